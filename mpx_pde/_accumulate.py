@@ -1,0 +1,143 @@
+"""Gradient accumulation over micro-batches."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jaxtyping import Array, PyTree
+
+from ._cast import widen
+from ._grad import Gradient, Transformed
+from ._loss_scaling import AbstractLossScaling
+
+
+_CALL = "filter_accumulated_value_and_grad"
+
+
+def _is_leaf(x: Any) -> bool:
+    # Running statistics have no batch axis, whatever their first axis is.
+    return isinstance(x, eqx.nn.State)
+
+
+def _axes_of_leaves(in_axes: PyTree, args: tuple) -> list[int | None]:
+    """The axis of each leaf of `args`, from a prefix."""
+    axes: list[int | None] = []
+
+    def spread(axis, subtree):
+        axes.extend([axis] * len(jtu.tree_leaves(subtree, is_leaf=_is_leaf)))
+
+    try:
+        jtu.tree_map(spread, in_axes, args, is_leaf=lambda x: x is None)
+    except ValueError as e:
+        raise ValueError(
+            f"`{_CALL}` takes `in_axes` as a prefix of the {len(args)} positional arguments after "
+            "the model: an axis for all, or a tuple with an axis or `None` for each. Got "
+            f"{in_axes!r}."
+        ) from e
+    return axes
+
+
+def _split(x: Array, axis: int, micro_batches: int, path: Any) -> Array:
+    """Shape `[micro_batches, ...]`: consecutive blocks of `x` along `axis`."""
+    size = jnp.shape(x)[axis]
+    if size % micro_batches:
+        raise ValueError(
+            f"`{_CALL}` cannot split the array at {jtu.keystr(path)} of the arguments after the "
+            f"model into {micro_batches} micro-batches: it has {size} entries along axis {axis}. "
+            "Choose a batch size that is a multiple, or mark what is no batch by `None` in "
+            "`in_axes`."
+        )
+    x = jnp.asarray(x)
+    axis %= x.ndim
+    blocks = x.reshape(*x.shape[:axis], micro_batches, -1, *x.shape[axis + 1 :])
+    return jnp.moveaxis(blocks, axis, 0)
+
+
+def _run(
+    gradient: Gradient, args: tuple, kwargs: dict, *, micro_batches: int, in_axes: PyTree
+) -> tuple:
+    model, *rest = args
+    paths, treedef = jtu.tree_flatten_with_path(tuple(rest), is_leaf=_is_leaf)
+    axes = _axes_of_leaves(in_axes, tuple(rest))
+    leaves = [x for _, x in paths]
+    batched = {
+        i: _split(x, axis, micro_batches, path)
+        for i, ((path, x), axis) in enumerate(zip(paths, axes, strict=True))
+        if axis is not None and eqx.is_array_like(x) and jnp.ndim(x) > 0
+    }
+    differentiate = gradient.scaled if gradient.use_mixed_precision else gradient.plain
+
+    def body(total, batch):
+        here = treedef.unflatten([batch.get(i, x) for i, x in enumerate(leaves)])
+        out, grads = differentiate((model, *here), kwargs)
+        return jtu.tree_map(jnp.add, total, widen(grads)), out
+
+    masters = eqx.filter(model, eqx.is_inexact_array)
+    zero = jtu.tree_map(jnp.zeros_like, widen(masters))
+    total, (values, aux) = lax.scan(body, zero, batched, length=micro_batches)
+    value = jnp.mean(values)
+    mean = jtu.tree_map(lambda g: g / micro_batches, total)
+    if gradient.use_mixed_precision:
+        state = gradient.finish(mean, model)
+    else:
+        grads = jtu.tree_map(lambda g, m: g.astype(m.dtype), mean, masters)
+        state = gradient.scaling, jnp.array(True), grads
+    return (value, aux) if gradient.has_aux else value, *state
+
+
+def filter_accumulated_value_and_grad(
+    func: Callable,
+    scaling: AbstractLossScaling,
+    micro_batches: int,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    *,
+    in_axes: PyTree = 0,
+    policy: Any = None,
+    keep_full: PyTree = False,
+    axis_name: Any = None,
+) -> Callable:
+    """[`mpx_pde.filter_value_and_grad`][] of a large batch, a micro-batch at a time.
+
+    The batch is split and scanned over, so only one micro-batch of activations is in memory.
+    All of them share one loss scale; gradients are summed in float32; there is one finite flag and
+    one adjustment of the scaling. For a loss that is a mean over the batch, value and gradients
+    are those of the whole batch.
+
+    **Arguments:**
+
+    - `func`, `scaling`, `has_aux`, `use_mixed_precision`, `policy`, `keep_full`, `axis_name`: as
+        for [`mpx_pde.filter_value_and_grad`][].
+    - `micro_batches`: how many, a positive integer that divides the batch size.
+    - `in_axes`: the batch axis of the positional arguments after the model: one for all, or a
+        prefix of the tuple of them, in which `None` marks what every micro-batch gets whole.
+        Scalars (such as a `jax.random.key`), non-arrays, `eqx.nn.State` and keyword arguments are
+        always passed whole.
+
+    **Returns:**
+
+    A function that returns as that of [`mpx_pde.filter_value_and_grad`][]. `value` is the mean
+    over the micro-batches; the arrays of `aux` are stacked, with a leading axis of length
+    `micro_batches`.
+
+    **Raises:** as [`mpx_pde.filter_value_and_grad`][], and `ValueError` for a batch that does not
+    divide, an `in_axes` that does not fit or a `micro_batches` below 1.
+
+    ```python
+    value_and_grad = mpx.filter_accumulated_value_and_grad(loss, scaling, 8)
+    value, scaling, grads_finite, grads = value_and_grad(model, x, y)
+    ```
+    """
+    if not isinstance(micro_batches, int) or micro_batches < 1:
+        raise ValueError(
+            f"`{_CALL}` needs a positive integer as `micro_batches`, but got {micro_batches!r}."
+        )
+    gradient = Gradient(
+        _CALL, func, scaling, has_aux, use_mixed_precision, policy, keep_full, axis_name
+    )
+    run = ft.partial(_run, micro_batches=micro_batches, in_axes=in_axes)
+    return eqx.module_update_wrapper(Transformed(gradient, run))

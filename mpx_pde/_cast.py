@@ -1,0 +1,283 @@
+"""Casting of PyTrees and of functions."""
+
+import functools as ft
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax import lax
+from jaxtyping import PyTree
+
+from ._dtypes import as_floating_dtype, half_precision_datatype
+
+
+_COMPLEX = {jnp.dtype("float32"): jnp.dtype("complex64"), jnp.dtype("float64"): jnp.dtype("complex128")}
+
+
+_ARRAY_TYPES = jax.Array | np.ndarray | np.generic
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether `x` is a floating-point or complex array or Python number."""
+    if isinstance(x, _ARRAY_TYPES):
+        return jnp.issubdtype(x.dtype, jnp.inexact)
+    return isinstance(x, float | complex)
+
+
+def _target(dtype: Any, to: np.dtype) -> np.dtype | None:
+    """What an array of `dtype` is cast to; `None` if it is left alone."""
+    if jnp.issubdtype(dtype, jnp.floating):
+        return to
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return _COMPLEX.get(to)
+    return None
+
+
+def _cast_leaf(x: Any, to: np.dtype) -> Any:
+    if not isinstance(x, _ARRAY_TYPES | jax.ShapeDtypeStruct):
+        return x
+    target = _target(x.dtype, to)
+    if target is None or target == x.dtype:
+        return x
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(dtype=target)
+    if isinstance(x, jax.Array) and getattr(x, "weak_type", False):
+        # `astype` would make the type strong.
+        return lax.convert_element_type_p.bind(x, new_dtype=target, weak_type=True, sharding=None)
+    return x.astype(target)
+
+
+class FullPrecision(eqx.Module):
+    """Keeps a layer in float32 inside a model that is cast to half precision.
+
+    [`mpx_pde.cast_tree`][] never touches what is inside, so its parameters stay the float32
+    masters. Calling it runs the layer as [`mpx_pde.force_full_precision`][] does: inputs are cast
+    to float32, matrix products take the highest precision (no TF32), and the outputs come back
+    in the dtype of the caller's inputs.
+
+    ```python
+    model = eqx.tree_at(lambda m: m.layers[0], model, replace_fn=mpx.FullPrecision)
+    ```
+
+    This is how a first layer, a normalisation or a Fourier embedding is kept out of half precision.
+
+    **Attributes:**
+
+    - `module`: the layer, any callable PyTree.
+    """
+
+    module: Any
+
+    def __check_init__(self):
+        if not callable(self.module):
+            raise TypeError(
+                "`FullPrecision` wraps a callable layer such as `eqx.nn.Linear`, but got "
+                f"{self.module!r}. To keep plain arrays in float32, pass them in an argument "
+                "marked by `keep_full`."
+            )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return force_full_precision(self.module)(*args, **kwargs)
+
+
+def _map_arrays(fn: Callable, tree: PyTree, keep: tuple[type, ...]) -> PyTree:
+    def is_kept(x):
+        return isinstance(x, keep)
+
+    return jtu.tree_map(lambda x: x if is_kept(x) else fn(x), tree, is_leaf=is_kept)
+
+
+# Running statistics are bookkeeping, not operands: in float16 they would stop moving or overflow.
+_KEPT_IN_CALLS = (FullPrecision, eqx.nn.State)
+
+
+def cast_operands(tree: PyTree, dtype: np.dtype) -> PyTree:
+    """[`mpx_pde.cast_tree`][] for what goes into and comes out of a function: `eqx.nn.State` is
+    left alone as well."""
+    return _map_arrays(lambda x: _cast_leaf(x, dtype), tree, _KEPT_IN_CALLS)
+
+
+def widen(tree: PyTree) -> PyTree:
+    """Casts what is narrower than float32 to float32, and nothing else."""
+
+    def widen_leaf(x):
+        narrow = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+        return _cast_leaf(x, jnp.dtype("float32")) if narrow else x
+
+    return _map_arrays(widen_leaf, tree, _KEPT_IN_CALLS)
+
+
+def cast_tree(tree: PyTree, dtype: Any) -> PyTree:
+    """Casts every real floating-point array in a PyTree to `dtype`.
+
+    Arrays are those of JAX and NumPy and [`jax.ShapeDtypeStruct`][], of any width from float8 to
+    float64. Complex arrays become the complex type of that width where there is one (complex64
+    for float32, complex128 for float64) and are left alone where there is none. Integers, bools,
+    PRNG keys, Python scalars, `None`, functions and everything inside a
+    [`mpx_pde.FullPrecision`][] are left alone. Structure, sharding and weak types survive.
+
+    **Arguments:**
+
+    - `tree`: any PyTree.
+    - `dtype`: a real floating-point dtype or its name.
+
+    **Returns:**
+
+    A PyTree of the same structure. Leaves that have the dtype already are the same objects.
+
+    **Raises:** `ValueError` if `dtype` is no real floating-point type.
+
+    ```python
+    half = mpx.cast_tree({"w": jnp.ones(3), "steps": jnp.arange(3)}, jnp.float16)
+    ```
+    """
+    to = as_floating_dtype(dtype, "cast_tree")
+    return _map_arrays(lambda x: _cast_leaf(x, to), tree, (FullPrecision,))
+
+
+def cast_to_half_precision(x: PyTree) -> PyTree:
+    """[`mpx_pde.cast_tree`][] to [`mpx_pde.half_precision_datatype`][]."""
+    return cast_tree(x, half_precision_datatype())
+
+
+def cast_to_full_precision(x: PyTree) -> PyTree:
+    """[`mpx_pde.cast_tree`][] to float32."""
+    return cast_tree(x, jnp.float32)
+
+
+def cast_to_float16(x: PyTree) -> PyTree:
+    """[`mpx_pde.cast_tree`][] to float16."""
+    return cast_tree(x, jnp.float16)
+
+
+def cast_to_bfloat16(x: PyTree) -> PyTree:
+    """[`mpx_pde.cast_tree`][] to bfloat16."""
+    return cast_tree(x, jnp.bfloat16)
+
+
+def cast_to_float32(x: PyTree) -> PyTree:
+    """[`mpx_pde.cast_tree`][] to float32."""
+    return cast_tree(x, jnp.float32)
+
+
+def _widest(*trees: PyTree) -> np.dtype | None:
+    """The floating-point dtype that all arrays of the trees promote to; `None` without any."""
+    leaves = jtu.tree_leaves(trees, is_leaf=lambda x: isinstance(x, _KEPT_IN_CALLS))
+    dtypes = [
+        jnp.finfo(x.dtype).dtype  # the real dtype of a complex one
+        for x in leaves
+        if isinstance(x, _ARRAY_TYPES) and is_inexact(x)
+    ]
+    return jax.dtypes.canonicalize_dtype(ft.reduce(jnp.promote_types, dtypes)) if dtypes else None
+
+
+class _CastFunction(eqx.Module):
+    _func: Any
+    _dtype: np.dtype = eqx.field(static=True)
+    _return_dtype: np.dtype = eqx.field(static=True)
+
+    @property
+    def __wrapped__(self):
+        return self._func
+
+    def __call__(self, /, *args, **kwargs):
+        func, args, kwargs = cast_operands((self._func, args, kwargs), self._dtype)
+        return cast_operands(func(*args, **kwargs), self._return_dtype)
+
+    def __get__(self, instance: Any, owner: Any = None):
+        return self if instance is None else eqx.Partial(self, instance)
+
+
+class _FullPrecisionFunction(eqx.Module):
+    _func: Any
+    _return_dtype: np.dtype | None = eqx.field(static=True)
+
+    @property
+    def __wrapped__(self):
+        return self._func
+
+    def __call__(self, /, *args, **kwargs):
+        # "Full" never lowers a precision: float64 stays float64.
+        dtype = jnp.promote_types(_widest(self._func, args, kwargs) or "float32", jnp.float32)
+        return_dtype = self._return_dtype or _widest(args, kwargs) or _widest(self._func)
+        func, args, kwargs = cast_operands((self._func, args, kwargs), dtype)
+        with jax.default_matmul_precision("highest"):
+            out = func(*args, **kwargs)
+        return out if return_dtype is None else cast_operands(out, return_dtype)
+
+    def __get__(self, instance: Any, owner: Any = None):
+        if instance is None:
+            return self
+        # The instance belongs to the function: the caller's dtype is that of the arguments.
+        return _FullPrecisionFunction(eqx.Partial(self._func, instance), self._return_dtype)
+
+
+def _check_callable(func: Any, call: str) -> None:
+    if not callable(func):
+        raise TypeError(f"`{call}` takes a function or a callable module, but got {func!r}.")
+
+
+def cast_function(func: Callable, dtype: Any, return_dtype: Any = None) -> Callable:
+    """Makes a function run in another precision.
+
+    All floating-point arrays in its arguments, positional and by keyword, at any depth, are cast
+    to `dtype` as by [`mpx_pde.cast_tree`][], and all those in its output to `return_dtype`.
+    If `func` is a PyTree with parameters (an Equinox module or a bound method of one), these are
+    cast as well. `eqx.nn.State` is left alone.
+
+    **Arguments:**
+
+    - `func`: a function, method or callable module.
+    - `dtype`: the dtype to compute in.
+    - `return_dtype`: the dtype of the outputs; by default `dtype`.
+
+    **Returns:**
+
+    A callable with the name, docstring and signature of `func`. It is an Equinox module that
+    holds `func`, and binds as a method when it is assigned in a class body.
+
+    **Raises:** `TypeError` if `func` cannot be called, `ValueError` for a `dtype` that is no real
+    floating-point type.
+    """
+    _check_callable(func, "cast_function")
+    to = as_floating_dtype(dtype, "cast_function")
+    back = to if return_dtype is None else as_floating_dtype(return_dtype, "cast_function")
+    return eqx.module_update_wrapper(_CastFunction(func, to, back))
+
+
+def force_full_precision(func: Callable, return_dtype: Any = None) -> Callable:
+    """Makes a function run in float32, whatever its callers pass.
+
+    Inputs (and the parameters of `func`, if it is a module) are cast to float32; matrix products
+    and convolutions take the highest precision, since a plain float32 product is TF32 on an
+    NVIDIA GPU and bfloat16 on a TPU. If one of the inputs is float64, all of it runs in float64.
+
+    Use it around sums over many elements, norms, softmax, exponentials: whatever leaves the range
+    of float16 on the way to a harmless result.
+
+    **Arguments:**
+
+    - `func`: a function, method or callable module.
+    - `return_dtype`: the dtype of the outputs; by default the dtype in which the inputs came (the
+        widest, if they differ).
+
+    **Returns:**
+
+    A callable with the name, docstring and signature of `func`. It is an Equinox module that
+    holds `func`, and binds as a method when it is assigned in a class body.
+
+    **Raises:** `TypeError` if `func` cannot be called, `ValueError` for a `return_dtype` that is
+    no real floating-point type.
+
+    ```python
+    weights = mpx.force_full_precision(jax.nn.softmax)(scores.astype(jnp.float16))  # float16
+    ```
+    """
+    call = "force_full_precision"
+    _check_callable(func, call)
+    back = None if return_dtype is None else as_floating_dtype(return_dtype, call)
+    return eqx.module_update_wrapper(_FullPrecisionFunction(func, back))

@@ -1,0 +1,113 @@
+"""Floating-point formats, and which of them is today's half precision.
+
+Nothing here starts a JAX backend: limits come from `jax.numpy.finfo`, which knows
+`bfloat16` without a device.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+FLOAT16_MAX: float = float(jnp.finfo("float16").max)
+"""The largest finite float16, 65504."""
+
+BFLOAT16_MAX: float = float(jnp.finfo("bfloat16").max)
+"""The largest finite bfloat16, about 3.39e38."""
+
+_HALF = {name: jnp.dtype(name) for name in ("float16", "bfloat16")}
+
+# A user context is part of the key of jit's caches, so a step that was compiled for one
+# half-precision type is never reused for the other.
+_half_context = jax.make_user_context("float16")
+
+
+def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
+    """`dtype` as a NumPy dtype; a `ValueError` in the name of `call` unless it is a real
+    floating type."""
+    try:
+        out = jnp.dtype(dtype)
+    except TypeError as e:
+        raise ValueError(
+            f"`{call}` needs a floating-point dtype such as jnp.float16 or 'bfloat16', but got "
+            f"{dtype!r}, which is no dtype."
+        ) from e
+    if not jnp.issubdtype(out, jnp.floating):
+        raise ValueError(
+            f"`{call}` needs a real floating-point dtype such as jnp.float16 or 'bfloat16', but "
+            f"got {out.name}."
+        )
+    return out
+
+
+def is_half(dtype: Any) -> bool:
+    """Whether `dtype` is float16 or bfloat16."""
+    return jnp.dtype(dtype) in _HALF.values()
+
+
+def _half_name(dtype: Any, call: str) -> str:
+    try:
+        name = jnp.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    if name not in _HALF:
+        raise ValueError(
+            f"`{call}` takes float16 or bfloat16 (a dtype or its name), but got {name}. For full "
+            "precision pass `use_mixed_precision=False` to `filter_grad`, or a policy with "
+            "'compute=float32'."
+        )
+    return name
+
+
+def half_precision_datatype() -> np.dtype:
+    """The dtype that *half precision* means at present: float16 (the default) or bfloat16.
+
+    **Returns:**
+
+    `jnp.dtype("float16")` or `jnp.dtype("bfloat16")`.
+    """
+    return _HALF[_half_context.value]
+
+
+def set_half_precision_datatype(datatype: Any) -> None:
+    """Sets what *half precision* means from now on, in every thread.
+
+    The setting is part of the key of `jax.jit`'s cache: a function that was compiled under
+    the other setting is compiled anew at its next call. Inside a
+    [`mpx_pde.half_precision`][] block the block wins.
+
+    **Arguments:**
+
+    - `datatype`: float16 or bfloat16, as a dtype or by name.
+
+    **Raises:** `ValueError` for anything else.
+    """
+    _half_context.set_global(_half_name(datatype, "set_half_precision_datatype"))
+
+
+@contextmanager
+def half_precision(datatype: Any) -> Iterator[None]:
+    """A context manager in which *half precision* means `datatype`, in this thread.
+
+    ```python
+    with mpx.half_precision("bfloat16"):
+        loss_scaling, grads_finite, grads = step(model, loss_scaling, batch)
+    ```
+
+    **Arguments:**
+
+    - `datatype`: float16 or bfloat16, as a dtype or by name.
+
+    **Raises:** `ValueError` for anything else.
+    """
+    with _half_context(_half_name(datatype, "half_precision")):
+        yield
+
+
+def largest_power_of_two(dtype: Any) -> float:
+    """The largest power of two that `dtype` holds: 2^15 for float16, 2^127 for bfloat16."""
+    return float(2.0 ** (int(jnp.finfo(dtype).maxexp) - 1))

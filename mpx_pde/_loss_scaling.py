@@ -1,0 +1,328 @@
+"""Loss scaling: keeping the gradients of a half-precision backward pass in range.
+
+The recipe is that of Micikevicius et al., *Mixed Precision Training* (2018), section 3.2.
+"""
+
+import abc
+import math
+from collections.abc import Callable
+from typing import Any, Self
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array, Bool, Float32, Int32, PyTree
+
+from ._cast import is_inexact, widen
+from ._dtypes import half_precision_datatype, largest_power_of_two
+from ._tree import check_flag
+
+
+def _multiply(tree: PyTree, factor: Float32[Array, ""], operation: Callable) -> PyTree:
+    """`operation(x, factor)` for every inexact array `x`, computed in float32 or wider; the result
+    is in the dtype it was computed in."""
+
+    def leaf(x):
+        if not is_inexact(x):
+            return x
+        wide = jnp.asarray(widen(x))
+        # A complex `x` takes the factor as a complex number, which is as exact.
+        return operation(wide, factor.astype(wide.dtype))
+
+    return jtu.tree_map(leaf, tree)
+
+
+def _scale(tree: PyTree, factor: Float32[Array, ""]) -> PyTree:
+    def back(x, scaled):
+        return scaled.astype(jnp.result_type(x)) if is_inexact(x) else x
+
+    return jtu.tree_map(back, tree, _multiply(tree, factor, jnp.multiply))
+
+
+def _positive_scalar(value: Any, call: str, name: str) -> None:
+    if isinstance(value, jax.core.Tracer):
+        ok = value.shape == () and jnp.issubdtype(value.dtype, jnp.number)
+    else:
+        try:
+            ok = jnp.shape(value) == () and math.isfinite(value) and value > 0
+        except TypeError:
+            ok = False
+    if not ok:
+        raise ValueError(f"`{call}` needs a positive, finite scalar as `{name}`, but got {value!r}.")
+
+
+def _static(value: Any, call: str, name: str) -> float:
+    if isinstance(value, jax.core.Tracer):
+        raise ValueError(
+            f"`{call}` needs a Python number or a concrete array as `{name}`, since it is a static "
+            "field, but got a traced value. Build the scaler outside of `jit`."
+        )
+    _positive_scalar(value, call, name)
+    return float(value)
+
+
+def _power_of_two(x: float) -> float:
+    """The largest power of two that is not above `x`."""
+    return math.ldexp(1.0, math.frexp(x)[1] - 1)
+
+
+class AbstractLossScaling(eqx.Module):
+    """What [`mpx_pde.filter_grad`][] needs of a loss scaling.
+
+    Subclass it for a rule of your own: `scale` and `unscale` must be inverse to each other, and
+    `adjust` returns the scaling for the next step, with the same PyTree structure, shapes and
+    dtypes.
+    """
+
+    @abc.abstractmethod
+    def scale(self, tree: PyTree) -> PyTree:
+        """Multiplies the floating-point leaves of `tree` by the scale, keeping their dtypes."""
+
+    @abc.abstractmethod
+    def unscale(self, tree: PyTree) -> PyTree:
+        """Divides the floating-point leaves of `tree` by the scale, in float32 or wider."""
+
+    @abc.abstractmethod
+    def adjust(self, grads_finite: Any) -> Self:
+        """The scaling for the next step, given whether this step's gradients were finite."""
+
+
+class NoOpLossScaling(AbstractLossScaling):
+    """No loss scaling: for bfloat16, whose range is that of float32."""
+
+    @property
+    def loss_scaling(self) -> Float32[Array, ""]:
+        """The scale, 1."""
+        return jnp.ones((), jnp.float32)
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """Returns `tree`."""
+        return tree
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """Returns `tree`, with leaves narrower than float32 cast to float32."""
+        return widen(tree)
+
+    def adjust(self, grads_finite: Any) -> Self:
+        """Returns the scaling itself."""
+        check_flag(grads_finite, "NoOpLossScaling.adjust", "grads_finite")
+        return self
+
+
+class StaticLossScaling(AbstractLossScaling):
+    """A loss scale that never changes.
+
+    **Attributes:**
+
+    - `loss_scaling`: the scale, a float32 scalar.
+    """
+
+    loss_scaling: Float32[Array, ""]
+
+    def __init__(self, loss_scaling: Any):
+        """**Arguments:**
+
+        - `loss_scaling`: the scale, a positive number or scalar array. Powers of two are exact.
+
+        **Raises:** `ValueError` if it is not positive, finite and scalar.
+        """
+        _positive_scalar(loss_scaling, "StaticLossScaling", "loss_scaling")
+        self.loss_scaling = jnp.array(loss_scaling, jnp.float32)
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """Multiplies the floating-point leaves of `tree` by the scale.
+
+        Products are taken in float32 (float64 for float64) and rounded back to the dtype of the
+        leaf; other leaves pass through.
+        """
+        return _scale(tree, self.loss_scaling)
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """Divides the floating-point leaves of `tree` by the scale.
+
+        The result is float32 (float64 for float64); other leaves pass through.
+        """
+        return _multiply(tree, self.loss_scaling, jnp.divide)
+
+    def adjust(self, grads_finite: Any) -> Self:
+        """Returns the scaling itself."""
+        check_flag(grads_finite, "StaticLossScaling.adjust", "grads_finite")
+        return self
+
+
+class DynamicLossScaling(AbstractLossScaling):
+    """A loss scale that follows the gradients.
+
+    A step with non-finite gradients divides the scale by `factor`; `period` finite steps in a row
+    multiply it by `factor`. The scale is always a power of two, so that scaling and unscaling are
+    exact, and stays between `min_loss_scaling` and `max_loss_scaling`.
+
+    It also counts. `skipped_steps` is a number to log; `consecutive_skips` and `at_minimum` tell
+    of a run that no scale can save, because the loss itself or a derivative inside it overflows.
+
+    **Attributes:**
+
+    - `loss_scaling`: the scale, a float32 scalar.
+    - `counter`: finite steps since the scale last changed, an int32 scalar.
+    - `skipped_steps`: steps with non-finite gradients so far, an int32 scalar.
+    - `consecutive_skips`: such steps since the last finite one, an int32 scalar.
+    - `min_loss_scaling`, `max_loss_scaling`, `factor`, `period`: as given; static.
+    """
+
+    loss_scaling: Float32[Array, ""]
+    counter: Int32[Array, ""]
+    skipped_steps: Int32[Array, ""]
+    consecutive_skips: Int32[Array, ""]
+    min_loss_scaling: float = eqx.field(static=True)
+    factor: float = eqx.field(static=True)
+    period: int = eqx.field(static=True)
+    max_loss_scaling: float | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        loss_scaling: Any = 2**15,
+        min_loss_scaling: Any = 2**-24,
+        factor: Any = 2,
+        period: Any = 2000,
+        counter: Any = None,
+        *,
+        max_loss_scaling: Any = None,
+    ):
+        """**Arguments:**
+
+        - `loss_scaling`: the first scale, a number or a scalar array. What is no power of two is
+            rounded down to one.
+        - `min_loss_scaling`: the scale never falls below it. It lies below 1 because the residual
+            of a PDE can start at 1e4 and more.
+        - `factor`: what the scale is multiplied and divided by, a power of two.
+        - `period`: after how many finite steps in a row the scale grows.
+        - `counter`: finite steps counted so far, for restoring; by default none.
+        - `max_loss_scaling`: the scale never grows above it. By default it is the largest power of
+            two in the range of the half-precision type of the step: 2^15 for float16, 2^127 for
+            bfloat16. The loss is scaled in float32, so more than that can make sense in float16
+            for a loss that is a mean over very many points.
+
+        **Raises:** `ValueError` for a scale that is not positive, finite and scalar or lies outside
+        of its bounds, a `factor` that is no power of two above 1, or a `period` below 1.
+        """
+        call = "DynamicLossScaling"
+        self.min_loss_scaling = _power_of_two(_static(min_loss_scaling, call, "min_loss_scaling"))
+        self.factor = _static(factor, call, "factor")
+        if self.factor <= 1 or self.factor != _power_of_two(self.factor):
+            raise ValueError(
+                f"`{call}` needs a power of two above 1 as `factor`, since other factors round "
+                f"every scaled value, but got {factor!r}. Use 2 or 4."
+            )
+        self.period = int(_static(period, call, "period"))
+        if self.period < 1 or self.period != period:
+            raise ValueError(f"`{call}` needs an integer of at least 1 as `period`, got {period!r}.")
+        self.max_loss_scaling = (
+            None
+            if max_loss_scaling is None
+            else _power_of_two(_static(max_loss_scaling, call, "max_loss_scaling"))
+        )
+        _positive_scalar(loss_scaling, call, "loss_scaling")
+        if isinstance(loss_scaling, jax.core.Tracer):
+            _, exponent = jnp.frexp(loss_scaling.astype(jnp.float32))
+            self.loss_scaling = jnp.ldexp(jnp.ones((), jnp.float32), exponent - 1)
+        else:
+            scale = _power_of_two(float(loss_scaling))
+            top = math.inf if self.max_loss_scaling is None else self.max_loss_scaling
+            if not self.min_loss_scaling <= scale <= top:
+                raise ValueError(
+                    f"`{call}` needs a `loss_scaling` between `min_loss_scaling` "
+                    f"({self.min_loss_scaling}) and `max_loss_scaling` ({max_loss_scaling}), but got "
+                    f"{loss_scaling!r}."
+                )
+            self.loss_scaling = jnp.array(scale, jnp.float32)
+        self.counter = jnp.array(0 if counter is None else counter, jnp.int32)
+        if self.counter.shape != ():
+            raise ValueError(f"`{call}` needs a scalar as `counter`, but got {counter!r}.")
+        self.skipped_steps = jnp.array(0, jnp.int32)
+        self.consecutive_skips = jnp.array(0, jnp.int32)
+
+    @property
+    def at_minimum(self) -> Bool[Array, ""]:
+        """Whether the last step was skipped and the scale cannot fall any further."""
+        return (self.loss_scaling <= self.min_loss_scaling) & (self.consecutive_skips > 0)
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """Multiplies the floating-point leaves of `tree` by the scale.
+
+        Products are taken in float32 (float64 for float64) and rounded back to the dtype of the
+        leaf, so the scale itself is never rounded; other leaves pass through.
+        """
+        return _scale(tree, self.loss_scaling)
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """Divides the floating-point leaves of `tree` by the scale.
+
+        The result is float32 (float64 for float64); other leaves pass through.
+        """
+        return _multiply(tree, self.loss_scaling, jnp.divide)
+
+    def adjust(self, grads_finite: Any) -> Self:
+        """The scaling for the next step.
+
+        **Arguments:**
+
+        - `grads_finite`: whether this step's gradients were finite, a scalar bool.
+
+        **Returns:**
+
+        A `DynamicLossScaling` with the scale and the counters brought up to date.
+        """
+        finite = check_flag(grads_finite, "DynamicLossScaling.adjust", "grads_finite")
+        top = self.max_loss_scaling or largest_power_of_two(half_precision_datatype())
+        counted = self.counter + 1
+        # Not `==`: a counter that was restored beyond the period fires as well.
+        grow = finite & (counted >= self.period)
+        grown = jnp.minimum(self.loss_scaling, top / self.factor) * self.factor
+        grown = jnp.maximum(grown, self.loss_scaling)  # a scale that started above the cap
+        shrunk = jnp.maximum(self.loss_scaling / self.factor, self.min_loss_scaling)
+        kept = jnp.where(grow, grown, self.loss_scaling)
+        skipped = jnp.where(finite, 0, 1)
+        return eqx.tree_at(
+            lambda s: (s.loss_scaling, s.counter, s.skipped_steps, s.consecutive_skips),
+            self,
+            (
+                jnp.where(finite, kept, shrunk),
+                jnp.where(finite & ~grow, counted, 0),
+                self.skipped_steps + skipped,
+                (self.consecutive_skips + 1) * skipped,
+            ),
+        )
+
+
+def check_scaling(scaling: Any, call: str) -> None:
+    """A `TypeError` in the name of `call` unless `scaling` is a loss scaling."""
+    if not isinstance(scaling, AbstractLossScaling):
+        raise TypeError(
+            f"`{call}` needs a loss scaling as `scaling`, such as `mpx_pde.DynamicLossScaling()` or "
+            f"`mpx_pde.NoOpLossScaling()`, but got {type(scaling).__name__}: {scaling!r}."
+        )
+
+
+def scaled(func: Callable, scaling: AbstractLossScaling, has_aux: bool = False) -> Callable:
+    """A function whose value is that of `func`, multiplied by the loss scale.
+
+    **Arguments:**
+
+    - `func`: a function that returns a value, or `(value, aux)` with `has_aux=True`.
+    - `scaling`: the loss scaling.
+    - `has_aux`: whether there is auxiliary output, which is not scaled.
+
+    **Returns:**
+
+    A function of the same arguments.
+    """
+    check_scaling(scaling, "scaled")
+
+    def scaled_func(*args, **kwargs):
+        if has_aux:
+            value, aux = func(*args, **kwargs)
+            return scaling.scale(value), aux
+        return scaling.scale(func(*args, **kwargs))
+
+    return scaled_func

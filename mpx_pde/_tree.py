@@ -1,0 +1,118 @@
+"""What a training step asks of a whole PyTree."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Bool, Float, PyTree
+
+from ._cast import is_inexact, widen
+
+
+def _inexact_leaves(tree: PyTree) -> list[Array]:
+    leaves = [x for x in jtu.tree_leaves(tree) if is_inexact(x)]
+    return [jnp.asarray(x) for x in widen(leaves)]
+
+
+def all_finite(tree: PyTree) -> Bool[Array, ""]:
+    """Whether no floating-point or complex array in a PyTree holds an infinity or a NaN.
+
+    **Arguments:**
+
+    - `tree`: any PyTree; leaves that are not floating-point or complex are finite.
+
+    **Returns:**
+
+    A scalar bool array; `True` for a PyTree without such leaves.
+    """
+    finite = [jnp.all(jnp.isfinite(x)) for x in _inexact_leaves(tree)]
+    return jnp.all(jnp.stack(finite)) if finite else jnp.array(True)
+
+
+def global_norm(tree: PyTree) -> Float[Array, ""]:
+    """The Euclidean norm of all floating-point and complex arrays in a PyTree together.
+
+    Squares and sums are taken in float32 (float64 for float64 leaves): the square of 300 is
+    infinite in float16.
+
+    **Arguments:**
+
+    - `tree`: any PyTree, usually gradients.
+
+    **Returns:**
+
+    A scalar of dtype float32 or float64.
+    """
+    squares = [jnp.sum(jnp.square(jnp.abs(x))) for x in _inexact_leaves(tree)]
+    dtype = jnp.result_type(*squares) if squares else jnp.float32
+    return jnp.sqrt(sum((s.astype(dtype) for s in squares), start=jnp.zeros((), dtype)))
+
+
+def check_flag(pred: Any, call: str, name: str) -> Bool[Array, ""]:
+    """`pred` as a scalar bool array; a `TypeError` in the name of `call` if it is none."""
+    out = jnp.asarray(pred)
+    if out.shape != () or out.dtype != jnp.bool_:
+        raise TypeError(
+            f"`{call}` needs a scalar bool as `{name}`, as `mpx_pde.all_finite` returns it, but "
+            f"got dtype {out.dtype.name} and shape {out.shape}."
+        )
+    return out
+
+
+def check_same_structure(call: str, a_name: str, a: PyTree, b_name: str, b: PyTree) -> None:
+    """A `ValueError` in the name of `call` unless both trees have the same structure."""
+    if jtu.tree_structure(a) == jtu.tree_structure(b):
+        return
+    a_paths, b_paths = ({jtu.keystr(p) for p, _ in jtu.tree_leaves_with_path(t)} for t in (a, b))
+    differ = sorted(a_paths ^ b_paths)
+    where = f"They differ at {', '.join(differ[:5])}." if differ else (
+        f"Got {jtu.tree_structure(a)} and {jtu.tree_structure(b)}."
+    )
+    raise ValueError(f"`{call}`: {a_name} and {b_name} must have the same structure. {where}")
+
+
+def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:
+    """The PyTree `a` where `pred` is true, else `b`, leaf by leaf.
+
+    Use it to roll back what a skipped step must not change, such as the running statistics of a
+    BatchNorm:
+
+    ```python
+    state = mpx.select_tree(grads_finite, new_state, state)
+    ```
+
+    **Arguments:**
+
+    - `pred`: a scalar bool.
+    - `a`, `b`: PyTrees of the same structure, with arrays of the same shapes and dtypes. Leaves
+        that are neither arrays nor Python numbers (functions, strings) are taken from `a`.
+
+    **Returns:**
+
+    A PyTree of that structure; the arrays are bit-identical to those selected.
+
+    **Raises:** `TypeError` if `pred` is no scalar bool, `ValueError` if the trees do not match.
+    """
+    call = "select_tree"
+    pred = check_flag(pred, call, "pred")
+    check_same_structure(call, "the first tree", a, "the second", b)
+
+    def select(path, x, y):
+        if not (_is_data(x) and _is_data(y)) or x is y:
+            return x
+        if jnp.shape(x) != jnp.shape(y) or jnp.result_type(x) != jnp.result_type(y):
+            raise ValueError(
+                f"`{call}`: the leaves at {jtu.keystr(path) or 'the root'} must have the same shape "
+                f"and dtype, but are {jax.typeof(x)} and {jax.typeof(y)}."
+            )
+        if isinstance(x, bool | int | float | complex) and x == y:
+            return x
+        return jnp.where(pred, x, y)
+
+    return jtu.tree_map_with_path(select, a, b)
+
+
+def _is_data(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
