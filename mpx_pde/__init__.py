@@ -3,35 +3,43 @@
 from typing import Any as _Any
 
 from ._accumulate import filter_accumulated_value_and_grad as filter_accumulated_value_and_grad
-from ._cast import cast_function as cast_function
-from ._cast import cast_to_bfloat16 as cast_to_bfloat16
-from ._cast import cast_to_float16 as cast_to_float16
-from ._cast import cast_to_float32 as cast_to_float32
-from ._cast import cast_to_full_precision as cast_to_full_precision
-from ._cast import cast_to_half_precision as cast_to_half_precision
-from ._cast import cast_tree as cast_tree
-from ._cast import force_full_precision as force_full_precision
-from ._cast import FullPrecision as FullPrecision
-from ._dot import mixed_dot_general as mixed_dot_general
-from ._dot import mixed_einsum as mixed_einsum
-from ._dot import mixed_matmul as mixed_matmul
-from ._dtypes import BFLOAT16_MAX as BFLOAT16_MAX
-from ._dtypes import FLOAT16_MAX as FLOAT16_MAX
-from ._dtypes import half_precision as half_precision
-from ._dtypes import half_precision_datatype as half_precision_datatype
-from ._dtypes import set_half_precision_datatype as set_half_precision_datatype
-from ._grad import calculate_scaled_grad as calculate_scaled_grad
-from ._grad import filter_grad as filter_grad
-from ._grad import filter_value_and_grad as filter_value_and_grad
-from ._loss_scaling import AbstractLossScaling as AbstractLossScaling
-from ._loss_scaling import DynamicLossScaling as DynamicLossScaling
-from ._loss_scaling import NoOpLossScaling as NoOpLossScaling
-from ._loss_scaling import scaled as scaled
-from ._loss_scaling import StaticLossScaling as StaticLossScaling
+from ._cast import (
+    FullPrecision as FullPrecision,
+    cast_function as cast_function,
+    cast_to_bfloat16 as cast_to_bfloat16,
+    cast_to_float16 as cast_to_float16,
+    cast_to_float32 as cast_to_float32,
+    cast_to_full_precision as cast_to_full_precision,
+    cast_to_half_precision as cast_to_half_precision,
+    cast_tree as cast_tree,
+    force_full_precision as force_full_precision,
+)
+from ._dot import (
+    mixed_dot_general as mixed_dot_general,
+    mixed_einsum as mixed_einsum,
+    mixed_matmul as mixed_matmul,
+)
+from ._dtypes import (
+    BFLOAT16_MAX as BFLOAT16_MAX,
+    FLOAT16_MAX as FLOAT16_MAX,
+    half_precision as half_precision,
+    half_precision_datatype as half_precision_datatype,
+    set_half_precision_datatype as set_half_precision_datatype,
+)
+from ._grad import (
+    calculate_scaled_grad as calculate_scaled_grad,
+    filter_grad as filter_grad,
+    filter_value_and_grad as filter_value_and_grad,
+)
+from ._loss_scaling import (
+    AbstractLossScaling as AbstractLossScaling,
+    DynamicLossScaling as DynamicLossScaling,
+    NoOpLossScaling as NoOpLossScaling,
+    StaticLossScaling as StaticLossScaling,
+    scaled as scaled,
+)
 from ._optimizer import optimizer_update as optimizer_update
-from ._tree import all_finite as all_finite
-from ._tree import global_norm as global_norm
-from ._tree import select_tree as select_tree
+from ._tree import all_finite as all_finite, global_norm as global_norm, select_tree as select_tree
 
 
 __version__ = "0.1.0"

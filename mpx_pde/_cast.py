@@ -1,6 +1,5 @@
 """Casting of PyTrees and of functions."""
 
-import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +11,13 @@ import numpy as np
 from jax import lax
 from jaxtyping import PyTree
 
-from ._dtypes import as_floating_dtype, half_precision_datatype
+from ._dtypes import as_floating_dtype, half_precision_datatype, wide
 
 
-_COMPLEX = {jnp.dtype("float32"): jnp.dtype("complex64"), jnp.dtype("float64"): jnp.dtype("complex128")}
+_COMPLEX = {
+    jnp.dtype("float32"): jnp.dtype("complex64"),
+    jnp.dtype("float64"): jnp.dtype("complex128"),
+}
 
 
 _ARRAY_TYPES = jax.Array | np.ndarray | np.generic
@@ -105,7 +107,9 @@ def widen(tree: PyTree) -> PyTree:
     """Casts what is narrower than float32 to float32, and nothing else."""
 
     def widen_leaf(x):
-        narrow = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+        narrow = (
+            hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
+        )
         return _cast_leaf(x, jnp.dtype("float32")) if narrow else x
 
     return _map_arrays(widen_leaf, tree, _KEPT_IN_CALLS)
@@ -167,12 +171,14 @@ def cast_to_float32(x: PyTree) -> PyTree:
 def _widest(*trees: PyTree) -> np.dtype | None:
     """The floating-point dtype that all arrays of the trees promote to; `None` without any."""
     leaves = jtu.tree_leaves(trees, is_leaf=lambda x: isinstance(x, _KEPT_IN_CALLS))
-    dtypes = [
-        jnp.finfo(x.dtype).dtype  # the real dtype of a complex one
+    dtypes = {
+        jnp.finfo(jax.dtypes.canonicalize_dtype(x.dtype)).dtype  # the real dtype of a complex one
         for x in leaves
         if isinstance(x, _ARRAY_TYPES) and is_inexact(x)
-    ]
-    return jax.dtypes.canonicalize_dtype(ft.reduce(jnp.promote_types, dtypes)) if dtypes else None
+    }
+    if len(dtypes) > 1:
+        return max(map(wide, dtypes), key=lambda dtype: dtype.itemsize)
+    return dtypes.pop() if dtypes else None
 
 
 class _CastFunction(eqx.Module):
@@ -202,7 +208,7 @@ class _FullPrecisionFunction(eqx.Module):
 
     def __call__(self, /, *args, **kwargs):
         # "Full" never lowers a precision: float64 stays float64.
-        dtype = jnp.promote_types(_widest(self._func, args, kwargs) or "float32", jnp.float32)
+        dtype = wide(_widest(self._func, args, kwargs) or "float32")
         return_dtype = self._return_dtype or _widest(args, kwargs) or _widest(self._func)
         func, args, kwargs = cast_operands((self._func, args, kwargs), dtype)
         with jax.default_matmul_precision("highest"):

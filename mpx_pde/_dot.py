@@ -18,7 +18,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from ._dtypes import as_floating_dtype
+from ._dtypes import as_floating_dtype, wide
 
 
 DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], ...]]
@@ -26,15 +26,11 @@ DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[in
 mixed_dot_general_p = Primitive("mixed_dot_general")
 
 
-def _wide(dtype: np.dtype) -> np.dtype:
-    return jnp.promote_types(dtype, jnp.float32)
-
-
 def _result(dtype: np.dtype, out_dtype: np.dtype) -> np.dtype:
     # Products of halves accumulate in float32 on every backend, whatever the result. A GEMM with a
     # half result is asked for as such: cuBLAS does not fold a cast of a float32 result, which
     # would cost a float32 array and a kernel of its own.
-    return dtype if out_dtype == dtype else _wide(dtype)
+    return dtype if out_dtype == dtype else wide(dtype)
 
 
 def _precision(dtype: np.dtype) -> lax.Precision:
@@ -303,7 +299,11 @@ def _einsum_pair(x, x_axes: str, y, y_axes: str, kept: str, dot) -> tuple[Array,
         ),
     )
     shared = batch + contract
-    axes = [*batch, *(c for c in x_axes if c not in shared), *(c for c in y_axes if c not in shared)]
+    axes = [
+        *batch,
+        *(c for c in x_axes if c not in shared),
+        *(c for c in y_axes if c not in shared),
+    ]
     return out, "".join(axes)
 
 
@@ -313,10 +313,10 @@ def _einsum_reduce(x, axes: str, kept: str) -> tuple[Array, str]:
     target = "".join(dict.fromkeys(c for c in axes if c in kept))
     if target == axes:
         return x, axes
-    wide = jnp.einsum(
-        f"{axes}->{target}", x.astype(_wide(x.dtype)), precision=lax.Precision.HIGHEST
+    out = jnp.einsum(
+        f"{axes}->{target}", x.astype(wide(x.dtype)), precision=lax.Precision.HIGHEST
     )
-    return wide, target
+    return out, target
 
 
 def mixed_einsum(
@@ -381,7 +381,9 @@ def _einsum_letters(subscripts: str, ndims: list[int], call: str) -> tuple[list[
     spelled = []
     for term, ndim, length in zip(inputs, ndims, lengths, strict=True):
         if length < 0 or (length > 0 and "..." not in term):
-            raise ValueError(f"`{call}`: the term {term!r} does not fit an operand with {ndim} axes.")
+            raise ValueError(
+                f"`{call}`: the term {term!r} does not fit an operand with {ndim} axes."
+            )
         spelled.append(term.replace("...", dots[len(dots) - length :]))
     if arrow:
         output = output.replace("...", dots)
@@ -390,5 +392,7 @@ def _einsum_letters(subscripts: str, ndims: list[int], call: str) -> tuple[list[
         output = dots + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
     unknown = set(output) - set("".join(spelled))
     if unknown or len(set(output)) != len(output):
-        raise ValueError(f"`{call}`: the result of {subscripts!r} has an index unknown or repeated.")
+        raise ValueError(
+            f"`{call}`: the result of {subscripts!r} has an index unknown or repeated."
+        )
     return spelled, output

@@ -49,6 +49,14 @@ def is_half(dtype: Any) -> bool:
     return jnp.dtype(dtype) in _HALF.values()
 
 
+def wide(dtype: Any) -> np.dtype:
+    """The dtype in which values of `dtype` are accumulated: float32, or float64 for float64.
+
+    Unlike `jnp.promote_types`, it works under strict promotion too.
+    """
+    return jnp.dtype("float64" if jnp.dtype(dtype) == jnp.float64 else "float32")
+
+
 def _half_name(dtype: Any, call: str) -> str:
     try:
         name = jnp.dtype(dtype).name

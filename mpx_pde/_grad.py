@@ -29,9 +29,7 @@ def _parse_policy(policy: Any, call: str) -> jmp.Policy | None:
                 f"`{call}` cannot read the policy {policy!r}. Write it as jmp does, for example "
                 '"params=float32,compute=bfloat16,output=float32".'
             ) from e
-    raise TypeError(
-        f"`{call}` takes a `jmp.Policy` or its string as `policy`, but got {policy!r}."
-    )
+    raise TypeError(f"`{call}` takes a `jmp.Policy` or its string as `policy`, but got {policy!r}.")
 
 
 def _cast_except(keep: PyTree, args: tuple, dtype: np.dtype, call: str) -> tuple:

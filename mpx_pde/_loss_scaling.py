@@ -6,7 +6,7 @@ The recipe is that of Micikevicius et al., *Mixed Precision Training* (2018), se
 import abc
 import math
 from collections.abc import Callable
-from typing import Any, Self
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -49,7 +49,9 @@ def _positive_scalar(value: Any, call: str, name: str) -> None:
         except TypeError:
             ok = False
     if not ok:
-        raise ValueError(f"`{call}` needs a positive, finite scalar as `{name}`, but got {value!r}.")
+        raise ValueError(
+            f"`{call}` needs a positive, finite scalar as `{name}`, but got {value!r}."
+        )
 
 
 def _static(value: Any, call: str, name: str) -> float:
@@ -84,7 +86,7 @@ class AbstractLossScaling(eqx.Module):
         """Divides the floating-point leaves of `tree` by the scale, in float32 or wider."""
 
     @abc.abstractmethod
-    def adjust(self, grads_finite: Any) -> Self:
+    def adjust(self, grads_finite: Any) -> "AbstractLossScaling":
         """The scaling for the next step, given whether this step's gradients were finite."""
 
 
@@ -104,7 +106,7 @@ class NoOpLossScaling(AbstractLossScaling):
         """Returns `tree`, with leaves narrower than float32 cast to float32."""
         return widen(tree)
 
-    def adjust(self, grads_finite: Any) -> Self:
+    def adjust(self, grads_finite: Any) -> "NoOpLossScaling":
         """Returns the scaling itself."""
         check_flag(grads_finite, "NoOpLossScaling.adjust", "grads_finite")
         return self
@@ -145,7 +147,7 @@ class StaticLossScaling(AbstractLossScaling):
         """
         return _multiply(tree, self.loss_scaling, jnp.divide)
 
-    def adjust(self, grads_finite: Any) -> Self:
+    def adjust(self, grads_finite: Any) -> "StaticLossScaling":
         """Returns the scaling itself."""
         check_flag(grads_finite, "StaticLossScaling.adjust", "grads_finite")
         return self
@@ -216,7 +218,9 @@ class DynamicLossScaling(AbstractLossScaling):
             )
         self.period = int(_static(period, call, "period"))
         if self.period < 1 or self.period != period:
-            raise ValueError(f"`{call}` needs an integer of at least 1 as `period`, got {period!r}.")
+            raise ValueError(
+                f"`{call}` needs an integer of at least 1 as `period`, got {period!r}."
+            )
         self.max_loss_scaling = (
             None
             if max_loss_scaling is None
@@ -262,7 +266,7 @@ class DynamicLossScaling(AbstractLossScaling):
         """
         return _multiply(tree, self.loss_scaling, jnp.divide)
 
-    def adjust(self, grads_finite: Any) -> Self:
+    def adjust(self, grads_finite: Any) -> "DynamicLossScaling":
         """The scaling for the next step.
 
         **Arguments:**

@@ -118,7 +118,9 @@ def optimizer_update(
                 grads, optimizer_state, params, **extra_args
             )
             updates = jtu.tree_map(lambda u, p: None if p is None else u, updates, floating)
-            return _like(eqx.apply_updates(model, updates), model), _like(new_state, optimizer_state)
+            return _like(eqx.apply_updates(model, updates), model), _like(
+                new_state, optimizer_state
+            )
 
     grads = widen(grads)
     if any(callable(x) for x in jtu.tree_leaves(extra_args)):

@@ -46,7 +46,7 @@ def global_norm(tree: PyTree) -> Float[Array, ""]:
     A scalar of dtype float32 or float64.
     """
     squares = [jnp.sum(jnp.square(jnp.abs(x))) for x in _inexact_leaves(tree)]
-    dtype = jnp.result_type(*squares) if squares else jnp.float32
+    dtype = max((s.dtype for s in squares), key=lambda d: d.itemsize, default=jnp.float32)
     return jnp.sqrt(sum((s.astype(dtype) for s in squares), start=jnp.zeros((), dtype)))
 
 
@@ -67,8 +67,10 @@ def check_same_structure(call: str, a_name: str, a: PyTree, b_name: str, b: PyTr
         return
     a_paths, b_paths = ({jtu.keystr(p) for p, _ in jtu.tree_leaves_with_path(t)} for t in (a, b))
     differ = sorted(a_paths ^ b_paths)
-    where = f"They differ at {', '.join(differ[:5])}." if differ else (
-        f"Got {jtu.tree_structure(a)} and {jtu.tree_structure(b)}."
+    where = (
+        f"They differ at {', '.join(differ[:5])}."
+        if differ
+        else (f"Got {jtu.tree_structure(a)} and {jtu.tree_structure(b)}.")
     )
     raise ValueError(f"`{call}`: {a_name} and {b_name} must have the same structure. {where}")
 

@@ -1,4 +1,5 @@
-"""Settings of the whole suite: eight virtual CPU devices, and JAX at its strictest."""
+"""Settings of the whole suite: eight virtual CPU devices, JAX at its strictest, and annotations
+that are checked."""
 
 import os
 
@@ -8,9 +9,29 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
+import hypothesis  # noqa: E402
 import jax  # noqa: E402
+import jaxtyping  # noqa: E402
+import pytest  # noqa: E402
 
 
 # A silent upcast (a lost input cast) is an error, and so is a silent broadcast.
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The same examples in every run, and none written to disk. A first example compiles, so there is
+# no deadline.
+hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
+hypothesis.settings.load_profile("suite")
+
+# Every annotation of the package is checked, shapes and dtypes included.
+with jaxtyping.install_import_hook("mpx_pde", "beartype.beartype"):
+    import mpx_pde as mpx
+
+
+@pytest.fixture(autouse=True)
+def half_precision_as_it_was():
+    """The half-precision setting is global: each test leaves it as it found it."""
+    before = mpx.half_precision_datatype()
+    yield
+    mpx.set_half_precision_datatype(before)

@@ -1,0 +1,107 @@
+"""What several test files share: comparing PyTrees, tolerances, and looking into jaxprs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.extend as jex
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+
+
+HALVES = ("float16", "bfloat16")
+
+# Error against an oracle, relative to the largest entry of each leaf, by the dtype in which the
+# arithmetic was done. Each is a number of unit roundoffs:
+# - float64 and float32: the same operations as the oracle, in another order (fusion, sums over
+#   some hundred entries): 2^6 of 2^-53 and of 2^-24.
+# - float16 and bfloat16: networks of two or three layers, where some ten roundings follow one
+#   another and some cancel: 2^4 of 2^-11 and of 2^-8.
+TOLERANCES = {
+    "float64": 2.0**-47,
+    "float32": 2.0**-18,
+    "float16": 2.0**-7,
+    "bfloat16": 2.0**-4,
+}
+
+
+def is_key(x: Any) -> bool:
+    return isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _difference(x: Any, y: Any, tolerance: float | None) -> str | None:
+    if not (eqx.is_array(x) and eqx.is_array(y)):
+        same = type(x) is type(y) and (x is y or x == y)
+        return None if same else f"{x!r} and {y!r}"
+    if x.dtype != y.dtype or x.shape != y.shape:
+        return f"{x.dtype}{list(x.shape)} and {y.dtype}{list(y.shape)}"
+    if is_key(x):
+        x, y = jax.random.key_data(x), jax.random.key_data(y)
+    x, y = np.asarray(x), np.asarray(y)
+    if tolerance is None or not jnp.issubdtype(x.dtype, jnp.inexact):
+        return None if x.tobytes() == y.tobytes() else f"bits of {x} and {y}"
+    wide = np.complex128 if jnp.issubdtype(x.dtype, jnp.complexfloating) else np.float64
+    x, y = x.astype(wide), y.astype(wide)
+    size = np.max(np.abs(y), initial=0.0, where=np.isfinite(y))
+    close = np.allclose(x, y, rtol=0, atol=tolerance * max(size, np.finfo(np.float64).tiny))
+    return None if close else f"{x} and {y}, tolerance {tolerance:.1e} of {size:.1e}"
+
+
+def _compare(a: Any, b: Any, tolerance: Any) -> bool:
+    """Prints the differences, which pytest shows when the assertion fails."""
+    if jtu.tree_structure(a) != jtu.tree_structure(b):
+        print(f"structures: {jtu.tree_structure(a)}\n       and: {jtu.tree_structure(b)}")
+        return False
+    differences = [
+        (path, difference)
+        for (path, x), y in zip(jtu.tree_leaves_with_path(a), jtu.tree_leaves(b), strict=True)
+        if (difference := _difference(x, y, tolerance(x)))
+    ]
+    for path, difference in differences:
+        print(f"{jtu.keystr(path) or 'root'}: {difference}")
+    return not differences
+
+
+def tree_equal_bits(a: Any, b: Any) -> bool:
+    """Whether structures, dtypes and shapes are equal, and all arrays to the last bit: a NaN
+    equals itself, 0.0 does not equal -0.0. Other leaves are compared by type and `==`."""
+    return _compare(a, b, lambda x: None)
+
+
+def tree_allclose(a: Any, b: Any, computed_in: str | None = None) -> bool:
+    """Whether structures, dtypes and shapes are equal, and floating-point arrays equal within the
+    tolerance of `computed_in`, by default their own dtype. Other leaves must be equal."""
+
+    def tolerance(x):
+        if not eqx.is_inexact_array(x):
+            return None
+        return TOLERANCES[computed_in or jnp.finfo(x.dtype).dtype.name]
+
+    return _compare(a, b, tolerance)
+
+
+def avals(tree: Any) -> list[tuple[str, bool]]:
+    """What a jitted function compiles for: type and weak type of each array leaf."""
+    return [
+        (str(jax.typeof(x)), bool(getattr(x, "weak_type", False)))
+        for x in jtu.tree_leaves(tree)
+        if eqx.is_array(x)
+    ]
+
+
+def equations(jaxpr: Any) -> Iterator[Any]:
+    """All equations of a (closed) jaxpr and of those inside it."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    for equation in jaxpr.eqns:
+        yield equation
+        for parameter in jtu.tree_leaves(
+            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or _is_closed(x)
+        ):
+            if hasattr(parameter, "eqns") or _is_closed(parameter):
+                yield from equations(parameter)
+
+
+def _is_closed(x: Any) -> bool:
+    return isinstance(x, jex.core.ClosedJaxpr)
