@@ -236,8 +236,8 @@ class DynamicLossScaling(AbstractLossScaling):
             if not self.min_loss_scaling <= scale <= top:
                 raise ValueError(
                     f"`{call}` needs a `loss_scaling` between `min_loss_scaling` "
-                    f"({self.min_loss_scaling}) and `max_loss_scaling` ({max_loss_scaling}), but got "
-                    f"{loss_scaling!r}."
+                    f"({self.min_loss_scaling}) and `max_loss_scaling` ({max_loss_scaling}), but "
+                    f"got {loss_scaling!r}."
                 )
             self.loss_scaling = jnp.array(scale, jnp.float32)
         self.counter = jnp.array(0 if counter is None else counter, jnp.int32)
@@ -303,8 +303,8 @@ def check_scaling(scaling: Any, call: str) -> None:
     """A `TypeError` in the name of `call` unless `scaling` is a loss scaling."""
     if not isinstance(scaling, AbstractLossScaling):
         raise TypeError(
-            f"`{call}` needs a loss scaling as `scaling`, such as `mpx_pde.DynamicLossScaling()` or "
-            f"`mpx_pde.NoOpLossScaling()`, but got {type(scaling).__name__}: {scaling!r}."
+            f"`{call}` needs a loss scaling as `scaling`, such as `mpx_pde.DynamicLossScaling()` "
+            f"or `mpx_pde.NoOpLossScaling()`, but got {type(scaling).__name__}: {scaling!r}."
         )
 
 

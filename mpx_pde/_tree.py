@@ -106,8 +106,8 @@ def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:
             return x
         if jnp.shape(x) != jnp.shape(y) or jnp.result_type(x) != jnp.result_type(y):
             raise ValueError(
-                f"`{call}`: the leaves at {jtu.keystr(path) or 'the root'} must have the same shape "
-                f"and dtype, but are {jax.typeof(x)} and {jax.typeof(y)}."
+                f"`{call}`: the leaves at {jtu.keystr(path) or 'the root'} must have the same "
+                f"shape and dtype, but are {jax.typeof(x)} and {jax.typeof(y)}."
             )
         if isinstance(x, bool | int | float | complex) and x == y:
             return x
