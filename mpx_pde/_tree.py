@@ -52,7 +52,10 @@ def global_norm(tree: PyTree) -> Float[Array, ""]:
 
 def check_flag(pred: Any, call: str, name: str) -> Bool[Array, ""]:
     """`pred` as a scalar bool array; a `TypeError` in the name of `call` if it is none."""
-    out = jnp.asarray(pred)
+    try:
+        out = jnp.asarray(pred)
+    except (TypeError, ValueError):
+        out = np.asarray(pred)  # raises below, whatever it is
     if out.shape != () or out.dtype != jnp.bool_:
         raise TypeError(
             f"`{call}` needs a scalar bool as `{name}`, as `mpx_pde.all_finite` returns it, but "
