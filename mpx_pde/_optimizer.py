@@ -112,6 +112,7 @@ def optimizer_update(
         grads = eqx.combine(grads, jtu.tree_map(jnp.zeros_like, params))
 
     def step(grads, extra_args):
+        grads = widen(grads)
         # Optax relies on the standard promotion of dtypes.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             updates, new_state = optax.with_extra_args_support(optimizer).update(
@@ -122,7 +123,6 @@ def optimizer_update(
                 new_state, optimizer_state
             )
 
-    grads = widen(grads)
     if any(callable(x) for x in jtu.tree_leaves(extra_args)):
         # A line search evaluates the loss: on a skipped step it must not run at all.
         arrays, static = eqx.partition((model, optimizer_state), eqx.is_array)
