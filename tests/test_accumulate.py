@@ -211,7 +211,8 @@ def test_one_key_for_each_micro_batch():
 
 def test_aux_is_stacked_and_in_the_output_dtype():
     def loss(w, x):
-        aux = {"max": jnp.max(x), "n": jnp.array(x.shape[0]), "none": None, "x": [x]}
+        static = (None, "text", jnp.tanh, x.shape[0], 1.5)
+        aux = {"max": jnp.max(x), "n": jnp.array(x.shape[0]), "static": static, "x": [x]}
         return mean_product(w, x), aux
 
     x = jnp.arange(6.0).reshape(6, 1)
@@ -224,7 +225,8 @@ def test_aux_is_stacked_and_in_the_output_dtype():
         assert value == 2.5
         assert tree_equal_bits(aux["max"], jnp.array([1.0, 3.0, 5.0], dtype))
         assert tree_equal_bits(aux["n"], jnp.array([2, 2, 2]))
-        assert aux["none"] is None
+        # As without accumulation.
+        assert aux["static"] == (None, "text", jnp.tanh, 2, 1.5)
         assert tree_equal_bits(aux["x"], [x.reshape(3, 2, 1).astype(dtype)])
 
 

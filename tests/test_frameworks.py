@@ -67,10 +67,6 @@ def init(optimizer, model, is_param=eqx.is_inexact_array):
 # --- Models --------------------------------------------------------------------------------------
 
 
-def as_input(x):
-    return x
-
-
 class Everything(eqx.Module):
     """Leaves and fields of every kind that Equinox modules have."""
 
@@ -306,6 +302,10 @@ def norm_loss(model, state, x):
     return jnp.mean(out.astype(jnp.float32) ** 2), state
 
 
+def unwrapped(layer):
+    return layer
+
+
 def check_batch_norm(mode, wrap, jit):
     model, state = eqx.nn.make_with_state(NormNet)(mode, wrap, key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (16, 2))
@@ -346,7 +346,7 @@ def check_batch_norm(mode, wrap, jit):
 def test_batch_norm_state(jit, standard_promotion):
     """Running statistics stay float32 and roll back, though the layer runs in half precision."""
     # Mode "ema" selects between its inputs' dtype and its state's, which Equinox wants equal.
-    check_batch_norm("batch", lambda norm: norm, jit)
+    check_batch_norm("batch", unwrapped, jit)
 
 
 @pytest.mark.parametrize("mode", ["batch", "ema"])
@@ -357,7 +357,7 @@ def test_batch_norm_in_full_precision(mode):
 
 def test_state_is_not_cast_in_any_position():
     """`eqx.nn.State` stays float32 as a positional argument, by keyword and nested in others."""
-    _, state = eqx.nn.make_with_state(NormNet)("batch", as_input, key=jax.random.key(0))
+    _, state = eqx.nn.make_with_state(NormNet)("batch", unwrapped, key=jax.random.key(0))
     expected = dtypes(state)
 
     def loss(w, state, bundle, *, extra):

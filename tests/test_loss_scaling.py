@@ -213,6 +213,27 @@ def test_the_cap_is_that_of_half_precision(name, top):
         assert other.adjust(True).adjust(True).loss_scaling == 2.0**3
 
 
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("half", HALVES)
+def test_the_scale_can_be_divided_by_at_both_ends(half, jit):
+    """XLA divides an array by multiplying with the reciprocal, and that of 2^127 is flushed to 0."""
+    unscale = lambda scaling, x: scaling.unscale(x)
+    unscale = eqx.filter_jit(unscale) if jit else unscale
+    with mpx.half_precision(half):
+        largest = mpx.DynamicLossScaling(2.0**10, factor=2**8, period=1)
+        for _ in range(20):
+            largest = largest.adjust(True)
+    smallest = mpx.DynamicLossScaling(1.0, min_loss_scaling=2.0**-126, factor=2**64)
+    for _ in range(3):
+        smallest = smallest.adjust(False)
+    assert smallest.loss_scaling == 2.0**-126
+    for scaling in (largest, smallest):
+        size = float(scaling.loss_scaling) if scaling is largest else 2.0**-63
+        x = jnp.array([size, -size / 2], jnp.bfloat16)
+        want = np.asarray(x, np.float64) / float(scaling.loss_scaling)
+        assert tree_equal_bits(unscale(scaling, x), jnp.asarray(want, jnp.float32))
+
+
 def test_the_setting_that_is_valid_at_the_step_gives_the_cap():
     scaling = mpx.DynamicLossScaling(2.0**15, period=1)
     assert scaling.adjust(True).loss_scaling == 2.0**15
