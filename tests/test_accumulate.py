@@ -170,7 +170,9 @@ def test_in_axes_is_a_prefix():
     points = [jnp.arange(2.0), (jnp.arange(6), None)]
     ((x_out, points_out), _) = splits(({"a": 0, "b": 1}, 0), x, points)
     assert tree_equal_bits(x_out, {"a": x["a"].reshape(2, 2), "b": jnp.ones((2, 3, 2))})
-    assert tree_equal_bits(points_out, [points[0].reshape(2, 1), (jnp.arange(6).reshape(2, 3), None)])
+    assert tree_equal_bits(
+        points_out, [points[0].reshape(2, 1), (jnp.arange(6).reshape(2, 3), None)]
+    )
     ((x_out, points_out), _) = splits((None, 0), x, points)
     assert tree_equal_bits(x_out["a"], jnp.stack([x["a"]] * 2))
 
@@ -336,8 +338,8 @@ def test_devices_agree(check_vma, weights):
             check_vma=check_vma,
         )
     )
-    x = jnp.ones((32, 2))
-    for x, exponent, good in [(x, 5, True), (x.at[13, 1].set(6e4), 3, False)]:
+    ones = jnp.ones((32, 2))
+    for x, exponent, good in [(ones, 5, True), (ones.at[13, 1].set(6e4), 3, False)]:
         scaling, finite, grads = step(jnp.ones(2), scaler(4, period=1), x)
         np.testing.assert_array_equal(finite, np.full(8, good))
         np.testing.assert_array_equal(scaling.loss_scaling, np.full(8, 2.0**exponent))

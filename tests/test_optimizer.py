@@ -122,7 +122,9 @@ def test_a_skipped_step_leaves_every_bit(name, how):
     """Also under `jax_debug_nans`: nothing on the way is NaN."""
     optimizer = OPTIMIZERS[name]()
     # Eagerly every operation is compiled for every shape.
-    model = {"w": jnp.ones(2), "half": jnp.ones(2, jnp.bfloat16)} if how == "eager" else make_model()
+    model = (
+        {"w": jnp.ones(2), "half": jnp.ones(2, jnp.bfloat16)} if how == "eager" else make_model()
+    )
     state = initial_state(optimizer, model)
     extra_args = extra_args_of(name)
 
