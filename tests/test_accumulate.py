@@ -100,7 +100,7 @@ def test_one_scale_one_flag_one_adjustment(period):
     assert avals(adjusted) == avals(scaling)
 
 
-@pytest.mark.parametrize("where", [0, 1, 3])
+@pytest.mark.parametrize("where", [0, 3])
 def test_an_overflow_in_one_micro_batch_skips_the_window(where):
     x = jnp.ones((4, 2)).at[where, 1].set(6e4)
     value, adjusted, finite, grads = accumulated(mean_product, scaler(4), 4)(jnp.ones(2), x)
@@ -155,11 +155,9 @@ def test_consecutive_blocks_along_the_axes():
     whole = lambda z: jnp.stack([z, z])
     for in_axes, want in [
         ((0, 1), (x_rows, y_columns)),
-        ((-2, -1), (x_rows, y_columns)),
-        ((0, None), (x_rows, whole(y))),
-        ((1, None), (x_columns, whole(y))),
+        ((-2, None), (x_rows, whole(y))),
         (None, (whole(x), whole(y))),
-        (1, (x_columns, y_columns)),
+        (-1, (x_columns, y_columns)),
     ]:
         assert tree_equal_bits(splits(in_axes, x, y), (want, {}))
     assert tree_equal_bits(splits(0, x, x), ((x_rows, x_rows), {}))

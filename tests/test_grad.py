@@ -59,7 +59,7 @@ def scaler(exponent, **kwargs):
 # --- The scale comes in and goes out exactly -----------------------------------------------------
 
 
-@pytest.mark.parametrize("exponent", [-24, 0, 15, 60])
+@pytest.mark.parametrize("exponent", [-24, 0, 60])
 @pytest.mark.parametrize("period", [1, 10], ids=["growth step", "plain step"])
 def test_with_a_float32_policy_the_result_is_the_oracles_to_the_bit(exponent, period):
     """Powers of two commute with rounding."""
@@ -89,8 +89,11 @@ def test_a_network_in_half_precision_is_close_to_the_oracle(half):
 OVERFLOWING = {"float16": (15, 6), "bfloat16": (100, 100), "float32": (100, 100)}
 
 
-@pytest.mark.parametrize("compute", list(OVERFLOWING))
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    ("compute", "jit"),
+    [("float16", False), ("float16", True), ("bfloat16", True), ("float32", True)],
+    ids=["float16 eager", "float16", "bfloat16", "float32"],
+)
 def test_growth_overflow_and_plain_steps(compute, jit):
     policy = f"params=float32,compute={compute},output=float32"
     exponent, big = OVERFLOWING[compute]
