@@ -40,6 +40,14 @@ from ._loss_scaling import (
 )
 from ._optimizer import optimizer_update as optimizer_update
 from ._tree import all_finite as all_finite, global_norm as global_norm, select_tree as select_tree
+from .derivatives import (
+    DerivativeScaling as DerivativeScaling,
+    Scaling as Scaling,
+    laplacian as laplacian,
+    partials as partials,
+    scaled_jvp as scaled_jvp,
+    scaled_vjp as scaled_vjp,
+)
 
 
 __version__ = "0.1.0"
