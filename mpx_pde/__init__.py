@@ -2,6 +2,7 @@
 
 from typing import Any as _Any
 
+from . import nn as nn
 from ._accumulate import filter_accumulated_value_and_grad as filter_accumulated_value_and_grad
 from ._cast import (
     FullPrecision as FullPrecision,

@@ -12,7 +12,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import avals, equations, tree_allclose, tree_equal_bits
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
 from mpx_pde.derivatives._probe import COLUMNS, LOWEST, tap
@@ -123,7 +123,7 @@ class TestProbe:
 
     @pytest.mark.parametrize("check_vma", [True, False])
     def test_shard_map(self, check_vma):
-        mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
+        mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
 
         def body(p, x):
             counts = jax.grad(lambda p: jnp.sum(tap(p, x).astype(jnp.float32)))(p)
@@ -134,11 +134,10 @@ class TestProbe:
         run = jax.shard_map(
             body, mesh=mesh, in_specs=(P(), P("d")), out_specs=P(), check_vma=check_vma
         )
-        with jax.set_mesh(mesh):
-            assert np.array_equal(jax.jit(run)(self.probe, VALUES), expected_counts(VALUES))
+        assert np.array_equal(jax.jit(run)(self.probe, VALUES), expected_counts(VALUES))
 
     def test_named_sharding(self):
-        mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
+        mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
         x = jax.device_put(VALUES, NamedSharding(mesh, P("d")))
         grad = jax.jit(jax.grad(lambda p, v: jnp.sum(tap(p, v).astype(jnp.float32))))
         assert np.array_equal(grad(self.probe, x), expected_counts(VALUES))
@@ -246,14 +245,14 @@ class TestPredictiveRule:
         # Largest second derivative in [2^13, 2^14), scaled by s^2 = 2^-2: 2^15 at s = 1.
         counts = counts_for(scaling, {"_xx": 13 - LOWEST + 1, "_t": 3 - LOWEST + 1})
         new = scaling.adjust(counts)
-        # floor((15 - 4 - 15) / 2) = -2; upwards by one step at a time.
-        assert new.exponents.tolist() == [-2, 0]
+        # floor((15 - 6 - 15) / 2) = -3; upwards by one step at a time.
+        assert new.exponents.tolist() == [-3, 0]
         assert new.skipped_steps == 0
 
     def test_mixed_terms_bind_all_their_directions(self):
         scaling = direction(mode="predictive", max_scale=2.0**10)
         new = scaling.adjust(counts_for(scaling, {"_xt": 15 - LOWEST + 1}))
-        assert new.exponents.tolist() == [-2, -2]
+        assert new.exponents.tolist() == [-3, -3]
 
     def test_an_overflow_teaches_caution(self):
         scaling = direction(mode="predictive", growth_interval=3)
@@ -261,7 +260,7 @@ class TestPredictiveRule:
         assert scaling.exponents.tolist() == [-1, 0]
         assert scaling.caution.tolist() == [1, 0]
         for _ in range(3):
-            scaling = scaling.adjust(counts_for(scaling, {"_xx": 10 - LOWEST + 1}))
+            scaling = scaling.adjust(counts_for(scaling, {"_xx": 5 - LOWEST + 1}))
         assert scaling.caution.tolist() == [0, 0]
 
     @pytest.mark.parametrize(("mode", "lost"), [("predictive", 0), ("paper", None)])
@@ -286,16 +285,10 @@ class TestPredictiveRule:
                 model, points() / growth
             )
 
-        finite = []
         for k in range(21):
-            scaling, ok, _ = step(scaling, jnp.float32(2.0 ** (k / 2)))
-            finite.append(bool(scaling.derivatives.shifts is not None))
+            scaling, _, _ = step(scaling, jnp.float32(2.0 ** (k / 2)))
         skipped = int(scaling.derivatives.skipped_steps)
         assert skipped == lost if lost is not None else skipped > 0
-
-
-def flag(**kwargs):
-    return eqx.filter_jit(partial(loss, **kwargs))
 
 
 def take_step(scaling, model, state, optimizer, x, loss=loss):
@@ -311,22 +304,21 @@ class TestStep:
         return self.optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
     def test_an_overflow_skips_the_step_and_leaves_everything_as_it_was(self):
-        model = network(size=3e5)  # u_xx overflows, and u does not
+        model = network(size=3e5)  # u_t overflows, u and u_xx do not
         scaling = mpx.Scaling(derivatives=direction())
         state = self.init(model)
         step = eqx.filter_jit(partial(take_step, optimizer=self.optimizer))
-        value, new, finite, after, state_after = step(scaling, model, state, x=points())
+        _, new, finite, after, state_after = step(scaling, model, state, x=points())
         assert not finite
         assert tree_equal_bits(after, model)
         assert tree_equal_bits(state_after, state)
         # The loss scale is as it was, the counter too.
         assert tree_equal_bits(new.loss, scaling.loss)
-        assert new.derivatives.exponents.max() <= 0
-        assert new.derivatives.exponents.min() == -1
+        assert new.derivatives.exponents.tolist() == [0, -1]
         assert new.derivatives.skipped_steps == 1
 
     def test_it_recovers_without_retracing(self):
-        model = network(size=3e3)
+        model = network()
         scaling = mpx.Scaling(derivatives=direction(init_scale=2.0**10, max_scale=2.0**10))
         state = self.init(model)
         traces = []
@@ -349,10 +341,10 @@ class TestStep:
 
         def masked(model, x, *, derivatives):
             fun = mpx.partials(
-                model, ["u_xx"], coords="xt", outputs="u", scaling=derivatives, dtype="float16"
+                model, ["u_t"], coords="xt", outputs="u", scaling=derivatives, dtype="float16"
             )
-            u_xx = jax.vmap(fun)(x)["u_xx"]
-            safe = jnp.where(jnp.isfinite(u_xx), u_xx, 0.0)
+            u_t = jax.vmap(fun)(x)["u_t"]
+            safe = jnp.where(jnp.isfinite(u_t), u_t, 0.0)
             return jnp.sum(jnp.zeros_like(safe) * safe)
 
         scaling = mpx.Scaling(mpx.NoOpLossScaling(), direction())
@@ -497,12 +489,12 @@ class TestStep:
         assert jnp.array_equal(
             whole[1].derivatives.counts.sum(1), parts[1].derivatives.counts.sum(1)
         )
-        base = mpx.filter_accumulated_value_and_grad(loss, scaling, 4, use_mixed_precision=False)
+        base = mpx.filter_accumulated_value_and_grad(loss32, scaling, 4, use_mixed_precision=False)
         assert mpx.all_finite(base(network(), points())[0])
 
     def test_the_raw_ingredients(self):
         scaling = mpx.Scaling(mpx.StaticLossScaling(16.0), direction())
-        value, (grads, counts) = mpx.calculate_scaled_grad(loss, scaling)(network(), points())
+        _, (grads, counts) = mpx.calculate_scaled_grad(loss, scaling)(network(), points())
         assert grads.layers[0].weight.dtype == jnp.float16
         new = scaling.adjust(mpx.all_finite(grads), counts)
         assert new.derivatives.counts.sum() == 3 * len(points())
@@ -515,7 +507,7 @@ class TestStep:
 
     @pytest.mark.parametrize("check_vma", [True, False])
     def test_devices_agree_in_shard_map(self, check_vma):
-        mesh = jax.make_mesh((4,), ("d",), devices=jax.devices()[:4])
+        mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
         model, x = network(size=3e3), points()
         scaling = mpx.Scaling(mpx.StaticLossScaling(1.0), direction(init_scale=2.0**3, max_scale=8))
         # One device alone sees an overflow.

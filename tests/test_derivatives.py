@@ -71,10 +71,12 @@ def points(n=16, coords=2):
 
 def nested(fun, dirs):
     """The oracle: derivatives by nested `jax.jvp`, with unit tangents."""
+
+    def along(fun, i):
+        return lambda p: jax.jvp(fun, (p,), (jnp.eye(len(p), dtype=p.dtype)[i],))[1]
+
     for i in dirs:
-        fun = (lambda f, i: lambda p: jax.jvp(f, (p,), (jnp.eye(len(p), dtype=p.dtype)[i],))[1])(
-            fun, i
-        )
+        fun = along(fun, i)
     return fun
 
 

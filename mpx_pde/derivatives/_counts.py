@@ -29,8 +29,8 @@ def check_takes_derivatives(func: Callable, call: str) -> None:
 
 
 def sum_counts(
-    counts: Float32[Array, "rows columns"], axis_name: Any
-) -> Float32[Array, "rows columns"]:
+    counts: Float32[Array, "*rows columns"], axis_name: Any
+) -> Float32[Array, "*rows columns"]:
     """The counts of all devices along mapped axes."""
     if axis_name is None:
         return counts

@@ -231,7 +231,7 @@ class DerivativeScaling(eqx.Module):
         - `init_scale`, `max_scale`, `min_scale`: numbers, or mappings from coordinates to
             numbers; by default 1, 1 and 2^-24. What is no power of two is rounded down to one.
         - `factor`, `growth_interval`, `recover_threshold`, `recover_growth_interval`, `mode`,
-            `margin`: see above; by default 2, 1000, 2^-6, 100, `"paper"` and 4.
+            `margin`: see above; by default 2, 1000, 2^-6, 100, `"paper"` and 6.
 
         **Returns:** a `DerivativeScaling`.
 
@@ -412,7 +412,7 @@ _DEFAULTS = {
     "recover_threshold": 2.0**-6,
     "recover_growth_interval": 100,
     "mode": "paper",
-    "margin": 4,
+    "margin": 6,
 }
 
 
