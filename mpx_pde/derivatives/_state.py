@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from .._dtypes import half_precision_datatype
 from ._probe import COLUMNS
@@ -385,6 +385,46 @@ class DerivativeScaling(eqx.Module):
                 counts,
             ),
         )
+
+    def calibrate(
+        self,
+        fun: Any,
+        points: Float[Array, "points coords"],
+        terms: Any,
+        *,
+        coords: Any,
+        outputs: Any,
+        dtype: Any = None,
+    ) -> "DerivativeScaling":
+        """First scales from a trial on a few points, so that a run need not skip its first steps.
+
+        The terms are evaluated once in float32 and then in half precision at every scale. Their
+        error is flat inside a window of scales, beyond which hidden layers underflow or overflow;
+        the scale is put `margin` powers of two below its upper end, but not below its middle.
+
+        **Arguments:**
+
+        - `fun`: the network in float32, as a PyTree: it is cast as [`mpx_pde.filter_grad`][] casts
+            it.
+        - `points`: shape `[points, coords]`; some hundred are enough.
+        - `terms`: the terms of the loss, as for [`mpx_pde.partials`][], and `"laplacian"` for
+            [`mpx_pde.laplacian`][].
+        - `coords`, `outputs`, `dtype`: as for [`mpx_pde.partials`][].
+
+        **Returns:**
+
+        The same scaling at these scales, within the bounds of each scaler. In bfloat16, the scaling
+        itself. Not for use inside `jax.jit`.
+
+        ```python
+        derivatives = mpx.DerivativeScaling.per_direction("xt").calibrate(
+            model, points[:256], ["u_t", "u_xx"], coords="xt", outputs="u"
+        )
+        ```
+        """
+        from ._calibrate import calibrated  # it needs `partials`, which needs this class
+
+        return calibrated(self, fun, points, terms, coords=coords, outputs=outputs, dtype=dtype)
 
     def raised(self) -> "DerivativeScaling":
         """All scales a `factor` larger, within their caps.

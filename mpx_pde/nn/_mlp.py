@@ -1,18 +1,18 @@
 """The network of a physics-informed model."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import FullPrecision, widen
 from .._dot import mixed_matmul
-from .._dtypes import as_floating_dtype
+from .._dtypes import as_floating_dtype, is_half
 from ._activations import safe
 
 
@@ -220,51 +220,87 @@ class CoordinateMLP(eqx.Module):
         square.
         """
         point, seeds = widen(point), widen(seeds)
-        streams = _second_order(self.embedding, point, seeds, self.embedding.module.linear)
-        x = _affine(self.first.module, streams).astype(self._compute_dtype)
-        x = _activate(self.activation, x)
-        for layer in self.hidden:
-            x = _activate(self.activation, _affine(layer, x))
-        if isinstance(self.last, FullPrecision):
-            x = _affine(self.last.module, widen(x))
+        first = self.first.module
+        dtype = self._compute_dtype
+        if self.embedding.module.linear:
+            # The derivatives of a linear layer are the same at all points.
+            value, slopes, second = first.product(point), first.product(seeds), None
         else:
-            x = _affine(self.last, x)
+            x = first.product(_second_order(self.embedding, point, seeds))
+            value, slopes, second = _split(x.astype(dtype))
+        x = _activate(
+            self.activation, value.astype(dtype), slopes.astype(dtype), second, first.bias
+        )
+        for layer in self.hidden:
+            x = _activate(self.activation, *_split(layer.product(x)), layer.bias)
+        last = self.last.module if isinstance(self.last, FullPrecision) else self.last
+        # Apart, so that XLA leaves out what nobody asks for.
+        value, slopes, second = (last.product(y) for y in _split(x))
+        value = last.add_bias(value)
         if self.out_size == "scalar":
-            x = x[:, 0]
-        return x[0], x[1:-1], x[-1]
+            return value[0], slopes[:, 0], second[0]
+        return value, slopes, second
 
 
-# Value, first derivatives and Laplacian, stacked along the first axis.
-_Streams = Float[Array, "streams _"]
+def _second_order(fun: Callable, point: Array, seeds: Array) -> Float[Array, "streams _"]:
+    """Value, first derivatives and the sum of second derivatives, stacked."""
 
-
-def _second_order(fun: Callable, point: Array, seeds: Array, linear: bool) -> _Streams:
     def along(seed):
         first = lambda p: jax.jvp(fun, (p,), (seed,))[1]
         return jax.jvp(first, (point,), (seed,))
 
-    if linear:
-        return jnp.concatenate([point[None], seeds, jnp.zeros_like(point)[None]])
     first, second = jax.vmap(along)(seeds)
     return jnp.concatenate([fun(point)[None], first, jnp.sum(second, axis=0)[None]])
 
 
-def _affine(layer: Dense, x: _Streams) -> _Streams:
-    product = layer.product(x)
-    return jnp.concatenate([layer.add_bias(product[:1]), product[1:]])
+def _split(x: Float[Array, "streams _"]) -> tuple[Array, Array, Array]:
+    # The transpose of `split` is a concatenation; that of slices would be sums of padded arrays.
+    value, first, second = lax.split(x, (1, x.shape[0] - 2, 1))
+    return jnp.squeeze(value, 0), first, jnp.squeeze(second, 0)
 
 
-@partial(jax.checkpoint, static_argnums=0)
-def _activate(activation: Callable, x: _Streams) -> _Streams:
-    """σ(v), σ'(v) v_i, and σ'(v) Δv + σ''(v) Σ v_i², in float32 registers.
+def _activate(
+    activation: Callable, value: Array, first: Array, second: Array | None, bias: Array
+) -> Float[Array, "streams _"]:
+    """σ(v), σ'(v) v_i, and σ'(v) Δv + σ''(v) Σ v_i², stacked, in float32 registers.
 
-    Only its half-precision input is kept for the backward pass, which evaluates it again.
+    Of half-precision streams only they are kept for the backward pass, which evaluates this again:
+    to keep the intermediate results would take float32 arrays.
     """
-    wide = widen(x)
-    value, first, last = wide[0], wide[1:-1], wide[-1]
-    one = jnp.ones_like(value)
+    half = is_half(value.dtype)
+    rule = jax.checkpoint(_rule, static_argnums=0) if half else _rule
+    return rule(activation, value, first, second, bias)
+
+
+def _rule(activation, value, first, second, bias):
+    dtype = value.dtype
+    value, first, second, bias = widen((value, first, second, bias))
+    y, dy, ddy = _derivatives(activation, value + bias)
+    curvature = ddy * jnp.sum(first * first, axis=0)
+    second = curvature if second is None else dy * second + curvature
+    return jnp.concatenate([y[None], dy[None] * first, second[None]]).astype(dtype)
+
+
+def _tanh(x):
+    y = jnp.tanh(x)
+    dy = (1 - y) * (1 + y)
+    return y, dy, -2 * y * dy
+
+
+def _sin(x):
+    y = jnp.sin(x)
+    return y, jnp.cos(x), -y
+
+
+_RULES = {jnp.tanh: _tanh, jnp.sin: _sin}
+
+
+def _derivatives(activation: Callable, x: Array) -> tuple[Array, Array, Array]:
+    """An activation with its first two derivatives."""
+    rule = _RULES.get(getattr(activation, "fun", activation))
+    if rule is not None:
+        return rule(x)
+    one = jnp.ones_like(x)
     slope = lambda v: jax.jvp(activation, (v,), (one,))
-    (y, dy), (_, ddy) = jax.jvp(slope, (value,), (one,))
-    second = dy * last + ddy * jnp.sum(first * first, axis=0)
-    out = jnp.concatenate([y[None], dy[None] * first, second[None]])
-    return out.astype(x.dtype)
+    (y, dy), (_, ddy) = jax.jvp(slope, (x,), (one,))
+    return y, dy, ddy
