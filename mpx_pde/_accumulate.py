@@ -1,12 +1,12 @@
 """Gradient accumulation over micro-batches."""
 
-import functools as ft
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree
 
@@ -41,9 +41,15 @@ def _axes_of_leaves(in_axes: PyTree, args: tuple) -> list[int | None]:
     return axes
 
 
-def _split(x: Array, axis: int, micro_batches: int, path: Any) -> Array:
+def _split(x: Array | np.ndarray, axis: Any, micro_batches: int, path: Any) -> Array:
     """Shape `[micro_batches, ...]`: consecutive blocks of `x` along `axis`."""
-    size = jnp.shape(x)[axis]
+    shape = jnp.shape(x)
+    if not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
+        raise ValueError(
+            f"`{_CALL}` cannot split the array at {jtu.keystr(path)} of the arguments after the "
+            f"model along the axis {axis!r} that `in_axes` names: its shape is {shape}."
+        )
+    size = shape[axis]
     if size % micro_batches:
         raise ValueError(
             f"`{_CALL}` cannot split the array at {jtu.keystr(path)} of the arguments after the "
@@ -75,17 +81,22 @@ def _run(
             return gradient.scaled(args, kwargs)
         return *gradient.plain(args, kwargs), None
 
+    statics = []  # what is no array in `aux`, and could not leave the scan
+
     def body(total, batch):
         here = treedef.unflatten([batch.get(i, x) for i, x in enumerate(leaves)])
         out, *sums = differentiate((model, *here))
-        return jtu.tree_map(jnp.add, total, widen(sums)), out
+        arrays, static = eqx.partition(out, eqx.is_array)
+        statics.append(static)
+        return jtu.tree_map(jnp.add, total, widen(sums)), arrays
 
     masters = eqx.filter(model, eqx.is_inexact_array)
     counts = None
     if gradient.use_mixed_precision and gradient.derivatives is not None:
         counts = gradient.derivatives.counts
     zero = jtu.tree_map(jnp.zeros_like, widen([masters, counts]))
-    (total, counts), (values, aux) = lax.scan(body, zero, batched, length=micro_batches)
+    (total, counts), arrays = lax.scan(body, zero, batched, length=micro_batches)
+    values, aux = eqx.combine(arrays, statics[-1])
     value = jnp.mean(values)
     mean = jtu.tree_map(lambda g: g / micro_batches, total)
     if gradient.use_mixed_precision:
@@ -98,7 +109,7 @@ def _run(
 
 def filter_accumulated_value_and_grad(
     func: Callable,
-    scaling: AbstractLossScaling,
+    scaling: AbstractLossScaling | None,
     micro_batches: int,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
@@ -129,7 +140,7 @@ def filter_accumulated_value_and_grad(
 
     A function that returns as that of [`mpx_pde.filter_value_and_grad`][]. `value` is the mean
     over the micro-batches; the arrays of `aux` are stacked, with a leading axis of length
-    `micro_batches`.
+    `micro_batches`, and what is no array comes back as it is.
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][], and `ValueError` for a batch that does not
     divide, an `in_axes` that does not fit or a `micro_batches` below 1.
@@ -146,5 +157,6 @@ def filter_accumulated_value_and_grad(
     gradient = Gradient(
         _CALL, func, scaling, has_aux, use_mixed_precision, policy, keep_full, axis_name
     )
-    run = ft.partial(_run, micro_batches=micro_batches, in_axes=in_axes)
+    # A PyTree, unlike `functools.partial`: made anew at each step it is the same to jit's cache.
+    run = eqx.Partial(_run, micro_batches=micro_batches, in_axes=in_axes)
     return eqx.module_update_wrapper(Transformed(gradient, run))

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +31,8 @@ def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
     """`dtype` as a NumPy dtype; a `ValueError` in the name of `call` unless it is a real
     floating type."""
     try:
+        if dtype is None or eqx.is_array(dtype):
+            raise TypeError  # NumPy would take `None` for float64, and an array for its dtype.
         out = jnp.dtype(dtype)
     except TypeError as e:
         raise ValueError(
@@ -116,6 +119,12 @@ def half_precision(datatype: Any) -> Iterator[None]:
         yield
 
 
-def largest_power_of_two(dtype: Any) -> float:
-    """The largest power of two that `dtype` holds: 2^15 for float16, 2^127 for bfloat16."""
-    return float(2.0 ** (int(jnp.finfo(dtype).maxexp) - 1))
+# Scales that can be multiplied with and divided by in float32. XLA divides an array by a scalar by
+# multiplying with the reciprocal, and flushes a subnormal one to zero: x / 2^127 would be 0.
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
+
+
+def largest_scale(dtype: Any) -> float:
+    """The largest power of two that `dtype` holds and that is a scale: 2^15 for float16, 2^126
+    for bfloat16."""
+    return min(float(2.0 ** (int(jnp.finfo(dtype).maxexp) - 1)), LARGEST_SCALE)

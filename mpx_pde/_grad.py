@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Inexact, PyTree
 
 from ._cast import cast_operands, widen
 from ._dtypes import half_precision, half_precision_datatype, is_half
-from ._loss_scaling import AbstractLossScaling, check_scaling
+from ._loss_scaling import AbstractLossScaling, check_scaling, split_aux
 from ._tree import all_finite
 from .derivatives._counts import check_takes_derivatives, sum_counts
 from .derivatives._scaling import Scaling
@@ -82,7 +82,7 @@ class Gradient(eqx.Module):
     """What the public transformations share: a loss function and how to differentiate it."""
 
     func: Any
-    scaling: AbstractLossScaling
+    scaling: Any
     has_aux: bool = eqx.field(static=True)
     use_mixed_precision: bool = eqx.field(static=True)
     policy: jmp.Policy | None = eqx.field(static=True)
@@ -95,7 +95,8 @@ class Gradient(eqx.Module):
     ):
         if not callable(func):
             raise TypeError(f"`{call}` takes a loss function first, but got {func!r}.")
-        check_scaling(scaling, call)
+        if use_mixed_precision or scaling is not None:
+            check_scaling(scaling, call)
         if isinstance(scaling, Scaling):
             check_takes_derivatives(func, call)
         self.func = func
@@ -160,41 +161,35 @@ class Gradient(eqx.Module):
         out = self.func(*args, **self.with_derivatives(kwargs, derivatives))
         aux = None
         if self.has_aux:
-            if not isinstance(out, tuple) or len(out) != 2:
-                raise TypeError(
-                    f"`{self.call}` with `has_aux=True` needs a function that returns "
-                    f"`(loss, aux)`, but it returned {type(out).__name__}."
-                )
-            out, aux = out
+            out, aux = split_aux(out, self.call)
         return widen(_check_loss(out, self.has_aux, self.call)), aux
 
     def plain(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree]:
         """Value, auxiliary output and gradients without any mixed precision."""
         kwargs = self.with_derivatives(kwargs, None)
 
-        def loss(model, *rest, **kwargs):
-            out = self.func(model, *rest, **kwargs)
-            value = out[0] if self.has_aux and isinstance(out, tuple) else out
+        def loss(model):
+            out = self.func(model, *args[1:], **kwargs)
+            value, aux = split_aux(out, self.call) if self.has_aux else (out, None)
             _check_loss(value, self.has_aux, self.call)
-            return out if self.has_aux else (out, None)
+            return value, aux
 
-        return eqx.filter_value_and_grad(loss, has_aux=True)(*args, **kwargs)
+        return eqx.filter_value_and_grad(loss, has_aux=True)(args[0])
 
     def scaled(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree, PyTree]:
         """The unscaled float32 loss, auxiliary output, the still-scaled gradients, which have the
         dtypes of the masters in `args[0]`, and the counts of derivatives (`None` without)."""
 
-        def loss(differentiated, *rest, **kwargs):
+        def loss(differentiated):
             # Casting in here makes the cast part of what is differentiated: the gradients arrive
             # in the dtypes of the masters.
             model, derivatives = differentiated
-            cast_args, kwargs = self.cast((model, *rest), kwargs)
-            value, aux = self.loss(cast_args, kwargs, derivatives)
+            cast_args, cast_kwargs = self.cast((model, *args[1:]), kwargs)
+            value, aux = self.loss(cast_args, cast_kwargs, derivatives)
             return self.scaling.scale(value), (value, self.output(aux))
 
-        model, *rest = args
         (_, out), (grads, counts) = eqx.filter_value_and_grad(loss, has_aux=True)(
-            (model, self.derivatives), *rest, **kwargs
+            (args[0], self.derivatives)
         )
         return out, grads, None if counts is None else counts.counts
 
@@ -221,7 +216,7 @@ class Transformed(eqx.Module):
     """A differentiated function; `run` says what is asked of it."""
 
     gradient: Gradient
-    run: Callable = eqx.field(static=True)
+    run: Callable
 
     @property
     def __wrapped__(self):
@@ -242,6 +237,9 @@ class Transformed(eqx.Module):
                 f"`{self.gradient.call}` differentiates with respect to the first positional "
                 "argument, but the function was called without one. Pass the model first."
             )
+        # Copies of the containers: an `eqx.nn.State` that the loss sets can be used once only, and
+        # the caller needs the old one to roll back to.
+        args, kwargs = jtu.tree_map(lambda x: x, (args, kwargs))
         return self.gradient.in_context(lambda: self.run(self.gradient, args, kwargs))
 
     def __get__(self, instance: Any, owner: Any = None):
@@ -270,16 +268,15 @@ def _run_scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     if not gradient.use_mixed_precision:
         (value, aux), grads = gradient.plain(args, kwargs)
     else:
-        cast_args, cast_kwargs = gradient.cast(args, kwargs)
+        (model, *rest), kwargs = gradient.cast(args, kwargs)
 
-        def loss(differentiated, *rest, **kwargs):
+        def loss(differentiated):
             model, derivatives = differentiated
             value, aux = gradient.loss((model, *rest), kwargs, derivatives)
             return gradient.scaling.scale(value), aux
 
-        model, *rest = cast_args
         (value, aux), (grads, counts) = eqx.filter_value_and_grad(loss, has_aux=True)(
-            (model, gradient.derivatives), *rest, **cast_kwargs
+            (model, gradient.derivatives)
         )
         if counts is not None:
             grads = (grads, counts.counts)
@@ -288,7 +285,7 @@ def _run_scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
 
 def filter_value_and_grad(
     func: Callable,
-    scaling: AbstractLossScaling,
+    scaling: AbstractLossScaling | None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,
@@ -314,7 +311,7 @@ def filter_value_and_grad(
     - `scaling`: a loss scaling, such as [`mpx_pde.DynamicLossScaling`][], or a
         [`mpx_pde.Scaling`][] with derivative scales as well. With the latter, `func` receives
         them as the keyword argument `derivatives`, and `grads_finite` is also false when one of
-        these derivatives overflowed.
+        these derivatives overflowed. `None` will do without mixed precision.
     - `has_aux`: whether `func` returns auxiliary output.
     - `use_mixed_precision`: with `False` this is `equinox.filter_value_and_grad`: no cast, no
         scaling (`derivatives` is `None`), `scaling` comes back as it went in and `grads_finite`
@@ -364,7 +361,7 @@ def filter_value_and_grad(
 
 def filter_grad(
     func: Callable,
-    scaling: AbstractLossScaling,
+    scaling: AbstractLossScaling | None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,
@@ -395,7 +392,7 @@ def filter_grad(
 
 def calculate_scaled_grad(
     func: Callable,
-    scaling: AbstractLossScaling,
+    scaling: AbstractLossScaling | None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,

@@ -9,13 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
 from ._cast import is_inexact, widen
-from ._dtypes import half_precision_datatype, largest_power_of_two
+from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE, half_precision_datatype, largest_scale
 from ._tree import check_flag
 
 
@@ -41,21 +42,24 @@ def _scale(tree: PyTree, factor: Float32[Array, ""]) -> PyTree:
 
 
 def _positive_scalar(value: Any, call: str, name: str) -> None:
-    if isinstance(value, jax.core.Tracer):
-        ok = value.shape == () and jnp.issubdtype(value.dtype, jnp.number)
+    if isinstance(value, Tracer):
+        kinds = (jnp.integer, jnp.floating)
+        ok = value.shape == () and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
     else:
         try:
-            ok = jnp.shape(value) == () and math.isfinite(value) and value > 0
-        except TypeError:
+            ok = eqx.is_array_like(value) and not np.iscomplexobj(value) and np.ndim(value) == 0
+            ok = ok and SMALLEST_SCALE <= float(value) <= LARGEST_SCALE
+        except (TypeError, OverflowError):
             ok = False
     if not ok:
         raise ValueError(
-            f"`{call}` needs a positive, finite scalar as `{name}`, but got {value!r}."
+            f"`{call}` needs a positive, finite scalar (from 2^-126 to 2^126, which float32 can "
+            f"divide by) as `{name}`, but got {value!r}."
         )
 
 
 def _static(value: Any, call: str, name: str) -> float:
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise ValueError(
             f"`{call}` needs a Python number or a concrete array as `{name}`, since it is a static "
             "field, but got a traced value. Build the scaler outside of `jit`."
@@ -201,7 +205,7 @@ class DynamicLossScaling(AbstractLossScaling):
         - `period`: after how many finite steps in a row the scale grows.
         - `counter`: finite steps counted so far, for restoring; by default none.
         - `max_loss_scaling`: the scale never grows above it. By default it is the largest power of
-            two in the range of the half-precision type of the step: 2^15 for float16, 2^127 for
+            two in the range of the half-precision type of the step: 2^15 for float16, 2^126 for
             bfloat16. The loss is scaled in float32, so more than that can make sense in float16
             for a loss that is a mean over very many points.
 
@@ -217,9 +221,9 @@ class DynamicLossScaling(AbstractLossScaling):
                 f"every scaled value, but got {factor!r}. Use 2 or 4."
             )
         self.period = int(_static(period, call, "period"))
-        if self.period < 1 or self.period != period:
+        if not 1 <= self.period < 2**31 or self.period != period:
             raise ValueError(
-                f"`{call}` needs an integer of at least 1 as `period`, got {period!r}."
+                f"`{call}` needs an integer from 1 to 2^31 - 1 as `period`, but got {period!r}."
             )
         self.max_loss_scaling = (
             None
@@ -227,7 +231,7 @@ class DynamicLossScaling(AbstractLossScaling):
             else _power_of_two(_static(max_loss_scaling, call, "max_loss_scaling"))
         )
         _positive_scalar(loss_scaling, call, "loss_scaling")
-        if isinstance(loss_scaling, jax.core.Tracer):
+        if isinstance(loss_scaling, Tracer):
             _, exponent = jnp.frexp(loss_scaling.astype(jnp.float32))
             self.loss_scaling = jnp.ldexp(jnp.ones((), jnp.float32), exponent - 1)
         else:
@@ -236,8 +240,8 @@ class DynamicLossScaling(AbstractLossScaling):
             if not self.min_loss_scaling <= scale <= top:
                 raise ValueError(
                     f"`{call}` needs a `loss_scaling` between `min_loss_scaling` "
-                    f"({self.min_loss_scaling}) and `max_loss_scaling` ({max_loss_scaling}), but got "
-                    f"{loss_scaling!r}."
+                    f"({self.min_loss_scaling}) and `max_loss_scaling` ({max_loss_scaling}), but "
+                    f"got {loss_scaling!r}."
                 )
             self.loss_scaling = jnp.array(scale, jnp.float32)
         self.counter = jnp.array(0 if counter is None else counter, jnp.int32)
@@ -278,7 +282,7 @@ class DynamicLossScaling(AbstractLossScaling):
         A `DynamicLossScaling` with the scale and the counters brought up to date.
         """
         finite = check_flag(grads_finite, "DynamicLossScaling.adjust", "grads_finite")
-        top = self.max_loss_scaling or largest_power_of_two(half_precision_datatype())
+        top = self.max_loss_scaling or largest_scale(half_precision_datatype())
         counted = self.counter + 1
         # Not `==`: a counter that was restored beyond the period fires as well.
         grow = finite & (counted >= self.period)
@@ -303,9 +307,19 @@ def check_scaling(scaling: Any, call: str) -> None:
     """A `TypeError` in the name of `call` unless `scaling` is a loss scaling."""
     if not isinstance(scaling, AbstractLossScaling):
         raise TypeError(
-            f"`{call}` needs a loss scaling as `scaling`, such as `mpx_pde.DynamicLossScaling()` or "
-            f"`mpx_pde.NoOpLossScaling()`, but got {type(scaling).__name__}: {scaling!r}."
+            f"`{call}` needs a loss scaling as `scaling`, such as `mpx_pde.DynamicLossScaling()` "
+            f"or `mpx_pde.NoOpLossScaling()`, but got {type(scaling).__name__}: {scaling!r}."
         )
+
+
+def split_aux(out: Any, call: str) -> tuple[Any, Any]:
+    """`(loss, aux)` as a function returned it; a `TypeError` in the name of `call` for else."""
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(
+            f"`{call}` with `has_aux=True` needs a function that returns `(loss, aux)`, but it "
+            f"returned {type(out).__name__}. Return both, or leave `has_aux` out."
+        )
+    return out
 
 
 def scaled(func: Callable, scaling: AbstractLossScaling, has_aux: bool = False) -> Callable:
@@ -325,7 +339,7 @@ def scaled(func: Callable, scaling: AbstractLossScaling, has_aux: bool = False) 
 
     def scaled_func(*args, **kwargs):
         if has_aux:
-            value, aux = func(*args, **kwargs)
+            value, aux = split_aux(func(*args, **kwargs), "scaled")
             return scaling.scale(value), aux
         return scaling.scale(func(*args, **kwargs))
 

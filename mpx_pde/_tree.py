@@ -52,13 +52,13 @@ def global_norm(tree: PyTree) -> Float[Array, ""]:
 
 def check_flag(pred: Any, call: str, name: str) -> Bool[Array, ""]:
     """`pred` as a scalar bool array; a `TypeError` in the name of `call` if it is none."""
-    out = jnp.asarray(pred)
-    if out.shape != () or out.dtype != jnp.bool_:
+    shape, dtype = np.shape(pred), getattr(pred, "dtype", type(pred))
+    if shape != () or dtype not in (bool, jnp.bool_):
         raise TypeError(
             f"`{call}` needs a scalar bool as `{name}`, as `mpx_pde.all_finite` returns it, but "
-            f"got dtype {out.dtype.name} and shape {out.shape}."
+            f"got {pred!r}."
         )
-    return out
+    return jnp.asarray(pred)
 
 
 def check_same_structure(call: str, a_name: str, a: PyTree, b_name: str, b: PyTree) -> None:
@@ -106,8 +106,8 @@ def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:
             return x
         if jnp.shape(x) != jnp.shape(y) or jnp.result_type(x) != jnp.result_type(y):
             raise ValueError(
-                f"`{call}`: the leaves at {jtu.keystr(path) or 'the root'} must have the same shape "
-                f"and dtype, but are {jax.typeof(x)} and {jax.typeof(y)}."
+                f"`{call}`: the leaves at {jtu.keystr(path) or 'the root'} must have the same "
+                f"shape and dtype, but are {jax.typeof(x)} and {jax.typeof(y)}."
             )
         if isinstance(x, bool | int | float | complex) and x == y:
             return x
