@@ -95,7 +95,7 @@ class Scaling(AbstractLossScaling):
         usable = self.derivatives.finite(counts)
         loss = select_tree(usable, adjusted, self.loss)
         derivatives = self.derivatives.adjust(counts)
-        if isinstance(self.loss, DynamicLossScaling) and self.derivatives.active:
+        if isinstance(adjusted, DynamicLossScaling) and self.derivatives.active:
             stuck: Bool[Array, ""] = usable & ~finite & adjusted.at_minimum
             derivatives = select_tree(jnp.asarray(stuck), derivatives.raised(), derivatives)
         return eqx.tree_at(lambda s: (s.loss, s.derivatives), self, (loss, derivatives))
