@@ -2,6 +2,7 @@
 
 from typing import Any as _Any
 
+from . import nn as nn
 from ._accumulate import filter_accumulated_value_and_grad as filter_accumulated_value_and_grad
 from ._cast import (
     FullPrecision as FullPrecision,
@@ -40,6 +41,14 @@ from ._loss_scaling import (
 )
 from ._optimizer import optimizer_update as optimizer_update
 from ._tree import all_finite as all_finite, global_norm as global_norm, select_tree as select_tree
+from .derivatives import (
+    DerivativeScaling as DerivativeScaling,
+    Scaling as Scaling,
+    laplacian as laplacian,
+    partials as partials,
+    scaled_jvp as scaled_jvp,
+    scaled_vjp as scaled_vjp,
+)
 
 
 __version__ = "0.1.0"

@@ -75,25 +75,32 @@ def _run(
         for i, ((path, x), axis) in enumerate(zip(paths, axes, strict=True))
         if axis is not None and eqx.is_array_like(x) and jnp.ndim(x) > 0
     }
-    differentiate = gradient.scaled if gradient.use_mixed_precision else gradient.plain
+
+    def differentiate(args):
+        if gradient.use_mixed_precision:
+            return gradient.scaled(args, kwargs)
+        return *gradient.plain(args, kwargs), None
 
     statics = []  # what is no array in `aux`, and could not leave the scan
 
     def body(total, batch):
         here = treedef.unflatten([batch.get(i, x) for i, x in enumerate(leaves)])
-        out, grads = differentiate((model, *here), kwargs)
+        out, *sums = differentiate((model, *here))
         arrays, static = eqx.partition(out, eqx.is_array)
         statics.append(static)
-        return jtu.tree_map(jnp.add, total, widen(grads)), arrays
+        return jtu.tree_map(jnp.add, total, widen(sums)), arrays
 
     masters = eqx.filter(model, eqx.is_inexact_array)
-    zero = jtu.tree_map(jnp.zeros_like, widen(masters))
-    total, arrays = lax.scan(body, zero, batched, length=micro_batches)
+    counts = None
+    if gradient.use_mixed_precision and gradient.derivatives is not None:
+        counts = gradient.derivatives.counts
+    zero = jtu.tree_map(jnp.zeros_like, widen([masters, counts]))
+    (total, counts), arrays = lax.scan(body, zero, batched, length=micro_batches)
     values, aux = eqx.combine(arrays, statics[-1])
     value = jnp.mean(values)
     mean = jtu.tree_map(lambda g: g / micro_batches, total)
     if gradient.use_mixed_precision:
-        state = gradient.finish(mean, model)
+        state = gradient.finish(mean, model, counts)
     else:
         grads = jtu.tree_map(lambda g, m: g.astype(m.dtype), mean, masters)
         state = gradient.scaling, jnp.array(True), grads

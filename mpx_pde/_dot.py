@@ -170,16 +170,16 @@ def _operand(x: Any, call: str) -> Array:
     return out
 
 
-def _varying_axes(x: Array) -> frozenset[str]:
+def varying_axes(x: Array) -> frozenset[str]:
     aval = jax.typeof(x)
     # JAX renamed the attribute between 0.10.0 and 0.10.2.
     return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
 
 
-def _match_varying_axes(x: Array, y: Array) -> tuple[Array, Array]:
+def match_varying_axes(x: Array, y: Array) -> tuple[Array, Array]:
     # Inside `shard_map`, JAX's own operations mark an operand that is the same on all devices as
     # varying when it meets one that is not. The transpose of the mark is the sum over devices.
-    x_axes, y_axes = _varying_axes(x), _varying_axes(y)
+    x_axes, y_axes = varying_axes(x), varying_axes(y)
 
     def mark(z, axes):
         return lax.pcast(z, tuple(sorted(axes)), to="varying") if axes else z
@@ -227,7 +227,7 @@ def mixed_dot_general(
     call = "mixed_dot_general"
     dtype = as_floating_dtype(dtype, call)
     out_dtype = dtype if out_dtype is None else as_floating_dtype(out_dtype, call)
-    x, y = _match_varying_axes(_operand(x, call), _operand(y, call))
+    x, y = match_varying_axes(_operand(x, call), _operand(y, call))
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
 
     def canonical(axes, ndim):

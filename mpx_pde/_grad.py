@@ -1,5 +1,6 @@
 """Gradients in mixed precision."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from ._cast import cast_operands, widen
 from ._dtypes import half_precision, half_precision_datatype, is_half
 from ._loss_scaling import AbstractLossScaling, check_scaling, split_aux
 from ._tree import all_finite
+from .derivatives._counts import check_takes_derivatives, sum_counts
+from .derivatives._scaling import Scaling
 
 
 def _parse_policy(policy: Any, call: str) -> jmp.Policy | None:
@@ -94,6 +97,8 @@ class Gradient(eqx.Module):
             raise TypeError(f"`{call}` takes a loss function first, but got {func!r}.")
         if use_mixed_precision or scaling is not None:
             check_scaling(scaling, call)
+        if isinstance(scaling, Scaling):
+            check_takes_derivatives(func, call)
         self.func = func
         self.scaling = scaling
         self.has_aux = bool(has_aux)
@@ -108,6 +113,11 @@ class Gradient(eqx.Module):
         if self.policy is None:
             return half_precision_datatype()
         return jnp.dtype(self.policy.compute_dtype)
+
+    @property
+    def derivatives(self) -> Any:
+        """The derivative scaling that the function receives; `None` without one."""
+        return self.scaling.derivatives if isinstance(self.scaling, Scaling) else None
 
     def in_context(self, thunk: Callable) -> Any:
         """Runs `thunk` where *half precision* means the dtype that this transformation computes
@@ -135,9 +145,20 @@ class Gradient(eqx.Module):
             return widen(tree)
         return cast_operands(tree, jnp.dtype(self.policy.output_dtype))
 
-    def loss(self, args: tuple, kwargs: dict) -> tuple[Inexact[Array, ""], Any]:
+    def with_derivatives(self, kwargs: dict, derivatives: Any) -> dict:
+        """The keyword arguments of the function, the derivative scaling among them."""
+        if self.derivatives is None:
+            return kwargs
+        if "derivatives" in kwargs:
+            raise TypeError(
+                f"`{self.call}` with a `Scaling` passes `derivatives` to the function itself. Do "
+                "not pass it by hand."
+            )
+        return {**kwargs, "derivatives": derivatives}
+
+    def loss(self, args: tuple, kwargs: dict, derivatives: Any) -> tuple[Inexact[Array, ""], Any]:
         """The loss in float32 or wider, and auxiliary output (`None` without)."""
-        out = self.func(*args, **kwargs)
+        out = self.func(*args, **self.with_derivatives(kwargs, derivatives))
         aux = None
         if self.has_aux:
             out, aux = split_aux(out, self.call)
@@ -145,6 +166,7 @@ class Gradient(eqx.Module):
 
     def plain(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree]:
         """Value, auxiliary output and gradients without any mixed precision."""
+        kwargs = self.with_derivatives(kwargs, None)
 
         def loss(model):
             out = self.func(model, *args[1:], **kwargs)
@@ -154,20 +176,24 @@ class Gradient(eqx.Module):
 
         return eqx.filter_value_and_grad(loss, has_aux=True)(args[0])
 
-    def scaled(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree]:
-        """The unscaled float32 loss, auxiliary output, and the still-scaled gradients, which have
-        the dtypes of the masters in `args[0]`."""
+    def scaled(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree, PyTree]:
+        """The unscaled float32 loss, auxiliary output, the still-scaled gradients, which have the
+        dtypes of the masters in `args[0]`, and the counts of derivatives (`None` without)."""
 
-        def loss(model):
+        def loss(differentiated):
             # Casting in here makes the cast part of what is differentiated: the gradients arrive
             # in the dtypes of the masters.
-            value, aux = self.loss(*self.cast((model, *args[1:]), kwargs))
+            model, derivatives = differentiated
+            cast_args, cast_kwargs = self.cast((model, *args[1:]), kwargs)
+            value, aux = self.loss(cast_args, cast_kwargs, derivatives)
             return self.scaling.scale(value), (value, self.output(aux))
 
-        (_, out), grads = eqx.filter_value_and_grad(loss, has_aux=True)(args[0])
-        return out, grads
+        (_, out), (grads, counts) = eqx.filter_value_and_grad(loss, has_aux=True)(
+            (args[0], self.derivatives)
+        )
+        return out, grads, None if counts is None else counts.counts
 
-    def finish(self, grads: PyTree, model: PyTree) -> tuple:
+    def finish(self, grads: PyTree, model: PyTree, counts: PyTree) -> tuple:
         """Unscales the gradients and brings the scaling up to date."""
         # With the scale that scaled them, not with the adjusted one.
         grads = self.scaling.unscale(grads)
@@ -178,7 +204,12 @@ class Gradient(eqx.Module):
             is_leaf=lambda x: x is None,
         )
         finite = _agree(all_finite(grads), self.axis_name)
-        return self.scaling.adjust(finite), finite, grads
+        if counts is None:
+            return self.scaling.adjust(finite), finite, grads
+        counts = sum_counts(counts, self.axis_name)
+        # Gradients can be finite all the same, where a loss masks what overflowed.
+        usable = finite & self.derivatives.finite(counts)
+        return self.scaling.adjust(finite, counts), usable, grads
 
 
 class Transformed(eqx.Module):
@@ -190,6 +221,15 @@ class Transformed(eqx.Module):
     @property
     def __wrapped__(self):
         return self.gradient.func
+
+    @property
+    def __signature__(self):
+        # What a caller passes: `derivatives` is not among it.
+        if self.gradient.derivatives is None:
+            raise AttributeError("__signature__")
+        signature = inspect.signature(self.gradient.func)
+        parameters = [p for p in signature.parameters.values() if p.name != "derivatives"]
+        return signature.replace(parameters=parameters)
 
     def __call__(self, /, *args, **kwargs):
         if not args:
@@ -210,8 +250,8 @@ def _value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     if not gradient.use_mixed_precision:
         out, grads = gradient.plain(args, kwargs)
         return out, gradient.scaling, jnp.array(True), grads
-    out, grads = gradient.scaled(args, kwargs)
-    return out, *gradient.finish(grads, args[0])
+    out, grads, counts = gradient.scaled(args, kwargs)
+    return out, *gradient.finish(grads, args[0], counts)
 
 
 def _run_value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
@@ -230,11 +270,16 @@ def _run_scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     else:
         (model, *rest), kwargs = gradient.cast(args, kwargs)
 
-        def loss(model):
-            value, aux = gradient.loss((model, *rest), kwargs)
+        def loss(differentiated):
+            model, derivatives = differentiated
+            value, aux = gradient.loss((model, *rest), kwargs, derivatives)
             return gradient.scaling.scale(value), aux
 
-        (value, aux), grads = eqx.filter_value_and_grad(loss, has_aux=True)(model)
+        (value, aux), (grads, counts) = eqx.filter_value_and_grad(loss, has_aux=True)(
+            (model, gradient.derivatives)
+        )
+        if counts is not None:
+            grads = (grads, counts.counts)
     return (value, aux) if gradient.has_aux else value, grads
 
 
@@ -263,11 +308,14 @@ def filter_value_and_grad(
 
     - `func`: a function of the model and anything else, that returns a scalar loss, or
         `(loss, aux)` with `has_aux=True`.
-    - `scaling`: a loss scaling, such as [`mpx_pde.DynamicLossScaling`][]. `None` will do without
-        mixed precision.
+    - `scaling`: a loss scaling, such as [`mpx_pde.DynamicLossScaling`][], or a
+        [`mpx_pde.Scaling`][] with derivative scales as well. With the latter, `func` receives
+        them as the keyword argument `derivatives`, and `grads_finite` is also false when one of
+        these derivatives overflowed. `None` will do without mixed precision.
     - `has_aux`: whether `func` returns auxiliary output.
     - `use_mixed_precision`: with `False` this is `equinox.filter_value_and_grad`: no cast, no
-        scaling, `scaling` comes back as it went in and `grads_finite` is true.
+        scaling (`derivatives` is `None`), `scaling` comes back as it went in and `grads_finite`
+        is true.
     - `policy`: a [`jmp.Policy`](https://github.com/google-deepmind/jmp) or its string, such as
         `"params=float32,compute=bfloat16,output=float32"`. `compute` is the dtype of the casts, by
         default [`mpx_pde.half_precision_datatype`][]; while `func` runs, that function returns it
@@ -291,7 +339,8 @@ def filter_value_and_grad(
     - `grads`: like the first argument, in its dtypes, with `None` for what is not differentiated.
 
     **Raises:** at trace time, `TypeError` for a loss that is no real floating-point scalar, for a
-    `scaling` that is none, and for a call without a model; `ValueError` for a policy that cannot
+    `scaling` that is none, for a `Scaling` with a `func` that takes no `derivatives`, and for a
+    call without a model; `ValueError` for a policy that cannot
     be read or a `keep_full` that does not fit the arguments.
 
     The recipe is that of Micikevicius et al., *Mixed Precision Training* (2018), section 3; names
@@ -362,7 +411,9 @@ def calculate_scaled_grad(
     **Returns:**
 
     A function of the arguments of `func` that returns `(scaled_value, scaled_grads)`, or
-    `((scaled_value, aux), scaled_grads)` with `has_aux=True`. The value is float32.
+    `((scaled_value, aux), scaled_grads)` with `has_aux=True`. The value is float32. With a
+    [`mpx_pde.Scaling`][] the second entry is `(scaled_grads, counts)`; hand the counts to its
+    `adjust`.
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """

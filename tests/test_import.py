@@ -13,6 +13,12 @@ import mpx_pde as mpx
 
 PACKAGE = Path(mpx.__file__).parent
 MODULES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
+# A package is one unit in the order below.
+PACKAGES = {
+    folder.name: [ast.parse(path.read_text()) for path in sorted(folder.glob("*.py"))]
+    for folder in sorted(PACKAGE.iterdir())
+    if (folder / "__init__.py").exists()
+}
 
 # Each module imports from those before it alone.
 ORDER = [
@@ -20,8 +26,10 @@ ORDER = [
     ["_dot", "_cast"],
     ["_tree"],
     ["_loss_scaling"],
+    ["derivatives"],
     ["_grad"],
     ["_accumulate", "_optimizer"],
+    ["nn"],
     ["__init__"],
 ]
 
@@ -60,23 +68,30 @@ jax.devices()
     assert "no_such_platform" in out.stderr
 
 
-def imports_of(tree: ast.Module) -> set[str]:
-    """The modules of this package that a module imports."""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert all(node.level <= 1 for node in nodes)
-    return {node.module for node in nodes if node.level == 1 and node.module is not None}
+def imports_of(name: str) -> set[str]:
+    """The modules and packages of this package that one of them imports."""
+    level, trees = (1, [MODULES[name]]) if name in MODULES else (2, PACKAGES[name])
+    nodes = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    assert all(node.level <= level for node in nodes)
+    found = set()
+    for node in nodes:
+        if node.level == level:
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            found |= {n.split(".")[0] for n in names}
+    return found
 
 
 def test_imports_run_one_way():
-    assert sorted(MODULES) == sorted(name for names in ORDER for name in names)
+    assert sorted([*MODULES, *PACKAGES]) == sorted(name for names in ORDER for name in names)
     for i, names in enumerate(ORDER):
         earlier = {name for names in ORDER[:i] for name in names}
         for name in names:
-            assert imports_of(MODULES[name]) <= earlier, name
+            assert imports_of(name) <= earlier, name
 
 
 def test_no_module_uses_the_private_parts_of_jax():
-    for name, tree in MODULES.items():
+    packages = [(name, tree) for name, trees in PACKAGES.items() for tree in trees]
+    for name, tree in [*MODULES.items(), *packages]:
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 assert "_src" not in (node.module or ""), name
@@ -90,7 +105,7 @@ def reexports() -> dict[str, str]:
     """The names that `__init__` re-exports, and from where."""
     out = {}
     for node in MODULES["__init__"].body:
-        if isinstance(node, ast.ImportFrom) and node.level == 1:
+        if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
             for alias in node.names:
                 # `X as X` tells type checkers that the name is public.
                 assert alias.asname == alias.name, alias.name
@@ -101,7 +116,7 @@ def reexports() -> dict[str, str]:
 def test_public_names_are_those_that_init_reexports():
     names = reexports()
     assert names
-    public = {name for name in vars(mpx) if not name.startswith("_")}
+    public = {name for name in vars(mpx) if not name.startswith("_")} - set(PACKAGES)
     assert public == set(names)
     for name, module in names.items():
         assert getattr(sys.modules[f"mpx_pde.{module}"], name) is getattr(mpx, name)

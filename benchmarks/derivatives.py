@@ -1,0 +1,151 @@
+"""What do derivatives cost? Nested forward mode, forward Laplacian and reverse mode, orders 1 to 4.
+
+Rivals, for a network of coordinates x, y and one output:
+
+- `nested jvp`: `partials`, whose seeds are the same at every level, so that XLA merges the levels;
+- `nested jvp, own seeds`: the same with a scale for each order (`DerivativeScaling.per_order`);
+- `reverse`: one cotangent backwards for the first order, and forward mode over it for the others;
+- `forward Laplacian`: `laplacian` of a `CoordinateMLP`, one product a layer (order 2 only);
+- `nested Laplacian`: `laplacian` of the same network as a plain function.
+
+Counted are flops and temporary memory of the compiled value (`forward`) and of the compiled
+gradient with respect to the parameters (`step`), and the error in float16 against float32 beside
+them.
+"""
+
+import argparse
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+import mpx_pde as mpx
+
+from ._report import Report
+
+
+ORDERS = (1, 2, 3, 4)
+
+
+def nested(model, order, scaling):
+    """The derivative of some order in x by `partials`."""
+    name = "u_" + "x" * order
+    fun = mpx.partials(model, [name], coords="xy", outputs="u", scaling=scaling)
+    return lambda p: fun(p)[name]
+
+
+def reverse(model, order, scaling):
+    """Reverse mode once, and forward mode over it."""
+    del scaling
+    e = jnp.array([1.0, 0.0])
+    fun = lambda p: jnp.vdot(jax.grad(lambda q: model(q).astype(jnp.float32))(p), e)
+    for _ in range(order - 1):
+        fun = (lambda f: lambda p: jax.jvp(f, (p,), (e,))[1])(fun)
+    return fun
+
+
+def laplacian(model, order, scaling):
+    """The network's own propagation."""
+    del order
+    fun = mpx.laplacian(model, coords="xy", outputs="u", scaling=scaling)
+    return lambda p: fun(p)["lap_u"]
+
+
+def nested_laplacian(model, order, scaling):
+    """A function of which nothing is known."""
+    return laplacian(lambda p: model(p), order, scaling)
+
+
+RIVALS = {
+    "nested jvp": (nested, ORDERS, lambda _: mpx.DerivativeScaling.per_direction("xy")),
+    "nested jvp, own seeds": (nested, ORDERS, mpx.DerivativeScaling.per_order),
+    "reverse": (reverse, ORDERS, lambda _: None),
+    "forward Laplacian": (laplacian, (2,), lambda _: mpx.DerivativeScaling.per_direction("xy")),
+    "nested Laplacian": (
+        nested_laplacian,
+        (2,),
+        lambda _: mpx.DerivativeScaling.per_direction("xy"),
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--depth", type=int, default=4)
+    parser.add_argument("--points", type=int, default=4096)
+
+
+def _measure(fun, *args):
+    compiled = eqx.filter_jit(fun).lower(*args).compile().compiled
+    cost = compiled.cost_analysis() or {}
+    memory = compiled.memory_analysis()
+    return cost.get("flops"), memory.temp_size_in_bytes / 2**20
+
+
+def run(report: Report, args: argparse.Namespace) -> int:
+    width, depth, count = args.width, args.depth, args.points
+    if args.quick:
+        width, depth, count = 32, 2, 64
+    key = jax.random.key(0)
+    model = mpx.nn.CoordinateMLP(2, "scalar", width, depth, key=key)
+    x = jax.random.uniform(key, (count, 2))
+    rows = []
+    for name, (make, orders, scale) in RIVALS.items():
+        for order in orders:
+            # An argument, as in training: XLA would merge seeds that it knows to be equal.
+            scaling = scale(order)
+
+            def values(model, scaling, x, make=make, order=order):
+                return jax.vmap(make(model, order, scaling))(x)
+
+            def step(model, scaling, x, values=values):
+                return eqx.filter_grad(lambda m: jnp.mean(values(m, scaling, x) ** 2))(model)
+
+            forward, _ = _measure(values, model, scaling, x)
+            flops, memory = _measure(step, model, scaling, x)
+            half = mpx.cast_to_half_precision(model)
+            _, half_memory = _measure(step, half, scaling, x)
+            few = x[:64]
+            want = eqx.filter_jit(values)(model, scaling, few)
+            error = eqx.filter_jit(values)(half, scaling, few) - want
+            record = report.record(
+                "derivatives",
+                rival=name,
+                order=order,
+                width=width,
+                depth=depth,
+                points=count,
+                forward_flops=forward,
+                step_flops=flops,
+                step_temp_mib=memory,
+                step_temp_mib_half=half_memory,
+                error_half=float(jnp.linalg.norm(error) / jnp.linalg.norm(want)),
+            )
+            rows.append(
+                [
+                    name,
+                    order,
+                    (forward or 0) / 1e9,
+                    (flops or 0) / 1e9,
+                    record["step_temp_mib"],
+                    record["step_temp_mib_half"],
+                    record["error_half"],
+                ]
+            )
+    report.table(
+        f"Width {width}, {depth} hidden layers, {count} points",
+        [
+            "rival",
+            "order",
+            "forward, GFLOP",
+            "step, GFLOP",
+            "temp memory, float32, MiB",
+            "float16, MiB",
+            "float16 error",
+        ],
+        rows,
+    )
+    report.note(
+        "On a CPU half precision is emulated in float32, so its memory there says nothing of a GPU."
+    )
+    return 0

@@ -1,0 +1,8 @@
+"""Derivatives in half precision: scaled seeds, one unscaling, and scales that follow the run."""
+
+from ._laplacian import laplacian as laplacian
+from ._partials import partials as partials
+from ._scaling import Scaling as Scaling
+from ._seeds import scaled_jvp as scaled_jvp, scaled_vjp as scaled_vjp
+from ._state import DerivativeScaling as DerivativeScaling
+from ._telemetry import plot as plot, telemetry as telemetry

@@ -1,0 +1,122 @@
+"""A histogram of values in the forward pass, reported as the gradient of a probe.
+
+Which derivative overflowed is known in the middle of the loss, where nothing can leak out of
+`vmap`, `scan` or `shard_map`. So it travels with the gradients: `tap(probe, values)` returns
+`values` unchanged, and its derivative in the direction of the probe is a linear function whose
+value is zero and whose transpose is the histogram of `values`. Reverse mode then sums the counts
+over batches, loop iterations and devices as it sums every gradient, while forward mode sees
+nothing.
+
+Both are primitives: a `custom_vjp` would forbid forward mode through the loss.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, Float, Float32
+
+from .._dot import match_varying_axes
+
+
+LOWEST, HIGHEST = -32, 31
+"""The exponents that have a bucket of their own; what lies beyond is counted in the last one."""
+
+COLUMNS = HIGHEST - LOWEST + 3
+"""Zeros, then one bucket for each exponent, then non-finite values."""
+
+
+def histogram(values: Float[Array, "..."], batch_dims: int = 0) -> Float32[Array, "... columns"]:
+    """Counts of zeros, of each exponent (`floor(log2(abs(x)))`) and of non-finite values.
+
+    The first `batch_dims` axes are kept.
+    """
+    x = lax.stop_gradient(values).astype(jnp.float32)
+    _, exponent = jnp.frexp(x)
+    column = jnp.clip(exponent - 1, LOWEST, HIGHEST) - LOWEST + 1
+    column = jnp.where(x == 0, 0, jnp.where(jnp.isfinite(x), column, COLUMNS - 1))
+    columns = lax.broadcasted_iota(column.dtype, (1,) * x.ndim + (COLUMNS,), x.ndim)
+    hits = lax.expand_dims(column, (x.ndim,)) == columns
+    # Counts in float32 are exact up to 2^24 in a bucket, and off by rounding only beyond.
+    return jnp.sum(hits.astype(jnp.float32), axis=tuple(range(batch_dims, x.ndim)))
+
+
+tap_p = Primitive("derivative_tap")
+count_p = Primitive("derivative_count")
+
+
+def _tap(probe, values, *, batch_dims):
+    del probe, batch_dims
+    return values
+
+
+def _count(probe, values, *, batch_dims):
+    del probe, batch_dims
+    return jnp.zeros_like(values)
+
+
+def _abstract_eval(probe, values, *, batch_dims):
+    del probe, batch_dims
+    return values.update(weak_type=False)
+
+
+def _batch(primitive):
+    def rule(args, dims, *, batch_dims):
+        probe, values = args
+        probe_dim, values_dim = dims
+        if probe_dim is None:
+            # One probe for the whole batch: its values are all counted together.
+            values = jnp.moveaxis(values, values_dim, batch_dims)
+            return primitive.bind(probe, values, batch_dims=batch_dims), batch_dims
+        probe = jnp.moveaxis(probe, probe_dim, 0)
+        if values_dim is None:
+            values = jnp.broadcast_to(values, (probe.shape[0], *values.shape))
+        else:
+            values = jnp.moveaxis(values, values_dim, 0)
+        return primitive.bind(probe, values, batch_dims=batch_dims + 1), 0
+
+    return rule
+
+
+def _tap_jvp(primals, tangents, *, batch_dims):
+    probe, values = primals
+    probe_dot, values_dot = tangents
+    out = tap_p.bind(probe, values, batch_dims=batch_dims)
+    if isinstance(probe_dot, ad.Zero):
+        return out, values_dot
+    counted = count_p.bind(probe_dot, values, batch_dims=batch_dims)
+    return out, ad.add_tangents(values_dot, counted)
+
+
+def _count_jvp(primals, tangents, *, batch_dims):
+    probe, values = primals
+    probe_dot, _ = tangents  # zero whatever the values are
+    out = count_p.bind(probe, values, batch_dims=batch_dims)
+    if isinstance(probe_dot, ad.Zero):
+        return out, jnp.zeros_like(out)
+    return out, count_p.bind(probe_dot, values, batch_dims=batch_dims)
+
+
+def _count_transpose(cotangent, probe, values, *, batch_dims):
+    del cotangent  # only that there is one matters: these are counts, which nothing scales
+    assert ad.is_undefined_primal(probe)
+    assert not ad.is_undefined_primal(values)
+    return histogram(values, batch_dims), None
+
+
+for _primitive, _function in ((tap_p, _tap), (count_p, _count)):
+    _primitive.def_impl(jax.jit(_function, static_argnames="batch_dims"))
+    _primitive.def_abstract_eval(_abstract_eval)
+    mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=False))
+    batching.primitive_batchers[_primitive] = _batch(_primitive)
+ad.primitive_jvps[tap_p] = _tap_jvp
+ad.primitive_jvps[count_p] = _count_jvp
+ad.primitive_transposes[count_p] = _count_transpose
+
+
+def tap(probe: Float32[Array, " columns"], values: Float[Array, "..."]) -> Float[Array, "..."]:
+    """`values`, bit for bit; the cotangent of `probe` is their histogram."""
+    # Inside `shard_map` the mark on the probe is what sums the counts over the devices.
+    probe, values = match_varying_axes(probe, values)
+    return tap_p.bind(probe, values, batch_dims=0)

@@ -1,0 +1,101 @@
+"""Loss scaling and derivative scaling together."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, PyTree
+
+from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, check_scaling
+from .._tree import check_flag, select_tree
+from ._state import DerivativeScaling
+
+
+class Scaling(AbstractLossScaling):
+    """A loss scaling and a derivative scaling, for losses that differentiate the network.
+
+    Give it to [`mpx_pde.filter_grad`][] and its kin in place of a loss scaling: the loss then
+    receives the derivative scaling as the keyword argument `derivatives`, to be passed on to
+    [`mpx_pde.partials`][].
+
+    ```python
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xt"))
+
+
+    def loss(model, points, *, derivatives):
+        terms = mpx.partials(model, ["u_t", "u_xx"], coords="xt", outputs="u", scaling=derivatives)
+        d = jax.vmap(terms)(points)
+        return jnp.mean((d["u_t"] - d["u_xx"]) ** 2)
+
+
+    scaling, finite, grads = mpx.filter_grad(loss, scaling, keep_full=(False, True))(model, points)
+    ```
+
+    The two are kept apart: an overflow of a derivative says nothing of the loss scale, so the loss
+    scale is adjusted only on steps whose derivatives were finite, and the derivative scales follow
+    the derivatives alone. With one exception: unscaling multiplies cotangents by the inverse of
+    the derivative scale, so when gradients overflow at the smallest loss scale, the derivative
+    scales are raised.
+
+    **Attributes:**
+
+    - `loss`: a loss scaling.
+    - `derivatives`: a [`mpx_pde.DerivativeScaling`][].
+    """
+
+    loss: AbstractLossScaling
+    derivatives: DerivativeScaling
+
+    def __init__(self, loss: Any = None, derivatives: Any = None):
+        """**Arguments:**
+
+        - `loss`: a loss scaling; by default [`mpx_pde.DynamicLossScaling`][].
+        - `derivatives`: a [`mpx_pde.DerivativeScaling`][].
+
+        **Raises:** `TypeError` for anything else.
+        """
+        loss = DynamicLossScaling() if loss is None else loss
+        check_scaling(loss, "Scaling")
+        if isinstance(loss, Scaling):
+            raise TypeError("`Scaling` takes a plain loss scaling as `loss`, but got a `Scaling`.")
+        if not isinstance(derivatives, DerivativeScaling):
+            raise TypeError(
+                "`Scaling` needs a derivative scaling as `derivatives`, such as "
+                f'`mpx_pde.DerivativeScaling.per_direction("xt")`, but got {derivatives!r}. '
+                "Without one, pass the loss scaling alone."
+            )
+        self.loss = loss
+        self.derivatives = derivatives
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """`scale` of the loss scaling."""
+        return self.loss.scale(tree)
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """`unscale` of the loss scaling."""
+        return self.loss.unscale(tree)
+
+    def adjust(self, grads_finite: Any, counts: Any = None) -> "Scaling":
+        """The scaling for the next step.
+
+        **Arguments:**
+
+        - `grads_finite`: whether this step's gradients were finite, a scalar bool.
+        - `counts`: the cotangent of the counts of `derivatives`; without it only the loss scaling
+            is adjusted.
+
+        **Returns:**
+
+        A `Scaling` of the same structure, shapes and dtypes.
+        """
+        finite = check_flag(grads_finite, "Scaling.adjust", "grads_finite")
+        adjusted = self.loss.adjust(finite)
+        if counts is None:
+            return eqx.tree_at(lambda s: s.loss, self, adjusted)
+        usable = self.derivatives.finite(counts)
+        loss = select_tree(usable, adjusted, self.loss)
+        derivatives = self.derivatives.adjust(counts)
+        if isinstance(adjusted, DynamicLossScaling) and self.derivatives.active:
+            stuck: Bool[Array, ""] = usable & ~finite & adjusted.at_minimum
+            derivatives = select_tree(jnp.asarray(stuck), derivatives.raised(), derivatives)
+        return eqx.tree_at(lambda s: (s.loss, s.derivatives), self, (loss, derivatives))

@@ -1,0 +1,118 @@
+"""Derivatives with scaled seeds: what `partials` is made of."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Float, PyTree
+
+from .._cast import is_inexact, widen
+from ._state import exponent_of
+
+
+def power_of_two(exponent: Any) -> Array:
+    """2^exponent in float32, exactly (`jnp.exp2` is not)."""
+    return jnp.ldexp(jnp.ones(jnp.shape(exponent), jnp.float32), exponent)
+
+
+def multiply(x: Any, factor: Any) -> Any:
+    """`x * factor` in the dtype of `x`, computed in float32 or wider."""
+    if not is_inexact(x):
+        return x
+    x = jnp.asarray(x)
+    wide = widen(x)
+    return (wide * jnp.asarray(factor).astype(wide.dtype)).astype(x.dtype)
+
+
+def unscaled(x: Float[Array, "..."], factor: Any) -> Float[Array, "..."]:
+    """`x * factor` in float32 or wider; `factor` is the inverse of the scale."""
+    wide = widen(jnp.asarray(x))
+    return wide * jnp.asarray(factor).astype(wide.dtype)
+
+
+def _scale_and_inverse(scale: Any, call: str) -> tuple[Any, Any]:
+    if isinstance(scale, jax.Array):
+        if scale.shape != () or not jnp.issubdtype(scale.dtype, jnp.floating):
+            raise TypeError(
+                f"`{call}` needs a power of two as `scale`, a number or a floating-point scalar, "
+                f"but got dtype {scale.dtype.name} and shape {scale.shape}."
+            )
+        scale = scale.astype(jnp.float32)
+        return scale, 1 / scale
+    exponent = exponent_of(scale, call, "scale")
+    if 2.0**exponent != scale:
+        raise ValueError(
+            f"`{call}` needs a power of two as `scale`, since others round every derivative, but "
+            f"got {scale!r}. Take {2.0**exponent}."
+        )
+    return np.float32(2.0**exponent), np.float32(2.0**-exponent)
+
+
+def scaled_jvp(
+    fun: Callable,
+    primals: Sequence[PyTree],
+    tangents: Sequence[PyTree],
+    scale: Any,
+    *,
+    unscale: bool = True,
+) -> tuple[PyTree, PyTree]:
+    """[`jax.jvp`][] with tangents that are scaled on the way in and unscaled on the way out.
+
+    To nest it, keep the inner results scaled (`unscale=False`) and multiply the outermost ones by
+    the inverse of all scales together, in float32: unscaling in between would hand the next order
+    what the scale was to keep in range (*deferred unscaling*: Xue et al., appendix B).
+
+    **Arguments:**
+
+    - `fun`, `primals`, `tangents`: as for [`jax.jvp`][].
+    - `scale`: a power of two, a number or a floating-point scalar.
+    - `unscale`: whether to unscale the tangents.
+
+    **Returns:**
+
+    `(out, tangent_out)`. The tangents are unscaled in float32 (float64 for float64), or, with
+    `unscale=False`, still scaled and in the dtype of `out`.
+
+    **Raises:** `ValueError` for a number that is no power of two, `TypeError` for an array that is
+    no floating-point scalar.
+    """
+    scale, inverse = _scale_and_inverse(scale, "scaled_jvp")
+    tangents = jtu.tree_map(lambda t: multiply(t, scale), tuple(tangents))
+    out, out_dot = jax.jvp(fun, tuple(primals), tangents)
+    if unscale:
+        out_dot = jtu.tree_map(lambda t: unscaled(t, inverse) if is_inexact(t) else t, out_dot)
+    return out, out_dot
+
+
+def scaled_vjp(
+    fun: Callable, *primals: PyTree, scale: Any, unscale: bool = True
+) -> tuple[PyTree, Callable]:
+    """[`jax.vjp`][] with cotangents that are scaled on the way in and unscaled on the way out.
+
+    **Arguments:**
+
+    - `fun`, `primals`: as for [`jax.vjp`][].
+    - `scale`: a power of two, a number or a floating-point scalar.
+    - `unscale`: whether to unscale the cotangents; see [`mpx_pde.scaled_jvp`][] on nesting.
+
+    **Returns:**
+
+    `(out, vjp)`, where `vjp(cotangent)` returns a tuple with the cotangent of each primal:
+    unscaled in float32 (float64 for float64), or, with `unscale=False`, still scaled and in the
+    dtype of the primal.
+
+    **Raises:** as [`mpx_pde.scaled_jvp`][].
+    """
+    scale, inverse = _scale_and_inverse(scale, "scaled_vjp")
+    out, pullback = jax.vjp(fun, *primals)
+
+    def vjp(cotangent: PyTree) -> tuple:
+        grads = pullback(jtu.tree_map(lambda t: multiply(t, scale), cotangent))
+        if not unscale:
+            return grads
+        return jtu.tree_map(lambda t: unscaled(t, inverse) if is_inexact(t) else t, grads)
+
+    return out, vjp

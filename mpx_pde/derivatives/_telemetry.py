@@ -1,0 +1,110 @@
+"""What derivative scales did, as plain arrays and as a picture."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ._probe import HIGHEST, LOWEST
+from ._scaling import Scaling
+from ._state import DerivativeScaling
+
+
+def telemetry(scaling: Any) -> dict[str, Any]:
+    """What to log of a step: scales, overflows, and the dynamic range of every derivative.
+
+    Works inside `jax.jit` too, where the entries are traced arrays.
+
+    **Arguments:**
+
+    - `scaling`: a [`mpx_pde.Scaling`][] or a [`mpx_pde.DerivativeScaling`][], as the step returned
+        it.
+
+    **Returns:**
+
+    A dict with
+
+    - `"scale"`: by the name of the scaler, its scale for the next step, float32;
+    - `"overflows"`: likewise, the steps in which it overflowed so far, int32;
+    - `"skipped_steps"`: the steps in which any did, int32;
+    - `"counts"`: by the name of the row (a term, or all derivatives that are scaled alike), how
+        many values of the last step had the exponents in `"exponents"`, float32;
+    - `"exponents"`: `floor(log2(abs(x)))` of the *unscaled* derivatives for each entry of
+        `"counts"`, int32; the first and the last one stand for all that lie beyond;
+    - `"zeros"`, `"nonfinite"`: by the same names, how many values were zero, infinite or NaN;
+    - `"shift"`: log2 of the scale that the values carried, int32.
+    """
+    derivatives = scaling.derivatives if isinstance(scaling, Scaling) else scaling
+    if not isinstance(derivatives, DerivativeScaling):
+        raise TypeError(
+            "`telemetry` takes a `Scaling` or a `DerivativeScaling`, but got "
+            f"{type(scaling).__name__}: {scaling!r}."
+        )
+    rows, names = derivatives.row_names, derivatives.names
+    buckets = np.arange(LOWEST, HIGHEST + 1, dtype=np.int32)
+    counts, shifts = derivatives.counts, derivatives.shifts
+    return {
+        "scale": {n: derivatives.scales[i] for i, n in enumerate(names)},
+        "overflows": {n: derivatives.overflows[i] for i, n in enumerate(names)},
+        "skipped_steps": derivatives.skipped_steps,
+        "counts": {n: counts[i, 1:-1] for i, n in enumerate(rows)},
+        "exponents": {n: jnp.asarray(buckets) - shifts[i] for i, n in enumerate(rows)},
+        "zeros": {n: counts[i, 0] for i, n in enumerate(rows)},
+        "nonfinite": {n: counts[i, -1] for i, n in enumerate(rows)},
+        "shift": {n: shifts[i] for i, n in enumerate(rows)},
+    }
+
+
+def plot(history: Sequence[Mapping[str, Any]], *, steps: Sequence[int] | None = None) -> Any:
+    """Draws the dynamic range of every derivative, with the limits of float16, and the scales over
+    time (figure 2 of Xue et al.).
+
+    **Arguments:**
+
+    - `history`: what [`mpx_pde.derivatives.telemetry`][] returned, step by step.
+    - `steps`: the numbers of these steps; by default 0, 1, ….
+
+    **Returns:**
+
+    A matplotlib figure: on the left the distribution of log2 of each unscaled derivative over the
+    whole history, and where the window of float16 lay at its last scale; on the right the scales.
+
+    **Raises:** `ImportError` without matplotlib, `ValueError` for an empty history.
+    """
+    if not history:
+        raise ValueError("`plot` needs at least one step of telemetry, but `history` is empty.")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as e:
+        raise ImportError("`plot` needs matplotlib: `pip install matplotlib`.") from e
+    steps = range(len(history)) if steps is None else steps
+    last = history[-1]
+    seen = [n for n in last["counts"] if any(np.sum(h["counts"][n]) > 0 for h in history)]
+    figure = Figure(figsize=(11, 1.5 + 0.7 * max(len(seen), 3)), layout="constrained")
+    ranges, scales = figure.subplots(1, 2)
+    for i, name in enumerate(seen):
+        total: dict[int, float] = {}
+        for h in history:
+            for e, c in zip(
+                np.asarray(h["exponents"][name]), np.asarray(h["counts"][name]), strict=True
+            ):
+                total[int(e)] = total.get(int(e), 0.0) + float(c)
+        exponents = np.array(sorted(total))
+        heights = np.array([total[e] for e in exponents])
+        heights = 0.8 * heights / max(heights.max(), 1.0)
+        ranges.bar(exponents, heights, bottom=i, width=1.0, align="edge")
+        shift = int(last["shift"][name])
+        ranges.plot([-24 - shift, 16 - shift], [i - 0.06] * 2, color="black", linewidth=2)
+    ranges.axvspan(-24, 16, color="tab:green", alpha=0.12, label="float16")
+    ranges.axvline(-14, color="tab:green", linestyle=":", label="smallest normal")
+    ranges.set_yticks([i + 0.2 for i in range(len(seen))], seen)
+    ranges.set_xlabel("log2 of the derivative (black: float16 at the last scale)")
+    ranges.legend(loc="upper right", fontsize="small")
+    for name in last["scale"]:
+        values = np.log2([float(h["scale"][name]) for h in history])
+        scales.step(list(steps), values, where="post", label=name)
+    scales.set_xlabel("step")
+    scales.set_ylabel("log2 of the scale")
+    scales.legend(fontsize="small")
+    return figure

@@ -1,0 +1,306 @@
+"""The network of a physics-informed model."""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from .._cast import FullPrecision, widen
+from .._dot import mixed_matmul
+from .._dtypes import as_floating_dtype, is_half
+from ._activations import safe
+
+
+class Embedding(eqx.Module):
+    """Coordinates, periodic ones as sine and cosine, then optionally random Fourier features."""
+
+    frequencies: Float[Array, "inputs features"] | None
+    periods: tuple[float | None, ...] = eqx.field(static=True)
+
+    @property
+    def linear(self) -> bool:
+        return self.frequencies is None and all(p is None for p in self.periods)
+
+    def __call__(self, point: Float[Array, " coords"]) -> Float[Array, " embedded"]:
+        parts = []
+        for x, period in zip(point, self.periods, strict=True):
+            if period is None:
+                parts.append(x)
+            else:
+                phase = (2 * np.pi / period) * x
+                parts += [jnp.cos(phase), jnp.sin(phase)]
+        x = jnp.stack(parts)
+        if self.frequencies is not None:
+            # They are drawn once and not trained.
+            phase = 2 * np.pi * (x @ jax.lax.stop_gradient(self.frequencies))
+            x = jnp.concatenate([jnp.cos(phase), jnp.sin(phase)])
+        return x
+
+
+class Dense(eqx.Module):
+    """`x @ weight + bias` by a mixed product, in the dtype of the weight or in `dtype`."""
+
+    weight: Float[Array, "inputs outputs"]
+    bias: Float[Array, " outputs"]
+    dtype: np.dtype | None = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
+        return self.add_bias(self.product(x))
+
+    def product(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
+        dtype = self.weight.dtype if self.dtype is None else self.dtype
+        return mixed_matmul(x.astype(dtype), self.weight, dtype=dtype)
+
+    def add_bias(self, x: Float[Array, "*batch outputs"]) -> Float[Array, "*batch outputs"]:
+        return (widen(x) + jnp.broadcast_to(widen(self.bias), x.shape)).astype(x.dtype)
+
+
+def _dense(key: PRNGKeyArray, inputs: int, outputs: int, dtype: Any) -> Dense:
+    # Glorot's normal initialisation, which keeps the derivatives of deep networks in scale.
+    scale = np.sqrt(2 / (inputs + outputs))
+    weight = scale * jax.random.normal(key, (inputs, outputs), jnp.float32)
+    return Dense(weight, jnp.zeros(outputs, jnp.float32), dtype)
+
+
+class CoordinateMLP(eqx.Module):
+    """A network from coordinates to fields: the network of a physics-informed model.
+
+    In shape it is [`equinox.nn.MLP`][]. What differs is where precision goes:
+
+    - Coordinates, their embedding and the first layer are float32. Derivatives with respect to
+        the coordinates come out of that layer, and rounded coordinates cost more accuracy than
+        anything else.
+    - Hidden layers multiply in the dtype of their weights by [`mpx_pde.mixed_matmul`][]: half in
+        a model that [`mpx_pde.filter_grad`][] has cast, float32 in the masters.
+    - Activations are evaluated in float32 and stored in half, so that their higher derivatives do
+        not overflow inside.
+
+    Pass points in float32: `filter_grad(..., keep_full=(False, True))`.
+
+    **Attributes:**
+
+    - `embedding`, `first`: float32 layers, each in a [`mpx_pde.FullPrecision`][].
+    - `hidden`: the layers in between.
+    - `last`: the output layer, in a [`mpx_pde.FullPrecision`][] with `full_precision_last`.
+    - `activation`: the activation, as [`mpx_pde.nn.safe`][] makes it.
+    """
+
+    embedding: FullPrecision
+    first: FullPrecision
+    hidden: tuple[Dense, ...]
+    last: Dense | FullPrecision
+    activation: Callable
+    in_size: int = eqx.field(static=True)
+    out_size: int | Literal["scalar"] = eqx.field(static=True)
+    width_size: int = eqx.field(static=True)
+    depth: int = eqx.field(static=True)
+
+    def __init__(
+        self,
+        in_size: int,
+        out_size: int | Literal["scalar"],
+        width_size: int,
+        depth: int,
+        *,
+        key: PRNGKeyArray,
+        activation: Callable = jnp.tanh,
+        fourier_features: Any = None,
+        periodic: Any = None,
+        full_precision_last: bool = False,
+        dtype: Any = None,
+    ):
+        """**Arguments:**
+
+        - `in_size`: number of coordinates.
+        - `out_size`: number of fields, or `"scalar"`.
+        - `width_size`: size of the hidden layers; a multiple of 8 keeps tensor cores busy.
+        - `depth`: number of hidden layers, at least 1.
+        - `key`: a `jax.random.key`.
+        - `activation`: an elementwise function.
+        - `fourier_features`: `(features, sigma)`: the embedding is the cosine and sine of 2π times
+            `features` random frequencies, normal with standard deviation `sigma` (in cycles per
+            unit of length). They are not trained.
+        - `periodic`: the period of each coordinate in which the fields are to be periodic: a
+            mapping from indices to periods, such as `{0: 2.0}`.
+        - `full_precision_last`: whether the output layer is float32 too.
+        - `dtype`: what hidden layers multiply in; by default the dtype of their weights. With a
+            half type, uncast float32 masters enter the products themselves, and their gradients
+            leave them in float32.
+
+        **Raises:** `ValueError` for sizes below 1 or a `periodic` that does not fit.
+        """
+        call = "CoordinateMLP"
+        sizes = {"in_size": in_size, "width_size": width_size, "depth": depth}
+        if out_size != "scalar":
+            sizes["out_size"] = out_size
+        for name, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"`{call}` needs a positive integer as `{name}`, got {size!r}.")
+        periods = dict(periodic or {})
+        for i, period in periods.items():
+            if i not in range(in_size) or not period > 0:
+                raise ValueError(
+                    f"`{call}` takes `periodic` as a mapping from indices of its {in_size} "
+                    f"coordinates to positive periods, but got {periodic!r}."
+                )
+        embed_key, first_key, *keys = jax.random.split(key, depth + 2)
+        embedded = in_size + len(periods)
+        frequencies = None
+        if fourier_features is not None:
+            features, sigma = fourier_features
+            frequencies = sigma * jax.random.normal(embed_key, (embedded, features), jnp.float32)
+            embedded = 2 * features
+        dtype = None if dtype is None else as_floating_dtype(dtype, call)
+        outputs = 1 if out_size == "scalar" else out_size
+        self.embedding = FullPrecision(
+            Embedding(frequencies, tuple(periods.get(i) for i in range(in_size)))
+        )
+        self.first = FullPrecision(_dense(first_key, embedded, width_size, None))
+        self.hidden = tuple(_dense(k, width_size, width_size, dtype) for k in keys[:-1])
+        if full_precision_last:
+            self.last = FullPrecision(_dense(keys[-1], width_size, outputs, None))
+        else:
+            self.last = _dense(keys[-1], width_size, outputs, dtype)
+        self.activation = safe(activation)
+        self.in_size, self.out_size = in_size, out_size
+        self.width_size, self.depth = width_size, depth
+
+    @property
+    def _compute_dtype(self) -> np.dtype:
+        """What is stored between layers."""
+        layer = [*self.hidden, self.last][0]
+        if isinstance(layer, FullPrecision):
+            return jnp.dtype("float32")
+        return layer.weight.dtype if layer.dtype is None else layer.dtype
+
+    def __call__(self, point: Float[Array, " coords"]) -> Float[Array, "*fields"]:
+        """**Arguments:**
+
+        - `point`: the coordinates, shape `[in_size]`, in float32.
+
+        **Returns:**
+
+        The fields, shape `[out_size]` or a scalar, in the dtype of the last layer's product.
+        """
+        # Rounded before the activation: what is kept for the backward pass is half.
+        x = self.first(self.embedding(widen(point))).astype(self._compute_dtype)
+        x = self.activation(x)
+        for layer in self.hidden:
+            x = self.activation(layer(x))
+        if isinstance(self.last, FullPrecision):
+            x = widen(x)
+        x = self.last(x)
+        return x[0] if self.out_size == "scalar" else x
+
+    def forward_laplacian(
+        self, point: Float[Array, " coords"], seeds: Float[Array, "directions coords"]
+    ) -> tuple[
+        Float[Array, "*fields"], Float[Array, "directions *fields"], Float[Array, "*fields"]
+    ]:
+        """Value, derivatives along `seeds`, and the sum of second derivatives along them.
+
+        All of them go through a layer as one matrix product, so the Laplacian in D coordinates
+        costs D + 2 evaluations of the network. The rules of the activations are evaluated in
+        float32.
+
+        **Arguments:**
+
+        - `point`: the coordinates, shape `[in_size]`.
+        - `seeds`: directions, which may be scaled: shape `[D, in_size]`.
+
+        **Returns:**
+
+        `(value, first, second)`, shapes `[out_size]`, `[D, out_size]` and `[out_size]` (without
+        `out_size` for a scalar network). `first` carries the scale of the seeds, `second` its
+        square.
+        """
+        point, seeds = widen(point), widen(seeds)
+        first = self.first.module
+        dtype = self._compute_dtype
+        if self.embedding.module.linear:
+            # The derivatives of a linear layer are the same at all points.
+            value, slopes, second = first.product(point), first.product(seeds), None
+        else:
+            x = first.product(_second_order(self.embedding, point, seeds))
+            value, slopes, second = _split(x.astype(dtype))
+        x = _activate(
+            self.activation, value.astype(dtype), slopes.astype(dtype), second, first.bias
+        )
+        for layer in self.hidden:
+            x = _activate(self.activation, *_split(layer.product(x)), layer.bias)
+        last = self.last.module if isinstance(self.last, FullPrecision) else self.last
+        # Apart, so that XLA leaves out what nobody asks for.
+        value, slopes, second = (last.product(y) for y in _split(x))
+        value = last.add_bias(value)
+        if self.out_size == "scalar":
+            return value[0], slopes[:, 0], second[0]
+        return value, slopes, second
+
+
+def _second_order(fun: Callable, point: Array, seeds: Array) -> Float[Array, "streams _"]:
+    """Value, first derivatives and the sum of second derivatives, stacked."""
+
+    def along(seed):
+        first = lambda p: jax.jvp(fun, (p,), (seed,))[1]
+        return jax.jvp(first, (point,), (seed,))
+
+    first, second = jax.vmap(along)(seeds)
+    return jnp.concatenate([fun(point)[None], first, jnp.sum(second, axis=0)[None]])
+
+
+def _split(x: Float[Array, "streams _"]) -> tuple[Array, Array, Array]:
+    # The transpose of `split` is a concatenation; that of slices would be sums of padded arrays.
+    value, first, second = lax.split(x, (1, x.shape[0] - 2, 1))
+    return jnp.squeeze(value, 0), first, jnp.squeeze(second, 0)
+
+
+def _activate(
+    activation: Callable, value: Array, first: Array, second: Array | None, bias: Array
+) -> Float[Array, "streams _"]:
+    """σ(v), σ'(v) v_i, and σ'(v) Δv + σ''(v) Σ v_i², stacked, in float32 registers.
+
+    Of half-precision streams only they are kept for the backward pass, which evaluates this again:
+    to keep the intermediate results would take float32 arrays.
+    """
+    half = is_half(value.dtype)
+    rule = jax.checkpoint(_rule, static_argnums=0) if half else _rule
+    return rule(activation, value, first, second, bias)
+
+
+def _rule(activation, value, first, second, bias):
+    dtype = value.dtype
+    value, first, second, bias = widen((value, first, second, bias))
+    y, dy, ddy = _derivatives(activation, value + bias)
+    curvature = ddy * jnp.sum(first * first, axis=0)
+    second = curvature if second is None else dy * second + curvature
+    return jnp.concatenate([y[None], dy[None] * first, second[None]]).astype(dtype)
+
+
+def _tanh(x):
+    y = jnp.tanh(x)
+    dy = (1 - y) * (1 + y)
+    return y, dy, -2 * y * dy
+
+
+def _sin(x):
+    y = jnp.sin(x)
+    return y, jnp.cos(x), -y
+
+
+_RULES = {jnp.tanh: _tanh, jnp.sin: _sin}
+
+
+def _derivatives(activation: Callable, x: Array) -> tuple[Array, Array, Array]:
+    """An activation with its first two derivatives."""
+    rule = _RULES.get(getattr(activation, "fun", activation))
+    if rule is not None:
+        return rule(x)
+    one = jnp.ones_like(x)
+    slope = lambda v: jax.jvp(activation, (v,), (one,))
+    (y, dy), (_, ddy) = jax.jvp(slope, (x,), (one,))
+    return y, dy, ddy

@@ -1,0 +1,124 @@
+"""First scales, telemetry, and whole training runs."""
+
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import mpx_pde as mpx
+from mpx_pde import nn
+from mpx_pde.derivatives import plot, telemetry
+
+
+def points(n=64):
+    return jax.random.uniform(jax.random.key(1), (n, 2), minval=-1.0)
+
+
+def sine_network(frequency, width=32):
+    """A network whose first layer has large weights: its third derivatives overflow float16."""
+    model = nn.CoordinateMLP(2, "scalar", width, 3, key=jax.random.key(0), activation=jnp.sin)
+    return eqx.tree_at(lambda m: m.first.module.weight, model, replace_fn=lambda w: frequency * w)
+
+
+def kdv(model, x, *, derivatives):
+    terms = ["u", "u_t", "u_x", "u_xxx"]
+    d = jax.vmap(mpx.partials(model, terms, coords="xt", outputs="u", scaling=derivatives))(x)
+    residual = d["u_t"] + d["u"] * d["u_x"] + 0.0025 * d["u_xxx"]
+    return jnp.mean(residual**2) + jnp.mean((d["u"] - jnp.cos(jnp.pi * x[:, 0])) ** 2)
+
+
+def train(model, scaling, steps, **options):
+    optimizer = optax.adam(1e-4)
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+    @eqx.filter_jit
+    def step(model, state, scaling, x):
+        run = mpx.filter_value_and_grad(kdv, scaling, keep_full=(False, True), **options)
+        value, scaling, finite, grads = run(model, x)
+        model, state = mpx.optimizer_update(model, optimizer, state, grads, finite)
+        return model, state, scaling, value, finite
+
+    losses, finites = [], []
+    for _ in range(steps):
+        model, state, scaling, value, finite = step(model, state, scaling, points())
+        losses.append(float(value))
+        finites.append(bool(finite))
+    return losses, finites, scaling
+
+
+def test_kdv_trains_only_with_derivative_scaling():
+    model = sine_network(60.0)
+    loss_scaling = mpx.DynamicLossScaling(2.0**-2)
+    plain = mpx.DerivativeScaling.per_direction("xt", order=3, min_scale=1.0)
+    _, never, _ = train(model, mpx.Scaling(loss_scaling, plain), 12)
+    assert not any(never)
+    free = mpx.DerivativeScaling.per_direction("xt", order=3)
+    losses, finite, _ = train(model, mpx.Scaling(loss_scaling, free), 40)
+    assert all(finite[20:])
+    want, _, _ = train(model, mpx.Scaling(loss_scaling, free), 40, use_mixed_precision=False)
+    assert losses[-1] < 1.1 * want[len(want) - 1 - finite.count(False)]
+    # Calibrated at the start, nothing is lost.
+    start = free.calibrate(model, points(), ["u_t", "u_x", "u_xxx"], coords="xt", outputs="u")
+    _, finite, _ = train(model, mpx.Scaling(loss_scaling, start), 8)
+    assert finite.count(False) <= 1  # the loss scale may have to settle
+
+
+@pytest.mark.parametrize("make", ["direction", "order", "term"])
+def test_calibration_finds_the_window(make):
+    model = sine_network(150.0)
+    options = {"min_scale": 2.0**-40} if make != "direction" else {}
+    scaling = {
+        "direction": partial(mpx.DerivativeScaling.per_direction, "xt"),
+        "order": partial(mpx.DerivativeScaling.per_order, 3),
+        "term": partial(mpx.DerivativeScaling.per_term, ["u_t", "u_xxx", "laplacian"]),
+    }[make](**options)
+    terms = ["u", "u_t", "u_xxx", "laplacian"]
+    found = scaling.calibrate(model, points(), terms, coords="xt", outputs="u")
+    assert jax.tree.structure(found) == jax.tree.structure(scaling)
+    fun = lambda m, s: jax.vmap(
+        mpx.partials(m, ["u_t", "u_xxx"], coords="xt", outputs="u", scaling=s)
+    )(points())
+    want = eqx.filter_jit(fun)(model, None)
+    got = eqx.filter_jit(fun)(mpx.cast_to_float16(model), found)
+    for name in got:
+        error = np.linalg.norm(got[name] - want[name]) / np.linalg.norm(want[name])
+        # Three orders through three layers in float16, some of them cancelling.
+        assert error < 0.04
+    assert not np.isfinite(eqx.filter_jit(fun)(mpx.cast_to_float16(model), scaling)["u_xxx"]).all()
+    with mpx.half_precision("bfloat16"):
+        assert scaling.calibrate(model, points(), terms, coords="xt", outputs="u") is scaling
+
+
+def test_telemetry_and_its_picture(tmp_path):
+    model = sine_network(20.0)
+    scaling = mpx.Scaling(
+        mpx.NoOpLossScaling(),
+        mpx.DerivativeScaling.per_direction("xt", order=3, init_scale=2.0**-4, terms=["u_x"]),
+    )
+    step = eqx.filter_jit(
+        lambda s: mpx.filter_grad(kdv, s, keep_full=(False, True))(model, points())[0]
+    )
+    new = step(scaling)
+    log = eqx.filter_jit(telemetry)(new)
+    assert all(eqx.is_array(x) for x in jax.tree.leaves(log))
+    total = {
+        n: int(log["counts"][n].sum() + log["zeros"][n] + log["nonfinite"][n])
+        for n in log["counts"]
+    }
+    assert {n: c for n, c in total.items() if c} == {"u_x": 64, "_t": 64, "_xxx": 64}
+    assert int(log["shift"]["_xxx"]) == -12
+    # The exponents are those of the unscaled derivative.
+    u_x = jax.vmap(mpx.partials(model, ["u_x"], coords="xt", outputs="u"))(points())["u_x"]
+    seen = np.asarray(log["exponents"]["u_x"])[np.asarray(log["counts"]["u_x"]) > 0]
+    assert abs(seen.max() - np.floor(np.log2(np.abs(u_x).max()))) <= 1
+    assert set(log["scale"]) == {"x", "t"}
+    figure = plot([telemetry(new), telemetry(step(new))])
+    figure.savefig(tmp_path / "ranges.png")
+    with pytest.raises(ValueError, match="empty"):
+        plot([])
+    with pytest.raises(TypeError, match="DerivativeScaling"):
+        telemetry(mpx.NoOpLossScaling())

@@ -1,0 +1,358 @@
+"""Derivatives by name against float64, in and out of the range of float16."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx_pde as mpx
+
+
+NETWORKS = ("tanh", "silu", "sine", "fourier")
+
+# log2 of scales at which order 2 and 3 of these networks stay inside float16.
+EXPONENT = {"tanh": 0, "silu": 0, "sine": -6, "fourier": -7}
+
+
+class Network(eqx.Module):
+    """Coordinates and first layer in the dtype of the point, the rest in that of the weights."""
+
+    frequencies: jax.Array
+    hidden: list[jax.Array]
+    kind: str = eqx.field(static=True)
+
+    def __init__(self, kind, key, width=32, outputs=1, coords=2):
+        keys = jax.random.split(key, 4)
+        size = {"fourier": 60.0, "sine": 30.0}.get(kind, 1.0)
+        draw = jax.random.normal if kind == "fourier" else _uniform
+        self.frequencies = size * draw(
+            keys[0], (coords, width // 2 if kind == "fourier" else width)
+        )
+        bound = 2.4 / np.sqrt(width)
+        self.hidden = [
+            bound * _uniform(keys[1], (width, width)),
+            bound * _uniform(keys[2], (width, width)),
+            bound * _uniform(keys[3], (width, outputs)),
+        ]
+        self.kind = kind
+
+    def __call__(self, point):
+        phase = jnp.dot(point, self.frequencies.astype(point.dtype), precision="highest")
+        if self.kind == "fourier":
+            x = jnp.concatenate([jnp.sin(phase), jnp.cos(phase)])
+        else:
+            x = self.activation(phase)
+        for weights in self.hidden[:-1]:
+            x = jnp.dot(x.astype(weights.dtype), weights, precision="highest")
+            x = self.activation(x.astype(point.dtype))
+        weights = self.hidden[-1]
+        return jnp.dot(x.astype(weights.dtype), weights, precision="highest")
+
+    def activation(self, x):
+        known = {"tanh": jnp.tanh, "silu": jax.nn.silu, "sine": jnp.sin, "fourier": jnp.tanh}
+        return known[self.kind](x)
+
+
+def _uniform(key, shape):
+    return jax.random.uniform(key, shape, minval=-1.0, maxval=1.0)
+
+
+def half(network):
+    """The network as `keep_full` leaves it: hidden weights in half, the first layer in float32."""
+    return eqx.tree_at(lambda n: n.hidden, network, mpx.cast_to_half_precision(network.hidden))
+
+
+def points(n=16, coords=2):
+    return jax.random.uniform(jax.random.key(7), (n, coords))
+
+
+def nested(fun, dirs):
+    """The oracle: derivatives by nested `jax.jvp`, with unit tangents."""
+
+    def along(fun, i):
+        return lambda p: jax.jvp(fun, (p,), (jnp.eye(len(p), dtype=p.dtype)[i],))[1]
+
+    for i in dirs:
+        fun = along(fun, i)
+    return fun
+
+
+def exact(network, dirs, x):
+    with jax.enable_x64(True):
+        wide = mpx.cast_tree(network, "float64")
+        x = jnp.asarray(np.asarray(x, np.float64))
+        return np.asarray(jax.jit(jax.vmap(nested(wide, dirs)))(x))
+
+
+def relative(got, want):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+TERMS = {"u_x": (0,), "u_xx": (0, 0), "u_xt": (0, 1), "u_xxx": (0, 0, 0), "u_xxxx": (0, 0, 0, 0)}
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_float32_is_exact_and_shares_nothing_wrongly(kind):
+    network = Network(kind, jax.random.key(0), outputs=2)
+    terms = [*TERMS, "v_xt", "v_tt", "u", "v"]
+    fun = mpx.partials(network, terms, coords="xt", outputs="uv")
+    d = jax.jit(jax.vmap(fun))(points())
+    assert set(d) == set(terms)
+    for name in terms:
+        output, _, letters = name.partition("_")
+        want = exact(network, tuple("xt".index(c) for c in letters), points())
+        assert d[name].dtype == jnp.float32
+        assert relative(d[name], want[:, "uv".index(output)]) < 3e-4
+
+
+def test_float64_stays_float64():
+    network, x = Network("tanh", jax.random.key(0)), np.asarray(points(), np.float64)
+    with jax.enable_x64(True):
+        d = jax.vmap(
+            mpx.partials(mpx.cast_tree(network, "float64"), ["u_xx"], coords="xt", outputs="u")
+        )(jnp.asarray(x))
+        assert d["u_xx"].dtype == jnp.float64
+        d = np.asarray(d["u_xx"])
+    assert relative(d, exact(network, (0, 0), x)[:, 0]) < 1e-12
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+@pytest.mark.parametrize("make", ["direction", "order", "term"])
+def test_float16_costs_what_half_precision_costs(kind, order, make):
+    network = Network(kind, jax.random.key(1))
+    term = "u_" + "x" * order
+    scale = {"init_scale": 2.0 ** EXPONENT[kind]}
+    total = {"init_scale": 2.0 ** (EXPONENT[kind] * order), "min_scale": 2.0**-40}
+    scaling = {
+        "direction": lambda: mpx.DerivativeScaling.per_direction("xt", **scale),
+        "order": lambda: mpx.DerivativeScaling.per_order(order, **total),
+        "term": lambda: mpx.DerivativeScaling.per_term([term], **total),
+    }[make]()
+    fun = mpx.partials(half(network), [term], coords="xt", outputs="u", scaling=scaling)
+    got = eqx.filter_jit(jax.vmap(fun))(points())[term]
+    want = exact(network, (0,) * order, points())[:, 0]
+    # What half precision alone costs: hidden operands are rounded to float16, and nothing is ever
+    # out of range, since the arithmetic is that of float32.
+    rounded = jax.tree.map(lambda w: w.astype(jnp.float16).astype(jnp.float32), network.hidden)
+    alone = _RoundedStreams(eqx.tree_at(lambda n: n.hidden, network, rounded))
+    cost = relative(jax.jit(jax.vmap(nested(alone, (0,) * order)))(points())[:, 0], want)
+    assert relative(got, want) < 2 * cost + 2.0**-11
+
+
+@jax.custom_jvp
+def _round_mantissa(x):
+    return jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)
+
+
+_round_mantissa.defjvp(lambda p, t: (_round_mantissa(*p), _round_mantissa(*t)))
+
+
+class _RoundedStreams(eqx.Module):
+    """A network that rounds what it stores to float16's precision, but keeps float32's range."""
+
+    network: Network
+
+    def __call__(self, point):
+        n = self.network
+        phase = jnp.dot(point, n.frequencies, precision="highest")
+        if n.kind == "fourier":
+            x = jnp.concatenate([jnp.sin(phase), jnp.cos(phase)])
+        else:
+            x = n.activation(phase)
+        for weights in n.hidden[:-1]:
+            x = _round_mantissa(jnp.dot(_round_mantissa(x), weights, precision="highest"))
+            x = n.activation(x)
+        return _round_mantissa(jnp.dot(_round_mantissa(x), n.hidden[-1], precision="highest"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "order", "log_scale", "broken"),
+    [("fourier", 3, 0, "inf"), ("sine", 4, 0, "inf"), ("tanh", 3, -14, "zero")],
+)
+def test_a_wrong_scale_gives_infinities_or_zeros(kind, order, log_scale, broken):
+    network = Network(kind, jax.random.key(1))
+    term = "u_" + "x" * order
+    start = mpx.DerivativeScaling.per_direction("x", init_scale=2.0**log_scale)
+
+    def values(scaling):
+        fun = mpx.partials(half(network), [term], coords=["x", "t"], outputs="u", scaling=scaling)
+        return eqx.filter_jit(jax.vmap(fun))(points())[term]
+
+    bad, good = values(start), values(start.with_exponents(EXPONENT[kind]))
+    if broken == "inf":
+        assert not np.isfinite(bad).all()
+    else:
+        assert relative(bad, exact(network, (0,) * order, points())[:, 0]) > 0.5
+    assert relative(good, exact(network, (0,) * order, points())[:, 0]) < 0.05
+
+
+def test_primitives_scale_and_unscale():
+    fun = lambda x: jnp.sin(300 * x)
+    x = jnp.asarray([0.1, 0.2], jnp.float16)
+    out, dot = mpx.scaled_jvp(fun, (x,), (jnp.ones_like(x),), 2.0**-6)
+    assert out.dtype == jnp.float16
+    assert dot.dtype == jnp.float32
+    _, still = mpx.scaled_jvp(fun, (x,), (jnp.ones_like(x),), 2.0**-6, unscale=False)
+    assert still.dtype == jnp.float16
+    assert np.array_equal(still.astype(jnp.float32) * 64, dot)
+    out, vjp = mpx.scaled_vjp(fun, x, scale=jnp.float32(2.0**-6))
+    (grad,) = vjp(jnp.ones_like(out))
+    assert grad.dtype == jnp.float32
+    # In another order of operations: a few roundings of float16.
+    assert np.allclose(grad, dot, rtol=2.0**-8)
+    (still,) = mpx.scaled_vjp(fun, x, scale=2.0**-6, unscale=False)[1](jnp.ones_like(out))
+    assert still.dtype == jnp.float16
+    with pytest.raises(ValueError, match="power of two"):
+        mpx.scaled_jvp(fun, (x,), (x,), 3.0)
+    with pytest.raises(TypeError, match="shape"):
+        mpx.scaled_vjp(fun, x, scale=jnp.ones(2))
+
+
+@pytest.mark.parametrize("exponent", range(-24, 1, 2))
+def test_appendix_a_immediate_unscaling_with_one_scaler_keeps_its_infinity(exponent):
+    """u = sin(w2 w1 x): the second pass meets the unscaling of the first, and the block between
+    has the accumulated factor s2/s1 = 1, in which w1 w2 = 90000 overflows whatever the scale."""
+    scale = np.float32(2.0**exponent)
+    fun = lambda x: jnp.sin((x * jnp.float16(300)) * jnp.float16(300))
+    x = jnp.float16(1e-5)
+
+    def first(x, unscale):
+        (g,) = mpx.scaled_vjp(fun, x, scale=scale, unscale=unscale)[1](jnp.float16(1))
+        return g
+
+    one = jnp.float32(1)
+    (immediate,) = mpx.scaled_vjp(lambda x: first(x, True), x, scale=scale)[1](one)
+    assert not np.isfinite(immediate)
+    one = jnp.float16(1)
+    (deferred,) = mpx.scaled_vjp(lambda x: first(x, False), x, scale=scale, unscale=False)[1](one)
+    deferred = np.float32(deferred) / scale / scale
+    want = -(90000.0**2) * np.sin(90000.0 * float(x))
+    if exponent >= -14 and 2 * exponent + np.log2(abs(want)) < 15:  # below, seeds are subnormal
+        assert np.isclose(deferred, want, rtol=0.02)
+    elif 2 * exponent + np.log2(abs(want)) > 17:
+        assert not np.isfinite(deferred)
+
+
+def test_laplacian():
+    network = Network("sine", jax.random.key(2), outputs=2, coords=3)
+    x = points(coords=3)
+    every = [exact(network, (i, i), x) for i in range(3)]
+    lap = jax.vmap(mpx.laplacian(network, ["u", "v_y"], coords="txy", outputs="uv"))(x)
+    assert sorted(lap) == ["lap_u", "lap_v", "u", "v_y"]
+    assert relative(lap["lap_u"], sum(every)[:, 0]) < 1e-5
+    assert relative(lap["v_y"], exact(network, (2,), x)[:, 1]) < 1e-5
+    space = jax.vmap(mpx.laplacian(network, coords="txy", outputs="uv", over="xy"))(x)
+    assert relative(space["lap_v"], (every[1] + every[2])[:, 1]) < 1e-5
+    options = {"init_scale": 2.0**-7}
+    for scaling in (
+        mpx.DerivativeScaling.per_direction("txy", init_scale={"t": 1, "x": 2**-6, "y": 2**-7}),
+        mpx.DerivativeScaling.per_order(2, **options),
+        mpx.DerivativeScaling.per_term(["laplacian"], init_scale=2.0**-13),
+    ):
+        terms = [] if scaling.kind == "term" else ["v_y"]
+        fun = mpx.laplacian(
+            half(network), terms, coords="txy", outputs="uv", over="xy", scaling=scaling
+        )
+        got = eqx.filter_jit(jax.vmap(fun))(x)
+        assert relative(got["lap_v"], (every[1] + every[2])[:, 1]) < 0.02
+        if terms:
+            assert relative(got["v_y"], exact(network, (2,), x)[:, 1]) < 0.02
+
+
+def raises(error, words, call):
+    with pytest.raises(error, match=re.compile(words, re.DOTALL)):
+        call()
+
+
+def test_errors():
+    network = Network("tanh", jax.random.key(0), outputs=2)
+    scaling = mpx.DerivativeScaling.per_direction("xt", order=2)
+
+    def get(terms, coords="xt", outputs="uv", **kwargs):
+        return mpx.partials(network, terms, coords=coords, outputs=outputs, **kwargs)
+
+    raises(ValueError, "'y'.*coordinates are x, t", lambda: get(["u_y"]))
+    raises(ValueError, "'w'.*outputs are u, v", lambda: get(["w_x"]))
+    raises(ValueError, "'q'.*outputs are u, v", lambda: get(["q"]))
+    raises(ValueError, "'u_x' twice", lambda: get(["u_x", "u_x"]))
+    raises(TypeError, "list of names", lambda: get("u_x"))
+    raises(ValueError, "'x' twice", lambda: get(["u_x"], coords="xx"))
+    raises(ValueError, "order 3.*up to 2", lambda: get(["u_xxx"], scaling=scaling))
+    raises(
+        ValueError,
+        "order 2.*up to 1",
+        lambda: get(["u_xx"], scaling=mpx.DerivativeScaling.per_order(1)),
+    )
+    raises(
+        ValueError,
+        "no scaler for the term 'u_t'.*knows u_x",
+        lambda: get(["u_t"], scaling=mpx.DerivativeScaling.per_term(["u_x"])),
+    )
+    raises(
+        ValueError,
+        "coordinates x.*'t'",
+        lambda: get(["u_t"], scaling=mpx.DerivativeScaling.per_direction("x")),
+    )
+    raises(
+        TypeError,
+        "DerivativeScaling.*Scaling",
+        lambda: get(["u"], scaling=mpx.Scaling(None, scaling)),
+    )
+    raises(
+        ValueError, "1 outputs, u,.*shape \\(2,\\)", lambda: get(["u"], outputs="u")(points()[0])
+    )
+    raises(ValueError, "jax.vmap", lambda: get(["u"])(points()))
+    raises(TypeError, "int32", lambda: get(["u"])(jnp.arange(2)))
+    build = mpx.DerivativeScaling
+    raises(ValueError, "'u_x' twice", lambda: build.per_term(["u_x", "u_x"]))
+    raises(ValueError, "'u'", lambda: build.per_term(["u"]))
+    raises(TypeError, "list of names", lambda: build.per_term("u_x"))
+    raises(ValueError, "'x' twice", lambda: build.per_direction("xx"))
+    raises(ValueError, "power of two", lambda: build.per_order(2, factor=3))
+    raises(ValueError, "paper.*predictive", lambda: build.per_order(2, mode="best"))
+    raises(ValueError, "order", lambda: build.per_order(0))
+    raises(TypeError, "unknown options speed", lambda: build.per_order(2, speed=1))
+    raises(ValueError, "init_scale.*outside", lambda: build.per_order(2, init_scale=2.0**3))
+    raises(ValueError, "mapping.*x, t", lambda: build.per_direction("xt", max_scale={"x": 1}))
+    raises(ValueError, "positive", lambda: build.per_direction("xt", max_scale=-1))
+    raises(ValueError, "'cap'", lambda: build.per_order(2, special={"nu_x": {"cap": 1}}))
+    raises(TypeError, "Scaling.*derivatives", lambda: mpx.Scaling())
+    raises(
+        TypeError,
+        "`derivatives`.*takes none.*plain loss scaling",
+        lambda: mpx.filter_grad(lambda m, x: jnp.sum(x), mpx.Scaling(None, scaling)),
+    )
+    raises(
+        ValueError,
+        "over.*twice|twice.*over",
+        lambda: mpx.laplacian(network, coords="xt", outputs="uv", over="xx"),
+    )
+    raises(
+        ValueError,
+        "'u_xx'.*partials",
+        lambda: mpx.laplacian(network, ["u_xx"], coords="xt", outputs="uv"),
+    )
+    raises(
+        ValueError,
+        "Laplacian.*'laplacian'",
+        lambda: mpx.laplacian(network, coords="xt", outputs="uv", scaling=build.per_term(["u_x"])),
+    )
+
+
+def test_names_of_several_letters():
+    fun = lambda p: jnp.stack([p[0] ** 2 * p[1], p[1] ** 3])
+    terms = ["temp_x1x1", "temp_x1x2", "nu_x2x2", "nu"]
+    d = mpx.partials(fun, terms, coords=["x1", "x2"], outputs=["temp", "nu"])(jnp.array([2.0, 3.0]))
+    assert [float(v) for v in d.values()] == [6.0, 4.0, 18.0, 27.0]
+
+
+def test_the_point_is_cast_on_request():
+    network = eqx.nn.MLP(2, 1, 8, 1, jnp.tanh, key=jax.random.key(0))
+    network = mpx.cast_to_float16(network)
+    fun = mpx.partials(network, ["u_x"], coords="xt", outputs="u", dtype="float16")
+    assert jax.vmap(fun)(points())["u_x"].dtype == jnp.float32
