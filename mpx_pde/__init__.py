@@ -3,6 +3,7 @@
 from typing import Any as _Any
 
 from ._accumulate import filter_accumulated_value_and_grad as filter_accumulated_value_and_grad
+from .autocast import AutocastReport as AutocastReport, autocast as autocast
 from ._cast import (
     FullPrecision as FullPrecision,
     cast_function as cast_function,
@@ -14,6 +15,7 @@ from ._cast import (
     cast_tree as cast_tree,
     force_full_precision as force_full_precision,
 )
+from ._conv import mixed_conv_general_dilated as mixed_conv_general_dilated
 from ._dot import (
     mixed_dot_general as mixed_dot_general,
     mixed_einsum as mixed_einsum,
