@@ -1,12 +1,12 @@
 """Gradient accumulation over micro-batches."""
 
-import functools as ft
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree
 
@@ -41,9 +41,15 @@ def _axes_of_leaves(in_axes: PyTree, args: tuple) -> list[int | None]:
     return axes
 
 
-def _split(x: Array, axis: int, micro_batches: int, path: Any) -> Array:
+def _split(x: Array | np.ndarray, axis: Any, micro_batches: int, path: Any) -> Array:
     """Shape `[micro_batches, ...]`: consecutive blocks of `x` along `axis`."""
-    size = jnp.shape(x)[axis]
+    shape = jnp.shape(x)
+    if not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
+        raise ValueError(
+            f"`{_CALL}` cannot split the array at {jtu.keystr(path)} of the arguments after the "
+            f"model along the axis {axis!r} that `in_axes` names: its shape is {shape}."
+        )
+    size = shape[axis]
     if size % micro_batches:
         raise ValueError(
             f"`{_CALL}` cannot split the array at {jtu.keystr(path)} of the arguments after the "
@@ -139,5 +145,6 @@ def filter_accumulated_value_and_grad(
     gradient = Gradient(
         _CALL, func, scaling, has_aux, use_mixed_precision, policy, keep_full, axis_name
     )
-    run = ft.partial(_run, micro_batches=micro_batches, in_axes=in_axes)
+    # A PyTree, unlike `functools.partial`: made anew at each step it is the same to jit's cache.
+    run = eqx.Partial(_run, micro_batches=micro_batches, in_axes=in_axes)
     return eqx.module_update_wrapper(Transformed(gradient, run))

@@ -50,7 +50,9 @@ def _cast_leaf(x: Any, to: np.dtype) -> Any:
     if isinstance(x, jax.Array) and getattr(x, "weak_type", False):
         # `astype` would make the type strong.
         return lax.convert_element_type_p.bind(x, new_dtype=target, weak_type=True, sharding=None)
-    return x.astype(target)
+    # Overflow is data: NumPy would warn of it, JAX does not.
+    with np.errstate(over="ignore"):
+        return x.astype(target)
 
 
 class FullPrecision(eqx.Module):

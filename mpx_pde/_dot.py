@@ -313,9 +313,7 @@ def _einsum_reduce(x, axes: str, kept: str) -> tuple[Array, str]:
     target = "".join(dict.fromkeys(c for c in axes if c in kept))
     if target == axes:
         return x, axes
-    out = jnp.einsum(
-        f"{axes}->{target}", x.astype(wide(x.dtype)), precision=lax.Precision.HIGHEST
-    )
+    out = jnp.einsum(f"{axes}->{target}", x.astype(wide(x.dtype)), precision=lax.Precision.HIGHEST)
     return out, target
 
 

@@ -116,6 +116,12 @@ def half_precision(datatype: Any) -> Iterator[None]:
         yield
 
 
-def largest_power_of_two(dtype: Any) -> float:
-    """The largest power of two that `dtype` holds: 2^15 for float16, 2^127 for bfloat16."""
-    return float(2.0 ** (int(jnp.finfo(dtype).maxexp) - 1))
+# Scales that can be multiplied with and divided by in float32. XLA divides an array by a scalar by
+# multiplying with the reciprocal, and flushes a subnormal one to zero: x / 2^127 would be 0.
+SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
+
+
+def largest_scale(dtype: Any) -> float:
+    """The largest power of two that `dtype` holds and that is a scale: 2^15 for float16, 2^126
+    for bfloat16."""
+    return min(float(2.0 ** (int(jnp.finfo(dtype).maxexp) - 1)), LARGEST_SCALE)

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Inexact, PyTree
 
 from ._cast import cast_operands, widen
 from ._dtypes import half_precision, half_precision_datatype, is_half
-from ._loss_scaling import AbstractLossScaling, check_scaling
+from ._loss_scaling import AbstractLossScaling, check_scaling, split_aux
 from ._tree import all_finite
 
 
@@ -139,37 +139,31 @@ class Gradient(eqx.Module):
         out = self.func(*args, **kwargs)
         aux = None
         if self.has_aux:
-            if not isinstance(out, tuple) or len(out) != 2:
-                raise TypeError(
-                    f"`{self.call}` with `has_aux=True` needs a function that returns "
-                    f"`(loss, aux)`, but it returned {type(out).__name__}."
-                )
-            out, aux = out
+            out, aux = split_aux(out, self.call)
         return widen(_check_loss(out, self.has_aux, self.call)), aux
 
     def plain(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree]:
         """Value, auxiliary output and gradients without any mixed precision."""
 
-        def loss(model, *rest, **kwargs):
-            out = self.func(model, *rest, **kwargs)
-            value = out[0] if self.has_aux and isinstance(out, tuple) else out
+        def loss(model):
+            out = self.func(model, *args[1:], **kwargs)
+            value, aux = split_aux(out, self.call) if self.has_aux else (out, None)
             _check_loss(value, self.has_aux, self.call)
-            return out if self.has_aux else (out, None)
+            return value, aux
 
-        return eqx.filter_value_and_grad(loss, has_aux=True)(*args, **kwargs)
+        return eqx.filter_value_and_grad(loss, has_aux=True)(args[0])
 
     def scaled(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree]:
         """The unscaled float32 loss, auxiliary output, and the still-scaled gradients, which have
         the dtypes of the masters in `args[0]`."""
 
-        def loss(model, *rest, **kwargs):
+        def loss(model):
             # Casting in here makes the cast part of what is differentiated: the gradients arrive
             # in the dtypes of the masters.
-            cast_args, kwargs = self.cast((model, *rest), kwargs)
-            value, aux = self.loss(cast_args, kwargs)
+            value, aux = self.loss(*self.cast((model, *args[1:]), kwargs))
             return self.scaling.scale(value), (value, self.output(aux))
 
-        (_, out), grads = eqx.filter_value_and_grad(loss, has_aux=True)(*args, **kwargs)
+        (_, out), grads = eqx.filter_value_and_grad(loss, has_aux=True)(args[0])
         return out, grads
 
     def finish(self, grads: PyTree, model: PyTree) -> tuple:
@@ -190,7 +184,7 @@ class Transformed(eqx.Module):
     """A differentiated function; `run` says what is asked of it."""
 
     gradient: Gradient
-    run: Callable = eqx.field(static=True)
+    run: Callable
 
     @property
     def __wrapped__(self):
@@ -230,15 +224,13 @@ def _run_scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     if not gradient.use_mixed_precision:
         (value, aux), grads = gradient.plain(args, kwargs)
     else:
-        cast_args, cast_kwargs = gradient.cast(args, kwargs)
+        (model, *rest), kwargs = gradient.cast(args, kwargs)
 
-        def loss(model, *rest, **kwargs):
+        def loss(model):
             value, aux = gradient.loss((model, *rest), kwargs)
             return gradient.scaling.scale(value), aux
 
-        (value, aux), grads = eqx.filter_value_and_grad(loss, has_aux=True)(
-            *cast_args, **cast_kwargs
-        )
+        (value, aux), grads = eqx.filter_value_and_grad(loss, has_aux=True)(model)
     return (value, aux) if gradient.has_aux else value, grads
 
 

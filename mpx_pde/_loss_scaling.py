@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
 from ._cast import is_inexact, widen
-from ._dtypes import half_precision_datatype, largest_power_of_two
+from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE, half_precision_datatype, largest_scale
 from ._tree import check_flag
 
 
@@ -42,15 +42,17 @@ def _scale(tree: PyTree, factor: Float32[Array, ""]) -> PyTree:
 
 def _positive_scalar(value: Any, call: str, name: str) -> None:
     if isinstance(value, jax.core.Tracer):
-        ok = value.shape == () and jnp.issubdtype(value.dtype, jnp.number)
+        kinds = (jnp.integer, jnp.floating)
+        ok = value.shape == () and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
     else:
         try:
-            ok = jnp.shape(value) == () and math.isfinite(value) and value > 0
-        except TypeError:
+            ok = jnp.shape(value) == () and SMALLEST_SCALE <= float(value) <= LARGEST_SCALE
+        except (TypeError, OverflowError):
             ok = False
     if not ok:
         raise ValueError(
-            f"`{call}` needs a positive, finite scalar as `{name}`, but got {value!r}."
+            f"`{call}` needs a positive, finite scalar (from 2^-126 to 2^126, which float32 can "
+            f"divide by) as `{name}`, but got {value!r}."
         )
 
 
@@ -201,7 +203,7 @@ class DynamicLossScaling(AbstractLossScaling):
         - `period`: after how many finite steps in a row the scale grows.
         - `counter`: finite steps counted so far, for restoring; by default none.
         - `max_loss_scaling`: the scale never grows above it. By default it is the largest power of
-            two in the range of the half-precision type of the step: 2^15 for float16, 2^127 for
+            two in the range of the half-precision type of the step: 2^15 for float16, 2^126 for
             bfloat16. The loss is scaled in float32, so more than that can make sense in float16
             for a loss that is a mean over very many points.
 
@@ -217,9 +219,9 @@ class DynamicLossScaling(AbstractLossScaling):
                 f"every scaled value, but got {factor!r}. Use 2 or 4."
             )
         self.period = int(_static(period, call, "period"))
-        if self.period < 1 or self.period != period:
+        if not 1 <= self.period < 2**31 or self.period != period:
             raise ValueError(
-                f"`{call}` needs an integer of at least 1 as `period`, got {period!r}."
+                f"`{call}` needs an integer from 1 to 2^31 - 1 as `period`, but got {period!r}."
             )
         self.max_loss_scaling = (
             None
@@ -236,8 +238,8 @@ class DynamicLossScaling(AbstractLossScaling):
             if not self.min_loss_scaling <= scale <= top:
                 raise ValueError(
                     f"`{call}` needs a `loss_scaling` between `min_loss_scaling` "
-                    f"({self.min_loss_scaling}) and `max_loss_scaling` ({max_loss_scaling}), but got "
-                    f"{loss_scaling!r}."
+                    f"({self.min_loss_scaling}) and `max_loss_scaling` ({max_loss_scaling}), but "
+                    f"got {loss_scaling!r}."
                 )
             self.loss_scaling = jnp.array(scale, jnp.float32)
         self.counter = jnp.array(0 if counter is None else counter, jnp.int32)
@@ -278,7 +280,7 @@ class DynamicLossScaling(AbstractLossScaling):
         A `DynamicLossScaling` with the scale and the counters brought up to date.
         """
         finite = check_flag(grads_finite, "DynamicLossScaling.adjust", "grads_finite")
-        top = self.max_loss_scaling or largest_power_of_two(half_precision_datatype())
+        top = self.max_loss_scaling or largest_scale(half_precision_datatype())
         counted = self.counter + 1
         # Not `==`: a counter that was restored beyond the period fires as well.
         grow = finite & (counted >= self.period)
@@ -303,9 +305,19 @@ def check_scaling(scaling: Any, call: str) -> None:
     """A `TypeError` in the name of `call` unless `scaling` is a loss scaling."""
     if not isinstance(scaling, AbstractLossScaling):
         raise TypeError(
-            f"`{call}` needs a loss scaling as `scaling`, such as `mpx_pde.DynamicLossScaling()` or "
-            f"`mpx_pde.NoOpLossScaling()`, but got {type(scaling).__name__}: {scaling!r}."
+            f"`{call}` needs a loss scaling as `scaling`, such as `mpx_pde.DynamicLossScaling()` "
+            f"or `mpx_pde.NoOpLossScaling()`, but got {type(scaling).__name__}: {scaling!r}."
         )
+
+
+def split_aux(out: Any, call: str) -> tuple[Any, Any]:
+    """`(loss, aux)` as a function returned it; a `TypeError` in the name of `call` for else."""
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(
+            f"`{call}` with `has_aux=True` needs a function that returns `(loss, aux)`, but it "
+            f"returned {type(out).__name__}. Return both, or leave `has_aux` out."
+        )
+    return out
 
 
 def scaled(func: Callable, scaling: AbstractLossScaling, has_aux: bool = False) -> Callable:
@@ -325,7 +337,7 @@ def scaled(func: Callable, scaling: AbstractLossScaling, has_aux: bool = False) 
 
     def scaled_func(*args, **kwargs):
         if has_aux:
-            value, aux = func(*args, **kwargs)
+            value, aux = split_aux(func(*args, **kwargs), "scaled")
             return scaling.scale(value), aux
         return scaling.scale(func(*args, **kwargs))
 

@@ -52,7 +52,10 @@ def global_norm(tree: PyTree) -> Float[Array, ""]:
 
 def check_flag(pred: Any, call: str, name: str) -> Bool[Array, ""]:
     """`pred` as a scalar bool array; a `TypeError` in the name of `call` if it is none."""
-    out = jnp.asarray(pred)
+    try:
+        out = jnp.asarray(pred)
+    except (TypeError, ValueError):
+        out = np.asarray(pred)  # raises below, whatever it is
     if out.shape != () or out.dtype != jnp.bool_:
         raise TypeError(
             f"`{call}` needs a scalar bool as `{name}`, as `mpx_pde.all_finite` returns it, but "
@@ -106,8 +109,8 @@ def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:
             return x
         if jnp.shape(x) != jnp.shape(y) or jnp.result_type(x) != jnp.result_type(y):
             raise ValueError(
-                f"`{call}`: the leaves at {jtu.keystr(path) or 'the root'} must have the same shape "
-                f"and dtype, but are {jax.typeof(x)} and {jax.typeof(y)}."
+                f"`{call}`: the leaves at {jtu.keystr(path) or 'the root'} must have the same "
+                f"shape and dtype, but are {jax.typeof(x)} and {jax.typeof(y)}."
             )
         if isinstance(x, bool | int | float | complex) and x == y:
             return x

@@ -85,7 +85,7 @@ def tree_allclose(a: Any, b: Any, computed_in: str | None = None) -> bool:
 def avals(tree: Any) -> list[tuple[str, bool]]:
     """What a jitted function compiles for: type and weak type of each array leaf."""
     return [
-        (str(jax.typeof(x)), bool(getattr(x, "weak_type", False)))
+        (str(jax.typeof(x)).lstrip("~"), bool(getattr(x, "weak_type", False)))
         for x in jtu.tree_leaves(tree)
         if eqx.is_array(x)
     ]

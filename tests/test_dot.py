@@ -6,11 +6,12 @@ import re
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import mpx_pde as mpx
 import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import mpx_pde as mpx
 
 
 # Relative to the largest entry. One product rounds its operands (two roundings) and its result
@@ -128,7 +129,10 @@ def test_vmap_of_every_argument(pattern):
 
     x_axes, y_axes, out_axes = _subscripts(pattern)
     for axes, pair, got in zip(all_axes, pairs, products(pairs), strict=True):
-        first = [z if a is None else np.moveaxis(np.asarray(z), a, 0) for z, a in zip(pair, axes)]
+        first = [
+            z if a is None else np.moveaxis(np.asarray(z), a, 0)
+            for z, a in zip(pair, axes, strict=True)
+        ]
         x, y = ("" if a is None else "z" for a in axes)
         _close(got, _exact(f"{x}{x_axes},{y}{y_axes}->z{out_axes}", *first), "float16")
 
@@ -149,7 +153,8 @@ def _chain(dot):
 
 
 @pytest.mark.parametrize(
-    "modes", "f r ff fr rf rr fff ffr rff rrr ffff fffr frfr rfrf rrrr".split()
+    "modes",
+    ["f", "r", "ff", "fr", "rf", "rr", "fff", "ffr", "rff", "rrr", "ffff", "fffr", "frfr", "rrrr"],
 )
 def test_nestings_of_forward_and_reverse_mode(modes):
     def mixed(x, y):
@@ -158,7 +163,7 @@ def test_nestings_of_forward_and_reverse_mode(modes):
     def derivative(f, modes):
         for mode in modes:
             if mode == "f":
-                f = lambda z, f=f: jax.jvp(f, (z,), (jnp.ones_like(z),))[1]  # noqa: E731
+                f = lambda z, f=f: jax.jvp(f, (z,), (jnp.ones_like(z),))[1]
             else:
                 f = jax.grad(f)
         return f
@@ -213,7 +218,9 @@ def test_a_weight_used_in_a_long_scan_sums_its_cotangent_in_float32():
     # Each of the 5000 uses contributes 1; in float16 the sum would stop at 2048.
     def loss(w, x):
         def body(total, _):
-            return total + jnp.sum(mpx.mixed_matmul(x, w, dtype="float16", out_dtype="float32")), None
+            return total + jnp.sum(
+                mpx.mixed_matmul(x, w, dtype="float16", out_dtype="float32")
+            ), None
 
         return lax.scan(body, jnp.zeros(()), length=5000)[0]
 
@@ -239,7 +246,7 @@ def test_under_remat_cond_and_while():
 
 def test_eager_equals_jit():
     x, y, dims = _operands(PATTERNS[5])
-    f = lambda x, y: mpx.mixed_dot_general(x, y, dims, dtype="float16")  # noqa: E731
+    f = lambda x, y: mpx.mixed_dot_general(x, y, dims, dtype="float16")
     assert f(x, y).tobytes() == jax.jit(f)(x, y).tobytes()
 
 
@@ -307,7 +314,9 @@ def test_einsum_is_numpys(subscripts, shapes):
 def test_einsum_never_multiplies_float32():
     x, w, v = _normal(0, (3, 4), "float16"), _normal(1, (4, 5)), _normal(2, (5, 6))
     f = jax.grad(
-        lambda w: jnp.sum(mpx.mixed_einsum("ij,jk,kl->il", x, w, v, dtype="float16").astype("float32"))
+        lambda w: jnp.sum(
+            mpx.mixed_einsum("ij,jk,kl->il", x, w, v, dtype="float16").astype("float32")
+        )
     )
     text = jax.jit(f).lower(w).as_text()
     products = re.findall(r"stablehlo.dot_general.*: \((\S+), (\S+)\)", text)
@@ -334,10 +343,16 @@ def test_sharded_by_jit(kind, w_spec):
         return jnp.sum(jnp.tanh(y.astype(jnp.float32)))
 
     f = jax.value_and_grad(loss, argnums=(0, 1))
-    want, (want_w, want_x) = f(w, x) if kind == AxisType.Auto else jax.value_and_grad(
-        lambda w, x: jnp.sum(jnp.tanh(mpx.mixed_matmul(x, w, dtype="float16").astype("float32"))),
-        argnums=(0, 1),
-    )(w, x)
+    want, (want_w, want_x) = (
+        f(w, x)
+        if kind == AxisType.Auto
+        else jax.value_and_grad(
+            lambda w, x: jnp.sum(
+                jnp.tanh(mpx.mixed_matmul(x, w, dtype="float16").astype("float32"))
+            ),
+            argnums=(0, 1),
+        )(w, x)
+    )
     mesh = _mesh(kind)
     with jax.set_mesh(mesh):
         w, x = (
@@ -367,9 +382,7 @@ def test_shard_map_sums_the_weight_cotangent_in_float32(check_vma):
         # With `check_vma`, the transpose of the weight's broadcast is the sum over the devices.
         return grad if check_vma else lax.psum(grad, "i")
 
-    f = jax.shard_map(
-        shard, mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=check_vma
-    )
+    f = jax.shard_map(shard, mesh=mesh, in_specs=(P(), P("i")), out_specs=P(), check_vma=check_vma)
     grad = jax.jit(f)(w, x)
     assert grad.dtype == jnp.float32
     assert float(grad[0, 0]) == 80000.0

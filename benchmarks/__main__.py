@@ -1,0 +1,83 @@
+"""Runs a benchmark: `python -m benchmarks NAME [--out DIR] [--quick] [options of NAME]`.
+
+`python -m benchmarks tables` writes the tables of README and documentation anew from
+`results/*.json`; with `--check` it only says which are out of date.
+"""
+
+import argparse
+import ast
+import importlib
+import os
+import shlex
+import sys
+from pathlib import Path
+
+
+_HERE = Path(__file__).parent
+
+
+def questions() -> dict[str, str]:
+    """The benchmarks and the question that each answers: the first line of its docstring.
+
+    Read from the source, so that listing them imports neither JAX nor the library.
+    """
+    found = {}
+    for path in sorted(_HERE.glob("[!_]*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        found[path.stem] = text.split("\n", 1)[0]
+    return found
+
+
+def _choose_platform() -> None:
+    """Keeps JAX on the CPU where there is no accelerator to be seen.
+
+    With the CUDA plugin but no GPU, JAX would report a broken driver, and then not compile for
+    a GPU either.
+    """
+    nodes = ("nvidiactl", "dxg", "accel*", "vfio/[0-9]*", "kfd")
+    if not any(any(Path("/dev").glob(node)) for node in nodes) and sys.platform == "linux":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+
+def main(argv: list[str]) -> int:
+    known = questions()
+    listing = "\n".join(f"  {name:<12} {question}" for name, question in known.items())
+    usage = "python -m benchmarks NAME [--out DIR] [--quick] [options of NAME]"
+    if not argv or argv[0] in ("-h", "--help"):
+        print(f"{usage}\n\n{listing}")
+        return 0
+    name = argv[0]
+    if name == "tables":
+        from ._tables import stale
+
+        check = argv[1:] == ["--check"]
+        pages = stale(write=not check)
+        print("\n".join(f"{'stale' if check else 'written'}: {page}" for page in pages))
+        return int(check and bool(pages))
+    if name not in known:
+        print(f"There is no benchmark `{name}`. {usage}\n\n{listing}", file=sys.stderr)
+        return 2
+
+    _choose_platform()
+    from ._report import Report
+
+    module = importlib.import_module(f"{__package__}.{name}")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m benchmarks {name}",
+        description=module.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--out", type=Path, default=_HERE / "results", help="folder for the JSON file"
+    )
+    parser.add_argument("--quick", action="store_true", help="small sizes, few repeats")
+    module.add_arguments(parser)
+    args = parser.parse_args(argv[1:])
+    report = Report(name, command=shlex.join(["python", "-m", "benchmarks", *argv]))
+    status = module.run(report, args)
+    print(f"written: {report.save(args.out)}")
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

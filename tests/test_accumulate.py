@@ -1,0 +1,350 @@
+"""Accumulated gradients are those of the whole batch, with one scale and one decision."""
+
+from typing import Any
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+from helpers import HALVES, avals, tree_allclose, tree_equal_bits
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+import mpx_pde as mpx
+
+
+FULL = "params=float32,compute=float32,output=float32"
+
+
+def scaler(exponent, **kwargs):
+    return mpx.DynamicLossScaling(2.0**exponent, **kwargs)
+
+
+def mlp():
+    return eqx.nn.MLP(2, 1, 8, 1, activation=jnp.tanh, key=jax.random.key(0))
+
+
+def batch():
+    x = jnp.linspace(-1, 1, 24).reshape(12, 2)
+    return x, jnp.sin(3 * x[:, :1]) + 2
+
+
+def mse(model, x, y):
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+def mean_product(w, x):
+    """Its gradient in `w` is the mean of `x` over the batch."""
+    return jnp.mean(jnp.sum(w[None] * x, axis=1))
+
+
+def accumulated(*args, **kwargs):
+    return eqx.filter_jit(mpx.filter_accumulated_value_and_grad(*args, **kwargs))
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "options"),
+    [
+        (1, {"policy": FULL}),
+        (3, {"policy": FULL}),
+        (3, {"use_mixed_precision": False}),
+        (12, {"policy": FULL}),
+    ],
+)
+def test_in_float32_it_is_the_whole_batch(micro_batches, options):
+    want = eqx.filter_jit(eqx.filter_value_and_grad(mse))(mlp(), *batch())
+    step = accumulated(mse, scaler(10), micro_batches, **options)
+    value, _, finite, grads = step(mlp(), *batch())
+    assert finite
+    assert tree_allclose((value, grads), want)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_in_half_precision_it_is_the_whole_batch(half):
+    want = eqx.filter_jit(eqx.filter_value_and_grad(mse))(mlp(), *batch())
+    with mpx.half_precision(half):
+        value, _, finite, grads = accumulated(mse, scaler(10), 3)(mlp(), *batch())
+    assert finite
+    assert tree_allclose((value, grads), want, computed_in=half)
+    assert not tree_allclose((value, grads), want)
+
+
+def test_the_sum_is_taken_in_float32():
+    """512 gradients of 1 + 2^-10, and one of 2^-10 fewer: float16 would round the sum."""
+    x = jnp.full((512, 1), 1.0 + 2.0**-10)
+    _, _, finite, grads = accumulated(mean_product, scaler(0), 512)(jnp.ones(1), x)
+    assert finite
+    assert tree_equal_bits(grads, jnp.array([1.0 + 2.0**-10]))
+    # Parameters in half: summed in float32, handed back in half.
+    x = jnp.ones((4096, 1))
+    for dtype in HALVES:
+        _, _, finite, grads = accumulated(mean_product, scaler(0), 4096)(jnp.ones(1, dtype), x)
+        assert tree_equal_bits(grads, jnp.ones(1, dtype))
+
+
+@pytest.mark.parametrize("period", [1, 3], ids=["growth step", "plain step"])
+def test_one_scale_one_flag_one_adjustment(period):
+    x = jnp.array([[1.0], [3.0], [0.5], [4.0]])
+    scaling = scaler(4, period=period)
+    value, adjusted, finite, grads = accumulated(mean_product, scaling, 4)(jnp.ones(1), x)
+    assert finite.shape == ()
+    assert finite
+    # Not by the adjusted scale; and the scale grew once, not four times.
+    assert tree_equal_bits((value, grads), (jnp.float32(2.125), jnp.array([2.125])))
+    assert adjusted.loss_scaling == 2.0 ** (4 + (period == 1))
+    assert adjusted.counter == (0 if period == 1 else 1)
+    assert avals(adjusted) == avals(scaling)
+
+
+@pytest.mark.parametrize("where", [0, 1, 3])
+def test_an_overflow_in_one_micro_batch_skips_the_window(where):
+    x = jnp.ones((4, 2)).at[where, 1].set(6e4)
+    value, adjusted, finite, grads = accumulated(mean_product, scaler(4), 4)(jnp.ones(2), x)
+    assert not finite
+    assert adjusted.loss_scaling == 2.0**3
+    assert adjusted.skipped_steps == 1
+    assert grads[0] == 1.0
+    assert grads[1] == jnp.inf
+    assert jnp.isfinite(value)
+    optimizer = optax.adam(0.1)
+    w = jnp.ones(2)
+    state = optimizer.init(w)
+    after = mpx.optimizer_update(w, optimizer, state, grads, finite)
+    assert tree_equal_bits(after, (w, state))
+
+
+@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
+def test_the_policy_and_the_setting_are_those_of_the_plain_function(compute):
+    seen = []
+
+    def loss(w, x):
+        seen.append((w.dtype.name, x.dtype.name, mpx.half_precision_datatype().name))
+        return mean_product(w, x.astype(w.dtype))
+
+    policy = f"params=float32,compute={compute},output=float32"
+    accumulated(loss, scaler(4), 2, policy=policy, keep_full=(False, True))(
+        jnp.ones(1), jnp.ones((4, 1))
+    )
+    assert set(seen) == {(compute, "float32", compute)}
+
+
+# --- How the batch is split ----------------------------------------------------------------------
+
+
+def splits(in_axes: Any, *args, micro_batches=2, **kwargs):
+    """What the function gets of each argument, micro-batch by micro-batch."""
+
+    def loss(w, *args, **kwargs):
+        aux = jtu.tree_map(lambda x: x if eqx.is_array(x) else None, (args, kwargs))
+        return jnp.sum(w).astype(jnp.float32), aux
+
+    (_, aux), *_ = mpx.filter_accumulated_value_and_grad(
+        loss, scaler(0), micro_batches, has_aux=True, in_axes=in_axes, keep_full=True
+    )(jnp.ones(1), *args, **kwargs)
+    return aux
+
+
+def test_consecutive_blocks_along_the_axes():
+    x, y = jnp.arange(8.0).reshape(4, 2), jnp.arange(12.0).reshape(3, 4)
+    x_rows, x_columns = jnp.stack([x[:2], x[2:]]), jnp.stack([x[:, :1], x[:, 1:]])
+    y_columns = jnp.stack([y[:, :2], y[:, 2:]])
+    whole = lambda z: jnp.stack([z, z])
+    for in_axes, want in [
+        ((0, 1), (x_rows, y_columns)),
+        ((-2, -1), (x_rows, y_columns)),
+        ((0, None), (x_rows, whole(y))),
+        ((1, None), (x_columns, whole(y))),
+        (None, (whole(x), whole(y))),
+        (1, (x_columns, y_columns)),
+    ]:
+        assert tree_equal_bits(splits(in_axes, x, y), (want, {}))
+    assert tree_equal_bits(splits(0, x, x), ((x_rows, x_rows), {}))
+
+
+def test_in_axes_is_a_prefix():
+    x = {"a": jnp.arange(4.0), "b": jnp.ones((3, 4))}
+    points = [jnp.arange(2.0), (jnp.arange(6), None)]
+    ((x_out, points_out), _) = splits(({"a": 0, "b": 1}, 0), x, points)
+    assert tree_equal_bits(x_out, {"a": x["a"].reshape(2, 2), "b": jnp.ones((2, 3, 2))})
+    assert tree_equal_bits(points_out, [points[0].reshape(2, 1), (jnp.arange(6).reshape(2, 3), None)])
+    ((x_out, points_out), _) = splits((None, 0), x, points)
+    assert tree_equal_bits(x_out["a"], jnp.stack([x["a"]] * 2))
+
+
+def test_keys_scalars_states_and_keywords_are_passed_whole():
+    key, state = jax.random.key(0), eqx.nn.State(eqx.nn.StateIndex(jnp.ones(3)))
+    scalar, numpy, text = jnp.float32(2.0), np.arange(4.0, dtype=np.float32), "text"
+    c = jnp.ones(3)
+    ((key_out, state_out, scalar_out, numpy_out, none), kwargs) = splits(
+        0, key, state, scalar, numpy, text, c=c
+    )
+    assert tree_equal_bits(key_out, jnp.stack([key, key]))
+    assert tree_equal_bits(jtu.tree_leaves(state_out), [jnp.ones((2, 3))])
+    assert tree_equal_bits(scalar_out, jnp.full(2, 2.0))
+    assert tree_equal_bits(numpy_out, jnp.arange(4.0).reshape(2, 2))
+    assert none is None
+    assert tree_equal_bits(kwargs, {"c": jnp.ones((2, 3))})
+
+
+def test_one_key_for_each_micro_batch():
+    keys = jax.random.split(jax.random.key(0), 4)
+    ((out,), _) = splits(0, keys)
+    assert tree_equal_bits(out, keys.reshape(2, 2))
+
+    def loss(model, x, key):
+        x = eqx.nn.Dropout(0.5)(x, key=key)
+        return mean_product(model, x)
+
+    # The same masks one by one.
+    x = jnp.ones((8, 3))
+    masked = [eqx.nn.Dropout(0.5)(x[:2], key=key) for key in keys]
+    want = [jnp.mean(x, axis=0) for x in masked]
+    _, _, _, grads = accumulated(lambda w, x, key: loss(w, x, key[0]), scaler(4), 4)(
+        jnp.ones(3), x, keys
+    )
+    assert tree_equal_bits(grads, sum(want) / 4)
+
+
+def test_aux_is_stacked_and_in_the_output_dtype():
+    def loss(w, x):
+        aux = {"max": jnp.max(x), "n": jnp.array(x.shape[0]), "none": None, "x": [x]}
+        return mean_product(w, x), aux
+
+    x = jnp.arange(6.0).reshape(6, 1)
+    for options, dtype in [
+        ({}, "float32"),
+        ({"policy": "params=float32,compute=float16,output=bfloat16"}, "bfloat16"),
+        ({"use_mixed_precision": False}, "float32"),
+    ]:
+        (value, aux), _, _, _ = accumulated(loss, scaler(4), 3, True, **options)(jnp.ones(1), x)
+        assert value == 2.5
+        assert tree_equal_bits(aux["max"], jnp.array([1.0, 3.0, 5.0], dtype))
+        assert tree_equal_bits(aux["n"], jnp.array([2, 2, 2]))
+        assert aux["none"] is None
+        assert tree_equal_bits(aux["x"], [x.reshape(3, 2, 1).astype(dtype)])
+
+
+def test_gradients_follow_the_masters():
+    model = {
+        "w": jnp.ones(2, jnp.bfloat16),
+        "b": np.zeros(2, np.float32),
+        "n": jnp.arange(2),
+        "f": jnp.tanh,
+        "none": None,
+    }
+
+    def loss(model, x):
+        return mean_product(model["w"] + model["b"], x)
+
+    _, _, finite, grads = accumulated(loss, scaler(4), 2)(model, jnp.ones((4, 2)))
+    assert finite
+    want = {"w": jnp.ones(2, jnp.bfloat16), "b": jnp.ones(2), "n": None, "f": None, "none": None}
+    assert tree_equal_bits(grads, want)
+
+
+def test_without_mixed_precision_the_scaling_comes_back_as_it_went_in():
+    scaling = scaler(100, max_loss_scaling=2.0**110, period=1)
+    x = jnp.array([[1.0], [jnp.inf]])
+    value, same, finite, grads = accumulated(mean_product, scaling, 2, use_mixed_precision=False)(
+        jnp.ones(1), x
+    )
+    assert tree_equal_bits(same, scaling)
+    assert finite
+    assert grads[0] == jnp.inf
+    assert value == jnp.inf
+
+
+# --- Transformations -----------------------------------------------------------------------------
+
+
+def test_a_loss_with_a_scan_and_a_checkpoint_inside():
+    @jax.checkpoint
+    def rollout(w, x):
+        return lax.scan(lambda u, _: (jnp.tanh(w * u), None), x, length=5)[0]
+
+    w, x = jnp.array([0.9]), jnp.linspace(0.5, 1, 8)[:, None]
+    loss = lambda w, x: jnp.mean(jax.vmap(rollout, in_axes=(None, 0))(w, x))
+    value, _, _, grads = accumulated(loss, scaler(8), 4)(w, x)
+    want = eqx.filter_value_and_grad(loss)(w, x)
+    assert tree_allclose((value, grads), want, computed_in="float16")
+
+
+def test_one_compilation_whatever_overflows():
+    optimizer = optax.sgd(2.0**-6)
+
+    @eqx.filter_jit(donate="all")
+    @chex.assert_max_traces(n=1)
+    def step(w, opt_state, scaling, x):
+        value_and_grad = mpx.filter_accumulated_value_and_grad(mean_product, scaling, 4)
+        _, scaling, finite, grads = value_and_grad(w, x)
+        w, opt_state = mpx.optimizer_update(w, optimizer, opt_state, grads, finite)
+        return w, opt_state, scaling
+
+    chex.clear_trace_counter()
+    w = jnp.ones(2)
+    carry = (w, optimizer.init(w), scaler(3, period=5))
+    for i in range(50):
+        x = np.ones((8, 2), np.float32)
+        if i % 20 == 10:
+            x[5, 0] = 6e4
+        carry = step(*carry, x)
+    assert carry[2].skipped_steps == 2
+    np.testing.assert_array_equal(carry[0], np.full(2, 1 - 48 * 2.0**-6))
+
+
+def test_an_ensemble_has_a_flag_for_each():
+    scaling = eqx.filter_vmap(lambda s: mpx.DynamicLossScaling(s))(jnp.array([2.0, 4.0]))
+    x = jnp.ones((2, 4, 1)).at[1, 3].set(6e4)
+
+    @eqx.filter_jit
+    @eqx.filter_vmap
+    def step(w, scaling, x):
+        return mpx.filter_accumulated_value_and_grad(mean_product, scaling, 2)(w, x)
+
+    value, scaling, finite, grads = step(jnp.ones((2, 1)), scaling, x)
+    np.testing.assert_array_equal(finite, [True, False])
+    np.testing.assert_array_equal(scaling.loss_scaling, [2.0, 2.0])
+    np.testing.assert_array_equal(grads[0], [1.0])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("weights", ["replicated", "of each device"])
+def test_devices_agree(check_vma, weights):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:8])
+
+    def device_step(w, scaling, x):
+        if check_vma and weights == "of each device":
+            w = lax.pcast(w, "x", to="varying")
+        _, scaling, finite, grads = mpx.filter_accumulated_value_and_grad(
+            mean_product, scaling, 2, axis_name="x"
+        )(w, x)
+        grads = lax.pmean(grads, "x") if weights == "of each device" or not check_vma else grads / 8
+        return jtu.tree_map(lambda x: x[None], (scaling, finite, grads))
+
+    step = jax.jit(
+        jax.shard_map(
+            device_step,
+            mesh=mesh,
+            in_specs=(P(), P(), P("x")),
+            out_specs=P("x"),
+            check_vma=check_vma,
+        )
+    )
+    x = jnp.ones((32, 2))
+    for x, exponent, good in [(x, 5, True), (x.at[13, 1].set(6e4), 3, False)]:
+        scaling, finite, grads = step(jnp.ones(2), scaler(4, period=1), x)
+        np.testing.assert_array_equal(finite, np.full(8, good))
+        np.testing.assert_array_equal(scaling.loss_scaling, np.full(8, 2.0**exponent))
+        np.testing.assert_array_equal(grads[:, 0], np.ones(8))
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        w, x = jnp.ones(2, jnp.float64), jnp.ones((4, 2), jnp.float64)
+        value, scaling, finite, grads = accumulated(mean_product, scaler(4), 2)(w, x)
+        assert tree_equal_bits((value, grads), (jnp.float32(2.0), w))
+        assert avals(scaling) == avals(scaler(4))

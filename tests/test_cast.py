@@ -1,0 +1,737 @@
+"""Casting of trees and functions: what is cast, what is left alone, what survives."""
+
+import functools as ft
+import inspect
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from helpers import HALVES, avals, equations, is_key, tree_allclose, tree_equal_bits
+from hypothesis import given, settings
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+import mpx_pde as mpx
+
+
+# Without float8_e8m0fnu, a format for scales that has neither sign nor zero, and to which NumPy
+# does not cast from the others.
+FLOAT8 = [
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fn",
+    "float8_e4m3fnuz",
+    "float8_e5m2",
+    "float8_e5m2fnuz",
+]
+FLOATS = [*FLOAT8, "float16", "bfloat16", "float32", "float64"]
+
+# Powers of two are in every format, so that each cast is exact.
+VALUES = [0.5, 1.0, 2.0]
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class Holder(eqx.Module):
+    """Callable, so that `FullPrecision` takes it."""
+
+    content: Any
+    name: str = eqx.field(static=True, default="holder")
+
+    def __call__(self, x):
+        return x
+
+
+# --- cast_tree -----------------------------------------------------------------------------------
+
+
+@ft.cache
+def float_leaves() -> list:
+    with jax.enable_x64(True):
+        return [
+            *(jnp.array(VALUES, dtype) for dtype in FLOATS),
+            *(np.array(VALUES, jnp.dtype(dtype)) for dtype in FLOATS),
+            *(jnp.dtype(dtype).type(2.0) for dtype in FLOATS),
+            *(jax.ShapeDtypeStruct((3, 0), dtype) for dtype in ("bfloat16", "float32", "float64")),
+            jax.ShapeDtypeStruct((), jnp.float32, weak_type=True),
+            jnp.asarray(0.5),
+            lax.full((2,), 0.5),
+            jnp.zeros((0, 3), jnp.float32),
+        ]
+
+
+@ft.cache
+def other_leaves() -> list:
+    with jax.enable_x64(True):
+        return [
+            *(jnp.arange(3, dtype=dtype) for dtype in ("int8", "int32", "uint32", "int64")),
+            np.arange(3),
+            np.int32(3),
+            np.bool_(True),
+            np.array(["a", "b"]),
+            np.array("2026-01-01", "datetime64[D]"),
+            jnp.array([True, False]),
+            jnp.asarray(3),
+            jax.random.key(0),
+            jax.random.split(jax.random.key(1), 2),
+            jax.random.PRNGKey(0),
+            1,
+            1.5,
+            2j,
+            float("nan"),
+            True,
+            "text",
+            b"bytes",
+            jnp.tanh,
+            jax.nn.relu,
+            jnp.float32,
+            object(),
+            jax.ShapeDtypeStruct((2,), jnp.int32),
+            jax.ShapeDtypeStruct((), jax.random.key(0).dtype),
+            mpx.FullPrecision(Holder(jnp.ones(2))),
+            mpx.FullPrecision(Holder([np.float64(1.0), {"a": jnp.ones(2, jnp.bfloat16)}])),
+            mpx.FullPrecision(jnp.tanh),
+        ]
+
+
+@ft.cache
+def complex_leaves() -> list:
+    with jax.enable_x64(True):
+        return [
+            jnp.array([1 + 2j], jnp.complex64),
+            jnp.array([1 + 2j], jnp.complex128),
+            np.array([1 + 2j], np.complex64),
+            np.complex128(1 + 2j),
+            jnp.asarray(2j),
+            jax.ShapeDtypeStruct((2,), jnp.complex64),
+        ]
+
+
+def trees():
+    leaves = st.one_of(
+        st.deferred(lambda: st.sampled_from(float_leaves())),
+        st.deferred(lambda: st.sampled_from(other_leaves())),
+        st.deferred(lambda: st.sampled_from(complex_leaves())),
+        st.none(),
+    )
+    return st.recursive(
+        leaves,
+        lambda children: st.one_of(
+            st.lists(children, max_size=3),
+            st.dictionaries(st.sampled_from("abc"), children, max_size=3),
+            st.tuples(children, children),
+            st.builds(Pair, children, children),
+            st.builds(Holder, children),
+        ),
+        max_leaves=12,
+    )
+
+
+def leaves_and_structure(tree):
+    return jtu.tree_flatten(tree, is_leaf=lambda x: isinstance(x, mpx.FullPrecision))
+
+
+def kind(x):
+    kinds = (jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct)
+    return next((k for k in kinds if isinstance(x, k)), None)
+
+
+def check_leaf(before, after, dtype):
+    if kind(before) is None or isinstance(before, mpx.FullPrecision) or is_key(before):
+        assert after is before
+        return
+    if jnp.issubdtype(before.dtype, jnp.floating):
+        want = jnp.dtype(dtype)
+    elif jnp.issubdtype(before.dtype, jnp.complexfloating):
+        want = {"float32": jnp.complex64, "float64": jnp.complex128}.get(dtype, before.dtype)
+    else:
+        want = before.dtype
+    assert after.dtype == want
+    assert kind(after) is kind(before)
+    assert after.shape == before.shape
+    assert getattr(after, "weak_type", False) == getattr(before, "weak_type", False)
+    if after.dtype == before.dtype:
+        assert after is before
+    elif not isinstance(before, jax.ShapeDtypeStruct):
+        want = np.asarray(before).astype(np.complex128)
+        np.testing.assert_array_equal(np.asarray(after).astype(np.complex128), want)
+
+
+@settings(max_examples=100)
+@given(tree=trees(), dtype=st.sampled_from(FLOATS))
+def test_cast_tree_changes_floating_arrays_and_nothing_else(tree, dtype):
+    with jax.enable_x64(True):
+        out = mpx.cast_tree(tree, dtype)
+        before, structure = leaves_and_structure(tree)
+        after, same_structure = leaves_and_structure(out)
+        assert structure == same_structure
+        for x, y in zip(before, after, strict=True):
+            check_leaf(x, y, dtype)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_cast_tree_of_every_leaf(dtype):
+    """What hypothesis draws from, leaf by leaf."""
+    with jax.enable_x64(True):
+        for leaf in [*float_leaves(), *other_leaves(), *complex_leaves()]:
+            check_leaf(leaf, mpx.cast_tree(leaf, dtype), dtype)
+
+
+def test_cast_tree_takes_dtypes_in_every_spelling():
+    for dtype in ("float16", jnp.float16, np.float16, jnp.dtype("float16")):
+        assert mpx.cast_tree(jnp.ones(2), dtype).dtype == jnp.float16
+
+
+@pytest.mark.parametrize(
+    ("cast", "dtype"),
+    [
+        (mpx.cast_to_float16, "float16"),
+        (mpx.cast_to_bfloat16, "bfloat16"),
+        (mpx.cast_to_float32, "float32"),
+        (mpx.cast_to_full_precision, "float32"),
+        (mpx.cast_to_half_precision, "float16"),
+    ],
+)
+def test_the_casts_by_name(cast, dtype):
+    layer = mpx.FullPrecision(jnp.tanh)
+    tree = {"a": jnp.ones(2, jnp.bfloat16), "b": np.ones(2), "n": jnp.arange(2), "layer": layer}
+    out = cast(tree)
+    assert out["a"].dtype == out["b"].dtype == jnp.dtype(dtype)
+    assert out["n"] is tree["n"]
+    assert out["layer"] is layer
+
+
+def test_an_overflowing_cast_of_numpy_data_is_infinite_without_a_warning():
+    """Overflow is data: NumPy would warn, which the suite makes an error."""
+    out = mpx.cast_tree((np.array([1.0, 7e4, -1e30]), np.float64(7e4)), jnp.float16)
+    np.testing.assert_array_equal(out[0], np.array([1.0, np.inf, -np.inf]))
+    assert out[1] == np.inf
+
+
+def test_shardings_survive():
+    mesh = jax.make_mesh((8,), ("x",), devices=jax.devices()[:8])
+    sharding = NamedSharding(mesh, PartitionSpec("x"))
+    x = jax.device_put(jnp.ones((8, 2)), sharding)
+    weak = jax.device_put(lax.full((8,), 0.5), sharding)
+    assert weak.weak_type
+    struct = jax.ShapeDtypeStruct((8, 2), jnp.float32, sharding=sharding)
+    one = jax.device_put(jnp.ones(2), jax.devices()[3])
+    for cast in (mpx.cast_to_float16, jax.jit(mpx.cast_to_float16)):
+        for before, after in zip((x, weak), cast((x, weak)), strict=True):
+            assert after.dtype == jnp.float16
+            assert after.sharding.is_equivalent_to(sharding, before.ndim)
+            assert after.weak_type == before.weak_type
+        assert cast(one).sharding == one.sharding
+    out = mpx.cast_to_float16(struct)
+    assert out == jax.ShapeDtypeStruct((8, 2), jnp.float16, sharding=sharding)
+
+
+def test_weak_types_survive_under_transformations():
+    weak = jnp.asarray(0.5)
+    assert avals(jax.jit(mpx.cast_to_float16)(weak)) == [("float16[]", True)]
+    # Strict promotion allows this for weak types only.
+    assert (jax.jit(mpx.cast_to_float16)(weak) * jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
+    batch = jax.vmap(mpx.cast_to_float16)(lax.full((3,), 0.5))
+    assert batch.weak_type
+    assert batch.dtype == jnp.float16
+
+
+def test_cast_tree_is_differentiated_back_to_the_masters_dtype():
+    def loss(tree):
+        half = mpx.cast_tree(tree, jnp.float16)
+        assert half["w"].dtype == jnp.float16
+        return jnp.sum(half["w"] * half["w"]).astype(jnp.float32)
+
+    for dtype in ("float16", "bfloat16", "float32"):
+        w = jnp.array([1.0, -2.0], dtype)
+        grads = jax.jit(jax.grad(loss))({"w": w})
+        assert tree_equal_bits(grads, {"w": 2 * w})
+        _, tangent = jax.jvp(loss, ({"w": w},), ({"w": w},))
+        assert tangent == 10.0
+
+
+def test_cast_tree_of_a_model():
+    model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    half = mpx.cast_tree(model, jnp.float16)
+    assert jtu.tree_structure(half) == jtu.tree_structure(model)
+    assert half.activation is model.activation
+    assert half(jnp.ones(2, jnp.float16)).dtype == jnp.float16
+    # The same for a model that is not there yet.
+    make = lambda key: eqx.nn.MLP(2, 1, 4, 1, key=key)
+    structs = mpx.cast_tree(eqx.filter_eval_shape(make, jax.random.key(0)), jnp.float16)
+    assert structs.layers[0].weight == jax.ShapeDtypeStruct((4, 2), jnp.float16)
+
+
+def test_cast_tree_casts_an_eqx_state():
+    """It is a tree of arrays; only functions leave it alone."""
+    state = eqx.nn.State(eqx.nn.StateIndex(jnp.ones(2)))
+    assert [x.dtype for x in jtu.tree_leaves(mpx.cast_to_float16(state))] == [jnp.float16]
+
+
+# --- cast_function -------------------------------------------------------------------------------
+
+
+def documented(x, /, y, *args, scale: float = 2.0, **kwargs):
+    """What it does."""
+    return x, y, args, scale, kwargs
+
+
+WRAPPERS = {
+    "cast_function": lambda func: mpx.cast_function(func, jnp.float16),
+    "force_full_precision": mpx.force_full_precision,
+}
+
+
+@pytest.mark.parametrize("wrap", list(WRAPPERS))
+def test_name_docstring_and_signature(wrap):
+    out = WRAPPERS[wrap](documented)
+    assert out.__name__ == "documented"
+    assert out.__qualname__ == "documented"
+    assert out.__doc__ == "What it does."
+    assert out.__module__ == __name__
+    assert out.__wrapped__ is documented
+    assert inspect.signature(out) == inspect.signature(documented)
+
+
+@pytest.mark.parametrize("wrap", list(WRAPPERS))
+@pytest.mark.parametrize(
+    "func",
+    [
+        jax.jit(lambda x: x * 2),
+        ft.partial(lambda a, x: x * a, 2),
+        jnp.tanh,
+        jnp.add.reduce,
+        np.copy,
+        Holder(jnp.ones(2)),
+        eqx.nn.Linear(2, 2, key=jax.random.key(0)),
+        eqx.nn.Lambda(jnp.sin),
+        eqx.filter_jit(jnp.sin),
+    ],
+    ids=["jit", "partial", "jnp", "method of a ufunc", "np", "module", "Linear", "Lambda", "filter_jit"],
+)
+def test_every_kind_of_callable(wrap, func):
+    out = WRAPPERS[wrap](func)(jnp.ones(2, jnp.bfloat16))
+    assert out.dtype == (jnp.float16 if wrap == "cast_function" else jnp.bfloat16)
+
+
+def test_arguments_at_any_depth_and_by_keyword_are_cast():
+    seen = {}
+
+    def func(x, tree, *, key, state, option):
+        seen.update(x=x, tree=tree, key=key, state=state, option=option)
+
+    key = jax.random.key(0)
+    state = eqx.nn.State(eqx.nn.StateIndex(jnp.ones(2)))
+    layer = mpx.FullPrecision(Holder(jnp.ones(2)))
+    tree = {"a": [np.ones(2), Pair(jnp.ones(2), 1.5)], "n": jnp.arange(2), "layer": layer}
+    mpx.cast_function(func, jnp.float16)(jnp.ones(2), tree, key=key, state=state, option="text")
+    assert seen["x"].dtype == jnp.float16
+    assert seen["tree"]["a"][0].dtype == np.float16
+    assert seen["tree"]["a"][1].first.dtype == jnp.float16
+    assert seen["tree"]["a"][1].second == 1.5
+    assert seen["tree"]["n"] is tree["n"]
+    assert seen["tree"]["layer"] is layer
+    assert seen["key"] is key
+    assert seen["option"] == "text"
+    assert [x.dtype for x in jtu.tree_leaves(seen["state"])] == [jnp.float32]
+
+
+def test_argument_names_do_not_collide_with_those_of_the_wrapper():
+    def func(*args, **kwargs):
+        return {**kwargs, "x": args[0]}
+
+    names = {name: jnp.ones(2) for name in ("self", "func", "dtype", "args", "kwargs", "instance")}
+    for wrap in WRAPPERS.values():
+        out = wrap(func)(jnp.ones(2), **names)
+        assert set(out) == {*names, "x"}
+
+
+OUTPUTS = {
+    "array": lambda x: x,
+    "list": lambda x: [x, x],
+    "tuple": lambda x: (x, [x]),
+    "dict": lambda x: {"a": x, "b": {"c": x}},
+    "NamedTuple": lambda x: Pair(x, (x,)),
+    "Module": lambda x: Holder([x]),
+}
+
+
+@pytest.mark.parametrize("output", list(OUTPUTS))
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_every_array_of_the_output_is_cast(output, jit):
+    def func(x):
+        assert x.dtype == jnp.float16
+        return OUTPUTS[output](x), jnp.arange(2), None, jax.random.key(0)
+
+    cast = mpx.cast_function(func, "float16", return_dtype="bfloat16")
+    x = jnp.array([1.0, 0.5])
+    out, n, none, key = (eqx.filter_jit(cast) if jit else cast)(x)
+    assert tree_equal_bits(out, OUTPUTS[output](x.astype(jnp.bfloat16)))
+    assert n.dtype == jnp.int32
+    assert none is None
+    assert is_key(key)
+
+
+def test_the_output_dtype_is_by_default_that_of_the_computation():
+    assert mpx.cast_function(lambda x: x, "bfloat16")(jnp.ones(2)).dtype == jnp.bfloat16
+    # Also where the function widens by itself.
+    assert mpx.cast_function(lambda x: x.astype(jnp.float32), "float16")(1.0 * jnp.ones(2)).dtype == (
+        jnp.float16
+    )
+
+
+class Network(eqx.Module):
+    layer: eqx.nn.Linear
+    gain: jax.Array
+
+    def __init__(self, gain: float = 2.0):
+        self.layer = eqx.nn.Linear(2, 2, key=jax.random.key(0))
+        self.gain = jnp.array([gain, gain])
+
+    def half(self, x):
+        return self.layer(x) * self.gain
+
+    @ft.partial(mpx.cast_function, dtype=jnp.float16)
+    def decorated(self, x):
+        """A method in half precision."""
+        assert self.gain.dtype == x.dtype == jnp.float16
+        return self.layer(x) * self.gain
+
+    @mpx.force_full_precision
+    def full(self, x, *, shift=0.0):
+        """A method in full precision."""
+        assert self.gain.dtype == x.dtype == jnp.float32
+        return self.layer(x) * self.gain + shift
+
+    @jax.named_scope("static")
+    @staticmethod
+    def nothing():
+        pass
+
+
+def test_a_module_and_its_bound_methods_have_their_parameters_cast():
+    network = Network()
+    x = jnp.ones(2, jnp.bfloat16)
+    want = (mpx.cast_to_float16(network)).half(x.astype(jnp.float16))
+    # Strict promotion makes these raise if the parameters stay float32.
+    assert tree_equal_bits(mpx.cast_function(network.half, jnp.float16)(x), want)
+    layer = mpx.cast_function(network.layer, jnp.float16)(x)
+    assert tree_equal_bits(layer, mpx.cast_to_float16(network.layer)(x.astype(jnp.float16)))
+
+
+def test_methods_of_modules_bind_and_keep_their_names():
+    network = Network()
+    assert Network.decorated.__name__ == "decorated"
+    assert Network.decorated.__doc__ == "A method in half precision."
+    assert Network.full.__name__ == "full"
+    assert list(inspect.signature(Network.full).parameters) == ["self", "x", "shift"]
+    x = jnp.ones(2)
+    half = network.decorated(x)
+    assert half.dtype == jnp.float16
+    assert tree_equal_bits(half, Network.decorated(network, x))
+    assert network.full(x).dtype == jnp.float32
+    assert network.full(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    assert tree_equal_bits(network.full(x, shift=1.0), Network.full(network, x) + 1.0)
+
+
+def test_methods_of_plain_classes_bind():
+    class Plain:
+        gain = 2.0
+
+        @ft.partial(mpx.cast_function, dtype=jnp.float16)
+        def half(self, x):
+            return x * self.gain
+
+        @mpx.force_full_precision
+        def full(self, x):
+            assert x.dtype == jnp.float32
+            return x * self.gain
+
+    x = jnp.ones(2, jnp.bfloat16)
+    assert tree_equal_bits(Plain().half(x), jnp.full(2, 2.0, jnp.float16))
+    assert tree_equal_bits(Plain().full(x), jnp.full(2, 2.0, jnp.bfloat16))
+
+
+def test_a_cast_function_under_transformations():
+    func = mpx.cast_function(lambda w, x: {"y": w * x}, jnp.float16, jnp.float32)
+    w, x = jnp.array([1.0, 2.0]), jnp.array([[0.5, 4.0], [1.0, 1.0]])
+    want = {"y": w * x[0]}
+    assert tree_equal_bits(func(w, x[0]), want)
+    assert tree_equal_bits(jax.jit(func)(w, x[0]), want)
+    assert tree_equal_bits(jax.vmap(func, in_axes=(None, 0))(w, x), {"y": w[None] * x})
+    grads = jax.grad(lambda w: jnp.sum(func(w, x[0])["y"]))(w)
+    assert tree_equal_bits(grads, x[0])
+    assert tree_equal_bits(jax.jvp(lambda w: func(w, x[0])["y"], (w,), (w,))[1], want["y"])
+    out, _ = lax.scan(lambda w, x: (func(w, x)["y"], None), w, x)
+    assert tree_equal_bits(out, w * x[0] * x[1])
+    assert tree_equal_bits(eqx.filter_jit(func)(w, x[0]), want)
+
+
+# --- force_full_precision ------------------------------------------------------------------------
+
+
+def dtypes_inside(*args, **kwargs):
+    """(dtypes that the function sees, dtype that comes back)"""
+    seen = []
+
+    def func(*args, **kwargs):
+        seen.extend(str(x.dtype) for x in jtu.tree_leaves((args, kwargs)) if eqx.is_array(x))
+        return sum(
+            (jnp.sum(x) for x in jtu.tree_leaves((args, kwargs)) if eqx.is_inexact_array(x)),
+            start=0,
+        )
+
+    out = mpx.force_full_precision(func)(*args, **kwargs)
+    return seen, getattr(out, "dtype", None)
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32"])
+def test_runs_in_float32_and_returns_the_dtype_that_came_in(dtype):
+    assert dtypes_inside(jnp.ones(2, dtype)) == (["float32"], dtype)
+    assert dtypes_inside(x={"a": np.ones(2, jnp.dtype(dtype))}) == (["float32"], dtype)
+    assert dtypes_inside([jnp.arange(2), jnp.ones(2, dtype)]) == (["int32", "float32"], dtype)
+
+
+def test_mixed_inputs_come_back_in_the_widest_dtype():
+    half, brain, full = (jnp.ones(2, d) for d in ("float16", "bfloat16", "float32"))
+    assert dtypes_inside(half, full)[1] == jnp.float32
+    assert dtypes_inside(half, x=brain) == (["float32"] * 2, jnp.float32)
+    # NumPy's float64 is float32 in JAX.
+    assert dtypes_inside(np.ones(2)) == (["float32"], jnp.float32)
+
+
+def test_float64_stays_float64():
+    with jax.enable_x64(True):
+        assert dtypes_inside(jnp.ones(2, jnp.float64)) == (["float64"], jnp.float64)
+        assert dtypes_inside(jnp.ones(2, "float16"), np.ones(2)) == (["float64"] * 2, jnp.float64)
+        assert dtypes_inside(jnp.ones(2, "float16")) == (["float32"], jnp.float16)
+        out = mpx.force_full_precision(lambda x: x, "float32")(jnp.ones(2, jnp.float64))
+        assert out.dtype == jnp.float32
+
+
+def test_float32_inside_is_what_is_computed():
+    """The mean of the squares of 300: the squares are infinite in float16."""
+    x = jnp.full(100, 300.0, jnp.float16)
+    rms = lambda x: jnp.sqrt(jnp.mean(x * x))
+    assert not jnp.isfinite(rms(x))
+    assert mpx.force_full_precision(rms)(x) == 300.0
+    # And 1 + 2^-9 squared has more digits than bfloat16.
+    y = jnp.array([1.0078125], jnp.bfloat16)
+    square = mpx.force_full_precision(lambda y: y * y, jnp.float32)(y)
+    assert square[0] == 1.0078125**2
+
+
+def test_without_floating_inputs_the_dtype_is_the_functions_own():
+    embedding = eqx.nn.Embedding(4, 2, key=jax.random.key(0))
+    for dtype in (*HALVES, "float32"):
+        layer = mpx.cast_tree(embedding, dtype)
+        assert mpx.force_full_precision(layer)(1).dtype == jnp.dtype(dtype)
+    assert mpx.force_full_precision(lambda: jnp.ones(2, jnp.float16))().dtype == jnp.float16
+
+
+def test_complex_values_pass():
+    def filtered(x):
+        return jnp.fft.irfft(jnp.fft.rfft(x)), jnp.fft.rfft(x)
+
+    x = jnp.array([1.0, 2.0, 3.0, 4.0], jnp.float16)
+    y, spectrum = mpx.force_full_precision(filtered)(x)
+    assert y.dtype == jnp.float16
+    assert spectrum.dtype == jnp.complex64
+    assert tree_allclose(y, x)
+    assert mpx.force_full_precision(lambda z: z * 2)(spectrum).dtype == jnp.complex64
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_a_half_method_at_a_float32_point(dtype):
+    """The parameters do not decide what comes back: the arguments do."""
+    network = mpx.cast_tree(Network(), dtype)
+    x = jnp.array([1.0, 1.0 + 2.0**-12])
+    for full in (mpx.force_full_precision(network.half), network.full):
+        out = full(x)
+        want = mpx.cast_to_float32(network).half(x)
+        assert tree_equal_bits(out, want)
+    # And the other way round.
+    master = Network()
+    assert mpx.force_full_precision(master.half)(x.astype(dtype)).dtype == jnp.dtype(dtype)
+    assert master.full(x.astype(dtype)).dtype == jnp.dtype(dtype)
+
+
+def products(func, *args):
+    return [
+        (
+            equation.primitive.name,
+            {str(v.aval.dtype) for v in equation.invars},
+            equation.params["precision"],
+        )
+        for equation in equations(jax.make_jaxpr(func)(*args))
+        if equation.primitive.name in ("dot_general", "conv_general_dilated")
+    ]
+
+
+def test_products_take_the_highest_precision_in_both_passes():
+    weight = jnp.ones((3, 3))
+    conv = eqx.nn.Conv1d(1, 1, 3, key=jax.random.key(1))
+
+    @jax.jit
+    def linear(x):
+        return weight @ x
+
+    def func(x):
+        y, _ = lax.scan(lambda x, _: (linear(x), None), x, length=2)
+        return jnp.sum(conv(y[None]))
+
+    x = jnp.ones(3, jnp.float16)
+    for full in (mpx.force_full_precision(func), mpx.FullPrecision(func)):
+        for transformed in (full, jax.grad(full), jax.jit(full)):
+            found = products(transformed, x)
+            assert {name for name, _, _ in found} == {"dot_general", "conv_general_dilated"}
+            for name, dtypes, precision in found:
+                assert dtypes == {"float32"}, name
+                assert precision == (lax.Precision.HIGHEST,) * 2, name
+    # The setting ends with the call.
+    assert {precision for _, _, precision in products(func, jnp.ones(3))} == {None}
+
+
+def test_as_a_decorator_with_arguments():
+    @ft.partial(mpx.force_full_precision, return_dtype=jnp.bfloat16)
+    def total(x):
+        """Sums."""
+        return {"sum": jnp.sum(x), "n": x.size}
+
+    out = total(jnp.ones(3, jnp.float16))
+    assert total.__name__ == "total"
+    assert tree_equal_bits(out, {"sum": jnp.array(3.0, jnp.bfloat16), "n": 3})
+
+
+def test_full_precision_functions_under_transformations():
+    func = mpx.force_full_precision(lambda x, w: jnp.tanh(x * w))
+    x, w = jnp.array([[0.5], [1.0]], jnp.float16), jnp.array([2.0], jnp.float16)
+    want = jnp.tanh(x.astype(jnp.float32) * 2).astype(jnp.float16)
+    batched = jax.vmap(func, in_axes=(0, None))
+    assert tree_allclose(batched(x, w), want)
+    assert tree_allclose(jax.jit(batched)(x, w), want)
+    assert jax.grad(lambda w: jnp.sum(func(x[0], w)))(w).dtype == jnp.float16
+    out, _ = lax.scan(lambda c, _: (func(c, w), None), x[0], length=3)
+    assert out.dtype == jnp.float16
+    _, tangent = jax.jvp(lambda w: func(x[0], w), (w,), (w,))
+    assert tangent.dtype == jnp.float16
+
+
+# --- FullPrecision -------------------------------------------------------------------------------
+
+
+class Mixed(eqx.Module):
+    """A first layer in float32, the rest in half."""
+
+    first: mpx.FullPrecision
+    last: eqx.nn.Linear
+
+    def __init__(self):
+        a, b = jax.random.split(jax.random.key(0))
+        self.first = mpx.FullPrecision(eqx.nn.Linear(2, 4, key=a))
+        self.last = eqx.nn.Linear(4, 1, key=b)
+
+    def __call__(self, x):
+        x = self.first(x)
+        # Coordinates come in float32, so what leaves the first layer is rounded here.
+        return self.last(x.astype(self.last.weight.dtype))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_full_precision_layers_stay_float32_and_hand_back_half(dtype):
+    model = Mixed()
+    half = mpx.cast_tree(model, dtype)
+    assert half.first is model.first
+    assert half.last.weight.dtype == jnp.dtype(dtype)
+    x = jnp.array([0.5, -1.0], dtype)
+    want = model.first.module(x.astype(jnp.float32)).astype(dtype)
+    assert tree_allclose(half.first(x), want)
+    assert half(x).dtype == jnp.dtype(dtype)
+    # Coordinates in float32 reach the layer as they are.
+    y = jnp.array([1.0, 1.0 + 2.0**-12])
+    assert tree_equal_bits(half.first(y), model.first.module(y))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_full_precision_layers_under_jit_grad_and_vmap(dtype):
+    model = Mixed()
+
+    def loss(model, x):
+        model = mpx.cast_tree(model, dtype)
+        return jnp.sum(jax.vmap(model)(x).astype(jnp.float32) ** 2)
+
+    x = jnp.linspace(-1, 1, 6).reshape(3, 2)
+    grads = eqx.filter_jit(eqx.filter_grad(loss))(model, x.astype(dtype))
+    oracle = lambda model, x: jnp.sum(jax.vmap(model)(x) ** 2)
+    want = eqx.filter_jit(eqx.filter_grad(oracle))(model, x)
+    assert tree_allclose(grads, want, computed_in=dtype)
+
+
+def test_a_full_precision_cell_as_the_body_of_a_scan():
+    cell = mpx.FullPrecision(eqx.nn.GRUCell(2, 3, key=jax.random.key(0)))
+    inputs = jnp.ones((5, 2), jnp.float16)
+
+    def loss(cell):
+        carry, _ = lax.scan(
+            lambda h, x: (cell(x, h), None), jnp.zeros(3, jnp.float16), inputs
+        )
+        assert carry.dtype == jnp.float16
+        return jnp.sum(carry).astype(jnp.float32)
+
+    grads = eqx.filter_jit(eqx.filter_grad(loss))(cell)
+    assert {x.dtype for x in jtu.tree_leaves(grads)} == {jnp.dtype("float32")}
+
+
+def test_batch_norm_keeps_its_state_in_float32():
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
+    wrapped = mpx.cast_to_float16(mpx.FullPrecision(norm))
+    # The running variance of values near 300 is infinite in float16.
+    x = 300.0 * jax.random.normal(jax.random.key(0), (16, 4), jnp.float16)
+
+    @jax.jit
+    def run(x, state):
+        return jax.vmap(wrapped, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
+
+    y, new = run(x, state)
+    assert y.dtype == jnp.float16
+    assert avals(new) == avals(state)
+    assert jnp.all(jnp.isfinite(y))
+    want, want_state = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(
+        x.astype(jnp.float32), state
+    )
+    assert tree_allclose(y, want.astype(jnp.float16))
+    assert tree_allclose(new, want_state)
+
+
+def test_full_precision_passes_keywords_and_keys():
+    dropout = mpx.FullPrecision(eqx.nn.Dropout(0.5))
+    x = jnp.ones(8, jnp.bfloat16)
+    key = jax.random.key(0)
+    assert tree_equal_bits(dropout(x, key=key), eqx.nn.Dropout(0.5)(x, key=key))
+    assert tree_equal_bits(dropout(x, inference=True), x)
+
+
+def test_full_precision_of_functions_and_of_itself():
+    twice = mpx.FullPrecision(mpx.FullPrecision(jnp.tanh))
+    x = jnp.array([0.5], jnp.bfloat16)
+    assert tree_allclose(twice(x), jnp.tanh(x))
+    assert twice.module.module is jnp.tanh
+
+
+def test_full_precision_replaces_a_layer_in_place():
+    model = eqx.nn.MLP(2, 1, 4, 2, key=jax.random.key(0))
+    model = eqx.tree_at(lambda m: m.layers[0], model, replace_fn=mpx.FullPrecision)
+    half = mpx.cast_to_float16(model)
+    assert half.layers[0].module.weight.dtype == jnp.float32
+    assert half.layers[1].weight.dtype == jnp.float16
+    # Inputs in half: what comes out of the first layer fits to the rest under strict promotion.
+    assert half(jnp.ones(2, jnp.float16)).dtype == jnp.float16

@@ -1,0 +1,80 @@
+"""Every Python block of the documentation runs, and every public name is in the reference."""
+
+import contextlib
+import re
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import pytest
+
+import mpx_pde as mpx
+
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+_FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """The fenced blocks of a page, each with the number of its first line."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        (text.count("\n", 0, match.start(2)) + 1, match[2])
+        for match in _FENCE.finditer(text)
+        if match[1] == language
+    ]
+
+
+@contextlib.contextmanager
+def jax_defaults():
+    """JAX as a reader has it: the rest of the suite runs with strict promotion."""
+    half = mpx.half_precision_datatype()
+    try:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            yield
+    finally:
+        mpx.set_half_precision_datatype(half)
+
+
+def execute(source: str, line: int, page: Path, namespace: dict) -> None:
+    # Tracebacks and warnings then tell the line of the page.
+    code = compile("\n" * (line - 1) + source, str(page), "exec")
+    exec(code, namespace)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in PAGES if blocks(page, "python")],
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
+def test_the_blocks_of_a_page_run_in_order(page):
+    namespace = {"__name__": "__docs__"}
+    with jax_defaults():
+        for line, source in blocks(page, "python"):
+            execute(source, line, page, namespace)
+
+
+def public_names() -> set[str]:
+    names = {
+        name
+        for name, value in vars(mpx).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
+    return names | {"HALF_PRECISION_DATATYPE"}
+
+
+def test_the_reference_has_all_public_names_and_no_others():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs/api").glob("*.md"))
+    directives = re.findall(r"^::: mpx_pde\.(\w+)$", text, re.MULTILINE)
+    constants = re.findall(r"^\| `mpx_pde\.(\w+)` \|", text, re.MULTILINE)
+    documented = directives + constants
+    assert sorted(documented) == sorted(public_names())
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_names_in_the_text_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"\bmpx(?:_pde)?\.([A-Za-z]\w*)", text):
+        assert hasattr(mpx, name), f"{page.name} mentions mpx.{name}"

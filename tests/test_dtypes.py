@@ -1,0 +1,179 @@
+"""What half precision means, and that compiled functions notice when it changes."""
+
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import HALVES
+
+import mpx_pde as mpx
+
+
+def test_float16_is_the_default():
+    assert mpx.half_precision_datatype() == jnp.float16
+    assert jnp.float16 == mpx.HALF_PRECISION_DATATYPE
+
+
+def test_limits_are_python_floats():
+    assert type(mpx.FLOAT16_MAX) is float
+    assert type(mpx.BFLOAT16_MAX) is float
+    assert mpx.FLOAT16_MAX == 65504.0
+    assert mpx.BFLOAT16_MAX == float(jnp.finfo(jnp.bfloat16).max)
+
+
+@pytest.mark.parametrize("name", HALVES)
+def test_every_spelling_of_a_dtype_sets_it(name):
+    dtype = jnp.dtype(name)
+    for spelling in (name, dtype, getattr(jnp, name), dtype.type):
+        mpx.set_half_precision_datatype("bfloat16" if name == "float16" else "float16")
+        mpx.set_half_precision_datatype(spelling)
+        assert mpx.half_precision_datatype() == dtype
+        assert isinstance(mpx.half_precision_datatype(), np.dtype)
+        assert dtype == mpx.HALF_PRECISION_DATATYPE
+        assert mpx.cast_to_half_precision(jnp.ones(2)).dtype == dtype
+
+
+def test_the_block_ends_where_it_began():
+    with mpx.half_precision("bfloat16"):
+        assert mpx.half_precision_datatype() == jnp.bfloat16
+        with mpx.half_precision(jnp.float16):
+            assert mpx.half_precision_datatype() == jnp.float16
+        assert mpx.half_precision_datatype() == jnp.bfloat16
+    assert mpx.half_precision_datatype() == jnp.float16
+
+
+def test_an_exception_ends_the_block():
+    with pytest.raises(KeyError), mpx.half_precision("bfloat16"):
+        raise KeyError
+    assert mpx.half_precision_datatype() == jnp.float16
+    # An unknown dtype changes nothing either.
+    with pytest.raises(ValueError, match="half_precision"), mpx.half_precision("float32"):
+        pass
+    assert mpx.half_precision_datatype() == jnp.float16
+
+
+def test_inside_a_block_the_block_wins():
+    with mpx.half_precision("float16"):
+        mpx.set_half_precision_datatype("bfloat16")
+        assert mpx.half_precision_datatype() == jnp.float16
+    assert mpx.half_precision_datatype() == jnp.bfloat16
+
+
+def in_thread(func):
+    out = []
+    thread = threading.Thread(target=lambda: out.append(func()))
+    thread.start()
+    thread.join()
+    return out[0]
+
+
+def test_the_setting_is_for_all_threads_and_a_block_for_its_own():
+    in_thread(lambda: mpx.set_half_precision_datatype("bfloat16"))
+    assert mpx.half_precision_datatype() == jnp.bfloat16
+    assert in_thread(mpx.half_precision_datatype) == jnp.bfloat16
+    with mpx.half_precision("float16"):
+        assert in_thread(mpx.half_precision_datatype) == jnp.bfloat16
+
+    def block():
+        with mpx.half_precision("float16"):
+            inside.set()
+            leave.wait(10)
+
+    inside, leave = threading.Event(), threading.Event()
+    thread = threading.Thread(target=block)
+    thread.start()
+    assert inside.wait(10)
+    assert mpx.half_precision_datatype() == jnp.bfloat16
+    leave.set()
+    thread.join()
+
+
+def test_a_compiled_function_sees_the_setting_and_each_is_compiled_once():
+    traced = []
+
+    @jax.jit
+    def cast(x):
+        traced.append(mpx.half_precision_datatype().name)
+        return mpx.cast_to_half_precision(x)
+
+    x = jnp.ones(2)
+    assert cast(x).dtype == jnp.float16
+    mpx.set_half_precision_datatype("bfloat16")
+    assert cast(x).dtype == jnp.bfloat16
+    mpx.set_half_precision_datatype("float16")
+    assert cast(x).dtype == jnp.float16
+    with mpx.half_precision("bfloat16"):
+        assert cast(x).dtype == jnp.bfloat16
+    assert in_thread(lambda: cast(x).dtype) == jnp.float16
+    assert traced == ["float16", "bfloat16"]
+
+
+def test_a_compiled_step_sees_the_setting_and_each_is_compiled_once():
+    traced = []
+
+    @jax.jit
+    def step(w, scaling):
+        def loss(w):
+            traced.append(w.dtype.name)
+            return jnp.sum(w * w)
+
+        return mpx.filter_grad(loss, scaling)(w)
+
+    # 1 + 2^-9 is a float16, and no bfloat16: the gradient tells in what it was computed.
+    w, scaling = jnp.array([1.0 + 2.0**-9]), mpx.DynamicLossScaling(2.0**8, period=1)
+    top = {"float16": 2.0**15, "bfloat16": 2.0**126}
+    for name, want in [("float16", 2 + 2.0**-8), ("bfloat16", 2.0)] * 2:
+        mpx.set_half_precision_datatype(name)
+        adjusted, finite, grads = step(w, scaling)
+        assert finite
+        assert grads.dtype == jnp.float32
+        assert grads[0] == want
+        assert adjusted.loss_scaling == 2.0**9
+        # The cap follows as well.
+        adjusted, _, _ = step(w * 2.0**-60, mpx.DynamicLossScaling(top[name], period=1))
+        assert adjusted.loss_scaling == top[name]
+    assert traced == ["float16", "bfloat16"]
+
+
+def test_a_block_inside_a_compiled_function():
+    @jax.jit
+    def both(x):
+        with mpx.half_precision("bfloat16"):
+            inner = mpx.cast_to_half_precision(x)
+        return inner, mpx.cast_to_half_precision(x)
+
+    inner, outer = both(jnp.ones(2))
+    assert (inner.dtype, outer.dtype) == (jnp.bfloat16, jnp.float16)
+
+
+def test_the_block_is_seen_by_jitted_functions_called_in_it():
+    @jax.jit
+    def inner(x):
+        return mpx.cast_to_half_precision(x)
+
+    @jax.jit
+    def outer(x):
+        with mpx.half_precision("bfloat16"):
+            return inner(x)
+
+    assert inner(jnp.ones(2)).dtype == jnp.float16
+    assert outer(jnp.ones(2)).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize(
+    "wrong", ["float32", "float64", "float8_e4m3fn", "int8", "", None, 16, jnp.float32]
+)
+def test_only_halves_are_half(wrong):
+    for call in (mpx.set_half_precision_datatype, mpx.half_precision):
+        with pytest.raises(ValueError, match=rf"`{call.__name__}` takes float16 or bfloat16"):
+            if call(wrong) is not None:
+                with call(wrong):
+                    pass
+    assert mpx.half_precision_datatype() == jnp.float16
+
+
+def test_an_unknown_attribute_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = mpx.no_such_name

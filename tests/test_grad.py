@@ -1,0 +1,835 @@
+"""Gradients in mixed precision: exact unscaling, dtypes, prefixes, and every transformation.
+
+Where equality is meant to the last bit, numbers are small integers or powers of two, which all
+formats hold, or the computation is in float32.
+"""
+
+import functools as ft
+import inspect
+import math
+from typing import Any
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import jmp
+import numpy as np
+import optax
+import pytest
+from helpers import HALVES, avals, is_key, tree_allclose, tree_equal_bits
+from jax import lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import mpx_pde as mpx
+
+
+FULL = "params=float32,compute=float32,output=float32"
+
+
+def linear_loss(w, x):
+    """Its gradient in `w` is `x`."""
+    return jnp.sum(w * x)
+
+
+def mse(model, batch):
+    x, y = batch
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+def mlp(seed=0):
+    return eqx.nn.MLP(2, 1, 8, 1, activation=jnp.tanh, key=jax.random.key(seed))
+
+
+def batch(n=16):
+    x = jnp.linspace(-1, 1, 2 * n).reshape(n, 2)
+    # Far from what the network gives, so that no mean of residuals cancels.
+    return x, jnp.sin(3 * x[:, :1]) + 2
+
+
+def oracle(loss, model, *args, **kwargs):
+    """Value and gradients without this package."""
+    return eqx.filter_jit(eqx.filter_value_and_grad(loss, **kwargs))(model, *args)
+
+
+def scaler(exponent, **kwargs):
+    return mpx.DynamicLossScaling(2.0**exponent, **kwargs)
+
+
+# --- The scale comes in and goes out exactly -----------------------------------------------------
+
+
+@pytest.mark.parametrize("exponent", [-24, 0, 15, 60])
+@pytest.mark.parametrize("period", [1, 10], ids=["growth step", "plain step"])
+def test_with_a_float32_policy_the_result_is_the_oracles_to_the_bit(exponent, period):
+    """Powers of two commute with rounding."""
+    top = 2.0**100
+    scaling = scaler(exponent, period=period, max_loss_scaling=top)
+    step = eqx.filter_jit(mpx.filter_value_and_grad(mse, scaling, policy=FULL))
+    value, adjusted, finite, grads = step(mlp(), batch())
+    want = oracle(mse, mlp(), batch())
+    assert finite
+    assert tree_equal_bits((value, grads), want)
+    assert adjusted.loss_scaling == 2.0 ** (exponent + (period == 1))
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_network_in_half_precision_is_close_to_the_oracle(half):
+    with mpx.half_precision(half):
+        step = eqx.filter_jit(mpx.filter_value_and_grad(mse, scaler(10)))
+        value, _, finite, grads = step(mlp(), batch())
+    want = oracle(mse, mlp(), batch())
+    assert finite
+    assert tree_allclose((value, grads), want, computed_in=half)
+    # It was computed in half: float32 would agree to its own tolerance.
+    assert not tree_allclose((value, grads), want)
+
+
+# By compute dtype: the exponents of a scale and of an entry of `x` whose product overflows.
+OVERFLOWING = {"float16": (15, 6), "bfloat16": (100, 100), "float32": (100, 100)}
+
+
+@pytest.mark.parametrize("compute", list(OVERFLOWING))
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_growth_overflow_and_plain_steps(compute, jit):
+    policy = f"params=float32,compute={compute},output=float32"
+    exponent, big = OVERFLOWING[compute]
+    w = jnp.array([1.0, 0.0, -2.0])
+    good, bad = jnp.array([0.5, 0.25, 1.0]), jnp.array([0.5, 2.0**big, 1.0])
+
+    def step(scaling, w, x):
+        return mpx.filter_value_and_grad(linear_loss, scaling, policy=policy)(w, x)
+
+    step = eqx.filter_jit(step) if jit else step
+    scaling = scaler(exponent - 5, period=2, max_loss_scaling=2.0**exponent)
+    exponents = []
+    for x in [good] * 10 + [bad, good, bad, bad, good, good]:
+        value, scaling, finite, grads = step(scaling, w, x)
+        assert tree_equal_bits(value, jnp.float32(-1.5))
+        assert finite == (x is good)
+        want = x if x is good else jnp.array([0.5, jnp.inf, 1.0])
+        assert tree_equal_bits(grads, want)
+        exponents.append(math.frexp(scaling.loss_scaling)[1] - 1 - exponent)
+    assert exponents == [-5, -4, -4, -3, -3, -2, -2, -1, -1, 0, -1, -1, -2, -3, -3, -2]
+    assert scaling.skipped_steps == 3
+
+
+def test_stuck_at_the_minimum():
+    """A loss that is infinite in float16 itself cannot be saved by any scale."""
+
+    @jax.jit
+    def step(w, scaling):
+        return mpx.filter_value_and_grad(lambda w: jnp.sum(w * w * w), scaling)(w)
+
+    scaling = scaler(-22, period=1)
+    for i in range(5):
+        value, scaling, finite, _ = step(jnp.array([300.0]), scaling)
+        assert value == jnp.inf
+        assert not finite
+        assert scaling.loss_scaling == max(2.0 ** (-23 - i), 2.0**-24)
+        assert bool(scaling.at_minimum) == (i >= 1)
+    assert scaling.consecutive_skips == 5
+    value, scaling, finite, grads = step(jnp.array([3.0]), scaling)
+    assert (value, grads[0], finite, scaling.at_minimum) == (27.0, 27.0, True, False)
+    assert scaling.loss_scaling == 2.0**-23
+
+
+@pytest.mark.parametrize(("half", "exponent"), [("float16", 15), ("bfloat16", 126)])
+def test_the_value_is_finite_whenever_the_loss_is(half, exponent):
+    """The scaled loss, 6 · 2^15 or 6 · 2^126, is beyond the format."""
+    with mpx.half_precision(half):
+        for dtype in (half, "float32"):
+            loss = lambda w, dtype=dtype: jnp.sum(w).astype(dtype)
+            step = mpx.filter_value_and_grad(loss, scaler(exponent))
+            value, _, finite, grads = step(jnp.array([4.0, 2.0]))
+            assert finite
+            assert tree_equal_bits((value, grads), (jnp.float32(6.0), jnp.ones(2)))
+
+
+def test_a_gradient_below_the_range_of_float16_is_kept():
+    """2^-30 underflows in float16; scaled by 2^15 it is 2^-15."""
+    loss = lambda w: jnp.sum(w * jnp.full(2, 2.0**-15, w.dtype) * jnp.full(2, 2.0**-15, w.dtype))
+    want = jnp.full(2, 2.0**-30)
+    for exponent, result in [(15, want), (0, jnp.zeros(2))]:
+        # A loss in half precision has underflowed anyway; its gradient has not.
+        _, finite, grads = mpx.filter_grad(loss, scaler(exponent))(jnp.ones(2))
+        assert finite
+        assert tree_equal_bits(grads, result)
+
+
+# --- What the function sees ----------------------------------------------------------------------
+
+
+def seen_by(func=None):
+    """A loss that notes the dtypes of its arguments."""
+    seen = {}
+
+    def loss(*args, **kwargs):
+        for path, leaf in jtu.tree_leaves_with_path((args, kwargs)):
+            seen[jtu.keystr(path)] = str(leaf.dtype) if eqx.is_array(leaf) else leaf
+        total = [
+            jnp.sum(x.astype(jnp.float32))
+            for x in jtu.tree_leaves((args, kwargs))
+            if eqx.is_inexact_array(x)
+        ]
+        return sum(total[1:], start=total[0])
+
+    return loss, seen
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_all_arguments_are_cast(half):
+    loss, seen = seen_by()
+    with mpx.half_precision(half):
+        mpx.filter_grad(loss, scaler(4))(
+            {"w": jnp.ones(2), "n": jnp.arange(2)}, [np.ones(2), 3, 1.5], c=jnp.ones(2, jnp.bfloat16)
+        )
+    assert seen == {
+        "[0][0]['n']": "int32",
+        "[0][0]['w']": half,
+        "[0][1][0]": half,
+        "[0][1][1]": 3,
+        "[0][1][2]": 1.5,
+        "[1]['c']": half,
+    }
+
+
+def network_prefix():
+    """True for the first layer of the network, False for the rest."""
+    prefix = jtu.tree_map(lambda _: False, mlp())
+    return eqx.tree_at(lambda m: m.layers[0], prefix, True)
+
+
+KEEP_FULL = {
+    "nothing": (False, []),
+    "everything": (True, ["w", "b", "x", "t", "points", "c"]),
+    "an argument": ((False, False, True), ["points"]),
+    "two arguments": ((True, False, True), ["w", "b", "points"]),
+    "leaves": (({"w": True, "b": False}, {"x": False, "t": True}, False), ["w", "t"]),
+    "a leaf": (({"w": False, "b": True}, False, False), ["b"]),
+}
+
+
+@pytest.mark.parametrize("case", list(KEEP_FULL))
+def test_keep_full_is_a_prefix_of_the_arguments(case):
+    keep_full, kept = KEEP_FULL[case]
+    loss, seen = seen_by()
+    model, batch = {"w": jnp.ones(2), "b": jnp.ones(2)}, {"x": jnp.ones(2), "t": jnp.ones(2)}
+    scaling, finite, grads = mpx.filter_grad(loss, scaler(4), keep_full=keep_full)(
+        model, batch, jnp.array([1.0, 70000.0]), c=jnp.ones(2)
+    )
+    names = {
+        "w": "[0][0]['w']",
+        "b": "[0][0]['b']",
+        "x": "[0][1]['x']",
+        "t": "[0][1]['t']",
+        "points": "[0][2]",
+        "c": "[1]['c']",
+    }
+    want = {path: "float32" if name in kept else "float16" for name, path in names.items()}
+    assert seen == want
+    assert finite
+    assert tree_equal_bits(grads, {"w": jnp.ones(2), "b": jnp.ones(2)})
+
+
+def test_keep_full_takes_a_module_as_a_prefix():
+    loss, seen = seen_by()
+    mpx.filter_grad(loss, scaler(4), keep_full=(network_prefix(), True))(mlp(), jnp.ones(2))
+    assert {d for path, d in seen.items() if "layers[0]" in path} == {"float32"}
+    assert {d for path, d in seen.items() if "layers[1]" in path} == {"float16"}
+    assert seen["[0][1]"] == "float32"
+
+
+def test_full_precision_layers_and_states_are_not_cast():
+    loss, seen = seen_by()
+    state = eqx.nn.State(eqx.nn.StateIndex(jnp.ones(2)))
+    layer = mpx.FullPrecision(eqx.nn.Linear(2, 2, key=jax.random.key(0)))
+    key = jax.random.key(0)
+    _, _, grads = mpx.filter_grad(loss, scaler(4))({"l": layer, "w": jnp.ones(2)}, state, key)
+    assert seen["[0][0]['w']"] == "float16"
+    assert {d for path, d in seen.items() if "['w']" not in path} == {"float32", str(key.dtype)}
+    assert grads["l"].module.weight.dtype == jnp.float32
+
+
+@pytest.mark.parametrize("compute", HALVES)
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+def test_inside_half_precision_is_what_the_policy_computes_in(compute, jit):
+    other = {"float16": "bfloat16", "bfloat16": "float16"}[compute]
+    mpx.set_half_precision_datatype(other)
+    policy = f"params=float32,compute={compute},output=float32"
+    inside = []
+
+    def loss(w):
+        inside.append((mpx.half_precision_datatype().name, w.dtype.name))
+        return jnp.sum(mpx.cast_to_half_precision(w * 1))
+
+    grad = mpx.filter_grad(loss, scaler(4), policy=policy)
+    (jax.jit(grad.__call__) if jit else grad)(jnp.ones(2))
+    assert inside == [(compute, compute)]
+    assert mpx.half_precision_datatype() == jnp.dtype(other)
+
+
+def test_the_cap_is_that_of_the_policy():
+    for policy, top in [("bfloat16", 2.0**16), ("float16", 2.0**15)]:
+        policy = f"params=float32,compute={policy},output=float32"
+        adjusted, _, _ = mpx.filter_grad(jnp.sum, scaler(15, period=1), policy=policy)(jnp.ones(2))
+        assert adjusted.loss_scaling == top
+
+
+def test_half_precision_is_restored_after_an_error():
+    def fails(w):
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        mpx.filter_grad(fails, scaler(4), policy="compute=bfloat16")(jnp.ones(2))
+    assert mpx.half_precision_datatype() == jnp.float16
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["params=float32,compute=bfloat16,output=float32", "params=full,compute=half,output=full"],
+)
+def test_a_policy_and_its_string_are_the_same(policy):
+    x, loss = jnp.array([1.0 + 2.0**-9, 3.0]), lambda w: jnp.sum(w * w)
+    step = lambda policy: mpx.filter_value_and_grad(loss, scaler(4), policy=policy)(x)
+    assert tree_equal_bits(step(policy), step(jmp.get_policy(policy)))
+    assert not tree_equal_bits(step(policy), step(FULL))
+
+
+def test_a_policy_for_float64():
+    with jax.enable_x64(True):
+        model = mpx.cast_tree(mlp(), jnp.float64)
+        points = mpx.cast_tree(batch(), jnp.float64)
+        want = oracle(mse, model, points)
+
+        def step(**kwargs):
+            return eqx.filter_jit(mpx.filter_value_and_grad(mse, scaler(4), **kwargs))(model, points)
+
+        value, _, _, grads = step(policy=jmp.Policy(jnp.float64, jnp.float64, jnp.float64))
+        assert tree_equal_bits((value, grads), want)
+        # Masters in float64, computed in half: the gradients follow the masters.
+        value, _, finite, grads = step()
+        assert finite
+        assert value.dtype == jnp.float32
+        want_value, want_grads = want
+        assert tree_allclose(grads, want_grads, computed_in="float16")
+        assert tree_allclose(value, want_value.astype(jnp.float32), computed_in="float16")
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_gradients_have_the_dtypes_of_the_masters(dtype):
+    x = jnp.array([0.5, 2.0])
+    model = {"w": jnp.ones(2, dtype), "np": np.ones(2, np.float32), "n": jnp.arange(2), "f": jnp.tanh}
+
+    def loss(model, x):
+        return jnp.sum((model["w"] + model["np"]) * x)
+
+    _, finite, grads = mpx.filter_grad(loss, scaler(4))(model, x)
+    assert finite
+    want = {"w": x.astype(dtype), "np": x, "n": None, "f": None}
+    assert tree_equal_bits(grads, want)
+
+
+def test_complex_parameters():
+    """There is no half complex type, so they stay as they are."""
+    z = jnp.array([3 + 4j, 1j])
+    energy = lambda z: jnp.sum(jnp.real(z) ** 2 + jnp.imag(z) ** 2)
+    value, _, finite, grads = mpx.filter_value_and_grad(energy, scaler(15))(z)
+    assert finite
+    assert tree_equal_bits((value, grads), eqx.filter_value_and_grad(energy)(z))
+
+
+# --- Auxiliary output, methods, names ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("output", [None, "float32", "float16", "bfloat16"])
+def test_aux_comes_back_in_the_output_dtype(output):
+    state = eqx.nn.State(eqx.nn.StateIndex(jnp.ones(2)))
+    layer = mpx.FullPrecision(eqx.nn.Linear(2, 2, key=jax.random.key(0)))
+
+    def loss(w, x):
+        aux = {
+            "half": [w * x],
+            "full": x.astype(jnp.float32),
+            "n": jnp.arange(2),
+            "z": jnp.array([1j]),
+            "flag": x[0] > 0,
+            "key": jax.random.key(0),
+            "state": state,
+            "layer": layer,
+            "none": None,
+            "static": (3, 1.5, "text", jnp.tanh),
+        }
+        return jnp.sum(w * x), aux
+
+    policy = output and f"params=float32,compute=float16,output={output}"
+    grad = mpx.filter_grad(loss, scaler(4), has_aux=True, policy=policy)
+    value_and_grad = mpx.filter_value_and_grad(loss, scaler(4), has_aux=True, policy=policy)
+    w, x = jnp.ones(2), jnp.array([0.5, 2.0])
+    _, _, grads, aux = grad(w, x)
+    (value, same), *_ = value_and_grad(w, x)
+    assert tree_equal_bits(grads, x)
+    assert tree_equal_bits(value, jnp.float32(2.5))
+    assert tree_equal_bits(aux, same)
+    dtype = jnp.dtype(output or "float32")
+    assert tree_equal_bits(aux["half"], [x.astype(dtype)])
+    assert tree_equal_bits(aux["full"], x.astype(dtype))
+    assert aux["n"].dtype == jnp.int32
+    assert aux["z"].dtype == jnp.complex64
+    assert aux["flag"].dtype == jnp.bool_
+    assert is_key(aux["key"])
+    assert avals(aux["state"]) == avals(state)
+    assert avals(aux["layer"]) == avals(layer)
+    assert aux["none"] is None
+    assert aux["static"] == (3, 1.5, "text", jnp.tanh)
+
+
+class Trainer(eqx.Module):
+    w: jax.Array
+    exponent: int = eqx.field(static=True, default=2)
+
+    def loss(self, x, *, gain=1.0):
+        """The loss of the trainer."""
+        return gain * jnp.sum((self.w * x) ** self.exponent)
+
+    @ft.partial(mpx.filter_value_and_grad, scaling=mpx.StaticLossScaling(4.0))
+    def decorated(self, x):
+        """Decorated in the class body."""
+        return jnp.sum(self.w * x)
+
+    def of(self, w, x):
+        return jnp.sum((w * x) ** self.exponent)
+
+    def __call__(self, w, x):
+        return self.of(w, x)
+
+
+def test_methods_and_modules_as_the_loss():
+    trainer, x = Trainer(jnp.array([1.0, 2.0])), jnp.array([2.0, 0.5])
+    want = 2 * trainer.w * x * x
+    _, finite, grads = mpx.filter_grad(Trainer.loss, scaler(4))(trainer, x, gain=2.0)
+    assert finite
+    assert tree_equal_bits(grads, Trainer(2 * want))
+    for func in (trainer.of, trainer):
+        _, _, grads = mpx.filter_grad(func, scaler(4))(trainer.w, x)
+        assert tree_equal_bits(grads, want)
+        _, _, grads = eqx.filter_jit(mpx.filter_grad(func, scaler(4)))(trainer.w, x)
+        assert tree_equal_bits(grads, want)
+    value, _, _, grads = trainer.decorated(x)
+    assert tree_equal_bits((value, grads), (jnp.float32(3.0), Trainer(x)))
+
+
+TRANSFORMATIONS = [
+    mpx.filter_grad,
+    mpx.filter_value_and_grad,
+    mpx.calculate_scaled_grad,
+    lambda func, scaling: mpx.filter_accumulated_value_and_grad(func, scaling, 1),
+]
+
+
+@pytest.mark.parametrize("transform", TRANSFORMATIONS)
+def test_name_docstring_and_signature(transform):
+    out = transform(Trainer.loss, scaler(4))
+    assert out.__name__ == "loss"
+    assert out.__doc__ == "The loss of the trainer."
+    assert out.__wrapped__ is Trainer.loss
+    assert inspect.signature(out) == inspect.signature(Trainer.loss)
+
+
+@pytest.mark.parametrize("mixed", [True, False])
+@pytest.mark.parametrize("transform", TRANSFORMATIONS)
+def test_keywords_of_any_name_reach_the_function(transform, mixed):
+    names = ("self", "model", "func", "args", "rest", "gradient", "tree", "x")
+
+    def loss(w, /, **kwargs):
+        assert set(kwargs) == set(names)
+        return jnp.sum(w)
+
+    options = {} if mixed else {"use_mixed_precision": False}
+    if transform is TRANSFORMATIONS[-1]:
+        call = mpx.filter_accumulated_value_and_grad(loss, scaler(4), 1, **options)
+    else:
+        call = transform(loss, scaler(4), **options)
+    grads = call(jnp.ones(2), **{name: jnp.ones(2) for name in names})[-1]
+    factor = 16 if transform is mpx.calculate_scaled_grad and mixed else 1
+    assert tree_equal_bits(grads.astype(jnp.float32), jnp.full(2, 1.0 * factor))
+
+
+# --- Without mixed precision, and the raw ingredients --------------------------------------------
+
+
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_without_mixed_precision_it_is_equinox(has_aux):
+    """No cast, no scale; not even aux is touched."""
+
+    def loss(model, batch):
+        assert model.layers[0].weight.dtype == jnp.float32
+        value = mse(model, batch)
+        return (value, {"half": value.astype(jnp.float16), "n": 3}) if has_aux else value
+
+    # A scale that would show: 2^100 times the gradients is finite, times 2^15 for the cap is not.
+    scaling = scaler(100, max_loss_scaling=2.0**120, period=1)
+    options = {"has_aux": has_aux, "use_mixed_precision": False, "policy": "compute=bfloat16"}
+    want_value, want_grads = oracle(loss, mlp(), batch(), has_aux=has_aux)
+    transformed = mpx.filter_value_and_grad(loss, scaling, **options)
+    value, same, finite, grads = eqx.filter_jit(transformed)(mlp(), batch())
+    assert tree_equal_bits(same, scaling)
+    assert finite.dtype == jnp.bool_
+    assert finite
+    assert tree_equal_bits((value, grads), (want_value, want_grads))
+
+    transformed = mpx.filter_grad(loss, scaling, **options)
+    same, finite, grads, *aux = eqx.filter_jit(transformed)(mlp(), batch())
+    assert tree_equal_bits(same, scaling)
+    assert finite
+    assert tree_equal_bits(grads, want_grads)
+    assert tree_equal_bits(aux, [want_value[1]] if has_aux else [])
+
+
+def test_without_mixed_precision_infinite_gradients_are_not_flagged():
+    """As in MPX, and in the float32 loop that this stands for."""
+    options = {"use_mixed_precision": False}
+    before = scaler(4)
+    same, finite, grads = mpx.filter_grad(linear_loss, before, **options)(
+        jnp.ones(1), jnp.array([jnp.inf])
+    )
+    assert tree_equal_bits(same, before)
+    assert finite
+    assert grads[0] == jnp.inf
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("has_aux", [False, True])
+def test_the_raw_ingredients(half, has_aux):
+    def loss(w, x):
+        value = jnp.sum(w * x)
+        return (value, {"half": x, "n": 3}) if has_aux else value
+
+    w, x = jnp.array([1.0, 2.0]), jnp.array([0.5, 4.0])
+    with mpx.half_precision(half):
+        out, grads = mpx.calculate_scaled_grad(loss, scaler(4), has_aux=has_aux)(w, x)
+    value = out[0] if has_aux else out
+    assert tree_equal_bits(value, jnp.float32(8.5 * 16))
+    assert tree_equal_bits(grads, (x * 16).astype(half))
+    if has_aux:
+        assert tree_equal_bits(out[1], {"half": x.astype(half), "n": 3})
+
+
+def test_the_raw_gradients_overflow_and_the_raw_value_does_not():
+    value, grads = mpx.calculate_scaled_grad(linear_loss, scaler(15))(jnp.ones(2), jnp.array([64.0, 0.5]))
+    assert value == 64.5 * 2.0**15
+    np.testing.assert_array_equal(grads, [np.inf, 2.0**14])
+
+
+def test_the_raw_ingredients_with_options():
+    loss, seen = seen_by()
+    _, grads = mpx.calculate_scaled_grad(loss, scaler(4), keep_full=(False, True))(
+        jnp.ones(2), jnp.ones(2)
+    )
+    assert seen == {"[0][0]": "float16", "[0][1]": "float32"}
+    raw = lambda **kwargs: eqx.filter_jit(mpx.calculate_scaled_grad(mse, scaler(4), **kwargs))
+    want = oracle(mse, mlp(), batch())
+    scaled = jtu.tree_map(lambda x: x * 16, want)
+    assert tree_equal_bits(raw(policy=FULL)(mlp(), batch()), scaled)
+    assert tree_equal_bits(raw(use_mixed_precision=False)(mlp(), batch()), want)
+
+
+# --- Transformations -----------------------------------------------------------------------------
+
+
+def test_one_compilation_over_a_thousand_steps():
+    optimizer = optax.adam(1e-3)
+
+    @eqx.filter_jit(donate="all")
+    @chex.assert_max_traces(n=1)
+    def step(model, opt_state, scaling, x):
+        value, scaling, finite, grads = mpx.filter_value_and_grad(mse, scaling)(model, (x, x[:, :1]))
+        model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
+        return model, opt_state, scaling, value
+
+    chex.clear_trace_counter()
+    model = eqx.nn.Linear(2, 1, key=jax.random.key(0))
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    scaling = scaler(10, period=50, max_loss_scaling=2.0**12)
+    types = avals((model, opt_state, scaling))
+    scales, skipped = set(), 0
+    rng = np.random.default_rng(0)
+    for i in range(1000):
+        x = rng.standard_normal((4, 2)).astype(np.float32)
+        bad = i % 170 == 169
+        model, opt_state, scaling, value = step(model, opt_state, scaling, x * 1e4 if bad else x)
+        scales.add(float(scaling.loss_scaling))
+        skipped += bad
+    assert scaling.skipped_steps == skipped == 5
+    assert scales == {2.0**10, 2.0**11, 2.0**12}
+    assert jnp.isfinite(value)
+    assert avals((model, opt_state, scaling)) == types
+    assert opt_state[0].count == 1000 - skipped
+
+
+@pytest.mark.parametrize("transform", TRANSFORMATIONS)
+def test_a_transformation_made_anew_at_each_step_is_not_compiled_anew(transform):
+    traced = []
+
+    def loss(w, x):
+        traced.append(x)
+        return jnp.sum(w * x)
+
+    for exponent in (1, 2, 3):
+        eqx.filter_jit(transform(loss, scaler(exponent)))(jnp.ones(2), jnp.ones(2))
+    assert len(traced) == 1
+
+
+def weak_step(update):
+    """A parameter as `jnp.array(1.0)` makes it is weakly typed: how often is its step compiled?"""
+    traced = []
+    optimizer = optax.adam(0.5)
+
+    @jax.jit
+    def step(model, opt_state):
+        traced.append(avals(model))
+        return update(optimizer, model, opt_state)
+
+    model = {"nu": jnp.array(1.0), "w": jnp.ones(2)}
+    opt_state = optimizer.init(model)
+    for _ in range(3):
+        model, opt_state = step(model, opt_state)
+    return traced
+
+
+def test_weakly_typed_parameters_stay_weakly_typed():
+    """As they do in a loop with Optax alone; else the second step is compiled again."""
+
+    def loss(model):
+        return jnp.sum(model["w"] * model["nu"])
+
+    def plain(optimizer, model, opt_state):
+        grads = jax.grad(loss)(model)
+        with jax.numpy_dtype_promotion("standard"):
+            updates, opt_state = optimizer.update(grads, opt_state, model)
+            return eqx.apply_updates(model, updates), opt_state
+
+    def mixed(optimizer, model, opt_state):
+        _, finite, grads = mpx.filter_grad(loss, scaler(4))(model)
+        return mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
+
+    assert len(weak_step(mixed)) <= len(weak_step(plain))
+
+
+def test_training_inside_a_scan_is_the_loop():
+    optimizer = optax.sgd(2.0**-4)
+    xs = jnp.ones((6, 2)).at[2].set(jnp.array([3e4, 1.0])).at[4].set(2.0)
+
+    def body(carry, x):
+        w, opt_state, scaling = carry
+        value, scaling, finite, grads = mpx.filter_value_and_grad(linear_loss, scaling)(w, x)
+        w, opt_state = mpx.optimizer_update(w, optimizer, opt_state, grads, finite)
+        return (w, opt_state, scaling), (value, finite)
+
+    w = jnp.array([1.0, -1.0])
+    start = carry = (w, optimizer.init(w), scaler(3, period=2))
+    history = []
+    for x in xs:
+        carry, out = body(carry, x)
+        history.append(out)
+    last, outs = jax.jit(lambda carry, xs: lax.scan(body, carry, xs))(start, xs)
+    assert tree_equal_bits(last, carry)
+    assert tree_equal_bits(outs, jtu.tree_map(lambda *x: jnp.stack(x), *history))
+    np.testing.assert_array_equal(outs[1], [True, True, False, True, True, True])
+    np.testing.assert_array_equal(last[0], w - 2.0**-4 * (5 + 1.0))
+
+
+def test_an_ensemble_with_a_scaling_each():
+    """`vmap` over models, data and scalers: one member overflows, alone."""
+    optimizer = optax.sgd(1.0)
+    w = jnp.ones((3, 2))
+    x = jnp.ones((3, 2)).at[1, 0].set(3e4)
+    scaling = eqx.filter_vmap(lambda s: mpx.DynamicLossScaling(s, period=1))(
+        jnp.array([2.0, 4.0, 8.0])
+    )
+
+    @eqx.filter_jit
+    @eqx.filter_vmap
+    def step(w, scaling, x):
+        value, scaling, finite, grads = mpx.filter_value_and_grad(linear_loss, scaling)(w, x)
+        w, _ = mpx.optimizer_update(w, optimizer, optimizer.init(w), grads, finite)
+        return w, value, scaling, finite, grads
+
+    w, _, scaling, finite, grads = step(w, scaling, x)
+    np.testing.assert_array_equal(finite, [True, False, True])
+    np.testing.assert_array_equal(scaling.loss_scaling, [4.0, 2.0, 16.0])
+    np.testing.assert_array_equal(scaling.skipped_steps, [0, 1, 0])
+    np.testing.assert_array_equal(grads, [[1, 1], [np.inf, 1], [1, 1]])
+    np.testing.assert_array_equal(w, [[0, 0], [1, 1], [0, 0]])
+
+
+def test_forward_mode_over_the_gradient():
+    """A Hessian-vector product: (Σ w⁴ x)'' v = 12 w² x v."""
+    w, x, v = jnp.array([1.0, 2.0]), jnp.array([0.5, 0.25]), jnp.array([1.0, 3.0])
+    loss = lambda w: jnp.sum(w**4 * x.astype(w.dtype))
+    grad = lambda w: mpx.filter_grad(loss, scaler(3))(w)[2]
+    _, product = jax.jit(lambda w, v: jax.jvp(grad, (w,), (v,)))(w, v)
+    assert tree_allclose(product, 12 * w**2 * x * v, computed_in="float16")
+
+
+def test_a_loss_with_an_inner_gradient():
+    """A physics-informed loss differentiates the network inside."""
+
+    def loss(model, points):
+        u_x = jax.vmap(jax.grad(lambda x: model(x)[0]))(points)
+        return jnp.mean(u_x**2)
+
+    points = batch()[0]
+    value, _, finite, grads = eqx.filter_jit(mpx.filter_value_and_grad(loss, scaler(10)))(
+        mlp(), points
+    )
+    assert finite
+    assert tree_allclose((value, grads), oracle(loss, mlp(), points), "float16")
+
+
+def test_an_overflowing_step_makes_no_nan():
+    w, x = jnp.ones(2), jnp.array([6e4, 1.0])
+    with jax.debug_nans(True):
+        for transform in (lambda f: f, eqx.filter_jit):
+            step = transform(mpx.filter_value_and_grad(linear_loss, scaler(15)))
+            value, _, finite, grads = step(w, x)
+            assert not finite
+            # 60000 is a float16, 60001 is not.
+            assert value == 6e4
+            np.testing.assert_array_equal(grads, [np.inf, 1.0])
+
+
+# --- Several devices -----------------------------------------------------------------------------
+
+
+def auto_mesh(shape, names):
+    types = (AxisType.Auto,) * len(names)
+    return jax.make_mesh(shape, names, axis_types=types, devices=jax.devices()[:8])
+
+
+def data_parallel_step(optimizer, check_vma):
+    def step(w, opt_state, scaling, x):
+        # Each device has a gradient of its own; the mean is taken after the flag.
+        own = lax.pcast(w, "batch", to="varying") if check_vma else w
+        _, scaling, finite, grads = mpx.filter_value_and_grad(
+            linear_loss, scaling, axis_name="batch"
+        )(own, x[0])
+        grads = lax.pmean(grads, "batch")
+        w, opt_state = mpx.optimizer_update(w, optimizer, opt_state, grads, finite)
+        return w, opt_state, scaling, finite
+
+    return step
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_devices_agree_after_an_overflow_on_one(check_vma):
+    optimizer = optax.adam(1.0)
+    mesh = auto_mesh((8,), ("batch",))
+    device_step = data_parallel_step(optimizer, check_vma)
+
+    def stacked(*args):
+        # What every device holds, one row each; and, for check_vma, the proof that it is the same.
+        out = device_step(*args)
+        return out, jtu.tree_map(lambda x: x[None], out)
+
+    step = jax.jit(
+        jax.shard_map(
+            stacked,
+            mesh=mesh,
+            in_specs=(P(), P(), P(), P("batch")),
+            out_specs=(P(), P("batch")),
+            check_vma=check_vma,
+        )
+    )
+    w = jnp.array([1.0, 2.0])
+    state = (w, optimizer.init(w), scaler(4, period=2))
+    good = jnp.ones((8, 2))
+    for x, exponent in [(good, 4), (good, 5), (good.at[3, 1].set(6e4), 4), (good, 4), (good, 5)]:
+        before = state
+        (*state, finite), rows = step(*state, x)
+        assert finite == (x is good)
+        assert state[2].loss_scaling == 2.0**exponent
+        for leaf, row in zip(
+            jtu.tree_leaves((state, finite)), jtu.tree_leaves(rows), strict=True
+        ):
+            assert tree_equal_bits(row, jnp.broadcast_to(leaf, (8, *leaf.shape)))
+        if not finite:
+            assert tree_equal_bits(state[:2], list(before[:2]))
+        else:
+            assert jnp.all(state[0] < before[0])
+
+
+@pytest.mark.skipif(not hasattr(jax, "pmap"), reason="this JAX has no pmap")
+def test_devices_agree_under_pmap():
+    optimizer = optax.sgd(1.0)
+    w = jnp.ones((8, 2))
+    scaling = eqx.filter_vmap(lambda _: scaler(4), axis_size=8)(None)
+    x = jnp.ones((8, 1, 2)).at[5, 0, 1].set(6e4)
+    step = jax.pmap(data_parallel_step(optimizer, False), axis_name="batch")
+    opt_state = jax.vmap(optimizer.init)(w)
+    w, _, scaling, finite = step(w, opt_state, scaling, x)
+    assert not jnp.any(finite)
+    np.testing.assert_array_equal(scaling.loss_scaling, np.full(8, 2.0**3))
+    np.testing.assert_array_equal(w, np.ones((8, 2)))
+
+
+def test_several_axes_agree():
+    mesh = auto_mesh((2, 4), ("a", "b"))
+
+    def flag(w, x, axis_name):
+        _, finite, _ = mpx.filter_grad(linear_loss, scaler(4), axis_name=axis_name)(w[0], x[0])
+        return finite[None]
+
+    x = jnp.ones((8, 2)).at[5, 0].set(6e4)
+    spec = P(("a", "b"))
+    for axes, want in [
+        ("b", [True] * 4 + [False] * 4),
+        ("a", [True, False, True, True] * 2),
+        (("a", "b"), [False] * 8),
+        (None, [True] * 5 + [False] + [True] * 2),
+    ]:
+        func = ft.partial(flag, axis_name=axes)
+        func = jax.shard_map(func, mesh=mesh, in_specs=(spec, spec), out_specs=spec)
+        np.testing.assert_array_equal(jax.jit(func)(jnp.ones((8, 2)), x), want)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("weights", ["replicated", "sharded"])
+def test_sharded_by_jit(kind, weights):
+    """The batch, and perhaps the weights, are spread over the devices; small integers, so that
+    sums in any order are exact."""
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,), devices=jax.devices()[:8])
+    spread = NamedSharding(mesh, P("x"))
+    w = jax.device_put(jnp.arange(8.0), spread if weights == "sharded" else NamedSharding(mesh, P()))
+    x = jnp.ones((16, 8)).at[:, 0].set(2.0)
+
+    def loss(w, x):
+        y = x * jax.sharding.reshard(w, P())[None] if kind == AxisType.Explicit else x * w[None]
+        return jnp.sum(y)
+
+    optimizer = optax.sgd(0.5)
+
+    @eqx.filter_jit
+    def step(w, scaling, x):
+        value, scaling, finite, grads = mpx.filter_value_and_grad(loss, scaling)(w, x)
+        new, _ = mpx.optimizer_update(w, optimizer, optimizer.init(w), grads, finite)
+        return value, scaling, finite, grads, new
+
+    with jax.set_mesh(mesh):
+        out = step(w, scaler(4, period=1), jax.device_put(x, spread))
+        bad = step(w, scaler(4, period=1), jax.device_put(x.at[13, 2].set(6e4), spread))
+    value, scaling, finite, grads, new = out
+    want = np.array([32.0] + [16.0] * 7, np.float32)
+    assert finite
+    assert value == 28 * 16
+    np.testing.assert_array_equal(grads, want)
+    np.testing.assert_array_equal(new, np.arange(8.0) - want / 2)
+    assert scaling.loss_scaling == 2.0**5
+    assert grads.dtype == jnp.float32
+    assert new.sharding.is_equivalent_to(w.sharding, 1)
+
+    value, scaling, finite, grads, new = bad
+    assert not finite
+    assert scaling.loss_scaling == 2.0**3
+    np.testing.assert_array_equal(new, np.arange(8.0))

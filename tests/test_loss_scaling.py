@@ -1,0 +1,392 @@
+"""The scalers: exact scaling, and the rule by which a dynamic scale moves."""
+
+import dataclasses
+import io
+import math
+
+import equinox as eqx
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from helpers import HALVES, avals, tree_equal_bits
+from hypothesis import given, settings
+
+import mpx_pde as mpx
+
+
+SCALERS = {
+    "dynamic": lambda scale: mpx.DynamicLossScaling(scale, min_loss_scaling=2.0**-100),
+    "static": mpx.StaticLossScaling,
+}
+
+
+# --- scale and unscale ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", list(SCALERS))
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("exponent", [-26, -1, 0, 8, 17])
+def test_scaling_is_exact_and_unscaling_undoes_it(kind, dtype, exponent):
+    """2^17 is infinite in float16 and 2^-26 is zero, but the products are neither."""
+    with jax.enable_x64(True):
+        scaling = SCALERS[kind](2.0**exponent)
+        x = jnp.array([1.5, -3.0, 0.0]) * 2.0 ** -(exponent // 2)
+        x = x.astype(dtype)
+        scaled = scaling.scale({"x": x})
+        want = (np.asarray(x, np.float64) * 2.0**exponent).astype(x.dtype)
+        assert tree_equal_bits(scaled, {"x": jnp.asarray(want)})
+        wide = "float64" if dtype == "float64" else "float32"
+        assert tree_equal_bits(scaling.unscale(scaled), {"x": x.astype(wide)})
+
+
+@pytest.mark.parametrize("kind", list(SCALERS))
+def test_leaves_that_are_not_floating_pass_untouched(kind):
+    scaling = SCALERS[kind](2.0**10)
+    leaves = [None, 1, True, "text", jnp.tanh, jax.random.key(0), jnp.arange(2), np.arange(2)]
+    for out in (scaling.scale(leaves), scaling.unscale(leaves)):
+        assert all(x is y for x, y in zip(out, leaves, strict=True))
+
+
+@pytest.mark.parametrize("kind", list(SCALERS))
+def test_numpy_python_and_complex_numbers_are_scaled(kind):
+    scaling = SCALERS[kind](2.0**100)
+    tree = {"np": np.array([0.5]), "py": 1.5, "z": jnp.array([3 + 4j]), "half": np.float16(2)}
+    scaled = scaling.scale({k: v for k, v in tree.items() if k != "half"})
+    assert scaled["np"][0] == 2.0**99
+    assert scaled["py"] == 1.5 * 2.0**100
+    assert scaled["z"][0] == (3 + 4j) * 2.0**100
+    assert scaled["z"].dtype == jnp.complex64
+    unscaled = scaling.unscale({**scaled, "half": tree["half"]})
+    assert unscaled["half"].dtype == jnp.float32
+    assert unscaled["half"] == 2.0**-99
+    for name in ("np", "py", "z"):
+        np.testing.assert_array_equal(unscaled[name], tree[name])
+
+
+@pytest.mark.parametrize("kind", list(SCALERS))
+def test_overflow_shows_and_stays(kind):
+    scaling = SCALERS[kind](2.0**15)
+    scaled = scaling.scale(jnp.array([1.0, 2.0, -4.0, jnp.nan], jnp.float16))
+    np.testing.assert_array_equal(scaled, [2.0**15, np.inf, -np.inf, np.nan])
+    np.testing.assert_array_equal(scaling.unscale(scaled), [1.0, np.inf, -np.inf, np.nan])
+    bad = scaling.unscale(jnp.array([complex(np.inf, 1), complex(1, np.nan), 2.0**15]))
+    np.testing.assert_array_equal(np.isfinite(bad), [False, False, True])
+
+
+def test_scaling_under_transformations():
+    scaling = mpx.DynamicLossScaling(2.0**4)
+    x = jnp.array([1.5, -2.0], jnp.float16)
+    for transform in (eqx.filter_jit, jax.vmap):
+        assert tree_equal_bits(transform(scaling.scale)(x), x * 16)
+        assert tree_equal_bits(transform(scaling.unscale)(x), x.astype(jnp.float32) / 16)
+    grad = jax.grad(lambda x: jnp.sum(scaling.scale(x)).astype(jnp.float32))(x)
+    assert tree_equal_bits(grad, jnp.full(2, 16.0, jnp.float16))
+
+
+# --- The rule ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Reference:
+    """The rule in plain Python."""
+
+    scale: float
+    minimum: float
+    factor: float
+    period: int
+    counter: int
+    maximum: float
+    skipped: int = 0
+    consecutive: int = 0
+
+    def adjust(self, finite):
+        if not finite:
+            self.scale = max(self.scale / self.factor, self.minimum)
+            self.counter = 0
+            self.skipped += 1
+            self.consecutive += 1
+            return
+        self.consecutive = 0
+        self.counter += 1
+        if self.counter >= self.period:
+            self.counter = 0
+            if self.scale < self.maximum:
+                self.scale = min(self.scale * self.factor, self.maximum)
+
+
+def check(scaling, reference):
+    assert scaling.loss_scaling == reference.scale
+    assert scaling.counter == reference.counter
+    assert scaling.skipped_steps == reference.skipped
+    assert scaling.consecutive_skips == reference.consecutive
+    assert bool(scaling.at_minimum) == (
+        reference.consecutive > 0 and reference.scale <= reference.minimum
+    )
+
+
+@st.composite
+def runs(draw):
+    low = draw(st.integers(-30, 10))
+    high = draw(st.integers(low, 16))
+    reference = Reference(
+        scale=2.0 ** draw(st.integers(low, high)),
+        minimum=2.0**low,
+        factor=2.0 ** draw(st.integers(1, 4)),
+        period=draw(st.integers(1, 5)),
+        counter=draw(st.integers(0, 8)),
+        maximum=2.0**high,
+    )
+    return reference, draw(st.lists(st.booleans(), max_size=30))
+
+
+@settings(max_examples=100)
+@given(runs())
+def test_any_run_is_that_of_the_reference(run):
+    reference, finite = run
+    scaling = mpx.DynamicLossScaling(
+        reference.scale,
+        reference.minimum,
+        reference.factor,
+        reference.period,
+        reference.counter,
+        max_loss_scaling=reference.maximum,
+    )
+    minimum, maximum, before = reference.minimum, reference.maximum, avals(scaling)
+    check(scaling, reference)
+    for flag in finite:
+        scaling = scaling.adjust(flag)
+        reference.adjust(flag)
+        check(scaling, reference)
+        assert minimum <= scaling.loss_scaling <= maximum
+        assert math.frexp(float(scaling.loss_scaling))[0] == 0.5
+    assert avals(scaling) == before
+
+
+def test_a_run_inside_a_scan_is_the_same():
+    flags = np.random.default_rng(0).random(200) < 0.95
+    scaling = mpx.DynamicLossScaling(2.0**3, 2.0**-2, 4, 7, max_loss_scaling=2.0**9)
+    reference = Reference(2.0**3, 2.0**-2, 4.0, 7, 0, 2.0**9)
+
+    @jax.jit
+    def run(scaling, flags):
+        def body(scaling, flag):
+            scaling = scaling.adjust(flag)
+            return scaling, scaling
+
+        return jax.lax.scan(body, scaling, flags)[1]
+
+    history = run(scaling, flags)
+    for i, flag in enumerate(flags):
+        reference.adjust(flag)
+        check(jtu.tree_map(lambda x, i=i: x[i], history), reference)
+    assert history.loss_scaling.max() == 2.0**9
+    assert history.skipped_steps[-1] == np.sum(~flags)
+
+
+def test_the_defaults():
+    scaling = mpx.DynamicLossScaling()
+    assert scaling.loss_scaling == 2.0**15
+    assert scaling.min_loss_scaling == 2.0**-24
+    assert scaling.factor == 2
+    assert scaling.period == 2000
+    assert scaling.max_loss_scaling is None
+    assert scaling.counter == scaling.skipped_steps == scaling.consecutive_skips == 0
+    grown = eqx.tree_at(lambda s: s.counter, mpx.DynamicLossScaling(2.0**3), jnp.int32(1998))
+    grown = grown.adjust(True)
+    assert (grown.loss_scaling, grown.counter) == (2.0**3, 1999)
+    grown = grown.adjust(True)
+    assert (grown.loss_scaling, grown.counter) == (2.0**4, 0)
+
+
+@pytest.mark.parametrize(("name", "top"), [("float16", 2.0**15), ("bfloat16", 2.0**126)])
+def test_the_cap_is_that_of_half_precision(name, top):
+    with mpx.half_precision(name):
+        scaling = mpx.DynamicLossScaling(top / 2, period=1).adjust(True)
+        assert scaling.loss_scaling == top
+        assert scaling.adjust(True).loss_scaling == top
+        # A factor that leaps over the cap stops at it.
+        assert mpx.DynamicLossScaling(top / 2, factor=16, period=1).adjust(True).loss_scaling == top
+        other = mpx.DynamicLossScaling(2.0**2, period=1, max_loss_scaling=2.0**3)
+        assert other.adjust(True).adjust(True).loss_scaling == 2.0**3
+
+
+def test_the_setting_that_is_valid_at_the_step_gives_the_cap():
+    scaling = mpx.DynamicLossScaling(2.0**15, period=1)
+    assert scaling.adjust(True).loss_scaling == 2.0**15
+    with mpx.half_precision("bfloat16"):
+        scaling = scaling.adjust(True)
+    assert scaling.loss_scaling == 2.0**16
+    # Above the cap it stays where it is, and falls as any other.
+    assert scaling.adjust(True).loss_scaling == 2.0**16
+    assert scaling.adjust(False).loss_scaling == 2.0**15
+
+
+def test_stuck_at_the_minimum_it_says_so():
+    scaling = mpx.DynamicLossScaling(2.0**-22, factor=2, period=2)
+    history = []
+    for finite in [False, False, False, False, True, False, True, True]:
+        scaling = scaling.adjust(finite)
+        history.append((math.log2(scaling.loss_scaling), bool(scaling.at_minimum)))
+    assert history == [
+        (-23, False),
+        (-24, True),
+        (-24, True),
+        (-24, True),
+        (-24, False),
+        (-24, True),
+        (-24, False),
+        (-23, False),
+    ]
+    assert scaling.skipped_steps == 5
+    assert scaling.consecutive_skips == 0
+
+
+def test_a_counter_restored_beyond_the_period_fires():
+    scaling = mpx.DynamicLossScaling(2.0**2, period=3, counter=jnp.array(17))
+    assert scaling.counter.dtype == jnp.int32
+    scaling = scaling.adjust(True)
+    assert (scaling.loss_scaling, scaling.counter) == (2.0**3, 0)
+
+
+# --- As a PyTree ---------------------------------------------------------------------------------
+
+
+ARGUMENTS = {
+    "python": (2.0**8, 2.0**-4, 4, 10),
+    "int": (256, 1, 2, 1),
+    "numpy": (np.float64(256), np.float32(0.5), np.int64(2), np.int32(10)),
+    "jax": (jnp.float16(256), jnp.bfloat16(0.5), jnp.array(2.0), jnp.array(10)),
+}
+
+
+@pytest.mark.parametrize("arguments", list(ARGUMENTS))
+@pytest.mark.parametrize("x64", [False, True])
+def test_fields_have_their_types_whatever_was_given(arguments, x64):
+    with jax.enable_x64(x64):
+        scaling = mpx.DynamicLossScaling(*ARGUMENTS[arguments])
+        types = [("float32[]", False), *[("int32[]", False)] * 3]
+        assert avals(scaling) == types
+        assert type(scaling.min_loss_scaling) is float
+        assert type(scaling.factor) is float
+        assert type(scaling.period) is int
+        for finite in (True, False, np.True_, jnp.array(False)):
+            adjusted = scaling.adjust(finite)
+            assert avals(adjusted) == types
+            assert jtu.tree_structure(adjusted) == jtu.tree_structure(scaling)
+        assert avals(mpx.StaticLossScaling(ARGUMENTS[arguments][0])) == types[:1]
+
+
+def test_what_is_no_power_of_two_is_rounded_down_to_one():
+    scaling = mpx.DynamicLossScaling(65504.0, 0.3, max_loss_scaling=100000.0)
+    assert scaling.loss_scaling == 2.0**15
+    assert scaling.min_loss_scaling == 2.0**-2
+    assert scaling.max_loss_scaling == 2.0**16
+    traced = jax.jit(mpx.DynamicLossScaling)
+    for value, want in [(65504.0, 2.0**15), (2.0**15, 2.0**15), (0.75, 0.5), (3, 2.0)]:
+        out = jax.jit(lambda x: mpx.DynamicLossScaling(x).loss_scaling)(jnp.asarray(value))
+        assert out == want
+    assert traced(1000.0).loss_scaling == 512
+
+
+def test_every_buffer_is_its_own():
+    """Donating a buffer twice is an error."""
+    one = jnp.float32(1.0)
+
+    @eqx.filter_jit(donate="all")
+    def adjust(scaling, finite):
+        return scaling.adjust(finite)
+
+    for scaling in (mpx.DynamicLossScaling(one, one), mpx.StaticLossScaling(one)):
+        for finite in (True, False, True):
+            scaling = adjust(scaling, jnp.array(finite))
+    assert one == 1.0
+
+
+def test_a_serialised_scaler_goes_on_where_it_was():
+    scaling = mpx.DynamicLossScaling(2.0**6, 2.0**-3, period=3).adjust(True).adjust(False).adjust(True)
+    file = io.BytesIO()
+    eqx.tree_serialise_leaves(file, scaling)
+    file.seek(0)
+    restored = eqx.tree_deserialise_leaves(file, mpx.DynamicLossScaling(1.0, 2.0**-3, period=3))
+    leaves, structure = jtu.tree_flatten(scaling)
+    for other in (restored, jtu.tree_unflatten(structure, leaves)):
+        assert tree_equal_bits(other, scaling)
+        assert tree_equal_bits(other.adjust(True).adjust(True), scaling.adjust(True).adjust(True))
+        assert other.min_loss_scaling == 2.0**-3
+
+
+def test_an_ensemble_of_scalers():
+    scaling = eqx.filter_vmap(lambda s: mpx.DynamicLossScaling(s, period=1))(jnp.array([1.0, 2.0, 4.0]))
+    out = eqx.filter_vmap(lambda s, f: s.adjust(f))(scaling, jnp.array([True, False, True]))
+    np.testing.assert_array_equal(out.loss_scaling, [2.0, 1.0, 8.0])
+    np.testing.assert_array_equal(out.skipped_steps, [0, 1, 0])
+    x = jnp.ones((3, 2))
+    scaled = eqx.filter_vmap(lambda s, x: s.scale(x))(scaling, x)
+    np.testing.assert_array_equal(scaled[:, 0], [1.0, 2.0, 4.0])
+
+
+# --- The others ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("finite", [True, False])
+def test_static_and_noop_scalers_never_change(finite):
+    static = mpx.StaticLossScaling(3.0)
+    assert static.adjust(finite) is static
+    assert static.loss_scaling == 3.0
+    noop = mpx.NoOpLossScaling()
+    assert noop.adjust(finite) is noop
+    assert tree_equal_bits(noop.loss_scaling, jnp.ones(()))
+
+
+def test_the_noop_scaler_widens_and_does_nothing_else():
+    noop = mpx.NoOpLossScaling()
+    tree = {"h": jnp.ones(2, jnp.bfloat16), "n": jnp.arange(2), "f": jnp.tanh, "x": jnp.ones(2)}
+    assert noop.scale(tree) is tree
+    out = noop.unscale(tree)
+    assert tree_equal_bits(out, {**tree, "h": jnp.ones(2)})
+    with jax.enable_x64(True):
+        assert noop.unscale(jnp.ones(2, jnp.float64)).dtype == jnp.float64
+
+
+def test_a_rule_of_ones_own():
+    class Falling(mpx.AbstractLossScaling):
+        """Halves the scale at each step."""
+
+        value: jax.Array
+
+        def scale(self, tree):
+            return mpx.StaticLossScaling(self.value).scale(tree)
+
+        def unscale(self, tree):
+            return mpx.StaticLossScaling(self.value).unscale(tree)
+
+        def adjust(self, grads_finite):
+            return Falling(self.value / 2)
+
+    @jax.jit
+    def step(w, scaling):
+        return mpx.filter_value_and_grad(lambda w: jnp.sum(w * w), scaling)(w)
+
+    value, scaling, finite, grads = step(jnp.array([1.0, 2.0]), Falling(jnp.float32(8.0)))
+    assert (value, scaling.value, finite) == (5.0, 4.0, True)
+    np.testing.assert_array_equal(grads, [2.0, 4.0])
+    with pytest.raises(TypeError, match="abstract"):
+        mpx.AbstractLossScaling()
+
+
+# --- scaled --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_scaled_multiplies_the_value_alone(dtype):
+    scaling = mpx.DynamicLossScaling(2.0**4)
+    x = jnp.array([1.0, 0.5], dtype)
+    value = mpx.scaled(jnp.sum, scaling)(x)
+    assert tree_equal_bits(value, jnp.array(24.0, dtype))
+    value, aux = mpx.scaled(lambda x, *, n: (jnp.sum(x), (x, n)), scaling, has_aux=True)(x, n=3)
+    assert tree_equal_bits((value, aux), (jnp.array(24.0, dtype), (x, 3)))
+    grads = jax.grad(lambda x: mpx.scaled(jnp.sum, scaling)(x).astype(jnp.float32))(x)
+    assert tree_equal_bits(grads, jnp.full(2, 16.0, dtype))

@@ -1,0 +1,196 @@
+"""Finiteness, norms and selection over whole PyTrees."""
+
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+from helpers import tree_equal_bits
+from hypothesis import given, settings
+
+import mpx_pde as mpx
+
+
+# --- all_finite ----------------------------------------------------------------------------------
+
+BAD = [np.inf, -np.inf, np.nan]
+
+
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float16", "bfloat16", "float32", "float64"])
+def test_a_single_bad_entry_is_found(dtype):
+    with jax.enable_x64(True):
+        largest = jnp.full((3, 4), jnp.finfo(dtype).max)
+        good = {"a": [largest, -largest], "n": jnp.arange(3)}
+        assert mpx.all_finite(good)
+        for bad in BAD:
+            assert not mpx.all_finite({**good, "b": largest.at[2, 1].set(bad)})
+
+
+def test_a_single_bad_leaf_among_many_is_found():
+    leaves = [jnp.zeros(2, dtype) for dtype in ("float16", "float32", "bfloat16")] * 3
+    for i, leaf in enumerate(leaves):
+        assert not mpx.all_finite([*leaves[:i], leaf.at[1].set(jnp.nan), *leaves[i + 1 :]])
+
+
+def test_complex_and_scalar_leaves_count():
+    assert mpx.all_finite([1.0 + 2j, jnp.array([1j]), np.float16(2)])
+    for bad in (
+        jnp.array([complex(0, np.nan)]),
+        np.array([complex(np.inf, 0)]),
+        np.float16(np.inf),
+        float("nan"),
+        complex("inf"),
+    ):
+        assert not mpx.all_finite([1.0, bad])
+
+
+def test_everything_else_is_finite():
+    model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
+    others = [None, 1, True, "text", jnp.tanh, jax.random.key(0), jnp.arange(2), np.array(["a"])]
+    for tree in (others, {}, None, model, jnp.zeros((0, 2))):
+        out = mpx.all_finite(tree)
+        assert isinstance(out, jax.Array)
+        assert out.dtype == jnp.bool_
+        assert out.shape == ()
+        assert out
+
+
+def test_all_finite_under_jit_and_vmap():
+    x = jnp.zeros((3, 2)).at[1, 1].set(jnp.inf)
+    tree = {"x": x, "f": x.astype(jnp.float16)}
+    assert not jax.jit(mpx.all_finite)(tree)
+    np.testing.assert_array_equal(jax.vmap(mpx.all_finite)(tree), [True, False, True])
+
+
+# --- global_norm ---------------------------------------------------------------------------------
+
+
+def test_the_norm_is_that_of_all_leaves_together():
+    tree = {"a": jnp.array([3.0]), "b": [jnp.array([[0.0, 4.0]]), None, jnp.arange(9), "text"]}
+    assert mpx.global_norm(tree) == 5.0
+    assert mpx.global_norm(tree).dtype == jnp.float32
+    assert mpx.global_norm([3 + 4j, jnp.array([12.0])]) == 13.0
+    for empty in ({}, [jnp.arange(2)]):
+        assert tree_equal_bits(mpx.global_norm(empty), jnp.zeros(()))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_squares_are_taken_in_float32(dtype):
+    """The square of 300 is infinite in float16."""
+    x = jnp.full(10000, 300.0, dtype)
+    norm = jax.jit(mpx.global_norm)({"x": x})
+    assert norm.dtype == jnp.float32
+    # 1e4 terms summed in float32, in blocks.
+    np.testing.assert_allclose(norm, 100 * float(x[0]), rtol=1e-6)
+
+
+def test_mixed_dtypes_and_float64():
+    leaves = [jnp.array([2.0], d) for d in ("float16", "bfloat16", "float32")]
+    assert tree_equal_bits(mpx.global_norm(leaves), jnp.sqrt(jnp.float32(12.0)))
+    with jax.enable_x64(True):
+        assert mpx.global_norm(leaves).dtype == jnp.float32
+        norm = mpx.global_norm([*leaves, jnp.array([2.0], jnp.float64), np.float64(3.0)])
+        assert norm.dtype == jnp.float64
+        assert norm == 5.0
+
+
+# --- select_tree ---------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+SPECIAL = np.array([0.0, -0.0, np.nan, -np.nan, np.inf, 1e-40, -np.inf, 1.5], np.float32)
+
+
+def filled(sign):
+    """A tree with all kinds of leaves; arrays and keys depend on `sign`."""
+    values = np.copysign(SPECIAL, sign)
+    return {
+        "f32": jnp.array(values),
+        "f16": [jnp.array(values, jnp.float16), jnp.array(values).astype(jnp.bfloat16)],
+        "np": Pair(values, np.float16(sign)),
+        "ints": (jnp.arange(2) + int(sign), jnp.array([sign > 0])),
+        "key": jax.random.key(int(sign) + 1),
+        "complex": jnp.array([complex(sign, -0.0)]),
+        "layer": eqx.nn.Linear(2, 2, key=jax.random.key(int(sign) + 1)),
+        "same": (None, jnp.tanh, "text", 3, 1.5, True),
+        "empty": jnp.zeros((0, 2)),
+    }
+
+
+@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("pred", [True, False, np.True_, np.False_])
+def test_the_selected_tree_comes_back_bit_for_bit(jit, pred):
+    a, b = filled(1.0), filled(-1.0)
+    select = eqx.filter_jit(mpx.select_tree) if jit else mpx.select_tree
+    want = a if pred else b
+    # NumPy leaves become arrays of JAX.
+    out = select(jnp.asarray(pred) if jit else pred, a, b)
+    assert tree_equal_bits(out, want)
+
+
+def test_functions_come_from_the_first_tree():
+    out = mpx.select_tree(False, {"f": jnp.sin, "x": jnp.ones(1)}, {"f": jnp.cos, "x": jnp.zeros(1)})
+    assert out["f"] is jnp.sin
+    assert out["x"] == 0
+
+
+def test_python_numbers_that_differ_are_selected():
+    for pred, want in [(True, (1, 2.0)), (False, (3, 4.0))]:
+        out = mpx.select_tree(pred, (1, 2.0), (3, 4.0))
+        assert tuple(map(float, out)) == want
+
+
+def test_what_is_the_same_stays_the_same_object():
+    x = jnp.ones(2)
+    assert mpx.select_tree(jnp.array(False), {"x": x}, {"x": x})["x"] is x
+
+
+def test_selecting_under_vmap():
+    pred = jnp.array([True, False, True])
+    a, b = jnp.arange(6.0).reshape(3, 2), -jnp.arange(6.0).reshape(3, 2)
+    out = jax.vmap(mpx.select_tree)(pred, {"x": a}, {"x": b})
+    assert tree_equal_bits(out, {"x": jnp.where(pred[:, None], a, b)})
+
+
+def test_the_other_tree_may_be_nan_under_debug_nans():
+    with jax.debug_nans(False):
+        bad = {"x": jnp.array([jnp.nan, jnp.inf])}
+    with jax.debug_nans(True):
+        out = mpx.select_tree(jnp.array(False), bad, {"x": jnp.ones(2)})
+    assert tree_equal_bits(out, {"x": jnp.ones(2)})
+
+
+arrays = st.sampled_from(
+    [
+        (jnp.array(SPECIAL, dtype), jnp.array(SPECIAL[::-1].copy(), dtype))
+        for dtype in ("float16", "float32")
+    ]
+    + [(jnp.arange(2), jnp.arange(1, 3)), (None, None), (jnp.tanh, jnp.tanh), ("a", "a")]
+)
+
+
+@settings(max_examples=40)
+@given(
+    st.recursive(
+        arrays,
+        lambda pairs: st.one_of(
+            st.lists(pairs, max_size=3).map(lambda ps: ([p[0] for p in ps], [p[1] for p in ps])),
+            st.tuples(pairs, pairs).map(lambda ps: (Pair(ps[0][0], ps[1][0]), Pair(ps[0][1], ps[1][1]))),
+            pairs.map(lambda p: ({"k": p[0]}, {"k": p[1]})),
+        ),
+        max_leaves=8,
+    ),
+    st.booleans(),
+)
+def test_any_two_trees_of_the_same_structure(pair, pred):
+    a, b = pair
+    assert tree_equal_bits(mpx.select_tree(pred, a, b), a if pred else b)
+    assert jtu.tree_structure(mpx.select_tree(pred, a, b)) == jtu.tree_structure(a)
