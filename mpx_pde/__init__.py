@@ -41,6 +41,11 @@ from ._loss_scaling import (
     scaled as scaled,
 )
 from ._optimizer import optimizer_update as optimizer_update
+from .ranges import (
+    RangeReport as RangeReport,
+    explain_nonfinite as explain_nonfinite,
+    range_report as range_report,
+)
 from ._tree import all_finite as all_finite, global_norm as global_norm, select_tree as select_tree
 
 

@@ -59,7 +59,8 @@ class Policy:
         """Whether a constant keeps its meaning in half: no overflow, no underflow."""
         info = jnp.finfo(self.dtype)
         size = abs(const)
-        return size == 0 or not math.isfinite(size) or info.tiny <= size <= info.max
+        normal = float(info.tiny) <= size <= float(info.max)
+        return normal or size == 0 or not math.isfinite(size)
 
 
 def parse_patterns(patterns: Any, name: str) -> tuple[str, ...]:

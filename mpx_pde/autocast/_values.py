@@ -21,10 +21,10 @@ class Value:
 
     __slots__ = ("casts", "kind")
 
-    def __init__(self, array: Any, kind: Kind, twin: "Value | None" = None):
+    def __init__(self, array: Any, kind: Kind):
         self.kind = kind
-        dtype = None if not kind.governed else np.dtype(array.dtype)
-        self.casts = {dtype: array} if twin is None else twin.casts
+        dtype = np.dtype(array.dtype) if kind.governed else None
+        self.casts = {dtype: array}
 
     def get(self, dtype: np.dtype | None) -> Any:
         if not self.kind.governed:
@@ -46,7 +46,9 @@ class Value:
 
     def as_kind(self, kind: Kind) -> "Value":
         """The same casts, seen as another kind."""
-        return Value(None, kind, twin=self)
+        out = Value.__new__(Value)
+        out.kind, out.casts = kind, self.casts
+        return out
 
 
 def _cast(array: Any, kind: Kind, dtype: np.dtype) -> Any:
