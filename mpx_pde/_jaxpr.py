@@ -78,15 +78,6 @@ def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
-def as_function(eqn: JaxprEqn) -> Callable[..., list]:
-    """The equation as a function of all of its operands, literals included."""
-
-    def function(*args):
-        return own_bind(eqn, args)
-
-    return function
-
-
 @contextmanager
 def in_context_of(eqn: JaxprEqn):
     """What is bound in here keeps the equation's line of source, name scopes and settings."""
@@ -144,58 +135,67 @@ def _differentiable(aval: Any) -> bool:
     return jnp.issubdtype(getattr(aval, "dtype", np.int32), jnp.inexact)
 
 
-def _float0(aval: Any) -> np.ndarray:
-    return np.zeros(aval.shape, jax.dtypes.float0)
+def differentiable(atoms: Sequence) -> list[int]:
+    """The positions of what can have a tangent."""
+    return [i for i, x in enumerate(atoms) if _differentiable(x.aval)]
 
 
-def pushforward(eqn: JaxprEqn) -> ClosedJaxpr:
+def _moving(eqn: JaxprEqn, args: Sequence, moving: Sequence[int]) -> Callable[..., list]:
+    """The equation as a function of some of its operands. The custom rule of the equation sees
+    that the others are fixed."""
+
+    def function(*parts):
+        full = list(args)
+        for i, x in zip(moving, parts, strict=True):
+            full[i] = x
+        return own_bind(eqn, full)
+
+    return function
+
+
+def pushforward(eqn: JaxprEqn, moving: Sequence[int]) -> ClosedJaxpr:
     """The custom derivative of a `custom_jvp_call`, in the types of the equation.
 
-    A jaxpr of the operands and of the tangents of the differentiable ones, with the results and
+    A jaxpr of the operands and of the tangents of those that are `moving`, with the results and
     the tangents of the differentiable ones.
     """
     avals = [x.aval for x in eqn.invars]
-    live = [i for i, a in enumerate(avals) if _differentiable(a)]
-    live_out = [i for i, v in enumerate(eqn.outvars) if _differentiable(v.aval)]
 
-    def push(primals, tangents):
-        full = [_float0(a) for a in avals]
-        for i, t in zip(live, tangents, strict=True):
-            full[i] = t
-        # Literals were closed over when the equation was traced: they have no tangents.
-        out, out_tangents = jax.jvp(as_function(eqn), tuple(primals), tuple(full))
-        return out, [out_tangents[i] for i in live_out]
+    def push(args, tangents):
+        primals = tuple(args[i] for i in moving)
+        out, out_tangents = jax.jvp(_moving(eqn, args, moving), primals, tuple(tangents))
+        return out, [out_tangents[i] for i in differentiable(eqn.outvars)]
 
-    return jax.make_jaxpr(push)(avals, [avals[i] for i in live])
+    return jax.make_jaxpr(push)(avals, [avals[i] for i in moving])
 
 
-def pullback(eqn: JaxprEqn) -> tuple[ClosedJaxpr, Callable[[], ClosedJaxpr]]:
+def pullback(
+    eqn: JaxprEqn, moving: Sequence[int]
+) -> tuple[ClosedJaxpr, Callable[[], ClosedJaxpr]]:
     """The custom derivative of a `custom_vjp_call`, in the types of the equation.
 
     The forward rule, a jaxpr of the operands with the results followed by the residuals, and a
     function that returns the backward rule: a jaxpr of the residuals and of the cotangents of
-    the differentiable results, with the cotangents of the differentiable operands.
+    the differentiable results, with the cotangents of the operands that are `moving`.
     """
     avals = [x.aval for x in eqn.invars]
-    live = [i for i, a in enumerate(avals) if _differentiable(a)]
-    live_out = [i for i, v in enumerate(eqn.outvars) if _differentiable(v.aval)]
+    live = differentiable(eqn.outvars)
 
-    def forward(*primals):
-        return jax.vjp(as_function(eqn), *primals)
+    def forward(*args):
+        return jax.vjp(_moving(eqn, args, moving), *(args[i] for i in moving))
 
     forward_jaxpr, shapes = jax.make_jaxpr(forward, return_shape=True)(*avals)
     treedef = jax.tree.structure(shapes[1])
     residuals = forward_jaxpr.out_avals[len(eqn.outvars) :]
 
     def backward(residuals, cotangents):
-        full = [_float0(v.aval) for v in eqn.outvars]
-        for i, ct in zip(live_out, cotangents, strict=True):
+        full = [np.zeros(v.aval.shape, jax.dtypes.float0) for v in eqn.outvars]
+        for i, ct in zip(live, cotangents, strict=True):
             full[i] = ct
-        out = jax.tree.unflatten(treedef, residuals)(full)
-        return [out[i] for i in live]
+        return jax.tree.unflatten(treedef, residuals)(full)
 
     def backward_jaxpr():
-        return jax.make_jaxpr(backward)(residuals, [eqn.outvars[i].aval for i in live_out])
+        return jax.make_jaxpr(backward)(residuals, [eqn.outvars[i].aval for i in live])
 
     return forward_jaxpr, backward_jaxpr
 

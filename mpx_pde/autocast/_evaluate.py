@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.custom_derivatives
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -15,6 +16,7 @@ from .._jaxpr import (
     TRACED,
     bind_around,
     bodies_of,
+    differentiable,
     in_context_of,
     inner_scope,
     is_container,
@@ -333,30 +335,28 @@ class Evaluator:
 
     def _custom_jvp(self, eqn, operands, bodies, scopes) -> list[Value]:
         kinds = [x.kind for x in operands]
-        inexact = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars]
-        inexact_out = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
         out_kinds: list[Kind] = []
         function = jax.custom_jvp(self._body(bodies[0], kinds, scopes, out_kinds))
+        live = differentiable(eqn.outvars)
 
         def rule(primals, tangents):
             dtypes = [x.dtype for x in jax.eval_shape(function, *primals)]
-            moving = [i for i, live in enumerate(inexact) if live]
+            # The program's own rule may ask which of its operands are fixed.
+            moving = [i for i in differentiable(eqn.invars) if not _is_zero(tangents[i])]
             values = [
                 *self._wrap(primals, kinds),
                 *(Value(tangents[i], kinds[i]._replace(const=None)) for i in moving),
             ]
-            out = self.jaxpr(pushforward(eqn), values, scopes)
+            out = self.jaxpr(pushforward(eqn, moving), values, scopes)
             n = len(eqn.outvars)
             primals_out = self._as_dtypes(out[:n], dtypes)
-            live = [d for d, is_live in zip(dtypes, inexact_out, strict=True) if is_live]
-            moved = iter(self._as_dtypes(out[n:], live))
-            tangents_out = [
-                next(moved) if is_live else np.zeros(x.shape, jax.dtypes.float0)
-                for x, is_live in zip(primals_out, inexact_out, strict=True)
-            ]
+            tangents_out = [np.zeros(x.shape, jax.dtypes.float0) for x in primals_out]
+            moved = self._as_dtypes(out[n:], [dtypes[i] for i in live])
+            for i, tangent in zip(live, moved, strict=True):
+                tangents_out[i] = tangent
             return primals_out, tangents_out
 
-        function.defjvp(rule)
+        function.defjvp(rule, symbolic_zeros=True)
         return self._wrap(function(*self._arrays(operands)), out_kinds)
 
     def _as_dtypes(self, values: Sequence[Value], dtypes: Sequence[np.dtype]) -> list:
@@ -367,34 +367,42 @@ class Evaluator:
 
     def _custom_vjp(self, eqn, operands, bodies, scopes) -> list[Value]:
         kinds = [x.kind for x in operands]
-        inexact = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.invars]
-        inexact_out = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
         out_kinds: list[Kind] = []
         function = jax.custom_vjp(self._body(bodies[0], kinds, scopes, out_kinds))
+        live = differentiable(eqn.outvars)
         # Known once `forward` has been traced, which is before `backward` is.
         known: dict[str, Any] = {}
 
-        def forward(*arrays):
-            known["in"] = [jax.typeof(x).dtype for x in arrays]
+        def forward(*primals):
+            arrays = [x.value for x in primals]
+            moving = [i for i in differentiable(eqn.invars) if primals[i].perturbed]
             dtypes = [x.dtype for x in jax.eval_shape(function, *arrays)]
-            rule, known["backward"] = pullback(eqn)
+            rule, backward_rule = pullback(eqn, moving)
             out = self.jaxpr(rule, self._wrap(arrays, kinds), scopes)
             n = len(eqn.outvars)
-            known["residuals"] = [x.kind for x in out[n:]]
+            known.update(
+                moving=moving,
+                dtypes=[jax.typeof(arrays[i]).dtype for i in moving],
+                rule=backward_rule,
+                residuals=[x.kind for x in out[n:]],
+            )
             return self._as_dtypes(out[:n], dtypes), self._arrays(out[n:])
 
         def backward(residuals, cotangents):
-            values = [
-                *self._wrap(residuals, known["residuals"]),
-                *(
-                    computed(ct, v.aval, self.policy)
-                    for ct, v, live in zip(cotangents, eqn.outvars, inexact_out, strict=True)
-                    if live
-                ),
-            ]
-            live = [d for d, is_live in zip(known["in"], inexact, strict=True) if is_live]
-            moved = iter(self._as_dtypes(self.jaxpr(known["backward"](), values, scopes), live))
-            return tuple(next(moved) if is_live else None for is_live in inexact)
+            values = self._wrap(residuals, known["residuals"])
+            for i in live:
+                ct = cotangents[i]
+                ct = jnp.zeros(ct.shape, ct.dtype) if _is_zero(ct) else ct
+                values.append(computed(ct, eqn.outvars[i].aval, self.policy))
+            out = [None] * len(eqn.invars)
+            moved = self._as_dtypes(self.jaxpr(known["rule"](), values, scopes), known["dtypes"])
+            for i, ct in zip(known["moving"], moved, strict=True):
+                out[i] = ct
+            return tuple(out)
 
-        function.defvjp(forward, backward)
+        function.defvjp(forward, backward, symbolic_zeros=True)
         return self._wrap(function(*self._arrays(operands)), out_kinds)
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, jax.custom_derivatives.SymbolicZero)
