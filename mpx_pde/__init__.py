@@ -3,7 +3,6 @@
 from typing import Any as _Any
 
 from ._accumulate import filter_accumulated_value_and_grad as filter_accumulated_value_and_grad
-from .autocast import AutocastReport as AutocastReport, autocast as autocast
 from ._cast import (
     FullPrecision as FullPrecision,
     cast_function as cast_function,
@@ -41,12 +40,13 @@ from ._loss_scaling import (
     scaled as scaled,
 )
 from ._optimizer import optimizer_update as optimizer_update
+from ._tree import all_finite as all_finite, global_norm as global_norm, select_tree as select_tree
+from .autocast import AutocastReport as AutocastReport, autocast as autocast
 from .ranges import (
     RangeReport as RangeReport,
     explain_nonfinite as explain_nonfinite,
     range_report as range_report,
 )
-from ._tree import all_finite as all_finite, global_norm as global_norm, select_tree as select_tree
 
 
 __version__ = "0.1.0"

@@ -118,9 +118,7 @@ mixed_conv_general_dilated_p.def_impl(
     lambda x, y, **params: jax.jit(ft.partial(_conv, **params))(x, y)
 )
 mixed_conv_general_dilated_p.def_abstract_eval(_abstract_eval)
-mlir.register_lowering(
-    mixed_conv_general_dilated_p, mlir.lower_fun(_conv, multiple_results=False)
-)
+mlir.register_lowering(mixed_conv_general_dilated_p, mlir.lower_fun(_conv, multiple_results=False))
 ad.defbilinear(mixed_conv_general_dilated_p, _transpose_lhs, _transpose_rhs)
 batching.primitive_batchers[mixed_conv_general_dilated_p] = _batch
 

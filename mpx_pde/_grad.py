@@ -113,7 +113,7 @@ class Gradient(eqx.Module):
         policy,
         keep_full,
         axis_name,
-        autocast=False,
+        autocast: bool | dict[str, Any] = False,
     ):
         if not callable(func):
             raise TypeError(f"`{call}` takes a loss function first, but got {func!r}.")
@@ -396,9 +396,9 @@ def calculate_scaled_grad(
 ) -> Callable:
     """The raw ingredients, for people who unscale, check and adjust by themselves.
 
-    The cast is *not* part of what is differentiated here: gradients are in half precision (in the
-    dtypes of the parameters with `autocast`) and still scaled, `aux` is as `func` returned it, and neither is the scaling adjusted nor
-    `axis_name` used.
+    The cast is *not* part of what is differentiated here: gradients are in half precision (with
+    `autocast`, which casts no arguments, in the dtypes of the parameters) and still scaled, `aux`
+    is as `func` returned it, and neither is the scaling adjusted nor `axis_name` used.
 
     **Arguments:** as for [`mpx_pde.filter_value_and_grad`][].
 

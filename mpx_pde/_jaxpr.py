@@ -117,8 +117,9 @@ def _split_path(path: str) -> list[str]:
 def inner_scope(eqn: JaxprEqn) -> tuple[str, ...]:
     """The scopes of what is inside a container: a jitted function adds its name."""
     name = eqn.params.get("name")
-    named = eqn.primitive.name in ("jit", "pjit") and isinstance(name, str)
-    return (*scopes_of(eqn), name) if named else scopes_of(eqn)
+    if eqn.primitive.name in ("jit", "pjit") and isinstance(name, str):
+        return (*scopes_of(eqn), name)
+    return scopes_of(eqn)
 
 
 def line_of(eqn: JaxprEqn) -> str:
@@ -129,6 +130,11 @@ def line_of(eqn: JaxprEqn) -> str:
 
 def literal(atom: Any) -> bool:
     return isinstance(atom, Literal)
+
+
+def aval_of(atom: Any) -> Any:
+    """The type of a variable or literal, with a shape and a dtype if it is an array's."""
+    return atom.aval
 
 
 def _differentiable(aval: Any) -> bool:
@@ -169,9 +175,7 @@ def pushforward(eqn: JaxprEqn, moving: Sequence[int]) -> ClosedJaxpr:
     return jax.make_jaxpr(push)(avals, [avals[i] for i in moving])
 
 
-def pullback(
-    eqn: JaxprEqn, moving: Sequence[int]
-) -> tuple[ClosedJaxpr, Callable[[], ClosedJaxpr]]:
+def pullback(eqn: JaxprEqn, moving: Sequence[int]) -> tuple[ClosedJaxpr, Callable[[], ClosedJaxpr]]:
     """The custom derivative of a `custom_vjp_call`, in the types of the equation.
 
     The forward rule, a jaxpr of the operands with the results followed by the residuals, and a
@@ -189,7 +193,7 @@ def pullback(
     residuals = forward_jaxpr.out_avals[len(eqn.outvars) :]
 
     def backward(residuals, cotangents):
-        full = [np.zeros(v.aval.shape, jax.dtypes.float0) for v in eqn.outvars]
+        full = [np.zeros(aval_of(v).shape, jax.dtypes.float0) for v in eqn.outvars]
         for i, ct in zip(live, cotangents, strict=True):
             full[i] = ct
         return jax.tree.unflatten(treedef, residuals)(full)
@@ -240,7 +244,9 @@ def _while(eqn: JaxprEqn, args: Sequence, test: Body, body: Body) -> list:
 
 def _shard_map(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
     params = eqn.params
-    axes = params.get("newly_manual_axes", params.get("manual_axes"))
+    # JAX renamed the parameter.
+    renamed = "newly_manual_axes" in params
+    axes = params["newly_manual_axes" if renamed else "manual_axes"]
     out = jax.shard_map(
         lambda *args: tuple(body(*args)),
         mesh=params["mesh"],
@@ -277,4 +283,3 @@ def rebind(eqn: JaxprEqn, args: Sequence, bodies: Sequence[Body]) -> list:
     if name in TRACED:
         return list(bind_around(eqn, args, jax.make_jaxpr(bodies[0])(*args)))
     return list(bodies[0](*args))
-

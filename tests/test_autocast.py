@@ -30,11 +30,16 @@ def inner_primitives(jaxpr):
 
 def assert_products_are_half(fun, *args, half="float16"):
     """Every product that the compiler sees, in whatever `fun` does, is half × half."""
-    text = jax.jit(fun).lower(*args).as_text()
+    return products_are_half(jax.jit(fun).lower(*args).as_text(), half)
+
+
+def products_are_half(text, half):
     products = [
         line
         for line in text.splitlines()
-        if "stablehlo.dot_general" in line or "stablehlo.convolution" in line
+        # Where the program asks for more, as solvers do for their own sums, it gets it.
+        if ("stablehlo.dot_general" in line or "stablehlo.convolution" in line)
+        and "HIGHEST" not in line
     ]
     assert products
     name = {"float16": "f16", "bfloat16": "bf16"}[half]
@@ -235,23 +240,38 @@ def remat_and_shard_map():
     return p, normal(1, (6, 4)), fun
 
 
+@pytest.fixture
+def standard_promotion():
+    """Solvers and layers of others are written for JAX's defaults."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
 @pytest.mark.parametrize("name", ZOO)
-def test_zoo(name):
+@pytest.mark.usefixtures("standard_promotion")
+def test_values_and_gradients_agree_with_float32(name):
     p, x, fun = ZOO[name]()
     cast = mpx.autocast(fun, "float16")
-    # Solvers and samplers are written for JAX's default promotion.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        out, grads = jax.jit(lambda p, x: (cast(p, x), jax.grad(scalar(cast))(p, x)))(p, x)
-        want = jax.jit(lambda p, x: (fun(p, x), jax.grad(scalar(fun))(p, x)))(p, x)
-        # Deep or recurrent: two more bits than a network of two or three layers.
-        for got, wanted in zip(jax.tree.leaves((out, grads)), jax.tree.leaves(want), strict=True):
-            assert got.dtype == wanted.dtype
-            size = np.abs(wanted).max(initial=1e-2)
-            assert np.abs(got - wanted).max(initial=0.0) <= 4 * TOLERANCES["float16"] * size
-        assert_products_are_half(jax.grad(scalar(cast)), p, x)
-        # As without autocast, to the bit, if everything is listed as full.
-        full = jax.jit(mpx.autocast(fun, "float16", full="*"))(p, x)
-        assert tree_equal_bits(full, jax.jit(fun)(p, x))
+
+    def both(fun):
+        return jax.jit(lambda p, x: (fun(p, x), jax.grad(scalar(fun))(p, x))).lower(p, x)
+
+    lowered = both(cast)
+    products_are_half(lowered.as_text(), "float16")
+    got, want = lowered.compile()(p, x), both(fun).compile()(p, x)
+    # Deep or recurrent: two more bits than a network of two or three layers.
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert g.dtype == w.dtype
+        size = np.abs(w).max(initial=1e-2)
+        assert np.abs(g - w).max(initial=0.0) <= 4 * TOLERANCES["float16"] * size
+
+
+@pytest.mark.parametrize("name", ["attention", "norms", "gru", "pinn", "losses"])
+@pytest.mark.usefixtures("standard_promotion")
+def test_no_value_changes_if_everything_is_listed_as_full(name):
+    p, x, fun = ZOO[name]()
+    full = jax.jit(mpx.autocast(fun, "float16", full="*"))(p, x)
+    assert tree_equal_bits(full, jax.jit(fun)(p, x))
 
 
 @pytest.mark.parametrize("half", HALVES)
@@ -297,7 +317,7 @@ def test_inside_of_a_transform_or_around_it():
     assert_products_are_half(cast, w, x, half="bfloat16")
 
 
-# --- Masters ------------------------------------------------------------------------------------
+# --- Masters --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["as it is", "cast by the program"])
@@ -345,9 +365,11 @@ def test_a_parameter_is_cast_once_and_keeps_its_gradient_in_float32():
     casts = [e for e in equations(jaxpr) if e.primitive.name == "convert_element_type"]
     assert not [e for e in casts if e.invars[0].aval.shape == (8, 8)]
     # The rounding is inside of the products; the compiler makes one of the five.
-    text = jax.jit(cast).lower(w, x).compile().as_text()
-    entry = text[text.index("ENTRY") :]
-    assert len(re.findall(r"= f16\[8,8\]", text)) <= 1 or "f16[8,8]" not in entry
+    text = jax.jit(cast).lower(w, x).as_text("hlo")
+    rounded = re.findall(r"f16\[8,8\]\S* convert\(", text)
+    compiled = jax.jit(cast).lower(w, x).compile().as_text()
+    assert len(rounded) == 5
+    assert len(re.findall(r"f16\[8,8\]\S* convert\(", compiled)) == 1
 
 
 def test_what_was_computed_is_cast_once():
@@ -371,16 +393,13 @@ def test_a_cast_back_and_forth_disappears():
     assert inner_primitives(jaxpr) == []
 
 
-# --- Operands that decide --------------------------------------------------------------------------
+# --- Operands that decide -------------------------------------------------------------------------
 
 
 def dtypes_of(fun, name, *args, dtype="float16", **overrides):
     jaxpr = jax.make_jaxpr(mpx.autocast(fun, dtype, **overrides))(*args)
     return [
-        v.aval.dtype.name
-        for e in equations(jaxpr)
-        if e.primitive.name == name
-        for v in e.outvars
+        v.aval.dtype.name for e in equations(jaxpr) if e.primitive.name == name for v in e.outvars
     ]
 
 
@@ -429,7 +448,7 @@ def test_a_product_that_asks_for_more_is_left_alone():
     assert tree_equal_bits(mpx.autocast(fun, "float16")(w, x), fun(w, x))
 
 
-# --- Overrides --------------------------------------------------------------------------------------
+# --- Overrides ------------------------------------------------------------------------------------
 
 
 def scoped(w, x):
@@ -455,13 +474,8 @@ def scoped(w, x):
 )
 def test_full_by_scope_and_by_primitive(pattern, halves):
     w, x = normal(0, (4, 4)), normal(1, (4,))
-    for fun in (scoped, jax.jit(scoped), jax.vmap(scoped, (None, 0)), jax.grad(scalar(scoped))):
-        args = (w, x[None]) if fun is not scoped and "vmap" in repr(fun) else (w, x)
-        if fun is scoped:
-            names = inner_primitives(
-                jax.make_jaxpr(mpx.autocast(fun, "float16", full=pattern))(*args)
-            )
-            assert names.count("mixed_dot_general") == halves
+    jaxpr = jax.make_jaxpr(mpx.autocast(scoped, "float16", full=pattern))(w, x)
+    assert inner_primitives(jaxpr).count("mixed_dot_general") == halves
 
 
 def test_scopes_are_found_under_transforms():
@@ -474,9 +488,7 @@ def test_scopes_are_found_under_transforms():
         jax.make_jaxpr(mpx.autocast(fun, "float16", full=["encoder", "decoder"]))(w, x)
     )
     assert "mixed_dot_general" not in names
-    names = inner_primitives(
-        jax.make_jaxpr(mpx.autocast(fun, "float16", full=["encoder"]))(w, x)
-    )
+    names = inner_primitives(jax.make_jaxpr(mpx.autocast(fun, "float16", full=["encoder"]))(w, x))
     assert "mixed_dot_general" in names
 
 
@@ -487,7 +499,7 @@ def test_half_by_primitive():
     assert dtypes_of(scoped, "exp", w, x, half="exp", full="decoder") == ["float32"]
 
 
-# --- What passes through -------------------------------------------------------------------------
+# --- What passes through --------------------------------------------------------------------------
 
 
 def test_other_dtypes_are_untouched():
@@ -571,7 +583,7 @@ def test_report():
     assert "unused override: 'nowhere'" in text
 
 
-# --- Functions with derivatives of their own -------------------------------------------------------
+# --- Functions with derivatives of their own ------------------------------------------------------
 
 
 def test_custom_rules_are_kept():
@@ -602,7 +614,9 @@ def test_custom_rules_are_kept():
     got, want = (jax.jit(jax.grad(scalar(f), (0, 1)))(w, x) for f in (cast, fun))
     assert tree_allclose(got, want, computed_in="float16")
     assert_products_are_half(jax.grad(scalar(cast), (0, 1)), w, x)
-    tangent = jax.jit(lambda x: jax.jvp(lambda x: mpx.autocast(forward, "float16")(w, x), (x,), (x,)))
+    tangent = jax.jit(
+        lambda x: jax.jvp(lambda x: mpx.autocast(forward, "float16")(w, x), (x,), (x,))
+    )
     assert tree_allclose(
         tangent(x), jax.jvp(lambda x: forward(w, x), (x,), (x,)), computed_in="float16"
     )
@@ -623,7 +637,7 @@ def test_control_flow():
     assert len(assert_products_are_half(cast, w, x)) >= 4
 
 
-# --- The transformation itself ----------------------------------------------------------------------
+# --- The transformation itself --------------------------------------------------------------------
 
 
 def test_names_methods_and_decorators():
@@ -666,7 +680,9 @@ def test_the_dtype_is_that_of_the_moment():
     assert inside == [*HALVES, "bfloat16"]
 
 
-@pytest.mark.parametrize("name", ["bfloat16_x3", "bfloat16_x6", lax.DotAlgorithmPreset.BF16_BF16_F32_X3])
+@pytest.mark.parametrize(
+    "name", ["bfloat16_x3", "bfloat16_x6", lax.DotAlgorithmPreset.BF16_BF16_F32_X3]
+)
 def test_split_products(name):
     w, x = normal(0, (4, 4), 0.5), normal(1, (4,))
 
@@ -710,14 +726,16 @@ def test_errors():
         mpx.autocast(jnp.sin, full=jnp.exp)
 
 
-# --- In a training step -------------------------------------------------------------------------
+# --- In a training step ---------------------------------------------------------------------------
 
 
 def regression(model, x, y):
     return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
 
-@pytest.mark.parametrize("transform", ["filter_value_and_grad", "filter_accumulated_value_and_grad"])
+@pytest.mark.parametrize(
+    "transform", ["filter_value_and_grad", "filter_accumulated_value_and_grad"]
+)
 def test_filter_value_and_grad(transform):
     model = eqx.nn.MLP(2, 1, 16, 2, activation=jnp.tanh, key=KEY)
     x, y = normal(1, (16, 2)), 2 + normal(2, (16, 1))
@@ -758,7 +776,7 @@ def test_calculate_scaled_grad_leaves_parameters_uncast():
     w, x = normal(0, (4, 4)), normal(1, (4,))
     scaling = mpx.StaticLossScaling(2.0**4)
     run = mpx.calculate_scaled_grad(lambda w, x: jnp.sum(w @ x), scaling, autocast=True)
-    value, grads = jax.jit(run)(w, x)
+    value, grads = eqx.filter_jit(run)(w, x)
     assert grads.dtype == jnp.float32
     assert tree_allclose(
         (value, grads), (16 * jnp.sum(w @ x), 16 * jnp.tile(x, (4, 1))), computed_in="float16"

@@ -4,13 +4,13 @@ import functools as ft
 
 import jax
 import jax.numpy as jnp
-import mpx_pde as mpx
 import numpy as np
 import pytest
+from helpers import HALVES, TOLERANCES, equations
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
-from helpers import HALVES, TOLERANCES, equations
+import mpx_pde as mpx
 
 
 # lhs, rhs and the window: strides, padding of either kind, dilations, groups of channels and of

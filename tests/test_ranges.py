@@ -24,7 +24,7 @@ def row_of(report, primitive):
     return rows[0]
 
 
-# --- Counting ---------------------------------------------------------------------------------------
+# --- Counting -------------------------------------------------------------------------------------
 
 # Each with the half formats in which it is lost, and how.
 VALUES = {
@@ -124,7 +124,7 @@ def test_the_run_is_float32_whatever_the_function_casts_to():
     assert report.result[0][1] == 4e7
 
 
-# --- Where ------------------------------------------------------------------------------------------
+# --- Where ----------------------------------------------------------------------------------------
 
 
 def test_a_planted_overflow_is_reported_at_its_own_line():
@@ -193,7 +193,7 @@ def test_a_training_step_with_derivatives():
     assert any("test_ranges.py" in row.line for row in report.rows)
 
 
-# --- Output -----------------------------------------------------------------------------------------
+# --- Output ---------------------------------------------------------------------------------------
 
 
 def odd_sizes(x, w, image, kernel):

@@ -107,7 +107,7 @@ class _Autocast(eqx.Module):
 
         **Arguments:** those of the function; [`jax.ShapeDtypeStruct`][] will do for arrays.
 
-        **Returns:** an [`mpx_pde.autocast.AutocastReport`][].
+        **Returns:** an [`mpx_pde.AutocastReport`][].
         """
         policy = self._policy()
         recorder = Recorder(policy)

@@ -14,6 +14,7 @@ from .._conv import mixed_conv_general_dilated_p
 from .._dot import mixed_dot_general_p
 from .._jaxpr import (
     TRACED,
+    aval_of,
     bind_around,
     bodies_of,
     differentiable,
@@ -27,7 +28,7 @@ from .._jaxpr import (
     rebind,
     scopes_of,
 )
-from . import _tables as tables
+from . import tables
 from ._rules import Kind, Policy, Rule, decide, feeding
 from ._values import FULL, Value, computed, constant
 
@@ -44,7 +45,7 @@ class Evaluator:
         self.note = note
         # Scopes are read from strings, so only where something asks for them.
         self.scoped = bool(note or policy.half or policy.full)
-        self.traces: dict[Any, tuple[ClosedJaxpr, list[Kind]]] = {}
+        self.traces: dict[Any, tuple[ClosedJaxpr, list[Kind], ClosedJaxpr]] = {}
         # By the identity of a jaxpr, which is kept alive beside what is known of it.
         self.magnified: dict[int, tuple[Jaxpr, set[int]]] = {}
         self.multiplies: dict[int, tuple[Jaxpr, bool]] = {}
@@ -113,7 +114,9 @@ class Evaluator:
         if policy.algorithm is not None:
             return self._split_product(eqn, operands)
         # A program that multiplies halves into float32 gets float32.
-        widens = eqn.invars[0].aval.dtype == policy.dtype and eqn.outvars[0].aval.dtype == FULL
+        widens = (
+            aval_of(eqn.invars[0]).dtype == policy.dtype and aval_of(eqn.outvars[0]).dtype == FULL
+        )
         dtypes = {"dtype": policy.dtype, "out_dtype": FULL if widens else policy.dtype}
         rest = {k: v for k, v in params.items() if k not in ("precision", "preferred_element_type")}
         is_dot = eqn.primitive.name == "dot_general"
@@ -132,7 +135,7 @@ class Evaluator:
         return self._computed(eqn, own_bind(eqn, [x.array(self.policy) for x in operands]))
 
     def _full(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-        if "preferred_element_type" in eqn.params and eqn.outvars[0].aval.dtype != FULL:
+        if "preferred_element_type" in eqn.params and aval_of(eqn.outvars[0]).dtype != FULL:
             return self._in(FULL, eqn, operands, preferred_element_type=FULL)
         return self._in(FULL, eqn, operands)
 
@@ -155,7 +158,7 @@ class Evaluator:
 
     def _convert(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         (x,) = operands
-        before, after = eqn.invars[0].aval.dtype, eqn.params["new_dtype"]
+        before, after = aval_of(eqn.invars[0]).dtype, eqn.params["new_dtype"]
         if not self.policy.governs(eqn.outvars[0].aval):
             return self._own(eqn, operands)
         if before == after:
@@ -165,7 +168,7 @@ class Evaluator:
     def _own(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         args = [self._as_in_program(x, v.aval) for x, v in zip(operands, eqn.invars, strict=True)]
         out = self._computed(eqn, own_bind(eqn, args))
-        if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == bool:
+        if eqn.primitive.name == "convert_element_type" and aval_of(eqn.invars[0]).dtype == bool:
             # Zeros and ones are exact in every dtype: a mask gives way to what it masks.
             return [x.as_kind(x.kind._replace(master=not x.kind.half)) for x in out]
         return out
@@ -198,9 +201,7 @@ class Evaluator:
     def _concerns(self, operands: list[Value], bodies: list[ClosedJaxpr]) -> bool:
         """Whether anything changes inside of a container."""
         return (
-            self.scoped
-            or any(x.kind.half for x in operands)
-            or any(map(self._multiplies, bodies))
+            self.scoped or any(x.kind.half for x in operands) or any(map(self._multiplies, bodies))
         )
 
     def _wrap(self, arrays: Sequence, kinds: Sequence[Kind]) -> list[Value]:
@@ -292,9 +293,7 @@ class Evaluator:
 
         def body(*arrays):
             out = self.jaxpr(bodies[1], self._wrap(arrays, body_kinds), scopes)
-            return self._arrays(
-                [self._carried(x, a) for x, a in zip(out, avals, strict=True)]
-            )
+            return self._arrays([self._carried(x, a) for x, a in zip(out, avals, strict=True)])
 
         out = rebind(eqn, self._arrays([*consts, *carry]), [test, body])
         return self._computed(eqn, out)

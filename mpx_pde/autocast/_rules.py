@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn, Primitive
 
 from .._jaxpr import literal
-from . import _tables as tables
+from . import tables
 
 
 class Kind(NamedTuple):

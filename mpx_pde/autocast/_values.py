@@ -26,7 +26,7 @@ class Value:
         dtype = np.dtype(array.dtype) if kind.governed else None
         self.casts = {dtype: array}
 
-    def get(self, dtype: np.dtype | None) -> Any:
+    def get(self, dtype: Any) -> Any:
         if not self.kind.governed:
             return self.casts[None]
         out = self.casts.get(dtype)

@@ -12,6 +12,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._dtypes import is_half
 from .._jaxpr import (
+    aval_of,
     bodies_of,
     in_context_of,
     inner_scope,
@@ -52,8 +53,8 @@ class Site(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     product: tuple[int, ...] | None = None
-    """Of a matrix product: batch, rows, columns and contracted size; of a convolution: 1, positions,
-    output channels and window times input channels."""
+    """Of a matrix product: batch, rows, columns and contracted size; of a convolution: groups,
+    positions, output channels and window times input channels."""
 
 
 class Known(NamedTuple):
@@ -166,8 +167,8 @@ class Meter:
                 primitive=eqn.primitive.name,
                 line=line_of(eqn),
                 scope="/".join(scopes + scopes_of(eqn)),
-                dtype=var.aval.dtype.name,
-                shape=tuple(var.aval.shape),
+                dtype=aval_of(var).dtype.name,
+                shape=tuple(aval_of(var).shape),
                 product=_product_shape(eqn),
             )
             out.append(Known(x, self.visit(site, x, source_of)))
@@ -224,7 +225,7 @@ def _bind_wide(eqn: JaxprEqn, arrays: list) -> list:
     elif name not in _GENERIC:
         # Its parameters may speak of the dtypes of the program.
         arrays = [
-            lax.convert_element_type(x, v.aval.dtype) if is_half_array(v.aval) else x
+            lax.convert_element_type(x, aval_of(v).dtype) if is_half_array(v.aval) else x
             for x, v in zip(arrays, eqn.invars, strict=True)
         ]
     return [_widen(x) for x in own_bind(eqn.replace(params=params), arrays)]
@@ -232,7 +233,9 @@ def _bind_wide(eqn: JaxprEqn, arrays: list) -> list:
 
 def _product_shape(eqn: JaxprEqn) -> tuple[int, ...] | None:
     name = eqn.primitive.name
-    x, y = (v.aval.shape for v in eqn.invars[:2]) if len(eqn.invars) > 1 else ((), ())
+    if name not in (*tables.PRODUCTS, *tables.MIXED):
+        return None
+    x, y = (tuple(int(n) for n in aval_of(v).shape) for v in eqn.invars[:2])
     if name in ("dot_general", "mixed_dot_general"):
         (x_contract, y_contract), (x_batch, y_batch) = eqn.params["dimension_numbers"]
 
@@ -242,12 +245,9 @@ def _product_shape(eqn: JaxprEqn) -> tuple[int, ...] | None:
         rows = [i for i in range(len(x)) if i not in (*x_contract, *x_batch)]
         columns = [i for i in range(len(y)) if i not in (*y_contract, *y_batch)]
         return size(x, x_batch), size(x, rows), size(y, columns), size(x, x_contract)
-    if name in ("conv_general_dilated", "mixed_conv_general_dilated"):
-        spec = eqn.params["dimension_numbers"]
-        groups = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
-        out = eqn.outvars[0].aval.shape
-        channels_out, channels_in = y[spec.rhs_spec[0]], y[spec.rhs_spec[1]]
-        window = int(np.prod([y[i] for i in spec.rhs_spec[2:]], dtype=int))
-        positions = int(np.prod(out, dtype=int)) // channels_out
-        return groups, positions, channels_out // groups, channels_in * window
-    return None
+    spec = eqn.params["dimension_numbers"]
+    groups = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
+    channels_out, channels_in = y[spec.rhs_spec[0]], y[spec.rhs_spec[1]]
+    window = int(np.prod([y[i] for i in spec.rhs_spec[2:]], dtype=int))
+    positions = int(np.prod(aval_of(eqn.outvars[0]).shape, dtype=int)) // channels_out
+    return groups, positions, channels_out // groups, channels_in * window

@@ -5,6 +5,7 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
@@ -57,9 +58,7 @@ class _RangeReport(eqx.Module):
 
     def __call__(self, /, *args, **kwargs) -> RangeReport:
         traced = [
-            x
-            for x in jtu.tree_leaves((self._fun, args, kwargs))
-            if isinstance(x, jax.core.Tracer)
+            x for x in jtu.tree_leaves((self._fun, args, kwargs)) if isinstance(x, jax.core.Tracer)
         ]
         if traced:
             raise TypeError(
@@ -153,8 +152,7 @@ def _mend(row: Row, name: str) -> str:
         f"Keep it in float32 with `mpx.autocast(..., {pattern})` (or `autocast="
         f"{{'full': {scope or primitive!r}}}` in `mpx.filter_grad`). When whole models are cast, "
         "use `mpx.FullPrecision` around its layer. Or make its operands smaller by a power of two, "
-        f"or use bfloat16, which {'does not overflow' if not row.bfloat16.overflow else 'overflows'}"
-        " here."
+        "or use bfloat16."
     )
 
 
