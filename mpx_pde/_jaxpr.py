@@ -215,9 +215,19 @@ def bind_around(eqn: JaxprEqn, args: Sequence, closed: ClosedJaxpr) -> list:
     return eqn.primitive.bind(*closed.consts, *args, **{**eqn.params, name: jaxpr})
 
 
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many of the operands of a `scan` are constants, and how many carries."""
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # JAX 0.11 keeps the operands in groups.
+    consts, carry, _ = params["ft_in"].update(list(range(len(eqn.invars)))).unpack()
+    return len(list(consts)), len(list(carry))
+
+
 def _scan(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
     params = eqn.params
-    n_consts, n_carry = params["num_consts"], params["num_carry"]
+    n_consts, n_carry = scan_counts(eqn)
     consts, init, xs = _cut(args, n_consts, n_carry)
 
     def step(carry, x):

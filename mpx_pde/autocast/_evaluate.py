@@ -26,6 +26,7 @@ from .._jaxpr import (
     pullback,
     pushforward,
     rebind,
+    scan_counts,
     scopes_of,
 )
 from . import tables
@@ -256,7 +257,7 @@ class Evaluator:
         return computed(self._as_in_program(value, aval), aval, self.policy)
 
     def _scan(self, eqn, operands, bodies, scopes) -> list[Value]:
-        n_consts, n_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        n_consts, n_carry = scan_counts(eqn)
         n = n_consts + n_carry
         avals = [v.aval for v in eqn.invars]
         consts = [self._entering(x) for x in operands[:n_consts]]
