@@ -359,6 +359,8 @@ def run(report: Report, args: argparse.Namespace) -> int:
                 wrong += compare_programs(report, problem, target, args.dtype)
         except TargetUnavailable as e:
             report.note(f"{title(target)} is left out. {e}")
+    if "ratios" not in report.sections:
+        raise SystemExit(f"None of the targets {args.targets} has a compiler here.")
     for problem in PROBLEMS[:2]:
         wrong += count_traces(report, problem, args.dtype, 100 if args.quick else 1000)
     if not args.no_time:

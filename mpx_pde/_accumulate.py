@@ -77,14 +77,19 @@ def _run(
     }
     differentiate = gradient.scaled if gradient.use_mixed_precision else gradient.plain
 
+    statics = []  # what is no array in `aux`, and could not leave the scan
+
     def body(total, batch):
         here = treedef.unflatten([batch.get(i, x) for i, x in enumerate(leaves)])
         out, grads = differentiate((model, *here), kwargs)
-        return jtu.tree_map(jnp.add, total, widen(grads)), out
+        arrays, static = eqx.partition(out, eqx.is_array)
+        statics.append(static)
+        return jtu.tree_map(jnp.add, total, widen(grads)), arrays
 
     masters = eqx.filter(model, eqx.is_inexact_array)
     zero = jtu.tree_map(jnp.zeros_like, widen(masters))
-    total, (values, aux) = lax.scan(body, zero, batched, length=micro_batches)
+    total, arrays = lax.scan(body, zero, batched, length=micro_batches)
+    values, aux = eqx.combine(arrays, statics[-1])
     value = jnp.mean(values)
     mean = jtu.tree_map(lambda g: g / micro_batches, total)
     if gradient.use_mixed_precision:
@@ -97,7 +102,7 @@ def _run(
 
 def filter_accumulated_value_and_grad(
     func: Callable,
-    scaling: AbstractLossScaling,
+    scaling: AbstractLossScaling | None,
     micro_batches: int,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
@@ -129,7 +134,7 @@ def filter_accumulated_value_and_grad(
 
     A function that returns as that of [`mpx_pde.filter_value_and_grad`][]. `value` is the mean
     over the micro-batches; the arrays of `aux` are stacked, with a leading axis of length
-    `micro_batches`.
+    `micro_batches`, and what is no array comes back as it is.
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][], and `ValueError` for a batch that does not
     divide, an `in_axes` that does not fit or a `micro_batches` below 1.

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from ._dtypes import as_floating_dtype, half_precision_datatype, wide
 
@@ -39,6 +39,13 @@ def _target(dtype: Any, to: np.dtype) -> np.dtype | None:
     return None
 
 
+def convert(x: Array, dtype: Any, weak_type: bool) -> Array:
+    """`x.astype(dtype)`, which on its own would make a weak type strong."""
+    if x.dtype == dtype and x.weak_type == weak_type:
+        return x
+    return lax.convert_element_type_p.bind(x, new_dtype=dtype, weak_type=weak_type, sharding=None)
+
+
 def _cast_leaf(x: Any, to: np.dtype) -> Any:
     if not isinstance(x, _ARRAY_TYPES | jax.ShapeDtypeStruct):
         return x
@@ -48,8 +55,7 @@ def _cast_leaf(x: Any, to: np.dtype) -> Any:
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(dtype=target)
     if isinstance(x, jax.Array) and getattr(x, "weak_type", False):
-        # `astype` would make the type strong.
-        return lax.convert_element_type_p.bind(x, new_dtype=target, weak_type=True, sharding=None)
+        return convert(x, target, weak_type=True)
     # Overflow is data: NumPy would warn of it, JAX does not.
     with np.errstate(over="ignore"):
         return x.astype(target)

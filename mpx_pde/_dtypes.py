@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,6 +31,8 @@ def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
     """`dtype` as a NumPy dtype; a `ValueError` in the name of `call` unless it is a real
     floating type."""
     try:
+        if dtype is None or eqx.is_array(dtype):
+            raise TypeError  # NumPy would take `None` for float64, and an array for its dtype.
         out = jnp.dtype(dtype)
     except TypeError as e:
         raise ValueError(

@@ -94,7 +94,7 @@ class Gradient(eqx.Module):
     """What the public transformations share: a loss function and how to differentiate it."""
 
     func: Any
-    scaling: AbstractLossScaling
+    scaling: Any
     has_aux: bool = eqx.field(static=True)
     use_mixed_precision: bool = eqx.field(static=True)
     policy: jmp.Policy | None = eqx.field(static=True)
@@ -117,7 +117,8 @@ class Gradient(eqx.Module):
     ):
         if not callable(func):
             raise TypeError(f"`{call}` takes a loss function first, but got {func!r}.")
-        check_scaling(scaling, call)
+        if use_mixed_precision or scaling is not None:
+            check_scaling(scaling, call)
         self.func = func
         self.scaling = scaling
         self.has_aux = bool(has_aux)
@@ -227,6 +228,9 @@ class Transformed(eqx.Module):
                 f"`{self.gradient.call}` differentiates with respect to the first positional "
                 "argument, but the function was called without one. Pass the model first."
             )
+        # Copies of the containers: an `eqx.nn.State` that the loss sets can be used once only, and
+        # the caller needs the old one to roll back to.
+        args, kwargs = jtu.tree_map(lambda x: x, (args, kwargs))
         return self.gradient.in_context(lambda: self.run(self.gradient, args, kwargs))
 
     def __get__(self, instance: Any, owner: Any = None):
@@ -267,7 +271,7 @@ def _run_scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
 
 def filter_value_and_grad(
     func: Callable,
-    scaling: AbstractLossScaling,
+    scaling: AbstractLossScaling | None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,
@@ -291,7 +295,8 @@ def filter_value_and_grad(
 
     - `func`: a function of the model and anything else, that returns a scalar loss, or
         `(loss, aux)` with `has_aux=True`.
-    - `scaling`: a loss scaling, such as [`mpx_pde.DynamicLossScaling`][].
+    - `scaling`: a loss scaling, such as [`mpx_pde.DynamicLossScaling`][]. `None` will do without
+        mixed precision.
     - `has_aux`: whether `func` returns auxiliary output.
     - `use_mixed_precision`: with `False` this is `equinox.filter_value_and_grad`: no cast, no
         scaling, `scaling` comes back as it went in and `grads_finite` is true.
@@ -345,7 +350,7 @@ def filter_value_and_grad(
 
 def filter_grad(
     func: Callable,
-    scaling: AbstractLossScaling,
+    scaling: AbstractLossScaling | None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,
@@ -385,7 +390,7 @@ def filter_grad(
 
 def calculate_scaled_grad(
     func: Callable,
-    scaling: AbstractLossScaling,
+    scaling: AbstractLossScaling | None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
 from ._cast import is_inexact, widen
@@ -41,12 +42,13 @@ def _scale(tree: PyTree, factor: Float32[Array, ""]) -> PyTree:
 
 
 def _positive_scalar(value: Any, call: str, name: str) -> None:
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         kinds = (jnp.integer, jnp.floating)
         ok = value.shape == () and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
     else:
         try:
-            ok = jnp.shape(value) == () and SMALLEST_SCALE <= float(value) <= LARGEST_SCALE
+            ok = eqx.is_array_like(value) and not np.iscomplexobj(value) and np.ndim(value) == 0
+            ok = ok and SMALLEST_SCALE <= float(value) <= LARGEST_SCALE
         except (TypeError, OverflowError):
             ok = False
     if not ok:
@@ -57,7 +59,7 @@ def _positive_scalar(value: Any, call: str, name: str) -> None:
 
 
 def _static(value: Any, call: str, name: str) -> float:
-    if isinstance(value, jax.core.Tracer):
+    if isinstance(value, Tracer):
         raise ValueError(
             f"`{call}` needs a Python number or a concrete array as `{name}`, since it is a static "
             "field, but got a traced value. Build the scaler outside of `jit`."
@@ -229,7 +231,7 @@ class DynamicLossScaling(AbstractLossScaling):
             else _power_of_two(_static(max_loss_scaling, call, "max_loss_scaling"))
         )
         _positive_scalar(loss_scaling, call, "loss_scaling")
-        if isinstance(loss_scaling, jax.core.Tracer):
+        if isinstance(loss_scaling, Tracer):
             _, exponent = jnp.frexp(loss_scaling.astype(jnp.float32))
             self.loss_scaling = jnp.ldexp(jnp.ones((), jnp.float32), exponent - 1)
         else:

@@ -10,7 +10,7 @@ import optax
 from jax import lax
 from jaxtyping import PyTree
 
-from ._cast import widen
+from ._cast import convert, widen
 from ._tree import check_flag, check_same_structure, select_tree
 
 
@@ -46,11 +46,12 @@ def _covers_all_arrays(optimizer_state: PyTree, model: PyTree) -> bool:
 
 
 def _like(new: PyTree, old: PyTree) -> PyTree:
-    """`new` in the dtypes of `old`, so that a step never changes what the next one compiles for."""
+    """`new` in the dtypes of `old`, weak types included, so that a step never changes what the
+    next one compiles for."""
 
     def cast(x, y):
-        if eqx.is_array(y) and eqx.is_array_like(x) and jnp.result_type(x) != y.dtype:
-            return jnp.asarray(x).astype(y.dtype)
+        if eqx.is_array(y) and eqx.is_array_like(x):
+            return convert(jnp.asarray(x), y.dtype, getattr(y, "weak_type", False))
         return x
 
     return jtu.tree_map(cast, new, old)
@@ -58,7 +59,7 @@ def _like(new: PyTree, old: PyTree) -> PyTree:
 
 def optimizer_update(
     model: PyTree,
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
     optimizer_state: PyTree,
     grads: PyTree,
     grads_finite: Any,
@@ -70,8 +71,9 @@ def optimizer_update(
     no moment, no step count and no learning-rate schedule advances. Nothing non-finite enters the
     optimizer on such a step, so it runs under `jax_debug_nans`.
 
-    Gradients narrower than float32 are widened before the optimizer sees them, so norms and
-    moments are computed in float32; parameters and state keep their dtypes.
+    Where parameters are narrower than float32, the optimizer sees gradients, parameters and state
+    widened to float32, so that norms and moments are computed in float32; what comes back has the
+    dtypes of what went in.
 
     **Arguments:**
 
@@ -98,6 +100,8 @@ def optimizer_update(
     )
     ```
     """
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
             f"`{_CALL}` takes an Optax gradient transformation such as `optax.adam(1e-3)` as "
@@ -111,18 +115,22 @@ def optimizer_update(
         params = eqx.filter(model, eqx.is_array)
         grads = eqx.combine(grads, jtu.tree_map(jnp.zeros_like, params))
 
+    narrow = any(p.dtype.itemsize < 4 for p in jtu.tree_leaves(floating))
+
     def step(grads, extra_args):
+        # All three or none: some optimizers branch on the device, and their branches must agree.
+        kept = optimizer_state, params
+        state, masters = widen(kept) if narrow else kept
         # Optax relies on the standard promotion of dtypes.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             updates, new_state = optax.with_extra_args_support(optimizer).update(
-                grads, optimizer_state, params, **extra_args
+                widen(grads), state, masters, **extra_args
             )
             updates = jtu.tree_map(lambda u, p: None if p is None else u, updates, floating)
             return _like(eqx.apply_updates(model, updates), model), _like(
                 new_state, optimizer_state
             )
 
-    grads = widen(grads)
     if any(callable(x) for x in jtu.tree_leaves(extra_args)):
         # A line search evaluates the loss: on a skipped step it must not run at all.
         arrays, static = eqx.partition((model, optimizer_state), eqx.is_array)
@@ -133,8 +141,9 @@ def optimizer_update(
         )
         return eqx.combine(arrays, static)
 
-    # One selects instead of branching: a branch on the device waits for the host, and keeps XLA
-    # from fusing the update. Ones stand in for the gradients, since they divide by nothing.
+    # A selection, not a branch: a branch on the device waits for the host, and keeps XLA from
+    # fusing and from updating donated arrays in place. Ones stand in for the gradients, since
+    # nothing divides by them in vain.
     def safe(x):
         if not eqx.is_inexact_array(x):
             return x

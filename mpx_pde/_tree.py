@@ -52,16 +52,13 @@ def global_norm(tree: PyTree) -> Float[Array, ""]:
 
 def check_flag(pred: Any, call: str, name: str) -> Bool[Array, ""]:
     """`pred` as a scalar bool array; a `TypeError` in the name of `call` if it is none."""
-    try:
-        out = jnp.asarray(pred)
-    except (TypeError, ValueError):
-        out = np.asarray(pred)  # raises below, whatever it is
-    if out.shape != () or out.dtype != jnp.bool_:
+    shape, dtype = np.shape(pred), getattr(pred, "dtype", type(pred))
+    if shape != () or dtype not in (bool, jnp.bool_):
         raise TypeError(
             f"`{call}` needs a scalar bool as `{name}`, as `mpx_pde.all_finite` returns it, but "
-            f"got dtype {out.dtype.name} and shape {out.shape}."
+            f"got {pred!r}."
         )
-    return out
+    return jnp.asarray(pred)
 
 
 def check_same_structure(call: str, a_name: str, a: PyTree, b_name: str, b: PyTree) -> None:

@@ -1,7 +1,9 @@
 """Settings of the whole suite: eight virtual CPU devices, JAX at its strictest, and annotations
 that are checked."""
 
+import importlib.util
 import os
+import pkgutil
 
 
 # Read when JAX starts its backend, so before JAX is imported.
@@ -9,10 +11,10 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
-import hypothesis  # noqa: E402
-import jax  # noqa: E402
-import jaxtyping  # noqa: E402
-import pytest  # noqa: E402
+import hypothesis
+import jax
+import jaxtyping
+import pytest
 
 
 # A silent upcast (a lost input cast) is an error, and so is a silent broadcast.
@@ -24,8 +26,11 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("suite", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("suite")
 
-# Every annotation of the package is checked, shapes and dtypes included.
-with jaxtyping.install_import_hook("mpx_pde", "beartype.beartype"):
+# Every annotation of the package is checked, shapes and dtypes included. Not in `__init__`, where
+# the hook would leave a name of its own.
+_package = importlib.util.find_spec("mpx_pde")
+_modules = [m.name for m in pkgutil.iter_modules(_package.submodule_search_locations, "mpx_pde.")]
+with jaxtyping.install_import_hook(_modules, "beartype.beartype"):
     import mpx_pde as mpx
 
 

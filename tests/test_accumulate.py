@@ -170,7 +170,9 @@ def test_in_axes_is_a_prefix():
     points = [jnp.arange(2.0), (jnp.arange(6), None)]
     ((x_out, points_out), _) = splits(({"a": 0, "b": 1}, 0), x, points)
     assert tree_equal_bits(x_out, {"a": x["a"].reshape(2, 2), "b": jnp.ones((2, 3, 2))})
-    assert tree_equal_bits(points_out, [points[0].reshape(2, 1), (jnp.arange(6).reshape(2, 3), None)])
+    assert tree_equal_bits(
+        points_out, [points[0].reshape(2, 1), (jnp.arange(6).reshape(2, 3), None)]
+    )
     ((x_out, points_out), _) = splits((None, 0), x, points)
     assert tree_equal_bits(x_out["a"], jnp.stack([x["a"]] * 2))
 
@@ -211,7 +213,8 @@ def test_one_key_for_each_micro_batch():
 
 def test_aux_is_stacked_and_in_the_output_dtype():
     def loss(w, x):
-        aux = {"max": jnp.max(x), "n": jnp.array(x.shape[0]), "none": None, "x": [x]}
+        static = (None, "text", jnp.tanh, x.shape[0], 1.5)
+        aux = {"max": jnp.max(x), "n": jnp.array(x.shape[0]), "static": static, "x": [x]}
         return mean_product(w, x), aux
 
     x = jnp.arange(6.0).reshape(6, 1)
@@ -224,7 +227,8 @@ def test_aux_is_stacked_and_in_the_output_dtype():
         assert value == 2.5
         assert tree_equal_bits(aux["max"], jnp.array([1.0, 3.0, 5.0], dtype))
         assert tree_equal_bits(aux["n"], jnp.array([2, 2, 2]))
-        assert aux["none"] is None
+        # As without accumulation.
+        assert aux["static"] == (None, "text", jnp.tanh, 2, 1.5)
         assert tree_equal_bits(aux["x"], [x.reshape(3, 2, 1).astype(dtype)])
 
 
@@ -334,8 +338,8 @@ def test_devices_agree(check_vma, weights):
             check_vma=check_vma,
         )
     )
-    x = jnp.ones((32, 2))
-    for x, exponent, good in [(x, 5, True), (x.at[13, 1].set(6e4), 3, False)]:
+    ones = jnp.ones((32, 2))
+    for x, exponent, good in [(ones, 5, True), (ones.at[13, 1].set(6e4), 3, False)]:
         scaling, finite, grads = step(jnp.ones(2), scaler(4, period=1), x)
         np.testing.assert_array_equal(finite, np.full(8, good))
         np.testing.assert_array_equal(scaling.loss_scaling, np.full(8, 2.0**exponent))

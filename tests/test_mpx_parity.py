@@ -289,8 +289,10 @@ def test_8_batch_norm_state_stays_full_and_rolls_back(standard_promotion):
     no longer fit the ones to roll back to."""
     model, state = eqx.nn.make_with_state(NormNet)(key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (8, 2))
+    dtypes = [leaf.dtype for leaf in jax.tree_util.tree_leaves(state)]
 
     def loss(model, state, x):
+        assert [leaf.dtype for leaf in jax.tree_util.tree_leaves(state)] == dtypes
         out, state = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name="batch")(
             x, state
         )
@@ -303,7 +305,6 @@ def test_8_batch_norm_state_stays_full_and_rolls_back(standard_promotion):
         )
         return scaling, finite, mpx.select_tree(finite, new_state, state), new_state
 
-    dtypes = [leaf.dtype for leaf in jax.tree_util.tree_leaves(state)]
     _, finite, kept, new_state = step(model, state, x, scaler(1.0))
     assert finite
     assert [leaf.dtype for leaf in jax.tree_util.tree_leaves(new_state)] == dtypes
@@ -428,6 +429,43 @@ def test_11_devices_agree_under_shard_map(check_vma):
     assert jnp.all(finite)
     np.testing.assert_array_equal(scales, np.full(8, 2.0**5))
     np.testing.assert_array_equal(grads, np.ones((8, 2)))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_11_data_parallel_devices_agree(check_vma):
+    """On MPX the devices that did not overflow keep their scale, though the sum is infinite."""
+    mesh = mesh_of(4)
+    replicated, split = PartitionSpec(), PartitionSpec("batch")
+
+    def device_step(w, x, scaling):
+        scaling, finite, grads = mpx.filter_grad(
+            lambda w, x: jnp.sum(w * x), scaling, axis_name="batch"
+        )(w, x)
+        if not check_vma:
+            # With the check, JAX sums the gradients of what is the same on all devices itself.
+            grads = jax.lax.psum(grads, "batch")
+        # Every device's own view of the scale, without a claim that they agree.
+        return jax.lax.all_gather(scaling.loss_scaling, "batch").reshape(1, 4), finite, grads
+
+    step = jax.jit(
+        jax.shard_map(
+            device_step,
+            mesh=mesh,
+            in_specs=(replicated, split, replicated),
+            # With the check, "replicated" is verified when the step is traced.
+            out_specs=(split, replicated, replicated),
+            check_vma=check_vma,
+        )
+    )
+    w = jnp.ones((1, 2))
+    scales, finite, grads = step(w, jnp.ones((4, 2)), scaler(2.0**4))
+    assert bool(finite)
+    np.testing.assert_array_equal(scales, np.full((4, 4), 2.0**4))
+    np.testing.assert_array_equal(grads, np.full((1, 2), 4.0))
+    bad = jnp.ones((4, 2)).at[2, 1].set(60000.0)
+    scales, finite, _ = step(w, bad, scaler(2.0**4))
+    np.testing.assert_array_equal(scales, np.full((4, 4), 2.0**3))
+    assert not bool(finite)
 
 
 def test_11_lanes_agree_under_vmap():

@@ -1,0 +1,121 @@
+"""What an import of the package does and does not do, and how its modules hang together."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mpx_pde as mpx
+
+
+PACKAGE = Path(mpx.__file__).parent
+MODULES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
+
+# Each module imports from those before it alone.
+ORDER = [
+    ["_dtypes"],
+    ["_dot", "_cast"],
+    ["_tree"],
+    ["_loss_scaling"],
+    ["_grad"],
+    ["_accumulate", "_optimizer"],
+    ["__init__"],
+]
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_importing_starts_no_backend_and_changes_no_setting():
+    code = """
+import jax
+before = dict(jax.config.values)
+import mpx_pde as mpx
+for name in dir(mpx):
+    getattr(mpx, name)
+assert mpx.HALF_PRECISION_DATATYPE == "float16"
+mpx.set_half_precision_datatype("bfloat16")
+assert mpx.HALF_PRECISION_DATATYPE == "bfloat16"
+@mpx.force_full_precision
+def decorated(x):
+    return x
+assert dict(jax.config.values) == before
+print("imported")
+jax.devices()
+"""
+    out = run_python(code, JAX_PLATFORMS="no_such_platform")
+    assert out.stdout == "imported\n", out.stderr
+    # The last line shows that a backend would not have started.
+    assert "no_such_platform" in out.stderr
+
+
+def imports_of(tree: ast.Module) -> set[str]:
+    """The modules of this package that a module imports."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    assert all(node.level <= 1 for node in nodes)
+    return {node.module for node in nodes if node.level == 1 and node.module is not None}
+
+
+def test_imports_run_one_way():
+    assert sorted(MODULES) == sorted(name for names in ORDER for name in names)
+    for i, names in enumerate(ORDER):
+        earlier = {name for names in ORDER[:i] for name in names}
+        for name in names:
+            assert imports_of(MODULES[name]) <= earlier, name
+
+
+def test_no_module_uses_the_private_parts_of_jax():
+    for name, tree in MODULES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                assert "_src" not in (node.module or ""), name
+            if isinstance(node, ast.Import):
+                assert not any("_src" in alias.name for alias in node.names), name
+            if isinstance(node, ast.Attribute):
+                assert node.attr != "_src", name
+
+
+def reexports() -> dict[str, str]:
+    """The names that `__init__` re-exports, and from where."""
+    out = {}
+    for node in MODULES["__init__"].body:
+        if isinstance(node, ast.ImportFrom) and node.level == 1:
+            for alias in node.names:
+                # `X as X` tells type checkers that the name is public.
+                assert alias.asname == alias.name, alias.name
+                out[alias.name] = node.module
+    return out
+
+
+def test_public_names_are_those_that_init_reexports():
+    names = reexports()
+    assert names
+    public = {name for name in vars(mpx) if not name.startswith("_")}
+    assert public == set(names)
+    for name, module in names.items():
+        assert getattr(sys.modules[f"mpx_pde.{module}"], name) is getattr(mpx, name)
+    assert isinstance(mpx.__version__, str)
+
+
+@pytest.mark.parametrize("name", sorted(reexports()))
+def test_public_names_have_docstrings(name):
+    value = getattr(mpx, name)
+    if isinstance(value, float):
+        return
+    assert value.__doc__, name
+    assert value.__doc__.strip()[0].isupper() or value.__doc__.startswith("["), name
+    methods = vars(value).items() if isinstance(value, type) else []
+    for method, function in methods:
+        if not method.startswith("_") and (callable(function) or isinstance(function, property)):
+            assert function.__doc__, f"{name}.{method}"

@@ -1,0 +1,291 @@
+"""An optimizer step happens as Optax would take it, or not at all."""
+
+from typing import Any
+
+import chex
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from helpers import HALVES, avals, tree_allclose, tree_equal_bits
+
+import mpx_pde as mpx
+
+
+class Model(eqx.Module):
+    """What a model may hold."""
+
+    w: jax.Array
+    nested: dict
+    half: jax.Array
+    n: jax.Array
+    mask: jax.Array
+    frozen: mpx.FullPrecision
+    key: jax.Array
+    activation: Any = jnp.tanh
+    nothing: Any = None
+    python: float = 1.5
+    depth: int = eqx.field(static=True, default=3)
+
+
+def make_model():
+    return Model(
+        w=jnp.array([1.0, -0.0, 3.0]),
+        nested={"b": [jnp.array([[0.5]])]},
+        half=jnp.array([1.0, 2.0], jnp.bfloat16),
+        n=jnp.arange(3),
+        mask=jnp.array([True, False]),
+        frozen=mpx.FullPrecision(eqx.nn.Linear(2, 2, key=jax.random.key(0))),
+        key=jax.random.key(7),
+    )
+
+
+def make_grads(model, value=0.25):
+    params = eqx.filter(model, eqx.is_inexact_array)
+    return jtu.tree_map(lambda x: jnp.full_like(x, value), params)
+
+
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(0.1, momentum=0.9),
+    "adam": lambda: optax.adam(0.1),
+    "clipped adamw with a schedule": lambda: optax.chain(
+        optax.clip_by_global_norm(0.5),
+        optax.adamw(optax.cosine_decay_schedule(0.1, 10), weight_decay=0.1),
+    ),
+    "noise": lambda: optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
+    "multi": lambda: optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(),
+    "plateau": lambda: optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1)),
+}
+
+
+def step_by_hand(optimizer, model, state, grads, **extra_args):
+    """The step as it is written without this package."""
+    params = eqx.filter(model, eqx.is_inexact_array)
+    with jax.numpy_dtype_promotion("standard"):
+        updates, state = optax.with_extra_args_support(optimizer).update(
+            grads, state, params, **extra_args
+        )
+        # In the dtype of the parameter, as `optax.apply_updates` does.
+        updates = jtu.tree_map(lambda u, p: u.astype(p.dtype), updates, params)
+        return eqx.apply_updates(model, updates), state
+
+
+def extra_args_of(name):
+    return {"value": jnp.float32(0.5)} if name == "plateau" else {}
+
+
+def initial_state(optimizer, model):
+    with jax.numpy_dtype_promotion("standard"):
+        return optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_a_finite_step_is_that_of_optax(name):
+    optimizer = OPTIMIZERS[name]()
+    # Without half parameters, whose updates are computed in float32 here and in half by hand.
+    model = eqx.tree_at(lambda m: m.half, make_model(), jnp.ones(2))
+    state = initial_state(optimizer, model)
+    types = avals((model, state))
+
+    @eqx.filter_jit
+    def both(pair, our_pair, grads, extra_args):
+        (model, state), (ours, our_state) = pair, our_pair
+        return (
+            step_by_hand(optimizer, model, state, grads, **extra_args),
+            mpx.optimizer_update(ours, optimizer, our_state, grads, jnp.array(True), **extra_args),
+        )
+
+    pair = our_pair = (model, state)
+    for i in range(3):
+        grads = make_grads(model, 0.25 * (i + 1))
+        pair, our_pair = both(pair, our_pair, grads, extra_args_of(name))
+        assert tree_allclose(our_pair, pair)
+    assert not tree_allclose(our_pair[0], model)
+    assert avals(our_pair) == types
+
+
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        *((name, "jit") for name in OPTIMIZERS),
+        ("plateau", "eager"),
+        ("clipped adamw with a schedule", "eager"),
+        ("multi", "donated"),
+        ("adam", "donated"),
+    ],
+)
+def test_a_skipped_step_leaves_every_bit(name, how):
+    """Also under `jax_debug_nans`: nothing on the way is NaN."""
+    optimizer = OPTIMIZERS[name]()
+    # Eagerly every operation is compiled for every shape.
+    model = (
+        {"w": jnp.ones(2), "half": jnp.ones(2, jnp.bfloat16)} if how == "eager" else make_model()
+    )
+    state = initial_state(optimizer, model)
+    extra_args = extra_args_of(name)
+
+    def update(model, state, grads, finite, extra_args):
+        return mpx.optimizer_update(model, optimizer, state, grads, finite, **extra_args)
+
+    if how != "eager":
+        update = eqx.filter_jit(update, donate="all" if how == "donated" else "none")
+    # One step first, so that moments and counts are not zero.
+    model, state = update(model, state, make_grads(model), jnp.array(True), extra_args)
+    before = jtu.tree_map(lambda x: jnp.copy(x) if eqx.is_array(x) else x, (model, state))
+    for bad in (jnp.inf, -jnp.inf, jnp.nan):
+        grads = make_grads(model, bad)
+        extra_args = {k: jnp.full_like(v, bad) for k, v in extra_args.items()}
+        with jax.debug_nans(how != "donated"):
+            model, state = update(model, state, grads, jnp.array(False), extra_args)
+        assert tree_equal_bits((model, state), before)
+
+
+def test_it_is_the_flag_that_decides():
+    model, optimizer = {"w": jnp.ones(2)}, optax.sgd(1.0)
+    state, grads = optimizer.init(model), {"w": jnp.ones(2)}
+    for flag in (False, np.False_, jnp.array(False)):
+        assert tree_equal_bits(
+            mpx.optimizer_update(model, optimizer, state, grads, flag), (model, state)
+        )
+    for flag in (True, np.True_, jnp.array(True)):
+        after, _ = mpx.optimizer_update(model, optimizer, state, grads, flag)
+        assert tree_equal_bits(after, {"w": jnp.zeros(2)})
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_parameters_are_updated_in_float32_and_stay_half(dtype):
+    """The square of 300 is infinite in float16; its root is not."""
+    model = {"w": jnp.zeros(4, dtype)}
+    grads = {"w": jnp.full(4, 300.0, dtype)}
+    optimizer = optax.chain(optax.clip_by_global_norm(2.0), optax.sgd(1.0))
+    state = optimizer.init(model)
+    after, new_state = mpx.optimizer_update(model, optimizer, state, grads, jnp.array(True))
+    assert tree_allclose(after, {"w": jnp.full(4, -1.0, dtype)})
+    assert avals(new_state) == avals(state)
+    adam = optax.adam(1e-2)
+    state = adam.init(model)
+    after, new_state = mpx.optimizer_update(model, adam, state, grads, jnp.array(True))
+    assert tree_allclose(after, {"w": jnp.full(4, -1e-2, dtype)})
+    assert avals(new_state) == avals(state)
+
+
+def test_what_is_no_parameter_is_left_alone():
+    model = make_model()
+    for is_param in (eqx.is_inexact_array, eqx.is_array):
+        # Moments of integers are of no use, but people make them; keys have none.
+        keyless = eqx.tree_at(lambda m: m.key, model, None)
+        optimizer = optax.sgd(1.0, momentum=0.9)
+        state = optimizer.init(eqx.filter(keyless, is_param))
+        after, new_state = mpx.optimizer_update(
+            keyless, optimizer, state, make_grads(keyless), jnp.array(True)
+        )
+        assert tree_equal_bits((after.n, after.mask), (model.n, model.mask))
+        assert after.activation is jnp.tanh
+        assert after.python == 1.5
+        assert tree_equal_bits(after.w, model.w - 0.25)
+        assert tree_equal_bits(after.frozen.module.bias, model.frozen.module.bias - 0.25)
+        assert avals(new_state) == avals(state)
+
+
+def test_a_gradient_that_is_none_leaves_its_parameter():
+    """As for a frozen part of a model, partitioned off."""
+    model = {"a": jnp.ones(2), "b": None}
+    optimizer = optax.sgd(0.5)
+    after, _ = mpx.optimizer_update(
+        model, optimizer, optimizer.init(model), {"a": jnp.ones(2), "b": None}, True
+    )
+    assert tree_equal_bits(after, {"a": jnp.full(2, 0.5), "b": None})
+
+
+def test_one_compilation_whatever_the_flags():
+    optimizer = optax.adam(0.1)
+
+    @eqx.filter_jit
+    @chex.assert_max_traces(n=1)
+    def update(model, state, grads, finite):
+        return mpx.optimizer_update(model, optimizer, state, grads, finite)
+
+    chex.clear_trace_counter()
+    model = make_model()
+    state = initial_state(optimizer, model)
+    for i in range(6):
+        model, state = update(model, state, make_grads(model), jnp.array(i % 3 != 2))
+    assert state[0].count == 4
+
+
+def test_an_ensemble_is_updated_member_by_member():
+    optimizer = optax.adam(0.5)
+    w = jnp.ones((3, 2))
+    finite = jnp.array([True, False, True])
+
+    @eqx.filter_vmap
+    def update(w, grads, finite):
+        state = optimizer.init(w)
+        after, new_state = mpx.optimizer_update(w, optimizer, state, grads, finite)
+        return after, new_state[0].count
+
+    after, count = update(w, jnp.full((3, 2), 2.0).at[1, 0].set(jnp.nan), finite)
+    np.testing.assert_array_equal(count, [1, 0, 1])
+    np.testing.assert_array_equal(after[1], w[1])
+    assert jnp.all(after[0] < 1)
+
+
+def quadratic(params):
+    return jnp.sum((params["w"] - 1.0) ** 2) + 1.0
+
+
+def test_a_line_search_does_not_run_on_a_skipped_step():
+    """It evaluates the loss, which may be what overflows."""
+    evaluated = []
+
+    def value_fn(params):
+        jax.debug.callback(lambda: evaluated.append(1))
+        return quadratic(params)
+
+    optimizer = optax.lbfgs()
+    params = {"w": jnp.array([3.0, -2.0])}
+    state = optimizer.init(params)
+
+    @jax.jit
+    def update(params, state, grads, finite):
+        return mpx.optimizer_update(
+            params,
+            optimizer,
+            state,
+            grads,
+            finite,
+            value=jnp.float32(14.0),
+            grad=grads,
+            value_fn=value_fn,
+        )
+
+    bad = {"w": jnp.array([jnp.nan, jnp.inf])}
+    with jax.debug_nans(True):
+        after = update(params, state, bad, jnp.array(False))
+    jax.effects_barrier()
+    assert tree_equal_bits(after, (params, state))
+    assert not evaluated
+
+    new, new_state = update(params, state, jax.grad(quadratic)(params), jnp.array(True))
+    jax.effects_barrier()
+    assert evaluated
+    assert quadratic(new) < quadratic(params)
+    assert avals((new, new_state)) == avals((params, state))
+
+
+def test_float64():
+    with jax.enable_x64(True):
+        model = {"w": jnp.ones(2, jnp.float64)}
+        optimizer = optax.adam(0.1)
+        state = optimizer.init(model)
+        grads = {"w": jnp.full(2, 1e-30, jnp.float64)}
+        after, new_state = mpx.optimizer_update(model, optimizer, state, grads, jnp.array(True))
+        assert avals((after, new_state)) == avals((model, state))
+        # 1e-60 is zero in float32.
+        assert new_state[0].nu["w"][0] > 0
+        skipped = mpx.optimizer_update(model, optimizer, state, grads, jnp.array(False))
+        assert tree_equal_bits(skipped, (model, state))
