@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -13,13 +14,19 @@ import mpx_pde as mpx
 
 PACKAGE = Path(mpx.__file__).parent
 MODULES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
+# Packages inside of the package, with the trees of their modules.
+PACKAGES = {
+    path.parent.name: [ast.parse(x.read_text()) for x in sorted(path.parent.glob("*.py"))]
+    for path in sorted(PACKAGE.glob("*/__init__.py"))
+}
 
 # Each module imports from those before it alone.
 ORDER = [
     ["_dtypes"],
-    ["_dot", "_cast"],
-    ["_tree"],
-    ["_loss_scaling"],
+    ["_dot", "_cast", "_jaxpr"],
+    ["_conv", "_tree"],
+    ["autocast"],
+    ["_loss_scaling", "ranges"],
     ["_grad"],
     ["_accumulate", "_optimizer"],
     ["__init__"],
@@ -60,23 +67,34 @@ jax.devices()
     assert "no_such_platform" in out.stderr
 
 
-def imports_of(tree: ast.Module) -> set[str]:
-    """The modules of this package that a module imports."""
+def imports_of(tree: ast.Module, level: int = 1) -> set[str]:
+    """The modules of this package that a module imports; those in packages are a level deeper."""
     nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    assert all(node.level <= 1 for node in nodes)
-    return {node.module for node in nodes if node.level == 1 and node.module is not None}
+    assert all(node.level <= level for node in nodes)
+    return {node.module for node in nodes if node.level == level and node.module is not None}
+
+
+def imports_by_name() -> dict[str, set[str]]:
+    modules = {name: imports_of(tree) for name, tree in MODULES.items()}
+    packages = {
+        name: set().union(*(imports_of(tree, 2) for tree in trees))
+        for name, trees in PACKAGES.items()
+    }
+    return modules | packages
 
 
 def test_imports_run_one_way():
-    assert sorted(MODULES) == sorted(name for names in ORDER for name in names)
+    imports = imports_by_name()
+    assert sorted(imports) == sorted(name for names in ORDER for name in names)
     for i, names in enumerate(ORDER):
         earlier = {name for names in ORDER[:i] for name in names}
         for name in names:
-            assert imports_of(MODULES[name]) <= earlier, name
+            assert imports[name] <= earlier, name
 
 
 def test_no_module_uses_the_private_parts_of_jax():
-    for name, tree in MODULES.items():
+    trees = [*MODULES.items(), *((name, x) for name, xs in PACKAGES.items() for x in xs)]
+    for name, tree in trees:
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 assert "_src" not in (node.module or ""), name
@@ -101,7 +119,11 @@ def reexports() -> dict[str, str]:
 def test_public_names_are_those_that_init_reexports():
     names = reexports()
     assert names
-    public = {name for name in vars(mpx) if not name.startswith("_")}
+    public = {
+        name
+        for name, value in vars(mpx).items()
+        if not name.startswith("_") and not isinstance(value, ModuleType)
+    }
     assert public == set(names)
     for name, module in names.items():
         assert getattr(sys.modules[f"mpx_pde.{module}"], name) is getattr(mpx, name)
