@@ -15,6 +15,7 @@ from ._cast import (
     cast_tree as cast_tree,
     force_full_precision as force_full_precision,
 )
+from ._conv import mixed_conv_general_dilated as mixed_conv_general_dilated
 from ._dot import (
     mixed_dot_general as mixed_dot_general,
     mixed_einsum as mixed_einsum,
@@ -41,6 +42,7 @@ from ._loss_scaling import (
 )
 from ._optimizer import optimizer_update as optimizer_update
 from ._tree import all_finite as all_finite, global_norm as global_norm, select_tree as select_tree
+from .autocast import AutocastReport as AutocastReport, autocast as autocast
 from .derivatives import (
     DerivativeScaling as DerivativeScaling,
     Scaling as Scaling,
@@ -48,6 +50,11 @@ from .derivatives import (
     partials as partials,
     scaled_jvp as scaled_jvp,
     scaled_vjp as scaled_vjp,
+)
+from .ranges import (
+    RangeReport as RangeReport,
+    explain_nonfinite as explain_nonfinite,
+    range_report as range_report,
 )
 
 

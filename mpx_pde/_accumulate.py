@@ -118,6 +118,7 @@ def filter_accumulated_value_and_grad(
     policy: Any = None,
     keep_full: PyTree = False,
     axis_name: Any = None,
+    autocast: bool | dict[str, Any] = False,
 ) -> Callable:
     """[`mpx_pde.filter_value_and_grad`][] of a large batch, a micro-batch at a time.
 
@@ -128,8 +129,8 @@ def filter_accumulated_value_and_grad(
 
     **Arguments:**
 
-    - `func`, `scaling`, `has_aux`, `use_mixed_precision`, `policy`, `keep_full`, `axis_name`: as
-        for [`mpx_pde.filter_value_and_grad`][].
+    - `func`, `scaling`, `has_aux`, `use_mixed_precision`, `policy`, `keep_full`, `axis_name`,
+        `autocast`: as for [`mpx_pde.filter_value_and_grad`][].
     - `micro_batches`: how many, a positive integer that divides the batch size.
     - `in_axes`: the batch axis of the positional arguments after the model: one for all, or a
         prefix of the tuple of them, in which `None` marks what every micro-batch gets whole.
@@ -155,7 +156,15 @@ def filter_accumulated_value_and_grad(
             f"`{_CALL}` needs a positive integer as `micro_batches`, but got {micro_batches!r}."
         )
     gradient = Gradient(
-        _CALL, func, scaling, has_aux, use_mixed_precision, policy, keep_full, axis_name
+        _CALL,
+        func,
+        scaling,
+        has_aux,
+        use_mixed_precision,
+        policy,
+        keep_full,
+        axis_name,
+        autocast,
     )
     # A PyTree, unlike `functools.partial`: made anew at each step it is the same to jit's cache.
     run = eqx.Partial(_run, micro_batches=micro_batches, in_axes=in_axes)

@@ -17,6 +17,7 @@ from ._cast import cast_operands, widen
 from ._dtypes import half_precision, half_precision_datatype, is_half
 from ._loss_scaling import AbstractLossScaling, check_scaling, split_aux
 from ._tree import all_finite
+from .autocast import autocast as autocast_function, parse_patterns
 from .derivatives._counts import check_takes_derivatives, sum_counts
 from .derivatives._scaling import Scaling
 
@@ -50,6 +51,20 @@ def _cast_except(keep: PyTree, args: tuple, dtype: np.dtype, call: str) -> tuple
             f"`{call}` takes `keep_full` as a prefix of its {len(args)} positional arguments: one "
             f"bool for all, or a tuple with one entry each, such as (False, True). Got {keep!r}."
         ) from e
+
+
+def _parse_autocast(options: Any, call: str) -> tuple[tuple[str, Any], ...] | None:
+    """The overrides to run `autocast` with; `None` to cast the arguments instead."""
+    if options is False:
+        return None
+    options = {} if options is True else options
+    if not isinstance(options, dict) or not options.keys() <= {"half", "full"}:
+        raise TypeError(
+            f"`{call}` takes a bool as `autocast`, or a dict of the overrides of "
+            '`mpx_pde.autocast`, such as {"full": "readout"}. Got '
+            f"{options!r}."
+        )
+    return tuple((name, parse_patterns(options[name], name)) for name in sorted(options))
 
 
 def _check_loss(value: Any, has_aux: bool, call: str) -> Inexact[Array, ""]:
@@ -88,10 +103,20 @@ class Gradient(eqx.Module):
     policy: jmp.Policy | None = eqx.field(static=True)
     keep_full: PyTree
     axis_name: Any = eqx.field(static=True)
+    autocast: tuple[tuple[str, Any], ...] | None = eqx.field(static=True)
     call: str = eqx.field(static=True)
 
     def __init__(
-        self, call, func, scaling, has_aux, use_mixed_precision, policy, keep_full, axis_name
+        self,
+        call,
+        func,
+        scaling,
+        has_aux,
+        use_mixed_precision,
+        policy,
+        keep_full,
+        axis_name,
+        autocast: bool | dict[str, Any] = False,
     ):
         if not callable(func):
             raise TypeError(f"`{call}` takes a loss function first, but got {func!r}.")
@@ -106,6 +131,7 @@ class Gradient(eqx.Module):
         self.policy = _parse_policy(policy, call)
         self.keep_full = keep_full
         self.axis_name = axis_name
+        self.autocast = _parse_autocast(autocast, call)
         self.call = call
 
     @property
@@ -135,6 +161,8 @@ class Gradient(eqx.Module):
             )
 
     def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if self.autocast is not None:
+            return args, kwargs
         dtype = self.compute_dtype
         args = _cast_except(self.keep_full, args, dtype, self.call)
         return args, kwargs if self.keep_full is True else cast_operands(kwargs, dtype)
@@ -158,7 +186,10 @@ class Gradient(eqx.Module):
 
     def loss(self, args: tuple, kwargs: dict, derivatives: Any) -> tuple[Inexact[Array, ""], Any]:
         """The loss in float32 or wider, and auxiliary output (`None` without)."""
-        out = self.func(*args, **self.with_derivatives(kwargs, derivatives))
+        func = self.func
+        if self.autocast is not None and is_half(self.compute_dtype):
+            func = autocast_function(func, self.compute_dtype, **dict(self.autocast))
+        out = func(*args, **self.with_derivatives(kwargs, derivatives))
         aux = None
         if self.has_aux:
             out, aux = split_aux(out, self.call)
@@ -292,6 +323,7 @@ def filter_value_and_grad(
     policy: Any = None,
     keep_full: PyTree = False,
     axis_name: Any = None,
+    autocast: bool | dict[str, Any] = False,
 ) -> Callable:
     """[`equinox.filter_value_and_grad`][] in mixed precision, with loss scaling.
 
@@ -326,6 +358,11 @@ def filter_value_and_grad(
         `eqx.nn.State` and [`mpx_pde.FullPrecision`][] are never cast.
     - `axis_name`: inside `jax.shard_map` or `jax.pmap`, the mesh axis or axes whose devices must
         agree on `grads_finite`. Gradients are not summed over it.
+    - `autocast`: whether to run `func` by [`mpx_pde.autocast`][] instead of casting its arguments,
+        with the compute dtype of the policy; a dict gives its overrides, such as
+        `{"full": "readout"}`. Nothing is cast beforehand then (`keep_full` has nothing to keep):
+        parameters are rounded inside of each product, and their cotangents are float32
+        throughout.
 
     **Returns:**
 
@@ -355,6 +392,7 @@ def filter_value_and_grad(
         policy,
         keep_full,
         axis_name,
+        autocast,
     )
     return eqx.module_update_wrapper(Transformed(gradient, _run_value_and_grad))
 
@@ -368,6 +406,7 @@ def filter_grad(
     policy: Any = None,
     keep_full: PyTree = False,
     axis_name: Any = None,
+    autocast: bool | dict[str, Any] = False,
 ) -> Callable:
     """[`mpx_pde.filter_value_and_grad`][] without the value.
 
@@ -385,7 +424,15 @@ def filter_grad(
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
     gradient = Gradient(
-        "filter_grad", func, scaling, has_aux, use_mixed_precision, policy, keep_full, axis_name
+        "filter_grad",
+        func,
+        scaling,
+        has_aux,
+        use_mixed_precision,
+        policy,
+        keep_full,
+        axis_name,
+        autocast,
     )
     return eqx.module_update_wrapper(Transformed(gradient, _run_grad))
 
@@ -399,12 +446,13 @@ def calculate_scaled_grad(
     policy: Any = None,
     keep_full: PyTree = False,
     axis_name: Any = None,
+    autocast: bool | dict[str, Any] = False,
 ) -> Callable:
     """The raw ingredients, for people who unscale, check and adjust by themselves.
 
-    The cast is *not* part of what is differentiated here: gradients are in half precision and
-    still scaled, `aux` is as `func` returned it, and neither is the scaling adjusted nor
-    `axis_name` used.
+    The cast is *not* part of what is differentiated here: gradients are in half precision (with
+    `autocast`, which casts no arguments, in the dtypes of the parameters) and still scaled, `aux`
+    is as `func` returned it, and neither is the scaling adjusted nor `axis_name` used.
 
     **Arguments:** as for [`mpx_pde.filter_value_and_grad`][].
 
@@ -426,5 +474,6 @@ def calculate_scaled_grad(
         policy,
         keep_full,
         axis_name,
+        autocast,
     )
     return eqx.module_update_wrapper(Transformed(gradient, _run_scaled_grad))

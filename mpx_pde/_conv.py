@@ -1,0 +1,186 @@
+"""The half-precision convolution: the twin of the product in `_dot.py`."""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array, Float
+
+from ._dot import _operand, _precision, _result, match_varying_axes
+from ._dtypes import as_floating_dtype
+from ._jaxpr import literal, own_bind
+
+
+mixed_conv_general_dilated_p = Primitive("mixed_conv_general_dilated")
+
+_FLOAT32 = np.dtype("float32")
+
+
+def _conv(x, y, *, dtype, out_dtype, **window):
+    out = lax.conv_general_dilated_p.bind(
+        lax.convert_element_type(x, dtype),
+        lax.convert_element_type(y, dtype),
+        precision=(_precision(dtype),) * 2,
+        preferred_element_type=_result(dtype, out_dtype),
+        **window,
+    )
+    return lax.convert_element_type(out, out_dtype)
+
+
+def _abstract_eval(x, y, *, dtype, out_dtype, **window):
+    # Shapes, shardings and varying mesh axes are those of JAX's own convolution.
+    out, _ = lax.conv_general_dilated_p.abstract_eval(
+        x.update(dtype=dtype, weak_type=False),
+        y.update(dtype=dtype, weak_type=False),
+        precision=None,
+        preferred_element_type=_result(dtype, out_dtype),
+        **window,
+    )
+    return out.update(dtype=out_dtype)
+
+
+def _replay(closed: ClosedJaxpr, args: Sequence, dtype: np.dtype, out_dtype: np.dtype) -> list:
+    """Evaluates a jaxpr of movements and convolutions with every convolution a mixed one.
+
+    The movements (reversals, reshapes, transpositions) take operands of any dtype.
+    """
+    jaxpr = closed.jaxpr
+    env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    for eqn in jaxpr.eqns:
+        operands = [v.val if literal(v) else env[v] for v in eqn.invars]
+        if eqn.primitive is lax.conv_general_dilated_p:
+            window = {
+                k: v
+                for k, v in eqn.params.items()
+                if k not in ("precision", "preferred_element_type")
+            }
+            out = [
+                mixed_conv_general_dilated_p.bind(
+                    *operands, dtype=dtype, out_dtype=out_dtype, **window
+                )
+            ]
+        elif eqn.primitive.name in ("jit", "pjit"):
+            out = _replay(eqn.params["jaxpr"], operands, dtype, out_dtype)
+        else:
+            out = own_bind(eqn, operands)
+        env.update(zip(eqn.outvars, out, strict=True))
+    return [env[v] for v in jaxpr.outvars]
+
+
+def _traced(fun: Callable, *avals: Any) -> ClosedJaxpr:
+    # In one dtype, since JAX's own rules want that of both operands.
+    return jax.make_jaxpr(fun)(*(a.update(dtype=_FLOAT32, weak_type=False) for a in avals))
+
+
+def _plain(window: dict) -> Callable:
+    return ft.partial(
+        lax.conv_general_dilated_p.bind, precision=None, preferred_element_type=None, **window
+    )
+
+
+def _transpose_lhs(g, x, y, *, dtype, out_dtype, **window):
+    """The cotangent of the left operand: half × half again, in the operand's own dtype."""
+    del out_dtype
+    aval = x.aval.update(dtype=_FLOAT32, weak_type=False)
+
+    def cotangent(g, y):
+        return jax.linear_transpose(lambda x: _plain(window)(x, y), aval)(g)
+
+    closed = _traced(cotangent, jax.typeof(g), jax.typeof(y))
+    return _replay(closed, (g, y), dtype, x.aval.dtype)[0]
+
+
+def _transpose_rhs(g, x, y, *, dtype, out_dtype, **window):
+    del out_dtype
+    aval = y.aval.update(dtype=_FLOAT32, weak_type=False)
+
+    def cotangent(g, x):
+        return jax.linear_transpose(lambda y: _plain(window)(x, y), aval)(g)
+
+    closed = _traced(cotangent, jax.typeof(g), jax.typeof(x))
+    return _replay(closed, (g, x), dtype, y.aval.dtype)[0]
+
+
+def _batch(args, dims, *, dtype, out_dtype, **window):
+    # JAX's own rule folds the batch axis into channels, groups or the batch of the convolution.
+    batched = jax.vmap(_plain(window), in_axes=dims, out_axes=0)
+    closed = _traced(batched, *map(jax.typeof, args))
+    return _replay(closed, args, dtype, out_dtype)[0], 0
+
+
+mixed_conv_general_dilated_p.def_impl(
+    lambda x, y, **params: jax.jit(ft.partial(_conv, **params))(x, y)
+)
+mixed_conv_general_dilated_p.def_abstract_eval(_abstract_eval)
+mlir.register_lowering(mixed_conv_general_dilated_p, mlir.lower_fun(_conv, multiple_results=False))
+ad.defbilinear(mixed_conv_general_dilated_p, _transpose_lhs, _transpose_rhs)
+batching.primitive_batchers[mixed_conv_general_dilated_p] = _batch
+
+
+def mixed_conv_general_dilated(
+    lhs: Float[Array, "..."],
+    rhs: Float[Array, "..."],
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    *,
+    dtype: Any,
+    out_dtype: Any = None,
+) -> Float[Array, "..."]:
+    """[`jax.lax.conv_general_dilated`][] with operands rounded to `dtype`, products accumulated
+    in float32, and a result of dtype `out_dtype`.
+
+    The rounding is part of the operation, as in [`mpx_pde.mixed_dot_general`][]: the cotangent of
+    each operand comes back in the dtype that the operand came in, and the convolutions of the
+    backward pass and of forward mode are again `dtype` × `dtype` with float32 accumulation.
+
+    **Arguments:**
+
+    - `lhs`: the input, by default of shape `[batch, channels, *spatial]`; any real floating
+        dtype. Pass activations in half.
+    - `rhs`: the kernel, by default of shape `[out_channels, in_channels, *spatial]`; any real
+        floating dtype. Pass the float32 master.
+    - `window_strides`, `padding`, `lhs_dilation`, `rhs_dilation`, `dimension_numbers`,
+        `feature_group_count`, `batch_group_count`: as for [`jax.lax.conv_general_dilated`][].
+    - `dtype`: what the operands are rounded to, usually float16 or bfloat16. float32 multiplies
+        at the highest precision (no TF32).
+    - `out_dtype`: the dtype of the result; by default `dtype`.
+
+    **Returns:**
+
+    An array of dtype `out_dtype`.
+
+    **Raises:** `TypeError` for operands that are not real floating-point, `ValueError` for a
+    `dtype` that is no floating-point type; for shapes that do not fit, as
+    [`jax.lax.conv_general_dilated`][].
+    """
+    call = "mixed_conv_general_dilated"
+    dtype = as_floating_dtype(dtype, call)
+    out_dtype = dtype if out_dtype is None else as_floating_dtype(out_dtype, call)
+    lhs, rhs = match_varying_axes(_operand(lhs, call), _operand(rhs, call))
+    # JAX spells out padding and dimension numbers, and checks them.
+    closed = _traced(
+        ft.partial(
+            lax.conv_general_dilated,
+            window_strides=window_strides,
+            padding=padding,
+            lhs_dilation=lhs_dilation,
+            rhs_dilation=rhs_dilation,
+            dimension_numbers=dimension_numbers,
+            feature_group_count=feature_group_count,
+            batch_group_count=batch_group_count,
+        ),
+        jax.typeof(lhs),
+        jax.typeof(rhs),
+    )
+    return _replay(closed, (lhs, rhs), dtype, out_dtype)[0]

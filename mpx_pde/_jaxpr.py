@@ -1,0 +1,295 @@
+"""Walking a jaxpr: what contains what, and how to bind a container again around new bodies.
+
+An interpreter evaluates equations one by one. Where an equation holds a jaxpr of its own (a
+`jit`, a loop, a branch, a function with its own derivative), it hands [`rebind`][] a Python
+function for each inner jaxpr, and gets the same container around them. Types may change on the
+way, the number and order of operands and results may not.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+
+
+Body = Callable[..., list]
+
+# The inner jaxprs of every container that can be entered, by parameter. JAX has renamed some of
+# these primitives; both names are kept.
+_CONTAINERS: dict[str, tuple[str, ...]] = {
+    "jit": ("jaxpr",),
+    "pjit": ("jaxpr",),
+    "closed_call": ("call_jaxpr",),
+    "core_closed_call": ("call_jaxpr",),
+    "core_call": ("call_jaxpr",),
+    "call": ("call_jaxpr",),
+    "remat2": ("jaxpr",),
+    "checkpoint": ("jaxpr",),
+    "scan": ("jaxpr",),
+    "while": ("cond_jaxpr", "body_jaxpr"),
+    "cond": ("branches",),
+    "custom_jvp_call": ("call_jaxpr",),
+    "custom_vjp_call": ("call_jaxpr",),
+    "custom_vjp_call_jaxpr": ("call_jaxpr",),
+    "shard_map": ("jaxpr",),
+}
+
+# Containers that hold nothing but one jaxpr of their operands, which is traced beforehand.
+TRACED = ("jit", "pjit", "remat2", "checkpoint")
+
+
+def close(jaxpr: Any) -> ClosedJaxpr:
+    """A jaxpr without constants as a closed one; a closed one as it is."""
+    return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
+
+
+def bodies_of(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+    """The jaxprs inside an equation that [`rebind`][] can enter, in its order."""
+    out = []
+    for name in _CONTAINERS.get(eqn.primitive.name, ()):
+        inner = eqn.params[name]
+        out.extend(map(close, inner) if isinstance(inner, tuple | list) else [close(inner)])
+    return out
+
+
+def is_container(eqn: JaxprEqn) -> bool:
+    """Whether [`rebind`][] can enter the equation."""
+    return eqn.primitive.name in _CONTAINERS
+
+
+def hidden_jaxprs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
+    """The jaxprs in the parameters of an equation that cannot be entered."""
+    leaves = jax.tree.leaves(
+        list(eqn.params.values()), is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
+    )
+    return [close(x) for x in leaves if isinstance(x, Jaxpr | ClosedJaxpr)]
+
+
+def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
+    """Binds the equation as it stands to `args`."""
+    out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
+    return list(out) if eqn.primitive.multiple_results else [out]
+
+
+@contextmanager
+def in_context_of(eqn: JaxprEqn):
+    """What is bound in here keeps the equation's line of source, name scopes and settings."""
+    source = eqn.source_info
+    stack = source_info_util.current_name_stack() + source.name_stack
+    with source_info_util.user_context(source.traceback, name_stack=stack), eqn.ctx.manager:
+        yield
+
+
+# A component of a name stack is a scope or a transform around one, such as "jvp(attention)".
+_WRAPPED = re.compile(r"^[\w.]+\((.*)\)$")
+
+
+def scopes_of(eqn: JaxprEqn) -> tuple[str, ...]:
+    """The `jax.named_scope`s around an equation, outermost first, free of transforms."""
+    out = []
+    for part in _split_path(str(eqn.source_info.name_stack)):
+        name = part
+        while match := _WRAPPED.match(name):
+            name = match.group(1)
+        out.extend(x for x in name.split("/") if x)
+    return tuple(out)
+
+
+def _split_path(path: str) -> list[str]:
+    """Splits at the slashes outside of parentheses."""
+    parts, depth, start = [], 0, 0
+    for i, c in enumerate(path):
+        depth += (c == "(") - (c == ")")
+        if c == "/" and depth == 0:
+            parts.append(path[start:i])
+            start = i + 1
+    parts.append(path[start:])
+    return [x for x in parts if x]
+
+
+def inner_scope(eqn: JaxprEqn) -> tuple[str, ...]:
+    """The scopes of what is inside a container: a jitted function adds its name."""
+    name = eqn.params.get("name")
+    if eqn.primitive.name in ("jit", "pjit") and isinstance(name, str):
+        return (*scopes_of(eqn), name)
+    return scopes_of(eqn)
+
+
+def line_of(eqn: JaxprEqn) -> str:
+    """The user's `file:line` of an equation."""
+    text = source_info_util.summarize(eqn.source_info)
+    return re.sub(r":(\d+)(?::\d+)?\s*\(.*\)$", r":\1", text)
+
+
+def literal(atom: Any) -> bool:
+    return isinstance(atom, Literal)
+
+
+def aval_of(atom: Any) -> Any:
+    """The type of a variable or literal, with a shape and a dtype if it is an array's."""
+    return atom.aval
+
+
+def _differentiable(aval: Any) -> bool:
+    return jnp.issubdtype(getattr(aval, "dtype", np.int32), jnp.inexact)
+
+
+def differentiable(atoms: Sequence) -> list[int]:
+    """The positions of what can have a tangent."""
+    return [i for i, x in enumerate(atoms) if _differentiable(x.aval)]
+
+
+def _moving(eqn: JaxprEqn, args: Sequence, moving: Sequence[int]) -> Callable[..., list]:
+    """The equation as a function of some of its operands. The custom rule of the equation sees
+    that the others are fixed."""
+
+    def function(*parts):
+        full = list(args)
+        for i, x in zip(moving, parts, strict=True):
+            full[i] = x
+        return own_bind(eqn, full)
+
+    return function
+
+
+def pushforward(eqn: JaxprEqn, moving: Sequence[int]) -> ClosedJaxpr:
+    """The custom derivative of a `custom_jvp_call`, in the types of the equation.
+
+    A jaxpr of the operands and of the tangents of those that are `moving`, with the results and
+    the tangents of the differentiable ones.
+    """
+    avals = [x.aval for x in eqn.invars]
+
+    def push(args, tangents):
+        primals = tuple(args[i] for i in moving)
+        out, out_tangents = jax.jvp(_moving(eqn, args, moving), primals, tuple(tangents))
+        return out, [out_tangents[i] for i in differentiable(eqn.outvars)]
+
+    return jax.make_jaxpr(push)(avals, [avals[i] for i in moving])
+
+
+def pullback(eqn: JaxprEqn, moving: Sequence[int]) -> tuple[ClosedJaxpr, Callable[[], ClosedJaxpr]]:
+    """The custom derivative of a `custom_vjp_call`, in the types of the equation.
+
+    The forward rule, a jaxpr of the operands with the results followed by the residuals, and a
+    function that returns the backward rule: a jaxpr of the residuals and of the cotangents of
+    the differentiable results, with the cotangents of the operands that are `moving`.
+    """
+    avals = [x.aval for x in eqn.invars]
+    live = differentiable(eqn.outvars)
+
+    def forward(*args):
+        return jax.vjp(_moving(eqn, args, moving), *(args[i] for i in moving))
+
+    forward_jaxpr, shapes = jax.make_jaxpr(forward, return_shape=True)(*avals)
+    treedef = jax.tree.structure(shapes[1])
+    residuals = forward_jaxpr.out_avals[len(eqn.outvars) :]
+
+    def backward(residuals, cotangents):
+        full = [np.zeros(aval_of(v).shape, jax.dtypes.float0) for v in eqn.outvars]
+        for i, ct in zip(live, cotangents, strict=True):
+            full[i] = ct
+        return jax.tree.unflatten(treedef, residuals)(full)
+
+    def backward_jaxpr():
+        return jax.make_jaxpr(backward)(residuals, [eqn.outvars[i].aval for i in live])
+
+    return forward_jaxpr, backward_jaxpr
+
+
+def bind_around(eqn: JaxprEqn, args: Sequence, closed: ClosedJaxpr) -> list:
+    """Binds a `jit` or a checkpoint around another jaxpr."""
+    (name,) = _CONTAINERS[eqn.primitive.name]
+    if isinstance(eqn.params[name], ClosedJaxpr):
+        return eqn.primitive.bind(*args, **{**eqn.params, name: closed})
+    # An open jaxpr takes its constants as operands.
+    jaxpr = closed.jaxpr
+    jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    return eqn.primitive.bind(*closed.consts, *args, **{**eqn.params, name: jaxpr})
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many of the operands of a `scan` are constants, and how many carries."""
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # JAX 0.11 keeps the operands in groups.
+    consts, carry, _ = params["ft_in"].update(list(range(len(eqn.invars)))).unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def _scan(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
+    params = eqn.params
+    n_consts, n_carry = scan_counts(eqn)
+    consts, init, xs = _cut(args, n_consts, n_carry)
+
+    def step(carry, x):
+        out = body(*consts, *carry, *x)
+        return out[:n_carry], out[n_carry:]
+
+    options = {k: params[k] for k in ("length", "reverse", "unroll")}
+    if params.get("_split_transpose"):
+        options["_split_transpose"] = True
+    carry, ys = lax.scan(step, init, xs, **options)
+    return [*carry, *ys]
+
+
+def _while(eqn: JaxprEqn, args: Sequence, test: Body, body: Body) -> list:
+    test_consts, body_consts, init = _cut(
+        args, eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    )
+    return lax.while_loop(
+        lambda carry: test(*test_consts, *carry)[0],
+        lambda carry: body(*body_consts, *carry),
+        init,
+    )
+
+
+def _shard_map(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
+    params = eqn.params
+    # JAX renamed the parameter.
+    renamed = "newly_manual_axes" in params
+    axes = params["newly_manual_axes" if renamed else "manual_axes"]
+    out = jax.shard_map(
+        lambda *args: tuple(body(*args)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(axes),
+        check_vma=params["check_vma"],
+    )(*args)
+    return list(out)
+
+
+def _cut(args: Sequence, first: int, second: int) -> tuple[list, list, list]:
+    args = list(args)
+    return args[:first], args[first : first + second], args[first + second :]
+
+
+def rebind(eqn: JaxprEqn, args: Sequence, bodies: Sequence[Body]) -> list:
+    """Binds a container to `args`, with `bodies` in place of its inner jaxprs.
+
+    Each body takes and returns flat lists. In a loop the carry must leave in the type that it
+    came in; branches must agree. The derivative of a `custom_jvp_call` or `custom_vjp_call` is
+    not carried over: use [`pushforward`][] and [`pullback`][].
+    """
+    name = eqn.primitive.name
+    if name == "scan":
+        return _scan(eqn, args, *bodies)
+    if name == "while":
+        return list(_while(eqn, args, *bodies))
+    if name == "cond":
+        index, *operands = args
+        return list(lax.switch(index, list(bodies), *operands))
+    if name == "shard_map":
+        return _shard_map(eqn, args, *bodies)
+    if name in TRACED:
+        return list(bind_around(eqn, args, jax.make_jaxpr(bodies[0])(*args)))
+    return list(bodies[0](*args))

@@ -1,0 +1,202 @@
+"""The public transformation."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax import lax
+
+from .._dtypes import half_precision, half_precision_datatype, is_half
+from ._evaluate import Evaluator
+from ._report import AutocastReport, Recorder
+from ._rules import Policy, parse_patterns
+from ._values import received
+
+
+# Products of float32 arrays out of several products of halves, by the name that `dtype` takes.
+_ALGORITHMS = {
+    "bfloat16_x3": lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
+    "bfloat16_x6": lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
+    "bfloat16_x9": lax.DotAlgorithmPreset.BF16_BF16_F32_X9,
+    "tensorfloat32": lax.DotAlgorithmPreset.TF32_TF32_F32,
+    "tensorfloat32_x3": lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
+}
+
+
+def _parse_dtype(dtype: Any) -> np.dtype | lax.DotAlgorithmPreset | None:
+    if dtype is None or isinstance(dtype, lax.DotAlgorithmPreset):
+        return dtype
+    if isinstance(dtype, str) and dtype in _ALGORITHMS:
+        return _ALGORITHMS[dtype]
+    try:
+        out = jnp.dtype(dtype)
+    except TypeError:
+        out = None
+    if out is None or not is_half(out):
+        raise ValueError(
+            "`autocast` takes float16, bfloat16 or the name of a split product "
+            f"({', '.join(map(repr, _ALGORITHMS))}) as `dtype`, but got {dtype!r}. For float32 "
+            "call the function without `autocast`."
+        )
+    return out
+
+
+class _Autocast(eqx.Module):
+    _fun: Any
+    _dtype: np.dtype | lax.DotAlgorithmPreset | None = eqx.field(static=True)
+    _half: tuple[str, ...] = eqx.field(static=True)
+    _full: tuple[str, ...] = eqx.field(static=True)
+
+    @property
+    def __wrapped__(self):
+        return self._fun
+
+    def _policy(self) -> Policy:
+        if isinstance(self._dtype, lax.DotAlgorithmPreset):
+            # Values are kept in float32; halves are those of the program itself.
+            return Policy(jnp.dtype("bfloat16"), self._dtype, self._half, self._full)
+        dtype = half_precision_datatype() if self._dtype is None else self._dtype
+        return Policy(dtype, None, self._half, self._full)
+
+    def _trace(self, policy: Policy, args: tuple, kwargs: dict) -> tuple:
+        """The function as a jaxpr of its arrays, those arrays, and how to put the output
+        together."""
+        dynamic, static = eqx.partition((self._fun, args, kwargs), eqx.is_array)
+        leaves, treedef = jtu.tree_flatten(dynamic)
+        rest: list[Any] = []
+
+        def flat(*leaves):
+            fun, args, kwargs = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
+            arrays, others = eqx.partition(fun(*args, **kwargs), eqx.is_array)
+            out, out_treedef = jtu.tree_flatten(arrays)
+            rest[:] = [others, out_treedef]
+            return out
+
+        with half_precision(policy.dtype):
+            closed = jax.make_jaxpr(flat)(*leaves)
+
+        def assemble(out):
+            others, out_treedef = rest
+            return eqx.combine(jtu.tree_unflatten(out_treedef, out), others)
+
+        return closed, leaves, assemble
+
+    def _evaluate(self, evaluator: Evaluator, closed: Any, leaves: list) -> list:
+        policy, jaxpr = evaluator.policy, closed.jaxpr
+        values = [
+            received(x, v.aval, policy, master=True)
+            for x, v in zip(leaves, jaxpr.invars, strict=True)
+        ]
+        out = evaluator.jaxpr(closed, values, ())
+        return [
+            jnp.asarray(x.get(v.aval.dtype) if x.kind.governed else x.array(policy))
+            for x, v in zip(out, jaxpr.outvars, strict=True)
+        ]
+
+    def __call__(self, /, *args, **kwargs):
+        policy = self._policy()
+        closed, leaves, assemble = self._trace(policy, args, kwargs)
+        return assemble(self._evaluate(Evaluator(policy), closed, leaves))
+
+    def report(self, /, *args, **kwargs) -> AutocastReport:
+        """What is cast where, for these arguments. Traces, and runs nothing.
+
+        **Arguments:** those of the function; [`jax.ShapeDtypeStruct`][] will do for arrays.
+
+        **Returns:** an [`mpx_pde.AutocastReport`][].
+        """
+        policy = self._policy()
+        recorder = Recorder(policy)
+
+        def trace(fun, args, kwargs):
+            wrapped = _Autocast(fun, self._dtype, self._half, self._full)
+            closed, leaves, assemble = wrapped._trace(policy, args, kwargs)
+            return assemble(wrapped._evaluate(Evaluator(policy, recorder), closed, leaves))
+
+        eqx.filter_eval_shape(trace, self._fun, args, kwargs)
+        return recorder.report()
+
+    def __get__(self, instance: Any, owner: Any = None):
+        if instance is None:
+            return self
+        # The instance is part of the function: its parameters are masters.
+        return _Autocast(eqx.Partial(self._fun, instance), self._dtype, self._half, self._full)
+
+
+def autocast(
+    fun: Callable | None = None, dtype: Any = None, *, half: Any = (), full: Any = ()
+) -> Callable:
+    """Runs a function that was written for float32 in mixed precision, operation by operation.
+
+    `fun` is traced, and its jaxpr evaluated again by a table of operations:
+
+    - *Matrix products and convolutions* go through [`mpx_pde.mixed_dot_general`][] and
+        [`mpx_pde.mixed_conv_general_dilated`][]: half × half with float32 accumulation, here and
+        in every derivative. A product for which `fun` asks more than the default precision (as
+        [`mpx_pde.force_full_precision`][] does) is left alone.
+    - *Sums, exponentials, logarithms, powers, roots* and other functions that leave the range of
+        float16 are computed in float32, and so is the arithmetic that goes into them: softmax,
+        norms, losses.
+    - *Everything else* follows its operands: half if one of them is half. Parameters, inputs and
+        constants give way to what was computed; a constant that half cannot hold (an epsilon of
+        1e-12, a mask of -1e9) keeps the operation in float32.
+
+    Parameters are never cast beforehand. They stay float32 masters until the product that uses
+    them, also in a loop, so their cotangents arrive, and add up over uses, scan steps and
+    devices, in float32. The rounding is a part of each product: where a parameter is used
+    five times the jaxpr rounds it five times, and XLA makes one cast out of them. What was
+    computed is cast once, however often it is used; a cast back and forth disappears. Loops carry
+    their state in the dtype of the program.
+
+    Integers, bools, keys, float64 and complex values pass through untouched; so do references,
+    callbacks and other effects. `jax.jit`, loops, branches, `jax.checkpoint`, `jax.custom_jvp`
+    and `jax.custom_vjp` (whose rules are kept) and `jax.shard_map` are entered. An operation that
+    is in no table stays in float32, and the report lists it.
+
+    The result can be differentiated, in both modes and repeatedly, vmapped and jitted. It
+    traces at each call, so it belongs inside of a `jax.jit`.
+
+    **Arguments:**
+
+    - `fun`: a function, method or callable module. Without it, a decorator is returned.
+    - `dtype`: float16 or bfloat16, by default [`mpx_pde.half_precision_datatype`][] at the time
+        of the call. The name of a split product (`"bfloat16_x3"`, `"bfloat16_x6"`,
+        `"bfloat16_x9"`, `"tensorfloat32"`, `"tensorfloat32_x3"`, or any
+        [`jax.lax.DotAlgorithmPreset`][]) keeps every value in float32, and computes the matrix
+        products from several products of halves, where the hardware has them.
+    - `half`, `full`: overrides: names of primitives (`"exp"`) or patterns of
+        [`jax.named_scope`][]s and names of jitted functions (`"decoder/norm*"`, wildcards as in
+        `fnmatch`), one or a sequence. What they match is computed in half, or in float32 as
+        without `autocast`. Where both match, `full` wins.
+
+    **Returns:**
+
+    A callable with the name, docstring and signature of `fun`, which returns what `fun` returns,
+    in the same dtypes. It is an Equinox module that holds `fun`, and binds as a method. Its
+    method `report`, called with the arguments of `fun`, tells what is cast where.
+
+    **Raises:** `TypeError` if `fun` cannot be called or for an override that is no string,
+    `ValueError` for a `dtype` that is none of the above.
+
+    ```python
+    @mpx.autocast(dtype="bfloat16", full="readout")
+    def loss(model, x, y):
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    print(loss.report(model, x, y))
+    ```
+
+    The tables follow NVIDIA's automatic mixed precision (Stosic, *Training Neural Networks with
+    Tensor Cores*).
+    """
+    parsed = _parse_dtype(dtype)
+    patterns = parse_patterns(half, "half"), parse_patterns(full, "full")
+    if fun is None:
+        return lambda fun: autocast(fun, dtype, half=half, full=full)
+    if not callable(fun):
+        raise TypeError(f"`autocast` takes a function or a callable module, but got {fun!r}.")
+    return eqx.module_update_wrapper(_Autocast(fun, parsed, *patterns))

@@ -1,0 +1,196 @@
+"""What is decided for one equation: from the tables, the overrides and the kinds of operands."""
+
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Jaxpr, JaxprEqn, Primitive
+
+from .._jaxpr import literal
+from . import tables
+
+
+class Kind(NamedTuple):
+    """What is known of a value while tracing, besides its shape."""
+
+    governed: bool = True
+    """Whether the value is float32, or the half type, in the program; everything else (integers,
+    bools, keys, float64, complex, references) passes through as it is."""
+    half: bool = False
+    """Whether it counts as half where an operation follows its operands."""
+    master: bool = False
+    """Whether it is held in float32 until the product: a parameter or input, or a value that
+    enters a loop from outside, and whatever only moves those."""
+    const: float | None = None
+    """The value, where it is a scalar that is known while tracing."""
+
+
+OPAQUE = Kind(governed=False)
+
+
+class Rule(NamedTuple):
+    name: str
+    """product, mixed, full, half, follow, layout, convert or own."""
+    reason: str
+    known: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The half type and the overrides of one call."""
+
+    dtype: np.dtype
+    algorithm: lax.DotAlgorithmPreset | None = None
+    half: tuple[str, ...] = ()
+    full: tuple[str, ...] = ()
+
+    def governs(self, aval: Any) -> bool:
+        dtype = getattr(aval, "dtype", None)
+        # References and other values that are no arrays have their own rules.
+        is_array = hasattr(aval, "weak_type")
+        return is_array and (dtype == jnp.float32 or dtype == self.dtype)
+
+    def fits(self, const: float) -> bool:
+        """Whether a constant keeps its meaning in half: no overflow, no underflow."""
+        info = jnp.finfo(self.dtype)
+        size = abs(const)
+        normal = float(info.tiny) <= size <= float(info.max)
+        return normal or size == 0 or not math.isfinite(size)
+
+
+def parse_patterns(patterns: Any, name: str) -> tuple[str, ...]:
+    """Names of primitives and patterns of scopes, from one of them or several."""
+    if isinstance(patterns, str | Primitive):
+        patterns = (patterns,)
+    if not isinstance(patterns, Iterable):
+        patterns = (patterns,)
+    out = []
+    for pattern in patterns:
+        if isinstance(pattern, Primitive):
+            out.append(pattern.name)
+        elif isinstance(pattern, str) and pattern.strip("/"):
+            out.append(pattern.strip("/"))
+        else:
+            raise TypeError(
+                f"`autocast` takes names of primitives (such as 'exp') and patterns of "
+                f"`jax.named_scope`s (such as 'decoder/norm*') as `{name}`, but got {pattern!r}."
+            )
+    return tuple(out)
+
+
+def match(patterns: Sequence[str], primitive: str, scopes: tuple[str, ...]) -> str | None:
+    """The first of `patterns` that names the primitive or a run of consecutive scopes."""
+    for pattern in patterns:
+        parts = pattern.split("/")
+        runs = (scopes[i : i + len(parts)] for i in range(len(scopes) - len(parts) + 1))
+        if any(all(map(fnmatch.fnmatchcase, run, parts)) for run in runs):
+            return pattern
+        if len(parts) == 1 and fnmatch.fnmatchcase(primitive, pattern):
+            return pattern
+    return None
+
+
+def _feeds(eqn: JaxprEqn) -> bool:
+    name = eqn.primitive.name
+    return name in tables.FEEDS or (name == "integer_pow" and eqn.params["y"] % 2 == 0)
+
+
+def feeding(jaxpr: Jaxpr) -> set[int]:
+    """The positions of arithmetic whose result goes, by way of more arithmetic, into a function
+    that magnifies its rounding errors."""
+    wanted, out = set(), set()
+    for i in reversed(range(len(jaxpr.eqns))):
+        eqn = jaxpr.eqns[i]
+        arithmetic = eqn.primitive.name in tables.ARITHMETIC
+        passes = arithmetic or eqn.primitive.name in tables.LAYOUT
+        here = passes and any(v in wanted for v in eqn.outvars)
+        if here and arithmetic:
+            out.add(i)
+        if here or _feeds(eqn):
+            wanted.update(v for v in eqn.invars if not literal(v))
+    return out
+
+
+def _asks_for_more(eqn: JaxprEqn) -> bool:
+    """Whether the program asks this product for more than JAX's default precision."""
+    precision = eqn.params["precision"]
+    if isinstance(precision, tuple):
+        return any(p not in (None, lax.Precision.DEFAULT) for p in precision)
+    return precision not in (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
+
+
+def _tabled(name: str, eqn: JaxprEqn, magnified: bool) -> Rule:
+    if name in tables.PRODUCTS:
+        if _asks_for_more(eqn):
+            return Rule("full", "the program asks for this precision itself")
+        return Rule("product", tables.PRODUCTS[name])
+    if name in tables.MIXED:
+        return Rule("mixed", tables.MIXED[name])
+    if magnified:
+        return Rule("full", "its rounding error would be magnified by what it goes into")
+    for rule, table in (
+        ("full", tables.FULL),
+        ("follow", tables.FOLLOW),
+        ("layout", tables.LAYOUT),
+        ("own", tables.OWN),
+    ):
+        if name in table:
+            return Rule(rule, table[name])
+    if name == "convert_element_type":
+        return Rule("convert", "the program's own cast, put off until its value is used")
+    return Rule("own", "unknown to autocast", known=False)
+
+
+def decide(
+    policy: Policy,
+    eqn: JaxprEqn,
+    kinds: Sequence[Kind],
+    scopes: tuple[str, ...],
+    magnified: bool,
+) -> Rule:
+    """The rule for an equation that is no container."""
+    name = eqn.primitive.name
+    outputs = [policy.governs(v.aval) for v in eqn.outvars]
+    if not any(k.governed for k in kinds):
+        known = not any(outputs) or name in tables.OWN or name == "convert_element_type"
+        return Rule("own", "nothing here is float32 or half", known or bool(eqn.invars))
+    rule = _tabled(name, eqn, magnified)
+    foreign = any(
+        not k.governed and jnp.issubdtype(getattr(v.aval, "dtype", np.int32), jnp.inexact)
+        for k, v in zip(kinds, eqn.invars, strict=True)
+    )
+    if foreign or rule.name in ("own", "convert", "mixed"):
+        return rule._replace(name="own") if foreign else rule
+    if pattern := match(policy.full, name, scopes):
+        return Rule("full", f"full={pattern!r}")
+    if pattern := match(policy.half, name, scopes):
+        halved = "product" if name in tables.PRODUCTS else "half"
+        return Rule(halved, f"half={pattern!r}")
+    if rule.name in ("follow", "layout") and (mend := _why_full(policy, eqn, kinds)):
+        return Rule("full", mend)
+    return rule
+
+
+def _yields(eqn: JaxprEqn, kind: Kind) -> bool:
+    """Whether a float32 operand gives way to a half one."""
+    # The difference of a prediction and its target is a residual, not a bias.
+    return kind.master and (kind.const is not None or eqn.primitive.name not in ("sub", "div"))
+
+
+def _why_full(policy: Policy, eqn: JaxprEqn, kinds: Sequence[Kind]) -> str | None:
+    """Why an operation that follows its operands is computed in float32; `None` if it is half,
+    or has no half operand to begin with and only moves values."""
+    governed = [k for k in kinds if k.governed]
+    if not any(k.half for k in governed):
+        return None if all(k.master for k in governed) else "its operands are float32"
+    for kind in governed:
+        if not kind.half and not _yields(eqn, kind):
+            return "one of its operands is float32"
+        if kind.const is not None and not policy.fits(kind.const):
+            return f"{kind.const:g} is outside of the range of {policy.dtype.name}"
+    return None

@@ -1,0 +1,87 @@
+"""A value with its two precisions, each made when it is first asked for."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._rules import OPAQUE, Kind, Policy
+
+
+FULL = np.dtype("float32")
+
+
+class Value:
+    """An array, what is known of it, and its casts so far.
+
+    A cast is made at most once. Casting back and forth gives the array that was there first.
+    """
+
+    __slots__ = ("casts", "kind")
+
+    def __init__(self, array: Any, kind: Kind):
+        self.kind = kind
+        dtype = np.dtype(array.dtype) if kind.governed else None
+        self.casts = {dtype: array}
+
+    def get(self, dtype: Any) -> Any:
+        if not self.kind.governed:
+            return self.casts[None]
+        out = self.casts.get(dtype)
+        if out is None:
+            out = _cast(next(iter(self.casts.values())), self.kind, dtype)
+            self.casts[dtype] = out
+        return out
+
+    def array(self, policy: Policy) -> Any:
+        """The array as it goes into a product or a container."""
+        if not self.kind.governed:
+            return self.casts[None]
+        return self.get(self.dtype(policy))
+
+    def dtype(self, policy: Policy) -> np.dtype:
+        return policy.dtype if self.kind.half and not self.kind.master else FULL
+
+    def as_kind(self, kind: Kind) -> "Value":
+        """The same casts, seen as another kind."""
+        out = Value.__new__(Value)
+        out.kind, out.casts = kind, self.casts
+        return out
+
+
+def _cast(array: Any, kind: Kind, dtype: np.dtype) -> Any:
+    if kind.const is not None and np.shape(array) == ():
+        # A constant stays one.
+        return np.asarray(kind.const, dtype)
+    return lax.convert_element_type(array, dtype)
+
+
+def constant(x: Any, aval: Any, policy: Policy) -> Value:
+    """A literal or a constant of a jaxpr: a master, and known if it is a concrete scalar."""
+    if not policy.governs(aval):
+        return Value(x, OPAQUE)
+    if not hasattr(x, "dtype"):
+        x = np.asarray(x, aval.dtype)
+    half = aval.dtype == policy.dtype
+    known = getattr(aval, "shape", None) == () and isinstance(x, np.ndarray | np.generic)
+    const = float(x) if known else None
+    if const is not None and math.isnan(const):
+        const = None  # equal to nothing, so no good in a key
+    return Value(x, Kind(half=half, master=not half or const is not None, const=const))
+
+
+def received(x: Any, aval: Any, policy: Policy, master: bool) -> Value:
+    """An array in the program's dtype, such as an argument of the function."""
+    if not policy.governs(aval):
+        return Value(x, OPAQUE)
+    half = aval.dtype == policy.dtype
+    return Value(x, Kind(half=half, master=master and not half))
+
+
+def computed(x: Any, aval: Any, policy: Policy) -> Value:
+    """What an operation returned, in whichever of the two dtypes."""
+    if not policy.governs(aval):
+        return Value(x, OPAQUE)
+    return Value(x, Kind(half=jnp.dtype(x.dtype) == policy.dtype))

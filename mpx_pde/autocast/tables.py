@@ -1,0 +1,193 @@
+"""Which operation runs in which precision, and why. Data only: `_rules.py` reads it.
+
+The division is that of NVIDIA's automatic mixed precision: matrix products in half; sums, and
+functions that grow or shrink faster than their argument, in float32; the cheap rest in whatever
+its operands are in.
+"""
+
+PRODUCTS: dict[str, str] = {
+    "dot_general": "tensor cores multiply halves exactly and accumulate in float32",
+    "conv_general_dilated": "tensor cores multiply halves exactly and accumulate in float32",
+}
+"""Operands rounded to half inside the operation, float32 accumulation, result in half."""
+
+MIXED: dict[str, str] = {
+    "mixed_dot_general": "a mixed product already: it says its precision itself",
+    "mixed_conv_general_dilated": "a mixed product already: it says its precision itself",
+}
+"""The library's own products in the code of the user: operands as they come."""
+
+_GROWS = "leaves the range of float16 for ordinary arguments"
+_SUM = "a sum of many terms loses the small ones"
+_NEAR = "its relative error is unbounded near a zero or a pole"
+
+FULL: dict[str, str] = {
+    "exp": _GROWS,
+    "exp2": _GROWS,
+    "expm1": _GROWS,
+    "sinh": _GROWS,
+    "cosh": _GROWS,
+    "log": _NEAR,
+    "log1p": _NEAR,
+    "tan": _NEAR,
+    "acos": _NEAR,
+    "asin": _NEAR,
+    "acosh": _NEAR,
+    "atanh": _NEAR,
+    "asinh": "its argument may be large",
+    "pow": _GROWS,
+    "integer_pow": _GROWS,
+    "square": "overflows float16 from 256 on",
+    "sqrt": "its argument is a sum of squares more often than not",
+    "rsqrt": "its argument is a variance, often below float16's smallest normal number",
+    "cbrt": "its argument spans a wide range",
+    "erf_inv": _NEAR,
+    "erfc": "its tail is below float16's smallest number",
+    "lgamma": _GROWS,
+    "digamma": _NEAR,
+    "polygamma": _NEAR,
+    "igamma": "a series",
+    "igammac": "a series",
+    "bessel_i0e": "a series",
+    "bessel_i1e": "a series",
+    "regularized_incomplete_beta": "a series",
+    "zeta": "a series",
+    "reduce_sum": _SUM,
+    "reduce_prod": _GROWS,
+    "cumsum": _SUM,
+    "cumprod": _GROWS,
+    "cumlogsumexp": _SUM,
+    "reduce_window_sum": _SUM,
+    "psum": "a sum over devices",
+    "psum_invariant": "a sum over devices",
+    "reduce_scatter": "a sum over devices",
+}
+"""Computed in float32, with a float32 result."""
+
+FEEDS: tuple[str, ...] = ("exp", "exp2", "expm1", "log", "log1p", "pow", "square", "sqrt", "rsqrt")
+"""Functions that magnify what was rounded off before them. Arithmetic whose result goes into one
+of them is computed in float32 too: the difference to the largest logit in a softmax, the
+residual in a squared error. (So is what is raised to an even power by `integer_pow`.)"""
+
+ARITHMETIC: tuple[str, ...] = ("add", "sub", "mul", "div", "neg", "add_any")
+
+FOLLOW: dict[str, str] = dict.fromkeys(
+    (
+        *ARITHMETIC,
+        "abs",
+        "sign",
+        "max",
+        "min",
+        "rem",
+        "floor",
+        "ceil",
+        "round",
+        "clamp",
+        "select_n",
+        "tanh",
+        "logistic",
+        "erf",
+        "sin",
+        "cos",
+        "atan",
+        "atan2",
+        "eq",
+        "ne",
+        "lt",
+        "le",
+        "gt",
+        "ge",
+        "eq_to",
+        "le_to",
+        "lt_to",
+        "is_finite",
+        "reduce_max",
+        "reduce_min",
+        "argmax",
+        "argmin",
+        "cummax",
+        "cummin",
+        "reduce_window_max",
+        "reduce_window_min",
+        "select_and_scatter_add",
+        "sort",
+        "top_k",
+        "gather",
+        "pad",
+        "dynamic_update_slice",
+        "pmax",
+        "pmin",
+        "ppermute",
+        "all_gather",
+        "all_gather_invariant",
+        "all_to_all",
+        "name",
+        "stop_gradient",
+    ),
+    "cheap and safe in the dtype of its operands",
+)
+"""Half if what was computed is half, else float32. Parameters, inputs and constants give way."""
+
+LAYOUT: dict[str, str] = dict.fromkeys(
+    (
+        "broadcast_in_dim",
+        "reshape",
+        "transpose",
+        "squeeze",
+        "expand_dims",
+        "rev",
+        "slice",
+        "dynamic_slice",
+        "concatenate",
+        "split",
+        "copy",
+        "copy_p",
+        "sharding_constraint",
+        "pvary",
+        "pcast",
+        "unvary",
+    ),
+    "moves values without arithmetic",
+)
+"""As `FOLLOW`, and a float32 master that goes through remains one."""
+
+OWN: dict[str, str] = {
+    "iota": "makes its own values",
+    "reduce_precision": "rounds on purpose",
+    "bitcast_convert_type": "reads bits",
+    "nextafter": "reads bits",
+    "complex": "there is no half complex dtype",
+    "fft": "there is no half-precision transform",
+    "random_gamma": "makes its own values",
+    "rng_uniform": "makes its own values",
+    "scatter": "carries the program of its update",
+    "scatter_add": "sums into its target",
+    "scatter-add": "sums into its target",
+    "scatter_mul": "multiplies into its target",
+    "scatter_min": "carries the program of its update",
+    "scatter_max": "carries the program of its update",
+    "reduce": "carries the program of its step",
+    "reduce_window": "carries the program of its step",
+    "select_and_gather_add": "packs pairs of float32",
+    "cholesky": "a factorization",
+    "lu": "a factorization",
+    "qr": "a factorization",
+    "geqrf": "a factorization",
+    "householder_product": "a factorization",
+    "svd": "a factorization",
+    "eig": "a factorization",
+    "eigh": "a factorization",
+    "schur": "a factorization",
+    "triangular_solve": "a solve",
+    "tridiagonal_solve": "a solve",
+    "linear_solve": "a solve",
+    "custom_linear_solve": "a solve",
+    "debug_callback": "shows values as the program has them",
+    "debug_print": "shows values as the program has them",
+    "pure_callback": "the host's function is written for the program's dtypes",
+    "io_callback": "the host's function is written for the program's dtypes",
+    "device_put": "moves values between devices",
+    "optimization_barrier": "fixes values as the program has them",
+}
+"""Stays in the dtype of the program, for a reason. What is in no table does so too, and is listed
+by the report as unknown."""

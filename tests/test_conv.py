@@ -1,0 +1,227 @@
+"""The mixed convolution against JAX's own convolution in float64."""
+
+import functools as ft
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import HALVES, TOLERANCES, equations
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+import mpx_pde as mpx
+
+
+# lhs, rhs and the window: strides, padding of either kind, dilations, groups of channels and of
+# the batch, other layouts, and one to three spatial axes.
+CASES = {
+    "1d": ((2, 3, 9), (4, 3, 3), {"window_strides": (1,), "padding": "SAME"}),
+    "2d": ((2, 3, 8, 7), (4, 3, 3, 2), {"window_strides": (2, 1), "padding": "VALID"}),
+    "3d": (
+        (1, 2, 4, 5, 3),
+        (3, 2, 2, 2, 2),
+        {"window_strides": (1, 2, 1), "padding": [(1, 0), (0, 2), (0, 0)]},
+    ),
+    "dilated": (
+        (2, 3, 6, 6),
+        (4, 3, 2, 3),
+        {
+            "window_strides": (1, 1),
+            "padding": [(1, 1), (2, 2)],
+            "lhs_dilation": (2, 1),
+            "rhs_dilation": (1, 2),
+        },
+    ),
+    "grouped": (
+        (2, 4, 6, 6),
+        (6, 2, 3, 3),
+        {"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 2},
+    ),
+    "batch groups": (
+        (4, 3, 6, 6),
+        (6, 3, 3, 3),
+        {"window_strides": (1, 1), "padding": "SAME", "batch_group_count": 2},
+    ),
+    "channels last": (
+        (2, 8, 7, 3),
+        (3, 3, 3, 4),
+        {
+            "window_strides": (1, 1),
+            "padding": "SAME",
+            "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
+        },
+    ),
+}
+each_case = pytest.mark.parametrize("case", CASES)
+
+
+def _normal(seed, shape, dtype="float32"):
+    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
+
+
+def _close(got, want, dtype):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    assert got.shape == want.shape
+    assert np.abs(got - want).max() <= TOLERANCES[dtype] * np.abs(want).max()
+
+
+def _oracle(window):
+    def conv(x, y):
+        with jax.enable_x64(True):
+            x, y = (jnp.asarray(np.asarray(a, np.float64)) for a in (x, y))
+            return np.asarray(lax.conv_general_dilated(x, y, **window))
+
+    return conv
+
+
+def _oracle_gradients(window, x, y, seed):
+    with jax.enable_x64(True):
+        x, y, seed = (jnp.asarray(np.asarray(a, np.float64)) for a in (x, y, seed))
+        _, pullback = jax.vjp(lambda x, y: lax.conv_general_dilated(x, y, **window), x, y)
+        return [np.asarray(g) for g in pullback(seed)]
+
+
+@each_case
+def test_values_and_gradients(case):
+    dtype = HALVES[len(case) % 2]
+    x_shape, y_shape, window = CASES[case]
+    # An activation in half, a weight as its float32 master.
+    x, y = _normal(0, x_shape, dtype), _normal(1, y_shape)
+    want = _oracle(window)(x, y)
+    seed = _normal(2, want.shape, dtype)
+
+    @jax.jit
+    def run(x, y, seed):
+        conv = ft.partial(mpx.mixed_conv_general_dilated, dtype=dtype, **window)
+        out, pullback = jax.vjp(conv, x, y)
+        return out, pullback(seed)
+
+    out, got = run(x, y, seed)
+    assert out.dtype == dtype
+    _close(out, want, dtype)
+    assert [g.dtype for g in got] == [dtype, "float32"]
+    for g, w in zip(got, _oracle_gradients(window, x, y, seed), strict=True):
+        _close(g, w, dtype)
+
+
+def test_dtype_of_the_result():
+    x_shape, y_shape, window = CASES["2d"]
+    x, y = _normal(0, x_shape), _normal(1, y_shape)
+    conv = ft.partial(mpx.mixed_conv_general_dilated, x, y, **window)
+    assert conv(dtype="float16").dtype == jnp.float16
+    assert conv(dtype="float16", out_dtype="float32").dtype == jnp.float32
+    _close(conv(dtype="float32"), _oracle(window)(x, y), "float32")
+
+
+@each_case
+def test_every_convolution_is_half(case):
+    x_shape, y_shape, window = CASES[case]
+    x, y = _normal(0, x_shape), _normal(1, y_shape)
+
+    def loss(x, y):
+        out = mpx.mixed_conv_general_dilated(x, y, dtype="bfloat16", out_dtype="float32", **window)
+        return jnp.sum(out**2)
+
+    def second(x, y):
+        gradient = jax.grad(loss, argnums=(0, 1))
+        return jax.jvp(gradient, (x, y), (x, y))
+
+    text = jax.jit(second).lower(x, y).as_text()
+    convolutions = [line for line in text.splitlines() if "stablehlo.convolution" in line]
+    assert len(convolutions) >= 3
+    for line in convolutions:
+        operands, result = line.rsplit(":", 1)[1].split("->")
+        assert operands.count("xbf16>") == 2
+        assert "xf32>" in result
+
+
+@pytest.mark.parametrize(
+    ("case", "axes"),
+    [
+        ("1d", (0, 0)),
+        ("1d", (-1, 1)),
+        ("2d", (0, None)),
+        ("dilated", (None, 0)),
+        ("grouped", (0, 0)),
+        ("grouped", (None, 1)),
+        ("batch groups", (-1, None)),
+        ("channels last", (0, 0)),
+    ],
+    ids=str,
+)
+def test_vmap(case, axes):
+    x_shape, y_shape, window = CASES[case]
+
+    def batched(shape, axis):
+        return shape if axis is None else tuple(np.insert(shape, axis % (len(shape) + 1), 3))
+
+    x, y = _normal(0, batched(x_shape, axes[0])), _normal(1, batched(y_shape, axes[1]))
+    conv = ft.partial(mpx.mixed_conv_general_dilated, dtype="float16", **window)
+    got = jax.jit(jax.vmap(conv, axes))(x, y)
+    for i in range(3):
+        xi, yi = (
+            a if axis is None else jnp.take(a, i, axis)
+            for a, axis in zip((x, y), axes, strict=True)
+        )
+        _close(got[i], _oracle(window)(xi, yi), "float16")
+
+
+def test_forward_over_reverse():
+    x_shape, y_shape, window = CASES["grouped"]
+    x, y = _normal(0, x_shape), _normal(1, y_shape)
+
+    def loss(conv):
+        return lambda y: jnp.sum(jnp.sin(conv(x, y, **window)))
+
+    def product(conv):
+        return jax.jit(lambda y: jax.jvp(jax.grad(loss(conv)), (y,), (y,))[1])(y)
+
+    mixed = ft.partial(mpx.mixed_conv_general_dilated, dtype="float16", out_dtype="float32")
+    _close(product(mixed), product(lax.conv_general_dilated), "float16")
+
+
+def test_cotangents_of_a_kernel_shared_by_scan_steps_add_up_in_float32():
+    kernel, steps = jnp.ones((1, 1, 1)), 5000
+
+    def loss(kernel):
+        def step(total, _):
+            out = mpx.mixed_conv_general_dilated(
+                jnp.ones((1, 1, 1), jnp.float16), kernel, (1,), "VALID", dtype="float16"
+            )
+            return total + out.astype("float32").sum(), None
+
+        return lax.scan(step, jnp.float32(0), None, length=steps)[0]
+
+    assert jax.jit(jax.grad(loss))(kernel).item() == steps
+
+
+def test_shard_map_sums_the_kernels_cotangent_in_float32():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    x, kernel = _normal(0, (8, 3, 6)).astype("bfloat16"), _normal(1, (2, 3, 3))
+
+    def loss(kernel, x):
+        def local(kernel, x):
+            out = mpx.mixed_conv_general_dilated(x, kernel, (1,), "SAME", dtype="bfloat16")
+            return lax.psum(jnp.sum(out.astype("float32") ** 2), "data")
+
+        sharded = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+        return sharded(kernel, x)
+
+    got = jax.jit(jax.grad(loss))(kernel, x)
+    sums = [e for e in equations(jax.make_jaxpr(jax.grad(loss))(kernel, x)) if "psum" in str(e)]
+    assert sums
+    want = jax.grad(
+        lambda k: jnp.sum(lax.conv_general_dilated(x.astype("float32"), k, (1,), "SAME") ** 2)
+    )(kernel)
+    _close(got, want, "bfloat16")
+
+
+def test_errors():
+    x, y = jnp.ones((1, 1, 4)), jnp.ones((1, 1, 2))
+    conv = ft.partial(mpx.mixed_conv_general_dilated, window_strides=(1,), padding="VALID")
+    # What jaxtyping's hook reports first in the tests is a TypeError of its own.
+    with pytest.raises(TypeError):
+        conv(x.astype("int32"), y, dtype="float16")
+    with pytest.raises(ValueError, match="needs a real floating-point dtype"):
+        conv(x, y, dtype="int8")

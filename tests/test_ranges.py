@@ -1,0 +1,284 @@
+"""Range reports: what they count, and whether they name the right line."""
+
+import inspect
+import json
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+import mpx_pde as mpx
+
+
+def line_here(offset=0):
+    return inspect.currentframe().f_back.f_lineno + offset
+
+
+def row_of(report, primitive):
+    rows = [row for row in report.rows if row.primitive == primitive]
+    assert len(rows) == 1
+    return rows[0]
+
+
+# --- Counting -------------------------------------------------------------------------------------
+
+# Each with the half formats in which it is lost, and how.
+VALUES = {
+    0.0: {},
+    1.0: {},
+    65519.0: {},
+    65520.0: {"float16": "overflow"},
+    -1e30: {"float16": "overflow"},
+    3.4e38: {"float16": "overflow", "bfloat16": "overflow"},
+    2.0**-14: {},
+    2.0**-15: {"float16": "subnormal"},
+    2.0**-24: {"float16": "subnormal"},
+    2.0**-25: {"float16": "zero"},
+    1.1 * 2.0**-25: {"float16": "subnormal"},
+    2.0**-126: {"float16": "zero"},
+    2.0**-130: {"float16": "zero", "bfloat16": "subnormal"},
+    2.0**-140: {"float16": "zero", "bfloat16": "zero"},
+}
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_what_a_format_loses(value):
+    x = jnp.full(4, value, jnp.float32).at[0].set(1.0)
+    row = row_of(mpx.range_report(lambda x: x)(x), "input")
+    for name in ("float16", "bfloat16"):
+        how = VALUES[value].get(name)
+        loss = row.loss(name)
+        for kind in ("overflow", "subnormal", "zero"):
+            assert getattr(loss, kind) == (0.75 if how == kind else 0.0)
+        # As the rounding itself says.
+        with np.errstate(over="ignore", under="ignore"):
+            back = np.asarray(x)[1].astype(jnp.dtype(name))
+        assert np.isinf(back) == (how == "overflow")
+        assert (back == 0 and value != 0) == (how == "zero")
+
+
+def test_ranges_zeros_and_infinities():
+    x = jnp.array([0.0, 0.0, -0.25, 8.0, jnp.inf, jnp.nan, 1.0, 1.0])
+    row = row_of(mpx.range_report(lambda x: x)(x), "input")
+    assert row.size == 8
+    assert row.exponents == (-2.0, 3.0)
+    assert row.zeros == 0.25
+    assert row.nonfinite == 0.25
+    assert row.float16.overflow == 0
+    assert sum(row.histogram) == pytest.approx(0.5)
+    assert row_of(mpx.range_report(jnp.negative)(jnp.zeros(3)), "neg").exponents is None
+
+
+def test_loops_add_up():
+    def fun(x):
+        def step(c, _):
+            return c * 2, None
+
+        return lax.scan(step, x, None, length=20)[0]
+
+    row = row_of(mpx.range_report(fun)(jnp.ones(4)), "mul")
+    assert row.size == 80
+    assert row.exponents == (1.0, 20.0)
+    assert row.float16.overflow == 5 / 20
+
+
+def test_while_and_cond():
+    def fun(x):
+        x = lax.while_loop(lambda c: jnp.max(c) < 1e6, lambda c: c * 4, x)
+        return lax.cond(x[0] > 0, lambda x: jnp.sqrt(x), lambda x: jnp.exp(x), x)
+
+    report = mpx.range_report(fun)(jnp.ones(2))
+    assert row_of(report, "mul").exponents == (2.0, 20.0)
+    assert row_of(report, "sqrt").exponents == (10.0, 10.0)
+    # The other branch never ran.
+    assert not [row for row in report.rows if row.primitive == "exp"]
+    assert report.result.tolist() == [1024.0, 1024.0]
+
+
+def test_shard_map():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+
+    def local(x):
+        return lax.psum(jnp.exp(x), "data")
+
+    fun = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P())
+    row = row_of(mpx.range_report(fun)(jnp.arange(8.0)), "exp")
+    assert row.size == 8
+    assert row.exponents == pytest.approx((0.0, 7 / np.log(2)))
+
+
+def test_the_run_is_float32_whatever_the_function_casts_to():
+    def fun(w, x):
+        y = w.astype(jnp.float16) @ x.astype(jnp.float16)
+        return jnp.cumsum(y * 1000), mpx.mixed_matmul(w, x, dtype="float16")
+
+    w, x = jnp.full((2, 2), 100.0), jnp.full(2, 100.0, jnp.float16)
+    report = mpx.range_report(fun)(w, x)
+    assert not report.first_nonfinite
+    assert row_of(report, "mul").exponents[1] == pytest.approx(np.log2(2e7))
+    assert jax.tree.leaves(report.result)[0].dtype == jnp.float32
+    assert report.result[0][1] == 4e7
+
+
+# --- Where ----------------------------------------------------------------------------------------
+
+
+def test_a_planted_overflow_is_reported_at_its_own_line():
+    """In a scanned, vmapped, jitted, checkpointed, differentiated sub-function."""
+
+    @jax.jit
+    def harmless(x):
+        return jnp.tanh(x)
+
+    @jax.jit
+    def culprit(x):
+        with jax.named_scope("culprit"):
+            y = harmless(x)
+            return jnp.sum(jnp.exp(12 * y + 1))  # the line
+
+    line = line_here(-2)
+
+    def loss(xs):
+        def step(total, x):
+            return total + jax.vmap(jax.checkpoint(culprit))(x).mean() * 1e-6, None
+
+        return lax.scan(step, jnp.float32(0), xs)[0]
+
+    report = mpx.range_report(jax.grad(loss))(jnp.linspace(-2, 2, 60).reshape(3, 4, 5))
+    first = report.first_overflow()
+    assert first.primitive == "exp"
+    assert first.line.endswith(f"test_ranges.py:{line}")
+    assert "culprit" in first.scope.split("/")
+    assert report.first_nonfinite is None
+    assert report.worst(1)[0].primitive in ("exp", "mul", "reduce_sum")
+
+
+def test_the_first_that_is_not_finite():
+    def fun(x):
+        y = jnp.maximum(x, -jnp.inf)  # an infinity that is an operand is no fault
+        z = jnp.log(y)
+        return jnp.exp(z) + z
+
+    line = line_here(-3)
+    report = mpx.range_report(fun)(jnp.array([1.0, 0.0]))
+    assert report.first_nonfinite.primitive == "log"
+    assert report.first_nonfinite.line.endswith(f"test_ranges.py:{line}")
+    assert [row.primitive for row in report.rows if row.creates_nonfinite] == ["log"]
+
+
+def test_a_training_step_with_derivatives():
+    model = eqx.nn.MLP(2, "scalar", 8, 2, activation=jnp.tanh, key=jax.random.key(0))
+    points = jax.random.normal(jax.random.key(1), (4, 2))
+
+    def loss(model, points):
+        def u_xx(point):
+            return jax.hessian(model)(point)[0, 0]
+
+        return jnp.mean((3e4 * jax.vmap(u_xx)(points)) ** 2)
+
+    scaling = mpx.DynamicLossScaling(2.0**10)
+
+    @eqx.filter_jit
+    def step(model, points):
+        return mpx.filter_value_and_grad(loss, scaling)(model, points)
+
+    report = mpx.range_report(step)(model, points)
+    assert report.first_nonfinite is None
+    assert report.first_overflow() is not None
+    assert [row for row in report.rows if row.primitive == "tanh"]
+    assert any("test_ranges.py" in row.line for row in report.rows)
+
+
+# --- Output ---------------------------------------------------------------------------------------
+
+
+def odd_sizes(x, w, image, kernel):
+    y = x @ w
+    z = lax.conv(image, kernel, (1, 1), "SAME")
+    return y @ jnp.ones((16, 8)), z
+
+
+def test_sizes_that_leave_tensor_cores_idle():
+    args = jnp.ones((8, 30)), jnp.ones((30, 16)), jnp.ones((1, 3, 8, 8)), jnp.ones((8, 3, 3, 3))
+    idle = mpx.range_report(odd_sizes)(*args).idle
+    assert [x.primitive for x in idle] == ["dot_general", "conv_general_dilated"]
+    assert (idle[0].rows, idle[0].columns, idle[0].contracted) == (8, 16, 30)
+    assert (idle[1].rows, idle[1].columns, idle[1].contracted) == (64, 8, 27)
+    assert str(idle[0]).endswith("`dot_general`: contracted 30 → 32")
+
+
+def test_tables_pictures_and_dicts(tmp_path):
+    rich = pytest.importorskip("rich.console")
+
+    def fun(x):
+        return jnp.exp(x) @ jnp.exp(-x)
+
+    report = mpx.range_report(fun)(jnp.linspace(0.0, 20.0, 12))
+    text = str(report)
+    assert "exp" in text
+    assert "test_ranges.py" in text
+    assert "tensor cores idle" in text
+    console = rich.Console(width=200, record=True, file=open(tmp_path / "out", "w"))  # noqa: SIM115
+    console.print(report)
+    console.file.close()
+    assert "worst first" in console.export_text()
+    data = json.loads(json.dumps(report.to_dict()))
+    assert len(data["rows"]) == len(report.rows)
+    assert data["rows"][0]["float16"]["overflow"] == 0
+    assert len(report.worst(2)) == 2
+    assert report.worst()[0].float16.overflow == max(r.float16.overflow for r in report.rows)
+    pytest.importorskip("matplotlib")
+    report.plot(tmp_path / "ranges.png")
+    assert (tmp_path / "ranges.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("fun", "x", "words"),
+    [
+        (lambda x: jnp.sum(jnp.exp(x)), 13.0, ["float16 overflows first at", "`exp`", "2^18.8"]),
+        (lambda x: x * 1e6, 1.0, ["`mul`", "mpx.autocast(..., full='mul')", "bfloat16"]),
+        (lambda x: x / 1e6, 1e5, ["`input`", "keep_full"]),
+        (lambda x: jnp.log(x - 1), 1.0, ["float32 itself", "`log`"]),
+        (lambda x: x * 1e-9, 1.0, ["Nothing overflows", "lost to zero", "DynamicLossScaling"]),
+        (lambda x: x + 1, 1.0, ["Everything is finite"]),
+    ],
+)
+def test_explanations(fun, x, words):
+    text = mpx.explain_nonfinite(fun, "float16")(jnp.full(4, x))
+    for word in words:
+        assert word in text
+
+
+def test_explanation_follows_the_setting():
+    with mpx.half_precision("bfloat16"):
+        text = mpx.explain_nonfinite(lambda x: x * 1e6)(jnp.ones(3))
+    assert "nothing overflows bfloat16" in text
+
+
+def test_methods_names_and_other_leaves():
+    class Net(eqx.Module):
+        w: jax.Array
+        name: str
+
+        def __call__(self, x, *, times):
+            return {"y": x * self.w, "name": self.name, "n": times * 2}
+
+    report = mpx.range_report(Net(jnp.ones(3), "net"))(jnp.ones(3), times=jnp.arange(2))
+    assert report.result["name"] == "net"
+    assert report.result["n"].tolist() == [0, 2]
+    places = [row.line for row in report.rows if row.primitive == "input"]
+    assert places == ["function.w", "argument [0]"]
+
+
+def test_errors():
+    # What jaxtyping's hook reports first in the tests is a TypeError of its own.
+    with pytest.raises(TypeError):
+        mpx.range_report(3)
+    with pytest.raises(TypeError, match="cannot be called inside of"):
+        jax.jit(lambda x: mpx.range_report(jnp.sin)(x).rows[0].size)(jnp.ones(3))
+    with pytest.raises(ValueError, match="takes float16 or bfloat16"):
+        mpx.explain_nonfinite(jnp.sin, "float32")
