@@ -45,7 +45,7 @@ STEPS, QUICK_STEPS = 15_000, 1_500
 STEPS_PER_CALL = 100  # steps in one compiled call, and between two choices of points
 BATCH = 512  # collocation points in a step
 CANDIDATES = 8192  # points that a choice is made from
-LEARNING_RATE = 5e-3
+LEARNING_RATE = 2e-3
 
 
 # --- The network -----------------------------------------------------------------------------

@@ -39,13 +39,11 @@ def _target(dtype: Any, to: np.dtype) -> np.dtype | None:
     return None
 
 
-def convert(x: Array, dtype: np.dtype, weak_type: bool) -> Array:
+def convert(x: Array, dtype: Any, weak_type: bool) -> Array:
     """`x.astype(dtype)`, which on its own would make a weak type strong."""
     if x.dtype == dtype and x.weak_type == weak_type:
         return x
-    return lax.convert_element_type_p.bind(
-        x, new_dtype=dtype, weak_type=weak_type, sharding=None
-    )
+    return lax.convert_element_type_p.bind(x, new_dtype=dtype, weak_type=weak_type, sharding=None)
 
 
 def _cast_leaf(x: Any, to: np.dtype) -> Any:

@@ -97,7 +97,10 @@ def set_half_precision_datatype(datatype: Any) -> None:
 
     **Raises:** `ValueError` for anything else.
     """
-    _half_context.set_global(_half_name(datatype, "set_half_precision_datatype"))
+    name = _half_name(datatype, "set_half_precision_datatype")
+    # JAX 0.10.0 has the setter on the object underneath alone.
+    context = _half_context if hasattr(_half_context, "set_global") else _half_context._obj
+    context.set_global(name)
 
 
 @contextmanager

@@ -11,10 +11,10 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
 
-import hypothesis  # noqa: E402
-import jax  # noqa: E402
-import jaxtyping  # noqa: E402
-import pytest  # noqa: E402
+import hypothesis
+import jax
+import jaxtyping
+import pytest
 
 
 # A silent upcast (a lost input cast) is an error, and so is a silent broadcast.

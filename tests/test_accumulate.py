@@ -100,7 +100,7 @@ def test_one_scale_one_flag_one_adjustment(period):
     assert avals(adjusted) == avals(scaling)
 
 
-@pytest.mark.parametrize("where", [0, 1, 3])
+@pytest.mark.parametrize("where", [0, 3])
 def test_an_overflow_in_one_micro_batch_skips_the_window(where):
     x = jnp.ones((4, 2)).at[where, 1].set(6e4)
     value, adjusted, finite, grads = accumulated(mean_product, scaler(4), 4)(jnp.ones(2), x)
@@ -155,11 +155,9 @@ def test_consecutive_blocks_along_the_axes():
     whole = lambda z: jnp.stack([z, z])
     for in_axes, want in [
         ((0, 1), (x_rows, y_columns)),
-        ((-2, -1), (x_rows, y_columns)),
-        ((0, None), (x_rows, whole(y))),
-        ((1, None), (x_columns, whole(y))),
+        ((-2, None), (x_rows, whole(y))),
         (None, (whole(x), whole(y))),
-        (1, (x_columns, y_columns)),
+        (-1, (x_columns, y_columns)),
     ]:
         assert tree_equal_bits(splits(in_axes, x, y), (want, {}))
     assert tree_equal_bits(splits(0, x, x), ((x_rows, x_rows), {}))
@@ -170,7 +168,9 @@ def test_in_axes_is_a_prefix():
     points = [jnp.arange(2.0), (jnp.arange(6), None)]
     ((x_out, points_out), _) = splits(({"a": 0, "b": 1}, 0), x, points)
     assert tree_equal_bits(x_out, {"a": x["a"].reshape(2, 2), "b": jnp.ones((2, 3, 2))})
-    assert tree_equal_bits(points_out, [points[0].reshape(2, 1), (jnp.arange(6).reshape(2, 3), None)])
+    assert tree_equal_bits(
+        points_out, [points[0].reshape(2, 1), (jnp.arange(6).reshape(2, 3), None)]
+    )
     ((x_out, points_out), _) = splits((None, 0), x, points)
     assert tree_equal_bits(x_out["a"], jnp.stack([x["a"]] * 2))
 
@@ -336,8 +336,8 @@ def test_devices_agree(check_vma, weights):
             check_vma=check_vma,
         )
     )
-    x = jnp.ones((32, 2))
-    for x, exponent, good in [(x, 5, True), (x.at[13, 1].set(6e4), 3, False)]:
+    ones = jnp.ones((32, 2))
+    for x, exponent, good in [(ones, 5, True), (ones.at[13, 1].set(6e4), 3, False)]:
         scaling, finite, grads = step(jnp.ones(2), scaler(4, period=1), x)
         np.testing.assert_array_equal(finite, np.full(8, good))
         np.testing.assert_array_equal(scaling.loss_scaling, np.full(8, 2.0**exponent))

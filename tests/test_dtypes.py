@@ -166,11 +166,13 @@ def test_the_block_is_seen_by_jitted_functions_called_in_it():
     "wrong", ["float32", "float64", "float8_e4m3fn", "int8", "", None, 16, jnp.float32]
 )
 def test_only_halves_are_half(wrong):
-    for call in (mpx.set_half_precision_datatype, mpx.half_precision):
-        with pytest.raises(ValueError, match=rf"`{call.__name__}` takes float16 or bfloat16"):
-            if call(wrong) is not None:
-                with call(wrong):
-                    pass
+    with pytest.raises(
+        ValueError, match=r"`set_half_precision_datatype` takes float16 or bfloat16"
+    ):
+        mpx.set_half_precision_datatype(wrong)
+    block = mpx.half_precision(wrong)
+    with pytest.raises(ValueError, match=r"`half_precision` takes float16 or bfloat16"):
+        block.__enter__()
     assert mpx.half_precision_datatype() == jnp.float16
 
 

@@ -137,7 +137,9 @@ def test_the_selected_tree_comes_back_bit_for_bit(jit, pred):
 
 
 def test_functions_come_from_the_first_tree():
-    out = mpx.select_tree(False, {"f": jnp.sin, "x": jnp.ones(1)}, {"f": jnp.cos, "x": jnp.zeros(1)})
+    out = mpx.select_tree(
+        False, {"f": jnp.sin, "x": jnp.ones(1)}, {"f": jnp.cos, "x": jnp.zeros(1)}
+    )
     assert out["f"] is jnp.sin
     assert out["x"] == 0
 
@@ -183,7 +185,9 @@ arrays = st.sampled_from(
         arrays,
         lambda pairs: st.one_of(
             st.lists(pairs, max_size=3).map(lambda ps: ([p[0] for p in ps], [p[1] for p in ps])),
-            st.tuples(pairs, pairs).map(lambda ps: (Pair(ps[0][0], ps[1][0]), Pair(ps[0][1], ps[1][1]))),
+            st.tuples(pairs, pairs).map(
+                lambda ps: (Pair(ps[0][0], ps[1][0]), Pair(ps[0][1], ps[1][1]))
+            ),
             pairs.map(lambda p: ({"k": p[0]}, {"k": p[1]})),
         ),
         max_leaves=8,
