@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 
 Body = Callable[..., list]
@@ -37,7 +37,6 @@ _CONTAINERS: dict[str, tuple[str, ...]] = {
     "cond": ("branches",),
     "custom_jvp_call": ("call_jaxpr",),
     "custom_vjp_call": ("call_jaxpr",),
-    "custom_vjp_call_jaxpr": ("call_jaxpr",),
     "shard_map": ("jaxpr",),
 }
 
@@ -62,14 +61,6 @@ def bodies_of(eqn: JaxprEqn) -> list[ClosedJaxpr]:
 def is_container(eqn: JaxprEqn) -> bool:
     """Whether [`rebind`][] can enter the equation."""
     return eqn.primitive.name in _CONTAINERS
-
-
-def hidden_jaxprs(eqn: JaxprEqn) -> list[ClosedJaxpr]:
-    """The jaxprs in the parameters of an equation that cannot be entered."""
-    leaves = jax.tree.leaves(
-        list(eqn.params.values()), is_leaf=lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
-    )
-    return [close(x) for x in leaves if isinstance(x, Jaxpr | ClosedJaxpr)]
 
 
 def own_bind(eqn: JaxprEqn, args: Sequence) -> list:

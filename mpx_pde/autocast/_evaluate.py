@@ -185,18 +185,18 @@ class Evaluator:
         inner = scopes + inner_scope(eqn) if self.scoped else ()
         if name in TRACED:
             return self._traced(eqn, operands, bodies[0], inner)
-        if name.endswith("call"):
-            custom = {
-                "custom_jvp_call": self._custom_jvp,
-                "custom_vjp_call": self._custom_vjp,
-            }.get(name)
-            if custom is None:
-                return self.jaxpr(bodies[0], operands, inner)
-        else:
-            custom = None
+        enter = {
+            "scan": self._scan,
+            "while": self._while,
+            "cond": self._cond,
+            "shard_map": self._shard_map,
+            "custom_jvp_call": self._custom_jvp,
+            "custom_vjp_call": self._custom_vjp,
+        }.get(name)
+        if enter is None:
+            return self.jaxpr(bodies[0], operands, inner)
         if not self._concerns(operands, bodies):
             return self._own(eqn, operands)
-        enter = custom or getattr(self, f"_{name}")
         return enter(eqn, operands, bodies, inner)
 
     def _concerns(self, operands: list[Value], bodies: list[ClosedJaxpr]) -> bool:

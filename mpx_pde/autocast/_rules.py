@@ -155,10 +155,8 @@ def decide(
 ) -> Rule:
     """The rule for an equation that is no container."""
     name = eqn.primitive.name
-    outputs = [policy.governs(v.aval) for v in eqn.outvars]
     if not any(k.governed for k in kinds):
-        known = not any(outputs) or name in tables.OWN or name == "convert_element_type"
-        return Rule("own", "nothing here is float32 or half", known or bool(eqn.invars))
+        return Rule("own", "none of its operands is float32 or half")
     rule = _tabled(name, eqn, magnified)
     foreign = any(
         not k.governed and jnp.issubdtype(getattr(v.aval, "dtype", np.int32), jnp.inexact)
