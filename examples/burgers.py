@@ -13,7 +13,10 @@ float16 and with bfloat16 matrix products. Each is compared with the exact solut
     python examples/burgers.py --quick                    # all three, under a minute
     python examples/burgers.py --precision float16 --seed 1
 
-What to expect: TODO
+What to expect, from the same command on two CPU cores: a relative L2 error of about 2e-3 in
+float32 and in float16, and slightly more in bfloat16, with no step skipped. Here the float16 run
+takes longer than the float32 one, since a CPU has no half-precision arithmetic and XLA converts
+to float32 and back; the speed and the memory are a matter for GPUs and TPUs.
 """
 
 import argparse
@@ -44,7 +47,9 @@ STEPS, QUICK_STEPS = 15_000, 1_500
 STEPS_PER_CALL = 100  # steps in one compiled call, and between two choices of points
 BATCH = 512  # collocation points in a step
 CANDIDATES = 8192  # points that a choice is made from
-LEARNING_RATE = 2e-3
+# At 2e-3 the three trainings stay close to each other; at 5e-3 a short one gets further, but
+# rounding differences grow, and final errors scatter by 10 to 20% whatever the precision.
+LEARNING_RATE, QUICK_LEARNING_RATE = 2e-3, 5e-3
 
 
 # --- The network -----------------------------------------------------------------------------
@@ -134,13 +139,15 @@ class Result:
     solution: Float[np.ndarray, "t x"]
 
 
-def train(precision: str, *, steps: int, seed: int, progress: Progress) -> Result:
+def train(
+    precision: str, *, steps: int, learning_rate: float, seed: int, progress: Progress
+) -> Result:
     """Trains one network with the products of its hidden layers in `precision`."""
     calls = math.ceil(steps / STEPS_PER_CALL)
     steps = calls * STEPS_PER_CALL
     model_key, key = jax.random.split(jax.random.key(seed))
     model = BurgersNetwork(key=model_key)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, steps // 20, steps)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, steps // 20, steps)
     optimizer = optax.adam(schedule, b2=0.99)
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     scaling = mpx.DynamicLossScaling(2**15)
@@ -163,6 +170,7 @@ def train(precision: str, *, steps: int, seed: int, progress: Progress) -> Resul
     task = progress.add_task(precision, total=steps, loss="compiling")
     run_steps = jax.jit(partial(jax.lax.scan, step))
     run_steps = run_steps.lower(state, choose_points(model, key)).compile()
+    memory = run_steps.memory_analysis()
     losses, scales, seconds = [], [], 0.0
     for _ in range(calls):
         key, points_key = jax.random.split(key)
@@ -183,7 +191,7 @@ def train(precision: str, *, steps: int, seed: int, progress: Progress) -> Resul
         skipped_steps=int(scaling.skipped_steps),
         final_scale=float(scaling.loss_scaling),
         ms_per_step=1000 * seconds / steps,
-        temp_bytes=run_steps.memory_analysis().temp_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes if memory is not None else 0,
         loss=np.concatenate(losses),
         scale=np.concatenate(scales),
         solution=solution,
@@ -203,8 +211,8 @@ def evaluate(u: BurgersNetwork) -> Float[np.ndarray, "t x"]:
 
 
 def table(results: Sequence[Result]) -> Table:
-    columns = ("precision", "relative L2 error", "skipped steps", "final scale", "ms per step")
-    out = Table(*columns, "temp memory (MiB)", title="Burgers' equation")
+    columns = ("precision", "rel. L2 error", "skipped", "scale", "ms/step", "temp MiB")
+    out = Table(*columns, title="Burgers' equation")
     for r in results:
         scaled = r.precision != "float32"
         out.add_row(
@@ -223,6 +231,7 @@ def plot(results: Sequence[Result], path: Path) -> None:
     exact = exact_solution(*np.meshgrid(T, X, indexing="ij"))
     figure = Figure(figsize=(3.2 * len(results) + 3.2, 6), layout="constrained")
     axes = figure.subplots(2, len(results) + 1, squeeze=False)
+    colors = {p: f"C{i}" for i, p in enumerate(PRECISIONS)}
     for column, r in enumerate(results):
         top, bottom = axes[0, column], axes[1, column]
         image = top.pcolormesh(T, X, r.solution.T, cmap="RdBu_r", vmin=-1, vmax=1)
@@ -237,9 +246,9 @@ def plot(results: Sequence[Result], path: Path) -> None:
     for r in results:
         steps = np.arange(0, len(r.loss), STEPS_PER_CALL)
         means = r.loss.reshape(-1, STEPS_PER_CALL).mean(axis=1)
-        axes[0, -1].semilogy(steps, means, label=r.precision)
+        axes[0, -1].semilogy(steps, means, color=colors[r.precision], label=r.precision)
         if r.precision != "float32":
-            axes[1, -1].semilogy(r.scale, base=2, label=r.precision)
+            axes[1, -1].semilogy(r.scale, base=2, color=colors[r.precision])
     axes[0, -1].set(title="loss", xlabel="step")
     axes[1, -1].set(title="loss scale", xlabel="step")
     axes[0, -1].legend()
@@ -258,12 +267,19 @@ def main(
 
     `steps` is rounded up to whole hundreds; `out=None` draws nothing.
     """
-    steps = steps or (QUICK_STEPS if quick else STEPS)
+    if steps is None:
+        steps = QUICK_STEPS if quick else STEPS
+    if steps < 1:
+        raise ValueError(f"`steps` must be at least 1, but got {steps}.")
+    learning_rate = QUICK_LEARNING_RATE if quick else LEARNING_RATE
     console = Console()
     columns = (TextColumn("{task.description:>9}"), BarColumn(), MofNCompleteColumn())
     columns += (TextColumn("{task.fields[loss]}"), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        results = [train(p, steps=steps, seed=seed, progress=progress) for p in precisions]
+        results = [
+            train(p, steps=steps, learning_rate=learning_rate, seed=seed, progress=progress)
+            for p in precisions
+        ]
     console.print(table(results))
     if out is not None:
         path = Path(out) / "burgers.png"
