@@ -14,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Inexact, PyTree
 
 from ._cast import cast_operands, widen
+from ._dot import varying_axes
 from ._dtypes import half_precision, half_precision_datatype, is_half
 from ._loss_scaling import AbstractLossScaling, check_scaling, split_aux
 from ._tree import all_finite
@@ -84,6 +85,23 @@ def _check_loss(value: Any, has_aux: bool, call: str) -> Inexact[Array, ""]:
             f"dtype {out.dtype.name} and shape {out.shape}.{hint}"
         )
     return out
+
+
+def _as_varying(tree: PyTree, axis_name: Any) -> PyTree:
+    """Marks the masters as each device's own along the mesh axes of `axis_name`.
+
+    Inside `jax.shard_map`, JAX sums the cotangents of what is the same on all devices where it
+    first meets what is not. Marked before the cast, that sum is taken in the dtype of the masters.
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    names = tuple(n for n in names if n in jax.sharding.get_abstract_mesh().manual_axes)
+
+    def mark(x):
+        missing = tuple(n for n in names if n not in varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    differentiated, rest = eqx.partition(tree, eqx.is_inexact_array)
+    return eqx.combine(jtu.tree_map(mark, differentiated), rest)
 
 
 def _agree(finite: Bool[Array, ""], axis_name: Any) -> Bool[Array, ""]:
@@ -215,6 +233,7 @@ class Gradient(eqx.Module):
             # Casting in here makes the cast part of what is differentiated: the gradients arrive
             # in the dtypes of the masters.
             model, derivatives = differentiated
+            model = _as_varying(model, self.axis_name)
             cast_args, cast_kwargs = self.cast((model, *args[1:]), kwargs)
             value, aux = self.loss(cast_args, cast_kwargs, derivatives)
             return self.scaling.scale(value), (value, self.output(aux))
@@ -357,7 +376,9 @@ def filter_value_and_grad(
         arguments, such as `(False, True)` to cast the model and keep the collocation points.
         `eqx.nn.State` and [`mpx_pde.FullPrecision`][] are never cast.
     - `axis_name`: inside `jax.shard_map` or `jax.pmap`, the mesh axis or axes whose devices must
-        agree on `grads_finite`. Gradients are not summed over it.
+        agree on `grads_finite`. What sums gradients over devices is JAX or you: with
+        `check_vma=True`, the default of `jax.shard_map`, JAX returns the sum for parameters that
+        are the same on all devices, and takes it in the dtype of the parameters.
     - `autocast`: whether to run `func` by [`mpx_pde.autocast`][] instead of casting its arguments,
         with the compute dtype of the policy; a dict gives its overrides, such as
         `{"full": "readout"}`. Nothing is cast beforehand then (`keep_full` has nothing to keep):

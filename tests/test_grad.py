@@ -832,3 +832,27 @@ def test_sharded_by_jit(kind, weights):
     assert not finite
     assert scaling.loss_scaling == 2.0**3
     np.testing.assert_array_equal(new, np.arange(8.0))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_sums_over_devices_are_float32_whatever_the_loss_is_made_of(check_vma):
+    # Two shards of 40000: their sum leaves float16's range, and the loss is plain JAX.
+    mesh = jax.make_mesh((2,), ("d",), (AxisType.Auto,), devices=jax.devices()[:2])
+
+    def loss(w, x):
+        return jnp.sum(x * w)
+
+    def shard(w, scaling, x):
+        scaling, finite, grad = mpx.filter_grad(loss, scaling, axis_name="d")(w, x)
+        # With `check_vma`, JAX sums by itself where the weight is marked as varying.
+        return finite, grad if check_vma else lax.psum(grad, "d")
+
+    f = jax.jit(
+        jax.shard_map(
+            shard, mesh=mesh, in_specs=(P(), P(), P("d")), out_specs=P(), check_vma=check_vma
+        )
+    )
+    finite, grad = f(jnp.ones(1), mpx.StaticLossScaling(1), jnp.full(2, 40000.0))
+    assert finite
+    assert grad.dtype == jnp.float32
+    assert float(grad[0]) == 80000.0
