@@ -41,7 +41,7 @@ def _target(dtype: Any, to: np.dtype) -> np.dtype | None:
 
 def convert(x: Array, dtype: Any, weak_type: bool) -> Array:
     """`x.astype(dtype)`, which on its own would make a weak type strong."""
-    if x.dtype == dtype and x.weak_type == weak_type:
+    if x.dtype == dtype and getattr(x, "weak_type", False) == weak_type:
         return x
     return lax.convert_element_type_p.bind(x, new_dtype=dtype, weak_type=weak_type, sharding=None)
 

@@ -188,8 +188,8 @@ def match_varying_axes(x: Array, y: Array) -> tuple[Array, Array]:
 
 
 def mixed_dot_general(
-    x: Float[Array, "..."],
-    y: Float[Array, "..."],
+    x: Float[Array | np.ndarray, "..."],
+    y: Float[Array | np.ndarray, "..."],
     dimension_numbers: Any,
     *,
     dtype: Any,
@@ -248,7 +248,11 @@ def mixed_dot_general(
 
 
 def mixed_matmul(
-    x: Float[Array, "..."], y: Float[Array, "..."], *, dtype: Any, out_dtype: Any = None
+    x: Float[Array | np.ndarray, "..."],
+    y: Float[Array | np.ndarray, "..."],
+    *,
+    dtype: Any,
+    out_dtype: Any = None,
 ) -> Float[Array, "..."]:
     """[`jax.numpy.matmul`][] by [`mpx_pde.mixed_dot_general`][].
 
@@ -318,7 +322,7 @@ def _einsum_reduce(x, axes: str, kept: str) -> tuple[Array, str]:
 
 
 def mixed_einsum(
-    subscripts: str, *operands: Float[Array, "..."], dtype: Any, out_dtype: Any = None
+    subscripts: str, *operands: Float[Array | np.ndarray, "..."], dtype: Any, out_dtype: Any = None
 ) -> Float[Array, "..."]:
     """[`jax.numpy.einsum`][] by [`mpx_pde.mixed_dot_general`][].
 

@@ -34,6 +34,14 @@ with jaxtyping.install_import_hook(_modules, "beartype.beartype"):
     import mpx_pde as mpx
 
 
+@pytest.fixture
+def unchecked_annotations():
+    """For tests of wrong arguments, to which the hook would object before the package does."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
 @pytest.fixture(autouse=True)
 def half_precision_as_it_was():
     """The half-precision setting is global: each test leaves it as it found it."""

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jaxtyping
 import numpy as np
 import optax
 import pytest
@@ -16,13 +15,7 @@ import pytest
 import mpx_pde as mpx
 
 
-@pytest.fixture(autouse=True)
-def without_the_import_hook():
-    """It would object to a wrong argument before the package does."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
+pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 
 W, X = jnp.ones(2), jnp.ones((4, 2))
 KEY = jax.random.key(0)
