@@ -412,6 +412,7 @@ def test_shard_map_of_jvp_and_vmap():
 # Wrong input
 
 
+@pytest.mark.usefixtures("unchecked_annotations")
 @pytest.mark.parametrize(
     ("call", "match"),
     [
