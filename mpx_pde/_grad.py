@@ -171,13 +171,6 @@ class Gradient(eqx.Module):
         with half_precision(self.compute_dtype):
             return thunk()
 
-    def check_arguments(self, args: tuple) -> None:
-        if not args:
-            raise TypeError(
-                f"`{self.call}` differentiates with respect to the first positional argument, but "
-                "the function was called without one. Pass the model first."
-            )
-
     def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         if self.autocast is not None:
             return args, kwargs
@@ -398,8 +391,8 @@ def filter_value_and_grad(
 
     **Raises:** at trace time, `TypeError` for a loss that is no real floating-point scalar, for a
     `scaling` that is none, for a `Scaling` with a `func` that takes no `derivatives`, and for a
-    call without a model; `ValueError` for a policy that cannot
-    be read or a `keep_full` that does not fit the arguments.
+    call without a model; `ValueError` for a policy that cannot be read or a `keep_full` that does
+    not fit the arguments.
 
     The recipe is that of Micikevicius et al., *Mixed Precision Training* (2018), section 3; names
     and return orders are those of MPX (Gräfe & Trimpe, 2025).

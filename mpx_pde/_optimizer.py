@@ -142,8 +142,8 @@ def optimizer_update(
         return eqx.combine(arrays, static)
 
     # A selection, not a branch: a branch on the device waits for the host, and keeps XLA from
-    # fusing and from updating donated arrays in place. Ones stand in for the gradients, since
-    # nothing divides by them in vain.
+    # fusing and from updating donated arrays in place. Ones stand in for the gradients: clipping
+    # would divide by the norm of zeros.
     def safe(x):
         if not eqx.is_inexact_array(x):
             return x
