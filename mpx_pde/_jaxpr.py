@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
@@ -20,6 +22,33 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
 
 
 Body = Callable[..., list]
+
+
+def trace_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[ClosedJaxpr, list, Callable]:
+    """A function as a jaxpr of all arrays in itself and its arguments.
+
+    With it come those arrays, each behind its path in `(fun, args, kwargs)`, and a function that
+    puts the output together from what the jaxpr returns.
+    """
+    dynamic, static = eqx.partition((fun, args, kwargs), eqx.is_array)
+    leaves, treedef = jtu.tree_flatten_with_path(dynamic)
+    rest: list[Any] = []
+
+    def flat(*leaves):
+        fun, args, kwargs = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
+        arrays, others = eqx.partition(fun(*args, **kwargs), eqx.is_array)
+        out, out_treedef = jtu.tree_flatten(arrays)
+        rest[:] = [others, out_treedef]
+        return out
+
+    closed = jax.make_jaxpr(flat)(*(x for _, x in leaves))
+
+    def assemble(out):
+        others, out_treedef = rest
+        return eqx.combine(jtu.tree_unflatten(out_treedef, out), others)
+
+    return closed, leaves, assemble
+
 
 # The inner jaxprs of every container that can be entered, by parameter. JAX has renamed some of
 # these primitives; both names are kept.

@@ -4,13 +4,12 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 
 from .._dtypes import half_precision, half_precision_datatype, is_half
+from .._jaxpr import trace_arrays
 from ._evaluate import Evaluator
 from ._report import AutocastReport, Recorder
 from ._rules import Policy, parse_patterns
@@ -63,27 +62,10 @@ class _Autocast(eqx.Module):
         return Policy(dtype, None, self._half, self._full)
 
     def _trace(self, policy: Policy, args: tuple, kwargs: dict) -> tuple:
-        """The function as a jaxpr of its arrays, those arrays, and how to put the output
-        together."""
-        dynamic, static = eqx.partition((self._fun, args, kwargs), eqx.is_array)
-        leaves, treedef = jtu.tree_flatten(dynamic)
-        rest: list[Any] = []
-
-        def flat(*leaves):
-            fun, args, kwargs = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
-            arrays, others = eqx.partition(fun(*args, **kwargs), eqx.is_array)
-            out, out_treedef = jtu.tree_flatten(arrays)
-            rest[:] = [others, out_treedef]
-            return out
-
+        """See `trace_arrays`; inside, *half precision* is what the policy says."""
         with half_precision(policy.dtype):
-            closed = jax.make_jaxpr(flat)(*leaves)
-
-        def assemble(out):
-            others, out_treedef = rest
-            return eqx.combine(jtu.tree_unflatten(out_treedef, out), others)
-
-        return closed, leaves, assemble
+            closed, leaves, assemble = trace_arrays(self._fun, args, kwargs)
+        return closed, [x for _, x in leaves], assemble
 
     def _evaluate(self, evaluator: Evaluator, closed: Any, leaves: list) -> list:
         policy, jaxpr = evaluator.policy, closed.jaxpr

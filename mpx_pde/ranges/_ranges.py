@@ -11,6 +11,7 @@ import jax.tree_util as jtu
 
 from .._cast import widen
 from .._dtypes import half_precision_datatype, is_half
+from .._jaxpr import trace_arrays
 from ..autocast import tables
 from ._evaluate import Known, Meter, Site
 from ._report import RangeReport, Row, idle_product, make_row
@@ -20,27 +21,10 @@ from ._stats import is_measured
 def _trace(fun: Callable, args: tuple, kwargs: dict) -> tuple:
     """The function as a jaxpr of its float32 arrays, the arrays with their places, and how to put
     the output together."""
-    dynamic, static = eqx.partition((fun, args, kwargs), eqx.is_array)
-    leaves, treedef = jtu.tree_flatten(widen(dynamic))
-    places = [_place(path) for path, _ in jtu.tree_leaves_with_path(dynamic)]
-    rest: list[Any] = []
-
-    def flat(*leaves):
-        fun, args, kwargs = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
-        arrays, others = eqx.partition(fun(*args, **kwargs), eqx.is_array)
-        out, out_treedef = jtu.tree_flatten(arrays)
-        rest[:] = [others, out_treedef]
-        return out
-
     # A plain float32 product is TF32 on a GPU.
     with jax.default_matmul_precision("highest"):
-        closed = jax.make_jaxpr(flat)(*leaves)
-
-    def assemble(out):
-        others, out_treedef = rest
-        return eqx.combine(jtu.tree_unflatten(out_treedef, out), others)
-
-    return closed, list(zip(places, leaves, strict=True)), assemble
+        closed, leaves, assemble = trace_arrays(*widen((fun, args, kwargs)))
+    return closed, [(_place(path), x) for path, x in leaves], assemble
 
 
 def _place(path: tuple) -> str:
