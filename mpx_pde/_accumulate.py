@@ -11,7 +11,7 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from ._cast import widen
-from ._grad import Gradient, Transformed
+from ._gradient import Gradient, Transformed
 from ._loss_scaling import AbstractLossScaling
 
 

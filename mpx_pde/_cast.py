@@ -105,10 +105,15 @@ def _map_arrays(fn: Callable, tree: PyTree, keep: tuple[type, ...]) -> PyTree:
 _KEPT_IN_CALLS = (FullPrecision, eqx.nn.State)
 
 
+def map_operands(fn: Callable, tree: PyTree) -> PyTree:
+    """`fn` of each leaf that is not kept in full precision."""
+    return _map_arrays(fn, tree, _KEPT_IN_CALLS)
+
+
 def cast_operands(tree: PyTree, dtype: np.dtype) -> PyTree:
     """[`mpx_pde.cast_tree`][] for what goes into and comes out of a function: `eqx.nn.State` is
     left alone as well."""
-    return _map_arrays(lambda x: _cast_leaf(x, dtype), tree, _KEPT_IN_CALLS)
+    return map_operands(lambda x: _cast_leaf(x, dtype), tree)
 
 
 def widen(tree: PyTree) -> PyTree:
@@ -120,7 +125,7 @@ def widen(tree: PyTree) -> PyTree:
         )
         return _cast_leaf(x, jnp.dtype("float32")) if narrow else x
 
-    return _map_arrays(widen_leaf, tree, _KEPT_IN_CALLS)
+    return map_operands(widen_leaf, tree)
 
 
 def cast_tree(tree: PyTree, dtype: Any) -> PyTree:

@@ -8,10 +8,10 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching, mlir
 from jaxtyping import Array, Float
 
-from ._dot import _operand, _precision, _result, match_varying_axes
+from ._dot import _operand, _precision, _result, define_bilinear, match_varying_axes
 from ._dtypes import as_floating_dtype
 from ._jaxpr import literal, own_bind
 
@@ -119,7 +119,7 @@ mixed_conv_general_dilated_p.def_impl(
 )
 mixed_conv_general_dilated_p.def_abstract_eval(_abstract_eval)
 mlir.register_lowering(mixed_conv_general_dilated_p, mlir.lower_fun(_conv, multiple_results=False))
-ad.defbilinear(mixed_conv_general_dilated_p, _transpose_lhs, _transpose_rhs)
+define_bilinear(mixed_conv_general_dilated_p, _transpose_lhs, _transpose_rhs)
 batching.primitive_batchers[mixed_conv_general_dilated_p] = _batch
 
 

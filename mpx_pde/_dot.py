@@ -6,6 +6,7 @@ steps and devices in half), and `preferred_element_type=float32` puts float32 ×
 into the backward pass. A primitive of our own settles both, in forward and in reverse mode.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,15 @@ from ._dtypes import as_floating_dtype, wide
 
 
 DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], ...]]
+
+# Products of float32 arrays out of several products of halves, by the name that `dtype` takes.
+SPLIT_PRODUCTS = {
+    "bfloat16_x3": lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
+    "bfloat16_x6": lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
+    "bfloat16_x9": lax.DotAlgorithmPreset.BF16_BF16_F32_X9,
+    "tensorfloat32": lax.DotAlgorithmPreset.TF32_TF32_F32,
+    "tensorfloat32_x3": lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
+}
 
 mixed_dot_general_p = Primitive("mixed_dot_general")
 
@@ -150,12 +160,28 @@ def _batch(axis_data, args, dims, *, dimension_numbers, out_sharding, **params):
     return out, out_dim
 
 
+def define_bilinear(primitive, transpose_lhs: Callable, transpose_rhs: Callable) -> None:
+    """JVP and transpose rules of a primitive that is linear in each of its two operands."""
+    ad.defbilinear(primitive, transpose_lhs, transpose_rhs)
+    bilinear = ad.primitive_jvps[primitive]
+
+    def jvp(primals, tangents, **params):
+        # A tangent may be the same on all devices of a `shard_map` where its primal is not.
+        tangents = [
+            t if isinstance(t, ad.Zero) else match_varying_axes(p, t)[1]
+            for p, t in zip(primals, tangents, strict=True)
+        ]
+        return bilinear(primals, tangents, **params)
+
+    ad.primitive_jvps[primitive] = jvp
+
+
 mixed_dot_general_p.def_impl(
     jax.jit(_dot, static_argnames=("dimension_numbers", "dtype", "out_dtype", "out_sharding"))
 )
 mixed_dot_general_p.def_abstract_eval(_abstract_eval)
 mlir.register_lowering(mixed_dot_general_p, mlir.lower_fun(_dot, multiple_results=False))
-ad.defbilinear(mixed_dot_general_p, _transpose_lhs, _transpose_rhs)
+define_bilinear(mixed_dot_general_p, _transpose_lhs, _transpose_rhs)
 batching.fancy_primitive_batchers[mixed_dot_general_p] = _batch
 
 

@@ -1,0 +1,290 @@
+"""What it takes to differentiate a loss in mixed precision; the public transformations say what of
+it they return."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import jmp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Inexact, PyTree
+
+from ._cast import cast_operands, widen
+from ._dot import varying_axes
+from ._dtypes import half_precision, half_precision_datatype, is_half
+from ._loss_scaling import check_scaling, split_aux
+from ._tree import all_finite
+from .autocast import autocast as autocast_function, parse_patterns
+from .derivatives._counts import check_takes_derivatives, sum_counts
+from .derivatives._scaling import Scaling
+
+
+def _parse_policy(policy: Any, call: str) -> jmp.Policy | None:
+    if policy is None or isinstance(policy, jmp.Policy):
+        return policy
+    if isinstance(policy, str):
+        try:
+            return jmp.get_policy(policy)
+        except (KeyError, ValueError) as e:
+            raise ValueError(
+                f"`{call}` cannot read the policy {policy!r}. Write it as jmp does, for example "
+                '"params=float32,compute=bfloat16,output=float32".'
+            ) from e
+    raise TypeError(f"`{call}` takes a `jmp.Policy` or its string as `policy`, but got {policy!r}.")
+
+
+def _cast_except(keep: PyTree, args: tuple, dtype: np.dtype, call: str) -> tuple:
+    """Casts `args` where the prefix `keep` is false."""
+
+    def cast(k, subtree):
+        if not isinstance(k, bool):
+            raise TypeError(f"`{call}` takes bools as the leaves of `keep_full`, but got {k!r}.")
+        return subtree if k else cast_operands(subtree, dtype)
+
+    try:
+        return jtu.tree_map(cast, keep, args)
+    except ValueError as e:
+        raise ValueError(
+            f"`{call}` takes `keep_full` as a prefix of its {len(args)} positional arguments: one "
+            f"bool for all, or a tuple with one entry each, such as (False, True). Got {keep!r}."
+        ) from e
+
+
+def _parse_autocast(options: Any, call: str) -> tuple[tuple[str, Any], ...] | None:
+    """The overrides to run `autocast` with; `None` to cast the arguments instead."""
+    if options is False:
+        return None
+    options = {} if options is True else options
+    if not isinstance(options, dict) or not options.keys() <= {"half", "full"}:
+        raise TypeError(
+            f"`{call}` takes a bool as `autocast`, or a dict of the overrides of "
+            '`mpx_pde.autocast`, such as {"full": "readout"}. Got '
+            f"{options!r}."
+        )
+    return tuple((name, parse_patterns(options[name], name)) for name in sorted(options))
+
+
+def _check_loss(value: Any, has_aux: bool, call: str) -> Inexact[Array, ""]:
+    """The loss as an array; an error unless it is a real floating-point scalar."""
+    hint = " Return the mean or the sum of the residuals."
+    if isinstance(value, tuple) and not has_aux:
+        hint = " If it returns `(loss, aux)`, pass `has_aux=True`."
+    if not isinstance(value, jax.Array | np.ndarray | np.generic | float):
+        raise TypeError(
+            f"`{call}` needs a function that returns a scalar loss, but it returned "
+            f"{type(value).__name__}.{hint}"
+        )
+    out = jnp.asarray(value)
+    if out.shape != () or not jnp.issubdtype(out.dtype, jnp.floating):
+        raise TypeError(
+            f"`{call}` needs a function that returns a real floating-point scalar, but it returned "
+            f"dtype {out.dtype.name} and shape {out.shape}.{hint}"
+        )
+    return out
+
+
+def _as_varying(tree: PyTree, axis_name: Any) -> PyTree:
+    """Marks the masters as each device's own along the mesh axes of `axis_name`.
+
+    Inside `jax.shard_map`, JAX sums the cotangents of what is the same on all devices where it
+    first meets what is not. Marked before the cast, that sum is taken in the dtype of the masters.
+    """
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    names = tuple(n for n in names if n in jax.sharding.get_abstract_mesh().manual_axes)
+
+    def mark(x):
+        missing = tuple(n for n in names if n not in varying_axes(x))
+        return lax.pcast(x, missing, to="varying") if missing else x
+
+    differentiated, rest = eqx.partition(tree, eqx.is_inexact_array)
+    return eqx.combine(jtu.tree_map(mark, differentiated), rest)
+
+
+def _agree(finite: Bool[Array, ""], axis_name: Any) -> Bool[Array, ""]:
+    """Whether `finite` holds on every device along the mapped axes."""
+    if axis_name is None:
+        return finite
+    return lax.psum((~finite).astype(jnp.int32), axis_name) == 0
+
+
+class Gradient(eqx.Module):
+    """What the public transformations share: a loss function and how to differentiate it."""
+
+    func: Any
+    scaling: Any
+    has_aux: bool = eqx.field(static=True)
+    use_mixed_precision: bool = eqx.field(static=True)
+    policy: jmp.Policy | None = eqx.field(static=True)
+    keep_full: PyTree
+    axis_name: Any = eqx.field(static=True)
+    autocast: tuple[tuple[str, Any], ...] | None = eqx.field(static=True)
+    call: str = eqx.field(static=True)
+
+    def __init__(
+        self,
+        call,
+        func,
+        scaling,
+        has_aux,
+        use_mixed_precision,
+        policy,
+        keep_full,
+        axis_name,
+        autocast: bool | dict[str, Any] = False,
+    ):
+        if not callable(func):
+            raise TypeError(f"`{call}` takes a loss function first, but got {func!r}.")
+        if use_mixed_precision or scaling is not None:
+            check_scaling(scaling, call)
+        if isinstance(scaling, Scaling):
+            check_takes_derivatives(func, call)
+        self.func = func
+        self.scaling = scaling
+        self.has_aux = bool(has_aux)
+        self.use_mixed_precision = bool(use_mixed_precision)
+        self.policy = _parse_policy(policy, call)
+        self.keep_full = keep_full
+        self.axis_name = axis_name
+        self.autocast = _parse_autocast(autocast, call)
+        self.call = call
+
+    @property
+    def compute_dtype(self) -> np.dtype:
+        if self.policy is None:
+            return half_precision_datatype()
+        return jnp.dtype(self.policy.compute_dtype)
+
+    @property
+    def derivatives(self) -> Any:
+        """The derivative scaling that the function receives; `None` without one."""
+        return self.scaling.derivatives if isinstance(self.scaling, Scaling) else None
+
+    def in_context(self, thunk: Callable) -> Any:
+        """Runs `thunk` where *half precision* means the dtype that this transformation computes
+        in, so that the function itself and the cap of the scaling see it."""
+        if not is_half(self.compute_dtype):
+            return thunk()
+        with half_precision(self.compute_dtype):
+            return thunk()
+
+    def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        if self.autocast is not None:
+            return args, kwargs
+        dtype = self.compute_dtype
+        args = _cast_except(self.keep_full, args, dtype, self.call)
+        return args, kwargs if self.keep_full is True else cast_operands(kwargs, dtype)
+
+    def output(self, tree: PyTree) -> PyTree:
+        """Auxiliary output in the dtype that the caller is promised."""
+        if self.policy is None:
+            return widen(tree)
+        return cast_operands(tree, jnp.dtype(self.policy.output_dtype))
+
+    def with_derivatives(self, kwargs: dict, derivatives: Any) -> dict:
+        """The keyword arguments of the function, the derivative scaling among them."""
+        if self.derivatives is None:
+            return kwargs
+        if "derivatives" in kwargs:
+            raise TypeError(
+                f"`{self.call}` with a `Scaling` passes `derivatives` to the function itself. Do "
+                "not pass it by hand."
+            )
+        return {**kwargs, "derivatives": derivatives}
+
+    def loss(self, args: tuple, kwargs: dict, derivatives: Any) -> tuple[Inexact[Array, ""], Any]:
+        """The loss in float32 or wider, and auxiliary output (`None` without)."""
+        func = self.func
+        if self.autocast is not None and is_half(self.compute_dtype):
+            func = autocast_function(func, self.compute_dtype, **dict(self.autocast))
+        out = func(*args, **self.with_derivatives(kwargs, derivatives))
+        aux = None
+        if self.has_aux:
+            out, aux = split_aux(out, self.call)
+        return widen(_check_loss(out, self.has_aux, self.call)), aux
+
+    def plain(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree]:
+        """Value, auxiliary output and gradients without any mixed precision."""
+        kwargs = self.with_derivatives(kwargs, None)
+
+        def loss(model):
+            out = self.func(model, *args[1:], **kwargs)
+            value, aux = split_aux(out, self.call) if self.has_aux else (out, None)
+            _check_loss(value, self.has_aux, self.call)
+            return value, aux
+
+        return eqx.filter_value_and_grad(loss, has_aux=True)(args[0])
+
+    def scaled(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree, PyTree]:
+        """The unscaled float32 loss, auxiliary output, the still-scaled gradients, which have the
+        dtypes of the masters in `args[0]`, and the counts of derivatives (`None` without)."""
+
+        def loss(differentiated):
+            # Casting in here makes the cast part of what is differentiated: the gradients arrive
+            # in the dtypes of the masters.
+            model, derivatives = differentiated
+            model = _as_varying(model, self.axis_name)
+            cast_args, cast_kwargs = self.cast((model, *args[1:]), kwargs)
+            value, aux = self.loss(cast_args, cast_kwargs, derivatives)
+            return self.scaling.scale(value), (value, self.output(aux))
+
+        (_, out), (grads, counts) = eqx.filter_value_and_grad(loss, has_aux=True)(
+            (args[0], self.derivatives)
+        )
+        return out, grads, None if counts is None else counts.counts
+
+    def finish(self, grads: PyTree, model: PyTree, counts: PyTree) -> tuple:
+        """Unscales the gradients and brings the scaling up to date."""
+        # With the scale that scaled them, not with the adjusted one.
+        grads = self.scaling.unscale(grads)
+        grads = jtu.tree_map(
+            lambda g, m: g if g is None else g.astype(m.dtype),
+            grads,
+            eqx.filter(model, eqx.is_inexact_array),
+            is_leaf=lambda x: x is None,
+        )
+        finite = _agree(all_finite(grads), self.axis_name)
+        if counts is None:
+            return self.scaling.adjust(finite), finite, grads
+        counts = sum_counts(counts, self.axis_name)
+        # Gradients can be finite all the same, where a loss masks what overflowed.
+        usable = finite & self.derivatives.finite(counts)
+        return self.scaling.adjust(finite, counts), usable, grads
+
+
+class Transformed(eqx.Module):
+    """A differentiated function; `run` says what is asked of it."""
+
+    gradient: Gradient
+    run: Callable
+
+    @property
+    def __wrapped__(self):
+        return self.gradient.func
+
+    @property
+    def __signature__(self):
+        # What a caller passes: `derivatives` is not among it.
+        if self.gradient.derivatives is None:
+            raise AttributeError("__signature__")
+        signature = inspect.signature(self.gradient.func)
+        parameters = [p for p in signature.parameters.values() if p.name != "derivatives"]
+        return signature.replace(parameters=parameters)
+
+    def __call__(self, /, *args, **kwargs):
+        if not args:
+            raise TypeError(
+                f"`{self.gradient.call}` differentiates with respect to the first positional "
+                "argument, but the function was called without one. Pass the model first."
+            )
+        # Copies of the containers: an `eqx.nn.State` that the loss sets can be used once only, and
+        # the caller needs the old one to roll back to.
+        args, kwargs = jtu.tree_map(lambda x: x, (args, kwargs))
+        return self.gradient.in_context(lambda: self.run(self.gradient, args, kwargs))
+
+    def __get__(self, instance: Any, owner: Any = None):
+        return self if instance is None else eqx.Partial(self, instance)
