@@ -105,3 +105,39 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 def _is_closed(x: Any) -> bool:
     return isinstance(x, jex.core.ClosedJaxpr)
+
+
+def normal(seed: int, shape: tuple[int, ...], scale: float = 1.0) -> jax.Array:
+    return scale * jax.random.normal(jax.random.key(seed), shape)
+
+
+def assert_products_are_half(fun: Any, *args: Any, half: str = "float16") -> list[str]:
+    """Every product that the compiler sees, in whatever `fun` does, is half × half."""
+    return products_are_half(jax.jit(fun).lower(*args).as_text(), half)
+
+
+def products_are_half(text: str, half: str) -> list[str]:
+    products = [
+        line
+        for line in text.splitlines()
+        # Where the program asks for more, as solvers do for their own sums, it gets it.
+        if ("stablehlo.dot_general" in line or "stablehlo.convolution" in line)
+        and "HIGHEST" not in line
+        and "complex" not in line
+    ]
+    assert products
+    name = {"float16": "f16", "bfloat16": "bf16"}[half]
+    for line in products:
+        operands = line.rsplit(" : ", 1)[1].split("->")[0]
+        assert operands.count(f"x{name}>") + operands.count(f"<{name}>") == 2, line
+    return products
+
+
+def scalar(fun: Any) -> Any:
+    """A loss out of whatever `fun` returns."""
+
+    def loss(*args):
+        leaves = [x for x in jax.tree.leaves(fun(*args)) if eqx.is_inexact_array(x)]
+        return sum(jnp.sum(jnp.sin(x)) for x in leaves)
+
+    return loss

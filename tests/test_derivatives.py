@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import mpx_pde as mpx
@@ -136,12 +137,77 @@ def test_float16_costs_what_half_precision_costs(kind, order, make):
     fun = mpx.partials(half(network), [term], coords="xt", outputs="u", scaling=scaling)
     got = eqx.filter_jit(jax.vmap(fun))(points())[term]
     want = exact(network, (0,) * order, points())[:, 0]
-    # What half precision alone costs: hidden operands are rounded to float16, and nothing is ever
-    # out of range, since the arithmetic is that of float32.
+    assert relative(got, want) < 2 * cost_of_half(network, order, want) + 2.0**-11
+
+
+def cost_of_half(network, order, want):
+    """What half precision alone costs: hidden operands are rounded to float16, and nothing is ever
+    out of range, since the arithmetic is that of float32."""
     rounded = jax.tree.map(lambda w: w.astype(jnp.float16).astype(jnp.float32), network.hidden)
     alone = _RoundedStreams(eqx.tree_at(lambda n: n.hidden, network, rounded))
-    cost = relative(jax.jit(jax.vmap(nested(alone, (0,) * order)))(points())[:, 0], want)
-    assert relative(got, want) < 2 * cost + 2.0**-11
+    return relative(jax.jit(jax.vmap(nested(alone, (0,) * order)))(points())[:, 0], want)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """Networks after sixty steps of Adam towards a wave, in float32."""
+    x = jax.random.uniform(jax.random.key(3), (128, 2))
+    want = jnp.sin(4 * x[:, 0]) * jnp.cos(3 * x[:, 1])
+    optimizer = optax.adam(3e-3)
+
+    def loss(network):
+        return jnp.mean((jax.vmap(network)(x)[:, 0] - want) ** 2)
+
+    def step(carry, _):
+        network, state = carry
+        value, grads = jax.value_and_grad(loss)(network)
+        with jax.numpy_dtype_promotion("standard"):  # Optax needs it
+            updates, state = optimizer.update(grads, state)
+        return (eqx.apply_updates(network, updates), state), value
+
+    found = {}
+    for kind in NETWORKS:
+        network = Network(kind, jax.random.key(1))
+        carry = (network, optimizer.init(network))
+        (found[kind], _), values = jax.jit(lambda c: jax.lax.scan(step, c, length=60))(carry)
+        assert values[-1] < values[0] / 2
+    return found
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+@pytest.mark.parametrize("order", [1, 2, 3, 4])
+@pytest.mark.parametrize("broken", ["inf", "zero"])
+def test_float16_on_trained_weights_out_of_range(trained, kind, order, broken):
+    """In units of length so small or so large that the derivative leaves float16."""
+    network, term = trained[kind], "u_" + "x" * order
+    want = exact(network, (0,) * order, points())[:, 0]
+    # With units 2^shift times as large, the derivative is 2^(order · shift) times as large: all of
+    # its values beyond 2^16, or below a quarter of the smallest subnormal number, 2^-24.
+    low, high = np.log2(np.abs(want).min()), np.log2(np.abs(want).max())
+    shift = (18 - low) / order if broken == "inf" else (-26 - high) / order
+    shift = int(np.ceil(shift) if broken == "inf" else np.floor(shift))
+    unit = lambda x: jnp.ldexp(x, shift)
+    stretched = eqx.tree_at(lambda n: n.frequencies, network, replace_fn=unit)
+    x = jnp.ldexp(points(), -shift)
+
+    limits = {"min_scale": 2.0**-40, "max_scale": 2.0**60}
+    scaling = mpx.DerivativeScaling.per_direction("xt", order=order, **limits)
+
+    @eqx.filter_jit
+    def values(scaling):
+        fun = mpx.partials(half(stretched), [term], coords="xt", outputs="u", scaling=scaling)
+        return jax.vmap(fun)(x)[term]
+
+    unscaled = values(scaling)
+    if broken == "inf":
+        assert not np.isfinite(unscaled).any()
+    else:
+        assert not np.any(unscaled)
+    got = np.ldexp(
+        np.asarray(values(scaling.with_exponents(EXPONENT[kind] - shift)), np.float64),
+        -shift * order,
+    )
+    assert relative(got, want) < 2 * cost_of_half(network, order, want) + 2.0**-11
 
 
 @jax.custom_jvp

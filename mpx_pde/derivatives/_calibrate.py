@@ -13,8 +13,9 @@ from jaxtyping import Array, Float
 from .._cast import cast_operands
 from .._dtypes import half_precision_datatype
 from ._laplacian import laplacian
+from ._names import names_of
 from ._partials import check_derivatives, parse_terms, partials, row_of
-from ._state import DerivativeScaling, names_of
+from ._state import DerivativeScaling
 
 
 _HIGHEST = 15

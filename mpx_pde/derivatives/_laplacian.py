@@ -8,6 +8,7 @@ from jaxtyping import Array, Float
 
 from .._cast import widen
 from .._dtypes import as_floating_dtype
+from ._names import names_of
 from ._partials import (
     Term,
     as_network,
@@ -17,12 +18,13 @@ from ._partials import (
     check_fun,
     check_point,
     parse_terms,
+    propagation,
     row_of,
     unit,
 )
 from ._probe import tap
 from ._seeds import power_of_two, unscaled
-from ._state import DerivativeScaling, names_of
+from ._state import DerivativeScaling
 
 
 def laplacian(
@@ -38,7 +40,7 @@ def laplacian(
     """The Laplacian of every output of a network.
 
     A network that knows how to propagate value, gradient and Laplacian together (a method
-    `forward_laplacian`, as `mpx_pde.nn.CoordinateMLP` has it) does so: each of its layers is one
+    `forward_derivatives`, as `mpx_pde.nn.CoordinateMLP` has it) does so: each of its layers is one
     matrix product for all of them, at about 60 % of the cost of nested differentiation. Any other
     function is differentiated twice in each direction.
 
@@ -137,11 +139,10 @@ def _exponent(scaling: DerivativeScaling) -> Any:
 
 def _propagate(fun, outputs, point, seeds, call) -> tuple[Array, list[Array], list[Array]]:
     """Value, first derivatives, and summands of the Laplacian, for all outputs."""
-    if hasattr(fun, "forward_laplacian"):
-        value, gradient, second = fun.forward_laplacian(point, jnp.stack(seeds))
-        checked = as_network(lambda _: value, outputs, call)(point)
-        n = len(outputs)
-        return checked, [g.reshape(n) for g in gradient], [second.reshape(n)]
+    if hasattr(fun, "forward_derivatives"):
+        every = [(i, i) for i in range(len(seeds))]
+        value, first, second = propagation(fun, outputs, call)(point, seeds, [every])
+        return value, list(first), list(second)
     network = as_network(fun, outputs, call)
     chains = [chain(network, [seed, seed])(point) for seed in seeds]
     return chains[0][0], [c[1] for c in chains], [c[2] for c in chains]

@@ -10,9 +10,10 @@ from jaxtyping import Array, Float
 
 from .._cast import widen
 from .._dtypes import as_floating_dtype
+from ._names import names_of, split_names
 from ._probe import tap
 from ._seeds import multiply, power_of_two, unscaled
-from ._state import DerivativeScaling, names_of, split_names
+from ._state import DerivativeScaling
 
 
 class Term(NamedTuple):
@@ -113,6 +114,17 @@ def as_network(fun: Callable, outputs: tuple[str, ...], call: str) -> Callable:
     return network
 
 
+def propagation(fun: Any, outputs: tuple[str, ...], call: str) -> Callable:
+    """`fun.forward_derivatives` with an axis for the outputs in all that it returns."""
+
+    def propagate(point, seeds, second):
+        value, first, sums = fun.forward_derivatives(point, jnp.stack(seeds), second)
+        value = as_network(lambda _: value, outputs, call)(point)
+        return value, first.reshape(-1, len(outputs)), sums.reshape(-1, len(outputs))
+
+    return propagate
+
+
 def chain(network: Callable, seeds: list[Array]) -> Callable:
     """The value and all derivatives along a sequence of directions, by nested `jax.jvp`.
 
@@ -174,10 +186,13 @@ def partials(
 ) -> Callable[[Float[Array, " coords"]], dict[str, Float[Array, ""]]]:
     """The derivatives of a network that a loss asks for, by name.
 
-    Derivatives are taken in forward mode, by nested `jax.jvp`. All outputs come from one pass, and
-    terms share lower orders: `u`, `u_x`, `v_x` and `u_xx` cost what `u_xx` costs. With a scaling,
-    the seeds are multiplied by powers of two, the chain runs in the precision of `fun`, and the
-    results are unscaled once, in float32.
+    Derivatives are taken in forward mode. All outputs come from one pass, and terms share lower
+    orders: `u`, `u_x`, `v_x` and `u_xx` cost what `u_xx` costs. A network that carries value, first
+    and second derivatives through its layers together (a method `forward_derivatives`, as
+    `mpx_pde.nn.CoordinateMLP` and `mpx_pde.nn.Ansatz` have it) does so up to order 2: in half
+    precision this keeps less for the backward pass. Higher orders and other functions take nested
+    `jax.jvp`. With a scaling, the seeds are multiplied by powers of two, the chain runs in the
+    precision of `fun`, and the results are unscaled once, in float32.
 
     **Arguments:**
 
@@ -213,7 +228,6 @@ def partials(
     outputs = names_of(outputs, call, "the outputs")
     parsed = parse_terms(terms, coords, outputs, call)
     dtype = None if dtype is None else as_floating_dtype(dtype, call)
-    network = as_network(fun, outputs, call)
     rows = {}
     if scaling is not None:
         used = sorted({i for t in parsed for i in t.dirs})
@@ -222,7 +236,7 @@ def partials(
 
     def evaluate(point):
         point = check_point(point, coords, dtype, call)
-        values = _evaluate(network, parsed, rows, scaling, coords, point)
+        values = _evaluate(fun, outputs, parsed, rows, scaling, coords, point, call)
         out = {}
         for term in parsed:
             value = values[term.name][term.output]
@@ -238,46 +252,51 @@ def partials(
     return evaluate
 
 
-def _evaluate(network, terms, rows, scaling, coords, point) -> dict[str, Array]:
+def _evaluate(fun, outputs, terms, rows, scaling, coords, point, call) -> dict[str, Array]:
     """Each term, still scaled, for all outputs."""
-    n = len(coords)
-    if scaling is None or not scaling.active or scaling.kind == "direction":
-        seeds = {}
-        for i in {i for t in terms for i in t.dirs}:
-            exponent = None
-            if scaling is not None and scaling.active:
-                exponent = scaling.exponents[scaling.names.index(coords[i])]
-            seeds[i] = unit(n, i, point.dtype, exponent)
-        return _shared(network, terms, seeds, point)
-    # Scales that depend on the order or the term: each is an evaluation of its own.
-    values: dict[Any, Array] = {}
-    out = {}
+    seeds: dict[Any, Array] = {}
+    paths = {}
     for term in terms:
-        if not term.dirs:
-            key = None
-            seeds = []
-        else:
+        # Which seeds a term takes. Where scales depend on the order or the term, so do they.
+        path, exponents = term.dirs, [None] * len(term.dirs)
+        if scaling is not None and scaling.active and scaling.kind == "direction":
+            exponents = [scaling.exponents[scaling.names.index(coords[i])] for i in term.dirs]
+        elif scaling is not None and scaling.active and term.dirs:
             row = scaling.rows[rows[term.name]]
-            key = (term.dirs, row.weights)
-            exponents = split_exponent(row.shift(scaling.exponents), len(term.dirs))
-            seeds = [unit(n, i, point.dtype, e) for i, e in zip(term.dirs, exponents, strict=True)]
-        if key not in values:
-            values[key] = chain(network, seeds)(point)[-1]
-        out[term.name] = values[key]
-    return out
+            path = tuple((i, row.weights, j) for j, i in enumerate(term.dirs))
+            exponents = split_exponent(row.shift(scaling.exponents), len(path))
+        for key, i, exponent in zip(path, term.dirs, exponents, strict=True):
+            seeds[key] = unit(len(coords), i, point.dtype, exponent)
+        paths[term.name] = path
+    wanted = set(paths.values())
+    if seeds and hasattr(fun, "forward_derivatives") and all(len(path) <= 2 for path in wanted):
+        values = _propagated(propagation(fun, outputs, call), wanted, seeds, point)
+    else:
+        values = _nested(as_network(fun, outputs, call), wanted, seeds, point)
+    return {name: values[path] for name, path in paths.items()}
 
 
-def _shared(network, terms, seeds, point) -> dict[str, Array]:
-    """Terms whose seeds depend on the direction alone: only the longest chains are evaluated."""
-    wanted = {t.dirs for t in terms}
+def _propagated(propagate, wanted, seeds, point) -> dict[tuple, Array]:
+    """By a network that carries value and derivatives through its layers together."""
+    keys = list(seeds)
+    pairs = sorted(tuple(map(keys.index, path)) for path in wanted if len(path) == 2)
+    value, first, second = propagate(point, list(seeds.values()), [[pair] for pair in pairs])
+    values: dict[tuple, Array] = {(): value}
+    values |= {(key,): slope for key, slope in zip(keys, first, strict=True)}
+    values |= {(keys[i], keys[j]): curve for (i, j), curve in zip(pairs, second, strict=True)}
+    return values
+
+
+def _nested(network, wanted, seeds, point) -> dict[tuple, Array]:
+    """By nested `jax.jvp`: only the longest chains are evaluated."""
     longest = [
-        dirs
-        for dirs in sorted(wanted)
-        if not any(other != dirs and other[: len(dirs)] == dirs for other in wanted)
+        path
+        for path in sorted(wanted)
+        if not any(other != path and other[: len(path)] == path for other in wanted)
     ]
-    values: dict[tuple[int, ...], Array] = {}
-    for dirs in longest:
-        derivatives = chain(network, [seeds[i] for i in dirs])(point)
+    values: dict[tuple, Array] = {}
+    for path in longest:
+        derivatives = chain(network, [seeds[key] for key in path])(point)
         for k, value in enumerate(derivatives):
-            values.setdefault(dirs[:k], value)
-    return {t.name: values[t.dirs] for t in terms}
+            values.setdefault(path[:k], value)
+    return values

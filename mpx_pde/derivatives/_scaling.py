@@ -4,7 +4,7 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, Bool, Int32, PyTree
 
 from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, check_scaling
 from .._tree import check_flag, select_tree
@@ -41,10 +41,15 @@ class Scaling(AbstractLossScaling):
 
     - `loss`: a loss scaling.
     - `derivatives`: a [`mpx_pde.DerivativeScaling`][].
+    - `skipped_steps`: steps skipped so far, whether for gradients or for derivatives, an int32
+        scalar. `loss` and `derivatives` count their own.
+    - `consecutive_skips`: such steps since the last that was not, an int32 scalar.
     """
 
     loss: AbstractLossScaling
     derivatives: DerivativeScaling
+    skipped_steps: Int32[Array, "*batch"]
+    consecutive_skips: Int32[Array, "*batch"]
 
     def __init__(self, loss: Any = None, derivatives: Any = None):
         """**Arguments:**
@@ -66,6 +71,8 @@ class Scaling(AbstractLossScaling):
             )
         self.loss = loss
         self.derivatives = derivatives
+        self.skipped_steps = jnp.zeros((), jnp.int32)
+        self.consecutive_skips = jnp.zeros((), jnp.int32)
 
     def scale(self, tree: PyTree) -> PyTree:
         """`scale` of the loss scaling."""
@@ -91,11 +98,24 @@ class Scaling(AbstractLossScaling):
         finite = check_flag(grads_finite, "Scaling.adjust", "grads_finite")
         adjusted = self.loss.adjust(finite)
         if counts is None:
-            return eqx.tree_at(lambda s: s.loss, self, adjusted)
+            return self._with(adjusted, self.derivatives, finite)
         usable = self.derivatives.finite(counts)
         loss = select_tree(usable, adjusted, self.loss)
         derivatives = self.derivatives.adjust(counts)
         if isinstance(adjusted, DynamicLossScaling) and self.derivatives.active:
             stuck: Bool[Array, ""] = usable & ~finite & adjusted.at_minimum
             derivatives = select_tree(jnp.asarray(stuck), derivatives.raised(), derivatives)
-        return eqx.tree_at(lambda s: (s.loss, s.derivatives), self, (loss, derivatives))
+        return self._with(loss, derivatives, finite & usable)
+
+    def _with(self, loss: Any, derivatives: Any, taken: Bool[Array, ""]) -> "Scaling":
+        skipped = jnp.where(taken, 0, 1)
+        return eqx.tree_at(
+            lambda s: (s.loss, s.derivatives, s.skipped_steps, s.consecutive_skips),
+            self,
+            (
+                loss,
+                derivatives,
+                self.skipped_steps + skipped,
+                (self.consecutive_skips + 1) * skipped,
+            ),
+        )

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float, PyTree
 
 from .._cast import is_inexact, widen
-from ._state import exponent_of
+from ._names import exponent_of
 
 
 def power_of_two(exponent: Any) -> Array:

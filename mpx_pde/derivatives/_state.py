@@ -11,6 +11,15 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from .._dtypes import half_precision_datatype
+from ._names import (
+    DEFAULTS,
+    exponent_of,
+    names_of,
+    positive_integer,
+    split_names,
+    spread,
+    term_list,
+)
 from ._probe import COLUMNS
 from ._rules import Rule, paper, predictive
 
@@ -40,53 +49,6 @@ class Row(NamedTuple):
                 smallest = jnp.minimum(smallest, exponents[i])
             return self.order * smallest
         return sum(w * exponents[i] for i, w in self.weights)
-
-
-def names_of(value: Any, call: str, what: str) -> tuple[str, ...]:
-    """`"xt"` or `["x", "t"]` as a tuple of distinct names."""
-    names = tuple(value) if isinstance(value, str | Sequence) else None
-    if not names or not all(isinstance(n, str) and n for n in names):
-        raise TypeError(
-            f"`{call}` takes {what} as a string with a letter for each, such as 'xt', or as a list "
-            f"of names, but got {value!r}."
-        )
-    twice = sorted({n for n in names if names.count(n) > 1})
-    if twice:
-        raise ValueError(f"`{call}` got {', '.join(map(repr, twice))} twice in {what}: {value!r}.")
-    return names
-
-
-def exponent_of(value: Any, call: str, name: str) -> int:
-    """The exponent of a positive number, rounded down to a power of two."""
-    try:
-        ok = math.isfinite(value) and value > 0
-    except TypeError:
-        ok = False
-    if not ok:
-        raise ValueError(f"`{call}` needs a positive, finite number as `{name}`, got {value!r}.")
-    return math.frexp(float(value))[1] - 1
-
-
-def _positive_integer(value: Any, call: str, name: str, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(
-            f"`{call}` needs an integer of at least {least} as `{name}`, got {value!r}."
-        )
-    return int(value)
-
-
-def _spread(value: Any, names: tuple[str, ...], call: str, name: str) -> tuple[int, ...]:
-    """The exponents of one value for all scalers, or of a mapping from names to values."""
-    if not isinstance(value, Mapping):
-        return (exponent_of(value, call, name),) * len(names)
-    unknown = sorted(set(value) - set(names))
-    missing = [n for n in names if n not in value]
-    if unknown or missing:
-        raise ValueError(
-            f"`{call}` needs `{name}` as one number or as a mapping with a number for each of its "
-            f"scalers, {', '.join(names)}, but got {value!r}."
-        )
-    return tuple(exponent_of(value[n], call, name) for n in names)
 
 
 class DerivativeScaling(eqx.Module):
@@ -145,22 +107,22 @@ class DerivativeScaling(eqx.Module):
 
     def __init__(self, kind, names, order, rows, call, special=None, **options):
         """Use `per_direction`, `per_order` or `per_term`."""
-        options = {**_DEFAULTS, **options}
-        unknown = sorted(set(options) - set(_DEFAULTS))
+        options = {**DEFAULTS, **options}
+        unknown = sorted(set(options) - set(DEFAULTS))
         if unknown:
             raise TypeError(
                 f"`{call}` got the unknown options {', '.join(unknown)}; it knows "
-                f"{', '.join(sorted(_DEFAULTS))}."
+                f"{', '.join(sorted(DEFAULTS))}."
             )
         common = tuple(n for n in names if n not in (special or {}))
         scales = {}
         for key in ("init_scale", "max_scale", "min_scale"):
-            scales[key] = dict(zip(common, _spread(options[key], common, call, key), strict=True))
+            scales[key] = dict(zip(common, spread(options[key], common, call, key), strict=True))
             for name, own in (special or {}).items():
-                default = _DEFAULTS[key] if isinstance(options[key], Mapping) else options[key]
+                default = DEFAULTS[key] if isinstance(options[key], Mapping) else options[key]
                 scales[key][name] = exponent_of(own.get(key, default), call, key)
         # Without a start of its own a scaler starts at 1, or at its cap if that is lower.
-        given = "init_scale" in options and options["init_scale"] is not _DEFAULTS["init_scale"]
+        given = "init_scale" in options and options["init_scale"] is not DEFAULTS["init_scale"]
         start = []
         for i, name in enumerate(names):
             low, init, high = (scales[k][name] for k in ("min_scale", "init_scale", "max_scale"))
@@ -194,12 +156,12 @@ class DerivativeScaling(eqx.Module):
             step=factor,
             lowest=tuple(scales["min_scale"][n] for n in names),
             highest=tuple(scales["max_scale"][n] for n in names),
-            growth_interval=_positive_integer(options["growth_interval"], call, "growth_interval"),
+            growth_interval=positive_integer(options["growth_interval"], call, "growth_interval"),
             recover_threshold=exponent_of(options["recover_threshold"], call, "recover_threshold"),
-            recover_growth_interval=_positive_integer(
+            recover_growth_interval=positive_integer(
                 options["recover_growth_interval"], call, "recover_growth_interval"
             ),
-            margin=_positive_integer(options["margin"], call, "margin", least=0),
+            margin=positive_integer(options["margin"], call, "margin", least=0),
             members=tuple(tuple(bool(w) for w in row) for row in weights),
             orders=tuple(r.order for r in rows),
         )
@@ -240,7 +202,7 @@ class DerivativeScaling(eqx.Module):
         """
         call = "DerivativeScaling.per_direction"
         names = names_of(coords, call, "the coordinates")
-        order = _positive_integer(order, call, "order")
+        order = positive_integer(order, call, "order")
         rows = []
         for k in range(1, order + 1):
             for dirs in combinations_with_replacement(range(len(names)), k):
@@ -248,7 +210,7 @@ class DerivativeScaling(eqx.Module):
         if order >= 2:
             every = tuple((i, 2) for i in range(len(names)))
             rows.append(Row("laplacian", every, smallest=True))
-        for term in _term_list(terms, call, empty=True):
+        for term in term_list(terms, call, empty=True):
             _, _, suffix = term.rpartition("_")
             dirs = split_names(suffix, names)
             if dirs is None or not 1 <= len(dirs) <= order:
@@ -279,13 +241,13 @@ class DerivativeScaling(eqx.Module):
         **Returns:** a `DerivativeScaling`.
         """
         call = "DerivativeScaling.per_order"
-        order = _positive_integer(order, call, "order")
+        order = positive_integer(order, call, "order")
         orders = tuple(f"order {k}" for k in range(1, order + 1))
         if not isinstance(special, Mapping):
-            special = {name: {} for name in _term_list(special, call, empty=True)}
+            special = {name: {} for name in term_list(special, call, empty=True)}
         own = {}
         for name, value in special.items():
-            _term_list([name], call)
+            term_list([name], call)
             if value is not None and not isinstance(value, Mapping):
                 value = {"max_scale": value}
             own[name] = dict(value or {})
@@ -299,7 +261,7 @@ class DerivativeScaling(eqx.Module):
         rows = [Row(name, ((i, 1),)) for i, name in enumerate(names)]
         if order >= 2:
             rows.append(Row("laplacian", ((1, 1),)))
-        for term in _term_list(terms, call, empty=True):
+        for term in term_list(terms, call, empty=True):
             k = len(term.rpartition("_")[2])  # coordinates of one letter
             if term in own or not 1 <= k <= order:
                 raise ValueError(
@@ -322,7 +284,7 @@ class DerivativeScaling(eqx.Module):
         **Returns:** a `DerivativeScaling`.
         """
         call = "DerivativeScaling.per_term"
-        names = _term_list(terms, call)
+        names = term_list(terms, call)
         rows = tuple(Row(name, ((i, 1),)) for i, name in enumerate(names))
         return cls("term", names, None, rows, call, **options)
 
@@ -443,19 +405,6 @@ class DerivativeScaling(eqx.Module):
         return eqx.tree_at(lambda s: s.exponents, self, jnp.broadcast_to(new, low.shape))
 
 
-_DEFAULTS = {
-    "init_scale": 2.0**0,
-    "max_scale": 2.0**0,
-    "min_scale": 2.0**-24,
-    "factor": 2,
-    "growth_interval": 1000,
-    "recover_threshold": 2.0**-6,
-    "recover_growth_interval": 100,
-    "mode": "paper",
-    "margin": 6,
-}
-
-
 def _counts(counts: Any) -> Float32[Array, "rows columns"]:
     return counts.counts if isinstance(counts, DerivativeScaling) else counts
 
@@ -463,33 +412,3 @@ def _counts(counts: Any) -> Float32[Array, "rows columns"]:
 def _weights(dirs: Iterable[int]) -> tuple[tuple[int, int], ...]:
     dirs = tuple(dirs)
     return tuple((i, dirs.count(i)) for i in sorted(set(dirs)))
-
-
-def _term_list(terms: Any, call: str, empty: bool = False) -> tuple[str, ...]:
-    if isinstance(terms, str) or not isinstance(terms, Iterable):
-        raise TypeError(
-            f"`{call}` takes terms as a list of names such as ['u_x', 'u_xx'], but got {terms!r}."
-        )
-    terms = tuple(terms)
-    bad = [t for t in terms if not isinstance(t, str) or not (t == "laplacian" or "_" in t[1:-1])]
-    if bad or not (terms or empty):
-        raise ValueError(
-            f"`{call}` needs names of derivatives, an output, an underscore and coordinates, such "
-            f"as 'u_x' or 'u_xx', but got {bad or terms!r}."
-        )
-    twice = sorted({t for t in terms if terms.count(t) > 1})
-    if twice:
-        raise ValueError(f"`{call}` got the term {twice[0]!r} twice. Name each once.")
-    return terms
-
-
-def split_names(text: str, names: tuple[str, ...]) -> tuple[int, ...] | None:
-    """The indices of the names that `text` is a sequence of; `None` if it is none."""
-    if not text:
-        return ()
-    for name in sorted(names, key=len, reverse=True):
-        if text.startswith(name):
-            rest = split_names(text[len(name) :], names)
-            if rest is not None:
-                return (names.index(name), *rest)
-    return None

@@ -1,6 +1,6 @@
 """The network of a physics-informed model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -12,8 +12,15 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import FullPrecision, widen
 from .._dot import mixed_matmul
-from .._dtypes import as_floating_dtype, is_half
+from .._dtypes import as_floating_dtype
 from ._activations import safe
+
+
+Groups = Sequence[Sequence[tuple[int, int]]]
+"""For each sum of second derivatives, the pairs of seeds that it runs over."""
+
+Streams = tuple[Array, Array, Array | None]
+"""Value, first derivatives, and sums of second derivatives, of which a linear map has none."""
 
 
 class Embedding(eqx.Module):
@@ -197,94 +204,112 @@ class CoordinateMLP(eqx.Module):
         x = self.last(x)
         return x[0] if self.out_size == "scalar" else x
 
-    def forward_laplacian(
-        self, point: Float[Array, " coords"], seeds: Float[Array, "directions coords"]
+    def forward_derivatives(
+        self, point: Float[Array, " coords"], seeds: Float[Array, "seeds coords"], second: Groups
     ) -> tuple[
-        Float[Array, "*fields"], Float[Array, "directions *fields"], Float[Array, "*fields"]
+        Float[Array, "*fields"], Float[Array, "seeds *fields"], Float[Array, "sums *fields"]
     ]:
-        """Value, derivatives along `seeds`, and the sum of second derivatives along them.
+        """Value, first derivatives along `seeds`, and sums of second derivatives along them.
 
-        All of them go through a layer as one matrix product, so the Laplacian in D coordinates
-        costs D + 2 evaluations of the network. The rules of the activations are evaluated in
-        float32.
+        All of them go through a layer as one matrix product. So each costs one evaluation of the
+        network, and the Laplacian in D coordinates D + 2 of them. The rules of the activations are
+        evaluated in float32.
 
         **Arguments:**
 
         - `point`: the coordinates, shape `[in_size]`.
         - `seeds`: directions, which may be scaled: shape `[D, in_size]`.
+        - `second`: for each sum the pairs of indices into `seeds` that it runs over: `[[(0, 1)]]`
+            is the mixed derivative alone, `[[(0, 0), (1, 1)]]` the Laplacian.
 
         **Returns:**
 
-        `(value, first, second)`, shapes `[out_size]`, `[D, out_size]` and `[out_size]` (without
-        `out_size` for a scalar network). `first` carries the scale of the seeds, `second` its
-        square.
+        `(value, first, second)`, shapes `[out_size]`, `[D, out_size]` and `[len(second), out_size]`
+        (without `out_size` for a scalar network). `first` carries the scales of the seeds, `second`
+        products of two of them.
         """
         point, seeds = widen(point), widen(seeds)
+        second = tuple(tuple(group) for group in second)
+        sizes = (1, len(seeds), len(second))
         first = self.first.module
         dtype = self._compute_dtype
         if self.embedding.module.linear:
             # The derivatives of a linear layer are the same at all points.
-            value, slopes, second = first.product(point), first.product(seeds), None
+            value, slopes, curves = first.product(point), first.product(seeds), None
         else:
-            x = first.product(_second_order(self.embedding, point, seeds))
-            value, slopes, second = _split(x.astype(dtype))
-        x = _activate(
-            self.activation, value.astype(dtype), slopes.astype(dtype), second, first.bias
-        )
+            x = first.product(_through(self.embedding, point, seeds, second))
+            value, slopes, curves = _split(x.astype(dtype), sizes)
+        streams = value.astype(dtype), slopes.astype(dtype), curves
+        bias = first.bias
         for layer in self.hidden:
-            x = _activate(self.activation, *_split(layer.product(x)), layer.bias)
+            x = self._advance(layer.product, bias, streams, second)
+            streams, bias = _split(x, sizes), layer.bias
         last = self.last.module if isinstance(self.last, FullPrecision) else self.last
         # Apart, so that XLA leaves out what nobody asks for.
-        value, slopes, second = (last.product(y) for y in _split(x))
+        apart = lambda x: tuple(last.product(y) for y in _split(x, sizes))
+        value, slopes, curves = self._advance(apart, bias, streams, second)
         value = last.add_bias(value)
         if self.out_size == "scalar":
-            return value[0], slopes[:, 0], second[0]
-        return value, slopes, second
+            return value[0], slopes[:, 0], curves[:, 0]
+        return value, slopes, curves
+
+    def _advance(self, product: Callable, bias: Array, streams: Streams, second: Groups) -> Any:
+        """The activation and the product after it.
+
+        Of all this only what enters is kept for the backward pass, which evaluates the activation
+        again: a layer costs the memory of one array of its streams.
+        """
+        rule = lambda bias, streams: product(_activate(self.activation, second, bias, *streams))
+        return jax.checkpoint(rule)(bias, streams)
 
 
-def _second_order(fun: Callable, point: Array, seeds: Array) -> Float[Array, "streams _"]:
-    """Value, first derivatives and the sum of second derivatives, stacked."""
+def _through(
+    fun: Callable, point: Array, seeds: Array, second: Groups
+) -> Float[Array, "streams _"]:
+    """Value, first derivatives and sums of second derivatives of any function, stacked."""
 
-    def along(seed):
-        first = lambda p: jax.jvp(fun, (p,), (seed,))[1]
-        return jax.jvp(first, (point,), (seed,))
+    def along(i):
+        return lambda p: jax.jvp(fun, (p,), (seeds[i],))[1]
 
-    first, second = jax.vmap(along)(seeds)
-    return jnp.concatenate([fun(point)[None], first, jnp.sum(second, axis=0)[None]])
+    first = [along(i)(point) for i in range(len(seeds))]
+    sums = [sum(jax.jvp(along(i), (point,), (seeds[j],))[1] for i, j in group) for group in second]
+    return jnp.stack([fun(point), *first, *sums])
 
 
-def _split(x: Float[Array, "streams _"]) -> tuple[Array, Array, Array]:
+def _split(x: Float[Array, "streams _"], sizes: tuple[int, ...]) -> tuple[Array, Array, Array]:
     # The transpose of `split` is a concatenation; that of slices would be sums of padded arrays.
-    value, first, second = lax.split(x, (1, x.shape[0] - 2, 1))
-    return jnp.squeeze(value, 0), first, jnp.squeeze(second, 0)
+    value, first, second = lax.split(x, sizes)
+    return jnp.squeeze(value, 0), first, second
 
 
 def _activate(
-    activation: Callable, value: Array, first: Array, second: Array | None, bias: Array
+    activation: Callable, groups: Groups, bias: Array, value: Array, first: Array, second: Any
 ) -> Float[Array, "streams _"]:
-    """σ(v), σ'(v) v_i, and σ'(v) Δv + σ''(v) Σ v_i², stacked, in float32 registers.
-
-    Of half-precision streams only they are kept for the backward pass, which evaluates this again:
-    to keep the intermediate results would take float32 arrays.
-    """
-    half = is_half(value.dtype)
-    rule = jax.checkpoint(_rule, static_argnums=0) if half else _rule
-    return rule(activation, value, first, second, bias)
-
-
-def _rule(activation, value, first, second, bias):
+    """σ(v), σ'(v) v_i, and sums of σ'(v) v_ij + σ''(v) v_i v_j, stacked, in float32 registers."""
     dtype = value.dtype
     value, first, second, bias = widen((value, first, second, bias))
     y, dy, ddy = _derivatives(activation, value + bias)
-    curvature = ddy * jnp.sum(first * first, axis=0)
-    second = curvature if second is None else dy * second + curvature
-    return jnp.concatenate([y[None], dy[None] * first, second[None]]).astype(dtype)
+    rows = [y, *(dy * v for v in first)]
+    for k, group in enumerate(groups):
+        products = [jnp.square(first[i]) if i == j else first[i] * first[j] for i, j in group]
+        curvature = ddy * sum(products[1:], products[0])
+        rows.append(curvature if second is None else dy * second[k] + curvature)
+    return jnp.stack(rows).astype(dtype)
 
 
+@jax.custom_jvp
 def _tanh(x):
     y = jnp.tanh(x)
-    dy = (1 - y) * (1 + y)
+    dy = 1 - jnp.square(y)
     return y, dy, -2 * y * dy
+
+
+@_tanh.defjvp
+def _tanh_jvp(primals, tangents):
+    # What differentiating the above line by line would come to with half as many operations again.
+    y, dy, ddy = _tanh(*primals)
+    dddy = -2 * (jnp.square(dy) + y * ddy)
+    return (y, dy, ddy), tuple(tangents[0] * d for d in (dy, ddy, dddy))
 
 
 def _sin(x):

@@ -1,0 +1,99 @@
+"""How coordinates, outputs and derivatives are called, and how scalers are given options."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def names_of(value: Any, call: str, what: str) -> tuple[str, ...]:
+    """`"xt"` or `["x", "t"]` as a tuple of distinct names."""
+    names = tuple(value) if isinstance(value, str | Sequence) else None
+    if not names or not all(isinstance(n, str) and n for n in names):
+        raise TypeError(
+            f"`{call}` takes {what} as a string with a letter for each, such as 'xt', or as a list "
+            f"of names, but got {value!r}."
+        )
+    twice = sorted({n for n in names if names.count(n) > 1})
+    if twice:
+        raise ValueError(f"`{call}` got {', '.join(map(repr, twice))} twice in {what}: {value!r}.")
+    return names
+
+
+def term_list(terms: Any, call: str, empty: bool = False) -> tuple[str, ...]:
+    """Names of derivatives as a tuple of distinct ones."""
+    if isinstance(terms, str) or not isinstance(terms, Iterable):
+        raise TypeError(
+            f"`{call}` takes terms as a list of names such as ['u_x', 'u_xx'], but got {terms!r}."
+        )
+    terms = tuple(terms)
+    bad = [t for t in terms if not isinstance(t, str) or not (t == "laplacian" or "_" in t[1:-1])]
+    if bad or not (terms or empty):
+        raise ValueError(
+            f"`{call}` needs names of derivatives, an output, an underscore and coordinates, such "
+            f"as 'u_x' or 'u_xx', but got {bad or terms!r}."
+        )
+    twice = sorted({t for t in terms if terms.count(t) > 1})
+    if twice:
+        raise ValueError(f"`{call}` got the term {twice[0]!r} twice. Name each once.")
+    return terms
+
+
+def split_names(text: str, names: tuple[str, ...]) -> tuple[int, ...] | None:
+    """The indices of the names that `text` is a sequence of; `None` if it is none."""
+    if not text:
+        return ()
+    for name in sorted(names, key=len, reverse=True):
+        if text.startswith(name):
+            rest = split_names(text[len(name) :], names)
+            if rest is not None:
+                return (names.index(name), *rest)
+    return None
+
+
+DEFAULTS = {
+    "init_scale": 2.0**0,
+    "max_scale": 2.0**0,
+    "min_scale": 2.0**-24,
+    "factor": 2,
+    "growth_interval": 1000,
+    "recover_threshold": 2.0**-6,
+    "recover_growth_interval": 100,
+    "mode": "paper",
+    "margin": 6,
+}
+"""The options of every scaler."""
+
+
+def exponent_of(value: Any, call: str, name: str) -> int:
+    """The exponent of a positive number, rounded down to a power of two."""
+    try:
+        ok = math.isfinite(value) and value > 0
+    except TypeError:
+        ok = False
+    if not ok:
+        raise ValueError(f"`{call}` needs a positive, finite number as `{name}`, got {value!r}.")
+    return math.frexp(float(value))[1] - 1
+
+
+def positive_integer(value: Any, call: str, name: str, least: int = 1) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ValueError(
+            f"`{call}` needs an integer of at least {least} as `{name}`, got {value!r}."
+        )
+    return int(value)
+
+
+def spread(value: Any, names: tuple[str, ...], call: str, name: str) -> tuple[int, ...]:
+    """The exponents of one value for all scalers, or of a mapping from names to values."""
+    if not isinstance(value, Mapping):
+        return (exponent_of(value, call, name),) * len(names)
+    unknown = sorted(set(value) - set(names))
+    missing = [n for n in names if n not in value]
+    if unknown or missing:
+        raise ValueError(
+            f"`{call}` needs `{name}` as one number or as a mapping with a number for each of its "
+            f"scalers, {', '.join(names)}, but got {value!r}."
+        )
+    return tuple(exponent_of(value[n], call, name) for n in names)

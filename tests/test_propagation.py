@@ -1,0 +1,219 @@
+"""Networks that carry first and second derivatives through their layers, against float64."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx_pde as mpx
+from mpx_pde import nn
+
+
+TERMS = ["u", "v", "u_x", "v_y", "u_xx", "u_xy", "v_yy", "v_xy"]
+VARIANTS = {
+    "tanh": {},
+    "silu": {"activation": jax.nn.silu},
+    "fourier": {"fourier_features": (8, 1.0), "periodic": {0: 2.0}},
+    "full last": {"activation": jnp.sin, "full_precision_last": True},
+}
+
+
+def make(**options):
+    return nn.CoordinateMLP(2, 2, 16, 3, key=jax.random.key(0), **options)
+
+
+def form(point, fields):
+    """Nonlinear in the point, in the network and in both together."""
+    x, y = point
+    u, v = fields
+    return jnp.stack([jnp.sin(3 * x) + x * (1 - x) * u * v, jnp.exp(y * v) + x * y])
+
+
+def points(n=8):
+    return jax.random.uniform(jax.random.key(3), (n, 2))
+
+
+def evaluate(fun, scaling=None, terms=TERMS):
+    @eqx.filter_jit
+    def run(fun, scaling):
+        return jax.vmap(mpx.partials(fun, terms, coords="xy", outputs="uv", scaling=scaling))(
+            points()
+        )
+
+    return run(fun, scaling)
+
+
+def exact(model):
+    """By nested `jax.jvp` of the layers as formulas, in float64."""
+    mlp = model.network if isinstance(model, nn.Ansatz) else model
+
+    def fun(leaves, p):
+        embedding = leaves.embedding.module
+        parts = []
+        for c, period in zip(p, embedding.periods, strict=True):
+            phase = None if period is None else 2 * np.pi / period * c
+            parts += [c] if period is None else [jnp.cos(phase), jnp.sin(phase)]
+        h = jnp.stack(parts)
+        if embedding.frequencies is not None:
+            phase = 2 * np.pi * (h @ embedding.frequencies)
+            h = jnp.concatenate([jnp.cos(phase), jnp.sin(phase)])
+        for layer in (leaves.first.module, *leaves.hidden):
+            h = leaves.activation.fun(h @ layer.weight + layer.bias)
+        last = leaves.last.module if isinstance(leaves.last, mpx.FullPrecision) else leaves.last
+        h = h @ last.weight + last.bias
+        return form(p, h) if isinstance(model, nn.Ansatz) else h
+
+    def run(leaves, x):
+        at = lambda p: fun(leaves, p)
+        first = jax.jacfwd(at)
+        return jax.vmap(lambda p: (at(p), first(p), jax.jacfwd(first)(p)))(x)
+
+    x = np.asarray(points(), np.float64)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(
+            lambda w: jnp.asarray(np.asarray(w, np.float64)) if eqx.is_array(w) else w, mlp
+        )
+        value, first, second = jax.jit(run)(wide, jnp.asarray(x))
+        value, first, second = (np.asarray(z) for z in (value, first, second))
+    out = {}
+    for name in TERMS:
+        output, _, dirs = name.partition("_")
+        i = ["xy".index(c) for c in dirs]
+        table = (value, first, second)[len(i)]
+        out[name] = table[(slice(None), "uv".index(output), *i)]
+    return out
+
+
+def relative(got, want):
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return np.linalg.norm(got - want) / np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("wrap", [False, True])
+def test_all_second_derivatives(name, wrap):
+    model = make(**VARIANTS[name])
+    model = nn.Ansatz(model, form) if wrap else model
+    want = exact(model)
+    got = evaluate(model)
+    half = evaluate(mpx.cast_to_float16(model), mpx.DerivativeScaling.per_direction("xy"))
+    for term in TERMS:
+        assert got[term].dtype == half[term].dtype == jnp.float32
+        # float32: sums of a few hundred products. float16: some ten roundings of 2^-11.
+        assert relative(got[term], want[term]) < 1e-5
+        assert relative(half[term], want[term]) < 0.02
+
+
+@pytest.mark.parametrize("kind", ["direction", "order", "term"])
+def test_scales_of_every_kind_cancel(kind):
+    """In float32 scales are exact, so that what is unscaled equals what never was scaled."""
+    model = nn.Ansatz(make(), form)
+    scaling = {
+        "direction": lambda: mpx.DerivativeScaling.per_direction(
+            "xy", init_scale={"x": 2.0**-3, "y": 2.0**-5}
+        ),
+        "order": lambda: mpx.DerivativeScaling.per_order(2, init_scale=2.0**-5),
+        "term": lambda: mpx.DerivativeScaling.per_term(
+            [t for t in TERMS if "_" in t], init_scale=2.0**-7
+        ),
+    }[kind]()
+    assert scaling.active
+    got, want = evaluate(model, scaling), evaluate(model)
+    for term in TERMS:
+        # The order of operations is the same, but not how XLA fuses it.
+        assert relative(got[term], want[term]) < 1e-6
+
+
+def residual(fun, x, terms=("u_x", "u_xy", "v_yy", "u")):
+    d = jax.vmap(mpx.partials(fun, terms, coords="xy", outputs="uv"))(x)
+    return jnp.mean((d["u"] * d["u_x"] + d["u_xy"] - d["v_yy"]) ** 2)
+
+
+@pytest.mark.parametrize("wrap", [False, True])
+def test_gradients_are_those_of_nested_forward_mode(wrap):
+    model = nn.Ansatz(make(), form) if wrap else make()
+    propagated = eqx.filter_jit(eqx.filter_grad(residual))(model, points())
+    nested = eqx.filter_jit(eqx.filter_grad(lambda m, x: residual(lambda p: m(p), x)))(
+        model, points()
+    )
+    for a, b in zip(jax.tree.leaves(propagated), jax.tree.leaves(nested), strict=True):
+        assert relative(a, b) < 1e-4 or np.abs(b).max() < 1e-6
+
+
+def test_the_loss_stays_differentiable_in_forward_mode():
+    """A Hessian-vector product against finite differences of gradients."""
+    params, static = eqx.partition(make(), eqx.is_inexact_array)
+    grad = jax.jit(jax.grad(lambda p: residual(eqx.combine(p, static), points())))
+    direction = jax.tree.map(jnp.ones_like, params)
+    product = jax.jvp(grad, (params,), (direction,))[1]
+    step = 1e-3
+    ends = [jax.tree.map(lambda p, s=s: p + s * step, params) for s in (1.0, -1.0)]
+    plus, minus = (grad(p) for p in ends)
+    for got, a, b in zip(*map(jax.tree.leaves, (product, plus, minus)), strict=True):
+        # Rounding of float32 gradients over the step; the differences' own error is far below.
+        want = (np.asarray(a) - np.asarray(b)) / (2 * step)
+        assert np.linalg.norm(got - want) < 0.02 * max(np.linalg.norm(want), 1e-2)
+
+
+def test_derivatives_of_derivatives():
+    """A field made of derivatives, differentiated again, as a model of turbulence needs it."""
+    model = make()
+
+    def nu(point):
+        d = mpx.partials(model, ["u_x", "v_y"], coords="xy", outputs="uv")(point)
+        return d["u_x"] * d["v_y"]
+
+    got = jax.vmap(mpx.partials(nu, ["nu_y"], coords="xy", outputs=["nu"]))(points())["nu_y"]
+    d = exact(model)
+    want = d["u_xy"] * d["v_y"] + d["u_x"] * d["v_yy"]
+    assert relative(got, want) < 1e-5
+
+
+def test_higher_orders_and_other_functions_are_nested():
+    model = make()
+    d = evaluate(model, terms=["u_xxx", "u_xx", "u_x"])
+    want = exact(model)
+    assert relative(d["u_xx"], want["u_xx"]) < 1e-5
+    assert np.isfinite(np.asarray(d["u_xxx"])).all()
+    plain = evaluate(lambda p: model(p))
+    for term in TERMS:
+        assert relative(plain[term], want[term]) < 1e-5
+
+
+def test_laplacian_of_an_ansatz():
+    model = nn.Ansatz(make(), form)
+
+    @eqx.filter_jit
+    def run(fun):
+        return jax.vmap(mpx.laplacian(fun, ["v_y"], coords="xy", outputs="uv"))(points())
+
+    propagated, nested = run(model), run(lambda p: model(p))
+    for name in ("lap_u", "lap_v", "v_y"):
+        assert relative(propagated[name], nested[name]) < 1e-5
+
+
+def test_scalar_networks():
+    mlp = nn.CoordinateMLP(2, "scalar", 16, 2, key=jax.random.key(0))
+    model = nn.Ansatz(mlp, lambda p, u: p[0] * u)
+    d = jax.vmap(mpx.partials(model, ["u", "u_xy"], coords="xy", outputs="u"))(points())
+    plain = jax.vmap(
+        mpx.partials(lambda p: p[0] * mlp(p), ["u", "u_xy"], coords="xy", outputs="u")
+    )(points())
+    assert relative(d["u_xy"], plain["u_xy"]) < 1e-5
+    assert relative(d["u"], jax.vmap(model)(points())) < 1e-6
+    # A first derivative alone: there is no second one to carry.
+    first = jax.vmap(mpx.partials(model, ["u_y"], coords="xy", outputs="u"))(points())
+    assert first["u_y"].shape == (8,)
+
+
+def test_errors(unchecked_annotations):
+    with pytest.raises(TypeError, match=re.compile("`network`.*function", re.DOTALL)):
+        nn.Ansatz(lambda p: p, form)
+    with pytest.raises(TypeError, match="`form`"):
+        nn.Ansatz(make(), 1.0)
+    wrong = nn.Ansatz(make(), lambda p, u: jnp.sum(u))
+    with pytest.raises(ValueError, match="2 outputs, u, v"):
+        mpx.partials(wrong, ["u_x"], coords="xy", outputs="uv")(points()[0])
