@@ -8,4 +8,8 @@ from ._activations import (
     softplus as softplus,
     tanh as tanh,
 )
+from ._ansatz import Ansatz as Ansatz
+from ._fno import FNO as FNO
 from ._mlp import CoordinateMLP as CoordinateMLP
+from ._spectral_conv import SpectralConv as SpectralConv
+from ._stabilizers import soft_clip as soft_clip

@@ -1,0 +1,94 @@
+"""In which precision a layer multiplies, and how its input gets there."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32
+
+from .._cast import widen
+from .._dot import SPLIT_PRODUCTS, mixed_dot_general
+from .._dtypes import as_floating_dtype, is_half
+
+
+KEPT = "mpx_pde.nn: kept for the backward pass"
+
+
+class Arithmetic(NamedTuple):
+    """What is stored between products, and how they are computed.
+
+    **Attributes:**
+
+    - `dtype`: that of stored values.
+    - `algorithm`: for products of float32 arrays out of several products of halves.
+    """
+
+    dtype: np.dtype
+    algorithm: lax.DotAlgorithmPreset | None = None
+
+    @property
+    def half(self) -> bool:
+        """Whether values are stored in half precision."""
+        return is_half(self.dtype)
+
+    def product(self, x: Array, y: Any, dimension_numbers: Any, *, out_dtype: Any = None) -> Array:
+        """[`jax.lax.dot_general`][] in this arithmetic."""
+        if self.algorithm is None:
+            return mixed_dot_general(x, y, dimension_numbers, dtype=self.dtype, out_dtype=out_dtype)
+        return lax.dot_general(
+            jnp.asarray(x, self.dtype),
+            jnp.asarray(y, self.dtype),
+            dimension_numbers,
+            precision=self.algorithm,
+            preferred_element_type=self.dtype,
+        )
+
+
+def parse_arithmetic(dtype: Any, call: str) -> Arithmetic | None:
+    """The meaning of a layer's `dtype`: a floating-point type, or the name of a split product."""
+    if dtype is None:
+        return None
+    if isinstance(dtype, str) and dtype in SPLIT_PRODUCTS:
+        return Arithmetic(jnp.dtype("float32"), SPLIT_PRODUCTS[dtype])
+    return Arithmetic(as_floating_dtype(dtype, call))
+
+
+def centered(
+    x: Float[Array, "channels *grid"], dtype: np.dtype
+) -> tuple[Float[Array, "channels *grid"], Float32[Array, " channels"], Float[Array, ""] | None]:
+    """A field rounded to half precision, without its mean, and scaled where it would overflow.
+
+    Rounding is relative: on top of a large mean it would bury the rest of the field. And a value
+    above 65504 that arrives in float32 would be infinite in float16. A power of two is exact.
+
+    **Returns:**
+
+    `(y, mean, unscale)`: `x` is `mean + unscale * y`, where an `unscale` of `None` is 1.
+    """
+    grid = tuple(range(1, x.ndim))
+    full = x.astype(jnp.float32)
+    mean = jnp.mean(full, axis=grid, keepdims=True)
+    full = full - mean
+    unscale = None
+    if dtype == jnp.float16 and x.dtype != jnp.float16:
+        largest = lax.stop_gradient(jnp.max(jnp.abs(full)))
+        excess = jnp.maximum(jnp.frexp(largest)[1] - 15, 0)
+        full = full * jnp.ldexp(jnp.ones_like(largest), -excess)
+        unscale = jnp.ldexp(jnp.ones_like(largest), excess)
+    return full.astype(dtype), jnp.squeeze(mean, grid), unscale
+
+
+def separate(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """The same values, in a kernel of their own.
+
+    XLA's CPU backend (jaxlib 0.10.2) fuses a small sum of products into the addition of that sum to
+    a field, and gets the sum wrong where the field is large (16 × 16 channels on 48² points).
+    """
+    precision = jnp.finfo(x.dtype)
+    return lax.reduce_precision(x, int(precision.nexp), int(precision.nmant))
+
+
+def unscaled(x: Array, unscale: Array | None) -> Array:
+    """Undoes the scaling of `centered` after a linear operation."""
+    return x if unscale is None else (widen(x) * unscale).astype(x.dtype)

@@ -1,0 +1,274 @@
+"""Convolution by a few Fourier modes: the layer of a Fourier neural operator."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import equinox as eqx
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from .._cast import widen
+from ._arithmetic import KEPT, Arithmetic, centered, parse_arithmetic, unscaled
+from ._dft import forward_matrix, frequencies, inverse_matrix, regrid_factor
+from ._spectral_cost import choose_method
+from ._spectral_weights import (
+    CPWeight,
+    constant_response,
+    contract,
+    cp_rank,
+    cp_weight,
+    dense_weight,
+)
+from ._stabilizers import parse_stabilizer
+
+
+METHODS = ("auto", "dft", "fft")
+
+
+def positive(call: str, **sizes: Any) -> None:
+    for name, size in sizes.items():
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"`{call}` needs a positive integer as `{name}`, got {size!r}.")
+
+
+def parse_modes(modes: Any, call: str) -> tuple[int, ...]:
+    modes = (modes,) if isinstance(modes, int) else tuple(modes)
+    if not 1 <= len(modes) <= 3 or any(not isinstance(m, int) or m < 1 for m in modes):
+        raise ValueError(
+            f"`{call}` takes `modes` as one to three positive integers, one for each spatial axis, "
+            f"but got {modes!r}."
+        )
+    return modes
+
+
+def check_field(x: Any, channels: int, dims: int, call: str) -> Array:
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"`{call}` takes a real floating-point field, but got dtype {x.dtype.name} and shape "
+            f"{x.shape}. Pass the real and imaginary parts of a complex field as channels."
+        )
+    if x.ndim != dims + 1 or x.shape[0] != channels:
+        raise ValueError(
+            f"`{call}` takes a field of shape [{channels} channels, {dims} spatial axes], but got "
+            f"shape {x.shape}. It is one sample: use `jax.vmap` for a batch."
+        )
+    return x
+
+
+class SpectralConv(eqx.Module):
+    """A linear map of fields that acts on each of their lowest Fourier modes by itself.
+
+    Coefficients of the modes that are kept are multiplied with a complex matrix each, all others
+    are dropped (Li et al., *Fourier Neural Operator for Parametric Partial Differential
+    Equations*, ICLR 2021). The grid may differ from call to call.
+
+    There are two ways to the same answer. `"dft"` multiplies with truncated DFT matrices: real
+    matrix products by [`mpx_pde.mixed_dot_general`][], which in half precision run on tensor
+    cores, sum in float32, and store half precision between them, in the backward pass too.
+    `"fft"` is `rfftn` and `irfftn` in float32, whatever is stored around it.
+
+    In half precision the mean of each channel is taken out before the field is rounded, and what
+    becomes of it is added in float32 at the end: that is exact, and buys one to two digits for
+    fields with an offset. A float32 field that float16 cannot hold is scaled by a power of two.
+
+    **Attributes:**
+
+    - `weight`: shape `[*kept, in_channels, out_channels, 2]`, real and imaginary parts along the
+        last axis; or the factors of it. Frequencies of an axis stand in ascending order,
+        -m//2 … first, and 0 … m//2 along the last axis.
+    """
+
+    weight: Float[Array, "*modes inputs outputs 2"] | CPWeight
+    in_channels: int = eqx.field(static=True)
+    out_channels: int = eqx.field(static=True)
+    modes: tuple[int, ...] = eqx.field(static=True)
+    stabilizer: Callable | None = eqx.field(static=True)
+    method: Literal["auto", "dft", "fft"] = eqx.field(static=True)
+    arithmetic: Arithmetic | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        modes: int | Sequence[int],
+        *,
+        key: PRNGKeyArray,
+        factorization: Literal["cp"] | None = None,
+        rank: int | float = 0.5,
+        stabilizer: str | Callable | None = None,
+        method: Literal["auto", "dft", "fft"] = "auto",
+        dtype: Any = None,
+    ):
+        """**Arguments:**
+
+        - `in_channels`, `out_channels`: numbers of channels; multiples of 8 keep tensor cores
+            busy.
+        - `modes`: for each spatial axis, one to three of them, how many frequencies are kept: -m/2
+            … m/2 - 1, of the last axis m//2 + 1 from zero on. As neuraloperator counts `n_modes`.
+        - `key`: a `jax.random.key`.
+        - `factorization`: `"cp"` for weights of low rank (Kossaifi et al., 2023), `None` for dense
+            ones.
+        - `rank`: with `"cp"`, the number of terms, or the fraction of the parameters of dense
+            weights.
+        - `stabilizer`: what bounds the field before the transform: `"tanh"`, `"hard_clip"` (to
+            ±1), `"sigma_clip"` (to two standard deviations), `"soft_clip"` (8 tanh(x / 8)), or a
+            function of a field such as `mpx_pde.nn.soft_clip(4.0)`.
+        - `method`: `"dft"`, `"fft"`, or `"auto"` for the one that a cost model finds faster.
+        - `dtype`: what is multiplied in; by default the dtype of the weights. With a half type,
+            uncast float32 masters enter the products themselves, and their gradients leave them
+            in float32. `"bfloat16_x3"` and the other split products of [`mpx_pde.autocast`][]
+            store float32, and compute its products out of several of halves.
+
+        **Raises:** `ValueError` for sizes below 1, an unknown `factorization`, `stabilizer` or
+        `method`, and a `rank` that fits no factorization.
+        """
+        call = "SpectralConv"
+        positive(call, in_channels=in_channels, out_channels=out_channels)
+        self.modes = parse_modes(modes, call)
+        if method not in METHODS:
+            raise ValueError(
+                f"`{call}` takes {', '.join(map(repr, METHODS))} as `method`, but got {method!r}."
+            )
+        dims = len(self.modes)
+        kept = tuple(len(frequencies(m, i == dims - 1)) for i, m in enumerate(self.modes))
+        if factorization is None:
+            self.weight = dense_weight(key, kept, in_channels, out_channels)
+        elif factorization == "cp":
+            rank = cp_rank(rank, (*kept, in_channels, out_channels), call)
+            self.weight = cp_weight(key, kept, in_channels, out_channels, rank)
+        else:
+            raise ValueError(
+                f"`{call}` takes 'cp' or `None` as `factorization`, but got {factorization!r}."
+            )
+        self.in_channels, self.out_channels = in_channels, out_channels
+        self.stabilizer = parse_stabilizer(stabilizer, call)
+        self.method = method
+        self.arithmetic = parse_arithmetic(dtype, call)
+
+    def _arithmetic(self) -> Arithmetic:
+        if self.arithmetic is not None:
+            return self.arithmetic
+        weight = self.weight.inputs if isinstance(self.weight, CPWeight) else self.weight
+        return Arithmetic(weight.dtype)
+
+    def __call__(
+        self,
+        x: Float[Array, "inputs *grid"],
+        *,
+        output_shape: int | Sequence[int] | None = None,
+    ) -> Float[Array, "outputs *output_grid"]:
+        """**Arguments:**
+
+        - `x`: a field, shape `[in_channels, *grid]`, on a periodic grid (the end point left out)
+            with at least `modes[i]` points along axis i.
+        - `output_shape`: the grid of the result, which samples the same function at other points;
+            by default that of `x`.
+
+        **Returns:**
+
+        A field, shape `[out_channels, *output_shape]`, in the dtype of the weights, or in `dtype`.
+
+        **Raises:** `TypeError` for a field that is not real floating-point, `ValueError` for a
+        wrong number of channels or axes, or a grid with fewer points than `modes`.
+        """
+        call = "SpectralConv"
+        dims = len(self.modes)
+        x = check_field(x, self.in_channels, dims, call)
+        grid = x.shape[1:]
+        if output_shape is None:
+            output = grid
+        else:
+            output = (output_shape,) if isinstance(output_shape, int) else tuple(output_shape)
+        if len(output) != dims:
+            raise ValueError(
+                f"`{call}` has {dims} spatial axes, but `output_shape` is {output_shape!r}."
+            )
+        for name, sizes in (("field", grid), ("`output_shape`", output)):
+            if any(m > n for m, n in zip(self.modes, sizes, strict=True)):
+                raise ValueError(
+                    f"`{call}` keeps modes {self.modes}, which need a grid of at least as many "
+                    f"points, but got a {name} with grid {sizes}. Take fewer modes or a finer "
+                    "grid."
+                )
+        arithmetic = self._arithmetic()
+        if self.stabilizer is not None:
+            x = self.stabilizer(x)
+        method = self.method
+        if method == "auto":
+            method = choose_method(
+                self.in_channels + self.out_channels, grid, self.modes, arithmetic.dtype
+            )
+        if method == "fft":
+            return self._by_fft(x, output).astype(arithmetic.dtype)
+        return self._by_matrices(x, output, arithmetic)
+
+    def _by_matrices(self, x: Array, output: tuple[int, ...], arithmetic: Arithmetic) -> Array:
+        dtype = arithmetic.dtype
+        mean = unscale = None
+        if arithmetic.half:
+            x, mean, unscale = centered(x, dtype)
+        y = _forward(x.astype(dtype), self.modes, arithmetic)
+        y = checkpoint_name(unscaled(y, unscale), KEPT)
+        y = _inverse(contract(self.weight, y, arithmetic), self.modes, output, arithmetic)
+        if mean is None:
+            return y
+        zero = (*(m // 2 for m in self.modes[:-1]), 0)
+        constant = constant_response(self.weight, zero, checkpoint_name(mean, KEPT))
+        constant = constant.reshape(-1, *(1 for _ in output))
+        return (widen(y) + constant).astype(dtype)
+
+    def _by_fft(self, x: Array, output: tuple[int, ...]) -> Array:
+        x, weight = widen(x), widen(self.weight)
+        arithmetic = Arithmetic(x.dtype)
+        dims, grid = len(self.modes), x.shape[1:]
+        axes = tuple(range(1, dims + 1))
+        y = jnp.fft.rfftn(x, axes=axes, norm="forward")[..., : self.modes[-1] // 2 + 1]
+        for axis, m in enumerate(self.modes[:-1], 1):
+            y = lax.slice_in_dim(jnp.roll(y, m // 2, axis), 0, m, axis=axis)
+        y = jnp.transpose(y, (0, *range(dims, 0, -1)))
+        y = jnp.stack([y.real, y.imag], axis=-2)
+        y = contract(weight, y, arithmetic)
+        y = lax.complex(y[..., 0, 0] - y[..., 1, 1], y[..., 0, 1] + y[..., 1, 0])
+        factor = regrid_factor(self.modes[-1], grid[-1], output[-1])
+        y = jnp.moveaxis(y, -1, 0)
+        if factor is not None:
+            y = y * jnp.broadcast_to(jnp.asarray(factor, y.dtype), y.shape)
+        sizes = (*output[:-1], output[-1] // 2 + 1)
+        y = jnp.pad(y, [(0, 0), *((0, n - k) for n, k in zip(sizes, y.shape[1:], strict=True))])
+        for axis, m in enumerate(self.modes[:-1], 1):
+            y = jnp.roll(y, -(m // 2), axis)
+        return jnp.fft.irfftn(y, s=output, axes=axes, norm="forward")
+
+
+def _forward(
+    x: Float[Array, "channels *grid"], modes: tuple[int, ...], arithmetic: Arithmetic
+) -> Float[Array, "channels ..."]:
+    """The modes of a field, shape `[channels, k_d, …, k_2, 2, k_1]`."""
+    dims = len(modes)
+    matrix = forward_matrix(x.shape[dims], modes[-1], True, arithmetic.dtype)
+    x = arithmetic.product(x, matrix, (((dims,), (0,)), ((), ())))
+    for axis in range(dims - 1, 0, -1):
+        matrix = forward_matrix(x.shape[axis], modes[axis - 1], False, arithmetic.dtype)
+        x = arithmetic.product(x, matrix, (((axis, x.ndim - 2), (0, 1)), ((), ())))
+    return x
+
+
+def _inverse(
+    y: Float[Array, "... channels 2 2"],
+    modes: tuple[int, ...],
+    output: tuple[int, ...],
+    arithmetic: Arithmetic,
+) -> Float[Array, "channels *output"]:
+    """The field of the products that `contract` returns."""
+    dims = len(modes)
+    for axis, (m, n) in enumerate(zip(modes, output, strict=True)):
+        first, last = axis == 0, axis == dims - 1
+        matrix = inverse_matrix(n, m, last, first, arithmetic.dtype)
+        # The parts are last in the products, and last but one after each transform.
+        parts = (y.ndim - 2, y.ndim - 1) if first else (y.ndim - 2,)
+        contracted = tuple(range(1 + len(parts)))
+        y = arithmetic.product(y, matrix, (((0, *parts), contracted), ((), ())))
+    return y

@@ -1,0 +1,144 @@
+"""The weights of a spectral convolution: one complex matrix for each mode, dense or factorized.
+
+Both multiply the modes of a field without adding real and imaginary parts up: what comes out has
+an axis of two for the weight and one for the mode, and the inverse transform adds them up. So
+each weight is read once, and real and imaginary part of a mode are two columns of one product.
+"""
+
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, PRNGKeyArray
+
+from .._cast import widen
+from ._arithmetic import Arithmetic, separate
+
+
+def _normal(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> Float32[Array, "..."]:
+    """Complex normal numbers as pairs."""
+    return deviation / math.sqrt(2) * jax.random.normal(key, (*shape, 2), jnp.float32)
+
+
+def _mode_axes(dims: int) -> tuple[int, ...]:
+    """Where the modes of axis 1, 2, … stand in `[channels, k_d, …, k_2, 2, k_1]`."""
+    return (dims + 1, *range(dims - 1, 0, -1))
+
+
+def dense_weight(
+    key: PRNGKeyArray, kept: tuple[int, ...], inputs: int, outputs: int
+) -> Float32[Array, "*modes inputs outputs 2"]:
+    """Normal, with the standard deviation that keeps the size of a mode, as neuraloperator has
+    it."""
+    return _normal(key, (*kept, inputs, outputs), math.sqrt(2 / (inputs + outputs)))
+
+
+def _complex(x: Array, y: Array) -> tuple[Array, Array]:
+    """The product of pairs along the last axis."""
+    real = x[..., 0] * y[..., 0] - x[..., 1] * y[..., 1]
+    return real, x[..., 0] * y[..., 1] + x[..., 1] * y[..., 0]
+
+
+class CPWeight(eqx.Module):
+    """Weights of low rank: the sum over r of input[i, r] · output[r, o] · Π_j modes[j][k_j, r].
+
+    Kossaifi et al., *Multi-Grid Tensorized Fourier Neural Operator* (2023), and initialized as
+    there. The weight itself is never built.
+    """
+
+    inputs: Float[Array, "inputs rank 2"]
+    outputs: Float[Array, "rank outputs 2"]
+    modes: tuple[Float[Array, "_ rank 2"], ...]
+
+    def factor(self, modes: Any = None) -> Float[Array, "*modes rank 2"]:
+        """The factor of each mode, in float32; or of the one mode whose indices are given."""
+        factors = [widen(f) for f in self.modes]
+        if modes is not None:
+            factors = [f[k] for f, k in zip(factors, modes, strict=True)]
+        out = factors[0]
+        for f in factors[1:]:
+            if modes is None:
+                lead = out.shape[:-2]
+                out = jnp.broadcast_to(out[..., None, :, :], (*lead, *f.shape))
+                f = jnp.broadcast_to(f, out.shape)
+            out = jnp.stack(_complex(out, f), axis=-1)
+        return out
+
+
+def cp_weight(
+    key: PRNGKeyArray, kept: tuple[int, ...], inputs: int, outputs: int, rank: int
+) -> CPWeight:
+    """Factors whose product has the deviation of dense weights."""
+    deviation = math.sqrt(2 / (inputs + outputs) / rank) ** (1 / (len(kept) + 2))
+    first, last, *keys = jax.random.split(key, len(kept) + 2)
+    modes = [_normal(k, (m, rank), deviation) for k, m in zip(keys, kept, strict=True)]
+    return CPWeight(
+        _normal(first, (inputs, rank), deviation),
+        _normal(last, (rank, outputs), deviation),
+        tuple(modes),
+    )
+
+
+def contract(
+    weight: Array | CPWeight,
+    x: Float[Array, "inputs ..."],
+    arithmetic: Arithmetic,
+) -> Float[Array, "..."]:
+    """Multiplies the modes of a field with the weights.
+
+    **Arguments:**
+
+    - `weight`: dense or factorized.
+    - `x`: the modes, shape `[inputs, k_d, …, k_2, 2, k_1]`.
+
+    **Returns:**
+
+    The four real products, shape `[k_1, …, k_d, outputs, 2, 2]`: the parts of the weight, then
+    those of the mode.
+    """
+    dims = x.ndim - 2
+    modes = _mode_axes(dims)
+    if not isinstance(weight, CPWeight):
+        return arithmetic.product(
+            weight, x, (((dims,), (0,)), (tuple(range(dims)), modes))
+        )  # [k_1, …, k_d, outputs, 2, 2]
+    y = arithmetic.product(weight.inputs, x, (((0,), (0,)), ((), ())))
+    # [rank, 2, k_d, …, k_2, 2, k_1] to [k_1, …, k_d, rank], real and imaginary.
+    y = widen(jnp.transpose(y, (*(i + 1 for i in modes), 0, 1, dims + 1)))
+    y = jnp.stack([y[..., 0, 0] - y[..., 1, 1], y[..., 0, 1] + y[..., 1, 0]], axis=-1)
+    y = jnp.stack(_complex(y, weight.factor()), axis=-1).astype(arithmetic.dtype)
+    y = arithmetic.product(weight.outputs, y, (((0,), (dims,)), ((), ())))
+    # [outputs, 2, k_1, …, k_d, 2]
+    return jnp.transpose(y, (*range(2, dims + 2), 0, 1, dims + 2))
+
+
+def constant_response(
+    weight: Array | CPWeight, zero: tuple[int, ...], mean: Float32[Array, " inputs"]
+) -> Float32[Array, " outputs"]:
+    """What becomes of a constant field: its mode times the real part of that mode's weight.
+
+    Sums of float32 products instead of a matrix product, which would be one of float32 arrays.
+    """
+    if not isinstance(weight, CPWeight):
+        real = widen(weight[zero][..., 0])
+        return separate(jnp.sum(jnp.broadcast_to(mean[:, None], real.shape) * real, axis=0))
+    inputs = widen(weight.inputs)
+    y = jnp.sum(jnp.broadcast_to(mean[:, None, None], inputs.shape) * inputs, axis=0)
+    y = jnp.stack(_complex(y, weight.factor(zero)), axis=-1)
+    outputs = widen(weight.outputs)
+    y = jnp.broadcast_to(y[:, None, :], outputs.shape)
+    y = y[..., 0] * outputs[..., 0] - y[..., 1] * outputs[..., 1]
+    return separate(jnp.sum(y, axis=0))
+
+
+def cp_rank(rank: int | float, shape: tuple[int, ...], call: str) -> int:
+    """The number of terms of a factorization of complex weights of this shape."""
+    whole = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
+    if not whole and not (isinstance(rank, float) and 0 < rank <= 1):
+        raise ValueError(
+            f"`{call}` takes `rank` as a positive integer or as a fraction of the dense parameters "
+            f"between 0 and 1, but got {rank!r}."
+        )
+    return int(rank) if whole else max(1, round(rank * math.prod(shape) / sum(shape)))

@@ -1,0 +1,528 @@
+"""Spectral convolutions: the same operator by matrices and by FFT, in half precision half products
+alone, and fields that half precision cannot hold."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import equations
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+import mpx_pde as mpx
+from mpx_pde import nn
+from mpx_pde.nn._dft import forward_matrix, inverse_matrix
+from mpx_pde.nn._spectral_cost import choose_method
+from mpx_pde.nn._spectral_weights import CPWeight
+
+
+METHODS = ("dft", "fft")
+
+# Odd and even sizes and modes, and all modes of a grid, Nyquist's among them.
+CASES = [
+    ((5,), (16,)),
+    ((16,), (16,)),
+    ((15,), (15,)),
+    ((6, 8), (12, 11)),
+    ((12, 10), (12, 10)),
+    ((11, 9), (11, 9)),
+    ((4, 5, 6), (6, 7, 6)),
+]
+
+# Error relative to the largest value. float32: sums over some hundred entries in another order
+# than the oracle's, 2^6 unit roundoffs. Half: some eight roundings of field, matrices, modes,
+# weights and results follow one another, of which most cancel: 2^3 unit roundoffs.
+TOLERANCES = {"float32": 2.0**-18, "float16": 2.0**-8, "bfloat16": 2.0**-5}
+
+
+def field(*shape, key=1):
+    return jax.random.normal(jax.random.key(key), shape)
+
+
+@eqx.filter_jit
+def call(layer, x, **options):
+    return layer(x, **options)
+
+
+def make(modes, channels=(3, 4), **options):
+    return nn.SpectralConv(*channels, modes, key=jax.random.key(0), **options)
+
+
+def pairs(x):
+    return jax.lax.complex(x[..., 0], x[..., 1])
+
+
+def dense(weight):
+    """A factorized weight, built as the definition says."""
+    if not isinstance(weight, CPWeight):
+        return pairs(weight)
+    inputs, outputs, *modes = map(pairs, (weight.inputs, weight.outputs, *weight.modes))
+    letters = "xyz"[: len(modes)]
+    factors = ",".join(c + "r" for c in letters)
+    return jnp.einsum(f"ir,ro,{factors}->{letters}io", inputs, outputs, *modes)
+
+
+def by_definition(weight, modes, x, output=None):
+    """`rfftn`, multiplication of the modes one by one in place, `irfftn`."""
+    grid, axes = x.shape[1:], range(1, x.ndim)
+    output = output or grid
+    *full, last = modes
+    k = [np.arange(m) - m // 2 for m in full] + [np.arange(last // 2 + 1)]
+    spectrum = jnp.fft.rfftn(x, axes=axes, norm="forward")
+    kept = spectrum[:, *np.ix_(*(k % n for k, n in zip(k, grid, strict=True)))]
+    y = jnp.einsum("i...,...io->o...", kept, dense(weight))
+    placed = jnp.zeros((y.shape[0], *output[:-1], output[-1] // 2 + 1), y.dtype)
+    placed = placed.at[:, *np.ix_(*(k % n for k, n in zip(k, output, strict=True)))].set(y)
+    return jnp.fft.irfftn(placed, s=output, axes=axes, norm="forward")
+
+
+def oracle(fun, *args):
+    """In float64."""
+    with jax.enable_x64(True):
+        args = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), args)
+        out = jax.jit(fun)(*args)
+    return jax.tree.map(np.asarray, out)
+
+
+def assert_close(got, want, tolerance):
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y)
+        assert x.shape == y.shape
+        assert np.abs(x - y).max() <= tolerance * np.abs(y).max()
+
+
+def weighted(fun, output):
+    """A loss whose gradient is not that of a symmetric function."""
+    c = np.cos(np.arange(np.prod(output))).reshape(output)
+
+    def loss(*args):
+        y = fun(*args)
+        y = y if y.dtype == jnp.float64 else y.astype(jnp.float32)
+        return jnp.sum(y * c.astype(y.dtype))
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("modes", "grid", "factorization"),
+    [(*case, None) for case in CASES] + [(*CASES[i], "cp") for i in (2, 3, 6)],
+)
+def test_values_and_gradients_are_those_of_the_definition(modes, grid, factorization):
+    layer = make(modes, factorization=factorization, rank=3)
+    x = field(3, *grid)
+    definition = lambda w, x: by_definition(w, modes, x)
+    loss = weighted(definition, (4, *grid))
+    want, slopes = oracle(
+        lambda w, x: (definition(w, x), jax.grad(loss, argnums=(0, 1))(w, x)), layer.weight, x
+    )
+    for method in METHODS:
+
+        @jax.jit
+        def run(w, x, method=method):
+            this = eqx.tree_at(lambda m: m.weight, make(modes, method=method), w)
+            return this(x), jax.grad(
+                weighted(lambda w, x: eqx.tree_at(lambda m: m.weight, this, w)(x), (4, *grid)),
+                argnums=(0, 1),
+            )(w, x)
+
+        y, gradient = run(layer.weight, x)
+        assert y.dtype == jnp.float32
+        assert_close((y, gradient), (want, slopes), TOLERANCES["float32"])
+        if method == "dft" and modes in ((15,), (6, 8), (4, 5, 6)):
+            for dtype in ("float16", "bfloat16"):
+                w = mpx.cast_tree(layer.weight, dtype)
+                y, gradient = run(w, x)
+                assert y.dtype == dtype
+                assert jax.tree.leaves(gradient[0])[0].dtype == dtype
+                assert_close((y, gradient), (want, slopes), 2 * TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_weights_on_any_grid(method):
+    """One function, whatever grid it came on: 64 is where it might have been trained."""
+    modes = (8, 6)
+    layer = make(modes, method=method)
+    kx, ky = np.meshgrid(np.arange(-3, 4), np.arange(-2, 3), indexing="ij")
+    amplitudes = np.asarray(field(3, *kx.shape, key=5), np.float64)
+
+    def sample(n):
+        t = np.arange(n) / n
+        phase = 2 * np.pi * (kx[..., None, None] * t[:, None] + ky[..., None, None] * t[None, :])
+        return np.einsum("cab,abxy->cxy", amplitudes, np.cos(phase + kx[..., None, None]))
+
+    coarse = np.asarray(call(layer, jnp.asarray(sample(32), jnp.float32)))
+    for n in (32, 64, 96, 128):
+        x = jnp.asarray(sample(n), jnp.float32)
+        y = np.asarray(call(layer, x))
+        assert_close(y, oracle(lambda w, x: by_definition(w, modes, x), layer.weight, x), 1e-5)
+        step = np.gcd(n, 32)
+        shared = (slice(None), slice(None, None, n // step), slice(None, None, n // step))
+        other = (slice(None), slice(None, None, 32 // step), slice(None, None, 32 // step))
+        assert_close(y[shared], coarse[other].astype(np.float64), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("modes", "grid", "output"),
+    [((6,), (9,), (12,)), ((6, 4), (8, 9), (16, 27)), ((4, 4, 4), (5, 6, 8), (9, 7, 6))],
+)
+def test_another_output_grid(modes, grid, output):
+    layer, x = make(modes), field(3, *grid)
+    want = oracle(lambda w, x: by_definition(w, modes, x, output), layer.weight, x)
+    for method in METHODS:
+        y = call(make(modes, method=method), x, output_shape=output)
+        assert_close(y, want, TOLERANCES["float32"])
+    assert make(6)(field(3, 9), output_shape=12).shape == (4, 12)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("grid", [(8,), (8, 6), (4, 6, 8)])
+def test_a_finer_grid_interpolates_with_all_modes_kept(grid, method):
+    """The Nyquist mode too, which zero padding of the spectrum alone would double."""
+    layer, x = make(grid, method=method), field(3, *grid)
+    fine = call(layer, x, output_shape=[2 * n for n in grid])
+    assert_close(fine[:, *(slice(None, None, 2) for _ in grid)], call(layer, x), 1e-5)
+    # And a coarser grid samples the same function.
+    twice = make([n // 2 for n in grid], method=method)
+    coarse = call(twice, x, output_shape=[n // 2 for n in grid])
+    assert_close(coarse, call(twice, x)[:, *(slice(None, None, 2) for _ in grid)], 1e-5)
+
+
+def test_a_constant_does_not_leak_into_the_modes_of_an_even_grid():
+    for dtype in ("float16", "bfloat16"):
+        matrix = forward_matrix(96, 64, True, jnp.dtype(dtype)).astype(np.float64)
+        odd = [k for k in range(1, 33) if (96 // np.gcd(96, k)) % 2 == 0]
+        assert np.all(matrix[:, :, odd].sum(axis=0) == 0)
+    assert forward_matrix(96, 64, True, jnp.dtype("float16")) is forward_matrix(
+        96, 64, True, jnp.dtype("float16")
+    )
+    # All modes there and back are the field itself.
+    there = forward_matrix(7, 7, True, jnp.dtype("float64"))
+    back = inverse_matrix(7, 7, True, False, jnp.dtype("float64"))
+    assert np.allclose(np.einsum("nik,kim->nm", there, back), np.eye(7), atol=1e-14)
+
+
+def products(fun, *args):
+    """The equations of products and FFTs of a function and its gradient."""
+    arrays, static = eqx.partition(args, eqx.is_array)
+    loss = lambda a: jnp.sum(fun(*eqx.combine(a, static)).astype(jnp.float32) ** 2)
+    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(arrays)
+    names = ("mixed_dot_general", "dot_general", "fft", "conv_general_dilated")
+    return [e for e in equations(jaxpr) if e.primitive.name in names]
+
+
+@pytest.mark.parametrize("factorization", [None, "cp"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_products_alone_in_both_passes(dtype, factorization):
+    layer = mpx.cast_tree(make((6, 6), factorization=factorization, method="dft"), dtype)
+    x = field(5, 3, 12, 12).astype(dtype)
+    found = products(lambda m, x: jax.vmap(m)(x), layer, x)
+    factors = 2 if factorization else 1
+    # Two transforms each way and the weights; as many again for the field's cotangent, and one
+    # for that of each weight.
+    assert len(found) == (4 + factors) * 2 + factors
+    for e in found:
+        assert e.primitive.name == "mixed_dot_general"
+        assert e.params["dtype"] == e.params["out_dtype"] == dtype
+        assert {v.aval.dtype.name for v in e.invars} == {dtype}
+    # The weights are an operand of one product in the forward pass, and of one in the backward.
+    shape = (6, 4, 3, 4, 2) if factorization is None else layer.weight.inputs.shape
+    assert sum(any(v.aval.shape == shape for v in e.invars) for e in found) == 2
+
+
+def test_products_in_the_program_for_a_gpu():
+    deviceless = pytest.importorskip("benchmarks._deviceless")
+    layer = mpx.cast_to_bfloat16(make((6, 6), (8, 8), method="dft"))
+    x = jax.ShapeDtypeStruct((16, 8, 16, 16), jnp.bfloat16)
+
+    def step(layer, x):
+        loss = lambda m: jnp.mean(jax.vmap(m)(x).astype(jnp.float32) ** 2)
+        return eqx.filter_value_and_grad(loss)(layer)
+
+    try:
+        compiled = deviceless.compile_for(
+            "h100", step, layer, x, compiler_options={"xla_gpu_enable_triton_gemm": False}
+        )
+    except deviceless.TargetUnavailable as e:
+        pytest.skip(str(e))
+    assert compiled.products()
+    assert all(p.lhs == p.rhs == "bf16" for p in compiled.products())
+    assert "fft" not in compiled.opcodes()
+
+
+def test_factors_are_contracted_one_by_one():
+    layer = make((32, 32), (16, 16), factorization="cp", rank=4, method="dft")
+    jaxpr = jax.make_jaxpr(jax.grad(lambda w, x: jnp.sum(eqx.combine(w, static)(x))))
+    weights, static = eqx.partition(layer, eqx.is_array)
+    sizes = [v.aval.size for e in equations(jaxpr(weights, field(16, 32, 32))) for v in e.outvars]
+    assert max(sizes) < 32 * 17 * 16 * 16
+    parameters = lambda m: sum(x.size for x in jax.tree.leaves(eqx.filter(m, eqx.is_array)))
+    ratio = parameters(make((8, 8), (8, 8), factorization="cp", rank=0.25))
+    assert ratio / parameters(make((8, 8), (8, 8))) == pytest.approx(0.25, abs=0.05)
+
+
+@pytest.mark.parametrize("factorization", [None, "cp"])
+def test_initial_weights_keep_the_size_of_a_field(factorization):
+    layer = make((16, 16), (32, 32), factorization=factorization, rank=64)
+    weight = np.asarray(dense(layer.weight))
+    assert np.std(weight) == pytest.approx(np.sqrt(2 / 64), rel=0.25)
+    assert np.std(weight.real) == pytest.approx(np.std(weight.imag), rel=0.25)
+
+
+def test_masters_enter_the_products():
+    layer = make((6, 6), dtype="float16", method="dft")
+    half = mpx.cast_to_float16(make((6, 6), method="dft"))
+    x = field(2, 3, 12, 12)
+    loss = lambda m: jnp.sum(jax.vmap(m)(x).astype(jnp.float32) ** 2)
+    grads = eqx.filter_jit(eqx.filter_grad(loss))(layer)
+    assert layer(x[0]).dtype == jnp.float16
+    assert grads.weight.dtype == jnp.float32
+    assert_close(
+        grads.weight,
+        np.asarray(eqx.filter_jit(eqx.filter_grad(loss))(half).weight, np.float64),
+        2e-3,
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_full_precision(method):
+    layer, x = make((6, 6), method=method), field(3, 12, 12).astype(jnp.float16)
+    want = call(layer, x.astype(jnp.float32))
+    wrapped = mpx.cast_to_float16(mpx.FullPrecision(layer))
+    for fun in (wrapped, mpx.force_full_precision(layer)):
+        y = call(fun, x)
+        assert y.dtype == jnp.float16
+        assert jnp.array_equal(y, want.astype(jnp.float16))
+    assert mpx.cast_to_float16(layer)(x).dtype == jnp.float16
+
+
+def test_split_products():
+    x = field(3, 12, 12)
+    for name in ("bfloat16_x3", "bfloat16_x6"):
+        layer = make((6, 6), dtype=name, method="dft")
+        assert_close(call(layer, x), np.asarray(call(make((6, 6)), x), np.float64), 1e-4)
+        found = products(lambda m, x: m(x), layer, x)
+        assert {str(e.params["precision"]) for e in found} == {
+            name.upper().replace("BFLOAT16", "BF16_BF16_F32")
+        }
+
+
+def smooth(n=64, amplitude=1.0):
+    t = 2 * np.pi * np.arange(n) / n
+    x = np.stack([np.sin(t[:, None] + c) * np.cos(2 * t[None, :]) for c in range(3)])
+    return amplitude * x
+
+
+def outliers(size):
+    x = smooth()
+    return np.where(np.random.default_rng(0).random(x.shape) < 1e-3, size, x)
+
+
+def pixel(size):
+    x = smooth()
+    x[1, 7, 9] = size
+    return x
+
+
+FIELDS = {
+    "outliers of 1e3": outliers(1e3),
+    "outliers of 1e4": outliers(1e4),
+    "a smooth field of 3000": smooth(amplitude=3e3),
+    "an offset of 50": smooth() + 50,
+    "a field of 1e-3": smooth(amplitude=1e-3),
+    "one pixel above 65504": pixel(1e5),
+}
+
+
+@pytest.mark.parametrize("modes", [(16, 16), (64, 64)])
+def test_hard_fields_in_float16(modes):
+    """Finite, and the error that rounding alone explains, in value and gradient."""
+    layer = make(modes, method="dft")
+    half = mpx.cast_to_float16(layer)
+    loss = lambda w, x: jnp.mean(by_definition(w, modes, x) ** 2)
+    exact = jax.jit(lambda w, x: (by_definition(w, modes, x), jax.grad(loss)(w, x)))
+
+    @eqx.filter_jit
+    def run(m, x, scale):
+        y, slope = m(x), lambda m: jnp.mean(m(x).astype(jnp.float32) ** 2) * scale
+        return y, eqx.filter_grad(slope)(m).weight
+
+    for name, x in FIELDS.items():
+        want, slope = oracle(exact, layer.weight, x.astype(np.float32))
+        # As a loss scaling finds one.
+        scale = 2.0 ** -np.ceil(np.log2(np.abs(slope).max()))
+        y, gradient = run(half, jnp.asarray(x, jnp.float32), jnp.asarray(scale, jnp.float32))
+        assert_close(y, want, TOLERANCES["float16"])
+        assert_close(gradient, slope * scale, 4 * TOLERANCES["float16"])
+        if name == "an offset of 50":
+            # Beside the offset of the result, which float16 rounds like any result, the field is
+            # as accurate as without it.
+            error = np.abs(np.asarray(y, np.float64) - want).max()
+            rest = np.abs(want - np.mean(want, axis=(1, 2), keepdims=True)).max()
+            assert error < np.abs(want).max() * 2.0**-11 + TOLERANCES["float16"] * rest
+
+
+def test_a_field_that_is_too_large_is_seen_in_the_gradients():
+    """Its modes are beyond float16, so the step is skipped."""
+    x = jnp.asarray(smooth(amplitude=1e6), jnp.float32)
+    scaling = mpx.DynamicLossScaling(2.0)
+    layer = make((8, 8), method="dft")
+    loss = lambda m, x: jnp.mean(m(x).astype(jnp.float32))
+    step = mpx.filter_value_and_grad(loss, scaling, keep_full=(False, True))
+    _, _, finite, _ = eqx.filter_jit(step)(layer, x)
+    assert not finite
+
+
+def test_the_mean_buys_digits():
+    """It is taken out before the field is rounded, so pass the field in float32."""
+    layer = make((16, 16), method="dft")
+    # The offset of the result is in the way of seeing the rest of it.
+    layer = eqx.tree_at(lambda m: m.weight, layer, layer.weight.at[8, 0].set(0))
+    x = jnp.asarray(smooth() + 50, jnp.float32)
+    want = oracle(lambda w, x: by_definition(w, (16, 16), x), layer.weight, x)
+    half = mpx.cast_to_bfloat16(layer)
+    error = lambda x: np.abs(np.asarray(call(half, x), np.float64) - want).max()
+    assert error(x) < np.abs(want).max() * TOLERANCES["bfloat16"]
+    assert 5 * error(x) < error(x.astype(jnp.bfloat16))
+
+
+STABILIZED = {
+    "tanh": np.tanh,
+    "hard_clip": lambda x: np.clip(x, -1, 1),
+    "soft_clip": lambda x: 8 * np.tanh(x / 8),
+    "sigma_clip": lambda x: np.clip(
+        x,
+        *(x.mean((1, 2), keepdims=True) + s * 2 * x.std((1, 2), keepdims=True) for s in (-1, 1)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STABILIZED)
+def test_stabilizers_act_before_the_transform(name):
+    x = 3 * field(3, 12, 12)
+    layer = make((6, 6), stabilizer=name)
+    bounded = jnp.asarray(STABILIZED[name](np.asarray(x, np.float64)), jnp.float32)
+    assert_close(call(layer, x), np.asarray(call(make((6, 6)), bounded), np.float64), 1e-5)
+    half = mpx.cast_to_float16(layer)
+    wild = x.at[0, 0, 0].set(1e5)
+    total = lambda x: jnp.sum(half(x).astype(jnp.float32))
+    value, slope = jax.jit(jax.value_and_grad(total))(wild)
+    assert jnp.isfinite(value)
+    assert jnp.all(jnp.isfinite(slope))
+
+
+def test_a_stabilizer_of_ones_own():
+    x = 3 * field(3, 12, 12)
+    layer = make((6, 6), stabilizer=nn.soft_clip(4.0))
+    assert_close(call(layer, x), np.float64(call(make((6, 6)), 4 * jnp.tanh(x / 4))), 1e-5)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("factorization", [None, "cp"])
+def test_transformations(method, factorization):
+    layer = make((6, 6), (3, 3), method=method, factorization=factorization, rank=3)
+    half = mpx.cast_to_float16(layer)
+    x = field(4, 3, 12, 12)
+    one_by_one = np.stack([np.asarray(call(layer, x), np.float64) for x in x])
+    assert_close(jax.jit(jax.vmap(layer))(x), one_by_one, 1e-5)
+    assert_close(jax.jit(jax.vmap(layer, in_axes=1))(jnp.moveaxis(x, 0, 1)), one_by_one, 1e-5)
+
+    @eqx.filter_jit
+    def run(layer, x):
+        def step(carry, _):
+            return jax.checkpoint(lambda x: layer(x).astype(x.dtype))(carry), None
+
+        total = lambda x: jnp.sum(jax.lax.scan(step, x, length=2)[0])
+        twice = lambda x: jnp.sum(layer(layer(x).astype(x.dtype)).astype(jnp.float32))
+        return layer(x), jax.jvp(layer, (x,), (x,))[1], jax.grad(total)(x), jax.grad(twice)(x)
+
+    for this, tolerance in ((layer, 1e-5), (half, 5e-3)):
+        y, tangent, looped, unrolled = run(this, x[0])
+        # It is linear: the tangent along the point is the value.
+        assert_close(tangent, np.asarray(y, np.float64), tolerance)
+        assert_close(looped, np.asarray(unrolled, np.float64), tolerance)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sharded_batches(method):
+    layer = mpx.cast_to_float16(make((6, 6), method=method))
+    x = field(4, 3, 12, 12)
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    split = jax.device_put(x, NamedSharding(mesh, P("data")))
+    run = eqx.filter_jit(
+        lambda m, x: eqx.filter_value_and_grad(
+            lambda m: jnp.mean(jax.vmap(m)(x).astype(jnp.float32) ** 2)
+        )(m)
+    )
+    (value, grads), (want, slopes) = run(layer, split), run(layer, x)
+    assert float(value) == pytest.approx(float(want), rel=1e-3)
+    assert_close(grads.weight, np.asarray(slopes.weight, np.float64), 5e-3)
+
+
+def test_autocast_leaves_the_layer_alone():
+    layer, x = make((6, 6), method="dft"), field(3, 12, 12)
+    report = mpx.autocast(lambda m, x: m(x), "float16").report(layer, x)
+    assert not report.unknown
+    assert_close(call(mpx.autocast(layer, "float16"), x), np.float64(call(layer, x)), 1e-5)
+
+
+def test_the_cost_model():
+    few = {"channels": 32, "grid": (128, 128), "modes": (16, 16)}
+    assert choose_method(**few, dtype="float32", platform="cpu") == "dft"
+    every = {"channels": 32, "grid": (256, 256), "modes": (256, 256)}
+    assert choose_method(**every, dtype="float32", platform="cpu") == "fft"
+    for platform in ("cpu", "gpu", "tpu", "a new one"):
+        for n in (64, 256, 512):
+            for dtype in ("float16", "bfloat16"):
+                assert choose_method(32, (n, n), (64, 64), dtype, platform) == "dft"
+    x = field(3, 12, 12)
+    assert_close(call(make((6, 6)), x), np.float64(call(make((6, 6), method="fft"), x)), 1e-5)
+
+
+def message(*words):
+    return re.compile(".*".join(map(re.escape, words)), re.DOTALL)
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_errors():
+    for error, words, options in [
+        (ValueError, ("`SpectralConv`", "'dft'", "'svd'"), {"method": "svd"}),
+        (ValueError, ("`SpectralConv`", "'tanh'", "'relu'"), {"stabilizer": "relu"}),
+        (ValueError, ("`SpectralConv`", "'cp'", "'tucker'"), {"factorization": "tucker"}),
+        (ValueError, ("`SpectralConv`", "`rank`", "0"), {"factorization": "cp", "rank": 0}),
+        (ValueError, ("`SpectralConv`", "`rank`", "1.5"), {"factorization": "cp", "rank": 1.5}),
+        (ValueError, ("`SpectralConv`", "int32"), {"dtype": "int32"}),
+    ]:
+        with pytest.raises(error, match=message(*words)):
+            make((4, 4), **options)
+    for modes in ((), (4, 0), (4, 4, 4, 4), (4.0,)):
+        with pytest.raises(ValueError, match=message("`SpectralConv`", "`modes`")):
+            make(modes)
+    with pytest.raises(ValueError, match=message("`SpectralConv`", "`in_channels`", "0")):
+        make((4, 4), (0, 1))
+    layer = make((6, 6))
+    for error, words, x, options in [
+        (ValueError, ("`SpectralConv`", "(6, 6)", "(12, 5)", "finer"), field(3, 12, 5), {}),
+        (ValueError, ("`SpectralConv`", "[3 channels", "(2, 8, 8)"), field(2, 8, 8), {}),
+        (ValueError, ("`SpectralConv`", "2 spatial axes", "`jax.vmap`"), field(1, 3, 8, 8), {}),
+        (ValueError, ("`SpectralConv`", "`jax.vmap`"), field(3, 8), {}),
+        (
+            TypeError,
+            ("`SpectralConv`", "complex64", "channels"),
+            field(3, 8, 8).astype(complex),
+            {},
+        ),
+        (TypeError, ("`SpectralConv`", "int32"), jnp.ones((3, 8, 8), jnp.int32), {}),
+        (ValueError, ("`SpectralConv`", "`output_shape`"), field(3, 8, 8), {"output_shape": 8}),
+        (
+            ValueError,
+            ("`SpectralConv`", "`output_shape`", "(4, 8)"),
+            field(3, 8, 8),
+            {"output_shape": (4, 8)},
+        ),
+    ]:
+        with pytest.raises(error, match=message(*words)):
+            layer(x, **options)
+    with pytest.raises(ValueError, match=message("`soft_clip`", "0")):
+        nn.soft_clip(0)
