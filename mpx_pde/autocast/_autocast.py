@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._dot import SPLIT_PRODUCTS
 from .._dtypes import half_precision, half_precision_datatype, is_half
 from .._jaxpr import trace_arrays
 from ._evaluate import Evaluator
@@ -16,21 +17,11 @@ from ._rules import Policy, parse_patterns
 from ._values import received
 
 
-# Products of float32 arrays out of several products of halves, by the name that `dtype` takes.
-_ALGORITHMS = {
-    "bfloat16_x3": lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
-    "bfloat16_x6": lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
-    "bfloat16_x9": lax.DotAlgorithmPreset.BF16_BF16_F32_X9,
-    "tensorfloat32": lax.DotAlgorithmPreset.TF32_TF32_F32,
-    "tensorfloat32_x3": lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
-}
-
-
 def _parse_dtype(dtype: Any) -> np.dtype | lax.DotAlgorithmPreset | None:
     if dtype is None or isinstance(dtype, lax.DotAlgorithmPreset):
         return dtype
-    if isinstance(dtype, str) and dtype in _ALGORITHMS:
-        return _ALGORITHMS[dtype]
+    if isinstance(dtype, str) and dtype in SPLIT_PRODUCTS:
+        return SPLIT_PRODUCTS[dtype]
     try:
         out = jnp.dtype(dtype)
     except TypeError:
@@ -38,7 +29,7 @@ def _parse_dtype(dtype: Any) -> np.dtype | lax.DotAlgorithmPreset | None:
     if out is None or not is_half(out):
         raise ValueError(
             "`autocast` takes float16, bfloat16 or the name of a split product "
-            f"({', '.join(map(repr, _ALGORITHMS))}) as `dtype`, but got {dtype!r}. For float32 "
+            f"({', '.join(map(repr, SPLIT_PRODUCTS))}) as `dtype`, but got {dtype!r}. For float32 "
             "call the function without `autocast`."
         )
     return out

@@ -31,6 +31,7 @@ from .._jaxpr import (
 )
 from . import tables
 from ._rules import Kind, Policy, Rule, decide, feeding
+from ._segments import Segment, pays, segments_of
 from ._values import FULL, Value, computed, constant
 
 
@@ -48,7 +49,7 @@ class Evaluator:
         self.scoped = bool(note or policy.half or policy.full)
         self.traces: dict[Any, tuple[ClosedJaxpr, list[Kind], ClosedJaxpr]] = {}
         # By the identity of a jaxpr, which is kept alive beside what is known of it.
-        self.magnified: dict[int, tuple[Jaxpr, set[int]]] = {}
+        self.plans: dict[int, tuple[Jaxpr, set[int], dict[int, Segment]]] = {}
         self.multiplies: dict[int, tuple[Jaxpr, bool]] = {}
 
     def jaxpr(self, closed: ClosedJaxpr, values: Sequence[Value], scopes: Scopes) -> list[Value]:
@@ -57,21 +58,54 @@ class Evaluator:
         for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
             env[var] = constant(const, var.aval, policy)
 
-        def read(atom):
-            return constant(atom.val, atom.aval, policy) if literal(atom) else env[atom]
+        _, magnified, segments = self._plan(jaxpr)
+        i = 0
+        while i < len(jaxpr.eqns):
+            segment = segments.get(i)
+            if segment and pays([env[v] for v in segment.inputs], policy):
+                self._segment(jaxpr, segment, env, scopes, magnified)
+                i = segment.stop
+            else:
+                self._equations(jaxpr, i, i + 1, env, scopes, magnified)
+                i += 1
+        return [self._read(v, env) for v in jaxpr.outvars]
 
-        magnified = self._magnified(jaxpr)
-        for i, eqn in enumerate(jaxpr.eqns):
-            operands = [read(v) for v in eqn.invars]
+    def _read(self, atom: Any, env: dict[Any, Value]) -> Value:
+        return constant(atom.val, atom.aval, self.policy) if literal(atom) else env[atom]
+
+    def _plan(self, jaxpr: Jaxpr) -> tuple[Jaxpr, set[int], dict[int, Segment]]:
+        if id(jaxpr) not in self.plans:
+            self.plans[id(jaxpr)] = jaxpr, feeding(jaxpr), segments_of(jaxpr)
+        return self.plans[id(jaxpr)]
+
+    def _equations(self, jaxpr, start, stop, env, scopes, magnified) -> None:
+        """Evaluates a range of equations, and adds their results to the environment."""
+        for i in range(start, stop):
+            eqn = jaxpr.eqns[i]
+            operands = [self._read(v, env) for v in eqn.invars]
             with in_context_of(eqn):
                 out = self._equation(eqn, operands, scopes, i in magnified)
             env.update(zip(eqn.outvars, out, strict=True))
-        return [read(v) for v in jaxpr.outvars]
 
-    def _magnified(self, jaxpr: Jaxpr) -> set[int]:
-        if id(jaxpr) not in self.magnified:
-            self.magnified[id(jaxpr)] = jaxpr, feeding(jaxpr)
-        return self.magnified[id(jaxpr)][1]
+    def _segment(self, jaxpr, segment, env, scopes, magnified) -> None:
+        """The same for equations that the backward pass evaluates again."""
+        entering = {v: env[v] for v in segment.inputs}
+        arrays = [x.native for x in entering.values() if x.kind.const is None]
+        out_kinds: list[Kind] = []
+
+        def body(*arrays):
+            remaining = iter(arrays)
+            inner = {
+                v: x if x.kind.const is not None else Value(next(remaining), x.kind)
+                for v, x in entering.items()
+            }
+            self._equations(jaxpr, segment.start, segment.stop, inner, scopes, magnified)
+            out = [inner[v] for v in segment.outputs]
+            out_kinds[:] = [x.kind for x in out]
+            return [x.native for x in out]
+
+        out = jax.checkpoint(body)(*arrays)
+        env.update(zip(segment.outputs, self._wrap(out, out_kinds), strict=True))
 
     def _multiplies(self, closed: ClosedJaxpr) -> bool:
         """Whether there is a product in a jaxpr, at any depth."""
@@ -145,7 +179,19 @@ class Evaluator:
 
     def _follow(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         half = any(x.kind.half for x in operands)
+        if half and eqn.primitive.name in tables.ARITHMETIC:
+            operands = [self._spread(x, eqn) for x in operands]
         return self._in(self.policy.dtype if half else FULL, eqn, operands)
+
+    def _spread(self, value: Value, eqn: JaxprEqn) -> Value:
+        """A value in the shape of the result. JAX sums the cotangent of what an operation
+        broadcasts, such as a bias, in the dtype that it has there: so it is broadcast in float32,
+        and cast after."""
+        shape = aval_of(eqn.outvars[0]).shape
+        governed, known = value.kind.governed, value.kind.const is not None
+        if not governed or known or np.shape(value.native) == shape:
+            return value
+        return Value(jnp.broadcast_to(value.get(FULL), shape), value.kind)
 
     def _layout(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         kinds = [x.kind for x in operands if x.kind.governed]

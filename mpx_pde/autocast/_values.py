@@ -26,12 +26,17 @@ class Value:
         dtype = np.dtype(array.dtype) if kind.governed else None
         self.casts = {dtype: array}
 
+    @property
+    def native(self) -> Any:
+        """The array as it was made."""
+        return next(iter(self.casts.values()))
+
     def get(self, dtype: Any) -> Any:
         if not self.kind.governed:
             return self.casts[None]
         out = self.casts.get(dtype)
         if out is None:
-            out = _cast(next(iter(self.casts.values())), self.kind, dtype)
+            out = _cast(self.native, self.kind, dtype)
             self.casts[dtype] = out
         return out
 

@@ -191,3 +191,14 @@ OWN: dict[str, str] = {
 }
 """Stays in the dtype of the program, for a reason. What is in no table does so too, and is listed
 by the report as unknown."""
+
+LIGHT: frozenset[str] = frozenset(
+    {*FULL, *FOLLOW, *LAYOUT, "convert_element_type", "iota", "and", "or", "not"}
+    # Series and searches take time, collectives wait for other devices.
+    - {"lgamma", "digamma", "polygamma", "igamma", "igammac", "bessel_i0e", "bessel_i1e"}
+    - {"regularized_incomplete_beta", "zeta", "sort", "top_k", "gather"}
+    - {"psum", "psum_invariant", "reduce_scatter", "pmax", "pmin", "ppermute"}
+    - {"all_gather", "all_gather_invariant", "all_to_all"}
+)
+"""Bound by the memory that they read and write. Where a run of nothing else makes float32 values
+out of half ones (softmax, norms, most activations), it is evaluated again in the backward pass."""

@@ -1,0 +1,78 @@
+"""Runs of light operations, which the backward pass evaluates again.
+
+Between two products in half precision stand norms, softmax and activations, whose inside is
+float32. Differentiated as it stands, a program keeps several float32 arrays of each for the
+backward pass, and with them more memory than it saves. A run of such operations costs hardly more
+than reading its operands, so these are kept, in half, and the run is evaluated again.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jax.extend.core import Jaxpr, JaxprEqn
+
+from .._jaxpr import bodies_of, literal
+from . import tables
+from ._rules import Policy
+from ._values import Value
+
+
+class Segment(NamedTuple):
+    """Consecutive equations of a jaxpr, and the variables that go in and out."""
+
+    start: int
+    stop: int
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+
+
+def _names(eqn: JaxprEqn) -> set[str]:
+    """The primitives in an equation, without the containers that can be entered."""
+    bodies = bodies_of(eqn)
+    if not bodies:
+        return {eqn.primitive.name}
+    return set().union(*(_names(inner) for body in bodies for inner in body.jaxpr.eqns))
+
+
+def _is_light(eqn: JaxprEqn, names: set[str]) -> bool:
+    # A loop may be long, and a checkpoint says itself what is kept.
+    plain = not bodies_of(eqn) or eqn.primitive.name in ("jit", "pjit", "custom_jvp_call")
+    return plain and names <= tables.LIGHT and not eqn.effects
+
+
+def segments_of(jaxpr: Jaxpr) -> dict[int, Segment]:
+    """The longest runs of light operations that make float32 values, by their first position."""
+    last_use = {}
+    for i, eqn in enumerate(jaxpr.eqns):
+        last_use.update((v, i) for v in eqn.invars if not literal(v))
+    last_use.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if not literal(v))
+
+    out: dict[int, Segment] = {}
+
+    def close(start, stop, full):
+        if not full:
+            return
+        eqns = jaxpr.eqns[start:stop]
+        made = {v: None for eqn in eqns for v in eqn.outvars}
+        used = {v: None for eqn in eqns for v in eqn.invars if not literal(v)}
+        inputs = tuple(v for v in used if v not in made)
+        outputs = tuple(v for v in made if last_use.get(v, -1) >= stop)
+        out[start] = Segment(start, stop, inputs, outputs)
+
+    start, full = 0, False
+    for i, eqn in enumerate(jaxpr.eqns):
+        names = _names(eqn)
+        if _is_light(eqn, names):
+            full = full or not names.isdisjoint(tables.FULL)
+        else:
+            close(start, i, full)
+            start, full = i + 1, False
+    close(start, len(jaxpr.eqns), full)
+    return out
+
+
+def pays(operands: Sequence[Value], policy: Policy) -> bool:
+    """Whether what a segment would keep is half, but for parameters, which are kept anyway."""
+    governed = [x for x in operands if x.kind.governed]
+    half = [x for x in governed if x.native.dtype == policy.dtype]
+    return bool(half) and all(x in half or x.kind.master for x in governed)

@@ -1,0 +1,182 @@
+"""What only a GPU shows: excess precision, tensor cores, TF32. Skipped without one.
+
+Where a statement holds on a CPU too it is tested on both, so that the test itself is known to
+work.
+"""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import HALVES, normal, tree_allclose
+
+import mpx_pde as mpx
+
+
+POLICY = "params=float32,compute=float16,output=float32"
+ON_GPU = jax.default_backend() == "gpu"
+NEEDS_GPU = pytest.mark.skipif(not ON_GPU, reason="there is no GPU")
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=[pytest.mark.gpu, NEEDS_GPU])])
+def device(request):
+    """Everything inside runs on this device."""
+    found = jax.devices(request.param)[0]
+    with jax.default_device(found):
+        yield found
+
+
+def error(got, want):
+    """Relative L2 error against a float64 oracle."""
+    return np.linalg.norm(np.float64(got) - want) / np.linalg.norm(want)
+
+
+def operands(n=256):
+    x, y = normal(0, (n, n)), normal(1, (n, n))
+    return x, y, np.float64(x) @ np.float64(y)
+
+
+# --- Overflow -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("excess", [True, False])
+def test_an_overflow_in_a_gradient_is_seen_whatever_the_compiler_elides(device, excess):
+    """A GPU's compiler may drop a cast to float16 and back, and with it an infinity. What is stored
+    in float16 overflows all the same."""
+    model = normal(0, (64, 64))
+    x = normal(1, (64, 64))
+
+    def loss(model, x):
+        return 1e4 * jnp.sum(jnp.square((x @ model).astype(jnp.float32)))
+
+    def step(scale, model, x):
+        scaling = mpx.DynamicLossScaling(scale)
+        return mpx.filter_value_and_grad(loss, scaling, policy=POLICY)(model, x)
+
+    options = {"xla_allow_excess_precision": excess} if device.platform == "gpu" else None
+    for scale, finite in ((2.0**15, False), (2.0**-16, True)):
+        run = jax.jit(step, static_argnums=0).lower(scale, model, x).compile(options)
+        value, scaling, grads_finite, grads = run(model, x)
+        assert grads_finite == finite
+        assert jnp.isfinite(value)
+        assert jnp.all(jnp.isfinite(grads)) == finite
+        assert scaling.skipped_steps == int(not finite)
+
+
+@pytest.mark.parametrize("excess", [True, False])
+def test_a_stored_half_overflows_with_and_without_excess_precision(device, excess):
+    def fun(x):
+        y = mpx.cast_to_float16(x) * jnp.float16(1000)
+        return y, y.astype(jnp.float32)
+
+    options = {"xla_allow_excess_precision": excess} if device.platform == "gpu" else None
+    x = jnp.full((128,), 100.0)
+    half, _ = jax.jit(fun).lower(x).compile(options)(x)
+    assert jnp.all(jnp.isinf(half))
+
+
+# --- Products -------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize("half", HALVES)
+def test_no_product_of_a_training_step_is_float32(half):
+    model = eqx.nn.MLP(64, 64, 256, 2, activation=jnp.tanh, key=jax.random.key(0))
+    x = normal(1, (128, 64))
+
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    def gradient(model):
+        return eqx.filter_grad(mpx.autocast(loss, half))(model, x)
+
+    text = eqx.filter_jit(gradient).lower(model).compile().compiled.as_text()
+    name = {"float16": "f16", "bfloat16": "bf16"}[half]
+    # A product is a dot, inside of a Triton kernel or by itself, or a call of cuBLAS.
+    lines = [t for t in text.splitlines() if " dot(" in t or 'custom_call_target="__cublas' in t]
+    assert lines
+    types = dict(
+        t.strip().removeprefix("ROOT ").split(" = ", 1) for t in text.splitlines() if " = " in t
+    )
+    for line in lines:
+        _, right = line.split(" = ", 1)
+        start = right.index("dot(") + 4 if " dot(" in line else right.index("custom-call(") + 12
+        names = [
+            x.strip().split(" ")[-1] for x in right[start : right.index(")", start)].split(",")
+        ]
+        for x in names[:2]:
+            assert types[x].lstrip("(").startswith(f"{name}["), line
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_sums_are_accumulated_in_float32(device, half):
+    """4096 terms of about 1e-3: a half-precision accumulator would stop where a term is half a unit
+    in the last place of the sum (at 2 in float16, at 0.25 in bfloat16)."""
+    n = 4096
+    x, y = jnp.ones((16, n)), jnp.full((n, 16), 1e-3)
+    want = n * float(jnp.asarray(1e-3, half))
+    dot = jax.jit(lambda x, y: mpx.mixed_matmul(x, y, dtype=half, out_dtype=jnp.float32))
+    got = dot(x, y)
+    # Exact products, and 2^12 float32 additions, each rounded by 2^-24.
+    assert np.max(np.abs(np.float64(got) - want)) <= 2.0**-12 * want
+
+
+def test_full_precision_is_no_tf32(device):
+    x, y, want = operands()
+    got = jax.jit(mpx.force_full_precision(jnp.matmul))(x, y)
+    # Sums of 256 float32 products.
+    assert error(got, want) <= 1e-6
+    mixed = jax.jit(lambda x, y: mpx.mixed_matmul(x, y, dtype=jnp.float32))(x, y)
+    assert error(mixed, want) <= 1e-6
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_the_default_is_tf32():
+    """Else the test above would show nothing. Asked for by name, since JAX's default may change."""
+    x, y, want = operands()
+    got = jax.jit(lambda x, y: jnp.matmul(x, y, precision="tensorfloat32"))(x, y)
+    # Two roundings to 11 bits.
+    assert 1e-4 <= error(got, want) <= 1e-3
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+@pytest.mark.parametrize(
+    ("algorithm", "largest"),
+    # By the bits that the parts of an operand hold together, and a factor for the sums.
+    [("bfloat16_x3", 2.0**-15), ("bfloat16_x6", 2.0**-19), ("tensorfloat32_x3", 2.0**-19)],
+)
+def test_split_products(algorithm, largest):
+    x, y, want = operands()
+    got = jax.jit(mpx.autocast(jnp.matmul, algorithm))(x, y)
+    assert error(got, want) <= largest
+
+
+# --- Training -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("autocast", [False, True], ids=["cast", "autocast"])
+def test_a_step_agrees_with_float32(device, half, autocast):
+    model = eqx.nn.MLP(2, 1, 64, 2, activation=jnp.tanh, key=jax.random.key(0))
+    x, y = normal(1, (128, 2)), normal(2, (128, 1))
+
+    def loss(model, x, y):
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    @eqx.filter_jit
+    def step(model, x, y):
+        policy = f"params=float32,compute={half},output=float32"
+        scaling = mpx.DynamicLossScaling(2.0**10)
+        return mpx.filter_value_and_grad(loss, scaling, policy=policy, autocast=autocast)(
+            model, x, y
+        )
+
+    with jax.default_matmul_precision("highest"):
+        want = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, x, y)
+    value, _, finite, grads = step(model, x, y)
+    assert finite
+    assert tree_allclose((value, grads), want, computed_in=half)
