@@ -15,6 +15,16 @@ from ._cast import (
     cast_tree as cast_tree,
     force_full_precision as force_full_precision,
 )
+from ._checkpoint import (
+    check_scaling_options as check_scaling_options,
+    restore_checkpoint as restore_checkpoint,
+    save_checkpoint as save_checkpoint,
+    scaling_options as scaling_options,
+)
+from ._collectives import (
+    all_reduce_mean as all_reduce_mean,
+    gather_parameters as gather_parameters,
+)
 from ._conv import mixed_conv_general_dilated as mixed_conv_general_dilated
 from ._dot import (
     mixed_dot_general as mixed_dot_general,
@@ -28,6 +38,7 @@ from ._dtypes import (
     half_precision_datatype as half_precision_datatype,
     set_half_precision_datatype as set_half_precision_datatype,
 )
+from ._faults import error_if_stuck as error_if_stuck
 from ._grad import (
     calculate_scaled_grad as calculate_scaled_grad,
     filter_grad as filter_grad,

@@ -25,11 +25,11 @@ PACKAGES = {
 ORDER = [
     ["_dtypes"],
     ["_dot", "_cast", "_jaxpr"],
-    ["_conv", "_tree"],
+    ["_collectives", "_conv", "_tree"],
     ["autocast", "_loss_scaling"],
     ["derivatives", "ranges"],
-    ["_grad"],
-    ["_accumulate", "_optimizer"],
+    ["_checkpoint", "_faults", "_gradient"],
+    ["_accumulate", "_grad", "_optimizer"],
     ["nn"],
     ["__init__"],
 ]

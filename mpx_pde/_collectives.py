@@ -1,0 +1,147 @@
+"""What goes over the wire between devices, in the precision it needs."""
+
+import functools as ft
+import math
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float, PyTree
+
+from ._cast import map_operands, widen
+from ._dtypes import as_floating_dtype, is_half
+
+
+def _half(dtype: Any, call: str) -> np.dtype:
+    dtype = as_floating_dtype(dtype, call)
+    if not is_half(dtype):
+        raise ValueError(
+            f"`{call}` sends float16 or bfloat16, or float32 with `dtype=None`, but got "
+            f"{dtype.name}."
+        )
+    return dtype
+
+
+@ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
+def _gather(
+    x: Float[Array, "..."], dtype: np.dtype | None, sharding: NamedSharding
+) -> Float[Array, "..."]:
+    sent = x if dtype is None else x.astype(dtype)
+    # Without this the compiler applies `sharding` to the cast, and gathers what it casts.
+    where_it_lies = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim)
+    sent = lax.with_sharding_constraint(sent, NamedSharding(sharding.mesh, where_it_lies))
+    return lax.with_sharding_constraint(sent, sharding).astype(x.dtype)
+
+
+@_gather.defjvp
+def _gather_jvp(dtype, sharding, primals, tangents):
+    # The identity: a cotangent is neither rounded nor copied to all devices, but goes from the sum
+    # over devices straight to where its parameter lies.
+    return _gather(*primals, dtype, sharding), tangents[0]
+
+
+def gather_parameters(tree: PyTree, sharding: NamedSharding, *, dtype: Any = None) -> PyTree:
+    """Parameters that are split over devices, gathered in half precision; for `jax.jit`.
+
+    Call it first thing in the loss of a fully sharded model. Every parameter is then sent once a
+    step, rounded *before* it is sent, which is half the bytes; what its products round again is
+    the same to the bit. Gradients pass unchanged: they are summed in the dtype in which the
+    backward pass makes them, float32 for what goes through [`mpx_pde.mixed_dot_general`][] as a
+    master, and only the device's own part is kept.
+
+    Without it the compiler decides by itself what to move, and may gather a parameter once for
+    every product, or move the activations.
+
+    **Arguments:**
+
+    - `tree`: the model, float32 masters.
+    - `sharding`: how the parameters lie while they are used, usually everywhere:
+        `NamedSharding(mesh, PartitionSpec())`.
+    - `dtype`: what arrays with two or more axes are sent in, float16 or bfloat16. Vectors (biases,
+        the scales of a norm) and what is inside a [`mpx_pde.FullPrecision`][] are sent as they are.
+        `None` sends everything so.
+
+    **Returns:**
+
+    A PyTree of the same structure, shapes and dtypes.
+
+    **Raises:** `ValueError` for a `dtype` that is no half type, `TypeError` for a `sharding` that
+    is none.
+
+    ```python
+    def loss(model, batch):
+        model = mpx.gather_parameters(model, NamedSharding(mesh, P()), dtype="float16")
+        return jnp.mean((jax.vmap(model)(batch["x"]) - batch["y"]) ** 2)
+    ```
+    """
+    call = "gather_parameters"
+    if not isinstance(sharding, NamedSharding):
+        raise TypeError(
+            f"`{call}` needs a `jax.sharding.NamedSharding` as `sharding`, but got {sharding!r}."
+        )
+    sent = None if dtype is None else _half(dtype, call)
+
+    def matrix(x):
+        return _gather(x, sent, sharding) if eqx.is_inexact_array(x) and x.ndim > 1 else x
+
+    def rest(x):
+        return _gather(x, None, sharding) if eqx.is_inexact_array(x) else x
+
+    return jtu.tree_map(rest, map_operands(matrix, tree))
+
+
+def all_reduce_mean(tree: PyTree, axis_name: Any, *, dtype: Any = None) -> PyTree:
+    """The mean over devices, inside `jax.shard_map` or `jax.pmap`, for gradients.
+
+    By default sums are taken in float32. With a half type, half the bytes go over the wire, and
+    no sum can overflow: each array is multiplied by a power of two such that the largest entry
+    on any device, times the number of devices, stays within range, and divided by it in float32
+    afterwards. The price is one more small collective (the largest entries of all arrays) and the
+    rounding of the sums: about log2 of the number of devices unit roundoffs.
+
+    **Arguments:**
+
+    - `tree`: a PyTree of arrays that differ between devices.
+    - `axis_name`: the mesh axis or axes.
+    - `dtype`: what is sent: `None` for float32, or float16 or bfloat16.
+
+    **Returns:**
+
+    A PyTree of the same structure, shapes and dtypes, the same on all devices. Non-finite entries
+    stay non-finite.
+
+    **Raises:** `ValueError` for a `dtype` that is no half type.
+
+    ```python
+    scaling, finite, grads = mpx.filter_grad(loss, scaling, axis_name="devices")(params, batch)
+    grads = mpx.all_reduce_mean(grads, "devices", dtype="bfloat16")
+    ```
+    """
+    call = "all_reduce_mean"
+    devices = lax.axis_size(axis_name)
+    arrays, rest = eqx.partition(tree, eqx.is_inexact_array)
+    leaves, structure = jtu.tree_flatten(arrays)
+    wide = widen(leaves)
+    if dtype is None:
+        means = [lax.psum(x, axis_name) / devices for x in wide]
+    else:
+        dtype = _half(dtype, call)
+        largest = [jnp.max(jnp.abs(x), initial=0.0).astype(jnp.float32) for x in wide]
+        largest = lax.pmax(jnp.stack(largest), axis_name) if largest else []
+        # An entry is below 2^exponent, and so is the sum below 2^(exponent + log2 devices).
+        top = int(jnp.finfo(dtype).maxexp) - 1 - math.ceil(math.log2(devices))
+        means = []
+        for x, most in zip(wide, largest, strict=True):
+            _, exponent = jnp.frexp(jnp.where(jnp.isfinite(most), most, 1.0))
+            # The inverse, divided by the number of devices, must not be flushed to zero.
+            shift = jnp.clip(top - exponent, -126, 110)
+            scale = jnp.ldexp(jnp.ones((), jnp.float32), shift).astype(x.dtype)
+            total = lax.psum((x * scale).astype(dtype), axis_name)
+            means.append(total.astype(x.dtype) / devices / scale)
+    means = [m.astype(x.dtype) for m, x in zip(means, leaves, strict=True)]
+    return eqx.combine(jtu.tree_unflatten(structure, means), rest)

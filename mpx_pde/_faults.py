@@ -1,0 +1,81 @@
+"""When to give up: a run that only skips steps trains nothing."""
+
+from typing import Any
+
+import equinox as eqx
+import jax.numpy as jnp
+from jaxtyping import PyTree
+
+from ._loss_scaling import AbstractLossScaling, check_scaling
+from .derivatives import Scaling
+
+
+_ADVICE = (
+    "Parameters, optimizer state and scaling are those of the last finite step. "
+    "`mpx_pde.explain_nonfinite(loss)(model, batch)` names the line."
+)
+_REASONS = {
+    "loss": "non-finite gradients at a loss scale that can still fall: look for NaNs in the data, "
+    "or allow for more skips.",
+    "minimum": "non-finite gradients at the smallest loss scale: the loss or its data are "
+    "non-finite in themselves, and no loss scale can help.",
+    "derivatives": "non-finite derivatives of the network: the data hold NaNs, or derivatives "
+    "overflow at any scale; keep more layers in float32.",
+}
+
+
+def error_if_stuck(
+    tree: PyTree, scaling: AbstractLossScaling, *, max_consecutive_skips: int
+) -> PyTree:
+    """Raises at run time when too many steps in a row were skipped.
+
+    One skipped step is no accident, and ten in a row find the scale of a badly scaled loss. A run
+    that skips a hundred is lost, and costs as much as one that is not. This is an
+    `equinox.error_if`: it works inside `jax.jit`, and raises once the step has run. Outside of
+    the step, so that donated buffers are safe, it costs one wait for the device:
+
+    ```python
+    model, opt_state, scaling = step(model, opt_state, scaling, batch)
+    scaling = mpx.error_if_stuck(scaling, scaling, max_consecutive_skips=100)
+    ```
+
+    To decide for yourself, look at `scaling.consecutive_skips` instead, which is this test as data.
+
+    **Arguments:**
+
+    - `tree`: any PyTree with at least one array; use what is returned in its place.
+    - `scaling`: a [`mpx_pde.DynamicLossScaling`][] or a [`mpx_pde.Scaling`][] as the gradient
+        transformation returned it. (`mpx.DynamicLossScaling(1, 1, max_loss_scaling=1)` counts,
+        and scales nothing.)
+    - `max_consecutive_skips`: how many skipped steps in a row are too many, at least 1.
+
+    **Returns:** `tree`.
+
+    **Raises:** at run time, an error that tells which of loss, data and derivatives is to blame; at
+    trace time, `TypeError` for a scaling that does not count, `ValueError` for a number below 1.
+    """
+    call = "error_if_stuck"
+    check_scaling(scaling, call)
+    skips = getattr(scaling, "consecutive_skips", None)
+    if skips is None:
+        raise TypeError(
+            f"`{call}` needs a scaling that counts skipped steps, but got "
+            f"{type(scaling).__name__}. `mpx_pde.DynamicLossScaling(1, 1, max_loss_scaling=1)` "
+            "counts, and scales nothing."
+        )
+    limit = max_consecutive_skips
+    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+        raise ValueError(
+            f"`{call}` needs an integer of at least 1 as `max_consecutive_skips`, got {limit!r}."
+        )
+    loss: Any = scaling.loss if isinstance(scaling, Scaling) else scaling
+    reason = jnp.where(getattr(loss, "at_minimum", False), 1, 0)
+    if isinstance(scaling, Scaling):
+        # The counts are those of the last step.
+        lost = ~scaling.derivatives.finite(scaling.derivatives)
+        reason = jnp.where(lost, 2, reason)
+    messages = [
+        f"`{call}`: {limit} steps in a row were skipped, the last for {why} {_ADVICE}"
+        for why in _REASONS.values()
+    ]
+    return eqx.branched_error_if(tree, skips >= limit, reason, messages)

@@ -1,0 +1,156 @@
+"""Between devices: means in float32 by default, in half without overflow; parameters gathered in
+half."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import HALVES, equations
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+
+import mpx_pde as mpx
+
+
+DEVICES = 8
+
+
+def mesh():
+    return Mesh(np.array(jax.devices()[:DEVICES]), ("i",), axis_types=(AxisType.Auto,))
+
+
+def mean(tree, dtype):
+    """`all_reduce_mean` of a tree whose arrays have a leading axis of devices."""
+
+    def local(tree):
+        own = jax.tree.map(lambda x: x[0] if isinstance(x, jax.Array) else x, tree)
+        return mpx.all_reduce_mean(own, "i", dtype=dtype)
+
+    return jax.shard_map(local, mesh=mesh(), in_specs=P("i"), out_specs=P())(tree)
+
+
+def gradients(size=1.0, dtype="float32"):
+    rng = np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(size * rng.standard_normal((DEVICES, *shape)), dtype)
+    return {"w": draw(16, 4), "b": draw(4), "none": None, "n": draw()}
+
+
+@pytest.mark.parametrize("dtype", [None, *HALVES])
+# Far outside of float16's range in both directions, and of what eight entries may sum to.
+@pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 6e4, 1e30])
+def test_is_the_mean(dtype, size):
+    tree = gradients(size)
+    means = jax.jit(lambda t: mean(t, dtype))(tree)
+    # Rounding of the operands and of three levels of sums, relative to the largest entry.
+    bound = 4 * float(jnp.finfo(dtype or "float32").eps)
+    for name in ("w", "b", "n"):
+        x = np.asarray(tree[name], np.float64)
+        assert means[name].dtype == jnp.float32
+        error = np.max(np.abs(np.asarray(means[name], np.float64) - x.mean(axis=0)))
+        assert error <= bound * np.max(np.abs(x))
+    assert means["none"] is None
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_the_largest_gradients_there_are_do_not_overflow(dtype):
+    largest = float(jnp.finfo("float32").max) / 2  # rounds up to 2^127, and 2^128 is infinite
+    means = mean(jnp.full((DEVICES, 4), largest), dtype)
+    np.testing.assert_allclose(means, largest, rtol=float(jnp.finfo(dtype).eps))
+
+
+def test_zeros_stay_zeros():
+    np.testing.assert_array_equal(mean(jnp.zeros((DEVICES, 3)), "float16"), jnp.zeros(3))
+
+
+@pytest.mark.parametrize("dtype", [None, *HALVES])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_stays_so(dtype, bad):
+    x = jnp.ones((DEVICES, 3)).at[2, 1].set(bad)
+    np.testing.assert_array_equal(jnp.isfinite(mean(x, dtype)), [True, False, True])
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_gradients_are_summed_in_float32_by_default(dtype):
+    # In half, 2048 + 1 is 2048 already (float16).
+    x = jnp.ones((DEVICES, 1), dtype).at[0].set(2048)
+    out = mean(x, None)
+    assert out.dtype == dtype
+    np.testing.assert_allclose(out.astype(jnp.float32), 2055 / 8, rtol=2.0**-8)
+    [reduced] = [e for e in equations(jax.make_jaxpr(lambda t: mean(t, None))(x)) if summed(e)]
+    assert reduced.invars[0].aval.dtype == jnp.float32
+
+
+def summed(equation):
+    return equation.primitive.name.startswith("psum")
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_only_the_largest_entries_travel_in_float32(dtype):
+    jaxpr = jax.make_jaxpr(lambda t: mean(t, dtype))(gradients())
+    sums = [e for e in equations(jaxpr) if summed(e)]
+    assert {v.aval.dtype for e in sums for v in e.invars} == {jnp.dtype(dtype)}
+    [largest] = [e for e in equations(jaxpr) if e.primitive.name == "pmax"]
+    assert largest.invars[0].aval.shape == (3,)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float64", 3])
+def test_another_dtype_is_refused(dtype):
+    with pytest.raises(ValueError, match="`all_reduce_mean`"):
+        mean(jnp.ones((DEVICES, 1)), dtype)
+
+
+class TestGatherParameters:
+    everywhere = NamedSharding(mesh(), P())
+
+    def model(self):
+        model = mpx.nn.CoordinateMLP(2, 4, 16, 2, key=jax.random.key(0), dtype="float16")
+        arrays, static = eqx.partition(model, eqx.is_array)
+
+        def split(x):
+            axes = [i for i, n in enumerate(x.shape) if n == 16][:1]
+            spec = P(*["i" if i in axes else None for i in range(x.ndim)])
+            return jax.device_put(x, NamedSharding(mesh(), spec))
+
+        return eqx.combine(jax.tree.map(split, arrays), static)
+
+    def loss(self, model, x, gather):
+        if gather:
+            model = mpx.gather_parameters(model, self.everywhere, dtype="float16")
+        return jnp.mean(jax.vmap(model)(x).astype(jnp.float32) ** 2)
+
+    def gradients(self, gather):
+        x = jax.random.normal(jax.random.key(1), (64, 2))
+        x = jax.device_put(x, NamedSharding(mesh(), P("i")))
+        grad_fn = eqx.filter_jit(eqx.filter_grad(lambda m, x: self.loss(m, x, gather)))
+        return grad_fn, self.model(), x
+
+    def test_matrices_are_rounded_before_they_are_sent(self):
+        grad_fn, model, x = self.gradients(gather=True)
+        text = grad_fn.lower(model, x).compile().compiled.as_text()
+        sent = re.findall(r"= (\w+\[[\d,]*\])\S* all-gather", text)
+        # Two matrices; first layer, which is kept full, and vectors as they are.
+        assert sorted(sent) == ["f16[16,16]", "f16[16,4]", "f32[16]", "f32[16]", "f32[2,16]"]
+
+    def test_nothing_changes_but_the_order_of_sums(self):
+        grad_fn, model, x = self.gradients(gather=True)
+        grads = grad_fn(model, x)
+        reference = self.gradients(gather=False)[0](model, x)
+        for g, r in zip(jax.tree.leaves(grads), jax.tree.leaves(reference), strict=True):
+            assert g.dtype == r.dtype == jnp.float32
+            # Summed over devices in float32: no rounding of a sum to float16.
+            np.testing.assert_allclose(g, r, rtol=2.0**-16, atol=2.0**-16 * jnp.max(jnp.abs(r)))
+
+    def test_forward_mode(self):
+        gather = lambda x: mpx.gather_parameters(x, self.everywhere, dtype="float16")
+        x = jnp.full((2, 2), 1 + 2.0**-20)
+        value, tangent = jax.jvp(gather, (x,), (x,))
+        np.testing.assert_array_equal(value, 1.0)
+        np.testing.assert_array_equal(tangent, x)
+
+    def test_misuse(self, unchecked_annotations):
+        with pytest.raises(TypeError, match=r"`gather_parameters` needs a `jax\.sharding"):
+            mpx.gather_parameters(jnp.ones((2, 2)), P(), dtype="float16")
+        with pytest.raises(ValueError, match="`gather_parameters` sends float16 or bfloat16"):
+            mpx.gather_parameters(jnp.ones((2, 2)), self.everywhere, dtype="float32")

@@ -1,0 +1,223 @@
+"""Runs that meet NaNs, infinities and worse: nothing is lost, and the counters tell of it."""
+
+import functools as ft
+
+import equinox as eqx
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from helpers import tree_equal_bits
+
+import mpx_pde as mpx
+
+
+KINDS = ("clean", "nan batch", "inf batch", "corrupted sample", "overflow", "zero gradients")
+BAD = (1, 2, 3, 4)  # that make a step non-finite, at scales from 1 up
+LENGTH = 24
+LOWEST, HIGHEST = 2.0**-2, 2.0**10
+
+
+def poisson(model, points, weight, *, derivatives):
+    terms = mpx.partials(model, ["u", "u_xx"], coords="x", outputs="u", scaling=derivatives)
+    d = jax.vmap(terms)(points)
+    return jnp.mean(weight * (d["u_xx"] + d["u"]) ** 2)
+
+
+def start():
+    model = mpx.nn.CoordinateMLP(1, "scalar", 8, 2, key=jax.random.key(0))
+    loss = mpx.DynamicLossScaling(2.0**6, LOWEST, period=3, max_loss_scaling=HIGHEST)
+    scaling = mpx.Scaling(
+        loss,
+        mpx.DerivativeScaling.per_direction(
+            "x", order=2, min_scale=2.0**-6, growth_interval=3, recover_growth_interval=2
+        ),
+    )
+    optimizer = optax.adamw(1e-2)
+    return optimizer, (model, optimizer.init(eqx.filter(model, eqx.is_inexact_array)), scaling)
+
+
+def faulty(kind, points):
+    """A batch with a fault, and the weight of each of its rows."""
+    one = jnp.ones(points.shape[0])
+    first = jnp.arange(points.shape[0]) == 0
+    batches = [
+        (points, one),
+        (points * jnp.nan, one),
+        (points * jnp.inf, one),
+        (jnp.where(first[:, None], jnp.nan, points), one),
+        (points, jnp.where(first, 1e36, one)),
+        (points, 0 * one),
+    ]
+    return jax.lax.switch(kind, [ft.partial(lambda b: b, b) for b in batches])
+
+
+@jax.jit
+def run(kinds):
+    """What came of each step: the state after it and the flag."""
+    optimizer, state = start()
+    arrays, static = eqx.partition(state, eqx.is_array)
+
+    def step(carry, x):
+        kind, key = x
+        model, opt_state, scaling = eqx.combine(carry, static)
+        batch = faulty(kind, jax.random.uniform(key, (8, 1)))
+        grad_fn = mpx.filter_grad(poisson, scaling, keep_full=(False, True, True))
+        scaling, finite, grads = grad_fn(model, *batch)
+        model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
+        carry = eqx.filter((model, opt_state, scaling), eqx.is_array)
+        return carry, (carry, finite)
+
+    keys = jax.random.split(jax.random.key(1), LENGTH)
+    _, (states, finite) = jax.lax.scan(step, arrays, (kinds, keys))
+    first = jax.tree.map(lambda x, xs: jnp.concatenate([x[None], xs]), arrays, states)
+    return first, finite
+
+
+@hypothesis.settings(max_examples=1000)
+@hypothesis.given(st.lists(st.sampled_from(range(len(KINDS))), min_size=LENGTH, max_size=LENGTH))
+def test_any_schedule_of_faults(kinds):
+    states, finite = jax.tree.map(np.asarray, run(jnp.array(kinds, jnp.int32)))
+    model, opt_state, scaling = states
+    for x in jax.tree.leaves((model, opt_state)):
+        if np.issubdtype(x.dtype, np.floating):
+            assert np.all(np.isfinite(x))
+        # A skipped step changes no bit; step i leads from state i to state i + 1.
+        before, after = x[:-1][~finite], x[1:][~finite]
+        assert before.tobytes() == after.tobytes()
+    bad = np.isin(kinds, BAD)
+    assert not np.any(finite[bad])
+    scale = scaling.loss.loss_scaling
+    assert np.all(
+        (scale >= LOWEST) & (scale <= HIGHEST) & (scale == 2.0 ** np.round(np.log2(scale)))
+    )
+    exponents = scaling.derivatives.exponents
+    assert np.all((exponents >= -6) & (exponents <= 0))
+    np.testing.assert_array_equal(scaling.skipped_steps[1:], np.cumsum(~finite))
+    streak = 0
+    for i, taken in enumerate(finite):
+        streak = 0 if taken else streak + 1
+        assert scaling.consecutive_skips[i + 1] == streak
+    # What the two count apart adds up.
+    apart = scaling.loss.skipped_steps + scaling.derivatives.skipped_steps
+    np.testing.assert_array_equal(apart, scaling.skipped_steps)
+
+
+def test_ten_overflows_in_a_row_and_a_scale_at_its_minimum():
+    kinds = [0] * 3 + [4] * 10 + [0] * (LENGTH - 13)
+    states, finite = run(jnp.array(kinds, jnp.int32))
+    np.testing.assert_array_equal(finite, [k == 0 for k in kinds])
+    scale = np.asarray(states[2].loss.loss_scaling)
+    assert scale[13] == LOWEST  # ten halvings from 2^7 would be below it
+    assert scale[-1] > LOWEST  # and on it goes
+    weights = jax.tree.leaves(states[0])[0]
+    assert not np.array_equal(weights[13], weights[-1])
+
+
+def test_gradients_that_are_all_zero_are_finite():
+    states, finite = run(jnp.full(LENGTH, 5, jnp.int32))
+    assert np.all(finite)
+    assert states[2].loss.loss_scaling[-1] == HIGHEST
+
+
+class TestErrorIfStuck:
+    def test_counts_what_it_is_asked_to(self):
+        scaling = mpx.DynamicLossScaling()
+        check = eqx.filter_jit(
+            lambda s: mpx.error_if_stuck(s, s, max_consecutive_skips=3).consecutive_skips
+        )
+        for skips in (1, 2):
+            scaling = scaling.adjust(jnp.array(False))
+            assert check(scaling) == skips
+        assert check(scaling.adjust(jnp.array(True))) == 0
+        with pytest.raises(eqx.EquinoxRuntimeError, match=r"3 steps in a row were skipped"):
+            check(scaling.adjust(jnp.array(False)))
+
+    @pytest.mark.parametrize(
+        ("scaling", "counts", "reason"),
+        [
+            (mpx.DynamicLossScaling(4.0), None, "can still fall"),
+            (mpx.DynamicLossScaling(1.0, 1.0), None, "smallest loss scale"),
+            (start()[1][2], "overflow", "derivatives of the network"),
+            (start()[1][2], "none", "can still fall"),
+        ],
+    )
+    def test_names_what_is_to_blame(self, scaling, counts, reason):
+        args = ()
+        if counts is not None:
+            seen = jnp.zeros_like(scaling.derivatives.counts)
+            args = (seen.at[0, -1].set(1) if counts == "overflow" else seen,)
+        scaling = scaling.adjust(jnp.array(False), *args)
+        with pytest.raises(eqx.EquinoxRuntimeError, match=reason):
+            mpx.error_if_stuck(scaling, scaling, max_consecutive_skips=1)
+
+    @pytest.mark.parametrize("scaling", [mpx.NoOpLossScaling(), mpx.StaticLossScaling(2.0)])
+    def test_needs_a_scaling_that_counts(self, scaling):
+        with pytest.raises(TypeError, match=r"`error_if_stuck` needs a scaling that counts"):
+            mpx.error_if_stuck(jnp.ones(1), scaling, max_consecutive_skips=3)
+
+    @pytest.mark.parametrize("limit", [0, -1, 2.5, True])
+    def test_needs_a_number_of_steps(self, limit, unchecked_annotations):
+        scaling = mpx.DynamicLossScaling()
+        with pytest.raises(ValueError, match="`max_consecutive_skips`"):
+            mpx.error_if_stuck(scaling, scaling, max_consecutive_skips=limit)
+
+    def test_the_way_to_count_without_scaling(self):
+        scaling = mpx.DynamicLossScaling(1, 1, max_loss_scaling=1)
+        for finite in (True, False, True):
+            scaling = scaling.adjust(jnp.array(finite))
+            assert scaling.loss_scaling == 1
+        assert scaling.skipped_steps == 1
+
+
+class Normed(eqx.Module):
+    """A layer with a BatchNorm, whose running statistics the loss updates."""
+
+    linear: eqx.nn.Linear
+    norm: eqx.nn.BatchNorm
+
+    def __call__(self, x, state):
+        x, state = self.norm(self.linear(x), state)
+        return x, state
+
+
+def test_state_that_the_loss_updates_rolls_back_with_the_step():
+    def make(key):
+        norm = eqx.nn.BatchNorm(4, axis_name="batch", mode="batch")
+        return Normed(eqx.nn.Linear(2, 4, key=key), norm)
+
+    model, state = eqx.nn.make_with_state(make)(jax.random.key(0))
+    average = model  # an exponential moving average of the weights
+    optimizer = optax.sgd(1e-2)
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    scaling = mpx.DynamicLossScaling(2.0**4)
+
+    def loss(model, state, x):
+        run = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
+        with jax.numpy_dtype_promotion("standard"):  # Equinox's BatchNorm relies on it
+            y, state = run(x, state)
+        return jnp.mean(y.astype(jnp.float32) ** 2), state
+
+    @eqx.filter_jit
+    def step(model, average, state, opt_state, scaling, x):
+        grad_fn = mpx.filter_grad(loss, scaling, has_aux=True)
+        scaling, finite, grads, new_state = grad_fn(model, state, x)
+        new, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
+        state = mpx.select_tree(finite, new_state, state)
+        blended = jax.tree.map(
+            lambda a, m: 0.9 * a + 0.1 * m if eqx.is_inexact_array(a) else a, average, new
+        )
+        return new, mpx.select_tree(finite, blended, average), state, opt_state, scaling
+
+    x = jax.random.normal(jax.random.key(1), (8, 2))
+    before = (model, average, state, opt_state)
+    *after, scaling = step(*before, scaling, x)
+    assert not tree_equal_bits(after[2], before[2])
+    *skipped, scaling = step(*after, scaling, x.at[3].set(jnp.inf))
+    assert tree_equal_bits(skipped, after)
+    *resumed, scaling = step(*skipped, scaling, x)
+    assert not tree_equal_bits(resumed[1:3], skipped[1:3])
+    assert scaling.skipped_steps == 1
