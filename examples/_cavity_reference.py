@@ -1,0 +1,156 @@
+"""Lid-driven cavity flow: published centre lines, and a finite-volume solution in float64."""
+
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from _newton import solve
+from jaxtyping import Float
+from scipy.interpolate import CubicSpline
+
+
+KARMAN, MIXING = 0.419, 0.09
+"""The mixing length is the smaller of `KARMAN` times the distance to the nearest wall and `MIXING`
+times the largest such distance, 1/2."""
+
+# U. Ghia, K. N. Ghia, C. T. Shin, High-Re solutions for incompressible flow using the
+# Navier-Stokes equations and a multigrid method, J. Comput. Phys. 48 (1982), tables I and II,
+# Re = 100: y and u on the vertical centre line, x and v on the horizontal one.
+GHIA_U = np.array(
+    [
+        [0.0000, 0.00000],
+        [0.0547, -0.03717],
+        [0.0625, -0.04192],
+        [0.0703, -0.04775],
+        [0.1016, -0.06434],
+        [0.1719, -0.10150],
+        [0.2813, -0.15662],
+        [0.4531, -0.21090],
+        [0.5000, -0.20581],
+        [0.6172, -0.13641],
+        [0.7344, 0.00332],
+        [0.8516, 0.23151],
+        [0.9531, 0.68717],
+        [0.9609, 0.73722],
+        [0.9688, 0.78871],
+        [0.9766, 0.84123],
+        [1.0000, 1.00000],
+    ]
+)
+GHIA_V = np.array(
+    [
+        [0.0000, 0.00000],
+        [0.0625, 0.09233],
+        [0.0703, 0.10091],
+        [0.0781, 0.10890],
+        [0.0938, 0.12317],
+        [0.1563, 0.16077],
+        [0.2266, 0.17507],
+        [0.2344, 0.17527],
+        [0.5000, 0.05454],
+        [0.8047, -0.24533],
+        [0.8594, -0.22445],
+        [0.9063, -0.16914],
+        [0.9453, -0.10313],
+        [0.9531, -0.08864],
+        [0.9609, -0.07391],
+        [0.9688, -0.05906],
+        [1.0000, 0.00000],
+    ]
+)
+
+
+class Cavity(NamedTuple):
+    """A solution on n × n cells: what the faces and centres of the grid hold, by x and y."""
+
+    u: Float[np.ndarray, "n+1 n"]  # at x = i/n, y = (j + 1/2)/n
+    v: Float[np.ndarray, "n n+1"]  # at x = (i + 1/2)/n, y = j/n
+    p: Float[np.ndarray, "n n"]
+
+
+def mixing_length(x, y):
+    """l of the zero-equation model."""
+    distance = jnp.minimum(jnp.minimum(x, 1 - x), jnp.minimum(y, 1 - y))
+    return jnp.minimum(KARMAN * distance, MIXING * 0.5)
+
+
+@functools.cache
+def reference(reynolds: float = 100.0, n: int = 96, turbulence: bool = False) -> Cavity:
+    """Steady flow under a lid of speed 1, by central differences on a staggered grid.
+
+    **Arguments:**
+
+    - `reynolds`: 1/ν.
+    - `n`: cells along a side, even.
+    - `turbulence`: whether the zero-equation model adds its viscosity.
+
+    **Returns:** a `Cavity`, second-order accurate away from the two corners of the lid.
+    """
+    h, nu = 1 / n, 1 / reynolds
+
+    def residual(q):
+        u, v, p = q  # u on the right face of each cell, v on its upper face
+        u = jnp.concatenate([jnp.zeros_like(u[:1]), u])
+        v = jnp.concatenate([jnp.zeros_like(v[:, :1]), v], axis=1)
+        # Beyond a wall, what makes its velocity the mean: 0, and 1 at the lid.
+        u_wide = jnp.concatenate([-u[:, :1], u, 2 - u[:, -1:]], axis=1)
+        v_wide = jnp.concatenate([-v[:1], v, -v[-1:]])
+        u_x, v_y = jnp.diff(u, axis=0) / h, jnp.diff(v, axis=1) / h  # at centres
+        shear = jnp.diff(u_wide, axis=1) / h + jnp.diff(v_wide, axis=0) / h  # at corners
+        at_center, at_corner = nu, nu
+        if turbulence:
+            at_center, at_corner = _viscosity(u_x, v_y, shear, h, nu)
+        mean_x = lambda z: (z[1:] + z[:-1]) / 2
+        mean_y = lambda z: (z[:, 1:] + z[:, :-1]) / 2
+        normal_x = mean_x(u) ** 2 + p - 2 * at_center * u_x
+        normal_y = mean_y(v) ** 2 + p - 2 * at_center * v_y
+        across = mean_y(u_wide) * mean_x(v_wide) - at_corner * shear
+        x_momentum = jnp.diff(normal_x, axis=0) / h + jnp.diff(across[1:-1], axis=1) / h
+        y_momentum = jnp.diff(normal_y, axis=1) / h + jnp.diff(across[:, 1:-1], axis=0) / h
+        mass = u_x + v_y
+        # The pressure is known up to a constant; one mass balance follows from the others.
+        mass = mass.at[0, 0].set(p[0, 0])
+        x_equation = jnp.concatenate([x_momentum, u[-1:]])
+        y_equation = jnp.concatenate([y_momentum, v[:, -1:]], axis=1)
+        return jnp.stack([x_equation, y_equation, mass])
+
+    start = np.zeros((3, n, n))
+    if turbulence:
+        laminar = reference(reynolds, n)
+        start = np.stack([laminar.u[1:], laminar.v[:, 1:], laminar.p])
+    u, v, p = solve(residual, start)
+    u, v = np.pad(u, ((1, 0), (0, 0))), np.pad(v, ((0, 0), (1, 0)))
+    return Cavity(u, v, p - p.mean())
+
+
+def center_lines(
+    s: Float[np.ndarray, " s"], reynolds: float = 100.0, n: int = 64, turbulence: bool = False
+) -> tuple[Float[np.ndarray, " s"], Float[np.ndarray, " s"]]:
+    """u at (1/2, s) and v at (s, 1/2), extrapolated from grids of n and n/2 cells."""
+    fine, coarse = (_sample(reference(reynolds, k, turbulence), s) for k in (n, n // 2))
+    u, v = ((4 * f - c) / 3 for f, c in zip(fine, coarse, strict=True))
+    return u, v
+
+
+def _sample(flow: Cavity, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """By cubic splines through the faces on the centre lines and the walls at their ends."""
+    n = len(flow.p)
+    at = np.concatenate([[0.0], (np.arange(n) + 0.5) / n, [1.0]])
+    u = CubicSpline(at, np.concatenate([[0.0], flow.u[n // 2], [1.0]]))(s)
+    v = CubicSpline(at, np.concatenate([[0.0], flow.v[:, n // 2], [0.0]]))(s)
+    return u, v
+
+
+def _viscosity(u_x, v_y, shear, h, nu):
+    """ν + l² √(2 u_x² + 2 v_y² + (u_y + v_x)²) at the centres of the cells and at their corners."""
+    n = len(u_x)
+    centers = (jnp.arange(n) + 0.5) * h
+    corners = jnp.arange(n + 1) * h
+    four = lambda z: (z[1:, 1:] + z[1:, :-1] + z[:-1, 1:] + z[:-1, :-1]) / 4
+    normal = 2 * u_x**2 + 2 * v_y**2
+    length = mixing_length(centers[:, None], centers[None, :])
+    at_center = nu + length**2 * jnp.sqrt(normal + four(shear**2) + 1e-12)
+    length = mixing_length(corners[:, None], corners[None, :])
+    at_corner = nu + length**2 * jnp.sqrt(four(jnp.pad(normal, 1, mode="edge")) + shear**2 + 1e-12)
+    return at_center, at_corner

@@ -1,0 +1,359 @@
+"""What the physics-informed examples share: the training loop and the command line.
+
+An example says what its problem is (a `Problem`: network, loss, points, reference, picture) and
+calls `run`. Everything that has to do with mixed precision stands in `step`.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _pinn_report import draw, table
+from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, PyTree
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+import mpx_pde as mpx
+
+
+NAIVE = "naive-float16"
+"""What one does without this library's help: everything in float16, coordinates and first layer
+too, no derivative scaling, loss scaling alone. For comparison."""
+
+PRECISIONS = ("float32", "float16", "bfloat16")
+STEPS_PER_CALL = 100  # steps in one compiled call, and between two choices of points
+WARM_UP = 1 / 20  # of the steps: the learning rate rises, and the scales find their place
+
+
+class Training(NamedTuple):
+    """How long to train."""
+
+    steps: int
+    learning_rate: float  # the highest: it rises over the first steps and falls as a cosine
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What an example tells the training.
+
+    - `name`: of the picture's file.
+    - `network(key)`: the network, in float32.
+    - `loss(model, points, *, derivatives=None)`: the loss on the points of one step. `derivatives`
+      goes on to `mpx.partials` as its `scaling`.
+    - `points(model, key)`: points for the next steps, a PyTree of float32 arrays of shape
+      `[STEPS_PER_CALL, ...]`.
+    - `errors(model)`: errors against the reference by name; the first is *the* error.
+    - `draw(figure, results)`: the picture of the solutions, into a (sub)figure.
+    - `derivatives(model, mode)`: the derivative scaling to begin with.
+    - `loss_scale`: the loss scale to begin with.
+    - `optimizer(schedule)`: from a learning-rate schedule.
+    """
+
+    name: str
+    title: str
+    network: Callable[[PRNGKeyArray], eqx.Module]
+    loss: Callable[..., Float32[Array, ""]]
+    points: Callable[[Any, PRNGKeyArray], PyTree]
+    errors: Callable[[Any], Mapping[str, float]]
+    draw: Callable[[Any, Sequence["Result"]], None]
+    derivatives: Callable[[Any, str], mpx.DerivativeScaling]
+    full: Training
+    quick: Training
+    loss_scale: float = 2.0**15
+    optimizer: Callable[[Any], optax.GradientTransformation] = lambda rate: optax.adam(
+        rate, b2=0.99
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one training came to. `loss`, `scale` and `skipped` have an entry for each step."""
+
+    precision: str
+    mode: str  # of the derivative scaling
+    finish: float  # fraction of the steps, the last ones, that ran in float32
+    errors: Mapping[str, float]
+    loss: np.ndarray
+    scale: np.ndarray  # of the loss
+    skipped: np.ndarray  # whether the step was
+    derivative_scales: Mapping[str, float]  # the last ones
+    history: Sequence[Mapping[str, Any]]  # telemetry of the derivatives, once in STEPS_PER_CALL
+    ms_per_step: float
+    temp_bytes: int  # scratch memory of the compiled steps
+    model: Any  # the running average of the float32 weights
+
+    @property
+    def error(self) -> float:
+        return next(iter(self.errors.values()))
+
+    @property
+    def skipped_late(self) -> int:
+        """Steps skipped after the warm-up."""
+        return int(self.skipped[int(WARM_UP * len(self.skipped)) :].sum())
+
+    @property
+    def label(self) -> str:
+        half = self.precision in ("float16", "bfloat16")
+        predictive = ", predictive" if self.precision == "float16" and self.mode != "paper" else ""
+        return self.precision + predictive + (", finished in full" if half and self.finish else "")
+
+
+# --- A step ----------------------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    """All that a step changes. It is float32 (and integers) whatever the precision of the step."""
+
+    model: Any
+    opt_state: PyTree
+    scaling: Any
+    average: Any  # of the weights over the last tenth of the steps or so
+
+
+def step(
+    problem: Problem, optimizer: Any, precision: str, rate: float, state: State, points: PyTree
+) -> tuple[State, tuple[Float32[Array, ""], Bool[Array, ""]]]:
+    """One step in mixed precision: this is how the library is used.
+
+    With a `mpx.Scaling`, the loss receives its derivative scaling as `derivatives`; in float32 it
+    receives None. A step whose derivatives or gradients overflowed changes the scaling alone.
+    """
+    model, opt_state, scaling, average = state
+    value, scaling, finite, grads = mpx.filter_value_and_grad(
+        problem.loss,
+        scaling,
+        use_mixed_precision=precision != "float32",
+        policy=f"params=float32,compute={compute_dtype(precision)},output=float32",
+        keep_full=(False, precision != NAIVE),  # cast the network, not the collocation points
+    )(model, points)
+    model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
+    arrays, static = eqx.partition(average, eqx.is_inexact_array)
+    moved = optax.incremental_update(eqx.filter(model, eqx.is_inexact_array), arrays, rate)
+    average = eqx.combine(mpx.select_tree(finite, moved, arrays), static)
+    return State(model, opt_state, scaling, average), (value, finite)
+
+
+def compute_dtype(precision: str) -> str:
+    return "float16" if precision == NAIVE else precision
+
+
+class Plain(eqx.Module):
+    """A network of which nothing is known but its values, so that it is differentiated step by
+    step."""
+
+    network: Callable
+
+    def __call__(self, point: Float[Array, " coords"]) -> Float[Array, "..."]:
+        return self.network(point)
+
+
+def without_protection(model: Any) -> Any:
+    """The model with no layer or activation that insists on float32."""
+    safe = type(mpx.nn.tanh)
+
+    def strip(x):
+        if isinstance(x, mpx.FullPrecision):
+            return x.module
+        return x.fun if isinstance(x, safe) else x
+
+    is_network = lambda x: hasattr(x, "forward_derivatives")
+    model = jax.tree.map(strip, model, is_leaf=lambda x: isinstance(x, mpx.FullPrecision | safe))
+    return jax.tree.map(lambda x: Plain(x) if is_network(x) else x, model, is_leaf=is_network)
+
+
+# --- The training loop -----------------------------------------------------------------------
+
+
+def compiled_steps(run_step: Callable, state: State, points: PyTree) -> Callable:
+    """The program of `STEPS_PER_CALL` steps: from arrays of a state and points to the same arrays
+    and, for each step, loss, whether it counted, and loss scale."""
+    arrays, static = eqx.partition(state, eqx.is_array)
+
+    def body(arrays, points):
+        new, record = run_step(eqx.combine(arrays, static), points)
+        return eqx.filter(new, eqx.is_array), (*record, loss_scaling(new.scaling).loss_scaling)
+
+    return jax.jit(partial(jax.lax.scan, body)).lower(arrays, points).compile()
+
+
+def loss_scaling(scaling: Any) -> Any:
+    return scaling.loss if isinstance(scaling, mpx.Scaling) else scaling
+
+
+def train(
+    problem: Problem,
+    precision: str,
+    *,
+    mode: str = "paper",
+    finish: float = 0.0,
+    steps: int,
+    learning_rate: float,
+    seed: int,
+    progress: Progress,
+) -> Result:
+    """Trains the network of `problem`.
+
+    The last `finish` of the steps are float32 ones: a second program that goes on from the state
+    of the first, with nothing to convert.
+    """
+    calls = math.ceil(steps / STEPS_PER_CALL)
+    steps = calls * STEPS_PER_CALL
+    model_key, key = jax.random.split(jax.random.key(seed))
+    model = problem.network(model_key)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, int(WARM_UP * steps), steps)
+    optimizer = problem.optimizer(schedule)
+    loss_scale = mpx.DynamicLossScaling(problem.loss_scale)
+    if precision == NAIVE:
+        model, scaling = without_protection(model), loss_scale
+    else:
+        with mpx.half_precision("bfloat16" if precision == "bfloat16" else "float16"):
+            scaling = mpx.Scaling(loss_scale, problem.derivatives(model, mode))
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    state = State(model, opt_state, scaling, average=model)
+    choose_points = eqx.filter_jit(problem.points)
+
+    task = progress.add_task(precision, total=steps, loss="compiling")
+    points = choose_points(model, key)
+
+    def program(precision):
+        run_step = partial(step, problem, optimizer, precision, 10 / steps)
+        return compiled_steps(run_step, state, points)
+
+    last = math.ceil(finish * calls) if precision != "float32" else 0
+    in_half = program(precision)
+    in_full = program("float32") if last else in_half
+    memory = in_half.memory_analysis()
+    arrays, static = eqx.partition(state, eqx.is_array)
+    records, history, seconds = [], [], 0.0
+    for call in range(calls):
+        key, points_key = jax.random.split(key)
+        model = eqx.combine(arrays, static).model
+        points = jax.block_until_ready(choose_points(model, points_key))
+        run_steps = in_half if call < calls - last else in_full
+        start = time.perf_counter()
+        arrays, record = jax.block_until_ready(run_steps(arrays, points))
+        seconds += time.perf_counter() - start
+        records.append(jax.tree.map(np.asarray, record))
+        if isinstance(scaling, mpx.Scaling) and run_steps is in_half:
+            told = mpx.derivatives.telemetry(eqx.combine(arrays, static).scaling)
+            history.append(jax.tree.map(np.asarray, told))
+        progress.update(task, advance=STEPS_PER_CALL, loss=f"loss {records[-1][0].mean():.1e}")
+
+    values, finite, scales = (np.concatenate(r) for r in zip(*records, strict=True))
+    state = eqx.combine(arrays, static)
+    return Result(
+        precision=precision,
+        mode=mode,
+        finish=finish,
+        errors=problem.errors(state.average),
+        loss=values,
+        scale=scales,
+        skipped=~finite,
+        derivative_scales={k: float(v) for k, v in history[-1]["scale"].items()} if history else {},
+        history=history if precision != "float32" else [],
+        ms_per_step=1000 * seconds / steps,
+        temp_bytes=memory.temp_size_in_bytes if memory is not None else 0,
+        model=state.average,
+    )
+
+
+def uniform(key: PRNGKeyArray, count: int, low: Any, high: Any) -> Float32[Array, "count coords"]:
+    """Points from a box with the corners `low` and `high`."""
+    low, high = jnp.float32(low), jnp.float32(high)
+    return jax.random.uniform(key, (count, len(low)), minval=low, maxval=high)
+
+
+def choose(
+    key: PRNGKeyArray,
+    points: Float32[Array, "candidates coords"],
+    residuals: Float32[Array, " candidates"],
+    batch: int,
+    *,
+    floor: float = 4.0,
+) -> Float32[Array, "steps batch coords"]:
+    """Batches for the next steps, of candidates that are taken more often where the residual is
+    large (residual-based adaptive distribution, Wu et al., 2023)."""
+    size = jnp.abs(residuals)
+    density = size / jnp.mean(size) + floor
+    shape = (STEPS_PER_CALL, batch)
+    return jax.random.choice(key, points, shape, p=density / jnp.sum(density))
+
+
+def evaluate(model: Any, *axes: Float[np.ndarray, " n"]) -> Float[np.ndarray, "..."]:
+    """The network with its float32 weights on the grid of these axes."""
+    grid = np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1)
+    values = eqx.filter_jit(lambda u, points: jax.vmap(lambda p: u(p))(points))
+    flat = values(model, jnp.float32(grid.reshape(-1, len(axes))))
+    return np.asarray(flat, np.float64).reshape(*grid.shape[:-1], *flat.shape[1:])
+
+
+# --- The command line ------------------------------------------------------------------------
+
+
+def run(
+    problem: Problem,
+    precisions: Sequence[str] = PRECISIONS,
+    *,
+    steps: int | None = None,
+    seed: int = 0,
+    out: str | Path | None = "outputs",
+    quick: bool = False,
+    mode: str = "paper",
+    finish: float = 0.0,
+) -> dict[str, Result]:
+    """Trains in each precision, prints a table and draws pictures in the folder `out`.
+
+    `steps` is rounded up to whole hundreds; `out=None` draws nothing.
+    """
+    training = problem.quick if quick else problem.full
+    steps = training.steps if steps is None else steps
+    if steps < 1:
+        raise ValueError(f"`steps` must be at least 1, but got {steps}.")
+    if not 0 <= finish <= 1:
+        raise ValueError(f"`finish` must be a fraction of the steps, but got {finish}.")
+    console = Console()
+    columns = (TextColumn("{task.description:>13}"), BarColumn(), MofNCompleteColumn())
+    columns += (TextColumn("{task.fields[loss]}"), TimeRemainingColumn())
+    options: dict[str, Any] = {"mode": mode, "finish": finish, "steps": steps, "seed": seed}
+    options["learning_rate"] = training.learning_rate
+    with Progress(*columns, console=console) as progress:
+        results = [train(problem, p, progress=progress, **options) for p in precisions]
+    console.print(table(problem.title, results))
+    if out is not None:
+        for path in draw(problem, results, Path(out), every=STEPS_PER_CALL):
+            console.print(f"Picture: {path}")
+    return {r.precision: r for r in results}
+
+
+def arguments(description: str | None, out: str) -> argparse.ArgumentParser:
+    """The options of `run`, as a parser to which an example may add its own."""
+    first = (description or "").split("\n", 1)[0]
+    parser = argparse.ArgumentParser(description=first)
+    known = (*PRECISIONS, NAIVE)
+    parser.add_argument(
+        "--precision", nargs="+", choices=known, default=PRECISIONS, dest="precisions"
+    )
+    parser.add_argument("--steps", type=int, help="rounded up to whole hundreds")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", default=out, help="folder of the pictures")
+    parser.add_argument("--quick", action="store_true", help="a short run, less accurate")
+    parser.add_argument(
+        "--mode",
+        choices=("paper", "predictive"),
+        default="paper",
+        help="how derivative scales follow what they see",
+    )
+    parser.add_argument(
+        "--finish", type=float, default=0.0, help="fraction of the steps to end in float32"
+    )
+    return parser

@@ -1,0 +1,382 @@
+"""One training on one device, on several, or on several hosts.
+
+A physics-informed network for the lid-driven cavity (`--problem cavity`) or a Fourier neural
+operator for Darcy flow (`--problem fno`) is trained with float16 products, in one of three layouts:
+
+    --layout data       every device has the parameters, and a part of the points
+    --layout full       parameters, gradients and optimizer state are split over the devices too
+    --layout shard_map  as `data`, with the sum of gradients written out: `--sum bfloat16` sends
+                        half the bytes
+
+The first two are the training step of one device with the arrays laid out differently: JAX's
+compiler finds out what has to be sent. The curve is the same in all of them, and however many
+devices there are.
+
+    python examples/sharded.py                                    # all devices of this host
+    python examples/sharded.py --layout full --cpu-devices 4      # four virtual CPU devices
+    python examples/sharded.py --checkpoint outputs/run           # again, to go on where it stopped
+
+On several hosts the same command runs on each, with the address of the first:
+
+    python examples/sharded.py --coordinator host0:1234 --processes 2 --process-id 0
+    python examples/sharded.py --coordinator host0:1234 --processes 2 --process-id 1
+
+Under Slurm, `srun python examples/sharded.py --cluster` finds all three by itself.
+"""
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import orbax.checkpoint as ocp
+from _darcy_data import darcy_data
+from jax import lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+from jaxtyping import Array, Float32, Int32, PRNGKeyArray, PyTree
+
+import mpx_pde as mpx
+
+
+LAYOUTS = ("data", "full", "shard_map")
+DEVICES = "devices"  # the name of the mesh's only axis
+
+
+# --- The problem -----------------------------------------------------------------------------
+
+
+class Problem(NamedTuple):
+    """A model, batches for it, and a loss that is a mean over the rows of a batch."""
+
+    model: Callable[..., PyTree]
+    batch: Callable[..., PyTree]
+    loss: Callable[..., Array]
+    scaling: Callable[[], mpx.AbstractLossScaling]
+
+
+def cavity_model(dtype: str | None, *, key: PRNGKeyArray, width: int = 32) -> eqx.Module:
+    """u, v and p at a point. With `dtype`, the parameters are the float32 masters: products round
+    them inside, so that they are gathered in half and their gradients summed in float32."""
+    return mpx.nn.CoordinateMLP(2, 3, width, 4, key=key, dtype=dtype)
+
+
+def cavity_batch(key: PRNGKeyArray, size: int) -> dict[str, Float32[Array, "batch ..."]]:
+    """Points inside, points on the walls with the velocity there, and a weight for each row."""
+    inside, along, side = jax.random.split(key, 3)
+    s = jax.random.uniform(along, (size,))
+    side = jax.random.randint(side, (size,), 0, 4)
+    zero, one = jnp.zeros_like(s), jnp.ones_like(s)
+    x = jnp.select([side == 0, side == 1], [zero, one], s)
+    y = jnp.select([side == 2, side == 3], [zero, one], s)
+    lid = jnp.where(side == 3, 1 - (2 * s - 1) ** 16, zero)  # continuous at the corners
+    return {
+        "inside": jax.random.uniform(inside, (size, 2)),
+        "wall": jnp.stack([x, y], axis=1),
+        "velocity": jnp.stack([lid, zero], axis=1),
+        "weight": one,
+    }
+
+
+TERMS = ["u", "v", *(f"{f}_{d}" for f in "uvp" for d in "xy"), "u_xx", "u_yy", "v_xx", "v_yy"]
+VISCOSITY = 0.01
+
+
+def cavity_loss(model: Any, batch: dict[str, Array], *, derivatives: Any) -> Float32[Array, ""]:
+    """Momentum, continuity and walls."""
+    fields = mpx.partials(model, TERMS, coords="xy", outputs="uvp", scaling=derivatives)
+    d = jax.vmap(fields)(batch["inside"])
+    momentum_x = d["u"] * d["u_x"] + d["v"] * d["u_y"] + d["p_x"]
+    momentum_y = d["u"] * d["v_x"] + d["v"] * d["v_y"] + d["p_y"]
+    momentum_x -= VISCOSITY * (d["u_xx"] + d["u_yy"])
+    momentum_y -= VISCOSITY * (d["v_xx"] + d["v_yy"])
+    continuity = d["u_x"] + d["v_y"]
+    wall = jax.vmap(model)(batch["wall"])[:, :2].astype(jnp.float32) - batch["velocity"]
+    squares = momentum_x**2 + momentum_y**2 + continuity**2 + 10 * jnp.sum(wall**2, axis=1)
+    return jnp.mean(batch["weight"] * squares)
+
+
+def darcy_model(dtype: str | None, *, key: PRNGKeyArray, width: int = 32) -> eqx.Module:
+    """The solution operator of `darcy.py`, with float32 masters again."""
+    return mpx.nn.FNO(1, 1, width, 4, (12, 12), key=key, domain_padding=0.25, dtype=dtype)
+
+
+def darcy_batch(key: PRNGKeyArray, size: int) -> dict[str, Float32[Array, "batch ..."]]:
+    """Some of 64 samples on a grid of 32²."""
+    a, u = darcy_data(64, 32, seed=0)
+    rows = jax.random.randint(key, (size,), 0, len(a))
+    one = jnp.ones(size)
+    # Of order one: coefficients are 3 and 12, solutions about 0.01.
+    return {
+        "a": jnp.asarray(a)[rows, None] / 10,
+        "u": 100 * jnp.asarray(u)[rows, None],
+        "weight": one,
+    }
+
+
+def darcy_loss(model: Any, batch: dict[str, Array]) -> Float32[Array, ""]:
+    """Relative L2 error, squared."""
+    error = jax.vmap(model)(batch["a"]).astype(jnp.float32) - batch["u"]
+    squares = jnp.sum(error**2, axis=(1, 2, 3)) / jnp.sum(batch["u"] ** 2, axis=(1, 2, 3))
+    return jnp.mean(batch["weight"] * squares)
+
+
+PROBLEMS = {
+    "cavity": Problem(
+        cavity_model,
+        cavity_batch,
+        cavity_loss,
+        lambda: mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xy", order=2)),
+    ),
+    "fno": Problem(darcy_model, darcy_batch, darcy_loss, mpx.DynamicLossScaling),
+}
+
+
+# --- The layout ------------------------------------------------------------------------------
+
+
+def layout_of(x: Any, mesh: Mesh, layout: str) -> NamedSharding:
+    """How an array of the state lies on the devices: split along its longest axis that can be, if
+    the layout is `full`."""
+    spec: list[str | None] = [None] * np.ndim(x)
+    axes = [i for i, n in enumerate(np.shape(x)) if n % mesh.size == 0 and n >= 2 * mesh.size]
+    if layout == "full" and axes:
+        spec[max(axes, key=lambda i: np.shape(x)[i])] = DEVICES
+    return NamedSharding(mesh, P(*spec))
+
+
+def lay_out(tree: PyTree, mesh: Mesh, layout: str) -> PyTree:
+    def leaf(x):
+        if not eqx.is_array(x):
+            return x
+        return lax.with_sharding_constraint(x, layout_of(x, mesh, layout))
+
+    return jtu.tree_map(leaf, tree)
+
+
+# --- The training step -----------------------------------------------------------------------
+
+
+class State(NamedTuple):
+    """All that a run needs to go on."""
+
+    model: PyTree
+    opt_state: PyTree
+    scaling: Any
+    key: PRNGKeyArray
+    step: Int32[Array, ""]
+
+
+class Run:
+    """A training, ready to be stepped. `state` is laid out on the devices. Without `start` there is
+    none, as when the devices are only compiled for."""
+
+    def __init__(
+        self,
+        problem: str = "cavity",
+        *,
+        precision: str = "float16",
+        layout: str = "data",
+        sum_dtype: str | None = None,
+        batch: int = 1024,
+        seed: int = 0,
+        overflow_at: int | None = None,
+        devices: Any = None,
+        learning_rate: float = 2e-3,
+        start: bool = True,
+        **sizes: int,
+    ):
+        devices = jax.devices() if devices is None else devices
+        mesh = Mesh(np.array(devices), (DEVICES,), axis_types=(AxisType.Auto,))
+        model, make_batch, loss, make_scaling = PROBLEMS[problem]
+        half = None if precision == "float32" else precision
+        optimizer = optax.adam(learning_rate)
+
+        def init(key):
+            model_key, key = jax.random.split(key)
+            params = model(half, key=model_key, **sizes)
+            opt_state = optimizer.init(eqx.filter(params, eqx.is_inexact_array))
+            state = State(params, opt_state, make_scaling(), key, jnp.array(0))
+            return lay_out(state, mesh, layout)
+
+        # The parameters are masters already, and points stay in float32: nothing is cast.
+        options: dict[str, Any] = {"keep_full": True, "use_mixed_precision": half is not None}
+        if half is not None:
+            options["policy"] = f"params=float32,compute={half},output=float32"
+
+        def gradients(model, scaling, rows):
+            """Value, scaling, flag and gradients of the mean over all rows."""
+            if layout == "data":
+                return mpx.filter_value_and_grad(loss, scaling, **options)(model, rows)
+            if layout == "full":
+
+                def gathered(model, rows, **kwargs):
+                    everywhere = NamedSharding(mesh, P())
+                    model = mpx.gather_parameters(model, everywhere, dtype=half)
+                    return loss(model, rows, **kwargs)
+
+                return mpx.filter_value_and_grad(gathered, scaling, **options)(model, rows)
+
+            arrays, static = eqx.partition(model, eqx.is_array)
+
+            def share(model, rows, **kwargs):
+                # Of the mean over all rows: cotangents, and with them the scales, are then those
+                # of one device.
+                return loss(model, rows, **kwargs) / mesh.size
+
+            def local(arrays, scaling, rows):
+                # Each device's own, so that JAX leaves the sum of gradients to us.
+                own = lax.pcast(arrays, DEVICES, to="varying")
+                grad_fn = mpx.filter_value_and_grad(share, scaling, axis_name=DEVICES, **options)
+                value, scaling, finite, grads = grad_fn(eqx.combine(own, static), rows)
+                mean = mpx.all_reduce_mean(grads, DEVICES, dtype=sum_dtype)
+                grads = jtu.tree_map(lambda g: mesh.size * g, mean)
+                return lax.psum(value, DEVICES), scaling, finite, grads
+
+            specs = (P(), P(), P(DEVICES))
+            mapped = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+            return mapped(arrays, scaling, rows)
+
+        def step(state):
+            model, opt_state, scaling, key, i = state
+            rows = make_batch(jax.random.fold_in(key, i), batch)
+            if overflow_at is not None:  # in the last row alone, so on one device alone
+                bad = (i == overflow_at) & (jnp.arange(batch) == batch - 1)
+                rows["weight"] = jnp.where(bad, 1e30, rows["weight"])
+            rows = lax.with_sharding_constraint(rows, NamedSharding(mesh, P(DEVICES)))
+            value, scaling, finite, grads = gradients(model, scaling, rows)
+            model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
+            state = State(model, opt_state, scaling, key, i + 1)
+            return lay_out(state, mesh, layout), (value, finite)
+
+        self.init, self.raw_step = init, step
+        self.step = eqx.filter_jit(step, donate="all")
+        if start:
+            self.state: State = eqx.filter_jit(init)(jax.random.key(seed))
+
+    def advance(self) -> dict[str, Any]:
+        """One step; what there is to log."""
+        self.state, (value, finite) = self.step(self.state)
+        scaling: Any = self.state.scaling
+        loss: Any = scaling.loss if isinstance(scaling, mpx.Scaling) else scaling
+        scales = []
+        if isinstance(scaling, mpx.Scaling):
+            scales = np.asarray(scaling.derivatives.scales).tolist()
+        return {
+            "step": int(self.state.step),
+            "loss": float(value),
+            "finite": bool(finite),
+            "loss_scale": float(loss.loss_scaling),
+            "derivative_scales": scales,
+            "skipped": int(scaling.skipped_steps),
+        }
+
+
+# --- Checkpoints -----------------------------------------------------------------------------
+
+
+def by_path(state: PyTree) -> dict[str, Array]:
+    leaves = jtu.tree_leaves_with_path(eqx.filter(state, eqx.is_array))
+    return {jtu.keystr(path, simple=True, separator="."): x for path, x in leaves}
+
+
+def save(manager: ocp.CheckpointManager, state: State) -> None:
+    """Arrays as they lie on the devices of all hosts, and the options of the scalings."""
+    arrays = ocp.args.StandardSave(by_path(state))
+    options = ocp.args.JsonSave(mpx.scaling_options(state))
+    manager.save(int(state.step), args=ocp.args.Composite(arrays=arrays, scalings=options))
+
+
+def restore(manager: ocp.CheckpointManager, like: State) -> State:
+    """The last checkpoint, laid out like `like`, on however many devices it was saved."""
+    step = manager.latest_step()
+    if step is None:
+        return like
+
+    def abstract(x):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+    arrays = ocp.args.StandardRestore(jtu.tree_map(abstract, by_path(like)))
+    args = ocp.args.Composite(arrays=arrays, scalings=ocp.args.JsonRestore())
+    saved = manager.restore(step, args=args)
+    mpx.check_scaling_options(saved["scalings"], like)
+    arrays, static = eqx.partition(like, eqx.is_array)
+    leaves = [saved["arrays"][path] for path in by_path(arrays)]
+    return eqx.combine(jtu.tree_unflatten(jtu.tree_structure(arrays), leaves), static)
+
+
+def train(run: Run, steps: int, *, checkpoint: str | Path | None = None) -> list[dict[str, Any]]:
+    """Steps up to `steps`, from the last checkpoint if there is one; what each had to log."""
+    if checkpoint is None:
+        return [run.advance() for _ in range(int(run.state.step), steps)]
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=max(1, steps // 10))
+    log = []
+    with ocp.CheckpointManager(Path(checkpoint).absolute(), options=options) as manager:
+        run.state = restore(manager, run.state)
+        for _ in range(int(run.state.step), steps):
+            log.append(run.advance())
+            mpx.error_if_stuck(run.state.step, run.state.scaling, max_consecutive_skips=100)
+            save(manager, run.state)
+    return log
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One training on any number of devices")
+    parser.add_argument("--problem", choices=PROBLEMS, default="cavity")
+    parser.add_argument("--layout", choices=LAYOUTS, default="data")
+    parser.add_argument(
+        "--precision", choices=("float32", "float16", "bfloat16"), default="float16"
+    )
+    parser.add_argument(
+        "--sum", choices=("float16", "bfloat16"), help="with `shard_map`: send half"
+    )
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--batch", type=int, help="rows in a step; by default 1024 (fno: 16)")
+    parser.add_argument("--width", type=int, default=32)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--checkpoint", type=Path, help="folder to save to, and to go on from")
+    parser.add_argument("--log", type=Path, help="JSON file for loss, scales and skipped steps")
+    parser.add_argument("--overflow-at", type=int, help="plants an overflow on one device")
+    parser.add_argument("--cpu-devices", type=int, help="virtual devices on the CPU")
+    parser.add_argument("--coordinator", help="address:port of the first process")
+    parser.add_argument("--processes", type=int)
+    parser.add_argument("--process-id", type=int)
+    parser.add_argument("--cluster", action="store_true", help="several hosts, found by JAX")
+    args = parser.parse_args()
+
+    if args.cpu_devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", args.cpu_devices)
+    if args.cluster:
+        jax.distributed.initialize()
+    elif args.coordinator is not None:
+        jax.distributed.initialize(args.coordinator, args.processes, args.process_id)
+
+    run = Run(
+        args.problem,
+        precision=args.precision,
+        layout=args.layout,
+        sum_dtype=args.sum,
+        batch=args.batch or (16 if args.problem == "fno" else 1024),
+        seed=args.seed,
+        overflow_at=args.overflow_at,
+        width=args.width,
+    )
+    log = train(run, args.steps, checkpoint=args.checkpoint)
+    if jax.process_index() == 0:
+        print(f"{jax.device_count()} devices in {jax.process_count()} processes, {args.layout}")
+        for line in log[:: max(1, len(log) // 10)]:
+            print("step {step:5d}  loss {loss:.3e}  skipped {skipped}".format(**line))
+    if args.log is not None:
+        path = args.log.with_stem(f"{args.log.stem}-{jax.process_index()}")
+        path.write_text(json.dumps(log), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

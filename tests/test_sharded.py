@@ -1,0 +1,125 @@
+"""One training on 1, 2, 4 and 8 devices, in every layout, and on two processes: one curve."""
+
+import importlib.util
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from test_docs import jax_defaults
+
+
+EXAMPLE = Path(__file__).parent.parent / "examples" / "sharded.py"
+STEPS, BAD = 6, 3
+SIZES = {"batch": 64, "width": 16}
+
+
+@pytest.fixture(scope="module")
+def sharded():
+    spec = importlib.util.spec_from_file_location("sharded", EXAMPLE)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def log_of(sharded, devices, **options):
+    """A run in which an overflow is planted in the last row of step `BAD`."""
+    cavity = sharded.PROBLEMS["cavity"]
+    traced = []
+
+    def batch(key, size):
+        traced.append(size)
+        return cavity.batch(key, size)
+
+    with jax_defaults(), pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sharded.PROBLEMS, "cavity", cavity._replace(batch=batch))
+        run = sharded.Run(overflow_at=BAD, devices=jax.devices()[:devices], **SIZES, **options)
+        log = sharded.train(run, STEPS)
+    assert len(traced) == 1  # one step was compiled, and served clean and skipped steps alike
+    return log
+
+
+@pytest.fixture(scope="module")
+def reference(sharded):
+    return log_of(sharded, 1)
+
+
+def check_same(log, reference, rtol):
+    for key in ("finite", "loss_scale", "derivative_scales", "skipped"):
+        assert [line[key] for line in log] == [line[key] for line in reference]
+    losses = [[line["loss"] for line in lines] for lines in (log, reference)]
+    np.testing.assert_allclose(*losses, rtol=rtol)
+
+
+# Sums over the batch in another order, in float32, move a parameter by an ulp, and so flip a
+# rounding to float16 here and there: 2^-11 of one of many terms, over six steps.
+ORDER = 2.0**-9
+
+
+def test_the_planted_overflow_is_skipped(reference):
+    assert [line["finite"] for line in reference] == [i != BAD for i in range(STEPS)]
+    assert reference[-1]["skipped"] == 1
+
+
+@pytest.mark.parametrize(
+    ("devices", "layout"),
+    [(2, "data"), (4, "data"), (8, "data"), (4, "full"), (8, "full"), (8, "shard_map")],
+)
+def test_the_curve_is_that_of_one_device(sharded, reference, devices, layout):
+    check_same(log_of(sharded, devices, layout=layout), reference, ORDER)
+
+
+def test_sums_in_half_change_the_curve_by_their_rounding(sharded, reference):
+    log = log_of(sharded, 8, layout="shard_map", sum_dtype="bfloat16")
+    # 2^-8 of each gradient; Adam's steps follow its sign, and six of them stay close.
+    check_same(log, reference, 2.0**-4)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+@pytest.mark.parametrize("layout", ["full", "shard_map"])
+def test_two_processes_with_two_devices_each(reference, tmp_path, layout):
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    env["XLA_FLAGS"] = re.sub(
+        r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")
+    )
+    command = [sys.executable, str(EXAMPLE), "--layout", layout, "--cpu-devices", "2"]
+    command += ["--steps", str(STEPS), "--overflow-at", str(BAD), "--log", str(tmp_path / "log")]
+    command += [f"--{name}={size}" for name, size in SIZES.items()]
+    command += ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process-id"]
+    processes = [
+        subprocess.Popen(
+            [*command, str(i)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for i in range(2)
+    ]
+    try:
+        outputs = [p.communicate(timeout=300)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+    assert [p.returncode for p in processes] == [0, 0], "\n".join(outputs)
+    assert "4 devices in 2 processes" in outputs[0]
+    logs = [json.loads((tmp_path / f"log-{i}").read_text(encoding="utf-8")) for i in range(2)]
+    assert logs[0] == logs[1]  # every process skips, and to the bit the same
+    check_same(logs[0], reference, ORDER)
+
+
+def test_a_run_goes_on_from_its_checkpoint_on_another_mesh(sharded, reference, tmp_path):
+    def run(devices):
+        return sharded.Run(overflow_at=BAD, devices=jax.devices()[:devices], layout="full", **SIZES)
+
+    with jax_defaults():
+        log = sharded.train(run(8), BAD + 1, checkpoint=tmp_path)
+        log += sharded.train(run(2), STEPS, checkpoint=tmp_path)
+    check_same(log, reference, ORDER)
