@@ -39,6 +39,12 @@ def _choose_platform() -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
+def _without_out(argv: list[str]) -> list[str]:
+    """What was asked, without where it goes."""
+    at = {i for i, word in enumerate(argv) if word == "--out"}
+    return [word for i, word in enumerate(argv) if i not in at and i - 1 not in at]
+
+
 def main(argv: list[str]) -> int:
     known = questions()
     listing = "\n".join(f"  {name:<12} {question}" for name, question in known.items())
@@ -73,7 +79,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--quick", action="store_true", help="small sizes, few repeats")
     module.add_arguments(parser)
     args = parser.parse_args(argv[1:])
-    report = Report(name, command=shlex.join(["python", "-m", "benchmarks", *argv]))
+    report = Report(name, command=shlex.join(["python", "-m", "benchmarks", *_without_out(argv)]))
     status = module.run(report, args)
     print(f"written: {report.save(args.out)}")
     return status

@@ -145,13 +145,17 @@ class Report:
         """Prints a remark."""
         print(f"\n{text}", flush=True)
 
-    def save(self, folder: Path) -> Path:
-        """Writes `NAME-PLATFORM.json`, where the platform is `cpu` or the device's name."""
+    def path(self, folder: Path) -> Path:
+        """`NAME-PLATFORM.json`, where the platform is `cpu` or the device's name."""
         kind = self.environment["backend"]
         if kind != "cpu":
             kind = re.sub(r"[^a-z0-9]+", "-", self.environment["device"].lower()).strip("-")
+        return folder / f"{self.name}-{kind}.json"
+
+    def save(self, folder: Path) -> Path:
+        """Writes the file."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.name}-{kind}.json"
+        path = self.path(folder)
         content = {"benchmark": self.name, "environment": self.environment, **self.sections}
         path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         return path

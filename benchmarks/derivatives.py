@@ -2,18 +2,21 @@
 
 Rivals, for a network of coordinates x, y and one output:
 
-- `nested jvp`: `partials`, whose seeds are the same at every level, so that XLA merges the levels;
+- `nested jvp`: `partials` of the network as a plain function, with the same seeds at every level,
+  so that XLA merges the levels;
 - `nested jvp, own seeds`: the same with a scale for each order (`DerivativeScaling.per_order`);
 - `reverse`: one cotangent backwards for the first order, and forward mode over it for the others;
+- `propagated`: `partials` of a `CoordinateMLP`, one product a layer (orders 1 and 2 only);
 - `forward Laplacian`: `laplacian` of a `CoordinateMLP`, one product a layer (order 2 only);
 - `nested Laplacian`: `laplacian` of the same network as a plain function.
 
 Counted are flops and temporary memory of the compiled value (`forward`) and of the compiled
-gradient with respect to the parameters (`step`), and the error in float16 against float32 beside
-them.
+gradient with respect to the parameters (`step`), the time of a step, for which the rivals of one
+order take turns, and the error in float16 against float32 beside them.
 """
 
 import argparse
+from collections.abc import Callable
 
 import equinox as eqx
 import jax
@@ -21,17 +24,22 @@ import jax.numpy as jnp
 
 import mpx_pde as mpx
 
-from ._report import Report
+from ._report import Report, interleave
 
 
 ORDERS = (1, 2, 3, 4)
 
 
-def nested(model, order, scaling):
+def propagated(model, order, scaling):
     """The derivative of some order in x by `partials`."""
     name = "u_" + "x" * order
     fun = mpx.partials(model, [name], coords="xy", outputs="u", scaling=scaling)
     return lambda p: fun(p)[name]
+
+
+def nested(model, order, scaling):
+    """The same of a function of which nothing is known."""
+    return propagated(lambda p: model(p), order, scaling)
 
 
 def reverse(model, order, scaling):
@@ -59,6 +67,7 @@ def nested_laplacian(model, order, scaling):
 RIVALS = {
     "nested jvp": (nested, ORDERS, lambda _: mpx.DerivativeScaling.per_direction("xy")),
     "nested jvp, own seeds": (nested, ORDERS, mpx.DerivativeScaling.per_order),
+    "propagated": (propagated, (1, 2), lambda _: mpx.DerivativeScaling.per_direction("xy")),
     "reverse": (reverse, ORDERS, lambda _: None),
     "forward Laplacian": (laplacian, (2,), lambda _: mpx.DerivativeScaling.per_direction("xy")),
     "nested Laplacian": (
@@ -73,13 +82,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--points", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=5, help="of timed steps; 0 leaves them out")
 
 
 def _measure(fun, *args):
-    compiled = eqx.filter_jit(fun).lower(*args).compile().compiled
-    cost = compiled.cost_analysis() or {}
-    memory = compiled.memory_analysis()
-    return cost.get("flops"), memory.temp_size_in_bytes / 2**20
+    compiled = eqx.filter_jit(fun).lower(*args).compile()
+    cost = compiled.compiled.cost_analysis() or {}
+    memory = compiled.compiled.memory_analysis()
+    return cost.get("flops"), memory.temp_size_in_bytes / 2**20, lambda: compiled(*args)
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
@@ -89,7 +99,8 @@ def run(report: Report, args: argparse.Namespace) -> int:
     key = jax.random.key(0)
     model = mpx.nn.CoordinateMLP(2, "scalar", width, depth, key=key)
     x = jax.random.uniform(key, (count, 2))
-    rows = []
+    timed: dict[int, dict[str, Callable]] = {order: {} for order in ORDERS}
+    records = []
     for name, (make, orders, scale) in RIVALS.items():
         for order in orders:
             # An argument, as in training: XLA would merge seeds that it knows to be equal.
@@ -101,10 +112,10 @@ def run(report: Report, args: argparse.Namespace) -> int:
             def step(model, scaling, x, values=values):
                 return eqx.filter_grad(lambda m: jnp.mean(values(m, scaling, x) ** 2))(model)
 
-            forward, _ = _measure(values, model, scaling, x)
-            flops, memory = _measure(step, model, scaling, x)
+            forward, _, _ = _measure(values, model, scaling, x)
+            flops, memory, timed[order][name] = _measure(step, model, scaling, x)
             half = mpx.cast_to_half_precision(model)
-            _, half_memory = _measure(step, half, scaling, x)
+            _, half_memory, _ = _measure(step, half, scaling, x)
             few = x[:64]
             want = eqx.filter_jit(values)(model, scaling, few)
             error = eqx.filter_jit(values)(half, scaling, few) - want
@@ -121,17 +132,26 @@ def run(report: Report, args: argparse.Namespace) -> int:
                 step_temp_mib_half=half_memory,
                 error_half=float(jnp.linalg.norm(error) / jnp.linalg.norm(want)),
             )
-            rows.append(
-                [
-                    name,
-                    order,
-                    (forward or 0) / 1e9,
-                    (flops or 0) / 1e9,
-                    record["step_temp_mib"],
-                    record["step_temp_mib_half"],
-                    record["error_half"],
-                ]
-            )
+            records.append(record)
+    if args.rounds:
+        for order, rivals in timed.items():
+            timings = interleave(rivals, rounds=args.rounds, warmup=1)
+            for record in records:
+                if record["order"] == order:
+                    record["step_seconds"] = timings[record["rival"]]._asdict()
+    rows = [
+        [
+            record["rival"],
+            record["order"],
+            (record["forward_flops"] or 0) / 1e9,
+            (record["step_flops"] or 0) / 1e9,
+            1e3 * record["step_seconds"]["median"] if args.rounds else None,
+            record["step_temp_mib"],
+            record["step_temp_mib_half"],
+            record["error_half"],
+        ]
+        for record in records
+    ]
     report.table(
         f"Width {width}, {depth} hidden layers, {count} points",
         [
@@ -139,6 +159,7 @@ def run(report: Report, args: argparse.Namespace) -> int:
             "order",
             "forward, GFLOP",
             "step, GFLOP",
+            "step, ms",
             "temp memory, float32, MiB",
             "float16, MiB",
             "float16 error",

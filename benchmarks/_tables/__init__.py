@@ -1,0 +1,46 @@
+"""The tables in README and documentation, generated from `results/*.json`.
+
+A block between `<!-- results:NAME -->` and `<!-- /results -->` belongs to the function of that
+name here; nothing in it is typed by hand.
+"""
+
+import re
+from pathlib import Path
+
+from . import _accuracy, _operators, _pinns, _programs
+from ._format import ROOT
+
+
+_BLOCK = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
+
+TABLES = {
+    "burgers": _pinns.burgers,
+    "cavity-memory": _programs.cavity_memory,
+    "collectives": _programs.collectives,
+    "float8": _accuracy.float8,
+    "overhead": _programs.overhead,
+    "pinns": _pinns.pinns,
+    "operators": _operators.table(_operators.precisions),
+    "operators-preactivations": _operators.table(_operators.preactivations),
+    "operators-modes": _operators.table(_operators.modes),
+    "operators-resolutions": _operators.table(_operators.resolutions),
+    "frequencies": _operators.frequencies,
+    "products": _accuracy.products,
+    "vit": _accuracy.vit,
+    "vit_memory": _programs.vit_memory,
+    "spectral-layers": _accuracy.spectral_layers,
+    "spectral-models": _programs.spectral_models,
+}
+
+
+def stale(write: bool) -> list[Path]:
+    """The pages whose tables differ from the results; with `write`, brings them up to date."""
+    found = []
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        text = path.read_text(encoding="utf-8")
+        new = _BLOCK.sub(lambda m: f"{m[1]}\n{TABLES[m[2]]()}\n{m[3]}", text)
+        if new != text:
+            found.append(path)
+            if write:
+                path.write_text(new, encoding="utf-8")
+    return found

@@ -1,0 +1,146 @@
+"""What compiled programs tell: operations, memory, products, collectives."""
+
+from ._format import load, markdown, source
+
+
+def overhead() -> str:
+    data = load("overhead-cpu")
+    rows = []
+    for program in data["programs"]:
+        if program["step"] != "mpx_pde":
+            continue
+        key = {k: program[k] for k in ("problem", "size", "target", "dtype")}
+        [by_hand] = [
+            p for p in data["programs"] if p["step"] == "by hand" and key.items() <= p.items()
+        ]
+
+        def ratio(field, program=program, by_hand=by_hand):
+            if program[field] is None:
+                return "not told"
+            return f"{program[field] / by_hand[field]:.4f}"
+
+        rows.append(
+            [
+                f"{program['problem']} {program['size']}",
+                program["target"],
+                *(ratio(f) for f in ("operations", "bytes_accessed", "temp_bytes")),
+            ]
+        )
+    columns = ["problem", "compiled for", "operations", "bytes accessed", "temp memory"]
+    return f"{markdown(columns, rows)}\n\n{source(data)}\n"
+
+
+def collectives() -> str:
+    data = load("collectives-cpu")
+    rows = []
+    for step in data["steps"]:
+        sent = {}
+        for kind, traffic in step["collectives"].items():
+            name, dtype = kind.split()
+            if dtype != "pred":
+                sent.setdefault(name, []).append(f"{traffic['bytes'] / 2**10:,.0f} {dtype}")
+        rows.append(
+            [
+                step["target"],
+                step["layout"],
+                step["precision"],
+                step["sum_dtype"] or "float32",
+                *(
+                    " + ".join(sent.get(name, ["–"]))
+                    for name in ("all-gather", "reduce-scatter", "all-reduce")
+                ),
+            ]
+        )
+    columns = [
+        "compiled for",
+        "layout",
+        "precision",
+        "sums in",
+        "all-gather, KiB",
+        "reduce-scatter, KiB",
+        "all-reduce, KiB",
+    ]
+    return f"{markdown(columns, rows)}\n\n{source(data)}\n"
+
+
+def vit_memory() -> str:
+    data = load("vit_memory-cpu")
+    tracing = {t["precision"]: t for t in data["tracing"]}
+    rows = []
+    for m in data["memory"]:
+        single = sum(n for name, n in m["products"].items() if name.endswith("f32 × f32"))
+        rows.append(
+            [
+                m["precision"],
+                f"{m['temp_bytes'] / 2**30:.2f}",
+                f"{m['over_float32']:.2f}",
+                f"{sum(m['products'].values())}",
+                f"{single}",
+                f"{tracing[m['precision']]['over_float32']:.1f}",
+            ]
+        )
+    columns = [
+        "training",
+        "temp memory, GiB",
+        "over float32",
+        "products",
+        "of these float32 × float32",
+        "time to trace, over float32",
+    ]
+    m = data["memory"][0]
+    return (
+        f"{markdown(columns, rows)}\n\nViT-Base ({m['blocks']} blocks), batch {m['batch']}, one "
+        f"training step with AdamW, compiled for an H100. {source(data)}\n"
+    )
+
+
+def cavity_memory() -> str:
+    data = load("cavity_memory-cpu")
+    rows = []
+    for record in data["memory"]:
+        base = next(r for r in data["memory"] if r["precision"] == "float32")
+        nested = [r for r in data["memory"] if r["derivatives"] == "nested jvp"]
+        rows.append(
+            [
+                record["derivatives"],
+                record["precision"],
+                f"{record['temp_bytes'] / 2**30:.2f}",
+                f"{record['temp_bytes'] / base['temp_bytes']:.2f}",
+                f"{record['temp_bytes'] / nested[0]['temp_bytes']:.2f}",
+            ]
+        )
+    columns = [
+        "derivatives",
+        "precision",
+        "temp memory, GiB",
+        "over propagated float32",
+        "over nested float32",
+    ]
+    size = data["memory"][0]
+    return (
+        f"{markdown(columns, rows)}\n\nu, v and p with first and second derivatives and the "
+        f"gradient with respect to the parameters: {size['depth']} × {size['width']}, "
+        f"{size['points']:,} points. {source(data)}\n"
+    )
+
+
+def spectral_models() -> str:
+    data = load("spectral-cpu")
+    models = data["models"]
+    first = models[0]
+    rows = [
+        [
+            model["dtype"],
+            {"fft": "FFT", "dft": "matrices"}[model["method"]],
+            f"{model['temp_bytes'] / 2**30:.2f}",
+            f"{model['temp_bytes'] / first['temp_bytes']:.2f}",
+            ", ".join(model["products"]),
+            str(model["ffts"]),
+        ]
+        for model in models
+    ]
+    columns = ["precision", "transform", "temp memory, GiB", "of the first", "products", "FFTs"]
+    return (
+        f"{markdown(columns, rows)}\n\nFour blocks, {first['size']}², {first['modes']} modes, "
+        f"{first['channels']} channels, a batch of {first['batch']}. {source(data)}\n"
+    )

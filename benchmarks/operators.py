@@ -1,0 +1,137 @@
+"""How accurate are half-precision FNOs? Test errors per precision, stabilizer, modes, resolution.
+
+The trainings are those of `examples/darcy.py` and `examples/navier_stokes.py`: the same
+operator, data, batches and optimizer for each seed, and nothing else tuned. Each variant of the
+paper's tables (Tu et al., Speeding up Fourier Neural Operators via Mixed Precision) is one of
+them; errors are those of the test samples, computed in the precision of the training. The
+results are written after each training, so a run that is stopped leaves what it has.
+
+`--size small` is meant for one CPU core (some seconds for each training, and as many to compile
+it), `--size full` for a GPU: the grid and the modes of the paper.
+"""
+
+import argparse
+import importlib
+import itertools
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+
+from ._report import Report
+
+
+@dataclass(frozen=True)
+class Size:
+    samples: int
+    finest: int  # grid of the data
+    strides: tuple[int, ...]  # from there to the grid of the training, and to others of the test
+    modes: tuple[int, ...]  # the first for all trainings, the others for the table of modes
+    channels: int
+    steps: int
+
+
+SIZES = {
+    "quick": Size(16, 32, (2, 1), (8, 4), 8, 10),
+    "small": Size(400, 64, (4, 2), (12, 8, 4), 16, 400),
+    "full": Size(2000, 256, (2, 4, 1), (64, 32, 16), 64, 10_000),
+}
+
+
+class Variant(NamedTuple):
+    precision: str
+    stabilizer: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.precision} {self.stabilizer}" if self.stabilizer else self.precision
+
+
+PROBLEMS = ("darcy", "navier_stokes")
+COMPARED = (
+    Variant("float32"),
+    Variant("bfloat16"),
+    Variant("float16"),
+    Variant("float32", "tanh"),
+    Variant("float16", "tanh"),
+    Variant("float16", "soft_clip"),
+)
+CLIPPED = (Variant("float16", "hard_clip"), Variant("float16", "sigma_clip"))
+TRUNCATED = (Variant("float32"), Variant("float16"), Variant("float16", "tanh"))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--size", choices=("small", "full"), default="small")
+    parser.add_argument("--steps", type=int, help="by default those of the size")
+
+
+def trainings(modes: tuple[int, ...]) -> Iterator[tuple[str, Variant, int]]:
+    """Problem, variant and modes: first what is compared with float32, then the paper's tables."""
+    for problem, variant in itertools.product(PROBLEMS, COMPARED):
+        yield problem, variant, modes[0]
+    for variant in CLIPPED:
+        yield "navier_stokes", variant, modes[0]
+    for m, variant in itertools.product(modes[1:], TRUNCATED):
+        yield "navier_stokes", variant, m
+
+
+def run(report: Report, args: argparse.Namespace) -> int:
+    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+    # The examples, no modules of this package.
+    shared: Any = importlib.import_module("_neural_operator")
+    size = SIZES["quick" if args.quick else args.size]
+    problems = {
+        name: importlib.import_module(name).problem(size.samples, size.strides, finest=size.finest)
+        for name in PROBLEMS
+    }
+    rows = []
+    with shared.progress_bar(Console(stderr=True)) as progress:
+        for name, variant, modes in trainings(size.modes):
+            training = shared.Training(
+                problems[name],
+                variant.precision,
+                stabilizer=variant.stabilizer,
+                modes=modes,
+                hidden_channels=size.channels,
+                steps=args.steps or size.steps,
+            )
+            for seed in args.seeds:
+                result = training(seed, progress, label=f"{name} {variant} {modes} {seed}")
+                rows.append(record(report, size, name, variant, modes, seed, result))
+                report.save(args.out)
+    columns = ["problem", "variant", "modes", "seed", "train loss", "test L2", "test H1", "ms/step"]
+    report.table("Relative errors", columns, rows)
+    return 0
+
+
+def record(
+    report: Report, size: Size, problem: str, variant: Variant, modes: int, seed: int, result: Any
+) -> list[Any]:
+    resolution = size.finest // size.strides[0]
+    errors = {str(n): norms for n, norms in result.errors.items()}
+    # Over the last tenth of the steps, since each is of one batch.
+    train_loss = float(result.loss[-max(len(result.loss) // 10, 1) :].mean())
+    report.record(
+        "trainings",
+        problem=problem,
+        **variant._asdict(),
+        modes=modes,
+        seed=seed,
+        steps=len(result.loss),
+        samples=size.samples,
+        resolution=resolution,
+        channels=size.channels,
+        train_loss=train_loss,
+        errors=errors,
+        skipped_steps=result.skipped_steps,
+        final_scale=result.final_scale,
+        ms_per_step=result.ms_per_step,
+        temp_bytes=result.temp_bytes,
+    )
+    at = errors[str(resolution)]
+    return [
+        problem, str(variant), modes, seed, train_loss, at["l2"], at["h1"], result.ms_per_step
+    ]  # fmt: skip

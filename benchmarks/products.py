@@ -1,0 +1,187 @@
+"""How close to float32 are products made of narrower ones? Error, and on a GPU time, per algorithm.
+
+Each algorithm takes float32 operands and returns float32:
+
+- `float32`: the highest precision of JAX;
+- `tensorfloat32`, `float16`, `bfloat16`: operands rounded once, one product;
+- `bfloat16_x3`, `_x6`, `_x9`: operands split into two or three bfloat16 parts, and three, six or
+  nine products of these; `tensorfloat32_x3` splits into two parts in TF32.
+
+The error is the relative L2 error against float64: of matrix products of standard normal entries,
+and of u_xx of a tanh network of 4 × 256, by nested forward mode. It is taken twice. *Emulated* is
+the arithmetic as defined, written out with roundings and float32 products, and the same on every
+machine. *On the device* is what the device makes of the `jax.lax.DotAlgorithmPreset`: on a CPU
+that says only what XLA has there, which is plain float32 or nothing. Times are taken on a GPU
+only.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._report import Report, interleave
+
+
+Preset = lax.DotAlgorithmPreset
+Dot = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+class Algorithm(NamedTuple):
+    """How a product of float32 operands is made."""
+
+    name: str
+    preset: lax.DotAlgorithmPreset
+    bits: tuple[int, int] | None  # exponent and mantissa of the parts; `None`: not split
+    parts: int = 1
+    products: int = 1
+
+
+ALGORITHMS = (
+    Algorithm("float32", Preset.F32_F32_F32, None),
+    Algorithm("tensorfloat32", Preset.TF32_TF32_F32, (8, 10)),
+    Algorithm("float16", Preset.F16_F16_F32, (5, 10)),
+    Algorithm("bfloat16", Preset.BF16_BF16_F32, (8, 7)),
+    Algorithm("bfloat16_x3", Preset.BF16_BF16_F32_X3, (8, 7), 2, 3),
+    Algorithm("bfloat16_x6", Preset.BF16_BF16_F32_X6, (8, 7), 3, 6),
+    Algorithm("bfloat16_x9", Preset.BF16_BF16_F32_X9, (8, 7), 3, 9),
+    Algorithm("tensorfloat32_x3", Preset.TF32_TF32_F32_X3, (8, 10), 2, 3),
+)
+
+SIZES = ((512, 512, 512), (4096, 512, 512), (64, 4096, 64))
+GPU_SIZES = (*SIZES, (4096, 4096, 4096), (65536, 512, 512))
+WIDTH, DEPTH, POINTS = 256, 4, 512
+
+
+def emulated(algorithm: Algorithm) -> Dot:
+    """The product as defined: exact products of parts, added up in float32, small ones first."""
+
+    def split(x):
+        if algorithm.bits is None:
+            return [x]
+        parts = []
+        for _ in range(algorithm.parts):
+            parts.append(lax.reduce_precision(x, *algorithm.bits))
+            x = x - parts[-1]
+        return parts
+
+    @jax.custom_jvp
+    def dot(x, y):
+        pairs = [(i + j, a, b) for i, a in enumerate(split(x)) for j, b in enumerate(split(y))]
+        largest = sorted(pairs, key=lambda p: p[0])[: algorithm.products]
+        terms = [jnp.matmul(a, b, precision="highest") for _, a, b in reversed(largest)]
+        return sum(terms[1:], terms[0])
+
+    # Derivatives are the same products of tangents, not those of the rounding.
+    dot.defjvp(lambda p, t: (dot(*p), dot(t[0], p[1]) + dot(p[0], t[1])))
+    return dot
+
+
+def on_device(algorithm: Algorithm) -> Dot:
+    """The product as the backend computes it."""
+    precision = "highest" if algorithm.bits is None else algorithm.preset
+    return partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
+
+
+def network(dot: Dot, layers, x):
+    """A tanh network of one coordinate for all points at once, shape `[points, 1]`."""
+    *hidden, last = layers
+    for w in hidden:
+        x = jnp.tanh(dot(x, w))
+    return dot(x, last)
+
+
+def second_derivative(dot: Dot, layers, x):
+    one = jnp.ones_like(x)
+    first = lambda x: jax.jvp(partial(network, dot, layers), (x,), (one,))[1]
+    return jax.jvp(first, (x,), (one,))[1]
+
+
+def second_derivative_in_float64(layers, x):
+    """The same by the chain rule, in NumPy."""
+    value, first, second = np.asarray(x, np.float64), np.ones(x.shape), np.zeros(x.shape)
+    *hidden, last = (np.asarray(w, np.float64) for w in layers)
+    for w in hidden:
+        value, z1, z2 = np.tanh(value @ w), first @ w, second @ w
+        slope = 1 - value**2
+        first, second = slope * z1, slope * z2 - 2 * value * slope * z1**2
+    return second @ last
+
+
+def normal(seed: int, shape: tuple[int, ...], scale: float = 1.0) -> np.ndarray:
+    return np.asarray(scale * np.random.default_rng(seed).standard_normal(shape), np.float32)
+
+
+class Problem(NamedTuple):
+    """Something to compute by a product, and what comes out in float64."""
+
+    name: str
+    fun: Callable
+    arguments: tuple
+    want: np.ndarray
+
+
+def problems(sizes) -> list[Problem]:
+    out = []
+    for n, k, m in sizes:
+        x, y = normal(0, (n, k)), normal(1, (k, m))
+        want = np.asarray(x, np.float64) @ np.asarray(y, np.float64)
+        out.append(Problem(f"{n} × {k} × {m}", lambda dot, x, y: dot(x, y), (x, y), want))
+    shapes = [(1, WIDTH), *[(WIDTH, WIDTH)] * (DEPTH - 1), (WIDTH, 1)]
+    layers = [normal(i, s, 3.0 if s[0] == 1 else s[0] ** -0.5) for i, s in enumerate(shapes)]
+    x = np.float32(np.linspace(-1, 1, POINTS)[:, None])
+    want = second_derivative_in_float64(layers, x)
+    name = f"u_xx, tanh {DEPTH} × {WIDTH}"
+    return [*out, Problem(name, second_derivative, (layers, x), want)]
+
+
+def error(fun: Callable, problem: Problem) -> float:
+    got = np.float64(fun(*problem.arguments))
+    return float(np.linalg.norm(got - problem.want) / np.linalg.norm(problem.want))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=50, help="of the clock, on a GPU")
+
+
+def run(report: Report, args: argparse.Namespace) -> int:
+    gpu = report.environment["backend"] == "gpu"
+    sizes = GPU_SIZES if gpu else SIZES
+    records = []
+    for problem in problems(sizes[:1] if args.quick else sizes):
+        compiled = {}
+        for algorithm in ALGORITHMS:
+            try:
+                fun = jax.jit(partial(problem.fun, on_device(algorithm)))
+                jax.block_until_ready(fun(*problem.arguments))
+                compiled[algorithm.name] = fun
+            except (ValueError, jax.errors.JaxRuntimeError):
+                pass  # the backend does not have it
+        times = {}
+        if gpu:
+            arguments = jax.device_put(problem.arguments)
+            rivals = {name: partial(fun, *arguments) for name, fun in compiled.items()}
+            times = interleave(rivals, rounds=5 if args.quick else args.rounds, calls=10)
+        for algorithm in ALGORITHMS:
+            name = algorithm.name
+            by_definition = jax.jit(partial(problem.fun, emulated(algorithm)))
+            records.append(
+                report.record(
+                    "products",
+                    problem=problem.name,
+                    algorithm=name,
+                    products=algorithm.products,
+                    emulated_error=error(by_definition, problem),
+                    device_error=error(compiled[name], problem) if name in compiled else None,
+                    seconds=times.get(name),
+                )
+            )
+    columns = ["problem", "algorithm", "products", "emulated_error", "device_error"]
+    rows = [[r[c] for c in columns] + [r["seconds"] and r["seconds"]["median"]] for r in records]
+    report.table("Relative L2 error against float64", [*columns, "seconds"], rows)
+    return 0

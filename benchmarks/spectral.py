@@ -1,0 +1,186 @@
+"""When are DFT matrices faster than the FFT, and what does half precision save?
+
+`layers`: a spectral convolution, forward and gradient, by truncated DFT matrices and by FFT in
+float32, interleaved: seconds, temporary memory, and the error of either against float64, with that
+of the matrices in half precision beside it. `auto` is what the cost model picks.
+
+`models`: temporary memory of a training step of an FNO, compiled for an H100 (which need not be
+here).
+"""
+
+import argparse
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpx_pde as mpx
+from mpx_pde.nn._spectral_cost import choose_method
+
+from ._deviceless import TargetUnavailable, compile_for
+from ._report import Report, interleave
+
+
+# Size, modes, channels, batch.
+LAYERS = [
+    (128, 16, 32, 8),
+    *((n, m, 16, 2) for n in (64, 128, 256) for m in (8, 16, 32, 64, 128) if m <= n),
+]
+QUICK_LAYERS = [(16, 4, 4, 2), (16, 16, 4, 2)]
+
+# What multiplies, and how it is transformed.
+MODELS = [("float32", "fft"), ("float32", "dft"), ("float16", "dft"), ("bfloat16", "dft")]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--target", default="h100", help="what to compile models for")
+
+
+def _layer(channels: int, modes: int, method: Any) -> mpx.nn.SpectralConv:
+    key = jax.random.key(0)
+    return mpx.nn.SpectralConv(channels, channels, (modes, modes), key=key, method=method)
+
+
+def _exact(layer: mpx.nn.SpectralConv, x: np.ndarray) -> np.ndarray:
+    """One sample in float64."""
+    m = layer.modes[0]
+    weight = np.asarray(layer.weight, np.float64) @ np.array([1, 1j])
+    k = (np.arange(m) - m // 2) % x.shape[1]
+    spectrum = np.fft.rfft2(x.astype(np.float64), norm="forward")
+    out = np.zeros((weight.shape[-1], *spectrum.shape[1:]), complex)
+    last = slice(m // 2 + 1)
+    out[:, k, last] = np.einsum("ixy,xyio->oxy", spectrum[:, k, last], weight)
+    return np.fft.irfft2(out, s=x.shape[1:], norm="forward")
+
+
+def _layers(report: Report, sizes, rounds: int) -> None:
+    rows = []
+    gradient = eqx.filter_jit(
+        eqx.filter_grad(lambda both: jnp.sum(jax.vmap(both[0])(both[1]) ** 2))
+    )
+    for n, modes, channels, batch in sizes:
+        x = jax.random.normal(jax.random.key(1), (batch, channels, n, n))
+        layers = {method: _layer(channels, modes, method) for method in ("dft", "fft")}
+        want = _exact(layers["dft"], np.asarray(x[0]))
+
+        def error(layer, x=x, want=want):
+            got = np.asarray(eqx.filter_jit(layer)(x[0]), np.float64)
+            return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+        rivals = {name: (lambda m=m, x=x: gradient((m, x))) for name, m in layers.items()}
+        memory = {
+            name: gradient.lower((m, x)).compile().compiled.memory_analysis().temp_size_in_bytes
+            for name, m in layers.items()
+        }
+        times = interleave(rivals, rounds=rounds, warmup=1)
+        record = report.record(
+            "layers",
+            size=n,
+            modes=modes,
+            channels=channels,
+            batch=batch,
+            auto=choose_method(2 * channels, (n, n), (modes, modes), "float32"),
+            seconds_dft=times["dft"],
+            seconds_fft=times["fft"],
+            temp_bytes_dft=memory["dft"],
+            temp_bytes_fft=memory["fft"],
+            error_dft=error(layers["dft"]),
+            error_fft=error(layers["fft"]),
+            error_float16=error(mpx.cast_to_float16(layers["dft"])),
+            error_bfloat16=error(mpx.cast_to_bfloat16(layers["dft"])),
+        )
+        rows.append(
+            [
+                f"{n}²",
+                modes,
+                channels,
+                batch,
+                times["dft"],
+                times["fft"],
+                times["fft"].median / times["dft"].median,
+                record["auto"],
+                memory["dft"] / 2**20,
+                memory["fft"] / 2**20,
+                *(record[f"error_{k}"] for k in ("dft", "fft", "float16", "bfloat16")),
+            ]
+        )
+    columns = ["grid", "modes", "channels", "batch", "dft", "fft", "fft / dft", "auto"]
+    columns += ["temp dft, MiB", "temp fft, MiB", "error dft", "fft", "float16", "bfloat16"]
+    report.table("A spectral convolution, forward and gradient, float32", columns, rows)
+
+
+def _models(report: Report, target: str, size: int, modes: int, channels: int, batch: int) -> None:
+    rows = []
+    field = jax.ShapeDtypeStruct((batch, 1, size, size), jnp.float32)
+
+    def loss(model, x, y):
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+    for dtype, method in MODELS:
+
+        def model(method: Any = method):
+            key = jax.random.key(0)
+            return mpx.nn.FNO(1, 1, channels, 4, (modes, modes), key=key, method=method)
+
+        def step(model, x, y, dtype=dtype):
+            if dtype == "float32":
+                return eqx.filter_value_and_grad(loss)(model, x, y)
+            return mpx.filter_value_and_grad(
+                loss,
+                mpx.DynamicLossScaling(),
+                policy=f"params=float32,compute={dtype},output=float32",
+                keep_full=(False, True, True),
+            )(model, x, y)
+
+        compiled = compile_for(
+            target,
+            step,
+            eqx.filter_eval_shape(model),
+            field,
+            field,
+            # Without a device to tune on, XLA fails to tile some of Triton's products.
+            compiler_options={"xla_gpu_enable_triton_gemm": False} if "h100" in target else None,
+        )
+        products = sorted({f"{p.lhs} × {p.rhs}" for p in compiled.products()})
+        record = report.record(
+            "models",
+            target=target,
+            dtype=dtype,
+            method=method,
+            size=size,
+            modes=modes,
+            channels=channels,
+            batch=batch,
+            temp_bytes=compiled.temp_bytes,
+            products=products,
+            ffts=compiled.opcodes()["fft"],
+        )
+        first = report.sections["models"][0]["temp_bytes"]
+        rows.append(
+            [
+                dtype,
+                method,
+                compiled.temp_bytes / 2**30,
+                compiled.temp_bytes / first,
+                ", ".join(products),
+                record["ffts"],
+            ]
+        )
+    report.table(
+        f"Training step for {target}: 4 blocks, {size}², {modes} modes, {channels} channels, "
+        f"batch {batch}",
+        ["dtype", "method", "temp, GiB", "of the first", "products", "FFTs"],
+        rows,
+    )
+
+
+def run(report: Report, args: argparse.Namespace) -> int:
+    _layers(report, QUICK_LAYERS if args.quick else LAYERS, 1 if args.quick else args.rounds)
+    try:
+        _models(report, args.target, *((16, 4, 8, 2) if args.quick else (128, 32, 64, 32)))
+    except TargetUnavailable as e:
+        report.note(str(e))
+    return 0

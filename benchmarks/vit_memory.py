@@ -1,0 +1,108 @@
+"""How much memory does a transformer train in? Float32, autocast and casts, for an H100.
+
+The training step of `examples/vit.py` in the size of ViT-Base (batch 64, 224² images, AdamW,
+donated state) is compiled for an H100, which need not be here. The program tells its temporary
+memory and the dtypes of its products. Beside them is the processor time that JAX takes to trace
+the step.
+"""
+
+import argparse
+import dataclasses
+import importlib
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+from ._deviceless import Compiled, TargetUnavailable, compile_for
+from ._report import Report
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=2, help="of the clock")
+    parser.add_argument("--precision", nargs="+", help="by default those of the example")
+
+
+def abstract_step(vit: Any, size: Any) -> tuple[Any, Any, Any]:
+    """An optimizer, a state and a batch of shapes without values."""
+    optimizer = vit.make_optimizer(size, 1000)
+    state = eqx.filter_eval_shape(vit.initial_state, size, optimizer, jax.random.key(0))
+    shape = (size.batch, size.channels, size.image, size.image)
+    images = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return optimizer, state, vit.Batch(images, jax.ShapeDtypeStruct((size.batch,), jnp.int32))
+
+
+def _products(program: Compiled) -> dict[str, int]:
+    """How many products of each kind, such as `"forward f16 × f16"`."""
+    out: dict[str, int] = {}
+    for product, count in program.products().items():
+        name = f"{product.direction} {product.lhs} × {product.rhs}"
+        out[name] = out.get(name, 0) + count
+    return out
+
+
+def memory(report: Report, vit: Any, size: Any, precisions: Sequence[str]) -> None:
+    optimizer, state, batch = abstract_step(vit, size)
+    # Without a GPU to try them on, XLA finds no tiling for some of the products in Triton.
+    options = {"xla_gpu_enable_triton_gemm": False}
+    rows, float32 = [], None
+    for precision in precisions:
+        step = partial(vit.training_step, precision, optimizer)
+        try:
+            program = compile_for("h100", step, state, batch, donate=(0,), compiler_options=options)
+        except TargetUnavailable as e:
+            report.note(str(e))
+            return
+        float32 = float32 or program.temp_bytes  # the first
+        products = _products(program)
+        report.record(
+            "memory",
+            precision=precision,
+            blocks=size.blocks,
+            batch=size.batch,
+            temp_bytes=program.temp_bytes,
+            over_float32=program.temp_bytes / float32,
+            products=products,
+        )
+        text = ", ".join(f"{count} {name}" for name, count in sorted(products.items()))
+        rows.append([precision, program.temp_bytes / 2**30, program.temp_bytes / float32, text])
+        print(precision, f"{program.temp_bytes / 2**30:.2f} GiB", flush=True)
+    title = f"ViT of {size.blocks} blocks, batch {size.batch}, compiled for an H100"
+    report.table(title, ["precision", "temp GiB", "over float32", "products"], rows)
+
+
+def tracing(report: Report, vit: Any, size: Any, precisions: Sequence[str], rounds: int) -> None:
+    optimizer, state, batch = abstract_step(vit, size)
+    seconds: dict[str, list[float]] = {precision: [] for precision in precisions}
+    for _ in range(rounds):
+        for precision, times in seconds.items():
+            jax.clear_caches()
+            start = time.process_time()
+            step = partial(vit.training_step, precision, optimizer)
+            eqx.filter_make_jaxpr(lambda state, batch, step=step: step(state, batch))(state, batch)
+            times.append(time.process_time() - start)
+    plain = statistics.median(seconds[precisions[0]])
+    rows = []
+    for precision, times in seconds.items():
+        median = statistics.median(times)
+        rows.append([precision, median, median / plain])
+        report.record("tracing", precision=precision, seconds=median, over_float32=median / plain)
+    report.table("Processor time to trace a step", ["precision", "seconds", "over float32"], rows)
+
+
+def run(report: Report, args: argparse.Namespace) -> int:
+    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+    vit = importlib.import_module("vit")
+    size, precisions = vit.SIZES["base"], args.precision or vit.PRECISIONS
+    if args.quick:
+        size = dataclasses.replace(size, blocks=1, batch=8)
+    tracing(report, vit, size, precisions, rounds=1 if args.quick else args.rounds)
+    memory(report, vit, size, precisions)
+    return 0
