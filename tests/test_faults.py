@@ -133,7 +133,8 @@ class TestErrorIfStuck:
             scaling = scaling.adjust(jnp.array(False))
             assert check(scaling) == skips
         assert check(scaling.adjust(jnp.array(True))) == 0
-        with pytest.raises(eqx.EquinoxRuntimeError, match=r"3 steps in a row were skipped"):
+        # A `RuntimeError` of Equinox, or what an older JAX makes of one.
+        with pytest.raises((RuntimeError, ValueError), match=r"3 steps in a row were skipped"):
             check(scaling.adjust(jnp.array(False)))
 
     @pytest.mark.parametrize(

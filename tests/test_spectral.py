@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import equations
-from jax.sharding import NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
 from mpx_pde import nn
@@ -448,7 +448,10 @@ def test_transformations(method, factorization):
 def test_sharded_batches(method):
     layer = mpx.cast_to_float16(make((6, 6), method=method))
     x = field(4, 3, 12, 12)
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    # JAX 0.10.0 refuses a selection by a flag for each sample on explicit axes.
+    explicit = jax.__version_info__ >= (0, 10, 2)
+    kinds = (AxisType.Explicit if explicit else AxisType.Auto,)
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=kinds)
     split = jax.device_put(x, NamedSharding(mesh, P("data")))
     run = eqx.filter_jit(
         lambda m, x: eqx.filter_value_and_grad(
