@@ -47,6 +47,10 @@ _TARGETS = {
     "v5ex4": _Target("4 × TPU v5e", "tpu", "v5e:2x2", ("libtpu",), "jax[tpu]"),
 }
 
+CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+"""Options of a GPU's compiler for programs with products that XLA cannot tile in Triton without a
+device to tune on."""
+
 TARGETS = tuple(_TARGETS)
 """`cpu` (this machine), one or four H100s, one TPU v5e or four of them."""
 

@@ -5,15 +5,13 @@ compiled for four devices that need not be here. Bytes are those of the results 
 """
 
 import argparse
-import importlib
-import sys
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 
 from ._deviceless import Compiled, TargetUnavailable, compile_for, target_mesh, title
+from ._examples import load_example
 from ._report import Report
 
 
@@ -45,8 +43,7 @@ def compiled(example: Any, target: str, batch: int, width: int, **options: Any) 
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
-    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-    example = importlib.import_module("sharded")
+    example = load_example("sharded")
     batch, width = (1024, 64) if args.quick else (65_536, 512)
     rows = []
     for target in args.targets:

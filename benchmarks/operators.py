@@ -11,16 +11,14 @@ it), `--size full` for a GPU: the grid and the modes of the paper.
 """
 
 import argparse
-import importlib
 import itertools
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rich.console import Console
 
+from ._examples import load_example
 from ._report import Report
 
 
@@ -79,16 +77,15 @@ def trainings(modes: tuple[int, ...]) -> Iterator[tuple[str, Variant, int]]:
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
-    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-    # The examples, no modules of this package.
-    shared: Any = importlib.import_module("_neural_operator")
+    shared: Any = load_example("_neural_operator")
+    progress_bar = load_example("_progress").progress_bar
     size = SIZES["quick" if args.quick else args.size]
     problems = {
-        name: importlib.import_module(name).problem(size.samples, size.strides, finest=size.finest)
+        name: load_example(name).problem(size.samples, size.strides, finest=size.finest)
         for name in PROBLEMS
     }
     rows = []
-    with shared.progress_bar(Console(stderr=True)) as progress:
+    with progress_bar(Console(stderr=True), 9) as progress:
         for name, variant, modes in trainings(size.modes):
             training = shared.Training(
                 problems[name],

@@ -10,13 +10,11 @@ One example at a time: its results go to `results/pinns-EXAMPLE-PLATFORM.json`.
 """
 
 import argparse
-import importlib
 import json
 import statistics
-import sys
-from pathlib import Path
 from typing import Any
 
+from ._examples import load_example
 from ._report import Report
 
 
@@ -51,9 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
-    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
     name, options = EXAMPLES[args.example]
-    example = importlib.import_module(name)  # of `examples/`, no module of this package
+    example = load_example(name)
     report.name = f"pinns-{args.example}"
     float32: dict[int, float] = {}
     if args.resume and report.path(args.out).exists():

@@ -5,10 +5,8 @@ autocast and by casting the whole model, one after another, for each seed.
 """
 
 import argparse
-import importlib
-import sys
-from pathlib import Path
 
+from ._examples import load_example
 from ._report import Report
 
 
@@ -18,8 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
-    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-    vit = importlib.import_module("vit")  # the example, no module of this package
+    vit = load_example("vit")
 
     rows = []
     for seed in args.seeds:

@@ -8,20 +8,18 @@ the step.
 
 import argparse
 import dataclasses
-import importlib
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ._deviceless import Compiled, TargetUnavailable, compile_for
+from ._deviceless import CUBLAS, Compiled, TargetUnavailable, compile_for
+from ._examples import load_example
 from ._report import Report
 
 
@@ -50,13 +48,11 @@ def _products(program: Compiled) -> dict[str, int]:
 
 def memory(report: Report, vit: Any, size: Any, precisions: Sequence[str]) -> None:
     optimizer, state, batch = abstract_step(vit, size)
-    # Without a GPU to try them on, XLA finds no tiling for some of the products in Triton.
-    options = {"xla_gpu_enable_triton_gemm": False}
     rows, float32 = [], None
     for precision in precisions:
         step = partial(vit.training_step, precision, optimizer)
         try:
-            program = compile_for("h100", step, state, batch, donate=(0,), compiler_options=options)
+            program = compile_for("h100", step, state, batch, donate=(0,), compiler_options=CUBLAS)
         except TargetUnavailable as e:
             report.note(str(e))
             return
@@ -98,8 +94,7 @@ def tracing(report: Report, vit: Any, size: Any, precisions: Sequence[str], roun
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
-    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-    vit = importlib.import_module("vit")
+    vit = load_example("vit")
     size, precisions = vit.SIZES["base"], args.precision or vit.PRECISIONS
     if args.quick:
         size = dataclasses.replace(size, blocks=1, batch=8)

@@ -21,11 +21,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _operator_losses import relative_h1, relative_l2
+from _progress import progress_bar
 from jaxtyping import Array, Float, Float32, PyTree
 from matplotlib.figure import Figure
 from rich.box import SIMPLE
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 from rich.table import Table
 
 import mpx_pde as mpx
@@ -33,6 +34,10 @@ import mpx_pde as mpx
 
 PRECISIONS = ("float32", "float16", "bfloat16")
 LOSSES = ("h1", "l2")
+SAMPLES, QUICK_SAMPLES = 400, 120
+TEST_SAMPLES = 100
+STEPS, QUICK_STEPS = 1000, 200
+RESOLUTION, QUICK_RESOLUTION = 32, 16  # of the training; tested on twice as many points too
 STEPS_PER_CALL = 10  # steps in one compiled call
 BATCH = 16
 LEARNING_RATE = 3e-3
@@ -308,31 +313,38 @@ def plot(problem: Problem, results: Sequence[Result], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def progress_bar(console: Console) -> Progress:
-    columns = (TextColumn("{task.description:>9}"), BarColumn(), MofNCompleteColumn())
-    columns += (TextColumn("{task.fields[loss]}"), TimeRemainingColumn())
-    return Progress(*columns, console=console)
-
-
 def run(
-    problem: Problem,
+    make: Callable[..., Problem],
     precisions: Sequence[str],
     *,
-    steps: int,
-    seed: int,
-    loss: str,
+    steps: int | None = None,
+    samples: int | None = None,
+    seed: int = 0,
+    loss: str = "h1",
     out: str | Path | None,
+    quick: bool = False,
     **network: Any,
 ) -> dict[str, Result]:
-    """Trains in each precision, prints a table and draws a picture in the folder `out`."""
+    """Trains in each precision, prints a table and draws a picture in the folder `out`.
+
+    `make(samples, finest=...)` is the problem with so many training samples. `steps` is rounded up
+    to whole tens; `out=None` draws nothing; `network` goes to `Training`.
+    """
+    sizes = (
+        (QUICK_SAMPLES, QUICK_STEPS, QUICK_RESOLUTION) if quick else (SAMPLES, STEPS, RESOLUTION)
+    )
+    steps = sizes[1] if steps is None else steps
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1, but got {steps}.")
+    problem = make(samples or sizes[0], finest=2 * sizes[2])
     console = Console()
-    with progress_bar(console) as progress:
+    with progress_bar(console, 9) as progress:
         results = []
         for precision in precisions:
             compiling = progress.add_task(precision, total=None, loss="compiling")
-            training = Training(problem, precision, steps=steps, loss=loss, **network)
+            training = Training(
+                problem, precision, steps=steps, loss=loss, modes=sizes[2] // 2, **network
+            )
             progress.remove_task(compiling)
             results.append(training(seed, progress))
     console.print(table(problem, results))

@@ -19,9 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _pinn_report import draw, table
+from _progress import progress_bar
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, PyTree
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 import mpx_pde as mpx
 
@@ -322,11 +323,9 @@ def run(
     if not 0 <= finish <= 1:
         raise ValueError(f"`finish` must be a fraction of the steps, but got {finish}.")
     console = Console()
-    columns = (TextColumn("{task.description:>13}"), BarColumn(), MofNCompleteColumn())
-    columns += (TextColumn("{task.fields[loss]}"), TimeRemainingColumn())
     options: dict[str, Any] = {"mode": mode, "finish": finish, "steps": steps, "seed": seed}
     options["learning_rate"] = training.learning_rate
-    with Progress(*columns, console=console) as progress:
+    with progress_bar(console, 13) as progress:
         results = [train(problem, p, progress=progress, **options) for p in precisions]
     console.print(table(problem.title, results))
     if out is not None:

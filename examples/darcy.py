@@ -25,19 +25,10 @@ import _neural_operator as operators
 from _darcy_data import darcy_data
 
 
-SAMPLES, QUICK_SAMPLES = 400, 120
-TEST_SAMPLES = 100
-STEPS, QUICK_STEPS = 1000, 200
-MODES, QUICK_MODES = 16, 12
-RESOLUTION, QUICK_RESOLUTION = 32, 16  # of the training; tested on twice as many points too
-
-
-def problem(
-    samples: int = SAMPLES, strides: Sequence[int] = (2, 1), *, finest: int = 2 * RESOLUTION
-) -> operators.Problem:
+def problem(samples: int, strides: Sequence[int] = (2, 1), *, finest: int) -> operators.Problem:
     """Pairs of coefficients and solutions, `samples` of them for the training, subsampled by
     the first of `strides`."""
-    a, u = darcy_data(samples + TEST_SAMPLES, finest, seed=0)
+    a, u = darcy_data(samples + operators.TEST_SAMPLES, finest, seed=0)
     return operators.make_problem(
         a,
         u,
@@ -53,31 +44,11 @@ def problem(
 def main(
     precisions: Sequence[str] = operators.PRECISIONS,
     *,
-    steps: int | None = None,
-    samples: int | None = None,
-    seed: int = 0,
-    loss: str = "h1",
     out: str | Path | None = "outputs/darcy",
-    quick: bool = False,
-    **network: Any,
+    **options: Any,
 ) -> dict[str, operators.Result]:
-    """Trains in each precision, prints a table and draws `darcy.png` in the folder `out`.
-
-    `steps` is rounded up to whole tens; `out=None` draws nothing; `network` goes to `Training`.
-    """
-    sizes = (
-        (QUICK_SAMPLES, QUICK_STEPS, QUICK_RESOLUTION) if quick else (SAMPLES, STEPS, RESOLUTION)
-    )
-    return operators.run(
-        problem(samples or sizes[0], finest=2 * sizes[2]),
-        precisions,
-        steps=sizes[1] if steps is None else steps,
-        modes=sizes[2] // 2,
-        seed=seed,
-        loss=loss,
-        out=out,
-        **network,
-    )
+    """Trains in each precision; the other options are those of `_neural_operator.run`."""
+    return operators.run(problem, precisions, out=out, **options)
 
 
 if __name__ == "__main__":

@@ -210,18 +210,15 @@ class Run:
         if half is not None:
             options["policy"] = f"params=float32,compute={half},output=float32"
 
+        def gathered(model, rows, **kwargs):
+            everywhere = NamedSharding(mesh, P())
+            return loss(mpx.gather_parameters(model, everywhere, dtype=half), rows, **kwargs)
+
         def gradients(model, scaling, rows):
             """Value, scaling, flag and gradients of the mean over all rows."""
-            if layout == "data":
-                return mpx.filter_value_and_grad(loss, scaling, **options)(model, rows)
-            if layout == "full":
-
-                def gathered(model, rows, **kwargs):
-                    everywhere = NamedSharding(mesh, P())
-                    model = mpx.gather_parameters(model, everywhere, dtype=half)
-                    return loss(model, rows, **kwargs)
-
-                return mpx.filter_value_and_grad(gathered, scaling, **options)(model, rows)
+            if layout != "shard_map":
+                whole = gathered if layout == "full" else loss
+                return mpx.filter_value_and_grad(whole, scaling, **options)(model, rows)
 
             arrays, static = eqx.partition(model, eqx.is_array)
 

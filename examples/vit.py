@@ -35,10 +35,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _progress import progress_bar
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from sklearn.datasets import load_digits
 
@@ -390,9 +390,7 @@ def main(
         raise ValueError(f"`steps` must be at least 1, but got {steps}.")
     data = digits(seed) if size == "small" else synthetic_images(chosen, seed)
     console = Console()
-    columns = (TextColumn("{task.description:>17}"), BarColumn(), MofNCompleteColumn())
-    columns += (TextColumn("{task.fields[loss]}"), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
+    with progress_bar(console, 17) as progress:
         results = [
             train(p, chosen, data, steps=steps, seed=seed, progress=progress) for p in precisions
         ]

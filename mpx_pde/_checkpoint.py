@@ -4,6 +4,7 @@ A file holds one line of JSON, and then the arrays as `equinox.tree_serialise_le
 Nothing in it is executed when it is read.
 """
 
+import dataclasses
 import json
 import os
 from collections.abc import Mapping
@@ -76,7 +77,7 @@ def scaling_options(tree: PyTree) -> dict[str, dict[str, Any]]:
     for path, scaler in jtu.tree_leaves_with_path(tree, is_leaf=is_scaler):
         if is_scaler(scaler):
             options = {"type": type(scaler).__name__}
-            for field in vars(type(scaler))["__dataclass_fields__"].values():
+            for field in dataclasses.fields(scaler):
                 # Rows follow from kind, names and order, and show in the shapes.
                 if field.metadata.get("static", False) and field.name != "rows":
                     options |= _flat(field.name, _plain(getattr(scaler, field.name)))

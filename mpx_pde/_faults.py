@@ -11,17 +11,18 @@ from .derivatives import Scaling
 
 
 _ADVICE = (
-    "Parameters, optimizer state and scaling are those of the last finite step. "
+    "Parameters and optimizer state are those of the last finite step. "
     "`mpx_pde.explain_nonfinite(loss)(model, batch)` names the line."
 )
-_REASONS = {
-    "loss": "non-finite gradients at a loss scale that can still fall: look for NaNs in the data, "
+_REASONS = (
+    "non-finite gradients at a loss scale that can still fall: look for NaNs in the data, "
     "or allow for more skips.",
-    "minimum": "non-finite gradients at the smallest loss scale: the loss or its data are "
+    "non-finite gradients at the smallest loss scale: the loss or its data are "
     "non-finite in themselves, and no loss scale can help.",
-    "derivatives": "non-finite derivatives of the network: the data hold NaNs, or derivatives "
+    "non-finite derivatives of the network: the data hold NaNs, or derivatives "
     "overflow at any scale; keep more layers in float32.",
-}
+)
+_LOSS, _MINIMUM, _DERIVATIVES = range(len(_REASONS))
 
 
 def error_if_stuck(
@@ -69,13 +70,13 @@ def error_if_stuck(
             f"`{call}` needs an integer of at least 1 as `max_consecutive_skips`, got {limit!r}."
         )
     loss: Any = scaling.loss if isinstance(scaling, Scaling) else scaling
-    reason = jnp.where(getattr(loss, "at_minimum", False), 1, 0)
+    reason = jnp.where(getattr(loss, "at_minimum", False), _MINIMUM, _LOSS)
     if isinstance(scaling, Scaling):
         # The counts are those of the last step.
         lost = ~scaling.derivatives.finite(scaling.derivatives)
-        reason = jnp.where(lost, 2, reason)
+        reason = jnp.where(lost, _DERIVATIVES, reason)
     messages = [
         f"`{call}`: {limit} steps in a row were skipped, the last for {why} {_ADVICE}"
-        for why in _REASONS.values()
+        for why in _REASONS
     ]
     return eqx.branched_error_if(tree, skips >= limit, reason, messages)

@@ -1,4 +1,5 @@
-"""What several test files share: comparing PyTrees, tolerances, and looking into jaxprs."""
+"""What several test files share: comparing PyTrees, tolerances, looking into jaxprs, and the
+formula of a network."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,8 @@ import jax.extend as jex
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+
+import mpx_pde as mpx
 
 
 HALVES = ("float16", "bfloat16")
@@ -141,3 +144,21 @@ def scalar(fun: Any) -> Any:
         return sum(jnp.sum(jnp.sin(x)) for x in leaves)
 
     return loss
+
+
+def coordinate_mlp(model: Any, point: Any) -> Any:
+    """What a `CoordinateMLP` returns, from its layers as formulas: its own float32 casts would
+    round in float64."""
+    embedding = model.embedding.module
+    parts = []
+    for c, period in zip(point, embedding.periods, strict=True):
+        phase = None if period is None else 2 * np.pi / period * c
+        parts += [c] if period is None else [jnp.cos(phase), jnp.sin(phase)]
+    h = jnp.stack(parts)
+    if embedding.frequencies is not None:
+        phase = 2 * np.pi * (h @ embedding.frequencies)
+        h = jnp.concatenate([jnp.cos(phase), jnp.sin(phase)])
+    for layer in (model.first.module, *model.hidden):
+        h = model.activation.fun(h @ layer.weight + layer.bias)
+    last = model.last.module if isinstance(model.last, mpx.FullPrecision) else model.last
+    return h @ last.weight + last.bias

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import equations
+from helpers import coordinate_mlp, equations
 
 import mpx_pde as mpx
 from mpx_pde import nn
@@ -36,22 +36,7 @@ def exact_second(model, i):
     """Second derivatives in float64, by nested `jax.jvp`."""
 
     def run(leaves, x):
-        # The layers as formulas: the model's own float32 casts would round.
-        def fun(p):
-            embedding = leaves.embedding.module
-            parts = []
-            for c, period in zip(p, embedding.periods, strict=True):
-                phase = None if period is None else 2 * np.pi / period * c
-                parts += [c] if period is None else [jnp.cos(phase), jnp.sin(phase)]
-            h = jnp.stack(parts)
-            if embedding.frequencies is not None:
-                phase = 2 * np.pi * (h @ embedding.frequencies)
-                h = jnp.concatenate([jnp.cos(phase), jnp.sin(phase)])
-            last = leaves.last.module if isinstance(leaves.last, mpx.FullPrecision) else leaves.last
-            for layer in (leaves.first.module, *leaves.hidden):
-                h = leaves.activation.fun(h @ layer.weight + layer.bias)
-            return h @ last.weight + last.bias
-
+        fun = lambda p: coordinate_mlp(leaves, p)
         e = jnp.eye(2)[i]
         first = lambda p: jax.jvp(fun, (p,), (e,))[1]
         return jax.vmap(lambda p: jax.jvp(first, (p,), (e,))[1])(x)

@@ -1,12 +1,14 @@
 """The neural-operator examples run, in half precision too, and learn."""
 
+import _neural_operator as operators
 import darcy
 import jax
 import jax.numpy as jnp
 import navier_stokes
 import numpy as np
 import pytest
-from _neural_operator import Problem, Training, progress_bar
+from _neural_operator import Problem, Training
+from _progress import progress_bar
 from helpers import equations
 from rich.console import Console
 from test_docs import jax_defaults
@@ -21,7 +23,7 @@ def cache(tmp_path, monkeypatch):
     ("example", "precision"), [(darcy, "float16"), (navier_stokes, "bfloat16")]
 )
 def test_an_example_trains_and_draws(example, precision, monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(example, "TEST_SAMPLES", 2)
+    monkeypatch.setattr(operators, "TEST_SAMPLES", 2)
     with jax_defaults():
         results = example.main(
             [precision],
@@ -74,7 +76,7 @@ def training():
 
 
 def test_a_half_precision_training_learns(training):
-    with progress_bar(Console(quiet=True)) as progress:
+    with progress_bar(Console(quiet=True), 9) as progress:
         result = training(0, progress)
         again = training(0, progress)
         other = training(1, progress)

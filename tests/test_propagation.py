@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import coordinate_mlp
 
 import mpx_pde as mpx
 from mpx_pde import nn
@@ -51,19 +52,7 @@ def exact(model):
     mlp = model.network if isinstance(model, nn.Ansatz) else model
 
     def fun(leaves, p):
-        embedding = leaves.embedding.module
-        parts = []
-        for c, period in zip(p, embedding.periods, strict=True):
-            phase = None if period is None else 2 * np.pi / period * c
-            parts += [c] if period is None else [jnp.cos(phase), jnp.sin(phase)]
-        h = jnp.stack(parts)
-        if embedding.frequencies is not None:
-            phase = 2 * np.pi * (h @ embedding.frequencies)
-            h = jnp.concatenate([jnp.cos(phase), jnp.sin(phase)])
-        for layer in (leaves.first.module, *leaves.hidden):
-            h = leaves.activation.fun(h @ layer.weight + layer.bias)
-        last = leaves.last.module if isinstance(leaves.last, mpx.FullPrecision) else leaves.last
-        h = h @ last.weight + last.bias
+        h = coordinate_mlp(leaves, p)
         return form(p, h) if isinstance(model, nn.Ansatz) else h
 
     def run(leaves, x):

@@ -61,8 +61,8 @@ def over(values: list[float], baseline: list[float]) -> str:
     return f"**{statistics.median(values) / statistics.median(baseline):.3f}** ({by_seed})"
 
 
-def number(values: list[float], digits: int = 4) -> str:
-    return f"{statistics.median(values):.{digits}f}"
+def number(values: list[float]) -> str:
+    return f"{statistics.median(values):.4f}"
 
 
 def name(precision: str, stabilizer: str | None) -> str:
