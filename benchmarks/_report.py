@@ -5,6 +5,7 @@ import os
 import platform
 import re
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+
+from ._rivals import RIVALS
 
 
 def _version(package: str) -> str | None:
@@ -156,6 +159,8 @@ class Report:
         """Writes the file."""
         folder.mkdir(parents=True, exist_ok=True)
         path = self.path(folder)
-        content = {"benchmark": self.name, "environment": self.environment, **self.sections}
+        rivals = {RIVALS[name]: _version(RIVALS[name]) for name in RIVALS if name in sys.modules}
+        environment = {**self.environment, **rivals}
+        content = {"benchmark": self.name, "environment": environment, **self.sections}
         path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         return path
