@@ -138,10 +138,15 @@ def step(
         keep_full=(False, precision != NAIVE),  # cast the network, not the collocation points
     )(model, points)
     model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
+    average = running_average(average, model, finite, rate)
+    return State(model, opt_state, scaling, average), (value, finite)
+
+
+def running_average(average: Any, model: Any, finite: Bool[Array, ""], rate: float) -> Any:
+    """The average of the weights moved towards the model, unless the step was skipped."""
     arrays, static = eqx.partition(average, eqx.is_inexact_array)
     moved = optax.incremental_update(eqx.filter(model, eqx.is_inexact_array), arrays, rate)
-    average = eqx.combine(mpx.select_tree(finite, moved, arrays), static)
-    return State(model, opt_state, scaling, average), (value, finite)
+    return eqx.combine(mpx.select_tree(finite, moved, arrays), static)
 
 
 def compute_dtype(precision: str) -> str:
@@ -191,6 +196,24 @@ def loss_scaling(scaling: Any) -> Any:
     return scaling.loss if isinstance(scaling, mpx.Scaling) else scaling
 
 
+def initial(
+    problem: Problem, precision: str, *, mode: str, steps: int, learning_rate: float, seed: int
+) -> tuple[State, optax.GradientTransformation, PRNGKeyArray]:
+    """The state before the first step, the optimizer, and a key for the points."""
+    model_key, key = jax.random.split(jax.random.key(seed))
+    model = problem.network(model_key)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, int(WARM_UP * steps), steps)
+    optimizer = problem.optimizer(schedule)
+    loss_scale = mpx.DynamicLossScaling(problem.loss_scale)
+    if precision == NAIVE:
+        model, scaling = without_protection(model), loss_scale
+    else:
+        with mpx.half_precision("bfloat16" if precision == "bfloat16" else "float16"):
+            scaling = mpx.Scaling(loss_scale, problem.derivatives(model, mode))
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    return State(model, opt_state, scaling, average=model), optimizer, key
+
+
 def train(
     problem: Problem,
     precision: str,
@@ -209,18 +232,9 @@ def train(
     """
     calls = math.ceil(steps / STEPS_PER_CALL)
     steps = calls * STEPS_PER_CALL
-    model_key, key = jax.random.split(jax.random.key(seed))
-    model = problem.network(model_key)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, int(WARM_UP * steps), steps)
-    optimizer = problem.optimizer(schedule)
-    loss_scale = mpx.DynamicLossScaling(problem.loss_scale)
-    if precision == NAIVE:
-        model, scaling = without_protection(model), loss_scale
-    else:
-        with mpx.half_precision("bfloat16" if precision == "bfloat16" else "float16"):
-            scaling = mpx.Scaling(loss_scale, problem.derivatives(model, mode))
-    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    state = State(model, opt_state, scaling, average=model)
+    state, optimizer, key = initial(
+        problem, precision, mode=mode, steps=steps, learning_rate=learning_rate, seed=seed
+    )
     choose_points = eqx.filter_jit(problem.points)
 
     task = progress.add_task(precision, total=steps, loss="compiling")
@@ -245,7 +259,7 @@ def train(
         arrays, record = jax.block_until_ready(run_steps(arrays, points))
         seconds += time.perf_counter() - start
         records.append(jax.tree.map(np.asarray, record))
-        if isinstance(scaling, mpx.Scaling) and run_steps is in_half:
+        if isinstance(state.scaling, mpx.Scaling) and run_steps is in_half:
             told = mpx.derivatives.telemetry(eqx.combine(arrays, static).scaling)
             history.append(jax.tree.map(np.asarray, told))
         progress.update(task, advance=STEPS_PER_CALL, loss=f"loss {records[-1][0].mean():.1e}")

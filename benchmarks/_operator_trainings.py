@@ -1,0 +1,95 @@
+"""The Navier–Stokes operator of `examples/`, trained by every rival."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._examples import load_example
+from ._trainings import Moment, Training, timed
+
+
+_operators: Any = load_example("_neural_operator")
+_navier_stokes: Any = load_example("navier_stokes")
+
+
+class Size(NamedTuple):
+    """Data, network and steps."""
+
+    samples: int
+    finest: int  # grid of the data; that of the training is half as fine
+    modes: int
+    channels: int
+    steps: int
+    every: int  # steps between two moments; a multiple of those in one compiled call
+
+
+SIZES = {
+    "quick": Size(16, 32, 8, 8, 20, 10),
+    "small": Size(400, 64, 12, 16, 600, 20),
+    "full": Size(2000, 256, 32, 64, 3000, 50),
+}
+
+
+class Problem(NamedTuple):
+    """Fields, and the size of the operator that is to learn them."""
+
+    data: Any
+    size: Size
+
+    def error(self, predict: Callable[[np.ndarray], np.ndarray]) -> float:
+        """Relative L2 error of the test samples."""
+        resolution, (inputs, _) = next(iter(self.data.tests.items()))
+        return _operators.test_errors(self.data, resolution, predict(inputs))["l2"]
+
+
+def make_problem(size: Size) -> Problem:
+    data = _navier_stokes.problem(size.samples, (2,), finest=size.finest)
+    return Problem(data, size)
+
+
+def in_jax(
+    problem: Problem, seed: int, *, precision: str, method: str, matmul: str = "highest"
+) -> Training:
+    """The training of `examples/_neural_operator.py` in one precision, by FFT or by matrices."""
+    size = problem.size
+    with jax.default_matmul_precision(matmul):
+        training = _operators.Training(
+            problem.data,
+            precision,
+            steps=size.steps,
+            loss="l2",
+            hidden_channels=size.channels,
+            modes=size.modes,
+            method=method,
+        )
+    indices = jnp.asarray(training.indices(seed))
+    arrays = eqx.filter(training.initial(seed), eqx.is_array)
+
+    def moment(done, seconds, arrays):
+        predict = lambda inputs: np.asarray(training.predict(arrays, inputs), np.float32)
+        return Moment(done, seconds, partial(problem.error, predict))
+
+    calls, seconds = size.every // _operators.STEPS_PER_CALL, 0.0
+    yield moment(0, seconds, arrays)
+    for first in range(0, len(indices), calls):
+        for index in indices[first : first + calls]:
+            (arrays, _), taken = timed(training.run_steps, arrays, training.data, index)
+            seconds += taken
+        yield moment((first + calls) * _operators.STEPS_PER_CALL, seconds, arrays)
+
+
+def rivals(on_gpu: bool) -> dict[str, Callable[[Problem, int], Training]]:
+    """By name, what trains a problem from a seed."""
+    plain = partial(in_jax, precision="float32", method="fft")
+    return {
+        "float32, FFT": plain,
+        **({"TF32, FFT": partial(plain, matmul="tensorfloat32")} if on_gpu else {}),
+        "mpx_pde, float32": partial(in_jax, precision="float32", method="dft"),
+        "mpx_pde, float16": partial(in_jax, precision="float16", method="dft"),
+        "mpx_pde, bfloat16": partial(in_jax, precision="bfloat16", method="dft"),
+    }

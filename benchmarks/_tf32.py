@@ -1,0 +1,45 @@
+"""TF32 where there is none: the arithmetic of an NVIDIA GPU's default float32 product, without its
+speed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Literal
+
+from mpx_pde._jaxpr import bodies_of, is_container, own_bind, rebind
+
+
+PRODUCTS = ("dot_general", "mixed_dot_general")
+
+
+def emulate_tf32(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun` of PyTrees of arrays, with the operands of all products rounded to the 10 bits of TF32.
+
+    Derivatives are taken inside `fun`, so that their products are rounded like all others.
+    """
+
+    def rounded(*args):
+        closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+        out = _evaluate(closed, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+    return rounded
+
+
+def _evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
+    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
+    values |= dict(zip(closed.jaxpr.invars, args, strict=True))
+    read = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]
+    for eqn in closed.jaxpr.eqns:
+        inputs = [read(atom) for atom in eqn.invars]
+        if is_container(eqn):
+            bodies = [lambda *xs, body=body: _evaluate(body, *xs) for body in bodies_of(eqn)]
+            outputs = rebind(eqn, inputs, bodies)
+        else:
+            if eqn.primitive.name in PRODUCTS:
+                inputs = [lax.reduce_precision(x, 8, 10) for x in inputs]
+            outputs = own_bind(eqn, inputs)
+        values |= dict(zip(eqn.outvars, outputs, strict=True))
+    return [read(atom) for atom in closed.jaxpr.outvars]
