@@ -1,7 +1,8 @@
 """Runs a benchmark: `python -m benchmarks NAME [--out DIR] [--quick] [options of NAME]`.
 
-`python -m benchmarks tables` writes the tables of README and documentation anew from
-`results/*.json`; with `--check` it only says which are out of date.
+`python -m benchmarks level LEVEL` runs all that a CPU, compilers without their devices, or a GPU
+can answer. `python -m benchmarks tables` writes the tables of README and documentation anew from
+`results/*.json`, and draws the figures; with `--check` it only says which are out of date.
 """
 
 import argparse
@@ -48,18 +49,26 @@ def _without_out(argv: list[str]) -> list[str]:
 def main(argv: list[str]) -> int:
     known = questions()
     listing = "\n".join(f"  {name:<12} {question}" for name, question in known.items())
-    usage = "python -m benchmarks NAME [--out DIR] [--quick] [options of NAME]"
+    usage = (
+        "python -m benchmarks NAME [--out DIR] [--quick] [options of NAME]\n"
+        "python -m benchmarks level cpu|deviceless|gpu [--help]\n"
+        "python -m benchmarks tables [--check]"
+    )
     if not argv or argv[0] in ("-h", "--help"):
         print(f"{usage}\n\n{listing}")
         return 0
     name = argv[0]
     if name == "tables":
-        from ._tables import stale
+        from . import _figures, _tables
 
         check = argv[1:] == ["--check"]
-        pages = stale(write=not check)
+        pages = _tables.stale(write=not check) + _figures.stale(write=not check)
         print("\n".join(f"{'stale' if check else 'written'}: {page}" for page in pages))
         return int(check and bool(pages))
+    if name == "level":
+        from ._levels import run_level
+
+        return run_level(argv[1:])
     if name not in known:
         print(f"There is no benchmark `{name}`. {usage}\n\n{listing}", file=sys.stderr)
         return 2

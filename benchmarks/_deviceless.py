@@ -43,8 +43,11 @@ _TARGETS = {
     "cpu": _Target("CPU", "cpu", "", (), ""),
     "h100": _Target("H100", "cuda", "1x1x1", _CUDA, "jax[cuda12]"),
     "h100x4": _Target("4 × H100", "cuda", "1x1x4", _CUDA, "jax[cuda12]"),
+    "h100x8": _Target("8 × H100", "cuda", "1x1x8", _CUDA, "jax[cuda12]"),
     "v5e": _Target("TPU v5e", "tpu", "v5e:1x1", ("libtpu",), "jax[tpu]"),
     "v5ex4": _Target("4 × TPU v5e", "tpu", "v5e:2x2", ("libtpu",), "jax[tpu]"),
+    "v5ex16": _Target("16 × TPU v5e", "tpu", "v5e:4x4", ("libtpu",), "jax[tpu]"),
+    "v5ex64": _Target("64 × TPU v5e", "tpu", "v5e:8x8", ("libtpu",), "jax[tpu]"),
 }
 
 CUBLAS = {"xla_gpu_enable_triton_gemm": False}
@@ -52,7 +55,8 @@ CUBLAS = {"xla_gpu_enable_triton_gemm": False}
 device to tune on."""
 
 TARGETS = tuple(_TARGETS)
-"""`cpu` (this machine), one or four H100s, one TPU v5e or four of them."""
+"""`cpu` (this machine), an H100, four or eight of them in one host, a TPU v5e, or a slice of 4, 16
+or 64 of them."""
 
 
 def title(target: str) -> str:
@@ -96,7 +100,10 @@ def devices(target: str) -> tuple[Any, ...]:
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    return tuple(get_topology_desc(platform="tpu", topology_name=spec.topology).devices)
+    # Older versions of libtpu take a host to have four chips, and reject a topology of one.
+    bounds = {"chips_per_host_bounds": (1, 1, 1)} if spec.topology.endswith(":1x1") else {}
+    found = get_topology_desc(platform="tpu", topology_name=spec.topology, **bounds)
+    return tuple(found.devices)
 
 
 def _cuda_devices(topology: str) -> tuple[Any, ...]:

@@ -16,6 +16,9 @@ from ._trainings import Moment, Training, timed
 _operators: Any = load_example("_neural_operator")
 _navier_stokes: Any = load_example("navier_stokes")
 
+FACTORS = (3.0, 1.2, 1.05)
+"""Errors to be reached, in units of the final error of float32."""
+
 
 class Size(NamedTuple):
     """Data, network and steps."""

@@ -58,6 +58,14 @@ class Timing(NamedTuple):
     upper: float
     rounds: int
 
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> "Timing":
+        """From one number for each round."""
+        if len(seconds) == 1:
+            return cls(seconds[0], seconds[0], seconds[0], 1)
+        lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
+        return cls(median, lower, upper, len(seconds))
+
     def __str__(self) -> str:
         unit, name = (1e3, "ms") if self.median < 1 else (1.0, "s")
         low, mid, high = (f"{x * unit:.4g}" for x in (self.lower, self.median, self.upper))
@@ -93,14 +101,7 @@ def interleave(
                 out = rivals[name]()
             jax.block_until_ready(out)
             seconds[name].append((time.perf_counter() - begin) / calls)
-    timings = {}
-    for name, values in seconds.items():
-        if len(values) > 1:
-            lower, median, upper = statistics.quantiles(values, n=4, method="inclusive")
-        else:
-            lower = median = upper = values[0]
-        timings[name] = Timing(median, lower, upper, rounds)
-    return timings
+    return {name: Timing.of(values) for name, values in seconds.items()}
 
 
 def _cell(value: Any) -> str:

@@ -19,25 +19,14 @@ import jax.numpy as jnp
 
 import mpx_pde as mpx
 
+from ._cavity import residuals
 from ._deviceless import TARGETS, TargetUnavailable, compile_for, title
 from ._report import Report
 
 
-TERMS = ["u", "v", *(f"{f}_{d}" for f in "uvp" for d in ("x", "y")), "u_xx", "u_yy", "v_xx", "v_yy"]
 PRECISIONS = ("float32", "float16", "bfloat16")
 MARK = 0.62
 """What the step in half may take of the float32 one."""
-
-
-def residuals(model, points, *, derivatives, propagate, viscosity=0.01):
-    """Mean squared residuals of steady Navier–Stokes."""
-    fun = model if propagate else lambda p: model(p)
-    terms = mpx.partials(fun, TERMS, coords="xy", outputs="uvp", scaling=derivatives)
-    d = jax.vmap(terms)(points)
-    mass = d["u_x"] + d["v_y"]
-    x = d["u"] * d["u_x"] + d["v"] * d["u_y"] + d["p_x"] - viscosity * (d["u_xx"] + d["u_yy"])
-    y = d["u"] * d["v_x"] + d["v"] * d["v_y"] + d["p_y"] - viscosity * (d["v_xx"] + d["v_yy"])
-    return jnp.mean(mass**2 + x**2 + y**2)
 
 
 def gradient(precision, propagate):

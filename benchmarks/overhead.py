@@ -1,17 +1,21 @@
-"""What do the wrappers cost? The library's training step against the same step written by hand.
+"""What do the wrappers cost? The step of each library against the same step written by hand.
 
-Three rivals train the same network with Adam:
+The rivals train the same network with Adam (their steps are in `_steps.py`):
 
 - `by hand`: casts, float32 loss times the scale, gradients unscaled in float32, the check for
   non-finite values, the select and the update of the scale, all spelled out;
 - `mpx_pde`: `filter_value_and_grad`, `optimizer_update` and `DynamicLossScaling`;
-- `float32`: the plain step, for reference.
+- `jmp`: its policy, `DynamicLossScale`, `all_finite` and `select_tree`, as its README has them;
+- `MPX` (mixed-precision-for-JAX): its `filter_value_and_grad` and `optimizer_update`;
+- `float32`: the plain step, for reference; on a GPU at the highest precision, with TF32 beside it.
 
 The first two should compile to the same program. So they are compared by what XLA made of them
 (operations, kernels, flops, bytes, memory), on this CPU and, where the compilers are installed,
-for an H100 and a TPU v5e that need not be here; these numbers repeat exactly. Times are only
-taken where the step really runs. With `--check` the exit status is 1 if a count differs by more
-than 1 % or a step is traced twice.
+for an H100 and a TPU v5e that need not be here; these numbers repeat exactly. The programs of jmp
+and MPX differ by design: neither caps the scale nor counts skipped steps, and MPX casts outside
+of what is differentiated. Times are only taken where the step really runs. With `--check` the exit
+status is 1 if a count of `mpx_pde` differs from that of `by hand` by more than 1 %, or one of the
+two is traced twice.
 """
 
 import argparse
@@ -23,20 +27,13 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
-
-import mpx_pde as mpx
 
 from ._deviceless import TARGETS, Compiled, TargetUnavailable, compile_for, title
 from ._report import Report, interleave
+from ._steps import MAX_SCALE, UNSCALED, note_missing, optimizer, rivals
 
 
 TOLERANCE = 0.01
-START, PERIOD = 2.0**15, 2000
-MIN_SCALE = 2.0**-24
-MAX_SCALE = {"float16": 2.0**15, "bfloat16": 2.0**127}
-
-optimizer = optax.adam(1e-3)
 
 
 def regression(model, x, y):
@@ -85,103 +82,32 @@ PROBLEMS = (
     Problem("MLP", "512 × 4, 4096 points", regression, 8, 8, 512, 4096),
     Problem("PINN", "256 × 4, 4096 points", heat, 2, "scalar", 256, 4096),
 )
-
-
-# By hand: what one would write without the library.
-
-
-class HandScaling(NamedTuple):
-    """The state of a dynamic loss scale."""
-
-    scale: jax.Array
-    counter: jax.Array
-    skipped: jax.Array
-    consecutive: jax.Array
-
-
-def hand_scaling(scale: float) -> HandScaling:
-    return HandScaling(jnp.array(scale, jnp.float32), *(jnp.array(0, jnp.int32) for _ in range(3)))
-
-
-def step_by_hand(loss, dtype, period, model, opt_state, scaling, x, y):
-    params, static = eqx.partition(model, eqx.is_inexact_array)
-
-    def scaled_loss(params):
-        half = jax.tree.map(lambda p: p.astype(dtype), params)
-        value = loss(eqx.combine(half, static), x.astype(dtype), y.astype(dtype))
-        return value * scaling.scale, value
-
-    grads, value = jax.grad(scaled_loss, has_aux=True)(params)
-    grads = jax.tree.map(lambda g: g / scaling.scale, grads)
-    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
-
-    safe = jax.tree.map(lambda g: jnp.where(finite, g, jnp.zeros_like(g)), grads)
-    updates, new_opt_state = optimizer.update(safe, opt_state, params)
-    new_params = optax.apply_updates(params, updates)
-    keep = lambda new, old: jnp.where(finite, new, old)
-    params = jax.tree.map(keep, new_params, params)
-    opt_state = jax.tree.map(keep, new_opt_state, opt_state)
-
-    counted = scaling.counter + 1
-    grow = finite & (counted >= period)
-    grown = jnp.minimum(scaling.scale * 2, MAX_SCALE[dtype])
-    shrunk = jnp.maximum(scaling.scale / 2, MIN_SCALE)
-    skip = jnp.where(finite, 0, 1)
-    scaling = HandScaling(
-        jnp.where(finite, jnp.where(grow, grown, scaling.scale), shrunk),
-        jnp.where(finite & ~grow, counted, 0),
-        scaling.skipped + skip,
-        (scaling.consecutive + 1) * skip,
-    )
-    return eqx.combine(params, static), opt_state, scaling, value
-
-
-def step_by_library(loss, policy, model, opt_state, scaling, x, y):
-    value, scaling, finite, grads = mpx.filter_value_and_grad(loss, scaling, policy=policy)(
-        model, x, y
-    )
-    model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
-    return model, opt_state, scaling, value
-
-
-def step_in_float32(loss, model, opt_state, scaling, x, y):
-    value, grads = eqx.filter_value_and_grad(loss)(model, x, y)
-    updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(model, eqx.is_array))
-    return eqx.apply_updates(model, updates), opt_state, scaling, value
-
-
-def rivals(problem: Problem, dtype: str, scale: float = START, period: int = PERIOD) -> dict:
-    """The steps by name, each with the state of its scaling."""
-    policy = f"params=float32,compute={dtype},output=float32"
-    return {
-        "by hand": (partial(step_by_hand, problem.loss, dtype, period), hand_scaling(scale)),
-        "mpx_pde": (
-            partial(step_by_library, problem.loss, policy),
-            mpx.DynamicLossScaling(scale, period=period),
-        ),
-        "float32": (partial(step_in_float32, problem.loss), hand_scaling(1.0)),
-    }
+GPU_PROBLEMS = (
+    *PROBLEMS,
+    Problem("MLP", "2048 × 4, 16384 points", regression, 8, 8, 2048, 16_384),
+    Problem("PINN", "1024 × 4, 32768 points", heat, 2, "scalar", 1024, 32_768),
+)
 
 
 class Runner:
     """A jitted step with its own copy of the state, which counts how often it is traced."""
 
     def __init__(self, step, model, scaling):
-        arrays, static = eqx.partition(model, eqx.is_array)
         opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+        arrays, static = eqx.partition((model, opt_state, scaling), eqx.is_array)
         # A copy of its own, because each step takes over the memory of the state before it.
-        self.state = jax.tree.map(jnp.copy, (arrays, opt_state, scaling))
+        self.state = jax.tree.map(jnp.copy, arrays)
         self.traces = 0
 
-        def traced(arrays, opt_state, scaling, x, y):
+        def traced(arrays, x, y):
             self.traces += 1
-            model, *rest = step(eqx.combine(arrays, static), opt_state, scaling, x, y)
-            return eqx.filter(model, eqx.is_array), *rest
+            *state, value = step(*eqx.combine(arrays, static), x, y)
+            return eqx.filter(tuple(state), eqx.is_array), value
 
-        self.step = jax.jit(traced, donate_argnums=(0, 1, 2))
+        self.step: Any = jax.jit(traced, donate_argnums=0)
 
     def __call__(self, x, y) -> jax.Array:
-        *self.state, value = self.step(*self.state, x, y)
+        self.state, value = self.step(self.state, x, y)
         return value
 
     @property
@@ -212,7 +138,7 @@ def compare_programs(report: Report, problem: Problem, target: str, dtype: str) 
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     where = {"problem": problem.name, "size": problem.size, "target": target, "dtype": dtype}
     programs = {}
-    for name, (step, scaling) in rivals(problem, dtype).items():
+    for name, (step, scaling) in rivals(problem.loss, dtype).items():
         args = (model, opt_state, scaling, x, y)
         programs[name] = compile_for(target, step, *args, donate=(0, 1, 2))
         report.record("programs", **where, step=name, **counts(programs[name]))
@@ -234,11 +160,13 @@ def count_traces(report: Report, problem: Problem, dtype: str, steps: int) -> li
     model, x, y = problem.make()
     broken = jnp.full_like(y, jnp.inf)
     wrong = []
-    for name, (step, scaling) in rivals(problem, dtype, scale=2.0**12, period=steps // 10).items():
+    for name, (step, scaling) in rivals(
+        problem.loss, dtype, scale=2.0**12, period=steps // 10
+    ).items():
         runner = Runner(step, model, scaling)
         scales = [runner.scale]
         for i in range(steps):
-            overflow = name != "float32" and i % (steps // 3) == steps // 4
+            overflow = name not in UNSCALED and i % (steps // 3) == steps // 4
             runner(x, broken if overflow else y)
             scales.append(runner.scale)
         pairs = list(itertools.pairwise(scales))
@@ -253,9 +181,11 @@ def count_traces(report: Report, problem: Problem, dtype: str, steps: int) -> li
             shrunk=shrunk,
             traces=runner.traces,
         )
+        if name not in ("by hand", "mpx_pde"):
+            continue
         if runner.traces != 1:
             wrong.append(f"{problem.name}: {name} was traced {runner.traces} times")
-        if name != "float32" and not (grown and shrunk):
+        if not (grown and shrunk):
             wrong.append(f"{problem.name}: {name} saw {grown} growths and {shrunk} overflows")
     return wrong
 
@@ -265,7 +195,7 @@ def take_times(report: Report, problem: Problem, dtype: str, rounds: int, steps:
     model, x, y = problem.make()
     runners = {
         name: Runner(step, model, scaling)
-        for name, (step, scaling) in rivals(problem, dtype).items()
+        for name, (step, scaling) in rivals(problem.loss, dtype).items()
     }
     values = {}
     for name, runner in runners.items():
@@ -281,7 +211,7 @@ def take_times(report: Report, problem: Problem, dtype: str, rounds: int, steps:
             "times",
             problem=problem.name,
             size=problem.size,
-            dtype=dtype if name != "float32" else "float32",
+            dtype=name if name in UNSCALED else dtype,
             step=name,
             seconds=times[name],
             over_by_hand=times[name].median / times["by hand"].median,
@@ -351,7 +281,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
-    problems = PROBLEMS[:2] if args.quick else PROBLEMS
+    note_missing(report)
+    everything = GPU_PROBLEMS if jax.default_backend() == "gpu" else PROBLEMS
+    problems = PROBLEMS[:2] if args.quick else everything
     wrong = []
     for target in args.targets.split(","):
         try:

@@ -1,11 +1,10 @@
 """How long does it take to reach an error? Every rival trains the same problem: error against time.
 
-`cavity` is the physics-informed network of `examples/lid_driven_cavity.py` (with Adam, as PyTorch
-has it too), `navier_stokes` the operator of `examples/navier_stokes.py`. Network, initial weights,
-points or batches, optimizer and steps are the same for all rivals; the error is the example's,
-against its reference: on the centre lines of the cavity, of the test samples of the operator. The
-rivals take turns. Seconds are those of the steps alone: compilation stands beside them, the
-evaluation of errors is not counted.
+`cavity` is the physics-informed network of `examples/lid_driven_cavity.py`, `navier_stokes` the
+operator of `examples/navier_stokes.py`. Network, initial weights, points or batches, optimizer and
+steps are the same for all rivals; the error is the example's, against its reference: on the centre
+lines of the cavity, of the test samples of the operator. The rivals take turns. Seconds are those
+of the steps alone: compilation stands beside them, the evaluation of errors is not counted.
 
 On a CPU, `TF32, emulated` rounds the operands of all products as a GPU does: its errors are those
 of TF32, but the time it takes says nothing. Nor is half precision any faster there than float32,
@@ -25,8 +24,6 @@ from ._trainings import Moment, Training, first_below, take_turns
 
 
 PROBLEMS: dict[str, Any] = {"cavity": _cavity_trainings, "navier_stokes": _operator_trainings}
-FACTORS = (10.0, 3.0, 1.1)
-"""Levels of the table, in units of the final error of float32."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,13 +75,13 @@ def follow(report: Report, problem: Any, seed: int, rivals: dict[str, Any]) -> l
     return list(records.values())
 
 
-def row(record: dict[str, Any], final: float) -> list[Any]:
-    """For each level the seconds to it and, in brackets, the steps."""
+def row(record: dict[str, Any], levels: list[float]) -> list[Any]:
+    """For each error to be reached the seconds to it and, in brackets, the steps."""
     errors = record["errors"]
     cells = []
-    for factor in FACTORS:
-        steps = first_below(errors, record["steps"], factor * final)
-        seconds = first_below(errors, record["seconds"], factor * final)
+    for level in levels:
+        steps = first_below(errors, record["steps"], level)
+        seconds = first_below(errors, record["seconds"], level)
         told = f"{seconds:.1f} s" if record["time_measured"] and steps is not None else "–"
         cells.append(f"{told} ({steps:,})" if steps is not None else "never")
     ms = 1000 * record["seconds"][-1] / record["steps"][-1]
@@ -100,16 +97,16 @@ def run(report: Report, args: argparse.Namespace) -> int:
     problem = module.make_problem(module.SIZES[size])
     rivals = module.rivals(on_gpu)
     chosen = {name: rivals[name] for name in args.rivals or rivals}
-    report.record("size", name=size, **module.SIZES[size]._asdict())
-    rows = []
+    report.record("size", name=size, factors=module.FACTORS, **module.SIZES[size]._asdict())
+    rows, levels = [], [f"{factor:g}×" for factor in module.FACTORS]
     for seed in args.seeds:
         records = follow(report, problem, seed, chosen)
         report.save(args.out)
         final = next((r["errors"][-1] for r in records if r["rival"].startswith("float32")), 1.0)
-        rows += [row(record, final) for record in records]
+        rows += [row(record, [f * final for f in module.FACTORS]) for record in records]
     report.table(
         f"{args.problem}: seconds (steps) to an error of so many times that of float32 at the end",
-        ["rival", "seed", "final error", "ms/step", "start, s", *(f"{f:g}×" for f in FACTORS)],
+        ["rival", "seed", "final error", "ms/step", "start, s", *levels],
         rows,
     )
     return 0

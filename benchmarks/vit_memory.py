@@ -37,7 +37,7 @@ def abstract_step(vit: Any, size: Any) -> tuple[Any, Any, Any]:
     return optimizer, state, vit.Batch(images, jax.ShapeDtypeStruct((size.batch,), jnp.int32))
 
 
-def _products(program: Compiled) -> dict[str, int]:
+def products_by_kind(program: Compiled) -> dict[str, int]:
     """How many products of each kind, such as `"forward f16 × f16"`."""
     out: dict[str, int] = {}
     for product, count in program.products().items():
@@ -57,7 +57,7 @@ def memory(report: Report, vit: Any, size: Any, precisions: Sequence[str]) -> No
             report.note(str(e))
             return
         float32 = float32 or program.temp_bytes  # the first
-        products = _products(program)
+        products = products_by_kind(program)
         report.record(
             "memory",
             precision=precision,

@@ -238,7 +238,7 @@ def train(
     choose_points = eqx.filter_jit(problem.points)
 
     task = progress.add_task(precision, total=steps, loss="compiling")
-    points = choose_points(model, key)
+    points = choose_points(state.model, key)
 
     def program(precision):
         run_step = partial(step, problem, optimizer, precision, 10 / steps)

@@ -37,6 +37,7 @@ from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -206,12 +207,16 @@ def _reference(turbulence: str) -> tuple[np.ndarray, np.ndarray]:
     return center_lines(S, 1 / NU, turbulence=turbulence != "none")
 
 
+@eqx.filter_jit
+def _at(fields: Any, points: Float[Array, "n 2"]) -> Float[Array, "n 3"]:
+    return jax.vmap(fields)(points)
+
+
 def lines(fields: Any, y: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """u at (1/2, y) and v at (x, 1/2)."""
     vertical = np.stack([np.full_like(y, 0.5), y], axis=1)
     horizontal = np.stack([x, np.full_like(x, 0.5)], axis=1)
-    values = jax.jit(jax.vmap(lambda p: fields(p)))(jnp.float32(np.r_[vertical, horizontal]))
-    values = np.asarray(values, np.float64)
+    values = np.asarray(_at(fields, jnp.float32(np.r_[vertical, horizontal])), np.float64)
     return values[: len(y), 0], values[len(y) :, 1]
 
 

@@ -201,6 +201,41 @@ def test_loops_and_effects_are_not_run_twice(capfd):
     assert capfd.readouterr().out.count("once") == 1
 
 
+def evaluated_again(fun, *args):
+    jaxpr = jax.make_jaxpr(mpx.autocast(fun, "float16"))(*args)
+    return [
+        e.params["jaxpr"] for e in equations(jaxpr) if e.primitive.name in ("remat2", "checkpoint")
+    ]
+
+
+@pytest.mark.parametrize(("scales", "distinct"), [((2.0, 2.0, 2.0), 1), ((2.0, 3.0, 2.0), 2)])
+def test_layers_that_are_alike_are_traced_once(scales, distinct):
+    w, x = normal(0, (6, 6), 0.4), normal(1, (6,))
+
+    def fun(w, x):
+        for scale in scales:
+            x = w @ jax.nn.softmax(scale * (w @ x))
+        return jnp.sum(x)
+
+    *layers, _ = evaluated_again(fun, w, x)  # and the sum
+    assert len(layers) == len(scales)
+    assert len(set(map(id, layers))) == distinct
+    got, want = (jax.jit(jax.grad(f, (0, 1)))(w, x) for f in (mpx.autocast(fun, "float16"), fun))
+    assert tree_allclose(got, want, computed_in="float16")
+
+
+def test_layers_that_differ_in_a_sign_of_zero_are_not_alike():
+    w, x = normal(0, (4, 4)), normal(1, (4,))
+
+    def fun(w, x):
+        return jnp.exp(w @ x) / 0.0, jnp.exp(w @ x) / -0.0, w @ x
+
+    assert len(evaluated_again(fun, w, x)) == 2
+    above, below, _ = mpx.autocast(fun, "float16")(w, x)
+    assert jnp.all(above == jnp.inf)
+    assert jnp.all(below == -jnp.inf)
+
+
 # --- Operands that decide -------------------------------------------------------------------------
 
 

@@ -7,18 +7,25 @@ name here; nothing in it is typed by hand.
 import re
 from pathlib import Path
 
-from . import _accuracy, _operators, _pinns, _programs
+from . import _accuracy, _operators, _pinns, _programs, _rivals, _summary, _time_to_error
 from ._format import ROOT
 
 
 _BLOCK = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 TABLES = {
+    "accuracy": _summary.accuracy,
     "burgers": _pinns.burgers,
     "cavity-memory": _programs.cavity_memory,
     "collectives": _programs.collectives,
+    "compile-time": _programs.compile_time,
     "float8": _accuracy.float8,
+    "fno-memory": _rivals.fno_memory,
+    "fno-step": _rivals.fno_step,
+    "headline": _summary.headline,
     "overhead": _programs.overhead,
+    "pinn-step": _rivals.pinn_step,
+    "pinn-sweep": _rivals.pinn_sweep,
     "pinns": _pinns.pinns,
     "operators": _operators.table(_operators.precisions),
     "operators-preactivations": _operators.table(_operators.preactivations),
@@ -26,7 +33,12 @@ TABLES = {
     "operators-resolutions": _operators.table(_operators.resolutions),
     "frequencies": _operators.frequencies,
     "products": _accuracy.products,
+    "time-to-error-cavity": _time_to_error.time_to_error("cavity"),
+    "time-to-error-navier-stokes": _time_to_error.time_to_error("navier_stokes"),
+    "weak-scaling": _programs.weak_scaling,
     "vit": _accuracy.vit,
+    "vit-batches": _rivals.vit_batches,
+    "vit-step": _rivals.vit_step,
     "vit_memory": _programs.vit_memory,
     "spectral-layers": _accuracy.spectral_layers,
     "spectral-models": _programs.spectral_models,

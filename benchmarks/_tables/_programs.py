@@ -7,7 +7,7 @@ def overhead() -> str:
     data = load("overhead-cpu")
     rows = []
     for program in data["programs"]:
-        if program["step"] != "mpx_pde":
+        if program["step"] in ("by hand", "float32"):
             continue
         key = {k: program[k] for k in ("problem", "size", "target", "dtype")}
         [by_hand] = [
@@ -23,17 +23,21 @@ def overhead() -> str:
             [
                 f"{program['problem']} {program['size']}",
                 program["target"],
+                program["step"],
                 *(ratio(f) for f in ("operations", "bytes_accessed", "temp_bytes")),
             ]
         )
-    columns = ["problem", "compiled for", "operations", "bytes accessed", "temp memory"]
+    columns = ["problem", "compiled for", "step", "operations", "bytes accessed", "temp memory"]
     return f"{markdown(columns, rows)}\n\n{source(data)}\n"
 
 
 def collectives() -> str:
-    data = load("collectives-cpu")
+    """Of the cavity on four devices."""
+    data = load("weak_scaling-cpu")
     rows = []
     for step in data["steps"]:
+        if step.get("problem", "cavity") != "cavity" or not step["target"].startswith("4 × "):
+            continue
         sent = {}
         for kind, traffic in step["collectives"].items():
             name, dtype = kind.split()
@@ -60,6 +64,38 @@ def collectives() -> str:
         "reduce-scatter, KiB",
         "all-reduce, KiB",
     ]
+    return f"{markdown(columns, rows)}\n\n{source(data)}\n"
+
+
+def weak_scaling() -> str:
+    data = load("weak_scaling-cpu")
+    names = {"cavity": "cavity", "fno": "FNO"}
+    # Only where there is one device to compare with.
+    steps = [s for s in data["steps"] if s.get("temp_over_one") and s["devices"] > 1]
+    targets = list(dict.fromkeys(s["target"] for s in steps))
+    lines: dict[tuple[str, ...], dict[str, str]] = {}
+    for s in steps:
+        key = names[s["problem"]], s["layout"], s["precision"], s["sum_dtype"] or "float32"
+        sent = f"{s['wire_bytes'] / 2**10:,.0f} KiB"
+        memory = f"{s['temp_over_one']:.2f} + {s['argument_over_one']:.2f}"
+        lines.setdefault(key, {})[s["target"]] = f"{sent}; {memory}"
+    rows = [[*key, *(cells.get(t, "–") for t in targets)] for key, cells in lines.items()]
+    columns = ["network", "layout", "precision", "sums in", *targets]
+    return f"{markdown(columns, rows)}\n\n{source(data)}\n"
+
+
+def compile_time() -> str:
+    data = load("compile_time-cpu")
+    rows = []
+    for b in data["builds"]:
+        if "failed" in b:
+            rows.append([b["problem"], b["step"], b["failed"], *["–"] * 5])
+            continue
+        seconds = (f"{b[stage]['median']:.2f}" for stage in ("trace", "lower", "compile"))
+        ratio, error = f"{b['trace_over_by_hand']:.2f}", f"{b['loss_error']:.1e}"
+        rows.append([b["problem"], b["step"], *seconds, ratio, f"{b['equations']:,}", error])
+    columns = ["network", "step", "trace, s", "lower, s", "compile, s"]
+    columns += ["trace over by hand", "equations", "first loss against float32"]
     return f"{markdown(columns, rows)}\n\n{source(data)}\n"
 
 

@@ -1,6 +1,6 @@
 """The interpreter: evaluates a jaxpr that was traced in float32 by the rules of a policy."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -31,7 +31,7 @@ from .._jaxpr import (
 )
 from . import tables
 from ._rules import Kind, Policy, Rule, decide, feeding
-from ._segments import Segment, pays, segments_of
+from ._segments import Segment, pays, segments_of, signature
 from ._values import FULL, Value, computed, constant
 
 
@@ -59,11 +59,12 @@ class Evaluator:
             env[var] = constant(const, var.aval, policy)
 
         _, magnified, segments = self._plan(jaxpr)
+        alike: dict[Hashable, tuple[Callable[..., list], list[Kind]]] = {}
         i = 0
         while i < len(jaxpr.eqns):
             segment = segments.get(i)
             if segment and pays([env[v] for v in segment.inputs], policy):
-                self._segment(jaxpr, segment, env, scopes, magnified)
+                self._segment(jaxpr, segment, env, scopes, magnified, alike)
                 i = segment.stop
             else:
                 self._equations(jaxpr, i, i + 1, env, scopes, magnified)
@@ -87,10 +88,21 @@ class Evaluator:
                 out = self._equation(eqn, operands, scopes, i in magnified)
             env.update(zip(eqn.outvars, out, strict=True))
 
-    def _segment(self, jaxpr, segment, env, scopes, magnified) -> None:
-        """The same for equations that the backward pass evaluates again."""
+    def _segment(self, jaxpr, segment, env, scopes, magnified, alike) -> None:
+        """The same for equations that the backward pass evaluates again. Segments that are alike
+        are traced, differentiated and transposed once."""
         entering = {v: env[v] for v in segment.inputs}
         arrays = [x.native for x in entering.values() if x.kind.const is None]
+        # With scopes to read or to report, each is one of its own.
+        key = object() if self.scoped else signature(jaxpr, segment, entering, magnified)
+        if key not in alike:
+            alike[key] = self._checkpointed(jaxpr, segment, entering, scopes, magnified)
+        function, out_kinds = alike[key]
+        env.update(zip(segment.outputs, self._wrap(function(*arrays), out_kinds), strict=True))
+
+    def _checkpointed(self, jaxpr, segment, entering, scopes, magnified):
+        """A segment as a function of arrays, and the kinds of its results, once it has been
+        called."""
         out_kinds: list[Kind] = []
 
         def body(*arrays):
@@ -104,8 +116,7 @@ class Evaluator:
             out_kinds[:] = [x.kind for x in out]
             return [x.native for x in out]
 
-        out = jax.checkpoint(body)(*arrays)
-        env.update(zip(segment.outputs, self._wrap(out, out_kinds), strict=True))
+        return jax.checkpoint(body), out_kinds
 
     def _multiplies(self, closed: ClosedJaxpr) -> bool:
         """Whether there is a product in a jaxpr, at any depth."""

@@ -6,9 +6,11 @@ backward pass, and with them more memory than it saves. A run of such operations
 than reading its operands, so these are kept, in half, and the run is evaluated again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
+import jax
+import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._jaxpr import bodies_of, literal
@@ -68,6 +70,37 @@ def segments_of(jaxpr: Jaxpr) -> dict[int, Segment]:
             close(start, i, full)
             start, full = i + 1, False
     close(start, len(jaxpr.eqns), full)
+    return out
+
+
+def signature(
+    jaxpr: Jaxpr, segment: Segment, entering: Mapping[Any, Value], magnified: Set[int]
+) -> Hashable:
+    """Equal for segments that are the same function of arrays of the same types, as in layers that
+    are alike. `entering` are the values of its inputs, in their order."""
+    numbers = {v: i for i, v in enumerate(entering)}
+
+    def read(atom):
+        if literal(atom):
+            return np.asarray(atom.val).tobytes(), atom.aval
+        return numbers[atom]
+
+    equations = []
+    for i in range(segment.start, segment.stop):
+        eqn = jaxpr.eqns[i]
+        operands = tuple(map(read, eqn.invars))
+        for v in eqn.outvars:
+            numbers[v] = len(numbers)
+        params = tuple(sorted(eqn.params.items()))
+        where = eqn.source_info.name_stack, eqn.ctx
+        equations.append((eqn.primitive, params, operands, len(eqn.outvars), where, i in magnified))
+    # By `repr`, because 0 and -0 are equal.
+    types = tuple((repr(x.kind), jax.typeof(x.native)) for x in entering.values())
+    out = tuple(equations), types, tuple(numbers[v] for v in segment.outputs)
+    try:
+        hash(out)
+    except TypeError:  # a parameter of an equation has no hash: like no other
+        return object()
     return out
 
 

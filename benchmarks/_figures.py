@@ -1,0 +1,117 @@
+"""The figures in README and documentation, drawn from `results/*.json`.
+
+Each is an SVG file that carries the digest of what it was drawn from: the results, and the code
+that draws. So whether it is up to date can be told without drawing it again.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ._tables._format import ROOT, load, source
+
+
+FOLDER = ROOT / "docs" / "figures"
+STYLE: Any = {
+    "svg.hashsalt": "mpx_pde",  # the same bytes for the same drawing
+    "font.size": 9,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+}
+
+
+class Line(NamedTuple):
+    color: str
+    style: str = "-"
+
+
+LINES = {
+    "float32": Line("black"),
+    "TF32": Line("tab:gray"),
+    "TF32, emulated": Line("tab:gray", "--"),
+    "casts by hand, float16": Line("tab:red"),
+    "MPX, float16": Line("tab:orange", "--"),
+    "mpx_pde, float32": Line("tab:blue", ":"),
+    "mpx_pde, float16": Line("tab:blue"),
+    "mpx_pde, bfloat16": Line("tab:purple"),
+    "PyTorch, float32": Line("tab:green", ":"),
+    "torch.amp, float16": Line("tab:green"),
+}
+
+
+def _curves(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Of the first seed, those that trained."""
+    return [
+        c for c in data["curves"] if "failed" not in c and c["seed"] == data["curves"][0]["seed"]
+    ]
+
+
+def error_against_time(figure: Any, data: dict[str, Any]) -> None:
+    by_time, by_step = figure.subplots(1, 2, sharey=True)
+    for curve in _curves(data):
+        color, style = LINES[curve["rival"]]
+        options = {"color": color, "linestyle": style}
+        by_step.semilogy(curve["steps"][1:], curve["errors"][1:], **options)
+        label = curve["rival"]
+        if curve["time_measured"]:
+            by_time.semilogy(curve["seconds"][1:], curve["errors"][1:], label=label, **options)
+        else:
+            by_time.plot([], label=f"{label}: time not measured", **options)
+    by_time.set(xlabel="seconds of training", ylabel="relative L2 error")
+    by_step.set(xlabel="steps")
+    by_time.legend(fontsize="small")
+    env = data["environment"]
+    where = f"{env['device']}, {env['cpu_count']} cores"
+    figure.suptitle(f"Physics-informed network of a lid-driven cavity; {where}", fontsize="medium")
+
+
+class Figure(NamedTuple):
+    draw: Callable[[Any, Any], None]
+    results: str  # the name of the JSON file
+    size: tuple[float, float] = (8.0, 3.4)
+
+    def digest(self, data: dict[str, Any]) -> str:
+        code = Path(__file__).read_text(encoding="utf-8")
+        return hashlib.sha256((json.dumps(data) + code).encode()).hexdigest()[:16]
+
+
+FIGURES: dict[str, Figure] = {
+    "error-against-time": Figure(error_against_time, "time_to_error-cavity-cpu"),
+}
+
+
+def drawn_from(path: Path) -> str | None:
+    """The digest in a file."""
+    if not path.exists():
+        return None
+    found = re.search(r"drawn from ([0-9a-f]{16})", path.read_text(encoding="utf-8"))
+    return found[1] if found else None
+
+
+def save(figure: Figure, data: dict[str, Any], path: Path) -> None:
+    import matplotlib
+    from matplotlib.figure import Figure as Canvas
+
+    with matplotlib.rc_context(STYLE):
+        canvas = Canvas(figsize=figure.size, layout="constrained")
+        figure.draw(canvas, data)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        told = f"drawn from {figure.digest(data)}: {source(data)}"
+        canvas.savefig(path, metadata={"Description": told, "Date": None})
+
+
+def stale(write: bool) -> list[Path]:
+    """The figures that differ from the results; with `write`, draws them anew."""
+    found = []
+    for name, figure in FIGURES.items():
+        data, path = load(figure.results), FOLDER / f"{name}.svg"
+        if drawn_from(path) != figure.digest(data):
+            found.append(path)
+            if write:
+                save(figure, data, path)
+    return found

@@ -1,0 +1,1 @@
+"""What PyTorch does with the problems of the benchmarks. Imported only where it is installed."""

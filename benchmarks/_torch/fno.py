@@ -1,0 +1,161 @@
+"""neuraloperator's FNO: with the weights of `mpx_pde.nn.FNO`, as a step and as a training."""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from neuralop.models import FNO
+
+from .steps import DEVICE, TorchStep, in_turn, tensor
+
+
+def _parameters(model: FNO) -> list[torch.nn.Parameter]:
+    """In the order of the leaves of `mpx_pde.nn.FNO`."""
+    mlp = lambda m: [p for layer in m.fcs for p in (layer.weight, layer.bias)]
+    blocks, out = model.fno_blocks, mlp(model.lifting)
+    for i, conv in enumerate(blocks.convs):
+        out += [conv.weight.tensor, blocks.fno_skips[i].conv.weight, conv.bias]
+        out += [*mlp(blocks.channel_mlp[i]), blocks.channel_mlp_skips[i].weight]
+    return out + mlp(model.projection)
+
+
+def _to_torch(array: Any) -> torch.Tensor:
+    """Spectral weights `[k_1, k_2, in, out, 2]` as complex `[in, out, k_1, k_2]`."""
+    x = tensor(array)
+    return torch.view_as_complex(x.permute(2, 3, 0, 1, 4).contiguous()) if x.ndim == 5 else x
+
+
+def _to_numpy(x: torch.Tensor, shape: Sequence[int]) -> np.ndarray:
+    if x.is_complex():
+        x = torch.view_as_real(x).permute(2, 3, 0, 1, 4)
+    return x.float().cpu().numpy().reshape(shape)
+
+
+def network(leaves: Sequence[Any], **options: Any) -> tuple[FNO, list[torch.nn.Parameter]]:
+    """The network, and its parameters in the order of `leaves`, the arrays of a
+    `mpx_pde.nn.FNO` of one channel in and out. `options` go to neuraloperator's."""
+    spectral = [leaf for leaf in leaves if leaf.ndim == 5]
+    modes, _, channels, _, _ = spectral[0].shape
+    model = FNO(
+        n_modes=(modes, modes),
+        in_channels=1,
+        out_channels=1,
+        hidden_channels=channels,
+        n_layers=len(spectral),
+        **options,
+    ).to(DEVICE)
+    parameters = _parameters(model)
+    with torch.no_grad():
+        for parameter, leaf in zip(parameters, leaves, strict=True):
+            parameter.copy_(_to_torch(leaf).reshape(parameter.shape))
+    # neuraloperator leaves out the activation between convolution and MLP in the last block.
+    mlps = model.fno_blocks.channel_mlp
+    mlps[-1] = torch.nn.Sequential(torch.nn.GELU(), mlps[-1])
+    return model, parameters
+
+
+def relative_l2(prediction: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    norm = lambda x: torch.linalg.vector_norm(x.float(), dim=(1, 2, 3))
+    return torch.mean(norm(prediction.float() - truth) / norm(truth))
+
+
+def relative_h1(prediction: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
+    """With the norm ‖u‖² + ‖∇u‖² on the unit torus, by central differences."""
+
+    def norm(u):
+        difference = lambda axis: torch.roll(u, -1, axis) - torch.roll(u, 1, axis)
+        slopes = [u.shape[axis] / 2 * difference(axis) for axis in (2, 3)]
+        return sum(torch.linalg.vector_norm(x, dim=(1, 2, 3)) ** 2 for x in (u, *slopes))
+
+    return torch.mean(torch.sqrt(norm(prediction.float() - truth) / norm(truth)))
+
+
+def step(
+    leaves: Sequence[Any],
+    batches: Sequence[tuple[Any, Any]],
+    learning_rate: float,
+    *,
+    half: str | None = None,
+    grad_scaler: bool = False,
+    tf32: bool = False,
+    **options: Any,
+) -> TorchStep:
+    """A step with Adam and the relative L2 loss, the data and weights being those of JAX.
+
+    neuraloperator's own trainer scales no gradients, and a `GradScaler` refuses complex ones.
+    """
+    model, parameters = network(leaves, **options)
+
+    def gradients():
+        return [_to_numpy(p.grad, x.shape) for p, x in zip(parameters, leaves, strict=True)]
+
+    return TorchStep(
+        model,
+        relative_l2,
+        torch.optim.Adam(parameters, lr=learning_rate),
+        in_turn(batches),
+        gradients,
+        half=getattr(torch, half) if half else None,
+        grad_scaler=grad_scaler,
+        tf32=tf32,
+    )
+
+
+def train(
+    leaves: Sequence[Any],
+    fields: tuple[np.ndarray, np.ndarray],
+    indices: np.ndarray,
+    learning_rates: Sequence[float],
+    callback: Callable[[float, Callable[[np.ndarray], np.ndarray]], None],
+    *,
+    every: int,
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = relative_l2,
+    half: str | None = None,
+    tf32: bool = False,
+    **options: Any,
+) -> None:
+    """Trains from the weights `leaves` as the examples train `mpx_pde.nn.FNO`.
+
+    **Arguments:**
+
+    - `leaves`: the arrays of the FNO to begin with, in the order of `jax.tree.leaves`.
+    - `fields`: inputs and outputs of the training samples.
+    - `indices`: of the samples of each step, shape `[steps, batch]`.
+    - `learning_rates`: Adam's, of each step.
+    - `callback`: called each `every` steps, and after the last, with the seconds that the steps
+        have taken by then (without those of earlier calls of it), and with a function that
+        predicts outputs, in the precision of the training.
+    - `half`: `"float16"` or `"bfloat16"` for `torch.amp`, by default float32. Gradients are not
+        scaled, as in neuraloperator's trainer.
+    - `options`: of neuraloperator's FNO.
+    """
+    model, parameters = network(leaves, **options)
+    data = [tensor(x) for x in fields]
+    batches = (tuple(x[torch.as_tensor(i, device=DEVICE)] for x in data) for i in indices)
+    half_type = getattr(torch, half) if half else None
+    take_step = TorchStep(
+        model,
+        loss,
+        torch.optim.Adam(parameters),
+        batches,
+        list,
+        half=half_type,
+        learning_rates=learning_rates,
+        tf32=tf32,
+    )
+
+    @torch.no_grad()
+    def predict(inputs):
+        with torch.autocast(DEVICE, dtype=half_type, enabled=half is not None):
+            parts = [model(part).float() for part in torch.split(tensor(inputs), indices.shape[1])]
+        return torch.cat(parts).cpu().numpy()
+
+    seconds = 0.0
+    for i in range(1, len(indices) + 1):
+        start = time.perf_counter()
+        take_step()
+        seconds += time.perf_counter() - start
+        if i % every == 0 or i == len(indices):
+            callback(seconds, predict)

@@ -1,0 +1,119 @@
+"""The laminar cavity of `examples/lid_driven_cavity.py`, trained in PyTorch."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+import torch
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from .._cavity import Layers
+from .._examples import load_example
+from .cavity import autocast, device, double_backward, layers_of, network, slopes
+
+
+cavity = load_example("lid_driven_cavity")
+
+
+def lift(points: torch.Tensor) -> torch.Tensor:
+    """The fields that have the corners and meet all boundary conditions."""
+    x, y = points.unbind(-1)
+    a, b, c, d = cavity._A, cavity._B, cavity._C, 1 - y
+
+    def corner(x):
+        angle = torch.arctan2(d, x)
+        return a + b * angle + c * angle * x / d
+
+    minus_v, u = slopes(-d * corner(x) * corner(1 - x) * y**2, points).unbind(-1)
+    left = (b * d + c * x) / (x**2 + d**2)
+    right = (b * d + c * (1 - x)) / ((1 - x) ** 2 + d**2)
+    return torch.stack([u, -minus_v, 2 * cavity.NU * (right - left)], dim=-1)
+
+
+def loss_of(d: dict[str, torch.Tensor], points: torch.Tensor) -> torch.Tensor:
+    """The loss of the example."""
+    mass = d["u_x"] + d["v_y"]
+    x = d["u"] * d["u_x"] + d["v"] * d["u_y"] + d["p_x"] - cavity.NU * d["lap_u"]
+    y = d["u"] * d["v_x"] + d["v"] * d["v_y"] + d["p_y"] - cavity.NU * d["lap_v"]
+    to_side = torch.minimum(points[:, 0], 1 - points[:, 0])
+    corner = to_side**2 + (1 - points[:, 1]) ** 2
+    near = lambda radius: (corner / radius**2).clamp(max=1)
+    return (cavity.MASS * near(0.01) * mass**2 + near(0.1) ** 2 * (x**2 + y**2)).mean()
+
+
+class Trainer:
+    """The state of a training, and its step."""
+
+    def __init__(self, layers: Layers, frequencies: np.ndarray, precision: str, steps: int):
+        self.precision = precision
+        self.frequencies = torch.tensor(frequencies, device=device())
+        self.model = network(layers)
+        self.parameters = list(self.model.parameters())
+        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(1 - 10 / steps))
+        self.optimizer = torch.optim.Adam(
+            self.parameters, betas=(0.9, 0.99), fused=device().type == "cuda"
+        )
+        self.scaler = torch.amp.GradScaler(
+            device().type, init_scale=2.0**15, enabled=precision == "float16"
+        )
+
+    def inner(self, points: torch.Tensor) -> torch.Tensor:
+        """What the network adds to the lift: only the network itself is in half precision."""
+        phase = 2 * torch.pi * (points @ self.frequencies)
+        with autocast(self.precision):
+            out = self.model(torch.cat([torch.cos(phase), torch.sin(phase)], dim=-1)).float()
+        x, y = points.unbind(-1)
+        inside = 16 * x * (1 - x) * y * (1 - y)
+        return out * torch.stack([inside, inside, torch.ones_like(inside)], dim=-1)
+
+    def step(self, points: torch.Tensor, lifted: dict[str, torch.Tensor], rate: float) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad()
+        points = points.detach().requires_grad_()
+        d = double_backward(self.inner, points, 2)
+        loss = loss_of({name: lifted[name] + value for name, value in d.items()}, points.detach())
+        self.scaler.scale(loss).backward(inputs=self.parameters)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.average.update_parameters(self.model)
+
+
+def train(
+    layers: Layers,
+    frequencies: np.ndarray,
+    points_by_call: Iterable[np.ndarray],
+    rates: Sequence[float],
+    precision: str,
+    on_call: Callable[[float, Layers], None],
+) -> None:
+    """Trains by double backward and Adam (b2 = 0.99).
+
+    **Arguments:**
+
+    - `layers`: the initial weights W and biases b of the example's network, x @ W + b.
+    - `frequencies`: its Fourier features, shape `[2, features]`, in cycles per unit of length.
+    - `points_by_call`: for each call the points of its steps, shape `[steps, batch, 2]`.
+    - `rates`: the learning rate of each step of all calls.
+    - `precision`: "float32", "TF32" (a GPU's), or "float16" or "bfloat16" by `torch.amp`, float16
+        with `GradScaler`.
+    - `on_call`: called after each call with the seconds spent on steps so far and the running
+        average of the weights, about that over the last tenth of the training.
+    """
+    torch.backends.cuda.matmul.allow_tf32 = precision == "TF32"
+    trainer = Trainer(layers, frequencies, precision, len(rates))
+    done, seconds = 0, 0.0
+    for points in points_by_call:
+        start = time.perf_counter()
+        batches = torch.tensor(points, device=device())
+        # The lift depends on no weight: its derivatives for all steps of the call are one pass.
+        every = batches.reshape(-1, 2).requires_grad_()
+        lifted = {k: v.detach() for k, v in double_backward(lift, every, 2).items()}
+        lifted = {k: v.reshape(batches.shape[:2]) for k, v in lifted.items()}
+        for i, batch in enumerate(batches):
+            trainer.step(batch, {k: v[i] for k, v in lifted.items()}, rates[done + i])
+        if device().type == "cuda":
+            torch.cuda.synchronize()
+        seconds += time.perf_counter() - start
+        done += len(batches)
+        on_call(seconds, layers_of(trainer.average.module))

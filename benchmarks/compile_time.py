@@ -1,0 +1,248 @@
+"""How long do tracing and compiling take? Training steps by hand, by the library and by its rivals.
+
+The same step of the same network, with Adam, in float32, with casts by hand, and by jmp, MPX
+(mixed-precision-for-JAX) and `mpx_pde`, which casts or uses autocast (`_steps.py`); for the PINN
+also with scaled derivatives. Four networks: the MLP and the PINN of `overhead`, the Fourier
+neural operator of the examples and the vision transformer of `examples/vit.py` with 12 blocks.
+
+Each stage of `jax.jit` is timed by itself: `trace` (Python to a jaxpr), `lower` (to StableHLO) and
+`compile` (XLA), in seconds of wall clock and of processor time, medians over rounds in which the
+rivals take turns. All caches are cleared before each, and nothing is kept on disk. `equations`
+are those of the jaxpr and of all jaxprs within it.
+
+Error beside time: `loss_error` is the relative difference of the first loss, after no training, to
+that in float32. MPX multiplies a float16 loss by its scale in float16, so one of 2 or more is
+infinite at the scale of 2^15 that all start with.
+
+On a CPU XLA emulates half precision, and so compiles more for it than for float32; on a GPU the
+same command compiles for that GPU.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr
+
+import mpx_pde as mpx
+
+from . import overhead
+from ._examples import load_example
+from ._report import Report, Timing
+from ._rivals import failure
+from ._steps import (
+    MAX_SCALE,
+    START,
+    UNSCALED,
+    Rival,
+    note_missing,
+    optimizer,
+    policy_of,
+    rivals,
+    step_by_library,
+)
+
+
+STAGES = ("trace", "lower", "compile")
+
+
+class Problem(NamedTuple):
+    """A network, a batch, and a loss of both."""
+
+    name: str
+    loss: Callable[..., Any]
+    model: Any
+    x: Any
+    y: Any
+
+
+def heat_by_partials(model, points, source, *, derivatives):
+    """The loss of `overhead.heat`, with its derivatives by `mpx_pde.partials`."""
+    terms = mpx.partials(model, ["u", "u_t", "u_xx"], coords="tx", outputs="u", scaling=derivatives)
+    d = jax.vmap(terms)(points)
+    return jnp.mean((d["u_t"] - 0.1 * d["u_xx"] - source) ** 2)
+
+
+def problems(quick: bool) -> list[Problem]:
+    found = [Problem(p.name, p.loss, *p.make()) for p in overhead.PROBLEMS[:2]]
+    return [*found, neural_operator(quick), transformer(quick)]
+
+
+def neural_operator(quick: bool) -> Problem:
+    losses = load_example("_operator_losses")
+    layers, size = (1, 8) if quick else (4, 32)
+    keys = jax.random.split(jax.random.key(0), 3)
+    model = mpx.nn.FNO(1, 1, 24, layers, (size // 2, size // 2), key=keys[0])
+
+    def loss(model, inputs, outputs):
+        return losses.relative_h1(jax.vmap(model)(inputs), outputs, periodic=True)
+
+    inputs, outputs = (jax.random.normal(key, (16, 1, size, size)) for key in keys[1:])
+    return Problem("FNO", loss, model, inputs, outputs)
+
+
+def transformer(quick: bool) -> Problem:
+    vit = load_example("vit")
+    size = replace(vit.SIZES["small"], blocks=1 if quick else 12)
+    model_key, key = jax.random.split(jax.random.key(0))
+    images = jax.random.normal(key, (size.batch, size.channels, size.image, size.image))
+    labels = jnp.arange(size.batch) % size.classes
+    loss = lambda model, images, labels: vit.loss(model, vit.Batch(images, labels))
+    return Problem("ViT", loss, vit.ViT(size, key=model_key), images, labels)
+
+
+def steps(problem: Problem, dtype: str) -> dict[str, Rival]:
+    """The rivals for a problem; float32 first."""
+    found = rivals(problem.loss, dtype)
+    ours = {"policy": policy_of(dtype)}
+    plain = mpx.DynamicLossScaling(START)
+    autocast = partial(step_by_library, problem.loss, {**ours, "autocast": True}), plain
+    found = {"float32": found.pop("float32"), **found, "mpx_pde, autocast": autocast}
+    if problem.name == "PINN":
+        derivatives = mpx.DerivativeScaling.per_direction("tx", order=2)
+        options = {**ours, "keep_full": (False, True, True)}
+        found["mpx_pde, scaled derivatives"] = (
+            partial(step_by_library, heat_by_partials, options),
+            mpx.Scaling(plain, derivatives),
+        )
+    return found
+
+
+def equations(jaxpr: Any) -> int:
+    """How many equations a jaxpr has, those within its equations included."""
+    if isinstance(jaxpr, ClosedJaxpr):
+        return equations(jaxpr.jaxpr)
+    is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
+    inner = (
+        value
+        for eqn in jaxpr.eqns
+        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
+        if is_jaxpr(value)
+    )
+    return len(jaxpr.eqns) + sum(map(equations, inner))
+
+
+class Clock:
+    """Wall clock and processor time of each stage."""
+
+    def __init__(self):
+        self.wall: list[float] = []
+        self.processor: list[float] = []
+
+    def __call__(self, stage: Callable[[], Any]) -> Any:
+        wall, processor = time.perf_counter(), time.process_time()
+        out = stage()
+        self.wall.append(time.perf_counter() - wall)
+        self.processor.append(time.process_time() - processor)
+        return out
+
+
+class Build(NamedTuple):
+    """What building a step once took, for each of `STAGES`, and what came out."""
+
+    wall: list[float]
+    processor: list[float]
+    equations: int
+    loss: float
+
+
+def build(rival: Rival, problem: Problem) -> Build:
+    """Traces, lowers, compiles and runs a step once, from empty caches."""
+    step, scaling = rival
+    opt_state = optimizer.init(eqx.filter(problem.model, eqx.is_inexact_array))
+    arrays, static = eqx.partition((problem.model, opt_state, scaling), eqx.is_array)
+
+    def program(arrays, x, y):
+        *state, value = step(*eqx.combine(arrays, static), x, y)
+        return eqx.filter(tuple(state), eqx.is_array), value
+
+    jax.clear_caches()
+    clock = Clock()
+    args = arrays, problem.x, problem.y
+    traced = clock(lambda: jax.jit(program).trace(*args))
+    lowered = clock(traced.lower)
+    compiled = clock(lowered.compile)
+    _, value = compiled(*args)
+    return Build(clock.wall, clock.processor, equations(traced.jaxpr), float(value))
+
+
+def builds_of(contenders: dict[str, Rival], problem: Problem, rounds: int) -> dict[str, Any]:
+    """What each contender took in each round after the first, or how it failed."""
+    names = list(contenders)
+    found: dict[str, Any] = {name: [] for name in names}
+    for i in range(rounds + 1):
+        start = i % len(names)
+        for name in names[start:] + names[:start]:
+            if isinstance(found[name], str):
+                continue
+            try:
+                found[name].append(build(contenders[name], problem))
+            except Exception as e:
+                found[name] = failure(e)
+    # The first round also imports, and fills caches that cannot be cleared.
+    return {name: x if isinstance(x, str) else x[1:] for name, x in found.items()}
+
+
+def measure(report: Report, problem: Problem, dtype: str, rounds: int) -> None:
+    found = builds_of(steps(problem, dtype), problem, rounds)
+    plain = found["float32"]
+    hand = Timing.of([b.processor[0] for b in found["by hand"]])
+    for name, builds in found.items():
+        key = {"problem": problem.name, "step": name}
+        key["dtype"] = name if name in UNSCALED else dtype
+        if isinstance(builds, str):
+            report.record("builds", **key, failed=builds)
+            continue
+        times: dict[str, Timing] = {}
+        for i, stage in enumerate(STAGES):
+            times[stage] = Timing.of([b.wall[i] for b in builds])
+            times[f"{stage}_processor"] = Timing.of([b.processor[i] for b in builds])
+        report.record(
+            "builds",
+            **key,
+            **times,
+            trace_over_by_hand=times["trace_processor"].median / hand.median,
+            equations=builds[0].equations,
+            loss=builds[0].loss,
+            loss_error=abs(builds[0].loss / plain[0].loss - 1),
+        )
+
+
+def print_table(report: Report, problem: str) -> None:
+    rows = []
+    for r in report.sections["builds"]:
+        if r["problem"] != problem:
+            continue
+        if "failed" in r:
+            rows.append([r["step"], r["failed"], *[None] * 6])
+            continue
+        wall = [r[stage]["median"] for stage in STAGES]
+        rows.append(
+            [
+                *(r["step"], *wall, r["compile_processor"]["median"]),
+                *(r["trace_over_by_hand"], r["equations"], r["loss_error"]),
+            ]
+        )
+    columns = ["step", "trace s", "lower s", "compile s", "compile, processor s"]
+    columns += ["trace over by hand", "equations", "loss error"]
+    report.table(f"{problem}: medians", columns, rows)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", default="float16", choices=tuple(MAX_SCALE))
+    parser.add_argument("--rounds", type=int, default=3)
+
+
+def run(report: Report, args: argparse.Namespace) -> int:
+    jax.config.update("jax_enable_compilation_cache", False)
+    note_missing(report)
+    for problem in problems(args.quick):
+        measure(report, problem, args.dtype, 1 if args.quick else args.rounds)
+        print_table(report, problem.name)
+    return 0

@@ -1,0 +1,353 @@
+"""How long does a step of an FNO take, and how much memory? By library, resolution and modes.
+
+The rivals train one network, a Fourier neural operator of four blocks in two dimensions, from the
+same weights on the same batches, with Adam and the relative L2 loss:
+
+- `mpx_pde`: `mpx_pde.nn.FNO` in float32 by `fft` and by `dft`, the latter in half precision too, as
+  `examples/_neural_operator.py` trains it;
+- `plain JAX`: the same function by `rfft2` and `einsum`, in float32; and with weights and
+  activations cast to bfloat16 by hand around a float32 FFT, which is the usual compromise;
+- `MPX`: that plain function by MPX 0.1.8, as it stands, and with `force_full_precision` around the
+  spectral convolution;
+- `neuraloperator`: its FNO in float32, by `torch.amp` as its trainer does it, which scales no
+  gradients (bfloat16 on a CPU; float16 and bfloat16 on a GPU, where a `GradScaler` is tried too),
+  by `fno_block_precision`, and with the `tanh` that it recommends for "mixed". The last is another
+  function, so its error is no rounding. In its last block neuraloperator has no activation between
+  convolution and MLP; one is put there, so that the functions are equal.
+
+Errors are those of the first step, of the predictions and of the gradient of all parameters,
+relative to the plain function in float64. Losses are those after the same number of steps. All
+activations are exact GELUs. Memory is what a step needs beyond state and batch: of JAX what XLA
+says, of PyTorch the peak that its allocator saw, which a CPU does not tell.
+
+A CPU has no arithmetic in half precision: XLA emulates it, and it takes longer than float32. On a
+GPU rows without a remark compute float32 products in float32; `TF32` says otherwise.
+
+With `--target h100` nothing runs; the steps in JAX are compiled for it.
+
+    python -m benchmarks fno_step
+    python -m benchmarks fno_step --target h100
+    XLA_PYTHON_CLIENT_PREALLOCATE=false python -m benchmarks fno_step     # on a GPU
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import mpx_pde as mpx
+
+from ._deviceless import CUBLAS, TARGETS, TargetUnavailable, compile_for, title
+from ._measured import JaxStep, Step, float64_first, measure, report_measured
+from ._report import Report
+from ._rivals import RivalMissing, failure, require
+
+
+BLOCKS = 4
+LEARNING_RATE = 1e-3
+BATCHES = 2  # in turn
+HIGHEST = "highest"
+
+Batch = tuple[Any, Any]
+
+
+class Size(NamedTuple):
+    resolution: int
+    modes: int
+    channels: int
+    batch: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.resolution}², {self.modes} modes, {self.channels} channels, batch {self.batch}"
+        )
+
+
+QUICK = [Size(16, 4, 4, 2)]
+ON_CPU = [Size(64, 16, 16, 4), Size(128, 16, 16, 4), Size(64, 8, 16, 4), Size(64, 32, 16, 4)]
+# In order of importance: what the time does not allow is left out.
+ON_GPU = [Size(*s, 64, 32) for s in ((128, 32), (256, 32), (128, 64), (512, 32), (128, 16))]
+
+
+def fields(size: Size) -> list[Batch]:
+    """Smooth random fields, and the square of each made smooth again; both of unit size."""
+    n, rng = size.resolution, np.random.default_rng(0)
+    frequencies = np.fft.fftfreq(n, 1 / n)[:, None] ** 2 + np.fft.rfftfreq(n, 1 / n) ** 2
+
+    def smooth(x, decay):
+        x = np.fft.irfft2(np.fft.rfft2(x) * (1 + frequencies) ** -decay, s=x.shape[-2:])
+        return np.asarray(x / x.std(), np.float32)
+
+    inputs = smooth(rng.standard_normal((BATCHES, size.batch, 1, n, n), np.float32), 1.5)
+    return list(zip(inputs, smooth(inputs**2 - 1, 0.5), strict=True))
+
+
+# --- The network by hand ---------------------------------------------------------------------
+
+
+def spectral(x: jax.Array, weight: jax.Array) -> jax.Array:
+    """A spectral convolution of a batch, in the dtype that comes in."""
+    (n, _), (m, last) = x.shape[-2:], weight.shape[:2]
+    modes = jnp.roll(jnp.fft.rfft2(x, norm="forward")[..., :last], m // 2, axis=2)[:, :, :m]
+    modes = jnp.einsum("bixy,xyio->boxy", modes, jax.lax.complex(weight[..., 0], weight[..., 1]))
+    modes = jnp.pad(modes, ((0, 0), (0, 0), (0, n - m), (0, n // 2 + 1 - last)))
+    return jnp.fft.irfft2(jnp.roll(modes, -(m // 2), axis=2), s=x.shape[-2:], norm="forward")
+
+
+def spectral_in_float32(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return spectral(x.astype(jnp.float32), weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def plain(model: mpx.nn.FNO, x: jax.Array, convolution: Callable = spectral) -> jax.Array:
+    """`model` on a batch, written out."""
+    gelu = partial(jax.nn.gelu, approximate=False)
+    product = lambda p, x: jnp.einsum("oi,bixy->boxy", p.weight, x)
+    linear = lambda p, x: product(p, x) + p.bias[:, None, None]
+    mlp = lambda m, x: linear(m.last, gelu(linear(m.first, x)))
+    axis = np.arange(x.shape[-1]) / x.shape[-1]
+    grid = jnp.asarray(np.stack(np.meshgrid(axis, axis, indexing="ij")), x.dtype)
+    x = jnp.concatenate([x, jnp.broadcast_to(grid, (len(x), *grid.shape))], axis=1)
+    x = mlp(model.lifting, x)
+    for i, block in enumerate(model.blocks):
+        x = gelu(x) if i else x
+        y = gelu(convolution(x, block.spectral.weight) + linear(block.skip, x))
+        x = mlp(block.mlp, y) + block.gate[:, None, None] * x
+    return mlp(model.projection, x)
+
+
+def relative_l2(prediction: jax.Array, truth: jax.Array) -> jax.Array:
+    error = prediction.astype(truth.dtype) - truth
+    squares = lambda x: jnp.sum(x**2, axis=(1, 2, 3))
+    return jnp.mean(jnp.sqrt(squares(error) / squares(truth)))
+
+
+def loss(apply: Callable, model: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+    """The loss, and the predictions."""
+    prediction = apply(model, batch[0])
+    return relative_l2(prediction, batch[1]), prediction
+
+
+# --- The steps -------------------------------------------------------------------------------
+
+optimizer = optax.adam(LEARNING_RATE)
+
+
+def plain_step(apply: Callable, state: Any, batch: Batch) -> tuple[Any, jax.Array, jax.Array]:
+    model, opt_state, scaling = state
+    function = eqx.filter_value_and_grad(partial(loss, apply), has_aux=True)
+    (value, predictions), grads = function(model, batch)
+    updates, opt_state = optimizer.update(grads, opt_state)
+    return (eqx.apply_updates(model, updates), opt_state, scaling), value, predictions
+
+
+def with_casts(model: mpx.nn.FNO, x: jax.Array) -> jax.Array:
+    """As AMP does it: bfloat16 but for the FFT."""
+    model = jax.tree.map(lambda w: w.astype(jnp.bfloat16) if eqx.is_array(w) else w, model)
+    return plain(model, x.astype(jnp.bfloat16), spectral_in_float32)
+
+
+def our_step(precision: str, state: Any, batch: Batch) -> tuple[Any, jax.Array, jax.Array]:
+    model, opt_state, scaling = state
+    (value, predictions), scaling, finite, grads = mpx.filter_value_and_grad(
+        partial(loss, lambda model, x: jax.vmap(model)(x)),
+        scaling,
+        has_aux=True,
+        use_mixed_precision=precision != "float32",
+        policy=f"params=float32,compute={precision},output=float32",
+        keep_full=(False, True),
+    )(model, batch)
+    model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
+    return (model, opt_state, scaling), value, predictions
+
+
+def step_by_mpx(
+    library: Any, full_fft: bool, state: Any, batch: Batch
+) -> tuple[Any, jax.Array, jax.Array]:
+    """As its documentation has it: what is delicate in full precision."""
+
+    def in_full(x, weight):
+        return library.force_full_precision(spectral, x.dtype)(x, weight)
+
+    def function(model, batch):
+        prediction = plain(model, batch[0], in_full if full_fft else spectral)
+        value = library.force_full_precision(relative_l2, jnp.float32)(prediction, batch[1])
+        return value, prediction
+
+    model, opt_state, scaling = state
+    (value, predictions), scaling, finite, grads = library.filter_value_and_grad(
+        function, scaling, has_aux=True
+    )(model, batch)
+    model, opt_state = library.optimizer_update(model, optimizer, opt_state, grads, finite)
+    return (model, opt_state, scaling), value, predictions
+
+
+class Rival(NamedTuple):
+    """A step in JAX: with which transform and arithmetic of the network, what float32 products
+    may become, and how its loss is scaled."""
+
+    step: Callable
+    method: Any = "fft"
+    dtype: str | None = None
+    products: str | None = HIGHEST
+    scaling: Callable[[], Any] = partial(mpx.DynamicLossScaling, 2**15)
+
+    def state(self, size: Size) -> Any:
+        model = mpx.nn.FNO(
+            1,
+            1,
+            size.channels,
+            BLOCKS,
+            (size.modes, size.modes),
+            method=self.method,
+            dtype=self.dtype,
+            activation=partial(jax.nn.gelu, approximate=False),
+            key=jax.random.key(0),
+        )
+        return model, optimizer.init(eqx.filter(model, eqx.is_array)), self.scaling()
+
+
+def jax_rivals(report: Report, gpu: bool) -> dict[str, Rival]:
+    ours = lambda precision: partial(our_step, precision)
+    plain_float32 = partial(plain_step, plain)
+    rivals = {
+        "mpx_pde fft float32": Rival(ours("float32")),
+        "mpx_pde dft float32": Rival(ours("float32"), "dft"),
+        "mpx_pde dft float16": Rival(ours("float16"), "dft"),
+        "mpx_pde dft bfloat16": Rival(ours("bfloat16"), "dft"),
+        "plain JAX float32": Rival(plain_float32),
+        "plain JAX bfloat16, float32 FFT": Rival(partial(plain_step, with_casts)),
+    }
+    if gpu:
+        rivals["mpx_pde dft TF32"] = Rival(ours("float32"), "dft", "tensorfloat32")
+        rivals["plain JAX TF32"] = Rival(plain_float32, products="tensorfloat32")
+    try:
+        library = require("mpx")
+    except RivalMissing as e:
+        report.note(str(e))
+        return rivals
+    scaling = lambda: library.DynamicLossScaling(library.FLOAT16_MAX, jnp.ones((), jnp.float32))
+    for name, full in (("MPX float16", False), ("MPX float16, float32 FFT", True)):
+        rivals[name] = Rival(partial(step_by_mpx, library, full), scaling=scaling)
+    return rivals
+
+
+def torch_options(gpu: bool) -> dict[str, dict[str, Any]]:
+    """Options of `benchmarks._torch.fno.step`."""
+    half = "float16" if gpu else "bfloat16"
+    options = {
+        "neuraloperator float32": {},
+        f"neuraloperator amp {half}": {"half": half},
+        "neuraloperator half": {"fno_block_precision": "half"},
+        "neuraloperator mixed": {"fno_block_precision": "mixed"},
+        f"neuraloperator amp {half}, tanh": {"half": half, "stabilizer": "tanh"},
+        f"neuraloperator amp {half}, mixed, tanh": {
+            "half": half,
+            "stabilizer": "tanh",
+            "fno_block_precision": "mixed",
+        },
+    }
+    if gpu:
+        options["neuraloperator TF32"] = {"tf32": True}
+        options["neuraloperator amp float16, GradScaler"] = {"half": half, "grad_scaler": True}
+        options["neuraloperator amp bfloat16"] = {"half": "bfloat16"}
+    return options
+
+
+def torch_rivals(report: Report, size: Size, batches: list[Batch], gpu: bool) -> dict[str, Any]:
+    try:
+        require("torch")
+        require("neuralop")
+    except RivalMissing as e:
+        report.note(str(e))
+        return {}
+    from ._torch import fno
+
+    leaves = jax.tree.leaves(eqx.filter(Rival(our_step).state(size)[0], eqx.is_array))
+    return {
+        name: partial(fno.step, leaves, batches, LEARNING_RATE, **options)
+        for name, options in torch_options(gpu).items()
+    }
+
+
+def run_steps(report: Report, size: Size, rounds: int) -> int:
+    gpu = jax.default_backend() == "gpu"
+    batches = fields(size)
+    model, *_ = Rival(our_step).state(size)
+    exact = float64_first(partial(loss, plain), model, batches[0], chunk=1)
+    on_device = jax.tree.map(jnp.asarray, batches)
+
+    def make(rival: Rival) -> Step:
+        return JaxStep(rival.step, rival.state(size), on_device, rival.products)
+
+    rivals = {name: partial(make, r) for name, r in jax_rivals(report, gpu).items()}
+    rivals |= torch_rivals(report, size, batches, gpu)
+    results = measure(rivals, exact, rounds=rounds)
+    return report_measured(report, str(size), results, **size._asdict())
+
+
+def compile_steps(report: Report, target: str, sizes: Sequence[Size]) -> None:
+    for size in sizes:
+        shape = jax.ShapeDtypeStruct((size.batch, 1, size.resolution, size.resolution), jnp.float32)
+        rows = []
+        for name, rival in jax_rivals(report, gpu=False).items():
+            where = {"target": target, **size._asdict(), "rival": name}
+            state = eqx.filter_eval_shape(rival.state, size)
+            options = CUBLAS if "h100" in target else None
+            try:
+                with jax.default_matmul_precision(rival.products):
+                    program = compile_for(
+                        target,
+                        rival.step,
+                        state,
+                        (shape, shape),
+                        donate=(0,),
+                        compiler_options=options,
+                    )
+            except TargetUnavailable as e:
+                report.note(str(e))
+                return
+            except Exception as error:  # of a rival
+                record = report.record("programs", **where, failed=failure(error))
+                rows.append([name, None, None, None, record["failed"]])
+                continue
+            record = report.record(
+                "programs",
+                **where,
+                temp_bytes=program.temp_bytes,
+                products=sorted({f"{p.lhs} × {p.rhs}" for p in program.products()}),
+                ffts=program.opcodes()["fft"],
+            )
+            products = ", ".join(record["products"])
+            rows.append([name, program.temp_bytes / 2**30, products, record["ffts"], None])
+        columns = ["rival", "temp, GiB", "products", "FFTs", "failed"]
+        report.table(f"{size}, for {title(target)}", columns, rows)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--target", choices=TARGETS, help="compile for it; nothing runs")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="no size is begun after so many of them"
+    )
+
+
+def run(report: Report, args: argparse.Namespace) -> int:
+    if args.target:
+        report.name = f"fno_step-{args.target}"
+        compile_steps(report, args.target, QUICK if args.quick else ON_GPU)
+        return 0
+    sizes = ON_GPU if jax.default_backend() == "gpu" else ON_CPU
+    start, failed = time.monotonic(), 0
+    for size in QUICK if args.quick else sizes:
+        if time.monotonic() - start > 60 * args.minutes:
+            report.note(f"Left out, for {args.minutes} minutes have passed: {size}.")
+            continue
+        failed += run_steps(report, size, rounds=1 if args.quick else args.rounds)
+    return int(failed > 0)

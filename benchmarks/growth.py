@@ -1,0 +1,172 @@
+"""How does the cost of a step grow with points, width, depth and order?
+
+The gradient of the cavity's residuals (`_cavity.py`) is compiled, not run:
+
+- `float32, nested`: nested `jax.jvp` of a plain function;
+- `float16, naive`: the same with weights and points cast to half;
+- `float32`, `float16`: `partials` of a `CoordinateMLP`, which carries derivatives through its
+  layers.
+
+One size at a time departs from the base. By derivative order, it is the gradient of one output's
+derivatives in x up to that order instead, at the base size; above order 2, a `CoordinateMLP` is
+differentiated like any other function.
+
+Each record has what the target tells: an H100's compiler temporary memory and kernels, a CPU's and
+a TPU's flops and bytes accessed as well. Per sweep the exponent is the slope of a straight line
+through the logarithms: 1 is linear growth. Everything repeats to the byte, and no hardware is
+needed; half precision is emulated on a CPU, where its numbers say nothing of other targets. The
+compiler for a TPU takes a minute or more for each of these programs, of which there are 44:
+
+    JAX_PLATFORMS=cpu python -m benchmarks growth --targets v5e
+"""
+
+import argparse
+from collections.abc import Sequence
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpx_pde as mpx
+
+from ._cavity import coordinate_mlp, initial_layers, network, residuals
+from ._deviceless import CUBLAS, TARGETS, Compiled, TargetUnavailable, compile_for, title
+from ._pinn_steps import nested_loss
+from ._report import Report
+
+
+SWEEPS = {
+    "points": [4_096, 16_384, 65_536],
+    "width": [128, 256, 512],
+    "depth": [3, 6, 12],
+    "order": [1, 2, 3, 4],
+}
+QUICK = {"points": [64, 256], "width": [16, 32], "depth": [2, 3], "order": [1, 2]}
+
+
+class Case(NamedTuple):
+    """A size; `order` is that of `chain`, and None for the cavity."""
+
+    points: int
+    width: int
+    depth: int
+    order: int | None = None
+
+
+class Way(NamedTuple):
+    """How derivatives are taken, and in which precision."""
+
+    precision: str
+    propagated: bool
+
+
+WAYS = {
+    "float32, nested": Way("float32", False),
+    "float16, naive": Way("float16", False),
+    "float32": Way("float32", True),
+    "float16": Way("float16", True),
+}
+
+
+# --- What is compiled ------------------------------------------------------------------------
+
+
+def cavity(way: Way, model: Any, points: Any, *, derivatives: Any = None) -> jax.Array:
+    """The loss of all sweeps but that of orders."""
+    if way.propagated:
+        return residuals(model, points, derivatives=derivatives, propagate=True)
+    return nested_loss(model, points, order=2)
+
+
+def chain(way: Way, model: Any, points: Any, *, order: int, derivatives: Any = None) -> Any:
+    """The mean squared derivatives of one output in x, up to an order."""
+    fun = model if way.propagated else partial(network, model)
+    names = ["u_" + "x" * k for k in range(1, order + 1)]
+    terms = mpx.partials(fun, names, coords="xy", outputs="uvp", scaling=derivatives)
+    return sum(jnp.mean(value**2) for value in jax.vmap(terms)(points).values())
+
+
+@cache
+def program(target: str, way: Way, case: Case) -> Compiled:
+    """The gradient of the loss, compiled."""
+    layers = initial_layers(case.width, case.depth)
+    loss, scaling = partial(cavity, way), mpx.DynamicLossScaling()
+    if case.order is not None:
+        loss = partial(chain, way, order=case.order)
+    if way.propagated:
+        order = max(2, case.order or 0)
+        scaling = mpx.Scaling(scaling, mpx.DerivativeScaling.per_direction("xy", order=order))
+
+    def step(model, scaling, points):
+        return mpx.filter_value_and_grad(
+            loss,
+            scaling,
+            use_mixed_precision=way.precision != "float32",
+            policy=f"params=float32,compute={way.precision},output=float32",
+            keep_full=(False, way.propagated),
+        )(model, points)
+
+    model = coordinate_mlp(layers) if way.propagated else layers
+    points = jax.ShapeDtypeStruct((case.points, 2), jnp.float32)
+    options = CUBLAS if target == "h100" else None
+    return compile_for(target, step, model, scaling, points, compiler_options=options)
+
+
+# --- Sweeps ----------------------------------------------------------------------------------
+
+
+def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
+    """The slope of costs over sizes, both in logarithms."""
+    return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
+
+
+def grow(report: Report, target: str, sweep: str, sizes: Sequence[int], base: Case) -> None:
+    """Compiles all ways for all sizes of a sweep, and tells what they cost and how that grows."""
+    rows = []
+    for name, way in WAYS.items():
+        costs = []
+        for size in sizes:
+            case = base._replace(**{sweep: size})
+            compiled = program(target, way, case)
+            cost = {
+                "temp_bytes": compiled.temp_bytes,
+                "kernels": compiled.kernels(),
+                "flops": compiled.flops,
+                "bytes_accessed": compiled.bytes_accessed,
+            }
+            report.record("costs", target=target, sweep=sweep, way=name, **case._asdict(), **cost)
+            costs.append(cost)
+        for key in (key for key, value in costs[0].items() if value is not None):
+            values = [cost[key] for cost in costs]
+            slope = exponent(sizes, values)
+            report.record(
+                "exponents", target=target, sweep=sweep, way=name, cost=key, exponent=slope
+            )
+            rows.append((name, key.replace("_", " "), *values, slope))
+    columns = ("step", "cost", *(f"{sweep} {size:,}" for size in sizes), "exponent")
+    report.table(f"{title(target)}, by {sweep}", columns, rows)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--targets",
+        default="cpu,h100",
+        help=f"what to compile for, out of {','.join(TARGETS)}; those without a compiler are left "
+        "out (default: %(default)s)",
+    )
+
+
+def run(report: Report, args: argparse.Namespace) -> int:
+    sweeps = QUICK if args.quick else SWEEPS
+    base = Case(**{name: sweeps[name][1] for name in ("points", "width", "depth")})
+    for target in args.targets.split(","):
+        try:
+            for sweep, sizes in sweeps.items():
+                grow(report, target, sweep, sizes, base)
+        except TargetUnavailable as error:
+            report.note(f"{title(target)} is left out. {error}")
+    if "costs" not in report.sections:
+        raise SystemExit(f"None of the targets {args.targets} has a compiler here.")
+    return 0

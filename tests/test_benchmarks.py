@@ -1,0 +1,126 @@
+"""What the benchmarks stand on: rounding to TF32, taking turns, levels, figures."""
+
+import argparse
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import normal, tree_allclose
+
+from benchmarks import _figures
+from benchmarks.__main__ import questions
+from benchmarks._levels import LEVELS, PIECE_MINUTES, Run, pieces
+from benchmarks._rivals import RivalMissing, failure, require
+from benchmarks._tf32 import emulate_tf32
+from benchmarks._trainings import Moment, first_below, take_turns
+
+
+# --- TF32 -----------------------------------------------------------------------------------------
+
+
+def tf32(x):
+    return jax.lax.reduce_precision(x, 8, 10)
+
+
+def test_products_forward_and_backward_are_those_of_rounded_operands():
+    x, w, ct = normal(0, (8, 16)), normal(1, (16, 4)), normal(2, (8, 4))
+
+    def gradients(x, w):
+        return jax.vjp(jnp.matmul, x, w)[1](ct)
+
+    dx, dw = emulate_tf32(gradients)(x, w)
+    # The sums are taken in another order.
+    assert np.allclose(dx, tf32(ct) @ tf32(w).T, rtol=1e-5, atol=1e-5)
+    assert np.allclose(dw, tf32(x).T @ tf32(ct), rtol=1e-5, atol=1e-5)
+    assert not np.allclose(dw, gradients(x, w)[1], rtol=1e-5, atol=1e-5)
+
+
+def test_products_inside_of_jit_and_loops_are_rounded_and_nothing_else_is():
+    x, w = normal(0, (8, 8)), normal(1, (8, 8)) / 3
+
+    @jax.jit
+    def power(x, w):
+        body = lambda x, _: (jnp.tanh(x @ w) + 1e-4, None)
+        return jax.lax.scan(body, x, None, length=3)[0]
+
+    want = x
+    for _ in range(3):
+        want = jnp.tanh(tf32(want) @ tf32(w)) + 1e-4
+    assert np.allclose(emulate_tf32(power)(x, w), want, rtol=1e-5, atol=1e-5)
+    assert tree_allclose(emulate_tf32(lambda x: jnp.sin(x) * x)(x), jnp.sin(x) * x)
+
+
+# --- Trainings ------------------------------------------------------------------------------------
+
+
+def training(steps, errors):
+    for i, error in enumerate(errors):
+        yield Moment(i * steps, float(i), lambda error=error: error)
+
+
+def test_trainings_of_different_lengths_take_turns():
+    turns = list(take_turns({"a": training(10, [3, 2, 1]), "b": training(5, [4])}))
+    assert [name for name, _ in turns] == ["a", "b", "a", "a"]
+    assert [moment.error() for _, moment in turns] == [3, 4, 2, 1]
+
+
+def test_the_first_time_below_a_level():
+    errors, steps = [9.0, float("nan"), 2.0, 3.0, 1.0], [0, 10, 20, 30, 40]
+    assert first_below(errors, steps, 2.5) == 20
+    assert first_below(errors, steps, 0.5) is None
+
+
+# --- The runner -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_all_commands_of_a_level_are_understood(level):
+    known = questions()
+    for run in LEVELS[level]:
+        name, *options = run.command.split()
+        assert name in known
+        parser = argparse.ArgumentParser()
+        importlib.import_module(f"benchmarks.{name}").add_arguments(parser)
+        parser.parse_args(options)
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_pieces_keep_the_order_and_fit(level):
+    found = pieces(LEVELS[level])
+    assert [run for piece in found for run in piece] == list(LEVELS[level])
+    assert all(sum(run.minutes for run in piece) <= PIECE_MINUTES for piece in found)
+
+
+def test_runs_that_fit_share_a_piece():
+    runs = (Run(6, "a"), Run(4, "b"), Run(3, "c"))
+    assert pieces(runs) == [list(runs[:2]), [runs[2]]]
+
+
+def test_a_rival_that_is_missing_is_named_with_the_command_that_installs_it(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+    monkeypatch.setattr(importlib, "import_module", missing)
+    with pytest.raises(RivalMissing, match=r"neuraloperator is not installed.*rivals"):
+        require("neuralop")
+
+
+def test_a_failure_is_one_line():
+    assert failure(ValueError("first\nsecond")) == "ValueError: first"
+    assert failure(KeyError()) == "KeyError"
+
+
+# --- Figures --------------------------------------------------------------------------------------
+
+
+def test_a_figure_tells_what_it_was_drawn_from(tmp_path):
+    name, figure = next(iter(_figures.FIGURES.items()))
+    data = _figures.load(figure.results)
+    path = tmp_path / f"{name}.svg"
+    assert _figures.drawn_from(path) is None
+    _figures.save(figure, data, path)
+    assert _figures.drawn_from(path) == figure.digest(data)
+    changed = {**data, "environment": {**data["environment"], "jax": "0"}}
+    assert _figures.drawn_from(path) != figure.digest(changed)
