@@ -32,7 +32,7 @@ import numpy as np
 import mpx_pde as mpx
 
 from ._cavity import coordinate_mlp, initial_layers, network, residuals
-from ._deviceless import CUBLAS, TARGETS, Compiled, TargetUnavailable, compile_for, title
+from ._deviceless import TARGETS, Compiled, TargetUnavailable, compile_for, title
 from ._pinn_steps import nested_loss
 from ._report import Report
 
@@ -110,8 +110,7 @@ def program(target: str, way: Way, case: Case) -> Compiled:
 
     model = coordinate_mlp(layers) if way.propagated else layers
     points = jax.ShapeDtypeStruct((case.points, 2), jnp.float32)
-    options = CUBLAS if target == "h100" else None
-    return compile_for(target, step, model, scaling, points, compiler_options=options)
+    return compile_for(target, step, model, scaling, points)
 
 
 # --- Sweeps ----------------------------------------------------------------------------------

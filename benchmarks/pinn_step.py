@@ -9,7 +9,8 @@ order 3 has dispersion besides. All rivals begin with the same weights and point
 - `by hand`: everything cast to float16, with a dynamic loss scale; `mpx` (MPX 0.1.8) and `jmp`: the
   same step by these libraries, as their READMEs have it;
 - `torch`: double backward, and `torch.func` (forward over forward), in float32, by `torch.amp` in
-  float16 with `GradScaler` and in bfloat16; each also compiled;
+  float16 with `GradScaler` and in bfloat16; each also compiled (which does not support double
+  backward, and in 2.13 fails for `torch.func` however its derivatives are written);
 - `mpx_pde`: a `CoordinateMLP` that carries derivatives through its layers, by `partials` and by
   `laplacian`. Its float32 is never TF32.
 

@@ -102,7 +102,8 @@ class TorchStep:
         self.precision = precision
         self.model = network(layers)
         self.parameters = list(self.model.parameters())
-        self.points = torch.tensor(points, device=device(), requires_grad=True)
+        reverse = method == "double backward"
+        self.points = torch.tensor(points, device=device(), requires_grad=reverse)
         fused = device().type == "cuda"
         self.optimizer = torch.optim.Adam(self.parameters, lr=LEARNING_RATE, fused=fused)
         scaled = precision == "float16"
