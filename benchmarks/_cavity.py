@@ -107,7 +107,11 @@ def network(layers: Layers, point: jax.Array) -> jax.Array:
 def coordinate_mlp(layers: Layers) -> mpx.nn.CoordinateMLP:
     """The same network as this library's."""
     width, depth = len(layers[0][1]), len(layers) - 1
-    model = mpx.nn.CoordinateMLP(2, 3, width, depth, key=jax.random.key(0))
+    return with_layers(mpx.nn.CoordinateMLP(2, 3, width, depth, key=jax.random.key(0)), layers)
+
+
+def with_layers(model: mpx.nn.CoordinateMLP, layers: Layers) -> mpx.nn.CoordinateMLP:
+    """The network with other weights."""
     flat = jax.tree.map(jnp.asarray, [array for layer in layers for array in layer])
     return eqx.tree_at(lambda m: [x for layer in layers_of(m) for x in layer], model, flat)
 

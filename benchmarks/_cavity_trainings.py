@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import mpx_pde as mpx
 
+from ._cavity import layers_of, with_layers
 from ._examples import load_example
 from ._rivals import require
 from ._tf32 import emulate_tf32
@@ -154,6 +156,39 @@ def in_emulated_tf32(problem: Any, seed: int) -> Training:
     return in_jax(problem, seed, precision="float32", plain=True, adapt=adapt)
 
 
+def in_torch(problem: Any, seed: int, *, precision: str) -> Training:
+    """PyTorch, with the same weights and points: see `_torch/pinn.py`."""
+    require("torch")
+    from ._torch.pinn import train
+
+    steps, rate = problem.full
+    state, _, key = _pinn.initial(
+        problem, "float32", mode="paper", steps=steps, learning_rate=rate, seed=seed
+    )
+    network = state.model.network
+    choose = jax.jit(problem.points)
+
+    def points():
+        keys = key
+        for _ in range(0, steps, _pinn.STEPS_PER_CALL):
+            keys, points_key = jax.random.split(keys)
+            yield np.asarray(choose(None, points_key))
+
+    def error(layers):
+        model = eqx.tree_at(lambda m: m.network, state.model, with_layers(network, layers))
+        return next(iter(problem.errors(model).values()))
+
+    moments = train(
+        jax.tree.map(np.asarray, layers_of(network)),
+        np.asarray(network.embedding.module.frequencies),
+        points(),
+        np.asarray(_pinn.learning_rates(steps, rate)(np.arange(steps))).tolist(),
+        precision,
+    )
+    for call, (seconds, layers) in enumerate(moments):
+        yield Moment(call * _pinn.STEPS_PER_CALL, seconds, partial(error, layers))
+
+
 def rivals(on_gpu: bool) -> dict[str, Callable[[Any, int], Training]]:
     """By name, what trains a problem from a seed."""
     exact = partial(in_jax, precision="float32", matmul="highest")
@@ -171,4 +206,8 @@ def rivals(on_gpu: bool) -> dict[str, Callable[[Any, int], Training]]:
         "mpx_pde, float32": exact,
         "mpx_pde, float16": partial(in_jax, precision="float16"),
         "mpx_pde, bfloat16": partial(in_jax, precision="bfloat16"),
+        "PyTorch, float32": partial(in_torch, precision="float32"),
+        **({"PyTorch, TF32": partial(in_torch, precision="TF32")} if on_gpu else {}),
+        "torch.amp, float16": partial(in_torch, precision="float16"),
+        "torch.amp, bfloat16": partial(in_torch, precision="bfloat16"),
     }

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._examples import load_example
+from ._rivals import require
 from ._trainings import Moment, Training, timed
 
 
@@ -55,21 +56,27 @@ def make_problem(size: Size) -> Problem:
     return Problem(data, size)
 
 
+def _training(problem: Problem, precision: str, method: str) -> Any:
+    size = problem.size
+    return _operators.Training(
+        problem.data,
+        precision,
+        steps=size.steps,
+        loss="l2",
+        hidden_channels=size.channels,
+        modes=size.modes,
+        method=method,
+        activation=partial(jax.nn.gelu, approximate=False),  # that of neuraloperator
+    )
+
+
 def in_jax(
     problem: Problem, seed: int, *, precision: str, method: str, matmul: str = "highest"
 ) -> Training:
     """The training of `examples/_neural_operator.py` in one precision, by FFT or by matrices."""
     size = problem.size
     with jax.default_matmul_precision(matmul):
-        training = _operators.Training(
-            problem.data,
-            precision,
-            steps=size.steps,
-            loss="l2",
-            hidden_channels=size.channels,
-            modes=size.modes,
-            method=method,
-        )
+        training = _training(problem, precision, method)
     indices = jnp.asarray(training.indices(seed))
     arrays = eqx.filter(training.initial(seed), eqx.is_array)
 
@@ -86,13 +93,38 @@ def in_jax(
         yield moment((first + calls) * _operators.STEPS_PER_CALL, seconds, arrays)
 
 
+def by_neuraloperator(problem: Problem, seed: int, **options: Any) -> Training:
+    """neuraloperator's FNO from the same weights, with the same batches: see `_torch/fno.py`."""
+    require("neuralop")
+    from ._torch.fno import train
+
+    size, data = problem.size, problem.data
+    training = _training(problem, "float32", "fft")
+    model, *_ = training.initial(seed)
+    moments = train(
+        jax.tree.leaves(eqx.filter(model, eqx.is_array)),
+        (data.inputs, data.outputs),
+        training.indices(seed).reshape(training.steps, -1),
+        np.asarray(training.learning_rates(np.arange(training.steps))).tolist(),
+        every=size.every,
+        **options,
+    )
+    for i, (seconds, predict) in enumerate(moments):
+        yield Moment(i * size.every, seconds, partial(problem.error, predict))
+
+
 def rivals(on_gpu: bool) -> dict[str, Callable[[Problem, int], Training]]:
     """By name, what trains a problem from a seed."""
     plain = partial(in_jax, precision="float32", method="fft")
+    # On a CPU neuraloperator refuses float16: its FFT there knows float32 alone, and its own
+    # casts around it are for bfloat16.
+    halves = ("float16", "bfloat16") if on_gpu else ("bfloat16",)
     return {
         "float32, FFT": plain,
         **({"TF32, FFT": partial(plain, matmul="tensorfloat32")} if on_gpu else {}),
         "mpx_pde, float32": partial(in_jax, precision="float32", method="dft"),
         "mpx_pde, float16": partial(in_jax, precision="float16", method="dft"),
         "mpx_pde, bfloat16": partial(in_jax, precision="bfloat16", method="dft"),
+        "neuraloperator, float32": by_neuraloperator,
+        **{f"neuraloperator, amp {h}": partial(by_neuraloperator, half=h) for h in halves},
     }

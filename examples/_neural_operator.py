@@ -156,9 +156,10 @@ class Training:
             domain_padding=0.0 if problem.periodic else PADDING,
             **network,
         )
-        self.optimizer = optax.adam(
-            optax.warmup_cosine_decay_schedule(0.0, LEARNING_RATE, self.steps // 10, self.steps)
+        self.learning_rates = optax.warmup_cosine_decay_schedule(
+            0.0, LEARNING_RATE, self.steps // 10, self.steps
         )
+        self.optimizer = optax.adam(self.learning_rates)
         self.data = jax.tree.map(jnp.asarray, (problem.inputs, problem.outputs))
         # What is no array in the state is the same for each seed.
         arrays, self.static = eqx.partition(self.initial(0), eqx.is_array)

@@ -196,14 +196,17 @@ def loss_scaling(scaling: Any) -> Any:
     return scaling.loss if isinstance(scaling, mpx.Scaling) else scaling
 
 
+def learning_rates(steps: int, highest: float) -> optax.Schedule:
+    return optax.warmup_cosine_decay_schedule(0.0, highest, int(WARM_UP * steps), steps)
+
+
 def initial(
     problem: Problem, precision: str, *, mode: str, steps: int, learning_rate: float, seed: int
 ) -> tuple[State, optax.GradientTransformation, PRNGKeyArray]:
     """The state before the first step, the optimizer, and a key for the points."""
     model_key, key = jax.random.split(jax.random.key(seed))
     model = problem.network(model_key)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, learning_rate, int(WARM_UP * steps), steps)
-    optimizer = problem.optimizer(schedule)
+    optimizer = problem.optimizer(learning_rates(steps, learning_rate))
     loss_scale = mpx.DynamicLossScaling(problem.loss_scale)
     if precision == NAIVE:
         model, scaling = without_protection(model), loss_scale

@@ -1,7 +1,7 @@
 """neuraloperator's FNO: with the weights of `mpx_pde.nn.FNO`, as a step and as a training."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,15 +108,15 @@ def train(
     fields: tuple[np.ndarray, np.ndarray],
     indices: np.ndarray,
     learning_rates: Sequence[float],
-    callback: Callable[[float, Callable[[np.ndarray], np.ndarray]], None],
     *,
     every: int,
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = relative_l2,
     half: str | None = None,
     tf32: bool = False,
     **options: Any,
-) -> None:
-    """Trains from the weights `leaves` as the examples train `mpx_pde.nn.FNO`.
+) -> Iterator[tuple[float, Callable[[np.ndarray], np.ndarray]]]:
+    """Trains from the weights `leaves` as the examples train `mpx_pde.nn.FNO` with the relative L2
+    loss. Yields before the first and after each `every` steps the seconds that steps have taken,
+    and a function that predicts outputs, in the precision of the training.
 
     **Arguments:**
 
@@ -124,9 +124,6 @@ def train(
     - `fields`: inputs and outputs of the training samples.
     - `indices`: of the samples of each step, shape `[steps, batch]`.
     - `learning_rates`: Adam's, of each step.
-    - `callback`: called each `every` steps, and after the last, with the seconds that the steps
-        have taken by then (without those of earlier calls of it), and with a function that
-        predicts outputs, in the precision of the training.
     - `half`: `"float16"` or `"bfloat16"` for `torch.amp`, by default float32. Gradients are not
         scaled, as in neuraloperator's trainer.
     - `options`: of neuraloperator's FNO.
@@ -137,7 +134,7 @@ def train(
     half_type = getattr(torch, half) if half else None
     take_step = TorchStep(
         model,
-        loss,
+        relative_l2,
         torch.optim.Adam(parameters),
         batches,
         list,
@@ -153,9 +150,10 @@ def train(
         return torch.cat(parts).cpu().numpy()
 
     seconds = 0.0
-    for i in range(1, len(indices) + 1):
+    yield seconds, predict
+    for _ in range(0, len(indices), every):
         start = time.perf_counter()
-        take_step()
+        for _ in range(every):
+            take_step()
         seconds += time.perf_counter() - start
-        if i % every == 0 or i == len(indices):
-            callback(seconds, predict)
+        yield seconds, predict

@@ -1,7 +1,7 @@
 """The laminar cavity of `examples/lid_driven_cavity.py`, trained in PyTorch."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from .._cavity import Layers
 from .._examples import load_example
 from .cavity import autocast, device, double_backward, layers_of, network, slopes
+from .muon import Muon
 
 
 cavity = load_example("lid_driven_cavity")
@@ -44,15 +45,16 @@ def loss_of(d: dict[str, torch.Tensor], points: torch.Tensor) -> torch.Tensor:
 class Trainer:
     """The state of a training, and its step."""
 
-    def __init__(self, layers: Layers, frequencies: np.ndarray, precision: str, steps: int):
+    def __init__(
+        self, layers: Layers, frequencies: np.ndarray, precision: str, rates: Sequence[float]
+    ):
         self.precision = precision
         self.frequencies = torch.tensor(frequencies, device=device())
         self.model = network(layers)
         self.parameters = list(self.model.parameters())
-        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(1 - 10 / steps))
-        self.optimizer = torch.optim.Adam(
-            self.parameters, betas=(0.9, 0.99), fused=device().type == "cuda"
-        )
+        decay = 1 - 10 / len(rates)
+        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+        self.optimizer = Muon(self.parameters, rates)
         self.scaler = torch.amp.GradScaler(
             device().type, init_scale=2.0**15, enabled=precision == "float16"
         )
@@ -66,9 +68,7 @@ class Trainer:
         inside = 16 * x * (1 - x) * y * (1 - y)
         return out * torch.stack([inside, inside, torch.ones_like(inside)], dim=-1)
 
-    def step(self, points: torch.Tensor, lifted: dict[str, torch.Tensor], rate: float) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+    def step(self, points: torch.Tensor, lifted: dict[str, torch.Tensor]) -> None:
         self.optimizer.zero_grad()
         points = points.detach().requires_grad_()
         d = double_backward(self.inner, points, 2)
@@ -78,6 +78,17 @@ class Trainer:
         self.scaler.update()
         self.average.update_parameters(self.model)
 
+    def steps(self, batches: torch.Tensor) -> None:
+        """A step for each batch of points."""
+        # The lift depends on no weight: its derivatives for all steps are one pass.
+        every = batches.reshape(-1, 2).requires_grad_()
+        lifted = {k: v.detach() for k, v in double_backward(lift, every, 2).items()}
+        lifted = {k: v.reshape(batches.shape[:2]) for k, v in lifted.items()}
+        for i, batch in enumerate(batches):
+            self.step(batch, {k: v[i] for k, v in lifted.items()})
+        if device().type == "cuda":
+            torch.cuda.synchronize()
+
 
 def train(
     layers: Layers,
@@ -85,9 +96,10 @@ def train(
     points_by_call: Iterable[np.ndarray],
     rates: Sequence[float],
     precision: str,
-    on_call: Callable[[float, Layers], None],
-) -> None:
-    """Trains by double backward and Adam (b2 = 0.99).
+) -> Iterator[tuple[float, Layers]]:
+    """Trains by double backward and Muon, and yields before the first call and after each the
+    seconds spent on steps and the running average of the weights, about that over the last tenth
+    of the training.
 
     **Arguments:**
 
@@ -97,23 +109,12 @@ def train(
     - `rates`: the learning rate of each step of all calls.
     - `precision`: "float32", "TF32" (a GPU's), or "float16" or "bfloat16" by `torch.amp`, float16
         with `GradScaler`.
-    - `on_call`: called after each call with the seconds spent on steps so far and the running
-        average of the weights, about that over the last tenth of the training.
     """
-    torch.backends.cuda.matmul.allow_tf32 = precision == "TF32"
-    trainer = Trainer(layers, frequencies, precision, len(rates))
-    done, seconds = 0, 0.0
+    trainer, seconds = Trainer(layers, frequencies, precision, rates), 0.0
+    yield seconds, layers
     for points in points_by_call:
+        torch.backends.cuda.matmul.allow_tf32 = precision == "TF32"
         start = time.perf_counter()
-        batches = torch.tensor(points, device=device())
-        # The lift depends on no weight: its derivatives for all steps of the call are one pass.
-        every = batches.reshape(-1, 2).requires_grad_()
-        lifted = {k: v.detach() for k, v in double_backward(lift, every, 2).items()}
-        lifted = {k: v.reshape(batches.shape[:2]) for k, v in lifted.items()}
-        for i, batch in enumerate(batches):
-            trainer.step(batch, {k: v[i] for k, v in lifted.items()}, rates[done + i])
-        if device().type == "cuda":
-            torch.cuda.synchronize()
+        trainer.steps(torch.tensor(points, device=device()))
         seconds += time.perf_counter() - start
-        done += len(batches)
-        on_call(seconds, layers_of(trainer.average.module))
+        yield seconds, layers_of(trainer.average.module)
