@@ -41,6 +41,7 @@ LINES = {
     "mpx_pde, bfloat16": Line("tab:purple"),
     "PyTorch, float32": Line("tab:green", ":"),
     "torch.amp, float16": Line("tab:green"),
+    "torch.amp, bfloat16": Line("tab:olive"),
 }
 
 
@@ -70,6 +71,54 @@ def error_against_time(figure: Any, data: dict[str, Any]) -> None:
     figure.suptitle(f"Physics-informed network of a lid-driven cavity; {where}", fontsize="medium")
 
 
+def memory_by_batch(figure: Any, data: dict[str, Any]) -> None:
+    """Of a training step compiled for an H100."""
+    axes = figure.subplots()
+    styles = {
+        "mpx_pde float32": ("float32", Line("black")),
+        "MPX float16": ("MPX, float16", Line("tab:orange", "--")),
+        "mpx_pde cast-float16": ("mpx_pde, float16 by casting", Line("tab:blue", ":")),
+        "mpx_pde autocast-float16": ("mpx_pde, float16 by autocast", Line("tab:blue")),
+    }
+    for rival, (label, (color, style)) in styles.items():
+        programs = [p for p in data["programs"] if p["rival"] == rival and "failed" not in p]
+        batches = [p["batch"] for p in programs]
+        gib = [p["temp_bytes"] / 2**30 for p in programs]
+        axes.loglog(batches, gib, "o", label=label, color=color, linestyle=style, base=2)
+    axes.set(xlabel="batch", ylabel="memory beyond state and batch, GiB", xticks=batches)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_major_formatter("{x:.0f}")
+    axes.legend()
+    figure.suptitle("A training step of ViT-Base, compiled for an H100", fontsize="medium")
+
+
+def growth(figure: Any, data: dict[str, Any]) -> None:
+    """Memory of a step compiled for an H100, by size."""
+    styles = {
+        "float32, nested": ("float32, nested jvp", Line("black", ":")),
+        "float32": ("float32, mpx_pde", Line("black")),
+        "float16, naive": ("float16 by hand, nested jvp", Line("tab:red")),
+        "float16": ("float16, mpx_pde", Line("tab:blue")),
+    }
+    sweeps = dict.fromkeys(c["sweep"] for c in data["costs"])
+    for sweep, axes in zip(sweeps, figure.subplots(1, len(sweeps), sharey=True), strict=True):
+        for way, (label, (color, style)) in styles.items():
+            costs = [
+                c
+                for c in data["costs"]
+                if (c["target"], c["sweep"], c["way"]) == ("h100", sweep, way)
+            ]
+            sizes = [c[sweep] for c in costs]
+            mib = [c["temp_bytes"] / 2**20 for c in costs]
+            axes.loglog(sizes, mib, "o", label=label, color=color, linestyle=style, base=2, ms=3)
+        axes.set(xlabel=sweep, xticks=sizes)
+        axes.xaxis.set_major_formatter("{x:.0f}")
+    figure.axes[0].set(ylabel="memory of a step, MiB")
+    figure.axes[0].yaxis.set_major_formatter("{x:.0f}")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    figure.suptitle("Gradient of a cavity's residuals, compiled for an H100", fontsize="medium")
+
+
 class Figure(NamedTuple):
     draw: Callable[[Any, Any], None]
     results: str  # the name of the JSON file
@@ -82,6 +131,8 @@ class Figure(NamedTuple):
 
 FIGURES: dict[str, Figure] = {
     "error-against-time": Figure(error_against_time, "time_to_error-cavity-cpu"),
+    "growth": Figure(growth, "growth-cpu"),
+    "memory-by-batch": Figure(memory_by_batch, "vit_step-h100-cpu", (5.0, 3.4)),
 }
 
 

@@ -108,12 +108,19 @@ def _transpose_lhs(g, x, y, *, dimension_numbers, dtype, out_dtype, out_sharding
     n = len(x_batch)
     first = n if swapped else n + len(x_kept)
     g_batch, g_y = tuple(range(n)), tuple(range(first, first + len(y_kept)))
-    # What comes out has the axes: batch, kept, and contracted in the order of y's axes.
-    order = [*x_batch, *x_kept, *(x_contract[i] for i in np.argsort(y_contract))]
+    # What comes out has the axes: batch, kept, and contracted in the order of y's axes; swapped,
+    # contracted before kept. So the gradient of a weight is `y.T @ g`: of `(g.T @ y).T` XLA makes
+    # a transposed copy of g on a CPU.
+    operands = [(g, g_y, g_batch), (y, tuple(y_kept), tuple(y_batch))]
+    axes = [x_kept, [x_contract[i] for i in np.argsort(y_contract)]]
+    if swapped:
+        operands, axes = operands[::-1], axes[::-1]
+    (left, left_axes, left_batch), (right, right_axes, right_batch) = operands
+    order = [*x_batch, *axes[0], *axes[1]]
     out = mixed_dot_general_p.bind(
-        g,
-        y,
-        dimension_numbers=((g_y, tuple(y_kept)), (g_batch, tuple(y_batch))),
+        left,
+        right,
+        dimension_numbers=((left_axes, right_axes), (left_batch, right_batch)),
         dtype=dtype,
         out_dtype=x.aval.dtype,
         out_sharding=_cotangent_sharding(x.aval, g, order),

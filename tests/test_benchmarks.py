@@ -6,6 +6,7 @@ import importlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import normal, tree_allclose
 
@@ -70,6 +71,43 @@ def test_the_first_time_below_a_level():
     errors, steps = [9.0, float("nan"), 2.0, 3.0, 1.0], [0, 10, 20, 30, 40]
     assert first_below(errors, steps, 2.5) == 20
     assert first_below(errors, steps, 0.5) is None
+
+
+@jax.numpy_dtype_promotion("standard")  # Optax counts in int32
+def test_pytorch_takes_the_steps_of_muon_in_optax():
+    torch = pytest.importorskip("torch")
+    from benchmarks._torch.muon import Muon
+
+    weights = [np.array(normal(i, shape)) for i, shape in enumerate([(3, 8), (8,), (8, 2), (2,)])]
+    x = np.array(normal(4, (16, 3)))
+    rates = optax.warmup_cosine_decay_schedule(0.0, 1e-2, 5, 50)
+
+    optimizer = optax.contrib.muon(rates)
+    params = jax.tree.map(jnp.asarray, weights)
+    state = optimizer.init(params)
+
+    def loss(params):
+        w, b, v, c = params
+        return jnp.mean((jnp.tanh(x @ w + b[None]) @ v + c[None] - 1) ** 2)
+
+    for _ in range(30):
+        updates, state = optimizer.update(jax.grad(loss)(params), state, params)
+        params = optax.apply_updates(params, updates)
+
+    network = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+    with torch.no_grad():
+        for parameter, weight in zip(network.parameters(), weights, strict=True):
+            parameter.copy_(torch.tensor(weight.T))
+    muon = Muon(network.parameters(), [float(rates(i)) for i in range(30)])
+    for _ in range(30):
+        muon.zero_grad()
+        ((network(torch.tensor(x)) - 1) ** 2).mean().backward()
+        muon.step()
+
+    for parameter, param, weight in zip(network.parameters(), params, weights, strict=True):
+        # Both round in float32, 30 times, in another order.
+        assert np.allclose(parameter.detach().numpy().T, param, rtol=0, atol=1e-5)
+        assert not np.allclose(param, weight, rtol=0, atol=1e-2)
 
 
 # --- The runner -----------------------------------------------------------------------------------

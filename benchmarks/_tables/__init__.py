@@ -22,6 +22,7 @@ TABLES = {
     "float8": _accuracy.float8,
     "fno-memory": _rivals.fno_memory,
     "fno-step": _rivals.fno_step,
+    "growth": _programs.growth,
     "headline": _summary.headline,
     "overhead": _programs.overhead,
     "pinn-step": _rivals.pinn_step,

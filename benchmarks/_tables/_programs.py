@@ -99,6 +99,35 @@ def compile_time() -> str:
     return f"{markdown(columns, rows)}\n\n{source(data)}\n"
 
 
+def growth() -> str:
+    """Memory and kernels on an H100 and flops, which a CPU tells, by size; and their slopes."""
+    data = load("growth-cpu")
+    h100, cpu = ([c for c in data["costs"] if c["target"] == t] for t in ("h100", "cpu"))
+    slopes = {
+        (e["target"], e["sweep"], e["way"], e["cost"]): e["exponent"] for e in data["exponents"]
+    }
+    rows = []
+    for sweep, way in dict.fromkeys((c["sweep"], c["way"]) for c in h100):
+        key = {"sweep": sweep, "way": way}
+        on_gpu, on_cpu = ([c for c in found if key.items() <= c.items()] for found in (h100, cpu))
+        told = lambda values, form: " · ".join(format(v, form) for v in values)
+        rows.append(
+            [
+                f"{sweep} {told([c[sweep] for c in on_gpu], ',')}",
+                way,
+                told([c["temp_bytes"] / 2**20 for c in on_gpu], ",.0f"),
+                f"{slopes['h100', sweep, way, 'temp_bytes']:.2f}",
+                told([c["kernels"] for c in on_gpu], ","),
+                told([c["flops"] / 1e9 for c in on_cpu], ",.1f"),
+                f"{slopes['cpu', sweep, way, 'flops']:.2f}",
+            ]
+        )
+    columns = ["size", "step", "temp memory, MiB", "exponent", "kernels", "GFLOP", "exponent"]
+    base = data["costs"][1]
+    note = f"The base: {base['width']} × {base['depth']}, {base['points']:,} points."
+    return f"{markdown(columns, rows)}\n\n{note} {source(data)}\n"
+
+
 def vit_memory() -> str:
     data = load("vit_memory-cpu")
     tracing = {t["precision"]: t for t in data["tracing"]}

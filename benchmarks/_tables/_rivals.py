@@ -8,6 +8,7 @@ from ._format import load, markdown, source
 
 Record = dict[str, Any]
 NOT_MEASURED = "not measured"
+NO_STEP = "all steps skipped"
 
 
 def milliseconds(record: Record) -> str:
@@ -27,7 +28,7 @@ def _rows(
         if "failed" in r:
             rows.append([name(r), f"fails: `{r['failed']}`", *["–"] * (2 + len(errors))])
             continue
-        told = [f"{r[e]:.1e}" for e in errors]
+        told = [NO_STEP if r[e] is None else f"{r[e]:.1e}" for e in errors]
         rows.append([name(r), milliseconds(r), mebibytes(r), *told, f"{r[loss]:.4g}"])
     return rows
 

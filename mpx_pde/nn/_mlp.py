@@ -19,8 +19,9 @@ from ._activations import safe
 Groups = Sequence[Sequence[tuple[int, int]]]
 """For each sum of second derivatives, the pairs of seeds that it runs over."""
 
-Streams = tuple[Array, Array, Array | None]
-"""Value, first derivatives, and sums of second derivatives, of which a linear map has none."""
+Rows = Sequence[Float[Array, " _"]]
+"""Value, first derivatives, and sums of second derivatives, of which a linear map has none. Each is
+an array of its own: `jax.checkpoint` under `vmap` would transpose stacked ones."""
 
 
 class Embedding(eqx.Module):
@@ -235,32 +236,32 @@ class CoordinateMLP(eqx.Module):
         dtype = self._compute_dtype
         if self.embedding.module.linear:
             # The derivatives of a linear layer are the same at all points.
-            value, slopes, curves = first.product(point), first.product(seeds), None
+            rows = [first.product(point), *first.product(seeds)]
         else:
-            x = first.product(_through(self.embedding, point, seeds, second))
-            value, slopes, curves = _split(x.astype(dtype), sizes)
-        streams = value.astype(dtype), slopes.astype(dtype), curves
-        bias = first.bias
+            rows = _rows(first.product(_through(self.embedding, point, seeds, second)))
+        rows, bias = [row.astype(dtype) for row in rows], first.bias
         for layer in self.hidden:
-            x = self._advance(layer.product, bias, streams, second)
-            streams, bias = _split(x, sizes), layer.bias
+            product = lambda x, layer=layer: _rows(layer.product(x))
+            rows, bias = self._advance(product, bias, rows, second, len(seeds)), layer.bias
         last = self.last.module if isinstance(self.last, FullPrecision) else self.last
         # Apart, so that XLA leaves out what nobody asks for.
-        apart = lambda x: tuple(last.product(y) for y in _split(x, sizes))
-        value, slopes, curves = self._advance(apart, bias, streams, second)
+        apart = lambda x: tuple(last.product(y) for y in lax.split(x, sizes))
+        [value], slopes, curves = self._advance(apart, bias, rows, second, len(seeds))
         value = last.add_bias(value)
         if self.out_size == "scalar":
             return value[0], slopes[:, 0], curves[:, 0]
         return value, slopes, curves
 
-    def _advance(self, product: Callable, bias: Array, streams: Streams, second: Groups) -> Any:
+    def _advance(
+        self, product: Callable, bias: Array, rows: Rows, second: Groups, seeds: int
+    ) -> Any:
         """The activation and the product after it.
 
         Of all this only what enters is kept for the backward pass, which evaluates the activation
         again: a layer costs the memory of one array of its streams.
         """
-        rule = lambda bias, streams: product(_activate(self.activation, second, bias, *streams))
-        return jax.checkpoint(rule)(bias, streams)
+        rule = lambda bias, rows: product(_activate(self.activation, second, bias, rows, seeds))
+        return jax.checkpoint(rule)(bias, rows)
 
 
 def _through(
@@ -276,25 +277,25 @@ def _through(
     return jnp.stack([fun(point), *first, *sums])
 
 
-def _split(x: Float[Array, "streams _"], sizes: tuple[int, ...]) -> tuple[Array, Array, Array]:
+def _rows(x: Float[Array, "streams _"]) -> list[Float[Array, " _"]]:
     # The transpose of `split` is a concatenation; that of slices would be sums of padded arrays.
-    value, first, second = lax.split(x, sizes)
-    return jnp.squeeze(value, 0), first, second
+    return [jnp.squeeze(row, 0) for row in lax.split(x, (1,) * len(x))]
 
 
 def _activate(
-    activation: Callable, groups: Groups, bias: Array, value: Array, first: Array, second: Any
+    activation: Callable, groups: Groups, bias: Array, rows: Rows, seeds: int
 ) -> Float[Array, "streams _"]:
     """σ(v), σ'(v) v_i, and sums of σ'(v) v_ij + σ''(v) v_i v_j, stacked, in float32 registers."""
-    dtype = value.dtype
-    value, first, second, bias = widen((value, first, second, bias))
+    dtype = rows[0].dtype
+    bias, (value, *others) = widen((bias, list(rows)))
+    first, second = others[:seeds], others[seeds:]
     y, dy, ddy = _derivatives(activation, value + bias)
-    rows = [y, *(dy * v for v in first)]
+    out = [y, *(dy * v for v in first)]
     for k, group in enumerate(groups):
         products = [jnp.square(first[i]) if i == j else first[i] * first[j] for i, j in group]
         curvature = ddy * sum(products[1:], products[0])
-        rows.append(curvature if second is None else dy * second[k] + curvature)
-    return jnp.stack(rows).astype(dtype)
+        out.append(dy * second[k] + curvature if second else curvature)
+    return jnp.stack(out).astype(dtype)
 
 
 @jax.custom_jvp
@@ -306,9 +307,9 @@ def _tanh(x):
 
 @_tanh.defjvp
 def _tanh_jvp(primals, tangents):
-    # What differentiating the above line by line would come to with half as many operations again.
+    # What differentiating the above line by line would come to with twice as many operations.
     y, dy, ddy = _tanh(*primals)
-    dddy = -2 * (jnp.square(dy) + y * ddy)
+    dddy = dy * (4 - 6 * dy)
     return (y, dy, ddy), tuple(tangents[0] * d for d in (dy, ddy, dddy))
 
 
