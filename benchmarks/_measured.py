@@ -16,7 +16,7 @@ from ._rivals import failure
 
 
 FIRST_MOMENT = 0.1  # of the gradient, in Adam's state after the first step
-BEFORE = 3  # steps before those that are timed
+BEFORE = 3  # steps before the rounds of the clock, each of which takes two
 LARGEST_SKIPS = 30  # steps that overflow before a loss scale fits
 
 
@@ -158,7 +158,7 @@ def measure(
         fields[name] |= {
             "seconds": times[name],
             "temp_bytes": steps[name].temp_bytes,
-            "steps": BEFORE + rounds,
+            "steps": 1 + len(losses[name]),
             "loss": float(losses[name][-1]),
         }
     steps.clear()

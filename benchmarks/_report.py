@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import random
 import re
 import statistics
 import sys
@@ -72,6 +73,9 @@ class Timing(NamedTuple):
         return f"{mid} [{low}, {high}] {name}"
 
 
+PAUSE = 0.02  # seconds; threads of OpenMP spin for some milliseconds
+
+
 def interleave(
     rivals: Mapping[str, Callable[[], Any]], *, rounds: int, calls: int = 1, warmup: int = 2
 ) -> dict[str, Timing]:
@@ -80,7 +84,9 @@ def interleave(
     **Arguments:**
 
     - `rivals`: functions of no arguments. What they return is waited for.
-    - `rounds`: how often each is timed. Each round starts with another rival.
+    - `rounds`: how often each is timed, in an order that differs between rounds, and each time
+        after a pause and an untimed call: another rival leaves its data in the caches, and threads
+        that spin for a while.
     - `calls`: calls within one measurement; more for those far below a millisecond.
     - `warmup`: untimed calls of each first, compilation among them.
 
@@ -91,11 +97,12 @@ def interleave(
     for function in rivals.values():
         for _ in range(warmup):
             jax.block_until_ready(function())
-    names = list(rivals)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(rounds):
-        start = i % len(names)
-        for name in names[start:] + names[:start]:
+    seconds: dict[str, list[float]] = {name: [] for name in rivals}
+    order = random.Random(0)
+    for _ in range(rounds):
+        for name in order.sample(list(rivals), len(rivals)):
+            time.sleep(PAUSE)
+            jax.block_until_ready(rivals[name]())
             begin = time.perf_counter()
             for _ in range(calls):
                 out = rivals[name]()

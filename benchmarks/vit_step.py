@@ -245,7 +245,7 @@ def run_steps(report: Report, size: Any, gpu: bool, chosen: Sequence[str] | None
         return JaxStep(partial(rival.step, optimizer), state, on_device, rival.products)
 
     rivals = {name: partial(make, rival) for name, rival in jax_rivals(report, gpu).items()}
-    rivals |= torch_rivals(report, size, batches, gpu, steps=rounds + BEFORE)
+    rivals |= torch_rivals(report, size, batches, gpu, steps=BEFORE + 2 * rounds)
     results = measure(selected(rivals, chosen), exact, rounds=rounds)
     text = f"ViT of {size.blocks} blocks, {size.features} features, batch {size.batch}"
     return report_measured(report, text, results, blocks=size.blocks, batch=size.batch)

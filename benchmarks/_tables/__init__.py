@@ -19,6 +19,7 @@ TABLES = {
     "cavity-memory": _programs.cavity_memory,
     "collectives": _programs.collectives,
     "compile-time": _programs.compile_time,
+    "derivatives": _programs.derivatives,
     "float8": _accuracy.float8,
     "fno-memory": _rivals.fno_memory,
     "fno-step": _rivals.fno_step,

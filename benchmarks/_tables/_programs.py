@@ -159,6 +159,30 @@ def vit_memory() -> str:
     )
 
 
+def derivatives() -> str:
+    data = load("derivatives-cpu")
+    rows = [
+        [
+            r["rival"],
+            str(r["order"]),
+            f"{r['forward_flops'] / 1e9:.2f}",
+            f"{r['step_flops'] / 1e9:.2f}",
+            f"{1e3 * r['step_seconds']['median']:.0f}",
+            f"{r['step_temp_mib']:.0f}",
+            f"{r['error_half']:.1e}",
+        ]
+        for r in data["derivatives"]
+    ]
+    columns = ["by", "order", "values, GFLOP", "step, GFLOP", "step, ms", "temp memory, MiB"]
+    columns += ["error of values in float16"]
+    size = data["derivatives"][0]
+    return (
+        f"{markdown(columns, rows)}\n\n{size['width']} × {size['depth']}, two coordinates, "
+        f"{size['points']:,} points; a step is the gradient with respect to the parameters, in "
+        f"float32. {source(data)}\n"
+    )
+
+
 def cavity_memory() -> str:
     data = load("cavity_memory-cpu")
     rows = []
