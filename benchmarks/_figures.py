@@ -8,6 +8,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,6 +43,9 @@ LINES = {
     "PyTorch, float32": Line("tab:green", ":"),
     "torch.amp, float16": Line("tab:green"),
     "torch.amp, bfloat16": Line("tab:olive"),
+    "float32, FFT": Line("black"),
+    "neuraloperator, float32": Line("tab:green", ":"),
+    "neuraloperator, amp bfloat16": Line("tab:olive"),
 }
 
 
@@ -52,7 +56,7 @@ def _curves(data: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
-def error_against_time(figure: Any, data: dict[str, Any]) -> None:
+def error_against_time(what: str, figure: Any, data: dict[str, Any]) -> None:
     by_time, by_step = figure.subplots(1, 2, sharey=True)
     for curve in _curves(data):
         color, style = LINES[curve["rival"]]
@@ -67,8 +71,7 @@ def error_against_time(figure: Any, data: dict[str, Any]) -> None:
     by_step.set(xlabel="steps")
     by_time.legend(fontsize="small")
     env = data["environment"]
-    where = f"{env['device']}, {env['cpu_count']} cores"
-    figure.suptitle(f"Physics-informed network of a lid-driven cavity; {where}", fontsize="medium")
+    figure.suptitle(f"{what}; {env['device']}, {env['cpu_count']} cores", fontsize="medium")
 
 
 def memory_by_batch(figure: Any, data: dict[str, Any]) -> None:
@@ -130,8 +133,14 @@ class Figure(NamedTuple):
 
 
 FIGURES: dict[str, Figure] = {
-    "error-against-time": Figure(error_against_time, "time_to_error-cavity-cpu"),
-    "growth": Figure(growth, "growth-cpu"),
+    "error-against-time": Figure(
+        partial(error_against_time, "Physics-informed network of a lid-driven cavity"),
+        "time_to_error-cavity-cpu",
+    ),
+    "operator-error-against-time": Figure(
+        partial(error_against_time, "Fourier neural operator of decaying turbulence"),
+        "time_to_error-navier_stokes-cpu",
+    ),
     "memory-by-batch": Figure(memory_by_batch, "vit_step-h100-cpu", (5.0, 3.4)),
 }
 
