@@ -64,12 +64,14 @@ def error_against_time(what: str, figure: Any, data: dict[str, Any]) -> None:
         by_step.semilogy(curve["steps"][1:], curve["errors"][1:], **options)
         label = curve["rival"]
         if curve["time_measured"]:
-            by_time.semilogy(curve["seconds"][1:], curve["errors"][1:], label=label, **options)
+            by_time.loglog(curve["seconds"][1:], curve["errors"][1:], label=label, **options)
         else:
-            by_time.plot([], label=f"{label}: time not measured", **options)
+            by_time.plot([], label=f"{label} (no time)", **options)
     by_time.set(xlabel="seconds of training", ylabel="relative L2 error")
     by_step.set(xlabel="steps")
-    by_time.legend(fontsize="small")
+    by_time.xaxis.set_major_formatter("{x:g}")
+    lines = by_time.get_legend_handles_labels()
+    figure.legend(*lines, loc="outside lower center", ncols=4, fontsize="small")
     env = data["environment"]
     figure.suptitle(f"{what}; {env['device']}, {env['cpu_count']} cores", fontsize="medium")
 
@@ -125,7 +127,7 @@ def growth(figure: Any, data: dict[str, Any]) -> None:
 class Figure(NamedTuple):
     draw: Callable[[Any, Any], None]
     results: str  # the name of the JSON file
-    size: tuple[float, float] = (8.0, 3.4)
+    size: tuple[float, float] = (8.0, 3.8)
 
     def digest(self, data: dict[str, Any]) -> str:
         code = Path(__file__).read_text(encoding="utf-8")
@@ -141,6 +143,7 @@ FIGURES: dict[str, Figure] = {
         partial(error_against_time, "Fourier neural operator of decaying turbulence"),
         "time_to_error-navier_stokes-cpu",
     ),
+    "growth": Figure(growth, "growth-cpu"),
     "memory-by-batch": Figure(memory_by_batch, "vit_step-h100-cpu", (5.0, 3.4)),
 }
 
