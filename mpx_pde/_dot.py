@@ -110,10 +110,11 @@ def _transpose_lhs(g, x, y, *, dimension_numbers, dtype, out_dtype, out_sharding
     g_batch, g_y = tuple(range(n)), tuple(range(first, first + len(y_kept)))
     # What comes out has the axes: batch, kept, and contracted in the order of y's axes; swapped,
     # contracted before kept. So the gradient of a weight is `y.T @ g`: of `(g.T @ y).T` XLA makes
-    # a transposed copy of g on a CPU.
+    # a transposed copy of g on a CPU. (Not in bfloat16, of which jaxlib 0.10's CPU backend refuses
+    # outer products in that order.)
     operands = [(g, g_y, g_batch), (y, tuple(y_kept), tuple(y_batch))]
     axes = [x_kept, [x_contract[i] for i in np.argsort(y_contract)]]
-    if swapped:
+    if swapped and dtype != jnp.bfloat16:
         operands, axes = operands[::-1], axes[::-1]
     (left, left_axes, left_batch), (right, right_axes, right_batch) = operands
     order = [*x_batch, *axes[0], *axes[1]]
