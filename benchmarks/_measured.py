@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._deviceless import CUBLAS, Compiled, TargetUnavailable, compile_for
 from ._report import Report, interleave
 from ._rivals import failure
 
@@ -164,6 +165,28 @@ def measure(
     steps.clear()
     gc.collect()  # states are large, and the next configuration wants the memory
     return fields
+
+
+def compiled(
+    report: Report,
+    target: str,
+    step: Callable,
+    state: Any,
+    batch: Any,
+    precision: str | None,
+    /,
+    **where: Any,
+) -> Compiled | str:
+    """A step as of `JaxStep`, compiled for a device that need not be here; of one that fails how,
+    which is recorded among the `programs`."""
+    options = CUBLAS if "h100" in target else None
+    try:
+        with jax.default_matmul_precision(precision):
+            return compile_for(target, step, state, batch, donate=(0,), compiler_options=options)
+    except TargetUnavailable:
+        raise
+    except Exception as error:  # of a rival
+        return report.record("programs", target=target, **where, failed=failure(error))["failed"]
 
 
 COLUMNS = ("time", "temp, MiB", "error of outputs", "of gradients", "loss", "failed")

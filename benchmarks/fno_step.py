@@ -44,10 +44,10 @@ import optax
 
 import mpx_pde as mpx
 
-from ._deviceless import CUBLAS, TARGETS, TargetUnavailable, compile_for, title
-from ._measured import JaxStep, Step, float64_first, measure, report_measured
+from ._deviceless import TARGETS, TargetUnavailable, title
+from ._measured import JaxStep, Step, compiled, float64_first, measure, report_measured
 from ._report import Report
-from ._rivals import RivalMissing, failure, require
+from ._rivals import RivalMissing, require
 
 
 BLOCKS = 4
@@ -297,28 +297,21 @@ def compile_steps(report: Report, target: str, sizes: Sequence[Size]) -> None:
         shape = jax.ShapeDtypeStruct((size.batch, 1, size.resolution, size.resolution), jnp.float32)
         rows = []
         for name, rival in jax_rivals(report, gpu=False).items():
-            where = {"target": target, **size._asdict(), "rival": name}
+            where = {**size._asdict(), "rival": name}
             state = eqx.filter_eval_shape(rival.state, size)
-            options = CUBLAS if "h100" in target else None
             try:
-                with jax.default_matmul_precision(rival.products):
-                    program = compile_for(
-                        target,
-                        rival.step,
-                        state,
-                        (shape, shape),
-                        donate=(0,),
-                        compiler_options=options,
-                    )
+                program = compiled(
+                    report, target, rival.step, state, (shape, shape), rival.products, **where
+                )
             except TargetUnavailable as e:
                 report.note(str(e))
                 return
-            except Exception as error:  # of a rival
-                record = report.record("programs", **where, failed=failure(error))
-                rows.append([name, None, None, None, record["failed"]])
+            if isinstance(program, str):
+                rows.append([name, None, None, None, program])
                 continue
             record = report.record(
                 "programs",
+                target=target,
                 **where,
                 temp_bytes=program.temp_bytes,
                 products=sorted({f"{p.lhs} × {p.rhs}" for p in program.products()}),

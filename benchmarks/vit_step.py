@@ -43,11 +43,19 @@ import optax
 
 import mpx_pde as mpx
 
-from ._deviceless import CUBLAS, TARGETS, TargetUnavailable, compile_for, title
+from ._deviceless import TARGETS, TargetUnavailable, title
 from ._examples import load_example
-from ._measured import BEFORE, JaxStep, Step, float64_first, measure, report_measured
+from ._measured import (
+    BEFORE,
+    JaxStep,
+    Step,
+    compiled,
+    float64_first,
+    measure,
+    report_measured,
+)
 from ._report import Report
-from ._rivals import RivalMissing, failure, require
+from ._rivals import RivalMissing, require
 from .vit_memory import abstract_step, products_by_kind
 
 
@@ -256,27 +264,20 @@ def compile_steps(report: Report, target: str, size: Any, chosen: Sequence[str])
     rows = []
     for name, rival in selected(jax_rivals(report, gpu=False), chosen).items():
         scaled = state._replace(scaling=eqx.filter_eval_shape(rival.scaling))
-        options = CUBLAS if "h100" in target else None
-        where = {"target": target, "blocks": size.blocks, "batch": size.batch, "rival": name}
+        where = {"blocks": size.blocks, "batch": size.batch, "rival": name}
+        step = partial(rival.step, optimizer)
         try:
-            with jax.default_matmul_precision(rival.products):
-                program = compile_for(
-                    target,
-                    partial(rival.step, optimizer),
-                    scaled,
-                    batch,
-                    donate=(0,),
-                    compiler_options=options,
-                )
+            program = compiled(report, target, step, scaled, batch, rival.products, **where)
         except TargetUnavailable as e:
             report.note(str(e))
             return
-        except Exception as error:  # of a rival
-            record = report.record("programs", **where, failed=failure(error))
-            rows.append([name, None, None, record["failed"]])
+        if isinstance(program, str):
+            rows.append([name, None, None, program])
             continue
         products = products_by_kind(program)
-        report.record("programs", **where, temp_bytes=program.temp_bytes, products=products)
+        report.record(
+            "programs", target=target, **where, temp_bytes=program.temp_bytes, products=products
+        )
         text = ", ".join(f"{count} {kind}" for kind, count in sorted(products.items()))
         rows.append([name, program.temp_bytes / 2**30, text, None])
         print(name, size.batch, f"{program.temp_bytes / 2**30:.2f} GiB", flush=True)
