@@ -1,7 +1,7 @@
 """The lid-driven cavity of `examples/`, trained by every rival."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -64,6 +64,14 @@ def make_problem(size: Size) -> Any:
     )
 
 
+def points_by_call(problem: Any, key: jax.Array) -> Iterator[jax.Array]:
+    """The points of all steps of a call, for each call of a training."""
+    choose = jax.jit(problem.points)
+    for _ in range(problem.full.steps // _pinn.STEPS_PER_CALL):
+        key, points_key = jax.random.split(key)
+        yield jax.block_until_ready(choose(None, points_key))
+
+
 def in_jax(
     problem: Any,
     seed: int,
@@ -94,8 +102,7 @@ def in_jax(
         step = partial(_pinn.step, problem, optimizer, precision, 10 / steps)
         if adapt is not None:
             step, state = adapt(step, state)
-        choose = eqx.filter_jit(problem.points)
-        run = _pinn.compiled_steps(step, state, choose(None, key))
+        run = _pinn.compiled_steps(step, state, next(points_by_call(problem, key)))
     arrays, static = eqx.partition(state, eqx.is_array)
 
     def moment(done, seconds, arrays):
@@ -104,12 +111,10 @@ def in_jax(
 
     seconds = 0.0
     yield moment(0, seconds, arrays)
-    for done in range(_pinn.STEPS_PER_CALL, steps + 1, _pinn.STEPS_PER_CALL):
-        key, points_key = jax.random.split(key)
-        points = jax.block_until_ready(choose(None, points_key))
+    for call, points in enumerate(points_by_call(problem, key), 1):
         (arrays, _), taken = timed(run, arrays, points)
         seconds += taken
-        yield moment(done, seconds, arrays)
+        yield moment(call * _pinn.STEPS_PER_CALL, seconds, arrays)
 
 
 def by_mpx(problem: Any, seed: int) -> Training:
@@ -166,13 +171,6 @@ def in_torch(problem: Any, seed: int, *, precision: str) -> Training:
         problem, "float32", mode="paper", steps=steps, learning_rate=rate, seed=seed
     )
     network = state.model.network
-    choose = jax.jit(problem.points)
-
-    def points():
-        keys = key
-        for _ in range(0, steps, _pinn.STEPS_PER_CALL):
-            keys, points_key = jax.random.split(keys)
-            yield np.asarray(choose(None, points_key))
 
     def error(layers):
         model = eqx.tree_at(lambda m: m.network, state.model, with_layers(network, layers))
@@ -181,7 +179,7 @@ def in_torch(problem: Any, seed: int, *, precision: str) -> Training:
     moments = train(
         jax.tree.map(np.asarray, layers_of(network)),
         np.asarray(network.embedding.module.frequencies),
-        points(),
+        map(np.asarray, points_by_call(problem, key)),
         np.asarray(_pinn.learning_rates(steps, rate)(np.arange(steps))).tolist(),
         precision,
     )

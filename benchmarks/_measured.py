@@ -1,7 +1,8 @@
 """Training steps as rivals: the same data and weights, time and memory and error side by side."""
 
 import gc
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple, Protocol
@@ -122,6 +123,16 @@ def relative_error(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> flo
     square = lambda x: float(np.sum(np.asarray(x, np.float64) ** 2))
     errors = sum(square(np.asarray(g, np.float64) - w) for g, w in zip(got, want, strict=True))
     return (errors / sum(map(square, want))) ** 0.5
+
+
+def within(minutes: float, sizes: Iterable[Any], report: Report) -> Iterator[Any]:
+    """The sizes one by one, and a note for each that is left out because the time is over."""
+    start = time.monotonic()
+    for size in sizes:
+        if time.monotonic() - start > 60 * minutes:
+            report.note(f"Left out, for {minutes} minutes have passed: {size}.")
+        else:
+            yield size
 
 
 def measure(

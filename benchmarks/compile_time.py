@@ -3,7 +3,7 @@
 The same step of the same network, with Adam, in float32, with casts by hand, and by jmp, MPX
 (mixed-precision-for-JAX) and `mpx_pde`, which casts or uses autocast (`_steps.py`); for the PINN
 also with scaled derivatives. Four networks: the MLP and the PINN of `overhead`, the Fourier
-neural operator of the examples and the vision transformer of `examples/vit.py` with 12 blocks.
+neural operator of the examples and the vision transformer of `examples/vit.py` with 6 blocks.
 
 Each stage of `jax.jit` is timed by itself: `trace` (Python to a jaxpr), `lower` (to StableHLO) and
 `compile` (XLA), in seconds of wall clock and of processor time, medians over rounds in which the
@@ -89,7 +89,7 @@ def neural_operator(quick: bool) -> Problem:
 
 def transformer(quick: bool) -> Problem:
     vit = load_example("vit")
-    size = replace(vit.SIZES["small"], blocks=1 if quick else 12)
+    size = replace(vit.SIZES["small"], blocks=1 if quick else 6)
     model_key, key = jax.random.split(jax.random.key(0))
     images = jax.random.normal(key, (size.batch, size.channels, size.image, size.image))
     labels = jnp.arange(size.batch) % size.classes

@@ -31,7 +31,6 @@ With `--target h100` nothing runs; the steps in JAX are compiled for it.
 """
 
 import argparse
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -45,7 +44,7 @@ import optax
 import mpx_pde as mpx
 
 from ._deviceless import TARGETS, TargetUnavailable, title
-from ._measured import JaxStep, Step, compiled, float64_first, measure, report_measured
+from ._measured import JaxStep, Step, compiled, float64_first, measure, report_measured, within
 from ._report import Report
 from ._rivals import RivalMissing, require
 
@@ -337,10 +336,7 @@ def run(report: Report, args: argparse.Namespace) -> int:
         compile_steps(report, args.target, QUICK if args.quick else ON_GPU)
         return 0
     sizes = ON_GPU if jax.default_backend() == "gpu" else ON_CPU
-    start, failed = time.monotonic(), 0
-    for size in QUICK if args.quick else sizes:
-        if time.monotonic() - start > 60 * args.minutes:
-            report.note(f"Left out, for {args.minutes} minutes have passed: {size}.")
-            continue
+    failed = 0
+    for size in within(args.minutes, QUICK if args.quick else sizes, report):
         failed += run_steps(report, size, rounds=1 if args.quick else args.rounds)
     return int(failed > 0)

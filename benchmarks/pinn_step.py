@@ -66,13 +66,13 @@ Case = dict[str, int]
 
 def torch_rivals(gpu: bool, quick: bool) -> list[Rival]:
     """All that PyTorch offers; at all sizes, what most people use."""
-    from ._torch.cavity import METHODS, TorchStep
+    from ._torch.cavity import METHODS, CavityStep
 
     out = []
     for compiled in (False,) if quick else (False, True):
         for method in METHODS:
             for precision in ("float32", *(["TF32"] if gpu else []), "float16", "bfloat16"):
-                make = partial(TorchStep, method, precision, compiled, START)
+                make = partial(CavityStep, method, precision, compiled, START)
                 everywhere = method == "double backward" and not compiled
                 title = f"{method}, compiled" if compiled else method
                 out.append(Rival("torch", title, precision, make, everywhere))

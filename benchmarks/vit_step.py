@@ -30,7 +30,6 @@ With `--target h100` nothing runs; steps in JAX of ViT-Base are compiled for it,
 import argparse
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -53,6 +52,7 @@ from ._measured import (
     float64_first,
     measure,
     report_measured,
+    within,
 )
 from ._report import Report
 from ._rivals import RivalMissing, require
@@ -312,11 +312,8 @@ def run(report: Report, args: argparse.Namespace) -> int:
             sized = dataclasses.replace(size, batch=batch)
             compile_steps(report, args.target, sized, args.rivals or TARGET_RIVALS)
         return 0
-    start, failed = time.monotonic(), 0
-    for batch in batches:
-        if time.monotonic() - start > 60 * args.minutes:
-            report.note(f"Left out, for {args.minutes} minutes have passed: batch {batch}.")
-            continue
+    failed = 0
+    for batch in within(args.minutes, batches, report):
         sized = dataclasses.replace(size, batch=batch)
         failed += run_steps(report, sized, gpu, args.rivals, 1 if args.quick else args.rounds)
     return int(failed > 0)

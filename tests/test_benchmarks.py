@@ -128,7 +128,8 @@ def test_all_commands_of_a_level_are_understood(level):
 def test_pieces_keep_the_order_and_fit(level):
     found = pieces(LEVELS[level])
     assert [run for piece in found for run in piece] == list(LEVELS[level])
-    assert all(sum(run.minutes for run in piece) <= PIECE_MINUTES for piece in found)
+    fits = lambda piece: sum(run.minutes for run in piece) <= PIECE_MINUTES
+    assert all(fits(piece) or (level != "gpu" and len(piece) == 1) for piece in found)
 
 
 def test_runs_that_fit_share_a_piece():

@@ -10,6 +10,7 @@ import torch
 from torch.func import jvp, vmap
 
 from .._cavity import Layers, balance, named, nested
+from .steps import DEVICE
 
 
 HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -17,10 +18,6 @@ HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 torch._dynamo.config.recompile_limit = 64  # pyright: ignore
 
 LEARNING_RATE = 1e-3  # that of the other libraries, `_steps.optimizer`
-
-
-def device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def network(layers: Layers) -> torch.nn.Sequential:
@@ -32,7 +29,7 @@ def network(layers: Layers) -> torch.nn.Sequential:
             linear.weight.copy_(torch.tensor(weight.T))
             linear.bias.copy_(torch.tensor(bias))
         modules += [linear, torch.nn.Tanh()]
-    return torch.nn.Sequential(*modules[:-1]).to(device())
+    return torch.nn.Sequential(*modules[:-1]).to(DEVICE)
 
 
 def layers_of(model: torch.nn.Sequential, value: Callable = lambda p: p) -> Layers:
@@ -44,7 +41,7 @@ def layers_of(model: torch.nn.Sequential, value: Callable = lambda p: p) -> Laye
 def autocast(precision: str) -> Any:
     if precision not in HALF:
         return nullcontext()
-    return torch.autocast(device().type, dtype=HALF[precision])
+    return torch.autocast(DEVICE, dtype=HALF[precision])
 
 
 # --- Derivatives -----------------------------------------------------------------------------
@@ -82,7 +79,7 @@ METHODS = {"double backward": double_backward, "torch.func": vmapped_jvp}
 # --- The step --------------------------------------------------------------------------------
 
 
-class TorchStep:
+class CavityStep:
     """A step with `torch.amp` in half precision, and `GradScaler` in float16.
 
     Derivatives with respect to the points come out of `autocast` as its documentation has it: the
@@ -103,11 +100,11 @@ class TorchStep:
         self.model = network(layers)
         self.parameters = list(self.model.parameters())
         reverse = method == "double backward"
-        self.points = torch.tensor(points, device=device(), requires_grad=reverse)
-        fused = device().type == "cuda"
+        self.points = torch.tensor(points, device=DEVICE, requires_grad=reverse)
+        fused = DEVICE == "cuda"
         self.optimizer = torch.optim.Adam(self.parameters, lr=LEARNING_RATE, fused=fused)
         scaled = precision == "float16"
-        self.scaler = torch.amp.GradScaler(device().type, init_scale=scale, enabled=scaled)
+        self.scaler = torch.amp.GradScaler(DEVICE, init_scale=scale, enabled=scaled)
 
         def loss(points):
             with autocast(precision):
@@ -119,7 +116,7 @@ class TorchStep:
 
     def temp_bytes(self) -> int | None:
         """What the allocator of the GPU hands out in a step."""
-        if device().type != "cuda":
+        if DEVICE != "cuda":
             return None
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -133,7 +130,7 @@ class TorchStep:
         self.scaler.scale(value).backward(inputs=self.parameters)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if device().type == "cuda":
+        if DEVICE == "cuda":
             torch.cuda.synchronize()
         return value.detach()
 

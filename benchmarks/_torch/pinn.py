@@ -9,8 +9,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from .._cavity import Layers
 from .._examples import load_example
-from .cavity import autocast, device, double_backward, layers_of, network, slopes
+from .cavity import autocast, double_backward, layers_of, network, slopes
 from .muon import Muon
+from .steps import DEVICE
 
 
 cavity = load_example("lid_driven_cavity")
@@ -49,14 +50,14 @@ class Trainer:
         self, layers: Layers, frequencies: np.ndarray, precision: str, rates: Sequence[float]
     ):
         self.precision = precision
-        self.frequencies = torch.tensor(frequencies, device=device())
+        self.frequencies = torch.tensor(frequencies, device=DEVICE)
         self.model = network(layers)
         self.parameters = list(self.model.parameters())
         decay = 1 - 10 / len(rates)
         self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(decay))
         self.optimizer = Muon(self.parameters, rates)
         self.scaler = torch.amp.GradScaler(
-            device().type, init_scale=2.0**15, enabled=precision == "float16"
+            DEVICE, init_scale=2.0**15, enabled=precision == "float16"
         )
 
     def inner(self, points: torch.Tensor) -> torch.Tensor:
@@ -86,7 +87,7 @@ class Trainer:
         lifted = {k: v.reshape(batches.shape[:2]) for k, v in lifted.items()}
         for i, batch in enumerate(batches):
             self.step(batch, {k: v[i] for k, v in lifted.items()})
-        if device().type == "cuda":
+        if DEVICE == "cuda":
             torch.cuda.synchronize()
 
 
@@ -115,6 +116,6 @@ def train(
     for points in points_by_call:
         torch.backends.cuda.matmul.allow_tf32 = precision == "TF32"
         start = time.perf_counter()
-        trainer.steps(torch.tensor(points, device=device()))
+        trainer.steps(torch.tensor(points, device=DEVICE))
         seconds += time.perf_counter() - start
         yield seconds, layers_of(trainer.average.module)
