@@ -4,8 +4,7 @@ The step is that of a large physics-informed network for steady Navier–Stokes 
 `CoordinateMLP` of 6 × 512, 65,536 points, the fields u, v, p with their first and second
 derivatives, and the gradient of the mean squared residuals with respect to the parameters.
 
-- `propagated`: `partials` of the network, which carries value and derivatives through a layer as
-  one product;
+- `propagated`: `partials` of the network, which carries value and derivatives through its layers;
 - `nested jvp`: the same of the network as a plain function, of which nothing is known.
 
 The float32 step is the same code with `use_mixed_precision=False`. The programs are compiled for an

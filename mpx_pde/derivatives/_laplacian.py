@@ -40,9 +40,8 @@ def laplacian(
     """The Laplacian of every output of a network.
 
     A network that knows how to propagate value, gradient and Laplacian together (a method
-    `forward_derivatives`, as `mpx_pde.nn.CoordinateMLP` has it) does so: each of its layers is one
-    matrix product for all of them, at about 60 % of the cost of nested differentiation. Any other
-    function is differentiated twice in each direction.
+    `forward_derivatives`, as `mpx_pde.nn.CoordinateMLP` has it) does so, at about 60 % of the cost
+    of nested differentiation. Any other function is differentiated twice in each direction.
 
     **Arguments:**
 

@@ -7,7 +7,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import FullPrecision, widen
@@ -21,7 +20,8 @@ Groups = Sequence[Sequence[tuple[int, int]]]
 
 Rows = Sequence[Float[Array, " _"]]
 """Value, first derivatives, and sums of second derivatives, of which a linear map has none. Each is
-an array of its own: `jax.checkpoint` under `vmap` would transpose stacked ones."""
+an array of its own, with a product of its own: stacked ones would be copied on their way into the
+product of all and out of it."""
 
 
 class Embedding(eqx.Module):
@@ -58,11 +58,17 @@ class Dense(eqx.Module):
     dtype: np.dtype | None = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
-        return self.add_bias(self.product(x))
+        [out] = self.products([x])
+        return self.add_bias(out)
 
-    def product(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
+    def products(
+        self, rows: Sequence[Float[Array, "*batch inputs"]]
+    ) -> list[Float[Array, "*batch outputs"]]:
+        """`x @ weight` of each row."""
         dtype = self.weight.dtype if self.dtype is None else self.dtype
-        return mixed_matmul(x.astype(dtype), self.weight, dtype=dtype)
+        # Widened here, a half weight has its gradient summed over the rows in float32.
+        weight = widen(self.weight)
+        return [mixed_matmul(row.astype(dtype), weight, dtype=dtype) for row in rows]
 
     def add_bias(self, x: Float[Array, "*batch outputs"]) -> Float[Array, "*batch outputs"]:
         return (widen(x) + jnp.broadcast_to(widen(self.bias), x.shape)).astype(x.dtype)
@@ -212,7 +218,7 @@ class CoordinateMLP(eqx.Module):
     ]:
         """Value, first derivatives along `seeds`, and sums of second derivatives along them.
 
-        All of them go through a layer as one matrix product. So each costs one evaluation of the
+        Each goes through a layer as a matrix product of its own. So it costs one evaluation of the
         network, and the Laplacian in D coordinates D + 2 of them. The rules of the activations are
         evaluated in float32.
 
@@ -231,61 +237,50 @@ class CoordinateMLP(eqx.Module):
         """
         point, seeds = widen(point), widen(seeds)
         second = tuple(tuple(group) for group in second)
-        sizes = (1, len(seeds), len(second))
         first = self.first.module
         dtype = self._compute_dtype
         if self.embedding.module.linear:
             # The derivatives of a linear layer are the same at all points.
-            rows = [first.product(point), *first.product(seeds)]
+            rows = [point, *seeds]
         else:
-            rows = _rows(first.product(_through(self.embedding, point, seeds, second)))
-        rows, bias = [row.astype(dtype) for row in rows], first.bias
-        for layer in self.hidden:
-            product = lambda x, layer=layer: _rows(layer.product(x))
-            rows, bias = self._advance(product, bias, rows, second, len(seeds)), layer.bias
+            rows = _through(self.embedding, point, seeds, second)
+        rows, bias = [row.astype(dtype) for row in first.products(rows)], first.bias
         last = self.last.module if isinstance(self.last, FullPrecision) else self.last
-        # Apart, so that XLA leaves out what nobody asks for.
-        apart = lambda x: tuple(last.product(y) for y in lax.split(x, sizes))
-        [value], slopes, curves = self._advance(apart, bias, rows, second, len(seeds))
-        value = last.add_bias(value)
+        for layer in (*self.hidden, last):
+            rows, bias = self._advance(layer, bias, rows, second, len(seeds)), layer.bias
+        rows = [last.add_bias(rows[0]), *rows[1:]]
         if self.out_size == "scalar":
-            return value[0], slopes[:, 0], curves[:, 0]
-        return value, slopes, curves
+            rows = [jnp.squeeze(row) for row in rows]
+        value, *others = rows
+        # Apart, so that XLA leaves out what nobody asks for.
+        stack = lambda rows: jnp.stack(rows) if rows else jnp.zeros((0, *value.shape), value.dtype)
+        return value, stack(others[: len(seeds)]), stack(others[len(seeds) :])
 
-    def _advance(
-        self, product: Callable, bias: Array, rows: Rows, second: Groups, seeds: int
-    ) -> Any:
-        """The activation and the product after it.
+    def _advance(self, layer: Dense, bias: Array, rows: Rows, second: Groups, seeds: int) -> Any:
+        """The activation and the products after it.
 
         Of all this only what enters is kept for the backward pass, which evaluates the activation
-        again: a layer costs the memory of one array of its streams.
+        again: a layer costs the memory of its streams once.
         """
-        rule = lambda bias, rows: product(_activate(self.activation, second, bias, rows, seeds))
-        return jax.checkpoint(rule)(bias, rows)
+        rule = lambda layer, bias, rows: layer.products(
+            _activate(self.activation, second, bias, rows, seeds)
+        )
+        return jax.checkpoint(rule)(layer, bias, rows)
 
 
-def _through(
-    fun: Callable, point: Array, seeds: Array, second: Groups
-) -> Float[Array, "streams _"]:
-    """Value, first derivatives and sums of second derivatives of any function, stacked."""
+def _through(fun: Callable, point: Array, seeds: Array, second: Groups) -> Rows:
+    """Value, first derivatives and sums of second derivatives of any function."""
 
     def along(i):
         return lambda p: jax.jvp(fun, (p,), (seeds[i],))[1]
 
     first = [along(i)(point) for i in range(len(seeds))]
-    sums = [sum(jax.jvp(along(i), (point,), (seeds[j],))[1] for i, j in group) for group in second]
-    return jnp.stack([fun(point), *first, *sums])
+    pairs = [[jax.jvp(along(i), (point,), (seeds[j],))[1] for i, j in group] for group in second]
+    return [fun(point), *first, *(sum(group[1:], group[0]) for group in pairs)]
 
 
-def _rows(x: Float[Array, "streams _"]) -> list[Float[Array, " _"]]:
-    # The transpose of `split` is a concatenation; that of slices would be sums of padded arrays.
-    return [jnp.squeeze(row, 0) for row in lax.split(x, (1,) * len(x))]
-
-
-def _activate(
-    activation: Callable, groups: Groups, bias: Array, rows: Rows, seeds: int
-) -> Float[Array, "streams _"]:
-    """σ(v), σ'(v) v_i, and sums of σ'(v) v_ij + σ''(v) v_i v_j, stacked, in float32 registers."""
+def _activate(activation: Callable, groups: Groups, bias: Array, rows: Rows, seeds: int) -> Rows:
+    """σ(v), σ'(v) v_i, and sums of σ'(v) v_ij + σ''(v) v_i v_j, in float32 registers."""
     dtype = rows[0].dtype
     bias, (value, *others) = widen((bias, list(rows)))
     first, second = others[:seeds], others[seeds:]
@@ -295,7 +290,7 @@ def _activate(
         products = [jnp.square(first[i]) if i == j else first[i] * first[j] for i, j in group]
         curvature = ddy * sum(products[1:], products[0])
         out.append(dy * second[k] + curvature if second else curvature)
-    return jnp.stack(out).astype(dtype)
+    return [row.astype(dtype) for row in out]
 
 
 @jax.custom_jvp
