@@ -6,9 +6,8 @@ Rivals, for a network of coordinates x, y and one output:
   so that XLA merges the levels;
 - `nested jvp, own seeds`: the same with a scale for each order (`DerivativeScaling.per_order`);
 - `reverse`: one cotangent backwards for the first order, and forward mode over it for the others;
-- `propagated`: `partials` of a `CoordinateMLP`, which carries them through its layers (orders 1 and 2
-  only);
-- `forward Laplacian`: `laplacian` of a `CoordinateMLP`, which carries it too (order 2 only);
+- `propagated`: `partials` of a `CoordinateMLP`, through all layers together (orders 1 and 2 only);
+- `forward Laplacian`: `laplacian` of a `CoordinateMLP`, likewise (order 2 only);
 - `nested Laplacian`: `laplacian` of the same network as a plain function.
 
 Counted are flops and temporary memory of the compiled value (`forward`) and of the compiled

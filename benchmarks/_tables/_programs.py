@@ -17,6 +17,8 @@ def overhead() -> str:
         def ratio(field, program=program, by_hand=by_hand):
             if program[field] is None:
                 return "not told"
+            if by_hand[field] == 0:  # a TPU keeps small arrays on its chip
+                return "none" if program[field] == 0 else f"{program[field]:,} over 0"
             return f"{program[field] / by_hand[field]:.4f}"
 
         rows.append(

@@ -275,8 +275,9 @@ def _through(fun: Callable, point: Array, seeds: Array, second: Groups) -> Rows:
         return lambda p: jax.jvp(fun, (p,), (seeds[i],))[1]
 
     first = [along(i)(point) for i in range(len(seeds))]
-    pairs = [[jax.jvp(along(i), (point,), (seeds[j],))[1] for i, j in group] for group in second]
-    return [fun(point), *first, *(sum(group[1:], group[0]) for group in pairs)]
+    curve = lambda i, j: jax.jvp(along(i), (point,), (seeds[j],))[1]
+    sums: list[Any] = [sum(curve(i, j) for i, j in group) for group in second]
+    return [fun(point), *first, *sums]
 
 
 def _activate(activation: Callable, groups: Groups, bias: Array, rows: Rows, seeds: int) -> Rows:
