@@ -132,6 +132,21 @@ def test_gradients_are_those_of_nested_forward_mode(wrap):
         assert relative(a, b) < 1e-4 or np.abs(b).max() < 1e-6
 
 
+def test_gradients_of_half_weights_are_summed_over_the_streams_in_float32():
+    """Each is that of float32 masters with the same values, rounded once."""
+    half = mpx.cast_tree(make(), "float16")
+    arrays, static = eqx.partition(make(dtype="float16"), eqx.is_array)
+    values = [w.astype(jnp.float32) for w in jax.tree.leaves(eqx.filter(half, eqx.is_array))]
+    masters = eqx.combine(jax.tree.unflatten(jax.tree.structure(arrays), values), static)
+    grad = eqx.filter_jit(eqx.filter_grad(residual))
+    for got, want in zip(
+        *(jax.tree.leaves(grad(m, points())) for m in (half, masters)), strict=True
+    ):
+        want = np.asarray(want.astype(got.dtype))
+        # XLA may sum the two programs in another order: then a rounding goes the other way.
+        assert np.all(np.abs(got - want) <= np.spacing(np.abs(want)))
+
+
 def test_the_loss_stays_differentiable_in_forward_mode():
     """A Hessian-vector product against finite differences of gradients."""
     params, static = eqx.partition(make(), eqx.is_inexact_array)
