@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import coordinate_mlp
+from helpers import coordinate_mlp, equations
 
 import mpx_pde as mpx
 from mpx_pde import nn
@@ -145,6 +145,19 @@ def test_gradients_of_half_weights_are_summed_over_the_streams_in_float32():
         want = np.asarray(want.astype(got.dtype))
         # XLA may sum the two programs in another order: then a rounding goes the other way.
         assert np.all(np.abs(got - want) <= np.spacing(np.abs(want)))
+
+
+def test_gradients_of_layers_come_in_turn():
+    """What goes on to the layer before waits for the gradient of the weight."""
+    params, static = eqx.partition(make(), eqx.is_inexact_array)
+    loss = lambda p: residual(eqx.combine(p, static), points())
+    tied = {"forward": 0, "both": 0}
+    for name, fun in (("forward", loss), ("both", jax.grad(loss))):
+        for equation in equations(jax.make_jaxpr(fun)(params)):
+            shapes = [x.aval.shape for x in equation.invars]
+            if equation.primitive.name == "optimization_barrier":
+                tied[name] += any(w in shapes for w in ((16, 16), (16, 2))) and (8, 16) in shapes
+    assert tied == {"forward": 3, "both": 6}
 
 
 def test_the_loss_stays_differentiable_in_forward_mode():

@@ -15,6 +15,7 @@ from .._cast import widen
 from .._dtypes import is_half, wide
 from ._activations import gelu, safe
 from ._arithmetic import KEPT, Arithmetic, centered, parse_arithmetic, separate, unscaled
+from ._order import gradients_in_turn
 from ._spectral_conv import SpectralConv, check_field, parse_modes, positive
 
 
@@ -288,6 +289,7 @@ class FNO(eqx.Module):
         if any(ends):
             x = jnp.pad(x, [(0, 0), *((0, end) for end in ends)])
         for i, block in enumerate(self.blocks):
+            block, x = gradients_in_turn(block, x)
             x = block(x if i == 0 else _stored(_activate(self.activation, x)), self.activation)
         if any(ends):
             x = x[:, *(slice(n) for n in grid)]

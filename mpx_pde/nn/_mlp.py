@@ -13,6 +13,7 @@ from .._cast import FullPrecision, widen
 from .._dot import mixed_matmul
 from .._dtypes import as_floating_dtype
 from ._activations import safe
+from ._order import gradients_in_turn
 
 
 Groups = Sequence[Sequence[tuple[int, int]]]
@@ -265,6 +266,7 @@ class CoordinateMLP(eqx.Module):
         rule = lambda layer, bias, rows: layer.products(
             _activate(self.activation, second, bias, rows, seeds)
         )
+        layer, rows = gradients_in_turn(layer, rows)
         return jax.checkpoint(rule)(layer, bias, rows)
 
 
