@@ -6,6 +6,7 @@ steps and devices in half), and `preferred_element_type=float32` puts float32 ×
 into the backward pass. A primitive of our own settles both, in forward and in reverse mode.
 """
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -59,6 +60,25 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding):
         out_sharding=out_sharding,
     )
     return lax.convert_element_type(out, out_dtype)
+
+
+def _dot_on_cpu(x, y, *, dimension_numbers, **params):
+    # jaxlib 0.10's CPU backend widens bfloat16 products with one contracted axis, takes those with
+    # several to need no such thing, and then fails on them.
+    (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
+
+    def merged(x, contract, batch):
+        kept = _axes(x.ndim, contract, batch)
+        shape = [x.shape[i] for i in (*batch, *kept)]
+        return lax.reshape(
+            x, (*shape, math.prod(x.shape[i] for i in contract)), (*batch, *kept, *contract)
+        )
+
+    if params["dtype"] == jnp.bfloat16 and len(x_contract) > 1:
+        x, y = merged(x, x_contract, x_batch), merged(y, y_contract, y_batch)
+        batch = tuple(range(len(x_batch)))
+        dimension_numbers = ((x.ndim - 1,), (y.ndim - 1,)), (batch, batch)
+    return _dot(x, y, dimension_numbers=dimension_numbers, **params)
 
 
 def _abstract_eval(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding):
@@ -189,6 +209,9 @@ mixed_dot_general_p.def_impl(
 )
 mixed_dot_general_p.def_abstract_eval(_abstract_eval)
 mlir.register_lowering(mixed_dot_general_p, mlir.lower_fun(_dot, multiple_results=False))
+mlir.register_lowering(
+    mixed_dot_general_p, mlir.lower_fun(_dot_on_cpu, multiple_results=False), platform="cpu"
+)
 define_bilinear(mixed_dot_general_p, _transpose_lhs, _transpose_rhs)
 batching.fancy_primitive_batchers[mixed_dot_general_p] = _batch
 
