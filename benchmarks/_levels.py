@@ -48,7 +48,8 @@ DEVICELESS = (
     Run(1, "cavity_memory"),
     Run(4, "growth"),
     Run(8, "vit_memory"),
-    Run(8, "weak_scaling"),
+    Run(8, "weak_scaling --platform h100"),
+    Run(60, "weak_scaling --platform v5e"),
     Run(3, "spectral"),
 )
 

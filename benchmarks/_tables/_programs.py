@@ -1,5 +1,7 @@
 """What compiled programs tell: operations, memory, products, collectives."""
 
+from typing import Any
+
 from ._format import load, markdown, source
 
 
@@ -35,10 +37,10 @@ def overhead() -> str:
 
 def collectives() -> str:
     """Of the cavity on four devices."""
-    data = load("weak_scaling-cpu")
+    steps, sources = _scaled()
     rows = []
-    for step in data["steps"]:
-        if step.get("problem", "cavity") != "cavity" or not step["target"].startswith("4 × "):
+    for step in steps:
+        if step["problem"] != "cavity" or step["devices"] != 4:
             continue
         sent = {}
         for kind, traffic in step["collectives"].items():
@@ -66,14 +68,19 @@ def collectives() -> str:
         "reduce-scatter, KiB",
         "all-reduce, KiB",
     ]
-    return f"{markdown(columns, rows)}\n\n{source(data)}\n"
+    return f"{markdown(columns, rows)}\n\n{sources}\n"
+
+
+def _scaled() -> tuple[list[dict[str, Any]], str]:
+    """The steps on several devices of both platforms, and where they come from."""
+    platforms = [load(f"weak_scaling-{name}-cpu") for name in ("h100", "v5e")]
+    found = [step for data in platforms for step in data["steps"] if step["devices"] > 1]
+    return found, "\n".join(f"- {source(data)}" for data in platforms)
 
 
 def weak_scaling() -> str:
-    data = load("weak_scaling-cpu")
+    steps, sources = _scaled()
     names = {"cavity": "cavity", "fno": "FNO"}
-    # Only where there is one device to compare with.
-    steps = [s for s in data["steps"] if s.get("temp_over_one") and s["devices"] > 1]
     targets = list(dict.fromkeys(s["target"] for s in steps))
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for s in steps:
@@ -83,7 +90,7 @@ def weak_scaling() -> str:
         lines.setdefault(key, {})[s["target"]] = f"{sent}; {memory}"
     rows = [[*key, *(cells.get(t, "–") for t in targets)] for key, cells in lines.items()]
     columns = ["network", "layout", "precision", "sums in", *targets]
-    return f"{markdown(columns, rows)}\n\n{source(data)}\n"
+    return f"{markdown(columns, rows)}\n\n{sources}\n"
 
 
 def compile_time() -> str:
