@@ -13,8 +13,8 @@ Three sizes of what is sent stand in a record, all for one device and one step:
   reduce-scatter of s bytes. What the hardware really does depends on its network;
 - `temp_bytes` and `argument_bytes`: memory, also relative to one device (`over_one`).
 
-The 64 TPUs are 16 hosts of a pod slice, the eight H100s one host; the compiler for TPUs takes a
-minute or more for each of the cavity's programs. Nothing runs, so there are neither times nor
+The 64 TPUs are 16 hosts of a pod slice, the eight H100s one host; the compiler for TPUs takes
+about a minute for each of the cavity's programs. Nothing runs, so there are neither times nor
 errors here: that all layouts train the same curve on 1 to 8 devices is what
 `tests/test_sharded.py` tests.
 
