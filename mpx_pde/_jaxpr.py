@@ -32,22 +32,30 @@ def trace_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[ClosedJaxpr,
     """
     dynamic, static = eqx.partition((fun, args, kwargs), eqx.is_array)
     leaves, treedef = jtu.tree_flatten_with_path(dynamic)
-    rest: list[Any] = []
 
     def flat(*leaves):
         fun, args, kwargs = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
         arrays, others = eqx.partition(fun(*args, **kwargs), eqx.is_array)
         out, out_treedef = jtu.tree_flatten(arrays)
-        rest[:] = [others, out_treedef]
-        return out
+        return out, _Static((others, out_treedef))
 
-    closed = jax.make_jaxpr(flat)(*(x for _, x in leaves))
+    closed, (_, rest) = jax.make_jaxpr(flat, return_shape=True)(*(x for _, x in leaves))
 
     def assemble(out):
-        others, out_treedef = rest
+        others, out_treedef = rest.value
         return eqx.combine(jtu.tree_unflatten(out_treedef, out), others)
 
     return closed, leaves, assemble
+
+
+class _Static:
+    """Anything at all, as a PyTree without arrays. Equal to nothing but itself."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+jtu.register_pytree_node(_Static, lambda x: ((), x), lambda static, _: static)
 
 
 # The inner jaxprs of every container that can be entered, by parameter. JAX has renamed some of
@@ -293,11 +301,28 @@ def _cut(args: Sequence, first: int, second: int) -> tuple[list, list, list]:
     return args[:first], args[first : first + second], args[first + second :]
 
 
+def _cond(eqn: JaxprEqn, args: Sequence, branches: Sequence[Body]) -> list:
+    index, *operands = args
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        return list(lax.switch(index, list(branches), *operands))
+    # The branch is chosen, and the others dropped, where the program is lowered for a platform.
+    named, default = {}, None
+    for names, branch in zip(platforms, branches, strict=True):
+        if names is None:
+            default = branch
+        else:
+            named.update(dict.fromkeys(names, branch))
+    return list(lax.platform_dependent(*operands, default=default, **named))
+
+
 def rebind(eqn: JaxprEqn, args: Sequence, bodies: Sequence[Body]) -> list:
     """Binds a container to `args`, with `bodies` in place of its inner jaxprs.
 
-    Each body takes and returns flat lists. In a loop the carry must leave in the type that it
-    came in; branches must agree. The derivative of a `custom_jvp_call` or `custom_vjp_call` is
+    Each body takes the arrays that its jaxpr takes and returns a list of what that returns. An
+    array may stand in a PyTree of its own, which tells more about it, but for operands and
+    results of a `jit` or a checkpoint and the index of a `cond`. In a loop the carry must leave
+    in the type that it came in; branches must agree. The derivative of a `custom_jvp_call` or `custom_vjp_call` is
     not carried over: use [`pushforward`][] and [`pullback`][].
     """
     name = eqn.primitive.name
@@ -306,8 +331,7 @@ def rebind(eqn: JaxprEqn, args: Sequence, bodies: Sequence[Body]) -> list:
     if name == "while":
         return list(_while(eqn, args, *bodies))
     if name == "cond":
-        index, *operands = args
-        return list(lax.switch(index, list(bodies), *operands))
+        return _cond(eqn, args, bodies)
     if name == "shard_map":
         return _shard_map(eqn, args, *bodies)
     if name in TRACED:

@@ -64,9 +64,9 @@ class _Autocast(eqx.Module):
             received(x, v.aval, policy, master=True)
             for x, v in zip(leaves, jaxpr.invars, strict=True)
         ]
-        out = evaluator.jaxpr(closed, values, ())
+        out = evaluator.jaxpr(closed, values)
         return [
-            jnp.asarray(x.get(v.aval.dtype) if x.kind.governed else x.array(policy))
+            jnp.asarray(x.in_program(v.aval, policy))
             for x, v in zip(out, jaxpr.outvars, strict=True)
         ]
 

@@ -71,6 +71,27 @@ residual in a squared error. (So is what is raised to an even power by `integer_
 
 ARITHMETIC: tuple[str, ...] = ("add", "sub", "mul", "div", "neg", "add_any")
 
+SUMS: tuple[str, ...] = (
+    "reduce_sum",
+    "cumsum",
+    "reduce_window_sum",
+    "psum",
+    "psum_invariant",
+    "reduce_scatter",
+    "reduce_max",
+    "reduce_min",
+    "argmax",
+    "argmin",
+)
+"""Reductions. A product of values whose result goes into one of them is computed in float32 too: a
+square, an inner product, a norm."""
+
+LINEAR: frozenset[str] = frozenset(
+    {"add", "sub", "add_any", "select_n", "concatenate", "pad", "dynamic_update_slice"}
+    | {"select_and_scatter_add", "gather", "stack"}
+)
+"""Operations of several operands whose derivative does not need them."""
+
 FOLLOW: dict[str, str] = dict.fromkeys(
     (
         *ARITHMETIC,
