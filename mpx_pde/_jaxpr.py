@@ -58,17 +58,12 @@ class _Static:
 jtu.register_pytree_node(_Static, lambda x: ((), x), lambda static, _: static)
 
 
-# The inner jaxprs of every container that can be entered, by parameter. JAX has renamed some of
-# these primitives; both names are kept.
+# The inner jaxprs of every container that can be entered, by parameter.
 _CONTAINERS: dict[str, tuple[str, ...]] = {
     "jit": ("jaxpr",),
-    "pjit": ("jaxpr",),
     "closed_call": ("call_jaxpr",),
-    "core_closed_call": ("call_jaxpr",),
-    "core_call": ("call_jaxpr",),
     "call": ("call_jaxpr",),
     "remat2": ("jaxpr",),
-    "checkpoint": ("jaxpr",),
     "scan": ("jaxpr",),
     "while": ("cond_jaxpr", "body_jaxpr"),
     "cond": ("branches",),
@@ -78,7 +73,7 @@ _CONTAINERS: dict[str, tuple[str, ...]] = {
 }
 
 # Containers that hold nothing but one jaxpr of their operands, which is traced beforehand.
-TRACED = ("jit", "pjit", "remat2", "checkpoint")
+TRACED = ("jit", "remat2")
 
 
 def close(jaxpr: Any) -> ClosedJaxpr:
@@ -145,7 +140,7 @@ def _split_path(path: str) -> list[str]:
 def inner_scope(eqn: JaxprEqn) -> tuple[str, ...]:
     """The scopes of what is inside a container: a jitted function adds its name."""
     name = eqn.params.get("name")
-    if eqn.primitive.name in ("jit", "pjit") and isinstance(name, str):
+    if eqn.primitive.name == "jit" and isinstance(name, str):
         return (*scopes_of(eqn), name)
     return scopes_of(eqn)
 

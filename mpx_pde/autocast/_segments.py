@@ -39,7 +39,7 @@ def _names(eqn: JaxprEqn) -> set[str]:
 
 def _is_light(eqn: JaxprEqn, names: set[str]) -> bool:
     # A loop may be long, and a checkpoint says itself what is kept.
-    plain = not bodies_of(eqn) or eqn.primitive.name in ("jit", "pjit", "custom_jvp_call")
+    plain = not bodies_of(eqn) or eqn.primitive.name in ("jit", "custom_jvp_call")
     return plain and names <= tables.LIGHT and not eqn.effects
 
 
