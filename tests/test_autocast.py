@@ -203,9 +203,7 @@ def test_loops_and_effects_are_not_run_twice(capfd):
 
 def evaluated_again(fun, *args):
     jaxpr = jax.make_jaxpr(mpx.autocast(fun, "float16"))(*args)
-    return [
-        e.params["jaxpr"] for e in equations(jaxpr) if e.primitive.name == "remat2"
-    ]
+    return [e.params["jaxpr"] for e in equations(jaxpr) if e.primitive.name == "remat2"]
 
 
 @pytest.mark.parametrize(("scales", "distinct"), [((2.0, 2.0, 2.0), 1), ((2.0, 3.0, 2.0), 2)])

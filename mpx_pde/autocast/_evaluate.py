@@ -91,9 +91,7 @@ class Evaluator:
                 out = self._equation(frame, i, eqn, operands)
             frame.env.update(zip(eqn.outvars, out, strict=True))
 
-    def _equation(
-        self, frame: _Frame, i: int, eqn: JaxprEqn, operands: list[Value]
-    ) -> list[Value]:
+    def _equation(self, frame: _Frame, i: int, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         policy = self.policy
         if is_container(eqn):
             scopes = frame.scopes + inner_scope(eqn) if self.scoped else ()
@@ -145,9 +143,7 @@ class Evaluator:
 
         def function(*values):
             inner = dict(zip(entering, values, strict=True))
-            self._equations(
-                frame._replace(env=inner, again=True), segment.start, segment.stop
-            )
+            self._equations(frame._replace(env=inner, again=True), segment.start, segment.stop)
             return [inner[v] for v in segment.outputs]
 
         # With scopes to read or to report, each is one of its own.

@@ -97,9 +97,7 @@ def shares(eqn: JaxprEqn, operands: Sequence[Value]) -> bool:
         return False
     shape = aval_of(eqn.outvars[0]).shape
     broadcasts = eqn.primitive.name in tables.ARITHMETIC
-    return any(
-        x.kind.master or (broadcasts and aval_of(v).shape != shape) for x, v in moving
-    )
+    return any(x.kind.master or (broadcasts and aval_of(v).shape != shape) for x, v in moving)
 
 
 def keeps_full(eqn: JaxprEqn, operands: Sequence[Value]) -> bool:

@@ -3,11 +3,13 @@
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 
+from .._jaxpr import varies
 from ._rules import OPAQUE, Kind, Policy
 
 
@@ -66,7 +68,7 @@ jtu.register_pytree_node(
 
 
 def _cast(array: Any, kind: Kind, dtype: np.dtype) -> Any:
-    if kind.const is not None and np.shape(array) == ():
+    if kind.const is not None and np.shape(array) == () and not varies(jax.typeof(array)):
         # A constant stays one.
         return np.asarray(kind.const, dtype)
     return lax.convert_element_type(array, dtype)

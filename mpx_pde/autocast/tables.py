@@ -208,6 +208,7 @@ OWN: dict[str, str] = {
     "pure_callback": "the host's function is written for the program's dtypes",
     "io_callback": "the host's function is written for the program's dtypes",
     "device_put": "moves values between devices",
+    "layout_constraint": "fixes values as the program has them",
     "optimization_barrier": "fixes values as the program has them",
 }
 """Stays in the dtype of the program, for a reason. What is in no table does so too, and is listed
