@@ -63,6 +63,7 @@ _CONTAINERS: dict[str, tuple[str, ...]] = {
     "jit": ("jaxpr",),
     "closed_call": ("call_jaxpr",),
     "call": ("call_jaxpr",),
+    "eval_jaxpr": ("call_jaxpr",),
     "remat2": ("jaxpr",),
     "scan": ("jaxpr",),
     "while": ("cond_jaxpr", "body_jaxpr"),
@@ -323,8 +324,8 @@ def rebind(eqn: JaxprEqn, args: Sequence, bodies: Sequence[Body]) -> list:
     Each body takes the arrays that its jaxpr takes and returns a list of what that returns. An
     array may stand in a PyTree of its own, which tells more about it, but for operands and
     results of a `jit` or a checkpoint and the index of a `cond`. In a loop the carry must leave
-    in the type that it came in; branches must agree. The derivative of a `custom_jvp_call` or `custom_vjp_call` is
-    not carried over: use [`pushforward`][] and [`pullback`][].
+    in the type that it came in; branches must agree. The derivative of a `custom_jvp_call` or
+    `custom_vjp_call` is not carried over: use [`pushforward`][] and [`pullback`][].
     """
     name = eqn.primitive.name
     if name == "scan":

@@ -51,9 +51,7 @@ class Evaluator:
         self.plans: dict[Any, _Plan] = {}
         self.multiplies: dict[int, tuple[Jaxpr, bool]] = {}
 
-    def jaxpr(
-        self, closed: ClosedJaxpr, values: Sequence[Value], place: Place = Place()
-    ) -> list[Value]:
+    def jaxpr(self, closed: ClosedJaxpr, values: Sequence[Value], place: Place) -> list[Value]:
         jaxpr, policy = closed.jaxpr, self.policy
         env: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
         for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
