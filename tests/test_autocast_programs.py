@@ -380,6 +380,35 @@ def test_biases_of_sharded_parameters_are_reduced_in_float32():
     assert not [line for line in reduced if "f16[" in line]
 
 
+def test_biases_in_the_program_for_four_gpus():
+    deviceless = pytest.importorskip("benchmarks._deviceless")
+    model = eqx.nn.MLP(128, 128, 128, 2, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def step(params, x):
+        def loss(params):
+            point = mpx.autocast(eqx.combine(params, static), "bfloat16")
+            return jnp.mean(jax.vmap(point)(x) ** 2)
+
+        return jax.grad(loss)(params)
+
+    try:
+        compiled = deviceless.compile_for(
+            "h100x4",
+            step,
+            params,
+            jax.ShapeDtypeStruct((512, 128), jnp.float32),
+            mesh=deviceless.target_mesh("h100x4"),
+            in_specs=(P("data"), P("data")),
+            out_specs=P("data"),
+            compiler_options=deviceless.CUBLAS,
+        )
+    except deviceless.TargetUnavailable as e:
+        pytest.skip(str(e))
+    sums = {key for key in compiled.collectives() if "reduce" in key[0]}
+    assert {dtype for _, dtype in sums} == {"f32"}
+
+
 # --- What belongs to a sum ------------------------------------------------------------------------
 
 
