@@ -152,6 +152,21 @@ def test_an_autocast_function_stacked(name):
     close(stacked(cast), stacked(LAYERS[name]), "float16")
 
 
+def test_autocast_of_what_is_autocast_already():
+    (w,), x = weights(1)
+    inner = jax.jit(mpx.autocast(reverse, "float16"))
+
+    def fun(h):
+        return lambda w, x: jnp.sum(h(w, h(w, x)))
+
+    outer = mpx.autocast(fun(inner), "float16")
+    got, want = (jax.jit(jax.grad(f, (0, 1)))(w, x) for f in (outer, fun(reverse)))
+    close(got, want, "float16")
+    # Also of its derivative.
+    again = mpx.autocast(jax.grad(fun(inner), (0, 1)), "float16")
+    close(jax.jit(again)(w, x), want, "float16")
+
+
 def test_pullbacks_in_the_order_of_their_forward_passes():
     cast = jax.jit(mpx.autocast(reverse, "float16"))
     (w,), x = weights(1)
@@ -469,6 +484,7 @@ def test_products_that_go_elsewhere_follow_their_operands():
 SOME_VERSIONS = {
     "stack": "from 0.10.1 on",
     "unstack": "from 0.10.1 on",
+    "eval_jaxpr": "from 0.11 on",
     "call": "before 0.11",
     "closed_call": "before 0.11, and `eval_jaxpr` since",
 }
@@ -496,11 +512,11 @@ EXCEPTIONS = {
 
 
 def primitives():
-    """Those that JAX itself defines, by name."""
+    """Those that JAX and this library define, by name."""
     return {
         x.name: x
         for name, module in list(sys.modules.items())
-        if name.startswith("jax.") and module is not None
+        if name.startswith(("jax.", "mpx_pde.")) and module is not None
         for x in vars(module).values()
         if isinstance(x, jex.core.Primitive)
     }

@@ -203,6 +203,7 @@ OWN: dict[str, str] = {
     "triangular_solve": "a solve",
     "tridiagonal_solve": "a solve",
     "custom_linear_solve": "a solve",
+    "custom_pullback": "the derivative of what is in mixed precision already",
     "debug_callback": "shows values as the program has them",
     "debug_print": "shows values as the program has them",
     "pure_callback": "the host's function is written for the program's dtypes",
