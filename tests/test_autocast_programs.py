@@ -465,12 +465,12 @@ def test_squares_of_halves_do_not_overflow_before_a_sum(name):
     close(got, want, "float16", bits=0)
 
 
-def test_products_that_go_elsewhere_follow_their_operands():
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_products_that_go_elsewhere_follow_their_operands(wrap):
     (w,), x = weights(1)
 
     def fun(w, x):
-        y = x @ w
-        gated = y * jnp.tanh(y)
+        gated = wrap(lambda y: y * jnp.tanh(y))(x @ w)
         return gated @ w, jnp.sum(gated)
 
     jaxpr = jax.make_jaxpr(mpx.autocast(fun, "float16"))(w, x)

@@ -22,6 +22,7 @@ from .._jaxpr import (
     scan_counts,
 )
 from .._reverse import is_symbolic_zero, linear_by_pullback, tangent_like
+from ._feeding import Summed
 from ._rules import Policy
 from ._values import FULL, Value, computed
 
@@ -31,7 +32,7 @@ class Place(NamedTuple):
 
     scopes: tuple[str, ...] = ()
     """The `jax.named_scope`s and jitted functions around it."""
-    summed: frozenset[int] = frozenset()
+    summed: Summed = frozenset()
     """Which of its results go into a sum."""
 
 

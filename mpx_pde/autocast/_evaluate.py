@@ -9,7 +9,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 from .._jaxpr import bodies_of, in_context_of, inner_scope, is_container, literal, scopes_of
 from . import tables
 from ._containers import Containers, Place
-from ._feeding import Feeding, feeding
+from ._feeding import Feeding, Summed, feeding
 from ._operations import OPERATIONS, keeps_full, own
 from ._rules import Policy, Rule, decide
 from ._segments import Segment, pays, segments_of, signature
@@ -74,7 +74,7 @@ class Evaluator:
     def _read(self, atom: Any, env: dict[Any, Value]) -> Value:
         return constant(atom.val, atom.aval, self.policy) if literal(atom) else env[atom]
 
-    def _plan(self, jaxpr: Jaxpr, summed: frozenset[int]) -> _Plan:
+    def _plan(self, jaxpr: Jaxpr, summed: Summed) -> _Plan:
         key = id(jaxpr), summed
         if key not in self.plans:
             self.plans[key] = _Plan(jaxpr, feeding(jaxpr, summed), segments_of(jaxpr))

@@ -13,22 +13,26 @@ MAGNIFIED = "its rounding error would be magnified by what it goes into"
 SUMMED = "it goes into a sum, and belongs to it: a product of halves may be out of range"
 
 
+Summed = frozenset[tuple[int, bool]]
+"""Which results of a jaxpr go into a sum, and whether they go nowhere else."""
+
+
 class Feeding(NamedTuple):
     """What is known of a jaxpr from its end backwards."""
 
     why: dict[int, str]
     """The positions of arithmetic that is done in float32, and the reason."""
-    containers: dict[int, frozenset[int]]
+    containers: dict[int, Summed]
     """Which results of a container go into a sum, by its position, if any."""
     operands: frozenset[int]
-    """Which operands go into a sum inside, without being anything else."""
+    """Which operands go into a sum inside."""
 
-    def inside(self, i: int) -> frozenset[int]:
+    def inside(self, i: int) -> Summed:
         return self.containers.get(i, frozenset())
 
 
-def feeding(jaxpr: Jaxpr, summed: frozenset[int] = frozenset()) -> Feeding:
-    """Looks at a jaxpr whose results at the positions `summed` go into a sum outside."""
+def feeding(jaxpr: Jaxpr, summed: Summed = frozenset()) -> Feeding:
+    """Looks at a jaxpr of which `summed` go into a sum outside."""
     why = dict.fromkeys(_magnified(jaxpr), MAGNIFIED)
     sums = _Sums(jaxpr, summed)
     for i in sums.products:
@@ -60,32 +64,39 @@ class _Sums:
     """Products of values whose result goes into a sum: squares, by whatever arithmetic they get
     there, and others, where they go nowhere else."""
 
-    def __init__(self, jaxpr: Jaxpr, summed: frozenset[int]):
+    def __init__(self, jaxpr: Jaxpr, summed: Summed):
         self.products: list[int] = []
-        self.containers: dict[int, frozenset[int]] = {}
+        self.containers: dict[int, Summed] = {}
         self.reach: set[Any] = set()
         """Variables that go into a sum."""
-        elsewhere: set[Any] = set()
+        self.elsewhere: set[Any] = set()
+        """Variables that go anywhere else."""
+        nowhere_else = dict(summed)
         for i, v in enumerate(jaxpr.outvars):
             if not literal(v):
-                (self.reach if i in summed else elsewhere).add(v)
+                if i in nowhere_else:
+                    self.reach.add(v)
+                if not nowhere_else.get(i, False):
+                    self.elsewhere.add(v)
         for i, eqn in _backwards(jaxpr):
             reaching = self._reaching(i, eqn)
             arithmetic = eqn.primitive.name in tables.ARITHMETIC
             only = arithmetic or eqn.primitive.name in tables.LAYOUT
-            only = only and all(v not in elsewhere for v in eqn.outvars)
+            only = only and all(v not in self.elsewhere for v in eqn.outvars)
             if eqn.primitive.name == "mul" and reaching and (_is_square(eqn) or only):
                 self.products.append(i)
             self.reach.update(reaching)
             if not (reaching and (only or eqn.primitive.name in tables.SUMS)):
-                elsewhere.update(_variables(eqn))
+                self.elsewhere.update(_variables(eqn))
 
     def _reaching(self, i: int, eqn: JaxprEqn) -> list[Any]:
         """The operands of an equation that go into a sum by way of it."""
         name = eqn.primitive.name
         if name in tables.SUMS:
             return _variables(eqn)
-        out = frozenset(j for j, v in enumerate(eqn.outvars) if v in self.reach)
+        out = frozenset(
+            (j, v not in self.elsewhere) for j, v in enumerate(eqn.outvars) if v in self.reach
+        )
         if name in tables.ARITHMETIC or name in tables.LAYOUT:
             return _variables(eqn) if out else []
         bodies = bodies_of(eqn)
