@@ -24,7 +24,7 @@ PACKAGES = {
 # Each module imports from those before it alone.
 ORDER = [
     ["_dtypes"],
-    ["_dot", "_cast", "_jaxpr"],
+    ["_dot", "_cast", "_jaxpr", "_reverse"],
     ["_collectives", "_conv", "_tree"],
     ["autocast", "_loss_scaling"],
     ["derivatives", "ranges"],
