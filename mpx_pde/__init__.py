@@ -28,7 +28,6 @@ from ._collectives import (
 from ._conv import mixed_conv_general_dilated as mixed_conv_general_dilated
 from ._dot import (
     mixed_dot_general as mixed_dot_general,
-    mixed_einsum as mixed_einsum,
     mixed_matmul as mixed_matmul,
 )
 from ._dtypes import (
@@ -38,6 +37,7 @@ from ._dtypes import (
     half_precision_datatype as half_precision_datatype,
     set_half_precision_datatype as set_half_precision_datatype,
 )
+from ._einsum import mixed_einsum as mixed_einsum
 from ._faults import error_if_stuck as error_if_stuck
 from ._grad import (
     calculate_scaled_grad as calculate_scaled_grad,

@@ -236,15 +236,10 @@ def standard_promotion():
         yield
 
 
-# jaxlib's CPU compiler fails for some bfloat16 products with float32 results, unless told not to
-# fuse them.
-OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""} if jax.default_backend() == "cpu" else None
-
-
 def compiled(fun, p, x):
-    """What `fun` returns and its gradient, ready to run, and the text that was compiled."""
-    lowered = jax.jit(lambda p, x: (fun(p, x), jax.grad(scalar(fun))(p, x))).lower(p, x)
-    return lowered.compile(OPTIONS), lowered.as_text()
+    """What `fun` returns and its gradient, ready to run, and the text that a GPU would get."""
+    run = jax.jit(lambda p, x: (fun(p, x), jax.grad(scalar(fun))(p, x)))
+    return run.lower(p, x).compile(), program_for_gpu(run, p, x)
 
 
 @pytest.mark.parametrize("name", ZOO)

@@ -1,6 +1,7 @@
 """The network of a physics-informed model."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import equinox as eqx
@@ -11,7 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import FullPrecision, widen
 from .._dot import mixed_matmul
-from .._dtypes import as_floating_dtype
+from .._dtypes import as_floating_dtype, product_datatype
 from ._activations import safe
 from ._order import gradients_in_turn
 
@@ -52,7 +53,7 @@ class Embedding(eqx.Module):
 
 
 class Dense(eqx.Module):
-    """`x @ weight + bias` by a mixed product, in the dtype of the weight or in `dtype`."""
+    """`x @ weight + bias` by a mixed product, in `dtype` or in that of the weight."""
 
     weight: Float[Array, "inputs outputs"]
     bias: Float[Array, " outputs"]
@@ -66,10 +67,15 @@ class Dense(eqx.Module):
         self, rows: Sequence[Float[Array, "*batch inputs"]]
     ) -> list[Float[Array, "*batch outputs"]]:
         """`x @ weight` of each row."""
-        dtype = self.weight.dtype if self.dtype is None else self.dtype
-        # Widened here, a half weight has its gradient summed over the rows in float32.
-        weight = widen(self.weight)
-        return [mixed_matmul(row.astype(dtype), weight, dtype=dtype) for row in rows]
+        # Widened here, a half weight has its gradient summed over the rows in float32. Rows are the
+        # narrower operand then, which says what is multiplied in where `dtype` does not.
+        weight, dtype = widen(self.weight), self.stored
+        return [mixed_matmul(row.astype(dtype), weight, dtype=self.dtype) for row in rows]
+
+    @property
+    def stored(self) -> np.dtype:
+        """The dtype of what goes into the product and comes out of it."""
+        return product_datatype(self.weight.dtype) if self.dtype is None else self.dtype
 
     def add_bias(self, x: Float[Array, "*batch outputs"]) -> Float[Array, "*batch outputs"]:
         return (widen(x) + jnp.broadcast_to(widen(self.bias), x.shape)).astype(x.dtype)
@@ -191,7 +197,7 @@ class CoordinateMLP(eqx.Module):
         layer = [*self.hidden, self.last][0]
         if isinstance(layer, FullPrecision):
             return jnp.dtype("float32")
-        return layer.weight.dtype if layer.dtype is None else layer.dtype
+        return layer.stored
 
     def __call__(self, point: Float[Array, " coords"]) -> Float[Array, "*fields"]:
         """**Arguments:**
@@ -245,7 +251,9 @@ class CoordinateMLP(eqx.Module):
             rows = [point, *seeds]
         else:
             rows = _through(self.embedding, point, seeds, second)
-        rows, bias = [row.astype(dtype) for row in first.products(rows)], first.bias
+        with jax.default_matmul_precision("highest"):  # as in the `FullPrecision` around it
+            rows = first.products(rows)
+        rows, bias = [row.astype(dtype) for row in rows], first.bias
         last = self.last.module if isinstance(self.last, FullPrecision) else self.last
         for layer in (*self.hidden, last):
             rows, bias = self._advance(layer, bias, rows, second, len(seeds)), layer.bias
@@ -263,9 +271,13 @@ class CoordinateMLP(eqx.Module):
         Of all this only what enters is kept for the backward pass, which evaluates the activation
         again: a layer costs the memory of its streams once.
         """
-        rule = lambda layer, bias, rows: layer.products(
-            _activate(self.activation, second, bias, rows, seeds)
-        )
+        full = isinstance(self.last, FullPrecision) and layer is self.last.module
+
+        def rule(layer, bias, rows):
+            rows = _activate(self.activation, second, bias, rows, seeds)
+            with jax.default_matmul_precision("highest") if full else nullcontext():
+                return layer.products(rows)
+
         layer, rows = gradients_in_turn(layer, rows)
         return jax.checkpoint(rule)(layer, bias, rows)
 

@@ -10,7 +10,14 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import widen
-from ._arithmetic import KEPT, Arithmetic, centered, parse_arithmetic, unscaled
+from ._arithmetic import (
+    KEPT,
+    Arithmetic,
+    arithmetic_of,
+    centered,
+    parse_arithmetic,
+    unscaled,
+)
 from ._dft import forward_matrix, frequencies, inverse_matrix, regrid_factor
 from ._spectral_cost import choose_method
 from ._spectral_weights import (
@@ -152,7 +159,7 @@ class SpectralConv(eqx.Module):
         if self.arithmetic is not None:
             return self.arithmetic
         weight = self.weight.inputs if isinstance(self.weight, CPWeight) else self.weight
-        return Arithmetic(weight.dtype)
+        return arithmetic_of(weight)
 
     def __call__(
         self,
