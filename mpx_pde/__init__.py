@@ -2,7 +2,7 @@
 
 from typing import Any as _Any
 
-from . import checkpoint_policies as checkpoint_policies, nn as nn
+from . import _jet as _jet, checkpoint_policies as checkpoint_policies, nn as nn
 from ._accumulate import filter_accumulated_value_and_grad as filter_accumulated_value_and_grad
 from ._cast import (
     FullPrecision as FullPrecision,

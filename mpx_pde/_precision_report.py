@@ -4,7 +4,6 @@ import dataclasses
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -14,7 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from ._jaxpr import trace_arrays
-from ._products import Counter, Product
+from ._products import Counter, installed
 
 
 _FEW = 20
@@ -179,9 +178,7 @@ def checked(fun: Callable, args: tuple, call: str, dtype: np.dtype) -> Any:
     closed, leaves, assemble = trace_arrays(fun, args, {})
     report = report_of(closed)
     if report.half_share < 0.5:
-        warnings.warn(
-            _warning(report, call, dtype), PrecisionWarning, stacklevel=_stacklevel_of_user()
-        )
+        _warn_user(_warning(report, call, dtype))
     return assemble(jaxpr_as_fun(closed)(*(x for _, x in leaves)))
 
 
@@ -199,14 +196,15 @@ def _warning(report: PrecisionReport, call: str, dtype: np.dtype) -> str:
     )
 
 
-_PACKAGES = tuple(
-    str(Path(module.__file__).parent) for module in (sys.modules[__package__], jax, eqx)
-)
-
-
-def _stacklevel_of_user() -> int:
-    """The distance, for `warnings.warn` in the caller, to the frame of the user's code."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGES):
-        frame, level = frame.f_back, level + 1
-    return level
+def _warn_user(text: str) -> None:
+    """A warning with the line of the user's code, however deep below it this is called."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and installed(frame.f_code.co_filename):
+        frame = frame.f_back
+    warnings.warn_explicit(
+        text,
+        PrecisionWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )

@@ -60,13 +60,18 @@ def _narrow(name: str) -> bool:
     return is_half(dtype) or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1)
 
 
+def installed(path: str) -> bool:
+    """Whether a file belongs to this library or to another that is installed."""
+    return path.startswith((_LIBRARY, "<")) or "-packages/" in path
+
+
 def _line(eqn: JaxprEqn) -> str:
     """The innermost `file:line` that is the user's; of installed libraries where none is."""
     text = source_info_util.summarize(eqn.source_info, num_frames=100)
     # "file:line:column (function)", without the column in older versions.
     frames = [match for line in text.splitlines() if (match := _FRAME.match(line))]
     frames = [match[1] for match in reversed(frames) if not match[1].startswith(_LIBRARY)]
-    users = [frame for frame in frames if "-packages/" not in frame]
+    users = [frame for frame in frames if not installed(frame)]
     return next(iter(users or frames), "unknown")
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import FullPrecision, widen
 from .._dot import mixed_matmul
-from .._dtypes import as_floating_dtype, product_datatype
+from .._dtypes import as_floating_dtype, is_integer, product_datatype
 from ._activations import safe
 from ._order import gradients_in_turn
 
@@ -160,7 +160,7 @@ class CoordinateMLP(eqx.Module):
         if out_size != "scalar":
             sizes["out_size"] = out_size
         for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
+            if not is_integer(size) or size < 1:
                 raise ValueError(f"`{call}` needs a positive integer as `{name}`, got {size!r}.")
         periods = dict(periodic or {})
         for i, period in periods.items():

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import widen
+from .._dtypes import is_integer
 from ._arithmetic import (
     KEPT,
     Arithmetic,
@@ -36,18 +37,18 @@ METHODS = ("auto", "dft", "fft")
 
 def positive(call: str, **sizes: Any) -> None:
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
+        if not is_integer(size) or size < 1:
             raise ValueError(f"`{call}` needs a positive integer as `{name}`, got {size!r}.")
 
 
 def parse_modes(modes: Any, call: str) -> tuple[int, ...]:
-    modes = (modes,) if isinstance(modes, int) else tuple(modes)
-    if not 1 <= len(modes) <= 3 or any(not isinstance(m, int) or m < 1 for m in modes):
+    modes = (modes,) if is_integer(modes) else tuple(modes)
+    if not 1 <= len(modes) <= 3 or any(not is_integer(m) or m < 1 for m in modes):
         raise ValueError(
             f"`{call}` takes `modes` as one to three positive integers, one for each spatial axis, "
             f"but got {modes!r}."
         )
-    return modes
+    return tuple(int(m) for m in modes)
 
 
 def check_field(x: Any, channels: int, dims: int, call: str) -> Array:
@@ -188,7 +189,7 @@ class SpectralConv(eqx.Module):
         if output_shape is None:
             output = grid
         else:
-            output = (output_shape,) if isinstance(output_shape, int) else tuple(output_shape)
+            output = (output_shape,) if is_integer(output_shape) else tuple(output_shape)
         if len(output) != dims:
             raise ValueError(
                 f"`{call}` has {dims} spatial axes, but `output_shape` is {output_shape!r}."
