@@ -72,9 +72,12 @@ class PrecisionReport:
 
     @property
     def half_share(self) -> float:
-        """The part of the work, from 0 to 1, that is done in half precision; 1 without any work."""
-        half = sum(row.flops for row in self.rows if row.half)
-        return half / self.flops if self.flops else 1.0
+        """The part of the work, from 0 to 1, that is done in half precision; 1 without any work.
+
+        Complex products are left out: there is no half-precision form of them."""
+        real = [row for row in self.rows if "complex" not in row.dtype]
+        total = sum(row.flops for row in real)
+        return sum(row.flops for row in real if row.half) / total if total else 1.0
 
     def by_dtype(self) -> dict[str, tuple[int, int]]:
         """For each dtype that is multiplied in how many products there are, and their work."""
@@ -173,17 +176,21 @@ def checked(fun: Callable, args: tuple, call: str, dtype: np.dtype) -> Any:
     """`fun(*args)`, with a [`mpx_pde.PrecisionWarning`][] if it does less than half of
     its products' work in half precision.
 
-    Traces `fun` once, as calling it would, and evaluates what was traced.
+    Traces `fun` once, as calling it would, and evaluates what was traced. Only inside of a
+    `shard_map` it is traced again: JAX checks there what varies over devices, and does not take
+    back all that it has traced.
     """
     closed, leaves, assemble = trace_arrays(fun, args, {})
     report = report_of(closed)
     if report.half_share < 0.5:
         _warn_user(_warning(report, call, dtype))
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return fun(*args)
     return assemble(jaxpr_as_fun(closed)(*(x for _, x in leaves)))
 
 
 def _warning(report: PrecisionReport, call: str, dtype: np.dtype) -> str:
-    full = next(row for row in report.rows if not row.half)
+    full = next(row for row in report.rows if not row.half and "complex" not in row.dtype)
     count = sum(row.count for row in report.rows)
     return (
         f"`{call}` was asked for {dtype.name}, but {100 * report.half_share:.0f}% of the work of "

@@ -204,7 +204,8 @@ class Evaluator:
 
     def _full(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
         if eqn.primitive.name in tables.MIXED:
-            return self._in(FULL, eqn, operands, dtype=FULL, out_dtype=FULL, given=Given())
+            params = {"dtype": FULL, "out_dtype": FULL, "given": Given()}
+            eqn = eqn.replace(params={**eqn.params, **params})
         if "preferred_element_type" in eqn.params and aval_of(eqn.outvars[0]).dtype != FULL:
             return self._in(FULL, eqn, operands, preferred_element_type=FULL)
         return self._in(FULL, eqn, operands)

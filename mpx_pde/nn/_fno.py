@@ -269,7 +269,7 @@ class FNO(eqx.Module):
         self.blocks = tuple(map(block, keys))
         self.projection = mlp(project_key, hidden_channels, projection_ratio, out_channels)
         self.activation = safe(activation)
-        self.in_channels, self.out_channels = in_channels, out_channels
+        self.in_channels, self.out_channels = int(in_channels), int(out_channels)
         self.grid_embedding, self.domain_padding = grid_embedding, padding
 
     def __call__(self, x: Float[Array, "inputs *grid"]) -> Float[Array, "outputs *grid"]:

@@ -77,6 +77,11 @@ class Dense(eqx.Module):
         """The dtype of what goes into the product and comes out of it."""
         return product_datatype(self.weight.dtype) if self.dtype is None else self.dtype
 
+    @property
+    def returned(self) -> np.dtype:
+        """That of the result in the user's program, which does not depend on `autocast`."""
+        return self.weight.dtype if self.dtype is None else self.dtype
+
     def add_bias(self, x: Float[Array, "*batch outputs"]) -> Float[Array, "*batch outputs"]:
         return (widen(x) + jnp.broadcast_to(widen(self.bias), x.shape)).astype(x.dtype)
 
@@ -188,8 +193,9 @@ class CoordinateMLP(eqx.Module):
         else:
             self.last = _dense(keys[-1], width_size, outputs, dtype)
         self.activation = safe(activation)
-        self.in_size, self.out_size = in_size, out_size
-        self.width_size, self.depth = width_size, depth
+        self.in_size = int(in_size)
+        self.out_size = out_size if out_size == "scalar" else int(out_size)
+        self.width_size, self.depth = int(width_size), int(depth)
 
     @property
     def _compute_dtype(self) -> np.dtype:
@@ -198,6 +204,10 @@ class CoordinateMLP(eqx.Module):
         if isinstance(layer, FullPrecision):
             return jnp.dtype("float32")
         return layer.stored
+
+    @property
+    def _last(self) -> Dense:
+        return self.last.module if isinstance(self.last, FullPrecision) else self.last
 
     def __call__(self, point: Float[Array, " coords"]) -> Float[Array, "*fields"]:
         """**Arguments:**
@@ -215,7 +225,7 @@ class CoordinateMLP(eqx.Module):
             x = self.activation(layer(x))
         if isinstance(self.last, FullPrecision):
             x = widen(x)
-        x = self.last(x)
+        x = self.last(x).astype(self._last.returned)
         return x[0] if self.out_size == "scalar" else x
 
     def forward_derivatives(
@@ -254,10 +264,10 @@ class CoordinateMLP(eqx.Module):
         with jax.default_matmul_precision("highest"):  # as in the `FullPrecision` around it
             rows = first.products(rows)
         rows, bias = [row.astype(dtype) for row in rows], first.bias
-        last = self.last.module if isinstance(self.last, FullPrecision) else self.last
+        last = self._last
         for layer in (*self.hidden, last):
             rows, bias = self._advance(layer, bias, rows, second, len(seeds)), layer.bias
-        rows = [last.add_bias(rows[0]), *rows[1:]]
+        rows = [row.astype(last.returned) for row in (last.add_bias(rows[0]), *rows[1:])]
         if self.out_size == "scalar":
             rows = [jnp.squeeze(row) for row in rows]
         value, *others = rows

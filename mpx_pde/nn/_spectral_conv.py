@@ -151,16 +151,17 @@ class SpectralConv(eqx.Module):
             raise ValueError(
                 f"`{call}` takes 'cp' or `None` as `factorization`, but got {factorization!r}."
             )
-        self.in_channels, self.out_channels = in_channels, out_channels
+        self.in_channels, self.out_channels = int(in_channels), int(out_channels)
         self.stabilizer = parse_stabilizer(stabilizer, call)
         self.method = method
         self.arithmetic = parse_arithmetic(dtype, call)
 
+    @property
+    def _weights(self) -> Array:
+        return self.weight.inputs if isinstance(self.weight, CPWeight) else self.weight
+
     def _arithmetic(self) -> Arithmetic:
-        if self.arithmetic is not None:
-            return self.arithmetic
-        weight = self.weight.inputs if isinstance(self.weight, CPWeight) else self.weight
-        return arithmetic_of(weight)
+        return arithmetic_of(self._weights) if self.arithmetic is None else self.arithmetic
 
     def __call__(
         self,
@@ -189,7 +190,8 @@ class SpectralConv(eqx.Module):
         if output_shape is None:
             output = grid
         else:
-            output = (output_shape,) if is_integer(output_shape) else tuple(output_shape)
+            output = (output_shape,) if is_integer(output_shape) else output_shape
+            output = tuple(int(n) for n in output)
         if len(output) != dims:
             raise ValueError(
                 f"`{call}` has {dims} spatial axes, but `output_shape` is {output_shape!r}."
@@ -210,8 +212,11 @@ class SpectralConv(eqx.Module):
                 self.in_channels + self.out_channels, grid, self.modes, arithmetic.dtype
             )
         if method == "fft":
-            return self._by_fft(x, output).astype(arithmetic.dtype)
-        return self._by_matrices(x, output, arithmetic)
+            y = self._by_fft(x, output).astype(arithmetic.dtype)
+        else:
+            y = self._by_matrices(x, output, arithmetic)
+        # What `autocast` supplies is no part of the user's program.
+        return y.astype(arithmetic.dtype if arithmetic.given else self._weights.dtype)
 
     def _by_matrices(self, x: Array, output: tuple[int, ...], arithmetic: Arithmetic) -> Array:
         dtype = arithmetic.dtype
