@@ -161,7 +161,7 @@ def half_behind() -> np.dtype | None:
 def full_precision_asked() -> bool:
     """Whether products have to be more precise here than JAX has them by default, as inside of
     [`mpx_pde.FullPrecision`][]."""
-    precision = jax.config.jax_default_matmul_precision
+    precision = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  (set at runtime)
     return precision not in (None, "default", "fastest", "bfloat16", "DEFAULT")
 
 
@@ -172,5 +172,6 @@ def product_datatype(dtype: Any) -> np.dtype:
     nothing beforehand, and supplies its own.
     """
     dtype, asked = jnp.dtype(dtype), _asked_context.value
-    supplied = asked is not None and asked[0] == "autocast" and not full_precision_asked()
-    return _HALF[asked[1]] if supplied and dtype == jnp.float32 else dtype
+    if asked is None or asked[0] != "autocast" or full_precision_asked() or dtype != jnp.float32:
+        return dtype
+    return _HALF[asked[1]]

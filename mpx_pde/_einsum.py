@@ -113,9 +113,7 @@ def _without_broadcasts(
             sizes[c] = n if known == 1 else known
     out = []
     for x, axes in zip(arrays, inputs, strict=True):
-        dropped = tuple(
-            i for i, c in enumerate(axes) if x.shape[i] == 1 and sizes[c] != 1
-        )
+        dropped = tuple(i for i, c in enumerate(axes) if x.shape[i] == 1 and sizes[c] != 1)
         letters = "".join(c for i, c in enumerate(axes) if i not in dropped)
         out.append((jnp.squeeze(x, dropped), letters))
     return out

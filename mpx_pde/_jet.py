@@ -21,8 +21,10 @@ def _cauchy_product(
     params = {**params, "out_dtype": wide(out_dtype)}
 
     def coefficient(k: int) -> Array:
-        first, *others = (primitive.bind(xs[i], ys[k - i], **params) for i in range(k + 1))
-        return sum(others, first).astype(out_dtype)
+        out = primitive.bind(xs[0], ys[k], **params)
+        for i in range(1, k + 1):
+            out += primitive.bind(xs[i], ys[k - i], **params)
+        return out.astype(out_dtype)
 
     value, *rest = map(coefficient, range(len(xs)))
     return value, rest

@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from ._jaxpr import trace_arrays
@@ -169,7 +170,7 @@ def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
 
 def traced(tree: Any) -> bool:
     """Whether a program is being traced, whose values these are."""
-    return any(isinstance(x, jax.core.Tracer) for x in jtu.tree_leaves(tree))
+    return any(isinstance(x, Tracer) for x in jtu.tree_leaves(tree))
 
 
 def checked(fun: Callable, args: tuple, call: str, dtype: np.dtype) -> Any:

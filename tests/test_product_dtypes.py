@@ -306,7 +306,9 @@ def test_calls_outside_of_jit_compile_once():
 
     calls()
     compiled = []
-    jax.monitoring.register_event_duration_secs_listener(lambda event, *_, **__: compiled.append(event))
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event)
+    )
     try:
         calls()
         assert not [event for event in compiled if "backend_compile" in event]

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
@@ -190,8 +191,7 @@ class SpectralConv(eqx.Module):
         if output_shape is None:
             output = grid
         else:
-            output = (output_shape,) if is_integer(output_shape) else output_shape
-            output = tuple(int(n) for n in output)
+            output = tuple(int(n) for n in np.atleast_1d(output_shape))
         if len(output) != dims:
             raise ValueError(
                 f"`{call}` has {dims} spatial axes, but `output_shape` is {output_shape!r}."
