@@ -22,6 +22,7 @@ from .._jaxpr import (
     scan_counts,
 )
 from .._reverse import is_symbolic_zero, linear_by_pullback, tangent_like
+from ..checkpoint_policies import translate
 from ._feeding import Summed
 from ._rules import Policy
 from ._values import FULL, Value, computed
@@ -106,6 +107,9 @@ class Containers:
             body = self._body(closed, inside)
             self.traces[key] = *jax.make_jaxpr(body, return_shape=True)(*packed), closed
         traced, out, _ = self.traces[key]
+        if policy := eqn.params.get("policy"):
+            # It was written for the products that are mixed ones now.
+            eqn = eqn.replace(params={**eqn.params, "policy": translate(policy)})
         bound = bind_around(eqn, arrays, traced)
         return [Value(x, y.kind) for x, y in zip(bound, out, strict=True)]
 

@@ -11,10 +11,10 @@ from jax import lax
 from jax.extend.core import JaxprEqn
 
 from .._conv import mixed_conv_general_dilated_p
-from .._dot import mixed_dot_general_p
+from .._dot import Given, mixed_dot_general_p
 from .._jaxpr import aval_of, differentiable, own_bind
 from . import tables
-from ._rules import Kind, Policy
+from ._rules import Kind, Policy, says_its_dtype
 from ._values import FULL, Value, computed
 
 
@@ -30,15 +30,15 @@ def _in(policy: Policy, dtype: np.dtype, eqn: JaxprEqn, operands: Sequence[Value
     return _computed(policy, eqn, own_bind(eqn, [x.get(dtype) for x in operands]))
 
 
+def _factors(policy: Policy, operands: Sequence[Value]) -> list:
+    # A master is rounded inside of the product, so that its cotangent stays in float32. What was
+    # computed is rounded before it, so that what is kept for the backward pass is half.
+    return [x.array(policy) if x.kind.master else x.get(policy.dtype) for x in operands]
+
+
 def _product(policy: Policy, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
     if policy.algorithm is not None:
         return _split_product(policy, eqn, operands)
-
-    def factor(value):
-        # A master is rounded inside of the product, so that its cotangent stays in float32. What
-        # was computed is rounded before it, so that what is kept for the backward pass is half.
-        return value.array(policy) if value.kind.master else value.get(policy.dtype)
-
     # A program that multiplies halves into float32 gets float32.
     widens = aval_of(eqn.invars[0]).dtype == policy.dtype and aval_of(eqn.outvars[0]).dtype == FULL
     dtypes = {"dtype": policy.dtype, "out_dtype": FULL if widens else policy.dtype}
@@ -46,7 +46,7 @@ def _product(policy: Policy, eqn: JaxprEqn, operands: Sequence[Value]) -> list[V
     rest = {k: v for k, v in eqn.params.items() if k not in dropped}
     is_dot = eqn.primitive.name == "dot_general"
     primitive = mixed_dot_general_p if is_dot else mixed_conv_general_dilated_p
-    return _computed(policy, eqn, [primitive.bind(*map(factor, operands), **rest, **dtypes)])
+    return _computed(policy, eqn, [primitive.bind(*_factors(policy, operands), **rest, **dtypes)])
 
 
 def _split_product(policy: Policy, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
@@ -58,16 +58,42 @@ def _split_product(policy: Policy, eqn: JaxprEqn, operands: Sequence[Value]) -> 
 
 
 def _mixed(policy: Policy, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+    if eqn.params["dtype"] == FULL and not says_its_dtype(eqn):
+        return _supplied(policy, eqn, operands)
     return _computed(policy, eqn, own_bind(eqn, [x.array(policy) for x in operands]))
 
 
+def _supplied(policy: Policy, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+    """A mixed product that nobody gave a dtype: what it multiplies in is the policy's."""
+    if policy.algorithm is not None:
+        if eqn.primitive is not mixed_dot_general_p:
+            return _in(policy, FULL, eqn, operands)
+        names = ("dimension_numbers", "out_sharding")
+        params = {name: eqn.params[name] for name in names}
+        arrays = [x.get(FULL) for x in operands]
+        product = lax.dot_general(
+            *arrays, **params, precision=policy.algorithm, preferred_element_type=FULL
+        )
+        return _computed(policy, eqn, [product])
+    given = eqn.params.get("given", Given())
+    out_dtype = eqn.params["out_dtype"] if given.out_dtype else policy.dtype
+    params = {"dtype": policy.dtype, "out_dtype": out_dtype, "given": Given()}
+    arrays = _factors(policy, operands)
+    return _computed(policy, eqn, [eqn.primitive.bind(*arrays, **{**eqn.params, **params})])
+
+
 def _full(policy: Policy, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+    if eqn.primitive.name in tables.MIXED:
+        params = {"dtype": FULL, "out_dtype": FULL, "given": Given()}
+        eqn = eqn.replace(params={**eqn.params, **params})
     if "preferred_element_type" in eqn.params and aval_of(eqn.outvars[0]).dtype != FULL:
         return _in(policy, FULL, eqn, operands, preferred_element_type=FULL)
     return _in(policy, FULL, eqn, operands)
 
 
 def _half(policy: Policy, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
+    if eqn.primitive.name in tables.MIXED:
+        return _supplied(policy, eqn, operands)
     return _in(policy, policy.dtype, eqn, operands)
 
 
