@@ -293,6 +293,21 @@ def _cut(args: Sequence, first: int, second: int) -> tuple[list, list, list]:
     return args[:first], args[first : first + second], args[first + second :]
 
 
+def _cond(eqn: JaxprEqn, args: Sequence, branches: Sequence[Body]) -> list:
+    index, *operands = args
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        return list(lax.switch(index, list(branches), *operands))
+    # The branch is chosen, and the others dropped, where the program is lowered for a platform.
+    named, default = {}, None
+    for names, branch in zip(platforms, branches, strict=True):
+        if names is None:
+            default = branch
+        else:
+            named.update(dict.fromkeys(names, branch))
+    return list(lax.platform_dependent(*operands, default=default, **named))
+
+
 def rebind(eqn: JaxprEqn, args: Sequence, bodies: Sequence[Body]) -> list:
     """Binds a container to `args`, with `bodies` in place of its inner jaxprs.
 
@@ -306,8 +321,7 @@ def rebind(eqn: JaxprEqn, args: Sequence, bodies: Sequence[Body]) -> list:
     if name == "while":
         return list(_while(eqn, args, *bodies))
     if name == "cond":
-        index, *operands = args
-        return list(lax.switch(index, list(bodies), *operands))
+        return _cond(eqn, args, bodies)
     if name == "shard_map":
         return _shard_map(eqn, args, *bodies)
     if name in TRACED:
