@@ -181,6 +181,8 @@ class Evaluator:
         return self._computed(eqn, own_bind(eqn, [x.array(self.policy) for x in operands]))
 
     def _full(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        if eqn.primitive.name in tables.MIXED:
+            eqn = eqn.replace(params={**eqn.params, "dtype": FULL, "out_dtype": FULL})
         if "preferred_element_type" in eqn.params and aval_of(eqn.outvars[0]).dtype != FULL:
             return self._in(FULL, eqn, operands, preferred_element_type=FULL)
         return self._in(FULL, eqn, operands)

@@ -162,6 +162,8 @@ def decide(
         not k.governed and jnp.issubdtype(getattr(v.aval, "dtype", np.int32), jnp.inexact)
         for k, v in zip(kinds, eqn.invars, strict=True)
     )
+    if rule.name == "mixed" and not foreign and (pattern := match(policy.full, name, scopes)):
+        return Rule("full", f"full={pattern!r}")
     if foreign or rule.name in ("own", "convert", "mixed"):
         return rule._replace(name="own") if foreign else rule
     if pattern := match(policy.full, name, scopes):

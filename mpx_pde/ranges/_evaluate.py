@@ -222,7 +222,7 @@ class Meter:
             elif name in _MOVES:
                 out.append(Known(x, self.look(x) if name in _PICKS and sources else sources))
             else:
-                dtype, shape = aval_of(var).dtype.name, tuple(aval_of(var).shape)
+                dtype, shape = _format_of(eqn, var), tuple(aval_of(var).shape)
                 product = _product_shape(eqn)
                 site = Site((*order, j), name, place, here, dtype, shape, product)
                 out.append(Known(x, self.visit(site, x, sources)))
@@ -261,6 +261,14 @@ def evaluate_wide(closed: ClosedJaxpr) -> Callable[..., list]:
         return [x.array for x in Meter(silent=True).jaxpr(closed, known, (), (), Place())]
 
     return function
+
+
+def _format_of(eqn: JaxprEqn, var: Any) -> str:
+    """The name of the dtype of a result, or of the half that it is rounded to within its own."""
+    if eqn.primitive.name == "reduce_precision":
+        bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
+        return {(5, 10): "float16", (8, 7): "bfloat16"}.get(bits, aval_of(var).dtype.name)
+    return aval_of(var).dtype.name
 
 
 def _user_of(jaxpr: Any, var: Any, place: Place) -> Place:

@@ -66,6 +66,10 @@ def _mend(row: Row, mixed: bool) -> str:
 _PRODUCTS = ("mixed_dot_general", "mixed_matmul", "mixed_einsum", "mixed_conv_general_dilated")
 
 
+def _beyond_float32(row: Row) -> bool:
+    return row.exponents is not None and row.exponents[1] >= 128
+
+
 def _not_finite(report: RangeReport) -> str | None:
     """Why something is not finite in float32; `None` if all is."""
     given = [row for row in report.rows if row.primitive in _GIVEN and row.nonfinite]
@@ -75,6 +79,13 @@ def _not_finite(report: RangeReport) -> str | None:
             f"There are NaNs in {_name(nan)} ({percent(nan.nans)}), before anything is computed. "
             "No precision helps: look at where these data come from."
         )
+    for row in report.rows:
+        # Counted before JAX took it, which holds no float64 unless it is told to.
+        if row.primitive == "input" and row.dtype == "float32" and _beyond_float32(row):
+            return (
+                f"The input at {row.line} is beyond float32, in which JAX holds it ({_size(row)}). "
+                "Change its units, or set `jax_enable_x64`."
+            )
     row = report.first_nonfinite
     if row is not None:
         return (
@@ -101,7 +112,8 @@ def _lost(report: RangeReport, name: str) -> str:
     rows = [row for row in report.rows if report.at_risk(row) and row.loss(name).zero]
     if not rows:
         return f"Everything is finite, and nothing overflows {name} or is lost to zero in it."
-    worst = max(rows, key=lambda row: row.loss(name).zero)
+    # What is lost in the forward pass is lost again on the way back, where a scale can help.
+    worst = max(rows, key=lambda row: (row.loss(name).zero, row.backward))
     text = (
         f"Nothing overflows {name}. Most is lost to zero at {_name(worst)}: "
         f"{percent(worst.loss(name).zero)} of its values, {_size(worst)}."

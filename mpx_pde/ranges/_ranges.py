@@ -29,6 +29,10 @@ _UNFUSED = {
 }
 
 
+# Where inputs stand in the program: before what it closes over.
+_INPUTS = (-2,)
+
+
 def _options() -> dict[str, Any] | None:
     passes = _UNFUSED.get(jax.default_backend())
     return None if passes is None else {"xla_disable_hlo_passes": passes}
@@ -64,7 +68,7 @@ class _RangeReport(eqx.Module):
         def run(*arrays):
             known = []
             for i, ((place, _), x) in enumerate(zip(inputs, arrays, strict=True)):
-                site = Site((-1, i), "input", Place(place), "", x.dtype.name, x.shape)
+                site = Site((*_INPUTS, i), "input", Place(place), "", x.dtype.name, x.shape)
                 x = widen(x)
                 # What comes in that is not finite was not made here.
                 marks = meter.visit(site, x, TAINTED) if is_measured(x) else CLEAN
@@ -78,8 +82,8 @@ class _RangeReport(eqx.Module):
         jax.effects_barrier()
         for i, (_, x) in enumerate(inputs):
             if _without_overflow(x) is not x:
-                meter.counts[-1, i] = Counts()
-                meter.counts[-1, i].add(x)
+                meter.counts[*_INPUTS, i] = Counts()
+                meter.counts[*_INPUTS, i].add(x)
         measured = [
             (site, meter.counts[order])
             for order, site in sorted(meter.sites.items())

@@ -7,13 +7,14 @@ from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
+import jaxtyping
 from jax.extend.core import JaxprEqn
 
 from .._jaxpr import bodies_of
 
 
 _HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_PLUMBING = tuple(os.path.dirname(m.__file__) + os.sep for m in (jax, eqx))
+_PLUMBING = tuple(os.path.dirname(m.__file__) + os.sep for m in (jax, eqx, jaxtyping))
 _LAYERS = os.path.join(_PLUMBING[1], "nn", "")
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = os.path.join(sysconfig.get_path("stdlib"), "site-packages") + os.sep
@@ -39,7 +40,7 @@ def _is_ours(file: str) -> bool:
 @ft.cache
 def _is_users(file: str) -> bool:
     # Installed packages may lie inside the directory of the standard library.
-    if _is_ours(file) or file.startswith(_PLUMBING):
+    if _is_ours(file) or file.startswith((*_PLUMBING, "<@beartype")):
         return False
     return file.startswith(_INSTALLED) or not file.startswith(_STANDARD)
 
