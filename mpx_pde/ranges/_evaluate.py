@@ -37,6 +37,9 @@ _PICKS = {"slice", "dynamic_slice", "split", "unstack"}
 # How much is handed to the host at a time: each part is copied.
 _BYTES = 1 << 28
 
+# Of the exponent and of the mantissa.
+_BITS = {(5, 10): "float16", (8, 7): "bfloat16"}
+
 OPERAND = "operand of "
 """What the primitive of a float32 operand that a product rounds to half begins with."""
 
@@ -267,7 +270,8 @@ def _format_of(eqn: JaxprEqn, var: Any) -> str:
     """The name of the dtype of a result, or of the half that it is rounded to within its own."""
     if eqn.primitive.name == "reduce_precision":
         bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
-        return {(5, 10): "float16", (8, 7): "bfloat16"}.get(bits, aval_of(var).dtype.name)
+        if bits in _BITS:
+            return _BITS[bits]
     return aval_of(var).dtype.name
 
 

@@ -117,21 +117,29 @@ def _says_what_is_half(fun: Any) -> bool:
 
 
 def range_report(fun: Callable) -> Callable[..., RangeReport]:
-    """Runs a function once in float32, and tells what half precision would make of its values.
+    """Runs a function once in float32, and tells what half precision makes of its values.
 
     Every floating-point value on the way is looked at, also inside of `jax.jit`, loops, branches,
     `jax.checkpoint`, custom derivatives and `jax.shard_map`, and under any nesting of transforms:
     a whole training step with its gradients and derivative terms will do. Each equation's row has
     the user's `file:line`, its name scopes, the range of its exponents, and the fractions that
-    float16 and bfloat16 lose to overflow, to subnormals and to zero. Casts to half in the
-    function are ignored.
+    float16 and bfloat16 lose to overflow, to subnormals and to zero. What a part of this library
+    does in one line of the user is one row that names it.
 
-    It measures, so it costs a compilation and a slow run.
+    A function that says itself what is half, such as [`mpx_pde.filter_grad`][] of a loss or
+    [`mpx_pde.autocast`][] of anything, is judged by that: what it casts, or rounds to half inside
+    of a product, is at risk, and what it keeps in float32 is not. Its casts do nothing in this
+    run, so that one value that overflows does not hide the next. In a float32 function every value
+    is looked at as if it were half.
+
+    It measures, so it costs about as much to compile as the function itself, and a slow run:
+    nothing is fused, and all values are copied to the host.
 
     **Arguments:**
 
-    - `fun`: a function, method or callable module. Not inside of a transform itself, but
-        `range_report(jax.grad(fun))` is meant.
+    - `fun`: a function, method or callable module. Not inside of a transform itself; a gradient
+        or a step is meant. For a loss, `mpx.filter_grad(loss, scaling)` with the options of the
+        training has its loss scale and its casts; `eqx.filter_grad(loss)` has neither.
 
     **Returns:**
 
@@ -140,7 +148,7 @@ def range_report(fun: Callable) -> Callable[..., RangeReport]:
     **Raises:** `TypeError` if `fun` cannot be called, or if it is called while being traced.
 
     ```python
-    report = mpx.range_report(eqx.filter_grad(loss))(model, x, y)
+    report = mpx.range_report(mpx.filter_grad(loss, scaling))(model, x, y)
     print(report)  # worst first
     report.plot("ranges.png")
     ```
@@ -170,7 +178,8 @@ def explain_nonfinite(fun: Callable, dtype: Any = None) -> Callable[..., str]:
 
     **Arguments:**
 
-    - `fun`: a function, method or callable module; usually the gradient of a loss.
+    - `fun`: a function, method or callable module; usually `mpx.filter_grad(loss, scaling)` as
+        the training has it.
     - `dtype`: float16 or bfloat16, by default [`mpx_pde.half_precision_datatype`][].
 
     **Returns:**
@@ -180,7 +189,7 @@ def explain_nonfinite(fun: Callable, dtype: Any = None) -> Callable[..., str]:
     **Raises:** as [`mpx_pde.range_report`][], and `ValueError` for another `dtype`.
 
     ```python
-    print(mpx.explain_nonfinite(eqx.filter_grad(loss))(model, x, y))
+    print(mpx.explain_nonfinite(mpx.filter_grad(loss, scaling))(model, x, y))
     ```
     """
     if dtype is not None and not is_half(as_floating_dtype(dtype, "explain_nonfinite")):

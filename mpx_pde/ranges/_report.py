@@ -256,7 +256,7 @@ class RangeReport:
         not at risk comes last."""
 
         def badness(row: Row):
-            loss = row.loss(dtype) if self.at_risk(row) else Loss(0, 0, 0)
+            loss = row.loss(dtype) if self.at_risk(row) else Loss(0.0, 0.0, 0.0)
             lost = loss.zero + loss.subnormal
             at_risk = self.at_risk(row)
             return -row.creates_nonfinite, -loss.overflow, -lost, not at_risk, row.order

@@ -134,7 +134,7 @@ class Counts:
         """Counts the values of an array; `source` if it is not finite and its operands are."""
         x = np.asarray(array)
         if x.dtype.kind == "c":
-            x = np.stack([x.real, x.imag])
+            x = np.stack([np.real(x), np.imag(x)])
         if x.dtype not in (np.float32, np.float64):
             x = x.astype(np.float32)
         magnitudes = np.abs(np.ascontiguousarray(x).reshape(-1))

@@ -14,7 +14,7 @@ from .._jaxpr import bodies_of
 
 
 _HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_PLUMBING = tuple(os.path.dirname(m.__file__) + os.sep for m in (jax, eqx, jaxtyping))
+_PLUMBING = tuple(os.path.join(m.__path__[0], "") for m in (jax, eqx, jaxtyping))
 _LAYERS = os.path.join(_PLUMBING[1], "nn", "")
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED = os.path.join(sysconfig.get_path("stdlib"), "site-packages") + os.sep

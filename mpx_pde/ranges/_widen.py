@@ -78,7 +78,8 @@ def _wide_parameter(x: Any, evaluate: Any) -> Any:
     if isinstance(x, ClosedJaxpr | Jaxpr):
         closed = close(x)
         avals = [
-            jax.ShapeDtypeStruct(a.shape, FULL) if is_narrow_array(a) else a for a in closed.in_avals
+            jax.ShapeDtypeStruct(a.shape, FULL) if is_narrow_array(a) else a
+            for a in closed.in_avals
         ]
         out = jax.make_jaxpr(evaluate(closed))(*avals)
         return out if isinstance(x, ClosedJaxpr) else out.jaxpr
@@ -122,4 +123,3 @@ def bind_wide(eqn: JaxprEqn, arrays: list, evaluate: Any) -> list:
             for x, v in zip(arrays, eqn.invars, strict=True)
         ]
     return [widen(x) for x in own_bind(eqn.replace(params=params), arrays)]
-
