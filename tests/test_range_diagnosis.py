@@ -262,6 +262,21 @@ def test_layers_of_equinox_are_named():
     assert all(row.line.endswith(f"test_range_diagnosis.py:{line}") for row in rows)
 
 
+def test_arrays_go_to_the_host_in_parts(monkeypatch):
+    """What is not finite is followed from one part to the next."""
+
+    def fun(x):
+        y = jnp.log(x)
+        return lax.scan(lambda c, _: (jnp.exp(c) * c - c, None), y, None, length=3)[0] + y
+
+    x = jnp.array([0.0, 1.0])
+    whole = mpx.range_report(fun)(x)
+    monkeypatch.setattr("mpx_pde.ranges._evaluate._BYTES", 1)
+    parts = mpx.range_report(fun)(x)
+    assert parts.rows == whole.rows
+    assert [row.primitive for row in parts.rows if row.creates_nonfinite] == ["log"]
+
+
 # --- The mends ------------------------------------------------------------------------------------
 
 
@@ -337,6 +352,8 @@ def test_inputs_out_of_range_are_mended_by_keep_full_and_by_autocast():
     scaling = mpx.DynamicLossScaling(2.0)
     text = mpx.explain_nonfinite(mpx.filter_grad(loss, scaling), "float16")(model, x)
     assert text.startswith("float16 overflows first at")
+    assert "`keep_full`" in text
+    assert "`autocast=True`" in text
     for options in ({"keep_full": (False, True)}, {"autocast": True}):
         mended = mpx.filter_grad(loss, scaling, **options)
         assert "othing overflows" in mpx.explain_nonfinite(mended, "float16")(model, x)

@@ -11,6 +11,10 @@ from ._where import is_ours
 
 _GIVEN = ("input", "constant")
 
+_CAST = ("convert_element_type", "mpx_pde")
+
+_PRODUCTS = ("mixed_dot_general", "mixed_matmul", "mixed_einsum", "mixed_conv_general_dilated")
+
 
 def _size(row: Row) -> str:
     return "only zeros" if row.exponents is None else f"largest 2^{row.exponents[1]:.1f}"
@@ -24,7 +28,8 @@ def _name(row: Row) -> str:
 def _mend(row: Row, mixed: bool) -> str:
     """What to do about a row that overflows, in the words of this library."""
     smaller = "make its operands smaller by a power of two, or use bfloat16."
-    if row.primitive == "input":
+    # The library casts in the lines of the user only what it is given.
+    if row.primitive == "input" or (row.primitive, row.layer) == _CAST:
         return (
             "Keep that argument in float32: mark it in `keep_full` of `mpx.filter_grad`, or pass "
             "`autocast=True`, which casts no arguments."
@@ -61,9 +66,6 @@ def _mend(row: Row, mixed: bool) -> str:
         f"{name!r}}}` in `mpx.filter_grad`). When whole models are cast, use "
         f"`mpx.FullPrecision` around its layer. Or {smaller}"
     )
-
-
-_PRODUCTS = ("mixed_dot_general", "mixed_matmul", "mixed_einsum", "mixed_conv_general_dilated")
 
 
 def _beyond_float32(row: Row) -> bool:

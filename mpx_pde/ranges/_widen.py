@@ -25,6 +25,8 @@ _TYPED = {"bitcast_convert_type", "nextafter", "rng_uniform", "random_gamma"} | 
     "addupdate",
 }
 
+_PRODUCTS = {*tables.PRODUCTS, "ragged_dot_general"}
+
 # What is known to take its dtype from its operands and its parameters: JAX's own operations, and
 # ours. A kernel of somebody else may exist in half alone.
 _OF_JAX = {
@@ -39,9 +41,8 @@ _KNOWN = {
     *tables.FOLLOW,
     *tables.LAYOUT,
     *tables.OWN,
-    *tables.PRODUCTS,
+    *_PRODUCTS,
     *tables.MIXED,
-    "ragged_dot_general",
     "derivative_tap",
     "derivative_count",
 } - _TYPED
@@ -110,7 +111,7 @@ def bind_wide(eqn: JaxprEqn, arrays: list, evaluate: Any) -> list:
     if name in tables.MIXED:
         params = {k: _wide_parameter(v, evaluate) for k, v in params.items()}
         return own_bind(eqn.replace(params=params), arrays)
-    if "precision" in params and any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
+    if name in _PRODUCTS and any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
         # A plain float32 product is TF32 on a GPU.
         params["precision"] = (lax.Precision.HIGHEST,) * 2
     if not any(is_narrow_array(v.aval) for v in (*eqn.invars, *eqn.outvars)):
