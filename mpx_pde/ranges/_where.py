@@ -87,21 +87,22 @@ def inside(eqn: JaxprEqn, place: Place) -> Place:
 
 
 def _layer(ours: list[tuple[str, str]]) -> str:
-    """The outermost part of the library with a public name, networks before all others."""
+    """The outermost part of the library with a public name, networks before all others; a layer of
+    Equinox is its own, whoever calls it."""
     # The package imports this module.
     import mpx_pde
 
     names = [(file, name.partition(".")[0]) for file, name in reversed(ours)]
+    if names and not _is_ours(names[-1][0]):
+        # The innermost: the layers of a model are told apart by what they are.
+        return next((f"eqx.nn.{x}" for _, x in reversed(names) if hasattr(eqx.nn, x)), "")
     for file, name in names:
         if file.startswith(os.path.join(_HOME, "nn", "")) and hasattr(mpx_pde.nn, name):
             return name
     for file, name in names:
         if _is_ours(file) and not name.startswith("_") and hasattr(mpx_pde, name):
             return name
-    if any(_is_ours(file) for file, _ in names):
-        return "mpx_pde"
-    # The innermost: the layers of a model are told apart by what they are.
-    return next((f"eqx.nn.{x}" for _, x in reversed(names) if hasattr(eqx.nn, x)), "")
+    return "mpx_pde" if names else ""
 
 
 def is_ours(layer: str) -> bool:
