@@ -46,6 +46,10 @@ class _Autocast(eqx.Module):
     def __wrapped__(self):
         return self._fun
 
+    @property
+    def is_mixed_precision(self) -> bool:
+        return True
+
     def _policy(self) -> Policy:
         if isinstance(self._dtype, lax.DotAlgorithmPreset):
             # Values are kept in float32; halves are those of the program itself.
