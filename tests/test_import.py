@@ -23,9 +23,9 @@ PACKAGES = {
 
 # Each module imports from those before it alone.
 ORDER = [
-    ["_dtypes", "_notes"],
+    ["_dtypes", "_notes", "_repr"],
     ["_dot", "_cast", "_jaxpr", "_reverse"],
-    ["_collectives", "_conv", "_einsum", "_products", "_tree"],
+    ["_checkpoint_file", "_collectives", "_conv", "_einsum", "_products", "_tree"],
     ["_jet", "_precision_report", "checkpoint_policies"],
     ["autocast", "_loss_scaling"],
     ["derivatives", "ranges"],
