@@ -30,7 +30,7 @@ def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def source(data: Result) -> str:
+def source(data: dict[str, Any]) -> str:
     """Where a result comes from, and whether it is older than the code."""
     env = data["environment"]
     return (
@@ -39,7 +39,7 @@ def source(data: Result) -> str:
     )
 
 
-def older(data: Result) -> str:
+def older(data: dict[str, Any]) -> str:
     """That a result is accepted as older than the code, and why; empty if it is not."""
-    entry = accepted().get(data.name)
+    entry = accepted().get(data.name) if isinstance(data, Result) else None
     return "" if entry is None else f" **Older than the code:** {entry['reason']}"
