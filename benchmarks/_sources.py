@@ -128,6 +128,10 @@ NOT_MEASURED: dict[str, frozenset[str]] = {
         {"main", "run", "arguments", "command_line", "table", "draw", "plot", "draw_fields"}
     ),
     "benchmarks/": frozenset({"add_arguments"}),
+    # What `weak_scaling` compiles is a step.
+    "examples/sharded.py": frozenset(
+        {"train", "STEPS", "QUICK_STEPS", "BATCH", "QUICK_BATCH", "WIDTH", "QUICK_WIDTH"}
+    ),
     # All but the clock.
     "benchmarks/_report.py": frozenset(
         {"environment", "Report", "_cell", "_version", "_processor"}
@@ -206,6 +210,15 @@ def _names(plain: Any) -> set[str]:
     return set()
 
 
+def _defined(node: ast.stmt) -> set[str]:
+    """The names that a statement of a module defines."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return {node.name}
+    if isinstance(node, ast.Assign):
+        return {n.id for t in node.targets for n in ast.walk(t) if isinstance(n, ast.Name)}
+    return set()
+
+
 @cache
 def digest(text: str, without: frozenset[str] = frozenset()) -> str:
     """Of a source file, less the definitions `without`."""
@@ -216,7 +229,7 @@ def digest(text: str, without: frozenset[str] = frozenset()) -> str:
             imports += _bound(node)
         elif isinstance(node, ast.If) and "__name__" in ast.dump(node.test):
             continue  # the command line
-        elif getattr(node, "name", None) not in without:
+        elif not (names := _defined(node)) or not names <= without:
             counted.append(node)
     plain = _plain(counted)
     used = _names(plain)

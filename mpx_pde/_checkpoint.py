@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import PyTree
 
 from ._loss_scaling import AbstractLossScaling
+from ._types import PyTree
 from .derivatives import DerivativeScaling, Scaling
 
 

@@ -11,10 +11,11 @@ import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from ._cast import map_operands, widen
 from ._dtypes import as_floating_dtype, is_half
+from ._types import AxisName, DTypeLike, PyTree
 
 
 def _half(dtype: Any, call: str) -> np.dtype:
@@ -45,7 +46,9 @@ def _gather_jvp(dtype, sharding, primals, tangents):
     return _gather(*primals, dtype, sharding), tangents[0]
 
 
-def gather_parameters(tree: PyTree, sharding: NamedSharding, *, dtype: Any = None) -> PyTree:
+def gather_parameters(
+    tree: PyTree, sharding: NamedSharding, *, dtype: DTypeLike | None = None
+) -> PyTree:
     """Parameters that are split over devices, gathered in half precision; for `jax.jit`.
 
     Call it first thing in the loss of a fully sharded model. Every parameter is then sent once a
@@ -95,7 +98,7 @@ def gather_parameters(tree: PyTree, sharding: NamedSharding, *, dtype: Any = Non
     return jtu.tree_map(rest, map_operands(matrix, tree))
 
 
-def all_reduce_mean(tree: PyTree, axis_name: Any, *, dtype: Any = None) -> PyTree:
+def all_reduce_mean(tree: PyTree, axis_name: AxisName, *, dtype: DTypeLike | None = None) -> PyTree:
     """The mean over devices, inside `jax.shard_map` or `jax.pmap`, for gradients.
 
     By default sums are taken in float32. With a half type, half the bytes go over the wire, and

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float
 from ._dot import _operand, _precision, _result, define_bilinear, match_varying_axes
 from ._dtypes import as_floating_dtype
 from ._jaxpr import literal, own_bind
+from ._types import DTypeLike
 
 
 mixed_conv_general_dilated_p = Primitive("mixed_conv_general_dilated")
@@ -134,8 +135,8 @@ def mixed_conv_general_dilated(
     feature_group_count: int = 1,
     batch_group_count: int = 1,
     *,
-    dtype: Any,
-    out_dtype: Any = None,
+    dtype: DTypeLike,
+    out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "..."]:
     """[`jax.lax.conv_general_dilated`][] with operands rounded to `dtype`, products accumulated
     in float32, and a result of dtype `out_dtype`.

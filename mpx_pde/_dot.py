@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from ._dtypes import as_floating_dtype, wide
+from ._types import DTypeLike
 
 
 DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], ...]]
@@ -249,8 +250,8 @@ def mixed_dot_general(
     y: Float[Array | np.ndarray, "..."],
     dimension_numbers: Any,
     *,
-    dtype: Any,
-    out_dtype: Any = None,
+    dtype: DTypeLike,
+    out_dtype: DTypeLike | None = None,
     out_sharding: NamedSharding | None = None,
 ) -> Float[Array, "..."]:
     """[`jax.lax.dot_general`][] with operands rounded to `dtype`, products accumulated in
@@ -308,8 +309,8 @@ def mixed_matmul(
     x: Float[Array | np.ndarray, "..."],
     y: Float[Array | np.ndarray, "..."],
     *,
-    dtype: Any,
-    out_dtype: Any = None,
+    dtype: DTypeLike,
+    out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "..."]:
     """[`jax.numpy.matmul`][] by [`mpx_pde.mixed_dot_general`][].
 
@@ -379,7 +380,10 @@ def _einsum_reduce(x, axes: str, kept: str) -> tuple[Array, str]:
 
 
 def mixed_einsum(
-    subscripts: str, *operands: Float[Array | np.ndarray, "..."], dtype: Any, out_dtype: Any = None
+    subscripts: str,
+    *operands: Float[Array | np.ndarray, "..."],
+    dtype: DTypeLike,
+    out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "..."]:
     """[`jax.numpy.einsum`][] by [`mpx_pde.mixed_dot_general`][].
 

@@ -12,13 +12,14 @@ import jax.tree_util as jtu
 import jmp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, PyTree
+from jaxtyping import Array, Bool, Inexact
 
 from ._cast import cast_operands, widen
 from ._dot import varying_axes
 from ._dtypes import half_precision, half_precision_datatype, is_half
 from ._loss_scaling import check_scaling, split_aux
 from ._tree import all_finite
+from ._types import PyTree
 from .autocast import autocast as autocast_function, parse_patterns
 from .derivatives._counts import check_takes_derivatives, sum_counts
 from .derivatives._scaling import Scaling

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from .._dtypes import half_precision_datatype
+from .._types import DTypeLike, Names
 from ._names import (
     DEFAULTS,
     exponent_of,
@@ -176,7 +177,7 @@ class DerivativeScaling(eqx.Module):
 
     @classmethod
     def per_direction(
-        cls, coords: Any, *, order: int = 4, terms: Sequence[str] = (), **options: Any
+        cls, coords: Names, *, order: int = 4, terms: Sequence[str] = (), **options: Any
     ) -> "DerivativeScaling":
         """One scale `s` for each coordinate: a derivative of order k in it carries `s**k`.
 
@@ -352,11 +353,11 @@ class DerivativeScaling(eqx.Module):
         self,
         fun: Any,
         points: Float[Array, "points coords"],
-        terms: Any,
+        terms: Names,
         *,
-        coords: Any,
-        outputs: Any,
-        dtype: Any = None,
+        coords: Names,
+        outputs: Names,
+        dtype: DTypeLike | None = None,
     ) -> "DerivativeScaling":
         """First scales from a trial on a few points, so that a run need not skip its first steps.
 

@@ -25,7 +25,7 @@ class SafeActivation:
     - `fun`: an elementwise function.
     """
 
-    def __init__(self, fun: Callable):
+    def __init__(self, fun: Callable[..., Any]):
         if not callable(fun):
             raise TypeError(f"`safe` wraps an elementwise function, but got {fun!r}.")
         self.fun = fun.fun if isinstance(fun, SafeActivation) else fun
@@ -49,7 +49,7 @@ class SafeActivation:
 jtu.register_static(SafeActivation)
 
 
-def safe(fun: Callable) -> Callable:
+def safe(fun: Callable[..., Any]) -> SafeActivation:
     """`fun`, evaluated in float32, with its result in the dtype of the input.
 
     So are its derivatives of every order, in forward and reverse mode.

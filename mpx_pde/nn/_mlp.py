@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from .._cast import FullPrecision, widen
 from .._dot import mixed_matmul
 from .._dtypes import as_floating_dtype
+from .._types import DTypeLike
 from ._activations import safe
 from ._order import gradients_in_turn
 
@@ -123,11 +124,11 @@ class CoordinateMLP(eqx.Module):
         depth: int,
         *,
         key: PRNGKeyArray,
-        activation: Callable = jnp.tanh,
+        activation: Callable[..., Any] = jnp.tanh,
         fourier_features: Any = None,
         periodic: Any = None,
         full_precision_last: bool = False,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
     ):
         """**Arguments:**
 

@@ -10,6 +10,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import widen
+from .._types import DTypeLike
 from ._arithmetic import KEPT, Arithmetic, centered, parse_arithmetic, unscaled
 from ._dft import forward_matrix, frequencies, inverse_matrix, regrid_factor
 from ._spectral_cost import choose_method
@@ -98,9 +99,9 @@ class SpectralConv(eqx.Module):
         key: PRNGKeyArray,
         factorization: Literal["cp"] | None = None,
         rank: int | float = 0.5,
-        stabilizer: str | Callable | None = None,
+        stabilizer: str | Callable[..., Any] | None = None,
         method: Literal["auto", "dft", "fft"] = "auto",
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
     ):
         """**Arguments:**
 

@@ -12,6 +12,7 @@ import jax.tree_util as jtu
 from .._cast import widen
 from .._dtypes import half_precision_datatype, is_half
 from .._jaxpr import trace_arrays
+from .._types import DTypeLike
 from ..autocast import tables
 from ._evaluate import Known, Meter, Site
 from ._report import RangeReport, Row, idle_product, make_row
@@ -73,7 +74,7 @@ class _RangeReport(eqx.Module):
         return RangeReport(tuple(rows), tuple(idle), assemble(out))
 
 
-def range_report(fun: Callable) -> Callable[..., RangeReport]:
+def range_report(fun: Callable[..., Any]) -> Callable[..., RangeReport]:
     """Runs a function once in float32, and tells what half precision would make of its values.
 
     Every floating-point value on the way is looked at, also inside of `jax.jit`, loops, branches,
@@ -181,7 +182,9 @@ class _Explain(eqx.Module):
         return _explain(range_report(self._fun)(*args, **kwargs), name)
 
 
-def explain_nonfinite(fun: Callable, dtype: Any = None) -> Callable[..., str]:
+def explain_nonfinite(
+    fun: Callable[..., Any], dtype: DTypeLike | None = None
+) -> Callable[..., str]:
     """Says in which line half precision first overflows, by how much, and what to do about it.
 
     Runs the function once in float32, as [`mpx_pde.range_report`][] does.
