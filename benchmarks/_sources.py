@@ -165,6 +165,8 @@ def _for_types_alone(node: Any, in_class: bool) -> bool:
         return any(_named(d, "overload") for d in node.decorator_list)
     if isinstance(node, ast.If):
         return _named(node.test, "TYPE_CHECKING") and not node.orelse
+    if isinstance(node, ast.Assign):
+        return isinstance(node.value, ast.Call) and _named(node.value.func, "TypeVar")
     return isinstance(node, ast.AnnAssign) and node.value is None and not in_class
 
 
