@@ -9,6 +9,7 @@ from jaxtyping import Array, Float
 
 from .._cast import widen
 from .._dtypes import as_floating_dtype
+from .._types import DTypeLike, Names
 from ._names import names_of
 from ._partials import (
     Term,
@@ -30,14 +31,14 @@ from ._state import DerivativeScaling
 
 
 def laplacian(
-    fun: Callable,
-    terms: Any = (),
+    fun: Callable[..., Any],
+    terms: Names = (),
     *,
-    coords: Any,
-    outputs: Any,
-    over: Any = None,
+    coords: Names,
+    outputs: Names,
+    over: Names | None = None,
     scaling: Any = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> Callable[[Float[Array, " coords"]], dict[str, Float[Array, ""]]]:
     """The Laplacian of every output of a network.
 

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from .._cast import widen
 from .._dtypes import as_floating_dtype
 from .._repr import brief
+from .._types import DTypeLike, Names
 from ._names import names_of, split_names
 from ._probe import tap
 from ._seeds import multiply, power_of_two, unscaled
@@ -202,13 +203,13 @@ def unit(coords: int, i: int, dtype: Any, exponent: Any = None) -> Float[Array, 
 
 
 def partials(
-    fun: Callable,
-    terms: Any,
+    fun: Callable[..., Any],
+    terms: Names,
     *,
-    coords: Any,
-    outputs: Any,
+    coords: Names,
+    outputs: Names,
     scaling: Any = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> Callable[[Float[Array, " coords"]], dict[str, Float[Array, ""]]]:
     """The derivatives of a network that a loss asks for, by name.
 
