@@ -21,7 +21,7 @@ from ._dot import varying_axes
 from ._dtypes import asked_for_half, half_precision, half_precision_datatype, is_half
 from ._loss_scaling import check_scaling, split_aux
 from ._notes import noting_the_cast
-from ._precision_report import checked, traced
+from ._precision_report import OF_AUTOCAST, OF_CASTS, checked, traced
 from ._tree import all_finite
 from ._types import PyTree
 from .autocast import autocast as autocast_function, parse_patterns
@@ -306,7 +306,8 @@ class Transformed(eqx.Module):
         if not asked or not traced((gradient, args, kwargs)):
             return self.run(gradient, args, kwargs)
         run = self.run, (gradient, args, kwargs)
-        return checked(*run, gradient.call, gradient.compute_dtype)
+        advice = OF_CASTS if gradient.autocast is None else OF_AUTOCAST
+        return checked(*run, gradient.call, gradient.compute_dtype, advice)
 
     def __get__(self, instance: Any, owner: Any = None):
         return self if instance is None else eqx.Partial(self, instance)

@@ -1,6 +1,7 @@
 """What a function multiplies in."""
 
 import dataclasses
+import re
 import sys
 import warnings
 from collections.abc import Callable
@@ -51,6 +52,12 @@ class ProductRow:
     count: int
     flops: int
 
+    @property
+    def real(self) -> bool:
+        """Whether there is a half-precision form of them: neither of complex numbers nor of
+        integers."""
+        return not re.search(r"complex|int|bool", self.dtype)
+
 
 @dataclasses.dataclass(frozen=True)
 class PrecisionReport:
@@ -75,8 +82,9 @@ class PrecisionReport:
     def half_share(self) -> float:
         """The part of the work, from 0 to 1, that is done in half precision; 1 without any work.
 
-        Complex products are left out: there is no half-precision form of them."""
-        real = [row for row in self.rows if "complex" not in row.dtype]
+        Products of complex numbers and of integers are left out: there is no half-precision form
+        of them."""
+        real = [row for row in self.rows if row.real]
         total = sum(row.flops for row in real)
         return sum(row.flops for row in real if row.half) / total if total else 1.0
 
@@ -173,33 +181,47 @@ def traced(tree: Any) -> bool:
     return any(isinstance(x, Tracer) for x in jtu.tree_leaves(tree))
 
 
-def checked(fun: Callable, args: tuple, call: str, dtype: np.dtype) -> Any:
-    """`fun(*args)`, with a [`mpx_pde.PrecisionWarning`][] if it does less than half of
-    its products' work in half precision.
+def checked(fun: Callable, args: tuple, call: str, dtype: np.dtype, advice: str) -> Any:
+    """`fun(*args)`, with a [`mpx_pde.PrecisionWarning`][] that ends in `advice` if it does less
+    than half of its products' work in half precision.
 
     Traces `fun` once, as calling it would, and evaluates what was traced. Only inside of a
     `shard_map` it is traced again: JAX checks there what varies over devices, and does not take
     back all that it has traced.
     """
-    closed, leaves, assemble = trace_arrays(fun, args, {})
+    try:
+        closed, leaves, assemble = trace_arrays(fun, args, {})
+    except jax.errors.JAXTypeError:
+        # It asks for values. Some are known here all the same: of what a `jit` closes over, or
+        # outside of the batch in a `vmap` that is run eagerly.
+        return fun(*args)
     report = report_of(closed)
     if report.half_share < 0.5:
-        _warn_user(_warning(report, call, dtype))
+        _warn_user(_warning(report, call, dtype, advice))
     if jax.sharding.get_abstract_mesh().manual_axes:
         return fun(*args)
     return assemble(jaxpr_as_fun(closed)(*(x for _, x in leaves)))
 
 
-def _warning(report: PrecisionReport, call: str, dtype: np.dtype) -> str:
-    full = next(row for row in report.rows if not row.half and "complex" not in row.dtype)
+OF_CASTS = (
+    "One float32 operand makes a product, and all that follows it, float32: where a layer in "
+    "`FullPrecision` (or one that gets float32 points) hands its float32 result on, wrap it as "
+    '`FullPrecision(layer, out_dtype="half")`; or pass `autocast=True`, which decides by operation.'
+)
+
+OF_AUTOCAST = (
+    "`autocast` leaves float64 as it is, and what is kept in float32 by `full`, by `FullPrecision` "
+    "or by a `precision` or `dtype` of its own."
+)
+
+
+def _warning(report: PrecisionReport, call: str, dtype: np.dtype, advice: str) -> str:
+    full = next(row for row in report.rows if not row.half and row.real)
     count = sum(row.count for row in report.rows)
     return (
         f"`{call}` was asked for {dtype.name}, but {100 * report.half_share:.0f}% of the work of "
         f"its {count} products is done in half precision. Most of the rest is {full.dtype}, at "
-        f"{full.line}. One float32 operand makes a product, and all that follows it, float32: "
-        "where a layer in `FullPrecision` (or one that gets float32 points) hands its float32 "
-        'result on, wrap it as `FullPrecision(layer, out_dtype="half")`; or pass '
-        "`autocast=True`, which decides by operation. `mpx.precision_report` lists all products. "
+        f"{full.line}. {advice} `mpx.precision_report` lists all products. "
         "If float32 is meant, pass `use_mixed_precision=False` or filter `mpx.PrecisionWarning`."
     )
 

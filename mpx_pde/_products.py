@@ -96,10 +96,17 @@ def _flops(eqn: JaxprEqn) -> int:
     elif "dimension_numbers" in eqn.params:
         (contracted, _), _ = eqn.params["dimension_numbers"]
         terms = math.prod(x.shape[i] for i in contracted)
+    elif "ragged_dot_dimension_numbers" in eqn.params:
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        (contracted, _), _ = numbers.dot_dimension_numbers
+        terms = math.prod(x.shape[i] for i in contracted)
+        # Groups of what is summed over share it: each has a result of its own.
+        if set(contracted) & set(numbers.lhs_ragged_dimensions):
+            terms /= aval_of(eqn.invars[2]).shape[-1]
     else:  # groups of rows, each with a matrix of its own
         terms = x.shape[-1]
     parts = 4 if jnp.issubdtype(out.dtype, jnp.complexfloating) else 1
-    return 2 * parts * out.size * terms
+    return int(2 * parts * out.size * terms)
 
 
 _PRODUCTS = (
@@ -164,6 +171,10 @@ class Counter:
     def _times(self, eqn: JaxprEqn) -> int:
         if eqn.primitive.name == "scan":
             return eqn.params["length"]
+        if eqn.primitive.name == "pallas_call":
+            # A size that is known at run time only counts once.
+            sizes = getattr(eqn.params.get("grid_mapping"), "grid", ())
+            return math.prod(n for n in sizes if isinstance(n, int))
         if eqn.primitive.name == "shard_map":
             mesh = eqn.params["mesh"]
             axes = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes", ()))

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import normal, tree_allclose
 from jax import lax
+from jax.experimental import pallas
 from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx_pde as mpx
@@ -152,6 +153,42 @@ def test_convolutions_batches_and_complex_products():
     assert complex_.half_share == 1.0  # of what could be half
 
 
+def test_groups_of_rows_and_of_terms():
+    sizes = jnp.array([1, 2, 3])
+    x, w = jnp.ones((6, 8)), jnp.ones((3, 8, 5))
+    grouped = lambda x, w: lax.ragged_dot(x, w, sizes)
+    once = 2 * 6 * 8 * 5
+    assert mpx.precision_report(grouped)(x, w).flops == once
+    # Of the weights, each group has a product of its own rows.
+    back = lambda x, w: jax.vjp(grouped, x, w)[1](jnp.ones((6, 5)))
+    assert mpx.precision_report(back)(x, w).flops == 3 * once
+
+
+def test_a_kernel_runs_once_for_each_point_of_its_grid():
+    def kernel(x, y, out):
+        out[...] = jnp.dot(x[...], y[...])
+
+    rows = pallas.BlockSpec((2, 16), lambda i: (i, 0))
+    fun = pallas.pallas_call(
+        kernel,
+        out_shape=jax.ShapeDtypeStruct((6, 16), jnp.float32),
+        grid=(3,),
+        in_specs=[rows, pallas.BlockSpec((16, 16), lambda i: (0, 0))],
+        out_specs=rows,
+    )
+    [row] = mpx.precision_report(fun)(jnp.ones((6, 16)), jnp.ones((16, 16))).rows
+    assert (row.count, row.flops) == (3, 2 * 6 * 16 * 16)
+
+
+def test_integers_have_no_half_precision():
+    def fun(x, table):
+        return x.astype("float16") @ x.astype("float16"), table @ table @ table
+
+    report = mpx.precision_report(fun)(jnp.ones((4, 4)), jnp.ones((8, 8), jnp.int32))
+    assert report.count("int32") == 2
+    assert report.half_share == 1.0
+
+
 def test_shapes_will_do_and_split_products_are_named():
     shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
     split = mpx.autocast(lambda x: x @ x, "bfloat16_x3")
@@ -240,6 +277,34 @@ def test_less_than_half_of_the_work():
             eqx.filter_jit(gradient())(model, POINTS)
     with pytest.warns(mpx.PrecisionWarning, match=r"but \d% of the work"):
         eqx.filter_jit(gradient())(model, POINTS)
+
+
+def test_advice_is_for_what_was_asked():
+    precise = lambda w, x: jnp.mean(jnp.matmul(x, w, precision="highest") ** 2)
+    run = eqx.filter_jit(mpx.filter_grad(precise, mpx.DynamicLossScaling(), autocast=True))
+    with pytest.warns(mpx.PrecisionWarning, match="`precision`") as seen:
+        run(jnp.ones((4, 4)), jnp.ones((8, 4)))
+    assert "pass `autocast=True`" not in str(seen[0].message)
+
+
+def test_what_asks_for_values_runs_as_it_would():
+    steps = jnp.array(3)
+    scaling = mpx.DynamicLossScaling(2.0**8)
+
+    def powers(w, steps):
+        for _ in range(int(steps)):
+            w = w @ w
+        return jnp.mean(w)
+
+    # Known inside of a `jit`, and outside of the batch of a `vmap` that is run step by step.
+    w = jnp.full((4, 4), 0.25)
+    jitted = jax.jit(lambda w: mpx.filter_grad(powers, scaling)(w, steps)[2])(w)
+    mapped = jax.vmap(lambda w: mpx.filter_grad(powers, scaling)(w, steps)[2])(w[None])[0]
+    expected = jax.grad(powers)(w, 3)
+    assert tree_allclose(jitted, expected, "float16")
+    assert tree_allclose(mapped, expected, "float16")
+    with pytest.raises(jax.errors.ConcretizationTypeError):
+        jax.jit(lambda w, steps: mpx.filter_grad(powers, scaling)(w, steps)[2])(w, steps)
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -315,6 +315,21 @@ def test_the_override_that_is_named_mends(fun):
     np.testing.assert_allclose(mended(x, w), fun(x, w), rtol=2e-3)  # an operand in float16
 
 
+def test_no_override_is_named_for_a_cast_of_the_code():
+    def fun(x, dtype="float16"):
+        return jnp.stack([x.astype(dtype)] * 2) / 4
+
+    x = jnp.full(4, 1e5)
+    text = mpx.explain_nonfinite(fun, "float16")(x)
+    # Autocast gives the program its own dtypes back, whatever is kept in float32 on the way.
+    kept = mpx.autocast(fun, "float16", full="convert_element_type")
+    assert kept.report(x).unused == ("convert_element_type",)
+    assert "`convert_element_type`" in text
+    assert "full=" not in text
+    assert "`astype(jnp.float32)`" in text
+    assert np.all(np.isfinite(fun(x, jnp.float32)))
+
+
 def test_an_override_reaches_mixed_products():
     x, w = jnp.full((4, 4), 300.0), jnp.full((4, 4), 300.0)
 

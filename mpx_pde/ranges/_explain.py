@@ -60,6 +60,14 @@ def _mend(row: Row, mixed: bool) -> str:
             "`mpx.force_full_precision` around the function that calls it, or `mpx.FullPrecision` "
             "around its layer."
         )
+    if primitive == "convert_element_type" and not row.scope:
+        # Autocast puts the program's own casts off: no override names them.
+        return (
+            f"That is a cast to {row.dtype}: of the code itself, where `astype(jnp.float32)` or no "
+            "cast is the mend (`mpx.autocast` rounds what goes into products by itself), or of a "
+            "function such as `jnp.sum` that returns the dtype that it was given; for a layer of a "
+            f"model that is cast, `mpx.FullPrecision` is. Or {smaller}"
+        )
     name = row.scope.rsplit("/", 1)[-1] or primitive
     return (
         f"Keep it in float32 with `mpx.autocast(..., full={name!r})` (or `autocast={{'full': "
