@@ -169,6 +169,20 @@ class Gradient(eqx.Module):
         """The derivative scaling that the function receives; `None` without one."""
         return self.scaling.derivatives if isinstance(self.scaling, Scaling) else None
 
+    def without_overrides(self) -> "Gradient":
+        """The same, by `autocast` alone."""
+        return Gradient(
+            self.call,
+            self.func,
+            self.scaling,
+            self.has_aux,
+            self.use_mixed_precision,
+            self.policy,
+            self.keep_full,
+            self.axis_name,
+            autocast=True,
+        )
+
     def in_context(self, thunk: Callable) -> Any:
         """Runs `thunk` where *half precision* means the dtype that this transformation computes
         in, so that the function itself and the cap of the scaling see it."""
@@ -305,9 +319,11 @@ class Transformed(eqx.Module):
         # Run eagerly there is no program to look at.
         if not asked or not traced((gradient, args, kwargs)):
             return self.run(gradient, args, kwargs)
-        run = self.run, (gradient, args, kwargs)
         advice = OF_CASTS if gradient.autocast is None else OF_AUTOCAST
-        return checked(*run, gradient.call, gradient.compute_dtype, advice)
+        # Who names what stays in float32 is not warned of that.
+        without = (gradient.without_overrides(), args, kwargs) if gradient.autocast else None
+        asked_for = gradient.call, gradient.compute_dtype
+        return checked(self.run, (gradient, args, kwargs), *asked_for, advice, without)
 
     def __get__(self, instance: Any, owner: Any = None):
         return self if instance is None else eqx.Partial(self, instance)

@@ -181,9 +181,12 @@ def traced(tree: Any) -> bool:
     return any(isinstance(x, Tracer) for x in jtu.tree_leaves(tree))
 
 
-def checked(fun: Callable, args: tuple, call: str, dtype: np.dtype, advice: str) -> Any:
+def checked(
+    fun: Callable, args: tuple, call: str, dtype: np.dtype, advice: str, without: tuple | None
+) -> Any:
     """`fun(*args)`, with a [`mpx_pde.PrecisionWarning`][] that ends in `advice` if it does less
-    than half of its products' work in half precision.
+    than half of its products' work in half precision, and `fun(*without)` does as well, the same
+    without what the user excepts by name.
 
     Traces `fun` once, as calling it would, and evaluates what was traced. Only inside of a
     `shard_map` it is traced again: JAX checks there what varies over devices, and does not take
@@ -196,7 +199,9 @@ def checked(fun: Callable, args: tuple, call: str, dtype: np.dtype, advice: str)
         # outside of the batch in a `vmap` that is run eagerly.
         return fun(*args)
     report = report_of(closed)
-    if report.half_share < 0.5:
+    if report.half_share < 0.5 and (
+        without is None or report_of(trace_arrays(fun, without, {})[0]).half_share < 0.5
+    ):
         _warn_user(_warning(report, call, dtype, advice))
     if jax.sharding.get_abstract_mesh().manual_axes:
         return fun(*args)
@@ -210,8 +215,8 @@ OF_CASTS = (
 )
 
 OF_AUTOCAST = (
-    "`autocast` leaves float64 as it is, and what is kept in float32 by `full`, by `FullPrecision` "
-    "or by a `precision` or `dtype` of its own."
+    "`autocast` leaves float64 as it is, and what is kept in float32 by `FullPrecision` or by a "
+    "`precision` or `dtype` of its own."
 )
 
 

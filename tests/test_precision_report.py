@@ -281,10 +281,11 @@ def test_less_than_half_of_the_work():
 
 def test_advice_is_for_what_was_asked():
     precise = lambda w, x: jnp.mean(jnp.matmul(x, w, precision="highest") ** 2)
-    run = eqx.filter_jit(mpx.filter_grad(precise, mpx.DynamicLossScaling(), autocast=True))
-    with pytest.warns(mpx.PrecisionWarning, match="`precision`") as seen:
-        run(jnp.ones((4, 4)), jnp.ones((8, 4)))
-    assert "pass `autocast=True`" not in str(seen[0].message)
+    for autocast in (True, {"full": "tanh"}):
+        grad = mpx.filter_grad(precise, mpx.DynamicLossScaling(), autocast=autocast)
+        with pytest.warns(mpx.PrecisionWarning, match="`precision`") as seen:
+            eqx.filter_jit(grad)(jnp.ones((4, 4)), jnp.ones((8, 4)))
+        assert "pass `autocast=True`" not in str(seen[0].message)
 
 
 def test_what_asks_for_values_runs_as_it_would():
@@ -315,6 +316,7 @@ def test_who_is_not_warned():
         {"use_mixed_precision": False},
         {"policy": "params=float32,compute=float32,output=float32"},
         {"autocast": True},
+        {"autocast": {"full": "dot_general"}},  # they say so
     ):
         eqx.filter_jit(gradient(**options))(full, POINTS)
     eqx.filter_jit(gradient())(network(), POINTS)

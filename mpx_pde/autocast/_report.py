@@ -51,7 +51,8 @@ class AutocastReport:
     - `operations`: an `Operation` for each equation on floating-point values, in program
         order.
     - `unknown`: those on which autocast has no opinion, and which stay in the program's dtypes.
-    - `unused`: overrides that match nothing.
+    - `unused`: overrides that match nothing, or nothing that they could change, such as the casts
+        of the program itself.
     """
 
     operations: tuple[Operation, ...]
@@ -95,9 +96,11 @@ class Recorder:
         results: Sequence[Value],
     ) -> None:
         name = eqn.primitive.name
-        for patterns in (self.policy.half, self.policy.full):
-            if pattern := match(patterns, name, scopes):
-                self.used.add(pattern)
+        # What keeps the program's own dtypes, its casts among them, is not theirs to change.
+        if rule.name not in ("own", "convert"):
+            for patterns in (self.policy.half, self.policy.full):
+                if pattern := match(patterns, name, scopes):
+                    self.used.add(pattern)
         floating = [x for x in (*operands, *results) if x.kind.governed]
         key = (id(eqn), scopes, rule)
         if not floating or key in self.seen:
