@@ -274,9 +274,9 @@ def test_less_than_half_of_the_work():
         wrap = lambda layer: mpx.FullPrecision(layer, out_dtype="half")
         model = eqx.tree_at(full, model, replace_fn=wrap)
         if i == 1:  # one of two large layers: not less than half with the small ones
-            eqx.filter_jit(gradient())(model, POINTS)
+            eqx.filter_eval_shape(gradient(), model, POINTS)
     with pytest.warns(mpx.PrecisionWarning, match=r"but \d% of the work"):
-        eqx.filter_jit(gradient())(model, POINTS)
+        eqx.filter_eval_shape(gradient(), model, POINTS)
 
 
 def test_advice_is_for_what_was_asked():
@@ -284,7 +284,7 @@ def test_advice_is_for_what_was_asked():
     for autocast in (True, {"full": "tanh"}):
         grad = mpx.filter_grad(precise, mpx.DynamicLossScaling(), autocast=autocast)
         with pytest.warns(mpx.PrecisionWarning, match="`precision`") as seen:
-            eqx.filter_jit(grad)(jnp.ones((4, 4)), jnp.ones((8, 4)))
+            eqx.filter_eval_shape(grad, jnp.ones((4, 4)), jnp.ones((8, 4)))
         assert "pass `autocast=True`" not in str(seen[0].message)
 
 
@@ -310,7 +310,7 @@ def test_what_asks_for_values_runs_as_it_would():
 
 @pytest.mark.usefixtures("standard_promotion")
 def test_who_is_not_warned():
-    # Warnings are errors in this suite.
+    # Warnings are errors in this suite. They come when a program is traced.
     full = first_layer(network())
     for options in (
         {"use_mixed_precision": False},
@@ -318,10 +318,10 @@ def test_who_is_not_warned():
         {"autocast": True},
         {"autocast": {"full": "dot_general"}},  # they say so
     ):
-        eqx.filter_jit(gradient(**options))(full, POINTS)
-    eqx.filter_jit(gradient())(network(), POINTS)
+        eqx.filter_eval_shape(gradient(**options), full, POINTS)
+    eqx.filter_eval_shape(gradient(), network(), POINTS)
     squares = lambda x: jnp.sum(x**2)
-    eqx.filter_jit(mpx.filter_grad(squares, mpx.DynamicLossScaling()))(jnp.ones(3))
+    eqx.filter_eval_shape(mpx.filter_grad(squares, mpx.DynamicLossScaling()), jnp.ones(3))
     # Run step by step there is no program to look at.
     gradient(keep_full=(False, True))(full, POINTS)
 
