@@ -1,0 +1,301 @@
+"""Evaluating a program on streams."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters import ad
+
+from .._cast import widen
+from .._flat import Constant, Step, flatten
+from .._jaxpr import bodies_of, in_context_of, line_of, own_bind, scan_counts
+from . import _tables as tables
+from ._fallback import nested
+from ._plan import Index
+from ._products import Product
+from ._rules import Rules
+from ._segments import parts_of, roles_of
+from ._streams import DEEP, Jet, Storage, is_inexact, zeros_of
+
+
+LOOPS = ("scan", "while", "cond")
+
+Note = Callable[[Step, str, str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluator:
+    """One evaluation.
+
+    **Attributes:**
+
+    - `rules`: how streams pass.
+    - `storage`: how they are kept.
+    - `product`: how they are multiplied.
+    - `note`: told of each equation that depends on the point.
+    """
+
+    rules: Rules
+    storage: Storage
+    product: Product
+    note: Note | None = None
+
+    def program(self, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
+        """The results of a jaxpr; operands and results are jets or arrays."""
+        flat = flatten(closed)
+        env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
+        env.update(zip(flat.inputs, operands, strict=True))
+        halves = self.product.halves(flat, env)
+        roles = roles_of(flat, {k: x.stage for k, x in env.items() if isinstance(x, Jet)}, halves)
+        for part in parts_of(flat, roles):
+            if part.alone:
+                self._step(part.steps[0], env, roles)
+            else:
+                self._layer(part, env, roles)
+        return [_read(x, env) for x in flat.outputs]
+
+    # One layer: what the backward pass evaluates again.
+
+    def _layer(self, part, env, roles) -> None:
+        jets = {k: env[k] for k in part.inputs if isinstance(env[k], Jet)}
+        arrays = {k: env[k] for k in part.inputs if k not in jets}
+        # What is known while tracing stays so.
+        known, traced = _split(jets)
+        known_arrays = {k: x for k, x in arrays.items() if not isinstance(x, jax.Array)}
+        arrays = {k: x for k, x in arrays.items() if k not in known_arrays}
+
+        def layer(arrays, traced):
+            inner: dict[int, Any] = {**known_arrays, **arrays, **_join(known, traced)}
+            for step in part.steps:
+                self._step(step, inner, roles)
+            return {k: self._leaving(inner[k], k, roles) for k in part.outputs}
+
+        if part.multiplies:
+            # Weight gradients come in turn: put off to the end of the backward pass, as XLA does
+            # on several devices, they keep what they need of every layer alive.
+            arrays, traced = lax.optimization_barrier((arrays, traced))
+        layer = jax.checkpoint(layer) if part.checkpointed else layer
+        env.update(layer(arrays, traced))
+
+    def _leaving(self, value: Any, k: int, roles) -> Any:
+        """What a layer hands on, in the precision in which it is kept."""
+        if isinstance(value, Jet) and k in roles.stored:
+            return self.storage.stored(value)
+        return value
+
+    # One equation.
+
+    def _step(self, step: Step, env: dict[int, Any], roles) -> None:
+        operands = [_read(x, env) for x in step.inputs]
+        with in_context_of(step.eqn):
+            out = self._results(step, operands, roles)
+        env.update(zip(step.outputs, out, strict=True))
+
+    def _results(self, step: Step, operands: list[Any], roles) -> list[Any]:
+        eqn = step.eqn
+        if not any(isinstance(x, Jet) for x in operands):
+            return own_bind(eqn, operands)
+        name = eqn.primitive.name
+        if name in tables.PRODUCTS:
+            out, how = self.product(step, operands, roles, self.storage, self.rules)
+            return self._noted(step, out, "product", how)
+        # Loops and rules take values as they are.
+        operands = [self._loaded(x) for x in operands]
+        if name in LOOPS:
+            return self._noted(step, getattr(self, f"_{name}")(eqn, operands), name, "")
+        rule = self.rules.find(eqn, operands)
+        if rule is not None:
+            if roles.known(step, operands):
+                out = _folded(rule, eqn, operands)
+            else:
+                out = rule(eqn, operands)
+            return self._noted(step, out, rule.__name__.strip("_"), "")
+        if eqn.primitive not in ad.primitive_jvps and name not in _WITH_OWN_JVP:
+            raise ValueError(
+                f"There are no derivatives of the primitive {name!r} at {line_of(eqn)}, which "
+                "depends on the point. Take it out of the function that is differentiated, or "
+                "put `jax.lax.stop_gradient` around its operands."
+            )
+        out = nested(lambda *args: own_bind(eqn, args), operands, self.rules)
+        return self._noted(step, out, "nested", "no rule: by nested forward mode")
+
+    def _noted(self, step: Step, out: list[Any], rule: str, how: str) -> list[Any]:
+        if self.note is not None:
+            self.note(step, rule, how)
+        return out
+
+    def _loaded(self, x: Any) -> Any:
+        return self.storage.loaded(x) if isinstance(x, Jet) else widen(x)
+
+    # Loops and branches.
+
+    def _full(self, x: Any, stage: int) -> Any:
+        """A value with all streams, as a loop carries it."""
+        if not is_inexact(x.primal if isinstance(x, Jet) else x):
+            return x
+        jet = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, stage)
+        plan = self.rules.plan
+        streams = {}
+        for key in plan.keys:
+            like = zeros_of(jet, plan.size(key))
+            stream = jet.streams.get(key)
+            streams[key] = like if stream is None else jnp.broadcast_to(stream, like.shape)
+        return Jet(jnp.asarray(jet.primal), streams, stage)
+
+    def _scan(self, eqn, operands):
+        closed = bodies_of(eqn)[0]
+        n_consts, n_carry = scan_counts(eqn)
+        consts, init, xs = (
+            operands[:n_consts],
+            operands[n_consts : n_consts + n_carry],
+            operands[n_consts + n_carry :],
+        )
+        stage = max(x.stage for x in operands if isinstance(x, Jet))
+        # Streams of what is scanned over have that axis behind the one of stacked directions.
+        scanned = self._axis(xs, front=True)
+        for _ in range(3):
+            # The stage of a carry rises from step to step until it stays.
+            carried = [self._full(x, stage) for x in init]
+            step = self._scan_step(closed, consts, stage, n_carry)
+            first = jax.tree.map(lambda x: x[0], scanned)
+            carry, _ = jax.eval_shape(step, carried, first)
+            rises = max((x.stage for x in carry if isinstance(x, Jet)), default=stage)
+            if rises == stage:
+                break
+            stage = rises
+        options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
+        carry, ys = lax.scan(step, carried, scanned, **options)
+        return [*carry, *self._axis(ys, front=False)]
+
+    def _axis(self, values: list[Any], *, front: bool) -> list[Any]:
+        plan = self.rules.plan
+
+        def move(x):
+            if not isinstance(x, Jet):
+                return x
+            source, target = (1, 0) if front else (0, 1)
+            streams = {
+                k: s if plan.size(k) is None else jnp.moveaxis(s, source, target)
+                for k, s in x.streams.items()
+            }
+            return Jet(x.primal, streams, x.stage)
+
+        return [move(x) for x in values]
+
+    def _scan_step(self, closed, consts, stage, n_carry):
+        def step(carry, x):
+            out = self.program(closed, [*consts, *carry, *x])
+            out = [self._loaded(y) for y in out]
+            carried = [
+                self._full(y, max(stage, y.stage if isinstance(y, Jet) else stage))
+                if isinstance(init, Jet)
+                else y
+                for y, init in zip(out[:n_carry], carry, strict=True)
+            ]
+            return carried, out[n_carry:]
+
+        return step
+
+    def _while(self, eqn, operands):
+        test, body = bodies_of(eqn)
+        n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        test_consts, body_consts = operands[:n_test], operands[n_test : n_test + n_body]
+        stage = DEEP
+        init = [self._full(x, stage) for x in operands[n_test + n_body :]]
+
+        def proceed(carry):
+            values = [x.primal if isinstance(x, Jet) else x for x in (*test_consts, *carry)]
+            (out,) = jaxpr_as_fun(test)(*values)
+            return out
+
+        def step(carry):
+            out = map(self._loaded, self.program(body, [*body_consts, *carry]))
+            return [
+                self._full(y, stage) if isinstance(x, Jet) else y
+                for y, x in zip(out, carry, strict=True)
+            ]
+
+        return list(lax.while_loop(proceed, step, init))
+
+    def _cond(self, eqn, operands):
+        index, *rest = operands
+        index = index.primal if isinstance(index, Jet) else index
+        branches = [
+            lambda rest, b=b: [self._loaded(x) for x in self.program(b, rest)]
+            for b in bodies_of(eqn)
+        ]
+        shapes = [jax.eval_shape(b, rest) for b in branches]
+        every = list(zip(*shapes, strict=True))
+
+        def alike(branch):
+            def run(rest):
+                return [_like(x, options) for x, options in zip(branch(rest), every, strict=True)]
+
+            return run
+
+        return list(lax.switch(index, [alike(b) for b in branches], rest))
+
+
+_WITH_OWN_JVP = frozenset({"custom_jvp_call", "shard_map", "scan", "while", "cond"})
+
+
+def _like(x: Any, options: Sequence[Any]) -> Any:
+    """A result of a branch with the streams that any of the branches gives it."""
+    jets = [y for y in options if isinstance(y, Jet)]
+    if not jets:
+        return x
+    jet = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, 0)
+    shapes: Mapping[Index, Any] = {k: s for y in jets for k, s in y.streams.items()}
+    streams = {
+        k: jet.streams.get(k, jnp.zeros(shape.shape, shape.dtype)) for k, shape in shapes.items()
+    }
+    return Jet(jet.primal, streams, max(y.stage for y in jets))
+
+
+def _read(x: Any, env: Mapping[int, Any]) -> Any:
+    if not isinstance(x, Constant):
+        return env[x]
+    if hasattr(x.value, "dtype"):
+        return x.value
+    return np.asarray(x.value, x.aval.dtype)
+
+
+def _split(jets: dict[int, Jet]) -> tuple[dict[int, Jet], dict[int, Jet]]:
+    """The arrays of NumPy in the streams of jets, and all others."""
+    known, traced = {}, {}
+    for k, jet in jets.items():
+        constant = {i: s for i, s in jet.streams.items() if isinstance(s, np.ndarray)}
+        rest = {i: s for i, s in jet.streams.items() if i not in constant}
+        known[k] = Jet(None, constant, jet.stage)
+        traced[k] = Jet(jet.primal, rest, jet.stage)
+    return known, traced
+
+
+def _join(known: dict[int, Jet], traced: dict[int, Jet]) -> dict[int, Jet]:
+    return {
+        k: Jet(x.primal, {**known[k].streams, **x.streams}, x.stage) for k, x in traced.items()
+    }
+
+
+def _folded(rule: Callable, eqn: Any, operands: list[Any]) -> list[Jet]:
+    """A rule on streams that are known while tracing; those that vanish are dropped."""
+    with jax.ensure_compile_time_eval():
+        shadows = [
+            Jet(np.zeros(x.primal.shape, x.primal.dtype), x.streams, x.stage)
+            if isinstance(x, Jet)
+            else x
+            for x in operands
+        ]
+        folded = rule(eqn, shadows)
+        streams = [
+            {k: np.asarray(s) for k, s in x.streams.items() if np.any(np.asarray(s))}
+            for x in folded
+        ]
+    primals = own_bind(eqn, [x.primal if isinstance(x, Jet) else x for x in operands])
+    return [Jet(p, s, x.stage) for p, s, x in zip(primals, streams, folded, strict=True)]
+
