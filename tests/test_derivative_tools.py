@@ -97,12 +97,17 @@ def test_calibration_of_a_laplacian_over_some_coordinates():
     model = mpx.nn.CoordinateMLP(3, "scalar", 8, 2, activation=jnp.sin, key=jax.random.key(0))
     x = jax.random.uniform(jax.random.key(1), (16, 3))
     scaling = mpx.DerivativeScaling.per_direction("txy", order=2)
-    # As if time were in seconds and space in micrometers: no scale serves both.
-    stretch = jnp.array([[1.0], [1e5], [1e5]])
-    fun = eqx.tree_at(lambda m: m.first.module.weight, model, replace_fn=lambda w: w * stretch)
+    # Time in seconds and space in units of 10 µm: no scale serves both.
+    stretch = jnp.array([[1.0, 1e5, 1e5]])
+    x = x / stretch
+    fun = eqx.tree_at(lambda m: m.first.module.weight, model, replace_fn=lambda w: w * stretch.T)
     options = {"coords": "txy", "outputs": "u"}
     found = scaling.calibrate(fun, x, ["u_t", "laplacian"], over="xy", **options)
     np.testing.assert_array_less(found.exponents[1:], found.exponents[0])
+    # Where no scale helps, the smallest.
+    lost = eqx.tree_at(lambda m: m.first.module.weight, fun, replace_fn=lambda w: w * 1e10)
+    found = scaling.calibrate(lost, x, ["u_t", "laplacian"], over="xy", **options)
+    np.testing.assert_array_equal(found.exponents, scaling.rule.lowest)
     for case in (
         mpx.DerivativeScaling.per_order(1),
         mpx.DerivativeScaling.per_direction("txy", order=1),

@@ -83,7 +83,8 @@ def calibrated(
             continue
         # How much worse than at its best scale each term is: flat inside the window of scales.
         best = [max(float(table[t].min()), 2.0**-24) for t, _ in mine]
-        worst = np.max([table[t] / b for (t, _), b in zip(mine, best, strict=True)], axis=0)
+        ratios = [table[t] / b for (t, _), b in zip(mine, best, strict=True) if np.isfinite(b)]
+        worst = np.max(ratios, axis=0) if len(ratios) == len(best) else np.full(len(tried), np.inf)
         if not np.isfinite(worst).any():
             exponents[i] = low
             continue
