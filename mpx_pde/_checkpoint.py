@@ -1,49 +1,52 @@
-"""The state of a run in a file: what Equinox's serialisation leaves to its caller.
-
-A file holds one line of JSON, and then the arrays as `equinox.tree_serialise_leaves` writes them.
-Nothing in it is executed when it is read.
-"""
+"""The state of a run in a file, with the options of its scalings."""
 
 import dataclasses
-import json
+import functools as ft
+import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import PyTree
 
+from ._checkpoint_file import Entry, is_data, opened, replaced, write
 from ._loss_scaling import AbstractLossScaling
 from .derivatives import DerivativeScaling, Scaling
 
 
-_FORMAT = "mpx_pde checkpoint 1"
-
-
-def _is_key(x: Any) -> bool:
-    return eqx.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def _is_data(x: Any) -> bool:
-    return eqx.is_array_like(x) or isinstance(x, jax.ShapeDtypeStruct)
+_SCALERS = (AbstractLossScaling, DerivativeScaling)
 
 
 # --- Options of the scalers ------------------------------------------------------------------
 
 
 def _plain(value: Any) -> Any:
-    """A static field as JSON knows it; what JSON does not know, by its `repr`."""
+    """A static field as JSON knows it, the same in every process."""
     if hasattr(value, "_asdict"):
-        return {name: _plain(v) for name, v in value._asdict().items()}
+        value = value._asdict()
+    if isinstance(value, np.generic | np.ndarray):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(v) for name, v in value.items()}
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
-    known = value is None or isinstance(value, bool | int | float | str)
-    return value if known else repr(value)
+    if isinstance(value, set | frozenset):
+        return sorted((_plain(v) for v in value), key=repr)
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)  # JSON has no name for it, and a NaN does not equal itself
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, ft.partial):
+        return [_plain(value.func), *map(_plain, value.args), _plain(value.keywords)]
+    if callable(value) and hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    # Addresses differ from process to process.
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
@@ -70,19 +73,28 @@ def scaling_options(tree: PyTree) -> dict[str, dict[str, Any]]:
     strings, lists, or `None`.
     """
 
-    def is_scaler(x):
-        return isinstance(x, AbstractLossScaling | DerivativeScaling) and not isinstance(x, Scaling)
+    found: dict[str, dict[str, Any]] = {}
 
-    found = {}
-    for path, scaler in jtu.tree_leaves_with_path(tree, is_leaf=is_scaler):
-        if is_scaler(scaler):
-            options = {"type": type(scaler).__name__}
-            for field in dataclasses.fields(scaler):
-                # Rows follow from kind, names and order, and show in the shapes.
-                if field.metadata.get("static", False) and field.name != "rows":
-                    options |= _flat(field.name, _plain(getattr(scaler, field.name)))
-            found[jtu.keystr(path)] = options
+    def visit(prefix, tree):
+        # A scaling may hold others.
+        inside = lambda x: x is not tree and isinstance(x, _SCALERS)
+        if isinstance(tree, _SCALERS) and not isinstance(tree, Scaling):
+            found[prefix] = _options(tree)
+        for path, x in jtu.tree_leaves_with_path(tree, is_leaf=inside):
+            if inside(x):
+                visit(prefix + jtu.keystr(path), x)
+
+    visit("", tree)
     return found
+
+
+def _options(scaler: Any) -> dict[str, Any]:
+    options = {"type": type(scaler).__name__}
+    for field in dataclasses.fields(scaler):
+        # Rows follow from kind, names and order, and show in the shapes.
+        if field.metadata.get("static", False) and field.name != "rows":
+            options |= _flat(field.name, _plain(getattr(scaler, field.name)))
+    return options
 
 
 def _option_differences(saved: Mapping[str, Any], tree: PyTree) -> list[str]:
@@ -127,39 +139,14 @@ def check_scaling_options(saved: Mapping[str, Any], tree: PyTree) -> None:
 # --- Files -----------------------------------------------------------------------------------
 
 
-def _manifest(tree: PyTree) -> list[list[Any]]:
-    """Path, dtype and shape of all that is saved, in the order of saving."""
-    return [
-        [
-            jtu.keystr(path),
-            str(x.dtype) if hasattr(x, "dtype") else type(x).__name__,
-            [*np.shape(x)],
-        ]
-        for path, x in jtu.tree_leaves_with_path(tree)
-        if _is_data(x)
-    ]
-
-
-def _write(file: Any, x: Any) -> None:
-    eqx.default_serialise_filter_spec(file, jax.random.key_data(x) if _is_key(x) else x)
-
-
-def _read(file: Any, x: Any) -> Any:
-    if _is_key(x):
-        data = np.load(file, allow_pickle=False)
-        new = jax.random.wrap_key_data(jnp.asarray(data), impl=jax.random.key_impl(x))
-    else:
-        new = eqx.default_deserialise_filter_spec(file, x)
-    sharding = getattr(x, "sharding", None)
-    return new if sharding is None else jax.device_put(new, sharding)
-
-
 def save_checkpoint(path: str | os.PathLike, state: PyTree) -> None:
     """Writes a PyTree to a file, all of it or nothing.
 
     The file is written beside `path` and renamed when it is complete, so that a process that is
-    killed at any moment leaves the last complete checkpoint. All arrays (bfloat16 and PRNG keys
-    too) and Python numbers are saved to the last bit, and the options of the scalings with them.
+    killed at any moment leaves the last complete checkpoint, and of several that write to one path
+    at the same time the last one wins with all of its state. All arrays (of every dtype, PRNG keys
+    too) and Python numbers are saved to the last bit with checksums, and the options of the
+    scalings with them.
 
     **Arguments:**
 
@@ -167,27 +154,27 @@ def save_checkpoint(path: str | os.PathLike, state: PyTree) -> None:
     - `state`: any PyTree: model, optimizer state, scaling, key, step.
 
     **Raises:** `ValueError` for an array of which this process holds only a part, as in a run on
-    several hosts: use Orbax there, with [`mpx_pde.scaling_options`][].
+    several hosts: use Orbax there, with [`mpx_pde.scaling_options`][]; and for an array of Python
+    objects.
     """
+    call = "save_checkpoint"
     path = Path(path)
-    for where, x in jtu.tree_leaves_with_path(state):
+    leaves = _leaves(state, call)
+    for where, x in leaves.items():
         if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
             raise ValueError(
-                f"`save_checkpoint`: the array at {jtu.keystr(where)} is spread over several "
-                "processes. Save it with Orbax, and `mpx_pde.scaling_options(state)` beside it."
+                f"`{call}`: the array at {where} is spread over several processes. Save it with "
+                "Orbax, and `mpx_pde.scaling_options(state)` beside it."
             )
-    header = {"format": _FORMAT, "leaves": _manifest(state), "scalings": scaling_options(state)}
-    # One name for all, so that what a killed process left is written over.
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        with open(partial, "wb") as file:
-            file.write(json.dumps(header).encode() + b"\n")
-            eqx.tree_serialise_leaves(file, state, filter_spec=_write)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+        if isinstance(x, jax.ShapeDtypeStruct):
+            raise ValueError(f"`{call}`: at {where} is the shape of an array and no array.")
+        if isinstance(x, np.ndarray) and x.dtype.hasobject:
+            raise ValueError(
+                f"`{call}`: the array at {where} holds Python objects, which only a pickle could "
+                "save. Keep them out of the state."
+            )
+    with replaced(path) as file:
+        write(file, leaves, scaling_options(state))
 
 
 def restore_checkpoint(path: str | os.PathLike, like: PyTree) -> PyTree:
@@ -196,15 +183,17 @@ def restore_checkpoint(path: str | os.PathLike, like: PyTree) -> PyTree:
     **Arguments:**
 
     - `path`: the file.
-    - `like`: a PyTree of the same structure, such as a freshly made state. Each array comes back
-        with the sharding of its counterpart here, whatever it was when it was saved.
+    - `like`: a PyTree of the same structure, such as a freshly made state or what
+        [`jax.eval_shape`][] makes of one. Leaves are found by their paths, in whatever order they
+        were saved. Each array comes back with the sharding of its counterpart here, whatever it
+        was when it was saved.
 
     **Returns:**
 
     A PyTree like `like`, with the saved values.
 
     **Raises:** `ValueError` that lists what differs, if a leaf differs in path, shape or dtype or a
-    scaling was built with other options, and for a file of another kind.
+    scaling was built with other options, for a file of another kind, and for one that is damaged.
 
     ```python
     state = (model, opt_state, scaling, key)
@@ -213,30 +202,40 @@ def restore_checkpoint(path: str | os.PathLike, like: PyTree) -> PyTree:
     ```
     """
     call = "restore_checkpoint"
+    present = _leaves(like, call)
     with open(path, "rb") as file:
-        try:
-            header = json.loads(file.readline())
-            known = header["format"] == _FORMAT
-        except (ValueError, TypeError, KeyError):
-            known = False
-        if not known:
-            raise ValueError(f"`{call}`: {os.fspath(path)!r} is no file of `save_checkpoint`.")
-        saved = {path: (dtype, shape) for path, dtype, shape in header["leaves"]}
-        present = {path: (dtype, shape) for path, dtype, shape in _manifest(like)}
+        saved, scalings, read = opened(file, path, call)
+        types = {where: Entry.of(x) for where, x in present.items()}
         differences = [
-            f"{path or 'the state itself'}: "
+            f"{where or 'the state itself'}: "
             + " and ".join(
-                f"{verb} {x[0]}{x[1]}" if x else f"{verb} missing"
-                for verb, x in (("was", saved.get(path)), ("is", present.get(path)))
+                f"{verb} {x.dtype}{[*x.shape]}" if x else f"{verb} missing"
+                for verb, x in (("was", saved.get(where)), ("is", types.get(where)))
             )
-            for path in dict.fromkeys([*saved, *present])
-            if saved.get(path) != present.get(path)
+            for where in dict.fromkeys([*saved, *present])
+            if saved.get(where) != types.get(where)
         ]
-        differences += _option_differences(header["scalings"], like)
+        differences += _option_differences(scalings, like)
         if differences:
             raise ValueError(
                 f"`{call}`: `like` is not what was saved in {os.fspath(path)!r}:\n  "
                 + "\n  ".join(differences)
                 + "\nMake the state as it was made in the run that saved it."
             )
-        return eqx.tree_deserialise_leaves(file, like, filter_spec=_read)
+        values = {where: read(where, x) for where, x in present.items()}
+    return jtu.tree_map_with_path(lambda where, x: values.get(jtu.keystr(where), x), like)
+
+
+def _leaves(tree: PyTree, call: str) -> dict[str, Any]:
+    """All that is saved, by path."""
+    leaves = {}
+    for where, x in jtu.tree_leaves_with_path(tree):
+        where = jtu.keystr(where)
+        if is_data(x):
+            if where in leaves:
+                raise ValueError(
+                    f"`{call}`: two leaves have the path {where!r}, and cannot be told apart. "
+                    "Register the PyTree node that holds them with distinct keys."
+                )
+            leaves[where] = x
+    return leaves

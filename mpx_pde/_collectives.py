@@ -2,6 +2,7 @@
 
 import functools as ft
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float, Int32, PyTree
 
 from ._cast import map_operands, widen
 from ._dtypes import as_floating_dtype, is_half
@@ -43,6 +44,17 @@ def _gather_jvp(dtype, sharding, primals, tangents):
     # The identity: a cotangent is neither rounded nor copied to all devices, but goes from the sum
     # over devices straight to where its parameter lies.
     return _gather(*primals, dtype, sharding), tangents[0]
+
+
+def _parts(x: Array) -> tuple[Array, ...]:
+    """`x`, or the real and the imaginary part of a complex one: no half type is complex."""
+    return (jnp.real(x), jnp.imag(x)) if jnp.iscomplexobj(x) else (x,)
+
+
+def _by_parts(fn: Callable, x: Array) -> Array:
+    """`fn` of what `_parts` makes of `x`, put together again."""
+    real, *imaginary = map(fn, _parts(x))
+    return lax.complex(real, *imaginary).astype(x.dtype) if imaginary else real
 
 
 def gather_parameters(tree: PyTree, sharding: NamedSharding, *, dtype: Any = None) -> PyTree:
@@ -87,12 +99,45 @@ def gather_parameters(tree: PyTree, sharding: NamedSharding, *, dtype: Any = Non
     sent = None if dtype is None else _half(dtype, call)
 
     def matrix(x):
-        return _gather(x, sent, sharding) if eqx.is_inexact_array(x) and x.ndim > 1 else x
+        if not eqx.is_inexact_array(x) or x.ndim < 2:
+            return x
+        return _by_parts(lambda part: _gather(part, sent, sharding), x)
 
     def rest(x):
-        return _gather(x, None, sharding) if eqx.is_inexact_array(x) else x
+        if not eqx.is_inexact_array(x):
+            return x
+        return _by_parts(lambda part: _gather(part, None, sharding), x)
 
     return jtu.tree_map(rest, map_operands(matrix, tree))
+
+
+def _exponent(x: Float[Array, "..."]) -> Int32[Array, ""]:
+    """The least `e` such that all finite entries are below 2^e."""
+    largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0)
+    # Zeros on one device must not hide what is small on another.
+    return jnp.where(largest > 0, jnp.frexp(largest)[1], -10_000).astype(jnp.int32)
+
+
+def _half_means(
+    leaves: Sequence[Array], axis_name: Any, devices: int, dtype: np.dtype
+) -> list[Array]:
+    """The mean of each array over devices, sent in half."""
+    if not leaves:
+        return []
+    exponents = [_exponent(part) for x in leaves for part in _parts(x)]
+    exponents = iter(lax.pmax(jnp.stack(exponents), axis_name))
+    # An entry is below 2^exponent, and so is the sum below 2^(exponent + log2 devices).
+    top = int(jnp.finfo(dtype).maxexp) - 1 - math.ceil(math.log2(devices))
+
+    def mean(x):
+        least = int(jnp.finfo(x.dtype).minexp)
+        # The inverse, divided by the number of devices, must not be flushed to zero.
+        shift = jnp.clip(top - next(exponents), least, -least - 16)
+        scale = jnp.ldexp(jnp.ones((), x.dtype), shift)
+        total = lax.psum((x * scale).astype(dtype), axis_name)
+        return total.astype(x.dtype) / devices / scale
+
+    return [_by_parts(mean, x) for x in leaves]
 
 
 def all_reduce_mean(tree: PyTree, axis_name: Any, *, dtype: Any = None) -> PyTree:
@@ -101,8 +146,9 @@ def all_reduce_mean(tree: PyTree, axis_name: Any, *, dtype: Any = None) -> PyTre
     By default sums are taken in float32. With a half type, half the bytes go over the wire, and
     no sum can overflow: each array is multiplied by a power of two such that the largest entry
     on any device, times the number of devices, stays within range, and divided by it in float32
-    afterwards. The price is one more small collective (the largest entries of all arrays) and the
-    rounding of the sums: about log2 of the number of devices unit roundoffs.
+    afterwards. The price is one more small collective (the exponents of the largest entries of all
+    arrays) and the rounding of the sums: about log2 of the number of devices unit roundoffs. The
+    real and the imaginary part of a complex array are sent as two arrays.
 
     **Arguments:**
 
@@ -130,18 +176,6 @@ def all_reduce_mean(tree: PyTree, axis_name: Any, *, dtype: Any = None) -> PyTre
     if dtype is None:
         means = [lax.psum(x, axis_name) / devices for x in wide]
     else:
-        dtype = _half(dtype, call)
-        largest = [jnp.max(jnp.abs(x), initial=0.0).astype(jnp.float32) for x in wide]
-        largest = lax.pmax(jnp.stack(largest), axis_name) if largest else []
-        # An entry is below 2^exponent, and so is the sum below 2^(exponent + log2 devices).
-        top = int(jnp.finfo(dtype).maxexp) - 1 - math.ceil(math.log2(devices))
-        means = []
-        for x, most in zip(wide, largest, strict=True):
-            _, exponent = jnp.frexp(jnp.where(jnp.isfinite(most), most, 1.0))
-            # The inverse, divided by the number of devices, must not be flushed to zero.
-            shift = jnp.clip(top - exponent, -126, 110)
-            scale = jnp.ldexp(jnp.ones((), jnp.float32), shift).astype(x.dtype)
-            total = lax.psum((x * scale).astype(dtype), axis_name)
-            means.append(total.astype(x.dtype) / devices / scale)
+        means = _half_means(wide, axis_name, devices, _half(dtype, call))
     means = [m.astype(x.dtype) for m, x in zip(means, leaves, strict=True)]
     return eqx.combine(jtu.tree_unflatten(structure, means), rest)

@@ -1,6 +1,7 @@
 """An optimizer step that a non-finite gradient cannot harm."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -30,19 +31,71 @@ def _check_match(grads: PyTree, params: PyTree) -> None:
     jtu.tree_map_with_path(check, grads, params)
 
 
-def _covers_all_arrays(optimizer_state: PyTree, model: PyTree) -> bool:
-    """Whether the optimizer was initialised on all arrays of the model, integers included."""
-    everything = jtu.tree_structure(eqx.filter(model, eqx.is_array))
-    if everything == jtu.tree_structure(eqx.filter(model, eqx.is_inexact_array)):
-        return False
-    found = []
+def _initial(optimizer: optax.GradientTransformation, params: PyTree) -> PyTree | None:
+    """Types of the state that `optimizer` starts with; `None` if it does not take `params`."""
+    try:
+        return eqx.filter_eval_shape(optimizer.init, params)
+    except (TypeError, ValueError):  # such as a mask that was made for other parameters
+        return None
 
-    def is_leaf(x):
-        found.append(jtu.tree_structure(x) == everything)
-        return found[-1]
 
-    jtu.tree_leaves(optimizer_state, is_leaf=is_leaf)
-    return any(found)
+class _View(NamedTuple):
+    """What the optimizer gets to see of a model with arrays that are no parameters."""
+
+    params: PyTree
+    state: PyTree
+    grads: PyTree
+    restore: Callable[[PyTree], PyTree]
+    """The whole optimizer state from the one that the optimizer returned."""
+
+
+def _view(optimizer: optax.GradientTransformation, state: PyTree, model: PyTree, grads: PyTree):
+    floating = eqx.filter(model, eqx.is_inexact_array)
+    plain = _View(floating, state, grads, lambda new: new)
+    everything = eqx.filter(model, eqx.is_array)
+    given = jtu.tree_structure(state)
+    if jtu.tree_structure(everything) == jtu.tree_structure(floating):
+        return plain
+    initial = _initial(optimizer, floating)
+    if jtu.tree_structure(initial) == given:
+        return plain
+
+    # The state was made from all arrays. Optax cannot handle integers (clipping, conditional
+    # updates, norms), so that inert float32 zeros stand in for them.
+    def stand_in(x):
+        return x if eqx.is_inexact_array(x) else jnp.zeros(x.shape, jnp.float32)
+
+    whole = jtu.tree_map(stand_in, everything)
+    types = _initial(optimizer, whole)
+    if jtu.tree_structure(types) == given:
+        zeros = jtu.tree_map(jnp.zeros_like, whole)
+        return _View(whole, _floats_as(state, types), eqx.combine(grads, zeros), lambda new: new)
+
+    # A mask or label that looks at dtypes tells the two apart: the optimizer sees the parameters
+    # alone, and the state of the rest is put back.
+    is_none = lambda x: x is None
+    try:
+        kept = jtu.tree_map(
+            lambda new, old: None if new is None else old, initial, state, is_leaf=is_none
+        )
+    except ValueError:  # a state of something else, of which Optax tells
+        return plain
+
+    def restore(new):
+        choose = lambda like, new, old: old if like is None else new
+        return jtu.tree_map(choose, initial, new, state, is_leaf=is_none)
+
+    return _View(floating, kept, grads, restore)
+
+
+def _floats_as(state: PyTree, types: PyTree) -> PyTree:
+    """`state` with its integers in the dtypes of `types` where these are floating-point."""
+
+    def leaf(x, like):
+        floats = eqx.is_array(x) and jnp.issubdtype(like.dtype, jnp.inexact)
+        return x.astype(like.dtype) if floats and not eqx.is_inexact_array(x) else x
+
+    return jtu.tree_map(leaf, state, types)
 
 
 def _like(new: PyTree, old: PyTree) -> PyTree:
@@ -81,7 +134,8 @@ def optimizer_update(
         updated.
     - `optimizer`: an Optax gradient transformation, with or without extra arguments.
     - `optimizer_state`: as `optimizer.init` made it, from `eqx.filter(model, eqx.is_inexact_array)`
-        or from `eqx.filter(model, eqx.is_array)`.
+        or from `eqx.filter(model, eqx.is_array)`. In the second case the optimizer sees zeros of
+        float32 in place of integers and bools, and these are never updated.
     - `grads`: the gradients, as [`mpx_pde.filter_grad`][] returned them.
     - `grads_finite`: a scalar bool, likewise.
     - `extra_args`: passed on to `optimizer.update`, such as `value=loss` for
@@ -110,16 +164,14 @@ def optimizer_update(
     finite = check_flag(grads_finite, _CALL, "grads_finite")
     floating = eqx.filter(model, eqx.is_inexact_array)
     _check_match(grads, floating)
-    params = floating
-    if _covers_all_arrays(optimizer_state, model):
-        params = eqx.filter(model, eqx.is_array)
-        grads = eqx.combine(grads, jtu.tree_map(jnp.zeros_like, params))
+    with jax.numpy_dtype_promotion("standard"):
+        view = _view(optimizer, optimizer_state, model, grads)
 
     narrow = any(p.dtype.itemsize < 4 for p in jtu.tree_leaves(floating))
 
     def step(grads, extra_args):
         # All three or none: some optimizers branch on the device, and their branches must agree.
-        kept = optimizer_state, params
+        kept = view.state, view.params
         state, masters = widen(kept) if narrow else kept
         # Optax relies on the standard promotion of dtypes.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
@@ -128,7 +180,7 @@ def optimizer_update(
             )
             updates = jtu.tree_map(lambda u, p: None if p is None else u, updates, floating)
             return _like(eqx.apply_updates(model, updates), model), _like(
-                new_state, optimizer_state
+                view.restore(new_state), optimizer_state
             )
 
     if any(callable(x) for x in jtu.tree_leaves(extra_args)):
@@ -136,7 +188,7 @@ def optimizer_update(
         arrays, static = eqx.partition((model, optimizer_state), eqx.is_array)
         arrays = lax.cond(
             finite,
-            lambda: eqx.filter(step(grads, extra_args), eqx.is_array),
+            lambda: eqx.filter(step(view.grads, extra_args), eqx.is_array),
             lambda: arrays,
         )
         return eqx.combine(arrays, static)
@@ -149,5 +201,5 @@ def optimizer_update(
             return x
         return jnp.where(finite, x, jnp.ones_like(x))
 
-    new = step(*jtu.tree_map(safe, (grads, extra_args)))
+    new = step(*jtu.tree_map(safe, (view.grads, extra_args)))
     return select_tree(finite, new, (model, optimizer_state))

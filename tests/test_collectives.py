@@ -71,6 +71,39 @@ def test_what_is_not_finite_stays_so(dtype, bad):
     np.testing.assert_array_equal(jnp.isfinite(mean(x, dtype)), [True, False, True])
 
 
+@pytest.mark.parametrize("dtype", [None, *HALVES])
+# One part far smaller than the other, which a common scale would flush to zero.
+@pytest.mark.parametrize("sizes", [(1.0, 1.0), (1e-20, 1.0), (1.0, 1e-20), (1e30, 1e30)])
+def test_complex_gradients_keep_both_parts(dtype, sizes):
+    rng = np.random.default_rng(1)
+    parts = [size * rng.standard_normal((DEVICES, 6)) for size in sizes]
+    x = jnp.asarray(parts[0] + 1j * parts[1], jnp.complex64)
+    out = jax.jit(lambda t: mean(t, dtype))(x)
+    assert out.dtype == jnp.complex64
+    bound = 4 * float(jnp.finfo(dtype or "float32").eps)  # as for real ones
+    for got, want in zip((out.real, out.imag), parts, strict=True):
+        error = np.max(np.abs(np.asarray(got, np.float64) - want.mean(axis=0)))
+        assert error <= bound * np.max(np.abs(want))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("size", [1e-200, 1e200])
+def test_float64_gradients_beyond_the_range_of_float32(dtype, size):
+    with jax.enable_x64(True):
+        x = jnp.asarray(size * np.random.default_rng(2).standard_normal((DEVICES, 6)))
+        out = jax.jit(lambda t: mean(t, dtype))(x)
+        assert out.dtype == jnp.float64
+        bound = 4 * float(jnp.finfo(dtype).eps)
+        error = np.max(np.abs(out - np.mean(x, axis=0)))
+        assert error <= bound * np.max(np.abs(x))
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_what_is_not_finite_harms_no_other_entry(dtype):
+    x = jnp.full((DEVICES, 3), 1e30).at[2, 1].set(jnp.inf)
+    np.testing.assert_allclose(mean(x, dtype)[::2], 1e30, rtol=float(jnp.finfo(dtype).eps))
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 def test_half_gradients_are_summed_in_float32_by_default(dtype):
     # In half, 2048 + 1 is 2048 already (float16).
@@ -87,12 +120,13 @@ def summed(equation):
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_only_the_largest_entries_travel_in_float32(dtype):
+def test_only_exponents_travel_besides(dtype):
     jaxpr = jax.make_jaxpr(lambda t: mean(t, dtype))(gradients())
     sums = [e for e in equations(jaxpr) if summed(e)]
     assert {v.aval.dtype for e in sums for v in e.invars} == {jnp.dtype(dtype)}
     [largest] = [e for e in equations(jaxpr) if e.primitive.name == "pmax"]
     assert largest.invars[0].aval.shape == (3,)
+    assert largest.invars[0].aval.dtype == jnp.int32
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn", "float64", 3])
@@ -148,6 +182,13 @@ class TestGatherParameters:
         value, tangent = jax.jvp(gather, (x,), (x,))
         np.testing.assert_array_equal(value, 1.0)
         np.testing.assert_array_equal(tangent, x)
+
+    def test_complex_parameters_keep_both_parts(self):
+        gather = lambda x: mpx.gather_parameters(x, self.everywhere, dtype="float16")
+        x = jnp.full((2, 2), 1 + 2.0**-20 + (3 + 2.0**-20) * 1j, jnp.complex64)
+        np.testing.assert_array_equal(gather(x), jnp.full((2, 2), 1 + 3j, jnp.complex64))
+        loss = lambda x: jnp.sum(jnp.abs(gather(x)) ** 2)
+        np.testing.assert_array_equal(jax.grad(loss)(x), jnp.full((2, 2), 2 - 6j, jnp.complex64))
 
     def test_misuse(self, unchecked_annotations):
         with pytest.raises(TypeError, match=r"`gather_parameters` needs a `jax\.sharding"):

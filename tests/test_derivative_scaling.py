@@ -537,3 +537,40 @@ def test_no_product_in_the_update():
     scaling = direction()
     jaxpr = jax.make_jaxpr(lambda s, c: s.adjust(c).exponents)(scaling, scaling.counts)
     assert not any("dot" in str(e.primitive) for e in equations(jaxpr))
+
+
+def test_coordinates_of_more_than_one_letter_per_order():
+    build = mpx.DerivativeScaling.per_order
+    scaling = build(2, terms=["u_x1", "u_x1x2"], coords=["x1", "x2"], init_scale=2.0**-3)
+    scaling = scaling.with_exponents([-3, -5])
+    fun = lambda p: p[0] ** 2 * p[1]
+    terms = lambda s: mpx.partials(
+        fun, ["u_x1", "u_x1x2"], coords=["x1", "x2"], outputs="u", scaling=s
+    )(jnp.array([2.0, 3.0]))
+    assert {n: float(v) for n, v in terms(scaling).items()} == {"u_x1": 12.0, "u_x1x2": 4.0}
+    # Each answers for its own order.
+    for name, shrunk in (("u_x1", [-4, -5]), ("u_x1x2", [-3, -6])):
+        counts = jnp.zeros_like(scaling.counts).at[scaling.row_names.index(name), NONFINITE].set(1)
+        np.testing.assert_array_equal(scaling.adjust(counts).exponents, shrunk)
+    # Without the names it would count letters.
+    with pytest.raises(ValueError, match=r"`partials`: the term 'u_x1'.*as `coords`"):
+        terms(build(2, terms=["u_x1"]))
+    with pytest.raises(ValueError, match=r"`DerivativeScaling\.per_order`.*'u_z'.*`coords`"):
+        build(2, terms=["u_z"], coords=["x1", "x2"])
+
+
+def test_the_terms_of_a_direction_are_those_of_its_coordinates():
+    scaling = mpx.DerivativeScaling.per_direction(["x", "y", "xy"], terms=["u_xy"])
+    with pytest.raises(ValueError, match=r"`partials`: the term 'u_xy'.*the same coordinates"):
+        mpx.partials(lambda p: p[0], ["u_xy"], coords=["x", "y"], outputs="u", scaling=scaling)
+
+
+def test_a_laplacian_with_a_scaler_of_its_own_is_named_once():
+    scaling = mpx.DerivativeScaling.per_order(2, special=["laplacian"])
+    assert scaling.row_names.count("laplacian") == 1
+    lap = lambda s: mpx.laplacian(jnp.prod, coords="xy", outputs="u", scaling=s)(jnp.ones(2))
+    counts = jax.grad(lambda s: lap(s)["lap_u"], allow_int=True)(scaling).counts
+    row = scaling.row_names.index("laplacian")
+    assert mpx.derivatives.telemetry(scaling.adjust(counts))["zeros"]["laplacian"] == 2
+    lost = jnp.zeros_like(counts).at[row, NONFINITE].set(1)
+    np.testing.assert_array_equal(scaling.adjust(lost).exponents, [0, 0, -1])

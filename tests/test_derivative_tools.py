@@ -93,6 +93,32 @@ def test_calibration_finds_the_window(make):
         assert scaling.calibrate(model, points(), terms, coords="xt", outputs="u") is scaling
 
 
+def test_calibration_of_a_laplacian_over_some_coordinates():
+    model = mpx.nn.CoordinateMLP(3, "scalar", 8, 2, activation=jnp.sin, key=jax.random.key(0))
+    x = jax.random.uniform(jax.random.key(1), (16, 3))
+    scaling = mpx.DerivativeScaling.per_direction("txy", order=2)
+    # Time in seconds and space in units of 10 µm: no scale serves both.
+    stretch = jnp.array([[1.0, 1e5, 1e5]])
+    x = x / stretch
+    fun = eqx.tree_at(lambda m: m.first.module.weight, model, replace_fn=lambda w: w * stretch.T)
+    options = {"coords": "txy", "outputs": "u"}
+    found = scaling.calibrate(fun, x, ["u_t", "laplacian"], over="xy", **options)
+    np.testing.assert_array_less(found.exponents[1:], found.exponents[0])
+    # Where no scale helps, the smallest.
+    lost = eqx.tree_at(lambda m: m.first.module.weight, fun, replace_fn=lambda w: w * 1e10)
+    found = scaling.calibrate(lost, x, ["u_t", "laplacian"], over="xy", **options)
+    np.testing.assert_array_equal(found.exponents, scaling.rule.lowest)
+    for case in (
+        mpx.DerivativeScaling.per_order(1),
+        mpx.DerivativeScaling.per_direction("txy", order=1),
+        mpx.DerivativeScaling.per_term(["u_x"]),
+    ):
+        with pytest.raises(ValueError, match=r"`DerivativeScaling\.calibrate`.*Laplacian"):
+            case.calibrate(fun, x, ["laplacian"], **options)
+    with pytest.raises(ValueError, match=r"`DerivativeScaling\.calibrate`.*no scale for 't', 'y'"):
+        mpx.DerivativeScaling.per_direction("x").calibrate(fun, x, ["u_x"], **options)
+
+
 def test_telemetry_and_its_picture(tmp_path):
     model = sine_network(20.0)
     scaling = mpx.Scaling(

@@ -304,6 +304,61 @@ def test_appendix_a_immediate_unscaling_with_one_scaler_keeps_its_infinity(expon
         assert not np.isfinite(deferred)
 
 
+def wave(p):
+    """u_xx + u_yy = -2 (0.8)^2 u, and a time derivative that has nothing to do with it."""
+    return jnp.exp(-p[0]) * jnp.sin(0.8 * p[1]) * jnp.cos(0.8 * p[2])
+
+
+@pytest.mark.parametrize("how", ["over", "coords"])
+@pytest.mark.parametrize("exponents", [(-14, 0, 0), (-14, 2, -3), (0, -1, 4)])
+def test_a_laplacian_takes_no_scale_from_another_coordinate(exponents, how):
+    scaling = mpx.DerivativeScaling.per_direction("txy", max_scale=2.0**8)
+    scaling = scaling.with_exponents(exponents)
+    point = jnp.array([0.1, 0.7, 0.3], jnp.float16)
+    fun, coords, over = wave, "txy", "xy"
+    if how == "coords":
+        time, point, coords, over = point[0], point[1:], "xy", None
+        fun = lambda p: wave(jnp.stack([time, *p]))
+
+    def value(scaling, big):
+        big = jnp.asarray(big, jnp.float16)
+        lap = mpx.laplacian(
+            lambda p: big * fun(p), ["u_x"], coords=coords, outputs="u", over=over, scaling=scaling
+        )(point)
+        return lap["lap_u"], lap["u_x"]
+
+    want = -2 * 0.8**2 * np.exp(-0.1) * np.sin(0.56) * np.cos(0.24)
+    got, _ = value(scaling, 1.0)
+    assert np.isclose(got, want, rtol=0.01)  # some ten roundings to 2^-11
+
+    # What overflows is counted with its own coordinates, and shrinks theirs.
+    counts = lambda big: jax.grad(lambda s: value(s, big)[0], allow_int=True)(scaling).counts
+    seen = np.asarray(counts(1.0)).sum(axis=1)
+    assert {n for n, c in zip(scaling.row_names, seen, strict=True) if c} == {"_xx", "_yy"}
+    shrunk = scaling.adjust(counts(jnp.inf)).exponents - scaling.exponents
+    np.testing.assert_array_equal(shrunk, [0, -1, -1])
+
+
+def test_a_laplacian_over_all_coordinates_has_its_own_histogram():
+    scaling = mpx.DerivativeScaling.per_direction("txy")
+    lap = lambda s: mpx.laplacian(wave, coords="ytx", outputs="u", scaling=s)(jnp.ones(3))["lap_u"]
+    seen = np.asarray(jax.grad(lap, allow_int=True)(scaling).counts).sum(axis=1)
+    assert {n for n, c in zip(scaling.row_names, seen, strict=True) if c} == {"laplacian"}
+
+
+def test_names_of_coordinates_that_run_into_each_other():
+    """`_xx` is the second derivative in `x` as well as the first in `xx`."""
+    scaling = mpx.DerivativeScaling.per_direction(["x", "xx"], order=2).with_exponents([-3, -5])
+    terms = mpx.partials(
+        lambda p: p[0] * p[1], ["u_xx"], coords=["x", "xx"], outputs="u", scaling=scaling
+    )
+    assert terms(jnp.array([2.0, 3.0]))["u_xx"] == 2.0
+    lap = mpx.laplacian(
+        lambda p: p[0] ** 2 * p[1], coords=["x", "xx"], outputs="u", over=["x"], scaling=scaling
+    )
+    assert lap(jnp.array([2.0, 3.0]))["lap_u"] == 6.0
+
+
 def test_laplacian():
     network = Network("sine", jax.random.key(2), outputs=2, coords=3)
     x = points(coords=3)

@@ -289,3 +289,79 @@ def test_float64():
         assert new_state[0].nu["w"][0] > 0
         skipped = mpx.optimizer_update(model, optimizer, state, grads, jnp.array(False))
         assert tree_equal_bits(skipped, (model, state))
+
+
+def floats(tree):
+    """What of a model Optax can handle."""
+    return eqx.filter(tree, eqx.is_inexact_array)
+
+
+def by_dtype(params):
+    kind = lambda x: "float" if jnp.issubdtype(x.dtype, jnp.inexact) else "other"
+    return jtu.tree_map(kind, params)
+
+
+def matrices(params):
+    return jtu.tree_map(lambda x: x.ndim > 1, params)
+
+
+# Each with what it is on parameters alone, where that is another thing.
+WITH_INTEGERS = {
+    "clipped": (optax.chain(optax.clip_by_global_norm(0.5), optax.adam(0.1)), None),
+    "decayed, then clipped": (
+        optax.chain(optax.adamw(0.1, weight_decay=0.5), optax.clip_by_global_norm(0.1)),
+        None,
+    ),
+    "masked": (optax.masked(optax.adam(0.1), matrices), None),
+    "masked by a tree": (
+        optax.masked(optax.adam(0.1), {"w": True, "b": False, "n": False, "flag": False}),
+        optax.masked(optax.adam(0.1), {"w": True, "b": False, "n": None, "flag": None}),
+    ),
+    "by dtype": (
+        optax.multi_transform({"float": optax.adam(0.1), "other": optax.set_to_zero()}, by_dtype),
+        None,
+    ),
+    "muon": (optax.contrib.muon(0.1), None),
+    "if finite": (optax.apply_if_finite(optax.adam(0.1), 3), None),
+    "plateau": (
+        optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1)),
+        None,
+    ),
+    "l-bfgs": (optax.lbfgs(0.1, linesearch=None), None),
+}
+
+
+@pytest.mark.parametrize("name", list(WITH_INTEGERS))
+def test_integers_in_the_model_change_nothing(name):
+    """The state is made from all arrays; what the parameters do is what they do alone."""
+    optimizer, alone = WITH_INTEGERS[name]
+    model = {
+        "w": jnp.array([[1.0, 2.0], [0.5, -1.0]]),
+        "b": jnp.array([1.0, -2.0]),
+        "n": jnp.arange(3),
+        "flag": jnp.array([True, False]),
+    }
+    params, grads = floats(model), make_grads(model)
+    extra_args = extra_args_of(name)
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        state = optimizer.init(model)
+        reference = (params, (alone or optimizer).init(params))
+    before = avals((model, state))
+    update = jax.jit(
+        lambda model, state, finite: mpx.optimizer_update(
+            model, optimizer, state, grads, finite, **extra_args
+        )
+    )
+    by_hand = jax.jit(
+        lambda params, state: step_by_hand(alone or optimizer, params, state, grads, **extra_args)
+    )
+    ours = (model, state)
+    with jax.numpy_rank_promotion("allow"):
+        for _ in range(2):
+            reference = by_hand(*reference)
+            ours = update(*ours, jnp.array(True))
+    assert tree_allclose(floats(ours[0]), reference[0])
+    assert not tree_allclose(floats(ours[0]), params)
+    assert tree_equal_bits((ours[0]["n"], ours[0]["flag"]), (model["n"], model["flag"]))
+    assert avals(ours) == before
+    assert tree_equal_bits(update(*ours, jnp.array(False)), ours)

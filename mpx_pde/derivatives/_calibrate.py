@@ -12,9 +12,9 @@ from jaxtyping import Array, Float
 
 from .._cast import cast_operands
 from .._dtypes import half_precision_datatype
-from ._laplacian import laplacian
+from ._laplacian import laplacian, laplacian_rows
 from ._names import names_of
-from ._partials import check_derivatives, parse_terms, partials, row_of
+from ._partials import check_coords, check_derivatives, parse_terms, partials, row_of
 from ._state import DerivativeScaling
 
 
@@ -30,6 +30,7 @@ def calibrated(
     *,
     coords: Any,
     outputs: Any,
+    over: Any = None,
     dtype: Any = None,
 ) -> DerivativeScaling:
     """See [`mpx_pde.DerivativeScaling.calibrate`][]."""
@@ -39,12 +40,15 @@ def calibrated(
         return scaling
     coords = names_of(coords, call, "the coordinates")
     outputs = names_of(outputs, call, "the outputs")
-    named = [t for t in terms if t != "laplacian"]
+    over = coords if over is None else names_of(over, call, "the coordinates of `over`")
+    check_coords(scaling, coords, call)
+    terms = terms if isinstance(terms, str) else tuple(terms)
+    named = terms if isinstance(terms, str) else [t for t in terms if t != "laplacian"]
     parsed = [t for t in parse_terms(named, coords, outputs, call) if t.dirs]
     names = [t.name for t in parsed]
-    rows = {t.name: row_of(scaling, t, coords, call) for t in parsed}
+    rows = {t.name: [row_of(scaling, t, coords, call)] for t in parsed}
     if "laplacian" in terms:
-        rows |= dict.fromkeys((f"lap_{o}" for o in outputs), scaling.row_names.index("laplacian"))
+        rows |= dict.fromkeys((f"lap_{o}" for o in outputs), laplacian_rows(scaling, over, call))
 
     def values(fun, scaling, dtype):
         options = {"coords": coords, "outputs": outputs, "scaling": scaling, "dtype": dtype}
@@ -52,7 +56,7 @@ def calibrated(
         def at(point):
             out = partials(fun, names, **options)(point)
             if "laplacian" in terms:
-                out |= laplacian(fun, **options)(point)
+                out |= laplacian(fun, over=over, **options)(point)
             return out
 
         return jax.vmap(at)(points)
@@ -73,13 +77,14 @@ def calibrated(
 
     exponents = np.array(scaling.exponents)
     for i in range(len(scaling.names)):
-        mine = [(t, scaling.rows[r]) for t, r in enumerate(rows.values())]
+        mine = [(t, scaling.rows[r]) for t, all_of in enumerate(rows.values()) for r in all_of]
         mine = [(t, row) for t, row in mine if i in dict(row.weights)]
         if not mine:
             continue
         # How much worse than at its best scale each term is: flat inside the window of scales.
         best = [max(float(table[t].min()), 2.0**-24) for t, _ in mine]
-        worst = np.max([table[t] / b for (t, _), b in zip(mine, best, strict=True)], axis=0)
+        ratios = [table[t] / b for (t, _), b in zip(mine, best, strict=True) if np.isfinite(b)]
+        worst = np.max(ratios, axis=0) if len(ratios) == len(best) else np.full(len(tried), np.inf)
         if not np.isfinite(worst).any():
             exponents[i] = low
             continue

@@ -1,5 +1,6 @@
 """The Laplacian of a network."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from ._partials import (
     check_derivatives,
     check_fun,
     check_point,
+    direction_row,
     parse_terms,
     propagation,
     row_of,
@@ -54,7 +56,9 @@ def laplacian(
     All directions carry the same scale here: the smallest of theirs with a
     [per-direction][mpx_pde.DerivativeScaling.per_direction] scaling, that of order 2 with a
     [per-order][mpx_pde.DerivativeScaling.per_order] one; a
-    [per-term][mpx_pde.DerivativeScaling.per_term] one must have the term `"laplacian"`.
+    [per-term][mpx_pde.DerivativeScaling.per_term] one must have the term `"laplacian"`. Scales per
+    direction that are not summed over play no part. A Laplacian over all of their coordinates has a
+    histogram of its own, one over some of them is counted with the second derivative in each.
 
     **Returns:**
 
@@ -91,38 +95,34 @@ def laplacian(
                 f"Laplacian, but got the term {term.name!r}. Take it from `partials`."
             )
     dtype = None if dtype is None else as_floating_dtype(dtype, call)
-    rows = {}
+    rows, whole = {}, []
     if scaling is not None:
         check_coords(scaling, over, call)
-        if "laplacian" not in scaling.row_names:
-            raise ValueError(
-                f"`{call}`: the scaling has no scaler for a Laplacian; it knows "
-                f"{', '.join(scaling.names)}. Name 'laplacian' in `DerivativeScaling.per_term`, or "
-                "build the scaling for order 2."
-            )
+        whole = laplacian_rows(scaling, over, call)
         rows = {t.name: row_of(scaling, t, coords, call) for t in parsed if t.dirs}
 
     def evaluate(point):
         point = check_point(point, coords, dtype, call)
-        exponent = None if scaling is None or not scaling.active else _exponent(scaling)
+        exponent = None
+        if scaling is not None and scaling.active:
+            exponent = _exponent(scaling, whole)
         seeds = [unit(len(coords), i, point.dtype, exponent) for i in dirs]
         value, gradient, second = _propagate(fun, outputs, point, seeds, call)
 
-        def finish(x, order, row):
-            """Counts and unscales `x`, which carries `order` seeds."""
-            if scaling is None:
-                return widen(x)
-            if exponent is None:
-                return widen(tap(scaling.counts[row], x))
-            # Brought to the scale that the row stands for, so that its histogram means one thing.
-            shift = scaling.rows[row].shift(scaling.exponents)
-            x = tap(scaling.counts[row], unscaled(x, power_of_two(shift - order * exponent)))
-            return unscaled(x, power_of_two(-shift))
+        def finish(x, order, counted):
+            """Unscales `x`, which carries `order` seeds, and counts it in each of these rows."""
+            x, shift = (x, 0) if exponent is None else (x, order * exponent)
+            for row in counted:
+                if exponent is not None:
+                    # To the scale that the row stands for, so that its histogram means one thing.
+                    own = scaling.rows[row].shift(scaling.exponents)
+                    x, shift = unscaled(x, power_of_two(own - shift)), own
+                x = tap(scaling.counts[row], x)
+            return widen(x) if exponent is None else unscaled(x, power_of_two(-shift))
 
         out = {}
         for i, name in enumerate(outputs):
-            row = None if scaling is None else scaling.row_names.index("laplacian")
-            out[f"lap_{name}"] = sum(finish(x[i], 2, row) for x in second)
+            out[f"lap_{name}"] = sum(finish(x[i], 2, whole) for x in second)
         for term in parsed:
             out[term.name] = _lower(term, value, gradient, dirs, finish, rows)
         return out
@@ -130,10 +130,23 @@ def laplacian(
     return evaluate
 
 
-def _exponent(scaling: DerivativeScaling) -> Any:
-    """The exponent of the one seed that all directions share."""
-    row = scaling.rows[scaling.row_names.index("laplacian")]
-    return jnp.floor_divide(row.shift(scaling.exponents), 2)
+def laplacian_rows(scaling: DerivativeScaling, over: tuple[str, ...], call: str) -> list[int]:
+    """The rows that count a Laplacian over some coordinates: those whose scalers it answers for."""
+    if scaling.kind == "direction" and set(over) != set(scaling.names) and scaling.order != 1:
+        return [direction_row(scaling, [name] * 2) for name in over]
+    if "laplacian" not in scaling.row_names:
+        raise ValueError(
+            f"`{call}`: the scaling has no scaler for a Laplacian; it knows "
+            f"{', '.join(scaling.names)}. Name 'laplacian' in `DerivativeScaling.per_term`, or "
+            "build the scaling for order 2."
+        )
+    return [scaling.row_names.index("laplacian")]
+
+
+def _exponent(scaling: DerivativeScaling, rows: list[int]) -> Any:
+    """The exponent of the one seed that all directions share: the smallest that a row allows."""
+    shifts = [scaling.rows[row].shift(scaling.exponents) for row in rows]
+    return jnp.floor_divide(ft.reduce(jnp.minimum, shifts), 2)
 
 
 def _propagate(fun, outputs, point, seeds, call) -> tuple[Array, list[Array], list[Array]]:
@@ -150,4 +163,6 @@ def _propagate(fun, outputs, point, seeds, call) -> tuple[Array, list[Array], li
 def _lower(term: Term, value, gradient, dirs, finish, rows) -> Array:
     if not term.dirs:
         return widen(value[term.output])
-    return finish(gradient[dirs.index(term.dirs[0])][term.output], 1, rows.get(term.name))
+    return finish(
+        gradient[dirs.index(term.dirs[0])][term.output], 1, [rows[term.name]] if rows else []
+    )

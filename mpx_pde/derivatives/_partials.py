@@ -13,7 +13,7 @@ from .._dtypes import as_floating_dtype
 from ._names import names_of, split_names
 from ._probe import tap
 from ._seeds import multiply, power_of_two, unscaled
-from ._state import DerivativeScaling
+from ._state import DerivativeScaling, weights_of
 
 
 class Term(NamedTuple):
@@ -151,17 +151,42 @@ def row_of(scaling: DerivativeScaling, term: Term, coords: tuple[str, ...], call
             f"orders up to {scaling.order}. Give `DerivativeScaling.per_{scaling.kind}` the order "
             f"{order}."
         )
+    named = [coords[i] for i in term.dirs]
     if term.name in rows:
-        return rows.index(term.name)
+        row = rows.index(term.name)
+        _check_row(scaling, row, term, named, call)
+        return row
     if scaling.kind == "order":
         return order - 1
     if scaling.kind == "direction":
-        names = [coords[i] for i in term.dirs]
-        return rows.index("_" + "".join(sorted(names, key=scaling.names.index)))
+        return direction_row(scaling, named)
     raise ValueError(
         f"`{call}`: the scaling has no scaler for the term {term.name!r}; it knows "
         f"{', '.join(scaling.names)}. Name it in `DerivativeScaling.per_term`."
     )
+
+
+def direction_row(scaling: DerivativeScaling, named: list[str]) -> int:
+    """The row of the derivatives in these directions, whatever the output."""
+    # Not by its name: with coordinates "x" and "xx" two rows share one.
+    weights = weights_of(scaling.names.index(name) for name in named)
+    return [row.weights if row.name.startswith("_") else () for row in scaling.rows].index(weights)
+
+
+def _check_row(scaling: DerivativeScaling, row: int, term: Term, named: list[str], call: str):
+    """A `ValueError` if a term is not the derivative that its histogram was made for."""
+    if scaling.kind == "direction":
+        expected = weights_of(scaling.names.index(name) for name in named)
+    elif scaling.kind == "order" and term.name not in scaling.names:
+        expected = ((len(named) - 1, 1),)
+    else:
+        return
+    if scaling.rows[row].weights != expected:
+        raise ValueError(
+            f"`{call}`: the term {term.name!r} is the derivative in {', '.join(named)}, which is "
+            f"not what `DerivativeScaling.per_{scaling.kind}` took it for. Give it the same "
+            "coordinates" + (", as `coords`." if scaling.kind == "order" else ".")
+        )
 
 
 def split_exponent(total: Any, order: int) -> list[Any]:

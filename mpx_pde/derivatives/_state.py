@@ -206,7 +206,7 @@ class DerivativeScaling(eqx.Module):
         rows = []
         for k in range(1, order + 1):
             for dirs in combinations_with_replacement(range(len(names)), k):
-                rows.append(Row("_" + "".join(names[i] for i in dirs), _weights(dirs)))
+                rows.append(Row("_" + "".join(names[i] for i in dirs), weights_of(dirs)))
         if order >= 2:
             every = tuple((i, 2) for i in range(len(names)))
             rows.append(Row("laplacian", every, smallest=True))
@@ -218,12 +218,18 @@ class DerivativeScaling(eqx.Module):
                     f"`{call}` cannot read the term {term!r}: it must end in an underscore and 1 "
                     f"to {order} of the coordinates {', '.join(names)}."
                 )
-            rows.append(Row(term, _weights(dirs)))
+            rows.append(Row(term, weights_of(dirs)))
         return cls("direction", names, order, tuple(rows), call, **options)
 
     @classmethod
     def per_order(
-        cls, order: int, *, special: Any = (), terms: Sequence[str] = (), **options: Any
+        cls,
+        order: int,
+        *,
+        special: Any = (),
+        terms: Sequence[str] = (),
+        coords: Any = None,
+        **options: Any,
     ) -> "DerivativeScaling":
         """One scaler for each order of derivatives, as in section 3.1 of the paper.
 
@@ -236,7 +242,10 @@ class DerivativeScaling(eqx.Module):
         - `special`: terms with a scaler of their own, whatever their order: a list of names, or a
             mapping from names to a cap, or to a mapping with any of `init_scale`, `max_scale` and
             `min_scale`.
-        - `terms`, options: as for `per_direction`.
+        - `terms`: as for `per_direction`.
+        - `coords`: the coordinates, which tell the order of `terms`. Needed only where their names
+            have more than one letter.
+        - options: as for `per_direction`.
 
         **Returns:** a `DerivativeScaling`.
         """
@@ -259,16 +268,19 @@ class DerivativeScaling(eqx.Module):
                 )
         names = orders + tuple(own)
         rows = [Row(name, ((i, 1),)) for i, name in enumerate(names)]
-        if order >= 2:
+        if order >= 2 and "laplacian" not in own:
             rows.append(Row("laplacian", ((1, 1),)))
+        known = None if coords is None else names_of(coords, call, "the coordinates")
         for term in term_list(terms, call, empty=True):
-            k = len(term.rpartition("_")[2])  # coordinates of one letter
-            if term in own or not 1 <= k <= order:
+            suffix = term.rpartition("_")[2]
+            dirs = tuple(suffix) if known is None else split_names(suffix, known)
+            if term in own or dirs is None or not 1 <= len(dirs) <= order:
                 raise ValueError(
                     f"`{call}` cannot give the term {term!r} a histogram of its own: it is "
-                    f"special, or not of order 1 to {order}."
+                    f"special, or does not end in 1 to {order} coordinates. Give the names of "
+                    "coordinates as `coords` where they have more than one letter."
                 )
-            rows.append(Row(term, ((k - 1, 1),)))
+            rows.append(Row(term, ((len(dirs) - 1, 1),)))
         return cls("order", names, order, tuple(rows), call, special=own, **options)
 
     @classmethod
@@ -356,6 +368,7 @@ class DerivativeScaling(eqx.Module):
         *,
         coords: Any,
         outputs: Any,
+        over: Any = None,
         dtype: Any = None,
     ) -> "DerivativeScaling":
         """First scales from a trial on a few points, so that a run need not skip its first steps.
@@ -372,6 +385,7 @@ class DerivativeScaling(eqx.Module):
         - `terms`: the terms of the loss, as for [`mpx_pde.partials`][], and `"laplacian"` for
             [`mpx_pde.laplacian`][].
         - `coords`, `outputs`, `dtype`: as for [`mpx_pde.partials`][].
+        - `over`: as for [`mpx_pde.laplacian`][].
 
         **Returns:**
 
@@ -386,7 +400,9 @@ class DerivativeScaling(eqx.Module):
         """
         from ._calibrate import calibrated  # it needs `partials`, which needs this class
 
-        return calibrated(self, fun, points, terms, coords=coords, outputs=outputs, dtype=dtype)
+        return calibrated(
+            self, fun, points, terms, coords=coords, outputs=outputs, over=over, dtype=dtype
+        )
 
     def raised(self) -> "DerivativeScaling":
         """All scales a `factor` larger, within their caps.
@@ -409,6 +425,6 @@ def _counts(counts: Any) -> Float32[Array, "rows columns"]:
     return counts.counts if isinstance(counts, DerivativeScaling) else counts
 
 
-def _weights(dirs: Iterable[int]) -> tuple[tuple[int, int], ...]:
+def weights_of(dirs: Iterable[int]) -> tuple[tuple[int, int], ...]:
     dirs = tuple(dirs)
     return tuple((i, dirs.count(i)) for i in sorted(set(dirs)))
