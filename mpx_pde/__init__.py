@@ -55,9 +55,11 @@ from ._optimizer import optimizer_update as optimizer_update
 from ._tree import all_finite as all_finite, global_norm as global_norm, select_tree as select_tree
 from .autocast import AutocastReport as AutocastReport, autocast as autocast
 from .derivatives import (
+    DerivativeReport as DerivativeReport,
     DerivativeScaling as DerivativeScaling,
     Scaling as Scaling,
     laplacian as laplacian,
+    linear_operator as linear_operator,
     partials as partials,
     scaled_jvp as scaled_jvp,
     scaled_vjp as scaled_vjp,

@@ -20,7 +20,7 @@ Tower = list[Any]
 
 
 def _derivative(poly: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(i * c for i, c in enumerate(poly))[1:] or (0,)
+    return tuple(i * c for i, c in enumerate(poly))[1:] or (0.0,)
 
 
 def _times(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
@@ -33,7 +33,7 @@ def _times(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
 
 def _plus(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
     n = max(len(a), len(b))
-    pad = lambda p: (*p, *(0,) * (n - len(p)))
+    pad = lambda p: (*p, *(0.0,) * (n - len(p)))
     return tuple(x + y for x, y in zip(pad(a), pad(b), strict=True))
 
 
