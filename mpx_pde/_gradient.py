@@ -14,7 +14,7 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Inexact, PyTree
 
-from ._cast import cast_operands, widen
+from ._cast import cast_except, cast_operands, widen
 from ._dot import varying_axes
 from ._dtypes import half_precision, half_precision_datatype, is_half
 from ._loss_scaling import check_scaling, split_aux
@@ -36,23 +36,6 @@ def _parse_policy(policy: Any, call: str) -> jmp.Policy | None:
                 '"params=float32,compute=bfloat16,output=float32".'
             ) from e
     raise TypeError(f"`{call}` takes a `jmp.Policy` or its string as `policy`, but got {policy!r}.")
-
-
-def _cast_except(keep: PyTree, args: tuple, dtype: np.dtype, call: str) -> tuple:
-    """Casts `args` where the prefix `keep` is false."""
-
-    def cast(k, subtree):
-        if not isinstance(k, bool):
-            raise TypeError(f"`{call}` takes bools as the leaves of `keep_full`, but got {k!r}.")
-        return subtree if k else cast_operands(subtree, dtype)
-
-    try:
-        return jtu.tree_map(cast, keep, args)
-    except ValueError as e:
-        raise ValueError(
-            f"`{call}` takes `keep_full` as a prefix of its {len(args)} positional arguments: one "
-            f"bool for all, or a tuple with one entry each, such as (False, True). Got {keep!r}."
-        ) from e
 
 
 def _parse_autocast(options: Any, call: str) -> tuple[tuple[str, Any], ...] | None:
@@ -176,7 +159,7 @@ class Gradient(eqx.Module):
         if self.autocast is not None:
             return args, kwargs
         dtype = self.compute_dtype
-        args = _cast_except(self.keep_full, args, dtype, self.call)
+        args = cast_except(self.keep_full, args, dtype, self.call)
         return args, kwargs if self.keep_full is True else cast_operands(kwargs, dtype)
 
     def output(self, tree: PyTree) -> PyTree:

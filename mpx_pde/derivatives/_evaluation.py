@@ -127,8 +127,7 @@ class Evaluation:
             i = self._direction(Direction(tuple(x.dirs[0] for x in s.summands), own))
             return ((i,) * order,)
         return tuple(
-            tuple(sorted(self._direction(Direction((i,), own)) for i in x.dirs))
-            for x in s.summands
+            tuple(sorted(self._direction(Direction((i,), own)) for i in x.dirs)) for x in s.summands
         )
 
     # Scales of streams.

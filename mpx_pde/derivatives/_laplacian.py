@@ -194,9 +194,7 @@ def _summands(spec, name, dirs, coords, call) -> tuple[Summand, ...]:
         return tuple(Summand((i, i)) for i in dirs)
     if isinstance(spec, str) and spec == "biharmonic":
         pairs = [(i, j) for k, i in enumerate(dirs) for j in dirs[k:]]
-        return tuple(
-            Summand(tuple(sorted((i, i, j, j))), 1.0 if i == j else 2.0) for i, j in pairs
-        )
+        return tuple(Summand(tuple(sorted((i, i, j, j))), 1.0 if i == j else 2.0) for i, j in pairs)
     if not isinstance(spec, Mapping) or not spec:
         raise ValueError(
             f"`{call}` knows the operators 'laplacian' and 'biharmonic', and mappings from "

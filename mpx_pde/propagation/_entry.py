@@ -10,6 +10,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
 from .._dtypes import is_half
+from .._forward import Forward, present_forward
 from .._jaxpr import bodies_of, line_of
 from ._evaluate import Evaluator
 from ._plan import Index, Plan
@@ -54,6 +55,32 @@ def half_of(closed: ClosedJaxpr) -> np.dtype | None:
     return None
 
 
+def _evaluator(
+    closed: ClosedJaxpr, rules: Rules, scales: Callable, note: list[Equation] | None
+) -> Evaluator:
+    """How a program is evaluated: as the loss around it says, else by its own arrays."""
+
+    def record(step, rule, how):
+        if note is not None:
+            note.append(Equation(step.eqn.primitive.name, line_of(step.eqn), rule, how))
+
+    wide = np.dtype(np.float64 if closed.out_avals[0].dtype == np.float64 else np.float32)
+    forward = present_forward()
+    dtype = half_of(closed) if forward is None else forward.dtype
+    scaled = {} if dtype is None else scales(dtype)
+    if not _is_full(forward):
+        storage = Storage(wide if dtype is None else np.dtype(np.float32), dtype, scaled)
+        return Evaluator(rules, storage, Product(forward is not None), record)
+    above = np.dtype(np.float64) if forward.precision == "float64" else wide
+    full = Evaluator(rules, Storage(above), Product(precision=forward.products), record)
+    storage = Storage(np.dtype(np.float32), dtype, scaled)
+    return Evaluator(rules, storage, Product(True), record, full)
+
+
+def _is_full(forward: Forward | None) -> bool:
+    return forward is not None and forward.full
+
+
 def propagate(
     fun: Callable[[Array], Array],
     point: Array,
@@ -86,9 +113,8 @@ def propagate(
     context = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
     with context[0], context[1]:
         closed = jax.make_jaxpr(fun)(point)
-        dtype = half_of(closed)
-        storage = Storage(dtype, scales(dtype) if scales is not None and dtype is not None else {})
         rules = Rules(plan, weights)
+        evaluator = _evaluator(closed, rules, scales or (lambda dtype: {}), note)
         streams: dict[Index, Any] = {(i,): x for i, x in enumerate(seeds) if (i,) in plan.indices}
         for key, summands in rules.weights.items():
             total = None
@@ -99,15 +125,10 @@ def propagate(
             if total is not None:
                 streams[key] = total
 
-        def record(step, rule, how):
-            if note is not None:
-                note.append(Equation(step.eqn.primitive.name, line_of(step.eqn), rule, how))
-
-        evaluator = Evaluator(rules, storage, Product(), record)
         (out,) = evaluator.program(closed, [Jet(point, streams, RAW)])
         if not isinstance(out, Jet):
             return jnp.asarray(out), {}
-        out = storage.loaded(out)
+        out = (evaluator.full or evaluator).storage.loaded(out)
         full = {
             k: jnp.broadcast_to(x, _shape(plan.size(k), out.primal)) for k, x in out.streams.items()
         }

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,11 +12,11 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 from jax.interpreters import ad
 
-from .._cast import widen
 from .._flat import Constant, Step, flatten
 from .._jaxpr import bodies_of, in_context_of, line_of, own_bind, scan_counts
 from . import _tables as tables
 from ._fallback import nested
+from ._full import with_derivative_of
 from ._plan import Index
 from ._products import Product
 from ._rules import Rules
@@ -38,12 +39,15 @@ class Evaluator:
     - `storage`: how they are kept.
     - `product`: how they are multiplied.
     - `note`: told of each equation that depends on the point.
+    - `full`: where values are those of another evaluation, in full precision, that one; this one
+        then says what is kept for the backward pass, and how it is run.
     """
 
     rules: Rules
     storage: Storage
     product: Product
     note: Note | None = None
+    full: "Evaluator | None" = None
 
     def program(self, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr; operands and results are jets or arrays."""
@@ -69,21 +73,45 @@ class Evaluator:
         known_arrays = {k: x for k, x in arrays.items() if not isinstance(x, jax.Array)}
         arrays = {k: x for k, x in arrays.items() if k not in known_arrays}
 
-        def layer(arrays, traced):
+        def layer(evaluator, arrays, traced):
             inner: dict[int, Any] = {**known_arrays, **arrays, **_join(known, traced)}
             for step in part.steps:
-                self._step(step, inner, roles)
-            return {k: self._leaving(inner[k], k, roles) for k in part.outputs}
+                evaluator._step(step, inner, roles)
+            return {k: evaluator._leaving(inner[k], k, roles) for k in part.outputs}
 
         if part.multiplies:
             # Weight gradients come in turn: put off to the end of the backward pass, as XLA does
             # on several devices, they keep what they need of every layer alive.
             arrays, traced = lax.optimization_barrier((arrays, traced))
-        layer = jax.checkpoint(layer) if part.checkpointed else layer
-        env.update(layer(arrays, traced))
+        if self.full is None:
+            run = (
+                jax.checkpoint(partial(layer, self)) if part.checkpointed else partial(layer, self)
+            )
+            env.update(run(arrays, traced))
+        elif part.multiplies:
+            env.update(self._in_full(layer, arrays, traced, roles))
+        else:
+            env.update(layer(self.full, arrays, traced))
+
+    def _in_full(self, layer: Callable, arrays: dict, traced: dict, roles) -> dict:
+        """A layer whose values are those of the full evaluation, and whose derivative is that of
+        the half one, at what entered it rounded to half: this alone is kept."""
+        half = dataclasses.replace(self, full=None, note=None)
+
+        def kept(traced):
+            return {
+                k: self.storage.stored(x) if k in roles.stored else x for k, x in traced.items()
+            }
+
+        def derivative_of(arrays, traced):
+            out = jax.checkpoint(partial(layer, half))(arrays, kept(traced))
+            out = {k: half._loaded(x) for k, x in out.items()}
+            return {k: self._loaded(x) for k, x in out.items()}
+
+        return with_derivative_of(partial(layer, self.full), derivative_of)(arrays, traced)
 
     def _leaving(self, value: Any, k: int, roles) -> Any:
-        """What a layer hands on, in the precision in which it is kept."""
+        """What a layer hands on, as it is kept."""
         if isinstance(value, Jet) and k in roles.stored:
             return self.storage.stored(value)
         return value
@@ -130,7 +158,9 @@ class Evaluator:
         return out
 
     def _loaded(self, x: Any) -> Any:
-        return self.storage.loaded(x) if isinstance(x, Jet) else widen(x)
+        """A value as it is computed with."""
+        storage = self.storage if self.full is None else self.full.storage
+        return storage.loaded(x) if isinstance(x, Jet) else storage.constant(x)
 
     # Loops and branches.
 
@@ -277,9 +307,7 @@ def _split(jets: dict[int, Jet]) -> tuple[dict[int, Jet], dict[int, Jet]]:
 
 
 def _join(known: dict[int, Jet], traced: dict[int, Jet]) -> dict[int, Jet]:
-    return {
-        k: Jet(x.primal, {**known[k].streams, **x.streams}, x.stage) for k, x in traced.items()
-    }
+    return {k: Jet(x.primal, {**known[k].streams, **x.streams}, x.stage) for k, x in traced.items()}
 
 
 def _folded(rule: Callable, eqn: Any, operands: list[Any]) -> list[Jet]:
@@ -298,4 +326,3 @@ def _folded(rule: Callable, eqn: Any, operands: list[Any]) -> list[Jet]:
         ]
     primals = own_bind(eqn, [x.primal if isinstance(x, Jet) else x for x in operands])
     return [Jet(p, s, x.stage) for p, s, x in zip(primals, streams, folded, strict=True)]
-

@@ -11,7 +11,7 @@ theirs (*collapsed Taylor mode*: Dangel et al., arXiv 2505.13644).
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import cache
 from itertools import product
 from math import comb, prod
 from typing import NamedTuple
@@ -77,7 +77,7 @@ def _below(index: Index) -> set[Index]:
     return {tuple(sorted(i)) for i in out} - {index}
 
 
-@lru_cache(maxsize=None)
+@cache
 def splits(index: Index) -> tuple[tuple[int, Index, Index], ...]:
     """The rule of Leibniz without its two outer terms: how often which pair is multiplied."""
     total = Counter(index)
@@ -104,7 +104,7 @@ def _partitions(items: list[int]) -> Iterator[list[list[int]]]:
             yield [*blocks[:i], [first, *blocks[i]], *blocks[i + 1 :]]
 
 
-@lru_cache(maxsize=None)
+@cache
 def chains(index: Index) -> dict[int, tuple[tuple[int, tuple[Index, ...]], ...]]:
     """The formula of Faà di Bruno but for its linear term: by the order of the derivative of the
     outer function, how often which product of inner streams enters."""

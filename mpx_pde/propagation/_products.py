@@ -6,10 +6,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from .._cast import widen
 from .._conv import mixed_conv_general_dilated_p
 from .._dot import mixed_dot_general_p
 from .._dtypes import is_half
@@ -26,11 +24,13 @@ class Product:
 
     **Attributes:**
 
-    - `masters`: whether float32 constants count as half: a network that is to be multiplied in
+    - `masters`: whether constants of any dtype count as half: a network that is to be multiplied in
         half precision without having been cast.
+    - `precision`: what products in full ask JAX for, unless the program asks itself.
     """
 
     masters: bool = False
+    precision: Any = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
 
     def halves(self, flat: Flat, env: Mapping[int, Any]) -> set[int]:
         """The variables that do not depend on the point and are half at heart: half arrays, and
@@ -57,7 +57,7 @@ class Product:
         return out
 
     def _is_half(self, dtype: Any) -> bool:
-        return is_half(dtype) or (self.masters and dtype == jnp.float32)
+        return is_half(dtype) or self.masters
 
     def __call__(
         self, step: Any, operands: Sequence[Any], roles: Role, storage: Storage, rules: Rules
@@ -65,13 +65,11 @@ class Product:
         """The result with its streams, and what it was multiplied in."""
         dtype = self._dtype(step, operands, roles, storage)
         half = dtype is not None
-        out_dtype = jnp.float32
+        out_dtype = storage.registers
         if half and dtype == storage.dtype and step.outputs[0] not in roles.final:
             out_dtype = dtype
-        bind = _mixed(step.eqn, dtype, out_dtype) if half else _full(step.eqn)
-        operands = [
-            self._prepared(x, half and dtype == storage.dtype, storage) for x in operands
-        ]
+        bind = _mixed(step.eqn, dtype, out_dtype) if half else self._full(step.eqn, storage)
+        operands = [self._prepared(x, half and dtype == storage.dtype, storage) for x in operands]
         a, b = operands
         stage = after_product(a, b)
         both = isinstance(a, Jet) and isinstance(b, Jet)
@@ -94,7 +92,7 @@ class Product:
                 streams[key] = storage.unscaled(x, key) if scaled else x
             return [Jet(primal, streams, stage)], _describe(dtype, out_dtype)
 
-        wide = _mixed(step.eqn, dtype, jnp.float32) if half else bind
+        wide = _mixed(step.eqn, dtype, storage.registers) if half else bind
 
         def product(x, y, left, right):
             sizes = [rules.plan.size(k) if k else None for k in (left, right)]
@@ -108,7 +106,7 @@ class Product:
 
         primal = product(a.primal, b.primal, (), ())
         jet = Jet(primal, rules.leibniz(product, a, b), stage)
-        if half and out_dtype != jnp.float32:
+        if half and out_dtype != storage.registers:
             jet = storage.stored(jet)
         return [jet], _describe(dtype, out_dtype)
 
@@ -117,7 +115,9 @@ class Product:
         eqn = step.eqn
         if eqn.params.get("dtype") is not None:
             dtype = eqn.params["dtype"]
-            return None if is_half(dtype) and self._meets_point(operands) else dtype
+            # What was multiplied in half is, in a pass in full precision, in full.
+            full = self._meets_point(operands) or storage.dtype is None
+            return None if full or not is_half(dtype) else dtype
         if storage.dtype is None or _asks_for_more(eqn) or self._meets_point(operands):
             return None
         for x, atom in zip(operands, step.inputs, strict=True):
@@ -127,13 +127,26 @@ class Product:
                 return None
         return storage.dtype
 
+    def _full(self, eqn: Any, storage: Storage) -> Any:
+        """A product of arrays in registers that means it: no TF32 unless it was asked for."""
+        wide = storage.registers
+        if eqn.primitive.name.startswith("mixed"):
+            return _mixed(eqn, wide, wide)
+        params = {**eqn.params, "preferred_element_type": wide}
+        if params["precision"] is None and jax.config.jax_default_matmul_precision is None:
+            # Convolutions have no algorithms.
+            is_dot = eqn.primitive.name == "dot_general" or isinstance(self.precision, tuple)
+            params["precision"] = self.precision if is_dot else (lax.Precision.HIGHEST,) * 2
+        eqn = eqn.replace(params=params)
+        return lambda x, y: own_bind(eqn, [x, y])[0]
+
     def _meets_point(self, operands) -> bool:
         return all(x.stage == RAW for x in operands if isinstance(x, Jet))
 
     def _prepared(self, x: Any, half: bool, storage: Storage) -> Any:
         if not isinstance(x, Jet):
             # A half weight has its gradient summed over the streams in float32.
-            return widen(x)
+            return storage.constant(x)
         return storage.stored(x) if half else storage.loaded(x)
 
 
@@ -156,18 +169,3 @@ def _mixed(eqn: Any, dtype: Any, out_dtype: Any) -> Any:
     is_dot = "dot_general" in eqn.primitive.name
     primitive = mixed_dot_general_p if is_dot else mixed_conv_general_dilated_p
     return lambda x, y: primitive.bind(x, y, **params)
-
-
-def _full(eqn: Any) -> Any:
-    """The product of float32 arrays that means it: no TF32 unless the program asks for it."""
-    if eqn.primitive.name.startswith("mixed"):
-        return _mixed(eqn, jnp.float32, jnp.float32)
-    params = dict(eqn.params)
-    wide = eqn.outvars[0].aval.dtype
-    wide = wide if wide.itemsize > 4 else np.dtype("float32")
-    params["preferred_element_type"] = wide
-    if params["precision"] is None and jax.config.jax_default_matmul_precision is None:
-        params["precision"] = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
-    eqn = eqn.replace(params=params)
-    return lambda x, y: own_bind(eqn, [x, y])[0]
-

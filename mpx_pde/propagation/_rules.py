@@ -9,10 +9,10 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 
 from .._jaxpr import own_bind
+from . import _tables as tables
 from ._plan import Index, Plan, chains, splits
 from ._streams import DEEP, FIRST, RAW, Jet, is_inexact
 from ._towers import closed_tower, has_tower, nested_tower
-from . import _tables as tables
 
 
 Streams = dict[Index, Any]
@@ -166,9 +166,8 @@ class Rules:
     def _convert(self, eqn, operands):
         # Where values are rounded is this interpreter's affair, not the program's.
         (x,) = operands
-        to = eqn.params["new_dtype"]
-        narrow = jnp.issubdtype(to, jnp.floating) and jnp.dtype(to).itemsize <= 4
-        if narrow and x.primal.dtype == jnp.float32:
+        real = jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
+        if real and jnp.issubdtype(x.primal.dtype, jnp.floating):
             return [x]
         return self._linear(eqn, operands)
 

@@ -182,4 +182,3 @@ def contracted(step: Step) -> int:
 
 def _aval(step: Step, i: int) -> Any:
     return step.eqn.invars[i].aval
-

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from .._cast import widen
 from ._plan import Index
 
 
@@ -20,9 +19,7 @@ Coordinates and the first product are never rounded to half: errors made there a
 every order of differentiation."""
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["primal", "streams"], meta_fields=["stage"]
-)
+@partial(jax.tree_util.register_dataclass, data_fields=["primal", "streams"], meta_fields=["stage"])
 @dataclasses.dataclass(frozen=True)
 class Jet:
     """A value that depends on the point, and its streams; one that is missing is zero.
@@ -37,36 +34,46 @@ class Jet:
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """How streams are kept between layers.
+    """How streams are computed, and how they are kept between layers.
 
     **Attributes:**
 
-    - `dtype`: the half type, or `None` for a network that is not in half precision.
-    - `scales`: by stream, the power of two that it is multiplied by in half, and its inverse;
-        float32, with an axis of its own for stacked streams. A stream that is missing is not
-        scaled.
+    - `registers`: the dtype that everything but products is computed in.
+    - `dtype`: what streams are kept in between layers; `None` keeps them as they were computed.
+    - `scales`: by stream, the power of two that it is multiplied by where it is kept, and its
+        inverse; float32, with an axis of its own for stacked streams. A stream that is missing is
+        not scaled.
     """
 
-    dtype: np.dtype | None
+    registers: np.dtype
+    dtype: np.dtype | None = None
     scales: Mapping[Index, tuple[Array, Array]] = dataclasses.field(default_factory=dict)
 
     def is_stored(self, x: Any) -> bool:
-        return self.dtype is not None and x.dtype == self.dtype
+        return self.dtype is not None and x.dtype == self.dtype != self.registers
+
+    def constant(self, x: Any) -> Any:
+        """What does not depend on the point, as it meets what does."""
+        if is_inexact(x) and not jnp.issubdtype(x.dtype, jnp.complexfloating):
+            return x if x.dtype == self.registers else x.astype(self.registers)
+        return x
 
     def load(self, x: Any, key: Index) -> Any:
-        """A stored stream as it is, in float32."""
-        return self.unscaled(widen(x), key) if self.is_stored(x) else x
+        """A stream in registers."""
+        if self.is_stored(x):
+            return self.unscaled(x.astype(self.registers), key)
+        return self.constant(x)
 
     def store(self, x: Any, key: Index) -> Any:
-        """A stream in half; what is not float32 stays as it is."""
-        if self.dtype is None or x.dtype != jnp.float32:
+        """A stream as it is kept; what is no real floating-point array stays as it is."""
+        if self.dtype is None or self.dtype == self.registers or x.dtype != self.registers:
             return x
         if key in self.scales:
             x = x * _along(self.scales[key][0], x)
         return x.astype(self.dtype)
 
     def unscaled(self, x: Any, key: Index) -> Any:
-        """A float32 array that was computed from stored streams."""
+        """An array that was computed from stored streams, in registers."""
         return x * _along(self.scales[key][1], x) if key in self.scales else x
 
     def loaded(self, jet: Jet) -> Jet:
@@ -80,7 +87,8 @@ class Storage:
 
 def _along(scale: Any, x: Any) -> Any:
     """A scale, or one for each entry of the leading axis, to be multiplied with `x`."""
-    return jnp.reshape(scale, jnp.shape(scale) + (1,) * (np.ndim(x) - np.ndim(scale)))
+    scale = jnp.reshape(scale, jnp.shape(scale) + (1,) * (np.ndim(x) - np.ndim(scale)))
+    return scale.astype(x.dtype)
 
 
 def zeros_of(jet: Jet, size: int | None = None) -> Any:

@@ -6,7 +6,7 @@ one step up: differentiating the formulas line by line would come to several tim
 
 import math
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -37,7 +37,7 @@ def _plus(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
     return tuple(x + y for x, y in zip(pad(a), pad(b), strict=True))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _factor(order: int, slope: tuple[float, ...], own: tuple[float, ...]) -> tuple[float, ...]:
     """The polynomial that the first derivative is multiplied by to give that of an order.
 
