@@ -2,7 +2,7 @@
 
 from typing import Any as _Any
 
-from . import nn as nn
+from . import _jet as _jet, checkpoint_policies as checkpoint_policies, nn as nn
 from ._accumulate import filter_accumulated_value_and_grad as filter_accumulated_value_and_grad
 from ._cast import (
     FullPrecision as FullPrecision,
@@ -28,7 +28,6 @@ from ._collectives import (
 from ._conv import mixed_conv_general_dilated as mixed_conv_general_dilated
 from ._dot import (
     mixed_dot_general as mixed_dot_general,
-    mixed_einsum as mixed_einsum,
     mixed_matmul as mixed_matmul,
 )
 from ._dtypes import (
@@ -38,6 +37,7 @@ from ._dtypes import (
     half_precision_datatype as half_precision_datatype,
     set_half_precision_datatype as set_half_precision_datatype,
 )
+from ._einsum import mixed_einsum as mixed_einsum
 from ._faults import error_if_stuck as error_if_stuck
 from ._grad import (
     calculate_scaled_grad as calculate_scaled_grad,
@@ -52,6 +52,11 @@ from ._loss_scaling import (
     scaled as scaled,
 )
 from ._optimizer import optimizer_update as optimizer_update
+from ._precision_report import (
+    PrecisionReport as PrecisionReport,
+    PrecisionWarning as PrecisionWarning,
+    precision_report as precision_report,
+)
 from ._tree import all_finite as all_finite, global_norm as global_norm, select_tree as select_tree
 from .autocast import AutocastReport as AutocastReport, autocast as autocast
 from .derivatives import (

@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, PyTree
 
 from ._cast import widen
+from ._dtypes import is_integer
 from ._gradient import Gradient, Transformed
 from ._loss_scaling import AbstractLossScaling
 
@@ -44,7 +45,7 @@ def _axes_of_leaves(in_axes: PyTree, args: tuple) -> list[int | None]:
 def _split(x: Array | np.ndarray, axis: Any, micro_batches: int, path: Any) -> Array:
     """Shape `[micro_batches, ...]`: consecutive blocks of `x` along `axis`."""
     shape = jnp.shape(x)
-    if not isinstance(axis, int) or not -len(shape) <= axis < len(shape):
+    if not is_integer(axis) or not -len(shape) <= axis < len(shape):
         raise ValueError(
             f"`{_CALL}` cannot split the array at {jtu.keystr(path)} of the arguments after the "
             f"model along the axis {axis!r} that `in_axes` names: its shape is {shape}."

@@ -1,6 +1,7 @@
 """Casting of PyTrees and of functions."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import equinox as eqx
@@ -11,7 +12,14 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, PyTree
 
-from ._dtypes import as_floating_dtype, half_precision_datatype, wide
+from ._dtypes import (
+    as_floating_dtype,
+    asked_for_half,
+    half_behind,
+    half_precision_datatype,
+    is_half,
+    wide,
+)
 
 
 _COMPLEX = {
@@ -61,26 +69,48 @@ def _cast_leaf(x: Any, to: np.dtype) -> Any:
         return x.astype(target)
 
 
+_HALF = "half"
+
+
+def _parse_out_dtype(dtype: Any) -> Any:
+    if dtype is None or (isinstance(dtype, str) and dtype == _HALF):
+        return dtype
+    return as_floating_dtype(dtype, "FullPrecision")
+
+
 class FullPrecision(eqx.Module):
     """Keeps a layer in float32 inside a model that is cast to half precision.
 
     [`mpx_pde.cast_tree`][] never touches what is inside, so its parameters stay the float32
     masters. Calling it runs the layer as [`mpx_pde.force_full_precision`][] does: inputs are cast
     to float32, matrix products take the highest precision (no TF32), and the outputs come back
-    in the dtype of the caller's inputs.
+    in the dtype of the caller's inputs, or in `out_dtype`.
 
     ```python
-    model = eqx.tree_at(lambda m: m.layers[0], model, replace_fn=mpx.FullPrecision)
+    half_behind = lambda layer: mpx.FullPrecision(layer, out_dtype="half")
+    model = eqx.tree_at(lambda m: m.layers[0], model, replace_fn=half_behind)
     ```
 
     This is how a first layer, a normalisation or a Fourier embedding is kept out of half precision.
+    A layer that is called with float32 values (points that `keep_full` keeps) returns float32, and
+    by JAX's type promotion all layers behind it would multiply in float32: hence
+    `out_dtype="half"`.
 
-    **Attributes:**
+    Attributes of the layer can be read through the wrapper (`model.layers[0].weight`); its methods,
+    other than a call, run as they are.
+
+    **Arguments:**
 
     - `module`: the layer, any callable PyTree.
+    - `out_dtype`: the dtype of floating-point outputs; by default that of the caller's inputs.
+        `"half"` is the half precision in which [`mpx_pde.filter_grad`][] and the like, or
+        [`mpx_pde.cast_function`][], run the model at present. Where nobody asked for half
+        precision (with `use_mixed_precision=False`, or where a float32 model is evaluated), it is
+        the default, so that no value is rounded. For a model that you cast by hand, name the dtype.
     """
 
     module: Any
+    out_dtype: Any = eqx.field(static=True, default=None, converter=_parse_out_dtype)
 
     def __check_init__(self):
         if not callable(self.module):
@@ -91,7 +121,15 @@ class FullPrecision(eqx.Module):
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return force_full_precision(self.module)(*args, **kwargs)
+        out_dtype = half_behind() if self.out_dtype == _HALF else self.out_dtype
+        return force_full_precision(self.module, out_dtype)(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # Called for what is no attribute of the wrapper. Nothing private: protocols of Python and
+        # JAX ask objects for such names, and an object that is being made has no module yet.
+        if name.startswith("_") or name in ("module", "out_dtype"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.module, name)
 
 
 def _map_arrays(fn: Callable, tree: PyTree, keep: tuple[type, ...]) -> PyTree:
@@ -222,7 +260,10 @@ class _CastFunction(eqx.Module):
 
     def __call__(self, /, *args, **kwargs):
         func, args, kwargs = cast_operands((self._func, args, kwargs), self._dtype)
-        return cast_operands(func(*args, **kwargs), self._return_dtype)
+        half = is_half(self._dtype)
+        with asked_for_half("cast", self._dtype) if half else nullcontext():
+            out = func(*args, **kwargs)
+        return cast_operands(out, self._return_dtype)
 
     def __get__(self, instance: Any, owner: Any = None):
         return self if instance is None else eqx.Partial(self, instance)

@@ -8,43 +8,54 @@ import jax
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Primitive
-from jax.interpreters import batching, mlir
+from jax.interpreters import batching
 from jaxtyping import Array, Float
 
-from ._dot import _operand, _precision, _result, define_bilinear, match_varying_axes
-from ._dtypes import as_floating_dtype
+from ._dot import (
+    Given,
+    as_operand,
+    define_bilinear,
+    define_lowering,
+    match_varying_axes,
+    product_dtypes,
+    result_dtype,
+    rounded_product,
+)
 from ._jaxpr import literal, own_bind
 
 
 mixed_conv_general_dilated_p = Primitive("mixed_conv_general_dilated")
 
 _FLOAT32 = np.dtype("float32")
+_GIVEN = Given()
 
 
-def _conv(x, y, *, dtype, out_dtype, **window):
-    out = lax.conv_general_dilated_p.bind(
-        lax.convert_element_type(x, dtype),
-        lax.convert_element_type(y, dtype),
-        precision=(_precision(dtype),) * 2,
-        preferred_element_type=_result(dtype, out_dtype),
-        **window,
+def _convolution(x, y, *, precision, preferred_element_type, **window):
+    return lax.conv_general_dilated_p.bind(
+        x, y, precision=(precision,) * 2, preferred_element_type=preferred_element_type, **window
     )
-    return lax.convert_element_type(out, out_dtype)
 
 
-def _abstract_eval(x, y, *, dtype, out_dtype, **window):
+def _conv(x, y, *, dtype, out_dtype, given: Any = None, on_cpu: bool = False, **window):
+    del given
+    product = ft.partial(_convolution, **window)
+    return rounded_product(product, x, y, dtype, out_dtype, on_cpu)
+
+
+def _abstract_eval(x, y, *, dtype, out_dtype, given: Any = None, **window):
+    del given
     # Shapes, shardings and varying mesh axes are those of JAX's own convolution.
     out, _ = lax.conv_general_dilated_p.abstract_eval(
         x.update(dtype=dtype, weak_type=False),
         y.update(dtype=dtype, weak_type=False),
         precision=None,
-        preferred_element_type=_result(dtype, out_dtype),
+        preferred_element_type=result_dtype(dtype, out_dtype),
         **window,
     )
     return out.update(dtype=out_dtype)
 
 
-def _replay(closed: ClosedJaxpr, args: Sequence, dtype: np.dtype, out_dtype: np.dtype) -> list:
+def _replay(closed: ClosedJaxpr, args: Sequence, **dtypes: Any) -> list:
     """Evaluates a jaxpr of movements and convolutions with every convolution a mixed one.
 
     The movements (reversals, reshapes, transpositions) take operands of any dtype.
@@ -60,13 +71,9 @@ def _replay(closed: ClosedJaxpr, args: Sequence, dtype: np.dtype, out_dtype: np.
                 for k, v in eqn.params.items()
                 if k not in ("precision", "preferred_element_type")
             }
-            out = [
-                mixed_conv_general_dilated_p.bind(
-                    *operands, dtype=dtype, out_dtype=out_dtype, **window
-                )
-            ]
+            out = [mixed_conv_general_dilated_p.bind(*operands, **dtypes, **window)]
         elif eqn.primitive.name in ("jit", "pjit"):
-            out = _replay(eqn.params["jaxpr"], operands, dtype, out_dtype)
+            out = _replay(eqn.params["jaxpr"], operands, **dtypes)
         else:
             out = own_bind(eqn, operands)
         env.update(zip(eqn.outvars, out, strict=True))
@@ -84,7 +91,12 @@ def _plain(window: dict) -> Callable:
     )
 
 
-def _transpose_lhs(g, x, y, *, dtype, out_dtype, **window):
+def _of_cotangent(aval: Any, dtype: np.dtype, given: Given) -> dict[str, Any]:
+    # In the operand's own dtype.
+    return {"dtype": dtype, "out_dtype": aval.dtype, "given": given._replace(out_dtype=True)}
+
+
+def _transpose_lhs(g, x, y, *, dtype, out_dtype, given: Given = _GIVEN, **window):
     """The cotangent of the left operand: half × half again, in the operand's own dtype."""
     del out_dtype
     aval = x.aval.update(dtype=_FLOAT32, weak_type=False)
@@ -93,10 +105,10 @@ def _transpose_lhs(g, x, y, *, dtype, out_dtype, **window):
         return jax.linear_transpose(lambda x: _plain(window)(x, y), aval)(g)
 
     closed = _traced(cotangent, jax.typeof(g), jax.typeof(y))
-    return _replay(closed, (g, y), dtype, x.aval.dtype)[0]
+    return _replay(closed, (g, y), **_of_cotangent(x.aval, dtype, given))[0]
 
 
-def _transpose_rhs(g, x, y, *, dtype, out_dtype, **window):
+def _transpose_rhs(g, x, y, *, dtype, out_dtype, given: Given = _GIVEN, **window):
     del out_dtype
     aval = y.aval.update(dtype=_FLOAT32, weak_type=False)
 
@@ -104,21 +116,18 @@ def _transpose_rhs(g, x, y, *, dtype, out_dtype, **window):
         return jax.linear_transpose(lambda y: _plain(window)(x, y), aval)(g)
 
     closed = _traced(cotangent, jax.typeof(g), jax.typeof(x))
-    return _replay(closed, (g, x), dtype, y.aval.dtype)[0]
+    return _replay(closed, (g, x), **_of_cotangent(y.aval, dtype, given))[0]
 
 
-def _batch(args, dims, *, dtype, out_dtype, **window):
+def _batch(args, dims, *, dtype, out_dtype, given: Given = _GIVEN, **window):
     # JAX's own rule folds the batch axis into channels, groups or the batch of the convolution.
     batched = jax.vmap(_plain(window), in_axes=dims, out_axes=0)
     closed = _traced(batched, *map(jax.typeof, args))
-    return _replay(closed, args, dtype, out_dtype)[0], 0
+    return _replay(closed, args, dtype=dtype, out_dtype=out_dtype, given=given)[0], 0
 
 
-mixed_conv_general_dilated_p.def_impl(
-    lambda x, y, **params: jax.jit(ft.partial(_conv, **params))(x, y)
-)
 mixed_conv_general_dilated_p.def_abstract_eval(_abstract_eval)
-mlir.register_lowering(mixed_conv_general_dilated_p, mlir.lower_fun(_conv, multiple_results=False))
+define_lowering(mixed_conv_general_dilated_p, _conv)
 define_bilinear(mixed_conv_general_dilated_p, _transpose_lhs, _transpose_rhs)
 batching.primitive_batchers[mixed_conv_general_dilated_p] = _batch
 
@@ -134,7 +143,7 @@ def mixed_conv_general_dilated(
     feature_group_count: int = 1,
     batch_group_count: int = 1,
     *,
-    dtype: Any,
+    dtype: Any = None,
     out_dtype: Any = None,
 ) -> Float[Array, "..."]:
     """[`jax.lax.conv_general_dilated`][] with operands rounded to `dtype`, products accumulated
@@ -152,9 +161,7 @@ def mixed_conv_general_dilated(
         floating dtype. Pass the float32 master.
     - `window_strides`, `padding`, `lhs_dilation`, `rhs_dilation`, `dimension_numbers`,
         `feature_group_count`, `batch_group_count`: as for [`jax.lax.conv_general_dilated`][].
-    - `dtype`: what the operands are rounded to, usually float16 or bfloat16. float32 multiplies
-        at the highest precision (no TF32).
-    - `out_dtype`: the dtype of the result; by default `dtype`.
+    - `dtype`, `out_dtype`: as for [`mpx_pde.mixed_dot_general`][].
 
     **Returns:**
 
@@ -165,9 +172,8 @@ def mixed_conv_general_dilated(
     [`jax.lax.conv_general_dilated`][].
     """
     call = "mixed_conv_general_dilated"
-    dtype = as_floating_dtype(dtype, call)
-    out_dtype = dtype if out_dtype is None else as_floating_dtype(out_dtype, call)
-    lhs, rhs = match_varying_axes(_operand(lhs, call), _operand(rhs, call))
+    lhs, rhs = match_varying_axes(as_operand(lhs, call), as_operand(rhs, call))
+    dtype, out_dtype, given = product_dtypes((lhs, rhs), dtype, out_dtype, call)
     # JAX spells out padding and dimension numbers, and checks them.
     closed = _traced(
         ft.partial(
@@ -183,4 +189,4 @@ def mixed_conv_general_dilated(
         jax.typeof(lhs),
         jax.typeof(rhs),
     )
-    return _replay(closed, (lhs, rhs), dtype, out_dtype)[0]
+    return _replay(closed, (lhs, rhs), dtype=dtype, out_dtype=out_dtype, given=given)[0]

@@ -6,10 +6,10 @@ steps and devices in half), and `preferred_element_type=float32` puts float32 ×
 into the backward pass. A primitive of our own settles both, in forward and in reverse mode.
 """
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from operator import index
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from ._dtypes import as_floating_dtype, wide
+from ._dtypes import as_floating_dtype, full_precision_asked, is_integer, wide
 
 
 DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], ...]]
@@ -37,58 +37,71 @@ SPLIT_PRODUCTS = {
 mixed_dot_general_p = Primitive("mixed_dot_general")
 
 
-def _result(dtype: np.dtype, out_dtype: np.dtype) -> np.dtype:
+class Given(NamedTuple):
+    """Which dtypes of a product its caller named. [`mpx_pde.autocast`][] supplies the others."""
+
+    dtype: bool = True
+    out_dtype: bool = True
+
+
+_GIVEN = Given()
+
+
+def result_dtype(dtype: np.dtype, out_dtype: np.dtype) -> np.dtype:
     # Products of halves accumulate in float32 on every backend, whatever the result. A GEMM with a
     # half result is asked for as such: cuBLAS does not fold a cast of a float32 result, which
     # would cost a float32 array and a kernel of its own.
     return dtype if out_dtype == dtype else wide(dtype)
 
 
-def _precision(dtype: np.dtype) -> lax.Precision:
+def rounded_product(
+    product: Callable, x: Any, y: Any, dtype: np.dtype, out_dtype: np.dtype, on_cpu: bool
+) -> Any:
+    """`product` of the operands rounded to `dtype`, with a result rounded to `out_dtype`.
+
+    jaxlib's CPU backend has kernels for some products of halves and fails on others, most of them
+    of bfloat16. So there the rounded operands are widened, which is exact: the numbers are the
+    same, and the time is at most that of the kernels.
+    """
+    result = wide(dtype) if on_cpu else result_dtype(dtype, out_dtype)
+    x, y = (lax.convert_element_type(z, dtype) for z in (x, y))
+    if on_cpu:
+        x, y = (lax.convert_element_type(z, result) for z in (x, y))
     # A product of halves is exact in float32. One of float32 operands is TF32 (GPU) or bfloat16
     # (TPU) unless the highest precision is asked for.
-    return lax.Precision.HIGHEST if dtype.itemsize >= 4 else lax.Precision.DEFAULT
-
-
-def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding):
-    out = lax.dot_general(
-        lax.convert_element_type(x, dtype),
-        lax.convert_element_type(y, dtype),
-        dimension_numbers,
-        precision=_precision(dtype),
-        preferred_element_type=_result(dtype, out_dtype),
-        out_sharding=out_sharding,
-    )
+    half = x.dtype.itemsize < 4
+    precision = lax.Precision.DEFAULT if half else lax.Precision.HIGHEST
+    out = product(x, y, precision=precision, preferred_element_type=result)
     return lax.convert_element_type(out, out_dtype)
 
 
-def _dot_on_cpu(x, y, *, dimension_numbers, **params):
-    # jaxlib 0.10's CPU backend widens bfloat16 products with one contracted axis, takes those with
-    # several to need no such thing, and then fails on them.
-    (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
+def _dot(
+    x,
+    y,
+    *,
+    dimension_numbers,
+    dtype,
+    out_dtype,
+    out_sharding,
+    given: Given = _GIVEN,
+    on_cpu: bool = False,
+):
+    del given
+    product = partial(
+        lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding
+    )
+    return rounded_product(product, x, y, dtype, out_dtype, on_cpu)
 
-    def merged(x, contract, batch):
-        kept = _axes(x.ndim, contract, batch)
-        shape = [x.shape[i] for i in (*batch, *kept)]
-        return lax.reshape(
-            x, (*shape, math.prod(x.shape[i] for i in contract)), (*batch, *kept, *contract)
-        )
 
-    if params["dtype"] == jnp.bfloat16 and len(x_contract) > 1:
-        x, y = merged(x, x_contract, x_batch), merged(y, y_contract, y_batch)
-        batch = tuple(range(len(x_batch)))
-        dimension_numbers = ((x.ndim - 1,), (y.ndim - 1,)), (batch, batch)
-    return _dot(x, y, dimension_numbers=dimension_numbers, **params)
-
-
-def _abstract_eval(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding):
+def _abstract_eval(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given=None):
+    del given
     # Shapes, shardings and varying mesh axes are those of JAX's own product.
     out, _ = lax.dot_general_p.abstract_eval(
         x.update(dtype=dtype, weak_type=False),
         y.update(dtype=dtype, weak_type=False),
         dimension_numbers=dimension_numbers,
         precision=None,
-        preferred_element_type=_result(dtype, out_dtype),
+        preferred_element_type=result_dtype(dtype, out_dtype),
         out_sharding=out_sharding,
     )
     return out.update(dtype=out_dtype)
@@ -119,7 +132,18 @@ def _cotangent_sharding(x_aval, g, order: list[int]) -> NamedSharding | None:
     return NamedSharding(mesh, PartitionSpec(*(spec[i] for i in order)))
 
 
-def _transpose_lhs(g, x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, swapped=False):
+def _transpose_lhs(
+    g,
+    x,
+    y,
+    *,
+    dimension_numbers,
+    dtype,
+    out_dtype,
+    out_sharding,
+    given: Given = _GIVEN,
+    swapped=False,
+):
     """The cotangent of the left operand: half × half again, in the operand's own dtype."""
     del out_dtype, out_sharding
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
@@ -130,11 +154,10 @@ def _transpose_lhs(g, x, y, *, dimension_numbers, dtype, out_dtype, out_sharding
     g_batch, g_y = tuple(range(n)), tuple(range(first, first + len(y_kept)))
     # What comes out has the axes: batch, kept, and contracted in the order of y's axes; swapped,
     # contracted before kept. So the gradient of a weight is `y.T @ g`: of `(g.T @ y).T` XLA makes
-    # a transposed copy of g on a CPU. (Not in bfloat16, of which jaxlib 0.10's CPU backend refuses
-    # outer products in that order.)
+    # a transposed copy of g on a CPU.
     operands = [(g, g_y, g_batch), (y, tuple(y_kept), tuple(y_batch))]
     axes = [x_kept, [x_contract[i] for i in np.argsort(y_contract)]]
-    if swapped and dtype != jnp.bfloat16:
+    if swapped:
         operands, axes = operands[::-1], axes[::-1]
     (left, left_axes, left_batch), (right, right_axes, right_batch) = operands
     order = [*x_batch, *axes[0], *axes[1]]
@@ -145,6 +168,7 @@ def _transpose_lhs(g, x, y, *, dimension_numbers, dtype, out_dtype, out_sharding
         dtype=dtype,
         out_dtype=x.aval.dtype,
         out_sharding=_cotangent_sharding(x.aval, g, order),
+        given=given._replace(out_dtype=True),
     )
     return lax.transpose(out, tuple(int(i) for i in np.argsort(order)))
 
@@ -204,19 +228,30 @@ def define_bilinear(primitive, transpose_lhs: Callable, transpose_rhs: Callable)
     ad.primitive_jvps[primitive] = jvp
 
 
-mixed_dot_general_p.def_impl(
-    jax.jit(_dot, static_argnames=("dimension_numbers", "dtype", "out_dtype", "out_sharding"))
-)
+def define_lowering(primitive, evaluate: Callable) -> None:
+    """How a product is evaluated: by a function of its operands and parameters that is told
+    whether it is `on_cpu`."""
+
+    # Compiled once for each set of parameters and types, as JAX's own operations are.
+    @partial(jax.jit, static_argnames="params")
+    def run(x, y, params):
+        return primitive.bind(x, y, **dict(params))
+
+    primitive.def_impl(lambda x, y, **params: run(x, y, tuple(params.items())))
+    for platform in (None, "cpu"):
+        lowering = partial(evaluate, on_cpu=platform == "cpu")
+        mlir.register_lowering(
+            primitive, mlir.lower_fun(lowering, multiple_results=False), platform=platform
+        )
+
+
 mixed_dot_general_p.def_abstract_eval(_abstract_eval)
-mlir.register_lowering(mixed_dot_general_p, mlir.lower_fun(_dot, multiple_results=False))
-mlir.register_lowering(
-    mixed_dot_general_p, mlir.lower_fun(_dot_on_cpu, multiple_results=False), platform="cpu"
-)
+define_lowering(mixed_dot_general_p, _dot)
 define_bilinear(mixed_dot_general_p, _transpose_lhs, _transpose_rhs)
 batching.fancy_primitive_batchers[mixed_dot_general_p] = _batch
 
 
-def _operand(x: Any, call: str) -> Array:
+def as_operand(x: Any, call: str) -> Array:
     out = jnp.asarray(x)
     if not jnp.issubdtype(out.dtype, jnp.floating):
         raise TypeError(
@@ -225,6 +260,28 @@ def _operand(x: Any, call: str) -> Array:
             "complex array into its real and imaginary parts."
         )
     return out
+
+
+def _narrowest(operands: Sequence[Array], call: str) -> np.dtype:
+    smallest = min(x.dtype.itemsize for x in operands)
+    dtypes = {x.dtype for x in operands if x.dtype.itemsize == smallest}
+    if len(dtypes) > 1:
+        names = " and ".join(sorted(d.name for d in dtypes))
+        raise ValueError(
+            f"`{call}` without a `dtype` multiplies in the narrowest dtype of its operands, but "
+            f"got {names}. Pass `dtype`."
+        )
+    return dtypes.pop()
+
+
+def product_dtypes(
+    operands: Sequence[Array], dtype: Any, out_dtype: Any, call: str
+) -> tuple[np.dtype, np.dtype, Given]:
+    """In what a product multiplies, what it returns, and what of it the caller asked for."""
+    given = Given(dtype is not None or full_precision_asked(), out_dtype is not None)
+    canonical = lambda d: jax.dtypes.canonicalize_dtype(as_floating_dtype(d, call))
+    dtype = _narrowest(operands, call) if dtype is None else canonical(dtype)
+    return dtype, dtype if out_dtype is None else canonical(out_dtype), given
 
 
 def varying_axes(x: Array) -> frozenset[str]:
@@ -249,7 +306,7 @@ def mixed_dot_general(
     y: Float[Array | np.ndarray, "..."],
     dimension_numbers: Any,
     *,
-    dtype: Any,
+    dtype: Any = None,
     out_dtype: Any = None,
     out_sharding: NamedSharding | None = None,
 ) -> Float[Array, "..."]:
@@ -269,7 +326,8 @@ def mixed_dot_general(
     - `dimension_numbers`: `((x_contracting, y_contracting), (x_batch, y_batch))`, as for
         [`jax.lax.dot_general`][].
     - `dtype`: what the operands are rounded to, usually float16 or bfloat16. float32 multiplies
-        at the highest precision (no TF32).
+        at the highest precision (no TF32). By default the narrowest dtype of the operands; inside
+        of [`mpx_pde.autocast`][], which then supplies the dtype, its half precision.
     - `out_dtype`: the dtype of the result; by default `dtype`.
     - `out_sharding`: the layout of the result, for meshes with explicit axes on which a
         contracted axis is sharded; as for [`jax.lax.dot_general`][].
@@ -279,17 +337,40 @@ def mixed_dot_general(
     An array of dtype `out_dtype`: first the batch axes, then those left of `x`, then of `y`.
 
     **Raises:** `TypeError` for operands that are not real floating-point or whose shapes do not
-    fit, `ValueError` for a `dtype` that is no floating-point type.
+    fit, `ValueError` for a `dtype` that is no floating-point type, or without one for operands of
+    two different narrow types.
     """
     call = "mixed_dot_general"
-    dtype = as_floating_dtype(dtype, call)
-    out_dtype = dtype if out_dtype is None else as_floating_dtype(out_dtype, call)
-    x, y = match_varying_axes(_operand(x, call), _operand(y, call))
+    x, y = as_operand(x, call), as_operand(y, call)
+    dtype, out_dtype, given = product_dtypes((x, y), dtype, out_dtype, call)
+    return dot_general_as_given(
+        x,
+        y,
+        dimension_numbers,
+        dtype=dtype,
+        out_dtype=out_dtype,
+        given=given,
+        out_sharding=out_sharding,
+    )
+
+
+def dot_general_as_given(
+    x: Array,
+    y: Array,
+    dimension_numbers: Any,
+    *,
+    dtype: np.dtype,
+    out_dtype: np.dtype,
+    given: Given,
+    out_sharding: NamedSharding | None = None,
+) -> Array:
+    """[`mpx_pde.mixed_dot_general`][] once it is known what was asked for."""
+    x, y = match_varying_axes(x, y)
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
 
     def canonical(axes, ndim):
-        axes = [axes] if isinstance(axes, int) else axes
-        return tuple(int(i) + ndim if -ndim <= i < 0 else int(i) for i in axes)
+        axes = [index(i) for i in ([axes] if is_integer(axes) else axes)]
+        return tuple(i + ndim if -ndim <= i < 0 else i for i in axes)
 
     return mixed_dot_general_p.bind(
         x,
@@ -301,6 +382,7 @@ def mixed_dot_general(
         dtype=dtype,
         out_dtype=out_dtype,
         out_sharding=out_sharding,
+        given=given,
     )
 
 
@@ -308,7 +390,7 @@ def mixed_matmul(
     x: Float[Array | np.ndarray, "..."],
     y: Float[Array | np.ndarray, "..."],
     *,
-    dtype: Any,
+    dtype: Any = None,
     out_dtype: Any = None,
 ) -> Float[Array, "..."]:
     """[`jax.numpy.matmul`][] by [`mpx_pde.mixed_dot_general`][].
@@ -327,7 +409,7 @@ def mixed_matmul(
 
     **Raises:** `TypeError` for scalars, wrong dtypes or shapes that do not fit.
     """
-    x, y = _operand(x, "mixed_matmul"), _operand(y, "mixed_matmul")
+    x, y = as_operand(x, "mixed_matmul"), as_operand(y, "mixed_matmul")
     if x.ndim == 0 or y.ndim == 0 or x.shape[-1] != y.shape[max(y.ndim - 2, 0)]:
         raise TypeError(
             "`mixed_matmul` contracts the last axis of `x` with the last but one of `y` (or its "
@@ -345,113 +427,3 @@ def mixed_matmul(
     y = jnp.broadcast_to(y, lead + y.shape[-2:])
     batch = tuple(range(len(lead)))
     return dot(x, y, ((x.ndim - 1, y.ndim - 2), (batch, batch)))
-
-
-def _einsum_pair(x, x_axes: str, y, y_axes: str, kept: str, dot) -> tuple[Array, str]:
-    """Contracts two operands whose letters are distinct; letters outside `kept` are summed."""
-    batch = [c for c in x_axes if c in y_axes and c in kept]
-    contract = [c for c in x_axes if c in y_axes and c not in kept]
-    out = dot(
-        x,
-        y,
-        (
-            ([x_axes.index(c) for c in contract], [y_axes.index(c) for c in contract]),
-            ([x_axes.index(c) for c in batch], [y_axes.index(c) for c in batch]),
-        ),
-    )
-    shared = batch + contract
-    axes = [
-        *batch,
-        *(c for c in x_axes if c not in shared),
-        *(c for c in y_axes if c not in shared),
-    ]
-    return out, "".join(axes)
-
-
-def _einsum_reduce(x, axes: str, kept: str) -> tuple[Array, str]:
-    """Takes diagonals of repeated letters and sums, in float32 or wider, letters outside
-    `kept`."""
-    target = "".join(dict.fromkeys(c for c in axes if c in kept))
-    if target == axes:
-        return x, axes
-    out = jnp.einsum(f"{axes}->{target}", x.astype(wide(x.dtype)), precision=lax.Precision.HIGHEST)
-    return out, target
-
-
-def mixed_einsum(
-    subscripts: str, *operands: Float[Array | np.ndarray, "..."], dtype: Any, out_dtype: Any = None
-) -> Float[Array, "..."]:
-    """[`jax.numpy.einsum`][] by [`mpx_pde.mixed_dot_general`][].
-
-    Every pairwise product (in the order that `jax.numpy.einsum_path` picks) is one mixed product;
-    sums over an index of a single operand are taken in float32 first.
-
-    **Arguments:**
-
-    - `subscripts`: as for [`jax.numpy.einsum`][], ellipses included.
-    - `operands`: arrays of any real floating dtype, which may differ.
-    - `dtype`, `out_dtype`: as for [`mpx_pde.mixed_dot_general`][].
-
-    **Returns:**
-
-    An array of dtype `out_dtype`.
-
-    **Raises:** `TypeError` for wrong dtypes, `ValueError` for subscripts that do not fit the
-    operands.
-    """
-    call = "mixed_einsum"
-    if not isinstance(subscripts, str):
-        raise TypeError(f"`{call}` takes its subscripts as a string first, but got {subscripts!r}.")
-    dtype = as_floating_dtype(dtype, call)
-    out_dtype = dtype if out_dtype is None else as_floating_dtype(out_dtype, call)
-    arrays = [_operand(x, call) for x in operands]
-    inputs, output = _einsum_letters(subscripts, [x.ndim for x in arrays], call)
-    path, _ = jnp.einsum_path(f"{','.join(inputs)}->{output}", *arrays, optimize="auto")
-    dot = partial(mixed_dot_general, dtype=dtype, out_dtype=out_dtype)
-    terms = list(zip(arrays, inputs, strict=True))
-    for pair in path:
-        picked = [terms.pop(i) for i in sorted(pair, reverse=True)]
-        kept = output + "".join(axes for _, axes in terms)
-        while len(picked) > 1:
-            (x, x_axes), (y, y_axes) = picked.pop(), picked.pop()
-            rest = kept + "".join(axes for _, axes in picked)
-            x, x_axes = _einsum_reduce(x, x_axes, rest + y_axes)
-            y, y_axes = _einsum_reduce(y, y_axes, rest + x_axes)
-            picked.append(_einsum_pair(x, x_axes, y, y_axes, rest, dot))
-        terms.append(picked[0])
-    [(out, axes)] = terms
-    if len(arrays) == 1:
-        out, axes = _einsum_reduce(out.astype(dtype), axes, output)
-    return jnp.transpose(out, [axes.index(c) for c in output]).astype(out_dtype)
-
-
-def _einsum_letters(subscripts: str, ndims: list[int], call: str) -> tuple[list[str], str]:
-    """The subscripts of each operand and of the result, ellipses and output spelled out."""
-    text = subscripts.replace(" ", "")
-    left, arrow, output = text.partition("->")
-    inputs = left.split(",")
-    if len(inputs) != len(ndims):
-        raise ValueError(
-            f"`{call}` got {len(ndims)} operands for the {len(inputs)} terms of {subscripts!r}."
-        )
-    free = (c for c in map(chr, range(0x100, 0x1000)))
-    lengths = [n - len(t.replace("...", "")) for t, n in zip(inputs, ndims, strict=True)]
-    dots = "".join(next(free) for _ in range(max(0, *lengths, 0)))
-    spelled = []
-    for term, ndim, length in zip(inputs, ndims, lengths, strict=True):
-        if length < 0 or (length > 0 and "..." not in term):
-            raise ValueError(
-                f"`{call}`: the term {term!r} does not fit an operand with {ndim} axes."
-            )
-        spelled.append(term.replace("...", dots[len(dots) - length :]))
-    if arrow:
-        output = output.replace("...", dots)
-    else:
-        letters = left.replace(",", "").replace("...", "")
-        output = dots + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
-    unknown = set(output) - set("".join(spelled))
-    if unknown or len(set(output)) != len(output):
-        raise ValueError(
-            f"`{call}`: the result of {subscripts!r} has an index unknown or repeated."
-        )
-    return spelled, output

@@ -26,6 +26,9 @@ _HALF = {name: jnp.dtype(name) for name in ("float16", "bfloat16")}
 # half-precision type is never reused for the other.
 _half_context = jax.make_user_context("float16")
 
+# Who asked for half precision around here, and which: `("cast", "float16")`, or "autocast".
+_asked_context = jax.make_user_context(None)
+
 
 def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
     """`dtype` as a NumPy dtype; a `ValueError` in the name of `call` unless it is a real
@@ -33,7 +36,8 @@ def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
     try:
         if dtype is None or eqx.is_array(dtype):
             raise TypeError  # NumPy would take `None` for float64, and an array for its dtype.
-        out = jnp.dtype(dtype)
+        # Python's own type means JAX's default, which is float64 with `jax_enable_x64` alone.
+        out = jax.dtypes.canonicalize_dtype(dtype) if dtype is float else jnp.dtype(dtype)
     except TypeError as e:
         raise ValueError(
             f"`{call}` needs a floating-point dtype such as jnp.float16 or 'bfloat16', but got "
@@ -45,6 +49,11 @@ def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
             f"got {out.name}."
         )
     return out
+
+
+def is_integer(x: Any) -> bool:
+    """Whether `x` is an integer of Python or NumPy, and no bool."""
+    return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
 def is_half(dtype: Any) -> bool:
@@ -131,3 +140,38 @@ def largest_scale(dtype: Any) -> float:
     """The largest power of two that `dtype` holds and that is a scale: 2^15 for float16, 2^126
     for bfloat16."""
     return min(float(2.0 ** (int(jnp.finfo(dtype).maxexp) - 1)), LARGEST_SCALE)
+
+
+@contextmanager
+def asked_for_half(by: str, datatype: Any) -> Iterator[None]:
+    """A context in which half precision was asked for, by a `"cast"` of arguments or by
+    `"autocast"`."""
+    name = _half_name(datatype, "asked_for_half")
+    with half_precision(name), _asked_context((by, name)):
+        yield
+
+
+def half_behind() -> np.dtype | None:
+    """The half precision that was asked for around here; `None` where nobody did, as in a
+    float32 baseline or where a model is evaluated."""
+    asked = _asked_context.value
+    return None if asked is None else _HALF[asked[1]]
+
+
+def full_precision_asked() -> bool:
+    """Whether products have to be more precise here than JAX has them by default, as inside of
+    [`mpx_pde.FullPrecision`][]."""
+    precision = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  (set at runtime)
+    return precision not in (None, "default", "fastest", "bfloat16", "DEFAULT")
+
+
+def product_datatype(dtype: Any) -> np.dtype:
+    """What a layer with weights of `dtype`, and no dtype of its own, multiplies in.
+
+    That of the weights, since whoever casts a model casts them. [`mpx_pde.autocast`][] casts
+    nothing beforehand, and supplies its own.
+    """
+    dtype, asked = jnp.dtype(dtype), _asked_context.value
+    if asked is None or asked[0] != "autocast" or full_precision_asked() or dtype != jnp.float32:
+        return dtype
+    return _HALF[asked[1]]

@@ -3,6 +3,8 @@ it they return."""
 
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -16,8 +18,10 @@ from jaxtyping import Array, Bool, Inexact, PyTree
 
 from ._cast import cast_except, cast_operands, widen
 from ._dot import varying_axes
-from ._dtypes import half_precision, half_precision_datatype, is_half
+from ._dtypes import asked_for_half, half_precision, half_precision_datatype, is_half
 from ._loss_scaling import check_scaling, split_aux
+from ._notes import noting_the_cast
+from ._precision_report import checked, traced
 from ._tree import all_finite
 from .autocast import autocast as autocast_function, parse_patterns
 from .derivatives._counts import check_takes_derivatives, sum_counts
@@ -152,7 +156,9 @@ class Gradient(eqx.Module):
         in, so that the function itself and the cap of the scaling see it."""
         if not is_half(self.compute_dtype):
             return thunk()
-        with half_precision(self.compute_dtype):
+        casts = self.use_mixed_precision and self.autocast is None
+        asked = partial(asked_for_half, "cast") if casts else half_precision
+        with asked(self.compute_dtype):
             return thunk()
 
     def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -184,7 +190,9 @@ class Gradient(eqx.Module):
         func = self.func
         if self.autocast is not None and is_half(self.compute_dtype):
             func = autocast_function(func, self.compute_dtype, **dict(self.autocast))
-        out = func(*args, **self.with_derivatives(kwargs, derivatives))
+        cast = self.autocast is None and is_half(self.compute_dtype)
+        with noting_the_cast(self.call, self.compute_dtype) if cast else nullcontext():
+            out = func(*args, **self.with_derivatives(kwargs, derivatives))
         aux = None
         if self.has_aux:
             out, aux = split_aux(out, self.call)
@@ -267,7 +275,16 @@ class Transformed(eqx.Module):
         # Copies of the containers: an `eqx.nn.State` that the loss sets can be used once only, and
         # the caller needs the old one to roll back to.
         args, kwargs = jtu.tree_map(lambda x: x, (args, kwargs))
-        return self.gradient.in_context(lambda: self.run(self.gradient, args, kwargs))
+        return self.gradient.in_context(lambda: self._checked(args, kwargs))
+
+    def _checked(self, args: tuple, kwargs: dict) -> Any:
+        gradient = self.gradient
+        asked = gradient.use_mixed_precision and is_half(gradient.compute_dtype)
+        # Run eagerly there is no program to look at.
+        if not asked or not traced((gradient, args, kwargs)):
+            return self.run(gradient, args, kwargs)
+        run = self.run, (gradient, args, kwargs)
+        return checked(*run, gradient.call, gradient.compute_dtype)
 
     def __get__(self, instance: Any, owner: Any = None):
         return self if instance is None else eqx.Partial(self, instance)

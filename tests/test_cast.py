@@ -2,6 +2,7 @@
 
 import functools as ft
 import inspect
+import pickle
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -728,3 +729,73 @@ def test_full_precision_replaces_a_layer_in_place():
     assert half.layers[1].weight.dtype == jnp.float16
     # Inputs in half: what comes out of the first layer fits to the rest under strict promotion.
     assert jax.eval_shape(half, jnp.ones(2, jnp.float16)).dtype == jnp.float16
+
+
+# --- Half behind a layer in full precision --------------------------------------------------------
+
+
+def _behind(x, out_dtype="half"):
+    layer = eqx.nn.Linear(3, 4, key=jax.random.key(0))
+    return mpx.FullPrecision(layer, out_dtype=out_dtype)(x)
+
+
+def test_half_behind_a_layer_is_what_was_asked_for():
+    x = jnp.ones(3)
+    assert _behind(x).dtype == jnp.float32  # by nobody
+    with mpx.half_precision("bfloat16"):
+        assert _behind(x).dtype == jnp.float32
+    assert _behind(x.astype("bfloat16")).dtype == jnp.bfloat16
+    for half in ("float16", "bfloat16"):
+        seen = []
+
+        def loss(w, x, seen=seen):
+            seen.append(_behind(x).dtype.name)
+            return jnp.sum(w)
+
+        policy = f"params=float32,compute={half},output=float32"
+        options = {"keep_full": (False, True), "policy": policy}
+        scaling = mpx.DynamicLossScaling()
+        for mixed in (True, False):
+            mpx.filter_grad(loss, scaling, use_mixed_precision=mixed, **options)(x, x)
+        mpx.autocast(loss, half)(x, x)
+        mpx.cast_function(loss, half)(x, x)
+        assert seen == [half, "float32", half, half]
+    assert _behind(x, "bfloat16").dtype == jnp.bfloat16
+
+
+@pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")  # it multiplies nothing else
+def test_a_compiled_function_notices_who_asks():
+    behind = jax.jit(_behind)
+    x = jnp.ones(3)
+    assert behind(x).dtype == jnp.float32
+    loss = lambda w, x: jnp.sum(w) + jnp.sum(behind(x).astype(w.dtype))
+    jaxpr = jax.make_jaxpr(
+        lambda x: mpx.filter_grad(loss, mpx.DynamicLossScaling(), keep_full=(False, True))(x, x)[2]
+    )(x)
+    assert "f16[4]" in str(jaxpr)
+
+
+def test_a_baseline_is_the_same_to_the_bit():
+    layer = eqx.nn.Linear(3, 4, key=jax.random.key(0))
+    x = jnp.linspace(0.1, 1.0, 3)
+    assert tree_equal_bits(_behind(x), mpx.FullPrecision(layer)(x))
+
+
+def test_attributes_of_what_is_wrapped():
+    norm = mpx.FullPrecision(eqx.nn.LayerNorm(4))
+    assert norm.eps == norm.module.eps
+    assert norm.weight is norm.module.weight
+    assert norm.module.shape == norm.shape
+    for name in ("nosuch", "_private", "__array__"):
+        with pytest.raises(AttributeError, match=name):
+            getattr(norm, name)
+    replaced = eqx.tree_at(lambda m: m.weight, norm, jnp.zeros(4))
+    assert not replaced.module.weight.any()
+    copied = pickle.loads(pickle.dumps(mpx.FullPrecision(eqx.nn.Identity(), out_dtype="half")))
+    assert copied.out_dtype == "half"
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_an_out_dtype_that_is_none():
+    with pytest.raises(ValueError, match="`FullPrecision` needs a"):
+        mpx.FullPrecision(eqx.nn.Identity(), out_dtype="halve")

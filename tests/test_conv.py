@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALVES, TOLERANCES, equations
+from helpers import HALVES, TOLERANCES, equations, program_for_gpu
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
@@ -127,7 +127,7 @@ def test_every_convolution_is_half(case):
         gradient = jax.grad(loss, argnums=(0, 1))
         return jax.jvp(gradient, (x, y), (x, y))
 
-    text = jax.jit(second).lower(x, y).as_text()
+    text = program_for_gpu(jax.jit(second), x, y)
     convolutions = [line for line in text.splitlines() if "stablehlo.convolution" in line]
     assert len(convolutions) >= 3
     for line in convolutions:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import program_for_gpu
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -188,7 +189,7 @@ def test_every_product_is_half_times_half_in_both_passes():
         return jax.jvp(lambda w: jax.grad(loss)(w, x), (w,), (w,))
 
     for f in (jax.value_and_grad(loss, argnums=(0, 1)), second):
-        text = jax.jit(f).lower(w, x).as_text()
+        text = program_for_gpu(jax.jit(f), w, x)
         products = re.findall(r"stablehlo.dot_general.*: \((\S+), (\S+)\)", text)
         assert len(products) >= 4
         for operands in products:
@@ -337,7 +338,7 @@ def test_einsum_never_multiplies_float32():
             mpx.mixed_einsum("ij,jk,kl->il", x, w, v, dtype="float16").astype("float32")
         )
     )
-    text = jax.jit(f).lower(w).as_text()
+    text = program_for_gpu(jax.jit(f), w)
     products = re.findall(r"stablehlo.dot_general.*: \((\S+), (\S+)\)", text)
     assert products
     assert all("f32" not in t for pair in products for t in pair)

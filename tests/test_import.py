@@ -23,9 +23,10 @@ PACKAGES = {
 
 # Each module imports from those before it alone.
 ORDER = [
-    ["_dtypes"],
+    ["_dtypes", "_notes"],
     ["_dot", "_cast", "_jaxpr"],
-    ["_collectives", "_conv", "_tree"],
+    ["_collectives", "_conv", "_einsum", "_products", "_tree"],
+    ["_jet", "_precision_report", "checkpoint_policies"],
     ["autocast", "_loss_scaling"],
     ["derivatives", "ranges"],
     ["_checkpoint", "_faults", "_gradient"],

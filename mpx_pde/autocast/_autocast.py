@@ -9,7 +9,7 @@ import numpy as np
 from jax import lax
 
 from .._dot import SPLIT_PRODUCTS
-from .._dtypes import half_precision, half_precision_datatype, is_half
+from .._dtypes import asked_for_half, half_precision, half_precision_datatype, is_half
 from .._jaxpr import trace_arrays
 from ._evaluate import Evaluator
 from ._report import AutocastReport, Recorder
@@ -54,7 +54,9 @@ class _Autocast(eqx.Module):
 
     def _trace(self, policy: Policy, args: tuple, kwargs: dict) -> tuple:
         """See `trace_arrays`; inside, *half precision* is what the policy says."""
-        with half_precision(policy.dtype):
+        # Split products keep float32, so layers go by their weights there.
+        split = policy.algorithm is not None
+        with half_precision(policy.dtype) if split else asked_for_half("autocast", policy.dtype):
             closed, leaves, assemble = trace_arrays(self._fun, args, kwargs)
         return closed, [x for _, x in leaves], assemble
 

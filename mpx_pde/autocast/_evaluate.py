@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
 
 from .._conv import mixed_conv_general_dilated_p
-from .._dot import mixed_dot_general_p
+from .._dot import Given, mixed_dot_general_p
 from .._jaxpr import (
     TRACED,
     aval_of,
@@ -29,8 +29,9 @@ from .._jaxpr import (
     scan_counts,
     scopes_of,
 )
+from ..checkpoint_policies import translate
 from . import tables
-from ._rules import Kind, Policy, Rule, decide, feeding
+from ._rules import Kind, Policy, Rule, decide, feeding, says_its_dtype
 from ._segments import Segment, pays, segments_of, signature
 from ._values import FULL, Value, computed, constant
 
@@ -178,14 +179,40 @@ class Evaluator:
         return self._in(FULL, eqn, operands, precision=precision, preferred_element_type=FULL)
 
     def _mixed(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        if eqn.params["dtype"] == FULL and not says_its_dtype(eqn):
+            return self._supplied(eqn, operands)
         return self._computed(eqn, own_bind(eqn, [x.array(self.policy) for x in operands]))
 
+    def _supplied(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        """A mixed product that nobody gave a dtype: what it multiplies in is the policy's."""
+        policy = self.policy
+        if policy.algorithm is not None:
+            if eqn.primitive is not mixed_dot_general_p:
+                return self._in(FULL, eqn, operands)
+            names = ("dimension_numbers", "out_sharding")
+            params = {name: eqn.params[name] for name in names}
+            arrays = [x.get(FULL) for x in operands]
+            product = lax.dot_general(
+                *arrays, **params, precision=policy.algorithm, preferred_element_type=FULL
+            )
+            return self._computed(eqn, [product])
+        given = eqn.params.get("given", Given())
+        out_dtype = eqn.params["out_dtype"] if given.out_dtype else policy.dtype
+        params = {"dtype": policy.dtype, "out_dtype": out_dtype, "given": Given()}
+        arrays = map(self._factor, operands)
+        return self._computed(eqn, [eqn.primitive.bind(*arrays, **{**eqn.params, **params})])
+
     def _full(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        if eqn.primitive.name in tables.MIXED:
+            params = {"dtype": FULL, "out_dtype": FULL, "given": Given()}
+            eqn = eqn.replace(params={**eqn.params, **params})
         if "preferred_element_type" in eqn.params and aval_of(eqn.outvars[0]).dtype != FULL:
             return self._in(FULL, eqn, operands, preferred_element_type=FULL)
         return self._in(FULL, eqn, operands)
 
     def _half(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
+        if eqn.primitive.name in tables.MIXED:
+            return self._supplied(eqn, operands)
         return self._in(self.policy.dtype, eqn, operands)
 
     def _follow(self, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
@@ -293,6 +320,9 @@ class Evaluator:
             body = self._body(closed, kinds, scopes, out_kinds)
             self.traces[key] = jax.make_jaxpr(body)(*arrays), out_kinds, closed
         traced, out_kinds, _ = self.traces[key]
+        if policy := eqn.params.get("policy"):
+            # It was written for the products that are mixed ones now.
+            eqn = eqn.replace(params={**eqn.params, "policy": translate(policy)})
         return self._wrap(bind_around(eqn, arrays, traced), out_kinds)
 
     def _shard_map(self, eqn, operands, bodies, scopes) -> list[Value]:

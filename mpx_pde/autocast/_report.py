@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn
 
-from .._jaxpr import line_of
-from ._rules import Policy, Rule, match
-from ._values import Value
+from .._jaxpr import aval_of, line_of
+from . import tables
+from ._rules import Policy, Rule, match, says_its_dtype
+from ._values import FULL, Value
 
 
 _FEW = 20
@@ -25,6 +26,8 @@ class Operation:
         `"layout"`, `"convert"`, `"mixed"`, or `"own"` (the dtypes of the program).
     - `reason`: why.
     - `operands`, `results`: dtypes. The master of a product is float32, and rounded inside.
+    - `multiplied`: of a product, the dtype that its operands are rounded to, or the algorithm that
+        splits them; `None` for other operations.
     - `scope`: the `jax.named_scope`s and jitted functions around it, joined by slashes.
     - `line`: `file:line` in the user's code.
     """
@@ -36,6 +39,7 @@ class Operation:
     results: tuple[str, ...]
     scope: str
     line: str
+    multiplied: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +63,7 @@ class AutocastReport:
         return sum(x.rule == rule for x in self.operations)
 
     def __str__(self) -> str:
-        rows = Counter((x.rule, x.primitive, x.reason) for x in self.operations)
+        rows = Counter((x.rule, x.primitive, _told(x)) for x in self.operations)
         lines = [f"{'rule':8} {'primitive':26} {'count':>5}  reason"]
         lines += [
             f"{rule:8} {primitive:26} {count:5}  {reason}"
@@ -106,6 +110,7 @@ class Recorder:
             results=self._dtypes(results),
             scope="/".join(scopes),
             line=line_of(eqn),
+            multiplied=self._multiplied(eqn, rule),
         )
         self.seen[key] = eqn, operation, rule.known
 
@@ -115,6 +120,19 @@ class Recorder:
             for x in values
         )
 
+    def _multiplied(self, eqn: JaxprEqn, rule: Rule) -> str | None:
+        name, policy = eqn.primitive.name, self.policy
+        if name not in tables.PRODUCTS and name not in tables.MIXED:
+            return None
+        own = eqn.params.get("dtype", aval_of(eqn.invars[0]).dtype)
+        if rule.name == "own" or (rule.name == "mixed" and (own != FULL or says_its_dtype(eqn))):
+            return own.name
+        if rule.name == "full":
+            return FULL.name
+        if policy.algorithm is None:
+            return policy.dtype.name
+        return policy.algorithm.name if "dot" in name else FULL.name
+
     def report(self) -> AutocastReport:
         entries = list(self.seen.values())
         patterns = (*self.policy.half, *self.policy.full)
@@ -123,6 +141,10 @@ class Recorder:
             tuple(operation for _, operation, known in entries if not known),
             tuple(p for p in dict.fromkeys(patterns) if p not in self.used),
         )
+
+
+def _told(x: Operation) -> str:
+    return x.reason if x.multiplied is None else f"{x.multiplied}: {x.reason}"
 
 
 def _name(x: object) -> str:

@@ -124,13 +124,21 @@ def _asks_for_more(eqn: JaxprEqn) -> bool:
     return precision not in (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
 
 
+def says_its_dtype(eqn: JaxprEqn) -> bool:
+    """Whether the program names what a mixed product multiplies in."""
+    given = eqn.params.get("given")
+    return given is None or given.dtype
+
+
 def _tabled(name: str, eqn: JaxprEqn, magnified: bool) -> Rule:
     if name in tables.PRODUCTS:
         if _asks_for_more(eqn):
             return Rule("full", "the program asks for this precision itself")
         return Rule("product", tables.PRODUCTS[name])
     if name in tables.MIXED:
-        return Rule("mixed", tables.MIXED[name])
+        if says_its_dtype(eqn):
+            return Rule("mixed", tables.MIXED[name])
+        return Rule("mixed", "a mixed product without a dtype of its own: it is given one")
     if magnified:
         return Rule("full", "its rounding error would be magnified by what it goes into")
     for rule, table in (
@@ -162,7 +170,7 @@ def decide(
         not k.governed and jnp.issubdtype(getattr(v.aval, "dtype", np.int32), jnp.inexact)
         for k, v in zip(kinds, eqn.invars, strict=True)
     )
-    if foreign or rule.name in ("own", "convert", "mixed"):
+    if foreign or rule.name in ("own", "convert"):
         return rule._replace(name="own") if foreign else rule
     if pattern := match(policy.full, name, scopes):
         return Rule("full", f"full={pattern!r}")

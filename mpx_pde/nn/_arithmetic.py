@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Float32
 
 from .._cast import widen
 from .._dot import SPLIT_PRODUCTS, mixed_dot_general
-from .._dtypes import as_floating_dtype, is_half
+from .._dtypes import as_floating_dtype, is_half, product_datatype
 
 
 KEPT = "mpx_pde.nn: kept for the backward pass"
@@ -22,10 +22,12 @@ class Arithmetic(NamedTuple):
 
     - `dtype`: that of stored values.
     - `algorithm`: for products of float32 arrays out of several products of halves.
+    - `given`: whether the layer was told so, and did not find it in its weights.
     """
 
     dtype: np.dtype
     algorithm: lax.DotAlgorithmPreset | None = None
+    given: bool = True
 
     @property
     def half(self) -> bool:
@@ -35,7 +37,9 @@ class Arithmetic(NamedTuple):
     def product(self, x: Array, y: Any, dimension_numbers: Any, *, out_dtype: Any = None) -> Array:
         """[`jax.lax.dot_general`][] in this arithmetic."""
         if self.algorithm is None:
-            return mixed_dot_general(x, y, dimension_numbers, dtype=self.dtype, out_dtype=out_dtype)
+            # One of the operands is stored in `dtype`, so it is the narrowest without being named.
+            dtype = self.dtype if self.given else None
+            return mixed_dot_general(x, y, dimension_numbers, dtype=dtype, out_dtype=out_dtype)
         return lax.dot_general(
             jnp.asarray(x, self.dtype),
             jnp.asarray(y, self.dtype),
@@ -43,6 +47,11 @@ class Arithmetic(NamedTuple):
             precision=self.algorithm,
             preferred_element_type=self.dtype,
         )
+
+
+def arithmetic_of(weight: Any) -> Arithmetic:
+    """That of a layer without a `dtype`: it goes by its weights."""
+    return Arithmetic(product_datatype(weight.dtype), given=False)
 
 
 def parse_arithmetic(dtype: Any, call: str) -> Arithmetic | None:

@@ -14,7 +14,15 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from .._cast import widen
 from .._dtypes import is_half, wide
 from ._activations import gelu, safe
-from ._arithmetic import KEPT, Arithmetic, centered, parse_arithmetic, separate, unscaled
+from ._arithmetic import (
+    KEPT,
+    Arithmetic,
+    arithmetic_of,
+    centered,
+    parse_arithmetic,
+    separate,
+    unscaled,
+)
 from ._order import gradients_in_turn
 from ._spectral_conv import SpectralConv, check_field, parse_modes, positive
 
@@ -39,13 +47,13 @@ class Pointwise(eqx.Module):
     @property
     def dtype(self) -> np.dtype:
         """What is stored."""
-        return (self.arithmetic or Arithmetic(self.weight.dtype)).dtype
+        return (self.arithmetic or arithmetic_of(self.weight)).dtype
 
     def __call__(self, x: Float[Array, "inputs *grid"]) -> Float[Array, "outputs *grid"]:
         return self.shifted(self.product(x))
 
     def product(self, x: Array, out_dtype: Any = None) -> Array:
-        arithmetic = self.arithmetic or Arithmetic(self.weight.dtype)
+        arithmetic = self.arithmetic or arithmetic_of(self.weight)
         # The weight on the left: a batch axis of `vmap` then stays behind the channels, where
         # neither this product nor those of the transforms have to move it.
         return arithmetic.product(
@@ -261,7 +269,7 @@ class FNO(eqx.Module):
         self.blocks = tuple(map(block, keys))
         self.projection = mlp(project_key, hidden_channels, projection_ratio, out_channels)
         self.activation = safe(activation)
-        self.in_channels, self.out_channels = in_channels, out_channels
+        self.in_channels, self.out_channels = int(in_channels), int(out_channels)
         self.grid_embedding, self.domain_padding = grid_embedding, padding
 
     def __call__(self, x: Float[Array, "inputs *grid"]) -> Float[Array, "outputs *grid"]:

@@ -1,6 +1,7 @@
 """The network of a physics-informed model."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import equinox as eqx
@@ -11,7 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import FullPrecision, widen
 from .._dot import mixed_matmul
-from .._dtypes import as_floating_dtype
+from .._dtypes import as_floating_dtype, is_integer, product_datatype
 from ._activations import safe
 from ._order import gradients_in_turn
 
@@ -52,7 +53,7 @@ class Embedding(eqx.Module):
 
 
 class Dense(eqx.Module):
-    """`x @ weight + bias` by a mixed product, in the dtype of the weight or in `dtype`."""
+    """`x @ weight + bias` by a mixed product, in `dtype` or in that of the weight."""
 
     weight: Float[Array, "inputs outputs"]
     bias: Float[Array, " outputs"]
@@ -66,10 +67,20 @@ class Dense(eqx.Module):
         self, rows: Sequence[Float[Array, "*batch inputs"]]
     ) -> list[Float[Array, "*batch outputs"]]:
         """`x @ weight` of each row."""
-        dtype = self.weight.dtype if self.dtype is None else self.dtype
-        # Widened here, a half weight has its gradient summed over the rows in float32.
-        weight = widen(self.weight)
-        return [mixed_matmul(row.astype(dtype), weight, dtype=dtype) for row in rows]
+        # Widened here, a half weight has its gradient summed over the rows in float32. Rows are the
+        # narrower operand then, which says what is multiplied in where `dtype` does not.
+        weight, dtype = widen(self.weight), self.stored
+        return [mixed_matmul(row.astype(dtype), weight, dtype=self.dtype) for row in rows]
+
+    @property
+    def stored(self) -> np.dtype:
+        """The dtype of what goes into the product and comes out of it."""
+        return product_datatype(self.weight.dtype) if self.dtype is None else self.dtype
+
+    @property
+    def returned(self) -> np.dtype:
+        """That of the result in the user's program, which does not depend on `autocast`."""
+        return self.weight.dtype if self.dtype is None else self.dtype
 
     def add_bias(self, x: Float[Array, "*batch outputs"]) -> Float[Array, "*batch outputs"]:
         return (widen(x) + jnp.broadcast_to(widen(self.bias), x.shape)).astype(x.dtype)
@@ -154,7 +165,7 @@ class CoordinateMLP(eqx.Module):
         if out_size != "scalar":
             sizes["out_size"] = out_size
         for name, size in sizes.items():
-            if not isinstance(size, int) or size < 1:
+            if not is_integer(size) or size < 1:
                 raise ValueError(f"`{call}` needs a positive integer as `{name}`, got {size!r}.")
         periods = dict(periodic or {})
         for i, period in periods.items():
@@ -182,8 +193,9 @@ class CoordinateMLP(eqx.Module):
         else:
             self.last = _dense(keys[-1], width_size, outputs, dtype)
         self.activation = safe(activation)
-        self.in_size, self.out_size = in_size, out_size
-        self.width_size, self.depth = width_size, depth
+        self.in_size = int(in_size)
+        self.out_size = out_size if out_size == "scalar" else int(out_size)
+        self.width_size, self.depth = int(width_size), int(depth)
 
     @property
     def _compute_dtype(self) -> np.dtype:
@@ -191,7 +203,11 @@ class CoordinateMLP(eqx.Module):
         layer = [*self.hidden, self.last][0]
         if isinstance(layer, FullPrecision):
             return jnp.dtype("float32")
-        return layer.weight.dtype if layer.dtype is None else layer.dtype
+        return layer.stored
+
+    @property
+    def _last(self) -> Dense:
+        return self.last.module if isinstance(self.last, FullPrecision) else self.last
 
     def __call__(self, point: Float[Array, " coords"]) -> Float[Array, "*fields"]:
         """**Arguments:**
@@ -209,7 +225,7 @@ class CoordinateMLP(eqx.Module):
             x = self.activation(layer(x))
         if isinstance(self.last, FullPrecision):
             x = widen(x)
-        x = self.last(x)
+        x = self.last(x).astype(self._last.returned)
         return x[0] if self.out_size == "scalar" else x
 
     def forward_derivatives(
@@ -245,11 +261,13 @@ class CoordinateMLP(eqx.Module):
             rows = [point, *seeds]
         else:
             rows = _through(self.embedding, point, seeds, second)
-        rows, bias = [row.astype(dtype) for row in first.products(rows)], first.bias
-        last = self.last.module if isinstance(self.last, FullPrecision) else self.last
+        with jax.default_matmul_precision("highest"):  # as in the `FullPrecision` around it
+            rows = first.products(rows)
+        rows, bias = [row.astype(dtype) for row in rows], first.bias
+        last = self._last
         for layer in (*self.hidden, last):
             rows, bias = self._advance(layer, bias, rows, second, len(seeds)), layer.bias
-        rows = [last.add_bias(rows[0]), *rows[1:]]
+        rows = [row.astype(last.returned) for row in (last.add_bias(rows[0]), *rows[1:])]
         if self.out_size == "scalar":
             rows = [jnp.squeeze(row) for row in rows]
         value, *others = rows
@@ -263,9 +281,13 @@ class CoordinateMLP(eqx.Module):
         Of all this only what enters is kept for the backward pass, which evaluates the activation
         again: a layer costs the memory of its streams once.
         """
-        rule = lambda layer, bias, rows: layer.products(
-            _activate(self.activation, second, bias, rows, seeds)
-        )
+        full = isinstance(self.last, FullPrecision) and layer is self.last.module
+
+        def rule(layer, bias, rows):
+            rows = _activate(self.activation, second, bias, rows, seeds)
+            with jax.default_matmul_precision("highest") if full else nullcontext():
+                return layer.products(rows)
+
         layer, rows = gradients_in_turn(layer, rows)
         return jax.checkpoint(rule)(layer, bias, rows)
 

@@ -5,12 +5,21 @@ from typing import Any, Literal
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import widen
-from ._arithmetic import KEPT, Arithmetic, centered, parse_arithmetic, unscaled
+from .._dtypes import is_integer
+from ._arithmetic import (
+    KEPT,
+    Arithmetic,
+    arithmetic_of,
+    centered,
+    parse_arithmetic,
+    unscaled,
+)
 from ._dft import forward_matrix, frequencies, inverse_matrix, regrid_factor
 from ._spectral_cost import choose_method
 from ._spectral_weights import (
@@ -29,18 +38,18 @@ METHODS = ("auto", "dft", "fft")
 
 def positive(call: str, **sizes: Any) -> None:
     for name, size in sizes.items():
-        if not isinstance(size, int) or size < 1:
+        if not is_integer(size) or size < 1:
             raise ValueError(f"`{call}` needs a positive integer as `{name}`, got {size!r}.")
 
 
 def parse_modes(modes: Any, call: str) -> tuple[int, ...]:
-    modes = (modes,) if isinstance(modes, int) else tuple(modes)
-    if not 1 <= len(modes) <= 3 or any(not isinstance(m, int) or m < 1 for m in modes):
+    modes = (modes,) if is_integer(modes) else tuple(modes)
+    if not 1 <= len(modes) <= 3 or any(not is_integer(m) or m < 1 for m in modes):
         raise ValueError(
             f"`{call}` takes `modes` as one to three positive integers, one for each spatial axis, "
             f"but got {modes!r}."
         )
-    return modes
+    return tuple(int(m) for m in modes)
 
 
 def check_field(x: Any, channels: int, dims: int, call: str) -> Array:
@@ -143,16 +152,17 @@ class SpectralConv(eqx.Module):
             raise ValueError(
                 f"`{call}` takes 'cp' or `None` as `factorization`, but got {factorization!r}."
             )
-        self.in_channels, self.out_channels = in_channels, out_channels
+        self.in_channels, self.out_channels = int(in_channels), int(out_channels)
         self.stabilizer = parse_stabilizer(stabilizer, call)
         self.method = method
         self.arithmetic = parse_arithmetic(dtype, call)
 
+    @property
+    def _weights(self) -> Array:
+        return self.weight.inputs if isinstance(self.weight, CPWeight) else self.weight
+
     def _arithmetic(self) -> Arithmetic:
-        if self.arithmetic is not None:
-            return self.arithmetic
-        weight = self.weight.inputs if isinstance(self.weight, CPWeight) else self.weight
-        return Arithmetic(weight.dtype)
+        return arithmetic_of(self._weights) if self.arithmetic is None else self.arithmetic
 
     def __call__(
         self,
@@ -181,7 +191,7 @@ class SpectralConv(eqx.Module):
         if output_shape is None:
             output = grid
         else:
-            output = (output_shape,) if isinstance(output_shape, int) else tuple(output_shape)
+            output = tuple(int(n) for n in np.atleast_1d(output_shape))
         if len(output) != dims:
             raise ValueError(
                 f"`{call}` has {dims} spatial axes, but `output_shape` is {output_shape!r}."
@@ -202,8 +212,11 @@ class SpectralConv(eqx.Module):
                 self.in_channels + self.out_channels, grid, self.modes, arithmetic.dtype
             )
         if method == "fft":
-            return self._by_fft(x, output).astype(arithmetic.dtype)
-        return self._by_matrices(x, output, arithmetic)
+            y = self._by_fft(x, output).astype(arithmetic.dtype)
+        else:
+            y = self._by_matrices(x, output, arithmetic)
+        # What `autocast` supplies is no part of the user's program.
+        return y.astype(arithmetic.dtype if arithmetic.given else self._weights.dtype)
 
     def _by_matrices(self, x: Array, output: tuple[int, ...], arithmetic: Arithmetic) -> Array:
         dtype = arithmetic.dtype

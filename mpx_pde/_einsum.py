@@ -1,0 +1,151 @@
+"""[`jax.numpy.einsum`][] as a chain of mixed products."""
+
+from functools import partial
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float
+
+from ._dot import as_operand, dot_general_as_given, product_dtypes
+from ._dtypes import wide
+
+
+def _einsum_pair(x, x_axes: str, y, y_axes: str, kept: str, dot) -> tuple[Array, str]:
+    """Contracts two operands whose letters are distinct; letters outside `kept` are summed."""
+    batch = [c for c in x_axes if c in y_axes and c in kept]
+    contract = [c for c in x_axes if c in y_axes and c not in kept]
+    out = dot(
+        x,
+        y,
+        (
+            ([x_axes.index(c) for c in contract], [y_axes.index(c) for c in contract]),
+            ([x_axes.index(c) for c in batch], [y_axes.index(c) for c in batch]),
+        ),
+    )
+    shared = batch + contract
+    axes = [
+        *batch,
+        *(c for c in x_axes if c not in shared),
+        *(c for c in y_axes if c not in shared),
+    ]
+    return out, "".join(axes)
+
+
+def _einsum_reduce(x, axes: str, kept: str) -> tuple[Array, str]:
+    """Takes diagonals of repeated letters and sums, in float32 or wider, letters outside
+    `kept`."""
+    target = "".join(dict.fromkeys(c for c in axes if c in kept))
+    if target == axes:
+        return x, axes
+    out = jnp.einsum(f"{axes}->{target}", x.astype(wide(x.dtype)), precision=lax.Precision.HIGHEST)
+    return out, target
+
+
+def mixed_einsum(
+    subscripts: str,
+    *operands: Float[Array | np.ndarray, "..."],
+    dtype: Any = None,
+    out_dtype: Any = None,
+) -> Float[Array, "..."]:
+    """[`jax.numpy.einsum`][] by [`mpx_pde.mixed_dot_general`][].
+
+    Every pairwise product (in the order that `jax.numpy.einsum_path` picks) is one mixed product;
+    sums over an index of a single operand are taken in float32 first.
+
+    **Arguments:**
+
+    - `subscripts`: as for [`jax.numpy.einsum`][], ellipses included. An axis of size 1 broadcasts
+        against the axes of other operands with its index, under an ellipsis or with a letter.
+    - `operands`: arrays of any real floating dtype, which may differ.
+    - `dtype`, `out_dtype`: as for [`mpx_pde.mixed_dot_general`][].
+
+    **Returns:**
+
+    An array of dtype `out_dtype`.
+
+    **Raises:** `TypeError` for wrong dtypes, `ValueError` for subscripts that do not fit the
+    operands.
+    """
+    call = "mixed_einsum"
+    if not isinstance(subscripts, str):
+        raise TypeError(f"`{call}` takes its subscripts as a string first, but got {subscripts!r}.")
+    arrays = [as_operand(x, call) for x in operands]
+    dtype, out_dtype, given = product_dtypes(arrays, dtype, out_dtype, call)
+    inputs, output = _einsum_letters(subscripts, [x.ndim for x in arrays], call)
+    terms = _without_broadcasts(arrays, inputs, subscripts, call)
+    arrays, inputs = [x for x, _ in terms], [axes for _, axes in terms]
+    path, _ = jnp.einsum_path(f"{','.join(inputs)}->{output}", *arrays, optimize="auto")
+    dot = partial(dot_general_as_given, dtype=dtype, out_dtype=out_dtype, given=given)
+    for pair in path:
+        picked = [terms.pop(i) for i in sorted(pair, reverse=True)]
+        kept = output + "".join(axes for _, axes in terms)
+        while len(picked) > 1:
+            (x, x_axes), (y, y_axes) = picked.pop(), picked.pop()
+            rest = kept + "".join(axes for _, axes in picked)
+            x, x_axes = _einsum_reduce(x, x_axes, rest + y_axes)
+            y, y_axes = _einsum_reduce(y, y_axes, rest + x_axes)
+            picked.append(_einsum_pair(x, x_axes, y, y_axes, rest, dot))
+        terms.append(picked[0])
+    [(out, axes)] = terms
+    if len(arrays) == 1:
+        out, axes = _einsum_reduce(out.astype(dtype), axes, output)
+    return jnp.transpose(out, [axes.index(c) for c in output]).astype(out_dtype)
+
+
+def _without_broadcasts(
+    arrays: list[Array], inputs: list[str], subscripts: str, call: str
+) -> list[tuple[Array, str]]:
+    """Operands with their letters, without the axes of size 1 that broadcast against others."""
+    sizes: dict[str, int] = {}
+    for x, axes in zip(arrays, inputs, strict=True):
+        own: dict[str, int] = {}
+        for c, n in zip(axes, x.shape, strict=True):
+            known = sizes.get(c, 1)
+            if own.setdefault(c, n) != n or (n != known and 1 not in (n, known)):
+                index = repr(c) if c in subscripts else "in an ellipsis"
+                raise ValueError(
+                    f"`{call}`: {subscripts!r} gives an index {index} to axes of sizes "
+                    f"{own[c] if own[c] != n else known} and {n}. Shapes are "
+                    f"{', '.join(str(a.shape) for a in arrays)}."
+                )
+            sizes[c] = n if known == 1 else known
+    out = []
+    for x, axes in zip(arrays, inputs, strict=True):
+        dropped = tuple(i for i, c in enumerate(axes) if x.shape[i] == 1 and sizes[c] != 1)
+        letters = "".join(c for i, c in enumerate(axes) if i not in dropped)
+        out.append((jnp.squeeze(x, dropped), letters))
+    return out
+
+
+def _einsum_letters(subscripts: str, ndims: list[int], call: str) -> tuple[list[str], str]:
+    """The subscripts of each operand and of the result, ellipses and output spelled out."""
+    text = subscripts.replace(" ", "")
+    left, arrow, output = text.partition("->")
+    inputs = left.split(",")
+    if len(inputs) != len(ndims):
+        raise ValueError(
+            f"`{call}` got {len(ndims)} operands for the {len(inputs)} terms of {subscripts!r}."
+        )
+    free = (c for c in map(chr, range(0x100, 0x1000)))
+    lengths = [n - len(t.replace("...", "")) for t, n in zip(inputs, ndims, strict=True)]
+    dots = "".join(next(free) for _ in range(max(0, *lengths, 0)))
+    spelled = []
+    for term, ndim, length in zip(inputs, ndims, lengths, strict=True):
+        if length < 0 or (length > 0 and "..." not in term):
+            raise ValueError(
+                f"`{call}`: the term {term!r} does not fit an operand with {ndim} axes."
+            )
+        spelled.append(term.replace("...", dots[len(dots) - length :]))
+    if arrow:
+        output = output.replace("...", dots)
+    else:
+        letters = left.replace(",", "").replace("...", "")
+        output = dots + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
+    unknown = set(output) - set("".join(spelled))
+    if unknown or len(set(output)) != len(output):
+        raise ValueError(
+            f"`{call}`: the result of {subscripts!r} has an index unknown or repeated."
+        )
+    return spelled, output

@@ -1,0 +1,32 @@
+"""Hints on errors that JAX raises in code that was cast to half precision."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+
+# What there is no half-precision form of: transforms, factorizations and solves, complex numbers.
+_UNKNOWN_IN_HALF = re.compile(
+    r"FFT input must be|"
+    r"(?i:(unsupported|not supported|not implemented|does not accept|must be).*"
+    r"(dtype|float32|float64|complex))"
+)
+
+
+@contextmanager
+def noting_the_cast(call: str, dtype: np.dtype) -> Iterator[None]:
+    """Adds a note to errors of operations that have no half-precision form."""
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as e:
+        named = dtype.name in str(e) or "FFT" in str(e)
+        if named and _UNKNOWN_IN_HALF.search(str(e)):
+            e.add_note(
+                f"`{call}` has cast the arguments of this function to {dtype.name}, for which JAX "
+                "has no such operation. Keep the layer that does it in float32, by "
+                "`mpx_pde.FullPrecision(layer)`, or pass `autocast=True`, which casts no "
+                "arguments and leaves such operations in float32."
+            )
+        raise

@@ -1,0 +1,218 @@
+"""What a function multiplies in."""
+
+import dataclasses
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
+from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+
+from ._jaxpr import trace_arrays
+from ._products import Counter, installed
+
+
+_FEW = 20
+
+
+class PrecisionWarning(UserWarning):
+    """A call that was asked for half precision multiplies (mostly) in full precision.
+
+    To silence it, filter it as any warning:
+    `warnings.simplefilter("ignore", mpx.PrecisionWarning)`.
+    """
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductRow:
+    """Products of one line, one primitive and one pair of dtypes.
+
+    **Attributes:**
+
+    - `line`: `file:line` in the user's code.
+    - `primitive`: `"dot_general"`, `"mixed_dot_general"`, `"conv_general_dilated"`, ….
+    - `dtype`: what is multiplied in, such as `"float16"`; of split products the algorithm.
+    - `out_dtype`: the dtype of the result.
+    - `half`: whether halves are multiplied.
+    - `count`: how often these products run.
+    - `flops`: their floating-point operations.
+    """
+
+    line: str
+    primitive: str
+    dtype: str
+    out_dtype: str
+    half: bool
+    count: int
+    flops: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionReport:
+    """The matrix products and convolutions of a function. Prints as a table.
+
+    **Attributes:**
+
+    - `rows`: a `ProductRow` for each kind of product on each line, most work first.
+    - `loops`: the lines of `while` loops, whose number of steps is not known: their products are
+        counted once.
+    """
+
+    rows: tuple[ProductRow, ...]
+    loops: tuple[str, ...]
+
+    @property
+    def flops(self) -> int:
+        """The work of all products, in floating-point operations."""
+        return sum(row.flops for row in self.rows)
+
+    @property
+    def half_share(self) -> float:
+        """The part of the work, from 0 to 1, that is done in half precision; 1 without any work.
+
+        Complex products are left out: there is no half-precision form of them."""
+        real = [row for row in self.rows if "complex" not in row.dtype]
+        total = sum(row.flops for row in real)
+        return sum(row.flops for row in real if row.half) / total if total else 1.0
+
+    def by_dtype(self) -> dict[str, tuple[int, int]]:
+        """For each dtype that is multiplied in how many products there are, and their work."""
+        out: dict[str, tuple[int, int]] = {}
+        for row in self.rows:
+            count, flops = out.get(row.dtype, (0, 0))
+            out[row.dtype] = count + row.count, flops + row.flops
+        return out
+
+    def count(self, dtype: Any) -> int:
+        """How many products are multiplied in a dtype."""
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+        return self.by_dtype().get(name, (0, 0))[0]
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "no products"
+        total = max(1, self.flops)
+        lines = [f"{'multiplied in':18} {'result':10} {'products':>8} {'flops':>9} {'work':>5}  at"]
+        for row in self.rows[:_FEW]:
+            share = f"{100 * row.flops / total:.0f}%"
+            lines.append(
+                f"{row.dtype:18} {row.out_dtype:10} {row.count:8} {row.flops:9.2e} {share:>5}  "
+                f"{row.line}"
+            )
+        if len(self.rows) > _FEW:
+            lines.append(f"and {len(self.rows) - _FEW} more")
+        for dtype, (count, flops) in self.by_dtype().items():
+            share = f"{100 * flops / total:.0f}%"
+            lines.append(f"{dtype:18} {'':10} {count:8} {flops:9.2e} {share:>5}  in total")
+        lines += [f"{line}: a loop of unknown length, counted once" for line in self.loops]
+        return "\n".join(lines)
+
+
+def report_of(closed: ClosedJaxpr) -> PrecisionReport:
+    """The products of a jaxpr."""
+    counter = Counter()
+    products = counter.products(closed.jaxpr)
+    rows = [ProductRow(*p, p.half, *work) for p, work in products.items()]
+    rows.sort(key=lambda row: (-row.flops, row.line, row.dtype))
+    return PrecisionReport(tuple(rows), tuple(counter.loops))
+
+
+class _Reporting(eqx.Module):
+    _fun: Callable
+
+    @property
+    def __wrapped__(self):
+        return self._fun
+
+    def __call__(self, /, *args, **kwargs) -> PrecisionReport:
+        with warnings.catch_warnings():
+            # It says the same.
+            warnings.simplefilter("ignore", PrecisionWarning)
+            closed = eqx.filter_make_jaxpr(self._fun)(*args, **kwargs)[0]
+        return report_of(closed)
+
+
+def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
+    """Tells what a function multiplies in: its products by dtype, by work and by line.
+
+    The function is traced and not run. Whatever it does is counted: give it a gradient, and the
+    products of the backward pass are among them. Inner functions, branches (the one with most work)
+    and loops are entered; the steps of a `scan` count as often as they run, and a `shard_map` as
+    often as it has devices.
+
+    ```python
+    print(mpx.precision_report(mpx.filter_grad(loss, scaling))(model, batch))
+    ```
+
+    **Arguments:**
+
+    - `fun`: any function of arrays and whatever else, such as a training step.
+
+    **Returns:**
+
+    A function of the arguments of `fun` ([`jax.ShapeDtypeStruct`][] will do for arrays) that
+    returns an [`mpx_pde.PrecisionReport`][].
+
+    **Raises:** `TypeError` if `fun` cannot be called.
+    """
+    if not callable(fun):
+        raise TypeError(
+            f"`precision_report` takes a function or a callable module, but got {fun!r}. Pass the "
+            "arguments to what it returns: `precision_report(fun)(*args)`."
+        )
+    return eqx.module_update_wrapper(_Reporting(fun))
+
+
+def traced(tree: Any) -> bool:
+    """Whether a program is being traced, whose values these are."""
+    return any(isinstance(x, Tracer) for x in jtu.tree_leaves(tree))
+
+
+def checked(fun: Callable, args: tuple, call: str, dtype: np.dtype) -> Any:
+    """`fun(*args)`, with a [`mpx_pde.PrecisionWarning`][] if it does less than half of
+    its products' work in half precision.
+
+    Traces `fun` once, as calling it would, and evaluates what was traced. Only inside of a
+    `shard_map` it is traced again: JAX checks there what varies over devices, and does not take
+    back all that it has traced.
+    """
+    closed, leaves, assemble = trace_arrays(fun, args, {})
+    report = report_of(closed)
+    if report.half_share < 0.5:
+        _warn_user(_warning(report, call, dtype))
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return fun(*args)
+    return assemble(jaxpr_as_fun(closed)(*(x for _, x in leaves)))
+
+
+def _warning(report: PrecisionReport, call: str, dtype: np.dtype) -> str:
+    full = next(row for row in report.rows if not row.half and "complex" not in row.dtype)
+    count = sum(row.count for row in report.rows)
+    return (
+        f"`{call}` was asked for {dtype.name}, but {100 * report.half_share:.0f}% of the work of "
+        f"its {count} products is done in half precision. Most of the rest is {full.dtype}, at "
+        f"{full.line}. One float32 operand makes a product, and all that follows it, float32: "
+        "where a layer in `FullPrecision` (or one that gets float32 points) hands its float32 "
+        'result on, wrap it as `FullPrecision(layer, out_dtype="half")`; or pass '
+        "`autocast=True`, which decides by operation. `mpx.precision_report` lists all products. "
+        "If float32 is meant, pass `use_mixed_precision=False` or filter `mpx.PrecisionWarning`."
+    )
+
+
+def _warn_user(text: str) -> None:
+    """A warning with the line of the user's code, however deep below it this is called."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and installed(frame.f_code.co_filename):
+        frame = frame.f_back
+    warnings.warn_explicit(
+        text,
+        PrecisionWarning,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )

@@ -1,0 +1,171 @@
+"""The products of a jaxpr: how many, in which dtype, how much work, and where."""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+
+from ._dtypes import is_half
+from ._jaxpr import aval_of
+
+
+_LIBRARY = str(Path(__file__).parent) + "/"
+_FRAME = re.compile(r"^(.*?:\d+)(?::\d+)? \(")
+
+
+class Product(NamedTuple):
+    """Products that are alike: of one line, one primitive and one pair of dtypes.
+
+    **Attributes:**
+
+    - `line`: `file:line` in the user's code.
+    - `primitive`: the name of the primitive.
+    - `dtype`: what is multiplied in: the dtype that operands are rounded to (joined by `*` where
+        they differ), or the name of the algorithm that splits them.
+    - `out_dtype`: the dtype of the result.
+    """
+
+    line: str
+    primitive: str
+    dtype: str
+    out_dtype: str
+
+    @property
+    def half(self) -> bool:
+        """Whether halves, or what is narrower, are multiplied."""
+        names = self.dtype.split("*")
+        return all(name.startswith(("BF16", "F16", "ANY_F8")) or _narrow(name) for name in names)
+
+
+class Work(NamedTuple):
+    """How often products run, and their floating-point operations."""
+
+    count: int = 0
+    flops: int = 0
+
+
+def _narrow(name: str) -> bool:
+    try:
+        dtype = jnp.dtype(name)
+    except TypeError:  # the name of an algorithm
+        return False
+    return is_half(dtype) or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1)
+
+
+def installed(path: str) -> bool:
+    """Whether a file belongs to this library or to another that is installed."""
+    return path.startswith((_LIBRARY, "<")) or "-packages/" in path
+
+
+def _line(eqn: JaxprEqn) -> str:
+    """The innermost `file:line` that is the user's; of installed libraries where none is."""
+    text = source_info_util.summarize(eqn.source_info, num_frames=100)
+    # "file:line:column (function)", without the column in older versions.
+    frames = [match for line in text.splitlines() if (match := _FRAME.match(line))]
+    frames = [match[1] for match in reversed(frames) if not match[1].startswith(_LIBRARY)]
+    users = [frame for frame in frames if not installed(frame)]
+    return next(iter(users or frames), "unknown")
+
+
+def _multiplied(eqn: JaxprEqn) -> str:
+    if "dtype" in eqn.params and eqn.primitive.name.startswith("mixed"):
+        return eqn.params["dtype"].name
+    precision = eqn.params.get("precision")
+    if isinstance(precision, lax.DotAlgorithmPreset) and precision.name != "DEFAULT":
+        return precision.name
+    names = [aval_of(v).dtype.name for v in eqn.invars[:2]]
+    return "*".join(dict.fromkeys(names))
+
+
+def _flops(eqn: JaxprEqn) -> int:
+    """Multiplications and additions; four of each for complex numbers."""
+    x, y = (aval_of(v) for v in eqn.invars[:2])
+    out = aval_of(eqn.outvars[0])
+    name = eqn.primitive.name
+    if "conv" in name:
+        spec = eqn.params["dimension_numbers"].rhs_spec
+        terms = y.size // max(1, y.shape[spec[0]])
+    elif "dimension_numbers" in eqn.params:
+        (contracted, _), _ = eqn.params["dimension_numbers"]
+        terms = math.prod(x.shape[i] for i in contracted)
+    else:  # groups of rows, each with a matrix of its own
+        terms = x.shape[-1]
+    parts = 4 if jnp.issubdtype(out.dtype, jnp.complexfloating) else 1
+    return 2 * parts * out.size * terms
+
+
+_PRODUCTS = (
+    "dot_general",
+    "conv_general_dilated",
+    "mixed_dot_general",
+    "mixed_conv_general_dilated",
+    "ragged_dot",
+    "ragged_dot_general",
+)
+
+
+def _jaxprs(parameters: Any) -> Iterator[Jaxpr]:
+    is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
+    for x in jtu.tree_leaves(parameters, is_leaf=is_jaxpr):
+        if is_jaxpr(x):
+            yield x.jaxpr if isinstance(x, ClosedJaxpr) else x
+
+
+class Counter:
+    """Counts the products of jaxprs; `loops` are the lines of loops whose length is not known."""
+
+    def __init__(self):
+        self.loops: dict[str, None] = {}
+        # By the identity of a jaxpr, which is kept alive beside its products.
+        self._known: dict[int, tuple[Jaxpr, Mapping[Product, Work]]] = {}
+
+    def products(self, jaxpr: Jaxpr) -> Mapping[Product, Work]:
+        """The products in a jaxpr, at any depth, as often as they run."""
+        if id(jaxpr) not in self._known:
+            total: dict[Product, Work] = defaultdict(Work)
+            for eqn in jaxpr.eqns:
+                for product, work in self._of(eqn).items():
+                    before = total[product]
+                    total[product] = Work(before.count + work.count, before.flops + work.flops)
+            self._known[id(jaxpr)] = jaxpr, dict(total)
+        return self._known[id(jaxpr)][1]
+
+    def _of(self, eqn: JaxprEqn) -> Mapping[Product, Work]:
+        name = eqn.primitive.name
+        if name in _PRODUCTS:
+            out_dtype = aval_of(eqn.outvars[0]).dtype.name
+            product = Product(_line(eqn), name, _multiplied(eqn), out_dtype)
+            return {product: Work(1, _flops(eqn))}
+        inner = [self.products(jaxpr) for jaxpr in _jaxprs(list(eqn.params.values()))]
+        if not any(inner):
+            return {}
+        if name == "cond":  # one of them runs
+            return max(inner, key=lambda products: sum(w.flops for w in products.values()))
+        if name == "custom_linear_solve":  # the rest are for its derivatives
+            inner = [self.products(next(_jaxprs(eqn.params["jaxprs"].solve)))]
+        if name == "while":
+            self.loops[_line(eqn)] = None
+        times = self._times(eqn)
+        total: dict[Product, Work] = defaultdict(Work)
+        for products in inner:
+            for product, work in products.items():
+                count, flops = total[product]
+                total[product] = Work(count + times * work.count, flops + times * work.flops)
+        return total
+
+    def _times(self, eqn: JaxprEqn) -> int:
+        if eqn.primitive.name == "scan":
+            return eqn.params["length"]
+        if eqn.primitive.name == "shard_map":
+            mesh = eqn.params["mesh"]
+            axes = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes", ()))
+            return math.prod(mesh.shape[axis] for axis in axes)
+        return 1

@@ -1,0 +1,81 @@
+"""Policies for [`jax.checkpoint`][] that know mixed products.
+
+Those of `jax.checkpoint_policies` ask whether an operation is JAX's own product, and would have
+every mixed one evaluated again in the backward pass. These here answer for a mixed product what
+they answer for the plain one, and agree with them on everything else.
+
+A checkpoint inside of a function that [`mpx_pde.autocast`][] runs needs no change: its policy is
+translated. One around such a function, or around layers of `mpx_pde.nn`, takes its policy from
+here.
+
+```python
+layer = jax.checkpoint(mpx.autocast(layer), policy=mpx.checkpoint_policies.dots_saveable)
+```
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from ._conv import mixed_conv_general_dilated_p
+from ._dot import mixed_dot_general_p
+
+
+_PLAIN = {
+    mixed_dot_general_p: lax.dot_general_p,
+    mixed_conv_general_dilated_p: lax.conv_general_dilated_p,
+}
+# What a mixed product has and a plain one has not.
+_OWN = ("dtype", "out_dtype", "given")
+
+
+# With equality, which keeps checkpoints that are alike in one entry of JAX's caches.
+@dataclasses.dataclass(frozen=True)
+class _Translated:
+    policy: Callable
+
+    def __call__(self, primitive: Any, *avals: Any, **params: Any) -> Any:
+        plain = _PLAIN.get(primitive)
+        if plain is None:
+            return self.policy(primitive, *avals, **params)
+        shared = {name: value for name, value in params.items() if name not in _OWN}
+        dtypes = {"precision": None, "preferred_element_type": params["out_dtype"]}
+        return self.policy(plain, *avals, **shared, **dtypes)
+
+
+def translate(policy: Callable) -> Callable:
+    """A policy that answers for mixed products what `policy` answers for plain ones.
+
+    **Arguments:**
+
+    - `policy`: any policy of [`jax.checkpoint`][]: one of `jax.checkpoint_policies`, or your own.
+
+    **Returns:** a policy.
+    """
+    return policy if isinstance(policy, _Translated) else _Translated(policy)
+
+
+dots_saveable = translate(jax.checkpoint_policies.dots_saveable)
+"""Keeps the result of every product and convolution."""
+
+dots_with_no_batch_dims_saveable = translate(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+)
+"""Keeps the results of products without batch axes, such as those with weights."""
+
+
+def offload_dot_with_no_batch_dims(offload_src: str, offload_dst: str) -> Callable:
+    """As `dots_with_no_batch_dims_saveable`, in another memory.
+
+    **Arguments:**
+
+    - `offload_src`, `offload_dst`: kinds of memory, such as `"device"` and `"pinned_host"`.
+
+    **Returns:** a policy.
+    """
+    return translate(
+        jax.checkpoint_policies.offload_dot_with_no_batch_dims(offload_src, offload_dst)
+    )

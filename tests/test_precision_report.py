@@ -1,0 +1,301 @@
+"""What is counted as a product, against counts by hand, and who is warned."""
+
+import functools as ft
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import normal, tree_allclose
+from jax import lax
+from jax.sharding import AxisType, PartitionSpec as P
+
+import mpx_pde as mpx
+from mpx_pde import _gradient
+
+
+BATCH, WIDTH = 16, 32
+# Multiplications and additions of a forward pass through 2 → 32 → 32 → 32 → 1.
+FIRST, HIDDEN, LAST = (2 * BATCH * n for n in (2 * WIDTH, 2 * WIDTH * WIDTH, WIDTH))
+
+
+def network():
+    return eqx.nn.MLP(2, 1, WIDTH, 3, activation=jnp.tanh, key=jax.random.key(0))
+
+
+def loss(model, points):
+    return jnp.mean(jax.vmap(model)(points) ** 2)
+
+
+def first_layer(model, **options):
+    wrap = lambda layer: mpx.FullPrecision(layer, **options)
+    return eqx.tree_at(lambda m: m.layers[0], model, replace_fn=wrap)
+
+
+def gradient(call=mpx.filter_grad, **options):
+    return call(loss, mpx.DynamicLossScaling(2.0**8), **options)
+
+
+POINTS = normal(1, (BATCH, 2))
+
+
+@pytest.fixture
+def standard_promotion():
+    """A foreign network meets float32 points as its users have it."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+# --- What is counted ------------------------------------------------------------------------------
+
+
+def test_forward_and_backward_of_a_network_by_hand():
+    report = mpx.precision_report(eqx.filter_grad(loss))(network(), POINTS)
+    # Weight gradients repeat the forward work, and so do cotangents of what enters each layer but
+    # the first.
+    flops = 2 * FIRST + 3 * HIDDEN + 3 * LAST
+    assert report.by_dtype() == {"float32": (4 + 4 + 3, flops)}
+    assert (report.flops, report.half_share) == (flops, 0.0)
+
+    cast = mpx.precision_report(gradient())(network(), POINTS)
+    assert cast.by_dtype() == {"float16": (11, flops)}
+    assert cast.half_share == 1.0
+    auto = mpx.precision_report(gradient(autocast=True))(network(), POINTS)
+    assert auto.by_dtype() == {"float16": (11, flops)}
+    assert {row.primitive for row in auto.rows} == {"mixed_dot_general"}
+
+
+def test_lines_are_the_users_and_print_as_a_table():
+    def two(x, y):
+        z = x @ y  # the first
+        return mpx.mixed_matmul(z, y, dtype="bfloat16")  # the second
+
+    report = mpx.precision_report(two)(jnp.ones((4, 8)), jnp.ones((8, 8)))
+    line = two.__code__.co_firstlineno
+    assert {row.line for row in report.rows} == {f"{__file__}:{line + i}" for i in (1, 2)}
+    assert [(r.dtype, r.out_dtype, r.half, r.count, r.flops) for r in report.rows] == [
+        ("float32", "float32", False, 1, 512),
+        ("bfloat16", "bfloat16", True, 1, 512),
+    ]
+    text = str(report)
+    assert "mixed" not in text
+    assert "50%" in text
+    assert f"{__file__}:{line + 1}" in text
+    assert report.count("bfloat16") == report.count(jnp.float32) == 1
+    assert str(mpx.precision_report(jnp.sin)(1.0)) == "no products"
+
+
+def _half(x, y):
+    return mpx.mixed_matmul(x, y, dtype="float16", out_dtype="float32")
+
+
+def test_inside_of_everything_as_often_as_it_runs():
+    x = jnp.ones((4, 4))
+    once = 2 * 4**3
+
+    @jax.custom_vjp
+    def custom(x):
+        return x @ x
+
+    custom.defvjp(lambda x: (x @ x, x), lambda x, g: (g @ x,))
+
+    def steps(n, body):
+        return lambda x: lax.scan(lambda c, _: (body(c), None), x, length=n)[0]
+
+    product = lambda x: x @ x
+    cases = {
+        "jit": (jax.jit(product), 1),
+        "scan": (steps(5, product), 5),
+        "scan in scan": (steps(5, steps(3, product)), 15),
+        "static loop": (lambda x: lax.fori_loop(0, 7, lambda _, c: c @ c, x), 7),
+        "checkpoint": (jax.checkpoint(product), 1),
+        "its gradient": (lambda x: jax.grad(lambda x: jax.checkpoint(product)(x).sum())(x), 3),
+        "custom_vjp": (custom, 1),
+        "its backward rule": (lambda x: jax.vjp(custom, x)[1](x), 2),
+        "cond": (lambda x: lax.cond(x[0, 0] > 0, lambda x: x @ x @ x, product, x), 2),
+        "vmap": (lambda x: jax.vmap(lambda a: x @ a)(jnp.stack([x] * 3)), 3),
+    }
+    for name, (fun, times) in cases.items():
+        report = mpx.precision_report(fun)(x)
+        assert report.flops == times * once, name
+        assert not report.loops
+
+    unknown = lambda x: lax.while_loop(lambda c: c[0, 0] < 100, product, x)
+    report = mpx.precision_report(unknown)(x)
+    assert report.flops == once
+    assert len(report.loops) == 1
+    assert report.loops[0].startswith(__file__)
+    assert "unknown length" in str(report)
+
+
+def test_work_of_all_devices():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    sharded = jax.shard_map(
+        lambda x, w: _half(x, w), mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
+    )
+    x, w = jnp.ones((8, 4)), jnp.ones((4, 4))
+    report = mpx.precision_report(sharded)(x, w)
+    assert report.by_dtype() == {"float16": (4, 2 * 8 * 4 * 4)}
+
+
+def test_convolutions_batches_and_complex_products():
+    conv = ft.partial(lax.conv_general_dilated, window_strides=(1,), padding="VALID")
+    x, y = jnp.ones((2, 4, 9)), jnp.ones((6, 2, 3))
+    grouped = mpx.precision_report(ft.partial(conv, feature_group_count=2))(x, y)
+    assert grouped.flops == 2 * (2 * 6 * 7) * (2 * 3)
+    batched = mpx.precision_report(lambda a: jnp.einsum("bij,bjk->bik", a, a))(jnp.ones((3, 4, 4)))
+    assert batched.flops == 2 * 3 * 4**3
+    complex_ = mpx.precision_report(lambda a: a @ a)(jnp.ones((4, 4), "complex64"))
+    assert complex_.flops == 4 * 2 * 4**3
+    assert complex_.half_share == 1.0  # of what could be half
+
+
+def test_shapes_will_do_and_split_products_are_named():
+    shape = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    split = mpx.autocast(lambda x: x @ x, "bfloat16_x3")
+    [row] = mpx.precision_report(split)(shape).rows
+    assert row.dtype == "BF16_BF16_F32_X3"
+    assert row.half
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_no_function():
+    with pytest.raises(TypeError, match=r"precision_report\(fun\)\(\*args\)"):
+        mpx.precision_report(jnp.ones(3))
+
+
+# --- Half behind a layer --------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_half_behind_the_first_layer_of_a_foreign_network(half):
+    policy = f"params=float32,compute={half},output=float32"
+    options = {"keep_full": (False, True), "policy": policy}
+    model = first_layer(network(), out_dtype="half")
+    report = mpx.precision_report(gradient(**options))(model, POINTS)
+    assert report.count("float32") == 2
+    assert report.count(half) == 9
+    assert report.half_share > 0.95
+
+    _, finite, grads = eqx.filter_jit(gradient(**options))(model, POINTS)
+    assert finite
+    want = eqx.filter_jit(eqx.filter_grad(loss))(model, POINTS)
+    assert tree_allclose(grads, want, computed_in=half)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_derivatives_of_a_foreign_network_are_half_behind_the_first_layer():
+    def residual(model, points, *, derivatives):
+        fun = mpx.partials(model, ["u", "u_xx"], coords="xy", outputs="u", scaling=derivatives)
+        d = jax.vmap(fun)(points)
+        return jnp.mean((d["u_xx"] + d["u"]) ** 2)
+
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xy"))
+    run = mpx.filter_grad(residual, scaling, keep_full=(False, True))
+    model = eqx.nn.MLP(2, "scalar", WIDTH, 3, activation=jnp.tanh, key=jax.random.key(0))
+    assert mpx.precision_report(run)(first_layer(model), POINTS).half_share == 0.0
+    assert mpx.precision_report(run)(first_layer(model, out_dtype="half"), POINTS).half_share > 0.9
+
+
+# --- Warnings -------------------------------------------------------------------------------------
+
+
+CALLS = [
+    mpx.filter_grad,
+    mpx.filter_value_and_grad,
+    mpx.calculate_scaled_grad,
+    ft.partial(mpx.filter_accumulated_value_and_grad, micro_batches=2, in_axes=(0,)),
+]
+
+
+@pytest.mark.usefixtures("standard_promotion")
+@pytest.mark.parametrize("call", CALLS)
+def test_a_network_that_multiplies_in_float32_after_all(call):
+    options = {} if isinstance(call, ft.partial) else {"keep_full": (False, True)}
+    if not options:
+        model = jax.tree.map(lambda x: x, mpx.FullPrecision(network()))
+    else:
+        model = first_layer(network())
+    run = eqx.filter_jit(gradient(call, **options))
+    with pytest.warns(mpx.PrecisionWarning, match=r"asked for float16, but 0% of the work") as seen:
+        run(model, POINTS)
+    assert [w.filename for w in seen] == [__file__]
+    # Compiled, it says nothing more.
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(model, POINTS + 1)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_less_than_half_of_the_work():
+    model = network()
+    for i in (1, 2):
+        full = lambda m, i=i: m.layers[i]
+        wrap = lambda layer: mpx.FullPrecision(layer, out_dtype="half")
+        model = eqx.tree_at(full, model, replace_fn=wrap)
+        if i == 1:  # one of two large layers: not less than half with the small ones
+            eqx.filter_jit(gradient())(model, POINTS)
+    with pytest.warns(mpx.PrecisionWarning, match=r"but \d% of the work"):
+        eqx.filter_jit(gradient())(model, POINTS)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_who_is_not_warned():
+    # Warnings are errors in this suite.
+    full = first_layer(network())
+    for options in (
+        {"use_mixed_precision": False},
+        {"policy": "params=float32,compute=float32,output=float32"},
+        {"autocast": True},
+    ):
+        eqx.filter_jit(gradient(**options))(full, POINTS)
+    eqx.filter_jit(gradient())(network(), POINTS)
+    squares = lambda x: jnp.sum(x**2)
+    eqx.filter_jit(mpx.filter_grad(squares, mpx.DynamicLossScaling()))(jnp.ones(3))
+    # Run step by step there is no program to look at.
+    gradient(keep_full=(False, True))(full, POINTS)
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_the_category_can_be_filtered():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mpx.PrecisionWarning)
+        eqx.filter_jit(gradient(keep_full=(False, True)))(network(), POINTS)
+
+
+def test_looking_at_the_program_does_not_change_it(monkeypatch):
+    def program():
+        run = eqx.filter_jit(gradient(mpx.filter_value_and_grad))
+        return run.lower(network(), POINTS).as_text()
+
+    looked_at = program()
+    monkeypatch.setattr(_gradient, "traced", lambda tree: False)
+    assert looked_at == program()
+
+
+def test_a_loss_is_traced_once():
+    calls = []
+
+    def counted(model, points):
+        calls.append(None)
+        return loss(model, points)
+
+    eqx.filter_jit(mpx.filter_grad(counted, mpx.DynamicLossScaling()))(network(), POINTS)
+    assert len(calls) == 1
+
+
+def test_what_is_no_array_comes_back_as_it_was():
+    def with_aux(model, points):
+        return loss(model, points), {"name": "mse", "n": np.arange(2), "steps": 3}
+
+    @eqx.filter_jit
+    def run(model, points):
+        return mpx.filter_grad(with_aux, mpx.DynamicLossScaling(), has_aux=True)(model, points)
+
+    aux = run(network(), POINTS)[3]
+    assert aux["name"] == "mse"
+    assert aux["steps"] == 3
+    assert aux["n"].tolist() == [0, 1]

@@ -1,0 +1,340 @@
+"""What a product multiplies in where nobody says so, and products of halves on every backend."""
+
+import functools as ft
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    HALVES,
+    TOLERANCES,
+    assert_products_are_half,
+    normal,
+    scalar,
+    tree_allclose,
+    tree_equal_bits,
+)
+from jax import lax
+from jax.experimental import jet
+from test_dot import PATTERNS
+
+import mpx_pde as mpx
+
+
+# --- On the backend that is there -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_a_plain_network_under_vmap_and_autocast(half):
+    model = eqx.nn.MLP(3, 2, 16, 2, activation=jnp.tanh, key=jax.random.key(0))
+    x = normal(1, (8, 3))
+
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    want = eqx.filter_jit(eqx.filter_grad(loss))(model, x)
+    for fun in (
+        mpx.autocast(loss, half),
+        lambda model, x: jnp.mean(jax.vmap(mpx.autocast(model, half))(x) ** 2),
+    ):
+        got = eqx.filter_jit(eqx.filter_grad(fun))(model, x)
+        assert tree_allclose(got, want, computed_in=half)
+
+
+@pytest.mark.parametrize("out_dtype", ["bfloat16", "float32"])
+def test_gradients_of_every_pattern_of_contraction_under_vmap(out_dtype):
+    """Compiled into one program: jaxlib's CPU backend has no kernel for some of these products."""
+    operands, all_axes = [], [(0, 0), (0, None), (None, 0)]
+    for i, (x_shape, y_shape, *_) in enumerate(PATTERNS):
+        axes = all_axes[i % 3]
+        shapes = zip((x_shape, y_shape), axes, strict=True)
+        shapes = [shape if axis is None else (3, *shape) for shape, axis in shapes]
+        operands.append([normal(i + 50 * j, shape, 0.5) for j, shape in enumerate(shapes)])
+
+    def run(product, operands):
+        def loss(operands):
+            total = jnp.zeros(())
+            for i, ((*_, contract, batch), (x, y)) in enumerate(
+                zip(PATTERNS, operands, strict=True)
+            ):
+                dot = lambda x, y, dims=(contract, batch): product(x, y, dims)
+                out = jax.vmap(dot, all_axes[i % 3])(x, y).astype(jnp.float32)
+                total += jnp.sum(jnp.square(out))
+            return total
+
+        return jax.jit(jax.grad(loss))(operands)
+
+    mixed = ft.partial(mpx.mixed_dot_general, dtype="bfloat16", out_dtype=out_dtype)
+    got, want = run(mixed, operands), run(lax.dot_general, operands)
+    assert tree_allclose(got, want, computed_in="bfloat16")
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_products_on_this_backend_are_those_of_the_rounded_operands(half):
+    """Halves multiply exactly in float32, so nothing but the order of sums may differ."""
+    x, y = normal(0, (5, 7, 33)), normal(1, (33, 9))
+    rounded = [np.asarray(z.astype(half)).astype(np.float64) for z in (x, y)]
+    exact = np.einsum("abk,kc->abc", *rounded)
+    got = mpx.mixed_matmul(x, y, dtype=half, out_dtype="float32")
+    assert np.abs(got - exact).max() <= TOLERANCES["float32"] * np.abs(exact).max()
+    # Rounded to half once, at the end: but for ties, what rounding the exact result gives.
+    ulp = float(jnp.finfo(half).eps)
+    got = np.asarray(mpx.mixed_matmul(x, y, dtype=half), np.float64)
+    assert np.all(np.abs(got - exact) <= 0.51 * ulp * np.abs(exact) + 1e-6)
+
+
+# --- Without a dtype ------------------------------------------------------------------------------
+
+
+def test_the_narrowest_of_the_operands():
+    x, w = normal(0, (4, 8)), normal(1, (8, 8))
+    for half in HALVES:
+        got = mpx.mixed_matmul(x.astype(half), w)
+        assert tree_equal_bits(got, mpx.mixed_matmul(x.astype(half), w, dtype=half))
+        got = mpx.mixed_einsum("ij,jk", x.astype(half), w, out_dtype="float32")
+        assert got.dtype == jnp.float32
+    assert mpx.mixed_matmul(x, w).dtype == jnp.float32
+    with pytest.raises(ValueError, match="got bfloat16 and float16"):
+        mpx.mixed_matmul(x.astype("float16"), w.astype("bfloat16"))
+
+
+def _mixed(**options):
+    conv = ft.partial(mpx.mixed_conv_general_dilated, window_strides=(1,), padding="SAME")
+
+    def fun(w, x):
+        y = jnp.tanh(mpx.mixed_matmul(x, w, **options))
+        y = jnp.tanh(mpx.mixed_einsum("bi,ij->bj", y, w, **options))
+        return conv(y[:, None], w[:2, None, :3], **options)
+
+    return fun
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_autocast_supplies_it(half):
+    w, x = normal(0, (8, 8), 0.4), normal(1, (4, 8))
+    fun = mpx.autocast(_mixed(), half)
+    run = lambda f: jax.jit(lambda w, x: (f(w, x), jax.grad(scalar(f))(w, x)))(w, x)
+    assert tree_allclose(run(fun), run(_mixed()), computed_in=half)
+    assert_products_are_half(jax.grad(scalar(fun)), w, x, half=half)
+    assert_products_are_half(mpx.autocast(jax.grad(scalar(_mixed())), half), w, x, half=half)
+    products = [o for o in fun.report(w, x).operations if o.multiplied]
+    assert [o.multiplied for o in products] == [half] * 3
+    assert f"{half}: a mixed product without a dtype" in str(fun.report(w, x))
+
+
+def test_autocast_honors_one_that_was_given():
+    w, x = normal(0, (8, 8), 0.4), normal(1, (4, 8))
+    for dtype in ("float32", "bfloat16"):
+        fun = mpx.autocast(_mixed(dtype=dtype), "float16")
+        products = [o for o in fun.report(w, x).operations if o.multiplied]
+        assert [o.multiplied for o in products] == [dtype] * 3
+        assert mpx.precision_report(fun)(w, x).count(dtype) == 3
+    out = mpx.autocast(lambda w, x: mpx.mixed_matmul(x, w, out_dtype="float32"), "float16")
+    [row] = mpx.precision_report(out)(w, x).rows
+    assert (row.dtype, row.out_dtype) == ("float16", "float32")
+
+
+def test_overrides_reach_mixed_products():
+    w, x = normal(0, (8, 8), 0.4), normal(1, (4, 8))
+    full = mpx.autocast(_mixed(), "float16", full="mixed_*")
+    assert mpx.precision_report(full)(w, x).by_dtype().keys() == {"float32"}
+    assert tree_allclose(jax.jit(full)(w, x), jax.jit(_mixed())(w, x))
+    assert not full.report(w, x).unused
+    half = mpx.autocast(_mixed(dtype="float32"), "float16", half="mixed_*")
+    assert mpx.precision_report(half)(w, x).by_dtype().keys() == {"float16"}
+    split = mpx.autocast(_mixed(), "bfloat16_x3")
+    assert mpx.precision_report(split)(w, x).count("BF16_BF16_F32_X3") == 2
+    assert {o.multiplied for o in split.report(w, x).operations} >= {"BF16_BF16_F32_X3", "float32"}
+
+
+def test_full_precision_is_no_dtype_that_autocast_supplies():
+    w, x = normal(0, (8, 8), 0.4), normal(1, (4, 8))
+    fun = mpx.autocast(mpx.force_full_precision(lambda w, x: mpx.mixed_matmul(x, w)), "float16")
+    assert mpx.precision_report(fun)(w, x).count("float32") == 1
+    assert tree_equal_bits(fun(w, x), mpx.mixed_matmul(x, w))
+
+
+NETWORKS = {
+    "CoordinateMLP": lambda **options: (
+        mpx.nn.CoordinateMLP(2, 1, 32, 3, key=jax.random.key(0), **options),
+        normal(1, (16, 2)),
+    ),
+    "full last": lambda **options: (
+        mpx.nn.CoordinateMLP(
+            2, 1, 32, 3, key=jax.random.key(0), full_precision_last=True, **options
+        ),
+        normal(1, (16, 2)),
+    ),
+    "FNO": lambda **options: (
+        mpx.nn.FNO(1, 1, 8, 1, (8, 8), key=jax.random.key(0), method="dft", **options),
+        normal(1, (2, 1, 16, 16)) + 5.0,
+    ),
+    "CP": lambda **options: (
+        mpx.nn.FNO(1, 1, 8, 1, 8, key=jax.random.key(0), factorization="cp", **options),
+        normal(1, (2, 1, 32)),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "half"),
+    [
+        ("CoordinateMLP", "float16"),
+        ("full last", "bfloat16"),
+        ("FNO", "bfloat16"),
+        ("CP", "float16"),
+    ],
+)
+def test_networks_of_the_library_under_autocast(name, half):
+    model, x = NETWORKS[name]()
+
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x) ** 2)
+
+    cast = mpx.autocast(loss, half)
+    report = mpx.precision_report(eqx.filter_grad(cast))(model, x)
+    assert report.half_share > 0.9
+    got, want = (eqx.filter_jit(eqx.filter_value_and_grad(f))(model, x) for f in (cast, loss))
+    assert not tree_equal_bits(got, want)
+    assert tree_allclose(got, want, computed_in=half)
+    # A dtype that the layers were given is theirs.
+    own, _ = NETWORKS[name](dtype="float32")
+    report = mpx.precision_report(eqx.filter_grad(cast))(own, x)
+    assert report.half_share == 0.0
+
+
+@pytest.mark.parametrize("name", ["CoordinateMLP", "full last"])
+def test_derivatives_of_a_coordinate_network_under_autocast(name):
+    model, points = NETWORKS[name]()
+
+    def residual(model, points):
+        fun = mpx.partials(model, ["u", "u_x", "u_yy"], coords="xy", outputs=["u"])
+        d = jax.vmap(fun)(points)
+        return jnp.mean((d["u_yy"] + d["u"] * d["u_x"]) ** 2)
+
+    cast = mpx.autocast(residual, "float16")
+    report = mpx.precision_report(eqx.filter_grad(cast))(model, points)
+    # The first layer is float32 in each stream, and so is the last where it is asked for.
+    assert report.half_share > 0.8
+    assert report.count("float32") > 0
+    got, want = (eqx.filter_jit(eqx.filter_grad(f))(model, points) for f in (cast, residual))
+    assert tree_allclose(got, want, computed_in="float16")
+
+
+# --- Arguments as users pass them -----------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_integers_of_numpy():
+    x = normal(0, (4, 8))
+    one = np.int64(1)
+    want = mpx.mixed_dot_general(x, x, ((1, 1), ((), ())), dtype="float16")
+    for axes in (one, np.array([1]), [one], -one):
+        got = mpx.mixed_dot_general(x, x, ((axes, axes), ((), ())), dtype="float16")
+        assert tree_equal_bits(got, want)
+    modes, size = np.int64(4), np.int32(8)
+    conv = mpx.nn.SpectralConv(size, size, modes, key=jax.random.key(0))
+    assert conv(jnp.ones((8, 8)), output_shape=np.int64(16)).shape == (8, 16)
+    assert mpx.nn.CoordinateMLP(np.int64(2), size, size, one, key=jax.random.key(0)).in_size == 2
+    batch = normal(1, (6, 8))
+    split = mpx.filter_accumulated_value_and_grad(
+        lambda w, x: jnp.mean(mpx.mixed_matmul(x.T, w) ** 2),
+        mpx.DynamicLossScaling(),
+        micro_batches=2,
+        in_axes=np.int64(1),
+    )
+    assert np.isfinite(split(normal(2, (6, 3)), batch)[0])
+
+
+def test_pythons_float_is_the_default_of_jax():
+    x = normal(0, (4, 4))
+    assert mpx.mixed_matmul(x, x, dtype="float16", out_dtype=float).dtype == jnp.float32
+    assert mpx.mixed_matmul(x, x, dtype="float16", out_dtype="float64").dtype == jnp.float32
+    assert mpx.cast_tree(x.astype("float16"), float).dtype == jnp.float32
+    assert mpx.force_full_precision(jnp.sin, float)(x).dtype == jnp.float32
+    with jax.enable_x64(True):
+        out = mpx.mixed_matmul(x, x, dtype="float16", out_dtype=float)
+        assert out.dtype == mpx.cast_tree(x, float).dtype == jnp.float64
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "shapes"),
+    [
+        ("...ij,...jk->...ik", [(1, 3, 4), (2, 4, 5)]),
+        ("...ij,...jk", [(2, 3, 4), (1, 4, 5)]),
+        ("...ij,...jk->...ik", [(3, 4), (2, 4, 5)]),
+        ("...ij,...jk->ik...", [(6, 1, 3, 4), (1, 2, 4, 5)]),
+        ("...i,...i->...", [(1, 1, 4), (2, 3, 4)]),
+        ("i...,...->i...", [(3, 1), (5,)]),
+        ("...i,...i,...->...i", [(1, 3), (2, 3), (1,)]),
+        ("...,...->...", [(1,), (1,)]),
+        ("...ij,...jk->ik", [(1, 3, 4), (2, 4, 5)]),
+        ("ij,jk->ik", [(3, 1), (4, 5)]),
+        ("bij,bjk->bik", [(1, 3, 4), (2, 4, 5)]),
+    ],
+)
+def test_einsum_broadcasts_axes_of_size_one(subscripts, shapes):
+    arrays = [normal(i, shape) for i, shape in enumerate(shapes)]
+    got = mpx.mixed_einsum(subscripts, *arrays, dtype="float16", out_dtype="float32")
+    with jax.numpy_rank_promotion("allow"):
+        want = jnp.einsum(subscripts, *arrays, precision="highest")
+    assert got.shape == want.shape
+    assert tree_allclose(got, want, computed_in="float16")
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "shapes"),
+    [("...ij,...jk->...ik", [(3, 3, 4), (2, 4, 5)]), ("ij,jk", [(3, 2), (4, 5)])],
+)
+def test_einsum_names_sizes_that_do_not_fit(subscripts, shapes):
+    arrays = [jnp.ones(shape) for shape in shapes]
+    with pytest.raises(ValueError, match=r"`mixed_einsum`.*sizes \d and \d\. Shapes are \("):
+        mpx.mixed_einsum(subscripts, *arrays, dtype="float16")
+
+
+def test_calls_outside_of_jit_compile_once():
+    conv = ft.partial(
+        mpx.mixed_conv_general_dilated, window_strides=(1,), padding="SAME", dtype="float16"
+    )
+    x, y, w = jnp.ones((2, 3, 9)), jnp.ones((4, 3, 3)), jnp.ones((9, 4))
+
+    def calls():
+        conv(x, y)
+        mpx.mixed_matmul(x, w, dtype="float16")
+
+    calls()
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda event, *_, **__: compiled.append(event)
+    )
+    try:
+        calls()
+        assert not [event for event in compiled if "backend_compile" in event]
+    finally:
+        jax.monitoring.clear_event_listeners()
+
+
+# --- Taylor mode ----------------------------------------------------------------------------------
+
+
+def test_jet_against_nested_derivatives():
+    w, kernel = normal(0, (4, 4), 0.5), normal(1, (1, 1, 3))
+    x, v = normal(2, (4,)), normal(3, (4,))
+    options = {"dtype": "float16", "out_dtype": "float32"}
+
+    def fun(x):
+        y = jnp.tanh(mpx.mixed_matmul(x, w, **options))
+        y = mpx.mixed_conv_general_dilated(y[None, None], kernel, (1,), "SAME", **options)
+        return mpx.mixed_matmul(y[0, 0], y[0, 0], **options)
+
+    zero = jnp.zeros_like(x)
+    _, got = jax.jit(lambda x: jet.jet(fun, (x,), ((v, zero, zero),)))(x)
+    want = []
+    along = fun
+    for _ in range(3):
+        along = lambda x, f=along: jax.jvp(f, (x,), (v,))[1]
+        want.append(along(x))
+    # The same products in another order, of operands rounded at other places.
+    assert tree_allclose(jnp.stack(got), jnp.stack(want), computed_in="float16")
