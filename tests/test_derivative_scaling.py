@@ -574,3 +574,41 @@ def test_a_laplacian_with_a_scaler_of_its_own_is_named_once():
     assert mpx.derivatives.telemetry(scaling.adjust(counts))["zeros"]["laplacian"] == 2
     lost = jnp.zeros_like(counts).at[row, NONFINITE].set(1)
     np.testing.assert_array_equal(scaling.adjust(lost).exponents, [0, 0, -1])
+
+
+def test_a_scaling_is_shown_in_a_few_lines():
+    derivatives = mpx.DerivativeScaling.per_direction("xt", order=2, init_scale={"x": 0.5, "t": 1})
+    counts = jnp.zeros_like(derivatives.counts).at[0, NONFINITE].set(1)
+    scaling = mpx.Scaling(mpx.StaticLossScaling(4), derivatives).adjust(jnp.array(True), counts)
+    shown = repr(scaling)
+    assert len(shown.splitlines()) <= 12
+    for part in ("loss=StaticLossScaling(loss_scaling=2^2)", "x: 2^-2, t: 2^0", "2^-24 to 2^0"):
+        assert part in shown
+    for part in ("overflows={x: 1, t: 0}", "skipped_steps=1, consecutive_skips=1", "per_direction"):
+        assert part in shown
+    # Also where there are no values, or several.
+    seen = []
+    jax.jit(lambda s: seen.append(repr(s)))(scaling)
+    seen.append(repr(jax.eval_shape(lambda: scaling)))
+    assert seen[0] == seen[1]
+    assert "scales=2^int32[2]" in seen[0]
+    stacked = jax.tree.map(lambda x: jnp.stack([x] * 2), scaling)
+    assert "scales=2^[[-2, 0], [-2, 0]]" in repr(stacked)
+    assert "skipped_steps=None" in repr(jax.tree.map(lambda x: None, scaling))
+
+
+def test_a_derivative_scaling_in_the_place_of_a_loss_scaling(unchecked_annotations):
+    with pytest.raises(TypeError, match=r"`loss`, its first argument.*`Scaling\(derivatives=…\)`"):
+        mpx.Scaling(direction())
+    big = network()
+    for call in (
+        lambda: mpx.Scaling(big),
+        lambda: mpx.Scaling(derivatives=big),
+        lambda: mpx.filter_grad(loss, direction()),
+        lambda: mpx.partials(big, ["u"], coords="xt", outputs="u", scaling=big),
+    ):
+        with pytest.raises(TypeError) as error:
+            call()
+        assert len(str(error.value)) < 400  # not the whole object
+    with pytest.raises(TypeError, match=r"as `loss`.*but got int: 3"):
+        mpx.Scaling(3)

@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from .._cast import widen
 from .._dtypes import as_floating_dtype
+from .._repr import brief
 from ._names import names_of, split_names
 from ._probe import tap
 from ._seeds import multiply, power_of_two, unscaled
@@ -66,7 +67,7 @@ def check_derivatives(scaling: Any, call: str) -> None:
     if scaling is not None and not isinstance(scaling, DerivativeScaling):
         raise TypeError(
             f"`{call}` takes a `DerivativeScaling` as `scaling`, as the loss receives it in "
-            f"`derivatives`, or `None`, but got {type(scaling).__name__}: {scaling!r}."
+            f"`derivatives`, or `None`, but got {brief(scaling)}."
         )
 
 

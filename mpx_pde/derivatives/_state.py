@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from .._dtypes import half_precision_datatype
+from .._repr import by_name, described, number
 from ._names import (
     DEFAULTS,
     exponent_of,
@@ -299,6 +300,25 @@ class DerivativeScaling(eqx.Module):
         names = term_list(terms, call)
         rows = tuple(Row(name, ((i, 1),)) for i, name in enumerate(names))
         return cls("term", names, None, rows, call, **options)
+
+    def __repr__(self) -> str:
+        rule = self.rule
+        pairs = zip(rule.lowest, rule.highest, strict=True)
+        bounds = by_name(self.names, [f"2^{low} to 2^{high}" for low, high in pairs])
+        scales = by_name(self.names, self.exponents, "2^")
+        tracker, caution, overflows = (
+            by_name(self.names, x) for x in (self.tracker, self.caution, self.overflows)
+        )
+        order = "" if self.order is None else f" up to order {self.order}"
+        return described(
+            self,
+            f"scales={scales} ({bounds}, factor {2**rule.step})",
+            f"per_{self.kind}{order}, {len(self.rows)} rows",
+            f"tracker={tracker} of {rule.growth_interval}, {rule.recover_growth_interval} at or "
+            f"below 2^{rule.recover_threshold}",
+            f"mode={rule.mode!r}, margin={rule.margin}, caution={caution}",
+            f"overflows={overflows}, skipped_steps={number(self.skipped_steps)}",
+        )
 
     @property
     def row_names(self) -> tuple[str, ...]:

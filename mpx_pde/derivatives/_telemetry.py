@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from .._repr import brief
 from ._probe import HIGHEST, LOWEST
 from ._scaling import Scaling
 from ._state import DerivativeScaling
@@ -38,8 +39,7 @@ def telemetry(scaling: Any) -> dict[str, Any]:
     derivatives = scaling.derivatives if isinstance(scaling, Scaling) else scaling
     if not isinstance(derivatives, DerivativeScaling):
         raise TypeError(
-            "`telemetry` takes a `Scaling` or a `DerivativeScaling`, but got "
-            f"{type(scaling).__name__}: {scaling!r}."
+            f"`telemetry` takes a `Scaling` or a `DerivativeScaling`, but got {brief(scaling)}."
         )
     rows, names = derivatives.row_names, derivatives.names
     buckets = np.arange(LOWEST, HIGHEST + 1, dtype=np.int32)
