@@ -23,9 +23,9 @@ PACKAGES = {
 
 # Each module imports from those before it alone.
 ORDER = [
-    ["_dtypes"],
+    ["_dtypes", "_repr"],
     ["_dot", "_cast", "_jaxpr"],
-    ["_collectives", "_conv", "_tree"],
+    ["_checkpoint_file", "_collectives", "_conv", "_tree"],
     ["autocast", "_loss_scaling"],
     ["derivatives", "ranges"],
     ["_checkpoint", "_faults", "_gradient"],
