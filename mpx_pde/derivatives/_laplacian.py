@@ -111,7 +111,9 @@ def laplacian(
 
         def finish(x, order, counted):
             """Unscales `x`, which carries `order` seeds, and counts it in each of these rows."""
-            x, shift = (x, 0) if exponent is None else (x, order * exponent)
+            if scaling is None:
+                return widen(x)
+            shift = 0 if exponent is None else order * exponent
             for row in counted:
                 if exponent is not None:
                     # To the scale that the row stands for, so that its histogram means one thing.

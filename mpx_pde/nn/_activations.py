@@ -18,8 +18,8 @@ from jaxtyping import Array, ArrayLike
 from .._cast import widen
 
 
-def _evaluate(fun: Callable, x: ArrayLike) -> Array:
-    # A Python number has no dtype to come back to, and what of an integer is none.
+def _evaluate(fun: Callable, x: Any) -> Array:
+    # A Python number has no dtype to come back to, and what comes of an integer is none.
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
     out = fun(widen(x))
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != out.dtype
