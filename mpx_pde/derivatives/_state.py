@@ -25,8 +25,8 @@ from ._probe import COLUMNS
 from ._rules import Rule, paper, predictive
 
 
-_LOWEST_TOTAL = -120
-"""No product of scales falls below this power of two: its inverse must be a float32."""
+_LOWEST_TOTAL, _HIGHEST_TOTAL = -120, 120
+"""No product of scales leaves these powers of two: its inverse must be a float32."""
 
 
 class Row(NamedTuple):
@@ -69,22 +69,30 @@ class DerivativeScaling(eqx.Module):
 
     **Update rules.** A step in which a derivative overflowed is skipped, and the scalers that are
     responsible shrink by `factor`. With `mode="paper"` a scaler grows by `factor` after
-    `growth_interval` clean steps in a row, up to `max_scale`; at or below `recover_threshold` (the
-    *recovery mode*) after `recover_growth_interval`. With `mode="predictive"` the scale follows
+    `growth_interval` clean steps in a row, up to 1; at or below `recover_threshold` (the *recovery
+    mode*) after `recover_growth_interval`. With `mode="predictive"` the scale follows
     the histogram of the last step: as large as possible while the largest exponent stays `margin`
     powers of two below overflow, so that derivatives may grow by `2**margin` within a step before
     one is lost.
 
+    Derivatives can be too small for float16 as well, such as those of a network of coordinates in
+    micrometers. So in either mode a scale rises above 1, up to `max_scale`, while the histogram
+    shows a derivative whose largest values lie within `margin` powers of two of float16's subnormal
+    numbers, or that is zero everywhere, as long as no other that it scales comes within `margin`
+    of overflow; and it falls back towards 1 when one does. What is lost all the same is the entry
+    `"underflow"` of [`mpx_pde.derivatives.telemetry`][].
+
     The rule and its constants are those of Xue et al., *A Novel Automatic Mixed Precision Approach
     For Physics Informed Training*, section 3.2, and of its implementation in PhysicsNeMo-Sym. Other
     than there, each scaler backs off for its own overflows only, never falls below `min_scale`,
-    and may have a cap below 1.
+    rises above 1 where it must, and may have a cap below 1.
 
     **Attributes:**
 
     - `exponents`: log2 of the scale of each scaler, int32.
     - `tracker`: clean steps since each last changed, int32.
-    - `caution`: what the predictive rule has learned to keep free besides `margin`, int32.
+    - `caution`: what the predictive rule has learned to keep free besides `margin`, int32; with the
+        paper's, 1 while an overflow forbids to rise for small derivatives.
     - `overflows`: steps in which each scaler overflowed, int32.
     - `skipped_steps`: steps in which any did, an int32 scalar.
     - `counts`: the histograms of the last step, float32, a row for each of `row_names`; see
@@ -128,7 +136,9 @@ class DerivativeScaling(eqx.Module):
         for i, name in enumerate(names):
             low, init, high = (scales[k][name] for k in ("min_scale", "init_scale", "max_scale"))
             most = max((w for r in rows for j, w in r.weights if j == i), default=1)
-            low = max(low, math.ceil(_LOWEST_TOTAL / max(most, *(r.order for r in rows))))
+            most = max(most, *(r.order for r in rows))
+            low = max(low, math.ceil(_LOWEST_TOTAL / most))
+            high = scales["max_scale"][name] = min(high, _HIGHEST_TOTAL // most)
             own = given or "init_scale" in (special or {}).get(name, {})
             init = init if own else min(init, high)
             if not low <= init <= high:
@@ -192,7 +202,7 @@ class DerivativeScaling(eqx.Module):
         - `terms`: terms with a histogram of their own, such as `["u_x", "v_x"]`; the others share
             one for each derivative, whatever the output.
         - `init_scale`, `max_scale`, `min_scale`: numbers, or mappings from coordinates to
-            numbers; by default 1, 1 and 2^-24. What is no power of two is rounded down to one.
+            numbers; by default 1, 2^15 and 2^-24. What is no power of two is rounded down to one.
         - `factor`, `growth_interval`, `recover_threshold`, `recover_growth_interval`, `mode`,
             `margin`: see above; by default 2, 1000, 2^-6, 100, `"paper"` and 6.
 
@@ -339,6 +349,13 @@ class DerivativeScaling(eqx.Module):
         """Whether no derivative overflowed, by the cotangent of `counts`."""
         return ~jnp.any(_counts(counts)[:, -1] > 0)
 
+    @property
+    def at_minimum(self) -> Bool[Array, "*scalers"]:
+        """For each scaler, whether a derivative that it scales overflowed in the last step and it
+        cannot fall any further: no scale can help."""
+        low = jnp.array(self.rule.lowest, jnp.int32)
+        return (self.exponents <= low) & self.rule.of_scalers(self.counts[:, -1] > 0)
+
     def adjust(self, counts: Any) -> "DerivativeScaling":
         """The scaling for the next step.
 
@@ -395,7 +412,8 @@ class DerivativeScaling(eqx.Module):
 
         The terms are evaluated once in float32 and then in half precision at every scale. Their
         error is flat inside a window of scales, beyond which hidden layers underflow or overflow;
-        the scale is put `margin` powers of two below its upper end, but not below its middle.
+        the scale is the nearest to 1 that lies between the middle of the window and `margin` powers of
+        two below its upper end.
 
         **Arguments:**
 
