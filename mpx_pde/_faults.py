@@ -19,8 +19,13 @@ _REASONS = (
     "or allow for more skips.",
     "non-finite gradients at the smallest loss scale: the loss or its data are "
     "non-finite in themselves, and no loss scale can help.",
-    "non-finite derivatives of the network: the data hold NaNs, or derivatives "
-    "overflow at any scale; keep more layers in float32.",
+    "non-finite derivatives of the network at scales that can still fall: look for NaNs in the "
+    "data, or allow for more skips.",
+)
+_NO_SCALE = (
+    "non-finite derivatives of the network at the smallest scale of {}, which no derivative scale "
+    "can help: the data or parameters hold NaNs, or the network itself leaves float16, as by a "
+    "constant above 65504. Keep that layer in float32 (`mpx_pde.FullPrecision`)."
 )
 _LOSS, _MINIMUM, _DERIVATIVES = range(len(_REASONS))
 
@@ -70,13 +75,17 @@ def error_if_stuck(
             f"`{call}` needs an integer of at least 1 as `max_consecutive_skips`, got {limit!r}."
         )
     loss: Any = scaling.loss if isinstance(scaling, Scaling) else scaling
+    reasons = [*_REASONS]
     reason = jnp.where(getattr(loss, "at_minimum", False), _MINIMUM, _LOSS)
     if isinstance(scaling, Scaling):
         # The counts are those of the last step.
         lost = ~scaling.derivatives.finite(scaling.derivatives)
         reason = jnp.where(lost, _DERIVATIVES, reason)
+        fixed = scaling.derivatives.at_minimum
+        reason = jnp.where(jnp.any(fixed), len(_REASONS) + jnp.argmax(fixed), reason)
+        reasons += [_NO_SCALE.format(repr(name)) for name in scaling.derivatives.names]
     messages = [
         f"`{call}`: {limit} steps in a row were skipped, the last for {why} {_ADVICE}"
-        for why in _REASONS
+        for why in reasons
     ]
     return eqx.branched_error_if(tree, skips >= limit, reason, messages)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float32, Int32, PyTree
 
 from ._cast import is_inexact, widen
 from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE, half_precision_datatype, largest_scale
+from ._repr import brief, described, number, skips
 from ._tree import check_flag
 
 
@@ -125,6 +126,9 @@ class StaticLossScaling(AbstractLossScaling):
     """
 
     loss_scaling: Float32[Array, ""]
+
+    def __repr__(self) -> str:
+        return described(self, f"loss_scaling={number(self.loss_scaling)}")
 
     def __init__(self, loss_scaling: Any):
         """**Arguments:**
@@ -250,6 +254,17 @@ class DynamicLossScaling(AbstractLossScaling):
         self.skipped_steps = jnp.array(0, jnp.int32)
         self.consecutive_skips = jnp.array(0, jnp.int32)
 
+    def __repr__(self) -> str:
+        top = self.max_loss_scaling
+        bounds = f"{number(self.min_loss_scaling)} to "
+        bounds += "the cap of the half type" if top is None else number(top)
+        return described(
+            self,
+            f"loss_scaling={number(self.loss_scaling)} ({bounds}, factor {self.factor:g})",
+            f"counter={number(self.counter)} of {self.period}",
+            skips(self),
+        )
+
     @property
     def at_minimum(self) -> Bool[Array, ""]:
         """Whether the last step was skipped and the scale cannot fall any further."""
@@ -303,12 +318,12 @@ class DynamicLossScaling(AbstractLossScaling):
         )
 
 
-def check_scaling(scaling: Any, call: str) -> None:
+def check_scaling(scaling: Any, call: str, name: str = "scaling") -> None:
     """A `TypeError` in the name of `call` unless `scaling` is a loss scaling."""
     if not isinstance(scaling, AbstractLossScaling):
         raise TypeError(
-            f"`{call}` needs a loss scaling as `scaling`, such as `mpx_pde.DynamicLossScaling()` "
-            f"or `mpx_pde.NoOpLossScaling()`, but got {type(scaling).__name__}: {scaling!r}."
+            f"`{call}` needs a loss scaling as `{name}`, such as `mpx_pde.DynamicLossScaling()` "
+            f"or `mpx_pde.NoOpLossScaling()`, but got {brief(scaling)}."
         )
 
 

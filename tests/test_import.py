@@ -23,10 +23,11 @@ PACKAGES = {
 
 # Each module imports from those before it alone.
 ORDER = [
-    ["_dtypes", "_notes"],
+    ["_dtypes", "_notes", "_repr"],
     ["_dot", "_cast", "_jaxpr"],
-    ["_collectives", "_conv", "_einsum", "_products", "_tree"],
-    ["_jet", "_precision_report", "checkpoint_policies"],
+    ["_checkpoint_file", "_collectives", "_conv", "_einsum", "_flat", "_forward"],
+    ["_products", "_refined", "_tree"],
+    ["_jet", "_precision_report", "checkpoint_policies", "propagation"],
     ["autocast", "_loss_scaling"],
     ["derivatives", "ranges"],
     ["_checkpoint", "_faults", "_gradient"],

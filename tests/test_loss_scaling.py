@@ -414,3 +414,17 @@ def test_scaled_multiplies_the_value_alone(dtype):
     assert tree_equal_bits((value, aux), (jnp.array(24.0, dtype), (x, 3)))
     grads = jax.grad(lambda x: mpx.scaled(jnp.sum, scaling)(x).astype(jnp.float32))(x)
     assert tree_equal_bits(grads, jnp.full(2, 16.0, dtype))
+
+
+def test_it_is_shown_in_a_few_lines():
+    scaling = mpx.DynamicLossScaling(2**14, period=20, max_loss_scaling=2**20)
+    scaling = scaling.adjust(jnp.array(True))
+    assert repr(scaling) == (
+        "DynamicLossScaling(\n"
+        "  loss_scaling=2^14 (2^-24 to 2^20, factor 2),\n"
+        "  counter=1 of 20,\n"
+        "  skipped_steps=0, consecutive_skips=0\n"
+        ")"
+    )
+    assert repr(mpx.StaticLossScaling(3)) == "StaticLossScaling(loss_scaling=3.0)"
+    assert repr(mpx.NoOpLossScaling()) == "NoOpLossScaling()"

@@ -1109,3 +1109,26 @@ def test_casting_functions_of_mpx():
     out = mean_square(x, shift=jnp.full(4, 299.0, jnp.float16))
     assert out.dtype == jnp.float16
     assert out == 1.0
+
+
+# --- What MPX's own tests ask for and is refused here: the table in docs/coming_from.md ----------
+
+
+def test_an_infinite_scale_is_refused_and_none_takes_its_place():
+    with pytest.raises(ValueError, match="`DynamicLossScaling` needs a positive, finite scalar"):
+        mpx.DynamicLossScaling(jnp.array(jnp.inf))
+    loss = lambda w: jnp.sum(w**2)
+    for scaling in (None, mpx.DynamicLossScaling()):
+        grad_fn = mpx.filter_grad(loss, scaling, use_mixed_precision=False)
+        after, finite, grads = grad_fn(jnp.array([1.0, 2.0]))
+        assert tree_equal_bits(after, scaling)
+        assert finite
+        assert tree_equal_bits(grads, jnp.array([2.0, 4.0]))
+
+
+def test_a_scale_above_the_range_of_float16_is_kept():
+    scaling = scaler(2.0**16, period=1).adjust(jnp.array(True))
+    assert scaling.loss_scaling == 2.0**16
+    assert scaling.adjust(jnp.array(False)).loss_scaling == 2.0**15
+    with pytest.raises(ValueError, match="between `min_loss_scaling`"):
+        scaler(2.0**16, max_loss_scaling=2.0**15)

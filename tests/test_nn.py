@@ -176,7 +176,72 @@ def test_activations_do_not_overflow_inside(name):
     assert re.match(r"safe\(\w+\)", repr(fun))
 
 
-def test_errors():
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_of_numbers(name):
+    """As those of JAX: what is no half comes back as they return it."""
+    fun = getattr(nn, name)
+    floats = (0.5, np.float32(0.5), np.array([0.5, 1.0], np.float32))
+    integers = (2, np.int32(2), jnp.array(2)) if name != "silu" else ()  # JAX has none of these
+    for x in (*floats, *integers):
+        got, want = fun(x), fun.fun(x)
+        assert isinstance(got, jax.Array)
+        assert (got.dtype, got.weak_type) == (want.dtype, want.weak_type)
+        np.testing.assert_array_equal(got, want)
+    assert fun(np.float16(0.5)).dtype == jnp.float16
+
+
+class Adaptive(eqx.Module):
+    """An activation with a trainable slope."""
+
+    slope: jax.Array
+
+    def __call__(self, x):
+        return jnp.tanh(self.slope * x)
+
+
+def test_the_parameters_of_an_activation_are_trained():
+    model = make(out_size="scalar", activation=Adaptive(jnp.array(1.5)), dtype="float16")
+    params = eqx.filter(model, eqx.is_inexact_array)
+    assert params.activation.fun.slope is not None
+    assert nn.safe(model.activation) is model.activation
+
+    def loss(model, engine):
+        fun = model if engine else lambda p: model(p)
+        terms = mpx.partials(fun, ["u", "u_x", "u_xx"], coords="xt", outputs="u")
+        return sum(jnp.mean(v**2) for v in jax.vmap(terms)(points()).values())
+
+    # In float32, the oracle: nested derivatives of the same network.
+    full = make(out_size="scalar", activation=Adaptive(jnp.array(1.5)))
+    grad = lambda m, engine: eqx.filter_jit(eqx.filter_grad(lambda m: loss(m, engine)))(m)
+    want = grad(full, False)
+    slope = lambda g: float(g.activation.fun.slope)
+    assert abs(slope(want)) > 1e-2
+    assert np.isclose(slope(grad(full, True)), slope(want), rtol=1e-4)  # float32, two orders
+    # Three layers and two orders in float16.
+    assert np.isclose(slope(grad(model, True)), slope(want), rtol=0.05)
+    half = mpx.filter_grad(lambda m: loss(m, True), mpx.DynamicLossScaling(1))(full)[2]
+    assert half.activation.fun.slope.dtype == jnp.float32
+    assert np.isclose(slope(half), slope(want), rtol=0.05)
+
+
+def test_prelu():
+    """Equinox's activation with a parameter, in both networks, under `jit` and in half."""
+    model = make(out_size="scalar", activation=eqx.nn.PReLU())
+    fno = nn.FNO(1, 1, 4, 1, (4,), key=jax.random.key(0), activation=eqx.nn.PReLU())
+
+    def step(model, x):
+        loss = lambda m: jnp.mean(m(x).astype(jnp.float32) ** 2)
+        return jax.jit(lambda m: mpx.filter_grad(loss, mpx.DynamicLossScaling(1))(m))(model)
+
+    for net, x in ((model, jnp.array([0.3, -0.4])), (fno, jnp.linspace(-1, 1, 16)[None])):
+        _, finite, grads = step(net, x)
+        assert finite
+        assert grads.activation.fun.negative_slope != 0
+
+
+def test_errors(unchecked_annotations):
+    with pytest.raises(TypeError, match="`safe` wraps an elementwise function"):
+        nn.safe(3)
     with pytest.raises(ValueError, match="`width_size`"):
         make(width=0)
     with pytest.raises(ValueError, match=re.compile("`periodic`.*2 coordinates", re.DOTALL)):

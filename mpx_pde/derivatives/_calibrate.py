@@ -93,5 +93,7 @@ def calibrated(
         steps = math.ceil(scaling.rule.margin / max(row.order for _, row in mine))
         if scaling.kind != "direction":
             steps = scaling.rule.margin
-        exponents[i] = max((inside[0] + inside[-1]) // 2, inside[-1] - steps)
+        middle = (inside[0] + inside[-1]) // 2
+        # As near to 1 as these allow.
+        exponents[i] = min(max(0, middle), max(middle, inside[-1] - steps))
     return scaling.with_exponents(exponents)

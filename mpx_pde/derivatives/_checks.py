@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from .._repr import brief
 from ._names import split_names
 from ._state import DerivativeScaling, weights_of
 
@@ -60,7 +61,7 @@ def check_derivatives(scaling: Any, call: str) -> None:
     if scaling is not None and not isinstance(scaling, DerivativeScaling):
         raise TypeError(
             f"`{call}` takes a `DerivativeScaling` as `scaling`, as the loss receives it in "
-            f"`derivatives`, or `None`, but got {type(scaling).__name__}: {scaling!r}."
+            f"`derivatives`, or `None`, but got {brief(scaling)}."
         )
 
 

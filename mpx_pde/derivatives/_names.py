@@ -54,7 +54,7 @@ def split_names(text: str, names: tuple[str, ...]) -> tuple[int, ...] | None:
 
 DEFAULTS = {
     "init_scale": 2.0**0,
-    "max_scale": 2.0**0,
+    "max_scale": 2.0**15,
     "min_scale": 2.0**-24,
     "factor": 2,
     "growth_interval": 1000,

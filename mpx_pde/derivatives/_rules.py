@@ -17,6 +17,9 @@ from ._probe import HIGHEST, LOWEST
 _TOP = int(np.log2(FLOAT16_MAX))
 """The largest exponent in float16, 15."""
 
+SMALLEST_NORMAL = -14
+"""The smallest exponent at which float16 has all of its digits."""
+
 State = tuple[
     Int32[Array, "*batch scalers"], Int32[Array, "*batch scalers"], Int32[Array, "*batch scalers"]
 ]
@@ -43,6 +46,39 @@ class Rule(NamedTuple):
         return jnp.any(rows[:, None] & np.array(self.members, bool), axis=0)
 
 
+class _Seen(NamedTuple):
+    """What a histogram tells of each row and each scaler."""
+
+    top: Int32[Array, " rows"]
+    """The exponent of the largest value, still scaled; below all buckets if there is none."""
+    known: Bool[Array, " rows"]
+    """Whether there is a finite value that is not zero."""
+    lost: Bool[Array, " scalers"]
+    seen: Bool[Array, " scalers"]
+    starved: Bool[Array, " scalers"]
+    """Whether derivatives vanish below float16 that a larger scale would save, and nothing comes
+    near overflow by it."""
+    crowded: Bool[Array, " scalers"]
+    """Whether derivatives are nearer to overflow than the margin."""
+
+
+def _look(rule: Rule, counts: Float32[Array, "rows columns"]) -> _Seen:
+    buckets = counts[:, 1:-1] > 0
+    exponent = np.arange(LOWEST, HIGHEST + 1, dtype=np.int32)[None, :]
+    top = jnp.max(jnp.where(buckets, exponent, LOWEST - 1), axis=1)
+    known, any_seen = jnp.any(buckets, axis=1), jnp.any(counts > 0, axis=1)
+    lost_rows = counts[:, -1] > 0
+    # The largest values of a row decide: beside them, what else vanishes is rounding. A row of
+    # zeros may have underflowed as a whole.
+    below = any_seen & ~lost_rows & (top < SMALLEST_NORMAL + rule.margin)
+    raised = top + np.array(rule.orders, np.int32) * rule.step
+    full = known & (raised > _TOP - rule.margin)
+    lost = rule.of_scalers(lost_rows)
+    starved = rule.of_scalers(below) & ~rule.of_scalers(full) & ~lost
+    crowded = rule.of_scalers(known & (top > _TOP - rule.margin))
+    return _Seen(top, known, lost, rule.of_scalers(any_seen), starved, crowded)
+
+
 def _clean_steps(rule: Rule, exponents, tracker, seen, lost):
     """The tracker, and whether it is time to grow."""
     interval = jnp.where(
@@ -64,15 +100,26 @@ def paper(
     caution: Int32[Array, " scalers"],
 ) -> State:
     """Backoff on overflow, growth after an interval of clean steps, a shorter one where the scale
-    is small (Xue et al., section 3.2)."""
+    is small (Xue et al., section 3.2).
+
+    The paper stops at a scale of 1. Beyond it a scale follows the histogram: up, a step at a time,
+    while derivatives vanish below float16, and back before they come near overflow. After an
+    overflow `caution` keeps it from rising so for an interval of clean steps.
+    """
     del shifts
     lowest, highest = np.array(rule.lowest, np.int32), np.array(rule.highest, np.int32)
-    lost = rule.of_scalers(counts[:, -1] > 0)
-    seen = rule.of_scalers(jnp.any(counts > 0, axis=1))
-    tracker, due = _clean_steps(rule, exponents, tracker, seen, lost)
+    see = _look(rule, counts)
+    tracker, due = _clean_steps(rule, exponents, tracker, see.seen, see.lost)
+    wary = caution > 0
+    caution = jnp.where(see.lost, 1, jnp.where(due, 0, caution))
     shrunk = jnp.maximum(exponents - rule.step, jnp.minimum(exponents, lowest))
     grown = jnp.minimum(exponents + rule.step, jnp.maximum(exponents, highest))
-    return jnp.where(lost, shrunk, jnp.where(due, grown, exponents)), tracker, caution
+    # Growth by the clock ends at 1.
+    clocked = jnp.minimum(grown, jnp.maximum(exponents, 0))
+    new = jnp.where(due, clocked, exponents)
+    new = jnp.where(see.starved & ~wary, grown, new)
+    new = jnp.where(see.crowded & (exponents > 0), jnp.maximum(shrunk, jnp.maximum(0, lowest)), new)
+    return jnp.where(see.lost, shrunk, new), tracker, caution
 
 
 def predictive(
@@ -93,25 +140,20 @@ def predictive(
     lowest, highest = np.array(rule.lowest, np.int32), np.array(rule.highest, np.int32)
     members = np.array(rule.members, bool)
     orders = np.array(rule.orders, np.int32)
-    lost_rows = counts[:, -1] > 0
-    lost = rule.of_scalers(lost_rows)
-    seen = rule.of_scalers(jnp.any(counts > 0, axis=1))
-    tracker, due = _clean_steps(rule, exponents, tracker, seen, lost)
+    see = _look(rule, counts)
+    tracker, due = _clean_steps(rule, exponents, tracker, see.seen, see.lost)
 
-    # The exponent of each row's largest value, unscaled; a row of zeros allows anything.
-    buckets = counts[:, 1:-1] > 0
-    exponent = np.arange(LOWEST, HIGHEST + 1, dtype=np.int32)[None, :]
-    top = jnp.max(jnp.where(buckets, exponent, LOWEST - 1), axis=1)
-    known = jnp.any(buckets, axis=1)
-    widened = jnp.where(lost, caution + rule.step, jnp.where(due, caution - 1, caution))
+    widened = jnp.where(see.lost, caution + rule.step, jnp.where(due, caution - 1, caution))
     caution = jnp.maximum(widened, 0)
     # What each scaler may be for each row, if all scalers that enter the row share alike.
-    free = _TOP - rule.margin - (top - shifts)
+    free = _TOP - rule.margin - (see.top - shifts)
     allowed = jnp.floor_divide(free, orders)[:, None] - caution[None, :]
     anything = jnp.iinfo(jnp.int32).max
-    allowed = jnp.min(jnp.where(known[:, None] & members, allowed, anything), axis=0)
+    allowed = jnp.min(jnp.where(see.known[:, None] & members, allowed, anything), axis=0)
     # Down at once, up by one step at a time.
     target = jnp.minimum(allowed, exponents + rule.step)
-    target = jnp.where(lost, jnp.minimum(target, exponents - rule.step), target)
+    # Above 1 only for what would vanish otherwise.
+    target = jnp.where(see.starved, target, jnp.minimum(target, jnp.maximum(exponents, 0)))
+    target = jnp.where(see.lost, jnp.minimum(target, exponents - rule.step), target)
     target = jnp.clip(target, lowest, highest)
-    return jnp.where(seen, target, exponents), tracker, caution
+    return jnp.where(see.seen, target, exponents), tracker, caution

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, PyTree
 
 from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, check_scaling
+from .._repr import brief, described, skips
 from .._tree import check_flag, select_tree
 from ._state import DerivativeScaling
 
@@ -60,19 +61,32 @@ class Scaling(AbstractLossScaling):
         **Raises:** `TypeError` for anything else.
         """
         loss = DynamicLossScaling() if loss is None else loss
-        check_scaling(loss, "Scaling")
         if isinstance(loss, Scaling):
             raise TypeError("`Scaling` takes a plain loss scaling as `loss`, but got a `Scaling`.")
+        if isinstance(loss, DerivativeScaling):
+            raise TypeError(
+                "`Scaling` takes a loss scaling as `loss`, its first argument, but got a "
+                "`DerivativeScaling`. Write `Scaling(derivatives=…)`."
+            )
+        check_scaling(loss, "Scaling", "loss")
         if not isinstance(derivatives, DerivativeScaling):
             raise TypeError(
                 "`Scaling` needs a derivative scaling as `derivatives`, such as "
-                f'`mpx_pde.DerivativeScaling.per_direction("xt")`, but got {derivatives!r}. '
+                f'`mpx_pde.DerivativeScaling.per_direction("xt")`, but got {brief(derivatives)}. '
                 "Without one, pass the loss scaling alone."
             )
         self.loss = loss
         self.derivatives = derivatives
         self.skipped_steps = jnp.zeros((), jnp.int32)
         self.consecutive_skips = jnp.zeros((), jnp.int32)
+
+    def __repr__(self) -> str:
+        return described(
+            self,
+            f"loss={self.loss!r}",
+            f"derivatives={self.derivatives!r}",
+            skips(self),
+        )
 
     def scale(self, tree: PyTree) -> PyTree:
         """`scale` of the loss scaling."""

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from .._dtypes import half_precision_datatype
+from .._repr import by_name, described, number
 from ._names import (
     DEFAULTS,
     exponent_of,
@@ -24,8 +25,8 @@ from ._probe import COLUMNS
 from ._rules import Rule, paper, predictive
 
 
-_LOWEST_TOTAL = -120
-"""No product of scales falls below this power of two: its inverse must be a float32."""
+_LOWEST_TOTAL, _HIGHEST_TOTAL = -120, 120
+"""No product of scales leaves these powers of two: its inverse must be a float32."""
 
 
 class Row(NamedTuple):
@@ -68,22 +69,30 @@ class DerivativeScaling(eqx.Module):
 
     **Update rules.** A step in which a derivative overflowed is skipped, and the scalers that are
     responsible shrink by `factor`. With `mode="paper"` a scaler grows by `factor` after
-    `growth_interval` clean steps in a row, up to `max_scale`; at or below `recover_threshold` (the
-    *recovery mode*) after `recover_growth_interval`. With `mode="predictive"` the scale follows
+    `growth_interval` clean steps in a row, up to 1; at or below `recover_threshold` (the *recovery
+    mode*) after `recover_growth_interval`. With `mode="predictive"` the scale follows
     the histogram of the last step: as large as possible while the largest exponent stays `margin`
     powers of two below overflow, so that derivatives may grow by `2**margin` within a step before
     one is lost.
 
+    Derivatives can be too small for float16 as well, such as those of a network of coordinates in
+    micrometers. So in either mode a scale rises above 1, up to `max_scale`, while the histogram
+    shows a derivative whose largest values lie within `margin` powers of two of float16's subnormal
+    numbers, or that is zero everywhere, as long as no other that it scales comes within `margin`
+    of overflow; and it falls back towards 1 when one does. What is lost all the same is the entry
+    `"underflow"` of [`mpx_pde.derivatives.telemetry`][].
+
     The rule and its constants are those of Xue et al., *A Novel Automatic Mixed Precision Approach
     For Physics Informed Training*, section 3.2, and of its implementation in PhysicsNeMo-Sym. Other
     than there, each scaler backs off for its own overflows only, never falls below `min_scale`,
-    and may have a cap below 1.
+    rises above 1 where it must, and may have a cap below 1.
 
     **Attributes:**
 
     - `exponents`: log2 of the scale of each scaler, int32.
     - `tracker`: clean steps since each last changed, int32.
-    - `caution`: what the predictive rule has learned to keep free besides `margin`, int32.
+    - `caution`: what the predictive rule has learned to keep free besides `margin`, int32; with the
+        paper's, 1 while an overflow forbids to rise for small derivatives.
     - `overflows`: steps in which each scaler overflowed, int32.
     - `skipped_steps`: steps in which any did, an int32 scalar.
     - `counts`: the histograms of the last step, float32, a row for each of `row_names`; see
@@ -127,7 +136,9 @@ class DerivativeScaling(eqx.Module):
         for i, name in enumerate(names):
             low, init, high = (scales[k][name] for k in ("min_scale", "init_scale", "max_scale"))
             most = max((w for r in rows for j, w in r.weights if j == i), default=1)
-            low = max(low, math.ceil(_LOWEST_TOTAL / max(most, *(r.order for r in rows))))
+            most = max(most, *(r.order for r in rows))
+            low = max(low, math.ceil(_LOWEST_TOTAL / most))
+            high = scales["max_scale"][name] = min(high, _HIGHEST_TOTAL // most)
             own = given or "init_scale" in (special or {}).get(name, {})
             init = init if own else min(init, high)
             if not low <= init <= high:
@@ -191,7 +202,7 @@ class DerivativeScaling(eqx.Module):
         - `terms`: terms with a histogram of their own, such as `["u_x", "v_x"]`; the others share
             one for each derivative, whatever the output.
         - `init_scale`, `max_scale`, `min_scale`: numbers, or mappings from coordinates to
-            numbers; by default 1, 1 and 2^-24. What is no power of two is rounded down to one.
+            numbers; by default 1, 2^15 and 2^-24. What is no power of two is rounded down to one.
         - `factor`, `growth_interval`, `recover_threshold`, `recover_growth_interval`, `mode`,
             `margin`: see above; by default 2, 1000, 2^-6, 100, `"paper"` and 6.
 
@@ -300,6 +311,25 @@ class DerivativeScaling(eqx.Module):
         rows = tuple(Row(name, ((i, 1),)) for i, name in enumerate(names))
         return cls("term", names, None, rows, call, **options)
 
+    def __repr__(self) -> str:
+        rule = self.rule
+        pairs = zip(rule.lowest, rule.highest, strict=True)
+        bounds = by_name(self.names, [f"2^{low} to 2^{high}" for low, high in pairs])
+        scales = by_name(self.names, self.exponents, "2^")
+        tracker, caution, overflows = (
+            by_name(self.names, x) for x in (self.tracker, self.caution, self.overflows)
+        )
+        order = "" if self.order is None else f" up to order {self.order}"
+        return described(
+            self,
+            f"scales={scales} ({bounds}, factor {2**rule.step})",
+            f"per_{self.kind}{order}, {len(self.rows)} rows",
+            f"tracker={tracker} of {rule.growth_interval}, {rule.recover_growth_interval} at or "
+            f"below 2^{rule.recover_threshold}",
+            f"mode={rule.mode!r}, margin={rule.margin}, caution={caution}",
+            f"overflows={overflows}, skipped_steps={number(self.skipped_steps)}",
+        )
+
     @property
     def row_names(self) -> tuple[str, ...]:
         """What the rows of `counts` are called."""
@@ -318,6 +348,13 @@ class DerivativeScaling(eqx.Module):
     def finite(self, counts: Any) -> Bool[Array, ""]:
         """Whether no derivative overflowed, by the cotangent of `counts`."""
         return ~jnp.any(_counts(counts)[:, -1] > 0)
+
+    @property
+    def at_minimum(self) -> Bool[Array, "*scalers"]:
+        """For each scaler, whether a derivative that it scales overflowed in the last step and it
+        cannot fall any further: no scale can help."""
+        low = jnp.array(self.rule.lowest, jnp.int32)
+        return (self.exponents <= low) & self.rule.of_scalers(self.counts[:, -1] > 0)
 
     def adjust(self, counts: Any) -> "DerivativeScaling":
         """The scaling for the next step.
@@ -375,7 +412,8 @@ class DerivativeScaling(eqx.Module):
 
         The terms are evaluated once in float32 and then in half precision at every scale. Their
         error is flat inside a window of scales, beyond which hidden layers underflow or overflow;
-        the scale is put `margin` powers of two below its upper end, but not below its middle.
+        the scale is the nearest to 1 that lies between the middle of the window and `margin` powers of
+        two below its upper end.
 
         **Arguments:**
 

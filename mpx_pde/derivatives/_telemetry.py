@@ -6,7 +6,9 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from .._repr import brief
 from ._probe import HIGHEST, LOWEST
+from ._rules import SMALLEST_NORMAL
 from ._scaling import Scaling
 from ._state import DerivativeScaling
 
@@ -33,25 +35,33 @@ def telemetry(scaling: Any) -> dict[str, Any]:
     - `"exponents"`: `floor(log2(abs(x)))` of the *unscaled* derivatives for each entry of
         `"counts"`, int32; the first and the last one stand for all that lie beyond;
     - `"zeros"`, `"nonfinite"`: by the same names, how many values were zero, infinite or NaN;
+    - `"at_minimum"`: by the name of the scaler, whether a derivative overflowed in the last step
+        that no smaller scale can save;
+    - `"underflow"`: by the name of the row, which part of the last step's values was zero or below
+        the range in which float16 has all of its digits, float32;
     - `"shift"`: log2 of the scale that the values carried, int32.
     """
     derivatives = scaling.derivatives if isinstance(scaling, Scaling) else scaling
     if not isinstance(derivatives, DerivativeScaling):
         raise TypeError(
-            "`telemetry` takes a `Scaling` or a `DerivativeScaling`, but got "
-            f"{type(scaling).__name__}: {scaling!r}."
+            f"`telemetry` takes a `Scaling` or a `DerivativeScaling`, but got {brief(scaling)}."
         )
     rows, names = derivatives.row_names, derivatives.names
     buckets = np.arange(LOWEST, HIGHEST + 1, dtype=np.int32)
     counts, shifts = derivatives.counts, derivatives.shifts
+    # Zeros come first, and the buckets of subnormal values after them.
+    below = jnp.sum(counts[:, : 1 + SMALLEST_NORMAL - LOWEST], axis=1)
+    below = below / jnp.maximum(jnp.sum(counts, axis=1), 1)
     return {
         "scale": {n: derivatives.scales[i] for i, n in enumerate(names)},
         "overflows": {n: derivatives.overflows[i] for i, n in enumerate(names)},
         "skipped_steps": derivatives.skipped_steps,
+        "at_minimum": {n: derivatives.at_minimum[i] for i, n in enumerate(names)},
         "counts": {n: counts[i, 1:-1] for i, n in enumerate(rows)},
         "exponents": {n: jnp.asarray(buckets) - shifts[i] for i, n in enumerate(rows)},
         "zeros": {n: counts[i, 0] for i, n in enumerate(rows)},
         "nonfinite": {n: counts[i, -1] for i, n in enumerate(rows)},
+        "underflow": {n: below[i] for i, n in enumerate(rows)},
         "shift": {n: shifts[i] for i, n in enumerate(rows)},
     }
 

@@ -9,12 +9,21 @@ activation function*).
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike
 
 from .._cast import widen
+
+
+def _evaluate(fun: Callable, x: Any) -> Array:
+    # A Python number has no dtype to come back to, and what comes of an integer is none.
+    x = x if hasattr(x, "dtype") else jnp.asarray(x)
+    out = fun(widen(x))
+    narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != out.dtype
+    return out.astype(x.dtype) if narrow else out
 
 
 class SafeActivation:
@@ -26,14 +35,12 @@ class SafeActivation:
     """
 
     def __init__(self, fun: Callable):
-        if not callable(fun):
-            raise TypeError(f"`safe` wraps an elementwise function, but got {fun!r}.")
-        self.fun = fun.fun if isinstance(fun, SafeActivation) else fun
+        self.fun = fun
         self.__name__ = getattr(self.fun, "__name__", type(self.fun).__name__)
         self.__doc__ = getattr(self.fun, "__doc__", None)
 
-    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        return self.fun(widen(x)).astype(x.dtype)
+    def __call__(self, x: ArrayLike) -> Array:
+        return _evaluate(self.fun, x)
 
     def __repr__(self) -> str:
         return f"safe({self.__name__})"
@@ -49,6 +56,16 @@ class SafeActivation:
 jtu.register_static(SafeActivation)
 
 
+class SafeLayer(eqx.Module):
+    """The same for an activation with parameters, such as [`equinox.nn.PReLU`][], which are
+    trained with the rest of the model."""
+
+    fun: Callable
+
+    def __call__(self, x: ArrayLike) -> Array:
+        return _evaluate(lambda x: widen(self.fun)(x), x)
+
+
 def safe(fun: Callable) -> Callable:
     """`fun`, evaluated in float32, with its result in the dtype of the input.
 
@@ -56,13 +73,19 @@ def safe(fun: Callable) -> Callable:
 
     **Arguments:**
 
-    - `fun`: an elementwise function of one array, such as `jnp.tanh`.
+    - `fun`: an elementwise function of one array, such as `jnp.tanh`, or a PyTree that is one and
+        has parameters, such as `equinox.nn.PReLU()`.
 
     **Returns:**
 
-    An elementwise function.
+    An elementwise function; a PyTree with the same parameters if `fun` has any.
     """
-    return fun if isinstance(fun, SafeActivation) else SafeActivation(fun)
+    if not callable(fun):
+        raise TypeError(f"`safe` wraps an elementwise function, but got {fun!r}.")
+    if isinstance(fun, SafeActivation | SafeLayer):
+        return fun
+    parameters = any(map(eqx.is_array, jtu.tree_leaves(fun)))
+    return SafeLayer(fun) if parameters else SafeActivation(fun)
 
 
 tanh = safe(jnp.tanh)

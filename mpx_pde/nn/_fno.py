@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import widen
 from .._dtypes import is_half, wide
+<<<<<<< HEAD
 from ._activations import gelu, safe
 from ._arithmetic import (
     KEPT,
@@ -23,6 +24,10 @@ from ._arithmetic import (
     separate,
     unscaled,
 )
+=======
+from ._activations import SafeActivation, gelu, safe
+from ._arithmetic import KEPT, Arithmetic, centered, parse_arithmetic, separate, unscaled
+>>>>>>> state
 from ._order import gradients_in_turn
 from ._spectral_conv import SpectralConv, check_field, parse_modes, positive
 
@@ -122,7 +127,11 @@ def _kept(x: Array) -> Array:
 
 def _activate(activation: Callable, x: Array) -> Array:
     """The derivative evaluates the activation anew: what both need would be kept in float32."""
-    return (jax.checkpoint(activation) if is_half(x.dtype) else activation)(x)
+    if not is_half(x.dtype):
+        return activation(x)
+    # One with parameters has no hash, by which `checkpoint` knows functions.
+    static = isinstance(activation, SafeActivation)
+    return jax.checkpoint(activation if static else lambda x: activation(x))(x)
 
 
 class Block(eqx.Module):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from .._cast import FullPrecision, widen
 from .._dot import mixed_matmul
 from .._dtypes import as_floating_dtype, is_integer, product_datatype
-from ._activations import safe
+from ._activations import SafeActivation, safe
 from ._order import gradients_in_turn
 
 
@@ -147,7 +147,8 @@ class CoordinateMLP(eqx.Module):
         - `width_size`: size of the hidden layers; a multiple of 8 keeps tensor cores busy.
         - `depth`: number of hidden layers, at least 1.
         - `key`: a `jax.random.key`.
-        - `activation`: an elementwise function.
+        - `activation`: an elementwise function. The parameters of one that has any, such as
+            `equinox.nn.PReLU()`, are trained.
         - `fourier_features`: `(features, sigma)`: the embedding is the cosine and sine of 2π times
             `features` random frequencies, normal with standard deviation `sigma` (in cycles per
             unit of length). They are not trained.
@@ -343,7 +344,8 @@ _RULES = {jnp.tanh: _tanh, jnp.sin: _sin}
 
 def _derivatives(activation: Callable, x: Array) -> tuple[Array, Array, Array]:
     """An activation with its first two derivatives."""
-    rule = _RULES.get(getattr(activation, "fun", activation))
+    # One with parameters has no hash.
+    rule = _RULES.get(activation.fun) if isinstance(activation, SafeActivation) else None
     if rule is not None:
         return rule(x)
     one = jnp.ones_like(x)
