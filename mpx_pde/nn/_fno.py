@@ -13,8 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import widen
 from .._dtypes import is_half, wide
-<<<<<<< HEAD
-from ._activations import gelu, safe
+from ._activations import SafeActivation, gelu, safe
 from ._arithmetic import (
     KEPT,
     Arithmetic,
@@ -24,10 +23,6 @@ from ._arithmetic import (
     separate,
     unscaled,
 )
-=======
-from ._activations import SafeActivation, gelu, safe
-from ._arithmetic import KEPT, Arithmetic, centered, parse_arithmetic, separate, unscaled
->>>>>>> state
 from ._order import gradients_in_turn
 from ._spectral_conv import SpectralConv, check_field, parse_modes, positive
 

@@ -9,7 +9,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
-from .._dtypes import is_half
+from .._dtypes import asked_of_context, is_half
 from .._forward import Forward, present_forward
 from .._jaxpr import bodies_of, line_of
 from ._evaluate import Evaluator
@@ -65,7 +65,7 @@ def _evaluator(
             note.append(Equation(step.eqn.primitive.name, line_of(step.eqn), rule, how))
 
     wide = np.dtype(np.float64 if closed.out_avals[0].dtype == np.float64 else np.float32)
-    forward = present_forward()
+    forward = present_forward() or _autocast()
     dtype = half_of(closed) if forward is None else forward.dtype
     scaled = {} if dtype is None else scales(dtype)
     if not _is_full(forward):
@@ -75,6 +75,12 @@ def _evaluator(
     full = Evaluator(rules, Storage(above), Product(precision=forward.products), record)
     storage = Storage(np.dtype(np.float32), dtype, scaled)
     return Evaluator(rules, storage, Product(True), record, full)
+
+
+def _autocast() -> Forward | None:
+    """What `autocast` around here asks for."""
+    asked = asked_of_context()
+    return Forward("half", asked[1]) if asked is not None and asked[0] == "autocast" else None
 
 
 def _is_full(forward: Forward | None) -> bool:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._conv import mixed_conv_general_dilated_p
-from .._dot import mixed_dot_general_p
+from .._dot import Given, mixed_dot_general_p
 from .._dtypes import is_half
 from .._flat import Constant, Flat, variables
 from .._jaxpr import own_bind
@@ -113,7 +113,7 @@ class Product:
     def _dtype(self, step, operands, roles: Role, storage: Storage) -> Any:
         """What to multiply in by a mixed product; `None` for a full one."""
         eqn = step.eqn
-        if eqn.params.get("dtype") is not None:
+        if eqn.primitive.name.startswith("mixed") and eqn.params.get("given", Given()).dtype:
             dtype = eqn.params["dtype"]
             # What was multiplied in half is, in a pass in full precision, in full.
             full = self._meets_point(operands) or storage.dtype is None
@@ -165,7 +165,7 @@ def _asks_for_more(eqn: Any) -> bool:
 def _mixed(eqn: Any, dtype: Any, out_dtype: Any) -> Any:
     dropped = ("precision", "preferred_element_type")
     params = {k: v for k, v in eqn.params.items() if k not in dropped}
-    params |= {"dtype": jnp.dtype(dtype), "out_dtype": jnp.dtype(out_dtype)}
+    params |= {"dtype": jnp.dtype(dtype), "out_dtype": jnp.dtype(out_dtype), "given": Given()}
     is_dot = "dot_general" in eqn.primitive.name
     primitive = mixed_dot_general_p if is_dot else mixed_conv_general_dilated_p
     return lambda x, y: primitive.bind(x, y, **params)

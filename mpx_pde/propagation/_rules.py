@@ -40,7 +40,7 @@ class Rules:
     # What products and functions add to a stream beyond its linear part.
 
     def _summands(self, key: Index) -> Sequence[tuple[Any, Index]]:
-        return self.weights[key] if key in self.weights else ((None, key),)
+        return self.weights.get(key, ((None, key),))
 
     def _gather(self, key: Index, inner: Callable[[Index], Any]) -> Any:
         """The part of a stream that `inner` gives for each index it stands for."""

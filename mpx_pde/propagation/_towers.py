@@ -4,6 +4,7 @@ Each is a *tower* (f, f', f'', …), in closed form where there is one. Its deri
 one step up: differentiating the formulas line by line would come to several times the operations.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from functools import cache, partial
@@ -206,7 +207,7 @@ def _tower_jvp(name, order, parameter, primals, tangents):
     (x,), (dx,) = primals, tangents
     every = _call(name, order + 1, parameter, x)
     out, out_dot = [], []
-    for f, slope in zip(every[:-1], every[1:], strict=True):
+    for f, slope in itertools.pairwise(every):
         if f is not None:
             out.append(f)
             out_dot.append(jnp.zeros_like(x) if slope is None else slope * dx)
