@@ -12,7 +12,7 @@ from .derivatives import Scaling
 
 _ADVICE = (
     "Parameters and optimizer state are those of the last finite step. "
-    "`mpx_pde.explain_nonfinite(loss)(model, batch)` names the line."
+    "`mpx_pde.explain_nonfinite(mpx_pde.filter_grad(loss, scaling))(model, batch)` names the line."
 )
 _REASONS = (
     "non-finite gradients at a loss scale that can still fall: look for NaNs in the data, "

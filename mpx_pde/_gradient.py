@@ -258,6 +258,10 @@ class Transformed(eqx.Module):
         return self.gradient.func
 
     @property
+    def is_mixed_precision(self) -> bool:
+        return self.gradient.use_mixed_precision
+
+    @property
     def __signature__(self):
         # What a caller passes: `derivatives` is not among it.
         if self.gradient.derivatives is None:

@@ -32,35 +32,39 @@ def trace_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[ClosedJaxpr,
     """
     dynamic, static = eqx.partition((fun, args, kwargs), eqx.is_array)
     leaves, treedef = jtu.tree_flatten_with_path(dynamic)
-    rest: list[Any] = []
 
     def flat(*leaves):
         fun, args, kwargs = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
         arrays, others = eqx.partition(fun(*args, **kwargs), eqx.is_array)
         out, out_treedef = jtu.tree_flatten(arrays)
-        rest[:] = [others, out_treedef]
-        return out
+        return out, _Static((others, out_treedef))
 
-    closed = jax.make_jaxpr(flat)(*(x for _, x in leaves))
+    closed, (_, rest) = jax.make_jaxpr(flat, return_shape=True)(*(x for _, x in leaves))
 
     def assemble(out):
-        others, out_treedef = rest
+        others, out_treedef = rest.value
         return eqx.combine(jtu.tree_unflatten(out_treedef, out), others)
 
     return closed, leaves, assemble
 
 
-# The inner jaxprs of every container that can be entered, by parameter. JAX has renamed some of
-# these primitives; both names are kept.
+class _Static:
+    """Anything at all, as a PyTree without arrays. Equal to nothing but itself."""
+
+    def __init__(self, value: Any):
+        self.value = value
+
+
+jtu.register_pytree_node(_Static, lambda x: ((), x), lambda static, _: static)
+
+
+# The inner jaxprs of every container that can be entered, by parameter.
 _CONTAINERS: dict[str, tuple[str, ...]] = {
     "jit": ("jaxpr",),
-    "pjit": ("jaxpr",),
     "closed_call": ("call_jaxpr",),
-    "core_closed_call": ("call_jaxpr",),
-    "core_call": ("call_jaxpr",),
     "call": ("call_jaxpr",),
+    "eval_jaxpr": ("call_jaxpr",),
     "remat2": ("jaxpr",),
-    "checkpoint": ("jaxpr",),
     "scan": ("jaxpr",),
     "while": ("cond_jaxpr", "body_jaxpr"),
     "cond": ("branches",),
@@ -70,7 +74,7 @@ _CONTAINERS: dict[str, tuple[str, ...]] = {
 }
 
 # Containers that hold nothing but one jaxpr of their operands, which is traced beforehand.
-TRACED = ("jit", "pjit", "remat2", "checkpoint")
+TRACED = ("jit", "remat2")
 
 
 def close(jaxpr: Any) -> ClosedJaxpr:
@@ -137,7 +141,7 @@ def _split_path(path: str) -> list[str]:
 def inner_scope(eqn: JaxprEqn) -> tuple[str, ...]:
     """The scopes of what is inside a container: a jitted function adds its name."""
     name = eqn.params.get("name")
-    if eqn.primitive.name in ("jit", "pjit") and isinstance(name, str):
+    if eqn.primitive.name == "jit" and isinstance(name, str):
         return (*scopes_of(eqn), name)
     return scopes_of(eqn)
 
@@ -164,6 +168,12 @@ def _differentiable(aval: Any) -> bool:
 def differentiable(atoms: Sequence) -> list[int]:
     """The positions of what can have a tangent."""
     return [i for i, x in enumerate(atoms) if _differentiable(x.aval)]
+
+
+def varies(aval: Any) -> bool:
+    """Whether values may differ along a manual axis, as inside of a `shard_map`."""
+    kind = getattr(aval, "manual_axis_type", None)
+    return kind is not None and not kind.empty
 
 
 def _moving(eqn: JaxprEqn, args: Sequence, moving: Sequence[int]) -> Callable[..., list]:
@@ -293,12 +303,29 @@ def _cut(args: Sequence, first: int, second: int) -> tuple[list, list, list]:
     return args[:first], args[first : first + second], args[first + second :]
 
 
+def _cond(eqn: JaxprEqn, args: Sequence, branches: Sequence[Body]) -> list:
+    index, *operands = args
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        return list(lax.switch(index, list(branches), *operands))
+    # The branch is chosen, and the others dropped, where the program is lowered for a platform.
+    named, default = {}, None
+    for names, branch in zip(platforms, branches, strict=True):
+        if names is None:
+            default = branch
+        else:
+            named.update(dict.fromkeys(names, branch))
+    return list(lax.platform_dependent(*operands, default=default, **named))
+
+
 def rebind(eqn: JaxprEqn, args: Sequence, bodies: Sequence[Body]) -> list:
     """Binds a container to `args`, with `bodies` in place of its inner jaxprs.
 
-    Each body takes and returns flat lists. In a loop the carry must leave in the type that it
-    came in; branches must agree. The derivative of a `custom_jvp_call` or `custom_vjp_call` is
-    not carried over: use [`pushforward`][] and [`pullback`][].
+    Each body takes the arrays that its jaxpr takes and returns a list of what that returns. An
+    array may stand in a PyTree of its own, which tells more about it, but for operands and
+    results of a `jit` or a checkpoint and the index of a `cond`. In a loop the carry must leave
+    in the type that it came in; branches must agree. The derivative of a `custom_jvp_call` or
+    `custom_vjp_call` is not carried over: use [`pushforward`][] and [`pullback`][].
     """
     name = eqn.primitive.name
     if name == "scan":
@@ -306,8 +333,7 @@ def rebind(eqn: JaxprEqn, args: Sequence, bodies: Sequence[Body]) -> list:
     if name == "while":
         return list(_while(eqn, args, *bodies))
     if name == "cond":
-        index, *operands = args
-        return list(lax.switch(index, list(bodies), *operands))
+        return _cond(eqn, args, bodies)
     if name == "shard_map":
         return _shard_map(eqn, args, *bodies)
     if name in TRACED:

@@ -192,7 +192,7 @@ def test_loops_and_effects_are_not_run_twice(capfd):
 
     w, x = normal(0, (4, 4), 0.5), normal(1, (4,))
     jaxpr = jax.make_jaxpr(mpx.autocast(fun, "float16"))(w, x)
-    again = [e for e in equations(jaxpr) if e.primitive.name in ("remat2", "checkpoint")]
+    again = [e for e in equations(jaxpr) if e.primitive.name == "remat2"]
     inside = [name for e in again for name in inner_primitives(e.params["jaxpr"])]
     assert "exp" in inside
     assert not {"scan", "debug_callback", "debug_print", "mixed_dot_general"} & {*inside}
@@ -203,9 +203,7 @@ def test_loops_and_effects_are_not_run_twice(capfd):
 
 def evaluated_again(fun, *args):
     jaxpr = jax.make_jaxpr(mpx.autocast(fun, "float16"))(*args)
-    return [
-        e.params["jaxpr"] for e in equations(jaxpr) if e.primitive.name in ("remat2", "checkpoint")
-    ]
+    return [e.params["jaxpr"] for e in equations(jaxpr) if e.primitive.name == "remat2"]
 
 
 @pytest.mark.parametrize(("scales", "distinct"), [((2.0, 2.0, 2.0), 1), ((2.0, 3.0, 2.0), 2)])
@@ -248,7 +246,9 @@ def dtypes_of(fun, name, *args, dtype="float16", **overrides):
 
 def test_biases_give_way_and_targets_do_not():
     w, x, b = normal(0, (3, 4)), normal(1, (4,)), normal(2, (3,))
-    assert dtypes_of(lambda w, x, b: jnp.tanh(w @ x + b), "add", w, x, b) == ["float16"]
+    # The sum is taken in float32, and rounded.
+    assert dtypes_of(lambda w, x, b: jnp.tanh(w @ x + b), "add", w, x, b) == ["float32"]
+    assert dtypes_of(lambda w, x, b: jnp.tanh(w @ x + b), "tanh", w, x, b) == ["float16"]
     assert dtypes_of(lambda w, x, b: jnp.abs(w @ x - b), "sub", w, x, b) == ["float32"]
 
 

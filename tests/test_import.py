@@ -24,7 +24,8 @@ PACKAGES = {
 # Each module imports from those before it alone.
 ORDER = [
     ["_dtypes", "_notes", "_repr"],
-    ["_dot", "_cast", "_jaxpr"],
+    ["_dtypes", "_notes", "_repr"],
+    ["_dot", "_cast", "_jaxpr", "_reverse"],
     ["_checkpoint_file", "_collectives", "_conv", "_einsum", "_flat", "_forward"],
     ["_products", "_refined", "_tree"],
     ["_jet", "_precision_report", "checkpoint_policies", "propagation"],

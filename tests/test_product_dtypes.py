@@ -338,3 +338,35 @@ def test_jet_against_nested_derivatives():
         want.append(along(x))
     # The same products in another order, of operands rounded at other places.
     assert tree_allclose(jnp.stack(got), jnp.stack(want), computed_in="float16")
+
+
+# --- Operations that have no half-precision form --------------------------------------------------
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize(
+    "operation", [lambda x: jnp.abs(jnp.fft.rfft(x)), lambda x: lax.complex(x, x).real]
+)
+def test_an_error_that_a_cast_led_to_names_the_mend(operation, half):
+    def loss(w, x):
+        return jnp.sum(operation(w * x).astype(jnp.float32))
+
+    policy = f"params=float32,compute={half},output=float32"
+    scaling, x = mpx.DynamicLossScaling(), jnp.ones(8)
+    with pytest.raises((TypeError, ValueError)) as caught:
+        mpx.filter_grad(loss, scaling, policy=policy)(x, x)
+    [note] = [n for n in caught.value.__notes__ if "mpx_pde" in n]
+    assert f"cast the arguments of this function to {half}" in note
+    assert "FullPrecision" in note
+    assert "autocast=True" in note
+    # Which works.
+    mpx.filter_grad(loss, scaling, policy=policy, autocast=True)(x, x)
+
+
+def test_other_errors_have_no_note():
+    def loss(w, x):
+        raise ValueError("my own, of float16 too")
+
+    with pytest.raises(ValueError, match="my own") as caught:
+        mpx.filter_grad(loss, mpx.DynamicLossScaling())(jnp.ones(3), jnp.ones(3))
+    assert not [n for n in getattr(caught.value, "__notes__", []) if "mpx_pde" in n]

@@ -11,6 +11,7 @@ from jax import lax
 from .._dot import SPLIT_PRODUCTS
 from .._dtypes import asked_for_half, half_precision, half_precision_datatype, is_half
 from .._jaxpr import trace_arrays
+from ._containers import Place
 from ._evaluate import Evaluator
 from ._report import AutocastReport, Recorder
 from ._rules import Policy, parse_patterns
@@ -45,6 +46,10 @@ class _Autocast(eqx.Module):
     def __wrapped__(self):
         return self._fun
 
+    @property
+    def is_mixed_precision(self) -> bool:
+        return True
+
     def _policy(self) -> Policy:
         if isinstance(self._dtype, lax.DotAlgorithmPreset):
             # Values are kept in float32; halves are those of the program itself.
@@ -66,9 +71,9 @@ class _Autocast(eqx.Module):
             received(x, v.aval, policy, master=True)
             for x, v in zip(leaves, jaxpr.invars, strict=True)
         ]
-        out = evaluator.jaxpr(closed, values, ())
+        out = evaluator.jaxpr(closed, values, Place())
         return [
-            jnp.asarray(x.get(v.aval.dtype) if x.kind.governed else x.array(policy))
+            jnp.asarray(x.in_program(v.aval, policy))
             for x, v in zip(out, jaxpr.outvars, strict=True)
         ]
 

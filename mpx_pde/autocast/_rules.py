@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import Jaxpr, JaxprEqn, Primitive
+from jax.extend.core import JaxprEqn, Primitive
 
-from .._jaxpr import literal
 from . import tables
 
 
@@ -28,6 +27,8 @@ class Kind(NamedTuple):
     enters a loop from outside, and whatever only moves those."""
     const: float | None = None
     """The value, where it is a scalar that is known while tracing."""
+    exact: bool = False
+    """Whether every dtype holds it as it is, and no cotangent comes back: a mask."""
 
 
 OPAQUE = Kind(governed=False)
@@ -95,27 +96,6 @@ def match(patterns: Sequence[str], primitive: str, scopes: tuple[str, ...]) -> s
     return None
 
 
-def _feeds(eqn: JaxprEqn) -> bool:
-    name = eqn.primitive.name
-    return name in tables.FEEDS or (name == "integer_pow" and eqn.params["y"] % 2 == 0)
-
-
-def feeding(jaxpr: Jaxpr) -> set[int]:
-    """The positions of arithmetic whose result goes, by way of more arithmetic, into a function
-    that magnifies its rounding errors."""
-    wanted, out = set(), set()
-    for i in reversed(range(len(jaxpr.eqns))):
-        eqn = jaxpr.eqns[i]
-        arithmetic = eqn.primitive.name in tables.ARITHMETIC
-        passes = arithmetic or eqn.primitive.name in tables.LAYOUT
-        here = passes and any(v in wanted for v in eqn.outvars)
-        if here and arithmetic:
-            out.add(i)
-        if here or _feeds(eqn):
-            wanted.update(v for v in eqn.invars if not literal(v))
-    return out
-
-
 def _asks_for_more(eqn: JaxprEqn) -> bool:
     """Whether the program asks this product for more than JAX's default precision."""
     precision = eqn.params["precision"]
@@ -130,7 +110,7 @@ def says_its_dtype(eqn: JaxprEqn) -> bool:
     return given is None or given.dtype
 
 
-def _tabled(name: str, eqn: JaxprEqn, magnified: bool) -> Rule:
+def _tabled(name: str, eqn: JaxprEqn, feeds: str | None) -> Rule:
     if name in tables.PRODUCTS:
         if _asks_for_more(eqn):
             return Rule("full", "the program asks for this precision itself")
@@ -139,8 +119,8 @@ def _tabled(name: str, eqn: JaxprEqn, magnified: bool) -> Rule:
         if says_its_dtype(eqn):
             return Rule("mixed", tables.MIXED[name])
         return Rule("mixed", "a mixed product without a dtype of its own: it is given one")
-    if magnified:
-        return Rule("full", "its rounding error would be magnified by what it goes into")
+    if feeds:
+        return Rule("full", feeds)
     for rule, table in (
         ("full", tables.FULL),
         ("follow", tables.FOLLOW),
@@ -159,13 +139,14 @@ def decide(
     eqn: JaxprEqn,
     kinds: Sequence[Kind],
     scopes: tuple[str, ...],
-    magnified: bool,
+    feeds: str | None,
 ) -> Rule:
-    """The rule for an equation that is no container."""
+    """The rule for an equation that is no container. `feeds` is why what its result goes into
+    wants it in float32, if it does."""
     name = eqn.primitive.name
     if not any(k.governed for k in kinds):
         return Rule("own", "none of its operands is float32 or half")
-    rule = _tabled(name, eqn, magnified)
+    rule = _tabled(name, eqn, feeds)
     foreign = any(
         not k.governed and jnp.issubdtype(getattr(v.aval, "dtype", np.int32), jnp.inexact)
         for k, v in zip(kinds, eqn.invars, strict=True)

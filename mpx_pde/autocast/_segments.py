@@ -6,7 +6,7 @@ backward pass, and with them more memory than it saves. A run of such operations
 than reading its operands, so these are kept, in half, and the run is evaluated again.
 """
 
-from collections.abc import Hashable, Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +15,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._jaxpr import bodies_of, literal
 from . import tables
+from ._feeding import Feeding
 from ._rules import Policy
 from ._values import Value
 
@@ -38,7 +39,7 @@ def _names(eqn: JaxprEqn) -> set[str]:
 
 def _is_light(eqn: JaxprEqn, names: set[str]) -> bool:
     # A loop may be long, and a checkpoint says itself what is kept.
-    plain = not bodies_of(eqn) or eqn.primitive.name in ("jit", "pjit", "custom_jvp_call")
+    plain = not bodies_of(eqn) or eqn.primitive.name in ("jit", "custom_jvp_call")
     return plain and names <= tables.LIGHT and not eqn.effects
 
 
@@ -74,7 +75,7 @@ def segments_of(jaxpr: Jaxpr) -> dict[int, Segment]:
 
 
 def signature(
-    jaxpr: Jaxpr, segment: Segment, entering: Mapping[Any, Value], magnified: Set[int]
+    jaxpr: Jaxpr, segment: Segment, entering: Mapping[Any, Value], feeding: Feeding
 ) -> Hashable:
     """Equal for segments that are the same function of arrays of the same types, as in layers that
     are alike. `entering` are the values of its inputs, in their order."""
@@ -93,7 +94,8 @@ def signature(
             numbers[v] = len(numbers)
         params = tuple(sorted(eqn.params.items()))
         where = eqn.source_info.name_stack, eqn.ctx
-        equations.append((eqn.primitive, params, operands, len(eqn.outvars), where, i in magnified))
+        feeds = feeding.why.get(i), feeding.inside(i)
+        equations.append((eqn.primitive, params, operands, len(eqn.outvars), where, feeds))
     # By `repr`, because 0 and -0 are equal.
     types = tuple((repr(x.kind), jax.typeof(x.native)) for x in entering.values())
     out = tuple(equations), types, tuple(numbers[v] for v in segment.outputs)

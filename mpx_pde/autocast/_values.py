@@ -3,10 +3,13 @@
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 
+from .._jaxpr import varies
 from ._rules import OPAQUE, Kind, Policy
 
 
@@ -17,23 +20,22 @@ class Value:
     """An array, what is known of it, and its casts so far.
 
     A cast is made at most once. Casting back and forth gives the array that was there first.
+
+    To JAX it is a PyTree of one array, with its kind as static data: so what is known of an array
+    goes with it through whatever traces a function.
     """
 
-    __slots__ = ("casts", "kind")
+    __slots__ = ("casts", "kind", "native")
 
-    def __init__(self, array: Any, kind: Kind):
+    def __init__(self, array: Any, kind: Kind, casts: dict[np.dtype, Any] | None = None):
         self.kind = kind
-        dtype = np.dtype(array.dtype) if kind.governed else None
-        self.casts = {dtype: array}
-
-    @property
-    def native(self) -> Any:
+        self.native = array
         """The array as it was made."""
-        return next(iter(self.casts.values()))
+        self.casts = {} if casts is None else casts
 
     def get(self, dtype: Any) -> Any:
-        if not self.kind.governed:
-            return self.casts[None]
+        if not self.kind.governed or self.native.dtype == dtype:
+            return self.native
         out = self.casts.get(dtype)
         if out is None:
             out = _cast(self.native, self.kind, dtype)
@@ -42,22 +44,31 @@ class Value:
 
     def array(self, policy: Policy) -> Any:
         """The array as it goes into a product or a container."""
-        if not self.kind.governed:
-            return self.casts[None]
-        return self.get(self.dtype(policy))
+        return self.get(self.dtype(policy)) if self.kind.governed else self.native
+
+    def packed(self, policy: Policy) -> "Value":
+        """The value as it goes into a container, which gets one array."""
+        return Value(self.array(policy), self.kind)
 
     def dtype(self, policy: Policy) -> np.dtype:
         return policy.dtype if self.kind.half and not self.kind.master else FULL
 
     def as_kind(self, kind: Kind) -> "Value":
         """The same casts, seen as another kind."""
-        out = Value.__new__(Value)
-        out.kind, out.casts = kind, self.casts
-        return out
+        return Value(self.native, kind, self.casts)
+
+    def in_program(self, aval: Any, policy: Policy) -> Any:
+        """The array in the dtype that the program has there."""
+        return self.get(aval.dtype) if self.kind.governed else self.array(policy)
+
+
+jtu.register_pytree_node(
+    Value, lambda x: ((x.native,), x.kind), lambda kind, arrays: Value(*arrays, kind)
+)
 
 
 def _cast(array: Any, kind: Kind, dtype: np.dtype) -> Any:
-    if kind.const is not None and np.shape(array) == ():
+    if kind.const is not None and np.shape(array) == () and not varies(jax.typeof(array)):
         # A constant stays one.
         return np.asarray(kind.const, dtype)
     return lax.convert_element_type(array, dtype)

@@ -71,6 +71,27 @@ residual in a squared error. (So is what is raised to an even power by `integer_
 
 ARITHMETIC: tuple[str, ...] = ("add", "sub", "mul", "div", "neg", "add_any")
 
+SUMS: tuple[str, ...] = (
+    "reduce_sum",
+    "cumsum",
+    "reduce_window_sum",
+    "psum",
+    "psum_invariant",
+    "reduce_scatter",
+    "reduce_max",
+    "reduce_min",
+    "argmax",
+    "argmin",
+)
+"""Reductions. A product of values whose result goes into one of them is computed in float32 too: a
+square, an inner product, a norm."""
+
+LINEAR: frozenset[str] = frozenset(
+    {"add", "sub", "add_any", "select_n", "concatenate", "pad", "dynamic_update_slice"}
+    | {"select_and_scatter_add", "gather", "stack"}
+)
+"""Operations of several operands whose derivative does not need them."""
+
 FOLLOW: dict[str, str] = dict.fromkeys(
     (
         *ARITHMETIC,
@@ -112,6 +133,7 @@ FOLLOW: dict[str, str] = dict.fromkeys(
         "select_and_scatter_add",
         "sort",
         "top_k",
+        "approx_top_k",
         "gather",
         "pad",
         "dynamic_update_slice",
@@ -134,18 +156,18 @@ LAYOUT: dict[str, str] = dict.fromkeys(
         "reshape",
         "transpose",
         "squeeze",
-        "expand_dims",
         "rev",
         "slice",
         "dynamic_slice",
         "concatenate",
+        "stack",
+        "tile",
         "split",
+        "unstack",
         "copy",
-        "copy_p",
         "sharding_constraint",
+        "reshard",
         "pvary",
-        "pcast",
-        "unvary",
     ),
     "moves values without arithmetic",
 )
@@ -161,11 +183,11 @@ OWN: dict[str, str] = {
     "random_gamma": "makes its own values",
     "rng_uniform": "makes its own values",
     "scatter": "carries the program of its update",
-    "scatter_add": "sums into its target",
     "scatter-add": "sums into its target",
-    "scatter_mul": "multiplies into its target",
-    "scatter_min": "carries the program of its update",
-    "scatter_max": "carries the program of its update",
+    "scatter-sub": "sums into its target",
+    "scatter-mul": "multiplies into its target",
+    "scatter-min": "carries the program of its update",
+    "scatter-max": "carries the program of its update",
     "reduce": "carries the program of its step",
     "reduce_window": "carries the program of its step",
     "select_and_gather_add": "packs pairs of float32",
@@ -180,13 +202,14 @@ OWN: dict[str, str] = {
     "schur": "a factorization",
     "triangular_solve": "a solve",
     "tridiagonal_solve": "a solve",
-    "linear_solve": "a solve",
     "custom_linear_solve": "a solve",
+    "custom_pullback": "the derivative of what is in mixed precision already",
     "debug_callback": "shows values as the program has them",
     "debug_print": "shows values as the program has them",
     "pure_callback": "the host's function is written for the program's dtypes",
     "io_callback": "the host's function is written for the program's dtypes",
     "device_put": "moves values between devices",
+    "layout_constraint": "fixes values as the program has them",
     "optimization_barrier": "fixes values as the program has them",
 }
 """Stays in the dtype of the program, for a reason. What is in no table does so too, and is listed
@@ -196,7 +219,7 @@ LIGHT: frozenset[str] = frozenset(
     {*FULL, *FOLLOW, *LAYOUT, "convert_element_type", "iota", "and", "or", "not"}
     # Series and searches take time, collectives wait for other devices.
     - {"lgamma", "digamma", "polygamma", "igamma", "igammac", "bessel_i0e", "bessel_i1e"}
-    - {"regularized_incomplete_beta", "zeta", "sort", "top_k", "gather"}
+    - {"regularized_incomplete_beta", "zeta", "sort", "top_k", "approx_top_k", "gather", "reshard"}
     - {"psum", "psum_invariant", "reduce_scatter", "pmax", "pmin", "ppermute"}
     - {"all_gather", "all_gather_invariant", "all_to_all"}
 )

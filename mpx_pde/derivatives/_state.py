@@ -412,8 +412,8 @@ class DerivativeScaling(eqx.Module):
 
         The terms are evaluated once in float32 and then in half precision at every scale. Their
         error is flat inside a window of scales, beyond which hidden layers underflow or overflow;
-        the scale is the nearest to 1 that lies between the middle of the window and `margin` powers of
-        two below its upper end.
+        the scale is the nearest to 1 that lies between the middle of the window and `margin` powers
+        of two below its upper end.
 
         **Arguments:**
 

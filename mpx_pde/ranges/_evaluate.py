@@ -1,4 +1,4 @@
-"""Runs a jaxpr in float32, and measures every floating-point value on the way."""
+"""Runs a jaxpr in float32, and hands every floating-point value on the way to the host."""
 
 import functools as ft
 from collections.abc import Callable, Sequence
@@ -7,40 +7,41 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .._dtypes import is_half
 from .._jaxpr import (
     aval_of,
     bodies_of,
     in_context_of,
     inner_scope,
     is_container,
-    line_of,
     literal,
-    own_bind,
     rebind,
     scopes_of,
 )
 from ..autocast import tables
-from ._stats import Counts, any_nonfinite, is_measured, measure
+from ._stats import Counts, is_finite, is_measured
+from ._where import Place, inside, place_of
+from ._widen import bind_wide, is_narrow, is_narrow_array, widen
 
 
 # Containers that run on the host once per step, branch or device; the others are inlined.
 _REBOUND = ("scan", "while", "cond", "shard_map")
 
-_FULL = np.dtype("float32")
+# What only moves values shows nothing that was not there before.
+_MOVES = {*tables.LAYOUT, "stack", "tile", "unstack"}
 
-# Primitives that take their dtype from their operands.
-_GENERIC = {
-    *tables.FULL,
-    *tables.FOLLOW,
-    *tables.LAYOUT,
-    *tables.PRODUCTS,
-    *tables.MIXED,
-    "optimization_barrier",
-}
+# Of these, the ones that leave some values out.
+_PICKS = {"slice", "dynamic_slice", "split", "unstack"}
+
+# How much is handed to the host at a time: each part is copied.
+_BYTES = 1 << 28
+
+# Of the exponent and of the mantissa.
+_BITS = {(5, 10): "float16", (8, 7): "bfloat16"}
+
+OPERAND = "operand of "
+"""What the primitive of a float32 operand that a product rounds to half begins with."""
 
 
 class Site(NamedTuple):
@@ -48,7 +49,7 @@ class Site(NamedTuple):
 
     order: tuple[int, ...]
     primitive: str
-    line: str
+    place: Place
     scope: str
     dtype: str
     shape: tuple[int, ...]
@@ -56,11 +57,57 @@ class Site(NamedTuple):
     """Of a matrix product: batch, rows, columns and contracted size; of a convolution: groups,
     positions, output channels and window times input channels."""
 
+    @property
+    def half(self) -> bool:
+        return is_narrow(jnp.dtype(self.dtype))
+
+
+Marks = frozenset[int]
+"""The numbers of the arrays of this trace that a value would have something not finite from."""
+
+CLEAN: Marks = frozenset()
+TAINTED: Marks = frozenset([-1])
+
 
 class Known(NamedTuple):
     array: Any
-    bad: Any
-    """Whether it holds something that is not finite: a scalar bool, of the host or traced."""
+    marks: Marks = CLEAN
+
+
+class Record(NamedTuple):
+    """An array on its way to the host."""
+
+    number: int
+    sources: Marks
+    order: tuple[int, ...] | None
+    """Where it is counted; without a place it is only looked at for what is not finite."""
+
+
+class Trace:
+    """The arrays of one trace: of the program, or of one body of a container."""
+
+    def __init__(self):
+        self.arrays: list[Any] = []
+        self.pending: list[Record] = []
+        self.bytes = 0
+
+    def add(self, order: tuple[int, ...] | None, array: Any, sources: Marks) -> Marks:
+        number = len(self.arrays)
+        self.arrays.append(array)
+        self.pending.append(Record(number, sources, order))
+        self.bytes += array.size * array.dtype.itemsize
+        return frozenset([number])
+
+    def flush(self, collect: Callable) -> None:
+        """One callback for all that is pending."""
+        if not self.pending:
+            return
+        records, self.pending, self.bytes = tuple(self.pending), [], 0
+        sources = frozenset().union(*(r.sources for r in records))
+        earlier = sorted(sources - {r.number for r in records} - TAINTED)
+        flags = [~jnp.all(jnp.isfinite(self.arrays[i])) for i in earlier]
+        arrays = [self.arrays[r.number] for r in records]
+        jax.debug.callback(ft.partial(collect, records, earlier), flags, arrays)
 
 
 class Meter:
@@ -70,45 +117,53 @@ class Meter:
         self.silent = silent
         self.sites: dict[tuple[int, ...], Site] = {}
         self.counts: dict[tuple[int, ...], Counts] = {}
-        self.pending: list[tuple[tuple[int, ...], Any, Any]] = []
+        self.trace = Trace()
 
     # Counting.
 
-    def visit(self, site: Site, array: Any, source: Any) -> Any:
-        """Measures an array; returns whether it holds something that is not finite."""
+    def visit(self, site: Site, array: Any, sources: Marks) -> Marks:
+        """Measures an array; returns what may be not finite in it."""
         if self.silent:
-            return False
+            return CLEAN
         self.sites.setdefault(site.order, site)
-        vector = measure(array)
-        bad = any_nonfinite(array)
-        self.pending.append((site.order, vector, bad & ~jnp.asarray(source)))
-        return bad
+        return self._add(site.order, array, sources)
+
+    def look(self, array: Any) -> Marks:
+        """Looks for what is not finite, and counts nothing."""
+        if self.silent or not is_measured(array):
+            return CLEAN
+        if isinstance(array, np.ndarray | np.generic):
+            return CLEAN if is_finite(array) else TAINTED
+        return self._add(None, array, CLEAN)
+
+    def _add(self, order: tuple[int, ...] | None, array: Any, sources: Marks) -> Marks:
+        marks = self.trace.add(order, array, sources)
+        if self.trace.bytes > _BYTES:
+            self.flush()
+        return marks
 
     def flush(self) -> None:
-        """One callback for all that was measured in this trace."""
-        if not self.pending:
-            return
-        orders, vectors, sources = zip(*self.pending, strict=True)
-        self.pending = []
-        jax.debug.callback(
-            ft.partial(self._collect, orders), jnp.stack(vectors), jnp.stack(sources)
-        )
+        self.trace.flush(self._collect)
 
-    def _collect(self, orders: Sequence, vectors: Any, sources: Any) -> None:
-        for order, vector, source in zip(
-            orders, np.asarray(vectors), np.asarray(sources), strict=True
-        ):
-            self.counts.setdefault(order, Counts()).add(vector, bool(source))
+    def _collect(self, records: Sequence, earlier: Sequence, flags: Any, arrays: Any) -> None:
+        bad = {-1: True, **dict(zip(earlier, map(bool, flags), strict=True))}
+        for record, x in zip(records, map(np.asarray, arrays), strict=True):
+            bad[record.number] = not is_finite(x)
+            if record.order is not None:
+                source = bad[record.number] and not any(bad[i] for i in record.sources)
+                self.counts.setdefault(record.order, Counts()).add(x, source)
 
-    def body(self, closed: ClosedJaxpr, order: tuple, scopes: tuple) -> Callable[..., list]:
+    def body(
+        self, closed: ClosedJaxpr, order: tuple, scopes: tuple, place: Place
+    ) -> Callable[..., list]:
         """A function to be traced by a container of its own."""
 
         def function(*arrays):
-            outside, self.pending = self.pending, []
-            known = [Known(x, _is_bad(x)) for x in arrays]
-            out = [x.array for x in self.jaxpr(closed, known, order, scopes)]
+            outside, self.trace = self.trace, Trace()
+            known = [Known(x, self.look(x)) for x in arrays]
+            out = [x.array for x in self.jaxpr(closed, known, order, scopes, place)]
             self.flush()
-            self.pending = outside
+            self.trace = outside
             return out
 
         return function
@@ -116,119 +171,114 @@ class Meter:
     # Evaluation.
 
     def jaxpr(
-        self, closed: ClosedJaxpr, values: Sequence[Known], order: tuple, scopes: tuple
+        self,
+        closed: ClosedJaxpr,
+        values: Sequence[Known],
+        order: tuple,
+        scopes: tuple,
+        place: Place,
     ) -> list[Known]:
         jaxpr = closed.jaxpr
         env: dict[Any, Known] = dict(zip(jaxpr.invars, values, strict=True))
-        for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
-            const = _widen(const)
-            env[var] = Known(const, _is_bad(const))
+        for i, (var, const) in enumerate(zip(jaxpr.constvars, closed.consts, strict=True)):
+            env[var] = self._constant(const, (*order, -1, i), _user_of(jaxpr, var, place))
 
         def read(atom):
             if not literal(atom):
                 return env[atom]
-            value = np.asarray(atom.val, getattr(atom.aval, "dtype", None))
-            value = value.astype(_FULL) if is_half(value.dtype) else value
-            return Known(value, _is_bad(value))
+            value = widen(np.asarray(atom.val, getattr(atom.aval, "dtype", None)))
+            return Known(value, self.look(value))
 
         for i, eqn in enumerate(jaxpr.eqns):
             with in_context_of(eqn):
-                out = self._equation(eqn, [read(v) for v in eqn.invars], (*order, i), scopes)
+                operands = [read(v) for v in eqn.invars]
+                out = self._equation(eqn, operands, (*order, i), scopes, place)
             env.update(zip(eqn.outvars, out, strict=True))
         return [read(v) for v in jaxpr.outvars]
 
+    def _constant(self, x: Any, order: tuple, place: Place) -> Known:
+        if not is_measured(x):
+            return Known(x)
+        name, shape = jnp.dtype(x.dtype).name, tuple(np.shape(x))
+        size = "×".join(map(str, shape)) or "scalar"
+        line = f"closed-over {name} {size} in {place.line or 'the function'}"
+        site = Site(order, "constant", place._replace(line=line, layer=""), "", name, shape)
+        x = widen(x)
+        return Known(x, self.visit(site, jnp.asarray(x), TAINTED))
+
     def _equation(
-        self, eqn: JaxprEqn, operands: list[Known], order: tuple, scopes: tuple
+        self, eqn: JaxprEqn, operands: list[Known], order: tuple, scopes: tuple, outer: Place
     ) -> list[Known]:
+        place = outer if self.silent else place_of(eqn, outer)
         if is_container(eqn):
-            inner = scopes + inner_scope(eqn)
-            bodies = bodies_of(eqn)
-            if eqn.primitive.name not in _REBOUND:
-                return self.jaxpr(bodies[0], operands, order, inner)
-            # The test of a `while` only says when to stop.
-            functions = [
-                _plain(closed)
-                if eqn.primitive.name == "while" and i == 0
-                else self.body(closed, (*order, i), inner)
-                for i, closed in enumerate(bodies)
-            ]
-            out = rebind(eqn, [x.array for x in operands], functions)
-            return [Known(x, _is_bad(x)) for x in out]
-        arrays = _bind_wide(eqn, [x.array for x in operands])
-        source_of = ft.reduce(_either, (x.bad for x in operands), False)
+            return self._container(eqn, operands, order, scopes, place)
+        name = eqn.primitive.name
+        here = "/".join(scopes + scopes_of(eqn))
+        sources = CLEAN.union(*(x.marks for x in operands))
+        if name in tables.MIXED:
+            self._rounded(eqn, operands, order, here, place)
         out = []
+        arrays = bind_wide(eqn, [x.array for x in operands], evaluate_wide)
         for j, (x, var) in enumerate(zip(arrays, eqn.outvars, strict=True)):
-            # What only moves values shows nothing that was not there before.
-            if not is_measured(var.aval) or eqn.primitive.name in tables.LAYOUT:
-                out.append(Known(x, _is_bad(x)))
-                continue
-            site = Site(
-                order=(*order, j),
-                primitive=eqn.primitive.name,
-                line=line_of(eqn),
-                scope="/".join(scopes + scopes_of(eqn)),
-                dtype=aval_of(var).dtype.name,
-                shape=tuple(aval_of(var).shape),
-                product=_product_shape(eqn),
-            )
-            out.append(Known(x, self.visit(site, x, source_of)))
+            if not is_measured(var.aval):
+                out.append(Known(x))
+            elif name in _MOVES:
+                out.append(Known(x, self.look(x) if name in _PICKS and sources else sources))
+            else:
+                dtype, shape = _format_of(eqn, var), tuple(aval_of(var).shape)
+                product = _product_shape(eqn)
+                site = Site((*order, j), name, place, here, dtype, shape, product)
+                out.append(Known(x, self.visit(site, x, sources)))
         return out
 
+    def _rounded(self, eqn, operands, order, scope, place) -> None:
+        """Counts the operands that a mixed product itself rounds to half."""
+        dtype = np.dtype(eqn.params["dtype"])
+        for j, (x, v) in enumerate(zip(operands, eqn.invars, strict=True)):
+            if is_narrow(dtype) and not is_narrow_array(v.aval) and is_measured(v.aval):
+                name, shape = OPERAND + eqn.primitive.name, tuple(aval_of(v).shape)
+                site = Site((*order, -1, j), name, place, scope, dtype.name, shape)
+                self.visit(site, x.array, x.marks)
 
-def _either(a: Any, b: Any) -> Any:
-    if isinstance(a, bool) and isinstance(b, bool):
-        return a or b
-    return jnp.asarray(a) | jnp.asarray(b)
+    def _container(self, eqn, operands, order, scopes, place) -> list[Known]:
+        scopes, place = scopes + inner_scope(eqn), inside(eqn, place)
+        bodies, name = bodies_of(eqn), eqn.primitive.name
+        if name not in _REBOUND:
+            return self.jaxpr(bodies[0], operands, order, scopes, place)
+        # The test of a `while` only says when to stop.
+        functions = [
+            evaluate_wide(closed)
+            if self.silent or (name == "while" and i == 0)
+            else self.body(closed, (*order, i), scopes, place)
+            for i, closed in enumerate(bodies)
+        ]
+        out = rebind(eqn, [x.array for x in operands], functions)
+        return [Known(x, self.look(x)) for x in out]
 
 
-def _is_bad(x: Any) -> Any:
-    if not jnp.issubdtype(getattr(x, "dtype", np.int32), jnp.inexact):
-        return False
-    if isinstance(x, np.ndarray | np.generic):
-        return not bool(np.all(np.isfinite(x)))
-    return any_nonfinite(x)
-
-
-def _widen(x: Any) -> Any:
-    return lax.convert_element_type(x, _FULL) if is_half_array(x) else x
-
-
-def is_half_array(x: Any) -> bool:
-    dtype = getattr(x, "dtype", None)
-    return isinstance(dtype, np.dtype) and is_half(dtype)
-
-
-def _plain(closed: ClosedJaxpr) -> Callable[..., list]:
-    """A jaxpr in float32, not measured."""
+def evaluate_wide(closed: ClosedJaxpr) -> Callable[..., list]:
+    """A jaxpr as a function in float32, not measured."""
 
     def function(*arrays):
-        meter = Meter(silent=True)
-        known = [Known(x, False) for x in arrays]
-        return [x.array for x in meter.jaxpr(closed, known, (), ())]
+        known = [Known(x) for x in arrays]
+        return [x.array for x in Meter(silent=True).jaxpr(closed, known, (), (), Place())]
 
     return function
 
 
-def _bind_wide(eqn: JaxprEqn, arrays: list) -> list:
-    """Binds an equation with float32 in place of half."""
-    name, params = eqn.primitive.name, dict(eqn.params)
-    halves = any(is_half_array(v.aval) for v in (*eqn.invars, *eqn.outvars))
-    if not halves and name not in tables.MIXED:
-        return own_bind(eqn, arrays)
-    if name == "convert_element_type":
-        dtype = _FULL if is_half(params["new_dtype"]) else params["new_dtype"]
-        return [lax.convert_element_type(arrays[0], dtype)]
-    if name in tables.PRODUCTS:
-        params["preferred_element_type"] = _FULL
-    elif name in tables.MIXED:
-        params.update(dtype=_FULL, out_dtype=_FULL)
-    elif name not in _GENERIC:
-        # Its parameters may speak of the dtypes of the program.
-        arrays = [
-            lax.convert_element_type(x, aval_of(v).dtype) if is_half_array(v.aval) else x
-            for x, v in zip(arrays, eqn.invars, strict=True)
-        ]
-    return [_widen(x) for x in own_bind(eqn.replace(params=params), arrays)]
+def _format_of(eqn: JaxprEqn, var: Any) -> str:
+    """The name of the dtype of a result, or of the half that it is rounded to within its own."""
+    if eqn.primitive.name == "reduce_precision":
+        bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
+        if bits in _BITS:
+            return _BITS[bits]
+    return aval_of(var).dtype.name
+
+
+def _user_of(jaxpr: Any, var: Any, place: Place) -> Place:
+    """The place of the first equation that takes a constant."""
+    eqn = next((e for e in jaxpr.eqns if any(v is var for v in e.invars)), None)
+    return place if eqn is None else place_of(eqn, place)
 
 
 def _product_shape(eqn: JaxprEqn) -> tuple[int, ...] | None:

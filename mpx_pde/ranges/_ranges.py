@@ -8,23 +8,34 @@ import jax
 import jax.core
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 
-from .._cast import widen
-from .._dtypes import half_precision_datatype, is_half
+from .._dtypes import as_floating_dtype, half_precision_datatype, is_half
 from .._jaxpr import trace_arrays
-from ..autocast import tables
-from ._evaluate import Known, Meter, Site
-from ._report import RangeReport, Row, idle_product, make_row
-from ._stats import is_measured
+from ._evaluate import CLEAN, TAINTED, Known, Meter, Site
+from ._explain import explain
+from ._report import RangeReport, fold, idle_product, make_row
+from ._stats import Counts, is_measured
+from ._where import Place, definition_of
+from ._widen import widen
 
 
-def _trace(fun: Callable, args: tuple, kwargs: dict) -> tuple:
-    """The function as a jaxpr of its float32 arrays, the arrays with their places, and how to put
-    the output together."""
-    # A plain float32 product is TF32 on a GPU.
-    with jax.default_matmul_precision("highest"):
-        closed, leaves, assemble = trace_arrays(*widen((fun, args, kwargs)))
-    return closed, [(_place(path), x) for path, x in leaves], assemble
+# XLA writes an operation again into each of its uses where it fuses them. Here each has two, the
+# host and the next operation, so the code would grow with the square of the program. Nothing is
+# gained by fusion where all is written to memory anyway.
+_UNFUSED = {
+    "cpu": "fusion",
+    "gpu": "fusion,priority-fusion,multi_output_fusion,horizontal_loop_fusion",
+}
+
+
+# Where inputs stand in the program: before what it closes over.
+_INPUTS = (-2,)
+
+
+def _options() -> dict[str, Any] | None:
+    passes = _UNFUSED.get(jax.default_backend())
+    return None if passes is None else {"xla_disable_hlo_passes": passes}
 
 
 def _place(path: tuple) -> str:
@@ -50,45 +61,85 @@ class _RangeReport(eqx.Module):
                 f"inside of `jax.jit`, `jax.grad` or `jax.vmap`, but got {traced[0]}. Call "
                 "`range_report(jax.jit(...))(...)` on arrays."
             )
-        closed, inputs, assemble = _trace(self._fun, args, kwargs)
+        closed, leaves, assemble = trace_arrays(self._fun, args, kwargs)
+        inputs = [(_place(path), x) for path, x in leaves]
         meter = Meter()
 
         def run(*arrays):
             known = []
             for i, ((place, _), x) in enumerate(zip(inputs, arrays, strict=True)):
-                bad = False
-                if is_measured(x.aval):
-                    site = Site((-1, i), "input", place, "", x.dtype.name, x.shape)
-                    bad = meter.visit(site, x, False)
-                known.append(Known(x, bad))
-            out = meter.jaxpr(closed, known, (), ())
+                site = Site((*_INPUTS, i), "input", Place(place), "", x.dtype.name, x.shape)
+                x = widen(x)
+                # What comes in that is not finite was not made here.
+                marks = meter.visit(site, x, TAINTED) if is_measured(x) else CLEAN
+                known.append(Known(x, marks))
+            out = meter.jaxpr(closed, known, (), (), definition_of(self._fun))
             meter.flush()
             return [x.array for x in out]
 
-        out = jax.jit(run)(*(x for _, x in inputs))
+        compiled = jax.jit(run, compiler_options=_options())
+        out = compiled(*(_without_overflow(x) for _, x in inputs))
         jax.effects_barrier()
-        sites = sorted(meter.sites.values(), key=lambda site: site.order)
-        rows = [make_row(s, meter.counts[s.order]) for s in sites if s.order in meter.counts]
-        idle = [x for site in sites if (x := idle_product(site))]
-        return RangeReport(tuple(rows), tuple(idle), assemble(out))
+        for i, (_, x) in enumerate(inputs):
+            if _without_overflow(x) is not x:
+                meter.counts[*_INPUTS, i] = Counts()
+                meter.counts[*_INPUTS, i].add(x)
+        measured = [
+            (site, meter.counts[order])
+            for order, site in sorted(meter.sites.items())
+            if order in meter.counts
+        ]
+        mixed = _says_what_is_half(self._fun) or any(site.half for site, _ in measured)
+        return RangeReport(
+            rows=tuple(make_row(*item) for item in measured),
+            folded=fold(measured),
+            mixed=mixed,
+            idle=tuple(x for site, _ in measured if (x := idle_product(site))),
+            result=assemble(out),
+        )
+
+
+def _without_overflow(x: Any) -> Any:
+    """A float64 array on the host as JAX takes it, without a warning of what overflows."""
+    if isinstance(x, np.ndarray) and x.dtype != jax.dtypes.canonicalize_dtype(x.dtype):
+        with np.errstate(over="ignore"):
+            return x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
+    return x
+
+
+def _says_what_is_half(fun: Any) -> bool:
+    """Whether a function, or one that it wraps, is a transformation to mixed precision."""
+    while fun is not None:
+        if getattr(fun, "is_mixed_precision", False) is True:
+            return True
+        fun = getattr(fun, "__wrapped__", None)
+    return False
 
 
 def range_report(fun: Callable) -> Callable[..., RangeReport]:
-    """Runs a function once in float32, and tells what half precision would make of its values.
+    """Runs a function once in float32, and tells what half precision makes of its values.
 
     Every floating-point value on the way is looked at, also inside of `jax.jit`, loops, branches,
     `jax.checkpoint`, custom derivatives and `jax.shard_map`, and under any nesting of transforms:
     a whole training step with its gradients and derivative terms will do. Each equation's row has
     the user's `file:line`, its name scopes, the range of its exponents, and the fractions that
-    float16 and bfloat16 lose to overflow, to subnormals and to zero. Casts to half in the
-    function are ignored.
+    float16 and bfloat16 lose to overflow, to subnormals and to zero. What a part of this library
+    does in one line of the user is one row that names it.
 
-    It measures, so it costs a compilation and a slow run.
+    A function that says itself what is half, such as [`mpx_pde.filter_grad`][] of a loss or
+    [`mpx_pde.autocast`][] of anything, is judged by that: what it casts, or rounds to half inside
+    of a product, is at risk, and what it keeps in float32 is not. Its casts do nothing in this
+    run, so that one value that overflows does not hide the next. In a float32 function every value
+    is looked at as if it were half.
+
+    It measures, so it costs about as much to compile as the function itself, and a slow run:
+    nothing is fused, and all values are copied to the host.
 
     **Arguments:**
 
-    - `fun`: a function, method or callable module. Not inside of a transform itself, but
-        `range_report(jax.grad(fun))` is meant.
+    - `fun`: a function, method or callable module. Not inside of a transform itself; a gradient
+        or a step is meant. For a loss, `mpx.filter_grad(loss, scaling)` with the options of the
+        training has its loss scale and its casts; `eqx.filter_grad(loss)` has neither.
 
     **Returns:**
 
@@ -97,7 +148,7 @@ def range_report(fun: Callable) -> Callable[..., RangeReport]:
     **Raises:** `TypeError` if `fun` cannot be called, or if it is called while being traced.
 
     ```python
-    report = mpx.range_report(eqx.filter_grad(loss))(model, x, y)
+    report = mpx.range_report(mpx.filter_grad(loss, scaling))(model, x, y)
     print(report)  # worst first
     report.plot("ranges.png")
     ```
@@ -105,67 +156,6 @@ def range_report(fun: Callable) -> Callable[..., RangeReport]:
     if not callable(fun):
         raise TypeError(f"`range_report` takes a function or a callable module, but got {fun!r}.")
     return eqx.module_update_wrapper(_RangeReport(fun))
-
-
-def _size(row: Row) -> str:
-    return "only zeros" if row.exponents is None else f"largest 2^{row.exponents[1]:.1f}"
-
-
-def _percent(fraction: float) -> str:
-    return f"{100 * fraction:.2g}% of values"
-
-
-def _mend(row: Row, name: str) -> str:
-    """What to do about a row that overflows, in the words of this library."""
-    primitive = row.primitive
-    scope = row.scope.rsplit("/", 1)[-1]
-    if primitive == "input":
-        return (
-            "Keep that argument in float32: mark it in `keep_full` of `mpx.filter_grad`, or pass "
-            "`autocast=True`, which casts no arguments."
-        )
-    pattern = f"full={scope!r}" if scope else f"full={primitive!r}"
-    if primitive in tables.FULL:
-        return (
-            "`mpx.autocast` keeps it in float32 by itself (`mpx.filter_grad(..., "
-            "autocast=True)`). When whole models are cast, keep it in float32 with "
-            "`mpx.force_full_precision` around the function that calls it, or `mpx.FullPrecision` "
-            "around its layer."
-        )
-    return (
-        f"Keep it in float32 with `mpx.autocast(..., {pattern})` (or `autocast="
-        f"{{'full': {scope or primitive!r}}}` in `mpx.filter_grad`). When whole models are cast, "
-        "use `mpx.FullPrecision` around its layer. Or make its operands smaller by a power of two, "
-        "or use bfloat16."
-    )
-
-
-def _explain(report: RangeReport, name: str) -> str:
-    row = report.first_nonfinite
-    if row is not None:
-        return (
-            f"float32 itself is not finite first at {row.where} ({_percent(row.nonfinite)}, out "
-            "of finite operands). More precision does not help: look for a division by zero, the "
-            "logarithm or root of something negative, or a step size that is too large."
-        )
-    bad = next((row for row in report.rows if row.primitive == "input" and row.nonfinite), None)
-    if bad is not None:
-        return f"The input at {bad.line} is not finite ({_percent(bad.nonfinite)})."
-    row = report.first_overflow(name)
-    if row is not None:
-        return (
-            f"{name} overflows first at {row.where}: {_percent(row.loss(name).overflow)}, "
-            f"{_size(row)}. {_mend(row, name)}"
-        )
-    [worst] = sorted(report.rows, key=lambda row: -row.loss(name).zero)[:1] or [None]
-    if worst is not None and worst.loss(name).zero > 0:
-        return (
-            f"Nothing overflows {name}. Most is lost to zero at {worst.where}: "
-            f"{_percent(worst.loss(name).zero)}, {_size(worst)}. If it belongs to the backward "
-            "pass, raise the loss scale (`mpx.DynamicLossScaling`); else use bfloat16 or float32 "
-            "there."
-        )
-    return f"Everything is finite, and nothing overflows {name} or is lost to zero in it."
 
 
 class _Explain(eqx.Module):
@@ -178,7 +168,7 @@ class _Explain(eqx.Module):
 
     def __call__(self, /, *args, **kwargs) -> str:
         name = self._dtype or half_precision_datatype().name
-        return _explain(range_report(self._fun)(*args, **kwargs), name)
+        return explain(range_report(self._fun)(*args, **kwargs), name)
 
 
 def explain_nonfinite(fun: Callable, dtype: Any = None) -> Callable[..., str]:
@@ -188,7 +178,8 @@ def explain_nonfinite(fun: Callable, dtype: Any = None) -> Callable[..., str]:
 
     **Arguments:**
 
-    - `fun`: a function, method or callable module; usually the gradient of a loss.
+    - `fun`: a function, method or callable module; usually `mpx.filter_grad(loss, scaling)` as
+        the training has it.
     - `dtype`: float16 or bfloat16, by default [`mpx_pde.half_precision_datatype`][].
 
     **Returns:**
@@ -198,10 +189,10 @@ def explain_nonfinite(fun: Callable, dtype: Any = None) -> Callable[..., str]:
     **Raises:** as [`mpx_pde.range_report`][], and `ValueError` for another `dtype`.
 
     ```python
-    print(mpx.explain_nonfinite(eqx.filter_grad(loss))(model, x, y))
+    print(mpx.explain_nonfinite(mpx.filter_grad(loss, scaling))(model, x, y))
     ```
     """
-    if dtype is not None and not is_half(dtype):
+    if dtype is not None and not is_half(as_floating_dtype(dtype, "explain_nonfinite")):
         raise ValueError(
             f"`explain_nonfinite` takes float16 or bfloat16 as `dtype`, but got {dtype!r}."
         )

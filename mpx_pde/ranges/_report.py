@@ -1,14 +1,18 @@
 """What was measured, in words, as a table, as a picture, and as data."""
 
 import dataclasses
+import itertools
 import json
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ._evaluate import Site
-from ._stats import EDGES, Counts, Loss
+from ._stats import EDGES, Counts, Loss, percent
+from ._where import is_ours
 
 
 FORMATS = ("float16", "bfloat16")
@@ -23,16 +27,24 @@ class Row:
 
     **Attributes:**
 
-    - `primitive`: the name of its primitive, or `"input"` for an argument of the function.
+    - `primitive`: the name of its primitive; `"input"` for an argument of the function,
+        `"constant"` for an array that it closes over, `"operand of …"` for what a product itself
+        rounds to half, and the name of the layer in a row that stands for many.
     - `line`: `file:line` in the user's code; for an input its place among the arguments.
+    - `layer`: the function or class of this library that works there on behalf of the user, such
+        as `"CoordinateMLP"`; empty for the user's own operations.
     - `scope`: the `jax.named_scope`s and jitted functions around it, joined by slashes.
     - `dtype`, `shape`: as in the program.
+    - `half`: whether the program has it in half precision.
+    - `backward`: whether it belongs to the backward pass of a derivative.
+    - `operations`: how many operations the row stands for.
     - `size`: how many values there were.
     - `exponents`: base-2 logarithms of the smallest and the largest magnitude, without zeros and
         infinities; `None` if there is nothing else.
-    - `zeros`, `nonfinite`: fractions of the values.
+    - `zeros`, `nonfinite`, `nans`: fractions of the values; infinities and NaNs are not finite.
     - `creates_nonfinite`: whether something that is not finite came out of finite operands.
     - `float16`, `bfloat16`: the fractions that the format loses: `overflow`, `subnormal`, `zero`.
+        Where the program has float32 on purpose, these are lost to nobody.
     - `histogram`: fractions of the values by exponent, in the intervals between
         `RangeReport.edges`; what lies outside comes first and last.
     - `order`: its place in the program.
@@ -40,39 +52,49 @@ class Row:
 
     primitive: str
     line: str
+    layer: str
     scope: str
     dtype: str
     shape: tuple[int, ...]
+    half: bool
+    backward: bool
     size: int
     exponents: tuple[float, float] | None
     zeros: float
     nonfinite: float
+    nans: float
     creates_nonfinite: bool
     float16: Loss
     bfloat16: Loss
     histogram: tuple[float, ...]
     order: tuple[int, ...]
+    operations: int = 1
 
     def loss(self, name: str) -> Loss:
         return getattr(self, name)
 
     @property
     def where(self) -> str:
-        """The line, and the scope in which autocast finds the operation."""
-        return f"{self.line} `{self.primitive}`"
+        """The line and the operation, and which part of this library it is in."""
+        inside = f" in `{self.layer}`" if self.layer and self.layer != self.primitive else ""
+        return f"{self.line} `{self.primitive}`{inside}"
 
 
 def make_row(site: Site, counts: Counts) -> Row:
     return Row(
         primitive=site.primitive,
-        line=site.line,
+        line=site.place.line,
+        layer=site.place.layer,
         scope=site.scope,
         dtype=site.dtype,
         shape=site.shape,
+        half=site.half,
+        backward=site.place.backward,
         size=counts.size,
         exponents=counts.exponents(),
         zeros=counts.zeros,
         nonfinite=counts.nonfinite,
+        nans=counts.nans,
         creates_nonfinite=counts.sources > 0,
         float16=counts.loss("float16"),
         bfloat16=counts.loss("bfloat16"),
@@ -81,19 +103,44 @@ def make_row(site: Site, counts: Counts) -> Row:
     )
 
 
+def fold(measured: Iterable[tuple[Site, Counts]]) -> tuple[Row, ...]:
+    """A row for each operation of the user, and one for all that a part of this library does in
+    one of the user's lines, by dtype and pass."""
+
+    def group(item):
+        site, place = item[0], item[0].place
+        alone = () if is_ours(place.layer) else site.order
+        return place.line, place.layer, place.backward, site.dtype, alone
+
+    measured = sorted(measured, key=group)
+    rows = []
+    for _, items in itertools.groupby(measured, group):
+        items = list(items)
+        if len(items) == 1:
+            rows.append(make_row(*items[0]))
+            continue
+        total, first = Counts(), min((site for site, _ in items), key=lambda site: site.order)
+        for _, counts in items:
+            total.merge(counts)
+        site = first._replace(primitive=first.place.layer, scope="", shape=())
+        rows.append(dataclasses.replace(make_row(site, total), operations=len(items)))
+    return tuple(sorted(rows, key=lambda row: row.order))
+
+
 @dataclasses.dataclass(frozen=True)
 class IdleProduct:
     """A product with a dimension that leaves a part of the tensor cores idle.
 
     **Attributes:**
 
-    - `primitive`, `line`, `scope`: which one, and where.
+    - `primitive`, `line`, `layer`, `scope`: which one, and where.
     - `batch`, `rows`, `columns`, `contracted`: its sizes as a matrix product; of a convolution,
         positions, output channels, and window times input channels.
     """
 
     primitive: str
     line: str
+    layer: str
     scope: str
     batch: int
     rows: int
@@ -110,19 +157,19 @@ class IdleProduct:
             )
             if size % _TILE
         ]
-        return f"{self.line} `{self.primitive}`: {', '.join(off)}"
+        inside = f" in `{self.layer}`" if self.layer else ""
+        return f"{self.line} `{self.primitive}`{inside}: {', '.join(off)}"
 
 
 def idle_product(site: Site) -> IdleProduct | None:
     if site.product is None or all(n % _TILE == 0 for n in site.product[1:]):
         return None
-    return IdleProduct(site.primitive, site.line, site.scope, *site.product)
+    place = site.place
+    return IdleProduct(site.primitive, place.line, place.layer, site.scope, *site.product)
 
 
-def _percent(fraction: float) -> str:
-    if fraction == 0:
-        return "·"
-    return "<0.1%" if fraction < 1e-3 else f"{100 * fraction:.1f}%"
+def _cell(fraction: float) -> str:
+    return "·" if fraction == 0 else percent(fraction)
 
 
 def _span(row: Row) -> str:
@@ -136,6 +183,7 @@ _COLUMNS = (
     "where",
     "operation",
     "shape",
+    "held in",
     "range",
     "float16 overflow",
     "subnormal",
@@ -145,18 +193,18 @@ _COLUMNS = (
 )
 
 
-def _cells(row: Row) -> tuple[str, ...]:
-    nonfinite = _percent(row.nonfinite) + (" (first here)" if row.creates_nonfinite else "")
+def _cells(row: Row, at_risk: bool) -> tuple[str, ...]:
+    nonfinite = _cell(row.nonfinite) + (" (first here)" if row.creates_nonfinite else "")
     half = row.float16
+    lost = (half.overflow, half.subnormal, half.zero, row.bfloat16.total)
+    many = f"{row.operations} operations"
     return (
         row.line,
-        row.primitive,
-        "×".join(map(str, row.shape)) or "scalar",
+        f"{row.primitive} in {row.layer}" if row.layer and row.operations == 1 else row.primitive,
+        many if row.operations > 1 else "×".join(map(str, row.shape)) or "scalar",
+        row.dtype,
         _span(row),
-        _percent(half.overflow),
-        _percent(half.subnormal),
-        _percent(half.zero),
-        _percent(row.bfloat16.total),
+        *(_cell(x) if at_risk else "" for x in lost),
         nonfinite,
     )
 
@@ -167,17 +215,29 @@ class RangeReport:
 
     **Attributes:**
 
-    - `rows`: a `Row` for each input and each floating-point result of an equation, in program
-        order. Equations that only move values are left out.
+    - `rows`: a `Row` for each input, each array that the function closes over, and each
+        floating-point result of an equation, in program order. Equations that only move values
+        are left out.
+    - `folded`: the same with what a part of this library does in one line of the user as one row.
+        So it is printed.
+    - `mixed`: whether the function itself says what is half. Then only what it has in half can
+        overflow there. Otherwise it is a float32 function, and every value is looked at as if it
+        were half.
     - `idle`: matrix products and convolutions with sizes that are no multiples of 8.
     - `result`: what the function returned in float32.
     - `edges`: the exponents between the intervals of the histograms.
     """
 
     rows: tuple[Row, ...]
+    folded: tuple[Row, ...]
+    mixed: bool
     idle: tuple[IdleProduct, ...]
     result: Any = dataclasses.field(repr=False, compare=False)
     edges: tuple[int, ...] = EDGES
+
+    def at_risk(self, row: Row) -> bool:
+        """Whether a row is, or would be, in half precision."""
+        return row.half or not self.mixed
 
     @property
     def first_nonfinite(self) -> Row | None:
@@ -185,25 +245,31 @@ class RangeReport:
         return next((row for row in self.rows if row.creates_nonfinite), None)
 
     def first_overflow(self, dtype: str = "float16") -> Row | None:
-        """The first row with values that are finite in float32 and infinite in `dtype`."""
-        return next((row for row in self.rows if row.loss(dtype).overflow), None)
+        """The first row with values that are finite in float32 and infinite in `dtype`, among
+        those that are at risk."""
+        rows = filter(self.at_risk, self.rows)
+        return next((row for row in rows if row.loss(dtype).overflow), None)
 
     def worst(self, n: int | None = None, dtype: str = "float16") -> tuple[Row, ...]:
-        """The `n` rows that suffer most in `dtype`: what is not finite, then what overflows, then
-        what is lost to zero and to subnormals; all rows without an `n`."""
+        """The `n` of the folded rows that suffer most in `dtype`: what is not finite, then what
+        overflows, then what is lost to zero and to subnormals; all rows without an `n`. What is
+        not at risk comes last."""
 
         def badness(row: Row):
-            loss = row.loss(dtype)
+            loss = row.loss(dtype) if self.at_risk(row) else Loss(0.0, 0.0, 0.0)
             lost = loss.zero + loss.subnormal
-            return -row.creates_nonfinite, -loss.overflow, -lost, row.order
+            at_risk = self.at_risk(row)
+            return -row.creates_nonfinite, -loss.overflow, -lost, not at_risk, row.order
 
-        return tuple(sorted(self.rows, key=badness)[:n])
+        return tuple(sorted(self.folded, key=badness)[:n])
 
     def to_dict(self) -> dict[str, Any]:
         """The report without `result`, in plain types that `json` takes."""
         out = {
             "edges": self.edges,
+            "mixed": self.mixed,
             "rows": [dataclasses.asdict(row) for row in self.rows],
+            "folded": [dataclasses.asdict(row) for row in self.folded],
             "idle": [dataclasses.asdict(x) for x in self.idle],
         }
         return json.loads(json.dumps(out))
@@ -215,18 +281,19 @@ class RangeReport:
             f"{len(self.idle)} products have sizes that are no multiples of {_TILE}, which leaves "
             "a part of the tensor cores idle:"
         ]
-        lines += [f"  {x}" for x in self.idle[:_SHOWN]]
+        times = Counter(map(str, self.idle))
+        lines += [f"  {x}" + (f" ({n} times)" if n > 1 else "") for x, n in times.items()][:_SHOWN]
         return lines
 
     def __str__(self) -> str:
-        table = [_COLUMNS, *(_cells(row) for row in self.worst(_SHOWN))]
+        table = [_COLUMNS, *(_cells(row, self.at_risk(row)) for row in self.worst(_SHOWN))]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = [
             "  ".join(cell.ljust(w) for cell, w in zip(cells, widths, strict=True)).rstrip()
             for cells in table
         ]
-        if len(self.rows) > _SHOWN:
-            lines.append(f"… and {len(self.rows) - _SHOWN} more, none worse")
+        if len(self.folded) > _SHOWN:
+            lines.append(f"… and {len(self.folded) - _SHOWN} more, none worse")
         return "\n".join([*lines, *self._notes()])
 
     def __rich__(self) -> Any:
@@ -235,10 +302,11 @@ class RangeReport:
 
         table = Table(title="Ranges, worst first", title_justify="left")
         for i, name in enumerate(_COLUMNS):
-            table.add_column(name, justify="right" if i > 3 else "left", overflow="fold")
+            table.add_column(name, justify="right" if i > 4 else "left", overflow="fold")
         for row in self.worst(_SHOWN):
-            bad = row.creates_nonfinite or row.float16.overflow > 0
-            table.add_row(*_cells(row), style="red" if bad else None)
+            at_risk = self.at_risk(row)
+            bad = row.creates_nonfinite or (at_risk and row.float16.overflow > 0)
+            table.add_row(*_cells(row, at_risk), style="red" if bad else None)
         return Group(table, *self._notes())
 
     def plot(self, path: Any, n: int = 40) -> None:
@@ -271,7 +339,7 @@ class RangeReport:
                 if share and left < right:
                     opacity = 0.15 + 0.85 * min(share / densest, 1.0)
                     axes.plot([left, right], [y, y], color="tab:blue", lw=6, alpha=opacity)
-            if row.creates_nonfinite or row.float16.overflow:
+            if row.creates_nonfinite or (self.at_risk(row) and row.float16.overflow):
                 axes.plot(high, y, ">", color="tab:red")
         axes.set_yticks(range(len(rows)), [f"{row.line}  {row.primitive}" for row in rows])
         axes.tick_params(axis="y", labelsize=7)

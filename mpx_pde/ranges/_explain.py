@@ -1,0 +1,152 @@
+"""What a report says about the first trouble, in words, and what to do about it."""
+
+import jax
+
+from ..autocast import tables
+from ._evaluate import OPERAND
+from ._report import RangeReport, Row
+from ._stats import is_finite, percent
+from ._where import is_ours
+
+
+_GIVEN = ("input", "constant")
+
+_CAST = ("convert_element_type", "mpx_pde")
+
+_PRODUCTS = ("mixed_dot_general", "mixed_matmul", "mixed_einsum", "mixed_conv_general_dilated")
+
+
+def _size(row: Row) -> str:
+    return "only zeros" if row.exponents is None else f"largest 2^{row.exponents[1]:.1f}"
+
+
+def _name(row: Row) -> str:
+    """A row of what the function was given has a place in place of a line."""
+    return f"the {row.primitive} at {row.line}" if row.primitive in _GIVEN else row.where
+
+
+def _mend(row: Row, mixed: bool) -> str:
+    """What to do about a row that overflows, in the words of this library."""
+    smaller = "make its operands smaller by a power of two, or use bfloat16."
+    # The library casts in the lines of the user only what it is given.
+    if row.primitive == "input" or (row.primitive, row.layer) == _CAST:
+        return (
+            "Keep that argument in float32: mark it in `keep_full` of `mpx.filter_grad`, or pass "
+            "`autocast=True`, which casts no arguments."
+        )
+    if row.primitive == "constant":
+        return "Keep it in float32: `mpx.autocast` casts no arrays before a product takes them."
+    if row.backward and mixed:
+        return (
+            "It belongs to the backward pass, so the loss scale is too large: "
+            "`mpx.DynamicLossScaling` finds that out at the cost of a few skipped steps, or start "
+            "it lower."
+        )
+    primitive = row.primitive.removeprefix(OPERAND)
+    ours = is_ours(row.layer)
+    if ours and (mixed or primitive in tables.MIXED):
+        # These say their precision themselves.
+        return (
+            f"`{row.layer}` says its precision itself: {smaller}"
+            if row.layer not in _PRODUCTS
+            else f"Pass `dtype=jnp.float32` to `mpx.{row.layer}` there, {smaller}"
+        )
+    # Of autocast, these are products of the user's.
+    primitive = primitive.removeprefix("mixed_")
+    if primitive in tables.FULL:
+        return (
+            "`mpx.autocast` keeps it in float32 by itself (`mpx.filter_grad(..., "
+            "autocast=True)`). When whole models are cast, keep it in float32 with "
+            "`mpx.force_full_precision` around the function that calls it, or `mpx.FullPrecision` "
+            "around its layer."
+        )
+    name = row.scope.rsplit("/", 1)[-1] or primitive
+    return (
+        f"Keep it in float32 with `mpx.autocast(..., full={name!r})` (or `autocast={{'full': "
+        f"{name!r}}}` in `mpx.filter_grad`). When whole models are cast, use "
+        f"`mpx.FullPrecision` around its layer. Or {smaller}"
+    )
+
+
+def _beyond_float32(row: Row) -> bool:
+    return row.exponents is not None and row.exponents[1] >= 128
+
+
+def _not_finite(report: RangeReport) -> str | None:
+    """Why something is not finite in float32; `None` if all is."""
+    given = [row for row in report.rows if row.primitive in _GIVEN and row.nonfinite]
+    nan = next((row for row in given if row.nans), None)
+    if nan is not None:
+        return (
+            f"There are NaNs in {_name(nan)} ({percent(nan.nans)}), before anything is computed. "
+            "No precision helps: look at where these data come from."
+        )
+    for row in report.rows:
+        # Counted before JAX took it, which holds no float64 unless it is told to.
+        if row.primitive == "input" and row.dtype == "float32" and _beyond_float32(row):
+            return (
+                f"The input at {row.line} is beyond float32, in which JAX holds it ({_size(row)}). "
+                "Change its units, or set `jax_enable_x64`."
+            )
+    row = report.first_nonfinite
+    if row is not None:
+        return (
+            f"float32 itself is not finite first at {row.where} ({percent(row.nonfinite)}, out "
+            "of finite operands). More precision does not help: look for a division by zero, the "
+            "logarithm or root of something negative, or a step size that is too large."
+        )
+    if given:
+        return (
+            f"There are infinities in {_name(given[0])} ({percent(given[0].nonfinite)}), before "
+            "anything is computed. No precision helps: look at where these data come from."
+        )
+    row = next((row for row in report.rows if row.nonfinite), None)
+    if row is not None:
+        return (
+            f"float32 itself is not finite first at {row.where} ({percent(row.nonfinite)}), out "
+            "of an infinity or a NaN that is written in the code."
+        )
+    return None
+
+
+def _lost(report: RangeReport, name: str) -> str:
+    """What is lost to zero in a format where nothing overflows."""
+    rows = [row for row in report.rows if report.at_risk(row) and row.loss(name).zero]
+    if not rows:
+        return f"Everything is finite, and nothing overflows {name} or is lost to zero in it."
+    # What is lost in the forward pass is lost again on the way back, where a scale can help.
+    worst = max(rows, key=lambda row: (row.loss(name).zero, row.backward))
+    text = (
+        f"Nothing overflows {name}. Most is lost to zero at {_name(worst)}: "
+        f"{percent(worst.loss(name).zero)} of its values, {_size(worst)}."
+    )
+    if not worst.backward:
+        return f"{text} If that matters, use bfloat16 or float32 there."
+    if report.mixed:
+        return f"{text} It belongs to the backward pass: a larger loss scale keeps more of it."
+    return (
+        f"{text} It belongs to the backward pass of a float32 function, which has no loss scale: "
+        "ask about `mpx.filter_grad(loss, scaling)` to see what is lost with one."
+    )
+
+
+def explain(report: RangeReport, name: str) -> str:
+    broken = _not_finite(report)
+    harmless = all(map(is_finite, filter(_is_array, jax.tree.leaves(report.result))))
+    if broken and not harmless:
+        return broken
+    row = report.first_overflow(name)
+    text = _lost(report, name)
+    if row is not None:
+        text = (
+            f"{name} overflows first at {_name(row)}: {percent(row.loss(name).overflow)} of its "
+            f"values, {_size(row)}. {_mend(row, report.mixed)}"
+        )
+    elif broken:
+        text = f"Nothing overflows {name}."
+    return f"{text} What the function returns is finite; but: {broken}" if broken else text
+
+
+def _is_array(x: object) -> bool:
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)

@@ -1,0 +1,622 @@
+"""Autocast of programs in which a function is used more than once: what is known of one use must
+not be taken for another. And what it decides from where a value comes from and goes to."""
+
+import sys
+from functools import partial
+
+import equinox as eqx
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.extend as jex
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import (
+    HALVES,
+    TOLERANCES,
+    assert_products_are_half,
+    equations,
+    normal,
+    tree_allclose,
+    tree_equal_bits,
+)
+from jax import lax
+from jax.interpreters import ad
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import mpx_pde as mpx
+from mpx_pde._jaxpr import _CONTAINERS
+from mpx_pde.autocast import tables
+
+
+# --- Functions with derivatives of their own, used more than once ---------------------------------
+
+# Each is tanh(x @ w) with a derivative that no one would find by differentiating it.
+
+
+@jax.custom_vjp
+def reverse(w, x):
+    return jnp.tanh(x @ w)
+
+
+def _reverse_forward(w, x):
+    y = jnp.tanh(x @ w)
+    return y, (w, x, y)
+
+
+def _reverse_backward(residuals, g):
+    w, x, y = residuals
+    d = 1.5 * g * (1 - y * y)
+    return x.T @ d, d @ w.T
+
+
+reverse.defvjp(_reverse_forward, _reverse_backward)
+
+
+@jax.custom_vjp
+def asking(w, x):
+    return jnp.tanh(x @ w)
+
+
+asked = []
+
+
+def _asking_forward(w, x):
+    asked.append((w.perturbed, x.perturbed))
+    return _reverse_forward(w.value, x.value)
+
+
+asking.defvjp(_asking_forward, _reverse_backward, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def forward(w, x):
+    return jnp.tanh(x @ w)
+
+
+@forward.defjvp
+def _(primals, tangents):
+    (w, x), (dw, dx) = primals, tangents
+    y = jnp.tanh(x @ w)
+    return y, 1.5 * (1 - y * y) * (x @ dw + dx @ w)
+
+
+def plain(w, x):
+    return jnp.tanh(x @ w)
+
+
+LAYERS = {"custom_vjp": reverse, "asking": asking, "custom_jvp": forward, "plain": plain}
+
+
+def twice(layer):
+    def looped(w, x):
+        return lax.scan(lambda x, _: (layer(w, x), None), x, length=2)[0]
+
+    return looped
+
+
+WRAPS = {
+    "as it is": lambda layer: layer,
+    "jit": jax.jit,
+    "checkpoint": jax.checkpoint,
+    "scan": twice,
+    "jit of scan": lambda layer: jax.jit(twice(layer)),
+    "vmap": lambda layer: lambda w, x: jax.vmap(lambda x: layer(w, x[None])[0])(x),
+}
+
+# One object for all uses, as in a program.
+WRAPPED = {(name, wrap): WRAPS[wrap](f) for name, f in LAYERS.items() for wrap in WRAPS}
+
+
+def close(got, want, half, bits=2):
+    """Within the tolerance of a network of two or three layers, and `bits` for the depth."""
+    for g, w in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert g.dtype == w.dtype
+        assert np.abs(g - w).max() <= 2**bits * TOLERANCES[half] * np.abs(w).max()
+
+
+def weights(n):
+    return [normal(seed, (4, 4), 0.7) for seed in range(n)], normal(10, (3, 4))
+
+
+@pytest.mark.parametrize("name", ["custom_vjp", "custom_jvp"])
+def test_uses_of_a_jitted_function_of_which_some_are_frozen(name):
+    h = WRAPPED[name, "jit"]
+    ws, x = weights(4)
+
+    def loss(moving, frozen, x):
+        for w in (*moving, *frozen):
+            x = h(w, x)
+        return jnp.sum(x)
+
+    got, want = (
+        jax.jit(jax.grad(f))(ws[:2], ws[2:], x) for f in (mpx.autocast(loss, "float16"), loss)
+    )
+    close(got, want, "float16")
+
+
+@pytest.mark.parametrize("name", ["custom_vjp", "custom_jvp"])
+def test_an_autocast_function_stacked(name):
+    cast = jax.jit(mpx.autocast(LAYERS[name], "float16"))
+    (*ws, last), x = weights(3)
+
+    def stacked(layer):
+        def loss(ws, x):
+            for w in ws:
+                x = layer(w, x)
+            return jnp.sum(layer(last, x))
+
+        return jax.grad(loss, (0, 1))(ws, x)
+
+    close(stacked(cast), stacked(LAYERS[name]), "float16")
+
+
+def test_autocast_of_what_is_autocast_already():
+    (w,), x = weights(1)
+    inner = jax.jit(mpx.autocast(reverse, "float16"))
+
+    def fun(h):
+        return lambda w, x: jnp.sum(h(w, h(w, x)))
+
+    outer = mpx.autocast(fun(inner), "float16")
+    got, want = (jax.jit(jax.grad(f, (0, 1)))(w, x) for f in (outer, fun(reverse)))
+    close(got, want, "float16")
+    # Also of its derivative.
+    again = mpx.autocast(jax.grad(fun(inner), (0, 1)), "float16")
+    close(jax.jit(again)(w, x), want, "float16")
+
+
+def test_pullbacks_in_the_order_of_their_forward_passes():
+    cast = jax.jit(mpx.autocast(reverse, "float16"))
+    (w,), x = weights(1)
+    seed = jnp.ones((3, 4))
+    pullbacks = {}
+    for h in (cast, reverse):
+        _, first = jax.vjp(lambda w, h=h: h(w, x), w)
+        _, second = jax.vjp(lambda x, h=h: h(w, x), x)
+        _, both = jax.vjp(h, w, x)
+        pullbacks[h] = first(seed), second(seed), both(seed), first(seed)
+    close(pullbacks[cast], pullbacks[reverse], "float16", bits=0)
+
+
+def test_a_rule_that_asks_learns_which_operands_move():
+    cast = jax.jit(mpx.autocast(asking, "float16"))
+    (w,), x = weights(1)
+    asked.clear()
+    jax.grad(lambda w: jnp.sum(cast(w, x)))(w)
+    jax.grad(lambda x: jnp.sum(cast(w, x)))(x)
+    assert (True, False) in asked
+    assert (False, True) in asked
+    assert (True, True) not in asked
+
+
+def test_rules_for_reverse_mode_in_batches_and_twice():
+    cast = mpx.autocast(reverse, "float16")
+    (w,), x = weights(1)
+    xs = jnp.stack([x, -2 * x])
+
+    def shared(h):  # w is the same for all of a batch, and gets the sum of the cotangents
+        return jax.grad(lambda w: jnp.sum(jax.vmap(h, (None, 0))(w, xs)))(w)
+
+    def each(h):
+        return jax.vmap(jax.grad(lambda x: jnp.sum(h(w, x))))(xs)
+
+    def named(h):
+        mean = lambda w, x: lax.pmean(h(w, x), "batch")
+        return jax.grad(lambda w: jnp.sum(jax.vmap(mean, (None, 0), axis_name="batch")(w, xs)))(w)
+
+    def twice(h):
+        gradient = jax.grad(lambda w: jnp.sum(h(w, x)))
+        return jax.grad(lambda w: jnp.sum(jnp.sin(gradient(w))))(w)
+
+    def over(h):
+        return jax.jvp(jax.grad(lambda w: jnp.sum(h(w, x))), (w,), (w,))[1]
+
+    for transform in (shared, each, named, twice, over):
+        got, want = (jax.jit(partial(transform, f))() for f in (cast, reverse))
+        close(got, want, "float16", bits=1)
+    assert_products_are_half(lambda x: each(cast), xs)
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(lambda w: cast(w, x), (w,), (w,))
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jit(lambda w: jax.jvp(lambda w: cast(w, x), (w,), (w,)))(w)
+
+
+@pytest.mark.parametrize("name", ["custom_vjp", "custom_jvp"])
+def test_rules_on_several_devices(name):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    (w,), _ = weights(1)
+    x = normal(3, (8, 4))
+
+    def loss(h):
+        def local(w, x):
+            return lax.psum(jnp.sum(h(lax.pcast(w, "data", to="varying"), x)), "data")
+
+        return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+
+    got, want = (
+        jax.jit(jax.grad(f, (0, 1)))(w, x)
+        for f in (mpx.autocast(loss(LAYERS[name]), "float16"), loss(LAYERS[name]))
+    )
+    close(got, want, "float16")
+
+
+def test_constants_that_differ_in_a_sign_of_zero_are_not_the_same_use():
+    (w,), x = weights(1)
+    divide = jax.jit(lambda y, zero: y / zero)
+
+    def fun(w, x):
+        y = jnp.abs(x @ w)
+        return divide(y, np.float32(0.0)), divide(y, np.float32(-0.0))
+
+    above, below = mpx.autocast(fun, "float16")(w, x)
+    assert jnp.all(above == jnp.inf)
+    assert jnp.all(below == -jnp.inf)
+
+
+@st.composite
+def programs(draw):
+    """Layers, each with how it is wrapped and whether its weight is frozen; and where autocast is:
+    around the loss or around each layer."""
+    layers = draw(
+        st.lists(
+            st.tuples(
+                st.sampled_from([*LAYERS, "custom_vjp"]),
+                st.sampled_from([*WRAPS, "jit"]),
+                st.booleans(),
+            ),
+            min_size=2,
+            max_size=4,
+        )
+    )
+    return layers, draw(st.sampled_from(["loss", "layer"])), draw(st.sampled_from(HALVES))
+
+
+@hypothesis.given(programs())
+@hypothesis.settings(max_examples=10)
+def test_gradients_of_random_programs(program):
+    layers, place, half = program
+    ws, x = weights(len(layers))
+    frozen = [f for _, _, f in layers]
+
+    def gradient(around_loss, around_layer):
+        functions = {key: around_layer(WRAPPED[key]) for key in {(n, w) for n, w, _ in layers}}
+
+        def loss(moving, still, x):
+            for (name, wrap, _), w, s in zip(layers, moving, still, strict=True):
+                x = functions[name, wrap](s if w is None else w, x)
+            return jnp.sum(x)
+
+        moving = [None if f else w for f, w in zip(frozen, ws, strict=True)]
+        still = [w if f else None for f, w in zip(frozen, ws, strict=True)]
+        return jax.jit(jax.grad(around_loss(loss), (0, 2)))(moving, still, x)
+
+    def cast(f):
+        return mpx.autocast(f, half)
+
+    def jitted(f):
+        return jax.jit(cast(f))
+
+    def same(f):
+        return f
+
+    want = gradient(same, same)
+    got = gradient(cast, same) if place == "loss" else gradient(same, jitted)
+    # Up to eight roundings deep.
+    close(got, want, half)
+
+
+# --- Masters that many share ----------------------------------------------------------------------
+
+
+def sums_in(half, fun, *args):
+    """The sums of halves in a program."""
+    jaxpr = jax.make_jaxpr(fun)(*args)
+    sums = [e for e in equations(jaxpr) if e.primitive.name in ("reduce_sum", "psum")]
+    return [e for e in sums if e.invars[0].aval.dtype == half and e.invars[0].aval.size > 1]
+
+
+def test_cotangents_of_a_bias_in_a_batch_add_up_in_float32():
+    """In bfloat16, 4097 ones are 4096."""
+    w, b = jnp.eye(2), jnp.zeros(2)
+    x = jnp.zeros((4097, 2))
+    point = mpx.autocast(lambda w, b, x: x @ w + b, "bfloat16")
+    grad = jax.grad(lambda b: jnp.sum(jax.vmap(point, (None, None, 0))(w, b, x)))
+    assert tree_equal_bits(jax.jit(grad)(b), jnp.full(2, 4097.0))
+
+
+POINTWISE = {
+    "add": lambda y, b: y + b,
+    "mul": lambda y, b: y * b,
+    "max": jnp.maximum,
+    "where": lambda y, b: jnp.where(y > 0, y, b),
+    "concatenate": lambda y, b: jnp.concatenate([y, b]),
+    "stack": lambda y, b: jnp.stack([y, b]),
+    "pad": lambda y, b: lax.pad(y, b[0], [(1, 1, 0)]),
+    "update": lambda y, b: lax.dynamic_update_slice(y, b[:1], (1,)),
+    "cast by the program": lambda y, b: y.astype(jnp.bfloat16) + b.astype(jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("name", POINTWISE)
+def test_whatever_meets_a_master_gives_it_a_cotangent_in_float32(name):
+    (w,), x = weights(1)
+    x, b = jnp.tile(x, (40, 1)), normal(2, (4,))
+
+    def point(w, b, x):
+        return jnp.sin(POINTWISE[name](x @ w, b).astype(jnp.float32))
+
+    def loss(point):
+        return lambda w, b: jnp.sum(jax.vmap(point, (None, None, 0))(w, b, x))
+
+    gradient = jax.grad(loss(mpx.autocast(point, "bfloat16")), (0, 1))
+    assert not sums_in("bfloat16", gradient, w, b)
+    # Where an operand decides (a maximum), rounding decides anew for those that are nearly equal.
+    bits = 3 if name in ("max", "where") else 1
+    close(jax.jit(gradient)(w, b), jax.jit(jax.grad(loss(point), (0, 1)))(w, b), "bfloat16", bits)
+
+
+def test_a_product_with_a_master_keeps_the_half_operand():
+    (w,), x = weights(1)
+    x, scale = jnp.tile(x, (5, 1)), normal(2, (4,))
+
+    def layer(w, scale, x):
+        return jnp.tanh((x @ w) * scale) @ w
+
+    cast = mpx.autocast(layer, "float16")
+    _, pullback = jax.vjp(lambda w, scale: jax.vmap(cast, (None, None, 0))(w, scale, x), w, scale)
+    kept = [r for r in jax.tree.leaves(pullback) if eqx.is_array(r) and r.shape == (15, 4)]
+    # Besides the input, which is a master.
+    assert [r.dtype.name for r in kept if r.dtype != jnp.float16] == ["float32"]
+
+
+def test_biases_of_sharded_parameters_are_reduced_in_float32():
+    """The program that each of eight devices runs."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    model = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    x = normal(0, (64, 8))
+
+    def loss(params, x):
+        point = mpx.autocast(eqx.combine(params, static), "float16")
+        return jnp.mean(jax.vmap(point)(x) ** 2)
+
+    shard = NamedSharding(mesh, P("data"))
+    step = jax.jit(jax.grad(loss), in_shardings=shard, out_shardings=shard)
+    text = str(step.lower(params, x).compile().as_text())
+    reduced = [
+        line
+        for line in text.splitlines()
+        for op in (" all-reduce(", " all-reduce-start(", " reduce-scatter(", " reduce(")
+        if op in line
+    ]
+    assert any("all-reduce" in line or "reduce-scatter" in line for line in reduced)
+    assert not [line for line in reduced if "f16[" in line]
+
+
+def test_biases_in_the_program_for_four_gpus():
+    deviceless = pytest.importorskip("benchmarks._deviceless")
+    model = eqx.nn.MLP(128, 128, 128, 2, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def step(params, x):
+        def loss(params):
+            point = mpx.autocast(eqx.combine(params, static), "bfloat16")
+            return jnp.mean(jax.vmap(point)(x) ** 2)
+
+        return jax.grad(loss)(params)
+
+    try:
+        compiled = deviceless.compile_for(
+            "h100x4",
+            step,
+            params,
+            jax.ShapeDtypeStruct((512, 128), jnp.float32),
+            mesh=deviceless.target_mesh("h100x4"),
+            in_specs=(P("data"), P("data")),
+            out_specs=P("data"),
+            compiler_options=deviceless.CUBLAS,
+        )
+    except deviceless.TargetUnavailable as e:
+        pytest.skip(str(e))
+    sums = {key for key in compiled.collectives() if "reduce" in key[0]}
+    assert {dtype for _, dtype in sums} == {"f32"}
+
+
+# --- What belongs to a sum ------------------------------------------------------------------------
+
+
+def far(w, x):
+    return 300 * (x @ w)
+
+
+SUMMED = {
+    "norm": lambda y: jnp.linalg.norm(y),
+    "sum of x * x": lambda y: jnp.sum(y * y),
+    "sum of x * x + x * x": lambda y: jnp.sum(y * y + (y + 1) * (y + 1)),
+    "mean of squares": lambda y: jnp.mean(jnp.square(y)),
+    "third power": lambda y: jnp.sum(y**3),
+    "real power": lambda y: jnp.sum(jnp.abs(y) ** jnp.float32(2.5)),
+    "largest": lambda y: jnp.max(y * y),
+    "inner product": lambda y: jnp.sum(y * y[::-1]),
+    "in a function": lambda y: jnp.sum(jax.jit(lambda y: y * y)(y)),
+    "by a function": lambda y: jax.jit(lambda z: jnp.sum(z.T))(y * y),
+    "in a branch": lambda y: jnp.sum(lax.cond(y[0, 0] > 0, lambda y: y * y, lambda y: y * y, y)),
+    "in a loop": lambda y: jnp.sum(lax.map(lambda row: row * row, y)),
+    "in a checkpoint": lambda y: jnp.sum(jax.checkpoint(lambda y: y * y)(y)),
+}
+
+
+@pytest.mark.parametrize("name", SUMMED)
+def test_squares_of_halves_do_not_overflow_before_a_sum(name):
+    (w,), x = weights(1)
+
+    def fun(w, x):
+        return SUMMED[name](far(w, x))
+
+    assert jnp.max(jnp.abs(far(w, x))) > 256  # the square is no float16
+
+    def loss(fun):  # its logarithm, because the gradient of a square may overflow as well
+        return lambda w, x: jnp.log(jnp.abs(fun(w, x)))
+
+    cast = mpx.autocast(fun, "float16")
+    got, want = (jax.jit(jax.value_and_grad(loss(f)))(w, x) for f in (cast, fun))
+    close(got, want, "float16", bits=0)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
+def test_products_that_go_elsewhere_follow_their_operands(wrap):
+    (w,), x = weights(1)
+
+    def fun(w, x):
+        gated = wrap(lambda y: y * jnp.tanh(y))(x @ w)
+        return gated @ w, jnp.sum(gated)
+
+    jaxpr = jax.make_jaxpr(mpx.autocast(fun, "float16"))(w, x)
+    (product,) = [e for e in equations(jaxpr) if e.primitive.name == "mul"]
+    assert product.outvars[0].aval.dtype == jnp.float16
+
+
+# --- The tables and JAX ---------------------------------------------------------------------------
+
+# By what JAX names a primitive that only some of the supported versions have.
+SOME_VERSIONS = {
+    "stack": "from 0.10.1 on",
+    "unstack": "from 0.10.1 on",
+    "eval_jaxpr": "from 0.11 on",
+    "call": "before 0.11",
+    "closed_call": "before 0.11, and `eval_jaxpr` since",
+}
+
+# Differentiable, and in no table.
+EXCEPTIONS = {
+    **dict.fromkeys(("and", "or", "not", "xor"), "integers and bools"),
+    **dict.fromkeys(("shift_left", "shift_right_arithmetic"), "integers"),
+    **dict.fromkeys(("shift_right_logical", "mulhi"), "integers"),
+    **dict.fromkeys(("real", "imag", "conj"), "one side is complex"),
+    "convert_element_type": "a rule of its own",
+    "ragged_dot_general": "there is no mixed product of ragged groups: float32, and reported",
+    "composite": "stands for what a compiler knows by name, in the dtypes of the program",
+    **dict.fromkeys(("from_edtype", "to_edtype"), "one side is an extended dtype"),
+    **dict.fromkeys(
+        ("all_gather_reduced", "pbroadcast", "preduced", "vary_unreduced_cast_p"),
+        "shardings of sums that are not added up yet, in the dtypes of the program",
+    ),
+    **dict.fromkeys(("unreduced_psum", "unreduced_reduce_scatter"), "as the last"),
+    "ragged_all_to_all": "writes into an operand in the dtype of the program",
+    **dict.fromkeys(
+        ("dce_sink", "tie", "stage"), "no values come out of it, or those that came in"
+    ),
+}
+
+
+def primitives():
+    """Those that JAX and this library define, by name."""
+    return {
+        x.name: x
+        for name, module in list(sys.modules.items())
+        if name.startswith(("jax.", "mpx_pde.")) and module is not None
+        for x in vars(module).values()
+        if isinstance(x, jex.core.Primitive)
+    }
+
+
+TABLES = (tables.PRODUCTS, tables.FULL, tables.FOLLOW, tables.LAYOUT, tables.OWN)
+
+
+def test_every_name_in_a_table_is_a_primitive():
+    known = {*primitives(), *SOME_VERSIONS}
+    named = {*_CONTAINERS, *tables.FEEDS, *tables.SUMS, *tables.LINEAR, *tables.LIGHT}
+    for table in TABLES:
+        named |= {*table}
+    assert sorted(named - known) == []
+
+
+def test_no_name_is_in_two_tables():
+    names = [name for table in TABLES for name in table]
+    assert sorted({x for x in names if names.count(x) > 1}) == []
+
+
+def test_every_differentiable_operation_of_lax_is_in_a_table():
+    lax_own = {
+        x.name
+        for name, module in list(sys.modules.items())
+        if name.startswith("jax._src.lax") or name == "jax._src.pjit"
+        for x in vars(module).values()
+        if isinstance(x, jex.core.Primitive)
+        and (x in ad.primitive_jvps or x in ad.primitive_transposes)
+    }
+    assert len(lax_own) > 100
+    tabled = {name for table in TABLES for name in table}
+    assert sorted(lax_own - tabled - {*_CONTAINERS} - {*EXCEPTIONS}) == []
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda x: jnp.stack([x, x]),
+        lambda x: jnp.tile(x, (2, 1)),
+        lambda x: jnp.unstack(x[None])[0],
+    ],
+    ids=["stack", "tile", "unstack"],
+)
+def test_what_only_moves_values_keeps_masters_and_halves(move):
+    (w,), x = weights(1)
+
+    def fun(w, x):
+        return move(x @ w) @ move(jnp.stack([w, w])).reshape(-1, 4)[:4]
+
+    report = mpx.autocast(fun, "float16").report(w, x)
+    assert not report.unknown
+    moved = [o for o in report.operations if o.primitive in ("stack", "tile", "unstack")]
+    assert all(set(o.operands) == set(o.results) for o in moved)
+    cast = mpx.autocast(fun, "float16")
+    assert_products_are_half(jax.grad(lambda w: jnp.sum(cast(w, x))), w)
+    assert tree_allclose(cast(w, x), fun(w, x), computed_in="float16")
+
+
+def test_scatters_are_known():
+    (w,), x = weights(1)
+
+    def fun(w, x):
+        y = x @ w
+        return [
+            getattr(jnp.ones((3, 4)).at[jnp.array([0, 2])], how)(y[:2])
+            for how in ("set", "add", "subtract", "multiply", "min", "max")
+        ]
+
+    cast = mpx.autocast(fun, "float16")
+    assert not cast.report(w, x).unknown
+    assert tree_allclose(cast(w, x), fun(w, x), computed_in="float16")
+
+
+# --- Branches of a platform -----------------------------------------------------------------------
+
+
+# There is no lowering of it: a kernel for other hardware.
+elsewhere_p = jex.core.Primitive("elsewhere")
+elsewhere_p.def_abstract_eval(lambda w, x: x)
+ad.defbilinear(elsewhere_p, lambda g, w, x: x.T @ g, lambda g, w, x: g @ w.T)
+
+
+def by_platform(w, x):
+    return lax.platform_dependent(
+        w, x, tpu=elsewhere_p.bind, cpu=plain, cuda=plain, rocm=plain
+    ) + lax.platform_dependent(w, x, tpu=elsewhere_p.bind, default=plain)
+
+
+def test_other_platforms_are_not_lowered():
+    (w,), x = weights(1)
+    cast = mpx.autocast(by_platform, "float16")
+    for f in (lambda f: f, lambda f: jax.grad(lambda w, x: jnp.sum(f(w, x)), (0, 1))):
+        got, want = (jax.jit(f(g))(w, x) for g in (cast, by_platform))
+        close(got, want, "float16", bits=0)
+    assert_products_are_half(cast, w, x)
+    assert tree_allclose(cast(w, x), by_platform(w, x), computed_in="float16")
+
+
+def test_a_range_report_runs_the_branch_of_its_platform():
+    (w,), x = weights(1)
+    report = mpx.range_report(by_platform)(w, x)
+    assert {"dot_general", "tanh"} <= {row.primitive for row in report.rows}

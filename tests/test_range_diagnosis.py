@@ -1,0 +1,454 @@
+"""What a range report blames: the right precision, the right line, and with a mend that works."""
+
+import inspect
+import re
+import time
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import mpx_pde as mpx
+from mpx_pde.ranges._explain import explain
+
+
+HALF = jnp.float16
+LARGE = np.float32(60000.0)
+
+
+def line_here(offset=0):
+    return inspect.currentframe().f_back.f_lineno + offset
+
+
+# --- What overflows float16 is no fault of float32 ------------------------------------------------
+
+
+def ragged(x):
+    return lax.ragged_dot(x[:, None], jnp.ones((2, 1, 3), HALF), jnp.array([2, 2]))
+
+
+def conjugate_gradients(x):
+    return jax.scipy.sparse.linalg.cg(lambda v: v * HALF(1e-3), x, maxiter=1)[0]
+
+
+# Each on four values of 60,000 in float16: the result is beyond 65,504, and so are those below that
+# only move what the function has multiplied before.
+IN_HALF = {
+    "stack": lambda x: jnp.stack([x * 2] * 2),
+    "tile": lambda x: jnp.tile(x * 2, 2),
+    "unstack": lambda x: lax.unstack(x * 2)[1] if hasattr(lax, "unstack") else (x * 2)[1],
+    "segment_sum": lambda x: jax.ops.segment_sum(x, jnp.array([0, 0, 1, 1]), 2),
+    "scatter": lambda x: jnp.zeros(4, HALF).at[jnp.array([0, 1])].set(x[:2] * 2),
+    "scatter_add": lambda x: x.at[jnp.array([0, 1])].add(x[:2]),
+    "scatter_sub": lambda x: x.at[jnp.array([0, 1])].subtract(-x[:2]),
+    "scatter_mul": lambda x: x.at[jnp.array([0, 1])].multiply(x[:2]),
+    "scatter_min": lambda x: (x * 2).at[jnp.array([0])].min(x[:1] * 2),
+    "scatter_max": lambda x: x.at[jnp.array([0])].max(x[:1] * 2),
+    "scatter_apply": lambda x: x.at[jnp.array([0])].apply(lambda v: v * 2),
+    "indexing, backwards": lambda x: jax.grad(
+        lambda v: jnp.sum(v[jnp.array([0, 0, 1, 1])] * v[jnp.array([1, 1, 0, 0])])
+    )(x),
+    "reduce": lambda x: lax.reduce(x, HALF(0), lambda a, b: a + b * HALF(1), (0,)),
+    "reduce_window": lambda x: lax.reduce_window(
+        x, HALF(0), lambda a, b: a + b, (2,), (1,), "VALID"
+    ),
+    "cumsum": jnp.cumsum,
+    "sort": lambda x: jnp.sort(x * 2),
+    "ragged_dot": lambda x: ragged(x * 2),
+    "reduce_precision": lambda x: lax.reduce_precision(x.astype(jnp.float32) * 2, 5, 10),
+    "reduce_precision of half": lambda x: lax.reduce_precision(x * 2, 5, 10),
+    "float8": lambda x: (x * 2).astype(jnp.float8_e4m3fn).astype(jnp.float32),
+    "custom_linear_solve": conjugate_gradients,
+    "tap": lambda x: mpx.partials(
+        lambda p: p[0] * (x[0] * 2), ["u_x"], coords="x", outputs="u",
+        scaling=mpx.DerivativeScaling.per_direction("x"),
+    )(jnp.ones(1, HALF))["u_x"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", IN_HALF)
+def test_overflow_of_half_is_not_blamed_on_float32(name):
+    fun, x = IN_HALF[name], np.full(4, LARGE, HALF)
+    report = mpx.range_report(fun)(x)
+    assert report.first_nonfinite is None
+    assert report.mixed
+    text = mpx.explain_nonfinite(fun, "float16")(x)
+    assert "float16 overflows first at" in text
+    [result] = jax.tree.leaves(report.result)
+    assert result.dtype == jnp.float32
+    assert np.all(np.isfinite(result))
+    # 6e4 squared is the most that any of these comes to, but for the solve, which divides by 1e-3.
+    assert 65504 < np.max(np.abs(result)) <= 4e9
+
+
+def test_the_values_of_half_updates_are_those_of_float32():
+    x = np.array([1000.5, 3.25, 2.0, 60000.0], np.float32).astype(HALF)
+
+    def fun(x):
+        return jax.ops.segment_sum(x * HALF(30), jnp.array([0, 1, 1, 0]), 2)
+
+    wide = x.astype(np.float64) * 30
+    result = mpx.range_report(fun)(x).result
+    # Two roundings of float32.
+    np.testing.assert_allclose(result, [wide[0] + wide[3], wide[1] + wide[2]], rtol=2e-7)
+
+
+def test_callbacks_get_the_dtype_that_they_were_written_for():
+    def host(x):
+        assert x.dtype == HALF
+        return np.asarray(x)
+
+    def fun(x):
+        return jax.pure_callback(host, jax.ShapeDtypeStruct(x.shape, HALF), x * 2)
+
+    report = mpx.range_report(fun)(np.full(4, LARGE, HALF))
+    assert report.first_nonfinite is None
+
+
+# --- What comes in --------------------------------------------------------------------------------
+
+NAN = np.array([1.0, np.nan], np.float32)
+
+
+def test_nan_in_closed_over_data():
+    data = jnp.asarray(NAN)
+
+    @jax.jit
+    def inner(w):
+        return w * data
+
+    line = line_here(-2)
+    for fun in (inner, lambda w: jnp.sum(inner(w) ** 2), lambda w: jnp.sum(w * NAN)):
+        text = mpx.explain_nonfinite(fun)(jnp.ones(2))
+        assert "There are NaNs in the constant at closed-over float32 2 in" in text
+        assert "50 %" in text
+        assert "division" not in text
+    assert f"test_range_diagnosis.py:{line}" in mpx.explain_nonfinite(inner)(jnp.ones(2))
+
+
+def test_nan_in_an_argument():
+    def fun(batch):
+        return jnp.mean(batch["x"] ** 2)
+
+    text = mpx.explain_nonfinite(fun)({"x": jnp.asarray(NAN)})
+    assert "There are NaNs in the input at argument [0]['x'] (50 %)" in text
+    report = mpx.range_report(fun)({"x": jnp.asarray(NAN)})
+    assert report.first_nonfinite is None
+    text = mpx.explain_nonfinite(fun)({"x": jnp.array([jnp.inf, 1.0])})
+    assert "There are infinities in the input at argument [0]['x'] (50 %)" in text
+
+
+def test_nan_written_in_the_code():
+    text = mpx.explain_nonfinite(lambda x: jnp.exp(x) * jnp.nan)(jnp.ones(3))
+    assert "`mul`" in text
+    assert "written in the code" in text
+
+
+def test_masks_of_infinity_are_harmless():
+    """What an infinity or a NaN does not reach is no trouble; what half does to the rest may be."""
+
+    def attention(scores):
+        masked = jnp.where(jnp.tril(jnp.ones((4, 4), bool)), scores, -jnp.inf)
+        return jax.nn.softmax(masked)
+
+    scores = jnp.ones((4, 4))
+    text = mpx.explain_nonfinite(attention, "float16")(scores)
+    assert text.startswith("Nothing overflows float16. What the function returns is finite; but:")
+    text = mpx.explain_nonfinite(lambda x: 1e6 * jnp.nansum(x))(jnp.asarray(NAN))
+    assert text.startswith("float16 overflows first at")
+    assert "What the function returns is finite; but: There are NaNs in the input" in text
+
+
+def test_float64_is_looked_at_as_it_is():
+    x = np.array([1e200, 1.0])
+    text = mpx.explain_nonfinite(lambda x: x * 0.5, "float16")(x)
+    assert text.startswith("The input at argument [0] is beyond float32")
+    assert "largest 2^664.4" in text
+    with jax.enable_x64(True):
+        report = mpx.range_report(lambda x: x * 2)(x)
+        text = mpx.explain_nonfinite(lambda x: x * 0.5, "float16")(x)
+    for row in report.rows:
+        assert row.float16.overflow == row.bfloat16.overflow == 0.5
+        assert row.nonfinite == 0
+    assert report.rows[0].exponents == (0.0, pytest.approx(200 * np.log2(10)))
+    assert text.startswith("float16 overflows first at the input at argument [0]: 50 %")
+    assert "largest 2^664.4" in text
+
+
+# --- Where ----------------------------------------------------------------------------------------
+
+
+def pinn():
+    """A healthy physics-informed loss, as the documentation writes it, and what it takes."""
+    model = mpx.nn.CoordinateMLP(2, "scalar", 8, 1, key=jax.random.key(0))
+    points = jax.random.uniform(jax.random.key(1), (4, 2))
+
+    def loss(model, points, *, derivatives):
+        d = jax.vmap(
+            mpx.partials(model, ["u", "u_xx"], coords="xt", outputs="u", scaling=derivatives)
+        )(points)
+        return jnp.mean((d["u"] - 0.01 * d["u_xx"]) ** 2)
+
+    scaling = mpx.Scaling(
+        loss=mpx.DynamicLossScaling(2.0**10),
+        derivatives=mpx.DerivativeScaling.per_direction("xt"),
+    )
+    return loss, scaling, model, points
+
+
+def test_a_healthy_network_of_the_library():
+    loss, scaling, model, points = pinn()
+    grad = mpx.filter_grad(loss, scaling, keep_full=(False, True))
+    report = mpx.range_report(grad)(model, points)
+    assert report.mixed
+    assert report.first_overflow("float16") is None
+    assert "othing overflows float16" in explain(report, "float16")
+    # Always the user's lines, and what the library does there in a few rows that name the layer.
+    lines = [row.line for row in report.rows if row.primitive not in ("input", "constant")]
+    assert all(re.search(r"test_range_diagnosis\.py:\d+$", line) for line in lines)
+    folded = [row for row in report.folded if row.operations > 1]
+    assert {"CoordinateMLP", "partials"} <= {row.primitive for row in folded}
+    assert sum(row.operations for row in report.folded) == len(report.rows)
+    assert len(report.rows) > 5 * len(folded)
+    per_line = [(r.line, r.layer, r.dtype, r.backward) for r in report.folded if r.operations > 1]
+    assert len(set(per_line)) == len(per_line)
+    assert "mpx_pde/" not in str(report)
+    # Sums of what they stand for.
+    total = sum(row.size for row in report.rows)
+    assert sum(row.size for row in report.folded) == total
+
+
+def test_overflow_inside_of_the_library_names_the_layer():
+    loss, scaling, model, points = pinn()
+    model = eqx.tree_at(lambda m: m.last.weight, model, replace_fn=lambda w: 1e6 * w)
+
+    def forward(model, points):
+        return loss(mpx.cast_to_float16(model), points, derivatives=scaling.derivatives)
+
+    text = mpx.explain_nonfinite(forward, "float16")(model, points)
+    assert text.startswith("float16 overflows first at")
+    assert "test_range_diagnosis.py" in text
+
+
+def test_functions_of_jax_stand_where_they_are_called():
+    """JAX traces its own functions once, and shows the line of the first call in all."""
+    x = jnp.full(3, 200.0)
+    jnp.linalg.norm(x)
+
+    def fun(x):
+        a = jnp.linalg.norm(x * 1e-3)
+        b = jnp.linalg.norm(x)
+        return a + b
+
+    report = mpx.range_report(fun)(x)
+    line = fun.__code__.co_firstlineno
+    where = {row.line.rpartition(":")[2] for row in report.rows if row.primitive == "sqrt"}
+    assert where == {str(line + 1), str(line + 2)}
+
+
+def test_layers_of_equinox_are_named():
+    model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
+
+    def fun(model, x):
+        return jax.vmap(model)(x)
+
+    report = mpx.range_report(fun)(model, jnp.ones((3, 2)))
+    rows = [row for row in report.rows if row.primitive == "dot_general"]
+    assert {row.layer for row in rows} == {"eqx.nn.Linear"}
+    line = fun.__code__.co_firstlineno + 1
+    assert all(row.line.endswith(f"test_range_diagnosis.py:{line}") for row in rows)
+
+
+def test_arrays_go_to_the_host_in_parts(monkeypatch):
+    """What is not finite is followed from one part to the next."""
+
+    def fun(x):
+        y = jnp.log(x)
+        return lax.scan(lambda c, _: (jnp.exp(c) * c - c, None), y, None, length=3)[0] + y
+
+    x = jnp.array([0.0, 1.0])
+    whole = mpx.range_report(fun)(x)
+    monkeypatch.setattr("mpx_pde.ranges._evaluate._BYTES", 1)
+    parts = mpx.range_report(fun)(x)
+    assert parts.rows == whole.rows
+    assert [row.primitive for row in parts.rows if row.creates_nonfinite] == ["log"]
+
+
+# --- The mends ------------------------------------------------------------------------------------
+
+
+def scaled_product(x, w):
+    return (x * 1e3) @ w * 1e-6
+
+
+def scoped(x, w):
+    with jax.named_scope("energy"):
+        y = (x @ w) * 1e5
+    return y * 1e-6
+
+
+def product_alone(x, w):
+    return x @ (1e3 * w)
+
+
+@pytest.mark.parametrize("fun", [scaled_product, scoped, product_alone])
+def test_the_override_that_is_named_mends(fun):
+    x, w = jnp.full((4, 4), 40.0), jnp.full((4, 4), 10.0)
+    text = mpx.explain_nonfinite(fun, "float16")(x, w)
+    assert "overflows first" in text
+    # One may lead to the next.
+    names = []
+    for _ in range(3):
+        found = re.search(r"full='([^']+)'", text)
+        if not found:
+            break
+        assert found[1] not in names
+        names.append(found[1])
+        mended = mpx.autocast(fun, "float16", full=names)
+        text = mpx.explain_nonfinite(mended, "float16")(x, w)
+    assert names
+    assert "othing overflows float16" in text
+    assert mended.report(x, w).unused == ()
+    np.testing.assert_allclose(mended(x, w), fun(x, w), rtol=2e-3)  # an operand in float16
+
+
+def test_an_override_reaches_mixed_products():
+    x, w = jnp.full((4, 4), 300.0), jnp.full((4, 4), 300.0)
+
+    def fun(x, w):
+        return mpx.mixed_matmul(x, w, dtype="float16").astype(jnp.float32)
+
+    assert not np.all(np.isfinite(mpx.autocast(fun, "float16")(x, w)))
+    mended = mpx.autocast(fun, "float16", full="mixed_dot_general")
+    np.testing.assert_allclose(mended(x, w), x @ w, rtol=1e-6)  # float32
+    assert mended.report(x, w).unused == ()
+    assert "othing overflows" in mpx.explain_nonfinite(mended, "float16")(x, w)
+
+
+def test_a_mixed_product_is_mended_by_its_dtype():
+    x, w = jnp.full((4, 4), 300.0), jnp.full((4, 4), 300.0)
+
+    def fun(x, w, dtype="float16"):
+        return mpx.mixed_matmul(x, w, dtype=dtype)
+
+    text = mpx.explain_nonfinite(fun, "float16")(x, w)
+    assert "Pass `dtype=jnp.float32` to `mpx.mixed_matmul` there" in text
+    wide = mpx.explain_nonfinite(lambda x, w: fun(x, w, jnp.float32).astype(HALF) * 0, "float16")
+    assert "operand of" not in wide(x, w)
+    # What the product itself rounds to half is looked at too.
+    text = mpx.explain_nonfinite(fun, "float16")(x * 1e3, w * 1e-6)
+    assert "`operand of mixed_dot_general` in `mixed_matmul`" in text
+
+
+def test_inputs_out_of_range_are_mended_by_keep_full_and_by_autocast():
+    model, x = eqx.nn.Linear(1, "scalar", key=jax.random.key(0)), jnp.full((4, 1), 1e5)
+
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)((x * 1e-5).astype(model.weight.dtype)) ** 2)
+
+    scaling = mpx.DynamicLossScaling(2.0)
+    text = mpx.explain_nonfinite(mpx.filter_grad(loss, scaling), "float16")(model, x)
+    assert text.startswith("float16 overflows first at")
+    assert "`keep_full`" in text
+    assert "`autocast=True`" in text
+    for options in ({"keep_full": (False, True)}, {"autocast": True}):
+        mended = mpx.filter_grad(loss, scaling, **options)
+        assert "othing overflows" in mpx.explain_nonfinite(mended, "float16")(model, x)
+
+
+# --- The backward pass ----------------------------------------------------------------------------
+
+
+def small_gradients(model, x):
+    return jnp.mean(jax.vmap(model)(x) ** 2) * x.dtype.type(1e-9)
+
+
+def test_a_larger_loss_scale_keeps_what_was_lost():
+    model, x = eqx.nn.Linear(4, "scalar", key=jax.random.key(0)), jnp.ones((8, 4))
+    plain = mpx.explain_nonfinite(eqx.filter_grad(small_gradients), "float16")(model, x)
+    assert "a float32 function, which has no loss scale" in plain
+
+    def lost(scale):
+        scaling = mpx.StaticLossScaling(scale)
+        grad = mpx.filter_grad(lambda m, x: 1e-9 * jnp.mean(jax.vmap(m)(x) ** 2).astype(
+            jnp.float32), scaling)  # fmt: skip
+        report = mpx.range_report(grad)(model, x)
+        zeros = max(row.float16.zero for row in report.rows if row.half)
+        return zeros, mpx.explain_nonfinite(grad, "float16")(model, x)
+
+    zeros, text = lost(1.0)
+    assert zeros > 0.5
+    assert "a larger loss scale keeps more of it" in text
+    zeros, text = lost(2.0**14)
+    assert zeros == 0
+    assert "Everything is finite, and nothing overflows float16" in text
+
+
+def test_a_loss_scale_that_is_too_large():
+    model, x = eqx.nn.Linear(4, "scalar", key=jax.random.key(0)), jnp.ones((8, 4))
+
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x).astype(jnp.float32) ** 2)
+
+    def text(scale):
+        grad = mpx.filter_grad(loss, mpx.StaticLossScaling(scale))
+        return mpx.explain_nonfinite(grad, "float16")(model, x)
+
+    assert "the loss scale is too large" in text(2.0**24)
+    assert "othing overflows" in text(2.0**8)
+
+
+def test_no_backward_pass_no_word_of_one():
+    text = mpx.explain_nonfinite(lambda x: x * 1e-9, "float16")(jnp.ones(3))
+    assert "lost to zero" in text
+    assert "100 %" in text
+    assert "backward" not in text
+    assert "loss scal" not in text
+
+
+# --- Other containers, cost, arguments ------------------------------------------------------------
+
+
+def test_only_the_branch_of_this_platform_is_lowered():
+    def elsewhere(x):
+        return jax.experimental.pallas.pallas_call(
+            lambda x_ref, o_ref: None, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype)
+        )(x)
+
+    from jax.experimental import pallas  # noqa: F401
+
+    def fun(x):
+        return jnp.sum(lax.platform_dependent(x, tpu=elsewhere, default=lambda x: x * 1e6))
+
+    for transform in (lambda f: f, jax.jit, jax.checkpoint):
+        report = mpx.range_report(transform(fun))(jnp.ones(3))
+        assert report.first_overflow().primitive == "mul"
+        assert report.result == 3e6
+
+
+def test_the_cost_grows_with_the_program_and_not_with_its_square():
+    """Where XLA fuses, each value is computed again in each of its uses: the code of n operations
+    in a row came to n² operations, and a minute of compilation for 200 of them."""
+
+    def seconds(n):
+        def chain(x):
+            for i in range(n):
+                x = jnp.sin(x) * (1 + 0.1 * i)
+            return x
+
+        before = time.process_time()
+        mpx.range_report(chain)(jnp.ones((8, 16)))
+        return time.process_time() - before
+
+    seconds(5)
+    # Four times the work: about 4, and 16 for a square.
+    assert seconds(160) < 10 * seconds(40)
+
+
+@pytest.mark.parametrize("dtype", ["floaty", "int8", object()])
+def test_no_such_dtype(dtype):
+    with pytest.raises(ValueError, match="`explain_nonfinite`"):
+        mpx.explain_nonfinite(jnp.sin, dtype)
