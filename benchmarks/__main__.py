@@ -2,7 +2,9 @@
 
 `python -m benchmarks level LEVEL` runs all that a CPU, compilers without their devices, or a GPU
 can answer. `python -m benchmarks tables` writes the tables of README and documentation anew from
-`results/*.json`, and draws the figures; with `--check` it only says which are out of date.
+`results/*.json`, and draws the figures; with `--check` it only says which are out of date, and
+which results are older than the code that they measure. `python -m benchmarks accept` accepts one
+as older, with a reason.
 """
 
 import argparse
@@ -46,25 +48,47 @@ def _without_out(argv: list[str]) -> list[str]:
     return [word for i, word in enumerate(argv) if i not in at and i - 1 not in at]
 
 
+def _tables(argv: list[str]) -> int:
+    from . import _figures, _sources, _tables
+
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks tables",
+        description="Writes the tables and figures of README and documentation.",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="only say what is out of date; exit status 1 if any is"
+    )
+    check = parser.parse_args(argv).check
+    pages = _tables.stale(write=not check) + _figures.stale(write=not check)
+    for page in pages:
+        print(f"{'stale' if check else 'written'}: {page}")
+    older = _sources.complaints()
+    for line in older:
+        print(line, file=sys.stderr)
+    if older:
+        print(_sources.advice(older), file=sys.stderr)
+    return int(check and bool(pages or older))
+
+
 def main(argv: list[str]) -> int:
     known = questions()
     listing = "\n".join(f"  {name:<12} {question}" for name, question in known.items())
     usage = (
         "python -m benchmarks NAME [--out DIR] [--quick] [options of NAME]\n"
         "python -m benchmarks level cpu|deviceless|gpu [--help]\n"
-        "python -m benchmarks tables [--check]"
+        "python -m benchmarks tables [--check]\n"
+        "python -m benchmarks accept NAME ... --reason TEXT"
     )
     if not argv or argv[0] in ("-h", "--help"):
         print(f"{usage}\n\n{listing}")
         return 0
     name = argv[0]
     if name == "tables":
-        from . import _figures, _tables
+        return _tables(argv[1:])
+    if name == "accept":
+        from ._sources import accept
 
-        check = argv[1:] == ["--check"]
-        pages = _tables.stale(write=not check) + _figures.stale(write=not check)
-        print("\n".join(f"{'stale' if check else 'written'}: {page}" for page in pages))
-        return int(check and bool(pages))
+        return accept(argv[1:])
     if name == "level":
         from ._levels import run_level
 

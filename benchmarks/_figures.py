@@ -94,7 +94,7 @@ def memory_by_batch(figure: Any, data: dict[str, Any]) -> None:
     axes.xaxis.set_major_formatter("{x:.0f}")
     axes.yaxis.set_major_formatter("{x:.0f}")
     axes.legend()
-    figure.suptitle("A training step of ViT-Base, compiled for an H100", fontsize="medium")
+    figure.suptitle("A training step of ViT-Base, compiled for an H100, not run", fontsize="medium")
 
 
 def growth(figure: Any, data: dict[str, Any]) -> None:
@@ -121,7 +121,8 @@ def growth(figure: Any, data: dict[str, Any]) -> None:
     figure.axes[0].set(ylabel="memory of a step, MiB")
     figure.axes[0].yaxis.set_major_formatter("{x:.0f}")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    figure.suptitle("Gradient of a cavity's residuals, compiled for an H100", fontsize="medium")
+    title = "Gradient of a cavity's residuals, compiled for an H100, not run"
+    figure.suptitle(title, fontsize="medium")
 
 
 class Figure(NamedTuple):

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 from ._rivals import RIVALS
+from ._sources import sources
 
 
 def _version(package: str) -> str | None:
@@ -169,6 +170,11 @@ class Report:
         path = self.path(folder)
         rivals = {RIVALS[name]: _version(RIVALS[name]) for name in RIVALS if name in sys.modules}
         environment = {**self.environment, **rivals}
-        content = {"benchmark": self.name, "environment": environment, **self.sections}
+        content = {
+            "benchmark": self.name,
+            "environment": environment,
+            "sources": sources(self.name),
+            **self.sections,
+        }
         path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         return path

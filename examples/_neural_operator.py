@@ -6,7 +6,6 @@ trained by the same Optax loop, from the same seed and with the same batches, in
 its weights and activations cast to half precision; the float32 masters stay with the optimizer.
 """
 
-import argparse
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _command_line import folder, parser, positive, run_main, stop_on_interrupt
 from _operator_losses import relative_h1, relative_l2
 from _progress import progress_bar
 from jaxtyping import Array, Float, Float32, PyTree
@@ -209,7 +209,13 @@ class Training:
         model = mpx.cast_tree(model, self.precision)
         return jax.lax.map(model, inputs, batch_size=BATCH)
 
-    def __call__(self, seed: int, progress: Progress, label: str | None = None) -> Result:
+    def __call__(
+        self,
+        seed: int,
+        progress: Progress,
+        label: str | None = None,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Result:
         arrays = eqx.filter(self.initial(seed), eqx.is_array)
         losses, scales, seconds = [], [], []
         task = progress.add_task(label or self.precision, total=self.steps, loss="")
@@ -220,6 +226,8 @@ class Training:
             for values, value in zip((losses, scales), record, strict=True):
                 values.append(np.asarray(value))
             progress.update(task, advance=STEPS_PER_CALL, loss=f"loss {losses[-1].mean():.3f}")
+            if stop():
+                break
 
         _, _, scaling = eqx.combine(arrays, self.static)
         memory = self.run_steps.memory_analysis()
@@ -329,7 +337,8 @@ def run(
     """Trains in each precision, prints a table and draws a picture in the folder `out`.
 
     `make(samples, finest=...)` is the problem with so many training samples. `steps` is rounded up
-    to whole tens; `out=None` draws nothing; `network` goes to `Training`.
+    to whole tens; `out=None` draws nothing; `network` goes to `Training`. After Ctrl-C the table
+    and the picture have what was trained by then.
     """
     sizes = (
         (QUICK_SAMPLES, QUICK_STEPS, QUICK_RESOLUTION) if quick else (SAMPLES, STEPS, RESOLUTION)
@@ -337,40 +346,53 @@ def run(
     steps = sizes[1] if steps is None else steps
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1, but got {steps}.")
+    if out is not None:
+        Path(out).mkdir(parents=True, exist_ok=True)  # fails now rather than after the training
     problem = make(samples or sizes[0], finest=2 * sizes[2])
     console = Console()
-    with progress_bar(console, 9) as progress:
+    with stop_on_interrupt() as stop:
         results = []
-        for precision in precisions:
-            compiling = progress.add_task(precision, total=None, loss="compiling")
-            training = Training(
-                problem, precision, steps=steps, loss=loss, modes=sizes[2] // 2, **network
-            )
-            progress.remove_task(compiling)
-            results.append(training(seed, progress))
-    console.print(table(problem, results))
-    if out is not None:
-        path = Path(out) / f"{problem.name}.png"
-        plot(problem, results, path)
-        console.print(f"Picture: {path}")
+        with progress_bar(console, 9) as progress:
+            for precision in precisions:
+                compiling = progress.add_task(precision, total=None, loss="compiling")
+                training = Training(
+                    problem, precision, steps=steps, loss=loss, modes=sizes[2] // 2, **network
+                )
+                progress.remove_task(compiling)
+                results.append(training(seed, progress, stop=stop))
+                if stop():
+                    trained = len(results[-1].loss)
+                    console.print(f"{precision}: stopped after {trained:,} steps.")
+                    break
+        console.print(table(problem, results))
+        if out is not None:
+            path = Path(out) / f"{problem.name}.png"
+            plot(problem, results, path)
+            console.print(f"Picture: {path}")
     return {r.precision: r for r in results}
 
 
 def command_line(main: Callable[..., Any], name: str, description: str) -> None:
     """Runs `main` with what the command line says."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
-    parser.add_argument("--steps", type=int, help="rounded up to whole tens")
-    parser.add_argument("--loss", choices=LOSSES, default="h1", help="relative norm to train with")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default=f"outputs/{name}", help="folder of the picture")
-    parser.add_argument("--quick", action="store_true", help="under a minute, less accurate")
-    args = parser.parse_args()
-    main(
-        args.precision,
-        steps=args.steps,
-        seed=args.seed,
-        loss=args.loss,
-        out=args.out,
-        quick=args.quick,
+    options = parser(description)
+    options.add_argument(
+        "--precision",
+        nargs="+",
+        choices=PRECISIONS,
+        default=PRECISIONS,
+        dest="precisions",
+        help="what to train in, one after another",
     )
+    options.add_argument(
+        "--steps",
+        type=positive,
+        help=f"of each training, rounded up to whole tens; by default {STEPS:,}, or "
+        f"{QUICK_STEPS:,} with --quick",
+    )
+    options.add_argument("--loss", choices=LOSSES, default="h1", help="relative norm to train with")
+    options.add_argument("--seed", type=int, default=0, help="of the first weights and the batches")
+    options.add_argument(
+        "--out", type=folder, default=f"outputs/{name}", help="folder of the picture"
+    )
+    options.add_argument("--quick", action="store_true", help="under a minute, less accurate")
+    run_main(main, options)

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _command_line import folder, fraction, parser, positive, stop_on_interrupt
 from _pinn_report import draw, table
 from _progress import progress_bar
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, PyTree
@@ -227,11 +228,12 @@ def train(
     learning_rate: float,
     seed: int,
     progress: Progress,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Result:
     """Trains the network of `problem`.
 
     The last `finish` of the steps are float32 ones: a second program that goes on from the state
-    of the first, with nothing to convert.
+    of the first, with nothing to convert. Once `stop()` is true, the training ends where it is.
     """
     calls = math.ceil(steps / STEPS_PER_CALL)
     steps = calls * STEPS_PER_CALL
@@ -266,6 +268,8 @@ def train(
             told = mpx.derivatives.telemetry(eqx.combine(arrays, static).scaling)
             history.append(jax.tree.map(np.asarray, told))
         progress.update(task, advance=STEPS_PER_CALL, loss=f"loss {records[-1][0].mean():.1e}")
+        if stop():
+            break
 
     values, finite, scales = (np.concatenate(r) for r in zip(*records, strict=True))
     state = eqx.combine(arrays, static)
@@ -279,7 +283,7 @@ def train(
         skipped=~finite,
         derivative_scales={k: float(v) for k, v in history[-1]["scale"].items()} if history else {},
         history=history if precision != "float32" else [],
-        ms_per_step=1000 * seconds / steps,
+        ms_per_step=1000 * seconds / len(values),
         temp_bytes=memory.temp_size_in_bytes if memory is not None else 0,
         model=state.average,
     )
@@ -331,7 +335,8 @@ def run(
 ) -> dict[str, Result]:
     """Trains in each precision, prints a table and draws pictures in the folder `out`.
 
-    `steps` is rounded up to whole hundreds; `out=None` draws nothing.
+    `steps` is rounded up to whole hundreds; `out=None` draws nothing. After Ctrl-C the table and
+    the pictures have what was trained by then.
     """
     training = problem.quick if quick else problem.full
     steps = training.steps if steps is None else steps
@@ -339,37 +344,58 @@ def run(
         raise ValueError(f"`steps` must be at least 1, but got {steps}.")
     if not 0 <= finish <= 1:
         raise ValueError(f"`finish` must be a fraction of the steps, but got {finish}.")
+    if out is not None:
+        Path(out).mkdir(parents=True, exist_ok=True)  # fails now rather than after the training
     console = Console()
     options: dict[str, Any] = {"mode": mode, "finish": finish, "steps": steps, "seed": seed}
     options["learning_rate"] = training.learning_rate
-    with progress_bar(console, 13) as progress:
-        results = [train(problem, p, progress=progress, **options) for p in precisions]
-    console.print(table(problem.title, results))
-    if out is not None:
-        for path in draw(problem, results, Path(out), every=STEPS_PER_CALL):
-            console.print(f"Picture: {path}")
+    with stop_on_interrupt() as stop:
+        results = []
+        with progress_bar(console, 13) as progress:
+            for p in precisions:
+                results.append(train(problem, p, progress=progress, stop=stop, **options))
+                if stop():
+                    trained = len(results[-1].loss)
+                    console.print(f"{results[-1].label}: stopped after {trained:,} steps.")
+                    break
+        console.print(table(problem.title, results))
+        if out is not None:
+            for path in draw(problem, results, Path(out), every=STEPS_PER_CALL):
+                console.print(f"Picture: {path}")
     return {r.precision: r for r in results}
 
 
-def arguments(description: str | None, out: str) -> argparse.ArgumentParser:
+def arguments(description: str | None, problem: Problem, *, out: str) -> argparse.ArgumentParser:
     """The options of `run`, as a parser to which an example may add its own."""
-    first = (description or "").split("\n", 1)[0]
-    parser = argparse.ArgumentParser(description=first)
+    options = parser(description)
     known = (*PRECISIONS, NAIVE)
-    parser.add_argument(
-        "--precision", nargs="+", choices=known, default=PRECISIONS, dest="precisions"
+    options.add_argument(
+        "--precision",
+        nargs="+",
+        choices=known,
+        default=PRECISIONS,
+        dest="precisions",
+        help="what to train in, one after another",
     )
-    parser.add_argument("--steps", type=int, help="rounded up to whole hundreds")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default=out, help="folder of the pictures")
-    parser.add_argument("--quick", action="store_true", help="a short run, less accurate")
-    parser.add_argument(
+    options.add_argument(
+        "--steps",
+        type=positive,
+        help=f"of each training, rounded up to whole hundreds; by default {problem.full.steps:,}, "
+        f"or {problem.quick.steps:,} with --quick",
+    )
+    options.add_argument("--seed", type=int, default=0, help="of the first weights and the points")
+    options.add_argument("--out", type=folder, default=out, help="folder of the pictures")
+    options.add_argument("--quick", action="store_true", help="a short run, less accurate")
+    options.add_argument(
         "--mode",
         choices=("paper", "predictive"),
         default="paper",
-        help="how derivative scales follow what they see",
+        help="how derivative scales follow what they see: after an overflow, or before",
     )
-    parser.add_argument(
-        "--finish", type=float, default=0.0, help="fraction of the steps to end in float32"
+    options.add_argument(
+        "--finish",
+        type=fraction,
+        default=0.0,
+        help="fraction of the steps, the last ones, to train in float32",
     )
-    return parser
+    return options

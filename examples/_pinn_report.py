@@ -8,30 +8,39 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 from matplotlib.figure import Figure
+from rich.box import SIMPLE
 from rich.table import Table
 
 import mpx_pde as mpx
 
 
 def table(title: str, results: Sequence[Any]) -> Table:
-    """A row for each result: errors, steps skipped (after the warm-up), log2 of the last scales,
-    time and memory."""
-    names = list(results[0].errors)
-    scalers = max((list(r.derivative_scales) for r in results), key=len)
-    skipped, scales = "skipped (late)", "2^ loss; " + " ".join(scalers)
-    out = Table("precision", *names, skipped, scales, "ms/step", "temp MiB", title=title)
+    """A column for each result: errors, steps skipped (in all, and after the warm-up), the last
+    scales, time and scratch memory."""
+    rows: dict[str, list[str]] = {}
+    for i, r in enumerate(results):
+        told = {name: f"{error:.2e}" for name, error in r.errors.items()}
+        if r.precision != "float32":
+            told["steps skipped"] = f"{int(r.skipped.sum())}"
+            told["skipped late"] = f"{r.skipped_late}"
+            told["loss scale"] = _power(r.scale[-1])
+            told |= {f"scale of {n}": _power(s) for n, s in r.derivative_scales.items()}
+        told["ms a step"] = f"{r.ms_per_step:.2f}"
+        told["memory, MiB"] = f"{r.temp_bytes / 2**20:.2f}"
+        for name, text in told.items():
+            rows.setdefault(name, ["–"] * len(results))[i] = text
+    out = Table(title=title, box=SIMPLE, padding=(0, 1, 0, 0))
+    out.add_column(no_wrap=True)
     for r in results:
-        scaled = r.precision != "float32"
-        powers = [int(math.log2(scale)) for scale in (r.scale[-1], *r.derivative_scales.values())]
-        out.add_row(
-            r.label,
-            *(f"{r.errors[name]:.2e}" for name in names),
-            f"{int(r.skipped.sum())} ({r.skipped_late})" if scaled else "–",
-            "; ".join([str(powers[0]), " ".join(map(str, powers[1:]))]) if scaled else "–",
-            f"{r.ms_per_step:.2f}",
-            f"{r.temp_bytes / 2**20:.2f}",
-        )
+        out.add_column(r.label, justify="right", overflow="fold")
+    last = ("ms a step", "memory, MiB")  # float32 has them, before what the others add
+    for name in sorted(rows, key=lambda name: last.index(name) if name in last else -1):
+        out.add_row(name, *rows[name])
     return out
+
+
+def _power(scale: float) -> str:
+    return f"2^{round(math.log2(scale))}"
 
 
 def draw(problem: Any, results: Sequence[Any], folder: Path, *, every: int) -> list[Path]:

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from _command_line import run_main
 from _pinn import PRECISIONS, Problem, Result, Training, arguments, choose, evaluate, run, uniform
 from _pinn_report import draw_fields
 from _spectral_reference import allen_cahn
@@ -146,4 +147,4 @@ def main(precisions: Sequence[str] = PRECISIONS, **options: Any) -> dict[str, Re
 
 
 if __name__ == "__main__":
-    main(**vars(arguments(__doc__, out="outputs/allen_cahn").parse_args()))
+    run_main(main, arguments(__doc__, PROBLEM, out="outputs/allen_cahn"))

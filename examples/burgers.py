@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _burgers_exact import NU, exact_solution
+from _command_line import run_main
 from _pinn import PRECISIONS, Problem, Result, Training, arguments, choose, evaluate, run, uniform
 from _pinn_report import draw_fields
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
@@ -144,4 +145,4 @@ def main(precisions: Sequence[str] = PRECISIONS, **options: Any) -> dict[str, Re
 
 
 if __name__ == "__main__":
-    main(**vars(arguments(__doc__, out="outputs/burgers").parse_args()))
+    run_main(main, arguments(__doc__, PROBLEM, out="outputs/burgers"))

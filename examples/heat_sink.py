@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _command_line import run_main
 from _heat_sink_reference import (
     DIFFUSIVITY,
     FINS,
@@ -222,4 +223,4 @@ def main(precisions: Sequence[str] = PRECISIONS, **options: Any) -> dict[str, Re
 
 
 if __name__ == "__main__":
-    main(**vars(arguments(__doc__, out="outputs/heat_sink").parse_args()))
+    run_main(main, arguments(__doc__, PROBLEM, out="outputs/heat_sink"))

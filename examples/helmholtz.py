@@ -22,6 +22,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from _command_line import run_main
 from _pinn import PRECISIONS, Problem, Result, Training, arguments, choose, evaluate, run, uniform
 from _pinn_report import draw_fields
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
@@ -130,4 +131,4 @@ def main(precisions: Sequence[str] = PRECISIONS, **options: Any) -> dict[str, Re
 
 
 if __name__ == "__main__":
-    main(**vars(arguments(__doc__, out="outputs/helmholtz").parse_args()))
+    run_main(main, arguments(__doc__, PROBLEM, out="outputs/helmholtz"))

@@ -43,6 +43,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _cavity_reference import GHIA_U, GHIA_V, center_lines, mixing_length
+from _command_line import run_main
 from _pinn import (
     PRECISIONS,
     STEPS_PER_CALL,
@@ -282,6 +283,8 @@ def main(
 
 
 if __name__ == "__main__":
-    parser = arguments(__doc__, out="outputs/lid_driven_cavity")
-    parser.add_argument("--turbulence", choices=MODELS, default="none")
-    main(**vars(parser.parse_args()))
+    options = arguments(__doc__, problem(), out="outputs/lid_driven_cavity")
+    options.add_argument(
+        "--turbulence", choices=MODELS, default="none", help="model of the eddy viscosity"
+    )
+    run_main(main, options)

@@ -13,6 +13,7 @@ compiler finds out what has to be sent. The curve is the same in all of them, an
 devices there are.
 
     python examples/sharded.py                                    # all devices of this host
+    python examples/sharded.py --quick                            # twenty small steps
     python examples/sharded.py --layout full --cpu-devices 4      # four virtual CPU devices
     python examples/sharded.py --checkpoint outputs/run           # again, to go on where it stopped
 
@@ -24,9 +25,10 @@ On several hosts the same command runs on each, with the address of the first:
 Under Slurm, `srun python examples/sharded.py --cluster` finds all three by itself.
 """
 
-import argparse
 import json
+from argparse import ArgumentParser
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +39,7 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
+from _command_line import file, folder, parser, positive, run_main, stop_on_interrupt
 from _darcy_data import darcy_data
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
@@ -308,72 +311,126 @@ def restore(manager: ocp.CheckpointManager, like: State) -> State:
     return eqx.combine(jtu.tree_unflatten(jtu.tree_structure(arrays), leaves), static)
 
 
-def train(run: Run, steps: int, *, checkpoint: str | Path | None = None) -> list[dict[str, Any]]:
-    """Steps up to `steps`, from the last checkpoint if there is one; what each had to log."""
-    if checkpoint is None:
-        return [run.advance() for _ in range(int(run.state.step), steps)]
-    options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=max(1, steps // 10))
+def train(
+    run: Run,
+    steps: int,
+    *,
+    checkpoint: str | Path | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[dict[str, Any]]:
+    """Steps up to `steps`, from the last checkpoint if there is one, or until `stop()`; what each
+    had to log."""
     log = []
+    if checkpoint is None:
+        while int(run.state.step) < steps and not stop():
+            log.append(run.advance())
+        return log
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=max(1, steps // 10))
     with ocp.CheckpointManager(Path(checkpoint).absolute(), options=options) as manager:
         run.state = restore(manager, run.state)
-        for _ in range(int(run.state.step), steps):
+        while int(run.state.step) < steps and not stop():
             log.append(run.advance())
             mpx.error_if_stuck(run.state.step, run.state.scaling, max_consecutive_skips=100)
             save(manager, run.state)
     return log
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="One training on any number of devices")
-    parser.add_argument("--problem", choices=PROBLEMS, default="cavity")
-    parser.add_argument("--layout", choices=LAYOUTS, default="data")
-    parser.add_argument(
-        "--precision", choices=("float32", "float16", "bfloat16"), default="float16"
-    )
-    parser.add_argument(
-        "--sum", choices=("float16", "bfloat16"), help="with `shard_map`: send half"
-    )
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, help="rows in a step; by default 1024 (fno: 16)")
-    parser.add_argument("--width", type=int, default=32)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--checkpoint", type=Path, help="folder to save to, and to go on from")
-    parser.add_argument("--log", type=Path, help="JSON file for loss, scales and skipped steps")
-    parser.add_argument("--overflow-at", type=int, help="plants an overflow on one device")
-    parser.add_argument("--cpu-devices", type=int, help="virtual devices on the CPU")
-    parser.add_argument("--coordinator", help="address:port of the first process")
-    parser.add_argument("--processes", type=int)
-    parser.add_argument("--process-id", type=int)
-    parser.add_argument("--cluster", action="store_true", help="several hosts, found by JAX")
-    args = parser.parse_args()
+STEPS, QUICK_STEPS = 200, 20
+BATCH, QUICK_BATCH = {"cavity": 1024, "fno": 16}, {"cavity": 64, "fno": 8}
+WIDTH, QUICK_WIDTH = 32, 16
 
-    if args.cpu_devices is not None:
+
+def main(
+    problem: str = "cavity",
+    *,
+    layout: str = "data",
+    precision: str = "float16",
+    sum_dtype: str | None = None,
+    quick: bool = False,
+    steps: int | None = None,
+    batch: int | None = None,
+    width: int | None = None,
+    seed: int = 0,
+    checkpoint: str | Path | None = None,
+    log: Path | None = None,
+    overflow_at: int | None = None,
+    cpu_devices: int | None = None,
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process_id: int | None = None,
+    cluster: bool = False,
+) -> None:
+    """Trains, and prints some of the steps; the options are those of the command line."""
+    if cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", args.cpu_devices)
-    if args.cluster:
+        jax.config.update("jax_num_cpu_devices", cpu_devices)
+    if cluster:
         jax.distributed.initialize()
-    elif args.coordinator is not None:
-        jax.distributed.initialize(args.coordinator, args.processes, args.process_id)
+    elif coordinator is not None:
+        jax.distributed.initialize(coordinator, processes, process_id)
 
     run = Run(
-        args.problem,
-        precision=args.precision,
-        layout=args.layout,
-        sum_dtype=args.sum,
-        batch=args.batch or (16 if args.problem == "fno" else 1024),
-        seed=args.seed,
-        overflow_at=args.overflow_at,
-        width=args.width,
+        problem,
+        precision=precision,
+        layout=layout,
+        sum_dtype=sum_dtype,
+        batch=batch or (QUICK_BATCH if quick else BATCH)[problem],
+        seed=seed,
+        overflow_at=overflow_at,
+        width=width or (QUICK_WIDTH if quick else WIDTH),
     )
-    log = train(run, args.steps, checkpoint=args.checkpoint)
-    if jax.process_index() == 0:
-        print(f"{jax.device_count()} devices in {jax.process_count()} processes, {args.layout}")
-        for line in log[:: max(1, len(log) // 10)]:
-            print("step {step:5d}  loss {loss:.3e}  skipped {skipped}".format(**line))
-    if args.log is not None:
-        path = args.log.with_stem(f"{args.log.stem}-{jax.process_index()}")
-        path.write_text(json.dumps(log), encoding="utf-8")
+    steps = steps or (QUICK_STEPS if quick else STEPS)
+    # Processes that stopped at different steps would wait for each other.
+    alone = jax.process_count() == 1
+    with stop_on_interrupt() if alone else nullcontext(lambda: False) as stop:
+        done = train(run, steps, checkpoint=checkpoint, stop=stop)
+        if jax.process_index() == 0:
+            print(f"{jax.device_count()} devices in {jax.process_count()} processes, {layout}")
+            for line in done[:: max(1, len(done) // 10)]:
+                print("step {step:5d}  loss {loss:.3e}  skipped {skipped}".format(**line))
+        if log is not None:
+            path = log.with_stem(f"{log.stem}-{jax.process_index()}")
+            path.write_text(json.dumps(done), encoding="utf-8")
+
+
+def arguments() -> ArgumentParser:
+    """The options of `main`."""
+    options = parser(__doc__)
+    add = options.add_argument
+    add("--problem", choices=PROBLEMS, default="cavity", help="what to train")
+    add(
+        "--layout",
+        choices=LAYOUTS,
+        default="data",
+        help="what every device has: all parameters, a part of them, or all with sums written out",
+    )
+    precisions = ("float32", "float16", "bfloat16")
+    add("--precision", choices=precisions, default="float16", help="of the products")
+    add(
+        "--sum",
+        choices=("float16", "bfloat16"),
+        dest="sum_dtype",
+        help="with --layout shard_map: what gradients are sent in; by default float32",
+    )
+    add("--quick", action="store_true", help="a small network and few steps, to see that it works")
+    default = f"by default {STEPS}, or {QUICK_STEPS} with --quick"
+    add("--steps", type=positive, help=f"how many, those of a checkpoint included; {default}")
+    default = "by default {cavity:,} (fno: {fno})".format(**BATCH)
+    default += ", or {cavity} ({fno}) with --quick".format(**QUICK_BATCH)
+    add("--batch", type=positive, help=f"rows in a step; {default}")
+    default = f"by default {WIDTH}, or {QUICK_WIDTH} with --quick"
+    add("--width", type=positive, help=f"of the network; {default}")
+    add("--seed", type=int, default=0, help="of the first weights and the batches")
+    add("--checkpoint", type=folder, help="folder to save to, and to go on from")
+    add("--log", type=file, help="JSON file for loss, scales and skipped steps")
+    add("--overflow-at", type=int, help="a step in which to plant an overflow on one device")
+    add("--cpu-devices", type=positive, help="so many virtual devices on the CPU")
+    add("--coordinator", help="with several processes: address:port of the first")
+    add("--processes", type=positive, help="with --coordinator: how many there are")
+    add("--process-id", type=int, help="with --coordinator: which of them this is, from 0")
+    add("--cluster", action="store_true", help="several hosts, found by JAX")
+    return options
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main, arguments())

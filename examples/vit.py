@@ -21,10 +21,9 @@ memory are a matter for GPUs and TPUs. `--size base` is meant for one: a step of
 on a CPU.
 """
 
-import argparse
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,9 +34,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from _command_line import folder, parser, positive, run_main, stop_on_interrupt
 from _progress import progress_bar
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from matplotlib.figure import Figure
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from sklearn.datasets import load_digits
@@ -263,9 +264,16 @@ def evaluate(model: ViT, images: Float[Array, "test ..."]) -> Float[Array, "test
 
 
 def train(
-    precision: str, size: Size, data: tuple[Batch, Batch], *, steps: int, seed: int, progress: Any
+    precision: str,
+    size: Size,
+    data: tuple[Batch, Batch],
+    *,
+    steps: int,
+    seed: int,
+    progress: Any,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Result:
-    """Trains one network in `precision`, one of `PRECISIONS`."""
+    """Trains one network in `precision`, one of `PRECISIONS`, until `stop()` is true."""
     calls = math.ceil(steps / size.steps_per_call)
     steps = calls * size.steps_per_call
     training, test = (jax.tree.map(jnp.asarray, batch) for batch in data)
@@ -298,6 +306,8 @@ def train(
         losses.append(np.asarray(values))
         scales.append(np.asarray(step_scales))
         progress.update(task, advance=size.steps_per_call, loss=f"loss {losses[-1].mean():.3f}")
+        if stop():
+            break
 
     logits = evaluate(state.model, test.images)
     test_losses = optax.softmax_cross_entropy_with_integer_labels(logits, test.labels)
@@ -307,7 +317,7 @@ def train(
         test_loss=float(jnp.mean(test_losses)),
         skipped_steps=int(state.scaling.skipped_steps),
         final_scale=float(state.scaling.loss_scaling),
-        ms_per_step=1000 * seconds / steps,
+        ms_per_step=1000 * seconds / (len(losses) * size.steps_per_call),
         temp_bytes=memory.temp_size_in_bytes if memory is not None else 0,
         loss=np.concatenate(losses),
         scale=np.concatenate(scales),
@@ -319,8 +329,9 @@ def train(
 
 
 def table(results: Sequence[Result], title: str) -> Table:
-    columns = ("precision", "accuracy", "loss", "test loss", "skipped", "ms/step", "temp MiB")
-    out = Table(*columns, title=title)
+    columns = ("precision", "accuracy", "loss", "test loss", "skipped", "ms/step", "MiB")
+    title = f"{title}: accuracy and loss on test images, scratch memory"
+    out = Table(*columns, title=title, box=SIMPLE, padding=(0, 1, 0, 0))
     for r in results:
         scaled = r.precision != "float32"
         out.add_row(
@@ -381,43 +392,59 @@ def main(
     """Trains in each precision, prints a table and draws `vit.png` in the folder `out`.
 
     `steps` is rounded up to whole calls (20 steps, or 4 of `size="base"`); `out=None` draws
-    nothing.
+    nothing. After Ctrl-C the table and the picture have what was trained by then.
     """
     chosen = SIZES[size]
     if steps is None:
         steps = chosen.quick_steps if quick else chosen.steps
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1, but got {steps}.")
+    if out is not None:
+        Path(out).mkdir(parents=True, exist_ok=True)  # fails now rather than after the training
     data = digits(seed) if size == "small" else synthetic_images(chosen, seed)
     console = Console()
-    with progress_bar(console, 17) as progress:
-        results = [
-            train(p, chosen, data, steps=steps, seed=seed, progress=progress) for p in precisions
-        ]
-    title = "Handwritten digits" if size == "small" else "Synthetic images"
-    console.print(table(results, title))
-    if out is not None:
-        path = Path(out) / "vit.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        plot(results, data[1], path)
-        console.print(f"Picture: {path}")
+    options: dict[str, Any] = {"steps": steps, "seed": seed}
+    with stop_on_interrupt() as stop:
+        results = []
+        with progress_bar(console, 17) as progress:
+            for p in precisions:
+                results.append(train(p, chosen, data, progress=progress, stop=stop, **options))
+                if stop():
+                    console.print(f"{p}: stopped after {len(results[-1].loss):,} steps.")
+                    break
+        title = "Handwritten digits" if size == "small" else "Synthetic images"
+        console.print(table(results, title))
+        if out is not None:
+            path = Path(out) / "vit.png"
+            plot(results, data[1], path)
+            console.print(f"Picture: {path}")
     return {r.precision: r for r in results}
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="A vision transformer in mixed precision")
-    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
-    parser.add_argument("--size", choices=tuple(SIZES), default="small")
-    parser.add_argument("--steps", type=int, help="rounded up to whole calls of some steps")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", default="outputs/vit", help="folder of the picture")
-    parser.add_argument("--quick", action="store_true", help="about a minute, less accurate")
-    args = parser.parse_args()
-    main(
-        args.precision,
-        size=args.size,
-        steps=args.steps,
-        seed=args.seed,
-        out=args.out,
-        quick=args.quick,
+    options = parser(__doc__)
+    options.add_argument(
+        "--precision",
+        nargs="+",
+        choices=PRECISIONS,
+        default=PRECISIONS,
+        dest="precisions",
+        help="what to train in, one after another",
     )
+    options.add_argument(
+        "--size",
+        choices=tuple(SIZES),
+        default="small",
+        help="of the network and the images; `base` is ViT-Base on random ones, for a GPU",
+    )
+    options.add_argument(
+        "--steps",
+        type=positive,
+        help=f"of each training, rounded up to whole calls of some steps; by default "
+        f"{SIZES['small'].steps:,}, or {SIZES['small'].quick_steps:,} with --quick "
+        f"(base: {SIZES['base'].steps:,})",
+    )
+    options.add_argument("--seed", type=int, default=0, help="of the first weights and the batches")
+    options.add_argument("--out", type=folder, default="outputs/vit", help="folder of the picture")
+    options.add_argument("--quick", action="store_true", help="about a minute, less accurate")
+    run_main(main, options)

@@ -1,8 +1,13 @@
 """Mixed precision for PDE machine learning in JAX and Equinox."""
 
-from typing import Any as _Any
+import typing as _typing
 
-from . import _jet as _jet, checkpoint_policies as checkpoint_policies, nn as nn
+from . import (
+    _jet as _jet,
+    checkpoint_policies as checkpoint_policies,
+    derivatives as derivatives,
+    nn as nn,
+)
 from ._accumulate import filter_accumulated_value_and_grad as filter_accumulated_value_and_grad
 from ._cast import (
     FullPrecision as FullPrecision,
@@ -57,6 +62,7 @@ from ._precision_report import (
     PrecisionWarning as PrecisionWarning,
     precision_report as precision_report,
 )
+from ._refined import refined as refined
 from ._tree import all_finite as all_finite, global_norm as global_norm, select_tree as select_tree
 from .autocast import AutocastReport as AutocastReport, autocast as autocast
 from .derivatives import (
@@ -79,7 +85,75 @@ from .ranges import (
 __version__ = "0.1.0"
 
 
-def __getattr__(name: str) -> _Any:
-    if name == "HALF_PRECISION_DATATYPE":
-        return half_precision_datatype()
-    raise AttributeError(f"module 'mpx_pde' has no attribute {name!r}")
+if _typing.TYPE_CHECKING:
+    import numpy as _np
+
+    HALF_PRECISION_DATATYPE: _np.dtype[_typing.Any]
+else:
+    # Hidden from type checkers, which would take every name for one of this package.
+    def __getattr__(name):
+        if name == "HALF_PRECISION_DATATYPE":
+            return half_precision_datatype()
+        raise AttributeError(f"module 'mpx_pde' has no attribute {name!r}")
+
+
+__all__ = [
+    "BFLOAT16_MAX",
+    "FLOAT16_MAX",
+    "AbstractLossScaling",
+    "AutocastReport",
+    "DerivativeReport",
+    "DerivativeScaling",
+    "DynamicLossScaling",
+    "FullPrecision",
+    "NoOpLossScaling",
+    "PrecisionReport",
+    "PrecisionWarning",
+    "RangeReport",
+    "Scaling",
+    "StaticLossScaling",
+    "all_finite",
+    "all_reduce_mean",
+    "autocast",
+    "calculate_scaled_grad",
+    "cast_function",
+    "cast_to_bfloat16",
+    "cast_to_float16",
+    "cast_to_float32",
+    "cast_to_full_precision",
+    "cast_to_half_precision",
+    "cast_tree",
+    "check_scaling_options",
+    "checkpoint_policies",
+    "derivatives",
+    "error_if_stuck",
+    "explain_nonfinite",
+    "filter_accumulated_value_and_grad",
+    "filter_grad",
+    "filter_value_and_grad",
+    "force_full_precision",
+    "gather_parameters",
+    "global_norm",
+    "half_precision",
+    "half_precision_datatype",
+    "laplacian",
+    "linear_operator",
+    "mixed_conv_general_dilated",
+    "mixed_dot_general",
+    "mixed_einsum",
+    "mixed_matmul",
+    "nn",
+    "optimizer_update",
+    "partials",
+    "precision_report",
+    "range_report",
+    "refined",
+    "restore_checkpoint",
+    "save_checkpoint",
+    "scaled",
+    "scaled_jvp",
+    "scaled_vjp",
+    "scaling_options",
+    "select_tree",
+    "set_half_precision_datatype",
+]

@@ -1,19 +1,23 @@
 """Gradient accumulation over micro-batches."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from ._cast import widen
 from ._dtypes import is_integer
 from ._gradient import Gradient, Transformed
 from ._loss_scaling import AbstractLossScaling
+from ._types import AxisName, GradientOptions, PolicyLike, PyTree
+
+
+_Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
 
 
 _CALL = "filter_accumulated_value_and_grad"
@@ -108,19 +112,58 @@ def _run(
     return (value, aux) if gradient.has_aux else value, *state
 
 
+if TYPE_CHECKING:
+
+    @overload
+    def filter_accumulated_value_and_grad(
+        func: Callable[..., Any],
+        scaling: _Scaling,
+        micro_batches: int,
+        has_aux: Literal[False] = False,
+        use_mixed_precision: bool = True,
+        *,
+        in_axes: PyTree = 0,
+        **options: Unpack[GradientOptions],
+    ) -> Callable[..., tuple[Array, _Scaling, Array, PyTree]]: ...
+
+    @overload
+    def filter_accumulated_value_and_grad(
+        func: Callable[..., Any],
+        scaling: _Scaling,
+        micro_batches: int,
+        has_aux: Literal[True],
+        use_mixed_precision: bool = True,
+        *,
+        in_axes: PyTree = 0,
+        **options: Unpack[GradientOptions],
+    ) -> Callable[..., tuple[tuple[Array, PyTree], _Scaling, Array, PyTree]]: ...
+
+    @overload
+    def filter_accumulated_value_and_grad(
+        func: Callable[..., Any],
+        scaling: AbstractLossScaling | None,
+        micro_batches: int,
+        has_aux: bool = False,
+        use_mixed_precision: bool = True,
+        *,
+        in_axes: PyTree = 0,
+        **options: Unpack[GradientOptions],
+    ) -> Callable[..., tuple[Any, ...]]: ...
+
+
 def filter_accumulated_value_and_grad(
-    func: Callable,
+    func: Callable[..., Any],
     scaling: AbstractLossScaling | None,
     micro_batches: int,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,
     in_axes: PyTree = 0,
-    policy: Any = None,
+    policy: PolicyLike | None = None,
     keep_full: PyTree = False,
-    axis_name: Any = None,
+    axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
-) -> Callable:
+) -> Callable[..., Any]:
     """[`mpx_pde.filter_value_and_grad`][] of a large batch, a micro-batch at a time.
 
     The batch is split and scanned over, so only one micro-batch of activations is in memory.

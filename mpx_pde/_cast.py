@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
-from jaxtyping import Array, PyTree
+from jaxtyping import Array
 
 from ._dtypes import (
     as_floating_dtype,
@@ -20,6 +20,7 @@ from ._dtypes import (
     is_half,
     wide,
 )
+from ._types import DTypeLike, PyTree
 
 
 _COMPLEX = {
@@ -183,7 +184,7 @@ def widen(tree: PyTree) -> PyTree:
     return map_operands(widen_leaf, tree)
 
 
-def cast_tree(tree: PyTree, dtype: Any) -> PyTree:
+def cast_tree(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Casts every real floating-point array in a PyTree to `dtype`.
 
     Arrays are those of JAX and NumPy and [`jax.ShapeDtypeStruct`][], of any width from float8 to
@@ -298,7 +299,9 @@ def _check_callable(func: Any, call: str) -> None:
         raise TypeError(f"`{call}` takes a function or a callable module, but got {func!r}.")
 
 
-def cast_function(func: Callable, dtype: Any, return_dtype: Any = None) -> Callable:
+def cast_function(
+    func: Callable[..., Any], dtype: DTypeLike, return_dtype: DTypeLike | None = None
+) -> Callable[..., Any]:
     """Makes a function run in another precision.
 
     All floating-point arrays in its arguments, positional and by keyword, at any depth, are cast
@@ -326,7 +329,9 @@ def cast_function(func: Callable, dtype: Any, return_dtype: Any = None) -> Calla
     return eqx.module_update_wrapper(_CastFunction(func, to, back))
 
 
-def force_full_precision(func: Callable, return_dtype: Any = None) -> Callable:
+def force_full_precision(
+    func: Callable[..., Any], return_dtype: DTypeLike | None = None
+) -> Callable[..., Any]:
     """Makes a function run in float32, whatever its callers pass.
 
     Inputs (and the parameters of `func`, if it is a module) are cast to float32; matrix products

@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import PyTree
 
 from ._checkpoint_file import Entry, is_data, opened, replaced, write
 from ._loss_scaling import AbstractLossScaling
+from ._types import PyTree
 from .derivatives import DerivativeScaling, Scaling
 
 

@@ -12,10 +12,11 @@ import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int32, PyTree
+from jaxtyping import Array, Float, Int32
 
 from ._cast import map_operands, widen
 from ._dtypes import as_floating_dtype, is_half
+from ._types import AxisName, DTypeLike, PyTree
 
 
 def _half(dtype: Any, call: str) -> np.dtype:
@@ -57,7 +58,9 @@ def _by_parts(fn: Callable, x: Array) -> Array:
     return lax.complex(real, *imaginary).astype(x.dtype) if imaginary else real
 
 
-def gather_parameters(tree: PyTree, sharding: NamedSharding, *, dtype: Any = None) -> PyTree:
+def gather_parameters(
+    tree: PyTree, sharding: NamedSharding, *, dtype: DTypeLike | None = None
+) -> PyTree:
     """Parameters that are split over devices, gathered in half precision; for `jax.jit`.
 
     Call it first thing in the loss of a fully sharded model. Every parameter is then sent once a
@@ -140,7 +143,7 @@ def _half_means(
     return [_by_parts(mean, x) for x in leaves]
 
 
-def all_reduce_mean(tree: PyTree, axis_name: Any, *, dtype: Any = None) -> PyTree:
+def all_reduce_mean(tree: PyTree, axis_name: AxisName, *, dtype: DTypeLike | None = None) -> PyTree:
     """The mean over devices, inside `jax.shard_map` or `jax.pmap`, for gradients.
 
     By default sums are taken in float32. With a half type, half the bytes go over the wire, and

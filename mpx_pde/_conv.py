@@ -22,6 +22,7 @@ from ._dot import (
     rounded_product,
 )
 from ._jaxpr import literal, own_bind
+from ._types import DTypeLike
 
 
 mixed_conv_general_dilated_p = Primitive("mixed_conv_general_dilated")
@@ -143,8 +144,8 @@ def mixed_conv_general_dilated(
     feature_group_count: int = 1,
     batch_group_count: int = 1,
     *,
-    dtype: Any = None,
-    out_dtype: Any = None,
+    dtype: DTypeLike | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "..."]:
     """[`jax.lax.conv_general_dilated`][] with operands rounded to `dtype`, products accumulated
     in float32, and a result of dtype `out_dtype`.

@@ -21,6 +21,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from ._dtypes import as_floating_dtype, full_precision_asked, is_integer, wide
+from ._types import DTypeLike
 
 
 DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], ...]]
@@ -306,8 +307,8 @@ def mixed_dot_general(
     y: Float[Array | np.ndarray, "..."],
     dimension_numbers: Any,
     *,
-    dtype: Any = None,
-    out_dtype: Any = None,
+    dtype: DTypeLike | None = None,
+    out_dtype: DTypeLike | None = None,
     out_sharding: NamedSharding | None = None,
 ) -> Float[Array, "..."]:
     """[`jax.lax.dot_general`][] with operands rounded to `dtype`, products accumulated in
@@ -390,8 +391,8 @@ def mixed_matmul(
     x: Float[Array | np.ndarray, "..."],
     y: Float[Array | np.ndarray, "..."],
     *,
-    dtype: Any = None,
-    out_dtype: Any = None,
+    dtype: DTypeLike | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "..."]:
     """[`jax.numpy.matmul`][] by [`mpx_pde.mixed_dot_general`][].
 

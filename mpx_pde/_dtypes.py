@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._types import DTypeLike
+
 
 FLOAT16_MAX: float = float(jnp.finfo("float16").max)
 """The largest finite float16, 65504."""
@@ -93,7 +95,7 @@ def half_precision_datatype() -> np.dtype:
     return _HALF[_half_context.value]
 
 
-def set_half_precision_datatype(datatype: Any) -> None:
+def set_half_precision_datatype(datatype: DTypeLike) -> None:
     """Sets what *half precision* means from now on, in every thread.
 
     The setting is part of the key of `jax.jit`'s cache: a function that was compiled under
@@ -113,7 +115,7 @@ def set_half_precision_datatype(datatype: Any) -> None:
 
 
 @contextmanager
-def half_precision(datatype: Any) -> Iterator[None]:
+def half_precision(datatype: DTypeLike) -> Iterator[None]:
     """A context manager in which *half precision* means `datatype`, in this thread.
 
     ```python

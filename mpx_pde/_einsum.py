@@ -1,7 +1,6 @@
 """[`jax.numpy.einsum`][] as a chain of mixed products."""
 
 from functools import partial
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +9,7 @@ from jaxtyping import Array, Float
 
 from ._dot import as_operand, dot_general_as_given, product_dtypes
 from ._dtypes import wide
+from ._types import DTypeLike
 
 
 def _einsum_pair(x, x_axes: str, y, y_axes: str, kept: str, dot) -> tuple[Array, str]:
@@ -46,8 +46,8 @@ def _einsum_reduce(x, axes: str, kept: str) -> tuple[Array, str]:
 def mixed_einsum(
     subscripts: str,
     *operands: Float[Array | np.ndarray, "..."],
-    dtype: Any = None,
-    out_dtype: Any = None,
+    dtype: DTypeLike | None = None,
+    out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "..."]:
     """[`jax.numpy.einsum`][] by [`mpx_pde.mixed_dot_general`][].
 

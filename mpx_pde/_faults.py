@@ -4,9 +4,9 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import PyTree
 
 from ._loss_scaling import AbstractLossScaling, check_scaling
+from ._types import PyTree
 from .derivatives import Scaling
 
 

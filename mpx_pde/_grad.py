@@ -1,14 +1,18 @@
 """Gradients in mixed precision."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import PyTree
+from jaxtyping import Array
 
 from ._gradient import Gradient, Transformed
 from ._loss_scaling import AbstractLossScaling
+from ._types import AxisName, GradientOptions, PolicyLike, PyTree
+
+
+_Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
 
 
 def _value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
@@ -48,17 +52,47 @@ def _run_scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     return (value, aux) if gradient.has_aux else value, grads
 
 
+if TYPE_CHECKING:
+
+    @overload
+    def filter_value_and_grad(
+        func: Callable[..., Any],
+        scaling: _Scaling,
+        has_aux: Literal[False] = False,
+        use_mixed_precision: bool = True,
+        **options: Unpack[GradientOptions],
+    ) -> Callable[..., tuple[Array, _Scaling, Array, PyTree]]: ...
+
+    @overload
+    def filter_value_and_grad(
+        func: Callable[..., Any],
+        scaling: _Scaling,
+        has_aux: Literal[True],
+        use_mixed_precision: bool = True,
+        **options: Unpack[GradientOptions],
+    ) -> Callable[..., tuple[tuple[Array, PyTree], _Scaling, Array, PyTree]]: ...
+
+    @overload
+    def filter_value_and_grad(
+        func: Callable[..., Any],
+        scaling: AbstractLossScaling | None,
+        has_aux: bool = False,
+        use_mixed_precision: bool = True,
+        **options: Unpack[GradientOptions],
+    ) -> Callable[..., tuple[Any, ...]]: ...
+
+
 def filter_value_and_grad(
-    func: Callable,
+    func: Callable[..., Any],
     scaling: AbstractLossScaling | None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,
-    policy: Any = None,
+    policy: PolicyLike | None = None,
     keep_full: PyTree = False,
-    axis_name: Any = None,
+    axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
-) -> Callable:
+) -> Callable[..., Any]:
     """[`equinox.filter_value_and_grad`][] in mixed precision, with loss scaling.
 
     The arguments are cast to half precision, `func` runs, its loss is scaled in float32 and
@@ -133,17 +167,47 @@ def filter_value_and_grad(
     return eqx.module_update_wrapper(Transformed(gradient, _run_value_and_grad))
 
 
+if TYPE_CHECKING:
+
+    @overload
+    def filter_grad(
+        func: Callable[..., Any],
+        scaling: _Scaling,
+        has_aux: Literal[False] = False,
+        use_mixed_precision: bool = True,
+        **options: Unpack[GradientOptions],
+    ) -> Callable[..., tuple[_Scaling, Array, PyTree]]: ...
+
+    @overload
+    def filter_grad(
+        func: Callable[..., Any],
+        scaling: _Scaling,
+        has_aux: Literal[True],
+        use_mixed_precision: bool = True,
+        **options: Unpack[GradientOptions],
+    ) -> Callable[..., tuple[_Scaling, Array, PyTree, PyTree]]: ...
+
+    @overload
+    def filter_grad(
+        func: Callable[..., Any],
+        scaling: AbstractLossScaling | None,
+        has_aux: bool = False,
+        use_mixed_precision: bool = True,
+        **options: Unpack[GradientOptions],
+    ) -> Callable[..., tuple[Any, ...]]: ...
+
+
 def filter_grad(
-    func: Callable,
+    func: Callable[..., Any],
     scaling: AbstractLossScaling | None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,
-    policy: Any = None,
+    policy: PolicyLike | None = None,
     keep_full: PyTree = False,
-    axis_name: Any = None,
+    axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
-) -> Callable:
+) -> Callable[..., Any]:
     """[`mpx_pde.filter_value_and_grad`][] without the value.
 
     ```python
@@ -173,17 +237,47 @@ def filter_grad(
     return eqx.module_update_wrapper(Transformed(gradient, _run_grad))
 
 
+if TYPE_CHECKING:
+
+    @overload
+    def calculate_scaled_grad(
+        func: Callable[..., Any],
+        scaling: AbstractLossScaling | None,
+        has_aux: Literal[False] = False,
+        use_mixed_precision: bool = True,
+        **options: Unpack[GradientOptions],
+    ) -> Callable[..., tuple[Array, PyTree]]: ...
+
+    @overload
+    def calculate_scaled_grad(
+        func: Callable[..., Any],
+        scaling: AbstractLossScaling | None,
+        has_aux: Literal[True],
+        use_mixed_precision: bool = True,
+        **options: Unpack[GradientOptions],
+    ) -> Callable[..., tuple[tuple[Array, PyTree], PyTree]]: ...
+
+    @overload
+    def calculate_scaled_grad(
+        func: Callable[..., Any],
+        scaling: AbstractLossScaling | None,
+        has_aux: bool = False,
+        use_mixed_precision: bool = True,
+        **options: Unpack[GradientOptions],
+    ) -> Callable[..., tuple[Any, ...]]: ...
+
+
 def calculate_scaled_grad(
-    func: Callable,
+    func: Callable[..., Any],
     scaling: AbstractLossScaling | None,
     has_aux: bool = False,
     use_mixed_precision: bool = True,
     *,
-    policy: Any = None,
+    policy: PolicyLike | None = None,
     keep_full: PyTree = False,
-    axis_name: Any = None,
+    axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
-) -> Callable:
+) -> Callable[..., Any]:
     """The raw ingredients, for people who unscale, check and adjust by themselves.
 
     The cast is *not* part of what is differentiated here: gradients are in half precision (with

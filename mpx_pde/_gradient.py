@@ -14,7 +14,7 @@ import jax.tree_util as jtu
 import jmp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Bool, Inexact, PyTree
+from jaxtyping import Array, Bool, Inexact
 
 from ._cast import cast_except, cast_operands, widen
 from ._dot import varying_axes
@@ -23,6 +23,7 @@ from ._loss_scaling import check_scaling, split_aux
 from ._notes import noting_the_cast
 from ._precision_report import checked, traced
 from ._tree import all_finite
+from ._types import PyTree
 from .autocast import autocast as autocast_function, parse_patterns
 from .derivatives._counts import check_takes_derivatives, sum_counts
 from .derivatives._scaling import Scaling

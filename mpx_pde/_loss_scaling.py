@@ -13,12 +13,13 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
-from jaxtyping import Array, Bool, Float32, Int32, PyTree
+from jaxtyping import Array, Bool, Float32, Int32
 
 from ._cast import is_inexact, widen
 from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE, half_precision_datatype, largest_scale
 from ._repr import brief, described, number, skips
 from ._tree import check_flag
+from ._types import BoolLike, PyTree, ScalarLike
 
 
 def _multiply(tree: PyTree, factor: Float32[Array, ""], operation: Callable) -> PyTree:
@@ -91,7 +92,7 @@ class AbstractLossScaling(eqx.Module):
         """Divides the floating-point leaves of `tree` by the scale, in float32 or wider."""
 
     @abc.abstractmethod
-    def adjust(self, grads_finite: Any) -> "AbstractLossScaling":
+    def adjust(self, grads_finite: BoolLike) -> "AbstractLossScaling":
         """The scaling for the next step, given whether this step's gradients were finite."""
 
 
@@ -111,7 +112,7 @@ class NoOpLossScaling(AbstractLossScaling):
         """Returns `tree`, with leaves narrower than float32 cast to float32."""
         return widen(tree)
 
-    def adjust(self, grads_finite: Any) -> "NoOpLossScaling":
+    def adjust(self, grads_finite: BoolLike) -> "NoOpLossScaling":
         """Returns the scaling itself."""
         check_flag(grads_finite, "NoOpLossScaling.adjust", "grads_finite")
         return self
@@ -130,7 +131,7 @@ class StaticLossScaling(AbstractLossScaling):
     def __repr__(self) -> str:
         return described(self, f"loss_scaling={number(self.loss_scaling)}")
 
-    def __init__(self, loss_scaling: Any):
+    def __init__(self, loss_scaling: ScalarLike):
         """**Arguments:**
 
         - `loss_scaling`: the scale, a positive number or scalar array. Powers of two are exact.
@@ -155,7 +156,7 @@ class StaticLossScaling(AbstractLossScaling):
         """
         return _multiply(tree, self.loss_scaling, jnp.divide)
 
-    def adjust(self, grads_finite: Any) -> "StaticLossScaling":
+    def adjust(self, grads_finite: BoolLike) -> "StaticLossScaling":
         """Returns the scaling itself."""
         check_flag(grads_finite, "StaticLossScaling.adjust", "grads_finite")
         return self
@@ -191,13 +192,13 @@ class DynamicLossScaling(AbstractLossScaling):
 
     def __init__(
         self,
-        loss_scaling: Any = 2**15,
-        min_loss_scaling: Any = 2**-24,
-        factor: Any = 2,
-        period: Any = 2000,
-        counter: Any = None,
+        loss_scaling: ScalarLike = 2**15,
+        min_loss_scaling: ScalarLike = 2**-24,
+        factor: ScalarLike = 2,
+        period: ScalarLike = 2000,
+        counter: ScalarLike | None = None,
         *,
-        max_loss_scaling: Any = None,
+        max_loss_scaling: ScalarLike | None = None,
     ):
         """**Arguments:**
 
@@ -285,7 +286,7 @@ class DynamicLossScaling(AbstractLossScaling):
         """
         return _multiply(tree, self.loss_scaling, jnp.divide)
 
-    def adjust(self, grads_finite: Any) -> "DynamicLossScaling":
+    def adjust(self, grads_finite: BoolLike) -> "DynamicLossScaling":
         """The scaling for the next step.
 
         **Arguments:**
@@ -337,7 +338,9 @@ def split_aux(out: Any, call: str) -> tuple[Any, Any]:
     return out
 
 
-def scaled(func: Callable, scaling: AbstractLossScaling, has_aux: bool = False) -> Callable:
+def scaled(
+    func: Callable[..., Any], scaling: AbstractLossScaling, has_aux: bool = False
+) -> Callable[..., Any]:
     """A function whose value is that of `func`, multiplied by the loss scale.
 
     **Arguments:**

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
 from jax import lax
-from jaxtyping import PyTree
 
 from ._cast import convert, widen
 from ._tree import check_flag, check_same_structure, select_tree
+from ._types import BoolLike, PyTree
 
 
 _CALL = "optimizer_update"
@@ -115,7 +115,7 @@ def optimizer_update(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
     optimizer_state: PyTree,
     grads: PyTree,
-    grads_finite: Any,
+    grads_finite: BoolLike,
     **extra_args: Any,
 ) -> tuple[PyTree, PyTree]:
     """Updates a model by an Optax optimizer, if the gradients are finite.

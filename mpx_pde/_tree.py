@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Bool, Float, PyTree
+from jaxtyping import Array, Bool, Float
 
 from ._cast import is_inexact, widen
+from ._types import BoolLike, PyTree
 
 
 def _inexact_leaves(tree: PyTree) -> list[Array]:
@@ -75,7 +76,7 @@ def check_same_structure(call: str, a_name: str, a: PyTree, b_name: str, b: PyTr
     raise ValueError(f"`{call}`: {a_name} and {b_name} must have the same structure. {where}")
 
 
-def select_tree(pred: Any, a: PyTree, b: PyTree) -> PyTree:
+def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
     """The PyTree `a` where `pred` is true, else `b`, leaf by leaf.
 
     Use it to roll back what a skipped step must not change, such as the running statistics of a

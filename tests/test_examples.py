@@ -50,7 +50,7 @@ def test_an_example_trains_tells_and_draws(name, tmp_path, monkeypatch):
 
 
 def test_the_command_line_has_the_options_of_run():
-    options = vars(pinn.arguments("An example.", out="folder").parse_args([]))
+    options = vars(pinn.arguments("An example.", small(), out="folder").parse_args([]))
     known = inspect.signature(pinn.run).parameters
     assert set(options) == set(known) - {"problem"}
     for name, value in options.items():

@@ -1,6 +1,7 @@
 """What an import of the package does and does not do, and how its modules hang together."""
 
 import ast
+import inspect
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from types import ModuleType
 import pytest
 
 import mpx_pde as mpx
+from mpx_pde._types import GradientOptions
 
 
 PACKAGE = Path(mpx.__file__).parent
@@ -23,6 +25,7 @@ PACKAGES = {
 
 # Each module imports from those before it alone.
 ORDER = [
+    ["_types"],
     ["_dtypes", "_notes", "_repr"],
     ["_dtypes", "_notes", "_repr"],
     ["_dot", "_cast", "_jaxpr", "_reverse"],
@@ -142,3 +145,37 @@ def test_public_names_have_docstrings(name):
     for method, function in methods:
         if not method.startswith("_") and (callable(function) or isinstance(function, property)):
             assert function.__doc__, f"{name}.{method}"
+
+
+# --- Types -----------------------------------------------------------------------------------
+
+
+def test_all_names_what_init_exports():
+    [init] = [tree for name, tree in MODULES.items() if name == "__init__"]
+    exported = {
+        alias.asname
+        for node in init.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname
+    }
+    assert set(mpx.__all__) == exported
+    assert all(hasattr(mpx, name) for name in mpx.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nosuch'"):
+        _ = mpx.nosuch
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "filter_grad",
+        "filter_value_and_grad",
+        "calculate_scaled_grad",
+        "filter_accumulated_value_and_grad",
+    ],
+)
+def test_type_checkers_know_the_options_of_the_gradient_transformations(name):
+    """Their overloads take them as one `TypedDict`."""
+    parameters = inspect.signature(getattr(mpx, name)).parameters.values()
+    options = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"in_axes"}
+    assert options == set(GradientOptions.__annotations__)

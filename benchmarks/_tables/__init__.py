@@ -42,6 +42,7 @@ TABLES = {
     "vit-batches": _rivals.vit_batches,
     "vit-step": _rivals.vit_step,
     "vit_memory": _programs.vit_memory,
+    "rivals": _summary.rivals,
     "spectral-layers": _accuracy.spectral_layers,
     "spectral-models": _programs.spectral_models,
 }

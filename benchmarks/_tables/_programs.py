@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ._format import load, markdown, source
+from ._format import NOT_RUN, load, markdown, source
 
 
 def overhead() -> str:
@@ -26,7 +26,7 @@ def overhead() -> str:
         rows.append(
             [
                 f"{program['problem']} {program['size']}",
-                program["target"],
+                {"cpu": "CPU"}.get(program["target"], f"{program['target']}, not run"),
                 program["step"],
                 *(ratio(f) for f in ("operations", "bytes_accessed", "temp_bytes")),
             ]
@@ -75,7 +75,8 @@ def _scaled() -> tuple[list[dict[str, Any]], str]:
     """The steps on several devices of both platforms, and where they come from."""
     platforms = [load(f"weak_scaling-{name}-cpu") for name in ("h100", "v5e")]
     found = [step for data in platforms for step in data["steps"] if step["devices"] > 1]
-    return found, "\n".join(f"- {source(data)}" for data in platforms)
+    note = "Compiled for devices that are not there, not run."
+    return found, "\n".join([note, "", *(f"- {source(data)}" for data in platforms)])
 
 
 def weak_scaling() -> str:
@@ -134,6 +135,7 @@ def growth() -> str:
     columns = ["size", "step", "temp memory, MiB", "exponent", "kernels", "GFLOP", "exponent"]
     base = data["costs"][1]
     note = f"The base: {base['width']} × {base['depth']}, {base['points']:,} points."
+    note += f" Memory and kernels {NOT_RUN}."
     return f"{markdown(columns, rows)}\n\n{note} {source(data)}\n"
 
 
@@ -164,7 +166,7 @@ def vit_memory() -> str:
     m = data["memory"][0]
     return (
         f"{markdown(columns, rows)}\n\nViT-Base ({m['blocks']} blocks), batch {m['batch']}, one "
-        f"training step with AdamW, compiled for an H100. {source(data)}\n"
+        f"training step with AdamW, {NOT_RUN}. {source(data)}\n"
     )
 
 
@@ -218,7 +220,7 @@ def cavity_memory() -> str:
     return (
         f"{markdown(columns, rows)}\n\nu, v and p with first and second derivatives and the "
         f"gradient with respect to the parameters: {size['depth']} × {size['width']}, "
-        f"{size['points']:,} points. {source(data)}\n"
+        f"{size['points']:,} points; {NOT_RUN}. {source(data)}\n"
     )
 
 
@@ -240,5 +242,5 @@ def spectral_models() -> str:
     columns = ["precision", "transform", "temp memory, GiB", "of the first", "products", "FFTs"]
     return (
         f"{markdown(columns, rows)}\n\nFour blocks, {first['size']}², {first['modes']} modes, "
-        f"{first['channels']} channels, a batch of {first['batch']}. {source(data)}\n"
+        f"{first['channels']} channels, a batch of {first['batch']}; {NOT_RUN}. {source(data)}\n"
     )

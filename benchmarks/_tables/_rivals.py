@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ._format import load, markdown, source
+from ._format import NOT_RUN, load, markdown, source
 
 
 Record = dict[str, Any]
@@ -118,7 +118,7 @@ def _memory(name: str, where: Callable[[Record], str]) -> str:
     rows = [[rival, *(row.get(size, "–") for size in sizes)] for rival, row in cells.items()]
     return (
         f"{markdown(['step', *sizes], rows)}\n\nGiB beyond state and batch and, in brackets, over "
-        f"the first row; compiled for an H100, with cuBLAS for products. {source(data)}\n"
+        f"the first row; {NOT_RUN}, with cuBLAS for products. {source(data)}\n"
     )
 
 

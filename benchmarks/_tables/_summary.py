@@ -1,11 +1,19 @@
 """All of it at a glance: what half precision costs in accuracy, and what it saves."""
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from ._format import ROOT, load, markdown
+from ._format import NOT_RUN, ROOT, Result, load, markdown, older, source
 from ._operators import variants
+
+
+PINN, OPERATOR = "relative L2 error", "relative L2 test error"
+ALIKE = 1.05  # times the error of float32 is as good: seeds differ by more
+RIVALS = (
+    *("float32", "casts by hand, float16", "MPX, float16", "torch.amp, float16"),
+    *("torch.amp, bfloat16", "mpx_pde, float16", "mpx_pde, bfloat16"),
+)
 
 
 class Accuracy(NamedTuple):
@@ -14,39 +22,46 @@ class Accuracy(NamedTuple):
     task: str
     measure: str
     run: str
-    values: list[float]
-    float32: list[float]
+    values: dict[int, float]  # by seed
+    float32: dict[int, float]
+
+    @property
+    def ratios(self) -> list[float]:
+        """To float32 from the same seed."""
+        return [value / self.float32[seed] for seed, value in self.values.items()]
 
     @property
     def ratio(self) -> float:
-        """The median over the seeds of the ratio to float32 from the same seed."""
-        return statistics.median(v / f for v, f in zip(self.values, self.float32, strict=True))
+        """The median over the seeds."""
+        return statistics.median(self.ratios)
+
+
+def pinns_results() -> list[Result]:
+    paths = sorted((ROOT / "benchmarks" / "results").glob("pinns-*-cpu.json"))
+    return [load(path.stem) for path in paths]
 
 
 def accuracies() -> Iterator[Accuracy]:
-    for path in sorted((ROOT / "benchmarks" / "results").glob("pinns-*-cpu.json")):
-        trainings = load(path.stem)["trainings"]
+    for data in pinns_results():
         runs: dict[str, dict[int, float]] = {}
-        for t in trainings:
+        for t in data["trainings"]:
             runs.setdefault(t["run"], {})[t["seed"]] = t["error"]
-        task = f"`{trainings[0]['example']}`"
+        task = f"`{data['trainings'][0]['example']}`"
         for run, errors in runs.items():
-            float32 = [runs["float32"][seed] for seed in errors]
-            yield Accuracy(task, "relative L2 error", run, list(errors.values()), float32)
+            yield Accuracy(task, PINN, run, errors, runs["float32"])
     data = load("operators-cpu")
     for problem in dict.fromkeys(t["problem"] for t in data["trainings"]):
         groups = variants(data, problem)
-        float32 = groups["float32", None].errors("l2")
+        by_seed = lambda g: dict(zip(g.values("seed"), g.errors("l2"), strict=True))
+        float32 = by_seed(groups["float32", None])
         for (precision, stabilizer), group in groups.items():
             if stabilizer is None:
-                errors = group.errors("l2")
-                yield Accuracy(f"`{problem}`", "relative L2 test error", precision, errors, float32)
+                yield Accuracy(f"`{problem}`", OPERATOR, precision, by_seed(group), float32)
     scores: dict[str, dict[int, float]] = {}
     for t in load("vit-cpu")["trainings"]:
         scores.setdefault(t["precision"], {})[t["seed"]] = 1 - t["accuracy"]
     for run, values in scores.items():
-        float32 = [scores["float32"][seed] for seed in values]
-        yield Accuracy("`vit`", "test images misjudged", run, list(values.values()), float32)
+        yield Accuracy("`vit`", "test images misjudged", run, values, scores["float32"])
 
 
 # The columns of the table, and what the trainings call them.
@@ -62,67 +77,121 @@ RUNS = {
 def accuracy() -> str:
     rows: dict[str, dict[str, Any]] = {}
     for a in accuracies():
-        row = rows.setdefault(a.task, {"measure": a.measure, "seeds": len(a.float32)})
+        row = rows.setdefault(a.task, {"measure": a.measure})
         if a.run == "float32":
-            row["float32"] = f"{statistics.median(a.values):.2e}"
+            row["seeds"] = " ".join(str(seed) for seed in a.values)
+            row["float32"] = f"{statistics.median(a.values.values()):.2e}"
         for column, names in RUNS.items():
             if a.run in names:
-                row[column] = f"{a.ratio:.2f}"
+                row[column] = f"{a.ratio:.2f} ({min(a.ratios):.2f}–{max(a.ratios):.2f})"
     columns = ["training", "measure", "seeds", "float32", *RUNS]
     cells = [[task, *(str(row.get(c, "–")) for c in columns[1:])] for task, row in rows.items()]
-    return f"{markdown(columns, cells)}\n"
+    read = [*pinns_results(), load("operators-cpu"), load("vit-cpu")]
+    return f"{markdown(columns, cells)}\n{_ages(read)}"
 
 
-def _memory(name: str, section: str, **wanted: Any) -> int:
-    [record] = [r for r in load(name)[section] if wanted.items() <= r.items()]
+def _ages(read: Iterable[Result]) -> str:
+    """Which of the results are older than the code, a line for each reason."""
+    reasons: dict[str, list[str]] = {}
+    for data in read:
+        if reason := older(data):
+            reasons.setdefault(reason, []).append(f"`{data.name}`")
+    told = [f"- {', '.join(names)}:{reason}\n" for reason, names in reasons.items()]
+    return "".join(["\n", *told]) if told else ""
+
+
+def _memory(data: Result, section: str, **wanted: Any) -> int:
+    [record] = [r for r in data[section] if wanted.items() <= r.items()]
     return record["temp_bytes"]
+
+
+def _ratios(found: list[Accuracy]) -> str:
+    """The medians from problem to problem, and from which seeds."""
+    medians, single = [a.ratio for a in found], [r for a in found for r in a.ratios]
+    seeds = " or ".join(map(str, sorted({len(a.values) for a in found})))
+    return (
+        f"{min(medians):.2f} to {max(medians):.2f}, medians of {seeds} seeds in {len(found)} "
+        f"problems; single seeds {min(single):.2f} to {max(single):.2f}"
+    )
 
 
 def headline() -> str:
     """What is promised, and the figure for it."""
-    half = [a for a in accuracies() if a.run == "float16"]
-    pinns = [a.ratio for a in half if a.measure == "relative L2 error"]
-    operators = [a.ratio for a in half if a.measure == "relative L2 test error"]
+    found = list(accuracies())
+    rows = []
+    for precision in ("float16", "bfloat16"):
+        pinns = [a for a in found if a.measure == PINN and a.run == precision]
+        what = f"Error of physics-informed networks, {precision} over float32"
+        rows.append([what, _ratios(pinns)])
+    naive = [a for a in found if a.run == "naive-float16"]
+    alike = [a for a in naive if a.ratio <= ALIKE]
+    others = ", ".join(f"{a.ratio:.2f} in {a.task}" for a in naive if a not in alike)
+    rows.append(
+        [
+            "The same, everything cast to float16 by hand, with a loss scale",
+            f"at most {max(a.ratio for a in alike):.2f} in {len(alike)} of {len(naive)} problems "
+            f"({', '.join(a.task for a in alike)}); {others}",
+        ]
+    )
+    operators = [a for a in found if a.measure == OPERATOR and a.run == "float16"]
+    seeds = " or ".join(map(str, sorted({len(a.values) for a in operators})))
+    errors = (
+        f"{statistics.median(a.values.values()):.4f} and "
+        f"{statistics.median(a.float32.values()):.4f} ({a.task})"
+        for a in operators
+    )
+    rows.append(
+        [
+            "Relative test error of neural operators, float16 and float32",
+            f"{', '.join(errors)}, medians of {seeds} seeds",
+        ]
+    )
+    cavity, spectral, vit = (load(f"{n}-cpu") for n in ("cavity_memory", "spectral", "vit_memory"))
 
-    def saved(name, section, full, half):
-        return _memory(name, section, **half) / _memory(name, section, **full)
+    def saved(data, section, full, half):
+        return _memory(data, section, **half) / _memory(data, section, **full)
 
     propagated = {"derivatives": "propagated"}
     memory = {
         "physics-informed step": saved(
-            "cavity_memory-cpu",
+            cavity,
             "memory",
             {"precision": "float32", **propagated},
             {"precision": "float16", **propagated},
         ),
         "neural operator": saved(
-            "spectral-cpu",
+            spectral,
             "models",
             {"dtype": "float32", "method": "fft"},
             {"dtype": "float16", "method": "dft"},
         ),
         "ViT-Base": saved(
-            "vit_memory-cpu",
-            "memory",
-            {"precision": "float32"},
-            {"precision": "autocast-float16"},
+            vit, "memory", {"precision": "float32"}, {"precision": "autocast-float16"}
         ),
     }
-    extra = max(r["operations"] for r in load("overhead-cpu")["ratios"])
-    rows = [
-        [
-            "Error of physics-informed networks, float16 over float32",
-            f"{min(pinns):.2f} to {max(pinns):.2f}, {len(pinns)} problems",
-        ],
-        [
-            "Test error of neural operators, float16 over float32",
-            f"{min(operators):.3f} to {max(operators):.3f}, {len(operators)} problems",
-        ],
-        *(
-            [f"Memory of a {name} on an H100, half over float32", f"{ratio:.2f}"]
-            for name, ratio in memory.items()
-        ),
+    rows += [
+        [f"Memory of a {name}, float16 over float32, {NOT_RUN}", f"{ratio:.2f}"]
+        for name, ratio in memory.items()
+    ]
+    overhead = load("overhead-cpu")
+    extra = max(r["operations"] for r in overhead["ratios"])
+    rows += [
         ["Operations of a step, over the same step by hand", f"at most {extra:.4f}"],
         ["Speed on a GPU", "not measured"],
     ]
-    return f"{markdown(['what', 'measured'], rows)}\n"
+    read = [*pinns_results(), load("operators-cpu"), cavity, spectral, vit, overhead]
+    return f"{markdown(['what', 'measured'], rows)}\n{_ages(read)}"
+
+
+def rivals() -> str:
+    """What the ways to train the cavity in half precision come to, and in what time."""
+    data = load("time_to_error-cavity-cpu")
+    rows = []
+    for name in RIVALS:
+        curves = [c for c in data["curves"] if c["rival"] == name]
+        error = statistics.median(c["errors"][-1] for c in curves)
+        seconds = statistics.median(c["seconds"][-1] / c["steps"][-1] for c in curves)
+        rows.append([name, f"{error:.2e}", f"{1000 * seconds:.1f}"])
+    seeds = ", ".join(dict.fromkeys(str(c["seed"]) for c in data["curves"]))
+    columns = ["training", "relative L2 error at the end", "ms a step on a CPU"]
+    return f"{markdown(columns, rows)}\n\nSeed {seeds}. {source(data)}\n"

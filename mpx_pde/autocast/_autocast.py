@@ -1,7 +1,7 @@
 """The public transformation."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, overload
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax import lax
 from .._dot import SPLIT_PRODUCTS
 from .._dtypes import asked_for_half, half_precision, half_precision_datatype, is_half
 from .._jaxpr import trace_arrays
+from .._types import DTypeLike, Names
 from ._containers import Place
 from ._evaluate import Evaluator
 from ._report import AutocastReport, Recorder
@@ -77,12 +78,12 @@ class _Autocast(eqx.Module):
             for x, v in zip(out, jaxpr.outvars, strict=True)
         ]
 
-    def __call__(self, /, *args, **kwargs):
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         policy = self._policy()
         closed, leaves, assemble = self._trace(policy, args, kwargs)
         return assemble(self._evaluate(Evaluator(policy), closed, leaves))
 
-    def report(self, /, *args, **kwargs) -> AutocastReport:
+    def report(self, /, *args: Any, **kwargs: Any) -> AutocastReport:
         """What is cast where, for these arguments. Traces, and runs nothing.
 
         **Arguments:** those of the function; [`jax.ShapeDtypeStruct`][] will do for arrays.
@@ -107,9 +108,34 @@ class _Autocast(eqx.Module):
         return _Autocast(eqx.Partial(self._fun, instance), self._dtype, self._half, self._full)
 
 
+if TYPE_CHECKING:
+
+    @overload
+    def autocast(
+        fun: None = None,
+        dtype: DTypeLike | lax.DotAlgorithmPreset | None = None,
+        *,
+        half: Names = (),
+        full: Names = (),
+    ) -> Callable[[Callable[..., Any]], _Autocast]: ...
+
+    @overload
+    def autocast(
+        fun: Callable[..., Any],
+        dtype: DTypeLike | lax.DotAlgorithmPreset | None = None,
+        *,
+        half: Names = (),
+        full: Names = (),
+    ) -> _Autocast: ...
+
+
 def autocast(
-    fun: Callable | None = None, dtype: Any = None, *, half: Any = (), full: Any = ()
-) -> Callable:
+    fun: Callable[..., Any] | None = None,
+    dtype: DTypeLike | lax.DotAlgorithmPreset | None = None,
+    *,
+    half: Names = (),
+    full: Names = (),
+) -> Any:
     """Runs a function that was written for float32 in mixed precision, operation by operation.
 
     `fun` is traced, and its jaxpr evaluated again by a table of operations:

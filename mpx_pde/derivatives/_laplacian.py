@@ -9,6 +9,7 @@ import numpy as np
 from jaxtyping import Array
 
 from .._dtypes import as_floating_dtype
+from .._types import DTypeLike, Names
 from ._checks import (
     check_coords,
     check_derivatives,
@@ -23,14 +24,14 @@ from ._state import DerivativeScaling
 
 
 def laplacian(
-    fun: Callable,
-    terms: Any = (),
+    fun: Callable[..., Any],
+    terms: Names = (),
     *,
-    coords: Any,
-    outputs: Any,
-    over: Any = None,
+    coords: Names,
+    outputs: Names,
+    over: Names | None = None,
     scaling: Any = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> Evaluation:
     """The Laplacian of every output of a network.
 
@@ -83,14 +84,14 @@ def laplacian_rows(scaling: DerivativeScaling, over: tuple[str, ...], call: str)
 
 
 def linear_operator(
-    fun: Callable,
+    fun: Callable[..., Any],
     operators: Mapping[str, Any],
-    terms: Any = (),
+    terms: Names = (),
     *,
-    coords: Any,
-    outputs: Any,
+    coords: Names,
+    outputs: Names,
     scaling: Any = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
     samples: int | None = None,
     key: Any = None,
     replace: bool = False,

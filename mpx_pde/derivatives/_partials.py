@@ -4,19 +4,20 @@ from collections.abc import Callable
 from typing import Any
 
 from .._dtypes import as_floating_dtype
+from .._types import DTypeLike, Names
 from ._checks import check_coords, check_derivatives, check_fun, parse_terms, row_of
 from ._evaluation import Evaluation
 from ._names import names_of
 
 
 def partials(
-    fun: Callable,
-    terms: Any,
+    fun: Callable[..., Any],
+    terms: Names,
     *,
-    coords: Any,
-    outputs: Any,
+    coords: Names,
+    outputs: Names,
     scaling: Any = None,
-    dtype: Any = None,
+    dtype: DTypeLike | None = None,
 ) -> Evaluation:
     """The derivatives of a network that a loss asks for, by name.
 

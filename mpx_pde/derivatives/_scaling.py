@@ -4,11 +4,12 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32, PyTree
+from jaxtyping import Array, Bool, Int32
 
 from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, check_scaling
 from .._repr import brief, described, skips
 from .._tree import check_flag, select_tree
+from .._types import BoolLike, PyTree
 from ._state import DerivativeScaling
 
 
@@ -96,7 +97,7 @@ class Scaling(AbstractLossScaling):
         """`unscale` of the loss scaling."""
         return self.loss.unscale(tree)
 
-    def adjust(self, grads_finite: Any, counts: Any = None) -> "Scaling":
+    def adjust(self, grads_finite: BoolLike, counts: Any = None) -> "Scaling":
         """The scaling for the next step.
 
         **Arguments:**

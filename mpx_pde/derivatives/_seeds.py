@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from .._cast import is_inexact, widen
+from .._types import PyTree, ScalarLike
 from ._names import exponent_of
 
 
@@ -52,10 +53,10 @@ def _scale_and_inverse(scale: Any, call: str) -> tuple[Any, Any]:
 
 
 def scaled_jvp(
-    fun: Callable,
+    fun: Callable[..., Any],
     primals: Sequence[PyTree],
     tangents: Sequence[PyTree],
-    scale: Any,
+    scale: ScalarLike,
     *,
     unscale: bool = True,
 ) -> tuple[PyTree, PyTree]:
@@ -88,8 +89,8 @@ def scaled_jvp(
 
 
 def scaled_vjp(
-    fun: Callable, *primals: PyTree, scale: Any, unscale: bool = True
-) -> tuple[PyTree, Callable]:
+    fun: Callable[..., Any], *primals: PyTree, scale: ScalarLike, unscale: bool = True
+) -> tuple[PyTree, Callable[..., Any]]:
     """[`jax.vjp`][] with cotangents that are scaled on the way in and unscaled on the way out.
 
     **Arguments:**

@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from .._dtypes import half_precision_datatype
 from .._repr import by_name, described, number
+from .._types import DTypeLike, Names
 from ._names import (
     DEFAULTS,
     exponent_of,
@@ -187,7 +188,7 @@ class DerivativeScaling(eqx.Module):
 
     @classmethod
     def per_direction(
-        cls, coords: Any, *, order: int = 4, terms: Sequence[str] = (), **options: Any
+        cls, coords: Names, *, order: int = 4, terms: Sequence[str] = (), **options: Any
     ) -> "DerivativeScaling":
         """One scale `s` for each coordinate: a derivative of order k in it carries `s**k`.
 
@@ -401,12 +402,12 @@ class DerivativeScaling(eqx.Module):
         self,
         fun: Any,
         points: Float[Array, "points coords"],
-        terms: Any,
+        terms: Names,
         *,
-        coords: Any,
-        outputs: Any,
-        over: Any = None,
-        dtype: Any = None,
+        coords: Names,
+        outputs: Names,
+        over: Names | None = None,
+        dtype: DTypeLike | None = None,
     ) -> "DerivativeScaling":
         """First scales from a trial on a few points, so that a run need not skip its first steps.
 

@@ -66,7 +66,7 @@ class SafeLayer(eqx.Module):
         return _evaluate(lambda x: widen(self.fun)(x), x)
 
 
-def safe(fun: Callable) -> Callable:
+def safe(fun: Callable[..., Any]) -> Callable:
     """`fun`, evaluated in float32, with its result in the dtype of the input.
 
     So are its derivatives of every order, in forward and reverse mode.

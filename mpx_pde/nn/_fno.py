@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import widen
 from .._dtypes import is_half, wide
+from .._types import DTypeLike
 from ._activations import SafeActivation, gelu, safe
 from ._arithmetic import (
     KEPT,
@@ -196,14 +197,14 @@ class FNO(eqx.Module):
         method: Literal["auto", "dft", "fft"] = "auto",
         factorization: Literal["cp"] | None = None,
         rank: int | float = 0.5,
-        stabilizer: str | Callable | None = None,
-        activation: Callable = gelu,
+        stabilizer: str | Callable[..., Any] | None = None,
+        activation: Callable[..., Any] = gelu,
         lifting_ratio: int | float = 2.0,
         projection_ratio: int | float = 2.0,
         mlp_ratio: int | float = 0.5,
         grid_embedding: bool = True,
         domain_padding: int | float | Sequence[int | float] = 0.0,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
     ):
         """**Arguments:**
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from .._cast import FullPrecision, widen
 from .._dot import mixed_matmul
 from .._dtypes import as_floating_dtype, is_integer, product_datatype
+from .._types import DTypeLike
 from ._activations import SafeActivation, safe
 from ._order import gradients_in_turn
 
@@ -134,11 +135,11 @@ class CoordinateMLP(eqx.Module):
         depth: int,
         *,
         key: PRNGKeyArray,
-        activation: Callable = jnp.tanh,
+        activation: Callable[..., Any] = jnp.tanh,
         fourier_features: Any = None,
         periodic: Any = None,
         full_precision_last: bool = False,
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
     ):
         """**Arguments:**
 

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import widen
 from .._dtypes import is_integer
+from .._types import DTypeLike
 from ._arithmetic import (
     KEPT,
     Arithmetic,
@@ -107,9 +108,9 @@ class SpectralConv(eqx.Module):
         key: PRNGKeyArray,
         factorization: Literal["cp"] | None = None,
         rank: int | float = 0.5,
-        stabilizer: str | Callable | None = None,
+        stabilizer: str | Callable[..., Any] | None = None,
         method: Literal["auto", "dft", "fft"] = "auto",
-        dtype: Any = None,
+        dtype: DTypeLike | None = None,
     ):
         """**Arguments:**
 

@@ -5,6 +5,7 @@ every transform. All are evaluated in float32.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -26,7 +27,7 @@ def sigma_clip(x: Float[Array, "channels *grid"]) -> Float[Array, "channels *gri
     return jnp.clip(widen(x), mean - 2 * deviation, mean + 2 * deviation).astype(x.dtype)
 
 
-def soft_clip(limit: float) -> Callable:
+def soft_clip(limit: float) -> Callable[..., Any]:
     """The function `limit * tanh(x / limit)`: the identity for small values, ±`limit` for large.
 
     **Arguments:**

@@ -12,6 +12,7 @@ import numpy as np
 
 from .._dtypes import as_floating_dtype, half_precision_datatype, is_half
 from .._jaxpr import trace_arrays
+from .._types import DTypeLike
 from ._evaluate import CLEAN, TAINTED, Known, Meter, Site
 from ._explain import explain
 from ._report import RangeReport, fold, idle_product, make_row
@@ -116,7 +117,7 @@ def _says_what_is_half(fun: Any) -> bool:
     return False
 
 
-def range_report(fun: Callable) -> Callable[..., RangeReport]:
+def range_report(fun: Callable[..., Any]) -> Callable[..., RangeReport]:
     """Runs a function once in float32, and tells what half precision makes of its values.
 
     Every floating-point value on the way is looked at, also inside of `jax.jit`, loops, branches,
@@ -171,7 +172,9 @@ class _Explain(eqx.Module):
         return explain(range_report(self._fun)(*args, **kwargs), name)
 
 
-def explain_nonfinite(fun: Callable, dtype: Any = None) -> Callable[..., str]:
+def explain_nonfinite(
+    fun: Callable[..., Any], dtype: DTypeLike | None = None
+) -> Callable[..., str]:
     """Says in which line half precision first overflows, by how much, and what to do about it.
 
     Runs the function once in float32, as [`mpx_pde.range_report`][] does.

@@ -1,0 +1,109 @@
+"""The command lines of the examples: what may be given, and how Ctrl-C ends a training."""
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+class _Help(argparse.HelpFormatter):
+    """Says the default of each option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help, action.default
+        if text is None or default is None or isinstance(default, bool) or "by default" in text:
+            return text
+        if default == argparse.SUPPRESS:
+            return text
+        told = " ".join(default) if isinstance(default, list | tuple) else default
+        return f"{text}; by default {told}"
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """A parser whose `--help` has the first line of `description`, and all defaults."""
+    first = (description or "").split("\n", 1)[0]
+    return argparse.ArgumentParser(description=first, formatter_class=_Help)
+
+
+def positive(text: str) -> int:
+    """An option that is a number of something."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least 1")
+    return value
+
+
+def fraction(text: str) -> float:
+    """An option from 0 to 1."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1")
+    return value
+
+
+def folder(text: str) -> Path:
+    """An option that is a folder to write to, which need not be there yet."""
+    path = Path(text)
+    there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+    if not there.is_dir():
+        raise argparse.ArgumentTypeError(f"cannot write to {text!r}: {there} is no folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise argparse.ArgumentTypeError(f"cannot write to {text!r}: no permission in {there}")
+    return path
+
+
+def file(text: str) -> Path:
+    """An option that is a file to write."""
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"cannot write to {text!r}: it is a folder")
+    folder(str(path.parent))
+    return path
+
+
+@contextmanager
+def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
+    """Within it, Ctrl-C stops nothing at once: what this gives says whether to stop, and a training
+    asks it between two calls. What has been trained by then is told and drawn, and then
+    `KeyboardInterrupt` is raised after all. A second Ctrl-C does not wait."""
+    asked = threading.Event()
+
+    def ask(*_: Any) -> None:
+        if asked.is_set():
+            raise KeyboardInterrupt
+        asked.set()
+        print("\nStopping after these steps; Ctrl-C again stops at once.", file=sys.stderr)
+
+    try:
+        before = signal.signal(signal.SIGINT, ask)
+    except ValueError:  # signals are the main thread's
+        yield asked.is_set
+        return
+    try:
+        yield asked.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if asked.is_set():
+        raise KeyboardInterrupt
+
+
+def run_main(
+    main: Callable[..., Any], options: argparse.ArgumentParser, argv: Sequence[str] | None = None
+) -> None:
+    """Runs `main` with what the command line says. Ctrl-C ends it without a traceback."""
+    given = vars(options.parse_args(argv))
+    try:
+        main(**given)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

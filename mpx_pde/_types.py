@@ -1,0 +1,41 @@
+"""Types of common arguments, for type checkers alone.
+
+While a program runs they are `Any`: what an argument may be is told by the errors of the function
+that takes it, which name the call and the mend.
+"""
+
+from typing import TYPE_CHECKING, Any, TypedDict
+
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import TypeAlias
+
+    import jax
+    import jmp
+    import numpy as np
+    from jax.typing import DTypeLike as DTypeLike
+
+    # To a type checker that of jaxtyping is unknown.
+    PyTree: TypeAlias = Any
+    # A dtype, by a policy of jmp or its string.
+    PolicyLike: TypeAlias = jmp.Policy | str
+    # A Python number or a scalar array.
+    ScalarLike: TypeAlias = float | np.number[Any] | np.ndarray | jax.Array
+    BoolLike: TypeAlias = bool | np.bool_ | np.ndarray | jax.Array
+    # One name, or one character each; or several.
+    Names: TypeAlias = str | Sequence[str]
+    AxisName: TypeAlias = str | tuple[str, ...]
+else:
+    from jaxtyping import PyTree as PyTree
+
+    DTypeLike = PolicyLike = ScalarLike = BoolLike = Names = AxisName = Any
+
+
+class GradientOptions(TypedDict, total=False):
+    """The keyword arguments that the gradient transformations share."""
+
+    policy: PolicyLike | None
+    keep_full: Any
+    axis_name: AxisName | None
+    autocast: bool | dict[str, Any]

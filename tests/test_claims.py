@@ -1,0 +1,87 @@
+"""What README and landing page say in words is what the results say in figures."""
+
+import re
+import statistics
+
+import pytest
+from test_docs import ROOT
+
+from benchmarks._tables import TABLES, _summary
+from benchmarks._tables._format import NOT_RUN, load
+
+
+PAGES = ("README.md", "docs/index.md")
+NUMBERS = {"three": 3, "five": 5}
+
+
+def text(page):
+    """Of a page, without tables, in one line."""
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    return " ".join(line for line in lines if not line.startswith("|"))
+
+
+def curves(rival):
+    data = load("time_to_error-cavity-cpu")
+    return [c for c in data["curves"] if c["rival"] == rival]
+
+
+def final(rival):
+    return statistics.median(c["errors"][-1] for c in curves(rival))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_time_of_a_step_by_torch_is_that_of_the_results(page):
+    [told] = re.findall(r"(\d+) times the time of a step on this CPU", text(page))
+    seconds = [
+        statistics.median(c["seconds"][-1] / c["steps"][-1] for c in curves(rival))
+        for rival in ("torch.amp, float16", "mpx_pde, float16")
+    ]
+    assert round(seconds[0] / seconds[1]) == int(told)
+
+
+def test_who_fails_stalls_and_ends_where_is_that_of_the_results():
+    float32 = final("float32")
+    assert final("casts by hand, float16") > 100 * float32  # fails
+    assert 3 * float32 < final("MPX, float16") < 100 * float32  # stalls
+    # "ends where derivative scaling ends"
+    assert final("torch.amp, float16") == pytest.approx(final("mpx_pde, float16"), rel=0.1)
+    # "None of them reaches float32's last digits."
+    assert min(final("torch.amp, float16"), final("mpx_pde, float16")) > 1.1 * float32
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_where_float16_by_hand_is_as_good_is_that_of_the_results(page):
+    [told] = re.findall(r"(\w+) of the (\w+) problems on which it was tried", text(page))
+    naive = [a for a in _summary.accuracies() if a.run == "naive-float16"]
+    alike = [a for a in naive if a.ratio <= _summary.ALIKE]
+    assert [NUMBERS[word] for word in told] == [len(alike), len(naive)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_speed_is_claimed_before_it_is_measured(page):
+    measured = list((ROOT / "benchmarks" / "results").glob("*-nvidia-*.json"))
+    assert measured or "half-precision speed" not in text(page).lower()
+    assert "not measured" in TABLES["headline"]()
+
+
+def test_what_was_compiled_for_an_h100_is_said_not_to_have_run():
+    """In the tables, and in the figures."""
+    tables = ("cavity-memory", "fno-memory", "growth", "headline", "vit-batches", "vit_memory")
+    for name in (*tables, "spectral-models"):
+        assert NOT_RUN in TABLES[name](), name
+    for name in ("overhead", "collectives", "weak-scaling"):
+        assert "not run" in TABLES[name](), name
+    for path in sorted((ROOT / "docs" / "figures").glob("*.svg")):
+        drawn = path.read_text(encoding="utf-8")
+        assert drawn.count("compiled for an H100") == drawn.count(NOT_RUN), path
+
+
+def test_ratios_name_their_seeds_and_their_spread():
+    table = TABLES["accuracy"]()
+    [cavity] = [line for line in table.splitlines() if line.startswith("| `cavity` ")]
+    assert "| 0 1 2 3 4 |" in cavity
+    trainings = load("pinns-cavity-cpu")["trainings"]
+    ratios = [t["error_over_float32"] for t in trainings if t["run"] == "bfloat16"]
+    low, mid, high = min(ratios), statistics.median(ratios), max(ratios)
+    assert f"{mid:.2f} ({low:.2f}–{high:.2f})" in cavity
+    assert f"to {mid:.2f}, medians of" in TABLES["headline"]()  # the largest of bfloat16
