@@ -61,8 +61,8 @@ def flatten(closed: ClosedJaxpr) -> Flat:
         jaxpr = closed.jaxpr
         env: dict[Any, int | Constant] = dict(zip(jaxpr.invars, operands, strict=True))
         for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
-            env[var] = next(numbers)
-            constants[env[var]] = Constant(value, var.aval)
+            number = env[var] = next(numbers)
+            constants[number] = Constant(value, var.aval)
 
         def read(atom):
             return Constant(atom.val, atom.aval) if literal(atom) else env[atom]

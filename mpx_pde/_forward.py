@@ -65,7 +65,7 @@ def check_forward(precision: Any, call: str) -> str:
         raise ValueError(
             f"`{call}` takes {', '.join(map(repr, FORWARDS))} as `forward`, but got {precision!r}."
         )
-    if precision == "float64" and not jax.config.jax_enable_x64:
+    if precision == "float64" and jax.dtypes.canonicalize_dtype("float64") != jnp.float64:
         raise ValueError(
             f"`{call}` cannot evaluate in float64 while JAX has 64-bit types switched off. Call "
             '`jax.config.update("jax_enable_x64", True)` at the start of the program, or take '

@@ -241,12 +241,12 @@ class Evaluation:
         if scaling is None:
             return x
         for row in rows:
-            if scaling.active:
-                shift = scaling.rows[row].shift(scaling.exponents)
-                x = x * power_of_two(shift).astype(x.dtype)
-            x = tap(scaling.counts[row], x)
-            if scaling.active:
-                x = x * power_of_two(-shift).astype(x.dtype)
+            if not scaling.active:
+                x = tap(scaling.counts[row], x)
+                continue
+            shift = scaling.rows[row].shift(scaling.exponents)
+            scaled = tap(scaling.counts[row], x * power_of_two(shift).astype(x.dtype))
+            x = scaled * power_of_two(-shift).astype(x.dtype)
         return x
 
     def report(self, point: Any) -> "DerivativeReport":

@@ -68,7 +68,7 @@ def _evaluator(
     forward = present_forward() or _autocast()
     dtype = half_of(closed) if forward is None else forward.dtype
     scaled = {} if dtype is None else scales(dtype)
-    if not _is_full(forward):
+    if forward is None or not forward.full:
         storage = Storage(wide if dtype is None else np.dtype(np.float32), dtype, scaled)
         return Evaluator(rules, storage, Product(forward is not None), record)
     above = np.dtype(np.float64) if forward.precision == "float64" else wide
@@ -81,10 +81,6 @@ def _autocast() -> Forward | None:
     """What `autocast` around here asks for."""
     asked = asked_of_context()
     return Forward("half", asked[1]) if asked is not None and asked[0] == "autocast" else None
-
-
-def _is_full(forward: Forward | None) -> bool:
-    return forward is not None and forward.full
 
 
 def propagate(

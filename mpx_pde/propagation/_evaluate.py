@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.interpreters import ad
 
 from .._flat import Constant, Step, flatten
 from .._jaxpr import bodies_of, in_context_of, line_of, own_bind, scan_counts
+from .._order import gradients_in_turn
 from . import _tables as tables
 from ._fallback import nested
 from ._full import with_derivative_of
@@ -80,9 +81,7 @@ class Evaluator:
             return {k: evaluator._leaving(inner[k], k, roles) for k in part.outputs}
 
         if part.multiplies:
-            # Weight gradients come in turn: put off to the end of the backward pass, as XLA does
-            # on several devices, they keep what they need of every layer alive.
-            arrays, traced = lax.optimization_barrier((arrays, traced))
+            arrays, traced = gradients_in_turn(arrays, traced)
         if self.full is None:
             run = (
                 jax.checkpoint(partial(layer, self)) if part.checkpointed else partial(layer, self)
@@ -149,8 +148,20 @@ class Evaluator:
                 "depends on the point. Take it out of the function that is differentiated, or "
                 "put `jax.lax.stop_gradient` around its operands."
             )
-        out = nested(lambda *args: own_bind(eqn, args), operands, self.rules)
+        out = nested(lambda *args: self._own(eqn, args), operands, self.rules)
         return self._noted(step, out, "nested", "no rule: by nested forward mode")
+
+    def _own(self, eqn: Any, args: Sequence[Any]) -> list[Any]:
+        """An equation on values in registers. One that holds a program is that program in its own
+        dtypes."""
+        if name_of_inner(eqn) is None:
+            return own_bind(eqn, args)
+        typed = [
+            x.astype(v.aval.dtype) if is_inexact(x) else x
+            for x, v in zip(args, eqn.invars, strict=True)
+        ]
+        storage = self.storage if self.full is None else self.full.storage
+        return [storage.constant(x) for x in own_bind(eqn, typed)]
 
     def _noted(self, step: Step, out: list[Any], rule: str, how: str) -> list[Any]:
         if self.note is not None:
@@ -269,6 +280,14 @@ class Evaluator:
             return run
 
         return list(lax.switch(index, [alike(b) for b in branches], rest))
+
+
+def name_of_inner(eqn: Any) -> str | None:
+    """The parameter of an equation that holds a jaxpr; `None` without one."""
+    for name, value in eqn.params.items():
+        if isinstance(value, ClosedJaxpr | Jaxpr):
+            return name
+    return None
 
 
 _WITH_OWN_JVP = frozenset({"custom_jvp_call", "shard_map", "scan", "while", "cond"})

@@ -12,7 +12,7 @@ from .._conv import mixed_conv_general_dilated_p
 from .._dot import Given, mixed_dot_general_p
 from .._dtypes import is_half
 from .._flat import Constant, Flat, variables
-from .._jaxpr import own_bind
+from .._jaxpr import aval_of, own_bind
 from ._rules import Rules, after_product
 from ._segments import Role
 from ._streams import RAW, Jet, Storage, is_inexact
@@ -50,7 +50,7 @@ class Product:
                 ]
                 made = all(x in out for x in numbers) and bool(numbers)
                 for x, v in zip(step.outputs, step.eqn.outvars, strict=True):
-                    if is_inexact(v.aval) and (made or is_half(v.aval.dtype)):
+                    if is_inexact(v.aval) and (made or is_half(aval_of(v).dtype)):
                         out.add(x)
             else:
                 moving.update(step.outputs)
@@ -133,7 +133,7 @@ class Product:
         if eqn.primitive.name.startswith("mixed"):
             return _mixed(eqn, wide, wide)
         params = {**eqn.params, "preferred_element_type": wide}
-        if params["precision"] is None and jax.config.jax_default_matmul_precision is None:
+        if params["precision"] is None:
             # Convolutions have no algorithms.
             is_dot = eqn.primitive.name == "dot_general" or isinstance(self.precision, tuple)
             params["precision"] = self.precision if is_dot else (lax.Precision.HIGHEST,) * 2

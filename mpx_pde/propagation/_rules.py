@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from .._jaxpr import own_bind
+from .._jaxpr import aval_of, own_bind
 from . import _tables as tables
 from ._plan import Index, Plan, chains, splits
 from ._streams import DEEP, FIRST, RAW, Jet, is_inexact
@@ -32,7 +32,7 @@ class Rules:
 
     def __init__(self, plan: Plan, weights: Sequence[Sequence[Any]]):
         self.plan = plan
-        self.weights = {
+        self.weights: dict[Index, tuple[tuple[Any, Index], ...]] = {
             (-1 - k,): tuple(zip(factors, terms, strict=True))
             for k, (factors, terms) in enumerate(zip(weights, plan.sums, strict=True))
         }
@@ -40,7 +40,7 @@ class Rules:
     # What products and functions add to a stream beyond its linear part.
 
     def _summands(self, key: Index) -> Sequence[tuple[Any, Index]]:
-        return self.weights.get(key, ((None, key),))
+        return self.weights[key] if key in self.weights else ((None, key),)  # noqa: SIM401
 
     def _gather(self, key: Index, inner: Callable[[Index], Any]) -> Any:
         """The part of a stream that `inner` gives for each index it stands for."""
@@ -151,7 +151,7 @@ class Rules:
             return self._linear
         if name == "custom_jvp_call":
             return self._custom if self._is_elementwise(eqn, moving, operands) else None
-        real = not any(jnp.issubdtype(v.aval.dtype, jnp.complexfloating) for v in eqn.invars)
+        real = not any(jnp.issubdtype(aval_of(v).dtype, jnp.complexfloating) for v in eqn.invars)
         if moving == [0] and real and (has_tower(name) or name in tables.ELEMENTWISE):
             return self._elementwise
         return None
@@ -210,7 +210,7 @@ class Rules:
         size = self.plan.size(key)
         shape = shape if size is None else (size, *shape)
         signs = (1, -1 if eqn.primitive.name == "sub" else 1)
-        total = None
+        total: Any = None
         for sign, x in zip(signs, operands, strict=True):
             if isinstance(x, Jet) and key in x.streams:
                 part = x.streams[key] if sign > 0 else -x.streams[key]
