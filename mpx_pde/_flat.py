@@ -40,19 +40,19 @@ _CALLS = frozenset(
         "core_closed_call",
         "core_call",
         "call",
-        "remat2",
-        "checkpoint",
-        "custom_vjp_call",
     }
 )
 
+_OF_REVERSE_MODE = frozenset({"remat2", "checkpoint", "custom_vjp_call"})
 
-def flatten(closed: ClosedJaxpr) -> Flat:
+
+def flatten(closed: ClosedJaxpr, *, forward_mode: bool) -> Flat:
     """The equations that the results of a jaxpr depend on, with calls written out.
 
-    A `custom_vjp` function is replaced by what it computes: its own derivative is one of reverse
-    mode, of which forward mode has no use.
+    With `forward_mode` so are checkpoints and `custom_vjp` functions: what they say is of reverse
+    mode.
     """
+    calls = _CALLS | _OF_REVERSE_MODE if forward_mode else _CALLS
     steps: list[Step] = []
     constants: dict[int, Constant] = {}
     numbers = iter(range(1 << 62))
@@ -69,7 +69,7 @@ def flatten(closed: ClosedJaxpr) -> Flat:
 
         for eqn in jaxpr.eqns:
             inputs = tuple(map(read, eqn.invars))
-            if eqn.primitive.name in _CALLS:
+            if eqn.primitive.name in calls:
                 out: Sequence = walk(bodies_of(eqn)[0], inputs)
             else:
                 out = tuple(next(numbers) for _ in eqn.outvars)

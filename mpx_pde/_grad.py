@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from ._gradient import Gradient, Transformed
 from ._loss_scaling import AbstractLossScaling
-from ._types import AxisName, GradientOptions, PolicyLike, PyTree
+from ._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
 
 
 _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
@@ -92,6 +92,7 @@ def filter_value_and_grad(
     keep_full: PyTree = False,
     axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
+    forward: ForwardLike = "half",
 ) -> Callable[..., Any]:
     """[`equinox.filter_value_and_grad`][] in mixed precision, with loss scaling.
 
@@ -163,6 +164,7 @@ def filter_value_and_grad(
         keep_full,
         axis_name,
         autocast,
+        forward,
     )
     return eqx.module_update_wrapper(Transformed(gradient, _run_value_and_grad))
 
@@ -207,6 +209,7 @@ def filter_grad(
     keep_full: PyTree = False,
     axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
+    forward: ForwardLike = "half",
 ) -> Callable[..., Any]:
     """[`mpx_pde.filter_value_and_grad`][] without the value.
 
@@ -233,6 +236,7 @@ def filter_grad(
         keep_full,
         axis_name,
         autocast,
+        forward,
     )
     return eqx.module_update_wrapper(Transformed(gradient, _run_grad))
 
@@ -277,6 +281,7 @@ def calculate_scaled_grad(
     keep_full: PyTree = False,
     axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
+    forward: ForwardLike = "half",
 ) -> Callable[..., Any]:
     """The raw ingredients, for people who unscale, check and adjust by themselves.
 
@@ -305,5 +310,6 @@ def calculate_scaled_grad(
         keep_full,
         axis_name,
         autocast,
+        forward,
     )
     return eqx.module_update_wrapper(Transformed(gradient, _run_scaled_grad))

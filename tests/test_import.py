@@ -27,9 +27,8 @@ PACKAGES = {
 ORDER = [
     ["_types"],
     ["_dtypes", "_notes", "_repr"],
-    ["_dtypes", "_notes", "_repr"],
     ["_dot", "_cast", "_jaxpr", "_reverse"],
-    ["_checkpoint_file", "_collectives", "_conv", "_einsum", "_flat", "_forward"],
+    ["_checkpoint_file", "_collectives", "_conv", "_einsum", "_flat", "_forward", "_order"],
     ["_products", "_refined", "_tree"],
     ["_jet", "_precision_report", "checkpoint_policies", "propagation"],
     ["autocast", "_loss_scaling"],
@@ -157,7 +156,7 @@ def test_all_names_what_init_exports():
         for node in init.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
-        if alias.asname
+        if alias.asname and not alias.asname.startswith("_")
     }
     assert set(mpx.__all__) == exported
     assert all(hasattr(mpx, name) for name in mpx.__all__)

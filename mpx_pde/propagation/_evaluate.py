@@ -13,7 +13,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.interpreters import ad
 
 from .._flat import Constant, Step, flatten
-from .._jaxpr import bodies_of, in_context_of, line_of, own_bind, scan_counts
+from .._jaxpr import bodies_of, in_context_of, line_of, own_bind, rebind, scan_counts
 from .._order import gradients_in_turn
 from . import _tables as tables
 from ._fallback import nested
@@ -26,6 +26,13 @@ from ._streams import DEEP, Jet, Storage, is_inexact, zeros_of
 
 
 LOOPS = ("scan", "while", "cond")
+_CONTAINERS = {
+    **{name: name for name in LOOPS},
+    "remat2": "checkpoint",
+    "checkpoint": "checkpoint",
+    "shard_map": "shard_map",
+}
+"""By the name of a primitive, the method that enters it."""
 
 Note = Callable[[Step, str, str], None]
 
@@ -52,8 +59,8 @@ class Evaluator:
 
     def program(self, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr; operands and results are jets or arrays."""
-        flat = flatten(closed)
-        env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
+        flat = flatten(closed, forward_mode=not self.plain)
+        env: dict[int, Any] = {k: self._given(c.value) for k, c in flat.constants.items()}
         env.update(zip(flat.inputs, operands, strict=True))
         halves = self.product.halves(flat, env)
         roles = roles_of(flat, {k: x.stage for k, x in env.items() if isinstance(x, Jet)}, halves)
@@ -63,6 +70,16 @@ class Evaluator:
             else:
                 self._layer(part, env, roles)
         return [_read(x, env) for x in flat.outputs]
+
+    def _given(self, x: Any) -> Any:
+        """A constant of a program. Without streams there is no point: arrays are data, which is
+        kept in half as what is computed from it."""
+        return Jet(x, {}, DEEP) if self.plain and is_inexact(x) and np.ndim(x) else x
+
+    @property
+    def plain(self) -> bool:
+        """Whether there are no streams, but values alone."""
+        return not self.rules.plan.keys
 
     # One layer: what the backward pass evaluates again.
 
@@ -133,8 +150,13 @@ class Evaluator:
             return self._noted(step, out, "product", how)
         # Loops and rules take values as they are.
         operands = [self._loaded(x) for x in operands]
-        if name in LOOPS:
-            return self._noted(step, getattr(self, f"_{name}")(eqn, operands), name, "")
+        if name in LOOPS or (self.plain and name in _CONTAINERS):
+            return self._noted(
+                step, getattr(self, f"_{_CONTAINERS[name]}")(eqn, operands), name, ""
+            )
+        if self.plain:
+            out = self._own(eqn, [x.primal if isinstance(x, Jet) else x for x in operands])
+            return self._noted(step, [Jet(x, {}, DEEP) for x in out], "plain", "")
         rule = self.rules.find(eqn, operands)
         if rule is not None:
             if roles.known(step, operands):
@@ -153,14 +175,15 @@ class Evaluator:
 
     def _own(self, eqn: Any, args: Sequence[Any]) -> list[Any]:
         """An equation on values in registers. One that holds a program is that program in its own
-        dtypes."""
-        if name_of_inner(eqn) is None:
+        dtypes, and so is one of float64 that registers do not hold."""
+        storage = self.storage if self.full is None else self.full.storage
+        wide = {x.dtype for x in args if is_inexact(x)} - {storage.registers}
+        if name_of_inner(eqn) is None and not any(d.itemsize > 4 for d in wide if d.kind == "f"):
             return own_bind(eqn, args)
         typed = [
             x.astype(v.aval.dtype) if is_inexact(x) else x
             for x, v in zip(args, eqn.invars, strict=True)
         ]
-        storage = self.storage if self.full is None else self.full.storage
         return [storage.constant(x) for x in own_bind(eqn, typed)]
 
     def _noted(self, step: Step, out: list[Any], rule: str, how: str) -> list[Any]:
@@ -187,6 +210,13 @@ class Evaluator:
             stream = jet.streams.get(key)
             streams[key] = like if stream is None else jnp.broadcast_to(stream, like.shape)
         return Jet(jnp.asarray(jet.primal), streams, stage)
+
+    def _carried(self, x: Any, init: Any, stage: int) -> Any:
+        """What a step hands on, of the kind of what it was given."""
+        if not isinstance(init, Jet):
+            return x.primal if isinstance(x, Jet) else x
+        x = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, stage)
+        return self._full(x, stage) if is_inexact(x.primal) else Jet(x.primal, {}, init.stage)
 
     def _scan(self, eqn, operands):
         closed = bodies_of(eqn)[0]
@@ -233,9 +263,7 @@ class Evaluator:
             out = self.program(closed, [*consts, *carry, *x])
             out = [self._loaded(y) for y in out]
             carried = [
-                self._full(y, max(stage, y.stage if isinstance(y, Jet) else stage))
-                if isinstance(init, Jet)
-                else y
+                self._carried(y, init, max(stage, y.stage if isinstance(y, Jet) else stage))
                 for y, init in zip(out[:n_carry], carry, strict=True)
             ]
             return carried, out[n_carry:]
@@ -256,10 +284,7 @@ class Evaluator:
 
         def step(carry):
             out = map(self._loaded, self.program(body, [*body_consts, *carry]))
-            return [
-                self._full(y, stage) if isinstance(x, Jet) else y
-                for y, x in zip(out, carry, strict=True)
-            ]
+            return [self._carried(y, x, stage) for y, x in zip(out, carry, strict=True)]
 
         return list(lax.while_loop(proceed, step, init))
 
@@ -274,12 +299,31 @@ class Evaluator:
         every = list(zip(*shapes, strict=True))
 
         def alike(branch):
-            def run(rest):
-                return [_like(x, options) for x, options in zip(branch(rest), every, strict=True)]
+            def run(*rest):
+                out = branch(list(rest))
+                return [_like(x, options) for x, options in zip(out, every, strict=True)]
 
             return run
 
-        return list(lax.switch(index, [alike(b) for b in branches], rest))
+        return rebind(eqn, [index, *rest], list(map(alike, branches)))
+
+    # Containers of reverse mode, which matter to values alone.
+
+    def _checkpoint(self, eqn, operands):
+        options = {k: eqn.params[k] for k in ("policy", "prevent_cse") if k in eqn.params}
+        run = jax.checkpoint(partial(self.program, bodies_of(eqn)[0]), **options)
+        return run(operands)
+
+    def _shard_map(self, eqn, operands):
+        moving = [isinstance(x, Jet) for x in operands]
+
+        def body(*arrays):
+            inside = [Jet(x, {}, DEEP) if m else x for m, x in zip(moving, arrays, strict=True)]
+            out = self.program(bodies_of(eqn)[0], inside)
+            return [x.primal if isinstance(x, Jet) else x for x in map(self._loaded, out)]
+
+        out = rebind(eqn, [x.primal if isinstance(x, Jet) else x for x in operands], [body])
+        return [Jet(x, {}, DEEP) for x in out]
 
 
 def name_of_inner(eqn: Any) -> str | None:

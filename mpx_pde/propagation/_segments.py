@@ -11,8 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.extend.core import ClosedJaxpr
 
 from .._flat import Flat, Step, variables
+from .._jaxpr import bodies_of
 from . import _tables as tables
 from ._streams import DEEP, FIRST, RAW, Jet
 
@@ -20,8 +22,20 @@ from ._streams import DEEP, FIRST, RAW, Jet
 _SMALL = 64
 """Up to this many coordinates the first product is evaluated again rather than kept."""
 
-_ALONE = frozenset({"scan", "while", "cond", "sort", "shard_map", "triangular_solve", "top_k"})
+_ALONE = frozenset({"scan", "while", "cond", "sort", "shard_map", "remat2", "checkpoint"})
 """Takes long, or has a memory of its own: not evaluated again."""
+
+
+def _is_alone(step: Step) -> bool:
+    eqn = step.eqn
+    return eqn.primitive.name in _ALONE or any(map(_multiplies, bodies_of(eqn)))
+
+
+def _multiplies(closed: ClosedJaxpr) -> bool:
+    return any(
+        eqn.primitive.name in tables.PRODUCTS or any(map(_multiplies, bodies_of(eqn)))
+        for eqn in closed.jaxpr.eqns
+    )
 
 
 class Role(NamedTuple):
@@ -86,7 +100,7 @@ def roles_of(flat: Flat, stages: Mapping[int, int], half: set[int]) -> Role:
     for step in reversed(flat.steps):
         if any(x in stage for x in variables(step.inputs)) and (
             step.eqn.primitive.name in tables.PRODUCTS
-            or step.eqn.primitive.name in _ALONE
+            or _is_alone(step)
             or not wanted.isdisjoint(step.outputs)
         ):
             wanted.update(variables(step.inputs))
@@ -164,7 +178,7 @@ def _kind(step: Step, roles: Role) -> str:
         return "constant"
     if max(stages) == RAW and name in tables.LAYOUT:
         return "raw"
-    if name in _ALONE:
+    if _is_alone(step):
         return "alone"
     if name in tables.PRODUCTS:
         return "light" if max(stages) == RAW and contracted(step) <= _SMALL else "product"

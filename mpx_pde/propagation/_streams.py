@@ -43,20 +43,24 @@ class Storage:
     - `scales`: by stream, the power of two that it is multiplied by where it is kept, and its
         inverse; float32, with an axis of its own for stacked streams. A stream that is missing is
         not scaled.
+    - `narrows`: whether float64 is computed in narrower registers.
     """
 
     registers: np.dtype
     dtype: np.dtype | None = None
     scales: Mapping[Index, tuple[Array, Array]] = dataclasses.field(default_factory=dict)
+    narrows: bool = True
 
     def is_stored(self, x: Any) -> bool:
         return self.dtype is not None and x.dtype == self.dtype != self.registers
 
     def constant(self, x: Any) -> Any:
         """What does not depend on the point, as it meets what does."""
-        if is_inexact(x) and not jnp.issubdtype(x.dtype, jnp.complexfloating):
-            return x if x.dtype == self.registers else x.astype(self.registers)
-        return x
+        real = is_inexact(x) and not jnp.issubdtype(x.dtype, jnp.complexfloating)
+        wider = real and x.dtype.itemsize > self.registers.itemsize
+        if not real or x.dtype == self.registers or (wider and not self.narrows):
+            return x
+        return x.astype(self.registers)
 
     def load(self, x: Any, key: Index) -> Any:
         """A stream in registers."""
