@@ -175,7 +175,7 @@ def filter_accumulated_value_and_grad(
     **Arguments:**
 
     - `func`, `scaling`, `has_aux`, `use_mixed_precision`, `policy`, `keep_full`, `axis_name`,
-        `autocast`: as for [`mpx_pde.filter_value_and_grad`][].
+        `autocast`, `forward`: as for [`mpx_pde.filter_value_and_grad`][].
     - `micro_batches`: how many, a positive integer that divides the batch size.
     - `in_axes`: the batch axis of the positional arguments after the model: one for all, or a
         prefix of the tuple of them, in which `None` marks what every micro-batch gets whole.
