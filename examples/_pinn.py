@@ -155,13 +155,18 @@ def compute_dtype(precision: str) -> str:
 
 
 class Plain(eqx.Module):
-    """A network of which nothing is known but its values, so that it is differentiated step by
-    step."""
+    """A network that computes its derivatives by itself, one order after the other, in whatever its
+    weights are: what a cast of the model and nested `jax.jvp` come to."""
 
     network: Callable
 
     def __call__(self, point: Float[Array, " coords"]) -> Float[Array, "..."]:
-        return self.network(point)
+        arrays, static = eqx.partition(self.network, eqx.is_array)
+        evaluate = lambda arrays, point: eqx.combine(arrays, static)(point)
+        alone = jax.custom_jvp(evaluate)
+        alone.defjvp(lambda primals, tangents: jax.jvp(evaluate, primals, tangents))
+        dtype = jax.tree.leaves(arrays)[0].dtype
+        return alone(arrays, point.astype(dtype))
 
 
 def without_protection(model: Any) -> Any:
@@ -173,7 +178,7 @@ def without_protection(model: Any) -> Any:
             return x.module
         return x.fun if isinstance(x, safe) else x
 
-    is_network = lambda x: hasattr(x, "forward_derivatives")
+    is_network = lambda x: isinstance(x, mpx.nn.CoordinateMLP)
     model = jax.tree.map(strip, model, is_leaf=lambda x: isinstance(x, mpx.FullPrecision | safe))
     return jax.tree.map(lambda x: Plain(x) if is_network(x) else x, model, is_leaf=is_network)
 

@@ -62,12 +62,15 @@ from ._precision_report import (
     PrecisionWarning as PrecisionWarning,
     precision_report as precision_report,
 )
+from ._refined import refined as refined
 from ._tree import all_finite as all_finite, global_norm as global_norm, select_tree as select_tree
 from .autocast import AutocastReport as AutocastReport, autocast as autocast
 from .derivatives import (
+    DerivativeReport as DerivativeReport,
     DerivativeScaling as DerivativeScaling,
     Scaling as Scaling,
     laplacian as laplacian,
+    linear_operator as linear_operator,
     partials as partials,
     scaled_jvp as scaled_jvp,
     scaled_vjp as scaled_vjp,
@@ -99,6 +102,7 @@ __all__ = [
     "FLOAT16_MAX",
     "AbstractLossScaling",
     "AutocastReport",
+    "DerivativeReport",
     "DerivativeScaling",
     "DynamicLossScaling",
     "FullPrecision",
@@ -133,6 +137,7 @@ __all__ = [
     "half_precision",
     "half_precision_datatype",
     "laplacian",
+    "linear_operator",
     "mixed_conv_general_dilated",
     "mixed_dot_general",
     "mixed_einsum",
@@ -142,6 +147,7 @@ __all__ = [
     "partials",
     "precision_report",
     "range_report",
+    "refined",
     "restore_checkpoint",
     "save_checkpoint",
     "scaled",

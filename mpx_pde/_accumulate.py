@@ -14,7 +14,7 @@ from ._cast import widen
 from ._dtypes import is_integer
 from ._gradient import Gradient, Transformed
 from ._loss_scaling import AbstractLossScaling
-from ._types import AxisName, GradientOptions, PolicyLike, PyTree
+from ._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
 
 
 _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
@@ -163,6 +163,7 @@ def filter_accumulated_value_and_grad(
     keep_full: PyTree = False,
     axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
+    forward: ForwardLike = "half",
 ) -> Callable[..., Any]:
     """[`mpx_pde.filter_value_and_grad`][] of a large batch, a micro-batch at a time.
 
@@ -174,7 +175,7 @@ def filter_accumulated_value_and_grad(
     **Arguments:**
 
     - `func`, `scaling`, `has_aux`, `use_mixed_precision`, `policy`, `keep_full`, `axis_name`,
-        `autocast`: as for [`mpx_pde.filter_value_and_grad`][].
+        `autocast`, `forward`: as for [`mpx_pde.filter_value_and_grad`][].
     - `micro_batches`: how many, a positive integer that divides the batch size.
     - `in_axes`: the batch axis of the positional arguments after the model: one for all, or a
         prefix of the tuple of them, in which `None` marks what every micro-batch gets whole.
@@ -209,6 +210,7 @@ def filter_accumulated_value_and_grad(
         keep_full,
         axis_name,
         autocast,
+        forward,
     )
     # A PyTree, unlike `functools.partial`: made anew at each step it is the same to jit's cache.
     run = eqx.Partial(_run, micro_batches=micro_batches, in_axes=in_axes)

@@ -155,6 +155,23 @@ def cast_operands(tree: PyTree, dtype: np.dtype) -> PyTree:
     return map_operands(lambda x: _cast_leaf(x, dtype), tree)
 
 
+def cast_except(keep: PyTree, args: tuple, dtype: np.dtype, call: str) -> tuple:
+    """Casts `args` where the prefix `keep` is false."""
+
+    def cast(k, subtree):
+        if not isinstance(k, bool):
+            raise TypeError(f"`{call}` takes bools as the leaves of `keep_full`, but got {k!r}.")
+        return subtree if k else cast_operands(subtree, dtype)
+
+    try:
+        return jtu.tree_map(cast, keep, args)
+    except ValueError as e:
+        raise ValueError(
+            f"`{call}` takes `keep_full` as a prefix of its {len(args)} positional arguments: one "
+            f"bool for all, or a tuple with one entry each, such as (False, True). Got {keep!r}."
+        ) from e
+
+
 def widen(tree: PyTree) -> PyTree:
     """Casts what is narrower than float32 to float32, and nothing else."""
 

@@ -153,6 +153,11 @@ def asked_for_half(by: str, datatype: Any) -> Iterator[None]:
         yield
 
 
+def asked_of_context() -> tuple[str, str] | None:
+    """By what half precision was asked for around here, and which; `None` where nobody did."""
+    return _asked_context.value
+
+
 def half_behind() -> np.dtype | None:
     """The half precision that was asked for around here; `None` where nobody did, as in a
     float32 baseline or where a model is evaluated."""

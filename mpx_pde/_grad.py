@@ -9,7 +9,7 @@ from jaxtyping import Array
 
 from ._gradient import Gradient, Transformed
 from ._loss_scaling import AbstractLossScaling
-from ._types import AxisName, GradientOptions, PolicyLike, PyTree
+from ._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
 
 
 _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
@@ -92,6 +92,7 @@ def filter_value_and_grad(
     keep_full: PyTree = False,
     axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
+    forward: ForwardLike = "half",
 ) -> Callable[..., Any]:
     """[`equinox.filter_value_and_grad`][] in mixed precision, with loss scaling.
 
@@ -133,6 +134,15 @@ def filter_value_and_grad(
         `{"full": "readout"}`. Nothing is cast beforehand then (`keep_full` has nothing to keep):
         parameters are rounded inside of each product, and their cotangents are float32
         throughout.
+    - `forward`: the precision of everything up to the loss. `"half"` is that of the backward pass.
+        With `"float32"` (which means it: products take the highest precision), a split product
+        (`"bfloat16_x3"`, `"bfloat16_x6"`, `"bfloat16_x9"`, `"tensorfloat32_x3"`),
+        `"tensorfloat32"` or `"float64"` the loss and the derivatives in it are evaluated in that
+        precision, while what is kept for the backward pass, and its products, are in the compute
+        dtype of the policy (which may be float32 under `"float64"`). The value is that of the full
+        evaluation, and the error of the gradient is relative to itself: it vanishes as the residual
+        does (see *Full-precision answers* in the documentation). Nothing is cast beforehand. The
+        floating-point arrays of the first argument count as parameters, all others as data.
 
     **Returns:**
 
@@ -147,8 +157,9 @@ def filter_value_and_grad(
 
     **Raises:** at trace time, `TypeError` for a loss that is no real floating-point scalar, for a
     `scaling` that is none, for a `Scaling` with a `func` that takes no `derivatives`, and for a
-    call without a model; `ValueError` for a policy that cannot be read or a `keep_full` that does
-    not fit the arguments.
+    call without a model; `ValueError` for a policy that cannot be read, a `keep_full` that does
+    not fit the arguments, and a `forward` that is unknown, float64 without 64-bit types, or given
+    together with `autocast`.
 
     The recipe is that of Micikevicius et al., *Mixed Precision Training* (2018), section 3; names
     and return orders are those of MPX (Gräfe & Trimpe, 2025).
@@ -163,6 +174,7 @@ def filter_value_and_grad(
         keep_full,
         axis_name,
         autocast,
+        forward,
     )
     return eqx.module_update_wrapper(Transformed(gradient, _run_value_and_grad))
 
@@ -207,6 +219,7 @@ def filter_grad(
     keep_full: PyTree = False,
     axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
+    forward: ForwardLike = "half",
 ) -> Callable[..., Any]:
     """[`mpx_pde.filter_value_and_grad`][] without the value.
 
@@ -233,6 +246,7 @@ def filter_grad(
         keep_full,
         axis_name,
         autocast,
+        forward,
     )
     return eqx.module_update_wrapper(Transformed(gradient, _run_grad))
 
@@ -277,6 +291,7 @@ def calculate_scaled_grad(
     keep_full: PyTree = False,
     axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
+    forward: ForwardLike = "half",
 ) -> Callable[..., Any]:
     """The raw ingredients, for people who unscale, check and adjust by themselves.
 
@@ -305,5 +320,6 @@ def calculate_scaled_grad(
         keep_full,
         axis_name,
         autocast,
+        forward,
     )
     return eqx.module_update_wrapper(Transformed(gradient, _run_scaled_grad))

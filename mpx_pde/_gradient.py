@@ -16,9 +16,10 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Inexact
 
-from ._cast import cast_operands, widen
+from ._cast import cast_except, cast_operands, widen
 from ._dot import varying_axes
 from ._dtypes import asked_for_half, half_precision, half_precision_datatype, is_half
+from ._forward import Forward, check_forward
 from ._loss_scaling import check_scaling, split_aux
 from ._notes import noting_the_cast
 from ._precision_report import OF_AUTOCAST, OF_CASTS, checked, traced
@@ -27,6 +28,7 @@ from ._types import PyTree
 from .autocast import autocast as autocast_function, parse_patterns
 from .derivatives._counts import check_takes_derivatives, sum_counts
 from .derivatives._scaling import Scaling
+from .propagation import InForward
 
 
 def _parse_policy(policy: Any, call: str) -> jmp.Policy | None:
@@ -41,23 +43,6 @@ def _parse_policy(policy: Any, call: str) -> jmp.Policy | None:
                 '"params=float32,compute=bfloat16,output=float32".'
             ) from e
     raise TypeError(f"`{call}` takes a `jmp.Policy` or its string as `policy`, but got {policy!r}.")
-
-
-def _cast_except(keep: PyTree, args: tuple, dtype: np.dtype, call: str) -> tuple:
-    """Casts `args` where the prefix `keep` is false."""
-
-    def cast(k, subtree):
-        if not isinstance(k, bool):
-            raise TypeError(f"`{call}` takes bools as the leaves of `keep_full`, but got {k!r}.")
-        return subtree if k else cast_operands(subtree, dtype)
-
-    try:
-        return jtu.tree_map(cast, keep, args)
-    except ValueError as e:
-        raise ValueError(
-            f"`{call}` takes `keep_full` as a prefix of its {len(args)} positional arguments: one "
-            f"bool for all, or a tuple with one entry each, such as (False, True). Got {keep!r}."
-        ) from e
 
 
 def _parse_autocast(options: Any, call: str) -> tuple[tuple[str, Any], ...] | None:
@@ -128,6 +113,7 @@ class Gradient(eqx.Module):
     keep_full: PyTree
     axis_name: Any = eqx.field(static=True)
     autocast: tuple[tuple[str, Any], ...] | None = eqx.field(static=True)
+    forward: str = eqx.field(static=True)
     call: str = eqx.field(static=True)
 
     def __init__(
@@ -141,6 +127,7 @@ class Gradient(eqx.Module):
         keep_full,
         axis_name,
         autocast: bool | dict[str, Any] = False,
+        forward: str = "half",
     ):
         if not callable(func):
             raise TypeError(f"`{call}` takes a loss function first, but got {func!r}.")
@@ -156,7 +143,18 @@ class Gradient(eqx.Module):
         self.keep_full = keep_full
         self.axis_name = axis_name
         self.autocast = _parse_autocast(autocast, call)
+        self.forward = check_forward(forward, call)
+        if self.in_full and self.autocast is not None:
+            raise ValueError(
+                f"`{call}` takes either `autocast` or `forward={forward!r}`, which evaluates the "
+                "loss in that precision and leaves nothing to cast. Drop one of them."
+            )
         self.call = call
+
+    @property
+    def in_full(self) -> bool:
+        """Whether the forward pass is in another precision than the backward pass."""
+        return self.use_mixed_precision and self.forward != "half"
 
     @property
     def compute_dtype(self) -> np.dtype:
@@ -188,16 +186,16 @@ class Gradient(eqx.Module):
         in, so that the function itself and the cap of the scaling see it."""
         if not is_half(self.compute_dtype):
             return thunk()
-        casts = self.use_mixed_precision and self.autocast is None
+        casts = self.use_mixed_precision and self.autocast is None and not self.in_full
         asked = partial(asked_for_half, "cast") if casts else half_precision
         with asked(self.compute_dtype):
             return thunk()
 
     def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if self.autocast is not None:
+        if self.autocast is not None or self.in_full:
             return args, kwargs
         dtype = self.compute_dtype
-        args = _cast_except(self.keep_full, args, dtype, self.call)
+        args = cast_except(self.keep_full, args, dtype, self.call)
         return args, kwargs if self.keep_full is True else cast_operands(kwargs, dtype)
 
     def output(self, tree: PyTree) -> PyTree:
@@ -220,9 +218,11 @@ class Gradient(eqx.Module):
     def loss(self, args: tuple, kwargs: dict, derivatives: Any) -> tuple[Inexact[Array, ""], Any]:
         """The loss in float32 or wider, and auxiliary output (`None` without)."""
         func = self.func
+        if self.in_full:
+            func = InForward(func, Forward(self.forward, self.compute_dtype.name))
         if self.autocast is not None and is_half(self.compute_dtype):
             func = autocast_function(func, self.compute_dtype, **dict(self.autocast))
-        cast = self.autocast is None and is_half(self.compute_dtype)
+        cast = self.autocast is None and not self.in_full and is_half(self.compute_dtype)
         with noting_the_cast(self.call, self.compute_dtype) if cast else nullcontext():
             out = func(*args, **self.with_derivatives(kwargs, derivatives))
         aux = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from typing import TypeAlias
+    from typing import Literal, TypeAlias
 
     import jax
     import jmp
@@ -26,10 +26,20 @@ if TYPE_CHECKING:
     # One name, or one character each; or several.
     Names: TypeAlias = str | Sequence[str]
     AxisName: TypeAlias = str | tuple[str, ...]
+    ForwardLike: TypeAlias = Literal[
+        "half",
+        "float32",
+        "bfloat16_x3",
+        "bfloat16_x6",
+        "bfloat16_x9",
+        "tensorfloat32",
+        "tensorfloat32_x3",
+        "float64",
+    ]
 else:
     from jaxtyping import PyTree as PyTree
 
-    DTypeLike = PolicyLike = ScalarLike = BoolLike = Names = AxisName = Any
+    DTypeLike = PolicyLike = ScalarLike = BoolLike = Names = AxisName = ForwardLike = Any
 
 
 class GradientOptions(TypedDict, total=False):
@@ -39,3 +49,4 @@ class GradientOptions(TypedDict, total=False):
     keep_full: Any
     axis_name: AxisName | None
     autocast: bool | dict[str, Any]
+    forward: ForwardLike

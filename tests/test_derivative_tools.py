@@ -107,7 +107,7 @@ def test_calibration_of_a_laplacian_over_some_coordinates():
     # Where no scale helps, the smallest.
     lost = eqx.tree_at(lambda m: m.first.module.weight, fun, replace_fn=lambda w: w * 1e10)
     found = scaling.calibrate(lost, x, ["u_t", "laplacian"], over="xy", **options)
-    np.testing.assert_array_equal(found.exponents, scaling.rule.lowest)
+    np.testing.assert_array_equal(found.exponents[1:], scaling.rule.lowest[1:])
     for case in (
         mpx.DerivativeScaling.per_order(1),
         mpx.DerivativeScaling.per_direction("txy", order=1),

@@ -1,6 +1,7 @@
 """Derivatives in half precision: scaled seeds, one unscaling, and scales that follow the run."""
 
-from ._laplacian import laplacian as laplacian
+from ._evaluation import DerivativeReport as DerivativeReport
+from ._laplacian import laplacian as laplacian, linear_operator as linear_operator
 from ._partials import partials as partials
 from ._scaling import Scaling as Scaling
 from ._seeds import scaled_jvp as scaled_jvp, scaled_vjp as scaled_vjp

@@ -12,9 +12,10 @@ from jaxtyping import Array, Float
 
 from .._cast import cast_operands
 from .._dtypes import half_precision_datatype
+from ._checks import check_coords, check_derivatives, parse_terms, row_of
 from ._laplacian import laplacian, laplacian_rows
 from ._names import names_of
-from ._partials import check_coords, check_derivatives, parse_terms, partials, row_of
+from ._partials import partials
 from ._state import DerivativeScaling
 
 

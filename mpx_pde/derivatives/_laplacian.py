@@ -1,32 +1,25 @@
-"""The Laplacian of a network."""
+"""Sums of derivatives: the Laplacian and other linear operators."""
 
-import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+from jaxtyping import Array
 
-from .._cast import widen
 from .._dtypes import as_floating_dtype
 from .._types import DTypeLike, Names
-from ._names import names_of
-from ._partials import (
-    Term,
-    as_network,
-    chain,
+from ._checks import (
     check_coords,
     check_derivatives,
     check_fun,
-    check_point,
     direction_row,
     parse_terms,
-    propagation,
     row_of,
-    unit,
 )
-from ._probe import tap
-from ._seeds import power_of_two, unscaled
+from ._evaluation import Evaluation, Sum, Summand
+from ._names import names_of, positive_integer, split_names
 from ._state import DerivativeScaling
 
 
@@ -39,35 +32,32 @@ def laplacian(
     over: Names | None = None,
     scaling: Any = None,
     dtype: DTypeLike | None = None,
-) -> Callable[[Float[Array, " coords"]], dict[str, Float[Array, ""]]]:
+) -> Evaluation:
     """The Laplacian of every output of a network.
 
-    A network that knows how to propagate value, gradient and Laplacian together (a method
-    `forward_derivatives`, as `mpx_pde.nn.CoordinateMLP` has it) does so, at about 60 % of the cost
-    of nested differentiation. Any other function is differentiated twice in each direction.
+    The value, the gradient and the Laplacian itself are propagated, D + 2 streams in D coordinates
+    (*collapsed Taylor mode*), where nested differentiation takes 2 D + 1 and more.
 
     **Arguments:**
 
     - `fun`, `coords`, `outputs`, `scaling`, `dtype`: as for [`mpx_pde.partials`][].
-    - `terms`: values and first derivatives, such as `["u", "u_x"]`, which come out of the same
-        pass.
+    - `terms`: other terms, such as `["u", "u_x"]`, which come out of the same pass.
     - `over`: the coordinates to sum over, by default all. `over="xy"` leaves out the time of
         `coords="txy"`.
 
-    All directions carry the same scale here: the smallest of theirs with a
-    [per-direction][mpx_pde.DerivativeScaling.per_direction] scaling, that of order 2 with a
-    [per-order][mpx_pde.DerivativeScaling.per_order] one; a
-    [per-term][mpx_pde.DerivativeScaling.per_term] one must have the term `"laplacian"`. Scales per
-    direction that are not summed over play no part. A Laplacian over all of their coordinates has a
-    histogram of its own, one over some of them is counted with the second derivative in each.
+    The Laplacian is stored with the smallest scale that the second derivative in any of its
+    directions has with a [per-direction][mpx_pde.DerivativeScaling.per_direction] scaling, with
+    that of order 2 with a [per-order][mpx_pde.DerivativeScaling.per_order] one; a
+    [per-term][mpx_pde.DerivativeScaling.per_term] one must have the term `"laplacian"`. A Laplacian
+    over all coordinates of a scaling has a histogram of its own, one over some of them is counted
+    with the second derivative in each.
 
     **Returns:**
 
     A function of one point that returns a dict of float32 scalars: `"lap_u"` for each output, and
-    `terms` by their names.
+    `terms` by their names. As for [`mpx_pde.partials`][], it has a method `report`.
 
-    **Raises:** as [`mpx_pde.partials`][], and `ValueError` for a scaling that knows no Laplacian or
-    a term of higher order or in another direction.
+    **Raises:** as [`mpx_pde.partials`][], and `ValueError` for a scaling that knows no Laplacian.
 
     ```python
     fun = lambda p: jnp.sum(p**2)
@@ -76,61 +66,8 @@ def laplacian(
     ```
     """
     call = "laplacian"
-    check_fun(fun, call)
-    check_derivatives(scaling, call)
-    coords = names_of(coords, call, "the coordinates")
-    outputs = names_of(outputs, call, "the outputs")
     over = coords if over is None else names_of(over, call, "the coordinates of `over`")
-    unknown = [c for c in over if c not in coords]
-    if unknown:
-        raise ValueError(
-            f"`{call}` cannot sum over {', '.join(map(repr, unknown))}: the coordinates are "
-            f"{', '.join(coords)}."
-        )
-    dirs = tuple(coords.index(c) for c in over)
-    parsed = parse_terms(terms, coords, outputs, call)
-    for term in parsed:
-        if len(term.dirs) > 1 or not set(term.dirs) <= set(dirs):
-            raise ValueError(
-                f"`{call}` has values and first derivatives in {', '.join(over)} beside the "
-                f"Laplacian, but got the term {term.name!r}. Take it from `partials`."
-            )
-    dtype = None if dtype is None else as_floating_dtype(dtype, call)
-    rows, whole = {}, []
-    if scaling is not None:
-        check_coords(scaling, over, call)
-        whole = laplacian_rows(scaling, over, call)
-        rows = {t.name: row_of(scaling, t, coords, call) for t in parsed if t.dirs}
-
-    def evaluate(point):
-        point = check_point(point, coords, dtype, call)
-        exponent = None
-        if scaling is not None and scaling.active:
-            exponent = _exponent(scaling, whole)
-        seeds = [unit(len(coords), i, point.dtype, exponent) for i in dirs]
-        value, gradient, second = _propagate(fun, outputs, point, seeds, call)
-
-        def finish(x, order, counted):
-            """Unscales `x`, which carries `order` seeds, and counts it in each of these rows."""
-            if scaling is None:
-                return widen(x)
-            shift = 0 if exponent is None else order * exponent
-            for row in counted:
-                if exponent is not None:
-                    # To the scale that the row stands for, so that its histogram means one thing.
-                    own = scaling.rows[row].shift(scaling.exponents)
-                    x, shift = unscaled(x, power_of_two(own - shift)), own
-                x = tap(scaling.counts[row], x)
-            return widen(x) if exponent is None else unscaled(x, power_of_two(-shift))
-
-        out = {}
-        for i, name in enumerate(outputs):
-            out[f"lap_{name}"] = sum(finish(x[i], 2, whole) for x in second)
-        for term in parsed:
-            out[term.name] = _lower(term, value, gradient, dirs, finish, rows)
-        return out
-
-    return evaluate
+    return _operators(call, fun, {"lap": "laplacian"}, terms, coords, outputs, over, scaling, dtype)
 
 
 def laplacian_rows(scaling: DerivativeScaling, over: tuple[str, ...], call: str) -> list[int]:
@@ -146,26 +83,200 @@ def laplacian_rows(scaling: DerivativeScaling, over: tuple[str, ...], call: str)
     return [scaling.row_names.index("laplacian")]
 
 
-def _exponent(scaling: DerivativeScaling, rows: list[int]) -> Any:
-    """The exponent of the one seed that all directions share: the smallest that a row allows."""
-    shifts = [scaling.rows[row].shift(scaling.exponents) for row in rows]
-    return jnp.floor_divide(ft.reduce(jnp.minimum, shifts), 2)
+def linear_operator(
+    fun: Callable[..., Any],
+    operators: Mapping[str, Any],
+    terms: Names = (),
+    *,
+    coords: Names,
+    outputs: Names,
+    scaling: Any = None,
+    dtype: DTypeLike | None = None,
+    samples: int | None = None,
+    key: Any = None,
+    replace: bool = False,
+) -> Evaluation:
+    """Linear combinations of derivatives of every output of a network, each as one stream.
 
+    Where only the sum is wanted, such as `u_t - 0.1 u_xx`, its summands need no streams of their
+    own: one is propagated for all of them, beside those that lie below (here `u_x`).
 
-def _propagate(fun, outputs, point, seeds, call) -> tuple[Array, list[Array], list[Array]]:
-    """Value, first derivatives, and summands of the Laplacian, for all outputs."""
-    if hasattr(fun, "forward_derivatives"):
-        every = [(i, i) for i in range(len(seeds))]
-        value, first, second = propagation(fun, outputs, call)(point, seeds, [every])
-        return value, list(first), list(second)
-    network = as_network(fun, outputs, call)
-    chains = [chain(network, [seed, seed])(point) for seed in seeds]
-    return chains[0][0], [c[1] for c in chains], [c[2] for c in chains]
+    **Arguments:**
 
+    - `fun`, `coords`, `outputs`, `scaling`, `dtype`: as for [`mpx_pde.partials`][].
+    - `operators`: by name, what to sum: `"laplacian"`, `"biharmonic"` (the Laplacian of the
+        Laplacian), or a mapping from derivatives (`"t"`, `"xx"`; tuples of names where these have
+        several letters) to their factors: numbers, scalar arrays, or functions of the point.
+    - `terms`: other terms, such as `["u", "u_x"]`, which come out of the same pass.
+    - `samples`: how many summands to draw at random instead of taking all: an unbiased estimate,
+        whose variance falls as 1 / `samples`, for problems in hundreds of dimensions (Hu et al.,
+        *Stochastic Taylor Derivative Estimator*, 2024). It takes `"laplacian"` and mappings to pure
+        derivatives of one order, such as all of `"xxx"`, of which it draws coordinates, and
+        `"biharmonic"`, along normally distributed directions.
+    - `key`: a `jax.random.key` for them, the same at all points; a new one at each step.
+    - `replace`: whether a coordinate may be drawn twice. Without, the variance is smaller, and with
+        as many samples as coordinates it is zero.
 
-def _lower(term: Term, value, gradient, dirs, finish, rows) -> Array:
-    if not term.dirs:
-        return widen(value[term.output])
-    return finish(
-        gradient[dirs.index(term.dirs[0])][term.output], 1, [rows[term.name]] if rows else []
+    **Returns:**
+
+    A function of one point that returns a dict of float32 scalars: `"NAME_u"` for each operator and
+    output, and `terms` by their names.
+
+    **Raises:** as [`mpx_pde.partials`][]; `ValueError` for an operator that cannot be read or
+    sampled, and for samples without a key.
+
+    ```python
+    fun = lambda p: p[0] ** 2 * p[1]
+    heat = mpx.linear_operator(fun, {"heat": {"t": 1.0, "xx": -0.5}}, coords="xt", outputs="u")
+    heat(jnp.array([2.0, 3.0]))  # {"heat_u": 4.0 - 0.5 * 6.0}
+    ```
+    """
+    call = "linear_operator"
+    if not isinstance(operators, Mapping) or not operators:
+        raise TypeError(
+            f"`{call}` takes `operators` as a mapping from names to what is summed, such as "
+            f'{{"heat": {{"t": 1.0, "xx": -0.1}}}}, but got {operators!r}.'
+        )
+    if samples is not None:
+        samples = positive_integer(samples, call, "samples")
+        if key is None:
+            raise ValueError(f"`{call}` needs a `key`, a `jax.random.key`, to draw `samples`.")
+    return _operators(
+        call, fun, operators, terms, coords, outputs, coords, scaling, dtype, samples, key, replace
     )
+
+
+def _operators(
+    call,
+    fun,
+    operators,
+    terms,
+    coords,
+    outputs,
+    over,
+    scaling,
+    dtype,
+    samples=None,
+    key=None,
+    replace=False,
+) -> Evaluation:
+    check_fun(fun, call)
+    check_derivatives(scaling, call)
+    coords = names_of(coords, call, "the coordinates")
+    outputs = names_of(outputs, call, "the outputs")
+    over = names_of(over, call, "the coordinates of `over`")
+    unknown = [c for c in over if c not in coords]
+    if unknown:
+        raise ValueError(
+            f"`{call}` cannot sum over {', '.join(map(repr, unknown))}: the coordinates are "
+            f"{', '.join(coords)}."
+        )
+    parsed = parse_terms(terms, coords, outputs, call)
+    dtype = None if dtype is None else as_floating_dtype(dtype, call)
+    dirs = [coords.index(c) for c in over]
+    keys = iter(() if key is None else jax.random.split(key, len(operators)))
+    sums = []
+    for name, spec in operators.items():
+        summands = _summands(spec, name, dirs, coords, call)
+        found = Sum(name, summands, _rows(scaling, spec, summands, over, coords, call))
+        if samples is not None:
+            found = _sampled(found, spec, len(coords), samples, next(keys), replace, call)
+        sums.append(found)
+    rows = {}
+    if scaling is not None:
+        used = {i for t in parsed for i in t.dirs} | {i for s in sums for x in s[1] for i in x.dirs}
+        check_coords(scaling, [coords[i] for i in sorted(used)], call)
+        rows = {t.name: row_of(scaling, t, coords, call) for t in parsed if t.dirs}
+    return Evaluation(call, fun, coords, outputs, parsed, sums, rows, scaling, dtype)
+
+
+def _summands(spec, name, dirs, coords, call) -> tuple[Summand, ...]:
+    if isinstance(spec, str) and spec == "laplacian":
+        return tuple(Summand((i, i)) for i in dirs)
+    if isinstance(spec, str) and spec == "biharmonic":
+        pairs = [(i, j) for k, i in enumerate(dirs) for j in dirs[k:]]
+        return tuple(Summand(tuple(sorted((i, i, j, j))), 1.0 if i == j else 2.0) for i, j in pairs)
+    if not isinstance(spec, Mapping) or not spec:
+        raise ValueError(
+            f"`{call}` knows the operators 'laplacian' and 'biharmonic', and mappings from "
+            f"derivatives such as 'xx' to factors, but got {spec!r} for {name!r}."
+        )
+    out: dict[tuple[int, ...], Any] = {}
+    for derivative, factor in spec.items():
+        if isinstance(derivative, str):
+            found = split_names(derivative, coords)
+        else:
+            known = all(c in coords for c in derivative)
+            found = tuple(coords.index(c) for c in derivative) if known else None
+        if not found:
+            raise ValueError(
+                f"`{call}` cannot read {derivative!r} in the operator {name!r} as a sequence of "
+                f"coordinates. The coordinates are {', '.join(coords)}."
+            )
+        found = tuple(sorted(found))
+        if found in out:
+            raise ValueError(f"`{call}` got the derivative {derivative!r} twice in {name!r}.")
+        out[found] = factor
+    return tuple(Summand(d, f) for d, f in out.items())
+
+
+def _rows(scaling, spec, summands, over, coords, call) -> tuple[int, ...]:
+    """The rows of a scaling that count a sum."""
+    if scaling is None:
+        return ()
+    if spec == "laplacian":
+        return tuple(laplacian_rows(scaling, over, call))
+    order = max(len(s.dirs) for s in summands)
+    if scaling.kind == "direction" and order <= (scaling.order or order):
+        highest = [s for s in summands if len(s.dirs) == order]
+        return tuple(
+            dict.fromkeys(direction_row(scaling, [coords[i] for i in s.dirs]) for s in highest)
+        )
+    if scaling.kind == "order" and order <= (scaling.order or order):
+        return (order - 1,)
+    raise ValueError(
+        f"`{call}`: the scaling has no scaler for an operator of order {order}; it knows "
+        f"{', '.join(scaling.names)}. Build it for that order with "
+        "`DerivativeScaling.per_direction` or `per_order`."
+    )
+
+
+def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool, call: str) -> Sum:
+    """A sum over directions that are drawn when it is evaluated."""
+    some = found.summands[:1] * samples
+    if isinstance(spec, str) and spec == "biharmonic":
+        dirs = sorted({i for s in found.summands for i in s.dirs})
+
+        def normal() -> tuple[Array, Array]:
+            # The mean of the fourth derivative along them is three times the biharmonic.
+            drawn = jax.random.normal(key, (samples, len(dirs)), jnp.float32)
+            directions = jnp.zeros((samples, size), jnp.float32).at[:, np.array(dirs)].set(drawn)
+            return directions, jnp.full(samples, 1 / (3 * samples), jnp.float32)
+
+        return found._replace(summands=some, directions=normal, order=4)
+    orders = {len(s.dirs) for s in found.summands}
+    if len(orders) > 1 or any(len(set(s.dirs)) > 1 for s in found.summands):
+        raise ValueError(
+            f"`{call}` draws samples of 'laplacian', 'biharmonic', and pure derivatives of one "
+            f"order, such as 'xxx' in every coordinate, but {found.name!r} has others. Take those "
+            "as an operator or a term of their own, without `samples`."
+        )
+    if not replace and samples > len(found.summands):
+        raise ValueError(
+            f"`{call}` cannot draw {samples} of {len(found.summands)} summands of {found.name!r} "
+            "without replacement. Take fewer `samples`, or `replace=True`."
+        )
+    if any(callable(s.factor) for s in found.summands):
+        raise ValueError(
+            f"`{call}` draws samples of summands with constant factors, but {found.name!r} has "
+            "functions of the point."
+        )
+    factors = jnp.stack([jnp.asarray(s.factor, jnp.float32) for s in found.summands])
+    at = np.array([s.dirs[0] for s in found.summands])
+
+    def coordinates() -> tuple[Array, Array]:
+        drawn = jax.random.choice(key, len(at), (samples,), replace=replace)
+        directions = jax.nn.one_hot(jnp.asarray(at)[drawn], size, dtype=jnp.float32)
+        return directions, factors[drawn] * (len(at) / samples)
+
+    return found._replace(summands=some, directions=coordinates, order=orders.pop())

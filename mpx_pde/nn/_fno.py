@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import widen
 from .._dtypes import is_half, wide
+from .._order import gradients_in_turn
 from .._types import DTypeLike
 from ._activations import SafeActivation, gelu, safe
 from ._arithmetic import (
@@ -24,7 +25,6 @@ from ._arithmetic import (
     separate,
     unscaled,
 )
-from ._order import gradients_in_turn
 from ._spectral_conv import SpectralConv, check_field, parse_modes, positive
 
 

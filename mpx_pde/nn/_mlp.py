@@ -1,7 +1,6 @@
 """The network of a physics-informed model."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from typing import Any, Literal
 
 import equinox as eqx
@@ -14,17 +13,7 @@ from .._cast import FullPrecision, widen
 from .._dot import mixed_matmul
 from .._dtypes import as_floating_dtype, is_integer, product_datatype
 from .._types import DTypeLike
-from ._activations import SafeActivation, safe
-from ._order import gradients_in_turn
-
-
-Groups = Sequence[Sequence[tuple[int, int]]]
-"""For each sum of second derivatives, the pairs of seeds that it runs over."""
-
-Rows = Sequence[Float[Array, " _"]]
-"""Value, first derivatives, and sums of second derivatives, of which a linear map has none. Each is
-an array of its own, with a product of its own: stacked ones would be copied on their way into the
-product of all and out of it."""
+from ._activations import safe
 
 
 class Embedding(eqx.Module):
@@ -32,10 +21,6 @@ class Embedding(eqx.Module):
 
     frequencies: Float[Array, "inputs features"] | None
     periods: tuple[float | None, ...] = eqx.field(static=True)
-
-    @property
-    def linear(self) -> bool:
-        return self.frequencies is None and all(p is None for p in self.periods)
 
     def __call__(self, point: Float[Array, " coords"]) -> Float[Array, " embedded"]:
         parts = []
@@ -61,17 +46,10 @@ class Dense(eqx.Module):
     dtype: np.dtype | None = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
-        [out] = self.products([x])
-        return self.add_bias(out)
-
-    def products(
-        self, rows: Sequence[Float[Array, "*batch inputs"]]
-    ) -> list[Float[Array, "*batch outputs"]]:
-        """`x @ weight` of each row."""
-        # Widened here, a half weight has its gradient summed over the rows in float32. Rows are the
-        # narrower operand then, which says what is multiplied in where `dtype` does not.
-        weight, dtype = widen(self.weight), self.stored
-        return [mixed_matmul(row.astype(dtype), weight, dtype=self.dtype) for row in rows]
+        # Widened here, a half weight has its gradient summed in float32, and so has the bias. Rows
+        # are the narrower operand then, which says what is multiplied in where `dtype` does not.
+        out = mixed_matmul(x.astype(self.stored), widen(self.weight), dtype=self.dtype)
+        return (widen(out) + jnp.broadcast_to(widen(self.bias), out.shape)).astype(out.dtype)
 
     @property
     def stored(self) -> np.dtype:
@@ -82,9 +60,6 @@ class Dense(eqx.Module):
     def returned(self) -> np.dtype:
         """That of the result in the user's program, which does not depend on `autocast`."""
         return self.weight.dtype if self.dtype is None else self.dtype
-
-    def add_bias(self, x: Float[Array, "*batch outputs"]) -> Float[Array, "*batch outputs"]:
-        return (widen(x) + jnp.broadcast_to(widen(self.bias), x.shape)).astype(x.dtype)
 
 
 def _dense(key: PRNGKeyArray, inputs: int, outputs: int, dtype: Any) -> Dense:
@@ -229,127 +204,3 @@ class CoordinateMLP(eqx.Module):
             x = widen(x)
         x = self.last(x).astype(self._last.returned)
         return x[0] if self.out_size == "scalar" else x
-
-    def forward_derivatives(
-        self, point: Float[Array, " coords"], seeds: Float[Array, "seeds coords"], second: Groups
-    ) -> tuple[
-        Float[Array, "*fields"], Float[Array, "seeds *fields"], Float[Array, "sums *fields"]
-    ]:
-        """Value, first derivatives along `seeds`, and sums of second derivatives along them.
-
-        Each goes through a layer as a matrix product of its own. So it costs one evaluation of the
-        network, and the Laplacian in D coordinates D + 2 of them. The rules of the activations are
-        evaluated in float32.
-
-        **Arguments:**
-
-        - `point`: the coordinates, shape `[in_size]`.
-        - `seeds`: directions, which may be scaled: shape `[D, in_size]`.
-        - `second`: for each sum the pairs of indices into `seeds` that it runs over: `[[(0, 1)]]`
-            is the mixed derivative alone, `[[(0, 0), (1, 1)]]` the Laplacian.
-
-        **Returns:**
-
-        `(value, first, second)`, shapes `[out_size]`, `[D, out_size]` and `[len(second), out_size]`
-        (without `out_size` for a scalar network). `first` carries the scales of the seeds, `second`
-        products of two of them.
-        """
-        point, seeds = widen(point), widen(seeds)
-        second = tuple(tuple(group) for group in second)
-        first = self.first.module
-        dtype = self._compute_dtype
-        if self.embedding.module.linear:
-            # The derivatives of a linear layer are the same at all points.
-            rows = [point, *seeds]
-        else:
-            rows = _through(self.embedding, point, seeds, second)
-        with jax.default_matmul_precision("highest"):  # as in the `FullPrecision` around it
-            rows = first.products(rows)
-        rows, bias = [row.astype(dtype) for row in rows], first.bias
-        last = self._last
-        for layer in (*self.hidden, last):
-            rows, bias = self._advance(layer, bias, rows, second, len(seeds)), layer.bias
-        rows = [row.astype(last.returned) for row in (last.add_bias(rows[0]), *rows[1:])]
-        if self.out_size == "scalar":
-            rows = [jnp.squeeze(row) for row in rows]
-        value, *others = rows
-        # Apart, so that XLA leaves out what nobody asks for.
-        stack = lambda rows: jnp.stack(rows) if rows else jnp.zeros((0, *value.shape), value.dtype)
-        return value, stack(others[: len(seeds)]), stack(others[len(seeds) :])
-
-    def _advance(self, layer: Dense, bias: Array, rows: Rows, second: Groups, seeds: int) -> Any:
-        """The activation and the products after it.
-
-        Of all this only what enters is kept for the backward pass, which evaluates the activation
-        again: a layer costs the memory of its streams once.
-        """
-        full = isinstance(self.last, FullPrecision) and layer is self.last.module
-
-        def rule(layer, bias, rows):
-            rows = _activate(self.activation, second, bias, rows, seeds)
-            with jax.default_matmul_precision("highest") if full else nullcontext():
-                return layer.products(rows)
-
-        layer, rows = gradients_in_turn(layer, rows)
-        return jax.checkpoint(rule)(layer, bias, rows)
-
-
-def _through(fun: Callable, point: Array, seeds: Array, second: Groups) -> Rows:
-    """Value, first derivatives and sums of second derivatives of any function."""
-
-    def along(i):
-        return lambda p: jax.jvp(fun, (p,), (seeds[i],))[1]
-
-    first = [along(i)(point) for i in range(len(seeds))]
-    curve = lambda i, j: jax.jvp(along(i), (point,), (seeds[j],))[1]
-    sums: list[Any] = [sum(curve(i, j) for i, j in group) for group in second]
-    return [fun(point), *first, *sums]
-
-
-def _activate(activation: Callable, groups: Groups, bias: Array, rows: Rows, seeds: int) -> Rows:
-    """σ(v), σ'(v) v_i, and sums of σ'(v) v_ij + σ''(v) v_i v_j, in float32 registers."""
-    dtype = rows[0].dtype
-    bias, (value, *others) = widen((bias, list(rows)))
-    first, second = others[:seeds], others[seeds:]
-    y, dy, ddy = _derivatives(activation, value + bias)
-    out = [y, *(dy * v for v in first)]
-    for k, group in enumerate(groups):
-        products = [jnp.square(first[i]) if i == j else first[i] * first[j] for i, j in group]
-        curvature = ddy * sum(products[1:], products[0])
-        out.append(dy * second[k] + curvature if second else curvature)
-    return [row.astype(dtype) for row in out]
-
-
-@jax.custom_jvp
-def _tanh(x):
-    y = jnp.tanh(x)
-    dy = 1 - jnp.square(y)
-    return y, dy, -2 * y * dy
-
-
-@_tanh.defjvp
-def _tanh_jvp(primals, tangents):
-    # What differentiating the above line by line would come to with twice as many operations.
-    y, dy, ddy = _tanh(*primals)
-    dddy = dy * (4 - 6 * dy)
-    return (y, dy, ddy), tuple(tangents[0] * d for d in (dy, ddy, dddy))
-
-
-def _sin(x):
-    y = jnp.sin(x)
-    return y, jnp.cos(x), -y
-
-
-_RULES = {jnp.tanh: _tanh, jnp.sin: _sin}
-
-
-def _derivatives(activation: Callable, x: Array) -> tuple[Array, Array, Array]:
-    """An activation with its first two derivatives."""
-    # One with parameters has no hash.
-    rule = _RULES.get(activation.fun) if isinstance(activation, SafeActivation) else None
-    if rule is not None:
-        return rule(x)
-    one = jnp.ones_like(x)
-    slope = lambda v: jax.jvp(activation, (v,), (one,))
-    (y, dy), (_, ddy) = jax.jvp(slope, (x,), (one,))
-    return y, dy, ddy

@@ -1,0 +1,74 @@
+"""The precision of the forward pass, where it is another than that of the backward pass."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from ._dot import SPLIT_PRODUCTS
+
+
+FORWARDS = ("half", "float32", *SPLIT_PRODUCTS, "float64")
+"""What `forward=` takes."""
+
+
+class Forward(NamedTuple):
+    """How a loss is evaluated while it is traced.
+
+    **Attributes:**
+
+    - `precision`: one of `FORWARDS`.
+    - `backward`: the dtype of what is kept for the backward pass, and of its products.
+    """
+
+    precision: str
+    backward: str
+
+    @property
+    def dtype(self) -> np.dtype:
+        return jnp.dtype(self.backward)
+
+    @property
+    def full(self) -> bool:
+        """Whether the forward pass is in another precision than the backward pass."""
+        return self.precision != "half"
+
+    @property
+    def products(self) -> Any:
+        """The precision that a product of the forward pass asks JAX for."""
+        return SPLIT_PRODUCTS.get(self.precision, (lax.Precision.HIGHEST,) * 2)
+
+
+# Part of the key of jit's caches, as the half type is.
+_context = jax.make_user_context(None)
+
+
+def present_forward() -> Forward | None:
+    """How the loss that is being traced is evaluated; `None` outside of one that says so."""
+    return _context.value
+
+
+@contextmanager
+def forward_in(forward: Forward | None) -> Iterator[None]:
+    """What is traced in here is evaluated so."""
+    with _context(forward):
+        yield
+
+
+def check_forward(precision: Any, call: str) -> str:
+    """`precision` if it is one of `FORWARDS`, else a `ValueError` in the name of `call`."""
+    if precision not in FORWARDS:
+        raise ValueError(
+            f"`{call}` takes {', '.join(map(repr, FORWARDS))} as `forward`, but got {precision!r}."
+        )
+    if precision == "float64" and jax.dtypes.canonicalize_dtype("float64") != jnp.float64:
+        raise ValueError(
+            f"`{call}` cannot evaluate in float64 while JAX has 64-bit types switched off. Call "
+            '`jax.config.update("jax_enable_x64", True)` at the start of the program, or take '
+            "'float32' as `forward`."
+        )
+    return precision

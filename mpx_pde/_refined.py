@@ -1,0 +1,108 @@
+"""Values in full precision with the gradients of half precision, by two evaluations."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.tree_util as jtu
+from jaxtyping import PyTree
+
+from ._cast import cast_except, cast_operands, is_inexact, widen
+from ._dtypes import as_floating_dtype, half_precision, half_precision_datatype, is_half
+
+
+def refined(fun: Callable, *, dtype: Any = None, keep_full: PyTree = False) -> Callable:
+    """A function whose value is that of float32 and whose derivative is that of half precision.
+
+    Each floating-point output is `half + stop_gradient(full - half)`: `full` comes from the
+    arguments as they are, with products at the highest precision, and leaves nothing in memory;
+    `half` comes from arguments cast to half precision, and is what reverse mode goes through. The
+    gradient of a residual made of such values has an *error relative to itself*, which vanishes as
+    the residual does, where a residual made of half values has a floor (iterative refinement:
+    Wilkinson 1963; Carson & Higham 2018).
+
+    It works for any function, at the cost of a second forward pass. Apply it to what a residual is
+    made of, the network or its derivative terms, never to the loss: a loss that is refined as a
+    whole has the gradient of the half residual inside.
+
+    ```python
+    @eqx.filter_value_and_grad
+    def loss(model, points):
+        terms = lambda model, p: mpx.partials(model, ["u_xx"], coords="xy", outputs="u")(p)
+        d = jax.vmap(mpx.refined(terms, keep_full=(False, True)), (None, 0))(model, points)
+        return jnp.mean((d["u_xx"] - 1) ** 2)
+    ```
+
+    **Arguments:**
+
+    - `fun`: a function of the model in float32 and of anything else.
+    - `dtype`: float16 or bfloat16; by default [`mpx_pde.half_precision_datatype`][].
+    - `keep_full`: what is not cast for the half evaluation: a bool for everything, or a prefix of
+        the positional arguments, as for [`mpx_pde.filter_grad`][].
+
+    **Returns:**
+
+    A function of the same arguments that returns what `fun` returns, with floating-point arrays in
+    float32 (float64 where `fun` returns that). Derivatives in forward mode, too, are those of the
+    half evaluation.
+
+    **Raises:** `TypeError` if `fun` cannot be called, `ValueError` for a `dtype` that is no half
+    type or a `keep_full` that does not fit.
+    """
+    call = "refined"
+    if not callable(fun):
+        raise TypeError(f"`{call}` takes a function of the model, but got {fun!r}.")
+    if dtype is not None:
+        dtype = as_floating_dtype(dtype, call)
+        if not is_half(dtype):
+            raise ValueError(f"`{call}` takes float16 or bfloat16 as `dtype`, got {dtype.name}.")
+    return eqx.module_update_wrapper(_Refined(fun, dtype, keep_full))
+
+
+class _Refined(eqx.Module):
+    fun: Any
+    dtype: Any = eqx.field(static=True)
+    keep_full: PyTree
+
+    @property
+    def __wrapped__(self):
+        return self.fun
+
+    def __call__(self, /, *args, **kwargs):
+        dtype = half_precision_datatype() if self.dtype is None else self.dtype
+        fixed, fixed_args, fixed_kwargs = jtu.tree_map(
+            lambda x: jax.lax.stop_gradient(x) if is_inexact(x) else x, (self.fun, args, kwargs)
+        )
+        with jax.default_matmul_precision("highest"):
+            full = fixed(*fixed_args, **fixed_kwargs)
+        cast_args = cast_except(self.keep_full, args, dtype, "refined")
+        if self.keep_full is not True:
+            kwargs = cast_operands(kwargs, dtype)
+        with half_precision(dtype):
+            half = cast_operands(self.fun, dtype)(*cast_args, **kwargs)
+        return jtu.tree_map(_refine, full, half)
+
+    def __get__(self, instance: Any, owner: Any = None):
+        return self if instance is None else eqx.Partial(self, instance)
+
+
+def _refine(full: Any, half: Any) -> Any:
+    if not is_inexact(full) or not eqx.is_array(full):
+        return full
+    half = widen(half).astype(full.dtype)
+    # Not `half + (full - half)`, which rounds, and is a NaN where half overflows: the value is
+    # `full` to the bit, whatever half is.
+    return _value_of(widen(full), half)
+
+
+@jax.custom_jvp
+def _value_of(full: jax.Array, half: jax.Array) -> jax.Array:
+    del half
+    return full
+
+
+@_value_of.defjvp
+def _value_of_jvp(primals, tangents):
+    full, half = primals
+    return _value_of(full, half), tangents[1].astype(full.dtype)

@@ -1,0 +1,289 @@
+"""Terms and sums of derivatives of one function, by the engine."""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from .._cast import widen
+from ..propagation import Equation, Index, Plan, make_plan, propagate, sum_key
+from ._checks import Term, as_network, check_point
+from ._probe import tap
+from ._seeds import power_of_two
+from ._state import DerivativeScaling
+
+
+_STACKED = 9
+"""From this many summands of one kind on, such as those of a Laplacian, streams are stacked: one
+product of many rows instead of many products, and a program that does not grow with them."""
+
+
+class Summand(NamedTuple):
+    """A derivative in a sum.
+
+    **Attributes:**
+
+    - `dirs`: the coordinates that it is taken in, sorted.
+    - `factor`: a number, an array, or a function of the point.
+    """
+
+    dirs: tuple[int, ...]
+    factor: Any = 1.0
+
+
+class Sum(NamedTuple):
+    """A linear combination of derivatives, which is propagated as a whole.
+
+    **Attributes:**
+
+    - `name`: what it is called, before the name of the output.
+    - `summands`: what is summed.
+    - `rows`: the rows of the scaling that count it, of which it takes the smallest scale.
+    - `directions`: instead of coordinates, vectors along which a derivative of an order is taken
+        each: a function of nothing that returns them, shape `[samples, coords]`, and factors.
+    """
+
+    name: str
+    summands: tuple[Summand, ...]
+    rows: tuple[int, ...] = ()
+    directions: Callable[[], tuple[Array, Array]] | None = None
+    order: int = 0
+
+
+class Direction(NamedTuple):
+    """A coordinate, or several that are stacked; with a row that has seeds of its own."""
+
+    coords: tuple[int, ...]
+    row: int | None = None
+    sampled: int | None = None
+
+
+class Evaluation:
+    """A function of one point that returns derivatives by name.
+
+    What [`mpx_pde.partials`][], [`mpx_pde.laplacian`][] and [`mpx_pde.linear_operator`][] return.
+    """
+
+    def __init__(
+        self,
+        call: str,
+        fun: Callable,
+        coords: tuple[str, ...],
+        outputs: tuple[str, ...],
+        terms: Sequence[Term],
+        sums: Sequence[Sum],
+        rows: dict[str, int],
+        scaling: DerivativeScaling | None,
+        dtype: Any,
+    ):
+        self._call, self._fun, self._coords, self._outputs = call, fun, coords, outputs
+        self._terms, self._sums, self._rows = tuple(terms), tuple(sums), rows
+        self._scaling, self._dtype = scaling, dtype
+        self._directions: list[Direction] = []
+        self._indices = {t.name: self._index(t) for t in self._terms if t.dirs}
+        summed = [self._summed(k, s) for k, s in enumerate(self._sums)]
+        sizes = tuple(None if len(d.coords) == 1 else len(d.coords) for d in self._directions)
+        self._plan = make_plan(self._indices.values(), summed, sizes)
+
+    # What has to be propagated.
+
+    def _direction(self, direction: Direction) -> int:
+        if direction not in self._directions:
+            self._directions.append(direction)
+        return self._directions.index(direction)
+
+    def _index(self, term: Term) -> Index:
+        """The stream of a term. A term with a scaler of its own has seeds of its own."""
+        own = self._own_row(self._rows.get(term.name))
+        return tuple(sorted(self._direction(Direction((i,), own)) for i in term.dirs))
+
+    def _own_row(self, row: int | None) -> int | None:
+        scaling = self._scaling
+        if scaling is None or row is None or scaling.kind == "direction":
+            return None
+        shared = scaling.kind == "order" and scaling.rows[row].name.startswith("order ")
+        return None if shared or self._counts_an_order(row) else row
+
+    def _counts_an_order(self, row: int) -> bool:
+        # A row that only counts a term apart shares the scaler of its order.
+        scaling = self._scaling
+        assert scaling is not None
+        ((scaler, _),) = scaling.rows[row].weights
+        return scaling.kind == "order" and scaling.names[scaler].startswith("order ")
+
+    def _summed(self, k: int, s: Sum) -> tuple[Index, ...]:
+        own = self._own_row(s.rows[0]) if s.rows else None
+        if s.directions is not None:
+            samples = len(s.summands)
+            i = self._direction(Direction((-1 - k,) * samples, own, sampled=k))
+            return ((i,) * s.order,)
+        powers = {(len(set(x.dirs)), len(x.dirs)) for x in s.summands}
+        ((kinds, order),) = powers if len(powers) == 1 else ((0, 0),)
+        if kinds == 1 and order > 1 and len(s.summands) >= _STACKED:
+            i = self._direction(Direction(tuple(x.dirs[0] for x in s.summands), own))
+            return ((i,) * order,)
+        return tuple(
+            tuple(sorted(self._direction(Direction((i,), own)) for i in x.dirs)) for x in s.summands
+        )
+
+    # Scales of streams.
+
+    def _exponent(self, index: Index) -> Any:
+        """The exponent of the scale that a stream is stored with: a scalar, or one a direction."""
+        scaling = self._scaling
+        assert scaling is not None
+        row = self._directions[index[0]].row
+        if row is not None:
+            own, order = scaling.rows[row].shift(scaling.exponents), self._order_of(row)
+            return jnp.floor_divide(own * len(index), order)
+        if scaling.kind == "order":
+            return scaling.rows[min(len(index), scaling.order or 1) - 1].shift(scaling.exponents)
+        if self._directions[index[0]].sampled is not None:
+            return len(index) * jnp.min(scaling.exponents)
+        at = [
+            scaling.exponents[np.array([scaling.names.index(self._coords[c]) for c in d.coords])]
+            for d in (self._directions[i] for i in index)
+        ]
+        total = sum(at[1:], at[0])
+        return total if len(self._directions[index[0]].coords) > 1 else total[0]
+
+    def _order_of(self, row: int) -> int:
+        """The highest order among the derivatives with the seeds of a row."""
+        return max(
+            len(i)
+            for i in (*self._plan.indices, *(i for s in self._plan.sums for i in s))
+            if self._directions[i[0]].row == row
+        )
+
+    def _sum_exponent(self, s: Sum) -> Any:
+        scaling = self._scaling
+        assert scaling is not None
+        shifts = [scaling.rows[row].shift(scaling.exponents) for row in s.rows]
+        return ft.reduce(jnp.minimum, shifts)
+
+    def _scales(self, dtype: np.dtype) -> dict[Index, tuple[Array, Array]]:
+        scaling = self._scaling
+        if scaling is None or dtype != jnp.float16 or not scaling.active:
+            return {}
+        exponents = {i: self._exponent(i) for i in self._plan.indices}
+        exponents |= {sum_key(k): self._sum_exponent(s) for k, s in enumerate(self._sums) if s.rows}
+        return {i: (power_of_two(e), power_of_two(-e)) for i, e in exponents.items()}
+
+    # Evaluation.
+
+    def _seeds(self, dtype: Any, sampled: dict[int, tuple[Array, Array]]) -> list[Any]:
+        eye = np.eye(len(self._coords), dtype=np.dtype(widen(jnp.zeros((), dtype)).dtype))
+        out = []
+        for d in self._directions:
+            if d.sampled is not None:
+                out.append(sampled[d.sampled][0].astype(eye.dtype))
+            else:
+                out.append(eye[d.coords[0]] if len(d.coords) == 1 else eye[list(d.coords)])
+        return out
+
+    def _weights(self, point: Array, sampled: dict[int, tuple[Array, Array]]) -> list[list[Any]]:
+        out = []
+        for k, (s, indices) in enumerate(zip(self._sums, self._plan.sums, strict=True)):
+            if k in sampled:
+                out.append([sampled[k][1]])
+                continue
+            factors = [x.factor(point) if callable(x.factor) else x.factor for x in s.summands]
+            if len(indices) < len(factors):
+                same = all(isinstance(f, int | float) and f == 1 for f in factors)
+                factors = [1 if same else jnp.stack([jnp.asarray(f, jnp.float32) for f in factors])]
+            out.append(factors)
+        return out
+
+    def _propagated(self, point: Any, note: list[Equation] | None = None) -> tuple[Plan, Any, dict]:
+        point = widen(check_point(point, self._coords, self._dtype, self._call))
+        sampled = {k: s.directions() for k, s in enumerate(self._sums) if s.directions}
+        value, streams = propagate(
+            as_network(self._fun, self._outputs, self._call),
+            point,
+            self._plan,
+            self._seeds(point.dtype, sampled),
+            self._weights(point, sampled),
+            self._scales,
+            note,
+        )
+        return self._plan, value, streams
+
+    def __call__(self, point: Float[Array, " coords"]) -> dict[str, Float[Array, ""]]:
+        """**Arguments:**
+
+        - `point`: the coordinates, shape `[coords]`.
+
+        **Returns:** a dict from names to scalars in float32 (float64 for a float64 network).
+        """
+        _, value, streams = self._propagated(point)
+        zero = jnp.zeros_like(value)
+        out = {}
+        for k, s in enumerate(self._sums):
+            for i, name in enumerate(self._outputs):
+                total = streams.get(sum_key(k), zero)[i]
+                out[f"{s.name}_{name}"] = self._counted(total, s.rows)
+        for term in self._terms:
+            if not term.dirs:
+                out[term.name] = value[term.output]
+                continue
+            x = streams.get(self._indices[term.name], zero)[term.output]
+            row = self._rows.get(term.name)
+            out[term.name] = self._counted(x, () if row is None else (row,))
+        return out
+
+    def _counted(self, x: Array, rows: Sequence[int]) -> Array:
+        """A derivative, counted at the scale that each row stands for."""
+        scaling = self._scaling
+        if scaling is None:
+            return x
+        for row in rows:
+            if not scaling.active:
+                x = tap(scaling.counts[row], x)
+                continue
+            shift = scaling.rows[row].shift(scaling.exponents)
+            scaled = tap(scaling.counts[row], x * power_of_two(shift).astype(x.dtype))
+            x = scaled * power_of_two(-shift).astype(x.dtype)
+        return x
+
+    def report(self, point: Any) -> "DerivativeReport":
+        """How the derivatives are taken at a point. Traces, and runs nothing."""
+        note: list[Equation] = []
+        point = jax.ShapeDtypeStruct(jnp.shape(point), jnp.result_type(point))
+        jax.eval_shape(lambda p: self._propagated(p, note)[1], point)
+        return DerivativeReport(tuple(note), len(self._plan.keys) + 1)
+
+
+class DerivativeReport(NamedTuple):
+    """How the derivatives of a function are taken, equation by equation.
+
+    **Attributes:**
+
+    - `equations`: those that depend on the point: primitive, line, rule and precision. The rule
+        `"nested"` is nested forward mode, for an equation that has none.
+    - `streams`: how many values go through the function together, the value itself among them; of
+        stacked directions all count once.
+    """
+
+    equations: tuple[Equation, ...]
+    streams: int
+
+    @property
+    def nested(self) -> tuple[Equation, ...]:
+        """The equations without a rule."""
+        return tuple(e for e in self.equations if e.rule == "nested")
+
+    @property
+    def products(self) -> tuple[Equation, ...]:
+        """The products, with what they are multiplied in."""
+        return tuple(e for e in self.equations if e.precision and e.rule == "product")
+
+    def __str__(self) -> str:
+        lines = [f"{self.streams} streams, {len(self.equations)} equations"]
+        for e in (*self.products, *self.nested):
+            how = e.precision if e.rule == "product" else "no rule: nested forward mode"
+            lines.append(f"  {e.primitive:<28}{how:<36}{e.line}")
+        return "\n".join(lines)

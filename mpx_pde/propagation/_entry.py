@@ -1,0 +1,141 @@
+"""From a function and a plan to its derivatives."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+from jaxtyping import Array
+
+from .._dtypes import asked_of_context, is_half
+from .._forward import Forward, present_forward
+from .._jaxpr import bodies_of, line_of
+from ._evaluate import Evaluator
+from ._plan import Index, Plan
+from ._products import Product
+from ._rules import Rules
+from ._streams import RAW, Jet, Storage, is_inexact
+
+
+class Equation(NamedTuple):
+    """What became of an equation that depends on the point.
+
+    **Attributes:**
+
+    - `primitive`, `line`: what it is, and where.
+    - `rule`: how its derivatives were taken; `"nested"` where there is no rule.
+    - `precision`: what a product was multiplied in.
+    """
+
+    primitive: str
+    line: str
+    rule: str
+    precision: str
+
+
+def half_of(closed: ClosedJaxpr) -> np.dtype | None:
+    """The half type that a program computes in, by its arrays and its mixed products."""
+    jaxpr = closed.jaxpr
+    for var in (*jaxpr.constvars, *jaxpr.invars):
+        if is_inexact(var.aval) and is_half(var.aval.dtype):
+            return np.dtype(var.aval.dtype)
+    for eqn in jaxpr.eqns:
+        dtype = eqn.params.get("dtype") if eqn.primitive.name.startswith("mixed_") else None
+        if dtype is not None and is_half(dtype):
+            return np.dtype(dtype)
+        for var in eqn.outvars:
+            if is_inexact(var.aval) and is_half(var.aval.dtype):
+                return np.dtype(var.aval.dtype)
+        for inner in bodies_of(eqn):
+            found = half_of(inner)
+            if found is not None:
+                return found
+    return None
+
+
+def _evaluator(
+    closed: ClosedJaxpr, rules: Rules, scales: Callable, note: list[Equation] | None
+) -> Evaluator:
+    """How a program is evaluated: as the loss around it says, else by its own arrays."""
+
+    def record(step, rule, how):
+        if note is not None:
+            note.append(Equation(step.eqn.primitive.name, line_of(step.eqn), rule, how))
+
+    wide = np.dtype(np.float64 if closed.out_avals[0].dtype == np.float64 else np.float32)
+    forward = present_forward() or _autocast()
+    dtype = half_of(closed) if forward is None else forward.dtype
+    scaled = {} if dtype is None else scales(dtype)
+    if forward is None or not forward.full:
+        storage = Storage(wide if dtype is None else np.dtype(np.float32), dtype, scaled)
+        return Evaluator(rules, storage, Product(forward is not None), record)
+    above = np.dtype(np.float64) if forward.precision == "float64" else wide
+    full = Evaluator(rules, Storage(above), Product(precision=forward.products), record)
+    storage = Storage(np.dtype(np.float32), dtype, scaled)
+    return Evaluator(rules, storage, Product(True), record, full)
+
+
+def _autocast() -> Forward | None:
+    """What `autocast` around here asks for."""
+    asked = asked_of_context()
+    return Forward("half", asked[1]) if asked is not None and asked[0] == "autocast" else None
+
+
+def propagate(
+    fun: Callable[[Array], Array],
+    point: Array,
+    plan: Plan,
+    seeds: Sequence[Any],
+    weights: Sequence[Sequence[Any]] = (),
+    scales: Callable[[np.dtype], Mapping[Index, tuple[Array, Array]]] | None = None,
+    note: list[Equation] | None = None,
+) -> tuple[Array, dict[Index, Array]]:
+    """A function at a point, with the derivatives of a plan.
+
+    The function is traced once, and its equations are evaluated on the value and its streams
+    together (see `_rules.py`).
+
+    **Arguments:**
+
+    - `fun`: a function of one array that returns one array.
+    - `point`: where, of any floating dtype.
+    - `plan`: which derivatives; see [`make_plan`][].
+    - `seeds`: for each direction of the plan a vector like `point`, or a matrix of several. Give
+        those that are known as NumPy arrays: what vanishes by them is left out.
+    - `weights`: for each sum the factors of its summands.
+    - `scales`: the scales of stored streams, by the half type; see [`Storage`][].
+    - `note`: a list to which every equation that depends on the point is added.
+
+    **Returns:**
+
+    The value, and the streams by their keys, in float32 or wider. Those that vanish are missing.
+    """
+    context = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
+    with context[0], context[1]:
+        closed = jax.make_jaxpr(fun)(point)
+        rules = Rules(plan, weights)
+        evaluator = _evaluator(closed, rules, scales or (lambda dtype: {}), note)
+        streams: dict[Index, Any] = {(i,): x for i, x in enumerate(seeds) if (i,) in plan.indices}
+        for key, summands in rules.weights.items():
+            total = None
+            for weight, index in summands:
+                if len(index) == 1:
+                    part = rules.weighted(weight, seeds[index[0]], index)
+                    total = part if total is None else total + part
+            if total is not None:
+                streams[key] = total
+
+        (out,) = evaluator.program(closed, [Jet(point, streams, RAW)])
+        if not isinstance(out, Jet):
+            return jnp.asarray(out), {}
+        out = (evaluator.full or evaluator).storage.loaded(out)
+        full = {
+            k: jnp.broadcast_to(x, _shape(plan.size(k), out.primal)) for k, x in out.streams.items()
+        }
+    return jnp.asarray(out.primal), full
+
+
+def _shape(size: int | None, primal: Any) -> tuple[int, ...]:
+    return primal.shape if size is None else (size, *primal.shape)

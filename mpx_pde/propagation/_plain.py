@@ -1,0 +1,67 @@
+"""A whole loss, forward in one precision and backward in another."""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._forward import Forward, forward_in
+from .._jaxpr import trace_arrays
+from ._evaluate import Evaluator
+from ._plan import Plan
+from ._products import Product
+from ._rules import Rules
+from ._streams import DEEP, Jet, Storage, is_inexact
+
+
+class InForward(eqx.Module):
+    """A function whose values are those of one precision, and whose derivatives are taken in half.
+
+    It is traced, and cut into layers, as a network is whose derivatives are propagated, though with
+    no streams: a layer is evaluated in full, what enters it is kept in half, and its derivative is
+    that of the half layer there. [`mpx_pde.partials`][] on the way do the same by themselves. The
+    floating-point arrays of the first argument are masters, which enter products as they are.
+
+    **Attributes:**
+
+    - `fun`: the loss.
+    - `forward`: the two precisions.
+    """
+
+    fun: Any
+    forward: Forward = eqx.field(static=True)
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        forward = self.forward
+        with forward_in(forward):
+            closed, leaves, assemble = trace_arrays(self.fun, args, kwargs)
+        wide = np.dtype(np.float64 if forward.precision == "float64" else np.float32)
+        rules = Rules(Plan(()), ())
+        narrows = forward.precision == "float64"
+        full = Evaluator(rules, Storage(wide, narrows=narrows), Product(precision=forward.products))
+        storage = Storage(np.dtype(np.float32), forward.dtype, narrows=narrows)
+        evaluator = Evaluator(rules, storage, Product(masters=True), None, full)
+        operands = [
+            Jet(x, {}, DEEP) if is_inexact(x) and not _is_master(path) else x for path, x in leaves
+        ]
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            out = evaluator.program(closed, operands)
+        return assemble(
+            [_leaving(x, aval, wide) for x, aval in zip(out, closed.out_avals, strict=True)]
+        )
+
+
+def _is_master(path: tuple) -> bool:
+    """Whether a place in `(fun, args, kwargs)` is in the first of the arguments."""
+    keys = [getattr(k, "idx", getattr(k, "key", None)) for k in path[:2]]
+    return keys == [1, 0]
+
+
+def _leaving(x: Any, aval: Any, wide: np.dtype) -> Any:
+    """A result in the dtype of the program, or in float64 where that was asked for."""
+    x = jnp.asarray(x.primal if isinstance(x, Jet) else x)
+    if not jnp.issubdtype(x.dtype, jnp.floating) or (wide.itemsize > 4 and x.dtype == wide):
+        return x
+    return x.astype(aval.dtype)

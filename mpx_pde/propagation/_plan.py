@@ -1,0 +1,118 @@
+"""Which derivatives travel together, and how products and functions mix them.
+
+A *stream* is a derivative of a value with respect to the point. It is named by its *index*, the
+sorted tuple of its directions: `(0, 0, 1)` is u_xxy. With each index go all that lie below it
+(u_x, u_y, u_xx, u_xy): what the rules of Leibniz and of Faà di Bruno ask for.
+
+A *sum* is a stream of its own: a linear combination of derivatives that is wanted as a whole, such
+as a Laplacian. Linear operations take it as they take any stream, so its summands need none of
+theirs (*collapsed Taylor mode*: Dangel et al., arXiv 2505.13644).
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from functools import cache
+from itertools import product
+from math import comb, prod
+from typing import NamedTuple
+
+
+Index = tuple[int, ...]
+"""The sorted directions of a derivative. The k-th sum has the key `(-1 - k,)`."""
+
+
+def sum_key(k: int) -> Index:
+    return (-1 - k,)
+
+
+class Plan(NamedTuple):
+    """The streams of one evaluation.
+
+    **Attributes:**
+
+    - `indices`: every derivative that has a stream, lower orders first.
+    - `sums`: for each sum the indices of its summands.
+    - `sizes`: for each direction `None`, or how many directions stand for it: the streams of
+        indices with such a direction are stacked along a leading axis, one for each.
+    """
+
+    indices: tuple[Index, ...]
+    sums: tuple[tuple[Index, ...], ...] = ()
+    sizes: tuple[int | None, ...] = ()
+
+    @property
+    def keys(self) -> tuple[Index, ...]:
+        return (*self.indices, *map(sum_key, range(len(self.sums))))
+
+    def size(self, key: Index) -> int | None:
+        """The length of the leading axis of a stream; `None` if it has none."""
+        sizes = {self.sizes[i] for i in key if i >= 0} if self.sizes else set()
+        sizes.discard(None)
+        return sizes.pop() if sizes else None
+
+
+def make_plan(
+    indices: Iterable[Index],
+    sums: Iterable[Iterable[Index]] = (),
+    sizes: tuple[int | None, ...] = (),
+) -> Plan:
+    """All streams that the wanted derivatives and sums need."""
+    sums = tuple(tuple(terms) for terms in sums)
+    wanted = {below for index in indices for below in (index, *_below(index))}
+    wanted |= {below for terms in sums for index in terms for below in _below(index)}
+    ordered = sorted((i for i in wanted if i), key=lambda i: (len(i), i))
+    for index in (*ordered, *(i for terms in sums for i in terms)):
+        stacked = {i for i in index if sizes and sizes[i] is not None}
+        # Streams along two stacked directions would need two axes.
+        assert not stacked or set(index) == stacked, index
+    return Plan(tuple(ordered), sums, sizes)
+
+
+def _below(index: Index) -> set[Index]:
+    counts = Counter(index)
+    ranges = [range(n + 1) for n in counts.values()]
+    out = set()
+    for powers in product(*ranges):
+        out.add(tuple(i for i, n in zip(counts, powers, strict=True) for _ in range(n)))
+    return {tuple(sorted(i)) for i in out} - {index}
+
+
+@cache
+def splits(index: Index) -> tuple[tuple[int, Index, Index], ...]:
+    """The rule of Leibniz without its two outer terms: how often which pair is multiplied."""
+    total = Counter(index)
+    out = []
+    for left in sorted(_below(index), key=lambda i: (len(i), i)):
+        if not left:
+            continue
+        counts = Counter(left)
+        times = prod(comb(n, counts[i]) for i, n in total.items())
+        right = tuple(sorted((total - counts).elements()))
+        out.append((times, left, right))
+    return tuple(out)
+
+
+def _partitions(items: list[int]) -> Iterator[list[list[int]]]:
+    """All ways to put the items into blocks."""
+    if not items:
+        yield []
+        return
+    first, *rest = items
+    for blocks in _partitions(rest):
+        yield [[first], *blocks]
+        for i in range(len(blocks)):
+            yield [*blocks[:i], [first, *blocks[i]], *blocks[i + 1 :]]
+
+
+@cache
+def chains(index: Index) -> dict[int, tuple[tuple[int, tuple[Index, ...]], ...]]:
+    """The formula of Faà di Bruno but for its linear term: by the order of the derivative of the
+    outer function, how often which product of inner streams enters."""
+    found: Counter = Counter()
+    for blocks in _partitions(list(range(len(index)))):
+        if len(blocks) > 1:
+            found[tuple(sorted(tuple(index[i] for i in sorted(b)) for b in blocks))] += 1
+    out: dict[int, list] = {}
+    for blocks, times in found.items():
+        out.setdefault(len(blocks), []).append((times, blocks))
+    return {order: tuple(terms) for order, terms in out.items()}

@@ -1,0 +1,171 @@
+"""In which precision a product of streams is taken."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from .._conv import mixed_conv_general_dilated_p
+from .._dot import Given, mixed_dot_general_p
+from .._dtypes import is_half
+from .._flat import Constant, Flat, variables
+from .._jaxpr import aval_of, own_bind
+from ._rules import Rules, after_product
+from ._segments import Role
+from ._streams import RAW, Jet, Storage, is_inexact
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """The products of one evaluation.
+
+    **Attributes:**
+
+    - `masters`: whether constants of any dtype count as half: a network that is to be multiplied in
+        half precision without having been cast.
+    - `precision`: what products in full ask JAX for, unless the program asks itself.
+    """
+
+    masters: bool = False
+    precision: Any = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+
+    def halves(self, flat: Flat, env: Mapping[int, Any]) -> set[int]:
+        """The variables that do not depend on the point and are half at heart: half arrays, and
+        what a program computes from them alone, be it in float32."""
+        out = set()
+        for k, x in env.items():
+            if not isinstance(x, Jet) and is_inexact(x) and self._is_half(x.dtype):
+                out.add(k)
+        moving = {k for k, x in env.items() if isinstance(x, Jet)}
+        for step in flat.steps:
+            inputs = variables(step.inputs)
+            if moving.isdisjoint(inputs):
+                numbers = [
+                    x
+                    for x, v in zip(step.inputs, step.eqn.invars, strict=True)
+                    if not isinstance(x, Constant) and is_inexact(v.aval)
+                ]
+                made = all(x in out for x in numbers) and bool(numbers)
+                for x, v in zip(step.outputs, step.eqn.outvars, strict=True):
+                    if is_inexact(v.aval) and (made or is_half(aval_of(v).dtype)):
+                        out.add(x)
+            else:
+                moving.update(step.outputs)
+        return out
+
+    def _is_half(self, dtype: Any) -> bool:
+        return is_half(dtype) or self.masters
+
+    def __call__(
+        self, step: Any, operands: Sequence[Any], roles: Role, storage: Storage, rules: Rules
+    ) -> tuple[list[Jet], str]:
+        """The result with its streams, and what it was multiplied in."""
+        dtype = self._dtype(step, operands, roles, storage)
+        half = dtype is not None
+        out_dtype = storage.registers
+        if half and dtype == storage.dtype and step.outputs[0] not in roles.final:
+            out_dtype = dtype
+        bind = _mixed(step.eqn, dtype, out_dtype) if half else self._full(step.eqn, storage)
+        operands = [self._prepared(x, half and dtype == storage.dtype, storage) for x in operands]
+        a, b = operands
+        stage = after_product(a, b)
+        both = isinstance(a, Jet) and isinstance(b, Jet)
+
+        def multiply(x, y, left, right):
+            sizes = [rules.plan.size(k) if k else None for k in (left, right)]
+            axes = tuple(None if n is None else 0 for n in sizes)
+            product = bind if axes == (None, None) else jax.vmap(bind, in_axes=axes)
+            return product(x, y)
+
+        if not both:
+            jet = a if isinstance(a, Jet) else b
+            at = lambda key: (a.streams[key], b) if jet is a else (a, b.streams[key])
+            keys = lambda key: (key, ()) if jet is a else ((), key)
+            primal = multiply(*((a.primal, b) if jet is a else (a, b.primal)), (), ())
+            streams = {}
+            for key in jet.streams:
+                x = multiply(*at(key), *keys(key))
+                scaled = storage.is_stored(jet.streams[key]) and not storage.is_stored(x)
+                streams[key] = storage.unscaled(x, key) if scaled else x
+            return [Jet(primal, streams, stage)], _describe(dtype, out_dtype)
+
+        wide = _mixed(step.eqn, dtype, storage.registers) if half else bind
+
+        def product(x, y, left, right):
+            sizes = [rules.plan.size(k) if k else None for k in (left, right)]
+            axes = tuple(None if n is None else 0 for n in sizes)
+            fun = wide if axes == (None, None) else jax.vmap(wide, in_axes=axes)
+            out = fun(x, y)
+            for array, key in ((x, left), (y, right)):
+                if key and storage.is_stored(array):
+                    out = storage.unscaled(out, key)
+            return out
+
+        primal = product(a.primal, b.primal, (), ())
+        jet = Jet(primal, rules.leibniz(product, a, b), stage)
+        if half and out_dtype != storage.registers:
+            jet = storage.stored(jet)
+        return [jet], _describe(dtype, out_dtype)
+
+    def _dtype(self, step, operands, roles: Role, storage: Storage) -> Any:
+        """What to multiply in by a mixed product; `None` for a full one."""
+        eqn = step.eqn
+        if eqn.primitive.name.startswith("mixed") and eqn.params.get("given", Given()).dtype:
+            dtype = eqn.params["dtype"]
+            # What was multiplied in half is, in a pass in full precision, in full.
+            full = self._meets_point(operands) or storage.dtype is None
+            return None if full or not is_half(dtype) else dtype
+        if storage.dtype is None or _asks_for_more(eqn) or self._meets_point(operands):
+            return None
+        for x, atom in zip(operands, step.inputs, strict=True):
+            if not isinstance(x, Jet) and not (
+                atom in roles.half if not isinstance(atom, Constant) else self._is_half(x.dtype)
+            ):
+                return None
+        return storage.dtype
+
+    def _full(self, eqn: Any, storage: Storage) -> Any:
+        """A product of arrays in registers that means it: no TF32 unless it was asked for."""
+        wide = storage.registers
+        if eqn.primitive.name.startswith("mixed"):
+            return _mixed(eqn, wide, wide)
+        params = {**eqn.params, "preferred_element_type": wide}
+        if params["precision"] is None:
+            # Convolutions have no algorithms.
+            is_dot = eqn.primitive.name == "dot_general" or isinstance(self.precision, tuple)
+            params["precision"] = self.precision if is_dot else (lax.Precision.HIGHEST,) * 2
+        eqn = eqn.replace(params=params)
+        return lambda x, y: own_bind(eqn, [x, y])[0]
+
+    def _meets_point(self, operands) -> bool:
+        return all(x.stage == RAW for x in operands if isinstance(x, Jet))
+
+    def _prepared(self, x: Any, half: bool, storage: Storage) -> Any:
+        if not isinstance(x, Jet):
+            # A half weight has its gradient summed over the streams in float32.
+            return storage.constant(x)
+        return storage.stored(x) if half else storage.loaded(x)
+
+
+def _describe(dtype: Any, out_dtype: Any) -> str:
+    name = "float32" if dtype is None else jnp.dtype(dtype).name
+    return f"{name} × {name} → {jnp.dtype(out_dtype).name}"
+
+
+def _asks_for_more(eqn: Any) -> bool:
+    precision = eqn.params.get("precision")
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    default = (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
+    return any(p not in default for p in parts)
+
+
+def _mixed(eqn: Any, dtype: Any, out_dtype: Any) -> Any:
+    dropped = ("precision", "preferred_element_type")
+    params = {k: v for k, v in eqn.params.items() if k not in dropped}
+    params |= {"dtype": jnp.dtype(dtype), "out_dtype": jnp.dtype(out_dtype), "given": Given()}
+    is_dot = "dot_general" in eqn.primitive.name
+    primitive = mixed_dot_general_p if is_dot else mixed_conv_general_dilated_p
+    return lambda x, y: primitive.bind(x, y, **params)

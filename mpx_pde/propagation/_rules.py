@@ -1,0 +1,380 @@
+"""How each kind of primitive maps streams: linear, product, elementwise, by selection."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import JaxprEqn
+
+from .._jaxpr import aval_of, own_bind
+from . import _tables as tables
+from ._plan import Index, Plan, chains, splits
+from ._streams import DEEP, FIRST, RAW, Jet, is_inexact
+from ._towers import closed_tower, has_tower, nested_tower
+
+
+Streams = dict[Index, Any]
+Operand = Any
+"""A [`Jet`][], or an array that does not depend on the point."""
+
+
+class Rules:
+    """The rules of one evaluation, on values that are not stored.
+
+    **Arguments:**
+
+    - `plan`: the streams.
+    - `weights`: for each sum the factors of its summands: numbers, scalars, or, for a stacked
+        summand, an array with a factor for each direction.
+    """
+
+    def __init__(self, plan: Plan, weights: Sequence[Sequence[Any]]):
+        self.plan = plan
+        self.weights: dict[Index, tuple[tuple[Any, Index], ...]] = {
+            (-1 - k,): tuple(zip(factors, terms, strict=True))
+            for k, (factors, terms) in enumerate(zip(weights, plan.sums, strict=True))
+        }
+
+    # What products and functions add to a stream beyond its linear part.
+
+    def _summands(self, key: Index) -> Sequence[tuple[Any, Index]]:
+        return self.weights[key] if key in self.weights else ((None, key),)  # noqa: SIM401
+
+    def _gather(self, key: Index, inner: Callable[[Index], Any]) -> Any:
+        """The part of a stream that `inner` gives for each index it stands for."""
+        total = None
+        for weight, index in self._summands(key):
+            part = inner(index)
+            if part is None:
+                continue
+            if weight is not None:
+                part = self.weighted(weight, part, index)
+            total = part if total is None else total + part
+        return total
+
+    def weighted(self, weight: Any, x: Any, index: Index) -> Any:
+        if self.plan.size(index) is None:
+            return x if isinstance(weight, int | float) and weight == 1 else weight * x
+        if np.ndim(weight) == 0:
+            return self._weighted_sum(x) if weight == 1 else weight * self._weighted_sum(x)
+        return jnp.sum(jnp.reshape(weight, (-1,) + (1,) * (x.ndim - 1)) * x, axis=0)
+
+    def _weighted_sum(self, x: Any) -> Any:
+        return jnp.sum(x, axis=0)
+
+    def leibniz(self, op: Callable, a: Jet, b: Jet) -> Streams:
+        """The streams of a product of two values that both depend on the point.
+
+        `op(x, y, index)` multiplies, where one or both may be stacked.
+        """
+        out: Streams = {}
+        for key in self.plan.keys:
+            parts = []
+            if key in a.streams:
+                parts.append(op(a.streams[key], b.primal, key, ()))
+            if key in b.streams:
+                parts.append(op(a.primal, b.streams[key], (), key))
+
+            def mixed(index):
+                terms = [
+                    _times(count, op(a.streams[left], b.streams[right], left, right))
+                    for count, left, right in splits(index)
+                    if left in a.streams and right in b.streams
+                ]
+                return sum(terms[1:], terms[0]) if terms else None
+
+            rest = self._gather(key, mixed)
+            if rest is not None:
+                parts.append(rest)
+            if parts:
+                out[key] = sum(parts[1:], parts[0])
+        return out
+
+    def compose(self, tower: Sequence[Any], x: Jet) -> Streams:
+        """The streams of a function of one value, from its derivatives there."""
+        out: Streams = {}
+        for key in self.plan.keys:
+            parts = []
+            if key in x.streams and tower[1] is not None:
+                parts.append(tower[1] * x.streams[key])
+            for order in range(2, len(tower)):
+                if tower[order] is None:
+                    continue
+                curved = self._gather(key, lambda index, order=order: self._blocks(index, order, x))
+                if curved is not None:
+                    parts.append(tower[order] * curved)
+            if parts:
+                out[key] = sum(parts[1:], parts[0])
+        return out
+
+    def _blocks(self, index: Index, order: int, x: Jet) -> Any:
+        terms = []
+        for count, blocks in chains(index).get(order, ()):
+            if all(block in x.streams for block in blocks):
+                factor = x.streams[blocks[0]]
+                for block in blocks[1:]:
+                    factor = factor * x.streams[block]
+                terms.append(_times(count, factor))
+        return sum(terms[1:], terms[0]) if terms else None
+
+    def order(self, x: Jet) -> int:
+        """The highest derivative that a function of `x` needs."""
+        if not x.streams:
+            return 0
+        return max(len(i) for key in self.plan.keys for _, i in self._summands(key))
+
+    # Rules by primitive; each takes an equation with its operands and returns results.
+
+    def find(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> Callable | None:
+        """The rule for an equation that is neither product nor container; `None` without one."""
+        name = eqn.primitive.name
+        moving = [i for i, x in enumerate(operands) if isinstance(x, Jet)]
+        if name in tables.CONSTANT or not any(is_inexact(v.aval) for v in eqn.outvars):
+            return self._constant
+        if name == "convert_element_type":
+            return self._convert
+        if name in tables.LINEAR:
+            return self._linear
+        if name == "mul":
+            return self._mul
+        if name == "div":
+            return self._div
+        if name in ("max", "min"):
+            return self._extremum
+        if name in ("reduce_max", "reduce_min"):
+            return self._reduce_extremum
+        if name == "clamp" and moving == [1]:
+            return self._clamp
+        if name == "triangular_solve" and moving == [1]:
+            return self._linear
+        if name == "custom_jvp_call":
+            return self._custom if self._is_elementwise(eqn, moving, operands) else None
+        real = not any(jnp.issubdtype(aval_of(v).dtype, jnp.complexfloating) for v in eqn.invars)
+        if moving == [0] and real and (has_tower(name) or name in tables.ELEMENTWISE):
+            return self._elementwise
+        return None
+
+    def _bind(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
+        return own_bind(eqn, [x.primal if isinstance(x, Jet) else x for x in operands])
+
+    def _constant(self, eqn, operands):
+        stage = max(x.stage for x in operands if isinstance(x, Jet))
+        return [Jet(x, {}, stage) for x in self._bind(eqn, operands)]
+
+    def _convert(self, eqn, operands):
+        # Where values are rounded is this interpreter's affair, not the program's.
+        (x,) = operands
+        real = jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
+        if real and jnp.issubdtype(x.primal.dtype, jnp.floating):
+            return [x]
+        return self._linear(eqn, operands)
+
+    def _linear(self, eqn, operands):
+        primals = self._bind(eqn, operands)
+        stage = max(x.stage for x in operands if isinstance(x, Jet))
+        out: list[Streams] = [{} for _ in primals]
+        moving = [x for x in operands if isinstance(x, Jet)]
+        for key in self.plan.keys:
+            if not any(key in x.streams for x in moving):
+                continue
+            for streams, x in zip(out, self._linear_stream(eqn, operands, key), strict=True):
+                streams[key] = x
+        return [Jet(x, s, stage) for x, s in zip(primals, out, strict=True)]
+
+    def _linear_stream(self, eqn, operands, key) -> list:
+        args, axes = [], []
+        size = self.plan.size(key)
+        name = eqn.primitive.name
+        if name in ("add", "sub", "add_any"):
+            return [self._added(eqn, operands, key)]
+        for x in operands:
+            if isinstance(x, Jet) and key in x.streams:
+                args.append(x.streams[key])
+                axes.append(0)
+            elif isinstance(x, Jet):
+                args.append(jnp.zeros_like(x.primal) if is_inexact(x.primal) else x.primal)
+                axes.append(None)
+            else:
+                # Everything but indices, predicates and the matrix of a solve is zero.
+                fixed = not is_inexact(x) or name == "triangular_solve"
+                args.append(x if fixed else jnp.zeros_like(x))
+                axes.append(None)
+        if size is None:
+            return own_bind(eqn, args)
+        return jax.vmap(lambda *args: own_bind(eqn, args), in_axes=axes)(*args)
+
+    def _added(self, eqn, operands, key):
+        shape = eqn.outvars[0].aval.shape
+        size = self.plan.size(key)
+        shape = shape if size is None else (size, *shape)
+        signs = (1, -1 if eqn.primitive.name == "sub" else 1)
+        total: Any = None
+        for sign, x in zip(signs, operands, strict=True):
+            if isinstance(x, Jet) and key in x.streams:
+                part = x.streams[key] if sign > 0 else -x.streams[key]
+                total = part if total is None else total + part
+        return total if jnp.shape(total) == shape else jnp.broadcast_to(total, shape)
+
+    def _mul(self, eqn, operands):
+        a, b = operands
+        (primal,) = self._bind(eqn, operands)
+        if isinstance(a, Jet) and isinstance(b, Jet):
+            streams = self.leibniz(lambda x, y, *_: x * y, a, b)
+            return [Jet(primal, streams, _nonlinear(a, b))]
+        jet, factor = (a, b) if isinstance(a, Jet) else (b, a)
+        return [Jet(primal, {k: x * factor for k, x in jet.streams.items()}, jet.stage)]
+
+    def _div(self, eqn, operands):
+        a, b = operands
+        (primal,) = self._bind(eqn, operands)
+        if not isinstance(b, Jet):
+            return [Jet(primal, {k: x / b for k, x in a.streams.items()}, a.stage)]
+        # From a = q b, order by order.
+        a_streams = a.streams if isinstance(a, Jet) else {}
+        inverse = 1 / b.primal
+        q: Streams = {}
+        for key in self.plan.keys:
+            total = a_streams.get(key)
+            minus = []
+            if key in b.streams:
+                minus.append(primal * b.streams[key])
+
+            def mixed(index, q=q):
+                terms = [
+                    _times(count, b.streams[left] * q[right])
+                    for count, left, right in splits(index)
+                    if left in b.streams and right in q
+                ]
+                return sum(terms[1:], terms[0]) if terms else None
+
+            rest = self._gather(key, mixed)
+            if rest is not None:
+                minus.append(rest)
+            if minus:
+                less = sum(minus[1:], minus[0])
+                total = -less if total is None else total - less
+            if total is not None:
+                q[key] = total * inverse
+        return [Jet(primal, q, _nonlinear(a, b))]
+
+    def _extremum(self, eqn, operands):
+        (primal,) = self._bind(eqn, operands)
+        values = [x.primal if isinstance(x, Jet) else x for x in operands]
+        compare = jnp.greater if eqn.primitive.name == "max" else jnp.less
+        half = jnp.where(values[0] == values[1], 0.5, 0.0)
+        first = jnp.where(compare(*values), 1.0, half).astype(primal.dtype)
+        shares = (first, 1 - first)
+        out: Streams = {}
+        for share, x in zip(shares, operands, strict=True):
+            for key, stream in (x.streams if isinstance(x, Jet) else {}).items():
+                part = share * stream
+                out[key] = out[key] + part if key in out else part
+        return [Jet(primal, out, _nonlinear(*operands))]
+
+    def _reduce_extremum(self, eqn, operands):
+        (x,) = operands
+        (primal,) = self._bind(eqn, operands)
+        axes = eqn.params["axes"]
+        hit = x.primal == jnp.expand_dims(primal, axes)
+        share = hit.astype(primal.dtype)
+        share = share / jnp.sum(share, axis=axes, keepdims=True)
+        negative = tuple(a - x.primal.ndim for a in axes)
+        out = {k: jnp.sum(share * s, axis=negative) for k, s in x.streams.items()}
+        return [Jet(primal, out, _nonlinear(x))]
+
+    def _clamp(self, eqn, operands):
+        low, x, high = operands
+        (primal,) = self._bind(eqn, operands)
+        inside = ((x.primal > low) & (x.primal < high)).astype(primal.dtype)
+        return [Jet(primal, {k: inside * s for k, s in x.streams.items()}, _nonlinear(x))]
+
+    def _elementwise(self, eqn, operands):
+        x, *rest = operands
+        name, parameter = eqn.primitive.name, None
+        if name == "integer_pow":
+            parameter = eqn.params["y"]
+        elif name == "pow":
+            parameter = _number(rest[0])
+        if has_tower(name):
+            tower = closed_tower(name, self.order(x), x.primal, parameter)
+        else:
+            tower = nested_tower(lambda v: own_bind(eqn, [v])[0], self.order(x), x.primal)
+        return [Jet(tower[0], self.compose(tower, x), _nonlinear(x))]
+
+    # Functions with a derivative of their own.
+
+    def _is_elementwise(self, eqn, moving, operands) -> bool:
+        (out, *more) = eqn.outvars
+        if more or len(moving) != 1:
+            return False
+        shape = jnp.shape(operands[moving[0]].primal)
+        others_fit = all(
+            not isinstance(x, Jet) and jnp.shape(x) in ((), shape)
+            for i, x in enumerate(operands)
+            if i not in moving
+        )
+        return others_fit and out.aval.shape == shape and _pointwise(eqn.params["call_jaxpr"])
+
+    def _custom(self, eqn, operands):
+        (i,) = [i for i, x in enumerate(operands) if isinstance(x, Jet)]
+        x = operands[i]
+        others = [y for j, y in enumerate(operands) if j != i]
+        if eqn.params.get("name") == "logaddexp" and len(operands) == 2:
+            tower = closed_tower("logaddexp", self.order(x), x.primal, _number(others[0]))
+        else:
+
+            def fun(v):
+                return own_bind(eqn, [v if j == i else y for j, y in enumerate(operands)])[0]
+
+            tower = nested_tower(fun, self.order(x), x.primal)
+        return [Jet(tower[0], self.compose(tower, x), _nonlinear(x))]
+
+
+def _times(count: int, x: Any) -> Any:
+    return x if count == 1 else count * x
+
+
+def _nonlinear(*operands: Operand) -> int:
+    stage = max(x.stage for x in operands if isinstance(x, Jet))
+    return DEEP if stage == FIRST else stage
+
+
+def after_product(*operands: Operand) -> int:
+    """The stage of a product of values at these stages."""
+    stage = max(x.stage for x in operands if isinstance(x, Jet))
+    return FIRST if stage == RAW else DEEP
+
+
+def _number(x: Any) -> Any:
+    """A constant that is known while tracing as a Python number; an array as it is."""
+    if isinstance(x, np.ndarray | np.generic | int | float) and np.ndim(x) == 0:
+        return float(x)
+    return jnp.asarray(x)
+
+
+_INNOCENT = frozenset({"mul", "div", "max", "min", "clamp", "pow", "atan2", "rem", "iota"})
+
+
+def _pointwise(closed: Any) -> bool:
+    """Whether a jaxpr does to each entry of its operand the same, whatever the others are."""
+    moves = frozenset({"add", "sub", "neg", "add_any", "select_n", "convert_element_type"})
+    for eqn in closed.jaxpr.eqns:
+        name = eqn.primitive.name
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if inner is not None:
+            if not _pointwise(inner):
+                return False
+        elif name == "broadcast_in_dim":
+            if eqn.invars[0].aval.shape not in ((), eqn.outvars[0].aval.shape):
+                return False
+        elif not (
+            name in _INNOCENT
+            or name in moves
+            or has_tower(name)
+            or name in tables.ELEMENTWISE
+            or (name in tables.CONSTANT and not name.startswith("arg"))
+        ):
+            return False
+    return True

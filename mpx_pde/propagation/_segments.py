@@ -1,0 +1,198 @@
+"""A program cut into layers.
+
+Between two products stand activations, norms and the like, which cost hardly more than reading
+what they take. So a layer, such operations and then the products of their results, keeps for the
+backward pass what enters it, and is evaluated again there: of a network each stream is kept once
+a layer.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax.extend.core import ClosedJaxpr
+
+from .._flat import Flat, Step, variables
+from .._jaxpr import bodies_of
+from . import _tables as tables
+from ._streams import DEEP, FIRST, RAW, Jet
+
+
+_SMALL = 64
+"""Up to this many coordinates the first product is evaluated again rather than kept."""
+
+_ALONE = frozenset({"scan", "while", "cond", "sort", "shard_map", "remat2", "checkpoint"})
+"""Takes long, or has a memory of its own: not evaluated again."""
+
+
+def _is_alone(step: Step) -> bool:
+    eqn = step.eqn
+    return eqn.primitive.name in _ALONE or any(map(_multiplies, bodies_of(eqn)))
+
+
+def _multiplies(closed: ClosedJaxpr) -> bool:
+    return any(
+        eqn.primitive.name in tables.PRODUCTS or any(map(_multiplies, bodies_of(eqn)))
+        for eqn in closed.jaxpr.eqns
+    )
+
+
+class Role(NamedTuple):
+    """What is known of the variables of a program before it is evaluated.
+
+    **Attributes:**
+
+    - `stage`: how far each variable that depends on the point is from it.
+    - `final`: the variables that no product and no loop depends on.
+    - `stored`: those that are kept in half where they leave a layer.
+    - `half`: the variables that are constants in half precision at heart.
+    """
+
+    stage: dict[int, int]
+    final: set[int]
+    stored: set[int]
+    half: set[int]
+
+    def known(self, step: Step, operands: Sequence[Any]) -> bool:
+        """Whether an equation only moves coordinates whose derivatives are known numbers."""
+        if step.eqn.primitive.name not in tables.LAYOUT or len(step.outputs) != 1:
+            return False
+        nonlinear = step.eqn.primitive.name in ("mul", "div")
+        if nonlinear and not (isinstance(operands[0], Jet) > isinstance(operands[1], Jet)):
+            return False
+        for x in operands:
+            if isinstance(x, Jet):
+                if not all(isinstance(s, np.ndarray) for s in x.streams.values()):
+                    return False
+            elif not isinstance(x, np.ndarray | np.generic):
+                return False
+        return any(isinstance(x, Jet) and x.streams for x in operands)
+
+
+class Part(NamedTuple):
+    """Consecutive equations, and the variables that go in and out."""
+
+    steps: tuple[Step, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    alone: bool = True
+    checkpointed: bool = False
+    multiplies: bool = False
+
+
+def roles_of(flat: Flat, stages: Mapping[int, int], half: set[int]) -> Role:
+    stage = dict(stages)
+    plain: set[int] = set()  # results of the first product, and what is linear in them
+    for step in flat.steps:
+        moving = [stage[x] for x in variables(step.inputs) if x in stage]
+        if not moving:
+            continue
+        here, name = max(moving), step.eqn.primitive.name
+        if name in tables.PRODUCTS:
+            here = FIRST if here == RAW else DEEP
+        elif here == FIRST and not _linear(step, stage):
+            here = DEEP
+        stage.update(dict.fromkeys(step.outputs, here))
+        if here == FIRST:
+            plain.update(step.outputs)
+    wanted: set[int] = set()
+    for step in reversed(flat.steps):
+        if any(x in stage for x in variables(step.inputs)) and (
+            step.eqn.primitive.name in tables.PRODUCTS
+            or _is_alone(step)
+            or not wanted.isdisjoint(step.outputs)
+        ):
+            wanted.update(variables(step.inputs))
+    stored = {x for x, s in stage.items() if s == DEEP and x in wanted}
+    return Role(stage, set(stage) - wanted, stored, half)
+
+
+def _linear(step: Step, stage: Mapping[int, int]) -> bool:
+    name = step.eqn.primitive.name
+    moving = [x for x in variables(step.inputs) if x in stage]
+    scales = name in ("mul", "div", "convert_element_type") and len(moving) == 1
+    return name in tables.LINEAR or scales
+
+
+def parts_of(flat: Flat, roles: Role) -> list[Part]:
+    """The program in pieces, in its order."""
+    last: dict[int, int] = {}
+    for i, step in enumerate(flat.steps):
+        last.update((x, i) for x in variables(step.inputs))
+    last.update((x, len(flat.steps)) for x in variables(flat.outputs))
+
+    out: list[Part] = []
+    pending: list[tuple[int, Step]] = []
+    products: set[int] = set()
+
+    def close():
+        if not pending:
+            return
+        steps = tuple(s for _, s in pending)
+        stop = pending[-1][0]
+        made = {x for s in steps for x in s.outputs}
+        used = dict.fromkeys(x for s in steps for x in variables(s.inputs))
+        outputs = tuple(x for s in steps for x in s.outputs if last.get(x, -1) > stop)
+        curved = any(not _linear(s, roles.stage) for s in steps if _kind(s, roles) == "light")
+        out.append(
+            Part(
+                steps,
+                tuple(x for x in used if x not in made),
+                outputs,
+                alone=False,
+                checkpointed=curved,
+                multiplies=bool(products),
+            )
+        )
+        pending.clear()
+        products.clear()
+
+    waiting: set[int] = set()  # made by what is pending, now or before
+    for i, step in enumerate(flat.steps):
+        kind = _kind(step, roles)
+        if kind == "raw" and not waiting.isdisjoint(variables(step.inputs)):
+            kind = "light"
+        if kind in ("constant", "raw"):
+            # These depend on nothing that is pending, and may not cut a layer.
+            out.append(Part((step,), (), ()))
+            continue
+        if kind == "alone":
+            close()
+            out.append(Part((step,), (), ()))
+            continue
+        waiting.update(step.outputs)
+        if any(x in products for x in variables(step.inputs)):
+            close()
+        pending.append((i, step))
+        if kind == "product":
+            products.update(step.outputs)
+    close()
+    return out
+
+
+def _kind(step: Step, roles: Role) -> str:
+    stages = [roles.stage[x] for x in variables(step.inputs) if x in roles.stage]
+    name = step.eqn.primitive.name
+    if not stages:
+        return "constant"
+    if max(stages) == RAW and name in tables.LAYOUT:
+        return "raw"
+    if _is_alone(step):
+        return "alone"
+    if name in tables.PRODUCTS:
+        return "light" if max(stages) == RAW and contracted(step) <= _SMALL else "product"
+    return "light"
+
+
+def contracted(step: Step) -> int:
+    """How many terms each entry of a product sums up."""
+    aval = _aval(step, 0)
+    if "dot_general" not in step.eqn.primitive.name:
+        return math.prod(_aval(step, 1).shape[1:])
+    ((axes, _), _) = step.eqn.params["dimension_numbers"]
+    return math.prod(aval.shape[i] for i in axes)
+
+
+def _aval(step: Step, i: int) -> Any:
+    return step.eqn.invars[i].aval

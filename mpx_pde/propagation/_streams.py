@@ -1,0 +1,105 @@
+"""A value together with its derivatives, and how they are stored."""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ._plan import Index
+
+
+RAW, FIRST, DEEP = range(3)
+"""How far a value is from the point: no product yet, linear in the result of the first one, beyond.
+Coordinates and the first product are never rounded to half: errors made there are magnified by
+every order of differentiation."""
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["primal", "streams"], meta_fields=["stage"])
+@dataclasses.dataclass(frozen=True)
+class Jet:
+    """A value that depends on the point, and its streams; one that is missing is zero.
+
+    Arrays in half are *stored*: multiplied by the scale of their stream. All others are not.
+    """
+
+    primal: Any
+    streams: dict[Index, Any]
+    stage: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Storage:
+    """How streams are computed, and how they are kept between layers.
+
+    **Attributes:**
+
+    - `registers`: the dtype that everything but products is computed in.
+    - `dtype`: what streams are kept in between layers; `None` keeps them as they were computed.
+    - `scales`: by stream, the power of two that it is multiplied by where it is kept, and its
+        inverse; float32, with an axis of its own for stacked streams. A stream that is missing is
+        not scaled.
+    - `narrows`: whether float64 is computed in narrower registers.
+    """
+
+    registers: np.dtype
+    dtype: np.dtype | None = None
+    scales: Mapping[Index, tuple[Array, Array]] = dataclasses.field(default_factory=dict)
+    narrows: bool = True
+
+    def is_stored(self, x: Any) -> bool:
+        return self.dtype is not None and x.dtype == self.dtype != self.registers
+
+    def constant(self, x: Any) -> Any:
+        """What does not depend on the point, as it meets what does."""
+        real = is_inexact(x) and not jnp.issubdtype(x.dtype, jnp.complexfloating)
+        wider = real and x.dtype.itemsize > self.registers.itemsize
+        if not real or x.dtype == self.registers or (wider and not self.narrows):
+            return x
+        return x.astype(self.registers)
+
+    def load(self, x: Any, key: Index) -> Any:
+        """A stream in registers."""
+        if self.is_stored(x):
+            return self.unscaled(x.astype(self.registers), key)
+        return self.constant(x)
+
+    def store(self, x: Any, key: Index) -> Any:
+        """A stream as it is kept; what is no real floating-point array stays as it is."""
+        if self.dtype is None or self.dtype == self.registers or x.dtype != self.registers:
+            return x
+        if key in self.scales:
+            x = x * _along(self.scales[key][0], x)
+        return x.astype(self.dtype)
+
+    def unscaled(self, x: Any, key: Index) -> Any:
+        """An array that was computed from stored streams, in registers."""
+        return x * _along(self.scales[key][1], x) if key in self.scales else x
+
+    def loaded(self, jet: Jet) -> Jet:
+        streams = {key: self.load(x, key) for key, x in jet.streams.items()}
+        return Jet(self.load(jet.primal, ()), streams, jet.stage)
+
+    def stored(self, jet: Jet) -> Jet:
+        streams = {key: self.store(x, key) for key, x in jet.streams.items()}
+        return Jet(self.store(jet.primal, ()), streams, jet.stage)
+
+
+def _along(scale: Any, x: Any) -> Any:
+    """A scale, or one for each entry of the leading axis, to be multiplied with `x`."""
+    scale = jnp.reshape(scale, jnp.shape(scale) + (1,) * (np.ndim(x) - np.ndim(scale)))
+    return scale.astype(x.dtype)
+
+
+def zeros_of(jet: Jet, size: int | None = None) -> Any:
+    shape = jnp.shape(jet.primal)
+    return jnp.zeros(shape if size is None else (size, *shape), jet.primal.dtype)
+
+
+def is_inexact(x: Any) -> bool:
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)

@@ -1,0 +1,265 @@
+"""Functions of one variable with all their derivatives up to an order.
+
+Each is a *tower* (f, f', f'', …), in closed form where there is one. Its derivative is the tower
+one step up: differentiating the formulas line by line would come to several times the operations.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+
+Tower = list[Any]
+"""The function and its derivatives; `None` for one that is zero everywhere."""
+
+
+def _derivative(poly: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(i * c for i, c in enumerate(poly))[1:] or (0.0,)
+
+
+def _times(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
+    out = [0.0] * (len(a) + len(b) - 1)
+    for i, x in enumerate(a):
+        for j, y in enumerate(b):
+            out[i + j] += x * y
+    return tuple(out)
+
+
+def _plus(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
+    n = max(len(a), len(b))
+    pad = lambda p: (*p, *(0.0,) * (n - len(p)))
+    return tuple(x + y for x, y in zip(pad(a), pad(b), strict=True))
+
+
+@cache
+def _factor(order: int, slope: tuple[float, ...], own: tuple[float, ...]) -> tuple[float, ...]:
+    """The polynomial that the first derivative is multiplied by to give that of an order.
+
+    With q_1 = 1 and q_(k+1) = slope q_k' + own q_k, where `slope` is the derivative of the variable
+    of the polynomials and `own` the logarithmic one of the first derivative.
+    """
+    if order == 1:
+        return (1.0,)
+    q = _factor(order - 1, slope, own)
+    out = _plus(_times(slope, _derivative(q)), _times(own, q))
+    while len(out) > 1 and out[-1] == 0:
+        out = out[:-1]
+    return out
+
+
+def _horner(poly: tuple[float, ...], x: Array) -> Any:
+    out: Any = poly[-1]
+    for c in poly[-2::-1]:
+        out = out * x + c if c else out * x
+    return out
+
+
+def _from_first(f, first, variable, order, slope, own) -> Tower:
+    """A tower whose derivatives are polynomials in `variable` times the first."""
+    out = [f, first]
+    for k in range(2, order + 1):
+        out.append(first * _horner(_factor(k, slope, own), variable))
+    return out[: order + 1]
+
+
+def _tanh(x, order):
+    y = jnp.tanh(x)
+    return _from_first(y, 1 - y * y, y, order, (1.0, 0.0, -1.0), (0.0, -2.0))
+
+
+def _logistic(x, order):
+    y = lax.logistic(x)
+    return _from_first(y, y * (1 - y), y, order, (0.0, 1.0, -1.0), (1.0, -2.0))
+
+
+def _erf(x, order):
+    first = 2 / math.sqrt(math.pi) * jnp.exp(-x * x)
+    return _from_first(lax.erf(x), first, x, order, (1.0,), (0.0, -2.0))
+
+
+def _erfc(x, order):
+    return [lax.erfc(x), *(-f for f in _erf(x, order)[1:])]
+
+
+def _logaddexp(x, order, other=0.0):
+    slope = _logistic(x - other, max(order - 1, 0))
+    return [jnp.logaddexp(x, jnp.asarray(other, x.dtype)), *slope][: order + 1]
+
+
+def _cycle(*functions):
+    """Functions of which each is the derivative of the one before, up to sign."""
+
+    def tower(x, order):
+        made: dict[Any, Array] = {}
+        out = []
+        for k in range(order + 1):
+            fun, sign = functions[k % len(functions)]
+            if fun not in made:
+                made[fun] = fun(x)
+            out.append(made[fun] if sign > 0 else -made[fun])
+        return out
+
+    return tower
+
+
+def _exp(x, order):
+    return [jnp.exp(x)] * (order + 1)
+
+
+def _expm1(x, order):
+    return [jnp.expm1(x), *[jnp.exp(x)] * order]
+
+
+def _exp2(x, order):
+    y = jnp.exp2(x)
+    return [y * math.log(2) ** k for k in range(order + 1)]
+
+
+def _reciprocals(f, x, order):
+    """The tower of a logarithm f with f' = 1 / x."""
+    out, power = [f], 1 / x
+    inverse = power
+    for k in range(1, order + 1):
+        out.append(power)
+        power = -k * power * inverse
+    return out
+
+
+def _power(x, order, exponent):
+    """x ** exponent, an array or a number of any kind."""
+    if isinstance(exponent, int):
+        return _integer_power(x, order, exponent)
+    out, factor = [], 1.0
+    for k in range(order + 1):
+        out.append(factor * jnp.power(x, exponent - k) if k else jnp.power(x, exponent))
+        factor = factor * (exponent - k)
+    return out
+
+
+def _integer_power(x, order, exponent):
+    out: Tower = []
+    for k in range(order + 1):
+        factor = math.prod(exponent - j for j in range(k))
+        if factor == 0:
+            out.append(None)
+        elif exponent == k:
+            out.append(jnp.full_like(x, factor))
+        else:
+            power = lax.integer_pow(x, exponent - k)
+            out.append(power if k == 0 else factor * power)
+    return out
+
+
+def _root(f, exponent):
+    def tower(x, order):
+        out = [f(x)]
+        for k in range(order):
+            out.append(out[-1] * (exponent - k) / x)
+        return out
+
+    return tower
+
+
+def _abs(x, order):
+    return [jnp.abs(x), jnp.sign(x), *[None] * (order - 1)][: order + 1]
+
+
+_CLOSED: dict[str, Callable[..., Tower]] = {
+    "tanh": _tanh,
+    "logistic": _logistic,
+    "erf": _erf,
+    "erfc": _erfc,
+    "logaddexp": _logaddexp,
+    "sin": _cycle((jnp.sin, 1), (jnp.cos, 1), (jnp.sin, -1), (jnp.cos, -1)),
+    "cos": _cycle((jnp.cos, 1), (jnp.sin, -1), (jnp.cos, -1), (jnp.sin, 1)),
+    "sinh": _cycle((jnp.sinh, 1), (jnp.cosh, 1)),
+    "cosh": _cycle((jnp.cosh, 1), (jnp.sinh, 1)),
+    "exp": _exp,
+    "exp2": _exp2,
+    "expm1": _expm1,
+    "log": lambda x, order: _reciprocals(jnp.log(x), x, order),
+    "log1p": lambda x, order: _reciprocals(jnp.log1p(x), 1 + x, order),
+    "pow": _power,
+    "integer_pow": _integer_power,
+    "square": lambda x, order: _integer_power(x, order, 2),
+    "sqrt": _root(jnp.sqrt, 0.5),
+    "rsqrt": _root(lax.rsqrt, -0.5),
+    "cbrt": _root(jnp.cbrt, 1 / 3),
+    "abs": _abs,
+}
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _tower(name: str, order: int, parameter: Any, x: Array) -> list[Array]:
+    # What is zero everywhere has no array, so it does not pass a transformation.
+    return [f for f in _call(name, order, parameter, x) if f is not None]
+
+
+@_tower.defjvp
+def _tower_jvp(name, order, parameter, primals, tangents):
+    (x,), (dx,) = primals, tangents
+    every = _call(name, order + 1, parameter, x)
+    out, out_dot = [], []
+    for f, slope in itertools.pairwise(every):
+        if f is not None:
+            out.append(f)
+            out_dot.append(jnp.zeros_like(x) if slope is None else slope * dx)
+    return out, out_dot
+
+
+def _call(name: str, order: int, parameter: Any, x: Array) -> Tower:
+    parameters = () if parameter is None else (parameter,)
+    return _CLOSED[name](x, order, *parameters)
+
+
+def has_tower(name: str) -> bool:
+    """Whether the derivatives of a primitive are known in closed form."""
+    return name in _CLOSED
+
+
+def closed_tower(name: str, order: int, x: Array, parameter: Any = None) -> Tower:
+    """The derivatives of a primitive in closed form.
+
+    **Arguments:**
+
+    - `parameter`: an exponent, or the constant operand of `logaddexp`: a number (hashable), or an
+        array, through which the result is differentiated line by line.
+    """
+    if isinstance(parameter, jax.Array):
+        return _call(name, order, parameter, x)
+    kept = [k for k in range(order + 1) if not _vanishes(name, k, parameter)]
+    values = iter(_tower(name, order, parameter, x))
+    return [next(values) if k in kept else None for k in range(order + 1)]
+
+
+def _vanishes(name: str, k: int, parameter: Any) -> bool:
+    if name == "square":
+        name, parameter = "integer_pow", 2
+    if name == "abs":
+        return k > 1
+    exponent = parameter if name in ("integer_pow", "pow") else None
+    return isinstance(exponent, int) and 0 <= exponent < k
+
+
+def nested_tower(fun: Callable[[Array], Array], order: int, x: Array) -> Tower:
+    """The derivatives of any elementwise function, by nested forward mode."""
+    one = jnp.ones_like(x)
+
+    def chain(k):
+        if k == 0:
+            return lambda v: [fun(v)]
+
+        def deeper(v):
+            values, slopes = jax.jvp(chain(k - 1), (v,), (one,))
+            return [*values, slopes[-1]]
+
+        return deeper
+
+    return chain(order)(x)

@@ -1,0 +1,358 @@
+"""Losses whose values are those of full precision, and whose derivatives are taken in half."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import mpx_pde as mpx
+from mpx_pde import nn
+
+
+# The error of a gradient that is evaluated in half at values that are not: a few roundings of 2^-11
+# and of 2^-8 one after another, most of which average out.
+TOLERANCES = {"float16": 2.0**-9, "bfloat16": 2.0**-6}
+KEY = jax.random.key(0)
+
+
+class Gated(eqx.Module):
+    """A network that knows nothing of this library: gates, a residual, layers that share one
+    product's operand."""
+
+    gates: list
+    layers: list
+    last: eqx.nn.Linear
+
+    def __init__(self, width, key):
+        keys = jax.random.split(key, 6)
+        self.gates = [eqx.nn.Linear(2, width, key=k) for k in keys[:2]]
+        self.layers = [eqx.nn.Linear(n, width, key=k) for n, k in zip((2, width), keys[2:4])]  # noqa: B905
+        self.last = eqx.nn.Linear(width, "scalar", key=keys[4])
+
+    def __call__(self, x):
+        u, v = (jnp.tanh(gate(x)) for gate in self.gates)
+        h = x
+        for layer in self.layers:
+            z = jnp.tanh(layer(h))
+            h = (1 - z) * u + z * v
+        return self.last(h)
+
+
+def pde(model, points):
+    terms = mpx.partials(model, ["u", "u_x", "u_xx", "u_yy"], coords="xy", outputs="u")
+    d = jax.vmap(terms)(points)
+    inside = d["u_xx"] + d["u_yy"] + d["u"] * d["u_x"] - 1
+    return jnp.mean(inside**2) + jnp.mean(jax.vmap(model)(points) ** 2)
+
+
+def regression(model, x):
+    return jnp.mean((jax.vmap(model)(x) - jnp.sin(x[:, :1])) ** 2)
+
+
+def recurrent(model, x):
+    def run(state):
+        return jax.lax.scan(lambda h, _: (jnp.tanh(model(h)), h.sum()), state, None, length=4)
+
+    state, sums = jax.vmap(run)(x)
+    return jnp.mean(state**2) + jnp.mean(sums**2)
+
+
+def remembered(model, x):
+    return regression(jax.checkpoint(lambda z: model(z)), x)
+
+
+def branched(model, x):
+    def at(z):
+        return jax.lax.cond(z[0] > 0, lambda z: model(z), lambda z: 2 * model(z), z)
+
+    return jnp.mean(jax.vmap(at)(x) ** 2)
+
+
+def operator(model, fields):
+    return jnp.mean((jax.vmap(model)(fields) - fields) ** 2)
+
+
+def images(model, fields):
+    return jnp.mean((jax.vmap(model)(fields) - jnp.roll(fields, 1, 1)) ** 2)
+
+
+def attention(key):
+    return eqx.nn.MultiheadAttention(2, 8, key=key)
+
+
+def attending(model, x):
+    sequences = x.reshape(-1, 4, 8)
+    return jnp.mean(jax.vmap(lambda s: model(s, jnp.sin(s), s))(sequences) ** 2)
+
+
+def convolutions(key):
+    first, second = jax.random.split(key)
+    layers = [
+        eqx.nn.Conv2d(1, 4, 3, padding=1, key=first),
+        eqx.nn.Lambda(jax.nn.gelu),
+        eqx.nn.Conv2d(4, 1, 3, padding=1, key=second),
+    ]
+    return eqx.nn.Sequential(layers)
+
+
+POINTS = jax.random.uniform(jax.random.key(1), (32, 2), minval=-1.0)
+ROWS = jax.random.normal(jax.random.key(2), (32, 8))
+FIELDS = jax.random.normal(jax.random.key(3), (2, 1, 8, 8))
+CASES = {
+    "coordinate network": (pde, nn.CoordinateMLP(2, "scalar", 16, 3, key=KEY), POINTS),
+    "foreign network": (pde, Gated(16, KEY), POINTS),
+    "regression": (regression, eqx.nn.MLP(8, 1, 16, 2, key=KEY), ROWS),
+    "scan": (recurrent, eqx.nn.Linear(8, 8, key=KEY), ROWS),
+    "checkpoint": (remembered, eqx.nn.MLP(8, 1, 16, 2, key=KEY), ROWS),
+    "cond": (branched, eqx.nn.MLP(8, 1, 16, 1, key=KEY), ROWS),
+    "attention": (attending, attention(KEY), ROWS),
+    "convolutions": (images, convolutions(KEY), FIELDS),
+    "neural operator": (operator, nn.FNO(1, 1, 8, 1, (4, 4), key=KEY), FIELDS),
+}
+
+
+def flat(tree):
+    leaves = jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))
+    return np.concatenate([np.asarray(x, np.float64).ravel() for x in leaves])
+
+
+def relative(got, want):
+    return np.linalg.norm(flat(got) - flat(want)) / np.linalg.norm(flat(want))
+
+
+def policy(half):
+    return f"params=float32,compute={half},output=float32"
+
+
+def evaluated(loss, model, batch, half, forward="float32"):
+    scaling = mpx.StaticLossScaling(2.0**8)
+    step = mpx.filter_value_and_grad(loss, scaling, policy=policy(half), forward=forward)
+    value, _, finite, grads = eqx.filter_jit(step)(model, batch)
+    assert finite
+    return value, grads
+
+
+@pytest.fixture(autouse=True)
+def as_users_promote():
+    """Foreign networks are written for JAX's default promotion."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+@pytest.mark.parametrize("half", TOLERANCES)
+@pytest.mark.parametrize("name", CASES)
+def test_the_value_is_that_of_float32_and_the_gradient_nearly(name, half):
+    loss, model, batch = CASES[name]
+    want, want_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, batch)
+    value, grads = evaluated(loss, model, batch, half)
+    # The same operations; XLA may fuse a sum in another order.
+    np.testing.assert_allclose(value, want, rtol=2.0**-21)
+    assert jax.tree.structure(grads) == jax.tree.structure(want_grads)
+    assert 2.0**-20 < relative(grads, want_grads) < TOLERANCES[half]
+
+
+@pytest.mark.parametrize("name", ["coordinate network", "foreign network", "scan", "attention"])
+def test_products_of_the_backward_pass_are_half(name):
+    loss, model, batch = CASES[name]
+    step = mpx.filter_grad(
+        loss, mpx.StaticLossScaling(1.0), policy=policy("bfloat16"), forward="float32"
+    )
+    report = mpx.precision_report(step)(model, batch)
+    forward = mpx.precision_report(loss)(model, batch)
+    full = sum(row.flops for row in report.rows if row.dtype == "float32")
+    # Those of the forward pass, and of the layer that meets the point (two of its sixteen columns
+    # wide), which the backward pass takes in float32 too.
+    assert forward.flops <= full < 1.25 * forward.flops
+    assert report.flops - full > 1.5 * forward.flops
+
+
+def test_what_is_kept_for_the_backward_pass_is_half():
+    width, batch = 16, 32
+    model = nn.CoordinateMLP(2, "scalar", width, 4, key=KEY)
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+
+    def kept(forward):
+        gradient = mpx.propagation.InForward(
+            lambda arrays, points: pde(eqx.combine(arrays, static), points),
+            mpx._forward.Forward(forward, "bfloat16"),
+        )
+        _, back = jax.vjp(lambda arrays: gradient(arrays, POINTS), arrays)
+        return [x for x in jax.tree.leaves(back) if x.shape == (batch, width)]
+
+    streams = kept("float32")
+    assert {x.dtype.name for x in streams} == {"bfloat16"}
+    # Value, two first and two second derivatives before each product but the first; and before each
+    # of the four layers but the first, and the sum behind them, the value of the network by itself.
+    assert len(streams) <= 3 * (1 + 2 + 2) + 4
+
+
+def test_a_weight_has_one_product_over_the_batch():
+    model = eqx.nn.Linear(8, 24, key=KEY)
+    loss = lambda model, x: jnp.mean(jnp.tanh(jax.vmap(model)(jnp.sin(x))) ** 2)
+    step = mpx.filter_grad(loss, mpx.StaticLossScaling(1.0), forward="float32")
+    text = jax.jit(lambda x: step(model, x)[2].weight).lower(ROWS).as_text()
+    gradients = re.findall(r"dot_general.*?-> tensor<([\dx]*)xf", text)
+    assert any(shape in ("24x8", "8x24") for shape in gradients)
+    assert not any(
+        shape.startswith("32x24x8") or shape.startswith("32x8x24") for shape in gradients
+    )
+
+
+def test_derivatives_of_gradients():
+    """A Hessian-vector product goes through."""
+    loss, model, batch = CASES["coordinate network"]
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    gradient = mpx.propagation.InForward(
+        lambda a, x: loss(eqx.combine(a, static), x), mpx._forward.Forward("float32", "bfloat16")
+    )
+    ones = jax.tree.map(jnp.ones_like, arrays)
+    product = lambda fun: jax.jit(lambda a: jax.jvp(jax.grad(fun), (a,), (ones,))[1])(arrays)
+    want = product(lambda a: loss(eqx.combine(a, static), batch))
+    assert relative(product(lambda a: gradient(a, batch)), want) < 4 * TOLERANCES["bfloat16"]
+
+
+@pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")  # narrow ones are mostly first layer
+@settings(max_examples=4)
+@given(
+    depth=st.integers(2, 3),
+    activation=st.sampled_from(["tanh", "sin", "silu", "softplus"]),
+    terms=st.sampled_from([["u", "u_x"], ["u_xx", "u_y"], ["u_xy", "u_xxx"]]),
+    seed=st.integers(0, 100),
+)
+def test_directional_derivatives_against_float64(depth, activation, terms, seed):
+    function = getattr(jnp, activation, None) or getattr(jax.nn, activation)
+    key, points, direction = jax.random.split(jax.random.key(seed), 3)
+    model = eqx.nn.MLP(2, "scalar", 16, depth, activation=function, key=key)
+    x = jax.random.uniform(points, (16, 2))
+
+    def loss(model, x):
+        d = jax.vmap(mpx.partials(model, terms, coords="xy", outputs="u"))(x)
+        return sum(jnp.mean((d[t] - 0.5) ** 2) for t in terms)
+
+    value, grads = evaluated(loss, model, x, "bfloat16")
+    towards = jax.random.normal(direction, flat(grads).shape)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(
+            lambda w: jnp.asarray(np.asarray(w, np.float64)) if eqx.is_inexact_array(w) else w,
+            model,
+        )
+        x64 = jnp.asarray(np.asarray(x, np.float64))
+        want, want_grads = eqx.filter_value_and_grad(loss)(wide, x64)
+        want, want_grads = float(want), flat(want_grads)
+    np.testing.assert_allclose(value, want, rtol=2.0**-16)  # float32: some thousand operations
+    # Along a random direction the error is that of the gradient, over the square root of its size.
+    error = abs(np.dot(flat(grads) - want_grads, towards)) / np.linalg.norm(towards)
+    assert error < TOLERANCES["bfloat16"] * np.linalg.norm(want_grads)
+
+
+def test_float64_forward():
+    loss, model, batch = CASES["coordinate network"]
+    with jax.enable_x64(True):
+        wide = lambda x: jnp.asarray(np.asarray(x, np.float64)) if eqx.is_inexact_array(x) else x
+        exact = eqx.filter_jit(eqx.filter_value_and_grad(loss))
+        want, want_grads = exact(jax.tree.map(wide, model), wide(batch))
+        for compute, tolerance in (("float32", 2.0**-18), ("bfloat16", TOLERANCES["bfloat16"])):
+            step = mpx.filter_value_and_grad(
+                loss, mpx.NoOpLossScaling(), policy=policy(compute), forward="float64"
+            )
+            value, _, _, grads = eqx.filter_jit(step)(model, batch)
+            assert value.dtype == jnp.float64
+            np.testing.assert_allclose(value, want, rtol=1e-12)
+            assert {x.dtype.name for x in jax.tree.leaves(grads)} == {"float32"}
+            assert relative(grads, want_grads) < tolerance
+
+
+def test_accumulation():
+    loss, model, batch = CASES["regression"]
+    step = mpx.filter_accumulated_value_and_grad(
+        loss, mpx.StaticLossScaling(1.0), 4, policy=policy("bfloat16"), forward="float32"
+    )
+    value, _, finite, grads = eqx.filter_jit(step)(model, batch)
+    want, want_grads = eqx.filter_value_and_grad(loss)(model, batch)
+    assert finite
+    np.testing.assert_allclose(value, want, rtol=2.0**-20)
+    assert relative(grads, want_grads) < TOLERANCES["bfloat16"]
+
+
+def test_aux_and_full_layers_and_integers_pass():
+    class Model(eqx.Module):
+        table: eqx.nn.Embedding
+        head: mpx.FullPrecision
+
+        def __call__(self, i):
+            return self.head(jnp.tanh(self.table(i)))
+
+    model = Model(eqx.nn.Embedding(5, 8, key=KEY), mpx.FullPrecision(eqx.nn.Linear(8, 1, key=KEY)))
+
+    def loss(model, i):
+        out = jax.vmap(model)(i)
+        return jnp.mean(out**2), (out, i)
+
+    step = mpx.filter_value_and_grad(loss, mpx.StaticLossScaling(1.0), True, forward="float32")
+    (value, (out, i)), _, _, grads = step(model, jnp.arange(5))
+    (want, (want_out, _)), want_grads = eqx.filter_value_and_grad(loss, has_aux=True)(
+        model, jnp.arange(5)
+    )
+    np.testing.assert_allclose(value, want, rtol=2.0**-22)
+    np.testing.assert_allclose(out, want_out, rtol=2.0**-20)
+    np.testing.assert_array_equal(i, jnp.arange(5))
+    assert relative(grads, want_grads) < TOLERANCES["float16"]
+
+
+def test_custom_derivatives_are_kept():
+    @jax.custom_vjp
+    def straight_through(x):
+        return jnp.round(x)
+
+    straight_through.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g,))
+    loss = lambda model, x: jnp.mean(straight_through(3 * jax.vmap(model)(x)) ** 2)
+    model = eqx.nn.Linear(8, 4, key=KEY)
+    _, grads = evaluated(loss, model, ROWS, "float16")
+    assert relative(grads, eqx.filter_grad(loss)(model, ROWS)) < TOLERANCES["float16"]
+
+
+@pytest.mark.parametrize("half", TOLERANCES)
+def test_refined_is_the_value_of_float32_with_the_gradient_of_half(half):
+    _, model, points = CASES["foreign network"]
+
+    def terms(model, p):
+        return mpx.partials(model, ["u", "u_x", "u_xx"], coords="xy", outputs="u")(p)
+
+    def loss(terms, model):
+        d = jax.vmap(terms, (None, 0))(model, points)
+        return jnp.mean((d["u_xx"] + d["u"] * d["u_x"] - 1) ** 2)
+
+    refined = mpx.refined(terms, dtype=half, keep_full=(False, True))
+    run = eqx.filter_jit(
+        lambda terms, model: eqx.filter_value_and_grad(lambda m: loss(terms, m))(model)
+    )
+    want, want_grads = run(terms, model)
+    value, grads = run(refined, model)
+    np.testing.assert_allclose(value, want, rtol=2.0**-21)
+    assert 2.0**-20 < relative(grads, want_grads) < TOLERANCES[half]
+
+
+def test_the_value_of_refined_is_finite_where_half_is_not():
+    refined = mpx.refined(lambda w: 1e5 * w, dtype="float16")
+    value, slope = jax.value_and_grad(lambda w: jnp.sum(refined(w)))(jnp.ones(3))
+    assert value == 3e5
+    assert np.all(np.isinf(slope))  # overflow is data, which the step is skipped for
+
+
+def test_errors(unchecked_annotations):
+    loss, model, batch = CASES["regression"]
+    for wrong in ("float8", "float16", None):
+        with pytest.raises(ValueError, match=r"`filter_grad` takes 'half', 'float32'.*`forward`"):
+            mpx.filter_grad(loss, mpx.NoOpLossScaling(), forward=wrong)
+    with pytest.raises(ValueError, match=r"float64.*jax_enable_x64"):
+        mpx.filter_grad(loss, mpx.NoOpLossScaling(), forward="float64")
+    with pytest.raises(ValueError, match=r"either `autocast` or `forward='float32'`"):
+        mpx.filter_grad(loss, mpx.NoOpLossScaling(), autocast=True, forward="float32")
+    with pytest.raises(TypeError, match="`refined` takes a function"):
+        mpx.refined(1.0)
+    with pytest.raises(ValueError, match="`refined` takes float16 or bfloat16"):
+        mpx.refined(loss, dtype="float32")
