@@ -243,44 +243,51 @@ def test_float32_points_alone_make_it_float32_and_that_is_said():
 def train(make, half, steps=200, **options):
     """The float32 loss before and after, and the scaling."""
     params, loss, data = burgers(make())
+    data, first = data.get_batch()  # its counters are arrays from now on: the step compiles once
     optimizer = optax.adam(3e-3)
     state = optimizer.init(eqx.filter(params, eqx.is_inexact_array))
-    gradient = lambda scaling: mpx.filter_grad(loss, scaling, has_aux=True, **options)
+    scaling = mpx.DynamicLossScaling()
 
     @eqx.filter_jit
-    def run(params, state, scaling, data):
-        arrays, static = eqx.partition((params, state, scaling, data), eqx.is_array)
+    def step(params, state, scaling, data):
+        data, batch = data.get_batch()
+        gradient = mpx.filter_grad(loss, scaling, has_aux=True, **options)
+        scaling, finite, grads, _ = gradient(params, batch)
+        params, state = mpx.optimizer_update(params, optimizer, state, grads, finite)
+        return params, state, scaling, data
 
-        def step(arrays, _):
-            params, state, scaling, data = eqx.combine(arrays, static)
-            data, batch = data.get_batch()
-            scaling, finite, grads, _ = gradient(scaling)(params, batch)
-            params, state = mpx.optimizer_update(params, optimizer, state, grads, finite)
-            return eqx.filter((params, state, scaling, data), eqx.is_array), finite
-
-        arrays, finite = jax.lax.scan(step, arrays, length=steps)
-        return *eqx.combine(arrays, static)[:3:2], finite
-
-    with mpx.half_precision(half):
-        trained, scaling, finite = run(params, state, mpx.DynamicLossScaling(), data)
-    _, batch = data.get_batch()
     evaluate = eqx.filter_jit(loss)
-    return evaluate(params, batch)[0], evaluate(trained, batch)[0], scaling, finite
+    start, _ = evaluate(params, first)
+    with mpx.half_precision(half):
+        for _ in range(steps):
+            params, state, scaling, data = step(params, state, scaling, data)
+    return start, evaluate(params, first)[0], scaling
 
 
-def test_two_hundred_steps_of_jinns():
-    start, full, *_ = train(network, "float16", use_mixed_precision=False)
-    assert full < start / 4
-    for half, way in [
+@ft.cache
+def trained_in_full():
+    return train(network, "float16", use_mixed_precision=False)
+
+
+@pytest.mark.parametrize(
+    ("half", "way"),
+    [
         ("float16", "coordinates in float32"),
         ("float16", "autocast"),
         ("bfloat16", "autocast"),
-    ]:
-        make, options, *_ = WAYS[way]
-        _, mixed, scaling, finite = train(make, half, **options)
-        assert abs(mixed - full) < 0.1 * full, (half, way)
-        assert np.sum(~finite) == scaling.skipped_steps <= 4
-        assert finite[-1]
+    ],
+)
+def test_two_hundred_steps_of_jinns(half, way):
+    start, full, _ = trained_in_full()
+    assert full < start / 4
+    make, options, *_ = WAYS[way]
+    _, mixed, scaling = train(make, half, **options)
+    # Roundings of 2^-8 at most in each of 200 steps, which Adam does not let add up: a percent or
+    # two. A path that is wrong in one term of the loss ends elsewhere.
+    assert abs(mixed - full) < 0.05 * full
+    # Those of the first steps, until the scale has found its level.
+    assert scaling.skipped_steps <= 4
+    assert scaling.consecutive_skips == 0
 
 
 def test_ranges_of_a_jinns_loss_in_reasonable_time():
