@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import jaxtyping
 from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -19,7 +20,8 @@ from ._jaxpr import aval_of
 
 
 _LIBRARY = str(Path(__file__).parent) + "/"
-_EQUINOX = str(Path(eqx.__file__).parent) + "/"
+# Whose frames tell nothing: the layers that everyone uses, and the checker of annotations.
+_PLUMBING = tuple(str(Path(m.__file__).parent) + "/" for m in (eqx, jaxtyping))
 _FRAME = re.compile(r"^(.*?:\d+)(?::\d+)? \(")
 
 
@@ -75,7 +77,7 @@ def _line(eqn: JaxprEqn) -> str:
     frames = [match for line in text.splitlines() if (match := _FRAME.match(line))]
     frames = [match[1] for match in reversed(frames) if not match[1].startswith(_LIBRARY)]
     users = [frame for frame in frames if not installed(frame)]
-    libraries = [frame for frame in frames if not frame.startswith(_EQUINOX)]
+    libraries = [frame for frame in frames if not frame.startswith(_PLUMBING)]
     return next(iter(users or libraries or frames), "unknown")
 
 
