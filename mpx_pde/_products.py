@@ -21,7 +21,7 @@ from ._jaxpr import aval_of
 
 _LIBRARY = str(Path(__file__).parent) + "/"
 # Whose frames tell nothing: the layers that everyone uses, and the checker of annotations.
-_PLUMBING = tuple(str(Path(m.__file__).parent) + "/" for m in (eqx, jaxtyping))
+_PLUMBING = tuple(f"{m.__path__[0]}/" for m in (eqx, jaxtyping))
 _FRAME = re.compile(r"^(.*?:\d+)(?::\d+)? \(")
 
 
