@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import jaxtyping
 from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
@@ -18,6 +20,8 @@ from ._jaxpr import aval_of
 
 
 _LIBRARY = str(Path(__file__).parent) + "/"
+# Whose frames tell nothing: the layers that everyone uses, and the checker of annotations.
+_PLUMBING = tuple(f"{m.__path__[0]}/" for m in (eqx, jaxtyping))
 _FRAME = re.compile(r"^(.*?:\d+)(?::\d+)? \(")
 
 
@@ -66,13 +70,15 @@ def installed(path: str) -> bool:
 
 
 def _line(eqn: JaxprEqn) -> str:
-    """The innermost `file:line` that is the user's; of installed libraries where none is."""
+    """The innermost `file:line` that is the user's. Where none is, as for a loss object of another
+    library, the innermost of an installed library, other than Equinox's layers if there is one."""
     text = source_info_util.summarize(eqn.source_info, num_frames=100)
     # "file:line:column (function)", without the column in older versions.
     frames = [match for line in text.splitlines() if (match := _FRAME.match(line))]
     frames = [match[1] for match in reversed(frames) if not match[1].startswith(_LIBRARY)]
     users = [frame for frame in frames if not installed(frame)]
-    return next(iter(users or frames), "unknown")
+    libraries = [frame for frame in frames if not frame.startswith(_PLUMBING)]
+    return next(iter(users or libraries or frames), "unknown")
 
 
 def _multiplied(eqn: JaxprEqn) -> str:

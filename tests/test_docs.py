@@ -12,6 +12,8 @@ import mpx_pde as mpx
 
 
 ROOT = Path(__file__).parent.parent
+# Pages on other libraries, which are optional.
+LIBRARIES = {"other_libraries.md": ("jinns", "pdequinox")}
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -49,7 +51,11 @@ def execute(source: str, line: int, page: Path, namespace: dict) -> None:
     [page for page in PAGES if blocks(page, "python")],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
+# jinns filters this warning of Equinox where it is imported; pytest forgets that.
+@pytest.mark.filterwarnings("ignore:Using `field:UserWarning")
 def test_the_blocks_of_a_page_run_in_order(page):
+    for library in LIBRARIES.get(page.name, ()):
+        pytest.importorskip(library)
     namespace = {"__name__": "__docs__"}
     with jax_defaults():
         for line, source in blocks(page, "python"):

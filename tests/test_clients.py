@@ -1,0 +1,318 @@
+"""Other people's libraries as clients, by what is public in theirs and in ours: a jinns loss
+object, and networks of pdequinox. Skipped where they are not installed (the extra `clients`)."""
+
+import functools as ft
+import re
+import time
+import warnings
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+from helpers import HALVES
+
+import mpx_pde as mpx
+
+
+jinns = pytest.importorskip("jinns")
+pdequinox = pytest.importorskip("pdequinox")
+
+
+# jinns filters this warning of Equinox about its classes where it is imported; pytest forgets that.
+pytestmark = pytest.mark.filterwarnings("ignore:Using `field:UserWarning")
+
+ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
+
+
+@pytest.fixture(autouse=True)
+def foreign_code():
+    """It mixes dtypes and ranks as JAX's defaults allow, which its users have."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def vector(tree):
+    leaves = jtu.tree_leaves(eqx.filter(tree, eqx.is_inexact_array))
+    assert {x.dtype.name for x in leaves} == {"float32"}
+    return np.concatenate([np.asarray(x, np.float64).ravel() for x in leaves])
+
+
+def distance(x, y):
+    """Relative to the norm of `y`."""
+    x, y = vector(x), vector(y)
+    return np.linalg.norm(x - y) / np.linalg.norm(y)
+
+
+def products(report):
+    """How many by dtype, without the complex ones: they have no half-precision form."""
+    return {dtype: n for dtype, (n, _) in report.by_dtype().items() if "complex" not in dtype}
+
+
+def in_full(loss, model, batch):
+    """Value, gradient and number of products in float32."""
+    gradient = mpx.filter_value_and_grad(loss, None, has_aux=True, use_mixed_precision=False)
+    (value, _), _, _, grads = eqx.filter_jit(gradient)(model, batch)
+    count = products(mpx.precision_report(gradient)(model, batch))
+    assert set(count) == {"float32"}
+    return value, grads, count["float32"]
+
+
+def in_half(loss, model, batch, half, reference, **options):
+    """Errors of value and gradient in mixed precision, and what was multiplied."""
+    gradient = mpx.filter_value_and_grad(
+        loss, mpx.DynamicLossScaling(2.0**10), has_aux=True, **options
+    )
+    with mpx.half_precision(half):
+        (value, _), _, finite, grads = eqx.filter_jit(gradient)(model, batch)
+        report = mpx.precision_report(gradient)(model, batch)
+    assert value.dtype == jnp.float32
+    assert finite
+    error = distance(grads, reference[1])
+    assert error > 0, "float32's, bit for bit"
+    return abs(value - reference[0]) / abs(reference[0]), error, report
+
+
+# --- pdequinox ------------------------------------------------------------------------------------
+
+KEY = jax.random.key(0)
+NETWORKS = {
+    "ConvNet": lambda: pdequinox.arch.ConvNet(1, 1, 1, hidden_channels=16, depth=3, key=KEY),
+    "ModernUNet": lambda: pdequinox.arch.ModernUNet(
+        1, 1, 1, hidden_channels=8, num_levels=1, num_blocks=1, key=KEY
+    ),
+    "ClassicFNO": lambda: pdequinox.arch.ClassicFNO(
+        1, 1, 1, hidden_channels=16, num_modes=8, num_blocks=2, key=KEY
+    ),
+}
+
+# Roundings that follow one another, in units of the roundoff, in (value, gradient). The loss is a
+# mean over 512 residuals, whose roundings mostly cancel; by autocast it is taken in float32. In the
+# gradients of networks with `relu` those are largest that turn a unit on or off.
+ROUNDINGS = {"cast": (2, 64), "autocast": (0.5, 64)}
+
+
+def fields():
+    inputs = jax.random.normal(jax.random.key(1), (8, 1, 64))
+    return inputs, jnp.cumsum(inputs, axis=-1) / 8
+
+
+def squared_error(model, batch):
+    inputs, targets = batch
+    outputs = jax.vmap(model)(inputs)
+    return jnp.mean((outputs - targets) ** 2), outputs
+
+
+def spectral_layers_full(model):
+    is_spectral = lambda x: isinstance(x, pdequinox.conv.SpectralConv)
+    wrap = lambda x: mpx.FullPrecision(x) if is_spectral(x) else x
+    return jtu.tree_map(wrap, model, is_leaf=is_spectral)
+
+
+@ft.cache
+def network_in_full(name):
+    return in_full(squared_error, NETWORKS[name](), fields())
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("path", ["cast", "autocast"])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_of_pdequinox(name, path, half):
+    model = NETWORKS[name]()
+    if (name, path) == ("ClassicFNO", "cast"):
+        model = spectral_layers_full(model)
+    reference = network_in_full(name)
+    value, grads, report = in_half(
+        squared_error, model, fields(), half, reference, autocast=path == "autocast"
+    )
+    # All of them, forward and backward; the FNO's complex products apart.
+    assert products(report) == {half: reference[2]}
+    assert ("complex64" in report.by_dtype()) == (name == "ClassicFNO")
+    of_value, of_gradient = ROUNDINGS[path]
+    assert value < of_value * ROUNDOFF[half]
+    assert grads < of_gradient * ROUNDOFF[half]
+
+
+def test_a_cast_fno_says_what_to_do():
+    gradient = mpx.filter_grad(squared_error, mpx.DynamicLossScaling(), has_aux=True)
+    with pytest.raises(ValueError, match="RFFT input must be float32") as caught:
+        gradient(NETWORKS["ClassicFNO"](), fields())
+    notes = "\n".join(caught.value.__notes__)
+    assert "FullPrecision(layer)" in notes
+    assert "autocast=True" in notes
+
+
+# --- jinns ----------------------------------------------------------------------------------------
+
+
+def burgers(network):
+    """Parameters, the loss object and the generator of batches, as jinns' own notebook has it."""
+    u, nn_params = jinns.nn.PINN_MLP.create(eqx_network=network, eq_type="PDENonStatio")
+    params = jinns.parameters.Params(nn_params=nn_params, eq_params={"nu": 0.01 / jnp.pi})
+    loss = jinns.loss.LossPDENonStatio(
+        u=u,
+        dynamic_loss=jinns.loss.BurgersEquation(Tmax=1.0),
+        initial_condition_fun=lambda x: -jnp.sin(jnp.pi * x).squeeze(),
+        boundary_condition=jinns.loss.Dirichlet(),
+        loss_weights=jinns.loss.LossWeightsPDENonStatio(
+            dyn_loss=1.0, initial_condition=10.0, boundary_loss=1.0
+        ),
+        params=params,
+    )
+    data = jinns.data.CubicMeshPDENonStatio(
+        key=jax.random.PRNGKey(1),
+        n=512,
+        ni=64,
+        nb=2,
+        dim=1,
+        min_pts=(-1.0,),
+        max_pts=(1.0,),
+        tmin=0.0,
+        tmax=1.0,
+        method="uniform",
+        domain_batch_size=128,
+        initial_batch_size=32,
+    )
+    return params, loss, data
+
+
+def network():
+    return eqx.nn.MLP(2, 1, 32, 3, activation=jnp.tanh, key=KEY)
+
+
+def half_behind_the_first_layer(model):
+    wrap = lambda layer: mpx.FullPrecision(layer, out_dtype="half")
+    return eqx.tree_at(lambda m: m.layers[0], model, replace_fn=wrap)
+
+
+# How to train it, the work that is half then, and the errors of value and gradient in units of the
+# roundoff: cast as a whole, the coordinates are rounded as well, to which second derivatives and
+# the initial condition answer.
+WAYS = {
+    "cast": (network, {}, 1.0, (4, 32)),
+    "coordinates in float32": (
+        lambda: half_behind_the_first_layer(network()),
+        {"keep_full": (False, True)},
+        0.85,
+        (1, 8),
+    ),
+    "autocast": (network, {"autocast": True}, 1.0, (1, 8)),
+}
+
+
+@ft.cache
+def burgers_in_full():
+    params, loss, data = burgers(network())
+    return in_full(loss, params, data.get_batch()[1])
+
+
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("way", WAYS)
+def test_the_gradient_of_a_jinns_loss(way, half):
+    make, options, share, (of_value, of_gradient) = WAYS[way]
+    params, loss, data = burgers(make())
+    _, batch = data.get_batch()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", mpx.PrecisionWarning)
+        value, grads, report = in_half(loss, params, batch, half, burgers_in_full(), **options)
+    count = burgers_in_full()[2]
+    assert sum(products(report).values()) == count
+    assert report.half_share >= share
+    if share == 1:
+        assert products(report) == {half: count}
+    assert value < of_value * ROUNDOFF[half]
+    assert grads < of_gradient * ROUNDOFF[half]
+
+
+def test_float32_points_alone_make_it_float32_and_that_is_said():
+    params, loss, data = burgers(network())
+    _, batch = data.get_batch()
+    gradient = mpx.filter_grad(
+        loss, mpx.DynamicLossScaling(), has_aux=True, keep_full=(False, True)
+    )
+    report = mpx.precision_report(gradient)(params, batch)
+    assert report.half_share == 0
+    # Without a line of the user's, that of the library that called Equinox and not Equinox's own.
+    assert all("/jinns/" in row.line for row in report.rows)
+    with pytest.warns(mpx.PrecisionWarning, match='out_dtype="half"'):
+        eqx.filter_jit(gradient)(params, batch)
+
+
+def train(make, half, steps=200, **options):
+    """The float32 loss before and after, and the scaling."""
+    params, loss, data = burgers(make())
+    data, first = data.get_batch()  # its counters are arrays from now on: the step compiles once
+    optimizer = optax.adam(3e-3)
+    state = optimizer.init(eqx.filter(params, eqx.is_inexact_array))
+    scaling = mpx.DynamicLossScaling()
+
+    @eqx.filter_jit
+    def step(params, state, scaling, data):
+        data, batch = data.get_batch()
+        gradient = mpx.filter_grad(loss, scaling, has_aux=True, **options)
+        scaling, finite, grads, _ = gradient(params, batch)
+        params, state = mpx.optimizer_update(params, optimizer, state, grads, finite)
+        return params, state, scaling, data
+
+    evaluate = eqx.filter_jit(loss)
+    start, _ = evaluate(params, first)
+    with mpx.half_precision(half):
+        for _ in range(steps):
+            params, state, scaling, data = step(params, state, scaling, data)
+    return start, evaluate(params, first)[0], scaling
+
+
+@ft.cache
+def trained_in_full():
+    return train(network, "float16", use_mixed_precision=False)
+
+
+@pytest.mark.parametrize(
+    ("half", "way"),
+    [
+        ("float16", "coordinates in float32"),
+        ("float16", "autocast"),
+        ("bfloat16", "autocast"),
+    ],
+)
+def test_two_hundred_steps_of_jinns(half, way):
+    start, full, _ = trained_in_full()
+    assert full < start / 4
+    make, options, *_ = WAYS[way]
+    _, mixed, scaling = train(make, half, **options)
+    # Roundings of 2^-8 at most in each of 200 steps, which Adam does not let add up: a percent or
+    # two. A path that is wrong in one term of the loss ends elsewhere.
+    assert abs(mixed - full) < 0.05 * full
+    # Those of the first steps, until the scale has found its level.
+    assert scaling.skipped_steps <= 4
+    assert scaling.consecutive_skips == 0
+
+
+def test_ranges_of_a_jinns_loss_in_reasonable_time():
+    params, loss, data = burgers(network())
+    _, batch = data.get_batch()
+    gradient = mpx.filter_grad(loss, mpx.DynamicLossScaling(2.0**10), has_aux=True)
+
+    def seconds(run):
+        before = time.process_time()
+        out = run()
+        return out, time.process_time() - before
+
+    _, compilation = seconds(lambda: eqx.filter_jit(gradient).lower(params, batch).compile())
+    report, cost = seconds(lambda: mpx.range_report(gradient)(params, batch))
+    assert len(report.rows) > 300
+    assert cost < 5 * compilation
+    text, cost = seconds(lambda: mpx.explain_nonfinite(gradient)(params, batch))
+    assert "Nothing overflows float16." in text
+    assert cost < 5 * compilation
+    # A solution of thousands: its first derivative still fits, the product with it does not, which
+    # is told by the line of the equation.
+    large = eqx.tree_at(
+        lambda p: p.nn_params.layers[-1].weight, params, replace_fn=lambda w: w * 2.0**13
+    )
+    plain = mpx.filter_grad(loss, mpx.NoOpLossScaling(), has_aux=True)
+    text = mpx.explain_nonfinite(plain)(large, batch)
+    assert re.match(r"float16 overflows first at \S*_DynamicLoss\.py:\d+ `mul`", text)
