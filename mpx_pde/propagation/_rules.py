@@ -147,6 +147,10 @@ class Rules:
             return self._reduce_extremum
         if name == "clamp" and moving == [1]:
             return self._clamp
+        if name == "sort":
+            return self._sort
+        if name == "top_k":
+            return self._top_k
         if name == "triangular_solve" and moving == [1]:
             return self._linear
         if name == "custom_jvp_call":
@@ -289,6 +293,35 @@ class Rules:
         (primal,) = self._bind(eqn, operands)
         inside = ((x.primal > low) & (x.primal < high)).astype(primal.dtype)
         return [Jet(primal, {k: inside * s for k, s in x.streams.items()}, _nonlinear(x))]
+
+    def _sort(self, eqn, operands):
+        params = {k: eqn.params[k] for k in ("dimension", "is_stable", "num_keys")}
+        values = [x.primal if isinstance(x, Jet) else x for x in operands]
+        places = jax.lax.broadcasted_iota(np.int32, values[0].shape, params["dimension"])
+        *primals, order = jax.lax.sort((*values, places), **params)
+        axis = params["dimension"] - values[0].ndim
+        return [
+            self._taken(x, primal, order, axis)
+            for x, primal in zip(operands, primals, strict=True)
+        ]
+
+    def _top_k(self, eqn, operands):
+        (x,) = operands
+        primal, places = self._bind(eqn, operands)
+        axis = eqn.params.get("axis", -1) % x.primal.ndim - x.primal.ndim
+        return [self._taken(x, primal, places, axis), places]
+
+    def _taken(self, x, primal, places, axis):
+        """What a selection along an axis takes of every stream."""
+        if not isinstance(x, Jet):
+            return primal
+
+        def take(s):
+            # A stream may be stacked in front.
+            at = jnp.broadcast_to(places, (*s.shape[: s.ndim - places.ndim], *places.shape))
+            return jnp.take_along_axis(s, at, axis)
+
+        return Jet(primal, {k: take(s) for k, s in x.streams.items()}, _nonlinear(x))
 
     def _elementwise(self, eqn, operands):
         x, *rest = operands
