@@ -287,7 +287,7 @@ def transforms(key):
         (w, bias), last = params["dense"]
         h = jnp.tanh(p @ w + bias)
         spectrum = jnp.fft.rfft(h)
-        h = jnp.fft.irfft(spectrum * (jnp.cos(p[0]) + 1j * p[1]) * (1 + spectrum), n=16) + h
+        h = jnp.fft.irfft(spectrum * lax.complex(jnp.cos(p[0]), p[1]) * (1 + spectrum), n=16) + h
         c = lax.conv_general_dilated(h[None, None], params["kernel"], (1,), "SAME")
         h = h + jnp.sum(jnp.tanh(c), axis=(0, 1))
         matrix = jnp.eye(3, dtype=h.dtype) * 4 + jnp.outer(h[:3], h[3:6])
@@ -306,11 +306,11 @@ def functions(key):
         q = 1.2 + h**2
         parts = [
             jnp.log(q) + jnp.log1p(q) + jnp.expm1(h) + jnp.exp2(h) + q**1.7,
-            jnp.sqrt(q) * lax.rsqrt(q + 1) + jnp.cbrt(q) + jnp.sinh(h) * jnp.cosh(h),
-            jnp.tan(h) + jnp.arcsin(h) * jnp.arctan(h) + jnp.arccosh(q) + jnp.arctanh(h),
-            jnp.arctan2(h, q) + q**h + jnp.logaddexp(h, q) + lax.erf_inv(h) + lax.erfc(h),
-            jax.nn.logsumexp(h) * jax.nn.softmax(h) + lax.lgamma(q) + q ** (-2) / (1 + h * h),
-            jnp.hypot(h, q) + lax.reduce_precision(h, 11, 52) + jnp.cumprod(q) / (2 + jnp.sin(h)),
+            jnp.sqrt(q) * lax.rsqrt(q + 1) + jnp.cbrt(q) + jnp.sinh(h),
+            jnp.tan(h) + jnp.arcsin(h) + jnp.cosh(h),
+            jnp.arctan2(h, q) + q**h + jnp.logaddexp(h, q) + lax.erfc(h),
+            jax.nn.logsumexp(h) * jax.nn.softmax(h) + q ** (-2) / (1 + h * h),
+            lax.reduce_precision(h, 11, 52) + jnp.cumprod(q) / (2 + jnp.sin(h)),
         ]
         return dense([last], sum(parts[1:], parts[0]))[0]
 

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from .._jaxpr import own_bind
 from . import _tables as tables
 from ._plan import Index, Plan, chains, splits
-from ._streams import DEEP, FIRST, RAW, Jet, is_inexact
+from ._streams import DEEP, FIRST, RAW, Jet, bind, is_inexact
 from ._towers import closed_tower, has_tower, nested_tower
 
 
@@ -161,7 +160,7 @@ class Rules:
         return None
 
     def _bind(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
-        return own_bind(eqn, [x.primal if isinstance(x, Jet) else x for x in operands])
+        return bind(eqn, [x.primal if isinstance(x, Jet) else x for x in operands])
 
     def _constant(self, eqn, operands):
         stage = max(x.stage for x in operands if isinstance(x, Jet))
@@ -206,8 +205,8 @@ class Rules:
                 args.append(x if fixed else jnp.zeros_like(x))
                 axes.append(None)
         if size is None:
-            return own_bind(eqn, args)
-        return jax.vmap(lambda *args: own_bind(eqn, args), in_axes=axes)(*args)
+            return bind(eqn, args)
+        return jax.vmap(lambda *args: bind(eqn, args), in_axes=axes)(*args)
 
     def _added(self, eqn, operands, key):
         shape = eqn.outvars[0].aval.shape
@@ -333,7 +332,7 @@ class Rules:
         if has_tower(name):
             tower = closed_tower(name, self.order(x), x.primal, parameter)
         else:
-            tower = nested_tower(lambda v: own_bind(eqn, [v])[0], self.order(x), x.primal)
+            tower = nested_tower(lambda v: bind(eqn, [v])[0], self.order(x), x.primal)
         return [Jet(tower[0], self.compose(tower, x), _nonlinear(x))]
 
     # Functions with a derivative of their own.
@@ -359,7 +358,7 @@ class Rules:
         else:
 
             def fun(v):
-                return own_bind(eqn, [v if j == i else y for j, y in enumerate(operands)])[0]
+                return bind(eqn, [v if j == i else y for j, y in enumerate(operands)])[0]
 
             tower = nested_tower(fun, self.order(x), x.primal)
         return [Jet(tower[0], self.compose(tower, x), _nonlinear(x))]
