@@ -52,7 +52,9 @@ def partial_derivatives(slopes):
 @pytest.mark.parametrize("name", NETWORKS)
 def test_orders_one_to_four(name):
     """In float64, where the two differ by rounding alone."""
-    terms = [t for t in TERMS if name not in SLOW or len(t) < 6] + ["u_xyy", "u_xxyy"] * (name in QUICK)
+    terms = [t for t in TERMS if name not in SLOW or len(t) < 6] + ["u_xyy", "u_xxyy"] * (
+        name in QUICK
+    )
     order = 3 if name in SLOW else 4
     with jax.enable_x64(True):
         arrays, static = eqx.partition(NETWORKS[name](jax.random.key(1)), eqx.is_array)

@@ -300,8 +300,7 @@ class Rules:
         *primals, order = jax.lax.sort((*values, places), **params)
         axis = params["dimension"] - values[0].ndim
         return [
-            self._taken(x, primal, order, axis)
-            for x, primal in zip(operands, primals, strict=True)
+            self._taken(x, primal, order, axis) for x, primal in zip(operands, primals, strict=True)
         ]
 
     def _top_k(self, eqn, operands):
