@@ -285,13 +285,13 @@ def product_dtypes(
     return dtype, dtype if out_dtype is None else canonical(out_dtype), given
 
 
-def varying_axes(x: Array) -> frozenset[str]:
+def varying_axes(x: Any) -> frozenset[str]:
     aval = jax.typeof(x)
     # JAX renamed the attribute between 0.10.0 and 0.10.2.
     return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
 
 
-def match_varying_axes(x: Array, y: Array) -> tuple[Array, Array]:
+def match_varying_axes(x: Any, y: Any) -> tuple[Any, Any]:
     # Inside `shard_map`, JAX's own operations mark an operand that is the same on all devices as
     # varying when it meets one that is not. The transpose of the mark is the sum over devices.
     x_axes, y_axes = varying_axes(x), varying_axes(y)

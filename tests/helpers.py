@@ -168,3 +168,9 @@ def coordinate_mlp(model: Any, point: Any) -> Any:
         h = model.activation.fun(h @ layer.weight + layer.bias)
     last = model.last.module if isinstance(model.last, mpx.FullPrecision) else model.last
     return h @ last.weight + last.bias
+
+
+def relative(got: Any, want: Any) -> float:
+    """The norm of a difference over that of what it should be."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))

@@ -23,7 +23,7 @@ import mpx_pde as mpx
 sys.path.insert(0, str(ROOT / "examples"))
 pinn = importlib.import_module("_pinn")
 spectral = importlib.import_module("_spectral_reference")
-EXAMPLES = ("burgers", "allen_cahn", "helmholtz")
+EXAMPLES = ("burgers", "allen_cahn", "helmholtz", "high_dimensions")
 
 
 @pytest.fixture(autouse=True)
@@ -251,6 +251,17 @@ def test_allen_cahn_reference_is_fine_enough():
     )[:, ::8]
     error = np.linalg.norm(example.REFERENCE[:, :-1] - fine) / np.linalg.norm(fine)
     assert error < 1e-5
+
+
+def test_the_right_hand_side_in_many_dimensions_is_the_laplacian():
+    example = importlib.import_module("high_dimensions")
+    x = 0.9 * example.ball(jax.random.key(1), 2)
+    # Of 1,000 second derivatives, by columns of the Hessian.
+    gradient = jax.grad(example.solution)
+    column = lambda p, e: jnp.vdot(jax.jvp(gradient, (p,), (e,))[1], e)
+    trace = jax.jit(jax.vmap(lambda p: jnp.sum(jax.vmap(lambda e: column(p, e))(jnp.eye(1000)))))
+    # Sums of 1,000 terms of either sign in float32.
+    assert np.allclose(trace(x), jax.vmap(example.right_hand_side)(x), rtol=1e-4)
 
 
 def test_allen_cahn_network_meets_the_initial_values_and_is_periodic():

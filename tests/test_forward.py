@@ -30,7 +30,7 @@ class Gated(eqx.Module):
     def __init__(self, width, key):
         keys = jax.random.split(key, 6)
         self.gates = [eqx.nn.Linear(2, width, key=k) for k in keys[:2]]
-        self.layers = [eqx.nn.Linear(n, width, key=k) for n, k in zip((2, width), keys[2:4])]  # noqa: B905
+        self.layers = [eqx.nn.Linear(n, width, key=k) for n, k in ((2, keys[2]), (width, keys[3]))]
         self.last = eqx.nn.Linear(width, "scalar", key=keys[4])
 
     def __call__(self, x):
@@ -197,9 +197,7 @@ def test_a_weight_has_one_product_over_the_batch():
     text = jax.jit(lambda x: step(model, x)[2].weight).lower(ROWS).as_text()
     gradients = re.findall(r"dot_general.*?-> tensor<([\dx]*)xf", text)
     assert any(shape in ("24x8", "8x24") for shape in gradients)
-    assert not any(
-        shape.startswith("32x24x8") or shape.startswith("32x8x24") for shape in gradients
-    )
+    assert not any(shape.startswith(("32x24x8", "32x8x24")) for shape in gradients)
 
 
 def test_derivatives_of_gradients():
@@ -215,7 +213,9 @@ def test_derivatives_of_gradients():
     assert relative(product(lambda a: gradient(a, batch)), want) < 4 * TOLERANCES["bfloat16"]
 
 
-@pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")  # narrow ones are mostly first layer
+@pytest.mark.filterwarnings(
+    "ignore::mpx_pde.PrecisionWarning"
+)  # narrow ones are mostly first layer
 @settings(max_examples=4)
 @given(
     depth=st.integers(2, 3),

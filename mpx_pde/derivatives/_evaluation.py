@@ -17,6 +17,10 @@ from ._seeds import power_of_two
 from ._state import DerivativeScaling
 
 
+_LOW = -8
+"""Below this exponent a stream of values around 1 nears float16's subnormal numbers, which cost it
+its digits. Values down to 2^-5 keep them."""
+
 _STACKED = 9
 """From this many summands of one kind on, such as those of a Laplacian, streams are stacked: one
 product of many rows instead of many products, and a program that does not grow with them."""
@@ -143,13 +147,26 @@ class Evaluation:
         if scaling.kind == "order":
             return scaling.rows[min(len(index), scaling.order or 1) - 1].shift(scaling.exponents)
         if self._directions[index[0]].sampled is not None:
-            return len(index) * jnp.min(scaling.exponents)
+            return self._kept(len(index) * jnp.min(scaling.exponents))
         at = [
             scaling.exponents[np.array([scaling.names.index(self._coords[c]) for c in d.coords])]
             for d in (self._directions[i] for i in index)
         ]
         total = sum(at[1:], at[0])
-        return total if len(self._directions[index[0]].coords) > 1 else total[0]
+        return self._kept(total if len(self._directions[index[0]].coords) > 1 else total[0])
+
+    def _kept(self, exponent: Any) -> Any:
+        """What a stream is stored with, where `exponent` is what its derivative carries.
+
+        The scale of a coordinate follows the derivative that needs the smallest, and its powers
+        push those of high order towards zero (u_xxyy at 2^-4 carries 2^-16). Streams are stored one
+        by one, so these take as much of the room below overflow as the update rule keeps free.
+        """
+        scaling = self._scaling
+        assert scaling is not None
+        if scaling.kind != "direction":
+            return exponent
+        return jnp.maximum(exponent, jnp.minimum(exponent + scaling.rule.margin, _LOW))
 
     def _order_of(self, row: int) -> int:
         """The highest order among the derivatives with the seeds of a row."""
@@ -163,7 +180,7 @@ class Evaluation:
         scaling = self._scaling
         assert scaling is not None
         shifts = [scaling.rows[row].shift(scaling.exponents) for row in s.rows]
-        return ft.reduce(jnp.minimum, shifts)
+        return self._kept(ft.reduce(jnp.minimum, shifts))
 
     def _scales(self, dtype: np.dtype) -> dict[Index, tuple[Array, Array]]:
         scaling = self._scaling

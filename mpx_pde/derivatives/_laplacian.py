@@ -271,7 +271,12 @@ def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool, call
             f"`{call}` draws samples of summands with constant factors, but {found.name!r} has "
             "functions of the point."
         )
-    factors = jnp.stack([jnp.asarray(s.factor, jnp.float32) for s in found.summands])
+    numbers = [s.factor for s in found.summands]
+    if all(isinstance(f, int | float) for f in numbers):
+        # At once: hundreds of arrays would be hundreds of operations.
+        factors = jnp.asarray(np.array(numbers, np.float32))
+    else:
+        factors = jnp.stack([jnp.asarray(f, jnp.float32) for f in numbers])
     at = np.array([s.dirs[0] for s in found.summands])
 
     def coordinates() -> tuple[Array, Array]:

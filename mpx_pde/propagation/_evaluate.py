@@ -164,7 +164,8 @@ class Evaluator:
             else:
                 out = rule(eqn, operands)
             return self._noted(step, out, rule.__name__.strip("_"), "")
-        if eqn.primitive not in ad.primitive_jvps and name not in _WITH_OWN_JVP:
+        known = eqn.primitive in ad.primitive_jvps or name in _WITH_OWN_JVP
+        if name in tables.CALLBACKS or not known:
             raise ValueError(
                 f"There are no derivatives of the primitive {name!r} at {line_of(eqn)}, which "
                 "depends on the point. Take it out of the function that is differentiated, or "

@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from .._conv import mixed_conv_general_dilated_p
-from .._dot import Given, mixed_dot_general_p
+from .._dot import Given, match_varying_axes, mixed_dot_general_p
 from .._dtypes import is_half
 from .._flat import Constant, Flat, variables
-from .._jaxpr import aval_of, own_bind
+from .._jaxpr import aval_of
 from ._rules import Rules, after_product
 from ._segments import Role
-from ._streams import RAW, Jet, Storage, is_inexact
+from ._streams import RAW, Jet, Storage, bind, is_inexact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Product:
         out_dtype = storage.registers
         if half and dtype == storage.dtype and step.outputs[0] not in roles.final:
             out_dtype = dtype
-        bind = _mixed(step.eqn, dtype, out_dtype) if half else self._full(step.eqn, storage)
+        own = _mixed(step.eqn, dtype, out_dtype) if half else self._full(step.eqn, storage)
         operands = [self._prepared(x, half and dtype == storage.dtype, storage) for x in operands]
         a, b = operands
         stage = after_product(a, b)
@@ -77,7 +77,7 @@ class Product:
         def multiply(x, y, left, right):
             sizes = [rules.plan.size(k) if k else None for k in (left, right)]
             axes = tuple(None if n is None else 0 for n in sizes)
-            product = bind if axes == (None, None) else jax.vmap(bind, in_axes=axes)
+            product = own if axes == (None, None) else jax.vmap(own, in_axes=axes)
             return product(x, y)
 
         if not both:
@@ -92,7 +92,7 @@ class Product:
                 streams[key] = storage.unscaled(x, key) if scaled else x
             return [Jet(primal, streams, stage)], _describe(dtype, out_dtype)
 
-        wide = _mixed(step.eqn, dtype, storage.registers) if half else bind
+        wide = _mixed(step.eqn, dtype, storage.registers) if half else own
 
         def product(x, y, left, right):
             sizes = [rules.plan.size(k) if k else None for k in (left, right)]
@@ -138,7 +138,7 @@ class Product:
             is_dot = eqn.primitive.name == "dot_general" or isinstance(self.precision, tuple)
             params["precision"] = self.precision if is_dot else (lax.Precision.HIGHEST,) * 2
         eqn = eqn.replace(params=params)
-        return lambda x, y: own_bind(eqn, [x, y])[0]
+        return lambda x, y: bind(eqn, [x, y])[0]
 
     def _meets_point(self, operands) -> bool:
         return all(x.stage == RAW for x in operands if isinstance(x, Jet))
@@ -168,4 +168,4 @@ def _mixed(eqn: Any, dtype: Any, out_dtype: Any) -> Any:
     params |= {"dtype": jnp.dtype(dtype), "out_dtype": jnp.dtype(out_dtype), "given": Given()}
     is_dot = "dot_general" in eqn.primitive.name
     primitive = mixed_dot_general_p if is_dot else mixed_conv_general_dilated_p
-    return lambda x, y: primitive.bind(x, y, **params)
+    return lambda x, y: primitive.bind(*match_varying_axes(x, y), **params)

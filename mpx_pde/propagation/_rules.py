@@ -8,10 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from .._jaxpr import aval_of, own_bind
+from .._jaxpr import aval_of
 from . import _tables as tables
 from ._plan import Index, Plan, chains, splits
-from ._streams import DEEP, FIRST, RAW, Jet, is_inexact
+from ._streams import DEEP, FIRST, RAW, Jet, bind, is_inexact
 from ._towers import closed_tower, has_tower, nested_tower
 
 
@@ -147,6 +147,10 @@ class Rules:
             return self._reduce_extremum
         if name == "clamp" and moving == [1]:
             return self._clamp
+        if name == "sort":
+            return self._sort
+        if name == "top_k":
+            return self._top_k
         if name == "triangular_solve" and moving == [1]:
             return self._linear
         if name == "custom_jvp_call":
@@ -157,7 +161,7 @@ class Rules:
         return None
 
     def _bind(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
-        return own_bind(eqn, [x.primal if isinstance(x, Jet) else x for x in operands])
+        return bind(eqn, [x.primal if isinstance(x, Jet) else x for x in operands])
 
     def _constant(self, eqn, operands):
         stage = max(x.stage for x in operands if isinstance(x, Jet))
@@ -202,8 +206,8 @@ class Rules:
                 args.append(x if fixed else jnp.zeros_like(x))
                 axes.append(None)
         if size is None:
-            return own_bind(eqn, args)
-        return jax.vmap(lambda *args: own_bind(eqn, args), in_axes=axes)(*args)
+            return bind(eqn, args)
+        return jax.vmap(lambda *args: bind(eqn, args), in_axes=axes)(*args)
 
     def _added(self, eqn, operands, key):
         shape = eqn.outvars[0].aval.shape
@@ -290,6 +294,34 @@ class Rules:
         inside = ((x.primal > low) & (x.primal < high)).astype(primal.dtype)
         return [Jet(primal, {k: inside * s for k, s in x.streams.items()}, _nonlinear(x))]
 
+    def _sort(self, eqn, operands):
+        params = {k: eqn.params[k] for k in ("dimension", "is_stable", "num_keys")}
+        values = [x.primal if isinstance(x, Jet) else x for x in operands]
+        places = jax.lax.broadcasted_iota(np.int32, values[0].shape, params["dimension"])
+        *primals, order = jax.lax.sort((*values, places), **params)
+        axis = params["dimension"] - values[0].ndim
+        return [
+            self._taken(x, primal, order, axis) for x, primal in zip(operands, primals, strict=True)
+        ]
+
+    def _top_k(self, eqn, operands):
+        (x,) = operands
+        primal, places = self._bind(eqn, operands)
+        axis = eqn.params.get("axis", -1) % x.primal.ndim - x.primal.ndim
+        return [self._taken(x, primal, places, axis), places]
+
+    def _taken(self, x, primal, places, axis):
+        """What a selection along an axis takes of every stream."""
+        if not isinstance(x, Jet):
+            return primal
+
+        def take(s):
+            # A stream may be stacked in front.
+            at = jnp.broadcast_to(places, (*s.shape[: s.ndim - places.ndim], *places.shape))
+            return jnp.take_along_axis(s, at, axis)
+
+        return Jet(primal, {k: take(s) for k, s in x.streams.items()}, _nonlinear(x))
+
     def _elementwise(self, eqn, operands):
         x, *rest = operands
         name, parameter = eqn.primitive.name, None
@@ -300,7 +332,7 @@ class Rules:
         if has_tower(name):
             tower = closed_tower(name, self.order(x), x.primal, parameter)
         else:
-            tower = nested_tower(lambda v: own_bind(eqn, [v])[0], self.order(x), x.primal)
+            tower = nested_tower(lambda v: bind(eqn, [v])[0], self.order(x), x.primal)
         return [Jet(tower[0], self.compose(tower, x), _nonlinear(x))]
 
     # Functions with a derivative of their own.
@@ -326,7 +358,7 @@ class Rules:
         else:
 
             def fun(v):
-                return own_bind(eqn, [v if j == i else y for j, y in enumerate(operands)])[0]
+                return bind(eqn, [v if j == i else y for j, y in enumerate(operands)])[0]
 
             tower = nested_tower(fun, self.order(x), x.primal)
         return [Jet(tower[0], self.compose(tower, x), _nonlinear(x))]

@@ -1,15 +1,19 @@
 """A value together with its derivatives, and how they are stored."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
+from .._dot import varying_axes
+from .._jaxpr import own_bind
 from ._plan import Index
 
 
@@ -103,3 +107,19 @@ def zeros_of(jet: Jet, size: int | None = None) -> Any:
 def is_inexact(x: Any) -> bool:
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list:
+    """Binds an equation to streams in place of values.
+
+    Inside `shard_map` the seeds are the same on all devices, unlike the point. JAX's functions mark
+    such operands where they meet others; its primitives do not.
+    """
+    axes = [varying_axes(x) for x in args]
+    every = frozenset().union(*axes)
+    if every:
+        args = [
+            lax.pcast(x, tuple(sorted(every - own)), to="varying") if every - own else x
+            for x, own in zip(args, axes, strict=True)
+        ]
+    return own_bind(eqn, args)

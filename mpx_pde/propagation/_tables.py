@@ -145,3 +145,6 @@ LAYOUT: frozenset[str] = frozenset(
 )
 """What a coordinate goes through unchanged in kind. Done on the constant first derivatives of the
 point itself, it shows which of them vanish, as in a network with a part for each coordinate."""
+
+CALLBACKS: frozenset[str] = frozenset({"pure_callback", "io_callback"})
+"""Python functions, of which nothing is known; JAX has a rule for them that only raises."""

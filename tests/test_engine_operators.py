@@ -1,0 +1,262 @@
+"""Sums of derivatives, random programs, and operators that are sampled."""
+
+import math
+import string
+
+import hypothesis
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_zoo import NETWORKS, chain, dense, layers
+from helpers import relative
+
+import mpx_pde as mpx
+
+
+P = jnp.array([[0.31, 0.62], [0.78, 0.17], [-0.4, 0.55]])
+
+
+def tensors(fun, order):
+    """All derivatives of an order at the points, by nested `jax.jacfwd`."""
+    for _ in range(order):
+        fun = jax.jacfwd(fun)
+    return jax.vmap(fun)
+
+
+@pytest.mark.parametrize("name", ["tanh", "separable", "pirate"])
+def test_operators_in_two_dimensions(name):
+    """Each as one stream: all of them, with terms beside them, come out of one pass."""
+    operators = {
+        "lap": "laplacian",
+        "bih": "biharmonic",
+        "mixed": {"y": 2.0, "xx": -0.3, "xxy": 0.7},
+        "varying": {"xx": lambda p: p[0] * p[1], "xy": lambda p: jnp.sin(p[1]), "x": 1.5},
+    }
+    with jax.enable_x64(True):
+        model = NETWORKS[name](jax.random.key(1))
+        x = jnp.asarray(np.asarray(P, np.float64))
+
+        def all_of(x):
+            linear = mpx.linear_operator(model, operators, ["u", "u_x"], coords="xy", outputs="u")
+            return jax.vmap(linear)(x), [tensors(model, k)(x) for k in range(5)]
+
+        got, tables = jax.jit(all_of)(x)
+        u, u1, u2, u3, u4 = map(np.asarray, tables)
+    a, b = np.asarray(x).T
+    want = {
+        "u": u,
+        "u_x": u1[:, 0],
+        "lap_u": u2[:, 0, 0] + u2[:, 1, 1],
+        "bih_u": u4[:, 0, 0, 0, 0] + 2 * u4[:, 0, 0, 1, 1] + u4[:, 1, 1, 1, 1],
+        "mixed_u": 2 * u1[:, 1] - 0.3 * u2[:, 0, 0] + 0.7 * u3[:, 0, 0, 1],
+        "varying_u": a * b * u2[:, 0, 0] + np.sin(b) * u2[:, 0, 1] + 1.5 * u1[:, 0],
+    }
+    assert got.keys() == want.keys()
+    for key, value in want.items():
+        # As for single terms: rounding of float64 through some ten layers.
+        assert relative(got[key], value) < 1e-10, key
+
+
+@pytest.mark.parametrize("size", [3, 16])
+def test_laplacians_and_weighted_sums_in_many_dimensions(size):
+    """From nine directions on they are stacked."""
+    coords = string.ascii_lowercase[:size]
+    params = layers(jax.random.key(0), size, 24, 24, 1)
+    fun = lambda p: dense(params, p, jax.nn.gelu)[0] * jnp.sum(p**3)
+    weights = np.linspace(-1, 2, size)
+    operators = {
+        "lap": "laplacian",
+        "weighted": {2 * c: float(w) for c, w in zip(coords, weights, strict=True)},
+        "third": {3 * c: (lambda p, i=i: p[i]) for i, c in enumerate(coords)},
+    }
+    x = jax.random.uniform(jax.random.key(1), (4, size))
+
+    @jax.jit
+    def both(x):
+        got = jax.vmap(mpx.linear_operator(fun, operators, coords=coords, outputs="u"))(x)
+        along = lambda d: lambda f: lambda p: jax.jvp(f, (p,), (d,))[1]
+
+        def pure(p, d):
+            second = along(d)(along(d)(fun))
+            return second(p), along(d)(second)(p)
+
+        return got, jax.vmap(lambda p: jax.vmap(lambda d: pure(p, d))(jnp.eye(size)))(x)
+
+    got, (second, third) = both(x)
+    # float32: some hundred products, of which the third order cancels one digit.
+    assert relative(got["lap_u"], np.sum(second, 1)) < 1e-5
+    assert relative(got["weighted_u"], np.asarray(second) @ weights) < 1e-5
+    assert relative(got["third_u"], np.sum(np.asarray(third) * x, 1)) < 1e-4
+
+
+# Random programs.
+
+UNARY = {
+    "tanh": jnp.tanh,
+    "sin": jnp.sin,
+    "exp": lambda v: jnp.exp(-v * v),
+    "gelu": jax.nn.gelu,
+    "power": lambda v: v**3,
+    "root": lambda v: jnp.sqrt(1 + v * v),
+    "log": lambda v: jnp.log(2 + jnp.sin(v)),
+    "quotient": lambda v: v / (2 + jnp.cos(v)),
+    "softmax": lambda v: jax.nn.softmax(jnp.stack([v, 0.5 * v, jnp.ones_like(v)]))[0],
+    "sorted": lambda v: jnp.sort(jnp.stack([v, 1 - v, 0.3 * v * v]))[1],
+}
+BINARY = {
+    "add": lambda a, b: a + b,
+    "multiply": lambda a, b: a * b,
+    "divide": lambda a, b: a / (2 + b * b),
+    "maximum": jnp.maximum,
+    "dot": lambda a, b: jnp.dot(jnp.stack([a, b]), jnp.stack([b, a * a])),
+}
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from(sorted(UNARY)), st.integers(0, 99)),
+        st.tuples(st.sampled_from(sorted(BINARY)), st.integers(0, 99), st.integers(0, 99)),
+    ),
+    min_size=3,
+    max_size=7,
+)
+
+
+def program(steps):
+    def run(p):
+        known = [p[0], p[1], p[0] * p[1] - 0.3]
+        for name, *at in steps:
+            fun = UNARY.get(name) or BINARY[name]
+            known.append(fun(*(known[-1 - i % len(known)] for i in at)))
+        return known[-1] + p[0] * p[1]
+
+    return run
+
+
+@hypothesis.settings(max_examples=8)
+@hypothesis.given(steps)
+def test_random_programs(steps):
+    fun = program(steps)
+    terms = ["u_x", "u_xy", "u_yy", "u_xyy"]
+    with jax.enable_x64(True):
+        x = jnp.array([0.37, 0.81])
+
+        @jax.jit
+        def both(x):
+            got = mpx.partials(fun, terms, coords="xy", outputs="u")(x)
+            first = jax.jacfwd(fun)
+            second = jax.jacfwd(first)
+            return got, first(x), second(x), jax.jacfwd(second)(x)
+
+        got, first, second, third = both(x)
+    got, first, second, third = jax.tree.map(np.asarray, (got, first, second, third))
+    want = [first[0], second[0, 1], second[1, 1], third[0, 1, 1]]
+    for term, value in zip(terms, want, strict=True):
+        # A program of powers of powers may be large and cancel: beside its derivatives.
+        size = 1 + np.max(np.abs(third)) + np.max(np.abs(second)) + np.max(np.abs(first))
+        assert abs(got[term] - value) < 1e-11 * size, term
+
+
+# Samples.
+
+SIZE = 12
+COORDS = string.ascii_lowercase[:SIZE]
+_ROWS = jax.random.normal(jax.random.key(5), (3, SIZE)) / 3
+
+
+def waves(p):
+    return jnp.sum(jnp.sin(_ROWS @ p + 0.4))
+
+
+def exact_operators(p):
+    phase = np.asarray(_ROWS @ p + 0.4)
+    rows = np.asarray(_ROWS)
+    return {
+        "laplacian": -np.sin(phase) @ np.sum(rows**2, 1),
+        "biharmonic": np.sin(phase) @ np.sum(rows**2, 1) ** 2,
+        "third": -np.cos(phase) @ np.sum(rows**3, 1),
+    }
+
+
+SPECS = {
+    "laplacian": "laplacian",
+    "biharmonic": "biharmonic",
+    "third": {3 * c: 1.0 for c in COORDS},
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("replace", [True, False])
+def test_samples_are_unbiased_and_their_variance_falls(name, replace):
+    p = jax.random.uniform(jax.random.key(2), (SIZE,))
+    want, n = exact_operators(p)[name], 4096
+
+    @jax.jit
+    def draw(keys):
+        def estimates(key, samples):
+            return mpx.linear_operator(
+                waves,
+                {"op": SPECS[name]},
+                coords=COORDS,
+                outputs="u",
+                samples=samples,
+                key=key,
+                replace=replace,
+            )(p)["op_u"]
+
+        return [jax.vmap(lambda k, s=s: estimates(k, s))(keys) for s in (2, 8)]
+
+    few, many = (np.asarray(e, np.float64) for e in draw(jax.random.split(jax.random.key(0), n)))
+    for estimates in (few, many):
+        # Four times the standard error of the mean.
+        assert abs(np.mean(estimates) - want) < 4 * np.std(estimates) / math.sqrt(n)
+    # Without replacement by the factor (D - S) / (D - 1) less; normal directions never come twice.
+    drawn_twice = replace or name == "biharmonic"
+    ratio = 4 if drawn_twice else 4 * (SIZE - 2) / (SIZE - 8)
+    # The variance of 4,096 estimates is known to 3 % where they are normal, and to some 10 % where
+    # they are fourth powers.
+    assert np.var(few) / np.var(many) == pytest.approx(ratio, rel=0.25)
+
+
+def test_all_samples_without_replacement_are_exact():
+    p = jax.random.uniform(jax.random.key(2), (SIZE,))
+    for name in ("laplacian", "third"):
+        operator = mpx.linear_operator(
+            waves,
+            {"op": SPECS[name]},
+            coords=COORDS,
+            outputs="u",
+            samples=SIZE,
+            key=jax.random.key(3),
+        )
+        # float32 sums of a dozen terms.
+        assert relative(operator(p)["op_u"], exact_operators(p)[name]) < 1e-5
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_samples_in_half(half):
+    """Half precision adds its rounding to the same samples."""
+    model = chain(jnp.tanh, jax.random.key(0))
+    scaling = mpx.DerivativeScaling.per_direction("xy")
+
+    @jax.jit
+    def run(model, scaling):
+        key = jax.random.key(1)
+        operators = {"lap": "laplacian", "bih": "biharmonic"}
+        return jax.vmap(
+            mpx.linear_operator(
+                model,
+                operators,
+                coords="xy",
+                outputs="u",
+                scaling=scaling,
+                samples=3,
+                key=key,
+                replace=True,
+            )
+        )(P)
+
+    want, got = run(model, scaling), run(mpx.cast_tree(model, half), scaling)
+    for name in ("lap_u", "bih_u"):
+        # Ten roundings of the half type's 11 or 8 bits.
+        assert relative(got[name], want[name]) < {"float16": 0.01, "bfloat16": 0.08}[half]

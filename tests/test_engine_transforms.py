@@ -1,0 +1,174 @@
+"""The derivative engine under JAX's transformations, and what it cannot take."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_zoo import NETWORKS, chain
+from helpers import relative, tree_allclose
+from jax.sharding import PartitionSpec
+
+import mpx_pde as mpx
+
+
+TERMS = ["u", "u_x", "u_xyy"]
+
+
+def points(n=8):
+    return jax.random.uniform(jax.random.key(3), (n, 2))
+
+
+def values(model, x):
+    return jax.vmap(mpx.partials(model, TERMS, coords="xy", outputs="u"))(x)
+
+
+def loss(model, x):
+    d = values(model, x)
+    return jnp.mean((d["u_xyy"] + d["u"] * d["u_x"]) ** 2)
+
+
+def mesh():
+    return jax.make_mesh((4,), ("points",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def test_transformations_agree():
+    """One program with every way of calling it."""
+    model, x = chain(jnp.tanh, jax.random.key(0)), points()
+    single = mpx.partials(model, TERMS, coords="xy", outputs="u")
+
+    @jax.jit
+    def ways(model, x):
+        spec = PartitionSpec("points")
+        spread = jax.shard_map(
+            values, mesh=mesh(), in_specs=(PartitionSpec(), spec), out_specs=spec
+        )
+
+        def step(carry, p):
+            return carry + 1, mpx.partials(model, TERMS, coords="xy", outputs="u")(p)
+
+        return {
+            "vmap": values(model, x),
+            "map": jax.lax.map(lambda p: step(0, p)[1], x),
+            "scan": jax.lax.scan(step, 0, x)[1],
+            "checkpoint": jax.checkpoint(values)(model, x),
+            "shard_map": spread(model, x),
+        }
+
+    found = ways(model, x)
+    want = found.pop("vmap")
+    for got in found.values():
+        assert tree_allclose(got, want)
+    # Without a transformation.
+    first = single(x[0])
+    assert tree_allclose(first, jax.tree.map(lambda v: v[0], want))
+
+
+def test_gradients_agree():
+    """Reverse mode over the engine, over nested forward mode, of shares, under a checkpoint."""
+    model, x = chain(jnp.tanh, jax.random.key(0)), points()
+
+    def nested(model, x):
+        def at(p):
+            along = lambda f, i: lambda p: jax.jvp(f, (p,), (jnp.eye(2)[i],))[1]
+            u_x = along(model, 0)
+            u_xyy = along(along(u_x, 1), 1)
+            return u_xyy(p) + model(p) * u_x(p)
+
+        return jnp.mean(jax.vmap(at)(x) ** 2)
+
+    def spread(model, x):
+        share = lambda model, x: jax.lax.pmean(loss(model, x), "points")
+        specs = (PartitionSpec(), PartitionSpec("points"))
+        return jax.shard_map(share, mesh=mesh(), in_specs=specs, out_specs=PartitionSpec())(
+            model, x
+        )
+
+    @jax.jit
+    def grads(model, x):
+        return [jax.grad(f)(model, x) for f in (nested, loss, jax.checkpoint(loss), spread)]
+
+    want, *found = grads(model, x)
+    for got in found:
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            # float32 sums of some hundred terms in another order; the last bias has none.
+            assert np.linalg.norm(b) < 1e-6 or relative(a, b) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["scan", "selections"])
+def test_gradients_of_loops_and_selections(name):
+    """Against finite differences of the loss, along one direction."""
+    with jax.enable_x64(True):
+        arrays, static = eqx.partition(NETWORKS[name](jax.random.key(1)), eqx.is_inexact_array)
+        x = jnp.asarray(np.asarray(points(3), np.float64))
+        run = jax.jit(jax.value_and_grad(lambda a: loss(eqx.combine(a, static), x)))
+        leaves, treedef = jax.tree.flatten(arrays)
+        keys = jax.random.split(jax.random.key(2), len(leaves))
+        direction = [jax.random.normal(k, w.shape) for k, w in zip(keys, leaves, strict=True)]
+        at = lambda t: jax.tree.unflatten(
+            treedef, [w + t * d for w, d in zip(leaves, direction, strict=True)]
+        )
+        step = 1e-6
+        (plus, _), (minus, _), (_, grad) = run(at(step)), run(at(-step)), run(at(0.0))
+        slope = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(grad), direction, strict=True))
+        want = (float(plus) - float(minus)) / (2 * step)
+    # Central differences: step squared, and 1e-16 over the step.
+    assert float(slope) == pytest.approx(want, rel=1e-5)
+
+
+def test_no_leaks_and_no_retrace():
+    traces = []
+
+    @jax.jit
+    def run(model, x):
+        traces.append(x.shape)
+        return jax.grad(loss)(model, x)
+
+    with jax.checking_leaks():
+        model = chain(jnp.tanh, jax.random.key(0))
+        for seed in range(3):
+            run(jax.tree.map(lambda w, s=seed: w + 0.1 * s, model), points() + seed)
+    assert len(traces) == 1
+
+
+def callback(p):
+    shape = jax.ShapeDtypeStruct((), p.dtype)
+    return jax.pure_callback(lambda v: np.sum(v), shape, p) * p[0]
+
+
+def printing(p):
+    jax.debug.print("{}", p[0], ordered=False)
+    return jnp.prod(p)
+
+
+def test_what_has_no_derivative_is_named_with_its_line():
+    terms = mpx.partials(callback, ["u_x"], coords="xy", outputs="u")
+    with pytest.raises(ValueError, match=r"pure_callback.*test_engine_transforms\.py:\d+"):
+        terms(jnp.ones(2))
+    with pytest.raises(ValueError, match=r"pure_callback.*test_engine_transforms\.py:\d+"):
+        jax.jit(jax.vmap(terms))(jnp.ones((3, 2)))
+    inside = lambda p: jax.lax.fori_loop(0, 2, lambda i, v: v + callback(p), 0.0)
+    with pytest.raises(ValueError, match=r"pure_callback.*test_engine_transforms\.py:\d+"):
+        mpx.partials(inside, ["u_x"], coords="xy", outputs="u")(jnp.ones(2))
+
+
+def test_integers_have_no_derivative():
+    whole = lambda p: jnp.sum(jnp.floor(p)).astype(jnp.int32)
+    with pytest.raises(TypeError, match="real floating-point outputs, got int32"):
+        mpx.partials(whole, ["u_x"], coords="xy", outputs="u")(jnp.ones(2))
+
+
+def test_printing_is_no_obstacle(capfd):
+    d = mpx.partials(printing, ["u_x", "u_xy"], coords="xy", outputs="u")(jnp.array([2.0, 3.0]))
+    jax.effects_barrier()
+    assert (float(d["u_x"]), float(d["u_xy"])) == (3.0, 1.0)
+    assert capfd.readouterr().out.count("2.0") == 1
+
+
+def test_the_report_names_what_is_nested():
+    fun = lambda p: jnp.arctan2(p[0], jnp.cosh(p[1]))
+    report = mpx.partials(fun, ["u_xy"], coords="xy", outputs="u").report(jnp.ones(2))
+    (only,) = report.nested
+    assert only.primitive == "atan2"
+    assert "test_engine_transforms.py" in only.line
+    assert "nested forward mode" in str(report)
