@@ -109,7 +109,7 @@ def loss(u: BallNetwork, batch: Any, *, derivatives: Any = None) -> Float32[Arra
         return jax.vmap(lambda x: operator(x)["lap_u"] - right_hand_side(x))(points)
 
     first, second = residuals(keys[0]), residuals(keys[1])
-    return jnp.mean(first * second) / (4 * SIZE**3)
+    return jnp.mean(first * second) / (4.0 * SIZE**3)
 
 
 def ball(key: PRNGKeyArray, *shape: int) -> Float32[Array, "..."]:
