@@ -89,7 +89,7 @@ class BallNetwork(eqx.Module):
 
 
 def loss(u: BallNetwork, batch: Any, *, derivatives: Any = None) -> Float32[Array, ""]:
-    """The mean of (Δu − f)², over the square of what f is large.
+    """The mean of (Δu − f)², over what f² comes to: its 2 n g has a sum of n random terms.
 
     The square of an estimate is larger than the square of its mean. Two estimates that are drawn
     apart have a product without that bias.
@@ -109,7 +109,7 @@ def loss(u: BallNetwork, batch: Any, *, derivatives: Any = None) -> Float32[Arra
         return jax.vmap(lambda x: operator(x)["lap_u"] - right_hand_side(x))(points)
 
     first, second = residuals(keys[0]), residuals(keys[1])
-    return jnp.mean(first * second) / (2 * SIZE) ** 2
+    return jnp.mean(first * second) / (4.0 * SIZE**3)
 
 
 def ball(key: PRNGKeyArray, *shape: int) -> Float32[Array, "..."]:

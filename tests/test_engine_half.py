@@ -141,8 +141,8 @@ def test_the_error_is_that_of_storing_streams_in_half(name):
     for half, exact, rounded in zip(HALVES, found[:2], found[2:], strict=True):
         for k, term in enumerate(TERMS):
             error = relative(got[half][term], exact[:, k])
-            # The engine rounds what a product takes and what it returns. Where something goes around
-            # the product, a gate or the sum of a residual block, that is a third rounding.
+            # The engine rounds what a product takes and what it returns. Where something goes
+            # around the product, a gate or the sum of a residual block, that is a third rounding.
             factor = 3 if name in ("gated", "resnet") else 2
             assert error < factor * relative(rounded[:, k], exact[:, k]), (half, term)
 
