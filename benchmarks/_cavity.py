@@ -57,10 +57,12 @@ def mean_square(d: Mapping[str, jax.Array], order: int = 2) -> jax.Array:
 
 
 def residuals(model, points, *, derivatives, propagate, order=2):
-    """Mean squared residuals by `partials`, which knows the network or (`propagate=False`) not."""
-    fun = model if propagate else lambda p: model(p)
+    """Mean squared residuals by `partials`, or (`propagate=False`) by nested `jax.jvp`."""
+    if not propagate:
+        fun = lambda p: model(p).astype(jnp.float32)
+        return mean_square(jax.vmap(nested(fun, order))(points), order)
     names = FIRST + (SECOND if order >= 2 else []) + (THIRD if order >= 3 else [])
-    terms = mpx.partials(fun, names, coords="xy", outputs="uvp", scaling=derivatives)
+    terms = mpx.partials(model, names, coords="xy", outputs="uvp", scaling=derivatives)
     d = jax.vmap(terms)(points)
     if order >= 2:
         d |= {f"lap_{f}": d[f"{f}_xx"] + d[f"{f}_yy"] for f in "uv"}

@@ -43,14 +43,15 @@ PRODUCTS = _library("_dtypes", "_cast", "_dot")
 STEP = (*PRODUCTS, *_library("_tree", "_loss_scaling", "_gradient", "_grad", "_optimizer"))
 DERIVATIVES = (
     *PRODUCTS,
-    *_library("derivatives/*", "nn/_mlp", "nn/_ansatz", "nn/_activations", "nn/_order"),
+    *_library("derivatives/*", "propagation/*", "_jaxpr", "_flat", "_forward", "_order"),
+    *_library("nn/_mlp", "nn/_ansatz", "nn/_activations"),
 )
 OPERATORS = (
     *PRODUCTS,
     *_library("nn/_fno", "nn/_spectral*", "nn/_dft", "nn/_arithmetic", "nn/_stabilizers"),
-    *_library("nn/_activations", "nn/_order"),
+    *_library("nn/_activations", "_order"),
 )
-AUTOCAST = _library("autocast/*", "_jaxpr", "_conv")
+AUTOCAST = _library("autocast/*", "_jaxpr", "_conv", "_reverse", "checkpoint_policies")
 COMPILER = _benchmarks("_deviceless")
 CLOCK = _benchmarks("_report")
 PINNS = (*STEP, *DERIVATIVES, *_examples("_pinn"))

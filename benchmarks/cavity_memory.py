@@ -5,7 +5,7 @@ The step is that of a large physics-informed network for steady Navier–Stokes 
 derivatives, and the gradient of the mean squared residuals with respect to the parameters.
 
 - `propagated`: `partials` of the network, which carries value and derivatives through its layers;
-- `nested jvp`: the same of the network as a plain function, of which nothing is known.
+- `nested jvp`: the same by JAX's own nested forward mode.
 
 The float32 step is the same code with `use_mixed_precision=False`. The programs are compiled for an
 H100, which need not be there; temporary memory repeats to the byte.

@@ -82,10 +82,20 @@ def cavity(way: Way, model: Any, points: Any, *, derivatives: Any = None) -> jax
 
 def chain(way: Way, model: Any, points: Any, *, order: int, derivatives: Any = None) -> Any:
     """The mean squared derivatives of one output in x, up to an order."""
-    fun = model if way.propagated else partial(network, model)
-    names = ["u_" + "x" * k for k in range(1, order + 1)]
-    terms = mpx.partials(fun, names, coords="xy", outputs="uvp", scaling=derivatives)
-    return sum(jnp.mean(value**2) for value in jax.vmap(terms)(points).values())
+    if way.propagated:
+        names = ["u_" + "x" * k for k in range(1, order + 1)]
+        terms = mpx.partials(model, names, coords="xy", outputs="uvp", scaling=derivatives)
+        return sum(jnp.mean(value**2) for value in jax.vmap(terms)(points).values())
+    fun, total = lambda p: network(model, p)[0].astype(jnp.float32), 0.0
+    for _ in range(order):
+        fun = partial(slope, fun)
+        total = total + jnp.mean(jax.vmap(fun)(points) ** 2)
+    return total
+
+
+def slope(fun: Any, point: Any) -> Any:
+    """The derivative in x."""
+    return jax.jvp(fun, (point,), (jnp.array([1.0, 0.0], point.dtype),))[1]
 
 
 @cache
