@@ -26,6 +26,18 @@ def network(key=0, width=16, size=1.0):
     return eqx.tree_at(lambda m: m.layers[-1].weight, model, replace_fn=lambda w: size * w)
 
 
+STEEP = jnp.array([[1.0, 3e4]])
+
+
+def steep():
+    """A network with a derivative in t that overflows in its layers, where u and u_xx do not."""
+    bent = lambda x: x + 0.1 * jnp.sin(x)
+    model = eqx.nn.MLP(2, "scalar", 16, 2, bent, key=jax.random.key(0))
+    weights = lambda m: [m.layers[0].weight, m.layers[1].weight]
+    first, second = weights(model)
+    return eqx.tree_at(weights, model, [first * STEEP, 32 * second])
+
+
 def points(n=32):
     return jax.random.uniform(jax.random.key(1), (n, 2))
 
@@ -305,11 +317,12 @@ class TestStep:
         return self.optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
     def test_an_overflow_skips_the_step_and_leaves_everything_as_it_was(self):
-        model = network(size=3e5)  # u_t overflows, u and u_xx do not
+        model = steep()
         scaling = mpx.Scaling(derivatives=direction())
         state = self.init(model)
         step = eqx.filter_jit(partial(take_step, optimizer=self.optimizer))
-        _, new, finite, after, state_after = step(scaling, model, state, x=points())
+        x = points() / STEEP
+        _, new, finite, after, state_after = step(scaling, model, state, x=x)
         assert not finite
         assert tree_equal_bits(after, model)
         assert tree_equal_bits(state_after, state)
@@ -338,7 +351,7 @@ class TestStep:
         assert finite[-1]
 
     def test_grads_finite_is_false_although_the_loss_masks_what_overflowed(self):
-        model = network(size=3e5)
+        model = steep()
 
         def masked(model, x, *, derivatives):
             fun = mpx.partials(
@@ -349,7 +362,8 @@ class TestStep:
             return jnp.sum(jnp.zeros_like(safe) * safe)
 
         scaling = mpx.Scaling(mpx.NoOpLossScaling(), direction())
-        _, finite, _ = eqx.filter_jit(mpx.filter_grad(masked, scaling))(model, points())
+        x = points() / STEEP
+        _, finite, _ = eqx.filter_jit(mpx.filter_grad(masked, scaling))(model, x)
         assert not finite
 
     def test_a_gradient_overflow_leaves_the_derivative_scalers_alone(self):
@@ -572,7 +586,7 @@ def test_a_laplacian_with_a_scaler_of_its_own_is_named_once():
     lap = lambda s: mpx.laplacian(jnp.prod, coords="xy", outputs="u", scaling=s)(jnp.ones(2))
     counts = jax.grad(lambda s: lap(s)["lap_u"], allow_int=True)(scaling).counts
     row = scaling.row_names.index("laplacian")
-    assert mpx.derivatives.telemetry(scaling.adjust(counts))["zeros"]["laplacian"] == 2
+    assert mpx.derivatives.telemetry(scaling.adjust(counts))["zeros"]["laplacian"] == 1
     lost = jnp.zeros_like(counts).at[row, NONFINITE].set(1)
     np.testing.assert_array_equal(scaling.adjust(lost).exponents, [0, 0, -1])
 

@@ -202,7 +202,9 @@ def test_float16_on_trained_weights_out_of_range(trained, kind, order, broken):
     if broken == "inf":
         assert not np.isfinite(unscaled).any()
     else:
-        assert not np.any(unscaled)
+        # What is left of it is the rounding of subnormal numbers.
+        left = np.asarray(unscaled, np.float64)
+        assert relative(np.ldexp(left, -shift * order), want) > 0.02
     got = np.ldexp(
         np.asarray(values(scaling.with_exponents(EXPONENT[kind] - shift)), np.float64),
         -shift * order,
@@ -438,7 +440,7 @@ def test_errors():
     raises(ValueError, "paper.*predictive", lambda: build.per_order(2, mode="best"))
     raises(ValueError, "order", lambda: build.per_order(0))
     raises(TypeError, "unknown options speed", lambda: build.per_order(2, speed=1))
-    raises(ValueError, "init_scale.*outside", lambda: build.per_order(2, init_scale=2.0**3))
+    raises(ValueError, "init_scale.*outside", lambda: build.per_order(2, init_scale=2.0**16))
     raises(ValueError, "mapping.*x, t", lambda: build.per_direction("xt", max_scale={"x": 1}))
     raises(ValueError, "positive", lambda: build.per_direction("xt", max_scale=-1))
     raises(ValueError, "'cap'", lambda: build.per_order(2, special={"nu_x": {"cap": 1}}))

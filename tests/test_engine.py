@@ -13,6 +13,9 @@ from helpers import relative
 import mpx_pde as mpx
 
 
+pytestmark = pytest.mark.slow
+
+
 TERMS = ["u", "u_x", "u_xx", "u_xy", "u_xxx", "u_xxxx"]
 
 # Programs that compile slowly go to order 3, quick ones have more mixed terms.

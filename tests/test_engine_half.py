@@ -15,6 +15,9 @@ from helpers import HALVES, program_for_gpu, relative
 import mpx_pde as mpx
 
 
+pytestmark = pytest.mark.slow
+
+
 WIDTH = 24
 TERMS = ["u", "u_x", "u_xx", "u_xxx", "u_xxxx"]
 

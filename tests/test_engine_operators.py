@@ -15,6 +15,9 @@ from helpers import relative
 import mpx_pde as mpx
 
 
+pytestmark = pytest.mark.slow
+
+
 P = jnp.array([[0.31, 0.62], [0.78, 0.17], [-0.4, 0.55]])
 
 

@@ -10,6 +10,8 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .._cast import widen
+from .._dtypes import FLOAT16_MAX
+from .._forward import present_forward
 from ..propagation import Equation, Index, Plan, make_plan, propagate, sum_key
 from ._checks import Term, as_network, check_point
 from ._probe import tap
@@ -24,6 +26,12 @@ its digits. Values down to 2^-5 keep them."""
 _STACKED = 9
 """From this many summands of one kind on, such as those of a Laplacian, streams are stacked: one
 product of many rows instead of many products, and a program that does not grow with them."""
+
+
+def in_full() -> bool:
+    """Whether the forward pass is in another precision than the backward pass."""
+    forward = present_forward()
+    return forward is not None and forward.full
 
 
 class Summand(NamedTuple):
@@ -145,7 +153,10 @@ class Evaluation:
             own, order = scaling.rows[row].shift(scaling.exponents), self._order_of(row)
             return jnp.floor_divide(own * len(index), order)
         if scaling.kind == "order":
-            return scaling.rows[min(len(index), scaling.order or 1) - 1].shift(scaling.exponents)
+            # Of an order that nobody asked for no histogram tells: it follows the next that is.
+            order = min(n for n in self._orders() if n >= len(index))
+            shift = scaling.rows[order - 1].shift(scaling.exponents)
+            return jnp.floor_divide(shift * len(index), order)
         if self._directions[index[0]].sampled is not None:
             return self._kept(len(index) * jnp.min(scaling.exponents))
         at = [
@@ -167,6 +178,13 @@ class Evaluation:
         if scaling.kind != "direction":
             return exponent
         return jnp.maximum(exponent, jnp.minimum(exponent + scaling.rule.margin, _LOW))
+
+    def _orders(self) -> set[int]:
+        """The orders that are asked for."""
+        found = {len(t.dirs) for t in self._terms if t.dirs}
+        return found | {
+            len(x.dirs) if s.directions is None else s.order for s in self._sums for x in s.summands
+        }
 
     def _order_of(self, row: int) -> int:
         """The highest order among the derivatives with the seeds of a row."""
@@ -229,7 +247,7 @@ class Evaluation:
         )
         return self._plan, value, streams
 
-    def __call__(self, point: Float[Array, " coords"]) -> dict[str, Float[Array, ""]]:
+    def __call__(self, point: Any) -> dict[str, Float[Array, ""]]:
         """**Arguments:**
 
         - `point`: the coordinates, shape `[coords]`.
@@ -262,7 +280,13 @@ class Evaluation:
                 x = tap(scaling.counts[row], x)
                 continue
             shift = scaling.rows[row].shift(scaling.exponents)
-            scaled = tap(scaling.counts[row], x * power_of_two(shift).astype(x.dtype))
+            scaled = x * power_of_two(shift).astype(x.dtype)
+            seen = scaled
+            if in_full():
+                # The value does not overflow, but what is kept of it for the backward pass does.
+                seen = jnp.where(jnp.abs(scaled) > FLOAT16_MAX, jnp.inf, scaled)
+            seen = tap(scaling.counts[row], seen)
+            scaled = jnp.where(jnp.isfinite(seen), seen, scaled) if in_full() else seen
             x = scaled * power_of_two(-shift).astype(x.dtype)
         return x
 
