@@ -192,9 +192,7 @@ class DerivativeScaling(eqx.Module):
     ) -> "DerivativeScaling":
         """One scale `s` for each coordinate: a derivative of order k in it carries `s**k`.
 
-        The default to take. The seeds of all orders are the same, so that XLA merges the nested
-        derivatives of orders 1…K into one chain, and only the product of the seeds matters to the
-        range.
+        The default to take: it follows the unit of each coordinate, whatever the terms are.
 
         **Arguments:**
 
@@ -245,8 +243,8 @@ class DerivativeScaling(eqx.Module):
     ) -> "DerivativeScaling":
         """One scaler for each order of derivatives, as in section 3.1 of the paper.
 
-        Each order is an evaluation of its own, since its seeds are its own: this costs up to twice
-        the work of [`per_direction`][mpx_pde.DerivativeScaling.per_direction].
+        Derivatives of an order that no term asks for, on the way to a higher one, are scaled in
+        proportion to that one.
 
         **Arguments:**
 
