@@ -199,6 +199,8 @@ def pinn():
     return loss, scaling, model, points
 
 
+# So small a network is mostly first layer, which is float32.
+@pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")
 def test_a_healthy_network_of_the_library():
     loss, scaling, model, points = pinn()
     grad = mpx.filter_grad(loss, scaling, keep_full=(False, True))

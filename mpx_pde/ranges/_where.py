@@ -86,6 +86,10 @@ def inside(eqn: JaxprEqn, place: Place) -> Place:
     return place._replace(body=(file, info.func_name.rpartition(".")[2]))
 
 
+# What public functions return, by what users know it as.
+_RETURNED = {"Evaluation": "partials"}
+
+
 def _layer(ours: list[tuple[str, str]]) -> str:
     """The outermost part of the library with a public name, networks before all others; a layer of
     Equinox is its own, whoever calls it."""
@@ -100,6 +104,7 @@ def _layer(ours: list[tuple[str, str]]) -> str:
         if file.startswith(os.path.join(_HOME, "nn", "")) and hasattr(mpx_pde.nn, name):
             return name
     for file, name in names:
+        name = _RETURNED.get(name, name)
         if _is_ours(file) and not name.startswith("_") and hasattr(mpx_pde, name):
             return name
     return "mpx_pde" if names else ""
