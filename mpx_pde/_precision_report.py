@@ -9,12 +9,13 @@ from typing import Any
 
 import equinox as eqx
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from ._jaxpr import trace_arrays
+from ._jaxpr import aval_of, trace_arrays
 from ._products import Counter, installed
 
 
@@ -205,7 +206,14 @@ def checked(
         _warn_user(_warning(report, call, dtype, advice))
     if jax.sharding.get_abstract_mesh().manual_axes:
         return fun(*args)
-    return assemble(jaxpr_as_fun(closed)(*(x for _, x in leaves)))
+    out = jaxpr_as_fun(closed)(*(x for _, x in leaves))
+    # What is known while tracing comes back as a number.
+    return assemble(
+        [
+            x if isinstance(x, jax.Array) else jnp.asarray(x, aval_of(v).dtype)
+            for x, v in zip(out, closed.jaxpr.outvars, strict=True)
+        ]
+    )
 
 
 OF_CASTS = (
