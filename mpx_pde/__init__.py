@@ -56,6 +56,7 @@ from ._loss_scaling import (
     StaticLossScaling as StaticLossScaling,
     scaled as scaled,
 )
+from ._masters import compensated as compensated
 from ._optimizer import optimizer_update as optimizer_update
 from ._precision_report import (
     PrecisionReport as PrecisionReport,
@@ -125,6 +126,7 @@ __all__ = [
     "cast_tree",
     "check_scaling_options",
     "checkpoint_policies",
+    "compensated",
     "derivatives",
     "error_if_stuck",
     "explain_nonfinite",

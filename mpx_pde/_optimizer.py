@@ -9,10 +9,19 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
 from jax import lax
+from jaxtyping import PRNGKeyArray
 
 from ._cast import convert, widen
+from ._masters import (
+    Compensated,
+    add_compensated,
+    compensated,
+    parse_master,
+    rounded_tree,
+    step_key,
+)
 from ._tree import check_flag, check_same_structure, select_tree
-from ._types import BoolLike, PyTree
+from ._types import BoolLike, MasterLike, PyTree
 
 
 _CALL = "optimizer_update"
@@ -116,6 +125,9 @@ def optimizer_update(
     optimizer_state: PyTree,
     grads: PyTree,
     grads_finite: BoolLike,
+    *,
+    master: MasterLike = "nearest",
+    key: PRNGKeyArray | None = None,
     **extra_args: Any,
 ) -> tuple[PyTree, PyTree]:
     """Updates a model by an Optax optimizer, if the gradients are finite.
@@ -138,15 +150,27 @@ def optimizer_update(
         float32 in place of integers and bools, and these are never updated.
     - `grads`: the gradients, as [`mpx_pde.filter_grad`][] returned them.
     - `grads_finite`: a scalar bool, likewise.
+    - `master`: how half-precision parameters take their updates, which are computed in float32.
+        `"nearest"` rounds the sum, and so forgets every update below half a rounding step (2^-9 of
+        a bfloat16 parameter): train float32 masters with it. `"stochastic"` rounds up or down at
+        random, right on average, and the half-precision arrays of the optimizer state as well,
+        whose moving averages would stand still otherwise. `"kahan"` carries what rounding took
+        off the parameters in an array of their size and dtype
+        ([`mpx_pde.compensated`][] makes it). Either halves the memory of masters (Zamirai et al.,
+        *Revisiting BFloat16 Training*).
+    - `key`: with `master="stochastic"`, a `jax.random.key` of this step; by default one is made
+        from the bits of the gradients, so that a run can be repeated.
     - `extra_args`: passed on to `optimizer.update`, such as `value=loss` for
         `optax.contrib.reduce_on_plateau`, or `value`, `grad` and `value_fn` for `optax.lbfgs`.
 
     **Returns:**
 
-    `(model, optimizer_state)`, with the structure, shapes and dtypes of those passed in.
+    `(model, optimizer_state)`, with the structure, shapes and dtypes of those passed in; a state
+    without residues comes back with them from `master="kahan"`.
 
-    **Raises:** at trace time, `ValueError` for gradients that do not match the model, `TypeError`
-    for an `optimizer` that is none or a `grads_finite` that is no scalar bool.
+    **Raises:** at trace time, `ValueError` for gradients that do not match the model, an unknown
+    `master`, or one other than `"nearest"` for a model without half-precision parameters,
+    `TypeError` for an `optimizer` that is none or a `grads_finite` that is no scalar bool.
 
     ```python
     model, optimizer_state = mpx.optimizer_update(
@@ -162,10 +186,19 @@ def optimizer_update(
             f"`optimizer`, but got {optimizer!r}."
         )
     finite = check_flag(grads_finite, _CALL, "grads_finite")
+    master = parse_master(master, model, _CALL)
     floating = eqx.filter(model, eqx.is_inexact_array)
     _check_match(grads, floating)
+    if master == "kahan":
+        optimizer_state = compensated(optimizer_state, model)
+    elif isinstance(optimizer_state, Compensated):
+        raise ValueError(
+            f"`{_CALL}` got an `optimizer_state` with residues, which `master={master!r}` would "
+            "forget. Pass `master='kahan'`, or the state inside: `optimizer_state.state`."
+        )
+    inner = optimizer_state.state if master == "kahan" else optimizer_state
     with jax.numpy_dtype_promotion("standard"):
-        view = _view(optimizer, optimizer_state, model, grads)
+        view = _view(optimizer, inner, model, grads)
 
     narrow = any(p.dtype.itemsize < 4 for p in jtu.tree_leaves(floating))
 
@@ -179,9 +212,17 @@ def optimizer_update(
                 widen(grads), state, masters, **extra_args
             )
             updates = jtu.tree_map(lambda u, p: None if p is None else u, updates, floating)
-            return _like(eqx.apply_updates(model, updates), model), _like(
-                view.restore(new_state), optimizer_state
-            )
+            new_state = view.restore(new_state)
+            if master == "kahan":
+                new, residue = add_compensated(model, updates, optimizer_state.residue)
+                new_state = Compensated(new_state, residue)
+            else:
+                new = eqx.apply_updates(widen(model), updates)
+            if master == "stochastic":
+                new, new_state = rounded_tree(
+                    (new, new_state), (model, optimizer_state), step_key(key, grads)
+                )
+            return _like((new, new_state), (model, optimizer_state))
 
     if any(callable(x) for x in jtu.tree_leaves(extra_args)):
         # A line search evaluates the loss: on a skipped step it must not run at all.

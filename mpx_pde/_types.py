@@ -36,10 +36,13 @@ if TYPE_CHECKING:
         "tensorfloat32_x3",
         "float64",
     ]
+    MasterLike: TypeAlias = Literal["nearest", "stochastic", "kahan"]
 else:
     from jaxtyping import PyTree as PyTree
 
-    DTypeLike = PolicyLike = ScalarLike = BoolLike = Names = AxisName = ForwardLike = Any
+    DTypeLike = PolicyLike = ScalarLike = BoolLike = Names = AxisName = ForwardLike = MasterLike = (
+        Any
+    )
 
 
 class GradientOptions(TypedDict, total=False):

@@ -1,0 +1,174 @@
+"""Masters in half precision: updates that are smaller than half a rounding step must still count.
+
+To the nearest, a bfloat16 parameter forgets every update below 2^-9 of it, and training stalls.
+Zamirai et al., *Revisiting BFloat16 Training* (arXiv 2010.06192), name two ways out, which are here:
+to round at random, right on average, or to carry what rounding took off (Kahan's summation).
+"""
+
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jaxtyping import Array, Float, Float32, PRNGKeyArray
+
+from ._cast import is_inexact, widen
+from ._dtypes import is_half
+from ._types import MasterLike, PyTree
+
+
+MASTERS = ("nearest", "stochastic", "kahan")
+
+
+class Compensated(eqx.Module):
+    """An optimizer state, and beside it what rounding took off the parameters so far.
+
+    **Attributes:**
+
+    - `state`: the state of the optimizer.
+    - `residue`: for each half-precision parameter an array of its shape and dtype, `None` for the
+        others.
+    """
+
+    state: PyTree
+    residue: PyTree
+
+
+def _is_narrow(x: Any) -> bool:
+    return eqx.is_inexact_array(x) and is_half(x.dtype)
+
+
+def parse_master(master: Any, model: PyTree, call: str) -> MasterLike:
+    if master not in MASTERS:
+        raise ValueError(
+            f"`{call}` takes {', '.join(map(repr, MASTERS))} as `master`, but got {master!r}."
+        )
+    if master != "nearest" and not any(_is_narrow(x) for x in jtu.tree_leaves(model)):
+        raise ValueError(
+            f"`{call}` with `master={master!r}` needs half-precision parameters, but `model` has "
+            "none. Cast it by `mpx_pde.cast_tree(model, 'bfloat16')` before training, or leave "
+            "`master` out."
+        )
+    return master
+
+
+def compensated(optimizer_state: PyTree, model: PyTree) -> Compensated:
+    """The optimizer state that [`mpx_pde.optimizer_update`][] with `master="kahan"` carries.
+
+    It does this itself with a state that has no residues, at the cost of a second compilation and
+    not inside of `lax.scan`, whose carry keeps its structure: there, start with this.
+
+    **Arguments:**
+
+    - `optimizer_state`: as `optimizer.init` made it.
+    - `model`: the model with its half-precision parameters.
+
+    **Returns:**
+
+    A PyTree with the state and, for each half-precision parameter, a residue of zeros of its shape
+    and dtype. A state that has them comes back as it is.
+    """
+    if isinstance(optimizer_state, Compensated):
+        return optimizer_state
+    residue = jtu.tree_map(jnp.zeros_like, eqx.filter(model, _is_narrow))
+    return Compensated(optimizer_state, residue)
+
+
+def _format(dtype: Any) -> tuple[int, int]:
+    """Bits of the significand behind the leading one, and exponent of the smallest normal."""
+    info = jnp.finfo(dtype)
+    return info.nmant, info.minexp
+
+
+def round_stochastically(
+    x: Float32[Array, "*shape"], dtype: Any, key: PRNGKeyArray
+) -> Float[Array, "*shape"]:
+    """Rounds to one of the two neighbors in a half type, up with the probability of the fraction.
+
+    The mean over keys is `x` itself, float16's subnormal numbers included. What lies beyond the largest
+    number of the type is rounded to the nearest.
+
+    **Arguments:**
+
+    - `x`: float32.
+    - `dtype`: float16 or bfloat16.
+    - `key`: a `jax.random.key`.
+
+    **Returns:**
+
+    An array of `dtype`.
+    """
+    digits, smallest = _format(dtype)
+    _, exponent = jnp.frexp(x)
+    step = jnp.maximum(exponent - 1, smallest) - digits
+    # As many random bits as the fraction has: x / 2^step + u then has no more bits than float32.
+    bits = 23 - digits
+    u = jnp.ldexp(
+        (jax.random.bits(key, x.shape, jnp.uint16) >> (16 - bits)).astype(jnp.float32), -bits
+    )
+    # Two factors: 2^-step alone overflows for bfloat16's subnormal numbers.
+    fraction = jnp.ldexp(jnp.ldexp(x, -step // 2), -step - (-step // 2))
+    rounded = jnp.ldexp(jnp.floor(fraction + u), step)
+    largest = jnp.asarray(jnp.finfo(dtype).max, jnp.float32)
+    inside = jnp.abs(x) <= largest
+    return jnp.where(inside, jnp.clip(rounded, -largest, largest), x).astype(dtype)
+
+
+def _bits_of(grads: PyTree) -> Array:
+    """A number that differs from step to step, made from the bits of the gradients."""
+    sums = [jnp.sum(jnp.abs(widen(g)).astype(jnp.float32)) for g in jtu.tree_leaves(grads)]
+    total = jnp.stack(sums) if sums else jnp.zeros(1, jnp.float32)
+    words = lax.bitcast_convert_type(total, jnp.uint32)
+    # Sums of the same exponent differ in low bits alone; the key's hash spreads them.
+    return jnp.sum(words * jnp.arange(1, 2 * words.size, 2, dtype=jnp.uint32), dtype=jnp.uint32)
+
+
+def step_key(key: PRNGKeyArray | None, grads: PyTree) -> PRNGKeyArray:
+    """The key of this step: the caller's, or one made from the gradients."""
+    return jax.random.fold_in(jax.random.key(0), _bits_of(grads)) if key is None else key
+
+
+def rounded_tree(tree: PyTree, like: PyTree, key: PRNGKeyArray) -> PyTree:
+    """`tree` with each float32 leaf that is of a half type in `like` rounded to it at random."""
+    leaves, structure = jtu.tree_flatten(tree)
+    goals = jtu.tree_leaves(like)
+    keys = jax.random.split(key, max(len(leaves), 1))
+
+    def leaf(x, y, key):
+        random = _is_narrow(y) and is_inexact(x)
+        return round_stochastically(widen(jnp.asarray(x)), y.dtype, key) if random else x
+
+    return jtu.tree_unflatten(
+        structure, [leaf(x, y, k) for x, y, k in zip(leaves, goals, keys, strict=True)]
+    )
+
+
+def add_compensated(model: PyTree, updates: PyTree, residue: PyTree) -> tuple[PyTree, PyTree]:
+    """Kahan's sum of each half-precision parameter with its update, the plain sum of others:
+    `(model, residue)`.
+
+    `reduce_precision` is what keeps XLA from computing the residue of a sum that it has not
+    rounded, which is zero.
+    """
+
+    is_none = lambda x: x is None
+    flat = lambda tree: jtu.tree_leaves(tree, is_leaf=is_none)
+    leaves, structure = jtu.tree_flatten(model, is_leaf=is_none)
+    pairs = [
+        _carried(p, u, r) if r is not None else (p if u is None else p + u, None)
+        for p, u, r in zip(leaves, flat(updates), flat(residue), strict=True)
+    ]
+    model, residue = (jtu.tree_unflatten(structure, [pair[i] for pair in pairs]) for i in (0, 1))
+    return model, residue
+
+
+def _carried(p: Array, update: Array, residue: Array) -> tuple[Array, Array]:
+    info = jnp.finfo(p.dtype)
+    old = p.astype(jnp.float32)
+    due = update.astype(jnp.float32) + residue.astype(jnp.float32)
+    new = lax.reduce_precision(old + due, info.nexp, info.nmant)
+    rest = due - (new - old)
+    # Beyond the largest number there is nothing to carry.
+    return new.astype(p.dtype), jnp.where(jnp.isfinite(rest), rest, 0.0).astype(p.dtype)

@@ -1,0 +1,191 @@
+"""Parameters that are stored in half precision alone learn what float32 masters learn."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+from helpers import tree_equal_bits
+from hypothesis import given, strategies as st
+
+import mpx_pde as mpx
+from mpx_pde._masters import round_stochastically
+
+
+HALVES = ["float16", "bfloat16"]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+@given(st.floats(-6e4, 6e4, width=32), st.integers(0, 2**30))
+def test_stochastic_rounding_returns_a_neighbor(dtype, x, seed):
+    x = jnp.float32(x)
+    out = round_stochastically(x, dtype, jax.random.key(seed))
+    nearest = x.astype(dtype)
+    gap = jnp.abs(nearest.astype(jnp.float32) - x)
+    # One of the two neighbors: less than a whole step away, which is at most twice the largest gap
+    # to the nearest.
+    step = float(jnp.finfo(dtype).eps) * max(abs(float(x)), float(jnp.finfo(dtype).tiny))
+    assert abs(float(out.astype(jnp.float32)) - float(x)) <= step
+    if gap == 0:
+        assert out == nearest
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_stochastic_rounding_is_right_on_average(dtype):
+    # 2^-20 lies among float16's subnormal numbers.
+    for value in (1.0 + 2.0**-12, -3.7, 1e-3, 2.0**-20 * 1.3):
+        n = 20_000
+        x = jnp.full(n, value, jnp.float32)
+        rounded = round_stochastically(x, dtype, jax.random.key(1)).astype(jnp.float32)
+        values = np.unique(np.asarray(rounded))
+        assert len(values) == 2
+        # Four standard deviations of the mean of n choices between the two.
+        deviation = (values[1] - values[0]) / 2 / np.sqrt(n)
+        assert abs(float(jnp.mean(rounded)) - value) < 4 * deviation
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_stochastic_rounding_leaves_what_is_representable_and_what_is_not_finite(dtype):
+    largest = float(jnp.finfo(dtype).max)
+    x = jnp.array([0.0, -0.0, 1.0, -largest, largest, jnp.inf, -jnp.inf, jnp.nan], jnp.float32)
+    out = round_stochastically(x, dtype, jax.random.key(0)).astype(jnp.float32)
+    np.testing.assert_array_equal(out, x)
+
+
+def data():
+    x = jnp.linspace(-1, 1, 64)[:, None]
+    return x, jnp.sin(3 * x) + 0.3 * jnp.cos(7 * x)
+
+
+def loss(model, x, y):
+    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
+
+def train(dtype, master, steps=3000):
+    """The loss that a small network reaches with masters of `dtype`, evaluated in float32."""
+    x, y = data()
+    model = eqx.nn.MLP(1, 1, 32, 2, activation=jnp.tanh, key=jax.random.key(0))
+    optimizer = optax.sgd(1e-2, momentum=0.9)
+    # The moving averages stay float32: masters alone are halved.
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    model = mpx.cast_tree(model, dtype)
+    if master == "kahan":
+        state = mpx.compensated(state, model)
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    def step(carry, _):
+        arrays, state = carry
+        model = eqx.combine(arrays, static)
+        grads = eqx.filter_grad(lambda m: loss(mpx.cast_tree(m, "float32"), x, y))(model)
+        model, state = mpx.optimizer_update(
+            model, optimizer, state, grads, mpx.all_finite(grads), master=master
+        )
+        return (eqx.filter(model, eqx.is_array), state), None
+
+    (arrays, _), _ = jax.jit(lambda c: jax.lax.scan(step, c, length=steps))((arrays, state))
+    return float(loss(mpx.cast_tree(eqx.combine(arrays, static), "float32"), x, y))
+
+
+def test_masters_of_half_the_size_train_as_float32_masters_do():
+    full = train("float32", "nearest")
+    nearest = train("bfloat16", "nearest")
+    stochastic = train("bfloat16", "stochastic")
+    kahan = train("bfloat16", "kahan")
+    # To the nearest, training stands still long before.
+    assert nearest > 2 * full, (full, nearest)
+    # With the residue in it, a parameter has 16 bits behind the leading one.
+    assert kahan < 1.3 * full, (full, kahan)
+    assert stochastic < nearest, (full, stochastic, nearest)
+
+
+@pytest.mark.parametrize("master", ["stochastic", "kahan"])
+@pytest.mark.parametrize("make", [lambda: optax.adam(1e-3), lambda: optax.contrib.muon(1e-3)])
+def test_a_step_that_is_not_finite_changes_nothing(master, make):
+    model = {"w": jnp.ones((4, 4), jnp.bfloat16), "full": jnp.ones(3), "n": jnp.arange(2)}
+    optimizer = make()
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    if master == "kahan":
+        state = mpx.compensated(state, model)
+    grads = jtu.tree_map(lambda p: p * jnp.nan, eqx.filter(model, eqx.is_inexact_array))
+    update = jax.jit(lambda m, s, g, f: mpx.optimizer_update(m, optimizer, s, g, f, master=master))
+    new = update(model, state, grads, jnp.array(False))
+    assert tree_equal_bits(new, (model, state))
+
+
+def test_kahan_keeps_what_rounding_takes():
+    model = {"w": jnp.ones(3, jnp.bfloat16), "full": jnp.ones(3)}
+    optimizer = optax.sgd(1.0)
+    state = optimizer.init(model)
+    grads = jtu.tree_map(lambda p: jnp.full_like(p, -(2.0**-12)), model)
+    update = jax.jit(
+        lambda m, s: mpx.optimizer_update(m, optimizer, s, grads, jnp.array(True), master="kahan")
+    )
+    # A state without residues is taken as well.
+    for i in range(64):
+        model, state = update(model, state)
+        total = model["w"].astype(jnp.float32) + state.residue["w"].astype(jnp.float32)
+        np.testing.assert_allclose(total, 1 + (i + 1) * 2.0**-12, rtol=2**-15)
+    assert model["w"].dtype == jnp.bfloat16
+    np.testing.assert_allclose(model["full"], 1 + 64 * 2.0**-12)
+    assert state.residue["full"] is None
+
+
+def test_stochastic_updates_repeat_and_take_a_key():
+    model = jnp.ones(1000, jnp.bfloat16)
+    optimizer = optax.sgd(1.0)
+    state = optimizer.init(model)
+    grads = jnp.full(1000, -(2.0**-9), jnp.bfloat16)
+
+    def update(key=None, grads=grads):
+        finite = jnp.array(True)
+        new, _ = mpx.optimizer_update(
+            model, optimizer, state, grads, finite, master="stochastic", key=key
+        )
+        return new
+
+    assert (update() == update()).all()
+    assert (update() != update(grads=grads * 1.0078125)).any()
+    assert (update(jax.random.key(1)) != update(jax.random.key(2))).any()
+    # A quarter of a step of bfloat16 above 1, 2^-7.
+    mean = float(jnp.mean(update().astype(jnp.float32)))
+    np.testing.assert_allclose(mean, 1 + 2.0**-9, atol=4 * 2.0**-7 * 0.5 / 1000**0.5)
+
+
+def test_the_averages_of_an_optimizer_move_in_half_too():
+    """Adam's second moment, in bfloat16 and to the nearest, never falls: 0.1 % is less than half
+    a step."""
+    model = jnp.ones(500, jnp.bfloat16)
+    optimizer = optax.adam(0.0, b2=0.999)
+    state = optimizer.init(model)
+    moved = {}
+    for master in ("nearest", "stochastic"):
+        s = jtu.tree_map(lambda x: jnp.ones_like(x), state)
+        for i in range(20):
+            _, s = mpx.optimizer_update(
+                model,
+                optimizer,
+                s,
+                jnp.full_like(model, 2.0**-8 * (1 + i / 64)),
+                jnp.array(True),
+                master=master,
+            )
+        moved[master] = float(jnp.mean(s[0].nu.astype(jnp.float32)))
+    assert moved["nearest"] == 1.0
+    np.testing.assert_allclose(moved["stochastic"], 0.999**20, atol=4e-3)
+
+
+def test_errors():
+    model = jnp.ones(2, jnp.bfloat16)
+    optimizer = optax.sgd(1.0)
+    state = optimizer.init(model)
+    finite = jnp.array(True)
+    with pytest.raises(ValueError, match=r"`optimizer_update` takes 'nearest', .* got 'up'"):
+        mpx.optimizer_update(model, optimizer, state, model, finite, master="up")
+    full = jnp.ones(2)
+    for master in ("stochastic", "kahan"):
+        with pytest.raises(ValueError, match="needs half-precision parameters"):
+            mpx.optimizer_update(full, optimizer, state, full, finite, master=master)
+    with pytest.raises(ValueError, match="with residues"):
+        mpx.optimizer_update(model, optimizer, mpx.compensated(state, model), model, finite)
