@@ -1,8 +1,8 @@
 """Masters in half precision: updates that are smaller than half a rounding step must still count.
 
 To the nearest, a bfloat16 parameter forgets every update below 2^-9 of it, and training stalls.
-Zamirai et al., *Revisiting BFloat16 Training* (arXiv 2010.06192), name two ways out, which are here:
-to round at random, right on average, or to carry what rounding took off (Kahan's summation).
+Zamirai et al., *Revisiting BFloat16 Training* (arXiv 2010.06192), name two ways out, which are
+here: to round at random, right on average, or to carry what rounding took off (Kahan's summation).
 """
 
 from typing import Any
@@ -87,8 +87,8 @@ def round_stochastically(
 ) -> Float[Array, "*shape"]:
     """Rounds to one of the two neighbors in a half type, up with the probability of the fraction.
 
-    The mean over keys is `x` itself, float16's subnormal numbers included. What lies beyond the largest
-    number of the type is rounded to the nearest.
+    The mean over keys is `x` itself, float16's subnormal numbers included. What lies beyond the
+    largest number of the type is rounded to the nearest.
 
     **Arguments:**
 
