@@ -5,6 +5,7 @@ import typing as _typing
 from . import (
     _jet as _jet,
     checkpoint_policies as checkpoint_policies,
+    contrib as contrib,
     derivatives as derivatives,
     nn as nn,
 )
@@ -127,6 +128,7 @@ __all__ = [
     "check_scaling_options",
     "checkpoint_policies",
     "compensated",
+    "contrib",
     "derivatives",
     "error_if_stuck",
     "explain_nonfinite",

@@ -45,6 +45,7 @@ ORDER = [
     ["_checkpoint", "_faults", "_gradient"],
     ["_accumulate", "_grad", "_optimizer"],
     ["nn"],
+    ["contrib"],
     ["__init__"],
 ]
 

@@ -1,5 +1,6 @@
 """Derivatives in half precision: scaled seeds, one unscaling, and scales that follow the run."""
 
+from ._drop_ins import grad as grad, hessian as hessian, jacfwd as jacfwd
 from ._evaluation import DerivativeReport as DerivativeReport
 from ._laplacian import laplacian as laplacian, linear_operator as linear_operator
 from ._partials import partials as partials

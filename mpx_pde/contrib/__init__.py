@@ -1,0 +1,7 @@
+"""For libraries that people will not leave: loops, losses and layers of others."""
+
+from ._optax import (
+    LossScalingState as LossScalingState,
+    scale_by_loss_scaling as scale_by_loss_scaling,
+)
+from ._spectral import convert_spectral_layers as convert_spectral_layers

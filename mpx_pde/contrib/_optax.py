@@ -1,0 +1,133 @@
+"""Loss scaling for loops that take an optimizer, and nothing else."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import optax
+
+from .._loss_scaling import AbstractLossScaling, StaticLossScaling, check_scaling
+from .._tree import all_finite, select_tree
+from .._types import PyTree
+
+
+class LossScalingState(NamedTuple):
+    """The state of [`mpx_pde.contrib.scale_by_loss_scaling`][].
+
+    **Attributes:**
+
+    - `scaling`: the loss scaling, brought up to date at each step.
+    - `inner`: the state of the optimizer inside.
+    """
+
+    scaling: AbstractLossScaling
+    inner: PyTree
+
+
+def scale_by_loss_scaling(
+    optimizer: optax.GradientTransformation,
+    scaling: AbstractLossScaling,
+    *,
+    scale_in_params: Callable[[PyTree], Any] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that unscales its gradients, and skips the steps at which they are not finite.
+
+    For a closed loop that takes a loss and an optimizer, such as `jinns.solve`, where
+    [`mpx_pde.filter_grad`][] and [`mpx_pde.optimizer_update`][] have no place. The loss must be
+    multiplied by the scale; there are two ways to let it know.
+
+    - A [`mpx_pde.StaticLossScaling`][]: multiply the loss by the same number.
+    - A scale that moves needs a place among the parameters: `scale_in_params` says where. The loss
+        multiplies by that leaf, behind `jax.lax.stop_gradient`, and this transform sets it.
+
+    On a step with gradients that are not finite the updates are zero and the state inside stays as
+    it was.
+
+    **Arguments:**
+
+    - `optimizer`: what gets the unscaled gradients, in float32 or wider.
+    - `scaling`: a loss scaling. A [`mpx_pde.Scaling`][] needs counts of derivatives, which only
+        [`mpx_pde.filter_grad`][] has.
+    - `scale_in_params`: a function from the parameters to the leaf in them that holds the scale, a
+        float32 scalar. Needed unless the scaling is static.
+
+    **Returns:**
+
+    An Optax gradient transformation with extra arguments; its state is a
+    [`mpx_pde.contrib.LossScalingState`][].
+
+    **Raises:** `TypeError` for anything but an optimizer and a loss scaling, `ValueError` for a
+    scaling that moves without `scale_in_params`, and for a leaf that is no float32 scalar.
+
+    ```python
+    params = {"net": jnp.ones(3), "scale": jnp.float32(2**15)}
+    optimizer = mpx.contrib.scale_by_loss_scaling(
+        optax.adam(1e-3), mpx.DynamicLossScaling(), scale_in_params=lambda p: p["scale"]
+    )
+
+
+    def loss(params):
+        value = jnp.mean(params["net"].astype(jnp.float16) ** 2)
+        return value.astype(jnp.float32) * jax.lax.stop_gradient(params["scale"])
+    ```
+    """
+    call = "contrib.scale_by_loss_scaling"
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"`{call}` takes an Optax gradient transformation such as `optax.adam(1e-3)` as "
+            f"`optimizer`, but got {optimizer!r}."
+        )
+    check_scaling(scaling, call)
+    if hasattr(scaling, "derivatives"):
+        raise TypeError(
+            f"`{call}` takes a loss scaling, but got a `Scaling` with derivative scales, which "
+            "need the counts that `mpx_pde.filter_grad` takes. Pass its `loss`."
+        )
+    moves = not isinstance(scaling, StaticLossScaling)
+    if moves and scale_in_params is None:
+        raise ValueError(
+            f"`{call}` needs `scale_in_params`, where the loss finds the scale of the step, with "
+            f"a {type(scaling).__name__}. Or take a `StaticLossScaling`, and multiply the loss by "
+            "its number."
+        )
+    optimizer = optax.with_extra_args_support(optimizer)
+
+    def place(params):
+        assert scale_in_params is not None
+        leaf = scale_in_params(params)
+        if jnp.shape(leaf) != () or jnp.result_type(leaf) != jnp.float32:
+            raise ValueError(
+                f"`{call}` needs a float32 scalar where `scale_in_params` points, such as "
+                f"`jnp.float32(2**15)`, but found {leaf!r}."
+            )
+        return leaf
+
+    def without_scale(tree):
+        return tree if scale_in_params is None else eqx.tree_at(scale_in_params, tree, 0.0)
+
+    def init(params: Any) -> Any:
+        if scale_in_params is not None:
+            place(params)
+        return LossScalingState(scaling, optimizer.init(params))
+
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
+        if scale_in_params is not None and params is None:
+            raise ValueError(f"`{call}` needs `params` in `update` to set the scale in them.")
+        with jax.numpy_dtype_promotion("standard"):
+            # What scaled this loss is what stands in the parameters.
+            unscaled = state.scaling.unscale(without_scale(updates))
+            finite = all_finite(unscaled)
+            safe = jtu.tree_map(lambda g: jnp.where(finite, g, jnp.ones_like(g)), unscaled)
+            new, inner = optimizer.update(safe, state.inner, params, **extra_args)
+            zeros = jtu.tree_map(jnp.zeros_like, new)
+            new, inner = select_tree(finite, (new, inner), (zeros, state.inner))
+            after = state.scaling.adjust(finite)
+            if scale_in_params is not None:
+                step = after.loss_scaling - place(params)
+                new = eqx.tree_at(scale_in_params, new, step)
+        return new, LossScalingState(after, inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)

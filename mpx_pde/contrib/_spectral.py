@@ -1,0 +1,80 @@
+"""Spectral layers of others as those of this library, with their weights."""
+
+import itertools
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .._types import DTypeLike, PyTree
+from ..nn import SpectralConv
+
+
+def _is_pdequinox(layer: Any) -> bool:
+    """Known by what it holds: pdequinox need not be installed."""
+    names = ("num_spatial_dims", "num_modes", "weights_real", "weights_imag")
+    return isinstance(layer, eqx.Module) and all(hasattr(layer, name) for name in names)
+
+
+def _ascending(weights: Float[Array, "groups outputs inputs *modes"]) -> Float[Array, "..."]:
+    """One array of all frequencies, those of an axis ascending, from one group of weights for each
+    choice of signs, of which that of the first axis changes fastest: `[*kept, inputs, outputs]`."""
+    dims = weights.ndim - 3
+    groups = iter(weights)
+    blocks = {}
+    for signs in itertools.product((0, 1), repeat=dims - 1):
+        blocks[signs[::-1]] = next(groups)
+
+    def joined(signs: tuple[int, ...]) -> Array:
+        axis = len(signs)
+        if axis == dims - 1:
+            return blocks[signs]
+        # Negative frequencies first.
+        parts = [joined((*signs, sign)) for sign in (1, 0)]
+        return jnp.concatenate(parts, axis=2 + axis)
+
+    return jnp.moveaxis(joined(()), (0, 1), (-1, -2))
+
+
+def _converted(layer: Any, dtype: Any) -> SpectralConv:
+    outputs, inputs = layer.weights_real.shape[1:3]
+    *modes, last = layer.num_modes
+    # -m … m - 1 of an axis, and 0 … m - 1 of the last.
+    kept = (*(2 * m for m in modes), max(2 * (last - 1), 1))
+    like = SpectralConv(inputs, outputs, kept, key=jax.random.key(0), dtype=dtype)
+    parts = [_ascending(jnp.asarray(w)) for w in (layer.weights_real, layer.weights_imag)]
+    weight = jnp.stack(parts, axis=-1)
+    return eqx.tree_at(lambda new: new.weight, like, weight)
+
+
+def convert_spectral_layers(model: PyTree, dtype: DTypeLike | None = None) -> PyTree:
+    """A model with the spectral convolutions of pdequinox replaced by
+    [`mpx_pde.nn.SpectralConv`][], with their weights.
+
+    The new layers compute the same function, in half precision too, where JAX has no FFT. What
+    they keep is unchanged: frequencies -m … m - 1 of an axis for m of `num_modes`, and 0 … m - 1
+    of the last.
+
+    **Arguments:**
+
+    - `model`: any PyTree, such as `pdequinox.arch.ClassicFNO(…)`.
+    - `dtype`: what the layers multiply in, as `SpectralConv` takes it.
+
+    **Returns:**
+
+    A PyTree with the new layers in place of the old ones.
+
+    **Raises:** `ValueError` for a model without such a layer.
+    """
+    layers = [
+        x for x in jax.tree_util.tree_leaves(model, is_leaf=_is_pdequinox) if _is_pdequinox(x)
+    ]
+    if not layers:
+        raise ValueError(
+            "`contrib.convert_spectral_layers` found no spectral convolution of pdequinox (a "
+            "module with `num_modes`, `weights_real` and `weights_imag`) in the model."
+        )
+    convert = lambda x: _converted(x, dtype) if _is_pdequinox(x) else x
+    return jax.tree_util.tree_map(convert, model, is_leaf=_is_pdequinox)

@@ -1,0 +1,303 @@
+"""`jax.grad`, `jax.jacfwd` and `jax.hessian` with scaled seeds, for losses written with those."""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .._cast import widen
+from .._dtypes import is_integer
+from .._types import Names, PyTree
+from ._checks import Term, check_coords, check_derivatives, check_fun, row_of
+from ._evaluation import Evaluation
+from ._names import names_of
+from ._state import DerivativeScaling
+
+
+Argnums = int | tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Derivative:
+    """A function that was differentiated once or several times, to be evaluated in one pass.
+
+    What [`mpx_pde.derivatives.grad`][], [`jacfwd`][mpx_pde.derivatives.jacfwd] and
+    [`hessian`][mpx_pde.derivatives.hessian] return. Differentiating one again adds an order, so
+    that `grad(grad(u))` carries its scale through both and is unscaled once, at its end.
+    """
+
+    fun: Callable
+    taken: tuple[Argnums, ...]
+    scalar: tuple[bool, ...]
+    scaling: DerivativeScaling | None
+    coords: tuple[str, ...] | None
+    outputs: tuple[str, ...] | None
+    call: str
+
+    def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
+        used = sorted({i for argnums in self.taken for i in _indices(argnums)})
+        if used[-1] >= len(args):
+            raise TypeError(
+                f"`{self.call}` differentiates in the positional argument {used[-1]}, but the "
+                f"function was called with {len(args)}."
+            )
+        places = _places(args, used, self.call)
+        shape = self._shape(args, kwargs)
+
+        def at(point):
+            changed = list(args)
+            for i, where in places.items():
+                x = jnp.asarray(args[i])
+                changed[i] = point[np.asarray(where)].reshape(x.shape).astype(x.dtype)
+            return jnp.ravel(self.fun(*changed, **kwargs))
+
+        flat = [jnp.ravel(jnp.asarray(args[i])) for i in used]
+        same = len({x.dtype for x in flat}) == 1
+        point = jnp.concatenate(flat if same else widen(flat))
+        return self._evaluate(at, point, places, shape, args)
+
+    def _shape(self, args: tuple, kwargs: dict) -> tuple[int, ...]:
+        out = eqx.filter_eval_shape(self.fun, *args, **kwargs)
+        shape = getattr(out, "shape", None)
+        if shape is None:
+            raise TypeError(
+                f"`{self.call}` differentiates a function that returns an array, but it returned "
+                f"{type(out).__name__}."
+            )
+        so_far = shape
+        for argnums, scalar in zip(self.taken, self.scalar, strict=True):
+            if scalar and so_far != ():
+                raise TypeError(
+                    "`grad` differentiates a function that returns a scalar, but it returned an "
+                    f"array of shape {so_far}. `jacfwd` takes arrays."
+                )
+            axes = [np.shape(args[i]) for i in _indices(argnums)]
+            so_far = (*so_far, *axes[0]) if len(axes) == 1 else (*so_far, len(axes))
+        return shape
+
+    def _evaluate(self, fun, point, places, shape, args) -> PyTree:
+        coords = self._names(point.size)
+        outputs = self._outputs(math.prod(shape))
+        terms: dict[tuple, Term] = {}
+
+        def term(output: int, dirs: tuple[int, ...]) -> Term:
+            key = output, tuple(sorted(dirs))
+            name = outputs[output] + "_" + "".join(coords[i] for i in key[1])
+            # Longer names may run together: the position tells them apart.
+            unique = name if name not in {t.name for t in terms.values()} else f"{name} {key}"
+            return terms.setdefault(key, Term(unique, *key))
+
+        def tree(chosen: tuple[int, ...], left: Sequence[Argnums]) -> PyTree:
+            """The names of all entries, in the structure that JAX has."""
+            if left:
+                several = [tree((*chosen, i), left[1:]) for i in _indices(left[0])]
+                return tuple(several) if isinstance(left[0], tuple) else several[0]
+            axes = [places[i] for i in chosen]
+            sizes = (*shape, *itertools.chain(*(jnp.shape(args[i]) for i in chosen)))
+            entries = itertools.product(range(math.prod(shape)), *axes)
+            return [term(o, tuple(dirs)).name for o, *dirs in entries], sizes
+
+        names = tree((), self.taken)
+        rows = {}
+        if self.scaling is not None:
+            check_coords(self.scaling, coords, self.call)
+            rows = {t.name: row_of(self.scaling, t, coords, self.call) for t in terms.values()}
+        evaluation = Evaluation(
+            self.call, fun, coords, outputs, tuple(terms.values()), (), rows, self.scaling, None
+        )
+        values = evaluation(point)
+
+        def fill(leaf) -> Array:
+            entries, sizes = leaf
+            return jnp.stack([values[name] for name in entries]).reshape(sizes)
+
+        is_leaf = lambda x: isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], list)
+        return jax.tree_util.tree_map(fill, names, is_leaf=is_leaf)
+
+    def _names(self, size: int) -> tuple[str, ...]:
+        coords = self.coords
+        if coords is None and self.scaling is not None and self.scaling.kind == "direction":
+            coords = self.scaling.names
+        if coords is None:
+            return tuple(f"x{i}" for i in range(size))
+        if len(coords) != size:
+            raise ValueError(
+                f"`{self.call}` differentiates in {size} coordinates, but has the names of "
+                f"{len(coords)}: {', '.join(coords)}. Name those of the arguments in `argnums`, in "
+                "their order, as `coords`."
+            )
+        return coords
+
+    def _outputs(self, size: int) -> tuple[str, ...]:
+        if self.outputs is None:
+            return ("u",) if size == 1 else tuple(f"u{i}" for i in range(size))
+        if len(self.outputs) != size:
+            raise ValueError(
+                f"`{self.call}` differentiates {size} outputs, but `outputs` names "
+                f"{len(self.outputs)}: {', '.join(self.outputs)}."
+            )
+        return self.outputs
+
+
+def _indices(argnums: Argnums) -> tuple[int, ...]:
+    return argnums if isinstance(argnums, tuple) else (argnums,)
+
+
+def _places(args: tuple, used: Sequence[int], call: str) -> dict[int, tuple[int, ...]]:
+    """For each argument that is differentiated in, where its entries stand in the point."""
+
+    def places() -> Iterator[tuple[int, tuple[int, ...]]]:
+        start = 0
+        for i in used:
+            if not eqx.is_array_like(args[i]) or np.ndim(args[i]) > 1:
+                raise TypeError(
+                    f"`{call}` differentiates in scalars and in arrays with one axis, the "
+                    f"coordinates of one point, but the argument {i} is {_described(args[i])}. For "
+                    "many points use `jax.vmap`; the gradient of a loss in the parameters is "
+                    "`mpx_pde.filter_grad`'s."
+                )
+            size = int(np.size(args[i]))
+            yield i, tuple(range(start, start + size))
+            start += size
+
+    return dict(places())
+
+
+def _described(x: Any) -> str:
+    shape = getattr(x, "shape", None)
+    return f"a {type(x).__name__}" if shape is None else f"an array of shape {shape}"
+
+
+def _differentiate(
+    call: str,
+    fun: Callable,
+    argnums: Any,
+    scalar: bool,
+    times: int,
+    scaling: Any,
+    coords: Names | None,
+    outputs: Names | None,
+) -> Derivative:
+    check_fun(fun, call)
+    check_derivatives(scaling, call)
+    several = isinstance(argnums, Sequence) and not isinstance(argnums, str)
+    numbers: tuple[Any, ...] = tuple(argnums) if several else (argnums,)
+    if not numbers or not all(is_integer(i) and i >= 0 for i in numbers):
+        raise TypeError(
+            f"`{call}` takes positions of arguments from 0 on as `argnums`, an integer or a tuple "
+            f"of them, but got {argnums!r}."
+        )
+    taken: Argnums = tuple(int(i) for i in numbers) if several else int(numbers[0])
+    coords = None if coords is None else names_of(coords, call, "the coordinates")
+    outputs = None if outputs is None else names_of(outputs, call, "the outputs")
+    steps = (taken,) * times, (scalar,) * times
+    if not isinstance(fun, Derivative):
+        return Derivative(fun, *steps, scaling, coords, outputs, call)
+    return Derivative(
+        fun.fun,
+        fun.taken + steps[0],
+        fun.scalar + steps[1],
+        fun.scaling if scaling is None else scaling,
+        fun.coords if coords is None else coords,
+        fun.outputs if outputs is None else outputs,
+        call,
+    )
+
+
+def grad(
+    fun: Callable,
+    argnums: Any = 0,
+    *,
+    scaling: Any = None,
+    coords: Names | None = None,
+    outputs: Names | None = None,
+) -> Derivative:
+    """[`jax.grad`][] of a network in its coordinates, with scaled seeds.
+
+    For losses that are written with `jax.grad`: replace its name, and hand over what the loss
+    receives as `derivatives`. Derivatives are evaluated by the engine of [`mpx_pde.partials`][],
+    counted by the scaling, and unscaled once: `grad(grad(u))` is one pass of second order, whose
+    scale comes off at its end. Between the two the derivative must not go through a function of
+    your own, which would unscale it half way; take [`mpx_pde.derivatives.hessian`][] there.
+
+    **Arguments:**
+
+    - `fun`: a function that returns a scalar; a result of `grad` as well.
+    - `argnums`: which positional arguments are differentiated in, as in [`jax.grad`][]. Each is a
+        scalar or an array with one axis: the coordinates of one point.
+    - `scaling`: what the loss received as `derivatives`, or `None` for no scaling.
+    - `coords`: the names of the coordinates in `argnums`, in their order: a letter for each, or a
+        list. By default those of a scaling `per_direction`.
+    - `outputs`: the names of the outputs, for scalings that name terms; by default `u`.
+
+    **Returns:**
+
+    A function of the same arguments that returns what `jax.grad`'s would, in float32 (float64 for
+    float64).
+
+    **Raises:** `TypeError` for a `scaling` that is none, `argnums` that are no positions, arguments
+    with two axes or more, and outputs that are no scalar; `ValueError` for names that do not fit.
+
+    ```python
+    u = lambda t, x: jnp.sin(x) * jnp.exp(-t)
+    u_t = mpx.derivatives.grad(u)
+    u_xx = mpx.derivatives.grad(mpx.derivatives.grad(u, 1), 1)
+    u_t(0.0, 1.0) - u_xx(0.0, 1.0)  # 0.0
+    ```
+    """
+    return _differentiate("grad", fun, argnums, True, 1, scaling, coords, outputs)
+
+
+def jacfwd(
+    fun: Callable,
+    argnums: Any = 0,
+    *,
+    scaling: Any = None,
+    coords: Names | None = None,
+    outputs: Names | None = None,
+) -> Derivative:
+    """[`jax.jacfwd`][] of a network in its coordinates, with scaled seeds.
+
+    As [`mpx_pde.derivatives.grad`][], for a function that returns an array of any shape; a
+    replacement for `jax.jacrev` as well, which has the same result.
+
+    **Arguments:** as there.
+
+    **Returns:**
+
+    A function of the same arguments that returns what `jax.jacfwd`'s would, in float32.
+
+    **Raises:** as there.
+    """
+    return _differentiate("jacfwd", fun, argnums, False, 1, scaling, coords, outputs)
+
+
+def hessian(
+    fun: Callable,
+    argnums: Any = 0,
+    *,
+    scaling: Any = None,
+    coords: Names | None = None,
+    outputs: Names | None = None,
+) -> Derivative:
+    """[`jax.hessian`][] of a network in its coordinates, with scaled seeds.
+
+    Each entry above the diagonal is evaluated once, and all of them in one pass. For the sum along
+    the diagonal alone [`mpx_pde.laplacian`][] is cheaper.
+
+    **Arguments:** as of [`mpx_pde.derivatives.grad`][]; `fun` may return an array of any shape.
+
+    **Returns:**
+
+    A function of the same arguments that returns what `jax.hessian`'s would, in float32.
+
+    **Raises:** as there.
+    """
+    return _differentiate("hessian", fun, argnums, False, 2, scaling, coords, outputs)

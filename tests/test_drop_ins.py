@@ -1,0 +1,121 @@
+"""`grad`, `jacfwd` and `hessian` give what JAX's give, with scaled seeds."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+import mpx_pde as mpx
+from mpx_pde import derivatives as mpd
+
+
+KEY = jax.random.key(0)
+NETWORK = eqx.nn.MLP(2, "scalar", 16, 2, activation=jnp.tanh, key=KEY)
+FIELD = eqx.nn.MLP(3, 2, 16, 2, activation=jnp.tanh, key=KEY)
+T, X = jnp.float32(0.3), jnp.float32(-0.6)
+
+
+def u(t, x):
+    return NETWORK(jnp.stack([t, x]))
+
+
+# Two orders of tanh networks of float32, evaluated in another order of operations.
+CLOSE = {"rtol": 2e-5, "atol": 2e-6}
+
+
+def assert_same(ours, theirs, *args, **tolerances):
+    got, want = jax.jit(ours)(*args), jax.jit(theirs)(*args)
+    assert jtu.tree_structure(got) == jtu.tree_structure(want)
+    for a, b in zip(jtu.tree_leaves(got), jtu.tree_leaves(want), strict=True):
+        assert a.shape == b.shape
+        np.testing.assert_allclose(a, b, **(tolerances or CLOSE))
+
+
+@pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1, 0)])
+def test_of_scalars(argnums):
+    assert_same(mpd.grad(u, argnums), jax.grad(u, argnums), T, X)
+    assert_same(mpd.hessian(u, argnums), jax.hessian(u, argnums), T, X)
+
+
+def test_of_vectors_with_other_arguments():
+    def fun(scale, x, *, shift):
+        return scale * FIELD(x) + shift
+
+    x = jnp.array([0.1, -0.2, 0.4])
+    for ours, theirs in ((mpd.jacfwd, jax.jacfwd), (mpd.hessian, jax.hessian)):
+        bind = lambda d: lambda scale, x: d(fun, 1)(scale, x, shift=jnp.float32(1))
+        assert_same(bind(ours), bind(theirs), jnp.float32(2.0), x)
+
+
+def test_nested_drop_ins_are_one_pass():
+    third = mpd.grad(mpd.grad(mpd.grad(u, 1), 1), 0)
+    assert third.taken == (1, 1, 0)
+    assert_same(third, jax.grad(jax.grad(jax.grad(u, 1), 1), 0), T, X)
+    x = jnp.array([0.1, -0.2])
+    assert_same(mpd.jacfwd(mpd.grad(NETWORK)), jax.hessian(NETWORK), x)
+
+
+def test_points_and_parameters():
+    points = jax.random.normal(KEY, (5, 3))
+
+    def loss(d):
+        of = lambda model, x: jnp.sum(d.hessian(model)(x)[0]) + d.jacfwd(model)(x)[1, 2]
+        return lambda model: jnp.mean(jax.vmap(lambda x: of(model, x))(points) ** 2)
+
+    arrays, static = eqx.partition(FIELD, eqx.is_array)
+    value = lambda d: jax.grad(lambda a: loss(d)(eqx.combine(a, static)))
+    assert_same(value(mpd), value(jax), arrays, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        mpx.DerivativeScaling.per_direction("tx", init_scale={"t": 2.0**-6, "x": 2.0**-8}),
+        mpx.DerivativeScaling.per_order(2, init_scale=2.0**-8),
+        mpx.DerivativeScaling.per_term(["u_xx"], init_scale=2.0**-12),
+    ],
+    ids=lambda s: s.kind,
+)
+def test_what_overflows_float16_does_not_with_a_scaling(scaling):
+    """u_xx is 4e6, above the 65504 of float16, whatever becomes of it later."""
+
+    def loss(model, point, *, derivatives=None):
+        fun = lambda t, x: jnp.sin(2000.0 * jnp.sum(model(jnp.stack([t, x]))))
+        taken = mpd.grad(mpd.grad(fun, 1), 1, scaling=derivatives, coords="x")
+        return 1e-6 * taken(*point)
+
+    if scaling.kind == "direction":
+        scaling = mpx.DerivativeScaling.per_direction("x", init_scale=2.0**-8)
+    model = eqx.nn.Linear(2, 1, use_bias=False, key=KEY)
+    model = eqx.tree_at(lambda m: m.weight, model, jnp.array([[0.1, 1.0]]))
+    point = jnp.float32(0.0), jnp.float32(2.0**-10)
+    both = mpx.Scaling(mpx.StaticLossScaling(1.0), scaling)
+    gradient = mpx.filter_value_and_grad(loss, both, keep_full=(False, True))
+    # A network of others mixes its half weights with float32 points.
+    with jax.numpy_dtype_promotion("standard"):
+        value, after, _, _ = gradient(model, point)
+    want = loss(model, point)
+    np.testing.assert_allclose(value, want, rtol=5e-3)
+    assert float(jnp.sum(after.derivatives.counts)) > 0
+
+
+def test_errors():
+    x = jnp.zeros(2)
+    with pytest.raises(TypeError, match="`grad` differentiates a function that returns a scalar"):
+        mpd.grad(FIELD)(jnp.zeros(3))
+    with pytest.raises(TypeError, match=r"`grad` .* an array of shape \(2,\). `jacfwd`"):
+        mpd.grad(mpd.grad(NETWORK))(x)
+    with pytest.raises(TypeError, match=r"argument 0 is an array of shape \(4, 2\).*jax.vmap"):
+        mpd.hessian(NETWORK)(jnp.zeros((4, 2)))
+    with pytest.raises(TypeError, match="argument 0 is a MLP"):
+        mpd.grad(lambda m, x: m(x))(NETWORK, x)
+    with pytest.raises(TypeError, match="positions of arguments"):
+        mpd.grad(NETWORK, -1)
+    with pytest.raises(TypeError, match="positional argument 2"):
+        mpd.grad(u, 2)(T, X)
+    with pytest.raises(ValueError, match="differentiates in 2 coordinates, but has the names of 3"):
+        mpd.grad(NETWORK, coords="xyz")(x)
+    with pytest.raises(TypeError, match="`DerivativeScaling` as `scaling`"):
+        mpd.grad(NETWORK, scaling=mpx.DynamicLossScaling())
