@@ -1,6 +1,7 @@
 """Settings of the whole suite: eight virtual CPU devices, JAX at its strictest, and annotations
 that are checked."""
 
+import gc
 import importlib.util
 import os
 import pkgutil
@@ -18,6 +19,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     ]
 )
 
+import equinox as eqx
 import hypothesis
 import jax
 import jaxtyping
@@ -55,3 +57,47 @@ def half_precision_as_it_was():
     before = mpx.half_precision_datatype()
     yield
     mpx.set_half_precision_datatype(before)
+
+
+SLOW = Path(__file__).with_name("slow.txt")
+
+
+def pytest_collection_modifyitems(config, items):
+    """Marks the tests that `slow.txt` lists."""
+    lines = SLOW.read_text(encoding="utf-8").splitlines()
+    slow = {line for line in lines if line and not line.startswith("#")}
+    unknown, files = set(slow), set()
+    for item in items:
+        file, _, name = item.nodeid.rpartition("tests/")[-1].partition("::")
+        files.add(file)
+        if f"{file}::{name}" in slow:
+            item.add_marker("slow")
+            unknown.discard(f"{file}::{name}")
+    whole = config.args == config.getini("testpaths")
+    stale = sorted(line for line in unknown if line.partition("::")[0] in files)
+    if whole and stale:
+        raise pytest.UsageError(f"{SLOW.name} lists tests that there are not: {', '.join(stale)}")
+
+
+_ROOM = 2**30
+"""Bytes of memory by which a process may grow before it drops its compiled programs."""
+
+_largest = pytest.StashKey[int]()
+
+
+def _memory() -> int:
+    status = Path("/proc/self/statm")
+    if not status.exists():
+        return 0
+    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def pytest_runtest_teardown(item):
+    """JAX keeps what it has compiled, which is most of the memory of a worker."""
+    stash = item.config.stash
+    if _memory() > stash.setdefault(_largest, _ROOM):
+        eqx.clear_caches()
+        jax.clear_caches()
+        gc.collect()
+        # Not all of it goes back to the system.
+        stash[_largest] = _memory() + _ROOM // 2
