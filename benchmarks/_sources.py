@@ -88,6 +88,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     ),
     "frequencies": (*PRODUCTS, *_benchmarks("frequencies")),
     "growth": (*DERIVATIVES, *COMPILER, *_benchmarks("growth", "_cavity", "_pinn_steps")),
+    "networks": (*DERIVATIVES, *COMPILER, *CLOCK, *_benchmarks("networks", "_networks")),
     "operators": (*OPERATOR_TRAININGS, *DARCY, *NAVIER_STOKES, *_benchmarks("operators")),
     "overhead": (*STEP, *COMPILER, *CLOCK, *_benchmarks("overhead", "_steps")),
     "pinn_step": (

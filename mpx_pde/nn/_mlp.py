@@ -1,5 +1,6 @@
 """The network of a physics-informed model."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -23,14 +24,18 @@ class Embedding(eqx.Module):
     periods: tuple[float | None, ...] = eqx.field(static=True)
 
     def __call__(self, point: Float[Array, " coords"]) -> Float[Array, " embedded"]:
-        parts = []
-        for x, period in zip(point, self.periods, strict=True):
+        parts, start = [], 0
+        # Runs, since there may be a thousand coordinates.
+        for period, run in itertools.groupby(self.periods):
+            stop = start + len(tuple(run))
             if period is None:
-                parts.append(x)
+                parts.append(point[start:stop])
             else:
-                phase = (2 * np.pi / period) * x
-                parts += [jnp.cos(phase), jnp.sin(phase)]
-        x = jnp.stack(parts)
+                for i in range(start, stop):
+                    phase = (2 * np.pi / period) * point[i : i + 1]
+                    parts += [jnp.cos(phase), jnp.sin(phase)]
+            start = stop
+        x = jnp.concatenate(parts)
         if self.frequencies is not None:
             # They are drawn once and not trained.
             phase = 2 * np.pi * (x @ jax.lax.stop_gradient(self.frequencies))

@@ -18,6 +18,7 @@ from .._order import gradients_in_turn
 from . import _tables as tables
 from ._fallback import nested
 from ._full import with_derivative_of
+from ._known import folded
 from ._plan import Index
 from ._products import Product
 from ._rules import Rules
@@ -160,7 +161,7 @@ class Evaluator:
         rule = self.rules.find(eqn, operands)
         if rule is not None:
             if roles.known(step, operands):
-                out = _folded(rule, eqn, operands)
+                out = folded(rule, eqn, operands, self.rules.plan)
             else:
                 out = rule(eqn, operands)
             return self._noted(step, out, rule.__name__.strip("_"), "")
@@ -372,21 +373,3 @@ def _split(jets: dict[int, Jet]) -> tuple[dict[int, Jet], dict[int, Jet]]:
 
 def _join(known: dict[int, Jet], traced: dict[int, Jet]) -> dict[int, Jet]:
     return {k: Jet(x.primal, {**known[k].streams, **x.streams}, x.stage) for k, x in traced.items()}
-
-
-def _folded(rule: Callable, eqn: Any, operands: list[Any]) -> list[Jet]:
-    """A rule on streams that are known while tracing; those that vanish are dropped."""
-    with jax.ensure_compile_time_eval():
-        shadows = [
-            Jet(np.zeros(x.primal.shape, x.primal.dtype), x.streams, x.stage)
-            if isinstance(x, Jet)
-            else x
-            for x in operands
-        ]
-        folded = rule(eqn, shadows)
-        streams = [
-            {k: np.asarray(s) for k, s in x.streams.items() if np.any(np.asarray(s))}
-            for x in folded
-        ]
-    primals = own_bind(eqn, [x.primal if isinstance(x, Jet) else x for x in operands])
-    return [Jet(p, s, x.stage) for p, s, x in zip(primals, streams, folded, strict=True)]

@@ -1,0 +1,168 @@
+"""Networks of any number of coordinates and one output, as their authors would write them.
+
+None but `CoordinateMLP` knows of this library.
+"""
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.tree_util import Partial
+
+import mpx_pde as mpx
+
+
+def layers(key: Any, *sizes: int) -> list[tuple[jax.Array, jax.Array]]:
+    """Weights and biases of dense layers."""
+    pairs = list(itertools.pairwise(sizes))
+    keys = jax.random.split(key, len(pairs))
+    return [
+        (jax.random.normal(k, (n, m)) / math.sqrt(n), jnp.zeros(m))
+        for k, (n, m) in zip(keys, pairs, strict=True)
+    ]
+
+
+def dense(params: list, h: Any, activation: Callable = jnp.tanh) -> Any:
+    for weight, bias in params[:-1]:
+        h = activation(h @ weight + bias)
+    weight, bias = params[-1]
+    return h @ weight + bias
+
+
+def mlp(size: int, width: int, key: Any) -> Any:
+    return eqx.nn.MLP(size, "scalar", width, 4, activation=jnp.tanh, key=key)
+
+
+def coordinate_mlp(size: int, width: int, key: Any) -> Any:
+    return mpx.nn.CoordinateMLP(size, "scalar", width, 4, key=key)
+
+
+def siren(size: int, width: int, key: Any) -> Any:
+    """Sitzmann et al., 2020, with a frequency of 5 instead of 30, for points in the unit cube."""
+
+    def fun(params, p):
+        (weight, bias), *rest = params
+        return dense(rest, jnp.sin(5 * (p @ weight + bias)), jnp.sin)[0]
+
+    return Partial(fun, layers(key, size, width, width, width, width, 1))
+
+
+def pirate(size: int, width: int, key: Any) -> Any:
+    """Gated residual blocks on Fourier features, as in PirateNets (Wang et al., 2024)."""
+    a, b, c, d, e = jax.random.split(key, 5)
+    params = {
+        "frequencies": jax.random.normal(a, (size, width // 2)),
+        "gates": [layers(b, width, width)[0], layers(c, width, width)[0]],
+        "blocks": [layers(k, width, width, width, width) for k in jax.random.split(d, 2)],
+        "mix": [jnp.array(0.5), jnp.array(0.5)],
+        "last": layers(e, width, 1),
+    }
+
+    def fun(params, p):
+        phase = p @ params["frequencies"]
+        h = jnp.concatenate([jnp.cos(phase), jnp.sin(phase)])
+        u, v = (jnp.tanh(h @ weight + bias) for weight, bias in params["gates"])
+        for block, mix in zip(params["blocks"], params["mix"], strict=True):
+            g = h
+            for i, (weight, bias) in enumerate(block):
+                g = jnp.tanh(g @ weight + bias)
+                if i < 2:
+                    g = g * u + (1 - g) * v
+            h = mix * g + (1 - mix) * h
+        return dense(params["last"], h)[0]
+
+    return Partial(fun, params)
+
+
+def kan(size: int, width: int, key: Any) -> Any:
+    """Sums of Chebyshev polynomials on the edges of three layers (Sidharth et al., 2024)."""
+    degree, width = 4, width // 4
+    sizes = [size, width, width, 1]
+    params = [
+        jax.random.normal(k, (n, degree + 1, m)) / math.sqrt(n * (degree + 1))
+        for k, n, m in zip(jax.random.split(key, 3), sizes[:-1], sizes[1:], strict=True)
+    ]
+
+    def fun(params, h):
+        for weight in params:
+            x = jnp.tanh(h)
+            basis = [jnp.ones_like(x), x]
+            for _ in range(degree - 1):
+                basis.append(2 * x * basis[-1] - basis[-2])
+            h = jnp.einsum("ni,nio->o", jnp.stack(basis, -1), weight)
+        return h[0]
+
+    return Partial(fun, params)
+
+
+def separable(size: int, width: int, key: Any) -> Any:
+    """A network for each coordinate, and the sum of their products (SPINN, Cho et al., 2023)."""
+    width = width // 2 if size < 10 else width // 8
+    params = [layers(k, 1, width, width, width) for k in jax.random.split(key, size)]
+
+    def fun(params, p):
+        out = 1.0
+        for i, body in enumerate(params):
+            out = out * dense(body, p[i : i + 1])
+        return jnp.sum(out)
+
+    return Partial(fun, params)
+
+
+class Attention(eqx.Module):
+    """Tokens made of the point, one block of a transformer, the mean of what it says."""
+
+    embed: eqx.nn.Linear
+    attention: eqx.nn.MultiheadAttention
+    norms: list[eqx.nn.LayerNorm]
+    mlp: eqx.nn.MLP
+    last: eqx.nn.Linear
+
+    def __init__(self, size: int, width: int, key: Any):
+        a, b, c, d = jax.random.split(key, 4)
+        dim = width // 4
+        self.embed = eqx.nn.Linear(size, 8 * dim, key=a)
+        self.attention = eqx.nn.MultiheadAttention(4, dim, key=b)
+        self.norms = [eqx.nn.LayerNorm(dim), eqx.nn.LayerNorm(dim)]
+        self.mlp = eqx.nn.MLP(dim, dim, 4 * dim, 1, activation=jax.nn.gelu, key=c)
+        self.last = eqx.nn.Linear(dim, "scalar", key=d)
+
+    def __call__(self, p):
+        tokens = jnp.sin(self.embed(p)).reshape(8, -1)
+        h = jax.vmap(self.norms[0])(tokens)
+        tokens = tokens + self.attention(h, h, h)
+        tokens = tokens + jax.vmap(self.mlp)(jax.vmap(self.norms[1])(tokens))
+        return jnp.mean(jax.vmap(self.last)(tokens))
+
+
+def deeponet(size: int, width: int, key: Any) -> Any:
+    """A branch for an input function at 32 sensors, a trunk for the point (Lu et al., 2021)."""
+    a, b, c = jax.random.split(key, 3)
+    params = {
+        "branch": layers(a, 32, width, width),
+        "trunk": layers(b, size, width, width, width),
+        "sensors": jax.random.normal(c, (32,)),
+    }
+
+    def fun(params, p):
+        branch = dense(params["branch"], params["sensors"], jax.nn.gelu)
+        return jnp.vdot(branch, dense(params["trunk"], p))
+
+    return Partial(fun, params)
+
+
+NETWORKS: dict[str, Callable[[int, int, Any], Any]] = {
+    "eqx.nn.MLP": mlp,
+    "CoordinateMLP": coordinate_mlp,
+    "SIREN": siren,
+    "PirateNet": pirate,
+    "KAN": kan,
+    "SPINN": separable,
+    "attention": Attention,
+    "DeepONet": deeponet,
+}
+"""By name, from the number of coordinates, a width and a key."""

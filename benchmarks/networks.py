@@ -1,0 +1,342 @@
+"""What do derivatives of any network cost? Beside nested `jvp`, `jet` and folx, orders 1 to 4.
+
+Networks of many architectures (`_networks.py`), differentiated once to four times in one coordinate,
+their Laplacians in 2, 3, 16 and 100 dimensions, and the biharmonic operator in 2. The rivals:
+
+- `mpx_pde`: `partials`, `laplacian` and `linear_operator`;
+- `nested jvp`: JAX's own, with the same seeds at every level, so that XLA merges the levels;
+- `jet`: `jax.experimental.jet`, where it works;
+- `folx`: its forward Laplacian (Laplacians only).
+
+Each record is of one step, the mean square of the derivative and its gradient with respect to the
+parameters, compiled for this CPU in float32: operations, bytes accessed, temporary memory; and the
+error of the derivative against nested differentiation in float64, for `mpx_pde` in half precision
+too. With `--h100` the step is compiled for an H100, which need not be there, in float32 and float16.
+With `--time` rivals are timed, and so is tracing and compiling them: only on a machine that does
+nothing else.
+
+It goes on where it was left: what is in the file of results already, and was taken with the same
+sources, stays. `--minutes` ends a run after the case that is under way:
+
+    python -m benchmarks networks --minutes 2
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from functools import partial, reduce
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.jet import jet
+
+import mpx_pde as mpx
+
+from ._deviceless import TargetUnavailable, compile_for
+from ._networks import NETWORKS
+from ._report import Report, interleave
+from ._rivals import RivalMissing, failure, require
+from ._sources import sources
+
+
+CHECKED = 32
+"""At how many points values are compared."""
+
+
+class Problem(NamedTuple):
+    """What is asked of a network.
+
+    **Attributes:**
+
+    - `operator`: `"order"`, `"laplacian"` or `"biharmonic"`.
+    - `size`: the number of coordinates.
+    - `order`: of the derivative.
+    - `points`: how many.
+    """
+
+    operator: str
+    size: int
+    order: int
+    points: int
+
+    @property
+    def name(self) -> str:
+        return f"order {self.order}" if self.operator == "order" else f"{self.operator} {self.size}"
+
+
+PROBLEMS = (
+    *(Problem("order", 2, order, 2048) for order in (1, 2, 3, 4)),
+    Problem("laplacian", 2, 2, 2048),
+    Problem("laplacian", 3, 2, 2048),
+    Problem("laplacian", 16, 2, 256),
+    Problem("laplacian", 100, 2, 64),
+    Problem("biharmonic", 2, 4, 2048),
+)
+
+
+# --- Rivals ----------------------------------------------------------------------------------
+
+
+def along(fun: Callable, direction: Any) -> Callable:
+    return lambda p: jax.jvp(fun, (p,), (direction.astype(p.dtype),))[1]
+
+
+def summed(part: Callable[[Any], Any], size: int) -> Any:
+    """The sum of a function of a direction over all coordinates."""
+    eye = np.eye(size)
+    if size <= 3:
+        return reduce(lambda a, b: a + b, map(part, eye))
+    return jnp.sum(jax.vmap(part)(jnp.asarray(eye)))
+
+
+def ours(model: Any, problem: Problem) -> Callable:
+    coords = [f"x{i}" for i in range(problem.size)] if problem.size > 3 else "xyz"[: problem.size]
+    if problem.operator == "order":
+        name = "u_" + "x" * problem.order
+        terms = mpx.partials(model, [name], coords=coords, outputs="u")
+        return lambda p: terms(p)[name]
+    operator = {"op": problem.operator}
+    terms = mpx.linear_operator(model, operator, coords=coords, outputs="u")
+    return lambda p: terms(p)["op_u"]
+
+
+def nested(model: Any, problem: Problem) -> Callable:
+    if problem.operator == "order":
+        return reduce(along, [np.eye(problem.size)[0]] * problem.order, model)
+    if problem.operator == "laplacian":
+        return lambda p: summed(lambda e: along(along(model, e), e)(p), problem.size)
+    x, y = np.eye(2)
+    pure = [reduce(along, [e] * 4, model) for e in (x, y)]
+    mixed = reduce(along, [x, x, y, y], model)
+    return lambda p: pure[0](p) + 2 * mixed(p) + pure[1](p)
+
+
+def by_jet(model: Any, problem: Problem) -> Callable:
+    def highest(p, e, order):
+        series = [jnp.asarray(e, p.dtype), *[jnp.zeros_like(p)] * (order - 1)]
+        return jet(model, (p,), (series,))[1][order - 1]
+
+    if problem.operator == "order":
+        return lambda p: highest(p, np.eye(problem.size)[0], problem.order)
+    if problem.operator == "laplacian":
+        return lambda p: summed(lambda e: highest(p, e, 2), problem.size)
+    # By polarization: 12 u_xxyy = (x + y)^4 + (x - y)^4 - 2 x^4 - 2 y^4.
+    x, y = np.eye(2)
+
+    def biharmonic(p):
+        pure = highest(p, x, 4) + highest(p, y, 4)
+        return pure + (highest(p, x + y, 4) + highest(p, x - y, 4) - 2 * pure) / 6
+
+    return biharmonic
+
+
+def by_folx(model: Any, problem: Problem) -> Callable:
+    del problem
+    forward = require("folx").forward_laplacian(model)
+    return lambda p: forward(p).laplacian
+
+
+RIVALS: dict[str, Callable[[Any, Problem], Callable]] = {
+    "mpx_pde": ours,
+    "nested jvp": nested,
+    "jet": by_jet,
+    "folx": by_folx,
+}
+
+
+def values(way: Callable, static: Any, problem: Problem, arrays: Any, x: Any) -> Any:
+    """The derivatives at all points."""
+    fun = way(eqx.combine(arrays, static), problem)
+    return jax.vmap(lambda p: jnp.reshape(fun(p), ()))(x)
+
+
+def step(way: Callable, static: Any, problem: Problem, arrays: Any, x: Any) -> Any:
+    """The gradient of their mean square, and the first of them."""
+
+    def loss(arrays):
+        out = values(way, static, problem, arrays, x).astype(jnp.float32)
+        return jnp.mean(out**2), out[:CHECKED]
+
+    return jax.grad(loss, has_aux=True)(arrays)
+
+
+# --- Measurements ----------------------------------------------------------------------------
+
+
+class Case(NamedTuple):
+    """One network and one problem."""
+
+    network: str
+    problem: Problem
+    width: int
+
+    def make(self) -> tuple[Any, Any, jax.Array]:
+        """Parameters, what else the network is, and points."""
+        model = NETWORKS[self.network](self.problem.size, self.width, jax.random.key(0))
+        arrays, static = eqx.partition(model, eqx.is_inexact_array)
+        shape = (self.problem.points, self.problem.size)
+        return arrays, static, jax.random.uniform(jax.random.key(1), shape)
+
+    @property
+    def where(self) -> dict[str, Any]:
+        return {"network": self.network, "problem": self.problem.name}
+
+
+def reference(case: Case) -> np.ndarray:
+    """The derivatives in float64."""
+    arrays, static, x = case.make()
+    arrays, x = jax.tree.map(np.asarray, (arrays, x[:CHECKED]))
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: jnp.asarray(a, jnp.float64), (arrays, x))
+        return np.asarray(jax.jit(partial(values, nested, static, case.problem))(*wide))
+
+
+def relative(got: Any, want: np.ndarray) -> float:
+    got = np.asarray(got, np.float64)
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def measure(report: Report, case: Case, clock: bool) -> None:
+    """Adds a record for each rival, and for the errors in half precision."""
+    arrays, static, x = case.make()
+    want = reference(case)
+    timed: dict[str, Callable] = {}
+    records: dict[str, dict[str, Any]] = {}
+    for name, way in RIVALS.items():
+        if name == "folx" and case.problem.operator != "laplacian":
+            continue
+        try:
+            start = time.perf_counter()
+            run = jax.jit(partial(step, way, static, case.problem))
+            compiled = run.lower(arrays, x).compile()
+            spent = time.perf_counter() - start
+            cost, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
+            _, out = compiled(arrays, x)
+        except RivalMissing:
+            continue
+        except Exception as error:  # of a rival
+            if way is ours:
+                raise
+            report.record("costs", **case.where, rival=name, failed=failure(error))
+            continue
+        records[name] = report.record(
+            "costs",
+            **case.where,
+            rival=name,
+            flops=cost.get("flops"),
+            bytes_accessed=cost.get("bytes accessed"),
+            temp_bytes=memory.temp_size_in_bytes,
+            error=relative(out, want),
+        )
+        if clock:
+            records[name]["compile_seconds"] = spent
+            timed[name] = partial(compiled, arrays, x)
+    if clock:
+        for name, timing in interleave(timed, rounds=7).items():
+            records[name]["seconds"] = timing._asdict()
+    for half in ("float16", "bfloat16"):
+        cast = mpx.cast_tree(arrays, half)
+        got = jax.jit(partial(values, ours, static, case.problem))(cast, x[:CHECKED])
+        records["mpx_pde"][f"error_{half}"] = relative(got, want)
+
+
+def measure_h100(report: Report, case: Case) -> None:
+    """Temporary memory of the step for an H100."""
+    arrays, static, x = case.make()
+    half = mpx.cast_to_float16(arrays)
+    programs = {
+        ("mpx_pde", "float32"): (ours, arrays),
+        ("mpx_pde", "float16"): (ours, half),
+        ("nested jvp", "float32"): (nested, arrays),
+    }
+    for (name, precision), (way, weights) in programs.items():
+        run = partial(step, way, static, case.problem)
+        try:
+            compiled = compile_for("h100", run, weights, x)
+        except TargetUnavailable as error:
+            raise SystemExit(str(error)) from error
+        report.record(
+            "h100",
+            **case.where,
+            rival=name,
+            precision=precision,
+            temp_bytes=compiled.temp_bytes,
+            kernels=compiled.kernels(),
+        )
+
+
+def cases(args: argparse.Namespace) -> Iterator[Case]:
+    chosen = args.networks.split(",") if args.networks else list(NETWORKS)
+    for network in chosen:
+        for problem in PROBLEMS[:2] if args.quick else PROBLEMS:
+            if args.quick:
+                problem = problem._replace(points=64)
+            yield Case(network, problem, 32 if args.quick else args.width)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--networks", help=f"out of {', '.join(NETWORKS)}; by default all")
+    parser.add_argument("--time", action="store_true", help="time steps, tracing and compiling")
+    parser.add_argument("--h100", action="store_true", help="compile for an H100 instead")
+    parser.add_argument("--minutes", type=float, help="start no further case after as many")
+    parser.add_argument("--anew", action="store_true", help="keep nothing of earlier runs")
+
+
+def resume(report: Report, args: argparse.Namespace) -> None:
+    """Takes over what an earlier run has measured with these sources."""
+    path = report.path(args.out)
+    if args.anew or not path.exists():
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    if before["sources"] != sources(report.name) or before["width"] != [{"width": args.width}]:
+        report.note("The results there are of other sources, or of another width: from the start.")
+        return
+    report.sections |= {k: before[k] for k in ("costs", "h100") if k in before}
+
+
+def run(report: Report, args: argparse.Namespace) -> int:
+    if not args.quick:
+        resume(report, args)
+    section = "h100" if args.h100 else "costs"
+    done = {(r["network"], r["problem"]) for r in report.sections.get(section, [])}
+    begin = time.monotonic()
+    left = 0
+    for case in cases(args):
+        if (case.network, case.problem.name) in done:
+            continue
+        if args.minutes is not None and time.monotonic() - begin > 60 * args.minutes:
+            left += 1
+            continue
+        print(f"{case.network}, {case.problem.name}", flush=True)
+        if args.h100:
+            measure_h100(report, case)
+        else:
+            measure(report, case, args.time)
+    report.sections["width"] = [{"width": args.width}]
+    if not args.h100:
+        tell(report)
+    if left:
+        report.note(f"{left} cases are left: run it again.")
+    return 0
+
+
+def tell(report: Report) -> None:
+    """Prints the table, with costs over those of nested `jvp`."""
+    rows = []
+    found = report.sections.get("costs", [])
+    bases = {(r["network"], r["problem"]): r for r in found if r["rival"] == "nested jvp"}
+    for record in found:
+        base = bases[record["network"], record["problem"]]
+        cells = [record["network"], record["problem"], record["rival"]]
+        if "failed" in record:
+            rows.append([*cells, None, None, None, None, record["failed"]])
+            continue
+        over = [record[k] / base[k] for k in ("flops", "bytes_accessed", "temp_bytes")]
+        rows.append([*cells, *over, record["error"], None])
+    columns = ["network", "problem", "rival", "operations", "bytes", "temp memory", "error", ""]
+    report.table("Over nested jvp", columns, rows)

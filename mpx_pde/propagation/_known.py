@@ -1,0 +1,115 @@
+"""Streams that are known while tracing: constant derivatives of coordinates that are only moved.
+
+They are numbers of NumPy. Worked out by JAX, each operation would be compiled for them: a slice of
+each of a thousand coordinates took minutes.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._jaxpr import own_bind
+from ._plan import Index, Plan
+from ._streams import Jet, is_inexact
+
+
+def _broadcast(x: np.ndarray, lead: int, shape, broadcast_dimensions, **_) -> Any:
+    at = [*range(lead), *(lead + i for i in broadcast_dimensions)]
+    whole = (*x.shape[:lead], *shape)
+    placed = [1] * len(whole)
+    for size, i in zip(x.shape, at, strict=True):
+        placed[i] = size
+    return np.broadcast_to(x.reshape(placed), whole)
+
+
+def _slice(x: np.ndarray, lead: int, start_indices, limit_indices, strides) -> Any:
+    strides = strides or (1,) * len(start_indices)
+    cuts = map(slice, start_indices, limit_indices, strides)
+    return x[(slice(None),) * lead + tuple(cuts)]
+
+
+def _transpose(x: np.ndarray, lead: int, permutation) -> Any:
+    return x.transpose(*range(lead), *(lead + i for i in permutation))
+
+
+_MOVES: dict[str, Callable[..., Any]] = {
+    "broadcast_in_dim": _broadcast,
+    "reshape": lambda x, lead, new_sizes, **_: x.reshape((*x.shape[:lead], *new_sizes)),
+    "slice": _slice,
+    "squeeze": lambda x, lead, dimensions: x.squeeze(tuple(lead + i for i in dimensions)),
+    "expand_dims": lambda x, lead, dimensions: np.expand_dims(
+        x, tuple(lead + i for i in dimensions)
+    ),
+    "rev": lambda x, lead, dimensions: np.flip(x, tuple(lead + i for i in dimensions)),
+    "transpose": _transpose,
+    "neg": lambda x, lead: -x,
+    "convert_element_type": lambda x, lead, **_: x,
+    "copy": lambda x, lead: x,
+}
+"""What a primitive of one operand does to an array with `lead` axes in front of its own."""
+
+
+def known_streams(
+    rule: Callable, eqn: Any, operands: Sequence[Any], plan: Plan
+) -> tuple[dict[Index, Any], int]:
+    """The streams of the result of an equation whose operands have known ones, and its stage;
+    those that vanish are dropped."""
+    jets = [x for x in operands if isinstance(x, Jet)]
+    stage = max(x.stage for x in jets)
+    if not is_inexact(eqn.outvars[0].aval):
+        return {}, stage
+    keys = [k for k in plan.keys if any(k in x.streams for x in jets)]
+    found = {k: _by_numpy(eqn, operands, k, plan) for k in keys}
+    if any(x is None for x in found.values()):
+        found, stage = _by_jax(rule, eqn, operands)
+    return {k: np.asarray(x) for k, x in found.items() if np.any(np.asarray(x))}, stage
+
+
+def _by_numpy(eqn: Any, operands: Sequence[Any], key: Index, plan: Plan) -> Any:
+    name, lead = eqn.primitive.name, 0 if plan.size(key) is None else 1
+    first, *rest = operands
+    if name in ("mul", "div") and not any(isinstance(x, Jet) for x in rest):
+        x, factor = first.streams[key], np.asarray(rest[0])
+        return x * factor if name == "mul" else x / factor
+    if name in ("add", "sub", "concatenate"):
+        return _joined(eqn, operands, key, plan)
+    move = _MOVES.get(name)
+    return None if move is None or rest else move(first.streams[key], lead, **eqn.params)
+
+
+def _joined(eqn: Any, operands: Sequence[Any], key: Index, plan: Plan) -> Any:
+    size = plan.size(key)
+    front = () if size is None else (size,)
+    parts = []
+    for x in operands:
+        own = x.streams.get(key) if isinstance(x, Jet) else None
+        inner = np.shape(x.primal if isinstance(x, Jet) else x)
+        # A number that is added to an array has no axes of its own.
+        shape = (*front, *(inner or (1,) * len(eqn.outvars[0].aval.shape)))
+        parts.append(np.zeros(shape) if own is None else np.broadcast_to(own, shape))
+    dtype = next(s.dtype for x in operands if isinstance(x, Jet) for s in x.streams.values())
+    parts = [x.astype(dtype, copy=False) for x in parts]
+    if eqn.primitive.name == "concatenate":
+        return np.concatenate(parts, len(front) + eqn.params["dimension"])
+    return parts[0] - parts[1] if eqn.primitive.name == "sub" else parts[0] + parts[1]
+
+
+def _by_jax(rule: Callable, eqn: Any, operands: Sequence[Any]) -> tuple[dict[Index, Any], int]:
+    with jax.ensure_compile_time_eval():
+        shadows = [
+            Jet(np.zeros(x.primal.shape, x.primal.dtype), x.streams, x.stage)
+            if isinstance(x, Jet)
+            else x
+            for x in operands
+        ]
+        (out,) = rule(eqn, shadows)
+        return {k: np.asarray(x) for k, x in out.streams.items()}, out.stage
+
+
+def folded(rule: Callable, eqn: Any, operands: list[Any], plan: Plan) -> list[Jet]:
+    """A rule on streams that are known while tracing; those that vanish are dropped."""
+    streams, stage = known_streams(rule, eqn, operands, plan)
+    (primal,) = own_bind(eqn, [x.primal if isinstance(x, Jet) else x for x in operands])
+    return [Jet(primal, streams, stage)]
