@@ -68,8 +68,8 @@ class Problem:
     errors: Callable[[Any], Mapping[str, float]] | None = None
     fields: Sequence[str] = "u"
     steps: int = 3000
-    learning_rate: float = 5e-3
-    optimizer: str = "adam"
+    learning_rate: float = 1e-2
+    optimizer: str = "muon"
     family: str = "PINN"
     as_trained: bool = False
     derivatives: Callable[[], mpx.DerivativeScaling] | None = None
@@ -339,6 +339,19 @@ def errors_of(problem: Problem, model: Any) -> Mapping[str, float]:
 def grid(*axes: Float[np.ndarray, " n"]) -> Float[np.ndarray, "points coords"]:
     """All points with their coordinates from these axes, the last one running fastest."""
     return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, len(axes))
+
+
+# --- Networks --------------------------------------------------------------------------------
+
+
+class InUnits(eqx.Module):
+    """A network of coordinates that are measured in other units, which Fourier features see."""
+
+    network: Callable
+    units: tuple[float, ...] = eqx.field(static=True)
+
+    def __call__(self, point: Float[Array, " coords"]) -> Float[Array, "*fields"]:
+        return self.network(point / jnp.asarray(self.units, point.dtype))
 
 
 # --- Points ----------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._runner import Problem, grid, uniform
+from ._runner import InUnits, Problem, grid, uniform
 
 
 A, B = 1 / (500 * np.pi) ** 2, 1 / np.pi**2
@@ -27,25 +27,14 @@ def exact(point):
 
 
 def network(key):
-    mlp = mpx.nn.CoordinateMLP(3, "scalar", 48, 3, key=key, fourier_features=(64, 3.0))
+    mlp = mpx.nn.CoordinateMLP(3, "scalar", 48, 3, key=key, fourier_features=(48, 1.5))
 
     def form(point, n):
         t, x, y = point
         edges = 16 * x * (1 - x) * y * (1 - y)
         return start(x, y) + t / (1 + t) * edges * n
 
-    # Fourier features see all of t as one unit of length.
-    return mpx.nn.Ansatz(ScaledTime(mlp), form)
-
-
-class ScaledTime(mpx.nn.Ansatz):
-    """A network of t / END, x and y."""
-
-    def __init__(self, mlp):
-        self.network, self.form = mlp, lambda point, n: n
-
-    def __call__(self, point):
-        return self.network(point / jnp.asarray([END, 1, 1], point.dtype))
+    return mpx.nn.Ansatz(InUnits(mlp, (END, 0.2, 1)), form)
 
 
 def loss(u, points, *, derivatives=None):

@@ -27,8 +27,8 @@ def source(point):
 
 
 def network(key):
-    mlp = mpx.nn.CoordinateMLP(2, "scalar", 32, 3, key=key, fourier_features=(16, 1.0))
-    return mpx.nn.Ansatz(mlp, lambda point, n: point[1] + point[0] ** 2 * n)
+    mlp = mpx.nn.CoordinateMLP(2, "scalar", 32, 3, key=key, fourier_features=(32, 1.5))
+    return mpx.nn.Ansatz(mlp, lambda point, n: point[1] * (1 + point[0] ** 2 * n))
 
 
 def loss(u, points, *, derivatives=None):

@@ -1,4 +1,4 @@
-"""A breather of the sine-Gordon equation u_tt = u_xx − sin u, on −8 ≤ x ≤ 8 up to t = 6.
+"""A breather of the sine-Gordon equation u_tt = u_xx − sin u, on −8 ≤ x ≤ 8 up to t = 4.
 
 u = 4 arctan(√(1 − ω²) cos ωt / (ω cosh √(1 − ω²) x)) with ω = 0.6, from rest. The boundary values are
 those of the solution.
@@ -15,7 +15,7 @@ from ._runner import Problem, grid, on_faces, uniform
 
 W = 0.6
 S = np.sqrt(1 - W**2)
-LOW, HIGH = (0.0, -8.0), (6.0, 8.0)
+LOW, HIGH = (0.0, -8.0), (4.0, 8.0)
 
 
 def exact(point):
@@ -59,5 +59,5 @@ PROBLEM = Problem(
     loss=loss,
     sample=sample,
     exact=exact,
-    at=grid(np.linspace(0, 6, 61), np.linspace(-8, 8, 161)),
+    at=grid(np.linspace(0, 4, 41), np.linspace(-8, 8, 161)),
 )

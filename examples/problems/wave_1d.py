@@ -23,7 +23,7 @@ def exact(point):
 
 
 def network(key):
-    mlp = mpx.nn.CoordinateMLP(2, "scalar", 48, 3, key=key, fourier_features=(32, 1.5))
+    mlp = mpx.nn.CoordinateMLP(2, "scalar", 48, 3, key=key, fourier_features=(32, 2.0))
 
     def form(point, n):
         t, x = point
