@@ -42,9 +42,7 @@ def finish(trainer: "Trainer", model: Any, scaling: Any, key: Any) -> Any:
     def body(carry, _):
         arrays, state = carry
         out, grads = evaluate(arrays, state=state)
-        updates, new = optimizer.update(
-            grads, state, arrays, value=out, grad=grads, value_fn=value
-        )
+        updates, new = optimizer.update(grads, state, arrays, value=out, grad=grads, value_fn=value)
         moved = optax.apply_updates(arrays, updates)
         usable = mpx.all_finite(moved)
         return mpx.select_tree(usable, (moved, new), (arrays, state)), out

@@ -73,7 +73,13 @@ def operator(
         got = eqx.filter_jit(lambda m, x: jax.lax.map(m, x, batch_size=batch))(model, inputs)
         return {"rel. L2 error": float(jnp.mean(relative(got.astype(jnp.float32), outputs)))}
 
-    given = {"learning_rate": 3e-3, "optimizer": "adam", "steps": 600, "family": "operator", **given}
+    given = {
+        "learning_rate": 3e-3,
+        "optimizer": "adam",
+        "steps": 600,
+        "family": "operator",
+        **given,
+    }
     return Problem(
         network=network, loss=loss, sample=sample, errors=errors, as_trained=True, **given
     )
@@ -184,7 +190,13 @@ def emulator(
         mean = float(np.exp(np.mean(np.log(list(at.values())))))
         return {"rollout": mean, **{f"step {n}": error for n, error in at.items()}}
 
-    given = {"learning_rate": 3e-3, "optimizer": "adam", "steps": 1000, "family": "emulator", **given}
+    given = {
+        "learning_rate": 3e-3,
+        "optimizer": "adam",
+        "steps": 1000,
+        "family": "emulator",
+        **given,
+    }
     return Problem(
         network=make_network, loss=loss, sample=sample, errors=errors, as_trained=True, **given
     )

@@ -375,3 +375,22 @@ def on_faces(
     ends = np.asarray([low, high], np.float32)
     axis = np.asarray(axes)[face // 2]
     return points.at[np.arange(count), axis].set(ends[face % 2, axis])
+
+
+# --- Examples --------------------------------------------------------------------------------
+
+
+def from_example(example: Any, **given: Any) -> Problem:
+    """A problem from that of one of the examples beside this folder, with its points, loss and
+    errors."""
+    return Problem(
+        **{
+            "title": example.title,
+            "network": example.network,
+            "loss": example.loss,
+            "points": example.points,
+            "errors": example.errors,
+            "learning_rate": example.full.learning_rate,
+            **given,
+        }
+    )

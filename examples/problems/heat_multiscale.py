@@ -51,5 +51,6 @@ PROBLEM = Problem(
     loss=loss,
     sample=lambda key: uniform(key, 512, low=(0, 0, 0), high=(END, 1, 1)),
     exact=exact,
+    steps=4000,
     at=grid(np.linspace(0, END, 26), np.linspace(0, 1, 81), np.linspace(0, 1, 9)),
 )

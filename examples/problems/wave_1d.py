@@ -28,7 +28,7 @@ def network(key):
     def form(point, n):
         t, x = point
         start = jnp.sin(jnp.pi * x) + jnp.sin(4 * jnp.pi * x) / 2
-        return start + t**2 * 4 * x * (1 - x) * n
+        return start + t**2 / (0.01 + t**2) * 4 * x * (1 - x) * n
 
     return mpx.nn.Ansatz(mlp, form)
 
