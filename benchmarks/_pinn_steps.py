@@ -170,7 +170,9 @@ def by_jmp(layers, points, order):
     return JaxStep(step, _arrays(layers), jmp_scaling(START), points)
 
 
-def by_library(method, precision, layers, points, order):
+def library_step(method, precision, layers, order):
+    """The step by this library, its model and its scaling."""
+
     def loss(model, points, _, *, derivatives):
         if method == "laplacian":
             return laplacian_residuals(model, points, derivatives=derivatives)
@@ -184,7 +186,11 @@ def by_library(method, precision, layers, points, order):
     with mpx.half_precision("bfloat16" if precision == "bfloat16" else "float16"):
         derivatives = mpx.DerivativeScaling.per_direction("xy", order=order)
         scaling = mpx.Scaling(mpx.DynamicLossScaling(START), derivatives)
-    return JaxStep(partial(step_by_library, loss, options), coordinate_mlp(layers), scaling, points)
+    return partial(step_by_library, loss, options), coordinate_mlp(layers), scaling
+
+
+def by_library(method, precision, layers, points, order):
+    return JaxStep(*library_step(method, precision, layers, order), points)
 
 
 def jax_rivals(gpu: bool) -> list[Rival]:

@@ -103,6 +103,12 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "pinns-cavity_zero_equation": (*PINNS, *CAVITY),
     "pinns-heat_sink": (*PINNS, *_examples("heat_sink", "_heat_sink_reference", "_newton")),
     "pinns-helmholtz": (*PINNS, *_examples("helmholtz")),
+    "predicted": (
+        *(*STEP, *DERIVATIVES, *OPERATORS, *AUTOCAST, *COMPILER, *_examples("vit")),
+        *_benchmarks("predicted", "_predicted_cases", "_roofline", "_chips", "_hlo"),
+        *_benchmarks("_pinn_steps", "_cavity", "_steps", "overhead", "fno_step", "vit_step"),
+        *_benchmarks("_measured", "vit_memory"),
+    ),
     "products": _benchmarks("products"),
     "spectral": (*OPERATORS, *COMPILER, *CLOCK, *_benchmarks("spectral")),
     "time_to_error-cavity": (

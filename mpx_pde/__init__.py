@@ -45,6 +45,7 @@ from ._dtypes import (
 )
 from ._einsum import mixed_einsum as mixed_einsum
 from ._faults import error_if_stuck as error_if_stuck
+from ._floor import PrecisionFloor as PrecisionFloor, precision_floor as precision_floor
 from ._grad import (
     calculate_scaled_grad as calculate_scaled_grad,
     filter_grad as filter_grad,
@@ -109,6 +110,7 @@ __all__ = [
     "DynamicLossScaling",
     "FullPrecision",
     "NoOpLossScaling",
+    "PrecisionFloor",
     "PrecisionReport",
     "PrecisionWarning",
     "RangeReport",
@@ -149,6 +151,7 @@ __all__ = [
     "nn",
     "optimizer_update",
     "partials",
+    "precision_floor",
     "precision_report",
     "range_report",
     "refined",

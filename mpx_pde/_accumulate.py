@@ -28,7 +28,7 @@ def _is_leaf(x: Any) -> bool:
     return isinstance(x, eqx.nn.State)
 
 
-def _axes_of_leaves(in_axes: PyTree, args: tuple) -> list[int | None]:
+def _axes_of_leaves(in_axes: PyTree, args: tuple, call: str) -> list[int | None]:
     """The axis of each leaf of `args`, from a prefix."""
     axes: list[int | None] = []
 
@@ -39,25 +39,27 @@ def _axes_of_leaves(in_axes: PyTree, args: tuple) -> list[int | None]:
         jtu.tree_map(spread, in_axes, args, is_leaf=lambda x: x is None)
     except ValueError as e:
         raise ValueError(
-            f"`{_CALL}` takes `in_axes` as a prefix of the {len(args)} positional arguments after "
+            f"`{call}` takes `in_axes` as a prefix of the {len(args)} positional arguments after "
             "the model: an axis for all, or a tuple with an axis or `None` for each. Got "
             f"{in_axes!r}."
         ) from e
     return axes
 
 
-def _split(x: Array | np.ndarray, axis: Any, micro_batches: int, path: Any) -> Array:
+def _split(
+    x: Array | np.ndarray, axis: Any, micro_batches: int, path: Any, call: str
+) -> Array:
     """Shape `[micro_batches, ...]`: consecutive blocks of `x` along `axis`."""
     shape = jnp.shape(x)
     if not is_integer(axis) or not -len(shape) <= axis < len(shape):
         raise ValueError(
-            f"`{_CALL}` cannot split the array at {jtu.keystr(path)} of the arguments after the "
+            f"`{call}` cannot split the array at {jtu.keystr(path)} of the arguments after the "
             f"model along the axis {axis!r} that `in_axes` names: its shape is {shape}."
         )
     size = shape[axis]
     if size % micro_batches:
         raise ValueError(
-            f"`{_CALL}` cannot split the array at {jtu.keystr(path)} of the arguments after the "
+            f"`{call}` cannot split the array at {jtu.keystr(path)} of the arguments after the "
             f"model into {micro_batches} micro-batches: it has {size} entries along axis {axis}. "
             "Choose a batch size that is a multiple, or mark what is no batch by `None` in "
             "`in_axes`."
@@ -68,18 +70,29 @@ def _split(x: Array | np.ndarray, axis: Any, micro_batches: int, path: Any) -> A
     return jnp.moveaxis(blocks, axis, 0)
 
 
+def split_batch(
+    rest: tuple, in_axes: PyTree, micro_batches: int, call: str
+) -> tuple[dict[int, Array], Callable[[dict[int, Array]], tuple]]:
+    """What is batched among the arguments after the model, by the number of its leaf and with a
+    leading axis of micro-batches; and a function from one of them to all these arguments."""
+    paths, treedef = jtu.tree_flatten_with_path(rest, is_leaf=_is_leaf)
+    axes = _axes_of_leaves(in_axes, rest, call)
+    leaves = [x for _, x in paths]
+    batched = {
+        i: _split(x, axis, micro_batches, path, call)
+        for i, ((path, x), axis) in enumerate(zip(paths, axes, strict=True))
+        if axis is not None and eqx.is_array_like(x) and jnp.ndim(x) > 0
+    }
+    return batched, lambda batch: treedef.unflatten(
+        [batch.get(i, x) for i, x in enumerate(leaves)]
+    )
+
+
 def _run(
     gradient: Gradient, args: tuple, kwargs: dict, *, micro_batches: int, in_axes: PyTree
 ) -> tuple:
     model, *rest = args
-    paths, treedef = jtu.tree_flatten_with_path(tuple(rest), is_leaf=_is_leaf)
-    axes = _axes_of_leaves(in_axes, tuple(rest))
-    leaves = [x for _, x in paths]
-    batched = {
-        i: _split(x, axis, micro_batches, path)
-        for i, ((path, x), axis) in enumerate(zip(paths, axes, strict=True))
-        if axis is not None and eqx.is_array_like(x) and jnp.ndim(x) > 0
-    }
+    batched, whole = split_batch(tuple(rest), in_axes, micro_batches, _CALL)
 
     def differentiate(args):
         if gradient.use_mixed_precision:
@@ -89,8 +102,7 @@ def _run(
     statics = []  # what is no array in `aux`, and could not leave the scan
 
     def body(total, batch):
-        here = treedef.unflatten([batch.get(i, x) for i, x in enumerate(leaves)])
-        out, *sums = differentiate((model, *here))
+        out, *sums = differentiate((model, *whole(batch)))
         arrays, static = eqx.partition(out, eqx.is_array)
         statics.append(static)
         return jtu.tree_map(jnp.add, total, widen(sums)), arrays

@@ -15,6 +15,34 @@ from ._dot import SPLIT_PRODUCTS
 FORWARDS = ("half", "float32", *SPLIT_PRODUCTS, "float64")
 """What `forward=` takes."""
 
+RUNGS = (
+    "half",
+    "tensorfloat32",
+    "bfloat16_x3",
+    "tensorfloat32_x3",
+    "bfloat16_x6",
+    "bfloat16_x9",
+    "float32",
+    "full",
+    "float64",
+)
+"""Precisions of a training by the error of its loss, the largest first: what `forward=` takes, and
+`"full"`, the precision of the parameters throughout."""
+
+
+def options_of(rung: str) -> dict[str, Any]:
+    """What a gradient transformation takes to work on a rung."""
+    return {"use_mixed_precision": False} if rung == "full" else {"forward": rung}
+
+
+def check_rung(rung: Any, call: str, name: str) -> str:
+    """`rung` if it is one of `RUNGS`, else a `ValueError` in the name of `call`."""
+    if rung not in RUNGS:
+        raise ValueError(
+            f"`{call}` takes {', '.join(map(repr, RUNGS))} in `{name}`, but got {rung!r}."
+        )
+    return rung if rung == "full" else check_forward(rung, call)
+
 
 class Forward(NamedTuple):
     """How a loss is evaluated while it is traced.

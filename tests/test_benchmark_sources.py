@@ -149,7 +149,10 @@ def helpers_of(path):
 
 
 # Of what these import they take one function, which needs nothing of the rest.
-APART = {"growth": {"benchmarks/_steps.py", "benchmarks/overhead.py"}}
+APART = {
+    "growth": {"benchmarks/_steps.py", "benchmarks/overhead.py"},
+    "predicted": {f"benchmarks/_torch/{name}.py" for name in ("fno", "steps", "vit")},
+}
 
 
 @pytest.mark.parametrize("name", [n for n in questions() if n not in ("time_to_error", "pinns")])

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float
 from .._cast import widen
 from .._dtypes import FLOAT16_MAX
 from .._forward import present_forward
+from .._marks import marked
 from ..propagation import Equation, Index, Plan, make_plan, propagate, sum_key
 from ._checks import Term, as_network, check_point
 from ._probe import tap
@@ -268,7 +269,7 @@ class Evaluation:
             x = streams.get(self._indices[term.name], zero)[term.output]
             row = self._rows.get(term.name)
             out[term.name] = self._counted(x, () if row is None else (row,))
-        return out
+        return marked(out)
 
     def _counted(self, x: Array, rows: Sequence[int]) -> Array:
         """A derivative, counted at the scale that each row stands for."""

@@ -113,19 +113,28 @@ class Evaluator:
     def _in_full(self, layer: Callable, arrays: dict, traced: dict, roles) -> dict:
         """A layer whose values are those of the full evaluation, and whose derivative is that of
         the half one, at what entered it rounded to half: this alone is kept."""
-        half = dataclasses.replace(self, full=None, note=None)
+        full = self.full
+        assert full is not None
+        # A rule that is kept for later may hold no value of the trace that it was made in.
+        known = {k: x for k, x in self.rules.factors.items() if not isinstance(x, jax.Array)}
+        factors = {k: x for k, x in self.rules.factors.items() if k not in known}
 
-        def kept(traced):
-            return {
-                k: self.storage.stored(x) if k in roles.stored else x for k, x in traced.items()
-            }
+        def value_of(arrays, traced, factors, scales):
+            del scales
+            rules = self.rules.with_factors({**known, **factors})
+            return layer(dataclasses.replace(full, rules=rules), arrays, traced)
 
-        def derivative_of(arrays, traced):
-            out = jax.checkpoint(partial(layer, half))(arrays, kept(traced))
+        def derivative_of(arrays, traced, factors, scales):
+            rules = self.rules.with_factors({**known, **factors})
+            storage = dataclasses.replace(self.storage, scales=scales)
+            half = dataclasses.replace(self, rules=rules, storage=storage, full=None, note=None)
+            kept = {k: storage.stored(x) if k in roles.stored else x for k, x in traced.items()}
+            out = jax.checkpoint(partial(layer, half))(arrays, kept)
             out = {k: half._loaded(x) for k, x in out.items()}
             return {k: self._loaded(x) for k, x in out.items()}
 
-        return with_derivative_of(partial(layer, self.full), derivative_of)(arrays, traced)
+        run = with_derivative_of(value_of, derivative_of)
+        return run(arrays, traced, factors, dict(self.storage.scales))
 
     def _leaving(self, value: Any, k: int, roles) -> Any:
         """What a layer hands on, as it is kept."""

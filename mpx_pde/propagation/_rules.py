@@ -1,6 +1,6 @@
 """How each kind of primitive maps streams: linear, product, elementwise, by selection."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +36,19 @@ class Rules:
             (-1 - k,): tuple(zip(factors, terms, strict=True))
             for k, (factors, terms) in enumerate(zip(weights, plan.sums, strict=True))
         }
+
+    @property
+    def factors(self) -> dict[tuple[int, int], Any]:
+        """The factors of all summands, by sum and place."""
+        every = (
+            (-1 - key[0], j, w) for key, x in self.weights.items() for j, (w, _) in enumerate(x)
+        )
+        return {(k, j): w for k, j, w in every}
+
+    def with_factors(self, factors: Mapping[tuple[int, int], Any]) -> "Rules":
+        """The same rules with other factors."""
+        counts = [len(self.weights[(-1 - k,)]) for k in range(len(self.weights))]
+        return Rules(self.plan, [[factors[k, j] for j in range(n)] for k, n in enumerate(counts)])
 
     # What products and functions add to a stream beyond its linear part.
 

@@ -1,0 +1,242 @@
+"""Optimized HLO as text, read into computations of instructions."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import NamedTuple
+
+
+_BITS = {
+    **dict.fromkeys(("s4", "u4"), 4),
+    **dict.fromkeys(("pred", "s8", "u8"), 8),
+    **dict.fromkeys(("s16", "u16", "f16", "bf16"), 16),
+    **dict.fromkeys(("s32", "u32", "f32"), 32),
+    **dict.fromkeys(("s64", "u64", "f64", "c64"), 64),
+    "c128": 128,
+    "token": 0,
+}
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]")
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
+_INSTRUCTION = re.compile(r"^\s+(ROOT )?%?(\S+) = (.*)$")
+_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
+
+BOOKKEEPING = frozenset(
+    {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
+    | {"partition-id", "replica-id", "optimization-barrier", "add-dependency"}
+)
+"""Instructions that do nothing when the program runs."""
+
+
+def bits(dtype: str) -> int | None:
+    """Of an element; `None` for what is no dtype."""
+    if dtype.startswith("f8"):
+        return 8
+    return _BITS.get(dtype)
+
+
+class Shape(NamedTuple):
+    """An array's dtype and sizes."""
+
+    dtype: str
+    sizes: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def bytes(self) -> int:
+        return self.elements * (bits(self.dtype) or 0) // 8
+
+
+def shapes(type_: str) -> list[Shape]:
+    """The arrays of a type, which may be a tuple."""
+    return [
+        Shape(dtype, tuple(int(n.lstrip("<=")) for n in sizes.split(",") if n))
+        for dtype, sizes in _ARRAY.findall(type_)
+        if bits(dtype) is not None
+    ]
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """`name = type opcode(operands), attributes`; of a parameter the operand is its number."""
+
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+    root: bool
+
+    @cached_property
+    def shapes(self) -> list[Shape]:
+        return shapes(self.type)
+
+    @cached_property
+    def bytes(self) -> int:
+        return sum(s.bytes for s in self.shapes)
+
+    @cached_property
+    def elements(self) -> int:
+        return sum(s.elements for s in self.shapes)
+
+    def integers(self, name: str) -> list[int]:
+        """An attribute such as `dimensions={0,1}`."""
+        found = re.search(name + r"=\{([\d,]*)\}", self.attributes)
+        return [int(n) for n in found[1].split(",") if n] if found else []
+
+    def text(self, pattern: str) -> str:
+        """The first group of a pattern in the attributes, or nothing."""
+        found = re.search(pattern, self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def called(self) -> str:
+        """The computation that a fusion, a call or a reduction applies."""
+        return self.text(r"(?:calls|to_apply)=%?([^\s,}]+)")
+
+    @property
+    def target(self) -> str:
+        """Of a custom call."""
+        return self.text(r'custom_call_target="([^"]*)"')
+
+
+def _closing(text: str, start: int) -> int:
+    depth = 0
+    for i in range(start, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if depth == 0:
+            return i
+    return len(text) - 1
+
+
+def _instruction(root: bool, name: str, rest: str) -> Instruction:
+    end = _closing(rest, 0) + 1 if rest.startswith("(") else rest.index(" ")
+    type_, rest = rest[:end], rest[end:].lstrip()
+    opcode, _, _ = rest.partition("(")
+    end = _closing(rest, len(opcode))
+    inside = rest[len(opcode) + 1 : end]
+    if opcode == "parameter":
+        operands = (inside.strip(),)
+    else:
+        operands = tuple(re.findall(r"%([^\s,()]+)", inside))
+    return Instruction(name, type_, opcode, operands, rest[end + 1 :], root)
+
+
+@dataclass(frozen=True)
+class Module:
+    """A compiled program.
+
+    **Attributes:**
+
+    - `computations`: by name, each a list of instructions in which operands stand before what uses
+        them.
+    - `entry`: the name of that which runs.
+    - `tables`: where instructions come from, by what the text calls its tables.
+    """
+
+    computations: dict[str, list[Instruction]]
+    entry: str
+    tables: dict[str, dict[int, str]] = field(repr=False)
+
+    @classmethod
+    def parse(cls, text: str) -> "Module":
+        """Reads what `jax.stages.Compiled.as_text` returns.
+
+        **Raises:** `ValueError` for a text without an entry computation.
+        """
+        computations: dict[str, list[Instruction]] = {}
+        tables: dict[str, dict[int, str]] = {}
+        entry, body, table = "", None, None
+        for line in text.splitlines():
+            if found := _COMPUTATION.match(line):
+                body, table = computations.setdefault(found[2], []), None
+                entry = found[2] if found[1] else entry
+            elif line.startswith("}"):
+                body = None
+            elif body is not None:
+                if found := _INSTRUCTION.match(line):
+                    body.append(_instruction(bool(found[1]), found[2], found[3]))
+            elif line.strip() in _TABLES:
+                table = tables.setdefault(line.strip(), {})
+            elif table is not None and (found := re.match(r"^\s*(\d+) (.*)$", line)):
+                table[int(found[1])] = found[2]
+        if not entry:
+            raise ValueError("`Module.parse` takes optimized HLO, but found no `ENTRY` in it.")
+        return cls(computations, entry, tables)
+
+    @cached_property
+    def index(self) -> dict[str, dict[str, Instruction]]:
+        """The instructions of each computation by name."""
+        return {c: {i.name: i for i in body} for c, body in self.computations.items()}
+
+    def launched(self, computation: str | None = None, times: int = 1) -> list["Launch"]:
+        """What the program runs, in order: loops as often as XLA knows them to, of branches the
+        one with the most instructions."""
+        out: list[Launch] = []
+        computation = computation or self.entry
+        for i in self.computations[computation]:
+            if i.opcode in BOOKKEEPING or i.opcode.endswith("-done"):
+                continue
+            if i.opcode == "while":
+                trips = int(i.text(r'"known_trip_count":\{"n":"(\d+)"') or 1)
+                out += self.launched(i.text(r"body=%?([^\s,}]+)"), times * trips)
+            elif i.opcode == "conditional":
+                names = re.findall(r"%([^\s,}]+)", i.text(r"branch_computations=\{([^}]*)\}"))
+                names += re.findall(r"(?:true|false)_computation=%?([^\s,}]+)", i.attributes)
+                out += max((self.launched(n, times) for n in names), key=len)
+            elif i.opcode in ("call", "async-start"):
+                out += self.launched(i.called, times)
+            else:
+                out.append(Launch(i, computation, times))
+        return out
+
+    def line_of(
+        self, i: Instruction, folders: Sequence[str] = (), without: Sequence[str] = ()
+    ) -> str:
+        """`folder/file.py:line function` of an instruction: the innermost in one of the folders,
+        or anywhere, but not in the files `without`; nothing where the text does not tell."""
+        fits = lambda file: (
+            (not folders or any(f"/{folder}/" in file for folder in folders))
+            and not file.endswith(tuple(without))
+        )
+        frame = int(i.text(r"stack_frame_id=(\d+)") or 0)
+        for _ in range(100):
+            numbers = _numbers(self.tables.get("StackFrames", {}).get(frame, ""))
+            if not numbers:
+                break
+            place = _numbers(
+                self.tables.get("FileLocations", {}).get(numbers["file_location_id"], "")
+            )
+            file = self._name("FileNames", place.get("file_name_id", 0))
+            if file and fits(file):
+                function = self._name("FunctionNames", place.get("function_name_id", 0))
+                return f"{'/'.join(file.split('/')[-2:])}:{place.get('line', 0)} {function}"
+            frame = numbers.get("parent_frame_id", 1) - 1
+        return ""
+
+    def _name(self, table: str, key: int) -> str:
+        return self.tables.get(table, {}).get(key, "").strip('"')
+
+    def counts(self) -> Counter[str]:
+        """How often each kind of instruction is launched."""
+        out: Counter[str] = Counter()
+        for launch in self.launched():
+            out[launch.instruction.opcode] += launch.times
+        return out
+
+
+class Launch(NamedTuple):
+    """An instruction that is a kernel, where it stands, and how often it runs."""
+
+    instruction: Instruction
+    computation: str
+    times: int
+
+
+def _numbers(text: str) -> dict[str, int]:
+    return {name: int(n) for name, n in re.findall(r"(\w+)=(\d+)", text)}

@@ -1,0 +1,393 @@
+"""A lower bound for the time of a compiled program, kernel by kernel.
+
+Nothing runs: every time is a prediction, under the assumptions of `_chips.py` and these.
+
+- A kernel reads each of its operands once and writes each of its results once. A fusion reads of
+  its operands the elements that its results need (slices, gathers), and what it updates in place
+  counts as the update, not as the array. Workspaces of cuBLAS do not count, an operand that is
+  there twice counts once, and nothing stays in a cache between kernels.
+- A product takes two operations a term. Products of float32 arrays are TF32 on a GPU unless
+  another precision or algorithm is asked for.
+- A fusion evaluates what its results need of each instruction in it, weighted (`WEIGHTS`). A
+  product that goes into one sum alone costs nothing beside it.
+- An FFT goes through memory once for each axis.
+- The time of a kernel is the longest of memory, products, arithmetic (which `seconds` leaves out)
+  and launch; kernels do not overlap.
+"""
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ._chips import WEIGHTS, Chip
+from ._hlo import Instruction, Launch, Module, Shape, shapes
+
+
+_MOVES = frozenset(
+    {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "broadcast", "reshape"}
+    | {"copy", "transpose", "slice", "concatenate", "dynamic-slice", "dynamic-update-slice", "pad"}
+    | {"reverse", "iota", "fusion", "after-all", "optimization-barrier"}
+)
+_FREE = _MOVES | {"dot", "gather", "convolution"}
+_LAYOUT = _MOVES | {"convert", "copy-start", "bitcast-convert"}
+_SLICES = frozenset({"slice", "dynamic-slice", "gather"})
+_REDUCTIONS = frozenset({"reduce", "reduce-window"})
+_PRODUCTS = ("matmul", "gemm", "cudnn$conv")
+
+KINDS = ("products", "elementwise", "reductions", "layout", "FFT", "other")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What a kernel reads, writes and computes, each time that it runs.
+
+    **Attributes:**
+
+    - `products`: operations by kind of product: `"half"`, `"tf32"`, `"f32"`, …
+    - `arithmetic`: weighted elementwise operations.
+    - `own_seconds`: XLA's estimate, where its compiler wrote one.
+    """
+
+    name: str
+    kind: str
+    type: str
+    read: int
+    written: int
+    products: dict[str, float]
+    arithmetic: float
+    times: int
+    line: str
+    operation: str
+    own_seconds: float | None
+
+    @property
+    def bytes(self) -> int:
+        return self.read + self.written
+
+    def memory_seconds(self, chip: Chip) -> float:
+        return self.bytes / (chip.memory * chip.memory_share)
+
+    def product_seconds(self, chip: Chip) -> float:
+        return sum(n / chip.product_rate(kind) for kind, n in self.products.items())
+
+    def seconds(self, chip: Chip) -> float:
+        """By memory and products alone."""
+        return max(self.memory_seconds(chip), self.product_seconds(chip), chip.launch)
+
+    def seconds_with_arithmetic(self, chip: Chip) -> float:
+        arithmetic = self.arithmetic / (chip.arithmetic * chip.arithmetic_share)
+        return max(self.seconds(chip), arithmetic)
+
+    def seconds_by_xla(self, chip: Chip) -> float:
+        """XLA's estimate of fusions. Those of products and FFTs are no use, nor is that of a fused
+        softmax, which is 20 times ours and more."""
+        own, ours = self.own_seconds, self.seconds_with_arithmetic(chip)
+        if self.kind in ("products", "FFT") or not own or own > 20 * ours:
+            return ours
+        return max(own, chip.launch)
+
+    def bound(self, chip: Chip) -> str:
+        """What takes the time."""
+        seconds = self.seconds(chip)
+        if self.seconds_with_arithmetic(chip) > seconds:
+            return "arithmetic"
+        if seconds == self.memory_seconds(chip):
+            return "memory"
+        return "products" if seconds == self.product_seconds(chip) else "launch"
+
+
+class Roofline:
+    """The costs of the kernels of a module."""
+
+    def __init__(self, module: Module, folders: Iterable[str] = (), without: Iterable[str] = ()):
+        self.module = module
+        self._folders, self._without = tuple(folders), tuple(without)
+        self._demands: dict[str, dict[str, float]] = {}
+        self._fused_products: dict[str, set[str]] = {}
+
+    def kernels(self) -> list[Kernel]:
+        return [self._kernel(launch) for launch in self.module.launched()]
+
+    def _kernel(self, launch: Launch) -> Kernel:
+        i, index = launch.instruction, self.module.index[launch.computation]
+        products: Counter[str] = Counter()
+        arithmetic, opcodes = 0.0, {i.opcode}
+        if i.opcode == "fusion":
+            read, written = self._fusion_traffic(i, index)
+            arithmetic, opcodes = self._work(i.called, products)
+        else:
+            read, written = _traffic(i, index)
+            if (product := _product(i, index)) is not None:
+                products.update(dict([product]))
+                opcodes = {"dot"}
+            elif i.opcode in _REDUCTIONS:
+                arithmetic = max(index[o].elements for o in i.operands)
+            elif i.opcode not in _FREE and i.opcode not in ("custom-call", "fft", "scatter"):
+                arithmetic = i.elements * WEIGHTS.get(i.opcode, 1)
+        return Kernel(
+            i.name,
+            _kind(i, opcodes),
+            i.type,
+            int(read),
+            int(written),
+            dict(products),
+            arithmetic,
+            launch.times,
+            self.module.line_of(i, self._folders, self._without),
+            i.text(r'op_name="([^"]*)"'),
+            _own_seconds(i),
+        )
+
+    # Bytes.
+
+    def _demand(self, computation: str) -> dict[str, float]:
+        """How many elements of each instruction in a fusion are asked for: it evaluates what its
+        results need and no more."""
+        if computation in self._demands:
+            return self._demands[computation]
+        body, index = self.module.computations[computation], self.module.index[computation]
+        need: defaultdict[str, float] = defaultdict(float)
+        for i in reversed(body):
+            if i.root:
+                need[i.name] = i.elements
+            n = need[i.name] = min(need[i.name], i.elements)
+            if not n or i.opcode in ("parameter", "constant", "iota"):
+                continue
+            for k, name in enumerate(i.operands):
+                if name in index:
+                    asked = self._asked(i, k, n, index[name].elements)
+                    need[name] = min(index[name].elements, need[name] + asked)
+        self._demands[computation] = dict(need)
+        return self._demands[computation]
+
+    def _asked(self, i: Instruction, k: int, n: float, full: int) -> float:
+        """How many of the `full` elements of operand `k` it takes for `n` of the result."""
+        if i.opcode in _SLICES:
+            return min(n, full) if k == 0 else full
+        if i.opcode == "dynamic-update-slice":
+            return 0 if k == 0 and i.root else min(n, full)
+        if i.opcode == "scatter":
+            return 0 if k == 0 else full
+        if i.opcode in ("tuple", "dot", "convolution"):
+            return full
+        if i.opcode in ("concatenate", "pad"):
+            return full * n / max(i.elements, 1)
+        if i.opcode in _REDUCTIONS:
+            return full * min(1.0, n / max(i.elements, 1) * (len(i.shapes) or 1))
+        if i.opcode == "fusion":
+            body = self.module.computations[i.called]
+            name = next(j.name for j in body if j.opcode == "parameter" and j.operands == (str(k),))
+            return self._demand(i.called)[name]
+        return min(full, n)
+
+    def _fusion_traffic(self, i: Instruction, index: dict[str, Instruction]) -> tuple[float, float]:
+        body, need = self.module.computations[i.called], self._demand(i.called)
+        read: defaultdict[str, float] = defaultdict(float)
+        for p in body:
+            if p.opcode == "parameter" and p.elements:
+                share = min(1.0, need[p.name] / p.elements)
+                read[i.operands[int(p.operands[0])]] += p.bytes * share
+        total = sum(min(n, index[name].bytes) for name, n in read.items())
+        root = next(j for j in body if j.root)
+        return total, self._written(root, self.module.index[i.called])
+
+    def _written(self, i: Instruction, index: dict[str, Instruction]) -> float:
+        if i.opcode == "tuple":
+            return sum(self._written(index[o], index) for o in i.operands)
+        j = i
+        while j.opcode == "bitcast" and j.operands[0] in index:
+            j = index[j.operands[0]]
+        if j.opcode == "dynamic-update-slice":
+            return index[j.operands[1]].bytes
+        if j.opcode == "scatter":
+            return 2 * index[j.operands[-1]].bytes
+        return i.bytes
+
+    # Operations.
+
+    def _work(self, computation: str, products: Counter[str]) -> tuple[float, set[str]]:
+        """Weighted arithmetic of a fusion and its opcodes; its products are added to those."""
+        index, need = self.module.index[computation], self._demand(computation)
+        arithmetic, opcodes = 0.0, set[str]()
+        for i in self.module.computations[computation]:
+            if i.opcode == "fusion":
+                more, inside = self._work(i.called, products)
+                arithmetic, opcodes = arithmetic + more, opcodes | inside
+                continue
+            opcodes.add(i.opcode)
+            if (product := _product(i, index)) is not None:
+                products.update(dict([product]))
+            elif i.opcode in _REDUCTIONS:
+                arithmetic += max(need[o] for o in i.operands)
+            elif i.opcode not in _FREE and i.name not in self._multiplied_on(computation):
+                arithmetic += need[i.name] * WEIGHTS.get(i.opcode, 1)
+        return arithmetic, opcodes
+
+    def _multiplied_on(self, computation: str) -> set[str]:
+        """Multiplications that are one operation with the sum that alone they go into. A sum takes
+        in one."""
+        if computation not in self._fused_products:
+            users: defaultdict[str, list[Instruction]] = defaultdict(list)
+            for i in self.module.computations[computation]:
+                for o in i.operands:
+                    users[o].append(i)
+            found, taken = set[str](), set[str]()
+            for i in self.module.computations[computation]:
+                if i.opcode != "multiply" or len(users[i.name]) != 1:
+                    continue
+                (user,) = users[i.name]
+                if user.opcode in ("add", "subtract") and user.name not in taken:
+                    found.add(i.name)
+                    taken.add(user.name)
+            self._fused_products[computation] = found
+        return self._fused_products[computation]
+
+
+def _traffic(i: Instruction, index: dict[str, Instruction]) -> tuple[float, float]:
+    """What an instruction that is a kernel by itself reads and writes."""
+    operands = [index[o] for o in dict.fromkeys(i.operands) if o in index]
+    read, written = sum(o.bytes for o in operands), i.bytes
+    if i.opcode == "custom-call":
+        arrays = shapes(i.type)
+        # The workspace of a product.
+        kept = [s for s in arrays if s.dtype != "s8"] if len(arrays) > 1 else arrays
+        return read, sum(s.bytes for s in kept)
+    if i.opcode == "fft":
+        # The complex spectrum is written and read once more for each axis but the first.
+        axes = len(i.integers("fft_length"))
+        spectra = [s.bytes for s in (*operands[0].shapes, *i.shapes) if s.dtype.startswith("c")]
+        extra = (axes - 1) * max(spectra)
+        return read + extra, written + extra
+    if i.opcode in ("copy", "transpose", "copy-start"):
+        return operands[0].bytes, operands[0].bytes
+    if i.opcode == "dynamic-update-slice":
+        update = index[i.operands[1]].bytes
+        return update, update
+    if i.opcode in ("slice", "dynamic-slice"):
+        return written, written
+    return read, written
+
+
+def _product(i: Instruction, index: dict[str, Instruction]) -> tuple[str, float] | None:
+    """The kind and the operations of a product or convolution; `None` if it is none."""
+    if i.opcode == "dot":
+        left = index[i.operands[0]].shapes[0]
+        contracted = i.integers("lhs_contracting_dims")
+    elif i.opcode == "custom-call" and any(name in i.target for name in _PRODUCTS[:2]):
+        left = index[i.operands[0]].shapes[0]
+        text = i.text(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
+        contracted = [int(n) for n in re.findall(r"\d+", text)]
+    elif i.opcode == "convolution":
+        return _convolution(i, index)
+    else:
+        return None
+    out = next(s for s in i.shapes if s.dtype != "s8")
+    terms = 1
+    for axis in contracted:
+        terms *= left.sizes[axis]
+    return _product_kind(left, i.attributes), 2.0 * out.elements * terms
+
+
+def _convolution(i: Instruction, index: dict[str, Instruction]) -> tuple[str, float]:
+    """Two operations for each entry of the result and each weight that goes into it."""
+    left, right = (index[o].shapes[0] for o in i.operands[:2])
+    kernel = i.text(r"dim_labels=\w+_(\w+)->")
+    outputs = right.sizes[kernel.index("o")] if kernel else 1
+    return _product_kind(left, i.attributes), 2.0 * i.shapes[0].elements * (
+        right.elements / max(outputs, 1)
+    )
+
+
+def _product_kind(left: Shape, attributes: str) -> str:
+    dtype = left.dtype
+    algorithm = re.search(r"algorithm=(\w+)|\"algorithm\":\"(\w+)\"", attributes)
+    algorithm = (algorithm[1] or algorithm[2]).lower() if algorithm else ""
+    if dtype in ("f16", "bf16"):
+        return "half"
+    if dtype.startswith("f8"):
+        return "f8"
+    if dtype == "f64":
+        return "f64"
+    if dtype not in ("f32", "c64"):
+        return "int"
+    if "tf32" in algorithm:
+        return "tf32"
+    if "bf16" in algorithm:
+        return "half"
+    full = "f32_f32_f32" in algorithm or "highest" in attributes.lower()
+    return "f32" if full else "tf32"
+
+
+def _kind(i: Instruction, opcodes: set[str]) -> str:
+    if opcodes & {"dot", "convolution"}:
+        return "products"
+    if i.opcode == "fft":
+        return "FFT"
+    if opcodes <= _LAYOUT:
+        return "layout"
+    if opcodes & _REDUCTIONS and (i.opcode == "reduce" or "kind=kInput" in i.attributes):
+        return "reductions"
+    return "other" if i.opcode == "custom-call" else "elementwise"
+
+
+def _own_seconds(i: Instruction) -> float | None:
+    pattern = r'"exec_time_us":([\d.eE+-]+),"compute_time_us":[^,]+,[^,]+,"name":""'
+    found = re.search(pattern, i.attributes)
+    return 1e-6 * float(found[1]) if found else None
+
+
+# --- Programs --------------------------------------------------------------------------------
+
+
+def summary(kernels: list[Kernel], chip: Chip) -> dict:
+    """What a program takes, as one record: seconds as a range, bytes and operations."""
+    total = lambda f: float(sum(f(k) * k.times for k in kernels))
+    products: defaultdict[str, float] = defaultdict(float)
+    for k in kernels:
+        for kind, n in k.products.items():
+            products[kind] += n * k.times
+    by_kind = {
+        kind: {
+            "kernels": sum(k.times for k in kernels if k.kind == kind),
+            "seconds": total(lambda k, kind=kind: k.seconds(chip) * (k.kind == kind)),
+            "bytes": total(lambda k, kind=kind: k.bytes * (k.kind == kind)),
+        }
+        for kind in KINDS
+    }
+    return {
+        "kernels": sum(k.times for k in kernels),
+        "bytes": total(lambda k: k.bytes),
+        "operations": {kind: float(n) for kind, n in sorted(products.items())},
+        "arithmetic": total(lambda k: k.arithmetic),
+        "seconds": total(lambda k: k.seconds(chip)),
+        "seconds_with_arithmetic": total(lambda k: k.seconds_with_arithmetic(chip)),
+        "seconds_by_xla": total(lambda k: k.seconds_by_xla(chip)),
+        "launch_seconds": total(lambda k: chip.launch * (k.bound(chip) == "launch")),
+        "products_seconds": sum(n / chip.product_rate(k) for k, n in products.items()),
+        "by_kind": by_kind,
+    }
+
+
+def largest(kernels: list[Kernel], chip: Chip, count: int = 10) -> list[dict]:
+    """The kernels that take longest, those of one line, kind and type together."""
+    alike: defaultdict[tuple[str, str, str], list[Kernel]] = defaultdict(list)
+    for k in kernels:
+        alike[k.line, k.kind, re.sub(r"\{[^}]*\}|/\*.*?\*/", "", k.type)].append(k)
+    rows = [
+        {
+            "kernels": sum(k.times for k in group),
+            "kind": kind,
+            "result": type_,
+            "line": line,
+            "bound": group[0].bound(chip),
+            "bytes": sum(k.bytes * k.times for k in group),
+            "operations": sum(sum(k.products.values()) * k.times for k in group),
+            "seconds": sum(k.seconds(chip) * k.times for k in group),
+            "seconds_with_arithmetic": sum(
+                k.seconds_with_arithmetic(chip) * k.times for k in group
+            ),
+        }
+        for (line, kind, type_), group in alike.items()
+    ]
+    return sorted(rows, key=lambda r: -r["seconds_with_arithmetic"])[:count]

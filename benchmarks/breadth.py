@@ -1,0 +1,120 @@
+"""Does half precision cost accuracy? The problems of `examples/problems`, in each precision.
+
+Each problem is trained from each seed in each precision, from the same weights on the same points, by
+the defaults of the library: no problem has a setting for a precision. Beside the precisions stand two
+controls of chance, float32 with its initial weights rounded once and float32 without its first three
+steps: what they differ by is what a difference between precisions may be without a meaning.
+
+A training is written as soon as it is there, and `--resume` goes on from the file, so that a run may be
+stopped at any time and shared among hours when the machine has nothing else to do:
+
+    nice -n 19 python -m benchmarks breadth --resume --seeds 0
+    nice -n 19 python -m benchmarks breadth --resume --seeds 0 1 2
+
+`--page precisions` trains what *Which precision does it need?* compares: other precisions too, and
+L-BFGS behind Adam.
+"""
+
+import argparse
+import json
+import time
+from typing import Any
+
+from ._problems import problems, trainer
+from ._report import Report
+
+
+PAGES: dict[str, tuple[tuple[str, ...], tuple[str | None, ...]]] = {
+    "breadth": (
+        (
+            "float32",
+            "forward-float32-float16",
+            "forward-float32-bfloat16",
+            "float16",
+            "bfloat16",
+            "float32-rounded",
+            "float32-dropped",
+            "naive-float16",
+        ),
+        (None,),
+    ),
+    "precisions": (
+        (
+            "float32",
+            "forward-float32-float16",
+            "forward-float32-bfloat16",
+            "tensorfloat32-emulated",
+            "forward-bfloat16_x3-float16-emulated",
+            "forward-bfloat16_x3-bfloat16-emulated",
+            "float16",
+            "bfloat16",
+            "float64",
+            "float32-rounded",
+            "float32-dropped",
+        ),
+        ("adam", "adam+lbfgs"),
+    ),
+}
+"""Precisions, in the order in which they are trained, and optimizers; `None` is the problem's own."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--page", choices=PAGES, default="breadth", help="what to compare")
+    parser.add_argument("--problems", nargs="+", help="by default all")
+    parser.add_argument("--precision", nargs="+", help="by default those of the page")
+    parser.add_argument("--optimizer", nargs="+", help="by default those of the page")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, help="by default those of the problem")
+    parser.add_argument("--minutes", type=float, help="begin no training after that many")
+    parser.add_argument("--resume", action="store_true", help="keep the trainings in the file")
+
+
+def run(report: Report, args: argparse.Namespace) -> int:
+    if args.page != "breadth":
+        report.name = f"breadth-{args.page}"
+    if args.resume and report.path(args.out).exists():
+        old = json.loads(report.path(args.out).read_text(encoding="utf-8"))
+        for record in old.get("trainings", []):
+            report.record("trainings", **record)
+    precisions, optimizers = PAGES[args.page]
+    precisions = args.precision or precisions
+    optimizers = args.optimizer or optimizers
+    started = time.monotonic()
+    out_of_time = lambda: (
+        args.minutes is not None and time.monotonic() > started + 60 * args.minutes
+    )
+    for name in args.problems or problems().names():
+        for optimizer in optimizers:
+            for precision in precisions:
+                if out_of_time():
+                    return 0
+                trained(report, args, name, precision, optimizer)
+    columns = ["problem", "precision", "optimizer", "seed", "error", "skipped"]
+    rows = [[r.get(c) for c in columns] for r in report.sections.get("trainings", [])]
+    report.table("trainings", columns, rows)
+    return 0
+
+
+def trained(
+    report: Report, args: argparse.Namespace, name: str, precision: str, optimizer: str | None
+) -> None:
+    """Trains what is missing of one problem in one precision. What fails is a record as well."""
+    given = {"optimizer": optimizer, "steps": args.steps, "quick": args.quick}
+    training = trainer(name, precision, **given)
+    for seed in args.seeds:
+        key = {"problem": name, "precision": precision, "optimizer": training.optimizer_name}
+        key |= {"seed": seed, "steps": training.steps}
+        if any(key.items() <= r.items() for r in report.sections.get("trainings", [])):
+            continue
+        about = {**key, "title": training.problem.title, "family": training.problem.family}
+        record = {**about, **_attempt(training, seed, key)}
+        report.record("trainings", **record)
+        report.save(args.out)  # a run of hours that is cut short has shown something
+        print(f"{name} {precision} {seed}: {record.get('failed', record['error'])}", flush=True)
+
+
+def _attempt(training: Any, seed: int, key: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return {k: v for k, v in training(seed).record().items() if k not in key}
+    except Exception as error:
+        return {"error": None, "failed": f"{type(error).__name__}: {error}"[:500]}

@@ -1,0 +1,261 @@
+"""How long would a training step take on an H100? Predicted from its compiled program, not run.
+
+The steps of `pinn_step`, `fno_step` and `vit_step` are compiled for a device that need not be
+here, in float32 and in half precision, and every kernel of the program is looked at: which bytes it
+reads and writes, what it multiplies, what else it computes (`_roofline.py`). Under the assumptions
+that the first table states, this gives a time for each kernel, and the sum of them is what is told:
+as a range, from what memory and products take alone, over what arithmetic adds where it takes
+longer than both, to XLA's own estimates of all kernels but products and FFTs.
+
+- *Ideal* is what the products of the step take, in half precision, and reading its state and batch
+  and writing its new state once: all else would stay on the chip.
+- *Bytes, ours over XLA's* compares the bytes of the larger kernels with those that XLA's estimate
+  of their time in memory stands for, as a median.
+
+Everything repeats to the byte, on any machine with the same JAX. Whether it is true is told by the
+command that each problem names, on a real one.
+
+    python -m benchmarks predicted                                # 15 minutes
+    python -m benchmarks predicted --problems cavity-512 --programs DIR
+    python -m benchmarks predicted --quick --check                # what the CI does
+
+With `--check` nothing is written but the small steps compiled, and the exit status is 1 if the
+traffic of one of them has grown by more than 2 % over what is recorded for the version of JAX; with
+`--record` it is recorded.
+"""
+
+import argparse
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from ._chips import CHIPS, Chip
+from ._deviceless import TargetUnavailable
+from ._hlo import Module
+from ._predicted_cases import PROBLEMS, QUICK, Problem, Program, compile_program
+from ._report import Report
+from ._roofline import Kernel, Roofline, largest, summary
+
+
+FOLDERS = ("mpx_pde", "benchmarks", "examples")
+WRAPPERS = ("/_dot.py", "/_cast.py", "/_activations.py", "/_arithmetic.py", "/_order.py")
+"""What other lines call: those are more telling."""
+
+TRAFFIC = Path(__file__).parent / "_targets" / "traffic.json"
+GROWTH = 1.02
+"""By how much the predicted traffic of a small step may grow."""
+
+_LARGE = 10e6  # bytes from which on a kernel's time in memory tells its bytes
+_DATA_SHEET = 3.3523e12  # bytes a second, of the target that XLA compiles for
+
+COMMANDS = {
+    "cavity": "python -m benchmarks pinn_step --widths {width} --points {points} --depth {depth}",
+    "fno": "python -m benchmarks fno_step",
+    "vit": "python -m benchmarks vit_step --batches {batch}",
+}
+"""What settles a prediction on a GPU, by the kind of problem."""
+
+
+def kernels_of(text: str) -> list[Kernel]:
+    """The kernels of a compiled program, each with its line in this project."""
+    return Roofline(Module.parse(text), FOLDERS, WRAPPERS).kernels()
+
+
+def text_of(target: str, problem: Problem, name: str, program: Program, folder: Path | None) -> str:
+    """The compiled program; kept in `folder`, and taken from there if it is."""
+    if folder is None:
+        return compile_program(target, program).text
+    file = re.sub(r"[^\w.-]+", "-", f"{target}-{problem.name}-{name}") + ".txt"
+    path = folder / file
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        path.write_text(compile_program(target, program).text, encoding="utf-8")
+    return path.read_text(encoding="utf-8")
+
+
+def state_bytes(module: Module) -> int:
+    """What goes in and what comes out of a program."""
+    entry = module.computations[module.entry]
+    inputs = sum(i.bytes for i in entry if i.opcode == "parameter")
+    return inputs + next(i.bytes for i in entry if i.root)
+
+
+def ideal_seconds(module: Module, kernels: Iterable[Kernel], chip: Chip) -> float:
+    """The products of a step in half precision, and its state once in and once out."""
+    products = sum(sum(k.products.values()) * k.times for k in kernels)
+    moved = state_bytes(module) / (chip.memory * chip.memory_share)
+    return products / chip.product_rate("half") + moved
+
+
+def bytes_over_xla(text: str) -> float | None:
+    """The bytes of the larger kernels over those of XLA's estimate, as a median."""
+    ratios = []
+    module = Module.parse(text)
+    by_name = {launch.instruction.name: launch.instruction for launch in module.launched()}
+    for k in Roofline(module).kernels():
+        found = by_name[k.name].text(r'"memory_access_time_us":([\d.eE+-]+),"name":""')
+        if k.bytes > _LARGE and found and float(found) > 0:
+            ratios.append(k.bytes / (float(found) * 1e-6 * _DATA_SHEET))
+    return sorted(ratios)[len(ratios) // 2] if ratios else None
+
+
+def command(problem: Problem) -> str:
+    """What measures it."""
+    return COMMANDS[problem.name.split("-")[0]].format(**problem._asdict())
+
+
+def predict(report: Report, target: str, problem: Problem, chip: Chip, folder: Path | None) -> None:
+    """Compiles all rivals of a problem and tells what they would take."""
+    records, ideal = {}, None
+    for name, make in problem.rivals().items():
+        text = text_of(target, problem, name, make(), folder)
+        module, kernels = Module.parse(text), kernels_of(text)
+        if name == "mpx_pde float16":
+            ideal = ideal_seconds(module, kernels, chip)
+        records[name] = report.record(
+            "steps",
+            target=target,
+            problem=problem.name,
+            title=str(problem),
+            rival=name,
+            command=command(problem),
+            **summary(kernels, chip),
+            bytes_over_xla=bytes_over_xla(text),
+            largest=largest(kernels, chip),
+        )
+    for record in records.values():
+        record["ideal_seconds"] = ideal
+    print_steps(report, str(problem), records)
+    for name in records:
+        if name == "mpx_pde float16":
+            print_kernels(report, f"{problem}, {name}: the largest kernels", records[name])
+
+
+def print_steps(report: Report, title: str, records: dict[str, dict[str, Any]]) -> None:
+    ms = lambda seconds: f"{1e3 * seconds:.3g}"
+    plain, tf32 = records["float32"], records["TF32"]
+    rows = []
+    for name, r in records.items():
+        seconds = r["seconds_with_arithmetic"]
+        shares = (f"{kind} {v['seconds'] / r['seconds']:.0%}" for kind, v in r["by_kind"].items())
+        rows.append(
+            [
+                name,
+                ms(r["seconds"]),
+                ms(seconds),
+                ms(r["seconds_by_xla"]),
+                plain["seconds_with_arithmetic"] / seconds,
+                tf32["seconds_with_arithmetic"] / seconds,
+                seconds / r["ideal_seconds"],
+                r["kernels"],
+                r["bytes"] / 1e9,
+                ", ".join(share for share in shares if not share.endswith(" 0%")),
+                r["bytes_over_xla"],
+            ]
+        )
+    columns = [
+        *("step", "predicted ms", "with arithmetic", "by XLA's estimates"),
+        *("float32 over it", "TF32 over it", "over ideal", "kernels", "GB", "shares"),
+        "bytes, ours over XLA's",
+    ]
+    report.table(f"{title}: predicted, not run", columns, rows)
+
+
+def print_kernels(report: Report, title: str, record: dict[str, Any]) -> None:
+    rows = [
+        [
+            f"{1e3 * r['seconds']:.3f}",
+            f"{1e3 * r['seconds_with_arithmetic']:.3f}",
+            r["kernels"],
+            r["kind"],
+            r["bound"],
+            r["bytes"] / 1e9,
+            r["result"][:60],
+            r["line"],
+        ]
+        for r in record["largest"]
+    ]
+    columns = ["ms", "with arithmetic", "kernels", "kind", "bound by", "GB", "result", "line"]
+    report.table(title, columns, rows)
+
+
+# --- What the CI checks ----------------------------------------------------------------------
+
+
+def small_traffic(target: str) -> dict[str, dict[str, float]]:
+    """Bytes and kernels of our small steps."""
+    found = {}
+    for problem in QUICK:
+        for name, make in problem.rivals().items():
+            if name.startswith("mpx_pde float16"):
+                record = summary(kernels_of(compile_program(target, make()).text), CHIPS[target])
+                costs = {key: record[key] for key in ("bytes", "kernels")}
+                found[f"{problem.name}, {name}"] = costs
+                print(f"{problem.name}, {name}: {costs}", flush=True)
+    return found
+
+
+def growth(before: dict[str, dict[str, float]], now: dict[str, dict[str, float]]) -> list[str]:
+    """Which steps move more than they may, and which are recorded no longer or not yet."""
+    lines = [
+        f"{name}: {key} grew from {old:,.0f} to {now[name][key]:,.0f}, by "
+        f"{now[name][key] / old - 1:.1%}"
+        for name, costs in before.items()
+        for key, old in costs.items()
+        if name in now and now[name][key] > old * GROWTH
+    ]
+    return lines + [
+        f"{name}: recorded or compiled, not both" for name in before.keys() ^ now.keys()
+    ]
+
+
+def check(target: str, record: bool) -> int:
+    version = jax.__version__
+    if record:
+        content = {"target": target, "jax": version, "steps": small_traffic(target)}
+        TRAFFIC.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        print(f"written: {TRAFFIC}")
+        return 0
+    recorded = json.loads(TRAFFIC.read_text(encoding="utf-8"))
+    if recorded["jax"] != version:
+        raise SystemExit(
+            f"{TRAFFIC.name} was recorded with JAX {recorded['jax']}, but JAX {version} is here, "
+            "which compiles to other programs. Install that version, or `--record` anew."
+        )
+    lines = growth(recorded["steps"], small_traffic(target))
+    for line in lines:
+        print(line)
+    return int(bool(lines))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", choices=CHIPS, default="h100")
+    parser.add_argument("--problems", nargs="+", help="their names, such as cavity-512")
+    parser.add_argument("--programs", type=Path, help="folder to keep compiled programs in")
+    parser.add_argument("--check", action="store_true", help=f"fail above {GROWTH} of the recorded")
+    parser.add_argument("--record", action="store_true", help="record the traffic of small steps")
+
+
+def run(report: Report, args: argparse.Namespace) -> int:
+    try:
+        if args.check or args.record:
+            status = check(args.target, args.record)
+            raise SystemExit(status)
+        chip = CHIPS[args.target]
+        columns = ("rate", "data sheet", "share of it assumed")
+        report.table(f"Assumptions for an {chip.title}", columns, chip.assumptions())
+        report.sections["assumptions"] = [
+            dict(zip(("rate", "data_sheet", "share"), row, strict=True))
+            for row in chip.assumptions()
+        ]
+        report.name = f"predicted-{args.target}"
+        for problem in QUICK if args.quick else PROBLEMS:
+            if args.problems is None or problem.name in args.problems:
+                predict(report, args.target, problem, chip, args.programs)
+    except TargetUnavailable as error:
+        raise SystemExit(str(error)) from error
+    return 0

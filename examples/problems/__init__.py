@@ -1,0 +1,42 @@
+"""Problems to compare precisions on: each in a short file of its own, trained by one recipe.
+
+    python -m examples.problems list
+    python -m examples.problems run burgers_1d --precision float32 float16 --seeds 0 1 2
+    python -m examples.problems run all --quick
+
+A file has the equation, its domain and conditions, what the solution is compared with, and a network.
+None has a setting for a precision: how a step is taken in each stands in `_runner.py`. References
+are exact, or computed in float64 by what stands in `references.py`; the tests verify each of them.
+"""
+
+import importlib
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from ._runner import Problem
+
+_HERE = Path(__file__).parent
+# The examples beside this folder, some of which are problems too, are modules and no package.
+if str(_HERE.parent) not in sys.path:
+    sys.path.insert(0, str(_HERE.parent))
+
+HELPERS = ("references", "geometry")
+
+
+def names() -> list[str]:
+    """The problems, each a module of this package."""
+    found = (path.stem for path in sorted(_HERE.glob("[!_]*.py")))
+    return [name for name in found if name not in HELPERS]
+
+
+def load(name: str) -> "Problem":
+    """A problem by its name.
+
+    **Raises:** `ValueError` if there is none.
+    """
+    if name not in names():
+        raise ValueError(f"there is no problem `{name}`; there are {', '.join(names())}.")
+    return importlib.import_module(f"{__name__}.{name}").PROBLEM

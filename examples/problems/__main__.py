@@ -1,0 +1,98 @@
+"""Trains problems from the command line: `python -m examples.problems list|run NAME ...|all`."""
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from . import __doc__ as description, load, names
+from ._runner import FINISHES, OPTIMIZERS, PRECISIONS, QUICK_STEPS, Problem, Trainer
+
+
+def parser() -> argparse.ArgumentParser:
+    out = argparse.ArgumentParser(
+        prog="python -m examples.problems",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = out.add_subparsers(dest="command", required=True)
+    commands.add_parser("list", help="say what problems there are")
+    run = commands.add_parser("run", help="train some or all of them")
+    run.add_argument("names", nargs="+", metavar="NAME", help="a problem, or `all`")
+    run.add_argument("--precision", nargs="+", choices=PRECISIONS, help="by default float32")
+    run.add_argument("--seeds", type=int, nargs="+", default=[0])
+    optimizers = [name + finish for name in OPTIMIZERS for finish in FINISHES]
+    run.add_argument("--optimizer", choices=optimizers, help="by default that of the problem")
+    run.add_argument("--steps", type=int, help="by default those of the problem")
+    run.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_STEPS} steps, by default in float16"
+    )
+    run.add_argument("--out", type=Path, default=Path("outputs/problems"), help="of NAME.json")
+    run.add_argument("--resume", action="store_true", help="keep what is in the files")
+    return out
+
+
+def write(path: Path, content: Any) -> None:
+    """A JSON file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        file.write(json.dumps(content, indent=1) + "\n")
+    os.replace(file.name, path)
+
+
+def table(chosen: Sequence[str]) -> None:
+    for name in chosen:
+        problem = load(name)
+        print(f"{name:<24} {problem.family:<9} {problem.title}")
+
+
+def train(name: str, problem: Problem, args: argparse.Namespace) -> None:
+    """Trains in each precision, from each seed, and writes each result when it is there."""
+    path = args.out / f"{name}.json"
+    found = json.loads(path.read_text()) if args.resume and path.exists() else []
+    steps = args.steps or (QUICK_STEPS if args.quick else None)
+    for precision in args.precision or (["float16"] if args.quick else ["float32"]):
+        trainer = Trainer(problem, precision, steps=steps, optimizer=args.optimizer)
+        for seed in args.seeds:
+            wanted = {"precision": precision, "optimizer": trainer.optimizer_name}
+            wanted |= {"seed": seed, "steps": trainer.steps}
+            if any(wanted.items() <= known.items() for known in found):
+                continue
+            outcome = trainer(seed)
+            found.append(outcome.record())
+            write(path, found)
+            error = "none" if outcome.error is None else f"{outcome.error:.2e}"
+            told = f"{name:<24} {precision:<26} seed {seed}  error {error}"
+            print(f"{told}  skipped {outcome.skipped} of {outcome.steps}", flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = parser()
+    args = arguments.parse_args(argv)
+    if args.command == "list":
+        table(names())
+        return 0
+    unknown = sorted({*args.names} - {*names(), "all"})
+    if unknown:
+        arguments.error(f"there is no problem {', '.join(unknown)}; see `list`.")
+    chosen = names() if "all" in args.names else args.names
+    failed = []
+    for name in chosen:
+        try:
+            train(name, load(name), args)
+        except Exception as error:
+            if len(chosen) == 1:
+                raise
+            failed.append(name)
+            print(f"{name:<24} failed: {type(error).__name__}: {error}", file=sys.stderr)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""Problems of neural operators: maps between fields, and time steps that are applied again and again.
+
+Their data are made in float64 and learnt in float32. Errors are those of the network in the precision
+of its training: what was trained is what is evaluated.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Float32, PRNGKeyArray
+
+from ._runner import Problem
+
+
+class Pairs(NamedTuple):
+    """Fields and what they are mapped to, `[samples, channels, *grid]`."""
+
+    inputs: Float32[np.ndarray, "samples channels *grid"]
+    outputs: Float32[np.ndarray, "samples channels *grid"]
+
+
+class Cast(eqx.Module):
+    """A network whose input is cast to the dtype of its weights, and its output back to float32: all
+    that a network of another library needs."""
+
+    network: Callable
+
+    def __call__(self, field: Float[Array, "channels *grid"]) -> Float32[Array, "out *grid"]:
+        weights = [x for x in jax.tree.leaves(self.network) if eqx.is_inexact_array(x)]
+        return self.network(field.astype(weights[-1].dtype)).astype(jnp.float32)
+
+
+def relative(got: Float[Array, "*shape"], want: Float[Array, "*shape"]) -> Float[Array, " samples"]:
+    """Relative L2 errors of samples, the first axis."""
+    norm = lambda x: jnp.sqrt(jnp.sum(x**2, axis=tuple(range(1, x.ndim))))
+    return norm(got - want) / norm(want)
+
+
+def operator(
+    *,
+    data: Callable[[], tuple[Pairs, Pairs]],
+    network: Callable[[PRNGKeyArray], Any],
+    batch: int = 16,
+    **given: Any,
+) -> Problem:
+    """A map from one field to another.
+
+    **Arguments:**
+
+    - `data()`: pairs to train with and pairs to test with.
+    - `network(key)`: a function of a field, `[channels, *grid]`.
+    - `batch`: pairs in a step.
+    - `given`: of the `Problem`.
+    """
+    data = cache(data)
+
+    def sample(key):
+        inputs, outputs = data()[0]
+        at = jax.random.choice(key, len(inputs), (batch,), replace=False)
+        return jnp.asarray(inputs)[at], jnp.asarray(outputs)[at]
+
+    def loss(model, pairs, *, derivatives=None):
+        inputs, outputs = pairs
+        return jnp.mean(relative(jax.vmap(model)(inputs).astype(outputs.dtype), outputs))
+
+    def errors(model):
+        inputs, outputs = (jnp.asarray(x) for x in data()[1])
+        got = eqx.filter_jit(lambda m, x: jax.lax.map(m, x, batch_size=batch))(model, inputs)
+        return {"rel. L2 error": float(jnp.mean(relative(got.astype(jnp.float32), outputs)))}
+
+    given = {
+        "learning_rate": 3e-3,
+        "optimizer": "adam",
+        "steps": 600,
+        "family": "operator",
+        **given,
+    }
+    return Problem(
+        network=network, loss=loss, sample=sample, errors=errors, as_trained=True, **given
+    )
+
+
+# --- Time steps ------------------------------------------------------------------------------
+
+
+class Step(eqx.Module):
+    """u(t + Δt) = u(t) + `size` times what the network makes of u(t)."""
+
+    network: Cast
+    size: float = eqx.field(static=True)
+
+    def __call__(self, field: Float[Array, "channels *grid"]) -> Float32[Array, "channels *grid"]:
+        return field.astype(jnp.float32) + self.size * self.network(field)
+
+
+def rollout(step: Callable, field: Array, steps: int) -> Array:
+    """The fields after 1, …, `steps` steps."""
+
+    def body(field, _):
+        new = step(field)
+        return new, new
+
+    return jax.lax.scan(body, field, length=steps)[1]
+
+
+def trajectories(
+    stepper: Callable[[], Callable],
+    initial: Callable[[PRNGKeyArray], Array],
+    *,
+    count: int,
+    steps: int,
+    spin_up: int,
+    seed: int,
+) -> Float32[np.ndarray, "count times channels *grid"]:
+    """Fields at 0, …, `steps` steps behind a spin-up, solved for in float64."""
+    with jax.enable_x64(True):
+        advance = stepper()
+
+        def one(key):
+            start = initial(key)
+            if spin_up:
+                start = rollout(advance, start, spin_up)[-1]
+            return jnp.concatenate([start[None], rollout(advance, start, steps)])
+
+        keys = jax.random.split(jax.random.key(seed), count)
+        return np.asarray(jax.jit(jax.vmap(one))(keys), np.float32)
+
+
+def emulator(
+    *,
+    stepper: Callable[[], Callable],
+    initial: Callable[[PRNGKeyArray], Array],
+    network: Callable[[PRNGKeyArray], Any],
+    told: Sequence[int],
+    count: int = 64,
+    steps_each: int = 20,
+    spin_up: int = 0,
+    batch: int = 16,
+    **given: Any,
+) -> Problem:
+    """A time step, learnt from pairs of consecutive fields and tested by its own continuation.
+
+    **Arguments:**
+
+    - `stepper()`: the solver, such as one of Exponax, a function of a field.
+    - `initial(key)`: random initial fields, `[channels, *grid]`.
+    - `network(key)`: a function of a field.
+    - `told`: after how many steps errors are told; *the* error is their geometric mean.
+    - `count`, `steps_each`: trajectories to train with, and their length.
+    - `spin_up`: steps before a trajectory begins.
+    - `batch`: pairs in a step of the training.
+    - `given`: of the `Problem`.
+    """
+    make = {"spin_up": spin_up}
+
+    @cache
+    def training():
+        fields = trajectories(stepper, initial, count=count, steps=steps_each, seed=0, **make)
+        inputs, outputs = fields[:, :-1], fields[:, 1:]
+        change = float(np.sqrt(np.mean((outputs - inputs) ** 2)))
+        flat = lambda x: x.reshape(-1, *x.shape[2:])
+        return Pairs(flat(inputs), flat(outputs)), change
+
+    @cache
+    def tests():
+        return trajectories(stepper, initial, count=16, steps=max(told), seed=1, **make)
+
+    def make_network(key):
+        return Step(Cast(network(key)), training()[1])
+
+    def sample(key):
+        (inputs, outputs), _ = training()
+        at = jax.random.choice(key, len(inputs), (batch,), replace=False)
+        return jnp.asarray(inputs)[at], jnp.asarray(outputs)[at]
+
+    def loss(model, pairs, *, derivatives=None):
+        inputs, outputs = pairs
+        return jnp.mean(((jax.vmap(model)(inputs) - outputs) / model.size) ** 2)
+
+    def errors(model) -> Mapping[str, float]:
+        fields = jnp.asarray(tests())
+        run = eqx.filter_jit(jax.vmap(lambda m, u: rollout(m, u, max(told)), (None, 0)))
+        got = run(model, fields[:, 0])
+        at = {n: float(jnp.mean(relative(got[:, n - 1], fields[:, n]))) for n in told}
+        mean = float(np.exp(np.mean(np.log(list(at.values())))))
+        return {"rollout": mean, **{f"step {n}": error for n, error in at.items()}}
+
+    given = {
+        "learning_rate": 3e-3,
+        "optimizer": "adam",
+        "steps": 1000,
+        "family": "emulator",
+        **given,
+    }
+    return Problem(
+        network=make_network, loss=loss, sample=sample, errors=errors, as_trained=True, **given
+    )

@@ -1,0 +1,396 @@
+"""Trains a problem in a precision: one recipe for all problems, and nothing in it for one of them.
+
+A file beside this one says what its problem is (a `Problem`). Everything that has to do with mixed
+precision stands in `Trainer.step`.
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from _pinn import running_average, without_protection
+from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray, PyTree
+
+import mpx_pde as mpx
+
+
+STEPS_PER_CALL = 100  # steps in one compiled call
+QUICK_STEPS = 4
+WARM_UP = 1 / 20  # of the steps: the learning rate rises, and the scales find their place
+DROPPED = 3  # steps that a control of chance leaves out
+
+
+class Reference(NamedTuple):
+    """What the fields are compared with, in float64; what is NaN is not compared."""
+
+    points: Float[np.ndarray, "n coords"]
+    values: Float[np.ndarray, "n *fields"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """What a file tells the runner.
+
+    - `network(key)`: the network, in float32.
+    - `loss(model, points, *, derivatives=None)`: the loss on the points of one step. `derivatives`
+      goes on to `mpx.partials` as its `scaling`.
+    - `sample(key)`: the points of one step, a PyTree of float32 arrays.
+    - `points(model, key)`: those of `STEPS_PER_CALL` steps, for a problem that chooses them.
+    - `coords`, `order`: of its derivatives; no order for a network that is not differentiated.
+    - `exact(point)`: the solution, in the dtype of the point, compared with at the points `at`. The
+      tests see to it that `loss` vanishes there in float64.
+    - `reference()`: what the fields are compared with, where no solution is known.
+    - `free`: indices of fields that are known up to a constant, such as a pressure.
+    - `errors(model)`: errors by name instead, the first is *the* error.
+    - `steps`, `learning_rate`: the latter rises at first, and falls as a cosine.
+    - `as_trained`: evaluate with the weights in the precision of the training.
+    - `derivatives()`: another derivative scaling than one scale for each coordinate.
+    """
+
+    title: str
+    network: Callable[[PRNGKeyArray], Any]
+    loss: Callable[..., Float32[Array, ""]]
+    sample: Callable[[PRNGKeyArray], PyTree] | None = None
+    points: Callable[[Any, PRNGKeyArray], PyTree] | None = None
+    coords: Sequence[str] = ()
+    order: int = 0
+    exact: Callable[[Array], Array] | None = None
+    at: Float[np.ndarray, "n coords"] | None = None
+    reference: Callable[[], Reference] | None = None
+    free: Sequence[int] = ()
+    errors: Callable[[Any], Mapping[str, float]] | None = None
+    fields: Sequence[str] = "u"
+    steps: int = 3000
+    learning_rate: float = 1e-2
+    optimizer: str = "muon"
+    family: str = "PINN"
+    as_trained: bool = False
+    derivatives: Callable[[], mpx.DerivativeScaling] | None = None
+
+
+class Precision(NamedTuple):
+    """How a step is taken: dtype of the products, of those of the forward pass, and controls."""
+
+    compute: str
+    forward: str = "half"
+    naive: bool = False  # by hand: a cast of everything, nested `jax.jvp`, loss scaling alone
+    rounded: bool = False  # the initial weights, once
+    dropped: int = 0  # first steps that change nothing
+
+    @property
+    def mixed(self) -> bool:
+        return self.compute not in ("float32", "float64") or self.forward != "half"
+
+
+PRECISIONS = {
+    "float32": Precision("float32"),
+    "float16": Precision("float16"),
+    "bfloat16": Precision("bfloat16"),
+    "forward-float32-float16": Precision("float16", "float32"),
+    "forward-float32-bfloat16": Precision("bfloat16", "float32"),
+    "naive-float16": Precision("float16", naive=True),
+    # Controls of chance: float32 that begins almost as float32 does.
+    "float32-rounded": Precision("float32", rounded=True),
+    "float32-dropped": Precision("float32", dropped=DROPPED),
+    # Split products are those of float32 on a CPU; `benchmarks breadth` emulates them.
+    "forward-bfloat16_x3-bfloat16": Precision("bfloat16", "bfloat16_x3"),
+    "forward-bfloat16_x3-float16": Precision("float16", "bfloat16_x3"),
+    "float64": Precision("float64"),
+}
+OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
+    "adam": lambda rate: optax.adam(rate, b2=0.99),
+    "muon": optax.contrib.muon,
+}
+FINISHES = ("", "+lbfgs")  # what may follow the name of an optimizer
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one training came to."""
+
+    precision: str
+    optimizer: str
+    seed: int
+    steps: int
+    error: float | None  # None if it is not finite
+    errors: dict[str, float | None]
+    loss: float | None  # mean over the last steps
+    skipped: int
+    skipped_after_warm_up: int
+    loss_scale: float
+
+    def record(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class State(NamedTuple):
+    """All that a step changes."""
+
+    model: Any
+    opt_state: PyTree
+    scaling: Any
+    average: Any  # of the weights over the last tenth of the steps or so
+    count: Int32[Array, ""]
+
+
+class Trainer:
+    """The training of one problem in one precision, compiled once for any number of seeds.
+
+    `transform` changes a step, a function of PyTrees of arrays: for emulations.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        precision: str = "float32",
+        *,
+        optimizer: str | None = None,
+        steps: int | None = None,
+        transform: Callable[[Callable], Callable] = lambda step: step,
+    ):
+        self.problem, self.name, self.precision = problem, precision, PRECISIONS[precision]
+        self.optimizer_name = optimizer or problem.optimizer
+        base, plus, finish = self.optimizer_name.partition("+")
+        if base not in OPTIMIZERS or plus + finish not in FINISHES:
+            known = ", ".join(name + f for name in OPTIMIZERS for f in FINISHES)
+            raise ValueError(f"`optimizer` must be one of {known}, got {self.optimizer_name!r}.")
+        self.finish = finish
+        wanted = problem.steps if steps is None else steps
+        self.per_call = min(STEPS_PER_CALL, wanted)
+        self.steps = self.per_call * math.ceil(wanted / self.per_call)
+        warm_up = max(1, int(WARM_UP * self.steps))
+        rate = optax.warmup_cosine_decay_schedule(0.0, problem.learning_rate, warm_up, self.steps)
+        self.optimizer = OPTIMIZERS[base](rate)
+        self.transform = transform
+        self.choose = eqx.filter_jit(self._choose)
+        self.program: Any = None
+
+    # --- A step ------------------------------------------------------------------------------
+
+    def gradient(self, loss: Callable, scaling: Any) -> Callable:
+        """Value and gradient of a loss: this is how the library is used."""
+        compute, forward, naive, *_ = self.precision
+        return mpx.filter_value_and_grad(
+            loss,
+            scaling,
+            use_mixed_precision=self.precision.mixed,
+            policy=f"params=float32,compute={compute},output=float32",
+            keep_full=(False, not naive),  # cast the network, not the points
+            forward=forward,  # pyright: ignore[reportArgumentType]
+        )
+
+    def step(self, state: State, points: PyTree) -> tuple[State, tuple[Array, Bool[Array, ""]]]:
+        model, opt_state, scaling, average, count = state
+        gradient = self.gradient(self.problem.loss, scaling)
+        value, scaling, finite, grads = gradient(model, points)
+        if self.precision.dropped:
+            finite &= count >= self.precision.dropped
+        model, opt_state = mpx.optimizer_update(model, self.optimizer, opt_state, grads, finite)
+        average = running_average(average, model, finite, min(1.0, 10 / self.steps))
+        return State(model, opt_state, scaling, average, count + 1), (value, finite)
+
+    # --- A training --------------------------------------------------------------------------
+
+    def initial(self, seed: int) -> tuple[State, PRNGKeyArray]:
+        model_key, key = jax.random.split(jax.random.key(seed))
+        model = self.problem.network(model_key)
+        if self.precision.rounded:
+            model = _rounded(model)
+        if self.precision.naive:
+            model = without_protection(model)
+        with mpx.half_precision("bfloat16" if "bfloat16" in self.precision.compute else "float16"):
+            scaling = self._scaling()
+        opt_state = self.optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+        return State(model, opt_state, scaling, model, jnp.zeros((), jnp.int32)), key
+
+    def _scaling(self) -> Any:
+        """The defaults of the library, whatever the problem."""
+        loss = mpx.DynamicLossScaling()
+        if self.precision.naive or not self.problem.order:
+            return loss
+        if self.problem.derivatives is not None:
+            return mpx.Scaling(loss, self.problem.derivatives())
+        coords, order = self.problem.coords, self.problem.order
+        return mpx.Scaling(loss, mpx.DerivativeScaling.per_direction(coords, order=order))
+
+    def _choose(self, model: Any, key: PRNGKeyArray) -> PyTree:
+        """The points of the next steps."""
+        if self.problem.points is not None:
+            points = self.problem.points(model, key)
+            return jax.tree.map(lambda x: x[: self.per_call], points)
+        assert self.problem.sample is not None
+        return jax.vmap(self.problem.sample)(jax.random.split(key, self.per_call))
+
+    def compiled(self, state: State, points: PyTree) -> Callable:
+        """The program of `per_call` steps, from arrays to arrays."""
+        if self.program is None:
+            arrays, self.static = eqx.partition(state, eqx.is_array)
+
+            def body(arrays, points):
+                new, record = self.step(eqx.combine(arrays, self.static), points)
+                scaling = new.scaling
+                scaling = scaling.loss if isinstance(scaling, mpx.Scaling) else scaling
+                return eqx.filter(new, eqx.is_array), (*record, scaling.loss_scaling)
+
+            body = self.transform(body)
+            steps = jax.jit(lambda arrays, points: jax.lax.scan(body, arrays, points))
+            self.program = steps.lower(arrays, points).compile()
+        return self.program
+
+    def __call__(
+        self, seed: int, *, follow: Callable[[int, float], None] = lambda *_: None
+    ) -> Outcome:
+        """Trains from a seed. `follow` is told of steps and losses."""
+        with warnings.catch_warnings():
+            # Behind Fourier features the first layer, which is float32, is half of a small network.
+            warnings.simplefilter("ignore", mpx.PrecisionWarning)
+            state, key = self.initial(seed)
+            records = []
+            for _ in range(self.steps // self.per_call):
+                key, points_key = jax.random.split(key)
+                points = self.choose(state.model, points_key)
+                run = self.compiled(state, points)
+                arrays, record = run(eqx.filter(state, eqx.is_array), points)
+                state = eqx.combine(arrays, self.static)
+                records.append(jax.tree.map(np.asarray, record))
+                follow(self.per_call, float(records[-1][0].mean()))
+            model = state.average
+            if self.finish:
+                from ._lbfgs import finish
+
+                model = finish(self, model, state.scaling, key)
+            return self._outcome(seed, model, records)
+
+    def _outcome(self, seed: int, model: Any, records: Sequence[Any]) -> Outcome:
+        values, finite, scales = (np.concatenate(r) for r in zip(*records, strict=True))
+        if self.problem.as_trained and self.precision.mixed and self.precision.forward == "half":
+            model = mpx.cast_tree(model, self.precision.compute)
+        skipped = ~finite
+        if self.precision.dropped:
+            skipped = skipped[self.precision.dropped :]
+        errors = {name: _number(e) for name, e in errors_of(self.problem, model).items()}
+        return Outcome(
+            precision=self.name,
+            optimizer=self.optimizer_name,
+            seed=seed,
+            steps=self.steps,
+            error=next(iter(errors.values())),
+            errors=errors,
+            loss=_number(values[-self.per_call :].mean()),
+            skipped=int(skipped.sum()),
+            skipped_after_warm_up=int(skipped[int(WARM_UP * self.steps) :].sum()),
+            loss_scale=float(scales[-1]),
+        )
+
+
+def _number(x: Any) -> float | None:
+    return float(x) if np.isfinite(x) else None
+
+
+def _rounded(model: Any) -> Any:
+    """The model with its weights rounded to float16."""
+    round_ = lambda x: jax.lax.reduce_precision(x, 5, 10) if eqx.is_inexact_array(x) else x
+    return jax.tree.map(round_, model)
+
+
+# --- Errors ----------------------------------------------------------------------------------
+
+
+def values_at(model: Any, points: Float[np.ndarray, "n coords"]) -> Float[np.ndarray, "n *fields"]:
+    """The fields of a network at points, evaluated with the weights that it has."""
+    at = eqx.filter_jit(lambda model, points: jax.lax.map(model, points, batch_size=4096))
+    return np.asarray(at(model, jnp.asarray(points, jnp.float32)), np.float64)
+
+
+def reference_of(problem: Problem) -> Reference:
+    """What the fields of a problem are compared with."""
+    if problem.exact is None:
+        assert problem.reference is not None
+        return problem.reference()
+    with jax.enable_x64(True):
+        values = jax.vmap(problem.exact)(jnp.asarray(problem.at, jnp.float64))
+        return Reference(np.asarray(problem.at), np.asarray(values))
+
+
+def errors_of(problem: Problem, model: Any) -> Mapping[str, float]:
+    """Relative L2 errors: their mean over the fields, and each."""
+    if problem.errors is not None:
+        return problem.errors(model)
+    points, values = reference_of(problem)
+    got = values_at(model, points).reshape(len(points), -1)
+    want = values.reshape(len(points), -1)
+    out = {}
+    for i, name in enumerate(problem.fields):
+        known = np.isfinite(want[:, i])
+        a, b = got[known, i], want[known, i]
+        if i in problem.free:
+            a, b = a - a.mean(), b - b.mean()
+        out[name] = float(np.linalg.norm(a - b) / np.linalg.norm(b))
+    return {"rel. L2 error": float(np.mean(list(out.values()))), **out}
+
+
+def grid(*axes: Float[np.ndarray, " n"]) -> Float[np.ndarray, "points coords"]:
+    """All points with their coordinates from these axes, the last one running fastest."""
+    return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, len(axes))
+
+
+# --- Networks --------------------------------------------------------------------------------
+
+
+class InUnits(eqx.Module):
+    """A network of coordinates that are measured in other units, which Fourier features see."""
+
+    network: Callable
+    units: tuple[float, ...] = eqx.field(static=True)
+
+    def __call__(self, point: Float[Array, " coords"]) -> Float[Array, "*fields"]:
+        return self.network(point / jnp.asarray(self.units, point.dtype))
+
+
+# --- Points ----------------------------------------------------------------------------------
+
+
+def uniform(
+    key: PRNGKeyArray, count: int, low: Sequence[float], high: Sequence[float]
+) -> Float32[Array, "count coords"]:
+    """Points in a box with the corners `low` and `high`."""
+    low_corner, high_corner = jnp.asarray(low, jnp.float32), jnp.asarray(high, jnp.float32)
+    shape = (count, len(low_corner))
+    return jax.random.uniform(key, shape, minval=low_corner, maxval=high_corner)
+
+
+def on_faces(
+    key: PRNGKeyArray, count: int, low: Sequence[float], high: Sequence[float], axes: Sequence[int]
+) -> Float32[Array, "count coords"]:
+    """Points on the faces of a box across `axes`, the same number (or nearly) on each."""
+    points = uniform(key, count, low, high)
+    face = np.arange(count) % (2 * len(axes))
+    ends = np.asarray([low, high], np.float32)
+    axis = np.asarray(axes)[face // 2]
+    return points.at[np.arange(count), axis].set(ends[face % 2, axis])
+
+
+# --- Examples --------------------------------------------------------------------------------
+
+
+def from_example(example: Any, **given: Any) -> Problem:
+    """A problem from that of one of the examples beside this folder, with its points, loss and
+    errors."""
+    return Problem(
+        **{
+            "title": example.title,
+            "network": example.network,
+            "loss": example.loss,
+            "points": example.points,
+            "errors": example.errors,
+            "learning_rate": example.full.learning_rate,
+            **given,
+        }
+    )

@@ -1,0 +1,56 @@
+"""The bending of a clamped plate, Δ²u = f on the unit square, u = 0 and no slope at the edges.
+
+With f such that u = sin² πx sin² πy. The operator takes fourth derivatives, as one stream.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpx_pde as mpx
+
+from ._runner import Problem, grid, uniform
+
+
+SIZE = 8 * np.pi**4
+
+
+def exact(point):
+    x, y = point
+    return (jnp.sin(jnp.pi * x) * jnp.sin(jnp.pi * y)) ** 2
+
+
+def load(x, y):
+    """f / 8π⁴, by sin² πx = (1 − cos 2πx) / 2."""
+    cx, cy = jnp.cos(2 * jnp.pi * x), jnp.cos(2 * jnp.pi * y)
+    return -cx * (1 - cy) / 2 - (1 - cx) * cy / 2 + cx * cy
+
+
+def network(key):
+    mlp = mpx.nn.CoordinateMLP(2, "scalar", 32, 3, key=key)
+
+    def form(point, n):
+        x, y = point
+        return (16 * x * (1 - x) * y * (1 - y)) ** 2 * n
+
+    return mpx.nn.Ansatz(mlp, form)
+
+
+def loss(u, points, *, derivatives=None):
+    operator = {"bending": "biharmonic"}
+    terms = mpx.linear_operator(u, operator, coords="xy", outputs="u", scaling=derivatives)
+    left = jax.vmap(terms)(points)["bending_u"] / SIZE
+    return jnp.mean((left - load(*points.T)) ** 2)
+
+
+PROBLEM = Problem(
+    title="Clamped plate",
+    coords="xy",
+    order=4,
+    network=network,
+    loss=loss,
+    sample=lambda key: uniform(key, 256, low=(0, 0), high=(1, 1)),
+    exact=exact,
+    at=grid(np.linspace(0, 1, 65), np.linspace(0, 1, 65)),
+    steps=2000,
+)

@@ -1,0 +1,54 @@
+"""Convection, u_t + β u_x = 0 with β = 30, periodic on 0 ≤ x ≤ 2π, up to t = 1.
+
+From u(0, x) = sin x the wave comes by nearly five times: u = sin(x − β t). Plain networks fail at it
+(Krishnapriyan et al., *Characterizing possible failure modes in physics-informed neural networks*,
+2021), and so does TF32 (PINN_FP64). Time is measured by s = β t, in which the wave has speed 1, and
+Fourier features give the network its frequencies.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpx_pde as mpx
+
+from ._runner import Problem, grid, uniform
+
+
+BETA = 30.0
+
+
+def exact(point):
+    s, x = point
+    return jnp.sin(x - s)
+
+
+def network(key):
+    periodic, features = {1: 2 * np.pi}, (32, 0.2)
+    mlp = mpx.nn.CoordinateMLP(
+        2, "scalar", 32, 3, key=key, periodic=periodic, fourier_features=features
+    )
+
+    def form(point, n):  # meets the initial values
+        s, x = point
+        return jnp.sin(x) + s / (1 + s) * n
+
+    return mpx.nn.Ansatz(mlp, form)
+
+
+def loss(u, points, *, derivatives=None):
+    operator = {"transport": {"s": 1.0, "x": 1.0}}
+    terms = mpx.linear_operator(u, operator, coords="sx", outputs="u", scaling=derivatives)
+    return jnp.mean(jax.vmap(terms)(points)["transport_u"] ** 2)
+
+
+PROBLEM = Problem(
+    title="Convection, β = 30",
+    coords="sx",
+    order=1,
+    network=network,
+    loss=loss,
+    sample=lambda key: uniform(key, 512, low=(0, 0), high=(BETA, 2 * np.pi)),
+    exact=exact,
+    at=grid(np.linspace(0, BETA, 121), np.linspace(0, 2 * np.pi, 65)),
+)

@@ -1,0 +1,34 @@
+"""The Kuramoto–Sivashinsky equation u_t + u u_x + u_xx + u_xxxx = 0, time steps learnt by an FNO.
+
+Periodic over 32 on 64 points, chaotic: two solutions separate by a factor of e in about 12 units of
+time, so that any model has lost the solution some time. A step is half a unit. Exponax makes the data,
+behind a spin-up of 100 units.
+"""
+
+import exponax
+
+import mpx_pde as mpx
+
+from ._operators import emulator
+
+
+POINTS, EXTENT = 64, 32.0
+
+
+def stepper(points=POINTS, substeps=5):
+    solver = exponax.stepper.KuramotoSivashinskyConservative
+    return exponax.repeat(solver(1, EXTENT, points, 0.5 / substeps), substeps)
+
+
+def initial(key, points=POINTS):
+    return exponax.ic.RandomTruncatedFourierSeries(1, cutoff=5, std_one=True)(points, key=key)
+
+
+PROBLEM = emulator(
+    title="Kuramoto–Sivashinsky, time steps by an FNO",
+    stepper=stepper,
+    initial=initial,
+    network=lambda key: mpx.nn.FNO(1, 1, 32, 4, (20,), key=key),
+    told=(1, 5, 10, 20, 40),
+    spin_up=200,
+)

@@ -1,0 +1,82 @@
+"""The Gray–Scott equations u_t = ε₁ Δu + b (1 − u) − u v², v_t = ε₂ Δv − d v + u v², up to t = 20.
+
+Periodic on −1 ≤ x, y ≤ 1 with b = 0.04, d = 0.1, ε₁ = 1e-5, ε₂ = 5e-6, from two bells (PINNacle, which
+goes on to t = 200). The reference is a Fourier method of fourth order in time.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpx_pde as mpx
+
+from ._runner import InUnits, Problem, Reference, grid, uniform
+from .references import reaction_diffusion
+
+
+FEED, KILL, DIFFUSIVITIES = 0.04, 0.1, (1e-5, 5e-6)
+END = 20.0
+
+
+def start(x, y):
+    bell = lambda s: jnp.exp(-80 * ((x + s * 0.05) ** 2 + (y + s * 0.02) ** 2))
+    return jnp.stack([1 - bell(1), bell(-1)])
+
+
+def network(key):
+    mlp = mpx.nn.CoordinateMLP(
+        3, 2, 48, 3, key=key, periodic={1: 2.0, 2: 2.0}, fourier_features=(48, 0.5)
+    )
+    return mpx.nn.Ansatz(
+        InUnits(mlp, (END, 1, 1)), lambda p, n: start(p[1], p[2]) + p[0] / END * n
+    )
+
+
+def loss(fields, points, *, derivatives=None):
+    given = {"coords": "txy", "outputs": "uv", "scaling": derivatives}
+    d = jax.vmap(mpx.laplacian(fields, ["u", "v", "u_t", "v_t"], over="xy", **given))(points)
+    eaten = d["u"] * d["v"] ** 2
+    u = d["u_t"] - DIFFUSIVITIES[0] * d["lap_u"] - FEED * (1 - d["u"]) + eaten
+    v = d["v_t"] - DIFFUSIVITIES[1] * d["lap_v"] + KILL * d["v"] - eaten
+    return 100 * jnp.mean(u**2 + v**2)
+
+
+def sample(key):
+    """Half of the points near the bells."""
+    everywhere, near = jax.random.split(key)
+    return jnp.concatenate(
+        [
+            uniform(everywhere, 256, (0, -1, -1), (END, 1, 1)),
+            uniform(near, 256, (0, -0.4, -0.4), (END, 0.4, 0.4)),
+        ]
+    )
+
+
+@functools.cache
+def reference(n=128, steps=200):
+    x = -1 + 2 * np.arange(n) / n
+    first = np.asarray(jax.vmap(start)(*(jnp.asarray(z, jnp.float32) for z in grid(x, x).T)))
+
+    def reaction(fields):
+        u, v = fields
+        return np.stack([FEED * (1 - u) - u * v**2, u * v**2 - KILL * v])
+
+    first = first.T.reshape(2, n, n).astype(np.float64)
+    given = {"length": 2.0, "time": END, "steps": steps, "frames": 5}
+    fields = reaction_diffusion(first, reaction, DIFFUSIVITIES, **given)[..., ::2, ::2]
+    values = np.moveaxis(fields, 1, -1).reshape(-1, 2)
+    return Reference(grid(np.linspace(0, END, 6), x[::2], x[::2]), values)
+
+
+PROBLEM = Problem(
+    title="Gray–Scott",
+    coords="txy",
+    order=2,
+    network=network,
+    loss=loss,
+    sample=sample,
+    reference=reference,
+    fields="uv",
+)

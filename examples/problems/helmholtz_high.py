@@ -1,0 +1,52 @@
+"""The Helmholtz equation with a high wave number, Δu + k² u = f on the unit square, k = 14.9.
+
+With u = 0 at the edges and f such that u = sin 5πx sin 4πy. The square rings at k² = 20π² and 25π²,
+between which k lies: what is left of a residual counts 16 times in the solution.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpx_pde as mpx
+
+from ._runner import Problem, grid, uniform
+
+
+K, M, N = np.sqrt(22.5) * np.pi, 5, 4
+SIZE = (M**2 + N**2) * np.pi**2
+
+
+def exact(point):
+    x, y = point
+    return jnp.sin(M * jnp.pi * x) * jnp.sin(N * jnp.pi * y)
+
+
+def network(key):
+    mlp = mpx.nn.CoordinateMLP(2, "scalar", 48, 3, key=key, fourier_features=(32, 1.5))
+
+    def form(point, n):
+        x, y = point
+        return 16 * x * (1 - x) * y * (1 - y) * n
+
+    return mpx.nn.Ansatz(mlp, form)
+
+
+def loss(u, points, *, derivatives=None):
+    terms = mpx.laplacian(u, ["u"], coords="xy", outputs="u", scaling=derivatives)
+    d = jax.vmap(terms)(points)
+    source = (K**2 - SIZE) * jax.vmap(exact)(points)
+    return jnp.mean(((d["lap_u"] + K**2 * d["u"] - source) / SIZE) ** 2)
+
+
+PROBLEM = Problem(
+    title="Helmholtz, high wave number",
+    coords="xy",
+    order=2,
+    network=network,
+    loss=loss,
+    sample=lambda key: uniform(key, 512, low=(0, 0), high=(1, 1)),
+    exact=exact,
+    at=grid(np.linspace(0, 1, 101), np.linspace(0, 1, 101)),
+    steps=4000,
+)

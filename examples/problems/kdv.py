@@ -1,0 +1,69 @@
+"""Two solitons of the Korteweg–de Vries equation u_t + 6 u u_x + u_xxx = 0, −10 ≤ x ≤ 10, 0 ≤ t ≤ 3.
+
+The fast one overtakes the slow one (Hirota, 1971): u = 2 (ln F)_xx with F = 1 + e^a + e^b + A e^(a + b),
+a = k x − k³ t + δ for each. Initial and boundary values are those of the solution.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpx_pde as mpx
+
+from ._runner import Problem, grid, uniform
+
+
+K, L = 1.4, 0.9  # of the fast and of the slow one, with the speeds k²
+A = ((K - L) / (K + L)) ** 2
+LOW, HIGH, END = -10.0, 10.0, 3.0
+
+
+def exact(point):
+    t, x = point
+    a = jnp.exp(K * (x + 6) - K**3 * t)
+    b = jnp.exp(L * (x + 1) - L**3 * t)
+    f = 1 + a + b + A * a * b
+    f_x = K * a + L * b + (K + L) * A * a * b
+    f_xx = K**2 * a + L**2 * b + (K + L) ** 2 * A * a * b
+    return 2 * (f_xx / f - (f_x / f) ** 2)
+
+
+def network(key):
+    mlp = mpx.nn.CoordinateMLP(2, "scalar", 40, 3, key=key, fourier_features=(24, 0.15))
+
+    def form(point, n):
+        return exact(point * jnp.asarray([0, 1], point.dtype)) + point[0] * n
+
+    return mpx.nn.Ansatz(mlp, form)
+
+
+def loss(u, points, *, derivatives=None):
+    given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
+    terms = mpx.linear_operator(u, {"linear": {"t": 1.0, "xxx": 1.0}}, ["u", "u_x"], **given)
+    d = jax.vmap(terms)(points["inside"])
+    ends = points["ends"]
+    wrong = jax.vmap(mpx.partials(u, ["u"], **given))(ends)["u"] - jax.vmap(exact)(ends)
+    return jnp.mean((d["linear_u"] + 6 * d["u"] * d["u_x"]) ** 2) + 10 * jnp.mean(wrong**2)
+
+
+def sample(key):
+    inside, ends = jax.random.split(key)
+    t = uniform(ends, 64, low=(0,), high=(END,))
+    sides = jnp.where(jnp.arange(64) % 2 == 0, LOW, HIGH)[:, None]
+    return {
+        "inside": uniform(inside, 512, low=(0, LOW), high=(END, HIGH)),
+        "ends": jnp.concatenate([t, sides], axis=1),
+    }
+
+
+PROBLEM = Problem(
+    title="Korteweg–de Vries, two solitons",
+    coords="tx",
+    order=3,
+    network=network,
+    loss=loss,
+    sample=sample,
+    exact=exact,
+    at=grid(np.linspace(0, END, 61), np.linspace(LOW, HIGH, 201)),
+    steps=4000,
+)

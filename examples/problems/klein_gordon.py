@@ -1,0 +1,66 @@
+"""The Klein–Gordon equation u_tt − u_xx + u³ = f on 0 ≤ x ≤ 1, up to t = 1.
+
+With f, the boundary values and the initial ones of u = x cos 5πt + (x t)³ (Wang, Yu & Perdikaris, 2022).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpx_pde as mpx
+
+from ._runner import Problem, grid, on_faces, uniform
+
+
+W = 5 * np.pi
+LOW, HIGH = (0, 0), (1, 1)
+
+
+def exact(point):
+    t, x = point
+    return x * jnp.cos(W * t) + (x * t) ** 3
+
+
+def source(point):
+    t, x = point
+    return -(W**2) * x * jnp.cos(W * t) + 6 * x**3 * t - 6 * x * t**3 + exact(point) ** 3
+
+
+def network(key):
+    mlp = mpx.nn.CoordinateMLP(2, "scalar", 32, 3, key=key, fourier_features=(32, 1.5))
+
+    def form(point, n):
+        t, x = point
+        return x * (1 + t**2 / (0.01 + t**2) * n)
+
+    return mpx.nn.Ansatz(mlp, form)
+
+
+def loss(u, points, *, derivatives=None):
+    given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
+    wave = mpx.linear_operator(u, {"wave": {"tt": 1.0, "xx": -1.0}}, ["u"], **given)
+    d = jax.vmap(wave)(points["inside"])
+    residual = d["wave_u"] + d["u"] ** 3 - jax.vmap(source)(points["inside"])
+    ends = jax.vmap(mpx.partials(u, ["u"], **given))(points["ends"])["u"]
+    wrong = ends - jax.vmap(exact)(points["ends"])
+    return jnp.mean((residual / W**2) ** 2) + jnp.mean(wrong**2)
+
+
+def sample(key):
+    inside, ends = jax.random.split(key)
+    return {
+        "inside": uniform(inside, 256, LOW, HIGH),
+        "ends": on_faces(ends, 64, LOW, HIGH, axes=(1,)),
+    }
+
+
+PROBLEM = Problem(
+    title="Klein–Gordon equation",
+    coords="tx",
+    order=2,
+    network=network,
+    loss=loss,
+    sample=sample,
+    exact=exact,
+    at=grid(np.linspace(0, 1, 101), np.linspace(0, 1, 101)),
+)

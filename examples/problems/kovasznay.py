@@ -1,0 +1,66 @@
+"""Kovasznay flow, the steady flow behind a grid at Re = 40, on −½ ≤ x ≤ 1 and −½ ≤ y ≤ 3/2.
+
+u·∇u + ∇p = ∇²u / Re, ∇·u = 0, with the velocities of the solution (Kovasznay, 1948) on the boundary:
+u = 1 − e^(λx) cos 2πy, v = λ/2π e^(λx) sin 2πy, p = (1 − e^(2λx))/2, λ = Re/2 − √(Re²/4 + 4π²).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpx_pde as mpx
+
+from ._runner import Problem, grid, on_faces, uniform
+
+
+RE = 40.0
+RATE = RE / 2 - np.sqrt(RE**2 / 4 + 4 * np.pi**2)
+LOW, HIGH = (-0.5, -0.5), (1.0, 1.5)
+
+
+def exact(point):
+    x, y = point
+    decay = jnp.exp(RATE * x)
+    u = 1 - decay * jnp.cos(2 * jnp.pi * y)
+    v = RATE / (2 * np.pi) * decay * jnp.sin(2 * jnp.pi * y)
+    return jnp.stack([u, v, (1 - decay**2) / 2])
+
+
+def network(key):
+    return mpx.nn.CoordinateMLP(2, 3, 40, 4, key=key)
+
+
+def loss(fields, points, *, derivatives=None):
+    given = {"coords": "xy", "outputs": "uvp", "scaling": derivatives}
+    names = ["u", "v", *(f"{f}_{c}" for f in "uvp" for c in "xy")]
+    d = jax.vmap(mpx.laplacian(fields, names, **given))(points["inside"])
+    carried = lambda f: d["u"] * d[f"{f}_x"] + d["v"] * d[f"{f}_y"]
+    x = carried("u") + d["p_x"] - d["lap_u"] / RE
+    y = carried("v") + d["p_y"] - d["lap_v"] / RE
+    mass = d["u_x"] + d["v_y"]
+    edges = jax.vmap(mpx.partials(fields, ["u", "v"], **given))(points["edges"])
+    wrong = jnp.stack([edges["u"], edges["v"]], axis=1) - jax.vmap(exact)(points["edges"])[:, :2]
+    return jnp.mean(x**2 + y**2 + mass**2) + 5 * jnp.mean(wrong**2)
+
+
+def sample(key):
+    inside, edges = jax.random.split(key)
+    return {
+        "inside": uniform(inside, 384, LOW, HIGH),
+        "edges": on_faces(edges, 128, LOW, HIGH, axes=(0, 1)),
+    }
+
+
+PROBLEM = Problem(
+    title="Kovasznay flow",
+    coords="xy",
+    order=2,
+    network=network,
+    loss=loss,
+    sample=sample,
+    exact=exact,
+    at=grid(np.linspace(-0.5, 1, 76), np.linspace(-0.5, 1.5, 101)),
+    fields="uvp",
+    free=(2,),
+    steps=4000,
+)

@@ -1,0 +1,60 @@
+"""The Kuramoto–Sivashinsky equation u_t + α u u_x + β u_xx + γ u_xxxx = 0, up to t = 0.3.
+
+Periodic over 2π from cos x (1 + sin x), with α = 100/16, β = 100/16², γ = 100/16⁴ (PINNacle, which goes on
+to t = 1, where chaos begins). The reference is a Fourier method of fourth order in time.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpx_pde as mpx
+
+from ._runner import InUnits, Problem, Reference, grid, uniform
+from .references import etdrk4
+
+
+A, B, C = 100 / 16, 100 / 16**2, 100 / 16**4
+END, TURN = 0.3, 2 * np.pi
+
+
+def network(key):
+    mlp = mpx.nn.CoordinateMLP(2, "scalar", 48, 3, key=key, periodic={1: TURN})
+
+    def form(point, n):
+        t, x = point
+        return jnp.cos(x) * (1 + jnp.sin(x)) + 5 * t * n
+
+    return mpx.nn.Ansatz(InUnits(mlp, (END, 1)), form)
+
+
+def loss(u, points, *, derivatives=None):
+    operator = {"linear": {"t": 1.0, "xx": B, "xxxx": C}}
+    given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
+    d = jax.vmap(mpx.linear_operator(u, operator, ["u", "u_x"], **given))(points)
+    return jnp.mean((d["linear_u"] + A * d["u"] * d["u_x"]) ** 2) / 100
+
+
+@functools.cache
+def reference(n=256, steps=600):
+    x = np.arange(n) * TURN / n
+    k = np.arange(n // 2 + 1)
+    slope = lambda u: np.fft.irfft(1j * k * np.fft.rfft(u), n)
+    transport = lambda u: -A / 2 * slope(u**2)
+    linear = B * k**2 - C * k**4
+    start = np.cos(x) * (1 + np.sin(x))
+    u = etdrk4(start, linear, transport, dt=END / steps, steps=steps, every=steps // 30)
+    return Reference(grid(np.linspace(0, END, 31), x), u.ravel())
+
+
+PROBLEM = Problem(
+    title="Kuramoto–Sivashinsky",
+    coords="tx",
+    order=4,
+    network=network,
+    loss=loss,
+    sample=lambda key: uniform(key, 384, low=(0, 0), high=(END, TURN)),
+    reference=reference,
+)

@@ -1,0 +1,50 @@
+"""Reaction, u_t = ρ u (1 − u) with ρ = 5, for 0 ≤ x ≤ 2π up to t = 1.
+
+From the bell u₀(x) = exp(−(x − π)² / 2 (π/4)²) each point grows by itself:
+u = u₀ e^(ρt) / (1 − u₀ + u₀ e^(ρt)). A failure mode of plain networks (Krishnapriyan et al., 2021), to
+which u = 0 is a solution almost as good.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpx_pde as mpx
+
+from ._runner import Problem, grid, uniform
+
+
+RHO = 5.0
+
+
+def start(x):
+    return jnp.exp(-((x - jnp.pi) ** 2) / (2 * (jnp.pi / 4) ** 2))
+
+
+def exact(point):
+    t, x = point
+    grown = start(x) * jnp.exp(RHO * t)
+    return grown / (1 - start(x) + grown)
+
+
+def network(key):
+    mlp = mpx.nn.CoordinateMLP(2, "scalar", 32, 3, key=key, fourier_features=(16, 0.3))
+    return mpx.nn.Ansatz(mlp, lambda point, n: start(point[1]) + point[0] * n)
+
+
+def loss(u, points, *, derivatives=None):
+    terms = mpx.partials(u, ["u", "u_t"], coords="tx", outputs="u", scaling=derivatives)
+    d = jax.vmap(terms)(points)
+    return jnp.mean((d["u_t"] - RHO * d["u"] * (1 - d["u"])) ** 2)
+
+
+PROBLEM = Problem(
+    title="Reaction, ρ = 5",
+    coords="tx",
+    order=1,
+    network=network,
+    loss=loss,
+    sample=lambda key: uniform(key, 256, low=(0, 0), high=(1, 2 * np.pi)),
+    exact=exact,
+    at=grid(np.linspace(0, 1, 65), np.linspace(0, 2 * np.pi, 129)),
+)

@@ -1,0 +1,187 @@
+"""Solutions in float64 of problems whose solutions are not known, for files of this folder.
+
+Each is verified by a test: by refinement, or by a bound on its error.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.sparse
+import scipy.sparse.linalg
+from _navier_stokes_data import solve as solve_vorticity
+from _spectral_reference import etdrk4 as etdrk4
+from jaxtyping import Float
+
+
+# --- Laplace ---------------------------------------------------------------------------------
+
+
+def harmonic(
+    boundary: Float[np.ndarray, "n 2"],
+    values: Float[np.ndarray, " n"],
+    holes: Sequence[tuple[float, float, float]],
+    *,
+    order: int = 40,
+) -> tuple[Callable[[np.ndarray], np.ndarray], float]:
+    """A harmonic function with these values on the boundary of a domain with round holes.
+
+    A polynomial of z, and for each hole a logarithm and a Laurent series about its centre, fitted
+    to the values by least squares (Trefethen, *Series solution of Laplace problems*, 2018). By the
+    maximum principle it errs nowhere more than at the boundary.
+
+    **Arguments:**
+
+    - `boundary`, `values`: points on all of the boundary.
+    - `holes`: x, y and radius.
+    - `order`: of the polynomial and the series.
+
+    **Returns:** the function, of points `[n, 2]`, and its largest error at the boundary points.
+    """
+
+    def basis(points):
+        z = points[:, 0] + 1j * points[:, 1]
+        columns = [np.ones(len(z))]
+        powers = [z[:, None] ** np.arange(1, order + 1)]
+        for x, y, radius in holes:
+            apart = z - (x + 1j * y)
+            columns.append(np.log(np.abs(apart)))
+            powers.append((radius / apart[:, None]) ** np.arange(1, order // 2 + 1))
+        both = np.concatenate(powers, axis=1)
+        return np.concatenate([np.stack(columns, axis=1), both.real, both.imag], axis=1)
+
+    matrix = basis(boundary)
+    sizes = np.abs(matrix).max(axis=0)
+    factors = np.linalg.lstsq(matrix / sizes, values, rcond=1e-14)[0] / sizes
+    return lambda p: basis(p) @ factors, float(np.abs(matrix @ factors - values).max())
+
+
+# --- Diffusion -------------------------------------------------------------------------------
+
+
+def diffusion(
+    a: Float[np.ndarray, "n n"], f: Float[np.ndarray, "n n"]
+) -> Float[np.ndarray, "n n"]:
+    """−∇·(a ∇u) = f on the unit square, u = 0 at its edges, in the centres of n² cells.
+
+    Finite volumes of second order: a may jump from cell to cell, between which a flux meets half a
+    cell of each.
+    """
+    n = len(a)
+
+    def along(axis):
+        """Conductivities of the faces across an axis, those at the edges too."""
+        a_ = np.moveaxis(a, axis, 0)
+        inner = 2 / (1 / a_[1:] + 1 / a_[:-1])
+        return np.moveaxis(np.concatenate([2 * a_[:1], inner, 2 * a_[-1:]]), 0, axis)
+
+    x, y = along(0), along(1)
+    index = np.arange(n * n).reshape(n, n)
+    diagonal = x[1:] + x[:-1] + y[:, 1:] + y[:, :-1]
+    pairs = [(index[1:], index[:-1], x[1:-1]), (index[:, 1:], index[:, :-1], y[:, 1:-1])]
+    rows = np.concatenate([index.ravel(), *(z.ravel() for p, q, _ in pairs for z in (p, q))])
+    columns = np.concatenate([index.ravel(), *(z.ravel() for p, q, _ in pairs for z in (q, p))])
+    entries = np.concatenate([diagonal.ravel(), *(-k.ravel() for *_, k in pairs for _ in (0, 1))])
+    matrix = scipy.sparse.csc_matrix((entries, (rows, columns)), (n * n, n * n))
+    return scipy.sparse.linalg.spsolve(matrix, f.ravel() / n**2).reshape(n, n)
+
+
+# --- Waves -----------------------------------------------------------------------------------
+
+
+def wave(
+    speed: Callable[[np.ndarray], np.ndarray],
+    start: Callable[[np.ndarray], np.ndarray],
+    *,
+    time: float,
+    cells: int,
+    frames: int,
+) -> Float[np.ndarray, "frames+1 cells+1"]:
+    """u_tt = c(x)² u_xx from rest on 0 ≤ x ≤ 1 with fixed ends, by central differences of second
+    order in both, at `frames` + 1 times from 0 to `time`."""
+    x = np.linspace(0, 1, cells + 1)
+    c = speed(x)
+    steps = frames * int(np.ceil(time * cells * c.max() / 0.9 / frames))
+    factor = (c * time / steps * cells) ** 2
+
+    def curved(u):
+        return factor * np.pad(u[2:] - 2 * u[1:-1] + u[:-2], 1)
+
+    before = start(x)
+    now = before + curved(before) / 2
+    found = [before]
+    for step in range(1, steps + 1):
+        if step % (steps // frames) == 0:
+            found.append(now)
+        before, now = now, 2 * now - before + curved(now)
+    return np.stack(found)
+
+
+# --- Periodic fields in the plane ------------------------------------------------------------
+
+
+def reaction_diffusion(
+    start: Float[np.ndarray, "fields n n"],
+    reaction: Callable[[np.ndarray], np.ndarray],
+    diffusivities: Sequence[float],
+    *,
+    length: float,
+    time: float,
+    steps: int,
+    frames: int,
+) -> Float[np.ndarray, "frames+1 fields n n"]:
+    """u_t = D Δu + R(u), periodic, by Fourier series and the Runge–Kutta method of fourth order
+    behind an integrating factor, which takes diffusion exactly."""
+    n = start.shape[-1]
+    k = 2 * np.pi / length * n * np.fft.fftfreq(n)
+    square = k[:, None] ** 2 + k[None, : n // 2 + 1] ** 2
+    dt = time / steps
+    half = np.exp(-np.asarray(diffusivities)[:, None, None] * square * dt / 2)
+    into, back = np.fft.rfft2, lambda v: np.fft.irfft2(v, s=(n, n))
+    rate = lambda v: dt * into(reaction(back(v)))
+    v, found = into(start), [start]
+    for step in range(1, steps + 1):
+        a = rate(v)
+        b = rate(half * (v + a / 2))
+        c = rate(half * v + b / 2)
+        d = rate(half**2 * v + half * c)
+        v = half**2 * (v + a / 6) + half * (b + c) / 3 + d / 6
+        if step % (steps // frames) == 0:
+            found.append(back(v))
+    return np.stack(found)
+
+
+def vortices(
+    vorticity: Float[np.ndarray, "n n"],
+    *,
+    viscosity: float,
+    time: float,
+    time_step: float,
+    frames: int,
+) -> Float[np.ndarray, "frames+1 3 n n"]:
+    """u, v and the vorticity ω of ω_t + u ω_x + v ω_y = ν Δω, periodic over 2π, by Exponax.
+
+    It solves on the unit torus: lengths and velocities are 2π times as small there.
+    """
+    n = len(vorticity)
+    k = n * np.fft.fftfreq(n)
+    square = k[:, None] ** 2 + k[None, :] ** 2
+    square[0, 0] = 1.0
+
+    def fields(w):
+        stream = np.fft.fft2(w) / square  # −Δψ = ω, u = ψ_y, v = −ψ_x
+        u, v = np.fft.ifft2(1j * k[None, :] * stream), np.fft.ifft2(-1j * k[:, None] * stream)
+        return np.stack([u.real, v.real, w])
+
+    found = [fields(vorticity)]
+    with jax.enable_x64(True):
+        w = jnp.asarray(vorticity, jnp.float64)[None]
+        for _ in range(frames):
+            step = {"viscosity": viscosity / (4 * np.pi**2), "time_step": time_step}
+            w = solve_vorticity(w, time=time / frames, **step)
+            found.append(fields(np.asarray(w[0])))
+    return np.stack(found)
+
+
+__all__ = ["diffusion", "etdrk4", "harmonic", "reaction_diffusion", "vortices", "wave"]

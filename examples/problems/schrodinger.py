@@ -1,0 +1,63 @@
+"""A soliton of the nonlinear Schrödinger equation i h_t + h_xx/2 + |h|² h = 0, up to t = 2.
+
+On −6 ≤ x ≤ 8, with h = u + i v = sech(x − t) e^(ix): a wave packet that keeps its shape. Initial and
+boundary values are those of the solution.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpx_pde as mpx
+
+from ._runner import Problem, grid, on_faces, uniform
+
+
+LOW, HIGH = (0.0, -6.0), (2.0, 8.0)
+
+
+def exact(point):
+    t, x = point
+    return jnp.stack([jnp.cos(x), jnp.sin(x)]) / jnp.cosh(x - t)
+
+
+def network(key):
+    mlp = mpx.nn.CoordinateMLP(2, 2, 40, 3, key=key, fourier_features=(24, 0.2))
+
+    def form(point, n):
+        return exact(point * jnp.asarray([0, 1], point.dtype)) + point[0] * n
+
+    return mpx.nn.Ansatz(mlp, form)
+
+
+def loss(fields, points, *, derivatives=None):
+    given = {"coords": "tx", "outputs": "uv", "scaling": derivatives}
+    names = ["u", "v", "u_t", "v_t", "u_xx", "v_xx"]
+    d = jax.vmap(mpx.partials(fields, names, **given))(points["inside"])
+    size = d["u"] ** 2 + d["v"] ** 2
+    real = -d["v_t"] + d["u_xx"] / 2 + size * d["u"]
+    imaginary = d["u_t"] + d["v_xx"] / 2 + size * d["v"]
+    ends = jax.vmap(mpx.partials(fields, ["u", "v"], **given))(points["ends"])
+    wrong = jnp.stack([ends["u"], ends["v"]], axis=1) - jax.vmap(exact)(points["ends"])
+    return jnp.mean(real**2 + imaginary**2) + 10 * jnp.mean(wrong**2)
+
+
+def sample(key):
+    inside, ends = jax.random.split(key)
+    return {
+        "inside": uniform(inside, 384, LOW, HIGH),
+        "ends": on_faces(ends, 64, LOW, HIGH, axes=(1,)),
+    }
+
+
+PROBLEM = Problem(
+    title="Schrödinger, a soliton",
+    coords="tx",
+    order=2,
+    network=network,
+    loss=loss,
+    sample=sample,
+    exact=exact,
+    at=grid(np.linspace(0, 2, 41), np.linspace(-6, 8, 141)),
+    fields="uv",
+)

@@ -1,0 +1,63 @@
+"""A breather of the sine-Gordon equation u_tt = u_xx − sin u, on −8 ≤ x ≤ 8 up to t = 4.
+
+u = 4 arctan(√(1 − ω²) cos ωt / (ω cosh √(1 − ω²) x)) with ω = 0.6, from rest. The boundary values are
+those of the solution.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpx_pde as mpx
+
+from ._runner import Problem, grid, on_faces, uniform
+
+
+W = 0.6
+S = np.sqrt(1 - W**2)
+LOW, HIGH = (0.0, -8.0), (4.0, 8.0)
+
+
+def exact(point):
+    t, x = point
+    return 4 * jnp.arctan(S / W * jnp.cos(W * t) / jnp.cosh(S * x))
+
+
+def network(key):
+    mlp = mpx.nn.CoordinateMLP(2, "scalar", 32, 3, key=key, fourier_features=(16, 0.15))
+
+    def form(point, n):
+        t = point[0]
+        start = exact(point * jnp.asarray([0, 1], point.dtype))
+        return start + t**2 / (1 + t**2) * n
+
+    return mpx.nn.Ansatz(mlp, form)
+
+
+def loss(u, points, *, derivatives=None):
+    given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
+    wave = mpx.linear_operator(u, {"wave": {"tt": 1.0, "xx": -1.0}}, ["u"], **given)
+    d = jax.vmap(wave)(points["inside"])
+    ends = jax.vmap(mpx.partials(u, ["u"], **given))(points["ends"])["u"]
+    wrong = ends - jax.vmap(exact)(points["ends"])
+    return jnp.mean((d["wave_u"] + jnp.sin(d["u"])) ** 2) + 10 * jnp.mean(wrong**2)
+
+
+def sample(key):
+    inside, ends = jax.random.split(key)
+    return {
+        "inside": uniform(inside, 256, LOW, HIGH),
+        "ends": on_faces(ends, 64, LOW, HIGH, axes=(1,)),
+    }
+
+
+PROBLEM = Problem(
+    title="Sine-Gordon, a breather",
+    coords="tx",
+    order=2,
+    network=network,
+    loss=loss,
+    sample=sample,
+    exact=exact,
+    at=grid(np.linspace(0, 4, 41), np.linspace(-8, 8, 161)),
+)

@@ -1,0 +1,71 @@
+"""Taylor–Green vortices that decay, u_t + u·∇u + ∇p = ν ∇²u, ∇·u = 0, up to t = 2.
+
+With ν = 0.1, periodic over 2π in both directions (Taylor & Green, 1937):
+The pressure is given at x = y = 0.
+u = −cos x sin y e^(−2νt), v = sin x cos y e^(−2νt), p = −(cos 2x + cos 2y) e^(−4νt) / 4.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpx_pde as mpx
+
+from ._runner import Problem, grid, uniform
+
+
+NU, END, TURN = 0.1, 2.0, 2 * np.pi
+
+
+def exact(point):
+    t, x, y = point
+    slow = jnp.exp(-2 * NU * t)
+    u, v = -jnp.cos(x) * jnp.sin(y) * slow, jnp.sin(x) * jnp.cos(y) * slow
+    return jnp.stack([u, v, -(jnp.cos(2 * x) + jnp.cos(2 * y)) * slow**2 / 4])
+
+
+def network(key):
+    mlp = mpx.nn.CoordinateMLP(3, 3, 40, 3, key=key, periodic={1: TURN, 2: TURN})
+
+    def form(point, n):
+        u, v, _ = exact(point * jnp.asarray([0, 1, 1], point.dtype))  # the initial velocities
+        return jnp.stack([u + point[0] * n[0], v + point[0] * n[1], n[2]])
+
+    return mpx.nn.Ansatz(mlp, form)
+
+
+def loss(fields, points, *, derivatives=None):
+    names = ["u", "v", "u_t", "v_t", *(f"{f}_{c}" for f in "uvp" for c in "xy")]
+    given = {"coords": "txy", "outputs": "uvp", "scaling": derivatives}
+    d = jax.vmap(mpx.laplacian(fields, names, over="xy", **given))(points["inside"])
+
+    def momentum(f, pressure):
+        carried = d["u"] * d[f"{f}_x"] + d["v"] * d[f"{f}_y"]
+        return d[f"{f}_t"] + carried + pressure - NU * d[f"lap_{f}"]
+
+    mass = d["u_x"] + d["v_y"]
+    known = jax.vmap(mpx.partials(fields, ["p"], **given))(points["corner"])["p"]
+    wrong = known - jax.vmap(exact)(points["corner"])[:, 2]
+    balance = momentum("u", d["p_x"]) ** 2 + momentum("v", d["p_y"]) ** 2 + mass**2
+    return jnp.mean(balance) + jnp.mean(wrong**2)
+
+
+def sample(key):
+    inside, corner = jax.random.split(key)
+    return {
+        "inside": uniform(inside, 384, low=(0, 0, 0), high=(END, TURN, TURN)),
+        "corner": uniform(corner, 16, low=(0, 0, 0), high=(END, 0, 0)),
+    }
+
+
+PROBLEM = Problem(
+    title="Taylor–Green vortices",
+    coords="txy",
+    order=2,
+    network=network,
+    loss=loss,
+    sample=sample,
+    exact=exact,
+    at=grid(np.linspace(0, END, 9), np.linspace(0, TURN, 33), np.linspace(0, TURN, 33)),
+    fields="uvp",
+)

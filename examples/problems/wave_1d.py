@@ -1,0 +1,51 @@
+"""The wave equation u_tt = 4 u_xx on 0 ≤ x ≤ 1 with fixed ends, up to t = 1.
+
+From u(0, x) = sin πx + ½ sin 4πx at rest: u = sin πx cos 2πt + ½ sin 4πx cos 8πt (Wang, Yu &
+Perdikaris, *When and why PINNs fail to train*, 2022; Wave1d-C of PINNacle).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mpx_pde as mpx
+
+from ._runner import Problem, grid, uniform
+
+
+SIZE = 8 * np.pi**2  # of ½ u_xx
+
+
+def exact(point):
+    t, x = point
+    pi = jnp.pi
+    return jnp.sin(pi * x) * jnp.cos(2 * pi * t) + jnp.sin(4 * pi * x) * jnp.cos(8 * pi * t) / 2
+
+
+def network(key):
+    mlp = mpx.nn.CoordinateMLP(2, "scalar", 48, 3, key=key, fourier_features=(32, 2.0))
+
+    def form(point, n):
+        t, x = point
+        start = jnp.sin(jnp.pi * x) + jnp.sin(4 * jnp.pi * x) / 2
+        return start + t**2 / (0.01 + t**2) * 4 * x * (1 - x) * n
+
+    return mpx.nn.Ansatz(mlp, form)
+
+
+def loss(u, points, *, derivatives=None):
+    operator = {"wave": {"tt": 1 / (4 * SIZE), "xx": -1 / SIZE}}
+    terms = mpx.linear_operator(u, operator, coords="tx", outputs="u", scaling=derivatives)
+    return jnp.mean(jax.vmap(terms)(points)["wave_u"] ** 2)
+
+
+PROBLEM = Problem(
+    title="Wave equation, two modes",
+    coords="tx",
+    order=2,
+    network=network,
+    loss=loss,
+    sample=lambda key: uniform(key, 384, low=(0, 0), high=(1, 1)),
+    exact=exact,
+    at=grid(np.linspace(0, 1, 101), np.linspace(0, 1, 101)),
+)

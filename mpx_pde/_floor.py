@@ -1,0 +1,405 @@
+"""What rounding does to a training at present."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jax.core import Tracer
+from jaxtyping import Array, Bool, Float
+
+from ._accumulate import split_batch
+from ._cast import is_inexact
+from ._dtypes import is_half, is_integer
+from ._forward import RUNGS, check_rung, options_of
+from ._gradient import Gradient
+from ._loss_scaling import AbstractLossScaling
+from ._marks import collecting
+from ._types import ForwardLike, PolicyLike, PyTree
+
+
+_CALL = "precision_floor"
+_SHOWN = 12
+
+
+class PrecisionFloor(eqx.Module):
+    """What rounding does to a loss and its gradient. Prints as a table with a verdict.
+
+    Errors are relative, norm of the difference over norm: of the present precision against the next
+    one up, which stands for the truth.
+
+    **Attributes:**
+
+    - `loss`: the error of the loss.
+    - `terms`: the error of each derivative term of the loss, by its name in
+        [`mpx_pde.partials`][] and its kin: over all points where it was taken.
+    - `gradient`: the error of the gradient as a whole.
+    - `parameters`: the error of the gradient of each parameter, by its path.
+    - `noise`: the standard error of the gradient of a batch like this one, relative to it, by what
+        differs between its micro-batches. It averages out over steps; rounding, which follows the
+        weights, does not. NaN where no micro-batches were asked for.
+    - `parameter_noise`: the same for each parameter.
+    - `finite`: whether loss and gradient are finite in both precisions. Where they are not, a scale
+        has to be found first.
+    - `precision`, `above`: which precisions were compared; static.
+    - `tolerance`: the error of loss or gradient from which on the floor is reached; static.
+    """
+
+    loss: Float[Array, ""]
+    terms: dict[str, Float[Array, ""]]
+    gradient: Float[Array, ""]
+    parameters: dict[str, Float[Array, ""]]
+    noise: Float[Array, ""]
+    parameter_noise: dict[str, Float[Array, ""]]
+    finite: Bool[Array, ""]
+    precision: str = eqx.field(static=True)
+    above: str = eqx.field(static=True)
+    tolerance: float = eqx.field(static=True)
+
+    @property
+    def reached(self) -> Bool[Array, ""]:
+        """Whether rounding is `tolerance` or more of the loss or the gradient."""
+        # Of a loss or gradient of zero there is no share.
+        worst = jnp.maximum(self.loss, self.gradient)
+        return self.finite & (worst >= self.tolerance)
+
+    @property
+    def verdict(self) -> str:
+        """What to do, in one sentence. Needs values: not inside of `jax.jit`."""
+        if not self.finite:
+            return (
+                f"loss or gradient overflow in {self.precision}: measure again once the scales "
+                "are found."
+            )
+        part, error = max(
+            (("gradient", float(self.gradient)), ("loss", float(self.loss))), key=lambda x: x[1]
+        )
+        share = f"rounding is {_percent(error)} of your {part}"
+        return f"{share}: go on with {self.above}." if self.reached else f"{share}: stay."
+
+    def __str__(self) -> str:
+        if isinstance(self.gradient, Tracer):
+            return f"PrecisionFloor of {self.precision} against {self.above}, being traced"
+        rows = [("loss", self.loss, None)]
+        rows += [(f"  {name}", x, None) for name, x in self.terms.items()]
+        rows.append(("gradient", self.gradient, self.noise))
+        worst = sorted(self.parameters, key=lambda path: -float(self.parameters[path]))
+        rows += [
+            (f"  {path}", self.parameters[path], self.parameter_noise.get(path))
+            for path in worst[:_SHOWN]
+        ]
+        width = max(len(name) for name, *_ in rows)
+        lines = [f"{self.precision} against {self.above}", f"{'':{width}}  rounding     noise"]
+        for name, error, noise in rows:
+            told = "" if noise is None else f"{_percent(float(noise)):>10}"
+            lines.append(f"{name:{width}}{_percent(float(error)):>10}{told}".rstrip())
+        if len(worst) > _SHOWN:
+            lines.append(f"  and {len(worst) - _SHOWN} parameters with less rounding")
+        text = self.verdict
+        return "\n".join([*lines, text[0].upper() + text[1:]])
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 1 or share != share else f"{100 * share:.0f} %"
+
+
+def precision_floor(
+    func: Callable[..., Any],
+    scaling: AbstractLossScaling | None,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    *,
+    policy: PolicyLike | None = None,
+    keep_full: PyTree = False,
+    autocast: bool | dict[str, Any] = False,
+    forward: ForwardLike = "half",
+    against: str | None = None,
+    in_axes: PyTree = 0,
+    micro_batches: int = 4,
+    tolerance: float = 0.1,
+) -> Callable[..., PrecisionFloor]:
+    """What rounding does *now*: errors of the loss, of its derivative terms and of the gradient of
+    each parameter, beside the noise between micro-batches.
+
+    Early in a training the residual is large, and any precision will do. As it vanishes, the
+    rounding of its terms does not, and at some step most of the gradient is rounding. This says how
+    far that is, for the price of three gradients; every few hundred steps it costs nothing that one
+    notices.
+
+    ```python
+    floor = mpx.precision_floor(loss, scaling, keep_full=(False, True))(model, points)
+    print(floor)  # … Rounding is 40 % of your gradient: go on with forward='float32'.
+    ```
+
+    It is compiled once for a loss, as [`equinox.filter_jit`][] does it, and may be called inside of
+    another compiled function. It changes neither the model nor the scaling.
+
+    **Arguments:**
+
+    - `func`, `scaling`, `has_aux`, `use_mixed_precision`, `policy`, `keep_full`, `autocast`,
+        `forward`: as for [`mpx_pde.filter_grad`][], and as in the training that is asked about.
+    - `against`: the precision to compare with: what `forward` takes; `"full"`, float32 in the
+        backward pass too (the precision of the parameters); or `"float64"`, which is float64
+        throughout. By default the next one up: of half the forward pass in float32, of other
+        forward passes `"full"`, of that float64.
+    - `in_axes`: the batch axis of the positional arguments after the model, as for
+        [`mpx_pde.filter_accumulated_value_and_grad`][]: `None` marks what is no batch.
+    - `micro_batches`: how many blocks of the batch are compared to find the noise; 1 leaves it out.
+    - `tolerance`: the share of rounding in the loss or the gradient from which on the verdict is to
+        go up.
+
+    **Returns:**
+
+    A function of the arguments of `func` that returns a [`mpx_pde.PrecisionFloor`][].
+
+    **Raises:** as [`mpx_pde.filter_grad`][], and `ValueError` for an `against` that is unknown or
+    not above the present precision, for float64 without 64-bit types, for a batch that does not
+    divide into the micro-batches, and for a `tolerance` that is not positive.
+    """
+    gradient = Gradient(
+        _CALL,
+        func,
+        scaling,
+        has_aux,
+        use_mixed_precision,
+        policy,
+        keep_full,
+        None,
+        autocast,
+        forward,
+    )
+    if not is_integer(micro_batches) or micro_batches < 1:
+        raise ValueError(
+            f"`{_CALL}` needs a positive integer as `micro_batches`, but got {micro_batches!r}."
+        )
+    if not isinstance(tolerance, int | float) or not tolerance > 0:
+        raise ValueError(f"`{_CALL}` needs a positive `tolerance`, but got {tolerance!r}.")
+    present = _rung_of(gradient)
+    return eqx.module_update_wrapper(
+        _Floor(gradient, present, _above(present, against), in_axes, int(micro_batches), tolerance)
+    )
+
+
+def _rung_of(gradient: Gradient) -> str:
+    if not gradient.use_mixed_precision:
+        return "full"
+    return (
+        "full"
+        if gradient.forward in ("half", "float32") and not is_half(gradient.compute_dtype)
+        else gradient.forward
+    )
+
+
+def _above(present: str, against: Any) -> str:
+    if against is None:
+        against = {"half": "float32", "full": "float64", "float64": "float64"}.get(present, "full")
+    above = check_rung(against, _CALL, "against")
+    if RUNGS.index(above) < RUNGS.index(present) or (above == present != "float64"):
+        raise ValueError(
+            f"`{_CALL}` compares {present!r} with a precision above it, but got "
+            f"`against={against!r}`. Precisions from below: {', '.join(map(repr, RUNGS))}."
+        )
+    return above
+
+
+class _Floor(eqx.Module):
+    gradient: Gradient
+    present: str = eqx.field(static=True)
+    above: str = eqx.field(static=True)
+    in_axes: PyTree
+    micro_batches: int = eqx.field(static=True)
+    tolerance: float = eqx.field(static=True)
+
+    @property
+    def __wrapped__(self):
+        return self.gradient.func
+
+    def __call__(self, /, *args, **kwargs) -> PrecisionFloor:
+        if not args:
+            raise TypeError(
+                f"`{_CALL}` differentiates with respect to the first positional argument, but the "
+                "function was called without one. Pass the model first."
+            )
+        return _measured(self, args, kwargs)
+
+    def reference(self) -> Gradient:
+        """The gradient in the precision above, where arguments are as [`_widened`][] says."""
+        present = self.gradient
+        full = self.above in ("full", "float64")
+        options = {"use_mixed_precision": False} if full else options_of(self.above)
+        return Gradient(
+            _CALL,
+            self.arguments(present.func),
+            present.scaling,
+            present.has_aux,
+            policy=present.policy,
+            keep_full=present.keep_full,
+            axis_name=None,
+            **{"use_mixed_precision": True, **options},
+        )
+
+    def arguments(self, tree: PyTree) -> PyTree:
+        """What the precision above is given: in float64 all arrays are, kept layers too."""
+        return _in_float64(tree) if self.above == "float64" else tree
+
+
+def _in_float64(tree: PyTree) -> PyTree:
+    def widen(x):
+        if not eqx.is_array(x) or not is_inexact(x):
+            return x
+        is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
+        return jnp.asarray(x, jnp.complex128 if is_complex else jnp.float64)
+
+    return jtu.tree_map(widen, tree)
+
+
+@eqx.filter_jit
+def _measured(floor: _Floor, args: tuple, kwargs: dict) -> PrecisionFloor:
+    present, reference = floor.gradient, floor.reference()
+    value, grads, terms = _evaluated(present, args, kwargs)
+    true, true_grads, true_terms = _evaluated(
+        reference, floor.arguments(args), floor.arguments(kwargs)
+    )
+    errors = jtu.tree_map(_minus, grads, true_grads)
+    norms = jtu.tree_map(_norm, true_grads)
+    noise, noises = jnp.full((), jnp.nan), {}
+    if floor.micro_batches > 1:
+        spread, means = _noise(floor, args, kwargs, grads)
+        noises = _by_path(jtu.tree_map(_share, spread, means))
+        noise = _share(_total(spread), _total(means))
+    finite = jnp.isfinite(value) & jnp.isfinite(true)
+    for x in jtu.tree_leaves((grads, true_grads)):
+        finite &= jnp.all(jnp.isfinite(x))
+    return PrecisionFloor(
+        loss=_share(_norm(_minus(value, true)), _norm(true)),
+        terms={
+            name: _share(_norm(_minus(x, true_terms[name])), _norm(true_terms[name]))
+            for name, x in terms.items()
+            if name in true_terms and x.shape == true_terms[name].shape
+        },
+        gradient=_share(_total(jtu.tree_map(_norm, errors)), _total(norms)),
+        parameters=_by_path(jtu.tree_map(_share, jtu.tree_map(_norm, errors), norms)),
+        noise=noise,
+        parameter_noise=noises,
+        finite=finite,
+        precision=_named(floor.present, present),
+        above=_advised(floor.above),
+        tolerance=float(floor.tolerance),
+    )
+
+
+def _named(present: str, gradient: Gradient) -> str:
+    if present == "full":
+        return "float32"
+    if present == "half":
+        return gradient.compute_dtype.name
+    return f"forward={present!r} with a backward pass in {gradient.compute_dtype.name}"
+
+
+def _advised(above: str) -> str:
+    return {
+        "full": "use_mixed_precision=False",
+        "float64": "float64",
+    }.get(above, f"forward={above!r}")
+
+
+def _evaluated(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, PyTree, dict]:
+    """Loss, unscaled gradients, and derivative terms by name."""
+
+    def value(args, kwargs):
+        if not gradient.use_mixed_precision:
+            out = gradient.func(*args, **gradient.with_derivatives(kwargs, None))
+            return out[0] if gradient.has_aux else out
+        args, kwargs = gradient.cast(args, kwargs)
+        return gradient.loss(args, kwargs, gradient.derivatives)[0]
+
+    def run():
+        loss, grads = _gradient(gradient, args, kwargs)
+        return loss, grads, collecting(value)(*_copied((args, kwargs)))[1]
+
+    return gradient.in_context(run)
+
+
+def _gradient(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, PyTree]:
+    args, kwargs = _copied((args, kwargs))
+    if not gradient.use_mixed_precision:
+        (loss, _), grads = gradient.plain(args, kwargs)
+        return loss, grads
+    (loss, _), grads, _ = gradient.scaled(args, kwargs)
+    return loss, gradient.scaling.unscale(grads)
+
+
+def _copied(tree: PyTree) -> PyTree:
+    """Other containers of the same: an `eqx.nn.State` can be used once only."""
+    return jtu.tree_map(lambda x: x, tree)
+
+
+def _noise(floor: _Floor, args: tuple, kwargs: dict, grads: PyTree) -> tuple[PyTree, PyTree]:
+    """The norm of the standard error of the mean of the gradients of micro-batches, and of that
+    mean, for each parameter."""
+    gradient, count = floor.gradient, floor.micro_batches
+    batched, whole = split_batch(tuple(args[1:]), floor.in_axes, count, _CALL)
+
+    def body(sums, batch):
+        here = gradient.in_context(lambda: _gradient(gradient, (args[0], *whole(batch)), kwargs)[1])
+        # Of differences from the whole batch, which cancel less than gradients do.
+        apart = jtu.tree_map(_minus, here, grads)
+        squares = jtu.tree_map(lambda x: _norm(x) ** 2, apart)
+        return jtu.tree_map(jnp.add, sums, (apart, squares)), None
+
+    zero = jtu.tree_map(lambda g: jnp.zeros(g.shape, _wide(g)), grads)
+    none = jtu.tree_map(lambda g: jnp.zeros((), _real(_wide(g))), grads)
+    (sums, squares), _ = lax.scan(body, (zero, none), batched, length=count)
+    mean = jtu.tree_map(lambda s: s / count, sums)
+    spread = jtu.tree_map(
+        lambda q, m: jnp.sqrt(jnp.maximum(q - count * _norm(m) ** 2, 0) / (count * (count - 1))),
+        squares,
+        mean,
+    )
+    return spread, jtu.tree_map(lambda g, m: _norm(g.astype(m.dtype) + m), grads, mean)
+
+
+# Norms. --------------------------------------------------------------------------------------
+
+
+def _wide(x: Array) -> Any:
+    return jnp.result_type(jnp.promote_types(x.dtype, jnp.float32))
+
+
+def _real(dtype: Any) -> Any:
+    return jnp.finfo(dtype).dtype
+
+
+def _minus(x: Array, y: Array) -> Array:
+    dtype = jnp.promote_types(_wide(x), _wide(y))
+    return x.astype(dtype) - y.astype(dtype)
+
+
+def _norm(x: Array) -> Array:
+    size = jnp.abs(x).astype(_real(_wide(x)))
+    # Squares of small gradients are no float32.
+    largest = jnp.max(size, initial=0)
+    scale = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    return scale * jnp.sqrt(jnp.sum((size / scale) ** 2))
+
+
+def _total(norms: PyTree) -> Array:
+    leaves = jtu.tree_leaves(norms)
+    widest = max((x.dtype for x in leaves), key=lambda dtype: dtype.itemsize)
+    return _norm(jnp.stack([x.astype(widest) for x in leaves]))
+
+
+def _share(part: Array, whole: Array) -> Array:
+    """`part / whole`; nothing is no part of nothing."""
+    dtype = jnp.promote_types(part.dtype, whole.dtype)
+    part, whole = part.astype(dtype), whole.astype(dtype)
+    return jnp.where(part == 0, 0, part / jnp.where(whole == 0, jnp.ones_like(whole), whole)) + (
+        jnp.where((whole == 0) & (part != 0), jnp.inf, 0)
+    ).astype(dtype)
+
+
+def _by_path(tree: PyTree) -> dict[str, Array]:
+    return {jtu.keystr(path): x for path, x in jtu.tree_leaves_with_path(tree)}

@@ -1,0 +1,119 @@
+"""Predictions from compiled programs: bytes and operations are XLA's, and those of a hand count."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import _deviceless, predicted
+from benchmarks._chips import H100
+from benchmarks._hlo import Module, Shape, shapes
+from benchmarks._roofline import KINDS, Roofline, largest, summary
+
+
+# What XLA writes, made small: a fusion that reads a slice and multiplies it, a product with a
+# workspace, a loop that runs it five times, and an update in place.
+TEXT = (Path(__file__).parent / "small_program.hlo").read_text(encoding="utf-8")
+
+
+def test_a_program_is_read_as_it_stands():
+    module = Module.parse(TEXT)
+    assert module.entry == "main"
+    assert shapes("(f16[10,8]{1,0}, s8[1000]{0}, f32[])") == [
+        Shape("f16", (10, 8)),
+        Shape("s8", (1000,)),
+        Shape("f32", ()),
+    ]
+    assert module.counts() == {"fusion": 2, "custom-call": 5}
+    with pytest.raises(ValueError, match="takes optimized HLO"):
+        Module.parse("HloModule nothing")
+
+
+def test_bytes_and_operations_are_those_of_a_hand_count():
+    fusion, gemm, update = Roofline(Module.parse(TEXT), ("project",)).kernels()
+    # 10 rows of the slice and `b` in, half as many bytes out; the product goes into the sum.
+    assert (fusion.read, fusion.written) == (2 * 320, 160)
+    assert fusion.arithmetic == 80 * (1 + 20 + 2)
+    assert (fusion.kind, fusion.own_seconds) == ("elementwise", 4.5e-6)
+    # 10 × 8 × 4 terms, five times; the workspace is no traffic.
+    assert gemm.products == {"half": 2 * 10 * 8 * 4}
+    assert (gemm.read, gemm.written, gemm.times) == (160 + 64, 160, 5)
+    assert gemm.line == "project/model.py:12 Model.__call__"
+    # A row in, a row out, and where.
+    assert (update.read, update.written) == (32 + 4, 32)
+
+
+def test_times_are_the_longest_of_what_a_kernel_does():
+    kernels = Roofline(Module.parse(TEXT)).kernels()
+    record = summary(kernels, H100)
+    assert record["kernels"] == 7
+    assert record["seconds"] == pytest.approx(7 * H100.launch)
+    assert record["seconds_by_xla"] == pytest.approx(6 * H100.launch + 4.5e-6)
+    assert record["operations"] == {"half": 5 * 640}
+    assert sum(kind["kernels"] for kind in record["by_kind"].values()) == 7
+    assert set(record["by_kind"]) == set(KINDS)
+    first, *_ = largest(kernels, H100)
+    assert (first["kernels"], first["kind"], first["bound"]) == (5, "products", "launch")
+
+
+def _network(w, x):
+    y = jnp.tanh(x @ w)
+    return jnp.sum(y * y[::-1])
+
+
+@pytest.mark.parametrize("fun", [_network, jax.grad(_network)], ids=["forward", "gradient"])
+def test_bytes_and_products_on_a_cpu_are_those_that_xla_counts(fun):
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    compiled = jax.jit(fun).lower(shape(256, 384), shape(512, 256)).compile()
+    cost, text = compiled.cost_analysis(), compiled.as_text()
+    assert cost is not None and text is not None
+    record = summary(Roofline(Module.parse(text)).kernels(), H100)
+    # XLA counts what goes into constants and scalars too: less than a percent here.
+    assert record["bytes"] == pytest.approx(cost["bytes accessed"], rel=0.05)
+    products = 1 if fun is _network else 2
+    (operations,) = record["operations"].values()
+    assert operations == products * 2 * 512 * 256 * 384
+
+
+def test_the_traffic_of_small_steps_may_hardly_grow():
+    before = {"a": {"bytes": 1000.0, "kernels": 10}, "b": {"bytes": 1.0, "kernels": 1}}
+    assert predicted.growth(before, before) == []
+    fewer = {**before, "a": {"bytes": 500.0, "kernels": 10}}
+    assert predicted.growth(before, fewer) == []
+    more = {**before, "a": {"bytes": 1019.0, "kernels": 11}}
+    assert predicted.growth(before, more) == ["a: kernels grew from 10 to 11, by 10.0%"]
+    more = {**before, "a": {"bytes": 1021.0, "kernels": 10}}
+    assert predicted.growth(before, more) == ["a: bytes grew from 1,000 to 1,021, by 2.1%"]
+    assert len(predicted.growth(before, {"a": before["a"]})) == 1
+
+
+def test_every_problem_has_a_command_that_settles_it():
+    for problem in (*predicted.PROBLEMS, *predicted.QUICK):
+        assert predicted.command(problem).startswith("python -m benchmarks ")
+        assert {"float32", "TF32", "mpx_pde float16"} <= set(problem.rivals())
+
+
+def test_the_ideal_is_the_products_and_the_state():
+    module = Module.parse(TEXT)
+    seconds = predicted.ideal_seconds(module, Roofline(module).kernels(), H100)
+    # Parameters of 3200, 320, 64, 32 and 4 bytes in, 3200 out.
+    moved = (2 * 3200 + 320 + 64 + 32 + 4) / (3.35e12 * 0.85)
+    assert seconds == pytest.approx(5 * 640 / (989e12 * 0.6) + moved)
+
+
+def test_a_program_for_an_h100():
+    half = jax.ShapeDtypeStruct((1024, 1024), jnp.float16)
+    try:
+        program = _deviceless.compile_for(
+            "h100", lambda x, y: jnp.tanh(x @ y), half, half, compiler_options=_deviceless.CUBLAS
+        )
+    except _deviceless.TargetUnavailable as error:
+        pytest.skip(str(error))
+    kernels = predicted.kernels_of(program.text)
+    record = summary(kernels, H100)
+    assert record["operations"] == {"half": 2.0 * 1024**3}
+    # Three arrays through the product, two through what follows.
+    assert record["bytes"] == pytest.approx(5 * 2 * 1024**2, rel=0.01)
+    # The product takes longer than its memory, what follows less than a launch.
+    assert record["seconds"] == pytest.approx(2 * 1024**3 / (989e12 * 0.6) + H100.launch)
