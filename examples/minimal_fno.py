@@ -12,11 +12,11 @@ import optax
 import mpx_pde as mpx
 
 
-STEPS, BATCH, GRID, SAMPLES = 1500, 32, 128, 768
+STEPS, BATCH, GRID, SAMPLES = 1000, 32, 128, 768
 
 
-def solve(u, time=0.5, steps=400):
-    """Pseudo-spectral in space, Runge–Kutta in time with the diffusion taken exactly; float32."""
+def solve(u, time=0.5, steps=800):
+    """Pseudo-spectral in space, midpoint rule in time with the diffusion taken exactly."""
     k = jnp.fft.rfftfreq(GRID, 1 / GRID)
     dt, kept = time / steps, k < GRID / 3
     half = jnp.exp(-(k**2) / 50 * dt / 2)
@@ -25,11 +25,8 @@ def solve(u, time=0.5, steps=400):
         return -0.5j * k * kept * jnp.fft.rfft(jnp.fft.irfft(y, GRID) ** 2)
 
     def step(y, _):
-        a = dt * slope(y)
-        b = dt * slope(half * (y + a / 2))
-        c = dt * slope(half * y + b / 2)
-        d = dt * slope(half * (half * y + c))
-        return half**2 * (y + a / 6) + half * (b + c) / 3 + d / 6, None
+        middle = half * (y + dt / 2 * slope(y))
+        return half * (half * y + dt * slope(middle)), None
 
     return jnp.fft.irfft(jax.lax.scan(step, jnp.fft.rfft(u), length=steps)[0], GRID)
 
@@ -43,17 +40,15 @@ def fields(key, samples):
 
 
 def loss(model, inputs, targets):
-    outputs = jax.vmap(model)(inputs)
     # A loss is a large sum: in float32.
-    return jnp.mean((outputs.astype(jnp.float32) - targets.astype(jnp.float32)) ** 2)
+    error = jax.vmap(model)(inputs).astype(jnp.float32) - targets.astype(jnp.float32)
+    return jnp.mean(error**2)
 
 
 def main(steps=STEPS, samples=SAMPLES):
     key, data, net = jax.random.split(jax.random.key(0), 3)
-    inputs = fields(data, samples + 64)
-    targets = jax.jit(jax.vmap(solve))(inputs)
-    inputs, targets = inputs[:, None], targets[:, None]  # one channel
-
+    inputs = fields(data, samples + 64)[:, None]  # one channel
+    targets = jax.jit(jax.vmap(jax.vmap(solve)))(inputs)
     model = mpx.nn.FNO(1, 1, hidden_channels=32, num_layers=4, modes=32, key=net)
     optimizer = optax.adam(optax.cosine_decay_schedule(2e-3, steps))
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
@@ -64,16 +59,14 @@ def main(steps=STEPS, samples=SAMPLES):
         # Weights, fields and transforms in half precision; gradients and masters in float32.
         value_and_grad = mpx.filter_value_and_grad(loss, scaling)
         value, scaling, finite, grads = value_and_grad(model, inputs, targets)
-        # A step whose gradients are not finite changes nothing.
         model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
         return model, opt_state, scaling, value
 
     for i in range(steps):
         key, now = jax.random.split(key)
         batch = jax.random.randint(now, (BATCH,), 0, samples)
-        model, opt_state, scaling, value = step(
-            model, opt_state, scaling, inputs[batch], targets[batch]
-        )
+        state = model, opt_state, scaling
+        model, opt_state, scaling, value = step(*state, inputs[batch], targets[batch])
         if (i + 1) % max(steps // 6, 1) == 0:
             print(f"step {i + 1}: loss {value:.2e}, skipped {scaling.skipped_steps}")
 
