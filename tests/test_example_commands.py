@@ -21,7 +21,9 @@ sys.path.insert(0, str(ROOT / "examples"))
 commands = importlib.import_module("_command_line")
 pinn = importlib.import_module("_pinn")
 report = importlib.import_module("_pinn_report")
-EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("[!_]*.py"))
+PATHS = sorted((ROOT / "examples").glob("[!_]*.py"))
+# Those of one page have no options.
+EXAMPLES = [path.stem for path in PATHS if not path.stem.startswith("minimal_")]
 
 
 def run_example(name, *options):
