@@ -103,11 +103,12 @@ def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
 
 
 @contextmanager
-def in_context_of(eqn: JaxprEqn):
-    """What is bound in here keeps the equation's line of source, name scopes and settings."""
-    source = eqn.source_info
-    stack = source_info_util.current_name_stack() + source.name_stack
-    with source_info_util.user_context(source.traceback, name_stack=stack), eqn.ctx.manager:
+def in_context_of(eqn: JaxprEqn, source: Any = None):
+    """What is bound in here keeps the equation's line of source, or that of `source` where it is
+    given, its name scopes and settings."""
+    stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
+    lines = (source or eqn.source_info).traceback
+    with source_info_util.user_context(lines, name_stack=stack), eqn.ctx.manager:
         yield
 
 

@@ -72,13 +72,23 @@ def installed(path: str) -> bool:
 def _line(eqn: JaxprEqn) -> str:
     """The innermost `file:line` that is the user's. Where none is, as for a loss object of another
     library, the innermost of an installed library, other than Equinox's layers if there is one."""
-    text = source_info_util.summarize(eqn.source_info, num_frames=100)
-    # "file:line:column (function)", without the column in older versions.
-    frames = [match for line in text.splitlines() if (match := _FRAME.match(line))]
-    frames = [match[1] for match in reversed(frames) if not match[1].startswith(_LIBRARY)]
+    frames = _frames(eqn.source_info)
     users = [frame for frame in frames if not installed(frame)]
     libraries = [frame for frame in frames if not frame.startswith(_PLUMBING)]
     return next(iter(users or libraries or frames), "unknown")
+
+
+def _frames(source: Any) -> list[str]:
+    """The lines that an equation comes from, the innermost first, without those in here."""
+    text = source_info_util.summarize(source, num_frames=100)
+    # "file:line:column (function)", without the column in older versions.
+    frames = [match for line in text.splitlines() if (match := _FRAME.match(line))]
+    return [match[1] for match in reversed(frames) if not match[1].startswith(_LIBRARY)]
+
+
+def is_users(source: Any) -> bool:
+    """Whether an equation comes from a line of the user's."""
+    return any(not installed(frame) for frame in _frames(source))
 
 
 def _multiplied(eqn: JaxprEqn) -> str:

@@ -233,8 +233,15 @@ def test_derivatives_of_a_foreign_network_are_half_behind_the_first_layer():
     scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xy"))
     run = mpx.filter_grad(residual, scaling, keep_full=(False, True))
     model = eqx.nn.MLP(2, "scalar", WIDTH, 3, activation=jnp.tanh, key=jax.random.key(0))
+    line = residual.__code__.co_firstlineno
     for network in (model, first_layer(model), first_layer(model, out_dtype="half")):
-        assert mpx.precision_report(run)(network, POINTS).half_share > 0.9
+        report = mpx.precision_report(run)(network, POINTS)
+        assert report.half_share > 0.9
+        # Where derivatives of a library's network are asked for.
+        assert {row.line for row in report.rows} == {f"{__file__}:{line + 2}"}
+    own = mpx.nn.CoordinateMLP(2, "scalar", WIDTH, 2, key=jax.random.key(0))
+    rows = mpx.precision_report(run)(own, POINTS).rows
+    assert {row.line for row in rows} == {f"{__file__}:{line + 2}"}
 
 
 # --- Warnings -------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
@@ -64,17 +65,19 @@ def _evaluator(
         if note is not None:
             note.append(Equation(step.eqn.primitive.name, line_of(step.eqn), rule, how))
 
+    caller = source_info_util.current()
     wide = np.dtype(np.float64 if closed.out_avals[0].dtype == np.float64 else np.float32)
     forward = present_forward() or _autocast()
     dtype = half_of(closed) if forward is None else forward.dtype
     scaled = {} if dtype is None else scales(dtype)
     if forward is None or not forward.full:
         storage = Storage(wide if dtype is None else np.dtype(np.float32), dtype, scaled)
-        return Evaluator(rules, storage, Product(forward is not None), record)
+        return Evaluator(rules, storage, Product(forward is not None), record, caller=caller)
     above = np.dtype(np.float64) if forward.precision == "float64" else wide
-    full = Evaluator(rules, Storage(above), Product(precision=forward.products), record)
+    product = Product(precision=forward.products)
+    full = Evaluator(rules, Storage(above), product, record, caller=caller)
     storage = Storage(np.dtype(np.float32), dtype, scaled)
-    return Evaluator(rules, storage, Product(True), record, full)
+    return Evaluator(rules, storage, Product(True), record, full, caller)
 
 
 def _autocast() -> Forward | None:

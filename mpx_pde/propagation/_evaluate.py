@@ -15,6 +15,7 @@ from jax.interpreters import ad
 from .._flat import Constant, Step, flatten
 from .._jaxpr import bodies_of, in_context_of, line_of, own_bind, rebind, scan_counts
 from .._order import gradients_in_turn
+from .._products import is_users
 from . import _tables as tables
 from ._fallback import nested
 from ._full import with_derivative_of
@@ -48,6 +49,8 @@ class Evaluator:
     - `storage`: how they are kept.
     - `product`: how they are multiplied.
     - `note`: told of each equation that depends on the point.
+    - `caller`: where the derivatives are asked for. A product in a layer of a library, which has no
+        line of the user's, is attributed to it.
     - `full`: where values are those of another evaluation, in full precision, that one; this one
         then says what is kept for the backward pass, and how it is run.
     """
@@ -57,6 +60,7 @@ class Evaluator:
     product: Product
     note: Note | None = None
     full: "Evaluator | None" = None
+    caller: Any = None
 
     def program(self, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
         """The results of a jaxpr; operands and results are jets or arrays."""
@@ -146,9 +150,13 @@ class Evaluator:
 
     def _step(self, step: Step, env: dict[int, Any], roles) -> None:
         operands = [_read(x, env) for x in step.inputs]
-        with in_context_of(step.eqn):
+        with in_context_of(step.eqn, self._caller_of(step.eqn)):
             out = self._results(step, operands, roles)
         env.update(zip(step.outputs, out, strict=True))
+
+    def _caller_of(self, eqn: Any) -> Any:
+        is_product = eqn.primitive.name in tables.PRODUCTS
+        return self.caller if is_product and not is_users(eqn.source_info) else None
 
     def _results(self, step: Step, operands: list[Any], roles) -> list[Any]:
         eqn = step.eqn
