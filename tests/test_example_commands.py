@@ -66,9 +66,8 @@ WRONG = [
     ("--steps", "0"),
     ("--steps", "-3"),
     ("--steps", "many"),
-    ("--finish", "2"),
-    ("--finish", "-0.1"),
-    ("--finish", "nan"),
+    ("--rungs", "float8"),
+    ("--rungs", "low"),
 ]
 
 

@@ -101,6 +101,20 @@ def test_a_run_can_finish_in_full():
     assert both.label == "float16, finished in full"
 
 
+def test_a_run_climbs_a_ladder(monkeypatch):
+    half = train("bfloat16", steps=300)
+    monkeypatch.setattr(mpx.PrecisionFloor, "reached", property(lambda floor: True))
+    both = train("bfloat16", steps=300, rungs=("half", "float32", "full"))
+    assert both.climbs == {"float32": 100, "full": 200}
+    assert both.label == "bfloat16, float32, full"
+    assert np.array_equal(both.loss[:100], half.loss[:100])
+    assert not np.array_equal(both.loss[100:], half.loss[100:])
+    # The loss is that of float32 from there on, and the weights are no longer rounded.
+    assert both.errors_as_trained == both.errors
+    assert half.errors_as_trained != half.errors
+    assert train("float32", rungs=("half", "full")).climbs == {}
+
+
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16", "naive-float16"])
 def test_a_step_of_any_precision_takes_and_gives_the_same_state(precision):
     problem, optimizer = small(), optax.adam(1e-3)
