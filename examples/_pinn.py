@@ -84,7 +84,7 @@ class Result:
 
     precision: str
     mode: str  # of the derivative scaling
-    finish: float  # fraction of the steps, the last ones, that ran in float32
+    rungs: tuple[str, ...]  # what it could climb
     errors: Mapping[str, float]
     loss: np.ndarray
     scale: np.ndarray  # of the loss
@@ -110,8 +110,7 @@ class Result:
     def label(self) -> str:
         half = self.precision in ("float16", "bfloat16")
         predictive = ", predictive" if self.precision == "float16" and self.mode != "paper" else ""
-        finished = ", finished in full" if half and self.finish else ""
-        return self.precision + predictive + finished + "".join(f", {r}" for r in self.climbs)
+        return self.precision + predictive + (", climbing" if half and self.rungs else "")
 
 
 # --- A step ----------------------------------------------------------------------------------
@@ -250,7 +249,6 @@ def train(
     *,
     mode: str = "paper",
     rungs: Sequence[str] = (),
-    finish: float = 0.0,
     steps: int,
     learning_rate: float,
     seed: int,
@@ -260,8 +258,8 @@ def train(
     """Trains the network of `problem`.
 
     Of a half precision it climbs the `rungs` of a `mpx.PrecisionLadder`: a program for each, which
-    goes on from the state of the one before, with nothing to convert. Or the last `finish` of the
-    steps are float32 ones, whatever rounding does. Once `stop()` is true, it ends where it is.
+    goes on from the state of the one before, with nothing to convert. Once `stop()` is true, the
+    training ends where it is.
     """
     calls = math.ceil(steps / STEPS_PER_CALL)
     steps = calls * STEPS_PER_CALL
@@ -283,13 +281,10 @@ def train(
         say = lambda line: progress.console.print(f"{precision}: {line}")
         interval = STEPS_PER_CALL * math.ceil(calls / 20)
         ladder = mpx.PrecisionLadder(rungs, interval=interval, say=say)
-    last = math.ceil(finish * calls)
     memory = program(ladder).memory_analysis()
     arrays, static = eqx.partition(state, eqx.is_array)
     records, history, climbs, seconds = [], [], {}, 0.0
     for call in range(calls):
-        if call == calls - last:
-            ladder = first_rung("float32")
         key, points_key = jax.random.split(key)
         model = eqx.combine(arrays, static).model
         points = jax.block_until_ready(choose_points(model, points_key))
@@ -313,7 +308,7 @@ def train(
     return Result(
         precision=precision,
         mode=mode,
-        finish=finish,
+        rungs=tuple(rungs),
         errors=problem.errors(state.average),
         errors_as_trained=problem.errors(as_trained(state.average, precision, ladder)),
         climbs=climbs,
@@ -396,7 +391,6 @@ def run(
     quick: bool = False,
     mode: str = "paper",
     rungs: Sequence[str] = (),
-    finish: float = 0.0,
 ) -> dict[str, Result]:
     """Trains in each precision, prints a table and draws pictures in the folder `out`.
 
@@ -407,15 +401,13 @@ def run(
     steps = training.steps if steps is None else steps
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1, but got {steps}.")
-    if not 0 <= finish <= 1:
-        raise ValueError(f"`finish` must be a fraction of the steps, but got {finish}.")
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)  # fails now rather than after the training
     console = Console()
     if rungs:
         mpx.PrecisionLadder(rungs)  # says now what it says of wrong ones
-    options: dict[str, Any] = {"mode": mode, "rungs": tuple(rungs), "finish": finish}
-    options |= {"steps": steps, "seed": seed, "learning_rate": training.learning_rate}
+    options: dict[str, Any] = {"mode": mode, "rungs": rungs, "steps": steps, "seed": seed}
+    options["learning_rate"] = training.learning_rate
     with stop_on_interrupt() as stop:
         results = []
         with progress_bar(console, 13) as progress:

@@ -139,7 +139,12 @@ def split_product(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
     terms = [
         product(xs[i], ys[j], precision=highest, preferred_element_type=x.dtype) for i, j in order
     ]
-    return sum(terms[1:], terms[0])  # small ones first
+    *rest, first = terms
+    if not rest:
+        return first
+    low = sum(rest[1:], rest[0])  # small ones first
+    # An infinity times the rest of a number that has none is no number.
+    return first + jnp.where(jnp.isnan(low), jnp.zeros_like(low), low)
 
 
 def _abstract_eval(

@@ -124,13 +124,13 @@ def test_an_error_comes_before_any_training(tmp_path):
 # --- Tables ----------------------------------------------------------------------------------
 
 
-def result(precision, errors=1, scalers="tx", finish=0.0):
+def result(precision, errors=1, scalers="tx", rungs=()):
     names = ["rel. L2 error", "u", "v", "against Ghia et al."][:errors]
     half = precision != "float32"
     return pinn.Result(
         precision=precision,
         mode="predictive",
-        finish=finish,
+        rungs=rungs,
         errors=dict.fromkeys(names, 0.0037312),
         loss=np.ones(100),
         scale=np.full(100, 2.0**-14),
