@@ -67,7 +67,6 @@ WRONG = [
     ("--steps", "-3"),
     ("--steps", "many"),
     ("--rungs", "float8"),
-    ("--rungs", "low"),
 ]
 
 
@@ -80,7 +79,8 @@ def test_impossible_options_are_usage_errors(name, option, value, monkeypatch, c
     with pytest.raises(SystemExit) as e:
         options.parse_args([f"{option}={value}"])
     assert e.value.code == 2
-    assert f"argument {option}: {value!r} is no" in capsys.readouterr().err
+    told = f"invalid choice: {value!r}" if option == "--rungs" else f"{value!r} is no"
+    assert f"argument {option}: {told}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
