@@ -41,17 +41,6 @@ def positive(text: str) -> int:
     return value
 
 
-def fraction(text: str) -> float:
-    """An option from 0 to 1."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0 to 1")
-    return value
-
-
 def folder(text: str) -> Path:
     """An option that is a folder to write to, which need not be there yet."""
     path = Path(text)

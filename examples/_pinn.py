@@ -8,8 +8,8 @@ import argparse
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _command_line import folder, fraction, parser, positive, stop_on_interrupt
+from _command_line import folder, parser, positive, stop_on_interrupt
 from _pinn_report import draw, table
 from _progress import progress_bar
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, PyTree
@@ -33,6 +33,7 @@ NAIVE = "naive-float16"
 too, no derivative scaling, loss scaling alone. For comparison."""
 
 PRECISIONS = ("float32", "float16", "bfloat16")
+RUNGS = ("half", "tensorfloat32", "bfloat16_x3", "bfloat16_x6", "float32", "full")
 STEPS_PER_CALL = 100  # steps in one compiled call, and between two choices of points
 WARM_UP = 1 / 20  # of the steps: the learning rate rises, and the scales find their place
 
@@ -83,7 +84,7 @@ class Result:
 
     precision: str
     mode: str  # of the derivative scaling
-    finish: float  # fraction of the steps, the last ones, that ran in float32
+    rungs: tuple[str, ...]  # what it could climb
     errors: Mapping[str, float]
     loss: np.ndarray
     scale: np.ndarray  # of the loss
@@ -93,6 +94,8 @@ class Result:
     ms_per_step: float
     temp_bytes: int  # scratch memory of the compiled steps
     model: Any  # the running average of the float32 weights
+    errors_as_trained: Mapping[str, float] = field(default_factory=dict)  # with rounded weights
+    climbs: Mapping[str, int] = field(default_factory=dict)  # the step after which each rung began
 
     @property
     def error(self) -> float:
@@ -107,7 +110,7 @@ class Result:
     def label(self) -> str:
         half = self.precision in ("float16", "bfloat16")
         predictive = ", predictive" if self.precision == "float16" and self.mode != "paper" else ""
-        return self.precision + predictive + (", finished in full" if half and self.finish else "")
+        return self.precision + predictive + (", climbing" if half and self.rungs else "")
 
 
 # --- A step ----------------------------------------------------------------------------------
@@ -123,7 +126,13 @@ class State(NamedTuple):
 
 
 def step(
-    problem: Problem, optimizer: Any, precision: str, rate: float, state: State, points: PyTree
+    problem: Problem,
+    optimizer: Any,
+    precision: str,
+    rate: float,
+    state: State,
+    points: PyTree,
+    ladder: mpx.PrecisionLadder | None = None,
 ) -> tuple[State, tuple[Float32[Array, ""], Bool[Array, ""]]]:
     """One step in mixed precision: this is how the library is used.
 
@@ -131,16 +140,27 @@ def step(
     receives None. A step whose derivatives or gradients overflowed changes the scaling alone.
     """
     model, opt_state, scaling, average = state
+    ladder = first_rung(precision) if ladder is None else ladder
     value, scaling, finite, grads = mpx.filter_value_and_grad(
-        problem.loss,
-        scaling,
-        use_mixed_precision=precision != "float32",
-        policy=f"params=float32,compute={compute_dtype(precision)},output=float32",
-        keep_full=(False, precision != NAIVE),  # cast the network, not the collocation points
+        problem.loss, scaling, **casts(precision), **ladder.options
     )(model, points)
     model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
     average = running_average(average, model, finite, rate)
     return State(model, opt_state, scaling, average), (value, finite)
+
+
+def first_rung(precision: str) -> mpx.PrecisionLadder:
+    """What a training in one precision climbs: nothing."""
+    return mpx.PrecisionLadder(("full",) if precision == "float32" else ("half",))
+
+
+def casts(precision: str) -> dict[str, Any]:
+    """What is cast to which half precision, where one is asked for."""
+    compute = "bfloat16" if precision == "float32" else compute_dtype(precision)
+    return {
+        "policy": f"params=float32,compute={compute},output=float32",
+        "keep_full": (False, precision != NAIVE),  # cast the network, not the collocation points
+    }
 
 
 def running_average(average: Any, model: Any, finite: Bool[Array, ""], rate: float) -> Any:
@@ -228,7 +248,7 @@ def train(
     precision: str,
     *,
     mode: str = "paper",
-    finish: float = 0.0,
+    rungs: Sequence[str] = (),
     steps: int,
     learning_rate: float,
     seed: int,
@@ -237,8 +257,9 @@ def train(
 ) -> Result:
     """Trains the network of `problem`.
 
-    The last `finish` of the steps are float32 ones: a second program that goes on from the state
-    of the first, with nothing to convert. Once `stop()` is true, the training ends where it is.
+    Of a half precision it climbs the `rungs` of a `mpx.PrecisionLadder`: a program for each, which
+    goes on from the state of the one before, with nothing to convert. Once `stop()` is true, the
+    training ends where it is.
     """
     calls = math.ceil(steps / STEPS_PER_CALL)
     steps = calls * STEPS_PER_CALL
@@ -250,29 +271,35 @@ def train(
     task = progress.add_task(precision, total=steps, loss="compiling")
     points = choose_points(state.model, key)
 
-    def program(precision):
-        run_step = partial(step, problem, optimizer, precision, 10 / steps)
+    @cache
+    def program(ladder):
+        run_step = partial(step, problem, optimizer, precision, 10 / steps, ladder=ladder)
         return compiled_steps(run_step, state, points)
 
-    last = math.ceil(finish * calls) if precision != "float32" else 0
-    in_half = program(precision)
-    in_full = program("float32") if last else in_half
-    memory = in_half.memory_analysis()
+    ladder = first_rung(precision)
+    if rungs and precision != "float32":
+        say = lambda line: progress.console.print(f"{precision}: {line}")
+        interval = STEPS_PER_CALL * math.ceil(calls / 20)
+        ladder = mpx.PrecisionLadder(rungs, interval=interval, say=say)
+    memory = program(ladder).memory_analysis()
     arrays, static = eqx.partition(state, eqx.is_array)
-    records, history, seconds = [], [], 0.0
+    records, history, climbs, seconds = [], [], {}, 0.0
     for call in range(calls):
         key, points_key = jax.random.split(key)
         model = eqx.combine(arrays, static).model
         points = jax.block_until_ready(choose_points(model, points_key))
-        run_steps = in_half if call < calls - last else in_full
+        run_steps = program(ladder)
         start = time.perf_counter()
         arrays, record = jax.block_until_ready(run_steps(arrays, points))
         seconds += time.perf_counter() - start
         records.append(jax.tree.map(np.asarray, record))
-        if isinstance(state.scaling, mpx.Scaling) and run_steps is in_half:
+        if isinstance(state.scaling, mpx.Scaling) and ladder.rung != "full":
             told = mpx.derivatives.telemetry(eqx.combine(arrays, static).scaling)
             history.append(jax.tree.map(np.asarray, told))
         progress.update(task, advance=STEPS_PER_CALL, loss=f"loss {records[-1][0].mean():.1e}")
+        before, ladder = ladder, climbed(ladder, problem, precision, arrays, static, points, call)
+        if ladder is not before:
+            climbs[ladder.rung] = (call + 1) * STEPS_PER_CALL
         if stop():
             break
 
@@ -281,8 +308,10 @@ def train(
     return Result(
         precision=precision,
         mode=mode,
-        finish=finish,
+        rungs=tuple(rungs),
         errors=problem.errors(state.average),
+        errors_as_trained=problem.errors(as_trained(state.average, precision, ladder)),
+        climbs=climbs,
         loss=values,
         scale=scales,
         skipped=~finite,
@@ -292,6 +321,31 @@ def train(
         temp_bytes=memory.temp_size_in_bytes if memory is not None else 0,
         model=state.average,
     )
+
+
+def climbed(
+    ladder: mpx.PrecisionLadder,
+    problem: Problem,
+    precision: str,
+    arrays: PyTree,
+    static: PyTree,
+    points: PyTree,
+    call: int,
+) -> mpx.PrecisionLadder:
+    """The ladder for the next steps, by what rounding does to the last of these."""
+    state = eqx.combine(arrays, static)
+    update = ladder.update(
+        (call + 1) * STEPS_PER_CALL, problem.loss, state.scaling, **casts(precision)
+    )
+    return update(state.model, jax.tree.map(lambda x: x[-1], points))
+
+
+def as_trained(model: Any, precision: str, ladder: mpx.PrecisionLadder) -> Any:
+    """The network as the last steps have seen it."""
+    if ladder.rung == "full":
+        return model
+    given = casts(precision)
+    return mpx.as_trained(model, policy=given["policy"], forward=ladder.rung)
 
 
 def uniform(key: PRNGKeyArray, count: int, low: Any, high: Any) -> Float32[Array, "count coords"]:
@@ -336,7 +390,7 @@ def run(
     out: str | Path | None = "outputs",
     quick: bool = False,
     mode: str = "paper",
-    finish: float = 0.0,
+    rungs: Sequence[str] = (),
 ) -> dict[str, Result]:
     """Trains in each precision, prints a table and draws pictures in the folder `out`.
 
@@ -347,12 +401,12 @@ def run(
     steps = training.steps if steps is None else steps
     if steps < 1:
         raise ValueError(f"`steps` must be at least 1, but got {steps}.")
-    if not 0 <= finish <= 1:
-        raise ValueError(f"`finish` must be a fraction of the steps, but got {finish}.")
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)  # fails now rather than after the training
     console = Console()
-    options: dict[str, Any] = {"mode": mode, "finish": finish, "steps": steps, "seed": seed}
+    if rungs:
+        mpx.PrecisionLadder(rungs)  # says now what it says of wrong ones
+    options: dict[str, Any] = {"mode": mode, "rungs": rungs, "steps": steps, "seed": seed}
     options["learning_rate"] = training.learning_rate
     with stop_on_interrupt() as stop:
         results = []
@@ -398,9 +452,11 @@ def arguments(description: str | None, problem: Problem, *, out: str) -> argpars
         help="how derivative scales follow what they see: after an overflow, or before",
     )
     options.add_argument(
-        "--finish",
-        type=fraction,
-        default=0.0,
-        help="fraction of the steps, the last ones, to train in float32",
+        "--rungs",
+        nargs="+",
+        choices=RUNGS,
+        default=(),
+        help="precisions that a training in half climbs from below when rounding is what is left, "
+        "such as: half float32 full",
     )
     return options

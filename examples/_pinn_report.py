@@ -21,6 +21,9 @@ def table(title: str, results: Sequence[Any]) -> Table:
     for i, r in enumerate(results):
         told = {name: f"{error:.2e}" for name, error in r.errors.items()}
         if r.precision != "float32":
+            # The first error, with the weights that the loss has seen in place of their masters.
+            for name, error in [*r.errors_as_trained.items()][:1]:
+                told[f"weights rounded: {name}"] = f"{error:.2e}"
             told["steps skipped"] = f"{int(r.skipped.sum())}"
             told["skipped late"] = f"{r.skipped_late}"
             told["loss scale"] = _power(r.scale[-1])

@@ -10,6 +10,7 @@ from . import (
     nn as nn,
 )
 from ._accumulate import filter_accumulated_value_and_grad as filter_accumulated_value_and_grad
+from ._as_trained import as_trained as as_trained
 from ._cast import (
     FullPrecision as FullPrecision,
     cast_function as cast_function,
@@ -51,6 +52,7 @@ from ._grad import (
     filter_grad as filter_grad,
     filter_value_and_grad as filter_value_and_grad,
 )
+from ._ladder import PrecisionLadder as PrecisionLadder
 from ._loss_scaling import (
     AbstractLossScaling as AbstractLossScaling,
     DynamicLossScaling as DynamicLossScaling,
@@ -111,6 +113,7 @@ __all__ = [
     "FullPrecision",
     "NoOpLossScaling",
     "PrecisionFloor",
+    "PrecisionLadder",
     "PrecisionReport",
     "PrecisionWarning",
     "RangeReport",
@@ -118,6 +121,7 @@ __all__ = [
     "StaticLossScaling",
     "all_finite",
     "all_reduce_mean",
+    "as_trained",
     "autocast",
     "calculate_scaled_grad",
     "cast_function",

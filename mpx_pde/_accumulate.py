@@ -46,9 +46,7 @@ def _axes_of_leaves(in_axes: PyTree, args: tuple, call: str) -> list[int | None]
     return axes
 
 
-def _split(
-    x: Array | np.ndarray, axis: Any, micro_batches: int, path: Any, call: str
-) -> Array:
+def _split(x: Array | np.ndarray, axis: Any, micro_batches: int, path: Any, call: str) -> Array:
     """Shape `[micro_batches, ...]`: consecutive blocks of `x` along `axis`."""
     shape = jnp.shape(x)
     if not is_integer(axis) or not -len(shape) <= axis < len(shape):
@@ -83,9 +81,7 @@ def split_batch(
         for i, ((path, x), axis) in enumerate(zip(paths, axes, strict=True))
         if axis is not None and eqx.is_array_like(x) and jnp.ndim(x) > 0
     }
-    return batched, lambda batch: treedef.unflatten(
-        [batch.get(i, x) for i, x in enumerate(leaves)]
-    )
+    return batched, lambda batch: treedef.unflatten([batch.get(i, x) for i, x in enumerate(leaves)])
 
 
 def _run(

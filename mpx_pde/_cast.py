@@ -17,6 +17,7 @@ from ._dtypes import (
     asked_for_half,
     half_behind,
     half_precision_datatype,
+    highest_precision,
     is_half,
     wide,
 )
@@ -100,9 +101,21 @@ class FullPrecision(eqx.Module):
     Attributes of the layer can be read through the wrapper (`model.layers[0].weight`); its methods,
     other than a call, run as they are.
 
+    A single array can be kept too, such as a coefficient of the equation that is trained with the
+    network. It is read by `value`, and its gradient is in its own dtype:
+
+    ```python
+    class Inverse(eqx.Module):
+        network: mpx.nn.CoordinateMLP
+        viscosity: mpx.FullPrecision = mpx.FullPrecision(jnp.array(0.1))
+
+    def residual(model, d):
+        return d["u_t"] - model.viscosity.value * d["u_xx"]
+    ```
+
     **Arguments:**
 
-    - `module`: the layer, any callable PyTree.
+    - `module`: the layer, any callable PyTree; or a floating-point array.
     - `out_dtype`: the dtype of floating-point outputs; by default that of the caller's inputs.
         `"half"` is the half precision in which [`mpx_pde.filter_grad`][] and the like, or
         [`mpx_pde.cast_function`][], run the model at present. Where nobody asked for half
@@ -114,14 +127,19 @@ class FullPrecision(eqx.Module):
     out_dtype: Any = eqx.field(static=True, default=None, converter=_parse_out_dtype)
 
     def __check_init__(self):
-        if not callable(self.module):
+        if not callable(self.module) and not _is_floating(self.module):
             raise TypeError(
-                "`FullPrecision` wraps a callable layer such as `eqx.nn.Linear`, but got "
-                f"{self.module!r}. To keep plain arrays in float32, pass them in an argument "
-                "marked by `keep_full`."
+                "`FullPrecision` wraps a callable layer such as `eqx.nn.Linear`, or one "
+                f"floating-point array, but got {self.module!r}. Of several arrays wrap each, or "
+                "mark their place by `keep_full`."
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if _is_floating(self.module):
+            raise TypeError(
+                "`FullPrecision` around an array is read by its attribute `value`, and cannot be "
+                "called."
+            )
         out_dtype = half_behind() if self.out_dtype == _HALF else self.out_dtype
         return force_full_precision(self.module, out_dtype)(*args, **kwargs)
 
@@ -130,7 +148,13 @@ class FullPrecision(eqx.Module):
         # JAX ask objects for such names, and an object that is being made has no module yet.
         if name.startswith("_") or name in ("module", "out_dtype"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        if name == "value" and _is_floating(self.module):
+            return self.module
         return getattr(self.module, name)
+
+
+def _is_floating(x: Any) -> bool:
+    return isinstance(x, _ARRAY_TYPES) and is_inexact(x)
 
 
 def _map_arrays(fn: Callable, tree: PyTree, keep: tuple[type, ...]) -> PyTree:
@@ -283,7 +307,7 @@ class _FullPrecisionFunction(eqx.Module):
         dtype = wide(_widest(self._func, args, kwargs) or "float32")
         return_dtype = self._return_dtype or _widest(args, kwargs) or _widest(self._func)
         func, args, kwargs = cast_operands((self._func, args, kwargs), dtype)
-        with jax.default_matmul_precision("highest"):
+        with highest_precision():
             out = func(*args, **kwargs)
         return out if return_dtype is None else cast_operands(out, return_dtype)
 

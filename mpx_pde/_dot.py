@@ -35,6 +35,16 @@ SPLIT_PRODUCTS = {
     "tensorfloat32_x3": lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
 }
 
+_SPLITS = {
+    "bfloat16_x3": (7, 2, 1),
+    "bfloat16_x6": (7, 3, 2),
+    "bfloat16_x9": (7, 3, 4),
+    "tensorfloat32": (10, 1, 0),
+    "tensorfloat32_x3": (10, 2, 1),
+}
+"""Of each: bits of a mantissa, parts of an operand, and the largest sum of the numbers of two parts
+whose product is taken."""
+
 mixed_dot_general_p = Primitive("mixed_dot_general")
 
 
@@ -85,17 +95,62 @@ def _dot(
     out_dtype,
     out_sharding,
     given: Given = _GIVEN,
+    algorithm: str | None = None,
     on_cpu: bool = False,
 ):
     del given
     product = partial(
         lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding
     )
+    if algorithm is not None:
+        x, y = (lax.convert_element_type(z, dtype) for z in (x, y))
+        split = split_product if on_cpu else _split_by_hardware
+        return lax.convert_element_type(split(product, x, y, algorithm), out_dtype)
     return rounded_product(product, x, y, dtype, out_dtype, on_cpu)
 
 
-def _abstract_eval(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given=None):
-    del given
+def _split_by_hardware(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
+    return product(x, y, precision=SPLIT_PRODUCTS[algorithm], preferred_element_type=x.dtype)
+
+
+def split_product(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
+    """A split product of float32 arrays as hardware for it computes one, on any.
+
+    Operands are cut into parts of 8 (bfloat16) or 11 (TF32) significant bits, each the rest of what
+    is before it, rounded to the nearest. Products of parts are exact in float32, and are summed
+    there; of what `_x3` and `_x6` leave out is what is smaller than the last part of an operand.
+    """
+    bits, parts, last = _SPLITS[algorithm]
+
+    def cut(z):
+        out = []
+        for _ in range(parts):
+            high = lax.reduce_precision(z, 8, bits)
+            out.append(high)
+            # Of what is infinite there is no rest.
+            z = jnp.where(jnp.isfinite(high), z - high, jnp.zeros_like(z))
+        return out
+
+    xs, ys = cut(x), cut(y)
+    order = sorted(
+        ((i, j) for i in range(parts) for j in range(parts) if i + j <= last), key=sum, reverse=True
+    )
+    highest = lax.Precision.HIGHEST
+    terms = [
+        product(xs[i], ys[j], precision=highest, preferred_element_type=x.dtype) for i, j in order
+    ]
+    *rest, first = terms
+    if not rest:
+        return first
+    low = sum(rest[1:], rest[0])  # small ones first
+    # An infinity times the rest of a number that has none is no number.
+    return first + jnp.where(jnp.isnan(low), jnp.zeros_like(low), low)
+
+
+def _abstract_eval(
+    x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given=None, algorithm=None
+):
+    del given, algorithm
     # Shapes, shardings and varying mesh axes are those of JAX's own product.
     out, _ = lax.dot_general_p.abstract_eval(
         x.update(dtype=dtype, weak_type=False),
@@ -143,6 +198,7 @@ def _transpose_lhs(
     out_dtype,
     out_sharding,
     given: Given = _GIVEN,
+    algorithm: str | None = None,
     swapped=False,
 ):
     """The cotangent of the left operand: half × half again, in the operand's own dtype."""
@@ -170,6 +226,7 @@ def _transpose_lhs(
         out_dtype=x.aval.dtype,
         out_sharding=_cotangent_sharding(x.aval, g, order),
         given=given._replace(out_dtype=True),
+        algorithm=algorithm,
     )
     return lax.transpose(out, tuple(int(i) for i in np.argsort(order)))
 
@@ -364,6 +421,7 @@ def dot_general_as_given(
     out_dtype: np.dtype,
     given: Given,
     out_sharding: NamedSharding | None = None,
+    algorithm: str | None = None,
 ) -> Array:
     """[`mpx_pde.mixed_dot_general`][] once it is known what was asked for."""
     x, y = match_varying_axes(x, y)
@@ -384,6 +442,30 @@ def dot_general_as_given(
         out_dtype=out_dtype,
         out_sharding=out_sharding,
         given=given,
+        algorithm=algorithm,
+    )
+
+
+def split_dot_general(
+    x: Array,
+    y: Array,
+    dimension_numbers: Any,
+    algorithm: str,
+    *,
+    out_sharding: NamedSharding | None = None,
+) -> Array:
+    """A float32 product out of products of halves or TF32, one of `SPLIT_PRODUCTS`, and so its
+    derivatives. On a CPU, which has none, the same numbers out of several float32 products."""
+    float32 = jnp.dtype("float32")
+    return dot_general_as_given(
+        x,
+        y,
+        dimension_numbers,
+        dtype=float32,
+        out_dtype=float32,
+        given=Given(),
+        out_sharding=out_sharding,
+        algorithm=algorithm,
     )
 
 

@@ -165,11 +165,48 @@ def half_behind() -> np.dtype | None:
     return None if asked is None else _HALF[asked[1]]
 
 
+# Whether the precision of products is one that this library has set, where the user set none.
+_raised_context = jax.make_user_context(False)
+
+
+def matmul_precision() -> str | None:
+    """What `jax.default_matmul_precision` is set to."""
+    return getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  (set at runtime)
+
+
+@contextmanager
+def true_float32() -> Iterator[None]:
+    """A context in which float32 means it: products of float32 arrays take the highest precision,
+    unless the user has set another. JAX's own default is TF32 on a GPU and bfloat16 on a TPU."""
+    if matmul_precision() is not None:
+        yield
+    else:
+        with jax.default_matmul_precision("highest"), _raised_context(True):
+            yield
+
+
+@contextmanager
+def highest_precision() -> Iterator[None]:
+    """A context in which products take the highest precision, as somebody has asked for it."""
+    with jax.default_matmul_precision("highest"), _raised_context(False):
+        yield
+
+
+@contextmanager
+def precision_of_user() -> Iterator[None]:
+    """A context in which a program is traced as if `true_float32` were not around it: for
+    interpreters, to which a precision that a product asks for is the program's own wish."""
+    if not _raised_context.value:
+        yield
+    else:
+        with jax.default_matmul_precision(None), _raised_context(False):
+            yield
+
+
 def full_precision_asked() -> bool:
     """Whether products have to be more precise here than JAX has them by default, as inside of
     [`mpx_pde.FullPrecision`][]."""
-    precision = getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  (set at runtime)
-    return precision not in (None, "default", "fastest", "bfloat16", "DEFAULT")
+    return matmul_precision() not in (None, "default", "fastest", "bfloat16", "DEFAULT")
 
 
 def product_datatype(dtype: Any) -> np.dtype:

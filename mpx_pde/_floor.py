@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jax import lax
@@ -13,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from ._accumulate import split_batch
 from ._cast import is_inexact
-from ._dtypes import is_half, is_integer
+from ._dtypes import is_half, is_integer, true_float32, wide
 from ._forward import RUNGS, check_rung, options_of
 from ._gradient import Gradient
 from ._loss_scaling import AbstractLossScaling
@@ -259,6 +258,8 @@ def _in_float64(tree: PyTree) -> PyTree:
 @eqx.filter_jit
 def _measured(floor: _Floor, args: tuple, kwargs: dict) -> PrecisionFloor:
     present, reference = floor.gradient, floor.reference()
+    # A batch that does not divide is told of first.
+    batches = split_batch(tuple(args[1:]), floor.in_axes, floor.micro_batches, _CALL)
     value, grads, terms = _evaluated(present, args, kwargs)
     true, true_grads, true_terms = _evaluated(
         reference, floor.arguments(args), floor.arguments(kwargs)
@@ -267,7 +268,7 @@ def _measured(floor: _Floor, args: tuple, kwargs: dict) -> PrecisionFloor:
     norms = jtu.tree_map(_norm, true_grads)
     noise, noises = jnp.full((), jnp.nan), {}
     if floor.micro_batches > 1:
-        spread, means = _noise(floor, args, kwargs, grads)
+        spread, means = _noise(floor, batches, args[0], kwargs, grads)
         noises = _by_path(jtu.tree_map(_share, spread, means))
         noise = _share(_total(spread), _total(means))
     finite = jnp.isfinite(value) & jnp.isfinite(true)
@@ -311,7 +312,8 @@ def _evaluated(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, Py
 
     def value(args, kwargs):
         if not gradient.use_mixed_precision:
-            out = gradient.func(*args, **gradient.with_derivatives(kwargs, None))
+            with true_float32():
+                out = gradient.func(*args, **gradient.with_derivatives(kwargs, None))
             return out[0] if gradient.has_aux else out
         args, kwargs = gradient.cast(args, kwargs)
         return gradient.loss(args, kwargs, gradient.derivatives)[0]
@@ -337,14 +339,16 @@ def _copied(tree: PyTree) -> PyTree:
     return jtu.tree_map(lambda x: x, tree)
 
 
-def _noise(floor: _Floor, args: tuple, kwargs: dict, grads: PyTree) -> tuple[PyTree, PyTree]:
+def _noise(
+    floor: _Floor, batches: tuple, model: PyTree, kwargs: dict, grads: PyTree
+) -> tuple[PyTree, PyTree]:
     """The norm of the standard error of the mean of the gradients of micro-batches, and of that
     mean, for each parameter."""
     gradient, count = floor.gradient, floor.micro_batches
-    batched, whole = split_batch(tuple(args[1:]), floor.in_axes, count, _CALL)
+    batched, whole = batches
 
     def body(sums, batch):
-        here = gradient.in_context(lambda: _gradient(gradient, (args[0], *whole(batch)), kwargs)[1])
+        here = gradient.in_context(lambda: _gradient(gradient, (model, *whole(batch)), kwargs)[1])
         # Of differences from the whole batch, which cancel less than gradients do.
         apart = jtu.tree_map(_minus, here, grads)
         squares = jtu.tree_map(lambda x: _norm(x) ** 2, apart)
@@ -365,17 +369,27 @@ def _noise(floor: _Floor, args: tuple, kwargs: dict, grads: PyTree) -> tuple[PyT
 # Norms. --------------------------------------------------------------------------------------
 
 
+# Not by JAX's promotion, which may be set to `strict`.
+
+
 def _wide(x: Array) -> Any:
-    return jnp.result_type(jnp.promote_types(x.dtype, jnp.float32))
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return x.dtype
+    return wide(x.dtype)
 
 
 def _real(dtype: Any) -> Any:
     return jnp.finfo(dtype).dtype
 
 
+def _wider(*arrays: Array) -> tuple[Array, ...]:
+    dtype = max(map(_wide, arrays), key=lambda dtype: dtype.itemsize)
+    return tuple(x.astype(dtype) for x in arrays)
+
+
 def _minus(x: Array, y: Array) -> Array:
-    dtype = jnp.promote_types(_wide(x), _wide(y))
-    return x.astype(dtype) - y.astype(dtype)
+    x, y = _wider(x, y)
+    return x - y
 
 
 def _norm(x: Array) -> Array:
@@ -387,18 +401,14 @@ def _norm(x: Array) -> Array:
 
 
 def _total(norms: PyTree) -> Array:
-    leaves = jtu.tree_leaves(norms)
-    widest = max((x.dtype for x in leaves), key=lambda dtype: dtype.itemsize)
-    return _norm(jnp.stack([x.astype(widest) for x in leaves]))
+    return _norm(jnp.stack(_wider(*jtu.tree_leaves(norms))))
 
 
 def _share(part: Array, whole: Array) -> Array:
     """`part / whole`; nothing is no part of nothing."""
-    dtype = jnp.promote_types(part.dtype, whole.dtype)
-    part, whole = part.astype(dtype), whole.astype(dtype)
-    return jnp.where(part == 0, 0, part / jnp.where(whole == 0, jnp.ones_like(whole), whole)) + (
-        jnp.where((whole == 0) & (part != 0), jnp.inf, 0)
-    ).astype(dtype)
+    part, whole = _wider(part, whole)
+    none = jnp.where(part == 0, jnp.zeros_like(part), jnp.full_like(part, jnp.inf))
+    return jnp.where(whole == 0, none, part / jnp.where(whole == 0, jnp.ones_like(whole), whole))
 
 
 def _by_path(tree: PyTree) -> dict[str, Array]:

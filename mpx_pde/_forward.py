@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from ._dot import SPLIT_PRODUCTS
 
@@ -66,9 +65,9 @@ class Forward(NamedTuple):
         return self.precision != "half"
 
     @property
-    def products(self) -> Any:
-        """The precision that a product of the forward pass asks JAX for."""
-        return SPLIT_PRODUCTS.get(self.precision, (lax.Precision.HIGHEST,) * 2)
+    def algorithm(self) -> str | None:
+        """By which split product the forward pass multiplies; `None` for the highest precision."""
+        return self.precision if self.precision in SPLIT_PRODUCTS else None
 
 
 # Part of the key of jit's caches, as the half type is.

@@ -116,7 +116,8 @@ def filter_value_and_grad(
     - `has_aux`: whether `func` returns auxiliary output.
     - `use_mixed_precision`: with `False` this is `equinox.filter_value_and_grad`: no cast, no
         scaling (`derivatives` is `None`), `scaling` comes back as it went in and `grads_finite`
-        is true.
+        is true. float32 means it: products take the highest precision (on a GPU JAX's own default
+        is TF32), unless you have set `jax.default_matmul_precision`.
     - `policy`: a [`jmp.Policy`](https://github.com/google-deepmind/jmp) or its string, such as
         `"params=float32,compute=bfloat16,output=float32"`. `compute` is the dtype of the casts, by
         default [`mpx_pde.half_precision_datatype`][]; while `func` runs, that function returns it

@@ -18,10 +18,11 @@ from jaxtyping import Array, Bool, Inexact
 
 from ._cast import cast_except, cast_operands, widen
 from ._dot import varying_axes
-from ._dtypes import asked_for_half, half_precision, half_precision_datatype, is_half
+from ._dtypes import asked_for_half, half_precision, half_precision_datatype, is_half, true_float32
 from ._forward import Forward, check_forward
 from ._loss_scaling import check_scaling, split_aux
 from ._notes import noting_the_cast
+from ._policy import parse_policy
 from ._precision_report import OF_AUTOCAST, OF_CASTS, checked, traced
 from ._tree import all_finite
 from ._types import PyTree
@@ -29,20 +30,6 @@ from .autocast import autocast as autocast_function, parse_patterns
 from .derivatives._counts import check_takes_derivatives, sum_counts
 from .derivatives._scaling import Scaling
 from .propagation import InForward
-
-
-def _parse_policy(policy: Any, call: str) -> jmp.Policy | None:
-    if policy is None or isinstance(policy, jmp.Policy):
-        return policy
-    if isinstance(policy, str):
-        try:
-            return jmp.get_policy(policy)
-        except (KeyError, ValueError) as e:
-            raise ValueError(
-                f"`{call}` cannot read the policy {policy!r}. Write it as jmp does, for example "
-                '"params=float32,compute=bfloat16,output=float32".'
-            ) from e
-    raise TypeError(f"`{call}` takes a `jmp.Policy` or its string as `policy`, but got {policy!r}.")
 
 
 def _parse_autocast(options: Any, call: str) -> tuple[tuple[str, Any], ...] | None:
@@ -139,7 +126,7 @@ class Gradient(eqx.Module):
         self.scaling = scaling
         self.has_aux = bool(has_aux)
         self.use_mixed_precision = bool(use_mixed_precision)
-        self.policy = _parse_policy(policy, call)
+        self.policy = parse_policy(policy, call)
         self.keep_full = keep_full
         self.axis_name = axis_name
         self.autocast = _parse_autocast(autocast, call)
@@ -240,7 +227,8 @@ class Gradient(eqx.Module):
             _check_loss(value, self.has_aux, self.call)
             return value, aux
 
-        return eqx.filter_value_and_grad(loss, has_aux=True)(args[0])
+        with true_float32():
+            return eqx.filter_value_and_grad(loss, has_aux=True)(args[0])
 
     def scaled(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree, PyTree]:
         """The unscaled float32 loss, auxiliary output, the still-scaled gradients, which have the

@@ -57,7 +57,7 @@ batching.primitive_batchers[mark_p] = _batch
 ad.primitive_jvps[mark_p] = _jvp
 
 
-Found = list[tuple[str, Array]]
+Found = list[tuple[str, Any]]
 
 
 def collecting(fun: Callable) -> Callable[..., tuple[Any, dict[str, Array]]]:
@@ -86,8 +86,7 @@ def _joined(parts: list[Array]) -> Array:
 
 def _has_marks(closed: ClosedJaxpr) -> bool:
     return any(
-        eqn.primitive is mark_p or any(map(_has_marks, bodies_of(eqn)))
-        for eqn in closed.jaxpr.eqns
+        eqn.primitive is mark_p or any(map(_has_marks, bodies_of(eqn))) for eqn in closed.jaxpr.eqns
     )
 
 

@@ -20,6 +20,7 @@ from ._masters import (
     rounded_tree,
     step_key,
 )
+from ._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
 from ._tree import check_flag, check_same_structure, select_tree
 from ._types import BoolLike, MasterLike, PyTree
 
@@ -225,6 +226,8 @@ def optimizer_update(
             return _like((new, new_state), (model, optimizer_state))
 
     if any(callable(x) for x in jtu.tree_leaves(extra_args)):
+        if tensorfloat32_by_default():
+            warn_of_tensorfloat32(_CALL, "a line search and the products of its optimizer")
         # A line search evaluates the loss: on a skipped step it must not run at all.
         arrays, static = eqx.partition((model, optimizer_state), eqx.is_array)
         arrays = lax.cond(

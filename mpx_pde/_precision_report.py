@@ -15,6 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
+from ._dtypes import matmul_precision
 from ._jaxpr import aval_of, trace_arrays
 from ._products import Counter, installed
 
@@ -213,6 +214,24 @@ def checked(
             x if isinstance(x, jax.Array) else jnp.asarray(x, aval_of(v).dtype)
             for x, v in zip(out, closed.jaxpr.outvars, strict=True)
         ]
+    )
+
+
+def tensorfloat32_by_default() -> bool:
+    """Whether products of float32 arrays that name no precision are TF32 (on a GPU) or bfloat16 (on
+    a TPU) here."""
+    low = matmul_precision() in (None, "default", "high", "bfloat16", "tensorfloat32")
+    return low and jax.default_backend() in ("gpu", "tpu")
+
+
+def warn_of_tensorfloat32(call: str, what: str) -> None:
+    """A [`mpx_pde.PrecisionWarning`][] that float32 is none in `what`, at the user's line."""
+    number = "bfloat16" if jax.default_backend() == "tpu" else "TF32"
+    _warn_user(
+        f"`{call}`: {what} in float32 are multiplied in {number} here, which keeps 3 of float32's "
+        "7 digits, or fewer. Trainings that end in small differences of large terms have failed of "
+        'that. Take `with jax.default_matmul_precision("highest"):` around it, or '
+        "`forward='float32'`; if this is meant, filter `mpx.PrecisionWarning`."
     )
 
 

@@ -15,6 +15,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from ._dot import SPLIT_PRODUCTS
 from ._dtypes import is_half
 from ._jaxpr import aval_of
 
@@ -93,6 +94,9 @@ def is_users(source: Any) -> bool:
 
 def _multiplied(eqn: JaxprEqn) -> str:
     if "dtype" in eqn.params and eqn.primitive.name.startswith("mixed"):
+        algorithm = eqn.params.get("algorithm")
+        if algorithm is not None:
+            return SPLIT_PRODUCTS[algorithm].name
         return eqn.params["dtype"].name
     precision = eqn.params.get("precision")
     if isinstance(precision, lax.DotAlgorithmPreset) and precision.name != "DEFAULT":

@@ -9,7 +9,13 @@ import jax.tree_util as jtu
 from jaxtyping import PyTree
 
 from ._cast import cast_except, cast_operands, is_inexact, widen
-from ._dtypes import as_floating_dtype, half_precision, half_precision_datatype, is_half
+from ._dtypes import (
+    as_floating_dtype,
+    half_precision,
+    half_precision_datatype,
+    highest_precision,
+    is_half,
+)
 
 
 def refined(fun: Callable, *, dtype: Any = None, keep_full: PyTree = False) -> Callable:
@@ -74,7 +80,7 @@ class _Refined(eqx.Module):
         fixed, fixed_args, fixed_kwargs = jtu.tree_map(
             lambda x: jax.lax.stop_gradient(x) if is_inexact(x) else x, (self.fun, args, kwargs)
         )
-        with jax.default_matmul_precision("highest"):
+        with highest_precision():
             full = fixed(*fixed_args, **fixed_kwargs)
         cast_args = cast_except(self.keep_full, args, dtype, "refined")
         if self.keep_full is not True:

@@ -21,7 +21,7 @@ import jax
 from jax import lax
 
 from ._conv import mixed_conv_general_dilated_p
-from ._dot import mixed_dot_general_p
+from ._dot import SPLIT_PRODUCTS, mixed_dot_general_p
 
 
 _PLAIN = {
@@ -29,7 +29,7 @@ _PLAIN = {
     mixed_conv_general_dilated_p: lax.conv_general_dilated_p,
 }
 # What a mixed product has and a plain one has not.
-_OWN = ("dtype", "out_dtype", "given")
+_OWN = ("dtype", "out_dtype", "given", "algorithm")
 
 
 # With equality, which keeps checkpoints that are alike in one entry of JAX's caches.
@@ -42,7 +42,8 @@ class _Translated:
         if plain is None:
             return self.policy(primitive, *avals, **params)
         shared = {name: value for name, value in params.items() if name not in _OWN}
-        dtypes = {"precision": None, "preferred_element_type": params["out_dtype"]}
+        precision = SPLIT_PRODUCTS.get(params.get("algorithm"))
+        dtypes = {"precision": precision, "preferred_element_type": params["out_dtype"]}
         return self.policy(plain, *avals, **shared, **dtypes)
 
 

@@ -537,16 +537,16 @@ def test_split_products(name):
         return jnp.tanh(w @ jnp.tanh(w @ x))
 
     cast = mpx.autocast(fun, name)
-    # A CPU may multiply in float32 at once; what is asked for is in the program.
     got, want = (jax.jit(jax.grad(scalar(f)))(w, x) for f in (cast, fun))
-    assert tree_allclose(got, want)
+    # Three products leave out what is below 2^-16; of each factor, and there are five.
+    np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-13 * np.max(np.abs(want)))
     dots = [
         e
         for e in equations(jax.make_jaxpr(jax.grad(scalar(cast)))(w, x))
-        if e.primitive.name == "dot_general"
+        if e.primitive.name == "mixed_dot_general"
     ]
     assert len(dots) == 5
-    assert all("BF16_BF16_F32_X" in str(e.params["precision"]) for e in dots)
+    assert all(e.params["algorithm"].startswith("bfloat16_x") for e in dots)
 
 
 def test_nothing_is_traced_twice_by_jit():

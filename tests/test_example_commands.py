@@ -68,9 +68,7 @@ WRONG = [
     ("--steps", "0"),
     ("--steps", "-3"),
     ("--steps", "many"),
-    ("--finish", "2"),
-    ("--finish", "-0.1"),
-    ("--finish", "nan"),
+    ("--rungs", "float8"),
 ]
 
 
@@ -83,7 +81,8 @@ def test_impossible_options_are_usage_errors(name, option, value, monkeypatch, c
     with pytest.raises(SystemExit) as e:
         options.parse_args([f"{option}={value}"])
     assert e.value.code == 2
-    assert f"argument {option}: {value!r} is no" in capsys.readouterr().err
+    told = f"invalid choice: {value!r}" if option == "--rungs" else f"{value!r} is no"
+    assert f"argument {option}: {told}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -127,13 +126,13 @@ def test_an_error_comes_before_any_training(tmp_path):
 # --- Tables ----------------------------------------------------------------------------------
 
 
-def result(precision, errors=1, scalers="tx", finish=0.0):
+def result(precision, errors=1, scalers="tx", rungs=()):
     names = ["rel. L2 error", "u", "v", "against Ghia et al."][:errors]
     half = precision != "float32"
     return pinn.Result(
         precision=precision,
         mode="predictive",
-        finish=finish,
+        rungs=rungs,
         errors=dict.fromkeys(names, 0.0037312),
         loss=np.ones(100),
         scale=np.full(100, 2.0**-14),

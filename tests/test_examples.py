@@ -89,16 +89,19 @@ def train(precision, problem=None, **options):
         return pinn.train(problem or small(), precision, progress=progress, **options)
 
 
-def test_a_run_can_finish_in_full():
-    full = train("float32")
-    # All of it in full is float32 training to the last bit: nothing of a state is converted.
-    assert tree_equal_bits(train("float16", finish=1.0).model, full.model)
-    half, both = train("float16"), train("float16", finish=0.5)
+def test_a_run_climbs_a_ladder(monkeypatch):
+    half = train("bfloat16", steps=300)
+    monkeypatch.setattr(mpx.PrecisionFloor, "reached", property(lambda floor: True))
+    both = train("bfloat16", steps=300, rungs=("half", "float32", "full"))
+    assert both.climbs == {"float32": 100, "full": 200}
+    assert both.label == "bfloat16, climbing"
+    assert len(both.history) == 2  # none in full
     assert np.array_equal(both.loss[:100], half.loss[:100])
     assert not np.array_equal(both.loss[100:], half.loss[100:])
-    assert len(half.history) == 2
-    assert len(both.history) == 1
-    assert both.label == "float16, finished in full"
+    # The loss is that of float32 from there on, and the weights are no longer rounded.
+    assert both.errors_as_trained == both.errors
+    assert half.errors_as_trained != half.errors
+    assert train("float32", rungs=("half", "full")).climbs == {}
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16", "bfloat16", "naive-float16"])

@@ -356,3 +356,30 @@ def test_errors(unchecked_annotations):
         mpx.refined(1.0)
     with pytest.raises(ValueError, match="`refined` takes float16 or bfloat16"):
         mpx.refined(loss, dtype="float32")
+
+
+def test_a_stream_that_overflows_on_its_way_is_laid_to_the_derivative_scale():
+    """What is kept for the backward pass is beyond float16, though the derivative is small."""
+    weights = [jnp.full((8, 2), 400.0), jnp.full((8, 8), 50.0), jnp.full((1, 8), 1e-6)]
+
+    def loss(weights, points, *, derivatives):
+        first, second, last = weights
+        net = lambda p: (last @ jnp.sin(second @ jnp.sin(first @ p)))[0]
+        terms = mpx.partials(net, ["u_x"], coords="xy", outputs="u", scaling=derivatives)
+        return jnp.mean(jax.vmap(terms)(points)["u_x"] ** 2)
+
+    scaling = mpx.Scaling(
+        mpx.DynamicLossScaling(1.0), mpx.DerivativeScaling.per_direction("xy", order=1)
+    )
+    step = eqx.filter_jit(
+        lambda scaling: mpx.filter_grad(loss, scaling, forward="float32")(weights, POINTS)
+    )
+    for _ in range(4):
+        scaling, finite, _ = step(scaling)
+        if finite:
+            break
+        # 8 * 50 * 400 is 1.6e5.
+        assert scaling.loss.loss_scaling == 1.0
+        assert scaling.derivatives.overflows[0] == scaling.skipped_steps
+    assert finite
+    assert 2.0**-3 <= scaling.derivatives.scales[0] < 1

@@ -68,7 +68,7 @@ def accuracies() -> Iterator[Accuracy]:
 RUNS = {
     "float16": ("float16", "autocast-float16"),
     "float16, predictive": ("float16, predictive",),
-    "float16, finished in full": ("float16, finished in full",),
+    "float16, finished in full": ("float16, finished in full", "float16, climbing"),
     "bfloat16": ("bfloat16", "autocast-bfloat16"),
     "float16 by hand": ("naive-float16", "cast-float16"),
 }

@@ -1,6 +1,7 @@
 """The public transformation."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, overload
 
 import equinox as eqx
@@ -9,7 +10,13 @@ import numpy as np
 from jax import lax
 
 from .._dot import SPLIT_PRODUCTS
-from .._dtypes import asked_for_half, half_precision, half_precision_datatype, is_half
+from .._dtypes import (
+    asked_for_half,
+    half_precision,
+    half_precision_datatype,
+    is_half,
+    precision_of_user,
+)
 from .._jaxpr import trace_arrays
 from .._types import DTypeLike, Names
 from ._containers import Place
@@ -62,7 +69,8 @@ class _Autocast(eqx.Module):
         """See `trace_arrays`; inside, *half precision* is what the policy says."""
         # Split products keep float32, so layers go by their weights there.
         split = policy.algorithm is not None
-        with half_precision(policy.dtype) if split else asked_for_half("autocast", policy.dtype):
+        asked = half_precision if split else partial(asked_for_half, "autocast")
+        with asked(policy.dtype), precision_of_user():
             closed, leaves, assemble = trace_arrays(self._fun, args, kwargs)
         return closed, [x for _, x in leaves], assemble
 

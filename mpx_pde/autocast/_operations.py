@@ -5,13 +5,14 @@ results.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
 from .._conv import mixed_conv_general_dilated_p
-from .._dot import Given, mixed_dot_general_p
+from .._dot import SPLIT_PRODUCTS, Given, mixed_dot_general_p, split_dot_general
 from .._jaxpr import aval_of, differentiable, own_bind
 from . import tables
 from ._rules import Kind, Policy, says_its_dtype
@@ -52,9 +53,20 @@ def _product(policy: Policy, eqn: JaxprEqn, operands: Sequence[Value]) -> list[V
 def _split_product(policy: Policy, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
     # The hardware splits float32 operands into halves and adds up the products. Convolutions
     # have no such algorithm.
-    is_dot = eqn.primitive.name == "dot_general"
-    precision = policy.algorithm if is_dot else (lax.Precision.HIGHEST,) * 2
+    if eqn.primitive.name == "dot_general":
+        return _computed(policy, eqn, [_split(policy, eqn, operands)])
+    precision = (lax.Precision.HIGHEST,) * 2
     return _in(policy, FULL, eqn, operands, precision=precision, preferred_element_type=FULL)
+
+
+def _split(policy: Policy, eqn: JaxprEqn, operands: Sequence[Value]) -> Any:
+    arrays = [x.get(FULL) for x in operands]
+    params = {name: eqn.params[name] for name in ("dimension_numbers", "out_sharding")}
+    name = next((k for k, v in SPLIT_PRODUCTS.items() if v is policy.algorithm), None)
+    if name is None:  # a preset of JAX that has no name here
+        precision = policy.algorithm
+        return lax.dot_general(*arrays, **params, precision=precision, preferred_element_type=FULL)
+    return split_dot_general(*arrays, **params, algorithm=name)
 
 
 def _mixed(policy: Policy, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
@@ -68,13 +80,7 @@ def _supplied(policy: Policy, eqn: JaxprEqn, operands: Sequence[Value]) -> list[
     if policy.algorithm is not None:
         if eqn.primitive is not mixed_dot_general_p:
             return _in(policy, FULL, eqn, operands)
-        names = ("dimension_numbers", "out_sharding")
-        params = {name: eqn.params[name] for name in names}
-        arrays = [x.get(FULL) for x in operands]
-        product = lax.dot_general(
-            *arrays, **params, precision=policy.algorithm, preferred_element_type=FULL
-        )
-        return _computed(policy, eqn, [product])
+        return _computed(policy, eqn, [_split(policy, eqn, operands)])
     given = eqn.params.get("given", Given())
     out_dtype = eqn.params["out_dtype"] if given.out_dtype else policy.dtype
     params = {"dtype": policy.dtype, "out_dtype": out_dtype, "given": Given()}

@@ -1,6 +1,7 @@
 """Terms and sums of derivatives of one function, by the engine."""
 
 import functools as ft
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -10,9 +11,10 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .._cast import widen
-from .._dtypes import FLOAT16_MAX
+from .._dtypes import FLOAT16_MAX, matmul_precision
 from .._forward import present_forward
 from .._marks import marked
+from .._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
 from ..propagation import Equation, Index, Plan, make_plan, propagate, sum_key
 from ._checks import Term, as_network, check_point
 from ._probe import tap
@@ -33,6 +35,15 @@ def in_full() -> bool:
     """Whether the forward pass is in another precision than the backward pass."""
     forward = present_forward()
     return forward is not None and forward.full
+
+
+def _multiplies_tensorfloat32() -> bool:
+    """Whether derivatives in float32 are TF32. Left to itself the engine takes the highest
+    precision, so only where somebody asks for TF32."""
+    forward = present_forward()
+    if forward is not None and forward.full:
+        return forward.precision == "tensorfloat32"
+    return matmul_precision() is not None and tensorfloat32_by_default()
 
 
 class Summand(NamedTuple):
@@ -234,7 +245,12 @@ class Evaluation:
             out.append(factors)
         return out
 
-    def _propagated(self, point: Any, note: list[Equation] | None = None) -> tuple[Plan, Any, dict]:
+    def _propagated(
+        self,
+        point: Any,
+        note: list[Equation] | None = None,
+        lost: dict[Index, Array] | None = None,
+    ) -> tuple[Plan, Any, dict]:
         point = widen(check_point(point, self._coords, self._dtype, self._call))
         sampled = {k: s.directions() for k, s in enumerate(self._sums) if s.directions}
         value, streams = propagate(
@@ -245,6 +261,7 @@ class Evaluation:
             self._weights(point, sampled),
             self._scales,
             note,
+            lost,
         )
         return self._plan, value, streams
 
@@ -255,24 +272,46 @@ class Evaluation:
 
         **Returns:** a dict from names to scalars in float32 (float64 for a float64 network).
         """
-        _, value, streams = self._propagated(point)
+        if _multiplies_tensorfloat32():
+            warn_of_tensorfloat32(self._call, "derivative terms")
+        lost: dict[Index, Array] = {}
+        _, value, streams = self._propagated(point, lost=lost)
+        blamed = self._blamed(lost)
         zero = jnp.zeros_like(value)
         out = {}
         for k, s in enumerate(self._sums):
             for i, name in enumerate(self._outputs):
                 total = streams.get(sum_key(k), zero)[i]
-                out[f"{s.name}_{name}"] = self._counted(total, s.rows)
+                out[f"{s.name}_{name}"] = self._counted(total, s.rows, blamed.get(sum_key(k)))
         for term in self._terms:
             if not term.dirs:
                 out[term.name] = value[term.output]
                 continue
-            x = streams.get(self._indices[term.name], zero)[term.output]
+            index = self._indices[term.name]
+            x = streams.get(index, zero)[term.output]
             row = self._rows.get(term.name)
-            out[term.name] = self._counted(x, () if row is None else (row,))
+            out[term.name] = self._counted(x, () if row is None else (row,), blamed.get(index))
         return marked(out)
 
-    def _counted(self, x: Array, rows: Sequence[int]) -> Array:
-        """A derivative, counted at the scale that each row stands for."""
+    def _blamed(self, lost: dict[Index, Array]) -> dict[Index, Array]:
+        """By stream that is asked for, whether one that leads to it overflowed on its way where it
+        is kept for the backward pass: itself, or else the lowest that contains it."""
+        asked = {i: (i,) for i in self._indices.values()}
+        asked |= {sum_key(k): (sum_key(k), *s) for k, s in enumerate(self._plan.sums)}
+        out: dict[Index, Array] = {}
+        for key, does in lost.items():
+            above = {
+                name: min((len(i) for i in indices if not Counter(key) - Counter(i)), default=0)
+                for name, indices in asked.items()
+            }
+            lowest = min((n for n in above.values() if n), default=0)
+            for name in (n for n, size in above.items() if lowest and size == lowest):
+                out[name] = out[name] | does if name in out else does
+        return out
+
+    def _counted(self, x: Array, rows: Sequence[int], lost: Any = None) -> Array:
+        """A derivative, counted at the scale that each row stands for; as an overflow where a
+        stream that leads to it is `lost`."""
         scaling = self._scaling
         if scaling is None:
             return x
@@ -285,7 +324,9 @@ class Evaluation:
             seen = scaled
             if in_full():
                 # The value does not overflow, but what is kept of it for the backward pass does.
-                seen = jnp.where(jnp.abs(scaled) > FLOAT16_MAX, jnp.inf, scaled)
+                beyond = jnp.abs(scaled) > FLOAT16_MAX
+                beyond = beyond if lost is None else beyond | lost
+                seen = jnp.where(beyond, jnp.inf, scaled)
             seen = tap(scaling.counts[row], seen)
             scaled = jnp.where(jnp.isfinite(seen), seen, scaled) if in_full() else seen
             x = scaled * power_of_two(-shift).astype(x.dtype)

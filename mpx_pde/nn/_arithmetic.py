@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from .._cast import widen
-from .._dot import SPLIT_PRODUCTS, mixed_dot_general
+from .._dot import SPLIT_PRODUCTS, mixed_dot_general, split_dot_general
 from .._dtypes import as_floating_dtype, is_half, product_datatype
 
 
@@ -26,7 +26,7 @@ class Arithmetic(NamedTuple):
     """
 
     dtype: np.dtype
-    algorithm: lax.DotAlgorithmPreset | None = None
+    algorithm: str | None = None
     given: bool = True
 
     @property
@@ -40,13 +40,8 @@ class Arithmetic(NamedTuple):
             # One of the operands is stored in `dtype`, so it is the narrowest without being named.
             dtype = self.dtype if self.given else None
             return mixed_dot_general(x, y, dimension_numbers, dtype=dtype, out_dtype=out_dtype)
-        return lax.dot_general(
-            jnp.asarray(x, self.dtype),
-            jnp.asarray(y, self.dtype),
-            dimension_numbers,
-            precision=self.algorithm,
-            preferred_element_type=self.dtype,
-        )
+        x, y = jnp.asarray(x, self.dtype), jnp.asarray(y, self.dtype)
+        return split_dot_general(x, y, dimension_numbers, self.algorithm)
 
 
 def arithmetic_of(weight: Any) -> Arithmetic:
@@ -59,7 +54,7 @@ def parse_arithmetic(dtype: Any, call: str) -> Arithmetic | None:
     if dtype is None:
         return None
     if isinstance(dtype, str) and dtype in SPLIT_PRODUCTS:
-        return Arithmetic(jnp.dtype("float32"), SPLIT_PRODUCTS[dtype])
+        return Arithmetic(jnp.dtype("float32"), dtype)
     return Arithmetic(as_floating_dtype(dtype, call))
 
 

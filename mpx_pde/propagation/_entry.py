@@ -10,7 +10,7 @@ from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
-from .._dtypes import asked_of_context, is_half
+from .._dtypes import asked_of_context, is_half, precision_of_user
 from .._forward import Forward, present_forward
 from .._jaxpr import bodies_of, line_of
 from ._evaluate import Evaluator
@@ -57,7 +57,11 @@ def half_of(closed: ClosedJaxpr) -> np.dtype | None:
 
 
 def _evaluator(
-    closed: ClosedJaxpr, rules: Rules, scales: Callable, note: list[Equation] | None
+    closed: ClosedJaxpr,
+    rules: Rules,
+    scales: Callable,
+    note: list[Equation] | None,
+    lost: dict[Index, Array] | None,
 ) -> Evaluator:
     """How a program is evaluated: as the loss around it says, else by its own arrays."""
 
@@ -74,10 +78,16 @@ def _evaluator(
         storage = Storage(wide if dtype is None else np.dtype(np.float32), dtype, scaled)
         return Evaluator(rules, storage, Product(forward is not None), record, caller=caller)
     above = np.dtype(np.float64) if forward.precision == "float64" else wide
-    product = Product(precision=forward.products)
+    product = Product(algorithm=forward.algorithm)
     full = Evaluator(rules, Storage(above), product, record, caller=caller)
     storage = Storage(np.dtype(np.float32), dtype, scaled)
-    return Evaluator(rules, storage, Product(True), record, full, caller)
+
+    def lose(key, does):
+        assert lost is not None
+        lost[key] = does | lost[key] if key in lost else does
+
+    told = None if lost is None else lose
+    return Evaluator(rules, storage, Product(True), record, told, full, caller)
 
 
 def _autocast() -> Forward | None:
@@ -94,6 +104,7 @@ def propagate(
     weights: Sequence[Sequence[Any]] = (),
     scales: Callable[[np.dtype], Mapping[Index, tuple[Array, Array]]] | None = None,
     note: list[Equation] | None = None,
+    lost: dict[Index, Array] | None = None,
 ) -> tuple[Array, dict[Index, Array]]:
     """A function at a point, with the derivatives of a plan.
 
@@ -110,6 +121,8 @@ def propagate(
     - `weights`: for each sum the factors of its summands.
     - `scales`: the scales of stored streams, by the half type; see [`Storage`][].
     - `note`: a list to which every equation that depends on the point is added.
+    - `lost`: a dict to which is added, for every stream that is kept with a scale where the forward
+        pass is in full, whether it did not fit in some layer (outside of loops).
 
     **Returns:**
 
@@ -117,9 +130,10 @@ def propagate(
     """
     context = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
     with context[0], context[1]:
-        closed = jax.make_jaxpr(fun)(point)
+        with precision_of_user():
+            closed = jax.make_jaxpr(fun)(point)
         rules = Rules(plan, weights)
-        evaluator = _evaluator(closed, rules, scales or (lambda dtype: {}), note)
+        evaluator = _evaluator(closed, rules, scales or (lambda dtype: {}), note, lost)
         streams: dict[Index, Any] = {(i,): x for i, x in enumerate(seeds) if (i,) in plan.indices}
         for key, summands in rules.weights.items():
             total = None

@@ -49,16 +49,18 @@ class Evaluator:
     - `storage`: how they are kept.
     - `product`: how they are multiplied.
     - `note`: told of each equation that depends on the point.
-    - `caller`: where the derivatives are asked for. A product in a layer of a library, which has no
-        line of the user's, is attributed to it.
+    - `lost`: told of each stream that does not fit where it is kept, with whether it does not.
     - `full`: where values are those of another evaluation, in full precision, that one; this one
         then says what is kept for the backward pass, and how it is run.
+    - `caller`: where the derivatives are asked for. A product in a layer of a library, which has no
+        line of the user's, is attributed to it.
     """
 
     rules: Rules
     storage: Storage
     product: Product
     note: Note | None = None
+    lost: Callable[[Index, Any], None] | None = None
     full: "Evaluator | None" = None
     caller: Any = None
 
@@ -137,6 +139,10 @@ class Evaluator:
             out = {k: half._loaded(x) for k, x in out.items()}
             return {k: self._loaded(x) for k, x in out.items()}
 
+        if self.lost is not None:
+            for k, x in traced.items():
+                for key, does in (self.storage.overflows(x) if k in roles.stored else {}).items():
+                    self.lost(key, does)
         run = with_derivative_of(value_of, derivative_of)
         return run(arrays, traced, factors, dict(self.storage.scales))
 
@@ -169,9 +175,10 @@ class Evaluator:
         # Loops and rules take values as they are.
         operands = [self._loaded(x) for x in operands]
         if name in LOOPS or (self.plain and name in _CONTAINERS):
-            return self._noted(
-                step, getattr(self, f"_{_CONTAINERS[name]}")(eqn, operands), name, ""
-            )
+            # What is lost in there cannot be told out here.
+            inner = dataclasses.replace(self, lost=None)
+            out = getattr(inner, f"_{_CONTAINERS[name]}")(eqn, operands)
+            return self._noted(step, out, name, "")
         if self.plain:
             out = self._own(eqn, [x.primal if isinstance(x, Jet) else x for x in operands])
             return self._noted(step, [Jet(x, {}, DEEP) for x in out], "plain", "")

@@ -40,9 +40,11 @@ class InForward(eqx.Module):
         wide = np.dtype(np.float64 if forward.precision == "float64" else np.float32)
         rules = Rules(Plan(()), ())
         narrows = forward.precision == "float64"
-        full = Evaluator(rules, Storage(wide, narrows=narrows), Product(precision=forward.products))
+        full = Evaluator(
+            rules, Storage(wide, narrows=narrows), Product(algorithm=forward.algorithm)
+        )
         storage = Storage(np.dtype(np.float32), forward.dtype, narrows=narrows)
-        evaluator = Evaluator(rules, storage, Product(masters=True), None, full)
+        evaluator = Evaluator(rules, storage, Product(masters=True), full=full)
         operands = [
             Jet(x, {}, DEEP) if is_inexact(x) and not _is_master(path) else x for path, x in leaves
         ]

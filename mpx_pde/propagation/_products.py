@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from .._conv import mixed_conv_general_dilated_p
@@ -26,11 +27,12 @@ class Product:
 
     - `masters`: whether constants of any dtype count as half: a network that is to be multiplied in
         half precision without having been cast.
-    - `precision`: what products in full ask JAX for, unless the program asks itself.
+    - `algorithm`: one of `SPLIT_PRODUCTS`, by which products in full are taken unless the program
+        asks for a precision itself; `None` for the highest precision.
     """
 
     masters: bool = False
-    precision: Any = (lax.Precision.HIGHEST, lax.Precision.HIGHEST)
+    algorithm: str | None = None
 
     def halves(self, flat: Flat, env: Mapping[int, Any]) -> set[int]:
         """The variables that do not depend on the point and are half at heart: half arrays, and
@@ -130,13 +132,17 @@ class Product:
     def _full(self, eqn: Any, storage: Storage) -> Any:
         """A product of arrays in registers that means it: no TF32 unless it was asked for."""
         wide = storage.registers
-        if eqn.primitive.name.startswith("mixed"):
+        mixed = eqn.primitive.name.startswith("mixed")
+        # Convolutions have no algorithms, and neither has float64.
+        if "dot_general" in eqn.primitive.name and wide == np.float32:
+            algorithm = self.algorithm if _leaves_it_open(eqn) else eqn.params.get("algorithm")
+            if algorithm is not None:
+                return _mixed(eqn, wide, wide, algorithm)
+        if mixed:
             return _mixed(eqn, wide, wide)
         params = {**eqn.params, "preferred_element_type": wide}
         if params["precision"] is None:
-            # Convolutions have no algorithms.
-            is_dot = eqn.primitive.name == "dot_general" or isinstance(self.precision, tuple)
-            params["precision"] = self.precision if is_dot else (lax.Precision.HIGHEST,) * 2
+            params["precision"] = (lax.Precision.HIGHEST,) * 2
         eqn = eqn.replace(params=params)
         return lambda x, y: bind(eqn, [x, y])[0]
 
@@ -162,10 +168,21 @@ def _asks_for_more(eqn: Any) -> bool:
     return any(p not in default for p in parts)
 
 
-def _mixed(eqn: Any, dtype: Any, out_dtype: Any) -> Any:
-    dropped = ("precision", "preferred_element_type")
+def _leaves_it_open(eqn: Any) -> bool:
+    """Whether a program does not say what a product is to be multiplied in, or says half, which a
+    pass in full takes in full."""
+    if not eqn.primitive.name.startswith("mixed"):
+        return eqn.params["precision"] is None
+    given, dtype = eqn.params.get("given", Given()), eqn.params["dtype"]
+    return not given.dtype or is_half(dtype)
+
+
+def _mixed(eqn: Any, dtype: Any, out_dtype: Any, algorithm: str | None = None) -> Any:
+    dropped = ("precision", "preferred_element_type", "algorithm")
     params = {k: v for k, v in eqn.params.items() if k not in dropped}
     params |= {"dtype": jnp.dtype(dtype), "out_dtype": jnp.dtype(out_dtype), "given": Given()}
     is_dot = "dot_general" in eqn.primitive.name
+    if is_dot:
+        params["algorithm"] = algorithm
     primitive = mixed_dot_general_p if is_dot else mixed_conv_general_dilated_p
     return lambda x, y: primitive.bind(*match_varying_axes(x, y), **params)

@@ -84,6 +84,17 @@ class Storage:
         """An array that was computed from stored streams, in registers."""
         return x * _along(self.scales[key][1], x) if key in self.scales else x
 
+    def overflows(self, jet: Jet) -> dict[Index, Array]:
+        """Which streams do not fit where they are kept, by a scale that a smaller one can mend."""
+        if self.dtype is None:
+            return {}
+        largest = float(jnp.finfo(self.dtype).max)
+        return {
+            key: jnp.any(jnp.abs(x * _along(self.scales[key][0], x)) > largest)
+            for key, x in jet.streams.items()
+            if key in self.scales and x.dtype == self.registers != self.dtype
+        }
+
     def loaded(self, jet: Jet) -> Jet:
         streams = {key: self.load(x, key) for key, x in jet.streams.items()}
         return Jet(self.load(jet.primal, ()), streams, jet.stage)

@@ -1,0 +1,181 @@
+"""From one precision to the next as rounding asks for it."""
+
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import equinox as eqx
+
+from ._dtypes import is_integer
+from ._floor import PrecisionFloor, precision_floor
+from ._forward import RUNGS, check_rung, options_of
+from ._loss_scaling import AbstractLossScaling
+
+
+_CALL = "PrecisionLadder"
+
+
+class PrecisionLadder(eqx.Module):
+    """A training that starts in a low precision and climbs when rounding is what is left.
+
+    Every `interval` steps it asks [`mpx_pde.precision_floor`][] what going one rung up would
+    change, and climbs when that is `tolerance` of the loss or of its gradient. Parameters,
+    optimizer state and scaling stay as they are; the step is compiled once for each rung.
+
+    ```python
+    ladder = mpx.PrecisionLadder(("half", "float32", "full"))
+
+
+    @eqx.filter_jit
+    def step(ladder, model, opt_state, scaling, batch):
+        gradient = mpx.filter_value_and_grad(loss, scaling, **ladder.options)
+        value, scaling, finite, grads = gradient(model, batch)
+        return *mpx.optimizer_update(model, optimizer, opt_state, grads, finite), scaling
+
+
+    for i, batch in enumerate(batches):
+        model, opt_state, scaling = step(ladder, model, opt_state, scaling, batch)
+        ladder = ladder.update(i, loss, scaling)(model, batch)
+    ```
+
+    A ladder is a value: `update` returns another one. The number of its rung is a Python number in
+    the PyTree, which [`equinox.filter_jit`][] compiles for and [`mpx_pde.save_checkpoint`][] keeps.
+
+    **Attributes:**
+
+    - `index`: the number of the present rung, a Python integer.
+    - `rungs`, `tolerance`, `interval`, `say`: as given; static.
+    """
+
+    index: int
+    rungs: tuple[str, ...] = eqx.field(static=True)
+    tolerance: float = eqx.field(static=True)
+    interval: int = eqx.field(static=True)
+    say: Callable[[str], Any] | None = eqx.field(static=True)
+
+    def __init__(
+        self,
+        rungs: Sequence[str] = ("half", "float32"),
+        *,
+        tolerance: float = 0.1,
+        interval: int = 500,
+        say: Callable[[str], Any] | None = print,
+    ):
+        """**Arguments:**
+
+        - `rungs`: the precisions, from below: what `forward` of [`mpx_pde.filter_grad`][] takes,
+            and `"full"`, which is `use_mixed_precision=False`, the precision of the parameters in
+            the backward pass too. The order is that of the errors of the forward pass: `"half"`,
+            `"tensorfloat32"`, `"bfloat16_x3"`, `"tensorfloat32_x3"`, `"bfloat16_x6"`,
+            `"bfloat16_x9"`, `"float32"`, `"full"`, `"float64"`.
+        - `tolerance`: the share of rounding in the loss or its gradient from which on to climb.
+        - `interval`: after how many steps to measure. A measurement costs about three gradients.
+        - `say`: what is told of a climb, in one line; `None` for silence.
+
+        **Raises:** `ValueError` for unknown rungs, rungs that go down, float64 without 64-bit
+        types, a `tolerance` that is not positive and an `interval` below 1.
+        """
+        if isinstance(rungs, str) or not isinstance(rungs, Sequence) or not rungs:
+            raise ValueError(
+                f"`{_CALL}` takes its rungs as a tuple of names, such as ('half', 'float32'), but "
+                f"got {rungs!r}."
+            )
+        rungs = tuple(check_rung(rung, _CALL, "rungs") for rung in rungs)
+        for low, high in pairwise(rungs):
+            if RUNGS.index(high) <= RUNGS.index(low):
+                raise ValueError(
+                    f"`{_CALL}` climbs, but after {low!r} comes {high!r}, which is not above it. "
+                    f"From below the order is {tuple(sorted(set(rungs), key=RUNGS.index))}."
+                )
+        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or tolerance <= 0:
+            raise ValueError(f"`{_CALL}` needs a positive `tolerance`, but got {tolerance!r}.")
+        if not is_integer(interval) or interval < 1:
+            raise ValueError(
+                f"`{_CALL}` needs a positive integer as `interval`, but got {interval!r}."
+            )
+        self.index = 0
+        self.rungs, self.tolerance, self.interval = rungs, float(tolerance), int(interval)
+        self.say = say
+
+    @property
+    def rung(self) -> str:
+        """The name of the present rung."""
+        if not is_integer(self.index):
+            raise TypeError(
+                f"`{_CALL}` decides which program is compiled, so its rung cannot be a value of "
+                "that program. Compile with `equinox.filter_jit`, or pass `ladder.rung` as a "
+                "static argument."
+            )
+        return self.rungs[self.index]
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What the gradient transformations take to work on this rung: `forward`, or
+        `use_mixed_precision=False`."""
+        return options_of(self.rung)
+
+    @property
+    def at_top(self) -> bool:
+        """Whether there is no rung above."""
+        return self.rungs.index(self.rung) == len(self.rungs) - 1
+
+    def floor(
+        self,
+        func: Callable[..., Any],
+        scaling: AbstractLossScaling | None,
+        has_aux: bool = False,
+        **options: Any,
+    ) -> Callable[..., PrecisionFloor]:
+        """[`mpx_pde.precision_floor`][] on this rung, against the next one; at the top, against
+        what that compares with by default."""
+        return precision_floor(
+            func, scaling, has_aux, **{**self._comparison(), **self.options, **options}
+        )
+
+    def _comparison(self) -> dict[str, Any]:
+        above = {} if self.at_top else {"against": self.rungs[self.index + 1]}
+        return {"tolerance": self.tolerance, **above}
+
+    def update(
+        self,
+        step: int,
+        func: Callable[..., Any],
+        scaling: AbstractLossScaling | None,
+        has_aux: bool = False,
+        **options: Any,
+    ) -> Callable[..., "PrecisionLadder"]:
+        """The ladder for the next step. Not for use inside of `jax.jit`.
+
+        **Arguments:**
+
+        - `step`: the number of the step, a Python integer. At multiples of `interval` other than 0
+            the floor is measured.
+        - `func`, `scaling`, `has_aux`: as for [`mpx_pde.filter_grad`][], and as in the step.
+        - `options`: those of the step besides `ladder.options`, and of
+            [`mpx_pde.precision_floor`][] (`in_axes`, `micro_batches`).
+
+        **Returns:**
+
+        A function of the arguments of `func` that returns a ladder: one rung up where rounding is
+        at least `tolerance` of the loss or of its gradient, and the same one otherwise. What
+        overflows is no reason to climb.
+        """
+        if not is_integer(step):
+            raise TypeError(
+                f"`{_CALL}.update` takes the number of the step as a Python integer, but got "
+                f"{step!r}."
+            )
+
+        def updated(*args: Any, **kwargs: Any) -> PrecisionLadder:
+            if self.at_top or step == 0 or step % self.interval:
+                return self
+            # What is not needed here is the noise.
+            given = {"micro_batches": 1, **options}
+            floor = self.floor(func, scaling, has_aux, **given)(*args, **kwargs)
+            if not floor.reached:
+                return self
+            if self.say is not None:
+                self.say(f"Step {step}, {floor.precision}: {floor.verdict}")
+            return eqx.tree_at(lambda ladder: ladder.index, self, self.index + 1)
+
+        return updated

@@ -1,0 +1,225 @@
+"""What rounding does to a training at present, against float64."""
+
+import math
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import relative
+
+import mpx_pde as mpx
+from mpx_pde import nn
+
+
+KEY = jax.random.key(0)
+POINTS = jax.random.uniform(jax.random.key(1), (16, 2), minval=-1.0)
+MODEL = nn.CoordinateMLP(2, "scalar", 8, 2, key=KEY)
+KEEP = {"keep_full": (False, True)}
+
+
+def flat(tree):
+    leaves = jax.tree.leaves(eqx.filter(tree, eqx.is_inexact_array))
+    return np.concatenate([np.asarray(x, np.float64).ravel() for x in leaves])
+
+
+def pde(model, points, targets, *, derivatives=None):
+    terms = mpx.partials(model, ["u", "u_xx"], coords="xy", outputs="u", scaling=derivatives)
+    d = jax.vmap(terms)(points)
+    return jnp.mean((d["u_xx"] + d["u"] - targets) ** 2)
+
+
+def targets(residual):
+    """What leaves this residual at `MODEL`, which cancels but for it."""
+    terms = jax.vmap(mpx.partials(MODEL, ["u", "u_xx"], coords="xy", outputs="u"))(POINTS)
+    return terms["u"] + terms["u_xx"] + residual * jnp.sin(5 * POINTS[:, 0])
+
+
+def in_float64(tree):
+    return jax.tree.map(
+        lambda x: jnp.asarray(np.asarray(x, np.float64)) if eqx.is_inexact_array(x) else x, tree
+    )
+
+
+def error_of_gradient(loss, args, **options):
+    """Of loss and gradient in a precision, by float64."""
+    step = mpx.filter_value_and_grad(loss, mpx.StaticLossScaling(1.0), **options)
+    value, _, _, grads = eqx.filter_jit(step)(*args)
+    with jax.enable_x64(True):
+        true, true_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(*in_float64(args))
+        return relative(value, true), relative(flat(grads), flat(true_grads))
+
+
+OPTIONS = {
+    "half": {"keep_full": (False, True, True)},
+    "float32": {"forward": "float32"},
+}
+
+
+@pytest.mark.parametrize("residual", [1.0, 3e-3])
+@pytest.mark.parametrize("rung", OPTIONS)
+def test_the_floor_is_the_error_against_float64(rung, residual):
+    args = (MODEL, POINTS, targets(residual))
+    options = {**OPTIONS[rung], "policy": "params=float32,compute=bfloat16,output=float32"}
+    want_loss, want = error_of_gradient(pde, args, **options)
+    floor = mpx.precision_floor(pde, mpx.StaticLossScaling(1.0), micro_batches=1, **options)(*args)
+    assert floor.finite
+    # The next precision up rounds what it keeps for the backward pass as this one does, so the
+    # difference is between nothing and twice of that; the rounding of the residual is seen whole.
+    assert want / 3 < floor.gradient < 2 * want
+    if rung == "half":
+        assert want_loss / 2 < floor.loss < 2 * want_loss
+    # Rounding of the half residual is some of the gradient as the residual vanishes, and no more of
+    # it where the forward pass is in full.
+    assert bool(floor.reached) == (rung == "half" and residual < 1)
+
+
+def test_the_table_and_the_verdict():
+    args = (MODEL, POINTS, targets(3e-3))
+    options = {"policy": "params=float32,compute=bfloat16,output=float32", **OPTIONS["half"]}
+    floor = mpx.precision_floor(pde, mpx.StaticLossScaling(1.0), **options)(*args)
+    text = str(floor)
+    assert "bfloat16 against forward='float32'" in text
+    assert "% of your" in text
+    assert text.splitlines()[-1].endswith("go on with forward='float32'.")
+    assert set(floor.terms) == {"u", "u_xx"}
+    paths = {".hidden[0].weight", ".last.bias", ".first.module.weight"}
+    assert paths <= set(floor.parameters)
+    assert floor.parameters.keys() == floor.parameter_noise.keys()
+    assert f"{floor!s}".count("%") > 2 * len(paths)
+    # A bfloat16 has eight bits, and u_xx a few roundings.
+    assert 2.0**-12 < floor.terms["u_xx"] < 2.0**-4
+
+
+def test_noise_is_the_standard_error_of_the_batch():
+    def loss(model, x):
+        return jnp.mean((x @ model - 1) ** 2)
+
+    x = jax.random.normal(jax.random.key(2), (64, 4))
+    model = jnp.ones(4)
+    floor = mpx.precision_floor(loss, mpx.NoOpLossScaling(), micro_batches=8)(model, x)
+    grads = np.stack([jax.grad(loss)(model, part) for part in jnp.split(x, 8)])
+    want = np.sqrt(np.sum(np.var(grads, axis=0, ddof=1)) / 8) / np.linalg.norm(grads.mean(0))
+    # Gradients in float16, that of the batch too.
+    np.testing.assert_allclose(floor.noise, want, rtol=0.02)
+    none = mpx.precision_floor(loss, mpx.NoOpLossScaling(), micro_batches=1)(model, x)
+    assert math.isnan(none.noise)
+
+
+def test_what_is_no_batch_is_named():
+    def loss(model, x, weights):
+        return jnp.mean(((x * weights[None]) @ model) ** 2)
+
+    args = (jnp.ones(3), jnp.ones((8, 3)), jnp.ones(3))
+    with pytest.raises(ValueError, match=r"`precision_floor` cannot split .*3 entries.*`in_axes`"):
+        mpx.precision_floor(loss, mpx.NoOpLossScaling())(*args)
+    floor = mpx.precision_floor(loss, mpx.NoOpLossScaling(), in_axes=(0, None))(*args)
+    assert floor.noise < 1e-3  # all alike, but for how halves are summed
+
+
+def test_one_program_for_all_calls():
+    traces = []
+
+    def loss(model, x, *, derivatives):
+        traces.append(None)
+        d = jax.vmap(mpx.partials(model, ["u_x"], coords="xy", outputs="u", scaling=derivatives))
+        return jnp.mean((d(x)["u_x"] - 1) ** 2)
+
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xy"))
+    first = mpx.precision_floor(loss, scaling, **KEEP)(MODEL, POINTS)
+    count = len(traces)
+    lower = scaling.adjust(False)
+    other = jax.tree.map(lambda x: x * 2 if eqx.is_inexact_array(x) else x, MODEL)
+    second = mpx.precision_floor(loss, lower, **KEEP)(other, POINTS)
+    assert len(traces) == count
+    assert first.gradient != second.gradient
+
+    @eqx.filter_jit
+    def run(model, points):
+        floor = mpx.precision_floor(loss, scaling, **KEEP)(model, points)
+        assert "being traced" in str(floor)
+        return floor
+
+    assert run(MODEL, POINTS).gradient == pytest.approx(float(first.gradient), rel=0.5)
+
+
+def test_terms_in_loops_and_branches():
+    def loss(model, points):
+        terms = mpx.partials(model, ["u_x"], coords="xy", outputs="u")
+        _, d = jax.lax.scan(lambda c, p: (c, terms(p)), None, points)
+        laplacian = mpx.laplacian(model, coords="xy", outputs="u")
+        rest = jax.lax.cond(
+            points[0, 0] > 2,
+            lambda: terms(points[0])["u_x"],
+            lambda: laplacian(points[0])["lap_u"],
+        )
+        return jnp.mean(d["u_x"] ** 2) + rest**2
+
+    floor = mpx.precision_floor(loss, mpx.NoOpLossScaling(), micro_batches=1, **KEEP)
+    terms = floor(MODEL, POINTS).terms
+    assert set(terms) == {"u_x", "lap_u"}
+    assert all(2.0**-16 < x < 2.0**-8 for x in terms.values())
+
+
+def test_float32_against_float64():
+    args = (MODEL, POINTS, targets(1e-3))
+    with pytest.raises(ValueError, match=r"`precision_floor`.*float64.*jax_enable_x64"):
+        mpx.precision_floor(pde, None, use_mixed_precision=False)
+    _, want = error_of_gradient(pde, args, use_mixed_precision=False)
+    with jax.enable_x64(True):
+        floor = mpx.precision_floor(pde, None, use_mixed_precision=False, micro_batches=1)(*args)
+        assert "float32 against float64" in str(floor)
+        assert floor.gradient.dtype == jnp.float64
+        np.testing.assert_allclose(floor.gradient, want, rtol=0.5)  # fused otherwise
+        policy = "params=float32,compute=float32,output=float32"
+        # Terms of float64 meet targets of float32.
+        with jax.numpy_dtype_promotion("standard"):
+            same = mpx.precision_floor(
+                pde, mpx.NoOpLossScaling(), policy=policy, forward="float64", micro_batches=1
+            )(*args)
+        assert same.loss < 1e-12
+
+
+def test_what_overflows_has_no_floor():
+    loss = lambda model, x: jnp.mean((x @ model) ** 2)
+    x = jnp.full((4, 2), 300.0)
+    floor = mpx.precision_floor(loss, mpx.StaticLossScaling(1.0))(jnp.ones(2), x)
+    assert not floor.finite
+    assert not floor.reached
+    assert "overflow" in floor.verdict
+
+
+def test_errors(unchecked_annotations):
+    floor = mpx.precision_floor
+    scaling = mpx.NoOpLossScaling()
+    with pytest.raises(ValueError, match=r"`precision_floor` takes 'half', .* in `against`"):
+        floor(pde, scaling, against="float8")
+    with pytest.raises(ValueError, match=r"compares 'float32' with a precision above it"):
+        floor(pde, scaling, forward="float32", against="half")
+    with pytest.raises(ValueError, match="positive integer as `micro_batches`"):
+        floor(pde, scaling, micro_batches=0)
+    with pytest.raises(ValueError, match="positive `tolerance`"):
+        floor(pde, scaling, tolerance=-1.0)
+    with pytest.raises(TypeError, match=r"`precision_floor` differentiates.*Pass the model first"):
+        floor(pde, scaling)()
+
+
+def test_forward_in_full_with_derivative_scales():
+    """The scales are values of the loss's own trace, which layers are kept beyond."""
+
+    def loss(model, points, *, derivatives):
+        # A factor that depends on the point, and one that is a number.
+        own = {"own": {"xx": lambda p: 1 + p[0], "yy": 2.0}}
+        terms = mpx.linear_operator(model, own, coords="xy", outputs="u", scaling=derivatives)
+        return jnp.mean(jax.vmap(terms)(points)["own_u"] ** 2)
+
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xy"))
+    step = mpx.filter_value_and_grad(loss, scaling, forward="float32")
+    value, _, finite, grads = eqx.filter_jit(step)(MODEL, POINTS)
+    want, want_grads = eqx.filter_value_and_grad(lambda m, p: loss(m, p, derivatives=None))(
+        MODEL, POINTS
+    )
+    assert finite
+    np.testing.assert_allclose(value, want, rtol=2.0**-20)
+    assert relative(flat(grads), flat(want_grads)) < 2.0**-9

@@ -1,0 +1,133 @@
+"""Climbing from one precision to the next."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+import mpx_pde as mpx
+
+
+X = jax.random.normal(jax.random.key(0), (64, 4))
+TRUTH = jnp.array([1.0, -2.0, 0.5, 3.0])
+OPTIMIZER = optax.adam(optax.exponential_decay(0.3, 20, 0.8))
+BFLOAT16 = {"policy": "params=float32,compute=bfloat16,output=float32"}
+
+
+def cancelling(model, x):
+    """Two large terms whose difference vanishes as the model is trained."""
+    return jnp.mean((x @ model["w"] - (x @ TRUTH.astype(x.dtype))) ** 2)
+
+
+def train(ladder, steps, loss=cancelling):
+    traces = []
+
+    @eqx.filter_jit
+    def step(ladder, model, state, scaling, x):
+        traces.append(ladder.rung)
+        gradient = mpx.filter_value_and_grad(loss, scaling, **BFLOAT16, **ladder.options)
+        value, scaling, finite, grads = gradient(model, x)
+        return *mpx.optimizer_update(model, OPTIMIZER, state, grads, finite), scaling, value
+
+    model = {"w": jnp.zeros(4)}
+    state, scaling = OPTIMIZER.init(model), mpx.StaticLossScaling(1.0)
+    rungs = []
+    for i in range(steps):
+        model, state, scaling, value = step(ladder, model, state, scaling, X)
+        ladder = ladder.update(i, loss, scaling, **BFLOAT16)(model, X)
+        rungs.append(ladder.rung)
+    return model, ladder, rungs, traces, value
+
+
+@pytest.fixture(scope="module")
+def climbed():
+    said = []
+    ladder = mpx.PrecisionLadder(("half", "float32", "full"), interval=20, say=said.append)
+    return *train(ladder, 400), said, ladder
+
+
+def test_it_climbs_when_the_floor_is_reached_and_says_so(climbed):
+    _, ladder, rungs, traces, value, said, first = climbed
+    assert ladder.rung == "float32"  # whose gradient has an error relative to itself
+    assert first.rung == "half"  # a value
+    at = rungs.index("float32")
+    assert 0 < at < 399
+    assert at % 20 == 0
+    assert said == [said[0]]
+    assert said[0].startswith(f"Step {at}, bfloat16: rounding is ")
+    assert said[0].endswith("go on with forward='float32'.")
+    # One program a rung.
+    assert traces == ["half", "float32"]
+    # Below what bfloat16 can tell of a sum of four products of about 2.
+    assert value < 1e-8
+
+
+def test_without_it_rounding_is_where_the_training_ends(climbed):
+    ladder = mpx.PrecisionLadder(("half",), interval=20)
+    stuck, *_, told = train(ladder, 400)
+    assert cancelling(stuck, X) > 1e3 * cancelling(climbed[0], X)
+    assert told == 0  # by what bfloat16 sees of it
+
+
+def test_to_the_top():
+    ladder = mpx.PrecisionLadder(("half", "full"), interval=20, say=None)
+    model, ladder, rungs, _, _ = train(ladder, 240)
+    assert ladder.at_top
+    assert rungs[-1] == "full"
+    assert ladder.options == {"use_mixed_precision": False}
+    assert ladder.update(260, cancelling, None)(model, X) is ladder
+    # At the top it may be asked all the same.
+    with pytest.raises(ValueError, match="jax_enable_x64"):
+        ladder.floor(cancelling, None)
+
+
+def test_it_measures_between_its_intervals_alone():
+    calls = []
+
+    def counted(model, x):
+        calls.append(None)
+        return cancelling(model, x)
+
+    ladder = mpx.PrecisionLadder(interval=10)
+    model = {"w": jnp.ones(4)}
+    for step in (0, 1, 9, 11):
+        assert ladder.update(step, counted, mpx.NoOpLossScaling())(model, X) is ladder
+    assert not calls
+    ladder.update(10, counted, mpx.NoOpLossScaling())(model, X)
+    assert calls
+
+
+def test_checkpoints_keep_the_rung(tmp_path):
+    ladder = mpx.PrecisionLadder(("half", "float32", "full"))
+    up = eqx.tree_at(lambda x: x.index, ladder, 1)
+    mpx.save_checkpoint(tmp_path / "ladder", up)
+    assert mpx.restore_checkpoint(tmp_path / "ladder", ladder).rung == "float32"
+
+
+def test_the_rung_of_a_program_is_no_value_of_it():
+    with pytest.raises(TypeError, match=r"`PrecisionLadder`.*filter_jit"):
+        jax.jit(lambda ladder: jnp.zeros(len(ladder.rung)))(mpx.PrecisionLadder())
+
+
+def test_errors(unchecked_annotations):
+    ladder = mpx.PrecisionLadder
+    with pytest.raises(ValueError, match=r"'half', 'tensorfloat32'.* in `rungs`, but got 'float8'"):
+        ladder(("half", "float8"))
+    with pytest.raises(ValueError, match=r"after 'float32' comes 'half'.*\('half', 'float32'\)"):
+        ladder(("float32", "half"))
+    with pytest.raises(ValueError, match="not above it"):
+        ladder(("half", "half"))
+    with pytest.raises(ValueError, match=r"float64.*jax_enable_x64"):
+        ladder(("half", "float64"))
+    for wrong in ("half", (), 3):
+        with pytest.raises(ValueError, match="tuple of names"):
+            ladder(wrong)
+    with pytest.raises(ValueError, match="positive `tolerance`"):
+        ladder(tolerance=0)
+    with pytest.raises(ValueError, match="positive integer as `interval`"):
+        ladder(interval=0.5)
+    with pytest.raises(TypeError, match="Python integer"):
+        ladder().update(jnp.zeros(()), cancelling, None)
+    with jax.enable_x64(True):
+        assert ladder(("half", "full", "float64")).rungs[-1] == "float64"

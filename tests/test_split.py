@@ -1,0 +1,133 @@
+"""Split products and TF32, which a CPU computes as hardware that has them does: against NumPy."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import equations, normal, relative
+
+import mpx_pde as mpx
+from mpx_pde import nn
+from mpx_pde._dot import SPLIT_PRODUCTS, split_dot_general
+
+
+# How many bits each part has, how many parts, and how large the sum of their numbers may be.
+FORMATS = {
+    "tensorfloat32": (11, 1, 0),
+    "tensorfloat32_x3": (11, 2, 1),
+    "bfloat16_x3": (8, 2, 1),
+    "bfloat16_x6": (8, 3, 2),
+    "bfloat16_x9": (8, 3, 4),
+}
+# Of a product of some hundred terms, against float64: the roundings that the format makes, most of
+# which average out, from above and from below.
+ERRORS = {
+    "tensorfloat32": (2.0**-15, 2.0**-10),
+    "tensorfloat32_x3": (2.0**-27, 2.0**-20),
+    "bfloat16_x3": (2.0**-21, 2.0**-14),
+    "bfloat16_x6": (2.0**-27, 2.0**-20),
+    "bfloat16_x9": (2.0**-27, 2.0**-20),
+}
+MATMUL = (((1,), (0,)), ((), ()))
+
+
+def rounded(x, bits):
+    """To the nearest number of so many significant bits, ties to even."""
+    mantissa, exponent = np.frexp(np.asarray(x, np.float64))
+    return np.ldexp(np.round(mantissa * 2.0**bits), exponent - bits)
+
+
+def oracle(x, y, name):
+    """In float64: what is left out is left out, and nothing else is rounded."""
+    bits, parts, last = FORMATS[name]
+
+    def cut(z):
+        z, out = np.asarray(z, np.float64), []
+        for _ in range(parts):
+            out.append(rounded(z, bits))
+            z = z - out[-1]
+        return out
+
+    xs, ys = cut(x), cut(y)
+    return sum(xs[i] @ ys[j] for i in range(parts) for j in range(parts) if i + j <= last)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_product_is_that_of_the_parts(name):
+    assert FORMATS.keys() == SPLIT_PRODUCTS.keys()
+    x, y = normal(0, (8, 128)), normal(1, (128, 4))
+    got = jax.jit(lambda x, y: split_dot_general(x, y, MATMUL, name))(x, y)
+    # Sums of 128 terms in float32.
+    assert relative(got, oracle(x, y, name)) < 2.0**-21
+    low, high = ERRORS[name]
+    assert low < relative(got, np.asarray(x, np.float64) @ np.asarray(y, np.float64)) < high
+
+
+def test_gradients_are_products_of_the_parts_too():
+    x, y, g = normal(0, (8, 16)), normal(1, (16, 4)), normal(2, (8, 4))
+
+    @jax.jit
+    def gradients(x, y, g):
+        product = lambda x, y: split_dot_general(x, y, MATMUL, "tensorfloat32")
+        return jax.vjp(product, x, y)[1](g)
+
+    g_x, g_y = gradients(x, y, g)
+    assert relative(g_x, oracle(g, np.asarray(y).T, "tensorfloat32")) < 2.0**-21
+    assert relative(g_y, oracle(np.asarray(x).T, g, "tensorfloat32")) < 2.0**-21
+    batched = jax.vmap(lambda x: split_dot_general(x, y, (((0,), (0,)), ((), ())), "bfloat16_x3"))
+    assert relative(jax.jit(batched)(x), oracle(x, y, "bfloat16_x3")) < 2.0**-21
+
+
+def test_infinities_stay():
+    x = jnp.array([[jnp.inf, 1.0]])
+    out = split_dot_general(x, jnp.ones((2, 1)), MATMUL, "bfloat16_x6")
+    assert out == jnp.inf
+    assert jnp.isnan(split_dot_general(jnp.nan * x, jnp.ones((2, 1)), MATMUL, "tensorfloat32"))
+
+
+@pytest.mark.parametrize("name", ["tensorfloat32", "bfloat16_x3"])
+def test_a_loss_forward_in_a_split_product(name):
+    """By a network of others, and by the derivatives of one of this library."""
+    policy = "params=float32,compute=bfloat16,output=float32"
+    options = {"policy": policy, "forward": name}
+    layer = eqx.nn.Linear(128, 4, use_bias=False, key=jax.random.key(0))
+    x = normal(1, (8, 128))
+
+    def loss(layer, x):
+        return jnp.mean(jax.vmap(layer)(x) ** 2)
+
+    value, *_ = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), **options)(layer, x)
+    want = np.mean(oracle(x, np.asarray(layer.weight).T, name) ** 2)
+    np.testing.assert_allclose(value, want, rtol=2.0**-20)
+
+
+@pytest.mark.filterwarnings("ignore:.*derivative terms:mpx_pde.PrecisionWarning")
+def test_derivative_terms_in_tf32():
+    model = nn.CoordinateMLP(2, "scalar", 32, 3, key=jax.random.key(0))
+    points = jax.random.uniform(jax.random.key(1), (16, 2))
+
+    def loss(model, points):
+        d = jax.vmap(mpx.partials(model, ["u_xx"], coords="xy", outputs="u"))(points)
+        return jnp.sum(d["u_xx"])
+
+    def value(name):
+        step = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), forward=name)
+        return eqx.filter_jit(step)(model, points)[0]
+
+    full = value("float32")
+    assert 2.0**-19 < relative(value("tensorfloat32"), full) < 2.0**-8
+    assert relative(value("bfloat16_x6"), full) < 2.0**-19
+    # Coordinates and the layer that meets them are float32 all the same.
+    step = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), forward="tensorfloat32")
+    with jax.numpy_dtype_promotion("standard"):
+        jaxpr = jax.make_jaxpr(lambda p: step(model, p)[0])(points)
+    split = [e for e in equations(jaxpr) if e.params.get("algorithm") == "tensorfloat32"]
+    assert split
+    assert all(2 not in e.invars[1].aval.shape for e in split)
+
+
+def test_autocast_and_layers_split_alike():
+    w, x = normal(0, (128, 4)), normal(1, (8, 128))
+    got = jax.jit(mpx.autocast(lambda w, x: x @ w, "tensorfloat32"))(w, x)
+    assert relative(got, oracle(x, w, "tensorfloat32")) < 2.0**-21

@@ -1,0 +1,148 @@
+"""float32 means float32: what the library multiplies by on hardware that has less by default."""
+
+import re
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from helpers import equations
+
+import mpx_pde as mpx
+from mpx_pde import nn
+
+
+MODEL = eqx.nn.MLP(2, "scalar", 64, 2, key=jax.random.key(0))
+POINTS = jax.random.uniform(jax.random.key(1), (64, 2))
+HIGHEST = (jax.lax.Precision.HIGHEST,) * 2
+
+
+def regression(model, points):
+    return jnp.mean((jax.vmap(model)(points) - 1) ** 2)
+
+
+def pde(model, points):
+    d = jax.vmap(mpx.partials(model, ["u_xx", "u_y"], coords="xy", outputs="u"))(points)
+    return jnp.mean((d["u_xx"] + d["u_y"]) ** 2)
+
+
+def precisions(fun, *args):
+    jaxpr = eqx.filter_make_jaxpr(fun)(*args)[0]
+    return {e.params["precision"] for e in equations(jaxpr) if e.primitive.name == "dot_general"}
+
+
+def full(loss):
+    return lambda *args: mpx.filter_grad(loss, None, use_mixed_precision=False)(*args)[2]
+
+
+def test_the_float32_baseline_asks_for_float32():
+    assert precisions(eqx.filter_grad(regression), MODEL, POINTS) == {None}  # TF32 on a GPU
+    for loss in (regression, pde):
+        assert precisions(full(loss), MODEL, POINTS) == {HIGHEST}
+        accumulated = mpx.filter_accumulated_value_and_grad(loss, None, 2, False, False)
+        assert precisions(accumulated, MODEL, POINTS) == {HIGHEST}
+
+
+def test_a_precision_that_the_user_sets_stays():
+    with jax.default_matmul_precision("tensorfloat32"):
+        assert precisions(full(regression), MODEL, POINTS) == {(jax.lax.Precision.HIGH,) * 2}
+
+
+def test_it_is_no_wish_of_the_program():
+    """`autocast` and the engine leave alone what a program asks to have more precise."""
+    cast = mpx.autocast(regression, "bfloat16")
+    report = mpx.precision_report(full(cast))(MODEL, POINTS)
+    assert report.by_dtype().keys() == {"bfloat16"}
+    kept = mpx.autocast(mpx.force_full_precision(regression), "bfloat16")
+    assert mpx.precision_report(full(kept))(MODEL, POINTS).by_dtype().keys() == {"float32"}
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+
+
+def test_tf32_in_derivative_terms_is_told(on_a_gpu):
+    def loss(model):
+        return pde(model, POINTS)
+
+    jax.eval_shape(lambda: loss(MODEL))  # left to itself the engine takes the highest precision
+    told = pytest.warns(mpx.PrecisionWarning, match=r"`partials`: derivative terms .*TF32")
+    with jax.default_matmul_precision("tensorfloat32"), told:
+        jax.eval_shape(lambda: loss(MODEL))
+    with jax.default_matmul_precision("highest"):
+        jax.eval_shape(lambda: loss(MODEL))
+
+
+def test_forward_in_tf32_tells_of_derivative_terms():
+    step = mpx.filter_grad(pde, mpx.NoOpLossScaling(), forward="tensorfloat32")
+    with pytest.warns(mpx.PrecisionWarning, match="derivative terms"):
+        eqx.filter_eval_shape(step, MODEL, POINTS)
+
+
+def test_tf32_under_a_line_search_is_told(on_a_gpu):
+    params = jnp.ones(3)
+    optimizer = optax.lbfgs()
+    value_fn = lambda p: jnp.sum(p**2)
+
+    def update():
+        state = optimizer.init(params)
+        extra = {"value": value_fn(params), "grad": 2 * params, "value_fn": value_fn}
+        return mpx.optimizer_update(params, optimizer, state, 2 * params, True, **extra)
+
+    with pytest.warns(mpx.PrecisionWarning, match=r"`optimizer_update`: a line search .*TF32"):
+        jax.eval_shape(update)
+    with jax.default_matmul_precision("highest"):
+        jax.eval_shape(update)
+    adam = optax.adam(0.1)
+    mpx.optimizer_update(params, adam, adam.init(params), params, True)
+
+
+LOSSES = {
+    "float32": {"use_mixed_precision": False},
+    "forward='float32'": {"forward": "float32"},
+    "FullPrecision": {},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_product_is_tf32_in_the_program_for_an_h100(name):
+    deviceless = pytest.importorskip("benchmarks._deviceless")
+    model = mpx.FullPrecision(MODEL) if name == "FullPrecision" else MODEL
+    if name == "float32":
+        model = nn.CoordinateMLP(2, "scalar", 64, 3, key=jax.random.key(0))
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    def step(arrays, points):
+        scaling = mpx.NoOpLossScaling()
+        with mpx.half_precision("bfloat16"):
+            gradient = mpx.filter_grad(pde, scaling, **LOSSES[name])
+            return eqx.filter(gradient(eqx.combine(arrays, static), points)[2], eqx.is_array)
+
+    try:
+        compiled = deviceless.compile_for(
+            "h100", step, arrays, POINTS, compiler_options=deviceless.CUBLAS
+        )
+    except deviceless.TargetUnavailable as e:
+        pytest.skip(str(e))
+    assert_true_float32(deviceless, compiled)
+
+
+def assert_true_float32(deviceless, compiled):
+    """What XLA is asked for is in the configuration of each product that is left."""
+    every = deviceless.instructions(compiled.text)
+    types = {(i.computation, i.name): i.type for i in every}
+    lines = {
+        m[1]: m[0] for m in re.finditer(r"^ *(?:ROOT )?%?([\w.-]+) = .*$", compiled.text, re.M)
+    }
+    full = [
+        lines[i.name]
+        for i in every
+        if (i.opcode == "dot" or "gemm" in i.call_target or "matmul" in i.call_target)
+        and types[i.computation, i.operands[0]].startswith("f32")
+    ]
+    assert full
+    for line in full:
+        assert len(re.findall("highest", line, re.I)) == 2, line
