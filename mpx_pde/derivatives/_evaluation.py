@@ -256,39 +256,43 @@ class Evaluation:
         """
         _, value, streams = self._propagated(point)
         zero = jnp.zeros_like(value)
-        out = {}
+        found: dict[str, Array] = {}
+        rows: dict[str, tuple[int, ...]] = {}
         for k, s in enumerate(self._sums):
             for i, name in enumerate(self._outputs):
-                total = streams.get(sum_key(k), zero)[i]
-                out[f"{s.name}_{name}"] = self._counted(total, s.rows)
+                found[f"{s.name}_{name}"] = streams.get(sum_key(k), zero)[i]
+                rows[f"{s.name}_{name}"] = tuple(s.rows)
         for term in self._terms:
             if not term.dirs:
-                out[term.name] = value[term.output]
+                found[term.name] = value[term.output]
                 continue
-            x = streams.get(self._indices[term.name], zero)[term.output]
+            found[term.name] = streams.get(self._indices[term.name], zero)[term.output]
             row = self._rows.get(term.name)
-            out[term.name] = self._counted(x, () if row is None else (row,))
-        return out
+            rows[term.name] = () if row is None else (row,)
+        # All of them at once, and again for those that count in several rows.
+        for k in range(max(map(len, rows.values()), default=0)):
+            found |= self._counted(found, {name: r[k] for name, r in rows.items() if len(r) > k})
+        return found
 
-    def _counted(self, x: Array, rows: Sequence[int]) -> Array:
-        """A derivative, counted at the scale that each row stands for."""
+    def _counted(self, found: dict[str, Array], rows: dict[str, int]) -> dict[str, Array]:
+        """Derivatives, each counted at the scale that its row stands for: in one histogram."""
         scaling = self._scaling
-        if scaling is None:
-            return x
-        for row in rows:
-            if not scaling.active:
-                x = tap(scaling.counts[row], x)
-                continue
-            shift = scaling.rows[row].shift(scaling.exponents)
-            scaled = x * power_of_two(shift).astype(x.dtype)
-            seen = scaled
-            if in_full():
-                # The value does not overflow, but what is kept of it for the backward pass does.
-                seen = jnp.where(jnp.abs(scaled) > FLOAT16_MAX, jnp.inf, scaled)
-            seen = tap(scaling.counts[row], seen)
-            scaled = jnp.where(jnp.isfinite(seen), seen, scaled) if in_full() else seen
-            x = scaled * power_of_two(-shift).astype(x.dtype)
-        return x
+        if scaling is None or not rows:
+            return {}
+        x = jnp.stack([found[name] for name in rows])
+        counts = jnp.stack([scaling.counts[row] for row in rows.values()])
+        if not scaling.active:
+            return dict(zip(rows, jnp.unstack(tap(counts, x)), strict=True))
+        shifts = jnp.stack([scaling.rows[r].shift(scaling.exponents) for r in rows.values()])
+        scaled = x * power_of_two(shifts).astype(x.dtype)
+        seen = scaled
+        if in_full():
+            # The value does not overflow, but what is kept of it for the backward pass does.
+            seen = jnp.where(jnp.abs(scaled) > FLOAT16_MAX, jnp.inf, scaled)
+        seen = tap(counts, seen)
+        scaled = jnp.where(jnp.isfinite(seen), seen, scaled) if in_full() else seen
+        x = scaled * power_of_two(-shifts).astype(x.dtype)
+        return dict(zip(rows, jnp.unstack(x), strict=True))
 
     def report(self, point: Any) -> "DerivativeReport":
         """How the derivatives are taken at a point. Traces, and runs nothing."""
