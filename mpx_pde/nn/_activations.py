@@ -92,7 +92,7 @@ def safe(fun: Callable[..., Any]) -> Callable:
 
     - `fun`: an elementwise function of one array, such as `jnp.tanh`, or a PyTree that is one and
         has parameters, such as `equinox.nn.PReLU()`. `partial(jax.nn.gelu, approximate=False)`
-        becomes [`mpx_pde.nn.exact_gelu`][], the same by cheaper means.
+        becomes `mpx_pde.nn.exact_gelu`, the same by cheaper means.
 
     **Returns:**
 
