@@ -93,6 +93,13 @@ V5E = Chip(
 
 CHIPS = {"h100": H100, "v5e": V5E}
 
+
+def chip_of(device_kind: str) -> Chip | None:
+    """That of a device by its name, such as "NVIDIA H100 80GB HBM3"; `None` for others."""
+    kind = device_kind.lower()
+    return H100 if "h100" in kind else V5E if "v5 lite" in kind or "v5e" in kind else None
+
+
 WEIGHTS = {
     "tanh": 20,
     "exponential": 8,

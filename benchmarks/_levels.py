@@ -51,6 +51,7 @@ DEVICELESS = (
     Run(8, "weak_scaling --platform h100"),
     Run(60, "weak_scaling --platform v5e"),
     Run(3, "spectral"),
+    Run(10, "predicted"),
 )
 
 GPU = (

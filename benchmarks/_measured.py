@@ -15,6 +15,7 @@ import numpy as np
 from ._deviceless import CUBLAS, Compiled, TargetUnavailable, compile_for
 from ._report import Report, interleave
 from ._rivals import failure
+from ._roofline import predicted_seconds
 
 
 FIRST_MOMENT = 0.1  # of the gradient, in Adam's state after the first step
@@ -66,6 +67,8 @@ class JaxStep:
         with jax.default_matmul_precision(precision):
             lowered = jax.jit(run, donate_argnums=0).lower(self.state, batches[0])
         self.compiled = lowered.compile()
+        device = jax.devices()[0].device_kind
+        self.predicted = predicted_seconds(self.compiled.as_text(), device)
         memory = self.compiled.memory_analysis()
         self.temp_bytes = memory.temp_size_in_bytes if memory is not None else None
 
@@ -169,6 +172,7 @@ def measure(
     for name in steps:
         fields[name] |= {
             "seconds": times[name],
+            "predicted_seconds": getattr(steps[name], "predicted", None),
             "temp_bytes": steps[name].temp_bytes,
             "steps": 1 + len(losses[name]),
             "loss": float(losses[name][-1]),
@@ -200,7 +204,15 @@ def compiled(
         return report.record("programs", target=target, **where, failed=failure(error))["failed"]
 
 
-COLUMNS = ("time", "temp, MiB", "error of outputs", "of gradients", "loss", "failed")
+COLUMNS = (
+    "time",
+    "predicted, ms",
+    "temp, MiB",
+    "error of outputs",
+    "of gradients",
+    "loss",
+    "failed",
+)
 
 
 def row(record: Mapping[str, Any]) -> list[Any]:
@@ -212,10 +224,17 @@ def row(record: Mapping[str, Any]) -> list[Any]:
         "{:.4g} [{:.4g}, {:.4g}] ms".format(
             *(1e3 * seconds[k] for k in ("median", "lower", "upper"))
         ),
+        _predicted(record),
         "not measured" if memory is None else memory / 2**20,
         *(record[k] for k in ("error_output", "error_gradient", "loss")),
         None,
     ]
+
+
+def _predicted(record: Mapping[str, Any]) -> float | None:
+    """Milliseconds by the compiled program (`_roofline.py`), where the device is known."""
+    seconds = record.get("predicted_seconds")
+    return None if seconds is None else 1e3 * seconds
 
 
 def report_measured(

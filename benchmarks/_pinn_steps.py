@@ -29,6 +29,7 @@ from ._cavity import (
     residuals,
 )
 from ._rivals import require
+from ._roofline import predicted_seconds
 from ._steps import (
     PERIOD,
     START,
@@ -91,6 +92,8 @@ class JaxStep:
         with jax.default_matmul_precision(products) if products else nullcontext():
             program = self.runner.step.lower(self.runner.state, *self.points).compile()
         self.runner.step = self.program = program
+        device = jax.devices()[0].device_kind
+        self.predicted = predicted_seconds(program.as_text(), device)
 
     def __call__(self) -> jax.Array:
         return self.runner(*self.points)

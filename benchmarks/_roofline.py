@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ._chips import WEIGHTS, Chip
+from ._chips import WEIGHTS, Chip, chip_of
 from ._hlo import Instruction, Launch, Module, Shape, shapes
 
 
@@ -337,9 +337,6 @@ def _own_seconds(i: Instruction) -> float | None:
     return 1e-6 * float(found[1]) if found else None
 
 
-# --- Programs --------------------------------------------------------------------------------
-
-
 def summary(kernels: list[Kernel], chip: Chip) -> dict:
     """What a program takes, as one record: seconds as a range, bytes and operations."""
     total = lambda f: float(sum(f(k) * k.times for k in kernels))
@@ -367,6 +364,15 @@ def summary(kernels: list[Kernel], chip: Chip) -> dict:
         "products_seconds": sum(n / chip.product_rate(k) for k, n in products.items()),
         "by_kind": by_kind,
     }
+
+
+def predicted_seconds(text: str | None, device_kind: str) -> float | None:
+    """What a compiled program would take, with arithmetic; `None` on devices of unknown rates."""
+    chip = chip_of(device_kind)
+    if chip is None or text is None:
+        return None
+    kernels = Roofline(Module.parse(text)).kernels()
+    return sum(k.seconds_with_arithmetic(chip) * k.times for k in kernels)
 
 
 def largest(kernels: list[Kernel], chip: Chip, count: int = 10) -> list[dict]:

@@ -54,6 +54,7 @@ OPERATORS = (
 AUTOCAST = _library("autocast/*", "_jaxpr", "_conv", "_reverse", "checkpoint_policies")
 COMPILER = _benchmarks("_deviceless")
 CLOCK = _benchmarks("_report")
+ROOFLINE = _benchmarks("_roofline", "_chips", "_hlo")
 PINNS = (*STEP, *DERIVATIVES, *_examples("_pinn"))
 DARCY = _examples("darcy", "_darcy_data")
 NAVIER_STOKES = _examples("navier_stokes", "_navier_stokes_data")
@@ -85,6 +86,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "fno_step": (
         *(*STEP, *OPERATORS, *CLOCK, *COMPILER),
         *_benchmarks("fno_step", "_measured", "_torch/fno", "_torch/steps"),
+        *ROOFLINE,
     ),
     "frequencies": (*PRODUCTS, *_benchmarks("frequencies")),
     "growth": (*DERIVATIVES, *COMPILER, *_benchmarks("growth", "_cavity", "_pinn_steps")),
@@ -95,6 +97,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
         *(*STEP, *DERIVATIVES, *CLOCK),
         *_benchmarks("pinn_step", "_pinn_steps", "_cavity", "_steps", "overhead"),
         *_benchmarks("_measured", "_torch/cavity", "_torch/steps"),
+        *ROOFLINE,
     ),
     "pinns-allen_cahn": (*PINNS, *_examples("allen_cahn", "_spectral_reference")),
     "pinns-burgers": (*PINNS, *_examples("burgers", "_burgers_exact")),
@@ -105,7 +108,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "pinns-helmholtz": (*PINNS, *_examples("helmholtz")),
     "predicted": (
         *(*STEP, *DERIVATIVES, *OPERATORS, *AUTOCAST, *COMPILER, *_examples("vit")),
-        *_benchmarks("predicted", "_predicted_cases", "_roofline", "_chips", "_hlo"),
+        *(*ROOFLINE, *_benchmarks("predicted", "_predicted_cases")),
         *_benchmarks("_pinn_steps", "_cavity", "_steps", "overhead", "fno_step", "vit_step"),
         *_benchmarks("_measured", "vit_memory"),
     ),
@@ -126,6 +129,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "vit_step": (
         *(*VIT, *COMPILER, *CLOCK),
         *_benchmarks("vit_step", "vit_memory", "_measured", "_torch/vit", "_torch/steps"),
+        *ROOFLINE,
     ),
     "weak_scaling": (*SHARDED, *_benchmarks("weak_scaling")),
 }

@@ -180,6 +180,7 @@ def measure(report: Report, rivals: list[Rival], case: Case, rounds: int, count:
     ]
     for i, step in steps.items():
         records[i]["seconds"] = times[i]._asdict()
+        records[i]["predicted_seconds"] = getattr(step, "predicted", None)
         records[i]["temp_bytes"] = step.temp_bytes()
         records[i]["loss_over_float32"] = records[i]["loss"] / reference[0] if reference else None
 
@@ -211,14 +212,15 @@ def print_base(report: Report, records: list[dict[str, Any]]) -> None:
     rows = []
     for r in records:
         if "failed" in r:
-            rows.append((*who(r), r["failed"], *[None] * 4))
+            rows.append((*who(r), r["failed"], *[None] * 5))
             continue
         told = r["gradient_error"], r["loss_over_float32"], r["skipped"]
-        rows.append((*who(r), str(Timing(**r["seconds"])), mebibytes(r), *told))
+        predicted = r["predicted_seconds"] and 1e3 * r["predicted_seconds"]
+        rows.append((*who(r), str(Timing(**r["seconds"])), predicted, mebibytes(r), *told))
     report.table(
         "{width} × {depth}, {points:,} points, order {order}".format(**records[0]),
         (
-            *("library", "method", "precision", "step", "memory, MiB"),
+            *("library", "method", "precision", "step", "predicted, ms", "memory, MiB"),
             *("gradient's error", "loss over float32's", "skipped"),
         ),
         rows,

@@ -620,3 +620,28 @@ def test_a_range_report_runs_the_branch_of_its_platform():
     (w,), x = weights(1)
     report = mpx.range_report(by_platform)(w, x)
     assert {"dot_general", "tanh"} <= {row.primitive for row in report.rows}
+
+
+def test_what_only_products_use_leaves_its_segment_in_half():
+    """So that neither it nor its cotangent is ever float32 in memory."""
+
+    def network(ws, x):
+        h = jax.nn.gelu(x @ ws[0]) @ ws[1]
+        return jnp.sum(jax.nn.softmax(h) @ ws[2])
+
+    ws = [normal(i, (8, 8)) for i in range(3)]
+    jaxpr = jax.make_jaxpr(mpx.autocast(network))(ws, normal(3, (4, 8)))
+    segments = [e for e in equations(jaxpr) if e.primitive.name == "remat2"]
+    out = [v.aval.dtype for e in segments[:2] for v in e.outvars]
+    assert out == [jnp.dtype("float16")] * 2
+
+
+def test_what_is_used_elsewhere_too_leaves_its_segment_in_full():
+    def network(ws, x):
+        h = jax.nn.softmax(x @ ws[0])
+        return jnp.sum(h @ ws[1]), h
+
+    ws = [normal(i, (8, 8)) for i in range(2)]
+    jaxpr = jax.make_jaxpr(mpx.autocast(network))(ws, normal(3, (4, 8)))
+    segment = next(e for e in equations(jaxpr) if e.primitive.name == "remat2")
+    assert [v.aval.dtype for v in segment.outvars] == [jnp.dtype("float32")]

@@ -151,7 +151,9 @@ def helpers_of(path):
 
 # Of what these import they take one function, which needs nothing of the rest.
 APART = {
-    "growth": {"benchmarks/_steps.py", "benchmarks/overhead.py"},
+    "growth": {
+        f"benchmarks/{name}.py" for name in ("_steps", "overhead", "_roofline", "_chips", "_hlo")
+    },
     "predicted": {f"benchmarks/_torch/{name}.py" for name in ("fno", "steps", "vit")},
 }
 

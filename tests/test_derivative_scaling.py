@@ -76,6 +76,27 @@ def expected_counts(values):
 VALUES = np.array([0, 1, -1.5, 2, 65504, np.inf, np.nan, 2.0**-24, -3, 6e-5, 0, 8], np.float16)
 
 
+def test_rows_of_values_have_rows_of_counts():
+    x = jnp.stack([jnp.asarray(VALUES), jnp.asarray(VALUES[::-1] * 2)])
+    per_point = lambda probe, x: jnp.sum(tap(probe, x).astype(jnp.float32))
+    fun = lambda probe: jnp.sum(jax.vmap(per_point, (None, 1))(probe, x))
+    counts = jax.jit(jax.grad(fun))(jnp.zeros((2, COLUMNS)))
+    for row, values in zip(counts, x, strict=True):
+        np.testing.assert_array_equal(row, expected_counts(values))
+
+
+def test_all_derivatives_are_counted_in_one_pass():
+    terms = mpx.partials(
+        mpx.nn.CoordinateMLP(2, 1, 8, 2, key=jax.random.key(0)),
+        ["u", "u_x", "u_t", "u_xx", "u_xt"],
+        coords="xt",
+        outputs="u",
+        scaling=direction(),
+    )
+    jaxpr = jax.make_jaxpr(terms)(jnp.ones(2))
+    assert sum(e.primitive.name == "derivative_tap" for e in equations(jaxpr)) == 1
+
+
 class TestProbe:
     probe = jnp.zeros(COLUMNS, jnp.float32)
 

@@ -1,6 +1,7 @@
 """The network of a physics-informed model: where precision goes, and what that buys."""
 
 import re
+from functools import partial
 
 import equinox as eqx
 import jax
@@ -152,7 +153,7 @@ def test_the_laplacian_is_cheap():
     assert flops < 19.6e9
 
 
-ACTIVATIONS = ("tanh", "silu", "sin", "gelu", "softplus")
+ACTIVATIONS = ("tanh", "silu", "sin", "gelu", "exact_gelu", "softplus")
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -246,3 +247,30 @@ def test_errors(unchecked_annotations):
         make(width=0)
     with pytest.raises(ValueError, match=re.compile("`periodic`.*2 coordinates", re.DOTALL)):
         make(periodic={2: 1.0})
+
+
+def test_exact_gelu_is_that_of_jax_by_cheaper_means():
+    exact = partial(jax.nn.gelu, approximate=False)
+    assert nn.safe(exact) is nn.exact_gelu
+    assert nn.safe(partial(jax.nn.gelu, approximate=True)) is not nn.exact_gelu
+    x = jnp.linspace(-8, 8, 4001)
+    with jax.enable_x64(True):
+        wide = jnp.asarray(np.asarray(x), jnp.float64)
+        want, slope = exact(wide), jax.vmap(jax.grad(exact))(wide)
+    # Where 1 + erf cancels, an error of one rounding of 1 is left of it, times |x| / 2.
+    np.testing.assert_allclose(nn.exact_gelu(x), want, rtol=3e-7, atol=2e-7)
+    np.testing.assert_allclose(jax.vmap(jax.grad(nn.exact_gelu))(x), slope, rtol=5e-7, atol=3e-7)
+    names = {e.primitive.name for e in equations(jax.make_jaxpr(nn.exact_gelu)(x))}
+    assert "erf" in names
+    assert "erfc" not in names
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_exact_gelu_in_half_is_rounded_once(dtype):
+    x = jnp.linspace(-8, 8, 2001).astype(dtype)
+    with jax.enable_x64(True):
+        want = jax.nn.gelu(jnp.asarray(np.asarray(x, np.float64)), approximate=False)
+    got = np.asarray(nn.exact_gelu(x), np.float64)
+    info = jnp.finfo(dtype)
+    # Half a unit in the last place, and what float32 leaves of the tail.
+    np.testing.assert_allclose(got, want, rtol=0.51 * float(info.eps), atol=3e-7)

@@ -235,3 +235,20 @@ def test_errors(unchecked_annotations):
     wrong = nn.Ansatz(make(), lambda p, u: jnp.sum(u))
     with pytest.raises(ValueError, match="2 outputs, u, v"):
         mpx.partials(wrong, ["u_x"], coords="xy", outputs="uv")(points()[0])
+
+
+@pytest.mark.parametrize("forward", ["half", "float32"])
+def test_the_cotangent_that_a_bias_shares_with_a_product_is_written_in_half(forward):
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xy", order=2))
+
+    def loss(model, x, *, derivatives):
+        terms = mpx.laplacian(model, ["u"], coords="xy", outputs="uv", scaling=derivatives)
+        return sum(jnp.mean(v**2) for v in jax.vmap(terms)(x).values())
+
+    gradient = mpx.filter_grad(loss, scaling, keep_full=(False, True), forward=forward)
+    model = make(depth=3)
+    jaxpr = jax.make_jaxpr(gradient)(model, points())
+    written = [e for e in equations(jaxpr) if e.primitive.name == "written"]
+    # One for each hidden bias behind a product of halves.
+    assert len(written) >= len(model.hidden)
+    assert {e.outvars[0].aval.dtype for e in written} == {jnp.dtype("float16")}

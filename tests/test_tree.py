@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from helpers import tree_equal_bits
+from helpers import equations, tree_equal_bits
 from hypothesis import given, settings
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
 
@@ -34,6 +35,35 @@ def test_a_single_bad_leaf_among_many_is_found():
     leaves = [jnp.zeros(2, dtype) for dtype in ("float16", "float32", "bfloat16")] * 3
     for i, leaf in enumerate(leaves):
         assert not mpx.all_finite([*leaves[:i], leaf.at[1].set(jnp.nan), *leaves[i + 1 :]])
+
+
+def layers(count, width=256):
+    return [{"w": jnp.ones((width, width)), "b": jnp.ones(width)} for _ in range(count)]
+
+
+def test_all_arrays_are_looked_at_in_a_few_passes():
+    """One reduction for all arrays of a shape, one for all small ones together."""
+    jaxpr = jax.make_jaxpr(mpx.all_finite)(layers(12))
+    reductions = [e for e in equations(jaxpr) if e.primitive.name == "reduce_and"]
+    assert len(reductions) == 2
+
+
+@pytest.mark.parametrize("where", [(0, "w"), (2, "w"), (1, "b")])
+def test_a_bad_entry_is_found_in_any_pass(where):
+    tree, (i, name) = layers(3), where
+    tree.append({"v": jnp.ones((128, 512)), "c": jnp.ones(7, jnp.float16)})
+    assert mpx.all_finite(tree)
+    tree[i][name] = tree[i][name].at[-1].set(jnp.nan)
+    assert not mpx.all_finite(tree)
+
+
+def test_arrays_of_one_shape_in_different_layouts_are_looked_at_apart():
+    mesh = jax.make_mesh((1,), ("x",), axis_types=(AxisType.Explicit,))
+    place = lambda spec: jax.device_put(jnp.ones((256, 256)), NamedSharding(mesh, P(*spec)))
+    tree = [place(("x", None)), place((None, "x")), place(("x", None))]
+    with jax.set_mesh(mesh):
+        assert jax.jit(mpx.all_finite)(tree)
+        assert not jax.jit(mpx.all_finite)([*tree, tree[1] * jnp.inf])
 
 
 def test_complex_and_scalar_leaves_count():

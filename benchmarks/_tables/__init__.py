@@ -7,7 +7,16 @@ name here; nothing in it is typed by hand.
 import re
 from pathlib import Path
 
-from . import _accuracy, _operators, _pinns, _programs, _rivals, _summary, _time_to_error
+from . import (
+    _accuracy,
+    _operators,
+    _pinns,
+    _predicted,
+    _programs,
+    _rivals,
+    _summary,
+    _time_to_error,
+)
 from ._format import ROOT
 
 
@@ -34,6 +43,10 @@ TABLES = {
     "operators-modes": _operators.table(_operators.modes),
     "operators-resolutions": _operators.table(_operators.resolutions),
     "frequencies": _operators.frequencies,
+    "predicted-assumptions": _predicted.assumptions,
+    "predicted-commands": _predicted.commands,
+    "predicted-kernels": _predicted.kernels,
+    "predicted-steps": _predicted.steps,
     "products": _accuracy.products,
     "time-to-error-cavity": _time_to_error.time_to_error("cavity"),
     "time-to-error-navier-stokes": _time_to_error.time_to_error("navier_stokes"),

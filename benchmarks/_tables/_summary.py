@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 from ._format import NOT_RUN, ROOT, Result, load, markdown, older, source
 from ._operators import variants
+from ._predicted import speedups
 
 
 PINN, OPERATOR = "relative L2 error", "relative L2 test error"
@@ -177,10 +178,18 @@ def headline() -> str:
     extra = max(r["operations"] for r in overhead["ratios"])
     rows += [
         ["Operations of a step, over the same step by hand", f"at most {extra:.4f}"],
-        ["Speed on a GPU", "not measured"],
+        ["Speed on a GPU", _speed(predicted := load("predicted-h100-cpu"))],
     ]
-    read = [*pinns_results(), load("operators-cpu"), cavity, spectral, vit, overhead]
+    read = [*pinns_results(), load("operators-cpu"), cavity, spectral, vit, overhead, predicted]
     return f"{markdown(['what', 'measured'], rows)}\n{_ages(read)}"
+
+
+def _speed(data: Result) -> str:
+    spans = (
+        f"{min(found):.1f} to {max(found):.1f} times {name}"
+        for name, found in ((n, speedups(data, n)) for n in ("float32", "TF32"))
+    )
+    return f"not measured; predicted of steps compiled for an H100, not run: {' and '.join(spans)}"
 
 
 def rivals() -> str:

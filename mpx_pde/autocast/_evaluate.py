@@ -12,7 +12,7 @@ from ._containers import Containers, Place
 from ._feeding import Feeding, Summed, feeding
 from ._operations import OPERATIONS, keeps_full, own
 from ._rules import Policy, Rule, decide
-from ._segments import Segment, pays, segments_of, signature
+from ._segments import Segment, multiplied_alone, pays, segments_of, signature
 from ._values import Value, constant
 
 
@@ -25,6 +25,7 @@ class _Plan(NamedTuple):
     jaxpr: Jaxpr
     feeding: Feeding
     segments: dict[int, Segment]
+    rounded: frozenset[Any]
 
 
 class _Frame(NamedTuple):
@@ -34,6 +35,8 @@ class _Frame(NamedTuple):
     feeding: Feeding
     scopes: tuple[str, ...]
     env: dict[Any, Value]
+    rounded: frozenset[Any] = frozenset()
+    """The variables that only products in half precision use."""
     again: bool = False
     """Whether the backward pass evaluates it again."""
 
@@ -58,7 +61,7 @@ class Evaluator:
             env[var] = constant(const, var.aval, policy)
 
         plan = self._plan(jaxpr, place.summed)
-        frame = _Frame(jaxpr, plan.feeding, place.scopes, env)
+        frame = _Frame(jaxpr, plan.feeding, place.scopes, env, plan.rounded)
         alike: dict[Hashable, Callable[..., list[Value]]] = {}
         i = 0
         while i < len(jaxpr.eqns):
@@ -77,7 +80,11 @@ class Evaluator:
     def _plan(self, jaxpr: Jaxpr, summed: Summed) -> _Plan:
         key = id(jaxpr), summed
         if key not in self.plans:
-            self.plans[key] = _Plan(jaxpr, feeding(jaxpr, summed), segments_of(jaxpr))
+            # With overrides, or products of several halves, others decide what is half.
+            policy = self.policy
+            plain = policy.algorithm is None and not policy.half and not policy.full
+            rounded = multiplied_alone(jaxpr) if plain else frozenset()
+            self.plans[key] = _Plan(jaxpr, feeding(jaxpr, summed), segments_of(jaxpr), rounded)
         return self.plans[key]
 
     def _equations(self, frame: _Frame, start: int, stop: int) -> None:
@@ -142,13 +149,24 @@ class Evaluator:
         def function(*values):
             inner = dict(zip(entering, values, strict=True))
             self._equations(frame._replace(env=inner, again=True), segment.start, segment.stop)
-            return [inner[v] for v in segment.outputs]
+            # Rounded in here, a result that only products use is half when it is written, and so
+            # is its cotangent when it comes back.
+            return [
+                self._rounded(inner[v]) if v in frame.rounded else inner[v] for v in segment.outputs
+            ]
 
         # With scopes to read or to report, each is one of its own.
-        key = object() if self.scoped else signature(frame.jaxpr, segment, entering, frame.feeding)
+        parts = frame.jaxpr, segment, entering, frame.feeding, frame.rounded
+        key = object() if self.scoped else signature(*parts)
         if key not in alike:
             alike[key] = self._again(function, list(entering.values()))
         frame.env.update(zip(segment.outputs, alike[key](*entering.values()), strict=True))
+
+    def _rounded(self, x: Value) -> Value:
+        """A value as a product takes it."""
+        if not x.kind.governed or x.kind.master:
+            return x
+        return Value(x.get(self.policy.dtype), x.kind)
 
     def _again(
         self, function: Callable[..., list[Value]], like: Sequence[Value]

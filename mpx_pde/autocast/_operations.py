@@ -14,6 +14,7 @@ from jax.extend.core import JaxprEqn
 from .._conv import mixed_conv_general_dilated_p
 from .._dot import SPLIT_PRODUCTS, Given, mixed_dot_general_p, split_dot_general
 from .._jaxpr import aval_of, differentiable, own_bind
+from .._order import rounded_cotangent
 from . import tables
 from ._rules import Kind, Policy, says_its_dtype
 from ._values import FULL, Value, computed
@@ -111,6 +112,8 @@ def _follow(policy: Policy, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Va
     # The cotangent of an operand is float32 where the operation is: so it is summed in float32 by
     # whatever broadcasts it, here or in a `vmap` around. The compiler fuses the casts.
     out = _in(policy, FULL, eqn, operands)
+    if eqn.primitive.name in ("add", "sub"):
+        out = [Value(rounded_cotangent(x.native, policy.dtype), x.kind) for x in out]
     return [
         computed(x.get(policy.dtype), v.aval, policy) if x.kind.governed else x
         for x, v in zip(out, eqn.outvars, strict=True)

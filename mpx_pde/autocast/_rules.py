@@ -96,7 +96,7 @@ def match(patterns: Sequence[str], primitive: str, scopes: tuple[str, ...]) -> s
     return None
 
 
-def _asks_for_more(eqn: JaxprEqn) -> bool:
+def asks_for_more(eqn: JaxprEqn) -> bool:
     """Whether the program asks this product for more than JAX's default precision."""
     precision = eqn.params["precision"]
     if isinstance(precision, tuple):
@@ -112,7 +112,7 @@ def says_its_dtype(eqn: JaxprEqn) -> bool:
 
 def _tabled(name: str, eqn: JaxprEqn, feeds: str | None) -> Rule:
     if name in tables.PRODUCTS:
-        if _asks_for_more(eqn):
+        if asks_for_more(eqn):
             return Rule("full", "the program asks for this precision itself")
         return Rule("product", tables.PRODUCTS[name])
     if name in tables.MIXED:

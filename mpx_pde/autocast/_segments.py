@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 from .._jaxpr import bodies_of, literal
 from . import tables
 from ._feeding import Feeding
-from ._rules import Policy
+from ._rules import Policy, asks_for_more
 from ._values import Value
 
 
@@ -74,11 +74,40 @@ def segments_of(jaxpr: Jaxpr) -> dict[int, Segment]:
     return out
 
 
+def multiplied_alone(jaxpr: Jaxpr) -> frozenset[Any]:
+    """The variables that go into products of half precision and nowhere else, moved around
+    perhaps on the way."""
+    used, elsewhere = set(), {v for v in jaxpr.outvars if not literal(v)}
+    for eqn in reversed(jaxpr.eqns):
+        name, bodies = eqn.primitive.name, bodies_of(eqn)
+        if name in tables.PRODUCTS:
+            alone = [not asks_for_more(eqn)] * len(eqn.invars)
+        elif name in tables.LAYOUT:
+            alone = [elsewhere.isdisjoint(eqn.outvars)] * len(eqn.invars)
+        elif name == "jit":
+            (body,) = bodies
+            inside = multiplied_alone(body.jaxpr)
+            alone = [v in inside for v in body.jaxpr.invars]
+        else:
+            alone = [False] * len(eqn.invars)
+        for v, is_alone in zip(eqn.invars, alone, strict=True):
+            if not literal(v):
+                used.add(v)
+                if not is_alone:
+                    elsewhere.add(v)
+    return frozenset(used - elsewhere)
+
+
 def signature(
-    jaxpr: Jaxpr, segment: Segment, entering: Mapping[Any, Value], feeding: Feeding
+    jaxpr: Jaxpr,
+    segment: Segment,
+    entering: Mapping[Any, Value],
+    feeding: Feeding,
+    rounded: frozenset[Any],
 ) -> Hashable:
     """Equal for segments that are the same function of arrays of the same types, as in layers that
-    are alike. `entering` are the values of its inputs, in their order."""
+    are alike. `entering` are the values of its inputs, in their order, `rounded` the variables that
+    it returns in half precision."""
     numbers = {v: i for i, v in enumerate(entering)}
 
     def read(atom):
@@ -98,7 +127,8 @@ def signature(
         equations.append((eqn.primitive, params, operands, len(eqn.outvars), where, feeds))
     # By `repr`, because 0 and -0 are equal.
     types = tuple((repr(x.kind), jax.typeof(x.native)) for x in entering.values())
-    out = tuple(equations), types, tuple(numbers[v] for v in segment.outputs)
+    returned = tuple((numbers[v], v in rounded) for v in segment.outputs)
+    out = tuple(equations), types, returned
     try:
         hash(out)
     except TypeError:  # a parameter of an equation has no hash: like no other

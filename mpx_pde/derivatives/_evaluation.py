@@ -278,20 +278,30 @@ class Evaluation:
         _, value, streams = self._propagated(point, lost=lost)
         blamed = self._blamed(lost)
         zero = jnp.zeros_like(value)
-        out = {}
+        found: dict[str, Array] = {}
+        rows: dict[str, tuple[int, ...]] = {}
+        beyond: dict[str, Array] = {}
         for k, s in enumerate(self._sums):
             for i, name in enumerate(self._outputs):
-                total = streams.get(sum_key(k), zero)[i]
-                out[f"{s.name}_{name}"] = self._counted(total, s.rows, blamed.get(sum_key(k)))
+                found[f"{s.name}_{name}"] = streams.get(sum_key(k), zero)[i]
+                rows[f"{s.name}_{name}"] = tuple(s.rows)
+                if sum_key(k) in blamed:
+                    beyond[f"{s.name}_{name}"] = blamed[sum_key(k)]
         for term in self._terms:
             if not term.dirs:
-                out[term.name] = value[term.output]
+                found[term.name] = value[term.output]
                 continue
             index = self._indices[term.name]
-            x = streams.get(index, zero)[term.output]
+            found[term.name] = streams.get(index, zero)[term.output]
             row = self._rows.get(term.name)
-            out[term.name] = self._counted(x, () if row is None else (row,), blamed.get(index))
-        return marked(out)
+            rows[term.name] = () if row is None else (row,)
+            if index in blamed:
+                beyond[term.name] = blamed[index]
+        # All of them at once, and again for those that count in several rows.
+        for k in range(max(map(len, rows.values()), default=0)):
+            counted = {name: r[k] for name, r in rows.items() if len(r) > k}
+            found |= self._counted(found, counted, beyond)
+        return marked(found)
 
     def _blamed(self, lost: dict[Index, Array]) -> dict[Index, Array]:
         """By stream that is asked for, whether one that leads to it overflowed on its way where it
@@ -309,28 +319,32 @@ class Evaluation:
                 out[name] = out[name] | does if name in out else does
         return out
 
-    def _counted(self, x: Array, rows: Sequence[int], lost: Any = None) -> Array:
-        """A derivative, counted at the scale that each row stands for; as an overflow where a
-        stream that leads to it is `lost`."""
+    def _counted(
+        self, found: dict[str, Array], rows: dict[str, int], lost: dict[str, Array]
+    ) -> dict[str, Array]:
+        """Derivatives, each counted at the scale that its row stands for, in one histogram; as an
+        overflow where a stream that leads to it is `lost`."""
         scaling = self._scaling
-        if scaling is None:
-            return x
-        for row in rows:
-            if not scaling.active:
-                x = tap(scaling.counts[row], x)
-                continue
-            shift = scaling.rows[row].shift(scaling.exponents)
-            scaled = x * power_of_two(shift).astype(x.dtype)
-            seen = scaled
-            if in_full():
-                # The value does not overflow, but what is kept of it for the backward pass does.
-                beyond = jnp.abs(scaled) > FLOAT16_MAX
-                beyond = beyond if lost is None else beyond | lost
-                seen = jnp.where(beyond, jnp.inf, scaled)
-            seen = tap(scaling.counts[row], seen)
-            scaled = jnp.where(jnp.isfinite(seen), seen, scaled) if in_full() else seen
-            x = scaled * power_of_two(-shift).astype(x.dtype)
-        return x
+        if scaling is None or not rows:
+            return {}
+        x = jnp.stack([found[name] for name in rows])
+        counts = jnp.stack([scaling.counts[row] for row in rows.values()])
+        if not scaling.active:
+            return dict(zip(rows, jnp.unstack(tap(counts, x)), strict=True))
+        shifts = jnp.stack([scaling.rows[r].shift(scaling.exponents) for r in rows.values()])
+        scaled = x * power_of_two(shifts).astype(x.dtype)
+        seen = scaled
+        if in_full():
+            # The value does not overflow, but what is kept of it for the backward pass does.
+            beyond = jnp.abs(scaled) > FLOAT16_MAX
+            if not lost.keys().isdisjoint(rows):
+                no = jnp.zeros((), bool)
+                beyond = beyond | jnp.stack([lost.get(name, no) for name in rows])
+            seen = jnp.where(beyond, jnp.inf, scaled)
+        seen = tap(counts, seen)
+        scaled = jnp.where(jnp.isfinite(seen), seen, scaled) if in_full() else seen
+        x = scaled * power_of_two(-shifts).astype(x.dtype)
+        return dict(zip(rows, jnp.unstack(x), strict=True))
 
     def report(self, point: Any) -> "DerivativeReport":
         """How the derivatives are taken at a point. Traces, and runs nothing."""

@@ -1,6 +1,7 @@
 """Networks for PDE models that put precision where it counts."""
 
 from ._activations import (
+    exact_gelu as exact_gelu,
     gelu as gelu,
     safe as safe,
     silu as silu,

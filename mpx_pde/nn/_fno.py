@@ -1,5 +1,6 @@
 """The Fourier neural operator."""
 
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -121,13 +122,36 @@ def _kept(x: Array) -> Array:
     return checkpoint_name(_stored(x), KEPT)
 
 
-def _activate(activation: Callable, x: Array) -> Array:
-    """The derivative evaluates the activation anew: what both need would be kept in float32."""
+def _again(fun: Callable, *args: Array) -> Array:
+    """`fun(*args)`, whose derivative evaluates it anew: what both need would be kept in float32.
+
+    [`jax.checkpoint`][] does that too, but puts the axis of a `vmap` first. That of a batch stands
+    behind the channels, where no product has to move it.
+    """
+    call = jax.custom_jvp(fun)
+
+    def push(primals, tangents):
+        return call(*primals), jax.jvp(fun, lax.optimization_barrier(primals), tangents)[1]
+
+    call.defjvp(push)
+    return call(*args)
+
+
+def _activate(activation: Callable, x: Array, layer: Pointwise | None = None) -> Array:
+    """The activation of a field; of the product of a `layer`, its bias is added on the way."""
     if not is_half(x.dtype):
-        return activation(x)
-    # One with parameters has no hash, by which `checkpoint` knows functions.
-    static = isinstance(activation, SafeActivation)
-    return jax.checkpoint(activation if static else lambda x: activation(x))(x)
+        return activation(x if layer is None else layer.shifted(x))
+
+    def run(activation, x, *bias):
+        total = widen(x)
+        for b in bias:
+            total = total + widen(b).reshape(-1, *(1 for _ in x.shape[1:]))
+        return activation(total).astype(x.dtype)
+
+    bias = () if layer is None else (layer.bias,)
+    if isinstance(activation, SafeActivation):
+        return _again(ft.partial(run, activation), x, *bias)
+    return jax.checkpoint(lambda x, *bias: run(activation, x, *bias))(x, *bias)
 
 
 class Block(eqx.Module):
@@ -139,14 +163,15 @@ class Block(eqx.Module):
     gate: Float[Array, " channels"]
 
     def __call__(self, x: Array, activation: Callable) -> Array:
-        skip = self.skip.product(x)
-        y = widen(self.spectral(x)) + self.skip.shifted(widen(skip))
-        y = _stored(_activate(activation, _kept(y.astype(skip.dtype))))
-        y = _stored(_activate(activation, _stored(self.mlp.first(y))))
+        # In the dtype of both, so that the one product is added onto the other where it stands.
+        y = _kept(self.skip.product(x) + self.spectral.evaluate(x, offset=False))
+        y = _stored(_activate(activation, y, self.skip))
+        y = _stored(self.mlp.first.product(y))
+        y = _stored(_activate(activation, y, self.mlp.first))
         y = self.mlp.last.product(y)
         gate = widen(self.gate).reshape(-1, *(1 for _ in x.shape[1:]))
         y = self.mlp.last.shifted(widen(y)) + gate * widen(x)
-        return _kept(y.astype(skip.dtype))
+        return _kept(y.astype(self.skip.dtype))
 
 
 def _coordinates(grid: tuple[int, ...]) -> np.ndarray:
@@ -306,5 +331,6 @@ class FNO(eqx.Module):
             x = block(x if i == 0 else _stored(_activate(self.activation, x)), self.activation)
         if any(ends):
             x = x[:, *(slice(n) for n in grid)]
-        x = _activate(self.activation, _stored(self.projection.first(x)))
+        first = self.projection.first
+        x = _activate(self.activation, _stored(first.product(x)), first)
         return self.projection.last.read_out(x)

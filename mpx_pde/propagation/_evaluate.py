@@ -14,14 +14,14 @@ from jax.interpreters import ad
 
 from .._flat import Constant, Step, flatten
 from .._jaxpr import bodies_of, in_context_of, line_of, own_bind, rebind, scan_counts
-from .._order import gradients_in_turn
+from .._order import gradients_in_turn, rounded_cotangent
 from .._products import is_users
 from . import _tables as tables
 from ._fallback import nested
 from ._full import with_derivative_of
 from ._known import folded
 from ._plan import Index
-from ._products import Product
+from ._products import Product, is_biased, widens
 from ._rules import Rules
 from ._segments import parts_of, roles_of
 from ._streams import DEEP, Jet, Storage, is_inexact, zeros_of
@@ -172,6 +172,10 @@ class Evaluator:
         if name in tables.PRODUCTS:
             out, how = self.product(step, operands, roles, self.storage, self.rules)
             return self._noted(step, out, "product", how)
+        if widens(eqn, operands, self.storage):
+            # So it is loaded, each time that it is used.
+            return self._noted(step, operands, "convert", "")
+        biased = is_biased(eqn, operands, self.storage)
         # Loops and rules take values as they are.
         operands = [self._loaded(x) for x in operands]
         if name in LOOPS or (self.plain and name in _CONTAINERS):
@@ -181,6 +185,8 @@ class Evaluator:
             return self._noted(step, out, name, "")
         if self.plain:
             out = self._own(eqn, [x.primal if isinstance(x, Jet) else x for x in operands])
+            if biased:
+                out = [rounded_cotangent(x, self.storage.dtype) for x in out]
             return self._noted(step, [Jet(x, {}, DEEP) for x in out], "plain", "")
         rule = self.rules.find(eqn, operands)
         if rule is not None:
@@ -188,6 +194,9 @@ class Evaluator:
                 out = folded(rule, eqn, operands, self.rules.plan)
             else:
                 out = rule(eqn, operands)
+            if biased:
+                (x,), dtype = out, self.storage.dtype
+                out = [dataclasses.replace(x, primal=rounded_cotangent(x.primal, dtype))]
             return self._noted(step, out, rule.__name__.strip("_"), "")
         known = eqn.primitive in ad.primitive_jvps or name in _WITH_OWN_JVP
         if name in tables.CALLBACKS or not known:

@@ -156,6 +156,31 @@ class Product:
         return storage.stored(x) if half else storage.loaded(x)
 
 
+def widens(eqn: Any, operands: Sequence[Any], storage: Storage) -> bool:
+    """Whether an equation casts what is kept in half to what it is computed with."""
+    x = operands[0]
+    return (
+        eqn.primitive.name == "convert_element_type"
+        and eqn.params["new_dtype"] == storage.registers
+        and isinstance(x, Jet)
+        and storage.is_stored(x.primal)
+    )
+
+
+def is_biased(eqn: Any, operands: Sequence[Any], storage: Storage) -> bool:
+    """Whether an equation adds an array that does not depend on the point to a value kept in half,
+    such as a bias to a product."""
+    moving = [x for x in operands if isinstance(x, Jet)]
+    others = [x for x in operands if not isinstance(x, Jet)]
+    return (
+        eqn.primitive.name in ("add", "sub", "add_any")
+        and len(moving) == len(others) == 1
+        and storage.is_stored(moving[0].primal)
+        and isinstance(others[0], jax.Array)
+        and others[0].ndim > 0
+    )
+
+
 def _describe(dtype: Any, out_dtype: Any) -> str:
     name = "float32" if dtype is None else jnp.dtype(dtype).name
     return f"{name} × {name} → {jnp.dtype(out_dtype).name}"
