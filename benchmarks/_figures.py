@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ._tables import _breadth
 from ._tables._format import ROOT, load, source
 
 
@@ -136,6 +137,7 @@ class Figure(NamedTuple):
 
 
 FIGURES: dict[str, Figure] = {
+    "breadth": Figure(_breadth.draw, "breadth-cpu", (8.0, 10.0)),
     "error-against-time": Figure(
         partial(error_against_time, "Physics-informed network of a lid-driven cavity"),
         "time_to_error-cavity-cpu",

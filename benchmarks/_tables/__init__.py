@@ -7,7 +7,7 @@ name here; nothing in it is typed by hand.
 import re
 from pathlib import Path
 
-from . import _accuracy, _operators, _pinns, _programs, _rivals, _summary, _time_to_error
+from . import _accuracy, _breadth, _operators, _pinns, _programs, _rivals, _summary, _time_to_error
 from ._format import ROOT
 
 
@@ -15,6 +15,9 @@ _BLOCK = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.D
 
 TABLES = {
     "accuracy": _summary.accuracy,
+    "breadth": _breadth.block(_breadth.summary),
+    "breadth-problems": _breadth.block(_breadth.by_problem),
+    "breadth-failures": _breadth.block(_breadth.failures),
     "burgers": _pinns.burgers,
     "cavity-memory": _programs.cavity_memory,
     "collectives": _programs.collectives,

@@ -67,7 +67,7 @@ class Problem:
     free: Sequence[int] = ()
     errors: Callable[[Any], Mapping[str, float]] | None = None
     fields: Sequence[str] = "u"
-    steps: int = 3000
+    steps: int = 2000
     learning_rate: float = 1e-2
     optimizer: str = "muon"
     family: str = "PINN"
@@ -228,10 +228,10 @@ class Trainer:
         assert self.problem.sample is not None
         return jax.vmap(self.problem.sample)(jax.random.split(key, self.per_call))
 
-    def compiled(self, state: State, points: PyTree) -> Callable:
+    def steps_of(self, state: State) -> Callable:
         """The program of `per_call` steps, from arrays to arrays."""
         if self.program is None:
-            arrays, self.static = eqx.partition(state, eqx.is_array)
+            self.static = eqx.filter(state, eqx.is_array, inverse=True)
 
             def body(arrays, points):
                 new, record = self.step(eqx.combine(arrays, self.static), points)
@@ -240,8 +240,7 @@ class Trainer:
                 return eqx.filter(new, eqx.is_array), (*record, scaling.loss_scaling)
 
             body = self.transform(body)
-            steps = jax.jit(lambda arrays, points: jax.lax.scan(body, arrays, points))
-            self.program = steps.lower(arrays, points).compile()
+            self.program = jax.jit(lambda arrays, points: jax.lax.scan(body, arrays, points))
         return self.program
 
     def __call__(
@@ -256,7 +255,7 @@ class Trainer:
             for _ in range(self.steps // self.per_call):
                 key, points_key = jax.random.split(key)
                 points = self.choose(state.model, points_key)
-                run = self.compiled(state, points)
+                run = self.steps_of(state)
                 arrays, record = run(eqx.filter(state, eqx.is_array), points)
                 state = eqx.combine(arrays, self.static)
                 records.append(jax.tree.map(np.asarray, record))

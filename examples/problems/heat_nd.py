@@ -61,5 +61,4 @@ PROBLEM = Problem(
     sample=sample,
     exact=exact,
     at=np.asarray(ball(jax.random.key(1), 4096, None), np.float64),
-    steps=2000,
 )

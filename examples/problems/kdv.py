@@ -65,5 +65,5 @@ PROBLEM = Problem(
     sample=sample,
     exact=exact,
     at=grid(np.linspace(0, END, 61), np.linspace(LOW, HIGH, 201)),
-    steps=4000,
+    steps=3000,
 )

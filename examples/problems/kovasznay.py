@@ -62,5 +62,5 @@ PROBLEM = Problem(
     at=grid(np.linspace(-0.5, 1, 76), np.linspace(-0.5, 1.5, 101)),
     fields="uvp",
     free=(2,),
-    steps=4000,
+    steps=3000,
 )

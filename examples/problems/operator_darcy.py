@@ -6,11 +6,11 @@ more of it.
 """
 
 import numpy as np
-from _darcy_data import darcy_data
 
 import mpx_pde as mpx
 
 from ._operators import Pairs, operator
+from .references import darcy_data
 
 
 TRAIN, TEST = 300, 60

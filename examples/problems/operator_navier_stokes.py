@@ -5,11 +5,11 @@ taken. `examples/navier_stokes.py` has more of it.
 """
 
 import numpy as np
-from _navier_stokes_data import navier_stokes_data
 
 import mpx_pde as mpx
 
 from ._operators import Pairs, operator
+from .references import navier_stokes_data
 
 
 TRAIN, TEST = 300, 60

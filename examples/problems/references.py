@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 import scipy.sparse.linalg
-from _navier_stokes_data import solve as solve_vorticity
+from _darcy_data import darcy_data as darcy_data
+from _navier_stokes_data import navier_stokes_data as navier_stokes_data, solve as solve_vorticity
 from _spectral_reference import etdrk4 as etdrk4
 from jaxtyping import Float
 
@@ -183,5 +184,3 @@ def vortices(
             found.append(fields(np.asarray(w[0])))
     return np.stack(found)
 
-
-__all__ = ["diffusion", "etdrk4", "harmonic", "reaction_diffusion", "vortices", "wave"]
