@@ -1,7 +1,7 @@
 """The Kuramoto–Sivashinsky equation u_t + α u u_x + β u_xx + γ u_xxxx = 0, up to t = 0.2.
 
-Periodic over 2π from cos x (1 + sin x), with α = 100/16, β = 100/16², γ = 100/16⁴ (PINNacle, which goes on
-to t = 1, where chaos begins). The reference is a Fourier method of fourth order in time.
+Periodic over 2π from cos x (1 + sin x), with α = 100/16, β = 100/16², γ = 100/16⁴ (PINNacle, which
+goes on to t = 1, where chaos begins). The reference is a Fourier method of fourth order in time.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Vortices that turn around each other, the Navier–Stokes equations in the plane up to t = 3.
 
-Velocity and vorticity, ω_t + u ω_x + v ω_y = ν Δω, u_x + v_y = 0, ω = v_x − u_y, with ν = 0.05, periodic
-over 2π (after NS2d-LT of PINNacle). The reference is by Exponax on 64² points.
+Velocity and vorticity, ω_t + u ω_x + v ω_y = ν Δω, u_x + v_y = 0, ω = v_x − u_y, with ν = 0.05,
+periodic over 2π (after NS2d-LT of PINNacle). The reference is by Exponax on 64² points.
 """
 
 import functools

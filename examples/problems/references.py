@@ -61,9 +61,7 @@ def harmonic(
 # --- Diffusion -------------------------------------------------------------------------------
 
 
-def diffusion(
-    a: Float[np.ndarray, "n n"], f: Float[np.ndarray, "n n"]
-) -> Float[np.ndarray, "n n"]:
+def diffusion(a: Float[np.ndarray, "n n"], f: Float[np.ndarray, "n n"]) -> Float[np.ndarray, "n n"]:
     """−∇·(a ∇u) = f on the unit square, u = 0 at its edges, in the centres of n² cells.
 
     Finite volumes of second order: a may jump from cell to cell, between which a flux meets half a
@@ -183,4 +181,3 @@ def vortices(
             w = solve_vorticity(w, time=time / frames, **step)
             found.append(fields(np.asarray(w[0])))
     return np.stack(found)
-
