@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ._tables import _breadth
 from ._tables._format import ROOT, load, source
 
 
@@ -170,6 +171,7 @@ class Figure(NamedTuple):
 
 FIGURES: dict[str, Figure] = {
     "front-door": Figure(front_door, "time_to_error-cavity-cpu", (6.4, 3.0)),
+    "breadth": Figure(_breadth.draw, "breadth-cpu", (8.0, 10.0)),
     "error-against-time": Figure(
         partial(error_against_time, "Physics-informed network of a lid-driven cavity"),
         "time_to_error-cavity-cpu",

@@ -69,6 +69,12 @@ SHARDED = (
 # By the name in the file of results, as glob patterns. The file of the benchmark itself and its
 # own helpers are among them, `__init__.py` never is.
 MEASURED: dict[str, tuple[str, ...]] = {
+    "breadth": (
+        *(*PINNS, *OPERATOR_TRAININGS, *DARCY, *NAVIER_STOKES, *CAVITY),
+        *_examples("problems/*", "burgers", "_burgers_exact", "allen_cahn", "_spectral_reference"),
+        *_examples("helmholtz", "high_dimensions", "heat_sink", "_heat_sink_reference"),
+        *_benchmarks("breadth", "_problems", "_tf32"),
+    ),
     "cavity_memory": (*DERIVATIVES, *COMPILER, *_benchmarks("cavity_memory", "_cavity")),
     "compile_time": (
         *(

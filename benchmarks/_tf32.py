@@ -1,5 +1,6 @@
-"""Products that a CPU does not have: TF32, the arithmetic of an NVIDIA GPU's default float32 product,
-and split ones, without their speed."""
+"""Products that a CPU does not have: TF32, the arithmetic of an NVIDIA GPU's default float32
+product, and split ones, without their speed.
+"""
 
 from collections.abc import Callable
 from typing import Any

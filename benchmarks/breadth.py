@@ -1,12 +1,13 @@
 """Does half precision cost accuracy? The problems of `examples/problems`, in each precision.
 
-Each problem is trained from each seed in each precision, from the same weights on the same points, by
-the defaults of the library: no problem has a setting for a precision. Beside the precisions stand two
-controls of chance, float32 with its initial weights rounded once and float32 without its first three
-steps: what they differ by is what a difference between precisions may be without a meaning.
+Each problem is trained from each seed in each precision, from the same weights on the same points,
+by the defaults of the library: no problem has a setting for a precision. Beside the precisions
+stand two controls of chance, float32 with its initial weights rounded once and float32 without its
+first three steps: what they differ by is what a difference between precisions may be without a
+meaning.
 
-A training is written as soon as it is there, and `--resume` goes on from the file, so that a run may be
-stopped at any time and shared among hours when the machine has nothing else to do:
+A training is written as soon as it is there, and `--resume` goes on from the file, so that a run
+may be stopped at any time and shared among hours when the machine has nothing else to do:
 
     nice -n 19 python -m benchmarks breadth --resume --seeds 0
     nice -n 19 python -m benchmarks breadth --resume --seeds 0 1 2
@@ -55,7 +56,7 @@ PAGES: dict[str, tuple[tuple[str, ...], tuple[str | None, ...]]] = {
         ("adam", "adam+lbfgs"),
     ),
 }
-"""Precisions, in the order in which they are trained, and optimizers; `None` is the problem's own."""
+"""Precisions in the order of the trainings, and optimizers; `None` is the problem's own."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

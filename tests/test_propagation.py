@@ -246,7 +246,7 @@ def test_the_cotangent_that_a_bias_shares_with_a_product_is_written_in_half(forw
         return sum(jnp.mean(v**2) for v in jax.vmap(terms)(x).values())
 
     gradient = mpx.filter_grad(loss, scaling, keep_full=(False, True), forward=forward)
-    model = make(depth=3)
+    model = make()
     jaxpr = jax.make_jaxpr(gradient)(model, points())
     written = [e for e in equations(jaxpr) if e.primitive.name == "written"]
     # One for each hidden bias behind a product of halves.

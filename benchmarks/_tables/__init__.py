@@ -9,6 +9,7 @@ from pathlib import Path
 
 from . import (
     _accuracy,
+    _breadth,
     _operators,
     _pinns,
     _predicted,
@@ -24,6 +25,9 @@ _BLOCK = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.D
 
 TABLES = {
     "accuracy": _summary.accuracy,
+    "breadth": _breadth.block(_breadth.summary),
+    "breadth-problems": _breadth.block(_breadth.by_problem),
+    "breadth-failures": _breadth.block(_breadth.failures),
     "burgers": _pinns.burgers,
     "cavity-memory": _programs.cavity_memory,
     "collectives": _programs.collectives,

@@ -4,9 +4,10 @@
     python -m examples.problems run burgers_1d --precision float32 float16 --seeds 0 1 2
     python -m examples.problems run all --quick
 
-A file has the equation, its domain and conditions, what the solution is compared with, and a network.
-None has a setting for a precision: how a step is taken in each stands in `_runner.py`. References
-are exact, or computed in float64 by what stands in `references.py`; the tests verify each of them.
+A file has the equation, its domain and conditions, what the solution is compared with, and a
+network. None has a setting for a precision: how a step is taken in each stands in `_runner.py`.
+References are exact, or computed in float64 by what stands in `references.py`; the tests verify
+each of them.
 """
 
 import importlib

@@ -19,7 +19,9 @@ BATCHES = 8  # of the training, whose points are those of all iterations
 
 def finish(trainer: "Trainer", model: Any, scaling: Any, key: Any) -> Any:
     """The model after `ITERATIONS` more, with the scales where the training left them."""
-    points = jax.tree.map(lambda x: x[: min(BATCHES, trainer.per_call)], trainer.choose(model, key))
+    points = jax.tree.map(
+        lambda x: x[: min(BATCHES, trainer.per_call)], trainer.next_points(model, key)
+    )
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
 
     def loss(model, points, **given):

@@ -1,7 +1,8 @@
-"""Problems of neural operators: maps between fields, and time steps that are applied again and again.
+"""Problems of neural operators: maps between fields, and time steps that are applied again and
+again.
 
-Their data are made in float64 and learnt in float32. Errors are those of the network in the precision
-of its training: what was trained is what is evaluated.
+Their data are made in float64 and learnt in float32. Errors are those of the network in the
+precision of its training: what was trained is what is evaluated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,8 +26,8 @@ class Pairs(NamedTuple):
 
 
 class Cast(eqx.Module):
-    """A network whose input is cast to the dtype of its weights, and its output back to float32: all
-    that a network of another library needs."""
+    """A network whose input is cast to the dtype of its weights and its output to float32: what one of
+    another library needs."""
 
     network: Callable
 

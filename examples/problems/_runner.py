@@ -67,7 +67,7 @@ class Problem:
     free: Sequence[int] = ()
     errors: Callable[[Any], Mapping[str, float]] | None = None
     fields: Sequence[str] = "u"
-    steps: int = 3000
+    steps: int = 2000
     learning_rate: float = 1e-2
     optimizer: str = "muon"
     family: str = "PINN"
@@ -200,11 +200,14 @@ class Trainer:
 
     def initial(self, seed: int) -> tuple[State, PRNGKeyArray]:
         model_key, key = jax.random.split(jax.random.key(seed))
-        model = self.problem.network(model_key)
+        with jax.enable_x64(False):
+            model = self.problem.network(model_key)
         if self.precision.rounded:
             model = _rounded(model)
         if self.precision.naive:
             model = without_protection(model)
+        if self.precision.compute == "float64":
+            model = _in_float64(model)
         with mpx.half_precision("bfloat16" if "bfloat16" in self.precision.compute else "float16"):
             scaling = self._scaling()
         opt_state = self.optimizer.init(eqx.filter(model, eqx.is_inexact_array))
@@ -220,18 +223,25 @@ class Trainer:
         coords, order = self.problem.coords, self.problem.order
         return mpx.Scaling(loss, mpx.DerivativeScaling.per_direction(coords, order=order))
 
+    def next_points(self, model: Any, key: PRNGKeyArray) -> PyTree:
+        """The points of the next steps, the same in each precision if the model does not choose."""
+        if self.precision.compute != "float64":
+            return self.choose(model, key)
+        with jax.enable_x64(False):
+            points = self.choose(_astype(model, jnp.float32), key)
+        return _astype(points, jnp.float64)
+
     def _choose(self, model: Any, key: PRNGKeyArray) -> PyTree:
-        """The points of the next steps."""
         if self.problem.points is not None:
             points = self.problem.points(model, key)
             return jax.tree.map(lambda x: x[: self.per_call], points)
         assert self.problem.sample is not None
         return jax.vmap(self.problem.sample)(jax.random.split(key, self.per_call))
 
-    def compiled(self, state: State, points: PyTree) -> Callable:
+    def steps_of(self, state: State) -> Callable:
         """The program of `per_call` steps, from arrays to arrays."""
         if self.program is None:
-            arrays, self.static = eqx.partition(state, eqx.is_array)
+            self.static = eqx.filter(state, eqx.is_array, inverse=True)
 
             def body(arrays, points):
                 new, record = self.step(eqx.combine(arrays, self.static), points)
@@ -240,23 +250,23 @@ class Trainer:
                 return eqx.filter(new, eqx.is_array), (*record, scaling.loss_scaling)
 
             body = self.transform(body)
-            steps = jax.jit(lambda arrays, points: jax.lax.scan(body, arrays, points))
-            self.program = steps.lower(arrays, points).compile()
+            self.program = jax.jit(lambda arrays, points: jax.lax.scan(body, arrays, points))
         return self.program
 
     def __call__(
         self, seed: int, *, follow: Callable[[int, float], None] = lambda *_: None
     ) -> Outcome:
         """Trains from a seed. `follow` is told of steps and losses."""
-        with warnings.catch_warnings():
+        wide = jax.enable_x64(self.precision.compute == "float64" or jax.config.jax_enable_x64)
+        with warnings.catch_warnings(), wide:
             # Behind Fourier features the first layer, which is float32, is half of a small network.
             warnings.simplefilter("ignore", mpx.PrecisionWarning)
             state, key = self.initial(seed)
             records = []
             for _ in range(self.steps // self.per_call):
                 key, points_key = jax.random.split(key)
-                points = self.choose(state.model, points_key)
-                run = self.compiled(state, points)
+                points = self.next_points(state.model, points_key)
+                run = self.steps_of(state)
                 arrays, record = run(eqx.filter(state, eqx.is_array), points)
                 state = eqx.combine(arrays, self.static)
                 records.append(jax.tree.map(np.asarray, record))
@@ -300,13 +310,26 @@ def _rounded(model: Any) -> Any:
     return jax.tree.map(round_, model)
 
 
+def _astype(tree: PyTree, dtype: Any) -> PyTree:
+    return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)
+
+
+def _in_float64(model: Any) -> Any:
+    """The model in float64, the layers too that are kept in float32 by themselves."""
+    kept = lambda x: isinstance(x, mpx.FullPrecision)
+    model = jax.tree.map(lambda x: x.module if kept(x) else x, model, is_leaf=kept)
+    return _astype(model, jnp.float64)
+
+
 # --- Errors ----------------------------------------------------------------------------------
 
 
 def values_at(model: Any, points: Float[np.ndarray, "n coords"]) -> Float[np.ndarray, "n *fields"]:
     """The fields of a network at points, evaluated with the weights that it has."""
+    arrays = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
+    dtype = jnp.float64 if any(x.dtype == jnp.float64 for x in arrays) else jnp.float32
     at = eqx.filter_jit(lambda model, points: jax.lax.map(model, points, batch_size=4096))
-    return np.asarray(at(model, jnp.asarray(points, jnp.float32)), np.float64)
+    return np.asarray(at(model, jnp.asarray(points, dtype)), np.float64)
 
 
 def reference_of(problem: Problem) -> Reference:

@@ -52,5 +52,4 @@ PROBLEM = Problem(
     sample=lambda key: uniform(key, 256, low=(0, 0), high=(1, 1)),
     exact=exact,
     at=grid(np.linspace(0, 1, 65), np.linspace(0, 1, 65)),
-    steps=2000,
 )

@@ -1,9 +1,9 @@
 """The Black–Scholes–Barenblatt equation of 100 assets, from the payoff |x|² at t = 1 back to t = 0.
 
-u_t + ½ σ² Σᵢ xᵢ² u_ii = r (u − x·∇u) with σ = 0.4 and r = 0.05: u = e^((r + σ²)(1 − t)) |x|² (Raissi,
-*Forward–backward stochastic neural networks*, 2018). In y = ln x its factors are constant. Prices are
-between ½ and 3/2, and u is per asset.
-Each step draws 16 second derivatives, twice, so that the product of two residuals has no bias.
+u_t + ½ σ² Σᵢ xᵢ² u_ii = r (u − x·∇u) with σ = 0.4 and r = 0.05: u = e^((r + σ²)(1 − t)) |x|²
+(Raissi, *Forward–backward stochastic neural networks*, 2018). In y = ln x its factors are constant.
+Prices are between ½ and 3/2, and u is per asset. Each step draws 16 second derivatives, twice, so
+that the product of two residuals has no bias.
 """
 
 import jax

@@ -1,7 +1,7 @@
 """Fisher's equation u_t = D Δu + r u (1 − u) in the plane, time steps learnt by a U-Net.
 
-Periodic on the unit square with D = 0.002 and r = 5 on 32² points, from random fields in [0, 1]. A step
-is 0.05. Exponax makes the data; the network is a U-Net of pdequinox.
+Periodic on the unit square with D = 0.002 and r = 5 on 32² points, from random fields in [0, 1]. A
+step is 0.05. Exponax makes the data; the network is a U-Net of pdequinox.
 """
 
 import exponax

@@ -1,7 +1,8 @@
-"""The Korteweg–de Vries equation u_t + 6 u u_x + u_xxx = 0, time steps learnt by a residual network.
+"""The Korteweg–de Vries equation u_t + 6 u u_x + u_xxx = 0, time steps learnt by a residual
+network.
 
-Periodic over 20 on 96 points, with a little hyperdiffusion (0.01 u_xxxx) as Exponax has it. A step is
-0.05. The network is a ResNet of pdequinox with periodic convolutions.
+Periodic over 20 on 96 points, with a little hyperdiffusion (0.01 u_xxxx) as Exponax has it. A step
+is 0.05. The network is a ResNet of pdequinox with periodic convolutions.
 """
 
 import exponax

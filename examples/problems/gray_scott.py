@@ -1,7 +1,7 @@
 """The Gray–Scott equations u_t = ε₁ Δu + b (1 − u) − u v², v_t = ε₂ Δv − d v + u v², up to t = 20.
 
-Periodic on −1 ≤ x, y ≤ 1 with b = 0.04, d = 0.1, ε₁ = 1e-5, ε₂ = 5e-6, from two bells (PINNacle, which
-goes on to t = 200). The reference is a Fourier method of fourth order in time.
+Periodic on −1 ≤ x, y ≤ 1 with b = 0.04, d = 0.1, ε₁ = 1e-5, ε₂ = 5e-6, from two bells (PINNacle,
+which goes on to t = 200). The reference is a Fourier method of fourth order in time.
 """
 
 import functools
@@ -29,9 +29,7 @@ def network(key):
     mlp = mpx.nn.CoordinateMLP(
         3, 2, 48, 3, key=key, periodic={1: 2.0, 2: 2.0}, fourier_features=(48, 0.5)
     )
-    return mpx.nn.Ansatz(
-        InUnits(mlp, (END, 1, 1)), lambda p, n: start(p[1], p[2]) + p[0] / END * n
-    )
+    return mpx.nn.Ansatz(InUnits(mlp, (END, 1, 1)), lambda p, n: start(p[1], p[2]) + p[0] / END * n)
 
 
 def loss(fields, points, *, derivatives=None):

@@ -1,7 +1,8 @@
-"""What a medium conducts, from how it cools: a in u_t = ∇·(a ∇u) + f on the unit square, up to t = 1.
+"""What a medium conducts, from how it cools: a in u_t = ∇·(a ∇u) + f on the unit square, up to t =
+1.
 
-u is measured at random points and times; a, which does not depend on time, is known at the edges. With
-u = e^(−t) sin πx sin πy, a = 2 + sin πx sin πy, and f of these (HInv of PINNacle).
+u is measured at random points and times; a, which does not depend on time, is known at the edges.
+With u = e^(−t) sin πx sin πy, a = 2 + sin πx sin πy, and f of these (HInv of PINNacle).
 """
 
 import equinox as eqx

@@ -1,7 +1,7 @@
 """Heat in five dimensions, u_t = Δu / 5 + f in the unit ball, up to t = 1.
 
-With f = −|x|² e^(|x|²/2 + t) / 5, u = e^(|x|²/2) at first and the heat flux e^(½ + t) out of the ball:
-u = e^(|x|²/2 + t) (HeatND of PINNacle).
+With f = −|x|² e^(|x|²/2 + t) / 5, u = e^(|x|²/2) at first and the heat flux e^(½ + t) out of the
+ball: u = e^(|x|²/2 + t) (HeatND of PINNacle).
 """
 
 import jax
@@ -61,5 +61,4 @@ PROBLEM = Problem(
     sample=sample,
     exact=exact,
     at=np.asarray(ball(jax.random.key(1), 4096, None), np.float64),
-    steps=2000,
 )

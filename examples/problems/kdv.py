@@ -1,7 +1,8 @@
-"""Two solitons of the Korteweg–de Vries equation u_t + 6 u u_x + u_xxx = 0, −10 ≤ x ≤ 10, 0 ≤ t ≤ 3.
+"""Two solitons of the Korteweg–de Vries equation u_t + 6 u u_x + u_xxx = 0, −10 ≤ x ≤ 10, 0 ≤ t ≤
+3.
 
-The fast one overtakes the slow one (Hirota, 1971): u = 2 (ln F)_xx with F = 1 + e^a + e^b + A e^(a + b),
-a = k x − k³ t + δ for each. Initial and boundary values are those of the solution.
+The fast one overtakes the slow one (Hirota, 1971): u = 2 (ln F)_xx with F = 1 + e^a + e^b + A e^(a
++ b), a = k x − k³ t + δ for each. Initial and boundary values are those of the solution.
 """
 
 import jax
@@ -65,5 +66,5 @@ PROBLEM = Problem(
     sample=sample,
     exact=exact,
     at=grid(np.linspace(0, END, 61), np.linspace(LOW, HIGH, 201)),
-    steps=4000,
+    steps=3000,
 )

@@ -1,7 +1,8 @@
 """Kovasznay flow, the steady flow behind a grid at Re = 40, on −½ ≤ x ≤ 1 and −½ ≤ y ≤ 3/2.
 
-u·∇u + ∇p = ∇²u / Re, ∇·u = 0, with the velocities of the solution (Kovasznay, 1948) on the boundary:
-u = 1 − e^(λx) cos 2πy, v = λ/2π e^(λx) sin 2πy, p = (1 − e^(2λx))/2, λ = Re/2 − √(Re²/4 + 4π²).
+u·∇u + ∇p = ∇²u / Re, ∇·u = 0, with the velocities of the solution (Kovasznay, 1948) on the
+boundary: u = 1 − e^(λx) cos 2πy, v = λ/2π e^(λx) sin 2πy, p = (1 − e^(2λx))/2, λ = Re/2 − √(Re²/4 +
+4π²).
 """
 
 import jax
@@ -62,5 +63,5 @@ PROBLEM = Problem(
     at=grid(np.linspace(-0.5, 1, 76), np.linspace(-0.5, 1.5, 101)),
     fields="uvp",
     free=(2,),
-    steps=4000,
+    steps=3000,
 )

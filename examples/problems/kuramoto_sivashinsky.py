@@ -1,7 +1,7 @@
-"""The Kuramoto–Sivashinsky equation u_t + α u u_x + β u_xx + γ u_xxxx = 0, up to t = 0.3.
+"""The Kuramoto–Sivashinsky equation u_t + α u u_x + β u_xx + γ u_xxxx = 0, up to t = 0.2.
 
-Periodic over 2π from cos x (1 + sin x), with α = 100/16, β = 100/16², γ = 100/16⁴ (PINNacle, which goes on
-to t = 1, where chaos begins). The reference is a Fourier method of fourth order in time.
+Periodic over 2π from cos x (1 + sin x), with α = 100/16, β = 100/16², γ = 100/16⁴ (PINNacle, which
+goes on to t = 1, where chaos begins). The reference is a Fourier method of fourth order in time.
 """
 
 import functools
@@ -17,11 +17,13 @@ from .references import etdrk4
 
 
 A, B, C = 100 / 16, 100 / 16**2, 100 / 16**4
-END, TURN = 0.3, 2 * np.pi
+END, TURN = 0.2, 2 * np.pi
 
 
 def network(key):
-    mlp = mpx.nn.CoordinateMLP(2, "scalar", 48, 3, key=key, periodic={1: TURN})
+    mlp = mpx.nn.CoordinateMLP(
+        2, "scalar", 48, 3, key=key, periodic={1: TURN}, fourier_features=(32, 0.4)
+    )
 
     def form(point, n):
         t, x = point

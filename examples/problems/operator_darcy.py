@@ -1,16 +1,16 @@
 """Darcy flow −∇·(a ∇u) = 1 through a medium of two materials, a ↦ u learnt by an FNO.
 
 On the unit square with u = 0 at its edges and a jumping between 3 and 12 (Li et al., 2021), on 32²
-points: finite volumes in float64 on 64², of which every second point is taken. `examples/darcy.py` has
-more of it.
+points: finite volumes in float64 on 64², of which every second point is taken. `examples/darcy.py`
+has more of it.
 """
 
 import numpy as np
-from _darcy_data import darcy_data
 
 import mpx_pde as mpx
 
 from ._operators import Pairs, operator
+from .references import darcy_data
 
 
 TRAIN, TEST = 300, 60

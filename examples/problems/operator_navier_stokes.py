@@ -1,15 +1,15 @@
 """Turbulence that decays, the vorticity at t = 0 ↦ that at t = 1 learnt by an FNO.
 
-ω_t + v·∇ω = ν Δω on the unit torus with ν = 1e-3, by Exponax on 64² points, of which every second is
-taken. `examples/navier_stokes.py` has more of it.
+ω_t + v·∇ω = ν Δω on the unit torus with ν = 1e-3, by Exponax on 64² points, of which every second
+is taken. `examples/navier_stokes.py` has more of it.
 """
 
 import numpy as np
-from _navier_stokes_data import navier_stokes_data
 
 import mpx_pde as mpx
 
 from ._operators import Pairs, operator
+from .references import navier_stokes_data
 
 
 TRAIN, TEST = 300, 60

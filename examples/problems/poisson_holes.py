@@ -1,7 +1,7 @@
 """Laplace's equation in a square with four round holes: u = 0 around the holes, u = 1 at the edges.
 
-−½ ≤ x, y ≤ ½, holes of radius 0.1 at (±0.3, ±0.3) (Poisson2d-C of PINNacle). The reference is a series
-that is harmonic, and right at the boundary to 1e-7.
+−½ ≤ x, y ≤ ½, holes of radius 0.1 at (±0.3, ±0.3) (Poisson2d-C of PINNacle). The reference is a
+series that is harmonic, and right at the boundary to 1e-7.
 """
 
 import functools

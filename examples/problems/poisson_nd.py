@@ -52,5 +52,4 @@ PROBLEM = Problem(
     sample=sample,
     exact=exact,
     at=np.asarray(uniform(jax.random.key(1), 4096, LOW, HIGH), np.float64),
-    steps=2000,
 )

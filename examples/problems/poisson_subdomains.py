@@ -1,8 +1,9 @@
 """The Poisson equation −∇·(a ∇u) = 1 on the unit square of 4 × 4 blocks, of which a differs.
 
 u = 0 at the edges; a is 1 or 10 (after Poisson2d-MS of PINNacle). Since a ∇u does not exist where a
-jumps, the network minimizes the energy ½ ∫ a |∇u|² − ∫ u (Weinan & Yu, *The deep Ritz method*, 2018),
-which takes first derivatives only. The reference is by finite volumes on cells within blocks.
+jumps, the network minimizes the energy ½ ∫ a |∇u|² − ∫ u (Weinan & Yu, *The deep Ritz method*,
+2018), which takes first derivatives only. The reference is by finite volumes on cells within
+blocks.
 """
 
 import jax

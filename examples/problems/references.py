@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 import scipy.sparse.linalg
-from _navier_stokes_data import solve as solve_vorticity
+from _darcy_data import darcy_data as darcy_data
+from _navier_stokes_data import navier_stokes_data as navier_stokes_data, solve as solve_vorticity
 from _spectral_reference import etdrk4 as etdrk4
 from jaxtyping import Float
 
@@ -60,9 +61,7 @@ def harmonic(
 # --- Diffusion -------------------------------------------------------------------------------
 
 
-def diffusion(
-    a: Float[np.ndarray, "n n"], f: Float[np.ndarray, "n n"]
-) -> Float[np.ndarray, "n n"]:
+def diffusion(a: Float[np.ndarray, "n n"], f: Float[np.ndarray, "n n"]) -> Float[np.ndarray, "n n"]:
     """−∇·(a ∇u) = f on the unit square, u = 0 at its edges, in the centres of n² cells.
 
     Finite volumes of second order: a may jump from cell to cell, between which a flux meets half a
@@ -182,6 +181,3 @@ def vortices(
             w = solve_vorticity(w, time=time / frames, **step)
             found.append(fields(np.asarray(w[0])))
     return np.stack(found)
-
-
-__all__ = ["diffusion", "etdrk4", "harmonic", "reaction_diffusion", "vortices", "wave"]

@@ -1,7 +1,7 @@
 """A breather of the sine-Gordon equation u_tt = u_xx − sin u, on −8 ≤ x ≤ 8 up to t = 4.
 
-u = 4 arctan(√(1 − ω²) cos ωt / (ω cosh √(1 − ω²) x)) with ω = 0.6, from rest. The boundary values are
-those of the solution.
+u = 4 arctan(√(1 − ω²) cos ωt / (ω cosh √(1 − ω²) x)) with ω = 0.6, from rest. The boundary values
+are those of the solution.
 """
 
 import jax
