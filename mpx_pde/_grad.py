@@ -7,9 +7,9 @@ import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ._gradient import Gradient, Transformed
+from ._gradient import Gradient, Transformed, arrange_value_and_grad
 from ._loss_scaling import AbstractLossScaling
-from ._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
+from ._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree, RawGradientOptions
 
 
 _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
@@ -23,13 +23,8 @@ def _value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     return out, *gradient.finish(grads, args[0], counts)
 
 
-def _run_value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
-    (value, aux), scaling, finite, grads = _value_and_grad(gradient, args, kwargs)
-    return (value, aux) if gradient.has_aux else value, scaling, finite, grads
-
-
-def _run_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
-    (_, aux), scaling, finite, grads = _value_and_grad(gradient, args, kwargs)
+def _arrange_grad(gradient: Gradient, out: tuple) -> tuple:
+    (_, aux), scaling, finite, grads = out
     return (scaling, finite, grads, aux) if gradient.has_aux else (scaling, finite, grads)
 
 
@@ -93,6 +88,7 @@ def filter_value_and_grad(
     axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
     forward: ForwardLike = "half",
+    search: bool = True,
 ) -> Callable[..., Any]:
     """[`equinox.filter_value_and_grad`][] in mixed precision, with loss scaling.
 
@@ -175,8 +171,9 @@ def filter_value_and_grad(
         axis_name,
         autocast,
         forward,
+        search,
     )
-    return eqx.module_update_wrapper(Transformed(gradient, _run_value_and_grad))
+    return eqx.module_update_wrapper(Transformed(gradient, _value_and_grad, arrange_value_and_grad))
 
 
 if TYPE_CHECKING:
@@ -220,6 +217,7 @@ def filter_grad(
     axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
     forward: ForwardLike = "half",
+    search: bool = True,
 ) -> Callable[..., Any]:
     """[`mpx_pde.filter_value_and_grad`][] without the value.
 
@@ -247,8 +245,9 @@ def filter_grad(
         axis_name,
         autocast,
         forward,
+        search,
     )
-    return eqx.module_update_wrapper(Transformed(gradient, _run_grad))
+    return eqx.module_update_wrapper(Transformed(gradient, _value_and_grad, _arrange_grad))
 
 
 if TYPE_CHECKING:
@@ -259,7 +258,7 @@ if TYPE_CHECKING:
         scaling: AbstractLossScaling | None,
         has_aux: Literal[False] = False,
         use_mixed_precision: bool = True,
-        **options: Unpack[GradientOptions],
+        **options: Unpack[RawGradientOptions],
     ) -> Callable[..., tuple[Array, PyTree]]: ...
 
     @overload
@@ -268,7 +267,7 @@ if TYPE_CHECKING:
         scaling: AbstractLossScaling | None,
         has_aux: Literal[True],
         use_mixed_precision: bool = True,
-        **options: Unpack[GradientOptions],
+        **options: Unpack[RawGradientOptions],
     ) -> Callable[..., tuple[tuple[Array, PyTree], PyTree]]: ...
 
     @overload
@@ -277,7 +276,7 @@ if TYPE_CHECKING:
         scaling: AbstractLossScaling | None,
         has_aux: bool = False,
         use_mixed_precision: bool = True,
-        **options: Unpack[GradientOptions],
+        **options: Unpack[RawGradientOptions],
     ) -> Callable[..., tuple[Any, ...]]: ...
 
 

@@ -42,11 +42,17 @@ else:
     DTypeLike = PolicyLike = ScalarLike = BoolLike = Names = AxisName = ForwardLike = Any
 
 
-class GradientOptions(TypedDict, total=False):
-    """The keyword arguments that the gradient transformations share."""
+class RawGradientOptions(TypedDict, total=False):
+    """The keyword arguments that all gradient transformations share."""
 
     policy: PolicyLike | None
     keep_full: Any
     axis_name: AxisName | None
     autocast: bool | dict[str, Any]
     forward: ForwardLike
+
+
+class GradientOptions(RawGradientOptions, total=False):
+    """Those of the gradient transformations that adjust the scaling."""
+
+    search: bool
