@@ -48,6 +48,7 @@ from ._grad import (
     calculate_scaled_grad as calculate_scaled_grad,
     filter_grad as filter_grad,
     filter_value_and_grad as filter_value_and_grad,
+    line_search_value as line_search_value,
 )
 from ._loss_scaling import (
     AbstractLossScaling as AbstractLossScaling,
@@ -63,6 +64,10 @@ from ._precision_report import (
     precision_report as precision_report,
 )
 from ._refined import refined as refined
+from ._second_order import (
+    LevenbergMarquardt as LevenbergMarquardt,
+    LevenbergMarquardtState as LevenbergMarquardtState,
+)
 from ._tree import all_finite as all_finite, global_norm as global_norm, select_tree as select_tree
 from .autocast import AutocastReport as AutocastReport, autocast as autocast
 from .derivatives import (
@@ -106,6 +111,8 @@ __all__ = [
     "DerivativeScaling",
     "DynamicLossScaling",
     "FullPrecision",
+    "LevenbergMarquardt",
+    "LevenbergMarquardtState",
     "NoOpLossScaling",
     "PrecisionReport",
     "PrecisionWarning",
@@ -137,6 +144,7 @@ __all__ = [
     "half_precision",
     "half_precision_datatype",
     "laplacian",
+    "line_search_value",
     "linear_operator",
     "mixed_conv_general_dilated",
     "mixed_dot_general",

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import equinox as eqx
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import Array
 
 from ._gradient import Gradient, Transformed, arrange_value_and_grad
@@ -322,3 +323,58 @@ def calculate_scaled_grad(
         forward,
     )
     return eqx.module_update_wrapper(Transformed(gradient, _run_scaled_grad))
+
+
+def line_search_value(
+    func: Callable[..., Any],
+    scaling: AbstractLossScaling | None,
+    use_mixed_precision: bool = True,
+    **options: Unpack[RawGradientOptions],
+) -> Callable[..., Array]:
+    """The loss for a line search, such as that of `optax.lbfgs`.
+
+    A line search differentiates the function that it gets, and compares slopes with differences of
+    values. So value and slope must be of one evaluation, at one loss scale: differentiated as it
+    stands, the value of [`mpx_pde.filter_value_and_grad`][] would have a backward pass of its own,
+    in half precision and without loss scaling, whose small gradients vanish. The gradient of this
+    function is that of [`mpx_pde.filter_value_and_grad`][], unscaled, at the scale of `scaling`.
+
+    With `forward="float32"` values are exact to float32's rounding, and a search comes to an end as
+    it does in float32; in half throughout it stops early (see *Full-precision answers* in the
+    documentation).
+
+    ```python
+    value, scaling, finite, grads = mpx.filter_value_and_grad(loss, scaling, **options)(model, x)
+    search = mpx.line_search_value(loss, scaling, **options)
+    static = eqx.filter(model, eqx.is_inexact_array, inverse=True)
+    model, opt_state = mpx.optimizer_update(
+        model, optimizer, opt_state, grads, finite, value=value, grad=grads,
+        value_fn=lambda params: search(eqx.combine(params, static), x),
+    )
+    ```
+
+    **Arguments:** as for [`mpx_pde.filter_value_and_grad`][], without `has_aux` and `search`.
+
+    **Returns:** a function of the arguments of `func` that returns the loss, float32 (float64 for a
+    float64 loss). It can be differentiated once, in reverse mode, with respect to the first one.
+
+    **Raises:** as [`mpx_pde.filter_value_and_grad`][].
+    """
+    run = filter_value_and_grad(func, scaling, False, use_mixed_precision, search=False, **options)
+
+    @eqx.filter_custom_vjp
+    def value(model, args, kwargs):
+        return run(model, *args, **kwargs)[0]
+
+    @value.def_fwd
+    def _(perturbed, model, args, kwargs):
+        del perturbed
+        out, _, _, grads = run(model, *args, **kwargs)
+        return out, grads
+
+    @value.def_bwd
+    def _(grads, cotangent, perturbed, model, args, kwargs):
+        del perturbed, model, args, kwargs
+        return jtu.tree_map(lambda g: (cotangent.astype(g.dtype) * g).astype(g.dtype), grads)
+
+    return lambda model, /, *args, **kwargs: value(model, args, kwargs)

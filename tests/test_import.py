@@ -36,7 +36,7 @@ ORDER = [
     ["derivatives", "ranges"],
     ["_checkpoint", "_faults", "_search"],
     ["_gradient"],
-    ["_accumulate", "_grad", "_optimizer"],
+    ["_accumulate", "_grad", "_optimizer", "_second_order"],
     ["nn"],
     ["__init__"],
 ]
