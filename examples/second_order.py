@@ -58,7 +58,7 @@ def interior(model: Any, point: Point) -> Float[Array, ""]:
 
 
 def boundary(model: Any, point: Point) -> Float[Array, ""]:
-    return 3 * model(point)[0]
+    return 3 * model(point)
 
 
 RESIDUALS = (interior, boundary)
@@ -77,7 +77,7 @@ def points(key: Any, dtype: Any) -> tuple[Float[Array, "n 2"], Float[Array, "m 2
 def error(model: Any, key: Any, dtype: Any) -> Float[Array, ""]:
     """Relative L2 error at points that the training does not know."""
     at = jax.random.uniform(key, (4096, 2), dtype, minval=-1, maxval=1)
-    u, want = jax.vmap(model)(at)[:, 0], jax.vmap(solution)(at)
+    u, want = jax.vmap(model)(at), jax.vmap(solution)(at)
     return jnp.linalg.norm(u - want) / jnp.linalg.norm(want)
 
 
@@ -143,7 +143,7 @@ def train(
     jacobian = forward if jacobian is None else jacobian
     dtype = jnp.dtype(forward)
     keys = jax.random.split(jax.random.key(seed), 3)
-    model = mpx.cast_tree(mpx.nn.CoordinateMLP(2, 1, width, 2, key=keys[0]), dtype)
+    model = eqx.nn.MLP(2, "scalar", width, 2, jnp.tanh, dtype=dtype, key=keys[0])
     batches = points(keys[1], dtype)
     if optimizer == "lm":
         step = by_levenberg_marquardt(model, batches, forward, jacobian)

@@ -1,5 +1,6 @@
 """Levenberg–Marquardt with the residual in full precision and its Jacobian in half."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,7 +8,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int32
 
@@ -198,13 +198,13 @@ class LevenbergMarquardt(eqx.Module):
         params, static = eqx.partition(model, eqx.is_inexact_array)
         theta, unravel = ravel_pytree(params)
         r, jac, finite = self._linearized(params, static, state.scaling, batches)
-        loss = jnp.sum(r**2)
+        loss = jnp.where(finite, jnp.sum(r**2), jnp.inf)
 
         size = jnp.maximum(jnp.max(jnp.sum(jac**2, axis=0)), jnp.finfo(self._dtype).tiny)
         delta = self._solve(jac, r, state.damping * size)
         moved = unravel((theta.astype(self._dtype) + delta).astype(theta.dtype))
         new = jnp.sum(self._values(moved, static, batches) ** 2)
-        foretold = loss - jnp.sum((r + jac @ delta) ** 2)
+        foretold = jnp.sum(r**2) - jnp.sum((r + jac @ delta) ** 2)
         take = finite & jnp.isfinite(new) & (new < loss) & jnp.all(jnp.isfinite(delta))
         return self._after(
             model, eqx.combine(moved, static), state, take, finite, (loss, new, foretold)
@@ -212,17 +212,19 @@ class LevenbergMarquardt(eqx.Module):
 
     def _after(self, model, moved, state, take, finite, losses):
         loss, new, foretold = losses
-        ratio = jnp.where(take, (loss - new) / jnp.maximum(foretold, loss * 1e-30), 0.0)
-        shrink = jnp.maximum(1 / 3, 1 - (2 * jnp.minimum(ratio, 1.0) - 1) ** 3)
-        # A Jacobian that is not finite says nothing of the damping: the scale is what falls.
+        # Where the step was not taken there is no decrease to speak of, and `loss` may be infinite.
+        gained = jnp.where(take, loss, 1.0) - jnp.where(take, new, 1.0)
+        ratio = gained / jnp.maximum(foretold, jnp.finfo(self._dtype).tiny)
+        shrink = jnp.maximum(1 / 3, 1 - (2 * jnp.clip(ratio, 0.0, 1.0) - 1) ** 3)
+        # A float16 Jacobian that is not finite says nothing of the damping: its scale falls.
         scaled = self.jacobian == "float16"
-        refused = state.damping * jnp.where(finite | (not scaled), state.growth, 1.0)
-        damping = jnp.where(take, state.damping * shrink, refused)
+        growth = jnp.where(finite, state.growth, 1.0) if scaled else state.growth
+        damping = state.damping * jnp.where(take, shrink, growth)
         one = take.astype(jnp.int32)
         after = LevenbergMarquardtState(
             loss=jnp.where(take, new, loss),
             damping=jnp.clip(damping, self.min_damping, self.max_damping),
-            growth=jnp.where(take, 2.0, jnp.minimum(2 * state.growth, 1e6)),
+            growth=jnp.where(take, 2.0, jnp.where(growth > 1, 2.0, 1.0) * state.growth),
             taken=take,
             steps=state.steps + one,
             rejected=state.rejected + 1 - one,
@@ -241,10 +243,11 @@ class LevenbergMarquardt(eqx.Module):
         out = []
         for fun, batch in zip(self.residuals, batches, strict=True):
             at = self._evaluated(fun)
+            weight = 1 / math.sqrt(_length(batch))
             one = lambda x, at=at: jnp.ravel(at(eqx.combine(params, static), x))
             with jax.default_matmul_precision("highest"):
                 r = jax.vmap(one)(batch).astype(self._dtype)
-            out.append(jnp.ravel(r) / np.sqrt(_length(batch)))
+            out.append(jnp.ravel(r) * weight)
         return jnp.concatenate(out)
 
     def _linearized(
@@ -254,6 +257,7 @@ class LevenbergMarquardt(eqx.Module):
         scale = scaling.loss_scaling if is_half(jnp.dtype(self.jacobian)) else None
         rows, jacs = [], []
         for fun, batch in zip(self.residuals, batches, strict=True):
+            weight = 1 / math.sqrt(_length(batch))
             at = self._evaluated(fun)
 
             def one(x, at=at):
@@ -268,14 +272,13 @@ class LevenbergMarquardt(eqx.Module):
 
             with jax.default_matmul_precision("highest"):
                 r, jac = jax.vmap(one)(batch)
-            weight = 1 / np.sqrt(_length(batch))
             rows.append(jnp.ravel(r) * weight)
             jacs.append(jac.reshape(-1, jac.shape[-1]) * weight)
         r, jac = jnp.concatenate(rows), jnp.concatenate(jacs)
         if scale is not None:
             jac = jac / scale.astype(self._dtype)
         finite = jnp.all(jnp.isfinite(r)) & jnp.all(jnp.isfinite(jac))
-        return jnp.where(finite, r, jnp.inf), jnp.where(finite, jac, 0.0), finite
+        return jnp.where(finite, r, 0.0), jnp.where(finite, jac, 0.0), finite
 
     def _solve(
         self,
@@ -291,7 +294,7 @@ class LevenbergMarquardt(eqx.Module):
             ) from e
         n = jac.shape[1]
         stacked = jnp.concatenate([jac, jnp.sqrt(damping) * jnp.eye(n, dtype=jac.dtype)])
-        right = jnp.concatenate([-jnp.where(jnp.isfinite(r), r, 0.0), jnp.zeros(n, jac.dtype)])
+        right = jnp.concatenate([-r, jnp.zeros(n, jac.dtype)])
         solver = lx.QR() if self.solver is None else self.solver
         with (
             jax.default_matmul_precision("highest"),

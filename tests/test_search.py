@@ -72,13 +72,11 @@ def test_the_run_is_that_of_one_which_starts_at_the_right_scales():
         scaling.derivatives.with_exponents(alone.derivatives.exponents),
     )
     runs = []
-    for first, search in ((scaling, True), (right, False)):
+    for first in (scaling, right):
         model, state, _ = start()
         scaling = first
         for points in batches():
-            model, state, scaling, value, finite = step(
-                model, state, scaling, points, search=search
-            )
+            model, state, scaling, value, finite = step(model, state, scaling, points)
             runs.append((finite, model, state, value, scaling.loss, scaling.derivatives.exponents))
         assert runs[-4][0]  # the first
         assert scaling.taken_steps + scaling.skipped_steps == 4

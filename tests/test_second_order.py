@@ -1,5 +1,7 @@
 """Levenberg–Marquardt steps, and the loss for a line search."""
 
+import importlib
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -110,9 +112,9 @@ def test_a_network_is_trained_below_the_rounding_of_half(jacobian):
 
 def test_a_float16_jacobian_that_overflows_lowers_its_scale():
     """A slope of 1e5 is infinite in float16 until the scale has fallen twice."""
-    steep = lambda w, x: 1e5 * (w * x - 2.0)
+    steep = lambda w, x: 1e5 * (w @ x - 2.0)
     optimizer = mpx.LevenbergMarquardt(steep, jacobian="float16")
-    w, state, _ = run(optimizer, jnp.ones(1), jnp.ones((2, 1)), 8)
+    w, state, _ = run(optimizer, jnp.ones((1, 2)), jnp.eye(2), 12)
     assert state.scaling.loss_scaling < 1
     np.testing.assert_allclose(w, 2.0, rtol=1e-6)
 
@@ -206,3 +208,12 @@ def test_lbfgs_with_a_half_backward_pass_ends_where_float32_does():
 
     # The two take other ways; half throughout stalls a hundred times higher.
     assert train(True) < 10 * train(False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "bound"), [("lm", 1e-2), ("lbfgs", 2.0), ("muon", 2.0)])
+def test_the_example_runs(optimizer, bound):
+    """A few steps each: Levenberg-Marquardt is at its end after them, the others have begun."""
+    example = importlib.import_module("second_order")
+    result = example.train(optimizer, "float32", "bfloat16", steps=25, width=8)
+    assert result.error < bound
