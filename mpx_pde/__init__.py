@@ -51,6 +51,7 @@ from ._grad import (
     calculate_scaled_grad as calculate_scaled_grad,
     filter_grad as filter_grad,
     filter_value_and_grad as filter_value_and_grad,
+    line_search_value as line_search_value,
 )
 from ._ladder import PrecisionLadder as PrecisionLadder
 from ._loss_scaling import (
@@ -68,6 +69,10 @@ from ._precision_report import (
     precision_report as precision_report,
 )
 from ._refined import refined as refined
+from ._second_order import (
+    LevenbergMarquardt as LevenbergMarquardt,
+    LevenbergMarquardtState as LevenbergMarquardtState,
+)
 from ._tree import all_finite as all_finite, global_norm as global_norm, select_tree as select_tree
 from .autocast import AutocastReport as AutocastReport, autocast as autocast
 from .derivatives import (
@@ -111,6 +116,8 @@ __all__ = [
     "DerivativeScaling",
     "DynamicLossScaling",
     "FullPrecision",
+    "LevenbergMarquardt",
+    "LevenbergMarquardtState",
     "NoOpLossScaling",
     "PrecisionFloor",
     "PrecisionLadder",
@@ -147,6 +154,7 @@ __all__ = [
     "half_precision",
     "half_precision_datatype",
     "laplacian",
+    "line_search_value",
     "linear_operator",
     "mixed_conv_general_dilated",
     "mixed_dot_general",

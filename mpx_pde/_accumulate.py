@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from ._cast import widen
 from ._dtypes import is_integer
-from ._gradient import Gradient, Transformed
+from ._gradient import Gradient, Transformed, arrange_value_and_grad
 from ._loss_scaling import AbstractLossScaling
 from ._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
 
@@ -117,7 +117,7 @@ def _run(
     else:
         grads = jtu.tree_map(lambda g, m: g.astype(m.dtype), mean, masters)
         state = gradient.scaling, jnp.array(True), grads
-    return (value, aux) if gradient.has_aux else value, *state
+    return (value, aux), *state
 
 
 if TYPE_CHECKING:
@@ -172,6 +172,7 @@ def filter_accumulated_value_and_grad(
     axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
     forward: ForwardLike = "half",
+    search: bool = True,
 ) -> Callable[..., Any]:
     """[`mpx_pde.filter_value_and_grad`][] of a large batch, a micro-batch at a time.
 
@@ -183,7 +184,7 @@ def filter_accumulated_value_and_grad(
     **Arguments:**
 
     - `func`, `scaling`, `has_aux`, `use_mixed_precision`, `policy`, `keep_full`, `axis_name`,
-        `autocast`, `forward`: as for [`mpx_pde.filter_value_and_grad`][].
+        `autocast`, `forward`, `search`: as for [`mpx_pde.filter_value_and_grad`][].
     - `micro_batches`: how many, a positive integer that divides the batch size.
     - `in_axes`: the batch axis of the positional arguments after the model: one for all, or a
         prefix of the tuple of them, in which `None` marks what every micro-batch gets whole.
@@ -219,7 +220,8 @@ def filter_accumulated_value_and_grad(
         axis_name,
         autocast,
         forward,
+        search,
     )
     # A PyTree, unlike `functools.partial`: made anew at each step it is the same to jit's cache.
     run = eqx.Partial(_run, micro_batches=micro_batches, in_axes=in_axes)
-    return eqx.module_update_wrapper(Transformed(gradient, run))
+    return eqx.module_update_wrapper(Transformed(gradient, run, arrange_value_and_grad))

@@ -17,8 +17,10 @@ _ADVICE = (
 _REASONS = (
     "non-finite gradients at a loss scale that can still fall: look for NaNs in the data, "
     "or allow for more skips.",
-    "non-finite gradients at the smallest loss scale: the loss or its data are "
-    "non-finite in themselves, and no loss scale can help.",
+    "non-finite gradients at the smallest loss scale, which no loss scale can help: the loss or "
+    "its data are non-finite in themselves, or the network leaves float16 where the loss does "
+    "not, as by a constant above 65504. Keep that layer in float32 (`mpx_pde.FullPrecision`) or "
+    "take bfloat16.",
     "non-finite derivatives of the network at scales that can still fall: look for NaNs in the "
     "data, or allow for more skips.",
 )

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import equinox as eqx
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from jaxtyping import Array
 
-from ._gradient import Gradient, Transformed
+from ._gradient import Gradient, Transformed, arrange_value_and_grad
 from ._loss_scaling import AbstractLossScaling
-from ._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
+from ._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree, RawGradientOptions
 
 
 _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
@@ -23,13 +24,8 @@ def _value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     return out, *gradient.finish(grads, args[0], counts)
 
 
-def _run_value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
-    (value, aux), scaling, finite, grads = _value_and_grad(gradient, args, kwargs)
-    return (value, aux) if gradient.has_aux else value, scaling, finite, grads
-
-
-def _run_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
-    (_, aux), scaling, finite, grads = _value_and_grad(gradient, args, kwargs)
+def _arrange_grad(gradient: Gradient, out: tuple) -> tuple:
+    (_, aux), scaling, finite, grads = out
     return (scaling, finite, grads, aux) if gradient.has_aux else (scaling, finite, grads)
 
 
@@ -93,6 +89,7 @@ def filter_value_and_grad(
     axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
     forward: ForwardLike = "half",
+    search: bool = True,
 ) -> Callable[..., Any]:
     """[`equinox.filter_value_and_grad`][] in mixed precision, with loss scaling.
 
@@ -176,8 +173,9 @@ def filter_value_and_grad(
         axis_name,
         autocast,
         forward,
+        search,
     )
-    return eqx.module_update_wrapper(Transformed(gradient, _run_value_and_grad))
+    return eqx.module_update_wrapper(Transformed(gradient, _value_and_grad, arrange_value_and_grad))
 
 
 if TYPE_CHECKING:
@@ -221,6 +219,7 @@ def filter_grad(
     axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
     forward: ForwardLike = "half",
+    search: bool = True,
 ) -> Callable[..., Any]:
     """[`mpx_pde.filter_value_and_grad`][] without the value.
 
@@ -248,8 +247,9 @@ def filter_grad(
         axis_name,
         autocast,
         forward,
+        search,
     )
-    return eqx.module_update_wrapper(Transformed(gradient, _run_grad))
+    return eqx.module_update_wrapper(Transformed(gradient, _value_and_grad, _arrange_grad))
 
 
 if TYPE_CHECKING:
@@ -260,7 +260,7 @@ if TYPE_CHECKING:
         scaling: AbstractLossScaling | None,
         has_aux: Literal[False] = False,
         use_mixed_precision: bool = True,
-        **options: Unpack[GradientOptions],
+        **options: Unpack[RawGradientOptions],
     ) -> Callable[..., tuple[Array, PyTree]]: ...
 
     @overload
@@ -269,7 +269,7 @@ if TYPE_CHECKING:
         scaling: AbstractLossScaling | None,
         has_aux: Literal[True],
         use_mixed_precision: bool = True,
-        **options: Unpack[GradientOptions],
+        **options: Unpack[RawGradientOptions],
     ) -> Callable[..., tuple[tuple[Array, PyTree], PyTree]]: ...
 
     @overload
@@ -278,7 +278,7 @@ if TYPE_CHECKING:
         scaling: AbstractLossScaling | None,
         has_aux: bool = False,
         use_mixed_precision: bool = True,
-        **options: Unpack[GradientOptions],
+        **options: Unpack[RawGradientOptions],
     ) -> Callable[..., tuple[Any, ...]]: ...
 
 
@@ -324,3 +324,58 @@ def calculate_scaled_grad(
         forward,
     )
     return eqx.module_update_wrapper(Transformed(gradient, _run_scaled_grad))
+
+
+def line_search_value(
+    func: Callable[..., Any],
+    scaling: AbstractLossScaling | None,
+    use_mixed_precision: bool = True,
+    **options: Unpack[RawGradientOptions],
+) -> Callable[..., Array]:
+    """The loss for a line search, such as that of `optax.lbfgs`.
+
+    A line search differentiates the function that it gets, and compares slopes with differences of
+    values. So value and slope must be of one evaluation, at one loss scale: differentiated as it
+    stands, the value of [`mpx_pde.filter_value_and_grad`][] would have a backward pass of its own,
+    in half precision and without loss scaling, whose small gradients vanish. The gradient of this
+    function is that of [`mpx_pde.filter_value_and_grad`][], unscaled, at the scale of `scaling`.
+
+    With `forward="float32"` values are exact to float32's rounding, and a search comes to an end as
+    it does in float32; in half throughout it stops early (see *Full-precision answers* in the
+    documentation).
+
+    ```python
+    value, scaling, finite, grads = mpx.filter_value_and_grad(loss, scaling, **options)(model, x)
+    search = mpx.line_search_value(loss, scaling, **options)
+    static = eqx.filter(model, eqx.is_inexact_array, inverse=True)
+    model, opt_state = mpx.optimizer_update(
+        model, optimizer, opt_state, grads, finite, value=value, grad=grads,
+        value_fn=lambda params: search(eqx.combine(params, static), x),
+    )
+    ```
+
+    **Arguments:** as for [`mpx_pde.filter_value_and_grad`][], without `has_aux` and `search`.
+
+    **Returns:** a function of the arguments of `func` that returns the loss, float32 (float64 for a
+    float64 loss). It can be differentiated once, in reverse mode, with respect to the first one.
+
+    **Raises:** as [`mpx_pde.filter_value_and_grad`][].
+    """
+    run = filter_value_and_grad(func, scaling, False, use_mixed_precision, search=False, **options)
+
+    @eqx.filter_custom_vjp
+    def value(model, args, kwargs):
+        return run(model, *args, **kwargs)[0]
+
+    @value.def_fwd
+    def _(perturbed, model, args, kwargs):
+        del perturbed
+        out, _, _, grads = run(model, *args, **kwargs)
+        return out, grads
+
+    @value.def_bwd
+    def _(grads, cotangent, perturbed, model, args, kwargs):
+        del perturbed, model, args, kwargs
+        return jtu.tree_map(lambda g: (cotangent.astype(g.dtype) * g).astype(g.dtype), grads)
+
+    return lambda model, /, *args, **kwargs: value(model, args, kwargs)

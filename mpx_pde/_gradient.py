@@ -14,6 +14,7 @@ import jax.tree_util as jtu
 import jmp
 import numpy as np
 from jax import lax
+from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, Bool, Inexact
 
 from ._cast import cast_except, cast_operands, widen
@@ -23,7 +24,8 @@ from ._forward import Forward, check_forward
 from ._loss_scaling import check_scaling, split_aux
 from ._notes import noting_the_cast
 from ._policy import parse_policy
-from ._precision_report import OF_AUTOCAST, OF_CASTS, checked, traced
+from ._precision_report import OF_AUTOCAST, OF_CASTS, checked, evaluated, traced
+from ._search import can_search, differentiable_search, search, search_eagerly
 from ._tree import all_finite
 from ._types import PyTree
 from .autocast import autocast as autocast_function, parse_patterns
@@ -101,6 +103,7 @@ class Gradient(eqx.Module):
     axis_name: Any = eqx.field(static=True)
     autocast: tuple[tuple[str, Any], ...] | None = eqx.field(static=True)
     forward: str = eqx.field(static=True)
+    search: bool = eqx.field(static=True)
     call: str = eqx.field(static=True)
 
     def __init__(
@@ -115,6 +118,7 @@ class Gradient(eqx.Module):
         axis_name,
         autocast: bool | dict[str, Any] = False,
         forward: str = "half",
+        search: bool = True,
     ):
         if not callable(func):
             raise TypeError(f"`{call}` takes a loss function first, but got {func!r}.")
@@ -136,7 +140,23 @@ class Gradient(eqx.Module):
                 f"`{call}` takes either `autocast` or `forward={forward!r}`, which evaluates the "
                 "loss in that precision and leaves nothing to cast. Drop one of them."
             )
+        if not isinstance(search, bool):
+            raise TypeError(
+                f"`{call}` takes a bool as `search`, whether to find the first scales on the first "
+                f"batch, but got {search!r}."
+            )
+        self.search = search
         self.call = call
+
+    @property
+    def searches(self) -> bool:
+        """Whether a step that overflows is evaluated again while none has been taken."""
+        float16 = self.use_mixed_precision and self.compute_dtype == jnp.float16
+        return self.search and float16 and can_search(self.scaling)
+
+    def at(self, scaling: Any) -> "Gradient":
+        """The same with another state of the scaling."""
+        return eqx.tree_at(lambda g: g.scaling, self, scaling)
 
     @property
     def in_full(self) -> bool:
@@ -267,11 +287,44 @@ class Gradient(eqx.Module):
         return self.scaling.adjust(finite, counts), usable, grads
 
 
+def _searched(
+    run: Callable, args: tuple, closed: ClosedJaxpr, leaves: list, assemble: Any
+) -> tuple:
+    """`run(*args)` at the largest scales at which the step can be taken, by what was traced."""
+    gradient, args, kwargs = args
+    scaling, axis_name = gradient.scaling, gradient.axis_name
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        dynamic, static = eqx.partition(scaling, eqx.is_array)
+        treedef = jtu.tree_structure(dynamic)
+
+        def step(arrays):
+            at = gradient.at(eqx.combine(treedef.unflatten(arrays), static))
+            return jtu.tree_leaves(eqx.filter(run(at, args, kwargs), eqx.is_array))
+
+        arrays, _ = search(step, assemble, closed.out_avals, scaling, axis_name)
+        return assemble(arrays)
+    # The paths are those in `(run, (gradient, args, kwargs), {})`.
+    prefix = (jtu.SequenceKey(1), jtu.SequenceKey(0), jtu.GetAttrKey("scaling"))
+    places = [i for i, (path, _) in enumerate(leaves) if tuple(path[:3]) == prefix]
+    values = [x for _, x in leaves]
+    return assemble(differentiable_search(closed, values, places, assemble, scaling, axis_name))
+
+
+def arrange_value_and_grad(gradient: Gradient, out: tuple) -> tuple:
+    """What a transformation returns that returns the value."""
+    (value, aux), scaling, finite, grads = out
+    return (value, aux) if gradient.has_aux else value, scaling, finite, grads
+
+
 class Transformed(eqx.Module):
     """A differentiated function; `run` says what is asked of it."""
 
     gradient: Gradient
     run: Callable
+    """Takes `(gradient, args, kwargs)`."""
+    arrange: Callable | None = None
+    """What the caller gets of `((value, aux), scaling, finite, grads)`. Without it that is what
+    `run` returns, and nothing is searched for."""
 
     @property
     def __wrapped__(self):
@@ -303,15 +356,29 @@ class Transformed(eqx.Module):
 
     def _checked(self, args: tuple, kwargs: dict) -> Any:
         gradient = self.gradient
-        asked = gradient.use_mixed_precision and is_half(gradient.compute_dtype)
+        if self.arrange is None:
+            return self._run(args, kwargs, False)
+        return self.arrange(gradient, self._run(args, kwargs, gradient.searches))
+
+    def _run(self, args: tuple, kwargs: dict, searches: bool) -> Any:
+        gradient = self.gradient
+        everything = gradient, args, kwargs
+        if not (gradient.use_mixed_precision and is_half(gradient.compute_dtype)):
+            return self.run(*everything)
         # Run eagerly there is no program to look at.
-        if not asked or not traced((gradient, args, kwargs)):
-            return self.run(gradient, args, kwargs)
+        if not traced(everything):
+            out = self.run(*everything)
+            if not searches:
+                return out
+            if not traced(out):
+                again = lambda scaling: self.run(gradient.at(scaling), args, kwargs)
+                return search_eagerly(again, gradient.scaling, out, gradient.axis_name)
         advice = OF_CASTS if gradient.autocast is None else OF_AUTOCAST
         # Who names what stays in float32 is not warned of that.
         without = (gradient.without_overrides(), args, kwargs) if gradient.autocast else None
         asked_for = gradient.call, gradient.compute_dtype
-        return checked(self.run, (gradient, args, kwargs), *asked_for, advice, without)
+        evaluate = _searched if searches else evaluated
+        return checked(self.run, everything, *asked_for, advice, without, evaluate)
 
     def __get__(self, instance: Any, owner: Any = None):
         return self if instance is None else eqx.Partial(self, instance)

@@ -178,6 +178,7 @@ class DynamicLossScaling(AbstractLossScaling):
     - `counter`: finite steps since the scale last changed, an int32 scalar.
     - `skipped_steps`: steps with non-finite gradients so far, an int32 scalar.
     - `consecutive_skips`: such steps since the last finite one, an int32 scalar.
+    - `taken_steps`: steps with finite gradients so far, an int32 scalar.
     - `min_loss_scaling`, `max_loss_scaling`, `factor`, `period`: as given; static.
     """
 
@@ -185,6 +186,7 @@ class DynamicLossScaling(AbstractLossScaling):
     counter: Int32[Array, ""]
     skipped_steps: Int32[Array, ""]
     consecutive_skips: Int32[Array, ""]
+    taken_steps: Int32[Array, ""]
     min_loss_scaling: float = eqx.field(static=True)
     factor: float = eqx.field(static=True)
     period: int = eqx.field(static=True)
@@ -254,6 +256,7 @@ class DynamicLossScaling(AbstractLossScaling):
             raise ValueError(f"`{call}` needs a scalar as `counter`, but got {counter!r}.")
         self.skipped_steps = jnp.array(0, jnp.int32)
         self.consecutive_skips = jnp.array(0, jnp.int32)
+        self.taken_steps = jnp.array(self.counter, jnp.int32)
 
     def __repr__(self) -> str:
         top = self.max_loss_scaling
@@ -308,13 +311,20 @@ class DynamicLossScaling(AbstractLossScaling):
         kept = jnp.where(grow, grown, self.loss_scaling)
         skipped = jnp.where(finite, 0, 1)
         return eqx.tree_at(
-            lambda s: (s.loss_scaling, s.counter, s.skipped_steps, s.consecutive_skips),
+            lambda s: (
+                s.loss_scaling,
+                s.counter,
+                s.skipped_steps,
+                s.consecutive_skips,
+                s.taken_steps,
+            ),
             self,
             (
                 jnp.where(finite, kept, shrunk),
                 jnp.where(finite & ~grow, counted, 0),
                 self.skipped_steps + skipped,
                 (self.consecutive_skips + 1) * skipped,
+                self.taken_steps + 1 - skipped,
             ),
         )
 

@@ -4,7 +4,7 @@ import dataclasses
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -183,16 +183,39 @@ def traced(tree: Any) -> bool:
     return any(isinstance(x, Tracer) for x in jtu.tree_leaves(tree))
 
 
+def evaluated(fun: Callable, args: tuple, closed: ClosedJaxpr, leaves: list, assemble: Any) -> Any:
+    """`fun(*args)`, by what was traced of it.
+
+    Only inside of a `shard_map` it is traced again: JAX checks there what varies over devices, and
+    does not take back all that it has traced.
+    """
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return fun(*args)
+    return assemble(arrays_of(closed, [x for _, x in leaves]))
+
+
+def arrays_of(closed: ClosedJaxpr, values: Sequence[Any]) -> list[jax.Array]:
+    """What a jaxpr returns: what is known while tracing comes back as a number."""
+    return [
+        x if isinstance(x, jax.Array) else jnp.asarray(x, aval_of(v).dtype)
+        for x, v in zip(jaxpr_as_fun(closed)(*values), closed.jaxpr.outvars, strict=True)
+    ]
+
+
 def checked(
-    fun: Callable, args: tuple, call: str, dtype: np.dtype, advice: str, without: tuple | None
+    fun: Callable,
+    args: tuple,
+    call: str,
+    dtype: np.dtype,
+    advice: str,
+    without: tuple | None,
+    evaluate: Callable = evaluated,
 ) -> Any:
     """`fun(*args)`, with a [`mpx_pde.PrecisionWarning`][] that ends in `advice` if it does less
     than half of its products' work in half precision, and `fun(*without)` does as well, the same
     without what the user excepts by name.
 
-    Traces `fun` once, as calling it would, and evaluates what was traced. Only inside of a
-    `shard_map` it is traced again: JAX checks there what varies over devices, and does not take
-    back all that it has traced.
+    Traces `fun` once, as calling it would, and `evaluate` evaluates what was traced.
     """
     try:
         closed, leaves, assemble = trace_arrays(fun, args, {})
@@ -205,16 +228,7 @@ def checked(
         without is None or report_of(trace_arrays(fun, without, {})[0]).half_share < 0.5
     ):
         _warn_user(_warning(report, call, dtype, advice))
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        return fun(*args)
-    out = jaxpr_as_fun(closed)(*(x for _, x in leaves))
-    # What is known while tracing comes back as a number.
-    return assemble(
-        [
-            x if isinstance(x, jax.Array) else jnp.asarray(x, aval_of(v).dtype)
-            for x, v in zip(out, closed.jaxpr.outvars, strict=True)
-        ]
-    )
+    return evaluate(fun, args, closed, leaves, assemble)
 
 
 def tensorfloat32_by_default() -> bool:

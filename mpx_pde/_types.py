@@ -45,11 +45,17 @@ else:
     )
 
 
-class GradientOptions(TypedDict, total=False):
-    """The keyword arguments that the gradient transformations share."""
+class RawGradientOptions(TypedDict, total=False):
+    """The keyword arguments that all gradient transformations share."""
 
     policy: PolicyLike | None
     keep_full: Any
     axis_name: AxisName | None
     autocast: bool | dict[str, Any]
     forward: ForwardLike
+
+
+class GradientOptions(RawGradientOptions, total=False):
+    """Those of the gradient transformations that adjust the scaling."""
+
+    search: bool

@@ -103,7 +103,9 @@ def test_one_scale_one_flag_one_adjustment(period):
 @pytest.mark.parametrize("where", [0, 3])
 def test_an_overflow_in_one_micro_batch_skips_the_window(where):
     x = jnp.ones((4, 2)).at[where, 1].set(6e4)
-    value, adjusted, finite, grads = accumulated(mean_product, scaler(4), 4)(jnp.ones(2), x)
+    value, adjusted, finite, grads = accumulated(mean_product, scaler(4), 4, search=False)(
+        jnp.ones(2), x
+    )
     assert not finite
     assert adjusted.loss_scaling == 2.0**3
     assert adjusted.skipped_steps == 1
@@ -305,7 +307,7 @@ def test_an_ensemble_has_a_flag_for_each():
     @eqx.filter_jit
     @eqx.filter_vmap
     def step(w, scaling, x):
-        return mpx.filter_accumulated_value_and_grad(mean_product, scaling, 2)(w, x)
+        return mpx.filter_accumulated_value_and_grad(mean_product, scaling, 2, search=False)(w, x)
 
     value, scaling, finite, grads = step(jnp.ones((2, 1)), scaling, x)
     np.testing.assert_array_equal(finite, [True, False])
@@ -322,7 +324,7 @@ def test_devices_agree(check_vma, weights):
         if check_vma and weights == "of each device":
             w = lax.pcast(w, "x", to="varying")
         _, scaling, finite, grads = mpx.filter_accumulated_value_and_grad(
-            mean_product, scaling, 2, axis_name="x"
+            mean_product, scaling, 2, axis_name="x", search=False
         )(w, x)
         grads = lax.pmean(grads, "x") if weights == "of each device" or not check_vma else grads / 8
         return jtu.tree_map(lambda x: x[None], (scaling, finite, grads))

@@ -222,3 +222,41 @@ def test_state_that_the_loss_updates_rolls_back_with_the_step():
     *resumed, scaling = step(*skipped, scaling, x)
     assert not tree_equal_bits(resumed[1:3], skipped[1:3])
     assert scaling.skipped_steps == 1
+
+
+class Biased(eqx.Module):
+    """A network beside a constant that float16 does not have."""
+
+    mlp: mpx.nn.CoordinateMLP
+    big: jax.Array
+
+    def __call__(self, p):
+        # An ordinary number in float32; infinite, or lost, in float16.
+        return self.mlp(p) * self.big / 1e5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("forward", "reason"),
+    [("half", "the smallest scale of 'x'"), ("float32", "a constant above 65504")],
+)
+def test_a_constant_beyond_float16_is_named(forward, reason):
+    """From start to end: it skips every step, and the error says whose fault that is."""
+
+    def loss(model, points, *, derivatives):
+        terms = mpx.partials(model, ["u_xx"], coords="x", outputs="u", scaling=derivatives)
+        return jnp.mean((jax.vmap(terms)(points)["u_xx"] + 1.0) ** 2)
+
+    model = Biased(
+        mpx.nn.CoordinateMLP(1, 1, 8, 2, key=jax.random.key(0)), jnp.array(1e5, jnp.float32)
+    )
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("x", order=2))
+    step = eqx.filter_jit(
+        lambda m, s, x: mpx.filter_grad(loss, s, keep_full=(False, True), forward=forward)(m, x)
+    )
+    points = jnp.linspace(0.1, 1.0, 8)[:, None]
+    for _ in range(60):
+        scaling, finite, _ = step(model, scaling, points)
+        assert not finite
+    with pytest.raises(eqx.EquinoxRuntimeError, match=reason):
+        mpx.error_if_stuck(scaling, scaling, max_consecutive_skips=50)

@@ -288,7 +288,7 @@ ARGUMENTS = {
 def test_fields_have_their_types_whatever_was_given(arguments, x64):
     with jax.enable_x64(x64):
         scaling = mpx.DynamicLossScaling(*ARGUMENTS[arguments])
-        types = [("float32[]", False), *[("int32[]", False)] * 3]
+        types = [("float32[]", False), *[("int32[]", False)] * 4]
         assert avals(scaling) == types
         assert type(scaling.min_loss_scaling) is float
         assert type(scaling.factor) is float

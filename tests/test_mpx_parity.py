@@ -47,12 +47,14 @@ def all_gradients(func, scaling, *args):
         return func(*args), {"n": jnp.int32(3)}
 
     out = {}
-    out["grad"] = (*mpx.filter_grad(func, scaling)(*args), None)
-    *rest, _ = mpx.filter_grad(with_aux, scaling, has_aux=True)(*args)
+    out["grad"] = (*mpx.filter_grad(func, scaling, search=False)(*args), None)
+    *rest, _ = mpx.filter_grad(with_aux, scaling, has_aux=True, search=False)(*args)
     out["grad, aux"] = (*rest, None)
-    value, *rest = mpx.filter_value_and_grad(func, scaling)(*args)
+    value, *rest = mpx.filter_value_and_grad(func, scaling, search=False)(*args)
     out["value"] = (*rest, value)
-    (value, _), *rest = mpx.filter_value_and_grad(with_aux, scaling, has_aux=True)(*args)
+    (value, _), *rest = mpx.filter_value_and_grad(with_aux, scaling, has_aux=True, search=False)(
+        *args
+    )
     out["value, aux"] = (*rest, value)
     return out
 
@@ -405,7 +407,9 @@ def test_11_devices_agree_under_shard_map(check_vma):
 
     def device_step(w, x, scaling):
         loss = lambda w, x: jnp.sum(w * x)
-        scaling, finite, grads = mpx.filter_grad(loss, scaling, axis_name="batch")(w, x)
+        scaling, finite, grads = mpx.filter_grad(loss, scaling, axis_name="batch", search=False)(
+            w, x
+        )
         # One row for each device.
         return scaling.loss_scaling.reshape(1), jnp.reshape(finite, (1,)), grads
 
@@ -439,7 +443,7 @@ def test_11_data_parallel_devices_agree(check_vma):
 
     def device_step(w, x, scaling):
         scaling, finite, grads = mpx.filter_grad(
-            lambda w, x: jnp.sum(w * x), scaling, axis_name="batch"
+            lambda w, x: jnp.sum(w * x), scaling, axis_name="batch", search=False
         )(w, x)
         if not check_vma:
             # With the check, JAX sums the gradients of what is the same on all devices itself.
@@ -474,7 +478,7 @@ def test_11_lanes_agree_under_vmap():
 
     def lane(x):
         scaling, finite, _ = mpx.filter_value_and_grad(
-            lambda w, x: jnp.sum(w * x), scaler(2.0**4), axis_name="lanes"
+            lambda w, x: jnp.sum(w * x), scaler(2.0**4), axis_name="lanes", search=False
         )(jnp.ones(2), x)[1:]
         return scaling.loss_scaling, finite
 
@@ -649,7 +653,7 @@ def test_14_an_overflow_in_any_micro_batch_skips_the_step():
     """MPX's recipe keeps the last micro-batch's flag, and adjusts the scale between them."""
     x = jnp.array([[1.0], [60000.0], [1.0], [1.0]])
     accumulate = mpx.filter_accumulated_value_and_grad(
-        lambda w, x: jnp.mean(w * x), scaler(2.0**4), 4
+        lambda w, x: jnp.mean(w * x), scaler(2.0**4), 4, search=False
     )
     _, scaling, finite, _ = accumulate(jnp.ones((1, 1)), x)
     assert not finite

@@ -46,12 +46,14 @@ class Scaling(AbstractLossScaling):
     - `skipped_steps`: steps skipped so far, whether for gradients or for derivatives, an int32
         scalar. `loss` and `derivatives` count their own.
     - `consecutive_skips`: such steps since the last that was not, an int32 scalar.
+    - `taken_steps`: steps that were not skipped so far, an int32 scalar.
     """
 
     loss: AbstractLossScaling
     derivatives: DerivativeScaling
     skipped_steps: Int32[Array, "*batch"]
     consecutive_skips: Int32[Array, "*batch"]
+    taken_steps: Int32[Array, "*batch"]
 
     def __init__(self, loss: Any = None, derivatives: Any = None):
         """**Arguments:**
@@ -80,6 +82,8 @@ class Scaling(AbstractLossScaling):
         self.derivatives = derivatives
         self.skipped_steps = jnp.zeros((), jnp.int32)
         self.consecutive_skips = jnp.zeros((), jnp.int32)
+        # A loss scaling that was restored by its `counter` has taken steps.
+        self.taken_steps = jnp.array(getattr(loss, "taken_steps", 0), jnp.int32)
 
     def __repr__(self) -> str:
         return described(
@@ -125,12 +129,19 @@ class Scaling(AbstractLossScaling):
     def _with(self, loss: Any, derivatives: Any, taken: Bool[Array, ""]) -> "Scaling":
         skipped = jnp.where(taken, 0, 1)
         return eqx.tree_at(
-            lambda s: (s.loss, s.derivatives, s.skipped_steps, s.consecutive_skips),
+            lambda s: (
+                s.loss,
+                s.derivatives,
+                s.skipped_steps,
+                s.consecutive_skips,
+                s.taken_steps,
+            ),
             self,
             (
                 loss,
                 derivatives,
                 self.skipped_steps + skipped,
                 (self.consecutive_skips + 1) * skipped,
+                self.taken_steps + 1 - skipped,
             ),
         )

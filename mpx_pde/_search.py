@@ -1,0 +1,224 @@
+"""The first step, taken again with smaller scales until it can be taken.
+
+A run that starts at a scale of 2^15 loses the updates that it takes to find the right one, and with
+them batches that nobody sees again. So as long as no step has been taken, a step that overflowed is
+evaluated again inside of the step itself.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jax import lax
+from jax.core import ShapedArray
+from jax.extend.core import ClosedJaxpr
+from jaxtyping import Array, Bool
+
+from ._dot import varying_axes
+from ._loss_scaling import AbstractLossScaling, DynamicLossScaling
+from ._precision_report import arrays_of
+from ._tree import select_tree
+from .derivatives import Scaling
+
+
+ATTEMPTS = 80
+"""How often a step is evaluated at most: from 2^15 to the smallest loss scale and derivative scale
+it takes 64."""
+
+# What a step returns: `((value, aux), scaling, finite, grads)`.
+Step = Callable[[Any], tuple]
+
+
+def can_search(scaling: Any) -> bool:
+    """Whether a scaling knows if a step has been taken, and follows what it sees."""
+    return isinstance(scaling, DynamicLossScaling | Scaling)
+
+
+def _again(old: AbstractLossScaling, adjusted: AbstractLossScaling) -> AbstractLossScaling:
+    """`old` at the scales of `adjusted`: nothing was skipped, so nothing is counted."""
+    if isinstance(old, Scaling):
+        derivatives = eqx.tree_at(
+            lambda d: (d.exponents, d.caution),
+            old.derivatives,
+            (adjusted.derivatives.exponents, adjusted.derivatives.caution),
+        )
+        return eqx.tree_at(
+            lambda s: (s.loss, s.derivatives), old, (_again(old.loss, adjusted.loss), derivatives)
+        )
+    if isinstance(old, DynamicLossScaling):
+        return eqx.tree_at(lambda s: s.loss_scaling, old, adjusted.loss_scaling)
+    return old
+
+
+def _scales(scaling: AbstractLossScaling) -> list[Array]:
+    if isinstance(scaling, Scaling):
+        return [*_scales(scaling.loss), scaling.derivatives.exponents]
+    return [scaling.loss_scaling] if isinstance(scaling, DynamicLossScaling) else []
+
+
+def _mendable(
+    scaling: AbstractLossScaling, out: tuple, axis_name: Any
+) -> tuple[AbstractLossScaling, Bool[Array, ""]]:
+    """The scaling to try next, and whether there is a point in it."""
+    (value, _), adjusted, finite, _ = out
+    after = _again(scaling, adjusted)
+    changed = [jnp.any(x != y) for x, y in zip(_scales(after), _scales(scaling), strict=True)]
+    # The loss is not scaled when it is computed: no loss scale makes it finite. A derivative in it
+    # is scaled.
+    helps = _on_any(jnp.isfinite(value), _names(axis_name))
+    if isinstance(scaling, Scaling):
+        helps = helps | ~adjusted.derivatives.finite(adjusted.derivatives)
+    none_taken = scaling.taken_steps == 0
+    return after, none_taken & ~finite & helps & jnp.any(jnp.stack(changed))
+
+
+def _finished(out: tuple, first: AbstractLossScaling) -> tuple:
+    """A step that no scale could save is an ordinary skipped step."""
+    result, adjusted, finite, grads = out
+    return result, select_tree(finite, adjusted, first), finite, grads
+
+
+def search_eagerly(step: Step, scaling: AbstractLossScaling, out: tuple, axis_name: Any) -> tuple:
+    """The step that can be taken, outside of a trace. `out` is what it returned at `scaling`."""
+    first = out[1]
+    for _ in range(ATTEMPTS - 1):
+        scaling, mendable = _mendable(scaling, out, axis_name)
+        if not mendable:
+            break
+        out = step(scaling)
+    return _finished(out, first)
+
+
+def _names(axis_name: Any) -> tuple[str, ...]:
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    return tuple(name for name in names if name is not None)
+
+
+def _on_any(flag: Bool[Array, ""], axes: tuple[str, ...]) -> Bool[Array, ""]:
+    """Whether `flag` holds on any device along mapped axes."""
+    return lax.psum(flag.astype(jnp.int32), axes) > 0 if axes else flag
+
+
+def _zeros(aval: Any) -> Array:
+    # Axes of a mesh that are explicit are part of a type.
+    explicit = any(axis is not None for axis in aval.sharding.spec)
+    zeros = jnp.zeros(aval.shape, aval.dtype, device=aval.sharding if explicit else None)
+    return _varying(zeros, aval)
+
+
+def _varying(x: Array, aval: Any) -> Array:
+    missing = tuple(sorted(_axes(aval) - varying_axes(x)))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def _axes(aval: Any) -> frozenset[str]:
+    return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
+
+
+def search(
+    step: Callable[[list[Array]], list[Array]],
+    assemble: Callable[[list[Array]], tuple],
+    avals: Sequence[Any],
+    scaling: AbstractLossScaling,
+    axis_name: Any,
+) -> tuple[list[Array], list[Array]]:
+    """The arrays that a step returns at the largest scales at which it can be taken, and the arrays
+    of a scaling with those scales.
+
+    **Arguments:**
+
+    - `step`: takes the arrays of a scaling, and returns those that `assemble` puts together.
+    - `avals`: their types.
+    - `scaling`: where to start.
+    - `axis_name`: the mapped axes whose devices must agree.
+    """
+    dynamic, static = eqx.partition(scaling, eqx.is_array)
+    start, treedef = jtu.tree_flatten(dynamic)
+    build = lambda arrays: eqx.combine(treedef.unflatten(arrays), static)
+    flat = lambda s: jtu.tree_leaves(eqx.filter(s, eqx.is_array))
+    # All devices take the collectives of a step equally often.
+    everywhere = (*jax.sharding.get_abstract_mesh().manual_axes, *_names(axis_name))
+    everywhere = tuple(dict.fromkeys(everywhere))
+    # The scaling that comes back can vary over devices where the one that went in does not.
+    like = [x for x in jtu.tree_leaves(assemble(list(avals))[1]) if isinstance(x, ShapedArray)]
+    start = [_varying(x, aval) for x, aval in zip(start, like, strict=True)]
+
+    def body(carry):
+        attempt, _, _, after, first, _ = carry
+        arrays = step(after)
+        out = assemble(arrays)
+        adjusted = flat(out[1])
+        first = [jnp.where(attempt == 0, x, y) for x, y in zip(adjusted, first, strict=True)]
+        following, mendable = _mendable(build(after), out, axis_name)
+        again = _on_any(mendable, everywhere)
+        following = [
+            x if x is y else jnp.where(mendable, x, y)
+            for x, y in zip(flat(following), after, strict=True)
+        ]
+        return attempt + 1, again, after, following, first, arrays
+
+    def going_on(carry):
+        attempt, again, *_ = carry
+        return again & (attempt < ATTEMPTS)
+
+    carry = (
+        jnp.zeros((), jnp.int32),
+        jnp.array(True),
+        start,
+        start,
+        start,
+        [_zeros(aval) for aval in avals],
+    )
+    _, _, found, _, first, arrays = lax.while_loop(going_on, body, carry)
+    out = _finished(assemble(arrays), build(first))
+    return flat(out), found
+
+
+def differentiable_search(
+    closed: ClosedJaxpr,
+    values: list[Array],
+    places: Sequence[int],
+    assemble: Callable[[list[Array]], tuple],
+    scaling: AbstractLossScaling,
+    axis_name: Any,
+) -> list[Array]:
+    """What a step of a jaxpr returns at the largest scales at which it can be taken.
+
+    A loop has no derivative in reverse mode. So its derivative is that of the step at the scales
+    that were found.
+
+    **Arguments:**
+
+    - `closed`, `values`: the step and its arguments.
+    - `places`: which of them are the arrays of `scaling`.
+    - `assemble`, `scaling`, `axis_name`: as for `search`.
+    """
+
+    def at(consts, values, arrays):
+        values = list(values)
+        for i, x in zip(places, arrays, strict=True):
+            values[i] = x
+        return arrays_of(ClosedJaxpr(closed.jaxpr, consts), values)
+
+    def found(consts, values):
+        def step(arrays):
+            # Tied to the scales, so that XLA keeps no part of the forward pass outside of the loop:
+            # it would be in memory all at once.
+            return at(*lax.optimization_barrier((consts, values, arrays)))
+
+        return search(step, assemble, closed.out_avals, scaling, axis_name)
+
+    @jax.custom_jvp
+    def run(consts, values):
+        return found(consts, values)[0]
+
+    @run.defjvp
+    def _(primals, tangents):
+        out, arrays = found(*primals)
+        _, tangent = jax.jvp(lambda *args: at(*args, arrays), primals, tangents)
+        return out, tangent
+
+    return run(list(closed.consts), values)
