@@ -99,7 +99,12 @@ def test_tf32_under_a_line_search_is_told(on_a_gpu):
     mpx.optimizer_update(params, adam, adam.init(params), params, True)
 
 
+def jaxs_own(model, points):
+    return eqx.filter_grad(regression)(model, points)
+
+
 LOSSES = {
+    "JAX's own": {},
     "float32": {"use_mixed_precision": False},
     "forward='float32'": {"forward": "float32"},
     "FullPrecision": {},
@@ -107,6 +112,7 @@ LOSSES = {
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")  # small layers
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_product_is_tf32_in_the_program_for_an_h100(name):
     deviceless = pytest.importorskip("benchmarks._deviceless")
@@ -117,6 +123,9 @@ def test_no_product_is_tf32_in_the_program_for_an_h100(name):
 
     def step(arrays, points):
         scaling = mpx.NoOpLossScaling()
+        if name == "JAX's own":
+            model = eqx.combine(arrays, static)
+            return eqx.filter(jaxs_own(model, points), eqx.is_array)
         with mpx.half_precision("bfloat16"):
             gradient = mpx.filter_grad(pde, scaling, **LOSSES[name])
             return eqx.filter(gradient(eqx.combine(arrays, static), points)[2], eqx.is_array)
@@ -127,7 +136,11 @@ def test_no_product_is_tf32_in_the_program_for_an_h100(name):
         )
     except deviceless.TargetUnavailable as e:
         pytest.skip(str(e))
-    assert_true_float32(deviceless, compiled)
+    if name == "JAX's own":  # which shows that the test below can fail
+        with pytest.raises(AssertionError):
+            assert_true_float32(deviceless, compiled)
+    else:
+        assert_true_float32(deviceless, compiled)
 
 
 def assert_true_float32(deviceless, compiled):

@@ -135,7 +135,8 @@ class CoordinateMLP(eqx.Module):
             unit of length). They are not trained.
         - `periodic`: the period of each coordinate in which the fields are to be periodic: a
             mapping from indices to periods, such as `{0: 2.0}`.
-        - `full_precision_last`: whether the output layer is float32 too.
+        - `full_precision_last`: whether the output layer is float32 too. Without `forward=` that
+            is worth 0 to 20 % of the error in float16, and nothing that shows in bfloat16.
         - `dtype`: what hidden layers multiply in; by default the dtype of their weights. With a
             half type, uncast float32 masters enter the products themselves, and their gradients
             leave them in float32.
