@@ -99,7 +99,7 @@ PRECISIONS = {
     # Controls of chance: float32 that begins almost as float32 does.
     "float32-rounded": Precision("float32", rounded=True),
     "float32-dropped": Precision("float32", dropped=DROPPED),
-    # Split products are those of float32 on a CPU; `benchmarks breadth` emulates them.
+    # On a CPU split products are rounded as by hardware that has them, and take longer.
     "forward-bfloat16_x3-bfloat16": Precision("bfloat16", "bfloat16_x3"),
     "forward-bfloat16_x3-float16": Precision("float16", "bfloat16_x3"),
     "float64": Precision("float64"),
