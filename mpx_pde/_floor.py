@@ -82,7 +82,7 @@ class PrecisionFloor(eqx.Module):
     def __str__(self) -> str:
         if isinstance(self.gradient, Tracer):
             return f"PrecisionFloor of {self.precision} against {self.above}, being traced"
-        rows = [("loss", self.loss, None)]
+        rows: list[tuple[str, Any, Any]] = [("loss", self.loss, None)]
         rows += [(f"  {name}", x, None) for name, x in self.terms.items()]
         rows.append(("gradient", self.gradient, self.noise))
         worst = sorted(self.parameters, key=lambda path: -float(self.parameters[path]))
@@ -228,7 +228,7 @@ class _Floor(eqx.Module):
         """The gradient in the precision above, where arguments are as [`_widened`][] says."""
         present = self.gradient
         full = self.above in ("full", "float64")
-        options = {"use_mixed_precision": False} if full else options_of(self.above)
+        options: dict[str, Any] = options_of("full" if full else self.above)
         return Gradient(
             _CALL,
             self.arguments(present.func),
