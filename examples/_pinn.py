@@ -344,8 +344,8 @@ def as_trained(model: Any, precision: str, ladder: mpx.PrecisionLadder) -> Any:
     """The network as the last steps have seen it."""
     if ladder.rung == "full":
         return model
-    given = casts(precision)
-    return mpx.as_trained(model, policy=given["policy"], forward=ladder.rung)
+    policy = casts(precision)["policy"]
+    return mpx.as_trained(model, policy=policy, **ladder.options)
 
 
 def uniform(key: PRNGKeyArray, count: int, low: Any, high: Any) -> Float32[Array, "count coords"]:
