@@ -213,7 +213,7 @@ def measure(report: Report, case: Case, clock: bool) -> None:
         try:
             start = time.perf_counter()
             run = jax.jit(partial(step, way, static, case.problem))
-            compiled = run.lower(arrays, x).compile()
+            compiled: Any = run.lower(arrays, x).compile()
             spent = time.perf_counter() - start
             cost, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
             _, out = compiled(arrays, x)
