@@ -44,6 +44,7 @@ STEP = (*PRODUCTS, *_library("_tree", "_loss_scaling", "_search", "_gradient", "
 DERIVATIVES = (
     *PRODUCTS,
     *_library("derivatives/*", "propagation/*", "_jaxpr", "_flat", "_forward", "_order"),
+    *_library("_primitives"),
     *_library("nn/_mlp", "nn/_ansatz", "nn/_activations"),
 )
 OPERATORS = (
@@ -51,7 +52,9 @@ OPERATORS = (
     *_library("nn/_fno", "nn/_spectral*", "nn/_dft", "nn/_arithmetic", "nn/_stabilizers"),
     *_library("nn/_activations", "_order"),
 )
-AUTOCAST = _library("autocast/*", "_jaxpr", "_conv", "_reverse", "checkpoint_policies")
+AUTOCAST = _library(
+    "autocast/*", "_jaxpr", "_primitives", "_conv", "_reverse", "checkpoint_policies"
+)
 COMPILER = _benchmarks("_deviceless")
 CLOCK = _benchmarks("_report")
 ROOFLINE = _benchmarks("_roofline", "_chips", "_hlo")

@@ -10,9 +10,10 @@ import optax
 import pytest
 from helpers import normal, tree_allclose
 
-from benchmarks import _figures
+from benchmarks import _figures, networks
 from benchmarks.__main__ import questions
 from benchmarks._levels import LEVELS, PIECE_MINUTES, Run, pieces
+from benchmarks._report import Report
 from benchmarks._rivals import RivalMissing, failure, require
 from benchmarks._tf32 import emulate_tf32
 from benchmarks._trainings import Moment, first_below, take_turns
@@ -163,3 +164,43 @@ def test_a_figure_tells_what_it_was_drawn_from(tmp_path):
     assert _figures.drawn_from(path) == figure.digest(data)
     changed = {**data, "environment": {**data["environment"], "jax": "0"}}
     assert _figures.drawn_from(path) != figure.digest(changed)
+
+
+# --- Derivatives of networks ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("problem", networks.PROBLEMS, ids=lambda p: p.name)
+def test_all_rivals_take_the_same_derivative(problem):
+    if problem.size > 3:
+        problem = problem._replace(size=5)  # summed by a `vmap`
+    fun = lambda p: jnp.sin(p[0]) * jnp.exp(p[1] / 2) + jnp.sum(p**4)
+    p = jnp.linspace(0.2, 0.7, problem.size)
+    x, y = float(p[0]), float(p[1])
+    wave = np.exp(y / 2)
+    want = {
+        "order": {
+            1: np.cos(x) * wave + 4 * x**3,
+            2: -np.sin(x) * wave + 12 * x**2,
+            3: -np.cos(x) * wave + 24 * x,
+            4: np.sin(x) * wave + 24,
+        }[problem.order],
+        "laplacian": (1 / 4 - 1) * np.sin(x) * wave + 12 * float(jnp.sum(p**2)),
+        "biharmonic": (1 - 2 / 4 + 1 / 16) * np.sin(x) * wave + 48,
+    }[problem.operator]
+    for way in (networks.ours, networks.nested, networks.by_jet):
+        # float32, by some twenty operations.
+        assert abs(float(jax.jit(way(fun, problem))(p)) / want - 1) < 1e-5
+
+
+def test_a_benchmark_of_networks_goes_on_where_it_was_left(tmp_path):
+    args = argparse.Namespace(anew=False, out=tmp_path, width=8)
+    report = Report("networks", command="")
+    report.record("costs", network="KAN", problem="order 1")
+    report.sections["width"] = [{"width": 8}]
+    report.save(tmp_path)
+    again = Report("networks", command="")
+    networks.resume(again, args)
+    assert again.sections["costs"] == report.sections["costs"]
+    other = Report("networks", command="")
+    networks.resume(other, argparse.Namespace(anew=False, out=tmp_path, width=16))
+    assert "costs" not in other.sections

@@ -10,6 +10,7 @@ from pathlib import Path
 from . import (
     _accuracy,
     _breadth,
+    _networks,
     _operators,
     _pinns,
     _predicted,
@@ -42,6 +43,7 @@ TABLES = {
     "pinn-step": _rivals.pinn_step,
     "pinn-sweep": _rivals.pinn_sweep,
     "pinns": _pinns.pinns,
+    "networks": _networks.networks,
     "operators": _operators.table(_operators.precisions),
     "operators-preactivations": _operators.table(_operators.preactivations),
     "operators-modes": _operators.table(_operators.modes),

@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Primitive
 
+from .._primitives import asks_for_more
 from . import tables
 
 
@@ -96,6 +97,7 @@ def match(patterns: Sequence[str], primitive: str, scopes: tuple[str, ...]) -> s
     return None
 
 
+<<<<<<< HEAD
 def asks_for_more(eqn: JaxprEqn) -> bool:
     """Whether the program asks this product for more than JAX's default precision."""
     precision = eqn.params["precision"]
@@ -104,6 +106,8 @@ def asks_for_more(eqn: JaxprEqn) -> bool:
     return precision not in (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
 
 
+=======
+>>>>>>> a7c3e89 (Autocast, the engine and reports of ranges share one table of kinds of primitives; terms that count alike are summed first; a page of derivatives of many networks)
 def says_its_dtype(eqn: JaxprEqn) -> bool:
     """Whether the program names what a mixed product multiplies in."""
     given = eqn.params.get("given")

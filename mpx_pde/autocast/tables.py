@@ -5,16 +5,17 @@ functions that grow or shrink faster than their argument, in float32; the cheap 
 its operands are in.
 """
 
-PRODUCTS: dict[str, str] = {
-    "dot_general": "tensor cores multiply halves exactly and accumulate in float32",
-    "conv_general_dilated": "tensor cores multiply halves exactly and accumulate in float32",
-}
+from .. import _primitives
+
+
+PRODUCTS: dict[str, str] = dict.fromkeys(
+    _primitives.PRODUCTS, "tensor cores multiply halves exactly and accumulate in float32"
+)
 """Operands rounded to half inside the operation, float32 accumulation, result in half."""
 
-MIXED: dict[str, str] = {
-    "mixed_dot_general": "a mixed product already: it says its precision itself",
-    "mixed_conv_general_dilated": "a mixed product already: it says its precision itself",
-}
+MIXED: dict[str, str] = dict.fromkeys(
+    _primitives.MIXED, "a mixed product already: it says its precision itself"
+)
 """The library's own products in the code of the user: operands as they come."""
 
 _GROWS = "leaves the range of float16 for ordinary arguments"
@@ -69,7 +70,7 @@ FEEDS: tuple[str, ...] = ("exp", "exp2", "expm1", "log", "log1p", "pow", "square
 of them is computed in float32 too: the difference to the largest logit in a softmax, the
 residual in a squared error. (So is what is raised to an even power by `integer_pow`.)"""
 
-ARITHMETIC: tuple[str, ...] = ("add", "sub", "mul", "div", "neg", "add_any")
+ARITHMETIC: tuple[str, ...] = _primitives.ARITHMETIC
 
 SUMS: tuple[str, ...] = (
     "reduce_sum",
@@ -112,16 +113,7 @@ FOLLOW: dict[str, str] = dict.fromkeys(
         "cos",
         "atan",
         "atan2",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "eq_to",
-        "le_to",
-        "lt_to",
-        "is_finite",
+        *_primitives.COMPARISONS,
         "reduce_max",
         "reduce_min",
         "argmax",
@@ -151,25 +143,7 @@ FOLLOW: dict[str, str] = dict.fromkeys(
 """Half if what was computed is half, else float32. Parameters, inputs and constants give way."""
 
 LAYOUT: dict[str, str] = dict.fromkeys(
-    (
-        "broadcast_in_dim",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "rev",
-        "slice",
-        "dynamic_slice",
-        "concatenate",
-        "stack",
-        "tile",
-        "split",
-        "unstack",
-        "copy",
-        "sharding_constraint",
-        "reshard",
-        "pvary",
-    ),
-    "moves values without arithmetic",
+    (*_primitives.MOVES, *_primitives.PLACES), "moves values without arithmetic"
 )
 """As `FOLLOW`, and a float32 master that goes through remains one."""
 
@@ -206,8 +180,9 @@ OWN: dict[str, str] = {
     "custom_pullback": "the derivative of what is in mixed precision already",
     "debug_callback": "shows values as the program has them",
     "debug_print": "shows values as the program has them",
-    "pure_callback": "the host's function is written for the program's dtypes",
-    "io_callback": "the host's function is written for the program's dtypes",
+    **dict.fromkeys(
+        _primitives.CALLBACKS, "the host's function is written for the program's dtypes"
+    ),
     "device_put": "moves values between devices",
     "layout_constraint": "fixes values as the program has them",
     "optimization_barrier": "fixes values as the program has them",

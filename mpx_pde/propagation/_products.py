@@ -1,7 +1,7 @@
 """In which precision a product of streams is taken."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ from .._dot import Given, match_varying_axes, mixed_dot_general_p
 from .._dtypes import is_half
 from .._flat import Constant, Flat, variables
 from .._jaxpr import aval_of
+from .._primitives import asks_for_more
+from ._plan import Index
 from ._rules import Rules, after_product
 from ._segments import Role
 from ._streams import RAW, Jet, Storage, bind, is_inexact
@@ -76,31 +78,24 @@ class Product:
         stage = after_product(a, b)
         both = isinstance(a, Jet) and isinstance(b, Jet)
 
-        def multiply(x, y, left, right):
-            sizes = [rules.plan.size(k) if k else None for k in (left, right)]
-            axes = tuple(None if n is None else 0 for n in sizes)
-            product = own if axes == (None, None) else jax.vmap(own, in_axes=axes)
-            return product(x, y)
-
         if not both:
             jet = a if isinstance(a, Jet) else b
-            at = lambda key: (a.streams[key], b) if jet is a else (a, b.streams[key])
-            keys = lambda key: (key, ()) if jet is a else ((), key)
-            primal = multiply(*((a.primal, b) if jet is a else (a, b.primal)), (), ())
+
+            def times(x, key):
+                pair, keys = ((x, b), (key, ())) if jet is a else ((a, x), ((), key))
+                return _stacked(own, rules, *keys)(*pair)
+
             streams = {}
-            for key in jet.streams:
-                x = multiply(*at(key), *keys(key))
-                scaled = storage.is_stored(jet.streams[key]) and not storage.is_stored(x)
+            for key, stream in jet.streams.items():
+                x = times(stream, key)
+                scaled = storage.is_stored(stream) and not storage.is_stored(x)
                 streams[key] = storage.unscaled(x, key) if scaled else x
-            return [Jet(primal, streams, stage)], _describe(dtype, out_dtype)
+            return [Jet(times(jet.primal, ()), streams, stage)], _describe(dtype, out_dtype)
 
         wide = _mixed(step.eqn, dtype, storage.registers) if half else own
 
         def product(x, y, left, right):
-            sizes = [rules.plan.size(k) if k else None for k in (left, right)]
-            axes = tuple(None if n is None else 0 for n in sizes)
-            fun = wide if axes == (None, None) else jax.vmap(wide, in_axes=axes)
-            out = fun(x, y)
+            out = _stacked(wide, rules, left, right)(x, y)
             for array, key in ((x, left), (y, right)):
                 if key and storage.is_stored(array):
                     out = storage.unscaled(out, key)
@@ -120,7 +115,7 @@ class Product:
             # What was multiplied in half is, in a pass in full precision, in full.
             full = self._meets_point(operands) or storage.dtype is None
             return None if full or not is_half(dtype) else dtype
-        if storage.dtype is None or _asks_for_more(eqn) or self._meets_point(operands):
+        if storage.dtype is None or asks_for_more(eqn) or self._meets_point(operands):
             return None
         for x, atom in zip(operands, step.inputs, strict=True):
             if not isinstance(x, Jet) and not (
@@ -156,6 +151,7 @@ class Product:
         return storage.stored(x) if half else storage.loaded(x)
 
 
+<<<<<<< HEAD
 def widens(eqn: Any, operands: Sequence[Any], storage: Storage) -> bool:
     """Whether an equation casts what is kept in half to what it is computed with."""
     x = operands[0]
@@ -179,6 +175,12 @@ def is_biased(eqn: Any, operands: Sequence[Any], storage: Storage) -> bool:
         and isinstance(others[0], jax.Array)
         and others[0].ndim > 0
     )
+=======
+def _stacked(product: Callable, rules: Rules, left: Index, right: Index) -> Callable:
+    """A product of two streams, either of which may be stacked along a leading axis."""
+    axes = tuple(None if not key or rules.plan.size(key) is None else 0 for key in (left, right))
+    return product if axes == (None, None) else jax.vmap(product, in_axes=axes)
+>>>>>>> a7c3e89 (Autocast, the engine and reports of ranges share one table of kinds of primitives; terms that count alike are summed first; a page of derivatives of many networks)
 
 
 def _describe(dtype: Any, out_dtype: Any) -> str:
@@ -186,6 +188,7 @@ def _describe(dtype: Any, out_dtype: Any) -> str:
     return f"{name} × {name} → {jnp.dtype(out_dtype).name}"
 
 
+<<<<<<< HEAD
 def _asks_for_more(eqn: Any) -> bool:
     precision = eqn.params.get("precision")
     parts = precision if isinstance(precision, tuple) else (precision,)
@@ -204,6 +207,10 @@ def _leaves_it_open(eqn: Any) -> bool:
 
 def _mixed(eqn: Any, dtype: Any, out_dtype: Any, algorithm: str | None = None) -> Any:
     dropped = ("precision", "preferred_element_type", "algorithm")
+=======
+def _mixed(eqn: Any, dtype: Any, out_dtype: Any) -> Any:
+    dropped = ("precision", "preferred_element_type")
+>>>>>>> a7c3e89 (Autocast, the engine and reports of ranges share one table of kinds of primitives; terms that count alike are summed first; a page of derivatives of many networks)
     params = {k: v for k, v in eqn.params.items() if k not in dropped}
     params |= {"dtype": jnp.dtype(dtype), "out_dtype": jnp.dtype(out_dtype), "given": Given()}
     is_dot = "dot_general" in eqn.primitive.name

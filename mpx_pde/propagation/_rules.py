@@ -1,6 +1,11 @@
 """How each kind of primitive maps streams: linear, product, elementwise, by selection."""
 
+<<<<<<< HEAD
 from collections.abc import Callable, Mapping, Sequence
+=======
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+>>>>>>> a7c3e89 (Autocast, the engine and reports of ranges share one table of kinds of primitives; terms that count alike are summed first; a page of derivatives of many networks)
 from typing import Any
 
 import jax
@@ -55,27 +60,30 @@ class Rules:
     def _summands(self, key: Index) -> Sequence[tuple[Any, Index]]:
         return self.weights[key] if key in self.weights else ((None, key),)  # noqa: SIM401
 
-    def _gather(self, key: Index, inner: Callable[[Index], Any]) -> Any:
-        """The part of a stream that `inner` gives for each index it stands for."""
-        total = None
+    def _gather(self, key: Index, inner: Callable[[Index], Iterable[tuple[int, Any]]]) -> Any:
+        """The part of a stream that `inner` gives for each index it stands for: terms, and how
+        often each counts. Terms that count alike are added up before they are multiplied."""
+        found: dict[Any, Any] = {}
         for weight, index in self._summands(key):
-            part = inner(index)
-            if part is None:
-                continue
-            if weight is not None:
-                part = self.weighted(weight, part, index)
-            total = part if total is None else total + part
-        return total
+            for count, x in inner(index):
+                factor = count
+                if isinstance(weight, int | float):
+                    factor, x = count * weight, self.weighted(1, x, index)
+                elif weight is not None:
+                    x = self.weighted(weight, x, index)
+                found[factor] = found[factor] + x if factor in found else x
+        parts = [x if factor == 1 else factor * x for factor, x in found.items()]
+        return sum(parts[1:], parts[0]) if parts else None
 
     def weighted(self, weight: Any, x: Any, index: Index) -> Any:
-        if self.plan.size(index) is None:
-            return x if isinstance(weight, int | float) and weight == 1 else weight * x
-        if np.ndim(weight) == 0:
-            return self._weighted_sum(x) if weight == 1 else weight * self._weighted_sum(x)
-        return jnp.sum(jnp.reshape(weight, (-1,) + (1,) * (x.ndim - 1)) * x, axis=0)
-
-    def _weighted_sum(self, x: Any) -> Any:
-        return jnp.sum(x, axis=0)
+        """A summand times its weight; of a stacked one the sum."""
+        one = isinstance(weight, int | float) and weight == 1
+        if self.plan.size(index) is not None:
+            if np.ndim(weight):
+                weighted = jnp.reshape(weight, (-1,) + (1,) * (x.ndim - 1)) * x
+                return jnp.sum(weighted, axis=0)
+            x = jnp.sum(x, axis=0)
+        return x if one else weight * x
 
     def leibniz(self, op: Callable, a: Jet, b: Jet) -> Streams:
         """The streams of a product of two values that both depend on the point.
@@ -91,12 +99,9 @@ class Rules:
                 parts.append(op(a.primal, b.streams[key], (), key))
 
             def mixed(index):
-                terms = [
-                    _times(count, op(a.streams[left], b.streams[right], left, right))
-                    for count, left, right in splits(index)
-                    if left in a.streams and right in b.streams
-                ]
-                return sum(terms[1:], terms[0]) if terms else None
+                for count, left, right in splits(index):
+                    if left in a.streams and right in b.streams:
+                        yield count, op(a.streams[left], b.streams[right], left, right)
 
             rest = self._gather(key, mixed)
             if rest is not None:
@@ -122,15 +127,13 @@ class Rules:
                 out[key] = sum(parts[1:], parts[0])
         return out
 
-    def _blocks(self, index: Index, order: int, x: Jet) -> Any:
-        terms = []
+    def _blocks(self, index: Index, order: int, x: Jet) -> Iterator[tuple[int, Any]]:
         for count, blocks in chains(index).get(order, ()):
             if all(block in x.streams for block in blocks):
-                factor = x.streams[blocks[0]]
-                for block in blocks[1:]:
-                    factor = factor * x.streams[block]
-                terms.append(_times(count, factor))
-        return sum(terms[1:], terms[0]) if terms else None
+                yield (
+                    count,
+                    math.prod((x.streams[b] for b in blocks[1:]), start=x.streams[blocks[0]]),
+                )
 
     def order(self, x: Jet) -> int:
         """The highest derivative that a function of `x` needs."""
@@ -259,12 +262,9 @@ class Rules:
                 minus.append(primal * b.streams[key])
 
             def mixed(index, q=q):
-                terms = [
-                    _times(count, b.streams[left] * q[right])
-                    for count, left, right in splits(index)
-                    if left in b.streams and right in q
-                ]
-                return sum(terms[1:], terms[0]) if terms else None
+                for count, left, right in splits(index):
+                    if left in b.streams and right in q:
+                        yield count, b.streams[left] * q[right]
 
             rest = self._gather(key, mixed)
             if rest is not None:
@@ -375,10 +375,6 @@ class Rules:
 
             tower = nested_tower(fun, self.order(x), x.primal)
         return [Jet(tower[0], self.compose(tower, x), _nonlinear(x))]
-
-
-def _times(count: int, x: Any) -> Any:
-    return x if count == 1 else count * x
 
 
 def _nonlinear(*operands: Operand) -> int:

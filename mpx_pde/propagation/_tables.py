@@ -1,7 +1,12 @@
 """Which primitive derivatives pass in which way. Data only: `_rules.py` reads it."""
 
+from .. import _primitives
+
+
 LINEAR: frozenset[str] = frozenset(
     {
+        *_primitives.MOVES,
+        *_primitives.PLACES,
         # sums
         "add",
         "sub",
@@ -10,32 +15,15 @@ LINEAR: frozenset[str] = frozenset(
         "reduce_sum",
         "cumsum",
         "reduce_window_sum",
-        # moves
-        "broadcast_in_dim",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "expand_dims",
-        "rev",
-        "slice",
-        "dynamic_slice",
+        # moves with indices, targets and masks of their own
         "dynamic_update_slice",
-        "concatenate",
-        "stack",
-        "unstack",
-        "split",
-        "tile",
         "pad",
         "gather",
         "scatter",
         "scatter-add",
         "scatter-sub",
         "select_n",
-        "copy",
-        "copy_p",
         "name",
-        "sharding_constraint",
-        "reshard",
         "layout_constraint",
         "optimization_barrier",
         "device_put",
@@ -49,7 +37,6 @@ LINEAR: frozenset[str] = frozenset(
         # between devices
         "psum",
         "psum_invariant",
-        "pvary",
         "pcast",
         "ppermute",
         "all_gather",
@@ -61,15 +48,8 @@ LINEAR: frozenset[str] = frozenset(
 )
 """Linear in all floating-point operands together: each stream goes through by itself."""
 
-PRODUCTS: frozenset[str] = frozenset(
-    {
-        "dot_general",
-        "mixed_dot_general",
-        "conv_general_dilated",
-        "mixed_conv_general_dilated",
-    }
-)
-"""Linear in each of two operands, and worth tensor cores."""
+PRODUCTS: frozenset[str] = frozenset({*_primitives.PRODUCTS, *_primitives.MIXED})
+"""By the rule of Leibniz, in the precision of `_products.py`."""
 
 ELEMENTWISE: frozenset[str] = frozenset(
     {
@@ -92,21 +72,12 @@ closed form see `_towers.py`."""
 
 CONSTANT: frozenset[str] = frozenset(
     {
+        *_primitives.COMPARISONS,
         "stop_gradient",
         "sign",
         "floor",
         "ceil",
         "round",
-        "eq",
-        "ne",
-        "lt",
-        "le",
-        "gt",
-        "ge",
-        "eq_to",
-        "lt_to",
-        "le_to",
-        "is_finite",
         "argmax",
         "argmin",
         "and",
@@ -118,33 +89,11 @@ CONSTANT: frozenset[str] = frozenset(
 """Constant wherever they have a derivative."""
 
 LAYOUT: frozenset[str] = frozenset(
-    {
-        "broadcast_in_dim",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "expand_dims",
-        "rev",
-        "slice",
-        "concatenate",
-        "stack",
-        "unstack",
-        "split",
-        "copy",
-        "copy_p",
-        "gather",
-        "dynamic_slice",
-        "pad",
-        "convert_element_type",
-        "neg",
-        "add",
-        "sub",
-        "mul",
-        "div",
-    }
+    {*_primitives.MOVES, "gather", "pad", "convert_element_type"}
+    | {"neg", "add", "sub", "mul", "div"}
 )
 """What a coordinate goes through unchanged in kind. Done on the constant first derivatives of the
 point itself, it shows which of them vanish, as in a network with a part for each coordinate."""
 
-CALLBACKS: frozenset[str] = frozenset({"pure_callback", "io_callback"})
-"""Python functions, of which nothing is known; JAX has a rule for them that only raises."""
+CALLBACKS: frozenset[str] = frozenset(_primitives.CALLBACKS)
+"""JAX has a rule for them that only raises."""

@@ -1,0 +1,50 @@
+"""What kind of operation a primitive is: what `autocast`, the derivative engine and the reports of
+ranges all ask. Which precision that means says `autocast/tables.py`, and how derivatives pass
+`propagation/_tables.py`; both are made of these."""
+
+from jax import lax
+from jax.extend.core import JaxprEqn
+
+
+PRODUCTS = ("dot_general", "conv_general_dilated")
+"""Linear in each of two operands, and worth tensor cores."""
+
+MIXED = tuple(f"mixed_{name}" for name in PRODUCTS)
+"""The library's own products."""
+
+ARITHMETIC = ("add", "sub", "mul", "div", "neg", "add_any")
+
+MOVES = (
+    "broadcast_in_dim",
+    "reshape",
+    "transpose",
+    "squeeze",
+    "expand_dims",
+    "rev",
+    "slice",
+    "dynamic_slice",
+    "concatenate",
+    "stack",
+    "unstack",
+    "split",
+    "tile",
+    "copy",
+    "copy_p",
+)
+"""Moves values on one device, without arithmetic."""
+
+PLACES = ("sharding_constraint", "reshard", "pvary")
+"""Says on which devices values are, and changes none."""
+
+COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "is_finite")
+
+CALLBACKS = ("pure_callback", "io_callback")
+"""Python functions, of which nothing is known."""
+
+
+def asks_for_more(eqn: JaxprEqn) -> bool:
+    """Whether the program asks a product for more than JAX's default precision."""
+    precision = eqn.params.get("precision")
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    default = (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
+    return any(p not in default for p in parts)
