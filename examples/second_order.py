@@ -4,8 +4,8 @@ The problem is
 
     Δu = −2π² sin(πx) sin(πy)    in [−1, 1]²,    u = 0    on its boundary,
 
-whose solution is sin(πx) sin(πy). A network of some 500 parameters takes damped Gauss–Newton steps: the
-residual decides where the training ends, and the Jacobian only how it gets there.
+whose solution is sin(πx) sin(πy). A network of some 500 parameters takes damped Gauss–Newton steps:
+the residual decides where the training ends, and the Jacobian only how it gets there.
 
     python examples/second_order.py                             # float64
     python examples/second_order.py --forward float32
