@@ -1,13 +1,11 @@
-"""A Poisson equation to an error of 1e-6 and below, by Levenberg–Marquardt.
+"""A Poisson equation by Levenberg–Marquardt, with residual and Jacobian in precisions of their own.
 
 The problem is
 
     Δu = −2π² sin(πx) sin(πy)    in [−1, 1]²,    u = 0    on its boundary,
 
-whose solution is sin(πx) sin(πy). Adam ends at 1e-4 or so on it, in whatever precision. Here a
-network of some 500 parameters takes damped Gauss–Newton steps, with the residual in one precision
-and its Jacobian in another: the residual decides where the training ends, and the Jacobian only how
-it gets there.
+whose solution is sin(πx) sin(πy). A network of some 500 parameters takes damped Gauss–Newton steps:
+the residual decides where the training ends, and the Jacobian only how it gets there.
 
     python examples/second_order.py                             # float64
     python examples/second_order.py --forward float32
@@ -35,7 +33,7 @@ import mpx_pde as mpx
 
 PI = jnp.pi
 INSIDE, EDGE = 700, 200  # examples of each residual
-STEPS = {"lm": 200, "lbfgs": 1000, "muon": 3000}
+STEPS = {"lm": 600, "lbfgs": 1000, "muon": 3000}
 Point = Float[Array, "2"]
 
 

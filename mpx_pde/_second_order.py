@@ -60,9 +60,8 @@ class LevenbergMarquardt(eqx.Module):
     Marquardt's method*, 1999).
 
     A Jacobian has as many entries as there are residuals times parameters, and a step takes some
-    `2 (residuals + parameters) parameters²` operations: this is for up to a few thousand of either,
-    which is what it takes to solve smooth equations to 1e-6 and below. Needs
-    [lineax](https://docs.kidger.site/lineax): `pip install "mpx-pde[second_order]"`.
+    `2 (residuals + parameters) parameters²` operations: this is for up to a few thousand of either.
+    Needs [lineax](https://docs.kidger.site/lineax): `pip install "mpx-pde[second_order]"`.
 
     ```python
     def interior(model, point):

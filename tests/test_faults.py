@@ -236,11 +236,8 @@ class Biased(eqx.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("forward", "reason"),
-    [("half", "the smallest scale of 'x'"), ("float32", "a constant above 65504")],
-)
-def test_a_constant_beyond_float16_is_named(forward, reason):
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_a_constant_beyond_float16_is_named():
     """From start to end: it skips every step, and the error says whose fault that is."""
 
     def loss(model, points, *, derivatives):
@@ -251,12 +248,10 @@ def test_a_constant_beyond_float16_is_named(forward, reason):
         mpx.nn.CoordinateMLP(1, 1, 8, 2, key=jax.random.key(0)), jnp.array(1e5, jnp.float32)
     )
     scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("x", order=2))
-    step = eqx.filter_jit(
-        lambda m, s, x: mpx.filter_grad(loss, s, keep_full=(False, True), forward=forward)(m, x)
-    )
+    step = eqx.filter_jit(lambda m, s, x: mpx.filter_grad(loss, s, keep_full=(False, True))(m, x))
     points = jnp.linspace(0.1, 1.0, 8)[:, None]
     for _ in range(60):
         scaling, finite, _ = step(model, scaling, points)
         assert not finite
-    with pytest.raises(eqx.EquinoxRuntimeError, match=reason):
+    with pytest.raises(eqx.EquinoxRuntimeError, match="smallest scale of 'x'"):
         mpx.error_if_stuck(scaling, scaling, max_consecutive_skips=50)

@@ -19,19 +19,19 @@ OPTIMIZER = optax.adam(1e-2)
 
 
 class Net(eqx.Module):
-    """A network of coordinates in units of 1/300: second derivatives of 1e5."""
+    """A network of coordinates in units of 1/600: second derivatives beyond float16."""
 
     mlp: mpx.nn.CoordinateMLP
 
     def __call__(self, p):
-        return 30.0 * self.mlp(300.0 * p)
+        return 30.0 * self.mlp(600.0 * p)
 
 
 def poisson(model, points, *, derivatives):
     d = jax.vmap(mpx.partials(model, ["u", "u_xx"], coords="x", outputs="u", scaling=derivatives))(
         points
     )
-    return jnp.mean((d["u_xx"] - 1e4 * d["u"] + 1e5) ** 2)
+    return jnp.mean((1e-6 * d["u_xx"] + d["u"]) ** 2)
 
 
 def start():
@@ -52,7 +52,7 @@ def step(model, state, scaling, points, *, search=True):
 
 
 def batches():
-    return jax.random.uniform(jax.random.key(1), (4, 32, 1)) / 300.0
+    return jax.random.uniform(jax.random.key(1), (4, 32, 1)) / 600.0
 
 
 @pytest.mark.slow
@@ -64,9 +64,9 @@ def test_the_run_is_that_of_one_which_starts_at_the_right_scales():
         *_, alone, _, finite = step(model, state, alone, batches()[0], search=False)
         if finite:
             break
-    assert alone.skipped_steps > 5
+    assert finite
+    assert alone.skipped_steps > 1
     assert alone.derivatives.skipped_steps > 0
-    assert alone.loss.skipped_steps > 0
     right = mpx.Scaling(
         mpx.DynamicLossScaling(alone.loss.loss_scaling),
         scaling.derivatives.with_exponents(alone.derivatives.exponents),
