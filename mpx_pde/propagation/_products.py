@@ -205,7 +205,11 @@ def _leaves_it_open(eqn: Any) -> bool:
 def _mixed(eqn: Any, dtype: Any, out_dtype: Any, algorithm: str | None = None) -> Any:
     dropped = ("precision", "preferred_element_type", "algorithm")
     params = {k: v for k, v in eqn.params.items() if k not in dropped}
-    params |= {"dtype": jnp.dtype(dtype), "out_dtype": jnp.dtype(out_dtype), "given": Given()}
+    params |= {
+        "dtype": jnp.dtype(dtype),
+        "out_dtype": jnp.dtype(out_dtype),
+        "given": Given(apart=True),
+    }
     is_dot = "dot_general" in eqn.primitive.name
     if is_dot:
         params["algorithm"] = algorithm
