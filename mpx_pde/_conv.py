@@ -48,8 +48,7 @@ def _conv(
     on_gpu: bool = False,
     **window,
 ):
-    del on_gpu
-    del given
+    del on_gpu, given
     product = ft.partial(_convolution, **window)
     return rounded_product(product, x, y, dtype, out_dtype, on_cpu)
 

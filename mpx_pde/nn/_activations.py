@@ -71,8 +71,10 @@ class SafeLayer(eqx.Module):
 
 def _by_erf(x: ArrayLike) -> Array:
     x = jnp.asarray(x)
-    half = np.array(0.5, x.dtype)
-    return half * x * (1 + lax.erf(x * np.array(np.sqrt(0.5), x.dtype)))
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        x = x.astype(float)
+    half, root = (np.array(c, x.dtype) for c in (0.5, np.sqrt(0.5)))
+    return x * (1 + lax.erf(x * root)) * half
 
 
 def _is_exact_gelu(fun: Any) -> bool:
