@@ -159,7 +159,7 @@ class Block(eqx.Module):
 
     def __call__(self, x: Array, activation: Callable) -> Array:
         # In the dtype of both, so that the one product is added onto the other where it stands.
-        y = _kept(self.skip.product(x) + self.spectral.evaluate(x, offset=False))
+        y = _kept(self.skip.product(x) + self.spectral(x))
         y = _stored(_activate(activation, y, self.skip))
         y = _stored(self.mlp.first.product(y))
         y = _stored(_activate(activation, y, self.mlp.first))
