@@ -63,7 +63,6 @@ class Cavity(NamedTuple):
             "TF32": partial(float32, TF32),
             "mpx_pde float16": partial(ours, "partials", "float16"),
             "mpx_pde float16, laplacian": partial(ours, "laplacian", "float16"),
-            "mpx_pde bfloat16": partial(ours, "partials", "bfloat16"),
         }
 
     def _program(self, step: Callable, model: Any, scaling: Any, products: Any = None) -> Program:
@@ -102,7 +101,6 @@ class Operator(NamedTuple):
             "float32": fno_step.Rival(partial(plain, fno_step.plain)),
             "TF32": fno_step.Rival(partial(plain, fno_step.plain), products=TF32),
             "mpx_pde float16": fno_step.Rival(partial(ours, "float16"), "dft"),
-            "mpx_pde bfloat16": fno_step.Rival(partial(ours, "bfloat16"), "dft"),
         }
         return {name: partial(program, rival) for name, rival in rivals.items()}
 

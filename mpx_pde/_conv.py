@@ -37,8 +37,18 @@ def _convolution(x, y, *, precision, preferred_element_type, **window):
     )
 
 
-def _conv(x, y, *, dtype, out_dtype, given: Any = None, on_cpu: bool = False, **window):
-    del given
+def _conv(
+    x,
+    y,
+    *,
+    dtype,
+    out_dtype,
+    given: Any = None,
+    on_cpu: bool = False,
+    on_gpu: bool = False,
+    **window,
+):
+    del on_gpu, given
     product = ft.partial(_convolution, **window)
     return rounded_product(product, x, y, dtype, out_dtype, on_cpu)
 

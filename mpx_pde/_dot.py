@@ -49,13 +49,18 @@ mixed_dot_general_p = Primitive("mixed_dot_general")
 
 
 class Given(NamedTuple):
-    """Which dtypes of a product its caller named. [`mpx_pde.autocast`][] supplies the others."""
+    """Which dtypes of a product its caller named ([`mpx_pde.autocast`][] supplies the others), and
+    whether it is one of several with the same weight that are to stay so."""
 
     dtype: bool = True
     out_dtype: bool = True
+    apart: bool = False
 
 
 _GIVEN = Given()
+
+_APART = 2**21
+"""From operands of this many bytes on, copies take a GPU longer than a product more."""
 
 
 def result_dtype(dtype: np.dtype, out_dtype: np.dtype) -> np.dtype:
@@ -97,11 +102,15 @@ def _dot(
     given: Given = _GIVEN,
     algorithm: str | None = None,
     on_cpu: bool = False,
+    on_gpu: bool = False,
 ):
-    del given
-    product = partial(
-        lax.dot_general, dimension_numbers=dimension_numbers, out_sharding=out_sharding
-    )
+    def product(x, y, **options):
+        if on_gpu and given.apart and max(x.size, y.size) * x.dtype.itemsize >= _APART:
+            # XLA makes one product of those with the same weight, whose operands it puts behind one
+            # another and whose result it cuts up again, with copies.
+            x, y = lax.optimization_barrier((x, y))
+        return lax.dot_general(x, y, dimension_numbers, out_sharding=out_sharding, **options)
+
     if algorithm is not None:
         x, y = (lax.convert_element_type(z, dtype) for z in (x, y))
         split = split_product if on_cpu else _split_by_hardware
@@ -288,7 +297,7 @@ def define_bilinear(primitive, transpose_lhs: Callable, transpose_rhs: Callable)
 
 def define_lowering(primitive, evaluate: Callable) -> None:
     """How a product is evaluated: by a function of its operands and parameters that is told
-    whether it is `on_cpu`."""
+    whether it is `on_cpu` or `on_gpu`."""
 
     # Compiled once for each set of parameters and types, as JAX's own operations are.
     @partial(jax.jit, static_argnames="params")
@@ -296,8 +305,10 @@ def define_lowering(primitive, evaluate: Callable) -> None:
         return primitive.bind(x, y, **dict(params))
 
     primitive.def_impl(lambda x, y, **params: run(x, y, tuple(params.items())))
-    for platform in (None, "cpu"):
-        lowering = partial(evaluate, on_cpu=platform == "cpu")
+    gpus = ("cuda", "rocm")
+    for platform in (None, "cpu", *gpus):
+        where = {"on_gpu": True} if platform in gpus else {"on_cpu": platform == "cpu"}
+        lowering = partial(evaluate, **where)
         mlir.register_lowering(
             primitive, mlir.lower_fun(lowering, multiple_results=False), platform=platform
         )

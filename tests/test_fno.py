@@ -2,7 +2,6 @@
 pass."""
 
 import re
-from functools import partial
 
 import equinox as eqx
 import jax
@@ -267,29 +266,3 @@ def test_errors():
         make()(fields()[0].astype(complex))
     with pytest.raises(ValueError, match=r"`SpectralConv`.*finer grid"):
         make()(fields(4)[0])
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_a_field_in_half_without_an_offset_loses_nothing_by_keeping_its_mean(dtype):
-    """As inside of a network: what the mean is taken out for has been rounded already."""
-    conv = mpx.cast_tree(nn.SpectralConv(4, 4, (8, 8), method="dft", key=jax.random.key(0)), dtype)
-    x = jax.nn.gelu(3 * jax.random.normal(jax.random.key(1), (4, 24, 24))).astype(dtype)
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda w: jnp.asarray(np.asarray(w, np.float64)), conv)
-        want = eqx.tree_at(lambda c: c.method, wide, "fft")(jnp.asarray(np.asarray(x, np.float64)))
-    kept = relative(conv.evaluate(x, offset=False), want)
-    assert kept < 1.2 * relative(conv(x), want)
-
-
-def test_a_batch_stays_behind_the_channels():
-    """Or else products would have to move it there."""
-    model = mpx.cast_to_float16(make(activation=partial(jax.nn.gelu, approximate=False)))
-    run = lambda model, x: jnp.sum(jax.vmap(model)(x) ** 2)
-    jaxpr = jax.make_jaxpr(eqx.filter_grad(run))(model, fields(batch=5))
-    shapes = {
-        e.outvars[0].aval.shape
-        for e in equations(jaxpr)
-        if e.primitive.name == "erf" and e.outvars[0].aval.ndim == 4
-    }
-    assert shapes
-    assert all(shape[1] == 5 for shape in shapes)

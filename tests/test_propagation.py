@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import coordinate_mlp, equations
+from helpers import coordinate_mlp, equations, program_for_gpu
 
 import mpx_pde as mpx
 from mpx_pde import nn
@@ -252,3 +252,15 @@ def test_the_cotangent_that_a_bias_shares_with_a_product_is_written_in_half(forw
     # One for each hidden bias behind a product of halves.
     assert len(written) >= len(model.hidden)
     assert {e.outvars[0].aval.dtype for e in written} == {jnp.dtype("float16")}
+
+
+@pytest.mark.parametrize(("count", "apart"), [(8, False), (131_072, True)])
+def test_products_of_large_streams_with_one_weight_stay_apart_on_a_gpu(count, apart):
+    """XLA would stack the streams of one and cut up its result, with copies."""
+    terms = mpx.laplacian(mpx.cast_to_float16(make()), coords="xy", outputs="uv")
+    x = jax.ShapeDtypeStruct((count, 2), jnp.float32)
+    text = program_for_gpu(jax.jit(jax.vmap(terms)), x)
+    barriers = re.findall(
+        r"optimization_barrier %\S+, %\S+ : tensor<\S*xf16>, tensor<\S*xf16>", text
+    )
+    assert bool(barriers) == apart

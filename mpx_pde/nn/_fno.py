@@ -122,36 +122,31 @@ def _kept(x: Array) -> Array:
     return checkpoint_name(_stored(x), KEPT)
 
 
-def _again(fun: Callable, *args: Array) -> Array:
-    """`fun(*args)`, whose derivative evaluates it anew: what both need would be kept in float32.
+def _shifted(activation: Callable, x: Array, bias: Array | None = None) -> Array:
+    if bias is None:
+        return activation(x)
+    bias = widen(bias).reshape(-1, *(1 for _ in x.shape[1:]))
+    return activation(widen(x) + bias).astype(x.dtype)
 
-    [`jax.checkpoint`][] does that too, but puts the axis of a `vmap` first. That of a batch stands
-    behind the channels, where no product has to move it.
-    """
-    call = jax.custom_jvp(fun)
 
-    def push(primals, tangents):
-        return call(*primals), jax.jvp(fun, lax.optimization_barrier(primals), tangents)[1]
-
-    call.defjvp(push)
-    return call(*args)
+@ft.cache
+def _evaluated_again(activation: SafeActivation) -> Callable:
+    return jax.checkpoint(ft.partial(_shifted, activation))
 
 
 def _activate(activation: Callable, x: Array, layer: Pointwise | None = None) -> Array:
-    """The activation of a field; of the product of a `layer`, its bias is added on the way."""
+    """The activation of a field; of the product of a `layer`, its bias is added on the way.
+
+    The derivative evaluates it anew: what both need would be kept in float32.
+    """
     if not is_half(x.dtype):
         return activation(x if layer is None else layer.shifted(x))
 
-    def run(activation, x, *bias):
-        total = widen(x)
-        for b in bias:
-            total = total + widen(b).reshape(-1, *(1 for _ in x.shape[1:]))
-        return activation(total).astype(x.dtype)
-
-    bias = () if layer is None else (layer.bias,)
+    args = (x,) if layer is None else (x, layer.bias)
     if isinstance(activation, SafeActivation):
-        return _again(ft.partial(run, activation), x, *bias)
-    return jax.checkpoint(lambda x, *bias: run(activation, x, *bias))(x, *bias)
+        return _evaluated_again(activation)(*args)
+    # One with parameters has no hash, by which `checkpoint` knows functions.
+    return jax.checkpoint(lambda *args: _shifted(activation, *args))(*args)
 
 
 class Block(eqx.Module):
@@ -164,7 +159,7 @@ class Block(eqx.Module):
 
     def __call__(self, x: Array, activation: Callable) -> Array:
         # In the dtype of both, so that the one product is added onto the other where it stands.
-        y = _kept(self.skip.product(x) + self.spectral.evaluate(x, offset=False))
+        y = _kept(self.skip.product(x) + self.spectral(x))
         y = _stored(_activate(activation, y, self.skip))
         y = _stored(self.mlp.first.product(y))
         y = _stored(_activate(activation, y, self.mlp.first))

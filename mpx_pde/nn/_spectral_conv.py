@@ -185,11 +185,6 @@ class SpectralConv(eqx.Module):
         **Raises:** `TypeError` for a field that is not real floating-point, `ValueError` for a
         wrong number of channels or axes, or a grid with fewer points than `modes`.
         """
-        return self.evaluate(x, output_shape)
-
-    def evaluate(self, x: Any, output_shape: Any = None, *, offset: bool = True) -> Array:
-        """As a call. Without `offset`, the mean of a field that comes in half precision stays in
-        it: it is known to be no larger than the rest."""
         call = "SpectralConv"
         dims = len(self.modes)
         x = check_field(x, self.in_channels, dims, call)
@@ -220,17 +215,14 @@ class SpectralConv(eqx.Module):
         if method == "fft":
             y = self._by_fft(x, output).astype(arithmetic.dtype)
         else:
-            takes_out = arithmetic.half and (offset or x.dtype != arithmetic.dtype)
-            y = self._by_matrices(x, output, arithmetic, takes_out)
+            y = self._by_matrices(x, output, arithmetic)
         # What `autocast` supplies is no part of the user's program.
         return y.astype(arithmetic.dtype if arithmetic.given else self._weights.dtype)
 
-    def _by_matrices(
-        self, x: Array, output: tuple[int, ...], arithmetic: Arithmetic, takes_out: bool
-    ) -> Array:
+    def _by_matrices(self, x: Array, output: tuple[int, ...], arithmetic: Arithmetic) -> Array:
         dtype = arithmetic.dtype
         mean = unscale = None
-        if takes_out:
+        if arithmetic.half:
             x, mean, unscale = centered(x, dtype)
         y = _forward(x.astype(dtype), self.modes, arithmetic)
         y = checkpoint_name(unscaled(y, unscale), KEPT)

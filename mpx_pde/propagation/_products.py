@@ -212,7 +212,11 @@ def _mixed(eqn: Any, dtype: Any, out_dtype: Any) -> Any:
     dropped = ("precision", "preferred_element_type")
 >>>>>>> a7c3e89 (Autocast, the engine and reports of ranges share one table of kinds of primitives; terms that count alike are summed first; a page of derivatives of many networks)
     params = {k: v for k, v in eqn.params.items() if k not in dropped}
-    params |= {"dtype": jnp.dtype(dtype), "out_dtype": jnp.dtype(out_dtype), "given": Given()}
+    params |= {
+        "dtype": jnp.dtype(dtype),
+        "out_dtype": jnp.dtype(out_dtype),
+        "given": Given(apart=True),
+    }
     is_dot = "dot_general" in eqn.primitive.name
     if is_dot:
         params["algorithm"] = algorithm
