@@ -160,6 +160,40 @@ def test_vortices_are_those_of_taylor_and_green():
     assert relative(found[1], np.broadcast_to(fields[1], (32, 32))) < 1e-12
 
 
+@pytest.mark.slow
+def test_the_flow_over_a_step_changes_little_with_the_grid():
+    step = module("back_step")
+    fields = []
+    for cells in (20, 40):
+        points, values = step.reference(cells)
+        fields.append(values.reshape(3 * cells, cells, 3))
+    coarse, fine = fields[0], fields[1].reshape(60, 2, 20, 2, 3).mean(axis=(1, 3))
+    known = np.isfinite(coarse) & np.isfinite(fine)
+    assert relative(coarse[known], fine[known]) < 0.06  # of first order at the corner
+    # What comes in goes out.
+    assert abs(fields[1][-1, :, 0].mean() - 0.5) < 1e-3
+
+
+# --- Emulated products -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("emulate", "least", "most"),
+    [("emulate_bfloat16_x3", 1e-7, 1e-4), ("emulate_tf32", 1e-5, 1e-3)],
+)
+def test_products_are_emulated(emulate, least, most):
+    """Between float32's error and that of its format: 2^-16 of the operands, and 2^-11."""
+    emulate = getattr(importlib.import_module("benchmarks._tf32"), emulate)
+    x, y = (np.random.default_rng(i).standard_normal((64, 64)).astype(np.float32) for i in (0, 1))
+    precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
+    product = lambda x, y: {
+        "z": jax.jit(jnp.matmul, static_argnames="precision")(x, y, precision=precision)
+    }
+    exact = x.astype(np.float64) @ y
+    assert relative(product(x, y)["z"], exact) < least
+    assert least < relative(emulate(product)(x, y)["z"], exact) < most
+
+
 # --- Trainings -------------------------------------------------------------------------------
 
 

@@ -26,8 +26,7 @@ class Pairs(NamedTuple):
 
 
 class Cast(eqx.Module):
-    """A network whose input is cast to the dtype of its weights and its output to float32: what one of
-    another library needs."""
+    """A network with its input cast to the dtype of its weights, and its output to float32."""
 
     network: Callable
 

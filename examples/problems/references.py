@@ -11,7 +11,9 @@ import numpy as np
 import scipy.sparse
 import scipy.sparse.linalg
 from _darcy_data import darcy_data as darcy_data
+from _heat_sink_reference import channel_flow
 from _navier_stokes_data import navier_stokes_data as navier_stokes_data, solve as solve_vorticity
+from _newton import solve as newton
 from _spectral_reference import etdrk4 as etdrk4
 from jaxtyping import Float
 
@@ -84,6 +86,38 @@ def diffusion(a: Float[np.ndarray, "n n"], f: Float[np.ndarray, "n n"]) -> Float
     entries = np.concatenate([diagonal.ravel(), *(-k.ravel() for *_, k in pairs for _ in (0, 1))])
     matrix = scipy.sparse.csc_matrix((entries, (rows, columns)), (n * n, n * n))
     return scipy.sparse.linalg.spsolve(matrix, f.ravel() / n**2).reshape(n, n)
+
+
+# --- Channels --------------------------------------------------------------------------------
+
+
+def channel(
+    solid: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    inlet: Callable[[np.ndarray], np.ndarray],
+    *,
+    length: float,
+    viscosity: float,
+    cells: int,
+) -> tuple[tuple[np.ndarray, np.ndarray], Float[np.ndarray, "3 nx ny"]]:
+    """Steady flow through a channel of height 1 with solids, by finite volumes of second order.
+
+    No slip at walls and solids, u = `inlet(y)` at x = 0, p = 0 and v = 0 at x = `length`.
+
+    **Arguments:**
+
+    - `solid(x, y)`: whether the cell with that centre is solid.
+    - `cells`: over the height.
+
+    **Returns:** the centres' x and y, and u, v and p there; NaN in solids.
+    """
+    h = 1 / cells
+    x, y = (np.arange(round(length * cells)) + 0.5) * h, (np.arange(cells) + 0.5) * h
+    stuck = solid(x[:, None], y[None, :])
+    given = {"h": h, "y": y, "solid": stuck, "inlet": inlet, "viscosity": viscosity}
+    u, v, p = newton(lambda q: channel_flow(q, **given), np.zeros((3, len(x), len(y))))
+    u, v = np.concatenate([inlet(y)[None], u]), np.pad(v, ((0, 0), (1, 0)))
+    fields = np.stack([(u[1:] + u[:-1]) / 2, (v[:, 1:] + v[:, :-1]) / 2, p])
+    return (x, y), np.where(stuck, np.nan, fields)
 
 
 # --- Waves -----------------------------------------------------------------------------------
