@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.optimize import brentq
 from test_docs import ROOT
 
 
@@ -158,6 +159,41 @@ def test_vortices_are_those_of_taylor_and_green():
     found = references.vortices(fields[2], **given)[0]
     assert relative(found[0], np.broadcast_to(fields[0], (32, 32))) < 1e-12
     assert relative(found[1], np.broadcast_to(fields[1], (32, 32))) < 1e-12
+
+
+def test_heat_in_a_finned_block_goes_out_where_it_must():
+    # In a cube of size 1, cos k(x − ½) cos k(y − ½) Z(z) with k tan k/2 = 1 and Z'' = 2k² Z.
+    k = brentq(lambda k: k * np.tan(k / 2) - 1, 1, 2)
+    s = np.sqrt(2) * k
+    b = -1 / s
+    a = -b * (s * np.cosh(s) + np.sinh(s)) / (s * np.sinh(s) + np.cosh(s))
+    errors = []
+    for n in (8, 16):
+        x = (np.arange(n) + 0.5) / n
+        heat = np.cos(k * (x - 0.5))[:, None] * np.cos(k * (x - 0.5))
+        t = references.conduction(np.ones((n, n, n), bool), heat, 1 / n)
+        errors.append(relative(t, heat[:, :, None] * (a * np.cosh(s * x) + b * np.sinh(s * x))))
+    assert errors[1] < 2e-3
+    assert 3.5 < errors[0] / errors[1] < 4.5
+    block = module("finned_block_3d")
+    coarse, fine = block.reference(20), block.reference(40)
+    wide = np.full((40, 40, 28), np.nan)
+    wide[tuple(np.floor(fine.points.T * 40).astype(int))] = fine.values
+    wide = wide.reshape(20, 2, 20, 2, 14, 2).mean(axis=(1, 3, 5))
+    assert relative(coarse.values, wide[tuple(np.floor(coarse.points.T * 20).astype(int))]) < 1e-2
+
+
+def test_points_of_a_union_of_boxes_are_inside_and_on_it():
+    geometry, block = module("geometry"), module("finned_block_3d")
+    points = geometry.inside(jax.random.key(0), block.SOLID, 200)
+    assert (geometry.distance(block.SOLID, points) < 0).all()
+    at, normals, there = geometry.surface(jax.random.key(1), block.SOLID, 400)
+    assert np.abs(geometry.distance(block.SOLID, at[there > 0])).max() < 1e-6
+    assert (geometry.distance(block.SOLID, at + 0.01 * normals)[there > 0] > 0).all()
+    # Where fins stand on the base, the base has no surface.
+    covered = (at[:, 2] == np.float32(0.2)) & (at[:, 0] > 0.11) & (at[:, 0] < 0.19)
+    assert covered.any()
+    assert not there[covered].any()
 
 
 @pytest.mark.slow
