@@ -79,8 +79,9 @@ def test_the_loss_of_the_exact_solution_vanishes_in_float64(name, monkeypatch):
         points = jax.tree.map(few, problem.sample(jax.random.key(0)))
         evaluate = jax.jit(loss)
         exact = float(evaluate(0.0, points))
-        # Squares of float64's rounding, of terms up to some thousands.
-        assert abs(exact) < 1e-22
+        # Squares of float64's rounding, of terms up to some thousands; factors of summands that
+        # are drawn at random are float32.
+        assert abs(exact) < (1e-15 if name == "black_scholes" else 1e-22)
         assert float(evaluate(1e-2, points)) > 1e-9
         assert problem.at.shape[1] == len(problem.coords)
 
@@ -215,7 +216,7 @@ def test_the_flow_over_a_step_changes_little_with_the_grid():
 
 @pytest.mark.parametrize(
     ("emulate", "least", "most"),
-    [("emulate_bfloat16_x3", 1e-7, 1e-4), ("emulate_tf32", 1e-5, 1e-3)],
+    [("emulate_bfloat16_x3", 1e-6, 1e-4), ("emulate_tf32", 1e-5, 1e-3)],
 )
 def test_products_are_emulated(emulate, least, most):
     """Between float32's error and that of its format: 2^-16 of the operands, and 2^-11."""
