@@ -59,6 +59,10 @@ def operator(
     """
     data = cache(data)
 
+    def make_network(key):
+        data()  # here rather than while JAX traces what samples it
+        return network(key)
+
     def sample(key):
         inputs, outputs = data()[0]
         at = jax.random.choice(key, len(inputs), (batch,), replace=False)
@@ -81,7 +85,7 @@ def operator(
         **given,
     }
     return Problem(
-        network=network, loss=loss, sample=sample, errors=errors, as_trained=True, **given
+        network=make_network, loss=loss, sample=sample, errors=errors, as_trained=True, **given
     )
 
 
