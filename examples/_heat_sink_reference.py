@@ -86,7 +86,7 @@ def reference(n: int = 40) -> HeatSink:
     x = X_IN + (np.arange(nx) + 0.5) * h
     y = Y_LOW + (np.arange(ny) + 0.5) * h
     solid = np.asarray(fin_distance(jnp.asarray(x[:, None]), jnp.asarray(y[None, :]))) < 0
-    flow = solve(functools.partial(_flow, h=h, y=y, solid=solid), np.zeros((3, nx, ny)))
+    flow = solve(functools.partial(channel_flow, h=h, y=y, solid=solid), np.zeros((3, nx, ny)))
     u, v, p = flow
     heat = functools.partial(_heat, u=u, v=v, h=h, y=y, solid=solid)
     [t] = solve(lambda q: heat(q)[0], np.zeros((1, nx, ny)), reach=1)
@@ -114,7 +114,7 @@ def _mirror(own, neighbour, deep):
     return jnp.where(deep, -own, neighbour)
 
 
-def _flow(q, *, h, y, solid):
+def channel_flow(q, *, h, y, solid, inlet=inlet, viscosity=VISCOSITY):
     """Residuals of momentum and mass: u on the right face of each cell, v on its upper face."""
     u, v, p = q
     # Faces within a solid or at its wall, and those of which both cells are solid.
@@ -148,7 +148,7 @@ def _flow(q, *, h, y, solid):
     def momentum(own, left, right, below, above, u, v, gradient):
         carried = u * (right - left) / (2 * h) + v * (above - below) / (2 * h)
         spread = (left + right + below + above - 4 * own) / h**2
-        return carried + gradient / h - VISCOSITY * spread
+        return carried + gradient / h - viscosity * spread
 
     x_momentum = momentum(u, u_left, u_right, u_below, u_above, u, v_at_u, p_right - p)
     y_momentum = momentum(v, v_left, v_right, v_below, v_above, u_at_v, v, p_above - p)

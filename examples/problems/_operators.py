@@ -26,8 +26,7 @@ class Pairs(NamedTuple):
 
 
 class Cast(eqx.Module):
-    """A network whose input is cast to the dtype of its weights and its output to float32: what one of
-    another library needs."""
+    """A network with its input cast to the dtype of its weights, and its output to float32."""
 
     network: Callable
 
@@ -60,6 +59,10 @@ def operator(
     """
     data = cache(data)
 
+    def make_network(key):
+        data()  # here rather than while JAX traces what samples it
+        return network(key)
+
     def sample(key):
         inputs, outputs = data()[0]
         at = jax.random.choice(key, len(inputs), (batch,), replace=False)
@@ -82,7 +85,7 @@ def operator(
         **given,
     }
     return Problem(
-        network=network, loss=loss, sample=sample, errors=errors, as_trained=True, **given
+        network=make_network, loss=loss, sample=sample, errors=errors, as_trained=True, **given
     )
 
 

@@ -11,9 +11,11 @@ import numpy as np
 import scipy.sparse
 import scipy.sparse.linalg
 from _darcy_data import darcy_data as darcy_data
+from _heat_sink_reference import channel_flow
 from _navier_stokes_data import navier_stokes_data as navier_stokes_data, solve as solve_vorticity
+from _newton import solve as newton
 from _spectral_reference import etdrk4 as etdrk4
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 
 # --- Laplace ---------------------------------------------------------------------------------
@@ -84,6 +86,72 @@ def diffusion(a: Float[np.ndarray, "n n"], f: Float[np.ndarray, "n n"]) -> Float
     entries = np.concatenate([diagonal.ravel(), *(-k.ravel() for *_, k in pairs for _ in (0, 1))])
     matrix = scipy.sparse.csc_matrix((entries, (rows, columns)), (n * n, n * n))
     return scipy.sparse.linalg.spsolve(matrix, f.ravel() / n**2).reshape(n, n)
+
+
+def conduction(
+    solid: Bool[np.ndarray, "nx ny nz"], heat: Float[np.ndarray, "nx ny"], h: float
+) -> Float[np.ndarray, "nx ny nz"]:
+    """ΔT = 0 in a solid of cells of size `h`, by finite volumes of second order: `heat` comes in
+    through the lowest cells, and ∂T/∂n = −T at all other faces. Zero outside."""
+    index = np.full(solid.shape, -1)
+    index[solid] = np.arange(solid.sum())
+    diagonal, right = np.zeros(solid.shape), np.zeros(solid.shape)
+    rows, columns = [], []
+    for axis in range(3):
+        low, high = np.moveaxis(index, axis, 0)[:-1], np.moveaxis(index, axis, 0)[1:]
+        both = (low >= 0) & (high >= 0)
+        rows += [low[both], high[both]]
+        columns += [high[both], low[both]]
+        for end in (0, 1):
+            next_ = np.roll(np.pad(solid, 1), 1 - 2 * end, axis)[1:-1, 1:-1, 1:-1]
+            # To the next cell; or half a cell and the surface, in series.
+            lost = np.where(next_, 1.0, 1 / (h / 2 + 1) * h)
+            if (axis, end) == (2, 0):
+                lost[:, :, 0] = 0.0
+                right[:, :, 0] += heat * h
+            diagonal += lost
+    row, column = np.concatenate(rows), np.concatenate(columns)
+    size = int(solid.sum())
+    links = scipy.sparse.csr_matrix((-np.ones(len(row)), (row, column)), (size, size))
+    matrix = links + scipy.sparse.diags_array(diagonal[solid])
+    found, failed = scipy.sparse.linalg.cg(matrix, right[solid], rtol=1e-10, maxiter=10_000)
+    if failed:
+        raise ValueError("`conduction` did not converge.")
+    out = np.zeros(solid.shape)
+    out[solid] = found
+    return out
+
+
+# --- Channels --------------------------------------------------------------------------------
+
+
+def channel(
+    solid: Callable[[np.ndarray, np.ndarray], np.ndarray],
+    inlet: Callable[[np.ndarray], np.ndarray],
+    *,
+    length: float,
+    viscosity: float,
+    cells: int,
+) -> tuple[tuple[np.ndarray, np.ndarray], Float[np.ndarray, "3 nx ny"]]:
+    """Steady flow through a channel of height 1 with solids, by finite volumes of second order.
+
+    No slip at walls and solids, u = `inlet(y)` at x = 0, p = 0 and v = 0 at x = `length`.
+
+    **Arguments:**
+
+    - `solid(x, y)`: whether the cell with that centre is solid.
+    - `cells`: over the height.
+
+    **Returns:** the centres' x and y, and u, v and p there; NaN in solids.
+    """
+    h = 1 / cells
+    x, y = (np.arange(round(length * cells)) + 0.5) * h, (np.arange(cells) + 0.5) * h
+    stuck = solid(x[:, None], y[None, :])
+    given = {"h": h, "y": y, "solid": stuck, "inlet": inlet, "viscosity": viscosity}
+    u, v, p = newton(lambda q: channel_flow(q, **given), np.zeros((3, len(x), len(y))))
+    u, v = np.concatenate([inlet(y)[None], u]), np.pad(v, ((0, 0), (1, 0)))
+    fields = np.stack([(u[1:] + u[:-1]) / 2, (v[:, 1:] + v[:, :-1]) / 2, p])
+    return (x, y), np.where(stuck, np.nan, fields)
 
 
 # --- Waves -----------------------------------------------------------------------------------
