@@ -40,7 +40,10 @@ def _benchmarks(*names: str) -> tuple[str, ...]:
 
 
 PRODUCTS = _library("_dtypes", "_cast", "_dot")
-STEP = (*PRODUCTS, *_library("_tree", "_loss_scaling", "_search", "_gradient", "_grad", "_optimizer"))
+STEP = (
+    *PRODUCTS,
+    *_library("_tree", "_loss_scaling", "_search", "_gradient", "_grad", "_optimizer"),
+)
 DERIVATIVES = (
     *PRODUCTS,
     *_library("derivatives/*", "propagation/*", "_jaxpr", "_flat", "_forward", "_order"),

@@ -19,7 +19,6 @@ MOVES = (
     "reshape",
     "transpose",
     "squeeze",
-    "expand_dims",
     "rev",
     "slice",
     "dynamic_slice",
@@ -29,7 +28,6 @@ MOVES = (
     "split",
     "tile",
     "copy",
-    "copy_p",
 )
 """Moves values on one device, without arithmetic."""
 

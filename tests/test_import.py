@@ -27,11 +27,7 @@ PACKAGES = {
 # Each module imports from those before it alone.
 ORDER = [
     ["_types"],
-<<<<<<< HEAD
-    ["_dtypes", "_notes", "_policy", "_repr"],
-=======
-    ["_dtypes", "_notes", "_primitives", "_repr"],
->>>>>>> a7c3e89 (Autocast, the engine and reports of ranges share one table of kinds of primitives; terms that count alike are summed first; a page of derivatives of many networks)
+    ["_dtypes", "_notes", "_policy", "_primitives", "_repr"],
     ["_dot", "_cast", "_jaxpr", "_reverse"],
     ["_checkpoint_file", "_collectives", "_conv", "_einsum", "_flat", "_forward", "_order"],
     ["_as_trained", "_marks", "_masters", "_products", "_refined", "_tree"],

@@ -48,9 +48,9 @@ def networks() -> str:
         f"{markdown(columns, rows)}\n\n{width} units. A step is the mean square of the derivative "
         "at 64 to 2,048 points, and its gradient with respect to the parameters. All costs are of "
         "the compiled program; bytes, and memory on a CPU and an H100 (compiled, not run), are "
-        "over those of nested `jvp` in float32. Errors are of the derivative itself, over that of the "
-        "same parameters in float64; those in half contain the rounding of the parameters. Below 1 "
-        "is in favor of `mpx_pde`; a dash is what a rival cannot do, or was not compiled. "
+        "over those of nested `jvp` in float32. Errors are of the derivative, over that "
+        "of the same parameters in float64; those in half contain the rounding of parameters. "
+        "Below 1 is in favor of `mpx_pde`; a dash is what a rival cannot do, or was not compiled. "
         f"{source(data)}\n"
     )
 

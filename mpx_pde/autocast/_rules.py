@@ -97,17 +97,6 @@ def match(patterns: Sequence[str], primitive: str, scopes: tuple[str, ...]) -> s
     return None
 
 
-<<<<<<< HEAD
-def asks_for_more(eqn: JaxprEqn) -> bool:
-    """Whether the program asks this product for more than JAX's default precision."""
-    precision = eqn.params["precision"]
-    if isinstance(precision, tuple):
-        return any(p not in (None, lax.Precision.DEFAULT) for p in precision)
-    return precision not in (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
-
-
-=======
->>>>>>> a7c3e89 (Autocast, the engine and reports of ranges share one table of kinds of primitives; terms that count alike are summed first; a page of derivatives of many networks)
 def says_its_dtype(eqn: JaxprEqn) -> bool:
     """Whether the program names what a mixed product multiplies in."""
     given = eqn.params.get("given")

@@ -14,9 +14,10 @@ import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
 from .._jaxpr import bodies_of, literal
+from .._primitives import asks_for_more
 from . import tables
 from ._feeding import Feeding
-from ._rules import Policy, asks_for_more
+from ._rules import Policy
 from ._values import Value
 
 

@@ -39,9 +39,6 @@ _MOVES: dict[str, Callable[..., Any]] = {
     "reshape": lambda x, lead, new_sizes, **_: x.reshape((*x.shape[:lead], *new_sizes)),
     "slice": _slice,
     "squeeze": lambda x, lead, dimensions: x.squeeze(tuple(lead + i for i in dimensions)),
-    "expand_dims": lambda x, lead, dimensions: np.expand_dims(
-        x, tuple(lead + i for i in dimensions)
-    ),
     "rev": lambda x, lead, dimensions: np.flip(x, tuple(lead + i for i in dimensions)),
     "transpose": _transpose,
     "neg": lambda x, lead: -x,

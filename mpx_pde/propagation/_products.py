@@ -151,7 +151,6 @@ class Product:
         return storage.stored(x) if half else storage.loaded(x)
 
 
-<<<<<<< HEAD
 def widens(eqn: Any, operands: Sequence[Any], storage: Storage) -> bool:
     """Whether an equation casts what is kept in half to what it is computed with."""
     x = operands[0]
@@ -175,25 +174,17 @@ def is_biased(eqn: Any, operands: Sequence[Any], storage: Storage) -> bool:
         and isinstance(others[0], jax.Array)
         and others[0].ndim > 0
     )
-=======
+
+
 def _stacked(product: Callable, rules: Rules, left: Index, right: Index) -> Callable:
     """A product of two streams, either of which may be stacked along a leading axis."""
     axes = tuple(None if not key or rules.plan.size(key) is None else 0 for key in (left, right))
     return product if axes == (None, None) else jax.vmap(product, in_axes=axes)
->>>>>>> a7c3e89 (Autocast, the engine and reports of ranges share one table of kinds of primitives; terms that count alike are summed first; a page of derivatives of many networks)
 
 
 def _describe(dtype: Any, out_dtype: Any) -> str:
     name = "float32" if dtype is None else jnp.dtype(dtype).name
     return f"{name} × {name} → {jnp.dtype(out_dtype).name}"
-
-
-<<<<<<< HEAD
-def _asks_for_more(eqn: Any) -> bool:
-    precision = eqn.params.get("precision")
-    parts = precision if isinstance(precision, tuple) else (precision,)
-    default = (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
-    return any(p not in default for p in parts)
 
 
 def _leaves_it_open(eqn: Any) -> bool:
@@ -207,10 +198,6 @@ def _leaves_it_open(eqn: Any) -> bool:
 
 def _mixed(eqn: Any, dtype: Any, out_dtype: Any, algorithm: str | None = None) -> Any:
     dropped = ("precision", "preferred_element_type", "algorithm")
-=======
-def _mixed(eqn: Any, dtype: Any, out_dtype: Any) -> Any:
-    dropped = ("precision", "preferred_element_type")
->>>>>>> a7c3e89 (Autocast, the engine and reports of ranges share one table of kinds of primitives; terms that count alike are summed first; a page of derivatives of many networks)
     params = {k: v for k, v in eqn.params.items() if k not in dropped}
     params |= {
         "dtype": jnp.dtype(dtype),

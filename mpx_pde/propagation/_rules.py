@@ -1,11 +1,7 @@
 """How each kind of primitive maps streams: linear, product, elementwise, by selection."""
 
-<<<<<<< HEAD
-from collections.abc import Callable, Mapping, Sequence
-=======
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
->>>>>>> a7c3e89 (Autocast, the engine and reports of ranges share one table of kinds of primitives; terms that count alike are summed first; a page of derivatives of many networks)
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
