@@ -61,7 +61,9 @@ def place_of(eqn: JaxprEqn, outer: Place) -> Place:
         elif _is_users(file):
             return Place(f"{file}:{frame.line_num}", _layer(ours), backward, outer.body)
     # A trace inside of another, such as that of a checkpoint, does not see who called it.
-    return outer._replace(layer=outer.layer or _layer(ours), backward=backward)
+    # What is only known to be of the library, such as the loop around a first step, names no layer.
+    named = outer.layer if outer.layer != "mpx_pde" else ""
+    return outer._replace(layer=named or _layer(ours) or outer.layer, backward=backward)
 
 
 def definition_of(fun: Any) -> Place:
