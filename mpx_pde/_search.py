@@ -37,7 +37,7 @@ def can_search(scaling: Any) -> bool:
     return isinstance(scaling, DynamicLossScaling | Scaling)
 
 
-def _again(old: AbstractLossScaling, adjusted: AbstractLossScaling) -> AbstractLossScaling:
+def _again(old: Any, adjusted: Any) -> Any:
     """`old` at the scales of `adjusted`: nothing was skipped, so nothing is counted."""
     if isinstance(old, Scaling):
         derivatives = eqx.tree_at(
@@ -59,9 +59,7 @@ def _scales(scaling: AbstractLossScaling) -> list[Array]:
     return [scaling.loss_scaling] if isinstance(scaling, DynamicLossScaling) else []
 
 
-def _mendable(
-    scaling: AbstractLossScaling, out: tuple, axis_name: Any
-) -> tuple[AbstractLossScaling, Bool[Array, ""]]:
+def _mendable(scaling: Any, out: tuple, axis_name: Any) -> tuple[Any, Bool[Array, ""]]:
     """The scaling to try next, and whether there is a point in it."""
     (value, _), adjusted, finite, _ = out
     after = _again(scaling, adjusted)
@@ -211,14 +209,13 @@ def differentiable_search(
 
         return search(step, assemble, closed.out_avals, scaling, axis_name)
 
-    @jax.custom_jvp
-    def run(consts, values):
-        return found(consts, values)[0]
+    run: Any = jax.custom_jvp(lambda consts, values: found(consts, values)[0])
 
     @run.defjvp
     def _(primals, tangents):
-        out, arrays = found(*primals)
-        _, tangent = jax.jvp(lambda *args: at(*args, arrays), primals, tangents)
+        consts, values = primals
+        out, arrays = found(consts, values)
+        _, tangent = jax.jvp(lambda consts, values: at(consts, values, arrays), primals, tangents)
         return out, tangent
 
     return run(list(closed.consts), values)

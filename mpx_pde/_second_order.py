@@ -305,8 +305,8 @@ class LevenbergMarquardt(eqx.Module):
 
 
 def _length(batch: PyTree) -> int:
-    lengths = {x.shape[0] if x.ndim else None for x in map(jnp.asarray, jtu.tree_leaves(batch))}
-    if len(lengths) != 1 or None in lengths:
+    lengths = {x.shape[0] if x.ndim else -1 for x in map(jnp.asarray, jtu.tree_leaves(batch))}
+    if len(lengths) != 1 or -1 in lengths:
         raise ValueError(
             f"`{_CALL}.update` needs examples stacked along a leading axis of one length, but got "
             f"arrays with leading axes of {sorted(map(str, lengths))}."

@@ -42,7 +42,7 @@ class _Translated:
         if plain is None:
             return self.policy(primitive, *avals, **params)
         shared = {name: value for name, value in params.items() if name not in _OWN}
-        precision = SPLIT_PRODUCTS.get(params.get("algorithm"))
+        precision = SPLIT_PRODUCTS.get(params.get("algorithm", ""))
         dtypes = {"precision": precision, "preferred_element_type": params["out_dtype"]}
         return self.policy(plain, *avals, **shared, **dtypes)
 

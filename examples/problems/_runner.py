@@ -176,7 +176,8 @@ class Trainer:
 
     def gradient(self, loss: Callable, scaling: Any) -> Callable:
         """Value and gradient of a loss: this is how the library is used."""
-        compute, forward, naive, *_ = self.precision
+        compute, naive = self.precision.compute, self.precision.naive
+        forward: Any = self.precision.forward
         return mpx.filter_value_and_grad(
             loss,
             scaling,
@@ -245,7 +246,7 @@ class Trainer:
 
             def body(arrays, points):
                 new, record = self.step(eqx.combine(arrays, self.static), points)
-                scaling = new.scaling
+                scaling: Any = new.scaling
                 scaling = scaling.loss if isinstance(scaling, mpx.Scaling) else scaling
                 return eqx.filter(new, eqx.is_array), (*record, scaling.loss_scaling)
 
@@ -257,7 +258,10 @@ class Trainer:
         self, seed: int, *, follow: Callable[[int, float], None] = lambda *_: None
     ) -> Outcome:
         """Trains from a seed. `follow` is told of steps and losses."""
-        wide = jax.enable_x64(self.precision.compute == "float64" or jax.config.jax_enable_x64)
+        wide = jax.enable_x64(
+            self.precision.compute == "float64"
+            or jax.dtypes.canonicalize_dtype("float64") == "float64"
+        )
         with warnings.catch_warnings(), wide:
             # Behind Fourier features the first layer, which is float32, is half of a small network.
             warnings.simplefilter("ignore", mpx.PrecisionWarning)

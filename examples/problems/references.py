@@ -51,7 +51,7 @@ def harmonic(
             apart = z - (x + 1j * y)
             columns.append(np.log(np.abs(apart)))
             powers.append((radius / apart[:, None]) ** np.arange(1, order // 2 + 1))
-        both = np.concatenate(powers, axis=1)
+        both: Any = np.concatenate(powers, axis=1)
         return np.concatenate([np.stack(columns, axis=1), both.real, both.imag], axis=1)
 
     matrix = basis(boundary)
@@ -84,8 +84,8 @@ def diffusion(a: Float[np.ndarray, "n n"], f: Float[np.ndarray, "n n"]) -> Float
     rows = np.concatenate([index.ravel(), *(z.ravel() for p, q, _ in pairs for z in (p, q))])
     columns = np.concatenate([index.ravel(), *(z.ravel() for p, q, _ in pairs for z in (q, p))])
     entries = np.concatenate([diagonal.ravel(), *(-k.ravel() for *_, k in pairs for _ in (0, 1))])
-    matrix = scipy.sparse.csc_matrix((entries, (rows, columns)), (n * n, n * n))
-    return scipy.sparse.linalg.spsolve(matrix, f.ravel() / n**2).reshape(n, n)
+    matrix: Any = scipy.sparse.csc_matrix((entries, (rows, columns)), (n * n, n * n))
+    return np.asarray(scipy.sparse.linalg.spsolve(matrix, f.ravel() / n**2)).reshape(n, n)
 
 
 def conduction(
