@@ -237,6 +237,25 @@ class Biased(eqx.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+def test_a_constant_beyond_float16_is_no_matter_with_the_forward_pass_in_full():
+    def loss(model, points, *, derivatives):
+        terms = mpx.partials(model, ["u_xx"], coords="x", outputs="u", scaling=derivatives)
+        return jnp.mean((jax.vmap(terms)(points)["u_xx"] + 1.0) ** 2)
+
+    model = Biased(
+        mpx.nn.CoordinateMLP(1, 1, 8, 2, key=jax.random.key(0)), jnp.array(1e5, jnp.float32)
+    )
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("x", order=2))
+    points = jnp.linspace(0.1, 1.0, 8)[:, None]
+    gradient = mpx.filter_value_and_grad(loss, scaling, keep_full=(False, True), forward="float32")
+    value, scaling, finite, grads = eqx.filter_jit(gradient)(model, points)
+    want = loss(model, points, derivatives=None)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    assert finite, scaling
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_a_constant_beyond_float16_is_named():
     """From start to end: it skips every step, and the error says whose fault that is."""
 
