@@ -18,14 +18,14 @@ With `--optimizer lbfgs` or `muon`, Optax's take the steps, with `forward=` of
 
 import argparse
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-from _command_line import parser, positive
+from _command_line import parser, positive, run_main
 from jaxtyping import Array, Float
 
 import mpx_pde as mpx
@@ -159,9 +159,24 @@ def train(
     return Result(found, loss, time.perf_counter() - started)
 
 
-def main(argv: Sequence[str] | None = None) -> Result:
-    options: argparse.ArgumentParser = parser(__doc__)
-    options.add_argument("--optimizer", choices=tuple(STEPS), default="lm", help="what takes steps")
+def main(
+    optimizer: str = "lm",
+    forward: str = "float64",
+    jacobian: str | None = None,
+    seed: int = 0,
+    steps: int | None = None,
+) -> Result:
+    with jax.enable_x64(forward == "float64"):
+        result = train(optimizer, forward, jacobian, seed, steps, quiet=False)
+    print(f"error {result.error:.2e}, loss {result.loss:.2e}, {result.seconds:.0f} s")
+    return result
+
+
+def arguments() -> argparse.ArgumentParser:
+    options = parser(__doc__)
+    options.add_argument(
+        "--optimizer", choices=tuple(STEPS), default="lm", help="what takes the steps"
+    )
     options.add_argument(
         "--forward", choices=("float32", "float64"), default="float64", help="of the residual"
     )
@@ -172,14 +187,8 @@ def main(argv: Sequence[str] | None = None) -> Result:
     )
     options.add_argument("--seed", type=int, default=0, help="of weights and points")
     options.add_argument("--steps", type=positive, help="how many; by default enough to converge")
-    given = options.parse_args(argv)
-    jax.config.update("jax_enable_x64", given.forward == "float64")
-    result = train(
-        given.optimizer, given.forward, given.jacobian, given.seed, given.steps, quiet=False
-    )
-    print(f"error {result.error:.2e}, loss {result.loss:.2e}, {result.seconds:.0f} s")
-    return result
+    return options
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main, arguments())

@@ -413,7 +413,6 @@ def test_no_dtype(call):
 @parametrize(
     ("cast_function", lambda: mpx.cast_function(W, "float16"), TypeError, ("a function",)),
     ("force_full_precision", lambda: mpx.force_full_precision(3), TypeError, ("a function", "3")),
-    ("FullPrecision", lambda: mpx.FullPrecision(W), TypeError, ("callable layer", "`keep_full`")),
     ("FullPrecision", lambda: mpx.FullPrecision(None), TypeError, ("callable layer", "None")),
 )
 def test_what_cannot_be_called(case):

@@ -89,7 +89,8 @@ def test_impossible_options_are_usage_errors(name, option, value, monkeypatch, c
 def test_a_folder_that_cannot_be_written_is_a_usage_error(name, tmp_path, monkeypatch, capsys):
     options = parser_of(name, monkeypatch)
     known = {"--out", "--checkpoint"} & options._option_string_actions.keys()
-    assert known
+    if not known:
+        pytest.skip(f"{name} writes nothing")
     (tmp_path / "file").write_text("")
     for option in known:
         for wrong in (tmp_path / "file", tmp_path / "file" / "folder"):
