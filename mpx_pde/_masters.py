@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from ._cast import is_inexact, widen
 from ._dtypes import is_half
-from ._types import MasterLike, PyTree
+from ._types import PyTree
 
 
 MASTERS = ("nearest", "stochastic", "kahan")
@@ -40,7 +40,9 @@ def _is_narrow(x: Any) -> bool:
     return eqx.is_inexact_array(x) and is_half(x.dtype)
 
 
-def parse_master(master: Any, model: PyTree, call: str) -> MasterLike:
+def parse_master(master: Any, model: PyTree, state: PyTree, call: str) -> tuple[PyTree, PyTree]:
+    """The optimizer state with residues where `master` wants them, and that of the optimizer alone;
+    an error in the name of `call` for a `master` that fits neither the model nor the state."""
     if master not in MASTERS:
         raise ValueError(
             f"`{call}` takes {', '.join(map(repr, MASTERS))} as `master`, but got {master!r}."
@@ -51,7 +53,15 @@ def parse_master(master: Any, model: PyTree, call: str) -> MasterLike:
             "none. Cast it by `mpx_pde.cast_tree(model, 'bfloat16')` before training, or leave "
             "`master` out."
         )
-    return master
+    if master == "kahan":
+        state = compensated(state, model)
+        return state, state.state
+    if isinstance(state, Compensated):
+        raise ValueError(
+            f"`{call}` got an `optimizer_state` with residues, which `master={master!r}` would "
+            "forget. Pass `master='kahan'`, or the state inside: `optimizer_state.state`."
+        )
+    return state, state
 
 
 def compensated(optimizer_state: PyTree, model: PyTree) -> Compensated:
@@ -130,7 +140,27 @@ def step_key(key: PRNGKeyArray | None, grads: PyTree) -> PRNGKeyArray:
     return jax.random.fold_in(jax.random.key(0), _bits_of(grads)) if key is None else key
 
 
-def rounded_tree(tree: PyTree, like: PyTree, key: PRNGKeyArray) -> PyTree:
+def applied(
+    old: tuple[PyTree, PyTree], updates: PyTree, state: PyTree, key: PRNGKeyArray | None
+) -> tuple[PyTree, PyTree]:
+    """Model and optimizer state behind a step, in float32 where they are still to be rounded.
+
+    **Arguments:**
+
+    - `old`: model and optimizer state before; residues in the state ask for Kahan's sums.
+    - `updates`: of the parameters, in float32.
+    - `state`: that of the optimizer behind the step.
+    - `key`: for rounding at random.
+    """
+    model, before = old
+    if isinstance(before, Compensated):
+        model, residue = _add_compensated(model, updates, before.residue)
+        return model, Compensated(state, residue)
+    new = eqx.apply_updates(widen(model), updates), state
+    return new if key is None else _rounded_tree(new, old, key)
+
+
+def _rounded_tree(tree: PyTree, like: PyTree, key: PRNGKeyArray) -> PyTree:
     """`tree` with each float32 leaf that is of a half type in `like` rounded to it at random."""
     leaves, structure = jtu.tree_flatten(tree)
     goals = jtu.tree_leaves(like)
@@ -145,7 +175,7 @@ def rounded_tree(tree: PyTree, like: PyTree, key: PRNGKeyArray) -> PyTree:
     )
 
 
-def add_compensated(model: PyTree, updates: PyTree, residue: PyTree) -> tuple[PyTree, PyTree]:
+def _add_compensated(model: PyTree, updates: PyTree, residue: PyTree) -> tuple[PyTree, PyTree]:
     """Kahan's sum of each half-precision parameter with its update, the plain sum of others:
     `(model, residue)`.
 

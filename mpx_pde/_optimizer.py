@@ -12,14 +12,7 @@ from jax import lax
 from jaxtyping import PRNGKeyArray
 
 from ._cast import convert, widen
-from ._masters import (
-    Compensated,
-    add_compensated,
-    compensated,
-    parse_master,
-    rounded_tree,
-    step_key,
-)
+from ._masters import applied, parse_master, step_key
 from ._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
 from ._tree import check_flag, check_same_structure, select_tree
 from ._types import BoolLike, MasterLike, PyTree
@@ -187,17 +180,9 @@ def optimizer_update(
             f"`optimizer`, but got {optimizer!r}."
         )
     finite = check_flag(grads_finite, _CALL, "grads_finite")
-    master = parse_master(master, model, _CALL)
+    optimizer_state, inner = parse_master(master, model, optimizer_state, _CALL)
     floating = eqx.filter(model, eqx.is_inexact_array)
     _check_match(grads, floating)
-    if master == "kahan":
-        optimizer_state = compensated(optimizer_state, model)
-    elif isinstance(optimizer_state, Compensated):
-        raise ValueError(
-            f"`{_CALL}` got an `optimizer_state` with residues, which `master={master!r}` would "
-            "forget. Pass `master='kahan'`, or the state inside: `optimizer_state.state`."
-        )
-    inner = optimizer_state.state if master == "kahan" else optimizer_state
     with jax.numpy_dtype_promotion("standard"):
         view = _view(optimizer, inner, model, grads)
 
@@ -213,17 +198,9 @@ def optimizer_update(
                 widen(grads), state, masters, **extra_args
             )
             updates = jtu.tree_map(lambda u, p: None if p is None else u, updates, floating)
-            new_state = view.restore(new_state)
-            if master == "kahan":
-                new, residue = add_compensated(model, updates, optimizer_state.residue)
-                new_state = Compensated(new_state, residue)
-            else:
-                new = eqx.apply_updates(widen(model), updates)
-            if master == "stochastic":
-                new, new_state = rounded_tree(
-                    (new, new_state), (model, optimizer_state), step_key(key, grads)
-                )
-            return _like((new, new_state), (model, optimizer_state))
+            old = model, optimizer_state
+            rounding = None if master != "stochastic" else step_key(key, grads)
+            return _like(applied(old, updates, view.restore(new_state), rounding), old)
 
     if any(callable(x) for x in jtu.tree_leaves(extra_args)):
         if tensorfloat32_by_default():

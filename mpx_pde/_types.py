@@ -40,9 +40,8 @@ if TYPE_CHECKING:
 else:
     from jaxtyping import PyTree as PyTree
 
-    DTypeLike = PolicyLike = ScalarLike = BoolLike = Names = AxisName = ForwardLike = MasterLike = (
-        Any
-    )
+    DTypeLike = PolicyLike = ScalarLike = BoolLike = Any
+    Names = AxisName = ForwardLike = MasterLike = Any
 
 
 class RawGradientOptions(TypedDict, total=False):
