@@ -159,7 +159,8 @@ class Block(eqx.Module):
 
     def __call__(self, x: Array, activation: Callable) -> Array:
         # In the dtype of both, so that the one product is added onto the other where it stands.
-        y = _kept(self.skip.product(x) + self.spectral(x))
+        skip = self.skip.product(x)
+        y = _kept(skip + self.spectral(x).astype(skip.dtype))
         y = _stored(_activate(activation, y, self.skip))
         y = _stored(self.mlp.first.product(y))
         y = _stored(_activate(activation, y, self.mlp.first))
