@@ -190,6 +190,22 @@ def test_what_is_kept_for_the_backward_pass_is_half():
     assert len(streams) <= 3 * (1 + 2 + 2) + 4
 
 
+@pytest.mark.parametrize("half", ["bf16", "f16"])
+def test_what_passes_from_layer_to_layer_backwards_is_half(half):
+    # What goes through a barrier is written to memory as it is.
+    width = 24
+    model = nn.CoordinateMLP(2, "scalar", width, 4, key=KEY)
+    compute = {"bf16": "bfloat16", "f16": "float16"}[half]
+    step = mpx.filter_grad(
+        pde, mpx.StaticLossScaling(1.0), policy=policy(compute), forward="float32"
+    )
+    text = jax.jit(lambda points: eqx.filter(step(model, points), eqx.is_array)).lower(POINTS)
+    barriers = re.findall(r"optimization_barrier.*", text.as_text())
+    passed = re.findall(rf"tensor<32x{width}x(\w+)>", " ".join(barriers))
+    assert len(passed) > 20
+    assert set(passed) == {half}
+
+
 def test_a_weight_has_one_product_over_the_batch():
     model = eqx.nn.Linear(8, 24, key=KEY)
     loss = lambda model, x: jnp.mean(jnp.tanh(jax.vmap(model)(jnp.sin(x))) ** 2)
