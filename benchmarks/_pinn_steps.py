@@ -173,7 +173,7 @@ def by_jmp(layers, points, order):
     return JaxStep(step, _arrays(layers), jmp_scaling(START), points)
 
 
-def library_step(method, precision, layers, order):
+def library_step(method, precision, layers, order, forward="half"):
     """The step by this library, its model and its scaling."""
 
     def loss(model, points, _, *, derivatives):
@@ -185,6 +185,7 @@ def library_step(method, precision, layers, order):
         "use_mixed_precision": precision != "float32",
         "policy": policy_of(precision),
         "keep_full": (False, True, True),
+        "forward": forward,
     }
     with mpx.half_precision("bfloat16" if precision == "bfloat16" else "float16"):
         derivatives = mpx.DerivativeScaling.per_direction("xy", order=order)

@@ -24,12 +24,14 @@ class Program(NamedTuple):
 
     - `step`: from its state and a batch to the new state and whatever else.
     - `products`: what JAX makes of its products of float32 arrays.
+    - `tiled`: whether XLA may multiply by its own kernels; those of split products are.
     """
 
     step: Callable
     state: Any
     batch: Any
     products: str | None = None
+    tiled: bool = False
 
 
 HIGHEST, TF32 = "highest", "tensorfloat32"
@@ -54,15 +56,21 @@ class Cavity(NamedTuple):
             layers = initial_layers(self.width, self.depth)
             return self._program(plain, layers, hand_scaling(1.0), products)
 
-        def ours(method, precision):
+        def ours(method, precision, forward="half"):
             layers = initial_layers(self.width, self.depth)
-            return self._program(*library_step(method, precision, layers, 2))
+            program = self._program(*library_step(method, precision, layers, 2, forward))
+            return program._replace(tiled=forward == "bfloat16_x3")
 
         return {
             "float32": partial(float32, HIGHEST),
             "TF32": partial(float32, TF32),
             "mpx_pde float16": partial(ours, "partials", "float16"),
             "mpx_pde float16, laplacian": partial(ours, "laplacian", "float16"),
+            **{
+                f"mpx_pde {half}, forward {forward}": partial(ours, "partials", half, forward)
+                for forward in ("bfloat16_x3", "float32")
+                for half in ("float16", "bfloat16")
+            },
         }
 
     def _program(self, step: Callable, model: Any, scaling: Any, products: Any = None) -> Program:
@@ -172,7 +180,9 @@ def compile_program(target: str, program: Program) -> Compiled:
     """For an H100 with XLA's own estimates in its text."""
     options: dict[str, Any] = {}
     if target.startswith("h100"):
-        options = {**CUBLAS, "xla_gpu_collect_cost_model_stats": True}
+        options = {"xla_gpu_collect_cost_model_stats": True}
+        if not program.tiled:
+            options |= CUBLAS
     with jax.default_matmul_precision(program.products):
         return compile_for(
             target,

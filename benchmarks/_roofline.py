@@ -286,7 +286,7 @@ def _product(i: Instruction, index: dict[str, Instruction]) -> tuple[str, float]
     terms = 1
     for axis in contracted:
         terms *= left.sizes[axis]
-    return _product_kind(left, i.attributes), 2.0 * out.elements * terms
+    return _counted(left, i.attributes, 2.0 * out.elements * terms)
 
 
 def _convolution(i: Instruction, index: dict[str, Instruction]) -> tuple[str, float]:
@@ -294,15 +294,20 @@ def _convolution(i: Instruction, index: dict[str, Instruction]) -> tuple[str, fl
     left, right = (index[o].shapes[0] for o in i.operands[:2])
     kernel = i.text(r"dim_labels=\w+_(\w+)->")
     outputs = right.sizes[kernel.index("o")] if kernel else 1
-    return _product_kind(left, i.attributes), 2.0 * i.shapes[0].elements * (
-        right.elements / max(outputs, 1)
-    )
+    operations = 2.0 * i.shapes[0].elements * (right.elements / max(outputs, 1))
+    return _counted(left, i.attributes, operations)
 
 
-def _product_kind(left: Shape, attributes: str) -> str:
-    dtype = left.dtype
+def _counted(left: Shape, attributes: str, operations: float) -> tuple[str, float]:
+    """The kind of a product, and its operations: of a split one those of all its products."""
     algorithm = re.search(r"algorithm=(\w+)|\"algorithm\":\"(\w+)\"", attributes)
     algorithm = (algorithm[1] or algorithm[2]).lower() if algorithm else ""
+    split = re.search(r"_x(\d)$", algorithm)
+    times = int(split[1]) if split else 1
+    return _product_kind(left.dtype, algorithm, attributes), times * operations
+
+
+def _product_kind(dtype: str, algorithm: str, attributes: str) -> str:
     if dtype in ("f16", "bf16"):
         return "half"
     if dtype.startswith("f8"):

@@ -139,8 +139,9 @@ def filter_value_and_grad(
         precision, while what is kept for the backward pass, and its products, are in the compute
         dtype of the policy (which may be float32 under `"float64"`). The value is that of the full
         evaluation, and the error of the gradient is relative to itself: it vanishes as the residual
-        does (see *Full-precision answers* in the documentation). Nothing is cast beforehand. The
-        floating-point arrays of the first argument count as parameters, all others as data.
+        does (see *Full-precision answers* in the documentation). Nothing is cast beforehand, with
+        `autocast=True` and without. The floating-point arrays of the first argument count as
+        parameters, all others as data.
 
     **Returns:**
 
@@ -157,7 +158,7 @@ def filter_value_and_grad(
     `scaling` that is none, for a `Scaling` with a `func` that takes no `derivatives`, and for a
     call without a model; `ValueError` for a policy that cannot be read, a `keep_full` that does
     not fit the arguments, and a `forward` that is unknown, float64 without 64-bit types, or given
-    together with `autocast`.
+    together with overrides of `autocast`.
 
     The recipe is that of Micikevicius et al., *Mixed Precision Training* (2018), section 3; names
     and return orders are those of MPX (Gräfe & Trimpe, 2025).

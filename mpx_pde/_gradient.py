@@ -135,11 +135,13 @@ class Gradient(eqx.Module):
         self.axis_name = axis_name
         self.autocast = _parse_autocast(autocast, call)
         self.forward = check_forward(forward, call)
-        if self.in_full and self.autocast is not None:
+        if self.in_full and self.autocast:
             raise ValueError(
-                f"`{call}` takes either `autocast` or `forward={forward!r}`, which evaluates the "
-                "loss in that precision and leaves nothing to cast. Drop one of them."
+                f"`{call}` takes either overrides of `autocast` or `forward={forward!r}`, which "
+                "evaluates the loss in that precision and leaves nothing to cast. Drop one of them."
             )
+        if self.in_full:
+            self.autocast = None
         if not isinstance(search, bool):
             raise TypeError(
                 f"`{call}` takes a bool as `search`, whether to find the first scales on the first "

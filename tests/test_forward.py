@@ -1,12 +1,14 @@
 """Losses whose values are those of full precision, and whose derivatives are taken in half."""
 
 import re
+from functools import partial
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import tree_equal_bits
 from hypothesis import given, settings, strategies as st
 
 import mpx_pde as mpx
@@ -190,6 +192,29 @@ def test_what_is_kept_for_the_backward_pass_is_half():
     assert len(streams) <= 3 * (1 + 2 + 2) + 4
 
 
+def test_who_takes_autocast_may_climb_to_a_forward_pass_in_full():
+    loss, model, batch = CASES["regression"]
+    step = partial(mpx.filter_grad, loss, mpx.StaticLossScaling(2.0**8), forward="float32")
+    got, want = (eqx.filter_jit(f)(model, batch) for f in (step(autocast=True), step()))
+    assert tree_equal_bits(got, want)
+
+
+@pytest.mark.parametrize("half", ["bf16", "f16"])
+def test_what_passes_from_layer_to_layer_backwards_is_half(half):
+    # What goes through a barrier is written to memory as it is.
+    width = 24
+    model = nn.CoordinateMLP(2, "scalar", width, 4, key=KEY)
+    compute = {"bf16": "bfloat16", "f16": "float16"}[half]
+    step = mpx.filter_grad(
+        pde, mpx.StaticLossScaling(1.0), policy=policy(compute), forward="float32"
+    )
+    text = jax.jit(lambda points: eqx.filter(step(model, points), eqx.is_array)).lower(POINTS)
+    barriers = re.findall(r"optimization_barrier.*", text.as_text())
+    passed = re.findall(rf"tensor<32x{width}x(\w+)>", " ".join(barriers))
+    assert len(passed) > 20
+    assert set(passed) == {half}
+
+
 def test_a_weight_has_one_product_over_the_batch():
     model = eqx.nn.Linear(8, 24, key=KEY)
     loss = lambda model, x: jnp.mean(jnp.tanh(jax.vmap(model)(jnp.sin(x))) ** 2)
@@ -350,8 +375,8 @@ def test_errors(unchecked_annotations):
             mpx.filter_grad(loss, mpx.NoOpLossScaling(), forward=wrong)
     with pytest.raises(ValueError, match=r"float64.*jax_enable_x64"):
         mpx.filter_grad(loss, mpx.NoOpLossScaling(), forward="float64")
-    with pytest.raises(ValueError, match=r"either `autocast` or `forward='float32'`"):
-        mpx.filter_grad(loss, mpx.NoOpLossScaling(), autocast=True, forward="float32")
+    with pytest.raises(ValueError, match=r"overrides of `autocast` or `forward='float32'`"):
+        mpx.filter_grad(loss, mpx.NoOpLossScaling(), autocast={"full": "x"}, forward="float32")
     with pytest.raises(TypeError, match="`refined` takes a function"):
         mpx.refined(1.0)
     with pytest.raises(ValueError, match="`refined` takes float16 or bfloat16"):

@@ -44,6 +44,22 @@ def test_bytes_and_operations_are_those_of_a_hand_count():
     assert (update.read, update.written) == (32 + 4, 32)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "kind", "products"),
+    [("dot_bf16_bf16_f32_x3", "half", 3), ("dot_tf32_tf32_f32_x3", "tf32", 3), (None, "tf32", 1)],
+)
+def test_a_split_product_is_several(algorithm, kind, products):
+    asked = f", algorithm={algorithm}" if algorithm else ""
+    text = (
+        "HloModule m\n\nENTRY %main (a: f32[4,8], b: f32[8,2]) -> f32[4,2] {\n"
+        "  %a = f32[4,8]{1,0} parameter(0)\n  %b = f32[8,2]{1,0} parameter(1)\n"
+        "  ROOT %dot = f32[4,2]{1,0} dot(%a, %b), lhs_contracting_dims={1}, "
+        f"rhs_contracting_dims={{0}}{asked}\n}}\n"
+    )
+    (dot,) = Roofline(Module.parse(text)).kernels()
+    assert dot.products == {kind: products * 2 * 4 * 8 * 2}
+
+
 def test_times_are_the_longest_of_what_a_kernel_does():
     kernels = Roofline(Module.parse(TEXT)).kernels()
     record = summary(kernels, H100)

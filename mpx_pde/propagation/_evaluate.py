@@ -104,9 +104,9 @@ class Evaluator:
                 evaluator._step(step, inner, roles)
             return {k: evaluator._leaving(inner[k], k, roles) for k in part.outputs}
 
-        if part.multiplies:
-            arrays, traced = gradients_in_turn(arrays, traced)
         if self.full is None:
+            if part.multiplies:
+                arrays, traced = gradients_in_turn(arrays, traced)
             run = (
                 jax.checkpoint(partial(layer, self)) if part.checkpointed else partial(layer, self)
             )
@@ -135,6 +135,8 @@ class Evaluator:
             storage = dataclasses.replace(self.storage, scales=scales)
             half = dataclasses.replace(self, rules=rules, storage=storage, full=None, note=None)
             kept = {k: storage.stored(x) if k in roles.stored else x for k, x in traced.items()}
+            # In turn as halves: what passes is written to memory.
+            arrays, kept = gradients_in_turn(arrays, kept)
             out = jax.checkpoint(partial(layer, half))(arrays, kept)
             out = {k: half._loaded(x) for k, x in out.items()}
             return {k: self._loaded(x) for k, x in out.items()}
