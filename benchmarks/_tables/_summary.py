@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from ._breadth import Ratios
 from ._format import NOT_RUN, ROOT, Result, load, markdown, older, source
 from ._operators import variants
 from ._predicted import speedups
@@ -124,6 +125,8 @@ def headline() -> str:
         pinns = [a for a in found if a.measure == PINN and a.run == precision]
         what = f"Error of physics-informed networks, {precision} over float32"
         rows.append([what, _ratios(pinns)])
+    breadth = load("breadth-cpu")
+    rows.append(['The same with `forward="float32"`', _in_full(breadth)])
     naive = [a for a in found if a.run == "naive-float16"]
     alike = [a for a in naive if a.ratio <= ALIKE]
     others = ", ".join(f"{a.ratio:.2f} in {a.task}" for a in naive if a not in alike)
@@ -180,8 +183,26 @@ def headline() -> str:
         ["Operations of a step, over the same step by hand", f"at most {extra:.4f}"],
         ["Speed on a GPU", _speed(predicted := load("predicted-h100-cpu"))],
     ]
-    read = [*pinns_results(), load("operators-cpu"), cavity, spectral, vit, overhead, predicted]
+    read = [*pinns_results(), breadth, load("operators-cpu"), cavity, spectral, vit, overhead]
+    read.append(predicted)
     return f"{markdown(['what', 'measured'], rows)}\n{_ages(read)}"
+
+
+def _in_full(data: Result) -> str:
+    """Over the problems of the collection that float32 solves, beside what chance makes of it."""
+    ratios = Ratios(data)
+
+    def told(name: str) -> str:
+        found = [statistics.median(r) for p in ratios.solved if (r := ratios.of(p, name))]
+        return f"{statistics.median(found):.2f} (worst {max(found):.2f})"
+
+    seeds = len({t["seed"] for t in data["trainings"]})
+    halves = (f"{told(f'forward-float32-{half}')} with {half}" for half in ("float16", "bfloat16"))
+    return (
+        f"median {' and '.join(halves)} in the backward pass, over {len(ratios.solved)} problems, "
+        f"{seeds} seed{'s' if seeds > 1 else ''}; float32 with its weights rounded once "
+        f"{told('float32-rounded')}"
+    )
 
 
 def _speed(data: Result) -> str:
