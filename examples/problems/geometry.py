@@ -36,6 +36,17 @@ def distance(boxes: Sequence[Box], points: Float[Array, "n d"]) -> Float[Array, 
     return jnp.min(jnp.stack([to(box) for box in boxes]), axis=0)
 
 
+def volume(boxes: Sequence[Box]) -> float:
+    """Of boxes that do not overlap."""
+    return float(sum(np.prod(np.subtract(box.high, box.low)) for box in boxes))
+
+
+def area(boxes: Sequence[Box]) -> float:
+    """Of the faces of all boxes, also where nothing bounds their union."""
+    edges = (np.subtract(box.high, box.low) for box in boxes)
+    return float(sum(2 * np.prod(np.delete(e, axis)) for e in edges for axis in range(len(e))))
+
+
 def inside(key: PRNGKeyArray, boxes: Sequence[Box], count: int) -> Float32[Array, "n d"]:
     """Uniform points in boxes that do not overlap, each with its share of about `count`."""
     volumes = np.array([np.prod(np.subtract(box.high, box.low)) for box in boxes])
