@@ -11,18 +11,18 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import batching
 from jaxtyping import Array, Float
 
-from ._dot import (
+from ._bilinear import (
     Given,
     as_operand,
     define_bilinear,
     define_lowering,
-    match_varying_axes,
     product_dtypes,
     result_dtype,
     rounded_product,
 )
 from ._jaxpr import literal, own_bind
 from ._types import DTypeLike
+from ._varying import match_varying_axes
 
 
 mixed_conv_general_dilated_p = Primitive("mixed_conv_general_dilated")

@@ -18,7 +18,6 @@ from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, Bool, Inexact
 
 from ._cast import cast_except, cast_operands, widen
-from ._dot import varying_axes
 from ._dtypes import asked_for_half, half_precision, half_precision_datatype, is_half, true_float32
 from ._forward import Forward, check_forward
 from ._loss_scaling import check_scaling, split_aux
@@ -28,6 +27,7 @@ from ._precision_report import OF_AUTOCAST, OF_CASTS, checked, evaluated, traced
 from ._search import can_search, differentiable_search, search, search_eagerly
 from ._tree import all_finite
 from ._types import PyTree
+from ._varying import mark_varying
 from .autocast import autocast as autocast_function, parse_patterns
 from .derivatives._counts import check_takes_derivatives, sum_counts
 from .derivatives._scaling import Scaling
@@ -76,12 +76,8 @@ def _as_varying(tree: PyTree, axis_name: Any) -> PyTree:
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     names = tuple(n for n in names if n in jax.sharding.get_abstract_mesh().manual_axes)
 
-    def mark(x):
-        missing = tuple(n for n in names if n not in varying_axes(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
     differentiated, rest = eqx.partition(tree, eqx.is_inexact_array)
-    return eqx.combine(jtu.tree_map(mark, differentiated), rest)
+    return eqx.combine(jtu.tree_map(lambda x: mark_varying(x, names), differentiated), rest)
 
 
 def _agree(finite: Bool[Array, ""], axis_name: Any) -> Bool[Array, ""]:

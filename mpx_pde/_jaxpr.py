@@ -171,12 +171,6 @@ def differentiable(atoms: Sequence) -> list[int]:
     return [i for i, x in enumerate(atoms) if _differentiable(x.aval)]
 
 
-def varies(aval: Any) -> bool:
-    """Whether values may differ along a manual axis, as inside of a `shard_map`."""
-    kind = getattr(aval, "manual_axis_type", None)
-    return kind is not None and not kind.empty
-
-
 def _moving(eqn: JaxprEqn, args: Sequence, moving: Sequence[int]) -> Callable[..., list]:
     """The equation as a function of some of its operands. The custom rule of the equation sees
     that the others are fixed."""

@@ -15,9 +15,9 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from ._dot import SPLIT_PRODUCTS
 from ._dtypes import is_half
 from ._jaxpr import aval_of
+from ._split import SPLIT_PRODUCTS
 
 
 _LIBRARY = str(Path(__file__).parent) + "/"

@@ -27,8 +27,9 @@ PACKAGES = {
 # Each module imports from those before it alone.
 ORDER = [
     ["_types"],
-    ["_dtypes", "_notes", "_policy", "_primitives", "_repr"],
-    ["_dot", "_cast", "_jaxpr", "_reverse"],
+    ["_dtypes", "_notes", "_policy", "_primitives", "_repr", "_split", "_varying"],
+    ["_bilinear", "_cast", "_jaxpr", "_reverse"],
+    ["_dot"],
     ["_checkpoint_file", "_collectives", "_conv", "_einsum", "_flat", "_forward", "_order"],
     ["_as_trained", "_marks", "_masters", "_products", "_refined", "_tree"],
     ["_jet", "_precision_report", "checkpoint_policies", "propagation"],

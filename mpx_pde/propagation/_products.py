@@ -9,12 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._bilinear import Given
 from .._conv import mixed_conv_general_dilated_p
-from .._dot import Given, match_varying_axes, mixed_dot_general_p
+from .._dot import mixed_dot_general_p
 from .._dtypes import is_half
 from .._flat import Constant, Flat, variables
 from .._jaxpr import aval_of
 from .._primitives import asks_for_more
+from .._varying import match_varying_axes
 from ._plan import Index
 from ._rules import Rules, after_product
 from ._segments import Role

@@ -8,12 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
-from .._dot import varying_axes
 from .._jaxpr import own_bind
+from .._varying import match_varying_axes
 from ._plan import Index
 
 
@@ -123,14 +122,6 @@ def is_inexact(x: Any) -> bool:
 def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list:
     """Binds an equation to streams in place of values.
 
-    Inside `shard_map` the seeds are the same on all devices, unlike the point. JAX's functions mark
-    such operands where they meet others; its primitives do not.
+    Inside `shard_map` the seeds are the same on all devices, unlike the point.
     """
-    axes = [varying_axes(x) for x in args]
-    every = frozenset().union(*axes)
-    if every:
-        args = [
-            lax.pcast(x, tuple(sorted(every - own)), to="varying") if every - own else x
-            for x, own in zip(args, axes, strict=True)
-        ]
-    return own_bind(eqn, args)
+    return own_bind(eqn, match_varying_axes(*args))
