@@ -18,9 +18,9 @@ from .._jaxpr import aval_of
 from .._primitives import asks_for_more
 from .._varying import match_varying_axes
 from ._plan import Index
-from ._rules import Rules, after_product
+from ._rules import Rules
 from ._segments import Role
-from ._streams import RAW, Jet, Storage, bind, is_inexact
+from ._streams import RAW, Jet, Storage, after_product, bind, is_inexact
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,6 +35,12 @@ class Jet:
     stage: int
 
 
+Streams = dict[Index, Any]
+
+Operand = Any
+"""A [`Jet`][], or an array that does not depend on the point."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Storage:
     """How streams are computed, and how they are kept between layers.
@@ -125,3 +131,29 @@ def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list:
     Inside `shard_map` the seeds are the same on all devices, unlike the point.
     """
     return own_bind(eqn, match_varying_axes(*args))
+
+
+def primal_of(x: Operand) -> Any:
+    """A value without its streams."""
+    return x.primal if isinstance(x, Jet) else x
+
+
+def bind_primals(eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
+    """Binds an equation to the values of its operands."""
+    return bind(eqn, list(map(primal_of, operands)))
+
+
+def stage_of(operands: Sequence[Operand]) -> int:
+    """How far the farthest of several values is from the point."""
+    return max(x.stage for x in operands if isinstance(x, Jet))
+
+
+def after_nonlinear(*operands: Operand) -> int:
+    """The stage of a function of values that is not linear."""
+    stage = stage_of(operands)
+    return DEEP if stage == FIRST else stage
+
+
+def after_product(*operands: Operand) -> int:
+    """The stage of a product of values."""
+    return FIRST if stage_of(operands) == RAW else DEEP
