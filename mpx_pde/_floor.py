@@ -12,11 +12,12 @@ from jaxtyping import Array, Bool, Float
 
 from ._accumulate import split_batch
 from ._cast import is_inexact
-from ._dtypes import is_half, is_integer, true_float32, wide
+from ._dtypes import is_half, is_integer, true_float32
 from ._forward import RUNGS, check_rung, options_of
 from ._gradient import Gradient
 from ._loss_scaling import AbstractLossScaling
 from ._marks import collecting
+from ._norms import minus, norm, real_of, share_of, total, wide_of
 from ._types import ForwardLike, PolicyLike, PyTree
 
 
@@ -264,25 +265,25 @@ def _measured(floor: _Floor, args: tuple, kwargs: dict) -> PrecisionFloor:
     true, true_grads, true_terms = _evaluated(
         reference, floor.arguments(args), floor.arguments(kwargs)
     )
-    errors = jtu.tree_map(_minus, grads, true_grads)
-    norms = jtu.tree_map(_norm, true_grads)
+    errors = jtu.tree_map(minus, grads, true_grads)
+    norms = jtu.tree_map(norm, true_grads)
     noise, noises = jnp.full((), jnp.nan), {}
     if floor.micro_batches > 1:
         spread, means = _noise(floor, batches, args[0], kwargs, grads)
-        noises = _by_path(jtu.tree_map(_share, spread, means))
-        noise = _share(_total(spread), _total(means))
+        noises = _by_path(jtu.tree_map(share_of, spread, means))
+        noise = share_of(total(spread), total(means))
     finite = jnp.isfinite(value) & jnp.isfinite(true)
     for x in jtu.tree_leaves((grads, true_grads)):
         finite &= jnp.all(jnp.isfinite(x))
     return PrecisionFloor(
-        loss=_share(_norm(_minus(value, true)), _norm(true)),
+        loss=share_of(norm(minus(value, true)), norm(true)),
         terms={
-            name: _share(_norm(_minus(x, true_terms[name])), _norm(true_terms[name]))
+            name: share_of(norm(minus(x, true_terms[name])), norm(true_terms[name]))
             for name, x in terms.items()
             if name in true_terms and x.shape == true_terms[name].shape
         },
-        gradient=_share(_total(jtu.tree_map(_norm, errors)), _total(norms)),
-        parameters=_by_path(jtu.tree_map(_share, jtu.tree_map(_norm, errors), norms)),
+        gradient=share_of(total(jtu.tree_map(norm, errors)), total(norms)),
+        parameters=_by_path(jtu.tree_map(share_of, jtu.tree_map(norm, errors), norms)),
         noise=noise,
         parameter_noise=noises,
         finite=finite,
@@ -350,65 +351,20 @@ def _noise(
     def body(sums, batch):
         here = gradient.in_context(lambda: _gradient(gradient, (model, *whole(batch)), kwargs)[1])
         # Of differences from the whole batch, which cancel less than gradients do.
-        apart = jtu.tree_map(_minus, here, grads)
-        squares = jtu.tree_map(lambda x: _norm(x) ** 2, apart)
+        apart = jtu.tree_map(minus, here, grads)
+        squares = jtu.tree_map(lambda x: norm(x) ** 2, apart)
         return jtu.tree_map(jnp.add, sums, (apart, squares)), None
 
-    zero = jtu.tree_map(lambda g: jnp.zeros(g.shape, _wide(g)), grads)
-    none = jtu.tree_map(lambda g: jnp.zeros((), _real(_wide(g))), grads)
+    zero = jtu.tree_map(lambda g: jnp.zeros(g.shape, wide_of(g)), grads)
+    none = jtu.tree_map(lambda g: jnp.zeros((), real_of(wide_of(g))), grads)
     (sums, squares), _ = lax.scan(body, (zero, none), batched, length=count)
     mean = jtu.tree_map(lambda s: s / count, sums)
     spread = jtu.tree_map(
-        lambda q, m: jnp.sqrt(jnp.maximum(q - count * _norm(m) ** 2, 0) / (count * (count - 1))),
+        lambda q, m: jnp.sqrt(jnp.maximum(q - count * norm(m) ** 2, 0) / (count * (count - 1))),
         squares,
         mean,
     )
-    return spread, jtu.tree_map(lambda g, m: _norm(g.astype(m.dtype) + m), grads, mean)
-
-
-# Norms. --------------------------------------------------------------------------------------
-
-
-# Not by JAX's promotion, which may be set to `strict`.
-
-
-def _wide(x: Array) -> Any:
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return x.dtype
-    return wide(x.dtype)
-
-
-def _real(dtype: Any) -> Any:
-    return jnp.finfo(dtype).dtype
-
-
-def _wider(*arrays: Array) -> tuple[Array, ...]:
-    dtype = max(map(_wide, arrays), key=lambda dtype: dtype.itemsize)
-    return tuple(x.astype(dtype) for x in arrays)
-
-
-def _minus(x: Array, y: Array) -> Array:
-    x, y = _wider(x, y)
-    return x - y
-
-
-def _norm(x: Array) -> Array:
-    size = jnp.abs(x).astype(_real(_wide(x)))
-    # Squares of small gradients are no float32.
-    largest = jnp.max(size, initial=0)
-    scale = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
-    return scale * jnp.sqrt(jnp.sum((size / scale) ** 2))
-
-
-def _total(norms: PyTree) -> Array:
-    return _norm(jnp.stack(_wider(*jtu.tree_leaves(norms))))
-
-
-def _share(part: Array, whole: Array) -> Array:
-    """`part / whole`; nothing is no part of nothing."""
-    part, whole = _wider(part, whole)
-    none = jnp.where(part == 0, jnp.zeros_like(part), jnp.full_like(part, jnp.inf))
-    return jnp.where(whole == 0, none, part / jnp.where(whole == 0, jnp.ones_like(whole), whole))
+    return spread, jtu.tree_map(lambda g, m: norm(g.astype(m.dtype) + m), grads, mean)
 
 
 def _by_path(tree: PyTree) -> dict[str, Array]:
