@@ -14,7 +14,7 @@ from jax.core import ShapedArray
 
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes along which an array, or what has its type, may differ."""
-    aval = x if isinstance(x, ShapedArray) else jax.typeof(x)
+    aval: Any = x if isinstance(x, ShapedArray) else jax.typeof(x)
     # JAX renamed the attribute between 0.10.0 and 0.10.2.
     return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
 
