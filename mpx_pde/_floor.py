@@ -1,5 +1,6 @@
 """What rounding does to a training at present."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +19,7 @@ from ._gradient import Gradient
 from ._loss_scaling import AbstractLossScaling
 from ._marks import collecting
 from ._norms import minus, norm, real_of, share_of, total, wide_of
+from ._options import Options
 from ._types import ForwardLike, PolicyLike, PyTree
 
 
@@ -159,38 +161,22 @@ def precision_floor(
     not above the present precision, for float64 without 64-bit types, for a batch that does not
     divide into the micro-batches, and for a `tolerance` that is not positive.
     """
-    gradient = Gradient(
-        _CALL,
-        func,
-        scaling,
-        has_aux,
-        use_mixed_precision,
-        policy,
-        keep_full,
-        None,
-        autocast,
-        forward,
-    )
+    gradient = Gradient.of(_CALL, locals())
     if not is_integer(micro_batches) or micro_batches < 1:
         raise ValueError(
             f"`{_CALL}` needs a positive integer as `micro_batches`, but got {micro_batches!r}."
         )
     if not isinstance(tolerance, int | float) or not tolerance > 0:
         raise ValueError(f"`{_CALL}` needs a positive `tolerance`, but got {tolerance!r}.")
-    present = _rung_of(gradient)
+    present = _rung_of(gradient.options)
     return eqx.module_update_wrapper(
         _Floor(gradient, present, _above(present, against), in_axes, int(micro_batches), tolerance)
     )
 
 
-def _rung_of(gradient: Gradient) -> str:
-    if not gradient.use_mixed_precision:
-        return "full"
-    return (
-        "full"
-        if gradient.forward in ("half", "float32") and not is_half(gradient.compute_dtype)
-        else gradient.forward
-    )
+def _rung_of(options: Options) -> str:
+    plain = options.forward in ("half", "float32") and not is_half(options.compute_dtype)
+    return "full" if plain or not options.use_mixed_precision else options.forward
 
 
 def _above(present: str, against: Any) -> str:
@@ -218,27 +204,19 @@ class _Floor(eqx.Module):
         return self.gradient.func
 
     def __call__(self, /, *args, **kwargs) -> PrecisionFloor:
-        if not args:
-            raise TypeError(
-                f"`{_CALL}` differentiates with respect to the first positional argument, but the "
-                "function was called without one. Pass the model first."
-            )
+        self.gradient.options.check_called_with(args)
         return _measured(self, args, kwargs)
 
     def reference(self) -> Gradient:
         """The gradient in the precision above, where arguments are as [`_widened`][] says."""
         present = self.gradient
         full = self.above in ("full", "float64")
-        options: dict[str, Any] = options_of("full" if full else self.above)
-        return Gradient(
-            _CALL,
-            self.arguments(present.func),
-            present.scaling,
-            present.has_aux,
-            policy=present.policy,
-            keep_full=present.keep_full,
-            axis_name=None,
-            **{"use_mixed_precision": True, **options},
+        options = {"use_mixed_precision": True, "forward": "half", "autocast": None}
+        options |= options_of("full" if full else self.above)
+        return dataclasses.replace(
+            present,
+            func=self.arguments(present.func),
+            options=dataclasses.replace(present.options, **options),
         )
 
     def arguments(self, tree: PyTree) -> PyTree:
@@ -297,8 +275,8 @@ def _named(present: str, gradient: Gradient) -> str:
     if present == "full":
         return "float32"
     if present == "half":
-        return gradient.compute_dtype.name
-    return f"forward={present!r} with a backward pass in {gradient.compute_dtype.name}"
+        return gradient.options.compute_dtype.name
+    return f"forward={present!r} with a backward pass in {gradient.options.compute_dtype.name}"
 
 
 def _advised(above: str) -> str:
@@ -312,23 +290,23 @@ def _evaluated(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, Py
     """Loss, unscaled gradients, and derivative terms by name."""
 
     def value(args, kwargs):
-        if not gradient.use_mixed_precision:
+        if not gradient.options.use_mixed_precision:
             with true_float32():
                 out = gradient.func(*args, **gradient.with_derivatives(kwargs, None))
-            return out[0] if gradient.has_aux else out
-        args, kwargs = gradient.cast(args, kwargs)
+            return out[0] if gradient.options.has_aux else out
+        args, kwargs = gradient.options.cast(args, kwargs)
         return gradient.loss(args, kwargs, gradient.derivatives)[0]
 
     def run():
         loss, grads = _gradient(gradient, args, kwargs)
         return loss, grads, collecting(value)(*_copied((args, kwargs)))[1]
 
-    return gradient.in_context(run)
+    return gradient.options.in_context(run)
 
 
 def _gradient(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, PyTree]:
     args, kwargs = _copied((args, kwargs))
-    if not gradient.use_mixed_precision:
+    if not gradient.options.use_mixed_precision:
         (loss, _), grads = gradient.plain(args, kwargs)
         return loss, grads
     (loss, _), grads, _ = gradient.scaled(args, kwargs)
@@ -349,7 +327,9 @@ def _noise(
     batched, whole = batches
 
     def body(sums, batch):
-        here = gradient.in_context(lambda: _gradient(gradient, (model, *whole(batch)), kwargs)[1])
+        here = gradient.options.in_context(
+            lambda: _gradient(gradient, (model, *whole(batch)), kwargs)[1]
+        )
         # Of differences from the whole batch, which cancel less than gradients do.
         apart = jtu.tree_map(minus, here, grads)
         squares = jtu.tree_map(lambda x: norm(x) ** 2, apart)

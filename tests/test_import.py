@@ -1,6 +1,7 @@
 """What an import of the package does and does not do, and how its modules hang together."""
 
 import ast
+import dataclasses
 import inspect
 import os
 import subprocess
@@ -12,6 +13,7 @@ from typing import get_type_hints
 import pytest
 
 import mpx_pde as mpx
+from mpx_pde._options import Options
 from mpx_pde._types import GradientOptions, RawGradientOptions
 
 
@@ -43,6 +45,7 @@ ORDER = [
     ["autocast", "_loss_scaling"],
     ["derivatives", "ranges"],
     ["_checkpoint", "_faults", "_search"],
+    ["_options"],
     ["_gradient"],
     ["_accumulate", "_grad", "_optimizer", "_second_order"],
     ["_floor"],
@@ -276,3 +279,5 @@ def test_type_checkers_know_the_options_of_the_gradient_transformations(name):
     options = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"in_axes"}
     expected = RawGradientOptions if name == "calculate_scaled_grad" else GradientOptions
     assert options == set(get_type_hints(expected))
+    # What is no field of these would be taken and forgotten.
+    assert options <= {field.name for field in dataclasses.fields(Options)}
