@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
-from .._jaxpr import bodies_of, rebind, scan_counts
+from .._jaxpr import LOOPS, bodies_of, rebind, scan_counts
 from ._plan import Index, Plan
 from ._streams import DEEP, Jet, Operand, is_inexact, primal_of, stage_of, zeros_of
 
@@ -148,18 +148,18 @@ class Containers:
         return [Jet(x, {}, DEEP) for x in rebind(eqn, list(map(primal_of, operands)), [body])]
 
 
-_LOOPS = {"scan": Containers._scan, "while": Containers._while, "cond": Containers._cond}
 _ENTERED = {
-    **_LOOPS,
+    "scan": Containers._scan,
+    "while": Containers._while,
+    "cond": Containers._cond,
     "remat2": Containers._checkpoint,
-    "checkpoint": Containers._checkpoint,
     "shard_map": Containers._shard_map,
 }
 
 
 def enters(eqn: JaxprEqn, plain: bool) -> bool:
     """Whether an equation is entered here; `plain` where there are no streams."""
-    return eqn.primitive.name in (_ENTERED if plain else _LOOPS)
+    return eqn.primitive.name in (_ENTERED if plain else LOOPS)
 
 
 def _like(x: Any, options: Sequence[Any]) -> Any:

@@ -7,11 +7,11 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad
 
 from .._flat import Constant, Step, flatten
-from .._jaxpr import in_context_of, line_of, own_bind
+from .._jaxpr import LOOPS, in_context_of, jaxprs_in, line_of, own_bind
 from .._order import gradients_in_turn, rounded_cotangent
 from .._products import is_users
 from . import _tables as tables
@@ -205,7 +205,8 @@ class Evaluator:
         dtypes, and so is one of float64 that registers do not hold."""
         storage = self.storage if self.full is None else self.full.storage
         wide = {x.dtype for x in args if is_inexact(x)} - {storage.registers}
-        if name_of_inner(eqn) is None and not any(d.itemsize > 4 for d in wide if d.kind == "f"):
+        programs = next(jaxprs_in(eqn), None) is not None
+        if not programs and not any(d.itemsize > 4 for d in wide if d.kind == "f"):
             return own_bind(eqn, args)
         typed = [
             x.astype(v.aval.dtype) if is_inexact(x) else x
@@ -224,15 +225,7 @@ class Evaluator:
         return storage.loaded(x) if isinstance(x, Jet) else storage.constant(x)
 
 
-def name_of_inner(eqn: Any) -> str | None:
-    """The parameter of an equation that holds a jaxpr; `None` without one."""
-    for name, value in eqn.params.items():
-        if isinstance(value, ClosedJaxpr | Jaxpr):
-            return name
-    return None
-
-
-_WITH_OWN_JVP = frozenset({"custom_jvp_call", "shard_map", "scan", "while", "cond"})
+_WITH_OWN_JVP = LOOPS | {"custom_jvp_call", "shard_map"}
 
 
 def _read(x: Any, env: Mapping[int, Any]) -> Any:

@@ -79,7 +79,7 @@ def definition_of(fun: Any) -> Place:
 
 def inside(eqn: JaxprEqn, place: Place) -> Place:
     """The place of the jaxprs in a container."""
-    if eqn.primitive.name not in ("jit", "pjit"):
+    if eqn.primitive.name != "jit":
         return place
     [closed] = bodies_of(eqn)
     info = closed.jaxpr.debug_info
