@@ -125,8 +125,9 @@ def parse_options(call: str, arguments: Mapping[str, Any]) -> Options:
     )
     if options.in_full and options.autocast:
         raise ValueError(
-            f"`{call}` takes either overrides of `autocast` or `forward={options.forward!r}`, which "
-            "evaluates the loss in that precision and leaves nothing to cast. Drop one of them."
+            f"`{call}` takes either overrides of `autocast` or `forward={options.forward!r}`, "
+            "which evaluates the loss in that precision and leaves nothing to cast. Drop one of "
+            "them."
         )
     if options.in_full:
         options = dataclasses.replace(options, autocast=None)
