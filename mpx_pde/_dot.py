@@ -34,8 +34,6 @@ from ._types import DTypeLike
 from ._varying import match_varying_axes
 
 
-DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], ...]]
-
 mixed_dot_general_p = Primitive("mixed_dot_general")
 
 _GIVEN = Given()

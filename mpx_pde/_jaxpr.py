@@ -4,6 +4,9 @@ An interpreter evaluates equations one by one. Where an equation holds a jaxpr o
 `jit`, a loop, a branch, a function with its own derivative), it hands [`rebind`][] a Python
 function for each inner jaxpr, and gets the same container around them. Types may change on the
 way, the number and order of operands and results may not.
+
+`autocast`, `ranges` and the derivative engine (and with it `forward=`) are such interpreters. What
+they know of a value goes with it in a PyTree; how JAX's containers are made is known here alone.
 """
 
 import re

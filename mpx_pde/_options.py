@@ -35,10 +35,10 @@ class Options(eqx.Module):
     use_mixed_precision: bool = eqx.field(static=True)
     policy: jmp.Policy | None = eqx.field(static=True)
     keep_full: PyTree
-    axis_name: Any = eqx.field(static=True)
     autocast: tuple[tuple[str, Any], ...] | None = eqx.field(static=True)
     forward: str = eqx.field(static=True)
-    search: bool = eqx.field(static=True)
+    axis_name: Any = eqx.field(static=True, default=None)
+    search: bool = eqx.field(static=True, default=True)
 
     @property
     def in_full(self) -> bool:
@@ -93,36 +93,25 @@ class Options(eqx.Module):
         return cast_operands(tree, jnp.dtype(self.policy.output_dtype))
 
 
-_DEFAULTS = {
-    "has_aux": False,
-    "use_mixed_precision": True,
-    "policy": None,
-    "keep_full": False,
-    "axis_name": None,
-    "autocast": False,
-    "forward": "half",
-    "search": True,
-}
-
-
 def parse_options(call: str, arguments: Mapping[str, Any]) -> Options:
-    """The options among the arguments of the public function `call`; for those that it does not
-    take, what they are without being given.
+    """The options among the arguments of the public function `call`, by name.
 
     **Raises:** `ValueError` and `TypeError`, in the name of `call`, for what makes no sense.
     """
-    given = {name: arguments.get(name, default) for name, default in _DEFAULTS.items()}
-    options = Options(
-        call,
-        **{
-            **given,
-            "has_aux": bool(given["has_aux"]),
-            "use_mixed_precision": bool(given["use_mixed_precision"]),
-            "policy": parse_policy(given["policy"], call),
-            "autocast": _parse_autocast(given["autocast"], call),
-            "forward": check_forward(given["forward"], call),
-        },
-    )
+    given = {f.name: arguments[f.name] for f in dataclasses.fields(Options) if f.name in arguments}
+    parsed = {
+        "has_aux": bool(given["has_aux"]),
+        "use_mixed_precision": bool(given["use_mixed_precision"]),
+        "policy": parse_policy(given["policy"], call),
+        "autocast": _parse_autocast(given["autocast"], call),
+        "forward": check_forward(given["forward"], call),
+    }
+    if not isinstance(given.get("search", True), bool):
+        raise TypeError(
+            f"`{call}` takes a bool as `search`, whether to find the first scales on the first "
+            f"batch, but got {given['search']!r}."
+        )
+    options = Options(call=call, **{**given, **parsed})
     if options.in_full and options.autocast:
         raise ValueError(
             f"`{call}` takes either overrides of `autocast` or `forward={options.forward!r}`, "
@@ -131,11 +120,6 @@ def parse_options(call: str, arguments: Mapping[str, Any]) -> Options:
         )
     if options.in_full:
         options = dataclasses.replace(options, autocast=None)
-    if not isinstance(options.search, bool):
-        raise TypeError(
-            f"`{call}` takes a bool as `search`, whether to find the first scales on the first "
-            f"batch, but got {options.search!r}."
-        )
     return options
 
 
