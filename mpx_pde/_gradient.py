@@ -24,7 +24,7 @@ from ._notes import noting_the_cast
 from ._options import Options, parse_options
 from ._precision_report import OF_AUTOCAST, OF_CASTS, checked, evaluated, traced
 from ._search import can_search, differentiable_search, search, search_eagerly
-from ._tree import all_finite
+from ._tree import all_finite, with_fields
 from ._types import PyTree
 from ._varying import mark_varying
 from .autocast import autocast as autocast_function
@@ -100,7 +100,7 @@ class Gradient(eqx.Module):
 
     def at(self, scaling: Any) -> "Gradient":
         """The same with another state of the scaling."""
-        return eqx.tree_at(lambda g: g.scaling, self, scaling)
+        return with_fields(self, scaling=scaling)
 
     @property
     def derivatives(self) -> Any:

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool
 
 from ._loss_scaling import AbstractLossScaling, DynamicLossScaling
 from ._precision_report import arrays_of
-from ._tree import select_tree
+from ._tree import select_tree, with_fields
 from ._varying import mark_varying, varying_axes
 from .derivatives import Scaling
 
@@ -40,16 +40,11 @@ def can_search(scaling: Any) -> bool:
 def _again(old: Any, adjusted: Any) -> Any:
     """`old` at the scales of `adjusted`: nothing was skipped, so nothing is counted."""
     if isinstance(old, Scaling):
-        derivatives = eqx.tree_at(
-            lambda d: (d.exponents, d.caution),
-            old.derivatives,
-            (adjusted.derivatives.exponents, adjusted.derivatives.caution),
-        )
-        return eqx.tree_at(
-            lambda s: (s.loss, s.derivatives), old, (_again(old.loss, adjusted.loss), derivatives)
-        )
+        new = adjusted.derivatives
+        derivatives = with_fields(old.derivatives, exponents=new.exponents, caution=new.caution)
+        return with_fields(old, loss=_again(old.loss, adjusted.loss), derivatives=derivatives)
     if isinstance(old, DynamicLossScaling):
-        return eqx.tree_at(lambda s: s.loss_scaling, old, adjusted.loss_scaling)
+        return with_fields(old, loss_scaling=adjusted.loss_scaling)
     return old
 
 

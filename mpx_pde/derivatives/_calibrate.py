@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 
 from .._cast import cast_operands
 from .._dtypes import half_precision_datatype
+from .._tree import with_fields
 from ._checks import parse_terms, rows_of
 from ._laplacian import laplacian
 from ._names import names_of
@@ -85,7 +86,7 @@ def _errors(
 
     with jax.default_matmul_precision("highest"):
         want = eqx.filter_jit(lambda fun: values(fun, None, None))(fun)
-    at = lambda e: eqx.tree_at(lambda s: s.exponents, scales, jnp.full_like(scales.exponents, e))
+    at = lambda e: with_fields(scales, exponents=jnp.full_like(scales.exponents, e))
     table = np.stack([np.asarray(errors(fun, at(e), want)) for e in tried], axis=1)
     return np.where(np.isfinite(table), table, np.inf)
 

@@ -9,12 +9,13 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from .._dtypes import half_precision_datatype
 from .._repr import by_name, described, number
+from .._tree import with_fields
 from .._types import DTypeLike, Names
 from ._calibrate import first_exponents
 from ._names import names_of, positive_integer
 from ._options import parse_options, parse_special
 from ._probe import COLUMNS
-from ._rules import Rule, paper, predictive
+from ._rules import Rule, State, paper, predictive
 from ._scales import AbstractScales
 from ._strategies import AbstractStrategy, PerDirection, PerOrder, PerTerm, Row
 
@@ -251,28 +252,17 @@ class DerivativeScaling(AbstractScales):
         exponents = self.exponents if active else jnp.zeros_like(self.exponents)
         shifts = jnp.stack([jnp.asarray(row.shift(exponents)) for row in self.rows])
         update = predictive if self.rule.mode == "predictive" else paper
-        state = (self.exponents, self.tracker, self.caution)
+        state = State(self.exponents, self.tracker, self.caution)
         if active:
-            state = update(self.rule, counts, shifts, *state)
+            state = update(self.rule, counts, shifts, state)
         lost = self.rule.of_scalers(counts[:, -1] > 0)
-        return eqx.tree_at(
-            lambda s: (
-                s.exponents,
-                s.tracker,
-                s.caution,
-                s.overflows,
-                s.skipped_steps,
-                s.shifts,
-                s.counts,
-            ),
+        return with_fields(
             self,
-            (
-                *state,
-                self.overflows + lost.astype(jnp.int32),
-                self.skipped_steps + jnp.any(lost).astype(jnp.int32),
-                shifts.astype(jnp.int32),
-                counts,
-            ),
+            **state._asdict(),
+            overflows=self.overflows + lost.astype(jnp.int32),
+            skipped_steps=self.skipped_steps + jnp.any(lost).astype(jnp.int32),
+            shifts=shifts.astype(jnp.int32),
+            counts=counts,
         )
 
     def calibrate(
@@ -327,13 +317,13 @@ class DerivativeScaling(AbstractScales):
         """
         highest = jnp.array(self.rule.highest, jnp.int32)
         grown = jnp.minimum(self.exponents + self.rule.step, highest)
-        return eqx.tree_at(lambda s: s.exponents, self, jnp.maximum(grown, self.exponents))
+        return with_fields(self, exponents=jnp.maximum(grown, self.exponents))
 
     def with_exponents(self, exponents: Any) -> "DerivativeScaling":
         """The same scaling at other scales, which are clipped to the bounds of each scaler."""
         low, high = (jnp.array(b, jnp.int32) for b in (self.rule.lowest, self.rule.highest))
         new = jnp.clip(jnp.asarray(exponents, jnp.int32), low, high)
-        return eqx.tree_at(lambda s: s.exponents, self, jnp.broadcast_to(new, low.shape))
+        return with_fields(self, exponents=jnp.broadcast_to(new, low.shape))
 
 
 def _counts(counts: Any) -> Float32[Array, "rows columns"]:
