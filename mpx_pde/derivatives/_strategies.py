@@ -107,9 +107,9 @@ class AbstractStrategy(abc.ABC):
     def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
         """The row of a term that has none by its name."""
 
-    @abc.abstractmethod
     def _expected(self, term: str, named: Sequence[str]) -> Weights | None:
         """What a row with the name of a term must count; `None` where the name is enough."""
+        del term, named
 
     def laplacian_rows(self, over: Sequence[str], call: str) -> list[int]:
         """The rows that count a Laplacian over some coordinates."""
@@ -135,12 +135,11 @@ class AbstractStrategy(abc.ABC):
         highest = [named for named in summands if len(named) == order]
         return tuple(dict.fromkeys(self._shared_row("", named, call) for named in highest))
 
-    @abc.abstractmethod
     def seeds_of(self, row: int) -> int | None:
         """The row whose seeds the derivatives in `row` have to themselves; `None` where they share
         those of all others."""
+        del row
 
-    @abc.abstractmethod
     def exponent(
         self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int], margin: int
     ) -> Any:
@@ -154,6 +153,7 @@ class AbstractStrategy(abc.ABC):
         - `asked`: the orders that a loss asks for.
         - `margin`: the powers of two that the update rule keeps free below overflow.
         """
+        raise AssertionError("no stream shares its seeds")
 
     def kept(self, exponent: Any, margin: int) -> Any:
         """What a stream is stored with, where `exponent` is what its derivative carries."""
@@ -227,9 +227,6 @@ class PerDirection(AbstractStrategy):
         if set(over) != set(self.names) and self.order != 1:
             return [self._shared_row("laplacian", [name] * 2, call) for name in over]
         return super().laplacian_rows(over, call)
-
-    def seeds_of(self, row: int) -> None:
-        del row
 
     def exponent(
         self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int], margin: int
@@ -331,13 +328,5 @@ class PerTerm(AbstractStrategy):
             f"{', '.join(self.names)}. Name it in `DerivativeScaling.per_term`."
         )
 
-    def _expected(self, term: str, named: Sequence[str]) -> None:
-        del term, named
-
     def seeds_of(self, row: int) -> int:
         return row
-
-    def exponent(
-        self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int], margin: int
-    ) -> Any:
-        raise AssertionError("each term has seeds of its own")
