@@ -39,10 +39,10 @@ def _benchmarks(*names: str) -> tuple[str, ...]:
     return tuple(f"benchmarks/{name}.py" for name in names)
 
 
-PRODUCTS = _library("_dtypes", "_cast", "_dot")
+PRODUCTS = _library("_dtypes", "_cast", "_dot", "_bilinear", "_split", "_varying")
 STEP = (
     *PRODUCTS,
-    *_library("_tree", "_loss_scaling", "_search", "_gradient", "_grad", "_optimizer"),
+    *_library("_tree", "_loss_scaling", "_search", "_options", "_gradient", "_grad", "_optimizer"),
 )
 DERIVATIVES = (
     *PRODUCTS,

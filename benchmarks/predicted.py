@@ -42,7 +42,10 @@ from ._roofline import Kernel, Roofline, largest, summary
 
 
 FOLDERS = ("mpx_pde", "benchmarks", "examples")
-WRAPPERS = ("/_dot.py", "/_cast.py", "/_activations.py", "/_arithmetic.py", "/_order.py")
+WRAPPERS = (
+    *("/_dot.py", "/_bilinear.py", "/_split.py", "/_varying.py"),
+    *("/_cast.py", "/_activations.py", "/_arithmetic.py", "/_order.py"),
+)
 """What other lines call: those are more telling."""
 
 TRAFFIC = Path(__file__).parent / "_targets" / "traffic.json"

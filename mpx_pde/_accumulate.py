@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from ._cast import widen
 from ._dtypes import is_integer
-from ._gradient import Gradient, Transformed, arrange_value_and_grad
+from ._gradient import Gradient, arrange_value_and_grad, transformed
 from ._loss_scaling import AbstractLossScaling
 from ._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
 
@@ -91,7 +91,7 @@ def _run(
     batched, whole = split_batch(tuple(rest), in_axes, micro_batches, _CALL)
 
     def differentiate(args):
-        if gradient.use_mixed_precision:
+        if gradient.options.use_mixed_precision:
             return gradient.scaled(args, kwargs)
         return *gradient.plain(args, kwargs), None
 
@@ -105,14 +105,14 @@ def _run(
 
     masters = eqx.filter(model, eqx.is_inexact_array)
     counts = None
-    if gradient.use_mixed_precision and gradient.derivatives is not None:
+    if gradient.options.use_mixed_precision and gradient.derivatives is not None:
         counts = gradient.derivatives.counts
     zero = jtu.tree_map(jnp.zeros_like, widen([masters, counts]))
     (total, counts), arrays = lax.scan(body, zero, batched, length=micro_batches)
     values, aux = eqx.combine(arrays, statics[-1])
     value = jnp.mean(values)
     mean = jtu.tree_map(lambda g: g / micro_batches, total)
-    if gradient.use_mixed_precision:
+    if gradient.options.use_mixed_precision:
         state = gradient.finish(mean, model, counts)
     else:
         grads = jtu.tree_map(lambda g, m: g.astype(m.dtype), mean, masters)
@@ -205,23 +205,11 @@ def filter_accumulated_value_and_grad(
     value, scaling, grads_finite, grads = value_and_grad(model, x, y)
     ```
     """
+    arguments = locals()
     if not isinstance(micro_batches, int) or micro_batches < 1:
         raise ValueError(
             f"`{_CALL}` needs a positive integer as `micro_batches`, but got {micro_batches!r}."
         )
-    gradient = Gradient(
-        _CALL,
-        func,
-        scaling,
-        has_aux,
-        use_mixed_precision,
-        policy,
-        keep_full,
-        axis_name,
-        autocast,
-        forward,
-        search,
-    )
     # A PyTree, unlike `functools.partial`: made anew at each step it is the same to jit's cache.
     run = eqx.Partial(_run, micro_batches=micro_batches, in_axes=in_axes)
-    return eqx.module_update_wrapper(Transformed(gradient, run, arrange_value_and_grad))
+    return transformed(_CALL, arguments, run, arrange_value_and_grad)

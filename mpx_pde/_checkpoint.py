@@ -17,6 +17,7 @@ from ._checkpoint_file import Entry, is_data, opened, replaced, write
 from ._loss_scaling import AbstractLossScaling
 from ._types import PyTree
 from .derivatives import DerivativeScaling, Scaling
+from .derivatives._strategies import AbstractStrategy
 
 
 _SCALERS = (AbstractLossScaling, DerivativeScaling)
@@ -91,9 +92,12 @@ def scaling_options(tree: PyTree) -> dict[str, dict[str, Any]]:
 def _options(scaler: Any) -> dict[str, Any]:
     options = {"type": type(scaler).__name__}
     for field in dataclasses.fields(scaler):
-        # Rows follow from kind, names and order, and show in the shapes.
-        if field.metadata.get("static", False) and field.name != "rows":
-            options |= _flat(field.name, _plain(getattr(scaler, field.name)))
+        if field.metadata.get("static", False):
+            value = getattr(scaler, field.name)
+            if isinstance(value, AbstractStrategy):
+                options |= value.options
+            else:
+                options |= _flat(field.name, _plain(value))
     return options
 
 

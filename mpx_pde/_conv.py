@@ -11,18 +11,18 @@ from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import batching
 from jaxtyping import Array, Float
 
-from ._dot import (
+from ._bilinear import (
     Given,
     as_operand,
     define_bilinear,
     define_lowering,
-    match_varying_axes,
     product_dtypes,
     result_dtype,
     rounded_product,
 )
-from ._jaxpr import literal, own_bind
+from ._jaxpr import CALLS, bodies_of, own_bind, walk
 from ._types import DTypeLike
+from ._varying import match_varying_axes
 
 
 mixed_conv_general_dilated_p = Primitive("mixed_conv_general_dilated")
@@ -71,24 +71,18 @@ def _replay(closed: ClosedJaxpr, args: Sequence, **dtypes: Any) -> list:
 
     The movements (reversals, reshapes, transpositions) take operands of any dtype.
     """
-    jaxpr = closed.jaxpr
-    env: dict[Any, Any] = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    env.update(zip(jaxpr.invars, args, strict=True))
-    for eqn in jaxpr.eqns:
-        operands = [v.val if literal(v) else env[v] for v in eqn.invars]
+
+    def evaluate(i, eqn, operands):
+        del i
         if eqn.primitive is lax.conv_general_dilated_p:
-            window = {
-                k: v
-                for k, v in eqn.params.items()
-                if k not in ("precision", "preferred_element_type")
-            }
-            out = [mixed_conv_general_dilated_p.bind(*operands, **dtypes, **window)]
-        elif eqn.primitive.name in ("jit", "pjit"):
-            out = _replay(eqn.params["jaxpr"], operands, **dtypes)
-        else:
-            out = own_bind(eqn, operands)
-        env.update(zip(eqn.outvars, out, strict=True))
-    return [env[v] for v in jaxpr.outvars]
+            jaxs = ("precision", "preferred_element_type")
+            window = {k: v for k, v in eqn.params.items() if k not in jaxs}
+            return [mixed_conv_general_dilated_p.bind(*operands, **dtypes, **window)]
+        if eqn.primitive.name in CALLS:
+            return _replay(bodies_of(eqn)[0], operands, **dtypes)
+        return own_bind(eqn, operands)
+
+    return walk(closed.jaxpr, closed.consts, args, lambda atom: atom.val, evaluate)
 
 
 def _traced(fun: Callable, *avals: Any) -> ClosedJaxpr:

@@ -6,89 +6,40 @@ steps and devices in half), and `preferred_element_type=float32` puts float32 ×
 into the backward pass. A primitive of our own settles both, in forward and in reverse mode.
 """
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import batching
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from ._dtypes import as_floating_dtype, full_precision_asked, is_integer, wide
+from ._bilinear import (
+    Given,
+    as_operand,
+    define_bilinear,
+    define_lowering,
+    product_dtypes,
+    result_dtype,
+    rounded_product,
+)
+from ._dtypes import is_integer
+from ._split import split_by_hardware, split_product
 from ._types import DTypeLike
+from ._varying import match_varying_axes
 
-
-DimensionNumbers = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], ...]]
-
-# Products of float32 arrays out of several products of halves, by the name that `dtype` takes.
-SPLIT_PRODUCTS = {
-    "bfloat16_x3": lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
-    "bfloat16_x6": lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
-    "bfloat16_x9": lax.DotAlgorithmPreset.BF16_BF16_F32_X9,
-    "tensorfloat32": lax.DotAlgorithmPreset.TF32_TF32_F32,
-    "tensorfloat32_x3": lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
-}
-
-_SPLITS = {
-    "bfloat16_x3": (7, 2, 1),
-    "bfloat16_x6": (7, 3, 2),
-    "bfloat16_x9": (7, 3, 4),
-    "tensorfloat32": (10, 1, 0),
-    "tensorfloat32_x3": (10, 2, 1),
-}
-"""Of each: bits of a mantissa, parts of an operand, and the largest sum of the numbers of two parts
-whose product is taken."""
 
 mixed_dot_general_p = Primitive("mixed_dot_general")
-
-
-class Given(NamedTuple):
-    """Which dtypes of a product its caller named ([`mpx_pde.autocast`][] supplies the others), and
-    whether it is one of several with the same weight that are to stay so."""
-
-    dtype: bool = True
-    out_dtype: bool = True
-    apart: bool = False
-
 
 _GIVEN = Given()
 
 _APART = 2**21
 """From operands of this many bytes on, copies take a GPU longer than a product more."""
-
-
-def result_dtype(dtype: np.dtype, out_dtype: np.dtype) -> np.dtype:
-    # Products of halves accumulate in float32 on every backend, whatever the result. A GEMM with a
-    # half result is asked for as such: cuBLAS does not fold a cast of a float32 result, which
-    # would cost a float32 array and a kernel of its own.
-    return dtype if out_dtype == dtype else wide(dtype)
-
-
-def rounded_product(
-    product: Callable, x: Any, y: Any, dtype: np.dtype, out_dtype: np.dtype, on_cpu: bool
-) -> Any:
-    """`product` of the operands rounded to `dtype`, with a result rounded to `out_dtype`.
-
-    jaxlib's CPU backend has kernels for some products of halves and fails on others, most of them
-    of bfloat16. So there the rounded operands are widened, which is exact: the numbers are the
-    same, and the time is at most that of the kernels.
-    """
-    result = wide(dtype) if on_cpu else result_dtype(dtype, out_dtype)
-    x, y = (lax.convert_element_type(z, dtype) for z in (x, y))
-    if on_cpu:
-        x, y = (lax.convert_element_type(z, result) for z in (x, y))
-    # A product of halves is exact in float32. One of float32 operands is TF32 (GPU) or bfloat16
-    # (TPU) unless the highest precision is asked for.
-    half = x.dtype.itemsize < 4
-    precision = lax.Precision.DEFAULT if half else lax.Precision.HIGHEST
-    out = product(x, y, precision=precision, preferred_element_type=result)
-    return lax.convert_element_type(out, out_dtype)
 
 
 def _dot(
@@ -113,47 +64,9 @@ def _dot(
 
     if algorithm is not None:
         x, y = (lax.convert_element_type(z, dtype) for z in (x, y))
-        split = split_product if on_cpu else _split_by_hardware
+        split = split_product if on_cpu else split_by_hardware
         return lax.convert_element_type(split(product, x, y, algorithm), out_dtype)
     return rounded_product(product, x, y, dtype, out_dtype, on_cpu)
-
-
-def _split_by_hardware(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
-    return product(x, y, precision=SPLIT_PRODUCTS[algorithm], preferred_element_type=x.dtype)
-
-
-def split_product(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
-    """A split product of float32 arrays as hardware for it computes one, on any.
-
-    Operands are cut into parts of 8 (bfloat16) or 11 (TF32) significant bits, each the rest of what
-    is before it, rounded to the nearest. Products of parts are exact in float32, and are summed
-    there; of what `_x3` and `_x6` leave out is what is smaller than the last part of an operand.
-    """
-    bits, parts, last = _SPLITS[algorithm]
-
-    def cut(z):
-        out = []
-        for _ in range(parts):
-            high = lax.reduce_precision(z, 8, bits)
-            out.append(high)
-            # Of what is infinite there is no rest.
-            z = jnp.where(jnp.isfinite(high), z - high, jnp.zeros_like(z))
-        return out
-
-    xs, ys = cut(x), cut(y)
-    order = sorted(
-        ((i, j) for i in range(parts) for j in range(parts) if i + j <= last), key=sum, reverse=True
-    )
-    highest = lax.Precision.HIGHEST
-    terms = [
-        product(xs[i], ys[j], precision=highest, preferred_element_type=x.dtype) for i, j in order
-    ]
-    *rest, first = terms
-    if not rest:
-        return first
-    low = sum(rest[1:], rest[0])  # small ones first
-    # An infinity times the rest of a number that has none is no number.
-    return first + jnp.where(jnp.isnan(low), jnp.zeros_like(low), low)
 
 
 def _abstract_eval(
@@ -279,95 +192,10 @@ def _batch(axis_data, args, dims, *, dimension_numbers, out_sharding, **params):
     return out, out_dim
 
 
-def define_bilinear(primitive, transpose_lhs: Callable, transpose_rhs: Callable) -> None:
-    """JVP and transpose rules of a primitive that is linear in each of its two operands."""
-    ad.defbilinear(primitive, transpose_lhs, transpose_rhs)
-    bilinear = ad.primitive_jvps[primitive]
-
-    def jvp(primals, tangents, **params):
-        # A tangent may be the same on all devices of a `shard_map` where its primal is not.
-        tangents = [
-            t if isinstance(t, ad.Zero) else match_varying_axes(p, t)[1]
-            for p, t in zip(primals, tangents, strict=True)
-        ]
-        return bilinear(primals, tangents, **params)
-
-    ad.primitive_jvps[primitive] = jvp
-
-
-def define_lowering(primitive, evaluate: Callable) -> None:
-    """How a product is evaluated: by a function of its operands and parameters that is told
-    whether it is `on_cpu` or `on_gpu`."""
-
-    # Compiled once for each set of parameters and types, as JAX's own operations are.
-    @partial(jax.jit, static_argnames="params")
-    def run(x, y, params):
-        return primitive.bind(x, y, **dict(params))
-
-    primitive.def_impl(lambda x, y, **params: run(x, y, tuple(params.items())))
-    gpus = ("cuda", "rocm")
-    for platform in (None, "cpu", *gpus):
-        where = {"on_gpu": True} if platform in gpus else {"on_cpu": platform == "cpu"}
-        lowering = partial(evaluate, **where)
-        mlir.register_lowering(
-            primitive, mlir.lower_fun(lowering, multiple_results=False), platform=platform
-        )
-
-
 mixed_dot_general_p.def_abstract_eval(_abstract_eval)
 define_lowering(mixed_dot_general_p, _dot)
 define_bilinear(mixed_dot_general_p, _transpose_lhs, _transpose_rhs)
 batching.fancy_primitive_batchers[mixed_dot_general_p] = _batch
-
-
-def as_operand(x: Any, call: str) -> Array:
-    out = jnp.asarray(x)
-    if not jnp.issubdtype(out.dtype, jnp.floating):
-        raise TypeError(
-            f"`{call}` multiplies real floating-point arrays, but got an operand of dtype "
-            f"{out.dtype.name} and shape {out.shape}. Cast it to a floating-point dtype; split a "
-            "complex array into its real and imaginary parts."
-        )
-    return out
-
-
-def _narrowest(operands: Sequence[Array], call: str) -> np.dtype:
-    smallest = min(x.dtype.itemsize for x in operands)
-    dtypes = {x.dtype for x in operands if x.dtype.itemsize == smallest}
-    if len(dtypes) > 1:
-        names = " and ".join(sorted(d.name for d in dtypes))
-        raise ValueError(
-            f"`{call}` without a `dtype` multiplies in the narrowest dtype of its operands, but "
-            f"got {names}. Pass `dtype`."
-        )
-    return dtypes.pop()
-
-
-def product_dtypes(
-    operands: Sequence[Array], dtype: Any, out_dtype: Any, call: str
-) -> tuple[np.dtype, np.dtype, Given]:
-    """In what a product multiplies, what it returns, and what of it the caller asked for."""
-    given = Given(dtype is not None or full_precision_asked(), out_dtype is not None)
-    canonical = lambda d: jax.dtypes.canonicalize_dtype(as_floating_dtype(d, call))
-    dtype = _narrowest(operands, call) if dtype is None else canonical(dtype)
-    return dtype, dtype if out_dtype is None else canonical(out_dtype), given
-
-
-def varying_axes(x: Any) -> frozenset[str]:
-    aval = jax.typeof(x)
-    # JAX renamed the attribute between 0.10.0 and 0.10.2.
-    return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
-
-
-def match_varying_axes(x: Any, y: Any) -> tuple[Any, Any]:
-    # Inside `shard_map`, JAX's own operations mark an operand that is the same on all devices as
-    # varying when it meets one that is not. The transpose of the mark is the sum over devices.
-    x_axes, y_axes = varying_axes(x), varying_axes(y)
-
-    def mark(z, axes):
-        return lax.pcast(z, tuple(sorted(axes)), to="varying") if axes else z
-
-    return mark(x, y_axes - x_axes), mark(y, x_axes - y_axes)
 
 
 def mixed_dot_general(

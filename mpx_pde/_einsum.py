@@ -7,7 +7,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
-from ._dot import as_operand, dot_general_as_given, product_dtypes
+from ._bilinear import as_operand, product_dtypes
+from ._dot import dot_general_as_given
 from ._dtypes import wide
 from ._types import DTypeLike
 

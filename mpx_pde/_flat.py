@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from ._jaxpr import bodies_of, literal
+from ._jaxpr import CALLS, OF_REVERSE_MODE, bodies_of, walk
 
 
 class Constant(NamedTuple):
@@ -32,53 +32,34 @@ class Flat(NamedTuple):
     constants: dict[int, Constant]
 
 
-_CALLS = frozenset(
-    {
-        "jit",
-        "pjit",
-        "closed_call",
-        "core_closed_call",
-        "core_call",
-        "call",
-    }
-)
-
-_OF_REVERSE_MODE = frozenset({"remat2", "checkpoint", "custom_vjp_call"})
-
-
 def flatten(closed: ClosedJaxpr, *, forward_mode: bool) -> Flat:
     """The equations that the results of a jaxpr depend on, with calls written out.
 
     With `forward_mode` so are checkpoints and `custom_vjp` functions: what they say is of reverse
     mode.
     """
-    calls = _CALLS | _OF_REVERSE_MODE if forward_mode else _CALLS
+    calls = CALLS | OF_REVERSE_MODE if forward_mode else CALLS
     steps: list[Step] = []
     constants: dict[int, Constant] = {}
     numbers = iter(range(1 << 62))
 
-    def walk(closed: ClosedJaxpr, operands: Sequence[int | Constant]) -> list[int | Constant]:
+    def inline(closed: ClosedJaxpr, operands: Sequence[int | Constant]) -> list[int | Constant]:
         jaxpr = closed.jaxpr
-        env: dict[Any, int | Constant] = dict(zip(jaxpr.invars, operands, strict=True))
-        for var, value in zip(jaxpr.constvars, closed.consts, strict=True):
-            number = env[var] = next(numbers)
-            constants[number] = Constant(value, var.aval)
+        own = [next(numbers) for _ in closed.consts]
+        pairs = zip(own, closed.consts, jaxpr.constvars, strict=True)
+        constants.update((k, Constant(value, var.aval)) for k, value, var in pairs)
+        return walk(jaxpr, own, operands, lambda atom: Constant(atom.val, atom.aval), step)
 
-        def read(atom):
-            return Constant(atom.val, atom.aval) if literal(atom) else env[atom]
-
-        for eqn in jaxpr.eqns:
-            inputs = tuple(map(read, eqn.invars))
-            if eqn.primitive.name in calls:
-                out: Sequence = walk(bodies_of(eqn)[0], inputs)
-            else:
-                out = tuple(next(numbers) for _ in eqn.outvars)
-                steps.append(Step(eqn, inputs, out))
-            env.update(zip(eqn.outvars, out, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+    def step(i: int, eqn: JaxprEqn, inputs: list) -> Sequence:
+        del i
+        if eqn.primitive.name in calls:
+            return inline(bodies_of(eqn)[0], inputs)
+        out = tuple(next(numbers) for _ in eqn.outvars)
+        steps.append(Step(eqn, tuple(inputs), out))
+        return out
 
     inputs = tuple(next(numbers) for _ in closed.jaxpr.invars)
-    outputs = tuple(walk(closed, inputs))
+    outputs = tuple(inline(closed, inputs))
     return Flat(_needed(steps, outputs), inputs, outputs, constants)
 
 

@@ -1,5 +1,6 @@
 """What rounding does to a training at present."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,13 @@ from jaxtyping import Array, Bool, Float
 
 from ._accumulate import split_batch
 from ._cast import is_inexact
-from ._dtypes import is_half, is_integer, true_float32, wide
+from ._dtypes import is_half, is_integer, true_float32
 from ._forward import RUNGS, check_rung, options_of
 from ._gradient import Gradient
 from ._loss_scaling import AbstractLossScaling
 from ._marks import collecting
+from ._norms import minus, norm, real_of, share_of, total, wide_of
+from ._options import Options
 from ._types import ForwardLike, PolicyLike, PyTree
 
 
@@ -158,38 +161,22 @@ def precision_floor(
     not above the present precision, for float64 without 64-bit types, for a batch that does not
     divide into the micro-batches, and for a `tolerance` that is not positive.
     """
-    gradient = Gradient(
-        _CALL,
-        func,
-        scaling,
-        has_aux,
-        use_mixed_precision,
-        policy,
-        keep_full,
-        None,
-        autocast,
-        forward,
-    )
+    gradient = Gradient.of(_CALL, locals())
     if not is_integer(micro_batches) or micro_batches < 1:
         raise ValueError(
             f"`{_CALL}` needs a positive integer as `micro_batches`, but got {micro_batches!r}."
         )
     if not isinstance(tolerance, int | float) or not tolerance > 0:
         raise ValueError(f"`{_CALL}` needs a positive `tolerance`, but got {tolerance!r}.")
-    present = _rung_of(gradient)
+    present = _rung_of(gradient.options)
     return eqx.module_update_wrapper(
         _Floor(gradient, present, _above(present, against), in_axes, int(micro_batches), tolerance)
     )
 
 
-def _rung_of(gradient: Gradient) -> str:
-    if not gradient.use_mixed_precision:
-        return "full"
-    return (
-        "full"
-        if gradient.forward in ("half", "float32") and not is_half(gradient.compute_dtype)
-        else gradient.forward
-    )
+def _rung_of(options: Options) -> str:
+    plain = options.forward in ("half", "float32") and not is_half(options.compute_dtype)
+    return "full" if plain or not options.use_mixed_precision else options.forward
 
 
 def _above(present: str, against: Any) -> str:
@@ -217,27 +204,19 @@ class _Floor(eqx.Module):
         return self.gradient.func
 
     def __call__(self, /, *args, **kwargs) -> PrecisionFloor:
-        if not args:
-            raise TypeError(
-                f"`{_CALL}` differentiates with respect to the first positional argument, but the "
-                "function was called without one. Pass the model first."
-            )
+        self.gradient.options.check_called_with(args)
         return _measured(self, args, kwargs)
 
     def reference(self) -> Gradient:
         """The gradient in the precision above, where arguments are as [`_widened`][] says."""
         present = self.gradient
         full = self.above in ("full", "float64")
-        options: dict[str, Any] = options_of("full" if full else self.above)
-        return Gradient(
-            _CALL,
-            self.arguments(present.func),
-            present.scaling,
-            present.has_aux,
-            policy=present.policy,
-            keep_full=present.keep_full,
-            axis_name=None,
-            **{"use_mixed_precision": True, **options},
+        options = {"use_mixed_precision": True, "forward": "half", "autocast": None}
+        options |= options_of("full" if full else self.above)
+        return dataclasses.replace(
+            present,
+            func=self.arguments(present.func),
+            options=dataclasses.replace(present.options, **options),
         )
 
     def arguments(self, tree: PyTree) -> PyTree:
@@ -264,25 +243,25 @@ def _measured(floor: _Floor, args: tuple, kwargs: dict) -> PrecisionFloor:
     true, true_grads, true_terms = _evaluated(
         reference, floor.arguments(args), floor.arguments(kwargs)
     )
-    errors = jtu.tree_map(_minus, grads, true_grads)
-    norms = jtu.tree_map(_norm, true_grads)
+    errors = jtu.tree_map(minus, grads, true_grads)
+    norms = jtu.tree_map(norm, true_grads)
     noise, noises = jnp.full((), jnp.nan), {}
     if floor.micro_batches > 1:
         spread, means = _noise(floor, batches, args[0], kwargs, grads)
-        noises = _by_path(jtu.tree_map(_share, spread, means))
-        noise = _share(_total(spread), _total(means))
+        noises = _by_path(jtu.tree_map(share_of, spread, means))
+        noise = share_of(total(spread), total(means))
     finite = jnp.isfinite(value) & jnp.isfinite(true)
     for x in jtu.tree_leaves((grads, true_grads)):
         finite &= jnp.all(jnp.isfinite(x))
     return PrecisionFloor(
-        loss=_share(_norm(_minus(value, true)), _norm(true)),
+        loss=share_of(norm(minus(value, true)), norm(true)),
         terms={
-            name: _share(_norm(_minus(x, true_terms[name])), _norm(true_terms[name]))
+            name: share_of(norm(minus(x, true_terms[name])), norm(true_terms[name]))
             for name, x in terms.items()
             if name in true_terms and x.shape == true_terms[name].shape
         },
-        gradient=_share(_total(jtu.tree_map(_norm, errors)), _total(norms)),
-        parameters=_by_path(jtu.tree_map(_share, jtu.tree_map(_norm, errors), norms)),
+        gradient=share_of(total(jtu.tree_map(norm, errors)), total(norms)),
+        parameters=_by_path(jtu.tree_map(share_of, jtu.tree_map(norm, errors), norms)),
         noise=noise,
         parameter_noise=noises,
         finite=finite,
@@ -296,8 +275,8 @@ def _named(present: str, gradient: Gradient) -> str:
     if present == "full":
         return "float32"
     if present == "half":
-        return gradient.compute_dtype.name
-    return f"forward={present!r} with a backward pass in {gradient.compute_dtype.name}"
+        return gradient.options.compute_dtype.name
+    return f"forward={present!r} with a backward pass in {gradient.options.compute_dtype.name}"
 
 
 def _advised(above: str) -> str:
@@ -311,23 +290,23 @@ def _evaluated(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, Py
     """Loss, unscaled gradients, and derivative terms by name."""
 
     def value(args, kwargs):
-        if not gradient.use_mixed_precision:
+        if not gradient.options.use_mixed_precision:
             with true_float32():
                 out = gradient.func(*args, **gradient.with_derivatives(kwargs, None))
-            return out[0] if gradient.has_aux else out
-        args, kwargs = gradient.cast(args, kwargs)
+            return out[0] if gradient.options.has_aux else out
+        args, kwargs = gradient.options.cast(args, kwargs)
         return gradient.loss(args, kwargs, gradient.derivatives)[0]
 
     def run():
         loss, grads = _gradient(gradient, args, kwargs)
         return loss, grads, collecting(value)(*_copied((args, kwargs)))[1]
 
-    return gradient.in_context(run)
+    return gradient.options.in_context(run)
 
 
 def _gradient(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, PyTree]:
     args, kwargs = _copied((args, kwargs))
-    if not gradient.use_mixed_precision:
+    if not gradient.options.use_mixed_precision:
         (loss, _), grads = gradient.plain(args, kwargs)
         return loss, grads
     (loss, _), grads, _ = gradient.scaled(args, kwargs)
@@ -348,67 +327,24 @@ def _noise(
     batched, whole = batches
 
     def body(sums, batch):
-        here = gradient.in_context(lambda: _gradient(gradient, (model, *whole(batch)), kwargs)[1])
+        here = gradient.options.in_context(
+            lambda: _gradient(gradient, (model, *whole(batch)), kwargs)[1]
+        )
         # Of differences from the whole batch, which cancel less than gradients do.
-        apart = jtu.tree_map(_minus, here, grads)
-        squares = jtu.tree_map(lambda x: _norm(x) ** 2, apart)
+        apart = jtu.tree_map(minus, here, grads)
+        squares = jtu.tree_map(lambda x: norm(x) ** 2, apart)
         return jtu.tree_map(jnp.add, sums, (apart, squares)), None
 
-    zero = jtu.tree_map(lambda g: jnp.zeros(g.shape, _wide(g)), grads)
-    none = jtu.tree_map(lambda g: jnp.zeros((), _real(_wide(g))), grads)
+    zero = jtu.tree_map(lambda g: jnp.zeros(g.shape, wide_of(g)), grads)
+    none = jtu.tree_map(lambda g: jnp.zeros((), real_of(wide_of(g))), grads)
     (sums, squares), _ = lax.scan(body, (zero, none), batched, length=count)
     mean = jtu.tree_map(lambda s: s / count, sums)
     spread = jtu.tree_map(
-        lambda q, m: jnp.sqrt(jnp.maximum(q - count * _norm(m) ** 2, 0) / (count * (count - 1))),
+        lambda q, m: jnp.sqrt(jnp.maximum(q - count * norm(m) ** 2, 0) / (count * (count - 1))),
         squares,
         mean,
     )
-    return spread, jtu.tree_map(lambda g, m: _norm(g.astype(m.dtype) + m), grads, mean)
-
-
-# Norms. --------------------------------------------------------------------------------------
-
-
-# Not by JAX's promotion, which may be set to `strict`.
-
-
-def _wide(x: Array) -> Any:
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return x.dtype
-    return wide(x.dtype)
-
-
-def _real(dtype: Any) -> Any:
-    return jnp.finfo(dtype).dtype
-
-
-def _wider(*arrays: Array) -> tuple[Array, ...]:
-    dtype = max(map(_wide, arrays), key=lambda dtype: dtype.itemsize)
-    return tuple(x.astype(dtype) for x in arrays)
-
-
-def _minus(x: Array, y: Array) -> Array:
-    x, y = _wider(x, y)
-    return x - y
-
-
-def _norm(x: Array) -> Array:
-    size = jnp.abs(x).astype(_real(_wide(x)))
-    # Squares of small gradients are no float32.
-    largest = jnp.max(size, initial=0)
-    scale = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
-    return scale * jnp.sqrt(jnp.sum((size / scale) ** 2))
-
-
-def _total(norms: PyTree) -> Array:
-    return _norm(jnp.stack(_wider(*jtu.tree_leaves(norms))))
-
-
-def _share(part: Array, whole: Array) -> Array:
-    """`part / whole`; nothing is no part of nothing."""
-    part, whole = _wider(part, whole)
-    none = jnp.where(part == 0, jnp.zeros_like(part), jnp.full_like(part, jnp.inf))
-    return jnp.where(whole == 0, none, part / jnp.where(whole == 0, jnp.ones_like(whole), whole))
+    return spread, jtu.tree_map(lambda g, m: norm(g.astype(m.dtype) + m), grads, mean)
 
 
 def _by_path(tree: PyTree) -> dict[str, Array]:

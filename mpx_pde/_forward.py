@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._dot import SPLIT_PRODUCTS
+from ._split import SPLIT_PRODUCTS
 
 
 FORWARDS = ("half", "float32", *SPLIT_PRODUCTS, "float64")

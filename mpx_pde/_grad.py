@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array
 
-from ._gradient import Gradient, Transformed, arrange_value_and_grad
+from ._gradient import Gradient, arrange_value_and_grad, transformed
 from ._loss_scaling import AbstractLossScaling
 from ._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree, RawGradientOptions
 
@@ -17,7 +17,7 @@ _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
 
 
 def _value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
-    if not gradient.use_mixed_precision:
+    if not gradient.options.use_mixed_precision:
         out, grads = gradient.plain(args, kwargs)
         return out, gradient.scaling, jnp.array(True), grads
     out, grads, counts = gradient.scaled(args, kwargs)
@@ -26,14 +26,14 @@ def _value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
 
 def _arrange_grad(gradient: Gradient, out: tuple) -> tuple:
     (_, aux), scaling, finite, grads = out
-    return (scaling, finite, grads, aux) if gradient.has_aux else (scaling, finite, grads)
+    return (scaling, finite, grads, aux) if gradient.options.has_aux else (scaling, finite, grads)
 
 
 def _run_scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
-    if not gradient.use_mixed_precision:
+    if not gradient.options.use_mixed_precision:
         (value, aux), grads = gradient.plain(args, kwargs)
     else:
-        (model, *rest), kwargs = gradient.cast(args, kwargs)
+        (model, *rest), kwargs = gradient.options.cast(args, kwargs)
 
         def loss(differentiated):
             model, derivatives = differentiated
@@ -45,7 +45,7 @@ def _run_scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
         )
         if counts is not None:
             grads = (grads, counts.counts)
-    return (value, aux) if gradient.has_aux else value, grads
+    return (value, aux) if gradient.options.has_aux else value, grads
 
 
 if TYPE_CHECKING:
@@ -163,20 +163,7 @@ def filter_value_and_grad(
     The recipe is that of Micikevicius et al., *Mixed Precision Training* (2018), section 3; names
     and return orders are those of MPX (Gräfe & Trimpe, 2025).
     """
-    gradient = Gradient(
-        "filter_value_and_grad",
-        func,
-        scaling,
-        has_aux,
-        use_mixed_precision,
-        policy,
-        keep_full,
-        axis_name,
-        autocast,
-        forward,
-        search,
-    )
-    return eqx.module_update_wrapper(Transformed(gradient, _value_and_grad, arrange_value_and_grad))
+    return transformed("filter_value_and_grad", locals(), _value_and_grad, arrange_value_and_grad)
 
 
 if TYPE_CHECKING:
@@ -237,20 +224,7 @@ def filter_grad(
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
-    gradient = Gradient(
-        "filter_grad",
-        func,
-        scaling,
-        has_aux,
-        use_mixed_precision,
-        policy,
-        keep_full,
-        axis_name,
-        autocast,
-        forward,
-        search,
-    )
-    return eqx.module_update_wrapper(Transformed(gradient, _value_and_grad, _arrange_grad))
+    return transformed("filter_grad", locals(), _value_and_grad, _arrange_grad)
 
 
 if TYPE_CHECKING:
@@ -312,19 +286,7 @@ def calculate_scaled_grad(
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
-    gradient = Gradient(
-        "calculate_scaled_grad",
-        func,
-        scaling,
-        has_aux,
-        use_mixed_precision,
-        policy,
-        keep_full,
-        axis_name,
-        autocast,
-        forward,
-    )
-    return eqx.module_update_wrapper(Transformed(gradient, _run_scaled_grad))
+    return transformed("calculate_scaled_grad", locals(), _run_scaled_grad)
 
 
 def line_search_value(

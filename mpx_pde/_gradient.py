@@ -1,51 +1,36 @@
 """What it takes to differentiate a loss in mixed precision; the public transformations say what of
 it they return."""
 
+import dataclasses
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-import jmp
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, Bool, Inexact
 
-from ._cast import cast_except, cast_operands, widen
-from ._dot import varying_axes
-from ._dtypes import asked_for_half, half_precision, half_precision_datatype, is_half, true_float32
-from ._forward import Forward, check_forward
+from ._cast import widen
+from ._dtypes import true_float32
+from ._forward import Forward
 from ._loss_scaling import check_scaling, split_aux
 from ._notes import noting_the_cast
-from ._policy import parse_policy
+from ._options import Options, parse_options
 from ._precision_report import OF_AUTOCAST, OF_CASTS, checked, evaluated, traced
 from ._search import can_search, differentiable_search, search, search_eagerly
-from ._tree import all_finite
+from ._tree import all_finite, with_fields
 from ._types import PyTree
-from .autocast import autocast as autocast_function, parse_patterns
+from ._varying import mark_varying
+from .autocast import autocast as autocast_function
 from .derivatives._counts import check_takes_derivatives, sum_counts
 from .derivatives._scaling import Scaling
 from .propagation import InForward
-
-
-def _parse_autocast(options: Any, call: str) -> tuple[tuple[str, Any], ...] | None:
-    """The overrides to run `autocast` with; `None` to cast the arguments instead."""
-    if options is False:
-        return None
-    options = {} if options is True else options
-    if not isinstance(options, dict) or not options.keys() <= {"half", "full"}:
-        raise TypeError(
-            f"`{call}` takes a bool as `autocast`, or a dict of the overrides of "
-            '`mpx_pde.autocast`, such as {"full": "readout"}. Got '
-            f"{options!r}."
-        )
-    return tuple((name, parse_patterns(options[name], name)) for name in sorted(options))
 
 
 def _check_loss(value: Any, has_aux: bool, call: str) -> Inexact[Array, ""]:
@@ -76,12 +61,8 @@ def _as_varying(tree: PyTree, axis_name: Any) -> PyTree:
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     names = tuple(n for n in names if n in jax.sharding.get_abstract_mesh().manual_axes)
 
-    def mark(x):
-        missing = tuple(n for n in names if n not in varying_axes(x))
-        return lax.pcast(x, missing, to="varying") if missing else x
-
     differentiated, rest = eqx.partition(tree, eqx.is_inexact_array)
-    return eqx.combine(jtu.tree_map(mark, differentiated), rest)
+    return eqx.combine(jtu.tree_map(lambda x: mark_varying(x, names), differentiated), rest)
 
 
 def _agree(finite: Bool[Array, ""], axis_name: Any) -> Bool[Array, ""]:
@@ -96,80 +77,30 @@ class Gradient(eqx.Module):
 
     func: Any
     scaling: Any
-    has_aux: bool = eqx.field(static=True)
-    use_mixed_precision: bool = eqx.field(static=True)
-    policy: jmp.Policy | None = eqx.field(static=True)
-    keep_full: PyTree
-    axis_name: Any = eqx.field(static=True)
-    autocast: tuple[tuple[str, Any], ...] | None = eqx.field(static=True)
-    forward: str = eqx.field(static=True)
-    search: bool = eqx.field(static=True)
-    call: str = eqx.field(static=True)
+    options: Options
 
-    def __init__(
-        self,
-        call,
-        func,
-        scaling,
-        has_aux,
-        use_mixed_precision,
-        policy,
-        keep_full,
-        axis_name,
-        autocast: bool | dict[str, Any] = False,
-        forward: str = "half",
-        search: bool = True,
-    ):
+    @classmethod
+    def of(cls, call: str, arguments: Mapping[str, Any]) -> "Gradient":
+        """That of a public function, `call`, by its arguments."""
+        func, scaling = arguments["func"], arguments["scaling"]
         if not callable(func):
             raise TypeError(f"`{call}` takes a loss function first, but got {func!r}.")
-        if use_mixed_precision or scaling is not None:
+        if arguments["use_mixed_precision"] or scaling is not None:
             check_scaling(scaling, call)
         if isinstance(scaling, Scaling):
             check_takes_derivatives(func, call)
-        self.func = func
-        self.scaling = scaling
-        self.has_aux = bool(has_aux)
-        self.use_mixed_precision = bool(use_mixed_precision)
-        self.policy = parse_policy(policy, call)
-        self.keep_full = keep_full
-        self.axis_name = axis_name
-        self.autocast = _parse_autocast(autocast, call)
-        self.forward = check_forward(forward, call)
-        if self.in_full and self.autocast:
-            raise ValueError(
-                f"`{call}` takes either overrides of `autocast` or `forward={forward!r}`, which "
-                "evaluates the loss in that precision and leaves nothing to cast. Drop one of them."
-            )
-        if self.in_full:
-            self.autocast = None
-        if not isinstance(search, bool):
-            raise TypeError(
-                f"`{call}` takes a bool as `search`, whether to find the first scales on the first "
-                f"batch, but got {search!r}."
-            )
-        self.search = search
-        self.call = call
+        return cls(func, scaling, parse_options(call, arguments))
 
     @property
     def searches(self) -> bool:
         """Whether a step that overflows is evaluated again while none has been taken."""
-        float16 = self.use_mixed_precision and self.compute_dtype == jnp.float16
-        return self.search and float16 and can_search(self.scaling)
+        options = self.options
+        float16 = options.use_mixed_precision and options.compute_dtype == jnp.float16
+        return options.search and float16 and can_search(self.scaling)
 
     def at(self, scaling: Any) -> "Gradient":
         """The same with another state of the scaling."""
-        return eqx.tree_at(lambda g: g.scaling, self, scaling)
-
-    @property
-    def in_full(self) -> bool:
-        """Whether the forward pass is in another precision than the backward pass."""
-        return self.use_mixed_precision and self.forward != "half"
-
-    @property
-    def compute_dtype(self) -> np.dtype:
-        if self.policy is None:
-            return half_precision_datatype()
-        return jnp.dtype(self.policy.compute_dtype)
+        return with_fields(self, scaling=scaling)
 
     @property
     def derivatives(self) -> Any:
@@ -178,40 +109,7 @@ class Gradient(eqx.Module):
 
     def without_overrides(self) -> "Gradient":
         """The same, by `autocast` alone."""
-        return Gradient(
-            self.call,
-            self.func,
-            self.scaling,
-            self.has_aux,
-            self.use_mixed_precision,
-            self.policy,
-            self.keep_full,
-            self.axis_name,
-            autocast=True,
-        )
-
-    def in_context(self, thunk: Callable) -> Any:
-        """Runs `thunk` where *half precision* means the dtype that this transformation computes
-        in, so that the function itself and the cap of the scaling see it."""
-        if not is_half(self.compute_dtype):
-            return thunk()
-        casts = self.use_mixed_precision and self.autocast is None and not self.in_full
-        asked = partial(asked_for_half, "cast") if casts else half_precision
-        with asked(self.compute_dtype):
-            return thunk()
-
-    def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        if self.autocast is not None or self.in_full:
-            return args, kwargs
-        dtype = self.compute_dtype
-        args = cast_except(self.keep_full, args, dtype, self.call)
-        return args, kwargs if self.keep_full is True else cast_operands(kwargs, dtype)
-
-    def output(self, tree: PyTree) -> PyTree:
-        """Auxiliary output in the dtype that the caller is promised."""
-        if self.policy is None:
-            return widen(tree)
-        return cast_operands(tree, jnp.dtype(self.policy.output_dtype))
+        return dataclasses.replace(self, options=dataclasses.replace(self.options, autocast=()))
 
     def with_derivatives(self, kwargs: dict, derivatives: Any) -> dict:
         """The keyword arguments of the function, the derivative scaling among them."""
@@ -219,25 +117,25 @@ class Gradient(eqx.Module):
             return kwargs
         if "derivatives" in kwargs:
             raise TypeError(
-                f"`{self.call}` with a `Scaling` passes `derivatives` to the function itself. Do "
-                "not pass it by hand."
+                f"`{self.options.call}` with a `Scaling` passes `derivatives` to the function "
+                "itself. Do not pass it by hand."
             )
         return {**kwargs, "derivatives": derivatives}
 
     def loss(self, args: tuple, kwargs: dict, derivatives: Any) -> tuple[Inexact[Array, ""], Any]:
         """The loss in float32 or wider, and auxiliary output (`None` without)."""
-        func = self.func
-        if self.in_full:
-            func = InForward(func, Forward(self.forward, self.compute_dtype.name))
-        if self.autocast is not None and is_half(self.compute_dtype):
-            func = autocast_function(func, self.compute_dtype, **dict(self.autocast))
-        cast = self.autocast is None and not self.in_full and is_half(self.compute_dtype)
-        with noting_the_cast(self.call, self.compute_dtype) if cast else nullcontext():
+        func, options, dtype = self.func, self.options, self.options.compute_dtype
+        if options.in_full:
+            func = InForward(func, Forward(options.forward, dtype.name))
+        if options.autocast is not None and options.in_half:
+            func = autocast_function(func, dtype, **dict(options.autocast))
+        cast = options.casts and options.in_half
+        with noting_the_cast(options.call, dtype) if cast else nullcontext():
             out = func(*args, **self.with_derivatives(kwargs, derivatives))
         aux = None
-        if self.has_aux:
-            out, aux = split_aux(out, self.call)
-        return widen(_check_loss(out, self.has_aux, self.call)), aux
+        if self.options.has_aux:
+            out, aux = split_aux(out, self.options.call)
+        return widen(_check_loss(out, self.options.has_aux, self.options.call)), aux
 
     def plain(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree]:
         """Value, auxiliary output and gradients without any mixed precision."""
@@ -245,8 +143,8 @@ class Gradient(eqx.Module):
 
         def loss(model):
             out = self.func(model, *args[1:], **kwargs)
-            value, aux = split_aux(out, self.call) if self.has_aux else (out, None)
-            _check_loss(value, self.has_aux, self.call)
+            value, aux = split_aux(out, self.options.call) if self.options.has_aux else (out, None)
+            _check_loss(value, self.options.has_aux, self.options.call)
             return value, aux
 
         with true_float32():
@@ -260,10 +158,10 @@ class Gradient(eqx.Module):
             # Casting in here makes the cast part of what is differentiated: the gradients arrive
             # in the dtypes of the masters.
             model, derivatives = differentiated
-            model = _as_varying(model, self.axis_name)
-            cast_args, cast_kwargs = self.cast((model, *args[1:]), kwargs)
+            model = _as_varying(model, self.options.axis_name)
+            cast_args, cast_kwargs = self.options.cast((model, *args[1:]), kwargs)
             value, aux = self.loss(cast_args, cast_kwargs, derivatives)
-            return self.scaling.scale(value), (value, self.output(aux))
+            return self.scaling.scale(value), (value, self.options.output(aux))
 
         (_, out), (grads, counts) = eqx.filter_value_and_grad(loss, has_aux=True)(
             (args[0], self.derivatives)
@@ -280,10 +178,10 @@ class Gradient(eqx.Module):
             eqx.filter(model, eqx.is_inexact_array),
             is_leaf=lambda x: x is None,
         )
-        finite = _agree(all_finite(grads), self.axis_name)
+        finite = _agree(all_finite(grads), self.options.axis_name)
         if counts is None:
             return self.scaling.adjust(finite), finite, grads
-        counts = sum_counts(counts, self.axis_name)
+        counts = sum_counts(counts, self.options.axis_name)
         # Gradients can be finite all the same, where a loss masks what overflowed.
         usable = finite & self.derivatives.finite(counts)
         return self.scaling.adjust(finite, counts), usable, grads
@@ -294,7 +192,7 @@ def _searched(
 ) -> tuple:
     """`run(*args)` at the largest scales at which the step can be taken, by what was traced."""
     gradient, args, kwargs = args
-    scaling, axis_name = gradient.scaling, gradient.axis_name
+    scaling, axis_name = gradient.scaling, gradient.options.axis_name
     if jax.sharding.get_abstract_mesh().manual_axes:
         dynamic, static = eqx.partition(scaling, eqx.is_array)
         treedef = jtu.tree_structure(dynamic)
@@ -315,7 +213,15 @@ def _searched(
 def arrange_value_and_grad(gradient: Gradient, out: tuple) -> tuple:
     """What a transformation returns that returns the value."""
     (value, aux), scaling, finite, grads = out
-    return (value, aux) if gradient.has_aux else value, scaling, finite, grads
+    return (value, aux) if gradient.options.has_aux else value, scaling, finite, grads
+
+
+def transformed(
+    call: str, arguments: Mapping[str, Any], run: Callable, arrange: Callable | None = None
+) -> Callable[..., Any]:
+    """What a public function, `call`, returns: of its arguments, by name, those that say how `func`
+    is differentiated. `run` and `arrange` are those of [`Transformed`][]."""
+    return eqx.module_update_wrapper(Transformed(Gradient.of(call, arguments), run, arrange))
 
 
 class Transformed(eqx.Module):
@@ -334,7 +240,7 @@ class Transformed(eqx.Module):
 
     @property
     def is_mixed_precision(self) -> bool:
-        return self.gradient.use_mixed_precision
+        return self.gradient.options.use_mixed_precision
 
     @property
     def __signature__(self):
@@ -346,15 +252,11 @@ class Transformed(eqx.Module):
         return signature.replace(parameters=parameters)
 
     def __call__(self, /, *args, **kwargs):
-        if not args:
-            raise TypeError(
-                f"`{self.gradient.call}` differentiates with respect to the first positional "
-                "argument, but the function was called without one. Pass the model first."
-            )
+        self.gradient.options.check_called_with(args)
         # Copies of the containers: an `eqx.nn.State` that the loss sets can be used once only, and
         # the caller needs the old one to roll back to.
         args, kwargs = jtu.tree_map(lambda x: x, (args, kwargs))
-        return self.gradient.in_context(lambda: self._checked(args, kwargs))
+        return self.gradient.options.in_context(lambda: self._checked(args, kwargs))
 
     def _checked(self, args: tuple, kwargs: dict) -> Any:
         gradient = self.gradient
@@ -363,9 +265,9 @@ class Transformed(eqx.Module):
         return self.arrange(gradient, self._run(args, kwargs, gradient.searches))
 
     def _run(self, args: tuple, kwargs: dict, searches: bool) -> Any:
-        gradient = self.gradient
+        gradient, options = self.gradient, self.gradient.options
         everything = gradient, args, kwargs
-        if not (gradient.use_mixed_precision and is_half(gradient.compute_dtype)):
+        if not options.in_half:
             return self.run(*everything)
         # Run eagerly there is no program to look at.
         if not traced(everything):
@@ -374,11 +276,11 @@ class Transformed(eqx.Module):
                 return out
             if not traced(out):
                 again = lambda scaling: self.run(gradient.at(scaling), args, kwargs)
-                return search_eagerly(again, gradient.scaling, out, gradient.axis_name)
-        advice = OF_CASTS if gradient.autocast is None else OF_AUTOCAST
+                return search_eagerly(again, gradient.scaling, out, options.axis_name)
+        advice = OF_CASTS if options.autocast is None else OF_AUTOCAST
         # Who names what stays in float32 is not warned of that.
-        without = (gradient.without_overrides(), args, kwargs) if gradient.autocast else None
-        asked_for = gradient.call, gradient.compute_dtype
+        without = (gradient.without_overrides(), args, kwargs) if options.autocast else None
+        asked_for = options.call, options.compute_dtype
         evaluate = _searched if searches else evaluated
         return checked(self.run, everything, *asked_for, advice, without, evaluate)
 

@@ -4,10 +4,13 @@ An interpreter evaluates equations one by one. Where an equation holds a jaxpr o
 `jit`, a loop, a branch, a function with its own derivative), it hands [`rebind`][] a Python
 function for each inner jaxpr, and gets the same container around them. Types may change on the
 way, the number and order of operands and results may not.
+
+`autocast`, `ranges` and the derivative engine (and with it `forward=`) are such interpreters. What
+they know of a value goes with it in a PyTree; how JAX's containers are made is known here alone.
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +21,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 
 Body = Callable[..., list]
@@ -59,11 +62,14 @@ jtu.register_pytree_node(_Static, lambda x: ((), x), lambda static, _: static)
 
 
 # The inner jaxprs of every container that can be entered, by parameter.
-_CONTAINERS: dict[str, tuple[str, ...]] = {
+_CALLS: dict[str, tuple[str, ...]] = {
     "jit": ("jaxpr",),
     "closed_call": ("call_jaxpr",),
     "call": ("call_jaxpr",),
     "eval_jaxpr": ("call_jaxpr",),
+}
+_CONTAINERS: dict[str, tuple[str, ...]] = {
+    **_CALLS,
     "remat2": ("jaxpr",),
     "scan": ("jaxpr",),
     "while": ("cond_jaxpr", "body_jaxpr"),
@@ -73,8 +79,17 @@ _CONTAINERS: dict[str, tuple[str, ...]] = {
     "shard_map": ("jaxpr",),
 }
 
-# Containers that hold nothing but one jaxpr of their operands, which is traced beforehand.
+CALLS = frozenset(_CALLS)
+"""Containers that stand for the jaxpr in them, and say no more."""
+
+OF_REVERSE_MODE = frozenset({"remat2", "custom_vjp_call"})
+"""Those that say how the jaxpr in them is transposed."""
+
+LOOPS = frozenset({"scan", "while", "cond"})
+"""Those that run the jaxprs in them not just once."""
+
 TRACED = ("jit", "remat2")
+"""Those that hold nothing but one jaxpr of their operands, which is traced beforehand."""
 
 
 def close(jaxpr: Any) -> ClosedJaxpr:
@@ -94,6 +109,46 @@ def bodies_of(eqn: JaxprEqn) -> list[ClosedJaxpr]:
 def is_container(eqn: JaxprEqn) -> bool:
     """Whether [`rebind`][] can enter the equation."""
     return eqn.primitive.name in _CONTAINERS
+
+
+def contains(closed: ClosedJaxpr, names: Collection[str]) -> bool:
+    """Whether there is a primitive of these names in a jaxpr, at any depth."""
+    return any(
+        eqn.primitive.name in names or any(contains(inner, names) for inner in bodies_of(eqn))
+        for eqn in closed.jaxpr.eqns
+    )
+
+
+def jaxprs_in(eqn: JaxprEqn) -> Iterator[Jaxpr]:
+    """The jaxprs in the parameters of an equation, be it one that [`rebind`][] knows or not."""
+    is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
+    for x in jtu.tree_leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
+        if is_jaxpr(x):
+            yield x.jaxpr if isinstance(x, ClosedJaxpr) else x
+
+
+def walk(
+    jaxpr: Jaxpr,
+    consts: Sequence,
+    operands: Sequence,
+    known: Callable[[Literal], Any],
+    evaluate: Callable[[int, JaxprEqn, list], Sequence],
+) -> list:
+    """The results of a jaxpr on values of any kind, equation by equation.
+
+    **Arguments:**
+
+    - `consts`, `operands`: the values of its constants and of what it takes.
+    - `known`: the value of a literal.
+    - `evaluate`: takes the place of an equation, the equation and its operands, and returns its
+        results.
+    """
+    env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
+    read = lambda atom: known(atom) if literal(atom) else env[atom]
+    for i, eqn in enumerate(jaxpr.eqns):
+        out = evaluate(i, eqn, list(map(read, eqn.invars)))
+        env.update(zip(eqn.outvars, out, strict=True))
+    return list(map(read, jaxpr.outvars))
 
 
 def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
@@ -169,12 +224,6 @@ def _differentiable(aval: Any) -> bool:
 def differentiable(atoms: Sequence) -> list[int]:
     """The positions of what can have a tangent."""
     return [i for i, x in enumerate(atoms) if _differentiable(x.aval)]
-
-
-def varies(aval: Any) -> bool:
-    """Whether values may differ along a manual axis, as inside of a `shard_map`."""
-    kind = getattr(aval, "manual_axis_type", None)
-    return kind is not None and not kind.empty
 
 
 def _moving(eqn: JaxprEqn, args: Sequence, moving: Sequence[int]) -> Callable[..., list]:

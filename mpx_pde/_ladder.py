@@ -10,6 +10,7 @@ from ._dtypes import is_integer
 from ._floor import PrecisionFloor, precision_floor
 from ._forward import RUNGS, check_rung, options_of
 from ._loss_scaling import AbstractLossScaling
+from ._tree import with_fields
 
 
 _CALL = "PrecisionLadder"
@@ -176,6 +177,6 @@ class PrecisionLadder(eqx.Module):
                 return self
             if self.say is not None:
                 self.say(f"Step {step}, {floor.precision}: {floor.verdict}")
-            return eqx.tree_at(lambda ladder: ladder.index, self, self.index + 1)
+            return with_fields(self, index=self.index + 1)
 
         return updated

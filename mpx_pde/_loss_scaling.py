@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 from ._cast import is_inexact, widen
 from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE, half_precision_datatype, largest_scale
 from ._repr import brief, described, number, skips
-from ._tree import check_flag
+from ._tree import check_flag, with_fields
 from ._types import BoolLike, PyTree, ScalarLike
 
 
@@ -310,22 +310,13 @@ class DynamicLossScaling(AbstractLossScaling):
         shrunk = jnp.maximum(self.loss_scaling / self.factor, self.min_loss_scaling)
         kept = jnp.where(grow, grown, self.loss_scaling)
         skipped = jnp.where(finite, 0, 1)
-        return eqx.tree_at(
-            lambda s: (
-                s.loss_scaling,
-                s.counter,
-                s.skipped_steps,
-                s.consecutive_skips,
-                s.taken_steps,
-            ),
+        return with_fields(
             self,
-            (
-                jnp.where(finite, kept, shrunk),
-                jnp.where(finite & ~grow, counted, 0),
-                self.skipped_steps + skipped,
-                (self.consecutive_skips + 1) * skipped,
-                self.taken_steps + 1 - skipped,
-            ),
+            loss_scaling=jnp.where(finite, kept, shrunk),
+            counter=jnp.where(finite & ~grow, counted, 0),
+            skipped_steps=self.skipped_steps + skipped,
+            consecutive_skips=(self.consecutive_skips + 1) * skipped,
+            taken_steps=self.taken_steps + 1 - skipped,
         )
 
 

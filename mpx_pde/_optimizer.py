@@ -21,6 +21,17 @@ from ._types import BoolLike, MasterLike, PyTree
 _CALL = "optimizer_update"
 
 
+def as_transformation(optimizer: Any, call: str) -> optax.GradientTransformationExtraArgs:
+    """An optimizer that takes extra arguments; a `TypeError` in the name of `call` if it is
+    none."""
+    if not isinstance(optimizer, optax.GradientTransformation):
+        raise TypeError(
+            f"`{call}` takes an Optax gradient transformation such as `optax.adam(1e-3)` as "
+            f"`optimizer`, but got {optimizer!r}."
+        )
+    return optax.with_extra_args_support(optimizer)
+
+
 def _check_match(grads: PyTree, params: PyTree) -> None:
     check_same_structure(_CALL, "`grads`", grads, "the floating-point arrays of `model`", params)
 
@@ -174,11 +185,7 @@ def optimizer_update(
     """
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise TypeError(
-            f"`{_CALL}` takes an Optax gradient transformation such as `optax.adam(1e-3)` as "
-            f"`optimizer`, but got {optimizer!r}."
-        )
+    optimizer = as_transformation(optimizer, _CALL)
     finite = check_flag(grads_finite, _CALL, "grads_finite")
     optimizer_state, inner = parse_master(master, model, optimizer_state, _CALL)
     floating = eqx.filter(model, eqx.is_inexact_array)
@@ -194,9 +201,7 @@ def optimizer_update(
         state, masters = widen(kept) if narrow else kept
         # Optax relies on the standard promotion of dtypes.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            updates, new_state = optax.with_extra_args_support(optimizer).update(
-                widen(grads), state, masters, **extra_args
-            )
+            updates, new_state = optimizer.update(widen(grads), state, masters, **extra_args)
             updates = jtu.tree_map(lambda u, p: None if p is None else u, updates, floating)
             old = model, optimizer_state
             rounding = None if master != "stochastic" else step_key(key, grads)

@@ -40,6 +40,12 @@ CALLBACKS = ("pure_callback", "io_callback")
 """Python functions, of which nothing is known."""
 
 
+def says_its_dtype(eqn: JaxprEqn) -> bool:
+    """Whether the program names what a mixed product multiplies in."""
+    given = eqn.params.get("given")
+    return given is None or given.dtype
+
+
 def asks_for_more(eqn: JaxprEqn) -> bool:
     """Whether the program asks a product for more than JAX's default precision."""
     precision = eqn.params.get("precision")

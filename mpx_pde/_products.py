@@ -3,21 +3,21 @@
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import jaxtyping
 from jax import lax
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn
 
-from ._dot import SPLIT_PRODUCTS
 from ._dtypes import is_half
-from ._jaxpr import aval_of
+from ._jaxpr import aval_of, jaxprs_in
+from ._primitives import MIXED, PRODUCTS
+from ._split import SPLIT_PRODUCTS
 
 
 _LIBRARY = str(Path(__file__).parent) + "/"
@@ -129,21 +129,7 @@ def _flops(eqn: JaxprEqn) -> int:
     return int(2 * parts * out.size * terms)
 
 
-_PRODUCTS = (
-    "dot_general",
-    "conv_general_dilated",
-    "mixed_dot_general",
-    "mixed_conv_general_dilated",
-    "ragged_dot",
-    "ragged_dot_general",
-)
-
-
-def _jaxprs(parameters: Any) -> Iterator[Jaxpr]:
-    is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
-    for x in jtu.tree_leaves(parameters, is_leaf=is_jaxpr):
-        if is_jaxpr(x):
-            yield x.jaxpr if isinstance(x, ClosedJaxpr) else x
+_PRODUCTS = (*PRODUCTS, *MIXED, "ragged_dot", "ragged_dot_general")
 
 
 class Counter:
@@ -171,13 +157,13 @@ class Counter:
             out_dtype = aval_of(eqn.outvars[0]).dtype.name
             product = Product(_line(eqn), name, _multiplied(eqn), out_dtype)
             return {product: Work(1, _flops(eqn))}
-        inner = [self.products(jaxpr) for jaxpr in _jaxprs(list(eqn.params.values()))]
+        inner = [self.products(jaxpr) for jaxpr in jaxprs_in(eqn)]
         if not any(inner):
             return {}
         if name == "cond":  # one of them runs
             return max(inner, key=lambda products: sum(w.flops for w in products.values()))
         if name == "custom_linear_solve":  # the rest are for its derivatives
-            inner = [self.products(next(_jaxprs(eqn.params["jaxprs"].solve)))]
+            inner = [self.products(eqn.params["jaxprs"].solve.jaxpr)]
         if name == "while":
             self.loops[_line(eqn)] = None
         times = self._times(eqn)

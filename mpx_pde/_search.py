@@ -17,10 +17,10 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, Bool
 
-from ._dot import varying_axes
 from ._loss_scaling import AbstractLossScaling, DynamicLossScaling
 from ._precision_report import arrays_of
-from ._tree import select_tree
+from ._tree import select_tree, with_fields
+from ._varying import mark_varying, varying_axes
 from .derivatives import Scaling
 
 
@@ -40,16 +40,11 @@ def can_search(scaling: Any) -> bool:
 def _again(old: Any, adjusted: Any) -> Any:
     """`old` at the scales of `adjusted`: nothing was skipped, so nothing is counted."""
     if isinstance(old, Scaling):
-        derivatives = eqx.tree_at(
-            lambda d: (d.exponents, d.caution),
-            old.derivatives,
-            (adjusted.derivatives.exponents, adjusted.derivatives.caution),
-        )
-        return eqx.tree_at(
-            lambda s: (s.loss, s.derivatives), old, (_again(old.loss, adjusted.loss), derivatives)
-        )
+        new = adjusted.derivatives
+        derivatives = with_fields(old.derivatives, exponents=new.exponents, caution=new.caution)
+        return with_fields(old, loss=_again(old.loss, adjusted.loss), derivatives=derivatives)
     if isinstance(old, DynamicLossScaling):
-        return eqx.tree_at(lambda s: s.loss_scaling, old, adjusted.loss_scaling)
+        return with_fields(old, loss_scaling=adjusted.loss_scaling)
     return old
 
 
@@ -104,16 +99,7 @@ def _zeros(aval: Any) -> Array:
     # Axes of a mesh that are explicit are part of a type.
     explicit = any(axis is not None for axis in aval.sharding.spec)
     zeros = jnp.zeros(aval.shape, aval.dtype, device=aval.sharding if explicit else None)
-    return _varying(zeros, aval)
-
-
-def _varying(x: Array, aval: Any) -> Array:
-    missing = tuple(sorted(_axes(aval) - varying_axes(x)))
-    return lax.pcast(x, missing, to="varying") if missing else x
-
-
-def _axes(aval: Any) -> frozenset[str]:
-    return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
+    return mark_varying(zeros, varying_axes(aval))
 
 
 def search(
@@ -142,7 +128,7 @@ def search(
     everywhere = tuple(dict.fromkeys(everywhere))
     # The scaling that comes back can vary over devices where the one that went in does not.
     like = [x for x in jtu.tree_leaves(assemble(list(avals))[1]) if isinstance(x, ShapedArray)]
-    start = [_varying(x, aval) for x, aval in zip(start, like, strict=True)]
+    start = [mark_varying(x, varying_axes(aval)) for x, aval in zip(start, like, strict=True)]
 
     def body(carry):
         attempt, _, _, after, first, _ = carry

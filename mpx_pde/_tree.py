@@ -4,6 +4,7 @@ import functools as ft
 from collections.abc import Hashable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
@@ -136,6 +137,12 @@ def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
         return jnp.where(pred, x, y)
 
     return jtu.tree_map_with_path(select, a, b)
+
+
+def with_fields(module: Any, **fields: Any) -> Any:
+    """A module with other values in some of its fields; of the same structure."""
+    where = lambda m: [getattr(m, name) for name in fields]
+    return eqx.tree_at(where, module, list(fields.values()))
 
 
 def _is_data(x: Any) -> bool:

@@ -21,7 +21,8 @@ import jax
 from jax import lax
 
 from ._conv import mixed_conv_general_dilated_p
-from ._dot import SPLIT_PRODUCTS, mixed_dot_general_p
+from ._dot import mixed_dot_general_p
+from ._split import SPLIT_PRODUCTS
 
 
 _PLAIN = {

@@ -315,6 +315,28 @@ def test_options_go_through_json():
         mpx.check_scaling_options({}, tree)
 
 
+@pytest.mark.parametrize(
+    ("make", "want"),
+    [
+        (lambda new: new.per_direction("xt", order=2), ("direction", ["x", "t"], 2)),
+        (lambda new: new.per_order(1, special=["u_x"]), ("order", ["order 1", "u_x"], 1)),
+        (lambda new: new.per_term(["u_x"]), ("term", ["u_x"], None)),
+    ],
+    ids=lambda x: "" if callable(x) else x[0],
+)
+def test_derivative_scalings_have_the_options_that_files_of_earlier_versions_hold(make, want):
+    scaling = make(mpx.DerivativeScaling)
+    [options] = mpx.scaling_options(scaling).values()
+    assert {name for name in options if "." not in name} == {"type", "kind", "names", "order"}
+    assert (options["type"], options["rule.mode"]) == ("DerivativeScaling", "paper")
+    assert (options["kind"], options["names"], options["order"]) == want
+    copied = pickle.loads(pickle.dumps(scaling))
+    assert eqx.tree_equal(copied, scaling)
+    # Static parts are compared and hashed, so that a step is compiled once.
+    assert jax.tree.structure(copied) == jax.tree.structure(make(mpx.DerivativeScaling))
+    assert len({jax.tree.structure(x) for x in (copied, scaling)}) == 1
+
+
 def test_a_plain_scaling_is_found_at_the_root():
     mpx.check_scaling_options(
         mpx.scaling_options(mpx.DynamicLossScaling()), mpx.DynamicLossScaling(4.0)

@@ -601,6 +601,13 @@ def test_the_terms_of_a_direction_are_those_of_its_coordinates():
         mpx.partials(lambda p: p[0], ["u_xy"], coords=["x", "y"], outputs="u", scaling=scaling)
 
 
+@pytest.mark.parametrize("operator", ["laplacian", {"yy": 1.0}], ids=["laplacian", "sum"])
+def test_a_sum_over_a_coordinate_without_a_scale_is_told_by_name(operator):
+    scaling = mpx.DerivativeScaling.per_direction("x")
+    with pytest.raises(ValueError, match=r"`linear_operator`.*has no scale for 'y'"):
+        mpx.linear_operator(jnp.prod, {"sum": operator}, coords="xy", outputs="u", scaling=scaling)
+
+
 def test_a_laplacian_with_a_scaler_of_its_own_is_named_once():
     scaling = mpx.DerivativeScaling.per_order(2, special=["laplacian"])
     assert scaling.row_names.count("laplacian") == 1

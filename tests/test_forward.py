@@ -291,6 +291,22 @@ def test_float64_forward():
             assert relative(grads, want_grads) < tolerance
 
 
+def test_a_linear_solve_under_float64():
+    """It holds programs of its own, which take the dtypes that they were traced with."""
+    matrix = jnp.array([[2.0, 0.5], [0.25, 1.0]])
+    loss = lambda w, x: jnp.sum(jnp.linalg.solve(matrix, jnp.tanh(x @ w)) ** 2)
+    w, x = jnp.array([[0.5, 1.0], [-1.0, 0.25]]), jnp.array([[1.0, 0.5], [0.25, -0.5]])
+    with jax.enable_x64(True):
+        step = mpx.filter_value_and_grad(
+            loss, mpx.NoOpLossScaling(), policy=policy("bfloat16"), forward="float64"
+        )
+        value, _, _, grads = eqx.filter_jit(step)(w, x)
+    inverse = np.linalg.inv(np.asarray(matrix, np.float64))
+    want, want_grads = jax.value_and_grad(lambda w: jnp.sum((inverse @ jnp.tanh(x @ w)) ** 2))(w)
+    np.testing.assert_allclose(value, want, rtol=2.0**-20)  # the solve is in float32
+    assert relative(grads, want_grads) < TOLERANCES["bfloat16"]
+
+
 def test_accumulation():
     loss, model, batch = CASES["regression"]
     step = mpx.filter_accumulated_value_and_grad(

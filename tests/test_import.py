@@ -1,6 +1,7 @@
 """What an import of the package does and does not do, and how its modules hang together."""
 
 import ast
+import dataclasses
 import inspect
 import os
 import subprocess
@@ -12,6 +13,7 @@ from typing import get_type_hints
 import pytest
 
 import mpx_pde as mpx
+from mpx_pde._options import Options
 from mpx_pde._types import GradientOptions, RawGradientOptions
 
 
@@ -24,17 +26,26 @@ PACKAGES = {
     if (folder / "__init__.py").exists()
 }
 
+# All files, by the names of their modules; a package by its own.
+FILES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
+
 # Each module imports from those before it alone.
 ORDER = [
     ["_types"],
-    ["_dtypes", "_notes", "_policy", "_primitives", "_repr"],
-    ["_dot", "_cast", "_jaxpr", "_reverse"],
+    ["_dtypes", "_notes", "_policy", "_primitives", "_repr", "_split", "_varying"],
+    ["_bilinear", "_cast", "_jaxpr", "_norms", "_reverse"],
+    ["_dot"],
     ["_checkpoint_file", "_collectives", "_conv", "_einsum", "_flat", "_forward", "_order"],
     ["_as_trained", "_marks", "_masters", "_products", "_refined", "_tree"],
     ["_jet", "_precision_report", "checkpoint_policies", "propagation"],
     ["autocast", "_loss_scaling"],
     ["derivatives", "ranges"],
     ["_checkpoint", "_faults", "_search"],
+    ["_options"],
     ["_gradient"],
     ["_accumulate", "_grad", "_optimizer", "_second_order"],
     ["_floor"],
@@ -100,9 +111,92 @@ def test_imports_run_one_way():
             assert imports_of(name) <= earlier, name
 
 
+def imported(name: str) -> list[tuple[str, str | None]]:
+    """The modules of this package that a module imports, in a function or outside, and from each
+    which name; `None` for the module itself."""
+    package = name.split(".") if FILES[name].stem == "__init__" else name.split(".")[:-1]
+    found: list[tuple[str, str | None]] = []
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            found += [(x.name, None) for x in node.names if x.name.split(".")[0] == PACKAGE.name]
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        base = [*package[: len(package) + 1 - node.level]] if node.level else []
+        base = ".".join([*base, *filter(None, [node.module])])
+        for alias in node.names if base.split(".")[0] == PACKAGE.name else ():
+            inner = f"{base}.{alias.name}"
+            found.append((inner, None) if inner in TREES else (base, alias.name))
+    return found
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Nodes that lead to each other in a circle; none if there is no circle."""
+    done: set[str] = set()
+
+    def visit(name, path):
+        if name in path:
+            return [*path[path.index(name) :], name]
+        found = []
+        if name not in done:
+            done.add(name)
+            found = next(filter(None, (visit(x, [*path, name]) for x in sorted(graph[name]))), [])
+        return found
+
+    return next(filter(None, (visit(name, []) for name in graph)), [])
+
+
+def test_no_circle_of_imports():
+    """Between files, and by imports inside of functions too."""
+    assert circle({"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}) == ["b", "d", "b"]
+    graph = {}
+    for name in TREES:
+        modules = {module for module, _ in imported(name)}
+        # With a module come the packages that hold it, unless they hold the importer too.
+        parts = [module.split(".") for module in modules]
+        packages = {".".join(x[:n]) for x in parts for n in range(1, len(x))}
+        graph[name] = modules | {x for x in packages if not f"{name}.".startswith(f"{x}.")}
+    assert sum(map(len, graph.values())) > 3 * len(graph)
+    assert graph.keys() >= set().union(*graph.values())
+    assert circle(graph) == []
+
+
+def test_no_private_name_crosses_the_border_of_a_module():
+    for name in TREES:
+        private = [f"{x} of {module}" for module, x in imported(name) if x and x.startswith("_")]
+        assert private == [], name
+
+
+LINES, LINES_OF_CODE = 400, 60
+
+
+def lines_of_code(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Without the docstring, which is as long as there are arguments to explain, and with what is
+    defined inside."""
+    assert function.end_lineno is not None
+    total = function.end_lineno - function.lineno + 1
+    first = function.body[0]
+    if ast.get_docstring(function) is None:
+        return total
+    assert first.end_lineno is not None
+    return total - (first.end_lineno - first.lineno + 1)
+
+
+def test_files_and_functions_fit_on_a_few_screens():
+    """What grows beyond holds two ideas, and wants to be split between them."""
+    long = [name for name, file in FILES.items() if len(file.read_text().splitlines()) > LINES]
+    assert long == []
+    functions = [
+        (f"{name}.{node.name}", lines_of_code(node))
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    assert len(functions) > len(TREES)
+    assert [(name, lines) for name, lines in functions if lines > LINES_OF_CODE] == []
+
+
 def test_no_module_uses_the_private_parts_of_jax():
-    packages = [(name, tree) for name, trees in PACKAGES.items() for tree in trees]
-    for name, tree in [*MODULES.items(), *packages]:
+    for name, tree in TREES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom):
                 assert "_src" not in (node.module or ""), name
@@ -185,3 +279,5 @@ def test_type_checkers_know_the_options_of_the_gradient_transformations(name):
     options = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"in_axes"}
     expected = RawGradientOptions if name == "calculate_scaled_grad" else GradientOptions
     assert options == set(get_type_hints(expected))
+    # What is no field of these would be taken and forgotten.
+    assert options <= {field.name for field in dataclasses.fields(Options)}

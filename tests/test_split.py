@@ -9,7 +9,8 @@ from helpers import equations, normal, relative
 
 import mpx_pde as mpx
 from mpx_pde import nn
-from mpx_pde._dot import SPLIT_PRODUCTS, split_dot_general
+from mpx_pde._dot import split_dot_general
+from mpx_pde._split import SPLIT_PRODUCTS
 
 
 # How many bits each part has, how many parts, and how large the sum of their numbers may be.

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from .._dot import SPLIT_PRODUCTS
 from .._dtypes import (
     asked_for_half,
     half_precision,
@@ -18,6 +17,7 @@ from .._dtypes import (
     precision_of_user,
 )
 from .._jaxpr import trace_arrays
+from .._split import SPLIT_PRODUCTS
 from .._types import DTypeLike, Names
 from ._containers import Place
 from ._evaluate import Evaluator

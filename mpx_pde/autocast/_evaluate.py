@@ -6,7 +6,15 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from .._jaxpr import bodies_of, in_context_of, inner_scope, is_container, literal, scopes_of
+from .._jaxpr import (
+    bodies_of,
+    contains,
+    in_context_of,
+    inner_scope,
+    is_container,
+    literal,
+    scopes_of,
+)
 from . import tables
 from ._containers import Containers, Place
 from ._feeding import Feeding, Summed, feeding
@@ -132,11 +140,7 @@ class Evaluator:
         """Whether there is a product in a jaxpr, at any depth."""
         jaxpr = closed.jaxpr
         if id(jaxpr) not in self.multiplies:
-            found = any(
-                eqn.primitive.name in tables.PRODUCTS or any(map(self._multiplies, bodies_of(eqn)))
-                for eqn in jaxpr.eqns
-            )
-            self.multiplies[id(jaxpr)] = jaxpr, found
+            self.multiplies[id(jaxpr)] = jaxpr, contains(closed, tables.PRODUCTS)
         return self.multiplies[id(jaxpr)][1]
 
     # What the backward pass evaluates again.

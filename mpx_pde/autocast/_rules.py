@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Primitive
 
-from .._primitives import asks_for_more
+from .._primitives import asks_for_more, says_its_dtype
 from . import tables
 
 
@@ -95,12 +95,6 @@ def match(patterns: Sequence[str], primitive: str, scopes: tuple[str, ...]) -> s
         if len(parts) == 1 and fnmatch.fnmatchcase(primitive, pattern):
             return pattern
     return None
-
-
-def says_its_dtype(eqn: JaxprEqn) -> bool:
-    """Whether the program names what a mixed product multiplies in."""
-    given = eqn.params.get("given")
-    return given is None or given.dtype
 
 
 def _tabled(name: str, eqn: JaxprEqn, feeds: str | None) -> Rule:

@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 
-from .._jaxpr import varies
+from .._varying import varies
 from ._rules import OPAQUE, Kind, Policy
 
 

@@ -10,6 +10,7 @@ import jax.tree_util as jtu
 import optax
 
 from .._loss_scaling import AbstractLossScaling, StaticLossScaling, check_scaling
+from .._optimizer import as_transformation
 from .._tree import all_finite, select_tree
 from .._types import PyTree
 
@@ -75,11 +76,7 @@ def scale_by_loss_scaling(
     ```
     """
     call = "contrib.scale_by_loss_scaling"
-    if not isinstance(optimizer, optax.GradientTransformation):
-        raise TypeError(
-            f"`{call}` takes an Optax gradient transformation such as `optax.adam(1e-3)` as "
-            f"`optimizer`, but got {optimizer!r}."
-        )
+    inside = as_transformation(optimizer, call)
     check_scaling(scaling, call)
     if hasattr(scaling, "derivatives"):
         raise TypeError(
@@ -93,7 +90,6 @@ def scale_by_loss_scaling(
             f"a {type(scaling).__name__}. Or take a `StaticLossScaling`, and multiply the loss by "
             "its number."
         )
-    optimizer = optax.with_extra_args_support(optimizer)
 
     def place(params):
         assert scale_in_params is not None
@@ -111,7 +107,7 @@ def scale_by_loss_scaling(
     def init(params: Any) -> Any:
         if scale_in_params is not None:
             place(params)
-        return LossScalingState(scaling, optimizer.init(params))
+        return LossScalingState(scaling, inside.init(params))
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         if scale_in_params is not None and params is None:
@@ -121,7 +117,7 @@ def scale_by_loss_scaling(
             unscaled = state.scaling.unscale(without_scale(updates))
             finite = all_finite(unscaled)
             safe = jtu.tree_map(lambda g: jnp.where(finite, g, jnp.ones_like(g)), unscaled)
-            new, inner = optimizer.update(safe, state.inner, params, **extra_args)
+            new, inner = inside.update(safe, state.inner, params, **extra_args)
             zeros = jtu.tree_map(jnp.zeros_like, new)
             new, inner = select_tree(finite, (new, inner), (zeros, state.inner))
             after = state.scaling.adjust(finite)

@@ -1,7 +1,6 @@
 """First scales from a trial of the network as it is at the start."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -12,19 +11,20 @@ from jaxtyping import Array, Float
 
 from .._cast import cast_operands
 from .._dtypes import half_precision_datatype
-from ._checks import check_coords, check_derivatives, parse_terms, row_of
-from ._laplacian import laplacian, laplacian_rows
+from .._tree import with_fields
+from ._checks import parse_terms, rows_of
+from ._laplacian import laplacian
 from ._names import names_of
 from ._partials import partials
-from ._state import DerivativeScaling
+from ._scales import AbstractScales
 
 
 _HIGHEST = 15
 """No seed larger than this power of two is tried: it is a float16."""
 
 
-def calibrated(
-    scaling: DerivativeScaling,
+def first_exponents(
+    scales: AbstractScales,
     fun: Callable,
     points: Float[Array, "points coords"],
     terms: Any,
@@ -33,67 +33,76 @@ def calibrated(
     outputs: Any,
     over: Any = None,
     dtype: Any = None,
-) -> DerivativeScaling:
+) -> np.ndarray:
     """See [`mpx_pde.DerivativeScaling.calibrate`][]."""
     call = "DerivativeScaling.calibrate"
-    check_derivatives(scaling, call)
-    if not scaling.active:
-        return scaling
+    strategy, rule = scales.strategy, scales.rule
     coords = names_of(coords, call, "the coordinates")
     outputs = names_of(outputs, call, "the outputs")
     over = coords if over is None else names_of(over, call, "the coordinates of `over`")
-    check_coords(scaling, coords, call)
+    strategy.check_coords(coords, call)
     terms = terms if isinstance(terms, str) else tuple(terms)
     named = terms if isinstance(terms, str) else [t for t in terms if t != "laplacian"]
     parsed = [t for t in parse_terms(named, coords, outputs, call) if t.dirs]
     names = [t.name for t in parsed]
-    rows = {t.name: [row_of(scaling, t, coords, call)] for t in parsed}
+    rows = {name: [row] for name, row in rows_of(scales, parsed, coords, call).items()}
     if "laplacian" in terms:
-        rows |= dict.fromkeys((f"lap_{o}" for o in outputs), laplacian_rows(scaling, over, call))
+        of_sum = strategy.laplacian_rows(over, call)
+        rows |= dict.fromkeys((f"lap_{o}" for o in outputs), of_sum)
 
-    def values(fun, scaling, dtype):
-        options = {"coords": coords, "outputs": outputs, "scaling": scaling, "dtype": dtype}
+    def values(fun, scales, dtype):
+        options = {"coords": coords, "outputs": outputs, "scaling": scales, "dtype": dtype}
 
         def at(point):
             out = partials(fun, names, **options)(point)
             if "laplacian" in terms:
                 out |= laplacian(fun, over=over, **options)(point)
-            return out
+            return [out[name] for name in rows]
 
         return jax.vmap(at)(points)
 
+    tried = range(min(rule.lowest), min(max(rule.highest), _HIGHEST) + 1)
+    table = _errors(values, fun, scales, tried, dtype)
+    exponents = np.array(scales.exponents)
+    for i in range(len(strategy.names)):
+        mine = [(t, strategy.rows[r]) for t, all_of in enumerate(rows.values()) for r in all_of]
+        mine = [(t, row) for t, row in mine if i in dict(row.weights)]
+        if mine:
+            steps = strategy.steps(rule.margin, [row for _, row in mine])
+            exponents[i] = _chosen(tried, table[[t for t, _ in mine]], steps)
+    return exponents
+
+
+def _errors(
+    values: Callable, fun: Any, scales: AbstractScales, tried: Sequence[int], dtype: Any
+) -> np.ndarray:
+    """The relative error of each derivative in half precision at each scale."""
+
     @eqx.filter_jit
-    def errors(fun, scaling, want):
-        got = values(cast_operands(fun, half_precision_datatype()), scaling, dtype)
+    def errors(fun, scales, want):
+        got = values(cast_operands(fun, half_precision_datatype()), scales, dtype)
         error = lambda g, w: jnp.linalg.norm(g - w) / jnp.maximum(jnp.linalg.norm(w), 1e-30)
-        return jnp.stack([error(got[name], want[name]) for name in rows])
+        return jnp.stack(list(map(error, got, want)))
 
     with jax.default_matmul_precision("highest"):
         want = eqx.filter_jit(lambda fun: values(fun, None, None))(fun)
-    low, high = min(scaling.rule.lowest), min(max(scaling.rule.highest), _HIGHEST)
-    tried = list(range(low, high + 1))
-    at = lambda e: eqx.tree_at(lambda s: s.exponents, scaling, jnp.full_like(scaling.exponents, e))
+    at = lambda e: with_fields(scales, exponents=jnp.full_like(scales.exponents, e))
     table = np.stack([np.asarray(errors(fun, at(e), want)) for e in tried], axis=1)
-    table = np.where(np.isfinite(table), table, np.inf)
+    return np.where(np.isfinite(table), table, np.inf)
 
-    exponents = np.array(scaling.exponents)
-    for i in range(len(scaling.names)):
-        mine = [(t, scaling.rows[r]) for t, all_of in enumerate(rows.values()) for r in all_of]
-        mine = [(t, row) for t, row in mine if i in dict(row.weights)]
-        if not mine:
-            continue
-        # How much worse than at its best scale each term is: flat inside the window of scales.
-        best = [max(float(table[t].min()), 2.0**-24) for t, _ in mine]
-        ratios = [table[t] / b for (t, _), b in zip(mine, best, strict=True) if np.isfinite(b)]
-        worst = np.max(ratios, axis=0) if len(ratios) == len(best) else np.full(len(tried), np.inf)
-        if not np.isfinite(worst).any():
-            exponents[i] = low
-            continue
-        inside = [e for e, w in zip(tried, worst, strict=True) if w <= max(2.0, 1.5 * worst.min())]
-        steps = math.ceil(scaling.rule.margin / max(row.order for _, row in mine))
-        if scaling.kind != "direction":
-            steps = scaling.rule.margin
-        middle = (inside[0] + inside[-1]) // 2
-        # As near to 1 as these allow.
-        exponents[i] = min(max(0, middle), max(middle, inside[-1] - steps))
-    return scaling.with_exponents(exponents)
+
+def _chosen(tried: Sequence[int], table: np.ndarray, steps: int) -> int:
+    """Of the exponents that were tried the one for a scaler, by the errors of what it scales.
+
+    As near to 1 as the middle of the window of scales and its upper end, `steps` below it, allow.
+    """
+    # How much worse than at its best scale each term is: flat inside the window.
+    best = np.maximum(table.min(axis=1), 2.0**-24)
+    if not np.isfinite(best).all():
+        return tried[0]
+    worst = np.max(table / best[:, None], axis=0)
+    if not np.isfinite(worst).any():
+        return tried[0]
+    inside = [e for e, w in zip(tried, worst, strict=True) if w <= max(2.0, 1.5 * worst.min())]
+    middle = (inside[0] + inside[-1]) // 2
+    return min(max(0, middle), max(middle, inside[-1] - steps))

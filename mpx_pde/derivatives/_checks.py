@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from .._repr import brief
 from ._names import split_names
-from ._state import DerivativeScaling, weights_of
+from ._scales import AbstractScales
 
 
 class Term(NamedTuple):
@@ -58,22 +58,10 @@ def check_fun(fun: Any, call: str) -> None:
 
 
 def check_derivatives(scaling: Any, call: str) -> None:
-    if scaling is not None and not isinstance(scaling, DerivativeScaling):
+    if scaling is not None and not isinstance(scaling, AbstractScales):
         raise TypeError(
             f"`{call}` takes a `DerivativeScaling` as `scaling`, as the loss receives it in "
             f"`derivatives`, or `None`, but got {brief(scaling)}."
-        )
-
-
-def check_coords(scaling: DerivativeScaling, coords: Iterable[str], call: str) -> None:
-    if scaling.kind != "direction":
-        return
-    unknown = [c for c in coords if c not in scaling.names]
-    if unknown:
-        raise ValueError(
-            f"`{call}`: the scaling was built for the coordinates {', '.join(scaling.names)} and "
-            f"has no scale for {', '.join(map(repr, unknown))}. Name all coordinates in "
-            "`DerivativeScaling.per_direction`."
         )
 
 
@@ -109,48 +97,16 @@ def as_network(fun: Callable, outputs: tuple[str, ...], call: str) -> Callable:
     return network
 
 
-def row_of(scaling: DerivativeScaling, term: Term, coords: tuple[str, ...], call: str) -> int:
-    """The row that counts a term and says by how much it is scaled."""
-    rows, order = scaling.row_names, len(term.dirs)
-    if scaling.order is not None and order > scaling.order and term.name not in scaling.names:
-        raise ValueError(
-            f"`{call}`: the term {term.name!r} is of order {order}, but the scaling was built for "
-            f"orders up to {scaling.order}. Give `DerivativeScaling.per_{scaling.kind}` the order "
-            f"{order}."
-        )
-    named = [coords[i] for i in term.dirs]
-    if term.name in rows:
-        row = rows.index(term.name)
-        _check_row(scaling, row, term, named, call)
-        return row
-    if scaling.kind == "order":
-        return order - 1
-    if scaling.kind == "direction":
-        return direction_row(scaling, named)
-    raise ValueError(
-        f"`{call}`: the scaling has no scaler for the term {term.name!r}; it knows "
-        f"{', '.join(scaling.names)}. Name it in `DerivativeScaling.per_term`."
-    )
-
-
-def direction_row(scaling: DerivativeScaling, named: list[str]) -> int:
-    """The row of the derivatives in these directions, whatever the output."""
-    # Not by its name: with coordinates "x" and "xx" two rows share one.
-    weights = weights_of(scaling.names.index(name) for name in named)
-    return [row.weights if row.name.startswith("_") else () for row in scaling.rows].index(weights)
-
-
-def _check_row(scaling: DerivativeScaling, row: int, term: Term, named: list[str], call: str):
-    """A `ValueError` if a term is not the derivative that its histogram was made for."""
-    if scaling.kind == "direction":
-        expected = weights_of(scaling.names.index(name) for name in named)
-    elif scaling.kind == "order" and term.name not in scaling.names:
-        expected = ((len(named) - 1, 1),)
-    else:
-        return
-    if scaling.rows[row].weights != expected:
-        raise ValueError(
-            f"`{call}`: the term {term.name!r} is the derivative in {', '.join(named)}, which is "
-            f"not what `DerivativeScaling.per_{scaling.kind}` took it for. Give it the same "
-            "coordinates" + (", as `coords`." if scaling.kind == "order" else ".")
-        )
+def rows_of(
+    scales: AbstractScales | None, terms: Iterable[Term], coords: tuple[str, ...], call: str
+) -> dict[str, int]:
+    """By name of a term the row that counts it and says by how much it is scaled; a `ValueError` if
+    a scaling does not know it or a coordinate in it."""
+    if scales is None:
+        return {}
+    terms, strategy = tuple(terms), scales.strategy
+    used = sorted({i for t in terms for i in t.dirs})
+    strategy.check_coords([coords[i] for i in used], call)
+    return {
+        t.name: strategy.row_of(t.name, [coords[i] for i in t.dirs], call) for t in terms if t.dirs
+    }

@@ -7,7 +7,7 @@ from typing import Any
 from jax import lax
 from jaxtyping import Array, Float32
 
-from .._dot import varying_axes
+from .._varying import varying_axes
 
 
 def check_takes_derivatives(func: Callable, call: str) -> None:

@@ -15,10 +15,10 @@ from jaxtyping import Array
 from .._cast import widen
 from .._dtypes import is_integer
 from .._types import Names, PyTree
-from ._checks import Term, check_coords, check_derivatives, check_fun, row_of
+from ._checks import Term, check_derivatives, check_fun, rows_of
 from ._evaluation import Evaluation
 from ._names import names_of
-from ._state import DerivativeScaling
+from ._scales import AbstractScales
 
 
 Argnums = int | tuple[int, ...]
@@ -36,7 +36,7 @@ class Derivative:
     fun: Callable
     taken: tuple[Argnums, ...]
     scalar: tuple[bool, ...]
-    scaling: DerivativeScaling | None
+    scaling: AbstractScales | None
     coords: tuple[str, ...] | None
     outputs: tuple[str, ...] | None
     call: str
@@ -105,10 +105,7 @@ class Derivative:
             return [term(o, tuple(dirs)).name for o, *dirs in entries], sizes
 
         names = tree((), self.taken)
-        rows = {}
-        if self.scaling is not None:
-            check_coords(self.scaling, coords, self.call)
-            rows = {t.name: row_of(self.scaling, t, coords, self.call) for t in terms.values()}
+        rows = rows_of(self.scaling, terms.values(), coords, self.call)
         evaluation = Evaluation(
             self.call, fun, coords, outputs, tuple(terms.values()), (), rows, self.scaling, None
         )
@@ -123,8 +120,8 @@ class Derivative:
 
     def _names(self, size: int) -> tuple[str, ...]:
         coords = self.coords
-        if coords is None and self.scaling is not None and self.scaling.kind == "direction":
-            coords = self.scaling.names
+        if coords is None and self.scaling is not None:
+            coords = self.scaling.strategy.coords
         if coords is None:
             return tuple(f"x{i}" for i in range(size))
         if len(coords) != size:

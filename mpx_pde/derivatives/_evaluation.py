@@ -18,13 +18,9 @@ from .._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
 from ..propagation import Equation, Index, Plan, make_plan, propagate, sum_key
 from ._checks import Term, as_network, check_point
 from ._probe import tap
+from ._scales import AbstractScales
 from ._seeds import power_of_two
-from ._state import DerivativeScaling
 
-
-_LOW = -8
-"""Below this exponent a stream of values around 1 nears float16's subnormal numbers, which cost it
-its digits. Values down to 2^-5 keep them."""
 
 _STACKED = 9
 """From this many summands of one kind on, such as those of a Laplacian, streams are stacked: one
@@ -101,7 +97,7 @@ class Evaluation:
         terms: Sequence[Term],
         sums: Sequence[Sum],
         rows: dict[str, int],
-        scaling: DerivativeScaling | None,
+        scaling: AbstractScales | None,
         dtype: Any,
     ):
         self._call, self._fun, self._coords, self._outputs = call, fun, coords, outputs
@@ -126,18 +122,9 @@ class Evaluation:
         return tuple(sorted(self._direction(Direction((i,), own)) for i in term.dirs))
 
     def _own_row(self, row: int | None) -> int | None:
-        scaling = self._scaling
-        if scaling is None or row is None or scaling.kind == "direction":
+        if self._scaling is None or row is None:
             return None
-        shared = scaling.kind == "order" and scaling.rows[row].name.startswith("order ")
-        return None if shared or self._counts_an_order(row) else row
-
-    def _counts_an_order(self, row: int) -> bool:
-        # A row that only counts a term apart shares the scaler of its order.
-        scaling = self._scaling
-        assert scaling is not None
-        ((scaler, _),) = scaling.rows[row].weights
-        return scaling.kind == "order" and scaling.names[scaler].startswith("order ")
+        return self._scaling.strategy.seeds_of(row)
 
     def _summed(self, k: int, s: Sum) -> tuple[Index, ...]:
         own = self._own_row(s.rows[0]) if s.rows else None
@@ -160,36 +147,14 @@ class Evaluation:
         """The exponent of the scale that a stream is stored with: a scalar, or one a direction."""
         scaling = self._scaling
         assert scaling is not None
-        row = self._directions[index[0]].row
+        along = [self._directions[i] for i in index]
+        row = along[0].row
         if row is not None:
-            own, order = scaling.rows[row].shift(scaling.exponents), self._order_of(row)
-            return jnp.floor_divide(own * len(index), order)
-        if scaling.kind == "order":
-            # Of an order that nobody asked for no histogram tells: it follows the next that is.
-            order = min(n for n in self._orders() if n >= len(index))
-            shift = scaling.rows[order - 1].shift(scaling.exponents)
-            return jnp.floor_divide(shift * len(index), order)
-        if self._directions[index[0]].sampled is not None:
-            return self._kept(len(index) * jnp.min(scaling.exponents))
-        at = [
-            scaling.exponents[np.array([scaling.names.index(self._coords[c]) for c in d.coords])]
-            for d in (self._directions[i] for i in index)
-        ]
-        total = sum(at[1:], at[0])
-        return self._kept(total if len(self._directions[index[0]].coords) > 1 else total[0])
-
-    def _kept(self, exponent: Any) -> Any:
-        """What a stream is stored with, where `exponent` is what its derivative carries.
-
-        The scale of a coordinate follows the derivative that needs the smallest, and its powers
-        push those of high order towards zero (u_xxyy at 2^-4 carries 2^-16). Streams are stored one
-        by one, so these take as much of the room below overflow as the update rule keeps free.
-        """
-        scaling = self._scaling
-        assert scaling is not None
-        if scaling.kind != "direction":
-            return exponent
-        return jnp.maximum(exponent, jnp.minimum(exponent + scaling.rule.margin, _LOW))
+            return jnp.floor_divide(scaling.shift(row) * len(index), self._order_of(row))
+        drawn = along[0].sampled is not None
+        coords = [[] if drawn else [self._coords[c] for c in d.coords] for d in along]
+        margin = scaling.rule.margin
+        return scaling.strategy.exponent(scaling.exponents, coords, self._orders(), margin)
 
     def _orders(self) -> set[int]:
         """The orders that are asked for."""
@@ -209,8 +174,8 @@ class Evaluation:
     def _sum_exponent(self, s: Sum) -> Any:
         scaling = self._scaling
         assert scaling is not None
-        shifts = [scaling.rows[row].shift(scaling.exponents) for row in s.rows]
-        return self._kept(ft.reduce(jnp.minimum, shifts))
+        smallest = ft.reduce(jnp.minimum, map(scaling.shift, s.rows))
+        return scaling.strategy.kept(smallest, scaling.rule.margin)
 
     def _scales(self, dtype: np.dtype) -> dict[Index, tuple[Array, Array]]:
         scaling = self._scaling
@@ -331,7 +296,7 @@ class Evaluation:
         counts = jnp.stack([scaling.counts[row] for row in rows.values()])
         if not scaling.active:
             return dict(zip(rows, jnp.unstack(tap(counts, x)), strict=True))
-        shifts = jnp.stack([scaling.rows[r].shift(scaling.exponents) for r in rows.values()])
+        shifts = jnp.stack(list(map(scaling.shift, rows.values())))
         scaled = x * power_of_two(shifts).astype(x.dtype)
         seen = scaled
         if in_full():

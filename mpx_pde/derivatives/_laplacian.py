@@ -1,5 +1,6 @@
 """Sums of derivatives: the Laplacian and other linear operators."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,17 +11,9 @@ from jaxtyping import Array
 
 from .._dtypes import as_floating_dtype
 from .._types import DTypeLike, Names
-from ._checks import (
-    check_coords,
-    check_derivatives,
-    check_fun,
-    direction_row,
-    parse_terms,
-    row_of,
-)
+from ._checks import check_derivatives, check_fun, parse_terms, rows_of
 from ._evaluation import Evaluation, Sum, Summand
 from ._names import names_of, positive_integer, split_names
-from ._state import DerivativeScaling
 
 
 def laplacian(
@@ -68,19 +61,6 @@ def laplacian(
     call = "laplacian"
     over = coords if over is None else names_of(over, call, "the coordinates of `over`")
     return _operators(call, fun, {"lap": "laplacian"}, terms, coords, outputs, over, scaling, dtype)
-
-
-def laplacian_rows(scaling: DerivativeScaling, over: tuple[str, ...], call: str) -> list[int]:
-    """The rows that count a Laplacian over some coordinates: those whose scalers it answers for."""
-    if scaling.kind == "direction" and set(over) != set(scaling.names) and scaling.order != 1:
-        return [direction_row(scaling, [name] * 2) for name in over]
-    if "laplacian" not in scaling.row_names:
-        raise ValueError(
-            f"`{call}`: the scaling has no scaler for a Laplacian; it knows "
-            f"{', '.join(scaling.names)}. Name 'laplacian' in `DerivativeScaling.per_term`, or "
-            "build the scaling for order 2."
-        )
-    return [scaling.row_names.index("laplacian")]
 
 
 def linear_operator(
@@ -182,11 +162,7 @@ def _operators(
         if samples is not None:
             found = _sampled(found, spec, len(coords), samples, next(keys), replace, call)
         sums.append(found)
-    rows = {}
-    if scaling is not None:
-        used = {i for t in parsed for i in t.dirs} | {i for s in sums for x in s[1] for i in x.dirs}
-        check_coords(scaling, [coords[i] for i in sorted(used)], call)
-        rows = {t.name: row_of(scaling, t, coords, call) for t in parsed if t.dirs}
+    rows = rows_of(scaling, parsed, coords, call)
     return Evaluation(call, fun, coords, outputs, parsed, sums, rows, scaling, dtype)
 
 
@@ -224,21 +200,12 @@ def _rows(scaling, spec, summands, over, coords, call) -> tuple[int, ...]:
     """The rows of a scaling that count a sum."""
     if scaling is None:
         return ()
+    named = [[coords[i] for i in s.dirs] for s in summands]
+    strategy = scaling.strategy
+    strategy.check_coords(dict.fromkeys(itertools.chain(*named)), call)
     if spec == "laplacian":
-        return tuple(laplacian_rows(scaling, over, call))
-    order = max(len(s.dirs) for s in summands)
-    if scaling.kind == "direction" and order <= (scaling.order or order):
-        highest = [s for s in summands if len(s.dirs) == order]
-        return tuple(
-            dict.fromkeys(direction_row(scaling, [coords[i] for i in s.dirs]) for s in highest)
-        )
-    if scaling.kind == "order" and order <= (scaling.order or order):
-        return (order - 1,)
-    raise ValueError(
-        f"`{call}`: the scaling has no scaler for an operator of order {order}; it knows "
-        f"{', '.join(scaling.names)}. Build it for that order with "
-        "`DerivativeScaling.per_direction` or `per_order`."
-    )
+        return tuple(strategy.laplacian_rows(over, call))
+    return strategy.sum_rows(named, call)
 
 
 def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool, call: str) -> Sum:

@@ -1,7 +1,7 @@
-"""How coordinates, outputs and derivatives are called, and how scalers are given options."""
+"""How coordinates, outputs and derivatives are called, and numbers that options are made of."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,20 +52,6 @@ def split_names(text: str, names: tuple[str, ...]) -> tuple[int, ...] | None:
     return None
 
 
-DEFAULTS = {
-    "init_scale": 2.0**0,
-    "max_scale": 2.0**15,
-    "min_scale": 2.0**-24,
-    "factor": 2,
-    "growth_interval": 1000,
-    "recover_threshold": 2.0**-6,
-    "recover_growth_interval": 100,
-    "mode": "paper",
-    "margin": 6,
-}
-"""The options of every scaler."""
-
-
 def exponent_of(value: Any, call: str, name: str) -> int:
     """The exponent of a positive number, rounded down to a power of two."""
     try:
@@ -83,17 +69,3 @@ def positive_integer(value: Any, call: str, name: str, least: int = 1) -> int:
             f"`{call}` needs an integer of at least {least} as `{name}`, got {value!r}."
         )
     return int(value)
-
-
-def spread(value: Any, names: tuple[str, ...], call: str, name: str) -> tuple[int, ...]:
-    """The exponents of one value for all scalers, or of a mapping from names to values."""
-    if not isinstance(value, Mapping):
-        return (exponent_of(value, call, name),) * len(names)
-    unknown = sorted(set(value) - set(names))
-    missing = [n for n in names if n not in value]
-    if unknown or missing:
-        raise ValueError(
-            f"`{call}` needs `{name}` as one number or as a mapping with a number for each of its "
-            f"scalers, {', '.join(names)}, but got {value!r}."
-        )
-    return tuple(exponent_of(value[n], call, name) for n in names)

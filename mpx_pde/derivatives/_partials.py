@@ -5,7 +5,7 @@ from typing import Any
 
 from .._dtypes import as_floating_dtype
 from .._types import DTypeLike, Names
-from ._checks import check_coords, check_derivatives, check_fun, parse_terms, row_of
+from ._checks import check_derivatives, check_fun, parse_terms, rows_of
 from ._evaluation import Evaluation
 from ._names import names_of
 
@@ -68,9 +68,5 @@ def partials(
     outputs = names_of(outputs, call, "the outputs")
     parsed = parse_terms(terms, coords, outputs, call)
     dtype = None if dtype is None else as_floating_dtype(dtype, call)
-    rows = {}
-    if scaling is not None:
-        used = sorted({i for t in parsed for i in t.dirs})
-        check_coords(scaling, [coords[i] for i in used], call)
-        rows = {t.name: row_of(scaling, t, coords, call) for t in parsed if t.dirs}
+    rows = rows_of(scaling, parsed, coords, call)
     return Evaluation(call, fun, coords, outputs, parsed, (), rows, scaling, dtype)

@@ -17,7 +17,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Float32
 
-from .._dot import match_varying_axes
+from .._varying import match_varying_axes
 
 
 LOWEST, HIGHEST = -32, 31

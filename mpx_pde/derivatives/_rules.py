@@ -20,9 +20,13 @@ _TOP = int(np.log2(FLOAT16_MAX))
 SMALLEST_NORMAL = -14
 """The smallest exponent at which float16 has all of its digits."""
 
-State = tuple[
-    Int32[Array, "*batch scalers"], Int32[Array, "*batch scalers"], Int32[Array, "*batch scalers"]
-]
+
+class State(NamedTuple):
+    """What follows from step to step, with an entry for each scaler."""
+
+    exponents: Int32[Array, "*batch scalers"]
+    tracker: Int32[Array, "*batch scalers"]
+    caution: Int32[Array, "*batch scalers"]
 
 
 class Rule(NamedTuple):
@@ -92,12 +96,7 @@ def _clean_steps(rule: Rule, exponents, tracker, seen, lost):
 
 
 def paper(
-    rule: Rule,
-    counts: Float32[Array, "rows columns"],
-    shifts: Int32[Array, " rows"],
-    exponents: Int32[Array, " scalers"],
-    tracker: Int32[Array, " scalers"],
-    caution: Int32[Array, " scalers"],
+    rule: Rule, counts: Float32[Array, "rows columns"], shifts: Int32[Array, " rows"], state: State
 ) -> State:
     """Backoff on overflow, growth after an interval of clean steps, a shorter one where the scale
     is small (Xue et al., section 3.2).
@@ -107,6 +106,7 @@ def paper(
     overflow `caution` keeps it from rising so for an interval of clean steps.
     """
     del shifts
+    exponents, tracker, caution = state
     lowest, highest = np.array(rule.lowest, np.int32), np.array(rule.highest, np.int32)
     see = _look(rule, counts)
     tracker, due = _clean_steps(rule, exponents, tracker, see.seen, see.lost)
@@ -119,16 +119,11 @@ def paper(
     new = jnp.where(due, clocked, exponents)
     new = jnp.where(see.starved & ~wary, grown, new)
     new = jnp.where(see.crowded & (exponents > 0), jnp.maximum(shrunk, jnp.maximum(0, lowest)), new)
-    return jnp.where(see.lost, shrunk, new), tracker, caution
+    return State(jnp.where(see.lost, shrunk, new), tracker, caution)
 
 
 def predictive(
-    rule: Rule,
-    counts: Float32[Array, "rows columns"],
-    shifts: Int32[Array, " rows"],
-    exponents: Int32[Array, " scalers"],
-    tracker: Int32[Array, " scalers"],
-    caution: Int32[Array, " scalers"],
+    rule: Rule, counts: Float32[Array, "rows columns"], shifts: Int32[Array, " rows"], state: State
 ) -> State:
     """The largest scale at which last step's largest derivative would have stayed `margin` powers
     of two below overflow.
@@ -137,6 +132,7 @@ def predictive(
     that the histogram did not foretell, `caution` widens the margin, and an interval of clean
     steps narrows it again.
     """
+    exponents, tracker, caution = state
     lowest, highest = np.array(rule.lowest, np.int32), np.array(rule.highest, np.int32)
     members = np.array(rule.members, bool)
     orders = np.array(rule.orders, np.int32)
@@ -156,4 +152,4 @@ def predictive(
     target = jnp.where(see.starved, target, jnp.minimum(target, jnp.maximum(exponents, 0)))
     target = jnp.where(see.lost, jnp.minimum(target, exponents - rule.step), target)
     target = jnp.clip(target, lowest, highest)
-    return jnp.where(see.seen, target, exponents), tracker, caution
+    return State(jnp.where(see.seen, target, exponents), tracker, caution)

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, check_scaling
 from .._repr import brief, described, skips
-from .._tree import check_flag, select_tree
+from .._tree import check_flag, select_tree, with_fields
 from .._types import BoolLike, PyTree
 from ._state import DerivativeScaling
 
@@ -128,20 +127,11 @@ class Scaling(AbstractLossScaling):
 
     def _with(self, loss: Any, derivatives: Any, taken: Bool[Array, ""]) -> "Scaling":
         skipped = jnp.where(taken, 0, 1)
-        return eqx.tree_at(
-            lambda s: (
-                s.loss,
-                s.derivatives,
-                s.skipped_steps,
-                s.consecutive_skips,
-                s.taken_steps,
-            ),
+        return with_fields(
             self,
-            (
-                loss,
-                derivatives,
-                self.skipped_steps + skipped,
-                (self.consecutive_skips + 1) * skipped,
-                self.taken_steps + 1 - skipped,
-            ),
+            loss=loss,
+            derivatives=derivatives,
+            skipped_steps=self.skipped_steps + skipped,
+            consecutive_skips=(self.consecutive_skips + 1) * skipped,
+            taken_steps=self.taken_steps + 1 - skipped,
         )

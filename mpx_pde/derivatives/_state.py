@@ -1,59 +1,26 @@
 """Derivative scaling: keeping the derivatives that a loss asks for in range."""
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations_with_replacement
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from .._dtypes import half_precision_datatype
 from .._repr import by_name, described, number
+from .._tree import with_fields
 from .._types import DTypeLike, Names
-from ._names import (
-    DEFAULTS,
-    exponent_of,
-    names_of,
-    positive_integer,
-    split_names,
-    spread,
-    term_list,
-)
+from ._calibrate import first_exponents
+from ._names import names_of, positive_integer
+from ._options import parse_options, parse_special
 from ._probe import COLUMNS
-from ._rules import Rule, paper, predictive
+from ._rules import Rule, State, paper, predictive
+from ._scales import AbstractScales
+from ._strategies import AbstractStrategy, PerDirection, PerOrder, PerTerm, Row
 
 
-_LOWEST_TOTAL, _HIGHEST_TOTAL = -120, 120
-"""No product of scales leaves these powers of two: its inverse must be a float32."""
-
-
-class Row(NamedTuple):
-    """What one histogram counts: the derivatives that are scaled alike."""
-
-    name: str
-    weights: tuple[tuple[int, int], ...]
-    """Which scaler enters how often."""
-    smallest: bool = False
-    """Whether all directions take the smallest of the scales, as a Laplacian does."""
-
-    @property
-    def order(self) -> int:
-        return max(w for _, w in self.weights) if self.smallest else sum(w for _, w in self.weights)
-
-    def shift(self, exponents: Any) -> Any:
-        """The exponent of two by which the derivatives are scaled."""
-        if self.smallest:
-            smallest = exponents[self.weights[0][0]]
-            for i, _ in self.weights[1:]:
-                smallest = jnp.minimum(smallest, exponents[i])
-            return self.order * smallest
-        return sum(w * exponents[i] for i, w in self.weights)
-
-
-class DerivativeScaling(eqx.Module):
+class DerivativeScaling(AbstractScales):
     """Scales for the derivatives inside a loss, and how they follow what they see.
 
     A physics-informed loss differentiates the network in the forward pass, and in float16 these
@@ -109,82 +76,20 @@ class DerivativeScaling(eqx.Module):
     skipped_steps: Int32[Array, "*batch"]
     shifts: Int32[Array, "*batch rows"]
     counts: Float32[Array, "*batch rows columns"]
-    kind: str = eqx.field(static=True)
-    names: tuple[str, ...] = eqx.field(static=True)
-    order: int | None = eqx.field(static=True)
-    rows: tuple[Row, ...] = eqx.field(static=True)
+    strategy: AbstractStrategy = eqx.field(static=True)
     rule: Rule = eqx.field(static=True)
 
-    def __init__(self, kind, names, order, rows, call, special=None, **options):
+    def __init__(self, strategy, call, special=None, **options):
         """Use `per_direction`, `per_order` or `per_term`."""
-        options = {**DEFAULTS, **options}
-        unknown = sorted(set(options) - set(DEFAULTS))
-        if unknown:
-            raise TypeError(
-                f"`{call}` got the unknown options {', '.join(unknown)}; it knows "
-                f"{', '.join(sorted(DEFAULTS))}."
-            )
-        common = tuple(n for n in names if n not in (special or {}))
-        scales = {}
-        for key in ("init_scale", "max_scale", "min_scale"):
-            scales[key] = dict(zip(common, spread(options[key], common, call, key), strict=True))
-            for name, own in (special or {}).items():
-                default = DEFAULTS[key] if isinstance(options[key], Mapping) else options[key]
-                scales[key][name] = exponent_of(own.get(key, default), call, key)
-        # Without a start of its own a scaler starts at 1, or at its cap if that is lower.
-        given = "init_scale" in options and options["init_scale"] is not DEFAULTS["init_scale"]
-        start = []
-        for i, name in enumerate(names):
-            low, init, high = (scales[k][name] for k in ("min_scale", "init_scale", "max_scale"))
-            most = max((w for r in rows for j, w in r.weights if j == i), default=1)
-            most = max(most, *(r.order for r in rows))
-            low = max(low, math.ceil(_LOWEST_TOTAL / most))
-            high = scales["max_scale"][name] = min(high, _HIGHEST_TOTAL // most)
-            own = given or "init_scale" in (special or {}).get(name, {})
-            init = init if own else min(init, high)
-            if not low <= init <= high:
-                raise ValueError(
-                    f"`{call}` needs `init_scale` between `min_scale` and `max_scale`, but got "
-                    f"2^{init} outside of [2^{low}, 2^{high}] for {name!r}."
-                )
-            scales["min_scale"][name] = low
-            start.append(init)
-        factor = exponent_of(options["factor"], call, "factor")
-        if factor < 1 or 2.0**factor != options["factor"]:
-            raise ValueError(
-                f"`{call}` needs a power of two above 1 as `factor`, since other factors round "
-                f"every derivative, but got {options['factor']!r}."
-            )
-        if options["mode"] not in ("paper", "predictive"):
-            raise ValueError(
-                f"`{call}` knows the modes 'paper' and 'predictive', but got {options['mode']!r}."
-            )
-        weights = np.zeros((len(rows), len(names)), np.int32)
-        for r, row in enumerate(rows):
-            for i, w in row.weights:
-                weights[r, i] = w
-        self.rule = Rule(
-            mode=options["mode"],
-            step=factor,
-            lowest=tuple(scales["min_scale"][n] for n in names),
-            highest=tuple(scales["max_scale"][n] for n in names),
-            growth_interval=positive_integer(options["growth_interval"], call, "growth_interval"),
-            recover_threshold=exponent_of(options["recover_threshold"], call, "recover_threshold"),
-            recover_growth_interval=positive_integer(
-                options["recover_growth_interval"], call, "recover_growth_interval"
-            ),
-            margin=positive_integer(options["margin"], call, "margin", least=0),
-            members=tuple(tuple(bool(w) for w in row) for row in weights),
-            orders=tuple(r.order for r in rows),
-        )
-        self.kind, self.names, self.order, self.rows = kind, names, order, rows
+        self.strategy = strategy
+        self.rule, start = parse_options(options, strategy, special or {}, call)
         self.exponents = jnp.array(start, jnp.int32)
-        self.tracker = jnp.zeros(len(names), jnp.int32)
-        self.caution = jnp.zeros(len(names), jnp.int32)
-        self.overflows = jnp.zeros(len(names), jnp.int32)
+        self.tracker = jnp.zeros(len(start), jnp.int32)
+        self.caution = jnp.zeros(len(start), jnp.int32)
+        self.overflows = jnp.zeros(len(start), jnp.int32)
         self.skipped_steps = jnp.zeros((), jnp.int32)
-        self.shifts = jnp.zeros(len(rows), jnp.int32)
-        self.counts = jnp.zeros((len(rows), COLUMNS), jnp.float32)
+        self.shifts = jnp.zeros(len(strategy.rows), jnp.int32)
+        self.counts = jnp.zeros((len(strategy.rows), COLUMNS), jnp.float32)
 
     @classmethod
     def per_direction(
@@ -213,23 +118,7 @@ class DerivativeScaling(eqx.Module):
         call = "DerivativeScaling.per_direction"
         names = names_of(coords, call, "the coordinates")
         order = positive_integer(order, call, "order")
-        rows = []
-        for k in range(1, order + 1):
-            for dirs in combinations_with_replacement(range(len(names)), k):
-                rows.append(Row("_" + "".join(names[i] for i in dirs), weights_of(dirs)))
-        if order >= 2:
-            every = tuple((i, 2) for i in range(len(names)))
-            rows.append(Row("laplacian", every, smallest=True))
-        for term in term_list(terms, call, empty=True):
-            _, _, suffix = term.rpartition("_")
-            dirs = split_names(suffix, names)
-            if dirs is None or not 1 <= len(dirs) <= order:
-                raise ValueError(
-                    f"`{call}` cannot read the term {term!r}: it must end in an underscore and 1 "
-                    f"to {order} of the coordinates {', '.join(names)}."
-                )
-            rows.append(Row(term, weights_of(dirs)))
-        return cls("direction", names, order, tuple(rows), call, **options)
+        return cls(PerDirection.of(names, order, terms, call), call, **options)
 
     @classmethod
     def per_order(
@@ -261,37 +150,10 @@ class DerivativeScaling(eqx.Module):
         """
         call = "DerivativeScaling.per_order"
         order = positive_integer(order, call, "order")
-        orders = tuple(f"order {k}" for k in range(1, order + 1))
-        if not isinstance(special, Mapping):
-            special = {name: {} for name in term_list(special, call, empty=True)}
-        own = {}
-        for name, value in special.items():
-            term_list([name], call)
-            if value is not None and not isinstance(value, Mapping):
-                value = {"max_scale": value}
-            own[name] = dict(value or {})
-            unknown = sorted(set(own[name]) - {"init_scale", "max_scale", "min_scale"})
-            if unknown:
-                raise ValueError(
-                    f"`{call}` takes 'init_scale', 'max_scale' and 'min_scale' for the special "
-                    f"term {name!r}, but got {', '.join(map(repr, unknown))}."
-                )
-        names = orders + tuple(own)
-        rows = [Row(name, ((i, 1),)) for i, name in enumerate(names)]
-        if order >= 2 and "laplacian" not in own:
-            rows.append(Row("laplacian", ((1, 1),)))
+        own = parse_special(special, call)
         known = None if coords is None else names_of(coords, call, "the coordinates")
-        for term in term_list(terms, call, empty=True):
-            suffix = term.rpartition("_")[2]
-            dirs = tuple(suffix) if known is None else split_names(suffix, known)
-            if term in own or dirs is None or not 1 <= len(dirs) <= order:
-                raise ValueError(
-                    f"`{call}` cannot give the term {term!r} a histogram of its own: it is "
-                    f"special, or does not end in 1 to {order} coordinates. Give the names of "
-                    "coordinates as `coords` where they have more than one letter."
-                )
-            rows.append(Row(term, ((len(dirs) - 1, 1),)))
-        return cls("order", names, order, tuple(rows), call, special=own, **options)
+        strategy = PerOrder.of(order, tuple(own), terms, known, call)
+        return cls(strategy, call, special=own, **options)
 
     @classmethod
     def per_term(cls, terms: Sequence[str], **options: Any) -> "DerivativeScaling":
@@ -306,9 +168,7 @@ class DerivativeScaling(eqx.Module):
         **Returns:** a `DerivativeScaling`.
         """
         call = "DerivativeScaling.per_term"
-        names = term_list(terms, call)
-        rows = tuple(Row(name, ((i, 1),)) for i, name in enumerate(names))
-        return cls("term", names, None, rows, call, **options)
+        return cls(PerTerm.of(terms, call), call, **options)
 
     def __repr__(self) -> str:
         rule = self.rule
@@ -318,11 +178,10 @@ class DerivativeScaling(eqx.Module):
         tracker, caution, overflows = (
             by_name(self.names, x) for x in (self.tracker, self.caution, self.overflows)
         )
-        order = "" if self.order is None else f" up to order {self.order}"
         return described(
             self,
             f"scales={scales} ({bounds}, factor {2**rule.step})",
-            f"per_{self.kind}{order}, {len(self.rows)} rows",
+            str(self.strategy),
             f"tracker={tracker} of {rule.growth_interval}, {rule.recover_growth_interval} at or "
             f"below 2^{rule.recover_threshold}",
             f"mode={rule.mode!r}, margin={rule.margin}, caution={caution}",
@@ -330,9 +189,30 @@ class DerivativeScaling(eqx.Module):
         )
 
     @property
+    def kind(self) -> str:
+        """Which derivatives share a scaler: those of a `"direction"`, an `"order"` or a
+        `"term"`."""
+        return self.strategy.kind
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the scalers are called."""
+        return self.strategy.names
+
+    @property
+    def order(self) -> int | None:
+        """The highest order that there are scales for; `None` where it does not matter."""
+        return self.strategy.order
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """What is counted together, and which scalers scale it."""
+        return self.strategy.rows
+
+    @property
     def row_names(self) -> tuple[str, ...]:
         """What the rows of `counts` are called."""
-        return tuple(row.name for row in self.rows)
+        return self.strategy.row_names
 
     @property
     def scales(self) -> Float32[Array, "*batch scalers"]:
@@ -372,28 +252,17 @@ class DerivativeScaling(eqx.Module):
         exponents = self.exponents if active else jnp.zeros_like(self.exponents)
         shifts = jnp.stack([jnp.asarray(row.shift(exponents)) for row in self.rows])
         update = predictive if self.rule.mode == "predictive" else paper
-        state = (self.exponents, self.tracker, self.caution)
+        state = State(self.exponents, self.tracker, self.caution)
         if active:
-            state = update(self.rule, counts, shifts, *state)
+            state = update(self.rule, counts, shifts, state)
         lost = self.rule.of_scalers(counts[:, -1] > 0)
-        return eqx.tree_at(
-            lambda s: (
-                s.exponents,
-                s.tracker,
-                s.caution,
-                s.overflows,
-                s.skipped_steps,
-                s.shifts,
-                s.counts,
-            ),
+        return with_fields(
             self,
-            (
-                *state,
-                self.overflows + lost.astype(jnp.int32),
-                self.skipped_steps + jnp.any(lost).astype(jnp.int32),
-                shifts.astype(jnp.int32),
-                counts,
-            ),
+            **state._asdict(),
+            overflows=self.overflows + lost.astype(jnp.int32),
+            skipped_steps=self.skipped_steps + jnp.any(lost).astype(jnp.int32),
+            shifts=shifts.astype(jnp.int32),
+            counts=counts,
         )
 
     def calibrate(
@@ -435,11 +304,10 @@ class DerivativeScaling(eqx.Module):
         )
         ```
         """
-        from ._calibrate import calibrated  # it needs `partials`, which needs this class
-
-        return calibrated(
-            self, fun, points, terms, coords=coords, outputs=outputs, over=over, dtype=dtype
-        )
+        if not self.active:
+            return self
+        options = {"coords": coords, "outputs": outputs, "over": over, "dtype": dtype}
+        return self.with_exponents(first_exponents(self, fun, points, terms, **options))
 
     def raised(self) -> "DerivativeScaling":
         """All scales a `factor` larger, within their caps.
@@ -449,19 +317,14 @@ class DerivativeScaling(eqx.Module):
         """
         highest = jnp.array(self.rule.highest, jnp.int32)
         grown = jnp.minimum(self.exponents + self.rule.step, highest)
-        return eqx.tree_at(lambda s: s.exponents, self, jnp.maximum(grown, self.exponents))
+        return with_fields(self, exponents=jnp.maximum(grown, self.exponents))
 
     def with_exponents(self, exponents: Any) -> "DerivativeScaling":
         """The same scaling at other scales, which are clipped to the bounds of each scaler."""
         low, high = (jnp.array(b, jnp.int32) for b in (self.rule.lowest, self.rule.highest))
         new = jnp.clip(jnp.asarray(exponents, jnp.int32), low, high)
-        return eqx.tree_at(lambda s: s.exponents, self, jnp.broadcast_to(new, low.shape))
+        return with_fields(self, exponents=jnp.broadcast_to(new, low.shape))
 
 
 def _counts(counts: Any) -> Float32[Array, "rows columns"]:
     return counts.counts if isinstance(counts, DerivativeScaling) else counts
-
-
-def weights_of(dirs: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    dirs = tuple(dirs)
-    return tuple((i, dirs.count(i)) for i in sorted(set(dirs)))

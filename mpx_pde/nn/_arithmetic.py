@@ -8,8 +8,9 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from .._cast import widen
-from .._dot import SPLIT_PRODUCTS, mixed_dot_general, split_dot_general
+from .._dot import mixed_dot_general, split_dot_general
 from .._dtypes import as_floating_dtype, is_half, product_datatype
+from .._split import SPLIT_PRODUCTS
 
 
 KEPT = "mpx_pde.nn: kept for the backward pass"

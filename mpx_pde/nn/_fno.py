@@ -157,6 +157,22 @@ class Block(eqx.Module):
     mlp: ChannelMLP
     gate: Float[Array, " channels"]
 
+    def __init__(
+        self,
+        channels: int,
+        hidden: int,
+        modes: tuple[int, ...],
+        arithmetic: Arithmetic | None,
+        *,
+        key: PRNGKeyArray,
+        **options: Any,
+    ):
+        spectral, skip, mlp = jax.random.split(key, 3)
+        self.spectral = SpectralConv(channels, channels, modes, key=spectral, **options)
+        self.skip = Pointwise(channels, channels, arithmetic, key=skip)
+        self.mlp = ChannelMLP(channels, hidden, channels, arithmetic, key=mlp)
+        self.gate = jnp.ones(channels, jnp.float32)
+
     def __call__(self, x: Array, activation: Callable) -> Array:
         # In the dtype of both, so that the one product is added onto the other where it stands.
         skip = self.skip.product(x)
@@ -174,6 +190,16 @@ def _coordinates(grid: tuple[int, ...]) -> np.ndarray:
     """The coordinates of a grid on [0, 1), shape `[dims, *grid]`."""
     axes = [np.arange(n, dtype=np.float32) / n for n in grid]
     return np.stack(np.meshgrid(*axes, indexing="ij"))
+
+
+def _parse_padding(padding: Any, dims: int, call: str) -> tuple[int | float, ...]:
+    parsed = (padding,) * dims if isinstance(padding, int | float) else tuple(padding)
+    if len(parsed) != dims or any(not 0 <= p < np.inf for p in parsed):
+        raise ValueError(
+            f"`{call}` takes `domain_padding` as a fraction of the domain that is not negative, or "
+            f"one for each of its {dims} axes, but got {padding!r}."
+        )
+    return parsed
 
 
 class FNO(eqx.Module):
@@ -256,44 +282,30 @@ class FNO(eqx.Module):
             num_layers=num_layers,
         )
         modes = parse_modes(modes, call)
-        dims = len(modes)
-        padding = domain_padding
-        padding = (padding,) * dims if isinstance(padding, int | float) else tuple(padding)
-        if len(padding) != dims or any(not 0 <= p < np.inf for p in padding):
-            raise ValueError(
-                f"`{call}` takes `domain_padding` as a fraction of the domain that is not "
-                f"negative, or one for each of its {dims} axes, but got {domain_padding!r}."
-            )
+        padding = _parse_padding(domain_padding, len(modes), call)
         arithmetic = parse_arithmetic(dtype, call)
         lift_key, project_key, *keys = jax.random.split(key, num_layers + 2)
-
-        def mlp(key, inputs, ratio, outputs):
-            hidden = max(1, round(ratio * hidden_channels))
-            return ChannelMLP(inputs, hidden, outputs, arithmetic, key=key)
-
-        def block(key):
-            spectral, skip, channels = jax.random.split(key, 3)
-            return Block(
-                SpectralConv(
-                    hidden_channels,
-                    hidden_channels,
-                    modes,
-                    key=spectral,
-                    method=method,
-                    factorization=factorization,
-                    rank=rank,
-                    stabilizer=stabilizer,
-                    dtype=dtype,
-                ),
-                Pointwise(hidden_channels, hidden_channels, arithmetic, key=skip),
-                mlp(channels, hidden_channels, mlp_ratio, hidden_channels),
-                jnp.ones(hidden_channels, jnp.float32),
-            )
-
-        inputs = in_channels + (dims if grid_embedding else 0)
-        self.lifting = mlp(lift_key, inputs, lifting_ratio, hidden_channels)
-        self.blocks = tuple(map(block, keys))
-        self.projection = mlp(project_key, hidden_channels, projection_ratio, out_channels)
+        hidden = lambda ratio: max(1, round(ratio * hidden_channels))
+        block = ft.partial(
+            Block,
+            hidden_channels,
+            hidden(mlp_ratio),
+            modes,
+            arithmetic,
+            method=method,
+            factorization=factorization,
+            rank=rank,
+            stabilizer=stabilizer,
+            dtype=dtype,
+        )
+        inputs = in_channels + (len(modes) if grid_embedding else 0)
+        self.lifting = ChannelMLP(
+            inputs, hidden(lifting_ratio), hidden_channels, arithmetic, key=lift_key
+        )
+        self.blocks = tuple(block(key=key) for key in keys)
+        self.projection = ChannelMLP(
+            hidden_channels, hidden(projection_ratio), out_channels, arithmetic, key=project_key
+        )
         self.activation = safe(activation)
         self.in_channels, self.out_channels = int(in_channels), int(out_channels)
         self.grid_embedding, self.domain_padding = grid_embedding, padding

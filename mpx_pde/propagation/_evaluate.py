@@ -6,17 +6,16 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad
 
 from .._flat import Constant, Step, flatten
-from .._jaxpr import bodies_of, in_context_of, line_of, own_bind, rebind, scan_counts
+from .._jaxpr import LOOPS, in_context_of, jaxprs_in, line_of, own_bind
 from .._order import gradients_in_turn, rounded_cotangent
 from .._products import is_users
 from . import _tables as tables
+from ._containers import Containers, enters
 from ._fallback import nested
 from ._full import with_derivative_of
 from ._known import folded
@@ -24,17 +23,8 @@ from ._plan import Index
 from ._products import Product, is_biased, widens
 from ._rules import Rules
 from ._segments import parts_of, roles_of
-from ._streams import DEEP, Jet, Storage, is_inexact, zeros_of
+from ._streams import DEEP, Jet, Storage, is_inexact, primal_of
 
-
-LOOPS = ("scan", "while", "cond")
-_CONTAINERS = {
-    **{name: name for name in LOOPS},
-    "remat2": "checkpoint",
-    "checkpoint": "checkpoint",
-    "shard_map": "shard_map",
-}
-"""By the name of a primitive, the method that enters it."""
 
 Note = Callable[[Step, str, str], None]
 
@@ -180,13 +170,13 @@ class Evaluator:
         biased = is_biased(eqn, operands, self.storage)
         # Loops and rules take values as they are.
         operands = [self._loaded(x) for x in operands]
-        if name in LOOPS or (self.plain and name in _CONTAINERS):
+        if enters(eqn, self.plain):
             # What is lost in there cannot be told out here.
             inner = dataclasses.replace(self, lost=None)
-            out = getattr(inner, f"_{_CONTAINERS[name]}")(eqn, operands)
+            out = Containers(self.rules.plan, inner.program, self._loaded)(eqn, operands)
             return self._noted(step, out, name, "")
         if self.plain:
-            out = self._own(eqn, [x.primal if isinstance(x, Jet) else x for x in operands])
+            out = self._own(eqn, list(map(primal_of, operands)))
             if biased:
                 out = [rounded_cotangent(x, self.storage.dtype) for x in out]
             return self._noted(step, [Jet(x, {}, DEEP) for x in out], "plain", "")
@@ -215,7 +205,8 @@ class Evaluator:
         dtypes, and so is one of float64 that registers do not hold."""
         storage = self.storage if self.full is None else self.full.storage
         wide = {x.dtype for x in args if is_inexact(x)} - {storage.registers}
-        if name_of_inner(eqn) is None and not any(d.itemsize > 4 for d in wide if d.kind == "f"):
+        programs = next(jaxprs_in(eqn), None) is not None
+        if not programs and not any(d.itemsize > 4 for d in wide if d.kind == "f"):
             return own_bind(eqn, args)
         typed = [
             x.astype(v.aval.dtype) if is_inexact(x) else x
@@ -233,158 +224,8 @@ class Evaluator:
         storage = self.storage if self.full is None else self.full.storage
         return storage.loaded(x) if isinstance(x, Jet) else storage.constant(x)
 
-    # Loops and branches.
 
-    def _full(self, x: Any, stage: int) -> Any:
-        """A value with all streams, as a loop carries it."""
-        if not is_inexact(x.primal if isinstance(x, Jet) else x):
-            return x
-        jet = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, stage)
-        plan = self.rules.plan
-        streams = {}
-        for key in plan.keys:
-            like = zeros_of(jet, plan.size(key))
-            stream = jet.streams.get(key)
-            streams[key] = like if stream is None else jnp.broadcast_to(stream, like.shape)
-        return Jet(jnp.asarray(jet.primal), streams, stage)
-
-    def _carried(self, x: Any, init: Any, stage: int) -> Any:
-        """What a step hands on, of the kind of what it was given."""
-        if not isinstance(init, Jet):
-            return x.primal if isinstance(x, Jet) else x
-        x = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, stage)
-        return self._full(x, stage) if is_inexact(x.primal) else Jet(x.primal, {}, init.stage)
-
-    def _scan(self, eqn, operands):
-        closed = bodies_of(eqn)[0]
-        n_consts, n_carry = scan_counts(eqn)
-        consts, init, xs = (
-            operands[:n_consts],
-            operands[n_consts : n_consts + n_carry],
-            operands[n_consts + n_carry :],
-        )
-        stage = max(x.stage for x in operands if isinstance(x, Jet))
-        # Streams of what is scanned over have that axis behind the one of stacked directions.
-        scanned = self._axis(xs, front=True)
-        for _ in range(3):
-            # The stage of a carry rises from step to step until it stays.
-            carried = [self._full(x, stage) for x in init]
-            step = self._scan_step(closed, consts, stage, n_carry)
-            first = jax.tree.map(lambda x: x[0], scanned)
-            carry, _ = jax.eval_shape(step, carried, first)
-            rises = max((x.stage for x in carry if isinstance(x, Jet)), default=stage)
-            if rises == stage:
-                break
-            stage = rises
-        options = {k: eqn.params[k] for k in ("length", "reverse", "unroll")}
-        carry, ys = lax.scan(step, carried, scanned, **options)
-        return [*carry, *self._axis(ys, front=False)]
-
-    def _axis(self, values: list[Any], *, front: bool) -> list[Any]:
-        plan = self.rules.plan
-
-        def move(x):
-            if not isinstance(x, Jet):
-                return x
-            source, target = (1, 0) if front else (0, 1)
-            streams = {
-                k: s if plan.size(k) is None else jnp.moveaxis(s, source, target)
-                for k, s in x.streams.items()
-            }
-            return Jet(x.primal, streams, x.stage)
-
-        return [move(x) for x in values]
-
-    def _scan_step(self, closed, consts, stage, n_carry):
-        def step(carry, x):
-            out = self.program(closed, [*consts, *carry, *x])
-            out = [self._loaded(y) for y in out]
-            carried = [
-                self._carried(y, init, max(stage, y.stage if isinstance(y, Jet) else stage))
-                for y, init in zip(out[:n_carry], carry, strict=True)
-            ]
-            return carried, out[n_carry:]
-
-        return step
-
-    def _while(self, eqn, operands):
-        test, body = bodies_of(eqn)
-        n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        test_consts, body_consts = operands[:n_test], operands[n_test : n_test + n_body]
-        stage = DEEP
-        init = [self._full(x, stage) for x in operands[n_test + n_body :]]
-
-        def proceed(carry):
-            values = [x.primal if isinstance(x, Jet) else x for x in (*test_consts, *carry)]
-            (out,) = jaxpr_as_fun(test)(*values)
-            return out
-
-        def step(carry):
-            out = map(self._loaded, self.program(body, [*body_consts, *carry]))
-            return [self._carried(y, x, stage) for y, x in zip(out, carry, strict=True)]
-
-        return list(lax.while_loop(proceed, step, init))
-
-    def _cond(self, eqn, operands):
-        index, *rest = operands
-        index = index.primal if isinstance(index, Jet) else index
-        branches = [
-            lambda rest, b=b: [self._loaded(x) for x in self.program(b, rest)]
-            for b in bodies_of(eqn)
-        ]
-        shapes = [jax.eval_shape(b, rest) for b in branches]
-        every = list(zip(*shapes, strict=True))
-
-        def alike(branch):
-            def run(*rest):
-                out = branch(list(rest))
-                return [_like(x, options) for x, options in zip(out, every, strict=True)]
-
-            return run
-
-        return rebind(eqn, [index, *rest], list(map(alike, branches)))
-
-    # Containers of reverse mode, which matter to values alone.
-
-    def _checkpoint(self, eqn, operands):
-        options = {k: eqn.params[k] for k in ("policy", "prevent_cse") if k in eqn.params}
-        run = jax.checkpoint(partial(self.program, bodies_of(eqn)[0]), **options)
-        return run(operands)
-
-    def _shard_map(self, eqn, operands):
-        moving = [isinstance(x, Jet) for x in operands]
-
-        def body(*arrays):
-            inside = [Jet(x, {}, DEEP) if m else x for m, x in zip(moving, arrays, strict=True)]
-            out = self.program(bodies_of(eqn)[0], inside)
-            return [x.primal if isinstance(x, Jet) else x for x in map(self._loaded, out)]
-
-        out = rebind(eqn, [x.primal if isinstance(x, Jet) else x for x in operands], [body])
-        return [Jet(x, {}, DEEP) for x in out]
-
-
-def name_of_inner(eqn: Any) -> str | None:
-    """The parameter of an equation that holds a jaxpr; `None` without one."""
-    for name, value in eqn.params.items():
-        if isinstance(value, ClosedJaxpr | Jaxpr):
-            return name
-    return None
-
-
-_WITH_OWN_JVP = frozenset({"custom_jvp_call", "shard_map", "scan", "while", "cond"})
-
-
-def _like(x: Any, options: Sequence[Any]) -> Any:
-    """A result of a branch with the streams that any of the branches gives it."""
-    jets = [y for y in options if isinstance(y, Jet)]
-    if not jets:
-        return x
-    jet = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, 0)
-    shapes: Mapping[Index, Any] = {k: s for y in jets for k, s in y.streams.items()}
-    streams = {
-        k: jet.streams.get(k, jnp.zeros(shape.shape, shape.dtype)) for k, shape in shapes.items()
-    }
-    return Jet(jet.primal, streams, max(y.stage for y in jets))
+_WITH_OWN_JVP = LOOPS | {"custom_jvp_call", "shard_map"}
 
 
 def _read(x: Any, env: Mapping[int, Any]) -> Any:

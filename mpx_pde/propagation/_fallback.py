@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from ._plan import Index, Plan
 from ._rules import Rules
-from ._streams import DEEP, Jet, is_inexact
+from ._streams import DEEP, Jet, is_inexact, primal_of
 
 
 def nested(fun: Callable[..., list], operands: Sequence[Any], rules: Rules) -> list[Jet]:
@@ -23,7 +23,7 @@ def nested(fun: Callable[..., list], operands: Sequence[Any], rules: Rules) -> l
     jets = [operands[i] for i in at]
 
     def whole(moved):
-        full = [x.primal if isinstance(x, Jet) else x for x in operands]
+        full = list(map(primal_of, operands))
         for i, x in zip(at, moved, strict=True):
             full[i] = x
         return list(fun(*full))

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._jaxpr import own_bind
 from ._plan import Index, Plan
-from ._streams import Jet, is_inexact
+from ._streams import Jet, is_inexact, primal_of
 
 
 def _broadcast(x: np.ndarray, lead: int, shape, broadcast_dimensions, **_) -> Any:
@@ -82,7 +82,7 @@ def _joined(eqn: Any, operands: Sequence[Any], key: Index, plan: Plan) -> Any:
     parts = []
     for x in operands:
         own = x.streams.get(key) if isinstance(x, Jet) else None
-        inner = np.shape(x.primal if isinstance(x, Jet) else x)
+        inner = np.shape(primal_of(x))
         # A number that is added to an array has no axes of its own.
         shape = (*front, *(inner or (1,) * len(eqn.outvars[0].aval.shape)))
         parts.append(np.zeros(shape) if own is None else np.broadcast_to(own, shape))
@@ -108,5 +108,5 @@ def _by_jax(rule: Callable, eqn: Any, operands: Sequence[Any]) -> tuple[dict[Ind
 def folded(rule: Callable, eqn: Any, operands: list[Any], plan: Plan) -> list[Jet]:
     """A rule on streams that are known while tracing; those that vanish are dropped."""
     streams, stage = known_streams(rule, eqn, operands, plan)
-    (primal,) = own_bind(eqn, [x.primal if isinstance(x, Jet) else x for x in operands])
+    (primal,) = own_bind(eqn, list(map(primal_of, operands)))
     return [Jet(primal, streams, stage)]

@@ -13,7 +13,7 @@ from ._evaluate import Evaluator
 from ._plan import Plan
 from ._products import Product
 from ._rules import Rules
-from ._streams import DEEP, Jet, Storage, is_inexact
+from ._streams import DEEP, Jet, Storage, is_inexact, primal_of
 
 
 class InForward(eqx.Module):
@@ -63,7 +63,7 @@ def _is_master(path: tuple) -> bool:
 
 def _leaving(x: Any, aval: Any, wide: np.dtype) -> Any:
     """A result in the dtype of the program, or in float64 where that was asked for."""
-    x = jnp.asarray(x.primal if isinstance(x, Jet) else x)
+    x = jnp.asarray(primal_of(x))
     if not jnp.issubdtype(x.dtype, jnp.floating) or (wide.itemsize > 4 and x.dtype == wide):
         return x
     return x.astype(aval.dtype)

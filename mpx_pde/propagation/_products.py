@@ -9,16 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from .._bilinear import Given
 from .._conv import mixed_conv_general_dilated_p
-from .._dot import Given, match_varying_axes, mixed_dot_general_p
+from .._dot import mixed_dot_general_p
 from .._dtypes import is_half
 from .._flat import Constant, Flat, variables
 from .._jaxpr import aval_of
-from .._primitives import asks_for_more
+from .._primitives import MIXED, asks_for_more, says_its_dtype
+from .._varying import match_varying_axes
 from ._plan import Index
-from ._rules import Rules, after_product
+from ._rules import Rules
 from ._segments import Role
-from ._streams import RAW, Jet, Storage, bind, is_inexact
+from ._streams import RAW, Jet, Storage, after_product, bind, is_inexact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Product:
     def _dtype(self, step, operands, roles: Role, storage: Storage) -> Any:
         """What to multiply in by a mixed product; `None` for a full one."""
         eqn = step.eqn
-        if eqn.primitive.name.startswith("mixed") and eqn.params.get("given", Given()).dtype:
+        if eqn.primitive.name in MIXED and says_its_dtype(eqn):
             dtype = eqn.params["dtype"]
             # What was multiplied in half is, in a pass in full precision, in full.
             full = self._meets_point(operands) or storage.dtype is None
@@ -127,13 +129,12 @@ class Product:
     def _full(self, eqn: Any, storage: Storage) -> Any:
         """A product of arrays in registers that means it: no TF32 unless it was asked for."""
         wide = storage.registers
-        mixed = eqn.primitive.name.startswith("mixed")
         # Convolutions have no algorithms, and neither has float64.
         if "dot_general" in eqn.primitive.name and wide == np.float32:
             algorithm = self.algorithm if _leaves_it_open(eqn) else eqn.params.get("algorithm")
             if algorithm is not None:
                 return _mixed(eqn, wide, wide, algorithm)
-        if mixed:
+        if eqn.primitive.name in MIXED:
             return _mixed(eqn, wide, wide)
         params = {**eqn.params, "preferred_element_type": wide}
         if params["precision"] is None:
@@ -190,10 +191,9 @@ def _describe(dtype: Any, out_dtype: Any) -> str:
 def _leaves_it_open(eqn: Any) -> bool:
     """Whether a program does not say what a product is to be multiplied in, or says half, which a
     pass in full takes in full."""
-    if not eqn.primitive.name.startswith("mixed"):
+    if eqn.primitive.name not in MIXED:
         return eqn.params["precision"] is None
-    given, dtype = eqn.params.get("given", Given()), eqn.params["dtype"]
-    return not given.dtype or is_half(dtype)
+    return not says_its_dtype(eqn) or is_half(eqn.params["dtype"])
 
 
 def _mixed(eqn: Any, dtype: Any, out_dtype: Any, algorithm: str | None = None) -> Any:

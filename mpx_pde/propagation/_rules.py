@@ -12,13 +12,18 @@ from jax.extend.core import JaxprEqn
 from .._jaxpr import aval_of
 from . import _tables as tables
 from ._plan import Index, Plan, chains, splits
-from ._streams import DEEP, FIRST, RAW, Jet, bind, is_inexact
+from ._selections import SELECTIONS
+from ._streams import (
+    Jet,
+    Operand,
+    Streams,
+    after_nonlinear,
+    bind,
+    bind_primals,
+    is_inexact,
+    stage_of,
+)
 from ._towers import closed_tower, has_tower, nested_tower
-
-
-Streams = dict[Index, Any]
-Operand = Any
-"""A [`Jet`][], or an array that does not depend on the point."""
 
 
 class Rules:
@@ -153,16 +158,8 @@ class Rules:
             return self._mul
         if name == "div":
             return self._div
-        if name in ("max", "min"):
-            return self._extremum
-        if name in ("reduce_max", "reduce_min"):
-            return self._reduce_extremum
-        if name == "clamp" and moving == [1]:
-            return self._clamp
-        if name == "sort":
-            return self._sort
-        if name == "top_k":
-            return self._top_k
+        if name in SELECTIONS and (name != "clamp" or moving == [1]):
+            return SELECTIONS[name]
         if name == "triangular_solve" and moving == [1]:
             return self._linear
         if name == "custom_jvp_call":
@@ -172,12 +169,9 @@ class Rules:
             return self._elementwise
         return None
 
-    def _bind(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
-        return bind(eqn, [x.primal if isinstance(x, Jet) else x for x in operands])
-
     def _constant(self, eqn, operands):
-        stage = max(x.stage for x in operands if isinstance(x, Jet))
-        return [Jet(x, {}, stage) for x in self._bind(eqn, operands)]
+        stage = stage_of(operands)
+        return [Jet(x, {}, stage) for x in bind_primals(eqn, operands)]
 
     def _convert(self, eqn, operands):
         # Where values are rounded is this interpreter's affair, not the program's.
@@ -188,8 +182,8 @@ class Rules:
         return self._linear(eqn, operands)
 
     def _linear(self, eqn, operands):
-        primals = self._bind(eqn, operands)
-        stage = max(x.stage for x in operands if isinstance(x, Jet))
+        primals = bind_primals(eqn, operands)
+        stage = stage_of(operands)
         out: list[Streams] = [{} for _ in primals]
         moving = [x for x in operands if isinstance(x, Jet)]
         for key in self.plan.keys:
@@ -235,16 +229,16 @@ class Rules:
 
     def _mul(self, eqn, operands):
         a, b = operands
-        (primal,) = self._bind(eqn, operands)
+        (primal,) = bind_primals(eqn, operands)
         if isinstance(a, Jet) and isinstance(b, Jet):
             streams = self.leibniz(lambda x, y, *_: x * y, a, b)
-            return [Jet(primal, streams, _nonlinear(a, b))]
+            return [Jet(primal, streams, after_nonlinear(a, b))]
         jet, factor = (a, b) if isinstance(a, Jet) else (b, a)
         return [Jet(primal, {k: x * factor for k, x in jet.streams.items()}, jet.stage)]
 
     def _div(self, eqn, operands):
         a, b = operands
-        (primal,) = self._bind(eqn, operands)
+        (primal,) = bind_primals(eqn, operands)
         if not isinstance(b, Jet):
             return [Jet(primal, {k: x / b for k, x in a.streams.items()}, a.stage)]
         # From a = q b, order by order.
@@ -270,66 +264,7 @@ class Rules:
                 total = -less if total is None else total - less
             if total is not None:
                 q[key] = total * inverse
-        return [Jet(primal, q, _nonlinear(a, b))]
-
-    def _extremum(self, eqn, operands):
-        (primal,) = self._bind(eqn, operands)
-        values = [x.primal if isinstance(x, Jet) else x for x in operands]
-        compare = jnp.greater if eqn.primitive.name == "max" else jnp.less
-        half = jnp.where(values[0] == values[1], 0.5, 0.0)
-        first = jnp.where(compare(*values), 1.0, half).astype(primal.dtype)
-        shares = (first, 1 - first)
-        out: Streams = {}
-        for share, x in zip(shares, operands, strict=True):
-            for key, stream in (x.streams if isinstance(x, Jet) else {}).items():
-                part = share * stream
-                out[key] = out[key] + part if key in out else part
-        return [Jet(primal, out, _nonlinear(*operands))]
-
-    def _reduce_extremum(self, eqn, operands):
-        (x,) = operands
-        (primal,) = self._bind(eqn, operands)
-        axes = eqn.params["axes"]
-        hit = x.primal == jnp.expand_dims(primal, axes)
-        share = hit.astype(primal.dtype)
-        share = share / jnp.sum(share, axis=axes, keepdims=True)
-        negative = tuple(a - x.primal.ndim for a in axes)
-        out = {k: jnp.sum(share * s, axis=negative) for k, s in x.streams.items()}
-        return [Jet(primal, out, _nonlinear(x))]
-
-    def _clamp(self, eqn, operands):
-        low, x, high = operands
-        (primal,) = self._bind(eqn, operands)
-        inside = ((x.primal > low) & (x.primal < high)).astype(primal.dtype)
-        return [Jet(primal, {k: inside * s for k, s in x.streams.items()}, _nonlinear(x))]
-
-    def _sort(self, eqn, operands):
-        params = {k: eqn.params[k] for k in ("dimension", "is_stable", "num_keys")}
-        values = [x.primal if isinstance(x, Jet) else x for x in operands]
-        places = jax.lax.broadcasted_iota(np.int32, values[0].shape, params["dimension"])
-        *primals, order = jax.lax.sort((*values, places), **params)
-        axis = params["dimension"] - values[0].ndim
-        return [
-            self._taken(x, primal, order, axis) for x, primal in zip(operands, primals, strict=True)
-        ]
-
-    def _top_k(self, eqn, operands):
-        (x,) = operands
-        primal, places = self._bind(eqn, operands)
-        axis = eqn.params.get("axis", -1) % x.primal.ndim - x.primal.ndim
-        return [self._taken(x, primal, places, axis), places]
-
-    def _taken(self, x, primal, places, axis):
-        """What a selection along an axis takes of every stream."""
-        if not isinstance(x, Jet):
-            return primal
-
-        def take(s):
-            # A stream may be stacked in front.
-            at = jnp.broadcast_to(places, (*s.shape[: s.ndim - places.ndim], *places.shape))
-            return jnp.take_along_axis(s, at, axis)
-
-        return Jet(primal, {k: take(s) for k, s in x.streams.items()}, _nonlinear(x))
+        return [Jet(primal, q, after_nonlinear(a, b))]
 
     def _elementwise(self, eqn, operands):
         x, *rest = operands
@@ -342,7 +277,7 @@ class Rules:
             tower = closed_tower(name, self.order(x), x.primal, parameter)
         else:
             tower = nested_tower(lambda v: bind(eqn, [v])[0], self.order(x), x.primal)
-        return [Jet(tower[0], self.compose(tower, x), _nonlinear(x))]
+        return [Jet(tower[0], self.compose(tower, x), after_nonlinear(x))]
 
     # Functions with a derivative of their own.
 
@@ -370,18 +305,7 @@ class Rules:
                 return bind(eqn, [v if j == i else y for j, y in enumerate(operands)])[0]
 
             tower = nested_tower(fun, self.order(x), x.primal)
-        return [Jet(tower[0], self.compose(tower, x), _nonlinear(x))]
-
-
-def _nonlinear(*operands: Operand) -> int:
-    stage = max(x.stage for x in operands if isinstance(x, Jet))
-    return DEEP if stage == FIRST else stage
-
-
-def after_product(*operands: Operand) -> int:
-    """The stage of a product of values at these stages."""
-    stage = max(x.stage for x in operands if isinstance(x, Jet))
-    return FIRST if stage == RAW else DEEP
+        return [Jet(tower[0], self.compose(tower, x), after_nonlinear(x))]
 
 
 def _number(x: Any) -> Any:

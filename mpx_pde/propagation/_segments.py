@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.extend.core import ClosedJaxpr
 
 from .._flat import Flat, Step, variables
-from .._jaxpr import bodies_of
+from .._jaxpr import LOOPS, bodies_of, contains
 from . import _tables as tables
 from ._streams import DEEP, FIRST, RAW, Jet
 
@@ -22,19 +21,14 @@ from ._streams import DEEP, FIRST, RAW, Jet
 _SMALL = 64
 """Up to this many coordinates the first product is evaluated again rather than kept."""
 
-_ALONE = frozenset({"scan", "while", "cond", "sort", "shard_map", "remat2", "checkpoint"})
+_ALONE = LOOPS | {"shard_map", "remat2", "sort"}
 """Takes long, or has a memory of its own: not evaluated again."""
 
 
 def _is_alone(step: Step) -> bool:
     eqn = step.eqn
-    return eqn.primitive.name in _ALONE or any(map(_multiplies, bodies_of(eqn)))
-
-
-def _multiplies(closed: ClosedJaxpr) -> bool:
-    return any(
-        eqn.primitive.name in tables.PRODUCTS or any(map(_multiplies, bodies_of(eqn)))
-        for eqn in closed.jaxpr.eqns
+    return eqn.primitive.name in _ALONE or any(
+        contains(inner, tables.PRODUCTS) for inner in bodies_of(eqn)
     )
 
 

@@ -8,12 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
-from .._dot import varying_axes
 from .._jaxpr import own_bind
+from .._varying import match_varying_axes
 from ._plan import Index
 
 
@@ -34,6 +33,12 @@ class Jet:
     primal: Any
     streams: dict[Index, Any]
     stage: int
+
+
+Streams = dict[Index, Any]
+
+Operand = Any
+"""A [`Jet`][], or an array that does not depend on the point."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,14 +128,32 @@ def is_inexact(x: Any) -> bool:
 def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list:
     """Binds an equation to streams in place of values.
 
-    Inside `shard_map` the seeds are the same on all devices, unlike the point. JAX's functions mark
-    such operands where they meet others; its primitives do not.
+    Inside `shard_map` the seeds are the same on all devices, unlike the point.
     """
-    axes = [varying_axes(x) for x in args]
-    every = frozenset().union(*axes)
-    if every:
-        args = [
-            lax.pcast(x, tuple(sorted(every - own)), to="varying") if every - own else x
-            for x, own in zip(args, axes, strict=True)
-        ]
-    return own_bind(eqn, args)
+    return own_bind(eqn, match_varying_axes(*args))
+
+
+def primal_of(x: Operand) -> Any:
+    """A value without its streams."""
+    return x.primal if isinstance(x, Jet) else x
+
+
+def bind_primals(eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
+    """Binds an equation to the values of its operands."""
+    return bind(eqn, list(map(primal_of, operands)))
+
+
+def stage_of(operands: Sequence[Operand]) -> int:
+    """How far the farthest of several values is from the point."""
+    return max(x.stage for x in operands if isinstance(x, Jet))
+
+
+def after_nonlinear(*operands: Operand) -> int:
+    """The stage of a function of values that is not linear."""
+    stage = stage_of(operands)
+    return DEEP if stage == FIRST else stage
+
+
+def after_product(*operands: Operand) -> int:
+    """The stage of a product of values."""
+    return FIRST if stage_of(operands) == RAW else DEEP

@@ -10,14 +10,15 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._jaxpr import (
+    LOOPS,
     aval_of,
     bodies_of,
     in_context_of,
     inner_scope,
     is_container,
-    literal,
     rebind,
     scopes_of,
+    walk,
 )
 from ..autocast import tables
 from ._stats import Counts, is_finite, is_measured
@@ -26,7 +27,7 @@ from ._widen import bind_wide, is_narrow, is_narrow_array, widen
 
 
 # Containers that run on the host once per step, branch or device; the others are inlined.
-_REBOUND = ("scan", "while", "cond", "shard_map")
+_REBOUND = {*LOOPS, "shard_map"}
 
 # What only moves values shows nothing that was not there before.
 _MOVES = {*tables.LAYOUT, "stack", "tile", "unstack"}
@@ -179,22 +180,20 @@ class Meter:
         place: Place,
     ) -> list[Known]:
         jaxpr = closed.jaxpr
-        env: dict[Any, Known] = dict(zip(jaxpr.invars, values, strict=True))
-        for i, (var, const) in enumerate(zip(jaxpr.constvars, closed.consts, strict=True)):
-            env[var] = self._constant(const, (*order, -1, i), _user_of(jaxpr, var, place))
+        consts = [
+            self._constant(const, (*order, -1, i), _user_of(jaxpr, var, place))
+            for i, (var, const) in enumerate(zip(jaxpr.constvars, closed.consts, strict=True))
+        ]
 
-        def read(atom):
-            if not literal(atom):
-                return env[atom]
+        def known(atom):
             value = widen(np.asarray(atom.val, getattr(atom.aval, "dtype", None)))
             return Known(value, self.look(value))
 
-        for i, eqn in enumerate(jaxpr.eqns):
+        def evaluate(i, eqn, operands):
             with in_context_of(eqn):
-                operands = [read(v) for v in eqn.invars]
-                out = self._equation(eqn, operands, (*order, i), scopes, place)
-            env.update(zip(eqn.outvars, out, strict=True))
-        return [read(v) for v in jaxpr.outvars]
+                return self._equation(eqn, operands, (*order, i), scopes, place)
+
+        return walk(jaxpr, consts, values, known, evaluate)
 
     def _constant(self, x: Any, order: tuple, place: Place) -> Known:
         if not is_measured(x):

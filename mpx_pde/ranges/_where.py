@@ -2,6 +2,7 @@
 
 import functools as ft
 import os
+import sys
 import sysconfig
 from typing import Any, NamedTuple
 
@@ -78,7 +79,7 @@ def definition_of(fun: Any) -> Place:
 
 def inside(eqn: JaxprEqn, place: Place) -> Place:
     """The place of the jaxprs in a container."""
-    if eqn.primitive.name not in ("jit", "pjit"):
+    if eqn.primitive.name != "jit":
         return place
     [closed] = bodies_of(eqn)
     info = closed.jaxpr.debug_info
@@ -95,9 +96,8 @@ _RETURNED = {"Evaluation": "partials"}
 def _layer(ours: list[tuple[str, str]]) -> str:
     """The outermost part of the library with a public name, networks before all others; a layer of
     Equinox is its own, whoever calls it."""
-    # The package imports this module.
-    import mpx_pde
-
+    # Looked up: an import would run in a circle, since the package imports this module.
+    mpx_pde = sys.modules[__name__.partition(".")[0]]
     names = [(file, name.partition(".")[0]) for file, name in reversed(ours)]
     if names and not _is_ours(names[-1][0]):
         # The innermost: the layers of a model are told apart by what they are.

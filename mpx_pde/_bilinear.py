@@ -1,0 +1,121 @@
+"""What the products of halves have in common: operands, dtypes, and the rules of a primitive that
+is linear in each of two operands."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.interpreters import ad, mlir
+from jaxtyping import Array
+
+from ._dtypes import as_floating_dtype, full_precision_asked, wide
+from ._varying import match_varying_axes
+
+
+class Given(NamedTuple):
+    """Which dtypes of a product its caller named ([`mpx_pde.autocast`][] supplies the others), and
+    whether it is one of several with the same weight that are to stay so."""
+
+    dtype: bool = True
+    out_dtype: bool = True
+    apart: bool = False
+
+
+def as_operand(x: Any, call: str) -> Array:
+    out = jnp.asarray(x)
+    if not jnp.issubdtype(out.dtype, jnp.floating):
+        raise TypeError(
+            f"`{call}` multiplies real floating-point arrays, but got an operand of dtype "
+            f"{out.dtype.name} and shape {out.shape}. Cast it to a floating-point dtype; split a "
+            "complex array into its real and imaginary parts."
+        )
+    return out
+
+
+def _narrowest(operands: Sequence[Array], call: str) -> np.dtype:
+    smallest = min(x.dtype.itemsize for x in operands)
+    dtypes = {x.dtype for x in operands if x.dtype.itemsize == smallest}
+    if len(dtypes) > 1:
+        names = " and ".join(sorted(d.name for d in dtypes))
+        raise ValueError(
+            f"`{call}` without a `dtype` multiplies in the narrowest dtype of its operands, but "
+            f"got {names}. Pass `dtype`."
+        )
+    return dtypes.pop()
+
+
+def product_dtypes(
+    operands: Sequence[Array], dtype: Any, out_dtype: Any, call: str
+) -> tuple[np.dtype, np.dtype, Given]:
+    """In what a product multiplies, what it returns, and what of it the caller asked for."""
+    given = Given(dtype is not None or full_precision_asked(), out_dtype is not None)
+    canonical = lambda d: jax.dtypes.canonicalize_dtype(as_floating_dtype(d, call))
+    dtype = _narrowest(operands, call) if dtype is None else canonical(dtype)
+    return dtype, dtype if out_dtype is None else canonical(out_dtype), given
+
+
+def result_dtype(dtype: np.dtype, out_dtype: np.dtype) -> np.dtype:
+    # Products of halves accumulate in float32 on every backend, whatever the result. A GEMM with a
+    # half result is asked for as such: cuBLAS does not fold a cast of a float32 result, which
+    # would cost a float32 array and a kernel of its own.
+    return dtype if out_dtype == dtype else wide(dtype)
+
+
+def rounded_product(
+    product: Callable, x: Any, y: Any, dtype: np.dtype, out_dtype: np.dtype, on_cpu: bool
+) -> Any:
+    """`product` of the operands rounded to `dtype`, with a result rounded to `out_dtype`.
+
+    jaxlib's CPU backend has kernels for some products of halves and fails on others, most of them
+    of bfloat16. So there the rounded operands are widened, which is exact: the numbers are the
+    same, and the time is at most that of the kernels.
+    """
+    result = wide(dtype) if on_cpu else result_dtype(dtype, out_dtype)
+    x, y = (lax.convert_element_type(z, dtype) for z in (x, y))
+    if on_cpu:
+        x, y = (lax.convert_element_type(z, result) for z in (x, y))
+    # A product of halves is exact in float32. One of float32 operands is TF32 (GPU) or bfloat16
+    # (TPU) unless the highest precision is asked for.
+    half = x.dtype.itemsize < 4
+    precision = lax.Precision.DEFAULT if half else lax.Precision.HIGHEST
+    out = product(x, y, precision=precision, preferred_element_type=result)
+    return lax.convert_element_type(out, out_dtype)
+
+
+def define_bilinear(primitive, transpose_lhs: Callable, transpose_rhs: Callable) -> None:
+    """JVP and transpose rules of a primitive that is linear in each of its two operands."""
+    ad.defbilinear(primitive, transpose_lhs, transpose_rhs)
+    bilinear = ad.primitive_jvps[primitive]
+
+    def jvp(primals, tangents, **params):
+        # A tangent may be the same on all devices of a `shard_map` where its primal is not.
+        tangents = [
+            t if isinstance(t, ad.Zero) else match_varying_axes(p, t)[1]
+            for p, t in zip(primals, tangents, strict=True)
+        ]
+        return bilinear(primals, tangents, **params)
+
+    ad.primitive_jvps[primitive] = jvp
+
+
+def define_lowering(primitive, evaluate: Callable) -> None:
+    """How a product is evaluated: by a function of its operands and parameters that is told
+    whether it is `on_cpu` or `on_gpu`."""
+
+    # Compiled once for each set of parameters and types, as JAX's own operations are.
+    @partial(jax.jit, static_argnames="params")
+    def run(x, y, params):
+        return primitive.bind(x, y, **dict(params))
+
+    primitive.def_impl(lambda x, y, **params: run(x, y, tuple(params.items())))
+    gpus = ("cuda", "rocm")
+    for platform in (None, "cpu", *gpus):
+        where = {"on_gpu": True} if platform in gpus else {"on_cpu": platform == "cpu"}
+        lowering = partial(evaluate, **where)
+        mlir.register_lowering(
+            primitive, mlir.lower_fun(lowering, multiple_results=False), platform=platform
+        )

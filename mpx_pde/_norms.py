@@ -1,0 +1,57 @@
+"""Norms of arrays, and shares of them, of whatever sizes and dtypes.
+
+Not by JAX's promotion, which may be set to `strict`.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+import jax.tree_util as jtu
+from jaxtyping import Array
+
+from ._dtypes import wide
+from ._types import PyTree
+
+
+def wide_of(x: Array) -> Any:
+    """The dtype that norms of an array are taken in."""
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return x.dtype
+    return wide(x.dtype)
+
+
+def real_of(dtype: Any) -> Any:
+    """The dtype of the parts of a number."""
+    return jnp.finfo(dtype).dtype
+
+
+def _wider(*arrays: Array) -> tuple[Array, ...]:
+    dtype = max(map(wide_of, arrays), key=lambda dtype: dtype.itemsize)
+    return tuple(x.astype(dtype) for x in arrays)
+
+
+def minus(x: Array, y: Array) -> Array:
+    """`x - y` in the wider of their dtypes."""
+    x, y = _wider(x, y)
+    return x - y
+
+
+def norm(x: Array) -> Array:
+    """The Euclidean norm of all entries."""
+    size = jnp.abs(x).astype(real_of(wide_of(x)))
+    # Squares of small gradients are no float32.
+    largest = jnp.max(size, initial=0)
+    scale = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
+    return scale * jnp.sqrt(jnp.sum((size / scale) ** 2))
+
+
+def total(norms: PyTree) -> Array:
+    """The norm of all arrays together, by the norms of each."""
+    return norm(jnp.stack(_wider(*jtu.tree_leaves(norms))))
+
+
+def share_of(part: Array, whole: Array) -> Array:
+    """`part / whole`; nothing is no part of nothing."""
+    part, whole = _wider(part, whole)
+    none = jnp.where(part == 0, jnp.zeros_like(part), jnp.full_like(part, jnp.inf))
+    return jnp.where(whole == 0, none, part / jnp.where(whole == 0, jnp.ones_like(whole), whole))

@@ -1,0 +1,66 @@
+"""Float32 products out of several products of halves or of TF32."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+
+
+SPLIT_PRODUCTS = {
+    "bfloat16_x3": lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
+    "bfloat16_x6": lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
+    "bfloat16_x9": lax.DotAlgorithmPreset.BF16_BF16_F32_X9,
+    "tensorfloat32": lax.DotAlgorithmPreset.TF32_TF32_F32,
+    "tensorfloat32_x3": lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
+}
+"""By the name that `dtype` takes."""
+
+_SPLITS = {
+    "bfloat16_x3": (7, 2, 1),
+    "bfloat16_x6": (7, 3, 2),
+    "bfloat16_x9": (7, 3, 4),
+    "tensorfloat32": (10, 1, 0),
+    "tensorfloat32_x3": (10, 2, 1),
+}
+"""Of each: bits of a mantissa, parts of an operand, and the largest sum of the numbers of two parts
+whose product is taken."""
+
+
+def split_by_hardware(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
+    """A split product by the units of a GPU or TPU."""
+    return product(x, y, precision=SPLIT_PRODUCTS[algorithm], preferred_element_type=x.dtype)
+
+
+def split_product(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
+    """A split product of float32 arrays as hardware for it computes one, on any.
+
+    Operands are cut into parts of 8 (bfloat16) or 11 (TF32) significant bits, each the rest of what
+    is before it, rounded to the nearest. Products of parts are exact in float32, and are summed
+    there; of what `_x3` and `_x6` leave out is what is smaller than the last part of an operand.
+    """
+    bits, parts, last = _SPLITS[algorithm]
+
+    def cut(z):
+        out = []
+        for _ in range(parts):
+            high = lax.reduce_precision(z, 8, bits)
+            out.append(high)
+            # Of what is infinite there is no rest.
+            z = jnp.where(jnp.isfinite(high), z - high, jnp.zeros_like(z))
+        return out
+
+    xs, ys = cut(x), cut(y)
+    order = sorted(
+        ((i, j) for i in range(parts) for j in range(parts) if i + j <= last), key=sum, reverse=True
+    )
+    highest = lax.Precision.HIGHEST
+    terms = [
+        product(xs[i], ys[j], precision=highest, preferred_element_type=x.dtype) for i, j in order
+    ]
+    *rest, first = terms
+    if not rest:
+        return first
+    low = sum(rest[1:], rest[0])  # small ones first
+    # An infinity times the rest of a number that has none is no number.
+    return first + jnp.where(jnp.isnan(low), jnp.zeros_like(low), low)

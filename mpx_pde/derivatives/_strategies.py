@@ -1,0 +1,332 @@
+"""Which derivatives share a scale: one a direction, one an order, or one a term.
+
+Each strategy knows its scalers, the rows in which derivatives are counted and by what they are
+scaled there, which row a term, a Laplacian or a sum belongs to, and the scale of the streams on the
+way to it.
+"""
+
+import abc
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import combinations_with_replacement
+from typing import Any, ClassVar, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from ._names import split_names, term_list
+
+
+Weights = tuple[tuple[int, int], ...]
+"""Which scaler enters how often."""
+
+_LOW = -8
+"""Below this exponent a stream of values around 1 nears float16's subnormal numbers, which cost it
+its digits. Values down to 2^-5 keep them."""
+
+
+class Row(NamedTuple):
+    """What one histogram counts: the derivatives that are scaled alike."""
+
+    name: str
+    weights: Weights
+    smallest: bool = False
+    """Whether all directions take the smallest of the scales, as a Laplacian does."""
+
+    @property
+    def order(self) -> int:
+        return max(w for _, w in self.weights) if self.smallest else sum(w for _, w in self.weights)
+
+    def shift(self, exponents: Any) -> Any:
+        """The exponent of two by which the derivatives are scaled."""
+        if self.smallest:
+            smallest = exponents[self.weights[0][0]]
+            for i, _ in self.weights[1:]:
+                smallest = jnp.minimum(smallest, exponents[i])
+            return self.order * smallest
+        return sum(w * exponents[i] for i, w in self.weights)
+
+
+def _weights(dirs: Iterable[int]) -> Weights:
+    dirs = tuple(dirs)
+    return tuple((i, dirs.count(i)) for i in sorted(set(dirs)))
+
+
+class AbstractStrategy(abc.ABC):
+    """Data alone, to be compared and hashed: a static part of a `DerivativeScaling`.
+
+    **Attributes:**
+
+    - `kind`: what it is called.
+    - `names`: the scalers.
+    - `order`: the highest order that there are scales for; `None` where it does not matter.
+    - `rows`: what is counted together.
+    """
+
+    kind: ClassVar[str]
+    names: tuple[str, ...]
+    order: int | None
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        order = "" if self.order is None else f" up to order {self.order}"
+        return f"per_{self.kind}{order}, {len(self.rows)} rows"
+
+    @property
+    def row_names(self) -> tuple[str, ...]:
+        return tuple(row.name for row in self.rows)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What it was built with, for a checkpoint. Rows follow from it, and show in shapes."""
+        return {"kind": self.kind, "names": list(self.names), "order": self.order}
+
+    def row_of(self, term: str, named: Sequence[str], call: str) -> int:
+        """The row of a term, the derivative in the coordinates that are `named`."""
+        order = len(named)
+        if self.order is not None and order > self.order and term not in self.names:
+            raise ValueError(
+                f"`{call}`: the term {term!r} is of order {order}, but the scaling was built for "
+                f"orders up to {self.order}. Give `DerivativeScaling.per_{self.kind}` the order "
+                f"{order}."
+            )
+        if term not in self.row_names:
+            return self._shared_row(term, named, call)
+        row = self.row_names.index(term)
+        expected = self._expected(term, named)
+        if expected is not None and self.rows[row].weights != expected:
+            raise ValueError(
+                f"`{call}`: the term {term!r} is the derivative in {', '.join(named)}, which is "
+                f"not what `DerivativeScaling.per_{self.kind}` took it for. Give it the same "
+                f"coordinates{', as `coords`' if self.kind == 'order' else ''}."
+            )
+        return row
+
+    @abc.abstractmethod
+    def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
+        """The row of a term that has none by its name."""
+
+    def _expected(self, term: str, named: Sequence[str]) -> Weights | None:
+        """What a row with the name of a term must count; `None` where the name is enough."""
+        del term, named
+
+    def laplacian_rows(self, over: Sequence[str], call: str) -> list[int]:
+        """The rows that count a Laplacian over some coordinates."""
+        del over
+        if "laplacian" not in self.row_names:
+            raise ValueError(
+                f"`{call}`: the scaling has no scaler for a Laplacian; it knows "
+                f"{', '.join(self.names)}. Name 'laplacian' in `DerivativeScaling.per_term`, or "
+                "build the scaling for order 2."
+            )
+        return [self.row_names.index("laplacian")]
+
+    def sum_rows(self, summands: Sequence[Sequence[str]], call: str) -> tuple[int, ...]:
+        """The rows that count a sum of the derivatives in these coordinates: those of the highest
+        order in it."""
+        order = max(map(len, summands))
+        if self.order is None or order > self.order:
+            raise ValueError(
+                f"`{call}`: the scaling has no scaler for an operator of order {order}; it knows "
+                f"{', '.join(self.names)}. Build it for that order with "
+                "`DerivativeScaling.per_direction` or `per_order`."
+            )
+        highest = [named for named in summands if len(named) == order]
+        return tuple(dict.fromkeys(self._shared_row("", named, call) for named in highest))
+
+    def seeds_of(self, row: int) -> int | None:
+        """The row whose seeds the derivatives in `row` have to themselves; `None` where they share
+        those of all others."""
+        del row
+
+    def exponent(
+        self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int], margin: int
+    ) -> Any:
+        """The exponent of the scale that a stream with shared seeds is stored with.
+
+        **Arguments:**
+
+        - `exponents`: those of the scalers.
+        - `along`: the coordinates of each differentiation: one, several that are stacked, or none
+            where it is along a direction that is drawn.
+        - `asked`: the orders that a loss asks for.
+        - `margin`: the powers of two that the update rule keeps free below overflow.
+        """
+        raise AssertionError("no stream shares its seeds")
+
+    def kept(self, exponent: Any, margin: int) -> Any:
+        """What a stream is stored with, where `exponent` is what its derivative carries."""
+        del margin
+        return exponent
+
+    def steps(self, margin: int, rows: Iterable[Row]) -> int:
+        """By how much a scaler may rise at most, that its `rows` may rise by `margin`."""
+        del rows
+        return margin
+
+    @property
+    def coords(self) -> tuple[str, ...] | None:
+        """The coordinates that there are scales for, where these are by coordinate."""
+        return None
+
+    def check_coords(self, coords: Iterable[str], call: str) -> None:
+        """A `ValueError` for coordinates that have no scale."""
+        known = self.coords
+        unknown = [] if known is None else [c for c in coords if c not in known]
+        if unknown:
+            raise ValueError(
+                f"`{call}`: the scaling was built for the coordinates {', '.join(self.names)} and "
+                f"has no scale for {', '.join(map(repr, unknown))}. Name all coordinates in "
+                "`DerivativeScaling.per_direction`."
+            )
+
+
+@dataclass(frozen=True)
+class PerDirection(AbstractStrategy):
+    """One scale `s` for each coordinate: a derivative of order k in it carries `s**k`."""
+
+    names: tuple[str, ...]
+    order: int
+    rows: tuple[Row, ...]
+    kind: ClassVar[str] = "direction"
+
+    @classmethod
+    def of(
+        cls, names: tuple[str, ...], order: int, terms: Sequence[str], call: str
+    ) -> "PerDirection":
+        rows = []
+        for k in range(1, order + 1):
+            for dirs in combinations_with_replacement(range(len(names)), k):
+                rows.append(Row("_" + "".join(names[i] for i in dirs), _weights(dirs)))
+        if order >= 2:
+            every = tuple((i, 2) for i in range(len(names)))
+            rows.append(Row("laplacian", every, smallest=True))
+        for term in term_list(terms, call, empty=True):
+            _, _, suffix = term.rpartition("_")
+            dirs = split_names(suffix, names)
+            if dirs is None or not 1 <= len(dirs) <= order:
+                raise ValueError(
+                    f"`{call}` cannot read the term {term!r}: it must end in an underscore and 1 "
+                    f"to {order} of the coordinates {', '.join(names)}."
+                )
+            rows.append(Row(term, _weights(dirs)))
+        return cls(names, order, tuple(rows))
+
+    def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
+        # Whatever the output; and not by name: with coordinates "x" and "xx" two rows share one.
+        weights = self._expected(term, named)
+        return [row.weights if row.name.startswith("_") else () for row in self.rows].index(weights)
+
+    def _expected(self, term: str, named: Sequence[str]) -> Weights:
+        return _weights(self.names.index(name) for name in named)
+
+    def laplacian_rows(self, over: Sequence[str], call: str) -> list[int]:
+        """A Laplacian over some of the coordinates is counted with the second derivative in
+        each."""
+        if set(over) != set(self.names) and self.order != 1:
+            return [self._shared_row("laplacian", [name] * 2, call) for name in over]
+        return super().laplacian_rows(over, call)
+
+    def exponent(
+        self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int], margin: int
+    ) -> Any:
+        if not along[0]:
+            return self.kept(len(along) * jnp.min(exponents), margin)
+        at: list[Any] = [
+            exponents[np.array([self.names.index(c) for c in coords])] for coords in along
+        ]
+        total: Any = sum(at[1:], at[0])
+        return self.kept(total if len(along[0]) > 1 else total[0], margin)
+
+    def kept(self, exponent: Any, margin: int) -> Any:
+        """The scale of a coordinate follows the derivative that needs the smallest, and its powers
+        push those of high order towards zero (u_xxyy at 2^-4 carries 2^-16). Streams are stored one
+        by one, so these take as much of the room below overflow as the update rule keeps free."""
+        return jnp.maximum(exponent, jnp.minimum(exponent + margin, _LOW))
+
+    def steps(self, margin: int, rows: Iterable[Row]) -> int:
+        return math.ceil(margin / max(row.order for row in rows))
+
+    @property
+    def coords(self) -> tuple[str, ...]:
+        return self.names
+
+
+@dataclass(frozen=True)
+class PerOrder(AbstractStrategy):
+    """One scaler for each order, and one for each special term, as in section 3.1 of Xue et al.
+
+    A term with a row of its own and no scaler shares that of its order.
+    """
+
+    names: tuple[str, ...]
+    order: int
+    rows: tuple[Row, ...]
+    kind: ClassVar[str] = "order"
+
+    @classmethod
+    def of(
+        cls,
+        order: int,
+        special: Sequence[str],
+        terms: Sequence[str],
+        coords: tuple[str, ...] | None,
+        call: str,
+    ) -> "PerOrder":
+        names = (*(f"order {k}" for k in range(1, order + 1)), *special)
+        rows = [Row(name, ((i, 1),)) for i, name in enumerate(names)]
+        if order >= 2 and "laplacian" not in special:
+            rows.append(Row("laplacian", ((1, 1),)))
+        for term in term_list(terms, call, empty=True):
+            suffix = term.rpartition("_")[2]
+            dirs = tuple(suffix) if coords is None else split_names(suffix, coords)
+            if term in special or dirs is None or not 1 <= len(dirs) <= order:
+                raise ValueError(
+                    f"`{call}` cannot give the term {term!r} a histogram of its own: it is "
+                    f"special, or does not end in 1 to {order} coordinates. Give the names of "
+                    "coordinates as `coords` where they have more than one letter."
+                )
+            rows.append(Row(term, ((len(dirs) - 1, 1),)))
+        return cls(names, order, tuple(rows))
+
+    def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
+        return len(named) - 1
+
+    def _expected(self, term: str, named: Sequence[str]) -> Weights | None:
+        return None if term in self.names else ((len(named) - 1, 1),)
+
+    def seeds_of(self, row: int) -> int | None:
+        ((scaler, _),) = self.rows[row].weights
+        return None if scaler < self.order else row
+
+    def exponent(
+        self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int], margin: int
+    ) -> Any:
+        # Of an order that nobody asked for no histogram tells: it follows the next that is.
+        order = min(n for n in asked if n >= len(along))
+        return jnp.floor_divide(exponents[order - 1] * len(along), order)
+
+
+@dataclass(frozen=True)
+class PerTerm(AbstractStrategy):
+    """One scaler for each term, whose seeds no other shares."""
+
+    names: tuple[str, ...]
+    rows: tuple[Row, ...]
+    kind: ClassVar[str] = "term"
+    order: ClassVar[None] = None
+
+    @classmethod
+    def of(cls, terms: Sequence[str], call: str) -> "PerTerm":
+        names = term_list(terms, call)
+        return cls(names, tuple(Row(name, ((i, 1),)) for i, name in enumerate(names)))
+
+    def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
+        raise ValueError(
+            f"`{call}`: the scaling has no scaler for the term {term!r}; it knows "
+            f"{', '.join(self.names)}. Name it in `DerivativeScaling.per_term`."
+        )
+
+    def seeds_of(self, row: int) -> int:
+        return row

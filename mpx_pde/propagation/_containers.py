@@ -1,0 +1,175 @@
+"""What holds jaxprs of its own: loops and branches, and where there are no streams checkpoints and
+`shard_map`. Here is decided which streams cross their borders; how an inner jaxpr is evaluated is
+handed in."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+
+from .._jaxpr import LOOPS, bodies_of, rebind, scan_counts
+from ._plan import Index, Plan
+from ._streams import DEEP, Jet, Operand, is_inexact, primal_of, stage_of, zeros_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Containers:
+    """Evaluates equations that hold jaxprs, by what evaluates a jaxpr.
+
+    **Attributes:**
+
+    - `plan`: the streams.
+    - `program`: evaluates a jaxpr.
+    - `loaded`: a value as it is computed with. So all values cross a border.
+    """
+
+    plan: Plan
+    program: Callable[[ClosedJaxpr, Sequence[Operand]], list[Operand]]
+    loaded: Callable[[Operand], Operand]
+
+    def __call__(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
+        return _ENTERED[eqn.primitive.name](self, eqn, operands)
+
+    def _inside(self, closed: ClosedJaxpr, operands: Sequence[Operand]) -> list[Operand]:
+        return list(map(self.loaded, self.program(closed, operands)))
+
+    # Loops.
+
+    def _full(self, x: Any, stage: int) -> Any:
+        """A value with all streams, as a loop carries it."""
+        if not is_inexact(primal_of(x)):
+            return x
+        jet = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, stage)
+        streams = {}
+        for key in self.plan.keys:
+            like = zeros_of(jet, self.plan.size(key))
+            stream = jet.streams.get(key)
+            streams[key] = like if stream is None else jnp.broadcast_to(stream, like.shape)
+        return Jet(jnp.asarray(jet.primal), streams, stage)
+
+    def _carried(self, x: Any, init: Any, stage: int) -> Any:
+        """What a step hands on, of the kind of what it was given."""
+        if not isinstance(init, Jet):
+            return primal_of(x)
+        x = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, stage)
+        return self._full(x, stage) if is_inexact(x.primal) else Jet(x.primal, {}, init.stage)
+
+    def _scan(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
+        n_consts, n_carry = scan_counts(eqn)
+        n = n_consts + n_carry
+        consts, init = list(operands[:n_consts]), operands[n_consts:n]
+        stage = stage_of(operands)
+        # Streams of what is scanned over have that axis behind the one of stacked directions.
+        scanned = self._axis(operands[n:], front=True)
+        for _ in range(3):
+            # The stage of a carry rises from step to step until it stays.
+            carried = [self._full(x, stage) for x in init]
+            step = partial(self._step, eqn, n_consts, n_carry, stage)
+            first = jax.tree.map(lambda x: x[0], scanned)
+            carry = jax.eval_shape(partial(step, *consts), *carried, *first)[:n_carry]
+            rises = max((x.stage for x in carry if isinstance(x, Jet)), default=stage)
+            if rises == stage:
+                break
+            stage = rises
+        out = rebind(eqn, [*consts, *carried, *scanned], [step])
+        return [*out[:n_carry], *self._axis(out[n_carry:], front=False)]
+
+    def _step(self, eqn: JaxprEqn, n_consts: int, n_carry: int, stage: int, *values) -> list:
+        """One step of a `scan`."""
+        carry = values[n_consts : n_consts + n_carry]
+        out = self._inside(bodies_of(eqn)[0], values)
+        carried = [
+            self._carried(y, x, max(stage, y.stage) if isinstance(y, Jet) else stage)
+            for y, x in zip(out[:n_carry], carry, strict=True)
+        ]
+        return [*carried, *out[n_carry:]]
+
+    def _axis(self, values: Sequence[Operand], *, front: bool) -> list[Operand]:
+        source, target = (1, 0) if front else (0, 1)
+
+        def move(x):
+            if not isinstance(x, Jet):
+                return x
+            streams = {
+                k: s if self.plan.size(k) is None else jnp.moveaxis(s, source, target)
+                for k, s in x.streams.items()
+            }
+            return Jet(x.primal, streams, x.stage)
+
+        return list(map(move, values))
+
+    def _while(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
+        test, body = bodies_of(eqn)
+        n_body = eqn.params["body_nconsts"]
+        n = eqn.params["cond_nconsts"] + n_body
+
+        def proceed(*values):
+            return jaxpr_as_fun(test)(*map(primal_of, values))
+
+        def step(*values):
+            out = self._inside(body, values)
+            return [self._carried(y, x, DEEP) for y, x in zip(out, values[n_body:], strict=True)]
+
+        init = [self._full(x, DEEP) for x in operands[n:]]
+        return rebind(eqn, [*operands[:n], *init], [proceed, step])
+
+    # Branches.
+
+    def _cond(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
+        index, *rest = operands
+        branches = [lambda *rest, b=b: self._inside(b, rest) for b in bodies_of(eqn)]
+        every = list(zip(*(jax.eval_shape(b, *rest) for b in branches), strict=True))
+
+        def alike(branch):
+            def run(*rest):
+                return [_like(x, options) for x, options in zip(branch(*rest), every, strict=True)]
+
+            return run
+
+        return rebind(eqn, [primal_of(index), *rest], list(map(alike, branches)))
+
+    # Containers of reverse mode, which matter to values alone.
+
+    def _checkpoint(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
+        options = {k: eqn.params[k] for k in ("policy", "prevent_cse") if k in eqn.params}
+        return jax.checkpoint(partial(self.program, bodies_of(eqn)[0]), **options)(operands)
+
+    def _shard_map(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
+        moving = [isinstance(x, Jet) for x in operands]
+
+        def body(*arrays):
+            inside = [Jet(x, {}, DEEP) if m else x for m, x in zip(moving, arrays, strict=True)]
+            return list(map(primal_of, self._inside(bodies_of(eqn)[0], inside)))
+
+        return [Jet(x, {}, DEEP) for x in rebind(eqn, list(map(primal_of, operands)), [body])]
+
+
+_ENTERED = {
+    "scan": Containers._scan,
+    "while": Containers._while,
+    "cond": Containers._cond,
+    "remat2": Containers._checkpoint,
+    "shard_map": Containers._shard_map,
+}
+
+
+def enters(eqn: JaxprEqn, plain: bool) -> bool:
+    """Whether an equation is entered here; `plain` where there are no streams."""
+    return eqn.primitive.name in (_ENTERED if plain else LOOPS)
+
+
+def _like(x: Any, options: Sequence[Any]) -> Any:
+    """A result of a branch with the streams that any of the branches gives it."""
+    jets = [y for y in options if isinstance(y, Jet)]
+    if not jets:
+        return x
+    jet = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, 0)
+    shapes: Mapping[Index, Any] = {k: s for y in jets for k, s in y.streams.items()}
+    streams = {
+        k: jet.streams.get(k, jnp.zeros(shape.shape, shape.dtype)) for k, shape in shapes.items()
+    }
+    return Jet(jet.primal, streams, max(y.stage for y in jets))
