@@ -263,3 +263,25 @@ def test_samples_in_half(half):
     for name in ("lap_u", "bih_u"):
         # Ten roundings of the half type's 11 or 8 bits.
         assert relative(got[name], want[name]) < {"float16": 0.01, "bfloat16": 0.08}[half]
+
+
+@pytest.mark.parametrize("drawn", [False, True])
+@pytest.mark.parametrize("kind", ["number", "function"])
+def test_factors_of_a_float64_network_are_float64(kind, drawn):
+    if drawn and kind == "function":
+        pytest.skip("samples are drawn of constant factors")
+    with jax.enable_x64(True):
+        size = 6
+        a = np.linspace(0.11, 0.9, size)
+        coords = [f"x{i}" for i in range(size)]
+        point = jnp.linspace(0.1, 1.0, size)
+        factor = {"number": lambda i: float(0.1 * a[i]), "function": lambda i: lambda p: p[i] * 0.1}
+        spec = {f"x{i}x{i}": factor[kind](i) for i in range(size)}
+        weight = 0.1 * a if kind == "number" else 0.1 * np.asarray(point)
+        options = {"samples": size, "key": jax.random.key(0), "replace": False} if drawn else {}
+        terms = mpx.linear_operator(
+            lambda p: jnp.sum(jnp.sin(p) * a), {"op": spec}, coords=coords, outputs="u", **options
+        )
+        want = -np.sum(weight * a * np.sin(point))
+        assert terms(point)["op_u"].dtype == jnp.float64
+        np.testing.assert_allclose(terms(point)["op_u"], want, rtol=1e-14)

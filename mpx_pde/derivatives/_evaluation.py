@@ -201,12 +201,13 @@ class Evaluation:
         out = []
         for k, (s, indices) in enumerate(zip(self._sums, self._plan.sums, strict=True)):
             if k in sampled:
-                out.append([sampled[k][1]])
+                out.append([sampled[k][1].astype(widen(point).dtype)])
                 continue
             factors = [x.factor(point) if callable(x.factor) else x.factor for x in s.summands]
             if len(indices) < len(factors):
                 same = all(isinstance(f, int | float) and f == 1 for f in factors)
-                factors = [1 if same else jnp.stack([jnp.asarray(f, jnp.float32) for f in factors])]
+                wide = widen(point).dtype
+                factors = [1 if same else jnp.stack([jnp.asarray(f, wide) for f in factors])]
             out.append(factors)
         return out
 

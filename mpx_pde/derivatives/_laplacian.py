@@ -211,6 +211,8 @@ def _rows(scaling, spec, summands, over, coords, call) -> tuple[int, ...]:
 def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool, call: str) -> Sum:
     """A sum over directions that are drawn when it is evaluated."""
     some = found.summands[:1] * samples
+    # A network in float64 may come.
+    widest = jax.dtypes.canonicalize_dtype("float64")
     if isinstance(spec, str) and spec == "biharmonic":
         dirs = sorted({i for s in found.summands for i in s.dirs})
 
@@ -218,7 +220,7 @@ def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool, call
             # The mean of the fourth derivative along them is three times the biharmonic.
             drawn = jax.random.normal(key, (samples, len(dirs)), jnp.float32)
             directions = jnp.zeros((samples, size), jnp.float32).at[:, np.array(dirs)].set(drawn)
-            return directions, jnp.full(samples, 1 / (3 * samples), jnp.float32)
+            return directions, jnp.full(samples, 1 / (3 * samples), widest)
 
         return found._replace(summands=some, directions=normal, order=4)
     orders = {len(s.dirs) for s in found.summands}
@@ -241,9 +243,9 @@ def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool, call
     numbers = [s.factor for s in found.summands]
     if all(isinstance(f, int | float) for f in numbers):
         # At once: hundreds of arrays would be hundreds of operations.
-        factors = jnp.asarray(np.array(numbers, np.float32))
+        factors = jnp.asarray(np.array(numbers, np.float64).astype(widest))
     else:
-        factors = jnp.stack([jnp.asarray(f, jnp.float32) for f in numbers])
+        factors = jnp.stack([jnp.asarray(f, widest) for f in numbers])
     at = np.array([s.dirs[0] for s in found.summands])
 
     def coordinates() -> tuple[Array, Array]:
