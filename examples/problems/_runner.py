@@ -262,7 +262,7 @@ class Trainer:
     def stages(
         self, seed: int, *, follow: Callable[[int, float], None] = lambda *_: None
     ) -> list[Outcome]:
-        """The outcome, and where L-BFGS is the end of a training, that of what it ends before it."""
+        """The outcome, and before it, where L-BFGS is the end, that of what it goes on from."""
         wide = jax.enable_x64(
             self.precision.compute == "float64"
             or jax.dtypes.canonicalize_dtype("float64") == "float64"
