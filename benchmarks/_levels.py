@@ -40,6 +40,7 @@ CPU = (
     Run(1, "products"),
     Run(1, "frequencies"),
     Run(1, "float8"),
+    Run(6, "second_order"),
 )
 
 # What compilers tell of hardware that is not there: memory, products, collectives.

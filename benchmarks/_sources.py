@@ -125,6 +125,10 @@ MEASURED: dict[str, tuple[str, ...]] = {
         *_benchmarks("_measured", "vit_memory"),
     ),
     "products": _benchmarks("products"),
+    "second_order": (
+        *(*STEP, *DERIVATIVES, *_library("_second_order"), *_examples("second_order")),
+        *_benchmarks("second_order"),
+    ),
     "spectral": (*OPERATORS, *COMPILER, *CLOCK, *_benchmarks("spectral")),
     "time_to_error-cavity": (
         *(*PINNS, *CAVITY),

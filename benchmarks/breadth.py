@@ -53,7 +53,7 @@ PAGES: dict[str, tuple[tuple[str, ...], tuple[str | None, ...]]] = {
             "float32-rounded",
             "float32-dropped",
         ),
-        ("adam", "adam+lbfgs"),
+        ("adam+lbfgs",),  # which is a training by Adam as well
     ),
 }
 """Precisions in the order of the trainings, and optimizers; `None` is the problem's own."""
@@ -80,6 +80,7 @@ def run(report: Report, args: argparse.Namespace) -> int:
     precisions, optimizers = PAGES[args.page]
     precisions = args.precision or precisions
     optimizers = args.optimizer or optimizers
+    report.sections.setdefault("trainings", [])
     started = time.monotonic()
     out_of_time = lambda: (
         args.minutes is not None and time.monotonic() > started + 60 * args.minutes
@@ -103,19 +104,23 @@ def trained(
     given = {"optimizer": optimizer, "steps": args.steps, "quick": args.quick}
     training = trainer(name, precision, **given)
     for seed in args.seeds:
-        key = {"problem": name, "precision": precision, "optimizer": training.optimizer_name}
-        key |= {"seed": seed, "steps": training.steps}
-        if any(key.items() <= r.items() for r in report.sections.get("trainings", [])):
+        key = {"problem": name, "precision": precision, "seed": seed, "steps": training.steps}
+        there = lambda key: any(key.items() <= r.items() for r in report.sections["trainings"])
+        if there({**key, "optimizer": training.optimizer_name}):
             continue
-        about = {**key, "title": training.problem.title, "family": training.problem.family}
-        record = {**about, **_attempt(training, seed, key)}
-        report.record("trainings", **record)
+        about = {"title": training.problem.title, "family": training.problem.family}
+        for found in _attempt(training, seed):
+            if not there({**key, "optimizer": found["optimizer"]}):
+                report.record("trainings", **{**key, **about, **found, "precision": precision})
         report.save(args.out)  # a run of hours that is cut short has shown something
-        print(f"{name} {precision} {seed}: {record.get('failed', record['error'])}", flush=True)
+        last = report.sections["trainings"][-1]
+        print(f"{name} {precision} {seed}: {last.get('failed', last['error'])}", flush=True)
 
 
-def _attempt(training: Any, seed: int, key: dict[str, Any]) -> dict[str, Any]:
+def _attempt(training: Any, seed: int) -> list[dict[str, Any]]:
+    """The record of a training; where L-BFGS follows another optimizer, that of both."""
     try:
-        return {k: v for k, v in training(seed).record().items() if k not in key}
+        return [outcome.record() for outcome in training.stages(seed)]
     except Exception as error:
-        return {"error": None, "failed": f"{type(error).__name__}: {error}"[:500]}
+        failed = f"{type(error).__name__}: {error}"[:500]
+        return [{"optimizer": training.optimizer_name, "error": None, "failed": failed}]

@@ -112,7 +112,7 @@ def test_every_pattern_finds_a_file_and_every_benchmark_has_some():
 UNMEASURED = re.compile(
     r"mpx_pde/(_accumulate|_as_trained|_checkpoint|_checkpoint_file|_einsum|_faults|_floor|_jet"
     r"|_ladder|_marks|_masters|_norms|_notes|_policy|_precision_report|_products|_refined|_repr"
-    r"|_second_order|_types|ranges/\w+|contrib/\w+)\.py"
+    r"|_types|ranges/\w+|contrib/\w+)\.py"
 )
 
 

@@ -275,13 +275,20 @@ def test_every_precision_trains(precision):
 
 @pytest.mark.slow
 def test_lbfgs_goes_on_where_the_training_ended():
-    def end(optimizer):
-        problem = problems.load("reaction")
-        return runner.Trainer(problem, "forward-float32-bfloat16", steps=60, optimizer=optimizer)(0)
+    transformed = []
+    given = {"steps": 60, "transform": lambda step: transformed.append(step) or step}
 
-    assert end("adam+lbfgs").error < end("adam").error
+    def trainer(optimizer):
+        problem = problems.load("reaction")
+        return runner.Trainer(problem, "forward-float32-bfloat16", optimizer=optimizer, **given)
+
+    before, after = trainer("adam+lbfgs").stages(0)
+    assert len(transformed) == 2  # emulations hold for the step, and for the gradient of L-BFGS
+    assert before == trainer("adam")(0)
+    assert (before.optimizer, after.optimizer) == ("adam", "adam+lbfgs")
+    assert after.error < before.error
     with pytest.raises(ValueError, match=r"`optimizer` must be one of adam, adam\+lbfgs"):
-        end("sgd")
+        trainer("sgd")
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from . import (
     _predicted,
     _programs,
     _rivals,
+    _second_order,
     _summary,
     _time_to_error,
 )
@@ -29,6 +30,12 @@ TABLES = {
     "breadth": _breadth.block(_breadth.summary),
     "breadth-problems": _breadth.block(_breadth.by_problem),
     "breadth-failures": _breadth.block(_breadth.failures),
+    **{
+        f"precisions-{optimizer.replace('+', '-')}": _breadth.block(
+            _breadth.by_problem, "breadth-precisions-cpu", optimizer
+        )
+        for optimizer in ("adam", "adam+lbfgs")
+    },
     "burgers": _pinns.burgers,
     "cavity-memory": _programs.cavity_memory,
     "collectives": _programs.collectives,
@@ -62,6 +69,7 @@ TABLES = {
     "vit-step": _rivals.vit_step,
     "vit_memory": _programs.vit_memory,
     "rivals": _summary.rivals,
+    "second-order": _second_order.table,
     "spectral-layers": _accuracy.spectral_layers,
     "spectral-models": _programs.spectral_models,
 }

@@ -144,10 +144,14 @@ def failures(data: dict[str, Any], optimizer: str | None = None) -> str:
     return "\n".join(lines) or "None."
 
 
-def block(table: Callable[..., str], name: str = "breadth-cpu") -> Callable[[], str]:
+def block(
+    table: Callable[..., str], name: str = "breadth-cpu", optimizer: str | None = None
+) -> Callable[[], str]:
+    """A table, by default of the trainings of each problem's own optimizer."""
+
     def text():
         data = load(name)
-        return f"{table(data)}\n\n{source(data)}\n"
+        return f"{table(data, optimizer)}\n\n{source(data)}\n"
 
     return text
 

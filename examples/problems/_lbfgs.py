@@ -31,6 +31,7 @@ def finish(trainer: "Trainer", model: Any, scaling: Any, key: Any) -> Any:
     def value(arrays):
         return _gradient(arrays)[0]
 
+    @trainer.transform
     def _gradient(arrays):
         model = eqx.combine(arrays, static)
         out, _, finite, grads = trainer.gradient(loss, scaling)(model, points)

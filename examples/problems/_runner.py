@@ -157,11 +157,10 @@ class Trainer:
     ):
         self.problem, self.name, self.precision = problem, precision, PRECISIONS[precision]
         self.optimizer_name = optimizer or problem.optimizer
-        base, plus, finish = self.optimizer_name.partition("+")
-        if base not in OPTIMIZERS or plus + finish not in FINISHES:
+        base, plus, last = self.optimizer_name.partition("+")
+        if base not in OPTIMIZERS or plus + last not in FINISHES:
             known = ", ".join(name + f for name in OPTIMIZERS for f in FINISHES)
             raise ValueError(f"`optimizer` must be one of {known}, got {self.optimizer_name!r}.")
-        self.finish = finish
         wanted = problem.steps if steps is None else steps
         self.per_call = min(STEPS_PER_CALL, wanted)
         self.steps = self.per_call * math.ceil(wanted / self.per_call)
@@ -258,6 +257,12 @@ class Trainer:
         self, seed: int, *, follow: Callable[[int, float], None] = lambda *_: None
     ) -> Outcome:
         """Trains from a seed. `follow` is told of steps and losses."""
+        return self.stages(seed, follow=follow)[-1]
+
+    def stages(
+        self, seed: int, *, follow: Callable[[int, float], None] = lambda *_: None
+    ) -> list[Outcome]:
+        """The outcome, and before it, where L-BFGS is the end, that of what it goes on from."""
         wide = jax.enable_x64(
             self.precision.compute == "float64"
             or jax.dtypes.canonicalize_dtype("float64") == "float64"
@@ -275,14 +280,16 @@ class Trainer:
                 state = eqx.combine(arrays, self.static)
                 records.append(jax.tree.map(np.asarray, record))
                 follow(self.per_call, float(records[-1][0].mean()))
-            model = state.average
-            if self.finish:
+            base, plus, _ = self.optimizer_name.partition("+")
+            outcomes = [self._outcome(seed, state.average, records, base)]
+            if plus:
                 from ._lbfgs import finish
 
-                model = finish(self, model, state.scaling, key)
-            return self._outcome(seed, model, records)
+                model = finish(self, state.average, state.scaling, key)
+                outcomes.append(self._outcome(seed, model, records, self.optimizer_name))
+            return outcomes
 
-    def _outcome(self, seed: int, model: Any, records: Sequence[Any]) -> Outcome:
+    def _outcome(self, seed: int, model: Any, records: Sequence[Any], optimizer: str) -> Outcome:
         values, finite, scales = (np.concatenate(r) for r in zip(*records, strict=True))
         if self.problem.as_trained and self.precision.mixed and self.precision.forward == "half":
             model = mpx.cast_tree(model, self.precision.compute)
@@ -292,7 +299,7 @@ class Trainer:
         errors = {name: _number(e) for name, e in errors_of(self.problem, model).items()}
         return Outcome(
             precision=self.name,
-            optimizer=self.optimizer_name,
+            optimizer=optimizer,
             seed=seed,
             steps=self.steps,
             error=next(iter(errors.values())),
