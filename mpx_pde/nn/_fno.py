@@ -113,8 +113,8 @@ def _parse_padding(padding: Any, dims: int, call: str) -> tuple[int | float, ...
 def _parse_remat(remat: Any, call: str) -> bool:
     if not isinstance(remat, bool):
         raise TypeError(
-            f"`{call}` takes `remat=True`, which evaluates activations again in the backward pass, or "
-            f"`remat=False`, which keeps them, but got {remat!r}."
+            f"`{call}` takes `remat=True`, which evaluates activations again in the backward "
+            f"pass, or `remat=False`, which keeps them, but got {remat!r}."
         )
     return remat
 
