@@ -109,6 +109,9 @@ class Operator(NamedTuple):
             "float32": fno_step.Rival(partial(plain, fno_step.plain)),
             "TF32": fno_step.Rival(partial(plain, fno_step.plain), products=TF32),
             "mpx_pde float16": fno_step.Rival(partial(ours, "float16"), "dft"),
+            "mpx_pde float16, remat=False": fno_step.Rival(
+                partial(ours, "float16"), "dft", remat=False
+            ),
         }
         return {name: partial(program, rival) for name, rival in rivals.items()}
 

@@ -52,7 +52,9 @@ DERIVATIVES = (
 )
 OPERATORS = (
     *PRODUCTS,
-    *_library("nn/_fno", "nn/_spectral*", "nn/_dft", "nn/_arithmetic", "nn/_stabilizers"),
+    *_library(
+        "nn/_fno", "nn/_pointwise", "nn/_spectral*", "nn/_dft", "nn/_arithmetic", "nn/_stabilizers"
+    ),
     *_library("nn/_activations", "_order"),
 )
 AUTOCAST = _library(

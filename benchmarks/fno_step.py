@@ -189,12 +189,14 @@ def step_by_mpx(
 
 class Rival(NamedTuple):
     """A step in JAX: with which transform and arithmetic of the network, what float32 products
-    may become, and how its loss is scaled."""
+    may become, and how its loss is scaled; and whether our network evaluates again what it does not
+    keep."""
 
     step: Callable
     method: Any = "fft"
     dtype: str | None = None
     products: str | None = HIGHEST
+    remat: bool = True
     scaling: Callable[[], Any] = partial(mpx.DynamicLossScaling, 2**15)
 
     def state(self, size: Size) -> Any:
@@ -206,6 +208,7 @@ class Rival(NamedTuple):
             (size.modes, size.modes),
             method=self.method,
             dtype=self.dtype,
+            remat=self.remat,
             activation=partial(jax.nn.gelu, approximate=False),
             key=jax.random.key(0),
         )
@@ -220,6 +223,7 @@ def jax_rivals(report: Report, gpu: bool) -> dict[str, Rival]:
         "mpx_pde dft float32": Rival(ours("float32"), "dft"),
         "mpx_pde dft float16": Rival(ours("float16"), "dft"),
         "mpx_pde dft bfloat16": Rival(ours("bfloat16"), "dft"),
+        "mpx_pde dft float16, remat=False": Rival(ours("float16"), "dft", remat=False),
         "plain JAX float32": Rival(plain_float32),
         "plain JAX bfloat16, float32 FFT": Rival(partial(plain_step, with_casts)),
     }

@@ -68,16 +68,22 @@ def kernels_of(text: str) -> list[Kernel]:
     return Roofline(Module.parse(text), FOLDERS, WRAPPERS).kernels()
 
 
-def text_of(target: str, problem: Problem, name: str, program: Program, folder: Path | None) -> str:
-    """The compiled program; kept in `folder`, and taken from there if it is."""
+def program_of(
+    target: str, problem: Problem, name: str, program: Program, folder: Path | None
+) -> tuple[str, int]:
+    """The compiled program, and the memory beyond state and batch that it takes; kept in `folder`,
+    and taken from there if they are."""
     if folder is None:
-        return compile_program(target, program).text
-    file = re.sub(r"[^\w.-]+", "-", f"{target}-{problem.name}-{name}") + ".txt"
-    path = folder / file
-    if not path.exists():
+        compiled = compile_program(target, program)
+        return compiled.text, compiled.temp_bytes
+    file = folder / re.sub(r"[^\w.-]+", "-", f"{target}-{problem.name}-{name}")
+    text, memory = (file.with_name(file.name + end) for end in (".txt", ".memory"))
+    if not (text.exists() and memory.exists()):
+        compiled = compile_program(target, program)
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(compile_program(target, program).text, encoding="utf-8")
-    return path.read_text(encoding="utf-8")
+        text.write_text(compiled.text, encoding="utf-8")
+        memory.write_text(f"{compiled.temp_bytes}\n", encoding="utf-8")
+    return text.read_text(encoding="utf-8"), int(memory.read_text(encoding="utf-8"))
 
 
 def state_bytes(module: Module) -> int:
@@ -115,7 +121,7 @@ def predict(report: Report, target: str, problem: Problem, chip: Chip, folder: P
     """Compiles all rivals of a problem and tells what they would take."""
     records, ideal = {}, None
     for name, make in problem.rivals().items():
-        text = text_of(target, problem, name, make(), folder)
+        text, temp_bytes = program_of(target, problem, name, make(), folder)
         module, kernels = Module.parse(text), kernels_of(text)
         if name == "mpx_pde float16":
             ideal = ideal_seconds(module, kernels, chip)
@@ -127,6 +133,7 @@ def predict(report: Report, target: str, problem: Problem, chip: Chip, folder: P
             rival=name,
             command=command(problem),
             **summary(kernels, chip),
+            temp_bytes=temp_bytes,
             bytes_over_xla=bytes_over_xla(text),
             largest=largest(kernels, chip),
         )
@@ -156,13 +163,14 @@ def print_steps(report: Report, title: str, records: dict[str, dict[str, Any]]) 
                 seconds / r["ideal_seconds"],
                 r["kernels"],
                 r["bytes"] / 1e9,
+                r["temp_bytes"] / 2**30,
                 ", ".join(share for share in shares if not share.endswith(" 0%")),
                 r["bytes_over_xla"],
             ]
         )
     columns = [
         *("step", "predicted ms", "with arithmetic", "by XLA's estimates"),
-        *("float32 over it", "TF32 over it", "over ideal", "kernels", "GB", "shares"),
+        *("float32 over it", "TF32 over it", "over ideal", "kernels", "GB", "temp, GiB", "shares"),
         "bytes, ours over XLA's",
     ]
     report.table(f"{title}: predicted, not run", columns, rows)

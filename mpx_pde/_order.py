@@ -3,6 +3,7 @@
 import functools as ft
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
@@ -24,6 +25,10 @@ def gradients_in_turn(layer: Any, x: Any) -> tuple[Any, Any]:
 
 _rounded_p = Primitive("rounded_cotangent")
 _written_p = Primitive("written")
+_written_in_p = Primitive("written_in")
+_add_product_p = Primitive("add_product")
+_behind_p = Primitive("batch_behind")
+_spread_p = Primitive("spread")
 
 
 def rounded_cotangent(x: Array, dtype: Any) -> Array:
@@ -35,6 +40,68 @@ def rounded_cotangent(x: Array, dtype: Any) -> Array:
     float32 sum of what the gradient of the weights is made of as well.
     """
     return _rounded_p.bind(x, dtype=jnp.dtype(dtype))
+
+
+def written_in(x: Array, dtype: Any) -> Array:
+    """A float32 `x` as it is, rounded to `dtype` and written to memory as that. Not on a CPU, which
+    widens what it has rounded."""
+    return _written_in_p.bind(x, dtype=jnp.dtype(dtype))
+
+
+def add_product(x: Array, product: Array) -> Array:
+    """The sum of a float32 array that is `written_in` half precision and a product in that, in the
+    dtype of the product.
+
+    As a GPU adds it: the product is accumulated onto what is there, in float32. Elsewhere both are
+    widened.
+    """
+    return _add_product_p.bind(x, product)
+
+
+def batch_behind(x: Array, axis: int = 0) -> Array:
+    """`x` as it is, with the axis of a `vmap` behind this axis, the channels.
+
+    JAX puts it where the operation before has it, or to the front (`jax.checkpoint`). Where the
+    next one has channels and grid in view, another order of the two is a copy of the field.
+    """
+    return _behind_p.bind(x, axis=axis)
+
+
+def spread(x: Array, like: Array) -> Array:
+    """A value for each channel as a field of the shape of `like`, whose axis of a `vmap` it has.
+
+    JAX moves the axis of a `vmap` to the front where a field meets an array that has none.
+    """
+    return _spread_p.bind(x, like)
+
+
+def _spread(x, like):
+    return lax.broadcast_in_dim(x, like.shape, tuple(range(x.ndim)))
+
+
+def _jvp_spread(primals, tangents):
+    x, like = primals
+    out = _spread_p.bind(x, like)
+    if isinstance(tangents[0], ad.Zero):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, _spread_p.bind(tangents[0], like)
+
+
+def _transpose_spread(cotangent, x, like):
+    del like
+    if isinstance(cotangent, ad.Zero):
+        return [ad.Zero(x.aval), None]
+    return [jnp.sum(cotangent, axis=tuple(range(x.aval.ndim, cotangent.ndim))), None]
+
+
+def _batch_spread(args, dims):
+    x, like = args
+    if dims[1] is None:
+        # Of a field that is the same in all samples: it is not known how many there are.
+        like = jnp.broadcast_to(like[:, None], (like.shape[0], x.shape[dims[0]], *like.shape[1:]))
+    else:
+        like = jnp.moveaxis(like, dims[1], 1)
+    return _spread_p.bind(x if dims[0] is None else jnp.moveaxis(x, dims[0], 1), like), 1
 
 
 def _transpose_rounded(cotangent, x, *, dtype):
@@ -51,6 +118,54 @@ def _transpose_written(cotangent, x):
     return [cotangent if zero else _written_p.bind(cotangent)]
 
 
+def _transpose_behind(cotangent, x, *, axis):
+    del x
+    zero = isinstance(cotangent, ad.Zero)
+    return [cotangent if zero else _behind_p.bind(cotangent, axis=axis)]
+
+
+def _batch_behind(args, dims, *, axis):
+    return _behind_p.bind(jnp.moveaxis(args[0], dims[0], axis + 1), axis=axis), axis + 1
+
+
+def _transpose_written_in(cotangent, x, *, dtype):
+    del x, dtype
+    return [cotangent]
+
+
+def _half_and_back(x, *, dtype):
+    half = lax.optimization_barrier(lax.convert_element_type(x, dtype))
+    return lax.convert_element_type(half, x.dtype)
+
+
+def _transpose_add_product(cotangent, x, product):
+    del product
+    if isinstance(cotangent, ad.Zero):
+        return [ad.Zero(x.aval), cotangent]
+    return [lax.convert_element_type(cotangent, x.aval.dtype), cotangent]
+
+
+def _add_where_it_stands(x, product):
+    return lax.convert_element_type(x, product.dtype) + product
+
+
+def _add_widened(x, product):
+    return lax.convert_element_type(x + lax.convert_element_type(product, x.dtype), product.dtype)
+
+
+def _batch_add_product(args, dims):
+    x, product = args
+    dim = dims[1] if dims[0] is None else dims[0]
+    size = x.shape[dim] if dims[1] is None else product.shape[dims[1]]
+    args = [
+        jnp.moveaxis(z, old, dim)
+        if old is not None
+        else jnp.broadcast_to(jnp.expand_dims(z, dim), (*z.shape[:dim], size, *z.shape[dim:]))
+        for z, old in zip(args, dims, strict=True)
+    ]
+    return _add_product_p.bind(*args), dim
+
+
 def _identity(x, **_):
     return x
 
@@ -62,14 +177,33 @@ def _batch(primitive, args, dims, **params):
 for _primitive, _transpose in (
     (_rounded_p, _transpose_rounded),
     (_written_p, _transpose_written),
+    (_written_in_p, _transpose_written_in),
+    (_behind_p, _transpose_behind),
 ):
     _primitive.def_impl(_identity)
     _primitive.def_abstract_eval(_identity)
     ad.deflinear2(_primitive, _transpose)
     batching.primitive_batchers[_primitive] = ft.partial(_batch, _primitive)
+batching.primitive_batchers[_behind_p] = _batch_behind
+_add_product_p.def_impl(jax.jit(_add_widened))
+_add_product_p.def_abstract_eval(lambda x, product: product)
+ad.deflinear2(_add_product_p, _transpose_add_product)
+batching.primitive_batchers[_add_product_p] = _batch_add_product
+_spread_p.def_impl(jax.jit(_spread))
+_spread_p.def_abstract_eval(lambda x, like: like.update(dtype=x.dtype, weak_type=False))
+ad.primitive_jvps[_spread_p] = _jvp_spread
+ad.primitive_transposes[_spread_p] = _transpose_spread
+batching.primitive_batchers[_spread_p] = _batch_spread
 # A CPU widens what it has rounded, and gains nothing by writing it.
 for _primitive, _platform, _function in (
     (_rounded_p, None, _identity),
+    (_behind_p, None, _identity),
+    (_spread_p, None, _spread),
+    (_written_in_p, None, _half_and_back),
+    (_written_in_p, "cpu", _identity),
+    (_add_product_p, None, _add_widened),
+    (_add_product_p, "cuda", _add_where_it_stands),
+    (_add_product_p, "rocm", _add_where_it_stands),
     (_written_p, None, lax.optimization_barrier),
     (_written_p, "cpu", _identity),
 ):

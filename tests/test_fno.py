@@ -2,6 +2,7 @@
 pass."""
 
 import re
+from collections import Counter
 
 import equinox as eqx
 import jax
@@ -146,14 +147,59 @@ def test_half_products_alone(dtype, masters):
 
 
 def test_what_is_kept_is_half():
-    """Between the passes, in a half model, lie two fields a block, and no float32 one."""
+    """Between the passes, in a half model, lie two fields a block and the one that the first takes,
+    and no float32 one."""
     model = mpx.cast_to_float16(make(layers=3, method="dft"))
-    arrays, static = eqx.partition(model, eqx.is_array)
-    x = fields(32).astype(jnp.float16)
-    _, pullback = jax.vjp(lambda a, x: jax.vmap(eqx.combine(a, static))(x), arrays, x)
-    kept = [r for r in jax.tree.leaves(pullback) if eqx.is_array(r) and r.size >= 3 * 8 * 32 * 32]
-    assert len(kept) == 6
+    kept = kept_between_the_passes(model, fields(32).astype(jnp.float16))
     assert {r.dtype.name for r in kept} == {"float16"}
+    kept = [r for r in kept if r.size == 8 * 3 * 32 * 32]
+    assert len(kept) == 2 * 3 + 1
+    assert {r.dtype.name for r in kept} == {"float16"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_is_kept_changes_no_result(dtype):
+    models = [
+        mpx.cast_tree(make((4,), remat=remat, method="dft", layers=1), dtype)
+        for remat in (True, False)
+    ]
+    x = fields(16, 1)
+    run = eqx.filter_jit(eqx.filter_value_and_grad(lambda m: jnp.mean(jax.vmap(m)(x) ** 2)))
+    (value, gradient), (same, close) = map(run, models)
+    assert value == same
+    # The same operations in other kernels: what is rounded to half is so in both. A gradient is a
+    # sum of 1,000 roundings of which most cancel.
+    tolerance = 1e-5 if dtype == "float32" else 2e-3
+    for g, h in zip(jax.tree.leaves(gradient), jax.tree.leaves(close), strict=True):
+        if eqx.is_array(g):
+            assert g.dtype == h.dtype == dtype
+            assert relative(g, h) < tolerance
+
+
+def kept_between_the_passes(model, x):
+    arrays, static = eqx.partition(model, eqx.is_array)
+    run = jax.jit(lambda a, x: jax.vjp(lambda a: jax.vmap(eqx.combine(a, static))(x), a)[1])
+    pullback = jax.eval_shape(run, arrays, x)
+    field = 3 * 32 * 32  # of one channel
+    return [r for r in jax.tree.leaves(pullback) if r.size >= 4 * field]
+
+
+def test_operands_of_products_are_kept_on_request():
+    model = mpx.cast_to_float16(make(layers=3, method="dft", remat=False))
+    x = fields(32).astype(jnp.float16)
+    kept = kept_between_the_passes(model, x)
+    assert {r.dtype.name for r in kept} == {"float16"}
+    # Of a block what comes in, its activation, the sum of the convolution and the skip, and the
+    # activation of that; within the MLP a result and its activation. Beside them what goes in, what
+    # comes out of the last block, and one field each of lifting and projection.
+    channels = Counter(r.size // (3 * 32 * 32) for r in kept)
+    assert channels == {8: 3 * 4 + 1, 4: 3 * 2 + 1, 16: 2}
+
+
+@pytest.mark.usefixtures("unchecked_annotations")
+def test_remat_is_a_bool():
+    with pytest.raises(TypeError, match=r"`FNO`.*`remat=False`.*'all'"):
+        make(remat="all")
 
 
 def test_matrices_are_stored_once():

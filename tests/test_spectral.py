@@ -224,8 +224,12 @@ def test_half_products_alone_in_both_passes(dtype, factorization):
     assert len(found) == (4 + factors) * 2 + factors
     for e in found:
         assert e.primitive.name == "mixed_dot_general"
-        assert e.params["dtype"] == e.params["out_dtype"] == dtype
-        assert {v.aval.dtype.name for v in e.invars} == {dtype}
+        assert e.params["dtype"] == dtype
+    # The sums of the first transform lose the mean before they are rounded. They and their
+    # cotangent are a small part of a field.
+    wide = [e for e in found if "float32" in {v.aval.dtype.name for v in (*e.invars, *e.outvars)}]
+    assert len(wide) == 2
+    assert {max(v.aval.size for v in e.outvars) for e in wide[:1]} == {5 * 3 * 12 * 4 * 2}
     # The weights are an operand of one product in the forward pass, and of one in the backward.
     shape = (6, 4, 3, 4, 2) if factorization is None else layer.weight.inputs.shape
     assert sum(any(v.aval.shape == shape for v in e.invars) for e in found) == 2

@@ -59,6 +59,7 @@ TABLES = {
     "predicted-assumptions": _predicted.assumptions,
     "predicted-commands": _predicted.commands,
     "predicted-kernels": _predicted.kernels,
+    "predicted-recomputation": _predicted.recomputation,
     "predicted-steps": _predicted.steps,
     "products": _accuracy.products,
     "time-to-error-cavity": _time_to_error.time_to_error("cavity"),

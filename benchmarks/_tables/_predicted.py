@@ -6,6 +6,56 @@ from ._format import Result, load, markdown, older, source
 
 
 OURS = "mpx_pde float16"
+KEEPING = "mpx_pde float16, remat=False"
+
+# Where the error of a step is measured: the file, the field, and what records of rivals say.
+# The sizes are those of a CPU, the largest of the file.
+ERRORS: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
+    "cavity": (
+        "pinn_step-cpu",
+        "gradient_error",
+        {
+            "float32": {"library": "jax", "precision": "float32"},
+            OURS: {"library": "mpx_pde", "method": "partials", "precision": "float16"},
+            "mpx_pde float16, laplacian": {
+                "library": "mpx_pde",
+                "method": "laplacian",
+                "precision": "float16",
+            },
+        },
+    ),
+    "fno": (
+        "fno_step-cpu",
+        "error_gradient",
+        {
+            "float32": {"rival": "plain JAX float32"},
+            OURS: {"rival": "mpx_pde dft float16"},
+            KEEPING: {"rival": "mpx_pde dft float16, remat=False"},
+        },
+    ),
+    "vit": (
+        "vit_step-cpu",
+        "error_gradient",
+        {
+            "float32": {"rival": "mpx_pde float32"},
+            OURS: {"rival": "mpx_pde autocast-float16"},
+            "MPX float16": {"rival": "MPX float16"},
+        },
+    ),
+}
+
+
+def gradient_error(problem: str, rival: str) -> str:
+    """Of the first step's gradient against float64, on a CPU, where half precision is emulated to
+    the bit but sums are in another order; the largest of the sizes there."""
+    name, field, rivals = ERRORS[problem.split("-")[0]]
+    wanted = rivals.get(rival)
+    found = [
+        record[field]
+        for record in load(name)["steps"]
+        if wanted and wanted.items() <= record.items() and field in record
+    ]
+    return f"{max(found):.1e}" if found else "–"
 
 
 def _ms(seconds: float) -> str:
@@ -53,6 +103,7 @@ def steps() -> str:
                     f"{found['float32'][key] / r[key]:.2f}",
                     f"{found['TF32'][key] / r[key]:.2f}",
                     f"{_ms(r['ideal_seconds'])} ({r[key] / r['ideal_seconds']:.1f})",
+                    gradient_error(r["problem"], name),
                     f"{r['kernels']:,}",
                     f"{r['bytes'] / 1e9:.3g}",
                     ", ".join(share for share in shares if not share.endswith(" 0%")),
@@ -60,10 +111,37 @@ def steps() -> str:
             )
     columns = [
         *("problem", "step", "predicted, not run: ms", "float32 over it", "TF32 over it"),
-        *("ideal, ms (over it)", "kernels", "GB", "shares"),
+        *("ideal, ms (over it)", "gradient error", "kernels", "GB", "shares"),
     ]
     note = "Compiled for an H100, predicted, not run."
     return f"{markdown(columns, rows)}\n\n{note} {source(data)}\n"
+
+
+def recomputation() -> str:
+    """What keeping activations takes and gives, of the operators."""
+    data = load("predicted-h100-cpu")
+    key, rows = "seconds_with_arithmetic", []
+    for title, found in _problems(data).items():
+        if KEEPING not in found:
+            continue
+        for name in (OURS, KEEPING):
+            r = found[name]
+            rows.append(
+                [
+                    title,
+                    f"`remat={name == OURS}`",
+                    _range(r),
+                    f"{found['float32'][key] / r[key]:.2f}",
+                    f"{r['temp_bytes'] / 2**30:.2f}",
+                    f"{found['float32']['temp_bytes'] / 2**30:.2f}",
+                    gradient_error(r["problem"], name),
+                ]
+            )
+    columns = [
+        *("problem", "float16", "predicted, not run: ms", "float32 over it", "memory, GiB"),
+        *("memory of float32, GiB", "gradient error"),
+    ]
+    return f"{markdown(columns, rows)}\n\nMemory beyond state and batch.{older(data)}\n"
 
 
 def kernels() -> str:

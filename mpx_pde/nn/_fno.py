@@ -8,145 +8,26 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import widen
-from .._dtypes import is_half, wide
-from .._order import gradients_in_turn
+from .._dtypes import is_half
+from .._order import add_product, gradients_in_turn
 from .._types import DTypeLike
-from ._activations import SafeActivation, gelu, safe
-from ._arithmetic import (
-    KEPT,
-    Arithmetic,
-    arithmetic_of,
-    centered,
-    parse_arithmetic,
-    separate,
-    unscaled,
+from ._activations import gelu, safe
+from ._arithmetic import Arithmetic, parse_arithmetic
+from ._pointwise import (
+    ChannelMLP,
+    Pointwise,
+    activate,
+    enter,
+    kept,
+    part,
+    per_channel,
+    shifted,
+    stored,
 )
 from ._spectral_conv import SpectralConv, check_field, parse_modes, positive
-
-
-class Pointwise(eqx.Module):
-    """A linear layer on the channels of each grid point."""
-
-    weight: Float[Array, "outputs inputs"]
-    bias: Float[Array, " outputs"]
-    arithmetic: Arithmetic | None = eqx.field(static=True)
-
-    def __init__(
-        self, inputs: int, outputs: int, arithmetic: Arithmetic | None, *, key: PRNGKeyArray
-    ):
-        weight_key, bias_key = jax.random.split(key)
-        bound = 1 / np.sqrt(inputs)
-        uniform = lambda key, shape: jax.random.uniform(key, shape, jnp.float32, -bound, bound)
-        self.weight = uniform(weight_key, (outputs, inputs))
-        self.bias = uniform(bias_key, (outputs,))
-        self.arithmetic = arithmetic
-
-    @property
-    def dtype(self) -> np.dtype:
-        """What is stored."""
-        return (self.arithmetic or arithmetic_of(self.weight)).dtype
-
-    def __call__(self, x: Float[Array, "inputs *grid"]) -> Float[Array, "outputs *grid"]:
-        return self.shifted(self.product(x))
-
-    def product(self, x: Array, out_dtype: Any = None) -> Array:
-        arithmetic = self.arithmetic or arithmetic_of(self.weight)
-        # The weight on the left: a batch axis of `vmap` then stays behind the channels, where
-        # neither this product nor those of the transforms have to move it.
-        return arithmetic.product(
-            self.weight, x.astype(arithmetic.dtype), (((1,), (0,)), ((), ())), out_dtype=out_dtype
-        )
-
-    def shifted(self, x: Array, shift: Array | None = None) -> Array:
-        """With the bias, and perhaps more of its kind, added in float32."""
-        bias = widen(self.bias) if shift is None else widen(self.bias) + shift
-        bias = bias.reshape(-1, *(1 for _ in x.shape[1:]))
-        return (widen(x) + bias).astype(x.dtype)
-
-    def read_out(self, x: Array) -> Array:
-        """In float32, for a last layer."""
-        if self.weight.shape[0] > 1:
-            return self.shifted(self.product(x, out_dtype=wide(x.dtype)))
-        # XLA would make this product of a matrix with a vector one of float32 arrays. As a sum it
-        # is one kernel with the activation, which then is never stored.
-        weight = widen(self.weight).reshape(-1, *(1 for _ in x.shape[1:]))
-        return self.shifted(jnp.sum(weight * widen(x.astype(self.dtype)), axis=0, keepdims=True))
-
-    def from_input(self, x: Float[Array, "inputs *grid"]) -> Float[Array, "outputs *grid"]:
-        """Of a field that came in float32 and is rounded here: without its mean, and scaled."""
-        if not Arithmetic(self.dtype).half or x.dtype == self.dtype:
-            return self(x)
-        x, mean, unscale = centered(x, self.dtype)
-        y = unscaled(self.product(x), unscale)
-        weight = widen(self.weight)
-        shift = jnp.sum(weight * jnp.broadcast_to(mean, weight.shape), axis=1)
-        return self.shifted(y, separate(shift))
-
-
-class ChannelMLP(eqx.Module):
-    """Two layers on the channels of each grid point."""
-
-    first: Pointwise
-    last: Pointwise
-
-    def __init__(
-        self,
-        inputs: int,
-        hidden: int,
-        outputs: int,
-        arithmetic: Arithmetic | None,
-        *,
-        key: PRNGKeyArray,
-    ):
-        first_key, last_key = jax.random.split(key)
-        self.first = Pointwise(inputs, hidden, arithmetic, key=first_key)
-        self.last = Pointwise(hidden, outputs, arithmetic, key=last_key)
-
-
-def _stored(x: Array) -> Array:
-    """Written to memory in the dtype it has, as its cotangent is.
-
-    On a GPU XLA takes a cast to half and back for nothing, and would write float32 instead. The
-    barrier tells it that the value as such is wanted.
-    """
-    return lax.optimization_barrier(x)
-
-
-def _kept(x: Array) -> Array:
-    """Stored, for the backward pass too."""
-    return checkpoint_name(_stored(x), KEPT)
-
-
-def _shifted(activation: Callable, x: Array, bias: Array | None = None) -> Array:
-    if bias is None:
-        return activation(x)
-    bias = widen(bias).reshape(-1, *(1 for _ in x.shape[1:]))
-    return activation(widen(x) + bias).astype(x.dtype)
-
-
-@ft.cache
-def _evaluated_again(activation: SafeActivation) -> Callable:
-    return jax.checkpoint(ft.partial(_shifted, activation))
-
-
-def _activate(activation: Callable, x: Array, layer: Pointwise | None = None) -> Array:
-    """The activation of a field; of the product of a `layer`, its bias is added on the way.
-
-    The derivative evaluates it anew: what both need would be kept in float32.
-    """
-    if not is_half(x.dtype):
-        return activation(x if layer is None else layer.shifted(x))
-
-    args = (x,) if layer is None else (x, layer.bias)
-    if isinstance(activation, SafeActivation):
-        return _evaluated_again(activation)(*args)
-    # One with parameters has no hash, by which `checkpoint` knows functions.
-    return jax.checkpoint(lambda *args: _shifted(activation, *args))(*args)
 
 
 class Block(eqx.Module):
@@ -173,17 +54,44 @@ class Block(eqx.Module):
         self.mlp = ChannelMLP(channels, hidden, channels, arithmetic, key=mlp)
         self.gate = jnp.ones(channels, jnp.float32)
 
-    def __call__(self, x: Array, activation: Callable) -> Array:
+    def __call__(
+        self,
+        x: Array,
+        activation: Callable,
+        entering: Callable | None,
+        shift: Array | None,
+    ) -> Array:
+        """Of a field to which a constant for each channel is to be added and an activation applied
+        first, if there are any."""
+        gate, bias = self.gate, self.mlp.last.bias
+        rest = None
+        if is_half(x.dtype):
+            x, rest = enter(entering, x, shift, gate, bias)
+        else:
+            x = x if shift is None else stored(shifted(x, shift))
+            x = x if entering is None else stored(entering(x))
+        y, constant = self._convolution(x)
         # In the dtype of both, so that the one product is added onto the other where it stands.
         skip = self.skip.product(x)
-        y = _kept(skip + self.spectral(x).astype(skip.dtype))
-        y = _stored(_activate(activation, y, self.skip))
-        y = _stored(self.mlp.first.product(y))
-        y = _stored(_activate(activation, y, self.mlp.first))
+        y = kept(skip + y.astype(skip.dtype))
+        skipped = jnp.asarray(widen(self.skip.bias))
+        if constant is not None:
+            # The one sum over the grid is of use for the gradients of both.
+            skipped = stored(skipped + constant)
+        y = stored(activate(activation, y, skipped))
+        y = stored(self.mlp.first.product(y))
+        y = stored(activate(activation, y, widen(self.mlp.first.bias)))
         y = self.mlp.last.product(y)
-        gate = widen(self.gate).reshape(-1, *(1 for _ in x.shape[1:]))
-        y = self.mlp.last.shifted(widen(y)) + gate * widen(x)
-        return _kept(y.astype(self.skip.dtype))
+        if rest is not None:
+            return kept(add_product(rest, y.astype(x.dtype)))
+        y = shifted(widen(y), bias) + per_channel(gate, x) * widen(x)
+        return kept(y.astype(self.skip.dtype))
+
+    def _convolution(self, x: Array) -> tuple[Array, Array | None]:
+        # Another layer may have been put in its place.
+        if isinstance(self.spectral, SpectralConv):
+            return self.spectral.apart(x)
+        return self.spectral(x), None
 
 
 def _coordinates(grid: tuple[int, ...]) -> np.ndarray:
@@ -202,6 +110,15 @@ def _parse_padding(padding: Any, dims: int, call: str) -> tuple[int | float, ...
     return parsed
 
 
+def _parse_remat(remat: Any, call: str) -> bool:
+    if not isinstance(remat, bool):
+        raise TypeError(
+            f"`{call}` takes `remat=True`, which evaluates activations again in the backward "
+            f"pass, or `remat=False`, which keeps them, but got {remat!r}."
+        )
+    return remat
+
+
 class FNO(eqx.Module):
     """A Fourier neural operator: a map of fields that can be evaluated on any grid.
 
@@ -213,8 +130,9 @@ class FNO(eqx.Module):
     [`mpx_pde.cast_tree`][] or [`mpx_pde.filter_grad`][] has cast multiplies halves in the forward
     and in the backward pass, and evaluates activations in float32 and stores them in half. What is
     kept for the backward pass are the results of products in half, and the modes; activations are
-    evaluated again. The field that comes out is float32, for a loss that is. Pass the field that
-    goes in as float32 too, where its mean is not zero or its values may exceed 65504:
+    evaluated again (`remat=False` keeps more and takes less time). The field that comes out is
+    float32, for a loss that is. Pass the field that goes in as float32 too, where its mean is not
+    zero or its values may exceed 65504:
     `filter_grad(..., keep_full=(False, True))`.
 
     **Attributes:**
@@ -231,6 +149,7 @@ class FNO(eqx.Module):
     out_channels: int = eqx.field(static=True)
     grid_embedding: bool = eqx.field(static=True)
     domain_padding: tuple[int | float, ...] = eqx.field(static=True)
+    remat: bool = eqx.field(static=True)
 
     def __init__(
         self,
@@ -252,6 +171,7 @@ class FNO(eqx.Module):
         grid_embedding: bool = True,
         domain_padding: int | float | Sequence[int | float] = 0.0,
         dtype: DTypeLike | None = None,
+        remat: bool = True,
     ):
         """**Arguments:**
 
@@ -269,9 +189,13 @@ class FNO(eqx.Module):
         - `domain_padding`: by which fraction of itself the domain is extended, with zeros beyond
             the end of each axis, for problems that are not periodic; one number, or one for each
             axis.
+        - `remat`: what the backward pass finds, and what it evaluates again. `True` keeps two
+            fields a block, which is the least memory. `False` keeps the operands of all products,
+            which is the least time: activations and products are not evaluated again, for about
+            twice the memory. Results are the same.
 
-        **Raises:** `ValueError` for sizes below 1 or a negative padding, and what
-        [`mpx_pde.nn.SpectralConv`][] raises.
+        **Raises:** `ValueError` for sizes below 1 or a negative padding, `TypeError` for a `remat`
+        that is no bool, and what [`mpx_pde.nn.SpectralConv`][] raises.
         """
         call = "FNO"
         positive(
@@ -309,6 +233,7 @@ class FNO(eqx.Module):
         self.activation = safe(activation)
         self.in_channels, self.out_channels = int(in_channels), int(out_channels)
         self.grid_embedding, self.domain_padding = grid_embedding, padding
+        self.remat = _parse_remat(remat, call)
 
     def __call__(self, x: Float[Array, "inputs *grid"]) -> Float[Array, "outputs *grid"]:
         """**Arguments:**
@@ -322,23 +247,20 @@ class FNO(eqx.Module):
         **Raises:** as [`mpx_pde.nn.SpectralConv`][].
         """
         x = check_field(x, self.in_channels, len(self.domain_padding), "FNO")
-        policy = jax.checkpoint_policies.save_only_these_names(KEPT)
-        return jax.checkpoint(FNO._evaluate, policy=policy)(self, x)
-
-    def _evaluate(self, x: Array) -> Array:
-        grid = x.shape[1:]
+        ends = [round(p * n) for p, n in zip(self.domain_padding, x.shape[1:], strict=True)]
+        grid = tuple(slice(n) for n in x.shape[1:])
         if self.grid_embedding:
-            x = jnp.concatenate([x, jnp.asarray(_coordinates(grid), x.dtype)])
-        x = _stored(_activate(self.activation, _stored(self.lifting.first.from_input(x))))
-        x = _stored(self.lifting.last(x))
-        ends = [round(p * n) for p, n in zip(self.domain_padding, grid, strict=True)]
+            x = jnp.concatenate([x, jnp.asarray(_coordinates(x.shape[1:]), x.dtype)])
+        x = part(ChannelMLP.lift, self.remat)(self.lifting, x, self.activation)
+        shift, entering = widen(self.lifting.last.bias), None
         if any(ends):
-            x = jnp.pad(x, [(0, 0), *((0, end) for end in ends)])
-        for i, block in enumerate(self.blocks):
+            x = jnp.pad(shifted(x, shift), [(0, 0), *((0, end) for end in ends)])
+            shift = None
+        for block in self.blocks:
             block, x = gradients_in_turn(block, x)
-            x = block(x if i == 0 else _stored(_activate(self.activation, x)), self.activation)
+            x = part(Block.__call__, self.remat)(block, x, self.activation, entering, shift)
+            shift, entering = None, self.activation
         if any(ends):
-            x = x[:, *(slice(n) for n in grid)]
-        first = self.projection.first
-        x = _activate(self.activation, _stored(first.product(x)), first)
-        return self.projection.last.read_out(x)
+            x = x[:, *grid]
+        # Its derivative follows at once: what it needs takes no memory that is of use.
+        return part(ChannelMLP.project, again=False)(self.projection, x, self.activation)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from .._cast import widen
 from .._dtypes import is_integer
@@ -185,6 +185,17 @@ class SpectralConv(eqx.Module):
         **Raises:** `TypeError` for a field that is not real floating-point, `ValueError` for a
         wrong number of channels or axes, or a grid with fewer points than `modes`.
         """
+        y, constant = self.apart(x, output_shape)
+        if constant is None:
+            return y
+        constant = constant.reshape(-1, *(1 for _ in y.shape[1:]))
+        return (widen(y) + constant).astype(y.dtype)
+
+    def apart(
+        self, x: Float[Array, "inputs *grid"], output_shape: int | Sequence[int] | None = None
+    ) -> tuple[Float[Array, "outputs *output_grid"], Float32[Array, " outputs"] | None]:
+        """The result without what becomes of the mean of the field, and that, if there is any
+        such; for one who has a constant to add anyway."""
         call = "SpectralConv"
         dims = len(self.modes)
         x = check_field(x, self.in_channels, dims, call)
@@ -213,26 +224,29 @@ class SpectralConv(eqx.Module):
                 self.in_channels + self.out_channels, grid, self.modes, arithmetic.dtype
             )
         if method == "fft":
-            y = self._by_fft(x, output).astype(arithmetic.dtype)
+            y, constant = self._by_fft(x, output).astype(arithmetic.dtype), None
         else:
-            y = self._by_matrices(x, output, arithmetic)
+            y, constant = self._by_matrices(x, output, arithmetic)
         # What `autocast` supplies is no part of the user's program.
-        return y.astype(arithmetic.dtype if arithmetic.given else self._weights.dtype)
+        return y.astype(arithmetic.dtype if arithmetic.given else self._weights.dtype), constant
 
-    def _by_matrices(self, x: Array, output: tuple[int, ...], arithmetic: Arithmetic) -> Array:
+    def _by_matrices(
+        self, x: Array, output: tuple[int, ...], arithmetic: Arithmetic
+    ) -> tuple[Array, Array | None]:
         dtype = arithmetic.dtype
         mean = unscale = None
-        if arithmetic.half:
-            x, mean, unscale = centered(x, dtype)
-        y = _forward(x.astype(dtype), self.modes, arithmetic)
+        if arithmetic.half and x.dtype == dtype:
+            y, mean = _centered_forward(x, self.modes, arithmetic)
+        else:
+            if arithmetic.half:
+                x, mean, unscale = centered(x, dtype)
+            y = _forward(x.astype(dtype), self.modes, arithmetic)
         y = checkpoint_name(unscaled(y, unscale), KEPT)
         y = _inverse(contract(self.weight, y, arithmetic), self.modes, output, arithmetic)
         if mean is None:
-            return y
+            return y, None
         zero = (*(m // 2 for m in self.modes[:-1]), 0)
-        constant = constant_response(self.weight, zero, checkpoint_name(mean, KEPT))
-        constant = constant.reshape(-1, *(1 for _ in output))
-        return (widen(y) + constant).astype(dtype)
+        return y, constant_response(self.weight, zero, checkpoint_name(mean, KEPT))
 
     def _by_fft(self, x: Array, output: tuple[int, ...]) -> Array:
         x, weight = widen(x), widen(self.weight)
@@ -264,7 +278,32 @@ def _forward(
     dims = len(modes)
     matrix = forward_matrix(x.shape[dims], modes[-1], True, arithmetic.dtype)
     x = arithmetic.product(x, matrix, (((dims,), (0,)), ((), ())))
-    for axis in range(dims - 1, 0, -1):
+    return _other_axes(x, modes, arithmetic)
+
+
+def _centered_forward(
+    x: Float[Array, "channels *grid"], modes: tuple[int, ...], arithmetic: Arithmetic
+) -> tuple[Float[Array, "channels ..."], Float32[Array, " channels"]]:
+    """The modes of a half field without its mean, and the mean.
+
+    The field itself is read once: the mean is that of the transform of the last axis, which is
+    linear, and is taken out of it before it is rounded.
+    """
+    dims = len(modes)
+    matrix = forward_matrix(x.shape[dims], modes[-1], True, arithmetic.dtype)
+    rows = arithmetic.product(
+        x, matrix, (((dims,), (0,)), ((), ())), out_dtype=jnp.dtype("float32")
+    )
+    # What the matrix, as it is rounded, makes of a constant: one, and zeros on an even grid.
+    one = matrix.astype(np.float64).sum(axis=0)
+    mean = jnp.mean(rows[..., 0, 0], axis=tuple(range(1, dims))) / np.float32(one[0, 0])
+    one = jnp.asarray(one, jnp.float32).reshape(*(1 for _ in range(dims)), *one.shape)
+    rows = rows - mean.reshape(-1, *(1 for _ in rows.shape[1:])) * one
+    return _other_axes(rows.astype(arithmetic.dtype), modes, arithmetic), mean
+
+
+def _other_axes(x: Array, modes: tuple[int, ...], arithmetic: Arithmetic) -> Array:
+    for axis in range(len(modes) - 1, 0, -1):
         matrix = forward_matrix(x.shape[axis], modes[axis - 1], False, arithmetic.dtype)
         x = arithmetic.product(x, matrix, (((axis, x.ndim - 2), (0, 1)), ((), ())))
     return x

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from .._cast import widen
+from .._order import batch_behind
 from ._arithmetic import Arithmetic, separate
 
 
@@ -101,9 +102,9 @@ def contract(
     dims = x.ndim - 2
     modes = _mode_axes(dims)
     if not isinstance(weight, CPWeight):
-        return arithmetic.product(
-            weight, x, (((dims,), (0,)), (tuple(range(dims)), modes))
-        )  # [k_1, …, k_d, outputs, 2, 2]
+        y = arithmetic.product(x, weight, (((0,), (dims,)), (modes, tuple(range(dims)))))
+        # [k_1, …, k_d, outputs, 2, 2]
+        return batch_behind(jnp.moveaxis(y, dims, -1), dims)
     y = arithmetic.product(weight.inputs, x, (((0,), (0,)), ((), ())))
     # [rank, 2, k_d, …, k_2, 2, k_1] to [k_1, …, k_d, rank], real and imaginary.
     y = widen(jnp.transpose(y, (*(i + 1 for i in modes), 0, 1, dims + 1)))

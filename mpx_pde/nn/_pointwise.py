@@ -1,0 +1,193 @@
+"""What a neural operator does to each grid point by itself: linear layers on channels, activations,
+and which of it goes through memory."""
+
+from collections.abc import Callable
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, PRNGKeyArray
+
+from .._cast import widen
+from .._dtypes import is_half, wide
+from .._order import batch_behind, rounded_cotangent, spread, written_in
+from ._arithmetic import KEPT, Arithmetic, arithmetic_of, centered, separate, unscaled
+
+
+STORED = "mpx_pde.nn: stored between products"
+
+_FEW = 8
+"""Up to so many channels of the field that comes in, a product with them takes less time as sums in
+the kernel of the activation, which then is all that is stored."""
+
+
+class Pointwise(eqx.Module):
+    """A linear layer on the channels of each grid point."""
+
+    weight: Float[Array, "outputs inputs"]
+    bias: Float[Array, " outputs"]
+    arithmetic: Arithmetic | None = eqx.field(static=True)
+
+    def __init__(
+        self, inputs: int, outputs: int, arithmetic: Arithmetic | None, *, key: PRNGKeyArray
+    ):
+        weight_key, bias_key = jax.random.split(key)
+        bound = 1 / np.sqrt(inputs)
+        uniform = lambda key, shape: jax.random.uniform(key, shape, jnp.float32, -bound, bound)
+        self.weight = uniform(weight_key, (outputs, inputs))
+        self.bias = uniform(bias_key, (outputs,))
+        self.arithmetic = arithmetic
+
+    @property
+    def dtype(self) -> np.dtype:
+        """What is stored."""
+        return (self.arithmetic or arithmetic_of(self.weight)).dtype
+
+    def __call__(self, x: Float[Array, "inputs *grid"]) -> Float[Array, "outputs *grid"]:
+        return shifted(self.product(x), widen(self.bias))
+
+    def product(self, x: Array, out_dtype: Any = None) -> Array:
+        arithmetic = self.arithmetic or arithmetic_of(self.weight)
+        # The weight on the left: a batch axis of `vmap` then stays behind the channels, where
+        # neither this product nor those of the transforms have to move it.
+        return arithmetic.product(
+            self.weight, x.astype(arithmetic.dtype), (((1,), (0,)), ((), ())), out_dtype=out_dtype
+        )
+
+    def from_input(self, x: Float[Array, "inputs *grid"]) -> tuple[Array, Array]:
+        """Of a field that came in float32 and is rounded here: without its mean, and scaled.
+
+        **Returns:** a field, and by what it is to be shifted.
+        """
+        bias = widen(self.bias)
+        if not Arithmetic(self.dtype).half or x.dtype == self.dtype:
+            return self.product(x), bias
+        x, mean, unscale = centered(x, self.dtype)
+        weight = widen(self.weight)
+        shift = jnp.sum(weight * jnp.broadcast_to(mean, weight.shape), axis=1)
+        return unscaled(self.product(x), unscale), bias + separate(shift)
+
+
+class ChannelMLP(eqx.Module):
+    """Two layers on the channels of each grid point."""
+
+    first: Pointwise
+    last: Pointwise
+
+    def __init__(
+        self,
+        inputs: int,
+        hidden: int,
+        outputs: int,
+        arithmetic: Arithmetic | None,
+        *,
+        key: PRNGKeyArray,
+    ):
+        first_key, last_key = jax.random.split(key)
+        self.first = Pointwise(inputs, hidden, arithmetic, key=first_key)
+        self.last = Pointwise(hidden, outputs, arithmetic, key=last_key)
+
+    def lift(self, x: Array, activation: Callable) -> Array:
+        """Of the field that comes in, without the last bias."""
+        first = self.first
+        out_dtype = first.arithmetic.dtype if first.arithmetic else first.weight.dtype
+        if is_half(out_dtype) and first.weight.shape[1] <= _FEW:
+            hidden = _lifted(activation, x, first.weight, first.bias, out_dtype)
+        else:
+            y, shift = first.from_input(x)
+            hidden = activate(activation, stored(y), shift)
+        return stored(self.last.product(stored(hidden)))
+
+    def project(self, x: Array, activation: Callable) -> Array:
+        """To the field that comes out, in float32."""
+        first, last = self.first, self.last
+        y = stored(first.product(x))
+        if last.weight.shape[0] > 1:
+            y = stored(activate(activation, y, widen(first.bias)))
+            return shifted(last.product(y, out_dtype=wide(y.dtype)), widen(last.bias))
+        # XLA would make this product of a matrix with a vector one of float32 arrays. As a sum it
+        # is one kernel with the activation, which then is never stored.
+        weight = per_channel(last.weight[0], y)
+        y = activation(widen(y) + per_channel(first.bias, y))
+        y = jnp.sum(weight * y, axis=0, keepdims=True)
+        return y + per_channel(last.bias, y)
+
+
+# --- Functions of float32 values, which are rounded at the end -------------------------------
+
+
+def per_channel(x: Array, like: Array) -> Array:
+    """In float32, with axes for the grid of a field; a half one on all of its grid."""
+    if is_half(like.dtype):
+        return spread(widen(x), like)
+    return widen(x).reshape(-1, *(1 for _ in like.shape[1:]))
+
+
+def shifted(x: Array, shift: Array) -> Array:
+    """A constant for each channel, added in float32."""
+    return (widen(x) + per_channel(shift, x)).astype(x.dtype)
+
+
+def _lifted(activation: Callable, x: Array, weight: Array, bias: Array, out_dtype: Any) -> Array:
+    parts = [jnp.broadcast_to(p, (len(bias), *p.shape[1:])) for p in jnp.split(widen(x), len(x))]
+    y = spread(widen(bias), parts[0])
+    for i, part in enumerate(parts):
+        y = y + spread(widen(weight[:, i]), part) * part
+    # Else each of the sums that make the gradient of the weight would find it out anew.
+    return activation(rounded_cotangent(y, out_dtype)).astype(out_dtype)
+
+
+# --- What is stored, and what is evaluated again ---------------------------------------------
+
+
+def _in_order(x: Array) -> Array:
+    return batch_behind(x) if is_half(x.dtype) else x
+
+
+def stored(x: Array) -> Array:
+    """Written to memory in the dtype it has, as its cotangent is.
+
+    On a GPU XLA takes a cast to half and back for nothing, and would write float32 instead. The
+    barrier tells it that the value as such is wanted.
+    """
+    return checkpoint_name(lax.optimization_barrier(_in_order(x)), STORED)
+
+
+def kept(x: Array) -> Array:
+    """Stored, for the backward pass too."""
+    return checkpoint_name(lax.optimization_barrier(_in_order(x)), KEPT)
+
+
+def part(fun: Callable, again: bool) -> Callable:
+    """A part of a network. Its derivative evaluates it anew: what both need would be kept in
+    float32. Not evaluated anew is what is `kept`, and unless it is to be done `again`, what is
+    `stored`.
+
+    Each part by itself, so that it is evaluated when its cotangent is there, and not before.
+    """
+    names = (KEPT,) if again else (KEPT, STORED)
+    return jax.checkpoint(fun, policy=jax.checkpoint_policies.save_only_these_names(*names))
+
+
+def activate(activation: Callable, x: Array, shift: Array | None = None) -> Array:
+    """The activation of a field to which a float32 constant for each channel is added before."""
+    if shift is None:
+        return activation(x)
+    if not is_half(x.dtype):
+        return activation(shifted(x, shift))
+    return activation(widen(x) + per_channel(shift, x)).astype(x.dtype)
+
+
+def enter(
+    activation: Callable | None, x: Array, shift: Array | None, gate: Array, bias: Array
+) -> tuple[Array, Array]:
+    """The activation of a field to which a constant for each channel may be added before, and that
+    with a factor and a constant for each channel."""
+    x = x if shift is None else shifted(x, shift)
+    x = x if activation is None else activation(x)
+    rest = per_channel(gate, x) * widen(x) + per_channel(bias, x)
+    return stored(x), written_in(batch_behind(rest), x.dtype)
