@@ -64,6 +64,7 @@ class Cavity(NamedTuple):
         return {
             "float32": partial(float32, HIGHEST),
             "TF32": partial(float32, TF32),
+            "mpx_pde float32": partial(ours, "partials", "float32"),
             "mpx_pde float16": partial(ours, "partials", "float16"),
             "mpx_pde float16, laplacian": partial(ours, "laplacian", "float16"),
             **{

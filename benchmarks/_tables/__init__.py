@@ -58,6 +58,7 @@ TABLES = {
     "frequencies": _operators.frequencies,
     "predicted-assumptions": _predicted.assumptions,
     "predicted-commands": _predicted.commands,
+    "predicted-forward": _predicted.forward,
     "predicted-kernels": _predicted.kernels,
     "predicted-recomputation": _predicted.recomputation,
     "predicted-steps": _predicted.steps,

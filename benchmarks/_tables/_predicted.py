@@ -6,6 +6,7 @@ from ._format import Result, load, markdown, older, source
 
 
 OURS = "mpx_pde float16"
+FULL = "mpx_pde float32"
 KEEPING = "mpx_pde float16, remat=False"
 
 # Where the error of a step is measured: the file, the field, and what records of rivals say.
@@ -140,6 +141,40 @@ def recomputation() -> str:
     columns = [
         *("problem", "float16", "predicted, not run: ms", "float32 over it", "memory, GiB"),
         *("memory of float32, GiB", "gradient error"),
+    ]
+    return f"{markdown(columns, rows)}\n\nMemory beyond state and batch.{older(data)}\n"
+
+
+def forward() -> str:
+    """What a forward pass in full takes and gives, of the physics-informed steps."""
+    data = load("predicted-h100-cpu")
+    key, rows = "seconds_with_arithmetic", []
+    for title, found in _problems(data).items():
+        if FULL not in found:
+            continue
+        half, full = found[OURS], found[FULL]
+        for name, r in found.items():
+            if name == OURS or name == FULL or "forward" in name:
+                work = ", ".join(
+                    f"{kind} {flops / 1e9:,.0f}"
+                    for kind, flops in r["operations"].items()
+                    if flops > 0.01 * sum(r["operations"].values())
+                )
+                rows.append(
+                    [
+                        title,
+                        name,
+                        _range(r),
+                        f"{r[key] / half[key]:.2f}",
+                        f"{r['temp_bytes'] / 2**30:.2f}",
+                        f"{r['temp_bytes'] / full['temp_bytes']:.2f}",
+                        work,
+                        f"{r['bytes'] / 1e9:.3g}",
+                    ]
+                )
+    columns = [
+        *("problem", "step", "predicted, not run: ms", "over half throughout", "memory, GiB"),
+        *("over float32's", "products, GFLOP", "GB"),
     ]
     return f"{markdown(columns, rows)}\n\nMemory beyond state and batch.{older(data)}\n"
 
