@@ -23,6 +23,8 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
+from ._varying import mark_varying
+
 
 Body = Callable[..., list]
 
@@ -153,6 +155,9 @@ def walk(
 
 def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
     """Binds the equation as it stands to `args`."""
+    if eqn.primitive.name == "pvary":
+        # What is evaluated again may be marked already, by what it was saved with.
+        return [mark_varying(x, eqn.params["axes"]) for x in args]
     out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 

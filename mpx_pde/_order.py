@@ -10,6 +10,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
+from ._varying import match_varying_axes
+
 
 def gradients_in_turn(layer: Any, x: Any) -> tuple[Any, Any]:
     """A layer and what enters it, as they are. In the backward pass the cotangent of what enters
@@ -55,7 +57,7 @@ def add_product(x: Array, product: Array) -> Array:
     As a GPU adds it: the product is accumulated onto what is there, in float32. Elsewhere both are
     widened.
     """
-    return _add_product_p.bind(x, product)
+    return _add_product_p.bind(*match_varying_axes(x, product))
 
 
 def batch_behind(x: Array, axis: int = 0) -> Array:
@@ -72,7 +74,7 @@ def spread(x: Array, like: Array) -> Array:
 
     JAX moves the axis of a `vmap` to the front where a field meets an array that has none.
     """
-    return _spread_p.bind(x, like)
+    return _spread_p.bind(*match_varying_axes(x, like))
 
 
 def _spread(x, like):

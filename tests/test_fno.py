@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import equations
+from jax.sharding import PartitionSpec as P
 
 import mpx_pde as mpx
 from mpx_pde import nn
@@ -312,3 +313,37 @@ def test_errors():
         make()(fields()[0].astype(complex))
     with pytest.raises(ValueError, match=r"`SpectralConv`.*finer grid"):
         make()(fields(4)[0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["plain", "cast", "autocast", "forward"])
+def test_gradients_inside_of_shard_map(how):
+    """JAX sums the gradients of what is the same on all devices; the sum has to be asked for."""
+    model = nn.FNO(1, 1, 4, 1, (4, 4), key=jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (4, 1, 8, 8))
+    arrays, static = eqx.partition(
+        mpx.cast_to_float16(model) if how == "plain" else model, eqx.is_array
+    )
+    loss = lambda model, x: jnp.mean((jax.vmap(model)(x) - jnp.sin(x)) ** 2)
+    options = {
+        "cast": {"keep_full": (False, True)},
+        "autocast": {"autocast": True},
+        "forward": {"forward": "float32"},
+    }
+
+    def gradient(arrays, x, **axis):
+        if how == "plain":
+            return jax.grad(lambda arrays: loss(eqx.combine(arrays, static), x))(arrays)
+        step = mpx.filter_grad(loss, mpx.StaticLossScaling(64.0), **options[how], **axis)
+        return eqx.filter(step(eqx.combine(arrays, static), x)[2], eqx.is_array)
+
+    def of_a_part(arrays, x):
+        axis = {} if how == "plain" else {"axis_name": "batch"}
+        return jax.tree.map(lambda g: g / 2, gradient(arrays, x, **axis))
+
+    mesh = jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.shard_map(of_a_part, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P())
+    got, want = jax.jit(sharded)(arrays, x), jax.jit(gradient)(arrays, x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        # Means that are rounded to half may differ by a rounding.
+        assert relative(a.astype(jnp.float32), b.astype(jnp.float32)) < 2.0**-9
