@@ -28,11 +28,19 @@ MOVES = (
     "split",
     "tile",
     "copy",
+    "batch_behind",
 )
 """Moves values on one device, without arithmetic."""
 
 PLACES = ("sharding_constraint", "reshard", "pvary")
 """Says on which devices values are, and changes none."""
+
+STORES = ("rounded_cotangent", "written", "written_in")
+"""The library's own: values as they are, and what they are rounded to on their way to memory."""
+
+FIELDS = ("spread", "add_product")
+"""The library's own: a value for each channel on a grid, and a sum of two dtypes. Linear in all
+operands together."""
 
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge", "eq_to", "lt_to", "le_to", "is_finite")
 

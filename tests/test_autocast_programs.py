@@ -538,6 +538,27 @@ def test_no_name_is_in_two_tables():
     assert sorted({x for x in names if names.count(x) > 1}) == []
 
 
+# In no table, and of this library.
+TAPS = {
+    "derivative_tap",
+    "derivative_count",
+    "named_value",
+}  # of what `range_report` and scales see
+
+
+def test_every_primitive_of_the_library_is_in_a_table():
+    own = {
+        x.name
+        for name, module in list(sys.modules.items())
+        if name.startswith("mpx_pde.") and module is not None
+        for x in vars(module).values()
+        if isinstance(x, jex.core.Primitive)
+    }
+    tabled = {name for table in TABLES for name in table} | {*tables.MIXED}
+    assert {"batch_behind", "mixed_dot_general"} <= own
+    assert sorted(own - tabled - TAPS - {"dot_general"}) == []
+
+
 def test_every_differentiable_operation_of_lax_is_in_a_table():
     lax_own = {
         x.name

@@ -154,7 +154,7 @@ def forward() -> str:
             continue
         half, full = found[OURS], found[FULL]
         for name, r in found.items():
-            if name == OURS or name == FULL or "forward" in name:
+            if name in (OURS, FULL) or "forward" in name:
                 work = ", ".join(
                     f"{kind} {flops / 1e9:,.0f}"
                     for kind, flops in r["operations"].items()

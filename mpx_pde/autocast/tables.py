@@ -186,6 +186,9 @@ OWN: dict[str, str] = {
     "device_put": "moves values between devices",
     "layout_constraint": "fixes values as the program has them",
     "optimization_barrier": "fixes values as the program has them",
+    **dict.fromkeys(
+        (*_primitives.STORES, *_primitives.FIELDS), "has the dtypes that a network of ours gives it"
+    ),
 }
 """Stays in the dtype of the program, for a reason. What is in no table does so too, and is listed
 by the report as unknown."""

@@ -7,6 +7,8 @@ LINEAR: frozenset[str] = frozenset(
     {
         *_primitives.MOVES,
         *_primitives.PLACES,
+        *_primitives.STORES,
+        *_primitives.FIELDS,
         # sums
         "add",
         "sub",

@@ -9,6 +9,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, primitives
 
 from .._jaxpr import aval_of, close, own_bind
+from .._primitives import STORES
 from ..autocast import tables
 
 
@@ -99,11 +100,11 @@ def _wide_parameter(x: Any, evaluate: Any) -> Any:
 def bind_wide(eqn: JaxprEqn, arrays: list, evaluate: Any) -> list:
     """The results of an equation for operands that are float32 where the program has half.
 
-    Casts to half, `reduce_precision` among them, do nothing. `evaluate` makes a function in
-    float32 of a jaxpr, such as that of the update of a `scatter`.
+    Casts to half, `reduce_precision` and `STORES` among them, do nothing. `evaluate` makes a
+    function in float32 of a jaxpr, such as that of the update of a `scatter`.
     """
     name, params = eqn.primitive.name, dict(eqn.params)
-    if name == "reduce_precision":
+    if name == "reduce_precision" or name in STORES:
         return arrays
     if name == "convert_element_type":
         dtype = FULL if is_narrow(np.dtype(params["new_dtype"])) else params["new_dtype"]
