@@ -21,6 +21,8 @@ import json
 import time
 from typing import Any
 
+import jax
+
 from ._problems import problems, trainer
 from ._report import Report
 
@@ -112,6 +114,7 @@ def trained(
         for found in _attempt(training, seed):
             if not there({**key, "optimizer": found["optimizer"]}):
                 report.record("trainings", **{**key, **about, **found, "precision": precision})
+        jax.clear_caches()  # some dozens of compiled trainings exhaust a process
         report.save(args.out)  # a run of hours that is cut short has shown something
         last = report.sections["trainings"][-1]
         print(f"{name} {precision} {seed}: {last.get('failed', last['error'])}", flush=True)

@@ -104,7 +104,7 @@ class Evaluation:
         self._terms, self._sums, self._rows = tuple(terms), tuple(sums), rows
         self._scaling, self._dtype = scaling, dtype
         self._directions: list[Direction] = []
-        self._indices = {t.name: self._index(t) for t in self._terms if t.dirs}
+        self._indices = {t.name: self._index(t) for t in self._terms}
         summed = [self._summed(k, s) for k, s in enumerate(self._sums)]
         sizes = tuple(None if len(d.coords) == 1 else len(d.coords) for d in self._directions)
         self._plan = make_plan(self._indices.values(), summed, sizes)

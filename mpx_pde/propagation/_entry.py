@@ -126,7 +126,8 @@ def propagate(
 
     **Returns:**
 
-    The value, and the streams by their keys, in float32 or wider. Those that vanish are missing.
+    The value, and the streams that were asked for by their keys, in float32 or wider. Those that
+    vanish are missing.
     """
     context = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
     with context[0], context[1]:
@@ -144,7 +145,7 @@ def propagate(
             if total is not None:
                 streams[key] = total
 
-        (out,) = evaluator.program(closed, [Jet(point, streams, RAW)])
+        (out,) = evaluator.program(closed, [Jet(point, streams, RAW)], plan.results)
         if not isinstance(out, Jet):
             return jnp.asarray(out), {}
         out = (evaluator.full or evaluator).storage.loaded(out)

@@ -1,11 +1,12 @@
 """Evaluating a program on streams."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad
@@ -54,13 +55,21 @@ class Evaluator:
     full: "Evaluator | None" = None
     caller: Any = None
 
-    def program(self, closed: ClosedJaxpr, operands: Sequence[Any]) -> list[Any]:
-        """The results of a jaxpr; operands and results are jets or arrays."""
+    def program(
+        self,
+        closed: ClosedJaxpr,
+        operands: Sequence[Any],
+        asked: Collection[Index] | None = None,
+    ) -> list[Any]:
+        """The results of a jaxpr, of which is right what is `asked` for (see `Role`), or all;
+        operands and results are jets or arrays."""
         flat = flatten(closed, forward_mode=not self.plain)
         env: dict[int, Any] = {k: self._given(c.value) for k, c in flat.constants.items()}
         env.update(zip(flat.inputs, operands, strict=True))
         halves = self.product.halves(flat, env)
-        roles = roles_of(flat, {k: x.stage for k, x in env.items() if isinstance(x, Jet)}, halves)
+        stages = {k: x.stage for k, x in env.items() if isinstance(x, Jet)}
+        plan = self.rules.plan
+        roles = roles_of(flat, stages, halves, plan, asked or (*plan.keys, ()))
         for part in parts_of(flat, roles):
             if part.alone:
                 self._step(part.steps[0], env, roles)
@@ -84,7 +93,7 @@ class Evaluator:
         jets = {k: env[k] for k in part.inputs if isinstance(env[k], Jet)}
         arrays = {k: env[k] for k in part.inputs if k not in jets}
         # What is known while tracing stays so.
-        known, traced = _split(jets)
+        known, traced = _split(jets, roles.asked)
         known_arrays = {k: x for k, x in arrays.items() if not isinstance(x, jax.Array)}
         arrays = {k: x for k, x in arrays.items() if k not in known_arrays}
 
@@ -150,7 +159,8 @@ class Evaluator:
         operands = [_read(x, env) for x in step.inputs]
         with in_context_of(step.eqn, self._caller_of(step.eqn)):
             out = self._results(step, operands, roles)
-        env.update(zip(step.outputs, out, strict=True))
+        for k, x in zip(step.outputs, out, strict=True):
+            env[k] = x.only(roles.asked.get(k, ())) if isinstance(x, Jet) else x
 
     def _caller_of(self, eqn: Any) -> Any:
         is_product = eqn.primitive.name in tables.PRODUCTS
@@ -236,16 +246,26 @@ def _read(x: Any, env: Mapping[int, Any]) -> Any:
     return np.asarray(x.value, x.aval.dtype)
 
 
-def _split(jets: dict[int, Jet]) -> tuple[dict[int, Jet], dict[int, Jet]]:
-    """The arrays of NumPy in the streams of jets, and all others."""
+def _split(
+    jets: dict[int, Jet], asked: Mapping[int, Collection[Index]]
+) -> tuple[dict[int, Jet], dict[int, Jet]]:
+    """What is known of jets, and all else: the arrays of NumPy in their streams are, and the shape
+    of a value that nobody asked for."""
     known, traced = {}, {}
     for k, jet in jets.items():
         constant = {i: s for i, s in jet.streams.items() if isinstance(s, np.ndarray)}
         rest = {i: s for i, s in jet.streams.items() if i not in constant}
-        known[k] = Jet(None, constant, jet.stage)
-        traced[k] = Jet(jet.primal, rest, jet.stage)
+        x = jet.primal
+        shape = None if () in asked[k] else jax.ShapeDtypeStruct(x.shape, x.dtype)
+        known[k] = Jet(shape, constant, jet.stage)
+        traced[k] = Jet(x if shape is None else None, rest, jet.stage)
     return known, traced
 
 
 def _join(known: dict[int, Jet], traced: dict[int, Jet]) -> dict[int, Jet]:
-    return {k: Jet(x.primal, {**known[k].streams, **x.streams}, x.stage) for k, x in traced.items()}
+    out = {}
+    for k, x in traced.items():
+        shape = known[k].primal
+        primal = x.primal if shape is None else jnp.zeros(shape.shape, shape.dtype)
+        out[k] = Jet(primal, {**known[k].streams, **x.streams}, x.stage)
+    return out

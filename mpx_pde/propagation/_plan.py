@@ -34,15 +34,34 @@ class Plan(NamedTuple):
     - `sums`: for each sum the indices of its summands.
     - `sizes`: for each direction `None`, or how many directions stand for it: the streams of
         indices with such a direction are stacked along a leading axis, one for each.
+    - `asked`: the indices whose derivatives are wanted for themselves; `()` is the value.
     """
 
     indices: tuple[Index, ...]
     sums: tuple[tuple[Index, ...], ...] = ()
     sizes: tuple[int | None, ...] = ()
+    asked: tuple[Index, ...] = ()
 
     @property
     def keys(self) -> tuple[Index, ...]:
-        return (*self.indices, *map(sum_key, range(len(self.sums))))
+        return (*self.indices, *self._sum_keys)
+
+    @property
+    def results(self) -> frozenset[Index]:
+        """What the caller reads: the keys of streams, and `()` for the value."""
+        return frozenset((*self.asked, *self._sum_keys))
+
+    @property
+    def _sum_keys(self) -> tuple[Index, ...]:
+        return tuple(map(sum_key, range(len(self.sums))))
+
+    def needs(self, keys: Iterable[Index]) -> frozenset[Index]:
+        """What those of a function that is not linear need of its operands, the value too."""
+        out = {(), *keys}
+        for key in keys:
+            terms = self.sums[-1 - key[0]] if key in self._sum_keys else (key,)
+            out.update(below for index in terms for below in _below(index))
+        return frozenset(out)
 
     def size(self, key: Index) -> int | None:
         """The length of the leading axis of a stream; `None` if it has none."""
@@ -57,15 +76,16 @@ def make_plan(
     sizes: tuple[int | None, ...] = (),
 ) -> Plan:
     """All streams that the wanted derivatives and sums need."""
+    asked = tuple(dict.fromkeys(indices))
     sums = tuple(tuple(terms) for terms in sums)
-    wanted = {below for index in indices for below in (index, *_below(index))}
+    wanted = {below for index in asked for below in (index, *_below(index))}
     wanted |= {below for terms in sums for index in terms for below in _below(index)}
     ordered = sorted((i for i in wanted if i), key=lambda i: (len(i), i))
     for index in (*ordered, *(i for terms in sums for i in terms)):
         stacked = {i for i in index if sizes and sizes[i] is not None}
         # Streams along two stacked directions would need two axes.
         assert not stacked or set(index) == stacked, index
-    return Plan(tuple(ordered), sums, sizes)
+    return Plan(tuple(ordered), sums, sizes, asked)
 
 
 def _below(index: Index) -> set[Index]:

@@ -7,15 +7,16 @@ a layer.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._flat import Flat, Step, variables
+from .._flat import Constant, Flat, Step, variables
 from .._jaxpr import LOOPS, bodies_of, contains
 from . import _tables as tables
-from ._streams import DEEP, FIRST, RAW, Jet
+from ._plan import Index, Plan
+from ._streams import DEEP, FIRST, RAW, Jet, is_inexact
 
 
 _SMALL = 64
@@ -41,12 +42,16 @@ class Role(NamedTuple):
     - `final`: the variables that no product and no loop depends on.
     - `stored`: those that are kept in half where they leave a layer.
     - `half`: the variables that are constants in half precision at heart.
+    - `asked`: the streams of each variable that the results depend on, and `()` where they depend
+        on its value. Behind the last function that is not linear, what nobody asked for is not
+        carried on.
     """
 
     stage: dict[int, int]
     final: set[int]
     stored: set[int]
     half: set[int]
+    asked: dict[int, frozenset[Index]]
 
     def known(self, step: Step, operands: Sequence[Any]) -> bool:
         """Whether an equation only moves coordinates whose derivatives are known numbers."""
@@ -75,7 +80,10 @@ class Part(NamedTuple):
     multiplies: bool = False
 
 
-def roles_of(flat: Flat, stages: Mapping[int, int], half: set[int]) -> Role:
+def roles_of(
+    flat: Flat, stages: Mapping[int, int], half: set[int], plan: Plan, asked: Iterable[Index]
+) -> Role:
+    """The roles of a program whose results are wanted with the streams `asked`."""
     stage = dict(stages)
     plain: set[int] = set()  # results of the first product, and what is linear in them
     for step in flat.steps:
@@ -99,14 +107,47 @@ def roles_of(flat: Flat, stages: Mapping[int, int], half: set[int]) -> Role:
         ):
             wanted.update(variables(step.inputs))
     stored = {x for x, s in stage.items() if s == DEEP and x in wanted}
-    return Role(stage, set(stage) - wanted, stored, half)
+    return Role(stage, set(stage) - wanted, stored, half, _asked_of(flat, stage, plan, asked))
+
+
+def _asked_of(
+    flat: Flat, stage: Mapping[int, int], plan: Plan, asked: Iterable[Index]
+) -> dict[int, frozenset[Index]]:
+    """What the results depend on of each variable."""
+    none: frozenset[Index] = frozenset()
+    out = dict.fromkeys(variables(flat.outputs), frozenset(asked))
+    for step in reversed(flat.steps):
+        keys = none.union(*(out.get(x, none) for x in step.outputs))
+        if step.eqn.effects or _is_alone(step):
+            keys = frozenset((*plan.keys, ()))
+        elif keys and step.eqn.primitive.name in tables.CONSTANT:
+            keys = plan.needs(())
+        elif keys and not _by_stream(step, stage):
+            keys = plan.needs(keys)
+        for x, v in zip(step.inputs, step.eqn.invars, strict=True):
+            if not isinstance(x, Constant):
+                # What an index or a predicate selects, it selects by its value.
+                here = keys if is_inexact(v.aval) else keys and plan.needs(())
+                out[x] = out.get(x, none) | here
+    return out
+
+
+def _by_stream(step: Step, stage: Mapping[int, int]) -> bool:
+    """Whether each stream of a result comes of the same stream of the operands alone."""
+    one = step.eqn.primitive.name in tables.PRODUCTS and len(_moving(step, stage)) == 1
+    return one or _linear(step, stage)
 
 
 def _linear(step: Step, stage: Mapping[int, int]) -> bool:
     name = step.eqn.primitive.name
-    moving = [x for x in variables(step.inputs) if x in stage]
-    scales = name in ("mul", "div", "convert_element_type") and len(moving) == 1
-    return name in tables.LINEAR or scales
+    moving = _moving(step, stage)
+    scales = name in ("mul", "convert_element_type") and len(moving) == 1
+    return name in tables.LINEAR or scales or (name == "div" and moving == [0])
+
+
+def _moving(step: Step, stage: Mapping[int, int]) -> list[int]:
+    """Which operands of an equation depend on the point."""
+    return [i for i, x in enumerate(step.inputs) if not isinstance(x, Constant) and x in stage]
 
 
 def parts_of(flat: Flat, roles: Role) -> list[Part]:

@@ -1,7 +1,7 @@
 """A value together with its derivatives, and how they are stored."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -25,7 +25,8 @@ every order of differentiation."""
 @partial(jax.tree_util.register_dataclass, data_fields=["primal", "streams"], meta_fields=["stage"])
 @dataclasses.dataclass(frozen=True)
 class Jet:
-    """A value that depends on the point, and its streams; one that is missing is zero.
+    """A value that depends on the point, and its streams; one that is missing is zero. The value
+    is `None` where it enters a layer that has no use of it.
 
     Arrays in half are *stored*: multiplied by the scale of their stream. All others are not.
     """
@@ -33,6 +34,10 @@ class Jet:
     primal: Any
     streams: dict[Index, Any]
     stage: int
+
+    def only(self, keys: Collection[Index]) -> "Jet":
+        """The value with those of its streams."""
+        return Jet(self.primal, {k: s for k, s in self.streams.items() if k in keys}, self.stage)
 
 
 Streams = dict[Index, Any]
@@ -79,7 +84,9 @@ class Storage:
 
     def store(self, x: Any, key: Index) -> Any:
         """A stream as it is kept; what is no real floating-point array stays as it is."""
-        if self.dtype is None or self.dtype == self.registers or x.dtype != self.registers:
+        if x is None or self.dtype is None or self.dtype == self.registers:
+            return x
+        if x.dtype != self.registers:
             return x
         if key in self.scales:
             x = x * _along(self.scales[key][0], x)
