@@ -114,7 +114,8 @@ LOSSES = {
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")  # small layers
 @pytest.mark.parametrize("name", LOSSES)
-def test_no_product_is_tf32_in_the_program_for_an_h100(name):
+@pytest.mark.parametrize("target", ["h100", "v5e"])
+def test_float32_is_asked_for_in_the_program_for_a_gpu_and_a_tpu(target, name):
     deviceless = pytest.importorskip("benchmarks._deviceless")
     model = mpx.FullPrecision(MODEL) if name == "FullPrecision" else MODEL
     if name == "float32":
@@ -131,9 +132,8 @@ def test_no_product_is_tf32_in_the_program_for_an_h100(name):
             return eqx.filter(gradient(eqx.combine(arrays, static), points)[2], eqx.is_array)
 
     try:
-        compiled = deviceless.compile_for(
-            "h100", step, arrays, POINTS, compiler_options=deviceless.CUBLAS
-        )
+        options = deviceless.CUBLAS if target == "h100" else None
+        compiled = deviceless.compile_for(target, step, arrays, POINTS, compiler_options=options)
     except deviceless.TargetUnavailable as e:
         pytest.skip(str(e))
     if name == "JAX's own":  # which shows that the test below can fail
@@ -153,7 +153,11 @@ def assert_true_float32(deviceless, compiled):
     full = [
         lines[i.name]
         for i in every
-        if (i.opcode == "dot" or "gemm" in i.call_target or "matmul" in i.call_target)
+        if (
+            i.opcode in ("dot", "convolution")  # which on a TPU are one
+            or "gemm" in i.call_target
+            or "matmul" in i.call_target
+        )
         and types[i.computation, i.operands[0]].startswith("f32")
     ]
     assert full
