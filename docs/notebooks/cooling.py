@@ -13,8 +13,8 @@
 # %% [markdown]
 # # Cooling in three dimensions
 #
-# A block with three fins sits on a warm chip. Heat comes in from below, spreads ($\Delta T = 0$)
-# and leaves through the surface ($\partial T/\partial n = -T$). The problem is one of the
+# A block with three fins sits on a warm chip. Heat comes in from below, spreads (ΔT = 0)
+# and leaves through the surface (∂T/∂n = −T). The problem is one of the
 # collection in [`examples/problems`](../../breadth/): its file has the energy that the temperature
 # minimizes, the geometry by signed distances and a finite-volume reference. Here it is trained by
 # hand, for a short while.

@@ -13,8 +13,8 @@
 # %% [markdown]
 # # A first neural operator
 #
-# A Fourier neural operator learns a map of functions: from the force $f$ on a string to its
-# deflection $u$, $-u'' + u = f$ on a periodic interval. The data are exact: in Fourier space the
+# A Fourier neural operator learns a map of functions: from the force f on a string to its
+# deflection u, −u″ + u = f on a periodic interval. The data are exact: in Fourier space the
 # equation is a division.
 
 # %%

@@ -13,10 +13,10 @@
 # %% [markdown]
 # # A first physics-informed network
 #
-# We solve $-\Delta u = f$ on the unit square, with $u = 0$ at its edge, by a network that knows
+# We solve −Δu = f on the unit square, with u = 0 at its edge, by a network that knows
 # nothing of this library: an `eqx.nn.MLP`. First in float32, then with half-precision products,
 # then with the forward pass in float32 and the backward pass in half. The right-hand side is
-# chosen so that $u = \sin(\pi x)\sin(2\pi y)$ is the solution.
+# chosen so that u = sin πx sin 2πy is the solution.
 
 # %%
 import equinox as eqx
