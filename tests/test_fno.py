@@ -347,3 +347,21 @@ def test_gradients_inside_of_shard_map(how):
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         # Means that are rounded to half may differ by a rounding.
         assert relative(a.astype(jnp.float32), b.astype(jnp.float32)) < 2.0**-9
+
+
+def test_an_activation_that_was_replaced_by_any_function():
+    """As one does with `equinox.tree_at`; `FNO(activation=...)` makes a `safe` one of it."""
+    model = make((4,), (1, 1), layers=1)
+    plain = eqx.tree_at(lambda m: m.activation, model, jnp.tanh)
+    wanted = eqx.tree_at(lambda m: m.activation, model, nn.tanh)
+    x = jnp.sin(jnp.arange(32.0))[None]
+
+    @eqx.filter_jit
+    @eqx.filter_grad
+    def gradient(model):
+        return jnp.mean(model(x) ** 2)
+
+    got, want = map(jax.tree.leaves, map(gradient, (plain, wanted)))
+    assert len(got) == len(want)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)  # float32, fused in other ways

@@ -170,7 +170,8 @@ def part(fun: Callable, again: bool) -> Callable:
     Each part by itself, so that it is evaluated when its cotangent is there, and not before.
     """
     names = (KEPT,) if again else (KEPT, STORED)
-    return jax.checkpoint(fun, policy=jax.checkpoint_policies.save_only_these_names(*names))
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    return eqx.filter_checkpoint(fun, policy=policy)  # an activation may be any function
 
 
 def activate(activation: Callable, x: Array, shift: Array | None = None) -> Array:
