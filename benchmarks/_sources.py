@@ -67,6 +67,12 @@ PINNS = (*STEP, *DERIVATIVES, *_examples("_pinn"))
 DARCY = _examples("darcy", "_darcy_data")
 NAVIER_STOKES = _examples("navier_stokes", "_navier_stokes_data")
 OPERATOR_TRAININGS = (*STEP, *OPERATORS, *_examples("_neural_operator", "_operator_losses"))
+GALLERY = (  # in the order of the page
+    *("burgers_1d", "klein_gordon", "kdv", "schrodinger", "sine_gordon", "wave_heterogeneous"),
+    *("poisson_holes", "poisson_subdomains", "biharmonic_plate", "kovasznay", "heat_varying"),
+    *("burgers_2d", "gray_scott", "finned_block_3d"),
+    *("operator_darcy", "emulate_burgers", "emulate_ks", "emulate_turbulence"),
+)
 CAVITY = _examples("lid_driven_cavity", "_cavity_reference", "_newton")
 VIT = (*STEP, *AUTOCAST, *_examples("vit"))
 SHARDED = (
@@ -103,6 +109,13 @@ MEASURED: dict[str, tuple[str, ...]] = {
         *ROOFLINE,
     ),
     "frequencies": (*PRODUCTS, *_benchmarks("frequencies")),
+    "gallery": (
+        *(*PINNS, *OPERATOR_TRAININGS, *DARCY),
+        *_examples("problems/_runner", "problems/_operators", "problems/references"),
+        *_examples("problems/geometry", "burgers", "_burgers_exact"),
+        *_examples(*(f"problems/{name}" for name in GALLERY)),
+        *_benchmarks("gallery", "_gallery", "_problems", "_tf32"),
+    ),
     "growth": (*DERIVATIVES, *COMPILER, *_benchmarks("growth", "_cavity", "_pinn_steps")),
     "networks": (*DERIVATIVES, *COMPILER, *CLOCK, *_benchmarks("networks", "_networks")),
     "operators": (*OPERATOR_TRAININGS, *DARCY, *NAVIER_STOKES, *_benchmarks("operators")),

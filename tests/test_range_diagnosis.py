@@ -3,6 +3,7 @@
 import inspect
 import re
 import time
+import warnings
 
 import equinox as eqx
 import jax
@@ -139,6 +140,26 @@ def test_nan_in_an_argument():
     assert report.first_nonfinite is None
     text = mpx.explain_nonfinite(fun)({"x": jnp.array([jnp.inf, 1.0])})
     assert "There are infinities in the input at argument [0]['x'] (50 %)" in text
+
+
+def test_a_number_that_float16_does_not_hold():
+    """JAX makes an infinity of it while the cast model is traced, which float32 would not."""
+
+    def loss(w, x):
+        return jnp.mean((w * x * 1e5 / 1e5) ** 2)
+
+    line = line_here(-2)
+    given = jnp.ones(3), jnp.ones(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # of the cast of 1e5, by NumPy
+        half = mpx.filter_grad(loss, mpx.DynamicLossScaling())
+        text = mpx.explain_nonfinite(half)(*given)
+    assert "float32 itself" not in text
+    assert "above 65504" in text
+    assert f"test_range_diagnosis.py:{line}" in text
+    # What the mend says is one.
+    in_full = mpx.filter_grad(loss, mpx.DynamicLossScaling(), forward="float32")
+    assert "65504" not in mpx.explain_nonfinite(in_full)(*given)
 
 
 def test_nan_written_in_the_code():

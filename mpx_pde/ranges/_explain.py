@@ -109,6 +109,15 @@ def _not_finite(report: RangeReport) -> str | None:
             "anything is computed. No precision helps: look at where these data come from."
         )
     row = next((row for row in report.rows if row.nonfinite), None)
+    if row is not None and row.dtype == "float16":
+        # While the program was traced, before there was a value to look at.
+        return (
+            f"An infinity or a NaN enters at {row.where} ({percent(row.nonfinite)}) that the code "
+            "holds as float16: a number above 65504 is one, since JAX gives numbers of Python the "
+            "dtype of the array that they meet. Keep that layer in float32 (`mpx.FullPrecision`), "
+            "or the whole model (`forward=\"float32\"` or `autocast=True` in `mpx.filter_grad`), "
+            "or use bfloat16."
+        )
     if row is not None:
         return (
             f"float32 itself is not finite first at {row.where} ({percent(row.nonfinite)}), out "
