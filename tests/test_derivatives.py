@@ -432,6 +432,14 @@ def test_errors():
     )
     raises(ValueError, "jax.vmap", lambda: get(["u"])(points()))
     raises(TypeError, "int32", lambda: get(["u"])(jnp.arange(2)))
+    raises(TypeError, "2 coordinates x, t, but got 2 arguments.*stack", lambda: get(["u"])(1.0, 2.0))
+    # A network that takes its coordinates one by one.
+    one_by_one = lambda x, t: x * t
+    mend = r"takes \(x, t\).*lambda point: fun\(point\[0\], point\[1\]\)"
+    for make in (mpx.partials, lambda f, _, **given: mpx.laplacian(f, **given)):
+        given = {"coords": "xt", "outputs": "u"}
+        raises(TypeError, mend, lambda make=make, given=given: make(one_by_one, ["u"], **given))
+        make(lambda point, gain=2.0: gain * one_by_one(*point), ["u"], **given)
     build = mpx.DerivativeScaling
     raises(ValueError, "'u_x' twice", lambda: build.per_term(["u_x", "u_x"]))
     raises(ValueError, "'u'", lambda: build.per_term(["u"]))

@@ -1,5 +1,6 @@
 """What the derivative functions check, and how they read names."""
 
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -54,6 +55,33 @@ def check_fun(fun: Any, call: str) -> None:
     if not callable(fun):
         raise TypeError(
             f"`{call}` takes a function of one point, such as a network, but got {fun!r}."
+        )
+
+
+def check_network(fun: Any, call: str) -> None:
+    """That a function takes one point."""
+    check_fun(fun, call)
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):  # of a builtin
+        return
+    try:
+        signature.bind(None)
+    except TypeError:
+        at = ", ".join(f"point[{i}]" for i in range(max(2, len(signature.parameters))))
+        raise TypeError(
+            f"`{call}` takes a function of one point, an array of all coordinates, but that which "
+            f"it got takes {signature}. Wrap it: `lambda point: fun({at})`."
+        ) from None
+
+
+def check_alone(others: tuple[Any, ...], coords: tuple[str, ...], call: str) -> None:
+    """That a point came as one array."""
+    if others:
+        raise TypeError(
+            f"`{call}` takes one point, an array of the {len(coords)} coordinates "
+            f"{', '.join(coords)}, but got {1 + len(others)} arguments. Pass `jnp.stack([...])` of "
+            "them."
         )
 
 

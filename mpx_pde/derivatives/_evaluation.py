@@ -16,7 +16,7 @@ from .._forward import present_forward
 from .._marks import marked
 from .._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
 from ..propagation import Equation, Index, Plan, make_plan, propagate, sum_key
-from ._checks import Term, as_network, check_point
+from ._checks import Term, as_network, check_alone, check_point
 from ._probe import tap
 from ._scales import AbstractScales
 from ._seeds import power_of_two
@@ -231,13 +231,16 @@ class Evaluation:
         )
         return self._plan, value, streams
 
-    def __call__(self, point: Any) -> dict[str, Float[Array, ""]]:
+    def __call__(self, point: Any, *others: Any) -> dict[str, Float[Array, ""]]:
         """**Arguments:**
 
         - `point`: the coordinates, shape `[coords]`.
 
         **Returns:** a dict from names to scalars in float32 (float64 for a float64 network).
+
+        **Raises:** `TypeError` for coordinates that come one by one, in `others`.
         """
+        check_alone(others, self._coords, self._call)
         if _multiplies_tensorfloat32():
             warn_of_tensorfloat32(self._call, "derivative terms")
         lost: dict[Index, Array] = {}

@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from .._dtypes import as_floating_dtype
 from .._types import DTypeLike, Names
-from ._checks import check_derivatives, check_fun, parse_terms, rows_of
+from ._checks import check_derivatives, check_network, parse_terms, rows_of
 from ._evaluation import Evaluation, Sum, Summand
 from ._names import names_of, positive_integer, split_names
 
@@ -140,7 +140,7 @@ def _operators(
     key=None,
     replace=False,
 ) -> Evaluation:
-    check_fun(fun, call)
+    check_network(fun, call)
     check_derivatives(scaling, call)
     coords = names_of(coords, call, "the coordinates")
     outputs = names_of(outputs, call, "the outputs")

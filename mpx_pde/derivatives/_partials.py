@@ -5,7 +5,7 @@ from typing import Any
 
 from .._dtypes import as_floating_dtype
 from .._types import DTypeLike, Names
-from ._checks import check_derivatives, check_fun, parse_terms, rows_of
+from ._checks import check_derivatives, check_network, parse_terms, rows_of
 from ._evaluation import Evaluation
 from ._names import names_of
 
@@ -62,7 +62,7 @@ def partials(
     ```
     """
     call = "partials"
-    check_fun(fun, call)
+    check_network(fun, call)
     check_derivatives(scaling, call)
     coords = names_of(coords, call, "the coordinates")
     outputs = names_of(outputs, call, "the outputs")
