@@ -19,7 +19,6 @@ class Shown(NamedTuple):
     grid: tuple[Float[np.ndarray, " a"], Float[np.ndarray, " b"]]
     reference: Float[np.ndarray, "a b"]
     learnt: Float[np.ndarray, "a b"]
-    where: str = ""  # of a cut
     given: Float[np.ndarray, "a b"] | None = None  # the input of an operator, and its name
     given_name: str = ""
 
@@ -38,18 +37,19 @@ class Cut(NamedTuple):
     at: dict[str, float] = {}  # noqa: RUF012, not changed
     reference: Callable[[], Any] | None = None  # where the problem has errors of its own
 
+    def told(self) -> str:
+        cut = ", ".join(f"{name} = {value:g}" for name, value in self.at.items())
+        return f"{self.field} at {cut}. " if cut else "" if self.field == "u" else f"{self.field}. "
+
     def __call__(self, module: Any, model: Any) -> Shown:
         runner = importlib.import_module("examples.problems._runner")
         problem = module.PROBLEM
         points, values = (self.reference or (lambda: runner.reference_of(problem)))()
         names = list(problem.coords)
         kept = np.ones(len(points), bool)
-        where = []
         for name, wanted in self.at.items():
             column = points[:, names.index(name)]
-            found = column[np.argmin(np.abs(column - wanted))]
-            kept &= column == found
-            where.append(f"{name} = {found:.3g}")
+            kept &= column == column[np.argmin(np.abs(column - wanted))]
         over = [i for i, name in enumerate(names) if name not in self.at]
         index = list(problem.fields).index(self.field)
         learnt = runner.values_at(model, points[kept]).reshape(kept.sum(), -1)[:, index]
@@ -66,8 +66,7 @@ class Cut(NamedTuple):
         name_of = lambda i: names[over[i]]
         fields = on_grid(np.asarray(reference)), on_grid(np.asarray(learnt))
         learnt = np.where(np.isfinite(fields[0]), fields[1], np.nan)
-        axes_names = (name_of(0), name_of(1))
-        return Shown(self.field, axes_names, (axes[0], axes[1]), fields[0], learnt, ", ".join(where))
+        return Shown(self.field, (name_of(0), name_of(1)), (axes[0], axes[1]), fields[0], learnt)
 
 
 class Sample(NamedTuple):
@@ -76,11 +75,14 @@ class Sample(NamedTuple):
     field: str = "u"
     given: str = "a"
 
+    def told(self) -> str:
+        return f"The first of the test data, whose input {self.given} is at the left. "
+
     def __call__(self, module: Any, model: Any) -> Shown:
         inputs, outputs = (x[:1, 0] for x in module.data()[1])
         learnt = np.asarray(model(jnp.asarray(inputs)), np.float64)[0]
         x, y = ((np.arange(n) + 0.5) / n for n in learnt.shape)
-        return Shown(self.field, ("x", "y"), (x, y), outputs[0], learnt, "", inputs[0], self.given)
+        return Shown(self.field, ("x", "y"), (x, y), outputs[0], learnt, inputs[0], self.given)
 
 
 class Rollout(NamedTuple):
@@ -91,6 +93,12 @@ class Rollout(NamedTuple):
     extent: float
     spin_up: int = 0
     field: str = "u"
+
+    def told(self) -> str:
+        return (
+            f"{self.steps} steps from a field that the training has not seen, "
+            f"to t = {self.steps * self.time_step:g}. "
+        )
 
     def __call__(self, module: Any, model: Any) -> Shown:
         operators = importlib.import_module("examples.problems._operators")
@@ -103,9 +111,8 @@ class Rollout(NamedTuple):
         if reference.ndim == 2:  # over time and space
             t = np.arange(self.steps + 1) * self.time_step
             return Shown(self.field, ("t", "x"), (t, x), reference, learnt)
-        where = f"{self.steps} steps, t = {self.steps * self.time_step:.3g}"
-        last = (reference[-1], learnt[-1])
-        return Shown(self.field, ("x", "y"), (x, x), *last, where, reference[0], f"{self.field} at first")
+        given = (reference[0], f"{self.field} at first")
+        return Shown(self.field, ("x", "y"), (x, x), reference[-1], learnt[-1], *given)
 
 
 def burgers() -> tuple[np.ndarray, np.ndarray]:

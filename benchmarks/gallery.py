@@ -47,7 +47,9 @@ def run(report: Report, args: argparse.Namespace) -> int:
             print(f"{name}: {record['error']:.2e}", flush=True)
     report.sections["trainings"].sort(key=lambda r: list(PICTURES).index(r["problem"]))
     columns = ["problem", "error", "shown_error", "steps", "skipped"]
-    report.table("trainings", columns, [[r[c] for c in columns] for r in report.sections["trainings"]])
+    report.table(
+        "trainings", columns, [[r[c] for c in columns] for r in report.sections["trainings"]]
+    )
     return 0
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from . import (
     _accuracy,
     _breadth,
+    _gallery,
     _networks,
     _operators,
     _pinns,
@@ -44,6 +45,7 @@ TABLES = {
     "float8": _accuracy.float8,
     "fno-memory": _rivals.fno_memory,
     "fno-step": _rivals.fno_step,
+    "gallery": _gallery.gallery,
     "growth": _programs.growth,
     "headline": _summary.headline,
     "overhead": _programs.overhead,

@@ -1,7 +1,8 @@
-"""The Kuramoto–Sivashinsky equation u_t + α u u_x + β u_xx + γ u_xxxx = 0, up to t = 0.2.
+"""The Kuramoto–Sivashinsky equation u_t + α u u_x + β u_xx + γ u_xxxx = 0, up to t = 0.06.
 
 Periodic over 2π from cos x (1 + sin x), with α = 100/16, β = 100/16², γ = 100/16⁴ (PINNacle, which
-goes on to t = 1, where chaos begins). The reference is a Fourier method of fourth order in time.
+goes on to t = 1). By then |u_x| has grown from 2 to 13; at t = 0.1 it is 40, in fronts that one
+network for all times does not follow. The reference is a Fourier method of fourth order in time.
 """
 
 import functools
@@ -17,17 +18,17 @@ from .references import etdrk4
 
 
 A, B, C = 100 / 16, 100 / 16**2, 100 / 16**4
-END, TURN = 0.2, 2 * np.pi
+END, TURN = 0.06, 2 * np.pi
 
 
 def network(key):
     mlp = mpx.nn.CoordinateMLP(
-        2, "scalar", 48, 3, key=key, periodic={1: TURN}, fourier_features=(32, 0.4)
+        2, "scalar", 48, 3, key=key, periodic={1: TURN}, fourier_features=(32, 0.6)
     )
 
     def form(point, n):
         t, x = point
-        return jnp.cos(x) * (1 + jnp.sin(x)) + 5 * t * n
+        return jnp.cos(x) * (1 + jnp.sin(x)) + t / END * n
 
     return mpx.nn.Ansatz(InUnits(mlp, (END, 1)), form)
 
@@ -52,7 +53,7 @@ def reference(n=256, steps=600):
 
 
 PROBLEM = Problem(
-    title="Kuramoto–Sivashinsky",
+    title="Kuramoto–Sivashinsky, until it is steep",
     coords="tx",
     order=4,
     network=network,

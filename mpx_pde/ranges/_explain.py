@@ -115,7 +115,7 @@ def _not_finite(report: RangeReport) -> str | None:
             f"An infinity or a NaN enters at {row.where} ({percent(row.nonfinite)}) that the code "
             "holds as float16: a number above 65504 is one, since JAX gives numbers of Python the "
             "dtype of the array that they meet. Keep that layer in float32 (`mpx.FullPrecision`), "
-            "or the whole model (`forward=\"float32\"` or `autocast=True` in `mpx.filter_grad`), "
+            'or the whole model (`forward="float32"` or `autocast=True` in `mpx.filter_grad`), '
             "or use bfloat16."
         )
     if row is not None:

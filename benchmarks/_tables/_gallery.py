@@ -1,0 +1,54 @@
+"""The gallery: a picture of each problem, with its equation and its error."""
+
+import ast
+from typing import Any
+
+from .._gallery import PICTURES
+from ._format import ROOT, load, source
+
+
+REPOSITORY = "https://github.com/mpx-pde/mpx_pde/blob/main"
+FAMILIES = {
+    "PINN": "Physics-informed networks",
+    "3D": "In three dimensions",
+    "operator": "Neural operators",
+    "emulator": "Time steps that are learnt",
+}
+
+
+def equation(name: str) -> str:
+    """What the file of a problem says that it is: the first paragraph, in one line."""
+    path = ROOT / "examples" / "problems" / f"{name}.py"
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return " ".join(text.split("\n\n", 1)[0].split())
+
+
+def entry(training: dict[str, Any]) -> str:
+    name, title = training["problem"], training["title"]
+    shown = PICTURES[name].told()
+    what = next(iter(training["errors"]))
+    if what == "rollout":
+        what = "relative L² error of a rollout, the geometric mean over its length"
+    else:
+        what = "relative L² error" + (
+            ", the mean over the fields," if len(training["errors"]) > 2 else ""
+        )
+    lines = [
+        f"### {title}",
+        equation(name),
+        f"![{title}: the reference, what was learnt, and the error](figures/gallery/{name}.webp)",
+        f"{shown}{what[0].upper()}{what[1:]}: {training['error']:.1e}, after {training['steps']:,} "
+        f"steps, {training['skipped']} of them skipped. "
+        f"[`{name}.py`]({REPOSITORY}/examples/problems/{name}.py)",
+    ]
+    return "\n\n".join(lines)
+
+
+def gallery() -> str:
+    data = load("gallery-cpu")
+    parts = []
+    for family, heading in FAMILIES.items():
+        found = [t for t in data["trainings"] if t["family"] == family]
+        if found:
+            parts += [f"## {heading}", *map(entry, found)]
+    return "\n\n".join([*parts, source(data)]) + "\n"
