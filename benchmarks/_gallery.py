@@ -86,7 +86,7 @@ class Sample(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """A time step applied again and again, from a field that the training has not seen."""
+    """A time step applied again and again to a field of one dimension, not one of the training."""
 
     steps: int
     time_step: float
@@ -108,11 +108,8 @@ class Rollout(NamedTuple):
         learnt = np.concatenate([fields[:1], np.asarray(roll(jnp.asarray(fields[0])))])[:, 0]
         reference = fields[:, 0]
         x = np.arange(reference.shape[-1]) / reference.shape[-1] * self.extent
-        if reference.ndim == 2:  # over time and space
-            t = np.arange(self.steps + 1) * self.time_step
-            return Shown(self.field, ("t", "x"), (t, x), reference, learnt)
-        given = (reference[0], f"{self.field} at first")
-        return Shown(self.field, ("x", "y"), (x, x), reference[-1], learnt[-1], *given)
+        t = np.arange(self.steps + 1) * self.time_step
+        return Shown(self.field, ("t", "x"), (t, x), reference, learnt)
 
 
 def burgers() -> tuple[np.ndarray, np.ndarray]:
@@ -141,7 +138,6 @@ PICTURES: dict[str, Cut | Sample | Rollout] = {
     "operator_darcy": Sample(),
     "emulate_burgers": Rollout(20, 0.1, 2 * np.pi),
     "emulate_ks": Rollout(60, 0.5, 32.0, spin_up=200),
-    "emulate_turbulence": Rollout(20, 0.05, 1.0, field="ω"),
 }
 """By problem, in the order of the page."""
 

@@ -71,7 +71,7 @@ GALLERY = (  # in the order of the page
     *("burgers_1d", "klein_gordon", "kdv", "schrodinger", "sine_gordon", "wave_heterogeneous"),
     *("poisson_holes", "poisson_subdomains", "biharmonic_plate", "kovasznay", "heat_varying"),
     *("burgers_2d", "gray_scott", "finned_block_3d"),
-    *("operator_darcy", "emulate_burgers", "emulate_ks", "emulate_turbulence"),
+    *("operator_darcy", "emulate_burgers", "emulate_ks"),
 )
 CAVITY = _examples("lid_driven_cavity", "_cavity_reference", "_newton")
 VIT = (*STEP, *AUTOCAST, *_examples("vit"))

@@ -31,7 +31,7 @@ def entry(training: dict[str, Any]) -> str:
         what = "relative L² error of a rollout, the geometric mean over its length"
     else:
         what = "relative L² error" + (
-            ", the mean over the fields," if len(training["errors"]) > 2 else ""
+            ", the mean over the fields" if len(training["errors"]) > 2 else ""
         )
     lines = [
         f"### {title}",
