@@ -1,7 +1,7 @@
 """The Kuramoto–Sivashinsky equation u_t + α u u_x + β u_xx + γ u_xxxx = 0, up to t = 0.06.
 
 Periodic over 2π from cos x (1 + sin x), with α = 100/16, β = 100/16², γ = 100/16⁴ (PINNacle, which
-goes on to t = 1). By then |u_x| has grown from 2 to 13; at t = 0.1 it is 40, in fronts that one
+goes on to t = 1). By then |u_x| has grown from 2 to 11; at t = 0.1 it is 40, in fronts that one
 network for all times does not follow. The reference is a Fourier method of fourth order in time.
 """
 
