@@ -1,8 +1,7 @@
-"""Vortices that turn around each other, the Navier–Stokes equations in the plane up to t = 1.
+"""Vortices that turn around each other, the Navier–Stokes equations in the plane up to t = 3.
 
 Velocity and vorticity, ω_t + u ω_x + v ω_y = ν Δω, u_x + v_y = 0, ω = v_x − u_y, with ν = 0.05,
-periodic over 2π (after NS2d-LT of PINNacle, which takes longer). The reference is by Exponax on 64²
-points.
+periodic over 2π (after NS2d-LT of PINNacle). The reference is by Exponax on 64² points.
 """
 
 import functools
@@ -17,7 +16,7 @@ from ._runner import InUnits, Problem, Reference, grid, uniform
 from .references import vortices
 
 
-NU, END, TURN = 0.05, 1.0, 2 * np.pi
+NU, END, TURN = 0.05, 3.0, 2 * np.pi
 
 
 def start(x, y, cos=jnp.cos, sin=jnp.sin):
@@ -59,7 +58,7 @@ def reference(n=64, time_step=0.01):
 
 
 PROBLEM = Problem(
-    title="Navier–Stokes, turning vortices",
+    title="Navier–Stokes, long time",
     coords="txy",
     order=2,
     network=network,
