@@ -18,7 +18,6 @@ from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, Bool
 
 from ._loss_scaling import AbstractLossScaling, DynamicLossScaling
-from ._packed import packing
 from ._precision_report import arrays_of
 from ._tree import select_tree, with_fields
 from ._varying import mark_varying, varying_axes
@@ -148,12 +147,12 @@ def search(
     types = assemble(list(avals))
     start = _varying_like(scaling, types[1])
 
-    # What XLA carries through a loop it copies, each in a kernel: as little of the scaling as
-    # possible, in few arrays. The rest follows from whether the step can be taken and from what was
-    # counted.
+    # What XLA carries through a loop it copies, each number in a kernel: as little of the scaling as
+    # possible. The rest follows from whether the step can be taken and from what was counted. (As
+    # one array, small results would cost fewer still, but parameters that are sharded would be
+    # gathered for it.)
     kept, static = eqx.partition((types[0], *types[2:]), is_type)
     kept, treedef = jtu.tree_flatten(kept)
-    pack, unpack = packing(kept)
 
     def body(carry):
         attempt, moving, counts, _ = carry
@@ -170,16 +169,15 @@ def search(
         of_this = finite | (attempt == 0)
         counts = [jnp.where(of_this, x, y) for x, y in zip(_counts(adjusted), counts, strict=True)]
         attempt = jnp.where(again, attempt + 1, ATTEMPTS)
-        return attempt, moving, counts, pack(flat((result, finite, grads)))
+        return attempt, moving, counts, flat((result, finite, grads))
 
     carry = (
         jnp.zeros((), jnp.int32),
         _moving(start),
         [_zeros(aval) for aval in _counts(types[1])],
-        pack([_zeros(aval) for aval in kept]),
+        [_zeros(aval) for aval in kept],
     )
-    _, found, counts, packed = lax.while_loop(lambda carry: carry[0] < ATTEMPTS, body, carry)
-    kept = unpack(packed)
+    _, found, counts, kept = lax.while_loop(lambda carry: carry[0] < ATTEMPTS, body, carry)
     result, finite, grads = eqx.combine(treedef.unflatten(kept), static)
     # A step that no scale could save is an ordinary skipped step.
     taken = [jnp.where(finite, x, y) for x, y in zip(found, _moving(start), strict=True)]

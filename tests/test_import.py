@@ -37,7 +37,7 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 ORDER = [
     ["_types"],
     ["_dtypes", "_notes", "_policy", "_primitives", "_repr", "_split", "_varying"],
-    ["_bilinear", "_cast", "_jaxpr", "_norms", "_packed", "_reverse"],
+    ["_bilinear", "_cast", "_jaxpr", "_norms", "_reverse"],
     ["_dot"],
     ["_checkpoint_file", "_collectives", "_conv", "_einsum", "_flat", "_forward", "_order"],
     ["_as_trained", "_marks", "_masters", "_products", "_refined", "_tree"],
