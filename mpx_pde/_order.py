@@ -46,7 +46,7 @@ def rounded_cotangent(x: Array, dtype: Any) -> Array:
     return _rounded_p.bind(x, dtype=jnp.dtype(dtype))
 
 
-def shared(x: Array, count: int) -> list[Array]:
+def shared(x: Any, count: int) -> list[Array]:
     """`x`, once for each of several products with it.
 
     Its cotangents are added up so that a GPU accumulates each onto what the products before it have

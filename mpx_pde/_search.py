@@ -148,8 +148,8 @@ def search(
     start = _varying_like(scaling, types[1])
 
     # What XLA carries through a loop it copies, each number in a kernel: as little of the scaling
-    # as possible. The rest follows from whether the step can be taken and from what was counted. (As
-    # one array, small results would cost fewer still, but parameters that are sharded would be
+    # as possible. The rest follows from whether the step can be taken and from what was counted.
+    # (As one array, small results would cost fewer still, but parameters that are sharded would be
     # gathered for it.)
     kept, static = eqx.partition((types[0], *types[2:]), is_type)
     kept, treedef = jtu.tree_flatten(kept)
