@@ -1,5 +1,6 @@
-"""Products that a CPU does not have: TF32, the arithmetic of an NVIDIA GPU's default float32
-product, and split ones, without their speed.
+"""TF32, the arithmetic of an NVIDIA GPU's default float32 product, on a CPU, which does not have
+it: without its speed. Split products need no such emulation: the library's own are the same numbers
+there.
 """
 
 from collections.abc import Callable
@@ -25,26 +26,6 @@ def emulate_tf32(fun: Callable[..., Any]) -> Callable[..., Any]:
     """
     rounded = lambda x: lax.reduce_precision(x, 8, 10)
     return emulate(fun, lambda eqn: True, lambda product, x, y: product(rounded(x), rounded(y)))
-
-
-def emulate_bfloat16_x3(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, where products that ask for the algorithm BF16_BF16_F32_X3, which are float32's on a
-    CPU, are sums of three products of bfloat16 pieces, the small ones first."""
-    wanted = lax.DotAlgorithmPreset.BF16_BF16_F32_X3
-
-    def asks(eqn):
-        precision = eqn.params.get("precision")
-        return wanted in (precision, *(precision if isinstance(precision, tuple) else ()))
-
-    def pieces(x):
-        high = lax.reduce_precision(x, 8, 7)
-        return high, lax.reduce_precision(x - high, 8, 7)
-
-    def product(multiply, x, y):
-        (x, low_x), (y, low_y) = pieces(x), pieces(y)
-        return multiply(low_x, y) + multiply(x, low_y) + multiply(x, y)
-
-    return emulate(fun, asks, product)
 
 
 def emulate(

@@ -41,6 +41,9 @@ _GIVEN = Given()
 _APART = 2**21
 """From operands of this many bytes on, copies take a GPU longer than a product more."""
 
+_ALIGNED, _NARROW = 8, 64
+"""Halves in a row that cuBLAS wants a multiple of, and below what length the rest is cheap."""
+
 
 def _dot(
     x,
@@ -56,17 +59,41 @@ def _dot(
     on_gpu: bool = False,
 ):
     def product(x, y, **options):
-        if on_gpu and given.apart and max(x.size, y.size) * x.dtype.itemsize >= _APART:
+        options["out_sharding"] = out_sharding
+        if not (on_gpu and given.apart):
+            return lax.dot_general(x, y, dimension_numbers, **options)
+        x, y, sizes = _padded(x, y, dimension_numbers)
+        if max(x.size, y.size) * x.dtype.itemsize >= _APART:
             # XLA makes one product of those with the same weight, whose operands it puts behind one
             # another and whose result it cuts up again, with copies.
             x, y = lax.optimization_barrier((x, y))
-        return lax.dot_general(x, y, dimension_numbers, out_sharding=out_sharding, **options)
+        out = lax.dot_general(x, y, dimension_numbers, **options)
+        return out if sizes is None else lax.slice(out, (0, 0), sizes)
 
     if algorithm is not None:
         x, y = (lax.convert_element_type(z, dtype) for z in (x, y))
         split = split_product if on_cpu else split_by_hardware
         return lax.convert_element_type(split(product, x, y, algorithm), out_dtype)
     return rounded_product(product, x, y, dtype, out_dtype, on_cpu)
+
+
+def _padded(x, y, dimension_numbers) -> tuple[Any, Any, tuple[int, ...] | None]:
+    """Two matrices of halves with their narrow axes as long as cuBLAS wants them, and the shape of
+    their product; `None` where it stays.
+
+    XLA does so anyway, but for each of several products with the same operand anew.
+    """
+    ((x_axes, y_axes), (batch, _)) = dimension_numbers
+    if x.ndim != 2 or y.ndim != 2 or len(x_axes) != 1 or batch or x.dtype.itemsize != 2:
+        return x, y, None
+    sizes = x.shape[1 - x_axes[0]], y.shape[1 - y_axes[0]]
+
+    def pad(z):
+        wanted = [-n % _ALIGNED if n < _NARROW else 0 for n in z.shape]
+        zero = jnp.zeros((), z.dtype)
+        return lax.pad(z, zero, [(0, n, 0) for n in wanted]) if any(wanted) else z
+
+    return pad(x), pad(y), sizes if any(n < _NARROW and n % _ALIGNED for n in sizes) else None
 
 
 def _abstract_eval(

@@ -25,6 +25,8 @@ def gradients_in_turn(layer: Any, x: Any) -> tuple[Any, Any]:
     return lax.optimization_barrier((layer, x))
 
 
+_shared_p = Primitive("shared")
+_shared_p.multiple_results = True
 _rounded_p = Primitive("rounded_cotangent")
 _written_p = Primitive("written")
 _written_in_p = Primitive("written_in")
@@ -42,6 +44,15 @@ def rounded_cotangent(x: Array, dtype: Any) -> Array:
     float32 sum of what the gradient of the weights is made of as well.
     """
     return _rounded_p.bind(x, dtype=jnp.dtype(dtype))
+
+
+def shared(x: Any, count: int) -> list[Array]:
+    """`x`, once for each of several products with it.
+
+    Its cotangents are added up so that a GPU accumulates each onto what the products before it have
+    summed. Of the order in which JAX adds them, XLA makes every other one a kernel of its own.
+    """
+    return _shared_p.bind(x, count=count) if count > 1 else [x]
 
 
 def written_in(x: Array, dtype: Any) -> Array:
@@ -104,6 +115,13 @@ def _batch_spread(args, dims):
     else:
         like = jnp.moveaxis(like, dims[1], 1)
     return _spread_p.bind(x if dims[0] is None else jnp.moveaxis(x, dims[0], 1), like), 1
+
+
+def _transpose_shared(cotangents, x, *, count):
+    del count
+    found = [c for c in cotangents if not isinstance(c, ad.Zero)]
+    # XLA accumulates the product that stands first.
+    return [ft.reduce(lambda total, c: c + total, found[::-1]) if found else ad.Zero(x.aval)]
 
 
 def _transpose_rounded(cotangent, x, *, dtype):
@@ -174,6 +192,20 @@ def _identity(x, **_):
 
 def _batch(primitive, args, dims, **params):
     return primitive.bind(*args, **params), dims[0]
+
+
+def _repeated(x, *, count):
+    return [x] * count
+
+
+_shared_p.def_impl(_repeated)
+_shared_p.def_abstract_eval(_repeated)
+ad.deflinear2(_shared_p, _transpose_shared)
+batching.primitive_batchers[_shared_p] = lambda args, dims, *, count: (
+    _shared_p.bind(*args, count=count),
+    dims * count,
+)
+mlir.register_lowering(_shared_p, mlir.lower_fun(_repeated, multiple_results=True))
 
 
 for _primitive, _transpose in (

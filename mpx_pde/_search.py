@@ -37,15 +37,21 @@ def can_search(scaling: Any) -> bool:
     return isinstance(scaling, DynamicLossScaling | Scaling)
 
 
-def _again(old: Any, adjusted: Any) -> Any:
-    """`old` at the scales of `adjusted`: nothing was skipped, so nothing is counted."""
-    if isinstance(old, Scaling):
-        new = adjusted.derivatives
-        derivatives = with_fields(old.derivatives, exponents=new.exponents, caution=new.caution)
-        return with_fields(old, loss=_again(old.loss, adjusted.loss), derivatives=derivatives)
-    if isinstance(old, DynamicLossScaling):
-        return with_fields(old, loss_scaling=adjusted.loss_scaling)
-    return old
+def _moving(scaling: Any) -> list:
+    """What of a scaling another attempt changes. Nothing is skipped, so nothing is counted."""
+    if isinstance(scaling, Scaling):
+        derivatives = scaling.derivatives
+        return [*_moving(scaling.loss), derivatives.exponents, derivatives.caution]
+    return [scaling.loss_scaling] if isinstance(scaling, DynamicLossScaling) else []
+
+
+def _moved(scaling: Any, moving: Sequence[Array]) -> Any:
+    """`scaling` with these for what [`_moving`][] gives."""
+    if isinstance(scaling, Scaling):
+        *loss, exponents, caution = moving
+        derivatives = with_fields(scaling.derivatives, exponents=exponents, caution=caution)
+        return with_fields(scaling, loss=_moved(scaling.loss, loss), derivatives=derivatives)
+    return with_fields(scaling, loss_scaling=moving[0]) if moving else scaling
 
 
 def _scales(scaling: AbstractLossScaling) -> list[Array]:
@@ -57,7 +63,7 @@ def _scales(scaling: AbstractLossScaling) -> list[Array]:
 def _mendable(scaling: Any, out: tuple, axis_name: Any) -> tuple[Any, Bool[Array, ""]]:
     """The scaling to try next, and whether there is a point in it."""
     (value, _), adjusted, finite, _ = out
-    after = _again(scaling, adjusted)
+    after = _moved(scaling, _moving(adjusted))
     changed = [jnp.any(x != y) for x, y in zip(_scales(after), _scales(scaling), strict=True)]
     # The loss is not scaled when it is computed: no loss scale makes it finite. A derivative in it
     # is scaled.
@@ -83,6 +89,20 @@ def search_eagerly(step: Step, scaling: AbstractLossScaling, out: tuple, axis_na
             break
         out = step(scaling)
     return _finished(out, first)
+
+
+def _counts(scaling: Any) -> list:
+    """What a scaling was adjusted by, beside whether the gradients were finite."""
+    return [scaling.derivatives.counts] if isinstance(scaling, Scaling) else []
+
+
+def _varying_like(scaling: Any, types: Any) -> Any:
+    """A scaling that varies over devices where the one that comes back from a step does."""
+
+    def mark(x, aval):
+        return mark_varying(x, varying_axes(aval)) if isinstance(aval, ShapedArray) else x
+
+    return jtu.tree_map(mark, scaling, types)
 
 
 def _names(axis_name: Any) -> tuple[str, ...]:
@@ -119,46 +139,50 @@ def search(
     - `scaling`: where to start.
     - `axis_name`: the mapped axes whose devices must agree.
     """
-    dynamic, static = eqx.partition(scaling, eqx.is_array)
-    start, treedef = jtu.tree_flatten(dynamic)
-    build = lambda arrays: eqx.combine(treedef.unflatten(arrays), static)
-    flat = lambda s: jtu.tree_leaves(eqx.filter(s, eqx.is_array))
+    flat = lambda tree: jtu.tree_leaves(eqx.filter(tree, eqx.is_array))
     # All devices take the collectives of a step equally often.
     everywhere = (*jax.sharding.get_abstract_mesh().manual_axes, *_names(axis_name))
     everywhere = tuple(dict.fromkeys(everywhere))
-    # The scaling that comes back can vary over devices where the one that went in does not.
-    like = [x for x in jtu.tree_leaves(assemble(list(avals))[1]) if isinstance(x, ShapedArray)]
-    start = [mark_varying(x, varying_axes(aval)) for x, aval in zip(start, like, strict=True)]
+    is_type = lambda x: isinstance(x, ShapedArray)
+    types = assemble(list(avals))
+    start = _varying_like(scaling, types[1])
+
+    # What XLA carries through a loop it copies, each number in a kernel: as little of the scaling
+    # as possible. The rest follows from whether the step can be taken and from what was counted.
+    # (As one array, small results would cost fewer still, but parameters that are sharded would be
+    # gathered for it.)
+    kept, static = eqx.partition((types[0], *types[2:]), is_type)
+    kept, treedef = jtu.tree_flatten(kept)
 
     def body(carry):
-        attempt, _, _, after, first, _ = carry
-        arrays = step(after)
-        out = assemble(arrays)
-        adjusted = flat(out[1])
-        first = [jnp.where(attempt == 0, x, y) for x, y in zip(adjusted, first, strict=True)]
-        following, mendable = _mendable(build(after), out, axis_name)
+        attempt, moving, counts, _ = carry
+        at = _moved(start, moving)
+        out = assemble(step(flat(at)))
+        result, adjusted, finite, grads = out
+        following, mendable = _mendable(at, out, axis_name)
         again = _on_any(mendable, everywhere)
-        following = [
-            x if x is y else jnp.where(mendable, x, y)
-            for x, y in zip(flat(following), after, strict=True)
+        # Where nothing more is tried, the scales stay those of this attempt.
+        going_on = mendable & (attempt < ATTEMPTS - 1)
+        moving = [
+            jnp.where(going_on, x, y) for x, y in zip(_moving(following), moving, strict=True)
         ]
-        return attempt + 1, again, after, following, first, arrays
-
-    def going_on(carry):
-        attempt, again, *_ = carry
-        return again & (attempt < ATTEMPTS)
+        of_this = finite | (attempt == 0)
+        counts = [jnp.where(of_this, x, y) for x, y in zip(_counts(adjusted), counts, strict=True)]
+        attempt = jnp.where(again, attempt + 1, ATTEMPTS)
+        return attempt, moving, counts, flat((result, finite, grads))
 
     carry = (
         jnp.zeros((), jnp.int32),
-        jnp.array(True),
-        start,
-        start,
-        start,
-        [_zeros(aval) for aval in avals],
+        _moving(start),
+        [_zeros(aval) for aval in _counts(types[1])],
+        [_zeros(aval) for aval in kept],
     )
-    _, _, found, _, first, arrays = lax.while_loop(going_on, body, carry)
-    out = _finished(assemble(arrays), build(first))
-    return flat(out), found
+    _, found, counts, kept = lax.while_loop(lambda carry: carry[0] < ATTEMPTS, body, carry)
+    result, finite, grads = eqx.combine(treedef.unflatten(kept), static)
+    # A step that no scale could save is an ordinary skipped step.
+    taken = [jnp.where(finite, x, y) for x, y in zip(found, _moving(start), strict=True)]
+    adjusted = _moved(start, taken).adjust(finite, *counts)
+    return flat((result, adjusted, finite, grads)), flat(_moved(start, found))
 
 
 def differentiable_search(

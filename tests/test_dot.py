@@ -2,17 +2,20 @@
 
 import itertools
 import re
+from functools import partial
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import program_for_gpu
+from helpers import equations, program_for_gpu
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
+from mpx_pde._bilinear import Given
+from mpx_pde._dot import _dot
 
 
 # Relative to the largest entry. One product rounds its operands (two roundings) and its result
@@ -453,3 +456,34 @@ def test_wrong_input(call, match):
     x = jnp.ones((3, 3))
     with pytest.raises((TypeError, ValueError), match=match):
         eqx.filter_eval_shape(call, x)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "axes"),
+    [
+        (((40, 16), (16, 3)), (1, 0)),
+        (((40, 3), (16, 3)), (1, 1)),
+        (((40, 16), (40, 3)), (0, 0)),
+        (((9, 70), (70, 5)), (1, 0)),
+        (((70, 9), (9, 70)), (1, 0)),
+    ],
+)
+def test_products_with_narrow_axes_are_padded_on_a_gpu_and_are_the_same(shapes, axes):
+    keys = jax.random.split(jax.random.key(0))
+    x, y = (jax.random.normal(k, s, jnp.float16) for k, s in zip(keys, shapes, strict=True))
+    params = {
+        "dimension_numbers": (((axes[0],), (axes[1],)), ((), ())),
+        "dtype": jnp.dtype("float16"),
+        "out_dtype": jnp.dtype("float32"),
+        "out_sharding": None,
+    }
+    product = partial(_dot, x, y, given=Given(apart=True), **params)
+    got, want = product(on_gpu=True), product()
+    # Zeros add nothing, but sums of float32 numbers may be taken in another order.
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    (dot,) = (
+        e
+        for e in equations(jax.make_jaxpr(lambda: product(on_gpu=True))())
+        if e.primitive.name == "dot_general"
+    )
+    assert all(n % 8 == 0 for v in dot.invars for n in v.aval.shape if n < 64)

@@ -1,5 +1,7 @@
 """What a backward pass writes: cotangents in half precision, without a trace in forward mode."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +12,7 @@ from mpx_pde._order import (
     add_product,
     batch_behind,
     rounded_cotangent,
+    shared,
     spread,
     written_in,
 )
@@ -59,6 +62,28 @@ def test_a_gpu_writes_the_half_and_a_cpu_is_not_held_up():
     assert "f16" in line
     assert "optimization_barrier" not in jax.jit(fun).lower(x).as_text()
     assert any(e.primitive.name == "written" for e in equations(jax.make_jaxpr(fun)(x)))
+
+
+def test_products_with_one_operand_are_accumulated_one_onto_the_other():
+    """XLA accumulates the product that stands first in a sum; the sum is what it was."""
+    x = jax.random.normal(jax.random.key(0), (4, 8, 3))
+    w = jax.random.normal(jax.random.key(1), (3, 5))
+    loss = lambda copies, w: sum(jnp.sum(jnp.sin(y @ v)) for y, v in zip(x, copies(w), strict=True))
+    own, plain = partial(loss, lambda w: shared(w, 4)), partial(loss, lambda w: [w] * 4)
+    got, want = jax.jit(lambda w: [(jax.grad(f)(w), jax.hessian(f)(w)) for f in (own, plain)])(w)
+    # Sums of four float32 numbers in another order.
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+    many = jax.vmap(jax.grad(own))(jnp.stack([w, 2 * w]))
+    np.testing.assert_allclose(many[0], got[0], rtol=1e-5, atol=1e-5)
+    made, sums = {}, []
+    for e in equations(jax.make_jaxpr(jax.grad(own))(w)):
+        made |= dict.fromkeys(e.outvars, e)
+        if e.primitive.name in ("add", "add_any") and e.outvars[0].aval.shape == w.shape:
+            sums.append([made[v].primitive.name for v in e.invars])
+    assert len(sums) == 3
+    assert all(first in ("transpose", "dot_general") for first, _ in sums)
+    assert [second for _, second in sums[1:]] == ["add", "add"]
 
 
 @pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 0), (0, 2), (None, 3)])

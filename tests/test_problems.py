@@ -12,6 +12,8 @@ import pytest
 from scipy.optimize import brentq
 from test_docs import ROOT
 
+import mpx_pde as mpx
+
 
 sys.path.insert(0, str(ROOT))
 problems = importlib.import_module("examples.problems")
@@ -214,21 +216,27 @@ def test_the_flow_over_a_step_changes_little_with_the_grid():
 # --- Emulated products -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("emulate", "least", "most"),
-    [("emulate_bfloat16_x3", 1e-6, 1e-4), ("emulate_tf32", 1e-5, 1e-3)],
-)
-def test_products_are_emulated(emulate, least, most):
-    """Between float32's error and that of its format: 2^-16 of the operands, and 2^-11."""
-    emulate = getattr(importlib.import_module("benchmarks._tf32"), emulate)
+def test_products_are_emulated():
+    """Between float32's error and that of TF32: 2^-11 of the operands."""
+    emulate = importlib.import_module("benchmarks._tf32").emulate_tf32
     x, y = (np.random.default_rng(i).standard_normal((64, 64)).astype(np.float32) for i in (0, 1))
-    precision = jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3
-    product = lambda x, y: {
-        "z": jax.jit(jnp.matmul, static_argnames="precision")(x, y, precision=precision)
-    }
+    product = lambda x, y: {"z": jax.jit(jnp.matmul)(x, y)}
     exact = x.astype(np.float64) @ y
-    assert relative(product(x, y)["z"], exact) < least
-    assert least < relative(emulate(product)(x, y)["z"], exact) < most
+    assert relative(product(x, y)["z"], exact) < 1e-5
+    assert 1e-5 < relative(emulate(product)(x, y)["z"], exact) < 1e-3
+
+
+def test_split_products_on_a_cpu_need_no_emulation():
+    """They are no float32 products there, but have the errors of their parts: 2^-16."""
+    x, y = (np.random.default_rng(i).standard_normal((64, 64)).astype(np.float32) for i in (0, 1))
+    split = jax.jit(mpx.autocast(jnp.matmul, "bfloat16_x3"))
+    assert 1e-6 < relative(split(x, y), x.astype(np.float64) @ y) < 1e-4
+    names = ("forward-bfloat16_x3-float16", "forward-bfloat16_x3-bfloat16")
+    emulated = importlib.import_module("benchmarks._problems").EMULATED
+    for name in names:
+        known, transform = emulated[f"{name}-emulated"]
+        step = lambda: None
+        assert (known, transform(step)) == (name, step)
 
 
 # --- Trainings -------------------------------------------------------------------------------

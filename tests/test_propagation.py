@@ -265,6 +265,10 @@ def test_products_of_large_streams_with_one_weight_stay_apart_on_a_gpu(count, ap
         r"optimization_barrier %\S+, %\S+ : tensor<\S*xf16>, tensor<\S*xf16>", text
     )
     assert bool(barriers) == apart
+    # Narrow axes, here those of the two outputs, are padded before: once for all streams.
+    assert not apart or re.search(r"optimization_barrier .*x8xf16>", text)
+    sizes = [int(n) for line in barriers for n in re.findall(r"(\d+)x", line)]
+    assert all(n % 8 == 0 for n in sizes)
 
 
 class Tail(eqx.Module):

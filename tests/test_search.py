@@ -8,7 +8,7 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 import pytest
-from helpers import tree_equal_bits
+from helpers import equations, tree_equal_bits
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
@@ -137,6 +137,42 @@ def test_what_no_scale_can_save_is_an_ordinary_skipped_step(jit):
         assert not finite
         assert tree_equal_bits(scaling, want)
     assert len(evaluated) == 1
+
+
+def test_derivatives_and_their_counts_are_those_of_the_first_evaluation_where_nothing_helps():
+    """Of a gradient that is no number at any scale, behind derivatives that overflow at first."""
+    model, _, scaling = start()
+
+    def loss(model, points, *, derivatives):
+        root = jnp.sum(jnp.sqrt(0.0 * model.mlp.hidden[0].bias))
+        return poisson(model, points, derivatives=derivatives) + root.astype(jnp.float32)
+
+    def run(search):
+        gradient = mpx.filter_grad(loss, scaling, keep_full=(False, True), search=search)
+        return eqx.filter_jit(gradient)(model, batches()[0])[:2]
+
+    (once, _), (searched, finite) = run(False), run(True)
+    assert not finite
+    assert once.derivatives.counts.sum() > 0
+    assert once.derivatives.skipped_steps == 1
+    assert tree_equal_bits(searched, once)
+
+
+def test_of_a_scaling_the_loop_carries_scales_and_counts_alone():
+    """A GPU takes a kernel for each."""
+    derivatives = mpx.DerivativeScaling.per_direction("x", order=2)
+    for scaling, scales in (
+        (mpx.DynamicLossScaling(), 1),
+        (mpx.Scaling(derivatives=derivatives), 4),  # of the loss, two of the derivatives; counts
+    ):
+        gradient = mpx.filter_grad(lambda w, x, **_: linear(w, x), scaling)
+        (loop,) = (
+            e
+            for e in equations(jax.make_jaxpr(lambda x, f=gradient: f(HARD, x)[2])(HARD))
+            if e.primitive.name == "while"
+        )
+        # Besides, how often; whether the gradient is finite; value and gradient.
+        assert len(loop.outvars) == scales + 4
 
 
 def test_the_gradient_can_still_be_differentiated():

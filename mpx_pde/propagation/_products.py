@@ -15,6 +15,7 @@ from .._dot import mixed_dot_general_p
 from .._dtypes import is_half
 from .._flat import Constant, Flat, variables
 from .._jaxpr import aval_of
+from .._order import shared
 from .._primitives import MIXED, asks_for_more, says_its_dtype
 from .._varying import match_varying_axes
 from ._plan import Index
@@ -81,18 +82,19 @@ class Product:
         both = isinstance(a, Jet) and isinstance(b, Jet)
 
         if not both:
-            jet = a if isinstance(a, Jet) else b
+            jet, weight = (a, b) if isinstance(a, Jet) else (b, a)
+            first, *weights = shared(weight, 1 + len(jet.streams))
 
-            def times(x, key):
-                pair, keys = ((x, b), (key, ())) if jet is a else ((a, x), ((), key))
+            def times(x, weight, key):
+                pair, keys = ((x, weight), (key, ())) if jet is a else ((weight, x), ((), key))
                 return _stacked(own, rules, *keys)(*pair)
 
             streams = {}
-            for key, stream in jet.streams.items():
-                x = times(stream, key)
+            for (key, stream), weight in zip(jet.streams.items(), weights, strict=True):
+                x = times(stream, weight, key)
                 scaled = storage.is_stored(stream) and not storage.is_stored(x)
                 streams[key] = storage.unscaled(x, key) if scaled else x
-            return [Jet(times(jet.primal, ()), streams, stage)], _describe(dtype, out_dtype)
+            return [Jet(times(jet.primal, first, ()), streams, stage)], _describe(dtype, out_dtype)
 
         wide = _mixed(step.eqn, dtype, storage.registers) if half else own
 
