@@ -9,6 +9,7 @@ from helpers import equations, program_for_gpu
 from mpx_pde._order import (
     add_product,
     batch_behind,
+    read_at_once,
     rounded_cotangent,
     spread,
     written_in,
@@ -59,6 +60,16 @@ def test_a_gpu_writes_the_half_and_a_cpu_is_not_held_up():
     assert "f16" in line
     assert "optimization_barrier" not in jax.jit(fun).lower(x).as_text()
     assert any(e.primitive.name == "written" for e in equations(jax.make_jaxpr(fun)(x)))
+
+
+def test_a_gpu_reads_at_once_and_its_cotangent_is_not_held_up():
+    x = jnp.arange(3.0)
+    fun = lambda x: jnp.sum(jnp.sin(jax.vmap(read_at_once)(x)))
+    gradient = jax.jit(jax.value_and_grad(fun))
+    for got, want in zip(gradient(x), (jnp.sum(jnp.sin(x)), jnp.cos(x)), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-6)  # another order of the sum
+    assert program_for_gpu(gradient, x).count("optimization_barrier") == 1
+    assert "optimization_barrier" not in gradient.lower(x).as_text()
 
 
 @pytest.mark.parametrize("axes", [(None, 0), (0, None), (0, 0), (0, 2), (None, 3)])
