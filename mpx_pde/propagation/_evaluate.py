@@ -273,17 +273,12 @@ def _in_turn(
     The cotangents of streams that are scaled do not wait, since the layer before waits for that of
     the value: they are scaled as they are computed, and not by a kernel of its own.
     """
-    with_streams = lambda x, streams: dataclasses.replace(x, streams=streams)
-    waiting = {
-        k: with_streams(x, {i: s for i, s in x.streams.items() if i not in scales})
-        for k, x in kept.items()
-    }
+    waiting = {k: x.only(x.streams.keys() - scales.keys()) for k, x in kept.items()}
     if not any(is_inexact(x) for x in jax.tree.leaves(waiting)):
         waiting = kept
     arrays, waiting = gradients_in_turn(arrays, waiting)
-    return arrays, {
-        k: with_streams(waiting[k], {**x.streams, **waiting[k].streams}) for k, x in kept.items()
-    }
+    join = lambda x, y: dataclasses.replace(y, streams={**x.streams, **y.streams})
+    return arrays, {k: join(x, waiting[k]) for k, x in kept.items()}
 
 
 def _join(known: dict[int, Jet], traced: dict[int, Jet]) -> dict[int, Jet]:
