@@ -268,6 +268,22 @@ def test_value_and_slope_are_of_one_scaled_evaluation():
     assert mpx.global_norm(grads) > 0
 
 
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: mpx.line_search_value(1.0, None), TypeError),
+        (lambda: mpx.line_search_value(loss, None), TypeError),
+        (lambda: mpx.line_search_value(loss, mpx.NoOpLossScaling(), forward="half?"), ValueError),
+        (lambda: mpx.line_search_value(loss, mpx.NoOpLossScaling(), policy=1.0), TypeError),
+        (lambda: mpx.line_search_value(lambda w: w, mpx.NoOpLossScaling())(jnp.ones(3)), TypeError),
+    ],
+)
+def test_a_line_search_names_itself(make, error, unchecked_annotations):
+    with pytest.raises(error, match="`line_search_value`") as raised:
+        make()
+    assert "filter_value_and_grad" not in str(raised.value)
+
+
 @pytest.mark.slow
 def test_lbfgs_with_a_half_backward_pass_ends_where_float32_does():
     optimizer = optax.lbfgs()
