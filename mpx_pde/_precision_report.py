@@ -230,12 +230,14 @@ def checked(
     call: str,
     dtype: np.dtype,
     advice: str,
-    without: tuple | None,
+    without: tuple | None = None,
     evaluate: Callable = evaluated,
+    least: float = 0.5,
+    instead: str = "use_mixed_precision=False",
 ) -> Any:
     """`fun(*args)`, with a [`mpx_pde.PrecisionWarning`][] that ends in `advice` if it does less
-    than half of its products' work in half precision, and `fun(*without)` does as well, the same
-    without what the user excepts by name.
+    than `least` of its products' work in half precision, and `fun(*without)` does as well, the same
+    without what the user excepts by name. `instead` is what asks for float32.
 
     Traces `fun` once, as calling it would, and `evaluate` evaluates what was traced.
     """
@@ -246,10 +248,10 @@ def checked(
         # outside of the batch in a `vmap` that is run eagerly.
         return fun(*args)
     report = report_of(closed)
-    if report.half_share < 0.5 and (
-        without is None or report_of(trace_arrays(fun, without, {})[0]).half_share < 0.5
+    if report.half_share < least and (
+        without is None or report_of(trace_arrays(fun, without, {})[0]).half_share < least
     ):
-        _warn_user(_warning(report, call, dtype, advice))
+        _warn_user(_warning(report, call, dtype, advice, instead))
     return evaluate(fun, args, closed, leaves, assemble)
 
 
@@ -283,14 +285,20 @@ OF_AUTOCAST = (
 )
 
 
-def _warning(report: PrecisionReport, call: str, dtype: np.dtype, advice: str) -> str:
+OF_JACOBIANS = (
+    "The first layer, what meets a network's one output, and what `FullPrecision` holds stay in "
+    "float32: a network of one hidden layer has nothing else, and takes no less memory so."
+)
+
+
+def _warning(report: PrecisionReport, call: str, dtype: np.dtype, advice: str, instead: str) -> str:
     full = next(row for row in report.rows if not row.half and row.real)
     count = sum(row.count for row in report.rows)
     return (
         f"`{call}` was asked for {dtype.name}, but {100 * report.half_share:.0f}% of the work of "
         f"its {count} products is done in half precision. Most of the rest is {full.dtype}, at "
         f"{full.line}. {advice} `mpx.precision_report` lists all products. "
-        "If float32 is meant, pass `use_mixed_precision=False` or filter `mpx.PrecisionWarning`."
+        f"If float32 is meant, pass `{instead}` or filter `mpx.PrecisionWarning`."
     )
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -9,13 +10,14 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
-from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int32
 
+from ._conjugate import refined
 from ._dtypes import is_half
 from ._forward import Forward, check_forward
 from ._loss_scaling import DynamicLossScaling
+from ._precision_report import OF_JACOBIANS, checked, traced
 from ._tree import select_tree
 from ._types import PyTree
 from .propagation import InForward
@@ -23,7 +25,8 @@ from .propagation import InForward
 
 _CALL = "LevenbergMarquardt"
 _FORWARDS = ("float32", "float64")
-_CLOSE = 1e-3
+_LEAST = 1 / 3
+"""Of a Jacobian's work that should be half where it is asked for: that of values is in full."""
 _JACOBIANS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -56,10 +59,10 @@ class LevenbergMarquardt(eqx.Module):
     residual is evaluated in float32 (which means it) or float64, the Jacobian may be in half
     precision, and the linear problem is solved in the precision of the residual.
 
-    A step `v` solves `(Jᵀ J + damping) v = -g`, where `g` is the gradient in full precision: the
-    Jacobian is a metric, and a rounded metric leads downhill as well. The residual of a network
-    bends long before such a step ends, so half of the acceleration that the same system gives for
-    the second derivative of the residual along `v` is added to it, unless it is too large
+    A step `v` solves `(Jᵀ J + damping) v = -g`, where `g` is the gradient in full precision. A half
+    Jacobian preconditions that, and products with the one in full refine it. The residual of a
+    network bends long before such a step ends, so half of the acceleration that the same system
+    gives for the second derivative of the residual along `v` is added, unless it is too large
     (Transtrum and Sethna, *Improvements to the Levenberg-Marquardt algorithm*, arXiv 1201.5885).
     The step is taken only if the loss falls; otherwise, and if anything is not finite, the model
     comes back to the bit as it was, and the damping rises. The damping follows the ratio of the
@@ -125,14 +128,17 @@ class LevenbergMarquardt(eqx.Module):
         - `acceleration`: how long the acceleration may be, relative to half of the step, if it is
             to be added. It takes the second derivative of the residuals in forward mode; with 0 it
             is left out.
+        - `refinements`: where the Jacobian is narrower than the residual, how many conjugate
+            gradients at most refine a solve, each by a product with the Jacobian in full and one
+            with its transpose; with 0 the rounded one is the metric.
         - `solver`: a solver of lineax for the positive definite matrix `Jᵀ J + damping`. By
             default `lineax.Cholesky()` in float64. In float32, where the product of Jacobians
             would have lost what counts, `R` of a QR decomposition of the Jacobian and the damping
             below it, and the solution refined once (Björck's corrected seminormal equations).
 
         **Raises:** `TypeError` for residuals that are no functions, `ValueError` for precisions
-        that are unknown or need 64-bit types, dampings that are not positive and in order, and a
-        negative `acceleration`.
+        that are unknown or need 64-bit types, dampings that are not positive and in order, a
+        negative `acceleration`, and `refinements` that are no number of them.
         """
         functions = residuals if isinstance(residuals, tuple) else (residuals,)
         if not functions or not all(callable(f) for f in functions):
@@ -155,6 +161,8 @@ class LevenbergMarquardt(eqx.Module):
             )
         if not 0 <= acceleration < float("inf"):
             raise ValueError(f"`{_CALL}` needs `acceleration` >= 0, but got {acceleration!r}.")
+        if type(refinements) is not int or refinements < 0:
+            raise ValueError(f"`{_CALL}` needs `refinements` >= 0, but got {refinements!r}.")
         self.residuals = functions
         self.forward = check_forward(forward, _CALL)
         self.jacobian = jacobian
@@ -220,8 +228,8 @@ class LevenbergMarquardt(eqx.Module):
         start = theta.astype(self._dtype)
         parameters = lambda flat: unravel(flat.astype(theta.dtype))
         values = lambda flat: self._values(parameters(flat), static, batches)
-        r, jac, finite = self._linearized(params, static, state.scaling, batches)
-        push, pull = lambda v: jac @ v, lambda b: b @ jac
+        r, jac, finite = self._as_asked(params, static, state.scaling, batches)
+        push, pull = None, lambda b: b @ jac
         if self.jacobian != self.forward:
             r, push = jax.linearize(values, start)
             transposed = jax.linear_transpose(push, start)
@@ -237,12 +245,10 @@ class LevenbergMarquardt(eqx.Module):
             jax.numpy_rank_promotion("allow"),
         ):
             damping = state.damping * size
-            solve = self._factored(jac, damping)
-            if self.jacobian != self.forward and self.refinements:
-                solve = partial(self._refined, push, pull, solve, damping)
-            else:
-                direct = solve
-                solve = lambda b: direct(pull(b))
+            direct = self._factored(jac, damping)
+            solve = lambda b: direct(pull(b))
+            if push is not None and self.refinements:
+                solve = partial(refined, push, pull, direct, damping, most=self.refinements)
             delta, foretold = self._step(values, start, r, pull, solve)
         moved = parameters(start + delta)
         new = jnp.sum(self._values(moved, static, batches) ** 2)
@@ -252,7 +258,8 @@ class LevenbergMarquardt(eqx.Module):
         )
 
     def _step(self, values, start, r, pull, solve):
-        """The step from `start`, and the decrease of the loss that the linear model foretells."""
+        """The step from `start`, and the decrease of the loss that the linear model foretells.
+        `pull(b)` is `Jᵀ b`, and `solve(b)` solves `(Jᵀ J + damping) x = Jᵀ b`."""
         g = pull(r)
         v = -solve(r)
         slope = lambda flat: jax.jvp(values, (flat,), (v,))[1]
@@ -266,34 +273,6 @@ class LevenbergMarquardt(eqx.Module):
         else:
             along = slope(start)
         return delta, -2 * g @ v - along @ along
-
-    def _refined(self, push, pull, solve, damping, b):
-        """The solution of `(Jᵀ J + damping) x = Jᵀ b` for the Jacobian in full, whose products
-        `push` and `pull` are, by conjugate gradients that a `solve` with the rounded one
-        preconditions (Carson, Higham and Pranesh, *Three-precision GMRES-based iterative refinement
-        for least squares problems*, SIAM J. Sci. Comput. 42, 2020)."""
-        tiny = jnp.finfo(self._dtype).tiny
-
-        def going(carry):
-            i, _, _, _, _, gamma, first = carry
-            return (i < self.refinements) & (gamma > _CLOSE**2 * first)
-
-        def again(carry):
-            i, x, b, z, p, gamma, first = carry
-            q = push(p)
-            alpha = gamma / jnp.maximum(q @ q + damping * (p @ p), tiny)
-            x, b = x + alpha * p, b - alpha * q
-            s = pull(b) - damping * x
-            z = solve(s)
-            new = s @ z
-            p = z + new / jnp.maximum(gamma, tiny) * p
-            return i + 1, x, b, z, p, new, first
-
-        s = pull(b)
-        z = solve(s)
-        first = s @ z
-        start = (0, jnp.zeros_like(s), b, z, z, first, first)
-        return lax.while_loop(going, again, start)[1]
 
     def _after(self, model, moved, state, take, finite, losses):
         loss, new, foretold = losses
@@ -358,7 +337,9 @@ class LevenbergMarquardt(eqx.Module):
                 flat = [g.reshape(r.size, -1).astype(self._dtype) for g in jtu.tree_leaves(pulled)]
                 return r.astype(self._dtype), jnp.concatenate(flat, axis=1)
 
-            with jax.default_matmul_precision("highest"):
+            # As a wish of the program's, `highest` would hold for halves too.
+            same = self.jacobian == self.forward
+            with jax.default_matmul_precision("highest") if same else nullcontext():
                 r, jac = jax.vmap(one)(batch)
             rows.append(jnp.ravel(r) * weight)
             jacs.append(jac.reshape(-1, jac.shape[-1]) * weight)
@@ -367,6 +348,16 @@ class LevenbergMarquardt(eqx.Module):
             jac = jac / scale.astype(self._dtype)
         finite = jnp.all(jnp.isfinite(r)) & jnp.all(jnp.isfinite(jac))
         return jnp.where(finite, r, 0.0), jnp.where(finite, jac, 0.0), finite
+
+    def _as_asked(self, *args: Any) -> tuple:
+        """`_linearized`, with a warning where a half Jacobian is taken in full after all."""
+        dtype = jnp.dtype(self.jacobian)
+        if not is_half(dtype) or not traced(args):  # run eagerly there is no program to look at
+            return self._linearized(*args)
+        instead = f"jacobian={self.forward!r}"
+        return checked(
+            *(self._linearized, args, _CALL, dtype, OF_JACOBIANS), least=_LEAST, instead=instead
+        )
 
     def _factored(
         self, jac: Float[Array, "rows parameters"], damping: Float[Array, ""]
@@ -387,11 +378,11 @@ class LevenbergMarquardt(eqx.Module):
             by = lambda operator, b: lx.linear_solve(operator, b, lx.Triangular(), throw=False)
             through = lambda b: by(above, by(below, b).value).value
 
-            def refined(b):
+            def corrected(b):
                 x = through(b)
                 return x + through(b - (jac @ x) @ jac - damping * x)
 
-            return refined
+            return corrected
         matrix = jac.T @ jac + damping * one
         operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
         solver = lx.Cholesky() if self.solver is None else self.solver

@@ -40,7 +40,7 @@ ORDER = [
     ["_bilinear", "_cast", "_jaxpr", "_norms", "_reverse"],
     ["_dot"],
     ["_checkpoint_file", "_collectives", "_conv", "_einsum", "_flat", "_forward", "_order"],
-    ["_as_trained", "_marks", "_masters", "_products", "_refined", "_tree"],
+    ["_as_trained", "_conjugate", "_marks", "_masters", "_products", "_refined", "_tree"],
     ["_jet", "_precision_report", "checkpoint_policies", "propagation"],
     ["autocast", "_loss_scaling"],
     ["derivatives", "ranges"],
