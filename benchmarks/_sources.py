@@ -141,7 +141,12 @@ MEASURED: dict[str, tuple[str, ...]] = {
     ),
     "products": _benchmarks("products"),
     "second_order": (
-        *(*STEP, *DERIVATIVES, *_library("_second_order"), *_examples("second_order")),
+        *(
+            *STEP,
+            *DERIVATIVES,
+            *_library("_conjugate", "_second_order"),
+            *_examples("second_order"),
+        ),
         *_benchmarks("second_order"),
     ),
     "spectral": (*OPERATORS, *COMPILER, *CLOCK, *_benchmarks("spectral")),

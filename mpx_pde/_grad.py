@@ -293,7 +293,12 @@ def line_search_value(
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None,
     use_mixed_precision: bool = True,
-    **options: Unpack[RawGradientOptions],
+    *,
+    policy: PolicyLike | None = None,
+    keep_full: PyTree = False,
+    axis_name: AxisName | None = None,
+    autocast: bool | dict[str, Any] = False,
+    forward: ForwardLike = "half",
 ) -> Callable[..., Array]:
     """The loss for a line search, such as that of `optax.lbfgs`.
 
@@ -324,7 +329,8 @@ def line_search_value(
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
-    run = filter_value_and_grad(func, scaling, False, use_mixed_precision, search=False, **options)
+    arguments = {**locals(), "has_aux": False, "search": False}
+    run = transformed("line_search_value", arguments, _value_and_grad, arrange_value_and_grad)
 
     @eqx.filter_custom_vjp
     def value(model, args, kwargs):

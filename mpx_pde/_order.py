@@ -30,6 +30,7 @@ _shared_p.multiple_results = True
 _rounded_p = Primitive("rounded_cotangent")
 _written_p = Primitive("written")
 _written_in_p = Primitive("written_in")
+_read_at_once_p = Primitive("read_at_once")
 _add_product_p = Primitive("add_product")
 _behind_p = Primitive("batch_behind")
 _spread_p = Primitive("spread")
@@ -59,6 +60,16 @@ def written_in(x: Array, dtype: Any) -> Array:
     """A float32 `x` as it is, rounded to `dtype` and written to memory as that. Not on a CPU, which
     widens what it has rounded."""
     return _written_in_p.bind(x, dtype=jnp.dtype(dtype))
+
+
+def read_at_once(x: Array) -> Array:
+    """`x` as it is, for all that reads it in one go. Its cotangent is not held up.
+
+    XLA for GPUs makes one kernel of whatever reads the same array, such as an activation and the
+    copy in half precision that is kept for the backward pass, but not of what reads the result of a
+    product: the copy would be a kernel of its own, which reads all of it once more.
+    """
+    return _read_at_once_p.bind(x)
 
 
 def add_product(x: Array, product: Array) -> Array:
@@ -138,6 +149,11 @@ def _transpose_written(cotangent, x):
     return [cotangent if zero else _written_p.bind(cotangent)]
 
 
+def _transpose_read(cotangent, x):
+    del x
+    return [cotangent]
+
+
 def _transpose_behind(cotangent, x, *, axis):
     del x
     zero = isinstance(cotangent, ad.Zero)
@@ -213,6 +229,7 @@ for _primitive, _transpose in (
     (_written_p, _transpose_written),
     (_written_in_p, _transpose_written_in),
     (_behind_p, _transpose_behind),
+    (_read_at_once_p, _transpose_read),
 ):
     _primitive.def_impl(_identity)
     _primitive.def_abstract_eval(_identity)
@@ -235,6 +252,9 @@ for _primitive, _platform, _function in (
     (_spread_p, None, _spread),
     (_written_in_p, None, _half_and_back),
     (_written_in_p, "cpu", _identity),
+    (_read_at_once_p, None, _identity),
+    (_read_at_once_p, "cuda", lax.optimization_barrier),
+    (_read_at_once_p, "rocm", lax.optimization_barrier),
     (_add_product_p, None, _add_widened),
     (_add_product_p, "cuda", _add_where_it_stands),
     (_add_product_p, "rocm", _add_where_it_stands),

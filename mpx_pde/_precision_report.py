@@ -21,6 +21,7 @@ from ._products import Counter, installed
 
 
 _FEW = 20
+_MARK = " (TF32)"
 
 
 class PrecisionWarning(UserWarning):
@@ -44,6 +45,9 @@ class ProductRow:
     - `half`: whether halves are multiplied.
     - `count`: how often these products run.
     - `flops`: their floating-point operations.
+    - `tensorfloat32`: whether they are products of float32 (or complex64) arrays that a GPU
+        multiplies in TF32 and a TPU in bfloat16, since the program does not ask for the highest
+        precision. A CPU multiplies them in float32.
     """
 
     line: str
@@ -53,6 +57,7 @@ class ProductRow:
     half: bool
     count: int
     flops: int
+    tensorfloat32: bool = False
 
     @property
     def real(self) -> bool:
@@ -90,6 +95,12 @@ class PrecisionReport:
         total = sum(row.flops for row in real)
         return sum(row.flops for row in real if row.half) / total if total else 1.0
 
+    @property
+    def tensorfloat32_share(self) -> float:
+        """The part of the work, from 0 to 1, that is float32 on a CPU and TF32 on a GPU."""
+        work = sum(row.flops for row in self.rows if row.tensorfloat32)
+        return work / self.flops if work else 0.0
+
     def by_dtype(self) -> dict[str, tuple[int, int]]:
         """For each dtype that is multiplied in how many products there are, and their work."""
         out: dict[str, tuple[int, int]] = {}
@@ -110,8 +121,9 @@ class PrecisionReport:
         lines = [f"{'multiplied in':18} {'result':10} {'products':>8} {'flops':>9} {'work':>5}  at"]
         for row in self.rows[:_FEW]:
             share = f"{100 * row.flops / total:.0f}%"
+            dtype = row.dtype + _MARK * row.tensorfloat32
             lines.append(
-                f"{row.dtype:18} {row.out_dtype:10} {row.count:8} {row.flops:9.2e} {share:>5}  "
+                f"{dtype:18} {row.out_dtype:10} {row.count:8} {row.flops:9.2e} {share:>5}  "
                 f"{row.line}"
             )
         if len(self.rows) > _FEW:
@@ -119,6 +131,12 @@ class PrecisionReport:
         for dtype, (count, flops) in self.by_dtype().items():
             share = f"{100 * flops / total:.0f}%"
             lines.append(f"{dtype:18} {'':10} {count:8} {flops:9.2e} {share:>5}  in total")
+        if any(row.tensorfloat32 for row in self.rows):
+            lines.append(
+                f"{_MARK.strip()} for {100 * self.tensorfloat32_share:.0f}% of the work: a GPU "
+                "multiplies it in TF32, a TPU in bfloat16. Float32 is what "
+                '`jax.default_matmul_precision("highest")` around it makes of it.'
+            )
         lines += [f"{line}: a loop of unknown length, counted once" for line in self.loops]
         return "\n".join(lines)
 
@@ -127,7 +145,10 @@ def report_of(closed: ClosedJaxpr) -> PrecisionReport:
     """The products of a jaxpr."""
     counter = Counter()
     products = counter.products(closed.jaxpr)
-    rows = [ProductRow(*p, p.half, *work) for p, work in products.items()]
+    rows = [
+        ProductRow(p.line, p.primitive, p.dtype, p.out_dtype, p.half, *work, p.tensorfloat32)
+        for p, work in products.items()
+    ]
     rows.sort(key=lambda row: (-row.flops, row.line, row.dtype))
     return PrecisionReport(tuple(rows), tuple(counter.loops))
 
@@ -153,7 +174,8 @@ def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
     The function is traced and not run. Whatever it does is counted: give it a gradient, and the
     products of the backward pass are among them. Inner functions, branches (the one with most work)
     and loops are entered; the steps of a `scan` count as often as they run, and a `shard_map` as
-    often as it has devices.
+    often as it has devices. Products of float32 arrays that a GPU would multiply in TF32 are
+    marked.
 
     ```python
     print(mpx.precision_report(mpx.filter_grad(loss, scaling))(model, batch))
@@ -208,12 +230,14 @@ def checked(
     call: str,
     dtype: np.dtype,
     advice: str,
-    without: tuple | None,
+    without: tuple | None = None,
     evaluate: Callable = evaluated,
+    least: float = 0.5,
+    instead: str = "use_mixed_precision=False",
 ) -> Any:
     """`fun(*args)`, with a [`mpx_pde.PrecisionWarning`][] that ends in `advice` if it does less
-    than half of its products' work in half precision, and `fun(*without)` does as well, the same
-    without what the user excepts by name.
+    than `least` of its products' work in half precision, and `fun(*without)` does as well, the same
+    without what the user excepts by name. `instead` is what asks for float32.
 
     Traces `fun` once, as calling it would, and `evaluate` evaluates what was traced.
     """
@@ -224,10 +248,10 @@ def checked(
         # outside of the batch in a `vmap` that is run eagerly.
         return fun(*args)
     report = report_of(closed)
-    if report.half_share < 0.5 and (
-        without is None or report_of(trace_arrays(fun, without, {})[0]).half_share < 0.5
+    if report.half_share < least and (
+        without is None or report_of(trace_arrays(fun, without, {})[0]).half_share < least
     ):
-        _warn_user(_warning(report, call, dtype, advice))
+        _warn_user(_warning(report, call, dtype, advice, instead))
     return evaluate(fun, args, closed, leaves, assemble)
 
 
@@ -261,14 +285,20 @@ OF_AUTOCAST = (
 )
 
 
-def _warning(report: PrecisionReport, call: str, dtype: np.dtype, advice: str) -> str:
+OF_JACOBIANS = (
+    "The first layer, what meets a network's one output, and what `FullPrecision` holds stay in "
+    "float32: a network of one hidden layer has nothing else, and takes no less memory so."
+)
+
+
+def _warning(report: PrecisionReport, call: str, dtype: np.dtype, advice: str, instead: str) -> str:
     full = next(row for row in report.rows if not row.half and row.real)
     count = sum(row.count for row in report.rows)
     return (
         f"`{call}` was asked for {dtype.name}, but {100 * report.half_share:.0f}% of the work of "
         f"its {count} products is done in half precision. Most of the rest is {full.dtype}, at "
         f"{full.line}. {advice} `mpx.precision_report` lists all products. "
-        "If float32 is meant, pass `use_mixed_precision=False` or filter `mpx.PrecisionWarning`."
+        f"If float32 is meant, pass `{instead}` or filter `mpx.PrecisionWarning`."
     )
 
 

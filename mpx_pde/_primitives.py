@@ -35,8 +35,9 @@ MOVES = (
 PLACES = ("sharding_constraint", "reshard", "pvary")
 """Says on which devices values are, and changes none."""
 
-STORES = ("rounded_cotangent", "written", "written_in")
-"""The library's own: values as they are, and what they are rounded to on their way to memory."""
+STORES = ("rounded_cotangent", "written", "written_in", "read_at_once")
+"""The library's own: values as they are, what they are rounded to on their way to memory, and how
+they are read."""
 
 FIELDS = ("spread", "add_product")
 """The library's own: a value for each channel on a grid, and a sum of two dtypes. Linear in all

@@ -23,6 +23,12 @@ from ._split import SPLIT_PRODUCTS
 _LIBRARY = str(Path(__file__).parent) + "/"
 # Whose frames tell nothing: the layers that everyone uses, and the checker of annotations.
 _PLUMBING = tuple(f"{m.__path__[0]}/" for m in (eqx, jaxtyping))
+_HALVES = ("float16", "bfloat16")
+# What a GPU takes for leave to multiply float32 in TF32; `HIGH` asks for just that.
+_LEFT_OPEN = (
+    *(None, lax.Precision.DEFAULT, lax.Precision.HIGH),
+    lax.DotAlgorithmPreset.DEFAULT,
+)
 _FRAME = re.compile(r"^(.*?:\d+)(?::\d+)? \(")
 
 
@@ -36,12 +42,14 @@ class Product(NamedTuple):
     - `dtype`: what is multiplied in: the dtype that operands are rounded to (joined by `*` where
         they differ), or the name of the algorithm that splits them.
     - `out_dtype`: the dtype of the result.
+    - `tensorfloat32`: whether the program leaves it to a GPU to multiply float32 in TF32.
     """
 
     line: str
     primitive: str
     dtype: str
     out_dtype: str
+    tensorfloat32: bool = False
 
     @property
     def half(self) -> bool:
@@ -105,6 +113,16 @@ def _multiplied(eqn: JaxprEqn) -> str:
     return "*".join(dict.fromkeys(names))
 
 
+def _tensorfloat32(eqn: JaxprEqn) -> bool:
+    """Whether a product of float32 or complex64 arrays asks for less than the highest precision.
+    The library's own do not."""
+    dtypes = {aval_of(v).dtype.name for v in eqn.invars[:2]}
+    wide = dtypes & {"float32", "complex64"} and dtypes <= {"complex64", "float32", *_HALVES}
+    precision = eqn.params.get("precision")
+    parts = precision if isinstance(precision, tuple) else (precision,)
+    return bool(wide) and eqn.primitive.name not in MIXED and all(p in _LEFT_OPEN for p in parts)
+
+
 def _flops(eqn: JaxprEqn) -> int:
     """Multiplications and additions; four of each for complex numbers."""
     x, y = (aval_of(v) for v in eqn.invars[:2])
@@ -155,7 +173,7 @@ class Counter:
         name = eqn.primitive.name
         if name in _PRODUCTS:
             out_dtype = aval_of(eqn.outvars[0]).dtype.name
-            product = Product(_line(eqn), name, _multiplied(eqn), out_dtype)
+            product = Product(_line(eqn), name, _multiplied(eqn), out_dtype, _tensorfloat32(eqn))
             return {product: Work(1, _flops(eqn))}
         inner = [self.products(jaxpr) for jaxpr in jaxprs_in(eqn)]
         if not any(inner):

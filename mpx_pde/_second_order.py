@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -11,9 +13,11 @@ import jax.tree_util as jtu
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int32
 
+from ._conjugate import refined
 from ._dtypes import is_half
 from ._forward import Forward, check_forward
 from ._loss_scaling import DynamicLossScaling
+from ._precision_report import OF_JACOBIANS, checked, traced
 from ._tree import select_tree
 from ._types import PyTree
 from .propagation import InForward
@@ -21,6 +25,8 @@ from .propagation import InForward
 
 _CALL = "LevenbergMarquardt"
 _FORWARDS = ("float32", "float64")
+_LEAST = 1 / 3
+"""Of a Jacobian's work that should be half where it is asked for: that of values is in full."""
 _JACOBIANS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -53,10 +59,10 @@ class LevenbergMarquardt(eqx.Module):
     residual is evaluated in float32 (which means it) or float64, the Jacobian may be in half
     precision, and the linear problem is solved in the precision of the residual.
 
-    A step `v` solves `(Jᵀ J + damping) v = -g`, where `g` is the gradient in full precision: the
-    Jacobian is a metric, and a rounded metric leads downhill as well. The residual of a network
-    bends long before such a step ends, so half of the acceleration that the same system gives for
-    the second derivative of the residual along `v` is added to it, unless it is too large
+    A step `v` solves `(Jᵀ J + damping) v = -g`, where `g` is the gradient in full precision. A half
+    Jacobian preconditions that, and products with the one in full refine it. The residual of a
+    network bends long before such a step ends, so half of the acceleration that the same system
+    gives for the second derivative of the residual along `v` is added, unless it is too large
     (Transtrum and Sethna, *Improvements to the Levenberg-Marquardt algorithm*, arXiv 1201.5885).
     The step is taken only if the loss falls; otherwise, and if anything is not finite, the model
     comes back to the bit as it was, and the damping rises. The damping follows the ratio of the
@@ -92,6 +98,7 @@ class LevenbergMarquardt(eqx.Module):
     min_damping: float = eqx.field(static=True)
     max_damping: float = eqx.field(static=True)
     acceleration: float = eqx.field(static=True)
+    refinements: int = eqx.field(static=True)
     solver: Any
 
     def __init__(
@@ -104,6 +111,7 @@ class LevenbergMarquardt(eqx.Module):
         min_damping: float = 1e-14,
         max_damping: float = 1e12,
         acceleration: float = 0.75,
+        refinements: int = 20,
         solver: Any = None,
     ):
         """**Arguments:**
@@ -120,14 +128,17 @@ class LevenbergMarquardt(eqx.Module):
         - `acceleration`: how long the acceleration may be, relative to half of the step, if it is
             to be added. It takes the second derivative of the residuals in forward mode; with 0 it
             is left out.
+        - `refinements`: where the Jacobian is narrower than the residual, how many conjugate
+            gradients at most refine a solve, each by a product with the Jacobian in full and one
+            with its transpose; with 0 the rounded one is the metric.
         - `solver`: a solver of lineax for the positive definite matrix `Jᵀ J + damping`. By
             default `lineax.Cholesky()` in float64. In float32, where the product of Jacobians
             would have lost what counts, `R` of a QR decomposition of the Jacobian and the damping
             below it, and the solution refined once (Björck's corrected seminormal equations).
 
         **Raises:** `TypeError` for residuals that are no functions, `ValueError` for precisions
-        that are unknown or need 64-bit types, dampings that are not positive and in order, and a
-        negative `acceleration`.
+        that are unknown or need 64-bit types, dampings that are not positive and in order, a
+        negative `acceleration`, and `refinements` that are no number of them.
         """
         functions = residuals if isinstance(residuals, tuple) else (residuals,)
         if not functions or not all(callable(f) for f in functions):
@@ -150,12 +161,15 @@ class LevenbergMarquardt(eqx.Module):
             )
         if not 0 <= acceleration < float("inf"):
             raise ValueError(f"`{_CALL}` needs `acceleration` >= 0, but got {acceleration!r}.")
+        if type(refinements) is not int or refinements < 0:
+            raise ValueError(f"`{_CALL}` needs `refinements` >= 0, but got {refinements!r}.")
         self.residuals = functions
         self.forward = check_forward(forward, _CALL)
         self.jacobian = jacobian
         self.damping = float(damping)
         self.min_damping, self.max_damping = float(min_damping), float(max_damping)
         self.acceleration = float(acceleration)
+        self.refinements = refinements
         self.solver = solver
 
     @property
@@ -214,10 +228,11 @@ class LevenbergMarquardt(eqx.Module):
         start = theta.astype(self._dtype)
         parameters = lambda flat: unravel(flat.astype(theta.dtype))
         values = lambda flat: self._values(parameters(flat), static, batches)
-        r, jac, finite = self._linearized(params, static, state.scaling, batches)
-        pull = lambda b: b @ jac
+        r, jac, finite = self._as_asked(params, static, state.scaling, batches)
+        push, pull = None, lambda b: b @ jac
         if self.jacobian != self.forward:
-            r, transposed = jax.vjp(values, start)
+            r, push = jax.linearize(values, start)
+            transposed = jax.linear_transpose(push, start)
             pull = lambda b: transposed(b)[0]
         finite &= jnp.all(jnp.isfinite(r))
         r = jnp.where(finite, r, 0.0)
@@ -229,7 +244,11 @@ class LevenbergMarquardt(eqx.Module):
             jax.numpy_dtype_promotion("standard"),
             jax.numpy_rank_promotion("allow"),
         ):
-            solve = self._factored(jac, state.damping * size)
+            damping = state.damping * size
+            direct = self._factored(jac, damping)
+            solve = lambda b: direct(pull(b))
+            if push is not None and self.refinements:
+                solve = partial(refined, push, pull, direct, damping, most=self.refinements)
             delta, foretold = self._step(values, start, r, pull, solve)
         moved = parameters(start + delta)
         new = jnp.sum(self._values(moved, static, batches) ** 2)
@@ -239,14 +258,15 @@ class LevenbergMarquardt(eqx.Module):
         )
 
     def _step(self, values, start, r, pull, solve):
-        """The step from `start`, and the decrease of the loss that the linear model foretells."""
+        """The step from `start`, and the decrease of the loss that the linear model foretells.
+        `pull(b)` is `Jᵀ b`, and `solve(b)` solves `(Jᵀ J + damping) x = Jᵀ b`."""
         g = pull(r)
-        v = -solve(g)
+        v = -solve(r)
         slope = lambda flat: jax.jvp(values, (flat,), (v,))[1]
         delta = v
         if self.acceleration:
             along, bent = jax.jvp(slope, (start,), (v,))
-            half = -solve(pull(bent)) / 2
+            half = -solve(bent) / 2
             length = jnp.linalg.norm
             small = 2 * length(half) <= self.acceleration * length(v)
             delta = v + jnp.where(small, half, 0.0)  # NaN is not small
@@ -317,7 +337,9 @@ class LevenbergMarquardt(eqx.Module):
                 flat = [g.reshape(r.size, -1).astype(self._dtype) for g in jtu.tree_leaves(pulled)]
                 return r.astype(self._dtype), jnp.concatenate(flat, axis=1)
 
-            with jax.default_matmul_precision("highest"):
+            # As a wish of the program's, `highest` would hold for halves too.
+            same = self.jacobian == self.forward
+            with jax.default_matmul_precision("highest") if same else nullcontext():
                 r, jac = jax.vmap(one)(batch)
             rows.append(jnp.ravel(r) * weight)
             jacs.append(jac.reshape(-1, jac.shape[-1]) * weight)
@@ -326,6 +348,16 @@ class LevenbergMarquardt(eqx.Module):
             jac = jac / scale.astype(self._dtype)
         finite = jnp.all(jnp.isfinite(r)) & jnp.all(jnp.isfinite(jac))
         return jnp.where(finite, r, 0.0), jnp.where(finite, jac, 0.0), finite
+
+    def _as_asked(self, *args: Any) -> tuple:
+        """`_linearized`, with a warning where a half Jacobian is taken in full after all."""
+        dtype = jnp.dtype(self.jacobian)
+        if not is_half(dtype) or not traced(args):  # run eagerly there is no program to look at
+            return self._linearized(*args)
+        instead = f"jacobian={self.forward!r}"
+        return checked(
+            *(self._linearized, args, _CALL, dtype, OF_JACOBIANS), least=_LEAST, instead=instead
+        )
 
     def _factored(
         self, jac: Float[Array, "rows parameters"], damping: Float[Array, ""]
@@ -346,11 +378,11 @@ class LevenbergMarquardt(eqx.Module):
             by = lambda operator, b: lx.linear_solve(operator, b, lx.Triangular(), throw=False)
             through = lambda b: by(above, by(below, b).value).value
 
-            def refined(b):
+            def corrected(b):
                 x = through(b)
                 return x + through(b - (jac @ x) @ jac - damping * x)
 
-            return refined
+            return corrected
         matrix = jac.T @ jac + damping * one
         operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
         solver = lx.Cholesky() if self.solver is None else self.solver

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tree_equal_bits
+from helpers import program_for_gpu, tree_equal_bits
 from hypothesis import given, settings, strategies as st
 
 import mpx_pde as mpx
@@ -213,6 +213,33 @@ def test_what_passes_from_layer_to_layer_backwards_is_half(half):
     passed = re.findall(rf"tensor<32x{width}x(\w+)>", " ".join(barriers))
     assert len(passed) > 20
     assert set(passed) == {half}
+
+
+def test_scaled_streams_are_stored_and_their_cotangents_scaled_by_no_kernel_of_their_own():
+    """XLA puts a kernel of its own between two barriers, which reads and writes a stream again."""
+    width, depth = 24, 3
+    model = nn.CoordinateMLP(2, "scalar", width, depth, key=KEY)
+    scaling = mpx.Scaling(
+        mpx.StaticLossScaling(1.0), mpx.DerivativeScaling.per_direction("xy", order=2)
+    )
+
+    def loss(model, points, *, derivatives):
+        terms = mpx.partials(
+            model, ["u", "u_xx", "u_yy"], coords="xy", outputs="u", scaling=derivatives
+        )
+        return sum(jnp.mean(v**2) for v in jax.vmap(terms)(points).values())
+
+    step = mpx.filter_grad(loss, scaling, forward="float32")
+    text = program_for_gpu(jax.jit(lambda x: eqx.filter(step(model, x), eqx.is_array)), POINTS)
+    barriers = [line.split(", ") for line in re.findall(r"optimization_barrier.* : (.*)", text)]
+    stream = f"tensor<32x{width}xf32>"
+    # What enters a layer is read at once: a value, two first derivatives and two second ones.
+    layers = depth - 1
+    assert barriers.count([stream]) == 5 * layers
+    # In turn, forwards and backwards: a bias, the weights behind it, and the value alone.
+    in_turn = [b for b in barriers if b[0] == f"tensor<{width}xf32>"]
+    assert len(in_turn) == 2 * layers
+    assert all(b[2:] == [stream.replace("f32", "f16")] for b in in_turn)
 
 
 def test_a_weight_has_one_product_over_the_batch():

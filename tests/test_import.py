@@ -40,7 +40,7 @@ ORDER = [
     ["_bilinear", "_cast", "_jaxpr", "_norms", "_reverse"],
     ["_dot"],
     ["_checkpoint_file", "_collectives", "_conv", "_einsum", "_flat", "_forward", "_order"],
-    ["_as_trained", "_marks", "_masters", "_products", "_refined", "_tree"],
+    ["_as_trained", "_conjugate", "_marks", "_masters", "_products", "_refined", "_tree"],
     ["_jet", "_precision_report", "checkpoint_policies", "propagation"],
     ["autocast", "_loss_scaling"],
     ["derivatives", "ranges"],
@@ -271,13 +271,15 @@ def test_all_names_what_init_exports():
         "filter_value_and_grad",
         "calculate_scaled_grad",
         "filter_accumulated_value_and_grad",
+        "line_search_value",
     ],
 )
 def test_type_checkers_know_the_options_of_the_gradient_transformations(name):
     """Their overloads take them as one `TypedDict`."""
     parameters = inspect.signature(getattr(mpx, name)).parameters.values()
     options = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"in_axes"}
-    expected = RawGradientOptions if name == "calculate_scaled_grad" else GradientOptions
+    searches = name not in ("calculate_scaled_grad", "line_search_value")
+    expected = GradientOptions if searches else RawGradientOptions
     assert options == set(get_type_hints(expected))
     # What is no field of these would be taken and forgotten.
     assert options <= {field.name for field in dataclasses.fields(Options)}

@@ -197,6 +197,45 @@ def test_shapes_will_do_and_split_products_are_named():
     assert row.half
 
 
+@pytest.mark.parametrize(
+    ("precision", "marked"),
+    [
+        (None, True),
+        ("default", True),
+        ("high", True),
+        ("highest", False),
+        ("F32_F32_F32", False),
+        ("TF32_TF32_F32", False),  # by its name
+    ],
+)
+def test_float32_that_a_gpu_multiplies_in_tensorfloat32_is_marked(precision, marked):
+    if precision is not None and precision.isupper():
+        precision = jax.lax.DotAlgorithmPreset[precision]
+    x, n = jnp.ones((4, 4)), 2 * 4**3
+    fun = lambda x: (
+        jnp.matmul(x, x, precision=precision),
+        x.astype("float16") @ x.astype("float16"),
+    )
+    report = mpx.precision_report(fun)(x)
+    full, half = sorted(report.rows, key=lambda row: row.half)
+    assert (full.tensorfloat32, half.tensorfloat32) == (marked, False)
+    assert report.flops == 2 * n
+    assert report.tensorfloat32_share == marked / 2
+    assert ("float32 (TF32)" in str(report)) == marked
+    assert ("(TF32) for 50% of the work: a GPU" in str(report)) == marked
+
+
+def test_products_of_the_library_in_float32_are_not_marked():
+    own = lambda x: mpx.mixed_matmul(x, x, dtype="float32")
+    z, n = jnp.ones((4, 4), "complex64"), jnp.ones((4, 4), "int32")
+    plain = lambda x: (own(x), z @ z, x @ x, n @ n)
+    with jax.default_matmul_precision("highest"):
+        assert mpx.precision_report(plain)(jnp.ones((4, 4))).tensorfloat32_share == 0
+    report = mpx.precision_report(plain)(jnp.ones((4, 4)))
+    marked = [(row.dtype, row.primitive) for row in report.rows if row.tensorfloat32]
+    assert sorted(marked) == [("complex64", "dot_general"), ("float32", "dot_general")]
+
+
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_no_function():
     with pytest.raises(TypeError, match=r"precision_report\(fun\)\(\*args\)"):

@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import equinox as eqx
@@ -15,6 +16,7 @@ from helpers import tree_equal_bits
 from jax.flatten_util import ravel_pytree
 
 import mpx_pde as mpx
+from mpx_pde._conjugate import refined
 
 
 pytest.importorskip("lineax")
@@ -73,6 +75,29 @@ def test_r_keeps_what_the_product_of_jacobians_loses():
     np.testing.assert_allclose(solve(r @ jac), [1.0, -1.0], rtol=1e-3)
 
 
+@pytest.mark.parametrize("most", [0, 20])
+def test_products_in_full_refine_a_solve_by_a_rounded_jacobian(most):
+    """Singular values from 1 to 1e-3, and a Jacobian with eight bits."""
+    rng = np.random.default_rng(0)
+    left, _ = np.linalg.qr(rng.standard_normal((20, 6)))
+    right, _ = np.linalg.qr(rng.standard_normal((6, 6)))
+    jac = left * np.logspace(0, -3, 6) @ right
+    b, damping = jac @ np.ones(6), 1e-7
+    rounded = jnp.asarray(jac, "bfloat16").astype(jnp.float32)
+    optimizer = mpx.LevenbergMarquardt(linear)
+    solve = optimizer._factored(rounded, jnp.array(damping, jnp.float32))
+    full, rows = jnp.asarray(jac, jnp.float32), jnp.asarray(b, jnp.float32)
+    pull, damped = lambda b: b @ full, jnp.array(damping, jnp.float32)
+    with jax.default_matmul_precision("highest"):
+        got = solve(pull(rows))
+        if most:
+            got = refined(lambda x: full @ x, pull, solve, damped, rows, most=most)
+    want = np.linalg.solve(jac.T @ jac + damping * np.eye(6), jac.T @ b)
+    error = np.linalg.norm(got - want) / np.linalg.norm(want)
+    # The rounded one is off by its smallest singular values; conjugate gradients are not.
+    assert (error > 0.1) if not most else (error < 1e-2)
+
+
 def test_the_step_follows_the_bend_of_the_residual():
     """From 0 towards `w + w²/2 = 0.1`: `v = 0.1`, `a = -v²/2`, and the rest is of third order."""
     bend = lambda w, x: w[0] + w[0] ** 2 / 2 - x
@@ -102,7 +127,7 @@ def pieces(optimizer, w, batch):
     values = lambda flat: optimizer._values(flat, None, (batch,))
     jac = jax.jacfwd(values)(w)
     solve = optimizer._factored(jac, jnp.array(1e-6))
-    return values, w, values(w), lambda b: b @ jac, solve
+    return values, w, values(w), lambda b: b @ jac, lambda b: solve(b @ jac)
 
 
 def test_beside_a_rounded_jacobian_the_gradient_is_in_full(monkeypatch):
@@ -212,6 +237,28 @@ def test_a_float16_jacobian_that_is_not_finite_lowers_its_scale_alone():
     assert tree_equal_bits((new.damping, new.growth), (state.damping, state.growth))
 
 
+@pytest.mark.parametrize(("width", "depth", "warns"), [(8, 1, True), (22, 2, False)])
+def test_a_half_jacobian_that_is_hardly_one_is_told(width, depth, warns):
+    """The first layer stays in float32, and so do the values."""
+    model = mpx.nn.CoordinateMLP(1, 1, width, depth, key=jax.random.key(0))
+    residual = lambda model, x: model(x)[0] - x[0] ** 2
+
+    def trace(jacobian):
+        optimizer = mpx.LevenbergMarquardt(residual, jacobian=jacobian, acceleration=0.0)
+        jax.eval_shape(
+            eqx.filter_closure_convert(
+                lambda points: optimizer.update(model, optimizer.init(model), points)[1].loss,
+                POINTS,
+            ),
+            POINTS,
+        )
+
+    asked = "`LevenbergMarquardt` was asked for float16, but 29% .*`jacobian='float32'`"
+    with pytest.warns(mpx.PrecisionWarning, match=asked) if warns else nullcontext():
+        trace("float16")
+    trace("float32")
+
+
 def test_it_compiles_once():
     optimizer = mpx.LevenbergMarquardt(rosenbrock)
     w, state = jnp.array([-1.2, 1.0]), optimizer.init(jnp.ones(2))
@@ -229,6 +276,7 @@ def test_it_compiles_once():
         (lambda: mpx.LevenbergMarquardt(linear, forward="float64"), ValueError, "64-bit"),
         (lambda: mpx.LevenbergMarquardt(linear, damping=0.0), ValueError, "`damping`"),
         (lambda: mpx.LevenbergMarquardt(linear, acceleration=-1.0), ValueError, "`acceleration`"),
+        (lambda: mpx.LevenbergMarquardt(linear, refinements=-1), ValueError, "`refinements` >= 0"),
         (lambda: mpx.LevenbergMarquardt(linear).init({}), ValueError, "floating-point arrays"),
     ],
 )
@@ -266,6 +314,22 @@ def test_value_and_slope_are_of_one_scaled_evaluation():
     assert finite
     assert tree_equal_bits(eqx.filter_value_and_grad(search)(model, POINTS), (value, grads))
     assert mpx.global_norm(grads) > 0
+
+
+@pytest.mark.parametrize(
+    ("make", "error"),
+    [
+        (lambda: mpx.line_search_value(1.0, None), TypeError),
+        (lambda: mpx.line_search_value(loss, None), TypeError),
+        (lambda: mpx.line_search_value(loss, mpx.NoOpLossScaling(), forward="half?"), ValueError),
+        (lambda: mpx.line_search_value(loss, mpx.NoOpLossScaling(), policy=1.0), TypeError),
+        (lambda: mpx.line_search_value(lambda w: w, mpx.NoOpLossScaling())(jnp.ones(3)), TypeError),
+    ],
+)
+def test_a_line_search_names_itself(make, error, unchecked_annotations):
+    with pytest.raises(error, match="`line_search_value`") as raised:
+        make()
+    assert "filter_value_and_grad" not in str(raised.value)
 
 
 @pytest.mark.slow

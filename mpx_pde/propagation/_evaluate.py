@@ -13,7 +13,7 @@ from jax.interpreters import ad
 
 from .._flat import Constant, Step, flatten
 from .._jaxpr import LOOPS, in_context_of, jaxprs_in, line_of, own_bind
-from .._order import gradients_in_turn, rounded_cotangent
+from .._order import gradients_in_turn, read_at_once, rounded_cotangent
 from .._products import is_users
 from . import _tables as tables
 from ._containers import Containers, enters
@@ -134,12 +134,14 @@ class Evaluator:
             storage = dataclasses.replace(self.storage, scales=scales)
             half = dataclasses.replace(self, rules=rules, storage=storage, full=None, note=None)
             kept = {k: storage.stored(x) if k in roles.stored else x for k, x in traced.items()}
-            # In turn as halves: what passes is written to memory.
-            arrays, kept = gradients_in_turn(arrays, kept)
+            arrays, kept = _in_turn(arrays, kept, scales)
             out = jax.checkpoint(partial(layer, half))(arrays, kept)
             out = {k: half._loaded(x) for k, x in out.items()}
             return {k: self._loaded(x) for k, x in out.items()}
 
+        # As it is evaluated, stored, and looked through for what does not fit.
+        once = lambda x: read_at_once(x) if is_inexact(x) else x
+        traced = {k: jax.tree.map(once, x) if k in roles.stored else x for k, x in traced.items()}
         if self.lost is not None:
             for k, x in traced.items():
                 for key, does in (self.storage.overflows(x) if k in roles.stored else {}).items():
@@ -260,6 +262,23 @@ def _split(
         known[k] = Jet(shape, constant, jet.stage)
         traced[k] = Jet(x if shape is None else None, rest, jet.stage)
     return known, traced
+
+
+def _in_turn(
+    arrays: dict, kept: dict[int, Jet], scales: Mapping[Index, Any]
+) -> tuple[dict, dict[int, Jet]]:
+    """A layer's arrays and what enters it, whose cotangent goes on when the gradient of the layer
+    is there. In turn as halves: what passes is written to memory.
+
+    The cotangents of streams that are scaled do not wait, since the layer before waits for that of
+    the value: they are scaled as they are computed, and not by a kernel of its own.
+    """
+    waiting = {k: x.only(x.streams.keys() - scales.keys()) for k, x in kept.items()}
+    if not any(is_inexact(x) for x in jax.tree.leaves(waiting)):
+        waiting = kept
+    arrays, waiting = gradients_in_turn(arrays, waiting)
+    join = lambda x, y: dataclasses.replace(y, streams={**x.streams, **y.streams})
+    return arrays, {k: join(x, waiting[k]) for k, x in kept.items()}
 
 
 def _join(known: dict[int, Jet], traced: dict[int, Jet]) -> dict[int, Jet]:
