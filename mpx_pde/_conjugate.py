@@ -29,25 +29,26 @@ def refined(
     By at most `most` conjugate gradients for least squares, which a `solve` with a rounded Jacobian
     preconditions (Carson, Higham and Pranesh, *Three-precision GMRES-based iterative refinement for
     least squares problems*, SIAM J. Sci. Comput. 42, 2020). Products are taken as they are: in the
-    dtype of `b`.
+    dtype of `b`. Rounded, directions are not conjugate for long: each is followed to where it is
+    lowest, so that none leads up, and what it keeps of the one before is that of Polak and Ribière.
     """
     tiny = jnp.finfo(b.dtype).tiny
 
     def going(carry):
-        i, _, _, _, gamma, first = carry
+        i, _, _, _, _, gamma, first = carry
         return (i < most) & (gamma > _CLOSE**2 * first)
 
     def again(carry):
-        i, x, b, p, gamma, first = carry
+        i, x, b, s, p, gamma, first = carry
         q = push(p)
-        along = gamma / jnp.maximum(q @ q + damping * (p @ p), tiny)
+        along = (s @ p) / jnp.maximum(q @ q + damping * (p @ p), tiny)
         x, b = x + along * p, b - along * q
-        s = pull(b) - damping * x
+        old, s = s, pull(b) - damping * x
         z = solve(s)
-        new = s @ z
-        return i + 1, x, b, z + new / jnp.maximum(gamma, tiny) * p, new, first
+        kept = jnp.maximum(z @ (s - old), 0) / jnp.maximum(gamma, tiny)
+        return i + 1, x, b, s, z + kept * p, s @ z, first
 
     s = pull(b)
     z = solve(s)
     first = s @ z
-    return lax.while_loop(going, again, (0, jnp.zeros_like(s), b, z, first, first))[1]
+    return lax.while_loop(going, again, (0, jnp.zeros_like(s), b, s, z, first, first))[1]

@@ -287,7 +287,7 @@ OF_AUTOCAST = (
 
 OF_JACOBIANS = (
     "The first layer, what meets a network's one output, and what `FullPrecision` holds stay in "
-    "float32: a network of one hidden layer has nothing else, and takes no less memory so."
+    "float32: a network of one hidden layer has nothing else, and gains nothing by it."
 )
 
 

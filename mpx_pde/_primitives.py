@@ -29,6 +29,7 @@ MOVES = (
     "tile",
     "copy",
     "batch_behind",
+    "shared",
 )
 """Moves values on one device, without arithmetic."""
 

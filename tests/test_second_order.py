@@ -98,6 +98,31 @@ def test_products_in_full_refine_a_solve_by_a_rounded_jacobian(most):
     assert (error > 0.1) if not most else (error < 1e-2)
 
 
+def test_more_refinements_than_rounding_allows_do_no_harm():
+    """In float32, with singular values from 1 to 1e-7 and a residual that stays, conjugate gradients
+    are not conjugate for long; with the classical formulas these end at 1e30."""
+    rng = np.random.default_rng(0)
+    left, _ = np.linalg.qr(rng.standard_normal((120, 60)))
+    right, _ = np.linalg.qr(rng.standard_normal((60, 60)))
+    jac, damping = left * np.logspace(0, -7, 60) @ right, 1e-9
+    b = jac @ rng.standard_normal(60) + 1e-3 * rng.standard_normal(120)
+    full, rows = jnp.asarray(jac, jnp.float32), jnp.asarray(b, jnp.float32)
+    small = jnp.array(damping, jnp.float32)
+    rounded = full.astype(jnp.float16).astype(jnp.float32)
+    solve = mpx.LevenbergMarquardt(linear)._factored(rounded, small)
+    objective = lambda x: np.sum((jac @ x - b) ** 2) + damping * np.sum(x**2)
+
+    def found(most):
+        solved = refined(lambda x: full @ x, lambda b: b @ full, solve, small, rows, most=most)
+        return objective(np.asarray(solved, np.float64))
+
+    with jax.default_matmul_precision("highest"):
+        first, *more = map(found, (1, 20, 60, 1000))
+    best = objective(np.linalg.solve(jac.T @ jac + damping * np.eye(60), jac.T @ b))
+    assert first > 100 * best
+    assert max(more) < 1.01 * best
+
+
 def test_the_step_follows_the_bend_of_the_residual():
     """From 0 towards `w + w²/2 = 0.1`: `v = 0.1`, `a = -v²/2`, and the rest is of third order."""
     bend = lambda w, x: w[0] + w[0] ** 2 / 2 - x
