@@ -99,8 +99,8 @@ def test_products_in_full_refine_a_solve_by_a_rounded_jacobian(most):
 
 
 def test_more_refinements_than_rounding_allows_do_no_harm():
-    """In float32, with singular values from 1 to 1e-7 and a residual that stays, conjugate gradients
-    are not conjugate for long; with the classical formulas these end at 1e30."""
+    """In float32, with singular values from 1 to 1e-7 and a residual that stays, conjugate
+    gradients are not conjugate for long; with the classical formulas these end at 1e30."""
     rng = np.random.default_rng(0)
     left, _ = np.linalg.qr(rng.standard_normal((120, 60)))
     right, _ = np.linalg.qr(rng.standard_normal((60, 60)))
