@@ -338,8 +338,8 @@ class LevenbergMarquardt(eqx.Module):
                 return r.astype(self._dtype), jnp.concatenate(flat, axis=1)
 
             # As a wish of the program's, `highest` would hold for halves too.
-            same = self.jacobian == self.forward
-            with jax.default_matmul_precision("highest") if same else nullcontext():
+            half = is_half(jnp.dtype(self.jacobian))
+            with nullcontext() if half else jax.default_matmul_precision("highest"):
                 r, jac = jax.vmap(one)(batch)
             rows.append(jnp.ravel(r) * weight)
             jacs.append(jac.reshape(-1, jac.shape[-1]) * weight)

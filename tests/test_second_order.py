@@ -12,7 +12,7 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 import pytest
-from helpers import tree_equal_bits
+from helpers import equations, tree_equal_bits
 from jax.flatten_util import ravel_pytree
 
 import mpx_pde as mpx
@@ -121,6 +121,19 @@ def test_more_refinements_than_rounding_allows_do_no_harm():
     best = objective(np.linalg.solve(jac.T @ jac + damping * np.eye(60), jac.T @ b))
     assert first > 100 * best
     assert max(more) < 1.01 * best
+
+
+def test_a_float32_jacobian_of_a_float64_residual_is_no_tf32():
+    with jax.enable_x64(True):
+        model = mpx.cast_tree(eqx.nn.MLP(1, "scalar", 8, 2, key=jax.random.key(0)), "float64")
+        residual = lambda model, x: model(x) - x[0]
+        optimizer = mpx.LevenbergMarquardt(residual, forward="float64", jacobian="float32")
+        step = eqx.filter_make_jaxpr(optimizer.update)
+        jaxpr = step(model, optimizer.init(model), jnp.ones((4, 1)))[0]
+    products = [e for e in equations(jaxpr) if "dot_general" in e.primitive.name]
+    full = [e for e in products if e.invars[0].aval.dtype == jnp.float32]
+    assert full
+    assert {e.params.get("precision") for e in full} == {(jax.lax.Precision.HIGHEST,) * 2}
 
 
 def test_the_step_follows_the_bend_of_the_residual():
