@@ -39,10 +39,8 @@ def can_search(scaling: Any) -> bool:
 
 def _moving(scaling: Any) -> list:
     """What of a scaling another attempt changes. Nothing is skipped, so nothing is counted."""
-    if isinstance(scaling, Scaling):
-        derivatives = scaling.derivatives
-        return [*_moving(scaling.loss), derivatives.exponents, derivatives.caution]
-    return [scaling.loss_scaling] if isinstance(scaling, DynamicLossScaling) else []
+    caution = [scaling.derivatives.caution] if isinstance(scaling, Scaling) else []
+    return [*_scales(scaling), *caution]
 
 
 def _moved(scaling: Any, moving: Sequence[Array]) -> Any:
