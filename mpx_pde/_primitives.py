@@ -58,7 +58,18 @@ def says_its_dtype(eqn: JaxprEqn) -> bool:
 
 def asks_for_more(eqn: JaxprEqn) -> bool:
     """Whether the program asks a product for more than JAX's default precision."""
+    return any(p not in _DEFAULT for p in _precisions(eqn))
+
+
+def leaves_it_to_tensorfloat32(eqn: JaxprEqn) -> bool:
+    """Whether the program asks a product for no more than what a GPU takes for TF32: `HIGH` is
+    just that."""
+    return all(p in (*_DEFAULT, lax.Precision.HIGH) for p in _precisions(eqn))
+
+
+_DEFAULT = (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
+
+
+def _precisions(eqn: JaxprEqn) -> tuple:
     precision = eqn.params.get("precision")
-    parts = precision if isinstance(precision, tuple) else (precision,)
-    default = (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
-    return any(p not in default for p in parts)
+    return precision if isinstance(precision, tuple) else (precision,)

@@ -16,7 +16,7 @@ from jax.extend.core import Jaxpr, JaxprEqn
 
 from ._dtypes import is_half
 from ._jaxpr import aval_of, jaxprs_in
-from ._primitives import MIXED, PRODUCTS
+from ._primitives import MIXED, PRODUCTS, leaves_it_to_tensorfloat32
 from ._split import SPLIT_PRODUCTS
 
 
@@ -24,11 +24,6 @@ _LIBRARY = str(Path(__file__).parent) + "/"
 # Whose frames tell nothing: the layers that everyone uses, and the checker of annotations.
 _PLUMBING = tuple(f"{m.__path__[0]}/" for m in (eqx, jaxtyping))
 _HALVES = ("float16", "bfloat16")
-# What a GPU takes for leave to multiply float32 in TF32; `HIGH` asks for just that.
-_LEFT_OPEN = (
-    *(None, lax.Precision.DEFAULT, lax.Precision.HIGH),
-    lax.DotAlgorithmPreset.DEFAULT,
-)
 _FRAME = re.compile(r"^(.*?:\d+)(?::\d+)? \(")
 
 
@@ -118,9 +113,7 @@ def _tensorfloat32(eqn: JaxprEqn) -> bool:
     The library's own do not."""
     dtypes = {aval_of(v).dtype.name for v in eqn.invars[:2]}
     wide = dtypes & {"float32", "complex64"} and dtypes <= {"complex64", "float32", *_HALVES}
-    precision = eqn.params.get("precision")
-    parts = precision if isinstance(precision, tuple) else (precision,)
-    return bool(wide) and eqn.primitive.name not in MIXED and all(p in _LEFT_OPEN for p in parts)
+    return bool(wide) and eqn.primitive.name not in MIXED and leaves_it_to_tensorfloat32(eqn)
 
 
 def _flops(eqn: JaxprEqn) -> int:
