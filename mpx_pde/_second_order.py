@@ -356,7 +356,7 @@ class LevenbergMarquardt(eqx.Module):
             return self._linearized(*args)
         instead = f"jacobian={self.forward!r}"
         return checked(
-            *(self._linearized, args, _CALL, dtype, OF_JACOBIANS), least=_LEAST, instead=instead
+            self._linearized, args, _CALL, dtype, OF_JACOBIANS, least=_LEAST, instead=instead
         )
 
     def _factored(

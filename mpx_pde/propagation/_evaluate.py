@@ -69,7 +69,7 @@ class Evaluator:
         halves = self.product.halves(flat, env)
         stages = {k: x.stage for k, x in env.items() if isinstance(x, Jet)}
         plan = self.rules.plan
-        roles = roles_of(flat, stages, halves, plan, asked or (*plan.keys, ()))
+        roles = roles_of(flat, stages, halves, plan, asked or plan.everything)
         for part in parts_of(flat, roles):
             if part.alone:
                 self._step(part.steps[0], env, roles)

@@ -47,6 +47,11 @@ class Plan(NamedTuple):
         return (*self.indices, *self._sum_keys)
 
     @property
+    def everything(self) -> frozenset[Index]:
+        """The keys of all streams, and `()` for the value."""
+        return frozenset((*self.keys, ()))
+
+    @property
     def results(self) -> frozenset[Index]:
         """What the caller reads: the keys of streams, and `()` for the value."""
         return frozenset((*self.asked, *self._sum_keys))

@@ -22,6 +22,9 @@ from ._streams import DEEP, FIRST, RAW, Jet, is_inexact
 _SMALL = 64
 """Up to this many coordinates the first product is evaluated again rather than kept."""
 
+_VALUE: frozenset[Index] = frozenset({()})
+"""What is asked of a variable of which no stream is."""
+
 _ALONE = LOOPS | {"shard_map", "remat2", "sort"}
 """Takes long, or has a memory of its own: not evaluated again."""
 
@@ -119,15 +122,15 @@ def _asked_of(
     for step in reversed(flat.steps):
         keys = none.union(*(out.get(x, none) for x in step.outputs))
         if step.eqn.effects or _is_alone(step):
-            keys = frozenset((*plan.keys, ()))
+            keys = plan.everything
         elif keys and step.eqn.primitive.name in tables.CONSTANT:
-            keys = plan.needs(())
+            keys = _VALUE
         elif keys and not _by_stream(step, stage):
             keys = plan.needs(keys)
         for x, v in zip(step.inputs, step.eqn.invars, strict=True):
             if not isinstance(x, Constant):
                 # What an index or a predicate selects, it selects by its value.
-                here = keys if is_inexact(v.aval) else keys and plan.needs(())
+                here = keys if is_inexact(v.aval) else keys and _VALUE
                 out[x] = out.get(x, none) | here
     return out
 
