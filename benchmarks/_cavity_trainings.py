@@ -1,8 +1,7 @@
 """The lid-driven cavity of `examples/`, trained by every rival."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,11 +12,12 @@ import numpy as np
 
 import mpx_pde as mpx
 
+from . import _pinn_trainings
 from ._cavity import layers_of, with_layers
 from ._examples import load_example
+from ._pinn_trainings import points_by_call
 from ._rivals import require
-from ._tf32 import emulate_tf32
-from ._trainings import Moment, Training, timed
+from ._trainings import Moment, Training
 
 
 _pinn: Any = load_example("_pinn")
@@ -64,103 +64,6 @@ def make_problem(size: Size) -> Any:
     )
 
 
-def points_by_call(problem: Any, key: jax.Array) -> Iterator[jax.Array]:
-    """The points of all steps of a call, for each call of a training."""
-    choose = jax.jit(problem.points)
-    for _ in range(problem.full.steps // _pinn.STEPS_PER_CALL):
-        key, points_key = jax.random.split(key)
-        yield jax.block_until_ready(choose(None, points_key))
-
-
-def in_jax(
-    problem: Any,
-    seed: int,
-    *,
-    precision: str,
-    plain: bool = False,
-    matmul: str | None = None,
-    adapt: Callable[..., Any] | None = None,
-) -> Training:
-    """The training of `examples/_pinn.py` in one of its precisions.
-
-    With `plain`, the network is a function of which nothing is known, differentiated by nested
-    `jax.jvp`. `matmul` is JAX's default precision of products. `adapt(step, state)` returns another
-    step, and the state it begins with.
-    """
-    steps, rate = problem.full
-    settings: AbstractContextManager[Any] = (
-        nullcontext() if matmul is None else jax.default_matmul_precision(matmul)
-    )
-    with settings:
-        state, optimizer, key = _pinn.initial(
-            problem, precision, mode="paper", steps=steps, learning_rate=rate, seed=seed
-        )
-        if plain:
-            model, average = map(_pinn.without_protection, (state.model, state.average))
-            opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-            state = state._replace(model=model, opt_state=opt_state, average=average)
-        step = partial(_pinn.step, problem, optimizer, precision, 10 / steps)
-        if adapt is not None:
-            step, state = adapt(step, state)
-        run = _pinn.compiled_steps(step, state, next(points_by_call(problem, key)))
-    arrays, static = eqx.partition(state, eqx.is_array)
-
-    def moment(done, seconds, arrays):
-        model = eqx.combine(arrays, static).average
-        return Moment(done, seconds, lambda: next(iter(problem.errors(model).values())))
-
-    seconds = 0.0
-    yield moment(0, seconds, arrays)
-    for call, points in enumerate(points_by_call(problem, key), 1):
-        (arrays, _), taken = timed(run, arrays, points)
-        seconds += taken
-        yield moment(call * _pinn.STEPS_PER_CALL, seconds, arrays)
-
-
-def by_mpx(problem: Any, seed: int) -> Training:
-    """By MPX as its documentation has it: everything in float16, with its loss scaling."""
-    rival: Any = require("mpx")
-    steps, _ = problem.full
-
-    def adapt(step, state):
-        optimizer = step.args[1]
-
-        def run_step(state, points):
-            model, opt_state, scaling, average = state
-            value, scaling, finite, grads = rival.filter_value_and_grad(problem.loss, scaling)(
-                model, points
-            )
-            model, opt_state = rival.optimizer_update(model, optimizer, opt_state, grads, finite)
-            average = _pinn.running_average(average, model, finite, 10 / steps)
-            return _pinn.State(model, opt_state, scaling, average), (value, finite)
-
-        scaling = rival.DynamicLossScaling(
-            loss_scaling=jnp.float32(2.0**15), min_loss_scaling=jnp.float32(1.0), period=2000
-        )
-        return run_step, state._replace(scaling=scaling)
-
-    return in_jax(problem, seed, precision=_pinn.NAIVE, adapt=adapt)
-
-
-def in_emulated_tf32(problem: Any, seed: int) -> Training:
-    """Plain JAX, with the roundings of TF32."""
-
-    def adapt(step, state):
-        def run_step(state, points):
-            arrays, static = eqx.partition(state, eqx.is_array)
-
-            def run(arrays, points):
-                new, record = step(eqx.combine(arrays, static), points)
-                return eqx.filter(new, eqx.is_array), record
-
-            arrays, record = emulate_tf32(run)(arrays, points)
-            return eqx.combine(arrays, static), record
-
-        return run_step, state
-
-    return in_jax(problem, seed, precision="float32", plain=True, adapt=adapt)
-
-
 def in_torch(problem: Any, seed: int, *, precision: str) -> Training:
     """PyTorch, with the same weights and points: see `_torch/pinn.py`."""
     require("torch")
@@ -189,21 +92,8 @@ def in_torch(problem: Any, seed: int, *, precision: str) -> Training:
 
 def rivals(on_gpu: bool) -> dict[str, Callable[[Any, int], Training]]:
     """By name, what trains a problem from a seed."""
-    exact = partial(in_jax, precision="float32", matmul="highest")
-    if on_gpu:
-        tf32 = {
-            "TF32": partial(in_jax, precision="float32", plain=True, matmul="tensorfloat32"),
-        }
-    else:
-        tf32 = {"TF32, emulated": in_emulated_tf32}
     return {
-        "float32": partial(exact, plain=True),
-        **tf32,
-        "casts by hand, float16": partial(in_jax, precision=_pinn.NAIVE),
-        "MPX, float16": by_mpx,
-        "mpx_pde, float32": exact,
-        "mpx_pde, float16": partial(in_jax, precision="float16"),
-        "mpx_pde, bfloat16": partial(in_jax, precision="bfloat16"),
+        **_pinn_trainings.rivals(on_gpu),
         "PyTorch, float32": partial(in_torch, precision="float32"),
         **({"PyTorch, TF32": partial(in_torch, precision="TF32")} if on_gpu else {}),
         "torch.amp, float16": partial(in_torch, precision="float16"),

@@ -41,6 +41,8 @@ LINES = {
     "mpx_pde, float32": Line("tab:blue", ":"),
     "mpx_pde, float16": Line("tab:blue"),
     "mpx_pde, bfloat16": Line("tab:purple"),
+    "mpx_pde, forward float32, float16": Line("tab:cyan"),
+    "mpx_pde, forward float32, bfloat16": Line("tab:cyan", "--"),
     "PyTorch, float32": Line("tab:green", ":"),
     "torch.amp, float16": Line("tab:green"),
     "torch.amp, bfloat16": Line("tab:olive"),
@@ -175,6 +177,10 @@ FIGURES: dict[str, Figure] = {
     "error-against-time": Figure(
         partial(error_against_time, "Physics-informed network of a lid-driven cavity"),
         "time_to_error-cavity-cpu",
+    ),
+    "burgers-error-against-time": Figure(
+        partial(error_against_time, "Physics-informed network of Burgers' equation"),
+        "time_to_error-burgers-cpu",
     ),
     "operator-error-against-time": Figure(
         partial(error_against_time, "Fourier neural operator of decaying turbulence"),

@@ -56,11 +56,12 @@ def make_problem(size: Size) -> Problem:
     return Problem(data, size)
 
 
-def _training(problem: Problem, precision: str, method: str) -> Any:
+def _training(problem: Problem, precision: str, method: str, forward: str = "half") -> Any:
     size = problem.size
     return _operators.Training(
         problem.data,
         precision,
+        forward=forward,
         steps=size.steps,
         loss="l2",
         hidden_channels=size.channels,
@@ -71,12 +72,19 @@ def _training(problem: Problem, precision: str, method: str) -> Any:
 
 
 def in_jax(
-    problem: Problem, seed: int, *, precision: str, method: str, matmul: str = "highest"
+    problem: Problem,
+    seed: int,
+    *,
+    precision: str,
+    method: str,
+    forward: str = "half",
+    matmul: str = "highest",
 ) -> Training:
-    """The training of `examples/_neural_operator.py` in one precision, by FFT or by matrices."""
+    """The training of `examples/_neural_operator.py` in one precision, by FFT or by matrices, with
+    the forward pass in `forward`."""
     size = problem.size
     with jax.default_matmul_precision(matmul):
-        training = _training(problem, precision, method)
+        training = _training(problem, precision, method, forward)
     indices = jnp.asarray(training.indices(seed))
     arrays = eqx.filter(training.initial(seed), eqx.is_array)
 
@@ -116,15 +124,19 @@ def by_neuraloperator(problem: Problem, seed: int, **options: Any) -> Training:
 def rivals(on_gpu: bool) -> dict[str, Callable[[Problem, int], Training]]:
     """By name, what trains a problem from a seed."""
     plain = partial(in_jax, precision="float32", method="fft")
+    dft = partial(in_jax, method="dft")
     # On a CPU neuraloperator refuses float16: its FFT there knows float32 alone, and its own
     # casts around it are for bfloat16.
     halves = ("float16", "bfloat16") if on_gpu else ("bfloat16",)
     return {
         "float32, FFT": plain,
         **({"TF32, FFT": partial(plain, matmul="tensorfloat32")} if on_gpu else {}),
-        "mpx_pde, float32": partial(in_jax, precision="float32", method="dft"),
-        "mpx_pde, float16": partial(in_jax, precision="float16", method="dft"),
-        "mpx_pde, bfloat16": partial(in_jax, precision="bfloat16", method="dft"),
+        "mpx_pde, float32": partial(dft, precision="float32"),
+        **{f"mpx_pde, {h}": partial(dft, precision=h) for h in ("float16", "bfloat16")},
+        **{
+            f"mpx_pde, forward float32, {h}": partial(dft, precision=h, forward="float32")
+            for h in ("float16", "bfloat16")
+        },
         "neuraloperator, float32": by_neuraloperator,
         **{f"neuraloperator, amp {h}": partial(by_neuraloperator, half=h) for h in halves},
     }

@@ -150,9 +150,15 @@ MEASURED: dict[str, tuple[str, ...]] = {
         *_benchmarks("second_order"),
     ),
     "spectral": (*OPERATORS, *COMPILER, *CLOCK, *_benchmarks("spectral")),
+    "time_to_error-burgers": (
+        *(*PINNS, *_examples("burgers", "_burgers_exact")),
+        *_benchmarks("time_to_error", "_trainings", "_pinn_trainings", "_burgers_trainings"),
+        *_benchmarks("_tf32"),
+    ),
     "time_to_error-cavity": (
         *(*PINNS, *CAVITY),
-        *_benchmarks("time_to_error", "_trainings", "_cavity_trainings", "_cavity", "_tf32"),
+        *_benchmarks("time_to_error", "_trainings", "_pinn_trainings", "_cavity_trainings"),
+        *_benchmarks("_cavity", "_tf32"),
         *_benchmarks("_torch/pinn", "_torch/cavity", "_torch/steps", "_torch/muon"),
     ),
     "time_to_error-navier_stokes": (

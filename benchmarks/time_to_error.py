@@ -1,10 +1,11 @@
 """How long does it take to reach an error? Every rival trains the same problem: error against time.
 
-`cavity` is the physics-informed network of `examples/lid_driven_cavity.py`, `navier_stokes` the
-operator of `examples/navier_stokes.py`. Network, initial weights, points or batches, optimizer and
-steps are the same for all rivals; the error is the example's, against its reference: on the centre
-lines of the cavity, of the test samples of the operator. The rivals take turns. Seconds are those
-of the steps alone: compilation stands beside them, the evaluation of errors is not counted.
+`cavity` and `burgers` are the physics-informed networks of `examples/lid_driven_cavity.py` and
+`examples/burgers.py`, `navier_stokes` is the operator of `examples/navier_stokes.py`. Network,
+initial weights, points or batches, optimizer and steps are the same for all rivals; the error is
+the example's, against its reference: on the centre lines of the cavity, on a grid for Burgers'
+equation, of the test samples of the operator. The rivals take turns. Seconds are those of the steps
+alone: compilation stands beside them, the evaluation of errors is not counted.
 
 On a CPU, `TF32, emulated` rounds the operands of all products as a GPU does: its errors are those
 of TF32, but the time it takes says nothing. Nor is half precision any faster there than float32,
@@ -17,13 +18,17 @@ from typing import Any
 
 import jax
 
-from . import _cavity_trainings, _operator_trainings
+from . import _burgers_trainings, _cavity_trainings, _operator_trainings
 from ._report import Report
 from ._rivals import RivalMissing, failure
 from ._trainings import Moment, Training, first_below, take_turns
 
 
-PROBLEMS: dict[str, Any] = {"cavity": _cavity_trainings, "navier_stokes": _operator_trainings}
+PROBLEMS: dict[str, Any] = {
+    "cavity": _cavity_trainings,
+    "burgers": _burgers_trainings,
+    "navier_stokes": _operator_trainings,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -125,7 +125,7 @@ def batches(samples: int, steps: int, seed: int) -> np.ndarray:
 
 class Training:
     """The training of one operator with weights and activations in `precision`: a program that is
-    compiled once, for any number of seeds.
+    compiled once, for any number of seeds. `forward` is the precision of the forward pass.
 
     `network` goes to [`FNO`][mpx_pde.nn.FNO].
     """
@@ -136,13 +136,14 @@ class Training:
         precision: str,
         *,
         steps: int,
+        forward: str = "half",
         loss: str = "h1",
         hidden_channels: int = 24,
         num_layers: int = 4,
         modes: int = 16,
         **network: Any,
     ):
-        self.problem, self.precision = problem, precision
+        self.problem, self.precision, self.forward = problem, precision, forward
         self.calls = math.ceil(steps / STEPS_PER_CALL)
         self.steps = self.calls * STEPS_PER_CALL
         self.loss = norms(problem)[loss]
@@ -189,6 +190,7 @@ class Training:
             use_mixed_precision=self.precision != "float32",
             policy=f"params=float32,compute={self.precision},output=float32",
             keep_full=(False, True),  # cast the operator, not the fields it is compared with
+            forward=self.forward,
         )(model, batch)
         model, opt_state = mpx.optimizer_update(
             model, self.optimizer, opt_state, grads, grads_finite
@@ -206,7 +208,8 @@ class Training:
     def _predict(self, arrays: PyTree, inputs: Array) -> Array:
         """The operator's answers, computed in the precision that it was trained in."""
         model, *_ = eqx.combine(arrays, self.static)
-        model = mpx.cast_tree(model, self.precision)
+        if self.forward == "half":
+            model = mpx.cast_tree(model, self.precision)
         return jax.lax.map(model, inputs, batch_size=BATCH)
 
     def __call__(

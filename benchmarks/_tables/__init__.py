@@ -65,6 +65,7 @@ TABLES = {
     "predicted-recomputation": _predicted.recomputation,
     "predicted-steps": _predicted.steps,
     "products": _accuracy.products,
+    "time-to-error-burgers": _time_to_error.time_to_error("burgers"),
     "time-to-error-cavity": _time_to_error.time_to_error("cavity"),
     "time-to-error-navier-stokes": _time_to_error.time_to_error("navier_stokes"),
     "weak-scaling": _programs.weak_scaling,
