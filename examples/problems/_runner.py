@@ -80,6 +80,8 @@ class Precision(NamedTuple):
 
     compute: str
     forward: str = "half"
+    mode: str = "paper"  # how derivative scales follow what they see
+    autocast: bool = False  # operation by operation, instead of a cast of the network
     naive: bool = False  # by hand: a cast of everything, nested `jax.jvp`, loss scaling alone
     rounded: bool = False  # the initial weights, once
     dropped: int = 0  # first steps that change nothing
@@ -95,6 +97,9 @@ PRECISIONS = {
     "bfloat16": Precision("bfloat16"),
     "forward-float32-float16": Precision("float16", "float32"),
     "forward-float32-bfloat16": Precision("bfloat16", "float32"),
+    "float16-predictive": Precision("float16", mode="predictive"),
+    "autocast-float16": Precision("float16", autocast=True),
+    "autocast-bfloat16": Precision("bfloat16", autocast=True),
     "naive-float16": Precision("float16", naive=True),
     # Controls of chance: float32 that begins almost as float32 does.
     "float32-rounded": Precision("float32", rounded=True),
@@ -184,6 +189,7 @@ class Trainer:
             policy=f"params=float32,compute={compute},output=float32",
             keep_full=(False, not naive),  # cast the network, not the points
             forward=forward,  # pyright: ignore[reportArgumentType]
+            autocast=self.precision.autocast,
         )
 
     def step(self, state: State, points: PyTree) -> tuple[State, tuple[Array, Bool[Array, ""]]]:
@@ -221,7 +227,8 @@ class Trainer:
         if self.problem.derivatives is not None:
             return mpx.Scaling(loss, self.problem.derivatives())
         coords, order = self.problem.coords, self.problem.order
-        return mpx.Scaling(loss, mpx.DerivativeScaling.per_direction(coords, order=order))
+        rule = {"order": order, "mode": self.precision.mode}
+        return mpx.Scaling(loss, mpx.DerivativeScaling.per_direction(coords, **rule))
 
     def next_points(self, model: Any, key: PRNGKeyArray) -> PyTree:
         """The points of the next steps, the same in each precision if the model does not choose."""
@@ -292,7 +299,8 @@ class Trainer:
     def _outcome(self, seed: int, model: Any, records: Sequence[Any], optimizer: str) -> Outcome:
         values, finite, scales = (np.concatenate(r) for r in zip(*records, strict=True))
         if self.problem.as_trained and self.precision.mixed and self.precision.forward == "half":
-            model = mpx.cast_tree(model, self.precision.compute)
+            cast = mpx.autocast if self.precision.autocast else mpx.cast_tree
+            model = cast(model, self.precision.compute)
         skipped = ~finite
         if self.precision.dropped:
             skipped = skipped[self.precision.dropped :]
