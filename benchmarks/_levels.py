@@ -17,16 +17,9 @@ class Run(NamedTuple):
     command: str
 
 
-_EXAMPLES = (
-    (2, "burgers"),
-    (1, "allen_cahn"),
-    (1, "helmholtz"),
-    (2, "cavity"),
-    (3, "cavity_zero_equation"),
-    (2, "heat_sink"),
-)
+_TRAINED = ("burgers_1d", "allen_cahn", "helmholtz", "cavity", "cavity_zero_equation", "heat_sink")
 
-# A CPU measures ratios that hold there, and accuracy. The trainings of `pinns`, `operators` and
+# A CPU measures ratios that hold there, and accuracy. The trainings of `breadth`, `operators` and
 # `vit`, which take hours, are left to their own commands.
 CPU = (
     Run(2, "overhead --targets cpu"),
@@ -68,7 +61,7 @@ GPU = (
     Run(8, "time_to_error --problem burgers"),
     Run(9, "time_to_error --problem navier_stokes"),
     Run(5, "spectral"),
-    *(Run(minutes, f"pinns --example {name} --seeds 0") for minutes, name in _EXAMPLES),
+    *(Run(5, f"breadth --resume --problems {name} --seeds 0") for name in _TRAINED),
     Run(9, "operators --size full --seeds 0"),
 )
 

@@ -126,13 +126,6 @@ MEASURED: dict[str, tuple[str, ...]] = {
         *_benchmarks("_measured", "_torch/cavity", "_torch/steps"),
         *ROOFLINE,
     ),
-    "pinns-allen_cahn": (*PINNS, *_examples("allen_cahn", "_spectral_reference")),
-    "pinns-burgers": (*PINNS, *_examples("burgers", "_burgers_exact")),
-    "pinns-cavity": (*PINNS, *CAVITY),
-    "pinns-cavity_flattened": (*PINNS, *CAVITY),
-    "pinns-cavity_zero_equation": (*PINNS, *CAVITY),
-    "pinns-heat_sink": (*PINNS, *_examples("heat_sink", "_heat_sink_reference", "_newton")),
-    "pinns-helmholtz": (*PINNS, *_examples("helmholtz")),
     "predicted": (
         *(*STEP, *DERIVATIVES, *OPERATORS, *AUTOCAST, *COMPILER, *_examples("vit")),
         *(*ROOFLINE, *_benchmarks("predicted", "_predicted_cases")),
@@ -194,7 +187,7 @@ NOT_MEASURED: dict[str, frozenset[str]] = {
 
 
 def patterns(name: str) -> tuple[str, ...]:
-    """Of a benchmark, by the name in its file: `pinns-burgers`, or `fno_step-h100`."""
+    """Of a benchmark, by the name in its file: `time_to_error-cavity`, or `fno_step-h100`."""
     return MEASURED[name] if name in MEASURED else MEASURED[name.split("-", 1)[0]]
 
 

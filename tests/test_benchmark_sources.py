@@ -158,7 +158,7 @@ APART = {
 }
 
 
-@pytest.mark.parametrize("name", [n for n in questions() if n not in ("time_to_error", "pinns")])
+@pytest.mark.parametrize("name", [n for n in questions() if n != "time_to_error"])
 def test_the_helpers_of_a_benchmark_are_among_its_sources(name):
     wanted, todo = set(), {ROOT / "benchmarks" / f"{name}.py"}
     while todo:

@@ -13,7 +13,6 @@ from . import (
     _gallery,
     _networks,
     _operators,
-    _pinns,
     _predicted,
     _programs,
     _rivals,
@@ -27,7 +26,6 @@ from ._format import ROOT
 _BLOCK = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
 TABLES = {
-    "accuracy": _summary.accuracy,
     "breadth": _breadth.block(_breadth.summary),
     "breadth-problems": _breadth.block(_breadth.by_problem),
     "breadth-failures": _breadth.block(_breadth.failures),
@@ -37,7 +35,6 @@ TABLES = {
         )
         for optimizer in ("adam", "adam+lbfgs")
     },
-    "burgers": _pinns.burgers,
     "cavity-memory": _programs.cavity_memory,
     "collectives": _programs.collectives,
     "compile-time": _programs.compile_time,
@@ -51,7 +48,6 @@ TABLES = {
     "overhead": _programs.overhead,
     "pinn-step": _rivals.pinn_step,
     "pinn-sweep": _rivals.pinn_sweep,
-    "pinns": _pinns.pinns,
     "networks": _networks.networks,
     "operators": _operators.table(_operators.precisions),
     "operators-preactivations": _operators.table(_operators.preactivations),
@@ -73,7 +69,6 @@ TABLES = {
     "vit-batches": _rivals.vit_batches,
     "vit-step": _rivals.vit_step,
     "vit_memory": _programs.vit_memory,
-    "rivals": _summary.rivals,
     "second-order": _second_order.table,
     "spectral-layers": _accuracy.spectral_layers,
     "spectral-models": _programs.spectral_models,

@@ -52,6 +52,11 @@ class Ratios:
         full = self.full[_key(training)]["error"]
         return float("inf") if training["error"] is None else training["error"] / full
 
+    def errors(self, problem: str, precision: str) -> list[float]:
+        """By seed, of those that came to something."""
+        trainings = [t for t in self.rest if (t["problem"], t["precision"]) == (problem, precision)]
+        return [t["error"] for t in trainings if t["error"] is not None]
+
     def skipped(self, problem: str, precision: str) -> float:
         """The share of the steps."""
         trainings = [

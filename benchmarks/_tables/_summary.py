@@ -1,95 +1,23 @@
 """All of it at a glance: what half precision costs in accuracy, and what it saves."""
 
 import statistics
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
-from ._breadth import Ratios
-from ._format import NOT_RUN, ROOT, Result, load, markdown, older, source
-from ._operators import variants
+from ._breadth import Ratios, number
+from ._format import NOT_RUN, Result, load, markdown, older
 from ._predicted import speedups
 
 
-PINN, OPERATOR = "relative L2 error", "relative L2 test error"
-ALIKE = 1.05  # times the error of float32 is as good: seeds differ by more
-RIVALS = (
-    *("float32", "casts by hand, float16", "MPX, float16", "torch.amp, float16"),
-    *("torch.amp, bfloat16", "mpx_pde, float16", "mpx_pde, bfloat16"),
-)
-
-
-class Accuracy(NamedTuple):
-    """Of one training in one precision: for each seed the figure, and that of float32."""
-
-    task: str
-    measure: str
-    run: str
-    values: dict[int, float]  # by seed
-    float32: dict[int, float]
-
-    @property
-    def ratios(self) -> list[float]:
-        """To float32 from the same seed."""
-        return [value / self.float32[seed] for seed, value in self.values.items()]
-
-    @property
-    def ratio(self) -> float:
-        """The median over the seeds."""
-        return statistics.median(self.ratios)
-
-
-def pinns_results() -> list[Result]:
-    paths = sorted((ROOT / "benchmarks" / "results").glob("pinns-*-cpu.json"))
-    return [load(path.stem) for path in paths]
-
-
-def accuracies() -> Iterator[Accuracy]:
-    for data in pinns_results():
-        runs: dict[str, dict[int, float]] = {}
-        for t in data["trainings"]:
-            runs.setdefault(t["run"], {})[t["seed"]] = t["error"]
-        task = f"`{data['trainings'][0]['example']}`"
-        for run, errors in runs.items():
-            yield Accuracy(task, PINN, run, errors, runs["float32"])
-    data = load("operators-cpu")
-    for problem in dict.fromkeys(t["problem"] for t in data["trainings"]):
-        groups = variants(data, problem)
-        by_seed = lambda g: dict(zip(g.values("seed"), g.errors("l2"), strict=True))
-        float32 = by_seed(groups["float32", None])
-        for (precision, stabilizer), group in groups.items():
-            if stabilizer is None:
-                yield Accuracy(f"`{problem}`", OPERATOR, precision, by_seed(group), float32)
-    scores: dict[str, dict[int, float]] = {}
-    for t in load("vit-cpu")["trainings"]:
-        scores.setdefault(t["precision"], {})[t["seed"]] = 1 - t["accuracy"]
-    for run, values in scores.items():
-        yield Accuracy("`vit`", "test images misjudged", run, values, scores["float32"])
-
-
-# The columns of the table, and what the trainings call them.
+NEAR = 1.05  # times the error of float32 is as good: seeds differ by more
 RUNS = {
-    "float16": ("float16", "autocast-float16"),
-    "float16, predictive": ("float16, predictive",),
-    "float16, finished in full": ("float16, finished in full", "float16, climbing"),
-    "bfloat16": ("bfloat16", "autocast-bfloat16"),
-    "float16 by hand": ("naive-float16", "cast-float16"),
+    "forward-float32-float16": '`forward="float32"` with float16 behind it',
+    "forward-float32-bfloat16": '`forward="float32"` with bfloat16 behind it',
+    "float16": "float16 throughout",
+    "bfloat16": "bfloat16 throughout",
+    "naive-float16": "everything cast to float16 by hand",
+    "float32-rounded": "float32 with its first weights rounded once: chance",
 }
-
-
-def accuracy() -> str:
-    rows: dict[str, dict[str, Any]] = {}
-    for a in accuracies():
-        row = rows.setdefault(a.task, {"measure": a.measure})
-        if a.run == "float32":
-            row["seeds"] = " ".join(str(seed) for seed in a.values)
-            row["float32"] = f"{statistics.median(a.values.values()):.2e}"
-        for column, names in RUNS.items():
-            if a.run in names:
-                row[column] = f"{a.ratio:.2f} ({min(a.ratios):.2f}–{max(a.ratios):.2f})"
-    columns = ["training", "measure", "seeds", "float32", *RUNS]
-    cells = [[task, *(str(row.get(c, "–")) for c in columns[1:])] for task, row in rows.items()]
-    read = [*pinns_results(), load("operators-cpu"), load("vit-cpu")]
-    return f"{markdown(columns, cells)}\n{_ages(read)}"
 
 
 def _ages(read: Iterable[Result]) -> str:
@@ -107,49 +35,27 @@ def _memory(data: Result, section: str, **wanted: Any) -> int:
     return record["temp_bytes"]
 
 
-def _ratios(found: list[Accuracy]) -> str:
-    """The medians from problem to problem, and from which seeds."""
-    medians, single = [a.ratio for a in found], [r for a in found for r in a.ratios]
-    seeds = " or ".join(map(str, sorted({len(a.values) for a in found})))
+def _errors(ratios: Ratios, name: str) -> str:
+    """Of one precision, over the problems that float32 solves."""
+    found = [statistics.median(r) for p in ratios.solved if (r := ratios.of(p, name))]
+    near = sum(r <= NEAR for r in found) / len(found)
     return (
-        f"{min(medians):.2f} to {max(medians):.2f}, medians of {seeds} seeds in {len(found)} "
-        f"problems; single seeds {min(single):.2f} to {max(single):.2f}"
+        f"median {number(statistics.median(found))}, at most {NEAR} in {100 * near:.0f} % of "
+        f"{len(found)} problems, worst {number(max(found))}"
     )
 
 
 def headline() -> str:
     """What is promised, and the figure for it."""
-    found = list(accuracies())
-    rows = []
-    for precision in ("float16", "bfloat16"):
-        pinns = [a for a in found if a.measure == PINN and a.run == precision]
-        what = f"Error of physics-informed networks, {precision} over float32"
-        rows.append([what, _ratios(pinns)])
     breadth = load("breadth-cpu")
-    rows.append(['The same with `forward="float32"`', _in_full(breadth)])
-    naive = [a for a in found if a.run == "naive-float16"]
-    alike = [a for a in naive if a.ratio <= ALIKE]
-    others = ", ".join(f"{a.ratio:.2f} in {a.task}" for a in naive if a not in alike)
-    rows.append(
-        [
-            "The same, everything cast to float16 by hand, with a loss scale",
-            f"at most {max(a.ratio for a in alike):.2f} in {len(alike)} of {len(naive)} problems "
-            f"({', '.join(a.task for a in alike)}); {others}",
-        ]
-    )
-    operators = [a for a in found if a.measure == OPERATOR and a.run == "float16"]
-    seeds = " or ".join(map(str, sorted({len(a.values) for a in operators})))
-    errors = (
-        f"{statistics.median(a.values.values()):.4f} and "
-        f"{statistics.median(a.float32.values()):.4f} ({a.task})"
-        for a in operators
-    )
-    rows.append(
-        [
-            "Relative test error of neural operators, float16 and float32",
-            f"{', '.join(errors)}, medians of {seeds} seeds",
-        ]
-    )
+    ratios = Ratios(breadth)
+    counts = {p: len(ratios.of(p, "forward-float32-float16")) for p in ratios.solved}
+    seeds = " or ".join(map(str, sorted(set(counts.values()) - {0})))
+    rows = [
+        *([f"Error over float32's, {what}", _errors(ratios, name)] for name, what in RUNS.items()),
+        ["Seeds of these trainings", f"{seeds} a problem; its median"],
+        ["Relative test error of neural operators, float16 and float32", _operators(ratios)],
+    ]
     cavity, spectral, vit = (load(f"{n}-cpu") for n in ("cavity_memory", "spectral", "vit_memory"))
 
     def saved(data, section, full, half):
@@ -183,25 +89,15 @@ def headline() -> str:
         ["Operations of a step, over the same step by hand", f"at most {extra:.4f}"],
         ["Speed on a GPU", _speed(predicted := load("predicted-h100-cpu"))],
     ]
-    read = [*pinns_results(), breadth, load("operators-cpu"), cavity, spectral, vit, overhead]
-    read.append(predicted)
+    read = [breadth, cavity, spectral, vit, overhead, predicted]
     return f"{markdown(['what', 'measured'], rows)}\n{_ages(read)}"
 
 
-def _in_full(data: Result) -> str:
-    """Over the problems of the collection that float32 solves, beside what chance makes of it."""
-    ratios = Ratios(data)
-
-    def told(name: str) -> str:
-        found = [statistics.median(r) for p in ratios.solved if (r := ratios.of(p, name))]
-        return f"{statistics.median(found):.2f} (worst {max(found):.2f})"
-
-    seeds = len({t["seed"] for t in data["trainings"]})
-    halves = (f"{told(f'forward-float32-{half}')} with {half}" for half in ("float16", "bfloat16"))
-    return (
-        f"median {' and '.join(halves)} in the backward pass, over {len(ratios.solved)} problems, "
-        f"{seeds} seed{'s' if seeds > 1 else ''}; float32 with its weights rounded once "
-        f"{told('float32-rounded')}"
+def _operators(ratios: Ratios) -> str:
+    return ", ".join(
+        f"{statistics.median(ratios.errors(problem, 'float16')):.4f} and "
+        f"{ratios.error(problem):.4f} (`{problem}`)"
+        for problem in ("operator_darcy", "operator_navier_stokes")
     )
 
 
@@ -211,17 +107,3 @@ def _speed(data: Result) -> str:
         for name, found in ((n, speedups(data, n)) for n in ("float32", "TF32"))
     )
     return f"not measured; predicted of steps compiled for an H100, not run: {' and '.join(spans)}"
-
-
-def rivals() -> str:
-    """What the ways to train the cavity in half precision come to, and in what time."""
-    data = load("time_to_error-cavity-cpu")
-    rows = []
-    for name in RIVALS:
-        curves = [c for c in data["curves"] if c["rival"] == name]
-        error = statistics.median(c["errors"][-1] for c in curves)
-        seconds = statistics.median(c["seconds"][-1] / c["steps"][-1] for c in curves)
-        rows.append([name, f"{error:.2e}", f"{1000 * seconds:.1f}"])
-    seeds = ", ".join(dict.fromkeys(str(c["seed"]) for c in data["curves"]))
-    columns = ["training", "relative L2 error at the end", "ms a step on a CPU"]
-    return f"{markdown(columns, rows)}\n\nSeed {seeds}. {source(data)}\n"
