@@ -27,6 +27,7 @@ _BLOCK = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.D
 
 TABLES = {
     "breadth": _breadth.block(_breadth.summary),
+    "breadth-paper": _breadth.block(_breadth.paper),
     "breadth-problems": _breadth.block(_breadth.by_problem),
     "breadth-failures": _breadth.block(_breadth.failures),
     **{

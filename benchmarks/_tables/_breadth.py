@@ -152,6 +152,33 @@ def failures(data: dict[str, Any], optimizer: str | None = None) -> str:
     return "\n".join(lines) or "None."
 
 
+PAPER = {
+    "lid-driven cavity": ("cavity", "similar accuracy"),
+    "lid-driven cavity, zero-equation model": ("cavity_zero_equation", "similar accuracy"),
+    "FPGA heat sink, laminar": (
+        "fpga_laminar",
+        "similar accuracy; 2.2 times faster on a V100, 2.1 on an A100, 1.3 than TF32",
+    ),
+    "FPGA heat sink, turbulent": ("fpga_zero_equation", "similar accuracy"),
+    "heat sink with three fins, in the plane": ("heat_sink", "similar accuracy"),
+}
+"""The examples of Xue et al. (section 4), here, and what is told there of float16."""
+
+
+def paper(data: dict[str, Any], optimizer: str | None = None) -> str:
+    """The paper's examples, its words and our figures."""
+    ratios = Ratios(data, optimizer)
+    names = ("float16", "forward-float32-float16")
+    rows = []
+    for example, (problem, told) in PAPER.items():
+        error = ratios.error(problem)
+        found = [ratios.of(problem, name) for name in names]
+        cells = [number(statistics.median(r)) if r else "–" for r in found]
+        rows.append([example, told, f"`{problem}`", f"{error:.1e}" if error else "–", *cells])
+    columns = ["example", "there, in float16", "here", "float32", *(LABELS[n] for n in names)]
+    return markdown(columns, rows)
+
+
 def block(
     table: Callable[..., str], name: str = "breadth-cpu", optimizer: str | None = None
 ) -> Callable[[], str]:
