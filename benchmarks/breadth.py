@@ -19,7 +19,7 @@ L-BFGS behind Adam.
 import argparse
 import json
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -27,48 +27,43 @@ from ._problems import problems, trainer
 from ._report import Report
 
 
-PAGES: dict[str, tuple[tuple[str, ...], tuple[str | None, ...]]] = {
-    "breadth": (
+class Page(NamedTuple):
+    """What a page compares, in the order of the trainings."""
+
+    precisions: tuple[str, ...]
+    optimizer: str | None = None  # None for the problem's own
+    problems: tuple[str, ...] = ()  # none for all
+
+
+PAGES = {
+    "breadth": Page(
         (
-            "float32",
-            "forward-float32-float16",
-            "forward-float32-bfloat16",
-            "float16",
-            "bfloat16",
-            "float16-predictive",
-            "autocast-float16",
-            "autocast-bfloat16",
-            "float32-rounded",
-            "float32-dropped",
-            "naive-float16",
-        ),
-        (None,),
+            *("float32", "forward-float32-float16", "forward-float32-bfloat16"),
+            *("float16", "bfloat16", "float32-rounded", "float32-dropped", "naive-float16"),
+            *("autocast-float16", "autocast-bfloat16", "float16-predictive"),
+        )
     ),
-    "precisions": (
+    "precisions": Page(
         (
-            "float32",
-            "forward-float32-float16",
-            "forward-float32-bfloat16",
-            "tensorfloat32-emulated",
-            "forward-bfloat16_x3-float16-emulated",
-            "forward-bfloat16_x3-bfloat16-emulated",
-            "float16",
-            "bfloat16",
-            "float64",
-            "float32-rounded",
-            "float32-dropped",
+            *("float32", "forward-float32-float16", "forward-float32-bfloat16"),
+            *("tensorfloat32-emulated", "forward-bfloat16_x3-float16-emulated"),
+            *("forward-bfloat16_x3-bfloat16-emulated", "float16", "bfloat16", "float64"),
+            *("float32-rounded", "float32-dropped"),
         ),
-        ("adam+lbfgs",),  # which is a training by Adam as well
+        "adam+lbfgs",  # which is a training by Adam as well
+        (
+            *("convection", "reaction", "wave_1d", "allen_cahn"),  # as in PINN_FP64
+            *("burgers_1d", "helmholtz", "cavity", "heat_sink", "poisson_1000d"),
+        ),
     ),
 }
-"""Precisions in the order of the trainings, and optimizers; `None` is the problem's own."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--page", choices=PAGES, default="breadth", help="what to compare")
-    parser.add_argument("--problems", nargs="+", help="by default all")
+    parser.add_argument("--problems", nargs="+", help="by default those of the page")
     parser.add_argument("--precision", nargs="+", help="by default those of the page")
-    parser.add_argument("--optimizer", nargs="+", help="by default those of the page")
+    parser.add_argument("--optimizer", help="by default that of the page")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="by default those of the problem")
     parser.add_argument("--minutes", type=float, help="begin no training after that many")
@@ -82,20 +77,18 @@ def run(report: Report, args: argparse.Namespace) -> int:
         old = json.loads(report.path(args.out).read_text(encoding="utf-8"))
         for record in old.get("trainings", []):
             report.record("trainings", **record)
-    precisions, optimizers = PAGES[args.page]
-    precisions = args.precision or precisions
-    optimizers = args.optimizer or optimizers
+    page = PAGES[args.page]
+    optimizer = args.optimizer or page.optimizer
     report.sections.setdefault("trainings", [])
     started = time.monotonic()
     out_of_time = lambda: (
         args.minutes is not None and time.monotonic() > started + 60 * args.minutes
     )
-    for name in args.problems or problems().names():
-        for optimizer in optimizers:
-            for precision in precisions:
-                if out_of_time():
-                    return 0
-                trained(report, args, name, precision, optimizer)
+    for name in args.problems or page.problems or problems().names():
+        for precision in args.precision or page.precisions:
+            if out_of_time():
+                return 0
+            trained(report, args, name, precision, optimizer)
     columns = ["problem", "precision", "optimizer", "seed", "error", "skipped"]
     rows = [[r.get(c) for c in columns] for r in report.sections.get("trainings", [])]
     report.table("trainings", columns, rows)
