@@ -61,13 +61,15 @@ def _curves(data: dict[str, Any]) -> list[dict[str, Any]]:
 
 def error_against_time(what: str, figure: Any, data: dict[str, Any]) -> None:
     by_time, by_step = figure.subplots(1, 2, sharey=True)
+    times = {t["rival"]: t["step"] for t in data["times"]}
     for curve in _curves(data):
         color, style = LINES[curve["rival"]]
         options = {"color": color, "linestyle": style}
         by_step.semilogy(curve["steps"][1:], curve["errors"][1:], **options)
         label = curve["rival"]
-        if curve["time_measured"]:
-            by_time.loglog(curve["seconds"][1:], curve["errors"][1:], label=label, **options)
+        if step := times.get(curve["rival"]):
+            seconds = [step["median"] * n for n in curve["steps"][1:]]
+            by_time.loglog(seconds, curve["errors"][1:], label=label, **options)
         else:
             by_time.plot([], label=f"{label} (no time)", **options)
     by_time.set(xlabel="seconds of training", ylabel="relative L2 error")

@@ -17,10 +17,11 @@ class Run(NamedTuple):
     command: str
 
 
+_CURVES = ("cavity", "burgers", "navier_stokes")
 _TRAINED = ("burgers_1d", "allen_cahn", "helmholtz", "cavity", "cavity_zero_equation", "heat_sink")
 
-# A CPU measures ratios that hold there, and accuracy. The trainings of `breadth`, `operators` and
-# `vit`, which take hours, are left to their own commands.
+# A CPU measures ratios that hold there, and accuracy. The trainings of `breadth`, `time_to_error`, `operators`
+# and `vit`, which take hours, are left to their own commands.
 CPU = (
     Run(2, "overhead --targets cpu"),
     Run(2, "compile_time"),
@@ -28,9 +29,7 @@ CPU = (
     Run(4, "fno_step"),
     Run(4, "vit_step"),
     Run(2, "derivatives"),
-    Run(16, "time_to_error --problem cavity"),
-    Run(10, "time_to_error --problem burgers"),
-    Run(5, "time_to_error --problem navier_stokes"),
+    *(Run(3, f"time_to_error --problem {name} --time") for name in _CURVES),
     Run(1, "products"),
     Run(1, "frequencies"),
     Run(1, "float8"),
@@ -57,9 +56,8 @@ GPU = (
     Run(9, "fno_step"),
     Run(9, "vit_step"),
     Run(4, "derivatives --width 512 --points 65536"),
-    Run(8, "time_to_error --problem cavity"),
-    Run(8, "time_to_error --problem burgers"),
-    Run(9, "time_to_error --problem navier_stokes"),
+    *(Run(3, f"time_to_error --problem {name} --time") for name in _CURVES),
+    *(Run(9, f"time_to_error --problem {name} --seeds 0") for name in _CURVES),
     Run(5, "spectral"),
     *(Run(5, f"breadth --resume --problems {name} --seeds 0") for name in _TRAINED),
     Run(9, "operators --size full --seeds 0"),

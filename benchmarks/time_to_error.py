@@ -4,8 +4,12 @@
 `examples/burgers.py`, `navier_stokes` is the operator of `examples/navier_stokes.py`. Network,
 initial weights, points or batches, optimizer and steps are the same for all rivals; the error is
 the example's, against its reference: on the centre lines of the cavity, on a grid for Burgers'
-equation, of the test samples of the operator. The rivals take turns. Seconds are those of the steps
-alone: compilation stands beside them, the evaluation of errors is not counted.
+equation, of the test samples of the operator.
+
+Errors by step are the same on a busy machine, times are not. So trainings and times are taken apart
+and add up in one file: a run trains from each seed what is not there yet, and `--time`, where
+nothing else runs, times the steps of all rivals in turn. Seconds to an error are steps times the
+median time of one; compilation stands beside them.
 
 On a CPU, `TF32, emulated` rounds the operands of all products as a GPU does: its errors are those
 of TF32, but the time it takes says nothing. Nor is half precision any faster there than float32,
@@ -13,15 +17,17 @@ in which XLA computes it.
 """
 
 import argparse
+import json
 import time
 from typing import Any
 
 import jax
 
 from . import _burgers_trainings, _cavity_trainings, _operator_trainings
-from ._report import Report
+from ._report import Report, Timing
 from ._rivals import RivalMissing, failure
-from ._trainings import Moment, Training, first_below, take_turns
+from ._sources import sources
+from ._trainings import Moment, Training, take_turns
 
 
 PROBLEMS: dict[str, Any] = {
@@ -29,6 +35,7 @@ PROBLEMS: dict[str, Any] = {
     "burgers": _burgers_trainings,
     "navier_stokes": _operator_trainings,
 }
+ROUNDS = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--size", choices=("small", "full"), help="by default small, and full on a GPU"
     )
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rivals", nargs="+", help="by default all")
+    parser.add_argument("--time", action="store_true", help="time steps, and train nothing")
+    parser.add_argument("--anew", action="store_true", help="keep nothing of earlier runs")
 
 
 def compiled(report: Report, trainings: dict[str, Training]) -> dict[str, tuple[Moment, float]]:
@@ -57,41 +66,49 @@ def compiled(report: Report, trainings: dict[str, Training]) -> dict[str, tuple[
     return out
 
 
-def follow(report: Report, problem: Any, seed: int, rivals: dict[str, Any]) -> list[dict[str, Any]]:
-    """Trains all rivals from one seed. Returns their records."""
+def follow(report: Report, problem: Any, seed: int, rivals: dict[str, Any]) -> None:
+    """Trains rivals from one seed."""
     trainings = {name: train(problem, seed) for name, train in rivals.items()}
-    started = compiled(report, trainings)
-    records = {}
-    for name, (first, seconds) in started.items():
-        records[name] = report.record(
-            "curves",
-            rival=name,
-            seed=seed,
-            start_seconds=seconds,
-            time_measured="emulated" not in name,
-            steps=[first.steps],
-            seconds=[first.seconds],
-            errors=[first.error()],
+    records = {
+        name: report.record(
+            "curves", rival=name, seed=seed, steps=[first.steps], errors=[first.error()]
         )
-    for name, moment in take_turns({name: trainings[name] for name in started}):
+        for name, (first, _) in compiled(report, trainings).items()
+    }
+    for name, moment in take_turns({name: trainings[name] for name in records}):
         records[name]["steps"].append(moment.steps)
-        records[name]["seconds"].append(moment.seconds)
         records[name]["errors"].append(moment.error())
-    return list(records.values())
 
 
-def row(record: dict[str, Any], levels: list[float]) -> list[Any]:
-    """For each error to be reached the seconds to it and, in brackets, the steps."""
-    errors = record["errors"]
-    cells = []
-    for level in levels:
-        steps = first_below(errors, record["steps"], level)
-        seconds = first_below(errors, record["seconds"], level)
-        told = f"{seconds:.1f} s" if record["time_measured"] and steps is not None else "–"
-        cells.append(f"{told} ({steps:,})" if steps is not None else "never")
-    ms = 1000 * record["seconds"][-1] / record["steps"][-1]
-    per_step = ms if record["time_measured"] else None
-    return [record["rival"], record["seed"], errors[-1], per_step, record["start_seconds"], *cells]
+def clock(report: Report, problem: Any, rivals: dict[str, Any]) -> None:
+    """Times the steps of rivals in turn; what is emulated does not take the time that it would."""
+    trainings = {name: train(problem, 0) for name, train in rivals.items()}
+    started = compiled(report, trainings)
+    before = {name: first for name, (first, _) in started.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in started}
+    for _ in range(1 + ROUNDS):  # the first of them warms up
+        for name in started:
+            moment = next(trainings[name])
+            past, before[name] = before[name], moment
+            seconds[name].append((moment.seconds - past.seconds) / (moment.steps - past.steps))
+    for name, (_, start) in started.items():
+        timing = None if "emulated" in name else Timing.of(seconds[name][1:])
+        report.record("times", rival=name, start_seconds=start, step=timing)
+
+
+def kept(report: Report, args: argparse.Namespace) -> None:
+    """Takes over what earlier runs of this code have found, but for times that are taken anew."""
+    path = report.path(args.out)
+    if args.anew or args.quick or not path.exists():
+        return
+    before = json.loads(path.read_text(encoding="utf-8"))
+    if before["sources"] != sources(report.name):
+        report.note("The results there are of other code: from the start.")
+        return
+    redone = ("size", "times") if args.time else ("size",)
+    report.sections |= {
+        name: before[name] for name in ("curves", "times") if name in before and name not in redone
+    }
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
@@ -102,16 +119,21 @@ def run(report: Report, args: argparse.Namespace) -> int:
     problem = module.make_problem(module.SIZES[size])
     rivals = module.rivals(on_gpu)
     chosen = {name: rivals[name] for name in args.rivals or rivals}
+    kept(report, args)
     report.record("size", name=size, factors=module.FACTORS, **module.SIZES[size]._asdict())
-    rows, levels = [], [f"{factor:g}×" for factor in module.FACTORS]
-    for seed in args.seeds:
-        records = follow(report, problem, seed, chosen)
+    if args.time or args.quick:
+        clock(report, problem, chosen)
+    for seed in () if args.time else args.seeds:
+        there = {c["rival"] for c in report.sections.get("curves", []) if c.get("seed") == seed}
+        follow(report, problem, seed, {n: t for n, t in chosen.items() if n not in there})
         report.save(args.out)
-        final = next((r["errors"][-1] for r in records if r["rival"].startswith("float32")), 1.0)
-        rows += [row(record, [f * final for f in module.FACTORS]) for record in records]
+    curves = [c for c in report.sections.get("curves", []) if "failed" not in c]
+    rows = [[c["rival"], c["seed"], c["errors"][-1]] for c in curves]
+    report.table(f"{args.problem}: trainings", ["rival", "seed", "final error"], rows)
+    times = report.sections.get("times", [])
     report.table(
-        f"{args.problem}: seconds (steps) to an error of so many times that of float32 at the end",
-        ["rival", "seed", "final error", "ms/step", "start, s", *levels],
-        rows,
+        f"{args.problem}: times",
+        ["rival", "seconds a step", "start, s"],
+        [[t["rival"], t["step"] and t["step"]["median"], t["start_seconds"]] for t in times],
     )
     return 0

@@ -17,19 +17,10 @@ def _by_rival(data: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
     return out
 
 
-def _reached(curves: list[dict[str, Any]], levels: dict[int, float]) -> str:
-    """Median seconds and steps to the level of each seed; "never" if a seed did not get there."""
-    found = []
-    for c in curves:
-        steps, seconds = (
-            first_below(c["errors"], c[x], levels[c["seed"]]) for x in ("steps", "seconds")
-        )
-        if steps is None or seconds is None:
-            return "never"
-        found.append((seconds, steps))
-    seconds, steps = (statistics.median(x) for x in zip(*found, strict=True))
-    told = f"{seconds:.1f} s" if curves[0]["time_measured"] else "not measured"
-    return f"{told} ({steps:,.0f})"
+def _steps(curves: list[dict[str, Any]], levels: dict[int, float]) -> float | None:
+    """The median of the steps to the level of each seed; `None` if a seed did not get there."""
+    found = [first_below(c["errors"], c["steps"], levels[c["seed"]]) for c in curves]
+    return None if None in found else statistics.median(found)
 
 
 def time_to_error(problem: str):
@@ -38,27 +29,43 @@ def time_to_error(problem: str):
         size = dict(data["size"][0])
         factors = size.pop("factors")  # errors to be reached, over the final one of float32
         rivals = _by_rival(data)
+        times = {t["rival"]: t for t in data.get("times", [])}
         float32 = next(curves for name, curves in rivals.items() if name.startswith(BASELINE))
         final = {c["seed"]: c["errors"][-1] for c in float32}
         rows = []
         for name, curves in rivals.items():
             if "failed" in curves[0]:
-                rows.append([name, f"fails: {curves[0]['failed']}", *["–"] * (2 + len(factors))])
+                rows.append([name, f"fails: {curves[0]['failed']}", *["–"] * (3 + len(factors))])
                 continue
-            ms = statistics.median(1000 * c["seconds"][-1] / c["steps"][-1] for c in curves)
+            step, start = (times.get(name, {}).get(x) for x in ("step", "start_seconds"))
+            ends = [c["errors"][-1] for c in curves]
+            over = [c["errors"][-1] / final[c["seed"]] for c in curves]
+            spread = f" ({min(over):.2f}–{max(over):.2f})" if len(over) > 1 else ""
+            cells = []
+            for factor in factors:
+                steps = _steps(curves, {s: factor * e for s, e in final.items()})
+                if steps is None:
+                    cells.append("never")
+                    continue
+                seconds = "not measured" if step is None else f"{steps * step['median']:.1f} s"
+                cells.append(f"{seconds} ({steps:,.0f})")
             rows.append(
                 [
                     name,
-                    f"{statistics.median(c['errors'][-1] for c in curves):.2e}",
-                    f"{ms:.2f}" if curves[0]["time_measured"] else "not measured",
-                    f"{statistics.median(c['start_seconds'] for c in curves):.1f}",
-                    *(_reached(curves, {s: f * e for s, e in final.items()}) for f in factors),
+                    f"{statistics.median(ends):.2e}",
+                    f"{statistics.median(over):.2f}{spread}",
+                    "not measured" if step is None else f"{1000 * step['median']:.2f}",
+                    "–" if start is None else f"{start:.1f}",
+                    *cells,
                 ]
             )
-        columns = ["training", "final error", "ms a step", "start, s"]
+        columns = ["training", "final error", "over float32's", "ms a step", "start, s"]
         columns += [f"to {f:g} × float32's error" for f in factors]
         of_size = ", ".join(f"{k} {v:,}" for k, v in size.items() if k != "name")
-        seeds = ", ".join(str(seed) for seed in final)
-        return f"{markdown(columns, rows)}\n\nSeeds {seeds}; {of_size}. {source(data)}\n"
+        seeds = {c["seed"] for curves in rivals.values() for c in curves if "seed" in c}
+        few = [n for n, c in rivals.items() if len(c) < len(seeds)]
+        but = f" ({', '.join(few)}: {len(rivals[few[0]])})" if few else ""
+        told = ", ".join(map(str, sorted(seeds)))
+        return f"{markdown(columns, rows)}\n\nSeeds {told}{but}; {of_size}. {source(data)}\n"
 
     return table
