@@ -20,8 +20,8 @@ class Run(NamedTuple):
 _CURVES = ("cavity", "burgers", "navier_stokes")
 _TRAINED = ("burgers_1d", "allen_cahn", "helmholtz", "cavity", "cavity_zero_equation", "heat_sink")
 
-# A CPU measures ratios that hold there, and accuracy. The trainings of `breadth`, `time_to_error`, `operators`
-# and `vit`, which take hours, are left to their own commands.
+# A CPU measures ratios that hold there, and accuracy. The trainings of `breadth`, `time_to_error`,
+# `operators` and `vit`, which take hours, are left to their own commands.
 CPU = (
     Run(2, "overhead --targets cpu"),
     Run(2, "compile_time"),
