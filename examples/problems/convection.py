@@ -48,6 +48,7 @@ PROBLEM = Problem(
     order=1,
     network=network,
     loss=loss,
+    steps=5000,
     sample=lambda key: uniform(key, 512, low=(0, 0), high=(BETA, 2 * np.pi)),
     exact=exact,
     at=grid(np.linspace(0, BETA, 121), np.linspace(0, 2 * np.pi, 65)),
