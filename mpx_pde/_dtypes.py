@@ -149,7 +149,7 @@ def asked_for_half(by: str, datatype: Any) -> Iterator[None]:
     """A context in which half precision was asked for, by a `"cast"` of arguments or by
     `"autocast"`."""
     name = _half_name(datatype, "asked_for_half")
-    with half_precision(name), _asked_context((by, name)):
+    with half_precision(name), _asked_context((by, name)), precision_gives_way():
         yield
 
 
@@ -165,8 +165,10 @@ def half_behind() -> np.dtype | None:
     return None if asked is None else _HALF[asked[1]]
 
 
-# Whether the precision of products is one that this library has set, where the user set none.
-_raised_context = jax.make_user_context(False)
+# The default precision of products that half precision was asked for in spite of; `_ASKED` inside
+# of what insists on float32.
+_default_precision = jax.make_user_context("")
+_ASKED = "asked for by name"
 
 
 def matmul_precision() -> str | None:
@@ -181,25 +183,36 @@ def true_float32() -> Iterator[None]:
     if matmul_precision() is not None:
         yield
     else:
-        with jax.default_matmul_precision("highest"), _raised_context(True):
+        with jax.default_matmul_precision("highest"), _default_precision("highest"):
             yield
 
 
 @contextmanager
 def highest_precision() -> Iterator[None]:
     """A context in which products take the highest precision, as somebody has asked for it."""
-    with jax.default_matmul_precision("highest"), _raised_context(False):
+    with jax.default_matmul_precision("highest"), _default_precision(_ASKED):
         yield
 
 
 @contextmanager
-def precision_of_user() -> Iterator[None]:
-    """A context in which a program is traced as if `true_float32` were not around it: for
-    interpreters, to which a precision that a product asks for is the program's own wish."""
-    if not _raised_context.value:
+def precision_gives_way() -> Iterator[None]:
+    """A context in which half precision is asked for: a default precision that was set before, for
+    float32 products, is no wish of what runs in here. One that is set in here is."""
+    if _default_precision.value == _ASKED:
         yield
     else:
-        with jax.default_matmul_precision(None), _raised_context(False):
+        with _default_precision(matmul_precision() or ""):
+            yield
+
+
+@contextmanager
+def precision_of_user() -> Iterator[None]:
+    """A context in which a program is traced without the default precision that gives way: for
+    interpreters, to which a precision that a product asks for is the program's own wish."""
+    if _default_precision.value != (matmul_precision() or ""):
+        yield
+    else:
+        with jax.default_matmul_precision(None):
             yield
 
 

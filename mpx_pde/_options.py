@@ -11,7 +11,13 @@ import jmp
 import numpy as np
 
 from ._cast import cast_except, cast_operands, widen
-from ._dtypes import asked_for_half, half_precision, half_precision_datatype, is_half
+from ._dtypes import (
+    asked_for_half,
+    half_precision,
+    half_precision_datatype,
+    is_half,
+    precision_gives_way,
+)
 from ._forward import check_forward
 from ._policy import parse_policy
 from ._types import PyTree
@@ -75,7 +81,7 @@ class Options(eqx.Module):
         if not is_half(self.compute_dtype):
             return thunk()
         asked = partial(asked_for_half, "cast") if self.casts else half_precision
-        with asked(self.compute_dtype):
+        with asked(self.compute_dtype), precision_gives_way():
             return thunk()
 
     def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

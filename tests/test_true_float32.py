@@ -49,6 +49,55 @@ def test_a_precision_that_the_user_sets_stays():
         assert precisions(full(regression), MODEL, POINTS) == {(jax.lax.Precision.HIGH,) * 2}
 
 
+WAYS = {
+    "cast": {},
+    "autocast": {"autocast": True},
+    "forward": {"forward": "float32"},
+}
+
+
+@pytest.mark.parametrize("setting", ["highest", "tensorfloat32"])
+@pytest.mark.parametrize("loss", [regression, pde])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_default_for_float32_is_no_wish_of_half_precision(way, loss, setting):
+    """As `jax.config.update("jax_default_matmul_precision", "highest")` in a script for float32."""
+    policy = "params=float32,compute=bfloat16,output=float32"
+    keep_full = (False, loss is pde)
+    gradient = mpx.filter_grad(
+        loss, mpx.NoOpLossScaling(), policy=policy, keep_full=keep_full, **WAYS[way]
+    )
+
+    def shares():
+        report = mpx.precision_report(gradient)(MODEL, POINTS)
+        return report.by_dtype()
+
+    plain = shares()
+    with jax.default_matmul_precision(setting):
+        assert shares() == plain
+    assert "bfloat16" in plain
+
+
+def test_what_stays_float32_takes_the_default_that_was_set():
+    readout = jax.named_scope("readout")(lambda w, x: x @ w)
+    fun = mpx.autocast(lambda w, x: readout(w, jnp.tanh(x @ w)), "bfloat16", full="readout")
+    square = jnp.ones((4, 4))
+    assert precisions(fun, square, square) == {None}
+    with jax.default_matmul_precision("highest"):
+        assert precisions(fun, square, square) == {HIGHEST}
+
+
+def test_a_precision_inside_of_the_program_is_its_wish():
+    def careful(model, points):
+        with jax.default_matmul_precision("highest"):
+            return regression(model, points)
+
+    for around in ("highest", "tensorfloat32"):
+        for kept in (careful, mpx.force_full_precision(regression)):
+            with jax.default_matmul_precision(around):
+                report = mpx.precision_report(mpx.autocast(kept, "bfloat16"))(MODEL, POINTS)
+            assert report.by_dtype().keys() == {"float32"}
+
+
 def test_it_is_no_wish_of_the_program():
     """`autocast` and the engine leave alone what a program asks to have more precise."""
     cast = mpx.autocast(regression, "bfloat16")

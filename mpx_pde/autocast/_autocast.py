@@ -14,6 +14,7 @@ from .._dtypes import (
     half_precision,
     half_precision_datatype,
     is_half,
+    precision_gives_way,
     precision_of_user,
 )
 from .._jaxpr import trace_arrays
@@ -70,7 +71,7 @@ class _Autocast(eqx.Module):
         # Split products keep float32, so layers go by their weights there.
         split = policy.algorithm is not None
         asked = half_precision if split else partial(asked_for_half, "autocast")
-        with asked(policy.dtype), precision_of_user():
+        with asked(policy.dtype), precision_gives_way(), precision_of_user():
             closed, leaves, assemble = trace_arrays(self._fun, args, kwargs)
         return closed, [x for _, x in leaves], assemble
 

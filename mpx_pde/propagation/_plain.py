@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._dtypes import precision_of_user
 from .._forward import Forward, forward_in
 from .._jaxpr import trace_arrays
 from ._evaluate import Evaluator
@@ -35,7 +36,7 @@ class InForward(eqx.Module):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         forward = self.forward
-        with forward_in(forward):
+        with forward_in(forward), precision_of_user():
             closed, leaves, assemble = trace_arrays(self.fun, args, kwargs)
         wide = np.dtype(np.float64 if forward.precision == "float64" else np.float32)
         rules = Rules(Plan(()), ())
