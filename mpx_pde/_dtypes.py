@@ -6,6 +6,7 @@ Nothing here starts a JAX backend: limits come from `jax.numpy.finfo`, which kno
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import equinox as eqx
@@ -174,6 +175,19 @@ _ASKED = "asked for by name"
 def matmul_precision() -> str | None:
     """What `jax.default_matmul_precision` is set to."""
     return getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  (set at runtime)
+
+
+def default_precision() -> Any:
+    """What a product that asks for no precision is given here, as its parameter."""
+    setting = matmul_precision()
+    return None if setting is None else _precision_at(setting)
+
+
+@cache
+def _precision_at(setting: str) -> Any:
+    with jax.default_matmul_precision(setting):
+        (product,) = jax.make_jaxpr(jax.lax.dot)(np.zeros(1), np.zeros(1)).jaxpr.eqns
+    return product.params["precision"]
 
 
 @contextmanager

@@ -12,7 +12,6 @@ they know of a value goes with it in a PyTree; how JAX's containers are made is 
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import equinox as eqx
@@ -24,7 +23,7 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from ._dtypes import matmul_precision
+from ._dtypes import default_precision
 from ._primitives import PRODUCTS
 from ._varying import mark_varying
 
@@ -156,20 +155,10 @@ def walk(
     return list(map(read, jaxpr.outvars))
 
 
-@cache
-def _precision_at(default: str) -> Any:
-    """What a product that asks for nothing has as its precision where this is the default."""
-    with jax.default_matmul_precision(default):
-        (product,) = jax.make_jaxpr(lax.dot)(np.zeros(1), np.zeros(1)).jaxpr.eqns
-    return product.params["precision"]
-
-
 def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
-    """Binds the equation as it stands to `args`. A product that asks for no precision takes the
-    default of where it is bound."""
-    default = matmul_precision()
-    if default is not None and eqn.primitive.name in PRODUCTS and eqn.params["precision"] is None:
-        eqn = eqn.replace(params={**eqn.params, "precision": _precision_at(default)})
+    """Binds the equation to `args`. A product that asks for no precision takes the default."""
+    if eqn.primitive.name in PRODUCTS and eqn.params["precision"] is None:
+        eqn = eqn.replace(params={**eqn.params, "precision": default_precision()})
     if eqn.primitive.name == "pvary":
         # What is evaluated again may be marked already, by what it was saved with.
         return [mark_varying(x, eqn.params["axes"]) for x in args]
