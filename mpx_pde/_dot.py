@@ -81,14 +81,13 @@ def _dot(
 
 
 def _sums_over_rows(x, y, dimension_numbers) -> bool:
-    """Whether several axes are contracted, the last ones of both operands, as in the gradient of a
-    weight that acts on the channels of a field. On one device, or where the compiler places
-    values."""
+    """Whether the last axes of both operands are contracted, several of them, as in the gradient
+    of a weight that acts on the channels of a field."""
     (contracted, (batch, _)) = dimension_numbers
     last = lambda z, axes: tuple(axes) == tuple(range(z.ndim - len(axes), z.ndim))
     several = len(contracted[0]) > 1 and not batch
-    placed = not jax.typeof(x).sharding.mesh.empty
-    return several and not placed and last(x, contracted[0]) and last(y, contracted[1])
+    several = several and jax.typeof(x).sharding.mesh.empty
+    return several and last(x, contracted[0]) and last(y, contracted[1])
 
 
 def _product_of_rows(x, y, contracted: int, **options):
