@@ -85,8 +85,7 @@ def _sums_over_rows(x, y, dimension_numbers) -> bool:
     of a weight that acts on the channels of a field."""
     (contracted, (batch, _)) = dimension_numbers
     last = lambda z, axes: tuple(axes) == tuple(range(z.ndim - len(axes), z.ndim))
-    several = len(contracted[0]) > 1 and not batch
-    several = several and jax.typeof(x).sharding.mesh.empty
+    several = len(contracted[0]) > 1 and not batch and jax.typeof(x).sharding.mesh.empty
     return several and last(x, contracted[0]) and last(y, contracted[1])
 
 
