@@ -7,6 +7,7 @@ into the backward pass. A primitive of our own settles both, in forward and in r
 """
 
 from functools import partial
+from math import prod
 from operator import index
 from typing import Any
 
@@ -60,6 +61,8 @@ def _dot(
 ):
     def product(x, y, **options):
         options["out_sharding"] = out_sharding
+        if on_cpu and out_sharding is None and _sums_over_rows(x, y, dimension_numbers):
+            return _product_of_rows(x, y, len(dimension_numbers[0][0]), **options)
         if not (on_gpu and given.apart):
             return lax.dot_general(x, y, dimension_numbers, **options)
         x, y, sizes = _padded(x, y, dimension_numbers)
@@ -75,6 +78,25 @@ def _dot(
         split = split_product if on_cpu else split_by_hardware
         return lax.convert_element_type(split(product, x, y, algorithm), out_dtype)
     return rounded_product(product, x, y, dtype, out_dtype, on_cpu)
+
+
+def _sums_over_rows(x, y, dimension_numbers) -> bool:
+    """Whether the last axes of both operands are contracted, several of them, as in the gradient
+    of a weight that acts on the channels of a field."""
+    (contracted, (batch, _)) = dimension_numbers
+    last = lambda z, axes: tuple(axes) == tuple(range(z.ndim - len(axes), z.ndim))
+    several = len(contracted[0]) > 1 and not batch and jax.typeof(x).sharding.mesh.empty
+    return several and last(x, contracted[0]) and last(y, contracted[1])
+
+
+def _product_of_rows(x, y, contracted: int, **options):
+    """That product as one of two matrices. Of one over several axes XLA for CPUs makes a transposed
+    copy of an operand."""
+    shape = (*x.shape[:-contracted], *y.shape[:-contracted])
+    x, y = (
+        lax.reshape(z, (prod(z.shape[:-contracted]), prod(z.shape[-contracted:]))) for z in (x, y)
+    )
+    return lax.reshape(lax.dot_general(x, y, (((1,), (1,)), ((), ())), **options), shape)
 
 
 def _padded(x, y, dimension_numbers) -> tuple[Any, Any, tuple[int, ...] | None]:

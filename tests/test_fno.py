@@ -214,6 +214,23 @@ def test_matrices_are_stored_once():
     assert constants(1) == constants(4) > 0
 
 
+def test_a_cpu_copies_no_field_to_transpose_it():
+    """The batch stays behind the channels, and the gradients of weights are sums over rows."""
+    arrays, static = eqx.partition(make(method="dft"), eqx.is_array)
+    run = lambda a, x: jax.vmap(eqx.combine(a, static))(x)
+    x = fields(32)
+    forward = jax.jit(run).lower(arrays, x).compile().as_text()
+    gradient = jax.jit(jax.grad(lambda a, x: jnp.sum(run(a, x) ** 2)))
+    backward = gradient.lower(arrays, x).compile().as_text()
+    points = 3 * 32 * 32
+    assert f"f32[8,{points}]" in forward
+    assert "f32[3,8,32,32]" not in forward
+    assert not re.search(rf"f32\[{points},(4|8|16)\]", backward)
+    # The one channel that comes out is a product, and no sum of 16 fields.
+    assert "f32[3,16,32,32]" not in forward
+    assert "f32[16,3,32,32]{3,2,1,0} broadcast" not in forward[forward.index("ENTRY") :]
+
+
 FIELDS = {
     "outliers of 1e3": lambda x: x.at[:, 0, 3, 4].set(1e3),
     "outliers of 1e4": lambda x: x.at[:, 0, 3, 4].set(1e4),

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import widen
 from .._dtypes import is_half
-from .._order import add_product, gradients_in_turn
+from .._order import add_product, batch_behind, gradients_in_turn
 from .._types import DTypeLike
 from ._activations import gelu, safe
 from ._arithmetic import Arithmetic, parse_arithmetic
@@ -251,6 +251,7 @@ class FNO(eqx.Module):
         grid = tuple(slice(n) for n in x.shape[1:])
         if self.grid_embedding:
             x = jnp.concatenate([x, jnp.asarray(_coordinates(x.shape[1:]), x.dtype)])
+        x = batch_behind(x)
         x = part(ChannelMLP.lift, self.remat)(self.lifting, x, self.activation)
         shift, entering = widen(self.lifting.last.bias), None
         if any(ends):

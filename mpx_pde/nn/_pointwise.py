@@ -106,11 +106,12 @@ class ChannelMLP(eqx.Module):
         """To the field that comes out, in float32."""
         first, last = self.first, self.last
         y = stored(first.product(x))
-        if last.weight.shape[0] > 1:
+        if last.weight.shape[0] > 1 or not is_half(y.dtype):
             y = stored(activate(activation, y, widen(first.bias)))
             return shifted(last.product(y, out_dtype=wide(y.dtype)), widen(last.bias))
         # XLA would make this product of a matrix with a vector one of float32 arrays. As a sum it
-        # is one kernel with the activation, which then is never stored.
+        # is one kernel with the activation, which then is never stored. (Of float32 it is one
+        # already, and a CPU takes several times as long for the sum.)
         weight = per_channel(last.weight[0], y)
         y = activation(widen(y) + per_channel(first.bias, y))
         y = jnp.sum(weight * y, axis=0, keepdims=True)
@@ -121,10 +122,8 @@ class ChannelMLP(eqx.Module):
 
 
 def per_channel(x: Array, like: Array) -> Array:
-    """In float32, with axes for the grid of a field; a half one on all of its grid."""
-    if is_half(like.dtype):
-        return spread(widen(x), like)
-    return widen(x).reshape(-1, *(1 for _ in like.shape[1:]))
+    """In float32, on all of the grid of a field."""
+    return spread(widen(x), like)
 
 
 def shifted(x: Array, shift: Array) -> Array:
@@ -144,22 +143,18 @@ def _lifted(activation: Callable, x: Array, weight: Array, bias: Array, out_dtyp
 # --- What is stored, and what is evaluated again ---------------------------------------------
 
 
-def _in_order(x: Array) -> Array:
-    return batch_behind(x) if is_half(x.dtype) else x
-
-
 def stored(x: Array) -> Array:
     """Written to memory in the dtype it has, as its cotangent is.
 
     On a GPU XLA takes a cast to half and back for nothing, and would write float32 instead. The
     barrier tells it that the value as such is wanted.
     """
-    return checkpoint_name(lax.optimization_barrier(_in_order(x)), STORED)
+    return checkpoint_name(lax.optimization_barrier(batch_behind(x)), STORED)
 
 
 def kept(x: Array) -> Array:
     """Stored, for the backward pass too."""
-    return checkpoint_name(lax.optimization_barrier(_in_order(x)), KEPT)
+    return checkpoint_name(lax.optimization_barrier(batch_behind(x)), KEPT)
 
 
 def part(fun: Callable, again: bool) -> Callable:
@@ -171,7 +166,8 @@ def part(fun: Callable, again: bool) -> Callable:
     """
     names = (KEPT,) if again else (KEPT, STORED)
     policy = jax.checkpoint_policies.save_only_these_names(*names)
-    return eqx.filter_checkpoint(fun, policy=policy)  # an activation may be any function
+    run = eqx.filter_checkpoint(fun, policy=policy)  # an activation may be any function
+    return lambda *args: batch_behind(run(*args))
 
 
 def activate(activation: Callable, x: Array, shift: Array | None = None) -> Array:
