@@ -4,6 +4,7 @@ Conditions that hold by construction, points, conditions that are trained, and a
 volumes. The equations stand in the files of the problems.
 """
 
+import functools
 import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -187,9 +188,27 @@ def flow_through_sections(fields: Any, sections: Sections, given: Mapping[str, A
     return jnp.mean((jnp.mean(sections.fluid * speed, axis=1) - 1) ** 2)
 
 
+def total(
+    residuals: tuple[Array, list[Array], Array],
+    fields: Any,
+    points: Mapping[str, Any],
+    given: Mapping[str, Any],
+) -> Array:
+    """The loss: means over the fluid of the squares of the residuals of mass, momentum (three) and
+    heat, and what is off at walls and through sections. Edges of the block, where all but the mass
+    balance are singular, weigh less."""
+    mass, force, heat = residuals
+    _, weight, calm = points["fluid"]
+    balance = mass**2 + calm**2 * (0.1 * sum(x**2 for x in force) + heat**2)
+    walls = heat_through_walls(fields, points["walls"], given)
+    through = flow_through_sections(fields, points["sections"], given)
+    return jnp.mean(weight * balance) + 0.2 * walls + 4 * through
+
+
 # --- The reference ---------------------------------------------------------------------------
 
 
+@functools.cache
 def reference(channel: Channel, cells: int = 20) -> Reference:
     """u, v, w, p and T by finite volumes in the middle of cells, NaN in the block."""
     given = {"channel": repr(channel), "cells": cells}

@@ -17,19 +17,17 @@ import jax.numpy as jnp
 
 import mpx_pde as mpx
 
-from ._channel import (
-    flow_through_sections,
-    form,
-    heat_through_walls,
-    mixing_length,
-    draw,
-    reference,
-)
+from ._channel import draw, form, mixing_length, reference, total
 from ._runner import Problem
 from .fpga_laminar import CHANNEL as LAMINAR
 
 
 CHANNEL = LAMINAR._replace(viscosity=0.02, mixing=0.09 * 0.5)
+AXES = ("ux", "vy", "wz")
+TERMS = [*"uvw", *(f"{f}_{c}" for f in "uvwpt" for c in "xyz"), "t_xx", "t_yy", "t_zz"]
+TERMS += [
+    f"{f}_{a}{b}" for a, b in itertools.combinations_with_replacement("xyz", 2) for f in "uvw"
+]
 
 
 def network(key):
@@ -37,21 +35,15 @@ def network(key):
     return mpx.nn.Ansatz(mlp, form(CHANNEL, pressure=2.0))
 
 
-AXES = ("ux", "vy", "wz")
-TERMS = [*"uvw", *(f"{f}_{c}" for f in "uvwpt" for c in "xyz"), "t_xx", "t_yy", "t_zz"]
-TERMS += [
-    f"{f}_{a}{b}" for f in "uvw" for a, b in itertools.combinations_with_replacement("xyz", 2)
-]
-
-
 def viscosity(d, at):
     """2 S, ν and ∇ν, from derivatives of the velocities at points."""
     slope = lambda f, *cs: d[f"{f}_{''.join(sorted(cs))}"]
+    # With no argument 2 S, with an axis its derivative along that: `[3, 3, n]`.
     table = lambda *cs: jnp.stack(
         [jnp.stack([slope(f, c, *cs) + slope(g, b, *cs) for g, c in AXES]) for f, b in AXES]
     )
-    strain = table()  # [3, 3, n]
-    size = jnp.sqrt(jnp.sum(strain**2, axis=(0, 1)) / 2 + 1e-6)
+    strain = table()
+    size = jnp.sqrt(jnp.sum(strain**2, axis=(0, 1)) / 2 + 1e-6)  # which has no slope at 0
     size_grad = jnp.stack([jnp.sum(strain * table(c), axis=(0, 1)) / 2 / size for c in "xyz"])
     square = lambda point: mixing_length(CHANNEL, point[None])[0] ** 2
     length, length_grad = jax.vmap(jax.value_and_grad(square))(at)
@@ -59,23 +51,21 @@ def viscosity(d, at):
     return strain, nu, length[None] * size_grad + length_grad.T * size[None]
 
 
-def loss(fields, points, *, derivatives=None):
-    given = {"coords": "xyz", "outputs": "uvwpt", "scaling": derivatives}
-    at, weight, calm = points["fluid"]
+def residuals(fields, at, given):
+    """Of mass, momentum along x, y and z, and heat."""
     d = jax.vmap(mpx.partials(fields, TERMS, **given))(at)
     strain, nu, nu_grad = viscosity(d, at)
     carried = lambda f: d["u"] * d[f"{f}_x"] + d["v"] * d[f"{f}_y"] + d["w"] * d[f"{f}_z"]
     spread = lambda f: nu * (d[f"{f}_xx"] + d[f"{f}_yy"] + d[f"{f}_zz"])
-    mass = d["u_x"] + d["v_y"] + d["w_z"]
-    stretched = jnp.sum(strain * nu_grad[None], axis=1)
-    force = [carried(f) + d[f"p_{c}"] - spread(f) - stretched[i] for i, (f, c) in enumerate(AXES)]
+    drag = jnp.sum(strain * nu_grad[None], axis=1)
+    force = [carried(f) + d[f"p_{c}"] - spread(f) - drag[i] for i, (f, c) in enumerate(AXES)]
     along = sum(nu_grad[i] * d[f"t_{c}"] for i, c in enumerate("xyz"))
-    heat = carried("t") - spread("t") - along
-    # Edges of the block are singular, and weigh less.
-    balance = mass**2 + calm**2 * (0.1 * sum(x**2 for x in force) + heat**2)
-    walls = heat_through_walls(fields, points["walls"], given)
-    through = flow_through_sections(fields, points["sections"], given)
-    return jnp.mean(weight * balance) + 0.2 * walls + 4 * through
+    return d["u_x"] + d["v_y"] + d["w_z"], force, carried("t") - spread("t") - along
+
+
+def loss(fields, points, *, derivatives=None):
+    given = {"coords": "xyz", "outputs": "uvwpt", "scaling": derivatives}
+    return total(residuals(fields, points["fluid"].at, given), fields, points, given)
 
 
 def sample(key):
