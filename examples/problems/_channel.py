@@ -217,7 +217,9 @@ def reference(channel: Channel, cells: int = 20) -> Reference:
     return Reference(grid(*axes), found["fields"].reshape(5, -1).T)
 
 
-def steady(channel: Channel, cells: int, tolerance: float = 3e-7) -> dict[str, np.ndarray]:
+def steady(
+    channel: Channel, cells: int, tolerance: float = 3e-7, *, sound: float = 2.0
+) -> dict[str, np.ndarray]:
     """Steady flow and temperature, by central differences on a staggered grid, in float64.
 
     They are what a march through an artificial time ends at, in which the fluid is compressible
@@ -227,13 +229,13 @@ def steady(channel: Channel, cells: int, tolerance: float = 3e-7) -> dict[str, n
 
     - `cells`: to a length of 1; faces of the block must be those of cells.
     - `tolerance`: what the rates of velocity and temperature and ∇·u must come to.
+    - `sound`: c, which says how fast that is and nothing of where it ends.
 
     **Returns:** the centres' `x`, `y` and `z`, the `fields` u, v, w, p, T there, and the `flux`
     through the cross-sections between cells.
 
     **Raises:** `ValueError` if it does not come to rest.
     """
-    sound = 2.0
     solver = FiniteVolumes(channel, 1 / cells)
     h, fluid = solver.h, solver.fluid
     u, p, t = solver.start()
