@@ -45,8 +45,8 @@ def test_the_smooth_distance_vanishes_on_boxes_alone():
     assert np.abs(away(at)).max() < 1e-4
     near = away(at + 1e-2 * normals)[there > 0]
     # The distance over itself and `reach`; next to the other box it is smaller.
-    assert np.median(near) == pytest.approx(0.01 / 0.06, rel=0.05)
-    assert (near > 0).all()
+    assert near.max() == pytest.approx(0.01 / 0.06, rel=0.02)
+    assert near.min() > 0.02
     assert away(jnp.full((1, 3), 9.0)) == pytest.approx(1, abs=0.02)
     # No direction of approach has a derivative that is none.
     slopes = jax.jit(jax.vmap(jax.grad(lambda p: geometry.away(boxes, p))))(at)
@@ -77,7 +77,9 @@ def test_fields_of_any_network_meet_their_conditions(name):
         stuck |= np.asarray(geometry.distance(channel.block, at)) < 1e-6
         inlet, outlet = (x == 0) & ~stuck, np.abs(x - 1.8) < 1e-6
         assert np.abs(np.stack([u, v, w])[:, stuck]).max() < 1e-4
-        assert np.allclose(u[inlet], 36 * (0.25 - (y / 1.1) ** 2)[inlet] * (z - z**2)[inlet])
+        assert np.allclose(
+            u[inlet], 36 * (0.25 - (y / 1.1) ** 2)[inlet] * (z - z**2)[inlet], atol=1e-4
+        )
         assert np.abs(np.stack([v, w, t])[:, inlet]).max(initial=0) < 1e-5
         assert np.abs(np.stack([v, w, p])[:, outlet]).max(initial=0) < 1e-5
         if at is block.points:
@@ -91,8 +93,10 @@ def drawn():
     """Points of some steps for the block of one problem."""
     channel = module("three_fin_3d").CHANNEL
     sizes = {"fluid": 512, "walls": 256, "sections": 6, "across": 12}
-    draw = jax.vmap(lambda key: channels.draw(channel, key, **sizes))
-    return channel, jax.tree.map(np.asarray, jax.jit(draw)(jax.random.split(jax.random.key(0), 30)))
+    draw = jax.jit(jax.vmap(lambda key: channels.draw(channel, key, **sizes)))
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        points = draw(jax.random.split(jax.random.key(0), 30))
+    return channel, jax.tree.map(np.asarray, points)
 
 
 def test_points_near_the_block_are_more_and_weigh_less(drawn):

@@ -218,7 +218,7 @@ def reference(channel: Channel, cells: int = 20) -> Reference:
 
 
 def steady(
-    channel: Channel, cells: int, tolerance: float = 3e-7, *, sound: float = 2.0
+    channel: Channel, cells: int, tolerance: float = 3e-7, *, sound: float = 3.0
 ) -> dict[str, np.ndarray]:
     """Steady flow and temperature, by central differences on a staggered grid, in float64.
 
