@@ -36,8 +36,15 @@ def relative(a, b):
 
 
 def surface(seed, boxes, count):
-    """Points on boxes, by one compiled program."""
-    return jax.jit(lambda key: geometry.surface(key, boxes, count))(jax.random.key(seed))
+    """Points on faces of boxes and their normals; those of `geometry` take long to compile."""
+    draw = np.random.default_rng(seed)
+    box, axis, end = (draw.integers(n, size=count) for n in (len(boxes), 3, 2))
+    low, high = np.moveaxis(np.array(boxes, np.float32), 1, 0)[:, box]
+    at, normals = low + draw.random((count, 3), np.float32) * (high - low), np.zeros((count, 3))
+    rows = np.arange(count)
+    at[rows, axis] = np.where(end == 1, high[rows, axis], low[rows, axis])
+    normals[rows, axis] = 2 * end - 1
+    return jnp.asarray(at), normals.astype(np.float32)
 
 
 # --- Geometry --------------------------------------------------------------------------------
@@ -45,10 +52,11 @@ def surface(seed, boxes, count):
 
 def test_the_smooth_distance_vanishes_on_boxes_alone():
     boxes = [Box((0, 0, 0), (1, 2, 1)), Box((0, 0, 1), (0.5, 1, 2))]
-    at, normals, there = surface(0, boxes, 200)
+    at, normals = surface(0, boxes, 200)
+    there = geometry.distance(boxes, at + 1e-3 * normals) > 0
     away = jax.jit(jax.vmap(lambda p: geometry.away(boxes, p)))
     assert np.abs(away(at)).max() < 1e-4
-    near = away(at + 1e-2 * normals)[there > 0]
+    near = away(at + 1e-2 * normals)[there]
     # The distance over itself and `reach`; next to the other box it is smaller.
     assert 0.15 < near.max() < 0.01 / 0.06
     assert near.min() > 0.02
@@ -74,7 +82,7 @@ def test_fields_of_any_network_meet_their_conditions(name):
     form = channels.form(channel, 2.0)
     outputs = jnp.array([1.0, -2.0, 3.0, 0.5, -1.5])
     fields = jax.jit(jax.vmap(lambda p: form(p, outputs)))
-    at = surface(1, [*channel.block, channel.space], 800).points
+    at, _ = surface(1, [*channel.block, channel.space], 800)
     x, y, z = (np.asarray(at, np.float64)).T
     u, v, w, p, t = np.asarray(fields(at), np.float64).T
     block = np.abs(geometry.distance(channel.block, at)) < 1e-6
@@ -284,14 +292,15 @@ def coarser(flow, by):
 @pytest.mark.parametrize("mixing", [0.0, 0.1])
 def test_flow_and_temperature_converge_and_keep_mass_and_heat(mixing):
     channel = SMALL._replace(mixing=mixing)
-    flows = {cells: channels.steady(channel, cells, 1e-7) for cells in (10, 20, 40)}
+    flows = {cells: channels.steady(channel, cells, 1e-7) for cells in (10, 20, 30)}
     fields = {cells: coarser(flow, cells // 10) for cells, flow in flows.items()}
-    known = np.isfinite(fields[10]) & np.isfinite(fields[40])
+    known = np.isfinite(fields[10]) & np.isfinite(fields[30])
     off = lambda cells: [
-        relative(fields[cells][i][known[i]], fields[40][i][known[i]]) for i in range(5)
+        relative(fields[cells][i][known[i]], fields[30][i][known[i]]) for i in range(5)
     ]
     coarse, fine = np.array(off(10)), np.array(off(20))
-    assert (fine < 0.7 * coarse).all()
+    # Of first order, as around edges, a quarter.
+    assert (fine < 0.4 * coarse).all()
     assert fine[0] < 0.05
     assert fine[4] < 0.05
     for flow in flows.values():

@@ -149,7 +149,7 @@ def _on_walls(channel: Channel, key: PRNGKeyArray, count: int) -> Walls:
     one, two = jax.random.split(key)
     at, normals, _ = surface(one, [channel.space], 3 * count // 4)
     low, high = (jnp.asarray(x, jnp.float32) for x in channel.chip)
-    chip = jnp.pad(uniform(two, count // 4, low, high), ((0, 0), (0, 1)))
+    chip = jnp.pad(uniform(two, count // 4, *channel.chip), ((0, 0), (0, 1)))
     at = jnp.concatenate([at, chip])
     normals = jnp.concatenate([normals, jnp.tile(jnp.array([[0.0, 0.0, -1.0]]), (len(chip), 1))])
     warm = jnp.all((at[:, :2] > low) & (at[:, :2] < high), axis=1) & (normals[:, 2] < 0)
