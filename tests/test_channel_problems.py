@@ -306,8 +306,8 @@ def test_flow_and_temperature_converge_and_keep_mass_and_heat(mixing):
     for flow in flows.values():
         assert np.abs(flow["flux"] / flow["flux"][0] - 1).max() < 1e-6
         t = flow["fields"][4]
-        assert np.nanmin(t) > -0.05
-        assert np.nanmax(t) > 1  # the chip is warmer than the block
+        assert np.nanmin(t) > 0
+        assert 0.85 < np.nanmax(t) < 1.05
 
 
 @pytest.mark.slow
@@ -319,5 +319,5 @@ def test_the_references_keep_mass(name):
     # As many cells are solid as the block has, and the fluid is faster beside it.
     solid = np.isnan(u).mean() * geometry.volume([module(name).CHANNEL.space])
     assert solid == pytest.approx(geometry.volume(module(name).CHANNEL.block))
-    assert np.nanmax(u[8]) > 1.1 * np.nanmax(u[0])
+    assert np.nanmean(u[8]) > 1.1 * np.nanmean(u[0])
     assert 0 < np.nanmean(t) < 1
