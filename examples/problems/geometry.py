@@ -36,6 +36,35 @@ def distance(boxes: Sequence[Box], points: Float[Array, "n d"]) -> Float[Array, 
     return jnp.min(jnp.stack([to(box) for box in boxes]), axis=0)
 
 
+def to_edges(boxes: Sequence[Box], points: Float[Array, "n d"]) -> Float[Array, " n"]:
+    """The distance to the nearest edge of a box, where fields around boxes are singular."""
+
+    def to(box):
+        low, high = (jnp.asarray(x, points.dtype)[None] for x in box)
+        away = jnp.abs(points - (low + high) / 2) - (high - low) / 2
+        flat, along = away**2, jnp.maximum(away, 0) ** 2
+        # An edge has a direction, along which it ends, and lies on faces across the other two.
+        return jnp.min(jnp.sum(flat, axis=1, keepdims=True) - flat + along, axis=1)
+
+    return jnp.sqrt(jnp.min(jnp.stack([to(box) for box in boxes]), axis=0))
+
+
+def away(boxes: Sequence[Box], point: Float[Array, " d"], reach: float = 0.05) -> Float[Array, ""]:
+    """0 on boxes, their distance over `reach` close to one, and nearly 1 far from all.
+
+    What fields are multiplied by that vanish on the boxes: it is smooth but on their edges, where
+    the signed distance has kinks.
+    """
+    out = jnp.ones((), point.dtype)
+    for box in boxes:
+        low, high = (jnp.asarray(x, point.dtype) for x in box)
+        beyond = jnp.maximum(jnp.maximum(low - point, point - high), 0)
+        # Other than with squares, a distance with three derivatives where a face ends.
+        near = jnp.sqrt(jnp.sqrt(jnp.sum(beyond**4) + 1e-16)) - 1e-4
+        out = out * near / (near + reach)
+    return out
+
+
 def volume(boxes: Sequence[Box]) -> float:
     """Of boxes that do not overlap."""
     return float(sum(np.prod(np.subtract(box.high, box.low)) for box in boxes))

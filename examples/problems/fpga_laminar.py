@@ -1,0 +1,72 @@
+"""Flow and temperature around a finned block on a chip, in three dimensions, at Re = 20.
+
+After the laminar FPGA of PhysicsNeMo, a problem of Xue et al., with three fins in place of
+seventeen, in a shorter channel and a slower flow:
+
+    u·∇u + ∇p = ν Δu,      ∇·u = 0,      u·∇T = ν ΔT.
+
+A product of parabolas of mean speed 1 comes in with T = 0, the fluid sticks to walls and block, and
+p = v = w = 0 at the outlet. The block is of metal, so well conducting that it has one temperature,
+which is 1. Around it the chip gives off heat, ∂T/∂n = 2; other walls are insulated. The reference
+is by finite volumes.
+"""
+
+import functools
+
+import jax
+
+import mpx_pde as mpx
+
+from ._channel import Channel, draw, form, reference, total
+from ._runner import Problem
+from .geometry import Box
+
+
+NU = 0.05
+BASE = Box((0.4, -0.35, 0.0), (0.9, 0.35, 0.1))
+FINS = [Box((0.4, y, 0.1), (0.9, y + 0.1, 0.6)) for y in (-0.35, -0.05, 0.25)]
+CHANNEL = Channel(
+    space=Box((0.0, -0.55, 0.0), (1.8, 0.55, 1.0)),
+    block=(BASE, *FINS),
+    viscosity=NU,
+    chip=Box((0.3, -0.45), (1.0, 0.45)),
+    heat=2.0,
+)
+
+
+def network(key):
+    mlp = mpx.nn.CoordinateMLP(3, 5, 64, 4, key=key, fourier_features=(32, 0.5))
+    return mpx.nn.Ansatz(mlp, form(CHANNEL, pressure=4.0))
+
+
+def residuals(fields, at, given, nu=NU):
+    """Of mass, momentum along x, y and z, and heat."""
+    names = [*"uvw", *(f"{f}_{c}" for f in "uvwpt" for c in "xyz")]
+    d = jax.vmap(mpx.laplacian(fields, names, **given))(at)
+    carried = lambda f: d["u"] * d[f"{f}_x"] + d["v"] * d[f"{f}_y"] + d["w"] * d[f"{f}_z"]
+    force = [carried(f) + d[f"p_{c}"] - nu * d[f"lap_{f}"] for f, c in ("ux", "vy", "wz")]
+    return d["u_x"] + d["v_y"] + d["w_z"], force, carried("t") - nu * d["lap_t"]
+
+
+def loss(fields, points, *, derivatives=None):
+    given = {"coords": "xyz", "outputs": "uvwpt", "scaling": derivatives}
+    return total(residuals(fields, points["fluid"].at, given), fields, points, given)
+
+
+def sample(key):
+    return draw(CHANNEL, key, fluid=640, walls=128, sections=4, across=16)
+
+
+PROBLEM = Problem(
+    title="FPGA heat sink, laminar, 3D",
+    coords="xyz",
+    order=2,
+    network=network,
+    loss=loss,
+    sample=sample,
+    reference=functools.partial(reference, CHANNEL),
+    fields="uvwpt",
+    free=(3,),
+    family="3D",
+    steps=3000,
+)

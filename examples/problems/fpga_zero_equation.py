@@ -1,0 +1,87 @@
+"""Flow and temperature around a finned block on a chip with the zero-equation turbulence model.
+
+The channel and the block of `fpga_laminar.py` at Re = 50, with eddies whose viscosity depends on
+how fast the fluid is sheared and on the distance d to the nearest wall (Xue et al., equation 1):
+
+    u·∇u + ∇p = ∇·(2 ν S),   u·∇T = ∇·(ν ∇T),   ν = ν₀ + l² √(2 S:S),   l = min(0.419 d, 0.045),
+
+where S is the symmetric part of ∇u. The derivatives of ν are written out by the product rule, so
+that all terms are derivatives of the fields. The reference is by finite volumes.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+
+import mpx_pde as mpx
+
+from ._channel import draw, form, mixing_length, reference, total
+from ._runner import Problem
+from .fpga_laminar import CHANNEL as LAMINAR
+
+
+CHANNEL = LAMINAR._replace(viscosity=0.02, mixing=0.09 * 0.5)
+AXES = ("ux", "vy", "wz")
+TERMS = [*"uvw", *(f"{f}_{c}" for f in "uvwpt" for c in "xyz"), "t_xx", "t_yy", "t_zz"]
+TERMS += [
+    f"{f}_{a}{b}" for a, b in itertools.combinations_with_replacement("xyz", 2) for f in "uvw"
+]
+
+
+def network(key):
+    mlp = mpx.nn.CoordinateMLP(3, 5, 64, 4, key=key, fourier_features=(32, 0.5))
+    return mpx.nn.Ansatz(mlp, form(CHANNEL, pressure=2.0))
+
+
+def viscosity(d, at):
+    """2 S, ν and ∇ν, from derivatives of the velocities at points."""
+    slope = lambda f, *cs: d[f"{f}_{''.join(sorted(cs))}"]
+    # With no argument 2 S, with an axis its derivative along that: `[3, 3, n]`.
+    table = lambda *cs: jnp.stack(
+        [jnp.stack([slope(f, c, *cs) + slope(g, b, *cs) for g, c in AXES]) for f, b in AXES]
+    )
+    strain = table()
+    size = jnp.sqrt(jnp.sum(strain**2, axis=(0, 1)) / 2 + 1e-6)  # which has no slope at 0
+    size_grad = jnp.stack([jnp.sum(strain * table(c), axis=(0, 1)) / 2 / size for c in "xyz"])
+    square = lambda point: mixing_length(CHANNEL, point[None])[0] ** 2
+    length, length_grad = jax.vmap(jax.value_and_grad(square))(at)
+    nu = CHANNEL.viscosity + length * size
+    return strain, nu, length[None] * size_grad + length_grad.T * size[None]
+
+
+def residuals(fields, at, given):
+    """Of mass, momentum along x, y and z, and heat."""
+    d = jax.vmap(mpx.partials(fields, TERMS, **given))(at)
+    strain, nu, nu_grad = viscosity(d, at)
+    carried = lambda f: d["u"] * d[f"{f}_x"] + d["v"] * d[f"{f}_y"] + d["w"] * d[f"{f}_z"]
+    spread = lambda f: nu * (d[f"{f}_xx"] + d[f"{f}_yy"] + d[f"{f}_zz"])
+    drag = jnp.sum(strain * nu_grad[None], axis=1)
+    force = [carried(f) + d[f"p_{c}"] - spread(f) - drag[i] for i, (f, c) in enumerate(AXES)]
+    along = sum(nu_grad[i] * d[f"t_{c}"] for i, c in enumerate("xyz"))
+    return d["u_x"] + d["v_y"] + d["w_z"], force, carried("t") - spread("t") - along
+
+
+def loss(fields, points, *, derivatives=None):
+    given = {"coords": "xyz", "outputs": "uvwpt", "scaling": derivatives}
+    return total(residuals(fields, points["fluid"].at, given), fields, points, given)
+
+
+def sample(key):
+    return draw(CHANNEL, key, fluid=512, walls=128, sections=4, across=16)
+
+
+PROBLEM = Problem(
+    title="FPGA heat sink, zero-equation turbulence, 3D",
+    coords="xyz",
+    order=2,
+    network=network,
+    loss=loss,
+    sample=sample,
+    reference=functools.partial(reference, CHANNEL),
+    fields="uvwpt",
+    free=(3,),
+    family="3D",
+    steps=2500,
+)
