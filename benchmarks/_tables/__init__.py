@@ -5,6 +5,7 @@ name here; nothing in it is typed by hand.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from . import (
@@ -17,7 +18,6 @@ from . import (
     _predicted,
     _programs,
     _rivals,
-    _second_order,
     _summary,
     _time_to_error,
 )
@@ -26,18 +26,13 @@ from ._format import ROOT
 
 _BLOCK = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
-TABLES = {
+TABLES: dict[str, Callable[..., str]] = {
     "accuracy": _summary.accuracy,
-    "breadth": _breadth.block(_breadth.summary),
-    "breadth-problems": _breadth.block(_breadth.by_problem),
-    "breadth-failures": _breadth.block(_breadth.failures),
-    **{
-        f"precisions-{optimizer.replace('+', '-')}": _breadth.block(
-            _breadth.by_problem, "breadth-precisions-cpu", optimizer
-        )
-        for optimizer in ("adam", "adam+lbfgs")
-    },
-    "burgers": _pinns.burgers,
+    "breadth": _breadth.summary,
+    "breadth-problems": _breadth.by_problem(),
+    "breadth-failures": _breadth.failures,
+    "precisions-adam": _breadth.by_problem("breadth-precisions", "adam"),
+    "precisions-adam-lbfgs": _breadth.by_problem("breadth-precisions", "adam+lbfgs"),
     "cavity-memory": _programs.cavity_memory,
     "collectives": _programs.collectives,
     "compile-time": _programs.compile_time,
@@ -45,19 +40,19 @@ TABLES = {
     "float8": _accuracy.float8,
     "fno-memory": _rivals.fno_memory,
     "fno-step": _rivals.fno_step,
+    "frequencies": _accuracy.frequencies,
     "gallery": _gallery.gallery,
     "growth": _programs.growth,
     "headline": _summary.headline,
+    "networks": _networks.networks,
+    "operators": _operators.precisions,
+    "operators-preactivations": _operators.preactivations,
+    "operators-modes": _operators.modes,
+    "operators-resolutions": _operators.resolutions,
     "overhead": _programs.overhead,
     "pinn-step": _rivals.pinn_step,
     "pinn-sweep": _rivals.pinn_sweep,
     "pinns": _pinns.pinns,
-    "networks": _networks.networks,
-    "operators": _operators.table(_operators.precisions),
-    "operators-preactivations": _operators.table(_operators.preactivations),
-    "operators-modes": _operators.table(_operators.modes),
-    "operators-resolutions": _operators.table(_operators.resolutions),
-    "frequencies": _operators.frequencies,
     "predicted-assumptions": _predicted.assumptions,
     "predicted-commands": _predicted.commands,
     "predicted-forward": _predicted.forward,
@@ -65,17 +60,16 @@ TABLES = {
     "predicted-recomputation": _predicted.recomputation,
     "predicted-steps": _predicted.steps,
     "products": _accuracy.products,
+    "second-order": _accuracy.second_order,
+    "spectral-layers": _accuracy.spectral_layers,
+    "spectral-models": _programs.spectral_models,
     "time-to-error-cavity": _time_to_error.time_to_error("cavity"),
     "time-to-error-navier-stokes": _time_to_error.time_to_error("navier_stokes"),
-    "weak-scaling": _programs.weak_scaling,
     "vit": _accuracy.vit,
     "vit-batches": _rivals.vit_batches,
     "vit-step": _rivals.vit_step,
     "vit_memory": _programs.vit_memory,
-    "rivals": _summary.rivals,
-    "second-order": _second_order.table,
-    "spectral-layers": _accuracy.spectral_layers,
-    "spectral-models": _programs.spectral_models,
+    "weak-scaling": _programs.weak_scaling,
 }
 
 

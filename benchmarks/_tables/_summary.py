@@ -5,17 +5,14 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 from ._breadth import Ratios
-from ._format import NOT_RUN, ROOT, Result, load, markdown, older, source
-from ._operators import variants
+from ._format import NOT_RUN, Result, load, markdown, older
+from ._operators import l2, variants
+from ._pinns import pinns_results
 from ._predicted import speedups
 
 
 PINN, OPERATOR = "relative L2 error", "relative L2 test error"
 ALIKE = 1.05  # times the error of float32 is as good: seeds differ by more
-RIVALS = (
-    *("float32", "casts by hand, float16", "MPX, float16", "torch.amp, float16"),
-    *("torch.amp, bfloat16", "mpx_pde, float16", "mpx_pde, bfloat16"),
-)
 
 
 class Accuracy(NamedTuple):
@@ -38,11 +35,6 @@ class Accuracy(NamedTuple):
         return statistics.median(self.ratios)
 
 
-def pinns_results() -> list[Result]:
-    paths = sorted((ROOT / "benchmarks" / "results").glob("pinns-*-cpu.json"))
-    return [load(path.stem) for path in paths]
-
-
 def accuracies() -> Iterator[Accuracy]:
     for data in pinns_results():
         runs: dict[str, dict[int, float]] = {}
@@ -53,12 +45,13 @@ def accuracies() -> Iterator[Accuracy]:
             yield Accuracy(task, PINN, run, errors, runs["float32"])
     data = load("operators-cpu")
     for problem in dict.fromkeys(t["problem"] for t in data["trainings"]):
-        groups = variants(data, problem)
-        by_seed = lambda g: dict(zip(g.values("seed"), g.errors("l2"), strict=True))
-        float32 = by_seed(groups["float32", None])
-        for (precision, stabilizer), group in groups.items():
-            if stabilizer is None:
-                yield Accuracy(f"`{problem}`", OPERATOR, precision, by_seed(group), float32)
+        plain = {
+            g["precision"]: {run["seed"]: l2(run) for run in g["runs"]}
+            for g in variants(data, problem)
+            if g["stabilizer"] is None
+        }
+        for precision, errors in plain.items():
+            yield Accuracy(f"`{problem}`", OPERATOR, precision, errors, plain["float32"])
     scores: dict[str, dict[int, float]] = {}
     for t in load("vit-cpu")["trainings"]:
         scores.setdefault(t["precision"], {})[t["seed"]] = 1 - t["accuracy"]
@@ -193,7 +186,7 @@ def _in_full(data: Result) -> str:
     ratios = Ratios(data)
 
     def told(name: str) -> str:
-        found = [statistics.median(r) for p in ratios.solved if (r := ratios.of(p, name))]
+        found = ratios.medians(name)
         return f"{statistics.median(found):.2f} (worst {max(found):.2f})"
 
     seeds = len({t["seed"] for t in data["trainings"]})
@@ -211,17 +204,3 @@ def _speed(data: Result) -> str:
         for name, found in ((n, speedups(data, n)) for n in ("float32", "TF32"))
     )
     return f"not measured; predicted of steps compiled for an H100, not run: {' and '.join(spans)}"
-
-
-def rivals() -> str:
-    """What the ways to train the cavity in half precision come to, and in what time."""
-    data = load("time_to_error-cavity-cpu")
-    rows = []
-    for name in RIVALS:
-        curves = [c for c in data["curves"] if c["rival"] == name]
-        error = statistics.median(c["errors"][-1] for c in curves)
-        seconds = statistics.median(c["seconds"][-1] / c["steps"][-1] for c in curves)
-        rows.append([name, f"{error:.2e}", f"{1000 * seconds:.1f}"])
-    seeds = ", ".join(dict.fromkeys(str(c["seed"]) for c in data["curves"]))
-    columns = ["training", "relative L2 error at the end", "ms a step on a CPU"]
-    return f"{markdown(columns, rows)}\n\nSeed {seeds}. {source(data)}\n"
