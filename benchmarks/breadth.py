@@ -17,7 +17,6 @@ L-BFGS behind Adam.
 """
 
 import argparse
-import json
 import time
 from typing import Any
 
@@ -75,14 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(report: Report, args: argparse.Namespace) -> int:
     if args.page != "breadth":
         report.name = f"breadth-{args.page}"
-    if args.resume and report.path(args.out).exists():
-        old = json.loads(report.path(args.out).read_text(encoding="utf-8"))
-        for record in old.get("trainings", []):
-            report.record("trainings", **record)
     precisions, optimizers = PAGES[args.page]
     precisions = args.precision or precisions
     optimizers = args.optimizer or optimizers
-    report.sections.setdefault("trainings", [])
+    before = report.before(args.out) if args.resume else {}
+    report.sections["trainings"] = before.get("trainings", [])
     started = time.monotonic()
     out_of_time = lambda: (
         args.minutes is not None and time.monotonic() > started + 60 * args.minutes
@@ -93,9 +89,6 @@ def run(report: Report, args: argparse.Namespace) -> int:
                 if out_of_time():
                     return 0
                 trained(report, args, name, precision, optimizer)
-    columns = ["problem", "precision", "optimizer", "seed", "error", "skipped"]
-    rows = [[r.get(c) for c in columns] for r in report.sections.get("trainings", [])]
-    report.table("trainings", columns, rows)
     return 0
 
 

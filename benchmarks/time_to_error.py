@@ -20,7 +20,7 @@ import jax
 from . import _cavity_trainings, _operator_trainings
 from ._report import Report
 from ._rivals import RivalMissing, failure
-from ._trainings import Moment, Training, first_below, take_turns
+from ._trainings import Moment, Training, take_turns
 
 
 PROBLEMS: dict[str, Any] = {"cavity": _cavity_trainings, "navier_stokes": _operator_trainings}
@@ -52,8 +52,8 @@ def compiled(report: Report, trainings: dict[str, Training]) -> dict[str, tuple[
     return out
 
 
-def follow(report: Report, problem: Any, seed: int, rivals: dict[str, Any]) -> list[dict[str, Any]]:
-    """Trains all rivals from one seed. Returns their records."""
+def follow(report: Report, problem: Any, seed: int, rivals: dict[str, Any]) -> None:
+    """Trains all rivals from one seed."""
     trainings = {name: train(problem, seed) for name, train in rivals.items()}
     started = compiled(report, trainings)
     records = {}
@@ -72,21 +72,6 @@ def follow(report: Report, problem: Any, seed: int, rivals: dict[str, Any]) -> l
         records[name]["steps"].append(moment.steps)
         records[name]["seconds"].append(moment.seconds)
         records[name]["errors"].append(moment.error())
-    return list(records.values())
-
-
-def row(record: dict[str, Any], levels: list[float]) -> list[Any]:
-    """For each error to be reached the seconds to it and, in brackets, the steps."""
-    errors = record["errors"]
-    cells = []
-    for level in levels:
-        steps = first_below(errors, record["steps"], level)
-        seconds = first_below(errors, record["seconds"], level)
-        told = f"{seconds:.1f} s" if record["time_measured"] and steps is not None else "–"
-        cells.append(f"{told} ({steps:,})" if steps is not None else "never")
-    ms = 1000 * record["seconds"][-1] / record["steps"][-1]
-    per_step = ms if record["time_measured"] else None
-    return [record["rival"], record["seed"], errors[-1], per_step, record["start_seconds"], *cells]
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
@@ -98,15 +83,9 @@ def run(report: Report, args: argparse.Namespace) -> int:
     rivals = module.rivals(on_gpu)
     chosen = {name: rivals[name] for name in args.rivals or rivals}
     report.record("size", name=size, factors=module.FACTORS, **module.SIZES[size]._asdict())
-    rows, levels = [], [f"{factor:g}×" for factor in module.FACTORS]
     for seed in args.seeds:
-        records = follow(report, problem, seed, chosen)
+        follow(report, problem, seed, chosen)
         report.save(args.out)
-        final = next((r["errors"][-1] for r in records if r["rival"].startswith("float32")), 1.0)
-        rows += [row(record, [f * final for f in module.FACTORS]) for record in records]
-    report.table(
-        f"{args.problem}: seconds (steps) to an error of so many times that of float32 at the end",
-        ["rival", "seed", "final error", "ms/step", "start, s", *levels],
-        rows,
-    )
+    if any(name.startswith("float32") for name in chosen):
+        report.page(f"time-to-error-{args.problem.replace('_', '-')}")
     return 0
