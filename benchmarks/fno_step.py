@@ -32,6 +32,7 @@ With `--target h100` nothing runs; the steps in JAX are compiled for it.
 
 import argparse
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 

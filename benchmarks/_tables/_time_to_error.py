@@ -39,8 +39,8 @@ def _rows(data: Result) -> Iterator[Record]:
                 "ms": ms if curves[0]["time_measured"] else None,
                 "start": median(curves, "start_seconds"),
             }
-            for f in factors:
-                row[f"to {f:g}"] = _reached(curves, {s: f * e for s, e in final.items()})
+            for i, f in enumerate(factors):
+                row[f"level {i}"] = _reached(curves, {s: f * e for s, e in final.items()})
         yield {**curves[0], **row}
 
 
@@ -51,7 +51,7 @@ def _columns(data: Result) -> list[str]:
         "final error  {error:.2e} || fails: {failed}",
         "ms a step    {ms:.2f} || not measured",
         "start, s     {start:.1f}",
-        *(f"to {f:g} × float32's error  {{to {f:g}}}" for f in factors),
+        *(f"to {f:g} × float32's error  {{level {i}}}" for i, f in enumerate(factors)),
     ]
 
 
