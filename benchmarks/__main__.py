@@ -114,7 +114,9 @@ def main(argv: list[str]) -> int:
     args = parser.parse_args(argv[1:])
     report = Report(name, command=shlex.join(["python", "-m", "benchmarks", *_without_out(argv)]))
     status = module.run(report, args)
-    print(f"written: {report.save(args.out)}")
+    path = report.save(args.out)
+    report.show()
+    print(f"\nwritten: {path}")
     return status
 
 

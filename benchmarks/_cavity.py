@@ -77,6 +77,19 @@ def laplacian_residuals(model, points, *, derivatives):
     return mean_square(jax.vmap(terms)(points))
 
 
+def gradient(loss: Callable, precision: str, full_points: bool = True) -> Callable:
+    """From a model, its scaling and points to the gradient of a loss: the step without its
+    optimizer."""
+    options = {
+        "use_mixed_precision": precision != "float32",
+        "policy": f"params=float32,compute={precision},output=float32",
+        "keep_full": (False, full_points),
+    }
+    return lambda model, scaling, points: mpx.filter_value_and_grad(loss, scaling, **options)(
+        model, points
+    )
+
+
 # --- The same written with nothing but JAX ---------------------------------------------------
 
 

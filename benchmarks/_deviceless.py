@@ -10,12 +10,10 @@ where a real GPU would also have tried cuBLAS.
 
 import importlib.util
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from math import prod
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +22,8 @@ import jax
 import numpy as np
 from jax.experimental.topologies import get_topology_desc
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from ._hlo import Module, shapes
 
 
 class TargetUnavailable(RuntimeError):
@@ -210,92 +210,9 @@ def compile_for(
     return Compiled.read(target, lowered.compile(compiler_options=options or None))
 
 
-# What follows reads HLO text.
-
-_COMPUTATION = re.compile(r"^(ENTRY )?%?(\S+) \(.*\{$")
-_INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?(\S+) = (.*)$")
-_ARRAY = re.compile(r"\b(pred|[a-z]+\d+[a-z0-9]*)\[([\d,<=]*)\]")
-_BITS = re.compile(r"\d+")
-
-_BOOKKEEPING = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast"})
+_UNCOUNTED = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast"})
 _PRODUCTS = frozenset({"dot", "convolution", "ragged-dot", "scaled-dot"})
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
-
-
-@dataclass(frozen=True)
-class Instruction:
-    """One line of HLO: `name = type opcode(operands), attributes`."""
-
-    name: str
-    type: str
-    opcode: str
-    operands: tuple[str, ...]
-    attributes: str
-    computation: str
-    nested: bool  # inside a fusion or a reducer, so that it launches nothing by itself
-
-    @property
-    def op_name(self) -> str:
-        """Where it comes from: JAX's name stack."""
-        found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
-
-    @property
-    def call_target(self) -> str:
-        """What a custom call calls."""
-        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
-        return found[1] if found else ""
-
-
-def _closing(text: str, start: int) -> int:
-    depth = 0
-    for i in range(start, len(text)):
-        depth += (text[i] == "(") - (text[i] == ")")
-        if depth == 0:
-            return i
-    return len(text) - 1
-
-
-def _split_type(text: str) -> tuple[str, str]:
-    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
-    return text[:end], text[end:].lstrip()
-
-
-def instructions(text: str) -> list[Instruction]:
-    """The instructions of an optimised HLO module."""
-    called = set()
-    for line in text.splitlines():
-        # What a fusion calls is one kernel; what a reduction or a scatter applies is inside one.
-        if " fusion(" in line or ("to_apply=" in line and " call(" not in line):
-            called.update(re.findall(r"(?:calls|to_apply)=%?([^\s,}]+)", line))
-    out = []
-    computation = ""
-    for line in text.splitlines():
-        if found := _COMPUTATION.match(line):
-            computation = found[2]
-        elif computation and (found := _INSTRUCTION.match(line)):
-            type_, rest = _split_type(found[2])
-            opcode, _, _ = rest.partition("(")
-            end = _closing(rest, len(opcode))
-            operands = tuple(re.findall(r"%([^\s,()]+)", rest[len(opcode) : end]))
-            nested = computation in called
-            out.append(
-                Instruction(found[1], type_, opcode, operands, rest[end + 1 :], computation, nested)
-            )
-    return out
-
-
-def _dtypes(type_: str) -> list[str]:
-    return [dtype for dtype, _ in _ARRAY.findall(type_)]
-
-
-def _bytes(type_: str) -> int:
-    total = 0
-    for dtype, dims in _ARRAY.findall(type_):
-        found = _BITS.search(dtype)
-        bits = 8 if dtype == "pred" or found is None else int(found[0])
-        total += prod(int(n.lstrip("<=")) for n in dims.split(",") if n) * bits // 8
-    return total
 
 
 class Product(NamedTuple):
@@ -347,10 +264,16 @@ class Compiled:
             executable.as_text(),
         )
 
+    @cached_property
+    def module(self) -> Module:
+        """The program, read."""
+        return Module.parse(self.text)
+
     def opcodes(self) -> Counter[str]:
         """How many operations of each kind, inside fusions too, without parameters, constants,
         tuples and bitcasts."""
-        return Counter(i.opcode for i in instructions(self.text) if i.opcode not in _BOOKKEEPING)
+        opcodes = (i.opcode for _, i in self.module.instructions())
+        return Counter(opcode for opcode in opcodes if opcode not in _UNCOUNTED)
 
     def operations(self) -> int:
         """How many operations in all."""
@@ -361,9 +284,10 @@ class Compiled:
 
         The two ends of an asynchronous operation count once, the body of a loop once.
         """
+        fused = self.module.fused
         return sum(
-            not i.nested and i.opcode not in _BOOKKEEPING and not i.opcode.endswith("-done")
-            for i in instructions(self.text)
+            c not in fused and i.opcode not in _UNCOUNTED and not i.opcode.endswith("-done")
+            for c, i in self.module.instructions()
         )
 
     def products(self) -> Counter[Product]:
@@ -373,22 +297,25 @@ class Compiled:
         rewrites half-precision products into float32 ones with casts around: look at a GPU's
         or a TPU's program for what a training step does.
         """
-        all_of_them = instructions(self.text)
-        types = {(i.computation, i.name): i.type for i in all_of_them}
         out: Counter[Product] = Counter()
-        for i in all_of_them:
-            matmul = any(s in i.call_target for s in ("matmul", "gemm", "cudnn$conv"))
+        for computation, i in self.module.instructions():
+            matmul = any(s in i.target for s in ("matmul", "gemm", "cudnn$conv"))
             if i.opcode not in _PRODUCTS and not matmul:
                 continue
-            lhs, rhs = (_dtypes(types[i.computation, name])[0] for name in i.operands[:2])
+            arrays = [self.module.index[computation][name] for name in i.operands[:2]]
+            lhs, rhs, result = (x.shapes[0].dtype for x in (*arrays, i))
             direction = "backward" if "transpose(" in i.op_name else "forward"
-            out[Product(lhs, rhs, _dtypes(i.type)[0], direction)] += 1
+            out[Product(lhs, rhs, result, direction)] += 1
         return out
+
+    def operands(self) -> list[str]:
+        """What is multiplied, such as `"f16 × f16"`."""
+        return sorted({f"{p.lhs} × {p.rhs}" for p in self.products()})
 
     def collectives(self) -> dict[tuple[str, str], Traffic]:
         """By kind and dtype, what goes over the wires."""
         out: dict[tuple[str, str], Traffic] = {}
-        for i in instructions(self.text):
+        for computation, i in self.module.instructions():
             kind = i.opcode.removesuffix("-start")
             if kind not in _COLLECTIVES:
                 continue
@@ -398,12 +325,12 @@ class Compiled:
                 # start of an all-reduce has the type of its results.
                 type_ = _tuple_items(type_)[1]
             factor = 1
-            if i.computation.startswith("all-reduce-scatter"):
+            if computation.startswith("all-reduce-scatter"):
                 # TPUs write a reduce-scatter as an all-reduce whose slice is kept.
                 kind, factor = "reduce-scatter", len(devices(self.target))
-            for item in _ARRAY.finditer(type_):
-                count, size = out.get((kind, item[1]), Traffic(0, 0))
-                out[kind, item[1]] = Traffic(count + 1, size + _bytes(item[0]) // factor)
+            for array in shapes(type_):
+                count, size = out.get((kind, array.dtype), Traffic(0, 0))
+                out[kind, array.dtype] = Traffic(count + 1, size + array.bytes // factor)
         return out
 
 

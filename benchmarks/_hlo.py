@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -104,6 +104,11 @@ class Instruction:
         """Of a custom call."""
         return self.text(r'custom_call_target="([^"]*)"')
 
+    @property
+    def op_name(self) -> str:
+        """Where it comes from: JAX's name stack."""
+        return self.text(r'op_name="([^"]*)"')
+
 
 def _closing(text: str, start: int) -> int:
     depth = 0
@@ -173,6 +178,18 @@ class Module:
     def index(self) -> dict[str, dict[str, Instruction]]:
         """The instructions of each computation by name."""
         return {c: {i.name: i for i in body} for c, body in self.computations.items()}
+
+    def instructions(self) -> Iterator[tuple[str, Instruction]]:
+        """All of them, each with the name of its computation."""
+        for computation, body in self.computations.items():
+            yield from ((computation, i) for i in body)
+
+    @cached_property
+    def fused(self) -> set[str]:
+        """The computations that are no kernels of their own: what a fusion calls is one kernel, and
+        what a reduction or a scatter applies is inside one."""
+        applied = lambda i: "to_apply=" in i.attributes and i.opcode != "call"
+        return {i.called for _, i in self.instructions() if i.opcode == "fusion" or applied(i)}
 
     def launched(self, computation: str | None = None, times: int = 1) -> list["Launch"]:
         """What the program runs, in order: loops as often as XLA knows them to, of branches the

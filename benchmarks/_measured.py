@@ -1,4 +1,4 @@
-"""Training steps as rivals: the same data and weights, time and memory and error side by side."""
+"""Steps of rivals on the same data from the same weights: time, memory and error side by side."""
 
 import gc
 import time
@@ -16,19 +16,22 @@ from ._deviceless import CUBLAS, Compiled, TargetUnavailable, compile_for
 from ._report import Report, interleave
 from ._rivals import failure
 from ._roofline import predicted_seconds
+from ._steps import Rival, Task
 
 
 FIRST_MOMENT = 0.1  # of the gradient, in Adam's state after the first step
 BEFORE = 3  # steps before the rounds of the clock, each of which takes two
-LARGEST_SKIPS = 30  # steps that overflow before a loss scale fits
+LARGEST_SKIPS = 40  # steps that overflow before a loss scale fits
 
 
 class First(NamedTuple):
     """What a first step computes, in NumPy: predictions, and gradients in the order of the
-    parameters."""
+    parameters; and how many steps were skipped before it."""
 
-    predictions: np.ndarray
+    predictions: Any
     gradients: Sequence[np.ndarray]
+    skipped: int = 0
+    loss: float | None = None
 
 
 class Step(Protocol):
@@ -43,89 +46,116 @@ class Step(Protocol):
         """Takes a step; the loss before it."""
         ...
 
+    def weights(self) -> Any:
+        """The network as it is now, in the order of the first gradients."""
+        ...
+
 
 class JaxStep:
-    """A step in JAX, compiled once, which takes over the memory of its state.
+    """A step in JAX, which takes over the memory of its state, and counts how often it is traced.
 
-    `step(state, batch)` returns the new state, the loss and the predictions; `state[1]` is that of
-    an Optax optimizer which begins with Adam. `precision` is that of products of float32 which do
-    not ask for one, on a GPU.
+    It is compiled once, and its optimizer begins with Adam; or, not compiled `ahead`, by calls of
+    `jax.jit`. `layers` brings networks, and what has their shape, into the order of other rivals.
     """
 
     def __init__(
-        self, step: Callable, state: Any, batches: Sequence[Any], precision: str | None = None
+        self,
+        task: Task,
+        rival: Rival,
+        batches: Sequence[Any],
+        *,
+        ahead: bool = True,
+        layers: Callable[[Any], Any] = lambda model: model,
     ):
-        arrays, static = eqx.partition(state, eqx.is_array)
+        arrays, static = eqx.partition(task.state(rival), eqx.is_array)
+        step = task.step(rival)
+        self.traces = 0
 
         def run(arrays, batch):
-            state, value, predictions = step(eqx.combine(arrays, static), batch)
-            return eqx.filter(state, eqx.is_array), value, predictions
+            self.traces += 1
+            state, value, aux = step(eqx.combine(arrays, static), batch)
+            return eqx.filter(state, eqx.is_array), value, aux
 
         # A copy of its own, because each step takes over the memory of the state before it.
         self.state = jax.tree.map(jnp.copy, arrays)
-        self.batches = cycle(batches)
-        with jax.default_matmul_precision(precision):
-            lowered = jax.jit(run, donate_argnums=0).lower(self.state, batches[0])
-        self.compiled = lowered.compile()
-        device = jax.devices()[0].device_kind
-        self.predicted = predicted_seconds(self.compiled.as_text(), device)
-        memory = self.compiled.memory_analysis()
-        self.temp_bytes = memory.temp_size_in_bytes if memory is not None else None
+        self.batches, self._layers = cycle(batches), layers
+        self._run: Any = jax.jit(run, donate_argnums=0)
+        self.predicted = self.temp_bytes = None
+        if ahead:
+            self._run = self._run.lower(self.state, batches[0]).compile()
+            self.predicted = predicted_seconds(self._run.as_text(), jax.devices()[0].device_kind)
+            memory = self._run.memory_analysis()
+            self.temp_bytes = memory.temp_size_in_bytes if memory is not None else None
 
     def first(self) -> First:
         batch = next(self.batches)
-        for _ in range(LARGEST_SKIPS):
-            self.state, _, predictions = self.compiled(self.state, batch)
+        for skipped in range(LARGEST_SKIPS):
+            self.state, _, predictions = self._run(self.state, batch)
             # A step that overflows is skipped and leaves no trace but a smaller scale.
-            gradients = [np.asarray(m) / FIRST_MOMENT for m in jax.tree.leaves(self._moment())]
+            moment = self._layers(self.state[1][0].mu)
+            gradients = [np.asarray(m) / FIRST_MOMENT for m in jax.tree.leaves(moment)]
             if any(map(np.any, gradients)):
-                return First(np.asarray(predictions), gradients)
+                return First(jax.tree.map(np.asarray, predictions), gradients, skipped)
         raise FloatingPointError(f"{LARGEST_SKIPS} steps in a row overflow.")
 
-    def _moment(self) -> Any:
-        return self.state[1][0].mu
-
-    def __call__(self) -> jax.Array:
-        self.state, value, _ = self.compiled(self.state, next(self.batches))
+    def __call__(self, batch: Any = None) -> jax.Array:
+        batch = next(self.batches) if batch is None else batch
+        self.state, value, _ = self._run(self.state, batch)
         return value
 
+    def weights(self) -> Any:
+        return self._layers(self.state[0])
 
-def float64_first(
-    loss: Callable[[Any, Any], tuple[jax.Array, jax.Array]], model: Any, batch: Any, chunk: int
-) -> First:
-    """The gradient and the predictions in float64, `chunk` samples at a time.
+    @property
+    def scale(self) -> float:
+        """The loss scale, the first entry of its state."""
+        return float(jax.tree.leaves(self.state[2])[0])
+
+
+class Exact:
+    """Loss, gradient and predictions in float64, `chunk` samples at a time.
 
     `loss(model, batch)` is a mean over the samples, and has the predictions beside it.
     """
-    with jax.enable_x64(True):
-        arrays, static = eqx.partition(model, eqx.is_inexact_array)
-        wide = lambda x: jnp.asarray(
-            x, jnp.float64 if jnp.issubdtype(x.dtype, jnp.floating) else x.dtype
-        )
-        arrays, batch = jax.tree.map(wide, (arrays, batch))
+
+    def __init__(self, loss: Callable, batch: Any, chunk: int):
         samples = len(jax.tree.leaves(batch)[0])
-        chunk = min(chunk, samples)
-        chunks = jax.tree.map(lambda x: x.reshape(samples // chunk, chunk, *x.shape[1:]), batch)
+        self.batch, self.samples = batch, samples
+        self.chunk = next(n for n in range(min(chunk, samples), 0, -1) if samples % n == 0)
 
-        @jax.jit
-        def evaluate(arrays, chunks):
+        @eqx.filter_jit
+        def evaluate(model, chunks):
+            arrays, static = eqx.partition(model, eqx.is_inexact_array)
+            function = lambda arrays, part: loss(eqx.combine(arrays, static), part)
+
             def body(total, part):
-                function = lambda arrays: loss(eqx.combine(arrays, static), part)
-                gradient, predictions = jax.grad(function, has_aux=True)(arrays)
-                return jax.tree.map(jnp.add, total, gradient), predictions
+                both = jax.value_and_grad(function, has_aux=True)(arrays, part)
+                (value, predictions), gradient = both
+                return jax.tree.map(jnp.add, total, (value, gradient)), predictions
 
-            return jax.lax.scan(body, jax.tree.map(jnp.zeros_like, arrays), chunks)
+            zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, arrays)
+            return jax.lax.scan(body, zero, chunks)
 
-        total, predictions = evaluate(arrays, chunks)
-        gradients = [np.asarray(g) * (chunk / samples) for g in jax.tree.leaves(total)]
-        return First(np.asarray(predictions).reshape(samples, *predictions.shape[2:]), gradients)
+        self._evaluate = evaluate
+
+    def __call__(self, model: Any) -> First:
+        with jax.enable_x64(True):
+            wide = lambda x: jnp.asarray(x, jnp.float64) if eqx.is_inexact_array(x) else x
+            model, batch = jax.tree.map(wide, (model, self.batch))
+            count = self.samples // self.chunk
+            chunks = jax.tree.map(lambda x: x.reshape(count, self.chunk, *x.shape[1:]), batch)
+            (value, gradient), predictions = self._evaluate(model, chunks)
+            gradients = [np.asarray(g) / count for g in jax.tree.leaves(gradient)]
+            whole = lambda x: np.asarray(x).reshape(self.samples, *x.shape[2:])
+            return First(jax.tree.map(whole, predictions), gradients, loss=float(value) / count)
 
 
-def relative_error(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
+def relative_error(got: Any, want: Any) -> float:
     """‖got − want‖ / ‖want‖, of all arrays together."""
     square = lambda x: float(np.sum(np.asarray(x, np.float64) ** 2))
-    errors = sum(square(np.asarray(g, np.float64) - w) for g, w in zip(got, want, strict=True))
-    return (errors / sum(map(square, want))) ** 0.5
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    errors = sum(square(np.asarray(g, np.float64) - w) for g, w in pairs)
+    return (errors / sum(map(square, jax.tree.leaves(want)))) ** 0.5
 
 
 def within(minutes: float, sizes: Iterable[Any], report: Report) -> Iterator[Any]:
@@ -139,108 +169,94 @@ def within(minutes: float, sizes: Iterable[Any], report: Report) -> Iterator[Any
 
 
 def measure(
-    rivals: Mapping[str, Callable[[], Step]], exact: First, *, rounds: int
-) -> dict[str, dict[str, Any]]:
-    """Builds the rivals, compares their first steps with `exact`, and times the next ones.
+    rivals: Mapping[Any, Callable[[], Step]],
+    observe: Callable[[Step], dict[str, Any]],
+    *,
+    rounds: int,
+    warmup: int = 2,
+    conclude: Callable[[Any], dict[str, Any]] = lambda last: {},
+) -> dict[Any, dict[str, Any]]:
+    """Builds the rivals, observes their first steps, and times the next ones in turn. `conclude`
+    takes the loss of the last of them.
 
     **Returns:**
 
     For each rival the fields of its record; for one that fails, how.
     """
-    fields: dict[str, dict[str, Any]] = {}
-    steps: dict[str, Step] = {}
+    fields: dict[Any, dict[str, Any]] = {}
+    steps: dict[Any, Step] = {}
     for name, make in rivals.items():
         try:
             step = make()
-            predictions, gradients = step.first()
+            fields[name] = observe(step)
         except Exception as error:  # whatever it is, it is what this rival has to show
             fields[name] = {"failed": failure(error)}
-            continue
-        steps[name] = step
-        fields[name] = {
-            "error_output": relative_error([predictions], [exact.predictions]),
-            "error_gradient": relative_error(gradients, exact.gradients),
-        }
-    losses: dict[str, list[Any]] = {name: [] for name in steps}
+        else:
+            steps[name] = step
+    last: dict[Any, Any] = {}
 
     def timed(name):
-        losses[name].append(steps[name]())
-        return losses[name][-1]
+        last[name] = steps[name]()
+        return last[name]
 
     timers = {name: partial(timed, name) for name in steps}
-    times = interleave(timers, rounds=rounds, warmup=BEFORE - 1)
-    for name in steps:
+    times = interleave(timers, rounds=rounds, warmup=warmup)
+    for name, step in steps.items():
         fields[name] |= {
             "seconds": times[name],
-            "predicted_seconds": getattr(steps[name], "predicted", None),
-            "temp_bytes": steps[name].temp_bytes,
-            "steps": 1 + len(losses[name]),
-            "loss": float(losses[name][-1]),
+            "predicted_seconds": getattr(step, "predicted", None),
+            "temp_bytes": step.temp_bytes,
+            **conclude(last[name]),
         }
     steps.clear()
     gc.collect()  # states are large, and the next configuration wants the memory
     return fields
 
 
-def compiled(
-    report: Report,
-    target: str,
-    step: Callable,
-    state: Any,
-    batch: Any,
-    precision: str | None,
-    /,
-    **where: Any,
-) -> Compiled | str:
-    """A step as of `JaxStep`, compiled for a device that need not be here; of one that fails how,
-    which is recorded among the `programs`."""
-    options = CUBLAS if "h100" in target else None
-    try:
-        with jax.default_matmul_precision(precision):
-            return compile_for(target, step, state, batch, donate=(0,), compiler_options=options)
-    except TargetUnavailable:
-        raise
-    except Exception as error:  # of a rival
-        return report.record("programs", target=target, **where, failed=failure(error))["failed"]
-
-
-COLUMNS = (
-    "time",
-    "predicted, ms",
-    "temp, MiB",
-    "error of outputs",
-    "of gradients",
-    "loss",
-    "failed",
-)
-
-
-def row(record: Mapping[str, Any]) -> list[Any]:
-    """A record of `measure` as cells of a table, under `COLUMNS`."""
-    if "failed" in record:
-        return [None] * (len(COLUMNS) - 1) + [record["failed"]]
-    seconds, memory = record["seconds"], record["temp_bytes"]
-    return [
-        "{:.4g} [{:.4g}, {:.4g}] ms".format(
-            *(1e3 * seconds[k] for k in ("median", "lower", "upper"))
-        ),
-        _predicted(record),
-        "not measured" if memory is None else memory / 2**20,
-        *(record[k] for k in ("error_output", "error_gradient", "loss")),
-        None,
-    ]
-
-
-def _predicted(record: Mapping[str, Any]) -> float | None:
-    """Milliseconds by the compiled program (`_roofline.py`), where the device is known."""
-    seconds = record.get("predicted_seconds")
-    return None if seconds is None else 1e3 * seconds
-
-
-def report_measured(
-    report: Report, title: str, fields: Mapping[str, Mapping[str, Any]], **where: Any
+def run_steps(
+    report: Report, task: Task, others: Mapping[str, Callable[[], Step]], *, rounds: int, chunk: int
 ) -> int:
-    """Records what `measure` found and prints the table; how many of our own steps failed."""
-    records = [report.record("steps", **where, rival=name, **f) for name, f in fields.items()]
-    report.table(title, ["rival", *COLUMNS], [[r["rival"], *row(r)] for r in records])
-    return sum("failed" in r and r["rival"].startswith("mpx_pde") for r in records)
+    """Runs a task by all rivals, and by those that are not written in JAX; how many of our own
+    steps failed."""
+    batches = task.batches()
+    exact = Exact(task.loss, batches[0], chunk)(task.model())
+    on_device = jax.tree.map(jnp.asarray, batches)
+
+    def observe(step: Step) -> dict[str, Any]:
+        first = step.first()
+        return {
+            "error_output": relative_error(first.predictions, exact.predictions),
+            "error_gradient": relative_error(first.gradients, exact.gradients),
+        }
+
+    def conclude(last: Any) -> dict[str, Any]:
+        return {"steps": BEFORE + 2 * rounds, "loss": float(last)}
+
+    ours = {name: partial(JaxStep, task, rival, on_device) for name, rival in task.rivals.items()}
+    measured = measure(
+        {**ours, **others}, observe, rounds=rounds, warmup=BEFORE - 1, conclude=conclude
+    )
+    for name, fields in measured.items():
+        report.record("steps", **task.where, rival=name, **fields)
+    return sum("failed" in f and name.startswith("mpx_pde") for name, f in measured.items())
+
+
+def compile_steps(
+    report: Report, target: str, task: Task, tell: Callable[[Compiled], dict[str, Any]]
+) -> None:
+    """Compiles all rivals of a task for a device that need not be here, and records memory and what
+    else is to be told of them; of one that fails, how."""
+    options = CUBLAS if "h100" in target else None
+    for name, rival in task.rivals.items():
+        where = {"target": target, **task.where, "rival": name}
+        args = task.step(rival), task.shapes(rival), task.batch
+        try:
+            program = compile_for(target, *args, donate=(0,), compiler_options=options)
+        except TargetUnavailable as error:
+            report.note(str(error))
+            return
+        except Exception as error:  # of a rival
+            report.record("programs", **where, failed=failure(error))
+            continue
+        report.record("programs", **where, temp_bytes=program.temp_bytes, **tell(program))
+        print(f"{task.title}, {name}: {program.temp_bytes / 2**30:.2f} GiB", flush=True)

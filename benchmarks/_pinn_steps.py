@@ -1,27 +1,24 @@
 """Training steps on the cavity: how libraries of JAX differentiate and lower the precision.
 
-All begin with the same weights and points and take Adam. Each step is a function `(model, optimizer
-state, scaling, points, targets) -> (model, optimizer state, scaling, loss)`, as `overhead.Runner`
-wants it; there are no targets here.
+All begin with the same weights and points and take Adam.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+import jmp
 
 import mpx_pde as mpx
 
 from ._cavity import (
-    ORDERS,
     Layers,
     coordinate_mlp,
+    initial_layers,
+    initial_points,
     laplacian_residuals,
-    layers_of,
     mean_square,
     named,
     nested,
@@ -29,85 +26,29 @@ from ._cavity import (
     residuals,
 )
 from ._rivals import require
-from ._roofline import predicted_seconds
 from ._steps import (
+    HIGHEST,
     PERIOD,
     START,
+    TF32,
+    Rival,
+    Task,
+    alone,
     hand_scaling,
     jmp_scaling,
     mpx_scaling,
     policy_of,
+    precision_options,
     step_by_hand,
     step_by_jmp,
     step_by_library,
     step_by_mpx,
     step_in_float32,
 )
-from .overhead import Runner
 
 
-MOMENTUM = 0.9  # Adam's b1 in Optax and in PyTorch
-
-
-class Step(Protocol):
-    """A step with its state, ready to run: a call takes it and waits for nothing."""
-
-    def __call__(self) -> Any: ...
-
-    def temp_bytes(self) -> int | None:
-        """Memory beyond weights, optimizer and points while it runs, where that can be told."""
-        ...
-
-    def layers(self) -> Layers:
-        """The weights as they are now."""
-        ...
-
-    def moment(self) -> Layers:
-        """Adam's first moment."""
-        ...
-
-
-class Rival(NamedTuple):
-    """A way to take the step.
-
-    - `make(layers, points, order)`: the step.
-    - `everywhere`: whether it runs at all sizes, or only at the first.
-    - `orders`: those that it knows.
-    """
-
-    library: str
-    method: str
-    precision: str
-    make: Callable[[Layers, np.ndarray, int], Step]
-    everywhere: bool = True
-    orders: tuple[int, ...] = ORDERS
-
-
-class JaxStep:
-    """A compiled step. `products` is JAX's precision of float32 matrix products."""
-
-    def __init__(self, step: Any, model: Any, scaling: Any, points: Any, products: Any = None):
-        self.points = jnp.asarray(points), jnp.zeros(())
-        self.runner = Runner(step, model, scaling)
-        with jax.default_matmul_precision(products) if products else nullcontext():
-            program = self.runner.step.lower(self.runner.state, *self.points).compile()
-        self.runner.step = self.program = program
-        device = jax.devices()[0].device_kind
-        self.predicted = predicted_seconds(program.as_text(), device)
-
-    def __call__(self) -> jax.Array:
-        return self.runner(*self.points)
-
-    def temp_bytes(self) -> int | None:
-        memory = self.program.memory_analysis()
-        return memory.temp_size_in_bytes if memory is not None else None
-
-    def layers(self) -> Layers:
-        return layers_of(self.runner.state[0])
-
-    def moment(self) -> Layers:
-        return layers_of(self.runner.state[1][0].mu)
-
+Who = tuple[str, str, str]
+"""A rival: library, method and precision."""
 
 # --- Losses ----------------------------------------------------------------------------------
 
@@ -117,13 +58,13 @@ def _widened(order: int) -> Callable[[Any], jax.Array]:
     return lambda d: mean_square(jax.tree.map(lambda x: x.astype(jnp.float32), d), order)
 
 
-def nested_loss(layers, points, _=None, *, order, finish=None):
+def nested_loss(layers, points, *, order, finish=None):
     """By nested `jax.jvp`, in the precision of the arguments up to the residuals."""
     finish = finish or _widened(order)
     return finish(jax.vmap(nested(partial(network, layers), order))(points))
 
 
-def folx_loss(layers, points, _=None, *, order):
+def folx_loss(layers, points, *, order):
     """By folx: one pass for value, Jacobian and Laplacian."""
     forward = require("folx").forward_laplacian(partial(network, layers))
 
@@ -139,83 +80,91 @@ def folx_loss(layers, points, _=None, *, order):
     return mean_square(jax.vmap(terms)(points), order)
 
 
-# --- Steps -----------------------------------------------------------------------------------
+# --- Rivals ----------------------------------------------------------------------------------
 
 
-def _arrays(layers: Layers) -> Layers:
-    return jax.tree.map(jnp.asarray, layers)
+def in_float32(loss: Callable, order: int, products: str | None = None) -> Rival:
+    step = partial(step_in_float32, alone(partial(loss, order=order)))
+    return Rival(step, partial(hand_scaling, 1.0), products)
 
 
-def in_float32(loss, products, layers, points, order):
-    step = partial(step_in_float32, partial(loss, order=order))
-    return JaxStep(step, _arrays(layers), hand_scaling(1.0), points, products)
+def by_hand(order: int) -> Rival:
+    loss = alone(partial(nested_loss, order=order))
+    return Rival(partial(step_by_hand, loss, "float16", PERIOD), hand_scaling)
 
 
-def by_hand(layers, points, order):
-    step = partial(step_by_hand, partial(nested_loss, order=order), "float16", PERIOD)
-    return JaxStep(step, _arrays(layers), hand_scaling(START), points)
-
-
-def by_mpx(layers, points, order):
+def by_mpx(order: int) -> Rival:
     """As MPX's README has it, what is critical in full precision."""
-    full_precision = require("mpx").force_full_precision
-    finish = full_precision(partial(mean_square, order=order), jnp.float32)
-    step = partial(step_by_mpx, partial(nested_loss, order=order, finish=finish), "float16")
-    return JaxStep(step, _arrays(layers), mpx_scaling(START, PERIOD), points)
+
+    def loss(layers, points):
+        full_precision = require("mpx").force_full_precision
+        finish = full_precision(partial(mean_square, order=order), jnp.float32)
+        return nested_loss(layers, points, order=order, finish=finish)
+
+    return Rival(partial(step_by_mpx, alone(loss), "float16"), mpx_scaling)
 
 
-def by_jmp(layers, points, order):
+def by_jmp(order: int) -> Rival:
     """As jmp's README has it."""
-    policy = require("jmp").get_policy(policy_of("float16"))
+    policy = jmp.get_policy(policy_of("float16"))
     finish = lambda d: mean_square(policy.cast_to_output(d), order)
-    loss = partial(nested_loss, order=order, finish=finish)
-    step = partial(step_by_jmp, loss, policy, PERIOD)
-    return JaxStep(step, _arrays(layers), jmp_scaling(START), points)
+    loss = alone(partial(nested_loss, order=order, finish=finish))
+    return Rival(partial(step_by_jmp, loss, policy, PERIOD), jmp_scaling)
 
 
-def library_step(method, precision, layers, order, forward="half"):
+def by_library(
+    layers: Layers, method: str, precision: str, order: int, forward: str = "half"
+) -> Rival:
     """The step by this library, its model and its scaling."""
 
-    def loss(model, points, _, *, derivatives):
+    def loss(model, points, *, derivatives):
         if method == "laplacian":
             return laplacian_residuals(model, points, derivatives=derivatives)
         return residuals(model, points, derivatives=derivatives, propagate=True, order=order)
 
-    options = {
-        "use_mixed_precision": precision != "float32",
-        "policy": policy_of(precision),
-        "keep_full": (False, True, True),
-        "forward": forward,
-    }
-    with mpx.half_precision("bfloat16" if precision == "bfloat16" else "float16"):
-        derivatives = mpx.DerivativeScaling.per_direction("xy", order=order)
-        scaling = mpx.Scaling(mpx.DynamicLossScaling(START), derivatives)
-    return partial(step_by_library, loss, options), coordinate_mlp(layers), scaling
+    def scaling():
+        with mpx.half_precision("bfloat16" if precision == "bfloat16" else "float16"):
+            derivatives = mpx.DerivativeScaling.per_direction("xy", order=order)
+            return mpx.Scaling(mpx.DynamicLossScaling(START), derivatives)
+
+    options = {**precision_options(precision), "keep_full": (False, True), "forward": forward}
+    step = partial(step_by_library, alone(loss), options)
+    return Rival(step, scaling, model=partial(coordinate_mlp, layers))
 
 
-def by_library(method, precision, layers, points, order):
-    return JaxStep(*library_step(method, precision, layers, order), points)
-
-
-def jax_rivals(gpu: bool) -> list[Rival]:
+def jax_rivals(layers: Layers, order: int, gpu: bool) -> dict[Who, Rival]:
     """On a GPU, JAX multiplies in TF32 unless told otherwise; this library always does as told."""
-    full = {"float32": "highest"} | ({"TF32": "tensorfloat32"} if gpu else {})
-    out = [
-        Rival(library, method, name, partial(in_float32, loss, products))
-        for library, method, loss in (
-            ("jax", "nested jvp", nested_loss),
-            ("folx", "forward Laplacian", folx_loss),
-        )
-        for name, products in full.items()
-    ]
-    out += [
-        Rival("by hand", "nested jvp", "float16", by_hand),
-        Rival("mpx", "nested jvp", "float16", by_mpx, everywhere=False),
-        Rival("jmp", "nested jvp", "float16", by_jmp, everywhere=False),
-    ]
-    for method, orders in {"partials": ORDERS, "laplacian": (2,)}.items():
+    full = {"float32": HIGHEST} | ({"TF32": TF32} if gpu else {})
+    out: dict[Who, Rival] = {}
+    for precision, products in full.items():
+        out["jax", "nested jvp", precision] = in_float32(nested_loss, order, products)
+        out["folx", "forward Laplacian", precision] = in_float32(folx_loss, order, products)
+    for library, make in {"by hand": by_hand, "mpx": by_mpx, "jmp": by_jmp}.items():
+        out[library, "nested jvp", "float16"] = make(order)
+    for method in ("partials", "laplacian") if order == 2 else ("partials",):
         for precision in ("float32", "float16", "bfloat16"):
-            make = partial(by_library, method, precision)
-            everywhere = method == "partials" and precision != "bfloat16"
-            out.append(Rival("mpx_pde", method, precision, make, everywhere, orders))
+            out["mpx_pde", method, precision] = by_library(layers, method, precision, order)
     return out
+
+
+def everywhere(who: Who) -> bool:
+    """Whether a rival is worth its compilation at all sizes, or only at the first."""
+    library, method, precision = who
+    if library == "mpx_pde":
+        return method == "partials" and precision != "bfloat16"
+    at_all = ("nested jvp", "forward Laplacian", "double backward")
+    return library not in ("mpx", "jmp") and method in at_all
+
+
+def cavity(width: int, depth: int, points: int, order: int = 2, gpu: bool = False) -> Task:
+    layers = initial_layers(width, depth)
+    exact = partial(nested_loss, order=order, finish=partial(mean_square, order=order))
+    return Task(
+        f"{width} × {depth}, {points:,} points, order {order}",
+        {"width": width, "points": points, "order": order, "depth": depth},
+        lambda: jax.tree.map(jnp.asarray, layers),
+        alone(exact),
+        lambda: [initial_points(points)],
+        jax.ShapeDtypeStruct((points, 2), jnp.float32),
+        jax_rivals(layers, order, gpu),
+    )

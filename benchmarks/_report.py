@@ -112,14 +112,27 @@ def interleave(
     return {name: Timing.of(values) for name, values in seconds.items()}
 
 
-def _cell(value: Any) -> str:
+NONE = "–"
+
+
+def _text(value: Any) -> str | None:
+    """A value of a record, of a series the last; `None` for series of records."""
     if value is None:
-        return "–"
+        return NONE
+    if isinstance(value, Mapping):
+        if value.keys() == set(Timing._fields):
+            return str(Timing(**value))
+        inside = {key: _text(x) for key, x in value.items()}
+        nested = lambda key: isinstance(value[key], Mapping)
+        return ", ".join(f"{k} ({x})" if nested(k) else f"{k} {x}" for k, x in inside.items())
+    if isinstance(value, list | tuple):
+        words = all(isinstance(x, str) for x in value)
+        if not words and isinstance(value[-1], Mapping):
+            return None
+        return ", ".join(value) if words else _text(value[-1])
     if isinstance(value, float):
         return f"{value:.4g}"
-    if isinstance(value, int) and not isinstance(value, bool):
-        return f"{value:,}"
-    return str(value)
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 class Report:
@@ -144,14 +157,33 @@ class Report:
         self.sections.setdefault(section, []).append(plain)
         return plain
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        """Prints a Markdown table."""
-        cells = [list(columns), *([_cell(value) for value in row] for row in rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(columns))]
-        lines = [" | ".join(c.ljust(w) for c, w in zip(r, widths, strict=True)) for r in cells]
-        lines.insert(1, " | ".join("-" * w for w in widths))
-        print(f"\n## {title}\n")
-        print("\n".join(f"| {line} |" for line in lines), flush=True)
+    def show(self) -> None:
+        """Prints each section as a Markdown table; above it, what all of its records share. Of a
+        series the last entry stands there, the rest is in the file."""
+        for section, records in self.sections.items():
+            rows = [
+                {name: text for name, x in record.items() if (text := _text(x)) is not None}
+                for record in records
+            ]
+            names = list(dict.fromkeys(name for row in rows for name in row))
+            values = {name: [row.get(name, NONE) for row in rows] for name in names}
+            shared = {n: v[0] for n, v in values.items() if len(rows) > 1 and len(set(v)) == 1}
+            columns = [[n, *v] for n, v in values.items() if n not in shared]
+            widths = [max(map(len, column)) for column in columns]
+            lines = [" | ".join(map(str.ljust, row, widths)) for row in zip(*columns, strict=True)]
+            lines.insert(1, " | ".join("-" * width for width in widths))
+            print(f"\n## {section}\n")
+            print(", ".join(f"{name} {value}" for name, value in shared.items()), "\n")
+            print("\n".join(f"| {line} |" for line in lines), flush=True)
+
+    def page(self, *tables: str) -> None:
+        """Prints tables as the pages have them, with what this run has found."""
+        from ._tables import TABLES
+        from ._tables._format import Result
+
+        data = Result({"environment": self.environment, **self.sections})
+        for name in tables:
+            print(f"\n{TABLES[name](data)}", flush=True)
 
     def note(self, text: str) -> None:
         """Prints a remark."""
@@ -163,6 +195,11 @@ class Report:
         if kind != "cpu":
             kind = re.sub(r"[^a-z0-9]+", "-", self.environment["device"].lower()).strip("-")
         return folder / f"{self.name}-{kind}.json"
+
+    def before(self, folder: Path) -> dict[str, Any]:
+        """What an earlier run has written there."""
+        path = self.path(folder)
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
     def save(self, folder: Path) -> Path:
         """Writes the file."""

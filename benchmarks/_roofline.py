@@ -135,7 +135,7 @@ class Roofline:
             arithmetic,
             launch.times,
             self.module.line_of(i, self._folders, self._without),
-            i.text(r'op_name="([^"]*)"'),
+            i.op_name,
             _own_seconds(i),
         )
 

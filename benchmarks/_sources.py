@@ -14,7 +14,7 @@ import hashlib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,8 @@ OPERATORS = (
 AUTOCAST = _library(
     "autocast/*", "_jaxpr", "_primitives", "_conv", "_reverse", "checkpoint_policies"
 )
-COMPILER = _benchmarks("_deviceless")
+COMPILER = _benchmarks("_deviceless", "_hlo")
 CLOCK = _benchmarks("_report")
-ROOFLINE = _benchmarks("_roofline", "_chips", "_hlo")
 PINNS = (*STEP, *DERIVATIVES, *_examples("_pinn"))
 DARCY = _examples("darcy", "_darcy_data")
 NAVIER_STOKES = _examples("navier_stokes", "_navier_stokes_data")
@@ -74,99 +73,62 @@ GALLERY = (  # in the order of the page
     *("operator_darcy", "emulate_burgers", "emulate_ks"),
 )
 CAVITY = _examples("lid_driven_cavity", "_cavity_reference", "_newton")
-VIT = (*STEP, *AUTOCAST, *_examples("vit"))
-SHARDED = (
-    *(*STEP, *DERIVATIVES, *OPERATORS, *_library("_collectives")),
-    *(*_examples("sharded", "_darcy_data"), *COMPILER),
-)
+ALLEN_CAHN = _examples("allen_cahn", "_spectral_reference")
+BURGERS = _examples("burgers", "_burgers_exact")
+HEAT_SINK = _examples("heat_sink", "_heat_sink_reference", "_newton")
 
-# By the name in the file of results, as glob patterns. The file of the benchmark itself and its
-# own helpers are among them, `__init__.py` never is.
+# By the name in the file of results, as glob patterns. What a benchmark imports, or loads by a name
+# that it writes out, is found without them: they list the library, the compiler, the clock, and the
+# examples that are chosen by an option.
 MEASURED: dict[str, tuple[str, ...]] = {
     "breadth": (
-        *(*PINNS, *OPERATOR_TRAININGS, *DARCY, *NAVIER_STOKES, *CAVITY),
-        *_examples("problems/*", "burgers", "_burgers_exact", "allen_cahn", "_spectral_reference"),
-        *_examples("helmholtz", "high_dimensions", "heat_sink", "_heat_sink_reference"),
-        *_benchmarks("breadth", "_problems", "_tf32"),
+        *(*PINNS, *OPERATOR_TRAININGS, *DARCY, *NAVIER_STOKES, *CAVITY, *BURGERS, *ALLEN_CAHN),
+        *(*HEAT_SINK, *_examples("problems/*", "helmholtz", "high_dimensions")),
     ),
-    "cavity_memory": (*DERIVATIVES, *COMPILER, *_benchmarks("cavity_memory", "_cavity")),
-    "compile_time": (
-        *(
-            *STEP,
-            *DERIVATIVES,
-            *OPERATORS,
-            *AUTOCAST,
-            *CLOCK,
-            *_examples("vit", "_operator_losses"),
-        ),
-        *_benchmarks("compile_time", "overhead", "_steps"),
-    ),
-    "derivatives": (*DERIVATIVES, *CLOCK, *_benchmarks("derivatives")),
-    "float8": _benchmarks("float8"),
-    "fno_step": (
-        *(*STEP, *OPERATORS, *CLOCK, *COMPILER),
-        *_benchmarks("fno_step", "_measured", "_torch/fno", "_torch/steps"),
-        *ROOFLINE,
-    ),
-    "frequencies": (*PRODUCTS, *_benchmarks("frequencies")),
+    "cavity_memory": (*DERIVATIVES, *COMPILER),
+    "compile_time": (*STEP, *DERIVATIVES, *OPERATORS, *AUTOCAST, *CLOCK),
+    "derivatives": (*DERIVATIVES, *CLOCK),
+    "float8": (),
+    "fno_step": (*STEP, *OPERATORS, *CLOCK, *COMPILER),
+    "frequencies": PRODUCTS,
     "gallery": (
         *(*PINNS, *OPERATOR_TRAININGS, *DARCY),
         *_examples("problems/_runner", "problems/_operators", "problems/references"),
-        *_examples("problems/geometry", "burgers", "_burgers_exact"),
+        *(*BURGERS, *_examples("problems/geometry")),
         *_examples(*(f"problems/{name}" for name in GALLERY)),
-        *_benchmarks("gallery", "_gallery", "_problems", "_tf32"),
     ),
-    "growth": (*DERIVATIVES, *COMPILER, *_benchmarks("growth", "_cavity", "_pinn_steps")),
-    "networks": (*DERIVATIVES, *COMPILER, *CLOCK, *_benchmarks("networks", "_networks")),
-    "operators": (*OPERATOR_TRAININGS, *DARCY, *NAVIER_STOKES, *_benchmarks("operators")),
-    "overhead": (*STEP, *COMPILER, *CLOCK, *_benchmarks("overhead", "_steps")),
-    "pinn_step": (
-        *(*STEP, *DERIVATIVES, *CLOCK),
-        *_benchmarks("pinn_step", "_pinn_steps", "_cavity", "_steps", "overhead"),
-        *_benchmarks("_measured", "_torch/cavity", "_torch/steps"),
-        *ROOFLINE,
+    "growth": (*DERIVATIVES, *COMPILER),
+    "networks": (*DERIVATIVES, *COMPILER, *CLOCK),
+    "operators": (*OPERATOR_TRAININGS, *DARCY, *NAVIER_STOKES),
+    "overhead": (*STEP, *COMPILER, *CLOCK),
+    "pinn_step": (*STEP, *DERIVATIVES, *CLOCK),
+    "predicted": (*STEP, *DERIVATIVES, *OPERATORS, *AUTOCAST, *COMPILER),
+    "products": (),
+    "second_order": (*STEP, *DERIVATIVES, *_library("_conjugate", "_second_order")),
+    "spectral": (*OPERATORS, *COMPILER, *CLOCK),
+    "time_to_error-burgers": (*PINNS, *BURGERS),
+    "time_to_error-cavity": (*PINNS, *CAVITY),
+    "time_to_error-navier_stokes": (*OPERATOR_TRAININGS, *NAVIER_STOKES),
+    "vit": (*STEP, *AUTOCAST),
+    "vit_memory": (*STEP, *AUTOCAST, *COMPILER),
+    "vit_step": (*STEP, *AUTOCAST, *COMPILER, *CLOCK),
+    "weak_scaling": (
+        *(*STEP, *DERIVATIVES, *OPERATORS, *_library("_collectives")),
+        *COMPILER,
     ),
-    "predicted": (
-        *(*STEP, *DERIVATIVES, *OPERATORS, *AUTOCAST, *COMPILER, *_examples("vit")),
-        *(*ROOFLINE, *_benchmarks("predicted", "_predicted_cases")),
-        *_benchmarks("_pinn_steps", "_cavity", "_steps", "overhead", "fno_step", "vit_step"),
-        *_benchmarks("_measured", "vit_memory"),
-    ),
-    "products": _benchmarks("products"),
-    "second_order": (
-        *(
-            *STEP,
-            *DERIVATIVES,
-            *_library("_conjugate", "_second_order"),
-            *_examples("second_order"),
-        ),
-        *_benchmarks("second_order"),
-    ),
-    "spectral": (*OPERATORS, *COMPILER, *CLOCK, *_benchmarks("spectral")),
-    "time_to_error-burgers": (
-        *(*PINNS, *_examples("burgers", "_burgers_exact")),
-        *_benchmarks("time_to_error", "_trainings", "_pinn_trainings", "_burgers_trainings"),
-        *_benchmarks("_tf32"),
-    ),
-    "time_to_error-cavity": (
-        *(*PINNS, *CAVITY),
-        *_benchmarks("time_to_error", "_trainings", "_pinn_trainings", "_cavity_trainings"),
-        *_benchmarks("_cavity", "_tf32"),
-        *_benchmarks("_torch/pinn", "_torch/cavity", "_torch/steps", "_torch/muon"),
-    ),
-    "time_to_error-navier_stokes": (
-        *(*OPERATOR_TRAININGS, *NAVIER_STOKES),
-        *_benchmarks("time_to_error", "_trainings", "_operator_trainings"),
-        *_benchmarks("_torch/fno", "_torch/steps"),
-    ),
-    "vit": (*VIT, *_benchmarks("vit")),
-    "vit_memory": (*VIT, *COMPILER, *_benchmarks("vit_memory")),
-    "vit_step": (
-        *(*VIT, *COMPILER, *CLOCK),
-        *_benchmarks("vit_step", "vit_memory", "_measured", "_torch/vit", "_torch/steps"),
-        *ROOFLINE,
-    ),
-    "weak_scaling": (*SHARDED, *_benchmarks("weak_scaling")),
+}
+
+# What runs, finds and tells, and measures nothing, or is on a list where it does.
+HELPERS = frozenset(
+    {"_report", "_examples", "_rivals", "_sources", "_deviceless"}
+    | {"_command_line", "_progress", "_cache"}
+)
+# Of what these import they take a function that needs nothing of the rest.
+APART = {
+    "compile_time": _benchmarks("_measured"),
+    "growth": _benchmarks("_steps"),
+    "overhead": _benchmarks("_roofline"),
+    "predicted": _benchmarks("_torch/fno", "_torch/vit"),
 }
 
 # What no result depends on: definitions by the folder or the file that they stand in.
@@ -181,14 +143,36 @@ NOT_MEASURED: dict[str, frozenset[str]] = {
     ),
     # All but the clock.
     "benchmarks/_report.py": frozenset(
-        {"environment", "Report", "_cell", "_version", "_processor"}
+        {"environment", "Report", "NONE", "_text", "_version", "_processor"}
     ),
 }
 
 
-def patterns(name: str) -> tuple[str, ...]:
-    """Of a benchmark, by the name in its file: `time_to_error-cavity`, or `fno_step-h100`."""
-    return MEASURED[name] if name in MEASURED else MEASURED[name.split("-", 1)[0]]
+def _imports(path: Path) -> set[Path]:
+    """The modules beside it that a file imports, and the examples that it loads."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            folder = path.parents[node.level - 1] / (node.module or "").replace(".", "/")
+            found |= {folder.with_suffix(".py"), *(folder / f"{a.name}.py" for a in node.names)}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("_"):
+            found.add(path.parent / f"{node.module}.py")
+        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "load_example":
+            loaded = getattr(node.args[0], "value", None)  # unless it is chosen by an option
+            found.add(ROOT / "examples" / f"{loaded}.py")
+    return {p for p in found if p.exists() and p.stem not in HELPERS}
+
+
+@cache
+def _needed(name: str) -> frozenset[Path]:
+    """The file of a benchmark, and all that it imports and loads, at any depth."""
+    todo, found = {ROOT / "benchmarks" / f"{name}.py"}, set[Path]()
+    while todo:
+        path = todo.pop()
+        if path.exists() and path.relative_to(ROOT).as_posix() not in APART.get(name, ()):
+            found.add(path)
+            todo |= _imports(path) - found
+    return frozenset(found)
 
 
 # --- Digests ---------------------------------------------------------------------------------
@@ -290,20 +274,19 @@ def _without(path: str) -> frozenset[str]:
     return frozenset().union(*(n for at, n in NOT_MEASURED.items() if path.startswith(at)))
 
 
-def sources(
-    name: str,
-    find: Callable[[str], Iterable[str]] = lambda pattern: (
-        path.relative_to(ROOT).as_posix() for path in ROOT.glob(pattern)
-    ),
-    read: Callable[[str], str] = lambda path: (ROOT / path).read_text(encoding="utf-8"),
-) -> dict[str, str]:
-    """The digests of all that the benchmark `name` measures, by path.
+def measured(name: str) -> list[str]:
+    """The files that a benchmark measures, by the name in its file of results: `time_to_error-cavity`, or
+    `fno_step-h100`."""
+    name = name if name in MEASURED else name.split("-", 1)[0]
+    found = {path for pattern in MEASURED[name] for path in ROOT.glob(pattern)} | _needed(name)
+    paths = (path for path in found if path.name != "__init__.py")
+    return sorted(path.relative_to(ROOT).as_posix() for path in paths)
 
-    `find` lists the paths that fit a pattern, and `read` gives the text of one.
-    """
-    paths = {path for pattern in patterns(name) for path in find(pattern)}
-    paths = {path for path in paths if not path.endswith("__init__.py")}
-    return {path: digest(read(path), _without(path)) for path in sorted(paths)}
+
+def sources(name: str) -> dict[str, str]:
+    """The digests of all that the benchmark `name` measures, by path."""
+    read = lambda path: (ROOT / path).read_text(encoding="utf-8")
+    return {path: digest(read(path), _without(path)) for path in measured(name)}
 
 
 # --- What is older than its code -------------------------------------------------------------

@@ -1,10 +1,11 @@
-"""One training step in mixed precision, written with each of the libraries, and by hand.
+"""What is trained, and one step of it: written with each of the libraries, and by hand.
 
-Each takes and returns the model, the state of the optimizer and the state of its loss scaling:
-`step(model, opt_state, scaling, x, y)` returns these three and the loss.
+A `Task` is a network, its loss, its data and the rivals that take its step. A step takes the
+optimizer, a state of network, optimizer and loss scaling, and a batch; it returns the new state,
+the loss, and what stands beside the loss, such as predictions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,13 +26,83 @@ START, PERIOD = 2.0**15, 2000
 MIN_SCALE = 2.0**-24
 MAX_SCALE = {"float16": 2.0**15, "bfloat16": 2.0**127}
 
+HIGHEST, TF32 = "highest", "tensorfloat32"
+"""What JAX may make of products of float32."""
+
 UNSCALED = ("float32", "TF32")
 """The steps without mixed precision."""
 
-optimizer = optax.adam(1e-3)
+adam = optax.adam(1e-3)
+
+Loss = Callable[..., tuple[Any, Any]]
+"""From a network and a batch to the loss, and what stands beside it."""
 
 
-# By hand: what one would write without a library.
+class Rival(NamedTuple):
+    """A way to take the step of a task.
+
+    **Attributes:**
+
+    - `step`: from optimizer, state and batch.
+    - `scaling`: the first state of its loss scaling.
+    - `products`: what JAX may make of products of float32 that do not ask for a precision.
+    - `model`: its network, where that is another than the task's.
+    """
+
+    step: Callable
+    scaling: Callable[[], Any] = partial(mpx.DynamicLossScaling, START)
+    products: str | None = None
+    model: Callable[[], Any] | None = None
+
+
+class Task(NamedTuple):
+    """What is trained.
+
+    **Attributes:**
+
+    - `title`, `where`: what people and what records call it, size and all.
+    - `model`: makes the network, the same each time.
+    - `loss`: of network and batch, in the precision of both.
+    - `batches`: makes the data, in NumPy.
+    - `batch`: the shapes of one of these.
+    - `rivals`: by name.
+    """
+
+    title: str
+    where: dict[str, Any]
+    model: Callable[[], Any]
+    loss: Loss
+    batches: Callable[[], Sequence[Any]]
+    batch: Any
+    rivals: Mapping[str, Rival]
+    optimizer: optax.GradientTransformation = adam
+
+    def state(self, rival: Rival) -> tuple[Any, Any, Any]:
+        """What a rival begins with."""
+        model = (rival.model or self.model)()
+        opt_state = self.optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+        return model, opt_state, rival.scaling()
+
+    def shapes(self, rival: Rival) -> tuple[Any, Any, Any]:
+        """The same, of shapes without values."""
+        return eqx.filter_eval_shape(lambda: self.state(rival))
+
+    def step(self, rival: Rival) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
+        """From state and batch to the new state, the loss and what stands beside it."""
+
+        def run(state, batch):
+            with jax.default_matmul_precision(rival.products):
+                return rival.step(self.optimizer, state, batch)
+
+        return run
+
+
+def alone(loss: Callable[..., Any]) -> Loss:
+    """A loss beside which nothing stands."""
+    return lambda model, batch, **given: (loss(model, batch, **given), None)
+
+
+# --- By hand: what one would write without a library -----------------------------------------
 
 
 class HandScaling(NamedTuple):
@@ -43,7 +114,7 @@ class HandScaling(NamedTuple):
     consecutive: jax.Array
 
 
-def hand_scaling(scale: float) -> HandScaling:
+def hand_scaling(scale: float = START) -> HandScaling:
     return HandScaling(jnp.array(scale, jnp.float32), *(jnp.array(0, jnp.int32) for _ in range(3)))
 
 
@@ -51,15 +122,16 @@ def _cast(tree: Any, dtype: str) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)
 
 
-def step_by_hand(loss, dtype, period, model, opt_state, scaling, x, y):
+def step_by_hand(loss, dtype, period, optimizer, state, batch):
+    model, opt_state, scaling = state
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
     def scaled_loss(params):
-        half, rows, targets = _cast((params, x, y), dtype)
-        value = loss(eqx.combine(half, static), rows, targets)
-        return value * scaling.scale, value
+        half, half_batch = _cast((params, batch), dtype)
+        value, aux = loss(eqx.combine(half, static), half_batch)
+        return value * scaling.scale, (value, aux)
 
-    grads, value = jax.grad(scaled_loss, has_aux=True)(params)
+    grads, (value, aux) = jax.grad(scaled_loss, has_aux=True)(params)
     grads = jax.tree.map(lambda g: g / scaling.scale, grads)
     finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
 
@@ -81,110 +153,103 @@ def step_by_hand(loss, dtype, period, model, opt_state, scaling, x, y):
         scaling.skipped + skip,
         (scaling.consecutive + 1) * skip,
     )
-    return eqx.combine(params, static), opt_state, scaling, value
+    return (eqx.combine(params, static), opt_state, scaling), value, aux
 
 
-# By the libraries.
+def step_in_float32(loss, optimizer, state, batch):
+    model, opt_state, scaling = state
+    (value, aux), grads = eqx.filter_value_and_grad(loss, has_aux=True)(model, batch)
+    updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(model, eqx.is_array))
+    return (eqx.apply_updates(model, updates), opt_state, scaling), value, aux
 
 
-def step_by_library(loss, options, model, opt_state, scaling, x, y):
-    value, scaling, finite, grads = mpx.filter_value_and_grad(loss, scaling, **options)(model, x, y)
+# --- By the libraries ------------------------------------------------------------------------
+
+
+def step_by_library(loss, options, optimizer, state, batch):
+    model, opt_state, scaling = state
+    gradient = mpx.filter_value_and_grad(loss, scaling, has_aux=True, **options)
+    (value, aux), scaling, finite, grads = gradient(model, batch)
     model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
-    return model, opt_state, scaling, value
+    return (model, opt_state, scaling), value, aux
 
 
-class JmpScaling(NamedTuple):
+def jmp_scaling(scale: float = START) -> tuple[jax.Array, jax.Array]:
     """What changes in a `jmp.DynamicLossScale`. As a PyTree, that refuses leaves that are no
     arrays, which is what Equinox makes of them."""
-
-    scale: jax.Array
-    counter: jax.Array
+    return jnp.array(scale, jnp.float32), jnp.array(0, jnp.int32)
 
 
-def jmp_scaling(scale: float) -> JmpScaling:
-    return JmpScaling(jnp.array(scale, jnp.float32), jnp.array(0, jnp.int32))
-
-
-def step_by_jmp(loss, policy, period, model, opt_state, scaling, x, y):
-    loss_scale = jmp.DynamicLossScale(*scaling, period=period)
+def step_by_jmp(loss, policy, period, optimizer, state, batch):
+    """Without a loss scale where `scaling` is empty."""
+    model, opt_state, scaling = state
+    scaler = jmp.DynamicLossScale(*scaling, period=period) if scaling else jmp.NoOpLossScale()
     # `jmp.select_tree` takes trees of arrays only.
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
     def scaled_loss(params):
-        half, rows, targets = policy.cast_to_compute((params, x, y))
-        value = policy.cast_to_output(loss(eqx.combine(half, static), rows, targets))
-        return loss_scale.scale(value), value
+        half, half_batch = policy.cast_to_compute((params, batch))
+        value, aux = loss(eqx.combine(half, static), half_batch)
+        value = policy.cast_to_output(value)
+        return scaler.scale(value), (value, aux)
 
-    grads, value = jax.grad(scaled_loss, has_aux=True)(params)
-    grads = loss_scale.unscale(grads)
+    grads, (value, aux) = jax.grad(scaled_loss, has_aux=True)(params)
+    grads = scaler.unscale(grads)
     finite = jmp.all_finite(grads)
-    loss_scale = loss_scale.adjust(finite)
     updates, new_opt_state = optimizer.update(grads, opt_state, params)
     new = optax.apply_updates(params, updates), new_opt_state
     params, opt_state = jmp.select_tree(finite, new, (params, opt_state))
-    scaling = JmpScaling(loss_scale.loss_scale, loss_scale.counter)
-    return eqx.combine(params, static), opt_state, scaling, value
+    if scaling:
+        adjusted: Any = scaler.adjust(finite)
+        scaling = adjusted.loss_scale, adjusted.counter
+    return (eqx.combine(params, static), opt_state, scaling), value, aux
 
 
-def mpx_scaling(scale: float, period: int) -> Any:
+def mpx_scaling(scale: float = START, period: int = PERIOD) -> Any:
     return require("mpx").DynamicLossScaling(
         jnp.array(scale, jnp.float32), jnp.ones((), jnp.float32), period=period
     )
 
 
-def step_by_mpx(loss, dtype, model, opt_state, scaling, x, y):
+def step_by_mpx(loss, dtype, optimizer, state, batch):
     rival = require("mpx")
     rival.set_half_precision_datatype(getattr(jnp, dtype))
-    value, scaling, finite, grads = rival.filter_value_and_grad(loss, scaling)(model, x, y)
+    model, opt_state, scaling = state
+    gradient = rival.filter_value_and_grad(loss, scaling, has_aux=True)
+    (value, aux), scaling, finite, grads = gradient(model, batch)
     model, opt_state = rival.optimizer_update(model, optimizer, opt_state, grads, finite)
-    return model, opt_state, scaling, value
-
-
-def step_in_float32(loss, model, opt_state, scaling, x, y):
-    value, grads = eqx.filter_value_and_grad(loss)(model, x, y)
-    updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(model, eqx.is_array))
-    return eqx.apply_updates(model, updates), opt_state, scaling, value
-
-
-def with_products(step: Callable, precision: str) -> Callable:
-    """The step with its float32 products in `precision`."""
-
-    def run(*args):
-        with jax.default_matmul_precision(precision):
-            return step(*args)
-
-    return run
+    return (model, opt_state, scaling), value, aux
 
 
 def policy_of(dtype: str) -> str:
     return f"params=float32,compute={dtype},output=float32"
 
 
-Rival = tuple[Callable[..., Any], Any]
+def precision_options(precision: str) -> dict[str, Any]:
+    """Of `mpx.filter_value_and_grad`."""
+    return {"use_mixed_precision": precision != "float32", "policy": policy_of(precision)}
 
 
-def rivals(
-    loss: Callable, dtype: str, scale: float = START, period: int = PERIOD
-) -> dict[str, Rival]:
-    """The steps by name, each with the state of its scaling. Without MPX if that is missing; on a
-    GPU also in TF32."""
+def rivals(loss: Loss, dtype: str, scale: float = START, period: int = PERIOD) -> dict[str, Rival]:
+    """The steps by name. Without MPX if that is missing; on a GPU also in TF32."""
     options = {"policy": policy_of(dtype)}
     jmp_policy = jmp.get_policy(policy_of(dtype))
-    found: dict[str, Rival] = {
-        "by hand": (partial(step_by_hand, loss, dtype, period), hand_scaling(scale)),
-        "mpx_pde": (
+    found = {
+        "by hand": Rival(partial(step_by_hand, loss, dtype, period), partial(hand_scaling, scale)),
+        "mpx_pde": Rival(
             partial(step_by_library, loss, options),
-            mpx.DynamicLossScaling(scale, period=period),
+            partial(mpx.DynamicLossScaling, scale, period=period),
         ),
-        "jmp": (partial(step_by_jmp, loss, jmp_policy, period), jmp_scaling(scale)),
+        "jmp": Rival(partial(step_by_jmp, loss, jmp_policy, period), partial(jmp_scaling, scale)),
     }
     with suppress(RivalMissing):  # `note_missing` says so, once
-        found["MPX"] = partial(step_by_mpx, loss, dtype), mpx_scaling(scale, period)
-    float32 = partial(step_in_float32, loss)
-    found["float32"] = float32, hand_scaling(1.0)
+        require("mpx")
+        scaling = partial(mpx_scaling, scale, period)
+        found["MPX"] = Rival(partial(step_by_mpx, loss, dtype), scaling)
+    found["float32"] = Rival(partial(step_in_float32, loss), partial(hand_scaling, 1.0))
     if jax.default_backend() == "gpu":  # whose float32 products are TF32, unless told
-        found["float32"] = with_products(float32, "highest"), hand_scaling(1.0)
-        found["TF32"] = with_products(float32, "tensorfloat32"), hand_scaling(1.0)
+        found["TF32"] = found["float32"]._replace(products=TF32)
+        found["float32"] = found["float32"]._replace(products=HIGHEST)
     return found
 
 

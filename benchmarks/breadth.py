@@ -17,7 +17,6 @@ L-BFGS behind Adam.
 """
 
 import argparse
-import json
 import time
 from typing import Any, NamedTuple
 
@@ -73,13 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(report: Report, args: argparse.Namespace) -> int:
     if args.page != "breadth":
         report.name = f"breadth-{args.page}"
-    if args.resume and report.path(args.out).exists():
-        old = json.loads(report.path(args.out).read_text(encoding="utf-8"))
-        for record in old.get("trainings", []):
-            report.record("trainings", **record)
     page = PAGES[args.page]
     optimizer = args.optimizer or page.optimizer
-    report.sections.setdefault("trainings", [])
+    before = report.before(args.out) if args.resume else {}
+    report.sections["trainings"] = before.get("trainings", [])
     started = time.monotonic()
     out_of_time = lambda: (
         args.minutes is not None and time.monotonic() > started + 60 * args.minutes
@@ -89,9 +85,6 @@ def run(report: Report, args: argparse.Namespace) -> int:
             if out_of_time():
                 return 0
             trained(report, args, name, precision, optimizer)
-    columns = ["problem", "precision", "optimizer", "seed", "error", "skipped"]
-    rows = [[r.get(c) for c in columns] for r in report.sections.get("trainings", [])]
-    report.table("trainings", columns, rows)
     return 0
 
 

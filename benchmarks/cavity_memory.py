@@ -12,38 +12,21 @@ H100, which need not be there; temporary memory repeats to the byte.
 """
 
 import argparse
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 import mpx_pde as mpx
 
-from ._cavity import residuals
-from ._deviceless import TARGETS, TargetUnavailable, compile_for, title
+from ._cavity import gradient, residuals
+from ._deviceless import TARGETS, TargetUnavailable, compile_for
 from ._report import Report
 
 
 PRECISIONS = ("float32", "float16", "bfloat16")
 MARK = 0.62
 """What the step in half may take of the float32 one."""
-
-
-def gradient(precision, propagate):
-    """The step without its optimizer."""
-
-    def run(model, scaling, points):
-        def loss(model, points, *, derivatives):
-            return residuals(model, points, derivatives=derivatives, propagate=propagate)
-
-        return mpx.filter_value_and_grad(
-            loss,
-            scaling,
-            use_mixed_precision=precision != "float32",
-            policy=f"params=float32,compute={precision},output=float32",
-            keep_full=(False, True),
-        )(model, points)
-
-    return run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,11 +44,11 @@ def run(report: Report, args: argparse.Namespace) -> int:
     model = mpx.nn.CoordinateMLP(2, 3, width, depth, key=jax.random.key(0))
     scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xy", order=2))
     points = jax.ShapeDtypeStruct((count, 2), jnp.float32)
-    rows, missed = [], False
+    missed = False
     for name, propagate in {"propagated": True, "nested jvp": False}.items():
         base = None
         for precision in PRECISIONS:
-            step = gradient(precision, propagate)
+            step = gradient(partial(residuals, propagate=propagate), precision)
             try:
                 program = compile_for(args.target, step, model, scaling, points)
             except TargetUnavailable as error:
@@ -84,15 +67,4 @@ def run(report: Report, args: argparse.Namespace) -> int:
                 kernels=program.kernels(),
             )
             missed |= propagate and precision != "float32" and record["over_float32"] > MARK
-            rows.append(
-                [
-                    *(name, precision, program.temp_bytes / 2**30),
-                    *(record["over_float32"], record["kernels"]),
-                ]
-            )
-    report.table(
-        f"{width} × {depth}, {count:,} points, {title(args.target)}",
-        ["derivatives", "precision", "temp memory, GiB", "over float32", "kernels"],
-        rows,
-    )
     return int(args.check and missed)

@@ -40,9 +40,11 @@ from ._steps import (
     MAX_SCALE,
     START,
     UNSCALED,
+    Loss,
     Rival,
+    Task,
+    alone,
     note_missing,
-    optimizer,
     policy_of,
     rivals,
     step_by_library,
@@ -52,66 +54,62 @@ from ._steps import (
 STAGES = ("trace", "lower", "compile")
 
 
-class Problem(NamedTuple):
-    """A network, a batch, and a loss of both."""
-
-    name: str
-    loss: Callable[..., Any]
-    model: Any
-    x: Any
-    y: Any
-
-
-def heat_by_partials(model, points, source, *, derivatives):
+def heat_by_partials(model, batch, *, derivatives):
     """The loss of `overhead.heat`, with its derivatives by `mpx_pde.partials`."""
+    points, source = batch
     terms = mpx.partials(model, ["u", "u_t", "u_xx"], coords="tx", outputs="u", scaling=derivatives)
     d = jax.vmap(terms)(points)
     return jnp.mean((d["u_t"] - 0.1 * d["u_xx"] - source) ** 2)
 
 
-def problems(quick: bool) -> list[Problem]:
-    found = [Problem(p.name, p.loss, *p.make()) for p in overhead.PROBLEMS[:2]]
-    return [*found, neural_operator(quick), transformer(quick)]
+def tasks(quick: bool, dtype: str) -> list[Task]:
+    """With all rivals, float32 first."""
+    small = [problem.task(dtype) for problem in overhead.PROBLEMS[:2]]
+    return [with_ours(t, dtype) for t in (*small, fno(quick, dtype), transformer(quick, dtype))]
 
 
-def neural_operator(quick: bool) -> Problem:
+def make_task(name: str, model: Any, loss: Loss, batch: Any, dtype: str) -> Task:
+    named = {"problem": name}
+    return Task(name, named, lambda: model, loss, lambda: [batch], batch, rivals(loss, dtype))
+
+
+def fno(quick: bool, dtype: str) -> Task:
     losses = load_example("_operator_losses")
     layers, size = (1, 8) if quick else (4, 32)
     keys = jax.random.split(jax.random.key(0), 3)
     model = mpx.nn.FNO(1, 1, 24, layers, (size // 2, size // 2), key=keys[0])
 
-    def loss(model, inputs, outputs):
+    def loss(model, batch):
+        inputs, outputs = batch
         return losses.relative_h1(jax.vmap(model)(inputs), outputs, periodic=True)
 
     inputs, outputs = (jax.random.normal(key, (16, 1, size, size)) for key in keys[1:])
-    return Problem("FNO", loss, model, inputs, outputs)
+    return make_task("FNO", model, alone(loss), (inputs, outputs), dtype)
 
 
-def transformer(quick: bool) -> Problem:
+def transformer(quick: bool, dtype: str) -> Task:
     vit = load_example("vit")
     size = replace(vit.SIZES["small"], blocks=1 if quick else 6)
     model_key, key = jax.random.split(jax.random.key(0))
     images = jax.random.normal(key, (size.batch, size.channels, size.image, size.image))
-    labels = jnp.arange(size.batch) % size.classes
-    loss = lambda model, images, labels: vit.loss(model, vit.Batch(images, labels))
-    return Problem("ViT", loss, vit.ViT(size, key=model_key), images, labels)
+    batch = vit.Batch(images, jnp.arange(size.batch) % size.classes)
+    return make_task("ViT", vit.ViT(size, key=model_key), alone(vit.loss), batch, dtype)
 
 
-def steps(problem: Problem, dtype: str) -> dict[str, Rival]:
-    """The rivals for a problem; float32 first."""
-    found = rivals(problem.loss, dtype)
+def with_ours(task: Task, dtype: str) -> Task:
+    """By autocast and with scaled derivatives too."""
     ours = {"policy": policy_of(dtype)}
-    plain = mpx.DynamicLossScaling(START)
-    autocast = partial(step_by_library, problem.loss, {**ours, "autocast": True}), plain
-    found = {"float32": found.pop("float32"), **found, "mpx_pde, autocast": autocast}
-    if problem.name == "PINN":
-        derivatives = mpx.DerivativeScaling.per_direction("tx", order=2)
-        options = {**ours, "keep_full": (False, True, True)}
-        found["mpx_pde, scaled derivatives"] = (
-            partial(step_by_library, heat_by_partials, options),
-            mpx.Scaling(plain, derivatives),
+    autocast = partial(step_by_library, task.loss, {**ours, "autocast": True})
+    found = dict(task.rivals)
+    found = {"float32": found.pop("float32"), **found, "mpx_pde, autocast": Rival(autocast)}
+    if task.where["problem"] == "PINN":
+        options = {**ours, "keep_full": (False, True)}
+        derivatives = partial(mpx.DerivativeScaling.per_direction, "tx", order=2)
+        found["mpx_pde, scaled derivatives"] = Rival(
+            partial(step_by_library, alone(heat_by_partials), options),
+            lambda: mpx.Scaling(mpx.DynamicLossScaling(START), derivatives()),
         )
-    return found
+    return task._replace(rivals=found)
 
 
 def equations(jaxpr: Any) -> int:
@@ -152,29 +150,27 @@ class Build(NamedTuple):
     loss: float
 
 
-def build(rival: Rival, problem: Problem) -> Build:
+def build(task: Task, rival: Rival) -> Build:
     """Traces, lowers, compiles and runs a step once, from empty caches."""
-    step, scaling = rival
-    opt_state = optimizer.init(eqx.filter(problem.model, eqx.is_inexact_array))
-    arrays, static = eqx.partition((problem.model, opt_state, scaling), eqx.is_array)
+    step = task.step(rival)
+    arrays, static = eqx.partition(task.state(rival), eqx.is_array)
 
-    def program(arrays, x, y):
-        *state, value = step(*eqx.combine(arrays, static), x, y)
-        return eqx.filter(tuple(state), eqx.is_array), value
+    def program(arrays, batch):
+        state, value, _ = step(eqx.combine(arrays, static), batch)
+        return eqx.filter(state, eqx.is_array), value
 
     jax.clear_caches()
     clock = Clock()
-    args = arrays, problem.x, problem.y
-    traced = clock(lambda: jax.jit(program).trace(*args))
+    traced = clock(lambda: jax.jit(program).trace(arrays, task.batch))
     lowered = clock(traced.lower)
     compiled = clock(lowered.compile)
-    _, value = compiled(*args)
+    _, value = compiled(arrays, task.batch)
     return Build(clock.wall, clock.processor, equations(traced.jaxpr), float(value))
 
 
-def builds_of(contenders: dict[str, Rival], problem: Problem, rounds: int) -> dict[str, Any]:
-    """What each contender took in each round after the first, or how it failed."""
-    names = list(contenders)
+def builds_of(task: Task, rounds: int) -> dict[str, Any]:
+    """What each rival took in each round after the first, or how it failed."""
+    names = list(task.rivals)
     found: dict[str, Any] = {name: [] for name in names}
     for i in range(rounds + 1):
         start = i % len(names)
@@ -182,19 +178,19 @@ def builds_of(contenders: dict[str, Rival], problem: Problem, rounds: int) -> di
             if isinstance(found[name], str):
                 continue
             try:
-                found[name].append(build(contenders[name], problem))
+                found[name].append(build(task, task.rivals[name]))
             except Exception as e:
                 found[name] = failure(e)
     # The first round also imports, and fills caches that cannot be cleared.
     return {name: x if isinstance(x, str) else x[1:] for name, x in found.items()}
 
 
-def measure(report: Report, problem: Problem, dtype: str, rounds: int) -> None:
-    found = builds_of(steps(problem, dtype), problem, rounds)
+def measure(report: Report, task: Task, dtype: str, rounds: int) -> None:
+    found = builds_of(task, rounds)
     plain = found["float32"]
     hand = Timing.of([b.processor[0] for b in found["by hand"]])
     for name, builds in found.items():
-        key = {"problem": problem.name, "step": name}
+        key = {"problem": task.where["problem"], "step": name}
         key["dtype"] = name if name in UNSCALED else dtype
         if isinstance(builds, str):
             report.record("builds", **key, failed=builds)
@@ -214,26 +210,6 @@ def measure(report: Report, problem: Problem, dtype: str, rounds: int) -> None:
         )
 
 
-def print_table(report: Report, problem: str) -> None:
-    rows = []
-    for r in report.sections["builds"]:
-        if r["problem"] != problem:
-            continue
-        if "failed" in r:
-            rows.append([r["step"], r["failed"], *[None] * 6])
-            continue
-        wall = [r[stage]["median"] for stage in STAGES]
-        rows.append(
-            [
-                *(r["step"], *wall, r["compile_processor"]["median"]),
-                *(r["trace_over_by_hand"], r["equations"], r["loss_error"]),
-            ]
-        )
-    columns = ["step", "trace s", "lower s", "compile s", "compile, processor s"]
-    columns += ["trace over by hand", "equations", "loss error"]
-    report.table(f"{problem}: medians", columns, rows)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float16", choices=tuple(MAX_SCALE))
     parser.add_argument("--rounds", type=int, default=3)
@@ -242,7 +218,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(report: Report, args: argparse.Namespace) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
     note_missing(report)
-    for problem in problems(args.quick):
-        measure(report, problem, args.dtype, 1 if args.quick else args.rounds)
-        print_table(report, problem.name)
+    for task in tasks(args.quick, args.dtype):
+        measure(report, task, args.dtype, 1 if args.quick else args.rounds)
     return 0

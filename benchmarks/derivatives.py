@@ -15,6 +15,7 @@ order take turns, and the error in float16 against float32 beside them.
 
 import argparse
 from collections.abc import Callable
+from functools import reduce
 
 import equinox as eqx
 import jax
@@ -35,49 +36,46 @@ def propagated(model, order, scaling):
     return lambda p: fun(p)[name]
 
 
-def along(fun, direction):
-    return lambda p: jax.jvp(fun, (p,), (direction,))[1]
-
-
-def nested(model, order, scaling):
-    """The same by `jax.jvp` of `jax.jvp`."""
-    del scaling
-    fun = lambda p: model(p).astype(jnp.float32)
-    for _ in range(order):
-        fun = along(fun, jnp.array([1.0, 0.0]))
-    return fun
-
-
-def reverse(model, order, scaling):
-    """Reverse mode once, and forward mode over it."""
-    del scaling
-    e = jnp.array([1.0, 0.0])
-    fun = lambda p: jnp.vdot(jax.grad(lambda q: model(q).astype(jnp.float32))(p), e)
-    for _ in range(order - 1):
-        fun = (lambda f: lambda p: jax.jvp(f, (p,), (e,))[1])(fun)
-    return fun
-
-
-def laplacian(model, order, scaling):
+def laplacian(model, _, scaling):
     """The sum of second derivatives as one stream."""
-    del order
     fun = mpx.laplacian(model, coords="xy", outputs="u", scaling=scaling)
     return lambda p: fun(p)["lap_u"]
 
 
-def nested_laplacian(model, order, scaling):
+def along(fun, direction):
+    return lambda p: jax.jvp(fun, (p,), (direction,))[1]
+
+
+def full(model):
+    return lambda p: model(p).astype(jnp.float32)
+
+
+def nested(model, order, _):
+    """The same by `jax.jvp` of `jax.jvp`."""
+    return reduce(along, [jnp.array([1.0, 0.0])] * order, full(model))
+
+
+def reverse(model, order, _):
+    """Reverse mode once, and forward mode over it."""
+    e = jnp.array([1.0, 0.0])
+    return reduce(along, [e] * (order - 1), lambda p: jnp.vdot(jax.grad(full(model))(p), e))
+
+
+def nested_laplacian(model, *_):
     """Two second derivatives by `jax.jvp`."""
-    del order, scaling
-    fun = lambda p: model(p).astype(jnp.float32)
-    return lambda p: sum(along(along(fun, e), e)(p) for e in jnp.eye(2))
+    return lambda p: sum(along(along(full(model), e), e)(p) for e in jnp.eye(2))
+
+
+def per_direction():
+    return mpx.DerivativeScaling.per_direction("xy")
 
 
 RIVALS = {
-    "nested jvp": (nested, ORDERS, lambda _: None),
-    "propagated": (propagated, ORDERS, lambda _: mpx.DerivativeScaling.per_direction("xy")),
-    "reverse": (reverse, ORDERS, lambda _: None),
-    "forward Laplacian": (laplacian, (2,), lambda _: mpx.DerivativeScaling.per_direction("xy")),
-    "nested Laplacian": (nested_laplacian, (2,), lambda _: None),
+    "nested jvp": (nested, ORDERS, lambda: None),
+    "propagated": (propagated, ORDERS, per_direction),
+    "reverse": (reverse, ORDERS, lambda: None),
+    "forward Laplacian": (laplacian, (2,), per_direction),
+    "nested Laplacian": (nested_laplacian, (2,), lambda: None),
 }
 
 
@@ -103,11 +101,10 @@ def run(report: Report, args: argparse.Namespace) -> int:
     model = mpx.nn.CoordinateMLP(2, "scalar", width, depth, key=key)
     x = jax.random.uniform(key, (count, 2))
     timed: dict[int, dict[str, Callable]] = {order: {} for order in ORDERS}
-    records = []
     for name, (make, orders, scale) in RIVALS.items():
         for order in orders:
             # An argument, as in training: XLA would merge seeds that it knows to be equal.
-            scaling = scale(order)
+            scaling = scale()
 
             def values(model, scaling, x, make=make, order=order):
                 return jax.vmap(make(model, order, scaling))(x)
@@ -122,7 +119,7 @@ def run(report: Report, args: argparse.Namespace) -> int:
             few = x[:64]
             want = eqx.filter_jit(values)(model, scaling, few)
             error = eqx.filter_jit(values)(half, scaling, few) - want
-            record = report.record(
+            report.record(
                 "derivatives",
                 rival=name,
                 order=order,
@@ -135,40 +132,12 @@ def run(report: Report, args: argparse.Namespace) -> int:
                 step_temp_mib_half=half_memory,
                 error_half=float(jnp.linalg.norm(error) / jnp.linalg.norm(want)),
             )
-            records.append(record)
     if args.rounds:
         for order, rivals in timed.items():
             timings = interleave(rivals, rounds=args.rounds, warmup=1)
-            for record in records:
+            for record in report.sections["derivatives"]:
                 if record["order"] == order:
                     record["step_seconds"] = timings[record["rival"]]._asdict()
-    rows = [
-        [
-            record["rival"],
-            record["order"],
-            (record["forward_flops"] or 0) / 1e9,
-            (record["step_flops"] or 0) / 1e9,
-            1e3 * record["step_seconds"]["median"] if args.rounds else None,
-            record["step_temp_mib"],
-            record["step_temp_mib_half"],
-            record["error_half"],
-        ]
-        for record in records
-    ]
-    report.table(
-        f"Width {width}, {depth} hidden layers, {count} points",
-        [
-            "rival",
-            "order",
-            "forward, GFLOP",
-            "step, GFLOP",
-            "step, ms",
-            "temp memory, float32, MiB",
-            "float16, MiB",
-            "float16 error",
-        ],
-        rows,
-    )
     report.note(
         "On a CPU half precision is emulated in float32, so its memory there says nothing of a GPU."
     )

@@ -31,7 +31,8 @@ With `--target h100` nothing runs; the steps in JAX are compiled for it.
 """
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -39,20 +40,29 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 import mpx_pde as mpx
 
-from ._deviceless import TARGETS, TargetUnavailable, title
-from ._measured import JaxStep, Step, compiled, float64_first, measure, report_measured, within
+from ._deviceless import TARGETS, Compiled
+from ._measured import compile_steps, run_steps, within
 from ._report import Report
 from ._rivals import RivalMissing, require
+from ._steps import (
+    HIGHEST,
+    TF32,
+    Rival,
+    Task,
+    note_missing,
+    precision_options,
+    step_by_library,
+    step_by_mpx,
+    step_in_float32,
+)
 
 
 BLOCKS = 4
-LEARNING_RATE = 1e-3
+LEARNING_RATE = 1e-3  # that of `_steps.adam`
 BATCHES = 2  # in turn
-HIGHEST = "highest"
 
 Batch = tuple[Any, Any]
 
@@ -133,43 +143,42 @@ def loss(apply: Callable, model: Any, batch: Batch) -> tuple[jax.Array, jax.Arra
     return relative_l2(prediction, batch[1]), prediction
 
 
-# --- The steps -------------------------------------------------------------------------------
-
-optimizer = optax.adam(LEARNING_RATE)
-
-
-def plain_step(apply: Callable, state: Any, batch: Batch) -> tuple[Any, jax.Array, jax.Array]:
-    model, opt_state, scaling = state
-    function = eqx.filter_value_and_grad(partial(loss, apply), has_aux=True)
-    (value, predictions), grads = function(model, batch)
-    updates, opt_state = optimizer.update(grads, opt_state)
-    return (eqx.apply_updates(model, updates), opt_state, scaling), value, predictions
-
-
 def with_casts(model: mpx.nn.FNO, x: jax.Array) -> jax.Array:
     """As AMP does it: bfloat16 but for the FFT."""
     model = jax.tree.map(lambda w: w.astype(jnp.bfloat16) if eqx.is_array(w) else w, model)
     return plain(model, x.astype(jnp.bfloat16), spectral_in_float32)
 
 
-def our_step(precision: str, state: Any, batch: Batch) -> tuple[Any, jax.Array, jax.Array]:
-    model, opt_state, scaling = state
-    (value, predictions), scaling, finite, grads = mpx.filter_value_and_grad(
-        partial(loss, lambda model, x: jax.vmap(model)(x)),
-        scaling,
-        has_aux=True,
-        use_mixed_precision=precision != "float32",
-        policy=f"params=float32,compute={precision},output=float32",
-        keep_full=(False, True),
-    )(model, batch)
-    model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
-    return (model, opt_state, scaling), value, predictions
+# --- The rivals ------------------------------------------------------------------------------
 
 
-def step_by_mpx(
-    library: Any, full_fft: bool, state: Any, batch: Batch
-) -> tuple[Any, jax.Array, jax.Array]:
+def network(size: Size, method: Any = "fft", remat: bool = True) -> mpx.nn.FNO:
+    """With which transform, and whether it evaluates again what it does not keep."""
+    return mpx.nn.FNO(
+        1,
+        1,
+        size.channels,
+        BLOCKS,
+        (size.modes, size.modes),
+        method=method,
+        remat=remat,
+        activation=partial(jax.nn.gelu, approximate=False),
+        key=jax.random.key(0),
+    )
+
+
+def by_library(size: Size, precision: str, method: str = "dft", **options: Any) -> Rival:
+    options_of_step = {**precision_options(precision), "keep_full": (False, True)}
+    return Rival(
+        partial(step_by_library, partial(loss, lambda m, x: jax.vmap(m)(x)), options_of_step),
+        products=HIGHEST,
+        model=partial(network, size, method, **options),
+    )
+
+
+def by_mpx(full_fft: bool) -> Rival:
     """As its documentation has it: what is delicate in full precision."""
+    library: Any = require("mpx")
 
     def in_full(x, weight):
         return library.force_full_precision(spectral, x.dtype)(x, weight)
@@ -179,66 +188,43 @@ def step_by_mpx(
         value = library.force_full_precision(relative_l2, jnp.float32)(prediction, batch[1])
         return value, prediction
 
-    model, opt_state, scaling = state
-    (value, predictions), scaling, finite, grads = library.filter_value_and_grad(
-        function, scaling, has_aux=True
-    )(model, batch)
-    model, opt_state = library.optimizer_update(model, optimizer, opt_state, grads, finite)
-    return (model, opt_state, scaling), value, predictions
+    scaling = lambda: library.DynamicLossScaling(library.FLOAT16_MAX, jnp.ones((), jnp.float32))
+    return Rival(partial(step_by_mpx, function, "float16"), scaling, HIGHEST)
 
 
-class Rival(NamedTuple):
-    """A step in JAX: with which transform and arithmetic of the network, what float32 products
-    may become, and how its loss is scaled; and whether our network evaluates again what it does not
-    keep."""
-
-    step: Callable
-    method: Any = "fft"
-    dtype: str | None = None
-    products: str | None = HIGHEST
-    remat: bool = True
-    scaling: Callable[[], Any] = partial(mpx.DynamicLossScaling, 2**15)
-
-    def state(self, size: Size) -> Any:
-        model = mpx.nn.FNO(
-            1,
-            1,
-            size.channels,
-            BLOCKS,
-            (size.modes, size.modes),
-            method=self.method,
-            dtype=self.dtype,
-            remat=self.remat,
-            activation=partial(jax.nn.gelu, approximate=False),
-            key=jax.random.key(0),
-        )
-        return model, optimizer.init(eqx.filter(model, eqx.is_array)), self.scaling()
-
-
-def jax_rivals(report: Report, gpu: bool) -> dict[str, Rival]:
-    ours = lambda precision: partial(our_step, precision)
-    plain_float32 = partial(plain_step, plain)
+def jax_rivals(size: Size, gpu: bool) -> dict[str, Rival]:
+    in_float32 = lambda apply: Rival(
+        partial(step_in_float32, partial(loss, apply)), products=HIGHEST
+    )
     rivals = {
-        "mpx_pde fft float32": Rival(ours("float32")),
-        "mpx_pde dft float32": Rival(ours("float32"), "dft"),
-        "mpx_pde dft float16": Rival(ours("float16"), "dft"),
-        "mpx_pde dft bfloat16": Rival(ours("bfloat16"), "dft"),
-        "mpx_pde dft float16, remat=False": Rival(ours("float16"), "dft", remat=False),
-        "plain JAX float32": Rival(plain_float32),
-        "plain JAX bfloat16, float32 FFT": Rival(partial(plain_step, with_casts)),
+        "mpx_pde fft float32": by_library(size, "float32", "fft"),
+        "mpx_pde dft float32": by_library(size, "float32"),
+        "mpx_pde dft float16": by_library(size, "float16"),
+        "mpx_pde dft bfloat16": by_library(size, "bfloat16"),
+        "mpx_pde dft float16, remat=False": by_library(size, "float16", remat=False),
+        "plain JAX float32": in_float32(plain),
+        "plain JAX bfloat16, float32 FFT": in_float32(with_casts),
     }
     if gpu:
-        rivals["mpx_pde dft TF32"] = Rival(ours("float32"), "dft", "tensorfloat32")
-        rivals["plain JAX TF32"] = Rival(plain_float32, products="tensorfloat32")
-    try:
-        library = require("mpx")
-    except RivalMissing as e:
-        report.note(str(e))
-        return rivals
-    scaling = lambda: library.DynamicLossScaling(library.FLOAT16_MAX, jnp.ones((), jnp.float32))
-    for name, full in (("MPX float16", False), ("MPX float16, float32 FFT", True)):
-        rivals[name] = Rival(partial(step_by_mpx, library, full), scaling=scaling)
+        for name in ("mpx_pde dft", "plain JAX"):
+            rivals[f"{name} TF32"] = rivals[f"{name} float32"]._replace(products=TF32)
+    with suppress(RivalMissing):  # `note_missing` says so, once
+        rivals["MPX float16"] = by_mpx(full_fft=False)
+        rivals["MPX float16, float32 FFT"] = by_mpx(full_fft=True)
     return rivals
+
+
+def task(size: Size, gpu: bool = False) -> Task:
+    shape = jax.ShapeDtypeStruct((size.batch, 1, size.resolution, size.resolution), jnp.float32)
+    return Task(
+        str(size),
+        size._asdict(),
+        partial(network, size),
+        partial(loss, plain),
+        partial(fields, size),
+        (shape, shape),
+        jax_rivals(size, gpu),
+    )
 
 
 def torch_options(gpu: bool) -> dict[str, dict[str, Any]]:
@@ -263,7 +249,7 @@ def torch_options(gpu: bool) -> dict[str, dict[str, Any]]:
     return options
 
 
-def torch_rivals(report: Report, size: Size, batches: list[Batch], gpu: bool) -> dict[str, Any]:
+def torch_rivals(report: Report, size: Size, gpu: bool) -> dict[str, Any]:
     try:
         require("torch")
         require("neuralop")
@@ -272,58 +258,15 @@ def torch_rivals(report: Report, size: Size, batches: list[Batch], gpu: bool) ->
         return {}
     from ._torch import fno
 
-    leaves = jax.tree.leaves(eqx.filter(Rival(our_step).state(size)[0], eqx.is_array))
+    leaves = jax.tree.leaves(eqx.filter(network(size), eqx.is_array))
     return {
-        name: partial(fno.step, leaves, batches, LEARNING_RATE, **options)
+        name: partial(fno.step, leaves, fields(size), LEARNING_RATE, **options)
         for name, options in torch_options(gpu).items()
     }
 
 
-def run_steps(report: Report, size: Size, rounds: int) -> int:
-    gpu = jax.default_backend() == "gpu"
-    batches = fields(size)
-    model, *_ = Rival(our_step).state(size)
-    exact = float64_first(partial(loss, plain), model, batches[0], chunk=1)
-    on_device = jax.tree.map(jnp.asarray, batches)
-
-    def make(rival: Rival) -> Step:
-        return JaxStep(rival.step, rival.state(size), on_device, rival.products)
-
-    rivals = {name: partial(make, r) for name, r in jax_rivals(report, gpu).items()}
-    rivals |= torch_rivals(report, size, batches, gpu)
-    results = measure(rivals, exact, rounds=rounds)
-    return report_measured(report, str(size), results, **size._asdict())
-
-
-def compile_steps(report: Report, target: str, sizes: Sequence[Size]) -> None:
-    for size in sizes:
-        shape = jax.ShapeDtypeStruct((size.batch, 1, size.resolution, size.resolution), jnp.float32)
-        rows = []
-        for name, rival in jax_rivals(report, gpu=False).items():
-            where = {**size._asdict(), "rival": name}
-            state = eqx.filter_eval_shape(rival.state, size)
-            try:
-                program = compiled(
-                    report, target, rival.step, state, (shape, shape), rival.products, **where
-                )
-            except TargetUnavailable as e:
-                report.note(str(e))
-                return
-            if isinstance(program, str):
-                rows.append([name, None, None, None, program])
-                continue
-            record = report.record(
-                "programs",
-                target=target,
-                **where,
-                temp_bytes=program.temp_bytes,
-                products=sorted({f"{p.lhs} × {p.rhs}" for p in program.products()}),
-                ffts=program.opcodes()["fft"],
-            )
-            products = ", ".join(record["products"])
-            rows.append([name, program.temp_bytes / 2**30, products, record["ffts"], None])
-        columns = ["rival", "temp, GiB", "products", "FFTs", "failed"]
-        report.table(f"{size}, for {title(target)}", columns, rows)
+def told(program: Compiled) -> dict[str, Any]:
+    return {"products": program.operands(), "ffts": program.opcodes()["fft"]}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -335,12 +278,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
+    gpu, failed = jax.default_backend() == "gpu", 0
+    sizes = QUICK if args.quick else ON_GPU if gpu or args.target else ON_CPU
+    note_missing(report)
     if args.target:
         report.name = f"fno_step-{args.target}"
-        compile_steps(report, args.target, QUICK if args.quick else ON_GPU)
+        for size in sizes:
+            compile_steps(report, args.target, task(size), told)
         return 0
-    sizes = ON_GPU if jax.default_backend() == "gpu" else ON_CPU
-    failed = 0
-    for size in within(args.minutes, QUICK if args.quick else sizes, report):
-        failed += run_steps(report, size, rounds=1 if args.quick else args.rounds)
+    for size in within(args.minutes, sizes, report):
+        torch = torch_rivals(report, size, gpu)
+        rounds = 1 if args.quick else args.rounds
+        failed += run_steps(report, task(size, gpu), torch, rounds=rounds, chunk=1)
     return int(failed > 0)

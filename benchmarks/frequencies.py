@@ -109,16 +109,13 @@ METHODS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 def run(report: Report, args: argparse.Namespace) -> int:
     x = signals(10 if args.quick else args.signals)
     exact = np.fft.rfft(x, norm="forward")[:, FREQUENCIES]
-    rows = []
     for name, method in METHODS.items():
         relative = np.median(np.abs(method(x) - exact) / np.abs(exact), axis=0)
-        record = report.record(
+        report.record(
             "methods",
             method=name,
             size=SIZE,
             signals=len(x),
             error={str(k): float(e) for k, e in zip(FREQUENCIES, relative, strict=True)},
         )
-        rows.append([name, *record["error"].values()])
-    report.table("Error relative to the amplitude", ["", *map(str, FREQUENCIES)], rows)
     return 0

@@ -11,7 +11,6 @@ writes `docs/figures/gallery/*.webp` and the errors, from which the page is made
 import argparse
 import dataclasses
 import importlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -32,12 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(report: Report, args: argparse.Namespace) -> int:
     chosen = args.problems or list(PICTURES)
-    if report.path(args.out).exists():
-        old = json.loads(report.path(args.out).read_text(encoding="utf-8"))
-        for record in old.get("trainings", []):
-            if args.resume or record["problem"] not in chosen:
-                report.record("trainings", **record)
-    known = {r["problem"] for r in report.sections.setdefault("trainings", [])}
+    before = report.before(args.out).get("trainings", [])
+    kept = [r for r in before if args.resume or r["problem"] not in chosen]
+    report.sections["trainings"] = kept
+    known = {r["problem"] for r in kept}
     for name in chosen:
         if name not in known:
             record, shown = trained(name, quick=args.quick)
@@ -46,10 +43,6 @@ def run(report: Report, args: argparse.Namespace) -> int:
             report.save(args.out)
             print(f"{name}: {record['error']:.2e}", flush=True)
     report.sections["trainings"].sort(key=lambda r: list(PICTURES).index(r["problem"]))
-    columns = ["problem", "error", "shown_error", "steps", "skipped"]
-    report.table(
-        "trainings", columns, [[r[c] for c in columns] for r in report.sections["trainings"]]
-    )
     return 0
 
 

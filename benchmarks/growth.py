@@ -31,7 +31,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._cavity import coordinate_mlp, initial_layers, network, residuals
+from ._cavity import coordinate_mlp, gradient, initial_layers, network, residuals
 from ._deviceless import TARGETS, Compiled, TargetUnavailable, compile_for, title
 from ._pinn_steps import nested_loss
 from ._report import Report
@@ -109,15 +109,7 @@ def program(target: str, way: Way, case: Case) -> Compiled:
         order = max(2, case.order or 0)
         scaling = mpx.Scaling(scaling, mpx.DerivativeScaling.per_direction("xy", order=order))
 
-    def step(model, scaling, points):
-        return mpx.filter_value_and_grad(
-            loss,
-            scaling,
-            use_mixed_precision=way.precision != "float32",
-            policy=f"params=float32,compute={way.precision},output=float32",
-            keep_full=(False, way.propagated),
-        )(model, points)
-
+    step = gradient(loss, way.precision, full_points=way.propagated)
     model = coordinate_mlp(layers) if way.propagated else layers
     points = jax.ShapeDtypeStruct((case.points, 2), jnp.float32)
     return compile_for(target, step, model, scaling, points)
@@ -132,8 +124,7 @@ def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
 
 
 def grow(report: Report, target: str, sweep: str, sizes: Sequence[int], base: Case) -> None:
-    """Compiles all ways for all sizes of a sweep, and tells what they cost and how that grows."""
-    rows = []
+    """Compiles all ways for all sizes of a sweep, and records what they cost and how that grows."""
     for name, way in WAYS.items():
         costs = []
         for size in sizes:
@@ -153,9 +144,6 @@ def grow(report: Report, target: str, sweep: str, sizes: Sequence[int], base: Ca
             report.record(
                 "exponents", target=target, sweep=sweep, way=name, cost=key, exponent=slope
             )
-            rows.append((name, key.replace("_", " "), *values, slope))
-    columns = ("step", "cost", *(f"{sweep} {size:,}" for size in sizes), "exponent")
-    report.table(f"{title(target)}, by {sweep}", columns, rows)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -23,7 +23,6 @@ sources, stays. `--minutes` ends a run after the case that is under way:
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Iterator
 from functools import partial, reduce
@@ -294,10 +293,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def resume(report: Report, args: argparse.Namespace) -> None:
     """Takes over what an earlier run has measured with these sources."""
-    path = report.path(args.out)
-    if args.anew or not path.exists():
+    before = report.before(args.out)
+    if args.anew or not before:
         return
-    before = json.loads(path.read_text(encoding="utf-8"))
     if before["sources"] != sources(report.name) or before["width"] != [{"width": args.width}]:
         report.note("The results there are of other sources, or of another width: from the start.")
         return
@@ -325,25 +323,6 @@ def run(report: Report, args: argparse.Namespace) -> int:
             measure(report, case, args.time)
         if not args.quick:
             report.save(args.out)
-    if not args.h100:
-        tell(report)
     if left:
         report.note(f"{left} cases are left: run it again.")
     return 0
-
-
-def tell(report: Report) -> None:
-    """Prints the table, with costs over those of nested `jvp`."""
-    rows = []
-    found = report.sections.get("costs", [])
-    bases = {(r["network"], r["problem"]): r for r in found if r["rival"] == "nested jvp"}
-    for record in found:
-        base = bases[record["network"], record["problem"]]
-        cells = [record["network"], record["problem"], record["rival"]]
-        if "failed" in record:
-            rows.append([*cells, None, None, None, None, record["failed"]])
-            continue
-        over = [record[k] / base[k] for k in ("flops", "bytes_accessed", "temp_bytes")]
-        rows.append([*cells, *over, record["error"], None])
-    columns = ["network", "problem", "rival", "operations", "bytes", "temp memory", "error", ""]
-    report.table("Over nested jvp", columns, rows)

@@ -84,7 +84,6 @@ def run(report: Report, args: argparse.Namespace) -> int:
         name: load_example(name).problem(size.samples, size.strides, finest=size.finest)
         for name in PROBLEMS
     }
-    rows = []
     with progress_bar(Console(stderr=True), 9) as progress:
         for name, variant, modes in trainings(size.modes):
             training = shared.Training(
@@ -97,16 +96,14 @@ def run(report: Report, args: argparse.Namespace) -> int:
             )
             for seed in args.seeds:
                 result = training(seed, progress, label=f"{name} {variant} {modes} {seed}")
-                rows.append(record(report, size, name, variant, modes, seed, result))
+                record(report, size, name, variant, modes, seed, result)
                 report.save(args.out)
-    columns = ["problem", "variant", "modes", "seed", "train loss", "test L2", "test H1", "ms/step"]
-    report.table("Relative errors", columns, rows)
     return 0
 
 
 def record(
     report: Report, size: Size, problem: str, variant: Variant, modes: int, seed: int, result: Any
-) -> list[Any]:
+) -> None:
     resolution = size.finest // size.strides[0]
     errors = {str(n): norms for n, norms in result.errors.items()}
     # Over the last tenth of the steps, since each is of one batch.
@@ -128,7 +125,3 @@ def record(
         ms_per_step=result.ms_per_step,
         temp_bytes=result.temp_bytes,
     )
-    at = errors[str(resolution)]
-    return [
-        problem, str(variant), modes, seed, train_loss, at["l2"], at["h1"], result.ms_per_step
-    ]  # fmt: skip

@@ -29,8 +29,9 @@ import jax
 import jax.numpy as jnp
 
 from ._deviceless import TARGETS, Compiled, TargetUnavailable, compile_for, title
+from ._measured import JaxStep
 from ._report import Report, interleave
-from ._steps import MAX_SCALE, UNSCALED, note_missing, optimizer, rivals
+from ._steps import MAX_SCALE, UNSCALED, Task, alone, note_missing, rivals
 
 
 TOLERANCE = 0.01
@@ -67,13 +68,24 @@ class Problem(NamedTuple):
     width: int
     points: int
 
-    def make(self) -> tuple[eqx.Module, jax.Array, jax.Array]:
+    def task(self, dtype: str, **scale: Any) -> Task:
+        """By all rivals; `scale` is that of their loss scaling."""
         key, x_key, y_key = jax.random.split(jax.random.key(0), 3)
-        model = eqx.nn.MLP(self.in_size, self.out_size, self.width, 4, jnp.tanh, key=key)
         outs = 1 if self.out_size == "scalar" else self.out_size
         x = jax.random.uniform(x_key, (self.points, self.in_size))
         y = jnp.sin(x @ jax.random.normal(y_key, (self.in_size, outs)))
-        return model, x, y[:, 0] if self.out_size == "scalar" else y
+        batch = x, y[:, 0] if self.out_size == "scalar" else y
+        network = partial(eqx.nn.MLP, self.in_size, self.out_size, self.width, 4, jnp.tanh)
+        loss = alone(lambda model, batch: self.loss(model, *batch))
+        return Task(
+            f"{self.name} {self.size}",
+            {"problem": self.name, "size": self.size},
+            partial(network, key=key),
+            loss,
+            lambda: [batch],
+            batch,
+            rivals(loss, dtype, **scale),
+        )
 
 
 PROBLEMS = (
@@ -89,41 +101,13 @@ GPU_PROBLEMS = (
 )
 
 
-class Runner:
-    """A jitted step with its own copy of the state, which counts how often it is traced."""
-
-    def __init__(self, step, model, scaling):
-        opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-        arrays, static = eqx.partition((model, opt_state, scaling), eqx.is_array)
-        # A copy of its own, because each step takes over the memory of the state before it.
-        self.state = jax.tree.map(jnp.copy, arrays)
-        self.traces = 0
-
-        def traced(arrays, x, y):
-            self.traces += 1
-            *state, value = step(*eqx.combine(arrays, static), x, y)
-            return eqx.filter(tuple(state), eqx.is_array), value
-
-        self.step: Any = jax.jit(traced, donate_argnums=0)
-
-    def __call__(self, x, y) -> jax.Array:
-        self.state, value = self.step(self.state, x, y)
-        return value
-
-    @property
-    def scale(self) -> float:
-        return float(jax.tree.leaves(self.state[2])[0])
+COUNTS = ("operations", "kernels", "flops", "bytes_accessed", "temp_bytes")
+"""What is compared between the rivals."""
 
 
 def counts(program: Compiled) -> dict[str, float | None]:
-    """What is compared between the rivals."""
-    return {
-        "operations": program.operations(),
-        "kernels": program.kernels(),
-        "flops": program.flops,
-        "bytes_accessed": program.bytes_accessed,
-        "temp_bytes": program.temp_bytes,
-    }
+    values = (getattr(program, name) for name in COUNTS)
+    return {n: v() if callable(v) else v for n, v in zip(COUNTS, values, strict=True)}
 
 
 def ratio(ours: float | None, theirs: float | None) -> float | None:
@@ -134,13 +118,12 @@ def ratio(ours: float | None, theirs: float | None) -> float | None:
 
 def compare_programs(report: Report, problem: Problem, target: str, dtype: str) -> list[str]:
     """Compiles all rivals for a target; returns what is wrong."""
-    model, x, y = problem.make()
-    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    where = {"problem": problem.name, "size": problem.size, "target": target, "dtype": dtype}
+    task = problem.task(dtype)
+    where = {**task.where, "target": target, "dtype": dtype}
     programs = {}
-    for name, (step, scaling) in rivals(problem.loss, dtype).items():
-        args = (model, opt_state, scaling, x, y)
-        programs[name] = compile_for(target, step, *args, donate=(0, 1, 2))
+    for name, rival in task.rivals.items():
+        args = task.step(rival), task.state(rival), task.batch
+        programs[name] = compile_for(target, *args, donate=(0,))
         report.record("programs", **where, step=name, **counts(programs[name]))
 
     hand, ours = counts(programs["by hand"]), counts(programs["mpx_pde"])
@@ -149,38 +132,35 @@ def compare_programs(report: Report, problem: Problem, target: str, dtype: str) 
     more.subtract(programs["by hand"].opcodes())
     report.record("ratios", **where, **ratios, more_operations={k: n for k, n in more.items() if n})
     return [
-        f"{problem.name} {problem.size}, {title(target)}: {key} {ours[key]:,} against {hand[key]:,}"
+        f"{task.title}, {title(target)}: {key} {ours[key]:,} against {hand[key]:,}"
         for key, value in ratios.items()
         if value is not None and abs(value - 1) > TOLERANCE
     ]
 
 
+def runners(task: Task) -> dict[str, JaxStep]:
+    return {
+        name: JaxStep(task, rival, task.batches(), ahead=False)
+        for name, rival in task.rivals.items()
+    }
+
+
 def count_traces(report: Report, problem: Problem, dtype: str, steps: int) -> list[str]:
     """Runs many steps, with growth of the scale and overflow between them."""
-    model, x, y = problem.make()
+    task = problem.task(dtype, scale=2.0**12, period=steps // 10)
+    x, y = task.batch
     broken = jnp.full_like(y, jnp.inf)
     wrong = []
-    for name, (step, scaling) in rivals(
-        problem.loss, dtype, scale=2.0**12, period=steps // 10
-    ).items():
-        runner = Runner(step, model, scaling)
+    for name, runner in runners(task).items():
         scales = [runner.scale]
         for i in range(steps):
             overflow = name not in UNSCALED and i % (steps // 3) == steps // 4
-            runner(x, broken if overflow else y)
+            runner((x, broken if overflow else y))
             scales.append(runner.scale)
         pairs = list(itertools.pairwise(scales))
         grown, shrunk = sum(a < b for a, b in pairs), sum(a > b for a, b in pairs)
-        report.record(
-            "traces",
-            problem=problem.name,
-            size=problem.size,
-            step=name,
-            steps=steps,
-            grown=grown,
-            shrunk=shrunk,
-            traces=runner.traces,
-        )
+        found = {"steps": steps, "grown": grown, "shrunk": shrunk, "traces": runner.traces}
+        report.record("traces", **task.where, step=name, **found)
         if name not in ("by hand", "mpx_pde"):
             continue
         if runner.traces != 1:
@@ -192,25 +172,15 @@ def count_traces(report: Report, problem: Problem, dtype: str, steps: int) -> li
 
 def take_times(report: Report, problem: Problem, dtype: str, rounds: int, steps: int) -> None:
     """Seconds per step of all rivals in turn, and the loss each ends with."""
-    model, x, y = problem.make()
-    runners = {
-        name: Runner(step, model, scaling)
-        for name, (step, scaling) in rivals(problem.loss, dtype).items()
-    }
-    values = {}
-    for name, runner in runners.items():
-        for _ in range(steps):
-            value = runner(x, y)
-        values[name] = float(value)
+    task = problem.task(dtype)
+    contenders = runners(task)
+    values = {n: [float(run()) for _ in range(steps)][-1] for n, run in contenders.items()}
     calls = max(1, 10 * 64 * 1024 // (problem.width * problem.points))
-    times = interleave(
-        {n: partial(r, x, y) for n, r in runners.items()}, rounds=rounds, calls=calls
-    )
-    for name in runners:
+    times = interleave(contenders, rounds=rounds, calls=calls)
+    for name in contenders:
         report.record(
             "times",
-            problem=problem.name,
-            size=problem.size,
+            **task.where,
             dtype=name if name in UNSCALED else dtype,
             step=name,
             seconds=times[name],
@@ -218,53 +188,6 @@ def take_times(report: Report, problem: Problem, dtype: str, rounds: int, steps:
             loss=values[name],
             loss_difference=abs(values[name] / values["by hand"] - 1),
             after_steps=steps,
-        )
-
-
-def print_tables(report: Report) -> None:
-    """Prints what was recorded."""
-    keys = ("operations", "kernels", "flops", "bytes_accessed", "temp_bytes")
-    heads = ("operations", "kernels", "flops", "bytes accessed", "temp bytes")
-    report.table(
-        "Compiled programs",
-        ("problem", "size", "target", "step", *heads),
-        [
-            (r["problem"], r["size"], title(r["target"]), r["step"], *(r[k] for k in keys))
-            for r in report.sections["programs"]
-        ],
-    )
-    report.table(
-        "mpx_pde over by hand",
-        ("problem", "size", "target", *heads),
-        [
-            (
-                *(r["problem"], r["size"], title(r["target"])),
-                *(None if r[k] is None else f"{r[k]:.4f}" for k in keys),
-            )
-            for r in report.sections["ratios"]
-        ],
-    )
-    if "traces" in report.sections:
-        names = ("problem", "size", "step", "steps", "grown", "shrunk", "traces")
-        report.table(
-            "Traces",
-            names,
-            [[r[k] for k in names] for r in report.sections["traces"]],
-        )
-    if "times" in report.sections:
-        report.table(
-            "Time of a step, and the loss it leads to",
-            ("problem", "size", "step", "ms [quartiles]", "over by hand", "loss", "differs by"),
-            [
-                (
-                    *(r["problem"], r["size"], r["step"]),
-                    "{median:.3f} [{lower:.3f}, {upper:.3f}]".format(
-                        **{k: 1e3 * r["seconds"][k] for k in ("median", "lower", "upper")}
-                    ),
-                    *(r["over_by_hand"], r["loss"], r["loss_difference"]),
-                )
-                for r in report.sections["times"]
-            ],
         )
 
 
@@ -299,7 +222,6 @@ def run(report: Report, args: argparse.Namespace) -> int:
         rounds, steps = (5, 20) if args.quick else (20, 50)
         for problem in problems:
             take_times(report, problem, args.dtype, rounds, steps)
-    print_tables(report)
     for text in wrong:
         report.note(f"Off by more than {TOLERANCE:.0%}: {text}")
     return 1 if args.check and wrong else 0

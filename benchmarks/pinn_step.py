@@ -32,18 +32,19 @@ Times in half are only worth comparing on a GPU:
 
 import argparse
 from collections.abc import Iterator
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._cavity import ORDERS, Layers, initial_layers, initial_points, mean_square
-from ._pinn_steps import MOMENTUM, Rival, Step, jax_rivals, nested_loss
-from ._report import Report, Timing, interleave
-from ._rivals import RivalMissing, failure, require
-from ._steps import START
+from ._cavity import ORDERS, initial_layers, layers_of
+from ._measured import LARGEST_SKIPS, Exact, JaxStep, Step, measure, relative_error
+from ._pinn_steps import Who, cavity, everywhere
+from ._report import Report
+from ._rivals import RivalMissing, require
+from ._steps import START, Task
 
 
 LIBRARIES = ("jax", "folx", "by hand", "mpx", "jmp", "torch", "mpx_pde")
@@ -59,133 +60,79 @@ DEFAULTS = {
 }
 """The base first."""
 CHUNK = 4096  # points that the float64 computation takes at once
-TRIES = 40  # steps within which a loss scale must have found its place
 
 Case = dict[str, int]
 
 
-def torch_rivals(gpu: bool, quick: bool) -> list[Rival]:
-    """All that PyTorch offers; at all sizes, what most people use."""
-    from ._torch.cavity import METHODS, CavityStep
+def torch_steps(task: Task, gpu: bool, quick: bool) -> dict[Who, Any]:
+    """All that PyTorch offers."""
+    from ._torch.cavity import METHODS, cavity_step
 
-    out = []
+    layers = initial_layers(task.where["width"], task.where["depth"])
+    [points], order = task.batches(), task.where["order"]
+    out: dict[Who, Any] = {}
     for compiled in (False,) if quick else (False, True):
         for method in METHODS:
             for precision in ("float32", *(["TF32"] if gpu else []), "float16", "bfloat16"):
-                make = partial(CavityStep, method, precision, compiled, START)
-                everywhere = method == "double backward" and not compiled
                 title = f"{method}, compiled" if compiled else method
-                out.append(Rival("torch", title, precision, make, everywhere))
+                out["torch", title, precision] = partial(
+                    cavity_step, method, precision, compiled, START, layers, points, order
+                )
     return out
 
 
-def choose_rivals(report: Report, libraries: list[str], quick: bool) -> list[Rival]:
-    """Those that are asked for and installed."""
-    gpu = jax.default_backend() == "gpu"
+def installed(report: Report, libraries: list[str]) -> list[str]:
+    """Those of the libraries that are there."""
     found = []
     for library in libraries:
         try:
-            if library in ("folx", "mpx", "jmp", "torch"):
+            if library in ("folx", "mpx", "torch"):
                 require(library)
+            found.append(library)
         except RivalMissing as error:
             report.note(f"{library} is left out. {error}")
-            continue
-        rivals = torch_rivals(gpu, quick) if library == "torch" else jax_rivals(gpu)
-        found += [rival for rival in rivals if rival.library == library]
     return found
 
 
-# --- What is right ---------------------------------------------------------------------------
+def steps(task: Task, libraries: list[str], gpu: bool, quick: bool) -> dict[Who, Any]:
+    """What makes the steps of all rivals, library by library."""
+    points = [jnp.asarray(batch) for batch in task.batches()]
+    makes = {
+        who: partial(JaxStep, task, rival, points, layers=layers_of)
+        for who, rival in task.rivals.items()
+    }
+    if "torch" in libraries:
+        makes |= torch_steps(task, gpu, quick)
+    return {who: makes[who] for library in libraries for who in makes if who[0] == library}
 
 
-@cache
-def _value_and_gradient(order: int) -> Any:
-    loss = partial(nested_loss, order=order, finish=partial(mean_square, order=order))
-    return jax.jit(jax.value_and_grad(loss))
-
-
-def oracle(layers: Layers, points: np.ndarray, order: int) -> tuple[float, Layers]:
-    """Loss and gradient in float64."""
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), list(layers))
-        loss, gradient = 0.0, jax.tree.map(jnp.zeros_like, wide)
-        for start in range(0, len(points), CHUNK):
-            part = points[start : start + CHUNK]
-            share = len(part) / len(points)
-            value, slope = _value_and_gradient(order)(wide, jnp.asarray(part, jnp.float64))
-            loss += share * float(value)
-            gradient = jax.tree.map(lambda sum_, x, s=share: sum_ + s * x, gradient, slope)
-        return loss, jax.tree.map(np.asarray, gradient)
-
-
-def flat(layers: Layers) -> np.ndarray:
-    """All weights in float64, one after another."""
-    return np.concatenate([np.ravel(x).astype(np.float64) for x in jax.tree.leaves(layers)])
-
-
-def first_gradient(step: Step) -> tuple[np.ndarray | None, int]:
-    """The gradient of the first step that counts, and how many were skipped before.
-
-    A skipped step leaves the weights as they were, and of zeros Adam's first moment becomes 1 - b1
-    times the gradient.
-    """
-    for skipped in range(TRIES):
-        step()
-        gradient = flat(step.moment()) / (1 - MOMENTUM)
-        if gradient.any():
-            return gradient, skipped
-    return None, TRIES
-
-
-# --- A case ----------------------------------------------------------------------------------
-
-
-def observe(step: Step, layers: Layers, points: np.ndarray, order: int, count: int) -> dict:
+def observe(exact: Exact, gradients: Any, count: int, step: Step) -> dict[str, Any]:
     """What the first `count` steps come to."""
-    gradient, skipped = first_gradient(step)
-    error = None
-    if gradient is not None:
-        want = flat(oracle(layers, points, order)[1])
-        error = float(np.linalg.norm(gradient - want) / np.linalg.norm(want))
+    try:
+        first = step.first()
+        error, skipped = relative_error(first.gradients, gradients), first.skipped
+    except FloatingPointError:
+        error, skipped = None, LARGEST_SKIPS
     for _ in range(count - skipped - 1):
         step()
-    return {
-        "gradient_error": error,
-        "skipped": skipped,
-        "after_steps": count,
-        "loss": oracle(step.layers(), points, order)[0],
-    }
+    loss = exact(jax.tree.map(np.asarray, step.weights())).loss
+    return {"gradient_error": error, "skipped": skipped, "after_steps": count, "loss": loss}
 
 
-def measure(report: Report, rivals: list[Rival], case: Case, rounds: int, count: int) -> None:
+def measure_case(
+    report: Report, task: Task, makes: dict[Who, Any], rounds: int, count: int
+) -> None:
     """All rivals at one size, in turn."""
-    layers = initial_layers(case["width"], case["depth"])
-    points, order = initial_points(case["points"]), case["order"]
-    steps, records = {}, {}
-    for i, rival in enumerate(rivals):
-        fields = {"library": rival.library, "method": rival.method, "precision": rival.precision}
-        records[i] = report.record("steps", **fields, **case)
-        try:
-            step = rival.make(layers, points, order)
-            records[i] |= observe(step, layers, points, order, count)
-        except Exception as error:
-            records[i]["failed"] = failure(error)
-        else:
-            steps[i] = step
-    times = interleave(steps, rounds=rounds)
-    reference = [
-        r["loss"]
-        for i, r in records.items()
-        if i in steps and (r["library"], r["precision"]) == ("jax", "float32")
-    ]
-    for i, step in steps.items():
-        records[i]["seconds"] = times[i]._asdict()
-        records[i]["predicted_seconds"] = getattr(step, "predicted", None)
-        records[i]["temp_bytes"] = step.temp_bytes()
-        records[i]["loss_over_float32"] = records[i]["loss"] / reference[0] if reference else None
-
-
-# --- All cases -------------------------------------------------------------------------------
+    [points] = task.batches()
+    exact = Exact(task.loss, points, CHUNK)
+    gradients = exact(task.model()).gradients
+    measured = measure(makes, partial(observe, exact, gradients, count), rounds=rounds)
+    reference = measured.get(("jax", "nested jvp", "float32"), {}).get("loss")
+    for (library, method, precision), fields in measured.items():
+        if "failed" not in fields:
+            fields["loss_over_float32"] = fields["loss"] / reference if reference else None
+        who = {"library": library, "method": method, "precision": precision}
+        report.record("steps", **who, **task.where, **fields)
 
 
 def sizes(values: dict[str, list[int]], depth: int) -> Iterator[Case]:
@@ -194,59 +141,6 @@ def sizes(values: dict[str, list[int]], depth: int) -> Iterator[Case]:
     yield base
     for name, (_, *others) in values.items():
         yield from ({**base, name: value} for value in others)
-
-
-Who = tuple[str, str, str]
-
-
-def who(record: dict[str, Any]) -> Who:
-    return record["library"], record["method"], record["precision"]
-
-
-def mebibytes(record: dict[str, Any]) -> float | str:
-    return "not measured" if record["temp_bytes"] is None else record["temp_bytes"] / 2**20
-
-
-def print_base(report: Report, records: list[dict[str, Any]]) -> None:
-    """All that was measured of every rival."""
-    rows = []
-    for r in records:
-        if "failed" in r:
-            rows.append((*who(r), r["failed"], *[None] * 5))
-            continue
-        told = r["gradient_error"], r["loss_over_float32"], r["skipped"]
-        predicted = r["predicted_seconds"] and 1e3 * r["predicted_seconds"]
-        rows.append((*who(r), str(Timing(**r["seconds"])), predicted, mebibytes(r), *told))
-    report.table(
-        "{width} × {depth}, {points:,} points, order {order}".format(**records[0]),
-        (
-            *("library", "method", "precision", "step", "predicted, ms", "memory, MiB"),
-            *("gradient's error", "loss over float32's", "skipped"),
-        ),
-        rows,
-    )
-
-
-def print_sweep(report: Report, name: str, records: list[dict[str, Any]]) -> None:
-    """Milliseconds and memory by one size."""
-    values = sorted({r[name] for r in records})
-    cells: dict[Who, dict[int, str]] = {}
-    for r in records:
-        text = "failed"
-        if "failed" not in r:
-            memory = mebibytes(r)
-            memory = f"{memory:.4g} MiB" if isinstance(memory, float) else memory
-            text = f"{1e3 * r['seconds']['median']:.4g} ms, {memory}"
-        cells.setdefault(who(r), {})[r[name]] = text
-    report.table(
-        f"By {name}",
-        ("library", "method", "precision", *(f"{value:,}" for value in values)),
-        [
-            (*rival, *(row.get(value) for value in values))
-            for rival, row in cells.items()
-            if len(row) > 1
-        ],
-    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -261,24 +155,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
+    gpu = jax.default_backend() == "gpu"
     kind = "quick" if args.quick else jax.default_backend()
     defaults = DEFAULTS.get(kind, DEFAULTS["gpu"])
     given = {"width": args.widths, "points": args.points, "order": args.orders}
     values = {name: value or defaults[name] for name, value in given.items()}
-    rounds, steps = (2, 5) if args.quick else (args.rounds, args.steps)
-    rivals = choose_rivals(report, args.rivals, args.quick)
-    cases = list(sizes(values, args.depth or defaults["depth"][0]))
-    for case in cases:
-        chosen = [
-            r for r in rivals if case["order"] in r.orders and (r.everywhere or case is cases[0])
-        ]
-        measure(report, chosen, case, rounds, steps)
-
-    records = report.sections["steps"]
-    at = lambda r, case: all(r[name] == value for name, value in case.items())
-    print_base(report, [r for r in records if at(r, cases[0])])
-    for name in values:
-        others = {key: value for key, value in cases[0].items() if key != name}
-        if len(values[name]) > 1:
-            print_sweep(report, name, [r for r in records if at(r, others)])
+    rounds, count = (2, 5) if args.quick else (args.rounds, args.steps)
+    libraries = installed(report, args.rivals)
+    for i, case in enumerate(sizes(values, args.depth or defaults["depth"][0])):
+        task = cavity(**case, gpu=gpu)
+        makes = steps(task, libraries, gpu, args.quick)
+        chosen = {who: make for who, make in makes.items() if i == 0 or everywhere(who)}
+        measure_case(report, task, chosen, rounds, count)
     return 0

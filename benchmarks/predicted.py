@@ -29,7 +29,6 @@ import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -54,13 +53,6 @@ GROWTH = 1.02
 
 _LARGE = 10e6  # bytes from which on a kernel's time in memory tells its bytes
 _DATA_SHEET = 3.3523e12  # bytes a second, of the target that XLA compiles for
-
-COMMANDS = {
-    "cavity": "python -m benchmarks pinn_step --widths {width} --points {points} --depth {depth}",
-    "fno": "python -m benchmarks fno_step",
-    "vit": "python -m benchmarks vit_step --batches {batch}",
-}
-"""What settles a prediction on a GPU, by the kind of problem."""
 
 
 def kernels_of(text: str) -> list[Kernel]:
@@ -114,11 +106,11 @@ def bytes_over_xla(text: str) -> float | None:
 
 def command(problem: Problem) -> str:
     """What measures it."""
-    return COMMANDS[problem.name.split("-")[0]].format(**problem._asdict())
+    return f"python -m benchmarks {problem.command}"
 
 
 def predict(report: Report, target: str, problem: Problem, chip: Chip, folder: Path | None) -> None:
-    """Compiles all rivals of a problem and tells what they would take."""
+    """Compiles all rivals of a problem and records what they would take."""
     records, ideal = {}, None
     for name, make in problem.rivals().items():
         text, temp_bytes = program_of(target, problem, name, make(), folder)
@@ -139,59 +131,6 @@ def predict(report: Report, target: str, problem: Problem, chip: Chip, folder: P
         )
     for record in records.values():
         record["ideal_seconds"] = ideal
-    print_steps(report, str(problem), records)
-    for name in records:
-        if name == "mpx_pde float16":
-            print_kernels(report, f"{problem}, {name}: the largest kernels", records[name])
-
-
-def print_steps(report: Report, title: str, records: dict[str, dict[str, Any]]) -> None:
-    ms = lambda seconds: f"{1e3 * seconds:.3g}"
-    plain, tf32 = records["float32"], records["TF32"]
-    rows = []
-    for name, r in records.items():
-        seconds = r["seconds_with_arithmetic"]
-        shares = (f"{kind} {v['seconds'] / r['seconds']:.0%}" for kind, v in r["by_kind"].items())
-        rows.append(
-            [
-                name,
-                ms(r["seconds"]),
-                ms(seconds),
-                ms(r["seconds_by_xla"]),
-                plain["seconds_with_arithmetic"] / seconds,
-                tf32["seconds_with_arithmetic"] / seconds,
-                seconds / r["ideal_seconds"],
-                r["kernels"],
-                r["bytes"] / 1e9,
-                r["temp_bytes"] / 2**30,
-                ", ".join(share for share in shares if not share.endswith(" 0%")),
-                r["bytes_over_xla"],
-            ]
-        )
-    columns = [
-        *("step", "predicted ms", "with arithmetic", "by XLA's estimates"),
-        *("float32 over it", "TF32 over it", "over ideal", "kernels", "GB", "temp, GiB", "shares"),
-        "bytes, ours over XLA's",
-    ]
-    report.table(f"{title}: predicted, not run", columns, rows)
-
-
-def print_kernels(report: Report, title: str, record: dict[str, Any]) -> None:
-    rows = [
-        [
-            f"{1e3 * r['seconds']:.3f}",
-            f"{1e3 * r['seconds_with_arithmetic']:.3f}",
-            r["kernels"],
-            r["kind"],
-            r["bound"],
-            r["bytes"] / 1e9,
-            r["result"][:60],
-            r["line"],
-        ]
-        for r in record["largest"]
-    ]
-    columns = ["ms", "with arithmetic", "kernels", "kind", "bound by", "GB", "result", "line"]
-    report.table(title, columns, rows)
 
 
 # --- What the CI checks ----------------------------------------------------------------------
@@ -257,16 +196,14 @@ def run(report: Report, args: argparse.Namespace) -> int:
             status = check(args.target, args.record)
             raise SystemExit(status)
         chip = CHIPS[args.target]
-        columns = ("rate", "data sheet", "share of it assumed")
-        report.table(f"Assumptions for an {chip.title}", columns, chip.assumptions())
-        report.sections["assumptions"] = [
-            dict(zip(("rate", "data_sheet", "share"), row, strict=True))
-            for row in chip.assumptions()
-        ]
+        keys = ("rate", "data_sheet", "share")
+        rows = (dict(zip(keys, row, strict=True)) for row in chip.assumptions())
+        report.sections["assumptions"] = list(rows)
         report.name = f"predicted-{args.target}"
         for problem in QUICK if args.quick else PROBLEMS:
             if args.problems is None or problem.name in args.problems:
                 predict(report, args.target, problem, chip, args.programs)
+        report.page("predicted-steps", "predicted-kernels")
     except TargetUnavailable as error:
         raise SystemExit(str(error)) from error
     return 0

@@ -152,7 +152,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(report: Report, args: argparse.Namespace) -> int:
     gpu = report.environment["backend"] == "gpu"
     sizes = GPU_SIZES if gpu else SIZES
-    records = []
     for problem in problems(sizes[:1] if args.quick else sizes):
         compiled = {}
         for algorithm in ALGORITHMS:
@@ -170,18 +169,13 @@ def run(report: Report, args: argparse.Namespace) -> int:
         for algorithm in ALGORITHMS:
             name = algorithm.name
             by_definition = jax.jit(partial(problem.fun, emulated(algorithm)))
-            records.append(
-                report.record(
-                    "products",
-                    problem=problem.name,
-                    algorithm=name,
-                    products=algorithm.products,
-                    emulated_error=error(by_definition, problem),
-                    device_error=error(compiled[name], problem) if name in compiled else None,
-                    seconds=times.get(name),
-                )
+            report.record(
+                "products",
+                problem=problem.name,
+                algorithm=name,
+                products=algorithm.products,
+                emulated_error=error(by_definition, problem),
+                device_error=error(compiled[name], problem) if name in compiled else None,
+                seconds=times.get(name),
             )
-    columns = ["problem", "algorithm", "products", "emulated_error", "device_error"]
-    rows = [[r[c] for c in columns] + [r["seconds"] and r["seconds"]["median"]] for r in records]
-    report.table("Relative L2 error against float64", [*columns, "seconds"], rows)
     return 0

@@ -5,7 +5,6 @@ and `--resume` goes on from the file.
 """
 
 import argparse
-import json
 from typing import Any
 
 import jax
@@ -28,9 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(report: Report, args: argparse.Namespace) -> int:
     example: Any = load_example("second_order")
     steps = 4 if args.quick else args.steps or example.STEPS["lm"]
-    trainings = report.sections.setdefault("trainings", [])
-    if args.resume and report.path(args.out).exists():
-        trainings += json.loads(report.path(args.out).read_text(encoding="utf-8"))["trainings"]
+    before = report.before(args.out) if args.resume else {}
+    trainings = report.sections["trainings"] = before.get("trainings", [])
     for precision in args.precision:
         forward, _, jacobian = precision.partition("-")
         for seed in args.seeds:
@@ -42,7 +40,4 @@ def run(report: Report, args: argparse.Namespace) -> int:
             at, errors = zip(*found.curve, strict=True)
             report.record("trainings", **key, total=steps, steps=at, errors=errors)
             report.save(args.out)
-    columns = ["forward", "jacobian", "seed", "error"]
-    rows = [[*(t[c] for c in columns[:3]), t["errors"][-1]] for t in trainings]
-    report.table("errors", columns, rows)
     return 0

@@ -57,7 +57,6 @@ def _exact(layer: mpx.nn.SpectralConv, x: np.ndarray) -> np.ndarray:
 
 
 def _layers(report: Report, sizes, rounds: int) -> None:
-    rows = []
     gradient = eqx.filter_jit(
         eqx.filter_grad(lambda both: jnp.sum(jax.vmap(both[0])(both[1]) ** 2))
     )
@@ -76,7 +75,7 @@ def _layers(report: Report, sizes, rounds: int) -> None:
             for name, m in layers.items()
         }
         times = interleave(rivals, rounds=rounds, warmup=1)
-        record = report.record(
+        report.record(
             "layers",
             size=n,
             modes=modes,
@@ -92,28 +91,9 @@ def _layers(report: Report, sizes, rounds: int) -> None:
             error_float16=error(mpx.cast_to_float16(layers["dft"])),
             error_bfloat16=error(mpx.cast_to_bfloat16(layers["dft"])),
         )
-        rows.append(
-            [
-                f"{n}²",
-                modes,
-                channels,
-                batch,
-                times["dft"],
-                times["fft"],
-                times["fft"].median / times["dft"].median,
-                record["auto"],
-                memory["dft"] / 2**20,
-                memory["fft"] / 2**20,
-                *(record[f"error_{k}"] for k in ("dft", "fft", "float16", "bfloat16")),
-            ]
-        )
-    columns = ["grid", "modes", "channels", "batch", "dft", "fft", "fft / dft", "auto"]
-    columns += ["temp dft, MiB", "temp fft, MiB", "error dft", "fft", "float16", "bfloat16"]
-    report.table("A spectral convolution, forward and gradient, float32", columns, rows)
 
 
 def _models(report: Report, target: str, size: int, modes: int, channels: int, batch: int) -> None:
-    rows = []
     field = jax.ShapeDtypeStruct((batch, 1, size, size), jnp.float32)
 
     def loss(model, x, y):
@@ -143,8 +123,7 @@ def _models(report: Report, target: str, size: int, modes: int, channels: int, b
             field,
             compiler_options=CUBLAS if "h100" in target else None,
         )
-        products = sorted({f"{p.lhs} × {p.rhs}" for p in compiled.products()})
-        record = report.record(
+        report.record(
             "models",
             target=target,
             dtype=dtype,
@@ -154,26 +133,9 @@ def _models(report: Report, target: str, size: int, modes: int, channels: int, b
             channels=channels,
             batch=batch,
             temp_bytes=compiled.temp_bytes,
-            products=products,
+            products=compiled.operands(),
             ffts=compiled.opcodes()["fft"],
         )
-        first = report.sections["models"][0]["temp_bytes"]
-        rows.append(
-            [
-                dtype,
-                method,
-                compiled.temp_bytes / 2**30,
-                compiled.temp_bytes / first,
-                ", ".join(products),
-                record["ffts"],
-            ]
-        )
-    report.table(
-        f"Training step for {target}: 4 blocks, {size}², {modes} modes, {channels} channels, "
-        f"batch {batch}",
-        ["dtype", "method", "temp, GiB", "of the first", "products", "FFTs"],
-        rows,
-    )
 
 
 def run(report: Report, args: argparse.Namespace) -> int:

@@ -17,7 +17,6 @@ in which XLA computes it.
 """
 
 import argparse
-import json
 import time
 from typing import Any
 
@@ -98,11 +97,8 @@ def clock(report: Report, problem: Any, rivals: dict[str, Any]) -> None:
 
 def kept(report: Report, args: argparse.Namespace) -> None:
     """Takes over what earlier runs of this code have found, but for times that are taken anew."""
-    path = report.path(args.out)
-    if args.anew or args.quick or not path.exists():
-        return
-    before = json.loads(path.read_text(encoding="utf-8"))
-    if before["sources"] != sources(report.name):
+    before = {} if args.anew or args.quick else report.before(args.out)
+    if before and before["sources"] != sources(report.name):
         report.note("The results there are of other code: from the start.")
         return
     redone = ("size", "times") if args.time else ("size",)
@@ -127,13 +123,6 @@ def run(report: Report, args: argparse.Namespace) -> int:
         there = {c["rival"] for c in report.sections.get("curves", []) if c.get("seed") == seed}
         follow(report, problem, seed, {n: t for n, t in chosen.items() if n not in there})
         report.save(args.out)
-    curves = [c for c in report.sections.get("curves", []) if "failed" not in c]
-    rows = [[c["rival"], c["seed"], c["errors"][-1]] for c in curves]
-    report.table(f"{args.problem}: trainings", ["rival", "seed", "final error"], rows)
-    times = report.sections.get("times", [])
-    report.table(
-        f"{args.problem}: times",
-        ["rival", "seconds a step", "start, s"],
-        [[t["rival"], t["step"] and t["step"]["median"], t["start_seconds"]] for t in times],
-    )
+    if any(name.startswith("float32") for name in chosen) and "curves" in report.sections:
+        report.page(f"time-to-error-{args.problem.replace('_', '-')}")
     return 0

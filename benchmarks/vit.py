@@ -18,24 +18,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(report: Report, args: argparse.Namespace) -> int:
     vit = load_example("vit")
 
-    rows = []
     for seed in args.seeds:
         results = vit.main(steps=args.steps, seed=seed, out=None, quick=args.quick)
         for result in results.values():
-            rows.append(
-                report.record(
-                    "trainings",
-                    seed=seed,
-                    precision=result.precision,
-                    steps=len(result.loss),
-                    accuracy=result.accuracy,
-                    test_loss=result.test_loss,
-                    loss=float(result.loss[-20:].mean()),
-                    skipped_steps=result.skipped_steps,
-                    ms_per_step=result.ms_per_step,
-                    temp_bytes=result.temp_bytes,
-                )
+            report.record(
+                "trainings",
+                seed=seed,
+                precision=result.precision,
+                steps=len(result.loss),
+                accuracy=result.accuracy,
+                test_loss=result.test_loss,
+                loss=float(result.loss[-20:].mean()),
+                skipped_steps=result.skipped_steps,
+                ms_per_step=result.ms_per_step,
+                temp_bytes=result.temp_bytes,
             )
-    columns = list(rows[0])
-    report.table("Handwritten digits", columns, [[row[c] for c in columns] for row in rows])
     return 0

@@ -10,7 +10,8 @@ import argparse
 import dataclasses
 import statistics
 import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -28,36 +29,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", nargs="+", help="by default those of the example")
 
 
-def abstract_step(vit: Any, size: Any) -> tuple[Any, Any, Any]:
-    """An optimizer, a state and a batch of shapes without values."""
-    optimizer = vit.make_optimizer(size, 1000)
-    state = eqx.filter_eval_shape(vit.initial_state, size, optimizer, jax.random.key(0))
+def batch_shapes(vit: Any, size: Any) -> Any:
+    """A batch of shapes without values."""
     shape = (size.batch, size.channels, size.image, size.image)
     images = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return optimizer, state, vit.Batch(images, jax.ShapeDtypeStruct((size.batch,), jnp.int32))
+    return vit.Batch(images, jax.ShapeDtypeStruct((size.batch,), jnp.int32))
+
+
+def steps(vit: Any, size: Any, precisions: Sequence[str]) -> tuple[dict[str, Callable], Any, Any]:
+    """The step in each precision, and shapes of its state and its batch."""
+    optimizer = vit.make_optimizer(size, 1000)
+    state = eqx.filter_eval_shape(vit.initial_state, size, optimizer, jax.random.key(0))
+    named = {p: partial(vit.training_step, p, optimizer) for p in precisions}
+    return named, state, batch_shapes(vit, size)
 
 
 def products_by_kind(program: Compiled) -> dict[str, int]:
     """How many products of each kind, such as `"forward f16 × f16"`."""
-    out: dict[str, int] = {}
+    out: Counter[str] = Counter()
     for product, count in program.products().items():
-        name = f"{product.direction} {product.lhs} × {product.rhs}"
-        out[name] = out.get(name, 0) + count
-    return out
+        out[f"{product.direction} {product.lhs} × {product.rhs}"] += count
+    return dict(out)
 
 
 def memory(report: Report, vit: Any, size: Any, precisions: Sequence[str]) -> None:
-    optimizer, state, batch = abstract_step(vit, size)
-    rows, float32 = [], None
-    for precision in precisions:
-        step = partial(vit.training_step, precision, optimizer)
+    named, state, batch = steps(vit, size, precisions)
+    float32 = None
+    for precision, step in named.items():
         try:
             program = compile_for("h100", step, state, batch, donate=(0,), compiler_options=CUBLAS)
         except TargetUnavailable as e:
             report.note(str(e))
             return
         float32 = float32 or program.temp_bytes  # the first
-        products = products_by_kind(program)
         report.record(
             "memory",
             precision=precision,
@@ -65,32 +69,24 @@ def memory(report: Report, vit: Any, size: Any, precisions: Sequence[str]) -> No
             batch=size.batch,
             temp_bytes=program.temp_bytes,
             over_float32=program.temp_bytes / float32,
-            products=products,
+            products=products_by_kind(program),
         )
-        text = ", ".join(f"{count} {name}" for name, count in sorted(products.items()))
-        rows.append([precision, program.temp_bytes / 2**30, program.temp_bytes / float32, text])
         print(precision, f"{program.temp_bytes / 2**30:.2f} GiB", flush=True)
-    title = f"ViT of {size.blocks} blocks, batch {size.batch}, compiled for an H100"
-    report.table(title, ["precision", "temp GiB", "over float32", "products"], rows)
 
 
 def tracing(report: Report, vit: Any, size: Any, precisions: Sequence[str], rounds: int) -> None:
-    optimizer, state, batch = abstract_step(vit, size)
+    named, state, batch = steps(vit, size, precisions)
     seconds: dict[str, list[float]] = {precision: [] for precision in precisions}
     for _ in range(rounds):
-        for precision, times in seconds.items():
+        for precision, step in named.items():
             jax.clear_caches()
             start = time.process_time()
-            step = partial(vit.training_step, precision, optimizer)
             eqx.filter_make_jaxpr(lambda state, batch, step=step: step(state, batch))(state, batch)
-            times.append(time.process_time() - start)
-    plain = statistics.median(seconds[precisions[0]])
-    rows = []
-    for precision, times in seconds.items():
-        median = statistics.median(times)
-        rows.append([precision, median, median / plain])
+            seconds[precision].append(time.process_time() - start)
+    medians = {precision: statistics.median(times) for precision, times in seconds.items()}
+    plain = medians[precisions[0]]
+    for precision, median in medians.items():
         report.record("tracing", precision=precision, seconds=median, over_float32=median / plain)
-    report.table("Processor time to trace a step", ["precision", "seconds", "over float32"], rows)
 
 
 def run(report: Report, args: argparse.Namespace) -> int:

@@ -30,33 +30,37 @@ With `--target h100` nothing runs; steps in JAX of ViT-Base are compiled for it,
 import argparse
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import optax
 
-import mpx_pde as mpx
-
-from ._deviceless import TARGETS, TargetUnavailable, title
+from ._deviceless import TARGETS
 from ._examples import load_example
-from ._measured import (
-    BEFORE,
-    JaxStep,
-    Step,
-    compiled,
-    float64_first,
-    measure,
-    report_measured,
-    within,
-)
+from ._measured import BEFORE, compile_steps, run_steps, within
 from ._report import Report
 from ._rivals import RivalMissing, require
-from .vit_memory import abstract_step, products_by_kind
+from ._steps import (
+    HIGHEST,
+    PERIOD,
+    TF32,
+    Rival,
+    Task,
+    jmp_scaling,
+    note_missing,
+    policy_of,
+    step_by_jmp,
+    step_by_library,
+    step_by_mpx,
+)
+from .vit_memory import batch_shapes, products_by_kind as by_kind
 
 
 vit = load_example("vit")
@@ -68,25 +72,20 @@ TARGET_RIVALS = [*(f"mpx_pde {name}" for name in vit.PRECISIONS), "MPX float16"]
 EXACT_CHUNK = 16  # samples at a time in float64
 STEPS = 40  # of the schedule of learning rates
 WEIGHT_DECAY = 0.05  # of the example
+HALVES = ("float16", "bfloat16")
 
 
-def loss(model: Any, batch: Any) -> tuple[jax.Array, jax.Array]:
+def of_logits(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, labels))
+
+
+def loss(model: Any, batch: Any, cast: Callable = lambda x: x) -> tuple[jax.Array, jax.Array]:
     """The loss of the example, and the logits."""
-    logits = jax.vmap(model)(batch.images)
-    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-    return jnp.mean(losses), logits
+    logits = cast(jax.vmap(model)(batch.images))
+    return of_logits(logits, batch.labels), logits
 
 
-# --- The steps: (state, batch) to (state, loss, logits) --------------------------------------
-
-
-def our_step(precision: str, optimizer: Any, state: Any, batch: Any) -> tuple[Any, Any, Any]:
-    model, opt_state, scaling = state
-    (value, logits), scaling, finite, grads = mpx.filter_value_and_grad(
-        loss, scaling, has_aux=True, **vit.gradient_options(precision)
-    )(model, batch)
-    model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
-    return vit.State(model, opt_state, scaling), value, logits
+# --- The rivals ------------------------------------------------------------------------------
 
 
 def forward_for_mpx(library: Any, model: Any, image: jax.Array) -> jax.Array:
@@ -117,90 +116,53 @@ def forward_for_mpx(library: Any, model: Any, image: jax.Array) -> jax.Array:
     return model.head(full(partial(jnp.mean, axis=0), norm(model.norm, x)))
 
 
-def step_by_mpx(
-    library: Any, dtype: Any, optimizer: Any, state: Any, batch: Any
-) -> tuple[Any, Any, Any]:
-    library.set_half_precision_datatype(dtype)
+def by_mpx(dtype: str) -> Rival:
+    library: Any = require("mpx")
 
     def function(model, batch):
         logits = jax.vmap(partial(forward_for_mpx, library, model))(batch.images)
-        losses = library.force_full_precision(
-            optax.softmax_cross_entropy_with_integer_labels, jnp.float32
-        )(logits, batch.labels)
-        return jnp.mean(losses), logits
+        return library.force_full_precision(of_logits, jnp.float32)(logits, batch.labels), logits
 
-    model, opt_state, scaling = state
-    (value, logits), scaling, finite, grads = library.filter_value_and_grad(
-        function, scaling, has_aux=True
-    )(model, batch)
-    model, opt_state = library.optimizer_update(model, optimizer, opt_state, grads, finite)
-    return vit.State(model, opt_state, scaling), value, logits
+    scaling = lambda: library.DynamicLossScaling(library.FLOAT16_MAX, jnp.ones((), jnp.float32))
+    return Rival(partial(step_by_mpx, function, dtype), scaling)
 
 
-def step_by_jmp(
-    library: Any, dtype: Any, optimizer: Any, state: Any, batch: Any
-) -> tuple[Any, Any, Any]:
-    policy = library.Policy(jnp.float32, dtype, jnp.float32)
-    model, opt_state, scaling = state
-    params, static = eqx.partition(model, eqx.is_array)
-    # jmp's scale cannot go through Equinox's filters: its arrays do, and make it anew.
-    scaler = library.DynamicLossScale(*scaling) if scaling else library.NoOpLossScale()
-
-    def function(params):
-        half, images = policy.cast_to_compute((params, batch.images))
-        logits = policy.cast_to_output(jax.vmap(eqx.combine(half, static))(images))
-        losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
-        value = jnp.mean(losses)
-        return scaler.scale(value), (value, logits)
-
-    grads, (value, logits) = jax.grad(function, has_aux=True)(params)
-    grads = scaler.unscale(grads)
-    finite = library.all_finite(grads)
-    updates, new_opt_state = optimizer.update(grads, opt_state, params)
-    new = (optax.apply_updates(params, updates), new_opt_state)
-    params, opt_state = library.select_tree(finite, new, (params, opt_state))
-    if scaling:
-        scaler = scaler.adjust(finite)
-        scaling = (scaler.loss_scale, scaler.counter)
-    return vit.State(eqx.combine(params, static), opt_state, scaling), value, logits
+def by_jmp(dtype: str) -> Rival:
+    policy = jmp.get_policy(policy_of(dtype))
+    step = partial(step_by_jmp, partial(loss, cast=policy.cast_to_output), policy, PERIOD)
+    return Rival(step, jmp_scaling if dtype == "float16" else tuple)
 
 
-class Rival(NamedTuple):
-    """A step in JAX, what its float32 products may become, and how its loss is scaled."""
-
-    step: Callable
-    products: str | None = None
-    scaling: Callable[[], Any] = partial(mpx.DynamicLossScaling, 2**15)
+def by_library(precision: str) -> Rival:
+    step = partial(step_by_library, loss, vit.gradient_options(precision))
+    return Rival(step, products=HIGHEST if precision == "float32" else None)
 
 
-def jax_rivals(report: Report, gpu: bool) -> dict[str, Rival]:
-    rivals = {
-        f"mpx_pde {name}": Rival(partial(our_step, name), "highest" if name == "float32" else None)
-        for name in vit.PRECISIONS
-    }
+def jax_rivals(gpu: bool) -> dict[str, Rival]:
+    rivals = {f"mpx_pde {name}": by_library(name) for name in vit.PRECISIONS}
     if gpu:
-        rivals["mpx_pde TF32"] = Rival(partial(our_step, "float32"), "tensorfloat32")
-    halves = {"float16": jnp.float16, "bfloat16": jnp.bfloat16}
-    try:
-        library = require("mpx")
-        scaling = lambda: library.DynamicLossScaling(library.FLOAT16_MAX, jnp.ones((), jnp.float32))
-        for name, dtype in halves.items():
-            step = partial(step_by_mpx, library, dtype)
-            rivals[f"MPX {name}"] = Rival(step, scaling=scaling)
-    except RivalMissing as e:
-        report.note(str(e))
-    try:
-        jmp = require("jmp")
-        scales = {"float16": lambda: (jnp.float32(2**15), jnp.int32(0)), "bfloat16": tuple}
-        for name, dtype in halves.items():
-            rivals[f"jmp {name}"] = Rival(partial(step_by_jmp, jmp, dtype), scaling=scales[name])
-    except RivalMissing as e:
-        report.note(str(e))
-    return rivals
+        rivals["mpx_pde TF32"] = by_library("float32")._replace(products=TF32)
+    with suppress(RivalMissing):  # `note_missing` says so, once
+        rivals |= {f"MPX {half}": by_mpx(half) for half in HALVES}
+    return rivals | {f"jmp {half}": by_jmp(half) for half in HALVES}
+
+
+def task(size: Any, gpu: bool = False, chosen: Sequence[str] | None = None) -> Task:
+    """Of the rivals those whose names are chosen; all without."""
+    return Task(
+        f"ViT of {size.blocks} blocks, {size.features} features, batch {size.batch}",
+        {"blocks": size.blocks, "batch": size.batch},
+        lambda: vit.ViT(size, key=jax.random.key(0)),
+        loss,
+        partial(some_batches, size, gpu),
+        batch_shapes(vit, size),
+        {n: r for n, r in jax_rivals(gpu).items() if chosen is None or n in chosen},
+        vit.make_optimizer(size, STEPS),
+    )
 
 
 def torch_rivals(
-    report: Report, size: Any, batches: Sequence[Any], gpu: bool, steps: int
+    report: Report, task: Task, size: Any, gpu: bool, chosen: Sequence[str] | None, steps: int
 ) -> dict[str, Any]:
     try:
         require("torch")
@@ -216,11 +178,12 @@ def torch_rivals(
     }
     if gpu:
         options["torch TF32"] = {"tf32": True}
-    leaves = jax.tree.leaves(eqx.filter(vit.ViT(size, key=jax.random.key(0)), eqx.is_array))
-    schedule = learning_rates(size, steps)
+    leaves = jax.tree.leaves(eqx.filter(task.model(), eqx.is_array))
+    arguments = size, leaves, task.batches(), learning_rates(size, steps), WEIGHT_DECAY
     return {
-        name: partial(rival.step, size, leaves, batches, schedule, WEIGHT_DECAY, **chosen)
-        for name, chosen in options.items()
+        name: partial(rival.step, *arguments, **given)
+        for name, given in options.items()
+        if chosen is None or name in chosen
     }
 
 
@@ -240,56 +203,6 @@ def some_batches(size: Any, gpu: bool) -> list[Any]:
     return [vit.Batch(*pair) for pair in zip(cut(images), cut(labels), strict=True)]
 
 
-def run_steps(report: Report, size: Any, gpu: bool, chosen: Sequence[str] | None, rounds: int):
-    batches = some_batches(size, gpu)
-    optimizer = vit.make_optimizer(size, STEPS)
-    model = vit.ViT(size, key=jax.random.key(0))
-    exact = float64_first(loss, model, batches[0], EXACT_CHUNK)
-    on_device = jax.tree.map(jnp.asarray, batches)
-
-    def make(rival: Rival) -> Step:
-        opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-        state = vit.State(model, opt_state, rival.scaling())
-        return JaxStep(partial(rival.step, optimizer), state, on_device, rival.products)
-
-    rivals = {name: partial(make, rival) for name, rival in jax_rivals(report, gpu).items()}
-    rivals |= torch_rivals(report, size, batches, gpu, steps=BEFORE + 2 * rounds)
-    results = measure(selected(rivals, chosen), exact, rounds=rounds)
-    text = f"ViT of {size.blocks} blocks, {size.features} features, batch {size.batch}"
-    return report_measured(report, text, results, blocks=size.blocks, batch=size.batch)
-
-
-def compile_steps(report: Report, target: str, size: Any, chosen: Sequence[str]) -> None:
-    optimizer, state, batch = abstract_step(vit, size)
-    rows = []
-    for name, rival in selected(jax_rivals(report, gpu=False), chosen).items():
-        scaled = state._replace(scaling=eqx.filter_eval_shape(rival.scaling))
-        where = {"blocks": size.blocks, "batch": size.batch, "rival": name}
-        step = partial(rival.step, optimizer)
-        try:
-            program = compiled(report, target, step, scaled, batch, rival.products, **where)
-        except TargetUnavailable as e:
-            report.note(str(e))
-            return
-        if isinstance(program, str):
-            rows.append([name, None, None, program])
-            continue
-        products = products_by_kind(program)
-        report.record(
-            "programs", target=target, **where, temp_bytes=program.temp_bytes, products=products
-        )
-        text = ", ".join(f"{count} {kind}" for kind, count in sorted(products.items()))
-        rows.append([name, program.temp_bytes / 2**30, text, None])
-        print(name, size.batch, f"{program.temp_bytes / 2**30:.2f} GiB", flush=True)
-    text = f"ViT of {size.blocks} blocks, batch {size.batch}, for {title(target)}"
-    report.table(text, ["rival", "temp, GiB", "products", "failed"], rows)
-
-
-def selected(rivals: Mapping[str, Any], names: Sequence[str] | None) -> dict[str, Any]:
-    """Those whose names are asked for; all without."""
-    return {name: r for name, r in rivals.items() if names is None or name in names}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--batches", type=int, nargs="+", help="batch sizes")
@@ -305,15 +218,21 @@ def run(report: Report, args: argparse.Namespace) -> int:
     size = vit.SIZES["base" if gpu or args.target else "small"]
     if args.quick:
         size = dataclasses.replace(size, blocks=1)
-    batches = args.batches or ([16] if args.quick else GPU_BATCHES if gpu else CPU_BATCHES)
+    default = TARGET_BATCHES if args.target else GPU_BATCHES if gpu else CPU_BATCHES
+    sizes = [
+        dataclasses.replace(size, batch=batch)
+        for batch in args.batches or ([16] if args.quick else default)
+    ]
+    note_missing(report)
     if args.target:
         report.name = f"vit_step-{args.target}"
-        for batch in args.batches or ([16] if args.quick else TARGET_BATCHES):
-            sized = dataclasses.replace(size, batch=batch)
-            compile_steps(report, args.target, sized, args.rivals or TARGET_RIVALS)
+        for size in sizes:
+            of_target = task(size, chosen=args.rivals or TARGET_RIVALS)
+            compile_steps(report, args.target, of_target, lambda p: {"products": by_kind(p)})
         return 0
-    failed = 0
-    for batch in within(args.minutes, batches, report):
-        sized = dataclasses.replace(size, batch=batch)
-        failed += run_steps(report, sized, gpu, args.rivals, 1 if args.quick else args.rounds)
+    failed, rounds = 0, 1 if args.quick else args.rounds
+    for size in within(args.minutes, sizes, report):
+        trained = task(size, gpu, args.rivals)
+        torch = torch_rivals(report, trained, size, gpu, args.rivals, BEFORE + 2 * rounds)
+        failed += run_steps(report, trained, torch, rounds=rounds, chunk=EXACT_CHUNK)
     return int(failed > 0)

@@ -142,22 +142,6 @@ def measure(
         )
 
 
-def print_table(report: Report, problem: str) -> None:
-    rows = [
-        [
-            *(r["target"], r["layout"], r["precision"], r["sum_dtype"] or "float32"),
-            ", ".join(f"{k} {v['count']}× {v['bytes']:,} B" for k, v in r["collectives"].items()),
-            *(r["wire_bytes"], r["temp_bytes"] / 2**20, r["temp_over_one"]),
-            *(r["argument_bytes"] / 2**20, r["argument_over_one"]),
-        ]
-        for r in report.sections.get("steps", [])
-        if r["problem"] == problem
-    ]
-    columns = ["target", "layout", "precision", "sums", "results", "on the wire, B (model)"]
-    columns += ["temp MiB", "over one", "arguments MiB", "over one"]
-    report.table(f"{problem}: one step on one device", columns, rows)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--platform", choices=TARGETS, default="h100")
     parser.add_argument("--problem", nargs="+", choices=tuple(SIZES), default=tuple(SIZES))
@@ -177,5 +161,4 @@ def run(report: Report, args: argparse.Namespace) -> int:
         for layout, precision, sums in STEPS:
             options = {"layout": layout, "precision": precision, "sum_dtype": sums}
             measure(report, example, problem, sizes[problem], targets, options)
-        print_table(report, problem)
     return 0

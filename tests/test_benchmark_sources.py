@@ -1,6 +1,5 @@
 """Results tell which code they were taken with, and fail when it has changed since."""
 
-import ast
 import json
 import re
 
@@ -103,7 +102,7 @@ def test_a_digest_is_the_same_in_every_python():
 
 def test_every_pattern_finds_a_file_and_every_benchmark_has_some():
     for name in _sources.MEASURED:
-        for pattern in _sources.patterns(name):
+        for pattern in _sources.MEASURED[name]:
             assert list(ROOT.glob(pattern)), (name, pattern)
     assert {name.split("-")[0] for name in _sources.MEASURED} == set(questions())
 
@@ -118,56 +117,25 @@ UNMEASURED = re.compile(
 
 def test_every_module_of_the_library_is_measured_or_known_not_to_be():
     """A module that is new must be put on one of the lists."""
-    measured = {path for name in _sources.MEASURED for path in _sources.sources(name)}
+    measured = {path for name in _sources.MEASURED for path in _sources.measured(name)}
     modules = {path.relative_to(ROOT).as_posix() for path in ROOT.glob("mpx_pde/**/*.py")}
     modules = {path for path in modules if not path.endswith("__init__.py")}
     assert {path for path in modules - measured if not UNMEASURED.fullmatch(path)} == set()
     assert not any(UNMEASURED.fullmatch(path) for path in measured)
 
 
-# What runs, finds and tells, and measures nothing.
-HELPERS = {"_report", "_examples", "_rivals", "_sources", "_deviceless"}
-HELPERS |= {"_command_line", "_progress", "_cache"}
-
-
-def helpers_of(path):
-    """The modules beside it that a file imports, at any depth, and the examples that it loads."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    found = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            folder = path.parents[node.level - 1]
-            for name in [node.module] if node.module else [a.name for a in node.names]:
-                found.add(folder / f"{name.replace('.', '/')}.py")
-            if node.module == "_torch":
-                found |= {folder / "_torch" / f"{a.name}.py" for a in node.names}
-        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("_"):
-            found.add(path.parent / f"{node.module}.py")
-        elif isinstance(node, ast.Call) and getattr(node.func, "id", "") == "load_example":
-            loaded = getattr(node.args[0], "value", None)  # unless it is chosen by an option
-            found.add(ROOT / "examples" / f"{loaded}.py")
-    return {p for p in found if p.exists() and p.stem not in HELPERS}
-
-
-# Of what these import they take one function, which needs nothing of the rest.
-APART = {
-    "growth": {
-        f"benchmarks/{name}.py" for name in ("_steps", "overhead", "_roofline", "_chips", "_hlo")
-    },
-    "predicted": {f"benchmarks/_torch/{name}.py" for name in ("fno", "steps", "vit")},
-}
-
-
-@pytest.mark.parametrize("name", [n for n in questions() if n != "time_to_error"])
-def test_the_helpers_of_a_benchmark_are_among_its_sources(name):
-    wanted, todo = set(), {ROOT / "benchmarks" / f"{name}.py"}
-    while todo:
-        path = todo.pop()
-        wanted.add(path)
-        todo |= helpers_of(path) - wanted
-    listed = _sources.sources(name)
-    missing = {p.relative_to(ROOT).as_posix() for p in wanted} - set(listed)
-    assert missing == APART.get(name, set())
+def test_what_a_benchmark_imports_and_loads_is_among_its_sources():
+    """At any depth; what is apart is not, nor what it alone needs."""
+    of = lambda name: {path.split("/", 1)[1] for path in _sources.measured(name)}
+    torch = {"_torch/fno.py", "_torch/steps.py"}
+    assert of("fno_step") >= {"fno_step.py", "_measured.py", "_roofline.py", "_chips.py"} | torch
+    assert of("compile_time") >= {"compile_time.py", "overhead.py", "_steps.py", "vit.py"}
+    assert of("predicted") >= {"_predicted_cases.py", "vit_memory.py", "_steps.py", "vit.py"}
+    assert of("weak_scaling") >= {"weak_scaling.py", "sharded.py", "_darcy_data.py"}
+    assert not of("predicted") & torch
+    assert not of("compile_time") & {"_measured.py", "_roofline.py"}
+    assert not of("growth") & {"_steps.py"}
+    assert not of("breadth") & {"_examples.py", "_report.py"}
 
 
 # --- The check -------------------------------------------------------------------------------

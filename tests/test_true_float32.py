@@ -187,27 +187,26 @@ def test_float32_is_asked_for_in_the_program_for_a_gpu_and_a_tpu(target, name):
         pytest.skip(str(e))
     if name == "JAX's own":  # which shows that the test below can fail
         with pytest.raises(AssertionError):
-            assert_true_float32(deviceless, compiled)
+            assert_true_float32(compiled)
     else:
-        assert_true_float32(deviceless, compiled)
+        assert_true_float32(compiled)
 
 
-def assert_true_float32(deviceless, compiled):
+def assert_true_float32(compiled):
     """What XLA is asked for is in the configuration of each product that is left."""
-    every = deviceless.instructions(compiled.text)
-    types = {(i.computation, i.name): i.type for i in every}
+    index = compiled.module.index
     lines = {
         m[1]: m[0] for m in re.finditer(r"^ *(?:ROOT )?%?([\w.-]+) = .*$", compiled.text, re.M)
     }
     full = [
         lines[i.name]
-        for i in every
+        for computation, i in compiled.module.instructions()
         if (
             i.opcode in ("dot", "convolution")  # which on a TPU are one
-            or "gemm" in i.call_target
-            or "matmul" in i.call_target
+            or "gemm" in i.target
+            or "matmul" in i.target
         )
-        and types[i.computation, i.operands[0]].startswith("f32")
+        and index[computation][i.operands[0]].type.startswith("f32")
     ]
     assert full
     for line in full:

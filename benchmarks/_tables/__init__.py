@@ -5,6 +5,7 @@ name here; nothing in it is typed by hand.
 """
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from . import (
@@ -16,7 +17,6 @@ from . import (
     _predicted,
     _programs,
     _rivals,
-    _second_order,
     _summary,
     _time_to_error,
 )
@@ -25,17 +25,13 @@ from ._format import ROOT
 
 _BLOCK = re.compile(r"(<!-- results:([\w-]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
 
-TABLES = {
-    "breadth": _breadth.block(_breadth.summary),
-    "breadth-paper": _breadth.block(_breadth.paper),
-    "breadth-problems": _breadth.block(_breadth.by_problem),
-    "breadth-failures": _breadth.block(_breadth.failures),
-    **{
-        f"precisions-{optimizer.replace('+', '-')}": _breadth.block(
-            _breadth.by_problem, "breadth-precisions-cpu", optimizer
-        )
-        for optimizer in ("adam", "adam+lbfgs")
-    },
+TABLES: dict[str, Callable[..., str]] = {
+    "breadth": _breadth.summary,
+    "breadth-paper": _breadth.paper,
+    "breadth-problems": _breadth.by_problem(),
+    "breadth-failures": _breadth.failures,
+    "precisions-adam": _breadth.by_problem("breadth-precisions", "adam"),
+    "precisions-adam-lbfgs": _breadth.by_problem("breadth-precisions", "adam+lbfgs"),
     "cavity-memory": _programs.cavity_memory,
     "collectives": _programs.collectives,
     "compile-time": _programs.compile_time,
@@ -43,18 +39,18 @@ TABLES = {
     "float8": _accuracy.float8,
     "fno-memory": _rivals.fno_memory,
     "fno-step": _rivals.fno_step,
+    "frequencies": _accuracy.frequencies,
     "gallery": _gallery.gallery,
     "growth": _programs.growth,
     "headline": _summary.headline,
+    "networks": _networks.networks,
+    "operators": _operators.precisions,
+    "operators-preactivations": _operators.preactivations,
+    "operators-modes": _operators.modes,
+    "operators-resolutions": _operators.resolutions,
     "overhead": _programs.overhead,
     "pinn-step": _rivals.pinn_step,
     "pinn-sweep": _rivals.pinn_sweep,
-    "networks": _networks.networks,
-    "operators": _operators.table(_operators.precisions),
-    "operators-preactivations": _operators.table(_operators.preactivations),
-    "operators-modes": _operators.table(_operators.modes),
-    "operators-resolutions": _operators.table(_operators.resolutions),
-    "frequencies": _operators.frequencies,
     "predicted-assumptions": _predicted.assumptions,
     "predicted-commands": _predicted.commands,
     "predicted-forward": _predicted.forward,
@@ -62,17 +58,17 @@ TABLES = {
     "predicted-recomputation": _predicted.recomputation,
     "predicted-steps": _predicted.steps,
     "products": _accuracy.products,
+    "second-order": _accuracy.second_order,
+    "spectral-layers": _accuracy.spectral_layers,
+    "spectral-models": _programs.spectral_models,
     "time-to-error-burgers": _time_to_error.time_to_error("burgers"),
     "time-to-error-cavity": _time_to_error.time_to_error("cavity"),
     "time-to-error-navier-stokes": _time_to_error.time_to_error("navier_stokes"),
-    "weak-scaling": _programs.weak_scaling,
     "vit": _accuracy.vit,
     "vit-batches": _rivals.vit_batches,
     "vit-step": _rivals.vit_step,
     "vit_memory": _programs.vit_memory,
-    "second-order": _second_order.table,
-    "spectral-layers": _accuracy.spectral_layers,
-    "spectral-models": _programs.spectral_models,
+    "weak-scaling": _programs.weak_scaling,
 }
 
 

@@ -1,104 +1,113 @@
-"""Errors of products and layers, and what a transformer learns with them."""
+"""Errors of products, layers, transforms and solvers, and what a transformer learns."""
 
 import statistics
+from collections.abc import Iterator
 
-from ._format import load, markdown, source
-
-
-def products() -> str:
-    data = load("products-cpu")
-    records = data["products"]
-    problems = list(dict.fromkeys(r["problem"] for r in records))
-    rows = []
-    for algorithm in dict.fromkeys(r["algorithm"] for r in records):
-        runs = {r["problem"]: r for r in records if r["algorithm"] == algorithm}
-        rows.append(
-            [
-                f"`{algorithm}`",
-                f"{runs[problems[0]]['products']}",
-                *(f"{runs[p]['emulated_error']:.1e}" for p in problems),
-                "not measured"
-                if runs[problems[0]]["seconds"] is None
-                else f"{1e3 * runs[problems[0]]['seconds']['median']:.3f}",
-            ]
-        )
-    columns = ["algorithm", "products", *problems, "ms on a GPU"]
-    return f"{markdown(columns, rows)}\n\nEmulated. {source(data)}\n"
+from ._format import NONE, Record, Result, Table, groups, listed
 
 
-def float8() -> str:
-    data = load("float8-cpu")
-    names = ("u", "u_x", "u_xx", "gradient")
-    rows = [[e["format"], *(f"{e[name]:.1e}" for name in names)] for e in data["errors"]]
-    columns = ["format", "u", "u_x", "u_xx", "gradient of the residual"]
-    return f"{markdown(columns, rows)}\n\nRelative errors against float64. {source(data)}\n"
+def _algorithms(data: Result) -> Iterator[Record]:
+    """Of each algorithm the records of all problems, by their position."""
+    for runs in groups(data["products"], "algorithm").values():
+        yield {str(i): run for i, run in enumerate(runs)}
 
 
-def spectral_layers() -> str:
-    data = load("spectral-cpu")
-    rows = []
-    for layer in data["layers"]:
-        # Of the quarter of rounds that other programs on the machine disturbed least.
-        dft, fft = layer["seconds_dft"]["lower"], layer["seconds_fft"]["lower"]
-        rows.append(
-            [
-                f"{layer['size']}²",
-                str(layer["modes"]),
-                f"{layer['channels']} × {layer['batch']}",
-                f"{fft / dft:.1f}",
-                layer["auto"],
-                f"{layer['temp_bytes_dft'] / 2**20:.1f} / {layer['temp_bytes_fft'] / 2**20:.1f}",
-                *(f"{layer[f'error_{k}']:.1e}" for k in ("dft", "fft", "float16", "bfloat16")),
-            ]
-        )
-    columns = [
-        "grid",
-        "modes",
-        "channels × batch",
-        "FFT time over matrices",
-        "`auto`",
-        "temp memory, MiB",
-        "error, matrices",
-        "error, FFT",
-        "matrices, float16",
-        "matrices, bfloat16",
-    ]
-    return f"{markdown(columns, rows)}\n\n{source(data)}\n"
+products = Table(
+    "products",
+    _algorithms,
+    lambda data: [
+        "algorithm  `{0.algorithm}`",
+        "products   {0.products}",
+        *(
+            f"{problem}  {{{i}.emulated_error:.1e}}"
+            for i, problem in enumerate(groups(data["products"], "problem"))
+        ),
+        "ms on a GPU  {0.seconds.median:ms.3f} || not measured",
+    ],
+    "Emulated.",
+)
+
+float8 = Table(
+    "float8",
+    "errors",
+    """
+    format  {format}
+    u       {u:.1e}
+    u_x     {u_x:.1e}
+    u_xx    {u_xx:.1e}
+    gradient of the residual  {gradient:.1e}
+    """,
+    "Relative errors against float64.",
+)
+
+frequencies = Table(
+    "frequencies",
+    lambda data: [
+        {"method": m["method"], **{k: f"{100 * error:.2g}%" for k, error in m["error"].items()}}
+        for m in data["methods"]
+    ],
+    lambda data: ["\t  {method}", *(f"{k}  {{{k}}}" for k in data["methods"][0]["error"])],
+)
+
+# Times are of the quarter of rounds that other programs on the machine disturbed least.
+spectral_layers = Table(
+    "spectral",
+    "layers",
+    """
+    grid                    {size}²
+    modes                   {modes}
+    channels × batch        {channels} × {batch}
+    FFT time over matrices  {seconds_fft.lower/seconds_dft.lower:.1f}
+    `auto`                  {auto}
+    temp memory, MiB        {temp_bytes_dft:MiB.1f} / {temp_bytes_fft:MiB.1f}
+    error, matrices         {error_dft:.1e}
+    error, FFT              {error_fft:.1e}
+    matrices, float16       {error_float16:.1e}
+    matrices, bfloat16      {error_bfloat16:.1e}
+    """,
+)
 
 
-def vit() -> str:
-    data = load("vit-cpu")
-    trainings = data["trainings"]
-    rows = []
-    for precision in dict.fromkeys(t["precision"] for t in trainings):
-        runs = [t for t in trainings if t["precision"] == precision]
+def _vit(data: Result) -> Iterator[Record]:
+    """Means over the seeds."""
+    for precision, runs in groups(data["trainings"], "precision").items():
+        fields = ("accuracy", "loss", "test_loss", "skipped_steps", "temp_bytes")
+        means = {name: statistics.mean(run[name] for run in runs) for name in fields}
+        by_seed = " ".join(f"{run['accuracy']:.1%}" for run in runs)
+        skipped = NONE if precision == "float32" else f"{means['skipped_steps']:.0f}"
+        yield {**runs[0], **means, "by_seed": by_seed, "skipped": skipped} | {
+            "seeds": listed(runs, "seed")
+        }
 
-        def mean(field, runs=runs):
-            return statistics.mean(run[field] for run in runs)
 
-        skipped = f"{mean('skipped_steps'):.0f}" if precision != "float32" else "–"
-        rows.append(
-            [
-                precision,
-                f"{mean('accuracy'):.1%}",
-                " ".join(f"{run['accuracy']:.1%}" for run in runs),
-                f"{mean('loss'):.4f}",
-                f"{mean('test_loss'):.3f}",
-                skipped,
-                f"{mean('temp_bytes') / 2**20:.1f}",
-            ]
-        )
-    columns = [
-        "training",
-        "test accuracy",
-        "by seed",
-        "loss",
-        "test loss",
-        "skipped steps",
-        "temp memory, MiB",
-    ]
-    runs = [t for t in trainings if t["precision"] == "float32"]
-    return (
-        f"{markdown(columns, rows)}\n\n{runs[0]['steps']:,} steps, means over seeds "
-        f"{', '.join(str(run['seed']) for run in runs)}. {source(data)}\n"
-    )
+vit = Table(
+    "vit",
+    _vit,
+    """
+    training          {precision}
+    test accuracy     {accuracy:.1%}
+    by seed           {by_seed}
+    loss              {loss:.4f}
+    test loss         {test_loss:.3f}
+    skipped steps     {skipped}
+    temp memory, MiB  {temp_bytes:MiB.1f}
+    """,
+    "{steps:,} steps, means over seeds {seeds}.",
+)
+
+
+def _marks(data: Result) -> Iterator[Record]:
+    """The error after some steps, in the order of the trainings."""
+    for training in data["trainings"]:
+        errors = zip(map(str, training["steps"]), training["errors"], strict=True)
+        yield {**training, "at": dict(errors)}
+
+
+second_order = Table(
+    "second_order",
+    _marks,
+    lambda _: [
+        *("residual  {forward}", "Jacobian  {jacobian}", "seed  {seed}"),
+        *(f"step {n}  {{at.{n}:.1e}}" for n in (40, 80, 120, 160, 200, 240)),
+    ],
+)

@@ -1,10 +1,11 @@
 """Many problems in each precision: tables and the figure."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
-from ._format import load, markdown, source
+from ._format import Record, Result, Table, groups, load, source
 
 
 LABELS = {
@@ -34,8 +35,11 @@ class Ratios:
         kept = [t for t in data["trainings"] if optimizer in (None, t["optimizer"])]
         self.full = {_key(t): t for t in kept if t["precision"] == "float32"}
         self.rest = [t for t in kept if t["precision"] != "float32" and _key(t) in self.full]
-        self.problems = list(dict.fromkeys(t["problem"] for t in self.full.values()))
-        self.solved = [p for p in self.problems if (self.error(p) or 1.0) <= UNSOLVED]
+        self.by_problem = groups(self.rest, "problem", "precision")
+        self.titles = {t["problem"]: t["title"] for t in self.full.values()}
+        self.solved = [p for p in self.titles if (self.error(p) or 1.0) <= UNSOLVED]
+        there = {t["precision"] for t in self.rest}
+        self.precisions = [name for name in LABELS if name in there]
 
     def error(self, problem: str) -> float | None:
         """Of float32, the median over the seeds."""
@@ -45,34 +49,38 @@ class Ratios:
 
     def of(self, problem: str, precision: str) -> list[float]:
         """By seed; infinite for a training that came to nothing."""
-        trainings = [t for t in self.rest if (t["problem"], t["precision"]) == (problem, precision)]
+        trainings = self.by_problem.get((problem, precision), [])
         return [self.ratio(t) for t in trainings if self.full[_key(t)]["error"] is not None]
 
-    def ratio(self, training: dict[str, Any]) -> float:
+    def ratio(self, training: Record) -> float:
         full = self.full[_key(training)]["error"]
         return float("inf") if training["error"] is None else training["error"] / full
 
     def errors(self, problem: str, precision: str) -> list[float]:
         """By seed, of those that came to something."""
-        trainings = [t for t in self.rest if (t["problem"], t["precision"]) == (problem, precision)]
+        trainings = self.by_problem.get((problem, precision), [])
         return [t["error"] for t in trainings if t["error"] is not None]
+
+    def medians(self, precision: str) -> list[float]:
+        """Of the problems that float32 solves."""
+        found = (self.of(problem, precision) for problem in self.solved)
+        return [statistics.median(ratios) for ratios in found if ratios]
 
     def skipped(self, problem: str, precision: str) -> float:
         """The share of the steps."""
-        trainings = [
-            t
-            for t in self.rest
-            if (t["problem"], t["precision"]) == (problem, precision) and "skipped" in t
-        ]
-        steps = sum(t["steps"] for t in trainings)
-        return sum(t["skipped"] for t in trainings) / steps if steps else 0.0
+        trainings = self.by_problem.get((problem, precision), [])
+        counted = [t for t in trainings if "skipped" in t]
+        steps = sum(t["steps"] for t in counted)
+        return sum(t["skipped"] for t in counted) / steps if steps else 0.0
 
-    def precisions(self) -> list[str]:
-        there = {t["precision"] for t in self.rest}
-        return [name for name in LABELS if name in there]
+    def worst_last(self) -> list[str]:
+        """The problems by the worst ratio of the ways that promise full accuracy."""
+        names = ("forward-float32-float16", "forward-float32-bfloat16")
+        worst = lambda p: max((r for name in names for r in self.of(p, name)), default=0.0)
+        return sorted(self.titles, key=worst)
 
 
-def _key(training: dict[str, Any]) -> tuple[Any, ...]:
+def _key(training: Record) -> tuple[Any, ...]:
     return tuple(training[k] for k in ("problem", "optimizer", "seed", "steps"))
 
 
@@ -80,76 +88,87 @@ def number(ratio: float) -> str:
     return "none" if ratio == float("inf") else f"{ratio:.2f}"
 
 
-def summary(data: dict[str, Any], optimizer: str | None = None) -> str:
-    """Over all problems that float32 solves."""
-    ratios = Ratios(data, optimizer)
-    rows = []
-    for name in ratios.precisions():
-        by_problem = [statistics.median(r) for p in ratios.solved if (r := ratios.of(p, name))]
+def _overall(data: Result) -> Iterator[Record]:
+    """By precision, over all problems that float32 solves."""
+    ratios = Ratios(data)
+    for name in ratios.precisions:
+        medians = ratios.medians(name)
         every = [r for p in ratios.solved for r in ratios.of(p, name)]
-        if not every:
-            continue
-        near = sum(r <= 1.05 for r in by_problem) / len(by_problem)
-        skips = statistics.median(ratios.skipped(p, name) for p in ratios.solved)
-        rows.append(
-            [
-                LABELS[name],
-                str(len(by_problem)),
-                str(len(every)),
-                number(statistics.median(by_problem)),
-                f"{100 * near:.0f} %",
-                number(max(by_problem)),
-                number(max(every)),
-                f"{100 * skips:.2g} %",
-            ]
-        )
-    columns = ["precision", "problems", "trainings", "median", "problems at most 1.05"]
-    columns += ["worst problem", "worst training", "steps skipped"]
-    return markdown(columns, rows)
+        if every:
+            near = sum(r <= 1.05 for r in medians) / len(medians)
+            skips = statistics.median(ratios.skipped(p, name) for p in ratios.solved)
+            yield {
+                "precision": LABELS[name],
+                "problems": len(medians),
+                "trainings": len(every),
+                "median": number(statistics.median(medians)),
+                "near": 100 * near,
+                "worst": number(max(medians)),
+                "worst_training": number(max(every)),
+                "skips": 100 * skips,
+            }
 
 
-def by_problem(data: dict[str, Any], optimizer: str | None = None) -> str:
+summary = Table(
+    "breadth",
+    _overall,
+    """
+    precision              {precision}
+    problems               {problems}
+    trainings              {trainings}
+    median                 {median}
+    problems at most 1.05  {near:.0f} %
+    worst problem          {worst}
+    worst training         {worst_training}
+    steps skipped          {skips:.2g} %
+    """,
+)
+
+
+def _by_problem(optimizer: str | None, data: Result) -> Iterator[Record]:
     """The median ratio of each problem, and the worst over its seeds."""
     ratios = Ratios(data, optimizer)
-    names = ratios.precisions()
-    titles = {t["problem"]: t["title"] for t in data["trainings"]}
-    rows = []
-    for problem in sorted(ratios.problems, key=lambda p: worst(ratios, p)):
+    for problem in ratios.worst_last():
         error = ratios.error(problem)
-        row = [titles[problem], "none" if error is None else f"{error:.1e}"]
-        for name in names:
-            found = ratios.of(problem, name)
-            told = f"{number(statistics.median(found))}" if found else "–"
-            row.append(f"{told} ({number(max(found))})" if len(found) > 1 else told)
-        rows.append(row)
-    return markdown(["problem", "float32", *(LABELS[n] for n in names)], rows)
+        row = {"title": ratios.titles[problem]}
+        row["float32"] = "none" if error is None else f"{error:.1e}"
+        for name in ratios.precisions:
+            if found := ratios.of(problem, name):
+                worst = f" ({number(max(found))})" if len(found) > 1 else ""
+                row[name] = f"{number(statistics.median(found))}{worst}"
+        yield row
 
 
-def worst(ratios: Ratios, problem: str) -> float:
-    """Of the ways that promise full accuracy."""
-    names = ("forward-float32-float16", "forward-float32-bfloat16")
-    return max((r for name in names for r in ratios.of(problem, name)), default=0.0)
+def by_problem(file: str = "breadth", optimizer: str | None = None) -> Table:
+    """A row for each problem, by default of its own optimizer."""
+
+    def columns(data: Result) -> list[str]:
+        names = Ratios(data, optimizer).precisions
+        return ["problem  {title}", "float32  {float32}", *(f"{LABELS[n]}  {{{n}}}" for n in names)]
+
+    return Table(file, partial(_by_problem, optimizer), columns)
 
 
-def failures(data: dict[str, Any], optimizer: str | None = None) -> str:
+def failures(data: Result | None = None) -> str:
     """What float32 does not solve, and every training far from it."""
-    ratios = Ratios(data, optimizer)
-    lines = []
-    for problem in ratios.problems:
+    data = load("breadth-cpu") if data is None else data
+    ratios, lines = Ratios(data), []
+    for problem in ratios.titles:
         if problem not in ratios.solved:
             error = ratios.error(problem)
             told = "is not finite" if error is None else f"errs by {error:.1e}"
             lines.append(f"- `{problem}`: float32 itself {told}.")
     for t in ratios.rest:
-        far = t["problem"] in ratios.solved and ratios.ratio(t) > FAR
+        what = f"`{t['problem']}`, {LABELS[t['precision']]}"
         if "failed" in t:
-            lines.append(f"- `{t['problem']}`, {LABELS[t['precision']]}: {t['failed']}")
-        elif far and t["precision"] != "naive-float16":
-            told = number(ratios.ratio(t))
+            lines.append(f"- {what}: {t['failed']}")
+        elif t["precision"] == "naive-float16" or t["problem"] not in ratios.solved:
+            continue
+        elif ratios.ratio(t) > FAR:
             skips = f"{t['skipped']:,} of {t['steps']:,} steps skipped"
-            label = LABELS[t["precision"]]
-            lines.append(f"- `{t['problem']}`, {label}, seed {t['seed']}: {told}; {skips}.")
-    return "\n".join(lines) or "None."
+            lines.append(f"- {what}, seed {t['seed']}: {number(ratios.ratio(t))}; {skips}.")
+    told = "\n".join(lines) or "None."
+    return f"{told}\n\n{source(data)}\n"
 
 
 PAPER = {
@@ -165,30 +184,29 @@ PAPER = {
 """The examples of Xue et al. (section 4), here, and what is told there of float16."""
 
 
-def paper(data: dict[str, Any], optimizer: str | None = None) -> str:
-    """The paper's examples, its words and our figures."""
-    ratios = Ratios(data, optimizer)
-    names = ("float16", "forward-float32-float16")
-    rows = []
+def _paper(data: Result) -> Iterator[Record]:
+    ratios = Ratios(data)
     for example, (problem, told) in PAPER.items():
-        error = ratios.error(problem)
-        found = [ratios.of(problem, name) for name in names]
-        cells = [number(statistics.median(r)) if r else "–" for r in found]
-        rows.append([example, told, f"`{problem}`", f"{error:.1e}" if error else "–", *cells])
-    columns = ["example", "there, in float16", "here", "float32", *(LABELS[n] for n in names)]
-    return markdown(columns, rows)
+        row = {"example": example, "told": told, "problem": problem}
+        row["float32"] = ratios.error(problem)
+        for name in ("float16", "forward-float32-float16"):
+            if found := ratios.of(problem, name):
+                row[name] = statistics.median(found)
+        yield row
 
 
-def block(
-    table: Callable[..., str], name: str = "breadth-cpu", optimizer: str | None = None
-) -> Callable[[], str]:
-    """A table, by default of the trainings of each problem's own optimizer."""
-
-    def text():
-        data = load(name)
-        return f"{table(data, optimizer)}\n\n{source(data)}\n"
-
-    return text
+paper = Table(
+    "breadth",
+    _paper,
+    """
+    example                            {example}
+    there, in float16                  {told}
+    here                               `{problem}`
+    float32                            {float32:.1e}
+    float16                            {float16:.2f}
+    forward float32, backward float16  {forward-float32-float16:.2f}
+    """,
+)
 
 
 # --- The figure ------------------------------------------------------------------------------
@@ -209,10 +227,9 @@ LARGEST = 30.0
 def draw(figure: Any, data: dict[str, Any]) -> None:
     """A dot for each seed, the problems in the order of their worst ratio."""
     ratios = Ratios(data)
-    problems = sorted(ratios.problems, key=lambda p: worst(ratios, p))
-    titles = {t["problem"]: t["title"] for t in data["trainings"]}
+    problems = ratios.worst_last()
     axes = figure.subplots()
-    names: Sequence[str] = [name for name in COLORS if name in ratios.precisions()]
+    names: Sequence[str] = [name for name in COLORS if name in ratios.precisions]
     for i, name in enumerate(names):
         shift = 0.7 * (i / max(1, len(names) - 1) - 0.5)
         dots = [
@@ -225,7 +242,7 @@ def draw(figure: Any, data: dict[str, Any]) -> None:
     axes.axvline(1, color="black", linewidth=0.6)
     axes.axvline(1.15, color="black", linewidth=0.6, linestyle=":")
     axes.set(xscale="log", xlabel=f"error over float32's from the same seed (at most {LARGEST:g})")
-    axes.set_yticks(range(len(problems)), [titles[p] for p in problems], fontsize="x-small")
+    axes.set_yticks(range(len(problems)), [ratios.titles[p] for p in problems], fontsize="x-small")
     axes.set_xticks([0.5, 1, 2, 5, 10, LARGEST], ["0.5", "1", "2", "5", "10", f"{LARGEST:g}"])
     axes.minorticks_off()
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=2)

@@ -1,7 +1,11 @@
 """From the JSON file of a benchmark to Markdown."""
 
 import json
-from collections.abc import Sequence
+import re
+import statistics
+import string
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +14,15 @@ from .._sources import accepted
 
 ROOT = Path(__file__).parent.parent.parent
 NOT_RUN = "compiled for an H100, not run"
+NONE = "–"
+
+Record = dict[str, Any]
 
 
 class Result(dict[str, Any]):
     """A file of results, which knows its name."""
 
-    name: str
+    name: str = ""
 
 
 def load(name: str) -> Result:
@@ -26,12 +33,12 @@ def load(name: str) -> Result:
     return result
 
 
-def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [columns, ["---"] * len(columns), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def source(data: dict[str, Any]) -> str:
+def source(data: Mapping[str, Any]) -> str:
     """Where a result comes from, and whether it is older than the code."""
     env = data["environment"]
     return (
@@ -40,7 +47,107 @@ def source(data: dict[str, Any]) -> str:
     )
 
 
-def older(data: dict[str, Any]) -> str:
+def older(data: Mapping[str, Any]) -> str:
     """That a result is accepted as older than the code, and why; empty if it is not."""
     entry = accepted().get(data.name) if isinstance(data, Result) else None
     return "" if entry is None else f" **Older than the code:** {entry['reason']}"
+
+
+# --- Tables that are declared ----------------------------------------------------------------
+
+UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "ms": 1e-3, "G": 1e9}
+
+
+class _Unknown(Exception):
+    """A field is there, and empty."""
+
+
+class _Cells(string.Formatter):
+    """Formats of a record's fields: with dots into what is nested, `a/b` for a ratio, and before
+    the format of a number its unit, as in `{temp_bytes:GiB.2f}`."""
+
+    def get_field(self, field_name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        values = []
+        for name in field_name.split("/"):
+            value: Any = kwargs
+            for key in name.split("."):
+                if value is None:
+                    raise _Unknown
+                value = value[key]
+            values.append(value)
+        if None in values or (len(values) > 1 and not all(values)):
+            raise _Unknown
+        return values[0] if len(values) == 1 else values[0] / values[1], field_name
+
+    def format_field(self, value: Any, format_spec: str) -> str:
+        for unit, size in UNITS.items():
+            if format_spec.startswith(unit):
+                return format(value / size, format_spec.removeprefix(unit))
+        return format(value, format_spec)
+
+
+def cell(record: Mapping[str, Any], spec: str) -> str:
+    """A format of fields, or what stands behind ` || ` where one of them is empty; where one is not
+    there, only if that has fields as well."""
+    gone = False
+    for option in spec.split(" || "):
+        try:
+            if "{" in option or not gone:
+                return _Cells().vformat(option, (), record)
+        except KeyError:
+            gone = True
+        except _Unknown:
+            pass
+    return NONE
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of a page.
+
+    **Attributes:**
+
+    - `file`: the results that it is made from, without their platform.
+    - `rows`: the section whose records are the rows, or a function of the results.
+    - `columns`: a line for each, of its title and, behind two spaces, its `cell`; or a function of
+        the results that gives these lines.
+    - `note`: what stands below: a `cell` of the first row.
+    - `told`: what is told of where the results come from.
+    """
+
+    file: str
+    rows: str | Callable[[Result], Iterable[Record]]
+    columns: str | Callable[[Result], Iterable[str]]
+    note: str = ""
+    told: Callable[[Result], str] = source
+
+    def __call__(self, data: Result | None = None) -> str:
+        """The table and what stands below it, of the results in the repository or of others."""
+        data = load(f"{self.file}-cpu") if data is None else data
+        lines = self.columns(data) if callable(self.columns) else self.columns.splitlines()
+        columns = [re.split(r"  +", line.strip(" "), maxsplit=1) for line in lines if line.strip()]
+        rows = list(self.rows(data) if callable(self.rows) else data[self.rows])
+        table = markdown(
+            [c[0].strip() for c in columns], ([cell(r, c[-1]) for c in columns] for r in rows)
+        )
+        note = cell(rows[0], self.note) if rows else ""
+        below = " ".join(filter(None, (note, self.told(data).strip())))
+        return f"{table}\n\n{below}\n" if below else f"{table}\n"
+
+
+def groups(records: Iterable[Record], *keys: str) -> dict[Any, list[Record]]:
+    """The records by what they have at one key, or at several."""
+    out: dict[Any, list[Record]] = {}
+    for record in records:
+        found = tuple(record[key] for key in keys)
+        out.setdefault(found if len(keys) > 1 else found[0], []).append(record)
+    return out
+
+
+def median(records: Iterable[Record], key: str) -> float:
+    return statistics.median(record[key] for record in records)
+
+
+def listed(records: Iterable[Record], key: str) -> str:
+    """What the records have at a key, each once."""
+    return ", ".join(dict.fromkeys(str(record[key]) for record in records))

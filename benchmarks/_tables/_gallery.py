@@ -4,7 +4,7 @@ import ast
 from typing import Any
 
 from .._gallery import PICTURES
-from ._format import ROOT, load, source
+from ._format import ROOT, Result, load, source
 
 
 REPOSITORY = "https://github.com/mpx-pde/mpx_pde/blob/main"
@@ -44,8 +44,8 @@ def entry(training: dict[str, Any]) -> str:
     return "\n\n".join(lines)
 
 
-def gallery() -> str:
-    data = load("gallery-cpu")
+def gallery(data: Result | None = None) -> str:
+    data = load("gallery-cpu") if data is None else data
     parts = []
     for family, heading in FAMILIES.items():
         found = [t for t in data["trainings"] if t["family"] == family]

@@ -1,67 +1,43 @@
 """The table of derivatives of many networks."""
 
-from typing import Any
+from collections.abc import Iterator
 
-from ._format import load, markdown, source
-
-
-def networks() -> str:
-    data = load("networks-cpu")
-    costs = {(r["network"], r["problem"], r["rival"]): r for r in data["costs"]}
-    h100 = {
-        (r["network"], r["problem"], r["rival"], r["precision"]): r["temp_bytes"]
-        for r in data.get("h100", [])
-    }
-    rows = []
-    for network, problem, rival in costs:
-        if rival != "mpx_pde":
-            continue
-        at = lambda rival, n=network, p=problem: costs.get((n, p, rival), {})
-        here, nested = at("mpx_pde"), at("nested jvp")
-        memory = lambda rival, precision, n=network, p=problem: h100.get((n, p, rival, precision))
-        base = memory("nested jvp", "float32")
-        rows.append(
-            [
-                network,
-                problem,
-                f"{here['flops'] / 1e9:.3g}",
-                *(_over(here, at(rival), "flops") for rival in ("nested jvp", "jet", "folx")),
-                _over(here, nested, "bytes_accessed"),
-                _over(here, nested, "temp_bytes"),
-                *(_share(memory("mpx_pde", p), base) for p in ("float32", "float16")),
-                *(
-                    _error(x)
-                    for x in (
-                        here["error"],
-                        nested.get("error"),
-                        here["error_float16"],
-                        here["error_bfloat16"],
-                    )
-                ),
-            ]
-        )
-    columns = ["network", "of", "GFLOP", "over nested `jvp`", "over jet", "over folx", "bytes"]
-    columns += ["temp memory", "H100: temp memory", "float16"]
-    columns += ["error", "of nested `jvp`", "float16", "bfloat16"]
-    width = data["width"][0]["width"]
-    return (
-        f"{markdown(columns, rows)}\n\n{width} units. A step is the mean square of the derivative "
-        "at 64 to 2,048 points, and its gradient with respect to the parameters. All costs are of "
-        "the compiled program; bytes, and memory on a CPU and an H100 (compiled, not run), are "
-        "over those of nested `jvp` in float32. Errors are of the derivative, over that "
-        "of the same parameters in float64; those in half contain the rounding of parameters. "
-        "Below 1 is in favor of `mpx_pde`; a dash is what a rival cannot do, or was not compiled. "
-        f"{source(data)}\n"
-    )
+from ._format import Record, Result, Table, groups
 
 
-def _over(here: dict[str, Any], rival: dict[str, Any], key: str) -> str:
-    return _share(here.get(key), rival.get(key))
+def _cases(data: Result) -> Iterator[Record]:
+    """Of each network and problem the records of all rivals, and their memory on an H100."""
+    h100 = groups(data.get("h100", []), "network", "problem")
+    for at, records in groups(data["costs"], "network", "problem").items():
+        rivals = {record["rival"]: record for record in records}
+        memory = {f"{r['rival']} {r['precision']}": r["temp_bytes"] for r in h100.get(at, [])}
+        if "mpx_pde" in rivals:
+            yield {**rivals, "h100": memory, **data["width"][0]}
 
 
-def _share(value: float | None, base: float | None) -> str:
-    return "–" if not value or not base else f"{value / base:.2f}"
-
-
-def _error(value: float | None) -> str:
-    return "–" if value is None else f"{value:.1e}"
+networks = Table(
+    "networks",
+    _cases,
+    """
+    network  {mpx_pde.network}
+    of       {mpx_pde.problem}
+    GFLOP    {mpx_pde.flops:G.3g}
+    over nested `jvp`  {mpx_pde.flops/nested jvp.flops:.2f}
+    over jet           {mpx_pde.flops/jet.flops:.2f}
+    over folx          {mpx_pde.flops/folx.flops:.2f}
+    bytes              {mpx_pde.bytes_accessed/nested jvp.bytes_accessed:.2f}
+    temp memory        {mpx_pde.temp_bytes/nested jvp.temp_bytes:.2f}
+    H100: temp memory  {h100.mpx_pde float32/h100.nested jvp float32:.2f}
+    float16            {h100.mpx_pde float16/h100.nested jvp float32:.2f}
+    error              {mpx_pde.error:.1e}
+    of nested `jvp`    {nested jvp.error:.1e}
+    float16            {mpx_pde.error_float16:.1e}
+    bfloat16           {mpx_pde.error_bfloat16:.1e}
+    """,
+    "{width} units. A step is the mean square of the derivative at 64 to 2,048 points, and its "
+    "gradient with respect to the parameters. All costs are of the compiled program; bytes, and "
+    "memory on a CPU and an H100 (compiled, not run), are over those of nested `jvp` in float32. "
+    "Errors are of the derivative, over that of the same parameters in float64; those in half "
+    "contain the rounding of parameters. Below 1 is in favor of `mpx_pde`; a dash is what a rival "
+    "cannot do, or was not compiled.",
+)

@@ -2,10 +2,10 @@
 Operators via Mixed Precision (V100, 128² points, Navier–Stokes, 100 epochs)."""
 
 import statistics
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import partial
 
-from ._format import load, markdown, source
+from ._format import NONE, Record, Result, Table, groups, median
 
 
 PROBLEMS = {"darcy": "Darcy", "navier_stokes": "Navier–Stokes"}
@@ -28,195 +28,144 @@ PAPER_MODES = {
     ("float16", 32): (29.7, 0.0486, 0.0474),
     ("float16", 16): (28.3, 0.0682, 0.0689),
 }
+# In the text, over float32.
+PAPER_RATIOS = {"darcy": "no increase", "navier_stokes": "1.06–1.11"}
 
 
-class Runs:
-    """The trainings of one variant, one for each seed."""
-
-    def __init__(self, runs: Sequence[dict[str, Any]]):
-        self.runs = sorted(runs, key=lambda run: run["seed"])
-
-    def values(self, field: str | Callable[[dict[str, Any]], float]) -> list[float]:
-        get = field if callable(field) else lambda run: run[field]
-        return [get(run) for run in self.runs]
-
-    def errors(self, norm: str, resolution: int | None = None) -> list[float]:
-        return self.values(lambda run: run["errors"][str(resolution or run["resolution"])][norm])
+def l2(run: Record, norm: str = "l2") -> float:
+    """The error on the grid of the training."""
+    return run["errors"][str(run["resolution"])][norm]
 
 
-def variants(data: dict[str, Any], problem: str, modes: int | None = None) -> dict[Any, Runs]:
-    """Of one problem, by precision and stabilizer; with the most modes, unless told how many."""
+def variants(data: Result, problem: str, modes: int | None = None) -> list[Record]:
+    """Of one problem, with the most modes, unless told how many: the trainings of each variant by
+    seed, and their figures beside those of float32."""
     trainings = [t for t in data["trainings"] if t["problem"] == problem]
     modes = modes or max(t["modes"] for t in trainings)
-    groups: dict[Any, list[dict[str, Any]]] = {}
-    for t in trainings:
-        if t["modes"] == modes:
-            groups.setdefault((t["precision"], t["stabilizer"]), []).append(t)
-    return {key: Runs(runs) for key, runs in groups.items()}
+    kept = [t for t in trainings if t["modes"] == modes]
+    found = {
+        key: sorted(runs, key=lambda t: t["seed"])
+        for key, runs in groups(kept, "precision", "stabilizer").items()
+    }
+    return [_variant(runs, found["float32", None]) for runs in found.values()]
 
 
-def over(values: list[float], baseline: list[float]) -> str:
-    """The quotient of the medians, and that of each seed."""
-    by_seed = " ".join(f"{v / b:.3f}" for v, b in zip(values, baseline, strict=False))
-    return f"**{statistics.median(values) / statistics.median(baseline):.3f}** ({by_seed})"
+def _variant(runs: list[Record], full: list[Record]) -> Record:
+    figures = {"train_loss": lambda t: t["train_loss"], "l2": l2, "h1": partial(l2, norm="h1")}
+    told: Record = {name: _figure(runs, full, figure) for name, figure in figures.items()}
+    for n in runs[0]["errors"]:
+        found = _figure(runs, full, lambda t, n=n: t["errors"][n]["l2"])
+        told[n] = f"{found['median']} ({found['ratio']})"
+    first = runs[0]
+    skipped = NONE if first["precision"] == "float32" else f"{median(runs, 'skipped_steps'):.0f}"
+    name = ", ".join(filter(None, (first["precision"], first["stabilizer"])))
+    problem = PROBLEMS[first["problem"]]
+    return {**first, "title": problem, "name": name, "runs": runs, "skipped": skipped, **told}
 
 
-def number(values: list[float]) -> str:
-    return f"{statistics.median(values):.4f}"
+def _figure(
+    runs: list[Record], full: list[Record], figure: Callable[[Record], float]
+) -> dict[str, str]:
+    """The median, and over float32 the quotient of the medians, with and without that of each
+    seed."""
+    ours, theirs = ([figure(t) for t in trainings] for trainings in (runs, full))
+    ratio = f"{statistics.median(ours) / statistics.median(theirs):.3f}"
+    by_seed = " ".join(f"{v / b:.3f}" for v, b in zip(ours, theirs, strict=False))
+    over = f"**{ratio}** ({by_seed})"
+    return {"median": f"{statistics.median(ours):.4f}", "ratio": ratio, "over": over}
 
 
-def name(precision: str, stabilizer: str | None) -> str:
-    return f"{precision}, {stabilizer}" if stabilizer else precision
+def _of_all(data: Result) -> Iterator[Record]:
+    seeds = ", ".join(map(str, sorted({run["seed"] for run in data["trainings"]})))
+    for problem in PROBLEMS:
+        for row in variants(data, problem):
+            mixed = (row["precision"], row["stabilizer"]) == ("float16", "tanh")
+            yield {**row, "paper": PAPER_RATIOS[problem] if mixed else NONE, "seeds": seeds}
 
 
-def setting(data: dict[str, Any]) -> str:
-    runs = data["trainings"]
-    t, seeds = runs[0], sorted({run["seed"] for run in runs})
-    return (
-        f"{t['samples']} training samples on {t['resolution']}² points, {t['channels']} channels, "
-        f"{t['steps']} steps; medians over seeds {', '.join(map(str, seeds))}."
-    )
+def _preactivations(data: Result) -> Iterator[Record]:
+    for row in _of_all(data):
+        if row["problem"] == "navier_stokes":
+            key = row["precision"], row["stabilizer"]
+            seconds, loss = PAPER_PREACTIVATIONS.get(key, (NONE, None))
+            base = PAPER_PREACTIVATIONS["float32", None][1]
+            yield {**row, "paper": {"seconds": seconds, "loss": loss, "base": base}}
 
 
-Table = tuple[list[str], list[list[str]]]
-
-
-def precisions(data: dict[str, Any]) -> Table:
-    rows = []
-    for problem, title in PROBLEMS.items():
-        groups = variants(data, problem)
-        full = groups["float32", None]
-        for (precision, stabilizer), runs in groups.items():
-            paper = "–"
-            if (precision, stabilizer) == ("float16", "tanh"):
-                paper = "1.06–1.11" if problem == "navier_stokes" else "no increase"
-            rows.append(
-                [
-                    title,
-                    name(precision, stabilizer),
-                    number(runs.errors("h1")),
-                    over(runs.errors("h1"), full.errors("h1")),
-                    number(runs.errors("l2")),
-                    over(runs.errors("l2"), full.errors("l2")),
-                    f"{statistics.median(runs.values('skipped_steps')):.0f}"
-                    if precision != "float32"
-                    else "–",
-                    paper,
-                ]
-            )
-    columns = [
-        "problem",
-        "variant",
-        "test H1 error",
-        "over float32 (by seed)",
-        "test L2 error",
-        "over float32 (by seed)",
-        "skipped steps",
-        "paper, over float32",
-    ]
-    return columns, rows
-
-
-def preactivations(data: dict[str, Any]) -> Table:
-    rows = []
-    groups = variants(data, "navier_stokes")
-    full = groups["float32", None]
-    for key, runs in groups.items():
-        seconds, loss = PAPER_PREACTIVATIONS.get(key, ("–", None))
-        reference = PAPER_PREACTIVATIONS["float32", None][1]
-        rows.append(
-            [
-                key[0],
-                key[1] or "none",
-                number(runs.values("train_loss")),
-                over(runs.values("train_loss"), full.values("train_loss")),
-                "–" if loss is None else f"{loss:.4f}",
-                "–" if loss is None else f"{loss / reference:.3f}",
-                seconds,
-            ]
-        )
-    columns = [
-        "precision",
-        "pre-activation",
-        "training loss",
-        "over float32 (by seed)",
-        f"{PAPER}: training loss",
-        "over float32",
-        "seconds per epoch",
-    ]
-    return columns, rows
-
-
-def modes(data: dict[str, Any]) -> Table:
+def _by_modes(data: Result) -> Iterator[Record]:
+    """Each variant with each number of modes, and that of the paper beside it."""
+    seeds = next(_of_all(data))["seeds"]
     kept = sorted({t["modes"] for t in data["trainings"]}, reverse=True)
-    papers = sorted({m for _, m in PAPER_MODES}, reverse=True)
-    rows = []
+    pairs = list(zip(kept, sorted({m for _, m in PAPER_MODES}, reverse=True), strict=False))
     for key in (("float32", None), ("float16", None), ("float16", "tanh")):
-        for m, paper_modes in zip(kept, papers, strict=False):
-            groups = variants(data, "navier_stokes", m)
-            if key not in groups:
-                continue
-            runs, full = groups[key], groups["float32", None]
-            paper = ["–"] * 4
-            # Their mixed precision has the hyperbolic tangent in it.
-            if key != ("float16", None):
-                seconds, train, test = PAPER_MODES[key[0], paper_modes]
-                baseline = PAPER_MODES["float32", paper_modes][2]
-                paper = [f"{train:.4f}", f"{test:.4f}", f"{test / baseline:.3f}", f"{seconds}"]
-            rows.append(
-                [
-                    name(*key),
-                    str(m),
-                    number(runs.values("train_loss")),
-                    number(runs.errors("h1")),
-                    over(runs.errors("h1"), full.errors("h1")),
-                    str(paper_modes),
-                    *paper,
-                ]
-            )
-    columns = [
-        "precision",
-        "modes",
-        "training loss",
-        "test H1 error",
-        "over float32 (by seed)",
-        f"{PAPER}: modes",
-        "training loss",
-        "test loss",
-        "over float32",
-        "seconds per epoch",
-    ]
-    return columns, rows
+        for m, paper_m in pairs:
+            for row in variants(data, "navier_stokes", m):
+                if (row["precision"], row["stabilizer"]) == key:
+                    seconds, train, test = PAPER_MODES[key[0], paper_m]
+                    base = PAPER_MODES["float32", paper_m][2]
+                    paper = {"seconds": seconds, "train": train, "test": test, "base": base}
+                    # Their mixed precision has the hyperbolic tangent in it.
+                    beside = {} if key == ("float16", None) else paper
+                    yield {**row, "paper": {"modes": paper_m, **beside}, "seeds": seeds}
 
 
-def resolutions(data: dict[str, Any]) -> Table:
-    grids = sorted(int(n) for n in data["trainings"][0]["errors"])
-    rows = []
-    for problem, title in PROBLEMS.items():
-        groups = variants(data, problem)
-        full = groups["float32", None]
-        for key, runs in groups.items():
-            row = [title, name(*key)]
-            for n in grids:
-                errors = runs.errors("l2", n)
-                quotient = statistics.median(errors) / statistics.median(full.errors("l2", n))
-                row.append(f"{number(errors)} ({quotient:.3f})")
-            rows.append(row)
-    return ["problem", "variant", *(f"L2 at {n}² (over float32)" for n in grids)], rows
+_table = partial(
+    Table,
+    "operators",
+    note="{samples} training samples on {resolution}² points, {channels} channels, {steps} steps; "
+    "medians over seeds {seeds}.",
+)
 
+precisions = _table(
+    _of_all,
+    """
+    problem  {title}
+    variant  {name}
+    test H1 error           {h1.median}
+    over float32 (by seed)  {h1.over}
+    test L2 error           {l2.median}
+    over float32 (by seed)  {l2.over}
+    skipped steps           {skipped}
+    paper, over float32     {paper}
+    """,
+)
 
-def table(of: Callable[[dict[str, Any]], Table]) -> Callable[[], str]:
-    def text() -> str:
-        data = load("operators-cpu")
-        return f"{markdown(*of(data))}\n\n{setting(data)} {source(data)}\n"
+preactivations = _table(
+    _preactivations,
+    f"""
+    precision       {{precision}}
+    pre-activation  {{stabilizer}} || none
+    training loss   {{train_loss.median}}
+    over float32 (by seed)   {{train_loss.over}}
+    {PAPER}: training loss  {{paper.loss:.4f}}
+    over float32             {{paper.loss/paper.base:.3f}}
+    seconds per epoch        {{paper.seconds}}
+    """,
+)
 
-    return text
+modes = _table(
+    _by_modes,
+    f"""
+    precision      {{name}}
+    modes          {{modes}}
+    training loss  {{train_loss.median}}
+    test H1 error  {{h1.median}}
+    over float32 (by seed)  {{h1.over}}
+    {PAPER}: modes  {{paper.modes}}
+    training loss      {{paper.train:.4f}}
+    test loss          {{paper.test:.4f}}
+    over float32       {{paper.test/paper.base:.3f}}
+    seconds per epoch  {{paper.seconds}}
+    """,
+)
 
-
-def frequencies() -> str:
-    data = load("frequencies-cpu")
-    methods = data["methods"]
-    rows = [
-        [m["method"], *(f"{100 * error:.2g}%" for error in m["error"].values())] for m in methods
-    ]
-    return f"{markdown(['', *methods[0]['error']], rows)}\n\n{source(data)}\n"
+resolutions = _table(
+    _of_all,
+    lambda data: [
+        *("problem  {title}", "variant  {name}"),
+        *(
+            f"L2 at {n}² (over float32)  {{{n}}}"
+            for n in sorted(map(int, data["trainings"][0]["errors"]))
+        ),
+    ],
+)

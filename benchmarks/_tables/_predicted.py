@@ -1,12 +1,15 @@
 """What steps would take on an H100, predicted from their compiled programs."""
 
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from ._format import Result, load, markdown, older, source
+from ._format import NONE, Record, Result, Table, groups, load, markdown, older
 
 
 OURS = "mpx_pde float16"
 FULL = "mpx_pde float32"
+LAPLACIAN = "mpx_pde float16, laplacian"
 KEEPING = "mpx_pde float16, remat=False"
 
 # Where the error of a step is measured: the file, the field, and what records of rivals say.
@@ -18,11 +21,7 @@ ERRORS: dict[str, tuple[str, str, dict[str, dict[str, Any]]]] = {
         {
             "float32": {"library": "jax", "precision": "float32"},
             OURS: {"library": "mpx_pde", "method": "partials", "precision": "float16"},
-            "mpx_pde float16, laplacian": {
-                "library": "mpx_pde",
-                "method": "laplacian",
-                "precision": "float16",
-            },
+            LAPLACIAN: {"library": "mpx_pde", "method": "laplacian", "precision": "float16"},
         },
     ),
     "fno": (
@@ -59,149 +58,134 @@ def gradient_error(problem: str, rival: str) -> str:
     return f"{max(found):.1e}" if found else "–"
 
 
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g}"
-
-
-def _range(record: dict[str, Any]) -> str:
-    """From memory and products alone, over arithmetic, to XLA's estimates."""
-    keys = ("seconds", "seconds_with_arithmetic", "seconds_by_xla")
-    return " – ".join(_ms(record[key]) for key in keys)
-
-
-def _problems(data: Result) -> dict[str, dict[str, dict[str, Any]]]:
-    out: dict[str, dict[str, dict[str, Any]]] = {}
-    for record in data["steps"]:
-        out.setdefault(record["title"], {})[record["rival"]] = record
-    return out
+def _records(data: Result) -> Iterator[Record]:
+    """The steps, each with those of the same problem beside it."""
+    for found in groups(data["steps"], "title").values():
+        beside = {record["rival"]: record for record in found}
+        for r in found:
+            shares = (
+                f"{kind} {v['seconds'] / r['seconds']:.0%}" for kind, v in r["by_kind"].items()
+            )
+            products = r["operations"].items()
+            least = 0.01 * sum(n for _, n in products)
+            yield {
+                **r,
+                "beside": beside,
+                "error": gradient_error(r["problem"], r["rival"]),
+                "shares": ", ".join(share for share in shares if not share.endswith(" 0%")),
+                "work": ", ".join(f"{kind} {n / 1e9:,.0f}" for kind, n in products if n > least),
+            }
 
 
 def speedups(data: Result, rival: str) -> list[float]:
     """Of our half-precision steps over a rival, by problem."""
     key = "seconds_with_arithmetic"
-    return [steps[rival][key] / steps[OURS][key] for steps in _problems(data).values()]
+    ours = (r for r in _records(data) if r["rival"] == OURS)
+    return [r["beside"][rival][key] / r[key] for r in ours]
 
 
-def assumptions() -> str:
-    data = load("predicted-h100-cpu")
-    rows = [[a["rate"], a["data_sheet"], a["share"]] for a in data["assumptions"]]
-    return f"{markdown(['rate', 'data sheet', 'share of it assumed'], rows)}\n"
+# From memory and products alone, over arithmetic, to XLA's estimates.
+RANGE = "{seconds:ms.3g} – {seconds_with_arithmetic:ms.3g} – {seconds_by_xla:ms.3g}"
+MEMORY = "Memory beyond state and batch."
+
+_table = partial(Table, "predicted-h100")
+
+assumptions = _table(
+    "assumptions",
+    """
+    rate                 {rate}
+    data sheet           {data_sheet}
+    share of it assumed  {share}
+    """,
+    told=lambda _: "",
+)
+
+steps = _table(
+    _records,
+    f"""
+    problem  {{title}}
+    step     {{rival}}
+    predicted, not run: ms  {RANGE}
+    float32 over it         {{beside.float32.seconds_with_arithmetic/seconds_with_arithmetic:.2f}}
+    TF32 over it            {{beside.TF32.seconds_with_arithmetic/seconds_with_arithmetic:.2f}}
+    ideal, ms (over it)     {{ideal_seconds:ms.3g}} ({{seconds_with_arithmetic/ideal_seconds:.1f}})
+    gradient error          {{error}}
+    kernels  {{kernels:,}}
+    GB       {{bytes:G.3g}}
+    shares   {{shares}}
+    """,
+    "Compiled for an H100, predicted, not run.",
+)
+
+# What keeping activations takes and gives, of the operators.
+recomputation = _table(
+    lambda data: [
+        {**r, "remat": r["rival"] == OURS}
+        for r in _records(data)
+        if KEEPING in r["beside"] and r["rival"] in (OURS, KEEPING)
+    ],
+    f"""
+    problem  {{title}}
+    float16  `remat={{remat}}`
+    predicted, not run: ms  {RANGE}
+    float32 over it         {{beside.float32.seconds_with_arithmetic/seconds_with_arithmetic:.2f}}
+    memory, GiB             {{temp_bytes:GiB.2f}}
+    memory of float32, GiB  {{beside.float32.temp_bytes:GiB.2f}}
+    gradient error          {{error}}
+    """,
+    MEMORY,
+    told=older,
+)
+
+# What a forward pass in full takes and gives, of the physics-informed steps.
+forward = _table(
+    lambda data: [
+        r
+        for r in _records(data)
+        if FULL in r["beside"] and (r["rival"] in (OURS, FULL) or "forward" in r["rival"])
+    ],
+    f"""
+    problem  {{title}}
+    step     {{rival}}
+    predicted, not run: ms  {RANGE}
+    over half throughout    {{seconds_with_arithmetic/beside.{OURS}.seconds_with_arithmetic:.2f}}
+    memory, GiB             {{temp_bytes:GiB.2f}}
+    over float32's          {{temp_bytes/beside.{FULL}.temp_bytes:.2f}}
+    products, GFLOP         {{work}}
+    GB                      {{bytes:G.3g}}
+    """,
+    MEMORY,
+    told=older,
+)
+
+_largest = _table(
+    "largest",
+    """
+    predicted ms  {seconds_with_arithmetic:ms.3f}
+    kernels       {kernels}
+    kind          {kind}
+    bound by      {bound}
+    GB            {bytes:G.2f}
+    line          {place}
+    """,
+    told=lambda _: "",
+)
 
 
-def steps() -> str:
-    data = load("predicted-h100-cpu")
-    key, rows = "seconds_with_arithmetic", []
-    for title, found in _problems(data).items():
-        for name, r in found.items():
-            shares = (
-                f"{kind} {v['seconds'] / r['seconds']:.0%}" for kind, v in r["by_kind"].items()
-            )
-            rows.append(
-                [
-                    title,
-                    name,
-                    _range(r),
-                    f"{found['float32'][key] / r[key]:.2f}",
-                    f"{found['TF32'][key] / r[key]:.2f}",
-                    f"{_ms(r['ideal_seconds'])} ({r[key] / r['ideal_seconds']:.1f})",
-                    gradient_error(r["problem"], name),
-                    f"{r['kernels']:,}",
-                    f"{r['bytes'] / 1e9:.3g}",
-                    ", ".join(share for share in shares if not share.endswith(" 0%")),
-                ]
-            )
-    columns = [
-        *("problem", "step", "predicted, not run: ms", "float32 over it", "TF32 over it"),
-        *("ideal, ms (over it)", "gradient error", "kernels", "GB", "shares"),
-    ]
-    note = "Compiled for an H100, predicted, not run."
-    return f"{markdown(columns, rows)}\n\n{note} {source(data)}\n"
-
-
-def recomputation() -> str:
-    """What keeping activations takes and gives, of the operators."""
-    data = load("predicted-h100-cpu")
-    key, rows = "seconds_with_arithmetic", []
-    for title, found in _problems(data).items():
-        if KEEPING not in found:
-            continue
-        for name in (OURS, KEEPING):
-            r = found[name]
-            rows.append(
-                [
-                    title,
-                    f"`remat={name == OURS}`",
-                    _range(r),
-                    f"{found['float32'][key] / r[key]:.2f}",
-                    f"{r['temp_bytes'] / 2**30:.2f}",
-                    f"{found['float32']['temp_bytes'] / 2**30:.2f}",
-                    gradient_error(r["problem"], name),
-                ]
-            )
-    columns = [
-        *("problem", "float16", "predicted, not run: ms", "float32 over it", "memory, GiB"),
-        *("memory of float32, GiB", "gradient error"),
-    ]
-    return f"{markdown(columns, rows)}\n\nMemory beyond state and batch.{older(data)}\n"
-
-
-def forward() -> str:
-    """What a forward pass in full takes and gives, of the physics-informed steps."""
-    data = load("predicted-h100-cpu")
-    key, rows = "seconds_with_arithmetic", []
-    for title, found in _problems(data).items():
-        if FULL not in found:
-            continue
-        half, full = found[OURS], found[FULL]
-        for name, r in found.items():
-            if name in (OURS, FULL) or "forward" in name:
-                work = ", ".join(
-                    f"{kind} {flops / 1e9:,.0f}"
-                    for kind, flops in r["operations"].items()
-                    if flops > 0.01 * sum(r["operations"].values())
-                )
-                rows.append(
-                    [
-                        title,
-                        name,
-                        _range(r),
-                        f"{r[key] / half[key]:.2f}",
-                        f"{r['temp_bytes'] / 2**30:.2f}",
-                        f"{r['temp_bytes'] / full['temp_bytes']:.2f}",
-                        work,
-                        f"{r['bytes'] / 1e9:.3g}",
-                    ]
-                )
-    columns = [
-        *("problem", "step", "predicted, not run: ms", "over half throughout", "memory, GiB"),
-        *("over float32's", "products, GFLOP", "GB"),
-    ]
-    return f"{markdown(columns, rows)}\n\nMemory beyond state and batch.{older(data)}\n"
-
-
-def kernels() -> str:
+def kernels(data: Result | None = None) -> str:
     """The largest of our half-precision steps."""
-    data = load("predicted-h100-cpu")
-    out = []
-    for title, found in _problems(data).items():
-        rows = [
-            [
-                f"{1e3 * r['seconds_with_arithmetic']:.3f}",
-                f"{r['kernels']}",
-                r["kind"],
-                r["bound"],
-                f"{r['bytes'] / 1e9:.2f}",
-                f"`{r['line']}`" if r["line"] else "–",
+    parts = []
+    for step in (load("predicted-h100-cpu") if data is None else data)["steps"]:
+        if step["rival"] == OURS:
+            largest = [
+                {**r, "place": f"`{r['line']}`" if r["line"] else NONE} for r in step["largest"]
             ]
-            for r in found[OURS]["largest"]
-        ]
-        columns = ["predicted ms", "kernels", "kind", "bound by", "GB", "line"]
-        out.append(f"### {title}\n\n{markdown(columns, rows)}\n")
-    return "\n".join(out)
+            parts.append(f"### {step['title']}\n\n{_largest(Result(largest=largest))}")
+    return "\n".join(parts)
 
 
-def commands() -> str:
+def commands(data: Result | None = None) -> str:
     """What settles each prediction."""
-    data = load("predicted-h100-cpu")
-    rows = [[title, f"`{found[OURS]['command']}`"] for title, found in _problems(data).items()]
+    data = load("predicted-h100-cpu") if data is None else data
+    rows = [[r["title"], f"`{r['command']}`"] for r in data["steps"] if r["rival"] == OURS]
     return f"{markdown(['problem', 'on an H100'], rows)}\n{older(data)}\n"

@@ -1,77 +1,69 @@
 """What compiled programs tell: operations, memory, products, collectives."""
 
+from collections.abc import Iterator
 from typing import Any
 
-from ._format import NOT_RUN, load, markdown, source
+from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load, markdown, source
 
 
-def overhead() -> str:
-    data = load("overhead-cpu")
-    rows = []
-    for program in data["programs"]:
-        if program["step"] in ("by hand", "float32"):
-            continue
-        key = {k: program[k] for k in ("problem", "size", "target", "dtype")}
-        [by_hand] = [
-            p for p in data["programs"] if p["step"] == "by hand" and key.items() <= p.items()
-        ]
-
-        def ratio(field, program=program, by_hand=by_hand):
-            if program[field] is None:
-                return "not told"
-            if by_hand[field] == 0:  # a TPU keeps small arrays on its chip
-                return "none" if program[field] == 0 else f"{program[field]:,} over 0"
-            return f"{program[field] / by_hand[field]:.4f}"
-
-        rows.append(
-            [
-                f"{program['problem']} {program['size']}",
-                {"cpu": "CPU"}.get(program["target"], f"{program['target']}, not run"),
-                program["step"],
-                *(ratio(f) for f in ("operations", "bytes_accessed", "temp_bytes")),
-            ]
-        )
-    columns = ["problem", "compiled for", "step", "operations", "bytes accessed", "temp memory"]
-    return f"{markdown(columns, rows)}\n\n{source(data)}\n"
+# --- The library's step beside that by hand --------------------------------------------------
 
 
-def collectives() -> str:
-    """Of the cavity on four devices."""
-    steps, sources = _scaled()
-    rows = []
-    for step in steps:
-        if step["problem"] != "cavity" or step["devices"] != 4:
-            continue
-        sent = {}
-        for kind, traffic in step["collectives"].items():
-            name, dtype = kind.split()
-            if dtype != "pred":
-                sent.setdefault(name, []).append(f"{traffic['bytes'] / 2**10:,.0f} {dtype}")
-        rows.append(
-            [
-                step["target"],
-                step["layout"],
-                step["precision"],
-                step["sum_dtype"] or "float32",
-                *(
-                    " + ".join(sent.get(name, ["–"]))
-                    for name in ("all-gather", "reduce-scatter", "all-reduce")
-                ),
-            ]
-        )
-    columns = [
-        "compiled for",
-        "layout",
-        "precision",
-        "sums in",
-        "all-gather, KiB",
-        "reduce-scatter, KiB",
-        "all-reduce, KiB",
-    ]
-    return f"{markdown(columns, rows)}\n\n{sources}\n"
+COUNTS = ("operations", "bytes_accessed", "temp_bytes")
 
 
-def _scaled() -> tuple[list[dict[str, Any]], str]:
+def _over_by_hand(data: Result) -> Iterator[Record]:
+    for steps in groups(data["programs"], "problem", "size", "target", "dtype").values():
+        [hand] = [p for p in steps if p["step"] == "by hand"]
+        for p in steps:
+            ratios = {
+                f: _ratio(p[f], hand[f]) for f in ("operations", "bytes_accessed", "temp_bytes")
+            }
+            target = {"cpu": "CPU"}.get(p["target"], f"{p['target']}, not run")
+            if p["step"] not in ("by hand", "float32"):
+                yield {**p, **ratios, "target": target}
+
+
+def _ratio(ours: float | None, theirs: float) -> str:
+    if ours is None:
+        return "not told"
+    if theirs == 0:  # a TPU keeps small arrays on its chip
+        return "none" if ours == 0 else f"{ours:,} over 0"
+    return f"{ours / theirs:.4f}"
+
+
+overhead = Table(
+    "overhead",
+    _over_by_hand,
+    """
+    problem         {problem} {size}
+    compiled for    {target}
+    step            {step}
+    operations      {operations}
+    bytes accessed  {bytes_accessed}
+    temp memory     {temp_bytes}
+    """,
+)
+
+compile_time = Table(
+    "compile_time",
+    "builds",
+    """
+    network            {problem}
+    step               {step}
+    trace, s           {trace.median:.2f} || {failed}
+    lower, s           {lower.median:.2f}
+    compile, s         {compile.median:.2f}
+    trace over by hand  {trace_over_by_hand:.2f}
+    equations          {equations:,}
+    first loss against float32  {loss_error:.1e}
+    """,
+)
+
+# --- Several devices -------------------------------------------------------------------------
+
+
+def _scaled() -> tuple[list[Record], str]:
     """The steps on several devices of both platforms, and where they come from."""
     platforms = [load(f"weak_scaling-{name}-cpu") for name in ("h100", "v5e")]
     found = [step for data in platforms for step in data["steps"] if step["devices"] > 1]
@@ -79,168 +71,163 @@ def _scaled() -> tuple[list[dict[str, Any]], str]:
     return found, "\n".join([note, "", *(f"- {source(data)}" for data in platforms)])
 
 
-def weak_scaling() -> str:
+def _layout(step: Record) -> tuple[str, ...]:
+    return step["layout"], step["precision"], step["sum_dtype"] or "float32"
+
+
+def collectives(_: Any = None) -> str:
+    """Of the cavity on four devices."""
+    steps, sources = _scaled()
+    kinds, rows = ("all-gather", "reduce-scatter", "all-reduce"), []
+    for step in steps:
+        if step["problem"] == "cavity" and step["devices"] == 4:
+            sent: dict[str, list[str]] = {}
+            for key, traffic in step["collectives"].items():
+                kind, dtype = key.split()
+                if dtype != "pred":
+                    sent.setdefault(kind, []).append(f"{traffic['bytes'] / 2**10:,.0f} {dtype}")
+            cells = (" + ".join(sent.get(kind, [NONE])) for kind in kinds)
+            rows.append([step["target"], *_layout(step), *cells])
+    columns = ["compiled for", "layout", "precision", "sums in", *(f"{k}, KiB" for k in kinds)]
+    return f"{markdown(columns, rows)}\n\n{sources}\n"
+
+
+def weak_scaling(_: Any = None) -> str:
     steps, sources = _scaled()
     names = {"cavity": "cavity", "fno": "FNO"}
-    targets = list(dict.fromkeys(s["target"] for s in steps))
     lines: dict[tuple[str, ...], dict[str, str]] = {}
     for s in steps:
-        key = names[s["problem"]], s["layout"], s["precision"], s["sum_dtype"] or "float32"
         sent = f"{s['wire_bytes'] / 2**10:,.0f} KiB"
         memory = f"{s['temp_over_one']:.2f} + {s['argument_over_one']:.2f}"
-        lines.setdefault(key, {})[s["target"]] = f"{sent}; {memory}"
-    rows = [[*key, *(cells.get(t, "–") for t in targets)] for key, cells in lines.items()]
+        line = lines.setdefault((names[s["problem"]], *_layout(s)), {})
+        line[s["target"]] = f"{sent}; {memory}"
+    targets = list(groups(steps, "target"))
+    rows = [[*key, *(cells.get(t, NONE) for t in targets)] for key, cells in lines.items()]
     columns = ["network", "layout", "precision", "sums in", *targets]
     return f"{markdown(columns, rows)}\n\n{sources}\n"
 
 
-def compile_time() -> str:
-    data = load("compile_time-cpu")
-    rows = []
-    for b in data["builds"]:
-        if "failed" in b:
-            rows.append([b["problem"], b["step"], b["failed"], *["–"] * 5])
-            continue
-        seconds = (f"{b[stage]['median']:.2f}" for stage in ("trace", "lower", "compile"))
-        ratio, error = f"{b['trace_over_by_hand']:.2f}", f"{b['loss_error']:.1e}"
-        rows.append([b["problem"], b["step"], *seconds, ratio, f"{b['equations']:,}", error])
-    columns = ["network", "step", "trace, s", "lower, s", "compile, s"]
-    columns += ["trace over by hand", "equations", "first loss against float32"]
-    return f"{markdown(columns, rows)}\n\n{source(data)}\n"
+# --- Memory ----------------------------------------------------------------------------------
 
 
-def growth() -> str:
+def _sweeps(data: Result) -> Iterator[Record]:
     """Memory and kernels on an H100 and flops, which a CPU tells, by size; and their slopes."""
-    data = load("growth-cpu")
-    h100, cpu = ([c for c in data["costs"] if c["target"] == t] for t in ("h100", "cpu"))
-    slopes = {
-        (e["target"], e["sweep"], e["way"], e["cost"]): e["exponent"] for e in data["exponents"]
-    }
-    rows = []
-    for sweep, way in dict.fromkeys((c["sweep"], c["way"]) for c in h100):
-        key = {"sweep": sweep, "way": way}
-        on_gpu, on_cpu = ([c for c in found if key.items() <= c.items()] for found in (h100, cpu))
-        told = lambda values, form: " · ".join(format(v, form) for v in values)
-        rows.append(
-            [
-                f"{sweep} {told([c[sweep] for c in on_gpu], ',')}",
-                way,
-                told([c["temp_bytes"] / 2**20 for c in on_gpu], ",.0f"),
-                f"{slopes['h100', sweep, way, 'temp_bytes']:.2f}",
-                told([c["kernels"] for c in on_gpu], ","),
-                told([c["flops"] / 1e9 for c in on_cpu], ",.1f"),
-                f"{slopes['cpu', sweep, way, 'flops']:.2f}",
-            ]
-        )
-    columns = ["size", "step", "temp memory, MiB", "exponent", "kernels", "GFLOP", "exponent"]
-    base = data["costs"][1]
-    note = f"The base: {base['width']} × {base['depth']}, {base['points']:,} points."
-    note += f" Memory and kernels {NOT_RUN}."
-    return f"{markdown(columns, rows)}\n\n{note} {source(data)}\n"
+    slopes = groups(data["exponents"], "target", "sweep", "way", "cost")
+    costs = groups(data["costs"], "target", "sweep", "way")
+    for target, *at in costs:
+        if target == "h100":
+            h100, cpu = costs["h100", *at], costs["cpu", *at]
+            sweep, way = at
+            base = data["costs"][1]
+            yield {
+                "size": f"{sweep} {' · '.join(f'{c[sweep]:,}' for c in h100)}",
+                "way": way,
+                "memory": " · ".join(f"{c['temp_bytes'] / 2**20:,.0f}" for c in h100),
+                "memory_slope": slopes["h100", *at, "temp_bytes"][0]["exponent"],
+                "kernels": " · ".join(f"{c['kernels']:,}" for c in h100),
+                "flops": " · ".join(f"{c['flops'] / 1e9:,.1f}" for c in cpu),
+                "flops_slope": slopes["cpu", *at, "flops"][0]["exponent"],
+                "base": "{width} × {depth}, {points:,} points".format(**base),
+            }
 
 
-def vit_memory() -> str:
-    data = load("vit_memory-cpu")
-    tracing = {t["precision"]: t for t in data["tracing"]}
-    rows = []
+growth = Table(
+    "growth",
+    _sweeps,
+    """
+    size              {size}
+    step              {way}
+    temp memory, MiB  {memory}
+    exponent          {memory_slope:.2f}
+    kernels           {kernels}
+    GFLOP             {flops}
+    exponent          {flops_slope:.2f}
+    """,
+    "The base: {base}. Memory and kernels " + NOT_RUN + ".",
+)
+
+
+def _vit_memory(data: Result) -> Iterator[Record]:
+    tracing = {t["precision"]: t["over_float32"] for t in data["tracing"]}
     for m in data["memory"]:
-        single = sum(n for name, n in m["products"].items() if name.endswith("f32 × f32"))
-        rows.append(
-            [
-                m["precision"],
-                f"{m['temp_bytes'] / 2**30:.2f}",
-                f"{m['over_float32']:.2f}",
-                f"{sum(m['products'].values())}",
-                f"{single}",
-                f"{tracing[m['precision']]['over_float32']:.1f}",
-            ]
-        )
-    columns = [
-        "training",
-        "temp memory, GiB",
-        "over float32",
-        "products",
-        "of these float32 × float32",
-        "time to trace, over float32",
-    ]
-    m = data["memory"][0]
-    return (
-        f"{markdown(columns, rows)}\n\nViT-Base ({m['blocks']} blocks), batch {m['batch']}, one "
-        f"training step with AdamW, {NOT_RUN}. {source(data)}\n"
-    )
+        products = m["products"].items()
+        single = sum(n for name, n in products if name.endswith("f32 × f32"))
+        counts = {"products": sum(n for _, n in products), "single": single}
+        yield {**m, **counts, "tracing": tracing[m["precision"]]}
 
 
-def derivatives() -> str:
-    data = load("derivatives-cpu")
-    rows = [
-        [
-            r["rival"],
-            str(r["order"]),
-            f"{r['forward_flops'] / 1e9:.2f}",
-            f"{r['step_flops'] / 1e9:.2f}",
-            f"{1e3 * r['step_seconds']['median']:.0f}",
-            f"{r['step_temp_mib']:.0f}",
-            f"{r['error_half']:.1e}",
-        ]
-        for r in data["derivatives"]
-    ]
-    columns = ["by", "order", "values, GFLOP", "step, GFLOP", "step, ms", "temp memory, MiB"]
-    columns += ["error of values in float16"]
-    size = data["derivatives"][0]
-    return (
-        f"{markdown(columns, rows)}\n\n{size['width']} × {size['depth']}, two coordinates, "
-        f"{size['points']:,} points; a step is the gradient with respect to the parameters, in "
-        f"float32. {source(data)}\n"
-    )
+vit_memory = Table(
+    "vit_memory",
+    _vit_memory,
+    """
+    training                     {precision}
+    temp memory, GiB             {temp_bytes:GiB.2f}
+    over float32                 {over_float32:.2f}
+    products                     {products}
+    of these float32 × float32   {single}
+    time to trace, over float32  {tracing:.1f}
+    """,
+    "ViT-Base ({blocks} blocks), batch {batch}, one training step with AdamW, " + NOT_RUN + ".",
+)
+
+derivatives = Table(
+    "derivatives",
+    "derivatives",
+    """
+    by                          {rival}
+    order                       {order}
+    values, GFLOP               {forward_flops:G.2f}
+    step, GFLOP                 {step_flops:G.2f}
+    step, ms                    {step_seconds.median:ms.0f}
+    temp memory, MiB            {step_temp_mib:.0f}
+    error of values in float16  {error_half:.1e}
+    """,
+    "{width} × {depth}, two coordinates, {points:,} points; a step is the gradient with respect to "
+    "the parameters, in float32.",
+)
 
 
-def cavity_memory() -> str:
-    data = load("cavity_memory-cpu")
-    rows = []
-    for record in data["memory"]:
-        base = next(r for r in data["memory"] if r["precision"] == "float32")
-        nested = [r for r in data["memory"] if r["derivatives"] == "nested jvp"]
-        rows.append(
-            [
-                record["derivatives"],
-                record["precision"],
-                f"{record['temp_bytes'] / 2**30:.2f}",
-                f"{record['temp_bytes'] / base['temp_bytes']:.2f}",
-                f"{record['temp_bytes'] / nested[0]['temp_bytes']:.2f}",
-            ]
-        )
-    columns = [
-        "derivatives",
-        "precision",
-        "temp memory, GiB",
-        "over propagated float32",
-        "over nested float32",
-    ]
-    size = data["memory"][0]
-    return (
-        f"{markdown(columns, rows)}\n\nu, v and p with first and second derivatives and the "
-        f"gradient with respect to the parameters: {size['depth']} × {size['width']}, "
-        f"{size['points']:,} points; {NOT_RUN}. {source(data)}\n"
-    )
+def _beside_float32(data: Result) -> list[Record]:
+    records = data["memory"]
+    base = next(r for r in records if r["precision"] == "float32")
+    nested = next(r for r in records if r["derivatives"] == "nested jvp")
+    return [{**record, "base": base, "nested": nested} for record in records]
 
 
-def spectral_models() -> str:
-    data = load("spectral-cpu")
-    models = data["models"]
-    first = models[0]
-    rows = [
-        [
-            model["dtype"],
-            {"fft": "FFT", "dft": "matrices"}[model["method"]],
-            f"{model['temp_bytes'] / 2**30:.2f}",
-            f"{model['temp_bytes'] / first['temp_bytes']:.2f}",
-            ", ".join(model["products"]),
-            str(model["ffts"]),
-        ]
-        for model in models
-    ]
-    columns = ["precision", "transform", "temp memory, GiB", "of the first", "products", "FFTs"]
-    return (
-        f"{markdown(columns, rows)}\n\nFour blocks, {first['size']}², {first['modes']} modes, "
-        f"{first['channels']} channels, a batch of {first['batch']}; {NOT_RUN}. {source(data)}\n"
-    )
+cavity_memory = Table(
+    "cavity_memory",
+    _beside_float32,
+    """
+    derivatives              {derivatives}
+    precision                {precision}
+    temp memory, GiB         {temp_bytes:GiB.2f}
+    over propagated float32  {temp_bytes/base.temp_bytes:.2f}
+    over nested float32      {temp_bytes/nested.temp_bytes:.2f}
+    """,
+    "u, v and p with first and second derivatives and the gradient with respect to the parameters: "
+    "{depth} × {width}, {points:,} points; " + NOT_RUN + ".",
+)
+
+
+def _models(data: Result) -> Iterator[Record]:
+    for m in data["models"]:
+        method = {"fft": "FFT", "dft": "matrices"}[m["method"]]
+        products = ", ".join(m["products"])
+        yield {**m, "method": method, "products": products, "first": data["models"][0]}
+
+
+spectral_models = Table(
+    "spectral",
+    _models,
+    """
+    precision         {dtype}
+    transform         {method}
+    temp memory, GiB  {temp_bytes:GiB.2f}
+    of the first      {temp_bytes/first.temp_bytes:.2f}
+    products          {products}
+    FFTs              {ffts}
+    """,
+    "Four blocks, {size}², {modes} modes, {channels} channels, a batch of {batch}; "
+    + NOT_RUN
+    + ".",
+)

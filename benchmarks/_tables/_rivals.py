@@ -1,130 +1,109 @@
 """Steps beside those of other libraries: time, memory and error in one row."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Iterator
 
-from ._format import NOT_RUN, load, markdown, source
-
-
-Record = dict[str, Any]
-NOT_MEASURED = "not measured"
-NO_STEP = "all steps skipped"
+from ._format import NOT_RUN, Record, Result, Table, cell, groups
 
 
-def milliseconds(record: Record) -> str:
-    return f"{1e3 * record['seconds']['median']:.3g}"
-
-
-def mebibytes(record: Record) -> str:
-    return NOT_MEASURED if record["temp_bytes"] is None else f"{record['temp_bytes'] / 2**20:.3g}"
-
-
-def _rows(
-    records: Iterable[Record], name: Callable[[Record], str], errors: Sequence[str], loss: str
-) -> list[list[str]]:
-    """Time, memory, errors and loss; of a rival that failed, how."""
-    rows = []
-    for r in records:
-        if "failed" in r:
-            rows.append([name(r), f"fails: `{r['failed']}`", *["–"] * (2 + len(errors))])
-            continue
-        told = [NO_STEP if r[e] is None else f"{r[e]:.1e}" for e in errors]
-        rows.append([name(r), milliseconds(r), mebibytes(r), *told, f"{r[loss]:.4g}"])
-    return rows
-
+TIME = """
+    ms                {seconds.median:ms.3g} || fails: `{failed}`
+    temp memory, MiB  {temp_bytes:MiB.3g} || not measured
+"""
 
 # --- Physics-informed networks ---------------------------------------------------------------
 
-
-def _who(r: Record) -> str:
-    library = {"mpx": "MPX", "jax": "plain JAX", "torch": "PyTorch"}.get(r["library"], r["library"])
-    return f"{library}, {r['method']}, {r['precision']}"
+SIZES = ("width", "points", "order")
+LIBRARIES = {"mpx": "MPX", "jax": "plain JAX", "torch": "PyTorch"}
 
 
-def pinn_step() -> str:
-    data = load("pinn_step-cpu")
-    sizes = ("width", "points", "order", "depth")
-    base = {k: data["steps"][0][k] for k in sizes}
-    records = [r for r in data["steps"] if base.items() <= r.items()]
-    rows = _rows(records, _who, ["gradient_error"], "loss_over_float32")
-    columns = ["step", "ms", "temp memory, MiB", "error of the gradient", "loss over float32's"]
-    note = "{width} × {depth}, {points:,} points, order {order}.".format(**base)
-    return f"{markdown(columns, rows)}\n\n{note} {source(data)}\n"
+def _by_size(data: Result) -> dict[tuple[int, ...], list[Record]]:
+    """The records of each size, the base first, with their rivals as people call them."""
+    library = lambda r: LIBRARIES.get(r["library"], r["library"])
+    named = ({**r, "step": f"{library(r)}, {r['method']}, {r['precision']}"} for r in data["steps"])
+    return groups(named, *SIZES)
 
 
-def pinn_sweep() -> str:
-    """Milliseconds by width, points and order, one at a time from the base."""
-    data = load("pinn_step-cpu")
-    base = {k: data["steps"][0][k] for k in ("width", "points", "order")}
-    cases = [base]
-    for r in data["steps"]:
-        case = {k: r[k] for k in base}
-        if case not in cases:
-            cases.append(case)
-    times: dict[str, dict[int, str]] = {}
-    for r in data["steps"]:
-        if "failed" not in r:
-            case = cases.index({k: r[k] for k in base})
-            times.setdefault(_who(r), {})[case] = milliseconds(r)
-    titles = ["base"]
-    for case in cases[1:]:
-        [changed] = [f"{k} {v:,}" for k, v in case.items() if v != base[k]]
-        titles.append(changed)
-    rows = [
-        [name, *(found.get(i, "–") for i in range(len(cases)))]
-        for name, found in times.items()
-        if len(found) > 1
-    ]
-    note = "Milliseconds. The base: {width} wide, {points:,} points, order {order}.".format(**base)
-    return f"{markdown(['step', *titles], rows)}\n\n{note} {source(data)}\n"
+pinn_step = Table(
+    "pinn_step",
+    lambda data: next(iter(_by_size(data).values())),
+    "step  {step}"
+    + TIME
+    + """
+    error of the gradient  {gradient_error:.1e} || all steps skipped
+    loss over float32's    {loss_over_float32:.4g}
+    """,
+    "{width} × {depth}, {points:,} points, order {order}.",
+)
 
+
+def _swept(data: Result) -> list[Record]:
+    """The times of those that took more sizes than one."""
+    rows: dict[str, Record] = {}
+    for i, records in enumerate(_by_size(data).values()):
+        for r in records:
+            if "failed" not in r:
+                row = rows.setdefault(r["step"], {"step": r["step"], "base": data["steps"][0]})
+                row[f"size {i}"] = r["seconds"]["median"]
+    return [row for row in rows.values() if len(row) > 3]
+
+
+def _sizes(data: Result) -> Iterator[str]:
+    """What departs from the base, one at a time."""
+    base, *others = _by_size(data)
+    yield from ("step  {step}", "base  {size 0:ms.3g}")
+    for i, size in enumerate(others, 1):
+        [changed] = [f"{k} {v:,}" for k, v, b in zip(SIZES, size, base, strict=True) if v != b]
+        yield f"{changed}  {{size {i}:ms.3g}}"
+
+
+pinn_sweep = Table(
+    "pinn_step",
+    _swept,
+    _sizes,
+    "Milliseconds. The base: {base.width} wide, {base.points:,} points, order {base.order}.",
+)
 
 # --- Operators and transformers --------------------------------------------------------------
 
-
-def _steps(name: str, where: Callable[[Record], str]) -> str:
-    data = load(name)
-    rows = []
-    for at in dict.fromkeys(where(r) for r in data["steps"]):
-        records = [r for r in data["steps"] if where(r) == at]
-        errors = ("error_output", "error_gradient")
-        rows += [[at, *row] for row in _rows(records, lambda r: r["rival"], errors, "loss")]
-    columns = ["size", "step", "ms", "temp memory, MiB"]
-    columns += ["error of outputs", "of the gradient", "loss"]
-    return f"{markdown(columns, rows)}\n\n{source(data)}\n"
+GRID, BATCH = "{resolution}², {modes} modes", "batch {batch}"
+ERRORS = """
+    error of outputs  {error_output:.1e}
+    of the gradient   {error_gradient:.1e}
+    loss              {loss:.4g}
+"""
 
 
-def fno_step() -> str:
-    return _steps("fno_step-cpu", lambda r: f"{r['resolution']}², {r['modes']} modes")
+def _steps(file: str, size: str) -> Table:
+    columns = f"size  {size}\n" + "step  {rival}" + TIME + ERRORS
+    return Table(file, lambda data: data["steps"], columns)
 
 
-def vit_step() -> str:
-    return _steps("vit_step-cpu", lambda r: f"batch {r['batch']}")
+fno_step = _steps("fno_step", GRID)
+vit_step = _steps("vit_step", BATCH)
 
 
-def _memory(name: str, where: Callable[[Record], str]) -> str:
+def _compiled(file: str, size: str) -> Table:
     """Of programs compiled for an H100, GiB and the ratio to the first step of the same size."""
-    data = load(name)
-    sizes = list(dict.fromkeys(where(r) for r in data["programs"]))
-    first: dict[str, int] = {}
-    cells: dict[str, dict[str, str]] = {}
-    for r in data["programs"]:
-        row = cells.setdefault(r["rival"], {})
-        if "failed" in r:
-            row[where(r)] = f"fails: `{r['failed']}`"
-            continue
-        base = first.setdefault(where(r), r["temp_bytes"])
-        row[where(r)] = f"{r['temp_bytes'] / 2**30:.2f} ({r['temp_bytes'] / base:.2f})"
-    rows = [[rival, *(row.get(size, "–") for size in sizes)] for rival, row in cells.items()]
-    return (
-        f"{markdown(['step', *sizes], rows)}\n\nGiB beyond state and batch and, in brackets, over "
-        f"the first row; {NOT_RUN}, with cuBLAS for products. {source(data)}\n"
-    )
+
+    def rows(data: Result) -> Iterator[Record]:
+        first: dict[str, Record] = {}
+        for rival, programs in groups(data["programs"], "rival").items():
+            row: Record = {"rival": rival}
+            for r in programs:
+                if "failed" not in r:
+                    first.setdefault(cell(r, size), r)
+                row[cell(r, size)] = {**r, "first": first.get(cell(r, size))}
+            yield row
+
+    def columns(data: Result) -> list[str]:
+        sizes = dict.fromkeys(cell(r, size) for r in data["programs"])
+        told = "{{{0}.temp_bytes:GiB.2f}} ({{{0}.temp_bytes/{0}.first.temp_bytes:.2f}})"
+        failed = "fails: `{{{0}.failed}}`"
+        return ["step  {rival}", *(f"{at}  {told} || {failed}".format(at) for at in sizes)]
+
+    note = f"over the first row; {NOT_RUN}, with cuBLAS for products."
+    return Table(file, rows, columns, f"GiB beyond state and batch and, in brackets, {note}")
 
 
-def fno_memory() -> str:
-    return _memory("fno_step-h100-cpu", lambda r: f"{r['resolution']}², {r['modes']} modes")
-
-
-def vit_batches() -> str:
-    return _memory("vit_step-h100-cpu", lambda r: f"batch {r['batch']}")
+fno_memory = _compiled("fno_step-h100", GRID)
+vit_batches = _compiled("vit_step-h100", BATCH)

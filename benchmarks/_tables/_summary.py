@@ -37,7 +37,7 @@ def _memory(data: Result, section: str, **wanted: Any) -> int:
 
 def _errors(ratios: Ratios, name: str) -> str:
     """Of one precision, over the problems that float32 solves."""
-    found = [statistics.median(r) for p in ratios.solved if (r := ratios.of(p, name))]
+    found = ratios.medians(name)
     near = sum(r <= NEAR for r in found) / len(found)
     return (
         f"median {number(statistics.median(found))}, at most {NEAR} in {100 * near:.0f} % of "

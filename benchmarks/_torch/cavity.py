@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -10,14 +11,14 @@ import torch
 from torch.func import jvp, vmap
 
 from .._cavity import Layers, balance, named, nested
-from .steps import DEVICE
+from .steps import DEVICE, TorchStep
 
 
 HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Every compiled step has the same code, and a compiled program of its own.
 torch._dynamo.config.recompile_limit = 64  # pyright: ignore
 
-LEARNING_RATE = 1e-3  # that of the other libraries, `_steps.optimizer`
+LEARNING_RATE = 1e-3  # that of the other libraries, `_steps.adam`
 
 
 def network(layers: Layers) -> torch.nn.Sequential:
@@ -79,66 +80,37 @@ METHODS = {"double backward": double_backward, "torch.func": vmapped_jvp}
 # --- The step --------------------------------------------------------------------------------
 
 
-class CavityStep:
+def cavity_step(
+    method: str,
+    precision: str,
+    compiled: bool,
+    scale: float,
+    layers: Layers,
+    points: np.ndarray,
+    order: int,
+) -> TorchStep:
     """A step with `torch.amp` in half precision, and `GradScaler` in float16.
 
     Derivatives with respect to the points come out of `autocast` as its documentation has it: the
     network inside, the loss in float32.
     """
+    model = network(layers)
 
-    def __init__(
-        self,
-        method: str,
-        precision: str,
-        compiled: bool,
-        scale: float,
-        layers: Layers,
-        points: np.ndarray,
-        order: int,
-    ):
-        self.precision = precision
-        self.model = network(layers)
-        self.parameters = list(self.model.parameters())
-        reverse = method == "double backward"
-        self.points = torch.tensor(points, device=DEVICE, requires_grad=reverse)
-        fused = DEVICE == "cuda"
-        self.optimizer = torch.optim.Adam(self.parameters, lr=LEARNING_RATE, fused=fused)
-        scaled = precision == "float16"
-        self.scaler = torch.amp.GradScaler(DEVICE, init_scale=scale, enabled=scaled)
+    def loss(points):
+        with autocast(precision):
+            d = METHODS[method](model, points, order)
+        mass, x, y = balance({name: value.float() for name, value in d.items()}, order)
+        return (mass**2 + x**2 + y**2).mean()
 
-        def loss(points):
-            with autocast(precision):
-                d = METHODS[method](self.model, points, order)
-            mass, x, y = balance({name: value.float() for name, value in d.items()}, order)
-            return (mass**2 + x**2 + y**2).mean()
-
-        self.loss = torch.compile(loss) if compiled else loss
-
-    def temp_bytes(self) -> int | None:
-        """What the allocator of the GPU hands out in a step."""
-        if DEVICE != "cuda":
-            return None
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        self()
-        return torch.cuda.max_memory_allocated() - before
-
-    def __call__(self) -> torch.Tensor:
-        torch.backends.cuda.matmul.allow_tf32 = self.precision == "TF32"
-        self.optimizer.zero_grad()
-        value = self.loss(self.points)
-        self.scaler.scale(value).backward(inputs=self.parameters)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-        return value.detach()
-
-    def layers(self) -> Layers:
-        return layers_of(self.model)
-
-    def moment(self) -> Layers:
-        """Of zeros before the first step that counts."""
-        state = self.optimizer.state
-        moment = lambda p: state[p]["exp_avg"] if p in state else torch.zeros_like(p)
-        return layers_of(self.model, moment)
+    evaluate = torch.compile(loss) if compiled else loss
+    batch = torch.tensor(points, device=DEVICE, requires_grad=method == "double backward")
+    return TorchStep(
+        lambda batch: (evaluate(batch), None),
+        torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=DEVICE == "cuda"),
+        cycle([batch]),
+        lambda: layers_of(model, lambda p: p.grad),
+        lambda: layers_of(model),
+        grad_scaler=precision == "float16",
+        scale=scale,
+        tf32=precision == "TF32",
+    )

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from neuralop.models import FNO
 
-from .steps import DEVICE, TorchStep, in_turn, tensor
+from .steps import DEVICE, TorchStep, dtype_of, in_turn, supervised, tensor
 
 
 def _parameters(model: FNO) -> list[torch.nn.Parameter]:
@@ -61,17 +61,6 @@ def relative_l2(prediction: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
     return torch.mean(norm(prediction.float() - truth) / norm(truth))
 
 
-def relative_h1(prediction: torch.Tensor, truth: torch.Tensor) -> torch.Tensor:
-    """With the norm ‖u‖² + ‖∇u‖² on the unit torus, by central differences."""
-
-    def norm(u):
-        difference = lambda axis: torch.roll(u, -1, axis) - torch.roll(u, 1, axis)
-        slopes = [u.shape[axis] / 2 * difference(axis) for axis in (2, 3)]
-        return sum(torch.linalg.vector_norm(x, dim=(1, 2, 3)) ** 2 for x in (u, *slopes))
-
-    return torch.mean(torch.sqrt(norm(prediction.float() - truth) / norm(truth)))
-
-
 def step(
     leaves: Sequence[Any],
     batches: Sequence[tuple[Any, Any]],
@@ -92,12 +81,10 @@ def step(
         return [_to_numpy(p.grad, x.shape) for p, x in zip(parameters, leaves, strict=True)]
 
     return TorchStep(
-        model,
-        relative_l2,
+        supervised(model, relative_l2, half),
         torch.optim.Adam(parameters, lr=learning_rate),
         in_turn(batches),
         gradients,
-        half=getattr(torch, half) if half else None,
         grad_scaler=grad_scaler,
         tf32=tf32,
     )
@@ -131,21 +118,18 @@ def train(
     model, parameters = network(leaves, **options)
     data = [tensor(x) for x in fields]
     batches = (tuple(x[torch.as_tensor(i, device=DEVICE)] for x in data) for i in indices)
-    half_type = getattr(torch, half) if half else None
     take_step = TorchStep(
-        model,
-        relative_l2,
+        supervised(model, relative_l2, half),
         torch.optim.Adam(parameters),
         batches,
         list,
-        half=half_type,
         learning_rates=learning_rates,
         tf32=tf32,
     )
 
     @torch.no_grad()
     def predict(inputs):
-        with torch.autocast(DEVICE, dtype=half_type, enabled=half is not None):
+        with torch.autocast(DEVICE, dtype=dtype_of(half), enabled=half is not None):
             parts = [model(part).float() for part in torch.split(tensor(inputs), indices.shape[1])]
         return torch.cat(parts).cpu().numpy()
 

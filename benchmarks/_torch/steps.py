@@ -4,10 +4,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from typing import Any
 
+import jax
 import numpy as np
 import torch
 
-from .._measured import First
+from .._measured import LARGEST_SKIPS, First
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,64 +24,91 @@ def in_turn(batches: Sequence[Any]) -> Iterator[Any]:
     return cycle([tuple(map(tensor, batch)) for batch in batches])
 
 
-class TorchStep:
-    """A step in float32, or by `torch.autocast` to `half`, with a `GradScaler` if asked for.
+def supervised(model: torch.nn.Module, loss: Callable, half: str | None) -> Callable:
+    """The loss of a batch of inputs and outputs, and the predictions: in float32, or by
+    `torch.autocast` to `half`."""
 
-    `gradients` are those of the parameters as NumPy arrays in the order and layout of the JAX
-    network; `learning_rates` those of the steps, where they change. `tf32` says what a GPU may make
-    of float32 products.
+    def evaluate(batch):
+        inputs, outputs = batch
+        with torch.autocast(DEVICE, dtype=dtype_of(half), enabled=half is not None):
+            predictions = model(inputs)
+            return loss(predictions, outputs), predictions
+
+    return evaluate
+
+
+def dtype_of(half: str | None) -> torch.dtype | None:
+    return getattr(torch, half) if half else None
+
+
+class TorchStep:
+    """A step, with a `GradScaler` if asked for.
+
+    `loss` takes a batch and returns the loss and predictions. `gradients` and `weights` are those
+    of the parameters as NumPy arrays in the order and layout of the JAX network; `learning_rates`
+    those of the steps, where they change. `tf32` says what a GPU may make of float32 products.
     """
 
     def __init__(
         self,
-        model: torch.nn.Module,
-        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        loss: Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]],
         optimizer: torch.optim.Optimizer,
-        batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
-        gradients: Callable[[], Sequence[np.ndarray]],
+        batches: Iterator[Any],
+        gradients: Callable[[], Any],
+        weights: Callable[[], Any] = list,
         *,
-        half: torch.dtype | None = None,
         grad_scaler: bool = False,
+        scale: float = 2.0**16,
         learning_rates: Sequence[float] | None = None,
         tf32: bool = False,
     ):
-        self.model, self.loss, self.optimizer = model, loss, optimizer
-        self.batches = batches
-        self.gradients, self.half, self.tf32 = gradients, half, tf32
+        self.loss, self.optimizer, self.batches = loss, optimizer, batches
+        self.gradients, self.weights, self.tf32 = gradients, weights, tf32
+        self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.rates = iter(learning_rates) if learning_rates is not None else None
-        self.scaler = torch.amp.GradScaler(DEVICE, enabled=grad_scaler)
+        self.scaler = torch.amp.GradScaler(DEVICE, init_scale=scale, enabled=grad_scaler)
         self.temp_bytes = None
 
-    def _step(self) -> tuple[torch.Tensor, torch.Tensor]:
-        torch.backends.cuda.matmul.allow_tf32 = self.tf32
-        torch.backends.cudnn.allow_tf32 = self.tf32
+    def _next(self) -> Any:
+        """The batch of the next step, whose learning rate is set."""
         if self.rates is not None:
             rate = next(self.rates)
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
-        inputs, outputs = next(self.batches)
+        return next(self.batches)
+
+    def _step(self, batch: Any) -> tuple[torch.Tensor, Any]:
+        torch.backends.cuda.matmul.allow_tf32 = self.tf32
+        torch.backends.cudnn.allow_tf32 = self.tf32
         self.optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(DEVICE, dtype=self.half, enabled=self.half is not None):
-            predictions = self.model(inputs)
-            value = self.loss(predictions, outputs)
-        self.scaler.scale(value).backward()
+        value, predictions = self.loss(batch)
+        self.scaler.scale(value).backward(inputs=self.parameters)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if DEVICE == "cuda":
             torch.cuda.synchronize()
-        return value.detach(), predictions.detach()
+        return value.detach(), predictions
 
     def first(self) -> First:
-        _, predictions = self._step()
-        return First(predictions.float().cpu().numpy(), self.gradients())
+        batch = self._next()
+        for skipped in range(LARGEST_SKIPS):
+            _, predictions = self._step(batch)
+            gradients = self.gradients()
+            finite = all(np.isfinite(g).all() for g in jax.tree.leaves(gradients))
+            if finite or not self.scaler.is_enabled():
+                if predictions is not None:
+                    predictions = predictions.detach().float().cpu().numpy()
+                return First(predictions, gradients, skipped)
+        raise FloatingPointError(f"{LARGEST_SKIPS} steps in a row overflow.")
 
     def __call__(self) -> torch.Tensor:
+        batch = self._next()
         if DEVICE == "cpu" or self.temp_bytes is not None:
-            return self._step()[0]
+            return self._step(batch)[0]
         # The optimizer's state is there now, and stays; the gradients come and go.
         self.optimizer.zero_grad(set_to_none=True)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        value, _ = self._step()
+        value, _ = self._step(batch)
         self.temp_bytes = torch.cuda.max_memory_allocated() - before
         return value

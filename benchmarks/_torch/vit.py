@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from .steps import DEVICE, TorchStep, in_turn, tensor
+from .steps import DEVICE, TorchStep, in_turn, supervised, tensor
 
 
 class Attention(nn.Module):
@@ -92,13 +92,12 @@ def step(
     def gradients() -> list[np.ndarray]:
         return [p.grad.cpu().numpy() for p in parameters]
 
+    loss = lambda logits, labels: F.cross_entropy(logits, labels.long())
     return TorchStep(
-        model,
-        lambda logits, labels: F.cross_entropy(logits, labels.long()),
+        supervised(model, loss, half),
         torch.optim.AdamW(parameters, weight_decay=weight_decay),
         in_turn(batches),
         gradients,
-        half=getattr(torch, half) if half else None,
         grad_scaler=half == "float16",
         learning_rates=learning_rates,
         tf32=tf32,
