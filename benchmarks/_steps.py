@@ -74,7 +74,7 @@ class Task(NamedTuple):
     loss: Loss
     batches: Callable[[], Sequence[Any]]
     batch: Any
-    rivals: Mapping[str, Rival]
+    rivals: Mapping[Any, Rival]
     optimizer: optax.GradientTransformation = adam
 
     def state(self, rival: Rival) -> tuple[Any, Any, Any]:

@@ -20,7 +20,7 @@ two is traced twice.
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -106,7 +106,7 @@ COUNTS = ("operations", "kernels", "flops", "bytes_accessed", "temp_bytes")
 
 
 def counts(program: Compiled) -> dict[str, float | None]:
-    values = (getattr(program, name) for name in COUNTS)
+    values: Iterable[Any] = (getattr(program, name) for name in COUNTS)
     return {n: v() if callable(v) else v for n, v in zip(COUNTS, values, strict=True)}
 
 

@@ -97,7 +97,7 @@ def installed(report: Report, libraries: list[str]) -> list[str]:
 def steps(task: Task, libraries: list[str], gpu: bool, quick: bool) -> dict[Who, Any]:
     """What makes the steps of all rivals, library by library."""
     points = [jnp.asarray(batch) for batch in task.batches()]
-    makes = {
+    makes: dict[Who, Any] = {
         who: partial(JaxStep, task, rival, points, layers=layers_of)
         for who, rival in task.rivals.items()
     }

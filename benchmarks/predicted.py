@@ -197,7 +197,9 @@ def run(report: Report, args: argparse.Namespace) -> int:
             raise SystemExit(status)
         chip = CHIPS[args.target]
         keys = ("rate", "data_sheet", "share")
-        rows = (dict(zip(keys, row, strict=True)) for row in chip.assumptions())
+        rows: Iterable[dict[str, Any]] = (
+            dict(zip(keys, row, strict=True)) for row in chip.assumptions()
+        )
         report.sections["assumptions"] = list(rows)
         report.name = f"predicted-{args.target}"
         for problem in QUICK if args.quick else PROBLEMS:

@@ -136,7 +136,7 @@ class Training:
         precision: str,
         *,
         steps: int,
-        forward: str = "half",
+        forward: Any = "half",
         loss: str = "h1",
         hidden_channels: int = 24,
         num_layers: int = 4,

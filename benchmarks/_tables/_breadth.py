@@ -187,7 +187,7 @@ PAPER = {
 def _paper(data: Result) -> Iterator[Record]:
     ratios = Ratios(data)
     for example, (problem, told) in PAPER.items():
-        row = {"example": example, "told": told, "problem": problem}
+        row: Record = {"example": example, "told": told, "problem": problem}
         row["float32"] = ratios.error(problem)
         for name in ("float16", "forward-float32-float16"):
             if found := ratios.of(problem, name):

@@ -10,7 +10,8 @@ from ._format import Record, Result, Table, groups, listed
 def _steps(curves: list[Record], levels: dict[int, float]) -> float | None:
     """The median of the steps to the level of each seed; `None` if a seed did not get there."""
     found = [first_below(c["errors"], c["steps"], levels[c["seed"]]) for c in curves]
-    return None if None in found else statistics.median(found)
+    known = [steps for steps in found if steps is not None]
+    return statistics.median(known) if len(known) == len(found) else None
 
 
 def _reached(steps: float | None, time: Record) -> str:
