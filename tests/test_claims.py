@@ -68,7 +68,7 @@ def test_what_was_compiled_for_an_h100_is_said_not_to_have_run():
     tables = ("cavity-memory", "fno-memory", "growth", "headline", "vit-batches", "vit_memory")
     for name in (*tables, "spectral-models"):
         assert NOT_RUN in TABLES[name](), name
-    for name in ("overhead", "collectives", "weak-scaling"):
+    for name in ("collectives", "weak-scaling"):
         assert "not run" in TABLES[name](), name
     for path in sorted((ROOT / "docs" / "figures").glob("*.svg")):
         drawn = path.read_text(encoding="utf-8")

@@ -9,16 +9,14 @@ from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load, markdow
 # --- The library's step beside that by hand --------------------------------------------------
 
 
-COUNTS = ("operations", "bytes_accessed", "temp_bytes")
+COUNTS = ("flops", "kernels", "bytes_accessed", "temp_bytes")
 
 
 def _over_by_hand(data: Result) -> Iterator[Record]:
     for steps in groups(data["programs"], "problem", "size", "target", "dtype").values():
         [hand] = [p for p in steps if p["step"] == "by hand"]
         for p in steps:
-            ratios = {
-                f: _ratio(p[f], hand[f]) for f in ("operations", "bytes_accessed", "temp_bytes")
-            }
+            ratios = {f: _ratio(p[f], hand[f]) for f in COUNTS}
             target = {"cpu": "CPU"}.get(p["target"], f"{p['target']}, not run")
             if p["step"] not in ("by hand", "float32"):
                 yield {**p, **ratios, "target": target}
@@ -39,7 +37,8 @@ overhead = Table(
     problem         {problem} {size}
     compiled for    {target}
     step            {step}
-    operations      {operations}
+    floating-point operations  {flops}
+    kernels         {kernels}
     bytes accessed  {bytes_accessed}
     temp memory     {temp_bytes}
     """,
