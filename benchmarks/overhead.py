@@ -11,12 +11,12 @@ The rivals train the same network with Adam (their steps are in `_steps.py`):
 
 The first two are compared by what XLA made of them (operations, kernels, flops, bytes, memory), on
 this CPU and, where the compilers are installed, for an H100 and a TPU v5e that need not be here;
-these numbers repeat exactly. They differ by the loop in which `mpx_pde` takes a step that overflowed
-again before the first has been taken; without it (`search=False`) they are the same. The programs of jmp
-and MPX differ by design: neither caps the scale nor counts skipped steps, and MPX casts outside
-of what is differentiated. Times are only taken where the step really runs. With `--check` the exit
-status is 1 if a count of `mpx_pde` differs from that of `by hand` by more than 1 %, or one of the
-two is traced twice.
+these numbers repeat exactly. They differ by the loop in which `mpx_pde` takes a step that
+overflowed again before the first has been taken; without it (`search=False`) they are the same. The
+programs of jmp and MPX differ by design: neither caps the scale nor counts skipped steps, and MPX
+casts outside of what is differentiated. Times are only taken where the step really runs. With
+`--check` the exit status is 1 if a count of `mpx_pde` differs from that of `by hand` by more than
+1 %, or one of the two is traced twice.
 """
 
 import argparse

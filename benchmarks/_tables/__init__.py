@@ -44,6 +44,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "growth": _programs.growth,
     "headline": _summary.headline,
     "networks": _networks.networks,
+    "networks-times": _networks.times,
     "operators": _operators.precisions,
     "operators-preactivations": _operators.preactivations,
     "operators-modes": _operators.modes,
