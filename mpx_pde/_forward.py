@@ -50,10 +50,13 @@ class Forward(NamedTuple):
 
     - `precision`: one of `FORWARDS`.
     - `backward`: the dtype of what is kept for the backward pass, and of its products.
+    - `inside`: whether derivatives around those that are taken here are evaluated so, which leaves
+        a program to be differentiated to these.
     """
 
     precision: str
     backward: str
+    inside: bool = False
 
     @property
     def dtype(self) -> np.dtype:

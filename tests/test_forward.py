@@ -451,3 +451,38 @@ def test_a_stream_that_overflows_on_its_way_is_laid_to_the_derivative_scale():
         assert scaling.derivatives.overflows[0] == scaling.skipped_steps
     assert finite
     assert 2.0**-3 <= scaling.derivatives.scales[0] < 1
+
+
+@pytest.mark.parametrize("half", ["float16", "bfloat16"])
+def test_derivatives_of_derivatives(half):
+    """As of a viscosity that is made of derivatives: the inner ones are part of the program that
+    the outer ones pass through, values in full and what is kept in half."""
+    network = eqx.nn.MLP(2, "scalar", 16, 2, jnp.tanh, key=jax.random.key(0))
+    points = jax.random.uniform(jax.random.key(1), (32, 2))
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xy", order=2))
+
+    def loss(network, points, *, derivatives=None):
+        def slope(point):
+            d = mpx.partials(network, ["u_x", "u_y"], coords="xy", outputs="u", scaling=derivatives)
+            return jnp.sqrt(d(point)["u_x"] ** 2 + d(point)["u_y"] ** 2 + 0.01)
+
+        d = mpx.partials(slope, ["v_x", "v_y"], coords="xy", outputs="v", scaling=derivatives)
+        d = jax.vmap(d)(points)
+        return jnp.mean(d["v_x"] ** 2 + d["v_y"] ** 2)
+
+    policy = f"params=float32,compute={half},output=float32"
+    options = {"policy": policy, "keep_full": (False, True), "forward": "float32"}
+    gradient = mpx.filter_value_and_grad(loss, scaling, **options)
+    value, _, finite, grads = eqx.filter_jit(gradient)(network, points)
+    full = mpx.filter_value_and_grad(loss, None, use_mixed_precision=False)
+    wanted, *_, wanted_grads = eqx.filter_jit(full)(network, points)
+    assert finite
+    # Two programs of float32 sum in another order.
+    assert abs(value / wanted - 1) < 1e-6
+    a, b = (
+        jnp.concatenate([x.ravel() for x in jax.tree.leaves(eqx.filter(g, eqx.is_array))])
+        for g in (grads, wanted_grads)
+    )
+    # What is kept is rounded: 2^-11 or 2^-8, a few times.
+    assert jnp.linalg.norm(a - b) / jnp.linalg.norm(b) < {"float16": 2e-3, "bfloat16": 2e-2}[half]
+    assert mpx.precision_report(gradient)(network, points).half_share > 0.5

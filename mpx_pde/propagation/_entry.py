@@ -11,7 +11,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array
 
 from .._dtypes import asked_of_context, is_half, precision_of_user
-from .._forward import Forward, present_forward
+from .._forward import Forward, forward_in, present_forward
 from .._jaxpr import bodies_of, line_of
 from ._evaluate import Evaluator
 from ._plan import Index, Plan
@@ -72,6 +72,8 @@ def _evaluator(
     caller = source_info_util.current()
     wide = np.dtype(np.float64 if closed.out_avals[0].dtype == np.float64 else np.float32)
     forward = present_forward() or _autocast()
+    if forward is not None and forward.inside:
+        return Evaluator(rules, Storage(wide), Product(open=True), record, caller=caller)
     dtype = half_of(closed) if forward is None else forward.dtype
     scaled = {} if dtype is None else scales(dtype)
     if forward is None or not forward.full:
@@ -131,7 +133,10 @@ def propagate(
     """
     context = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
     with context[0], context[1]:
-        with precision_of_user():
+        forward = present_forward()
+        if forward is not None and forward.full:
+            forward = forward._replace(inside=True)
+        with precision_of_user(), forward_in(forward):
             closed = jax.make_jaxpr(fun)(point)
         rules = Rules(plan, weights)
         evaluator = _evaluator(closed, rules, scales or (lambda dtype: {}), note, lost)

@@ -34,10 +34,12 @@ class Product:
         half precision without having been cast.
     - `algorithm`: one of `SPLIT_PRODUCTS`, by which products in full are taken unless the program
         asks for a precision itself; `None` for the highest precision.
+    - `open`: whether products stay as the program has them, for an evaluation around this one.
     """
 
     masters: bool = False
     algorithm: str | None = None
+    open: bool = False
 
     def halves(self, flat: Flat, env: Mapping[int, Any]) -> set[int]:
         """The variables that do not depend on the point and are half at heart: half arrays, and
@@ -130,6 +132,8 @@ class Product:
 
     def _full(self, eqn: Any, storage: Storage) -> Any:
         """A product of arrays in registers that means it: no TF32 unless it was asked for."""
+        if self.open:
+            return lambda x, y: bind(eqn, [x, y])[0]
         wide = storage.registers
         # Convolutions have no algorithms, and neither has float64.
         if "dot_general" in eqn.primitive.name and wide == np.float32:
