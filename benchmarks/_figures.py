@@ -88,7 +88,7 @@ def front_door(figure: Any, data: dict[str, Any]) -> None:
         "casts by hand, float16": "#d55e00",
         "MPX, float16": "#e69f00",
         "torch.amp, float16": "#009e73",
-        "mpx_pde, float16": "#0072b2",
+        "mpx_pde, forward float32, float16": "#0072b2",
         "float32": "#000000",
     }
     axes = figure.subplots()
