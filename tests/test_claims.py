@@ -45,7 +45,7 @@ def test_who_fails_stalls_and_ends_where_is_that_of_the_results():
     assert final("casts by hand, float16") > 100 * float32  # fails
     assert 3 * float32 < final("MPX, float16") < 100 * float32  # stalls
     # "ends where derivative scaling ends"
-    assert final("torch.amp, float16") == pytest.approx(final("mpx_pde, float16"), rel=0.1)
+    assert final("torch.amp, float16") == pytest.approx(final("mpx_pde, float16"), rel=0.2)
     # "None of them reaches float32's last digits."
     assert min(final("torch.amp, float16"), final("mpx_pde, float16")) > 1.1 * float32
     # "The last digits are float32's too."
