@@ -107,7 +107,7 @@ COUNTS = ("operations", "kernels", "flops", "bytes_accessed", "temp_bytes")
 
 
 def counts(program: Compiled) -> dict[str, float | None]:
-    read: Callable[[Any], Any] = lambda value: value() if callable(value) else value
+    read: Callable[[Any], float | None] = lambda value: value() if callable(value) else value
     return {name: read(getattr(program, name)) for name in COUNTS}
 
 
