@@ -1,36 +1,18 @@
 """Burgers' equation of `examples/`, trained by every rival in JAX."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ._examples import load_example
-from ._pinn_trainings import rivals as rivals
+from ._pinn_trainings import FACTORS as FACTORS, SIZES as SIZES, Size, rivals as rivals
 
 
 _pinn: Any = load_example("_pinn")
 _burgers: Any = load_example("burgers")
 
-FACTORS = (10.0, 3.0, 1.1)
-"""Errors to be reached, in units of the final error of float32."""
-
-
-class Size(NamedTuple):
-    """Network, points in a step, and steps."""
-
-    width: int
-    depth: int
-    points: int
-    steps: int
-
-
-SIZES = {
-    "quick": Size(16, 2, 64, 200),
-    "small": Size(32, 4, 384, 8000),
-    "full": Size(512, 6, 16_384, 8000),
-}
 SHOCK = 0.05  # half of the points are that far from it, by their standard deviation
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -15,32 +15,13 @@ import mpx_pde as mpx
 from . import _pinn_trainings
 from ._cavity import layers_of, with_layers
 from ._examples import load_example
-from ._pinn_trainings import points_by_call
+from ._pinn_trainings import FACTORS as FACTORS, SIZES as SIZES, Size, points_by_call
 from ._rivals import require
 from ._trainings import Moment, Training
 
 
 _pinn: Any = load_example("_pinn")
 _cavity: Any = load_example("lid_driven_cavity")
-
-FACTORS = (10.0, 3.0, 1.1)
-"""Errors to be reached, in units of the final error of float32."""
-
-
-class Size(NamedTuple):
-    """Network, points in a step, and steps."""
-
-    width: int
-    depth: int
-    points: int
-    steps: int
-
-
-SIZES = {
-    "quick": Size(16, 2, 64, 200),
-    "small": Size(32, 4, 384, 8000),
-    "full": Size(512, 6, 16_384, 8000),
-}
 
 
 def make_problem(size: Size) -> Any:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -18,6 +18,25 @@ from ._trainings import Moment, Training, timed
 
 
 _pinn: Any = load_example("_pinn")
+
+FACTORS = (10.0, 3.0, 1.1)
+"""Errors to be reached, in units of the final error of float32."""
+
+
+class Size(NamedTuple):
+    """Network, points in a step, and steps."""
+
+    width: int
+    depth: int
+    points: int
+    steps: int
+
+
+SIZES = {
+    "quick": Size(16, 2, 64, 200),
+    "small": Size(32, 4, 384, 8000),
+    "full": Size(512, 6, 16_384, 8000),
+}
 
 
 def points_by_call(problem: Any, key: jax.Array) -> Iterator[jax.Array]:
