@@ -107,7 +107,9 @@ COUNTS = ("operations", "kernels", "flops", "bytes_accessed", "temp_bytes")
 
 
 def counts(program: Compiled) -> dict[str, float | None]:
-    read: Callable[[Any], float | None] = lambda value: value() if callable(value) else value
+    def read(value: Any) -> Any:
+        return value() if callable(value) else value
+
     return {name: read(getattr(program, name)) for name in COUNTS}
 
 
