@@ -1,7 +1,7 @@
 """When are DFT matrices faster than the FFT, and what does half precision save?
 
 `layers`: a spectral convolution, forward and gradient, by truncated DFT matrices and by FFT in
-float32, interleaved: seconds, temporary memory, and the error of either against float64, with that
+float32, interleaved: seconds, also without the gradient of the field, temporary memory, and the error of either against float64, with that
 of the matrices in half precision beside it. `auto` is what the cost model picks.
 
 `models`: temporary memory of a training step of an FNO, compiled for an H100 (which need not be
@@ -56,10 +56,13 @@ def _exact(layer: mpx.nn.SpectralConv, x: np.ndarray) -> np.ndarray:
     return np.fft.irfft2(out, s=x.shape[1:], norm="forward")
 
 
+def _loss(layer: mpx.nn.SpectralConv, x: jax.Array) -> jax.Array:
+    return jnp.sum(jax.vmap(layer)(x) ** 2)
+
+
 def _layers(report: Report, sizes, rounds: int) -> None:
-    gradient = eqx.filter_jit(
-        eqx.filter_grad(lambda both: jnp.sum(jax.vmap(both[0])(both[1]) ** 2))
-    )
+    weights = eqx.filter_jit(eqx.filter_grad(_loss))
+    gradient = eqx.filter_jit(eqx.filter_grad(lambda both: _loss(*both)))
     for n, modes, channels, batch in sizes:
         x = jax.random.normal(jax.random.key(1), (batch, channels, n, n))
         layers = {method: _layer(channels, modes, method) for method in ("dft", "fft")}
@@ -70,11 +73,13 @@ def _layers(report: Report, sizes, rounds: int) -> None:
             return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
         rivals = {name: (lambda m=m, x=x: gradient((m, x))) for name, m in layers.items()}
+        of_weights = {name: (lambda m=m, x=x: weights(m, x)) for name, m in layers.items()}
         memory = {
             name: gradient.lower((m, x)).compile().compiled.memory_analysis().temp_size_in_bytes
             for name, m in layers.items()
         }
         times = interleave(rivals, rounds=rounds, warmup=1)
+        weights_times = interleave(of_weights, rounds=rounds, warmup=1)
         report.record(
             "layers",
             size=n,
@@ -84,6 +89,8 @@ def _layers(report: Report, sizes, rounds: int) -> None:
             auto=choose_method(2 * channels, (n, n), (modes, modes), "float32"),
             seconds_dft=times["dft"],
             seconds_fft=times["fft"],
+            seconds_weights_dft=weights_times["dft"],
+            seconds_weights_fft=weights_times["fft"],
             temp_bytes_dft=memory["dft"],
             temp_bytes_fft=memory["fft"],
             error_dft=error(layers["dft"]),

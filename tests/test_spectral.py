@@ -475,14 +475,11 @@ def test_autocast_multiplies_the_layer_in_half():
 
 
 def test_the_cost_model():
-    few = {"channels": 32, "grid": (128, 128), "modes": (16, 16)}
-    assert choose_method(**few, dtype="float32", platform="cpu") == "dft"
-    every = {"channels": 32, "grid": (256, 256), "modes": (256, 256)}
-    assert choose_method(**every, dtype="float32", platform="cpu") == "fft"
-    for platform in ("cpu", "gpu", "tpu", "a new one"):
-        for n in (64, 256, 512):
-            for dtype in ("float16", "bfloat16"):
-                assert choose_method(32, (n, n), (64, 64), dtype, platform) == "dft"
+    assert choose_method(32, (128, 128), (16, 16), "float32") == "dft"
+    assert choose_method(32, (256, 256), (256, 256), "float32") == "fft"
+    for n in (64, 256, 512):  # a half FFT there is not
+        for dtype in ("float16", "bfloat16"):
+            assert choose_method(32, (n, n), (n, n), dtype) == "dft"
     x = field(3, 12, 12)
     assert_close(call(make((6, 6)), x), np.float64(call(make((6, 6), method="fft"), x)), 1e-5)
 

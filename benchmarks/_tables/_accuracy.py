@@ -58,6 +58,7 @@ spectral_layers = Table(
     modes                   {modes}
     channels × batch        {channels} × {batch}
     FFT time over matrices  {seconds_fft.lower/seconds_dft.lower:.1f}
+    weights' gradient only  {seconds_weights_fft.lower/seconds_weights_dft.lower:.1f}
     `auto`                  {auto}
     temp memory, MiB        {temp_bytes_dft:MiB.1f} / {temp_bytes_fft:MiB.1f}
     error, matrices         {error_dft:.1e}

@@ -126,7 +126,8 @@ class SpectralConv(eqx.Module):
         - `stabilizer`: what bounds the field before the transform: `"tanh"`, `"hard_clip"` (to
             ±1), `"sigma_clip"` (to two standard deviations), `"soft_clip"` (8 tanh(x / 8)), or a
             function of a field such as `mpx_pde.nn.soft_clip(4.0)`.
-        - `method`: `"dft"`, `"fft"`, or `"auto"` for the one that a cost model finds faster.
+        - `method`: `"dft"`, `"fft"`, or `"auto"` for the one that a cost model, fitted to a CPU,
+            finds faster.
         - `dtype`: what is multiplied in; by default the dtype of the weights. With a half type,
             uncast float32 masters enter the products themselves, and their gradients leave them
             in float32. `"bfloat16_x3"` and the other split products of [`mpx_pde.autocast`][]
