@@ -68,6 +68,12 @@ class Forward(NamedTuple):
         return self.precision != "half"
 
     @property
+    def apart(self) -> bool:
+        """Whether a part of a network may be evaluated in the one precision and differentiated in
+        the other by itself: not where it is differentiated twice, or in wider registers."""
+        return self.full and not self.inside and self.precision != "float64"
+
+    @property
     def algorithm(self) -> str | None:
         """By which split product the forward pass multiplies; `None` for the highest precision."""
         return self.precision if self.precision in SPLIT_PRODUCTS else None

@@ -39,7 +39,7 @@ ORDER = [
     ["_dtypes", "_notes", "_policy", "_primitives", "_repr", "_split", "_varying"],
     ["_bilinear", "_cast", "_jaxpr", "_norms", "_reverse"],
     ["_dot"],
-    ["_checkpoint_file", "_collectives", "_conv", "_einsum", "_flat", "_forward", "_order"],
+    ["_checkpoint_file", "_collectives", "_conv", "_derivative_of", "_einsum", "_flat", "_forward", "_order"],
     ["_as_trained", "_conjugate", "_marks", "_masters", "_products", "_refined", "_tree"],
     ["_jet", "_precision_report", "checkpoint_policies", "propagation"],
     ["autocast", "_loss_scaling"],

@@ -1,7 +1,10 @@
 """In which precision a layer multiplies, and how its input gets there."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -45,9 +48,25 @@ class Arithmetic(NamedTuple):
         return split_dot_general(x, y, dimension_numbers, self.algorithm)
 
 
-def arithmetic_of(weight: Any) -> Arithmetic:
-    """That of a layer without a `dtype`: it goes by its weights."""
-    return Arithmetic(product_datatype(weight.dtype), given=False)
+_full = jax.make_user_context(None)
+
+
+@contextmanager
+def in_full(algorithm: str | None) -> Iterator[None]:
+    """What is traced in here multiplies float32, by one of `SPLIT_PRODUCTS` or by itself, where it
+    would multiply halves."""
+    with _full(algorithm or "float32"):
+        yield
+
+
+def arithmetic_of(given: Arithmetic | None, weight: Any) -> Arithmetic:
+    """That of a layer: what it was given, else it goes by its weights."""
+    found = given or Arithmetic(product_datatype(weight.dtype), given=False)
+    full = _full.value
+    if full is None or found.algorithm is not None or found.dtype.itemsize > 4:
+        return found
+    split = full if full in SPLIT_PRODUCTS else None
+    return Arithmetic(np.dtype(np.float32), split, found.given)
 
 
 def parse_arithmetic(dtype: Any, call: str) -> Arithmetic | None:

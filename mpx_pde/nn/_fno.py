@@ -252,7 +252,7 @@ class FNO(eqx.Module):
         if self.grid_embedding:
             x = jnp.concatenate([x, jnp.asarray(_coordinates(x.shape[1:]), x.dtype)])
         x = batch_behind(x)
-        x = part(ChannelMLP.lift, self.remat)(self.lifting, x, self.activation)
+        x = part(ChannelMLP.lift, self.remat, rounded=False)(self.lifting, x, self.activation)
         shift, entering = widen(self.lifting.last.bias), None
         if any(ends):
             x = jnp.pad(shifted(x, shift), [(0, 0), *((0, end) for end in ends)])

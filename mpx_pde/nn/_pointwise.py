@@ -1,6 +1,7 @@
 """What a neural operator does to each grid point by itself: linear layers on channels, activations,
 and which of it goes through memory."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,12 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .._cast import widen
+from .._cast import cast_tree, widen
+from .._derivative_of import with_derivative_of
 from .._dtypes import is_half, wide
+from .._forward import Forward, forward_in, present_forward
 from .._order import batch_behind, rounded_cotangent, spread, written_in
-from ._arithmetic import KEPT, Arithmetic, arithmetic_of, centered, separate, unscaled
+from ._arithmetic import KEPT, Arithmetic, arithmetic_of, centered, in_full, separate, unscaled
 
 
 STORED = "mpx_pde.nn: stored between products"
@@ -45,13 +48,13 @@ class Pointwise(eqx.Module):
     @property
     def dtype(self) -> np.dtype:
         """What is stored."""
-        return (self.arithmetic or arithmetic_of(self.weight)).dtype
+        return arithmetic_of(self.arithmetic, self.weight).dtype
 
     def __call__(self, x: Float[Array, "inputs *grid"]) -> Float[Array, "outputs *grid"]:
         return shifted(self.product(x), widen(self.bias))
 
     def product(self, x: Array, out_dtype: Any = None) -> Array:
-        arithmetic = self.arithmetic or arithmetic_of(self.weight)
+        arithmetic = arithmetic_of(self.arithmetic, self.weight)
         # The weight on the left: a batch axis of `vmap` then stays behind the channels, where
         # neither this product nor those of the transforms have to move it.
         return arithmetic.product(
@@ -94,9 +97,8 @@ class ChannelMLP(eqx.Module):
     def lift(self, x: Array, activation: Callable) -> Array:
         """Of the field that comes in, without the last bias."""
         first = self.first
-        out_dtype = first.arithmetic.dtype if first.arithmetic else first.weight.dtype
-        if is_half(out_dtype) and first.weight.shape[1] <= _FEW:
-            hidden = _lifted(activation, x, first.weight, first.bias, out_dtype)
+        if is_half(first.dtype) and first.weight.shape[1] <= _FEW:
+            hidden = _lifted(activation, x, first.weight, first.bias, first.dtype)
         else:
             y, shift = first.from_input(x)
             hidden = activate(activation, stored(y), shift)
@@ -157,17 +159,45 @@ def kept(x: Array) -> Array:
     return checkpoint_name(lax.optimization_barrier(batch_behind(x)), KEPT)
 
 
-def part(fun: Callable, again: bool) -> Callable:
-    """A part of a network. Its derivative evaluates it anew: what both need would be kept in
-    float32. Not evaluated anew is what is `kept`, and unless it is to be done `again`, what is
-    `stored`.
+def part(fun: Callable, again: bool, rounded: bool = True) -> Callable:
+    """A part of a network, a function of its layer, of a field and of more. Its derivative
+    evaluates it anew: what both need would be kept in float32. Not evaluated anew is what is
+    `kept`, and unless it is to be done `again`, what is `stored`.
 
     Each part by itself, so that it is evaluated when its cotangent is there, and not before.
+
+    With a forward pass in full precision, what is kept is the field that enters, `rounded` to half
+    unless it is that of the user.
     """
+    forward = present_forward()
+    if forward is not None and forward.apart:
+        return ft.partial(_in_forward, fun, forward, rounded)
     names = (KEPT,) if again else (KEPT, STORED)
     policy = jax.checkpoint_policies.save_only_these_names(*names)
     run = eqx.filter_checkpoint(fun, policy=policy)  # an activation may be any function
     return lambda *args: batch_behind(run(*args))
+
+
+def _in_forward(fun: Callable, forward: Forward, rounded: bool, *args: Any) -> Array:
+    """The value of a part in full precision, with the derivative of the part in half."""
+    arrays, static = eqx.partition(args, eqx.is_array)
+
+    def run(arrays):
+        return batch_behind(fun(*eqx.combine(arrays, static)))
+
+    def value_of(arrays):
+        with forward_in(None), in_full(forward.algorithm):
+            return run(arrays)
+
+    def derivative_of(arrays):
+        layer, x, *rest = arrays
+        in_half = lambda tree: tree if eqx.is_array(tree) else cast_tree(tree, forward.dtype)
+        x = x.astype(forward.dtype) if rounded else x
+        with forward_in(None):
+            out = jax.checkpoint(run)((in_half(layer), x, *map(in_half, rest)))
+        return widen(batch_behind(out))
+
+    return batch_behind(with_derivative_of(value_of, derivative_of)(arrays))
 
 
 def activate(activation: Callable, x: Array, shift: Array | None = None) -> Array:

@@ -164,7 +164,7 @@ class SpectralConv(eqx.Module):
         return self.weight.inputs if isinstance(self.weight, CPWeight) else self.weight
 
     def _arithmetic(self) -> Arithmetic:
-        return arithmetic_of(self._weights) if self.arithmetic is None else self.arithmetic
+        return arithmetic_of(self.arithmetic, self._weights)
 
     def __call__(
         self,

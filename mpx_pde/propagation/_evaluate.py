@@ -18,7 +18,7 @@ from .._products import is_users
 from . import _tables as tables
 from ._containers import Containers, enters
 from ._fallback import nested
-from ._full import with_derivative_of
+from .._derivative_of import with_derivative_of
 from ._known import folded
 from ._plan import Index
 from ._products import Product, is_biased, widens

@@ -197,7 +197,7 @@ def parts_of(flat: Flat, roles: Role) -> list[Part]:
             continue
         if kind == "alone":
             close()
-            out.append(Part((step,), (), ()))
+            out.append(_region(step, [x for x in step.outputs if last.get(x, -1) > i]))
             continue
         waiting.update(step.outputs)
         if any(x in products for x in variables(step.inputs)):
@@ -207,6 +207,16 @@ def parts_of(flat: Flat, roles: Role) -> list[Part]:
             products.update(step.outputs)
     close()
     return out
+
+
+def _region(step: Step, outputs: Sequence[int]) -> Part:
+    """An equation by itself. A checkpoint is a layer as its user has cut it: where the forward pass
+    is another than the backward pass, what enters it is what is kept, whatever its policy says."""
+    eqn = step.eqn
+    if eqn.primitive.name != "remat2" or not contains(bodies_of(eqn)[0], tables.PRODUCTS):
+        return Part((step,), (), ())
+    inputs = tuple(dict.fromkeys(variables(step.inputs)))
+    return Part((step,), inputs, tuple(outputs), alone=False, multiplies=True)
 
 
 def _kind(step: Step, roles: Role) -> str:
