@@ -192,6 +192,46 @@ def test_what_is_kept_for_the_backward_pass_is_half():
     assert len(streams) <= 3 * (1 + 2 + 2) + 4
 
 
+def kept_of(loss, model, batch, size):
+    """The dtypes of arrays of a size that are kept for the backward pass."""
+    arrays, static = eqx.partition(model, eqx.is_inexact_array)
+    gradient = mpx.propagation.InForward(
+        lambda arrays, batch: loss(eqx.combine(arrays, static), batch),
+        mpx._forward.Forward("float32", "bfloat16"),
+    )
+    _, back = jax.vjp(lambda arrays: gradient(arrays, batch), arrays)
+    return [x.dtype.name for x in jax.tree.leaves(back) if x.size == size and x.ndim > 1]
+
+
+def test_a_neural_operator_keeps_one_half_field_for_each_block():
+    model = nn.FNO(1, 1, 6, 3, (4, 4), key=KEY)
+    # What enters each block, and the projection behind them.
+    assert kept_of(operator, model, FIELDS, 6 * FIELDS.size) == 4 * ["bfloat16"]
+
+
+@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
+def test_of_a_checkpoint_is_kept_what_enters_it_in_half(policy):
+    width, depth = 6, 3
+    layers = [eqx.nn.MLP(width, width, 20, 1, key=k) for k in jax.random.split(KEY, depth)]
+    model = eqx.nn.Linear(8, width, key=KEY), layers
+
+    def loss(model, rows):
+        first, layers = model
+        x = jnp.tanh(jax.vmap(first)(rows))
+        for layer in layers:
+            x = x + jax.checkpoint(jax.vmap(layer), policy=policy)(x)
+        return jnp.mean(x**2)
+
+    want, want_grads = eqx.filter_value_and_grad(loss)(model, ROWS)
+    value, grads = evaluated(loss, model, ROWS, "bfloat16")
+    np.testing.assert_allclose(value, want, rtol=2.0**-21)
+    assert relative(grads, want_grads) < TOLERANCES["bfloat16"]
+    of_rows = lambda size: kept_of(loss, model, ROWS, size * len(ROWS))
+    assert of_rows(20) == []  # inside
+    # Those of the first layer and of each checkpoint; the loss is differentiated as it stands.
+    assert sorted(of_rows(width)) == (1 + depth) * ["bfloat16"] + ["float32"]
+
+
 def test_who_takes_autocast_may_climb_to_a_forward_pass_in_full():
     loss, model, batch = CASES["regression"]
     step = partial(mpx.filter_grad, loss, mpx.StaticLossScaling(2.0**8), forward="float32")

@@ -110,7 +110,8 @@ class Evaluator:
                 jax.checkpoint(partial(layer, self)) if part.checkpointed else partial(layer, self)
             )
             env.update(run(arrays, traced))
-        elif part.multiplies:
+        elif part.multiplies or (part.checkpointed and roles.final.isdisjoint(part.outputs)):
+            # A loss is differentiated as it stands: the residual decides.
             env.update(self._in_full(layer, arrays, traced, roles))
         else:
             env.update(layer(self.full, arrays, traced))
