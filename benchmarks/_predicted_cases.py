@@ -73,14 +73,19 @@ def of_cavity(width: int, depth: int, points: int) -> Problem:
 
 def of_operator(resolution: int, modes: int = 32, channels: int = 64, batch: int = 32) -> Problem:
     def rivals() -> dict[str, Callable[[], Program]]:
-        task = fno_step.task(fno_step.Size(resolution, modes, channels, batch))
+        task = fno_step.task(size)
         found = {
             **_products(task.rivals["plain JAX float32"]),
             "mpx_pde float16": task.rivals["mpx_pde dft float16"],
             "mpx_pde float16, remat=False": task.rivals["mpx_pde dft float16, remat=False"],
+            "mpx_pde float32": task.rivals["mpx_pde dft float32"],
+            "mpx_pde float16, forward float32": fno_step.by_library(
+                size, "float16", forward="float32"
+            ),
         }
         return _programs(task, found)
 
+    size = fno_step.Size(resolution, modes, channels, batch)
     title = f"FNO {resolution}², {modes} modes, batch {batch}"
     return Problem(f"fno-{resolution}", title, "fno_step", rivals)
 
@@ -95,7 +100,12 @@ def of_transformer(name: str, batch: int, **changes: Any) -> Problem:
         }
         if "MPX float16" in task.rivals:
             found["MPX float16"] = task.rivals["MPX float16"]
-        return _programs(task, found)
+        programs = _programs(task, found)
+        for forward in ("bfloat16_x3", "float32"):
+            rival = vit_step.by_library("autocast-float16", forward=forward)
+            program = partial(Program, task, rival, tiled=forward == "bfloat16_x3")
+            programs[f"mpx_pde float16, forward {forward}"] = program
+        return programs
 
     title, command = f"ViT-{name.title()}, batch {batch}", f"vit_step --batches {batch}"
     return Problem(f"vit-{name}", title, command, rivals)

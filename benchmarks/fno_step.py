@@ -167,8 +167,11 @@ def network(size: Size, method: Any = "fft", remat: bool = True) -> mpx.nn.FNO:
     )
 
 
-def by_library(size: Size, precision: str, method: str = "dft", **options: Any) -> Rival:
-    options_of_step = {**precision_options(precision), "keep_full": (False, True)}
+def by_library(
+    size: Size, precision: str, method: str = "dft", forward: str = "half", **options: Any
+) -> Rival:
+    kept = {"keep_full": (False, True), "forward": forward}
+    options_of_step = {**precision_options(precision), **kept}
     return Rival(
         partial(step_by_library, partial(loss, lambda m, x: jax.vmap(m)(x)), options_of_step),
         products=HIGHEST,

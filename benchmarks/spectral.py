@@ -1,8 +1,9 @@
 """When are DFT matrices faster than the FFT, and what does half precision save?
 
 `layers`: a spectral convolution, forward and gradient, by truncated DFT matrices and by FFT in
-float32, interleaved: seconds, also without the gradient of the field, temporary memory, and the error of either against float64, with that
-of the matrices in half precision beside it. `auto` is what the cost model picks.
+float32, interleaved: seconds, also without the gradient of the field, temporary memory, and the
+error of either against float64, with that of the matrices in half precision beside it. `auto` is
+what the cost model picks.
 
 `models`: temporary memory of a training step of an FNO, compiled for an H100 (which need not be
 here).

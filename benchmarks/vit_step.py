@@ -133,8 +133,8 @@ def by_jmp(dtype: str) -> Rival:
     return Rival(step, jmp_scaling if dtype == "float16" else tuple)
 
 
-def by_library(precision: str) -> Rival:
-    step = partial(step_by_library, loss, vit.gradient_options(precision))
+def by_library(precision: str, **options: Any) -> Rival:
+    step = partial(step_by_library, loss, {**vit.gradient_options(precision), **options})
     return Rival(step, products=HIGHEST if precision == "float32" else None)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad
 
+from .._derivative_of import with_derivative_of
 from .._flat import Constant, Step, flatten
 from .._jaxpr import LOOPS, in_context_of, jaxprs_in, line_of, own_bind
 from .._order import gradients_in_turn, read_at_once, rounded_cotangent
@@ -18,7 +19,6 @@ from .._products import is_users
 from . import _tables as tables
 from ._containers import Containers, enters
 from ._fallback import nested
-from .._derivative_of import with_derivative_of
 from ._known import folded
 from ._plan import Index
 from ._products import Product, is_biased, widens
