@@ -76,15 +76,17 @@ CAVITY = _examples("lid_driven_cavity", "_cavity_reference", "_newton")
 ALLEN_CAHN = _examples("allen_cahn", "_spectral_reference")
 BURGERS = _examples("burgers", "_burgers_exact")
 HEAT_SINK = _examples("heat_sink", "_heat_sink_reference", "_newton")
+BREADTH = (
+    *(*PINNS, *OPERATOR_TRAININGS, *DARCY, *NAVIER_STOKES, *CAVITY, *BURGERS, *ALLEN_CAHN),
+    *(*HEAT_SINK, *_examples("problems/*", "helmholtz", "high_dimensions")),
+)
 
 # By the name in the file of results, as glob patterns. What a benchmark imports, or loads by a name
 # that it writes out, is found without them: they list the library, the compiler, the clock, and the
 # examples that are chosen by an option.
 MEASURED: dict[str, tuple[str, ...]] = {
-    "breadth": (
-        *(*PINNS, *OPERATOR_TRAININGS, *DARCY, *NAVIER_STOKES, *CAVITY, *BURGERS, *ALLEN_CAHN),
-        *(*HEAT_SINK, *_examples("problems/*", "helmholtz", "high_dimensions")),
-    ),
+    "breadth": BREADTH,
+    "breadth_step": (*BREADTH, *COMPILER),
     "cavity_memory": (*DERIVATIVES, *COMPILER),
     "compile_time": (*STEP, *DERIVATIVES, *OPERATORS, *AUTOCAST, *CLOCK),
     "derivatives": (*DERIVATIVES, *CLOCK),

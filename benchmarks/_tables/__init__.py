@@ -30,6 +30,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "breadth-paper": _breadth.paper,
     "breadth-problems": _breadth.by_problem(),
     "breadth-failures": _breadth.failures,
+    "breadth-step": _breadth.step,
     "precisions-adam": _breadth.by_problem("breadth-precisions", "adam"),
     "precisions-adam-lbfgs": _breadth.by_problem("breadth-precisions", "adam+lbfgs"),
     "cavity-memory": _programs.cavity_memory,

@@ -209,6 +209,35 @@ paper = Table(
 )
 
 
+# --- Compiled for an H100 ----------------------------------------------------------------------
+
+
+def _steps(data: Result) -> Iterator[Record]:
+    """A problem and its programs, by precision."""
+    names = {"full": "float32", "half": "float16", "both": "forward-float32-float16"}
+    for programs in groups(data["programs"], "problem").values():
+        known = {p["precision"]: p for p in programs if "failed" not in p}
+        yield {**programs[0], **{short: known.get(name, {}) for short, name in names.items()}}
+
+
+step = Table(
+    "breadth_step",
+    _steps,
+    """
+    problem                           {title}
+    memory of float32, MiB            {full.temp_bytes:MiB.2f}
+    float16 over it                   {half.temp_bytes/full.temp_bytes:.2f}
+    forward float32 over it           {both.temp_bytes/full.temp_bytes:.2f}
+    moved by float32, MB              {full.bytes:MB.3g}
+    by float16, over it               {half.bytes/full.bytes:.2f}
+    by forward float32, over it       {both.bytes/full.bytes:.2f}
+    predicted, not run: float32, ms   {full.seconds_with_arithmetic:ms.2f}
+    kernels: float32, float16, forward float32  {full.kernels}, {half.kernels}, {both.kernels}
+    """,
+    "Memory beyond state, points and workspace. Compiled for an H100, not run.",
+)
+
+
 # --- The figure ------------------------------------------------------------------------------
 
 

@@ -55,7 +55,7 @@ def older(data: Mapping[str, Any]) -> str:
 
 # --- Tables that are declared ----------------------------------------------------------------
 
-UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "ms": 1e-3, "G": 1e9}
+UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "ms": 1e-3, "MB": 1e6, "G": 1e9}
 
 
 class _Unknown(Exception):

@@ -1,0 +1,77 @@
+"""What would a step of each problem take on an H100? Memory and time, compiled and predicted.
+
+The steps that `breadth` trains with, optimizer included, are compiled for a device that need not be
+here; seconds are predicted as `predicted` does. Most of these problems are of a size for two cores:
+their steps are some hundreds of kernels that take no longer than it takes to launch them, and half
+precision then saves memory and no time. `pinn_step` and `predicted` have steps of a size for a GPU.
+Memory is that beyond state, points and the workspace of cuBLAS.
+
+A problem is written as soon as it is there, and `--resume` goes on from the file.
+"""
+
+import argparse
+import re
+from typing import Any
+
+import equinox as eqx
+import jax
+
+from ._chips import CHIPS
+from ._deviceless import CUBLAS, Compiled, TargetUnavailable, compile_for
+from ._problems import problems, trainer
+from ._report import Report
+from ._rivals import failure
+from ._roofline import Roofline, summary
+
+
+PRECISIONS = ("float32", "float16", "forward-float32-float16")
+TOLD = ("kernels", "bytes", "seconds", "seconds_with_arithmetic", "launch_seconds")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--target", choices=CHIPS, default="h100")
+    parser.add_argument("--problems", nargs="+", help="by default all")
+    parser.add_argument("--resume", action="store_true", help="keep the programs in the file")
+
+
+def compiled(target: str, name: str, precision: str) -> Compiled:
+    """One step of a problem."""
+    training = trainer(name, precision, optimizer=None, steps=None)
+    state, key = training.initial(0)
+    several = eqx.filter_eval_shape(training.choose, state.model, key)
+    points = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), several)
+    options = CUBLAS if "h100" in target else None
+    return compile_for(target, training.step, state, points, donate=(0,), compiler_options=options)
+
+
+def workspace_bytes(program: Compiled) -> int:
+    """What cuBLAS is given to work in, which every program has."""
+    return max((int(n) for n in re.findall(r"s8\[(\d+)\]", program.text)), default=0)
+
+
+def run(report: Report, args: argparse.Namespace) -> int:
+    before = report.before(args.out) if args.resume else {}
+    report.sections["programs"] = before.get("programs", [])
+    there = {(r["problem"], r["precision"]) for r in report.sections["programs"]}
+    names = args.problems or (["kovasznay"] if args.quick else problems().names())
+    for name in names:
+        title = problems().load(name).title
+        for precision in PRECISIONS:
+            where: dict[str, Any] = {"problem": name, "title": title, "precision": precision}
+            if (name, precision) in there:
+                continue
+            try:
+                program = compiled(args.target, name, precision)
+            except TargetUnavailable as error:
+                raise SystemExit(str(error)) from error
+            except Exception as error:  # of a problem: it is what there is to show
+                report.record("programs", **where, failed=failure(error))
+                continue
+            whole = summary(Roofline(program.module).kernels(), CHIPS[args.target])
+            told = {key: whole[key] for key in TOLD}
+            memory = program.temp_bytes - workspace_bytes(program)
+            report.record("programs", **where, temp_bytes=memory, **told)
+            jax.clear_caches()
+        report.save(args.out)
+        print(f"{name}: {report.sections['programs'][-1]}", flush=True)
+    return 0
