@@ -17,12 +17,14 @@ from ._varying import match_varying_axes
 
 
 class Given(NamedTuple):
-    """Which dtypes of a product its caller named ([`mpx_pde.autocast`][] supplies the others), and
-    whether it is one of several with the same weight that are to stay so."""
+    """Which dtypes of a product its caller named ([`mpx_pde.autocast`][] supplies the others),
+    whether it is one of several with the same weight that are to stay so, and whether it is the
+    cotangent of an operand."""
 
     dtype: bool = True
     out_dtype: bool = True
     apart: bool = False
+    cotangent: bool = False
 
 
 def as_operand(x: Any, call: str) -> Array:

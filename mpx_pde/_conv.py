@@ -20,6 +20,7 @@ from ._bilinear import (
     result_dtype,
     rounded_product,
 )
+from ._dtypes import is_half
 from ._jaxpr import CALLS, bodies_of, own_bind, walk
 from ._types import DTypeLike
 from ._varying import match_varying_axes
@@ -43,14 +44,16 @@ def _conv(
     *,
     dtype,
     out_dtype,
-    given: Any = None,
+    given: Given = _GIVEN,
     on_cpu: bool = False,
     on_gpu: bool = False,
     **window,
 ):
-    del on_gpu, given
     product = ft.partial(_convolution, **window)
-    return rounded_product(product, x, y, dtype, out_dtype, on_cpu)
+    # cuDNN convolves halves to halves alone: for a float32 result XLA would widen the operands.
+    through = dtype if on_gpu and given.cotangent and is_half(dtype) else out_dtype
+    out = rounded_product(product, x, y, dtype, through, on_cpu)
+    return lax.convert_element_type(out, out_dtype)
 
 
 def _abstract_eval(x, y, *, dtype, out_dtype, given: Any = None, **window):
@@ -98,7 +101,8 @@ def _plain(window: dict) -> Callable:
 
 def _of_cotangent(aval: Any, dtype: np.dtype, given: Given) -> dict[str, Any]:
     # In the operand's own dtype.
-    return {"dtype": dtype, "out_dtype": aval.dtype, "given": given._replace(out_dtype=True)}
+    given = given._replace(out_dtype=True, cotangent=True)
+    return {"dtype": dtype, "out_dtype": aval.dtype, "given": given}
 
 
 def _transpose_lhs(g, x, y, *, dtype, out_dtype, given: Given = _GIVEN, **window):
@@ -156,7 +160,10 @@ def mixed_conv_general_dilated(
 
     The rounding is part of the operation, as in [`mpx_pde.mixed_dot_general`][]: the cotangent of
     each operand comes back in the dtype that the operand came in, and the convolutions of the
-    backward pass and of forward mode are again `dtype` × `dtype` with float32 accumulation.
+    backward pass and of forward mode are again `dtype` × `dtype` with float32 accumulation. cuDNN
+    returns a convolution of halves in half: on a GPU the gradient of a float32 master is its sum
+    in float32, rounded to half. A result that you ask for in float32 by `out_dtype` is not rounded;
+    there the rounded operands are widened, and a GPU convolves float32.
 
     **Arguments:**
 
