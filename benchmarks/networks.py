@@ -275,6 +275,8 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
     chosen = args.networks.split(",") if args.networks else list(NETWORKS)
     for network in chosen:
         for problem in PROBLEMS[:2] if args.quick else PROBLEMS:
+            if args.problems and problem.name not in args.problems.split(","):
+                continue
             if network == "SPINN" and problem.size > 16:
                 continue  # a network for each of a hundred coordinates compiles for hours, nested
             if args.quick:
@@ -285,6 +287,8 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--networks", help=f"out of {', '.join(NETWORKS)}; by default all")
+    names = ", ".join(problem.name for problem in PROBLEMS)
+    parser.add_argument("--problems", help=f"out of {names}; by default all")
     parser.add_argument("--time", action="store_true", help="time steps, tracing and compiling")
     parser.add_argument("--h100", action="store_true", help="compile for an H100 instead")
     parser.add_argument("--minutes", type=float, help="start no further case after as many")
