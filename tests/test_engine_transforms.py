@@ -165,6 +165,24 @@ def test_printing_is_no_obstacle(capfd):
     assert capfd.readouterr().out.count("2.0") == 1
 
 
+def test_what_does_not_move_in_a_direction_vanishes():
+    """A factorization that depends on one coordinate is known in the other: JAX has no second
+    derivative of a solve whose factors move by zeros, and none is asked of it."""
+    point = jnp.array([0.3, 0.7])
+    matrix = np.array([[0.2, -0.1], [0.4, 0.3]], np.float32)
+
+    def fun(p):
+        x, y = p
+        return jnp.sum(jnp.linalg.solve(3 * jnp.eye(2) + jnp.sin(x) * matrix, y * jnp.ones(2)))
+
+    got = mpx.partials(fun, ["u_xx", "u_yy"], coords="xy", outputs="u")(point)
+    want = jax.hessian(fun)(point)
+    np.testing.assert_allclose(got["u_xx"], want[0, 0], rtol=1e-4)
+    assert got["u_yy"] == 0
+    sums = mpx.laplacian(fun, coords="xy", outputs="u")(point)
+    np.testing.assert_allclose(sums["lap_u"], want[0, 0], rtol=1e-4)
+
+
 def test_the_report_names_what_is_nested():
     fun = lambda p: jnp.arctan2(p[0], jnp.cosh(p[1]))
     report = mpx.partials(fun, ["u_xy"], coords="xy", outputs="u").report(jnp.ones(2))

@@ -26,6 +26,8 @@ class Feeding(NamedTuple):
     """Which results of a container go into a sum, by its position, if any."""
     operands: frozenset[int]
     """Which operands go into a sum inside."""
+    elsewhere: frozenset[int]
+    """Which operands go anywhere else inside."""
 
     def inside(self, i: int) -> Summed:
         return self.containers.get(i, frozenset())
@@ -37,8 +39,11 @@ def feeding(jaxpr: Jaxpr, summed: Summed = frozenset()) -> Feeding:
     sums = _Sums(jaxpr, summed)
     for i in sums.products:
         why.setdefault(i, SUMMED)
-    operands = frozenset(i for i, v in enumerate(jaxpr.invars) if v in sums.reach)
-    return Feeding(why, sums.containers, operands)
+    operands, elsewhere = (
+        frozenset(i for i, v in enumerate(jaxpr.invars) if v in found)
+        for found in (sums.reach, sums.elsewhere)
+    )
+    return Feeding(why, sums.containers, operands, elsewhere)
 
 
 def _magnifies(eqn: JaxprEqn) -> bool:
@@ -79,36 +84,43 @@ class _Sums:
                 if not nowhere_else.get(i, False):
                     self.elsewhere.add(v)
         for i, eqn in _backwards(jaxpr):
-            reaching = self._reaching(i, eqn)
-            arithmetic = eqn.primitive.name in tables.ARITHMETIC
-            only = arithmetic or eqn.primitive.name in tables.LAYOUT
+            reaching, astray = self._reaching(i, eqn)
+            only = eqn.primitive.name in _PASSED
             only = only and all(v not in self.elsewhere for v in eqn.outvars)
             if eqn.primitive.name == "mul" and reaching and (_is_square(eqn) or only):
                 self.products.append(i)
             self.reach.update(reaching)
             if not (reaching and (only or eqn.primitive.name in tables.SUMS)):
-                self.elsewhere.update(_variables(eqn))
+                self.elsewhere.update(astray)
 
-    def _reaching(self, i: int, eqn: JaxprEqn) -> list[Any]:
-        """The operands of an equation that go into a sum by way of it."""
-        name = eqn.primitive.name
+    def _reaching(self, i: int, eqn: JaxprEqn) -> tuple[list[Any], list[Any]]:
+        """The operands of an equation that go into a sum by way of it, and those that may go
+        elsewhere by way of it."""
+        name, operands = eqn.primitive.name, _variables(eqn)
         if name in tables.SUMS:
-            return _variables(eqn)
+            return operands, operands
         out = frozenset(
             (j, v not in self.elsewhere) for j, v in enumerate(eqn.outvars) if v in self.reach
         )
-        if name in tables.ARITHMETIC or name in tables.LAYOUT:
-            return _variables(eqn) if out else []
+        if name in _PASSED:
+            return operands if out else [], operands
         bodies = bodies_of(eqn)
         if not bodies or name == "while":
-            return []
+            return [], operands
         # Operands and results of a container are those of what it holds, behind the index of a
         # branch.
         if out:
             self.containers[i] = out
         skipped = int(name == "cond")
-        inside = {j for body in bodies for j in feeding(body.jaxpr, out).operands}
-        return [v for j, v in enumerate(eqn.invars[skipped:]) if j in inside and not literal(v)]
+        found = [feeding(body.jaxpr, out) for body in bodies]
+        inner = [(j, v) for j, v in enumerate(eqn.invars[skipped:]) if not literal(v)]
+        reaching = [v for j, v in inner if any(j in x.operands for x in found)]
+        if name != "jit":  # such as a loop, whose carry goes into the next step, too
+            return reaching, operands
+        return reaching, [v for j, v in inner if any(j in x.elsewhere for x in found)]
+
+
+_PASSED = frozenset((*tables.ARITHMETIC, *tables.LAYOUT, *tables.CHOICES))
 
 
 def _is_square(eqn: JaxprEqn) -> bool:

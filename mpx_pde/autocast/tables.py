@@ -72,6 +72,10 @@ residual in a squared error. (So is what is raised to an even power by `integer_
 
 ARITHMETIC: tuple[str, ...] = _primitives.ARITHMETIC
 
+CHOICES: tuple[str, ...] = ("select_n", "max", "min", "clamp", "abs", "name")
+"""Operations by way of which a product belongs to the reduction that their result goes into: it is
+one of their operands, but for its sign."""
+
 SUMS: tuple[str, ...] = (
     "reduce_sum",
     "cumsum",

@@ -38,26 +38,33 @@ def nested(fun: Callable[..., list], operands: Sequence[Any], rules: Rules) -> l
     streams: list[dict[Index, Any]] = [{} for _ in out]
     for key in plan.keys:
         parts = _stream(function, jets, key, rules)
-        for i, x in zip(live, parts, strict=True):
-            streams[i][key] = x
+        if parts is not None:
+            for i, x in zip(live, parts, strict=True):
+                streams[i][key] = x
     return [Jet(x, s, DEEP) for x, s in zip(out, streams, strict=True)]
 
 
-def _stream(function, jets, key, rules) -> list:
+def _stream(function, jets, key, rules) -> list | None:
+    """`None` where it vanishes: no operand moves in these directions."""
     plan: Plan = rules.plan
     if key not in rules.weights:
-        return _derivative(function, jets, key, plan, own=True)
+        return _derivative(function, jets, key, plan, own=True) if _move(jets, key) else None
     # The linear part of a sum, and what its summands add to it.
     total = None
     if any(key in x.streams for x in jets):
         tangents = [x.streams.get(key, jnp.zeros_like(x.primal)) for x in jets]
         total = jax.jvp(function, [x.primal for x in jets], tangents)[1]
     for weight, index in rules.weights[key]:
+        if not _move(jets, index):
+            continue
         parts = _derivative(function, jets, index, plan, own=False)
         parts = [rules.weighted(weight, x, index) for x in parts]
         total = parts if total is None else [x + y for x, y in zip(total, parts, strict=True)]
-    assert total is not None
     return total
+
+
+def _move(jets, index: Index) -> bool:
+    return any(set(k) <= set(index) for x in jets for k in x.streams)
 
 
 def _derivative(function, jets, index: Index, plan: Plan, own: bool) -> list:
