@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
 from .._repr import brief
@@ -103,6 +104,20 @@ def check_point(point: Any, coords: tuple[str, ...], dtype: Any, call: str) -> F
     if not jnp.issubdtype(point.dtype, jnp.floating):
         raise TypeError(f"`{call}` takes a floating-point point, but got {point.dtype.name}.")
     return point if dtype is None else point.astype(dtype)
+
+
+def check_factor(factor: Any, name: str, call: str) -> Any:
+    """That what multiplies a derivative in a sum is one real number."""
+    dtype = getattr(factor, "dtype", np.dtype(type(factor)))
+    if np.shape(factor) != () or not (
+        jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
+    ):
+        got = f"shape {np.shape(factor)} and {dtype}" if hasattr(factor, "dtype") else repr(factor)
+        raise ValueError(
+            f"`{call}` multiplies derivatives by factors that are numbers, scalar arrays or "
+            f"functions of the point that return one, but got {got} in the operator {name!r}."
+        )
+    return factor
 
 
 def as_network(fun: Callable, outputs: tuple[str, ...], call: str) -> Callable:

@@ -16,7 +16,7 @@ from .._forward import present_forward
 from .._marks import marked
 from .._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
 from ..propagation import Equation, Index, Plan, make_plan, propagate, sum_key
-from ._checks import Term, as_network, check_alone, check_point
+from ._checks import Term, as_network, check_alone, check_factor, check_point
 from ._probe import tap
 from ._scales import AbstractScales
 from ._seeds import power_of_two
@@ -203,13 +203,17 @@ class Evaluation:
             if k in sampled:
                 out.append([sampled[k][1].astype(widen(point).dtype)])
                 continue
-            factors = [x.factor(point) if callable(x.factor) else x.factor for x in s.summands]
+            factors = [self._factor(x, s.name, point) for x in s.summands]
             if len(indices) < len(factors):
                 same = all(isinstance(f, int | float) and f == 1 for f in factors)
                 wide = widen(point).dtype
                 factors = [1 if same else jnp.stack([jnp.asarray(f, wide) for f in factors])]
             out.append(factors)
         return out
+
+    def _factor(self, summand: Summand, name: str, point: Array) -> Any:
+        factor = summand.factor(point) if callable(summand.factor) else summand.factor
+        return check_factor(factor, name, self._call)
 
     def _propagated(
         self,

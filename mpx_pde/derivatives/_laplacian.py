@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from .._dtypes import as_floating_dtype
 from .._types import DTypeLike, Names
-from ._checks import check_derivatives, check_network, parse_terms, rows_of
+from ._checks import check_derivatives, check_factor, check_network, parse_terms, rows_of
 from ._evaluation import Evaluation, Sum, Summand
 from ._names import names_of, positive_integer, split_names
 
@@ -119,8 +119,10 @@ def linear_operator(
         )
     if samples is not None:
         samples = positive_integer(samples, call, "samples")
-        if key is None:
-            raise ValueError(f"`{call}` needs a `key`, a `jax.random.key`, to draw `samples`.")
+        if not hasattr(key, "dtype"):
+            raise ValueError(
+                f"`{call}` needs a `key`, a `jax.random.key`, to draw `samples`, but got {key!r}."
+            )
     return _operators(
         call, fun, operators, terms, coords, outputs, coords, scaling, dtype, samples, key, replace
     )
@@ -192,7 +194,7 @@ def _summands(spec, name, dirs, coords, call) -> tuple[Summand, ...]:
         found = tuple(sorted(found))
         if found in out:
             raise ValueError(f"`{call}` got the derivative {derivative!r} twice in {name!r}.")
-        out[found] = factor
+        out[found] = factor if callable(factor) else check_factor(factor, name, call)
     return tuple(Summand(d, f) for d, f in out.items())
 
 

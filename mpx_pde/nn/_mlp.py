@@ -1,7 +1,7 @@
 """The network of a physics-informed model."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
@@ -141,7 +141,8 @@ class CoordinateMLP(eqx.Module):
             half type, uncast float32 masters enter the products themselves, and their gradients
             leave them in float32.
 
-        **Raises:** `ValueError` for sizes below 1 or a `periodic` that does not fit.
+        **Raises:** `ValueError` for sizes below 1, or a `periodic` or `fourier_features` that do
+        not fit.
         """
         call = "CoordinateMLP"
         sizes = {"in_size": in_size, "width_size": width_size, "depth": depth}
@@ -161,6 +162,11 @@ class CoordinateMLP(eqx.Module):
         embedded = in_size + len(periods)
         frequencies = None
         if fourier_features is not None:
+            if not isinstance(fourier_features, Sequence) or len(fourier_features) != 2:
+                raise ValueError(
+                    f"`{call}` takes `(features, sigma)` as `fourier_features`, how many random "
+                    f"frequencies and their standard deviation, but got {fourier_features!r}."
+                )
             features, sigma = fourier_features
             frequencies = sigma * jax.random.normal(embed_key, (embedded, features), jnp.float32)
             embedded = 2 * features
@@ -200,7 +206,15 @@ class CoordinateMLP(eqx.Module):
         **Returns:**
 
         The fields, shape `[out_size]` or a scalar, in the dtype of the last layer's product.
+
+        **Raises:** `ValueError` for another shape.
         """
+        # The embedding takes coordinates by index: from a batch it would take its first points.
+        if jnp.shape(point) != (self.in_size,):
+            raise ValueError(
+                f"`CoordinateMLP` takes one point, an array of its {self.in_size} coordinates, but "
+                f"got shape {jnp.shape(point)}. For many points use `jax.vmap`."
+            )
         # Rounded before the activation: what is kept for the backward pass is half.
         x = self.first(self.embedding(widen(point))).astype(self._compute_dtype)
         x = self.activation(x)
