@@ -207,3 +207,50 @@ def test_samples_need_a_key():
             mpx.linear_operator(
                 jnp.sum, {"op": "laplacian"}, coords="xy", outputs="u", samples=1, key=key
             )
+
+
+def test_one_sample():
+    """As many as there are with one summand, or fewer with two."""
+    fun = lambda p: p[0] ** 2 + 3 * p[-1] ** 4
+    point = jnp.array([0.5, 0.5])
+    draw = jax.jit(
+        lambda key: mpx.linear_operator(
+            fun,
+            {"lap": "laplacian", "bi": "biharmonic"},
+            coords="xy",
+            outputs="u",
+            samples=1,
+            key=key,
+        )(point)
+    )
+    seen = {float(draw(jax.random.key(i))["lap_u"]) for i in range(8)}
+    assert seen == {4.0, 18.0}
+    # Along a direction whose second entry is z the fourth derivative is 72 z^4, of one third.
+    z = jax.random.normal(jax.random.split(jax.random.key(0), 2)[1], (1, 2))[0, 1]
+    np.testing.assert_allclose(draw(jax.random.key(0))["bi_u"], 24 * z**4, rtol=1e-5)
+
+
+def test_no_leaks_with_the_forward_pass_in_full():
+    """What a stream loses is told of, and factors may be traced."""
+
+    def residual(model, x, *, derivatives):
+        def at(p):
+            terms = mpx.linear_operator(
+                model,
+                {"op": {"x": x[0, 0], "yy": lambda p: p[0]}},
+                coords="xy",
+                outputs="u",
+                scaling=derivatives,
+            )
+            return terms(p)["op_u"]
+
+        return jnp.mean((jax.vmap(at)(x) - 1) ** 2)
+
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xy"))
+    step = mpx.filter_value_and_grad(residual, scaling, forward="float32")
+    model = chain(jnp.tanh, jax.random.key(0))
+    with jax.checking_leaks():
+        value, _, finite, _ = eqx.filter_jit(step)(model, points())
+    assert finite
+    want = residual(model, points(), derivatives=None)
+    np.testing.assert_allclose(value, want, rtol=1e-5)

@@ -192,7 +192,8 @@ class Evaluation:
         out = []
         for d in self._directions:
             if d.sampled is not None:
-                out.append(sampled[d.sampled][0].astype(eye.dtype))
+                drawn = sampled[d.sampled][0].astype(eye.dtype)
+                out.append(drawn[0] if len(d.coords) == 1 else drawn)
             else:
                 out.append(eye[d.coords[0]] if len(d.coords) == 1 else eye[list(d.coords)])
         return out
@@ -201,7 +202,8 @@ class Evaluation:
         out = []
         for k, (s, indices) in enumerate(zip(self._sums, self._plan.sums, strict=True)):
             if k in sampled:
-                out.append([sampled[k][1].astype(widen(point).dtype)])
+                drawn = sampled[k][1].astype(widen(point).dtype)
+                out.append([drawn[0] if len(drawn) == 1 else drawn])
                 continue
             factors = [self._factor(x, s.name, point) for x in s.summands]
             if len(indices) < len(factors):

@@ -119,26 +119,27 @@ class Evaluator:
     def _in_full(self, layer: Callable, arrays: dict, traced: dict, roles) -> dict:
         """A layer whose values are those of the full evaluation, and whose derivative is that of
         the half one, at what entered it rounded to half: this alone is kept."""
-        full = self.full
-        assert full is not None
         # A rule that is kept for later may hold no value of the trace that it was made in.
+        bare = self._without_values()
+        full = bare.full
+        assert full is not None
         known = {k: x for k, x in self.rules.factors.items() if not isinstance(x, jax.Array)}
         factors = {k: x for k, x in self.rules.factors.items() if k not in known}
 
         def value_of(arrays, traced, factors, scales):
             del scales
-            rules = self.rules.with_factors({**known, **factors})
+            rules = bare.rules.with_factors({**known, **factors})
             return layer(dataclasses.replace(full, rules=rules), arrays, traced)
 
         def derivative_of(arrays, traced, factors, scales):
-            rules = self.rules.with_factors({**known, **factors})
-            storage = dataclasses.replace(self.storage, scales=scales)
-            half = dataclasses.replace(self, rules=rules, storage=storage, full=None, note=None)
+            rules = bare.rules.with_factors({**known, **factors})
+            storage = dataclasses.replace(bare.storage, scales=scales)
+            half = dataclasses.replace(bare, rules=rules, storage=storage, full=None, note=None)
             kept = {k: storage.stored(x) if k in roles.stored else x for k, x in traced.items()}
             arrays, kept = _in_turn(arrays, kept, scales)
             out = jax.checkpoint(partial(layer, half))(arrays, kept)
             out = {k: half._loaded(x) for k, x in out.items()}
-            return {k: self._loaded(x) for k, x in out.items()}
+            return {k: bare._loaded(x) for k, x in out.items()}
 
         # As it is evaluated, stored, and looked through for what does not fit.
         once = lambda x: read_at_once(x) if is_inexact(x) else x
@@ -149,6 +150,14 @@ class Evaluator:
                     self.lost(key, does)
         run = with_derivative_of(value_of, derivative_of)
         return run(arrays, traced, factors, dict(self.storage.scales))
+
+    def _without_values(self) -> "Evaluator":
+        """The same without factors and scales, which a trace may have made, and with nobody to tell
+        of what is lost in it."""
+        rules = self.rules.with_factors(dict.fromkeys(self.rules.factors, 0))
+        storage = dataclasses.replace(self.storage, scales={})
+        full = None if self.full is None else self.full._without_values()
+        return dataclasses.replace(self, rules=rules, storage=storage, lost=None, full=full)
 
     def _leaving(self, value: Any, k: int, roles) -> Any:
         """What a layer hands on, as it is kept."""
