@@ -142,7 +142,8 @@ class Evaluator:
             return {k: bare._loaded(x) for k, x in out.items()}
 
         # As it is evaluated, stored, and looked through for what does not fit.
-        once = lambda x: read_at_once(x) if is_inexact(x) else x
+        moves = lambda x: isinstance(x, jax.Array) and is_inexact(x)
+        once = lambda x: read_at_once(x) if moves(x) else x
         traced = {k: jax.tree.map(once, x) if k in roles.stored else x for k, x in traced.items()}
         if self.lost is not None:
             for k, x in traced.items():
