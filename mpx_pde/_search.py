@@ -203,11 +203,18 @@ def differentiable_search(
     - `assemble`, `scaling`, `axis_name`: as for `search`.
     """
 
+    jaxpr = closed.jaxpr
+
     def at(consts, values, arrays):
         values = list(values)
         for i, x in zip(places, arrays, strict=True):
             values[i] = x
-        return arrays_of(ClosedJaxpr(closed.jaxpr, consts), values)
+        return arrays_of(ClosedJaxpr(jaxpr, consts), values)
+
+    # A rule that is kept for later may hold no value of the trace that it was made in.
+    arrays, static = eqx.partition(scaling, eqx.is_array)
+    treedef = jtu.tree_structure(arrays)
+    types = closed.out_avals
 
     def found(consts, values):
         def step(arrays):
@@ -215,7 +222,8 @@ def differentiable_search(
             # it would be in memory all at once.
             return at(*lax.optimization_barrier((consts, values, arrays)))
 
-        return search(step, assemble, closed.out_avals, scaling, axis_name)
+        start = treedef.unflatten([values[i] for i in places])
+        return search(step, assemble, types, eqx.combine(start, static), axis_name)
 
     run: Any = jax.custom_jvp(lambda consts, values: found(consts, values)[0])
 
