@@ -87,7 +87,6 @@ BREADTH = (
 MEASURED: dict[str, tuple[str, ...]] = {
     "breadth": BREADTH,
     "breadth_step": (*BREADTH, *COMPILER),
-    "cavity_memory": (*DERIVATIVES, *COMPILER),
     "compile_time": (*STEP, *DERIVATIVES, *OPERATORS, *AUTOCAST, *CLOCK),
     "derivatives": (*DERIVATIVES, *CLOCK),
     "float8": (),
@@ -102,7 +101,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "growth": (*DERIVATIVES, *COMPILER),
     "networks": (*DERIVATIVES, *COMPILER, *CLOCK),
     "operators": (*OPERATOR_TRAININGS, *DARCY, *NAVIER_STOKES),
-    "overhead": (*STEP, *COMPILER, *CLOCK),
+    "overhead": (*STEP, *COMPILER),
     "pinn_step": (*STEP, *DERIVATIVES, *CLOCK),
     "predicted": (*STEP, *DERIVATIVES, *OPERATORS, *AUTOCAST, *COMPILER),
     "products": (),

@@ -36,7 +36,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "precisions-adam-lbfgs": _breadth.by_problem("breadth-precisions", "adam+lbfgs"),
     "casting-steps": _casting.steps,
     "casting-trainings": _casting.trainings,
-    "cavity-memory": _programs.cavity_memory,
+    "cavity-memory": _predicted.memory,
     "collectives": _programs.collectives,
     "compile-time": _programs.compile_time,
     "derivatives": _programs.derivatives,
