@@ -94,7 +94,8 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "frequencies": PRODUCTS,
     "gallery": (
         *(*PINNS, *OPERATOR_TRAININGS, *DARCY),
-        *_examples("problems/_runner", "problems/_operators", "problems/references"),
+        *_examples("problems/_problem", "problems/_runner"),
+        *_examples("problems/_operators", "problems/references"),
         *(*BURGERS, *_examples("problems/geometry")),
         *_examples(*(f"problems/{name}" for name in GALLERY)),
     ),
