@@ -58,7 +58,7 @@ OPERATORS = (
     *_library("nn/_activations", "_order"),
 )
 AUTOCAST = _library(
-    "autocast/*", "_jaxpr", "_primitives", "_conv", "_reverse", "checkpoint_policies"
+    "autocast/*", "_jaxpr", "_primitives", "_tables", "_conv", "_reverse", "checkpoint_policies"
 )
 COMPILER = _benchmarks("_deviceless", "_hlo")
 CLOCK = _benchmarks("_report")
