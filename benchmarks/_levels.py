@@ -23,7 +23,6 @@ _TRAINED = ("burgers_1d", "allen_cahn", "helmholtz", "cavity", "cavity_zero_equa
 # A CPU measures ratios that hold there, and accuracy. The trainings of `breadth`, `time_to_error`,
 # `operators` and `vit`, which take hours, are left to their own commands.
 CPU = (
-    Run(2, "overhead --targets cpu"),
     Run(2, "compile_time"),
     Run(4, "pinn_step"),
     Run(4, "fno_step"),
@@ -38,8 +37,7 @@ CPU = (
 
 # What compilers tell of hardware that is not there: memory, products, collectives.
 DEVICELESS = (
-    Run(2, "overhead --no-time"),
-    Run(1, "cavity_memory"),
+    Run(2, "overhead"),
     Run(4, "growth"),
     Run(8, "vit_memory"),
     Run(8, "weak_scaling --platform h100"),
@@ -49,7 +47,6 @@ DEVICELESS = (
 )
 
 GPU = (
-    Run(3, "overhead --targets h100"),
     Run(3, "products"),
     Run(3, "compile_time"),
     Run(9, "pinn_step"),

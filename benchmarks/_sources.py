@@ -58,7 +58,7 @@ OPERATORS = (
     *_library("nn/_activations", "_order"),
 )
 AUTOCAST = _library(
-    "autocast/*", "_jaxpr", "_primitives", "_conv", "_reverse", "checkpoint_policies"
+    "autocast/*", "_jaxpr", "_primitives", "_tables", "_conv", "_reverse", "checkpoint_policies"
 )
 COMPILER = _benchmarks("_deviceless", "_hlo")
 CLOCK = _benchmarks("_report")
@@ -87,7 +87,6 @@ BREADTH = (
 MEASURED: dict[str, tuple[str, ...]] = {
     "breadth": BREADTH,
     "breadth_step": (*BREADTH, *COMPILER),
-    "cavity_memory": (*DERIVATIVES, *COMPILER),
     "compile_time": (*STEP, *DERIVATIVES, *OPERATORS, *AUTOCAST, *CLOCK),
     "derivatives": (*DERIVATIVES, *CLOCK),
     "float8": (),
@@ -95,14 +94,15 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "frequencies": PRODUCTS,
     "gallery": (
         *(*PINNS, *OPERATOR_TRAININGS, *DARCY),
-        *_examples("problems/_runner", "problems/_operators", "problems/references"),
+        *_examples("problems/_problem", "problems/_runner"),
+        *_examples("problems/_operators", "problems/references"),
         *(*BURGERS, *_examples("problems/geometry")),
         *_examples(*(f"problems/{name}" for name in GALLERY)),
     ),
     "growth": (*DERIVATIVES, *COMPILER),
     "networks": (*DERIVATIVES, *COMPILER, *CLOCK),
     "operators": (*OPERATOR_TRAININGS, *DARCY, *NAVIER_STOKES),
-    "overhead": (*STEP, *COMPILER, *CLOCK),
+    "overhead": (*STEP, *COMPILER),
     "pinn_step": (*STEP, *DERIVATIVES, *CLOCK),
     "predicted": (*STEP, *DERIVATIVES, *OPERATORS, *AUTOCAST, *COMPILER),
     "products": (),

@@ -14,7 +14,7 @@ this CPU and, where the compilers are installed, for an H100 and a TPU v5e that 
 these numbers repeat exactly. They differ by the loop in which `mpx_pde` takes a step that
 overflowed again before the first has been taken; without it (`search=False`) they are the same. The
 programs of jmp and MPX differ by design: neither caps the scale nor counts skipped steps, and MPX
-casts outside of what is differentiated. Times are only taken where the step really runs. With
+casts outside of what is differentiated. How long steps take is told by `pinn_step`. With
 `--check` the exit status is 1 if a count of `mpx_pde` differs from that of `by hand` by more than
 1 %, or one of the two is traced twice.
 """
@@ -31,7 +31,7 @@ import jax.numpy as jnp
 
 from ._deviceless import TARGETS, Compiled, TargetUnavailable, compile_for, title
 from ._measured import JaxStep
-from ._report import Report, interleave
+from ._report import Report
 from ._steps import MAX_SCALE, UNSCALED, Task, alone, note_missing, rivals
 
 
@@ -94,11 +94,6 @@ PROBLEMS = (
     Problem("PINN", "64 × 4, 1024 points", heat, 2, "scalar", 64, 1024),
     Problem("MLP", "512 × 4, 4096 points", regression, 8, 8, 512, 4096),
     Problem("PINN", "256 × 4, 4096 points", heat, 2, "scalar", 256, 4096),
-)
-GPU_PROBLEMS = (
-    *PROBLEMS,
-    Problem("MLP", "2048 × 4, 16384 points", regression, 8, 8, 2048, 16_384),
-    Problem("PINN", "1024 × 4, 32768 points", heat, 2, "scalar", 1024, 32_768),
 )
 
 
@@ -173,27 +168,6 @@ def count_traces(report: Report, problem: Problem, dtype: str, steps: int) -> li
     return wrong
 
 
-def take_times(report: Report, problem: Problem, dtype: str, rounds: int, steps: int) -> None:
-    """Seconds per step of all rivals in turn, and the loss each ends with."""
-    task = problem.task(dtype)
-    contenders = runners(task)
-    values = {n: [float(run()) for _ in range(steps)][-1] for n, run in contenders.items()}
-    calls = max(1, 10 * 64 * 1024 // (problem.width * problem.points))
-    times = interleave(contenders, rounds=rounds, calls=calls)
-    for name in contenders:
-        report.record(
-            "times",
-            **task.where,
-            dtype=name if name in UNSCALED else dtype,
-            step=name,
-            seconds=times[name],
-            over_by_hand=times[name].median / times["by hand"].median,
-            loss=values[name],
-            loss_difference=abs(values[name] / values["by hand"] - 1),
-            after_steps=steps,
-        )
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--targets",
@@ -203,13 +177,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="float16", choices=tuple(MAX_SCALE))
     parser.add_argument("--check", action="store_true", help="fail when counts differ by over 1 %%")
-    parser.add_argument("--no-time", action="store_true", help="compile and count only")
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
     note_missing(report)
-    everything = GPU_PROBLEMS if jax.default_backend() == "gpu" else PROBLEMS
-    problems = PROBLEMS[:2] if args.quick else everything
+    problems = PROBLEMS[:2] if args.quick else PROBLEMS
     wrong = []
     for target in args.targets.split(","):
         try:
@@ -221,10 +193,6 @@ def run(report: Report, args: argparse.Namespace) -> int:
         raise SystemExit(f"None of the targets {args.targets} has a compiler here.")
     for problem in PROBLEMS[:2]:
         wrong += count_traces(report, problem, args.dtype, 100 if args.quick else 1000)
-    if not args.no_time:
-        rounds, steps = (5, 20) if args.quick else (20, 50)
-        for problem in problems:
-            take_times(report, problem, args.dtype, rounds, steps)
     for text in wrong:
         report.note(f"Off by more than {TOLERANCE:.0%}: {text}")
     return 1 if args.check and wrong else 0

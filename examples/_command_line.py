@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from _progress import progress_bar as progress_bar
+
 
 class _Help(argparse.HelpFormatter):
     """Says the default of each option that has one."""

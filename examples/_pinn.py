@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _command_line import folder, parser, positive, stop_on_interrupt
-from _pinn_report import draw, table
+from _command_line import folder, parser, positive, run_main as run_main, stop_on_interrupt
+from _pinn_report import draw, draw_fields as draw_fields, table
 from _progress import progress_bar
 from jaxtyping import Array, Bool, Float, Float32, PRNGKeyArray, PyTree
 from rich.console import Console

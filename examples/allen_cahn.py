@@ -24,9 +24,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
-from _command_line import run_main
-from _pinn import PRECISIONS, Problem, Result, Training, arguments, choose, evaluate, run, uniform
-from _pinn_report import draw_fields
+from _pinn import (
+    PRECISIONS,
+    Problem,
+    Result,
+    Training,
+    arguments,
+    choose,
+    draw_fields,
+    evaluate,
+    run,
+    run_main,
+    uniform,
+)
 from _spectral_reference import allen_cahn
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 

@@ -33,9 +33,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _burgers_exact import NU, exact_solution
-from _command_line import run_main
-from _pinn import PRECISIONS, Problem, Result, Training, arguments, choose, evaluate, run, uniform
-from _pinn_report import draw_fields
+from _pinn import (
+    PRECISIONS,
+    Problem,
+    Result,
+    Training,
+    arguments,
+    choose,
+    draw_fields,
+    evaluate,
+    run,
+    run_main,
+    uniform,
+)
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 import mpx_pde as mpx

@@ -32,7 +32,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _command_line import run_main
 from _heat_sink_reference import (
     DIFFUSIVITY,
     FINS,
@@ -53,10 +52,11 @@ from _pinn import (
     Result,
     Training,
     arguments,
+    draw_fields,
     evaluate,
     run,
+    run_main,
 )
-from _pinn_report import draw_fields
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 import mpx_pde as mpx

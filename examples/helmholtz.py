@@ -23,9 +23,19 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _command_line import run_main
-from _pinn import PRECISIONS, Problem, Result, Training, arguments, choose, evaluate, run, uniform
-from _pinn_report import draw_fields
+from _pinn import (
+    PRECISIONS,
+    Problem,
+    Result,
+    Training,
+    arguments,
+    choose,
+    draw_fields,
+    evaluate,
+    run,
+    run_main,
+    uniform,
+)
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 from numpy.typing import ArrayLike
 

@@ -28,8 +28,15 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _command_line import run_main
-from _pinn import PRECISIONS, Problem, Result, Training, arguments, run
+from _pinn import (
+    PRECISIONS,
+    Problem,
+    Result,
+    Training,
+    arguments,
+    run,
+    run_main,
+)
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 import mpx_pde as mpx

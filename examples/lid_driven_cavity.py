@@ -43,7 +43,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _cavity_reference import GHIA_U, GHIA_V, center_lines, mixing_length
-from _command_line import run_main
 from _pinn import (
     PRECISIONS,
     STEPS_PER_CALL,
@@ -52,6 +51,7 @@ from _pinn import (
     Training,
     arguments,
     run,
+    run_main,
 )
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 

@@ -48,11 +48,9 @@ def main(steps=STEPS):
     @eqx.filter_jit
     def step(model, opt_state, scaling, key):
         points = jax.random.uniform(key, (POINTS, 2))
-        # The loss in float32, what is kept for the backward pass and its products in half. The
-        # points stay float32. `use_mixed_precision=False` is plain float32.
-        value_and_grad = mpx.filter_value_and_grad(
-            loss, scaling, keep_full=(False, True), forward="float32"
-        )
+        # The loss in float32, what is kept for the backward pass and its products in half.
+        # `use_mixed_precision=False` is plain float32.
+        value_and_grad = mpx.filter_value_and_grad(loss, scaling, forward="float32")
         value, scaling, finite, grads = value_and_grad(model, points)
         # A step whose gradients are not finite changes nothing.
         model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)

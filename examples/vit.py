@@ -34,8 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _command_line import folder, parser, positive, run_main, stop_on_interrupt
-from _progress import progress_bar
+from _command_line import folder, parser, positive, progress_bar, run_main, stop_on_interrupt
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from matplotlib.figure import Figure
 from rich.box import SIMPLE

@@ -131,7 +131,8 @@ def filter_value_and_grad(
         with the compute dtype of the policy; a dict gives its overrides, such as
         `{"full": "readout"}`. Nothing is cast beforehand then (`keep_full` has nothing to keep):
         parameters are rounded inside of each product, and their cotangents are float32
-        throughout.
+        throughout. For networks with norms, softmax or attention that their own code does not keep
+        in float32.
     - `forward`: the precision of everything up to the loss. `"half"` is that of the backward pass.
         With `"float32"` (which means it: products take the highest precision), a split product
         (`"bfloat16_x3"`, `"bfloat16_x6"`, `"bfloat16_x9"`, `"tensorfloat32_x3"`),

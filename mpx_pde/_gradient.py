@@ -24,7 +24,7 @@ from ._notes import noting_the_cast
 from ._options import Options, parse_options
 from ._precision_report import OF_AUTOCAST, OF_CASTS, checked, evaluated, traced
 from ._search import can_search, differentiable_search, search, search_eagerly
-from ._tree import all_finite, with_fields
+from ._tree import all_finite, in_a_line, with_fields
 from ._types import PyTree
 from ._varying import mark_varying
 from .autocast import autocast as autocast_function
@@ -84,7 +84,7 @@ class Gradient(eqx.Module):
         """That of a public function, `call`, by its arguments."""
         func, scaling = arguments["func"], arguments["scaling"]
         if not callable(func):
-            raise TypeError(f"`{call}` takes a loss function first, but got {func!r}.")
+            raise TypeError(f"`{call}` takes a loss function first, but got {in_a_line(func)}.")
         if arguments["use_mixed_precision"] or scaling is not None:
             check_scaling(scaling, call)
         if isinstance(scaling, Scaling):

@@ -14,7 +14,7 @@ from jaxtyping import PRNGKeyArray
 from ._cast import convert, widen
 from ._masters import applied, parse_master, step_key
 from ._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
-from ._tree import check_flag, check_same_structure, select_tree
+from ._tree import check_flag, check_same_structure, in_a_line, select_tree
 from ._types import BoolLike, MasterLike, PyTree
 
 
@@ -27,7 +27,7 @@ def as_transformation(optimizer: Any, call: str) -> optax.GradientTransformation
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
             f"`{call}` takes an Optax gradient transformation such as `optax.adam(1e-3)` as "
-            f"`optimizer`, but got {optimizer!r}."
+            f"`optimizer`, but got {in_a_line(optimizer)}."
         )
     return optax.with_extra_args_support(optimizer)
 

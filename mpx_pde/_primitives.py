@@ -1,5 +1,5 @@
 """What kind of operation a primitive is: what `autocast`, the derivative engine and the reports of
-ranges all ask. Which precision that means says `autocast/tables.py`, and how derivatives pass
+ranges all ask. Which precision that means says `_tables.py`, and how derivatives pass
 `propagation/_tables.py`; both are made of these."""
 
 from jax import lax

@@ -15,6 +15,12 @@ from ._cast import is_inexact, widen
 from ._types import BoolLike, PyTree
 
 
+def in_a_line(x: Any) -> str:
+    """What came, as an error tells it: its type where its text is long, as that of a model is."""
+    text = repr(x)
+    return text if len(text) <= 80 and "\n" not in text else f"a `{type(x).__name__}`"
+
+
 def _inexact_leaves(tree: PyTree) -> list[Array]:
     leaves = [x for x in jtu.tree_leaves(tree) if is_inexact(x)]
     return [jnp.asarray(x) for x in widen(leaves)]

@@ -13,6 +13,7 @@ from test_docs import ROOT
 
 sys.path.insert(0, str(ROOT))
 channels = importlib.import_module("examples.problems._channel")
+volumes = importlib.import_module("examples.problems._finite_volumes")
 geometry = importlib.import_module("examples.problems.geometry")
 Box = geometry.Box
 NAMES = ("fpga_laminar", "fpga_zero_equation", "three_fin_3d")
@@ -182,7 +183,7 @@ def channel_of(**options):
 def rates_off(channel, residuals, cells):
     """How far the rates of finite volumes are from those of the residuals, at x > 1 over the
     floor: of u, v, w and T, relative to the largest."""
-    solver = channels.FiniteVolumes(channel, 1 / cells)
+    solver = volumes.FiniteVolumes(channel, 1 / cells)
     places, fields = [], []
     for field in range(5):
         axes = list(solver.axes)
@@ -256,7 +257,7 @@ def test_a_flow_that_is_fully_developed_is_that_of_a_duct():
     errors, drops = [], []
     for cells in (10, 20):
         channel = channels.Channel(space, (slab,), viscosity=0.1)
-        flow = channels.steady(channel, cells, 1e-5, sound=3.4)
+        flow = volumes.steady(channel, cells, 1e-5, sound=3.4)
         u, p = flow["fields"][0], flow["fields"][3]
         assert np.isnan(u[:, :, flow["z"] < 0.1]).all()
         above = flow["z"] > 0.1
@@ -292,7 +293,7 @@ def coarser(flow, by):
 @pytest.mark.parametrize("mixing", [0.0, 0.1])
 def test_flow_and_temperature_converge_and_keep_mass_and_heat(mixing):
     channel = SMALL._replace(mixing=mixing)
-    flows = {cells: channels.steady(channel, cells, 1e-7) for cells in (10, 20, 30)}
+    flows = {cells: volumes.steady(channel, cells, 1e-7) for cells in (10, 20, 30)}
     fields = {cells: coarser(flow, cells // 10) for cells, flow in flows.items()}
     known = np.isfinite(fields[10]) & np.isfinite(fields[30])
     off = lambda cells: [
@@ -313,7 +314,7 @@ def test_flow_and_temperature_converge_and_keep_mass_and_heat(mixing):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_references_keep_mass(name):
-    flow = channels.steady(module(name).CHANNEL, 10)
+    flow = volumes.steady(module(name).CHANNEL, 10)
     assert np.abs(flow["flux"] / flow["flux"][0] - 1).max() < 1e-6
     u, *_, t = flow["fields"]
     # As many cells are solid as the block has, and the fluid is faster beside it.

@@ -1,6 +1,7 @@
 """Every Python block of the documentation runs, and every public name is in the reference."""
 
 import contextlib
+import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
@@ -77,6 +78,19 @@ def test_the_reference_has_all_public_names_and_no_others():
     constants = re.findall(r"^\| `mpx_pde\.(\w+)` \|", text, re.MULTILINE)
     documented = directives + constants
     assert sorted(documented) == sorted(public_names())
+
+
+def test_the_index_tells_what_each_name_of_the_reference_is():
+    pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs/api").glob("*.md")]
+    names = re.findall(r"^::: (mpx_pde[\w.]+)$", "\n".join(pages), re.MULTILINE)
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    rows = re.findall(
+        r"^\| \[`.*?`\]\[(.*?)\] \| (.*) \|$", hooks.index(ROOT / "docs/api"), re.MULTILINE
+    )
+    assert sorted(name for name, _ in rows) == sorted(names)
+    assert all(told and told != "None" for _, told in rows)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -153,6 +153,12 @@ def test_a_vector_loss_with_aux(transform):
     ),
     ("no function", lambda t: t(3, scaler()), TypeError, ("loss function first", "3")),
     (
+        "what it takes in another order",
+        lambda t: t(scaler(), total),
+        TypeError,
+        ("loss function first", "but got a `DynamicLossScaling`."),
+    ),
+    (
         "an unknown policy",
         lambda t: t(total, scaler(), policy="compute=float17"),
         ValueError,
@@ -468,6 +474,14 @@ def update(grads, model=MODEL, optimizer=SGD):
         lambda: update({**PARAMS, "b": jnp.ones((3, 1))}),
         ValueError,
         ("['b']", "(3, 1)", "(3,)", "gradients of this model"),
+    ),
+    (
+        "the model as optimizer",
+        lambda: mpx.optimizer_update(
+            SGD, eqx.nn.MLP(2, 2, 2, 2, key=jax.random.key(0)), W, W, True
+        ),
+        TypeError,
+        ("`optimizer`", "but got a `MLP`."),
     ),
     (
         "no optimizer",

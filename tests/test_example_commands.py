@@ -5,6 +5,7 @@ import dataclasses
 import importlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,13 +42,23 @@ def parser_of(name, monkeypatch):
     """The parser of an example's command line."""
     found = []
     path = ROOT / "examples" / f"{name}.py"
-    monkeypatch.setattr(commands, "run_main", lambda main, options: found.append(options))
+    for module in (commands, pinn):
+        monkeypatch.setattr(module, "run_main", lambda main, options: found.append(options))
     for shared in ("_neural_operator", name):
         monkeypatch.delitem(sys.modules, shared, raising=False)
     exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), {"__name__": "__main__"})
     for shared in ("_neural_operator", name):
         sys.modules.pop(shared, None)  # those that hold what was patched
     return found[0]
+
+
+HELPERS = {"_command_line", "_neural_operator", "_pinn", "_pinn_report", "_progress"}
+
+
+@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
+def test_beside_its_data_an_example_imports_one_helper_at_most(path):
+    imports = re.findall(r"^(?:from|import) (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(HELPERS & set(imports)) <= 1
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

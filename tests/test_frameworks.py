@@ -1035,7 +1035,7 @@ def test_one_step_traces_once_under_x64():
 def test_strict_promotion_is_on():
     """Silent upcasts would pass this file if it were not."""
     with pytest.raises(Exception, match="no available implicit dtype promotion path"):
-        jnp.ones(2, jnp.float16) + jnp.ones(2, jnp.float32)
+        _ = jnp.ones(2, jnp.float16) + jnp.ones(2, jnp.float32)
 
 
 def test_a_step_is_the_same_under_either_promotion():

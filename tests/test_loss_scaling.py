@@ -398,7 +398,7 @@ def test_a_rule_of_ones_own():
     assert (value, scaling.value, finite) == (5.0, 4.0, True)
     np.testing.assert_array_equal(grads, [2.0, 4.0])
     with pytest.raises(TypeError, match="abstract"):
-        mpx.AbstractLossScaling()
+        mpx.AbstractLossScaling()  # pyright: ignore[reportAbstractUsage]
 
 
 # --- scaled --------------------------------------------------------------------------------------

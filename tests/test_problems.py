@@ -46,11 +46,11 @@ def test_there_are_thirty_problems_and_more():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_file_is_short_and_imports_nothing_private_but_the_runner(name):
+def test_a_file_is_short_and_imports_nothing_private_but_what_they_share(name):
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 120
     private = re.findall(r"^(?:from|import) +(\S*\b_\w+|\._\w+)", text, re.MULTILINE)
-    assert set(private) <= {"._runner", "._operators", "._channel"}
+    assert set(private) <= {"._problem", "._operators", "._channel", "._finite_volumes"}
     assert re.search(r"\bmpx_pde\._", text) is None
     # None has a setting for a precision.
     assert re.search(r"float16|bfloat16|loss_scal|init_scale|max_scale", text) is None

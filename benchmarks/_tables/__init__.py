@@ -11,6 +11,7 @@ from pathlib import Path
 from . import (
     _accuracy,
     _breadth,
+    _casting,
     _gallery,
     _networks,
     _operators,
@@ -33,7 +34,9 @@ TABLES: dict[str, Callable[..., str]] = {
     "breadth-step": _breadth.step,
     "precisions-adam": _breadth.by_problem("breadth-precisions", "adam"),
     "precisions-adam-lbfgs": _breadth.by_problem("breadth-precisions", "adam+lbfgs"),
-    "cavity-memory": _programs.cavity_memory,
+    "casting-steps": _casting.steps,
+    "casting-trainings": _casting.trainings,
+    "cavity-memory": _predicted.memory,
     "collectives": _programs.collectives,
     "compile-time": _programs.compile_time,
     "derivatives": _programs.derivatives,

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from ._format import NONE, Record, Result, Table, groups, load, markdown, older
+from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load, markdown, older
 
 
 OURS = "mpx_pde float16"
@@ -156,6 +156,22 @@ forward = _table(
     GB                      {{bytes:G.3g}}
     """,
     MEMORY,
+    told=older,
+)
+
+# The cavity's largest step, by how its derivatives are taken.
+memory = _table(
+    lambda data: [
+        r for r in _records(data) if r["problem"] == "cavity-512" and r["rival"] != "TF32"
+    ],
+    f"""
+    step                  {{rival}}
+    memory, GiB           {{temp_bytes:GiB.2f}}
+    over ours in float32  {{temp_bytes/beside.{FULL}.temp_bytes:.2f}}
+    over nested float32   {{temp_bytes/beside.float32.temp_bytes:.2f}}
+    kernels               {{kernels:,}}
+    """,
+    "{title}; beyond state and batch; " + NOT_RUN + ".",
     told=older,
 )
 

@@ -186,28 +186,6 @@ derivatives = Table(
 )
 
 
-def _beside_float32(data: Result) -> list[Record]:
-    records = data["memory"]
-    base = next(r for r in records if r["precision"] == "float32")
-    nested = next(r for r in records if r["derivatives"] == "nested jvp")
-    return [{**record, "base": base, "nested": nested} for record in records]
-
-
-cavity_memory = Table(
-    "cavity_memory",
-    _beside_float32,
-    """
-    derivatives              {derivatives}
-    precision                {precision}
-    temp memory, GiB         {temp_bytes:GiB.2f}
-    over propagated float32  {temp_bytes/base.temp_bytes:.2f}
-    over nested float32      {temp_bytes/nested.temp_bytes:.2f}
-    """,
-    "u, v and p with first and second derivatives and the gradient with respect to the parameters: "
-    "{depth} × {width}, {points:,} points; " + NOT_RUN + ".",
-)
-
-
 def _models(data: Result) -> Iterator[Record]:
     for m in data["models"]:
         method = {"fft": "FFT", "dft": "matrices"}[m["method"]]

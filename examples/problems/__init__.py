@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
-    from ._runner import Problem
+    from ._problem import Problem
 
 _HERE = Path(__file__).parent
 # The examples beside this folder, some of which are problems too, are modules and no package.

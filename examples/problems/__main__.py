@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from . import __doc__ as description, load, names
-from ._runner import FINISHES, OPTIMIZERS, PRECISIONS, QUICK_STEPS, Problem, Trainer
+from ._problem import Problem
+from ._runner import FINISHES, OPTIMIZERS, PRECISIONS, QUICK_STEPS, Trainer
 
 
 def parser() -> argparse.ArgumentParser:

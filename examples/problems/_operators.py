@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from ._runner import Problem
+from ._problem import Problem
 
 
 class Pairs(NamedTuple):

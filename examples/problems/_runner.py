@@ -1,7 +1,7 @@
 """Trains a problem in a precision: one recipe for all problems, and nothing in it for one of them.
 
-A file beside this one says what its problem is (a `Problem`). Everything that has to do with mixed
-precision stands in `Trainer.step`.
+What a problem is stands in `_problem.py`, which the files of the problems import. Everything that
+has to do with mixed precision stands in `Trainer.step`.
 """
 
 import math
@@ -16,63 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from _pinn import running_average, without_protection
-from jaxtyping import Array, Bool, Float, Float32, Int32, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray, PyTree
 
 import mpx_pde as mpx
+
+from ._problem import Problem, Reference
 
 
 STEPS_PER_CALL = 100  # steps in one compiled call
 QUICK_STEPS = 4
 WARM_UP = 1 / 20  # of the steps: the learning rate rises, and the scales find their place
 DROPPED = 3  # steps that a control of chance leaves out
-
-
-class Reference(NamedTuple):
-    """What the fields are compared with, in float64; what is NaN is not compared."""
-
-    points: Float[np.ndarray, "n coords"]
-    values: Float[np.ndarray, "n *fields"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Problem:
-    """What a file tells the runner.
-
-    - `network(key)`: the network, in float32.
-    - `loss(model, points, *, derivatives=None)`: the loss on the points of one step. `derivatives`
-      goes on to `mpx.partials` as its `scaling`.
-    - `sample(key)`: the points of one step, a PyTree of float32 arrays.
-    - `points(model, key)`: those of `STEPS_PER_CALL` steps, for a problem that chooses them.
-    - `coords`, `order`: of its derivatives; no order for a network that is not differentiated.
-    - `exact(point)`: the solution, in the dtype of the point, compared with at the points `at`. The
-      tests see to it that `loss` vanishes there in float64.
-    - `reference()`: what the fields are compared with, where no solution is known.
-    - `free`: indices of fields that are known up to a constant, such as a pressure.
-    - `errors(model)`: errors by name instead, the first is *the* error.
-    - `steps`, `learning_rate`: the latter rises at first, and falls as a cosine.
-    - `as_trained`: evaluate with the weights in the precision of the training.
-    - `derivatives()`: another derivative scaling than one scale for each coordinate.
-    """
-
-    title: str
-    network: Callable[[PRNGKeyArray], Any]
-    loss: Callable[..., Float32[Array, ""]]
-    sample: Callable[[PRNGKeyArray], PyTree] | None = None
-    points: Callable[[Any, PRNGKeyArray], PyTree] | None = None
-    coords: Sequence[str] = ()
-    order: int = 0
-    exact: Callable[[Array], Array] | None = None
-    at: Float[np.ndarray, "n coords"] | None = None
-    reference: Callable[[], Reference] | None = None
-    free: Sequence[int] = ()
-    errors: Callable[[Any], Mapping[str, float]] | None = None
-    fields: Sequence[str] = "u"
-    steps: int = 2000
-    learning_rate: float = 1e-2
-    optimizer: str = "muon"
-    family: str = "PINN"
-    as_trained: bool = False
-    derivatives: Callable[[], mpx.DerivativeScaling] | None = None
 
 
 class Precision(NamedTuple):
@@ -376,63 +330,3 @@ def errors_of(problem: Problem, model: Any) -> Mapping[str, float]:
             a, b = a - a.mean(), b - b.mean()
         out[name] = float(np.linalg.norm(a - b) / np.linalg.norm(b))
     return {"rel. L2 error": float(np.mean(list(out.values()))), **out}
-
-
-def grid(*axes: Float[np.ndarray, " n"]) -> Float[np.ndarray, "points coords"]:
-    """All points with their coordinates from these axes, the last one running fastest."""
-    return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, len(axes))
-
-
-# --- Networks --------------------------------------------------------------------------------
-
-
-class InUnits(eqx.Module):
-    """A network of coordinates that are measured in other units, which Fourier features see."""
-
-    network: Callable
-    units: tuple[float, ...] = eqx.field(static=True)
-
-    def __call__(self, point: Float[Array, " coords"]) -> Float[Array, "*fields"]:
-        return self.network(point / jnp.asarray(self.units, point.dtype))
-
-
-# --- Points ----------------------------------------------------------------------------------
-
-
-def uniform(
-    key: PRNGKeyArray, count: int, low: Sequence[float], high: Sequence[float]
-) -> Float32[Array, "count coords"]:
-    """Points in a box with the corners `low` and `high`."""
-    low_corner, high_corner = jnp.asarray(low, jnp.float32), jnp.asarray(high, jnp.float32)
-    shape = (count, len(low_corner))
-    return jax.random.uniform(key, shape, minval=low_corner, maxval=high_corner)
-
-
-def on_faces(
-    key: PRNGKeyArray, count: int, low: Sequence[float], high: Sequence[float], axes: Sequence[int]
-) -> Float32[Array, "count coords"]:
-    """Points on the faces of a box across `axes`, the same number (or nearly) on each."""
-    points = uniform(key, count, low, high)
-    face = np.arange(count) % (2 * len(axes))
-    ends = np.asarray([low, high], np.float32)
-    axis = np.asarray(axes)[face // 2]
-    return points.at[np.arange(count), axis].set(ends[face % 2, axis])
-
-
-# --- Examples --------------------------------------------------------------------------------
-
-
-def from_example(example: Any, **given: Any) -> Problem:
-    """A problem from that of one of the examples beside this folder, with its points, loss and
-    errors."""
-    return Problem(
-        **{
-            "title": example.title,
-            "network": example.network,
-            "loss": example.loss,
-            "points": example.points,
-            "errors": example.errors,
-            "learning_rate": example.full.learning_rate,
-            **given,
-        }
-    )

@@ -6,7 +6,7 @@ are those of `examples/allen_cahn.py`.
 
 from allen_cahn import PROBLEM as EXAMPLE
 
-from ._runner import from_example
+from ._problem import from_example
 
 
 PROBLEM = from_example(EXAMPLE, coords="tx", order=2, learning_rate=1e-2)

@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._runner import Problem, uniform
+from ._problem import Problem, uniform
 
 
 SIZE, SAMPLES = 100, 16

@@ -6,7 +6,7 @@ that of Cole and Hopf. Points, loss and network are those of `examples/burgers.p
 
 from burgers import PROBLEM as EXAMPLE
 
-from ._runner import from_example
+from ._problem import from_example
 
 
 PROBLEM = from_example(EXAMPLE, coords="tx", order=2, learning_rate=1e-2)

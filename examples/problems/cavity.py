@@ -6,7 +6,7 @@ Points, loss and network are those of `examples/lid_driven_cavity.py`.
 
 from lid_driven_cavity import problem
 
-from ._runner import from_example
+from ._problem import from_example
 
 
 PROBLEM = from_example(problem(), coords="xy", order=2, steps=4000)

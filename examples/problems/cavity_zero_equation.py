@@ -6,7 +6,7 @@ our own. Points, loss and network are those of `examples/lid_driven_cavity.py`.
 
 from lid_driven_cavity import problem
 
-from ._runner import from_example
+from ._problem import from_example
 
 
 EXAMPLE = problem("zero-equation")

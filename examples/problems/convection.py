@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._runner import Problem, grid, uniform
+from ._problem import Problem, grid, uniform
 
 
 BETA = 30.0

@@ -15,7 +15,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._runner import Problem, Reference, grid
+from ._problem import Problem, Reference, grid
 from .geometry import Box, area, distance, inside, surface, volume
 from .references import conduction
 

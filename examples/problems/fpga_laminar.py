@@ -17,8 +17,9 @@ import jax
 
 import mpx_pde as mpx
 
-from ._channel import Channel, draw, form, reference, total
-from ._runner import Problem
+from ._channel import Channel, draw, form, total
+from ._finite_volumes import reference
+from ._problem import Problem
 from .geometry import Box
 
 

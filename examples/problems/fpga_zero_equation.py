@@ -17,8 +17,9 @@ import jax.numpy as jnp
 
 import mpx_pde as mpx
 
-from ._channel import draw, form, mixing_length, reference, total
-from ._runner import Problem
+from ._channel import draw, form, mixing_length, total
+from ._finite_volumes import reference
+from ._problem import Problem
 from .fpga_laminar import CHANNEL as LAMINAR
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 import mpx_pde as mpx
 
-from ._runner import Problem, grid, on_faces, uniform
+from ._problem import Problem, grid, on_faces, uniform
 
 
 LOW, HIGH = (-1.0, -1.0), (1.0, 1.0)

@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._runner import InUnits, Problem, Reference, grid, uniform
+from ._problem import InUnits, Problem, Reference, grid, uniform
 from .references import reaction_diffusion
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._runner import Problem, grid, on_faces, uniform
+from ._problem import Problem, grid, on_faces, uniform
 
 
 LOW, HIGH = (0, 0, 0), (1, 1, 1)

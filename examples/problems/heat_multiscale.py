@@ -11,7 +11,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._runner import InUnits, Problem, grid, uniform
+from ._problem import InUnits, Problem, grid, uniform
 
 
 A, B = 1 / (500 * np.pi) ** 2, 1 / np.pi**2

@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._runner import Problem
+from ._problem import Problem
 
 
 SIZE = 5

@@ -6,7 +6,7 @@ of `examples/heat_sink.py`.
 
 from heat_sink import PROBLEM as EXAMPLE
 
-from ._runner import from_example
+from ._problem import from_example
 
 
 PROBLEM = from_example(EXAMPLE, coords="xy", order=2, steps=3000)

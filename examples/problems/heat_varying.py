@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._runner import Problem, grid, uniform
+from ._problem import Problem, grid, uniform
 
 
 SIZE = 5 * np.pi**2  # of Δu

@@ -5,7 +5,7 @@ Points, loss and network are those of `examples/helmholtz.py`.
 
 from helmholtz import PROBLEM as EXAMPLE
 
-from ._runner import from_example
+from ._problem import from_example
 
 
 PROBLEM = from_example(EXAMPLE, coords="xy", order=2, optimizer="adam", steps=4000)

@@ -11,7 +11,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._runner import Problem, grid, uniform
+from ._problem import Problem, grid, uniform
 
 
 K, M, N = np.sqrt(22.5) * np.pi, 5, 4

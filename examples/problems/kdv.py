@@ -11,7 +11,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._runner import Problem, grid, uniform
+from ._problem import Problem, grid, uniform
 
 
 K, L = 1.4, 0.9  # of the fast and of the slow one, with the speeds k²

@@ -6,7 +6,7 @@ networks*, 2024). Points, loss and network are those of `examples/high_dimension
 
 from high_dimensions import PROBLEM as EXAMPLE
 
-from ._runner import from_example
+from ._problem import from_example
 
 
 PROBLEM = from_example(

@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._runner import Problem, Reference, grid, on_faces, uniform
+from ._problem import Problem, Reference, grid, on_faces, uniform
 from .references import harmonic
 
 

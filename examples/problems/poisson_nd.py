@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._runner import Problem, on_faces, uniform
+from ._problem import Problem, on_faces, uniform
 
 
 SIZE = 10

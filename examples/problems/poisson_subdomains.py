@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._runner import Problem, Reference, grid, uniform
+from ._problem import Problem, Reference, grid, uniform
 from .references import diffusion
 
 

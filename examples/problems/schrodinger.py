@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._runner import Problem, grid, on_faces, uniform
+from ._problem import Problem, grid, on_faces, uniform
 
 
 LOW, HIGH = (0.0, -6.0), (2.0, 8.0)

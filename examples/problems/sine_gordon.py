@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._runner import Problem, grid, on_faces, uniform
+from ._problem import Problem, grid, on_faces, uniform
 
 
 W = 0.6

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from .. import _tables as tables
 from .._jaxpr import (
     bodies_of,
     contains,
@@ -15,7 +16,6 @@ from .._jaxpr import (
     literal,
     scopes_of,
 )
-from . import tables
 from ._containers import Containers, Place
 from ._feeding import Feeding, Summed, feeding
 from ._operations import OPERATIONS, keeps_full, own

@@ -4,6 +4,14 @@ Between two products in half precision stand norms, softmax and activations, who
 float32. Differentiated as it stands, a program keeps several float32 arrays of each for the
 backward pass, and with them more memory than it saves. A run of such operations costs hardly more
 than reading its operands, so these are kept, in half, and the run is evaluated again.
+
+The derivative engine cuts programs as well (`propagation/_segments.py`), by another walk. There
+calls are written out, a layer ends with its products, and all of it is evaluated again from the
+streams that entered it. Here a `jit` stays one, traced once however often it is called, and its
+scopes decide what is half; a product ends a run and stays outside of it, since what it takes is
+kept in half anyway; and a run pays or does not pay by the kinds of its operands, which are known
+only when it is reached. What is left in common, which variables go in and out, takes each of them
+four lines.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -13,9 +21,9 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
+from .. import _tables as tables
 from .._jaxpr import bodies_of, literal
 from .._primitives import asks_for_more
-from . import tables
 from ._feeding import Feeding
 from ._rules import Policy
 from ._values import Value

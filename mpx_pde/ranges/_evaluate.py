@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from .. import _tables as tables
 from .._jaxpr import (
     LOOPS,
     aval_of,
@@ -20,7 +21,6 @@ from .._jaxpr import (
     scopes_of,
     walk,
 )
-from ..autocast import tables
 from ._stats import Counts, is_finite, is_measured
 from ._where import Place, inside, place_of
 from ._widen import bind_wide, is_narrow, is_narrow_array, widen

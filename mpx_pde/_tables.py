@@ -1,11 +1,12 @@
-"""Which operation runs in which precision, and why. Data only: `_rules.py` reads it.
+"""Which operation runs in which precision, and why. Data only: `autocast` decides by it, and the
+reports of ranges advise.
 
 The division is that of NVIDIA's automatic mixed precision: matrix products in half; sums, and
 functions that grow or shrink faster than their argument, in float32; the cheap rest in whatever
 its operands are in.
 """
 
-from .. import _primitives
+from . import _primitives
 
 
 PRODUCTS: dict[str, str] = dict.fromkeys(
