@@ -4,6 +4,7 @@ equations, and the finite volumes that they are compared with."""
 import importlib
 import sys
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +13,7 @@ from test_docs import ROOT
 
 
 sys.path.insert(0, str(ROOT))
+problems = importlib.import_module("examples.problems")
 channels = importlib.import_module("examples.problems._channel")
 volumes = importlib.import_module("examples.problems._finite_volumes")
 geometry = importlib.import_module("examples.problems.geometry")
@@ -98,6 +100,22 @@ def test_fields_of_any_network_meet_their_conditions(name):
     assert np.abs(t[block] - 1).max() < 1e-3
     assert problem.free == (3,)
     assert len(problem.fields) == 5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_size_of_the_paper_has_a_larger_network_and_more_points(name):
+    small, paper = (problems.load(name, size) for size in problems.SIZES)
+    made = lambda fun: jax.tree.leaves(eqx.filter_eval_shape(fun, jax.random.key(0)))
+    count = lambda fun: sum(x.size for x in made(fun) if hasattr(x, "size"))
+    assert count(paper.network) > 50 * count(small.network)
+    assert count(paper.sample) > 10 * count(small.sample)
+    assert paper.steps > 100 * small.steps
+    assert (paper.loss, paper.reference) == (small.loss, small.reference)
+
+
+def test_a_problem_without_a_size_says_so():
+    with pytest.raises(ValueError, match="`kovasznay` has no size 'paper'"):
+        problems.load("kovasznay", "paper")
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ References are exact, or computed in float64 by what stands in `references.py`; 
 each of them.
 """
 
+import dataclasses
 import importlib
 import sys
 from pathlib import Path
@@ -33,11 +34,19 @@ def names() -> list[str]:
     return [name for name in found if name not in HELPERS]
 
 
-def load(name: str) -> "Problem":
-    """A problem by its name.
+SIZES = ("small", "paper")
+
+
+def load(name: str, size: str = "small") -> "Problem":
+    """A problem by its name: of a size for two cores, or of that of the paper that it is from.
 
     **Raises:** `ValueError` if there is none.
     """
     if name not in names():
         raise ValueError(f"there is no problem `{name}`; there are {', '.join(names())}.")
-    return importlib.import_module(f"{__name__}.{name}").PROBLEM
+    problem = importlib.import_module(f"{__name__}.{name}").PROBLEM
+    if size == "small":
+        return problem
+    if size not in SIZES or not problem.paper:
+        raise ValueError(f"the problem `{name}` has no size {size!r}.")
+    return dataclasses.replace(problem, **problem.paper)

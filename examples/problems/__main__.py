@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from . import __doc__ as description, load, names
+from . import SIZES, __doc__ as description, load, names
 from ._problem import Problem
 from ._runner import FINISHES, OPTIMIZERS, PRECISIONS, QUICK_STEPS, Trainer
 
@@ -29,6 +29,9 @@ def parser() -> argparse.ArgumentParser:
     optimizers = [name + finish for name in OPTIMIZERS for finish in FINISHES]
     run.add_argument("--optimizer", choices=optimizers, help="by default that of the problem")
     run.add_argument("--steps", type=int, help="by default those of the problem")
+    run.add_argument(
+        "--size", choices=SIZES, default="small", help="that of the paper, for a GPU, if it has one"
+    )
     run.add_argument(
         "--quick", action="store_true", help=f"{QUICK_STEPS} steps, by default in float16"
     )
@@ -84,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = []
     for name in chosen:
         try:
-            train(name, load(name), args)
+            train(name, load(name, args.size), args)
         except Exception as error:
             if len(chosen) == 1:
                 raise

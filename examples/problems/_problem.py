@@ -1,7 +1,7 @@
 """What a file beside this one tells of its problem, and what such files are made of."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -38,6 +38,7 @@ class Problem:
     - `steps`, `learning_rate`: the latter rises at first, and falls as a cosine.
     - `as_trained`: evaluate with the weights in the precision of the training.
     - `derivatives()`: another derivative scaling than one scale for each coordinate.
+    - `paper`: what is larger in the paper that the problem is from, by name: sizes for a GPU.
     """
 
     title: str
@@ -59,6 +60,7 @@ class Problem:
     family: str = "PINN"
     as_trained: bool = False
     derivatives: Callable[[], mpx.DerivativeScaling] | None = None
+    paper: Mapping[str, Any] = field(default_factory=dict)
 
 
 # --- Networks --------------------------------------------------------------------------------

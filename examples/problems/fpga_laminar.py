@@ -35,8 +35,8 @@ CHANNEL = Channel(
 )
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(3, 5, 64, 4, key=key, fourier_features=(32, 0.5))
+def network(key, width=64, depth=4):
+    mlp = mpx.nn.CoordinateMLP(3, 5, width, depth, key=key, fourier_features=(32, 0.5))
     return mpx.nn.Ansatz(mlp, form(CHANNEL, pressure=4.0))
 
 
@@ -54,8 +54,16 @@ def loss(fields, points, *, derivatives=None):
     return total(residuals(fields, points["fluid"].at, given), fields, points, given)
 
 
-def sample(key):
-    return draw(CHANNEL, key, fluid=640, walls=128, sections=4, across=16)
+def sample(key, fluid=640, walls=128, across=16):
+    return draw(CHANNEL, key, fluid=fluid, walls=walls, sections=4, across=across)
+
+
+# The network is that of PhysicsNeMo.
+PAPER = {
+    "network": functools.partial(network, width=512, depth=6),
+    "sample": functools.partial(sample, fluid=16_384, walls=4096, across=64),
+    "steps": 400_000,
+}
 
 
 PROBLEM = Problem(
@@ -70,4 +78,5 @@ PROBLEM = Problem(
     free=(3,),
     family="3D",
     steps=3000,
+    paper=PAPER,
 )

@@ -31,8 +31,8 @@ TERMS += [
 ]
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(3, 5, 64, 4, key=key, fourier_features=(32, 0.5))
+def network(key, width=64, depth=4):
+    mlp = mpx.nn.CoordinateMLP(3, 5, width, depth, key=key, fourier_features=(32, 0.5))
     return mpx.nn.Ansatz(mlp, form(CHANNEL, pressure=2.0))
 
 
@@ -69,8 +69,16 @@ def loss(fields, points, *, derivatives=None):
     return total(residuals(fields, points["fluid"].at, given), fields, points, given)
 
 
-def sample(key):
-    return draw(CHANNEL, key, fluid=512, walls=128, sections=4, across=16)
+def sample(key, fluid=512, walls=128, across=16):
+    return draw(CHANNEL, key, fluid=fluid, walls=walls, sections=4, across=across)
+
+
+# The network is that of PhysicsNeMo.
+PAPER = {
+    "network": functools.partial(network, width=512, depth=6),
+    "sample": functools.partial(sample, fluid=16_384, walls=4096, across=64),
+    "steps": 400_000,
+}
 
 
 PROBLEM = Problem(
@@ -85,4 +93,5 @@ PROBLEM = Problem(
     free=(3,),
     family="3D",
     steps=2500,
+    paper=PAPER,
 )
