@@ -234,6 +234,12 @@ class Transformed(eqx.Module):
     """What the caller gets of `((value, aux), scaling, finite, grads)`. Without it that is what
     `run` returns, and nothing is searched for."""
 
+    # As functions are compared, so that `jax.jit` takes one whose scaling has arrays.
+    __hash__ = object.__hash__
+
+    def __eq__(self, other: Any) -> bool:
+        return self is other
+
     @property
     def __wrapped__(self):
         return self.gradient.func

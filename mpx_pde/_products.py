@@ -172,15 +172,19 @@ class Counter:
         if not any(inner):
             return {}
         if name == "cond":  # one of them runs
-            return max(inner, key=lambda products: sum(w.flops for w in products.values()))
+            inner = [max(inner, key=lambda products: sum(w.flops for w in products.values()))]
         if name == "custom_linear_solve":  # the rest are for its derivatives
             inner = [self.products(eqn.params["jaxprs"].solve.jaxpr)]
         if name == "while":
             self.loops[_line(eqn)] = None
         times = self._times(eqn)
+        # A trace inside of another, such as that of a checkpoint, does not see who called it.
+        line = _line(eqn) if is_users(eqn.source_info) else None
         total: dict[Product, Work] = defaultdict(Work)
         for products in inner:
             for product, work in products.items():
+                if line is not None and (installed(product.line) or product.line == "unknown"):
+                    product = product._replace(line=line)
                 count, flops = total[product]
                 total[product] = Work(count + times * work.count, flops + times * work.flops)
         return total

@@ -860,3 +860,16 @@ def test_sums_over_devices_are_float32_whatever_the_loss_is_made_of(check_vma):
     assert finite
     assert grad.dtype == jnp.float32
     assert float(grad[0]) == 80000.0
+
+
+def test_jax_jit_takes_what_is_returned():
+    """As it takes any function, though a scaling has arrays, which have no hash."""
+    weights, x = {"w": jnp.ones((4, 3))}, jnp.ones((2, 4))
+    loss = lambda weights, x: jnp.mean((x @ weights["w"]) ** 2)
+    step = mpx.filter_value_and_grad(loss, mpx.DynamicLossScaling())
+    value, _, finite, grads = jax.jit(step)(weights, x)
+    assert finite
+    want = step(weights, x)
+    np.testing.assert_array_equal(value, want[0])
+    np.testing.assert_array_equal(grads["w"], want[3]["w"])
+    assert step != mpx.filter_value_and_grad(loss, mpx.DynamicLossScaling())

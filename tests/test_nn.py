@@ -241,7 +241,7 @@ def test_prelu():
 
 
 def test_errors(unchecked_annotations):
-    with pytest.raises(TypeError, match="`safe` wraps an elementwise function"):
+    with pytest.raises(TypeError, match="`safe` wraps, is an elementwise function"):
         nn.safe(3)
     with pytest.raises(ValueError, match="`width_size`"):
         make(width=0)

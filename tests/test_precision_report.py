@@ -2,6 +2,7 @@
 
 import functools as ft
 import warnings
+from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -412,3 +413,10 @@ def test_what_is_no_array_comes_back_as_it_was():
     assert aux["name"] == "mse"
     assert aux["steps"] == 3
     assert aux["n"].tolist() == [0, 1]
+
+
+def test_products_in_a_checkpoint_are_of_the_line_that_calls_it():
+    """A trace inside of another does not see who called it."""
+    model, field = mpx.nn.FNO(1, 1, 4, 1, (2, 2), key=jax.random.key(0)), jnp.ones((1, 4, 4))
+    rows = mpx.precision_report(lambda model: model(field).sum())(model).rows
+    assert {row.line.rsplit("/", 1)[-1].split(":")[0] for row in rows} == {Path(__file__).name}

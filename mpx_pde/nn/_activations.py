@@ -102,7 +102,10 @@ def safe(fun: Callable[..., Any]) -> Callable:
     An elementwise function; a PyTree with the same parameters if `fun` has any.
     """
     if not callable(fun):
-        raise TypeError(f"`safe` wraps an elementwise function, but got {fun!r}.")
+        raise TypeError(
+            "The `activation` of a network, and what `safe` wraps, is an elementwise function such "
+            f"as `jnp.tanh`, but got {fun!r}."
+        )
     if isinstance(fun, SafeActivation | SafeLayer):
         return fun
     if _is_exact_gelu(fun):
