@@ -102,7 +102,9 @@ def _operator(
             return float(jnp.mean(relative(run(model, jnp.asarray(inputs)), outputs)))
 
         out = {"rel. L2 error": error(*data()[1])}
-        for every in (FINER, FINER // 2, 1) if finer is not None else ():
+        if finer is None:
+            return out
+        for every in (FINER, FINER // 2, 1):
             inputs, outputs = (x[..., ::every, ::every] for x in finer())
             out[f"rel. L2 error at {inputs.shape[-1]}²"] = error(inputs, outputs)
         return out
