@@ -42,4 +42,5 @@ def trainer(
         choice = ", ".join((*runner.PRECISIONS, *EMULATED))
         raise ValueError(f"there is no precision `{precision}`; there are {choice}.")
     given = {"optimizer": optimizer, "steps": steps, "transform": transform}
-    return runner.Trainer(package.load(name), known, **given)
+    problem = package.load(name)
+    return runner.Trainer((problem.quick if quick else None) or problem, known, **given)

@@ -5,6 +5,7 @@ import json
 import re
 import sys
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +20,7 @@ sys.path.insert(0, str(ROOT))
 problems = importlib.import_module("examples.problems")
 runner = importlib.import_module("examples.problems._runner")
 command = importlib.import_module("examples.problems.__main__")
+operators = importlib.import_module("examples.problems._operators")
 references = importlib.import_module("examples.problems.references")
 FOLDER = ROOT / "examples" / "problems"
 NAMES = problems.names()
@@ -164,6 +166,47 @@ def test_vortices_are_those_of_taylor_and_green():
     assert relative(found[1], np.broadcast_to(fields[1], (32, 32))) < 1e-12
 
 
+def test_the_vorticity_to_learn_is_the_same_function_on_every_grid():
+    flow = module("operator_navier_stokes")
+    with jax.enable_x64(True):
+        fields = jax.jit(lambda key: [flow.initial(key, n) for n in (36, 72)])
+        coarse, fine = (np.asarray(x) for x in fields(jax.random.key(3)))
+        variances = jax.jit(jax.vmap(lambda key: jnp.mean(flow.initial(key, 36) ** 2)))
+        mean = float(variances(jax.random.split(jax.random.key(0), 400)).mean())
+    assert relative(fine[::2, ::2], coarse) < 1e-12
+    assert abs(coarse.mean()) < 1e-12
+    # Four waves have most of the variance: that of a field scatters by about one half of it.
+    assert abs(mean / flow.STD**2 - 1) < 5 * 0.5 / np.sqrt(400)
+
+
+@pytest.mark.slow
+def test_the_vorticity_to_learn_is_resolved():
+    flow = module("operator_navier_stokes")
+    coarse, fine = flow.solved(2, 64, 0), flow.solved(2, 128, 0)
+    np.testing.assert_array_equal(fine["first"][:, ::2, ::2], coarse["first"])
+    # Waves beyond 2/3 of those of the coarse grid, which leaves them out.
+    assert relative(fine["last"][:, ::2, ::2], coarse["last"]) < 2e-3
+    assert relative(fine["last"], fine["first"]) > 0.3  # it flows
+
+
+@pytest.mark.slow
+def test_solitons_to_learn_solve_their_equation():
+    """That of the file, by another solver, on a finer grid."""
+    waves = module("emulate_kdv")
+    x = 2 * np.pi * np.arange(192) / 192
+    start = 2.2 * np.sin(3 * x + 1) * np.cos(2 * x)
+    with jax.enable_x64(True):
+        found = np.asarray(jax.jit(waves.stepper())(jnp.asarray(start[None, ::2])))[0]
+    k = 2 * np.pi / waves.EXTENT * np.arange(97)
+    low = np.arange(97) <= 64  # of the square, only what is no alias
+    slope = lambda u: np.fft.irfft(low * -3j * k * np.fft.rfft(u**2))
+    linear = 1j * k**3 - 0.068 * k**4
+    solution = references.etdrk4(start, linear, slope, dt=0.032 / 20, steps=20, every=20)[-1]
+    # Of first order in 50 substeps: 1.2e-3.
+    assert relative(found, solution[::2]) < 2e-3
+    assert relative(start, solution) > 0.1  # it moves
+
+
 def test_heat_in_a_finned_block_goes_out_where_it_must():
     # In a cube of size 1, cos k(x − ½) cos k(y − ½) Z(z) with k tan k/2 = 1 and Z'' = 2k² Z.
     k = brentq(lambda k: k * np.tan(k / 2) - 1, 1, 2)
@@ -297,6 +340,55 @@ def test_lbfgs_goes_on_where_the_training_ended():
     assert after.error < before.error
     with pytest.raises(ValueError, match=r"`optimizer` must be one of adam, adam\+lbfgs"):
         trainer("sgd")
+
+
+def widened(asked):
+    """An operator that makes a field half as large again, on data that tell what was asked for."""
+
+    def pairs(count, points):
+        waves = np.sin(2 * np.pi * np.arange(points) / points) * np.ones((count, 1, points, 1))
+        return operators.Pairs(waves.astype(np.float32), 1.5 * waves.astype(np.float32))
+
+    def data(train=9, tests=5):
+        asked.append((train, tests))
+        return pairs(train, 4), pairs(tests, 4)
+
+    def finer(count):
+        asked.append(count)
+        return pairs(count, 16)
+
+    network = lambda key: eqx.nn.Conv2d(1, 1, 1, key=key)
+    return operators.operator(title="t", data=data, finer=finer, network=network, steps=100)
+
+
+def test_an_operator_is_tested_on_finer_grids_too():
+    asked = []
+    problem = widened(asked)
+    # What a network makes of finer grids is its own.
+    wrong = lambda x: 1.5 * x * (1 + x.shape[-1] / 100)
+    errors = problem.errors(wrong)
+    names = ("", " at 4²", " at 8²", " at 16²")
+    assert list(errors) == [f"rel. L2 error{name}" for name in names]
+    assert np.allclose(list(errors.values()), [0.04, 0.04, 0.08, 0.16], rtol=1e-5)
+    assert asked == [(9, 5), operators.FINER_TESTS]
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_a_quick_run_makes_few_data(quick, monkeypatch):
+    asked, found = [], []
+    monkeypatch.setattr(command, "load", lambda name, size="small": widened(asked))
+    monkeypatch.setattr(command, "train", lambda name, problem, args: found.append(problem))
+    assert command.main(["run", "operator_darcy", *["--quick"] * quick]) == 0
+    found[0].network(jax.random.key(0))
+    benchmark = importlib.import_module("benchmarks._problems")
+    monkeypatch.setattr(benchmark.problems(), "load", lambda name, size="small": widened(asked))
+    given = {"optimizer": None, "steps": None, "quick": quick}
+    benchmark.trainer("operator_darcy", "float32", **given).problem.network(jax.random.key(0))
+    assert asked == 2 * [(2, 2) if quick else (9, 5)]
+    asked.clear()
+    finer = list(found[0].errors(lambda x: 1.5 * x))[1:]
+    assert len(finer) == (0 if quick else 3)
+    assert asked == ([] if quick else [operators.FINER_TESTS])
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "breadth-problems": _breadth.by_problem(),
     "breadth-failures": _breadth.failures,
     "breadth-step": _breadth.step,
+    "breadth-resolutions": _breadth.resolutions,
     "precisions-adam": _breadth.by_problem("breadth-precisions", "adam"),
     "precisions-adam-lbfgs": _breadth.by_problem("breadth-precisions", "adam+lbfgs"),
     "casting-steps": _casting.steps,

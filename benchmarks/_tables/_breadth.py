@@ -1,5 +1,6 @@
 """Many problems in each precision: tables and the figure."""
 
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -147,6 +148,29 @@ def by_problem(file: str = "breadth", optimizer: str | None = None) -> Table:
         return ["problem  {title}", "float32  {float32}", *(f"{LABELS[n]}  {{{n}}}" for n in names)]
 
     return Table(file, partial(_by_problem, optimizer), columns)
+
+
+def _resolutions(data: Result) -> Iterator[Record]:
+    """Errors of operators on the grid of the training, and on finer ones: of one seed each."""
+    ratios, grids = Ratios(data), re.compile(r"rel\. L2 error at (\d+)²")
+    for problem, title in ratios.titles.items():
+        full = [t for t in ratios.full.values() if t["problem"] == problem]
+        found = [t for t in ratios.rest if t["problem"] == problem]
+        for t in (*full, *sorted(found, key=lambda t: list(LABELS).index(t["precision"]))):
+            errors = {m[1]: e for n, e in t.get("errors", {}).items() if (m := grids.fullmatch(n))}
+            if errors:
+                label = LABELS.get(t["precision"], t["precision"])
+                yield {"title": title, "precision": label, "seed": t["seed"], **errors}
+
+
+def _grids(data: Result) -> list[str]:
+    rows = list(_resolutions(data))
+    grids = dict.fromkeys(name for row in rows for name in row if name.isdigit())
+    heads = ["problem  {title}", "precision  {precision}", "seed  {seed}"]
+    return [*heads, *(f"{n}²  {{{n}:.4f}}" for n in grids)]
+
+
+resolutions = Table("breadth", _resolutions, _grids)
 
 
 def failures(data: Result | None = None) -> str:

@@ -87,7 +87,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = []
     for name in chosen:
         try:
-            train(name, load(name, args.size), args)
+            problem = load(name, args.size)
+            train(name, (problem.quick if args.quick else None) or problem, args)
         except Exception as error:
             if len(chosen) == 1:
                 raise

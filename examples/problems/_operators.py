@@ -1,12 +1,13 @@
 """Problems of neural operators: maps between fields, and time steps that are applied again and
 again.
 
-Their data are made in float64 and learnt in float32. Errors are those of the network in the
+Their data are solved for in float64 and learnt in float32. Errors are those of the network in the
 precision of its training: what was trained is what is evaluated.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -16,6 +17,9 @@ import numpy as np
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from ._problem import Problem
+
+
+FINER, FINER_TESTS = 4, 16  # the finest grid of a test over that of the training, and its fields
 
 
 class Pairs(NamedTuple):
@@ -43,21 +47,40 @@ def relative(got: Float[Array, "*shape"], want: Float[Array, "*shape"]) -> Float
 
 def operator(
     *,
-    data: Callable[[], tuple[Pairs, Pairs]],
+    data: Callable[..., tuple[Pairs, Pairs]],
+    finer: Callable[[int], Pairs],
     network: Callable[[PRNGKeyArray], Any],
-    batch: int = 16,
+    batch: int = 2,
     **given: Any,
 ) -> Problem:
-    """A map from one field to another.
+    """A map from one field to another, learnt on one grid and tested on finer ones as well.
 
     **Arguments:**
 
-    - `data()`: pairs to train with and pairs to test with.
+    - `data()`: pairs to train with and pairs to test with; `data(n, m)` has so many of each.
+    - `finer(n)`: n pairs on a grid of `FINER` times as many points along each axis. They are
+        tested there, and on each second and fourth point; not in a quick run.
     - `network(key)`: a function of a field, `[channels, *grid]`.
     - `batch`: pairs in a step.
     - `given`: of the `Problem`.
     """
-    data = cache(data)
+    given = {"learning_rate": 3e-3, "optimizer": "adam", "family": "operator", **given}
+    make = partial(_operator, network=network, batch=batch, as_trained=True, **given)
+    return replace(
+        make(cache(data), cache(lambda: finer(FINER_TESTS))),
+        quick=make(cache(lambda: data(batch, 2)), None),
+    )
+
+
+def _operator(
+    data: Callable[[], tuple[Pairs, Pairs]],
+    finer: Callable[[], Pairs] | None,
+    *,
+    network: Callable[[PRNGKeyArray], Any],
+    batch: int,
+    **given: Any,
+) -> Problem:
+    """As `operator`, of these data."""
 
     def make_network(key):
         data()  # here rather than while JAX traces what samples it
@@ -73,20 +96,20 @@ def operator(
         return jnp.mean(relative(jax.vmap(model)(inputs).astype(outputs.dtype), outputs))
 
     def errors(model):
-        inputs, outputs = (jnp.asarray(x) for x in data()[1])
-        got = eqx.filter_jit(lambda m, x: jax.lax.map(m, x, batch_size=batch))(model, inputs)
-        return {"rel. L2 error": float(jnp.mean(relative(got.astype(jnp.float32), outputs)))}
+        run = eqx.filter_jit(lambda model, x: jax.lax.map(model, x).astype(jnp.float32))
 
-    given = {
-        "learning_rate": 3e-3,
-        "optimizer": "adam",
-        "steps": 600,
-        "family": "operator",
-        **given,
-    }
-    return Problem(
-        network=make_network, loss=loss, sample=sample, errors=errors, as_trained=True, **given
-    )
+        def error(inputs, outputs):
+            return float(jnp.mean(relative(run(model, jnp.asarray(inputs)), outputs)))
+
+        out = {"rel. L2 error": error(*data()[1])}
+        if finer is None:
+            return out
+        for every in (FINER, FINER // 2, 1):
+            inputs, outputs = (x[..., ::every, ::every] for x in finer())
+            out[f"rel. L2 error at {inputs.shape[-1]}²"] = error(inputs, outputs)
+        return out
+
+    return Problem(network=make_network, loss=loss, sample=sample, errors=errors, **given)
 
 
 # --- Time steps ------------------------------------------------------------------------------

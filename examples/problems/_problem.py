@@ -38,6 +38,7 @@ class Problem:
     - `steps`, `learning_rate`: the latter rises at first, and falls as a cosine.
     - `as_trained`: evaluate with the weights in the precision of the training.
     - `derivatives()`: another derivative scaling than one scale for each coordinate.
+    - `quick`: the same with fewer data, where data take long to make, for `--quick`.
     - `paper`: what is larger in the paper that the problem is from, by name: sizes for a GPU.
     """
 
@@ -60,6 +61,7 @@ class Problem:
     family: str = "PINN"
     as_trained: bool = False
     derivatives: Callable[[], mpx.DerivativeScaling] | None = None
+    quick: "Problem | None" = None
     paper: Mapping[str, Any] = field(default_factory=dict)
 
 

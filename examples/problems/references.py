@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 import scipy.sparse.linalg
+from _cache import cached as cached
 from _darcy_data import darcy_data as darcy_data
 from _heat_sink_reference import channel_flow
 from _navier_stokes_data import navier_stokes_data as navier_stokes_data, solve as solve_vorticity
