@@ -9,6 +9,7 @@ convolutions, which see 22 points to each side.
 """
 
 import exponax
+import jax
 import pdequinox
 
 from ._operators import emulator
@@ -35,9 +36,12 @@ PROBLEM = emulator(
     stepper=stepper,
     initial=initial,
     network=lambda key: pdequinox.arch.DilatedResNet(
-        1, 1, 1, hidden_channels=24, num_blocks=1, use_norm=False, key=key
+        *(1, 1, 1),
+        hidden_channels=24,
+        num_blocks=1,
+        use_norm=False,
+        activation=jax.nn.gelu,
+        key=key,
     ),
     told=(1, 5, 10, 20, 50),
-    learning_rate=1e-3,
-    steps=2000,
 )
