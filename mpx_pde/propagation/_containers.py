@@ -28,14 +28,19 @@ class Containers:
     """
 
     plan: Plan
-    program: Callable[[ClosedJaxpr, Sequence[Operand]], list[Operand]]
+    program: Callable[..., list[Operand]]
     loaded: Callable[[Operand], Operand]
 
     def __call__(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
         return _ENTERED[eqn.primitive.name](self, eqn, operands)
 
-    def _inside(self, closed: ClosedJaxpr, operands: Sequence[Operand]) -> list[Operand]:
-        return list(map(self.loaded, self.program(closed, operands)))
+    def _inside(
+        self,
+        closed: ClosedJaxpr,
+        operands: Sequence[Operand],
+        carried: Sequence[tuple[int, int]] = (),
+    ) -> list[Operand]:
+        return list(map(self.loaded, self.program(closed, operands, carried=carried)))
 
     # Loops.
 
@@ -81,7 +86,8 @@ class Containers:
     def _step(self, eqn: JaxprEqn, n_consts: int, n_carry: int, stage: int, *values) -> list:
         """One step of a `scan`."""
         carry = values[n_consts : n_consts + n_carry]
-        out = self._inside(bodies_of(eqn)[0], values)
+        onward = [(i, n_consts + i) for i in range(n_carry)]
+        out = self._inside(bodies_of(eqn)[0], values, onward)
         carried = [
             self._carried(y, x, max(stage, y.stage) if isinstance(y, Jet) else stage)
             for y, x in zip(out[:n_carry], carry, strict=True)

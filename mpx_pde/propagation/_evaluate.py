@@ -60,16 +60,22 @@ class Evaluator:
         closed: ClosedJaxpr,
         operands: Sequence[Any],
         asked: Collection[Index] | None = None,
+        carried: Collection[tuple[int, int]] = (),
     ) -> list[Any]:
         """The results of a jaxpr, of which is right what is `asked` for (see `Role`), or all;
-        operands and results are jets or arrays."""
+        operands and results are jets or arrays. Of the step of a loop some are `carried` on."""
         flat = flatten(closed, forward_mode=not self.plain)
         env: dict[int, Any] = {k: self._given(c.value) for k, c in flat.constants.items()}
         env.update(zip(flat.inputs, operands, strict=True))
         halves = self.product.halves(flat, env)
         stages = {k: x.stage for k, x in env.items() if isinstance(x, Jet)}
         plan = self.rules.plan
-        roles = roles_of(flat, stages, halves, plan, asked or plan.everything)
+        params = None
+        if self.plain and self.full is not None:
+            pairs = zip(flat.inputs, operands, strict=True)
+            params = {k for k, x in pairs if not isinstance(x, Jet) and is_inexact(x)}
+        asked = asked or plan.everything
+        roles = roles_of(flat, stages, halves, plan, asked, params, carried)
         for part in parts_of(flat, roles):
             if part.alone:
                 self._step(part.steps[0], env, roles)

@@ -7,14 +7,15 @@ a layer.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from .._flat import Constant, Flat, Step, variables
+from .._flat import Constant, Flat, Step, flatten, variables
 from .._jaxpr import LOOPS, bodies_of, contains
 from . import _tables as tables
+from ._network import ends_of
 from ._plan import Index, Plan
 from ._streams import DEEP, FIRST, RAW, Jet, is_inexact
 
@@ -48,6 +49,9 @@ class Role(NamedTuple):
     - `asked`: the streams of each variable that the results depend on, and `()` where they depend
         on its value. Behind the last function that is not linear, what nobody asked for is not
         carried on.
+    - `ends`: the products and loops of a network, by position, where a whole loss is evaluated;
+        `final` is then what none of these depends on.
+    - `params`: what is made of parameters alone there.
     """
 
     stage: dict[int, int]
@@ -55,6 +59,8 @@ class Role(NamedTuple):
     stored: set[int]
     half: set[int]
     asked: dict[int, frozenset[Index]]
+    ends: frozenset[int] | None = None
+    params: Collection[int] = ()
 
     def known(self, step: Step, operands: Sequence[Any]) -> bool:
         """Whether an equation only moves coordinates whose derivatives are known numbers."""
@@ -84,9 +90,19 @@ class Part(NamedTuple):
 
 
 def roles_of(
-    flat: Flat, stages: Mapping[int, int], half: set[int], plan: Plan, asked: Iterable[Index]
+    flat: Flat,
+    stages: Mapping[int, int],
+    half: set[int],
+    plan: Plan,
+    asked: Iterable[Index],
+    params: Collection[int] | None = None,
+    carried: Collection[tuple[int, int]] = (),
 ) -> Role:
-    """The roles of a program whose results are wanted with the streams `asked`."""
+    """The roles of a program whose results are wanted with the streams `asked`.
+
+    A whole loss has `params`, and the step of a loop hands on what is `carried`: the positions of
+    a result and of the operand that it is in the next step.
+    """
     stage = dict(stages)
     plain: set[int] = set()  # results of the first product, and what is linear in them
     for step in flat.steps:
@@ -101,16 +117,39 @@ def roles_of(
         stage.update(dict.fromkeys(step.outputs, here))
         if here == FIRST:
             plain.update(step.outputs)
-    wanted: set[int] = set()
-    for step in reversed(flat.steps):
+    ends, made = None, set[int]()
+    if params is not None:
+        alone = {i for i, step in enumerate(flat.steps) if _is_alone(step)}
+        ends, made = ends_of(flat, params, stage, alone)
+    wanted = _wanted(flat, stage, ends, set())
+    for _ in carried:
+        next_step = {
+            x
+            for i, j in carried
+            if flat.inputs[j] in wanted and not isinstance(x := flat.outputs[i], Constant)
+        }
+        if next_step <= wanted:
+            break
+        wanted = _wanted(flat, stage, ends, wanted | next_step)
+    stored = {x for x, s in stage.items() if s == DEEP and x in wanted}
+    everything = _asked_of(flat, stage, plan, asked)
+    return Role(stage, set(stage) - wanted, stored, half, everything, ends, made)
+
+
+def _wanted(
+    flat: Flat, stage: Mapping[int, int], ends: frozenset[int] | None, wanted: set[int]
+) -> set[int]:
+    """What a product or a loop depends on; in a whole loss, one of the network."""
+    for i, step in reversed(list(enumerate(flat.steps))):
+        if ends is None:
+            end = step.eqn.primitive.name in tables.PRODUCTS or _is_alone(step)
+        else:
+            end = i in ends
         if any(x in stage for x in variables(step.inputs)) and (
-            step.eqn.primitive.name in tables.PRODUCTS
-            or _is_alone(step)
-            or not wanted.isdisjoint(step.outputs)
+            end or not wanted.isdisjoint(step.outputs)
         ):
             wanted.update(variables(step.inputs))
-    stored = {x for x, s in stage.items() if s == DEEP and x in wanted}
-    return Role(stage, set(stage) - wanted, stored, half, _asked_of(flat, stage, plan, asked))
+    return wanted
 
 
 def _asked_of(
@@ -154,11 +193,42 @@ def _moving(step: Step, stage: Mapping[int, int]) -> list[int]:
 
 
 def parts_of(flat: Flat, roles: Role) -> list[Part]:
-    """The program in pieces, in its order."""
-    last: dict[int, int] = {}
+    """The program in pieces, in its order; of a whole loss, the network before what follows it."""
+    if roles.ends is None:
+        return _layers(flat, flat.steps, roles)
+    network, rest = divided(flat, roles)
+    behind = [Part((s,), (), ()) if _is_alone(s) else _by_itself(s) for s in rest]
+    return [*_layers(flat, network, roles, {x for s in rest for x in variables(s.inputs)}), *behind]
+
+
+def divided(flat: Flat, roles: Role) -> tuple[list[Step], list[Step]]:
+    """The network, and what follows it: nothing of the one depends on the other."""
+    network: list[Step] = []
+    rest: list[Step] = []
+    made: set[int] = set()
     for i, step in enumerate(flat.steps):
+        follows = i not in (roles.ends or ()) and roles.final.issuperset(step.outputs)
+        if (follows and step.outputs) or not made.isdisjoint(variables(step.inputs)):
+            rest.append(step)
+            made.update(step.outputs)
+        else:
+            network.append(step)
+    return network, rest
+
+
+def _by_itself(step: Step) -> Part:
+    inputs = tuple(dict.fromkeys(variables(step.inputs)))
+    return Part((step,), inputs, step.outputs, alone=False)
+
+
+def _layers(
+    flat: Flat, steps: Sequence[Step], roles: Role, read: Collection[int] = ()
+) -> list[Part]:
+    """Equations in pieces, in their order; `read` is what others take of them."""
+    last: dict[int, int] = {}
+    for i, step in enumerate(steps):
         last.update((x, i) for x in variables(step.inputs))
-    last.update((x, len(flat.steps)) for x in variables(flat.outputs))
+    last.update((x, len(steps)) for x in (*read, *variables(flat.outputs)))
 
     out: list[Part] = []
     pending: list[tuple[int, Step]] = []
@@ -187,7 +257,7 @@ def parts_of(flat: Flat, roles: Role) -> list[Part]:
         products.clear()
 
     waiting: set[int] = set()  # made by what is pending, now or before
-    for i, step in enumerate(flat.steps):
+    for i, step in enumerate(steps):
         kind = _kind(step, roles)
         if kind == "raw" and not waiting.isdisjoint(variables(step.inputs)):
             kind = "light"
@@ -197,7 +267,7 @@ def parts_of(flat: Flat, roles: Role) -> list[Part]:
             continue
         if kind == "alone":
             close()
-            out.append(_region(step, [x for x in step.outputs if last.get(x, -1) > i]))
+            out.append(_region(step, [x for x in step.outputs if last.get(x, -1) > i], roles))
             continue
         waiting.update(step.outputs)
         if any(x in products for x in variables(step.inputs)):
@@ -209,14 +279,30 @@ def parts_of(flat: Flat, roles: Role) -> list[Part]:
     return out
 
 
-def _region(step: Step, outputs: Sequence[int]) -> Part:
+def _region(step: Step, outputs: Sequence[int], roles: Role) -> Part:
     """An equation by itself. A checkpoint is a layer as its user has cut it: where the forward pass
-    is another than the backward pass, what enters it is what is kept, whatever its policy says."""
+    is another than the backward pass, what enters it is what is kept, whatever its policy says. But
+    one that holds the loss is entered."""
     eqn = step.eqn
     if eqn.primitive.name != "remat2" or not contains(bodies_of(eqn)[0], tables.PRODUCTS):
         return Part((step,), (), ())
+    if not roles.final.isdisjoint(outputs) and _holds_loss(step, roles):
+        return Part((step,), (), ())
     inputs = tuple(dict.fromkeys(variables(step.inputs)))
     return Part((step,), inputs, tuple(outputs), alone=False, multiplies=True)
+
+
+def _holds_loss(step: Step, roles: Role) -> bool:
+    """Whether what follows the network in a checkpoint is not linear."""
+    if roles.ends is None:
+        return False
+    flat = flatten(bodies_of(step.eqn)[0], forward_mode=False)
+    pairs = list(zip(flat.inputs, step.inputs, strict=True))
+    stages = {k: roles.stage[x] for k, x in pairs if x in roles.stage}
+    stages.update((k, DEEP) for k, c in flat.constants.items() if is_inexact(c.aval))
+    params = {k for k, x in pairs if x in roles.params}
+    inner = roles_of(flat, stages, set(), Plan(()), (), params)
+    return any(_is_alone(s) or not _linear(s, inner.stage) for s in divided(flat, inner)[1])
 
 
 def _kind(step: Step, roles: Role) -> str:
