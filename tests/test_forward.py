@@ -526,3 +526,61 @@ def test_derivatives_of_derivatives(half):
     # What is kept is rounded: 2^-11 or 2^-8, a few times.
     assert jnp.linalg.norm(a - b) / jnp.linalg.norm(b) < {"float16": 2e-3, "bfloat16": 2e-2}[half]
     assert mpx.precision_report(gradient)(network, points).half_share > 0.5
+
+
+def _residual(model, x, y):
+    return jax.vmap(model)(x) - y
+
+
+def _mean_square(model, x, y):
+    return jnp.mean(_residual(model, x, y) ** 2)
+
+
+def _of_loops(model, x, y):
+    squares = _residual(model, x, y) ** 2
+    return jax.lax.scan(lambda total, r: (total + jnp.sum(r), None), 0.0, squares)[0]
+
+
+def _of_checkpoints_in_turn(model, x, y):
+    step = jax.checkpoint(lambda total, a: (total + _mean_square(model, *a), None))
+    parts = [a.reshape(4, -1, a.shape[-1]) for a in (x, y)]
+    return jax.lax.scan(step, 0.0, parts)[0]
+
+
+def _of_times(model, x, y):
+    losses = jnp.mean(_residual(model, x, y).reshape(8, -1) ** 2, axis=1)
+    before = jnp.tril(jnp.ones((8, 8)), -1) @ losses
+    return jnp.mean(jnp.exp(-1e3 * jax.lax.stop_gradient(before)) * losses)
+
+
+def _of_two(model, x, y):
+    return _mean_square(model, x, y) + _mean_square(model, x[::-1], y[::-1])
+
+
+NEAR_ITS_END = {
+    "plain": _mean_square,
+    "in a checkpoint": eqx.filter_checkpoint(_mean_square),
+    "before a checkpoint": lambda *args: jax.checkpoint(lambda r: jnp.log(jnp.mean(r)))(
+        _residual(*args) ** 2
+    ),
+    "before a loop": _of_loops,
+    "checkpoints in a loop": _of_checkpoints_in_turn,
+    "before a sort": lambda *args: jnp.sum(jnp.sort(_residual(*args)[:, 0] ** 2)[:32]),
+    "squared norm": lambda *args: jnp.vdot(_residual(*args), _residual(*args)),
+    "quadrature": lambda m, x, y: jnp.vdot(x[:, 0] ** 2, _residual(m, x, y)[:, 0] ** 2),
+    "causal": _of_times,
+    "two evaluations": _of_two,
+}
+
+
+@pytest.mark.parametrize("name", NEAR_ITS_END)
+def test_a_small_residual_is_full_wherever_it_is_squared(name):
+    """A thousandth of what it is the difference of: in bfloat16 nothing would be left of it, and
+    the gradient would be wrong by several times its norm."""
+    loss, model = NEAR_ITS_END[name], eqx.nn.MLP(3, 1, 16, 1, jnp.tanh, key=KEY)
+    x, noise = (jax.random.normal(jax.random.key(i), (64, n)) for i, n in ((1, 3), (2, 1)))
+    batch = x, jax.vmap(model)(x) + 1e-3 * noise
+    want = eqx.filter_jit(eqx.filter_grad(lambda m, b: loss(m, *b)))(model, batch)
+    _, grads = evaluated(lambda m, b: loss(m, *b), model, batch, "bfloat16")
+    # A forgotten residual is wrong by 2 and more; roundings of the derivative by 2^-6.
+    assert relative(grads, want) < 2.0**-5

@@ -121,7 +121,7 @@ def roles_of(
     if params is not None:
         alone = {i for i, step in enumerate(flat.steps) if _is_alone(step)}
         ends, made = ends_of(flat, params, stage, alone)
-    wanted = _wanted(flat, stage, ends, set())
+    wanted = _wanted(flat, stage, ends, made, set())
     for _ in carried:
         next_step = {
             x
@@ -130,26 +130,39 @@ def roles_of(
         }
         if next_step <= wanted:
             break
-        wanted = _wanted(flat, stage, ends, wanted | next_step)
+        wanted = _wanted(flat, stage, ends, made, wanted | next_step)
     stored = {x for x, s in stage.items() if s == DEEP and x in wanted}
     everything = _asked_of(flat, stage, plan, asked)
     return Role(stage, set(stage) - wanted, stored, half, everything, ends, made)
 
 
 def _wanted(
-    flat: Flat, stage: Mapping[int, int], ends: frozenset[int] | None, wanted: set[int]
+    flat: Flat,
+    stage: Mapping[int, int],
+    ends: frozenset[int] | None,
+    params: Collection[int],
+    wanted: set[int],
 ) -> set[int]:
     """What a product or a loop depends on; in a whole loss, one of the network."""
     for i, step in reversed(list(enumerate(flat.steps))):
-        if ends is None:
-            end = step.eqn.primitive.name in tables.PRODUCTS or _is_alone(step)
-        else:
-            end = i in ends
-        if any(x in stage for x in variables(step.inputs)) and (
-            end or not wanted.isdisjoint(step.outputs)
-        ):
+        if not any(x in stage for x in variables(step.inputs)):
+            continue
+        end = step.eqn.primitive.name in tables.PRODUCTS or _is_alone(step)
+        if not wanted.isdisjoint(step.outputs) or (end and ends is None):
             wanted.update(variables(step.inputs))
+        elif ends is not None and i in ends:
+            wanted.update(_entering(step, stage, params))
     return wanted
+
+
+def _entering(step: Step, stage: Mapping[int, int], params: Collection[int]) -> list[int]:
+    """The operands of a product or a container that go into the network there: a sum that a
+    checkpoint adds to does not."""
+    if step.eqn.primitive.name != "remat2":
+        return variables(step.inputs)
+    flat, inner = _inside(step, stage, params)
+    pairs = zip(flat.inputs, step.inputs, strict=True)
+    return variables([x for k, x in pairs if k not in inner.final])
 
 
 def _asked_of(
@@ -296,13 +309,19 @@ def _holds_loss(step: Step, roles: Role) -> bool:
     """Whether what follows the network in a checkpoint is not linear."""
     if roles.ends is None:
         return False
+    flat, inner = _inside(step, roles.stage, roles.params)
+    return any(_is_alone(s) or not _linear(s, inner.stage) for s in divided(flat, inner)[1])
+
+
+def _inside(step: Step, stage: Mapping[int, int], params: Collection[int]) -> tuple[Flat, Role]:
+    """What a checkpoint in a whole loss holds."""
     flat = flatten(bodies_of(step.eqn)[0], forward_mode=False)
     pairs = list(zip(flat.inputs, step.inputs, strict=True))
-    stages = {k: roles.stage[x] for k, x in pairs if x in roles.stage}
+    moving = [(k, x) for k, x in pairs if not isinstance(x, Constant)]
+    stages = {k: stage[x] for k, x in moving if x in stage}
     stages.update((k, DEEP) for k, c in flat.constants.items() if is_inexact(c.aval))
-    params = {k for k, x in pairs if x in roles.params}
-    inner = roles_of(flat, stages, set(), Plan(()), (), params)
-    return any(_is_alone(s) or not _linear(s, inner.stage) for s in divided(flat, inner)[1])
+    own = {k for k, x in moving if x in params}
+    return flat, roles_of(flat, stages, set(), Plan(()), (), own)
 
 
 def _kind(step: Step, roles: Role) -> str:

@@ -90,9 +90,6 @@ CONSTANT: frozenset[str] = frozenset(
 )
 """Constant wherever they have a derivative."""
 
-MOVES: frozenset[str] = frozenset(_primitives.MOVES)
-"""Values by another shape or in another place."""
-
 LAYOUT: frozenset[str] = frozenset(
     {*_primitives.MOVES, "gather", "pad", "convert_element_type"}
     | {"neg", "add", "sub", "mul", "div"}
