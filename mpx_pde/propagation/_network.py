@@ -17,8 +17,8 @@ from ._streams import is_inexact
 def ends_of(
     flat: Flat, params: Collection[int], stage: Collection[int], alone: Collection[int]
 ) -> tuple[frozenset[int], set[int]]:
-    """The products, loops and checkpoints of a network, by the positions of their equations, and all
-    variables that are made of parameters alone.
+    """The products, loops and checkpoints of a network, by the positions of their equations, and
+    all variables that are made of parameters alone.
 
     **Arguments:**
 
