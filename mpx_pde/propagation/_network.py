@@ -9,7 +9,7 @@ of the loss.
 
 from collections.abc import Collection
 
-from .._flat import Flat, variables
+from .._flat import Constant, Flat, variables
 from . import _tables as tables
 from ._streams import is_inexact
 
@@ -29,13 +29,14 @@ def ends_of(
     given = set(params)
     ends = set()
     for i, step in enumerate(flat.steps):
-        inputs = variables(step.inputs)
-        of_params = [x for x in inputs if x in given]
-        if not any(x in stage for x in inputs):
-            if of_params:
+        pairs = zip(step.inputs, step.eqn.invars, strict=True)
+        values = [x for x, v in pairs if not isinstance(x, Constant) and is_inexact(v.aval)]
+        chosen = values and given.issuperset(values) and i not in alone  # be it by data
+        if chosen or not any(x in stage for x in variables(step.inputs)):
+            if not given.isdisjoint(values):
                 given.update(step.outputs)
-            continue
-        own = any(is_inexact(step.eqn.invars[step.inputs.index(x)].aval) for x in of_params)
-        if own and (step.eqn.primitive.name in tables.PRODUCTS or i in alone):
+        elif not given.isdisjoint(values) and (
+            step.eqn.primitive.name in tables.PRODUCTS or i in alone
+        ):
             ends.add(i)
     return frozenset(ends), given
