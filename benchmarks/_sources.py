@@ -47,6 +47,7 @@ STEP = (
 DERIVATIVES = (
     *PRODUCTS,
     *_library("derivatives/*", "propagation/*", "_jaxpr", "_flat", "_forward", "_order"),
+    *_library("_derivative_of"),
     *_library("_primitives"),
     *_library("nn/_mlp", "nn/_ansatz", "nn/_activations"),
 )
@@ -55,7 +56,7 @@ OPERATORS = (
     *_library(
         "nn/_fno", "nn/_pointwise", "nn/_spectral*", "nn/_dft", "nn/_arithmetic", "nn/_stabilizers"
     ),
-    *_library("nn/_activations", "_order"),
+    *_library("nn/_activations", "_order", "_forward", "_derivative_of"),
 )
 AUTOCAST = _library(
     "autocast/*", "_jaxpr", "_primitives", "_tables", "_conv", "_reverse", "checkpoint_policies"
