@@ -33,10 +33,7 @@ from ._collectives import (
     gather_parameters as gather_parameters,
 )
 from ._conv import mixed_conv_general_dilated as mixed_conv_general_dilated
-from ._dot import (
-    mixed_dot_general as mixed_dot_general,
-    mixed_matmul as mixed_matmul,
-)
+from ._dot import mixed_dot_general as mixed_dot_general
 from ._dtypes import (
     BFLOAT16_MAX as BFLOAT16_MAX,
     FLOAT16_MAX as FLOAT16_MAX,
@@ -44,7 +41,7 @@ from ._dtypes import (
     half_precision_datatype as half_precision_datatype,
     set_half_precision_datatype as set_half_precision_datatype,
 )
-from ._einsum import mixed_einsum as mixed_einsum
+from ._einsum import mixed_einsum as mixed_einsum, mixed_matmul as mixed_matmul
 from ._faults import error_if_stuck as error_if_stuck
 from ._floor import PrecisionFloor as PrecisionFloor, precision_floor as precision_floor
 from ._grad import (

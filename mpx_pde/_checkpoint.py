@@ -150,7 +150,8 @@ def save_checkpoint(path: str | os.PathLike, state: PyTree) -> None:
     killed at any moment leaves the last complete checkpoint, and of several that write to one path
     at the same time the last one wins with all of its state. All arrays (of every dtype, PRNG keys
     too) and Python numbers are saved to the last bit with checksums, and the options of the
-    scalings with them.
+    scalings with them. Functions, strings and other leaves are not: they come from the state that
+    the file is restored into.
 
     **Arguments:**
 
@@ -159,7 +160,8 @@ def save_checkpoint(path: str | os.PathLike, state: PyTree) -> None:
 
     **Raises:** `ValueError` for an array of which this process holds only a part, as in a run on
     several hosts: use Orbax there, with [`mpx_pde.scaling_options`][]; and for an array of Python
-    objects.
+    objects. `FileNotFoundError` and `IsADirectoryError` for a `path` in a folder that does not
+    exist, or that is a folder itself.
     """
     call = "save_checkpoint"
     path = Path(path)

@@ -6,7 +6,6 @@ steps and devices in half), and `preferred_element_type=float32` puts float32 ×
 into the backward pass. A primitive of our own settles both, in forward and in reverse mode.
 """
 
-from functools import partial
 from math import prod
 from operator import index
 from typing import Any
@@ -282,9 +281,9 @@ def mixed_dot_general(
 
     An array of dtype `out_dtype`: first the batch axes, then those left of `x`, then of `y`.
 
-    **Raises:** `TypeError` for operands that are not real floating-point or whose shapes do not
-    fit, `ValueError` for a `dtype` that is no floating-point type, or without one for operands of
-    two different narrow types.
+    **Raises:** `TypeError` for operands that are not real floating-point, or `dimension_numbers`
+    of another form or that the shapes do not fit, `ValueError` for a `dtype` that is no
+    floating-point type, or without one for operands of two different narrow types.
     """
     call = "mixed_dot_general"
     x, y = as_operand(x, call), as_operand(y, call)
@@ -313,25 +312,42 @@ def dot_general_as_given(
 ) -> Array:
     """[`mpx_pde.mixed_dot_general`][] once it is known what was asked for."""
     x, y = match_varying_axes(x, y)
-    (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
-
-    def canonical(axes, ndim):
-        axes = [index(i) for i in ([axes] if is_integer(axes) else axes)]
-        return tuple(i + ndim if -ndim <= i < 0 else i for i in axes)
-
     return mixed_dot_general_p.bind(
         x,
         y,
-        dimension_numbers=(
-            (canonical(x_contract, x.ndim), canonical(y_contract, y.ndim)),
-            (canonical(x_batch, x.ndim), canonical(y_batch, y.ndim)),
-        ),
+        dimension_numbers=_axes_from_zero(x, y, dimension_numbers),
         dtype=dtype,
         out_dtype=out_dtype,
         out_sharding=out_sharding,
         given=given,
         algorithm=algorithm,
     )
+
+
+def _axes_from_zero(x: Array, y: Array, dimension_numbers: Any) -> Any:
+    """What the caller gave as `dimension_numbers` with axes as tuples, none of them negative."""
+
+    def canonical(axes, ndim):
+        axes = [index(i) for i in ([axes] if is_integer(axes) else axes)]
+        return tuple(range(ndim)[i] for i in axes)
+
+    try:
+        (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
+        x_axes = canonical(x_contract, x.ndim), canonical(x_batch, x.ndim)
+        y_axes = canonical(y_contract, y.ndim), canonical(y_batch, y.ndim)
+    except (TypeError, ValueError, IndexError):
+        fit = False
+    else:
+        sizes = lambda z, axes: [[z.shape[i] for i in some] for some in axes]
+        once = lambda axes: len({*sum(axes, ())}) == len(sum(axes, ()))
+        fit = sizes(x, x_axes) == sizes(y, y_axes) and once(x_axes) and once(y_axes)
+    if not fit:
+        raise TypeError(
+            "`mixed_dot_general` takes `dimension_numbers` of the form ((contracting axes of x, "
+            "of y), (batch axes of x, of y)), in pairs of the same size and each axis once, but "
+            f"got {dimension_numbers} for shapes {x.shape} and {y.shape}."
+        )
+    return tuple(zip(x_axes, y_axes, strict=True))
 
 
 def split_dot_general(
@@ -355,46 +371,3 @@ def split_dot_general(
         out_sharding=out_sharding,
         algorithm=algorithm,
     )
-
-
-def mixed_matmul(
-    x: Float[Array | np.ndarray, "..."],
-    y: Float[Array | np.ndarray, "..."],
-    *,
-    dtype: DTypeLike | None = None,
-    out_dtype: DTypeLike | None = None,
-) -> Float[Array, "..."]:
-    """[`jax.numpy.matmul`][] by [`mpx_pde.mixed_dot_general`][].
-
-    **Arguments:**
-
-    - `x`: shape `[..., n, k]` or `[k]`, any real floating dtype.
-    - `y`: shape `[..., k, m]` or `[k]`, any real floating dtype. Leading axes broadcast; an
-        operand without any is not repeated.
-    - `dtype`, `out_dtype`: as for [`mpx_pde.mixed_dot_general`][].
-
-    **Returns:**
-
-    An array of shape `[..., n, m]` (without `n` or `m` where an operand has one axis) and of
-    dtype `out_dtype`.
-
-    **Raises:** `TypeError` for scalars, wrong dtypes or shapes that do not fit.
-    """
-    x, y = as_operand(x, "mixed_matmul"), as_operand(y, "mixed_matmul")
-    if x.ndim == 0 or y.ndim == 0 or x.shape[-1] != y.shape[max(y.ndim - 2, 0)]:
-        raise TypeError(
-            "`mixed_matmul` contracts the last axis of `x` with the last but one of `y` (or its "
-            f"only one), but got shapes {x.shape} and {y.shape}."
-        )
-    dot = partial(mixed_dot_general, dtype=dtype, out_dtype=out_dtype)
-    y_contract = max(y.ndim - 2, 0)
-    if y.ndim <= 2:
-        return dot(x, y, ((x.ndim - 1, y_contract), ((), ())))
-    if x.ndim <= 2:
-        out = dot(x, y, ((x.ndim - 1, y_contract), ((), ())))
-        return out if x.ndim == 1 else jnp.moveaxis(out, 0, -2)
-    lead = jnp.broadcast_shapes(x.shape[:-2], y.shape[:-2])
-    x = jnp.broadcast_to(x, lead + x.shape[-2:])
-    y = jnp.broadcast_to(y, lead + y.shape[-2:])
-    batch = tuple(range(len(lead)))
-    return dot(x, y, ((x.ndim - 1, y.ndim - 2), (batch, batch)))

@@ -1,4 +1,4 @@
-"""[`jax.numpy.einsum`][] as a chain of mixed products."""
+"""[`jax.numpy.matmul`][] as a mixed product, and [`jax.numpy.einsum`][] as a chain of them."""
 
 from functools import partial
 
@@ -11,6 +11,57 @@ from ._bilinear import as_operand, product_dtypes
 from ._dot import dot_general_as_given
 from ._dtypes import wide
 from ._types import DTypeLike
+
+
+def mixed_matmul(
+    x: Float[Array | np.ndarray, "..."],
+    y: Float[Array | np.ndarray, "..."],
+    *,
+    dtype: DTypeLike | None = None,
+    out_dtype: DTypeLike | None = None,
+) -> Float[Array, "..."]:
+    """[`jax.numpy.matmul`][] by [`mpx_pde.mixed_dot_general`][].
+
+    **Arguments:**
+
+    - `x`: shape `[..., n, k]` or `[k]`, any real floating dtype.
+    - `y`: shape `[..., k, m]` or `[k]`, any real floating dtype. Leading axes broadcast; an
+        operand without any is not repeated.
+    - `dtype`, `out_dtype`: as for [`mpx_pde.mixed_dot_general`][].
+
+    **Returns:**
+
+    An array of shape `[..., n, m]` (without `n` or `m` where an operand has one axis) and of
+    dtype `out_dtype`.
+
+    **Raises:** `TypeError` for scalars, wrong dtypes or shapes that do not fit.
+    """
+    call = "mixed_matmul"
+    x, y = as_operand(x, call), as_operand(y, call)
+    if x.ndim == 0 or y.ndim == 0 or x.shape[-1] != y.shape[max(y.ndim - 2, 0)]:
+        raise TypeError(
+            f"`{call}` contracts the last axis of `x` with the last but one of `y` (or its "
+            f"only one), but got shapes {x.shape} and {y.shape}."
+        )
+    dtype, out_dtype, given = product_dtypes((x, y), dtype, out_dtype, call)
+    dot = partial(dot_general_as_given, dtype=dtype, out_dtype=out_dtype, given=given)
+    y_contract = max(y.ndim - 2, 0)
+    if y.ndim <= 2:
+        return dot(x, y, ((x.ndim - 1, y_contract), ((), ())))
+    if x.ndim <= 2:
+        out = dot(x, y, ((x.ndim - 1, y_contract), ((), ())))
+        return out if x.ndim == 1 else jnp.moveaxis(out, 0, -2)
+    try:
+        lead = jnp.broadcast_shapes(x.shape[:-2], y.shape[:-2])
+    except ValueError:
+        raise TypeError(
+            f"`{call}` broadcasts the leading axes of its operands, but got shapes {x.shape} and "
+            f"{y.shape}."
+        ) from None
+    x = jnp.broadcast_to(x, lead + x.shape[-2:])
+    y = jnp.broadcast_to(y, lead + y.shape[-2:])
+    batch = tuple(range(len(lead)))
+    return dot(x, y, ((x.ndim - 1, y.ndim - 2), (batch, batch)))
 
 
 def _einsum_pair(x, x_axes: str, y, y_axes: str, kept: str, dot) -> tuple[Array, str]:

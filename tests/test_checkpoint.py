@@ -55,6 +55,14 @@ def test_everything_comes_back_to_the_bit(tmp_path):
     assert os.listdir(tmp_path) == ["run"]
 
 
+def test_a_path_that_no_file_can_have(tmp_path):
+    with pytest.raises(FileNotFoundError, match="`save_checkpoint`: no folder .*missing"):
+        mpx.save_checkpoint(tmp_path / "missing" / "run", {})
+    with pytest.raises(IsADirectoryError, match="`save_checkpoint`.*Name a file"):
+        mpx.save_checkpoint(tmp_path, {})
+    assert os.listdir(tmp_path) == []
+
+
 def test_shapes_are_enough_to_restore_into(tmp_path):
     saved = eqx.filter(
         {k: v for k, v in state().items() if k not in ("key", "numpy")}, eqx.is_array

@@ -11,8 +11,8 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import FullPrecision, widen
-from .._dot import mixed_matmul
 from .._dtypes import as_floating_dtype, is_integer, product_datatype
+from .._einsum import mixed_matmul
 from .._types import DTypeLike
 from ._activations import safe
 
