@@ -56,9 +56,9 @@ def test_everything_comes_back_to_the_bit(tmp_path):
 
 
 def test_a_path_that_no_file_can_have(tmp_path):
-    with pytest.raises(FileNotFoundError, match="`save_checkpoint`: no folder .*missing"):
+    with pytest.raises(FileNotFoundError, match=r"`save_checkpoint`: there is no folder .*missing"):
         mpx.save_checkpoint(tmp_path / "missing" / "run", {})
-    with pytest.raises(IsADirectoryError, match="`save_checkpoint`.*Name a file"):
+    with pytest.raises(IsADirectoryError, match=r"`save_checkpoint`.*Name a file"):
         mpx.save_checkpoint(tmp_path, {})
     assert os.listdir(tmp_path) == []
 
