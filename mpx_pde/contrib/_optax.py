@@ -42,7 +42,9 @@ def scale_by_loss_scaling(
 
     - A [`mpx_pde.StaticLossScaling`][]: multiply the loss by the same number.
     - A scale that moves needs a place among the parameters: `scale_in_params` says where. The loss
-        multiplies by that leaf, behind `jax.lax.stop_gradient`, and this transform sets it.
+        multiplies by that leaf, behind `jax.lax.stop_gradient`, and this transform sets it. Where
+        the loop multiplies all updates by a rate the leaf lags behind; gradients are unscaled by
+        what it holds.
 
     On a step with gradients that are not finite the updates are zero and the state inside stays as
     it was.
