@@ -71,6 +71,31 @@ def test_what_is_not_finite_is_skipped_and_lowers_the_scale():
     assert after.scaling.skipped_steps == 1
 
 
+@pytest.mark.parametrize(("begin", "rate"), [(2.0**10, 0.5), (2.0**14, 1.0)])
+def test_gradients_are_unscaled_by_the_scale_that_the_loss_had(begin, rate):
+    """Another than the state's: the loop multiplies all updates by a rate, or began elsewhere."""
+    net, steps = jnp.array([1.0, -2.0, 0.5]), 4
+    optimizer = optax.chain(
+        mpx.contrib.scale_by_loss_scaling(
+            optax.sgd(0.25),
+            mpx.DynamicLossScaling(2.0**10, period=2),
+            scale_in_params=lambda p: p["scale"],
+        ),
+        optax.scale(rate),
+    )
+    params = {"net": net, "scale": jnp.float32(begin)}
+    state = optimizer.init(params)
+    scales = []
+    for _ in range(steps):
+        scales.append(float(params["scale"]))
+        grads = {"net": params["net"] * params["scale"], "scale": jnp.float32(0)}
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    assert len({*scales}) > 1
+    # The scale is no power of two where the rate halves its way: a few roundings.
+    np.testing.assert_allclose(params["net"], net * (1 - 0.25 * rate) ** steps, rtol=1e-6)
+
+
 def test_a_static_scale_gives_the_same_steps_as_none():
     solve, half_loss, _ = problem()
     plain = lambda net: jnp.sum((net - 1.0) ** 2)

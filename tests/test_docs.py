@@ -15,6 +15,8 @@ import mpx_pde as mpx
 ROOT = Path(__file__).parent.parent
 # Pages on other libraries, which are optional.
 LIBRARIES = {"other_libraries.md": ("jinns", "pdequinox")}
+# What `test_jno.py` runs in a process of its own.
+APART = ("jno.md",)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -49,7 +51,7 @@ def execute(source: str, line: int, page: Path, namespace: dict) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [page for page in PAGES if blocks(page, "python")],
+    [page for page in PAGES if blocks(page, "python") and page.name not in APART],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 # jinns filters this warning of Equinox where it is imported; pytest forgets that.

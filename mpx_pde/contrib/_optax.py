@@ -42,7 +42,9 @@ def scale_by_loss_scaling(
 
     - A [`mpx_pde.StaticLossScaling`][]: multiply the loss by the same number.
     - A scale that moves needs a place among the parameters: `scale_in_params` says where. The loss
-        multiplies by that leaf, behind `jax.lax.stop_gradient`, and this transform sets it.
+        multiplies by that leaf, behind `jax.lax.stop_gradient`, and this transform sets it. Where
+        the loop multiplies all updates by a rate the leaf lags behind; gradients are unscaled by
+        what it holds.
 
     On a step with gradients that are not finite the updates are zero and the state inside stays as
     it was.
@@ -113,8 +115,13 @@ def scale_by_loss_scaling(
         if scale_in_params is not None and params is None:
             raise ValueError(f"`{call}` needs `params` in `update` to set the scale in them.")
         with jax.numpy_dtype_promotion("standard"):
-            # What scaled this loss is what stands in the parameters.
             unscaled = state.scaling.unscale(without_scale(updates))
+            if scale_in_params is not None:
+                # What scaled this loss is what stands in the parameters: another number than ours
+                # where it began as one, or where a learning rate behind us multiplied its update.
+                off = state.scaling.loss_scaling / place(params)
+                follow = lambda g: g * off.astype(g.dtype) if eqx.is_inexact_array(g) else g
+                unscaled = jtu.tree_map(follow, unscaled)
             finite = all_finite(unscaled)
             safe = jtu.tree_map(lambda g: jnp.where(finite, g, jnp.ones_like(g)), unscaled)
             new, inner = inside.update(safe, state.inner, params, **extra_args)

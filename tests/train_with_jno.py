@@ -1,0 +1,99 @@
+"""What `test_jno.py` runs in a process of its own, for jNO changes JAX's settings where it is
+imported: the blocks of `docs/jno.md`, which train, and then what was multiplied and how far off.
+
+    python tests/train_with_jno.py docs/jno.md  # prints a line of JSON last
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+
+import mpx_pde as mpx
+
+
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def run(page: Path) -> tuple[dict, dict]:
+    """The names of the page, and the error against the exact solution after each training."""
+    text = page.read_text(encoding="utf-8")
+    names = {"__name__": "__docs__"}
+    cores = {}
+    for match in BLOCK.finditer(text):
+        line = text.count("\n", 0, match.start(1))
+        exec(compile("\n" * line + match[1], str(page), "exec"), names)
+        if "core" in names:
+            cores[id(names["core"])] = names["core"], names["error"]
+    plain, model, error = names["poisson"](names["network"](), optax.adam(5e-3))
+    plain.solve(400, inner_steps=50)
+    pairs = dict(zip(("bfloat16", "float16", "own"), cores.values(), strict=True))
+    pairs["float32"] = plain, error
+    return names, {k: float(jnp.sqrt(jnp.mean(c.eval([e]) ** 2))) for k, (c, e) in pairs.items()}
+
+
+def scale_from_too_high(names: dict) -> float:
+    """The loss scale of float16 in jNO's loop once it has found its level."""
+
+    def adam(rate):
+        scaling = mpx.DynamicLossScaling(2.0**24)
+        return mpx.contrib.scale_by_loss_scaling(
+            optax.adam(rate), scaling, scale_in_params=lambda net: net.scale
+        )
+
+    network = names["ScaledMLP"](names["network"](), jnp.float32(2**24))
+    core, model, _ = names["poisson"](network, adam)
+    # What the function of the page reads.
+    names["model"] = model
+    names["residuals"] = mpx.autocast(core.compiled_constraints_fn, "float16")
+    core.compiled_constraints_fn = names["scaled_residuals"]
+    core.solve(40, inner_steps=20)
+    trained = core.models[model.layer_id]
+    assert all(jnp.isfinite(x).all() for x in jax.tree.leaves(trained))
+    return float(trained.scale)
+
+
+def by_jno(core, residuals):
+    """jNO's own gradient, by the function that its loop builds."""
+    core.compiled_constraints_fn = residuals
+    parameters, rest = eqx.partition(core.models, eqx.is_inexact_array)
+    arrays, static = eqx.partition(rest, eqx.is_array)
+    step = core.make_grad_fn(core.domain.total_samples, arrays, static)
+
+    def gradient(parameters):
+        grads, _, value, _ = step(parameters, jax.random.PRNGKey(0), core.domain_data.context)
+        return value, grads
+
+    value, grads = jax.jit(gradient)(parameters)
+    report = mpx.precision_report(gradient)(parameters)
+    flat = jnp.concatenate([g.ravel() for g in jax.tree.leaves(grads)])
+    return value, flat, {dtype: n for dtype, (n, _) in report.by_dtype().items()}
+
+
+def measured(names: dict) -> dict:
+    """Products by dtype, and errors relative to float32."""
+    core, _, _ = names["poisson"](names["network"](), optax.adam(5e-3))
+    residuals = core.compiled_constraints_fn
+    value, grads, products = by_jno(core, residuals)
+    out = {"float32": {"products": products}}
+    for half in ("float16", "bfloat16"):
+        of_half, grads_of_half, products = by_jno(core, mpx.autocast(residuals, half))
+        off = jnp.linalg.norm(grads_of_half - grads) / jnp.linalg.norm(grads)
+        out[half] = {
+            "products": products,
+            "dtype": grads_of_half.dtype.name,
+            "value": float(abs(of_half - value) / value),
+            "gradient": float(off),
+        }
+    return out
+
+
+if __name__ == "__main__":
+    names, errors = run(Path(sys.argv[1]))
+    results = {"errors": errors, "measured": measured(names), "scale": scale_from_too_high(names)}
+    print(json.dumps(results))
