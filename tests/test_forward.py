@@ -423,6 +423,45 @@ def test_custom_derivatives_are_kept():
     assert relative(grads, eqx.filter_grad(loss)(model, ROWS)) < TOLERANCES["float16"]
 
 
+def _complex_weights(model, x):
+    return jnp.mean(jnp.fft.irfft(jnp.fft.rfft(jnp.tanh(x @ model["real"])) @ model["complex"]) ** 2)
+
+
+def _counted(model, x):
+    y = x @ model["real"]
+    count = jnp.dot((y[:, 0] > 0).astype(jnp.int32), jnp.ones(len(y), jnp.int32))
+    return jnp.mean(jax.lax.dynamic_slice(y, (count // 8, 0), (8, 8)) ** 2)
+
+
+def _reduced(model, x):
+    return jnp.sum(jax.lax.reduce(x @ model["real"], 0.0, lambda a, b: a + b * 1.0, (1,)) ** 2)
+
+
+@pytest.mark.parametrize("loss", [_complex_weights, _counted, _reduced])
+def test_products_of_complex_numbers_and_integers_and_literals_of_programs(loss):
+    real, *parts = (jax.random.normal(jax.random.key(i), (n, n)) for i, n in enumerate((8, 5, 5)))
+    model = {"real": real, "complex": jax.lax.complex(*parts)}
+    want, want_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, ROWS)
+    value, grads = evaluated(loss, model, ROWS, "bfloat16")
+    np.testing.assert_allclose(value, want, rtol=2.0**-21)
+    for name in model:
+        error = jnp.linalg.norm(grads[name] - want_grads[name])
+        assert error <= TOLERANCES["bfloat16"] * jnp.linalg.norm(want_grads[name])
+
+
+def test_complex_weights_in_a_forward_pass_in_float64():
+    loss = lambda model, x: jnp.mean(jnp.abs(jnp.fft.rfft(x) @ model) ** 2)
+    weight = jax.lax.complex(*(jax.random.normal(jax.random.key(i), (5, 5)) for i in range(2)))
+    with jax.enable_x64():
+        value, grads = evaluated(loss, weight, ROWS, "bfloat16", "float64")
+        wide = weight.astype(jnp.complex128), ROWS.astype(jnp.float64)
+        want, want_grads = jax.value_and_grad(loss)(*wide)
+        # Weights and rows are float32 in the program, and what is made of them is not.
+        np.testing.assert_allclose(value, want, rtol=2.0**-21)
+        assert grads.dtype == jnp.complex64
+        assert jnp.linalg.norm(grads - want_grads) < 2.0**-6 * jnp.linalg.norm(want_grads)
+
+
 @pytest.mark.parametrize("half", TOLERANCES)
 def test_refined_is_the_value_of_float32_with_the_gradient_of_half(half):
     _, model, points = CASES["foreign network"]

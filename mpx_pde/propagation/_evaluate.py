@@ -260,9 +260,9 @@ _WITH_OWN_JVP = LOOPS | {"custom_jvp_call", "shard_map"}
 def _read(x: Any, env: Mapping[int, Any]) -> Any:
     if not isinstance(x, Constant):
         return env[x]
-    if hasattr(x.value, "dtype"):
-        return x.value
-    return np.asarray(x.value, x.aval.dtype)
+    if isinstance(x.value, int | float | complex):  # be it one with a dtype, as JAX's literals are
+        return np.asarray(x.value, x.aval.dtype)
+    return x.value
 
 
 def _split(
