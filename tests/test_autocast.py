@@ -274,7 +274,7 @@ def test_constants_that_half_cannot_hold_keep_an_operation_in_float32(constant, 
 
 
 def test_numbers_that_a_program_holds_as_such_are_constants_too():
-    """Numbers of Python go into `jnp.where` and operations of `jax.lax` as literals with a dtype."""
+    """`jnp.where` and operations of `jax.lax` hold numbers of Python as literals with a dtype."""
     y = normal(0, (4, 4))
     mask = jnp.tri(4) > 0
     for fun in (

@@ -424,7 +424,9 @@ def test_custom_derivatives_are_kept():
 
 
 def _complex_weights(model, x):
-    return jnp.mean(jnp.fft.irfft(jnp.fft.rfft(jnp.tanh(x @ model["real"])) @ model["complex"]) ** 2)
+    return jnp.mean(
+        jnp.fft.irfft(jnp.fft.rfft(jnp.tanh(x @ model["real"])) @ model["complex"]) ** 2
+    )
 
 
 def _counted(model, x):
@@ -586,6 +588,27 @@ def _of_checkpoints_in_turn(model, x, y):
     return jax.lax.scan(step, 0.0, parts)[0]
 
 
+def _of_a_loop_in_a_checkpoint(model, x, y):
+    add = lambda total, a: (total + _mean_square(model, *a), None)
+    parts = [a.reshape(4, -1, a.shape[-1]) for a in (x, y)]
+    return jax.checkpoint(lambda *parts: jax.lax.scan(add, 0.0, parts)[0])(*parts)
+
+
+def _of_a_loss_that_a_loop_adds_to(model, x, y):
+    add = lambda total, a: (total + _mean_square(model, *a), None)
+    parts = [a.reshape(4, -1, a.shape[-1]) for a in (x, y)]
+    return jax.lax.scan(add, 10 * _mean_square(model, x[:8], y[:8]), parts)[0]
+
+
+def _of_a_branch_in_a_checkpoint(model, x, y):
+    branch = lambda x, y: jax.lax.cond(x[0, 0] > -9, partial(_mean_square, model), _none, x, y)
+    return jax.checkpoint(branch)(x, y)
+
+
+def _none(x, y):
+    return 0 * x[0, 0] * y[0, 0]
+
+
 def _of_times(model, x, y):
     losses = jnp.mean(_residual(model, x, y).reshape(8, -1) ** 2, axis=1)
     before = jnp.tril(jnp.ones((8, 8)), -1) @ losses
@@ -604,6 +627,9 @@ NEAR_ITS_END = {
     ),
     "before a loop": _of_loops,
     "checkpoints in a loop": _of_checkpoints_in_turn,
+    "a loop in a checkpoint": _of_a_loop_in_a_checkpoint,
+    "a branch in a checkpoint": _of_a_branch_in_a_checkpoint,
+    "before a loop that adds to it": _of_a_loss_that_a_loop_adds_to,
     "before a sort": lambda *args: jnp.sum(jnp.sort(_residual(*args)[:, 0] ** 2)[:32]),
     "squared norm": lambda *args: jnp.vdot(_residual(*args), _residual(*args)),
     "quadrature": lambda m, x, y: jnp.vdot(x[:, 0] ** 2, _residual(m, x, y)[:, 0] ** 2),
