@@ -423,6 +423,45 @@ def test_custom_derivatives_are_kept():
     assert relative(grads, eqx.filter_grad(loss)(model, ROWS)) < TOLERANCES["float16"]
 
 
+def test_a_custom_rule_that_closes_over_arrays_of_the_loss_is_told_the_mend():
+    def loss(model, x):
+        @jax.custom_jvp
+        def scaled(y):
+            return y * model.bias
+
+        scaled.defjvp(lambda primals, tangents: (scaled(*primals), tangents[0] * model.bias))
+        return jnp.mean(scaled(jax.vmap(model)(x)) ** 2)
+
+    model = eqx.nn.Linear(8, 8, key=KEY)
+    gradient = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), forward="float32")
+    with pytest.raises(jax.errors.UnexpectedTracerError) as raised:
+        gradient(model, ROWS)
+    assert any("`filter_value_and_grad` traces" in note for note in raised.value.__notes__)
+    with pytest.raises(jax.errors.UnexpectedTracerError) as raised:
+        eqx.filter_grad(mpx.autocast(loss, "bfloat16"))(model, ROWS)
+    assert any("Pass such arrays to it as arguments" in n for n in raised.value.__notes__)
+
+
+def test_a_loop_and_a_gradient_that_are_half_by_themselves():
+    """What a program has in half of its own accord stays so, within a forward pass in full."""
+
+    def loop(model, x):
+        step = lambda y: jnp.tanh(jax.vmap(model)(y.astype(jnp.float32))).astype(jnp.bfloat16)
+        return jax.lax.scan(lambda y, _: (step(y), None), x.astype(jnp.bfloat16), None, length=2)[0]
+
+    def loss(model, x):
+        square = lambda model, x: jnp.mean(jax.vmap(model)(jnp.tanh(jax.vmap(model)(x))) ** 2)
+        inner = mpx.filter_grad(square, mpx.NoOpLossScaling(), policy=policy("bfloat16"))
+        weight = jnp.sum(inner(model, x)[2].weight ** 2)
+        return square(model, x) * weight + jnp.mean(loop(model, x).astype(jnp.float32) ** 2)
+
+    model = eqx.nn.Linear(8, 8, key=KEY)
+    want, want_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, ROWS)
+    value, grads = evaluated(loss, model, ROWS, "bfloat16")
+    np.testing.assert_allclose(value, want, rtol=2.0**-8)  # bfloat16 itself
+    assert relative(grads, want_grads) < TOLERANCES["bfloat16"]
+
+
 def _complex_weights(model, x):
     return jnp.mean(
         jnp.fft.irfft(jnp.fft.rfft(jnp.tanh(x @ model["real"])) @ model["complex"]) ** 2

@@ -135,7 +135,9 @@ class Evaluator:
         def value_of(arrays, traced, factors, scales):
             del scales
             rules = bare.rules.with_factors({**known, **factors})
-            return layer(dataclasses.replace(full, rules=rules), arrays, traced)
+            out = layer(dataclasses.replace(full, rules=rules), arrays, traced)
+            # What the program itself has in half is of the type that its derivative has.
+            return {k: full._loaded(x) for k, x in out.items()}
 
         def derivative_of(arrays, traced, factors, scales):
             rules = bare.rules.with_factors({**known, **factors})
