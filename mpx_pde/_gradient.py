@@ -20,7 +20,7 @@ from ._cast import widen
 from ._dtypes import true_float32
 from ._forward import Forward
 from ._loss_scaling import check_scaling, split_aux
-from ._notes import noting_the_cast
+from ._notes import noting_the_cast, noting_the_trace
 from ._options import Options, parse_options
 from ._precision_report import OF_AUTOCAST, OF_CASTS, checked, evaluated, traced
 from ._search import can_search, differentiable_search, search, search_eagerly
@@ -163,9 +163,10 @@ class Gradient(eqx.Module):
             value, aux = self.loss(cast_args, cast_kwargs, derivatives)
             return self.scaling.scale(value), (value, self.options.output(aux))
 
-        (_, out), (grads, counts) = eqx.filter_value_and_grad(loss, has_aux=True)(
-            (args[0], self.derivatives)
-        )
+        with noting_the_trace(self.options.call):
+            (_, out), (grads, counts) = eqx.filter_value_and_grad(loss, has_aux=True)(
+                (args[0], self.derivatives)
+            )
         return out, grads, None if counts is None else counts.counts
 
     def finish(self, grads: PyTree, model: PyTree, counts: PyTree) -> tuple:

@@ -1,9 +1,10 @@
-"""Hints on errors that JAX raises in code that was cast to half precision."""
+"""Hints on errors that JAX raises in code that was cast to half precision, or traced for it."""
 
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import jax
 import numpy as np
 
 
@@ -29,4 +30,18 @@ def noting_the_cast(call: str, dtype: np.dtype) -> Iterator[None]:
                 "`mpx_pde.FullPrecision(layer)`, or pass `autocast=True`, which casts no "
                 "arguments and leaves such operations in float32."
             )
+        raise
+
+
+@contextmanager
+def noting_the_trace(call: str) -> Iterator[None]:
+    """Adds a note to errors of values that outlive the trace that `call` makes of a function."""
+    try:
+        yield
+    except jax.errors.UnexpectedTracerError as e:
+        e.add_note(
+            f"`{call}` traces this function, and evaluates its program again: a `jax.custom_jvp` "
+            "or `jax.custom_vjp` function in it may close over no array that depends on the "
+            "arguments, parameters included. Pass such arrays to it as arguments."
+        )
         raise

@@ -273,6 +273,19 @@ def test_constants_that_half_cannot_hold_keep_an_operation_in_float32(constant, 
     assert dtypes_of(jax.jit(fun), "max", w, x, dtype=half) == [dtype]
 
 
+def test_numbers_that_a_program_holds_as_such_are_constants_too():
+    """`jnp.where` and operations of `jax.lax` hold numbers of Python as literals with a dtype."""
+    y = normal(0, (4, 4))
+    mask = jnp.tri(4) > 0
+    for fun in (
+        lambda x: jnp.where(mask, x @ y, -1e9),
+        lambda x: jax.lax.pad(x @ y, -1e9, ((1, 1, 0), (0, 0, 0))),
+        lambda x: jax.lax.max(jnp.abs(x @ y) - 1e3, 1e-12),
+    ):
+        got, want = mpx.autocast(fun, "float16")(y), fun(y)
+        np.testing.assert_allclose(got, want, rtol=2.0**-8, atol=2.0**-8 * float(want.max()))
+
+
 def test_a_fully_masked_softmax_is_finite():
     def fun(q, k):
         scores = jnp.where(jnp.zeros((4, 4), bool), q @ k.T, jnp.finfo(jnp.float32).min)

@@ -423,6 +423,86 @@ def test_custom_derivatives_are_kept():
     assert relative(grads, eqx.filter_grad(loss)(model, ROWS)) < TOLERANCES["float16"]
 
 
+def test_a_custom_rule_that_closes_over_arrays_of_the_loss_is_told_the_mend():
+    def loss(model, x):
+        @jax.custom_jvp
+        def scaled(y):
+            return y * model.bias
+
+        scaled.defjvp(lambda primals, tangents: (scaled(*primals), tangents[0] * model.bias))
+        return jnp.mean(scaled(jax.vmap(model)(x)) ** 2)
+
+    model = eqx.nn.Linear(8, 8, key=KEY)
+    gradient = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), forward="float32")
+    with pytest.raises(jax.errors.UnexpectedTracerError) as raised:
+        gradient(model, ROWS)
+    assert any("`filter_value_and_grad` traces" in note for note in raised.value.__notes__)
+    with pytest.raises(jax.errors.UnexpectedTracerError) as raised:
+        eqx.filter_grad(mpx.autocast(loss, "bfloat16"))(model, ROWS)
+    assert any("Pass such arrays to it as arguments" in n for n in raised.value.__notes__)
+
+
+def test_a_loop_and_a_gradient_that_are_half_by_themselves():
+    """What a program has in half of its own accord stays so, within a forward pass in full."""
+
+    def loop(model, x):
+        step = lambda y: jnp.tanh(jax.vmap(model)(y.astype(jnp.float32))).astype(jnp.bfloat16)
+        return jax.lax.scan(lambda y, _: (step(y), None), x.astype(jnp.bfloat16), None, length=2)[0]
+
+    def loss(model, x):
+        square = lambda model, x: jnp.mean(jax.vmap(model)(jnp.tanh(jax.vmap(model)(x))) ** 2)
+        inner = mpx.filter_grad(square, mpx.NoOpLossScaling(), policy=policy("bfloat16"))
+        weight = jnp.sum(inner(model, x)[2].weight ** 2)
+        return square(model, x) * weight + jnp.mean(loop(model, x).astype(jnp.float32) ** 2)
+
+    model = eqx.nn.Linear(8, 8, key=KEY)
+    want, want_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, ROWS)
+    value, grads = evaluated(loss, model, ROWS, "bfloat16")
+    np.testing.assert_allclose(value, want, rtol=2.0**-8)  # bfloat16 itself
+    assert relative(grads, want_grads) < TOLERANCES["bfloat16"]
+
+
+def _complex_weights(model, x):
+    return jnp.mean(
+        jnp.fft.irfft(jnp.fft.rfft(jnp.tanh(x @ model["real"])) @ model["complex"]) ** 2
+    )
+
+
+def _counted(model, x):
+    y = x @ model["real"]
+    count = jnp.dot((y[:, 0] > 0).astype(jnp.int32), jnp.ones(len(y), jnp.int32))
+    return jnp.mean(jax.lax.dynamic_slice(y, (count // 8, 0), (8, 8)) ** 2)
+
+
+def _reduced(model, x):
+    return jnp.sum(jax.lax.reduce(x @ model["real"], 0.0, lambda a, b: a + b * 1.0, (1,)) ** 2)
+
+
+@pytest.mark.parametrize("loss", [_complex_weights, _counted, _reduced])
+def test_products_of_complex_numbers_and_integers_and_literals_of_programs(loss):
+    real, *parts = (jax.random.normal(jax.random.key(i), (n, n)) for i, n in enumerate((8, 5, 5)))
+    model = {"real": real, "complex": jax.lax.complex(*parts)}
+    want, want_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, ROWS)
+    value, grads = evaluated(loss, model, ROWS, "bfloat16")
+    np.testing.assert_allclose(value, want, rtol=2.0**-21)
+    for name in model:
+        error = jnp.linalg.norm(grads[name] - want_grads[name])
+        assert error <= TOLERANCES["bfloat16"] * jnp.linalg.norm(want_grads[name])
+
+
+def test_complex_weights_in_a_forward_pass_in_float64():
+    loss = lambda model, x: jnp.mean(jnp.abs(jnp.fft.rfft(x) @ model) ** 2)
+    weight = jax.lax.complex(*(jax.random.normal(jax.random.key(i), (5, 5)) for i in range(2)))
+    with jax.enable_x64():
+        value, grads = evaluated(loss, weight, ROWS, "bfloat16", "float64")
+        wide = weight.astype(jnp.complex128), ROWS.astype(jnp.float64)
+        want, want_grads = jax.value_and_grad(loss)(*wide)
+        # Weights and rows are float32 in the program, and what is made of them is not.
+        np.testing.assert_allclose(value, want, rtol=2.0**-21)
+        assert grads.dtype == jnp.complex64
+        assert jnp.linalg.norm(grads - want_grads) < 2.0**-6 * jnp.linalg.norm(want_grads)
+
+
 @pytest.mark.parametrize("half", TOLERANCES)
 def test_refined_is_the_value_of_float32_with_the_gradient_of_half(half):
     _, model, points = CASES["foreign network"]
@@ -547,6 +627,27 @@ def _of_checkpoints_in_turn(model, x, y):
     return jax.lax.scan(step, 0.0, parts)[0]
 
 
+def _of_a_loop_in_a_checkpoint(model, x, y):
+    add = lambda total, a: (total + _mean_square(model, *a), None)
+    parts = [a.reshape(4, -1, a.shape[-1]) for a in (x, y)]
+    return jax.checkpoint(lambda *parts: jax.lax.scan(add, 0.0, parts)[0])(*parts)
+
+
+def _of_a_loss_that_a_loop_adds_to(model, x, y):
+    add = lambda total, a: (total + _mean_square(model, *a), None)
+    parts = [a.reshape(4, -1, a.shape[-1]) for a in (x, y)]
+    return jax.lax.scan(add, 10 * _mean_square(model, x[:8], y[:8]), parts)[0]
+
+
+def _of_a_branch_in_a_checkpoint(model, x, y):
+    branch = lambda x, y: jax.lax.cond(x[0, 0] > -9, partial(_mean_square, model), _none, x, y)
+    return jax.checkpoint(branch)(x, y)
+
+
+def _none(x, y):
+    return 0 * x[0, 0] * y[0, 0]
+
+
 def _of_times(model, x, y):
     losses = jnp.mean(_residual(model, x, y).reshape(8, -1) ** 2, axis=1)
     before = jnp.tril(jnp.ones((8, 8)), -1) @ losses
@@ -565,6 +666,9 @@ NEAR_ITS_END = {
     ),
     "before a loop": _of_loops,
     "checkpoints in a loop": _of_checkpoints_in_turn,
+    "a loop in a checkpoint": _of_a_loop_in_a_checkpoint,
+    "a branch in a checkpoint": _of_a_branch_in_a_checkpoint,
+    "before a loop that adds to it": _of_a_loss_that_a_loop_adds_to,
     "before a sort": lambda *args: jnp.sum(jnp.sort(_residual(*args)[:, 0] ** 2)[:32]),
     "squared norm": lambda *args: jnp.vdot(_residual(*args), _residual(*args)),
     "quadrature": lambda m, x, y: jnp.vdot(x[:, 0] ** 2, _residual(m, x, y)[:, 0] ** 2),

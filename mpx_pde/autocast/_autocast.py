@@ -18,6 +18,7 @@ from .._dtypes import (
     precision_of_user,
 )
 from .._jaxpr import trace_arrays
+from .._notes import noting_the_trace
 from .._split import SPLIT_PRODUCTS
 from .._types import DTypeLike, Names
 from ._containers import Place
@@ -90,7 +91,8 @@ class _Autocast(eqx.Module):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         policy = self._policy()
         closed, leaves, assemble = self._trace(policy, args, kwargs)
-        return assemble(self._evaluate(Evaluator(policy), closed, leaves))
+        with noting_the_trace("autocast"):
+            return assemble(self._evaluate(Evaluator(policy), closed, leaves))
 
     def report(self, /, *args: Any, **kwargs: Any) -> AutocastReport:
         """What is cast where, for these arguments. Traces, and runs nothing.

@@ -78,7 +78,7 @@ def constant(x: Any, aval: Any, policy: Policy) -> Value:
     """A literal or a constant of a jaxpr: a master, and known if it is a concrete scalar."""
     if not policy.governs(aval):
         return Value(x, OPAQUE)
-    if not hasattr(x, "dtype"):
+    if isinstance(x, int | float):  # be it one with a dtype, as JAX's literals are
         x = np.asarray(x, aval.dtype)
     half = aval.dtype == policy.dtype
     known = getattr(aval, "shape", None) == () and isinstance(x, np.ndarray | np.generic)

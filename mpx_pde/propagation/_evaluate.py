@@ -135,7 +135,9 @@ class Evaluator:
         def value_of(arrays, traced, factors, scales):
             del scales
             rules = bare.rules.with_factors({**known, **factors})
-            return layer(dataclasses.replace(full, rules=rules), arrays, traced)
+            out = layer(dataclasses.replace(full, rules=rules), arrays, traced)
+            # What the program itself has in half is of the type that its derivative has.
+            return {k: full._loaded(x) for k, x in out.items()}
 
         def derivative_of(arrays, traced, factors, scales):
             rules = bare.rules.with_factors({**known, **factors})
@@ -260,9 +262,9 @@ _WITH_OWN_JVP = LOOPS | {"custom_jvp_call", "shard_map"}
 def _read(x: Any, env: Mapping[int, Any]) -> Any:
     if not isinstance(x, Constant):
         return env[x]
-    if hasattr(x.value, "dtype"):
-        return x.value
-    return np.asarray(x.value, x.aval.dtype)
+    if isinstance(x.value, int | float | complex):  # be it one with a dtype, as JAX's literals are
+        return np.asarray(x.value, x.aval.dtype)
+    return x.value
 
 
 def _split(

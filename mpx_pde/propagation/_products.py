@@ -116,6 +116,8 @@ class Product:
     def _dtype(self, step, operands, roles: Role, storage: Storage) -> Any:
         """What to multiply in by a mixed product; `None` for a full one."""
         eqn = step.eqn
+        if not _is_real(eqn):
+            return None
         if eqn.primitive.name in MIXED and says_its_dtype(eqn):
             dtype = eqn.params["dtype"]
             # What was multiplied in half is, in a pass in full precision, in full.
@@ -134,7 +136,10 @@ class Product:
         """A product of arrays in registers that means it: no TF32 unless it was asked for."""
         if self.open:
             return lambda x, y: bind(eqn, [x, y])[0]
-        wide = storage.registers
+        wide: Any = storage.registers
+        if not _is_real(eqn):  # complex numbers as they are computed with, integers as they are
+            kind = aval_of(eqn.outvars[0]).dtype
+            wide = None if jnp.issubdtype(kind, jnp.inexact) else kind
         # Convolutions have no algorithms, and neither has float64.
         if "dot_general" in eqn.primitive.name and wide == np.float32:
             algorithm = self.algorithm if _leaves_it_open(eqn) else eqn.params.get("algorithm")
@@ -156,6 +161,11 @@ class Product:
             # A half weight has its gradient summed over the streams in float32.
             return storage.constant(x)
         return storage.stored(x) if half else storage.loaded(x)
+
+
+def _is_real(eqn: Any) -> bool:
+    """Whether a product is one of real numbers, and not of complex ones or of integers."""
+    return jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.floating)
 
 
 def widens(eqn: Any, operands: Sequence[Any], storage: Storage) -> bool:

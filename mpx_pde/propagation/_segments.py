@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._flat import Constant, Flat, Step, flatten, variables
-from .._jaxpr import LOOPS, bodies_of, contains
+from .._jaxpr import LOOPS, bodies_of, contains, scan_counts
 from . import _tables as tables
 from ._network import ends_of
 from ._plan import Index, Plan
@@ -157,12 +158,14 @@ def _wanted(
 
 def _entering(step: Step, stage: Mapping[int, int], params: Collection[int]) -> list[int]:
     """The operands of a product or a container that go into the network there: a sum that a
-    checkpoint adds to does not."""
-    if step.eqn.primitive.name != "remat2":
-        return variables(step.inputs)
-    flat, inner = _inside(step, stage, params)
-    pairs = zip(flat.inputs, step.inputs, strict=True)
-    return variables([x for k, x in pairs if k not in inner.final])
+    loop or a checkpoint adds to does not."""
+    passing = set[int]()
+    entering = set[int]()
+    for flat, inner, operands in _inside(step, stage, params):
+        for k, x in zip(flat.inputs, operands, strict=True):
+            if not isinstance(x, Constant):
+                (passing if k in inner.final else entering).add(x)
+    return [x for x in variables(step.inputs) if x in entering or x not in passing]
 
 
 def _asked_of(
@@ -306,22 +309,61 @@ def _region(step: Step, outputs: Sequence[int], roles: Role) -> Part:
 
 
 def _holds_loss(step: Step, roles: Role) -> bool:
-    """Whether what follows the network in a checkpoint is not linear."""
+    """Whether what follows the network in a container, or in one that it holds, is not linear."""
     if roles.ends is None:
         return False
-    flat, inner = _inside(step, roles.stage, roles.params)
-    return any(_is_alone(s) or not _linear(s, inner.stage) for s in divided(flat, inner)[1])
+    for flat, inner, _ in _inside(step, roles.stage, roles.params):
+        network, rest = divided(flat, inner)
+        if any(_is_alone(s) or not _linear(s, inner.stage) for s in rest):
+            return True
+        last = [s for s in network if not inner.final.isdisjoint(s.outputs)]
+        if any(_holds_loss(s, inner) for s in last):
+            return True
+    return False
 
 
-def _inside(step: Step, stage: Mapping[int, int], params: Collection[int]) -> tuple[Flat, Role]:
-    """What a checkpoint in a whole loss holds."""
-    flat = flatten(bodies_of(step.eqn)[0], forward_mode=False)
-    pairs = list(zip(flat.inputs, step.inputs, strict=True))
-    moving = [(k, x) for k, x in pairs if not isinstance(x, Constant)]
-    stages = {k: stage[x] for k, x in moving if x in stage}
-    stages.update((k, DEEP) for k, c in flat.constants.items() if is_inexact(c.aval))
-    own = {k for k, x in moving if x in params}
-    return flat, roles_of(flat, stages, set(), Plan(()), (), own)
+class _Body(NamedTuple):
+    """A program that an equation holds, in a whole loss, and the operands that it takes."""
+
+    flat: Flat
+    roles: Role
+    operands: tuple[int | Constant, ...]
+
+
+def _inside(step: Step, stage: Mapping[int, int], params: Collection[int]) -> list[_Body]:
+    """What a loop, a branch, a checkpoint or a `shard_map` holds."""
+    eqn, out = step.eqn, []
+    for body, start, (first, stop) in _bodies(eqn):
+        flat = flatten(body, forward_mode=False)
+        operands = step.inputs[start:]
+        pairs = list(zip(flat.inputs, operands, strict=True))
+        moving = [(k, x) for k, x in pairs if not isinstance(x, Constant)]
+        stages = {k: stage[x] for k, x in moving if x in stage}
+        stages.update((k, DEEP) for k, c in flat.constants.items() if is_inexact(c.aval))
+        own = {k for k, x in moving if x in params}
+        # Another in each step, whatever it is at first.
+        carry = flat.inputs[first:stop]
+        avals = body.in_avals[first:stop]
+        stages.update((k, DEEP) for k, aval in zip(carry, avals, strict=True) if is_inexact(aval))
+        carried = [(i, first + i) for i in range(stop - first)]
+        roles = roles_of(flat, stages, set(), Plan(()), (), own.difference(carry), carried)
+        out.append(_Body(flat, roles, operands))
+    return out
+
+
+def _bodies(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, tuple[int, int]]]:
+    """The programs in an equation that is entered, with the place of the first operand that each
+    takes, and which of its operands it hands on to its next step, from and to."""
+    name, bodies = eqn.primitive.name, bodies_of(eqn)
+    if name == "scan":
+        n_consts, n_carry = scan_counts(eqn)
+        return [(bodies[0], 0, (n_consts, n_consts + n_carry))]
+    if name == "while":
+        start, n_consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        return [(bodies[1], start, (n_consts, len(bodies[1].in_avals)))]
+    if name == "cond":
+        return [(body, 1, (0, 0)) for body in bodies]
+    return [(body, 0, (0, 0)) for body in bodies if name in ("remat2", "shard_map")]
 
 
 def _kind(step: Step, roles: Role) -> str:

@@ -70,11 +70,17 @@ class Storage:
 
     def constant(self, x: Any) -> Any:
         """What does not depend on the point, as it meets what does."""
-        real = is_inexact(x) and not jnp.issubdtype(x.dtype, jnp.complexfloating)
-        wider = real and x.dtype.itemsize > self.registers.itemsize
-        if not real or x.dtype == self.registers or (wider and not self.narrows):
+        if not is_inexact(x):
             return x
-        return x.astype(self.registers)
+        dtype = self.width_of(x.dtype)
+        wider = x.dtype.itemsize > dtype.itemsize
+        return x if x.dtype == dtype or (wider and not self.narrows) else x.astype(dtype)
+
+    def width_of(self, dtype: Any) -> np.dtype:
+        """The dtype that what is of another is computed in: integers in their own."""
+        if jnp.issubdtype(dtype, jnp.complexfloating):
+            return np.dtype(np.complex64 if self.registers.itemsize <= 4 else np.complex128)
+        return self.registers if jnp.issubdtype(dtype, jnp.inexact) else np.dtype(dtype)
 
     def load(self, x: Any, key: Index) -> Any:
         """A stream in registers."""
