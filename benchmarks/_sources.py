@@ -89,7 +89,6 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "breadth": BREADTH,
     "breadth_step": (*BREADTH, *COMPILER),
     "compile_time": (*STEP, *DERIVATIVES, *OPERATORS, *AUTOCAST, *CLOCK),
-    "derivatives": (*DERIVATIVES, *CLOCK),
     "float8": (),
     "fno_step": (*STEP, *OPERATORS, *CLOCK, *COMPILER),
     "frequencies": PRODUCTS,

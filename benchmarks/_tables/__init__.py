@@ -40,7 +40,7 @@ TABLES: dict[str, Callable[..., str]] = {
     "cavity-memory": _predicted.memory,
     "collectives": _programs.collectives,
     "compile-time": _programs.compile_time,
-    "derivatives": _programs.derivatives,
+    "derivatives": _networks.coordinate_mlp,
     "float8": _accuracy.float8,
     "fno-memory": _rivals.fno_memory,
     "fno-step": _rivals.fno_step,

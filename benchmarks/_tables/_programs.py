@@ -169,23 +169,6 @@ vit_memory = Table(
     "ViT-Base ({blocks} blocks), batch {batch}, one training step with AdamW, " + NOT_RUN + ".",
 )
 
-derivatives = Table(
-    "derivatives",
-    "derivatives",
-    """
-    by                          {rival}
-    order                       {order}
-    values, GFLOP               {forward_flops:G.2f}
-    step, GFLOP                 {step_flops:G.2f}
-    step, ms                    {step_seconds.median:ms.0f}
-    temp memory, MiB            {step_temp_mib:.0f}
-    error of values in float16  {error_half:.1e}
-    """,
-    "{width} × {depth}, two coordinates, {points:,} points; a step is the gradient with respect to "
-    "the parameters, in float32.",
-)
-
-
 def _models(data: Result) -> Iterator[Record]:
     for m in data["models"]:
         method = {"fft": "FFT", "dft": "matrices"}[m["method"]]
