@@ -28,6 +28,7 @@ CPU = (
     Run(4, "fno_step"),
     Run(4, "vit_step"),
     *(Run(3, f"time_to_error --problem {name} --time") for name in _CURVES),
+    Run(3, "spectral"),
     Run(1, "products"),
     Run(1, "frequencies"),
     Run(1, "float8"),
@@ -38,10 +39,10 @@ CPU = (
 DEVICELESS = (
     Run(2, "overhead"),
     Run(4, "growth"),
-    Run(8, "vit_memory"),
     Run(8, "weak_scaling --platform h100"),
     Run(60, "weak_scaling --platform v5e"),
-    Run(3, "spectral"),
+    Run(10, "fno_step --target h100"),
+    Run(20, "vit_step --target h100"),
     Run(10, "predicted"),
 )
 

@@ -52,10 +52,8 @@ class Step(Protocol):
 
 
 class JaxStep:
-    """A step in JAX, which takes over the memory of its state, and counts how often it is traced.
-
-    It is compiled once, and its optimizer begins with Adam; or, not compiled `ahead`, by calls of
-    `jax.jit`. `layers` brings networks, and what has their shape, into the order of other rivals.
+    """A step in JAX, compiled once, which takes over the memory of its state. Its optimizer begins
+    with Adam. `layers` brings networks, and what has their shape, into the order of other rivals.
     """
 
     def __init__(
@@ -64,28 +62,22 @@ class JaxStep:
         rival: Rival,
         batches: Sequence[Any],
         *,
-        ahead: bool = True,
         layers: Callable[[Any], Any] = lambda model: model,
     ):
         arrays, static = eqx.partition(task.state(rival), eqx.is_array)
         step = task.step(rival)
-        self.traces = 0
 
         def run(arrays, batch):
-            self.traces += 1
             state, value, aux = step(eqx.combine(arrays, static), batch)
             return eqx.filter(state, eqx.is_array), value, aux
 
         # A copy of its own, because each step takes over the memory of the state before it.
         self.state = jax.tree.map(jnp.copy, arrays)
         self.batches, self._layers = cycle(batches), layers
-        self._run: Any = jax.jit(run, donate_argnums=0)
-        self.predicted = self.temp_bytes = None
-        if ahead:
-            self._run = self._run.lower(self.state, batches[0]).compile()
-            self.predicted = predicted_seconds(self._run.as_text(), jax.devices()[0].device_kind)
-            memory = self._run.memory_analysis()
-            self.temp_bytes = memory.temp_size_in_bytes if memory is not None else None
+        self._run = jax.jit(run, donate_argnums=0).lower(self.state, batches[0]).compile()
+        self.predicted = predicted_seconds(self._run.as_text(), jax.devices()[0].device_kind)
+        memory = self._run.memory_analysis()
+        self.temp_bytes = memory.temp_size_in_bytes if memory is not None else None
 
     def first(self) -> First:
         batch = next(self.batches)
@@ -98,18 +90,12 @@ class JaxStep:
                 return First(jax.tree.map(np.asarray, predictions), gradients, skipped)
         raise FloatingPointError(f"{LARGEST_SKIPS} steps in a row overflow.")
 
-    def __call__(self, batch: Any = None) -> jax.Array:
-        batch = next(self.batches) if batch is None else batch
-        self.state, value, _ = self._run(self.state, batch)
+    def __call__(self) -> jax.Array:
+        self.state, value, _ = self._run(self.state, next(self.batches))
         return value
 
     def weights(self) -> Any:
         return self._layers(self.state[0])
-
-    @property
-    def scale(self) -> float:
-        """The loss scale, the first entry of its state."""
-        return float(jax.tree.leaves(self.state[2])[0])
 
 
 class Exact:
@@ -246,15 +232,13 @@ def compile_steps(
 ) -> None:
     """Compiles all rivals of a task for a device that need not be here, and records memory and what
     else is to be told of them; of one that fails, how."""
-    options = CUBLAS if "h100" in target else None
     for name, rival in task.rivals.items():
         where = {"target": target, **task.where, "rival": name}
         args = task.step(rival), task.shapes(rival), task.batch
         try:
-            program = compile_for(target, *args, donate=(0,), compiler_options=options)
-        except TargetUnavailable as error:
-            report.note(str(error))
-            return
+            program = compile_for(target, *args, donate=(0,), compiler_options=CUBLAS)
+        except TargetUnavailable:
+            raise
         except Exception as error:  # of a rival
             report.record("programs", **where, failed=failure(error))
             continue

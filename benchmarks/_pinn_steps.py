@@ -28,7 +28,6 @@ from ._cavity import (
 from ._rivals import require
 from ._steps import (
     HIGHEST,
-    PERIOD,
     START,
     TF32,
     Rival,
@@ -90,7 +89,7 @@ def in_float32(loss: Callable, order: int, products: str | None = None) -> Rival
 
 def by_hand(order: int) -> Rival:
     loss = alone(partial(nested_loss, order=order))
-    return Rival(partial(step_by_hand, loss, "float16", PERIOD), hand_scaling)
+    return Rival(partial(step_by_hand, loss, "float16"), hand_scaling)
 
 
 def by_mpx(order: int) -> Rival:
@@ -109,7 +108,7 @@ def by_jmp(order: int) -> Rival:
     policy = jmp.get_policy(policy_of("float16"))
     finish = lambda d: mean_square(policy.cast_to_output(d), order)
     loss = alone(partial(nested_loss, order=order, finish=finish))
-    return Rival(partial(step_by_jmp, loss, policy, PERIOD), jmp_scaling)
+    return Rival(partial(step_by_jmp, loss, policy), jmp_scaling)
 
 
 def by_library(

@@ -107,12 +107,11 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "predicted": (*STEP, *DERIVATIVES, *OPERATORS, *AUTOCAST, *COMPILER),
     "products": (),
     "second_order": (*STEP, *DERIVATIVES, *_library("_conjugate", "_second_order")),
-    "spectral": (*OPERATORS, *COMPILER, *CLOCK),
+    "spectral": (*OPERATORS, *CLOCK),
     "time_to_error-burgers": (*PINNS, *BURGERS),
     "time_to_error-cavity": (*PINNS, *CAVITY),
     "time_to_error-navier_stokes": (*OPERATOR_TRAININGS, *NAVIER_STOKES),
     "vit": (*STEP, *AUTOCAST),
-    "vit_memory": (*STEP, *AUTOCAST, *COMPILER),
     "vit_step": (*STEP, *AUTOCAST, *COMPILER, *CLOCK),
     "weak_scaling": (
         *(*STEP, *DERIVATIVES, *OPERATORS, *_library("_collectives")),

@@ -122,7 +122,7 @@ def _cast(tree: Any, dtype: str) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)
 
 
-def step_by_hand(loss, dtype, period, optimizer, state, batch):
+def step_by_hand(loss, dtype, optimizer, state, batch):
     model, opt_state, scaling = state
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
@@ -143,7 +143,7 @@ def step_by_hand(loss, dtype, period, optimizer, state, batch):
     opt_state = jax.tree.map(keep, new_opt_state, opt_state)
 
     counted = scaling.counter + 1
-    grow = finite & (counted >= period)
+    grow = finite & (counted >= PERIOD)
     grown = jnp.minimum(scaling.scale * 2, MAX_SCALE[dtype])
     shrunk = jnp.maximum(scaling.scale / 2, MIN_SCALE)
     skip = jnp.where(finite, 0, 1)
@@ -174,16 +174,16 @@ def step_by_library(loss, options, optimizer, state, batch):
     return (model, opt_state, scaling), value, aux
 
 
-def jmp_scaling(scale: float = START) -> tuple[jax.Array, jax.Array]:
+def jmp_scaling() -> tuple[jax.Array, jax.Array]:
     """What changes in a `jmp.DynamicLossScale`. As a PyTree, that refuses leaves that are no
     arrays, which is what Equinox makes of them."""
-    return jnp.array(scale, jnp.float32), jnp.array(0, jnp.int32)
+    return jnp.array(START, jnp.float32), jnp.array(0, jnp.int32)
 
 
-def step_by_jmp(loss, policy, period, optimizer, state, batch):
+def step_by_jmp(loss, policy, optimizer, state, batch):
     """Without a loss scale where `scaling` is empty."""
     model, opt_state, scaling = state
-    scaler = jmp.DynamicLossScale(*scaling, period=period) if scaling else jmp.NoOpLossScale()
+    scaler = jmp.DynamicLossScale(*scaling, period=PERIOD) if scaling else jmp.NoOpLossScale()
     # `jmp.select_tree` takes trees of arrays only.
     params, static = eqx.partition(model, eqx.is_inexact_array)
 
@@ -205,10 +205,9 @@ def step_by_jmp(loss, policy, period, optimizer, state, batch):
     return (eqx.combine(params, static), opt_state, scaling), value, aux
 
 
-def mpx_scaling(scale: float = START, period: int = PERIOD) -> Any:
-    return require("mpx").DynamicLossScaling(
-        jnp.array(scale, jnp.float32), jnp.ones((), jnp.float32), period=period
-    )
+def mpx_scaling() -> Any:
+    scale = jnp.array(START, jnp.float32), jnp.ones((), jnp.float32)
+    return require("mpx").DynamicLossScaling(*scale, period=PERIOD)
 
 
 def step_by_mpx(loss, dtype, optimizer, state, batch):
@@ -230,22 +229,17 @@ def precision_options(precision: str) -> dict[str, Any]:
     return {"use_mixed_precision": precision != "float32", "policy": policy_of(precision)}
 
 
-def rivals(loss: Loss, dtype: str, scale: float = START, period: int = PERIOD) -> dict[str, Rival]:
+def rivals(loss: Loss, dtype: str) -> dict[str, Rival]:
     """The steps by name. Without MPX if that is missing; on a GPU also in TF32."""
-    options = {"policy": policy_of(dtype)}
-    jmp_policy = jmp.get_policy(policy_of(dtype))
+    policy = policy_of(dtype)
     found = {
-        "by hand": Rival(partial(step_by_hand, loss, dtype, period), partial(hand_scaling, scale)),
-        "mpx_pde": Rival(
-            partial(step_by_library, loss, options),
-            partial(mpx.DynamicLossScaling, scale, period=period),
-        ),
-        "jmp": Rival(partial(step_by_jmp, loss, jmp_policy, period), partial(jmp_scaling, scale)),
+        "by hand": Rival(partial(step_by_hand, loss, dtype), hand_scaling),
+        "mpx_pde": Rival(partial(step_by_library, loss, {"policy": policy})),
+        "jmp": Rival(partial(step_by_jmp, loss, jmp.get_policy(policy)), jmp_scaling),
     }
     with suppress(RivalMissing):  # `note_missing` says so, once
         require("mpx")
-        scaling = partial(mpx_scaling, scale, period)
-        found["MPX"] = Rival(partial(step_by_mpx, loss, dtype), scaling)
+        found["MPX"] = Rival(partial(step_by_mpx, loss, dtype), mpx_scaling)
     found["float32"] = Rival(partial(step_in_float32, loss), partial(hand_scaling, 1.0))
     if jax.default_backend() == "gpu":  # whose float32 products are TF32, unless told
         found["TF32"] = found["float32"]._replace(products=TF32)

@@ -40,8 +40,7 @@ def compiled(target: str, name: str, precision: str) -> Compiled:
     state, key = training.initial(0)
     several = eqx.filter_eval_shape(training.choose, state.model, key)
     points = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), several)
-    options = CUBLAS if "h100" in target else None
-    return compile_for(target, training.step, state, points, donate=(0,), compiler_options=options)
+    return compile_for(target, training.step, state, points, donate=(0,), compiler_options=CUBLAS)
 
 
 def workspace_bytes(program: Compiled) -> int:
@@ -62,8 +61,8 @@ def run(report: Report, args: argparse.Namespace) -> int:
                 continue
             try:
                 program = compiled(args.target, name, precision)
-            except TargetUnavailable as error:
-                raise SystemExit(str(error)) from error
+            except TargetUnavailable:
+                raise
             except Exception as error:  # of a problem: it is what there is to show
                 report.record("programs", **where, failed=failure(error))
                 continue

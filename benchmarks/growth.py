@@ -32,7 +32,7 @@ import numpy as np
 import mpx_pde as mpx
 
 from ._cavity import coordinate_mlp, gradient, initial_layers, network, residuals
-from ._deviceless import TARGETS, Compiled, TargetUnavailable, compile_for, title
+from ._deviceless import TARGETS, Compiled, compile_for, there
 from ._pinn_steps import nested_loss
 from ._report import Report
 
@@ -129,13 +129,7 @@ def grow(report: Report, target: str, sweep: str, sizes: Sequence[int], base: Ca
         costs = []
         for size in sizes:
             case = base._replace(**{sweep: size})
-            compiled = program(target, way, case)
-            cost = {
-                "temp_bytes": compiled.temp_bytes,
-                "kernels": compiled.kernels(),
-                "flops": compiled.flops,
-                "bytes_accessed": compiled.bytes_accessed,
-            }
+            cost = program(target, way, case).costs()
             report.record("costs", target=target, sweep=sweep, way=name, **case._asdict(), **cost)
             costs.append(cost)
         for key in (key for key, value in costs[0].items() if value is not None):
@@ -158,12 +152,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(report: Report, args: argparse.Namespace) -> int:
     sweeps = QUICK if args.quick else SWEEPS
     base = Case(**{name: sweeps[name][1] for name in ("points", "width", "depth")})
-    for target in args.targets.split(","):
-        try:
-            for sweep, sizes in sweeps.items():
-                grow(report, target, sweep, sizes, base)
-        except TargetUnavailable as error:
-            report.note(f"{title(target)} is left out. {error}")
-    if "costs" not in report.sections:
-        raise SystemExit(f"None of the targets {args.targets} has a compiler here.")
+    for target in there(report, args.targets.split(",")):
+        for sweep, sizes in sweeps.items():
+            grow(report, target, sweep, sizes, base)
     return 0

@@ -1,12 +1,9 @@
 """When are DFT matrices faster than the FFT, and what does half precision save?
 
-`layers`: a spectral convolution, forward and gradient, by truncated DFT matrices and by FFT in
-float32, interleaved: seconds, also without the gradient of the field, temporary memory, and the
-error of either against float64, with that of the matrices in half precision beside it. `auto` is
-what the cost model picks.
-
-`models`: temporary memory of a training step of an FNO, compiled for an H100 (which need not be
-here).
+A spectral convolution, forward and gradient, by truncated DFT matrices and by FFT in float32,
+interleaved: seconds, also without the gradient of the field, temporary memory, and the error of
+either against float64, with that of the matrices in half precision beside it. `auto` is what the
+cost model picks. The memory of whole networks is told by `fno_step`.
 """
 
 import argparse
@@ -20,7 +17,6 @@ import numpy as np
 import mpx_pde as mpx
 from mpx_pde.nn._spectral_cost import choose_method
 
-from ._deviceless import CUBLAS, TargetUnavailable, compile_for
 from ._report import Report, interleave
 
 
@@ -31,13 +27,9 @@ LAYERS = [
 ]
 QUICK_LAYERS = [(16, 4, 4, 2), (16, 16, 4, 2)]
 
-# What multiplies, and how it is transformed.
-MODELS = [("float32", "fft"), ("float32", "dft"), ("float16", "dft"), ("bfloat16", "dft")]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--target", default="h100", help="what to compile models for")
 
 
 def _layer(channels: int, modes: int, method: Any) -> mpx.nn.SpectralConv:
@@ -101,55 +93,6 @@ def _layers(report: Report, sizes, rounds: int) -> None:
         )
 
 
-def _models(report: Report, target: str, size: int, modes: int, channels: int, batch: int) -> None:
-    field = jax.ShapeDtypeStruct((batch, 1, size, size), jnp.float32)
-
-    def loss(model, x, y):
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-    for dtype, method in MODELS:
-
-        def model(method: Any = method):
-            key = jax.random.key(0)
-            return mpx.nn.FNO(1, 1, channels, 4, (modes, modes), key=key, method=method)
-
-        def step(model, x, y, dtype=dtype):
-            if dtype == "float32":
-                return eqx.filter_value_and_grad(loss)(model, x, y)
-            return mpx.filter_value_and_grad(
-                loss,
-                mpx.DynamicLossScaling(),
-                policy=f"params=float32,compute={dtype},output=float32",
-                keep_full=(False, True, True),
-            )(model, x, y)
-
-        compiled = compile_for(
-            target,
-            step,
-            eqx.filter_eval_shape(model),
-            field,
-            field,
-            compiler_options=CUBLAS if "h100" in target else None,
-        )
-        report.record(
-            "models",
-            target=target,
-            dtype=dtype,
-            method=method,
-            size=size,
-            modes=modes,
-            channels=channels,
-            batch=batch,
-            temp_bytes=compiled.temp_bytes,
-            products=compiled.operands(),
-            ffts=compiled.opcodes()["fft"],
-        )
-
-
 def run(report: Report, args: argparse.Namespace) -> int:
     _layers(report, QUICK_LAYERS if args.quick else LAYERS, 1 if args.quick else args.rounds)
-    try:
-        _models(report, args.target, *((16, 4, 8, 2) if args.quick else (128, 32, 64, 32)))
-    except TargetUnavailable as e:
-        report.note(str(e))
     return 0

@@ -30,6 +30,7 @@ With `--target h100` nothing runs; steps in JAX of ViT-Base are compiled for it,
 import argparse
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -42,14 +43,13 @@ import jmp
 import numpy as np
 import optax
 
-from ._deviceless import TARGETS
+from ._deviceless import TARGETS, Compiled
 from ._examples import load_example
 from ._measured import BEFORE, compile_steps, run_steps, within
 from ._report import Report
 from ._rivals import RivalMissing, require
 from ._steps import (
     HIGHEST,
-    PERIOD,
     TF32,
     Rival,
     Task,
@@ -60,7 +60,6 @@ from ._steps import (
     step_by_library,
     step_by_mpx,
 )
-from .vit_memory import batch_shapes, products_by_kind as by_kind
 
 
 vit = load_example("vit")
@@ -129,7 +128,7 @@ def by_mpx(dtype: str) -> Rival:
 
 def by_jmp(dtype: str) -> Rival:
     policy = jmp.get_policy(policy_of(dtype))
-    step = partial(step_by_jmp, partial(loss, cast=policy.cast_to_output), policy, PERIOD)
+    step = partial(step_by_jmp, partial(loss, cast=policy.cast_to_output), policy)
     return Rival(step, jmp_scaling if dtype == "float16" else tuple)
 
 
@@ -155,7 +154,7 @@ def task(size: Any, gpu: bool = False, chosen: Sequence[str] | None = None) -> T
         lambda: vit.ViT(size, key=jax.random.key(0)),
         loss,
         partial(some_batches, size, gpu),
-        batch_shapes(vit, size),
+        batch_shapes(size),
         {n: r for n, r in jax_rivals(gpu).items() if chosen is None or n in chosen},
         vit.make_optimizer(size, STEPS),
     )
@@ -203,6 +202,21 @@ def some_batches(size: Any, gpu: bool) -> list[Any]:
     return [vit.Batch(*pair) for pair in zip(cut(images), cut(labels), strict=True)]
 
 
+def batch_shapes(size: Any) -> Any:
+    """A batch of shapes without values."""
+    shape = (size.batch, size.channels, size.image, size.image)
+    images = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return vit.Batch(images, jax.ShapeDtypeStruct((size.batch,), jnp.int32))
+
+
+def told(program: Compiled) -> dict[str, Any]:
+    """How many products of each kind, such as `"forward f16 × f16"`."""
+    out: Counter[str] = Counter()
+    for product, count in program.products().items():
+        out[f"{product.direction} {product.lhs} × {product.rhs}"] += count
+    return {"products": dict(out)}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--batches", type=int, nargs="+", help="batch sizes")
@@ -228,7 +242,7 @@ def run(report: Report, args: argparse.Namespace) -> int:
         report.name = f"vit_step-{args.target}"
         for size in sizes:
             of_target = task(size, chosen=args.rivals or TARGET_RIVALS)
-            compile_steps(report, args.target, of_target, lambda p: {"products": by_kind(p)})
+            compile_steps(report, args.target, of_target, told)
         return 0
     failed, rounds = 0, 1 if args.quick else args.rounds
     for size in within(args.minutes, sizes, report):

@@ -85,6 +85,12 @@ def speedups(data: Result, rival: str) -> list[float]:
     return [r["beside"][rival][key] / r[key] for r in ours]
 
 
+def saved(data: Result, problem: str) -> float:
+    """The memory of our half-precision step over that in float32."""
+    [ours] = [r for r in _records(data) if (r["problem"], r["rival"]) == (problem, OURS)]
+    return ours["temp_bytes"] / ours["full"]["temp_bytes"]
+
+
 # From memory and products alone, over arithmetic, to XLA's estimates.
 RANGE = "{seconds:ms.3g} – {seconds_with_arithmetic:ms.3g} – {seconds_by_xla:ms.3g}"
 MEMORY = "Memory beyond state and batch."

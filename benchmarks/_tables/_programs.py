@@ -9,38 +9,27 @@ from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load, markdow
 # --- The library's step beside that by hand --------------------------------------------------
 
 
-COUNTS = ("flops", "kernels", "bytes_accessed", "temp_bytes")
-
-
-def _over_by_hand(data: Result) -> Iterator[Record]:
+def over_by_hand(data: Result) -> Iterator[Record]:
+    """The libraries' steps, each with the same by hand."""
     for steps in groups(data["programs"], "problem", "size", "target", "dtype").values():
         [hand] = [p for p in steps if p["step"] == "by hand"]
         for p in steps:
-            ratios = {f: _ratio(p[f], hand[f]) for f in COUNTS}
             target = {"cpu": "CPU"}.get(p["target"], f"{p['target']}, not run")
             if p["step"] not in ("by hand", "float32"):
-                yield {**p, **ratios, "target": target}
-
-
-def _ratio(ours: float | None, theirs: float) -> str:
-    if ours is None:
-        return "not told"
-    if theirs == 0:  # a TPU keeps small arrays on its chip
-        return "none" if ours == 0 else f"{ours:,} over 0"
-    return f"{ours / theirs:.4f}"
+                yield {**p, "hand": hand, "target": target}
 
 
 overhead = Table(
     "overhead",
-    _over_by_hand,
+    over_by_hand,
     """
     problem         {problem} {size}
     compiled for    {target}
     step            {step}
-    floating-point operations  {flops}
-    kernels         {kernels}
-    bytes accessed  {bytes_accessed}
-    temp memory     {temp_bytes}
+    floating-point operations  {flops/hand.flops:.4f} || not told
+    kernels         {kernels/hand.kernels:.4f}
+    bytes accessed  {bytes_accessed/hand.bytes_accessed:.4f} || not told
+    temp memory     {temp_bytes/hand.temp_bytes:.4f} || none
     """,
 )
 
@@ -146,48 +135,56 @@ growth = Table(
 )
 
 
-def _vit_memory(data: Result) -> Iterator[Record]:
-    tracing = {t["precision"]: t["over_float32"] for t in data["tracing"]}
-    for m in data["memory"]:
-        products = m["products"].items()
-        single = sum(n for name, n in products if name.endswith("f32 × f32"))
-        counts = {"products": sum(n for _, n in products), "single": single}
-        yield {**m, **counts, "tracing": tracing[m["precision"]]}
+def _of_vit(data: Result) -> Iterator[Record]:
+    """The steps of this library, of one size."""
+    programs = [p for p in data["programs"] if p["batch"] == 64]
+    for p in programs:
+        if p["rival"].startswith("mpx_pde"):
+            products = p["products"].items()
+            single = sum(n for name, n in products if name.endswith("f32 × f32"))
+            counts = {"count": sum(n for _, n in products), "single": single}
+            precision = p["rival"].removeprefix("mpx_pde ")
+            yield {**p, **counts, "precision": precision, "full": programs[0]}
 
 
 vit_memory = Table(
-    "vit_memory",
-    _vit_memory,
+    "vit_step-h100",
+    _of_vit,
     """
-    training                     {precision}
-    temp memory, GiB             {temp_bytes:GiB.2f}
-    over float32                 {over_float32:.2f}
-    products                     {products}
-    of these float32 × float32   {single}
-    time to trace, over float32  {tracing:.1f}
+    training                    {precision}
+    temp memory, GiB            {temp_bytes:GiB.2f}
+    over float32                {temp_bytes/full.temp_bytes:.2f}
+    products                    {count}
+    of these float32 × float32  {single}
     """,
     "ViT-Base ({blocks} blocks), batch {batch}, one training step with AdamW, " + NOT_RUN + ".",
 )
 
-def _models(data: Result) -> Iterator[Record]:
-    for m in data["models"]:
-        method = {"fft": "FFT", "dft": "matrices"}[m["method"]]
-        products = ", ".join(m["products"])
-        yield {**m, "method": method, "products": products, "first": data["models"][0]}
+
+def _of_operator(data: Result) -> Iterator[Record]:
+    """The steps of this library, of one size."""
+    size = {"resolution": 128, "modes": 32}
+    programs = [p for p in data["programs"] if size.items() <= p.items()]
+    for p in programs:
+        if p["rival"].startswith("mpx_pde"):
+            _, method, precision = p["rival"].split(" ", 2)
+            method = {"fft": "FFT", "dft": "matrices"}[method]
+            told = {"method": method, "precision": precision, "products": ", ".join(p["products"])}
+            yield {**p, **told, "first": programs[0]}
 
 
 spectral_models = Table(
-    "spectral",
-    _models,
+    "fno_step-h100",
+    _of_operator,
     """
-    precision         {dtype}
+    precision         {precision}
     transform         {method}
     temp memory, GiB  {temp_bytes:GiB.2f}
     of the first      {temp_bytes/first.temp_bytes:.2f}
     products          {products}
     FFTs              {ffts}
     """,
-    "Four blocks, {size}², {modes} modes, {channels} channels, a batch of {batch}; "
+    "Four blocks, {resolution}², {modes} modes, {channels} channels, a batch of {batch}; "
     + NOT_RUN
     + ".",
 )
