@@ -1,8 +1,7 @@
 """Steps of rivals on the same data from the same weights: time, memory and error side by side."""
 
 import gc
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple, Protocol
@@ -142,16 +141,6 @@ def relative_error(got: Any, want: Any) -> float:
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
     errors = sum(square(np.asarray(g, np.float64) - w) for g, w in pairs)
     return (errors / sum(map(square, jax.tree.leaves(want)))) ** 0.5
-
-
-def within(minutes: float, sizes: Iterable[Any], report: Report) -> Iterator[Any]:
-    """The sizes one by one, and a note for each that is left out because the time is over."""
-    start = time.monotonic()
-    for size in sizes:
-        if time.monotonic() - start > 60 * minutes:
-            report.note(f"Left out, for {minutes} minutes have passed: {size}.")
-        else:
-            yield size
 
 
 def measure(

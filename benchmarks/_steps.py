@@ -18,7 +18,6 @@ import optax
 
 import mpx_pde as mpx
 
-from ._report import Report
 from ._rivals import RivalMissing, require
 
 
@@ -237,7 +236,7 @@ def rivals(loss: Loss, dtype: str) -> dict[str, Rival]:
         "mpx_pde": Rival(partial(step_by_library, loss, {"policy": policy})),
         "jmp": Rival(partial(step_by_jmp, loss, jmp.get_policy(policy)), jmp_scaling),
     }
-    with suppress(RivalMissing):  # `note_missing` says so, once
+    with suppress(RivalMissing):  # `Report.installed` says so, once
         require("mpx")
         found["MPX"] = Rival(partial(step_by_mpx, loss, dtype), mpx_scaling)
     found["float32"] = Rival(partial(step_in_float32, loss), partial(hand_scaling, 1.0))
@@ -245,11 +244,3 @@ def rivals(loss: Loss, dtype: str) -> dict[str, Rival]:
         found["TF32"] = found["float32"]._replace(products=TF32)
         found["float32"] = found["float32"]._replace(products=HIGHEST)
     return found
-
-
-def note_missing(report: Report) -> None:
-    """Says which of the rivals is left out."""
-    try:
-        require("mpx")
-    except RivalMissing as e:
-        report.note(f"MPX is left out. {e}")

@@ -25,7 +25,7 @@ from ._roofline import Roofline, summary
 
 
 PRECISIONS = ("float32", "float16", "forward-float32-float16")
-TOLD = ("kernels", "bytes", "seconds", "seconds_with_arithmetic", "launch_seconds")
+TOLD = ("kernels", "bytes", "seconds_with_arithmetic")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,15 +49,14 @@ def workspace_bytes(program: Compiled) -> int:
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
-    before = report.before(args.out) if args.resume else {}
-    report.sections["programs"] = before.get("programs", [])
-    there = {(r["problem"], r["precision"]) for r in report.sections["programs"]}
+    if args.resume:
+        report.resume(args.out, "programs")
     names = args.problems or (["kovasznay"] if args.quick else problems().names())
     for name in names:
         title = problems().load(name).title
         for precision in PRECISIONS:
             where: dict[str, Any] = {"problem": name, "title": title, "precision": precision}
-            if (name, precision) in there:
+            if report.has("programs", **where):
                 continue
             try:
                 program = compiled(args.target, name, precision)

@@ -44,7 +44,6 @@ from ._steps import (
     Rival,
     Task,
     alone,
-    note_missing,
     policy_of,
     rivals,
     step_by_library,
@@ -217,7 +216,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(report: Report, args: argparse.Namespace) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
-    note_missing(report)
+    report.installed("mpx")
     for task in tasks(args.quick, args.dtype):
         measure(report, task, args.dtype, 1 if args.quick else args.rounds)
     return 0

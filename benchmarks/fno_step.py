@@ -44,7 +44,7 @@ import numpy as np
 import mpx_pde as mpx
 
 from ._deviceless import TARGETS, Compiled
-from ._measured import compile_steps, run_steps, within
+from ._measured import compile_steps, run_steps
 from ._report import Report
 from ._rivals import RivalMissing, require
 from ._steps import (
@@ -52,7 +52,6 @@ from ._steps import (
     TF32,
     Rival,
     Task,
-    note_missing,
     precision_options,
     step_by_library,
     step_by_mpx,
@@ -211,7 +210,7 @@ def jax_rivals(size: Size, gpu: bool) -> dict[str, Rival]:
     if gpu:
         for name in ("mpx_pde dft", "plain JAX"):
             rivals[f"{name} TF32"] = rivals[f"{name} float32"]._replace(products=TF32)
-    with suppress(RivalMissing):  # `note_missing` says so, once
+    with suppress(RivalMissing):  # `Report.installed` says so, once
         rivals["MPX float16"] = by_mpx(full_fft=False)
         rivals["MPX float16, float32 FFT"] = by_mpx(full_fft=True)
     return rivals
@@ -253,11 +252,7 @@ def torch_options(gpu: bool) -> dict[str, dict[str, Any]]:
 
 
 def torch_rivals(report: Report, size: Size, gpu: bool) -> dict[str, Any]:
-    try:
-        require("torch")
-        require("neuralop")
-    except RivalMissing as e:
-        report.note(str(e))
+    if not report.installed("torch", "neuralop"):
         return {}
     from ._torch import fno
 
@@ -283,13 +278,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(report: Report, args: argparse.Namespace) -> int:
     gpu, failed = jax.default_backend() == "gpu", 0
     sizes = QUICK if args.quick else ON_GPU if gpu or args.target else ON_CPU
-    note_missing(report)
+    report.installed("mpx")
     if args.target:
         report.name = f"fno_step-{args.target}"
         for size in sizes:
             compile_steps(report, args.target, task(size), told)
         return 0
-    for size in within(args.minutes, sizes, report):
+    for size in report.within(args.minutes, sizes):
         torch = torch_rivals(report, size, gpu)
         rounds = 1 if args.quick else args.rounds
         failed += run_steps(report, task(size, gpu), torch, rounds=rounds, chunk=1)

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 
 from ._deviceless import TARGETS, compile_for, there
 from ._report import Report
-from ._steps import MAX_SCALE, Task, alone, note_missing, rivals
+from ._steps import MAX_SCALE, Task, alone, rivals
 
 
 def regression(model, x, y):
@@ -101,7 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
-    note_missing(report)
+    report.installed("mpx")
     tasks = [p.task(args.dtype) for p in (PROBLEMS[:2] if args.quick else PROBLEMS)]
     for target in there(report, args.targets.split(",")):
         for task in tasks:

@@ -45,7 +45,7 @@ import optax
 
 from ._deviceless import TARGETS, Compiled
 from ._examples import load_example
-from ._measured import BEFORE, compile_steps, run_steps, within
+from ._measured import BEFORE, compile_steps, run_steps
 from ._report import Report
 from ._rivals import RivalMissing, require
 from ._steps import (
@@ -54,7 +54,6 @@ from ._steps import (
     Rival,
     Task,
     jmp_scaling,
-    note_missing,
     policy_of,
     step_by_jmp,
     step_by_library,
@@ -141,7 +140,7 @@ def jax_rivals(gpu: bool) -> dict[str, Rival]:
     rivals = {f"mpx_pde {name}": by_library(name) for name in vit.PRECISIONS}
     if gpu:
         rivals["mpx_pde TF32"] = by_library("float32")._replace(products=TF32)
-    with suppress(RivalMissing):  # `note_missing` says so, once
+    with suppress(RivalMissing):  # `Report.installed` says so, once
         rivals |= {f"MPX {half}": by_mpx(half) for half in HALVES}
     return rivals | {f"jmp {half}": by_jmp(half) for half in HALVES}
 
@@ -163,10 +162,7 @@ def task(size: Any, gpu: bool = False, chosen: Sequence[str] | None = None) -> T
 def torch_rivals(
     report: Report, task: Task, size: Any, gpu: bool, chosen: Sequence[str] | None, steps: int
 ) -> dict[str, Any]:
-    try:
-        require("torch")
-    except RivalMissing as e:
-        report.note(str(e))
+    if not report.installed("torch"):
         return {}
     from ._torch import vit as rival
 
@@ -237,7 +233,7 @@ def run(report: Report, args: argparse.Namespace) -> int:
         dataclasses.replace(size, batch=batch)
         for batch in args.batches or ([16] if args.quick else default)
     ]
-    note_missing(report)
+    report.installed("mpx")
     if args.target:
         report.name = f"vit_step-{args.target}"
         for size in sizes:
@@ -245,7 +241,7 @@ def run(report: Report, args: argparse.Namespace) -> int:
             compile_steps(report, args.target, of_target, told)
         return 0
     failed, rounds = 0, 1 if args.quick else args.rounds
-    for size in within(args.minutes, sizes, report):
+    for size in report.within(args.minutes, sizes):
         trained = task(size, gpu, args.rivals)
         torch = torch_rivals(report, trained, size, gpu, args.rivals, BEFORE + 2 * rounds)
         failed += run_steps(report, trained, torch, rounds=rounds, chunk=EXACT_CHUNK)
