@@ -1,7 +1,8 @@
 """Steps of rivals on the same data from the same weights: time, memory and error side by side."""
 
+import argparse
 import gc
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple, Protocol
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._deviceless import CUBLAS, Compiled, TargetUnavailable, compile_for
+from ._deviceless import CUBLAS, TARGETS, Compiled, TargetUnavailable, compile_for
 from ._report import Report, interleave
 from ._rivals import failure
 from ._roofline import predicted_seconds
@@ -188,7 +189,7 @@ def measure(
     return fields
 
 
-def run_steps(
+def _run(
     report: Report, task: Task, others: Mapping[str, Callable[[], Step]], *, rounds: int, chunk: int
 ) -> int:
     """Runs a task by all rivals, and by those that are not written in JAX; how many of our own
@@ -205,7 +206,7 @@ def run_steps(
         }
 
     def conclude(last: Any) -> dict[str, Any]:
-        return {"steps": BEFORE + 2 * rounds, "loss": float(last)}
+        return {"steps": steps_of(rounds), "loss": float(last)}
 
     ours = {name: partial(JaxStep, task, rival, on_device) for name, rival in task.rivals.items()}
     measured = measure(
@@ -216,11 +217,16 @@ def run_steps(
     return sum("failed" in f and name.startswith("mpx_pde") for name, f in measured.items())
 
 
-def compile_steps(
+def steps_of(rounds: int) -> int:
+    """How many steps each rival takes."""
+    return BEFORE + 2 * rounds
+
+
+def _compile(
     report: Report, target: str, task: Task, tell: Callable[[Compiled], dict[str, Any]]
 ) -> None:
-    """Compiles all rivals of a task for a device that need not be here, and records memory and what
-    else is to be told of them; of one that fails, how."""
+    """Compiles all rivals of a task, and records memory and what else is to be told of them; of one
+    that fails, how."""
     for name, rival in task.rivals.items():
         where = {"target": target, **task.where, "rival": name}
         args = task.step(rival), task.shapes(rival), task.batch
@@ -233,3 +239,43 @@ def compile_steps(
             continue
         report.record("programs", **where, temp_bytes=program.temp_bytes, **tell(program))
         print(f"{task.title}, {name}: {program.temp_bytes / 2**30:.2f} GiB", flush=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """What `run_sizes` understands."""
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--target", choices=TARGETS, help="compile for it; nothing runs")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="no size is begun after so many of them"
+    )
+
+
+def run_sizes(
+    report: Report,
+    args: argparse.Namespace,
+    tasks: Iterable[Task],
+    others: Callable[[Task, int], Mapping[str, Callable[[], Step]]],
+    tell: Callable[[Compiled], dict[str, Any]],
+    *,
+    chunk: int = 1,
+) -> int:
+    """Runs the tasks one by one, or compiles them for the target that was asked for; 1 if one of
+    our own steps failed.
+
+    **Arguments:**
+
+    - `others`: what makes the steps that are not written in JAX, from a task and the number of
+        rounds.
+    - `tell`: what records hold of a compiled program.
+    - `chunk`: samples at a time in float64.
+    """
+    report.installed("mpx")
+    if args.target:
+        report.name = f"{report.name}-{args.target}"
+        for task in tasks:
+            _compile(report, args.target, task, tell)
+        return 0
+    rounds, failed = 1 if args.quick else args.rounds, 0
+    for task in report.within(args.minutes, tasks):
+        failed += _run(report, task, others(task, rounds), rounds=rounds, chunk=chunk)
+    return int(failed > 0)

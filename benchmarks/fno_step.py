@@ -15,13 +15,8 @@ same weights on the same batches, with Adam and the relative L2 loss:
   function, so its error is no rounding. In its last block neuraloperator has no activation between
   convolution and MLP; one is put there, so that the functions are equal.
 
-Errors are those of the first step, of the predictions and of the gradient of all parameters,
-relative to the plain function in float64. Losses are those after the same number of steps. All
-activations are exact GELUs. Memory is what a step needs beyond state and batch: of JAX what XLA
-says, of PyTorch the peak that its allocator saw, which a CPU does not tell.
-
-A CPU has no arithmetic in half precision: XLA emulates it, and it takes longer than float32. On a
-GPU rows without a remark compute float32 products in float32; `TF32` says otherwise.
+Errors are relative to the plain function in float64. All activations are exact GELUs. On a GPU rows
+without a remark compute float32 products in float32; `TF32` says otherwise.
 
 With `--target h100` nothing runs; the steps in JAX are compiled for it.
 
@@ -43,8 +38,8 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._deviceless import TARGETS, Compiled
-from ._measured import compile_steps, run_steps
+from . import _measured
+from ._deviceless import Compiled
 from ._report import Report
 from ._rivals import RivalMissing, require
 from ._steps import (
@@ -251,14 +246,15 @@ def torch_options(gpu: bool) -> dict[str, dict[str, Any]]:
     return options
 
 
-def torch_rivals(report: Report, size: Size, gpu: bool) -> dict[str, Any]:
+def torch_rivals(report: Report, gpu: bool, task: Task, rounds: int) -> dict[str, Any]:
+    del rounds
     if not report.installed("torch", "neuralop"):
         return {}
     from ._torch import fno
 
-    leaves = jax.tree.leaves(eqx.filter(network(size), eqx.is_array))
+    leaves = jax.tree.leaves(eqx.filter(task.model(), eqx.is_array))
     return {
-        name: partial(fno.step, leaves, fields(size), LEARNING_RATE, **options)
+        name: partial(fno.step, leaves, task.batches(), LEARNING_RATE, **options)
         for name, options in torch_options(gpu).items()
     }
 
@@ -268,24 +264,11 @@ def told(program: Compiled) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--target", choices=TARGETS, help="compile for it; nothing runs")
-    parser.add_argument(
-        "--minutes", type=float, default=8.0, help="no size is begun after so many of them"
-    )
+    _measured.add_arguments(parser, rounds=5)
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
-    gpu, failed = jax.default_backend() == "gpu", 0
+    gpu = jax.default_backend() == "gpu"
     sizes = QUICK if args.quick else ON_GPU if gpu or args.target else ON_CPU
-    report.installed("mpx")
-    if args.target:
-        report.name = f"fno_step-{args.target}"
-        for size in sizes:
-            compile_steps(report, args.target, task(size), told)
-        return 0
-    for size in report.within(args.minutes, sizes):
-        torch = torch_rivals(report, size, gpu)
-        rounds = 1 if args.quick else args.rounds
-        failed += run_steps(report, task(size, gpu), torch, rounds=rounds, chunk=1)
-    return int(failed > 0)
+    tasks = (task(size, gpu) for size in sizes)
+    return _measured.run_sizes(report, args, tasks, partial(torch_rivals, report, gpu), told)

@@ -12,13 +12,8 @@ synthetic images on a GPU.
 - `torch`: float32, and `torch.amp` in bfloat16 and in float16 with a `GradScaler`; attention is its
   fused `scaled_dot_product_attention`, the rest is eager.
 
-Errors are those of the first step, of the logits and of the gradient of all parameters, relative
-to the network in float64. Losses are those after the same number of steps. Memory is what a step
-needs beyond state and batch: of JAX what XLA says, of PyTorch the peak that its allocator saw,
-which a CPU does not tell.
-
-A CPU has no arithmetic in half precision: XLA emulates it, and it takes longer than float32. On a
-GPU rows without a remark compute float32 products in float32; `TF32` says otherwise.
+Errors are relative to the network in float64. On a GPU rows without a remark compute float32
+products in float32; `TF32` says otherwise.
 
 With `--target h100` nothing runs; steps in JAX of ViT-Base are compiled for it, a minute each.
 
@@ -43,9 +38,9 @@ import jmp
 import numpy as np
 import optax
 
-from ._deviceless import TARGETS, Compiled
+from . import _measured
+from ._deviceless import Compiled
 from ._examples import load_example
-from ._measured import BEFORE, compile_steps, run_steps
 from ._report import Report
 from ._rivals import RivalMissing, require
 from ._steps import (
@@ -160,7 +155,7 @@ def task(size: Any, gpu: bool = False, chosen: Sequence[str] | None = None) -> T
 
 
 def torch_rivals(
-    report: Report, task: Task, size: Any, gpu: bool, chosen: Sequence[str] | None, steps: int
+    report: Report, size: Any, gpu: bool, chosen: Sequence[str] | None, task: Task, rounds: int
 ) -> dict[str, Any]:
     if not report.installed("torch"):
         return {}
@@ -174,7 +169,8 @@ def torch_rivals(
     if gpu:
         options["torch TF32"] = {"tf32": True}
     leaves = jax.tree.leaves(eqx.filter(task.model(), eqx.is_array))
-    arguments = size, leaves, task.batches(), learning_rates(size, steps), WEIGHT_DECAY
+    rates = learning_rates(size, _measured.steps_of(rounds))
+    arguments = size, leaves, task.batches(), rates, WEIGHT_DECAY
     return {
         name: partial(rival.step, *arguments, **given)
         for name, given in options.items()
@@ -214,13 +210,9 @@ def told(program: Compiled) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=20)
+    _measured.add_arguments(parser, rounds=20)
     parser.add_argument("--batches", type=int, nargs="+", help="batch sizes")
     parser.add_argument("--rivals", nargs="+", help="their names; by default all")
-    parser.add_argument("--target", choices=TARGETS, help="compile for it; nothing runs")
-    parser.add_argument(
-        "--minutes", type=float, default=7.0, help="no batch size is begun after so many of them"
-    )
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
@@ -229,20 +221,8 @@ def run(report: Report, args: argparse.Namespace) -> int:
     if args.quick:
         size = dataclasses.replace(size, blocks=1)
     default = TARGET_BATCHES if args.target else GPU_BATCHES if gpu else CPU_BATCHES
-    sizes = [
-        dataclasses.replace(size, batch=batch)
-        for batch in args.batches or ([16] if args.quick else default)
-    ]
-    report.installed("mpx")
-    if args.target:
-        report.name = f"vit_step-{args.target}"
-        for size in sizes:
-            of_target = task(size, chosen=args.rivals or TARGET_RIVALS)
-            compile_steps(report, args.target, of_target, told)
-        return 0
-    failed, rounds = 0, 1 if args.quick else args.rounds
-    for size in report.within(args.minutes, sizes):
-        trained = task(size, gpu, args.rivals)
-        torch = torch_rivals(report, trained, size, gpu, args.rivals, BEFORE + 2 * rounds)
-        failed += run_steps(report, trained, torch, rounds=rounds, chunk=EXACT_CHUNK)
-    return int(failed > 0)
+    batches = args.batches or ([16] if args.quick else default)
+    chosen = args.rivals or (TARGET_RIVALS if args.target else None)
+    tasks = (task(dataclasses.replace(size, batch=batch), gpu, chosen) for batch in batches)
+    torch = partial(torch_rivals, report, size, gpu, args.rivals)
+    return _measured.run_sizes(report, args, tasks, torch, told, chunk=EXACT_CHUNK)
