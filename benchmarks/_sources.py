@@ -126,9 +126,7 @@ HELPERS = frozenset(
 )
 # Of what these import they take a function that needs nothing of the rest.
 APART = {
-    "compile_time": _benchmarks("_measured"),
     "growth": _benchmarks("_steps"),
-    "overhead": _benchmarks("_roofline"),
     "predicted": _benchmarks("_torch/fno", "_torch/vit"),
 }
 

@@ -6,9 +6,9 @@ also with scaled derivatives. Four networks: the MLP and the PINN of `overhead`,
 neural operator of the examples and the vision transformer of `examples/vit.py` with 6 blocks.
 
 Each stage of `jax.jit` is timed by itself: `trace` (Python to a jaxpr), `lower` (to StableHLO) and
-`compile` (XLA), in seconds of wall clock and of processor time, medians over rounds in which the
-rivals take turns. All caches are cleared before each, and nothing is kept on disk. `equations`
-are those of the jaxpr and of all jaxprs within it.
+`compile` (XLA), in seconds of wall clock, and tracing in those of the processor too; medians over
+rounds in which the rivals take turns. All caches are cleared before each, and nothing is kept on
+disk. `equations` are those of the jaxpr and of all jaxprs within it.
 
 Error beside time: `loss_error` is the relative difference of the first loss, after no training, to
 that in float32. MPX multiplies a float16 loss by its scale in float16, so one of 2 or more is
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -50,7 +50,7 @@ from ._steps import (
 )
 
 
-STAGES = ("trace", "lower", "compile")
+TIMED = ("trace", "trace_processor", "lower", "compile")
 
 
 def heat_by_partials(model, batch, *, derivatives):
@@ -125,46 +125,30 @@ def equations(jaxpr: Any) -> int:
     return len(jaxpr.eqns) + sum(map(equations, inner))
 
 
-class Clock:
-    """Wall clock and processor time of each stage."""
-
-    def __init__(self):
-        self.wall: list[float] = []
-        self.processor: list[float] = []
-
-    def __call__(self, stage: Callable[[], Any]) -> Any:
-        wall, processor = time.perf_counter(), time.process_time()
-        out = stage()
-        self.wall.append(time.perf_counter() - wall)
-        self.processor.append(time.process_time() - processor)
-        return out
-
-
-class Build(NamedTuple):
-    """What building a step once took, for each of `STAGES`, and what came out."""
-
-    wall: list[float]
-    processor: list[float]
-    equations: int
-    loss: float
-
-
-def build(task: Task, rival: Rival) -> Build:
-    """Traces, lowers, compiles and runs a step once, from empty caches."""
+def build(task: Task, rival: Rival) -> dict[str, float]:
+    """Traces, lowers, compiles and runs a step once, from empty caches: what each stage took of
+    wall clock and of the processor, and what came out."""
     step = task.step(rival)
     arrays, static = eqx.partition(task.state(rival), eqx.is_array)
+    found: dict[str, float] = {}
 
     def program(arrays, batch):
         state, value, _ = step(eqx.combine(arrays, static), batch)
         return eqx.filter(state, eqx.is_array), value
 
+    def timed(stage: str, run: Callable[[], Any]) -> Any:
+        wall, processor = time.perf_counter(), time.process_time()
+        out = run()
+        found[stage] = time.perf_counter() - wall
+        found[f"{stage}_processor"] = time.process_time() - processor
+        return out
+
     jax.clear_caches()
-    clock = Clock()
-    traced = clock(lambda: jax.jit(program).trace(arrays, task.batch))
-    lowered = clock(traced.lower)
-    compiled = clock(lowered.compile)
+    traced = timed("trace", lambda: jax.jit(program).trace(arrays, task.batch))
+    lowered = timed("lower", traced.lower)
+    compiled = timed("compile", lowered.compile)
     _, value = compiled(arrays, task.batch)
-    return Build(clock.wall, clock.processor, equations(traced.jaxpr), float(value))
+    return {**found, "equations": equations(traced.jaxpr), "loss": float(value)}
 
 
 def builds_of(task: Task, rounds: int) -> dict[str, Any]:
@@ -186,26 +170,22 @@ def builds_of(task: Task, rounds: int) -> dict[str, Any]:
 
 def measure(report: Report, task: Task, dtype: str, rounds: int) -> None:
     found = builds_of(task, rounds)
-    plain = found["float32"]
-    hand = Timing.of([b.processor[0] for b in found["by hand"]])
+    hand = Timing.of([b["trace_processor"] for b in found["by hand"]])
     for name, builds in found.items():
         key = {"problem": task.where["problem"], "step": name}
         key["dtype"] = name if name in UNSCALED else dtype
         if isinstance(builds, str):
             report.record("builds", **key, failed=builds)
             continue
-        times: dict[str, Timing] = {}
-        for i, stage in enumerate(STAGES):
-            times[stage] = Timing.of([b.wall[i] for b in builds])
-            times[f"{stage}_processor"] = Timing.of([b.processor[i] for b in builds])
+        last = builds[-1]
+        times = {name: Timing.of([b[name] for b in builds]) for name in last if name in TIMED}
         report.record(
             "builds",
             **key,
             **times,
             trace_over_by_hand=times["trace_processor"].median / hand.median,
-            equations=builds[0].equations,
-            loss=builds[0].loss,
-            loss_error=abs(builds[0].loss / plain[0].loss - 1),
+            equations=last["equations"],
+            loss_error=abs(last["loss"] / found["float32"][-1]["loss"] - 1),
         )
 
 

@@ -12,10 +12,9 @@ derivatives in x up to that order instead, at the base size; above order 2, a `C
 differentiated like any other function.
 
 Each record has what the target tells: an H100's compiler temporary memory and kernels, a CPU's and
-a TPU's flops and bytes accessed as well. Per sweep the exponent is the slope of a straight line
-through the logarithms: 1 is linear growth. Everything repeats to the byte, and no hardware is
-needed; half precision is emulated on a CPU, where its numbers say nothing of other targets. The
-compiler for a TPU takes a minute or more for each of these programs, of which there are 44:
+a TPU's flops and bytes accessed as well. Everything repeats to the byte, and no hardware is needed;
+half precision is emulated on a CPU, where its numbers say nothing of other targets. The compiler
+for a TPU takes a minute or more for each of these programs, of which there are 44:
 
     JAX_PLATFORMS=cpu python -m benchmarks growth --targets v5e
 """
@@ -27,7 +26,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import mpx_pde as mpx
 
@@ -118,26 +116,13 @@ def program(target: str, way: Way, case: Case) -> Compiled:
 # --- Sweeps ----------------------------------------------------------------------------------
 
 
-def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
-    """The slope of costs over sizes, both in logarithms."""
-    return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
-
-
 def grow(report: Report, target: str, sweep: str, sizes: Sequence[int], base: Case) -> None:
-    """Compiles all ways for all sizes of a sweep, and records what they cost and how that grows."""
+    """Compiles all ways for all sizes of a sweep, and records what they cost."""
     for name, way in WAYS.items():
-        costs = []
         for size in sizes:
             case = base._replace(**{sweep: size})
-            cost = program(target, way, case).costs()
-            report.record("costs", target=target, sweep=sweep, way=name, **case._asdict(), **cost)
-            costs.append(cost)
-        for key in (key for key, value in costs[0].items() if value is not None):
-            values = [cost[key] for cost in costs]
-            slope = exponent(sizes, values)
-            report.record(
-                "exponents", target=target, sweep=sweep, way=name, cost=key, exponent=slope
-            )
+            where = {"target": target, "sweep": sweep, "way": name, **case._asdict()}
+            report.record("costs", **where, **program(target, way, case).costs())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,8 @@
 """What compiled programs tell: operations, memory, products, collectives."""
 
-from collections.abc import Iterator
+import math
+import statistics
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load, markdown, source
@@ -98,25 +100,33 @@ def weak_scaling(_: Any = None) -> str:
 # --- Memory ----------------------------------------------------------------------------------
 
 
+def _exponent(sizes: list[int], costs: list[float]) -> float:
+    """The slope of costs over sizes, both in logarithms: 1 is linear growth."""
+    return statistics.linear_regression(*([math.log(n) for n in x] for x in (sizes, costs))).slope
+
+
 def _sweeps(data: Result) -> Iterator[Record]:
-    """Memory and kernels on an H100 and flops, which a CPU tells, by size; and their slopes."""
-    slopes = groups(data["exponents"], "target", "sweep", "way", "cost")
+    """Memory and kernels on an H100 and flops, which a CPU tells, by size; and their exponents."""
     costs = groups(data["costs"], "target", "sweep", "way")
-    for target, *at in costs:
+    for target, sweep, way in costs:
         if target == "h100":
-            h100, cpu = costs["h100", *at], costs["cpu", *at]
-            sweep, way = at
-            base = data["costs"][1]
+            h100, cpu = costs["h100", sweep, way], costs["cpu", sweep, way]
+            of = lambda records, name: [record[name] for record in records]
+            sizes, memory, flops = of(h100, sweep), of(h100, "temp_bytes"), of(cpu, "flops")
             yield {
-                "size": f"{sweep} {' · '.join(f'{c[sweep]:,}' for c in h100)}",
+                "size": f"{sweep} {_dots(sizes, '{:,}')}",
                 "way": way,
-                "memory": " · ".join(f"{c['temp_bytes'] / 2**20:,.0f}" for c in h100),
-                "memory_slope": slopes["h100", *at, "temp_bytes"][0]["exponent"],
-                "kernels": " · ".join(f"{c['kernels']:,}" for c in h100),
-                "flops": " · ".join(f"{c['flops'] / 1e9:,.1f}" for c in cpu),
-                "flops_slope": slopes["cpu", *at, "flops"][0]["exponent"],
-                "base": "{width} × {depth}, {points:,} points".format(**base),
+                "memory": _dots((n / 2**20 for n in memory), "{:,.0f}"),
+                "memory_slope": _exponent(sizes, memory),
+                "kernels": _dots(of(h100, "kernels"), "{:,}"),
+                "flops": _dots((n / 1e9 for n in flops), "{:,.1f}"),
+                "flops_slope": _exponent(sizes, flops),
+                "base": "{width} × {depth}, {points:,} points".format(**data["costs"][1]),
             }
+
+
+def _dots(values: Iterable[float], form: str) -> str:
+    return " · ".join(map(form.format, values))
 
 
 growth = Table(
