@@ -165,12 +165,12 @@ class Report:
 
     def page(self, *tables: str) -> None:
         """Prints tables as the pages have them, with what this run has found."""
-        from ._tables import TABLES
+        from ._tables import table
         from ._tables._format import Result
 
         data = Result({"environment": self.environment, **self.sections})
         for name in tables:
-            print(f"\n{TABLES[name](data)}", flush=True)
+            print(f"\n{table(name)(data)}", flush=True)
 
     def note(self, text: str) -> None:
         """Prints a remark."""

@@ -199,5 +199,5 @@ def run(report: Report, args: argparse.Namespace) -> int:
     for problem in QUICK if args.quick else PROBLEMS:
         if args.problems is None or problem.name in args.problems:
             predict(report, args.target, problem, chip, args.programs)
-    report.page("predicted-steps", "predicted-kernels")
+    report.page("predicted.steps", "predicted.kernels")
     return 0

@@ -114,5 +114,5 @@ def run(report: Report, args: argparse.Namespace) -> int:
         follow(report, problem, seed, {n: t for n, t in chosen.items() if n not in there})
         report.save(args.out)
     if any(name.startswith("float32") for name in chosen) and "curves" in report.sections:
-        report.page(f"time-to-error-{args.problem.replace('_', '-')}")
+        report.page(f"time_to_error.{args.problem}")
     return 0

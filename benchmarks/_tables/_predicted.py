@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load, markdown, older
+from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load, older
 
 
 OURS = "mpx_pde float16"
@@ -207,8 +207,12 @@ def kernels(data: Result | None = None) -> str:
     return "\n".join(parts)
 
 
-def commands(data: Result | None = None) -> str:
-    """What settles each prediction."""
-    data = load("predicted-h100-cpu") if data is None else data
-    rows = [[r["title"], f"`{r['command']}`"] for r in data["steps"] if r["rival"] == OURS]
-    return f"{markdown(['problem', 'on an H100'], rows)}\n{older(data)}\n"
+# What settles each prediction.
+commands = _table(
+    lambda data: [r for r in data["steps"] if r["rival"] == OURS],
+    """
+    problem     {title}
+    on an H100  `{command}`
+    """,
+    told=older,
+)

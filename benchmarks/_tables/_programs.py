@@ -3,9 +3,9 @@
 import math
 import statistics
 from collections.abc import Iterable, Iterator
-from typing import Any
+from functools import partial
 
-from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load, markdown, source
+from ._format import NOT_RUN, Record, Result, Table, groups, load, source
 
 
 # --- The library's step beside that by hand --------------------------------------------------
@@ -53,49 +53,68 @@ compile_time = Table(
 # --- Several devices -------------------------------------------------------------------------
 
 
-def _scaled() -> tuple[list[Record], str]:
-    """The steps on several devices of both platforms, and where they come from."""
-    platforms = [load(f"weak_scaling-{name}-cpu") for name in ("h100", "v5e")]
-    found = [step for data in platforms for step in data["steps"] if step["devices"] > 1]
-    note = "Compiled for devices that are not there, not run."
-    return found, "\n".join([note, "", *(f"- {source(data)}" for data in platforms)])
+def _scaled(data: Result) -> Iterator[Record]:
+    """The steps on several devices of both platforms."""
+    for platform in (data, load("weak_scaling-v5e-cpu")):
+        for step in platform["steps"]:
+            if step["devices"] > 1:
+                name = {"cavity": "cavity", "fno": "FNO"}[step["problem"]]
+                yield {**step, "network": name, "sums": step["sum_dtype"] or "float32"}
 
 
-def _layout(step: Record) -> tuple[str, ...]:
-    return step["layout"], step["precision"], step["sum_dtype"] or "float32"
+def _both(data: Result) -> str:
+    return "\n".join(["", "", *(f"- {source(d)}" for d in (data, load("weak_scaling-v5e-cpu")))])
 
 
-def collectives(_: Any = None) -> str:
-    """Of the cavity on four devices."""
-    steps, sources = _scaled()
-    kinds, rows = ("all-gather", "reduce-scatter", "all-reduce"), []
-    for step in steps:
-        if step["problem"] == "cavity" and step["devices"] == 4:
+_of_devices = partial(
+    Table,
+    "weak_scaling-h100",
+    note="Compiled for devices that are not there, not run.",
+    told=_both,
+)
+
+
+def _sent(data: Result) -> Iterator[Record]:
+    """Of the cavity on four devices, what each kind of collective sends."""
+    for step in _scaled(data):
+        if (step["problem"], step["devices"]) == ("cavity", 4):
             sent: dict[str, list[str]] = {}
             for key, traffic in step["collectives"].items():
                 kind, dtype = key.split()
                 if dtype != "pred":
                     sent.setdefault(kind, []).append(f"{traffic['bytes'] / 2**10:,.0f} {dtype}")
-            cells = (" + ".join(sent.get(kind, [NONE])) for kind in kinds)
-            rows.append([step["target"], *_layout(step), *cells])
-    columns = ["compiled for", "layout", "precision", "sums in", *(f"{k}, KiB" for k in kinds)]
-    return f"{markdown(columns, rows)}\n\n{sources}\n"
+            yield {**step, **{kind: " + ".join(parts) for kind, parts in sent.items()}}
 
 
-def weak_scaling(_: Any = None) -> str:
-    steps, sources = _scaled()
-    names = {"cavity": "cavity", "fno": "FNO"}
-    lines: dict[tuple[str, ...], dict[str, str]] = {}
-    for s in steps:
-        sent = f"{s['wire_bytes'] / 2**10:,.0f} KiB"
-        memory = f"{s['temp_over_one']:.2f} + {s['argument_over_one']:.2f}"
-        line = lines.setdefault((names[s["problem"]], *_layout(s)), {})
-        line[s["target"]] = f"{sent}; {memory}"
-    targets = list(groups(steps, "target"))
-    rows = [[*key, *(cells.get(t, NONE) for t in targets)] for key, cells in lines.items()]
-    columns = ["network", "layout", "precision", "sums in", *targets]
-    return f"{markdown(columns, rows)}\n\n{sources}\n"
+collectives = _of_devices(
+    _sent,
+    """
+    compiled for         {target}
+    layout               {layout}
+    precision            {precision}
+    sums in              {sums}
+    all-gather, KiB      {all-gather}
+    reduce-scatter, KiB  {reduce-scatter}
+    all-reduce, KiB      {all-reduce}
+    """,
+)
 
+
+def _by_target(data: Result) -> Iterator[Record]:
+    """Each step on all targets."""
+    for steps in groups(_scaled(data), "network", "layout", "precision", "sums").values():
+        yield {**steps[0], **{step["target"]: step for step in steps}}
+
+
+def _targets(data: Result) -> list[str]:
+    """What is sent, and temporary memory and arguments over those of one device."""
+    over = "{{{0}.temp_over_one:.2f}} + {{{0}.argument_over_one:.2f}}"
+    told = "{0}  {{{0}.wire_bytes:KiB,.0f}} KiB; " + over
+    heads = ["network  {network}", "layout  {layout}", "precision  {precision}", "sums in  {sums}"]
+    return heads + [told.format(target) for target in groups(_scaled(data), "target")]
+
+
+weak_scaling = _of_devices(_by_target, _targets)
 
 # --- Memory ----------------------------------------------------------------------------------
 
