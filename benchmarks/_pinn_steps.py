@@ -119,7 +119,7 @@ def by_library(
     def loss(model, points, *, derivatives):
         if method == "laplacian":
             return laplacian_residuals(model, points, derivatives=derivatives)
-        return residuals(model, points, derivatives=derivatives, propagate=True, order=order)
+        return residuals(model, points, derivatives=derivatives, order=order)
 
     def scaling():
         with mpx.half_precision("bfloat16" if precision == "bfloat16" else "float16"):

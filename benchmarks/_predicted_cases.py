@@ -32,9 +32,6 @@ class Problem(NamedTuple):
     command: str
     rivals: Callable[[], dict[str, Callable[[], Program]]]
 
-    def __str__(self) -> str:
-        return self.title
-
 
 def _programs(task: Task, rivals: Mapping[str, Rival]) -> dict[str, Callable[[], Program]]:
     return {name: partial(Program, task, rival) for name, rival in rivals.items()}

@@ -74,7 +74,7 @@ WAYS = {
 def cavity(way: Way, model: Any, points: Any, *, derivatives: Any = None) -> jax.Array:
     """The loss of all sweeps but that of orders."""
     if way.propagated:
-        return residuals(model, points, derivatives=derivatives, propagate=True)
+        return residuals(model, points, derivatives=derivatives)
     return nested_loss(model, points, order=2)
 
 

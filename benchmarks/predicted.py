@@ -103,11 +103,6 @@ def bytes_over_xla(text: str) -> float | None:
     return sorted(ratios)[len(ratios) // 2] if ratios else None
 
 
-def command(problem: Problem) -> str:
-    """What measures it."""
-    return f"python -m benchmarks {problem.command}"
-
-
 def predict(report: Report, target: str, problem: Problem, chip: Chip, folder: Path | None) -> None:
     """Compiles all rivals of a problem and records what they would take."""
     records, ideal = {}, None
@@ -120,9 +115,9 @@ def predict(report: Report, target: str, problem: Problem, chip: Chip, folder: P
             "steps",
             target=target,
             problem=problem.name,
-            title=str(problem),
+            title=problem.title,
             rival=name,
-            command=command(problem),
+            command=f"python -m benchmarks {problem.command}",
             **summary(kernels, chip),
             temp_bytes=temp_bytes,
             bytes_over_xla=bytes_over_xla(text),
