@@ -7,6 +7,7 @@ cost model picks. The memory of whole networks is told by `fno_step`.
 """
 
 import argparse
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -53,46 +54,44 @@ def _loss(layer: mpx.nn.SpectralConv, x: jax.Array) -> jax.Array:
     return jnp.sum(jax.vmap(layer)(x) ** 2)
 
 
-def _layers(report: Report, sizes, rounds: int) -> None:
+def _measure(report: Report, n: int, modes: int, channels: int, batch: int, rounds: int) -> None:
+    """One size: seconds, memory and errors by method."""
     weights = eqx.filter_jit(eqx.filter_grad(_loss))
     gradient = eqx.filter_jit(eqx.filter_grad(lambda both: _loss(*both)))
-    for n, modes, channels, batch in sizes:
-        x = jax.random.normal(jax.random.key(1), (batch, channels, n, n))
-        layers = {method: _layer(channels, modes, method) for method in ("dft", "fft")}
-        want = _exact(layers["dft"], np.asarray(x[0]))
+    x = jax.random.normal(jax.random.key(1), (batch, channels, n, n))
+    layers = {method: _layer(channels, modes, method) for method in ("dft", "fft")}
+    want = _exact(layers["dft"], np.asarray(x[0]))
 
-        def error(layer, x=x, want=want):
-            got = np.asarray(eqx.filter_jit(layer)(x[0]), np.float64)
-            return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+    def error(layer):
+        got = np.asarray(eqx.filter_jit(layer)(x[0]), np.float64)
+        return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
-        rivals = {name: (lambda m=m, x=x: gradient((m, x))) for name, m in layers.items()}
-        of_weights = {name: (lambda m=m, x=x: weights(m, x)) for name, m in layers.items()}
-        memory = {
-            name: gradient.lower((m, x)).compile().compiled.memory_analysis().temp_size_in_bytes
-            for name, m in layers.items()
-        }
-        times = interleave(rivals, rounds=rounds, warmup=1)
-        weights_times = interleave(of_weights, rounds=rounds, warmup=1)
-        report.record(
-            "layers",
-            size=n,
-            modes=modes,
-            channels=channels,
-            batch=batch,
-            auto=choose_method(2 * channels, (n, n), (modes, modes), "float32"),
-            seconds_dft=times["dft"],
-            seconds_fft=times["fft"],
-            seconds_weights_dft=weights_times["dft"],
-            seconds_weights_fft=weights_times["fft"],
-            temp_bytes_dft=memory["dft"],
-            temp_bytes_fft=memory["fft"],
-            error_dft=error(layers["dft"]),
-            error_fft=error(layers["fft"]),
-            error_float16=error(mpx.cast_to_float16(layers["dft"])),
-            error_bfloat16=error(mpx.cast_to_bfloat16(layers["dft"])),
-        )
+    def memory(layer):
+        compiled = gradient.lower((layer, x)).compile().compiled
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    of_both = {f"seconds_{m}": partial(gradient, (layer, x)) for m, layer in layers.items()}
+    of_weights = {f"seconds_weights_{m}": partial(weights, layer, x) for m, layer in layers.items()}
+    compared = {
+        **layers,
+        "float16": mpx.cast_to_float16(layers["dft"]),
+        "bfloat16": mpx.cast_to_bfloat16(layers["dft"]),
+    }
+    report.record(
+        "layers",
+        size=n,
+        modes=modes,
+        channels=channels,
+        batch=batch,
+        auto=choose_method(2 * channels, (n, n), (modes, modes), "float32"),
+        **interleave(of_both, rounds=rounds, warmup=1),
+        **interleave(of_weights, rounds=rounds, warmup=1),
+        **{f"temp_bytes_{m}": memory(layer) for m, layer in layers.items()},
+        **{f"error_{name}": error(layer) for name, layer in compared.items()},
+    )
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
-    _layers(report, QUICK_LAYERS if args.quick else LAYERS, 1 if args.quick else args.rounds)
+    for size in QUICK_LAYERS if args.quick else LAYERS:
+        _measure(report, *size, rounds=1 if args.quick else args.rounds)
     return 0
