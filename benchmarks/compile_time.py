@@ -44,9 +44,9 @@ from ._steps import (
     Rival,
     Task,
     alone,
+    by_library,
     policy_of,
     rivals,
-    step_by_library,
 )
 
 
@@ -97,16 +97,15 @@ def transformer(quick: bool, dtype: str) -> Task:
 
 def with_ours(task: Task, dtype: str) -> Task:
     """By autocast and with scaled derivatives too."""
-    ours = {"policy": policy_of(dtype)}
-    autocast = partial(step_by_library, task.loss, {**ours, "autocast": True})
+    policy = policy_of(dtype)
     found = dict(task.rivals)
-    found = {"float32": found.pop("float32"), **found, "mpx_pde, autocast": Rival(autocast)}
+    found = {"float32": found.pop("float32"), **found}
+    found["mpx_pde, autocast"] = by_library(task.loss, policy=policy, autocast=True)
     if task.where["problem"] == "PINN":
-        options = {**ours, "keep_full": (False, True)}
+        scaled = by_library(alone(heat_by_partials), policy=policy, keep_full=(False, True))
         derivatives = partial(mpx.DerivativeScaling.per_direction, "tx", order=2)
-        found["mpx_pde, scaled derivatives"] = Rival(
-            partial(step_by_library, alone(heat_by_partials), options),
-            lambda: mpx.Scaling(mpx.DynamicLossScaling(START), derivatives()),
+        found["mpx_pde, scaled derivatives"] = scaled._replace(
+            scaling=lambda: mpx.Scaling(mpx.DynamicLossScaling(START), derivatives())
         )
     return task._replace(rivals=found)
 

@@ -38,20 +38,11 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from . import _measured
+from . import _measured, _steps
 from ._deviceless import Compiled
 from ._report import Report
 from ._rivals import RivalMissing, require
-from ._steps import (
-    HIGHEST,
-    TF32,
-    Rival,
-    Task,
-    precision_options,
-    step_by_library,
-    step_by_mpx,
-    step_in_float32,
-)
+from ._steps import HIGHEST, TF32, Rival, Task, precision_options
 
 
 BLOCKS = 4
@@ -164,13 +155,9 @@ def network(size: Size, method: Any = "fft", remat: bool = True) -> mpx.nn.FNO:
 def by_library(
     size: Size, precision: str, method: str = "dft", forward: str = "half", **options: Any
 ) -> Rival:
-    kept = {"keep_full": (False, True), "forward": forward}
-    options_of_step = {**precision_options(precision), **kept}
-    return Rival(
-        partial(step_by_library, partial(loss, lambda m, x: jax.vmap(m)(x)), options_of_step),
-        products=HIGHEST,
-        model=partial(network, size, method, **options),
-    )
+    kept = {"keep_full": (False, True), "forward": forward, **precision_options(precision)}
+    ours = _steps.by_library(partial(loss, lambda m, x: jax.vmap(m)(x)), **kept)
+    return ours._replace(products=HIGHEST, model=partial(network, size, method, **options))
 
 
 def by_mpx(full_fft: bool) -> Rival:
@@ -185,14 +172,11 @@ def by_mpx(full_fft: bool) -> Rival:
         value = library.force_full_precision(relative_l2, jnp.float32)(prediction, batch[1])
         return value, prediction
 
-    scaling = lambda: library.DynamicLossScaling(library.FLOAT16_MAX, jnp.ones((), jnp.float32))
-    return Rival(partial(step_by_mpx, function, "float16"), scaling, HIGHEST)
+    return _steps.by_mpx(function, "float16", library.FLOAT16_MAX, HIGHEST)
 
 
 def jax_rivals(size: Size, gpu: bool) -> dict[str, Rival]:
-    in_float32 = lambda apply: Rival(
-        partial(step_in_float32, partial(loss, apply)), products=HIGHEST
-    )
+    in_float32 = lambda apply: _steps.in_float32(partial(loss, apply), HIGHEST)
     rivals = {
         "mpx_pde fft float32": by_library(size, "float32", "fft"),
         "mpx_pde dft float32": by_library(size, "float32"),

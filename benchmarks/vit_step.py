@@ -34,26 +34,15 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 import optax
 
-from . import _measured
+from . import _measured, _steps
 from ._deviceless import Compiled
 from ._examples import load_example
 from ._report import Report
 from ._rivals import RivalMissing, require
-from ._steps import (
-    HIGHEST,
-    TF32,
-    Rival,
-    Task,
-    jmp_scaling,
-    policy_of,
-    step_by_jmp,
-    step_by_library,
-    step_by_mpx,
-)
+from ._steps import HIGHEST, TF32, Rival, Task
 
 
 vit = load_example("vit")
@@ -116,19 +105,17 @@ def by_mpx(dtype: str) -> Rival:
         logits = jax.vmap(partial(forward_for_mpx, library, model))(batch.images)
         return library.force_full_precision(of_logits, jnp.float32)(logits, batch.labels), logits
 
-    scaling = lambda: library.DynamicLossScaling(library.FLOAT16_MAX, jnp.ones((), jnp.float32))
-    return Rival(partial(step_by_mpx, function, dtype), scaling)
+    return _steps.by_mpx(function, dtype, library.FLOAT16_MAX)
 
 
 def by_jmp(dtype: str) -> Rival:
-    policy = jmp.get_policy(policy_of(dtype))
-    step = partial(step_by_jmp, partial(loss, cast=policy.cast_to_output), policy)
-    return Rival(step, jmp_scaling if dtype == "float16" else tuple)
+    in_full = lambda policy: partial(loss, cast=policy.cast_to_output)
+    return _steps.by_jmp(in_full, dtype, scaled=dtype == "float16")
 
 
 def by_library(precision: str, **options: Any) -> Rival:
-    step = partial(step_by_library, loss, {**vit.gradient_options(precision), **options})
-    return Rival(step, products=HIGHEST if precision == "float32" else None)
+    ours = _steps.by_library(loss, **vit.gradient_options(precision), **options)
+    return ours._replace(products=HIGHEST if precision == "float32" else None)
 
 
 def jax_rivals(gpu: bool) -> dict[str, Rival]:
