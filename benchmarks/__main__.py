@@ -98,6 +98,7 @@ def main(argv: list[str]) -> int:
         return 2
 
     _choose_platform()
+    from ._deviceless import TargetUnavailable
     from ._report import Report
 
     module = importlib.import_module(f"{__package__}.{name}")
@@ -113,7 +114,10 @@ def main(argv: list[str]) -> int:
     module.add_arguments(parser)
     args = parser.parse_args(argv[1:])
     report = Report(name, command=shlex.join(["python", "-m", "benchmarks", *_without_out(argv)]))
-    status = module.run(report, args)
+    try:
+        status = module.run(report, args)
+    except TargetUnavailable as error:
+        raise SystemExit(str(error)) from error
     path = report.save(args.out)
     report.show()
     print(f"\nwritten: {path}")

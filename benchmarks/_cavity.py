@@ -56,11 +56,8 @@ def mean_square(d: Mapping[str, jax.Array], order: int = 2) -> jax.Array:
 # --- Derivatives by this library -------------------------------------------------------------
 
 
-def residuals(model, points, *, derivatives, propagate, order=2):
-    """Mean squared residuals by `partials`, or (`propagate=False`) by nested `jax.jvp`."""
-    if not propagate:
-        fun = lambda p: model(p).astype(jnp.float32)
-        return mean_square(jax.vmap(nested(fun, order))(points), order)
+def residuals(model, points, *, derivatives, order=2):
+    """Mean squared residuals by `partials`."""
     names = FIRST + (SECOND if order >= 2 else []) + (THIRD if order >= 3 else [])
     terms = mpx.partials(model, names, coords="xy", outputs="uvp", scaling=derivatives)
     d = jax.vmap(terms)(points)

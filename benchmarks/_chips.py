@@ -14,7 +14,6 @@ class Chip(NamedTuple):
     - `memory_share`, `product_share`, `arithmetic_share`: what a good kernel gets of each.
     """
 
-    title: str
     memory: float
     products: dict[str, float]
     arithmetic: float
@@ -49,8 +48,7 @@ NAMES = {
 
 _TENSOR_CORES = 0.6  # of dense peak: what cuBLAS gets for products of these sizes
 
-H100 = Chip(
-    title="H100 SXM",
+H100 = Chip(  # SXM
     memory=3.35e12,
     products={
         "half": 989e12,
@@ -72,32 +70,12 @@ H100 = Chip(
     arithmetic_share=0.75,
 )
 
-V5E = Chip(
-    title="TPU v5e",
-    memory=819e9,
-    # Float32 products of the highest precision are six of bfloat16; there is no TF32.
-    products={
-        "half": 197e12,
-        "tf32": 197e12,
-        "f32": 197e12 / 6,
-        "f64": 1e12,
-        "f8": 197e12,
-        "int": 394e12,
-    },
-    arithmetic=4 * 8 * 128 * 1.5e9,
-    launch=1e-6,
-    memory_share=0.85,
-    product_share=dict.fromkeys(("half", "tf32", "f32", "f64", "f8", "int"), 0.6),
-    arithmetic_share=0.75,
-)
-
-CHIPS = {"h100": H100, "v5e": V5E}
+CHIPS = {"h100": H100}
 
 
 def chip_of(device_kind: str) -> Chip | None:
     """That of a device by its name, such as "NVIDIA H100 80GB HBM3"; `None` for others."""
-    kind = device_kind.lower()
-    return H100 if "h100" in kind else V5E if "v5 lite" in kind or "v5e" in kind else None
+    return H100 if "h100" in device_kind.lower() else None
 
 
 WEIGHTS = {

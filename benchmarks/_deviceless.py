@@ -24,6 +24,7 @@ from jax.experimental.topologies import get_topology_desc
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ._hlo import Module, shapes
+from ._report import Report
 
 
 class TargetUnavailable(RuntimeError):
@@ -50,7 +51,7 @@ _TARGETS = {
     "v5ex64": _Target("64 × TPU v5e", "tpu", "v5e:8x8", ("libtpu",), "jax[tpu]"),
 }
 
-CUBLAS = {"xla_gpu_enable_triton_gemm": False}
+CUBLAS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
 """Options of a GPU's compiler for programs with products that XLA cannot tile in Triton without a
 device to tune on."""
 
@@ -106,6 +107,23 @@ def devices(target: str) -> tuple[Any, ...]:
     return tuple(found.devices)
 
 
+def there(report: Report, targets: Sequence[str]) -> list[str]:
+    """Those of the targets that have a compiler here, and a note for each of the others.
+
+    **Raises:** `TargetUnavailable` when none has one.
+    """
+    missing = {}
+    for target in targets:
+        try:
+            devices(target)
+        except TargetUnavailable as error:
+            report.note(f"{title(target)} is left out. {error}")
+            missing[target] = error
+    if len(missing) == len(targets):
+        raise TargetUnavailable(f"None of the targets {', '.join(targets)} has a compiler here.")
+    return [target for target in targets if target not in missing]
+
+
 def _cuda_devices(topology: str) -> tuple[Any, ...]:
     config = Path(__file__).parent / "_targets" / "h100.txtpb"
     found = get_topology_desc(
@@ -159,7 +177,7 @@ def compile_for(
     - `in_specs`: for each argument a PyTree prefix of `PartitionSpec`; by default replicated.
     - `out_specs`: the same for the outputs; by default the compiler's choice.
     - `donate`: positions of arguments whose memory the outputs may take over.
-    - `compiler_options`: XLA options, such as `{"xla_gpu_enable_triton_gemm": False}`.
+    - `compiler_options`: XLA options, such as `CUBLAS`; those of GPUs count for these alone.
 
     **Returns:**
 
@@ -202,10 +220,9 @@ def compile_for(
         return eqx.filter(out, eqx.is_array)
 
     program.__name__ = getattr(fun, "__name__", "program")
-    options: dict[str, Any] = (
-        {"xla_gpu_autotune_level": 0} if _TARGETS[target].platform == "cuda" else {}
-    )
-    options.update(compiler_options or {})
+    options = {"xla_gpu_autotune_level": 0, **(compiler_options or {})}
+    if _TARGETS[target].platform != "cuda":
+        options = {k: v for k, v in options.items() if not k.startswith("xla_gpu_")}
     lowered = jax.jit(program, donate_argnums=tuple(donate), **kwargs).lower(*shapes)
     return Compiled.read(target, lowered.compile(compiler_options=options or None))
 
@@ -269,15 +286,20 @@ class Compiled:
         """The program, read."""
         return Module.parse(self.text)
 
+    def costs(self) -> dict[str, float | None]:
+        """Of a record."""
+        return {
+            "kernels": self.kernels(),
+            "flops": self.flops,
+            "bytes_accessed": self.bytes_accessed,
+            "temp_bytes": self.temp_bytes,
+        }
+
     def opcodes(self) -> Counter[str]:
         """How many operations of each kind, inside fusions too, without parameters, constants,
         tuples and bitcasts."""
         opcodes = (i.opcode for _, i in self.module.instructions())
         return Counter(opcode for opcode in opcodes if opcode not in _UNCOUNTED)
-
-    def operations(self) -> int:
-        """How many operations in all."""
-        return self.opcodes().total()
 
     def kernels(self) -> int:
         """How many operations outside fusions: on a GPU about what is launched in a step.

@@ -2,7 +2,6 @@
 
 import math
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -238,13 +237,6 @@ class Module:
 
     def _name(self, table: str, key: int) -> str:
         return self.tables.get(table, {}).get(key, "").strip('"')
-
-    def counts(self) -> Counter[str]:
-        """How often each kind of instruction is launched."""
-        out: Counter[str] = Counter()
-        for launch in self.launched():
-            out[launch.instruction.opcode] += launch.times
-        return out
 
 
 class Launch(NamedTuple):

@@ -27,8 +27,8 @@ CPU = (
     Run(4, "pinn_step"),
     Run(4, "fno_step"),
     Run(4, "vit_step"),
-    Run(2, "derivatives"),
     *(Run(3, f"time_to_error --problem {name} --time") for name in _CURVES),
+    Run(3, "spectral"),
     Run(1, "products"),
     Run(1, "frequencies"),
     Run(1, "float8"),
@@ -39,10 +39,10 @@ CPU = (
 DEVICELESS = (
     Run(2, "overhead"),
     Run(4, "growth"),
-    Run(8, "vit_memory"),
     Run(8, "weak_scaling --platform h100"),
     Run(60, "weak_scaling --platform v5e"),
-    Run(3, "spectral"),
+    Run(10, "fno_step --target h100"),
+    Run(20, "vit_step --target h100"),
     Run(10, "predicted"),
 )
 
@@ -52,7 +52,6 @@ GPU = (
     Run(9, "pinn_step"),
     Run(9, "fno_step"),
     Run(9, "vit_step"),
-    Run(4, "derivatives --width 512 --points 65536"),
     *(Run(3, f"time_to_error --problem {name} --time") for name in _CURVES),
     *(Run(9, f"time_to_error --problem {name} --seeds 0") for name in _CURVES),
     Run(5, "spectral"),

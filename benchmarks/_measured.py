@@ -1,8 +1,8 @@
 """Steps of rivals on the same data from the same weights: time, memory and error side by side."""
 
+import argparse
 import gc
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple, Protocol
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._deviceless import CUBLAS, Compiled, TargetUnavailable, compile_for
+from ._deviceless import CUBLAS, TARGETS, Compiled, TargetUnavailable, compile_for
 from ._report import Report, interleave
 from ._rivals import failure
 from ._roofline import predicted_seconds
@@ -52,10 +52,8 @@ class Step(Protocol):
 
 
 class JaxStep:
-    """A step in JAX, which takes over the memory of its state, and counts how often it is traced.
-
-    It is compiled once, and its optimizer begins with Adam; or, not compiled `ahead`, by calls of
-    `jax.jit`. `layers` brings networks, and what has their shape, into the order of other rivals.
+    """A step in JAX, compiled once, which takes over the memory of its state. Its optimizer begins
+    with Adam. `layers` brings networks, and what has their shape, into the order of other rivals.
     """
 
     def __init__(
@@ -64,28 +62,22 @@ class JaxStep:
         rival: Rival,
         batches: Sequence[Any],
         *,
-        ahead: bool = True,
         layers: Callable[[Any], Any] = lambda model: model,
     ):
         arrays, static = eqx.partition(task.state(rival), eqx.is_array)
         step = task.step(rival)
-        self.traces = 0
 
         def run(arrays, batch):
-            self.traces += 1
             state, value, aux = step(eqx.combine(arrays, static), batch)
             return eqx.filter(state, eqx.is_array), value, aux
 
         # A copy of its own, because each step takes over the memory of the state before it.
         self.state = jax.tree.map(jnp.copy, arrays)
         self.batches, self._layers = cycle(batches), layers
-        self._run: Any = jax.jit(run, donate_argnums=0)
-        self.predicted = self.temp_bytes = None
-        if ahead:
-            self._run = self._run.lower(self.state, batches[0]).compile()
-            self.predicted = predicted_seconds(self._run.as_text(), jax.devices()[0].device_kind)
-            memory = self._run.memory_analysis()
-            self.temp_bytes = memory.temp_size_in_bytes if memory is not None else None
+        self._run = jax.jit(run, donate_argnums=0).lower(self.state, batches[0]).compile()
+        self.predicted = predicted_seconds(self._run.as_text(), jax.devices()[0].device_kind)
+        memory = self._run.memory_analysis()
+        self.temp_bytes = memory.temp_size_in_bytes if memory is not None else None
 
     def first(self) -> First:
         batch = next(self.batches)
@@ -98,18 +90,12 @@ class JaxStep:
                 return First(jax.tree.map(np.asarray, predictions), gradients, skipped)
         raise FloatingPointError(f"{LARGEST_SKIPS} steps in a row overflow.")
 
-    def __call__(self, batch: Any = None) -> jax.Array:
-        batch = next(self.batches) if batch is None else batch
-        self.state, value, _ = self._run(self.state, batch)
+    def __call__(self) -> jax.Array:
+        self.state, value, _ = self._run(self.state, next(self.batches))
         return value
 
     def weights(self) -> Any:
         return self._layers(self.state[0])
-
-    @property
-    def scale(self) -> float:
-        """The loss scale, the first entry of its state."""
-        return float(jax.tree.leaves(self.state[2])[0])
 
 
 class Exact:
@@ -158,16 +144,6 @@ def relative_error(got: Any, want: Any) -> float:
     return (errors / sum(map(square, jax.tree.leaves(want)))) ** 0.5
 
 
-def within(minutes: float, sizes: Iterable[Any], report: Report) -> Iterator[Any]:
-    """The sizes one by one, and a note for each that is left out because the time is over."""
-    start = time.monotonic()
-    for size in sizes:
-        if time.monotonic() - start > 60 * minutes:
-            report.note(f"Left out, for {minutes} minutes have passed: {size}.")
-        else:
-            yield size
-
-
 def measure(
     rivals: Mapping[Any, Callable[[], Step]],
     observe: Callable[[Step], dict[str, Any]],
@@ -213,7 +189,7 @@ def measure(
     return fields
 
 
-def run_steps(
+def _run(
     report: Report, task: Task, others: Mapping[str, Callable[[], Step]], *, rounds: int, chunk: int
 ) -> int:
     """Runs a task by all rivals, and by those that are not written in JAX; how many of our own
@@ -230,7 +206,7 @@ def run_steps(
         }
 
     def conclude(last: Any) -> dict[str, Any]:
-        return {"steps": BEFORE + 2 * rounds, "loss": float(last)}
+        return {"steps": steps_of(rounds), "loss": float(last)}
 
     ours = {name: partial(JaxStep, task, rival, on_device) for name, rival in task.rivals.items()}
     measured = measure(
@@ -241,22 +217,65 @@ def run_steps(
     return sum("failed" in f and name.startswith("mpx_pde") for name, f in measured.items())
 
 
-def compile_steps(
+def steps_of(rounds: int) -> int:
+    """How many steps each rival takes."""
+    return BEFORE + 2 * rounds
+
+
+def _compile(
     report: Report, target: str, task: Task, tell: Callable[[Compiled], dict[str, Any]]
 ) -> None:
-    """Compiles all rivals of a task for a device that need not be here, and records memory and what
-    else is to be told of them; of one that fails, how."""
-    options = CUBLAS if "h100" in target else None
+    """Compiles all rivals of a task, and records memory and what else is to be told of them; of one
+    that fails, how."""
     for name, rival in task.rivals.items():
         where = {"target": target, **task.where, "rival": name}
         args = task.step(rival), task.shapes(rival), task.batch
         try:
-            program = compile_for(target, *args, donate=(0,), compiler_options=options)
-        except TargetUnavailable as error:
-            report.note(str(error))
-            return
+            program = compile_for(target, *args, donate=(0,), compiler_options=CUBLAS)
+        except TargetUnavailable:
+            raise
         except Exception as error:  # of a rival
             report.record("programs", **where, failed=failure(error))
             continue
         report.record("programs", **where, temp_bytes=program.temp_bytes, **tell(program))
         print(f"{task.title}, {name}: {program.temp_bytes / 2**30:.2f} GiB", flush=True)
+
+
+def add_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
+    """What `run_sizes` understands."""
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--target", choices=TARGETS, help="compile for it; nothing runs")
+    parser.add_argument(
+        "--minutes", type=float, default=8.0, help="no size is begun after so many of them"
+    )
+
+
+def run_sizes(
+    report: Report,
+    args: argparse.Namespace,
+    tasks: Iterable[Task],
+    others: Callable[[Task, int], Mapping[str, Callable[[], Step]]],
+    tell: Callable[[Compiled], dict[str, Any]],
+    *,
+    chunk: int = 1,
+) -> int:
+    """Runs the tasks one by one, or compiles them for the target that was asked for; 1 if one of
+    our own steps failed.
+
+    **Arguments:**
+
+    - `others`: what makes the steps that are not written in JAX, from a task and the number of
+        rounds.
+    - `tell`: what records hold of a compiled program.
+    - `chunk`: samples at a time in float64.
+    """
+    report.installed("mpx")
+    if args.target:
+        report.name = f"{report.name}-{args.target}"
+        for task in tasks:
+            _compile(report, args.target, task, tell)
+        return 0
+    rounds, failed = 1 if args.quick else args.rounds, 0
+    for task in report.within(args.minutes, tasks):
+        failed += _run(report, task, others(task, rounds), rounds=rounds, chunk=chunk)
+    return int(failed > 0)

@@ -9,10 +9,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jmp
 
 import mpx_pde as mpx
 
+from . import _steps
 from ._cavity import (
     Layers,
     coordinate_mlp,
@@ -28,22 +28,14 @@ from ._cavity import (
 from ._rivals import require
 from ._steps import (
     HIGHEST,
-    PERIOD,
     START,
     TF32,
     Rival,
     Task,
     alone,
-    hand_scaling,
-    jmp_scaling,
-    mpx_scaling,
-    policy_of,
+    by_hand,
+    in_float32,
     precision_options,
-    step_by_hand,
-    step_by_jmp,
-    step_by_library,
-    step_by_mpx,
-    step_in_float32,
 )
 
 
@@ -83,16 +75,6 @@ def folx_loss(layers, points, *, order):
 # --- Rivals ----------------------------------------------------------------------------------
 
 
-def in_float32(loss: Callable, order: int, products: str | None = None) -> Rival:
-    step = partial(step_in_float32, alone(partial(loss, order=order)))
-    return Rival(step, partial(hand_scaling, 1.0), products)
-
-
-def by_hand(order: int) -> Rival:
-    loss = alone(partial(nested_loss, order=order))
-    return Rival(partial(step_by_hand, loss, "float16", PERIOD), hand_scaling)
-
-
 def by_mpx(order: int) -> Rival:
     """As MPX's README has it, what is critical in full precision."""
 
@@ -101,15 +83,15 @@ def by_mpx(order: int) -> Rival:
         finish = full_precision(partial(mean_square, order=order), jnp.float32)
         return nested_loss(layers, points, order=order, finish=finish)
 
-    return Rival(partial(step_by_mpx, alone(loss), "float16"), mpx_scaling)
+    return _steps.by_mpx(alone(loss), "float16")
 
 
 def by_jmp(order: int) -> Rival:
-    """As jmp's README has it."""
-    policy = jmp.get_policy(policy_of("float16"))
-    finish = lambda d: mean_square(policy.cast_to_output(d), order)
-    loss = alone(partial(nested_loss, order=order, finish=finish))
-    return Rival(partial(step_by_jmp, loss, policy, PERIOD), jmp_scaling)
+    def loss(policy):
+        finish = lambda d: mean_square(policy.cast_to_output(d), order)
+        return alone(partial(nested_loss, order=order, finish=finish))
+
+    return _steps.by_jmp(loss, "float16")
 
 
 def by_library(
@@ -120,7 +102,7 @@ def by_library(
     def loss(model, points, *, derivatives):
         if method == "laplacian":
             return laplacian_residuals(model, points, derivatives=derivatives)
-        return residuals(model, points, derivatives=derivatives, propagate=True, order=order)
+        return residuals(model, points, derivatives=derivatives, order=order)
 
     def scaling():
         with mpx.half_precision("bfloat16" if precision == "bfloat16" else "float16"):
@@ -128,19 +110,20 @@ def by_library(
             return mpx.Scaling(mpx.DynamicLossScaling(START), derivatives)
 
     options = {**precision_options(precision), "keep_full": (False, True), "forward": forward}
-    step = partial(step_by_library, alone(loss), options)
-    return Rival(step, scaling, model=partial(coordinate_mlp, layers))
+    ours = _steps.by_library(alone(loss), **options)
+    return ours._replace(scaling=scaling, model=partial(coordinate_mlp, layers))
 
 
 def jax_rivals(layers: Layers, order: int, gpu: bool) -> dict[Who, Rival]:
     """On a GPU, JAX multiplies in TF32 unless told otherwise; this library always does as told."""
     full = {"float32": HIGHEST} | ({"TF32": TF32} if gpu else {})
+    by_jvp, by_folx = (alone(partial(loss, order=order)) for loss in (nested_loss, folx_loss))
     out: dict[Who, Rival] = {}
     for precision, products in full.items():
-        out["jax", "nested jvp", precision] = in_float32(nested_loss, order, products)
-        out["folx", "forward Laplacian", precision] = in_float32(folx_loss, order, products)
-    for library, make in {"by hand": by_hand, "mpx": by_mpx, "jmp": by_jmp}.items():
-        out[library, "nested jvp", "float16"] = make(order)
+        out["jax", "nested jvp", precision] = in_float32(by_jvp, products)
+        out["folx", "forward Laplacian", precision] = in_float32(by_folx, products)
+    halves = {"by hand": by_hand(by_jvp, "float16"), "mpx": by_mpx(order), "jmp": by_jmp(order)}
+    out |= {(library, "nested jvp", "float16"): rival for library, rival in halves.items()}
     for method in ("partials", "laplacian") if order == 2 else ("partials",):
         for precision in ("float32", "float16", "bfloat16"):
             out["mpx_pde", method, precision] = by_library(layers, method, precision, order)

@@ -32,9 +32,6 @@ class Problem(NamedTuple):
     command: str
     rivals: Callable[[], dict[str, Callable[[], Program]]]
 
-    def __str__(self) -> str:
-        return self.title
-
 
 def _programs(task: Task, rivals: Mapping[str, Rival]) -> dict[str, Callable[[], Program]]:
     return {name: partial(Program, task, rival) for name, rival in rivals.items()}
@@ -128,11 +125,7 @@ QUICK = (
 
 def compile_program(target: str, program: Program) -> Compiled:
     """For an H100 with XLA's own estimates in its text."""
-    options: dict[str, Any] = {}
-    if target.startswith("h100"):
-        options = {"xla_gpu_collect_cost_model_stats": True}
-        if not program.tiled:
-            options |= CUBLAS
-    task, rival, _ = program
+    task, rival, tiled = program
+    options = {"xla_gpu_collect_cost_model_stats": True, **({} if tiled else CUBLAS)}
     args = task.step(rival), task.shapes(rival), task.batch
     return compile_for(target, *args, donate=(0,), compiler_options=options)

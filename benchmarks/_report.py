@@ -8,15 +8,18 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from ._rivals import RIVALS
+from ._rivals import RIVALS, RivalMissing, require
 from ._sources import sources
+
+
+T = TypeVar("T")
 
 
 def _version(package: str) -> str | None:
@@ -115,24 +118,17 @@ def interleave(
 NONE = "–"
 
 
-def _text(value: Any) -> str | None:
-    """A value of a record, of a series the last; `None` for series of records."""
+def _text(value: Any) -> str:
+    """A value of a record; of a series the last."""
     if value is None:
         return NONE
     if isinstance(value, Mapping):
         if value.keys() == set(Timing._fields):
             return str(Timing(**value))
-        inside = {key: _text(x) for key, x in value.items()}
-        nested = lambda key: isinstance(value[key], Mapping)
-        return ", ".join(f"{k} ({x})" if nested(k) else f"{k} {x}" for k, x in inside.items())
+        return ", ".join(f"{key} {_text(x)}" for key, x in value.items())
     if isinstance(value, list | tuple):
-        words = all(isinstance(x, str) for x in value)
-        if not words and isinstance(value[-1], Mapping):
-            return None
-        return ", ".join(value) if words else _text(value[-1])
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return f"{value:,}" if type(value) is int else str(value)
+        return ", ".join(value) if all(isinstance(x, str) for x in value) else _text(value[-1])
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class Report:
@@ -158,32 +154,23 @@ class Report:
         return plain
 
     def show(self) -> None:
-        """Prints each section as a Markdown table; above it, what all of its records share. Of a
-        series the last entry stands there, the rest is in the file."""
+        """Prints each section as a Markdown table. Of a series the last entry stands there, the
+        rest is in the file."""
+        from ._tables._format import markdown
+
         for section, records in self.sections.items():
-            rows = [
-                {name: text for name, x in record.items() if (text := _text(x)) is not None}
-                for record in records
-            ]
-            names = list(dict.fromkeys(name for row in rows for name in row))
-            values = {name: [row.get(name, NONE) for row in rows] for name in names}
-            shared = {n: v[0] for n, v in values.items() if len(rows) > 1 and len(set(v)) == 1}
-            columns = [[n, *v] for n, v in values.items() if n not in shared]
-            widths = [max(map(len, column)) for column in columns]
-            lines = [" | ".join(map(str.ljust, row, widths)) for row in zip(*columns, strict=True)]
-            lines.insert(1, " | ".join("-" * width for width in widths))
-            print(f"\n## {section}\n")
-            print(", ".join(f"{name} {value}" for name, value in shared.items()), "\n")
-            print("\n".join(f"| {line} |" for line in lines), flush=True)
+            names = list(dict.fromkeys(name for record in records for name in record))
+            rows = ([_text(record.get(name)) for name in names] for record in records)
+            print(f"\n## {section}\n\n{markdown(names, rows)}", flush=True)
 
     def page(self, *tables: str) -> None:
         """Prints tables as the pages have them, with what this run has found."""
-        from ._tables import TABLES
+        from ._tables import table
         from ._tables._format import Result
 
         data = Result({"environment": self.environment, **self.sections})
         for name in tables:
-            print(f"\n{TABLES[name](data)}", flush=True)
+            print(f"\n{table(name)(data)}", flush=True)
 
     def note(self, text: str) -> None:
         """Prints a remark."""
@@ -196,10 +183,38 @@ class Report:
             kind = re.sub(r"[^a-z0-9]+", "-", self.environment["device"].lower()).strip("-")
         return folder / f"{self.name}-{kind}.json"
 
-    def before(self, folder: Path) -> dict[str, Any]:
-        """What an earlier run has written there."""
+    def resume(self, folder: Path, *sections: str, same_code: bool = False) -> None:
+        """Takes over what an earlier run has written there, or only if it had the code of today."""
         path = self.path(folder)
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if before and same_code and before["sources"] != sources(self.name):
+            self.note("The results there are of other code: from the start.")
+            before = {}
+        self.sections |= {name: before[name] for name in sections if name in before}
+
+    def has(self, section: str, **fields: Any) -> bool:
+        """Whether there is a record with these fields."""
+        return any(fields.items() <= record.items() for record in self.sections.get(section, []))
+
+    def within(self, minutes: float | None, items: Iterable[T]) -> Iterator[T]:
+        """The items one by one, until the time is over; a note says how many are left then."""
+        start, left = time.monotonic(), 0
+        for item in items:
+            if minutes is not None and time.monotonic() - start > 60 * minutes:
+                left += 1
+            else:
+                yield item
+        if left:
+            self.note(f"{left} are left out, for {minutes:g} minutes have passed.")
+
+    def installed(self, *modules: str) -> bool:
+        """Whether libraries to compare with are there; a note says so if not."""
+        try:
+            list(map(require, modules))
+        except RivalMissing as error:
+            self.note(f"Left out: {error}")
+            return False
+        return True
 
     def save(self, folder: Path) -> Path:
         """Writes the file."""

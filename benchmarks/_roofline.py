@@ -58,7 +58,6 @@ class Kernel:
     arithmetic: float
     times: int
     line: str
-    operation: str
     own_seconds: float | None
 
     @property
@@ -135,7 +134,6 @@ class Roofline:
             arithmetic,
             launch.times,
             self.module.line_of(i, self._folders, self._without),
-            i.op_name,
             _own_seconds(i),
         )
 
@@ -353,7 +351,6 @@ def summary(kernels: list[Kernel], chip: Chip) -> dict:
         kind: {
             "kernels": sum(k.times for k in kernels if k.kind == kind),
             "seconds": total(lambda k, kind=kind: k.seconds(chip) * (k.kind == kind)),
-            "bytes": total(lambda k, kind=kind: k.bytes * (k.kind == kind)),
         }
         for kind in KINDS
     }
@@ -361,12 +358,9 @@ def summary(kernels: list[Kernel], chip: Chip) -> dict:
         "kernels": sum(k.times for k in kernels),
         "bytes": total(lambda k: k.bytes),
         "operations": {kind: float(n) for kind, n in sorted(products.items())},
-        "arithmetic": total(lambda k: k.arithmetic),
         "seconds": total(lambda k: k.seconds(chip)),
         "seconds_with_arithmetic": total(lambda k: k.seconds_with_arithmetic(chip)),
         "seconds_by_xla": total(lambda k: k.seconds_by_xla(chip)),
-        "launch_seconds": total(lambda k: chip.launch * (k.bound(chip) == "launch")),
-        "products_seconds": sum(n / chip.product_rate(k) for k, n in products.items()),
         "by_kind": by_kind,
     }
 
@@ -376,8 +370,7 @@ def predicted_seconds(text: str | None, device_kind: str) -> float | None:
     chip = chip_of(device_kind)
     if chip is None or text is None:
         return None
-    kernels = Roofline(Module.parse(text)).kernels()
-    return sum(k.seconds_with_arithmetic(chip) * k.times for k in kernels)
+    return summary(Roofline(Module.parse(text)).kernels(), chip)["seconds_with_arithmetic"]
 
 
 def largest(kernels: list[Kernel], chip: Chip, count: int = 10) -> list[dict]:
@@ -385,20 +378,9 @@ def largest(kernels: list[Kernel], chip: Chip, count: int = 10) -> list[dict]:
     alike: defaultdict[tuple[str, str, str], list[Kernel]] = defaultdict(list)
     for k in kernels:
         alike[k.line, k.kind, re.sub(r"\{[^}]*\}|/\*.*?\*/", "", k.type)].append(k)
-    rows = [
-        {
-            "kernels": sum(k.times for k in group),
-            "kind": kind,
-            "result": type_,
-            "line": line,
-            "bound": group[0].bound(chip),
-            "bytes": sum(k.bytes * k.times for k in group),
-            "operations": sum(sum(k.products.values()) * k.times for k in group),
-            "seconds": sum(k.seconds(chip) * k.times for k in group),
-            "seconds_with_arithmetic": sum(
-                k.seconds_with_arithmetic(chip) * k.times for k in group
-            ),
-        }
-        for (line, kind, type_), group in alike.items()
-    ]
+    rows = []
+    for (line, kind, _), group in alike.items():
+        whole = summary(group, chip)
+        costs = {name: whole[name] for name in ("kernels", "bytes", "seconds_with_arithmetic")}
+        rows.append({"kind": kind, "line": line, "bound": group[0].bound(chip), **costs})
     return sorted(rows, key=lambda r: -r["seconds_with_arithmetic"])[:count]

@@ -89,7 +89,6 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "breadth": BREADTH,
     "breadth_step": (*BREADTH, *COMPILER),
     "compile_time": (*STEP, *DERIVATIVES, *OPERATORS, *AUTOCAST, *CLOCK),
-    "derivatives": (*DERIVATIVES, *CLOCK),
     "float8": (),
     "fno_step": (*STEP, *OPERATORS, *CLOCK, *COMPILER),
     "frequencies": PRODUCTS,
@@ -108,12 +107,11 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "predicted": (*STEP, *DERIVATIVES, *OPERATORS, *AUTOCAST, *COMPILER),
     "products": (),
     "second_order": (*STEP, *DERIVATIVES, *_library("_conjugate", "_second_order")),
-    "spectral": (*OPERATORS, *COMPILER, *CLOCK),
+    "spectral": (*OPERATORS, *CLOCK),
     "time_to_error-burgers": (*PINNS, *BURGERS),
     "time_to_error-cavity": (*PINNS, *CAVITY),
     "time_to_error-navier_stokes": (*OPERATOR_TRAININGS, *NAVIER_STOKES),
     "vit": (*STEP, *AUTOCAST),
-    "vit_memory": (*STEP, *AUTOCAST, *COMPILER),
     "vit_step": (*STEP, *AUTOCAST, *COMPILER, *CLOCK),
     "weak_scaling": (
         *(*STEP, *DERIVATIVES, *OPERATORS, *_library("_collectives")),
@@ -128,9 +126,7 @@ HELPERS = frozenset(
 )
 # Of what these import they take a function that needs nothing of the rest.
 APART = {
-    "compile_time": _benchmarks("_measured"),
     "growth": _benchmarks("_steps"),
-    "overhead": _benchmarks("_roofline"),
     "predicted": _benchmarks("_torch/fno", "_torch/vit"),
 }
 

@@ -18,7 +18,6 @@ import optax
 
 import mpx_pde as mpx
 
-from ._report import Report
 from ._rivals import RivalMissing, require
 
 
@@ -114,7 +113,7 @@ class HandScaling(NamedTuple):
     consecutive: jax.Array
 
 
-def hand_scaling(scale: float = START) -> HandScaling:
+def hand_scaling(scale: float) -> HandScaling:
     return HandScaling(jnp.array(scale, jnp.float32), *(jnp.array(0, jnp.int32) for _ in range(3)))
 
 
@@ -122,103 +121,123 @@ def _cast(tree: Any, dtype: str) -> Any:
     return jax.tree.map(lambda x: x.astype(dtype) if eqx.is_inexact_array(x) else x, tree)
 
 
-def step_by_hand(loss, dtype, period, optimizer, state, batch):
-    model, opt_state, scaling = state
-    params, static = eqx.partition(model, eqx.is_inexact_array)
+def by_hand(loss: Loss, dtype: str) -> Rival:
+    """Everything cast, with a dynamic loss scale."""
 
-    def scaled_loss(params):
-        half, half_batch = _cast((params, batch), dtype)
-        value, aux = loss(eqx.combine(half, static), half_batch)
-        return value * scaling.scale, (value, aux)
+    def step(optimizer, state, batch):
+        model, opt_state, scaling = state
+        params, static = eqx.partition(model, eqx.is_inexact_array)
 
-    grads, (value, aux) = jax.grad(scaled_loss, has_aux=True)(params)
-    grads = jax.tree.map(lambda g: g / scaling.scale, grads)
-    finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
+        def scaled_loss(params):
+            half, half_batch = _cast((params, batch), dtype)
+            value, aux = loss(eqx.combine(half, static), half_batch)
+            return value * scaling.scale, (value, aux)
 
-    safe = jax.tree.map(lambda g: jnp.where(finite, g, jnp.zeros_like(g)), grads)
-    updates, new_opt_state = optimizer.update(safe, opt_state, params)
-    new_params = optax.apply_updates(params, updates)
-    keep = lambda new, old: jnp.where(finite, new, old)
-    params = jax.tree.map(keep, new_params, params)
-    opt_state = jax.tree.map(keep, new_opt_state, opt_state)
+        grads, (value, aux) = jax.grad(scaled_loss, has_aux=True)(params)
+        grads = jax.tree.map(lambda g: g / scaling.scale, grads)
+        finite = jnp.all(jnp.stack([jnp.all(jnp.isfinite(g)) for g in jax.tree.leaves(grads)]))
 
-    counted = scaling.counter + 1
-    grow = finite & (counted >= period)
-    grown = jnp.minimum(scaling.scale * 2, MAX_SCALE[dtype])
-    shrunk = jnp.maximum(scaling.scale / 2, MIN_SCALE)
-    skip = jnp.where(finite, 0, 1)
-    scaling = HandScaling(
-        jnp.where(finite, jnp.where(grow, grown, scaling.scale), shrunk),
-        jnp.where(finite & ~grow, counted, 0),
-        scaling.skipped + skip,
-        (scaling.consecutive + 1) * skip,
-    )
-    return (eqx.combine(params, static), opt_state, scaling), value, aux
+        safe = jax.tree.map(lambda g: jnp.where(finite, g, jnp.zeros_like(g)), grads)
+        updates, new_opt_state = optimizer.update(safe, opt_state, params)
+        new_params = optax.apply_updates(params, updates)
+        keep = lambda new, old: jnp.where(finite, new, old)
+        params = jax.tree.map(keep, new_params, params)
+        opt_state = jax.tree.map(keep, new_opt_state, opt_state)
+
+        counted = scaling.counter + 1
+        grow = finite & (counted >= PERIOD)
+        grown = jnp.minimum(scaling.scale * 2, MAX_SCALE[dtype])
+        shrunk = jnp.maximum(scaling.scale / 2, MIN_SCALE)
+        skip = jnp.where(finite, 0, 1)
+        scaling = HandScaling(
+            jnp.where(finite, jnp.where(grow, grown, scaling.scale), shrunk),
+            jnp.where(finite & ~grow, counted, 0),
+            scaling.skipped + skip,
+            (scaling.consecutive + 1) * skip,
+        )
+        return (eqx.combine(params, static), opt_state, scaling), value, aux
+
+    return Rival(step, partial(hand_scaling, START))
 
 
-def step_in_float32(loss, optimizer, state, batch):
-    model, opt_state, scaling = state
-    (value, aux), grads = eqx.filter_value_and_grad(loss, has_aux=True)(model, batch)
-    updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(model, eqx.is_array))
-    return (eqx.apply_updates(model, updates), opt_state, scaling), value, aux
+def in_float32(loss: Loss, products: str | None = None) -> Rival:
+    """The plain step."""
+
+    def step(optimizer, state, batch):
+        model, opt_state, scaling = state
+        (value, aux), grads = eqx.filter_value_and_grad(loss, has_aux=True)(model, batch)
+        updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(model, eqx.is_array))
+        return (eqx.apply_updates(model, updates), opt_state, scaling), value, aux
+
+    return Rival(step, partial(hand_scaling, 1.0), products)
 
 
 # --- By the libraries ------------------------------------------------------------------------
 
 
-def step_by_library(loss, options, optimizer, state, batch):
-    model, opt_state, scaling = state
-    gradient = mpx.filter_value_and_grad(loss, scaling, has_aux=True, **options)
-    (value, aux), scaling, finite, grads = gradient(model, batch)
-    model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
-    return (model, opt_state, scaling), value, aux
+def by_library(loss: Loss, **options: Any) -> Rival:
+    """By this library; `options` are those of `mpx.filter_value_and_grad`."""
+
+    def step(optimizer, state, batch):
+        model, opt_state, scaling = state
+        gradient = mpx.filter_value_and_grad(loss, scaling, has_aux=True, **options)
+        (value, aux), scaling, finite, grads = gradient(model, batch)
+        model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
+        return (model, opt_state, scaling), value, aux
+
+    return Rival(step)
 
 
-def jmp_scaling(scale: float = START) -> tuple[jax.Array, jax.Array]:
-    """What changes in a `jmp.DynamicLossScale`. As a PyTree, that refuses leaves that are no
-    arrays, which is what Equinox makes of them."""
-    return jnp.array(scale, jnp.float32), jnp.array(0, jnp.int32)
+def by_jmp(loss: Callable[[jmp.Policy], Loss], dtype: str, scaled: bool = True) -> Rival:
+    """By jmp as its README has it; the loss may take from its policy what casts to its output."""
+    policy = jmp.get_policy(policy_of(dtype))
+
+    def step(optimizer, state, batch):
+        model, opt_state, scaling = state
+        scaler = jmp.DynamicLossScale(*scaling, period=PERIOD) if scaled else jmp.NoOpLossScale()
+        # `jmp.select_tree` takes trees of arrays only.
+        params, static = eqx.partition(model, eqx.is_inexact_array)
+
+        def scaled_loss(params):
+            half, half_batch = policy.cast_to_compute((params, batch))
+            value, aux = loss(policy)(eqx.combine(half, static), half_batch)
+            value = policy.cast_to_output(value)
+            return scaler.scale(value), (value, aux)
+
+        grads, (value, aux) = jax.grad(scaled_loss, has_aux=True)(params)
+        grads = scaler.unscale(grads)
+        finite = jmp.all_finite(grads)
+        updates, new_opt_state = optimizer.update(grads, opt_state, params)
+        new = optax.apply_updates(params, updates), new_opt_state
+        params, opt_state = jmp.select_tree(finite, new, (params, opt_state))
+        if scaled:
+            adjusted: Any = scaler.adjust(finite)
+            scaling = adjusted.loss_scale, adjusted.counter
+        return (eqx.combine(params, static), opt_state, scaling), value, aux
+
+    # As a PyTree, its loss scale refuses leaves that are no arrays, which is what Equinox makes of
+    # them: here is what changes in one.
+    start = lambda: (jnp.array(START, jnp.float32), jnp.array(0, jnp.int32))
+    return Rival(step, start if scaled else tuple)
 
 
-def step_by_jmp(loss, policy, period, optimizer, state, batch):
-    """Without a loss scale where `scaling` is empty."""
-    model, opt_state, scaling = state
-    scaler = jmp.DynamicLossScale(*scaling, period=period) if scaling else jmp.NoOpLossScale()
-    # `jmp.select_tree` takes trees of arrays only.
-    params, static = eqx.partition(model, eqx.is_inexact_array)
+def by_mpx(loss: Loss, dtype: str, scale: float = START, products: str | None = None) -> Rival:
+    """By MPX (mixed-precision-for-JAX), which need not be there before the step is taken."""
 
-    def scaled_loss(params):
-        half, half_batch = policy.cast_to_compute((params, batch))
-        value, aux = loss(eqx.combine(half, static), half_batch)
-        value = policy.cast_to_output(value)
-        return scaler.scale(value), (value, aux)
+    def step(optimizer, state, batch):
+        rival = require("mpx")
+        rival.set_half_precision_datatype(getattr(jnp, dtype))
+        model, opt_state, scaling = state
+        gradient = rival.filter_value_and_grad(loss, scaling, has_aux=True)
+        (value, aux), scaling, finite, grads = gradient(model, batch)
+        model, opt_state = rival.optimizer_update(model, optimizer, opt_state, grads, finite)
+        return (model, opt_state, scaling), value, aux
 
-    grads, (value, aux) = jax.grad(scaled_loss, has_aux=True)(params)
-    grads = scaler.unscale(grads)
-    finite = jmp.all_finite(grads)
-    updates, new_opt_state = optimizer.update(grads, opt_state, params)
-    new = optax.apply_updates(params, updates), new_opt_state
-    params, opt_state = jmp.select_tree(finite, new, (params, opt_state))
-    if scaling:
-        adjusted: Any = scaler.adjust(finite)
-        scaling = adjusted.loss_scale, adjusted.counter
-    return (eqx.combine(params, static), opt_state, scaling), value, aux
+    def start():
+        scales = jnp.array(scale, jnp.float32), jnp.ones((), jnp.float32)
+        return require("mpx").DynamicLossScaling(*scales, period=PERIOD)
 
-
-def mpx_scaling(scale: float = START, period: int = PERIOD) -> Any:
-    return require("mpx").DynamicLossScaling(
-        jnp.array(scale, jnp.float32), jnp.ones((), jnp.float32), period=period
-    )
-
-
-def step_by_mpx(loss, dtype, optimizer, state, batch):
-    rival = require("mpx")
-    rival.set_half_precision_datatype(getattr(jnp, dtype))
-    model, opt_state, scaling = state
-    gradient = rival.filter_value_and_grad(loss, scaling, has_aux=True)
-    (value, aux), scaling, finite, grads = gradient(model, batch)
-    model, opt_state = rival.optimizer_update(model, optimizer, opt_state, grads, finite)
-    return (model, opt_state, scaling), value, aux
+    return Rival(step, start, products)
 
 
 def policy_of(dtype: str) -> str:
@@ -230,32 +249,18 @@ def precision_options(precision: str) -> dict[str, Any]:
     return {"use_mixed_precision": precision != "float32", "policy": policy_of(precision)}
 
 
-def rivals(loss: Loss, dtype: str, scale: float = START, period: int = PERIOD) -> dict[str, Rival]:
+def rivals(loss: Loss, dtype: str) -> dict[str, Rival]:
     """The steps by name. Without MPX if that is missing; on a GPU also in TF32."""
-    options = {"policy": policy_of(dtype)}
-    jmp_policy = jmp.get_policy(policy_of(dtype))
     found = {
-        "by hand": Rival(partial(step_by_hand, loss, dtype, period), partial(hand_scaling, scale)),
-        "mpx_pde": Rival(
-            partial(step_by_library, loss, options),
-            partial(mpx.DynamicLossScaling, scale, period=period),
-        ),
-        "jmp": Rival(partial(step_by_jmp, loss, jmp_policy, period), partial(jmp_scaling, scale)),
+        "by hand": by_hand(loss, dtype),
+        "mpx_pde": by_library(loss, policy=policy_of(dtype)),
+        "jmp": by_jmp(lambda policy: loss, dtype),
     }
-    with suppress(RivalMissing):  # `note_missing` says so, once
+    with suppress(RivalMissing):  # `Report.installed` says so, once
         require("mpx")
-        scaling = partial(mpx_scaling, scale, period)
-        found["MPX"] = Rival(partial(step_by_mpx, loss, dtype), scaling)
-    found["float32"] = Rival(partial(step_in_float32, loss), partial(hand_scaling, 1.0))
+        found["MPX"] = by_mpx(loss, dtype)
+    found["float32"] = in_float32(loss)
     if jax.default_backend() == "gpu":  # whose float32 products are TF32, unless told
-        found["TF32"] = found["float32"]._replace(products=TF32)
-        found["float32"] = found["float32"]._replace(products=HIGHEST)
+        found["TF32"] = in_float32(loss, TF32)
+        found["float32"] = in_float32(loss, HIGHEST)
     return found
-
-
-def note_missing(report: Report) -> None:
-    """Says which of the rivals is left out."""
-    try:
-        require("mpx")
-    except RivalMissing as e:
-        report.note(f"MPX is left out. {e}")

@@ -17,7 +17,7 @@ L-BFGS behind Adam.
 """
 
 import argparse
-import time
+import itertools
 from typing import Any, NamedTuple
 
 import jax
@@ -73,18 +73,12 @@ def run(report: Report, args: argparse.Namespace) -> int:
     if args.page != "breadth":
         report.name = f"breadth-{args.page}"
     page = PAGES[args.page]
-    optimizer = args.optimizer or page.optimizer
-    before = report.before(args.out) if args.resume else {}
-    report.sections["trainings"] = before.get("trainings", [])
-    started = time.monotonic()
-    out_of_time = lambda: (
-        args.minutes is not None and time.monotonic() > started + 60 * args.minutes
-    )
-    for name in args.problems or page.problems or problems().names():
-        for precision in args.precision or page.precisions:
-            if out_of_time():
-                return 0
-            trained(report, args, name, precision, optimizer)
+    if args.resume:
+        report.resume(args.out, "trainings")
+    names = args.problems or page.problems or problems().names()
+    wanted = itertools.product(names, args.precision or page.precisions)
+    for name, precision in report.within(args.minutes, wanted):
+        trained(report, args, name, precision, args.optimizer or page.optimizer)
     return 0
 
 
@@ -96,12 +90,11 @@ def trained(
     training = trainer(name, precision, **given)
     for seed in args.seeds:
         key = {"problem": name, "precision": precision, "seed": seed, "steps": training.steps}
-        there = lambda key: any(key.items() <= r.items() for r in report.sections["trainings"])
-        if there({**key, "optimizer": training.optimizer_name}):
+        if report.has("trainings", **key, optimizer=training.optimizer_name):
             continue
         about = {"title": training.problem.title, "family": training.problem.family}
         for found in _attempt(training, seed):
-            if not there({**key, "optimizer": found["optimizer"]}):
+            if not report.has("trainings", **key, optimizer=found["optimizer"]):
                 report.record("trainings", **{**key, **about, **found, "precision": precision})
         jax.clear_caches()  # some dozens of compiled trainings exhaust a process
         report.save(args.out)  # a run of hours that is cut short has shown something

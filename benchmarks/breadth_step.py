@@ -25,7 +25,7 @@ from ._roofline import Roofline, summary
 
 
 PRECISIONS = ("float32", "float16", "forward-float32-float16")
-TOLD = ("kernels", "bytes", "seconds", "seconds_with_arithmetic", "launch_seconds")
+TOLD = ("kernels", "bytes", "seconds_with_arithmetic")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,8 +40,7 @@ def compiled(target: str, name: str, precision: str) -> Compiled:
     state, key = training.initial(0)
     several = eqx.filter_eval_shape(training.choose, state.model, key)
     points = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), several)
-    options = CUBLAS if "h100" in target else None
-    return compile_for(target, training.step, state, points, donate=(0,), compiler_options=options)
+    return compile_for(target, training.step, state, points, donate=(0,), compiler_options=CUBLAS)
 
 
 def workspace_bytes(program: Compiled) -> int:
@@ -50,20 +49,19 @@ def workspace_bytes(program: Compiled) -> int:
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
-    before = report.before(args.out) if args.resume else {}
-    report.sections["programs"] = before.get("programs", [])
-    there = {(r["problem"], r["precision"]) for r in report.sections["programs"]}
+    if args.resume:
+        report.resume(args.out, "programs")
     names = args.problems or (["kovasznay"] if args.quick else problems().names())
     for name in names:
         title = problems().load(name).title
         for precision in PRECISIONS:
             where: dict[str, Any] = {"problem": name, "title": title, "precision": precision}
-            if (name, precision) in there:
+            if report.has("programs", **where):
                 continue
             try:
                 program = compiled(args.target, name, precision)
-            except TargetUnavailable as error:
-                raise SystemExit(str(error)) from error
+            except TargetUnavailable:
+                raise
             except Exception as error:  # of a problem: it is what there is to show
                 report.record("programs", **where, failed=failure(error))
                 continue

@@ -6,9 +6,9 @@ also with scaled derivatives. Four networks: the MLP and the PINN of `overhead`,
 neural operator of the examples and the vision transformer of `examples/vit.py` with 6 blocks.
 
 Each stage of `jax.jit` is timed by itself: `trace` (Python to a jaxpr), `lower` (to StableHLO) and
-`compile` (XLA), in seconds of wall clock and of processor time, medians over rounds in which the
-rivals take turns. All caches are cleared before each, and nothing is kept on disk. `equations`
-are those of the jaxpr and of all jaxprs within it.
+`compile` (XLA), in seconds of wall clock, and tracing in those of the processor too; medians over
+rounds in which the rivals take turns. All caches are cleared before each, and nothing is kept on
+disk. `equations` are those of the jaxpr and of all jaxprs within it.
 
 Error beside time: `loss_error` is the relative difference of the first loss, after no training, to
 that in float32. MPX multiplies a float16 loss by its scale in float16, so one of 2 or more is
@@ -23,7 +23,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -44,14 +44,13 @@ from ._steps import (
     Rival,
     Task,
     alone,
-    note_missing,
+    by_library,
     policy_of,
     rivals,
-    step_by_library,
 )
 
 
-STAGES = ("trace", "lower", "compile")
+TIMED = ("trace", "trace_processor", "lower", "compile")
 
 
 def heat_by_partials(model, batch, *, derivatives):
@@ -98,16 +97,15 @@ def transformer(quick: bool, dtype: str) -> Task:
 
 def with_ours(task: Task, dtype: str) -> Task:
     """By autocast and with scaled derivatives too."""
-    ours = {"policy": policy_of(dtype)}
-    autocast = partial(step_by_library, task.loss, {**ours, "autocast": True})
+    policy = policy_of(dtype)
     found = dict(task.rivals)
-    found = {"float32": found.pop("float32"), **found, "mpx_pde, autocast": Rival(autocast)}
+    found = {"float32": found.pop("float32"), **found}
+    found["mpx_pde, autocast"] = by_library(task.loss, policy=policy, autocast=True)
     if task.where["problem"] == "PINN":
-        options = {**ours, "keep_full": (False, True)}
+        scaled = by_library(alone(heat_by_partials), policy=policy, keep_full=(False, True))
         derivatives = partial(mpx.DerivativeScaling.per_direction, "tx", order=2)
-        found["mpx_pde, scaled derivatives"] = Rival(
-            partial(step_by_library, alone(heat_by_partials), options),
-            lambda: mpx.Scaling(mpx.DynamicLossScaling(START), derivatives()),
+        found["mpx_pde, scaled derivatives"] = scaled._replace(
+            scaling=lambda: mpx.Scaling(mpx.DynamicLossScaling(START), derivatives())
         )
     return task._replace(rivals=found)
 
@@ -126,46 +124,30 @@ def equations(jaxpr: Any) -> int:
     return len(jaxpr.eqns) + sum(map(equations, inner))
 
 
-class Clock:
-    """Wall clock and processor time of each stage."""
-
-    def __init__(self):
-        self.wall: list[float] = []
-        self.processor: list[float] = []
-
-    def __call__(self, stage: Callable[[], Any]) -> Any:
-        wall, processor = time.perf_counter(), time.process_time()
-        out = stage()
-        self.wall.append(time.perf_counter() - wall)
-        self.processor.append(time.process_time() - processor)
-        return out
-
-
-class Build(NamedTuple):
-    """What building a step once took, for each of `STAGES`, and what came out."""
-
-    wall: list[float]
-    processor: list[float]
-    equations: int
-    loss: float
-
-
-def build(task: Task, rival: Rival) -> Build:
-    """Traces, lowers, compiles and runs a step once, from empty caches."""
+def build(task: Task, rival: Rival) -> dict[str, float]:
+    """Traces, lowers, compiles and runs a step once, from empty caches: what each stage took of
+    wall clock and of the processor, and what came out."""
     step = task.step(rival)
     arrays, static = eqx.partition(task.state(rival), eqx.is_array)
+    found: dict[str, float] = {}
 
     def program(arrays, batch):
         state, value, _ = step(eqx.combine(arrays, static), batch)
         return eqx.filter(state, eqx.is_array), value
 
+    def timed(stage: str, run: Callable[[], Any]) -> Any:
+        wall, processor = time.perf_counter(), time.process_time()
+        out = run()
+        found[stage] = time.perf_counter() - wall
+        found[f"{stage}_processor"] = time.process_time() - processor
+        return out
+
     jax.clear_caches()
-    clock = Clock()
-    traced = clock(lambda: jax.jit(program).trace(arrays, task.batch))
-    lowered = clock(traced.lower)
-    compiled = clock(lowered.compile)
+    traced = timed("trace", lambda: jax.jit(program).trace(arrays, task.batch))
+    lowered = timed("lower", traced.lower)
+    compiled = timed("compile", lowered.compile)
     _, value = compiled(arrays, task.batch)
-    return Build(clock.wall, clock.processor, equations(traced.jaxpr), float(value))
+    return {**found, "equations": equations(traced.jaxpr), "loss": float(value)}
 
 
 def builds_of(task: Task, rounds: int) -> dict[str, Any]:
@@ -187,26 +169,22 @@ def builds_of(task: Task, rounds: int) -> dict[str, Any]:
 
 def measure(report: Report, task: Task, dtype: str, rounds: int) -> None:
     found = builds_of(task, rounds)
-    plain = found["float32"]
-    hand = Timing.of([b.processor[0] for b in found["by hand"]])
+    hand = Timing.of([b["trace_processor"] for b in found["by hand"]])
     for name, builds in found.items():
         key = {"problem": task.where["problem"], "step": name}
         key["dtype"] = name if name in UNSCALED else dtype
         if isinstance(builds, str):
             report.record("builds", **key, failed=builds)
             continue
-        times: dict[str, Timing] = {}
-        for i, stage in enumerate(STAGES):
-            times[stage] = Timing.of([b.wall[i] for b in builds])
-            times[f"{stage}_processor"] = Timing.of([b.processor[i] for b in builds])
+        last = builds[-1]
+        times = {name: Timing.of([b[name] for b in builds]) for name in last if name in TIMED}
         report.record(
             "builds",
             **key,
             **times,
             trace_over_by_hand=times["trace_processor"].median / hand.median,
-            equations=builds[0].equations,
-            loss=builds[0].loss,
-            loss_error=abs(builds[0].loss / plain[0].loss - 1),
+            equations=last["equations"],
+            loss_error=abs(last["loss"] / found["float32"][-1]["loss"] - 1),
         )
 
 
@@ -217,7 +195,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(report: Report, args: argparse.Namespace) -> int:
     jax.config.update("jax_enable_compilation_cache", False)
-    note_missing(report)
+    report.installed("mpx")
     for task in tasks(args.quick, args.dtype):
         measure(report, task, args.dtype, 1 if args.quick else args.rounds)
     return 0

@@ -15,13 +15,8 @@ same weights on the same batches, with Adam and the relative L2 loss:
   function, so its error is no rounding. In its last block neuraloperator has no activation between
   convolution and MLP; one is put there, so that the functions are equal.
 
-Errors are those of the first step, of the predictions and of the gradient of all parameters,
-relative to the plain function in float64. Losses are those after the same number of steps. All
-activations are exact GELUs. Memory is what a step needs beyond state and batch: of JAX what XLA
-says, of PyTorch the peak that its allocator saw, which a CPU does not tell.
-
-A CPU has no arithmetic in half precision: XLA emulates it, and it takes longer than float32. On a
-GPU rows without a remark compute float32 products in float32; `TF32` says otherwise.
+Errors are relative to the plain function in float64. All activations are exact GELUs. On a GPU rows
+without a remark compute float32 products in float32; `TF32` says otherwise.
 
 With `--target h100` nothing runs; the steps in JAX are compiled for it.
 
@@ -43,21 +38,11 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._deviceless import TARGETS, Compiled
-from ._measured import compile_steps, run_steps, within
+from . import _measured, _steps
+from ._deviceless import Compiled
 from ._report import Report
 from ._rivals import RivalMissing, require
-from ._steps import (
-    HIGHEST,
-    TF32,
-    Rival,
-    Task,
-    note_missing,
-    precision_options,
-    step_by_library,
-    step_by_mpx,
-    step_in_float32,
-)
+from ._steps import HIGHEST, TF32, Rival, Task, precision_options
 
 
 BLOCKS = 4
@@ -170,13 +155,9 @@ def network(size: Size, method: Any = "fft", remat: bool = True) -> mpx.nn.FNO:
 def by_library(
     size: Size, precision: str, method: str = "dft", forward: str = "half", **options: Any
 ) -> Rival:
-    kept = {"keep_full": (False, True), "forward": forward}
-    options_of_step = {**precision_options(precision), **kept}
-    return Rival(
-        partial(step_by_library, partial(loss, lambda m, x: jax.vmap(m)(x)), options_of_step),
-        products=HIGHEST,
-        model=partial(network, size, method, **options),
-    )
+    kept = {"keep_full": (False, True), "forward": forward, **precision_options(precision)}
+    ours = _steps.by_library(partial(loss, lambda m, x: jax.vmap(m)(x)), **kept)
+    return ours._replace(products=HIGHEST, model=partial(network, size, method, **options))
 
 
 def by_mpx(full_fft: bool) -> Rival:
@@ -191,14 +172,11 @@ def by_mpx(full_fft: bool) -> Rival:
         value = library.force_full_precision(relative_l2, jnp.float32)(prediction, batch[1])
         return value, prediction
 
-    scaling = lambda: library.DynamicLossScaling(library.FLOAT16_MAX, jnp.ones((), jnp.float32))
-    return Rival(partial(step_by_mpx, function, "float16"), scaling, HIGHEST)
+    return _steps.by_mpx(function, "float16", library.FLOAT16_MAX, HIGHEST)
 
 
 def jax_rivals(size: Size, gpu: bool) -> dict[str, Rival]:
-    in_float32 = lambda apply: Rival(
-        partial(step_in_float32, partial(loss, apply)), products=HIGHEST
-    )
+    in_float32 = lambda apply: _steps.in_float32(partial(loss, apply), HIGHEST)
     rivals = {
         "mpx_pde fft float32": by_library(size, "float32", "fft"),
         "mpx_pde dft float32": by_library(size, "float32"),
@@ -211,7 +189,7 @@ def jax_rivals(size: Size, gpu: bool) -> dict[str, Rival]:
     if gpu:
         for name in ("mpx_pde dft", "plain JAX"):
             rivals[f"{name} TF32"] = rivals[f"{name} float32"]._replace(products=TF32)
-    with suppress(RivalMissing):  # `note_missing` says so, once
+    with suppress(RivalMissing):  # `Report.installed` says so, once
         rivals["MPX float16"] = by_mpx(full_fft=False)
         rivals["MPX float16, float32 FFT"] = by_mpx(full_fft=True)
     return rivals
@@ -252,18 +230,15 @@ def torch_options(gpu: bool) -> dict[str, dict[str, Any]]:
     return options
 
 
-def torch_rivals(report: Report, size: Size, gpu: bool) -> dict[str, Any]:
-    try:
-        require("torch")
-        require("neuralop")
-    except RivalMissing as e:
-        report.note(str(e))
+def torch_rivals(report: Report, gpu: bool, task: Task, rounds: int) -> dict[str, Any]:
+    del rounds
+    if not report.installed("torch", "neuralop"):
         return {}
     from ._torch import fno
 
-    leaves = jax.tree.leaves(eqx.filter(network(size), eqx.is_array))
+    leaves = jax.tree.leaves(eqx.filter(task.model(), eqx.is_array))
     return {
-        name: partial(fno.step, leaves, fields(size), LEARNING_RATE, **options)
+        name: partial(fno.step, leaves, task.batches(), LEARNING_RATE, **options)
         for name, options in torch_options(gpu).items()
     }
 
@@ -273,24 +248,11 @@ def told(program: Compiled) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--target", choices=TARGETS, help="compile for it; nothing runs")
-    parser.add_argument(
-        "--minutes", type=float, default=8.0, help="no size is begun after so many of them"
-    )
+    _measured.add_arguments(parser, rounds=5)
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
-    gpu, failed = jax.default_backend() == "gpu", 0
+    gpu = jax.default_backend() == "gpu"
     sizes = QUICK if args.quick else ON_GPU if gpu or args.target else ON_CPU
-    note_missing(report)
-    if args.target:
-        report.name = f"fno_step-{args.target}"
-        for size in sizes:
-            compile_steps(report, args.target, task(size), told)
-        return 0
-    for size in within(args.minutes, sizes, report):
-        torch = torch_rivals(report, size, gpu)
-        rounds = 1 if args.quick else args.rounds
-        failed += run_steps(report, task(size, gpu), torch, rounds=rounds, chunk=1)
-    return int(failed > 0)
+    tasks = (task(size, gpu) for size in sizes)
+    return _measured.run_sizes(report, args, tasks, partial(torch_rivals, report, gpu), told)

@@ -31,12 +31,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(report: Report, args: argparse.Namespace) -> int:
     chosen = args.problems or list(PICTURES)
-    before = report.before(args.out).get("trainings", [])
-    kept = [r for r in before if args.resume or r["problem"] not in chosen]
-    report.sections["trainings"] = kept
-    known = {r["problem"] for r in kept}
+    report.resume(args.out, "trainings")
+    if not args.resume:
+        before = report.sections.get("trainings", [])
+        report.sections["trainings"] = [r for r in before if r["problem"] not in chosen]
     for name in chosen:
-        if name not in known:
+        if not report.has("trainings", problem=name):
             record, shown = trained(name, quick=args.quick)
             save(shown, args.pictures / f"{name}.webp")
             report.record("trainings", problem=name, shown_error=shown.error, **record)

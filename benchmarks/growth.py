@@ -12,10 +12,9 @@ derivatives in x up to that order instead, at the base size; above order 2, a `C
 differentiated like any other function.
 
 Each record has what the target tells: an H100's compiler temporary memory and kernels, a CPU's and
-a TPU's flops and bytes accessed as well. Per sweep the exponent is the slope of a straight line
-through the logarithms: 1 is linear growth. Everything repeats to the byte, and no hardware is
-needed; half precision is emulated on a CPU, where its numbers say nothing of other targets. The
-compiler for a TPU takes a minute or more for each of these programs, of which there are 44:
+a TPU's flops and bytes accessed as well. Everything repeats to the byte, and no hardware is needed;
+half precision is emulated on a CPU, where its numbers say nothing of other targets. The compiler
+for a TPU takes a minute or more for each of these programs, of which there are 44:
 
     JAX_PLATFORMS=cpu python -m benchmarks growth --targets v5e
 """
@@ -27,12 +26,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 import mpx_pde as mpx
 
 from ._cavity import coordinate_mlp, gradient, initial_layers, network, residuals
-from ._deviceless import TARGETS, Compiled, TargetUnavailable, compile_for, title
+from ._deviceless import TARGETS, Compiled, compile_for, there
 from ._pinn_steps import nested_loss
 from ._report import Report
 
@@ -76,7 +74,7 @@ WAYS = {
 def cavity(way: Way, model: Any, points: Any, *, derivatives: Any = None) -> jax.Array:
     """The loss of all sweeps but that of orders."""
     if way.propagated:
-        return residuals(model, points, derivatives=derivatives, propagate=True)
+        return residuals(model, points, derivatives=derivatives)
     return nested_loss(model, points, order=2)
 
 
@@ -118,32 +116,13 @@ def program(target: str, way: Way, case: Case) -> Compiled:
 # --- Sweeps ----------------------------------------------------------------------------------
 
 
-def exponent(sizes: Sequence[int], costs: Sequence[float]) -> float:
-    """The slope of costs over sizes, both in logarithms."""
-    return float(np.polyfit(np.log(sizes), np.log(costs), 1)[0])
-
-
 def grow(report: Report, target: str, sweep: str, sizes: Sequence[int], base: Case) -> None:
-    """Compiles all ways for all sizes of a sweep, and records what they cost and how that grows."""
+    """Compiles all ways for all sizes of a sweep, and records what they cost."""
     for name, way in WAYS.items():
-        costs = []
         for size in sizes:
             case = base._replace(**{sweep: size})
-            compiled = program(target, way, case)
-            cost = {
-                "temp_bytes": compiled.temp_bytes,
-                "kernels": compiled.kernels(),
-                "flops": compiled.flops,
-                "bytes_accessed": compiled.bytes_accessed,
-            }
-            report.record("costs", target=target, sweep=sweep, way=name, **case._asdict(), **cost)
-            costs.append(cost)
-        for key in (key for key, value in costs[0].items() if value is not None):
-            values = [cost[key] for cost in costs]
-            slope = exponent(sizes, values)
-            report.record(
-                "exponents", target=target, sweep=sweep, way=name, cost=key, exponent=slope
-            )
+            where = {"target": target, "sweep": sweep, "way": name, **case._asdict()}
+            report.record("costs", **where, **program(target, way, case).costs())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -158,12 +137,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(report: Report, args: argparse.Namespace) -> int:
     sweeps = QUICK if args.quick else SWEEPS
     base = Case(**{name: sweeps[name][1] for name in ("points", "width", "depth")})
-    for target in args.targets.split(","):
-        try:
-            for sweep, sizes in sweeps.items():
-                grow(report, target, sweep, sizes, base)
-        except TargetUnavailable as error:
-            report.note(f"{title(target)} is left out. {error}")
-    if "costs" not in report.sections:
-        raise SystemExit(f"None of the targets {args.targets} has a compiler here.")
+    for target in there(report, args.targets.split(",")):
+        for sweep, sizes in sweeps.items():
+            grow(report, target, sweep, sizes, base)
     return 0

@@ -36,11 +36,10 @@ from jax.experimental.jet import jet
 
 import mpx_pde as mpx
 
-from ._deviceless import CUBLAS, TargetUnavailable, compile_for
+from ._deviceless import CUBLAS, compile_for
 from ._networks import NETWORKS
 from ._report import Report, interleave
 from ._rivals import RivalMissing, failure, require
-from ._sources import sources
 
 
 CHECKED = 32
@@ -257,8 +256,6 @@ def measure_h100(report: Report, case: Case) -> None:
         run = partial(step, way, static, case.problem)
         try:
             compiled = compile_for("h100", run, weights, x)
-        except TargetUnavailable as error:
-            raise SystemExit(str(error)) from error
         except jax.errors.JaxRuntimeError:  # no tiles without a device to tune on
             compiled = compile_for("h100", run, weights, x, compiler_options=CUBLAS)
         report.record(
@@ -297,29 +294,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def resume(report: Report, args: argparse.Namespace) -> None:
     """Takes over what an earlier run has measured with these sources."""
-    before = report.before(args.out)
-    if args.anew or not before:
-        return
-    if before["sources"] != sources(report.name) or before["width"] != [{"width": args.width}]:
-        report.note("The results there are of other sources, or of another width: from the start.")
-        return
-    report.sections |= {k: before[k] for k in ("costs", "h100") if k in before}
+    width = [{"width": args.width}]
+    report.resume(args.out, "costs", "h100", "width", same_code=True)
+    if report.sections.get("width", width) != width:
+        report.note("The results there are of another width: from the start.")
+        report.sections.clear()
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
-    if not args.quick:
+    if not (args.quick or args.anew):
         resume(report, args)
     report.sections["width"] = [{"width": args.width}]
     section = "h100" if args.h100 else "costs"
-    done = {(r["network"], r["problem"]) for r in report.sections.get(section, [])}
-    begin = time.monotonic()
-    left = 0
-    for case in cases(args):
-        if (case.network, case.problem.name) in done:
-            continue
-        if args.minutes is not None and time.monotonic() - begin > 60 * args.minutes:
-            left += 1
-            continue
+    missing = (case for case in cases(args) if not report.has(section, **case.where))
+    for case in report.within(args.minutes, missing):
         print(f"{case.network}, {case.problem.name}", flush=True)
         if args.h100:
             measure_h100(report, case)
@@ -327,6 +315,4 @@ def run(report: Report, args: argparse.Namespace) -> int:
             measure(report, case, args.time)
         if not args.quick:
             report.save(args.out)
-    if left:
-        report.note(f"{left} cases are left: run it again.")
     return 0

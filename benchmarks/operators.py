@@ -121,7 +121,4 @@ def record(
         train_loss=train_loss,
         errors=errors,
         skipped_steps=result.skipped_steps,
-        final_scale=result.final_scale,
-        ms_per_step=result.ms_per_step,
-        temp_bytes=result.temp_bytes,
     )

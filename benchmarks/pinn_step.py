@@ -43,7 +43,6 @@ from ._cavity import ORDERS, initial_layers, layers_of
 from ._measured import LARGEST_SKIPS, Exact, JaxStep, Step, measure, relative_error
 from ._pinn_steps import Who, cavity, everywhere
 from ._report import Report
-from ._rivals import RivalMissing, require
 from ._steps import START, Task
 
 
@@ -79,19 +78,6 @@ def torch_steps(task: Task, gpu: bool, quick: bool) -> dict[Who, Any]:
                     cavity_step, method, precision, compiled, START, layers, points, order
                 )
     return out
-
-
-def installed(report: Report, libraries: list[str]) -> list[str]:
-    """Those of the libraries that are there."""
-    found = []
-    for library in libraries:
-        try:
-            if library in ("folx", "mpx", "torch"):
-                require(library)
-            found.append(library)
-        except RivalMissing as error:
-            report.note(f"{library} is left out. {error}")
-    return found
 
 
 def steps(task: Task, libraries: list[str], gpu: bool, quick: bool) -> dict[Who, Any]:
@@ -161,7 +147,8 @@ def run(report: Report, args: argparse.Namespace) -> int:
     given = {"width": args.widths, "points": args.points, "order": args.orders}
     values = {name: value or defaults[name] for name, value in given.items()}
     rounds, count = (2, 5) if args.quick else (args.rounds, args.steps)
-    libraries = installed(report, args.rivals)
+    optional = ("folx", "mpx", "torch")
+    libraries = [name for name in args.rivals if name not in optional or report.installed(name)]
     for i, case in enumerate(sizes(values, args.depth or defaults["depth"][0])):
         task = cavity(**case, gpu=gpu)
         makes = steps(task, libraries, gpu, args.quick)

@@ -18,7 +18,7 @@ only.
 import argparse
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -102,17 +102,6 @@ def second_derivative(dot: Dot, layers, x):
     return jax.jvp(first, (x,), (one,))[1]
 
 
-def second_derivative_in_float64(layers, x):
-    """The same by the chain rule, in NumPy."""
-    value, first, second = np.asarray(x, np.float64), np.ones(x.shape), np.zeros(x.shape)
-    *hidden, last = (np.asarray(w, np.float64) for w in layers)
-    for w in hidden:
-        value, z1, z2 = np.tanh(value @ w), first @ w, second @ w
-        slope = 1 - value**2
-        first, second = slope * z1, slope * z2 - 2 * value * slope * z1**2
-    return second @ last
-
-
 def normal(seed: int, shape: tuple[int, ...], scale: float = 1.0) -> np.ndarray:
     return np.asarray(scale * np.random.default_rng(seed).standard_normal(shape), np.float32)
 
@@ -126,18 +115,23 @@ class Problem(NamedTuple):
     want: np.ndarray
 
 
+def problem(name: str, fun: Callable, *arguments: Any) -> Problem:
+    """With what comes out in float64, by nested forward mode too."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), arguments)
+        return Problem(name, fun, arguments, np.asarray(fun(jnp.matmul, *wide)))
+
+
 def problems(sizes) -> list[Problem]:
-    out = []
-    for n, k, m in sizes:
-        x, y = normal(0, (n, k)), normal(1, (k, m))
-        want = np.asarray(x, np.float64) @ np.asarray(y, np.float64)
-        out.append(Problem(f"{n} × {k} × {m}", lambda dot, x, y: dot(x, y), (x, y), want))
+    product = lambda dot, x, y: dot(x, y)
+    out = [
+        problem(f"{n} × {k} × {m}", product, normal(0, (n, k)), normal(1, (k, m)))
+        for n, k, m in sizes
+    ]
     shapes = [(1, WIDTH), *[(WIDTH, WIDTH)] * (DEPTH - 1), (WIDTH, 1)]
     layers = [normal(i, s, 3.0 if s[0] == 1 else s[0] ** -0.5) for i, s in enumerate(shapes)]
     x = np.float32(np.linspace(-1, 1, POINTS)[:, None])
-    want = second_derivative_in_float64(layers, x)
-    name = f"u_xx, tanh {DEPTH} × {WIDTH}"
-    return [*out, Problem(name, second_derivative, (layers, x), want)]
+    return [*out, problem(f"u_xx, tanh {DEPTH} × {WIDTH}", second_derivative, layers, x)]
 
 
 def error(fun: Callable, problem: Problem) -> float:

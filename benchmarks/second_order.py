@@ -27,13 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(report: Report, args: argparse.Namespace) -> int:
     example: Any = load_example("second_order")
     steps = 4 if args.quick else args.steps or example.STEPS["lm"]
-    before = report.before(args.out) if args.resume else {}
-    trainings = report.sections["trainings"] = before.get("trainings", [])
+    if args.resume:
+        report.resume(args.out, "trainings")
     for precision in args.precision:
         forward, _, jacobian = precision.partition("-")
         for seed in args.seeds:
             key = {"forward": forward, "jacobian": jacobian or forward, "seed": seed}
-            if any({**key, "total": steps}.items() <= t.items() for t in trainings):
+            if report.has("trainings", **key, total=steps):
                 continue
             with jax.enable_x64(forward == "float64"):
                 found = example.train("lm", **key, steps=steps)

@@ -1,15 +1,13 @@
 """When are DFT matrices faster than the FFT, and what does half precision save?
 
-`layers`: a spectral convolution, forward and gradient, by truncated DFT matrices and by FFT in
-float32, interleaved: seconds, also without the gradient of the field, temporary memory, and the
-error of either against float64, with that of the matrices in half precision beside it. `auto` is
-what the cost model picks.
-
-`models`: temporary memory of a training step of an FNO, compiled for an H100 (which need not be
-here).
+A spectral convolution, forward and gradient, by truncated DFT matrices and by FFT in float32,
+interleaved: seconds, also without the gradient of the field, temporary memory, and the error of
+either against float64, with that of the matrices in half precision beside it. `auto` is what the
+cost model picks. The memory of whole networks is told by `fno_step`.
 """
 
 import argparse
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -20,7 +18,6 @@ import numpy as np
 import mpx_pde as mpx
 from mpx_pde.nn._spectral_cost import choose_method
 
-from ._deviceless import CUBLAS, TargetUnavailable, compile_for
 from ._report import Report, interleave
 
 
@@ -31,13 +28,9 @@ LAYERS = [
 ]
 QUICK_LAYERS = [(16, 4, 4, 2), (16, 16, 4, 2)]
 
-# What multiplies, and how it is transformed.
-MODELS = [("float32", "fft"), ("float32", "dft"), ("float16", "dft"), ("bfloat16", "dft")]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--target", default="h100", help="what to compile models for")
 
 
 def _layer(channels: int, modes: int, method: Any) -> mpx.nn.SpectralConv:
@@ -61,95 +54,44 @@ def _loss(layer: mpx.nn.SpectralConv, x: jax.Array) -> jax.Array:
     return jnp.sum(jax.vmap(layer)(x) ** 2)
 
 
-def _layers(report: Report, sizes, rounds: int) -> None:
+def _measure(report: Report, n: int, modes: int, channels: int, batch: int, rounds: int) -> None:
+    """One size: seconds, memory and errors by method."""
     weights = eqx.filter_jit(eqx.filter_grad(_loss))
     gradient = eqx.filter_jit(eqx.filter_grad(lambda both: _loss(*both)))
-    for n, modes, channels, batch in sizes:
-        x = jax.random.normal(jax.random.key(1), (batch, channels, n, n))
-        layers = {method: _layer(channels, modes, method) for method in ("dft", "fft")}
-        want = _exact(layers["dft"], np.asarray(x[0]))
+    x = jax.random.normal(jax.random.key(1), (batch, channels, n, n))
+    layers = {method: _layer(channels, modes, method) for method in ("dft", "fft")}
+    want = _exact(layers["dft"], np.asarray(x[0]))
 
-        def error(layer, x=x, want=want):
-            got = np.asarray(eqx.filter_jit(layer)(x[0]), np.float64)
-            return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+    def error(layer):
+        got = np.asarray(eqx.filter_jit(layer)(x[0]), np.float64)
+        return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
-        rivals = {name: (lambda m=m, x=x: gradient((m, x))) for name, m in layers.items()}
-        of_weights = {name: (lambda m=m, x=x: weights(m, x)) for name, m in layers.items()}
-        memory = {
-            name: gradient.lower((m, x)).compile().compiled.memory_analysis().temp_size_in_bytes
-            for name, m in layers.items()
-        }
-        times = interleave(rivals, rounds=rounds, warmup=1)
-        weights_times = interleave(of_weights, rounds=rounds, warmup=1)
-        report.record(
-            "layers",
-            size=n,
-            modes=modes,
-            channels=channels,
-            batch=batch,
-            auto=choose_method(2 * channels, (n, n), (modes, modes), "float32"),
-            seconds_dft=times["dft"],
-            seconds_fft=times["fft"],
-            seconds_weights_dft=weights_times["dft"],
-            seconds_weights_fft=weights_times["fft"],
-            temp_bytes_dft=memory["dft"],
-            temp_bytes_fft=memory["fft"],
-            error_dft=error(layers["dft"]),
-            error_fft=error(layers["fft"]),
-            error_float16=error(mpx.cast_to_float16(layers["dft"])),
-            error_bfloat16=error(mpx.cast_to_bfloat16(layers["dft"])),
-        )
+    def memory(layer):
+        compiled = gradient.lower((layer, x)).compile().compiled
+        return compiled.memory_analysis().temp_size_in_bytes
 
-
-def _models(report: Report, target: str, size: int, modes: int, channels: int, batch: int) -> None:
-    field = jax.ShapeDtypeStruct((batch, 1, size, size), jnp.float32)
-
-    def loss(model, x, y):
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-    for dtype, method in MODELS:
-
-        def model(method: Any = method):
-            key = jax.random.key(0)
-            return mpx.nn.FNO(1, 1, channels, 4, (modes, modes), key=key, method=method)
-
-        def step(model, x, y, dtype=dtype):
-            if dtype == "float32":
-                return eqx.filter_value_and_grad(loss)(model, x, y)
-            return mpx.filter_value_and_grad(
-                loss,
-                mpx.DynamicLossScaling(),
-                policy=f"params=float32,compute={dtype},output=float32",
-                keep_full=(False, True, True),
-            )(model, x, y)
-
-        compiled = compile_for(
-            target,
-            step,
-            eqx.filter_eval_shape(model),
-            field,
-            field,
-            compiler_options=CUBLAS if "h100" in target else None,
-        )
-        report.record(
-            "models",
-            target=target,
-            dtype=dtype,
-            method=method,
-            size=size,
-            modes=modes,
-            channels=channels,
-            batch=batch,
-            temp_bytes=compiled.temp_bytes,
-            products=compiled.operands(),
-            ffts=compiled.opcodes()["fft"],
-        )
+    of_both = {f"seconds_{m}": partial(gradient, (layer, x)) for m, layer in layers.items()}
+    of_weights = {f"seconds_weights_{m}": partial(weights, layer, x) for m, layer in layers.items()}
+    compared = {
+        **layers,
+        "float16": mpx.cast_to_float16(layers["dft"]),
+        "bfloat16": mpx.cast_to_bfloat16(layers["dft"]),
+    }
+    report.record(
+        "layers",
+        size=n,
+        modes=modes,
+        channels=channels,
+        batch=batch,
+        auto=choose_method(2 * channels, (n, n), (modes, modes), "float32"),
+        **interleave(of_both, rounds=rounds, warmup=1),
+        **interleave(of_weights, rounds=rounds, warmup=1),
+        **{f"temp_bytes_{m}": memory(layer) for m, layer in layers.items()},
+        **{f"error_{name}": error(layer) for name, layer in compared.items()},
+    )
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
-    _layers(report, QUICK_LAYERS if args.quick else LAYERS, 1 if args.quick else args.rounds)
-    try:
-        _models(report, args.target, *((16, 4, 8, 2) if args.quick else (128, 32, 64, 32)))
-    except TargetUnavailable as e:
-        report.note(str(e))
+    for size in QUICK_LAYERS if args.quick else LAYERS:
+        _measure(report, *size, rounds=1 if args.quick else args.rounds)
     return 0

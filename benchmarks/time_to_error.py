@@ -18,6 +18,7 @@ in which XLA computes it.
 
 import argparse
 import time
+from itertools import islice
 from typing import Any
 
 import jax
@@ -25,7 +26,6 @@ import jax
 from . import _burgers_trainings, _cavity_trainings, _operator_trainings
 from ._report import Report, Timing
 from ._rivals import RivalMissing, failure
-from ._sources import sources
 from ._trainings import Moment, Training, take_turns
 
 
@@ -85,26 +85,14 @@ def clock(report: Report, problem: Any, rivals: dict[str, Any]) -> None:
     started = compiled(report, trainings)
     before = {name: first for name, (first, _) in started.items()}
     seconds: dict[str, list[float]] = {name: [] for name in started}
-    for _ in range(1 + ROUNDS):  # the first of them warms up
-        for name in started:
-            moment = next(trainings[name])
-            past, before[name] = before[name], moment
-            seconds[name].append((moment.seconds - past.seconds) / (moment.steps - past.steps))
+    turns = take_turns({name: trainings[name] for name in started})
+    # The first round warms up.
+    for name, moment in islice(turns, (1 + ROUNDS) * len(started)):
+        past, before[name] = before[name], moment
+        seconds[name].append((moment.seconds - past.seconds) / (moment.steps - past.steps))
     for name, (_, start) in started.items():
         timing = None if "emulated" in name else Timing.of(seconds[name][1:])
         report.record("times", rival=name, start_seconds=start, step=timing)
-
-
-def kept(report: Report, args: argparse.Namespace) -> None:
-    """Takes over what earlier runs of this code have found, but for times that are taken anew."""
-    before = {} if args.anew or args.quick else report.before(args.out)
-    if before and before["sources"] != sources(report.name):
-        report.note("The results there are of other code: from the start.")
-        return
-    redone = ("size", "times") if args.time else ("size",)
-    report.sections |= {
-        name: before[name] for name in ("curves", "times") if name in before and name not in redone
-    }
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
@@ -115,7 +103,9 @@ def run(report: Report, args: argparse.Namespace) -> int:
     problem = module.make_problem(module.SIZES[size])
     rivals = module.rivals(on_gpu)
     chosen = {name: rivals[name] for name in args.rivals or rivals}
-    kept(report, args)
+    if not (args.anew or args.quick):
+        # Times are taken anew.
+        report.resume(args.out, *(["curves"] if args.time else ["curves", "times"]), same_code=True)
     report.record("size", name=size, factors=module.FACTORS, **module.SIZES[size]._asdict())
     if args.time or args.quick:
         clock(report, problem, chosen)
@@ -124,5 +114,5 @@ def run(report: Report, args: argparse.Namespace) -> int:
         follow(report, problem, seed, {n: t for n, t in chosen.items() if n not in there})
         report.save(args.out)
     if any(name.startswith("float32") for name in chosen) and "curves" in report.sections:
-        report.page(f"time-to-error-{args.problem.replace('_', '-')}")
+        report.page(f"time_to_error.{args.problem}")
     return 0

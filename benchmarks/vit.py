@@ -30,7 +30,6 @@ def run(report: Report, args: argparse.Namespace) -> int:
                 test_loss=result.test_loss,
                 loss=float(result.loss[-20:].mean()),
                 skipped_steps=result.skipped_steps,
-                ms_per_step=result.ms_per_step,
                 temp_bytes=result.temp_bytes,
             )
     return 0

@@ -12,13 +12,8 @@ synthetic images on a GPU.
 - `torch`: float32, and `torch.amp` in bfloat16 and in float16 with a `GradScaler`; attention is its
   fused `scaled_dot_product_attention`, the rest is eager.
 
-Errors are those of the first step, of the logits and of the gradient of all parameters, relative
-to the network in float64. Losses are those after the same number of steps. Memory is what a step
-needs beyond state and batch: of JAX what XLA says, of PyTorch the peak that its allocator saw,
-which a CPU does not tell.
-
-A CPU has no arithmetic in half precision: XLA emulates it, and it takes longer than float32. On a
-GPU rows without a remark compute float32 products in float32; `TF32` says otherwise.
+Errors are relative to the network in float64. On a GPU rows without a remark compute float32
+products in float32; `TF32` says otherwise.
 
 With `--target h100` nothing runs; steps in JAX of ViT-Base are compiled for it, a minute each.
 
@@ -30,6 +25,7 @@ With `--target h100` nothing runs; steps in JAX of ViT-Base are compiled for it,
 import argparse
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -38,29 +34,15 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jmp
 import numpy as np
 import optax
 
-from ._deviceless import TARGETS
+from . import _measured, _steps
+from ._deviceless import Compiled
 from ._examples import load_example
-from ._measured import BEFORE, compile_steps, run_steps, within
 from ._report import Report
 from ._rivals import RivalMissing, require
-from ._steps import (
-    HIGHEST,
-    PERIOD,
-    TF32,
-    Rival,
-    Task,
-    jmp_scaling,
-    note_missing,
-    policy_of,
-    step_by_jmp,
-    step_by_library,
-    step_by_mpx,
-)
-from .vit_memory import batch_shapes, products_by_kind as by_kind
+from ._steps import HIGHEST, TF32, Rival, Task
 
 
 vit = load_example("vit")
@@ -123,26 +105,24 @@ def by_mpx(dtype: str) -> Rival:
         logits = jax.vmap(partial(forward_for_mpx, library, model))(batch.images)
         return library.force_full_precision(of_logits, jnp.float32)(logits, batch.labels), logits
 
-    scaling = lambda: library.DynamicLossScaling(library.FLOAT16_MAX, jnp.ones((), jnp.float32))
-    return Rival(partial(step_by_mpx, function, dtype), scaling)
+    return _steps.by_mpx(function, dtype, library.FLOAT16_MAX)
 
 
 def by_jmp(dtype: str) -> Rival:
-    policy = jmp.get_policy(policy_of(dtype))
-    step = partial(step_by_jmp, partial(loss, cast=policy.cast_to_output), policy, PERIOD)
-    return Rival(step, jmp_scaling if dtype == "float16" else tuple)
+    in_full = lambda policy: partial(loss, cast=policy.cast_to_output)
+    return _steps.by_jmp(in_full, dtype, scaled=dtype == "float16")
 
 
 def by_library(precision: str, **options: Any) -> Rival:
-    step = partial(step_by_library, loss, {**vit.gradient_options(precision), **options})
-    return Rival(step, products=HIGHEST if precision == "float32" else None)
+    ours = _steps.by_library(loss, **vit.gradient_options(precision), **options)
+    return ours._replace(products=HIGHEST if precision == "float32" else None)
 
 
 def jax_rivals(gpu: bool) -> dict[str, Rival]:
     rivals = {f"mpx_pde {name}": by_library(name) for name in vit.PRECISIONS}
     if gpu:
         rivals["mpx_pde TF32"] = by_library("float32")._replace(products=TF32)
-    with suppress(RivalMissing):  # `note_missing` says so, once
+    with suppress(RivalMissing):  # `Report.installed` says so, once
         rivals |= {f"MPX {half}": by_mpx(half) for half in HALVES}
     return rivals | {f"jmp {half}": by_jmp(half) for half in HALVES}
 
@@ -155,19 +135,16 @@ def task(size: Any, gpu: bool = False, chosen: Sequence[str] | None = None) -> T
         lambda: vit.ViT(size, key=jax.random.key(0)),
         loss,
         partial(some_batches, size, gpu),
-        batch_shapes(vit, size),
+        batch_shapes(size),
         {n: r for n, r in jax_rivals(gpu).items() if chosen is None or n in chosen},
         vit.make_optimizer(size, STEPS),
     )
 
 
 def torch_rivals(
-    report: Report, task: Task, size: Any, gpu: bool, chosen: Sequence[str] | None, steps: int
+    report: Report, size: Any, gpu: bool, chosen: Sequence[str] | None, task: Task, rounds: int
 ) -> dict[str, Any]:
-    try:
-        require("torch")
-    except RivalMissing as e:
-        report.note(str(e))
+    if not report.installed("torch"):
         return {}
     from ._torch import vit as rival
 
@@ -179,7 +156,8 @@ def torch_rivals(
     if gpu:
         options["torch TF32"] = {"tf32": True}
     leaves = jax.tree.leaves(eqx.filter(task.model(), eqx.is_array))
-    arguments = size, leaves, task.batches(), learning_rates(size, steps), WEIGHT_DECAY
+    rates = learning_rates(size, _measured.steps_of(rounds))
+    arguments = size, leaves, task.batches(), rates, WEIGHT_DECAY
     return {
         name: partial(rival.step, *arguments, **given)
         for name, given in options.items()
@@ -203,14 +181,25 @@ def some_batches(size: Any, gpu: bool) -> list[Any]:
     return [vit.Batch(*pair) for pair in zip(cut(images), cut(labels), strict=True)]
 
 
+def batch_shapes(size: Any) -> Any:
+    """A batch of shapes without values."""
+    shape = (size.batch, size.channels, size.image, size.image)
+    images = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return vit.Batch(images, jax.ShapeDtypeStruct((size.batch,), jnp.int32))
+
+
+def told(program: Compiled) -> dict[str, Any]:
+    """How many products of each kind, such as `"forward f16 × f16"`."""
+    out: Counter[str] = Counter()
+    for product, count in program.products().items():
+        out[f"{product.direction} {product.lhs} × {product.rhs}"] += count
+    return {"products": dict(out)}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=20)
+    _measured.add_arguments(parser, rounds=20)
     parser.add_argument("--batches", type=int, nargs="+", help="batch sizes")
     parser.add_argument("--rivals", nargs="+", help="their names; by default all")
-    parser.add_argument("--target", choices=TARGETS, help="compile for it; nothing runs")
-    parser.add_argument(
-        "--minutes", type=float, default=7.0, help="no batch size is begun after so many of them"
-    )
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
@@ -219,20 +208,8 @@ def run(report: Report, args: argparse.Namespace) -> int:
     if args.quick:
         size = dataclasses.replace(size, blocks=1)
     default = TARGET_BATCHES if args.target else GPU_BATCHES if gpu else CPU_BATCHES
-    sizes = [
-        dataclasses.replace(size, batch=batch)
-        for batch in args.batches or ([16] if args.quick else default)
-    ]
-    note_missing(report)
-    if args.target:
-        report.name = f"vit_step-{args.target}"
-        for size in sizes:
-            of_target = task(size, chosen=args.rivals or TARGET_RIVALS)
-            compile_steps(report, args.target, of_target, lambda p: {"products": by_kind(p)})
-        return 0
-    failed, rounds = 0, 1 if args.quick else args.rounds
-    for size in within(args.minutes, sizes, report):
-        trained = task(size, gpu, args.rivals)
-        torch = torch_rivals(report, trained, size, gpu, args.rivals, BEFORE + 2 * rounds)
-        failed += run_steps(report, trained, torch, rounds=rounds, chunk=EXACT_CHUNK)
-    return int(failed > 0)
+    batches = args.batches or ([16] if args.quick else default)
+    chosen = args.rivals or (TARGET_RIVALS if args.target else None)
+    tasks = (task(dataclasses.replace(size, batch=batch), gpu, chosen) for batch in batches)
+    torch = partial(torch_rivals, report, size, gpu, args.rivals)
+    return _measured.run_sizes(report, args, tasks, torch, told, chunk=EXACT_CHUNK)

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 import equinox as eqx
 import jax
 
-from ._deviceless import CUBLAS, Compiled, TargetUnavailable, compile_for, target_mesh, title
+from ._deviceless import CUBLAS, Compiled, compile_for, target_mesh, there, title
 from ._examples import load_example
 from ._report import Report
 
@@ -76,7 +76,6 @@ def compiled(example: Any, problem: str, target: str, size: Size, **options: Any
         lambda x: example.layout_of(x, mesh, options["layout"]).spec,
         eqx.filter(state, lambda x: isinstance(x, jax.ShapeDtypeStruct)),
     )
-    tiled = problem == "fno" and target.startswith("h100")
     return compile_for(
         target,
         run.raw_step,
@@ -84,7 +83,7 @@ def compiled(example: Any, problem: str, target: str, size: Size, **options: Any
         mesh=mesh,
         in_specs=(specs,),
         donate=(0,),
-        compiler_options=CUBLAS if tiled else None,
+        compiler_options=CUBLAS if problem == "fno" else None,
     )
 
 
@@ -110,10 +109,7 @@ def measure(
     """One step on all targets, the smallest first."""
     base: Compiled | None = None  # the program for one device
     for target in targets:
-        try:
-            program = compiled(example, problem, target, size, **options)
-        except TargetUnavailable:
-            continue  # `run` has said so
+        program = compiled(example, problem, target, size, **options)
         mesh = target_mesh(target)
         if mesh.size == 1:
             base = program
@@ -150,12 +146,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(report: Report, args: argparse.Namespace) -> int:
     report.name = f"weak_scaling-{args.platform}"
     example = load_example("sharded")
-    targets = TARGETS[args.platform]
-    for target in targets:
-        try:
-            target_mesh(target)
-        except TargetUnavailable as e:
-            report.note(f"{title(target)} is left out. {e}")
+    targets = there(report, TARGETS[args.platform])
     sizes = QUICK_SIZES if args.quick else SIZES
     for problem in args.problem:
         for layout, precision, sums in STEPS:

@@ -218,7 +218,7 @@ def test_all_rivals_take_the_same_derivative(problem):
 
 
 def test_a_benchmark_of_networks_goes_on_where_it_was_left(tmp_path):
-    args = argparse.Namespace(anew=False, out=tmp_path, width=8)
+    args = argparse.Namespace(out=tmp_path, width=8)
     report = Report("networks", command="")
     report.record("costs", network="KAN", problem="order 1")
     report.sections["width"] = [{"width": 8}]
@@ -227,5 +227,5 @@ def test_a_benchmark_of_networks_goes_on_where_it_was_left(tmp_path):
     networks.resume(again, args)
     assert again.sections["costs"] == report.sections["costs"]
     other = Report("networks", command="")
-    networks.resume(other, argparse.Namespace(anew=False, out=tmp_path, width=16))
+    networks.resume(other, argparse.Namespace(out=tmp_path, width=16))
     assert "costs" not in other.sections

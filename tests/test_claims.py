@@ -6,7 +6,7 @@ import statistics
 import pytest
 from test_docs import ROOT
 
-from benchmarks._tables import TABLES
+from benchmarks._tables import table
 from benchmarks._tables._breadth import Ratios
 from benchmarks._tables._format import NOT_RUN, load
 from benchmarks._tables._summary import NEAR
@@ -64,16 +64,17 @@ def test_where_float16_by_hand_is_as_good_is_that_of_the_results(page):
 def test_no_speed_is_claimed_before_it_is_measured(page):
     measured = list((ROOT / "benchmarks" / "results").glob("*-nvidia-*.json"))
     assert measured or "half-precision speed" not in text(page).lower()
-    assert "not measured" in TABLES["headline"]()
+    assert "not measured" in table("summary.headline")()
 
 
 def test_what_was_compiled_for_an_h100_is_said_not_to_have_run():
     """In the tables, and in the figures."""
-    tables = ("cavity-memory", "fno-memory", "growth", "headline", "vit-batches", "vit_memory")
-    for name in (*tables, "spectral-models"):
-        assert NOT_RUN in TABLES[name](), name
-    for name in ("collectives", "weak-scaling"):
-        assert "not run" in TABLES[name](), name
+    programs = (f"programs.{name}" for name in ("growth", "spectral_models", "vit_memory"))
+    compiled = ("predicted.memory", "rivals.fno_memory", "rivals.vit_batches", "summary.headline")
+    for name in (*programs, *compiled):
+        assert NOT_RUN in table(name)(), name
+    for name in ("programs.collectives", "programs.weak_scaling"):
+        assert "not run" in table(name)(), name
     for path in sorted((ROOT / "docs" / "figures").glob("*.svg")):
         drawn = path.read_text(encoding="utf-8")
         assert drawn.count("compiled for an H100") == drawn.count(NOT_RUN), path
@@ -82,8 +83,8 @@ def test_what_was_compiled_for_an_h100_is_said_not_to_have_run():
 def test_ratios_name_their_seeds_and_their_spread():
     ratios = Ratios(load("breadth-cpu"))
     medians = [statistics.median(r) for p in ratios.solved if (r := ratios.of(p, "bfloat16"))]
-    table = TABLES["headline"]()
-    [told] = [line for line in table.splitlines() if "bfloat16 throughout" in line]
+    headline = table("summary.headline")()
+    [told] = [line for line in headline.splitlines() if "bfloat16 throughout" in line]
     assert f"median {statistics.median(medians):.2f}" in told
     assert f"{len(medians)} problems, worst {max(medians):.2f}" in told
-    assert "Seeds of these trainings" in table
+    assert "Seeds of these trainings" in headline

@@ -140,7 +140,7 @@ def _by_problem(optimizer: str | None, data: Result) -> Iterator[Record]:
         yield row
 
 
-def by_problem(file: str = "breadth", optimizer: str | None = None) -> Table:
+def _of_problems(file: str, optimizer: str | None) -> Table:
     """A row for each problem, by default of its own optimizer."""
 
     def columns(data: Result) -> list[str]:
@@ -148,6 +148,11 @@ def by_problem(file: str = "breadth", optimizer: str | None = None) -> Table:
         return ["problem  {title}", "float32  {float32}", *(f"{LABELS[n]}  {{{n}}}" for n in names)]
 
     return Table(file, partial(_by_problem, optimizer), columns)
+
+
+problems = _of_problems("breadth", None)
+by_adam = _of_problems("breadth-precisions", "adam")
+by_lbfgs = _of_problems("breadth-precisions", "adam+lbfgs")
 
 
 def _resolutions(data: Result) -> Iterator[Record]:

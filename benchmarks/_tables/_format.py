@@ -131,7 +131,9 @@ class Table:
             [c[0].strip() for c in columns], ([cell(r, c[-1]) for c in columns] for r in rows)
         )
         note = cell(rows[0], self.note) if rows else ""
-        below = " ".join(filter(None, (note, self.told(data).strip())))
+        told = self.told(data)
+        gap = "" if told.startswith("\n") else " "
+        below = f"{note}{gap}{told.lstrip(' ')}".strip()
         return f"{table}\n\n{below}\n" if below else f"{table}\n"
 
 

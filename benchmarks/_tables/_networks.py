@@ -42,6 +42,24 @@ networks = Table(
     "cannot do, or was not compiled.",
 )
 
+coordinate_mlp = Table(
+    "networks",
+    lambda data: (row for row in _cases(data) if row["mpx_pde"]["network"] == "CoordinateMLP"),
+    """
+    of                 {mpx_pde.problem}
+    GFLOP              {mpx_pde.flops:G.3g}
+    over nested `jvp`  {mpx_pde.flops/nested jvp.flops:.2f}
+    over jet           {mpx_pde.flops/jet.flops:.2f}
+    over folx          {mpx_pde.flops/folx.flops:.2f}
+    ms                 {mpx_pde.seconds.median:ms.0f}
+    over nested `jvp`  {mpx_pde.seconds.median/nested jvp.seconds.median:.2f}
+    error in float16   {mpx_pde.error_float16:.1e}
+    of bfloat16        {mpx_pde.error_bfloat16:.1e}
+    """,
+    "{width} × 4; the mean square of the derivative, and its gradient with respect to the "
+    "parameters, in float32.",
+)
+
 times = Table(
     "networks",
     lambda data: (row for row in _cases(data) if "seconds" in row["mpx_pde"]),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load, markdown, older
+from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load, older
 
 
 OURS = "mpx_pde float16"
@@ -83,6 +83,12 @@ def speedups(data: Result, rival: str) -> list[float]:
     key = "seconds_with_arithmetic"
     ours = (r for r in _records(data) if r["rival"] == OURS)
     return [r["beside"][rival][key] / r[key] for r in ours]
+
+
+def saved(data: Result, problem: str) -> float:
+    """The memory of our half-precision step over that in float32."""
+    [ours] = [r for r in _records(data) if (r["problem"], r["rival"]) == (problem, OURS)]
+    return ours["temp_bytes"] / ours["full"]["temp_bytes"]
 
 
 # From memory and products alone, over arithmetic, to XLA's estimates.
@@ -201,8 +207,12 @@ def kernels(data: Result | None = None) -> str:
     return "\n".join(parts)
 
 
-def commands(data: Result | None = None) -> str:
-    """What settles each prediction."""
-    data = load("predicted-h100-cpu") if data is None else data
-    rows = [[r["title"], f"`{r['command']}`"] for r in data["steps"] if r["rival"] == OURS]
-    return f"{markdown(['problem', 'on an H100'], rows)}\n{older(data)}\n"
+# What settles each prediction.
+commands = _table(
+    lambda data: [r for r in data["steps"] if r["rival"] == OURS],
+    """
+    problem     {title}
+    on an H100  `{command}`
+    """,
+    told=older,
+)

@@ -1,46 +1,37 @@
 """What compiled programs tell: operations, memory, products, collectives."""
 
-from collections.abc import Iterator
-from typing import Any
+import math
+import statistics
+from collections.abc import Iterable, Iterator
+from functools import partial
 
-from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load, markdown, source
+from ._format import NOT_RUN, Record, Result, Table, groups, load, source
 
 
 # --- The library's step beside that by hand --------------------------------------------------
 
 
-COUNTS = ("flops", "kernels", "bytes_accessed", "temp_bytes")
-
-
-def _over_by_hand(data: Result) -> Iterator[Record]:
+def over_by_hand(data: Result) -> Iterator[Record]:
+    """The libraries' steps, each with the same by hand."""
     for steps in groups(data["programs"], "problem", "size", "target", "dtype").values():
         [hand] = [p for p in steps if p["step"] == "by hand"]
         for p in steps:
-            ratios = {f: _ratio(p[f], hand[f]) for f in COUNTS}
             target = {"cpu": "CPU"}.get(p["target"], f"{p['target']}, not run")
             if p["step"] not in ("by hand", "float32"):
-                yield {**p, **ratios, "target": target}
-
-
-def _ratio(ours: float | None, theirs: float) -> str:
-    if ours is None:
-        return "not told"
-    if theirs == 0:  # a TPU keeps small arrays on its chip
-        return "none" if ours == 0 else f"{ours:,} over 0"
-    return f"{ours / theirs:.4f}"
+                yield {**p, "hand": hand, "target": target}
 
 
 overhead = Table(
     "overhead",
-    _over_by_hand,
+    over_by_hand,
     """
     problem         {problem} {size}
     compiled for    {target}
     step            {step}
-    floating-point operations  {flops}
-    kernels         {kernels}
-    bytes accessed  {bytes_accessed}
-    temp memory     {temp_bytes}
+    floating-point operations  {flops/hand.flops:.4f} || not told
+    kernels         {kernels/hand.kernels:.4f}
+    bytes accessed  {bytes_accessed/hand.bytes_accessed:.4f} || not told
+    temp memory     {temp_bytes/hand.temp_bytes:.4f} || none
     """,
 )
 
@@ -62,72 +53,99 @@ compile_time = Table(
 # --- Several devices -------------------------------------------------------------------------
 
 
-def _scaled() -> tuple[list[Record], str]:
-    """The steps on several devices of both platforms, and where they come from."""
-    platforms = [load(f"weak_scaling-{name}-cpu") for name in ("h100", "v5e")]
-    found = [step for data in platforms for step in data["steps"] if step["devices"] > 1]
-    note = "Compiled for devices that are not there, not run."
-    return found, "\n".join([note, "", *(f"- {source(data)}" for data in platforms)])
+def _scaled(data: Result) -> Iterator[Record]:
+    """The steps on several devices of both platforms."""
+    for platform in (data, load("weak_scaling-v5e-cpu")):
+        for step in platform["steps"]:
+            if step["devices"] > 1:
+                name = {"cavity": "cavity", "fno": "FNO"}[step["problem"]]
+                yield {**step, "network": name, "sums": step["sum_dtype"] or "float32"}
 
 
-def _layout(step: Record) -> tuple[str, ...]:
-    return step["layout"], step["precision"], step["sum_dtype"] or "float32"
+def _both(data: Result) -> str:
+    return "\n".join(["", "", *(f"- {source(d)}" for d in (data, load("weak_scaling-v5e-cpu")))])
 
 
-def collectives(_: Any = None) -> str:
-    """Of the cavity on four devices."""
-    steps, sources = _scaled()
-    kinds, rows = ("all-gather", "reduce-scatter", "all-reduce"), []
-    for step in steps:
-        if step["problem"] == "cavity" and step["devices"] == 4:
+_of_devices = partial(
+    Table,
+    "weak_scaling-h100",
+    note="Compiled for devices that are not there, not run.",
+    told=_both,
+)
+
+
+def _sent(data: Result) -> Iterator[Record]:
+    """Of the cavity on four devices, what each kind of collective sends."""
+    for step in _scaled(data):
+        if (step["problem"], step["devices"]) == ("cavity", 4):
             sent: dict[str, list[str]] = {}
             for key, traffic in step["collectives"].items():
                 kind, dtype = key.split()
                 if dtype != "pred":
                     sent.setdefault(kind, []).append(f"{traffic['bytes'] / 2**10:,.0f} {dtype}")
-            cells = (" + ".join(sent.get(kind, [NONE])) for kind in kinds)
-            rows.append([step["target"], *_layout(step), *cells])
-    columns = ["compiled for", "layout", "precision", "sums in", *(f"{k}, KiB" for k in kinds)]
-    return f"{markdown(columns, rows)}\n\n{sources}\n"
+            yield {**step, **{kind: " + ".join(parts) for kind, parts in sent.items()}}
 
 
-def weak_scaling(_: Any = None) -> str:
-    steps, sources = _scaled()
-    names = {"cavity": "cavity", "fno": "FNO"}
-    lines: dict[tuple[str, ...], dict[str, str]] = {}
-    for s in steps:
-        sent = f"{s['wire_bytes'] / 2**10:,.0f} KiB"
-        memory = f"{s['temp_over_one']:.2f} + {s['argument_over_one']:.2f}"
-        line = lines.setdefault((names[s["problem"]], *_layout(s)), {})
-        line[s["target"]] = f"{sent}; {memory}"
-    targets = list(groups(steps, "target"))
-    rows = [[*key, *(cells.get(t, NONE) for t in targets)] for key, cells in lines.items()]
-    columns = ["network", "layout", "precision", "sums in", *targets]
-    return f"{markdown(columns, rows)}\n\n{sources}\n"
+collectives = _of_devices(
+    _sent,
+    """
+    compiled for         {target}
+    layout               {layout}
+    precision            {precision}
+    sums in              {sums}
+    all-gather, KiB      {all-gather}
+    reduce-scatter, KiB  {reduce-scatter}
+    all-reduce, KiB      {all-reduce}
+    """,
+)
 
+
+def _by_target(data: Result) -> Iterator[Record]:
+    """Each step on all targets."""
+    for steps in groups(_scaled(data), "network", "layout", "precision", "sums").values():
+        yield {**steps[0], **{step["target"]: step for step in steps}}
+
+
+def _targets(data: Result) -> list[str]:
+    """What is sent, and temporary memory and arguments over those of one device."""
+    over = "{{{0}.temp_over_one:.2f}} + {{{0}.argument_over_one:.2f}}"
+    told = "{0}  {{{0}.wire_bytes:KiB,.0f}} KiB; " + over
+    heads = ["network  {network}", "layout  {layout}", "precision  {precision}", "sums in  {sums}"]
+    return heads + [told.format(target) for target in groups(_scaled(data), "target")]
+
+
+weak_scaling = _of_devices(_by_target, _targets)
 
 # --- Memory ----------------------------------------------------------------------------------
 
 
+def _exponent(sizes: list[int], costs: list[float]) -> float:
+    """The slope of costs over sizes, both in logarithms: 1 is linear growth."""
+    return statistics.linear_regression(*([math.log(n) for n in x] for x in (sizes, costs))).slope
+
+
 def _sweeps(data: Result) -> Iterator[Record]:
-    """Memory and kernels on an H100 and flops, which a CPU tells, by size; and their slopes."""
-    slopes = groups(data["exponents"], "target", "sweep", "way", "cost")
+    """Memory and kernels on an H100 and flops, which a CPU tells, by size; and their exponents."""
     costs = groups(data["costs"], "target", "sweep", "way")
-    for target, *at in costs:
+    for target, sweep, way in costs:
         if target == "h100":
-            h100, cpu = costs["h100", *at], costs["cpu", *at]
-            sweep, way = at
-            base = data["costs"][1]
+            h100, cpu = costs["h100", sweep, way], costs["cpu", sweep, way]
+            of = lambda records, name: [record[name] for record in records]
+            sizes, memory, flops = of(h100, sweep), of(h100, "temp_bytes"), of(cpu, "flops")
             yield {
-                "size": f"{sweep} {' · '.join(f'{c[sweep]:,}' for c in h100)}",
+                "size": f"{sweep} {_dots(sizes, '{:,}')}",
                 "way": way,
-                "memory": " · ".join(f"{c['temp_bytes'] / 2**20:,.0f}" for c in h100),
-                "memory_slope": slopes["h100", *at, "temp_bytes"][0]["exponent"],
-                "kernels": " · ".join(f"{c['kernels']:,}" for c in h100),
-                "flops": " · ".join(f"{c['flops'] / 1e9:,.1f}" for c in cpu),
-                "flops_slope": slopes["cpu", *at, "flops"][0]["exponent"],
-                "base": "{width} × {depth}, {points:,} points".format(**base),
+                "memory": _dots((n / 2**20 for n in memory), "{:,.0f}"),
+                "memory_slope": _exponent(sizes, memory),
+                "kernels": _dots(of(h100, "kernels"), "{:,}"),
+                "flops": _dots((n / 1e9 for n in flops), "{:,.1f}"),
+                "flops_slope": _exponent(sizes, flops),
+                "base": "{width} × {depth}, {points:,} points".format(**data["costs"][1]),
             }
+
+
+def _dots(values: Iterable[float], form: str) -> str:
+    return " · ".join(map(form.format, values))
 
 
 growth = Table(
@@ -146,65 +164,56 @@ growth = Table(
 )
 
 
-def _vit_memory(data: Result) -> Iterator[Record]:
-    tracing = {t["precision"]: t["over_float32"] for t in data["tracing"]}
-    for m in data["memory"]:
-        products = m["products"].items()
-        single = sum(n for name, n in products if name.endswith("f32 × f32"))
-        counts = {"products": sum(n for _, n in products), "single": single}
-        yield {**m, **counts, "tracing": tracing[m["precision"]]}
+def _of_vit(data: Result) -> Iterator[Record]:
+    """The steps of this library, of one size."""
+    programs = [p for p in data["programs"] if p["batch"] == 64]
+    for p in programs:
+        if p["rival"].startswith("mpx_pde"):
+            products = p["products"].items()
+            single = sum(n for name, n in products if name.endswith("f32 × f32"))
+            counts = {"count": sum(n for _, n in products), "single": single}
+            precision = p["rival"].removeprefix("mpx_pde ")
+            yield {**p, **counts, "precision": precision, "full": programs[0]}
 
 
 vit_memory = Table(
-    "vit_memory",
-    _vit_memory,
+    "vit_step-h100",
+    _of_vit,
     """
-    training                     {precision}
-    temp memory, GiB             {temp_bytes:GiB.2f}
-    over float32                 {over_float32:.2f}
-    products                     {products}
-    of these float32 × float32   {single}
-    time to trace, over float32  {tracing:.1f}
+    training                    {precision}
+    temp memory, GiB            {temp_bytes:GiB.2f}
+    over float32                {temp_bytes/full.temp_bytes:.2f}
+    products                    {count}
+    of these float32 × float32  {single}
     """,
     "ViT-Base ({blocks} blocks), batch {batch}, one training step with AdamW, " + NOT_RUN + ".",
 )
 
-derivatives = Table(
-    "derivatives",
-    "derivatives",
-    """
-    by                          {rival}
-    order                       {order}
-    values, GFLOP               {forward_flops:G.2f}
-    step, GFLOP                 {step_flops:G.2f}
-    step, ms                    {step_seconds.median:ms.0f}
-    temp memory, MiB            {step_temp_mib:.0f}
-    error of values in float16  {error_half:.1e}
-    """,
-    "{width} × {depth}, two coordinates, {points:,} points; a step is the gradient with respect to "
-    "the parameters, in float32.",
-)
 
-
-def _models(data: Result) -> Iterator[Record]:
-    for m in data["models"]:
-        method = {"fft": "FFT", "dft": "matrices"}[m["method"]]
-        products = ", ".join(m["products"])
-        yield {**m, "method": method, "products": products, "first": data["models"][0]}
+def _of_operator(data: Result) -> Iterator[Record]:
+    """The steps of this library, of one size."""
+    size = {"resolution": 128, "modes": 32}
+    programs = [p for p in data["programs"] if size.items() <= p.items()]
+    for p in programs:
+        if p["rival"].startswith("mpx_pde"):
+            _, method, precision = p["rival"].split(" ", 2)
+            method = {"fft": "FFT", "dft": "matrices"}[method]
+            told = {"method": method, "precision": precision, "products": ", ".join(p["products"])}
+            yield {**p, **told, "first": programs[0]}
 
 
 spectral_models = Table(
-    "spectral",
-    _models,
+    "fno_step-h100",
+    _of_operator,
     """
-    precision         {dtype}
+    precision         {precision}
     transform         {method}
     temp memory, GiB  {temp_bytes:GiB.2f}
     of the first      {temp_bytes/first.temp_bytes:.2f}
     products          {products}
     FFTs              {ffts}
     """,
-    "Four blocks, {size}², {modes} modes, {channels} channels, a batch of {batch}; "
+    "Four blocks, {resolution}², {modes} modes, {channels} channels, a batch of {batch}; "
     + NOT_RUN
     + ".",
 )

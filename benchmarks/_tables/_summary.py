@@ -2,11 +2,11 @@
 
 import statistics
 from collections.abc import Iterable
-from typing import Any
 
 from ._breadth import Ratios, number
 from ._format import NOT_RUN, Result, load, markdown, older
-from ._predicted import speedups
+from ._predicted import saved, speedups
+from ._programs import over_by_hand
 
 
 NEAR = 1.05  # times the error of float32 is as good: seeds differ by more
@@ -19,6 +19,12 @@ RUNS = {
     "float32-rounded": "float32 with its first weights rounded once: chance",
 }
 
+COMPILED = {
+    "physics-informed step": "cavity-512",
+    "neural operator": "fno-128",
+    "ViT-Base": "vit-base",
+}
+
 
 def _ages(read: Iterable[Result]) -> str:
     """Which of the results are older than the code, a line for each reason."""
@@ -28,11 +34,6 @@ def _ages(read: Iterable[Result]) -> str:
             reasons.setdefault(reason, []).append(f"`{data.name}`")
     told = [f"- {', '.join(names)}:{reason}\n" for reason, names in reasons.items()]
     return "".join(["\n", *told]) if told else ""
-
-
-def _memory(data: Result, section: str, **wanted: Any) -> int:
-    [record] = [r for r in data[section] if wanted.items() <= r.items()]
-    return record["temp_bytes"]
 
 
 def _errors(ratios: Ratios, name: str) -> str:
@@ -56,43 +57,19 @@ def headline() -> str:
         ["Seeds of these trainings", f"{seeds} a problem; its median"],
         ["Relative test error of neural operators, float16 and float32", _operators(ratios)],
     ]
-    predicted, spectral, vit = (
-        load(f"{n}-cpu") for n in ("predicted-h100", "spectral", "vit_memory")
-    )
-
-    def saved(data, section, full, half):
-        return _memory(data, section, **half) / _memory(data, section, **full)
-
-    cavity = {"problem": "cavity-512"}
-    memory = {
-        "physics-informed step": saved(
-            predicted,
-            "steps",
-            {**cavity, "rival": "mpx_pde float32"},
-            {**cavity, "rival": "mpx_pde float16"},
-        ),
-        "neural operator": saved(
-            spectral,
-            "models",
-            {"dtype": "float32", "method": "fft"},
-            {"dtype": "float16", "method": "dft"},
-        ),
-        "ViT-Base": saved(
-            vit, "memory", {"precision": "float32"}, {"precision": "autocast-float16"}
-        ),
-    }
+    predicted, overhead = load("predicted-h100-cpu"), load("overhead-cpu")
     rows += [
-        [f"Memory of a {name}, float16 over float32, {NOT_RUN}", f"{ratio:.2f}"]
-        for name, ratio in memory.items()
+        [f"Memory of a {name}, float16 over float32, {NOT_RUN}", f"{saved(predicted, problem):.2f}"]
+        for name, problem in COMPILED.items()
     ]
-    overhead = load("overhead-cpu")
-    extra = max(r["flops"] for r in overhead["ratios"] if r["flops"] is not None)
+    ours = (r for r in over_by_hand(overhead) if r["step"] == "mpx_pde" and r["flops"])
+    extra = max(r["flops"] / r["hand"]["flops"] for r in ours)
     rows += [
         ["Operations of a step, over the same step by hand, on a CPU", f"at most {extra:.2f}"],
         ["Speed on a GPU", _speed(predicted)],
     ]
-    read = [breadth, spectral, vit, overhead, predicted]
-    return f"{markdown(['what', 'measured'], rows)}\n{_ages(read)}"
+    ages = _ages([breadth, overhead, predicted])
+    return f"{markdown(['what', 'measured'], rows)}\n{ages}"
 
 
 def _operators(ratios: Ratios) -> str:

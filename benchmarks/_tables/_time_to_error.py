@@ -59,5 +59,8 @@ def _columns(data: Result) -> list[str]:
     ]
 
 
-def time_to_error(problem: str) -> Table:
+def _of(problem: str) -> Table:
     return Table(f"time_to_error-{problem}", _rows, _columns, "Seeds {seeds}; {size}.")
+
+
+cavity, burgers, navier_stokes = map(_of, ("cavity", "burgers", "navier_stokes"))
