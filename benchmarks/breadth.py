@@ -74,7 +74,7 @@ def run(report: Report, args: argparse.Namespace) -> int:
         report.name = f"breadth-{args.page}"
     page = PAGES[args.page]
     if args.resume:
-        report.resume(args.out, "trainings")
+        report.resume(args.out, "trainings", "earlier")
     names = args.problems or page.problems or problems().names()
     wanted = itertools.product(names, args.precision or page.precisions)
     for name, precision in report.within(args.minutes, wanted):

@@ -15,7 +15,7 @@ from benchmarks.__main__ import questions
 from benchmarks._levels import LEVELS, PIECE_MINUTES, Run, pieces
 from benchmarks._report import Report
 from benchmarks._rivals import RivalMissing, failure, require
-from benchmarks._tables._breadth import resolutions
+from benchmarks._tables._breadth import Ratios, resolutions
 from benchmarks._tables._format import Result
 from benchmarks._tf32 import emulate_tf32
 from benchmarks._trainings import Moment, first_below, take_turns
@@ -189,6 +189,27 @@ def test_errors_on_finer_grids_are_those_of_operators_by_precision():
     assert full == "| Darcy | float32 | 0 | 0.1000 | 0.2500 |"
     assert half == "| Darcy | float16 | 0 | 0.3000 | – |"
     assert rest == ["", "d, 2 cores, JAX j, Python p; `c`."]
+
+
+def test_trainings_by_earlier_code_stand_over_float32_of_their_day():
+    def of(precision, error, problem="u", seed=0):
+        about = {"optimizer": "adam", "steps": 9, "title": problem.upper(), "problem": problem}
+        return {**about, "precision": precision, "seed": seed, "error": error}
+
+    data = {
+        "trainings": [of("float32", 0.1), of("float32", 0.2, seed=1), of("bfloat16", 0.3)],
+        "earlier": [
+            *(of("float32", 0.05), of("bfloat16", 9.0), of("float16", 0.06)),
+            *(of("float32", 0.01, "v"), of("float16", 0.04, "v")),
+        ],
+    }
+    ratios = Ratios(data)
+    assert ratios.titles == {"u": "U", "v": "V"}
+    assert (ratios.error("u"), ratios.error("v")) == pytest.approx((0.15, 0.01))
+    assert ratios.of("u", "bfloat16") == pytest.approx([3.0])
+    assert ratios.of("u", "float16") == pytest.approx([1.2])
+    assert ratios.of("v", "float16") == pytest.approx([4.0])
+    assert [ratios.earlier(name) for name in ("bfloat16", "float16")] == [0, 2]
 
 
 # --- Derivatives of networks ----------------------------------------------------------------------

@@ -30,10 +30,17 @@ FAR = 2.0  # times the error of float32: told one by one
 
 
 class Ratios:
-    """What the trainings of a file come to: errors over those of float32 from the same seed."""
+    """What the trainings of a file come to: errors over those of float32 from the same seed, of
+    the same code. `earlier` ones count where a precision of a problem was not trained since."""
 
     def __init__(self, data: dict[str, Any], optimizer: str | None = None):
-        kept = [t for t in data["trainings"] if optimizer in (None, t["optimizer"])]
+        since = {(t["problem"], t["precision"]) for t in data["trainings"]}
+        earlier = [
+            {**t, "earlier": True}
+            for t in data.get("earlier", [])
+            if t["precision"] == "float32" or (t["problem"], t["precision"]) not in since
+        ]
+        kept = [t for t in (*data["trainings"], *earlier) if optimizer in (None, t["optimizer"])]
         self.full = {_key(t): t for t in kept if t["precision"] == "float32"}
         self.rest = [t for t in kept if t["precision"] != "float32" and _key(t) in self.full]
         self.by_problem = groups(self.rest, "problem", "precision")
@@ -44,7 +51,9 @@ class Ratios:
 
     def error(self, problem: str) -> float | None:
         """Of float32, the median over the seeds."""
-        found = [t["error"] for t in self.full.values() if t["problem"] == problem]
+        runs = [t for t in self.full.values() if t["problem"] == problem]
+        newest = min(t.get("earlier", False) for t in runs)
+        found = [t["error"] for t in runs if t.get("earlier", False) == newest]
         known = [e for e in found if e is not None]
         return statistics.median(known) if known else None
 
@@ -67,6 +76,11 @@ class Ratios:
         found = (self.of(problem, precision) for problem in self.solved)
         return [statistics.median(ratios) for ratios in found if ratios]
 
+    def earlier(self, precision: str) -> int:
+        """How many trainings of the problems that float32 solves are by earlier code."""
+        found = (t for p in self.solved for t in self.by_problem.get((p, precision), []))
+        return sum(t.get("earlier", False) for t in found)
+
     def skipped(self, problem: str, precision: str) -> float:
         """The share of the steps."""
         trainings = self.by_problem.get((problem, precision), [])
@@ -82,7 +96,8 @@ class Ratios:
 
 
 def _key(training: Record) -> tuple[Any, ...]:
-    return tuple(training[k] for k in ("problem", "optimizer", "seed", "steps"))
+    names = ("problem", "optimizer", "seed", "steps")
+    return (training.get("earlier", False), *(training[name] for name in names))
 
 
 def number(ratio: float) -> str:
@@ -102,6 +117,7 @@ def _overall(data: Result) -> Iterator[Record]:
                 "precision": LABELS[name],
                 "problems": len(medians),
                 "trainings": len(every),
+                "earlier": ratios.earlier(name),
                 "median": number(statistics.median(medians)),
                 "near": 100 * near,
                 "worst": number(max(medians)),
@@ -117,6 +133,7 @@ summary = Table(
     precision              {precision}
     problems               {problems}
     trainings              {trainings}
+    of these by earlier code, as float32 beside them  {earlier}
     median                 {median}
     problems at most 1.05  {near:.0f} %
     worst problem          {worst}
