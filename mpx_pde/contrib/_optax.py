@@ -1,5 +1,6 @@
 """Loss scaling for loops that take an optimizer, and nothing else."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -26,6 +27,16 @@ class LossScalingState(NamedTuple):
 
     scaling: AbstractLossScaling
     inner: PyTree
+
+
+def _scale_at(scale_in_params: Any, params: Any) -> Any:
+    leaf = scale_in_params(params)
+    if jnp.shape(leaf) != () or jnp.result_type(leaf) != jnp.float32:
+        raise ValueError(
+            "`contrib.scale_by_loss_scaling` needs a float32 scalar where `scale_in_params` "
+            f"points, such as `jnp.float32(2**15)`, but found {leaf!r}."
+        )
+    return leaf
 
 
 def scale_by_loss_scaling(
@@ -93,15 +104,7 @@ def scale_by_loss_scaling(
             "its number."
         )
 
-    def place(params):
-        assert scale_in_params is not None
-        leaf = scale_in_params(params)
-        if jnp.shape(leaf) != () or jnp.result_type(leaf) != jnp.float32:
-            raise ValueError(
-                f"`{call}` needs a float32 scalar where `scale_in_params` points, such as "
-                f"`jnp.float32(2**15)`, but found {leaf!r}."
-            )
-        return leaf
+    place = ft.partial(_scale_at, scale_in_params)
 
     def without_scale(tree):
         return tree if scale_in_params is None else eqx.tree_at(scale_in_params, tree, 0.0)
