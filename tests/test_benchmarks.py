@@ -206,6 +206,7 @@ def test_trainings_by_earlier_code_stand_over_float32_of_their_day():
     ratios = Ratios(data)
     assert ratios.titles == {"u": "U", "v": "V"}
     assert (ratios.error("u"), ratios.error("v")) == pytest.approx((0.15, 0.01))
+    assert ratios.error("w") is None
     assert ratios.of("u", "bfloat16") == pytest.approx([3.0])
     assert ratios.of("u", "float16") == pytest.approx([1.2])
     assert ratios.of("v", "float16") == pytest.approx([4.0])

@@ -52,7 +52,7 @@ class Ratios:
     def error(self, problem: str) -> float | None:
         """Of float32, the median over the seeds."""
         runs = [t for t in self.full.values() if t["problem"] == problem]
-        newest = min(t.get("earlier", False) for t in runs)
+        newest = min((t.get("earlier", False) for t in runs), default=False)
         found = [t["error"] for t in runs if t.get("earlier", False) == newest]
         known = [e for e in found if e is not None]
         return statistics.median(known) if known else None
