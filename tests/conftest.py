@@ -81,7 +81,7 @@ def pytest_collection_modifyitems(config, items):
     config.stash[UNKNOWN_SLOW] = sorted(of_files - found) if whole else []
 
 
-_ROOM = 2**30
+_ROOM = 3 * 2**29
 """Bytes of memory by which a process may grow before it drops its compiled programs."""
 
 _largest = pytest.StashKey[int]()
