@@ -52,9 +52,8 @@ class Ratios:
     def error(self, problem: str) -> float | None:
         """Of float32, the median over the seeds."""
         runs = [t for t in self.full.values() if t["problem"] == problem]
-        newest = min((t.get("earlier", False) for t in runs), default=False)
-        found = [t["error"] for t in runs if t.get("earlier", False) == newest]
-        known = [e for e in found if e is not None]
+        newest = [t for t in runs if "earlier" not in t] or runs
+        known = [t["error"] for t in newest if t["error"] is not None]
         return statistics.median(known) if known else None
 
     def of(self, problem: str, precision: str) -> list[float]:
@@ -79,7 +78,7 @@ class Ratios:
     def earlier(self, precision: str) -> int:
         """How many trainings of the problems that float32 solves are by earlier code."""
         found = (t for p in self.solved for t in self.by_problem.get((p, precision), []))
-        return sum(t.get("earlier", False) for t in found)
+        return sum("earlier" in t for t in found)
 
     def skipped(self, problem: str, precision: str) -> float:
         """The share of the steps."""
@@ -97,7 +96,7 @@ class Ratios:
 
 def _key(training: Record) -> tuple[Any, ...]:
     names = ("problem", "optimizer", "seed", "steps")
-    return (training.get("earlier", False), *(training[name] for name in names))
+    return ("earlier" in training, *(training[name] for name in names))
 
 
 def number(ratio: float) -> str:
