@@ -47,9 +47,7 @@ STEP = (
 DERIVATIVES = (
     *PRODUCTS,
     *_library("derivatives/*", "propagation/*", "_jaxpr", "_flat", "_forward", "_order"),
-    *_library("_derivative_of"),
-    *_library("_primitives"),
-    *_library("nn/_mlp", "nn/_ansatz", "nn/_activations"),
+    *_library("_derivative_of", "_primitives", "nn/_mlp", "nn/_ansatz", "nn/_activations"),
 )
 OPERATORS = (
     *PRODUCTS,

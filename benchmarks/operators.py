@@ -3,8 +3,8 @@
 The trainings are those of `examples/darcy.py` and `examples/navier_stokes.py`: the same
 operator, data, batches and optimizer for each seed, and nothing else tuned. Each variant of the
 paper's tables (Tu et al., Speeding up Fourier Neural Operators via Mixed Precision) is one of
-them; errors are those of the test samples, computed in the precision of the training. The
-results are written after each training, so a run that is stopped leaves what it has.
+them; errors are those of the test samples, computed in the precision of the training. A training
+is written as soon as it is there, and `--resume` goes on from the file if that is of the same code.
 
 `--size small` is meant for one CPU core (some seconds for each training, and as many to compile
 it), `--size full` for a GPU: the grid and the modes of the paper.
@@ -64,6 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--size", choices=("small", "full"), default="small")
     parser.add_argument("--steps", type=int, help="by default those of the size")
+    parser.add_argument("--resume", action="store_true", help="keep the trainings in the file")
 
 
 def trainings(modes: tuple[int, ...]) -> Iterator[tuple[str, Variant, int]]:
@@ -80,6 +81,8 @@ def run(report: Report, args: argparse.Namespace) -> int:
     shared: Any = load_example("_neural_operator")
     progress_bar = load_example("_progress").progress_bar
     size = SIZES["quick" if args.quick else args.size]
+    if args.resume:
+        report.resume(args.out, "trainings", same_code=True)
     problems = {
         name: load_example(name).problem(size.samples, size.strides, finest=size.finest)
         for name in PROBLEMS
@@ -95,28 +98,25 @@ def run(report: Report, args: argparse.Namespace) -> int:
                 steps=args.steps or size.steps,
             )
             for seed in args.seeds:
+                key = {"problem": name, **variant._asdict(), "modes": modes, "seed": seed}
+                if report.has("trainings", **key, steps=training.steps, samples=size.samples):
+                    continue
                 result = training(seed, progress, label=f"{name} {variant} {modes} {seed}")
-                record(report, size, name, variant, modes, seed, result)
+                record(report, size, key, result)
                 report.save(args.out)
     return 0
 
 
-def record(
-    report: Report, size: Size, problem: str, variant: Variant, modes: int, seed: int, result: Any
-) -> None:
-    resolution = size.finest // size.strides[0]
+def record(report: Report, size: Size, key: dict[str, Any], result: Any) -> None:
     errors = {str(n): norms for n, norms in result.errors.items()}
     # Over the last tenth of the steps, since each is of one batch.
     train_loss = float(result.loss[-max(len(result.loss) // 10, 1) :].mean())
     report.record(
         "trainings",
-        problem=problem,
-        **variant._asdict(),
-        modes=modes,
-        seed=seed,
+        **key,
         steps=len(result.loss),
         samples=size.samples,
-        resolution=resolution,
+        resolution=size.finest // size.strides[0],
         channels=size.channels,
         train_loss=train_loss,
         errors=errors,

@@ -165,6 +165,10 @@ def save_checkpoint(path: str | os.PathLike, state: PyTree) -> None:
     """
     call = "save_checkpoint"
     path = Path(path)
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"`{call}`: there is no folder {path.parent}. Make it first.")
+    if path.is_dir():
+        raise IsADirectoryError(f"`{call}`: {path} is a folder. Name a file in it.")
     leaves = _leaves(state, call)
     for where, x in leaves.items():
         if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):

@@ -100,12 +100,6 @@ def _implementation(x: Any) -> str | None:
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[BinaryIO]:
     """A file to write to, which becomes `path` as a whole, or not at all."""
-    if not path.parent.is_dir():
-        raise FileNotFoundError(
-            f"`save_checkpoint`: there is no folder {path.parent}. Make it first."
-        )
-    if path.is_dir():
-        raise IsADirectoryError(f"`save_checkpoint`: {path} is a folder. Name a file in it.")
     for left in path.parent.glob(f".{_escaped(path.name)}.*.partial"):
         _remove_if_abandoned(left)
     while True:

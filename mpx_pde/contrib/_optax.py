@@ -118,13 +118,10 @@ def scale_by_loss_scaling(
         if scale_in_params is not None and params is None:
             raise ValueError(f"`{call}` needs `params` in `update` to set the scale in them.")
         with jax.numpy_dtype_promotion("standard"):
-            unscaled = state.scaling.unscale(without_scale(updates))
-            if scale_in_params is not None:
-                # What scaled this loss is what stands in the parameters: another number than ours
-                # where it began as one, or where a learning rate behind us multiplied its update.
-                off = state.scaling.loss_scaling / place(params)
-                follow = lambda g: g * off.astype(g.dtype) if eqx.is_inexact_array(g) else g
-                unscaled = jtu.tree_map(follow, unscaled)
+            # What stands in the parameters is another number than ours where it began as one, or
+            # where a learning rate behind us multiplied its update.
+            used = state.scaling if scale_in_params is None else StaticLossScaling(place(params))
+            unscaled = used.unscale(without_scale(updates))
             finite = all_finite(unscaled)
             safe = jtu.tree_map(lambda g: jnp.where(finite, g, jnp.ones_like(g)), unscaled)
             new, inner = inside.update(safe, state.inner, params, **extra_args)
