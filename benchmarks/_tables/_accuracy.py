@@ -40,10 +40,15 @@ float8 = Table(
     "Relative errors against float64.",
 )
 
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}" if share >= 1 else f"{100 * share:.2g}%"
+
+
 frequencies = Table(
     "frequencies",
     lambda data: [
-        {"method": m["method"], **{k: f"{100 * error:.2g}%" for k, error in m["error"].items()}}
+        {"method": m["method"], **{k: _percent(error) for k, error in m["error"].items()}}
         for m in data["methods"]
     ],
     lambda data: ["\t  {method}", *(f"{k}  {{{k}}}" for k in data["methods"][0]["error"])],
