@@ -105,7 +105,8 @@ class PrecisionFloor(eqx.Module):
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %" if share < 1 or share != share else f"{100 * share:.0f} %"
+    # Two digits, but for what would be rounded to 1e+02.
+    return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.2g} %"
 
 
 def precision_floor(

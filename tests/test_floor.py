@@ -1,6 +1,7 @@
 """What rounding does to a training at present, against float64."""
 
 import math
+import re
 
 import equinox as eqx
 import jax
@@ -90,6 +91,17 @@ def test_the_table_and_the_verdict():
     assert f"{floor!s}".count("%") > 2 * len(paths)
     # A bfloat16 has eight bits, and u_xx a few roundings.
     assert 2.0**-12 < floor.terms["u_xx"] < 2.0**-4
+
+
+@pytest.mark.parametrize(
+    ("error", "told"), [(0.0123, "1.2 %"), (0.123, "12 %"), (0.997, "100 %"), (12.3, "1230 %")]
+)
+def test_shares_read_as_numbers(error, told):
+    x, none = jnp.float32(error), jnp.float32(jnp.nan)
+    parts = {"loss": x, "gradient": x, "noise": none, "finite": jnp.asarray(True)}
+    named = {"terms": {}, "parameters": {".w": x}, "parameter_noise": {".w": none}}
+    floor = mpx.PrecisionFloor(**parts, **named, precision="half", above="full", tolerance=0.1)
+    assert re.search(rf"\.w +{told} +nan %$", str(floor), re.MULTILINE), str(floor)
 
 
 def test_noise_is_the_standard_error_of_the_batch():

@@ -42,7 +42,7 @@ float8 = Table(
 
 
 def _percent(share: float) -> str:
-    return f"{share:.0%}" if share >= 1 else f"{100 * share:.2g}%"
+    return f"{share:.0%}" if share >= 0.095 else f"{100 * share:.2g}%"
 
 
 frequencies = Table(
