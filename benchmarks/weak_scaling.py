@@ -14,7 +14,8 @@ Three sizes of what is sent stand in a record, all for one device and one step:
 - `temp_bytes` and `argument_bytes`: memory, also relative to one device (`over_one`).
 
 The 64 TPUs are 16 hosts of a pod slice, the eight H100s one host; the compiler for TPUs takes
-about a minute for each of the cavity's programs. Nothing runs, so there are neither times nor
+about a minute for each of the cavity's programs, so what is done is written, and `--resume` goes on
+from the file if that is of the same code. Nothing runs, so there are neither times nor
 errors here: that all layouts train the same curve on 1 to 8 devices is what
 `tests/test_sharded.py` tests.
 
@@ -141,6 +142,7 @@ def measure(
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--platform", choices=TARGETS, default="h100")
     parser.add_argument("--problem", nargs="+", choices=tuple(SIZES), default=tuple(SIZES))
+    parser.add_argument("--resume", action="store_true", help="keep the programs in the file")
 
 
 def run(report: Report, args: argparse.Namespace) -> int:
@@ -148,8 +150,13 @@ def run(report: Report, args: argparse.Namespace) -> int:
     example = load_example("sharded")
     targets = there(report, TARGETS[args.platform])
     sizes = QUICK_SIZES if args.quick else SIZES
+    if args.resume:
+        report.resume(args.out, "steps", same_code=True)
     for problem in args.problem:
         for layout, precision, sums in STEPS:
             options = {"layout": layout, "precision": precision, "sum_dtype": sums}
+            if report.has("steps", problem=problem, width=sizes[problem].width, **options):
+                continue
             measure(report, example, problem, sizes[problem], targets, options)
+            report.save(args.out)
     return 0
