@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ._plan import Index, Plan
+from ._plan import Index, Plan, chains
 from ._rules import Rules
 from ._streams import DEEP, Jet, is_inexact, primal_of
 
@@ -35,45 +35,58 @@ def nested(fun: Callable[..., list], operands: Sequence[Any], rules: Rules) -> l
         results = whole(moved)
         return [results[i] for i in live]
 
+    curves: dict[Index, Any] = {}
     streams: list[dict[Index, Any]] = [{} for _ in out]
     for key in plan.keys:
-        parts = _stream(function, jets, key, rules)
+        parts = _linear(function, jets, key, plan)
+        for weight, index in rules.weights.get(key, ((None, key),)):
+            if not _bends(jets, index):
+                continue
+            if index not in curves:
+                curves[index] = _curved(function, jets, index, plan)
+            bent = curves[index]
+            if weight is not None:
+                bent = [rules.weighted(weight, x, index) for x in bent]
+            parts = bent if parts is None else [x + y for x, y in zip(parts, bent, strict=True)]
         if parts is not None:
             for i, x in zip(live, parts, strict=True):
                 streams[i][key] = x
     return [Jet(x, s, DEEP) for x, s in zip(out, streams, strict=True)]
 
 
-def _stream(function, jets, key, rules) -> list | None:
-    """`None` where it vanishes: no operand moves in these directions."""
-    plan: Plan = rules.plan
-    if key not in rules.weights:
-        return _derivative(function, jets, key, plan, own=True) if _move(jets, key) else None
-    # The linear part of a sum, and what its summands add to it.
-    total = None
-    if any(key in x.streams for x in jets):
-        tangents = [x.streams.get(key, jnp.zeros_like(x.primal)) for x in jets]
-        total = jax.jvp(function, [x.primal for x in jets], tangents)[1]
-    for weight, index in rules.weights[key]:
-        if not _move(jets, index):
-            continue
-        parts = _derivative(function, jets, index, plan, own=False)
-        parts = [rules.weighted(weight, x, index) for x in parts]
-        total = parts if total is None else [x + y for x, y in zip(total, parts, strict=True)]
-    return total
+def _linear(function, jets, key: Index, plan: Plan) -> list | None:
+    """What a stream adds to itself; `None` where no operand has it."""
+    at = [i for i, x in enumerate(jets) if key in x.streams]
+    if not at:
+        return None
+    primals = [x.primal for x in jets]
+
+    def some(*moved):
+        full = list(primals)
+        for i, x in zip(at, moved, strict=True):
+            full[i] = x
+        return function(*full)
+
+    def push(*tangents):
+        return jax.jvp(some, tuple(primals[i] for i in at), tangents)[1]
+
+    tangents = [jets[i].streams[key] for i in at]
+    return push(*tangents) if plan.size(key) is None else jax.vmap(push)(*tangents)
 
 
-def _move(jets, index: Index) -> bool:
-    return any(set(k) <= set(index) for x in jets for k in x.streams)
+def _bends(jets, index: Index) -> bool:
+    """Whether streams of lower order add up to this one."""
+    present = {k for x in jets for k in x.streams}
+    terms = (blocks for order in chains(index).values() for _, blocks in order)
+    return any(present.issuperset(blocks) for blocks in terms)
 
 
-def _derivative(function, jets, index: Index, plan: Plan, own: bool) -> list:
-    """A derivative along the polynomials, with or without the term of that order itself."""
-    size = plan.size(index)
+def _curved(function, jets, index: Index, plan: Plan) -> list:
+    """The derivative along the polynomials without the term of that order itself."""
     below = {
         k: [x.streams.get(k) for x in jets]
         for k in plan.indices
-        if set(k) <= set(index) and (own or k != index)
+        if set(k) <= set(index) and len(k) < len(index)
     }
 
     def evaluate(below):
@@ -101,7 +114,7 @@ def _derivative(function, jets, index: Index, plan: Plan, own: bool) -> list:
             out = along(out, i)
         return out({i: jnp.zeros(()) for i in directions})
 
-    return evaluate(below) if size is None else jax.vmap(evaluate)(below)
+    return evaluate(below) if plan.size(index) is None else jax.vmap(evaluate)(below)
 
 
 def _monomial(index: Index, parameters: dict[int, Any], dtype: Any) -> Any:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from .._jaxpr import aval_of
+from .._jaxpr import aval_of, differentiable, pushforward
 from . import _tables as tables
 from ._plan import Index, Plan, chains, splits
 from ._selections import SELECTIONS
@@ -164,7 +164,7 @@ class Rules:
             return self._linear
         if name == "custom_jvp_call":
             return self._custom if self._is_elementwise(eqn, moving, operands) else None
-        real = not any(jnp.issubdtype(aval_of(v).dtype, jnp.complexfloating) for v in eqn.invars)
+        real = not any(map(_is_complex, eqn.invars))
         if moving == [0] and real and (has_tower(name) or name in tables.ELEMENTWISE):
             return self._elementwise
         return None
@@ -197,6 +197,9 @@ class Rules:
         args, axes = [], []
         size = self.plan.size(key)
         name = eqn.primitive.name
+        if name == "gather":
+            # What is read beyond the end is a constant.
+            eqn = eqn.replace(params={**eqn.params, "fill_value": 0})
         if name in ("add", "sub", "add_any"):
             return [self._added(eqn, operands, key)]
         for x in operands:
@@ -283,21 +286,23 @@ class Rules:
 
     def _is_elementwise(self, eqn, moving, operands) -> bool:
         (out, *more) = eqn.outvars
-        if more or len(moving) != 1:
+        if more or len(moving) != 1 or any(map(_is_complex, (*eqn.invars, out))):
             return False
-        shape = jnp.shape(operands[moving[0]].primal)
+        x = operands[moving[0]]
+        shape = jnp.shape(x.primal)
         others_fit = all(
-            not isinstance(x, Jet) and jnp.shape(x) in ((), shape)
-            for i, x in enumerate(operands)
+            not isinstance(y, Jet) and jnp.shape(y) in ((), shape)
+            for i, y in enumerate(operands)
             if i not in moving
         )
-        return others_fit and out.aval.shape == shape and _pointwise(eqn.params["call_jaxpr"])
+        fits = others_fit and out.aval.shape == shape
+        return fits and _pointwise_custom(eqn, moving, self.order(x))
 
     def _custom(self, eqn, operands):
         (i,) = [i for i, x in enumerate(operands) if isinstance(x, Jet)]
         x = operands[i]
         others = [y for j, y in enumerate(operands) if j != i]
-        if eqn.params.get("name") == "logaddexp" and len(operands) == 2:
+        if _is_logaddexp(eqn):
             tower = closed_tower("logaddexp", self.order(x), x.primal, _number(others[0]))
         else:
 
@@ -318,14 +323,40 @@ def _number(x: Any) -> Any:
 _INNOCENT = frozenset({"mul", "div", "max", "min", "clamp", "pow", "atan2", "rem", "iota"})
 
 
-def _pointwise(closed: Any) -> bool:
-    """Whether a jaxpr does to each entry of its operand the same, whatever the others are."""
+def _is_complex(atom: Any) -> bool:
+    return jnp.issubdtype(aval_of(atom).dtype, jnp.complexfloating)
+
+
+def _is_logaddexp(eqn: JaxprEqn) -> bool:
+    """Whether a function with a derivative of its own is JAX's, be it of another's name."""
+    if len(eqn.invars) != 2:
+        return False
+    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    own = jax.make_jaxpr(jnp.logaddexp)(*avals).jaxpr.eqns[-1]
+    bodies = [str(e.params.get("call_jaxpr")) for e in (eqn, own)]
+    return bodies[0] == bodies[1]
+
+
+def _pointwise_custom(eqn: JaxprEqn, moving: Sequence[int], order: int) -> bool:
+    """Whether a function with a derivative of its own does to each entry the same, and so do its
+    derivatives to an order: the rule of one may mix entries that the function does not."""
+    if not _pointwise(eqn.params["call_jaxpr"]):
+        return False
+    return order < 1 or _pointwise(pushforward(eqn, moving), order - 1)
+
+
+def _pointwise(closed: Any, order: int = 0) -> bool:
+    """Whether a jaxpr does to each entry of its operands the same, whatever the others are, and so
+    do its derivatives to an order."""
     moves = frozenset({"add", "sub", "neg", "add_any", "select_n", "convert_element_type"})
     for eqn in closed.jaxpr.eqns:
         name = eqn.primitive.name
         inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        if inner is not None:
-            if not _pointwise(inner):
+        if name == "custom_jvp_call":
+            if not _pointwise_custom(eqn, differentiable(eqn.invars), order):
+                return False
+        elif inner is not None:
+            if not _pointwise(inner, order):
                 return False
         elif name == "broadcast_in_dim":
             if eqn.invars[0].aval.shape not in ((), eqn.outvars[0].aval.shape):

@@ -41,8 +41,10 @@ def reduce_extremum(eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
 def clamp(eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
     low, x, high = operands
     (primal,) = bind_primals(eqn, operands)
-    inside = ((x.primal > low) & (x.primal < high)).astype(primal.dtype)
-    return [Jet(primal, {k: inside * s for k, s in x.streams.items()}, after_nonlinear(x))]
+    inside = (x.primal > low) & (x.primal < high)
+    # Chosen, not multiplied by zero: outside it may be infinite.
+    out = {k: jnp.where(inside, s, jnp.zeros_like(s)) for k, s in x.streams.items()}
+    return [Jet(primal, out, after_nonlinear(x))]
 
 
 def sort(eqn: JaxprEqn, operands: Sequence[Operand]) -> list:

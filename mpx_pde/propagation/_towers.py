@@ -138,6 +138,9 @@ def _power(x, order, exponent):
         return _integer_power(x, order, exponent)
     out, factor = [], 1.0
     for k in range(order + 1):
+        if isinstance(factor, float) and factor == 0:
+            out.append(None)  # and no power of zero below it
+            continue
         out.append(factor * jnp.power(x, exponent - k) if k else jnp.power(x, exponent))
         factor = factor * (exponent - k)
     return out
@@ -157,10 +160,13 @@ def _integer_power(x, order, exponent):
     return out
 
 
-def _root(f, exponent):
+def _root(f, first, exponent):
+    """A root f with its first derivative as a function of it: infinite at zero, not undefined."""
+
     def tower(x, order):
-        out = [f(x)]
-        for k in range(order):
+        y = f(x)
+        out = [y, first(y)][: order + 1]
+        for k in range(1, order):
             out.append(out[-1] * (exponent - k) / x)
         return out
 
@@ -189,9 +195,9 @@ _CLOSED: dict[str, Callable[..., Tower]] = {
     "pow": _power,
     "integer_pow": _integer_power,
     "square": lambda x, order: _integer_power(x, order, 2),
-    "sqrt": _root(jnp.sqrt, 0.5),
-    "rsqrt": _root(lax.rsqrt, -0.5),
-    "cbrt": _root(jnp.cbrt, 1 / 3),
+    "sqrt": _root(jnp.sqrt, lambda y: 0.5 / y, 0.5),
+    "rsqrt": _root(lax.rsqrt, lambda y: -0.5 * y * y * y, -0.5),
+    "cbrt": _root(jnp.cbrt, lambda y: 1 / (3 * y * y), 1 / 3),
     "abs": _abs,
 }
 
@@ -245,7 +251,8 @@ def _vanishes(name: str, k: int, parameter: Any) -> bool:
     if name == "abs":
         return k > 1
     exponent = parameter if name in ("integer_pow", "pow") else None
-    return isinstance(exponent, int) and 0 <= exponent < k
+    whole = isinstance(exponent, int | float) and exponent == exponent // 1
+    return whole and 0 <= exponent < k
 
 
 def nested_tower(fun: Callable[[Array], Array], order: int, x: Array) -> Tower:
