@@ -374,6 +374,47 @@ def test_a_linear_solve_under_float64():
     assert relative(grads, want_grads) < TOLERANCES["bfloat16"]
 
 
+def _weights_in_a_loop(w, x):
+    scaled = lambda: w / jnp.maximum(jnp.linalg.norm(w), np.float32(1e-3))
+    step = lambda h, _: (jnp.tanh(h @ (scaled() + np.float32(0.5))), None)
+    return jnp.mean(jax.lax.scan(step, x, None, length=3)[0] ** 2)
+
+
+def _weights_in_a_branch(w, x):
+    double = lambda x: jnp.mean((jnp.tanh(x @ (w * np.float32(2))) @ w) ** 2)
+    return jax.lax.cond(jnp.sum(w * w) > np.float32(0.1), double, lambda x: jnp.mean(x @ w), x)
+
+
+def _weights_in_a_checkpoint(w, x):
+    inner = jax.checkpoint(lambda w, x: jnp.mean((x @ (w / jnp.linalg.norm(w) + 1)) ** 2))
+    return inner(w, x)
+
+
+def _loop_until(w, x):
+    more = lambda c: (c[0] * np.float32(1.5), c[1] + 1)
+    start = jax.lax.stop_gradient(jnp.sum(x**2)), 0
+    count = jax.lax.while_loop(lambda c: c[0] < np.float32(500.0), more, start)[1]
+    return count * jnp.mean((jnp.tanh(x @ w) @ w) ** 2)
+
+
+_OF_WEIGHTS = [_weights_in_a_loop, _weights_in_a_branch, _weights_in_a_checkpoint, _loop_until]
+
+
+@pytest.mark.parametrize("loss", _OF_WEIGHTS)
+def test_containers_with_numbers_of_float32_under_float64(loss):
+    """What is made of weights alone stays in the dtype of the program, and so do the numbers that
+    it meets; what a loop goes on by is wide."""
+    w, x = ROWS[:8] / 3, ROWS[8:]
+    with jax.enable_x64(True):
+        step = mpx.filter_value_and_grad(
+            loss, mpx.NoOpLossScaling(), policy=policy("bfloat16"), forward="float64"
+        )
+        value, _, _, grads = eqx.filter_jit(step)(w, x)
+        want, want_grads = jax.jit(jax.value_and_grad(loss))(w, x)
+    np.testing.assert_allclose(value, want, rtol=2.0**-20)  # that of the float32 program
+    assert relative(grads, want_grads) < TOLERANCES["bfloat16"]
+
+
 def test_accumulation():
     loss, model, batch = CASES["regression"]
     step = mpx.filter_accumulated_value_and_grad(

@@ -3,13 +3,13 @@
 handed in."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._jaxpr import LOOPS, bodies_of, rebind, scan_counts
 from ._plan import Index, Plan
@@ -25,11 +25,13 @@ class Containers:
     - `plan`: the streams.
     - `program`: evaluates a jaxpr.
     - `loaded`: a value as it is computed with. So all values cross a border.
+    - `half`: the positions of operands that are half at heart.
     """
 
     plan: Plan
     program: Callable[..., list[Operand]]
     loaded: Callable[[Operand], Operand]
+    half: Collection[int] = ()
 
     def __call__(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
         return _ENTERED[eqn.primitive.name](self, eqn, operands)
@@ -39,8 +41,12 @@ class Containers:
         closed: ClosedJaxpr,
         operands: Sequence[Operand],
         carried: Sequence[tuple[int, int]] = (),
+        first: int = 0,
     ) -> list[Operand]:
-        return list(map(self.loaded, self.program(closed, operands, carried=carried)))
+        """A body that takes the operands of the equation from the `first` on."""
+        half = [i - first for i in self.half if i >= first]
+        out = self.program(closed, operands, carried=carried, half=half)
+        return list(map(self.loaded, out))
 
     # Loops.
 
@@ -110,14 +116,16 @@ class Containers:
 
     def _while(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
         test, body = bodies_of(eqn)
-        n_body = eqn.params["body_nconsts"]
-        n = eqn.params["cond_nconsts"] + n_body
+        first, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        n = first + n_body
 
         def proceed(*values):
-            return jaxpr_as_fun(test)(*map(primal_of, values))
+            # In registers, as the step is, and by the values alone.
+            bare = [Jet(x.primal, {}, x.stage) if isinstance(x, Jet) else x for x in values]
+            return list(map(primal_of, self._inside(test, bare)))
 
         def step(*values):
-            out = self._inside(body, values)
+            out = self._inside(body, values, first=first)
             return [self._carried(y, x, DEEP) for y, x in zip(out, values[n_body:], strict=True)]
 
         init = [self._full(x, DEEP) for x in operands[n:]]
@@ -127,7 +135,7 @@ class Containers:
 
     def _cond(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
         index, *rest = operands
-        branches = [lambda *rest, b=b: self._inside(b, rest) for b in bodies_of(eqn)]
+        branches = [lambda *rest, b=b: self._inside(b, rest, first=1) for b in bodies_of(eqn)]
         every = list(zip(*(jax.eval_shape(b, *rest) for b in branches), strict=True))
 
         def alike(branch):

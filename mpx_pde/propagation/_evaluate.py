@@ -61,13 +61,15 @@ class Evaluator:
         operands: Sequence[Any],
         asked: Collection[Index] | None = None,
         carried: Collection[tuple[int, int]] = (),
+        half: Collection[int] = (),
     ) -> list[Any]:
         """The results of a jaxpr, of which is right what is `asked` for (see `Role`), or all;
-        operands and results are jets or arrays. Of the step of a loop some are `carried` on."""
+        operands and results are jets or arrays. Of the step of a loop some are `carried` on. The
+        operands at the positions `half` are half at heart."""
         flat = flatten(closed, forward_mode=not self.plain)
         env: dict[int, Any] = {k: self._given(c.value) for k, c in flat.constants.items()}
         env.update(zip(flat.inputs, operands, strict=True))
-        halves = self.product.halves(flat, env)
+        halves = self.product.halves(flat, env, [flat.inputs[i] for i in half])
         stages = {k: x.stage for k, x in env.items() if isinstance(x, Jet)}
         plan = self.rules.plan
         params = None
@@ -190,7 +192,7 @@ class Evaluator:
     def _results(self, step: Step, operands: list[Any], roles) -> list[Any]:
         eqn = step.eqn
         if not any(isinstance(x, Jet) for x in operands):
-            return own_bind(eqn, operands)
+            return own_bind(eqn, _typed(eqn, operands))
         name = eqn.primitive.name
         if name in tables.PRODUCTS:
             out, how = self.product(step, operands, roles, self.storage, self.rules)
@@ -204,7 +206,9 @@ class Evaluator:
         if enters(eqn, self.plain):
             # What is lost in there cannot be told out here.
             inner = dataclasses.replace(self, lost=None)
-            out = Containers(self.rules.plan, inner.program, self._loaded)(eqn, operands)
+            half = self.product.half_operands(step, operands, roles)
+            enter = Containers(self.rules.plan, inner.program, self._loaded, half)
+            out = enter(eqn, operands)
             return self._noted(step, out, name, "")
         if self.plain:
             out = self._own(eqn, list(map(primal_of, operands)))
@@ -239,11 +243,7 @@ class Evaluator:
         programs = next(jaxprs_in(eqn), None) is not None
         if not programs and not any(d.itemsize > 4 for d in wide if d.kind == "f"):
             return own_bind(eqn, args)
-        typed = [
-            x.astype(v.aval.dtype) if is_inexact(x) else x
-            for x, v in zip(args, eqn.invars, strict=True)
-        ]
-        return [storage.constant(x) for x in own_bind(eqn, typed)]
+        return [storage.constant(x) for x in own_bind(eqn, _typed(eqn, args))]
 
     def _noted(self, step: Step, out: list[Any], rule: str, how: str) -> list[Any]:
         if self.note is not None:
@@ -254,6 +254,15 @@ class Evaluator:
         """A value as it is computed with."""
         storage = self.storage if self.full is None else self.full.storage
         return storage.loaded(x) if isinstance(x, Jet) else storage.constant(x)
+
+
+def _typed(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Operands in the dtypes that the program has them in: what does not depend on the point goes
+    into a loop as it meets what does."""
+    return [
+        x.astype(v.aval.dtype) if is_inexact(x) and x.dtype != v.aval.dtype else x
+        for x, v in zip(args, eqn.invars, strict=True)
+    ]
 
 
 _WITH_OWN_JVP = LOOPS | {"custom_jvp_call", "shard_map"}

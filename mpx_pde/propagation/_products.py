@@ -1,7 +1,7 @@
 """In which precision a product of streams is taken."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -41,10 +41,10 @@ class Product:
     algorithm: str | None = None
     open: bool = False
 
-    def halves(self, flat: Flat, env: Mapping[int, Any]) -> set[int]:
-        """The variables that do not depend on the point and are half at heart: half arrays, and
-        what a program computes from them alone, be it in float32."""
-        out = set()
+    def halves(self, flat: Flat, env: Mapping[int, Any], given: Iterable[int] = ()) -> set[int]:
+        """The variables that do not depend on the point and are half at heart: half arrays, what
+        is `given` as such, and what a program computes from them alone, be it in float32."""
+        out = set(given)
         for k, x in env.items():
             if not isinstance(x, Jet) and is_inexact(x) and self._is_half(x.dtype):
                 out.add(k)
@@ -125,12 +125,19 @@ class Product:
             return None if full or not is_half(dtype) else dtype
         if storage.dtype is None or asks_for_more(eqn) or self._meets_point(operands):
             return None
-        for x, atom in zip(operands, step.inputs, strict=True):
-            if not isinstance(x, Jet) and not (
-                atom in roles.half if not isinstance(atom, Constant) else self._is_half(x.dtype)
-            ):
-                return None
-        return storage.dtype
+        fixed = [i for i, x in enumerate(operands) if not isinstance(x, Jet)]
+        halves = self.half_operands(step, operands, roles)
+        return storage.dtype if halves.issuperset(fixed) else None
+
+    def half_operands(self, step: Any, operands: Sequence[Any], roles: Role) -> set[int]:
+        """The positions of operands that do not depend on the point and are half at heart."""
+        return {
+            i
+            for i, (x, atom) in enumerate(zip(operands, step.inputs, strict=True))
+            if not isinstance(x, Jet)
+            and is_inexact(x)
+            and (atom in roles.half if not isinstance(atom, Constant) else self._is_half(x.dtype))
+        }
 
     def _full(self, eqn: Any, storage: Storage) -> Any:
         """A product of arrays in registers that means it: no TF32 unless it was asked for."""
