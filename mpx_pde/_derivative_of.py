@@ -7,6 +7,8 @@ import jax
 import jax.tree_util as jtu
 from jax.custom_derivatives import SymbolicZero
 
+from ._forward import present_forward
+
 
 def with_derivative_of(fun: Callable, other: Callable) -> Callable:
     """`fun`, whose derivative in forward and reverse mode is that of `other`.
@@ -30,10 +32,14 @@ def with_derivative_of(fun: Callable, other: Callable) -> Callable:
                 every = list(primals)
                 for i, x in zip(moving, parts, strict=True):
                     every[i] = x
-                return other(*jtu.tree_unflatten(treedef, every))
+                return which(*jtu.tree_unflatten(treedef, every))
 
-            out_dot = jax.jvp(moved, [primals[i] for i in moving], [tangents[i] for i in moving])[1]
-            return value(*primals), out_dot
+            inside = present_forward() is not None
+            which = fun if inside else other
+            out, out_dot = jax.jvp(
+                moved, [primals[i] for i in moving], [tangents[i] for i in moving]
+            )
+            return out if inside else value(*primals), out_dot
 
         value.defjvp(rule, symbolic_zeros=True)
         return value(*leaves)

@@ -128,8 +128,9 @@ def test_streams_without_a_rule_share_their_derivatives():
     # All of them one by one come to three and a half times one of them.
     assert number(linear) < 3 * one
     got, want = jax.jit(linear)(POINT), jax.jit(jax.hessian(fun))(POINT)
-    np.testing.assert_allclose(got["a_u"], jnp.trace(want), rtol=1e-5)
-    np.testing.assert_allclose(got["b_u"], 2 * want[0, 0] + want[0, 1], rtol=1e-5)
+    # float32: summands of about one, which partly cancel.
+    np.testing.assert_allclose(got["a_u"], jnp.trace(want), atol=1e-5)
+    np.testing.assert_allclose(got["b_u"], 2 * want[0, 0] + want[0, 1], atol=1e-5)
 
 
 # Loops and branches of a network in half precision.

@@ -649,6 +649,31 @@ def test_derivatives_of_derivatives(half):
     assert mpx.precision_report(gradient)(network, points).half_share > 0.5
 
 
+def _gradient_of_laplacians(model, points):
+    lap = lambda p: mpx.laplacian(model, coords="xy", outputs="u")(p)["lap_u"]
+    return jnp.mean(jax.vmap(jax.grad(lap))(points) ** 2)
+
+
+def _slope_of_fields(model, fields):
+    slope = lambda x: jax.jvp(model, (x,), (jnp.sin(x),))[1]
+    return jnp.mean((jax.vmap(slope)(fields) - 0.1) ** 2)
+
+
+@pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")
+@pytest.mark.parametrize("loss", [_gradient_of_laplacians, _slope_of_fields])
+def test_what_jax_differentiates_inside_of_a_loss_is_full(loss):
+    """A derivative in the loss of what the library differentiates apart is a part of the value."""
+    if loss is _slope_of_fields:
+        model, batch = nn.FNO(1, 1, 4, 1, (4,), key=KEY), FIELDS[:, :, 0]
+    else:
+        model, batch = nn.CoordinateMLP(2, "scalar", 16, 1, key=KEY), POINTS
+    want, want_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, batch)
+    value, grads = evaluated(loss, model, batch, "bfloat16")
+    # With the half derivative inside it was off by 2^-10 to 2^-15.
+    np.testing.assert_allclose(value, want, rtol=2.0**-20)
+    assert relative(grads, want_grads) < TOLERANCES["bfloat16"]
+
+
 def _residual(model, x, y):
     return jax.vmap(model)(x) - y
 
