@@ -331,7 +331,7 @@ def _is_logaddexp(eqn: JaxprEqn) -> bool:
     """Whether a function with a derivative of its own is JAX's, be it of another's name."""
     if len(eqn.invars) != 2:
         return False
-    avals = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in eqn.invars]
+    avals = [jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype) for v in eqn.invars]
     own = jax.make_jaxpr(jnp.logaddexp)(*avals).jaxpr.eqns[-1]
     bodies = [str(e.params.get("call_jaxpr")) for e in (eqn, own)]
     return bodies[0] == bodies[1]

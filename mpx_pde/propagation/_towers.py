@@ -251,8 +251,9 @@ def _vanishes(name: str, k: int, parameter: Any) -> bool:
     if name == "abs":
         return k > 1
     exponent = parameter if name in ("integer_pow", "pow") else None
-    whole = isinstance(exponent, int | float) and exponent == exponent // 1
-    return whole and 0 <= exponent < k
+    if not isinstance(exponent, int | float):
+        return False
+    return exponent == exponent // 1 and 0 <= exponent < k
 
 
 def nested_tower(fun: Callable[[Array], Array], order: int, x: Array) -> Tower:
