@@ -26,7 +26,7 @@ from ._precision_report import OF_AUTOCAST, OF_CASTS, checked, evaluated, traced
 from ._search import can_search, differentiable_search, search, search_eagerly
 from ._tree import all_finite, in_a_line, with_fields
 from ._types import PyTree
-from ._varying import mark_varying
+from ._varying import mark_varying, size_of_axis
 from .autocast import autocast as autocast_function
 from .derivatives._counts import check_takes_derivatives, sum_counts
 from .derivatives._scaling import Scaling
@@ -153,6 +153,8 @@ class Gradient(eqx.Module):
     def scaled(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree, PyTree]:
         """The unscaled float32 loss, auxiliary output, the still-scaled gradients, which have the
         dtypes of the masters in `args[0]`, and the counts of derivatives (`None` without)."""
+        if self.options.axis_name is not None:
+            size_of_axis(self.options.axis_name, self.options.call)
 
         def loss(differentiated):
             # Casting in here makes the cast part of what is differentiated: the gradients arrive
@@ -174,7 +176,7 @@ class Gradient(eqx.Module):
         # With the scale that scaled them, not with the adjusted one.
         grads = self.scaling.unscale(grads)
         grads = jtu.tree_map(
-            lambda g, m: g if g is None else g.astype(m.dtype),
+            lambda g, m: g if g is None else g.astype(jax.dtypes.canonicalize_dtype(m.dtype)),
             grads,
             eqx.filter(model, eqx.is_inexact_array),
             is_leaf=lambda x: x is None,
