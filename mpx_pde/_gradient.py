@@ -2,6 +2,7 @@
 it they return."""
 
 import dataclasses
+import functools as ft
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -19,16 +20,18 @@ from jaxtyping import Array, Bool, Inexact
 from ._cast import widen
 from ._dtypes import true_float32
 from ._forward import Forward
+from ._jaxpr import contains
 from ._loss_scaling import check_scaling, split_aux
 from ._notes import noting_the_cast, noting_the_trace
 from ._options import Options, parse_options
-from ._precision_report import OF_AUTOCAST, OF_CASTS, checked, evaluated, traced
+from ._precision_report import OF_AUTOCAST, OF_CASTS, checked, evaluated, traced, warn_user
 from ._search import can_search, differentiable_search, search, search_eagerly
 from ._tree import all_finite, in_a_line, with_fields
 from ._types import PyTree
 from ._varying import mark_varying, size_of_axis
 from .autocast import autocast as autocast_function
 from .derivatives._counts import check_takes_derivatives, sum_counts
+from .derivatives._probe import tap_p
 from .derivatives._scaling import Scaling
 from .propagation import InForward
 
@@ -213,6 +216,20 @@ def _searched(
     return assemble(differentiable_search(closed, values, places, assemble, scaling, axis_name))
 
 
+def _with_derivatives(
+    evaluate: Callable, run: Callable, args: tuple, closed: ClosedJaxpr, *rest: Any
+) -> Any:
+    """`evaluate`, with a warning where a derivative scaling scales nothing in what was traced."""
+    if not contains(closed, {tap_p.name}):
+        warn_user(
+            f"`{args[0].options.call}` got a `Scaling`, but the loss takes no derivative by the "
+            "`derivatives` that it receives, so nothing in it is scaled or counted. Pass them on: "
+            "`mpx_pde.partials(..., scaling=derivatives)`. A loss without derivatives takes a loss "
+            "scaling alone, such as `scaling.loss`."
+        )
+    return evaluate(run, args, closed, *rest)
+
+
 def arrange_value_and_grad(gradient: Gradient, out: tuple) -> tuple:
     """What a transformation returns that returns the value."""
     (value, aux), scaling, finite, grads = out
@@ -291,6 +308,8 @@ class Transformed(eqx.Module):
         without = (gradient.without_overrides(), args, kwargs) if options.autocast else None
         asked_for = options.call, options.compute_dtype
         evaluate = _searched if searches else evaluated
+        if gradient.derivatives is not None and gradient.derivatives.active:
+            evaluate = ft.partial(_with_derivatives, evaluate)
         return checked(self.run, everything, *asked_for, advice, without, evaluate)
 
     def __get__(self, instance: Any, owner: Any = None):

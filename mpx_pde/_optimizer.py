@@ -72,7 +72,9 @@ def _naming_a_state_of_another(optimizer: Any, view: "_View") -> Iterator[None]:
         types = _initial(optimizer, view.params)
         if types is None:
             raise
-        shapes = lambda tree: [jnp.shape(x) for x in jtu.tree_leaves(eqx.filter(tree, eqx.is_array))]
+        shapes = lambda tree: [
+            jnp.shape(x) for x in jtu.tree_leaves(eqx.filter(tree, eqx.is_array))
+        ]
         wanted, given = jtu.tree_structure(types), jtu.tree_structure(view.state)
         is_struct = lambda x: isinstance(x, jax.ShapeDtypeStruct)
         expected = [x.shape for x in jtu.tree_leaves(types) if is_struct(x)]
@@ -223,7 +225,8 @@ def optimizer_update(
 
     **Raises:** at trace time, `ValueError` for gradients that do not match the model, a state of
     another optimizer or model, an unknown `master`, or one other than `"nearest"` for a model
-    without half-precision parameters, `TypeError` for an `optimizer` that is none or a `grads_finite` that is no scalar bool.
+    without half-precision parameters, `TypeError` for an `optimizer` that is none, a `grads_finite`
+    that is no scalar bool or a `key` that is none.
 
     ```python
     model, optimizer_state = mpx.optimizer_update(

@@ -138,8 +138,8 @@ class LevenbergMarquardt(eqx.Module):
             below it, and the solution refined once (Björck's corrected seminormal equations).
 
         **Raises:** `TypeError` for residuals that are no functions and a `solver` that is none,
-        `ValueError` for precisions that are unknown or need 64-bit types, dampings that are not positive and in order, a
-        negative `acceleration`, and `refinements` that are no number of them.
+        `ValueError` for precisions that are unknown or need 64-bit types, dampings that are not
+        positive and in order, a negative `acceleration`, and `refinements` that are no number.
         """
         functions = residuals if isinstance(residuals, tuple) else (residuals,)
         if not functions or not all(callable(f) for f in functions):

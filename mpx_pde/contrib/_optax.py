@@ -100,7 +100,7 @@ def scale_by_loss_scaling(
     if scale_in_params is not None and not callable(scale_in_params):
         raise TypeError(
             f"`{call}` takes a function from the parameters to the leaf that holds the scale as "
-            f"`scale_in_params`, such as `lambda params: params[\"scale\"]`, but got "
+            f'`scale_in_params`, such as `lambda params: params["scale"]`, but got '
             f"{scale_in_params!r}."
         )
     moves = not isinstance(scaling, StaticLossScaling | NoOpLossScaling)

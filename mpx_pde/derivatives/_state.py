@@ -84,8 +84,8 @@ class DerivativeScaling(AbstractScales):
         """Use `per_direction`, `per_order` or `per_term`."""
         if not isinstance(strategy, AbstractStrategy):
             raise TypeError(
-                "`DerivativeScaling` is made by `DerivativeScaling.per_direction(\"xt\")`, "
-                "`per_order(2)` or `per_term([\"u_x\", \"u_xx\"])`, and not called itself."
+                '`DerivativeScaling` is made by `DerivativeScaling.per_direction("xt")`, '
+                '`per_order(2)` or `per_term(["u_x", "u_xx"])`, and not called itself.'
             )
         self.strategy = strategy
         self.rule, start = parse_options(options, strategy, special or {}, call)

@@ -118,14 +118,15 @@ def _is_real(x: Any) -> bool:
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
-def _hidden(ratio: Any, channels: int, name: str, call: str) -> int:
-    """The channels of the hidden layer of a channel MLP."""
-    if not (_is_real(ratio) and 0 < ratio < math.inf):
-        raise ValueError(
-            f"`{call}` takes a positive number as `{name}`, the channels of a hidden layer over "
-            f"`hidden_channels`, but got {ratio!r}."
-        )
-    return max(1, round(ratio * channels))
+def _hidden(channels: int, ratios: dict[str, Any], call: str) -> dict[str, int]:
+    """The channels of the hidden layers of the channel MLPs, by name."""
+    for name, ratio in ratios.items():
+        if not (_is_real(ratio) and 0 < ratio < math.inf):
+            raise ValueError(
+                f"`{call}` takes a positive number as `{name}_ratio`, the channels of a hidden "
+                f"layer over `hidden_channels`, but got {ratio!r}."
+            )
+    return {name: max(1, round(ratio * channels)) for name, ratio in ratios.items()}
 
 
 def _parse_flags(remat: Any, grid_embedding: Any, call: str) -> tuple[bool, bool]:
@@ -230,15 +231,11 @@ class FNO(eqx.Module):
             num_layers=num_layers,
         )
         modes = parse_modes(modes, call)
-        padding = _parse_padding(domain_padding, len(modes), call)
         arithmetic = parse_arithmetic(dtype, call)
         check_key(key, call)
         lift_key, project_key, *keys = jax.random.split(key, num_layers + 2)
         ratios = {"lifting": lifting_ratio, "projection": projection_ratio, "mlp": mlp_ratio}
-        hidden = {
-            name: _hidden(ratio, hidden_channels, f"{name}_ratio", call)
-            for name, ratio in ratios.items()
-        }
+        hidden = _hidden(hidden_channels, ratios, call)
         block = ft.partial(
             Block,
             hidden_channels,
@@ -261,7 +258,7 @@ class FNO(eqx.Module):
         )
         self.activation = safe(activation)
         self.in_channels, self.out_channels = int(in_channels), int(out_channels)
-        self.domain_padding = padding
+        self.domain_padding = _parse_padding(domain_padding, len(modes), call)
         self.remat, self.grid_embedding = _parse_flags(remat, grid_embedding, call)
 
     def __call__(
