@@ -40,7 +40,7 @@ def _scale_at(scale_in_params: Any, params: Any) -> Any:
 
 
 def scale_by_loss_scaling(
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
     scaling: AbstractLossScaling,
     *,
     scale_in_params: Callable[[PyTree], Any] | None = None,

@@ -87,7 +87,7 @@ def _check_points(points: Any, coords: tuple[str, ...], call: str) -> None:
             f"`{call}` runs the network and looks at its derivatives, so it cannot be called "
             "inside of `jax.jit`, `jax.grad` or `jax.vmap`. Call it before the first step."
         )
-    shape = jnp.shape(points)
+    shape = np.shape(points)
     if len(shape) != 2 or shape[1] != len(coords) or not shape[0]:
         raise ValueError(
             f"`{call}` takes some points, an array of shape [points, {len(coords)}] of the "

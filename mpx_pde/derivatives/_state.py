@@ -244,7 +244,7 @@ class DerivativeScaling(AbstractScales):
     def _counts(self, counts: Any, method: str) -> Float32[Array, "rows columns"]:
         if isinstance(counts, DerivativeScaling):
             counts = counts.counts
-        if jnp.shape(counts) != self.counts.shape:
+        if getattr(counts, "shape", None) != self.counts.shape:
             raise ValueError(
                 f"`DerivativeScaling.{method}` takes the cotangent of its own `counts`, an array "
                 f"of shape {self.counts.shape}, but got {in_a_line(counts)}"
