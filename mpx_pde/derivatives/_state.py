@@ -80,7 +80,7 @@ class DerivativeScaling(AbstractScales):
     strategy: AbstractStrategy = eqx.field(static=True)
     rule: Rule = eqx.field(static=True)
 
-    def __init__(self, strategy=None, call=None, special=None, **options):
+    def __init__(self, strategy: Any = None, call: str = "", special: Any = None, **options: Any):
         """Use `per_direction`, `per_order` or `per_term`."""
         if not isinstance(strategy, AbstractStrategy):
             raise TypeError(

@@ -105,7 +105,7 @@ def _coordinates(grid: tuple[int, ...]) -> np.ndarray:
 
 def _parse_padding(padding: Any, dims: int, call: str) -> tuple[int | float, ...]:
     several = isinstance(padding, Sequence | np.ndarray) and not isinstance(padding, str)
-    parsed = tuple(padding) if several else (padding,) * dims
+    parsed: tuple[Any, ...] = tuple(padding) if several else (padding,) * dims
     if len(parsed) != dims or not all(_is_real(p) and 0 <= p <= 1 for p in parsed):
         raise ValueError(
             f"`{call}` takes `domain_padding` as a fraction of the domain, from 0 to 1, or one for "
