@@ -111,12 +111,12 @@ def _run(
     zero = jtu.tree_map(jnp.zeros_like, widen([masters, counts]))
     (total, counts), arrays = lax.scan(body, zero, batched, length=micro_batches)
     # What is wrong with the loss itself has been told before.
-    if not batched and micro_batches > 1:
+    if not batched and micro_batches > 1 and jtu.tree_leaves(in_axes):
         raise ValueError(
             f"`{_CALL}` found no array to split into {micro_batches} micro-batches among the "
             f"{len(rest)} positional arguments after the model: each would get all of the batch. "
-            "Pass the batch by position, since keyword arguments are passed whole, and not as "
-            "`None` in `in_axes`."
+            "Pass the batch by position, since keyword arguments are passed whole. If that is "
+            "meant, say so by `in_axes=None`."
         )
     values, aux = eqx.combine(arrays, statics[-1])
     value = jnp.mean(values)

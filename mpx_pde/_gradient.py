@@ -24,7 +24,16 @@ from ._jaxpr import contains
 from ._loss_scaling import check_scaling, split_aux
 from ._notes import noting_the_cast, noting_the_trace
 from ._options import Options, parse_options
-from ._precision_report import OF_AUTOCAST, OF_CASTS, checked, evaluated, traced, warn_user
+from ._precision_report import (
+    LEAST_IN_FULL,
+    OF_AUTOCAST,
+    OF_CASTS,
+    OF_FORWARDS,
+    checked,
+    evaluated,
+    traced,
+    warn_user,
+)
 from ._search import can_search, differentiable_search, search, search_eagerly
 from ._tree import all_finite, in_a_line, with_fields
 from ._types import PyTree
@@ -304,13 +313,15 @@ class Transformed(eqx.Module):
                 again = lambda scaling: self.run(gradient.at(scaling), args, kwargs)
                 return search_eagerly(again, gradient.scaling, out, options.axis_name)
         advice = OF_CASTS if options.autocast is None else OF_AUTOCAST
+        advice = OF_FORWARDS if options.in_full else advice
+        least = LEAST_IN_FULL if options.in_full else 0.5
         # Who names what stays in float32 is not warned of that.
         without = (gradient.without_overrides(), args, kwargs) if options.autocast else None
         asked_for = options.call, options.compute_dtype
         evaluate = _searched if searches else evaluated
         if gradient.derivatives is not None and gradient.derivatives.active:
             evaluate = ft.partial(_with_derivatives, evaluate)
-        return checked(self.run, everything, *asked_for, advice, without, evaluate)
+        return checked(self.run, everything, *asked_for, advice, without, evaluate, least)
 
     def __get__(self, instance: Any, owner: Any = None):
         return self if instance is None else eqx.Partial(self, instance)

@@ -279,11 +279,20 @@ OF_CASTS = (
     '`FullPrecision(layer, out_dtype="half")`; or pass `autocast=True`, which decides by operation.'
 )
 
+OF_FORWARDS = (
+    "With `forward=` that is the forward pass, the loss, the first layer, and what `FullPrecision` "
+    "holds: a small network has little else, and gains nothing by half precision."
+)
+
 OF_AUTOCAST = (
     "`autocast` leaves float64 as it is, and what is kept in float32 by `FullPrecision` or by a "
     "`precision` or `dtype` of its own."
 )
 
+
+LEAST_IN_FULL = 1 / 3
+"""Of the work that should be half where values are evaluated in full: the backward pass is two
+thirds of it."""
 
 OF_JACOBIANS = (
     "The first layer, what meets a network's one output, and what `FullPrecision` holds stay in "

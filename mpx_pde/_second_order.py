@@ -17,7 +17,7 @@ from ._conjugate import refined
 from ._dtypes import is_half
 from ._forward import Forward, check_forward
 from ._loss_scaling import DynamicLossScaling
-from ._precision_report import OF_JACOBIANS, checked, traced
+from ._precision_report import LEAST_IN_FULL, OF_JACOBIANS, checked, traced
 from ._residuals import as_vector, check_dampings, check_parameters, check_solver, length_of
 from ._tree import in_a_line, select_tree
 from ._types import PyTree
@@ -26,8 +26,6 @@ from .propagation import InForward
 
 _CALL = "LevenbergMarquardt"
 _FORWARDS = ("float32", "float64")
-_LEAST = 1 / 3
-"""Of a Jacobian's work that should be half where it is asked for: that of values is in full."""
 _JACOBIANS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -359,7 +357,7 @@ class LevenbergMarquardt(eqx.Module):
             return self._linearized(*args)
         instead = f"jacobian={self.forward!r}"
         return checked(
-            self._linearized, args, _CALL, dtype, OF_JACOBIANS, least=_LEAST, instead=instead
+            self._linearized, args, _CALL, dtype, OF_JACOBIANS, least=LEAST_IN_FULL, instead=instead
         )
 
     def _factored(
