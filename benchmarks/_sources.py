@@ -104,7 +104,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "pinn_step": (*STEP, *DERIVATIVES, *CLOCK),
     "predicted": (*STEP, *DERIVATIVES, *OPERATORS, *AUTOCAST, *COMPILER),
     "products": (),
-    "second_order": (*STEP, *DERIVATIVES, *_library("_conjugate", "_second_order")),
+    "second_order": (*STEP, *DERIVATIVES, *_library("_conjugate", "_residuals", "_second_order")),
     "spectral": (*OPERATORS, *CLOCK),
     "time_to_error-burgers": (*PINNS, *BURGERS),
     "time_to_error-cavity": (*PINNS, *CAVITY),

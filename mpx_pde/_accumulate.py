@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -109,13 +110,22 @@ def _run(
         counts = gradient.derivatives.counts
     zero = jtu.tree_map(jnp.zeros_like, widen([masters, counts]))
     (total, counts), arrays = lax.scan(body, zero, batched, length=micro_batches)
+    # What is wrong with the loss itself has been told before.
+    if not batched and micro_batches > 1 and jtu.tree_leaves(in_axes):
+        raise ValueError(
+            f"`{_CALL}` found no array to split into {micro_batches} micro-batches among the "
+            f"{len(rest)} positional arguments after the model: each would get all of the batch. "
+            "Pass the batch by position, since keyword arguments are passed whole. If that is "
+            "meant, say so by `in_axes=None`."
+        )
     values, aux = eqx.combine(arrays, statics[-1])
     value = jnp.mean(values)
     mean = jtu.tree_map(lambda g: g / micro_batches, total)
     if gradient.options.use_mixed_precision:
         state = gradient.finish(mean, model, counts)
     else:
-        grads = jtu.tree_map(lambda g, m: g.astype(m.dtype), mean, masters)
+        like = lambda g, m: g.astype(jax.dtypes.canonicalize_dtype(m.dtype))
+        grads = jtu.tree_map(like, mean, masters)
         state = gradient.scaling, jnp.array(True), grads
     return (value, aux), *state
 
@@ -189,7 +199,8 @@ def filter_accumulated_value_and_grad(
     - `in_axes`: the batch axis of the positional arguments after the model: one for all, or a
         prefix of the tuple of them, in which `None` marks what every micro-batch gets whole.
         Scalars (such as a `jax.random.key`), non-arrays, `eqx.nn.State` and keyword arguments are
-        always passed whole.
+        always passed whole. So one key draws the same numbers in every micro-batch: for a key each
+        pass `jax.random.split(key, micro_batches)`, of which each gets an array of one, `keys[0]`.
 
     **Returns:**
 
@@ -198,7 +209,8 @@ def filter_accumulated_value_and_grad(
     `micro_batches`, and what is no array comes back as it is.
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][], and `ValueError` for a batch that does not
-    divide, an `in_axes` that does not fit or a `micro_batches` below 1.
+    divide, arguments of which nothing can be split, an `in_axes` that does not fit or a
+    `micro_batches` below 1.
 
     ```python
     value_and_grad = mpx.filter_accumulated_value_and_grad(loss, scaling, 8)
@@ -206,10 +218,10 @@ def filter_accumulated_value_and_grad(
     ```
     """
     arguments = locals()
-    if not isinstance(micro_batches, int) or micro_batches < 1:
+    if not is_integer(micro_batches) or micro_batches < 1:
         raise ValueError(
             f"`{_CALL}` needs a positive integer as `micro_batches`, but got {micro_batches!r}."
         )
     # A PyTree, unlike `functools.partial`: made anew at each step it is the same to jit's cache.
-    run = eqx.Partial(_run, micro_batches=micro_batches, in_axes=in_axes)
+    run = eqx.Partial(_run, micro_batches=int(micro_batches), in_axes=in_axes)
     return transformed(_CALL, arguments, run, arrange_value_and_grad)

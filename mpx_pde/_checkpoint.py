@@ -12,9 +12,11 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 
 from ._checkpoint_file import Entry, is_data, opened, replaced, write
 from ._loss_scaling import AbstractLossScaling
+from ._tree import in_a_line
 from ._types import PyTree
 from .derivatives import DerivativeScaling, Scaling
 from .derivatives._strategies import AbstractStrategy
@@ -128,8 +130,14 @@ def check_scaling_options(saved: Mapping[str, Any], tree: PyTree) -> None:
     - `saved`: what [`mpx_pde.scaling_options`][] returned, through JSON or not.
     - `tree`: the PyTree that the checkpoint is restored into.
 
-    **Raises:** `ValueError` that lists each option that differs.
+    **Raises:** `ValueError` that lists each option that differs; `TypeError` for a `saved` that is
+    no such mapping.
     """
+    if not isinstance(saved, Mapping) or not all(isinstance(x, Mapping) for x in saved.values()):
+        raise TypeError(
+            "`check_scaling_options` takes what `scaling_options` returned as `saved`, and the "
+            f"state after it, but got {in_a_line(saved)} as `saved`."
+        )
     differences = _option_differences(saved, tree)
     if differences:
         raise ValueError(
@@ -161,16 +169,22 @@ def save_checkpoint(path: str | os.PathLike, state: PyTree) -> None:
     **Raises:** `ValueError` for an array of which this process holds only a part, as in a run on
     several hosts: use Orbax there, with [`mpx_pde.scaling_options`][]; and for an array of Python
     objects. `FileNotFoundError` and `IsADirectoryError` for a `path` in a folder that does not
-    exist, or that is a folder itself.
+    exist, or that is a folder itself, `TypeError` for one that is none and inside of `jax.jit`.
     """
     call = "save_checkpoint"
-    path = Path(path)
+    path = _checked_path(path, call)
     if not path.parent.is_dir():
         raise FileNotFoundError(f"`{call}`: there is no folder {path.parent}. Make it first.")
     if path.is_dir():
         raise IsADirectoryError(f"`{call}`: {path} is a folder. Name a file in it.")
     leaves = _leaves(state, call)
     for where, x in leaves.items():
+        if isinstance(x, Tracer):
+            raise TypeError(
+                f"`{call}` writes a file, so it cannot be called inside of `jax.jit`, `jax.grad` "
+                f"or `jax.vmap`, but got a traced value at {where or 'the root'}. Call it between "
+                "steps."
+            )
         if isinstance(x, jax.Array) and not (x.is_fully_addressable or x.is_fully_replicated):
             raise ValueError(
                 f"`{call}`: the array at {where} is spread over several processes. Save it with "
@@ -212,6 +226,7 @@ def restore_checkpoint(path: str | os.PathLike, like: PyTree) -> PyTree:
     ```
     """
     call = "restore_checkpoint"
+    path = _checked_path(path, call)
     present = _leaves(like, call)
     with open(path, "rb") as file:
         saved, scalings, read = opened(file, path, call)
@@ -234,6 +249,15 @@ def restore_checkpoint(path: str | os.PathLike, like: PyTree) -> PyTree:
             )
         values = {where: read(where, x) for where, x in present.items()}
     return jtu.tree_map_with_path(lambda where, x: values.get(jtu.keystr(where), x), like)
+
+
+def _checked_path(path: Any, call: str) -> Path:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(
+            f"`{call}` takes the path of a file first, and the state after it, but got "
+            f"{in_a_line(path)} as `path`."
+        )
+    return Path(path)
 
 
 def _leaves(tree: PyTree, call: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int32
 from ._cast import map_operands, widen
 from ._dtypes import as_floating_dtype, is_half
 from ._types import AxisName, DTypeLike, PyTree
+from ._varying import size_of_axis
 
 
 def _half(dtype: Any, call: str) -> np.dtype:
@@ -164,7 +165,8 @@ def all_reduce_mean(tree: PyTree, axis_name: AxisName, *, dtype: DTypeLike | Non
     A PyTree of the same structure, shapes and dtypes, the same on all devices. Non-finite entries
     stay non-finite.
 
-    **Raises:** `ValueError` for a `dtype` that is no half type.
+    **Raises:** `ValueError` for a `dtype` that is no half type, and outside of such an axis;
+    `TypeError` for an `axis_name` that is no name.
 
     ```python
     scaling, finite, grads = mpx.filter_grad(loss, scaling, axis_name="devices")(params, batch)
@@ -172,7 +174,7 @@ def all_reduce_mean(tree: PyTree, axis_name: AxisName, *, dtype: DTypeLike | Non
     ```
     """
     call = "all_reduce_mean"
-    devices = lax.axis_size(axis_name)
+    devices = size_of_axis(axis_name, call)
     arrays, rest = eqx.partition(tree, eqx.is_inexact_array)
     leaves, structure = jtu.tree_flatten(arrays)
     wide = widen(leaves)

@@ -4,8 +4,10 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+import jax.tree_util as jtu
 
 from ._loss_scaling import AbstractLossScaling, check_scaling
+from ._tree import in_a_line
 from ._types import PyTree
 from .derivatives import Scaling
 
@@ -60,7 +62,8 @@ def error_if_stuck(
     **Returns:** `tree`.
 
     **Raises:** at run time, an error that tells which of loss, data and derivatives is to blame; at
-    trace time, `TypeError` for a scaling that does not count, `ValueError` for a number below 1.
+    trace time, `TypeError` for a scaling that does not count and a `tree` without arrays,
+    `ValueError` for a number below 1.
     """
     call = "error_if_stuck"
     check_scaling(scaling, call)
@@ -70,6 +73,11 @@ def error_if_stuck(
             f"`{call}` needs a scaling that counts skipped steps, but got "
             f"{type(scaling).__name__}. `mpx_pde.DynamicLossScaling(1, 1, max_loss_scaling=1)` "
             "counts, and scales nothing."
+        )
+    if not any(map(eqx.is_array, jtu.tree_leaves(tree))):
+        raise TypeError(
+            f"`{call}` needs a `tree` with an array, to which the check is tied and which is used "
+            f"in its place afterwards, such as the scaling itself, but got {in_a_line(tree)}."
         )
     limit = max_consecutive_skips
     if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:

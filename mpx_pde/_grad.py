@@ -109,7 +109,8 @@ def filter_value_and_grad(
     - `scaling`: a loss scaling, such as [`mpx_pde.DynamicLossScaling`][], or a
         [`mpx_pde.Scaling`][] with derivative scales as well. With the latter, `func` receives
         them as the keyword argument `derivatives`, and `grads_finite` is also false when one of
-        these derivatives overflowed. `None` will do without mixed precision.
+        these derivatives overflowed. Compiled, a `func` that takes no derivative by them in float16
+        is a [`mpx_pde.PrecisionWarning`][]. `None` will do without mixed precision.
     - `has_aux`: whether `func` returns auxiliary output.
     - `use_mixed_precision`: with `False` this is `equinox.filter_value_and_grad`: no cast, no
         scaling (`derivatives` is `None`), `scaling` comes back as it went in and `grads_finite`

@@ -2,6 +2,7 @@
 it they return."""
 
 import dataclasses
+import functools as ft
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -19,16 +20,27 @@ from jaxtyping import Array, Bool, Inexact
 from ._cast import widen
 from ._dtypes import true_float32
 from ._forward import Forward
+from ._jaxpr import contains
 from ._loss_scaling import check_scaling, split_aux
 from ._notes import noting_the_cast, noting_the_trace
 from ._options import Options, parse_options
-from ._precision_report import OF_AUTOCAST, OF_CASTS, checked, evaluated, traced
+from ._precision_report import (
+    LEAST_IN_FULL,
+    OF_AUTOCAST,
+    OF_CASTS,
+    OF_FORWARDS,
+    checked,
+    evaluated,
+    traced,
+    warn_user,
+)
 from ._search import can_search, differentiable_search, search, search_eagerly
 from ._tree import all_finite, in_a_line, with_fields
 from ._types import PyTree
-from ._varying import mark_varying
+from ._varying import mark_varying, size_of_axis
 from .autocast import autocast as autocast_function
 from .derivatives._counts import check_takes_derivatives, sum_counts
+from .derivatives._probe import tap_p
 from .derivatives._scaling import Scaling
 from .propagation import InForward
 
@@ -153,6 +165,8 @@ class Gradient(eqx.Module):
     def scaled(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree, PyTree]:
         """The unscaled float32 loss, auxiliary output, the still-scaled gradients, which have the
         dtypes of the masters in `args[0]`, and the counts of derivatives (`None` without)."""
+        if self.options.axis_name is not None:
+            size_of_axis(self.options.axis_name, self.options.call)
 
         def loss(differentiated):
             # Casting in here makes the cast part of what is differentiated: the gradients arrive
@@ -174,7 +188,7 @@ class Gradient(eqx.Module):
         # With the scale that scaled them, not with the adjusted one.
         grads = self.scaling.unscale(grads)
         grads = jtu.tree_map(
-            lambda g, m: g if g is None else g.astype(m.dtype),
+            lambda g, m: g if g is None else g.astype(jax.dtypes.canonicalize_dtype(m.dtype)),
             grads,
             eqx.filter(model, eqx.is_inexact_array),
             is_leaf=lambda x: x is None,
@@ -209,6 +223,20 @@ def _searched(
     places = [i for i, (path, _) in enumerate(leaves) if tuple(path[:3]) == prefix]
     values = [x for _, x in leaves]
     return assemble(differentiable_search(closed, values, places, assemble, scaling, axis_name))
+
+
+def _with_derivatives(
+    evaluate: Callable, run: Callable, args: tuple, closed: ClosedJaxpr, *rest: Any
+) -> Any:
+    """`evaluate`, with a warning where a derivative scaling scales nothing in what was traced."""
+    if not contains(closed, {tap_p.name}):
+        warn_user(
+            f"`{args[0].options.call}` got a `Scaling`, but the loss takes no derivative by the "
+            "`derivatives` that it receives, so nothing in it is scaled or counted. Pass them on: "
+            "`mpx_pde.partials(..., scaling=derivatives)`. A loss without derivatives takes a loss "
+            "scaling alone, such as `scaling.loss`."
+        )
+    return evaluate(run, args, closed, *rest)
 
 
 def arrange_value_and_grad(gradient: Gradient, out: tuple) -> tuple:
@@ -285,11 +313,15 @@ class Transformed(eqx.Module):
                 again = lambda scaling: self.run(gradient.at(scaling), args, kwargs)
                 return search_eagerly(again, gradient.scaling, out, options.axis_name)
         advice = OF_CASTS if options.autocast is None else OF_AUTOCAST
+        advice = OF_FORWARDS if options.in_full else advice
+        least = LEAST_IN_FULL if options.in_full else 0.5
         # Who names what stays in float32 is not warned of that.
         without = (gradient.without_overrides(), args, kwargs) if options.autocast else None
         asked_for = options.call, options.compute_dtype
         evaluate = _searched if searches else evaluated
-        return checked(self.run, everything, *asked_for, advice, without, evaluate)
+        if gradient.derivatives is not None and gradient.derivatives.active:
+            evaluate = ft.partial(_with_derivatives, evaluate)
+        return checked(self.run, everything, *asked_for, advice, without, evaluate, least)
 
     def __get__(self, instance: Any, owner: Any = None):
         return self if instance is None else eqx.Partial(self, instance)

@@ -1,5 +1,7 @@
 """From one precision to the next as rounding asks for it."""
 
+import math
+import numbers
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -74,7 +76,8 @@ class PrecisionLadder(eqx.Module):
         - `say`: what is told of a climb, in one line; `None` for silence.
 
         **Raises:** `ValueError` for unknown rungs, rungs that go down, float64 without 64-bit
-        types, a `tolerance` that is not positive and an `interval` below 1.
+        types, a `tolerance` that is not positive and an `interval` below 1; `TypeError` for a
+        `say` that cannot be called.
         """
         if isinstance(rungs, str) or not isinstance(rungs, Sequence) or not rungs:
             raise ValueError(
@@ -88,11 +91,17 @@ class PrecisionLadder(eqx.Module):
                     f"`{_CALL}` climbs, but after {low!r} comes {high!r}, which is not above it. "
                     f"From below the order is {tuple(sorted(set(rungs), key=RUNGS.index))}."
                 )
-        if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or tolerance <= 0:
+        real = isinstance(tolerance, numbers.Real) and not isinstance(tolerance, bool)
+        if not real or not 0 < tolerance < math.inf:
             raise ValueError(f"`{_CALL}` needs a positive `tolerance`, but got {tolerance!r}.")
         if not is_integer(interval) or interval < 1:
             raise ValueError(
                 f"`{_CALL}` needs a positive integer as `interval`, but got {interval!r}."
+            )
+        if say is not None and not callable(say):
+            raise TypeError(
+                f"`{_CALL}` takes a function of a line of text as `say`, such as `print`, or "
+                f"`None` for silence, but got {say!r}."
             )
         self.index = 0
         self.rungs, self.tolerance, self.interval = rungs, float(tolerance), int(interval)

@@ -70,6 +70,18 @@ def _static(value: Any, call: str, name: str) -> float:
     return float(value)
 
 
+def _counter(value: Any, call: str) -> Int32[Array, ""]:
+    value = 0 if value is None else value
+    dtype = getattr(value, "dtype", np.dtype(type(value)))
+    ok = np.shape(value) == () and jnp.issubdtype(dtype, jnp.integer)
+    if not ok or (not isinstance(value, Tracer) and not 0 <= int(value) < 2**31):
+        raise ValueError(
+            f"`{call}` needs an integer scalar as `counter`, the steps counted so far, but got "
+            f"{value!r}."
+        )
+    return jnp.array(value, jnp.int32)
+
+
 def _power_of_two(x: float) -> float:
     """The largest power of two that is not above `x`."""
     return math.ldexp(1.0, math.frexp(x)[1] - 1)
@@ -217,7 +229,8 @@ class DynamicLossScaling(AbstractLossScaling):
             for a loss that is a mean over very many points.
 
         **Raises:** `ValueError` for a scale that is not positive, finite and scalar or lies outside
-        of its bounds, a `factor` that is no power of two above 1, or a `period` below 1.
+        of its bounds, a `factor` that is no power of two above 1, a `period` below 1, or a
+        `counter` that is no such integer.
         """
         call = "DynamicLossScaling"
         self.min_loss_scaling = _power_of_two(_static(min_loss_scaling, call, "min_loss_scaling"))
@@ -251,9 +264,7 @@ class DynamicLossScaling(AbstractLossScaling):
                     f"got {loss_scaling!r}."
                 )
             self.loss_scaling = jnp.array(scale, jnp.float32)
-        self.counter = jnp.array(0 if counter is None else counter, jnp.int32)
-        if self.counter.shape != ():
-            raise ValueError(f"`{call}` needs a scalar as `counter`, but got {counter!r}.")
+        self.counter = _counter(counter, call)
         self.skipped_steps = jnp.array(0, jnp.int32)
         self.consecutive_skips = jnp.array(0, jnp.int32)
         self.taken_steps = jnp.array(self.counter, jnp.int32)

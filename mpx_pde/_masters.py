@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from ._cast import is_inexact, widen
 from ._dtypes import is_half
+from ._tree import check_key
 from ._types import PyTree
 
 
@@ -137,7 +138,10 @@ def _bits_of(grads: PyTree) -> Array:
 
 def step_key(key: PRNGKeyArray | None, grads: PyTree) -> PRNGKeyArray:
     """The key of this step: the caller's, or one made from the gradients."""
-    return jax.random.fold_in(jax.random.key(0), _bits_of(grads)) if key is None else key
+    if key is None:
+        return jax.random.fold_in(jax.random.key(0), _bits_of(grads))
+    check_key(key, "optimizer_update")
+    return key
 
 
 def applied(

@@ -1,6 +1,7 @@
 """An optimizer step that a non-finite gradient cannot harm."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -24,6 +25,8 @@ _CALL = "optimizer_update"
 def as_transformation(optimizer: Any, call: str) -> optax.GradientTransformationExtraArgs:
     """An optimizer that takes extra arguments; a `TypeError` in the name of `call` if it is
     none."""
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
     if not isinstance(optimizer, optax.GradientTransformation):
         raise TypeError(
             f"`{call}` takes an Optax gradient transformation such as `optax.adam(1e-3)` as "
@@ -32,7 +35,12 @@ def as_transformation(optimizer: Any, call: str) -> optax.GradientTransformation
     return optax.with_extra_args_support(optimizer)
 
 
-def _check_match(grads: PyTree, params: PyTree) -> None:
+def _checked_gradients(grads: PyTree, params: PyTree) -> PyTree:
+    """The gradients as the optimizer takes them; a `ValueError` if they are not of `params`."""
+    if isinstance(params, optax.LookaheadParams):
+        # Those of the fast parameters alone.
+        params = params.fast
+        grads = grads.fast if isinstance(grads, optax.LookaheadParams) else grads
     check_same_structure(_CALL, "`grads`", grads, "the floating-point arrays of `model`", params)
 
     def check(path, g, p):
@@ -43,6 +51,7 @@ def _check_match(grads: PyTree, params: PyTree) -> None:
             )
 
     jtu.tree_map_with_path(check, grads, params)
+    return grads
 
 
 def _initial(optimizer: optax.GradientTransformation, params: PyTree) -> PyTree | None:
@@ -51,6 +60,46 @@ def _initial(optimizer: optax.GradientTransformation, params: PyTree) -> PyTree 
         return eqx.filter_eval_shape(optimizer.init, params)
     except (TypeError, ValueError):  # such as a mask that was made for other parameters
         return None
+
+
+@contextmanager
+def _naming_a_state_of_another(optimizer: Any, view: "_View") -> Iterator[None]:
+    """An error of the optimizer as one of the state that it was given, where that is not of this
+    optimizer and these parameters."""
+    try:
+        yield
+    except Exception as e:
+        types = _initial(optimizer, view.params)
+        if types is None:
+            raise
+        shapes = lambda tree: [
+            jnp.shape(x) for x in jtu.tree_leaves(eqx.filter(tree, eqx.is_array))
+        ]
+        wanted, given = jtu.tree_structure(types), jtu.tree_structure(view.state)
+        is_struct = lambda x: isinstance(x, jax.ShapeDtypeStruct)
+        expected = [x.shape for x in jtu.tree_leaves(types) if is_struct(x)]
+        if wanted == given and expected == shapes(view.state):
+            raise
+        raise ValueError(
+            f"`{_CALL}` got an `optimizer_state` that `optimizer` did not make for this model: "
+            f"{_difference(types, view.state)}. Pass what "
+            "`optimizer.init(eqx.filter(model, eqx.is_inexact_array))` returned, or the step "
+            "before."
+        ) from e
+
+
+def _difference(types: PyTree, state: PyTree) -> str:
+    """The first leaf in which a state differs from that of an optimizer."""
+    told = lambda x: f"{x.dtype}{[*x.shape]}" if hasattr(x, "shape") else repr(x)
+    wanted, given = (
+        {jtu.keystr(path): told(x) for path, x in jtu.tree_leaves_with_path(tree)}
+        for tree in (types, state)
+    )
+    for path in dict.fromkeys([*wanted, *given]):
+        if wanted.get(path) != given.get(path):
+            has, should = given.get(path, "nothing"), wanted.get(path, "nothing")
+            return f"at {path or 'its root'} it has {has}, where there should be {should}"
+    return f"it is {in_a_line(state)}"
 
 
 class _View(NamedTuple):
@@ -153,7 +202,8 @@ def optimizer_update(
     - `optimizer_state`: as `optimizer.init` made it, from `eqx.filter(model, eqx.is_inexact_array)`
         or from `eqx.filter(model, eqx.is_array)`. In the second case the optimizer sees zeros of
         float32 in place of integers and bools, and these are never updated.
-    - `grads`: the gradients, as [`mpx_pde.filter_grad`][] returned them.
+    - `grads`: the gradients, as [`mpx_pde.filter_grad`][] returned them. For the
+        `optax.LookaheadParams` of `optax.lookahead` they are those of its fast parameters.
     - `grads_finite`: a scalar bool, likewise.
     - `master`: how half-precision parameters take their updates, which are computed in float32.
         `"nearest"` rounds the sum, and so forgets every update below half a rounding step (2^-9 of
@@ -173,9 +223,10 @@ def optimizer_update(
     `(model, optimizer_state)`, with the structure, shapes and dtypes of those passed in; a state
     without residues comes back with them from `master="kahan"`.
 
-    **Raises:** at trace time, `ValueError` for gradients that do not match the model, an unknown
-    `master`, or one other than `"nearest"` for a model without half-precision parameters,
-    `TypeError` for an `optimizer` that is none or a `grads_finite` that is no scalar bool.
+    **Raises:** at trace time, `ValueError` for gradients that do not match the model, a state of
+    another optimizer or model, an unknown `master`, or one other than `"nearest"` for a model
+    without half-precision parameters, `TypeError` for an `optimizer` that is none, a `grads_finite`
+    that is no scalar bool or a `key` that is none.
 
     ```python
     model, optimizer_state = mpx.optimizer_update(
@@ -183,13 +234,11 @@ def optimizer_update(
     )
     ```
     """
-    if isinstance(optimizer, optax.MultiSteps):
-        optimizer = optimizer.gradient_transformation()
     optimizer = as_transformation(optimizer, _CALL)
     finite = check_flag(grads_finite, _CALL, "grads_finite")
     optimizer_state, inner = parse_master(master, model, optimizer_state, _CALL)
     floating = eqx.filter(model, eqx.is_inexact_array)
-    _check_match(grads, floating)
+    grads = _checked_gradients(grads, floating)
     with jax.numpy_dtype_promotion("standard"):
         view = _view(optimizer, inner, model, grads)
 
@@ -201,7 +250,8 @@ def optimizer_update(
         state, masters = widen(kept) if narrow else kept
         # Optax relies on the standard promotion of dtypes.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            updates, new_state = optimizer.update(widen(grads), state, masters, **extra_args)
+            with _naming_a_state_of_another(optimizer, view):
+                updates, new_state = optimizer.update(widen(grads), state, masters, **extra_args)
             updates = jtu.tree_map(lambda u, p: None if p is None else u, updates, floating)
             old = model, optimizer_state
             rounding = None if master != "stochastic" else step_key(key, grads)

@@ -7,6 +7,7 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import jmp
 import numpy as np
 
@@ -20,6 +21,7 @@ from ._dtypes import (
 )
 from ._forward import check_forward
 from ._policy import parse_policy
+from ._tree import in_a_line
 from ._types import PyTree
 from .autocast import parse_patterns
 
@@ -68,11 +70,18 @@ class Options(eqx.Module):
         return self.use_mixed_precision and is_half(self.compute_dtype)
 
     def check_called_with(self, args: tuple) -> None:
-        """A `TypeError` where there is no model among the arguments of the function."""
+        """A `TypeError` where there is no model among the arguments of the function, or nothing in
+        it to differentiate with respect to."""
         if not args:
             raise TypeError(
                 f"`{self.call}` differentiates with respect to the first positional argument, but "
                 "the function was called without one. Pass the model first."
+            )
+        if not any(map(eqx.is_inexact_array, jtu.tree_leaves(args[0]))):
+            raise TypeError(
+                f"`{self.call}` differentiates with respect to the floating-point arrays of the "
+                f"first positional argument, but {in_a_line(args[0])} has none. Pass the model "
+                "first, with its parameters as arrays: numbers of Python and integers are none."
             )
 
     def in_context(self, thunk: Callable) -> Any:
@@ -99,12 +108,25 @@ class Options(eqx.Module):
         return cast_operands(tree, jnp.dtype(self.policy.output_dtype))
 
 
+_FLAGS = {
+    "has_aux": "whether the function returns `(loss, aux)`",
+    "use_mixed_precision": "whether anything is done in half precision (in which, says `policy`)",
+    "search": "whether to find the first scales on the first batch",
+}
+
+
 def parse_options(call: str, arguments: Mapping[str, Any]) -> Options:
     """The options among the arguments of the public function `call`, by name.
 
     **Raises:** `ValueError` and `TypeError`, in the name of `call`, for what makes no sense.
     """
     given = {f.name: arguments[f.name] for f in dataclasses.fields(Options) if f.name in arguments}
+    for name, meaning in _FLAGS.items():
+        if not isinstance(given.get(name, True), bool | np.bool_):
+            raise TypeError(
+                f"`{call}` takes a bool as `{name}`, {meaning}, but got {in_a_line(given[name])}. "
+                "It decides which program is compiled: under `jit` it is static."
+            )
     parsed = {
         "has_aux": bool(given["has_aux"]),
         "use_mixed_precision": bool(given["use_mixed_precision"]),
@@ -112,11 +134,6 @@ def parse_options(call: str, arguments: Mapping[str, Any]) -> Options:
         "autocast": _parse_autocast(given["autocast"], call),
         "forward": check_forward(given["forward"], call),
     }
-    if not isinstance(given.get("search", True), bool):
-        raise TypeError(
-            f"`{call}` takes a bool as `search`, whether to find the first scales on the first "
-            f"batch, but got {given['search']!r}."
-        )
     options = Options(call=call, **{**given, **parsed})
     if options.in_full and options.autocast:
         raise ValueError(

@@ -251,7 +251,7 @@ def checked(
     if report.half_share < least and (
         without is None or report_of(trace_arrays(fun, without, {})[0]).half_share < least
     ):
-        _warn_user(_warning(report, call, dtype, advice, instead))
+        warn_user(_warning(report, call, dtype, advice, instead))
     return evaluate(fun, args, closed, leaves, assemble)
 
 
@@ -265,7 +265,7 @@ def tensorfloat32_by_default() -> bool:
 def warn_of_tensorfloat32(call: str, what: str) -> None:
     """A [`mpx_pde.PrecisionWarning`][] that float32 is none in `what`, at the user's line."""
     number = "bfloat16" if jax.default_backend() == "tpu" else "TF32"
-    _warn_user(
+    warn_user(
         f"`{call}`: {what} in float32 are multiplied in {number} here, which keeps 3 of float32's "
         "7 digits, or fewer. Trainings that end in small differences of large terms have failed of "
         'that. Take `with jax.default_matmul_precision("highest"):` around it, or '
@@ -279,11 +279,20 @@ OF_CASTS = (
     '`FullPrecision(layer, out_dtype="half")`; or pass `autocast=True`, which decides by operation.'
 )
 
+OF_FORWARDS = (
+    "With `forward=` that is the forward pass, the loss, the first layer, and what `FullPrecision` "
+    "holds: a small network has little else, and gains nothing by half precision."
+)
+
 OF_AUTOCAST = (
     "`autocast` leaves float64 as it is, and what is kept in float32 by `FullPrecision` or by a "
     "`precision` or `dtype` of its own."
 )
 
+
+LEAST_IN_FULL = 1 / 3
+"""Of the work that should be half where values are evaluated in full: the backward pass is two
+thirds of it."""
 
 OF_JACOBIANS = (
     "The first layer, what meets a network's one output, and what `FullPrecision` holds stay in "
@@ -302,7 +311,7 @@ def _warning(report: PrecisionReport, call: str, dtype: np.dtype, advice: str, i
     )
 
 
-def _warn_user(text: str) -> None:
+def warn_user(text: str) -> None:
     """A warning with the line of the user's code, however deep below it this is called."""
     frame = sys._getframe(1)
     while frame.f_back is not None and installed(frame.f_code.co_filename):

@@ -17,16 +17,15 @@ from ._conjugate import refined
 from ._dtypes import is_half
 from ._forward import Forward, check_forward
 from ._loss_scaling import DynamicLossScaling
-from ._precision_report import OF_JACOBIANS, checked, traced
-from ._tree import select_tree
+from ._precision_report import LEAST_IN_FULL, OF_JACOBIANS, checked, traced
+from ._residuals import as_vector, check_dampings, check_parameters, check_solver, length_of
+from ._tree import in_a_line, select_tree
 from ._types import PyTree
 from .propagation import InForward
 
 
 _CALL = "LevenbergMarquardt"
 _FORWARDS = ("float32", "float64")
-_LEAST = 1 / 3
-"""Of a Jacobian's work that should be half where it is asked for: that of values is in full."""
 _JACOBIANS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -136,9 +135,9 @@ class LevenbergMarquardt(eqx.Module):
             would have lost what counts, `R` of a QR decomposition of the Jacobian and the damping
             below it, and the solution refined once (Björck's corrected seminormal equations).
 
-        **Raises:** `TypeError` for residuals that are no functions, `ValueError` for precisions
-        that are unknown or need 64-bit types, dampings that are not positive and in order, a
-        negative `acceleration`, and `refinements` that are no number of them.
+        **Raises:** `TypeError` for residuals that are no functions and a `solver` that is none,
+        `ValueError` for precisions that are unknown or need 64-bit types, dampings that are not
+        positive and in order, a negative `acceleration`, and `refinements` that are no number.
         """
         functions = residuals if isinstance(residuals, tuple) else (residuals,)
         if not functions or not all(callable(f) for f in functions):
@@ -154,13 +153,8 @@ class LevenbergMarquardt(eqx.Module):
                 f"`{_CALL}` takes one of {_JACOBIANS} as `jacobian`, no wider than `forward` "
                 f"({forward!r}), but got {jacobian!r}."
             )
-        if not 0 < min_damping <= damping <= max_damping < float("inf"):
-            raise ValueError(
-                f"`{_CALL}` needs 0 < `min_damping` <= `damping` <= `max_damping`, but got "
-                f"{min_damping!r}, {damping!r} and {max_damping!r}."
-            )
-        if not 0 <= acceleration < float("inf"):
-            raise ValueError(f"`{_CALL}` needs `acceleration` >= 0, but got {acceleration!r}.")
+        check_dampings(_CALL, min_damping, damping, max_damping, acceleration)
+        check_solver(solver, _CALL)
         if type(refinements) is not int or refinements < 0:
             raise ValueError(f"`{_CALL}` needs `refinements` >= 0, but got {refinements!r}.")
         self.residuals = functions
@@ -185,8 +179,7 @@ class LevenbergMarquardt(eqx.Module):
 
         **Returns:** a `LevenbergMarquardtState`.
         """
-        if not jtu.tree_leaves(eqx.filter(model, eqx.is_inexact_array)):
-            raise ValueError(f"`{_CALL}.init` needs a model with floating-point arrays.")
+        check_parameters(model, f"{_CALL}.init")
         number = lambda x: jnp.array(x, self._dtype)
         return LevenbergMarquardtState(
             loss=number(jnp.inf),
@@ -213,8 +206,14 @@ class LevenbergMarquardt(eqx.Module):
         **Returns:** `(model, state)`, in the dtypes of those passed in.
 
         **Raises:** `ValueError` for a tuple of another length than that of the residuals, and for
-        examples without a leading axis of one length.
+        examples without a leading axis of one length, or none; `TypeError` for another `state`, and
+        for residuals that return no real array.
         """
+        if not isinstance(state, LevenbergMarquardtState):
+            raise TypeError(
+                f"`{_CALL}.update` takes the model, the state that `init(model)` returned, and the "
+                f"examples, but got {in_a_line(state)} as `state`."
+            )
         if len(self.residuals) == 1 and not isinstance(batches, tuple):
             batches = (batches,)
         if not isinstance(batches, tuple) or len(batches) != len(self.residuals):
@@ -310,8 +309,9 @@ class LevenbergMarquardt(eqx.Module):
     def _values(self, params: PyTree, static: PyTree, batches: tuple) -> Float[Array, " rows"]:
         out = []
         for fun, batch in zip(self.residuals, batches, strict=True):
-            weight = 1 / math.sqrt(_length(batch))
-            one = lambda x, fun=fun: jnp.ravel(fun(eqx.combine(self._wide(params), static), x))
+            weight = 1 / math.sqrt(length_of(batch, f"{_CALL}.update"))
+            at = lambda x, fun=fun: fun(eqx.combine(self._wide(params), static), x)
+            one = lambda x, at=at: as_vector(at(x), f"{_CALL}.update")
             with jax.default_matmul_precision("highest"):
                 r = jax.vmap(one)(batch).astype(self._dtype)
             out.append(jnp.ravel(r) * weight)
@@ -324,11 +324,12 @@ class LevenbergMarquardt(eqx.Module):
         scale = scaling.loss_scaling if is_half(jnp.dtype(self.jacobian)) else None
         rows, jacs = [], []
         for fun, batch in zip(self.residuals, batches, strict=True):
-            weight = 1 / math.sqrt(_length(batch))
+            weight = 1 / math.sqrt(length_of(batch, f"{_CALL}.update"))
             at = self._evaluated(fun)
 
             def one(x, at=at):
-                value = lambda p: jnp.ravel(at(eqx.combine(self._wide(p), static), x))
+                out = lambda p: at(eqx.combine(self._wide(p), static), x)
+                value = lambda p: as_vector(out(p), f"{_CALL}.update")
                 r, pull = jax.vjp(value, params)
                 seeds = jnp.eye(r.size, dtype=r.dtype)
                 if scale is not None:
@@ -356,7 +357,7 @@ class LevenbergMarquardt(eqx.Module):
             return self._linearized(*args)
         instead = f"jacobian={self.forward!r}"
         return checked(
-            self._linearized, args, _CALL, dtype, OF_JACOBIANS, least=_LEAST, instead=instead
+            self._linearized, args, _CALL, dtype, OF_JACOBIANS, least=LEAST_IN_FULL, instead=instead
         )
 
     def _factored(
@@ -388,13 +389,3 @@ class LevenbergMarquardt(eqx.Module):
         solver = lx.Cholesky() if self.solver is None else self.solver
         state = solver.init(operator, options={})
         return lambda b: lx.linear_solve(operator, b, solver, state=state, throw=False).value
-
-
-def _length(batch: PyTree) -> int:
-    lengths = {x.shape[0] if x.ndim else -1 for x in map(jnp.asarray, jtu.tree_leaves(batch))}
-    if len(lengths) != 1 or -1 in lengths:
-        raise ValueError(
-            f"`{_CALL}.update` needs examples stacked along a leading axis of one length, but got "
-            f"arrays with leading axes of {sorted(map(str, lengths))}."
-        )
-    return lengths.pop()

@@ -90,6 +90,20 @@ def check_flag(pred: Any, call: str, name: str) -> Bool[Array, ""]:
     return jnp.asarray(pred)
 
 
+def check_key(key: Any, call: str) -> None:
+    """A `TypeError` in the name of `call` unless `key` is a key of `jax.random`."""
+    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
+    if dtype is not None:
+        if jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ():
+            return
+        if dtype == jnp.uint32 and shape is not None and len(shape) == 1:
+            return
+    raise TypeError(
+        f"`{call}` takes one key of `jax.random` as `key`, such as `jax.random.key(0)`, but got "
+        f"{in_a_line(key)}."
+    )
+
+
 def check_same_structure(call: str, a_name: str, a: PyTree, b_name: str, b: PyTree) -> None:
     """A `ValueError` in the name of `call` unless both trees have the same structure."""
     if jtu.tree_structure(a) == jtu.tree_structure(b):
@@ -97,7 +111,7 @@ def check_same_structure(call: str, a_name: str, a: PyTree, b_name: str, b: PyTr
     a_paths, b_paths = ({jtu.keystr(p) for p, _ in jtu.tree_leaves_with_path(t)} for t in (a, b))
     differ = sorted(a_paths ^ b_paths)
     where = (
-        f"They differ at {', '.join(differ[:5])}."
+        f"They differ at {', '.join(p or 'the root' for p in differ[:5])}."
         if differ
         else (f"Got {jtu.tree_structure(a)} and {jtu.tree_structure(b)}.")
     )

@@ -12,6 +12,25 @@ from jax import lax
 from jax.core import ShapedArray
 
 
+def size_of_axis(axis_name: Any, call: str) -> int:
+    """How many devices there are along the mesh axes of `axis_name`; an error in the name of `call`
+    unless they are those of a `shard_map` or `pmap` around."""
+    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(
+            f"`{call}` takes the name of a mesh axis as `axis_name`, or a tuple of names, but got "
+            f"{axis_name!r}."
+        )
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as e:
+        raise ValueError(
+            f"`{call}` got `axis_name={axis_name!r}`, but is not inside of a `jax.shard_map` or "
+            "`jax.pmap` over such an axis. Under `jax.jit` with sharded arrays, and on one device, "
+            "there is nothing to do between devices: leave it out there."
+        ) from e
+
+
 def varying_axes(x: Any) -> frozenset[str]:
     """The mesh axes along which an array, or what has its type, may differ."""
     aval: Any = x if isinstance(x, ShapedArray) else jax.typeof(x)

@@ -352,3 +352,36 @@ def test_float64():
         value, scaling, finite, grads = accumulated(mean_product, scaler(4), 2)(w, x)
         assert tree_equal_bits((value, grads), (jnp.float32(2.0), w))
         assert avals(scaling) == avals(scaler(4))
+
+
+def test_keys_are_split_by_the_caller():
+    """One key is the same in all micro-batches; of several each gets its own, an array of one."""
+
+    def loss(w, x, key):
+        key = key if key.ndim == 0 else key[0]
+        noise = jax.random.normal(key)
+        return jnp.sum(w) * jnp.mean(x), noise
+
+    accumulated = mpx.filter_accumulated_value_and_grad(
+        loss, mpx.NoOpLossScaling(), 4, has_aux=True
+    )
+    w, x, key = jnp.ones(2), jnp.ones(8), jax.random.key(0)
+    (_, one), *_ = accumulated(w, x, key)
+    (_, several), *_ = accumulated(w, x, jax.random.split(key, 4))
+    assert len(set(one.tolist())) == 1
+    assert len(set(several.tolist())) == 4
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("mixed", [True, False])
+def test_numpy_masters_in_float64(mixed):
+    """As a file of weights holds them: without 64-bit types they are float32 in JAX."""
+    w = np.ones(2)
+    loss = lambda w, x: jnp.sum(jnp.asarray(w) * jnp.mean(x))
+    accumulated = mpx.filter_accumulated_value_and_grad(
+        loss, mpx.NoOpLossScaling(), 2, use_mixed_precision=mixed
+    )
+    plain = mpx.filter_grad(loss, mpx.NoOpLossScaling(), use_mixed_precision=mixed)
+    for grads in (accumulated(w, jnp.ones(4))[-1], plain(w, jnp.ones(4))[-1]):
+        assert grads.dtype == jnp.float32
+        np.testing.assert_array_equal(grads, [1.0, 1.0])

@@ -320,7 +320,6 @@ def scoped(w, x):
         ("encoder", 1),
         ("norm*", 0),
         ("decoder/norm1", 1),
-        ("encoder/norm2", 2),
         ("decoder/*", 1),
         ("dot_general", 0),
         (["encoder", "decoder"], 0),
@@ -332,6 +331,14 @@ def test_full_by_scope_and_by_primitive(pattern, halves):
     w, x = normal(0, (4, 4)), normal(1, (4,))
     jaxpr = jax.make_jaxpr(mpx.autocast(scoped, "float16", full=pattern))(w, x)
     assert inner_primitives(jaxpr).count("mixed_dot_general") == halves
+
+
+@pytest.mark.parametrize("option", ["half", "full"])
+def test_an_override_that_matches_nothing_is_told(option):
+    w, x = normal(0, (4, 4)), normal(1, (4,))
+    run = mpx.autocast(scoped, "float16", **{option: ["encoder/norm2", "dot_general"]})
+    with pytest.warns(mpx.PrecisionWarning, match="nothing to change for 'encoder/norm2' in"):
+        jax.make_jaxpr(run)(w, x)
 
 
 def test_scopes_are_found_under_transforms():

@@ -119,3 +119,13 @@ def test_errors():
         mpd.grad(NETWORK, coords="xyz")(x)
     with pytest.raises(TypeError, match="`DerivativeScaling` as `scaling`"):
         mpd.grad(NETWORK, scaling=mpx.DynamicLossScaling())
+
+
+def test_numbers_of_python():
+    """Which plain arithmetic would return as such, and JAX's functions take."""
+    fun = lambda t, x: t**3 * x
+    ours = mpx.derivatives
+    assert ours.grad(fun)(2.0, 3.0) == jax.grad(fun)(2.0, 3.0)
+    assert ours.grad(ours.grad(fun), 1)(2.0, 3.0) == 12.0
+    with pytest.raises(TypeError, match="`grad` takes a floating-point point, but got int32"):
+        ours.grad(fun)(2, 3.0)

@@ -365,3 +365,25 @@ def test_integers_in_the_model_change_nothing(name):
     assert tree_equal_bits((ours[0]["n"], ours[0]["flag"]), (model["n"], model["flag"]))
     assert avals(ours) == before
     assert tree_equal_bits(update(*ours, jnp.array(False)), ours)
+
+
+@pytest.mark.parametrize("reset_state", [False, True])
+def test_lookahead_takes_the_gradients_of_its_fast_parameters(reset_state):
+    """Or of both copies, of which those of the slow one count for nothing."""
+    optimizer = optax.lookahead(optax.adam(0.1), 2, 0.5, reset_state=reset_state)
+    model = {"w": jnp.array([1.0, -2.0]), "f": jnp.tanh}
+    start = optax.LookaheadParams.init_synced(model)
+    grads = {"w": jnp.array([0.5, 0.25]), "f": None}
+    array = lambda tree: eqx.filter(tree, eqx.is_inexact_array)
+    given = want = (start, optimizer.init(array(start)))
+    for i in range(3):
+        with jax.numpy_dtype_promotion("standard"):
+            updates, state = optimizer.update(grads, want[1], array(want[0]))
+        want = eqx.apply_updates(want[0], updates), state
+        mine = optax.LookaheadParams(grads, grads) if i == 2 else grads
+        given = mpx.optimizer_update(given[0], optimizer, given[1], mine, True)
+    assert tree_allclose(given, want)
+    assert not np.array_equal(given[0].slow["w"], start.slow["w"])
+    bad = {"w": jnp.full(2, jnp.nan), "f": None}
+    skipped = mpx.optimizer_update(given[0], optimizer, given[1], bad, jnp.array(False))
+    assert tree_equal_bits(skipped, given)

@@ -326,9 +326,26 @@ def test_less_than_half_of_the_work():
         eqx.filter_eval_shape(gradient(), model, POINTS)
 
 
+def test_values_in_full_are_not_held_against_half():
+    """With `forward=` a third of the work is in full as asked, and no wrapper can change that."""
+
+    def loss(model, points):
+        u = lambda p: jnp.reshape(model(p), ())
+        terms = mpx.partials(u, ["u_x"], coords="xy", outputs="u")
+        return jnp.mean(jax.vmap(terms)(points)["u_x"] ** 2)
+
+    run = mpx.filter_grad(loss, mpx.DynamicLossScaling(), forward="float32")
+    model = mpx.nn.CoordinateMLP(2, 1, 16, 2, fourier_features=(8, 1.0), key=jax.random.key(0))
+    assert 1 / 3 < mpx.precision_report(run)(model, POINTS).half_share < 0.5
+    eqx.filter_eval_shape(run, model, POINTS)  # warnings are errors
+    with pytest.warns(mpx.PrecisionWarning, match="With `forward=`") as seen:
+        eqx.filter_eval_shape(run, mpx.FullPrecision(model), POINTS)
+    assert "out_dtype" not in str(seen[0].message)
+
+
 def test_advice_is_for_what_was_asked():
     precise = lambda w, x: jnp.mean(jnp.matmul(x, w, precision="highest") ** 2)
-    for autocast in (True, {"full": "tanh"}):
+    for autocast in (True, {"full": "integer_pow"}):
         grad = mpx.filter_grad(precise, mpx.DynamicLossScaling(), autocast=autocast)
         with pytest.warns(mpx.PrecisionWarning, match="`precision`") as seen:
             eqx.filter_eval_shape(grad, jnp.ones((4, 4)), jnp.ones((8, 4)))

@@ -158,6 +158,7 @@ def test_derivatives_and_their_counts_are_those_of_the_first_evaluation_where_no
     assert tree_equal_bits(searched, once)
 
 
+@pytest.mark.filterwarnings("ignore:.*takes no derivative:mpx_pde.PrecisionWarning")
 def test_of_a_scaling_the_loop_carries_scales_and_counts_alone():
     """A GPU takes a kernel for each."""
     derivatives = mpx.DerivativeScaling.per_direction("x", order=2)

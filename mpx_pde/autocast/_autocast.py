@@ -19,6 +19,7 @@ from .._dtypes import (
 )
 from .._jaxpr import trace_arrays
 from .._notes import noting_the_trace
+from .._precision_report import warn_user
 from .._split import SPLIT_PRODUCTS
 from .._types import DTypeLike, Names
 from ._containers import Place
@@ -91,8 +92,17 @@ class _Autocast(eqx.Module):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         policy = self._policy()
         closed, leaves, assemble = self._trace(policy, args, kwargs)
+        recorder = Recorder(policy) if policy.half or policy.full else None
         with noting_the_trace("autocast"):
-            return assemble(self._evaluate(Evaluator(policy), closed, leaves))
+            out = assemble(self._evaluate(Evaluator(policy, recorder), closed, leaves))
+        unused = () if recorder is None else recorder.report().unused
+        if unused:
+            warn_user(
+                f"`autocast` found nothing to change for {', '.join(map(repr, unused))} in `half` "
+                "or `full`: no operation has such a name or is in such a `jax.named_scope`. Its "
+                "`report` lists the operations with their scopes."
+            )
+        return out
 
     def report(self, /, *args: Any, **kwargs: Any) -> AutocastReport:
         """What is cast where, for these arguments. Traces, and runs nothing.
@@ -197,7 +207,8 @@ def autocast(
     method `report`, called with the arguments of `fun`, tells what is cast where.
 
     **Raises:** `TypeError` if `fun` cannot be called or for an override that is no string,
-    `ValueError` for a `dtype` that is none of the above.
+    `ValueError` for a `dtype` that is none of the above. An override that changes nothing, such as
+    a misspelled one, is a [`mpx_pde.PrecisionWarning`][].
 
     ```python
     @mpx.autocast(dtype="bfloat16", full="readout")

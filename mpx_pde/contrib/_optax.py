@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import optax
 
-from .._loss_scaling import AbstractLossScaling, StaticLossScaling, check_scaling
+from .._loss_scaling import AbstractLossScaling, NoOpLossScaling, StaticLossScaling, check_scaling
 from .._optimizer import as_transformation
 from .._tree import all_finite, select_tree
 from .._types import PyTree
@@ -40,7 +40,7 @@ def _scale_at(scale_in_params: Any, params: Any) -> Any:
 
 
 def scale_by_loss_scaling(
-    optimizer: optax.GradientTransformation,
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
     scaling: AbstractLossScaling,
     *,
     scale_in_params: Callable[[PyTree], Any] | None = None,
@@ -51,7 +51,8 @@ def scale_by_loss_scaling(
     [`mpx_pde.filter_grad`][] and [`mpx_pde.optimizer_update`][] have no place. The loss must be
     multiplied by the scale; there are two ways to let it know.
 
-    - A [`mpx_pde.StaticLossScaling`][]: multiply the loss by the same number.
+    - A [`mpx_pde.StaticLossScaling`][]: multiply the loss by the same number. With
+        [`mpx_pde.NoOpLossScaling`][], for bfloat16, there is nothing to multiply by.
     - A scale that moves needs a place among the parameters: `scale_in_params` says where. The loss
         multiplies by that leaf, behind `jax.lax.stop_gradient`, and this transform sets it. Where
         the loop multiplies all updates by a rate the leaf lags behind; gradients are unscaled by
@@ -66,7 +67,7 @@ def scale_by_loss_scaling(
     - `scaling`: a loss scaling. A [`mpx_pde.Scaling`][] needs counts of derivatives, which only
         [`mpx_pde.filter_grad`][] has.
     - `scale_in_params`: a function from the parameters to the leaf in them that holds the scale, a
-        float32 scalar. Needed unless the scaling is static.
+        float32 scalar. Needed unless the scaling is static or none.
 
     **Returns:**
 
@@ -96,7 +97,13 @@ def scale_by_loss_scaling(
             f"`{call}` takes a loss scaling, but got a `Scaling` with derivative scales, which "
             "need the counts that `mpx_pde.filter_grad` takes. Pass its `loss`."
         )
-    moves = not isinstance(scaling, StaticLossScaling)
+    if scale_in_params is not None and not callable(scale_in_params):
+        raise TypeError(
+            f"`{call}` takes a function from the parameters to the leaf that holds the scale as "
+            f'`scale_in_params`, such as `lambda params: params["scale"]`, but got '
+            f"{scale_in_params!r}."
+        )
+    moves = not isinstance(scaling, StaticLossScaling | NoOpLossScaling)
     if moves and scale_in_params is None:
         raise ValueError(
             f"`{call}` needs `scale_in_params`, where the loss finds the scale of the step, with "

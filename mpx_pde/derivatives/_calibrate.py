@@ -7,11 +7,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float
 
 from .._cast import cast_operands
 from .._dtypes import half_precision_datatype
-from .._tree import with_fields
+from .._tree import all_finite, with_fields
 from ._checks import parse_terms, rows_of
 from ._laplacian import laplacian
 from ._names import names_of
@@ -19,6 +20,7 @@ from ._partials import partials
 from ._scales import AbstractScales
 
 
+_CALL = "DerivativeScaling.calibrate"
 _HIGHEST = 15
 """No seed larger than this power of two is tried: it is a float16."""
 
@@ -35,9 +37,10 @@ def first_exponents(
     dtype: Any = None,
 ) -> np.ndarray:
     """See [`mpx_pde.DerivativeScaling.calibrate`][]."""
-    call = "DerivativeScaling.calibrate"
+    call = _CALL
     strategy, rule = scales.strategy, scales.rule
     coords = names_of(coords, call, "the coordinates")
+    _check_points(points, coords, call)
     outputs = names_of(outputs, call, "the outputs")
     over = coords if over is None else names_of(over, call, "the coordinates of `over`")
     strategy.check_coords(coords, call)
@@ -49,6 +52,11 @@ def first_exponents(
     if "laplacian" in terms:
         of_sum = strategy.laplacian_rows(over, call)
         rows |= dict.fromkeys((f"lap_{o}" for o in outputs), of_sum)
+
+    if not rows:
+        raise ValueError(
+            f"`{call}` finds scales for derivatives, but there is none in the terms {terms!r}."
+        )
 
     def values(fun, scales, dtype):
         options = {"coords": coords, "outputs": outputs, "scaling": scales, "dtype": dtype}
@@ -73,6 +81,20 @@ def first_exponents(
     return exponents
 
 
+def _check_points(points: Any, coords: tuple[str, ...], call: str) -> None:
+    if isinstance(points, Tracer):
+        raise TypeError(
+            f"`{call}` runs the network and looks at its derivatives, so it cannot be called "
+            "inside of `jax.jit`, `jax.grad` or `jax.vmap`. Call it before the first step."
+        )
+    shape = np.shape(points)
+    if len(shape) != 2 or shape[1] != len(coords) or not shape[0]:
+        raise ValueError(
+            f"`{call}` takes some points, an array of shape [points, {len(coords)}] of the "
+            f"coordinates {', '.join(coords)}, but got shape {shape}."
+        )
+
+
 def _errors(
     values: Callable, fun: Any, scales: AbstractScales, tried: Sequence[int], dtype: Any
 ) -> np.ndarray:
@@ -86,6 +108,11 @@ def _errors(
 
     with jax.default_matmul_precision("highest"):
         want = eqx.filter_jit(lambda fun: values(fun, None, None))(fun)
+    if not all_finite(want):
+        raise ValueError(
+            f"`{_CALL}`: derivatives are not finite in float32 either. Look at the points, or at "
+            "the network by `mpx_pde.explain_nonfinite`."
+        )
     at = lambda e: with_fields(scales, exponents=jnp.full_like(scales.exponents, e))
     table = np.stack([np.asarray(errors(fun, at(e), want)) for e in tried], axis=1)
     return np.where(np.isfinite(table), table, np.inf)

@@ -40,7 +40,7 @@ def parse_terms(
             raise ValueError(
                 f"`{call}` does not know the output {output or name!r} of the term {name!r}. The "
                 f"outputs are {', '.join(outputs)}; a term is one of them, or one of them with an "
-                "underscore and coordinates, such as 'u_xx'."
+                f"underscore and coordinates, such as 'u_xx'.{_as_one_name(output, outputs)}"
             )
         dirs = split_names(suffix, coords)
         if dirs is None or (name not in outputs and not dirs):
@@ -50,6 +50,11 @@ def parse_terms(
             )
         parsed[name] = Term(name, outputs.index(output), tuple(sorted(dirs)))
     return tuple(parsed.values())
+
+
+def _as_one_name(name: str, outputs: tuple[str, ...]) -> str:
+    spelled = name and name == "".join(outputs)
+    return f" For one output of that name write `outputs=[{name!r}]`." if spelled else ""
 
 
 def check_fun(fun: Any, call: str) -> None:

@@ -49,6 +49,8 @@ class Derivative:
                 f"function was called with {len(args)}."
             )
         places = _places(args, used, self.call)
+        # A number of Python would come out of plain arithmetic as one, and not as an array.
+        args = tuple(jnp.asarray(x) if i in used else x for i, x in enumerate(args))
         shape = self._shape(args, kwargs)
 
         def at(point):

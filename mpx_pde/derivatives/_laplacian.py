@@ -189,7 +189,8 @@ def _summands(spec, name, dirs, coords, call) -> tuple[Summand, ...]:
         if not found:
             raise ValueError(
                 f"`{call}` cannot read {derivative!r} in the operator {name!r} as a sequence of "
-                f"coordinates. The coordinates are {', '.join(coords)}."
+                f"coordinates. The coordinates are {', '.join(coords)}; an operator applies to all "
+                "outputs, and names none: 'xx', not 'u_xx'."
             )
         found = tuple(sorted(found))
         if found in out:

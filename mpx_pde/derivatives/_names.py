@@ -15,6 +15,12 @@ def names_of(value: Any, call: str, what: str) -> tuple[str, ...]:
             f"`{call}` takes {what} as a string with a letter for each, such as 'xt', or as a list "
             f"of names, but got {value!r}."
         )
+    if any(c.isspace() or c in ",;" for n in names for c in n):
+        raise ValueError(
+            f"`{call}` takes {what} as a string with a letter for each and nothing in between, "
+            f"such as 'xt', or as a list of names, but got {value!r}. Leave out what separates "
+            "them."
+        )
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
         raise ValueError(f"`{call}` got {', '.join(map(repr, twice))} twice in {what}: {value!r}.")

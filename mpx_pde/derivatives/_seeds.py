@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .._cast import is_inexact, widen
+from .._tree import check_same_structure, in_a_line
 from .._types import PyTree, ScalarLike
 from ._names import exponent_of
 
@@ -52,6 +53,31 @@ def _scale_and_inverse(scale: Any, call: str) -> tuple[Any, Any]:
     return np.float32(2.0**exponent), np.float32(2.0**-exponent)
 
 
+def _check_tangents(primals: Any, tangents: Any) -> None:
+    call = "scaled_jvp"
+    for name, x in (("primals", primals), ("tangents", tangents)):
+        if not isinstance(x, tuple | list):
+            raise TypeError(
+                f"`{call}` takes `{name}` as a tuple with an entry for each argument of the "
+                f"function, such as `(x,)`, but got {in_a_line(x)}."
+            )
+    check_same_structure(call, "`primals`", tuple(primals), "`tangents`", tuple(tangents))
+
+    def check(path, x, t):
+        if jnp.shape(x) != jnp.shape(t):
+            raise ValueError(
+                f"`{call}`: the tangent at {jtu.keystr(path)} has shape {jnp.shape(t)}, but the "
+                f"primal there has shape {jnp.shape(x)}. A tangent is a direction for its primal."
+            )
+        if is_inexact(t) and not is_inexact(x):
+            raise TypeError(
+                f"`{call}` differentiates in floating-point numbers, but the primal at "
+                f"{jtu.keystr(path)} has dtype {jnp.result_type(x).name}. Cast it to float32."
+            )
+
+    jtu.tree_map_with_path(check, tuple(primals), tuple(tangents))
+
+
 def scaled_jvp(
     fun: Callable[..., Any],
     primals: Sequence[PyTree],
@@ -77,10 +103,12 @@ def scaled_jvp(
     `(out, tangent_out)`. The tangents are unscaled in float32 (float64 for float64), or, with
     `unscale=False`, still scaled and in the dtype of `out`.
 
-    **Raises:** `ValueError` for a number that is no power of two, `TypeError` for an array that is
-    no floating-point scalar.
+    **Raises:** `ValueError` for a number that is no power of two and for tangents that do not match
+    the primals, `TypeError` for an array that is no floating-point scalar, for primals or tangents
+    that are no tuple, and for primals that are integers.
     """
     scale, inverse = _scale_and_inverse(scale, "scaled_jvp")
+    _check_tangents(primals, tangents)
     tangents = jtu.tree_map(lambda t: multiply(t, scale), tuple(tangents))
     out, out_dot = jax.jvp(fun, tuple(primals), tangents)
     if unscale:

@@ -5,11 +5,12 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from .._dtypes import half_precision_datatype
 from .._repr import by_name, described, number
-from .._tree import with_fields
+from .._tree import in_a_line, with_fields
 from .._types import DTypeLike, Names
 from ._calibrate import first_exponents
 from ._names import names_of, positive_integer
@@ -79,8 +80,13 @@ class DerivativeScaling(AbstractScales):
     strategy: AbstractStrategy = eqx.field(static=True)
     rule: Rule = eqx.field(static=True)
 
-    def __init__(self, strategy, call, special=None, **options):
+    def __init__(self, strategy: Any = None, call: str = "", special: Any = None, **options: Any):
         """Use `per_direction`, `per_order` or `per_term`."""
+        if not isinstance(strategy, AbstractStrategy):
+            raise TypeError(
+                '`DerivativeScaling` is made by `DerivativeScaling.per_direction("xt")`, '
+                '`per_order(2)` or `per_term(["u_x", "u_xx"])`, and not called itself.'
+            )
         self.strategy = strategy
         self.rule, start = parse_options(options, strategy, special or {}, call)
         self.exponents = jnp.array(start, jnp.int32)
@@ -226,7 +232,7 @@ class DerivativeScaling(AbstractScales):
 
     def finite(self, counts: Any) -> Bool[Array, ""]:
         """Whether no derivative overflowed, by the cotangent of `counts`."""
-        return ~jnp.any(_counts(counts)[:, -1] > 0)
+        return ~jnp.any(self._counts(counts, "finite")[:, -1] > 0)
 
     @property
     def at_minimum(self) -> Bool[Array, "*scalers"]:
@@ -234,6 +240,17 @@ class DerivativeScaling(AbstractScales):
         cannot fall any further: no scale can help."""
         low = jnp.array(self.rule.lowest, jnp.int32)
         return (self.exponents <= low) & self.rule.of_scalers(self.counts[:, -1] > 0)
+
+    def _counts(self, counts: Any, method: str) -> Float32[Array, "rows columns"]:
+        if isinstance(counts, DerivativeScaling):
+            counts = counts.counts
+        if getattr(counts, "shape", None) != self.counts.shape:
+            raise ValueError(
+                f"`DerivativeScaling.{method}` takes the cotangent of its own `counts`, an array "
+                f"of shape {self.counts.shape}, but got {in_a_line(counts)}"
+                + (f" of shape {jnp.shape(counts)}." if eqx.is_array(counts) else ".")
+            )
+        return counts
 
     def adjust(self, counts: Any) -> "DerivativeScaling":
         """The scaling for the next step.
@@ -247,7 +264,7 @@ class DerivativeScaling(AbstractScales):
 
         A `DerivativeScaling` of the same structure, shapes and dtypes.
         """
-        counts = _counts(counts)
+        counts = self._counts(counts, "adjust")
         active = self.active
         exponents = self.exponents if active else jnp.zeros_like(self.exponents)
         shifts = jnp.stack([jnp.asarray(row.shift(exponents)) for row in self.rows])
@@ -298,6 +315,9 @@ class DerivativeScaling(AbstractScales):
         The same scaling at these scales, within the bounds of each scaler. In bfloat16, the scaling
         itself. Not for use inside `jax.jit`.
 
+        **Raises:** `ValueError` for points of another shape, for terms without a derivative, and
+        for derivatives that are not finite in float32; `TypeError` inside of `jax.jit`.
+
         ```python
         derivatives = mpx.DerivativeScaling.per_direction("xt").calibrate(
             model, points[:256], ["u_t", "u_xx"], coords="xt", outputs="u"
@@ -320,11 +340,21 @@ class DerivativeScaling(AbstractScales):
         return with_fields(self, exponents=jnp.maximum(grown, self.exponents))
 
     def with_exponents(self, exponents: Any) -> "DerivativeScaling":
-        """The same scaling at other scales, which are clipped to the bounds of each scaler."""
+        """The same scaling at other scales, which are clipped to the bounds of each scaler.
+
+        **Arguments:**
+
+        - `exponents`: log2 of the scales, an integer for all scalers or one for each.
+
+        **Raises:** `ValueError` for anything else.
+        """
+        given = exponents if eqx.is_array(exponents) else np.asarray(exponents)
+        fits = given.shape in ((), self.exponents.shape)
+        if not fits or not np.issubdtype(given.dtype, np.integer):
+            raise ValueError(
+                "`DerivativeScaling.with_exponents` takes the log2 of the scales as an integer for "
+                f"all scalers, or one for each of {', '.join(self.names)}, but got {exponents!r}."
+            )
         low, high = (jnp.array(b, jnp.int32) for b in (self.rule.lowest, self.rule.highest))
         new = jnp.clip(jnp.asarray(exponents, jnp.int32), low, high)
         return with_fields(self, exponents=jnp.broadcast_to(new, low.shape))
-
-
-def _counts(counts: Any) -> Float32[Array, "rows columns"]:
-    return counts.counts if isinstance(counts, DerivativeScaling) else counts

@@ -1,10 +1,11 @@
 """Fields that meet their boundary conditions by construction."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import widen
 
@@ -40,11 +41,26 @@ class Ansatz(eqx.Module):
                     f"returned there as `form`, but got {getattr(self, name)!r} as `{name}`."
                 )
 
-    def __call__(self, point: Float[Array, " coords"]) -> Float[Array, "*fields"]:
+        try:
+            inspect.signature(self.form).bind(None, None)
+        except (TypeError, ValueError) as e:
+            if isinstance(e, ValueError):  # of a builtin
+                return
+            raise TypeError(
+                "`Ansatz` takes a function of a point and of what the network returned there as "
+                f"`form`, such as `lambda x, u: x[0] * (1 - x[0]) * u`, but got one of "
+                f"{inspect.signature(self.form)}. The network comes first."
+            ) from None
+
+    def __call__(
+        self, point: Float[Array, " coords"], *, key: PRNGKeyArray | None = None
+    ) -> Float[Array, "*fields"]:
         """**Arguments:**
 
         - `point`: the coordinates, in float32.
+        - `key`: ignored; as all layers of Equinox take it.
 
         **Returns:** what `form` returns.
         """
+        del key
         return self.form(widen(point), widen(self.network(point)))

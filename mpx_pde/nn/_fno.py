@@ -1,6 +1,8 @@
 """The Fourier neural operator."""
 
 import functools as ft
+import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -13,6 +15,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from .._cast import widen
 from .._dtypes import is_half
 from .._order import add_product, batch_behind, gradients_in_turn
+from .._tree import check_key
 from .._types import DTypeLike
 from ._activations import gelu, safe
 from ._arithmetic import Arithmetic, parse_arithmetic
@@ -101,22 +104,43 @@ def _coordinates(grid: tuple[int, ...]) -> np.ndarray:
 
 
 def _parse_padding(padding: Any, dims: int, call: str) -> tuple[int | float, ...]:
-    parsed = (padding,) * dims if isinstance(padding, int | float) else tuple(padding)
-    if len(parsed) != dims or any(not 0 <= p < np.inf for p in parsed):
+    several = isinstance(padding, Sequence | np.ndarray) and not isinstance(padding, str)
+    parsed: tuple[Any, ...] = tuple(padding) if several else (padding,) * dims
+    if len(parsed) != dims or not all(_is_real(p) and 0 <= p <= 1 for p in parsed):
         raise ValueError(
-            f"`{call}` takes `domain_padding` as a fraction of the domain that is not negative, or "
-            f"one for each of its {dims} axes, but got {padding!r}."
+            f"`{call}` takes `domain_padding` as a fraction of the domain, from 0 to 1, or one for "
+            f"each of its {dims} axes, but got {padding!r}. Of 64 points, 8 are a fraction of 8/64."
         )
     return parsed
 
 
-def _parse_remat(remat: Any, call: str) -> bool:
+def _is_real(x: Any) -> bool:
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def _hidden(channels: int, ratios: dict[str, Any], call: str) -> dict[str, int]:
+    """The channels of the hidden layers of the channel MLPs, by name."""
+    for name, ratio in ratios.items():
+        if not (_is_real(ratio) and 0 < ratio < math.inf):
+            raise ValueError(
+                f"`{call}` takes a positive number as `{name}_ratio`, the channels of a hidden "
+                f"layer over `hidden_channels`, but got {ratio!r}."
+            )
+    return {name: max(1, round(ratio * channels)) for name, ratio in ratios.items()}
+
+
+def _parse_flags(remat: Any, grid_embedding: Any, call: str) -> tuple[bool, bool]:
+    if not isinstance(grid_embedding, bool):
+        raise TypeError(
+            f"`{call}` takes a bool as `grid_embedding`, whether the coordinates of the grid are "
+            f"channels too, but got {grid_embedding!r}."
+        )
     if not isinstance(remat, bool):
         raise TypeError(
             f"`{call}` takes `remat=True`, which evaluates activations again in the backward "
             f"pass, or `remat=False`, which keeps them, but got {remat!r}."
         )
-    return remat
+    return remat, grid_embedding
 
 
 class FNO(eqx.Module):
@@ -194,8 +218,9 @@ class FNO(eqx.Module):
             which is the least time: activations and products are not evaluated again, for about
             twice the memory. Results are the same.
 
-        **Raises:** `ValueError` for sizes below 1 or a negative padding, `TypeError` for a `remat`
-        that is no bool, and what [`mpx_pde.nn.SpectralConv`][] raises.
+        **Raises:** `ValueError` for sizes below 1, ratios that are not positive or a padding that
+        is no fraction, `TypeError` for a `remat` or a `grid_embedding` that is no bool, and what
+        [`mpx_pde.nn.SpectralConv`][] raises.
         """
         call = "FNO"
         positive(
@@ -206,14 +231,15 @@ class FNO(eqx.Module):
             num_layers=num_layers,
         )
         modes = parse_modes(modes, call)
-        padding = _parse_padding(domain_padding, len(modes), call)
         arithmetic = parse_arithmetic(dtype, call)
+        check_key(key, call)
         lift_key, project_key, *keys = jax.random.split(key, num_layers + 2)
-        hidden = lambda ratio: max(1, round(ratio * hidden_channels))
+        ratios = {"lifting": lifting_ratio, "projection": projection_ratio, "mlp": mlp_ratio}
+        hidden = _hidden(hidden_channels, ratios, call)
         block = ft.partial(
             Block,
             hidden_channels,
-            hidden(mlp_ratio),
+            hidden["mlp"],
             modes,
             arithmetic,
             method=method,
@@ -224,21 +250,24 @@ class FNO(eqx.Module):
         )
         inputs = in_channels + (len(modes) if grid_embedding else 0)
         self.lifting = ChannelMLP(
-            inputs, hidden(lifting_ratio), hidden_channels, arithmetic, key=lift_key
+            inputs, hidden["lifting"], hidden_channels, arithmetic, key=lift_key
         )
         self.blocks = tuple(block(key=key) for key in keys)
         self.projection = ChannelMLP(
-            hidden_channels, hidden(projection_ratio), out_channels, arithmetic, key=project_key
+            hidden_channels, hidden["projection"], out_channels, arithmetic, key=project_key
         )
         self.activation = safe(activation)
         self.in_channels, self.out_channels = int(in_channels), int(out_channels)
-        self.grid_embedding, self.domain_padding = grid_embedding, padding
-        self.remat = _parse_remat(remat, call)
+        self.domain_padding = _parse_padding(domain_padding, len(modes), call)
+        self.remat, self.grid_embedding = _parse_flags(remat, grid_embedding, call)
 
-    def __call__(self, x: Float[Array, "inputs *grid"]) -> Float[Array, "outputs *grid"]:
+    def __call__(
+        self, x: Float[Array, "inputs *grid"], *, key: PRNGKeyArray | None = None
+    ) -> Float[Array, "outputs *grid"]:
         """**Arguments:**
 
         - `x`: a field, shape `[in_channels, *grid]`, with at least `modes[i]` points along axis i.
+        - `key`: ignored; as all layers of Equinox take it.
 
         **Returns:**
 
@@ -246,6 +275,7 @@ class FNO(eqx.Module):
 
         **Raises:** as [`mpx_pde.nn.SpectralConv`][].
         """
+        del key
         x = check_field(x, self.in_channels, len(self.domain_padding), "FNO")
         ends = [round(p * n) for p, n in zip(self.domain_padding, x.shape[1:], strict=True)]
         grid = tuple(slice(n) for n in x.shape[1:])

@@ -1,18 +1,22 @@
 """The network of a physics-informed model."""
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import FullPrecision, widen
 from .._dtypes import as_floating_dtype, is_integer, product_datatype
 from .._einsum import mixed_matmul
+from .._tree import check_key
 from .._types import DTypeLike
 from ._activations import safe
 
@@ -72,6 +76,35 @@ def _dense(key: PRNGKeyArray, inputs: int, outputs: int, dtype: Any) -> Dense:
     scale = np.sqrt(2 / (inputs + outputs))
     weight = scale * jax.random.normal(key, (inputs, outputs), jnp.float32)
     return Dense(weight, jnp.zeros(outputs, jnp.float32), dtype)
+
+
+def _is_number(x: Any) -> bool:
+    """Whether `x` is a positive, finite number, of Python, NumPy or JAX."""
+    real = isinstance(x, numbers.Real) or (eqx.is_array(x) and x.shape == ())
+    return real and not isinstance(x, bool | Tracer) and 0 < float(x) < math.inf
+
+
+def _parse_periods(periodic: Any, in_size: int, call: str) -> dict[int, float]:
+    periods = {} if periodic is None else periodic
+    fits = isinstance(periods, Mapping) and all(
+        is_integer(i) and i in range(in_size) and _is_number(p) for i, p in periods.items()
+    )
+    if not fits:
+        raise ValueError(
+            f"`{call}` takes `periodic` as a mapping from indices of its {in_size} coordinates to "
+            f"positive periods, such as {{0: 2.0}}, but got {periodic!r}."
+        )
+    return {int(i): float(p) for i, p in periods.items()}
+
+
+def _parse_features(features: Any, call: str) -> tuple[int, float]:
+    pair = isinstance(features, Sequence) and len(features) == 2
+    if not (pair and is_integer(features[0]) and features[0] > 0 and _is_number(features[1])):
+        raise ValueError(
+            f"`{call}` takes `(features, sigma)` as `fourier_features`, how many random "
+            f"frequencies and their standard deviation, such as (64, 1.0), but got {features!r}."
+        )
+    return int(features[0]), float(features[1])
 
 
 class CoordinateMLP(eqx.Module):
@@ -142,7 +175,7 @@ class CoordinateMLP(eqx.Module):
             leave them in float32.
 
         **Raises:** `ValueError` for sizes below 1, or a `periodic` or `fourier_features` that do
-        not fit.
+        not fit; `TypeError` for a `key` or an `activation` that is none.
         """
         call = "CoordinateMLP"
         sizes = {"in_size": in_size, "width_size": width_size, "depth": depth}
@@ -151,23 +184,13 @@ class CoordinateMLP(eqx.Module):
         for name, size in sizes.items():
             if not is_integer(size) or size < 1:
                 raise ValueError(f"`{call}` needs a positive integer as `{name}`, got {size!r}.")
-        periods = dict(periodic or {})
-        for i, period in periods.items():
-            if i not in range(in_size) or not period > 0:
-                raise ValueError(
-                    f"`{call}` takes `periodic` as a mapping from indices of its {in_size} "
-                    f"coordinates to positive periods, but got {periodic!r}."
-                )
+        check_key(key, call)
+        periods = _parse_periods(periodic, in_size, call)
         embed_key, first_key, *keys = jax.random.split(key, depth + 2)
         embedded = in_size + len(periods)
         frequencies = None
         if fourier_features is not None:
-            if not isinstance(fourier_features, Sequence) or len(fourier_features) != 2:
-                raise ValueError(
-                    f"`{call}` takes `(features, sigma)` as `fourier_features`, how many random "
-                    f"frequencies and their standard deviation, but got {fourier_features!r}."
-                )
-            features, sigma = fourier_features
+            features, sigma = _parse_features(fourier_features, call)
             frequencies = sigma * jax.random.normal(embed_key, (embedded, features), jnp.float32)
             embedded = 2 * features
         dtype = None if dtype is None else as_floating_dtype(dtype, call)
@@ -198,10 +221,13 @@ class CoordinateMLP(eqx.Module):
     def _last(self) -> Dense:
         return self.last.module if isinstance(self.last, FullPrecision) else self.last
 
-    def __call__(self, point: Float[Array, " coords"]) -> Float[Array, "*fields"]:
+    def __call__(
+        self, point: Float[Array, " coords"], *, key: PRNGKeyArray | None = None
+    ) -> Float[Array, "*fields"]:
         """**Arguments:**
 
         - `point`: the coordinates, shape `[in_size]`, in float32.
+        - `key`: ignored; as all layers of Equinox take it.
 
         **Returns:**
 
@@ -209,6 +235,8 @@ class CoordinateMLP(eqx.Module):
 
         **Raises:** `ValueError` for another shape.
         """
+        del key
+        point = jnp.asarray(point)
         # The embedding takes coordinates by index: from a batch it would take its first points.
         if jnp.shape(point) != (self.in_size,):
             raise ValueError(

@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from .._cast import widen
 from .._dtypes import is_integer
+from .._tree import check_key
 from .._types import DTypeLike
 from ._arithmetic import (
     KEPT,
@@ -44,13 +45,25 @@ def positive(call: str, **sizes: Any) -> None:
 
 
 def parse_modes(modes: Any, call: str) -> tuple[int, ...]:
-    modes = (modes,) if is_integer(modes) else tuple(modes)
+    given = modes
+    modes = tuple(modes) if isinstance(modes, Sequence | np.ndarray) else (modes,)
     if not 1 <= len(modes) <= 3 or any(not is_integer(m) or m < 1 for m in modes):
         raise ValueError(
             f"`{call}` takes `modes` as one to three positive integers, one for each spatial axis, "
-            f"but got {modes!r}."
+            f"but got {given!r}."
         )
     return tuple(int(m) for m in modes)
+
+
+def _parse_shape(shape: Any, dims: int, call: str) -> tuple[int, ...]:
+    several = isinstance(shape, Sequence | np.ndarray)
+    parsed = tuple(shape) if several else (shape,)
+    if len(parsed) != dims or not all(is_integer(n) and n > 0 for n in parsed):
+        raise ValueError(
+            f"`{call}` has {dims} spatial axes, and takes a positive integer for each as "
+            f"`output_shape`, but got {shape!r}."
+        )
+    return tuple(int(n) for n in parsed)
 
 
 def check_field(x: Any, channels: int, dims: int, call: str) -> Array:
@@ -122,7 +135,7 @@ class SpectralConv(eqx.Module):
         - `factorization`: `"cp"` for weights of low rank (Kossaifi et al., 2023), `None` for dense
             ones.
         - `rank`: with `"cp"`, the number of terms, or the fraction of the parameters of dense
-            weights.
+            weights. Dense weights have none.
         - `stabilizer`: what bounds the field before the transform: `"tanh"`, `"hard_clip"` (to
             ±1), `"sigma_clip"` (to two standard deviations), `"soft_clip"` (8 tanh(x / 8)), or a
             function of a field such as `mpx_pde.nn.soft_clip(4.0)`.
@@ -134,10 +147,11 @@ class SpectralConv(eqx.Module):
             store float32, and compute its products out of several of halves.
 
         **Raises:** `ValueError` for sizes below 1, an unknown `factorization`, `stabilizer` or
-        `method`, and a `rank` that fits no factorization.
+        `method`, and a `rank` that fits no factorization; `TypeError` for a `key` that is none.
         """
         call = "SpectralConv"
         positive(call, in_channels=in_channels, out_channels=out_channels)
+        check_key(key, call)
         self.modes = parse_modes(modes, call)
         if method not in METHODS:
             raise ValueError(
@@ -171,6 +185,7 @@ class SpectralConv(eqx.Module):
         x: Float[Array, "inputs *grid"],
         *,
         output_shape: int | Sequence[int] | None = None,
+        key: PRNGKeyArray | None = None,
     ) -> Float[Array, "outputs *output_grid"]:
         """**Arguments:**
 
@@ -178,6 +193,7 @@ class SpectralConv(eqx.Module):
             with at least `modes[i]` points along axis i.
         - `output_shape`: the grid of the result, which samples the same function at other points;
             by default that of `x`.
+        - `key`: ignored; as all layers of Equinox take it.
 
         **Returns:**
 
@@ -186,6 +202,7 @@ class SpectralConv(eqx.Module):
         **Raises:** `TypeError` for a field that is not real floating-point, `ValueError` for a
         wrong number of channels or axes, or a grid with fewer points than `modes`.
         """
+        del key
         y, constant = self.apart(x, output_shape)
         if constant is None:
             return y
@@ -201,19 +218,12 @@ class SpectralConv(eqx.Module):
         dims = len(self.modes)
         x = check_field(x, self.in_channels, dims, call)
         grid = x.shape[1:]
-        if output_shape is None:
-            output = grid
-        else:
-            output = tuple(int(n) for n in np.atleast_1d(output_shape))
-        if len(output) != dims:
-            raise ValueError(
-                f"`{call}` has {dims} spatial axes, but `output_shape` is {output_shape!r}."
-            )
+        output = grid if output_shape is None else _parse_shape(output_shape, dims, call)
         for name, sizes in (("field", grid), ("`output_shape`", output)):
             if any(m > n for m, n in zip(self.modes, sizes, strict=True)):
                 raise ValueError(
                     f"`{call}` keeps modes {self.modes}, which need a grid of at least as many "
-                    f"points, but got a {name} with grid {sizes}. Take fewer modes or a finer "
+                    f"points, but got a grid of {sizes} as {name}. Take fewer modes or a finer "
                     "grid."
                 )
         arithmetic = self._arithmetic()

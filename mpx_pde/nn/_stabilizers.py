@@ -4,6 +4,8 @@ Tu et al., *Speeding up Fourier Neural Operators via Mixed Precision*, section 3
 every transform. All are evaluated in float32.
 """
 
+import math
+import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .._cast import widen
+from .._tree import in_a_line
 from ._activations import safe, tanh
 
 
@@ -39,9 +42,14 @@ def soft_clip(limit: float) -> Callable[..., Any]:
 
     An elementwise function, evaluated in float32, for `stabilizer` of
     [`mpx_pde.nn.SpectralConv`][].
+
+    **Raises:** `ValueError` for a limit that is no positive number.
     """
-    if not limit > 0:
-        raise ValueError(f"`soft_clip` needs a positive limit, but got {limit!r}.")
+    if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or not 0 < limit < math.inf:
+        raise ValueError(
+            "`soft_clip` needs a positive limit, a number, and returns the function that clips: "
+            f"`stabilizer=soft_clip(4.0)`. It got {in_a_line(limit)}."
+        )
     return safe(lambda x: limit * jnp.tanh(x / limit))
 
 

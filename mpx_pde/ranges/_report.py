@@ -71,6 +71,11 @@ class Row:
     operations: int = 1
 
     def loss(self, name: str) -> Loss:
+        if name not in ("float16", "bfloat16"):
+            raise ValueError(
+                "A `RangeReport` tells what 'float16' and 'bfloat16' lose, by these names, but got "
+                f"{name!r} as `dtype`."
+            )
         return getattr(self, name)
 
     @property
