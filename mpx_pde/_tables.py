@@ -31,6 +31,7 @@ FULL: dict[str, str] = {
     "cosh": _GROWS,
     "log": _NEAR,
     "log1p": _NEAR,
+    "log2": _NEAR,
     "tan": _NEAR,
     "acos": _NEAR,
     "asin": _NEAR,
@@ -66,7 +67,10 @@ FULL: dict[str, str] = {
 }
 """Computed in float32, with a float32 result."""
 
-FEEDS: tuple[str, ...] = ("exp", "exp2", "expm1", "log", "log1p", "pow", "square", "sqrt", "rsqrt")
+FEEDS: tuple[str, ...] = (
+    *("exp", "exp2", "expm1", "log", "log1p", "log2"),
+    *("pow", "square", "sqrt", "rsqrt"),
+)
 """Functions that magnify what was rounded off before them. Arithmetic whose result goes into one
 of them is computed in float32 too: the difference to the largest logit in a softmax, the
 residual in a squared error. (So is what is raised to an even power by `integer_pow`.)"""
@@ -112,6 +116,7 @@ FOLLOW: dict[str, str] = dict.fromkeys(
         "clamp",
         "select_n",
         "tanh",
+        "one_minus_square",
         "logistic",
         "erf",
         "sin",

@@ -306,8 +306,8 @@ def functions(key):
         q = 1.2 + h**2
         parts = [
             jnp.log(q) + jnp.log1p(q) + jnp.expm1(h) + jnp.exp2(h) + q**1.7,
-            jnp.sqrt(q) * lax.rsqrt(q + 1) + jnp.cbrt(q) + jnp.sinh(h),
-            jnp.tan(h) + jnp.arcsin(h) + jnp.cosh(h),
+            jnp.sqrt(q) * lax.rsqrt(q + 1) + jnp.cbrt(q) + jnp.sinh(h) + jnp.log2(q),
+            jnp.tan(h) + jnp.arcsin(h) + jnp.cosh(h) + jax.jvp(jnp.tanh, (q,), (h,))[1],
             jnp.arctan2(h, q) + q**h + jnp.logaddexp(h, q) + lax.erfc(h),
             jax.nn.logsumexp(h) * jax.nn.softmax(h) + q ** (-2) / (1 + h * h),
             lax.reduce_precision(h, 11, 52) + jnp.cumprod(q) / (2 + jnp.sin(h)),

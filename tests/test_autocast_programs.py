@@ -488,6 +488,8 @@ SOME_VERSIONS = {
     "stack": "from 0.10.1 on",
     "unstack": "from 0.10.1 on",
     "eval_jaxpr": "from 0.11 on",
+    "log2": "from 0.11 on",
+    "one_minus_square": "from 0.11 on",
     "call": "before 0.11",
     "closed_call": "before 0.11, and `eval_jaxpr` since",
 }
@@ -507,6 +509,7 @@ EXCEPTIONS = {
         "shardings of sums that are not added up yet, in the dtypes of the program",
     ),
     **dict.fromkeys(("unreduced_psum", "unreduced_reduce_scatter"), "as the last"),
+    "program_order": "what is in it is meant to stay as it stands",
     "ragged_all_to_all": "writes into an operand in the dtype of the program",
     **dict.fromkeys(
         ("dce_sink", "tie", "stage"), "no values come out of it, or those that came in"

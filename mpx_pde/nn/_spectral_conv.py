@@ -219,11 +219,11 @@ class SpectralConv(eqx.Module):
         x = check_field(x, self.in_channels, dims, call)
         grid = x.shape[1:]
         output = grid if output_shape is None else _parse_shape(output_shape, dims, call)
-        for name, sizes in (("field", grid), ("`output_shape`", output)):
+        for name, sizes in (("the field", grid), ("`output_shape`", output)):
             if any(m > n for m, n in zip(self.modes, sizes, strict=True)):
                 raise ValueError(
                     f"`{call}` keeps modes {self.modes}, which need a grid of at least as many "
-                    f"points, but got a grid of {sizes} as {name}. Take fewer modes or a finer "
+                    f"points, but {name} has a grid of {sizes}. Take fewer modes or a finer "
                     "grid."
                 )
         arithmetic = self._arithmetic()

@@ -67,6 +67,7 @@ ELEMENTWISE: frozenset[str] = frozenset(
         "erf_inv",
         "bessel_i0e",
         "bessel_i1e",
+        "one_minus_square",
     }
 )
 """Functions of one variable whose derivatives are taken one by one; for those that are known in

@@ -132,6 +132,10 @@ def _reciprocals(f, x, order):
     return out
 
 
+def _log(x, order):
+    return _reciprocals(jnp.log(x), x, order)
+
+
 def _power(x, order, exponent):
     """x ** exponent, an array or a number of any kind."""
     if isinstance(exponent, int):
@@ -190,8 +194,9 @@ _CLOSED: dict[str, Callable[..., Tower]] = {
     "exp": _exp,
     "exp2": _exp2,
     "expm1": _expm1,
-    "log": lambda x, order: _reciprocals(jnp.log(x), x, order),
+    "log": _log,
     "log1p": lambda x, order: _reciprocals(jnp.log1p(x), 1 + x, order),
+    "log2": lambda x, order: [jnp.log2(x), *(f / math.log(2) for f in _log(x, order)[1:])],
     "pow": _power,
     "integer_pow": _integer_power,
     "square": lambda x, order: _integer_power(x, order, 2),
