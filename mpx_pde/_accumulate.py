@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
@@ -13,7 +12,7 @@ from jaxtyping import Array
 
 from ._cast import widen
 from ._dtypes import is_integer
-from ._gradient import Gradient, arrange_value_and_grad, transformed
+from ._gradient import Gradient, arrange_value_and_grad, like_masters, transformed
 from ._loss_scaling import AbstractLossScaling
 from ._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
 
@@ -124,9 +123,7 @@ def _run(
     if gradient.options.use_mixed_precision:
         state = gradient.finish(mean, model, counts)
     else:
-        like = lambda g, m: g.astype(jax.dtypes.canonicalize_dtype(m.dtype))
-        grads = jtu.tree_map(like, mean, masters)
-        state = gradient.scaling, jnp.array(True), grads
+        state = gradient.scaling, jnp.array(True), like_masters(mean, masters)
     return (value, aux), *state
 
 

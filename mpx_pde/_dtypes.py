@@ -4,6 +4,7 @@ Nothing here starts a JAX backend: limits come from `jax.numpy.finfo`, which kno
 `bfloat16` without a device.
 """
 
+import numbers
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -57,6 +58,11 @@ def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
 def is_integer(x: Any) -> bool:
     """Whether `x` is an integer of Python or NumPy, and no bool."""
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
+
+
+def is_real(x: Any) -> bool:
+    """Whether `x` is a real number of Python or NumPy, and no bool."""
+    return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def is_half(dtype: Any) -> bool:

@@ -84,6 +84,16 @@ def _agree(finite: Bool[Array, ""], axis_name: Any) -> Bool[Array, ""]:
     return lax.psum((~finite).astype(jnp.int32), axis_name) == 0
 
 
+def like_masters(grads: PyTree, masters: PyTree) -> PyTree:
+    """Gradients in the dtypes of what they are of, as JAX has them: NumPy's may be wider."""
+    return jtu.tree_map(
+        lambda g, m: g if g is None else g.astype(jax.dtypes.canonicalize_dtype(m.dtype)),
+        grads,
+        masters,
+        is_leaf=lambda x: x is None,
+    )
+
+
 class Gradient(eqx.Module):
     """What the public transformations share: a loss function and how to differentiate it."""
 
@@ -187,12 +197,7 @@ class Gradient(eqx.Module):
         """Unscales the gradients and brings the scaling up to date."""
         # With the scale that scaled them, not with the adjusted one.
         grads = self.scaling.unscale(grads)
-        grads = jtu.tree_map(
-            lambda g, m: g if g is None else g.astype(jax.dtypes.canonicalize_dtype(m.dtype)),
-            grads,
-            eqx.filter(model, eqx.is_inexact_array),
-            is_leaf=lambda x: x is None,
-        )
+        grads = like_masters(grads, eqx.filter(model, eqx.is_inexact_array))
         finite = _agree(all_finite(grads), self.options.axis_name)
         if counts is None:
             return self.scaling.adjust(finite), finite, grads

@@ -1,14 +1,13 @@
 """From one precision to the next as rounding asks for it."""
 
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import equinox as eqx
 
-from ._dtypes import is_integer
+from ._dtypes import is_integer, is_real
 from ._floor import PrecisionFloor, precision_floor
 from ._forward import RUNGS, check_rung, options_of
 from ._loss_scaling import AbstractLossScaling
@@ -91,8 +90,7 @@ class PrecisionLadder(eqx.Module):
                     f"`{_CALL}` climbs, but after {low!r} comes {high!r}, which is not above it. "
                     f"From below the order is {tuple(sorted(set(rungs), key=RUNGS.index))}."
                 )
-        real = isinstance(tolerance, numbers.Real) and not isinstance(tolerance, bool)
-        if not real or not 0 < tolerance < math.inf:
+        if not is_real(tolerance) or not 0 < tolerance < math.inf:
             raise ValueError(f"`{_CALL}` needs a positive `tolerance`, but got {tolerance!r}.")
         if not is_integer(interval) or interval < 1:
             raise ValueError(

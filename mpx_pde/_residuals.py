@@ -1,7 +1,6 @@
 """What `LevenbergMarquardt` checks: its numbers, its examples, and what residuals return."""
 
 import math
-import numbers
 from typing import Any
 
 import equinox as eqx
@@ -9,6 +8,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float
 
+from ._dtypes import is_real
 from ._tree import in_a_line
 from ._types import PyTree
 
@@ -16,8 +16,7 @@ from ._types import PyTree
 def check_dampings(call: str, least: Any, first: Any, most: Any, acceleration: Any) -> None:
     values = {"min_damping": least, "damping": first, "max_damping": most}
     for name, x in {**values, "acceleration": acceleration}.items():
-        real = isinstance(x, numbers.Real) and not isinstance(x, bool)
-        if not real or not math.isfinite(x):
+        if not is_real(x) or not math.isfinite(x):
             raise ValueError(f"`{call}` needs a finite number as `{name}`, but got {x!r}.")
     if not 0 < least <= first <= most:
         raise ValueError(

@@ -37,25 +37,24 @@ def first_exponents(
     dtype: Any = None,
 ) -> np.ndarray:
     """See [`mpx_pde.DerivativeScaling.calibrate`][]."""
-    call = _CALL
     strategy, rule = scales.strategy, scales.rule
-    coords = names_of(coords, call, "the coordinates")
-    _check_points(points, coords, call)
-    outputs = names_of(outputs, call, "the outputs")
-    over = coords if over is None else names_of(over, call, "the coordinates of `over`")
-    strategy.check_coords(coords, call)
+    coords = names_of(coords, _CALL, "the coordinates")
+    _check_points(points, coords)
+    outputs = names_of(outputs, _CALL, "the outputs")
+    over = coords if over is None else names_of(over, _CALL, "the coordinates of `over`")
+    strategy.check_coords(coords, _CALL)
     terms = terms if isinstance(terms, str) else tuple(terms)
     named = terms if isinstance(terms, str) else [t for t in terms if t != "laplacian"]
-    parsed = [t for t in parse_terms(named, coords, outputs, call) if t.dirs]
+    parsed = [t for t in parse_terms(named, coords, outputs, _CALL) if t.dirs]
     names = [t.name for t in parsed]
-    rows = {name: [row] for name, row in rows_of(scales, parsed, coords, call).items()}
+    rows = {name: [row] for name, row in rows_of(scales, parsed, coords, _CALL).items()}
     if "laplacian" in terms:
-        of_sum = strategy.laplacian_rows(over, call)
+        of_sum = strategy.laplacian_rows(over, _CALL)
         rows |= dict.fromkeys((f"lap_{o}" for o in outputs), of_sum)
 
     if not rows:
         raise ValueError(
-            f"`{call}` finds scales for derivatives, but there is none in the terms {terms!r}."
+            f"`{_CALL}` finds scales for derivatives, but there is none in the terms {terms!r}."
         )
 
     def values(fun, scales, dtype):
@@ -81,16 +80,16 @@ def first_exponents(
     return exponents
 
 
-def _check_points(points: Any, coords: tuple[str, ...], call: str) -> None:
+def _check_points(points: Any, coords: tuple[str, ...]) -> None:
     if isinstance(points, Tracer):
         raise TypeError(
-            f"`{call}` runs the network and looks at its derivatives, so it cannot be called "
+            f"`{_CALL}` runs the network and looks at its derivatives, so it cannot be called "
             "inside of `jax.jit`, `jax.grad` or `jax.vmap`. Call it before the first step."
         )
     shape = np.shape(points)
     if len(shape) != 2 or shape[1] != len(coords) or not shape[0]:
         raise ValueError(
-            f"`{call}` takes some points, an array of shape [points, {len(coords)}] of the "
+            f"`{_CALL}` takes some points, an array of shape [points, {len(coords)}] of the "
             f"coordinates {', '.join(coords)}, but got shape {shape}."
         )
 

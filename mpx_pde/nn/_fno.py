@@ -2,7 +2,6 @@
 
 import functools as ft
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -13,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import widen
-from .._dtypes import is_half
+from .._dtypes import is_half, is_real
 from .._order import add_product, batch_behind, gradients_in_turn
 from .._tree import check_key
 from .._types import DTypeLike
@@ -106,7 +105,7 @@ def _coordinates(grid: tuple[int, ...]) -> np.ndarray:
 def _parse_padding(padding: Any, dims: int, call: str) -> tuple[int | float, ...]:
     several = isinstance(padding, Sequence | np.ndarray) and not isinstance(padding, str)
     parsed: tuple[Any, ...] = tuple(padding) if several else (padding,) * dims
-    if len(parsed) != dims or not all(_is_real(p) and 0 <= p <= 1 for p in parsed):
+    if len(parsed) != dims or not all(is_real(p) and 0 <= p <= 1 for p in parsed):
         raise ValueError(
             f"`{call}` takes `domain_padding` as a fraction of the domain, from 0 to 1, or one for "
             f"each of its {dims} axes, but got {padding!r}. Of 64 points, 8 are a fraction of 8/64."
@@ -114,14 +113,10 @@ def _parse_padding(padding: Any, dims: int, call: str) -> tuple[int | float, ...
     return parsed
 
 
-def _is_real(x: Any) -> bool:
-    return isinstance(x, numbers.Real) and not isinstance(x, bool)
-
-
 def _hidden(channels: int, ratios: dict[str, Any], call: str) -> dict[str, int]:
     """The channels of the hidden layers of the channel MLPs, by name."""
     for name, ratio in ratios.items():
-        if not (_is_real(ratio) and 0 < ratio < math.inf):
+        if not (is_real(ratio) and 0 < ratio < math.inf):
             raise ValueError(
                 f"`{call}` takes a positive number as `{name}_ratio`, the channels of a hidden "
                 f"layer over `hidden_channels`, but got {ratio!r}."

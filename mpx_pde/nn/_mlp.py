@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -14,7 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import FullPrecision, widen
-from .._dtypes import as_floating_dtype, is_integer, product_datatype
+from .._dtypes import as_floating_dtype, is_integer, is_real, product_datatype
 from .._einsum import mixed_matmul
 from .._tree import check_key
 from .._types import DTypeLike
@@ -80,8 +79,8 @@ def _dense(key: PRNGKeyArray, inputs: int, outputs: int, dtype: Any) -> Dense:
 
 def _is_number(x: Any) -> bool:
     """Whether `x` is a positive, finite number, of Python, NumPy or JAX."""
-    real = isinstance(x, numbers.Real) or (eqx.is_array(x) and x.shape == ())
-    return real and not isinstance(x, bool | Tracer) and 0 < float(x) < math.inf
+    known = eqx.is_array(x) and x.shape == () and not isinstance(x, Tracer)
+    return (is_real(x) or known) and 0 < float(x) < math.inf
 
 
 def _parse_periods(periodic: Any, in_size: int, call: str) -> dict[int, float]:

@@ -5,7 +5,6 @@ every transform. All are evaluated in float32.
 """
 
 import math
-import numbers
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from .._cast import widen
+from .._dtypes import is_real
 from .._tree import in_a_line
 from ._activations import safe, tanh
 
@@ -45,7 +45,7 @@ def soft_clip(limit: float) -> Callable[..., Any]:
 
     **Raises:** `ValueError` for a limit that is no positive number.
     """
-    if isinstance(limit, bool) or not isinstance(limit, numbers.Real) or not 0 < limit < math.inf:
+    if not is_real(limit) or not 0 < limit < math.inf:
         raise ValueError(
             "`soft_clip` needs a positive limit, a number, and returns the function that clips: "
             f"`stabilizer=soft_clip(4.0)`. It got {in_a_line(limit)}."
