@@ -111,17 +111,19 @@ def main(argv: list[str]) -> int:
         "--out", type=Path, default=_HERE / "results", help="folder for the JSON file"
     )
     parser.add_argument("--quick", action="store_true", help="small sizes, few repeats")
-    module.add_arguments(parser)
+    if hasattr(module, "add_arguments"):
+        module.add_arguments(parser)
     args = parser.parse_args(argv[1:])
-    report = Report(name, command=shlex.join(["python", "-m", "benchmarks", *_without_out(argv)]))
+    command = shlex.join(["python", "-m", "benchmarks", *_without_out(argv)])
+    report = Report(name, command=command, folder=args.out)
     try:
         status = module.run(report, args)
     except TargetUnavailable as error:
         raise SystemExit(str(error)) from error
-    path = report.save(args.out)
+    report.save()
     report.show()
-    print(f"\nwritten: {path}")
-    return status
+    print(f"\nwritten: {report.path}")
+    return int(status or 0)
 
 
 if __name__ == "__main__":

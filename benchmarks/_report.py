@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -22,26 +23,25 @@ from ._sources import sources
 T = TypeVar("T")
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+def _versions(packages: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for package in packages:
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
 
 
 def _processor() -> str:
-    try:
+    with suppress(OSError, IndexError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         return re.findall(r"^model name\s*: (.*)$", text, re.MULTILINE)[0]
-    except (OSError, IndexError):
-        return platform.processor() or platform.machine()
+    return platform.processor() or platform.machine()
 
 
 def environment(command: str) -> dict[str, Any]:
     """Where the numbers come from: hardware, versions, and how to get them again."""
     device = jax.devices()[0]
-    packages = ("jax", "jaxlib", "equinox", "optax", "jax-cuda12-plugin", "libtpu")
-    versions = {name: _version(name) for name in packages}
     return {
         "device": device.device_kind if device.platform != "cpu" else _processor(),
         "backend": device.platform,
@@ -49,7 +49,7 @@ def environment(command: str) -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        **{name: text for name, text in versions.items() if text is not None},
+        **_versions(("jax", "jaxlib", "equinox", "optax", "jax-cuda12-plugin", "libtpu")),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "command": command,
     }
@@ -138,8 +138,8 @@ class Report:
     are generated from.
     """
 
-    def __init__(self, name: str, *, command: str):
-        self.name = name
+    def __init__(self, name: str, *, command: str, folder: Path = Path()):
+        self.name, self.folder = name, folder
         self.environment = environment(command)
         self.sections: dict[str, list[dict[str, Any]]] = {}
         print(f"# {name}\n")
@@ -176,17 +176,17 @@ class Report:
         """Prints a remark."""
         print(f"\n{text}", flush=True)
 
-    def path(self, folder: Path) -> Path:
+    @property
+    def path(self) -> Path:
         """`NAME-PLATFORM.json`, where the platform is `cpu` or the device's name."""
         kind = self.environment["backend"]
         if kind != "cpu":
             kind = re.sub(r"[^a-z0-9]+", "-", self.environment["device"].lower()).strip("-")
-        return folder / f"{self.name}-{kind}.json"
+        return self.folder / f"{self.name}-{kind}.json"
 
-    def resume(self, folder: Path, *sections: str, same_code: bool = False) -> None:
-        """Takes over what an earlier run has written there, or only if it had the code of today."""
-        path = self.path(folder)
-        before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    def resume(self, *sections: str, same_code: bool = False) -> None:
+        """Takes over what an earlier run has written, or only if it had the code of today."""
+        before = json.loads(self.path.read_text("utf-8")) if self.path.exists() else {}
         if before and same_code and before["sources"] != sources(self.name):
             self.note("The results there are of other code: from the start.")
             before = {}
@@ -195,6 +195,15 @@ class Report:
     def has(self, section: str, **fields: Any) -> bool:
         """Whether there is a record with these fields."""
         return any(fields.items() <= record.items() for record in self.sections.get(section, []))
+
+    def missing(
+        self, section: str, keys: Iterable[dict[str, Any]], minutes: float | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """Those of the keys that no record has yet, until the time is over. The file is written
+        after each: a run of hours that is cut short has shown something."""
+        for key in self.within(minutes, (key for key in keys if not self.has(section, **key))):
+            yield key
+            self.save()
 
     def within(self, minutes: float | None, items: Iterable[T]) -> Iterator[T]:
         """The items one by one, until the time is over; a note says how many are left then."""
@@ -216,17 +225,16 @@ class Report:
             return False
         return True
 
-    def save(self, folder: Path) -> Path:
+    def save(self) -> Path:
         """Writes the file."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path = self.path(folder)
-        rivals = {RIVALS[name]: _version(RIVALS[name]) for name in RIVALS if name in sys.modules}
-        environment = {**self.environment, **rivals}
+        self.folder.mkdir(parents=True, exist_ok=True)
+        rivals = _versions(package for name, package in RIVALS.items() if name in sys.modules)
         content = {
             "benchmark": self.name,
-            "environment": environment,
+            "environment": {**self.environment, **rivals},
             "sources": sources(self.name),
             **self.sections,
         }
-        path.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        return path
+        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        self.path.write_text(text, encoding="utf-8")
+        return self.path

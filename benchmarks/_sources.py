@@ -140,7 +140,7 @@ NOT_MEASURED: dict[str, frozenset[str]] = {
     ),
     # All but the clock.
     "benchmarks/_report.py": frozenset(
-        {"environment", "Report", "NONE", "_text", "_version", "_processor"}
+        {"environment", "Report", "NONE", "_text", "_versions", "_processor"}
     ),
 }
 

@@ -6,8 +6,8 @@ stand two controls of chance, float32 with its initial weights rounded once and 
 first three steps: what they differ by is what a difference between precisions may be without a
 meaning.
 
-A training is written as soon as it is there, and `--resume` goes on from the file, so that a run
-may be stopped at any time and shared among hours when the machine has nothing else to do:
+With `--resume` a run may be stopped at any time and shared among hours when the machine has nothing
+else to do:
 
     nice -n 19 python -m benchmarks breadth --resume --seeds 0
     nice -n 19 python -m benchmarks breadth --resume --seeds 0 1 2
@@ -69,43 +69,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="keep the trainings in the file")
 
 
-def run(report: Report, args: argparse.Namespace) -> int:
+def run(report: Report, args: argparse.Namespace) -> None:
     if args.page != "breadth":
         report.name = f"breadth-{args.page}"
     page = PAGES[args.page]
     if args.resume:
-        report.resume(args.out, "trainings", "earlier")
+        report.resume("trainings", "earlier")
     names = args.problems or page.problems or problems().names()
+    optimizer = args.optimizer or page.optimizer
+    given = {"optimizer": optimizer, "steps": args.steps, "quick": args.quick}
     wanted = itertools.product(names, args.precision or page.precisions)
     for name, precision in report.within(args.minutes, wanted):
-        trained(report, args, name, precision, args.optimizer or page.optimizer)
-    return 0
+        training = trainer(name, precision, **given)
+        about = {"problem": name, "precision": precision, "steps": training.steps}
+        keys = ({**about, "optimizer": training.optimizer_name, "seed": s} for s in args.seeds)
+        for key in report.missing("trainings", keys):
+            trained(report, training, key)
 
 
-def trained(
-    report: Report, args: argparse.Namespace, name: str, precision: str, optimizer: str | None
-) -> None:
-    """Trains what is missing of one problem in one precision. What fails is a record as well."""
-    given = {"optimizer": optimizer, "steps": args.steps, "quick": args.quick}
-    training = trainer(name, precision, **given)
-    for seed in args.seeds:
-        key = {"problem": name, "precision": precision, "seed": seed, "steps": training.steps}
-        if report.has("trainings", **key, optimizer=training.optimizer_name):
-            continue
-        about = {"title": training.problem.title, "family": training.problem.family}
-        for found in _attempt(training, seed):
-            if not report.has("trainings", **key, optimizer=found["optimizer"]):
-                report.record("trainings", **{**key, **about, **found, "precision": precision})
-        jax.clear_caches()  # some dozens of compiled trainings exhaust a process
-        report.save(args.out)  # a run of hours that is cut short has shown something
-        last = report.sections["trainings"][-1]
-        print(f"{name} {precision} {seed}: {last.get('failed', last['error'])}", flush=True)
-
-
-def _attempt(training: Any, seed: int) -> list[dict[str, Any]]:
-    """The record of a training; where L-BFGS follows another optimizer, that of both."""
+def trained(report: Report, training: Any, key: dict[str, Any]) -> None:
+    """Records a training, and if L-BFGS follows another optimizer that of both."""
+    about = {"title": training.problem.title, "family": training.problem.family}
     try:
-        return [outcome.record() for outcome in training.stages(seed)]
-    except Exception as error:
-        failed = f"{type(error).__name__}: {error}"[:500]
-        return [{"optimizer": training.optimizer_name, "error": None, "failed": failed}]
+        found = [outcome.record() for outcome in training.stages(key["seed"])]
+    except Exception as error:  # of a problem: it is what there is to show
+        found = [{"error": None, "failed": f"{type(error).__name__}: {error}"[:500]}]
+    for stage in found:
+        record = {**key, **about, **stage, "precision": key["precision"]}
+        if not report.has("trainings", **{name: record[name] for name in key}):
+            report.record("trainings", **record)
+    jax.clear_caches()  # some dozens of compiled trainings exhaust a process
+    last = report.sections["trainings"][-1]
+    print(f"{key}: {last.get('failed', last['error'])}", flush=True)

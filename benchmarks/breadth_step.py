@@ -5,13 +5,10 @@ here; seconds are predicted as `predicted` does. Most of these problems are of a
 their steps are some hundreds of kernels that take no longer than it takes to launch them, and half
 precision then saves memory and no time. `pinn_step` and `predicted` have steps of a size for a GPU.
 Memory is that beyond state, points and the workspace of cuBLAS.
-
-A problem is written as soon as it is there, and `--resume` goes on from the file.
 """
 
 import argparse
 import re
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -48,28 +45,22 @@ def workspace_bytes(program: Compiled) -> int:
     return max((int(n) for n in re.findall(r"s8\[(\d+)\]", program.text)), default=0)
 
 
-def run(report: Report, args: argparse.Namespace) -> int:
+def run(report: Report, args: argparse.Namespace) -> None:
     if args.resume:
-        report.resume(args.out, "programs")
+        report.resume("programs")
     names = args.problems or (["kovasznay"] if args.quick else problems().names())
-    for name in names:
-        title = problems().load(name).title
-        for precision in PRECISIONS:
-            where: dict[str, Any] = {"problem": name, "title": title, "precision": precision}
-            if report.has("programs", **where):
-                continue
-            try:
-                program = compiled(args.target, name, precision)
-            except TargetUnavailable:
-                raise
-            except Exception as error:  # of a problem: it is what there is to show
-                report.record("programs", **where, failed=failure(error))
-                continue
-            whole = summary(Roofline(program.module).kernels(), CHIPS[args.target])
-            told = {key: whole[key] for key in TOLD}
-            memory = program.temp_bytes - workspace_bytes(program)
-            report.record("programs", **where, temp_bytes=memory, **told)
-            jax.clear_caches()
-        report.save(args.out)
-        print(f"{name}: {report.sections['programs'][-1]}", flush=True)
-    return 0
+    keys = ({"problem": name, "precision": p} for name in names for p in PRECISIONS)
+    for key in report.missing("programs", keys):
+        where = {"title": problems().load(key["problem"]).title, **key}
+        try:
+            program = compiled(args.target, key["problem"], key["precision"])
+        except TargetUnavailable:
+            raise
+        except Exception as error:  # of a problem: it is what there is to show
+            report.record("programs", **where, failed=failure(error))
+            continue
+        whole = summary(Roofline(program.module).kernels(), CHIPS[args.target])
+        told = {name: whole[name] for name in TOLD}
+        memory = program.temp_bytes - workspace_bytes(program)
+        print(report.record("programs", **where, temp_bytes=memory, **told), flush=True)
+        jax.clear_caches()

@@ -193,9 +193,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=3)
 
 
-def run(report: Report, args: argparse.Namespace) -> int:
+def run(report: Report, args: argparse.Namespace) -> None:
     jax.config.update("jax_enable_compilation_cache", False)
     report.installed("mpx")
     for task in tasks(args.quick, args.dtype):
         measure(report, task, args.dtype, 1 if args.quick else args.rounds)
-    return 0

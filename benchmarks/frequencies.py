@@ -106,7 +106,7 @@ METHODS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 }
 
 
-def run(report: Report, args: argparse.Namespace) -> int:
+def run(report: Report, args: argparse.Namespace) -> None:
     x = signals(10 if args.quick else args.signals)
     exact = np.fft.rfft(x, norm="forward")[:, FREQUENCIES]
     for name, method in METHODS.items():
@@ -118,4 +118,3 @@ def run(report: Report, args: argparse.Namespace) -> int:
             signals=len(x),
             error={str(k): float(e) for k, e in zip(FREQUENCIES, relative, strict=True)},
         )
-    return 0

@@ -29,21 +29,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="keep what is there")
 
 
-def run(report: Report, args: argparse.Namespace) -> int:
+def run(report: Report, args: argparse.Namespace) -> None:
     chosen = args.problems or list(PICTURES)
-    report.resume(args.out, "trainings")
+    report.resume("trainings")
     if not args.resume:
         before = report.sections.get("trainings", [])
         report.sections["trainings"] = [r for r in before if r["problem"] not in chosen]
-    for name in chosen:
-        if not report.has("trainings", problem=name):
-            record, shown = trained(name, quick=args.quick)
-            save(shown, args.pictures / f"{name}.webp")
-            report.record("trainings", problem=name, shown_error=shown.error, **record)
-            report.save(args.out)
-            print(f"{name}: {record['error']:.2e}", flush=True)
+    for key in report.missing("trainings", ({"problem": name} for name in chosen)):
+        record, shown = trained(key["problem"], quick=args.quick)
+        save(shown, args.pictures / f"{key['problem']}.webp")
+        report.record("trainings", **key, **record)
+        print(f"{key['problem']}: {record['error']:.2e}", flush=True)
     report.sections["trainings"].sort(key=lambda r: list(PICTURES).index(r["problem"]))
-    return 0
 
 
 def trained(name: str, *, quick: bool = False) -> tuple[dict[str, Any], Any]:

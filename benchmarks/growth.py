@@ -134,10 +134,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(report: Report, args: argparse.Namespace) -> int:
+def run(report: Report, args: argparse.Namespace) -> None:
     sweeps = QUICK if args.quick else SWEEPS
     base = Case(**{name: sweeps[name][1] for name in ("points", "width", "depth")})
     for target in there(report, args.targets.split(",")):
         for sweep, sizes in sweeps.items():
             grow(report, target, sweep, sizes, base)
-    return 0

@@ -17,7 +17,7 @@ float16. With `--time` rivals are timed, and so is tracing and compiling them: o
 that does nothing else.
 
 It goes on where it was left: what is in the file of results already, and was taken with the same
-sources, stays. `--minutes` ends a run after the case that is under way:
+sources, stays.
 
     python -m benchmarks networks --minutes 2
 """
@@ -42,6 +42,7 @@ from ._report import Report, interleave
 from ._rivals import RivalMissing, failure, require
 
 
+WIDTH, QUICK_WIDTH = 256, 32
 CHECKED = 32
 """At how many points values are compared."""
 
@@ -278,41 +279,28 @@ def cases(args: argparse.Namespace) -> Iterator[Case]:
                 continue  # a network for each of a hundred coordinates compiles for hours, nested
             if args.quick:
                 problem = problem._replace(points=64)
-            yield Case(network, problem, 32 if args.quick else args.width)
+            yield Case(network, problem, QUICK_WIDTH if args.quick else WIDTH)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--networks", help=f"out of {', '.join(NETWORKS)}; by default all")
     names = ", ".join(problem.name for problem in PROBLEMS)
     parser.add_argument("--problems", help=f"out of {names}; by default all")
     parser.add_argument("--time", action="store_true", help="time steps, tracing and compiling")
     parser.add_argument("--h100", action="store_true", help="compile for an H100 instead")
     parser.add_argument("--minutes", type=float, help="start no further case after as many")
-    parser.add_argument("--anew", action="store_true", help="keep nothing of earlier runs")
 
 
-def resume(report: Report, args: argparse.Namespace) -> None:
-    """Takes over what an earlier run has measured with these sources."""
-    width = [{"width": args.width}]
-    report.resume(args.out, "costs", "h100", "width", same_code=True)
-    if report.sections.get("width", width) != width:
-        report.note("The results there are of another width: from the start.")
-        report.sections.clear()
-
-
-def run(report: Report, args: argparse.Namespace) -> int:
-    if not (args.quick or args.anew):
-        resume(report, args)
-    report.sections["width"] = [{"width": args.width}]
+def run(report: Report, args: argparse.Namespace) -> None:
+    if not args.quick:
+        report.resume("costs", "h100", same_code=True)
+    report.sections["width"] = [{"width": QUICK_WIDTH if args.quick else WIDTH}]
     section = "h100" if args.h100 else "costs"
     missing = (case for case in cases(args) if not report.has(section, **case.where))
     for case in report.within(args.minutes, missing):
-        print(f"{case.network}, {case.problem.name}", flush=True)
+        print(*case.where.values(), sep=", ", flush=True)
         if args.h100:
             measure_h100(report, case)
         else:
             measure(report, case, args.time)
-        if not args.quick:
-            report.save(args.out)
-    return 0
+        report.save()

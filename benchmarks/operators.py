@@ -3,8 +3,7 @@
 The trainings are those of `examples/darcy.py` and `examples/navier_stokes.py`: the same
 operator, data, batches and optimizer for each seed, and nothing else tuned. Each variant of the
 paper's tables (Tu et al., Speeding up Fourier Neural Operators via Mixed Precision) is one of
-them; errors are those of the test samples, computed in the precision of the training. A training
-is written as soon as it is there, and `--resume` goes on from the file if that is of the same code.
+them; errors are those of the test samples, computed in the precision of the training.
 
 `--size small` is meant for one CPU core (some seconds for each training, and as many to compile
 it), `--size full` for a GPU: the grid and the modes of the paper.
@@ -43,9 +42,6 @@ class Variant(NamedTuple):
     precision: str
     stabilizer: str | None = None
 
-    def __str__(self) -> str:
-        return f"{self.precision} {self.stabilizer}" if self.stabilizer else self.precision
-
 
 PROBLEMS = ("darcy", "navier_stokes")
 COMPARED = (
@@ -77,12 +73,12 @@ def trainings(modes: tuple[int, ...]) -> Iterator[tuple[str, Variant, int]]:
         yield "navier_stokes", variant, m
 
 
-def run(report: Report, args: argparse.Namespace) -> int:
+def run(report: Report, args: argparse.Namespace) -> None:
     shared: Any = load_example("_neural_operator")
     progress_bar = load_example("_progress").progress_bar
     size = SIZES["quick" if args.quick else args.size]
     if args.resume:
-        report.resume(args.out, "trainings", same_code=True)
+        report.resume("trainings", same_code=True)
     problems = {
         name: load_example(name).problem(size.samples, size.strides, finest=size.finest)
         for name in PROBLEMS
@@ -97,28 +93,17 @@ def run(report: Report, args: argparse.Namespace) -> int:
                 hidden_channels=size.channels,
                 steps=args.steps or size.steps,
             )
-            for seed in args.seeds:
-                key = {"problem": name, **variant._asdict(), "modes": modes, "seed": seed}
-                if report.has("trainings", **key, steps=training.steps, samples=size.samples):
-                    continue
-                result = training(seed, progress, label=f"{name} {variant} {modes} {seed}")
-                record(report, size, key, result)
-                report.save(args.out)
-    return 0
-
-
-def record(report: Report, size: Size, key: dict[str, Any], result: Any) -> None:
-    errors = {str(n): norms for n, norms in result.errors.items()}
-    # Over the last tenth of the steps, since each is of one batch.
-    train_loss = float(result.loss[-max(len(result.loss) // 10, 1) :].mean())
-    report.record(
-        "trainings",
-        **key,
-        steps=len(result.loss),
-        samples=size.samples,
-        resolution=size.finest // size.strides[0],
-        channels=size.channels,
-        train_loss=train_loss,
-        errors=errors,
-        skipped_steps=result.skipped_steps,
-    )
+            about = {"problem": name, **variant._asdict(), "modes": modes}
+            about |= {"steps": training.steps, "samples": size.samples}
+            for key in report.missing("trainings", ({**about, "seed": s} for s in args.seeds)):
+                result = training(key["seed"], progress, label=" ".join(map(str, key.values())))
+                report.record(
+                    "trainings",
+                    **key,
+                    resolution=size.finest // size.strides[0],
+                    channels=size.channels,
+                    # Over the last tenth of the steps, since each is of one batch.
+                    train_loss=float(result.loss[-max(training.steps // 10, 1) :].mean()),
+                    errors={str(n): norms for n, norms in result.errors.items()},
+                    skipped_steps=result.skipped_steps,
+                )

@@ -100,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float16", choices=tuple(MAX_SCALE))
 
 
-def run(report: Report, args: argparse.Namespace) -> int:
+def run(report: Report, args: argparse.Namespace) -> None:
     report.installed("mpx")
     tasks = [p.task(args.dtype) for p in (PROBLEMS[:2] if args.quick else PROBLEMS)]
     for target in there(report, args.targets.split(",")):
@@ -110,4 +110,3 @@ def run(report: Report, args: argparse.Namespace) -> int:
                 parts = task.step(rival), task.state(rival), task.batch
                 program = compile_for(target, *parts, donate=(0,))
                 report.record("programs", **where, step=name, **program.costs())
-    return 0

@@ -140,7 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rivals", nargs="+", choices=LIBRARIES, default=LIBRARIES)
 
 
-def run(report: Report, args: argparse.Namespace) -> int:
+def run(report: Report, args: argparse.Namespace) -> None:
     gpu = jax.default_backend() == "gpu"
     kind = "quick" if args.quick else jax.default_backend()
     defaults = DEFAULTS.get(kind, DEFAULTS["gpu"])
@@ -154,4 +154,3 @@ def run(report: Report, args: argparse.Namespace) -> int:
         makes = steps(task, libraries, gpu, args.quick)
         chosen = {who: make for who, make in makes.items() if i == 0 or everywhere(who)}
         measure_case(report, task, chosen, rounds, count)
-    return 0

@@ -184,7 +184,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--record", action="store_true", help="record the traffic of small steps")
 
 
-def run(report: Report, args: argparse.Namespace) -> int:
+def run(report: Report, args: argparse.Namespace) -> None:
     if args.check or args.record:
         raise SystemExit(check(args.target, args.record))
     chip = CHIPS[args.target]
@@ -195,4 +195,3 @@ def run(report: Report, args: argparse.Namespace) -> int:
         if args.problems is None or problem.name in args.problems:
             predict(report, args.target, problem, chip, args.programs)
     report.page("predicted.steps", "predicted.kernels")
-    return 0

@@ -143,7 +143,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rounds", type=int, default=50, help="of the clock, on a GPU")
 
 
-def run(report: Report, args: argparse.Namespace) -> int:
+def run(report: Report, args: argparse.Namespace) -> None:
     gpu = report.environment["backend"] == "gpu"
     sizes = GPU_SIZES if gpu else SIZES
     for problem in problems(sizes[:1] if args.quick else sizes):
@@ -172,4 +172,3 @@ def run(report: Report, args: argparse.Namespace) -> int:
                 device_error=error(compiled[name], problem) if name in compiled else None,
                 seconds=times.get(name),
             )
-    return 0

@@ -1,10 +1,10 @@
 """How far do second-order steps get? Levenberg–Marquardt on a Poisson equation, by precision.
 
-The training is that of `examples/second_order.py`. A training is written as soon as it is there,
-and `--resume` goes on from the file.
+The training is that of `examples/second_order.py`.
 """
 
 import argparse
+import itertools
 from typing import Any
 
 import jax
@@ -24,20 +24,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="keep the trainings in the file")
 
 
-def run(report: Report, args: argparse.Namespace) -> int:
+def run(report: Report, args: argparse.Namespace) -> None:
     example: Any = load_example("second_order")
     steps = 4 if args.quick else args.steps or example.STEPS["lm"]
     if args.resume:
-        report.resume(args.out, "trainings")
-    for precision in args.precision:
+        report.resume("trainings")
+    keys = []
+    for precision, seed in itertools.product(args.precision, args.seeds):
         forward, _, jacobian = precision.partition("-")
-        for seed in args.seeds:
-            key = {"forward": forward, "jacobian": jacobian or forward, "seed": seed}
-            if report.has("trainings", **key, total=steps):
-                continue
-            with jax.enable_x64(forward == "float64"):
-                found = example.train("lm", **key, steps=steps)
-            at, errors = zip(*found.curve, strict=True)
-            report.record("trainings", **key, total=steps, steps=at, errors=errors)
-            report.save(args.out)
-    return 0
+        names = {"forward": forward, "jacobian": jacobian or forward}
+        keys.append({**names, "seed": seed, "total": steps})
+    for key in report.missing("trainings", keys):
+        with jax.enable_x64(key["forward"] == "float64"):
+            found = example.train("lm", *key.values())
+        at, errors = zip(*found.curve, strict=True)
+        report.record("trainings", **key, steps=at, errors=errors)

@@ -91,7 +91,6 @@ def _measure(report: Report, n: int, modes: int, channels: int, batch: int, roun
     )
 
 
-def run(report: Report, args: argparse.Namespace) -> int:
+def run(report: Report, args: argparse.Namespace) -> None:
     for size in QUICK_LAYERS if args.quick else LAYERS:
         _measure(report, *size, rounds=1 if args.quick else args.rounds)
-    return 0

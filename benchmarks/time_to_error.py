@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rivals", nargs="+", help="by default all")
     parser.add_argument("--time", action="store_true", help="time steps, and train nothing")
-    parser.add_argument("--anew", action="store_true", help="keep nothing of earlier runs")
 
 
 def compiled(report: Report, trainings: dict[str, Training]) -> dict[str, tuple[Moment, float]]:
@@ -95,7 +94,7 @@ def clock(report: Report, problem: Any, rivals: dict[str, Any]) -> None:
         report.record("times", rival=name, start_seconds=start, step=timing)
 
 
-def run(report: Report, args: argparse.Namespace) -> int:
+def run(report: Report, args: argparse.Namespace) -> None:
     module = PROBLEMS[args.problem]
     report.name = f"time_to_error-{args.problem}"
     on_gpu = jax.default_backend() == "gpu"
@@ -103,16 +102,14 @@ def run(report: Report, args: argparse.Namespace) -> int:
     problem = module.make_problem(module.SIZES[size])
     rivals = module.rivals(on_gpu)
     chosen = {name: rivals[name] for name in args.rivals or rivals}
-    if not (args.anew or args.quick):
-        # Times are taken anew.
-        report.resume(args.out, *(["curves"] if args.time else ["curves", "times"]), same_code=True)
+    if not args.quick:  # times are taken anew
+        report.resume(*(["curves"] if args.time else ["curves", "times"]), same_code=True)
     report.record("size", name=size, factors=module.FACTORS, **module.SIZES[size]._asdict())
     if args.time or args.quick:
         clock(report, problem, chosen)
     for seed in () if args.time else args.seeds:
         there = {c["rival"] for c in report.sections.get("curves", []) if c.get("seed") == seed}
         follow(report, problem, seed, {n: t for n, t in chosen.items() if n not in there})
-        report.save(args.out)
+        report.save()
     if any(name.startswith("float32") for name in chosen) and "curves" in report.sections:
         report.page(f"time_to_error.{args.problem}")
-    return 0

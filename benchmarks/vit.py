@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, help="by default those of the example")
 
 
-def run(report: Report, args: argparse.Namespace) -> int:
+def run(report: Report, args: argparse.Namespace) -> None:
     vit = load_example("vit")
 
     for seed in args.seeds:
@@ -32,4 +32,3 @@ def run(report: Report, args: argparse.Namespace) -> int:
                 skipped_steps=result.skipped_steps,
                 temp_bytes=result.temp_bytes,
             )
-    return 0

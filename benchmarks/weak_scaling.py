@@ -14,8 +14,7 @@ Three sizes of what is sent stand in a record, all for one device and one step:
 - `temp_bytes` and `argument_bytes`: memory, also relative to one device (`over_one`).
 
 The 64 TPUs are 16 hosts of a pod slice, the eight H100s one host; the compiler for TPUs takes
-about a minute for each of the cavity's programs, so what is done is written, and `--resume` goes on
-from the file if that is of the same code. Nothing runs, so there are neither times nor
+about a minute for each of the cavity's programs. Nothing runs, so there are neither times nor
 errors here: that all layouts train the same curve on 1 to 8 devices is what
 `tests/test_sharded.py` tests.
 
@@ -51,6 +50,7 @@ class Size(NamedTuple):
 
 SIZES = {"cavity": Size(16_384, 512), "fno": Size(16, 64)}
 QUICK_SIZES = {"cavity": Size(256, 64), "fno": Size(2, 16)}
+OPTIONS = ("layout", "precision", "sum_dtype")
 STEPS = (
     ("data", "float32", None),
     ("data", "float16", None),
@@ -62,19 +62,12 @@ STEPS = (
 )
 
 
-def compiled(example: Any, problem: str, target: str, size: Size, **options: Any) -> Compiled:
+def compiled(example: Any, target: str, batch: int, key: dict[str, Any]) -> Compiled:
     mesh = target_mesh(target, (example.DEVICES,))
-    run = example.Run(
-        problem,
-        devices=mesh.devices.flat,
-        batch=size.batch * mesh.size,
-        width=size.width,
-        start=False,
-        **options,
-    )
+    run = example.Run(**key, devices=mesh.devices.flat, batch=batch * mesh.size, start=False)
     state = jax.eval_shape(run.init, jax.random.key(0))
     specs = jax.tree.map(
-        lambda x: example.layout_of(x, mesh, options["layout"]).spec,
+        lambda x: example.layout_of(x, mesh, key["layout"]).spec,
         eqx.filter(state, lambda x: isinstance(x, jax.ShapeDtypeStruct)),
     )
     return compile_for(
@@ -84,7 +77,7 @@ def compiled(example: Any, problem: str, target: str, size: Size, **options: Any
         mesh=mesh,
         in_specs=(specs,),
         donate=(0,),
-        compiler_options=CUBLAS if problem == "fno" else None,
+        compiler_options=CUBLAS if key["problem"] == "fno" else None,
     )
 
 
@@ -100,42 +93,34 @@ def ring_bytes(kind: str, size: int, devices: int) -> float:
     }[kind]
 
 
-def over(size: int, one: int | None) -> float | None:
-    return size / one if one else None
-
-
 def measure(
-    report: Report, example: Any, problem: str, size: Size, targets: Sequence[str], options: Any
+    report: Report, example: Any, key: dict[str, Any], size: Size, targets: Sequence[str]
 ) -> None:
-    """One step on all targets, the smallest first."""
-    base: Compiled | None = None  # the program for one device
-    for target in targets:
-        program = compiled(example, problem, target, size, **options)
-        mesh = target_mesh(target)
-        if mesh.size == 1:
-            base = program
+    """One step on all targets, the first of which is one device."""
+    programs = {target: compiled(example, target, size.batch, key) for target in targets}
+    one = programs[targets[0]]
+    for target, program in programs.items():
+        devices = target_mesh(target).size
         traffic = {
             f"{kind} {dtype}": {
                 "count": t.count,
                 "bytes": t.bytes,
-                "wire_bytes": round(ring_bytes(kind, t.bytes, mesh.size)),
+                "wire_bytes": round(ring_bytes(kind, t.bytes, devices)),
             }
             for (kind, dtype), t in sorted(program.collectives().items())
         }
         report.record(
             "steps",
-            problem=problem,
+            **key,
             target=title(target),
-            devices=mesh.size,
-            **options,
-            batch=size.batch * mesh.size,
-            width=size.width,
+            devices=devices,
+            batch=size.batch * devices,
             collectives=traffic,
             wire_bytes=sum(t["wire_bytes"] for t in traffic.values()),
             temp_bytes=program.temp_bytes,
-            temp_over_one=over(program.temp_bytes, base and base.temp_bytes),
+            temp_over_one=program.temp_bytes / one.temp_bytes if one.temp_bytes else None,
             argument_bytes=program.argument_bytes,
-            argument_over_one=over(program.argument_bytes, base and base.argument_bytes),
+            argument_over_one=program.argument_bytes / one.argument_bytes,
         )
 
 
@@ -145,18 +130,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="keep the programs in the file")
 
 
-def run(report: Report, args: argparse.Namespace) -> int:
+def run(report: Report, args: argparse.Namespace) -> None:
     report.name = f"weak_scaling-{args.platform}"
     example = load_example("sharded")
     targets = there(report, TARGETS[args.platform])
     sizes = QUICK_SIZES if args.quick else SIZES
     if args.resume:
-        report.resume(args.out, "steps", same_code=True)
-    for problem in args.problem:
-        for layout, precision, sums in STEPS:
-            options = {"layout": layout, "precision": precision, "sum_dtype": sums}
-            if report.has("steps", problem=problem, width=sizes[problem].width, **options):
-                continue
-            measure(report, example, problem, sizes[problem], targets, options)
-            report.save(args.out)
-    return 0
+        report.resume("steps", same_code=True)
+    keys = (
+        {"problem": problem, "width": sizes[problem].width, **dict(zip(OPTIONS, step, strict=True))}
+        for problem in args.problem
+        for step in STEPS
+    )
+    for key in report.missing("steps", keys):
+        measure(report, example, key, sizes[key["problem"]], targets)

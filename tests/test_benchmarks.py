@@ -239,15 +239,12 @@ def test_all_rivals_take_the_same_derivative(problem):
         assert abs(float(jax.jit(way(fun, problem))(p)) / want - 1) < 1e-5
 
 
-def test_a_benchmark_of_networks_goes_on_where_it_was_left(tmp_path):
-    args = argparse.Namespace(out=tmp_path, width=8)
-    report = Report("networks", command="")
-    report.record("costs", network="KAN", problem="order 1")
-    report.sections["width"] = [{"width": 8}]
-    report.save(tmp_path)
-    again = Report("networks", command="")
-    networks.resume(again, args)
-    assert again.sections["costs"] == report.sections["costs"]
-    other = Report("networks", command="")
-    networks.resume(other, argparse.Namespace(out=tmp_path, width=16))
-    assert "costs" not in other.sections
+def test_a_benchmark_goes_on_where_it_was_left(tmp_path):
+    report = Report("float8", command="", folder=tmp_path)
+    keys = [{"format": name} for name in ("float16", "bfloat16")]
+    for key in report.missing("errors", keys[:1]):
+        report.record("errors", **key, u=1.0)
+    again = Report("float8", command="", folder=tmp_path)
+    again.resume("errors", same_code=True)
+    assert again.sections["errors"] == report.sections["errors"]
+    assert list(again.missing("errors", keys)) == keys[1:]
