@@ -9,6 +9,7 @@ The residuals have derivatives up to a chosen order:
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -22,7 +23,6 @@ import mpx_pde as mpx
 Layers = Sequence[tuple[Any, Any]]
 """The weights W and biases b of a tanh network: x @ W + b."""
 
-ORDERS = (1, 2, 3)
 FIRST = ["u", "v", *(f"{f}_{d}" for f in "uvp" for d in ("x", "y"))]
 SECOND = ["u_xx", "u_yy", "v_xx", "v_yy"]
 THIRD = ["u_xxx", "u_xyy", "v_xxy", "v_yyy"]
@@ -74,38 +74,20 @@ def laplacian_residuals(model, points, *, derivatives):
     return mean_square(jax.vmap(terms)(points))
 
 
-def gradient(loss: Callable, precision: str, full_points: bool = True) -> Callable:
-    """From a model, its scaling and points to the gradient of a loss: the step without its
-    optimizer."""
-    options = {
-        "use_mixed_precision": precision != "float32",
-        "policy": f"params=float32,compute={precision},output=float32",
-        "keep_full": (False, full_points),
-    }
-    return lambda model, scaling, points: mpx.filter_value_and_grad(loss, scaling, **options)(
-        model, points
-    )
-
-
 # --- The same written with nothing but JAX ---------------------------------------------------
 
 
-def initial_layers(width: int, depth: int, seed: int = 0) -> list[tuple[np.ndarray, np.ndarray]]:
+def initial_layers(width: int, depth: int) -> list[tuple[np.ndarray, np.ndarray]]:
     """The weights that all rivals begin with: Glorot's normal initialization, in float32."""
-    random = np.random.default_rng(seed)
+    random = np.random.default_rng(0)
+    weight = lambda m, n: random.normal(0, np.sqrt(2 / (m + n)), (m, n)).astype(np.float32)
     sizes = [2, *(width,) * depth, 3]
-    return [
-        (
-            random.normal(0, np.sqrt(2 / (m + n)), (m, n)).astype(np.float32),
-            np.zeros(n, np.float32),
-        )
-        for m, n in itertools.pairwise(sizes)
-    ]
+    return [(weight(m, n), np.zeros(n, np.float32)) for m, n in itertools.pairwise(sizes)]
 
 
-def initial_points(count: int, seed: int = 1) -> np.ndarray:
+def initial_points(count: int) -> np.ndarray:
     """Collocation points in the unit square."""
-    return np.random.default_rng(seed).random((count, 2), np.float32)
+    return np.random.default_rng(1).random((count, 2), np.float32)
 
 
 def network(layers: Layers, point: jax.Array) -> jax.Array:
@@ -156,6 +138,13 @@ def nested(
         return d
 
     return terms
+
+
+def nested_loss(layers, points, *, order, finish=None):
+    """The mean squared residuals by nested `jax.jvp`, in the precision of the arguments; what makes
+    a loss of derivatives takes them in float32, unless another does."""
+    wide = lambda d: mean_square(jax.tree.map(lambda x: x.astype(jnp.float32), d), order)
+    return (finish or wide)(jax.vmap(nested(partial(network, layers), order))(points))
 
 
 def named(value: Any, x: Any, y: Any) -> dict[str, Any]:

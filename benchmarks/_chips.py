@@ -73,11 +73,6 @@ H100 = Chip(  # SXM
 CHIPS = {"h100": H100}
 
 
-def chip_of(device_kind: str) -> Chip | None:
-    """That of a device by its name, such as "NVIDIA H100 80GB HBM3"; `None` for others."""
-    return H100 if "h100" in device_kind.lower() else None
-
-
 WEIGHTS = {
     "tanh": 20,
     "exponential": 8,

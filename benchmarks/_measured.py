@@ -12,10 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._deviceless import CUBLAS, TARGETS, Compiled, TargetUnavailable, compile_for
+from ._deviceless import CUBLAS, TARGETS, Compiled, TargetUnavailable
 from ._report import Report, interleave
 from ._rivals import failure
-from ._roofline import predicted_seconds
 from ._steps import Rival, Task
 
 
@@ -75,7 +74,6 @@ class JaxStep:
         self.state = jax.tree.map(jnp.copy, arrays)
         self.batches, self._layers = cycle(batches), layers
         self._run = jax.jit(run, donate_argnums=0).lower(self.state, batches[0]).compile()
-        self.predicted = predicted_seconds(self._run.as_text(), jax.devices()[0].device_kind)
         memory = self._run.memory_analysis()
         self.temp_bytes = memory.temp_size_in_bytes if memory is not None else None
 
@@ -147,10 +145,10 @@ def relative_error(got: Any, want: Any) -> float:
 def measure(
     rivals: Mapping[Any, Callable[[], Step]],
     observe: Callable[[Step], dict[str, Any]],
+    conclude: Callable[[Any], dict[str, Any]] = lambda last: {},
     *,
     rounds: int,
     warmup: int = 2,
-    conclude: Callable[[Any], dict[str, Any]] = lambda last: {},
 ) -> dict[Any, dict[str, Any]]:
     """Builds the rivals, observes their first steps, and times the next ones in turn. `conclude`
     takes the loss of the last of them.
@@ -178,12 +176,8 @@ def measure(
     timers = {name: partial(timed, name) for name in steps}
     times = interleave(timers, rounds=rounds, warmup=warmup)
     for name, step in steps.items():
-        fields[name] |= {
-            "seconds": times[name],
-            "predicted_seconds": getattr(step, "predicted", None),
-            "temp_bytes": step.temp_bytes,
-            **conclude(last[name]),
-        }
+        told = {"seconds": times[name], "temp_bytes": step.temp_bytes}
+        fields[name] |= {**told, **conclude(last[name])}
     steps.clear()
     gc.collect()  # states are large, and the next configuration wants the memory
     return fields
@@ -191,8 +185,8 @@ def measure(
 
 def _run(
     report: Report, task: Task, others: Mapping[str, Callable[[], Step]], *, rounds: int, chunk: int
-) -> int:
-    """Runs a task by all rivals, and by those that are not written in JAX; how many of our own
+) -> bool:
+    """Runs a task by all rivals, and by those that are not written in JAX; whether one of our own
     steps failed."""
     batches = task.batches()
     exact = Exact(task.loss, batches[0], chunk)(task.model())
@@ -206,20 +200,14 @@ def _run(
         }
 
     def conclude(last: Any) -> dict[str, Any]:
-        return {"steps": steps_of(rounds), "loss": float(last)}
+        return {"steps": BEFORE + 2 * rounds, "loss": float(last)}
 
-    ours = {name: partial(JaxStep, task, rival, on_device) for name, rival in task.rivals.items()}
-    measured = measure(
-        {**ours, **others}, observe, rounds=rounds, warmup=BEFORE - 1, conclude=conclude
-    )
+    rivals = task.there(report)
+    ours = {name: partial(JaxStep, task, rival, on_device) for name, rival in rivals.items()}
+    measured = measure({**ours, **others}, observe, conclude, rounds=rounds, warmup=BEFORE - 1)
     for name, fields in measured.items():
         report.record("steps", **task.where, rival=name, **fields)
-    return sum("failed" in f and name.startswith("mpx_pde") for name, f in measured.items())
-
-
-def steps_of(rounds: int) -> int:
-    """How many steps each rival takes."""
-    return BEFORE + 2 * rounds
+    return any("failed" in f and name.startswith("mpx_pde") for name, f in measured.items())
 
 
 def _compile(
@@ -227,11 +215,10 @@ def _compile(
 ) -> None:
     """Compiles all rivals of a task, and records memory and what else is to be told of them; of one
     that fails, how."""
-    for name, rival in task.rivals.items():
+    for name, rival in task.there(report).items():
         where = {"target": target, **task.where, "rival": name}
-        args = task.step(rival), task.shapes(rival), task.batch
         try:
-            program = compile_for(target, *args, donate=(0,), compiler_options=CUBLAS)
+            program = task.compiled(target, rival, CUBLAS)
         except TargetUnavailable:
             raise
         except Exception as error:  # of a rival
@@ -254,28 +241,29 @@ def run_sizes(
     report: Report,
     args: argparse.Namespace,
     tasks: Iterable[Task],
-    others: Callable[[Task, int], Mapping[str, Callable[[], Step]]],
+    others: Callable[[Task], Mapping[str, Callable[[], Step]]],
+    needs: Sequence[str],
     tell: Callable[[Compiled], dict[str, Any]],
     *,
     chunk: int = 1,
-) -> int:
-    """Runs the tasks one by one, or compiles them for the target that was asked for; 1 if one of
+) -> bool:
+    """Runs the tasks one by one, or compiles them for the target that was asked for; whether one of
     our own steps failed.
 
     **Arguments:**
 
-    - `others`: what makes the steps that are not written in JAX, from a task and the number of
-        rounds.
+    - `others`: what makes the steps that are not written in JAX, from a task.
+    - `needs`: the modules that these take.
     - `tell`: what records hold of a compiled program.
     - `chunk`: samples at a time in float64.
     """
-    report.installed("mpx")
     if args.target:
         report.name = f"{report.name}-{args.target}"
         for task in tasks:
             _compile(report, args.target, task, tell)
-        return 0
-    rounds, failed = 1 if args.quick else args.rounds, 0
+        return False
+    rounds, failed = 1 if args.quick else args.rounds, []
     for task in report.within(args.minutes, tasks):
-        failed += _run(report, task, others(task, rounds), rounds=rounds, chunk=chunk)
-    return int(failed > 0)
+        found = others(task) if report.installed(*needs) else {}
+        failed.append(_run(report, task, found, rounds=rounds, chunk=chunk))
+    return any(failed)

@@ -142,6 +142,7 @@ class Report:
         self.name, self.folder = name, folder
         self.environment = environment(command)
         self.sections: dict[str, list[dict[str, Any]]] = {}
+        self._missing: set[tuple[str, ...]] = set()
         print(f"# {name}\n")
         for key, value in self.environment.items():
             if value != "":
@@ -217,11 +218,13 @@ class Report:
             self.note(f"{left} are left out, for {minutes:g} minutes have passed.")
 
     def installed(self, *modules: str) -> bool:
-        """Whether libraries to compare with are there; a note says so if not."""
+        """Whether libraries to compare with are there; a note says so, once, if not."""
         try:
             list(map(require, modules))
         except RivalMissing as error:
-            self.note(f"Left out: {error}")
+            if modules not in self._missing:
+                self.note(f"Left out: {error}")
+                self._missing.add(modules)
             return False
         return True
 

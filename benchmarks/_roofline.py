@@ -20,7 +20,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ._chips import WEIGHTS, Chip, chip_of
+from ._chips import WEIGHTS, Chip
 from ._hlo import Instruction, Launch, Module, Shape, shapes
 
 
@@ -363,14 +363,6 @@ def summary(kernels: list[Kernel], chip: Chip) -> dict:
         "seconds_by_xla": total(lambda k: k.seconds_by_xla(chip)),
         "by_kind": by_kind,
     }
-
-
-def predicted_seconds(text: str | None, device_kind: str) -> float | None:
-    """What a compiled program would take, with arithmetic; `None` on devices of unknown rates."""
-    chip = chip_of(device_kind)
-    if chip is None or text is None:
-        return None
-    return summary(Roofline(Module.parse(text)).kernels(), chip)["seconds_with_arithmetic"]
 
 
 def largest(kernels: list[Kernel], chip: Chip, count: int = 10) -> list[dict]:

@@ -124,8 +124,7 @@ HELPERS = frozenset(
 )
 # Of what these import they take a function that needs nothing of the rest.
 APART = {
-    "growth": _benchmarks("_steps"),
-    "predicted": _benchmarks("_torch/fno", "_torch/vit"),
+    "predicted": _benchmarks("_torch/cavity", "_torch/fno", "_torch/vit", "_measured"),
 }
 
 # What no result depends on: definitions by the folder or the file that they stand in.

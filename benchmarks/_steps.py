@@ -6,7 +6,6 @@ the loss, and what stands beside the loss, such as predictions.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +17,9 @@ import optax
 
 import mpx_pde as mpx
 
-from ._rivals import RivalMissing, require
+from ._deviceless import Compiled, compile_for
+from ._report import Report
+from ._rivals import require
 
 
 START, PERIOD = 2.0**15, 2000
@@ -46,12 +47,14 @@ class Rival(NamedTuple):
     - `scaling`: the first state of its loss scaling.
     - `products`: what JAX may make of products of float32 that do not ask for a precision.
     - `model`: its network, where that is another than the task's.
+    - `needs`: the modules of other libraries that it takes, which need not be there before.
     """
 
     step: Callable
     scaling: Callable[[], Any] = partial(mpx.DynamicLossScaling, START)
     products: str | None = None
     model: Callable[[], Any] | None = None
+    needs: tuple[str, ...] = ()
 
 
 class Task(NamedTuple):
@@ -76,15 +79,15 @@ class Task(NamedTuple):
     rivals: Mapping[Any, Rival]
     optimizer: optax.GradientTransformation = adam
 
+    def there(self, report: Report) -> dict[Any, Rival]:
+        """The rivals whose libraries are installed, and a note for those that are not."""
+        return {name: r for name, r in self.rivals.items() if report.installed(*r.needs)}
+
     def state(self, rival: Rival) -> tuple[Any, Any, Any]:
         """What a rival begins with."""
         model = (rival.model or self.model)()
         opt_state = self.optimizer.init(eqx.filter(model, eqx.is_inexact_array))
         return model, opt_state, rival.scaling()
-
-    def shapes(self, rival: Rival) -> tuple[Any, Any, Any]:
-        """The same, of shapes without values."""
-        return eqx.filter_eval_shape(lambda: self.state(rival))
 
     def step(self, rival: Rival) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
         """From state and batch to the new state, the loss and what stands beside it."""
@@ -94,6 +97,12 @@ class Task(NamedTuple):
                 return rival.step(self.optimizer, state, batch)
 
         return run
+
+    def compiled(self, target: str, rival: Rival, options: Any = None) -> Compiled:
+        """A step that takes over the memory of its state, for a target; `options` are XLA's."""
+        state = eqx.filter_eval_shape(lambda: self.state(rival))
+        parts = self.step(rival), state, self.batch
+        return compile_for(target, *parts, donate=(0,), compiler_options=options)
 
 
 def alone(loss: Callable[..., Any]) -> Loss:
@@ -222,7 +231,7 @@ def by_jmp(loss: Callable[[jmp.Policy], Loss], dtype: str, scaled: bool = True) 
 
 
 def by_mpx(loss: Loss, dtype: str, scale: float = START, products: str | None = None) -> Rival:
-    """By MPX (mixed-precision-for-JAX), which need not be there before the step is taken."""
+    """By MPX (mixed-precision-for-JAX)."""
 
     def step(optimizer, state, batch):
         rival = require("mpx")
@@ -237,7 +246,7 @@ def by_mpx(loss: Loss, dtype: str, scale: float = START, products: str | None = 
         scales = jnp.array(scale, jnp.float32), jnp.ones((), jnp.float32)
         return require("mpx").DynamicLossScaling(*scales, period=PERIOD)
 
-    return Rival(step, start, products)
+    return Rival(step, start, products, needs=("mpx",))
 
 
 def policy_of(dtype: str) -> str:
@@ -250,16 +259,14 @@ def precision_options(precision: str) -> dict[str, Any]:
 
 
 def rivals(loss: Loss, dtype: str) -> dict[str, Rival]:
-    """The steps by name. Without MPX if that is missing; on a GPU also in TF32."""
+    """The steps by name; on a GPU also in TF32."""
     found = {
         "by hand": by_hand(loss, dtype),
         "mpx_pde": by_library(loss, policy=policy_of(dtype)),
         "jmp": by_jmp(lambda policy: loss, dtype),
+        "MPX": by_mpx(loss, dtype),
+        "float32": in_float32(loss),
     }
-    with suppress(RivalMissing):  # `Report.installed` says so, once
-        require("mpx")
-        found["MPX"] = by_mpx(loss, dtype)
-    found["float32"] = in_float32(loss)
     if jax.default_backend() == "gpu":  # whose float32 products are TF32, unless told
         found["TF32"] = in_float32(loss, TF32)
         found["float32"] = in_float32(loss, HIGHEST)

@@ -7,27 +7,19 @@ same weights on the same batches, with Adam and the relative L2 loss:
   `examples/_neural_operator.py` trains it;
 - `plain JAX`: the same function by `rfft2` and `einsum`, in float32; and with weights and
   activations cast to bfloat16 by hand around a float32 FFT, which is the usual compromise;
-- `MPX`: that plain function by MPX 0.1.8, as it stands, and with `force_full_precision` around the
-  spectral convolution;
+- `MPX`: that plain function as it stands, and with `force_full_precision` around the spectral
+  convolution;
 - `neuraloperator`: its FNO in float32, by `torch.amp` as its trainer does it, which scales no
   gradients (bfloat16 on a CPU; float16 and bfloat16 on a GPU, where a `GradScaler` is tried too),
   by `fno_block_precision`, and with the `tanh` that it recommends for "mixed". The last is another
   function, so its error is no rounding. In its last block neuraloperator has no activation between
   convolution and MLP; one is put there, so that the functions are equal.
 
-Errors are relative to the plain function in float64. All activations are exact GELUs. On a GPU rows
-without a remark compute float32 products in float32; `TF32` says otherwise.
-
-With `--target h100` nothing runs; the steps in JAX are compiled for it.
-
-    python -m benchmarks fno_step
-    python -m benchmarks fno_step --target h100
-    XLA_PYTHON_CLIENT_PREALLOCATE=false python -m benchmarks fno_step     # on a GPU
+Errors are relative to the plain function in float64. All activations are exact GELUs.
 """
 
 import argparse
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,7 +33,7 @@ import mpx_pde as mpx
 from . import _measured, _steps
 from ._deviceless import Compiled
 from ._report import Report
-from ._rivals import RivalMissing, require
+from ._rivals import require
 from ._steps import HIGHEST, TF32, Rival, Task, precision_options
 
 
@@ -95,10 +87,6 @@ def spectral(x: jax.Array, weight: jax.Array) -> jax.Array:
     return jnp.fft.irfft2(jnp.roll(modes, -(m // 2), axis=2), s=x.shape[-2:], norm="forward")
 
 
-def spectral_in_float32(x: jax.Array, weight: jax.Array) -> jax.Array:
-    return spectral(x.astype(jnp.float32), weight.astype(jnp.float32)).astype(x.dtype)
-
-
 def plain(model: mpx.nn.FNO, x: jax.Array, convolution: Callable = spectral) -> jax.Array:
     """`model` on a batch, written out."""
     gelu = partial(jax.nn.gelu, approximate=False)
@@ -130,8 +118,9 @@ def loss(apply: Callable, model: Any, batch: Batch) -> tuple[jax.Array, jax.Arra
 
 def with_casts(model: mpx.nn.FNO, x: jax.Array) -> jax.Array:
     """As AMP does it: bfloat16 but for the FFT."""
+    full = lambda x, w: spectral(x.astype(jnp.float32), w.astype(jnp.float32)).astype(x.dtype)
     model = jax.tree.map(lambda w: w.astype(jnp.bfloat16) if eqx.is_array(w) else w, model)
-    return plain(model, x.astype(jnp.bfloat16), spectral_in_float32)
+    return plain(model, x.astype(jnp.bfloat16), full)
 
 
 # --- The rivals ------------------------------------------------------------------------------
@@ -162,17 +151,14 @@ def by_library(
 
 def by_mpx(full_fft: bool) -> Rival:
     """As its documentation has it: what is delicate in full precision."""
-    library: Any = require("mpx")
-
-    def in_full(x, weight):
-        return library.force_full_precision(spectral, x.dtype)(x, weight)
 
     def function(model, batch):
+        full: Any = require("mpx").force_full_precision
+        in_full = lambda x, weight: full(spectral, x.dtype)(x, weight)
         prediction = plain(model, batch[0], in_full if full_fft else spectral)
-        value = library.force_full_precision(relative_l2, jnp.float32)(prediction, batch[1])
-        return value, prediction
+        return full(relative_l2, jnp.float32)(prediction, batch[1]), prediction
 
-    return _steps.by_mpx(function, "float16", library.FLOAT16_MAX, HIGHEST)
+    return _steps.by_mpx(function, "float16", mpx.FLOAT16_MAX, HIGHEST)
 
 
 def jax_rivals(size: Size, gpu: bool) -> dict[str, Rival]:
@@ -185,13 +171,12 @@ def jax_rivals(size: Size, gpu: bool) -> dict[str, Rival]:
         "mpx_pde dft float16, remat=False": by_library(size, "float16", remat=False),
         "plain JAX float32": in_float32(plain),
         "plain JAX bfloat16, float32 FFT": in_float32(with_casts),
+        "MPX float16": by_mpx(full_fft=False),
+        "MPX float16, float32 FFT": by_mpx(full_fft=True),
     }
     if gpu:
         for name in ("mpx_pde dft", "plain JAX"):
             rivals[f"{name} TF32"] = rivals[f"{name} float32"]._replace(products=TF32)
-    with suppress(RivalMissing):  # `Report.installed` says so, once
-        rivals["MPX float16"] = by_mpx(full_fft=False)
-        rivals["MPX float16, float32 FFT"] = by_mpx(full_fft=True)
     return rivals
 
 
@@ -208,38 +193,27 @@ def task(size: Size, gpu: bool = False) -> Task:
     )
 
 
-def torch_options(gpu: bool) -> dict[str, dict[str, Any]]:
-    """Options of `benchmarks._torch.fno.step`."""
+def torch_rivals(gpu: bool, task: Task) -> dict[str, Any]:
+    from ._torch.fno import step
+
     half = "float16" if gpu else "bfloat16"
+    mixed, tanh = {"fno_block_precision": "mixed"}, {"stabilizer": "tanh"}
     options = {
-        "neuraloperator float32": {},
-        f"neuraloperator amp {half}": {"half": half},
-        "neuraloperator half": {"fno_block_precision": "half"},
-        "neuraloperator mixed": {"fno_block_precision": "mixed"},
-        f"neuraloperator amp {half}, tanh": {"half": half, "stabilizer": "tanh"},
-        f"neuraloperator amp {half}, mixed, tanh": {
-            "half": half,
-            "stabilizer": "tanh",
-            "fno_block_precision": "mixed",
-        },
+        "float32": {},
+        f"amp {half}": {"half": half},
+        "half": {"fno_block_precision": "half"},
+        "mixed": mixed,
+        f"amp {half}, tanh": {"half": half, **tanh},
+        f"amp {half}, mixed, tanh": {"half": half, **mixed, **tanh},
     }
     if gpu:
-        options["neuraloperator TF32"] = {"tf32": True}
-        options["neuraloperator amp float16, GradScaler"] = {"half": half, "grad_scaler": True}
-        options["neuraloperator amp bfloat16"] = {"half": "bfloat16"}
-    return options
-
-
-def torch_rivals(report: Report, gpu: bool, task: Task, rounds: int) -> dict[str, Any]:
-    del rounds
-    if not report.installed("torch", "neuralop"):
-        return {}
-    from ._torch import fno
-
+        options["TF32"] = {"tf32": True}
+        options["amp float16, GradScaler"] = {"half": half, "grad_scaler": True}
+        options["amp bfloat16"] = {"half": "bfloat16"}
     leaves = jax.tree.leaves(eqx.filter(task.model(), eqx.is_array))
     return {
-        name: partial(fno.step, leaves, task.batches(), LEARNING_RATE, **options)
-        for name, options in torch_options(gpu).items()
+        f"neuraloperator {name}": partial(step, leaves, task.batches(), LEARNING_RATE, **given)
+        for name, given in options.items()
     }
 
 
@@ -251,8 +225,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _measured.add_arguments(parser, rounds=5)
 
 
-def run(report: Report, args: argparse.Namespace) -> int:
+def run(report: Report, args: argparse.Namespace) -> bool:
     gpu = jax.default_backend() == "gpu"
     sizes = QUICK if args.quick else ON_GPU if gpu or args.target else ON_CPU
     tasks = (task(size, gpu) for size in sizes)
-    return _measured.run_sizes(report, args, tasks, partial(torch_rivals, report, gpu), told)
+    others = partial(torch_rivals, gpu), ("torch", "neuralop")
+    return _measured.run_sizes(report, args, tasks, *others, told)

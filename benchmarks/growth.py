@@ -20,7 +20,7 @@ for a TPU takes a minute or more for each of these programs, of which there are 
 """
 
 import argparse
-from collections.abc import Sequence
+import itertools
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -29,9 +29,8 @@ import jax.numpy as jnp
 
 import mpx_pde as mpx
 
-from ._cavity import coordinate_mlp, gradient, initial_layers, network, residuals
+from ._cavity import coordinate_mlp, initial_layers, nested_loss, network, residuals
 from ._deviceless import TARGETS, Compiled, compile_for, there
-from ._pinn_steps import nested_loss
 from ._report import Report
 
 
@@ -44,6 +43,15 @@ SWEEPS = {
 QUICK = {"points": [64, 256], "width": [16, 32], "depth": [2, 3], "order": [1, 2]}
 
 
+WAYS = {
+    "float32, nested": ("float32", False),
+    "float16, naive": ("float16", False),
+    "float32": ("float32", True),
+    "float16": ("float16", True),
+}
+"""The precision, and whether a `CoordinateMLP` carries the derivatives."""
+
+
 class Case(NamedTuple):
     """A size; `order` is that of `chain`, and None for the cavity."""
 
@@ -53,34 +61,9 @@ class Case(NamedTuple):
     order: int | None = None
 
 
-class Way(NamedTuple):
-    """How derivatives are taken, and in which precision."""
-
-    precision: str
-    propagated: bool
-
-
-WAYS = {
-    "float32, nested": Way("float32", False),
-    "float16, naive": Way("float16", False),
-    "float32": Way("float32", True),
-    "float16": Way("float16", True),
-}
-
-
-# --- What is compiled ------------------------------------------------------------------------
-
-
-def cavity(way: Way, model: Any, points: Any, *, derivatives: Any = None) -> jax.Array:
-    """The loss of all sweeps but that of orders."""
-    if way.propagated:
-        return residuals(model, points, derivatives=derivatives)
-    return nested_loss(model, points, order=2)
-
-
-def chain(way: Way, model: Any, points: Any, *, order: int, derivatives: Any = None) -> Any:
+def chain(carried: bool, model: Any, points: Any, *, order: int, derivatives: Any = None) -> Any:
     """The mean squared derivatives of one output in x, up to an order."""
-    if way.propagated:
+    if carried:
         names = ["u_" + "x" * k for k in range(1, order + 1)]
         terms = mpx.partials(model, names, coords="xy", outputs="uvp", scaling=derivatives)
         return sum(jnp.mean(value**2) for value in jax.vmap(terms)(points).values())
@@ -97,32 +80,28 @@ def slope(fun: Any, point: Any) -> Any:
 
 
 @cache
-def program(target: str, way: Way, case: Case) -> Compiled:
+def program(target: str, precision: str, carried: bool, case: Case) -> Compiled:
     """The gradient of the loss, compiled."""
-    layers = initial_layers(case.width, case.depth)
-    loss, scaling = partial(cavity, way), mpx.DynamicLossScaling()
+    model: Any = initial_layers(case.width, case.depth)
+    scaling: Any = mpx.DynamicLossScaling()
+    loss = residuals if carried else partial(nested_loss, order=2)
     if case.order is not None:
-        loss = partial(chain, way, order=case.order)
-    if way.propagated:
+        loss = partial(chain, carried, order=case.order)
+    if carried:
         order = max(2, case.order or 0)
         scaling = mpx.Scaling(scaling, mpx.DerivativeScaling.per_direction("xy", order=order))
+        model = coordinate_mlp(model)
+    options = {
+        "use_mixed_precision": precision != "float32",
+        "policy": f"params=float32,compute={precision},output=float32",
+        "keep_full": (False, carried),
+    }
 
-    step = gradient(loss, way.precision, full_points=way.propagated)
-    model = coordinate_mlp(layers) if way.propagated else layers
+    def gradient(model, scaling, points):
+        return mpx.filter_value_and_grad(loss, scaling, **options)(model, points)
+
     points = jax.ShapeDtypeStruct((case.points, 2), jnp.float32)
-    return compile_for(target, step, model, scaling, points)
-
-
-# --- Sweeps ----------------------------------------------------------------------------------
-
-
-def grow(report: Report, target: str, sweep: str, sizes: Sequence[int], base: Case) -> None:
-    """Compiles all ways for all sizes of a sweep, and records what they cost."""
-    for name, way in WAYS.items():
-        for size in sizes:
-            case = base._replace(**{sweep: size})
-            where = {"target": target, "sweep": sweep, "way": name, **case._asdict()}
-            report.record("costs", **where, **program(target, way, case).costs())
+    return compile_for(target, gradient, model, scaling, points)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -138,5 +117,8 @@ def run(report: Report, args: argparse.Namespace) -> None:
     sweeps = QUICK if args.quick else SWEEPS
     base = Case(**{name: sweeps[name][1] for name in ("points", "width", "depth")})
     for target in there(report, args.targets.split(",")):
-        for sweep, sizes in sweeps.items():
-            grow(report, target, sweep, sizes, base)
+        for sweep, (name, way) in itertools.product(sweeps, WAYS.items()):
+            for size in sweeps[sweep]:
+                case = base._replace(**{sweep: size})
+                where = {"target": target, "sweep": sweep, "way": name, **case._asdict()}
+                report.record("costs", **where, **program(target, *way, case).costs())

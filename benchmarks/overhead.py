@@ -26,7 +26,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ._deviceless import TARGETS, compile_for, there
+from ._deviceless import TARGETS, there
 from ._report import Report
 from ._steps import MAX_SCALE, Task, alone, rivals
 
@@ -101,12 +101,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
-    report.installed("mpx")
     tasks = [p.task(args.dtype) for p in (PROBLEMS[:2] if args.quick else PROBLEMS)]
     for target in there(report, args.targets.split(",")):
         for task in tasks:
             where = {**task.where, "target": target, "dtype": args.dtype}
-            for name, rival in task.rivals.items():
-                parts = task.step(rival), task.state(rival), task.batch
-                program = compile_for(target, *parts, donate=(0,))
-                report.record("programs", **where, step=name, **program.costs())
+            for name, rival in task.there(report).items():
+                costs = task.compiled(target, rival).costs()
+                report.record("programs", **where, step=name, **costs)

@@ -7,16 +7,14 @@ that the first table states, this gives a time for each kernel, and the sum of t
 as a range, from what memory and products take alone, over what arithmetic adds where it takes
 longer than both, to XLA's own estimates of all kernels but products and FFTs.
 
-- *Ideal* is what the products of the step take, in half precision, and reading its state and batch
-  and writing its new state once: all else would stay on the chip.
-- *Bytes, ours over XLA's* compares the bytes of the larger kernels with those that XLA's estimate
-  of their time in memory stands for, as a median.
+*Ideal* is what the products of the step take, in half precision, and reading its state and batch
+and writing its new state once: all else would stay on the chip.
 
 Everything repeats to the byte, on any machine with the same JAX. Whether it is true is told by the
 command that each problem names, on a real one.
 
     python -m benchmarks predicted                                # 15 minutes
-    python -m benchmarks predicted --problems cavity-512 --programs DIR
+    python -m benchmarks predicted --problems cavity-512
     python -m benchmarks predicted --quick --check                # what the CI does
 
 With `--check` nothing is written but the small steps compiled, and the exit status is 1 if the
@@ -26,17 +24,18 @@ traffic of one of them has grown by more than 2 % over what is recorded for the 
 
 import argparse
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
 import jax
 
 from ._chips import CHIPS, Chip
+from ._deviceless import CUBLAS, Compiled
 from ._hlo import Module
-from ._predicted_cases import PROBLEMS, QUICK, Problem, Program, compile_program
+from ._predicted_cases import PROBLEMS, QUICK, Problem
 from ._report import Report
 from ._roofline import Kernel, Roofline, largest, summary
+from ._steps import Task
 
 
 FOLDERS = ("mpx_pde", "benchmarks", "examples")
@@ -50,68 +49,35 @@ TRAFFIC = Path(__file__).parent / "_targets" / "traffic.json"
 GROWTH = 1.02
 """By how much the predicted traffic of a small step may grow."""
 
-_LARGE = 10e6  # bytes from which on a kernel's time in memory tells its bytes
-_DATA_SHEET = 3.3523e12  # bytes a second, of the target that XLA compiles for
 
-
-def kernels_of(text: str) -> list[Kernel]:
+def kernels_of(module: Module) -> list[Kernel]:
     """The kernels of a compiled program, each with its line in this project."""
-    return Roofline(Module.parse(text), FOLDERS, WRAPPERS).kernels()
+    return Roofline(module, FOLDERS, WRAPPERS).kernels()
 
 
-def program_of(
-    target: str, problem: Problem, name: str, program: Program, folder: Path | None
-) -> tuple[str, int]:
-    """The compiled program, and the memory beyond state and batch that it takes; kept in `folder`,
-    and taken from there if they are."""
-    if folder is None:
-        compiled = compile_program(target, program)
-        return compiled.text, compiled.temp_bytes
-    file = folder / re.sub(r"[^\w.-]+", "-", f"{target}-{problem.name}-{name}")
-    text, memory = (file.with_name(file.name + end) for end in (".txt", ".memory"))
-    if not (text.exists() and memory.exists()):
-        compiled = compile_program(target, program)
-        folder.mkdir(parents=True, exist_ok=True)
-        text.write_text(compiled.text, encoding="utf-8")
-        memory.write_text(f"{compiled.temp_bytes}\n", encoding="utf-8")
-    return text.read_text(encoding="utf-8"), int(memory.read_text(encoding="utf-8"))
-
-
-def state_bytes(module: Module) -> int:
-    """What goes in and what comes out of a program."""
-    entry = module.computations[module.entry]
-    inputs = sum(i.bytes for i in entry if i.opcode == "parameter")
-    return inputs + next(i.bytes for i in entry if i.root)
+def compiled(target: str, task: Task, name: str) -> Compiled:
+    """With XLA's own estimates in its text. Split products are by XLA's own kernels."""
+    options = {"xla_gpu_collect_cost_model_stats": True, **({} if "_x3" in name else CUBLAS)}
+    return task.compiled(target, task.rivals[name], options)
 
 
 def ideal_seconds(module: Module, kernels: Iterable[Kernel], chip: Chip) -> float:
-    """The products of a step in half precision, and its state once in and once out."""
+    """The products of a step in half precision, and what goes in and comes out once."""
     products = sum(sum(k.products.values()) * k.times for k in kernels)
-    moved = state_bytes(module) / (chip.memory * chip.memory_share)
-    return products / chip.product_rate("half") + moved
+    entry = module.computations[module.entry]
+    state = sum(i.bytes for i in entry if i.opcode == "parameter" or i.root)
+    return products / chip.product_rate("half") + state / (chip.memory * chip.memory_share)
 
 
-def bytes_over_xla(text: str) -> float | None:
-    """The bytes of the larger kernels over those of XLA's estimate, as a median."""
-    ratios = []
-    module = Module.parse(text)
-    by_name = {launch.instruction.name: launch.instruction for launch in module.launched()}
-    for k in Roofline(module).kernels():
-        found = by_name[k.name].text(r'"memory_access_time_us":([\d.eE+-]+),"name":""')
-        if k.bytes > _LARGE and found and float(found) > 0:
-            ratios.append(k.bytes / (float(found) * 1e-6 * _DATA_SHEET))
-    return sorted(ratios)[len(ratios) // 2] if ratios else None
-
-
-def predict(report: Report, target: str, problem: Problem, chip: Chip, folder: Path | None) -> None:
+def predict(report: Report, target: str, problem: Problem, chip: Chip) -> None:
     """Compiles all rivals of a problem and records what they would take."""
-    records, ideal = {}, None
-    for name, make in problem.rivals().items():
-        text, temp_bytes = program_of(target, problem, name, make(), folder)
-        module, kernels = Module.parse(text), kernels_of(text)
+    records, ideal, task = [], None, problem.task()
+    for name in task.there(report):
+        program = compiled(target, task, name)
+        kernels = kernels_of(program.module)
         if name == "mpx_pde float16":
-            ideal = ideal_seconds(module, kernels, chip)
-        records[name] = report.record(
+            ideal = ideal_seconds(program.module, kernels, chip)
+        record = report.record(
             "steps",
             target=target,
             problem=problem.name,
@@ -119,11 +85,11 @@ def predict(report: Report, target: str, problem: Problem, chip: Chip, folder: P
             rival=name,
             command=f"python -m benchmarks {problem.command}",
             **summary(kernels, chip),
-            temp_bytes=temp_bytes,
-            bytes_over_xla=bytes_over_xla(text),
+            temp_bytes=program.temp_bytes,
             largest=largest(kernels, chip),
         )
-    for record in records.values():
+        records.append(record)
+    for record in records:
         record["ideal_seconds"] = ideal
 
 
@@ -134,9 +100,11 @@ def small_traffic(target: str) -> dict[str, dict[str, float]]:
     """Bytes and kernels of our small steps."""
     found = {}
     for problem in QUICK:
-        for name, make in problem.rivals().items():
+        task = problem.task()
+        for name in task.rivals:
             if name.startswith("mpx_pde float16"):
-                record = summary(kernels_of(compile_program(target, make()).text), CHIPS[target])
+                module = compiled(target, task, name).module
+                record = summary(kernels_of(module), CHIPS[target])
                 costs = {key: record[key] for key in ("bytes", "kernels")}
                 found[f"{problem.name}, {name}"] = costs
                 print(f"{problem.name}, {name}: {costs}", flush=True)
@@ -179,7 +147,6 @@ def check(target: str, record: bool) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", choices=CHIPS, default="h100")
     parser.add_argument("--problems", nargs="+", help="their names, such as cavity-512")
-    parser.add_argument("--programs", type=Path, help="folder to keep compiled programs in")
     parser.add_argument("--check", action="store_true", help=f"fail above {GROWTH} of the recorded")
     parser.add_argument("--record", action="store_true", help="record the traffic of small steps")
 
@@ -193,5 +160,5 @@ def run(report: Report, args: argparse.Namespace) -> None:
     report.name = f"predicted-{args.target}"
     for problem in QUICK if args.quick else PROBLEMS:
         if args.problems is None or problem.name in args.problems:
-            predict(report, args.target, problem, chip, args.programs)
+            predict(report, args.target, problem, chip)
     report.page("predicted.steps", "predicted.kernels")

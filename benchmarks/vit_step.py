@@ -6,20 +6,13 @@ with AdamW, at the rates of the example: the small one on handwritten digits on 
 synthetic images on a GPU.
 
 - `mpx_pde`: float32, by autocast, and by casting the whole model;
-- `MPX`: version 0.1.8, with softmax, layer norms and the mean in full precision by its
-  `force_full_precision`, as its documentation has it;
+- `MPX`: with softmax, layer norms and the mean in full precision by its `force_full_precision`, as
+  its documentation has it;
 - `jmp`: casts, loss scale and skipped steps by its functions, as its documentation has it;
 - `torch`: float32, and `torch.amp` in bfloat16 and in float16 with a `GradScaler`; attention is its
   fused `scaled_dot_product_attention`, the rest is eager.
 
-Errors are relative to the network in float64. On a GPU rows without a remark compute float32
-products in float32; `TF32` says otherwise.
-
-With `--target h100` nothing runs; steps in JAX of ViT-Base are compiled for it, a minute each.
-
-    python -m benchmarks vit_step
-    python -m benchmarks vit_step --target h100
-    XLA_PYTHON_CLIENT_PREALLOCATE=false python -m benchmarks vit_step     # on a GPU
+Errors are relative to the network in float64. With `--target h100` it is ViT-Base, a minute a step.
 """
 
 import argparse
@@ -27,7 +20,6 @@ import dataclasses
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -37,11 +29,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+import mpx_pde as mpx
+
 from . import _measured, _steps
 from ._deviceless import Compiled
 from ._examples import load_example
 from ._report import Report
-from ._rivals import RivalMissing, require
+from ._rivals import require
 from ._steps import HIGHEST, TF32, Rival, Task
 
 
@@ -70,9 +64,9 @@ def loss(model: Any, batch: Any, cast: Callable = lambda x: x) -> tuple[jax.Arra
 # --- The rivals ------------------------------------------------------------------------------
 
 
-def forward_for_mpx(library: Any, model: Any, image: jax.Array) -> jax.Array:
+def forward_for_mpx(in_full: Callable, model: Any, image: jax.Array) -> jax.Array:
     """The network, with what is delicate in full precision."""
-    full = lambda f, x, **options: library.force_full_precision(f, x.dtype)(x, **options)
+    full = lambda f, x, **options: in_full(f, x.dtype)(x, **options)
     norm = lambda layer, x: full(jax.vmap(layer), x)
 
     def attention(layer, x):
@@ -99,13 +93,12 @@ def forward_for_mpx(library: Any, model: Any, image: jax.Array) -> jax.Array:
 
 
 def by_mpx(dtype: str) -> Rival:
-    library: Any = require("mpx")
-
     def function(model, batch):
-        logits = jax.vmap(partial(forward_for_mpx, library, model))(batch.images)
-        return library.force_full_precision(of_logits, jnp.float32)(logits, batch.labels), logits
+        in_full = require("mpx").force_full_precision
+        logits = jax.vmap(partial(forward_for_mpx, in_full, model))(batch.images)
+        return in_full(of_logits, jnp.float32)(logits, batch.labels), logits
 
-    return _steps.by_mpx(function, dtype, library.FLOAT16_MAX)
+    return _steps.by_mpx(function, dtype, mpx.FLOAT16_MAX)
 
 
 def by_jmp(dtype: str) -> Rival:
@@ -122,8 +115,7 @@ def jax_rivals(gpu: bool) -> dict[str, Rival]:
     rivals = {f"mpx_pde {name}": by_library(name) for name in vit.PRECISIONS}
     if gpu:
         rivals["mpx_pde TF32"] = by_library("float32")._replace(products=TF32)
-    with suppress(RivalMissing):  # `Report.installed` says so, once
-        rivals |= {f"MPX {half}": by_mpx(half) for half in HALVES}
+    rivals |= {f"MPX {half}": by_mpx(half) for half in HALVES}
     return rivals | {f"jmp {half}": by_jmp(half) for half in HALVES}
 
 
@@ -135,18 +127,17 @@ def task(size: Any, gpu: bool = False, chosen: Sequence[str] | None = None) -> T
         lambda: vit.ViT(size, key=jax.random.key(0)),
         loss,
         partial(some_batches, size, gpu),
-        batch_shapes(size),
+        vit.Batch(
+            jax.ShapeDtypeStruct((size.batch, size.channels, size.image, size.image), jnp.float32),
+            jax.ShapeDtypeStruct((size.batch,), jnp.int32),
+        ),
         {n: r for n, r in jax_rivals(gpu).items() if chosen is None or n in chosen},
         vit.make_optimizer(size, STEPS),
     )
 
 
-def torch_rivals(
-    report: Report, size: Any, gpu: bool, chosen: Sequence[str] | None, task: Task, rounds: int
-) -> dict[str, Any]:
-    if not report.installed("torch"):
-        return {}
-    from ._torch import vit as rival
+def torch_rivals(size: Any, gpu: bool, chosen: Sequence[str] | None, task: Task) -> dict[str, Any]:
+    from ._torch.vit import step
 
     options: dict[str, dict[str, Any]] = {
         "torch float32": {},
@@ -156,19 +147,13 @@ def torch_rivals(
     if gpu:
         options["torch TF32"] = {"tf32": True}
     leaves = jax.tree.leaves(eqx.filter(task.model(), eqx.is_array))
-    rates = learning_rates(size, _measured.steps_of(rounds))
-    arguments = size, leaves, task.batches(), rates, WEIGHT_DECAY
+    rate = optax.warmup_cosine_decay_schedule(0.0, size.learning_rate, STEPS // 10, STEPS)
+    arguments = size, leaves, task.batches(), rate, WEIGHT_DECAY
     return {
-        name: partial(rival.step, *arguments, **given)
+        name: partial(step, *arguments, **given)
         for name, given in options.items()
         if chosen is None or name in chosen
     }
-
-
-def learning_rates(size: Any, steps: int) -> list[float]:
-    """Those of the example, of the first steps."""
-    schedule = optax.warmup_cosine_decay_schedule(0.0, size.learning_rate, STEPS // 10, STEPS)
-    return [float(np.asarray(schedule(i))) for i in range(steps)]
 
 
 # --- What runs, and what is compiled ---------------------------------------------------------
@@ -179,13 +164,6 @@ def some_batches(size: Any, gpu: bool) -> list[Any]:
     count = len(labels) // size.batch
     cut = lambda x: np.split(x[: count * size.batch], count)
     return [vit.Batch(*pair) for pair in zip(cut(images), cut(labels), strict=True)]
-
-
-def batch_shapes(size: Any) -> Any:
-    """A batch of shapes without values."""
-    shape = (size.batch, size.channels, size.image, size.image)
-    images = jax.ShapeDtypeStruct(shape, jnp.float32)
-    return vit.Batch(images, jax.ShapeDtypeStruct((size.batch,), jnp.int32))
 
 
 def told(program: Compiled) -> dict[str, Any]:
@@ -202,7 +180,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rivals", nargs="+", help="their names; by default all")
 
 
-def run(report: Report, args: argparse.Namespace) -> int:
+def run(report: Report, args: argparse.Namespace) -> bool:
     gpu = jax.default_backend() == "gpu"
     size = vit.SIZES["base" if gpu or args.target else "small"]
     if args.quick:
@@ -211,5 +189,5 @@ def run(report: Report, args: argparse.Namespace) -> int:
     batches = args.batches or ([16] if args.quick else default)
     chosen = args.rivals or (TARGET_RIVALS if args.target else None)
     tasks = (task(dataclasses.replace(size, batch=batch), gpu, chosen) for batch in batches)
-    torch = partial(torch_rivals, report, size, gpu, args.rivals)
-    return _measured.run_sizes(report, args, tasks, torch, told, chunk=EXACT_CHUNK)
+    others = partial(torch_rivals, size, gpu, args.rivals), ("torch",)
+    return _measured.run_sizes(report, args, tasks, *others, told, chunk=EXACT_CHUNK)

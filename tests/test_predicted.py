@@ -110,7 +110,7 @@ def test_the_traffic_of_small_steps_may_hardly_grow():
 def test_every_problem_has_a_command_that_settles_it():
     for problem in (*predicted.PROBLEMS, *predicted.QUICK):
         assert problem.command.split()[0] in questions()
-        assert {"float32", "TF32", "mpx_pde float16"} <= set(problem.rivals())
+        assert {"float32", "TF32", "mpx_pde float16"} <= set(problem.task().rivals)
 
 
 def test_the_ideal_is_the_products_and_the_state():
@@ -129,7 +129,7 @@ def test_a_program_for_an_h100():
         )
     except _deviceless.TargetUnavailable as error:
         pytest.skip(str(error))
-    kernels = predicted.kernels_of(program.text)
+    kernels = predicted.kernels_of(program.module)
     record = summary(kernels, H100)
     assert record["operations"] == {"half": 2.0 * 1024**3}
     # Three arrays through the product, two through what follows.

@@ -1,6 +1,6 @@
 """A training step in PyTorch, in float32 or by `torch.amp`."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import cycle
 from typing import Any
 
@@ -59,7 +59,7 @@ class TorchStep:
         *,
         grad_scaler: bool = False,
         scale: float = 2.0**16,
-        learning_rates: Sequence[float] | None = None,
+        learning_rates: Iterable[float] | None = None,
         tf32: bool = False,
     ):
         self.loss, self.optimizer, self.batches = loss, optimizer, batches

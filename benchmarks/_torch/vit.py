@@ -1,6 +1,7 @@
 """The vision transformer of `examples/vit.py`, with its weights."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -76,13 +77,13 @@ def step(
     size: Any,
     leaves: Sequence[Any],
     batches: Sequence[tuple[Any, Any]],
-    learning_rates: Sequence[float],
+    rate: Callable[[int], Any],
     weight_decay: float,
     *,
     half: str | None = None,
     tf32: bool = False,
 ) -> TorchStep:
-    """A step with AdamW, from weights and with the data of JAX."""
+    """A step with AdamW, from weights and with the data of JAX; `rate` is that of each step."""
     model = ViT(size).to(DEVICE)
     parameters = model.ordered()
     with torch.no_grad():
@@ -99,6 +100,6 @@ def step(
         in_turn(batches),
         gradients,
         grad_scaler=half == "float16",
-        learning_rates=learning_rates,
+        learning_rates=(float(rate(i)) for i in count()),
         tf32=tf32,
     )
