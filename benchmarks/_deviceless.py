@@ -8,12 +8,11 @@ What is missing without the device is autotuning: XLA picks the first sensible t
 where a real GPU would also have tried cuBLAS.
 """
 
-import importlib.util
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,32 +23,29 @@ from jax.experimental.topologies import get_topology_desc
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ._hlo import Module, shapes
-from ._report import Report
+from ._report import Report, versions
 
 
 class TargetUnavailable(RuntimeError):
     """The compiler for a target is not installed."""
 
 
-class _Target(NamedTuple):
-    title: str
-    platform: str
-    topology: str
-    modules: tuple[str, ...]
-    install: str
-
-
-_CUDA = ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13")
+# What people call it, its platform and its topology.
 _TARGETS = {
-    "cpu": _Target("CPU", "cpu", "", (), ""),
-    "h100": _Target("H100", "cuda", "1x1x1", _CUDA, "jax[cuda12]"),
-    "h100x4": _Target("4 × H100", "cuda", "1x1x4", _CUDA, "jax[cuda12]"),
-    "h100x8": _Target("8 × H100", "cuda", "1x1x8", _CUDA, "jax[cuda12]"),
-    "v5e": _Target("TPU v5e", "tpu", "v5e:1x1", ("libtpu",), "jax[tpu]"),
-    "v5ex4": _Target("4 × TPU v5e", "tpu", "v5e:2x2", ("libtpu",), "jax[tpu]"),
-    "v5ex16": _Target("16 × TPU v5e", "tpu", "v5e:4x4", ("libtpu",), "jax[tpu]"),
-    "v5ex64": _Target("64 × TPU v5e", "tpu", "v5e:8x8", ("libtpu",), "jax[tpu]"),
+    "cpu": ("CPU", "cpu", ""),
+    "h100": ("H100", "cuda", "1x1x1"),
+    "h100x4": ("4 × H100", "cuda", "1x1x4"),
+    "h100x8": ("8 × H100", "cuda", "1x1x8"),
+    "v5e": ("TPU v5e", "tpu", "v5e:1x1"),
+    "v5ex4": ("4 × TPU v5e", "tpu", "v5e:2x2"),
+    "v5ex16": ("16 × TPU v5e", "tpu", "v5e:4x4"),
+    "v5ex64": ("64 × TPU v5e", "tpu", "v5e:8x8"),
 }
+_COMPILERS = {
+    "cuda": ("jax[cuda12]", ("jax-cuda12-plugin", "jax-cuda13-plugin")),
+    "tpu": ("jax[tpu]", ("libtpu",)),
+}
+"""By platform what installs one, and the packages, one of which has it."""
 
 CUBLAS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
 """Options of a GPU's compiler for programs with products that XLA cannot tile in Triton without a
@@ -62,14 +58,7 @@ or 64 of them."""
 
 def title(target: str) -> str:
     """The name of a target for people."""
-    return _TARGETS[target].title
-
-
-def _installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
+    return _TARGETS[target][0]
 
 
 @cache
@@ -81,30 +70,32 @@ def devices(target: str) -> tuple[Any, ...]:
     """
     if target not in _TARGETS:
         raise ValueError(f"`target` must be one of {', '.join(TARGETS)}, but got {target!r}.")
-    spec = _TARGETS[target]
-    if spec.platform == "cpu":
+    name, platform, topology = _TARGETS[target]
+    if platform == "cpu":
         return tuple(jax.devices("cpu")[:1])
-    if not any(map(_installed, spec.modules)):
+    install, packages = _COMPILERS[platform]
+    if not versions(packages):
         raise TargetUnavailable(
-            f'To compile for {spec.title}, install `pip install "{spec.install}"` in the version '
-            f"of JAX that is here ({jax.__version__}). The hardware itself is not needed."
+            f'To compile for {name}, install `pip install "{install}"` in the version of JAX that '
+            f"is here ({jax.__version__}). The hardware itself is not needed."
         )
-    if spec.platform == "cuda":
+    if platform == "cuda":
+        config = (Path(__file__).parent / "_targets" / "h100.txtpb").read_text(encoding="utf-8")
         try:
-            return _cuda_devices(spec.topology)
+            found = get_topology_desc(platform="cuda", target_config=config, topology=topology)
         except NotImplementedError as e:
             raise TargetUnavailable(
                 f"JAX's CUDA plugin is installed but did not start, so nothing can be compiled for "
-                f"{spec.title}. On a machine without a GPU, set JAX_PLATFORMS=cpu."
+                f"{name}. On a machine without a GPU, set JAX_PLATFORMS=cpu."
             ) from e
+        return tuple(found.devices)
     # libtpu asks the cloud's metadata server what machine it is on, unless told.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     # Older versions of libtpu take a host to have four chips, and reject a topology of one.
-    bounds = {"chips_per_host_bounds": (1, 1, 1)} if spec.topology.endswith(":1x1") else {}
-    found = get_topology_desc(platform="tpu", topology_name=spec.topology, **bounds)
-    return tuple(found.devices)
+    bounds = {"chips_per_host_bounds": (1, 1, 1)} if topology.endswith(":1x1") else {}
+    return tuple(get_topology_desc(platform="tpu", topology_name=topology, **bounds).devices)
 
 
 def there(report: Report, targets: Sequence[str]) -> list[str]:
@@ -112,46 +103,31 @@ def there(report: Report, targets: Sequence[str]) -> list[str]:
 
     **Raises:** `TargetUnavailable` when none has one.
     """
-    missing = {}
+    found = []
     for target in targets:
         try:
             devices(target)
+            found.append(target)
         except TargetUnavailable as error:
             report.note(f"{title(target)} is left out. {error}")
-            missing[target] = error
-    if len(missing) == len(targets):
+    if not found:
         raise TargetUnavailable(f"None of the targets {', '.join(targets)} has a compiler here.")
-    return [target for target in targets if target not in missing]
+    return found
 
 
-def _cuda_devices(topology: str) -> tuple[Any, ...]:
-    config = Path(__file__).parent / "_targets" / "h100.txtpb"
-    found = get_topology_desc(
-        platform="cuda", target_config=config.read_text(encoding="utf-8"), topology=topology
-    )
-    return tuple(found.devices)
+def target_mesh(target: str, axis_name: str = "data") -> Mesh:
+    """A mesh over the devices of a target along one axis."""
+    return Mesh(np.array(devices(target)), (axis_name,))
 
 
-def target_mesh(target: str, axis_names: Sequence[str] = ("data",), shape: Any = None) -> Mesh:
-    """A mesh over the devices of a target, by default with all of them along the first axis."""
-    found = devices(target)
-    if shape is None:
-        shape = (len(found),) + (1,) * (len(axis_names) - 1)
-    return Mesh(np.array(found).reshape(shape), tuple(axis_names))
+def _has_shape(x: Any) -> bool:
+    return isinstance(x, jax.Array | np.ndarray | jax.ShapeDtypeStruct)
 
 
-def abstract(tree: Any) -> Any:
-    """`tree` with every array replaced by its `jax.ShapeDtypeStruct`."""
-
-    def leaf(x):
-        is_array = isinstance(x, jax.Array | np.ndarray)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype) if is_array else x
-
-    return jax.tree.map(leaf, tree)
-
-
-def _is_shape(x: Any) -> bool:
-    return isinstance(x, jax.ShapeDtypeStruct)
+def _placed(tree: Any, sharding: Any) -> Any:
+    """The shapes of a tree, on devices."""
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.tree.map(shape, tree)
 
 
 def compile_for(
@@ -185,35 +161,19 @@ def compile_for(
 
     **Raises:** `TargetUnavailable` when the compiler is not installed.
     """
-    found = devices(target)
-    dynamic, static = eqx.partition(abstract(args), _is_shape)
-
-    if mesh is None:
-        sharding = SingleDeviceSharding(found[0])
-        shapes = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), dynamic
-        )
-    else:
-        if in_specs is None:
-            in_specs = (PartitionSpec(),) * len(args)
-
-        def place(spec, subtree):
-            sharding = NamedSharding(mesh, spec)
-            return jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), subtree
-            )
-
-        is_spec = lambda x: isinstance(x, PartitionSpec)
-        shapes = jax.tree.map(place, tuple(in_specs), dynamic, is_leaf=is_spec)
+    first, *_ = devices(target)
+    dynamic, static = eqx.partition(args, _has_shape)
     kwargs: dict[str, Any] = {}
-    if out_specs is not None:
-        if mesh is None:
-            raise ValueError("`compile_for` takes `out_specs` only together with a `mesh`.")
-        kwargs["out_shardings"] = jax.tree.map(
-            lambda spec: NamedSharding(mesh, spec),
-            out_specs,
-            is_leaf=lambda x: isinstance(x, PartitionSpec),
-        )
+    if mesh is None:
+        shapes = _placed(dynamic, SingleDeviceSharding(first))
+    else:
+        is_spec = lambda x: isinstance(x, PartitionSpec)
+        specs = (PartitionSpec(),) * len(args) if in_specs is None else tuple(in_specs)
+        place = lambda spec, tree: _placed(tree, NamedSharding(mesh, spec))
+        shapes = jax.tree.map(place, specs, dynamic, is_leaf=is_spec)
+        if out_specs is not None:
+            out = jax.tree.map(partial(NamedSharding, mesh), out_specs, is_leaf=is_spec)
+            kwargs["out_shardings"] = out
 
     def program(*dynamic):
         out = fun(*eqx.combine(dynamic, static))
@@ -221,7 +181,7 @@ def compile_for(
 
     program.__name__ = getattr(fun, "__name__", "program")
     options = {"xla_gpu_autotune_level": 0, **(compiler_options or {})}
-    if _TARGETS[target].platform != "cuda":
+    if _TARGETS[target][1] != "cuda":
         options = {k: v for k, v in options.items() if not k.startswith("xla_gpu_")}
     lowered = jax.jit(program, donate_argnums=tuple(donate), **kwargs).lower(*shapes)
     return Compiled.read(target, lowered.compile(compiler_options=options or None))
@@ -259,8 +219,6 @@ class Compiled:
     target: str
     temp_bytes: int
     argument_bytes: int
-    output_bytes: int
-    alias_bytes: int
     flops: float | None
     bytes_accessed: float | None
     text: str = field(repr=False)
@@ -274,8 +232,6 @@ class Compiled:
             target,
             memory.temp_size_in_bytes,
             memory.argument_size_in_bytes,
-            memory.output_size_in_bytes,
-            memory.alias_size_in_bytes,
             cost.get("flops"),
             cost.get("bytes accessed"),
             executable.as_text(),

@@ -23,7 +23,7 @@ from ._sources import sources
 T = TypeVar("T")
 
 
-def _versions(packages: Iterable[str]) -> dict[str, str]:
+def versions(packages: Iterable[str]) -> dict[str, str]:
     """Of those that are installed."""
     found = {}
     for package in packages:
@@ -49,7 +49,7 @@ def environment(command: str) -> dict[str, Any]:
         "cpu_count": os.cpu_count(),
         "platform": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        **_versions(("jax", "jaxlib", "equinox", "optax", "jax-cuda12-plugin", "libtpu")),
+        **versions(("jax", "jaxlib", "equinox", "optax", "jax-cuda12-plugin", "libtpu")),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "command": command,
     }
@@ -231,7 +231,7 @@ class Report:
     def save(self) -> Path:
         """Writes the file."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        rivals = _versions(package for name, package in RIVALS.items() if name in sys.modules)
+        rivals = versions(package for name, package in RIVALS.items() if name in sys.modules)
         content = {
             "benchmark": self.name,
             "environment": {**self.environment, **rivals},

@@ -15,7 +15,7 @@ import json
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +27,12 @@ ACCEPTED = RESULTS / "accepted_older.json"
 # --- What each benchmark measures ------------------------------------------------------------
 
 
-def _library(*names: str) -> tuple[str, ...]:
-    return tuple(f"mpx_pde/{name}.py" for name in names)
+def _in(folder: str, *names: str) -> tuple[str, ...]:
+    return tuple(f"{folder}/{name}.py" for name in names)
 
 
-def _examples(*names: str) -> tuple[str, ...]:
-    return tuple(f"examples/{name}.py" for name in names)
-
-
-def _benchmarks(*names: str) -> tuple[str, ...]:
-    return tuple(f"benchmarks/{name}.py" for name in names)
+_library, _examples = partial(_in, "mpx_pde"), partial(_in, "examples")
+_benchmarks = partial(_in, "benchmarks")
 
 
 PRODUCTS = _library("_dtypes", "_cast", "_dot", "_bilinear", "_split", "_varying")
@@ -139,7 +135,7 @@ NOT_MEASURED: dict[str, frozenset[str]] = {
     ),
     # All but the clock.
     "benchmarks/_report.py": frozenset(
-        {"environment", "Report", "NONE", "_text", "_versions", "_processor"}
+        {"environment", "Report", "NONE", "_text", "versions", "_processor"}
     ),
 }
 
@@ -175,11 +171,7 @@ def _needed(name: str) -> frozenset[Path]:
 
 
 def _is_text(node: Any) -> bool:
-    return (
-        isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    )
+    return isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str)
 
 
 def _named(node: ast.AST, name: str) -> bool:
@@ -312,14 +304,12 @@ def complaints() -> list[str]:
     lines, entries, found = [], accepted(), results()
     for name, data in found.items():
         new, entry = changed(data), entries.get(name)
-        if not new and entry is not None:
+        if not new and entry:
             lines.append(f"accepted as older, but up to date: {name}")
-        elif new and (entry is None or entry["changed"] != new):
-            known = {} if entry is None else entry["changed"]
-            paths = ", ".join(p for p, d in new.items() if p not in known or known[p] != d)
-            again = "" if entry is None else " again, since it was accepted,"
-            told = paths or "less than what it was accepted for"
-            lines.append(f"older than the code: {name}; changed{again} {told}")
+        elif new != (known := entry["changed"] if entry else {}):
+            paths = ", ".join(sorted({path for path, _ in new.items() ^ known.items()}))
+            again = " again, since it was accepted," if entry else ""
+            lines.append(f"older than the code: {name}; changed{again} {paths}")
     lines += [f"accepted as older, but not there: {name}" for name in entries if name not in found]
     return lines
 

@@ -29,9 +29,6 @@ MAX_SCALE = {"float16": 2.0**15, "bfloat16": 2.0**127}
 HIGHEST, TF32 = "highest", "tensorfloat32"
 """What JAX may make of products of float32."""
 
-UNSCALED = ("float32", "TF32")
-"""The steps without mixed precision."""
-
 adam = optax.adam(1e-3)
 
 Loss = Callable[..., tuple[Any, Any]]
@@ -258,7 +255,7 @@ def precision_options(precision: str) -> dict[str, Any]:
     return {"use_mixed_precision": precision != "float32", "policy": policy_of(precision)}
 
 
-def rivals(loss: Loss, dtype: str) -> dict[str, Rival]:
+def rivals(loss: Loss, dtype: str = "float16") -> dict[str, Rival]:
     """The steps by name; on a GPU also in TF32."""
     found = {
         "by hand": by_hand(loss, dtype),

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr
 
-from mpx_pde._jaxpr import bodies_of, is_container, own_bind, rebind
+from mpx_pde._jaxpr import bodies_of, is_container, own_bind, rebind, walk
 
 
 PRODUCTS = ("dot_general", "mixed_dot_general")
@@ -32,16 +32,11 @@ def emulate_tf32(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _evaluate(closed: ClosedJaxpr, *args: Any) -> list[Any]:
-    values = dict(zip(closed.jaxpr.constvars, closed.consts, strict=True))
-    values |= dict(zip(closed.jaxpr.invars, args, strict=True))
-    read = lambda atom: atom.val if isinstance(atom, Literal) else values[atom]
-    for eqn in closed.jaxpr.eqns:
-        inputs = [read(atom) for atom in eqn.invars]
+    def evaluate(_, eqn, inputs):
         if is_container(eqn):
-            outputs = rebind(eqn, inputs, [partial(_evaluate, body) for body in bodies_of(eqn)])
-        else:
-            if eqn.primitive.name in PRODUCTS:
-                inputs = [lax.reduce_precision(x, 8, 10) for x in inputs]
-            outputs = own_bind(eqn, inputs)
-        values |= dict(zip(eqn.outvars, outputs, strict=True))
-    return [read(atom) for atom in closed.jaxpr.outvars]
+            return rebind(eqn, inputs, [partial(_evaluate, body) for body in bodies_of(eqn)])
+        if eqn.primitive.name in PRODUCTS:
+            inputs = [lax.reduce_precision(x, 8, 10) for x in inputs]
+        return own_bind(eqn, inputs)
+
+    return walk(closed.jaxpr, closed.consts, args, lambda literal: literal.val, evaluate)

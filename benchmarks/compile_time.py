@@ -14,8 +14,7 @@ Error beside time: `loss_error` is the relative difference of the first loss, af
 that in float32. MPX multiplies a float16 loss by its scale in float16, so one of 2 or more is
 infinite at the scale of 2^15 that all start with.
 
-On a CPU XLA emulates half precision, and so compiles more for it than for float32; on a GPU the
-same command compiles for that GPU.
+On a CPU XLA emulates half precision, and so compiles more for it than for float32.
 """
 
 import argparse
@@ -28,26 +27,15 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Jaxpr
 
 import mpx_pde as mpx
+from mpx_pde._jaxpr import jaxprs_in
 
 from . import overhead
 from ._examples import load_example
 from ._report import Report, Timing
 from ._rivals import failure
-from ._steps import (
-    MAX_SCALE,
-    START,
-    UNSCALED,
-    Loss,
-    Rival,
-    Task,
-    alone,
-    by_library,
-    policy_of,
-    rivals,
-)
+from ._steps import START, Loss, Rival, Task, alone, by_library, policy_of, rivals
 
 
 TIMED = ("trace", "trace_processor", "lower", "compile")
@@ -61,18 +49,12 @@ def heat_by_partials(model, batch, *, derivatives):
     return jnp.mean((d["u_t"] - 0.1 * d["u_xx"] - source) ** 2)
 
 
-def tasks(quick: bool, dtype: str) -> list[Task]:
-    """With all rivals, float32 first."""
-    small = [problem.task(dtype) for problem in overhead.PROBLEMS[:2]]
-    return [with_ours(t, dtype) for t in (*small, fno(quick, dtype), transformer(quick, dtype))]
-
-
-def make_task(name: str, model: Any, loss: Loss, batch: Any, dtype: str) -> Task:
+def make_task(name: str, model: Any, loss: Loss, batch: Any) -> Task:
     named = {"problem": name}
-    return Task(name, named, lambda: model, loss, lambda: [batch], batch, rivals(loss, dtype))
+    return Task(name, named, lambda: model, loss, lambda: [batch], batch, rivals(loss))
 
 
-def fno(quick: bool, dtype: str) -> Task:
+def fno(quick: bool) -> Task:
     losses = load_example("_operator_losses")
     layers, size = (1, 8) if quick else (4, 32)
     keys = jax.random.split(jax.random.key(0), 3)
@@ -83,23 +65,22 @@ def fno(quick: bool, dtype: str) -> Task:
         return losses.relative_h1(jax.vmap(model)(inputs), outputs, periodic=True)
 
     inputs, outputs = (jax.random.normal(key, (16, 1, size, size)) for key in keys[1:])
-    return make_task("FNO", model, alone(loss), (inputs, outputs), dtype)
+    return make_task("FNO", model, alone(loss), (inputs, outputs))
 
 
-def transformer(quick: bool, dtype: str) -> Task:
+def transformer(quick: bool) -> Task:
     vit = load_example("vit")
     size = replace(vit.SIZES["small"], blocks=1 if quick else 6)
     model_key, key = jax.random.split(jax.random.key(0))
     images = jax.random.normal(key, (size.batch, size.channels, size.image, size.image))
     batch = vit.Batch(images, jnp.arange(size.batch) % size.classes)
-    return make_task("ViT", vit.ViT(size, key=model_key), alone(vit.loss), batch, dtype)
+    return make_task("ViT", vit.ViT(size, key=model_key), alone(vit.loss), batch)
 
 
-def with_ours(task: Task, dtype: str) -> Task:
-    """By autocast and with scaled derivatives too."""
-    policy = policy_of(dtype)
-    found = dict(task.rivals)
-    found = {"float32": found.pop("float32"), **found}
+def with_ours(report: Report, task: Task) -> Task:
+    """By float32 first, and by autocast and with scaled derivatives too."""
+    policy, found = policy_of("float16"), task.there(report)
+    found = {"float32": found["float32"], **found}
     found["mpx_pde, autocast"] = by_library(task.loss, policy=policy, autocast=True)
     if task.where["problem"] == "PINN":
         scaled = by_library(alone(heat_by_partials), policy=policy, keep_full=(False, True))
@@ -112,16 +93,7 @@ def with_ours(task: Task, dtype: str) -> Task:
 
 def equations(jaxpr: Any) -> int:
     """How many equations a jaxpr has, those within its equations included."""
-    if isinstance(jaxpr, ClosedJaxpr):
-        return equations(jaxpr.jaxpr)
-    is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
-    inner = (
-        value
-        for eqn in jaxpr.eqns
-        for value in jax.tree.leaves(list(eqn.params.values()), is_leaf=is_jaxpr)
-        if is_jaxpr(value)
-    )
-    return len(jaxpr.eqns) + sum(map(equations, inner))
+    return sum(1 + sum(map(equations, jaxprs_in(eqn))) for eqn in jaxpr.eqns)
 
 
 def build(task: Task, rival: Rival) -> dict[str, float]:
@@ -147,7 +119,7 @@ def build(task: Task, rival: Rival) -> dict[str, float]:
     lowered = timed("lower", traced.lower)
     compiled = timed("compile", lowered.compile)
     _, value = compiled(arrays, task.batch)
-    return {**found, "equations": equations(traced.jaxpr), "loss": float(value)}
+    return {**found, "equations": equations(traced.jaxpr.jaxpr), "loss": float(value)}
 
 
 def builds_of(task: Task, rounds: int) -> dict[str, Any]:
@@ -167,12 +139,11 @@ def builds_of(task: Task, rounds: int) -> dict[str, Any]:
     return {name: x if isinstance(x, str) else x[1:] for name, x in found.items()}
 
 
-def measure(report: Report, task: Task, dtype: str, rounds: int) -> None:
+def measure(report: Report, task: Task, rounds: int) -> None:
     found = builds_of(task, rounds)
     hand = Timing.of([b["trace_processor"] for b in found["by hand"]])
     for name, builds in found.items():
         key = {"problem": task.where["problem"], "step": name}
-        key["dtype"] = name if name in UNSCALED else dtype
         if isinstance(builds, str):
             report.record("builds", **key, failed=builds)
             continue
@@ -189,12 +160,11 @@ def measure(report: Report, task: Task, dtype: str, rounds: int) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--dtype", default="float16", choices=tuple(MAX_SCALE))
     parser.add_argument("--rounds", type=int, default=3)
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
     jax.config.update("jax_enable_compilation_cache", False)
-    for task in tasks(args.quick, args.dtype):
-        task = task._replace(rivals=task.there(report))
-        measure(report, task, args.dtype, 1 if args.quick else args.rounds)
+    small = [problem.task() for problem in overhead.PROBLEMS[:2]]
+    for task in (*small, fno(args.quick), transformer(args.quick)):
+        measure(report, with_ours(report, task), 1 if args.quick else args.rounds)

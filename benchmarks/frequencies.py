@@ -25,12 +25,8 @@ import mpx_pde as mpx
 from ._report import Report
 
 
-SIZE = 128  # points
+SIZE, SIGNALS = 128, 1000  # points of each
 FREQUENCIES = np.arange(1, 11)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--signals", type=int, default=1000)
 
 
 def signals(count: int, seed: int = 0) -> np.ndarray:
@@ -107,7 +103,7 @@ METHODS: dict[str, Callable[[np.ndarray], np.ndarray]] = {
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
-    x = signals(10 if args.quick else args.signals)
+    x = signals(10 if args.quick else SIGNALS)
     exact = np.fft.rfft(x, norm="forward")[:, FREQUENCIES]
     for name, method in METHODS.items():
         relative = np.median(np.abs(method(x) - exact) / np.abs(exact), axis=0)

@@ -18,6 +18,7 @@ what is differentiated. How long steps take is told by `pinn_step`.
 """
 
 import argparse
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 
 from ._deviceless import TARGETS, there
 from ._report import Report
-from ._steps import MAX_SCALE, Task, alone, rivals
+from ._steps import Task, alone, rivals
 
 
 def regression(model, x, y):
@@ -62,7 +63,7 @@ class Problem(NamedTuple):
     width: int
     points: int
 
-    def task(self, dtype: str) -> Task:
+    def task(self) -> Task:
         """By all rivals."""
         key, x_key, y_key = jax.random.split(jax.random.key(0), 3)
         outs = 1 if self.out_size == "scalar" else self.out_size
@@ -73,12 +74,12 @@ class Problem(NamedTuple):
         loss = alone(lambda model, batch: self.loss(model, *batch))
         return Task(
             f"{self.name} {self.size}",
-            {"problem": self.name, "size": self.size},
+            {"problem": self.name, "size": self.size, "dtype": "float16"},
             partial(network, key=key),
             loss,
             lambda: [batch],
             batch,
-            rivals(loss, dtype),
+            rivals(loss),
         )
 
 
@@ -97,14 +98,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what to compile for, out of {','.join(TARGETS)}; those without a compiler are left "
         "out (default: %(default)s)",
     )
-    parser.add_argument("--dtype", default="float16", choices=tuple(MAX_SCALE))
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
-    tasks = [p.task(args.dtype) for p in (PROBLEMS[:2] if args.quick else PROBLEMS)]
-    for target in there(report, args.targets.split(",")):
-        for task in tasks:
-            where = {**task.where, "target": target, "dtype": args.dtype}
-            for name, rival in task.there(report).items():
-                costs = task.compiled(target, rival).costs()
-                report.record("programs", **where, step=name, **costs)
+    tasks = [problem.task() for problem in (PROBLEMS[:2] if args.quick else PROBLEMS)]
+    for target, task in itertools.product(there(report, args.targets.split(",")), tasks):
+        for name, rival in task.there(report).items():
+            costs = task.compiled(target, rival).costs()
+            report.record("programs", **task.where, target=target, step=name, **costs)

@@ -8,15 +8,14 @@ Each algorithm takes float32 operands and returns float32:
   nine products of these; `tensorfloat32_x3` splits into two parts in TF32.
 
 The error is the relative L2 error against float64: of matrix products of standard normal entries,
-and of u_xx of a tanh network of 4 × 256, by nested forward mode. It is taken twice. *Emulated* is
-the arithmetic as defined, written out with roundings and float32 products, and the same on every
-machine. *On the device* is what the device makes of the `jax.lax.DotAlgorithmPreset`: on a CPU
-that says only what XLA has there, which is plain float32 or nothing. Times are taken on a GPU
-only.
+and of u_xx of a tanh network of 4 × 256, by nested forward mode. It is that of the arithmetic as
+defined, written out with roundings and float32 products, and the same on every machine. Times are
+those of `jax.lax.DotAlgorithmPreset` on a GPU: a CPU has plain float32 or nothing.
 """
 
 import argparse
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ._report import Report, interleave
+from ._report import Report, Timing, interleave
 
 
 Preset = lax.DotAlgorithmPreset
@@ -88,6 +87,17 @@ def on_device(algorithm: Algorithm) -> Dot:
     return partial(jnp.matmul, precision=precision, preferred_element_type=jnp.float32)
 
 
+def times(problem: "Problem", rounds: int) -> dict[str, Timing]:
+    """Of the algorithms that the backend has."""
+    compiled, arguments = {}, jax.device_put(problem.arguments)
+    for algorithm in ALGORITHMS:
+        fun = jax.jit(partial(problem.fun, on_device(algorithm)))
+        with suppress(ValueError, jax.errors.JaxRuntimeError):
+            jax.block_until_ready(fun(*arguments))
+            compiled[algorithm.name] = partial(fun, *arguments)
+    return interleave(compiled, rounds=rounds, calls=10)
+
+
 def network(dot: Dot, layers, x):
     """A tanh network of one coordinate for all points at once, shape `[points, 1]`."""
     *hidden, last = layers
@@ -134,41 +144,19 @@ def problems(sizes) -> list[Problem]:
     return [*out, problem(f"u_xx, tanh {DEPTH} × {WIDTH}", second_derivative, layers, x)]
 
 
-def error(fun: Callable, problem: Problem) -> float:
-    got = np.float64(fun(*problem.arguments))
-    return float(np.linalg.norm(got - problem.want) / np.linalg.norm(problem.want))
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=50, help="of the clock, on a GPU")
-
-
 def run(report: Report, args: argparse.Namespace) -> None:
     gpu = report.environment["backend"] == "gpu"
     sizes = GPU_SIZES if gpu else SIZES
     for problem in problems(sizes[:1] if args.quick else sizes):
-        compiled = {}
+        seconds = times(problem, 5 if args.quick else 50) if gpu else {}
         for algorithm in ALGORITHMS:
-            try:
-                fun = jax.jit(partial(problem.fun, on_device(algorithm)))
-                jax.block_until_ready(fun(*problem.arguments))
-                compiled[algorithm.name] = fun
-            except (ValueError, jax.errors.JaxRuntimeError):
-                pass  # the backend does not have it
-        times = {}
-        if gpu:
-            arguments = jax.device_put(problem.arguments)
-            rivals = {name: partial(fun, *arguments) for name, fun in compiled.items()}
-            times = interleave(rivals, rounds=5 if args.quick else args.rounds, calls=10)
-        for algorithm in ALGORITHMS:
-            name = algorithm.name
             by_definition = jax.jit(partial(problem.fun, emulated(algorithm)))
+            wrong = np.float64(by_definition(*problem.arguments)) - problem.want
             report.record(
                 "products",
                 problem=problem.name,
-                algorithm=name,
+                algorithm=algorithm.name,
                 products=algorithm.products,
-                emulated_error=error(by_definition, problem),
-                device_error=error(compiled[name], problem) if name in compiled else None,
-                seconds=times.get(name),
+                emulated_error=float(np.linalg.norm(wrong) / np.linalg.norm(problem.want)),
+                seconds=seconds.get(algorithm.name),
             )

@@ -27,10 +27,7 @@ LAYERS = [
     *((n, m, 16, 2) for n in (64, 128, 256) for m in (8, 16, 32, 64, 128) if m <= n),
 ]
 QUICK_LAYERS = [(16, 4, 4, 2), (16, 16, 4, 2)]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=int, default=5)
+ROUNDS = 5
 
 
 def _layer(channels: int, modes: int, method: Any) -> mpx.nn.SpectralConv:
@@ -93,4 +90,4 @@ def _measure(report: Report, n: int, modes: int, channels: int, batch: int, roun
 
 def run(report: Report, args: argparse.Namespace) -> None:
     for size in QUICK_LAYERS if args.quick else LAYERS:
-        _measure(report, *size, rounds=1 if args.quick else args.rounds)
+        _measure(report, *size, rounds=1 if args.quick else ROUNDS)

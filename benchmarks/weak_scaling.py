@@ -63,7 +63,7 @@ STEPS = (
 
 
 def compiled(example: Any, target: str, batch: int, key: dict[str, Any]) -> Compiled:
-    mesh = target_mesh(target, (example.DEVICES,))
+    mesh = target_mesh(target, example.DEVICES)
     run = example.Run(**key, devices=mesh.devices.flat, batch=batch * mesh.size, start=False)
     state = jax.eval_shape(run.init, jax.random.key(0))
     specs = jax.tree.map(
