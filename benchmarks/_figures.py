@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ._tables import _breadth
-from ._tables._format import ROOT, load, source
+from ._tables._format import ROOT, groups, load, source
 
 
 FOLDER = ROOT / "docs" / "figures"
@@ -27,51 +27,45 @@ STYLE: Any = {
 }
 
 
-class Line(NamedTuple):
-    color: str
-    style: str = "-"
-
-
+# Colors by their place in matplotlib's cycle: C0 is blue, C1 orange, C2 green, C3 red, C4 purple,
+# C7 gray, C8 olive, C9 cyan.
 LINES = {
-    "float32": Line("black"),
-    "TF32": Line("tab:gray"),
-    "TF32, emulated": Line("tab:gray", "--"),
-    "casts by hand, float16": Line("tab:red"),
-    "MPX, float16": Line("tab:orange", "--"),
-    "mpx_pde, float32": Line("tab:blue", ":"),
-    "mpx_pde, float16": Line("tab:blue"),
-    "mpx_pde, bfloat16": Line("tab:purple"),
-    "mpx_pde, forward float32, float16": Line("tab:cyan"),
-    "mpx_pde, forward float32, bfloat16": Line("tab:cyan", "--"),
-    "PyTorch, float32": Line("tab:green", ":"),
-    "torch.amp, float16": Line("tab:green"),
-    "torch.amp, bfloat16": Line("tab:olive"),
-    "float32, FFT": Line("black"),
-    "neuraloperator, float32": Line("tab:green", ":"),
-    "neuraloperator, amp bfloat16": Line("tab:olive"),
+    "float32": "k",
+    "TF32": "C7",
+    "TF32, emulated": "C7--",
+    "casts by hand, float16": "C3",
+    "MPX, float16": "C1--",
+    "mpx_pde, float32": "C0:",
+    "mpx_pde, float16": "C0",
+    "mpx_pde, bfloat16": "C4",
+    "mpx_pde, forward float32, float16": "C9",
+    "mpx_pde, forward float32, bfloat16": "C9--",
+    "PyTorch, float32": "C2:",
+    "torch.amp, float16": "C2",
+    "torch.amp, bfloat16": "C8",
+    "float32, FFT": "k",
+    "neuraloperator, float32": "C2:",
+    "neuraloperator, amp bfloat16": "C8",
 }
 
 
-def _curves(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of the first seed, those that trained."""
-    return [
-        c for c in data["curves"] if "failed" not in c and c["seed"] == data["curves"][0]["seed"]
-    ]
+def _curves(data: Any) -> list[tuple[str, list[int], list[float]]]:
+    """Rival, steps and errors of the first seed, of those that trained, from the first step on."""
+    seed = data["curves"][0]["seed"]
+    kept = [c for c in data["curves"] if "failed" not in c and c["seed"] == seed]
+    return [(c["rival"], c["steps"][1:], c["errors"][1:]) for c in kept]
 
 
-def error_against_time(what: str, figure: Any, data: dict[str, Any]) -> None:
+def error_against_time(what: str, figure: Any, data: Any) -> None:
     by_time, by_step = figure.subplots(1, 2, sharey=True)
     times = {t["rival"]: t["step"] for t in data["times"]}
-    for curve in _curves(data):
-        color, style = LINES[curve["rival"]]
-        options = {"color": color, "linestyle": style}
-        by_step.semilogy(curve["steps"][1:], curve["errors"][1:], **options)
-        label = curve["rival"]
-        if step := times.get(curve["rival"]):
-            seconds = [step["median"] * n for n in curve["steps"][1:]]
-            by_time.loglog(seconds, curve["errors"][1:], label=label, **options)
+    for rival, steps, errors in _curves(data):
+        by_step.semilogy(steps, errors, LINES[rival])
+        if step := times.get(rival):
+            seconds = [step["median"] * n for n in steps]
+            by_time.loglog(seconds, errors, LINES[rival], label=rival)
         else:
-            by_time.plot([], label=f"{label} (no time)", **options)
+            by_time.plot([], LINES[rival], label=f"{rival} (no time)")
     by_time.set(xlabel="seconds of training", ylabel="relative L2 error")
     by_step.set(xlabel="steps")
     by_time.xaxis.set_major_formatter("{x:g}")
@@ -81,7 +75,7 @@ def error_against_time(what: str, figure: Any, data: dict[str, Any]) -> None:
     figure.suptitle(f"{what}; {env['device']}, {env['cpu_count']} cores", fontsize="medium")
 
 
-def front_door(figure: Any, data: dict[str, Any]) -> None:
+def front_door(figure: Any, data: Any) -> None:
     """Error by step of five rivals, named at the ends of their lines."""
     # Okabe and Ito's colors, which the color-blind tell apart.
     colors = {
@@ -91,73 +85,61 @@ def front_door(figure: Any, data: dict[str, Any]) -> None:
         "mpx_pde, forward float32, float16": "#0072b2",
         "float32": "#000000",
     }
-    axes = figure.subplots()
-    curves = {c["rival"]: c for c in _curves(data)}
-    ends = sorted((curves[rival]["errors"][-1], rival) for rival in colors)
-    below = 0.0
-    for error, rival in ends:
-        curve, color = curves[rival], colors[rival]
-        axes.semilogy(curve["steps"][1:], curve["errors"][1:], color=color)
+    axes, place = figure.subplots(), 0.0
+    shown = [curve for curve in _curves(data) if curve[0] in colors]
+    for rival, steps, errors in sorted(shown, key=lambda curve: curve[2][-1]):
+        axes.semilogy(steps, errors, color=colors[rival])
         # Names of lines that end together stand below each other.
-        place = max(error, below * 1.75)
-        axes.annotate(
-            rival,
-            (curve["steps"][-1], place),
-            xytext=(6, 0),
-            textcoords="offset points",
-            color=color,
-            va="center",
-            annotation_clip=False,
-        )
-        below = place
+        place = max(errors[-1], place * 1.75)
+        end = {"xytext": (6, 0), "textcoords": "offset points", "annotation_clip": False}
+        axes.annotate(rival, (steps[-1], place), **end, color=colors[rival], va="center")
     axes.set(xlabel="steps of training", ylabel="relative L2 error")
     axes.margins(x=0)
 
 
-def memory_by_batch(figure: Any, data: dict[str, Any]) -> None:
+def _by_size(axes: Any, sizes: list[int], memory: list[float], style: str, **options: Any) -> None:
+    """Memory in logarithms to base 2, at sizes that are told."""
+    axes.loglog(sizes, memory, f"o{style}", base=2, **options)
+    axes.set(xticks=sizes)
+    axes.xaxis.set_major_formatter("{x:.0f}")
+    axes.yaxis.set_major_formatter("{x:.0f}")
+
+
+def memory_by_batch(figure: Any, data: Any) -> None:
     """Of a training step compiled for an H100."""
     axes = figure.subplots()
     styles = {
-        "mpx_pde float32": ("float32", Line("black")),
-        "MPX float16": ("MPX, float16", Line("tab:orange", "--")),
-        "mpx_pde cast-float16": ("mpx_pde, float16 by casting", Line("tab:blue", ":")),
-        "mpx_pde autocast-float16": ("mpx_pde, float16 by autocast", Line("tab:blue")),
+        "mpx_pde float32": ("float32", "k-"),
+        "MPX float16": ("MPX, float16", "C1--"),
+        "mpx_pde cast-float16": ("mpx_pde, float16 by casting", "C0:"),
+        "mpx_pde autocast-float16": ("mpx_pde, float16 by autocast", "C0-"),
     }
-    for rival, (label, (color, style)) in styles.items():
+    for rival, (label, style) in styles.items():
         programs = [p for p in data["programs"] if p["rival"] == rival and "failed" not in p]
-        batches = [p["batch"] for p in programs]
         gib = [p["temp_bytes"] / 2**30 for p in programs]
-        axes.loglog(batches, gib, "o", label=label, color=color, linestyle=style, base=2)
-    axes.set(xlabel="batch", ylabel="memory beyond state and batch, GiB", xticks=batches)
-    axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.yaxis.set_major_formatter("{x:.0f}")
+        _by_size(axes, [p["batch"] for p in programs], gib, style, label=label)
+    axes.set(xlabel="batch", ylabel="memory beyond state and batch, GiB")
     axes.legend()
     figure.suptitle("A training step of ViT-Base, compiled for an H100, not run", fontsize="medium")
 
 
-def growth(figure: Any, data: dict[str, Any]) -> None:
+def growth(figure: Any, data: Any) -> None:
     """Memory of a step compiled for an H100, by size."""
     styles = {
-        "float32, nested": ("float32, nested jvp", Line("black", ":")),
-        "float32": ("float32, mpx_pde", Line("black")),
-        "float16, naive": ("float16 by hand, nested jvp", Line("tab:red")),
-        "float16": ("float16, mpx_pde", Line("tab:blue")),
+        "float32, nested": ("float32, nested jvp", "k:"),
+        "float32": ("float32, mpx_pde", "k-"),
+        "float16, naive": ("float16 by hand, nested jvp", "C3-"),
+        "float16": ("float16, mpx_pde", "C0-"),
     }
+    found = groups(data["costs"], "target", "sweep", "way")
     sweeps = dict.fromkeys(c["sweep"] for c in data["costs"])
     for sweep, axes in zip(sweeps, figure.subplots(1, len(sweeps), sharey=True), strict=True):
-        for way, (label, (color, style)) in styles.items():
-            costs = [
-                c
-                for c in data["costs"]
-                if (c["target"], c["sweep"], c["way"]) == ("h100", sweep, way)
-            ]
-            sizes = [c[sweep] for c in costs]
+        for way, (label, style) in styles.items():
+            costs = found["h100", sweep, way]
             mib = [c["temp_bytes"] / 2**20 for c in costs]
-            axes.loglog(sizes, mib, "o", label=label, color=color, linestyle=style, base=2, ms=3)
-        axes.set(xlabel=sweep, xticks=sizes)
-        axes.xaxis.set_major_formatter("{x:.0f}")
+            _by_size(axes, [c[sweep] for c in costs], mib, style, label=label, ms=3)
+        axes.set(xlabel=sweep)
     figure.axes[0].set(ylabel="memory of a step, MiB")
-    figure.axes[0].yaxis.set_major_formatter("{x:.0f}")
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     title = "Gradient of a cavity's residuals, compiled for an H100, not run"
     figure.suptitle(title, fontsize="medium")
@@ -195,9 +177,8 @@ FIGURES: dict[str, Figure] = {
 
 def drawn_from(path: Path) -> str | None:
     """The digest in a file."""
-    if not path.exists():
-        return None
-    found = re.search(r"drawn from ([0-9a-f]{16})", path.read_text(encoding="utf-8"))
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    found = re.search(r"drawn from ([0-9a-f]{16})", text)
     return found[1] if found else None
 
 

@@ -17,6 +17,7 @@ from ._trainings import Moment, Training, timed
 _operators: Any = load_example("_neural_operator")
 _navier_stokes: Any = load_example("navier_stokes")
 
+HALVES = ("float16", "bfloat16")
 FACTORS = (3.0, 1.2, 1.05)
 """Errors to be reached, in units of the final error of float32."""
 
@@ -125,18 +126,16 @@ def rivals(on_gpu: bool) -> dict[str, Callable[[Problem, int], Training]]:
     """By name, what trains a problem from a seed."""
     plain = partial(in_jax, precision="float32", method="fft")
     dft = partial(in_jax, method="dft")
+    full = partial(dft, forward="float32")
     # On a CPU neuraloperator refuses float16: its FFT there knows float32 alone, and its own
     # casts around it are for bfloat16.
-    halves = ("float16", "bfloat16") if on_gpu else ("bfloat16",)
+    halves = HALVES if on_gpu else ("bfloat16",)
     return {
         "float32, FFT": plain,
         **({"TF32, FFT": partial(plain, matmul="tensorfloat32")} if on_gpu else {}),
         "mpx_pde, float32": partial(dft, precision="float32"),
-        **{f"mpx_pde, {h}": partial(dft, precision=h) for h in ("float16", "bfloat16")},
-        **{
-            f"mpx_pde, forward float32, {h}": partial(dft, precision=h, forward="float32")
-            for h in ("float16", "bfloat16")
-        },
+        **{f"mpx_pde, {h}": partial(dft, precision=h) for h in HALVES},
+        **{f"mpx_pde, forward float32, {h}": partial(full, precision=h) for h in HALVES},
         "neuraloperator, float32": by_neuraloperator,
         **{f"neuraloperator, amp {h}": partial(by_neuraloperator, half=h) for h in halves},
     }

@@ -23,17 +23,22 @@ from typing import Any
 
 import jax
 
-from . import _burgers_trainings, _cavity_trainings, _operator_trainings
+from . import _operator_trainings, _pinn_trainings
 from ._report import Report, Timing
 from ._rivals import RivalMissing, failure
 from ._trainings import Moment, Training, take_turns
 
 
-PROBLEMS: dict[str, Any] = {
-    "cavity": _cavity_trainings,
-    "burgers": _burgers_trainings,
-    "navier_stokes": _operator_trainings,
+PROBLEMS: dict[str, tuple[Any, Any, Any]] = {
+    "cavity": (_pinn_trainings, _pinn_trainings.cavity, _pinn_trainings.cavity_rivals),
+    "burgers": (_pinn_trainings, _pinn_trainings.burgers, _pinn_trainings.burgers_rivals),
+    "navier_stokes": (
+        _operator_trainings,
+        _operator_trainings.make_problem,
+        _operator_trainings.rivals,
+    ),
 }
+"""Where its sizes and factors are, what makes it of a size, and its rivals."""
 ROUNDS = 8
 
 
@@ -95,12 +100,11 @@ def clock(report: Report, problem: Any, rivals: dict[str, Any]) -> None:
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
-    module = PROBLEMS[args.problem]
+    module, make_problem, make_rivals = PROBLEMS[args.problem]
     report.name = f"time_to_error-{args.problem}"
     on_gpu = jax.default_backend() == "gpu"
     size = "quick" if args.quick else args.size or ("full" if on_gpu else "small")
-    problem = module.make_problem(module.SIZES[size])
-    rivals = module.rivals(on_gpu)
+    problem, rivals = make_problem(module.SIZES[size]), make_rivals(on_gpu)
     chosen = {name: rivals[name] for name in args.rivals or rivals}
     if not args.quick:  # times are taken anew
         report.resume(*(["curves"] if args.time else ["curves", "times"]), same_code=True)
