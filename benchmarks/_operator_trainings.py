@@ -137,5 +137,5 @@ def rivals(on_gpu: bool) -> dict[str, Callable[[Problem, int], Training]]:
         **{f"mpx_pde, {h}": partial(dft, precision=h) for h in HALVES},
         **{f"mpx_pde, forward float32, {h}": partial(full, precision=h) for h in HALVES},
         "neuraloperator, float32": by_neuraloperator,
-        **{f"neuraloperator, amp {h}": partial(by_neuraloperator, half=h) for h in halves},
+        **{f"neuraloperator, amp {h}": partial(by_neuraloperator, precision=h) for h in halves},
     }

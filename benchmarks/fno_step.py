@@ -200,16 +200,16 @@ def torch_rivals(gpu: bool, task: Task) -> dict[str, Any]:
     mixed, tanh = {"fno_block_precision": "mixed"}, {"stabilizer": "tanh"}
     options = {
         "float32": {},
-        f"amp {half}": {"half": half},
+        f"amp {half}": {"precision": half},
         "half": {"fno_block_precision": "half"},
         "mixed": mixed,
-        f"amp {half}, tanh": {"half": half, **tanh},
-        f"amp {half}, mixed, tanh": {"half": half, **mixed, **tanh},
+        f"amp {half}, tanh": {"precision": half, **tanh},
+        f"amp {half}, mixed, tanh": {"precision": half, **mixed, **tanh},
     }
     if gpu:
-        options["TF32"] = {"tf32": True}
-        options["amp float16, GradScaler"] = {"half": half, "grad_scaler": True}
-        options["amp bfloat16"] = {"half": "bfloat16"}
+        options["TF32"] = {"precision": "TF32"}
+        options["amp float16, GradScaler"] = {"precision": half, "grad_scaler": True}
+        options["amp bfloat16"] = {"precision": "bfloat16"}
     leaves = jax.tree.leaves(eqx.filter(task.model(), eqx.is_array))
     return {
         f"neuraloperator {name}": partial(step, leaves, task.batches(), LEARNING_RATE, **given)

@@ -139,19 +139,15 @@ def task(size: Any, gpu: bool = False, chosen: Sequence[str] | None = None) -> T
 def torch_rivals(size: Any, gpu: bool, chosen: Sequence[str] | None, task: Task) -> dict[str, Any]:
     from ._torch.vit import step
 
-    options: dict[str, dict[str, Any]] = {
-        "torch float32": {},
-        "torch amp float16": {"half": "float16"},
-        "torch amp bfloat16": {"half": "bfloat16"},
-    }
+    precisions = {"torch float32": "float32"} | {f"torch amp {half}": half for half in HALVES}
     if gpu:
-        options["torch TF32"] = {"tf32": True}
+        precisions["torch TF32"] = "TF32"
     leaves = jax.tree.leaves(eqx.filter(task.model(), eqx.is_array))
     rate = optax.warmup_cosine_decay_schedule(0.0, size.learning_rate, STEPS // 10, STEPS)
     arguments = size, leaves, task.batches(), rate, WEIGHT_DECAY
     return {
-        name: partial(step, *arguments, **given)
-        for name, given in options.items()
+        name: partial(step, *arguments, precision)
+        for name, precision in precisions.items()
         if chosen is None or name in chosen
     }
 

@@ -1,20 +1,17 @@
 """The training step on the cavity in PyTorch: see `benchmarks/_cavity.py`."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from itertools import cycle
-from typing import Any
 
 import numpy as np
 import torch
 from torch.func import jvp, vmap
 
 from .._cavity import Layers, balance, named, nested
-from .steps import DEVICE, TorchStep
+from .steps import DEVICE, TorchStep, autocast
 
 
-HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 # Every compiled step has the same code, and a compiled program of its own.
 torch._dynamo.config.recompile_limit = 64  # pyright: ignore
 
@@ -37,12 +34,6 @@ def layers_of(model: torch.nn.Sequential, value: Callable = lambda p: p) -> Laye
     """The weights of a network in NumPy, or what `value` makes of them."""
     array = lambda p: value(p).detach().cpu().numpy().copy()
     return [(array(m.weight).T, array(m.bias)) for m in model if isinstance(m, torch.nn.Linear)]
-
-
-def autocast(precision: str) -> Any:
-    if precision not in HALF:
-        return nullcontext()
-    return torch.autocast(DEVICE, dtype=HALF[precision])
 
 
 # --- Derivatives -----------------------------------------------------------------------------
@@ -107,10 +98,9 @@ def cavity_step(
     return TorchStep(
         lambda batch: (evaluate(batch), None),
         torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=DEVICE == "cuda"),
+        precision,
         cycle([batch]),
         lambda: layers_of(model, lambda p: p.grad),
         lambda: layers_of(model),
-        grad_scaler=precision == "float16",
         scale=scale,
-        tf32=precision == "TF32",
     )

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from neuralop.models import FNO
 
-from .steps import DEVICE, TorchStep, dtype_of, in_turn, supervised, tensor
+from .steps import DEVICE, TorchStep, autocast, in_turn, supervised, tensor
 
 
 def _parameters(model: FNO) -> list[torch.nn.Parameter]:
@@ -65,10 +65,9 @@ def step(
     leaves: Sequence[Any],
     batches: Sequence[tuple[Any, Any]],
     learning_rate: float,
+    precision: str = "float32",
     *,
-    half: str | None = None,
     grad_scaler: bool = False,
-    tf32: bool = False,
     **options: Any,
 ) -> TorchStep:
     """A step with Adam and the relative L2 loss, the data and weights being those of JAX.
@@ -81,12 +80,12 @@ def step(
         return [_to_numpy(p.grad, x.shape) for p, x in zip(parameters, leaves, strict=True)]
 
     return TorchStep(
-        supervised(model, relative_l2, half),
+        supervised(model, relative_l2, precision),
         torch.optim.Adam(parameters, lr=learning_rate),
+        precision,
         in_turn(batches),
         gradients,
         grad_scaler=grad_scaler,
-        tf32=tf32,
     )
 
 
@@ -97,9 +96,7 @@ def train(
     learning_rates: Sequence[float],
     *,
     every: int,
-    half: str | None = None,
-    tf32: bool = False,
-    **options: Any,
+    precision: str = "float32",
 ) -> Iterator[tuple[float, Callable[[np.ndarray], np.ndarray]]]:
     """Trains from the weights `leaves` as the examples train `mpx_pde.nn.FNO` with the relative L2
     loss. Yields before the first and after each `every` steps the seconds that steps have taken,
@@ -111,25 +108,24 @@ def train(
     - `fields`: inputs and outputs of the training samples.
     - `indices`: of the samples of each step, shape `[steps, batch]`.
     - `learning_rates`: Adam's, of each step.
-    - `half`: `"float16"` or `"bfloat16"` for `torch.amp`, by default float32. Gradients are not
-        scaled, as in neuraloperator's trainer.
-    - `options`: of neuraloperator's FNO.
+    - `precision`: `"float16"` or `"bfloat16"` by `torch.amp`. Gradients are not scaled, as in
+        neuraloperator's trainer.
     """
-    model, parameters = network(leaves, **options)
+    model, parameters = network(leaves)
     data = [tensor(x) for x in fields]
     batches = (tuple(x[torch.as_tensor(i, device=DEVICE)] for x in data) for i in indices)
     take_step = TorchStep(
-        supervised(model, relative_l2, half),
+        supervised(model, relative_l2, precision),
         torch.optim.Adam(parameters),
+        precision,
         batches,
-        list,
+        grad_scaler=False,
         learning_rates=learning_rates,
-        tf32=tf32,
     )
 
     @torch.no_grad()
     def predict(inputs):
-        with torch.autocast(DEVICE, dtype=dtype_of(half), enabled=half is not None):
+        with autocast(precision):
             parts = [model(part).float() for part in torch.split(tensor(inputs), indices.shape[1])]
         return torch.cat(parts).cpu().numpy()
 

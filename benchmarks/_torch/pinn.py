@@ -9,9 +9,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from .._cavity import Layers
 from .._examples import load_example
-from .cavity import autocast, double_backward, layers_of, network, slopes
+from .cavity import double_backward, layers_of, network, slopes
 from .muon import Muon
-from .steps import DEVICE
+from .steps import TorchStep, autocast, synchronize, tensor
 
 
 cavity = load_example("lid_driven_cavity")
@@ -43,54 +43,6 @@ def loss_of(d: dict[str, torch.Tensor], points: torch.Tensor) -> torch.Tensor:
     return (cavity.MASS * near(0.01) * mass**2 + near(0.1) ** 2 * (x**2 + y**2)).mean()
 
 
-class Trainer:
-    """The state of a training, and its step."""
-
-    def __init__(
-        self, layers: Layers, frequencies: np.ndarray, precision: str, rates: Sequence[float]
-    ):
-        self.precision = precision
-        self.frequencies = torch.tensor(frequencies, device=DEVICE)
-        self.model = network(layers)
-        self.parameters = list(self.model.parameters())
-        decay = 1 - 10 / len(rates)
-        self.average = AveragedModel(self.model, multi_avg_fn=get_ema_multi_avg_fn(decay))
-        self.optimizer = Muon(self.parameters, rates)
-        self.scaler = torch.amp.GradScaler(
-            DEVICE, init_scale=2.0**15, enabled=precision == "float16"
-        )
-
-    def inner(self, points: torch.Tensor) -> torch.Tensor:
-        """What the network adds to the lift: only the network itself is in half precision."""
-        phase = 2 * torch.pi * (points @ self.frequencies)
-        with autocast(self.precision):
-            out = self.model(torch.cat([torch.cos(phase), torch.sin(phase)], dim=-1)).float()
-        x, y = points.unbind(-1)
-        inside = 16 * x * (1 - x) * y * (1 - y)
-        return out * torch.stack([inside, inside, torch.ones_like(inside)], dim=-1)
-
-    def step(self, points: torch.Tensor, lifted: dict[str, torch.Tensor]) -> None:
-        self.optimizer.zero_grad()
-        points = points.detach().requires_grad_()
-        d = double_backward(self.inner, points, 2)
-        loss = loss_of({name: lifted[name] + value for name, value in d.items()}, points.detach())
-        self.scaler.scale(loss).backward(inputs=self.parameters)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.average.update_parameters(self.model)
-
-    def steps(self, batches: torch.Tensor) -> None:
-        """A step for each batch of points."""
-        # The lift depends on no weight: its derivatives for all steps are one pass.
-        every = batches.reshape(-1, 2).requires_grad_()
-        lifted = {k: v.detach() for k, v in double_backward(lift, every, 2).items()}
-        lifted = {k: v.reshape(batches.shape[:2]) for k, v in lifted.items()}
-        for i, batch in enumerate(batches):
-            self.step(batch, {k: v[i] for k, v in lifted.items()})
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
-
-
 def train(
     layers: Layers,
     frequencies: np.ndarray,
@@ -111,11 +63,35 @@ def train(
     - `precision`: "float32", "TF32" (a GPU's), or "float16" or "bfloat16" by `torch.amp`, float16
         with `GradScaler`.
     """
-    trainer, seconds = Trainer(layers, frequencies, precision, rates), 0.0
+    frequency, model = tensor(frequencies), network(layers)
+    decay = 1 - 10 / len(rates)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
+
+    def inner(points):
+        """What the network adds to the lift: only the network itself is in half precision."""
+        phase = 2 * torch.pi * (points @ frequency)
+        with autocast(precision):
+            out = model(torch.cat([torch.cos(phase), torch.sin(phase)], dim=-1)).float()
+        x, y = points.unbind(-1)
+        inside = 16 * x * (1 - x) * y * (1 - y)
+        return out * torch.stack([inside, inside, torch.ones_like(inside)], dim=-1)
+
+    def loss(batch):
+        points, lifted = batch
+        d = double_backward(inner, points.detach().requires_grad_(), 2)
+        return loss_of({name: lifted[name] + value for name, value in d.items()}, points), None
+
+    step = TorchStep(loss, Muon(model.parameters(), rates), precision, scale=2.0**15)
+    seconds = 0.0
     yield seconds, layers
     for points in points_by_call:
-        torch.backends.cuda.matmul.allow_tf32 = precision == "TF32"
-        start = time.perf_counter()
-        trainer.steps(torch.tensor(points, device=DEVICE))
+        start, batches = time.perf_counter(), tensor(points)
+        # The lift depends on no weight: its derivatives for all steps are one pass.
+        every = double_backward(lift, batches.reshape(-1, 2).requires_grad_(), 2)
+        lifted = {k: v.detach().reshape(batches.shape[:2]) for k, v in every.items()}
+        for i, batch in enumerate(batches):
+            step.take((batch, {k: v[i] for k, v in lifted.items()}))
+            average.update_parameters(model)
+        synchronize()
         seconds += time.perf_counter() - start
-        yield seconds, layers_of(trainer.average.module)
+        yield seconds, layers_of(average.module)

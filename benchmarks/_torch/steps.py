@@ -1,6 +1,7 @@
 """A training step in PyTorch, in float32 or by `torch.amp`."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from itertools import cycle
 from typing import Any
 
@@ -12,6 +13,7 @@ from .._measured import LARGEST_SKIPS, First
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def tensor(x: Any) -> torch.Tensor:
@@ -24,49 +26,57 @@ def in_turn(batches: Sequence[Any]) -> Iterator[Any]:
     return cycle([tuple(map(tensor, batch)) for batch in batches])
 
 
-def supervised(model: torch.nn.Module, loss: Callable, half: str | None) -> Callable:
-    """The loss of a batch of inputs and outputs, and the predictions: in float32, or by
-    `torch.autocast` to `half`."""
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def autocast(precision: str) -> Any:
+    """`torch.autocast`, in half precision."""
+    half = HALF.get(precision)
+    return torch.autocast(DEVICE, dtype=half) if half else nullcontext()
+
+
+def supervised(model: torch.nn.Module, loss: Callable, precision: str) -> Callable:
+    """The loss of a batch of inputs and outputs, and the predictions."""
 
     def evaluate(batch):
         inputs, outputs = batch
-        with torch.autocast(DEVICE, dtype=dtype_of(half), enabled=half is not None):
+        with autocast(precision):
             predictions = model(inputs)
             return loss(predictions, outputs), predictions
 
     return evaluate
 
 
-def dtype_of(half: str | None) -> torch.dtype | None:
-    return getattr(torch, half) if half else None
-
-
 class TorchStep:
-    """A step, with a `GradScaler` if asked for.
+    """A step in float32, TF32 (a GPU's), or half precision, by default with a `GradScaler` in
+    float16.
 
     `loss` takes a batch and returns the loss and predictions. `gradients` and `weights` are those
     of the parameters as NumPy arrays in the order and layout of the JAX network; `learning_rates`
-    those of the steps, where they change. `tf32` says what a GPU may make of float32 products.
+    those of the steps, where they change.
     """
 
     def __init__(
         self,
         loss: Callable[[Any], tuple[torch.Tensor, torch.Tensor | None]],
         optimizer: torch.optim.Optimizer,
-        batches: Iterator[Any],
-        gradients: Callable[[], Any],
+        precision: str,
+        batches: Iterable[Any] = (),
+        gradients: Callable[[], Any] = list,
         weights: Callable[[], Any] = list,
         *,
-        grad_scaler: bool = False,
+        grad_scaler: bool | None = None,
         scale: float = 2.0**16,
         learning_rates: Iterable[float] | None = None,
-        tf32: bool = False,
     ):
-        self.loss, self.optimizer, self.batches = loss, optimizer, batches
-        self.gradients, self.weights, self.tf32 = gradients, weights, tf32
+        self.loss, self.optimizer, self.batches = loss, optimizer, iter(batches)
+        self.gradients, self.weights, self.tf32 = gradients, weights, precision == "TF32"
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.rates = iter(learning_rates) if learning_rates is not None else None
-        self.scaler = torch.amp.GradScaler(DEVICE, init_scale=scale, enabled=grad_scaler)
+        scaled = precision == "float16" if grad_scaler is None else grad_scaler
+        self.scaler = torch.amp.GradScaler(DEVICE, init_scale=scale, enabled=scaled)
         self.temp_bytes = None
 
     def _next(self) -> Any:
@@ -77,7 +87,7 @@ class TorchStep:
                 group["lr"] = rate
         return next(self.batches)
 
-    def _step(self, batch: Any) -> tuple[torch.Tensor, Any]:
+    def take(self, batch: Any) -> tuple[torch.Tensor, Any]:
         torch.backends.cuda.matmul.allow_tf32 = self.tf32
         torch.backends.cudnn.allow_tf32 = self.tf32
         self.optimizer.zero_grad(set_to_none=True)
@@ -85,14 +95,12 @@ class TorchStep:
         self.scaler.scale(value).backward(inputs=self.parameters)
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        if DEVICE == "cuda":
-            torch.cuda.synchronize()
         return value.detach(), predictions
 
     def first(self) -> First:
         batch = self._next()
         for skipped in range(LARGEST_SKIPS):
-            _, predictions = self._step(batch)
+            _, predictions = self.take(batch)
             gradients = self.gradients()
             finite = all(np.isfinite(g).all() for g in jax.tree.leaves(gradients))
             if finite or not self.scaler.is_enabled():
@@ -104,11 +112,14 @@ class TorchStep:
     def __call__(self) -> torch.Tensor:
         batch = self._next()
         if DEVICE == "cpu" or self.temp_bytes is not None:
-            return self._step(batch)[0]
+            value, _ = self.take(batch)
+            synchronize()
+            return value
         # The optimizer's state is there now, and stays; the gradients come and go.
         self.optimizer.zero_grad(set_to_none=True)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        value, _ = self._step(batch)
+        value, _ = self.take(batch)
+        synchronize()
         self.temp_bytes = torch.cuda.max_memory_allocated() - before
         return value

@@ -79,9 +79,7 @@ def step(
     batches: Sequence[tuple[Any, Any]],
     rate: Callable[[int], Any],
     weight_decay: float,
-    *,
-    half: str | None = None,
-    tf32: bool = False,
+    precision: str,
 ) -> TorchStep:
     """A step with AdamW, from weights and with the data of JAX; `rate` is that of each step."""
     model = ViT(size).to(DEVICE)
@@ -95,11 +93,10 @@ def step(
 
     loss = lambda logits, labels: F.cross_entropy(logits, labels.long())
     return TorchStep(
-        supervised(model, loss, half),
+        supervised(model, loss, precision),
         torch.optim.AdamW(parameters, weight_decay=weight_decay),
+        precision,
         in_turn(batches),
         gradients,
-        grad_scaler=half == "float16",
         learning_rates=(float(rate(i)) for i in count()),
-        tf32=tf32,
     )
