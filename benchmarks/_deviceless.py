@@ -9,6 +9,7 @@ where a real GPU would also have tried cuBLAS.
 """
 
 import os
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -96,6 +97,12 @@ def devices(target: str) -> tuple[Any, ...]:
     # Older versions of libtpu take a host to have four chips, and reject a topology of one.
     bounds = {"chips_per_host_bounds": (1, 1, 1)} if topology.endswith(":1x1") else {}
     return tuple(get_topology_desc(platform="tpu", topology_name=topology, **bounds).devices)
+
+
+def add_targets(parser: ArgumentParser, default: str) -> None:
+    """The option for `there`."""
+    told = f"what to compile for, out of {','.join(TARGETS)}; those without a compiler are left out"
+    parser.add_argument("--targets", default=default, help=f"{told} (default: %(default)s)")
 
 
 def there(report: Report, targets: Sequence[str]) -> list[str]:

@@ -15,6 +15,7 @@ Nothing runs: every time is a prediction, under the assumptions of `_chips.py` a
   and launch; kernels do not overlap.
 """
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
@@ -281,9 +282,7 @@ def _product(i: Instruction, index: dict[str, Instruction]) -> tuple[str, float]
     else:
         return None
     out = next(s for s in i.shapes if s.dtype != "s8")
-    terms = 1
-    for axis in contracted:
-        terms *= left.sizes[axis]
+    terms = math.prod(left.sizes[axis] for axis in contracted)
     return _counted(left, i.attributes, 2.0 * out.elements * terms)
 
 
@@ -335,9 +334,8 @@ def _kind(i: Instruction, opcodes: set[str]) -> str:
 
 
 def _own_seconds(i: Instruction) -> float | None:
-    pattern = r'"exec_time_us":([\d.eE+-]+),"compute_time_us":[^,]+,[^,]+,"name":""'
-    found = re.search(pattern, i.attributes)
-    return 1e-6 * float(found[1]) if found else None
+    found = i.text(r'"exec_time_us":([\d.eE+-]+),"compute_time_us":[^,]+,[^,]+,"name":""')
+    return 1e-6 * float(found) if found else None
 
 
 def summary(kernels: list[Kernel], chip: Chip) -> dict:

@@ -40,11 +40,6 @@ def compiled(target: str, name: str, precision: str) -> Compiled:
     return compile_for(target, training.step, state, points, donate=(0,), compiler_options=CUBLAS)
 
 
-def workspace_bytes(program: Compiled) -> int:
-    """What cuBLAS is given to work in, which every program has."""
-    return max((int(n) for n in re.findall(r"s8\[(\d+)\]", program.text)), default=0)
-
-
 def run(report: Report, args: argparse.Namespace) -> None:
     if args.resume:
         report.resume("programs")
@@ -61,6 +56,8 @@ def run(report: Report, args: argparse.Namespace) -> None:
             continue
         whole = summary(Roofline(program.module).kernels(), CHIPS[args.target])
         told = {name: whole[name] for name in TOLD}
-        memory = program.temp_bytes - workspace_bytes(program)
+        # What cuBLAS is given to work in, which every program has.
+        workspace = max(map(int, re.findall(r"s8\[(\d+)\]", program.text)), default=0)
+        memory = program.temp_bytes - workspace
         print(report.record("programs", **where, temp_bytes=memory, **told), flush=True)
         jax.clear_caches()

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import mpx_pde as mpx
 
 from ._cavity import coordinate_mlp, initial_layers, nested_loss, network, residuals
-from ._deviceless import TARGETS, Compiled, compile_for, there
+from ._deviceless import Compiled, add_targets, compile_for, there
 from ._report import Report
 
 
@@ -105,12 +105,7 @@ def program(target: str, precision: str, carried: bool, case: Case) -> Compiled:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--targets",
-        default="cpu,h100",
-        help=f"what to compile for, out of {','.join(TARGETS)}; those without a compiler are left "
-        "out (default: %(default)s)",
-    )
+    add_targets(parser, "cpu,h100")
 
 
 def run(report: Report, args: argparse.Namespace) -> None:

@@ -1,20 +1,11 @@
 """What do the wrappers cost? The step of each library against the same step written by hand.
 
-The rivals train the same network with Adam (their steps are in `_steps.py`):
-
-- `by hand`: casts, float32 loss times the scale, gradients unscaled in float32, the check for
-  non-finite values, the select and the update of the scale, all spelled out;
-- `mpx_pde`: `filter_value_and_grad`, `optimizer_update` and `DynamicLossScaling`;
-- `jmp`: its policy, `DynamicLossScale`, `all_finite` and `select_tree`, as its README has them;
-- `MPX` (mixed-precision-for-JAX): its `filter_value_and_grad` and `optimizer_update`;
-- `float32`: the plain step, for reference; on a GPU at the highest precision, with TF32 beside it.
-
-They are compared by what XLA made of them (kernels, flops, bytes, memory), on this CPU and, where
-the compilers are installed, for an H100 and a TPU v5e that need not be here; these numbers repeat
-exactly. The first two differ by the loop in which `mpx_pde` takes a step that overflowed again
-before the first has been taken; without it (`search=False`) they are the same. The programs of jmp
-and MPX differ by design: neither caps the scale nor counts skipped steps, and MPX casts outside of
-what is differentiated. How long steps take is told by `pinn_step`.
+The rivals of `_steps.py` train the same network with Adam, and are compared by what XLA made of them
+(kernels, flops, bytes, memory), on this CPU and, where the compilers are installed, for an H100 and
+a TPU v5e that need not be here; these numbers repeat exactly. The step of `mpx_pde` differs from
+that by hand by the loop in which it takes a step that overflowed again before the first has been
+taken; without it (`search=False`) they are the same. The programs of jmp and MPX differ by design:
+neither caps the scale nor counts skipped steps, and MPX casts outside of what is differentiated.
 """
 
 import argparse
@@ -27,7 +18,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-from ._deviceless import TARGETS, there
+from ._deviceless import add_targets, there
 from ._report import Report
 from ._steps import Task, alone, rivals
 
@@ -92,12 +83,7 @@ PROBLEMS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--targets",
-        default="cpu,h100,v5e",
-        help=f"what to compile for, out of {','.join(TARGETS)}; those without a compiler are left "
-        "out (default: %(default)s)",
-    )
+    add_targets(parser, "cpu,h100,v5e")
 
 
 def run(report: Report, args: argparse.Namespace) -> None:

@@ -30,11 +30,6 @@ QUICK_LAYERS = [(16, 4, 4, 2), (16, 16, 4, 2)]
 ROUNDS = 5
 
 
-def _layer(channels: int, modes: int, method: Any) -> mpx.nn.SpectralConv:
-    key = jax.random.key(0)
-    return mpx.nn.SpectralConv(channels, channels, (modes, modes), key=key, method=method)
-
-
 def _exact(layer: mpx.nn.SpectralConv, x: np.ndarray) -> np.ndarray:
     """One sample in float64."""
     m = layer.modes[0]
@@ -56,7 +51,9 @@ def _measure(report: Report, n: int, modes: int, channels: int, batch: int, roun
     weights = eqx.filter_jit(eqx.filter_grad(_loss))
     gradient = eqx.filter_jit(eqx.filter_grad(lambda both: _loss(*both)))
     x = jax.random.normal(jax.random.key(1), (batch, channels, n, n))
-    layers = {method: _layer(channels, modes, method) for method in ("dft", "fft")}
+    methods: tuple[Any, ...] = ("dft", "fft")
+    given = channels, channels, (modes, modes)
+    layers = {m: mpx.nn.SpectralConv(*given, key=jax.random.key(0), method=m) for m in methods}
     want = _exact(layers["dft"], np.asarray(x[0]))
 
     def error(layer):

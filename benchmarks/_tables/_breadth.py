@@ -56,19 +56,18 @@ class Ratios:
         known = [t["error"] for t in newest if t["error"] is not None]
         return statistics.median(known) if known else None
 
+    def runs(self, problem: str, precision: str) -> list[Record]:
+        """By seed."""
+        return self.by_problem.get((problem, precision), [])
+
     def of(self, problem: str, precision: str) -> list[float]:
         """By seed; infinite for a training that came to nothing."""
-        trainings = self.by_problem.get((problem, precision), [])
+        trainings = self.runs(problem, precision)
         return [self.ratio(t) for t in trainings if self.full[_key(t)]["error"] is not None]
 
     def ratio(self, training: Record) -> float:
         full = self.full[_key(training)]["error"]
         return float("inf") if training["error"] is None else training["error"] / full
-
-    def errors(self, problem: str, precision: str) -> list[float]:
-        """By seed, of those that came to something."""
-        trainings = self.by_problem.get((problem, precision), [])
-        return [t["error"] for t in trainings if t["error"] is not None]
 
     def medians(self, precision: str) -> list[float]:
         """Of the problems that float32 solves."""
@@ -77,13 +76,11 @@ class Ratios:
 
     def earlier(self, precision: str) -> int:
         """How many trainings of the problems that float32 solves are by earlier code."""
-        found = (t for p in self.solved for t in self.by_problem.get((p, precision), []))
-        return sum("earlier" in t for t in found)
+        return sum("earlier" in t for p in self.solved for t in self.runs(p, precision))
 
     def skipped(self, problem: str, precision: str) -> float:
         """The share of the steps."""
-        trainings = self.by_problem.get((problem, precision), [])
-        counted = [t for t in trainings if "skipped" in t]
+        counted = [t for t in self.runs(problem, precision) if "skipped" in t]
         steps = sum(t["steps"] for t in counted)
         return sum(t["skipped"] for t in counted) / steps if steps else 0.0
 

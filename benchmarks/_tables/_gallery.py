@@ -26,18 +26,16 @@ def equation(name: str) -> str:
 def entry(training: dict[str, Any]) -> str:
     name, title = training["problem"], training["title"]
     shown = PICTURES[name].told()
-    what = next(iter(training["errors"]))
-    if what == "rollout":
-        what = "relative L² error of a rollout, the geometric mean over its length"
-    else:
-        what = "relative L² error" + (
-            ", the mean over the fields" if len(training["errors"]) > 2 else ""
-        )
+    what = "Relative L² error"
+    if "rollout" in training["errors"]:
+        what += " of a rollout, the geometric mean over its length"
+    elif len(training["errors"]) > 2:
+        what += ", the mean over the fields"
     lines = [
         f"### {title}",
         equation(name),
         f"![{title}: the reference, what was learnt, and the error](figures/gallery/{name}.webp)",
-        f"{shown}{what[0].upper()}{what[1:]}: {training['error']:.1e}, after {training['steps']:,} "
+        f"{shown}{what}: {training['error']:.1e}, after {training['steps']:,} "
         f"steps, {training['skipped']} of them skipped. "
         f"[`{name}.py`]({REPOSITORY}/examples/problems/{name}.py)",
     ]

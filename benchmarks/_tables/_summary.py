@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterable
 
 from ._breadth import Ratios, number
-from ._format import NOT_RUN, Result, load, markdown, older
+from ._format import NOT_RUN, Result, load, markdown, median, older
 from ._predicted import saved, speedups
 from ._programs import over_by_hand
 
@@ -74,7 +74,7 @@ def headline() -> str:
 
 def _operators(ratios: Ratios) -> str:
     return ", ".join(
-        f"{statistics.median(ratios.errors(problem, 'float16')):.4f} and "
+        f"{median(ratios.runs(problem, 'float16'), 'error'):.4f} and "
         f"{ratios.error(problem):.4f} (`{problem}`)"
         for problem in ("operator_darcy", "operator_navier_stokes")
     )
