@@ -25,10 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 
 from ._hlo import Module, shapes
 from ._report import Report, versions
-
-
-class TargetUnavailable(RuntimeError):
-    """The compiler for a target is not installed."""
+from ._rivals import TargetUnavailable
 
 
 # What people call it, its platform and its topology.

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._deviceless import CUBLAS, TARGETS, Compiled, TargetUnavailable
+from ._deviceless import CUBLAS, TARGETS, Compiled
 from ._report import Report, interleave
 from ._rivals import failure
 from ._steps import Rival, Task
@@ -215,17 +215,14 @@ def _compile(
 ) -> None:
     """Compiles all rivals of a task, and records memory and what else is to be told of them; of one
     that fails, how."""
+
+    def told(rival: Rival) -> dict[str, Any]:
+        program = task.compiled(target, rival, CUBLAS)
+        return {"temp_bytes": program.temp_bytes, **tell(program)}
+
     for name, rival in task.there(report).items():
         where = {"target": target, **task.where, "rival": name}
-        try:
-            program = task.compiled(target, rival, CUBLAS)
-        except TargetUnavailable:
-            raise
-        except Exception as error:  # of a rival
-            report.record("programs", **where, failed=failure(error))
-            continue
-        report.record("programs", **where, temp_bytes=program.temp_bytes, **tell(program))
-        print(f"{task.title}, {name}: {program.temp_bytes / 2**30:.2f} GiB", flush=True)
+        print(report.attempt("programs", where, partial(told, rival)), flush=True)
 
 
 def add_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:

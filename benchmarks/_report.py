@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from ._rivals import RIVALS, RivalMissing, require
+from ._rivals import RIVALS, RivalMissing, TargetUnavailable, failure, require
 from ._sources import sources
 
 
@@ -153,6 +153,18 @@ class Report:
         plain = {k: v._asdict() if isinstance(v, Timing) else v for k, v in fields.items()}
         self.sections.setdefault(section, []).append(plain)
         return plain
+
+    def attempt(
+        self, section: str, where: dict[str, Any], make: Callable[[], dict[str, Any]]
+    ) -> dict[str, Any]:
+        """Adds a record of where something is tried and what it comes to, or how it fails."""
+        try:
+            found = make()
+        except TargetUnavailable:
+            raise
+        except Exception as error:  # whatever it is, it is what there is to show
+            found = {"failed": failure(error)}
+        return self.record(section, **where, **found)
 
     def show(self) -> None:
         """Prints each section as a Markdown table. Of a series the last entry stands there, the

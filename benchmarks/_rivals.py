@@ -1,4 +1,5 @@
-"""The other libraries that some benchmarks run beside ours. Each of them may be missing."""
+"""The other libraries that some benchmarks run beside ours, and compilers for hardware that is not
+here. Each of them may be missing."""
 
 import importlib
 from types import ModuleType
@@ -6,6 +7,10 @@ from types import ModuleType
 
 class RivalMissing(ImportError):
     """A library to compare with is not installed."""
+
+
+class TargetUnavailable(RuntimeError):
+    """The compiler for a target is not installed."""
 
 
 RIVALS = {

@@ -59,7 +59,7 @@ class Task(NamedTuple):
 
     **Attributes:**
 
-    - `title`, `where`: what people and what records call it, size and all.
+    - `where`: what records call it, size and all.
     - `model`: makes the network, the same each time.
     - `loss`: of network and batch, in the precision of both.
     - `batches`: makes the data, in NumPy.
@@ -67,7 +67,6 @@ class Task(NamedTuple):
     - `rivals`: by name.
     """
 
-    title: str
     where: dict[str, Any]
     model: Callable[[], Any]
     loss: Loss

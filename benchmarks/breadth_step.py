@@ -9,15 +9,16 @@ Memory is that beyond state, points and the workspace of cuBLAS.
 
 import argparse
 import re
+from functools import partial
+from typing import Any
 
 import equinox as eqx
 import jax
 
 from ._chips import CHIPS
-from ._deviceless import CUBLAS, Compiled, TargetUnavailable, compile_for
+from ._deviceless import CUBLAS, compile_for
 from ._problems import problems, trainer
 from ._report import Report
-from ._rivals import failure
 from ._roofline import Roofline, summary
 
 
@@ -31,13 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="keep the programs in the file")
 
 
-def compiled(target: str, name: str, precision: str) -> Compiled:
-    """One step of a problem."""
-    training = trainer(name, precision, optimizer=None, steps=None)
+def costs(target: str, problem: str, precision: str) -> dict[str, Any]:
+    """Of one step of a problem."""
+    training = trainer(problem, precision, optimizer=None, steps=None)
     state, key = training.initial(0)
     several = eqx.filter_eval_shape(training.choose, state.model, key)
     points = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), several)
-    return compile_for(target, training.step, state, points, donate=(0,), compiler_options=CUBLAS)
+    parts = training.step, state, points
+    program = compile_for(target, *parts, donate=(0,), compiler_options=CUBLAS)
+    whole = summary(Roofline(program.module).kernels(), CHIPS[target])
+    # What cuBLAS is given to work in, which every program has.
+    workspace = max(map(int, re.findall(r"s8\[(\d+)\]", program.text)), default=0)
+    return {"temp_bytes": program.temp_bytes - workspace, **{name: whole[name] for name in TOLD}}
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
@@ -47,17 +53,6 @@ def run(report: Report, args: argparse.Namespace) -> None:
     keys = ({"problem": name, "precision": p} for name in names for p in PRECISIONS)
     for key in report.missing("programs", keys):
         where = {"title": problems().load(key["problem"]).title, **key}
-        try:
-            program = compiled(args.target, key["problem"], key["precision"])
-        except TargetUnavailable:
-            raise
-        except Exception as error:  # of a problem: it is what there is to show
-            report.record("programs", **where, failed=failure(error))
-            continue
-        whole = summary(Roofline(program.module).kernels(), CHIPS[args.target])
-        told = {name: whole[name] for name in TOLD}
-        # What cuBLAS is given to work in, which every program has.
-        workspace = max(map(int, re.findall(r"s8\[(\d+)\]", program.text)), default=0)
-        memory = program.temp_bytes - workspace
-        print(report.record("programs", **where, temp_bytes=memory, **told), flush=True)
+        told = partial(costs, args.target, **key)
+        print(report.attempt("programs", where, told), flush=True)
         jax.clear_caches()

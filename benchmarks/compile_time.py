@@ -50,8 +50,7 @@ def heat_by_partials(model, batch, *, derivatives):
 
 
 def make_task(name: str, model: Any, loss: Loss, batch: Any) -> Task:
-    named = {"problem": name}
-    return Task(name, named, lambda: model, loss, lambda: [batch], batch, rivals(loss))
+    return Task({"problem": name}, lambda: model, loss, lambda: [batch], batch, rivals(loss))
 
 
 def fno(quick: bool) -> Task:

@@ -50,11 +50,6 @@ class Size(NamedTuple):
     channels: int
     batch: int
 
-    def __str__(self) -> str:
-        return (
-            f"{self.resolution}², {self.modes} modes, {self.channels} channels, batch {self.batch}"
-        )
-
 
 QUICK = [Size(16, 4, 4, 2)]
 ON_CPU = [Size(64, 16, 16, 4), Size(128, 16, 16, 4), Size(64, 8, 16, 4), Size(64, 32, 16, 4)]
@@ -183,7 +178,6 @@ def jax_rivals(size: Size, gpu: bool) -> dict[str, Rival]:
 def task(size: Size, gpu: bool = False) -> Task:
     shape = jax.ShapeDtypeStruct((size.batch, 1, size.resolution, size.resolution), jnp.float32)
     return Task(
-        str(size),
         size._asdict(),
         partial(network, size),
         partial(loss, plain),

@@ -1,11 +1,12 @@
 """What do the wrappers cost? The step of each library against the same step written by hand.
 
-The rivals of `_steps.py` train the same network with Adam, and are compared by what XLA made of them
-(kernels, flops, bytes, memory), on this CPU and, where the compilers are installed, for an H100 and
-a TPU v5e that need not be here; these numbers repeat exactly. The step of `mpx_pde` differs from
-that by hand by the loop in which it takes a step that overflowed again before the first has been
-taken; without it (`search=False`) they are the same. The programs of jmp and MPX differ by design:
-neither caps the scale nor counts skipped steps, and MPX casts outside of what is differentiated.
+The rivals of `_steps.py` train the same network with Adam. They are compared by what XLA made of
+them (kernels, flops, bytes, memory), on this CPU and, where the compilers are installed, for an
+H100 and a TPU v5e that need not be here; these numbers repeat exactly. The step of `mpx_pde`
+differs from that by hand by the loop in which it takes a step that overflowed again before the
+first has been taken; without it (`search=False`) they are the same. The programs of jmp and MPX
+differ by design: neither caps the scale nor counts skipped steps, and MPX casts outside of what is
+differentiated.
 """
 
 import argparse
@@ -64,7 +65,6 @@ class Problem(NamedTuple):
         network = partial(eqx.nn.MLP, self.in_size, self.out_size, self.width, 4, jnp.tanh)
         loss = alone(lambda model, batch: self.loss(model, *batch))
         return Task(
-            f"{self.name} {self.size}",
             {"problem": self.name, "size": self.size, "dtype": "float16"},
             partial(network, key=key),
             loss,

@@ -113,11 +113,7 @@ def by_library(
     layers: Layers, method: str, precision: str, order: int, forward: str = "half"
 ) -> Rival:
     """The step by this library, its model and its scaling."""
-
-    def loss(model, points, *, derivatives):
-        if method == "laplacian":
-            return laplacian_residuals(model, points, derivatives=derivatives)
-        return residuals(model, points, derivatives=derivatives, order=order)
+    loss = laplacian_residuals if method == "laplacian" else partial(residuals, order=order)
 
     def scaling():
         with mpx.half_precision("bfloat16" if precision == "bfloat16" else "float16"):
@@ -159,7 +155,6 @@ def task(width: int, depth: int, points: int, order: int = 2, gpu: bool = False)
     layers = initial_layers(width, depth)
     exact = partial(nested_loss, order=order, finish=partial(mean_square, order=order))
     return Task(
-        f"{width} × {depth}, {points:,} points, order {order}",
         {"width": width, "points": points, "order": order, "depth": depth},
         lambda: jax.tree.map(jnp.asarray, layers),
         alone(exact),

@@ -21,14 +21,7 @@ def run(report: Report, args: argparse.Namespace) -> None:
     for seed in args.seeds:
         results = vit.main(steps=args.steps, seed=seed, out=None, quick=args.quick)
         for result in results.values():
-            report.record(
-                "trainings",
-                seed=seed,
-                precision=result.precision,
-                steps=len(result.loss),
-                accuracy=result.accuracy,
-                test_loss=result.test_loss,
-                loss=float(result.loss[-20:].mean()),
-                skipped_steps=result.skipped_steps,
-                temp_bytes=result.temp_bytes,
-            )
+            names = ("precision", "accuracy", "test_loss", "skipped_steps", "temp_bytes")
+            told = {name: getattr(result, name) for name in names}
+            loss = {"steps": len(result.loss), "loss": float(result.loss[-20:].mean())}
+            report.record("trainings", seed=seed, **told, **loss)

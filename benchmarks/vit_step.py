@@ -122,7 +122,6 @@ def jax_rivals(gpu: bool) -> dict[str, Rival]:
 def task(size: Any, gpu: bool = False, chosen: Sequence[str] | None = None) -> Task:
     """Of the rivals those whose names are chosen; all without."""
     return Task(
-        f"ViT of {size.blocks} blocks, {size.features} features, batch {size.batch}",
         {"blocks": size.blocks, "batch": size.batch},
         lambda: vit.ViT(size, key=jax.random.key(0)),
         loss,
