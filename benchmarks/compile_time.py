@@ -13,8 +13,6 @@ disk. `equations` are those of the jaxpr and of all jaxprs within it.
 Error beside time: `loss_error` is the relative difference of the first loss, after no training, to
 that in float32. MPX multiplies a float16 loss by its scale in float16, so one of 2 or more is
 infinite at the scale of 2^15 that all start with.
-
-On a CPU XLA emulates half precision, and so compiles more for it than for float32.
 """
 
 import argparse

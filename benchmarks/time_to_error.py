@@ -12,8 +12,7 @@ nothing else runs, times the steps of all rivals in turn. Seconds to an error ar
 median time of one; compilation stands beside them.
 
 On a CPU, `TF32, emulated` rounds the operands of all products as a GPU does: its errors are those
-of TF32, but the time it takes says nothing. Nor is half precision any faster there than float32,
-in which XLA computes it.
+of TF32, but the time it takes says nothing.
 """
 
 import argparse

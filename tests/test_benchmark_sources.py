@@ -130,7 +130,7 @@ def test_what_a_benchmark_imports_and_loads_is_among_its_sources():
     torch = {"_torch/fno.py", "_torch/steps.py"}
     assert of("fno_step") >= {"fno_step.py", "_measured.py", "_steps.py"} | torch
     assert of("compile_time") >= {"compile_time.py", "overhead.py", "_steps.py", "vit.py"}
-    assert of("predicted") >= {"_predicted_cases.py", "vit_step.py", "_roofline.py", "vit.py"}
+    assert of("predicted") >= {"predicted.py", "vit_step.py", "_roofline.py", "vit.py"}
     assert of("weak_scaling") >= {"weak_scaling.py", "sharded.py", "_darcy_data.py"}
     assert not of("predicted") & torch
     assert not of("compile_time") & {"_measured.py", "_roofline.py"}
