@@ -123,7 +123,8 @@ def test_all_commands_of_a_level_are_understood(level):
         name, *options = run.command.split()
         assert name in known
         parser = argparse.ArgumentParser()
-        importlib.import_module(f"benchmarks.{name}").add_arguments(parser)
+        module = importlib.import_module(f"benchmarks.{name}")
+        getattr(module, "add_arguments", lambda parser: None)(parser)
         parser.parse_args(options)
 
 
