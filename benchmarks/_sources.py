@@ -266,7 +266,8 @@ def measured(name: str) -> list[str]:
     """The files that a benchmark measures, by the name in its file of results, such as
     `time_to_error-cavity` or `fno_step-h100`."""
     name = name if name in MEASURED else name.split("-", 1)[0]
-    found = {path for pattern in MEASURED[name] for path in ROOT.glob(pattern)} | _needed(name)
+    found = {path for pattern in MEASURED[name] for path in ROOT.glob(pattern)}
+    found |= _needed(name.split("-", 1)[0])
     paths = (path for path in found if path.name != "__init__.py")
     return sorted(path.relative_to(ROOT).as_posix() for path in paths)
 

@@ -132,6 +132,7 @@ def test_what_a_benchmark_imports_and_loads_is_among_its_sources():
     assert of("compile_time") >= {"compile_time.py", "overhead.py", "_steps.py", "vit.py"}
     assert of("predicted") >= {"predicted.py", "vit_step.py", "_roofline.py", "vit.py"}
     assert of("weak_scaling") >= {"weak_scaling.py", "sharded.py", "_darcy_data.py"}
+    assert of("time_to_error-burgers") >= {"time_to_error.py", "_pinn_trainings.py", "burgers.py"}
     assert not of("predicted") & torch
     assert not of("compile_time") & {"_measured.py", "_roofline.py"}
     assert not of("growth") & {"_steps.py"}
