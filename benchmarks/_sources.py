@@ -36,14 +36,16 @@ _benchmarks = partial(_in, "benchmarks")
 
 
 PRODUCTS = _library("_dtypes", "_cast", "_dot", "_bilinear", "_split", "_varying")
+TRAINING = ("_search", "_options", "_gradient", "_grad", "_optimizer")
 STEP = (
     *PRODUCTS,
-    *_library("_tree", "_loss_scaling", "_search", "_options", "_gradient", "_grad", "_optimizer"),
+    *_library("_tree", "_loss_scaling", *(f"training/{name}" for name in TRAINING)),
 )
 DERIVATIVES = (
     *PRODUCTS,
-    *_library("derivatives/*", "propagation/*", "_jaxpr", "_flat", "_forward", "_order"),
-    *_library("_derivative_of", "_primitives", "nn/_mlp", "nn/_ansatz", "nn/_activations"),
+    *_library("derivatives/*", "propagation/*", "interpret/_jaxpr", "interpret/_flat"),
+    *_library("_forward", "_order", "_derivative_of", "interpret/_primitives"),
+    *_library("nn/_mlp", "nn/_ansatz", "nn/_activations"),
 )
 OPERATORS = (
     *PRODUCTS,
@@ -53,8 +55,10 @@ OPERATORS = (
     *_library("nn/_activations", "_order", "_forward", "_derivative_of"),
 )
 AUTOCAST = _library(
-    "autocast/*", "_jaxpr", "_primitives", "_tables", "_conv", "_reverse", "checkpoint_policies"
+    *("autocast/*", "interpret/_jaxpr", "interpret/_primitives", "interpret/_tables"),
+    *("_conv", "interpret/_reverse", "checkpoint_policies"),
 )
+SECOND_ORDER = _library(*(f"training/{n}" for n in ("_conjugate", "_residuals", "_second_order")))
 COMPILER = _benchmarks("_deviceless", "_hlo")
 CLOCK = _benchmarks("_report")
 PINNS = (*STEP, *DERIVATIVES, *_examples("_pinn"))
@@ -100,7 +104,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "pinn_step": (*STEP, *DERIVATIVES, *CLOCK),
     "predicted": (*STEP, *DERIVATIVES, *OPERATORS, *AUTOCAST, *COMPILER),
     "products": (),
-    "second_order": (*STEP, *DERIVATIVES, *_library("_conjugate", "_residuals", "_second_order")),
+    "second_order": (*STEP, *DERIVATIVES, *SECOND_ORDER),
     "spectral": (*OPERATORS, *CLOCK),
     "time_to_error-burgers": (*PINNS, *BURGERS),
     "time_to_error-cavity": (*PINNS, *CAVITY),
@@ -108,7 +112,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "vit": (*STEP, *AUTOCAST),
     "vit_step": (*STEP, *AUTOCAST, *COMPILER, *CLOCK),
     "weak_scaling": (
-        *(*STEP, *DERIVATIVES, *OPERATORS, *_library("_collectives")),
+        *(*STEP, *DERIVATIVES, *OPERATORS, *_library("training/_collectives")),
         *COMPILER,
     ),
 }

@@ -11,7 +11,7 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from mpx_pde._jaxpr import bodies_of, is_container, own_bind, rebind, walk
+from mpx_pde.interpret._jaxpr import bodies_of, is_container, own_bind, rebind, walk
 
 
 PRODUCTS = ("dot_general", "mixed_dot_general")

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 
 import mpx_pde as mpx
-from mpx_pde._jaxpr import jaxprs_in
+from mpx_pde.interpret._jaxpr import jaxprs_in
 
 from . import overhead
 from ._examples import load_example

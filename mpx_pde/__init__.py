@@ -9,8 +9,6 @@ from . import (
     derivatives as derivatives,
     nn as nn,
 )
-from ._accumulate import filter_accumulated_value_and_grad as filter_accumulated_value_and_grad
-from ._as_trained import as_trained as as_trained
 from ._cast import (
     FullPrecision as FullPrecision,
     cast_function as cast_function,
@@ -22,16 +20,6 @@ from ._cast import (
     cast_tree as cast_tree,
     force_full_precision as force_full_precision,
 )
-from ._checkpoint import (
-    check_scaling_options as check_scaling_options,
-    restore_checkpoint as restore_checkpoint,
-    save_checkpoint as save_checkpoint,
-    scaling_options as scaling_options,
-)
-from ._collectives import (
-    all_reduce_mean as all_reduce_mean,
-    gather_parameters as gather_parameters,
-)
 from ._conv import mixed_conv_general_dilated as mixed_conv_general_dilated
 from ._dot import mixed_dot_general as mixed_dot_general
 from ._dtypes import (
@@ -42,15 +30,6 @@ from ._dtypes import (
     set_half_precision_datatype as set_half_precision_datatype,
 )
 from ._einsum import mixed_einsum as mixed_einsum, mixed_matmul as mixed_matmul
-from ._faults import error_if_stuck as error_if_stuck
-from ._floor import PrecisionFloor as PrecisionFloor, precision_floor as precision_floor
-from ._grad import (
-    calculate_scaled_grad as calculate_scaled_grad,
-    filter_grad as filter_grad,
-    filter_value_and_grad as filter_value_and_grad,
-    line_search_value as line_search_value,
-)
-from ._ladder import PrecisionLadder as PrecisionLadder
 from ._loss_scaling import (
     AbstractLossScaling as AbstractLossScaling,
     DynamicLossScaling as DynamicLossScaling,
@@ -58,18 +37,7 @@ from ._loss_scaling import (
     StaticLossScaling as StaticLossScaling,
     scaled as scaled,
 )
-from ._masters import compensated as compensated
-from ._optimizer import optimizer_update as optimizer_update
-from ._precision_report import (
-    PrecisionReport as PrecisionReport,
-    PrecisionWarning as PrecisionWarning,
-    precision_report as precision_report,
-)
 from ._refined import refined as refined
-from ._second_order import (
-    LevenbergMarquardt as LevenbergMarquardt,
-    LevenbergMarquardtState as LevenbergMarquardtState,
-)
 from ._tree import all_finite as all_finite, global_norm as global_norm, select_tree as select_tree
 from .autocast import AutocastReport as AutocastReport, autocast as autocast
 from .derivatives import (
@@ -82,10 +50,37 @@ from .derivatives import (
     scaled_jvp as scaled_jvp,
     scaled_vjp as scaled_vjp,
 )
+from .interpret import (
+    PrecisionReport as PrecisionReport,
+    PrecisionWarning as PrecisionWarning,
+    precision_report as precision_report,
+)
 from .ranges import (
     RangeReport as RangeReport,
     explain_nonfinite as explain_nonfinite,
     range_report as range_report,
+)
+from .training import (
+    LevenbergMarquardt as LevenbergMarquardt,
+    LevenbergMarquardtState as LevenbergMarquardtState,
+    PrecisionFloor as PrecisionFloor,
+    PrecisionLadder as PrecisionLadder,
+    all_reduce_mean as all_reduce_mean,
+    as_trained as as_trained,
+    calculate_scaled_grad as calculate_scaled_grad,
+    check_scaling_options as check_scaling_options,
+    compensated as compensated,
+    error_if_stuck as error_if_stuck,
+    filter_accumulated_value_and_grad as filter_accumulated_value_and_grad,
+    filter_grad as filter_grad,
+    filter_value_and_grad as filter_value_and_grad,
+    gather_parameters as gather_parameters,
+    line_search_value as line_search_value,
+    optimizer_update as optimizer_update,
+    precision_floor as precision_floor,
+    restore_checkpoint as restore_checkpoint,
+    save_checkpoint as save_checkpoint,
+    scaling_options as scaling_options,
 )
 
 

@@ -21,9 +21,9 @@ from ._bilinear import (
     rounded_product,
 )
 from ._dtypes import is_half
-from ._jaxpr import CALLS, bodies_of, own_bind, walk
 from ._types import DTypeLike
 from ._varying import match_varying_axes
+from .interpret._jaxpr import CALLS, bodies_of, own_bind, walk
 
 
 mixed_conv_general_dilated_p = Primitive("mixed_conv_general_dilated")

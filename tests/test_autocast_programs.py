@@ -26,8 +26,8 @@ from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
-from mpx_pde import _tables as tables
-from mpx_pde._jaxpr import _CONTAINERS
+from mpx_pde.interpret import _tables as tables
+from mpx_pde.interpret._jaxpr import _CONTAINERS
 
 
 # --- Functions with derivatives of their own, used more than once ---------------------------------

@@ -109,9 +109,10 @@ def test_every_pattern_finds_a_file_and_every_benchmark_has_some():
 
 # Modules of the library that no benchmark measures.
 UNMEASURED = re.compile(
-    r"mpx_pde/(_accumulate|_as_trained|_checkpoint|_checkpoint_file|_einsum|_faults|_floor|_jet"
-    r"|_ladder|_marks|_masters|_norms|_notes|_policy|_precision_report|_products|_refined|_repr"
-    r"|_types|ranges/\w+|contrib/\w+)\.py"
+    r"mpx_pde/(_einsum|_jet|_notes|_refined|_repr|_types|ranges/\w+|contrib/\w+"
+    r"|interpret/(_marks|_precision_report|_products)"
+    r"|training/(_accumulate|_as_trained|_checkpoint|_checkpoint_file|_faults|_floor|_ladder|_masters"
+    r"|_norms|_policy))\.py"
 )
 
 

@@ -21,7 +21,7 @@ from helpers import tree_equal_bits
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
-from mpx_pde._checkpoint_file import replaced
+from mpx_pde.training._checkpoint_file import replaced
 
 
 def state(seed=0, width=8, period=2000, mode="paper"):

@@ -13,8 +13,8 @@ from typing import get_type_hints
 import pytest
 
 import mpx_pde as mpx
-from mpx_pde._options import Options
 from mpx_pde._types import GradientOptions, RawGradientOptions
+from mpx_pde.training._options import Options
 
 
 PACKAGE = Path(mpx.__file__).parent
@@ -36,21 +36,12 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 # Each module imports from those before it alone.
 ORDER = [
     ["_types"],
-    ["_dtypes", "_notes", "_policy", "_primitives", "_repr", "_split", "_varying"],
-    ["_bilinear", "_cast", "_jaxpr", "_norms", "_reverse", "_tables"],
-    ["_dot"],
-    ["_checkpoint_file", "_collectives", "_conv", "_einsum", "_flat", "_forward"],
-    ["_derivative_of", "_order"],
-    ["_as_trained", "_conjugate", "_marks", "_products", "_refined", "_tree"],
-    ["_jet", "_masters", "_precision_report", "_residuals", "checkpoint_policies", "propagation"],
-    ["autocast", "_loss_scaling"],
-    ["derivatives", "ranges"],
-    ["_checkpoint", "_faults", "_search"],
-    ["_options"],
-    ["_gradient"],
-    ["_accumulate", "_grad", "_optimizer", "_second_order"],
-    ["_floor"],
-    ["_ladder"],
+    ["_dtypes", "_notes", "_repr", "_split", "_varying"],
+    ["_bilinear", "_cast", "_forward", "_order", "interpret"],
+    ["_conv", "_derivative_of", "_dot", "_refined", "_tree"],
+    ["_einsum", "_jet", "_loss_scaling", "checkpoint_policies", "propagation"],
+    ["autocast", "derivatives", "ranges"],
+    ["training"],
     ["nn"],
     ["contrib"],
     ["__init__"],

@@ -11,7 +11,7 @@ from helpers import tree_equal_bits
 from hypothesis import given, strategies as st
 
 import mpx_pde as mpx
-from mpx_pde._masters import round_stochastically
+from mpx_pde.training._masters import round_stochastically
 
 
 HALVES = ["float16", "bfloat16"]

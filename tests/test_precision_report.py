@@ -15,7 +15,7 @@ from jax.experimental import pallas
 from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx_pde as mpx
-from mpx_pde import _gradient
+from mpx_pde.training import _gradient
 
 
 BATCH, WIDTH = 16, 32

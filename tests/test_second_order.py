@@ -16,7 +16,7 @@ from helpers import equations, tree_equal_bits
 from jax.flatten_util import ravel_pytree
 
 import mpx_pde as mpx
-from mpx_pde._conjugate import refined
+from mpx_pde.training._conjugate import refined
 
 
 pytest.importorskip("lineax")

@@ -17,11 +17,11 @@ from .._dtypes import (
     precision_gives_way,
     precision_of_user,
 )
-from .._jaxpr import trace_arrays
 from .._notes import noting_the_trace
-from .._precision_report import warn_user
 from .._split import SPLIT_PRODUCTS
 from .._types import DTypeLike, Names
+from ..interpret._jaxpr import trace_arrays
+from ..interpret._precision_report import warn_user
 from ._containers import Place
 from ._evaluate import Evaluator
 from ._report import AutocastReport, Recorder

@@ -11,7 +11,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
-from .._jaxpr import (
+from ..checkpoint_policies import translate
+from ..interpret._jaxpr import (
     TRACED,
     bind_around,
     bodies_of,
@@ -21,8 +22,7 @@ from .._jaxpr import (
     rebind,
     scan_counts,
 )
-from .._reverse import is_symbolic_zero, linear_by_pullback, tangent_like
-from ..checkpoint_policies import translate
+from ..interpret._reverse import is_symbolic_zero, linear_by_pullback, tangent_like
 from ._feeding import Summed
 from ._rules import Policy
 from ._values import FULL, Value, computed

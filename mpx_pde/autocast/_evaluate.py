@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
-from .. import _tables as tables
-from .._jaxpr import (
+from ..interpret import _tables as tables
+from ..interpret._jaxpr import (
     bodies_of,
     contains,
     in_context_of,

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from .. import _tables as tables
-from .._jaxpr import bodies_of, literal
+from ..interpret import _tables as tables
+from ..interpret._jaxpr import bodies_of, literal
 
 
 MAGNIFIED = "its rounding error would be magnified by what it goes into"

@@ -11,14 +11,14 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
 
-from .. import _tables as tables
 from .._bilinear import Given
 from .._conv import mixed_conv_general_dilated_p
 from .._dot import mixed_dot_general_p, split_dot_general
-from .._jaxpr import aval_of, differentiable, own_bind
 from .._order import rounded_cotangent
-from .._primitives import says_its_dtype
 from .._split import SPLIT_PRODUCTS
+from ..interpret import _tables as tables
+from ..interpret._jaxpr import aval_of, differentiable, own_bind
+from ..interpret._primitives import says_its_dtype
 from ._rules import Kind, Policy
 from ._values import FULL, Value, computed
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn
 
-from .. import _tables as tables
-from .._jaxpr import aval_of, line_of
-from .._primitives import says_its_dtype
+from ..interpret import _tables as tables
+from ..interpret._jaxpr import aval_of, line_of
+from ..interpret._primitives import says_its_dtype
 from ._rules import Policy, Rule, match
 from ._values import FULL, Value
 

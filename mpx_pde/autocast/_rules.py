@@ -11,8 +11,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn, Primitive
 
-from .. import _tables as tables
-from .._primitives import asks_for_more, says_its_dtype
+from ..interpret import _tables as tables
+from ..interpret._primitives import asks_for_more, says_its_dtype
 
 
 class Kind(NamedTuple):

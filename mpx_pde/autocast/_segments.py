@@ -21,9 +21,9 @@ import jax
 import numpy as np
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from .. import _tables as tables
-from .._jaxpr import bodies_of, literal
-from .._primitives import asks_for_more
+from ..interpret import _tables as tables
+from ..interpret._jaxpr import bodies_of, literal
+from ..interpret._primitives import asks_for_more
 from ._feeding import Feeding
 from ._rules import Policy
 from ._values import Value

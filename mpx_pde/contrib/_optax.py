@@ -11,9 +11,9 @@ import jax.tree_util as jtu
 import optax
 
 from .._loss_scaling import AbstractLossScaling, NoOpLossScaling, StaticLossScaling, check_scaling
-from .._optimizer import as_transformation
 from .._tree import all_finite, select_tree
 from .._types import PyTree
+from ..training._optimizer import as_transformation
 
 
 class LossScalingState(NamedTuple):

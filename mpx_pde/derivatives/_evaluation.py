@@ -13,8 +13,8 @@ from jaxtyping import Array, Float
 from .._cast import widen
 from .._dtypes import FLOAT16_MAX, matmul_precision
 from .._forward import present_forward
-from .._marks import marked
-from .._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
+from ..interpret._marks import marked
+from ..interpret._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
 from ..propagation import Equation, Index, Plan, make_plan, propagate, sum_key
 from ._checks import Term, as_network, check_alone, check_factor, check_point
 from ._probe import tap

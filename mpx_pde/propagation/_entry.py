@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from .._dtypes import asked_of_context, is_half, precision_of_user
 from .._forward import Forward, forward_in, present_forward
-from .._jaxpr import bodies_of, line_of
+from ..interpret._jaxpr import bodies_of, line_of
 from ._evaluate import Evaluator
 from ._plan import Index, Plan
 from ._products import Product

@@ -12,10 +12,10 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad
 
 from .._derivative_of import with_derivative_of
-from .._flat import Constant, Step, flatten
-from .._jaxpr import LOOPS, in_context_of, jaxprs_in, line_of, own_bind
 from .._order import gradients_in_turn, read_at_once, rounded_cotangent
-from .._products import is_users
+from ..interpret._flat import Constant, Step, flatten
+from ..interpret._jaxpr import LOOPS, in_context_of, jaxprs_in, line_of, own_bind
+from ..interpret._products import is_users
 from . import _tables as tables
 from ._containers import Containers, enters
 from ._fallback import nested

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from .._jaxpr import own_bind
+from ..interpret._jaxpr import own_bind
 from ._plan import Index, Plan
 from ._streams import Jet, is_inexact, primal_of
 

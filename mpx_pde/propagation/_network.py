@@ -9,7 +9,7 @@ of the loss.
 
 from collections.abc import Collection
 
-from .._flat import Constant, Flat, variables
+from ..interpret._flat import Constant, Flat, variables
 from . import _tables as tables
 from ._streams import is_inexact
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from .._dtypes import precision_of_user
 from .._forward import Forward, forward_in
-from .._jaxpr import trace_arrays
+from ..interpret._jaxpr import trace_arrays
 from ._evaluate import Evaluator
 from ._plan import Plan
 from ._products import Product

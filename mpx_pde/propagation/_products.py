@@ -13,11 +13,11 @@ from .._bilinear import Given
 from .._conv import mixed_conv_general_dilated_p
 from .._dot import mixed_dot_general_p
 from .._dtypes import is_half
-from .._flat import Constant, Flat, variables
-from .._jaxpr import aval_of
 from .._order import shared
-from .._primitives import MIXED, asks_for_more, says_its_dtype
 from .._varying import match_varying_axes
+from ..interpret._flat import Constant, Flat, variables
+from ..interpret._jaxpr import aval_of
+from ..interpret._primitives import MIXED, asks_for_more, says_its_dtype
 from ._plan import Index
 from ._rules import Rules
 from ._segments import Role

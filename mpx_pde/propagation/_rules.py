@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from .._jaxpr import aval_of, differentiable, pushforward
+from ..interpret._jaxpr import aval_of, differentiable, pushforward
 from . import _tables as tables
 from ._plan import Index, Plan, chains, splits
 from ._selections import SELECTIONS

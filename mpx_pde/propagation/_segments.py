@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .._flat import Constant, Flat, Step, flatten, variables
-from .._jaxpr import LOOPS, bodies_of, contains, scan_counts
+from ..interpret._flat import Constant, Flat, Step, flatten, variables
+from ..interpret._jaxpr import LOOPS, bodies_of, contains, scan_counts
 from . import _tables as tables
 from ._network import ends_of
 from ._plan import Index, Plan

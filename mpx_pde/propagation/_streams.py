@@ -11,8 +11,8 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
-from .._jaxpr import own_bind
 from .._varying import match_varying_axes
+from ..interpret._jaxpr import own_bind
 from ._plan import Index
 
 

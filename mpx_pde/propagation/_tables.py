@@ -1,6 +1,6 @@
 """Which primitive derivatives pass in which way. Data only: `_rules.py` reads it."""
 
-from .. import _primitives
+from ..interpret import _primitives
 
 
 LINEAR: frozenset[str] = frozenset(

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .. import _tables as tables
-from .._jaxpr import (
+from ..interpret import _tables as tables
+from ..interpret._jaxpr import (
     LOOPS,
     aval_of,
     bodies_of,

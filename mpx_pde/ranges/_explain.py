@@ -2,7 +2,7 @@
 
 import jax
 
-from .. import _tables as tables
+from ..interpret import _tables as tables
 from ._evaluate import OPERAND
 from ._report import RangeReport, Row
 from ._stats import is_finite, percent

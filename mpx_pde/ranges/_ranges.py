@@ -11,8 +11,8 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._dtypes import as_floating_dtype, half_precision_datatype, is_half
-from .._jaxpr import trace_arrays
 from .._types import DTypeLike
+from ..interpret._jaxpr import trace_arrays
 from ._evaluate import CLEAN, TAINTED, Known, Meter, Site
 from ._explain import explain
 from ._report import RangeReport, fold, idle_product, make_row

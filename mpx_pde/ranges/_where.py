@@ -11,10 +11,10 @@ import jax
 import jaxtyping
 from jax.extend.core import JaxprEqn
 
-from .._jaxpr import bodies_of
+from ..interpret._jaxpr import bodies_of
+from ..interpret._products import HOME
 
 
-_HOME = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _PLUMBING = tuple(os.path.join(m.__path__[0], "") for m in (jax, eqx, jaxtyping))
 _LAYERS = os.path.join(_PLUMBING[1], "nn", "")
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
@@ -35,7 +35,7 @@ class Place(NamedTuple):
 
 @ft.cache
 def _is_ours(file: str) -> bool:
-    return file.startswith(_HOME)
+    return file.startswith(HOME)
 
 
 @ft.cache
@@ -103,7 +103,7 @@ def _layer(ours: list[tuple[str, str]]) -> str:
         # The innermost: the layers of a model are told apart by what they are.
         return next((f"eqx.nn.{x}" for _, x in reversed(names) if hasattr(eqx.nn, x)), "")
     for file, name in names:
-        if file.startswith(os.path.join(_HOME, "nn", "")) and hasattr(mpx_pde.nn, name):
+        if file.startswith(os.path.join(HOME, "nn", "")) and hasattr(mpx_pde.nn, name):
             return name
     for file, name in names:
         name = _RETURNED.get(name, name)

@@ -8,9 +8,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, primitives
 
-from .. import _tables as tables
-from .._jaxpr import aval_of, close, own_bind
-from .._primitives import STORES
+from ..interpret import _tables as tables
+from ..interpret._jaxpr import aval_of, close, own_bind
+from ..interpret._primitives import STORES
 
 
 FULL = np.dtype("float32")

@@ -11,16 +11,16 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
+from .._cast import is_inexact
+from .._dtypes import is_half, is_integer, true_float32
+from .._forward import RUNGS, check_rung, options_of
+from .._loss_scaling import AbstractLossScaling
+from .._types import ForwardLike, PolicyLike, PyTree
+from ..interpret._marks import collecting
 from ._accumulate import split_batch
-from ._cast import is_inexact
-from ._dtypes import is_half, is_integer, true_float32
-from ._forward import RUNGS, check_rung, options_of
 from ._gradient import Gradient
-from ._loss_scaling import AbstractLossScaling
-from ._marks import collecting
 from ._norms import minus, norm, real_of, share_of, total, wide_of
 from ._options import Options
-from ._types import ForwardLike, PolicyLike, PyTree
 
 
 _CALL = "precision_floor"

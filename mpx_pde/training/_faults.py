@@ -6,10 +6,10 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ._loss_scaling import AbstractLossScaling, check_scaling
-from ._tree import in_a_line
-from ._types import PyTree
-from .derivatives import Scaling
+from .._loss_scaling import AbstractLossScaling, check_scaling
+from .._tree import in_a_line
+from .._types import PyTree
+from ..derivatives import Scaling
 
 
 _ADVICE = (

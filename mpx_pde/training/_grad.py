@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array
 
+from .._loss_scaling import AbstractLossScaling
+from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree, RawGradientOptions
 from ._gradient import Gradient, arrange_value_and_grad, transformed
-from ._loss_scaling import AbstractLossScaling
-from ._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree, RawGradientOptions
 
 
 _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._cast import convert
+from .._cast import convert
 
 
 try:

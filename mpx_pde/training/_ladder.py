@@ -7,11 +7,11 @@ from typing import Any
 
 import equinox as eqx
 
-from ._dtypes import is_integer, is_real
+from .._dtypes import is_integer, is_real
+from .._forward import RUNGS, check_rung, options_of
+from .._loss_scaling import AbstractLossScaling
+from .._tree import with_fields
 from ._floor import PrecisionFloor, precision_floor
-from ._forward import RUNGS, check_rung, options_of
-from ._loss_scaling import AbstractLossScaling
-from ._tree import with_fields
 
 
 _CALL = "PrecisionLadder"

@@ -14,12 +14,12 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 
+from .._loss_scaling import AbstractLossScaling
+from .._tree import in_a_line
+from .._types import PyTree
+from ..derivatives import DerivativeScaling, Scaling
+from ..derivatives._strategies import AbstractStrategy
 from ._checkpoint_file import Entry, is_data, opened, replaced, write
-from ._loss_scaling import AbstractLossScaling
-from ._tree import in_a_line
-from ._types import PyTree
-from .derivatives import DerivativeScaling, Scaling
-from .derivatives._strategies import AbstractStrategy
 
 
 _SCALERS = (AbstractLossScaling, DerivativeScaling)

@@ -14,10 +14,10 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
-from ._cast import map_operands, widen
-from ._dtypes import as_floating_dtype, is_half
-from ._types import AxisName, DTypeLike, PyTree
-from ._varying import size_of_axis
+from .._cast import map_operands, widen
+from .._dtypes import as_floating_dtype, is_half
+from .._types import AxisName, DTypeLike, PyTree
+from .._varying import size_of_axis
 
 
 def _half(dtype: Any, call: str) -> np.dtype:

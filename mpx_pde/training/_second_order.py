@@ -13,15 +13,15 @@ import jax.tree_util as jtu
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int32
 
+from .._dtypes import is_half
+from .._forward import Forward, check_forward
+from .._loss_scaling import DynamicLossScaling
+from .._tree import in_a_line, select_tree
+from .._types import PyTree
+from ..interpret._precision_report import LEAST_IN_FULL, OF_JACOBIANS, checked, traced
+from ..propagation import InForward
 from ._conjugate import refined
-from ._dtypes import is_half
-from ._forward import Forward, check_forward
-from ._loss_scaling import DynamicLossScaling
-from ._precision_report import LEAST_IN_FULL, OF_JACOBIANS, checked, traced
 from ._residuals import as_vector, check_dampings, check_parameters, check_solver, length_of
-from ._tree import in_a_line, select_tree
-from ._types import PyTree
-from .propagation import InForward
 
 
 _CALL = "LevenbergMarquardt"

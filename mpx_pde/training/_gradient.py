@@ -17,14 +17,20 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, Bool, Inexact
 
-from ._cast import widen
-from ._dtypes import true_float32
-from ._forward import Forward
-from ._jaxpr import contains
-from ._loss_scaling import check_scaling, split_aux
-from ._notes import noting_the_cast, noting_the_trace
-from ._options import Options, parse_options
-from ._precision_report import (
+from .._cast import widen
+from .._dtypes import true_float32
+from .._forward import Forward
+from .._loss_scaling import check_scaling, split_aux
+from .._notes import noting_the_cast, noting_the_trace
+from .._tree import all_finite, in_a_line, with_fields
+from .._types import PyTree
+from .._varying import mark_varying, size_of_axis
+from ..autocast import autocast as autocast_function
+from ..derivatives._counts import check_takes_derivatives, sum_counts
+from ..derivatives._probe import tap_p
+from ..derivatives._scaling import Scaling
+from ..interpret._jaxpr import contains
+from ..interpret._precision_report import (
     LEAST_IN_FULL,
     OF_AUTOCAST,
     OF_CASTS,
@@ -34,15 +40,9 @@ from ._precision_report import (
     traced,
     warn_user,
 )
+from ..propagation import InForward
+from ._options import Options, parse_options
 from ._search import can_search, differentiable_search, search, search_eagerly
-from ._tree import all_finite, in_a_line, with_fields
-from ._types import PyTree
-from ._varying import mark_varying, size_of_axis
-from .autocast import autocast as autocast_function
-from .derivatives._counts import check_takes_derivatives, sum_counts
-from .derivatives._probe import tap_p
-from .derivatives._scaling import Scaling
-from .propagation import InForward
 
 
 def _check_loss(value: Any, has_aux: bool, call: str) -> Inexact[Array, ""]:

@@ -10,11 +10,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array
 
-from ._cast import widen
-from ._dtypes import is_integer
+from .._cast import widen
+from .._dtypes import is_integer
+from .._loss_scaling import AbstractLossScaling
+from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
 from ._gradient import Gradient, arrange_value_and_grad, like_masters, transformed
-from ._loss_scaling import AbstractLossScaling
-from ._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
 
 
 _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)

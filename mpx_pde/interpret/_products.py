@@ -1,6 +1,7 @@
 """The products of a jaxpr: how many, in which dtype, how much work, and where."""
 
 import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -14,13 +15,13 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn
 
-from ._dtypes import is_half
+from .._dtypes import is_half
+from .._split import SPLIT_PRODUCTS
 from ._jaxpr import aval_of, jaxprs_in
 from ._primitives import MIXED, PRODUCTS, leaves_it_to_tensorfloat32
-from ._split import SPLIT_PRODUCTS
 
 
-_LIBRARY = str(Path(__file__).parent) + "/"
+HOME = os.path.join(Path(__file__).parents[1], "")  # of this library
 # Whose frames tell nothing: the layers that everyone uses, and the checker of annotations.
 _PLUMBING = tuple(f"{m.__path__[0]}/" for m in (eqx, jaxtyping))
 _HALVES = ("float16", "bfloat16")
@@ -70,7 +71,7 @@ def _narrow(name: str) -> bool:
 
 def installed(path: str) -> bool:
     """Whether a file belongs to this library or to another that is installed."""
-    return path.startswith((_LIBRARY, "<")) or "-packages/" in path
+    return path.startswith((HOME, "<")) or "-packages/" in path
 
 
 def _line(eqn: JaxprEqn) -> str:
@@ -87,7 +88,7 @@ def _frames(source: Any) -> list[str]:
     text = source_info_util.summarize(source, num_frames=100)
     # "file:line:column (function)", without the column in older versions.
     frames = [match for line in text.splitlines() if (match := _FRAME.match(line))]
-    return [match[1] for match in reversed(frames) if not match[1].startswith(_LIBRARY)]
+    return [match[1] for match in reversed(frames) if not match[1].startswith(HOME)]
 
 
 def is_users(source: Any) -> bool:

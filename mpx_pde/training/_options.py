@@ -11,19 +11,19 @@ import jax.tree_util as jtu
 import jmp
 import numpy as np
 
-from ._cast import cast_except, cast_operands, widen
-from ._dtypes import (
+from .._cast import cast_except, cast_operands, widen
+from .._dtypes import (
     asked_for_half,
     half_precision,
     half_precision_datatype,
     is_half,
     precision_gives_way,
 )
-from ._forward import check_forward
+from .._forward import check_forward
+from .._tree import in_a_line
+from .._types import PyTree
+from ..autocast import parse_patterns
 from ._policy import parse_policy
-from ._tree import in_a_line
-from ._types import PyTree
-from .autocast import parse_patterns
 
 
 class Options(eqx.Module):

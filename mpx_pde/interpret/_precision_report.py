@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
-from ._dtypes import matmul_precision
+from .._dtypes import matmul_precision
 from ._jaxpr import aval_of, trace_arrays
 from ._products import Counter, installed
 

@@ -12,11 +12,11 @@ import optax
 from jax import lax
 from jaxtyping import PRNGKeyArray
 
-from ._cast import convert, widen
+from .._cast import convert, widen
+from .._tree import check_flag, check_same_structure, in_a_line, select_tree
+from .._types import BoolLike, MasterLike, PyTree
+from ..interpret._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
 from ._masters import applied, parse_master, step_key
-from ._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
-from ._tree import check_flag, check_same_structure, in_a_line, select_tree
-from ._types import BoolLike, MasterLike, PyTree
 
 
 _CALL = "optimizer_update"

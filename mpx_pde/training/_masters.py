@@ -14,10 +14,10 @@ import jax.tree_util as jtu
 from jax import lax
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from ._cast import is_inexact, widen
-from ._dtypes import is_half
-from ._tree import check_key
-from ._types import PyTree
+from .._cast import is_inexact, widen
+from .._dtypes import is_half
+from .._tree import check_key
+from .._types import PyTree
 
 
 MASTERS = ("nearest", "stochastic", "kahan")

@@ -17,11 +17,11 @@ from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, Bool
 
-from ._loss_scaling import AbstractLossScaling, DynamicLossScaling
-from ._precision_report import arrays_of
-from ._tree import select_tree, with_fields
-from ._varying import mark_varying, varying_axes
-from .derivatives import Scaling
+from .._loss_scaling import AbstractLossScaling, DynamicLossScaling
+from .._tree import select_tree, with_fields
+from .._varying import mark_varying, varying_axes
+from ..derivatives import Scaling
+from ..interpret._precision_report import arrays_of
 
 
 ATTEMPTS = 80

@@ -6,11 +6,11 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from ._cast import cast_except
-from ._dtypes import half_precision_datatype
-from ._forward import check_forward
+from .._cast import cast_except
+from .._dtypes import half_precision_datatype
+from .._forward import check_forward
+from .._types import ForwardLike, PolicyLike, PyTree
 from ._policy import parse_policy
-from ._types import ForwardLike, PolicyLike, PyTree
 
 
 def as_trained(

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array, Float
 
-from ._dtypes import is_real
-from ._tree import in_a_line
-from ._types import PyTree
+from .._dtypes import is_real
+from .._tree import in_a_line
+from .._types import PyTree
 
 
 def check_dampings(call: str, least: Any, first: Any, most: Any, acceleration: Any) -> None:

@@ -23,9 +23,9 @@ from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
-from ._dtypes import default_precision
+from .._dtypes import default_precision
+from .._varying import mark_varying
 from ._primitives import PRODUCTS
-from ._varying import mark_varying
 
 
 Body = Callable[..., list]

@@ -1,0 +1,29 @@
+"""A training step and what stands around it: gradients, updates, rungs, checkpoints."""
+
+from ._accumulate import filter_accumulated_value_and_grad as filter_accumulated_value_and_grad
+from ._as_trained import as_trained as as_trained
+from ._checkpoint import (
+    check_scaling_options as check_scaling_options,
+    restore_checkpoint as restore_checkpoint,
+    save_checkpoint as save_checkpoint,
+    scaling_options as scaling_options,
+)
+from ._collectives import (
+    all_reduce_mean as all_reduce_mean,
+    gather_parameters as gather_parameters,
+)
+from ._faults import error_if_stuck as error_if_stuck
+from ._floor import PrecisionFloor as PrecisionFloor, precision_floor as precision_floor
+from ._grad import (
+    calculate_scaled_grad as calculate_scaled_grad,
+    filter_grad as filter_grad,
+    filter_value_and_grad as filter_value_and_grad,
+    line_search_value as line_search_value,
+)
+from ._ladder import PrecisionLadder as PrecisionLadder
+from ._masters import compensated as compensated
+from ._optimizer import optimizer_update as optimizer_update
+from ._second_order import (
+    LevenbergMarquardt as LevenbergMarquardt,
+    LevenbergMarquardtState as LevenbergMarquardtState,
+)
