@@ -435,6 +435,7 @@ def test_errors():
     raises(
         TypeError, "2 coordinates x, t, but got 2 arguments.*stack", lambda: get(["u"])(1.0, 2.0)
     )
+    raises(TypeError, "coordinates x, t, but got .'x'.*stack", lambda: get(["u"])({"x": 1.0}))
     # A network that takes its coordinates one by one.
     one_by_one = lambda x, t: x * t
     mend = r"takes \(x, t\).*lambda point: fun\(point\[0\], point\[1\]\)"

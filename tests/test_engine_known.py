@@ -59,3 +59,24 @@ def test_what_numpy_does_not_know_is_worked_out_by_jax():
     assert relative(got["u_xz"], curvature[0, 2]) < 1e-5
     assert relative(got["u_x"], slope[0]) < 1e-5
     assert got["u_y"] == 0
+
+
+COMPLEX = {
+    "a sum with a real one": lambda p: jnp.real(1 / (p[0] + p[1] * 1j)),
+    "a difference": lambda p: jnp.abs(jnp.exp(2 * p[1] * 1j - p[0])) * jnp.cos(p[1]),
+    "a power": lambda p: jnp.imag((1j * p[0] + p[1]) ** 3),
+    "both in one array": lambda p: jnp.real(jnp.prod(jnp.sin(jnp.stack([p[0] + 0j, p[1] / 2j])))),
+}
+
+
+@pytest.mark.parametrize("name", COMPLEX)
+@jax.numpy_dtype_promotion("standard")
+def test_coordinates_become_complex(name):
+    fun, p = COMPLEX[name], jnp.array([0.3, 0.7])
+    names = ["u_x", "u_y", "u_xx", "u_xy", "u_yy"]
+    run = mpx.linear_operator(fun, {"lap": "laplacian"}, names, coords="xy", outputs="u")
+    slope, curvature = jax.jit(lambda p: (jax.grad(fun)(p), jax.hessian(fun)(p)))(p)
+    want = [*slope, curvature[0, 0], curvature[0, 1], curvature[1, 1], jnp.trace(curvature)]
+    got = jax.jit(run)(p)
+    # float32, by some ten operations.
+    np.testing.assert_allclose([got[n] for n in (*names, "lap_u")], want, rtol=1e-5, atol=1e-5)

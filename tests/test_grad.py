@@ -17,8 +17,8 @@ import jmp
 import numpy as np
 import optax
 import pytest
-from helpers import HALVES, avals, is_key, tree_allclose, tree_equal_bits
-from jax import lax
+from helpers import HALVES, avals, is_key, relative, tree_allclose, tree_equal_bits
+from jax import export, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
@@ -873,3 +873,38 @@ def test_jax_jit_takes_what_is_returned():
     np.testing.assert_array_equal(value, want[0])
     np.testing.assert_array_equal(grads["w"], want[3]["w"])
     assert step != mpx.filter_value_and_grad(loss, mpx.DynamicLossScaling())
+
+
+def pinn_loss(model, points):
+    terms = mpx.partials(model, ["u", "u_xx"], coords="xy", outputs="u")
+    d = jax.vmap(terms)(points)
+    return jnp.mean((d["u"] - d["u_xx"]) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (lambda model, x: mse(model, (x, x[:, :1])), {}),
+        (lambda model, x: mse(model, (x, x[:, :1])), {"autocast": True}),
+        (pinn_loss, {"forward": "float32"}),
+    ],
+    ids=["casts", "autocast", "forward"],
+)
+def test_a_step_is_exported_for_batches_of_every_size(loss, options):
+    model = eqx.nn.MLP(2, 1, 16, 2, activation=jax.nn.softplus, key=jax.random.key(0))
+    arrays, static = eqx.partition(model, eqx.is_array)
+    leaves, treedef = jtu.tree_flatten(arrays)
+
+    @jax.jit
+    def step(leaves, x):
+        model = eqx.combine(treedef.unflatten(leaves), static)
+        value, _, _, grads = mpx.filter_value_and_grad(loss, scaler(4), **options)(model, x)
+        return value, jtu.tree_leaves(grads)
+
+    (n,) = export.symbolic_shape("n")
+    exported = export.export(step)(leaves, jax.ShapeDtypeStruct((n, 2), jnp.float32))
+    for size in (3, 16):
+        x, _ = batch(size)
+        # The very same program, but for the fusions that a known size allows.
+        differences = jtu.tree_map(relative, exported.call(leaves, x), step(leaves, x))
+        assert max(jtu.tree_leaves(differences)) < 2e-3

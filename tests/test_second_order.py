@@ -355,6 +355,17 @@ def test_value_and_slope_are_of_one_scaled_evaluation():
     assert finite
     assert tree_equal_bits(eqx.filter_value_and_grad(search)(model, POINTS), (value, grads))
     assert mpx.global_norm(grads) > 0
+    # As the backtracking search of Optax does it, with a cotangent that is a number of Python.
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    fun = lambda params: search(eqx.combine(params, static), POINTS)
+    (slope,) = jax.linear_transpose(jax.linearize(fun, params)[1], params)(1.0)
+    assert tree_equal_bits(slope, eqx.filter(grads, eqx.is_inexact_array))
+    backtracking = optax.scale_by_backtracking_linesearch(9, store_grad=True)
+    optimizer = optax.lbfgs(linesearch=backtracking)
+    searched = {"value": value, "grad": grads, "value_fn": fun}
+    state = optimizer.init(params)
+    new, _ = mpx.optimizer_update(model, optimizer, state, grads, finite, **searched)
+    assert tiny(new, POINTS) < value
 
 
 @pytest.mark.parametrize(

@@ -259,10 +259,11 @@ class Containers:
                 i for i in differentiable(eqn.invars) if not is_symbolic_zero(tangents[i].native)
             ]
             out, moved = push(primals, tangents, moving, jax.eval_shape(body, *primals))
-            tangents_out = [Value(tangent_like(x.native), x.kind) for x in out]
-            for i, tangent in zip(differentiable(eqn.outvars), moved, strict=True):
-                tangents_out[i] = Value(tangent, out[i].kind)
-            return out, tangents_out
+            found = dict(zip(differentiable(eqn.outvars), moved, strict=True))
+            return out, [
+                Value(found[i] if i in found else tangent_like(x.native), x.kind)
+                for i, x in enumerate(out)
+            ]
 
         function.defjvp(rule, symbolic_zeros=True)
         return function(*self._packed(operands))

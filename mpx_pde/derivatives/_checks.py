@@ -4,11 +4,13 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from .._repr import brief
+from .._tree import in_a_line
 from ._names import split_names
 from ._scales import AbstractScales
 
@@ -100,6 +102,11 @@ def check_derivatives(scaling: Any, call: str) -> None:
 
 
 def check_point(point: Any, coords: tuple[str, ...], dtype: Any, call: str) -> Float[Array, " n"]:
+    if not (eqx.is_array_like(point) or isinstance(point, list | tuple)):
+        raise TypeError(
+            f"`{call}` takes one point, an array of the {len(coords)} coordinates "
+            f"{', '.join(coords)}, but got {in_a_line(point)}. Pass `jnp.stack([...])` of them."
+        )
     point = jnp.asarray(point)
     if point.shape != (len(coords),):
         raise ValueError(

@@ -4,7 +4,7 @@ import math
 import os
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -117,6 +117,11 @@ def _tensorfloat32(eqn: JaxprEqn) -> bool:
     return bool(wide) and eqn.primitive.name not in MIXED and leaves_it_to_tensorfloat32(eqn)
 
 
+def _number(sizes: Iterable[Any]) -> int:
+    """A product of sizes. One that is known at run time only, or a symbol, counts once."""
+    return math.prod(n for n in sizes if isinstance(n, int))
+
+
 def _flops(eqn: JaxprEqn) -> int:
     """Multiplications and additions; four of each for complex numbers."""
     x, y = (aval_of(v) for v in eqn.invars[:2])
@@ -124,21 +129,21 @@ def _flops(eqn: JaxprEqn) -> int:
     name = eqn.primitive.name
     if "conv" in name:
         spec = eqn.params["dimension_numbers"].rhs_spec
-        terms = y.size // max(1, y.shape[spec[0]])
+        terms = _number(n for i, n in enumerate(y.shape) if i != spec[0])
     elif "dimension_numbers" in eqn.params:
         (contracted, _), _ = eqn.params["dimension_numbers"]
-        terms = math.prod(x.shape[i] for i in contracted)
+        terms = _number(x.shape[i] for i in contracted)
     elif "ragged_dot_dimension_numbers" in eqn.params:
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         (contracted, _), _ = numbers.dot_dimension_numbers
-        terms = math.prod(x.shape[i] for i in contracted)
+        terms = _number(x.shape[i] for i in contracted)
         # Groups of what is summed over share it: each has a result of its own.
         if set(contracted) & set(numbers.lhs_ragged_dimensions):
-            terms /= aval_of(eqn.invars[2]).shape[-1]
+            terms /= _number(aval_of(eqn.invars[2]).shape[-1:])
     else:  # groups of rows, each with a matrix of its own
-        terms = x.shape[-1]
+        terms = _number(x.shape[-1:])
     parts = 4 if jnp.issubdtype(out.dtype, jnp.complexfloating) else 1
-    return int(2 * parts * out.size * terms)
+    return int(2 * parts * _number(out.shape) * terms)
 
 
 _PRODUCTS = (*PRODUCTS, *MIXED, "ragged_dot", "ragged_dot_general")
@@ -192,11 +197,9 @@ class Counter:
 
     def _times(self, eqn: JaxprEqn) -> int:
         if eqn.primitive.name == "scan":
-            return eqn.params["length"]
+            return _number([eqn.params["length"]])
         if eqn.primitive.name == "pallas_call":
-            # A size that is known at run time only counts once.
-            sizes = getattr(eqn.params.get("grid_mapping"), "grid", ())
-            return math.prod(n for n in sizes if isinstance(n, int))
+            return _number(getattr(eqn.params.get("grid_mapping"), "grid", ()))
         if eqn.primitive.name == "shard_map":
             mesh = eqn.params["mesh"]
             axes = eqn.params.get("newly_manual_axes", eqn.params.get("manual_axes", ()))

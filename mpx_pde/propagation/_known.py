@@ -34,6 +34,12 @@ def _transpose(x: np.ndarray, lead: int, permutation) -> Any:
     return x.transpose(*range(lead), *(lead + i for i in permutation))
 
 
+def _convert(x: np.ndarray, lead: int, new_dtype, **_) -> Any:
+    # Not rounded here; but a stream is complex where its value is.
+    is_complex = np.issubdtype(new_dtype, np.complexfloating)
+    return x.astype(np.result_type(x, np.complex64)) if is_complex else x
+
+
 _MOVES: dict[str, Callable[..., Any]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": lambda x, lead, new_sizes, **_: x.reshape((*x.shape[:lead], *new_sizes)),
@@ -42,7 +48,7 @@ _MOVES: dict[str, Callable[..., Any]] = {
     "rev": lambda x, lead, dimensions: np.flip(x, tuple(lead + i for i in dimensions)),
     "transpose": _transpose,
     "neg": lambda x, lead: -x,
-    "convert_element_type": lambda x, lead, **_: x,
+    "convert_element_type": _convert,
     "copy": lambda x, lead: x,
 }
 """What a primitive of one operand does to an array with `lead` axes in front of its own."""

@@ -347,6 +347,6 @@ def line_search_value(
     @value.def_bwd
     def _(grads, cotangent, perturbed, model, args, kwargs):
         del perturbed, model, args, kwargs
-        return jtu.tree_map(lambda g: (cotangent.astype(g.dtype) * g).astype(g.dtype), grads)
+        return jtu.tree_map(lambda g: (jnp.asarray(cotangent, g.dtype) * g).astype(g.dtype), grads)
 
     return lambda model, /, *args, **kwargs: value(model, args, kwargs)
