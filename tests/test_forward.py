@@ -754,3 +754,31 @@ def test_a_small_residual_is_full_wherever_it_is_squared(name):
     _, grads = evaluated(lambda m, b: loss(m, *b), model, batch, "bfloat16")
     # A forgotten residual is wrong by 2 and more; roundings of the derivative by 2^-6.
     assert relative(grads, want) < 2.0**-5
+
+
+def _of_parts(network, weights, x, y):
+    parts = [jnp.mean(_residual(network, *half) ** 2) for half in ((x[:32], y[:32]), (x, y))]
+    return jnp.dot(weights[:2], jnp.stack(parts))
+
+
+WEIGHED = {
+    "product": lambda m, w, x, y: w @ _residual(m, x, y)[:, 0] ** 2,
+    "einsum": lambda m, w, x, y: jnp.einsum("n,nk,nk->", w, *[_residual(m, x, y)] * 2),
+    "in a checkpoint": eqx.filter_checkpoint(lambda m, w, x, y: w @ _residual(m, x, y)[:, 0] ** 2),
+    "of parts": _of_parts,
+}
+
+
+@pytest.mark.parametrize("name", WEIGHED)
+def test_a_small_residual_is_full_where_trainable_weights_sum_it_up(name):
+    """Self-adaptive weights. The gradient of the weights was wrong by 1.8 times its norm."""
+    network = eqx.nn.MLP(3, 1, 16, 1, jnp.tanh, key=KEY)
+    x, noise = (jax.random.normal(jax.random.key(i), (64, n)) for i, n in ((1, 3), (2, 1)))
+    batch = x, jax.vmap(network)(x) + 1e-3 * noise
+    loss = lambda model, batch: WEIGHED[name](*model, *batch)
+    model = network, jnp.linspace(0.5, 1.5, 64)
+    want = eqx.filter_jit(eqx.filter_grad(loss))(model, batch)
+    _, grads = evaluated(loss, model, batch, "bfloat16")
+    # float32 rounds the thousandth by 2^-13 of itself, in another order.
+    assert relative(grads[1], want[1]) < 2.0**-11
+    assert relative(grads[0], want[0]) < 2.0**-5

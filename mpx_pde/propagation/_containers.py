@@ -40,7 +40,7 @@ class Containers:
         self,
         closed: ClosedJaxpr,
         operands: Sequence[Operand],
-        carried: Sequence[tuple[int, int]] = (),
+        carried: Sequence[tuple[int, int]] | None = None,
         first: int = 0,
     ) -> list[Operand]:
         """A body that takes the operands of the equation from the `first` on."""
@@ -122,10 +122,10 @@ class Containers:
         def proceed(*values):
             # In registers, as the step is, and by the values alone.
             bare = [Jet(x.primal, {}, x.stage) if isinstance(x, Jet) else x for x in values]
-            return list(map(primal_of, self._inside(test, bare)))
+            return list(map(primal_of, self._inside(test, bare, ())))
 
         def step(*values):
-            out = self._inside(body, values, first=first)
+            out = self._inside(body, values, (), first)
             return [self._carried(y, x, DEEP) for y, x in zip(out, values[n_body:], strict=True)]
 
         init = [self._full(x, DEEP) for x in operands[n:]]

@@ -60,7 +60,7 @@ class Evaluator:
         closed: ClosedJaxpr,
         operands: Sequence[Any],
         asked: Collection[Index] | None = None,
-        carried: Collection[tuple[int, int]] = (),
+        carried: Collection[tuple[int, int]] | None = None,
         half: Collection[int] = (),
     ) -> list[Any]:
         """The results of a jaxpr, of which is right what is `asked` for (see `Role`), or all;

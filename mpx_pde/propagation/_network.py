@@ -3,19 +3,24 @@
 A residual is a difference of large numbers, and small. Rounded before the difference is taken, it
 would be lost, and with it the gradient; so what follows the network is differentiated as it stands.
 The network ends with the last product, or the last loop, that parameters go into. A product with
-data (weights of a quadrature, a metric) and one of values with each other (a squared norm) may be
-of the loss.
+data (weights of a quadrature, a metric), one of values with each other (a squared norm) and one
+that comes to a single number (a sum by trainable weights) may be of the loss.
 """
 
+import math
 from collections.abc import Collection
 
-from ..interpret._flat import Constant, Flat, variables
+from ..interpret._flat import Constant, Flat, Step, variables
 from . import _tables as tables
 from ._streams import is_inexact
 
 
 def ends_of(
-    flat: Flat, params: Collection[int], stage: Collection[int], alone: Collection[int]
+    flat: Flat,
+    params: Collection[int],
+    stage: Collection[int],
+    alone: Collection[int],
+    looped: bool,
 ) -> tuple[frozenset[int], set[int]]:
     """The products, loops and checkpoints of a network, by the positions of their equations, and
     all variables that are made of parameters alone.
@@ -25,6 +30,8 @@ def ends_of(
     - `params`: the operands of the program that are parameters.
     - `stage`: the variables that are computed of data.
     - `alone`: the positions of loops, and of what else holds programs.
+    - `looped`: whether it is the step of a loop, where a single number may be the output of a
+        network at one of many points.
     """
     given = set(params)
     ends = set()
@@ -35,8 +42,21 @@ def ends_of(
         if chosen or not any(x in stage for x in variables(step.inputs)):
             if not given.isdisjoint(values):
                 given.update(step.outputs)
-        elif not given.isdisjoint(values) and (
-            step.eqn.primitive.name in tables.PRODUCTS or i in alone
-        ):
+        elif not given.isdisjoint(values) and (i in alone or _is_of_network(step, looped)):
             ends.add(i)
     return frozenset(ends), given
+
+
+def _is_of_network(step: Step, looped: bool) -> bool:
+    if step.eqn.primitive.name not in tables.PRODUCTS or contracted(step) == 1:
+        return False  # an elementwise product may be written as one that sums nothing up
+    return looped or step.eqn.outvars[0].aval.size != 1
+
+
+def contracted(step: Step) -> int:
+    """How many terms each entry of a product sums up."""
+    x, y = (v.aval.shape for v in step.eqn.invars[:2])
+    if "dot_general" not in step.eqn.primitive.name:
+        return math.prod(y[1:])
+    ((axes, _), _) = step.eqn.params["dimension_numbers"]
+    return math.prod(x[i] for i in axes)

@@ -6,7 +6,6 @@ backward pass what enters it, and is evaluated again there: of a network each st
 a layer.
 """
 
-import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from ..interpret._flat import Constant, Flat, Step, flatten, variables
 from ..interpret._jaxpr import LOOPS, bodies_of, contains, scan_counts
 from . import _tables as tables
-from ._network import ends_of
+from ._network import contracted, ends_of
 from ._plan import Index, Plan
 from ._streams import DEEP, FIRST, RAW, Jet, is_inexact
 
@@ -97,12 +96,12 @@ def roles_of(
     plan: Plan,
     asked: Iterable[Index],
     params: Collection[int] | None = None,
-    carried: Collection[tuple[int, int]] = (),
+    carried: Collection[tuple[int, int]] | None = None,
 ) -> Role:
     """The roles of a program whose results are wanted with the streams `asked`.
 
-    A whole loss has `params`, and the step of a loop hands on what is `carried`: the positions of
-    a result and of the operand that it is in the next step.
+    A whole loss has `params`, and the step of a loop hands on what is `carried`, maybe nothing: the
+    positions of a result and of the operand that it is in the next step.
     """
     stage = dict(stages)
     plain: set[int] = set()  # results of the first product, and what is linear in them
@@ -121,8 +120,9 @@ def roles_of(
     ends, made = None, set[int]()
     if params is not None:
         alone = {i for i, step in enumerate(flat.steps) if _is_alone(step)}
-        ends, made = ends_of(flat, params, stage, alone)
+        ends, made = ends_of(flat, params, stage, alone, carried is not None)
     wanted = _wanted(flat, stage, ends, made, set())
+    carried = carried or ()
     for _ in carried:
         next_step = {
             x
@@ -345,7 +345,8 @@ def _inside(step: Step, stage: Mapping[int, int], params: Collection[int]) -> li
         carry = flat.inputs[first:stop]
         avals = body.in_avals[first:stop]
         stages.update((k, DEEP) for k, aval in zip(carry, avals, strict=True) if is_inexact(aval))
-        carried = [(i, first + i) for i in range(stop - first)]
+        looped = eqn.primitive.name in ("scan", "while")
+        carried = [(i, first + i) for i in range(stop - first)] if looped else None
         roles = roles_of(flat, stages, set(), Plan(()), (), own.difference(carry), carried)
         out.append(_Body(flat, roles, operands))
     return out
@@ -378,16 +379,3 @@ def _kind(step: Step, roles: Role) -> str:
     if name in tables.PRODUCTS:
         return "light" if max(stages) == RAW and contracted(step) <= _SMALL else "product"
     return "light"
-
-
-def contracted(step: Step) -> int:
-    """How many terms each entry of a product sums up."""
-    aval = _aval(step, 0)
-    if "dot_general" not in step.eqn.primitive.name:
-        return math.prod(_aval(step, 1).shape[1:])
-    ((axes, _), _) = step.eqn.params["dimension_numbers"]
-    return math.prod(aval.shape[i] for i in axes)
-
-
-def _aval(step: Step, i: int) -> Any:
-    return step.eqn.invars[i].aval
