@@ -9,6 +9,7 @@ that comes to a single number (a sum by trainable weights) may be of the loss.
 
 import math
 from collections.abc import Collection
+from typing import Any
 
 from ..interpret._flat import Constant, Flat, Step, variables
 from . import _tables as tables
@@ -50,13 +51,14 @@ def ends_of(
 def _is_of_network(step: Step, looped: bool) -> bool:
     if step.eqn.primitive.name not in tables.PRODUCTS or contracted(step) == 1:
         return False  # an elementwise product may be written as one that sums nothing up
-    return looped or step.eqn.outvars[0].aval.size != 1
+    out: Any = step.eqn.outvars[0].aval
+    return looped or out.size != 1
 
 
 def contracted(step: Step) -> int:
     """How many terms each entry of a product sums up."""
-    x, y = (v.aval.shape for v in step.eqn.invars[:2])
+    avals: list[Any] = [v.aval for v in step.eqn.invars[:2]]
     if "dot_general" not in step.eqn.primitive.name:
-        return math.prod(y[1:])
+        return math.prod(avals[1].shape[1:])
     ((axes, _), _) = step.eqn.params["dimension_numbers"]
-    return math.prod(x[i] for i in axes)
+    return math.prod(avals[0].shape[i] for i in axes)
