@@ -11,31 +11,38 @@ HALVES = ("float16", "bfloat16")
 BATCH = 64
 
 
+WAYS = {
+    "cast, the default": "{half}",
+    "`autocast=True`": "autocast-{half}",
+    '`forward="float32"`': "forward-float32-{half}",
+}
+
+
 def _trainings(data: Result) -> Iterator[Record]:
-    """Of the problems that were trained by both."""
-    ratios, rows = Ratios(data), []
-    names = [f"{way}{half}" for half in HALVES for way in ("", "autocast-", "forward-float32-")]
-    for problem in ratios.solved:
-        found = {name: ratios.of(problem, name) for name in names}
-        if all(found.values()):
-            medians = {name: statistics.median(of) for name, of in found.items()}
-            rows.append({"problem": ratios.titles[problem], **medians})
-    yield from rows
-    middle = {name: statistics.median(row[name] for row in rows) for name in names}
-    yield {"problem": f"**median of {len(rows)}**", **middle}
+    """Of the problems that were trained in all ways."""
+    ratios = Ratios(data)
+    names = [(way, half, name.format(half=half)) for half in HALVES for way, name in WAYS.items()]
+    of = {p: {name: ratios.of(p, name) for _, _, name in names} for p in ratios.solved}
+    both = {p: found for p, found in of.items() if all(found.values())}
+    for way, half, name in names:
+        medians = {p: statistics.median(found[name]) for p, found in both.items()}
+        worst = max(medians, key=medians.__getitem__)
+        yield {
+            "way": f"{half}, {way}",
+            "median": statistics.median(medians.values()),
+            "within": f"{sum(x <= 1.05 for x in medians.values())} of {len(medians)}",
+            "worst": f"{medians[worst]:.2f} ({ratios.titles[worst]})",
+        }
 
 
 trainings = Table(
     "breadth",
     _trainings,
     """
-    error over float32's   {problem}
-    float16, cast          {float16:.2f}
-    `autocast`             {autocast-float16:.2f}
-    `forward="float32"`    {forward-float32-float16:.2f}
-    bfloat16, cast         {bfloat16:.2f}
-    `autocast`             {autocast-bfloat16:.2f}
-    `forward="float32"`    {forward-float32-bfloat16:.2f}
+    error over float32's  {way}
+    median                {median:.2f}
+    at most 1.05          {within}
+    worst                 {worst}
     """,
 )
 
