@@ -53,6 +53,7 @@ PAGES = {
         (
             *("convection", "reaction", "wave_1d", "allen_cahn"),  # as in PINN_FP64
             *("burgers_1d", "helmholtz", "cavity", "heat_sink", "poisson_1000d"),
+            *("kovasznay", "klein_gordon", "taylor_green", "fisher"),
         ),
     ),
 }

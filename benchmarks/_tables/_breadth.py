@@ -166,6 +166,7 @@ def _of_problems(file: str, optimizer: str | None) -> Table:
 problems = _of_problems("breadth", None)
 by_adam = _of_problems("breadth-precisions", "adam")
 by_lbfgs = _of_problems("breadth-precisions", "adam+lbfgs")
+by_muon_lbfgs = _of_problems("breadth-precisions", "muon+lbfgs")
 
 
 def _resolutions(data: Result) -> Iterator[Record]:

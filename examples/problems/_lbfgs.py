@@ -13,8 +13,8 @@ import mpx_pde as mpx
 if TYPE_CHECKING:
     from ._runner import Trainer
 
-ITERATIONS = 200
-BATCHES = 8  # of the training, whose points are those of all iterations
+ITERATIONS = 1000
+BATCHES = 16  # of the training, whose points are those of all iterations
 
 
 def finish(trainer: "Trainer", model: Any, scaling: Any, key: Any) -> Any:
