@@ -3,6 +3,7 @@
 To the nearest, a bfloat16 parameter forgets every update below 2^-9 of it, and training stalls.
 Zamirai et al., *Revisiting BFloat16 Training* (arXiv 2010.06192), name two ways out, which are
 here: to round at random, right on average, or to carry what rounding took off (Kahan's summation).
+With either, what is half of the optimizer state is rounded at random.
 """
 
 from typing import Any
@@ -154,12 +155,14 @@ def applied(
     - `old`: model and optimizer state before; residues in the state ask for Kahan's sums.
     - `updates`: of the parameters, in float32.
     - `state`: that of the optimizer behind the step.
-    - `key`: for rounding at random.
+    - `key`: for rounding at random; `None` to round to the nearest.
     """
     model, before = old
     if isinstance(before, Compensated):
+        assert key is not None
         model, residue = _add_compensated(model, updates, before.residue)
-        return model, Compensated(state, residue)
+        # Moving averages have no residue, and would stand still to the nearest.
+        return model, Compensated(_rounded_tree(state, before.state, key), residue)
     new = eqx.apply_updates(widen(model), updates), state
     return new if key is None else _rounded_tree(new, old, key)
 
@@ -168,7 +171,7 @@ def _rounded_tree(tree: PyTree, like: PyTree, key: PRNGKeyArray) -> PyTree:
     """`tree` with each float32 leaf that is of a half type in `like` rounded to it at random."""
     leaves, structure = jtu.tree_flatten(tree)
     goals = jtu.tree_leaves(like)
-    keys = jax.random.split(key, max(len(leaves), 1))
+    keys = jax.random.split(key, len(leaves))
 
     def leaf(x, y, key):
         random = _is_narrow(y) and is_inexact(x)

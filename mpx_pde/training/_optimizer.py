@@ -208,12 +208,12 @@ def optimizer_update(
     - `master`: how half-precision parameters take their updates, which are computed in float32.
         `"nearest"` rounds the sum, and so forgets every update below half a rounding step (2^-9 of
         a bfloat16 parameter): train float32 masters with it. `"stochastic"` rounds up or down at
-        random, right on average, and the half-precision arrays of the optimizer state as well,
-        whose moving averages would stand still otherwise. `"kahan"` carries what rounding took
-        off the parameters in an array of their size and dtype
-        ([`mpx_pde.compensated`][] makes it). Either halves the memory of masters (Zamirai et al.,
-        *Revisiting BFloat16 Training*).
-    - `key`: with `master="stochastic"`, a `jax.random.key` of this step; by default one is made
+        random, right on average. `"kahan"` carries what rounding took off the parameters in an
+        array of their size and dtype ([`mpx_pde.compensated`][] makes it). Either halves the
+        memory of masters (Zamirai et al., *Revisiting BFloat16 Training*), and rounds the
+        half-precision arrays of the optimizer state at random, whose moving averages would stand
+        still otherwise.
+    - `key`: for what is rounded at random, a `jax.random.key` of this step; by default one is made
         from the bits of the gradients, so that a run can be repeated.
     - `extra_args`: passed on to `optimizer.update`, such as `value=loss` for
         `optax.contrib.reduce_on_plateau`, or `value`, `grad` and `value_fn` for `optax.lbfgs`.
@@ -254,7 +254,7 @@ def optimizer_update(
                 updates, new_state = optimizer.update(widen(grads), state, masters, **extra_args)
             updates = jtu.tree_map(lambda u, p: None if p is None else u, updates, floating)
             old = model, optimizer_state
-            rounding = None if master != "stochastic" else step_key(key, grads)
+            rounding = None if master == "nearest" else step_key(key, grads)
             return _like(applied(old, updates, view.restore(new_state), rounding), old)
 
     if any(callable(x) for x in jtu.tree_leaves(extra_args)):
