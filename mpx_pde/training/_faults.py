@@ -6,6 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from .._dtypes import is_integer
 from .._loss_scaling import AbstractLossScaling, check_scaling
 from .._tree import in_a_line
 from .._types import PyTree
@@ -80,7 +81,7 @@ def error_if_stuck(
             f"in its place afterwards, such as the scaling itself, but got {in_a_line(tree)}."
         )
     limit = max_consecutive_skips
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+    if not is_integer(limit) or limit < 1:
         raise ValueError(
             f"`{call}` needs an integer of at least 1 as `max_consecutive_skips`, got {limit!r}."
         )
