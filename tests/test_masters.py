@@ -180,6 +180,38 @@ def test_the_averages_of_an_optimizer_move_in_half_too(master, dtype):
         np.testing.assert_allclose(nu, 0.999**20, atol=4e-3)
 
 
+def test_equal_gradients_are_rounded_anew_at_each_step():
+    """A step that moves nothing is followed by one with the same gradients."""
+    model, grads = jnp.ones(500, jnp.bfloat16), jnp.full(500, 2.0**-11)
+    optimizer = optax.sgd(optax.constant_schedule(-1.0))  # which counts
+    state = optimizer.init(model)
+    update = jax.jit(
+        lambda m, s: mpx.optimizer_update(m, optimizer, s, grads, True, master="stochastic")
+    )
+    for _ in range(64):
+        model, state = update(model, state)
+    # Four of 64 times a whole step, 2^-7: with the same numbers each time, all of them or none.
+    moved = np.asarray(model.astype(jnp.float32)) - 1
+    np.testing.assert_allclose(moved.mean(), 2.0**-5, rtol=0.1)
+    assert moved.max() < 16 * 2.0**-7
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"full": jnp.ones(3), "w": jnp.ones(2)},
+        {"full": jnp.ones(3), "w": jnp.ones(1, jnp.bfloat16)},
+        {"w": jnp.ones(2, jnp.bfloat16)},
+    ],
+)
+def test_residues_of_another_model_are_told_of(other):
+    """Without residues parameters would be rounded to the nearest."""
+    model, optimizer = {"full": jnp.ones(3), "w": jnp.ones(2, jnp.bfloat16)}, optax.sgd(1.0)
+    state = mpx.compensated(optimizer.init(model), other)
+    with pytest.raises(ValueError, match=r"`optimizer_update` .* residues .* at \['.*'\] it has"):
+        mpx.optimizer_update(model, optimizer, state, model, True, master="kahan")
+
+
 def test_errors():
     model = jnp.ones(2, jnp.bfloat16)
     optimizer = optax.sgd(1.0)

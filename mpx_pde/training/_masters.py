@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from .._cast import is_inexact, widen
 from .._dtypes import is_half
-from .._tree import check_key
+from .._tree import check_key, first_difference
 from .._types import PyTree
 
 
@@ -57,6 +57,13 @@ def parse_master(master: Any, model: PyTree, state: PyTree, call: str) -> tuple[
         )
     if master == "kahan":
         state = compensated(state, model)
+        difference = first_difference(compensated(None, model).residue, state.residue)
+        if difference is not None:
+            raise ValueError(
+                f"`{call}` got an `optimizer_state` with the residues of another model: "
+                f"{difference}. Pass what the step before returned, or begin anew by "
+                "`mpx_pde.compensated(optimizer_state.state, model)`."
+            )
         return state, state.state
     if isinstance(state, Compensated):
         raise ValueError(
@@ -128,19 +135,22 @@ def round_stochastically(
     return jnp.where(inside, jnp.clip(rounded, -largest, largest), x).astype(dtype)
 
 
-def _bits_of(grads: PyTree) -> Array:
-    """A number that differs from step to step, made from the bits of the gradients."""
+def _bits_of(grads: PyTree, state: PyTree) -> Array:
+    """A number that differs from step to step, made from the bits of the gradients and from what
+    the optimizer counts: a step that moved nothing has the same gradients as the next."""
     sums = [jnp.sum(jnp.abs(widen(g)).astype(jnp.float32)) for g in jtu.tree_leaves(grads)]
     total = jnp.stack(sums) if sums else jnp.zeros(1, jnp.float32)
-    words = lax.bitcast_convert_type(total, jnp.uint32)
+    is_count = lambda x: eqx.is_array(x) and x.size == 1 and jnp.issubdtype(x.dtype, jnp.integer)
+    counts = [x.astype(jnp.uint32).reshape(1) for x in jtu.tree_leaves(state) if is_count(x)]
+    words = jnp.concatenate([lax.bitcast_convert_type(total, jnp.uint32), *counts])
     # Sums of the same exponent differ in low bits alone; the key's hash spreads them.
     return jnp.sum(words * jnp.arange(1, 2 * words.size, 2, dtype=jnp.uint32), dtype=jnp.uint32)
 
 
-def step_key(key: PRNGKeyArray | None, grads: PyTree) -> PRNGKeyArray:
-    """The key of this step: the caller's, or one made from the gradients."""
+def step_key(key: PRNGKeyArray | None, grads: PyTree, state: PyTree) -> PRNGKeyArray:
+    """The key of this step: the caller's, or one made from gradients and optimizer state."""
     if key is None:
-        return jax.random.fold_in(jax.random.key(0), _bits_of(grads))
+        return jax.random.fold_in(jax.random.key(0), _bits_of(grads, state))
     check_key(key, "optimizer_update")
     return key
 
