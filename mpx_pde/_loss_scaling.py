@@ -281,7 +281,7 @@ class DynamicLossScaling(AbstractLossScaling):
         )
 
     @property
-    def at_minimum(self) -> Bool[Array, ""]:
+    def at_minimum(self) -> Bool[Array, "*batch"]:
         """Whether the last step was skipped and the scale cannot fall any further."""
         return (self.loss_scaling <= self.min_loss_scaling) & (self.consecutive_skips > 0)
 

@@ -118,6 +118,27 @@ def check_same_structure(call: str, a_name: str, a: PyTree, b_name: str, b: PyTr
     raise ValueError(f"`{call}`: {a_name} and {b_name} must have the same structure. {where}")
 
 
+def first_difference(wanted: PyTree, given: PyTree) -> str | None:
+    """The first leaf of `given`, `None` included, that has another path, shape or dtype than in
+    `wanted`, or, if it is no array, another value."""
+    told = lambda x: f"{x.dtype}{[*x.shape]}" if hasattr(x, "shape") else repr(x)
+    should, has = (
+        {
+            jtu.keystr(path): told(x)
+            for path, x in jtu.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
+        }
+        for tree in (wanted, given)
+    )
+    for path in dict.fromkeys([*should, *has]):
+        if should.get(path) != has.get(path):
+            where, it, wants = (
+                path or "its root",
+                *(x.get(path, "nothing") for x in (has, should)),
+            )
+            return f"at {where} it has {it}, where there should be {wants}"
+    return None
+
+
 def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
     """The PyTree `a` where `pred` is true, else `b`, leaf by leaf.
 

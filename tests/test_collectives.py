@@ -53,6 +53,30 @@ def test_is_the_mean(dtype, size):
     assert means["none"] is None
 
 
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_gradients_that_jax_has_summed_are_no_gradients_of_one_device(own, check_vma):
+    """Of parameters that are the same on all devices: eight times the mean."""
+    params, x = {"w": jnp.ones(4), "unused": jnp.ones(2)}, jnp.arange(32.0).reshape(DEVICES, 4)
+    loss = lambda params, x: jnp.mean(x @ params["w"]) / 4
+
+    def local(params, x):
+        params = jax.lax.pcast(params, "i", to="varying") if own and check_vma else params
+        grads = mpx.filter_grad(loss, mpx.NoOpLossScaling(), axis_name="i", policy="float32")
+        return mpx.all_reduce_mean(grads(params, x)[-1], "i")
+
+    specs = {"mesh": mesh(), "in_specs": (P(), P("i")), "out_specs": P(), "check_vma": check_vma}
+    mapped = jax.jit(jax.shard_map(local, **specs))
+    if check_vma and not own:
+        match = r"`all_reduce_mean`.* \['unused'\] is the same .* along \['i'\].*pcast"
+        with pytest.raises(ValueError, match=match):
+            mapped(params, x)
+        return
+    means = mapped(params, x)
+    np.testing.assert_allclose(means["w"], jax.grad(loss)(params, x)["w"], rtol=1e-6)
+    np.testing.assert_array_equal(means["unused"], jnp.zeros(2))
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 def test_the_largest_gradients_there_are_do_not_overflow(dtype):
     largest = float(jnp.finfo("float32").max) / 2  # rounds up to 2^127, and 2^128 is infinite

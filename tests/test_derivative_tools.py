@@ -12,6 +12,7 @@ import pytest
 import mpx_pde as mpx
 from mpx_pde import nn
 from mpx_pde.derivatives import plot, telemetry
+from mpx_pde.derivatives._calibrate import _chosen
 
 
 def points(n=64):
@@ -91,6 +92,47 @@ def test_calibration_finds_the_window(make):
     assert not np.isfinite(eqx.filter_jit(fun)(mpx.cast_to_float16(model), scaling)["u_xxx"]).all()
     with mpx.half_precision("bfloat16"):
         assert scaling.calibrate(model, points(), terms, coords="xt", outputs="u") is scaling
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_calibration_does_not_take_a_scale_that_is_right_by_luck(seed):
+    """Of a derivative that is nearly the same at all points there is one error, which is small now
+    and then where half of its digits are lost."""
+    fun = nn.CoordinateMLP(1, "scalar", 16, 2, key=jax.random.key(seed))
+    shrink = lambda w: 1e-3 * w
+    fun = eqx.tree_at(lambda m: m.first.module.weight, fun, replace_fn=shrink)
+    scaling = mpx.DerivativeScaling.per_term(["u_x"])
+    found = scaling.calibrate(fun, points()[:, :1], ["u_x"], coords="x", outputs="u")
+
+    @eqx.filter_jit
+    def derivative(fun, scaling):
+        terms = mpx.partials(fun, ["u_x"], coords="x", outputs="u", scaling=scaling)
+        return jax.vmap(terms)(points()[:, :1])["u_x"]
+
+    # In the middle of its window a scale may fall or rise, and changes next to nothing.
+    half = mpx.cast_to_float16(fun)
+    here = derivative(half, found)
+    for by in (-2, 2):
+        other = scaling.with_exponents(found.exponents + by)
+        np.testing.assert_allclose(derivative(half, other), here, rtol=2.0**-12)
+
+
+@pytest.mark.parametrize(
+    ("table", "steps", "chosen"),
+    [
+        # Underflow, a scale of luck, underflow, the window, overflow.
+        ([1, 0.2, 3e-5, 0.02, *[3e-4] * 5, np.inf], 2, 1),
+        ([1, 0.2, 3e-5, 0.02, *[3e-4] * 5, np.inf], 9, 1),
+        # Next to nothing is as good as what float16 can do.
+        ([1, *[2e-4] * 4, *[1e-7] * 5], 1, 0),
+        # A window of one scale, of none.
+        ([1] * 5 + [1e-3] + [np.inf] * 4, 3, 0),
+        ([np.inf] * 4 + [1e-3] + [np.inf] * 5, 3, -1),
+        ([np.inf] * 10, 3, -5),
+    ],
+)
+def test_the_scale_that_is_chosen(table, steps, chosen):
+    assert _chosen(range(-5, 5), np.array([table]), steps) == chosen
 
 
 def test_calibration_of_a_laplacian_over_some_coordinates():

@@ -13,6 +13,7 @@ import pytest
 from helpers import tree_equal_bits
 
 import mpx_pde as mpx
+from mpx_pde.derivatives import telemetry
 
 
 KINDS = ("clean", "nan batch", "inf batch", "corrupted sample", "overflow", "zero gradients")
@@ -154,6 +155,32 @@ class TestErrorIfStuck:
         scaling = scaling.adjust(jnp.array(False), *args)
         with pytest.raises(eqx.EquinoxRuntimeError, match=reason):
             mpx.error_if_stuck(scaling, scaling, max_consecutive_skips=1)
+
+    def test_tells_of_each_member_of_an_ensemble(self):
+        """States that are stacked, as they come out of a step under `vmap`."""
+        first, no = start()[1][2], jnp.array(False)
+        clean = jnp.zeros_like(first.derivatives.counts)
+        lost, small = clean.at[1, -1].set(2), clean.at[0, :9].set(1)
+        members = [
+            first.adjust(jnp.array(True), small),
+            first.adjust(no, lost).adjust(no, lost),
+            first.adjust(no, clean),
+        ]
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *members)
+        derivatives = stacked.derivatives
+        for i, member in enumerate(members):
+            own = member.derivatives
+            np.testing.assert_array_equal(derivatives.at_minimum[i], own.at_minimum)
+            np.testing.assert_array_equal(derivatives.finite(derivatives)[i], own.finite(own))
+            here = jax.tree.map(lambda x, i=i: x[i], telemetry(stacked))
+            assert tree_equal_bits(here, telemetry(member))
+        assert mpx.error_if_stuck(stacked, stacked, max_consecutive_skips=3) is not None
+        with pytest.raises(eqx.EquinoxRuntimeError, match=r"2 steps .* derivatives of the network"):
+            mpx.error_if_stuck(stacked, stacked, max_consecutive_skips=2)
+        # The reason of one that is not stuck is none.
+        late = eqx.tree_at(lambda s: s.consecutive_skips, stacked, jnp.array([0, 0, 2]))
+        with pytest.raises(eqx.EquinoxRuntimeError, match="gradients at a loss scale that can"):
+            mpx.error_if_stuck(late, late, max_consecutive_skips=2)
 
     @pytest.mark.parametrize("scaling", [mpx.NoOpLossScaling(), mpx.StaticLossScaling(2.0)])
     def test_needs_a_scaling_that_counts(self, scaling):

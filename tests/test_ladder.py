@@ -105,6 +105,26 @@ def test_checkpoints_keep_the_rung(tmp_path):
     assert mpx.restore_checkpoint(tmp_path / "ladder", ladder).rung == "float32"
 
 
+@pytest.mark.parametrize("rungs", [("half", "full"), ("half", "bfloat16_x3", "float32")])
+def test_a_checkpoint_is_of_the_same_rungs(tmp_path, rungs):
+    """By its number alone the rung would be another precision, a lower one too."""
+    up = eqx.tree_at(lambda x: x.index, mpx.PrecisionLadder(), 1)
+    mpx.save_checkpoint(tmp_path / "run", {"ladder": up})
+    with pytest.raises(ValueError, match=r"rungs was \['half', 'float32'\] and is "):
+        mpx.restore_checkpoint(tmp_path / "run", {"ladder": mpx.PrecisionLadder(rungs)})
+    # What it says and how often it measures is no part of the state.
+    like = {"ladder": mpx.PrecisionLadder(interval=7, tolerance=0.5, say=None)}
+    assert mpx.restore_checkpoint(tmp_path / "run", like)["ladder"].rung == "float32"
+
+
+def test_it_takes_the_options_of_the_step():
+    ladder = mpx.PrecisionLadder(interval=1, say=None)
+    model = {"w": TRUTH + 1e-4}
+    step = {"search": False, "axis_name": "devices", "keep_full": False, "policy": "bfloat16"}
+    update = ladder.update(1, cancelling, mpx.NoOpLossScaling(), **step)
+    assert update(model, X).rung == "float32"
+
+
 def test_the_rung_of_a_program_is_no_value_of_it():
     with pytest.raises(TypeError, match=r"`PrecisionLadder`.*filter_jit"):
         jax.jit(lambda ladder: jnp.zeros(len(ladder.rung)))(mpx.PrecisionLadder())

@@ -153,27 +153,63 @@ def test_stochastic_updates_repeat_and_take_a_key():
     np.testing.assert_allclose(mean, 1 + 2.0**-9, atol=4 * 2.0**-7 * 0.5 / 1000**0.5)
 
 
-def test_the_averages_of_an_optimizer_move_in_half_too():
+@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("master", ["nearest", "stochastic", "kahan"])
+def test_the_averages_of_an_optimizer_move_in_half_too(master, dtype):
     """Adam's second moment, in bfloat16 and to the nearest, never falls: 0.1 % is less than half
     a step."""
-    model = jnp.ones(500, jnp.bfloat16)
-    optimizer = optax.adam(0.0, b2=0.999)
+    model = jnp.ones(500, dtype)
+    optimizer = optax.adam(2.0**-10, b2=0.999)
+    state = jtu.tree_map(jnp.ones_like, optimizer.init(model))
+    state = mpx.compensated(state, model) if master == "kahan" else state
+
+    @jax.jit
+    def update(model, state, i):
+        grads = jnp.full_like(model, 2.0**-8) * (1 + i / 64).astype(dtype)
+        return mpx.optimizer_update(model, optimizer, state, grads, jnp.array(True), master=master)
+
+    for i in range(20):
+        model, state = update(model, state, jnp.float32(i))
+    inner = state.state if master == "kahan" else state
+    assert inner[0].nu.dtype == dtype
+    nu = float(jnp.mean(inner[0].nu.astype(jnp.float32)))
+    if master == "nearest":
+        # A step of float16 below 1 is 2^-11, and 0.001 takes two of them.
+        np.testing.assert_allclose(nu, 1.0 if dtype == "bfloat16" else 1 - 20 * 2.0**-10, rtol=1e-6)
+    else:
+        np.testing.assert_allclose(nu, 0.999**20, atol=4e-3)
+
+
+def test_equal_gradients_are_rounded_anew_at_each_step():
+    """A step that moves nothing is followed by one with the same gradients."""
+    model, grads = jnp.ones(500, jnp.bfloat16), jnp.full(500, 2.0**-11)
+    optimizer = optax.sgd(optax.constant_schedule(-1.0))  # which counts
     state = optimizer.init(model)
-    moved = {}
-    for master in ("nearest", "stochastic"):
-        s = jtu.tree_map(lambda x: jnp.ones_like(x), state)
-        for i in range(20):
-            _, s = mpx.optimizer_update(
-                model,
-                optimizer,
-                s,
-                jnp.full_like(model, 2.0**-8 * (1 + i / 64)),
-                jnp.array(True),
-                master=master,
-            )
-        moved[master] = float(jnp.mean(s[0].nu.astype(jnp.float32)))
-    assert moved["nearest"] == 1.0
-    np.testing.assert_allclose(moved["stochastic"], 0.999**20, atol=4e-3)
+    update = jax.jit(
+        lambda m, s: mpx.optimizer_update(m, optimizer, s, grads, True, master="stochastic")
+    )
+    for _ in range(64):
+        model, state = update(model, state)
+    # Four of 64 times a whole step, 2^-7: with the same numbers each time, all of them or none.
+    moved = np.asarray(model.astype(jnp.float32)) - 1
+    np.testing.assert_allclose(moved.mean(), 2.0**-5, rtol=0.1)
+    assert moved.max() < 16 * 2.0**-7
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"full": jnp.ones(3), "w": jnp.ones(2)},
+        {"full": jnp.ones(3), "w": jnp.ones(1, jnp.bfloat16)},
+        {"w": jnp.ones(2, jnp.bfloat16)},
+    ],
+)
+def test_residues_of_another_model_are_told_of(other):
+    """Without residues parameters would be rounded to the nearest."""
+    model, optimizer = {"full": jnp.ones(3), "w": jnp.ones(2, jnp.bfloat16)}, optax.sgd(1.0)
+    state = mpx.compensated(optimizer.init(model), other)
+    with pytest.raises(ValueError, match=r"`optimizer_update` .* residues .* at \['.*'\] it has"):
+        mpx.optimizer_update(model, optimizer, state, model, True, master="kahan")
 
 
 def test_errors():

@@ -23,6 +23,8 @@ from ._scales import AbstractScales
 _CALL = "DerivativeScaling.calibrate"
 _HIGHEST = 15
 """No seed larger than this power of two is tried: it is a float16."""
+_ROUNDING = 2.0**-12
+"""Half of float16's unit roundoff: a derivative that is more accurate is so by luck."""
 
 
 def first_exponents(
@@ -122,13 +124,18 @@ def _chosen(tried: Sequence[int], table: np.ndarray, steps: int) -> int:
 
     As near to 1 as the middle of the window of scales and its upper end, `steps` below it, allow.
     """
-    # How much worse than at its best scale each term is: flat inside the window.
-    best = np.maximum(table.min(axis=1), 2.0**-24)
+    # How much worse than at its best scale each term is: flat inside the window. Below it a scale
+    # may be right by luck: better than float16 can be is no better, and a gap ends the window.
+    best = np.maximum(table.min(axis=1), _ROUNDING)
     if not np.isfinite(best).all():
         return tried[0]
     worst = np.max(table / best[:, None], axis=0)
     if not np.isfinite(worst).any():
         return tried[0]
-    inside = [e for e, w in zip(tried, worst, strict=True) if w <= max(2.0, 1.5 * worst.min())]
-    middle = (inside[0] + inside[-1]) // 2
-    return min(max(0, middle), max(middle, inside[-1] - steps))
+    inside = worst <= max(2.0, 1.5 * worst.min())
+    top = int(np.flatnonzero(inside)[-1])
+    outside = np.flatnonzero(~inside[:top])
+    bottom = int(outside[-1]) + 1 if outside.size else 0
+    first, last = tried[bottom], tried[top]
+    middle = (first + last) // 2
+    return min(max(0, middle), max(middle, last - steps))

@@ -45,9 +45,10 @@ class Rule(NamedTuple):
     orders: tuple[int, ...]
     """How many factors of scale each row carries."""
 
-    def of_scalers(self, rows: Bool[Array, " rows"]) -> Bool[Array, " scalers"]:
+    def of_scalers(self, rows: Bool[Array, "*batch rows"]) -> Bool[Array, "*batch scalers"]:
         """For each scaler, whether this holds for any row that it enters."""
-        return jnp.any(rows[:, None] & np.array(self.members, bool), axis=0)
+        members = np.array(self.members, bool)[(None,) * (rows.ndim - 1)]
+        return jnp.any(rows[..., None] & members, axis=-2)
 
 
 class _Seen(NamedTuple):

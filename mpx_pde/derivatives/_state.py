@@ -230,18 +230,18 @@ class DerivativeScaling(AbstractScales):
         """Whether the present half precision needs scaling: it does in float16."""
         return half_precision_datatype() == jnp.float16
 
-    def finite(self, counts: Any) -> Bool[Array, ""]:
+    def finite(self, counts: Any) -> Bool[Array, "*batch"]:
         """Whether no derivative overflowed, by the cotangent of `counts`."""
-        return ~jnp.any(self._counts(counts, "finite")[:, -1] > 0)
+        return ~jnp.any(self._counts(counts, "finite")[..., -1] > 0, axis=-1)
 
     @property
-    def at_minimum(self) -> Bool[Array, "*scalers"]:
+    def at_minimum(self) -> Bool[Array, "*batch scalers"]:
         """For each scaler, whether a derivative that it scales overflowed in the last step and it
         cannot fall any further: no scale can help."""
-        low = jnp.array(self.rule.lowest, jnp.int32)
-        return (self.exponents <= low) & self.rule.of_scalers(self.counts[:, -1] > 0)
+        low = jnp.broadcast_to(np.array(self.rule.lowest, np.int32), self.exponents.shape)
+        return (self.exponents <= low) & self.rule.of_scalers(self.counts[..., -1] > 0)
 
-    def _counts(self, counts: Any, method: str) -> Float32[Array, "rows columns"]:
+    def _counts(self, counts: Any, method: str) -> Float32[Array, "*batch rows columns"]:
         if isinstance(counts, DerivativeScaling):
             counts = counts.counts
         if getattr(counts, "shape", None) != self.counts.shape:

@@ -21,7 +21,7 @@ def telemetry(scaling: Any) -> dict[str, Any]:
     **Arguments:**
 
     - `scaling`: a [`mpx_pde.Scaling`][] or a [`mpx_pde.DerivativeScaling`][], as the step returned
-        it.
+        it. Of an ensemble, whose states are stacked, all entries have its leading axes.
 
     **Returns:**
 
@@ -50,19 +50,20 @@ def telemetry(scaling: Any) -> dict[str, Any]:
     buckets = np.arange(LOWEST, HIGHEST + 1, dtype=np.int32)
     counts, shifts = derivatives.counts, derivatives.shifts
     # Zeros come first, and the buckets of subnormal values after them.
-    below = jnp.sum(counts[:, : 1 + SMALLEST_NORMAL - LOWEST], axis=1)
-    below = below / jnp.maximum(jnp.sum(counts, axis=1), 1)
+    below = jnp.sum(counts[..., : 1 + SMALLEST_NORMAL - LOWEST], axis=-1)
+    below = below / jnp.maximum(jnp.sum(counts, axis=-1), 1)
+    buckets = jnp.expand_dims(buckets, range(shifts.ndim - 1))
     return {
-        "scale": {n: derivatives.scales[i] for i, n in enumerate(names)},
-        "overflows": {n: derivatives.overflows[i] for i, n in enumerate(names)},
+        "scale": {n: derivatives.scales[..., i] for i, n in enumerate(names)},
+        "overflows": {n: derivatives.overflows[..., i] for i, n in enumerate(names)},
         "skipped_steps": derivatives.skipped_steps,
-        "at_minimum": {n: derivatives.at_minimum[i] for i, n in enumerate(names)},
-        "counts": {n: counts[i, 1:-1] for i, n in enumerate(rows)},
-        "exponents": {n: jnp.asarray(buckets) - shifts[i] for i, n in enumerate(rows)},
-        "zeros": {n: counts[i, 0] for i, n in enumerate(rows)},
-        "nonfinite": {n: counts[i, -1] for i, n in enumerate(rows)},
-        "underflow": {n: below[i] for i, n in enumerate(rows)},
-        "shift": {n: shifts[i] for i, n in enumerate(rows)},
+        "at_minimum": {n: derivatives.at_minimum[..., i] for i, n in enumerate(names)},
+        "counts": {n: counts[..., i, 1:-1] for i, n in enumerate(rows)},
+        "exponents": {n: buckets - shifts[..., i, None] for i, n in enumerate(rows)},
+        "zeros": {n: counts[..., i, 0] for i, n in enumerate(rows)},
+        "nonfinite": {n: counts[..., i, -1] for i, n in enumerate(rows)},
+        "underflow": {n: below[..., i] for i, n in enumerate(rows)},
+        "shift": {n: shifts[..., i] for i, n in enumerate(rows)},
     }
 
 

@@ -20,9 +20,10 @@ from .._types import PyTree
 from ..derivatives import DerivativeScaling, Scaling
 from ..derivatives._strategies import AbstractStrategy
 from ._checkpoint_file import Entry, is_data, opened, replaced, write
+from ._ladder import PrecisionLadder
 
 
-_SCALERS = (AbstractLossScaling, DerivativeScaling)
+_SCALERS = (AbstractLossScaling, DerivativeScaling, PrecisionLadder)
 
 
 # --- Options of the scalers ------------------------------------------------------------------
@@ -63,7 +64,8 @@ def scaling_options(tree: PyTree) -> dict[str, dict[str, Any]]:
 
     A checkpoint holds arrays. The options that a scaling was built with (period, factor, bounds,
     names, update rule) are part of the program instead: a restored run takes those of the scaling
-    that it restores into. Save these beside the arrays, and let
+    that it restores into. So it is with the rungs of a [`mpx_pde.PrecisionLadder`][], among which
+    it finds its own by number. Save these beside the arrays, and let
     [`mpx_pde.check_scaling_options`][] compare. [`mpx_pde.save_checkpoint`][] does so by itself.
 
     **Arguments:**
@@ -93,6 +95,9 @@ def scaling_options(tree: PyTree) -> dict[str, dict[str, Any]]:
 
 def _options(scaler: Any) -> dict[str, Any]:
     options = {"type": type(scaler).__name__}
+    if isinstance(scaler, PrecisionLadder):
+        # When it climbs, and what it says, may change within a run.
+        return options | {"rungs": list(scaler.rungs)}
     for field in dataclasses.fields(scaler):
         if field.metadata.get("static", False):
             value = getattr(scaler, field.name)

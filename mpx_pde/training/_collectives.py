@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, Int32
 from .._cast import map_operands, widen
 from .._dtypes import as_floating_dtype, is_half
 from .._types import AxisName, DTypeLike, PyTree
-from .._varying import size_of_axis
+from .._varying import size_of_axis, varying_axes
 
 
 def _half(dtype: Any, call: str) -> np.dtype:
@@ -144,6 +144,24 @@ def _half_means(
     return [_by_parts(mean, x) for x in leaves]
 
 
+def _check_own(tree: PyTree, axis_name: Any, call: str) -> None:
+    """A `ValueError` for arrays that are the same on all devices, of which the mean would be what
+    JAX has summed."""
+    # Without marks (`check_vma=False`, `pmap`) nothing is known, and nothing has been summed.
+    names = frozenset(axis_name if isinstance(axis_name, tuple) else (axis_name,))
+    names &= varying_axes(lax.axis_index(axis_name))
+    for path, x in jtu.tree_leaves_with_path(tree):
+        same = sorted(names - varying_axes(x))
+        if same:
+            raise ValueError(
+                f"`{call}` takes the mean of what differs between devices, but the array at "
+                f"{jtu.keystr(path) or 'the root'} is the same on all of them along {same}: of "
+                "parameters like that `jax.shard_map` sums the gradients by itself. Mark the "
+                f"parameters by `jax.lax.pcast(params, {axis_name!r}, to='varying')` before they "
+                "are differentiated, or divide what has been summed by the number of devices."
+            )
+
+
 def all_reduce_mean(tree: PyTree, axis_name: AxisName, *, dtype: DTypeLike | None = None) -> PyTree:
     """The mean over devices, inside `jax.shard_map` or `jax.pmap`, for gradients.
 
@@ -156,7 +174,9 @@ def all_reduce_mean(tree: PyTree, axis_name: AxisName, *, dtype: DTypeLike | Non
 
     **Arguments:**
 
-    - `tree`: a PyTree of arrays that differ between devices.
+    - `tree`: a PyTree of arrays that differ between devices. Gradients of parameters that are the
+        same on all devices do not inside `jax.shard_map`: JAX has summed them already. Mark the
+        parameters as each device's own by `jax.lax.pcast` first.
     - `axis_name`: the mesh axis or axes.
     - `dtype`: what is sent: `None` for float32, or float16 or bfloat16.
 
@@ -165,10 +185,12 @@ def all_reduce_mean(tree: PyTree, axis_name: AxisName, *, dtype: DTypeLike | Non
     A PyTree of the same structure, shapes and dtypes, the same on all devices. Non-finite entries
     stay non-finite.
 
-    **Raises:** `ValueError` for a `dtype` that is no half type, and outside of such an axis;
-    `TypeError` for an `axis_name` that is no name.
+    **Raises:** `ValueError` for a `dtype` that is no half type, for arrays that JAX knows to be the
+    same on all devices, and outside of such an axis; `TypeError` for an `axis_name` that is no
+    name.
 
     ```python
+    params = jax.lax.pcast(params, "devices", to="varying")
     scaling, finite, grads = mpx.filter_grad(loss, scaling, axis_name="devices")(params, batch)
     grads = mpx.all_reduce_mean(grads, "devices", dtype="bfloat16")
     ```
@@ -176,6 +198,7 @@ def all_reduce_mean(tree: PyTree, axis_name: AxisName, *, dtype: DTypeLike | Non
     call = "all_reduce_mean"
     devices = size_of_axis(axis_name, call)
     arrays, rest = eqx.partition(tree, eqx.is_inexact_array)
+    _check_own(arrays, axis_name, call)
     leaves, structure = jtu.tree_flatten(arrays)
     wide = widen(leaves)
     if dtype is None:

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
+from .._dtypes import is_integer
 from .._loss_scaling import AbstractLossScaling, check_scaling
 from .._tree import in_a_line
 from .._types import PyTree
@@ -55,8 +56,8 @@ def error_if_stuck(
 
     - `tree`: any PyTree with at least one array; use what is returned in its place.
     - `scaling`: a [`mpx_pde.DynamicLossScaling`][] or a [`mpx_pde.Scaling`][] as the gradient
-        transformation returned it. (`mpx.DynamicLossScaling(1, 1, max_loss_scaling=1)` counts,
-        and scales nothing.)
+        transformation returned it, or those of an ensemble, stacked.
+        (`mpx.DynamicLossScaling(1, 1, max_loss_scaling=1)` counts, and scales nothing.)
     - `max_consecutive_skips`: how many skipped steps in a row are too many, at least 1.
 
     **Returns:** `tree`.
@@ -80,7 +81,7 @@ def error_if_stuck(
             f"in its place afterwards, such as the scaling itself, but got {in_a_line(tree)}."
         )
     limit = max_consecutive_skips
-    if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+    if not is_integer(limit) or limit < 1:
         raise ValueError(
             f"`{call}` needs an integer of at least 1 as `max_consecutive_skips`, got {limit!r}."
         )
@@ -92,10 +93,14 @@ def error_if_stuck(
         lost = ~scaling.derivatives.finite(scaling.derivatives)
         reason = jnp.where(lost, _DERIVATIVES, reason)
         fixed = scaling.derivatives.at_minimum
-        reason = jnp.where(jnp.any(fixed), len(_REASONS) + jnp.argmax(fixed), reason)
+        of_scaler = len(_REASONS) + jnp.argmax(fixed, axis=-1)
+        reason = jnp.where(jnp.any(fixed, axis=-1), of_scaler, reason)
         reasons += [_NO_SCALE.format(repr(name)) for name in scaling.derivatives.names]
     messages = [
         f"`{call}`: {limit} steps in a row were skipped, the last for {why} {_ADVICE}"
         for why in reasons
     ]
-    return eqx.branched_error_if(tree, skips >= limit, reason, messages)
+    stuck = skips >= limit
+    # Of an ensemble any member may be stuck.
+    reason = jnp.max(jnp.where(stuck, reason, 0))
+    return eqx.branched_error_if(tree, jnp.any(stuck), reason, messages)

@@ -1,6 +1,7 @@
 """What rounding does to a training at present."""
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 from .._cast import is_inexact
-from .._dtypes import is_half, is_integer, true_float32
+from .._dtypes import is_half, is_integer, is_real, true_float32
 from .._forward import RUNGS, check_rung, options_of
 from .._loss_scaling import AbstractLossScaling
 from .._types import ForwardLike, PolicyLike, PyTree
@@ -70,7 +71,13 @@ class PrecisionFloor(eqx.Module):
 
     @property
     def verdict(self) -> str:
-        """What to do, in one sentence. Needs values: not inside of `jax.jit`."""
+        """What to do, in one sentence. Needs values: a `TypeError` inside of `jax.jit`."""
+        if isinstance(self.finite, Tracer):
+            raise TypeError(
+                "`PrecisionFloor.verdict` is a text, so it needs the values of the floor, which is "
+                "being traced. Return the floor from the compiled function, and look at it there; "
+                "`reached` is the verdict as an array."
+            )
         if not self.finite:
             return (
                 f"loss or gradient overflow in {self.precision}: measure again once the scales "
@@ -167,11 +174,12 @@ def precision_floor(
         raise ValueError(
             f"`{_CALL}` needs a positive integer as `micro_batches`, but got {micro_batches!r}."
         )
-    if not isinstance(tolerance, int | float) or not tolerance > 0:
+    if not is_real(tolerance) or not 0 < tolerance < math.inf:
         raise ValueError(f"`{_CALL}` needs a positive `tolerance`, but got {tolerance!r}.")
     present = _rung_of(gradient.options)
+    above, count = _above(present, against), int(micro_batches)
     return eqx.module_update_wrapper(
-        _Floor(gradient, present, _above(present, against), in_axes, int(micro_batches), tolerance)
+        _Floor(gradient, present, above, in_axes, count, float(tolerance))
     )
 
 
@@ -268,7 +276,7 @@ def _measured(floor: _Floor, args: tuple, kwargs: dict) -> PrecisionFloor:
         finite=finite,
         precision=_named(floor.present, present),
         above=_advised(floor.above),
-        tolerance=float(floor.tolerance),
+        tolerance=floor.tolerance,
     )
 
 

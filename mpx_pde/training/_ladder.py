@@ -160,7 +160,8 @@ class PrecisionLadder(eqx.Module):
             the floor is measured.
         - `func`, `scaling`, `has_aux`: as for [`mpx_pde.filter_grad`][], and as in the step.
         - `options`: those of the step besides `ladder.options`, and of
-            [`mpx_pde.precision_floor`][] (`in_axes`, `micro_batches`).
+            [`mpx_pde.precision_floor`][] (`in_axes`, `micro_batches`). `search` and `axis_name` are
+            of no account here: nothing is stepped, and arguments are those of all devices.
 
         **Returns:**
 
@@ -179,6 +180,8 @@ class PrecisionLadder(eqx.Module):
                 return self
             # What is not needed here is the noise.
             given = {"micro_batches": 1, **options}
+            for name in ("search", "axis_name"):
+                given.pop(name, None)
             floor = self.floor(func, scaling, has_aux, **given)(*args, **kwargs)
             if not floor.reached:
                 return self

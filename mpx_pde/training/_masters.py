@@ -3,6 +3,7 @@
 To the nearest, a bfloat16 parameter forgets every update below 2^-9 of it, and training stalls.
 Zamirai et al., *Revisiting BFloat16 Training* (arXiv 2010.06192), name two ways out, which are
 here: to round at random, right on average, or to carry what rounding took off (Kahan's summation).
+With either, what is half of the optimizer state is rounded at random.
 """
 
 from typing import Any
@@ -16,7 +17,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from .._cast import is_inexact, widen
 from .._dtypes import is_half
-from .._tree import check_key
+from .._tree import check_key, first_difference
 from .._types import PyTree
 
 
@@ -56,6 +57,13 @@ def parse_master(master: Any, model: PyTree, state: PyTree, call: str) -> tuple[
         )
     if master == "kahan":
         state = compensated(state, model)
+        difference = first_difference(compensated(None, model).residue, state.residue)
+        if difference is not None:
+            raise ValueError(
+                f"`{call}` got an `optimizer_state` with the residues of another model: "
+                f"{difference}. Pass what the step before returned, or begin anew by "
+                "`mpx_pde.compensated(optimizer_state.state, model)`."
+            )
         return state, state.state
     if isinstance(state, Compensated):
         raise ValueError(
@@ -127,19 +135,22 @@ def round_stochastically(
     return jnp.where(inside, jnp.clip(rounded, -largest, largest), x).astype(dtype)
 
 
-def _bits_of(grads: PyTree) -> Array:
-    """A number that differs from step to step, made from the bits of the gradients."""
+def _bits_of(grads: PyTree, state: PyTree) -> Array:
+    """A number that differs from step to step, made from the bits of the gradients and from what
+    the optimizer counts: a step that moved nothing has the same gradients as the next."""
     sums = [jnp.sum(jnp.abs(widen(g)).astype(jnp.float32)) for g in jtu.tree_leaves(grads)]
     total = jnp.stack(sums) if sums else jnp.zeros(1, jnp.float32)
-    words = lax.bitcast_convert_type(total, jnp.uint32)
+    is_count = lambda x: eqx.is_array(x) and x.size == 1 and jnp.issubdtype(x.dtype, jnp.integer)
+    counts = [x.astype(jnp.uint32).reshape(1) for x in jtu.tree_leaves(state) if is_count(x)]
+    words = jnp.concatenate([lax.bitcast_convert_type(total, jnp.uint32), *counts])
     # Sums of the same exponent differ in low bits alone; the key's hash spreads them.
     return jnp.sum(words * jnp.arange(1, 2 * words.size, 2, dtype=jnp.uint32), dtype=jnp.uint32)
 
 
-def step_key(key: PRNGKeyArray | None, grads: PyTree) -> PRNGKeyArray:
-    """The key of this step: the caller's, or one made from the gradients."""
+def step_key(key: PRNGKeyArray | None, grads: PyTree, state: PyTree) -> PRNGKeyArray:
+    """The key of this step: the caller's, or one made from gradients and optimizer state."""
     if key is None:
-        return jax.random.fold_in(jax.random.key(0), _bits_of(grads))
+        return jax.random.fold_in(jax.random.key(0), _bits_of(grads, state))
     check_key(key, "optimizer_update")
     return key
 
@@ -154,12 +165,14 @@ def applied(
     - `old`: model and optimizer state before; residues in the state ask for Kahan's sums.
     - `updates`: of the parameters, in float32.
     - `state`: that of the optimizer behind the step.
-    - `key`: for rounding at random.
+    - `key`: for rounding at random; `None` to round to the nearest.
     """
     model, before = old
     if isinstance(before, Compensated):
+        assert key is not None
         model, residue = _add_compensated(model, updates, before.residue)
-        return model, Compensated(state, residue)
+        # Moving averages have no residue, and would stand still to the nearest.
+        return model, Compensated(_rounded_tree(state, before.state, key), residue)
     new = eqx.apply_updates(widen(model), updates), state
     return new if key is None else _rounded_tree(new, old, key)
 
@@ -168,7 +181,7 @@ def _rounded_tree(tree: PyTree, like: PyTree, key: PRNGKeyArray) -> PyTree:
     """`tree` with each float32 leaf that is of a half type in `like` rounded to it at random."""
     leaves, structure = jtu.tree_flatten(tree)
     goals = jtu.tree_leaves(like)
-    keys = jax.random.split(key, max(len(leaves), 1))
+    keys = jax.random.split(key, len(leaves))
 
     def leaf(x, y, key):
         random = _is_narrow(y) and is_inexact(x)

@@ -13,7 +13,13 @@ from jax import lax
 from jaxtyping import PRNGKeyArray
 
 from .._cast import convert, widen
-from .._tree import check_flag, check_same_structure, in_a_line, select_tree
+from .._tree import (
+    check_flag,
+    check_same_structure,
+    first_difference,
+    in_a_line,
+    select_tree,
+)
 from .._types import BoolLike, MasterLike, PyTree
 from ..interpret._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
 from ._masters import applied, parse_master, step_key
@@ -80,26 +86,13 @@ def _naming_a_state_of_another(optimizer: Any, view: "_View") -> Iterator[None]:
         expected = [x.shape for x in jtu.tree_leaves(types) if is_struct(x)]
         if wanted == given and expected == shapes(view.state):
             raise
+        difference = first_difference(types, view.state)
         raise ValueError(
             f"`{_CALL}` got an `optimizer_state` that `optimizer` did not make for this model: "
-            f"{_difference(types, view.state)}. Pass what "
+            f"{difference or f'it is {in_a_line(view.state)}'}. Pass what "
             "`optimizer.init(eqx.filter(model, eqx.is_inexact_array))` returned, or the step "
             "before."
         ) from e
-
-
-def _difference(types: PyTree, state: PyTree) -> str:
-    """The first leaf in which a state differs from that of an optimizer."""
-    told = lambda x: f"{x.dtype}{[*x.shape]}" if hasattr(x, "shape") else repr(x)
-    wanted, given = (
-        {jtu.keystr(path): told(x) for path, x in jtu.tree_leaves_with_path(tree)}
-        for tree in (types, state)
-    )
-    for path in dict.fromkeys([*wanted, *given]):
-        if wanted.get(path) != given.get(path):
-            has, should = given.get(path, "nothing"), wanted.get(path, "nothing")
-            return f"at {path or 'its root'} it has {has}, where there should be {should}"
-    return f"it is {in_a_line(state)}"
 
 
 class _View(NamedTuple):
@@ -208,13 +201,15 @@ def optimizer_update(
     - `master`: how half-precision parameters take their updates, which are computed in float32.
         `"nearest"` rounds the sum, and so forgets every update below half a rounding step (2^-9 of
         a bfloat16 parameter): train float32 masters with it. `"stochastic"` rounds up or down at
-        random, right on average, and the half-precision arrays of the optimizer state as well,
-        whose moving averages would stand still otherwise. `"kahan"` carries what rounding took
-        off the parameters in an array of their size and dtype
-        ([`mpx_pde.compensated`][] makes it). Either halves the memory of masters (Zamirai et al.,
-        *Revisiting BFloat16 Training*).
-    - `key`: with `master="stochastic"`, a `jax.random.key` of this step; by default one is made
-        from the bits of the gradients, so that a run can be repeated.
+        random, right on average. `"kahan"` carries what rounding took off the parameters in an
+        array of their size and dtype ([`mpx_pde.compensated`][] makes it). Either halves the
+        memory of masters (Zamirai et al., *Revisiting BFloat16 Training*), and rounds the
+        half-precision arrays of the optimizer state at random, whose moving averages would stand
+        still otherwise.
+    - `key`: for what is rounded at random, a `jax.random.key` of this step; by default one is made
+        from the bits of the gradients and the step counts of the optimizer, so that a run can be
+        repeated. An optimizer that counts no steps, such as `optax.sgd` at a constant rate, needs
+        one where batches do not change: equal gradients would be rounded alike, step after step.
     - `extra_args`: passed on to `optimizer.update`, such as `value=loss` for
         `optax.contrib.reduce_on_plateau`, or `value`, `grad` and `value_fn` for `optax.lbfgs`.
 
@@ -254,7 +249,7 @@ def optimizer_update(
                 updates, new_state = optimizer.update(widen(grads), state, masters, **extra_args)
             updates = jtu.tree_map(lambda u, p: None if p is None else u, updates, floating)
             old = model, optimizer_state
-            rounding = None if master != "stochastic" else step_key(key, grads)
+            rounding = None if master == "nearest" else step_key(key, grads, inner)
             return _like(applied(old, updates, view.restore(new_state), rounding), old)
 
     if any(callable(x) for x in jtu.tree_leaves(extra_args)):
