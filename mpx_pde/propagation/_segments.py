@@ -13,7 +13,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..interpret._flat import Constant, Flat, Step, flatten, variables
-from ..interpret._jaxpr import LOOPS, bodies_of, contains, scan_counts
+from ..interpret._jaxpr import LOOPS, bodies_of, contains
+from ..interpret._rebind import scan_counts
 from . import _tables as tables
 from ._network import contracted, ends_of
 from ._plan import Index, Plan
