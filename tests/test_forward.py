@@ -815,3 +815,45 @@ def test_a_small_residual_is_full_where_trainable_matrices_multiply_it(name):
     for got, expected in zip([grads[0], *grads[1]], [want[0], *want[1]], strict=True):
         error = np.linalg.norm(flat(got) - flat(expected))
         assert error <= 2.0**-5 * np.linalg.norm(flat(expected))
+
+
+@jax.custom_jvp
+def divided(x, state):
+    return x / state
+
+
+@partial(divided.defjvp, symbolic_zeros=True)
+def _divided_jvp(primals, tangents):
+    (x, state), (x_dot, state_dot) = primals, tangents
+    assert isinstance(state_dot, jax.custom_derivatives.SymbolicZero), "derivative of a state"
+    return x / state, x_dot / state
+
+
+def _by_divisions(params, p):
+    first, last = params
+    state = jax.lax.stop_gradient(2 + jnp.sum((first @ first.T) ** 2))
+    h = jnp.tanh(p @ first)
+    return jnp.tanh(divided(h, state + jax.lax.stop_gradient(jnp.max(h)))) @ last
+
+
+@pytest.mark.parametrize("terms", [False, True])
+def test_what_has_no_derivative_has_none_in_any_layer(terms):
+    """Solvers such as lineax's factorize beforehand, and insist that nobody differentiates that:
+    an `AssertionError` came out of them."""
+    params = [
+        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((2, 8), (8, 1)))
+    ]
+
+    def loss(params, x):
+        if not terms:
+            return jnp.mean((_by_divisions(params, x) - 1) ** 2)
+        d = mpx.partials(
+            lambda p: _by_divisions(params, p)[0], ["u_x", "u_xy"], coords="xy", outputs="u"
+        )
+        d = jax.vmap(d)(x)
+        return jnp.mean((d["u_x"] + d["u_xy"] - 1) ** 2)
+
+    want_value, want = eqx.filter_jit(eqx.filter_value_and_grad(loss))(params, POINTS)
+    value, grads = evaluated(loss, params, POINTS, "bfloat16")
+    np.testing.assert_allclose(value, want_value, rtol=2.0**-20)
+    assert relative(grads, want) < 2.0**-6

@@ -1,9 +1,10 @@
-"""What of an equation depends on the point, and whether it is linear in that."""
+"""What of an equation depends on the point, whether it is linear in that, and what stands still."""
 
 from collections.abc import Mapping
 
-from ..interpret._flat import Constant, Step
+from ..interpret._flat import Constant, Flat, Step
 from . import _tables as tables
+from ._streams import is_inexact
 
 
 def by_stream(step: Step, stage: Mapping[int, int]) -> bool:
@@ -23,3 +24,14 @@ def is_linear(step: Step, stage: Mapping[int, int]) -> bool:
 def moving_in(step: Step, stage: Mapping[int, int]) -> list[int]:
     """Which operands of an equation depend on the point."""
     return [i for i, x in enumerate(step.inputs) if not isinstance(x, Constant) and x in stage]
+
+
+def still_in(flat: Flat) -> set[int]:
+    """The variables of a program that have no derivative, whatever it is taken by."""
+    out = set[int]()
+    for step in flat.steps:
+        pairs = zip(step.inputs, step.eqn.invars, strict=True)
+        values = {x for x, v in pairs if not isinstance(x, Constant) and is_inexact(v.aval)}
+        if step.eqn.primitive.name in tables.CONSTANT or values <= out:
+            out.update(step.outputs)
+    return out

@@ -16,7 +16,7 @@ from ..interpret._flat import Constant, Flat, Step, flatten, variables
 from ..interpret._jaxpr import LOOPS, bodies_of, contains
 from ..interpret._rebind import scan_counts
 from . import _tables as tables
-from ._linear import by_stream, is_linear, moving_in
+from ._linear import by_stream, is_linear, moving_in, still_in
 from ._network import contracted, ends_of
 from ._plan import Index, Plan
 from ._streams import DEEP, FIRST, RAW, Jet, is_inexact
@@ -56,6 +56,7 @@ class Role(NamedTuple):
     - `ends`: the products and loops of a network, by position, where a whole loss is evaluated;
         `final` is then what none of these depends on.
     - `params`: what is made of parameters alone there.
+    - `still`: what has no derivative, such as what comes of `jax.lax.stop_gradient`.
     """
 
     stage: dict[int, int]
@@ -65,6 +66,7 @@ class Role(NamedTuple):
     asked: dict[int, frozenset[Index]]
     ends: frozenset[int] | None = None
     params: Collection[int] = ()
+    still: Collection[int] = ()
 
     def known(self, step: Step, operands: Sequence[Any]) -> bool:
         """Whether an equation only moves coordinates whose derivatives are known numbers."""
@@ -138,7 +140,8 @@ def roles_of(
         wanted = _wanted(flat, stage, ends, made, wanted | next_step)
     stored = {x for x, s in stage.items() if s == DEEP and x in wanted}
     everything = _asked_of(flat, stage, plan, asked)
-    return Role(stage, set(stage) - wanted, stored, half, everything, ends, made)
+    final = set(stage) - wanted
+    return Role(stage, final, stored, half, everything, ends, made, still_in(flat))
 
 
 def _wanted(
