@@ -43,7 +43,9 @@ STEP = (
 )
 DERIVATIVES = (
     *PRODUCTS,
-    *_library("derivatives/*", "propagation/*", "interpret/_jaxpr", "interpret/_flat"),
+    *_library(
+        "derivatives/*", "propagation/*", "interpret/_jaxpr", "interpret/_rebind", "interpret/_flat"
+    ),
     *_library("_forward", "_order", "_derivative_of", "interpret/_primitives"),
     *_library("nn/_mlp", "nn/_ansatz", "nn/_activations"),
 )
@@ -55,7 +57,13 @@ OPERATORS = (
     *_library("nn/_activations", "_order", "_forward", "_derivative_of"),
 )
 AUTOCAST = _library(
-    *("autocast/*", "interpret/_jaxpr", "interpret/_primitives", "interpret/_tables"),
+    *(
+        "autocast/*",
+        "interpret/_jaxpr",
+        "interpret/_rebind",
+        "interpret/_primitives",
+        "interpret/_tables",
+    ),
     *("_conv", "interpret/_reverse", "checkpoint_policies"),
 )
 SECOND_ORDER = _library(*(f"training/{n}" for n in ("_conjugate", "_residuals", "_second_order")))

@@ -11,7 +11,8 @@ import jax
 from jax import lax
 from jax.extend.core import ClosedJaxpr
 
-from mpx_pde.interpret._jaxpr import bodies_of, is_container, own_bind, rebind, walk
+from mpx_pde.interpret._jaxpr import bodies_of, is_container, own_bind, walk
+from mpx_pde.interpret._rebind import rebind
 
 
 PRODUCTS = ("dot_general", "mixed_dot_general")

@@ -27,7 +27,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
 from mpx_pde.interpret import _tables as tables
-from mpx_pde.interpret._jaxpr import _CONTAINERS
+from mpx_pde.interpret._jaxpr import CONTAINERS
 
 
 # --- Functions with derivatives of their own, used more than once ---------------------------------
@@ -533,7 +533,7 @@ TABLES = (tables.PRODUCTS, tables.FULL, tables.FOLLOW, tables.LAYOUT, tables.OWN
 
 def test_every_name_in_a_table_is_a_primitive():
     known = {*primitives(), *SOME_VERSIONS}
-    named = {*_CONTAINERS, *tables.FEEDS, *tables.SUMS, *tables.LINEAR, *tables.LIGHT}
+    named = {*CONTAINERS, *tables.FEEDS, *tables.SUMS, *tables.LINEAR, *tables.LIGHT}
     for table in TABLES:
         named |= {*table}
     assert sorted(named - known) == []
@@ -576,7 +576,7 @@ def test_every_differentiable_operation_of_lax_is_in_a_table():
     }
     assert len(lax_own) > 100
     tabled = {name for table in TABLES for name in table}
-    assert sorted(lax_own - tabled - {*_CONTAINERS} - {*EXCEPTIONS}) == []
+    assert sorted(lax_own - tabled - {*CONTAINERS} - {*EXCEPTIONS}) == []
 
 
 @pytest.mark.parametrize(

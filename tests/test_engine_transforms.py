@@ -254,3 +254,37 @@ def test_no_leaks_with_the_forward_pass_in_full():
     assert finite
     want = residual(model, points(), derivatives=None)
     np.testing.assert_allclose(value, want, rtol=1e-5)
+
+
+def _grown(x):
+    """Each row for itself until it is large: after another number of steps."""
+    grow = lambda x: 1.3 * x + 0.1 * jnp.sin(x)
+    until = lambda row: jax.lax.while_loop(lambda x: jnp.sum(x**2) < 4.0, grow, row)
+    return jax.vmap(until)(x)
+
+
+def test_loops_that_are_mapped_end_each_for_itself():
+    rows = jax.random.normal(jax.random.key(0), (6, 3))
+    want = _grown(rows)
+    np.testing.assert_allclose(mpx.autocast(_grown, "bfloat16")(rows), want, rtol=1e-6)
+    assert "sin" in str(mpx.range_report(_grown)(rows))
+
+    loss = lambda w, x: jnp.mean((x @ w - jax.lax.stop_gradient(_grown(x))) ** 2)
+    weight = jax.random.normal(jax.random.key(1), (3, 3))
+    step = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), forward="float32")
+    value, _, _, grads = step(weight, rows)
+    expected, want_grads = jax.value_and_grad(loss)(weight, rows)
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    assert relative(grads, want_grads) < 2.0**-6
+
+    def network(p):
+        return jnp.sum(_grown(rows * p[0] + jnp.sin(rows) * p[1]))
+
+    p = jnp.array([0.7, -0.4])
+    d = mpx.partials(network, ["u", "u_x", "u_xy"], coords="xy", outputs="u")(p)
+    hessian = jax.jacfwd(jax.jacfwd(network))(p)
+    np.testing.assert_allclose(d["u"], network(p), rtol=1e-6)
+    np.testing.assert_allclose(d["u_x"], jax.jacfwd(network)(p)[0], rtol=1e-5)
+    np.testing.assert_allclose(d["u_xy"], hessian[0, 1], rtol=1e-5)
+    stacked = mpx.laplacian(network, coords="xy", outputs="u")(p)
+    np.testing.assert_allclose(stacked["lap_u"], jnp.trace(hessian), rtol=1e-5)

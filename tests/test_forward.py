@@ -782,3 +782,78 @@ def test_a_small_residual_is_full_where_trainable_weights_sum_it_up(name):
     # float32 rounds the thousandth by 2^-13 of itself, in another order.
     assert relative(grads[1], want[1]) < 2.0**-11
     assert relative(grads[0], want[0]) < 2.0**-5
+
+
+MULTIPLIED = {
+    "matrix": lambda w, r: jnp.sum(w[0] @ r**2),
+    "matrix before a square": lambda w, r: jnp.sum((w[0] @ r) ** 2),
+    "test functions": lambda w, r: jnp.sum(jnp.einsum("kn,nc->kc", w[0], r) ** 2),
+    "channels": lambda w, r: jnp.sum((r @ w[1]) ** 2),
+    "convolution": lambda w, r: jnp.sum(jnp.convolve(r[:, 0], w[1][0], mode="same") ** 2),
+    "products in between": lambda w, r: jnp.sum(w[0] @ (jnp.outer(r[:, 0], r[:, 1]) @ r)),
+    "a network": lambda w, r: jnp.sum(jnp.tanh(jnp.abs(r[:, :1]) @ w[1][:1]) @ w[1].T) ** 2,
+    "in a loop": lambda w, r: jax.lax.scan(
+        lambda total, a: (total + jnp.sum(a[0] @ a[1] ** 2), None),
+        0.0,
+        (w[0].reshape(3, 4, 16).swapaxes(0, 1), r.reshape(4, 16, 2)),
+    )[0],
+}
+
+
+@pytest.mark.parametrize("name", MULTIPLIED)
+def test_a_small_residual_is_full_where_trainable_matrices_multiply_it(name):
+    """In bfloat16 the gradient of the network was wrong by up to 5 times its norm."""
+    network = eqx.nn.MLP(3, 2, 16, 1, jnp.tanh, key=KEY)
+    x, noise = (jax.random.normal(jax.random.key(i), (64, n)) for i, n in ((1, 3), (2, 2)))
+    fields = lambda network, x: jax.vmap(network)(x) ** 2
+    batch = x, fields(network, x) + 1e-3 * noise
+    loss = lambda model, batch: MULTIPLIED[name](model[1], fields(model[0], batch[0]) - batch[1])
+    weights = [jax.random.normal(jax.random.key(3 + i), s) for i, s in enumerate([(3, 64), (2, 2)])]
+    model = network, weights
+    want = eqx.filter_jit(eqx.filter_grad(loss))(model, batch)
+    _, grads = evaluated(loss, model, batch, "bfloat16")
+    for got, expected in zip([grads[0], *grads[1]], [want[0], *want[1]], strict=True):
+        error = np.linalg.norm(flat(got) - flat(expected))
+        assert error <= 2.0**-5 * np.linalg.norm(flat(expected))
+
+
+@jax.custom_jvp
+def divided(x, state):
+    return x / state
+
+
+@partial(divided.defjvp, symbolic_zeros=True)
+def _divided_jvp(primals, tangents):
+    (x, state), (x_dot, state_dot) = primals, tangents
+    assert isinstance(state_dot, jax.custom_derivatives.SymbolicZero), "derivative of a state"
+    return x / state, x_dot / state
+
+
+def _by_divisions(params, p):
+    first, last = params
+    state = jax.lax.stop_gradient(2 + jnp.sum((first @ first.T) ** 2))
+    h = jnp.tanh(p @ first)
+    return jnp.tanh(divided(h, state + jax.lax.stop_gradient(jnp.max(h)))) @ last
+
+
+@pytest.mark.parametrize("terms", [False, True])
+def test_what_has_no_derivative_has_none_in_any_layer(terms):
+    """Solvers such as lineax's factorize beforehand, and insist that nobody differentiates that:
+    an `AssertionError` came out of them."""
+    params = [
+        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((2, 8), (8, 1)))
+    ]
+
+    def loss(params, x):
+        if not terms:
+            return jnp.mean((_by_divisions(params, x) - 1) ** 2)
+        d = mpx.partials(
+            lambda p: _by_divisions(params, p)[0], ["u_x", "u_xy"], coords="xy", outputs="u"
+        )
+        d = jax.vmap(d)(x)
+        return jnp.mean((d["u_x"] + d["u_xy"] - 1) ** 2)
+
+    want_value, want = eqx.filter_jit(eqx.filter_value_and_grad(loss))(params, POINTS)
+    value, grads = evaluated(loss, params, POINTS, "bfloat16")
+    np.testing.assert_allclose(value, want_value, rtol=2.0**-20)
+    assert relative(grads, want) < 2.0**-6

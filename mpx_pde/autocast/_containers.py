@@ -12,16 +12,8 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn, jaxpr_as_fun
 
 from ..checkpoint_policies import translate
-from ..interpret._jaxpr import (
-    TRACED,
-    bind_around,
-    bodies_of,
-    differentiable,
-    pullback,
-    pushforward,
-    rebind,
-    scan_counts,
-)
+from ..interpret._jaxpr import TRACED, bodies_of, differentiable, pullback, pushforward
+from ..interpret._rebind import bind_around, rebind, scan_counts
 from ..interpret._reverse import is_symbolic_zero, linear_by_pullback, tangent_like
 from ._feeding import Summed
 from ._rules import Policy

@@ -1,12 +1,8 @@
-"""Walking a jaxpr: what contains what, and how to bind a container again around new bodies.
-
-An interpreter evaluates equations one by one. Where an equation holds a jaxpr of its own (a
-`jit`, a loop, a branch, a function with its own derivative), it hands [`rebind`][] a Python
-function for each inner jaxpr, and gets the same container around them. Types may change on the
-way, the number and order of operands and results may not.
+"""Walking a jaxpr: what contains what, and how an equation is bound.
 
 `autocast`, `ranges` and the derivative engine (and with it `forward=`) are such interpreters. What
-they know of a value goes with it in a PyTree; how JAX's containers are made is known here alone.
+they know of a value goes with it in a PyTree; how JAX's containers are made is known here and in
+`_rebind.py` alone.
 """
 
 import re
@@ -19,16 +15,12 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .._dtypes import default_precision
 from .._varying import mark_varying
 from ._primitives import PRODUCTS
-
-
-Body = Callable[..., list]
 
 
 def trace_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[ClosedJaxpr, list, Callable]:
@@ -72,7 +64,7 @@ _CALLS: dict[str, tuple[str, ...]] = {
     "call": ("call_jaxpr",),
     "eval_jaxpr": ("call_jaxpr",),
 }
-_CONTAINERS: dict[str, tuple[str, ...]] = {
+CONTAINERS: dict[str, tuple[str, ...]] = {
     **_CALLS,
     "remat2": ("jaxpr",),
     "scan": ("jaxpr",),
@@ -104,7 +96,7 @@ def close(jaxpr: Any) -> ClosedJaxpr:
 def bodies_of(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """The jaxprs inside an equation that [`rebind`][] can enter, in its order."""
     out = []
-    for name in _CONTAINERS.get(eqn.primitive.name, ()):
+    for name in CONTAINERS.get(eqn.primitive.name, ()):
         inner = eqn.params[name]
         out.extend(map(close, inner) if isinstance(inner, tuple | list) else [close(inner)])
     return out
@@ -112,7 +104,7 @@ def bodies_of(eqn: JaxprEqn) -> list[ClosedJaxpr]:
 
 def is_container(eqn: JaxprEqn) -> bool:
     """Whether [`rebind`][] can enter the equation."""
-    return eqn.primitive.name in _CONTAINERS
+    return eqn.primitive.name in CONTAINERS
 
 
 def contains(closed: ClosedJaxpr, names: Collection[str]) -> bool:
@@ -291,110 +283,3 @@ def pullback(eqn: JaxprEqn, moving: Sequence[int]) -> tuple[ClosedJaxpr, Callabl
         return jax.make_jaxpr(backward)(residuals, [eqn.outvars[i].aval for i in live])
 
     return forward_jaxpr, backward_jaxpr
-
-
-def bind_around(eqn: JaxprEqn, args: Sequence, closed: ClosedJaxpr) -> list:
-    """Binds a `jit` or a checkpoint around another jaxpr."""
-    (name,) = _CONTAINERS[eqn.primitive.name]
-    if isinstance(eqn.params[name], ClosedJaxpr):
-        return eqn.primitive.bind(*args, **{**eqn.params, name: closed})
-    # An open jaxpr takes its constants as operands.
-    jaxpr = closed.jaxpr
-    jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-    return eqn.primitive.bind(*closed.consts, *args, **{**eqn.params, name: jaxpr})
-
-
-def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many of the operands of a `scan` are constants, and how many carries."""
-    params = eqn.params
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    # JAX 0.11 keeps the operands in groups.
-    consts, carry, _ = params["ft_in"].update(list(range(len(eqn.invars)))).unpack()
-    return len(list(consts)), len(list(carry))
-
-
-def _scan(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
-    params = eqn.params
-    n_consts, n_carry = scan_counts(eqn)
-    consts, init, xs = _cut(args, n_consts, n_carry)
-
-    def step(carry, x):
-        out = body(*consts, *carry, *x)
-        return out[:n_carry], out[n_carry:]
-
-    options = {k: params[k] for k in ("length", "reverse", "unroll")}
-    if params.get("_split_transpose"):
-        options["_split_transpose"] = True
-    carry, ys = lax.scan(step, init, xs, **options)
-    return [*carry, *ys]
-
-
-def _while(eqn: JaxprEqn, args: Sequence, test: Body, body: Body) -> list:
-    test_consts, body_consts, init = _cut(
-        args, eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    )
-    return lax.while_loop(
-        lambda carry: test(*test_consts, *carry)[0],
-        lambda carry: body(*body_consts, *carry),
-        init,
-    )
-
-
-def _shard_map(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
-    params = eqn.params
-    # JAX renamed the parameter.
-    renamed = "newly_manual_axes" in params
-    axes = params["newly_manual_axes" if renamed else "manual_axes"]
-    out = jax.shard_map(
-        lambda *args: tuple(body(*args)),
-        mesh=params["mesh"],
-        in_specs=tuple(params["in_specs"]),
-        out_specs=tuple(params["out_specs"]),
-        axis_names=set(axes),
-        check_vma=params["check_vma"],
-    )(*args)
-    return list(out)
-
-
-def _cut(args: Sequence, first: int, second: int) -> tuple[list, list, list]:
-    args = list(args)
-    return args[:first], args[first : first + second], args[first + second :]
-
-
-def _cond(eqn: JaxprEqn, args: Sequence, branches: Sequence[Body]) -> list:
-    index, *operands = args
-    platforms = eqn.params.get("branches_platforms")
-    if platforms is None:
-        return list(lax.switch(index, list(branches), *operands))
-    # The branch is chosen, and the others dropped, where the program is lowered for a platform.
-    named, default = {}, None
-    for names, branch in zip(platforms, branches, strict=True):
-        if names is None:
-            default = branch
-        else:
-            named.update(dict.fromkeys(names, branch))
-    return list(lax.platform_dependent(*operands, default=default, **named))
-
-
-def rebind(eqn: JaxprEqn, args: Sequence, bodies: Sequence[Body]) -> list:
-    """Binds a container to `args`, with `bodies` in place of its inner jaxprs.
-
-    Each body takes the arrays that its jaxpr takes and returns a list of what that returns. An
-    array may stand in a PyTree of its own, which tells more about it, but for operands and
-    results of a `jit` or a checkpoint and the index of a `cond`. In a loop the carry must leave
-    in the type that it came in; branches must agree. The derivative of a `custom_jvp_call` or
-    `custom_vjp_call` is not carried over: use [`pushforward`][] and [`pullback`][].
-    """
-    name = eqn.primitive.name
-    if name == "scan":
-        return _scan(eqn, args, *bodies)
-    if name == "while":
-        return list(_while(eqn, args, *bodies))
-    if name == "cond":
-        return _cond(eqn, args, bodies)
-    if name == "shard_map":
-        return _shard_map(eqn, args, *bodies)
-    if name in TRACED:
-        return list(bind_around(eqn, args, jax.make_jaxpr(bodies[0])(*args)))
-    return list(bodies[0](*args))

@@ -17,7 +17,8 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 from ._flat import Constant, flatten
-from ._jaxpr import bodies_of, in_context_of, own_bind, rebind, trace_arrays
+from ._jaxpr import bodies_of, in_context_of, own_bind, trace_arrays
+from ._rebind import rebind
 
 
 mark_p = Primitive("named_value")

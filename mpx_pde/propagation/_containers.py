@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from ..interpret._jaxpr import LOOPS, bodies_of, rebind, scan_counts
+from ..interpret._jaxpr import LOOPS, bodies_of
+from ..interpret._rebind import rebind, scan_counts
 from ._plan import Index, Plan
 from ._streams import DEEP, Jet, Operand, is_inexact, primal_of, stage_of, zeros_of
 

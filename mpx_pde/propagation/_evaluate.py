@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters import ad
 
@@ -105,8 +106,13 @@ class Evaluator:
         known_arrays = {k: x for k, x in arrays.items() if not isinstance(x, jax.Array)}
         arrays = {k: x for k, x in arrays.items() if k not in known_arrays}
 
+        def held(values):
+            # A derivative of zeros is not none, which some functions insist on.
+            return {k: lax.stop_gradient(x) if k in roles.still else x for k, x in values.items()}
+
         def layer(evaluator, arrays, traced):
-            inner: dict[int, Any] = {**known_arrays, **arrays, **_join(known, traced)}
+            values = {**arrays, **_join(known, traced)}
+            inner: dict[int, Any] = {**known_arrays, **held(values)}
             for step in part.steps:
                 evaluator._step(step, inner, roles)
             return {k: evaluator._leaving(inner[k], k, roles) for k in part.outputs}
@@ -117,10 +123,10 @@ class Evaluator:
             run = (
                 jax.checkpoint(partial(layer, self)) if part.checkpointed else partial(layer, self)
             )
-            env.update(run(arrays, traced))
+            env.update(held(run(arrays, traced)))
         elif part.multiplies or (part.checkpointed and roles.final.isdisjoint(part.outputs)):
             # A loss is differentiated as it stands: the residual decides.
-            env.update(self._in_full(layer, arrays, traced, roles))
+            env.update(held(self._in_full(layer, arrays, traced, roles)))
         else:
             env.update(layer(self.full, arrays, traced))
 

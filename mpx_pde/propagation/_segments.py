@@ -13,8 +13,10 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..interpret._flat import Constant, Flat, Step, flatten, variables
-from ..interpret._jaxpr import LOOPS, bodies_of, contains, scan_counts
+from ..interpret._jaxpr import LOOPS, bodies_of, contains
+from ..interpret._rebind import scan_counts
 from . import _tables as tables
+from ._linear import by_stream, is_linear, moving_in, still_in
 from ._network import contracted, ends_of
 from ._plan import Index, Plan
 from ._streams import DEEP, FIRST, RAW, Jet, is_inexact
@@ -28,6 +30,8 @@ _VALUE: frozenset[Index] = frozenset({()})
 
 _ALONE = LOOPS | {"shard_map", "remat2", "sort"}
 """Takes long, or has a memory of its own: not evaluated again."""
+
+_SUMS = ("add", "sub", "add_any")
 
 
 def _is_alone(step: Step) -> bool:
@@ -52,6 +56,7 @@ class Role(NamedTuple):
     - `ends`: the products and loops of a network, by position, where a whole loss is evaluated;
         `final` is then what none of these depends on.
     - `params`: what is made of parameters alone there.
+    - `still`: what has no derivative, such as what comes of `jax.lax.stop_gradient`.
     """
 
     stage: dict[int, int]
@@ -61,6 +66,7 @@ class Role(NamedTuple):
     asked: dict[int, frozenset[Index]]
     ends: frozenset[int] | None = None
     params: Collection[int] = ()
+    still: Collection[int] = ()
 
     def known(self, step: Step, operands: Sequence[Any]) -> bool:
         """Whether an equation only moves coordinates whose derivatives are known numbers."""
@@ -112,7 +118,7 @@ def roles_of(
         here, name = max(moving), step.eqn.primitive.name
         if name in tables.PRODUCTS:
             here = FIRST if here == RAW else DEEP
-        elif here == FIRST and not _linear(step, stage):
+        elif here == FIRST and not is_linear(step, stage):
             here = DEEP
         stage.update(dict.fromkeys(step.outputs, here))
         if here == FIRST:
@@ -134,7 +140,8 @@ def roles_of(
         wanted = _wanted(flat, stage, ends, made, wanted | next_step)
     stored = {x for x, s in stage.items() if s == DEEP and x in wanted}
     everything = _asked_of(flat, stage, plan, asked)
-    return Role(stage, set(stage) - wanted, stored, half, everything, ends, made)
+    final = set(stage) - wanted
+    return Role(stage, final, stored, half, everything, ends, made, still_in(flat))
 
 
 def _wanted(
@@ -180,7 +187,7 @@ def _asked_of(
             keys = plan.everything
         elif keys and step.eqn.primitive.name in tables.CONSTANT:
             keys = _VALUE
-        elif keys and not _by_stream(step, stage):
+        elif keys and not by_stream(step, stage):
             keys = plan.needs(keys)
         for x, v in zip(step.inputs, step.eqn.invars, strict=True):
             if not isinstance(x, Constant):
@@ -188,24 +195,6 @@ def _asked_of(
                 here = keys if is_inexact(v.aval) else keys and _VALUE
                 out[x] = out.get(x, none) | here
     return out
-
-
-def _by_stream(step: Step, stage: Mapping[int, int]) -> bool:
-    """Whether each stream of a result comes of the same stream of the operands alone."""
-    one = step.eqn.primitive.name in tables.PRODUCTS and len(_moving(step, stage)) == 1
-    return one or _linear(step, stage)
-
-
-def _linear(step: Step, stage: Mapping[int, int]) -> bool:
-    name = step.eqn.primitive.name
-    moving = _moving(step, stage)
-    scales = name in ("mul", "convert_element_type") and len(moving) == 1
-    return name in tables.LINEAR or scales or (name == "div" and moving == [0])
-
-
-def _moving(step: Step, stage: Mapping[int, int]) -> list[int]:
-    """Which operands of an equation depend on the point."""
-    return [i for i, x in enumerate(step.inputs) if not isinstance(x, Constant) and x in stage]
 
 
 def parts_of(flat: Flat, roles: Role) -> list[Part]:
@@ -258,7 +247,7 @@ def _layers(
         made = {x for s in steps for x in s.outputs}
         used = dict.fromkeys(x for s in steps for x in variables(s.inputs))
         outputs = tuple(x for s in steps for x in s.outputs if last.get(x, -1) > stop)
-        curved = any(not _linear(s, roles.stage) for s in steps if _kind(s, roles) == "light")
+        curved = any(not is_linear(s, roles.stage) for s in steps if _kind(s, roles) == "light")
         out.append(
             Part(
                 steps,
@@ -273,6 +262,7 @@ def _layers(
         products.clear()
 
     waiting: set[int] = set()  # made by what is pending, now or before
+    sums = _last_sums(flat, steps, roles)
     for i, step in enumerate(steps):
         kind = _kind(step, roles)
         if kind == "raw" and not waiting.isdisjoint(variables(step.inputs)):
@@ -291,8 +281,28 @@ def _layers(
         pending.append((i, step))
         if kind == "product":
             products.update(step.outputs)
+        elif not sums.isdisjoint(step.outputs):
+            close()
     close()
     return out
+
+
+def _last_sums(flat: Flat, steps: Sequence[Step], roles: Role) -> set[int]:
+    """The sums before the last products of a network in a whole loss. These may multiply residuals
+    by parameters: there a sum is kept, and not evaluated again of rounded summands."""
+    ends = {x for i in roles.ends or () for x in flat.steps[i].outputs}
+    needed, sums = set[int](), set[int]()
+    for step in reversed(steps if ends else ()):
+        kind = _kind(step, roles)
+        if not ends.isdisjoint(step.outputs):
+            last = kind == "product" and roles.final.issuperset(step.outputs)
+        else:
+            last = kind in ("light", "product") and not needed.isdisjoint(step.outputs)
+            if last and step.eqn.primitive.name in _SUMS and len(moving_in(step, roles.stage)) == 2:
+                sums.update(step.outputs)
+        if last:
+            needed.update(variables(step.inputs))
+    return sums
 
 
 def _region(step: Step, outputs: Sequence[int], roles: Role) -> Part:
@@ -314,7 +324,7 @@ def _holds_loss(step: Step, roles: Role) -> bool:
         return False
     for flat, inner, _ in _inside(step, roles.stage, roles.params):
         network, rest = divided(flat, inner)
-        if any(_is_alone(s) or not _linear(s, inner.stage) for s in rest):
+        if any(_is_alone(s) or not is_linear(s, inner.stage) for s in rest):
             return True
         last = [s for s in network if not inner.final.isdisjoint(s.outputs)]
         if any(_holds_loss(s, inner) for s in last):

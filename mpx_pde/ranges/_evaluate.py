@@ -17,10 +17,10 @@ from ..interpret._jaxpr import (
     in_context_of,
     inner_scope,
     is_container,
-    rebind,
     scopes_of,
     walk,
 )
+from ..interpret._rebind import rebind
 from ._stats import Counts, is_finite, is_measured
 from ._where import Place, inside, place_of
 from ._widen import bind_wide, is_narrow, is_narrow_array, widen

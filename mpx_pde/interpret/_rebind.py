@@ -1,0 +1,141 @@
+"""How to bind a container again around new bodies.
+
+Where an equation holds a jaxpr of its own (a `jit`, a loop, a branch, a function with its own
+derivative), an interpreter hands [`rebind`][] a Python function for each inner jaxpr, and gets the
+same container around them. Types may change on the way, the number and order of operands and
+results may not.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from ._jaxpr import CONTAINERS, TRACED, bodies_of
+
+
+Body = Callable[..., list]
+
+
+def bind_around(eqn: JaxprEqn, args: Sequence, closed: ClosedJaxpr) -> list:
+    """Binds a `jit` or a checkpoint around another jaxpr."""
+    (name,) = CONTAINERS[eqn.primitive.name]
+    if isinstance(eqn.params[name], ClosedJaxpr):
+        return eqn.primitive.bind(*args, **{**eqn.params, name: closed})
+    # An open jaxpr takes its constants as operands.
+    jaxpr = closed.jaxpr
+    jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+    return eqn.primitive.bind(*closed.consts, *args, **{**eqn.params, name: jaxpr})
+
+
+def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
+    """How many of the operands of a `scan` are constants, and how many carries."""
+    params = eqn.params
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    # JAX 0.11 keeps the operands in groups.
+    consts, carry, _ = params["ft_in"].update(list(range(len(eqn.invars)))).unpack()
+    return len(list(consts)), len(list(carry))
+
+
+def _scan(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
+    params = eqn.params
+    n_consts, n_carry = scan_counts(eqn)
+    consts, init, xs = _cut(args, n_consts, n_carry)
+
+    def step(carry, x):
+        out = body(*consts, *carry, *x)
+        return out[:n_carry], out[n_carry:]
+
+    options = {k: params[k] for k in ("length", "reverse", "unroll")}
+    if params.get("_split_transpose"):
+        options["_split_transpose"] = True
+    carry, ys = lax.scan(step, init, xs, **options)
+    return [*carry, *ys]
+
+
+def _while(eqn: JaxprEqn, args: Sequence, test: Body, body: Body) -> list:
+    test_consts, body_consts, init = _cut(
+        args, eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    )
+    going = lambda carry: test(*test_consts, *carry)[0]
+    step = lambda carry: body(*body_consts, *carry)
+    if not bodies_of(eqn)[0].out_avals[0].shape:
+        return lax.while_loop(going, step, init)
+
+    # Of a loop that is mapped, each goes on for itself.
+    def proceed(carry):
+        on = going(carry)
+
+        def chosen(new, old, aval):
+            # A stacked stream has an axis in front.
+            first = new.ndim - aval.ndim
+            there = lax.broadcast_in_dim(on, new.shape, range(first, first + on.ndim))
+            return lax.select(there, new, old)
+
+        avals = [v.aval for v in eqn.invars[-len(init) :]]
+        choose = lambda x, y, aval: jax.tree.map(lambda a, b: chosen(a, b, aval), x, y)
+        return list(map(choose, step(carry), carry, avals))
+
+    return lax.while_loop(lambda carry: jnp.any(going(carry)), proceed, init)
+
+
+def _shard_map(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
+    params = eqn.params
+    # JAX renamed the parameter.
+    renamed = "newly_manual_axes" in params
+    axes = params["newly_manual_axes" if renamed else "manual_axes"]
+    out = jax.shard_map(
+        lambda *args: tuple(body(*args)),
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=set(axes),
+        check_vma=params["check_vma"],
+    )(*args)
+    return list(out)
+
+
+def _cut(args: Sequence, first: int, second: int) -> tuple[list, list, list]:
+    args = list(args)
+    return args[:first], args[first : first + second], args[first + second :]
+
+
+def _cond(eqn: JaxprEqn, args: Sequence, branches: Sequence[Body]) -> list:
+    index, *operands = args
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        return list(lax.switch(index, list(branches), *operands))
+    # The branch is chosen, and the others dropped, where the program is lowered for a platform.
+    named, default = {}, None
+    for names, branch in zip(platforms, branches, strict=True):
+        if names is None:
+            default = branch
+        else:
+            named.update(dict.fromkeys(names, branch))
+    return list(lax.platform_dependent(*operands, default=default, **named))
+
+
+def rebind(eqn: JaxprEqn, args: Sequence, bodies: Sequence[Body]) -> list:
+    """Binds a container to `args`, with `bodies` in place of its inner jaxprs.
+
+    Each body takes the arrays that its jaxpr takes and returns a list of what that returns. An
+    array may stand in a PyTree of its own, which tells more about it, but for operands and
+    results of a `jit` or a checkpoint and the index of a `cond`. In a loop the carry must leave
+    in the type that it came in; branches must agree. The derivative of a `custom_jvp_call` or
+    `custom_vjp_call` is not carried over: use [`pushforward`][] and [`pullback`][].
+    """
+    name = eqn.primitive.name
+    if name == "scan":
+        return _scan(eqn, args, *bodies)
+    if name == "while":
+        return list(_while(eqn, args, *bodies))
+    if name == "cond":
+        return _cond(eqn, args, bodies)
+    if name == "shard_map":
+        return _shard_map(eqn, args, *bodies)
+    if name in TRACED:
+        return list(bind_around(eqn, args, jax.make_jaxpr(bodies[0])(*args)))
+    return list(bodies[0](*args))

@@ -1,0 +1,37 @@
+"""What of an equation depends on the point, whether it is linear in that, and what stands still."""
+
+from collections.abc import Mapping
+
+from ..interpret._flat import Constant, Flat, Step
+from . import _tables as tables
+from ._streams import is_inexact
+
+
+def by_stream(step: Step, stage: Mapping[int, int]) -> bool:
+    """Whether each stream of a result comes of the same stream of the operands alone."""
+    one = step.eqn.primitive.name in tables.PRODUCTS and len(moving_in(step, stage)) == 1
+    return one or is_linear(step, stage)
+
+
+def is_linear(step: Step, stage: Mapping[int, int]) -> bool:
+    """Whether an equation is linear in what depends on the point."""
+    name = step.eqn.primitive.name
+    moving = moving_in(step, stage)
+    scales = name in ("mul", "convert_element_type") and len(moving) == 1
+    return name in tables.LINEAR or scales or (name == "div" and moving == [0])
+
+
+def moving_in(step: Step, stage: Mapping[int, int]) -> list[int]:
+    """Which operands of an equation depend on the point."""
+    return [i for i, x in enumerate(step.inputs) if not isinstance(x, Constant) and x in stage]
+
+
+def still_in(flat: Flat) -> set[int]:
+    """The variables of a program that have no derivative, whatever it is taken by."""
+    out = set[int]()
+    for step in flat.steps:
+        pairs = zip(step.inputs, step.eqn.invars, strict=True)
+        values = {x for x, v in pairs if not isinstance(x, Constant) and is_inexact(v.aval)}
+        if step.eqn.primitive.name in tables.CONSTANT or values <= out:
+            out.update(step.outputs)
+    return out
