@@ -47,8 +47,8 @@ def rounded_cotangent(x: Array, dtype: Any) -> Array:
     return _rounded_p.bind(x, dtype=jnp.dtype(dtype))
 
 
-def shared(x: Any, count: int) -> list[Array]:
-    """`x`, once for each of several products with it.
+def shared(x: Any, count: int) -> list[Any]:
+    """`x`, an array or a constant, once for each of several products with it.
 
     Its cotangents are added up so that a GPU accumulates each onto what the products before it have
     summed. Of the order in which JAX adds them, XLA makes every other one a kernel of its own.
