@@ -57,14 +57,8 @@ OPERATORS = (
     *_library("nn/_activations", "_order", "_forward", "_derivative_of"),
 )
 AUTOCAST = _library(
-    *(
-        "autocast/*",
-        "interpret/_jaxpr",
-        "interpret/_rebind",
-        "interpret/_primitives",
-        "interpret/_tables",
-    ),
-    *("_conv", "interpret/_reverse", "checkpoint_policies"),
+    *("autocast/*", "_conv", "checkpoint_policies"),
+    *(f"interpret/{n}" for n in ("_jaxpr", "_rebind", "_primitives", "_tables", "_reverse")),
 )
 SECOND_ORDER = _library(*(f"training/{n}" for n in ("_conjugate", "_residuals", "_second_order")))
 COMPILER = _benchmarks("_deviceless", "_hlo")

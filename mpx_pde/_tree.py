@@ -131,11 +131,8 @@ def first_difference(wanted: PyTree, given: PyTree) -> str | None:
     )
     for path in dict.fromkeys([*should, *has]):
         if should.get(path) != has.get(path):
-            where, it, wants = (
-                path or "its root",
-                *(x.get(path, "nothing") for x in (has, should)),
-            )
-            return f"at {where} it has {it}, where there should be {wants}"
+            it, wants = (x.get(path, "nothing") for x in (has, should))
+            return f"at {path or 'its root'} it has {it}, where there should be {wants}"
     return None
 
 

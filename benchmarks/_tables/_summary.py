@@ -51,8 +51,7 @@ def headline() -> str:
     breadth = load("breadth-cpu")
     ratios = Ratios(breadth)
     counts = {p: len(ratios.of(p, "forward-float32-float16")) for p in ratios.solved}
-    *few, most = sorted(set(counts.values()) - {0})
-    seeds = f"{', '.join(map(str, few))} or {most}"
+    seeds = " or ".join(map(str, sorted(set(counts.values()) - {0})))
     rows = [
         *([f"Error over float32's, {what}", _errors(ratios, name)] for name, what in RUNS.items()),
         ["Seeds of these trainings", f"{seeds} a problem, most where they scatter; its median"],

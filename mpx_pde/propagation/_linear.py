@@ -26,12 +26,16 @@ def moving_in(step: Step, stage: Mapping[int, int]) -> list[int]:
     return [i for i, x in enumerate(step.inputs) if not isinstance(x, Constant) and x in stage]
 
 
+def values_in(step: Step) -> set[int]:
+    """The variables among the operands of an equation that have derivatives: no integers."""
+    pairs = zip(step.inputs, step.eqn.invars, strict=True)
+    return {x for x, v in pairs if not isinstance(x, Constant) and is_inexact(v.aval)}
+
+
 def still_in(flat: Flat) -> set[int]:
     """The variables of a program that have no derivative, whatever it is taken by."""
     out = set[int]()
     for step in flat.steps:
-        pairs = zip(step.inputs, step.eqn.invars, strict=True)
-        values = {x for x, v in pairs if not isinstance(x, Constant) and is_inexact(v.aval)}
-        if step.eqn.primitive.name in tables.CONSTANT or values <= out:
+        if step.eqn.primitive.name in tables.CONSTANT or values_in(step) <= out:
             out.update(step.outputs)
     return out

@@ -11,9 +11,9 @@ import math
 from collections.abc import Collection
 from typing import Any
 
-from ..interpret._flat import Constant, Flat, Step, variables
+from ..interpret._flat import Flat, Step, variables
 from . import _tables as tables
-from ._streams import is_inexact
+from ._linear import values_in
 
 
 def ends_of(
@@ -37,8 +37,7 @@ def ends_of(
     given = set(params)
     ends = set()
     for i, step in enumerate(flat.steps):
-        pairs = zip(step.inputs, step.eqn.invars, strict=True)
-        values = [x for x, v in pairs if not isinstance(x, Constant) and is_inexact(v.aval)]
+        values = values_in(step)
         chosen = values and given.issuperset(values) and i not in alone  # be it by data
         if chosen or not any(x in stage for x in variables(step.inputs)):
             if not given.isdisjoint(values):

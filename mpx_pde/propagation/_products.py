@@ -18,6 +18,7 @@ from .._varying import match_varying_axes
 from ..interpret._flat import Constant, Flat, variables
 from ..interpret._jaxpr import aval_of
 from ..interpret._primitives import MIXED, asks_for_more, says_its_dtype
+from ._linear import values_in
 from ._plan import Index
 from ._rules import Rules
 from ._segments import Role
@@ -52,12 +53,8 @@ class Product:
         for step in flat.steps:
             inputs = variables(step.inputs)
             if moving.isdisjoint(inputs):
-                numbers = [
-                    x
-                    for x, v in zip(step.inputs, step.eqn.invars, strict=True)
-                    if not isinstance(x, Constant) and is_inexact(v.aval)
-                ]
-                made = all(x in out for x in numbers) and bool(numbers)
+                numbers = values_in(step)
+                made = bool(numbers) and numbers <= out
                 for x, v in zip(step.outputs, step.eqn.outvars, strict=True):
                     if is_inexact(v.aval) and (made or is_half(aval_of(v).dtype)):
                         out.add(x)

@@ -148,8 +148,7 @@ def _check_own(tree: PyTree, axis_name: Any, call: str) -> None:
     """A `ValueError` for arrays that are the same on all devices, of which the mean would be what
     JAX has summed."""
     # Without marks (`check_vma=False`, `pmap`) nothing is known, and nothing has been summed.
-    names = frozenset(axis_name if isinstance(axis_name, tuple) else (axis_name,))
-    names &= varying_axes(lax.axis_index(axis_name))
+    names = varying_axes(lax.axis_index(axis_name))
     for path, x in jtu.tree_leaves_with_path(tree):
         same = sorted(names - varying_axes(x))
         if same:

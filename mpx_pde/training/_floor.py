@@ -116,6 +116,13 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.2g} %"
 
 
+def check_tolerance(tolerance: Any, call: str) -> float:
+    """`tolerance`; a `ValueError` in the name of `call` unless it is positive."""
+    if not is_real(tolerance) or not 0 < tolerance < math.inf:
+        raise ValueError(f"`{call}` needs a positive `tolerance`, but got {tolerance!r}.")
+    return float(tolerance)
+
+
 def precision_floor(
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None,
@@ -174,13 +181,10 @@ def precision_floor(
         raise ValueError(
             f"`{_CALL}` needs a positive integer as `micro_batches`, but got {micro_batches!r}."
         )
-    if not is_real(tolerance) or not 0 < tolerance < math.inf:
-        raise ValueError(f"`{_CALL}` needs a positive `tolerance`, but got {tolerance!r}.")
+    tolerance = check_tolerance(tolerance, _CALL)
     present = _rung_of(gradient.options)
     above, count = _above(present, against), int(micro_batches)
-    return eqx.module_update_wrapper(
-        _Floor(gradient, present, above, in_axes, count, float(tolerance))
-    )
+    return eqx.module_update_wrapper(_Floor(gradient, present, above, in_axes, count, tolerance))
 
 
 def _rung_of(options: Options) -> str:

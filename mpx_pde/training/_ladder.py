@@ -1,17 +1,16 @@
 """From one precision to the next as rounding asks for it."""
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
 import equinox as eqx
 
-from .._dtypes import is_integer, is_real
+from .._dtypes import is_integer
 from .._forward import RUNGS, check_rung, options_of
 from .._loss_scaling import AbstractLossScaling
 from .._tree import with_fields
-from ._floor import PrecisionFloor, precision_floor
+from ._floor import PrecisionFloor, check_tolerance, precision_floor
 
 
 _CALL = "PrecisionLadder"
@@ -90,8 +89,7 @@ class PrecisionLadder(eqx.Module):
                     f"`{_CALL}` climbs, but after {low!r} comes {high!r}, which is not above it. "
                     f"From below the order is {tuple(sorted(set(rungs), key=RUNGS.index))}."
                 )
-        if not is_real(tolerance) or not 0 < tolerance < math.inf:
-            raise ValueError(f"`{_CALL}` needs a positive `tolerance`, but got {tolerance!r}.")
+        tolerance = check_tolerance(tolerance, _CALL)
         if not is_integer(interval) or interval < 1:
             raise ValueError(
                 f"`{_CALL}` needs a positive integer as `interval`, but got {interval!r}."
@@ -102,7 +100,7 @@ class PrecisionLadder(eqx.Module):
                 f"`None` for silence, but got {say!r}."
             )
         self.index = 0
-        self.rungs, self.tolerance, self.interval = rungs, float(tolerance), int(interval)
+        self.rungs, self.tolerance, self.interval = rungs, tolerance, int(interval)
         self.say = say
 
     @property
@@ -179,9 +177,9 @@ class PrecisionLadder(eqx.Module):
             if self.at_top or step == 0 or step % self.interval:
                 return self
             # What is not needed here is the noise.
-            given = {"micro_batches": 1, **options}
-            for name in ("search", "axis_name"):
-                given.pop(name, None)
+            of_step = ("search", "axis_name")
+            given = {name: x for name, x in options.items() if name not in of_step}
+            given = {"micro_batches": 1, **given}
             floor = self.floor(func, scaling, has_aux, **given)(*args, **kwargs)
             if not floor.reached:
                 return self

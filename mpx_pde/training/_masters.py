@@ -57,7 +57,8 @@ def parse_master(master: Any, model: PyTree, state: PyTree, call: str) -> tuple[
         )
     if master == "kahan":
         state = compensated(state, model)
-        difference = first_difference(compensated(None, model).residue, state.residue)
+        wanted = eqx.filter_eval_shape(compensated, None, model).residue
+        difference = first_difference(wanted, state.residue)
         if difference is not None:
             raise ValueError(
                 f"`{call}` got an `optimizer_state` with the residues of another model: "
