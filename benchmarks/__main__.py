@@ -2,9 +2,8 @@
 
 `python -m benchmarks level LEVEL` runs all that a CPU, compilers without their devices, or a GPU
 can answer. `python -m benchmarks tables` writes the tables of README and documentation anew from
-`results/*.json`, and draws the figures; with `--check` it only says which are out of date, and
-which results are older than the code that they measure. `python -m benchmarks accept` accepts one
-as older, with a reason.
+`results/*.json`, and draws the figures; with `--check` it only says which are out of date. Both say
+how much the library has changed since each result was taken.
 """
 
 import argparse
@@ -49,7 +48,7 @@ def _without_out(argv: list[str]) -> list[str]:
 
 
 def _tables(argv: list[str]) -> int:
-    from . import _figures, _sources, _tables
+    from . import _figures, _history, _tables
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks tables",
@@ -62,12 +61,10 @@ def _tables(argv: list[str]) -> int:
     pages = _tables.stale(write=not check) + _figures.stale(write=not check)
     for page in pages:
         print(f"{'stale' if check else 'written'}: {page}")
-    older = _sources.complaints()
-    for line in older:
-        print(line, file=sys.stderr)
-    if older:
-        print(_sources.advice(older), file=sys.stderr)
-    return int(check and bool(pages or older))
+    for name, commits in _tables.taken().items():
+        if count := _history.changes_since(commits[0]):
+            print(f"{name}: taken at {commits[0]}; {count} commits have changed the library since")
+    return int(check and bool(pages))
 
 
 def main(argv: list[str]) -> int:
@@ -76,8 +73,7 @@ def main(argv: list[str]) -> int:
     usage = (
         "python -m benchmarks NAME [--out DIR] [--quick] [options of NAME]\n"
         "python -m benchmarks level cpu|deviceless|gpu [--help]\n"
-        "python -m benchmarks tables [--check]\n"
-        "python -m benchmarks accept NAME ... --reason TEXT"
+        "python -m benchmarks tables [--check]"
     )
     if not argv or argv[0] in ("-h", "--help"):
         print(f"{usage}\n\n{listing}")
@@ -85,10 +81,6 @@ def main(argv: list[str]) -> int:
     name = argv[0]
     if name == "tables":
         return _tables(argv[1:])
-    if name == "accept":
-        from ._sources import accept
-
-        return accept(argv[1:])
     if name == "level":
         from ._levels import run_level
 

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
+from ._history import commit, is_code_of
 from ._rivals import RIVALS, RivalMissing, TargetUnavailable, failure, require
-from ._sources import sources
 
 
 T = TypeVar("T")
@@ -51,6 +51,7 @@ def environment(command: str) -> dict[str, Any]:
         "python": platform.python_version(),
         **versions(("jax", "jaxlib", "equinox", "optax", "jax-cuda12-plugin", "libtpu")),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "commits": [commit()],
         "command": command,
     }
 
@@ -179,9 +180,8 @@ class Report:
     def page(self, *tables: str) -> None:
         """Prints tables as the pages have them, with what this run has found."""
         from ._tables import table
-        from ._tables._format import Result
 
-        data = Result({"environment": self.environment, **self.sections})
+        data = {"environment": self.environment, **self.sections}
         for name in tables:
             print(f"\n{table(name)(data)}", flush=True)
 
@@ -198,12 +198,17 @@ class Report:
         return self.folder / f"{self.name}-{kind}.json"
 
     def resume(self, *sections: str, same_code: bool = False) -> None:
-        """Takes over what an earlier run has written, or only if it had the code of today."""
-        before = json.loads(self.path.read_text("utf-8")) if self.path.exists() else {}
-        if before and same_code and before["sources"] != sources(self.name):
+        """Takes over what earlier runs have written, or only if they had the code of today."""
+        if not self.path.exists():
+            return
+        before = json.loads(self.path.read_text("utf-8"))
+        commits = before["environment"]["commits"]
+        if same_code and not all(map(is_code_of, commits)):
             self.note("The results there are of other code: from the start.")
-            before = {}
+            return
         self.sections |= {name: before[name] for name in sections if name in before}
+        told = dict.fromkeys([*commits, *self.environment["commits"]])
+        self.environment["commits"] = list(told)
 
     def has(self, section: str, **fields: Any) -> bool:
         """Whether there is a record with these fields."""
@@ -247,7 +252,6 @@ class Report:
         content = {
             "benchmark": self.name,
             "environment": {**self.environment, **rivals},
-            "sources": sources(self.name),
             **self.sections,
         }
         text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"

@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import re
+import subprocess
 
 import jax
 import jax.numpy as jnp
@@ -10,13 +12,12 @@ import optax
 import pytest
 from helpers import normal, tree_allclose
 
-from benchmarks import _figures, networks
+from benchmarks import _figures, _history, networks
 from benchmarks.__main__ import questions
 from benchmarks._levels import LEVELS, PIECE_MINUTES, Run, pieces
 from benchmarks._report import Report
 from benchmarks._rivals import RivalMissing, failure, require
 from benchmarks._tables._breadth import Ratios, resolutions
-from benchmarks._tables._format import Result
 from benchmarks._tf32 import emulate_tf32
 from benchmarks._trainings import Moment, first_below, take_turns
 
@@ -177,7 +178,10 @@ def test_errors_on_finer_grids_are_those_of_operators_by_precision():
     at = lambda coarse, fine: {"rel. L2 error at 64²": coarse, "rel. L2 error at 128²": fine}
     darcy = {**about, "problem": "darcy", "title": "Darcy"}
     data = {
-        "environment": {"device": "d", "cpu_count": 2, "jax": "j", "python": "p", "command": "c"},
+        "environment": {
+            "device": "d", "cpu_count": 2, "jax": "j", "python": "p", "command": "c",
+            "commits": ["1 of May"],
+        },
         "trainings": [
             {**darcy, "precision": "float16", "errors": {"rel. L2 error": 0.1, **at(0.3, None)}},
             {**darcy, "precision": "float32", "errors": at(0.1, 0.25)},
@@ -185,11 +189,11 @@ def test_errors_on_finer_grids_are_those_of_operators_by_precision():
             {**about, "problem": "u", "title": "U", "precision": "float32", "errors": {"u": 0.1}},
         ],
     }
-    head, _, full, half, *rest = resolutions(Result(data)).splitlines()
+    head, _, full, half, *rest = resolutions(data).splitlines()
     assert head == "| problem | precision | seed | 64² | 128² |"
     assert full == "| Darcy | float32 | 0 | 0.1000 | 0.2500 |"
     assert half == "| Darcy | float16 | 0 | 0.3000 | – |"
-    assert rest == ["", "d, 2 cores, JAX j, Python p; `c`."]
+    assert rest == ["", "d, 2 cores, JAX j, Python p, commit 1 of May; `c`."]
 
 
 def test_trainings_by_earlier_code_stand_over_float32_of_their_day():
@@ -240,12 +244,65 @@ def test_all_rivals_take_the_same_derivative(problem):
         assert abs(float(jax.jit(way(fun, problem))(p)) / want - 1) < 1e-5
 
 
-def test_a_benchmark_goes_on_where_it_was_left(tmp_path):
-    report = Report("float8", command="", folder=tmp_path)
+# --- The code of a result -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def repository(tmp_path, monkeypatch):
+    """Adds a commit to a repository of its own, with a text in the library."""
+    monkeypatch.setattr(_history, "ROOT", tmp_path)
+    library = tmp_path / "mpx_pde"
+    library.mkdir()
+    told = ("-c", "user.name=a", "-c", "user.email=a@b.c")
+    git = lambda *args: subprocess.run(["git", *told, *args], cwd=tmp_path, check=True)
+    git("init", "--quiet")
+
+    def add(text):
+        library.joinpath("file.py").write_text(text, encoding="utf-8")
+        git("add", ".")
+        git("commit", "--quiet", "--message", text)
+        return library / "file.py"
+
+    return add
+
+
+def test_a_result_names_its_commit_and_what_changed_since(repository):
+    file = repository("1")
+    first = _history.commit()
+    assert re.fullmatch(r"[0-9a-f]{7,} of \d{4}-\d\d-\d\d", first)
+    assert _history.is_code_of(first)
+    file.write_text("not committed", encoding="utf-8")
+    assert _history.commit() == first.replace(" of", "+ of")
+    assert not _history.is_code_of(first)
+    assert not _history.is_code_of(_history.commit())
+    repository("2")
+    file.parent.with_name("README.md").write_text("no code", encoding="utf-8")
+    assert not _history.is_code_of(first)
+    assert "+" not in _history.commit()
+    assert _history.changes_since(first) == 1
+    assert _history.changes_since(_history.commit()) == 0
+    assert _history.changes_since("unknown") is None
+
+
+def test_without_git_a_result_is_of_unknown_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(_history, "ROOT", tmp_path)
+    assert _history.commit() == "unknown"
+    assert not _history.is_code_of("unknown")
+
+
+def test_a_benchmark_goes_on_where_it_was_left(tmp_path, repository):
+    def go_on(**options):
+        report = Report("float8", command="", folder=tmp_path)
+        report.resume("errors", **options)
+        left = list(report.missing("errors", keys))
+        return left, len(report.environment["commits"])
+
     keys = [{"format": name} for name in ("float16", "bfloat16")]
+    repository("1")
+    report = Report("float8", command="", folder=tmp_path)
     for key in report.missing("errors", keys[:1]):
         report.record("errors", **key, u=1.0)
-    again = Report("float8", command="", folder=tmp_path)
-    again.resume("errors", same_code=True)
-    assert again.sections["errors"] == report.sections["errors"]
-    assert list(again.missing("errors", keys)) == keys[1:]
+    assert go_on(same_code=True) == (keys[1:], 1)
+    repository("2")
+    assert go_on() == (keys[1:], 2)  # writes nothing but what was there, and both commits
+    assert go_on(same_code=True) == (keys, 1)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from ._format import ROOT
+from ._format import RESULTS, ROOT, load
 
 
 _BLOCK = re.compile(r"(<!-- results:([\w.]+) -->\n).*?(<!-- /results -->)", re.DOTALL)
@@ -32,3 +32,9 @@ def stale(write: bool) -> list[Path]:
             if write:
                 path.write_text(new, encoding="utf-8")
     return found
+
+
+def taken() -> dict[str, list[str]]:
+    """The commits at which the results were taken, by name."""
+    names = sorted(path.stem for path in RESULTS.glob("*.json"))
+    return {name: load(name)["environment"]["commits"] for name in names}

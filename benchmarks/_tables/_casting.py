@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterator
 
 from ._breadth import Ratios
-from ._format import NOT_RUN, Record, Result, Table, groups, load, older
+from ._format import NOT_RUN, Record, Result, Table, groups, load, nothing
 
 
 HALVES = ("float16", "bfloat16")
@@ -65,12 +65,6 @@ def _steps(data: Result) -> Iterator[Record]:
         yield {"what": f"tracing a step of the {problem}, s", **ways}
 
 
-def _ages(data: Result) -> str:
-    """Of the three files. Where they come from is told beside their own tables."""
-    read = (data, load("vit_step-h100-cpu"), load("compile_time-cpu"))
-    return next(filter(None, map(older, read)), "").strip()
-
-
 steps = Table(
     "vit_step",
     _steps,
@@ -79,5 +73,5 @@ steps = Table(
     cast      {cast}
     autocast  {autocast}
     """,
-    told=_ages,
+    told=nothing,
 )

@@ -9,28 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._sources import accepted
-
 
 ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
 NOT_RUN = "compiled for an H100, not run"
 NONE = "–"
 
 Record = dict[str, Any]
 
 
-class Result(dict[str, Any]):
-    """A file of results, which knows its name."""
-
-    name: str = ""
+Result = dict[str, Any]
+"""A file of results."""
 
 
 def load(name: str) -> Result:
-    path = ROOT / "benchmarks" / "results" / f"{name}.json"
-    result = Result(json.loads(path.read_text(encoding="utf-8")))
-    result.pop("sources", None)  # of no use to a table
-    result.name = name
-    return result
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -39,18 +32,24 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def source(data: Mapping[str, Any]) -> str:
-    """Where a result comes from, and whether it is older than the code."""
+    """Where a result comes from."""
     env = data["environment"]
     return (
-        f"{env['device']}, {env['cpu_count']} cores, JAX {env['jax']}, Python {env['python']}; "
-        f"`{env['command']}`.{older(data)}"
+        f"{env['device']}, {env['cpu_count']} cores, JAX {env['jax']}, Python {env['python']}, "
+        f"{taken(data)}; `{env['command']}`."
     )
 
 
-def older(data: Mapping[str, Any]) -> str:
-    """That a result is accepted as older than the code, and why; empty if it is not."""
-    entry = accepted().get(data.name) if isinstance(data, Result) else None
-    return "" if entry is None else f" **Older than the code:** {entry['reason']}"
+def taken(data: Mapping[str, Any]) -> str:
+    """The commit of the code, or the first and the last of several."""
+    first, *others = data["environment"]["commits"]
+    return f"commits {first} to {others[-1]}" if others else f"commit {first}"
+
+
+def nothing(data: Mapping[str, Any]) -> str:
+    """Of results whose source stands below another table of the page."""
+    del data
+    return ""
 
 
 # --- Tables that are declared ----------------------------------------------------------------

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 
-from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load, older
+from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load, nothing
 
 
 OURS = "mpx_pde float16"
@@ -87,7 +87,7 @@ assumptions = _table(
     data sheet           {data_sheet}
     share of it assumed  {share}
     """,
-    told=lambda _: "",
+    told=nothing,
 )
 
 steps = _table(
@@ -124,7 +124,7 @@ recomputation = _table(
     gradient error          {{error}}
     """,
     MEMORY,
-    told=older,
+    told=nothing,
 )
 
 # What a forward pass in full takes and gives.
@@ -145,7 +145,7 @@ forward = _table(
     GB                      {{bytes:G.3g}}
     """,
     MEMORY,
-    told=older,
+    told=nothing,
 )
 
 # The cavity's largest step, by how its derivatives are taken.
@@ -161,7 +161,7 @@ memory = _table(
     kernels               {{kernels:,}}
     """,
     "{title}; beyond state and batch; " + NOT_RUN + ".",
-    told=older,
+    told=nothing,
 )
 
 _largest = _table(
@@ -174,7 +174,7 @@ _largest = _table(
     GB            {bytes:G.2f}
     line          {place}
     """,
-    told=lambda _: "",
+    told=nothing,
 )
 
 
@@ -186,7 +186,8 @@ def kernels(data: Result | None = None) -> str:
             largest = [
                 {**r, "place": f"`{r['line']}`" if r["line"] else NONE} for r in step["largest"]
             ]
-            parts.append(f"### {step['title']}\n\n{_largest(Result(largest=largest))}")
+            table = _largest({"largest": largest})
+            parts.append(f"### {step['title']}\n\n{table}")
     return "\n".join(parts)
 
 
@@ -197,5 +198,5 @@ commands = _table(
     problem     {title}
     on an H100  `{command}`
     """,
-    told=older,
+    told=nothing,
 )

@@ -1,10 +1,9 @@
 """All of it at a glance: what half precision costs in accuracy, and what it saves."""
 
 import statistics
-from collections.abc import Iterable
 
 from ._breadth import Ratios, number
-from ._format import NOT_RUN, Result, load, markdown, median, older
+from ._format import NOT_RUN, Result, load, markdown, median, taken
 from ._predicted import saved, speedups
 from ._programs import over_by_hand
 
@@ -19,21 +18,12 @@ RUNS = {
     "float32-rounded": "float32 with its first weights rounded once: chance",
 }
 
+READ = ("breadth", "predicted-h100", "overhead")
 COMPILED = {
     "physics-informed step": "cavity-512",
     "neural operator": "fno-128",
     "ViT-Base": "vit-base",
 }
-
-
-def _ages(read: Iterable[Result]) -> str:
-    """Which of the results are older than the code, a line for each reason."""
-    reasons: dict[str, list[str]] = {}
-    for data in read:
-        if reason := older(data):
-            reasons.setdefault(reason, []).append(f"`{data.name}`")
-    told = [f"- {', '.join(names)}:{reason}\n" for reason, names in reasons.items()]
-    return "".join(["\n", *told]) if told else ""
 
 
 def _errors(ratios: Ratios, name: str) -> str:
@@ -48,7 +38,7 @@ def _errors(ratios: Ratios, name: str) -> str:
 
 def headline() -> str:
     """What is promised, and the figure for it."""
-    breadth = load("breadth-cpu")
+    breadth, predicted, overhead = (load(f"{name}-cpu") for name in READ)
     ratios = Ratios(breadth)
     counts = {p: len(ratios.of(p, "forward-float32-float16")) for p in ratios.solved}
     seeds = " or ".join(map(str, sorted(set(counts.values()) - {0})))
@@ -57,7 +47,6 @@ def headline() -> str:
         ["Seeds of these trainings", f"{seeds} a problem, most where they scatter; its median"],
         ["Relative test error of neural operators, float16 and float32", _operators(ratios)],
     ]
-    predicted, overhead = load("predicted-h100-cpu"), load("overhead-cpu")
     rows += [
         [f"Memory of a {name}, float16 over float32, {NOT_RUN}", f"{saved(predicted, problem):.2f}"]
         for name, problem in COMPILED.items()
@@ -68,8 +57,8 @@ def headline() -> str:
         ["Operations of a step, over the same step by hand, on a CPU", f"at most {extra:.2f}"],
         ["Speed on a GPU", _speed(predicted)],
     ]
-    ages = _ages([breadth, overhead, predicted])
-    return f"{markdown(['what', 'measured'], rows)}\n{ages}"
+    ages = (f"- `{name}`: {taken(load(f'{name}-cpu'))}\n" for name in READ)
+    return "".join([markdown(["what", "measured"], rows), "\n\n", *ages])
 
 
 def _operators(ratios: Ratios) -> str:
