@@ -14,7 +14,7 @@ from helpers import normal, tree_allclose
 
 from benchmarks import _figures, _history, networks
 from benchmarks.__main__ import questions
-from benchmarks._levels import LEVELS, PIECE_MINUTES, Run, pieces
+from benchmarks._levels import LEVELS
 from benchmarks._report import Report
 from benchmarks._rivals import RivalMissing, failure, require
 from benchmarks._tables._breadth import Ratios, resolutions
@@ -120,26 +120,13 @@ def test_pytorch_takes_the_steps_of_muon_in_optax():
 @pytest.mark.parametrize("level", LEVELS)
 def test_all_commands_of_a_level_are_understood(level):
     known = questions()
-    for run in LEVELS[level]:
-        name, *options = run.command.split()
+    for command in LEVELS[level]:
+        name, *options = command.split()
         assert name in known
         parser = argparse.ArgumentParser()
         module = importlib.import_module(f"benchmarks.{name}")
         getattr(module, "add_arguments", lambda parser: None)(parser)
         parser.parse_args(options)
-
-
-@pytest.mark.parametrize("level", LEVELS)
-def test_pieces_keep_the_order_and_fit(level):
-    found = pieces(LEVELS[level])
-    assert [run for piece in found for run in piece] == list(LEVELS[level])
-    fits = lambda piece: sum(run.minutes for run in piece) <= PIECE_MINUTES
-    assert all(fits(piece) or (level != "gpu" and len(piece) == 1) for piece in found)
-
-
-def test_runs_that_fit_share_a_piece():
-    runs = (Run(6, "a"), Run(4, "b"), Run(3, "c"))
-    assert pieces(runs) == [list(runs[:2]), [runs[2]]]
 
 
 def test_a_rival_that_is_missing_is_named_with_the_command_that_installs_it(monkeypatch):
