@@ -166,7 +166,11 @@ def test_errors_on_finer_grids_are_those_of_operators_by_precision():
     darcy = {**about, "problem": "darcy", "title": "Darcy"}
     data = {
         "environment": {
-            "device": "d", "cpu_count": 2, "jax": "j", "python": "p", "command": "c",
+            "device": "d",
+            "cpu_count": 2,
+            "jax": "j",
+            "python": "p",
+            "command": "c",
             "commits": ["1 of May"],
         },
         "trainings": [
