@@ -732,9 +732,7 @@ SMALL = {
 }
 
 
-@pytest.mark.parametrize(
-    ("kind", "size"), [("direction", 1e3), *((kind, 1e4) for kind in SMALL)]
-)
+@pytest.mark.parametrize(("kind", "size"), [("direction", 1e3), *((kind, 1e4) for kind in SMALL)])
 def test_derivatives_far_below_one_do_not_vanish(kind, size):
     make, terms = SMALL[kind]
     model = Stretched(mpx.nn.CoordinateMLP(2, "scalar", 16, 2, key=jax.random.key(0)), size)

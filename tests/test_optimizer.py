@@ -394,9 +394,7 @@ def test_half_parameters_inside_of_full_precision_are_updated_in_float32(dtype):
             state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
             for value in (0.3, 0.7):
                 grads = make_grads(model, value)
-                model, state = mpx.optimizer_update(
-                    model, optimizer, state, grads, jnp.array(True)
-                )
+                model, state = mpx.optimizer_update(model, optimizer, state, grads, jnp.array(True))
             outcomes.append(jtu.tree_leaves((model, state)))
         assert tree_equal_bits(*outcomes)
 

@@ -268,11 +268,12 @@ def optimizer_update(
         # All three or none: some optimizers branch on the device, and their branches must agree.
         kept = view.state, view.params
         # Leaf by leaf: what is half inside of a `FullPrecision` is no less narrow.
-        state, masters = jtu.tree_map(widen, kept) if narrow else kept
+        grads, wide = jtu.tree_map(widen, (grads, kept))
+        state, masters = wide if narrow else kept
         # Optax relies on the standard promotion of dtypes.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             with _naming_a_state_of_another(optimizer, view):
-                updates, new_state = optimizer.update(jtu.tree_map(widen, grads), state, masters, **extra_args)
+                updates, new_state = optimizer.update(grads, state, masters, **extra_args)
             updates = jtu.tree_map(lambda u, p: None if p is None else u, updates, floating)
             old = model, optimizer_state
             rounding = None if master == "nearest" else step_key(key, grads, inner)
