@@ -203,6 +203,9 @@ OF_THEIR_OWN = {
     "softmax": lambda h: h * jax.nn.softmax(h),
     "of the user": bent,
     "in a jit": jax.jit(lambda h: bent(h + 1) - jax.nn.relu(h)),
+    # A sum into places holds a program too: that of two numbers.
+    "scatter": lambda h: h.at[jnp.array([0, 3])].add(h[1:3] * h[2:4]),
+    "segments": lambda h: jax.ops.segment_sum(h * h, jnp.arange(8) % 3, num_segments=8),
 }
 
 
