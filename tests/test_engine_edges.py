@@ -1,11 +1,12 @@
 """The derivative engine at the edges of its rules: ends of arrays, zeros, functions with a
 derivative of their own, and loops of half precision."""
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import equations, relative
+from helpers import HALVES, TOLERANCES, equations, relative
 from jax import lax
 
 import mpx_pde as mpx
@@ -179,3 +180,85 @@ def test_loops_of_a_network_in_half_multiply_in_half(loop, half):
     error, scale = (np.array([float(f[k]) for k in names]) for f in (got, want))
     # A few roundings of what a layer hands on.
     assert relative(error, scale) < {"float16": 2.0**-8, "bfloat16": 2.0**-5}[half]
+
+
+@jax.custom_jvp
+def bent(x):
+    return x * jnp.tanh(x)
+
+
+@bent.defjvp
+def _(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return bent(x), (jnp.tanh(x) + x / jnp.cosh(x) ** 2) * t
+
+
+# JAX's own and the user's, of one entry and of all, called inside of others.
+OF_THEIR_OWN = {
+    "relu": jax.nn.relu,
+    "relu cubed": lambda h: jax.nn.relu(h) ** 3,
+    "relu6": lambda h: h * jax.nn.relu6(3 * h + 1),
+    "hard_silu": jax.nn.hard_silu,
+    "entropy": lambda h: jax.scipy.special.entr(h + 3),
+    "softmax": lambda h: h * jax.nn.softmax(h),
+    "of the user": bent,
+    "in a jit": jax.jit(lambda h: bent(h + 1) - jax.nn.relu(h)),
+    # A sum into places holds a program too: that of two numbers.
+    "scatter": lambda h: h.at[jnp.array([0, 3])].add(h[1:3] * h[2:4]),
+    "segments": lambda h: jax.ops.segment_sum(h * h, jnp.arange(8) % 3, num_segments=8),
+}
+
+
+def of_their_own(name, point, first, weights):
+    hidden = jnp.tanh(jnp.dot(first.astype(point.dtype), point)).astype(weights.dtype)
+    return jnp.sum(OF_THEIR_OWN[name](weights @ hidden) * weights[0])
+
+
+@pytest.mark.parametrize("size", [1.0, 3e4])
+@pytest.mark.parametrize("half", HALVES)
+@pytest.mark.parametrize("name", list(OF_THEIR_OWN))
+def test_functions_with_a_derivative_of_their_own_in_half(name, half, size):
+    """In registers, as all between products: where the program has half, streams of a network of
+    long coordinates would vanish."""
+    first, weights = (0.7 * jax.random.normal(jax.random.key(i), (8, 2 + 6 * i)) for i in (0, 1))
+    first, weights = first / size, weights.astype(half)
+    point, terms = size * jnp.array([0.3, -0.7]), ["u", "u_x", "u_xy", "u_xx"]
+    scaling = mpx.DerivativeScaling.per_direction("xy").with_exponents(14 if size > 1 else 0)
+    fun = lambda p: of_their_own(name, p, first, weights)
+    with mpx.half_precision(half):
+        got = jax.jit(mpx.partials(fun, terms, coords="xy", outputs="u", scaling=scaling))(point)
+    with jax.enable_x64(True):
+        wide = [
+            jnp.asarray(np.asarray(x.astype(jnp.float32), np.float64)) for x in (first, weights)
+        ]
+        p = jnp.asarray(np.asarray(point, np.float64))
+        fun = lambda p: of_their_own(name, p, *wide)
+        value, slopes, bends = jax.jit(lambda p: (fun(p), jax.grad(fun)(p), jax.hessian(fun)(p)))(p)
+        want = [value, slopes[0], bends[0, 1], bends[0, 0]]
+        want = dict(zip(terms, map(float, want), strict=True))
+    for term in terms:
+        # Second derivatives cancel to about an eighth of their summands.
+        error = 8 * TOLERANCES[half] * max(abs(want[term]), 0.1 * size ** -len(term[2:]))
+        assert abs(float(got[term]) - want[term]) < error
+    assert all(x.dtype == jnp.float32 for x in got.values())
+
+
+@pytest.mark.parametrize("derive", [False, True])
+@pytest.mark.parametrize("name", list(OF_THEIR_OWN))
+def test_functions_with_a_derivative_of_their_own_under_float64(name, derive):
+    """A forward pass in float64 of a program in float32 rounds nothing to float32."""
+    first, weights = (0.7 * jax.random.normal(jax.random.key(i), (8, 2 + 6 * i)) for i in (0, 1))
+    points = jax.random.uniform(jax.random.key(2), (4, 2))
+
+    def loss(model, points):
+        fun = lambda p: of_their_own(name, p, *model)
+        if derive:
+            fun = mpx.partials(fun, ["u_xx"], coords="xy", outputs="u")
+            return jnp.mean((jax.vmap(fun)(points)["u_xx"] - 1.0) ** 2)
+        return jnp.mean((jax.vmap(fun)(points) - 1.0) ** 2)
+
+    with jax.enable_x64(True):
+        run = mpx.filter_value_and_grad(loss, mpx.DynamicLossScaling(2.0**8), forward="float64")
+        value, *_ = eqx.filter_jit(run)((first, weights), points)
+        wide = mpx.cast_tree(((first, weights), points), "float64")
+        np.testing.assert_allclose(value, jax.jit(loss)(*wide), rtol=2.0**-44)

@@ -1,5 +1,6 @@
 """An optimizer step happens as Optax would take it, or not at all."""
 
+import functools
 from typing import Any
 
 import chex
@@ -365,6 +366,53 @@ def test_integers_in_the_model_change_nothing(name):
     assert tree_equal_bits((ours[0]["n"], ours[0]["flag"]), (model["n"], model["flag"]))
     assert avals(ours) == before
     assert tree_equal_bits(update(*ours, jnp.array(False)), ours)
+
+
+def test_a_key_in_the_model_changes_nothing():
+    model = {"w": jnp.array([1.0, 2.0]), "key": jax.random.key(3), "old": jax.random.PRNGKey(3)}
+    optimizer, grads = optax.adam(0.1), make_grads(model)
+    with jax.numpy_dtype_promotion("standard"):
+        ours, alone = (model, optimizer.init(model)), (floats(model), optimizer.init(floats(model)))
+    before = avals(ours)
+    for finite in (True, False, True):
+        ours, alone = (
+            mpx.optimizer_update(*pair[:1], optimizer, pair[1], grads, jnp.array(finite))
+            for pair in (ours, alone)
+        )
+    assert tree_equal_bits(floats(ours[0]), alone[0])
+    assert tree_equal_bits({**ours[0], "w": model["w"]}, model)
+    assert avals(ours) == before
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_half_parameters_inside_of_full_precision_are_updated_in_float32(dtype):
+    layer = mpx.cast_tree(eqx.nn.Linear(2, 2, key=jax.random.key(0)), dtype)
+    # Norms and moments in half would differ, and the branches of the second one's types.
+    for optimizer in (optax.adam(0.1), optax.apply_if_finite(optax.adam(0.1), 3)):
+        outcomes = []
+        for model in (layer, mpx.FullPrecision(layer)):
+            state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+            for value in (0.3, 0.7):
+                grads = make_grads(model, value)
+                model, state = mpx.optimizer_update(model, optimizer, state, grads, jnp.array(True))
+            outcomes.append(jtu.tree_leaves((model, state)))
+        assert tree_equal_bits(*outcomes)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_hyperparameters_in_half_are_told_of(dtype):
+    """Of 0.999 in bfloat16 and of 1e-8 in float16 a finite gradient makes NaN."""
+    model = {"w": jnp.ones(3, dtype)}
+    grads = {"w": jnp.array([0.5, 0.0, -0.25])}
+    step = lambda optimizer: mpx.optimizer_update(
+        model, optimizer, optimizer.init(model), grads, jnp.array(True)
+    )
+    inject = functools.partial(optax.inject_hyperparams, optax.adamw)
+    for wrap in (lambda x: x, lambda x: optax.chain(optax.clip(1.0), x)):
+        with pytest.raises(ValueError, match=r"`optimizer_update`.*b2.*hyperparam_dtype"):
+            step(wrap(inject()(learning_rate=0.1)))
+        optimizer = wrap(inject(hyperparam_dtype=jnp.float32)(learning_rate=0.1))
+        assert tree_equal_bits(step(optimizer)[0], step(optax.adamw(0.1))[0])
 
 
 @pytest.mark.parametrize("reset_state", [False, True])

@@ -1,5 +1,6 @@
 """First scales from a trial of the network as it is at the start."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,15 +71,20 @@ def first_exponents(
 
         return jax.vmap(at)(points)
 
-    tried = range(min(rule.lowest), min(max(rule.highest), _HIGHEST) + 1)
-    table = _errors(values, fun, scales, tried, dtype)
+    # Those of a coordinate, which a scaler of higher order takes as often as its derivatives carry
+    # them: streams of lower orders, which it shares, are then in range as well.
+    orders = np.array([strategy.order_of(i) for i in range(len(strategy.names))])
+    first, last = (np.array(b) // orders for b in (rule.lowest, rule.highest))
+    tried = range(min(first), min(max(last), _HIGHEST) + 1)
+    table = _errors(values, fun, scales, [e * orders for e in tried], dtype)
     exponents = np.array(scales.exponents)
     for i in range(len(strategy.names)):
         mine = [(t, strategy.rows[r]) for t, all_of in enumerate(rows.values()) for r in all_of]
         mine = [(t, row) for t, row in mine if i in dict(row.weights)]
         if mine:
             steps = strategy.steps(rule.margin, [row for _, row in mine])
-            exponents[i] = _chosen(tried, table[[t for t, _ in mine]], steps)
+            steps = math.ceil(steps / orders[i])
+            exponents[i] = orders[i] * _chosen(tried, table[[t for t, _ in mine]], steps)
     return exponents
 
 
@@ -97,9 +103,9 @@ def _check_points(points: Any, coords: tuple[str, ...]) -> None:
 
 
 def _errors(
-    values: Callable, fun: Any, scales: AbstractScales, tried: Sequence[int], dtype: Any
+    values: Callable, fun: Any, scales: AbstractScales, tried: Sequence[np.ndarray], dtype: Any
 ) -> np.ndarray:
-    """The relative error of each derivative in half precision at each scale."""
+    """The relative error of each derivative in half precision at the scales of each trial."""
 
     @eqx.filter_jit
     def errors(fun, scales, want):
@@ -114,7 +120,7 @@ def _errors(
             f"`{_CALL}`: derivatives are not finite in float32 either. Look at the points, or at "
             "the network by `mpx_pde.explain_nonfinite`."
         )
-    at = lambda e: with_fields(scales, exponents=jnp.full_like(scales.exponents, e))
+    at = lambda e: with_fields(scales, exponents=jnp.asarray(e, jnp.int32))
     table = np.stack([np.asarray(errors(fun, at(e), want)) for e in tried], axis=1)
     return np.where(np.isfinite(table), table, np.inf)
 

@@ -20,7 +20,7 @@ DEFAULTS = {
     "mode": "paper",
     "margin": 6,
 }
-"""The options of every scaler."""
+"""The options of every scaler, with the bounds of one for first derivatives."""
 
 _SCALES = ("init_scale", "max_scale", "min_scale")
 """Those that each scaler may have for itself."""
@@ -87,10 +87,14 @@ def _ranges(
     common = tuple(n for n in strategy.names if n not in special)
     scales = {}
     for key in _SCALES:
-        scales[key] = dict(zip(common, _spread(options[key], common, call, key), strict=True))
-        for name, own in special.items():
-            default = DEFAULTS[key] if isinstance(options[key], Mapping) else options[key]
-            scales[key][name] = exponent_of(own.get(key, default), call, key)
+        # The bounds of a coordinate's scale, as often as the derivatives carry it.
+        default = exponent_of(DEFAULTS[key], call, key)
+        found = {n: default * strategy.order_of(i) for i, n in enumerate(strategy.names)}
+        if options[key] is not DEFAULTS[key]:
+            names = common if isinstance(options[key], Mapping) else strategy.names
+            found |= zip(names, _spread(options[key], names, call, key), strict=True)
+        own = {n: exponent_of(x[key], call, key) for n, x in special.items() if key in x}
+        scales[key] = found | own
     given = options["init_scale"] is not DEFAULTS["init_scale"]
     return [
         _range(i, n, strategy.rows, scales, given or "init_scale" in special.get(n, {}), call)

@@ -150,7 +150,8 @@ class DerivativeScaling(AbstractScales):
         - `terms`: as for `per_direction`.
         - `coords`: the coordinates, which tell the order of `terms`. Needed only where their names
             have more than one letter.
-        - options: as for `per_direction`.
+        - options: as for `per_direction`. The default bounds of a scaler of order k are the k-th
+            powers of those there, for as far as that do derivatives of that order lie apart.
 
         **Returns:** a `DerivativeScaling`.
         """
@@ -169,7 +170,8 @@ class DerivativeScaling(AbstractScales):
 
         - `terms`: the derivatives, such as `["u_x", "u_xx"]`; `"laplacian"` for
             [`mpx_pde.laplacian`][].
-        - options: as for `per_direction`, with mappings from terms.
+        - options: as for `per_order`, with mappings from terms. The order of a term is taken for
+            the number of letters behind its last underscore.
 
         **Returns:** a `DerivativeScaling`.
         """

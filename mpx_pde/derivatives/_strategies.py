@@ -48,6 +48,11 @@ class Row(NamedTuple):
         return sum(w * exponents[i] for i, w in self.weights)
 
 
+def _letters(term: str) -> int:
+    """The highest order that a term can be of, which its name alone does not tell."""
+    return 2 if term == "laplacian" else len(term.rpartition("_")[2])
+
+
 def _weights(dirs: Iterable[int]) -> Weights:
     dirs = tuple(dirs)
     return tuple((i, dirs.count(i)) for i in sorted(set(dirs)))
@@ -164,6 +169,12 @@ class AbstractStrategy(abc.ABC):
         """By how much a scaler may rise at most, that its `rows` may rise by `margin`."""
         del rows
         return margin
+
+    def order_of(self, scaler: int) -> int:
+        """The order of the derivatives whose whole scale a scaler is, for which it takes as many
+        factors of a coordinate's scale."""
+        del scaler
+        return 1
 
     @property
     def coords(self) -> tuple[str, ...] | None:
@@ -296,6 +307,9 @@ class PerOrder(AbstractStrategy):
     def _expected(self, term: str, named: Sequence[str]) -> Weights | None:
         return None if term in self.names else ((len(named) - 1, 1),)
 
+    def order_of(self, scaler: int) -> int:
+        return scaler + 1 if scaler < self.order else _letters(self.names[scaler])
+
     def seeds_of(self, row: int) -> int | None:
         ((scaler, _),) = self.rows[row].weights
         return None if scaler < self.order else row
@@ -327,6 +341,9 @@ class PerTerm(AbstractStrategy):
             f"`{call}`: the scaling has no scaler for the term {term!r}; it knows "
             f"{', '.join(self.names)}. Name it in `DerivativeScaling.per_term`."
         )
+
+    def order_of(self, scaler: int) -> int:
+        return _letters(self.names[scaler])
 
     def seeds_of(self, row: int) -> int:
         return row

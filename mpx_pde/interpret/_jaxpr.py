@@ -151,11 +151,28 @@ def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
     """Binds the equation to `args`. A product that asks for no precision takes the default."""
     if eqn.primitive.name in PRODUCTS and eqn.params["precision"] is None:
         eqn = eqn.replace(params={**eqn.params, "precision": default_precision()})
+    if eqn.params.get("update_jaxpr") is not None:
+        eqn = _updating(eqn, args[0].dtype)
     if eqn.primitive.name == "pvary":
         # What is evaluated again may be marked already, by what it was saved with.
         return [mark_varying(x, eqn.params["axes"]) for x in args]
     out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _updating(eqn: JaxprEqn, dtype: Any) -> JaxprEqn:
+    """A scatter for arrays of this dtype. It holds what it does to two numbers as a program of its
+    own, which has theirs."""
+    update = eqn.params["update_jaxpr"]
+    closed = close(update)
+    if closed.in_avals[0].dtype == dtype:
+        return eqn
+    known = lambda atom: np.asarray(atom.val, dtype)
+    bind = lambda i, eqn, args: own_bind(eqn, args)
+    run = lambda *args: walk(closed.jaxpr, closed.consts, args, known, bind)
+    new = jax.make_jaxpr(run)(*[jax.ShapeDtypeStruct((), dtype)] * len(closed.in_avals))
+    new = new if isinstance(update, ClosedJaxpr) else new.jaxpr
+    return eqn.replace(params={**eqn.params, "update_jaxpr": new})
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from ..interpret._jaxpr import LOOPS, in_context_of, jaxprs_in, line_of, own_bin
 from ..interpret._products import is_users
 from . import _tables as tables
 from ._containers import Containers, enters
+from ._custom import custom_in_registers
 from ._fallback import nested
 from ._known import folded
 from ._plan import Index
@@ -243,10 +244,13 @@ class Evaluator:
 
     def _own(self, eqn: Any, args: Sequence[Any]) -> list[Any]:
         """An equation on values in registers. One that holds a program is that program in its own
-        dtypes, and so is one of float64 that registers do not hold."""
+        dtypes, but for functions with a derivative of their own and for scatters, and so is one of
+        float64 that registers do not hold."""
+        if eqn.primitive.name == "custom_jvp_call":
+            return custom_in_registers(eqn, args)
         storage = self.storage if self.full is None else self.full.storage
         wide = {x.dtype for x in args if is_inexact(x)} - {storage.registers}
-        programs = next(jaxprs_in(eqn), None) is not None
+        programs = "update_jaxpr" not in eqn.params and next(jaxprs_in(eqn), None) is not None
         if not programs and not any(d.itemsize > 4 for d in wide if d.kind == "f"):
             return own_bind(eqn, args)
         return [storage.constant(x) for x in own_bind(eqn, _typed(eqn, args))]

@@ -9,8 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from .._varying import match_varying_axes
 from ..interpret._jaxpr import aval_of, differentiable, pushforward
 from . import _tables as tables
+from ._custom import custom_in_registers
 from ._plan import Index, Plan, chains, splits
 from ._selections import SELECTIONS
 from ._streams import (
@@ -307,7 +309,8 @@ class Rules:
         else:
 
             def fun(v):
-                return bind(eqn, [v if j == i else y for j, y in enumerate(operands)])[0]
+                full = [v if j == i else y for j, y in enumerate(operands)]
+                return custom_in_registers(eqn, match_varying_axes(*full))[0]
 
             tower = nested_tower(fun, self.order(x), x.primal)
         return [Jet(tower[0], self.compose(tower, x), after_nonlinear(x))]

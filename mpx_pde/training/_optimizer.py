@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import PRNGKeyArray
 
 from .._cast import convert, widen
+from .._dtypes import is_half
 from .._tree import (
     check_flag,
     check_same_structure,
@@ -144,12 +145,33 @@ def _view(optimizer: optax.GradientTransformation, state: PyTree, model: PyTree,
     return _View(floating, kept, grads, restore)
 
 
+def _is_key(x: Any) -> bool:
+    return eqx.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+
+
+def _check_hyperparameters(state: PyTree) -> None:
+    """A `ValueError` for injected hyperparameters that are rounded to half: the step would be NaN
+    of a 0.999 that is 1 in bfloat16, or of a 1e-8 that is 0 in float16."""
+    holds = lambda x: isinstance(getattr(x, "hyperparams", None), dict)
+    states = [x for x in jtu.tree_leaves(state, is_leaf=holds) if holds(x)]
+    found = [(n, x) for s in states for n, x in s.hyperparams.items() if eqx.is_array(x)]
+    half = [f"{n} ({x.dtype.name})" for n, x in found if is_half(x.dtype)]
+    if half:
+        raise ValueError(
+            f"`{_CALL}` got an `optimizer_state` with hyperparameters in half precision, "
+            f"{', '.join(half)}. `optax.inject_hyperparams` rounds them to the dtype of the "
+            "parameters: pass it `hyperparam_dtype=jnp.float32`, and make the state anew."
+        )
+
+
 def _floats_as(state: PyTree, types: PyTree) -> PyTree:
     """`state` with its integers in the dtypes of `types` where these are floating-point."""
 
     def leaf(x, like):
         floats = eqx.is_array(x) and jnp.issubdtype(like.dtype, jnp.inexact)
-        return x.astype(like.dtype) if floats and not eqx.is_inexact_array(x) else x
+        if not floats or eqx.is_inexact_array(x):
+            return x
+        return jnp.zeros(x.shape, like.dtype) if _is_key(x) else x.astype(like.dtype)
 
     return jtu.tree_map(leaf, state, types)
 
@@ -159,6 +181,8 @@ def _like(new: PyTree, old: PyTree) -> PyTree:
     next one compiles for."""
 
     def cast(x, y):
+        if _is_key(y):  # for which zeros stood in, unless it is the optimizer's own
+            return x if _is_key(x) else y
         if eqx.is_array(y) and eqx.is_array_like(x):
             return convert(jnp.asarray(x), y.dtype, getattr(y, "weak_type", False))
         return x
@@ -219,9 +243,9 @@ def optimizer_update(
     without residues comes back with them from `master="kahan"`.
 
     **Raises:** at trace time, `ValueError` for gradients that do not match the model, a state of
-    another optimizer or model, an unknown `master`, or one other than `"nearest"` for a model
-    without half-precision parameters, `TypeError` for an `optimizer` that is none, a `grads_finite`
-    that is no scalar bool or a `key` that is none.
+    another optimizer or model, or with injected hyperparameters in half, an unknown `master`, or
+    one other than `"nearest"` for a model without half-precision parameters, `TypeError` for an
+    `optimizer` that is none, a `grads_finite` that is no scalar bool or a `key` that is none.
 
     ```python
     model, optimizer_state = mpx.optimizer_update(
@@ -234,6 +258,7 @@ def optimizer_update(
     optimizer_state, inner = parse_master(master, model, optimizer_state, _CALL)
     floating = eqx.filter(model, eqx.is_inexact_array)
     grads = _checked_gradients(grads, floating)
+    _check_hyperparameters(inner)
     with jax.numpy_dtype_promotion("standard"):
         view = _view(optimizer, inner, model, grads)
 
@@ -242,11 +267,13 @@ def optimizer_update(
     def step(grads, extra_args):
         # All three or none: some optimizers branch on the device, and their branches must agree.
         kept = view.state, view.params
-        state, masters = widen(kept) if narrow else kept
+        # Leaf by leaf: what is half inside of a `FullPrecision` is no less narrow.
+        grads, wide = jtu.tree_map(widen, (grads, kept))
+        state, masters = wide if narrow else kept
         # Optax relies on the standard promotion of dtypes.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             with _naming_a_state_of_another(optimizer, view):
-                updates, new_state = optimizer.update(widen(grads), state, masters, **extra_args)
+                updates, new_state = optimizer.update(grads, state, masters, **extra_args)
             updates = jtu.tree_map(lambda u, p: None if p is None else u, updates, floating)
             old = model, optimizer_state
             rounding = None if master == "nearest" else step_key(key, grads, inner)
