@@ -19,13 +19,14 @@ WAYS = {
 
 
 def _trainings(data: Result) -> Iterator[Record]:
-    """Of the problems that were trained in all ways."""
+    """Of the problems that were trained in all ways, over the seeds that all have."""
     ratios = Ratios(data)
     names = [(way, half, name.format(half=half)) for half in HALVES for way, name in WAYS.items()]
-    of = {p: {name: ratios.of(p, name) for _, _, name in names} for p in ratios.solved}
-    both = {p: found for p, found in of.items() if all(found.values())}
+    runs = lambda p, name: {t["seed"]: ratios.ratio(t) for t in ratios.runs(p, name)}
+    of = {p: {name: runs(p, name) for _, _, name in names} for p in ratios.solved}
+    seeds = {p: set.intersection(*map(set, found.values())) for p, found in of.items()}
     for way, half, name in names:
-        medians = {p: statistics.median(found[name]) for p, found in both.items()}
+        medians = {p: statistics.median(of[p][name][s] for s in seeds[p]) for p in of if seeds[p]}
         worst = max(medians, key=medians.__getitem__)
         yield {
             "way": f"{half}, {way}",
