@@ -7,6 +7,7 @@ import sys
 
 
 _PROBLEMS = ("cavity", "burgers", "navier_stokes")
+_TRAINED = "burgers_1d allen_cahn helmholtz cavity cavity_zero_equation heat_sink"
 _TIMES = tuple(f"time_to_error --problem {name} --time" for name in _PROBLEMS)
 
 LEVELS = {
@@ -24,7 +25,8 @@ LEVELS = {
     "gpu": (
         *("products", "compile_time", "pinn_step", "fno_step", "vit_step", *_TIMES),
         *(f"time_to_error --problem {name} --seeds 0" for name in _PROBLEMS),
-        *("spectral", "breadth --resume --seeds 0", "operators --size full --seeds 0"),
+        *("spectral", f"breadth --resume --seeds 0 --problems {_TRAINED}"),
+        "operators --size full --seeds 0",
     ),
 }
 """The commands after `python -m benchmarks`."""

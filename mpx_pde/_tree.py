@@ -90,11 +90,17 @@ def check_flag(pred: Any, call: str, name: str) -> Bool[Array, ""]:
     return jnp.asarray(pred)
 
 
+def is_key(x: Any) -> bool:
+    """Whether a leaf is a typed key of `jax.random`, or the shape of one."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
 def check_key(key: Any, call: str) -> None:
     """A `TypeError` in the name of `call` unless `key` is a key of `jax.random`."""
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     if dtype is not None:
-        if jnp.issubdtype(dtype, jax.dtypes.prng_key) and shape == ():
+        if is_key(key) and shape == ():
             return
         if dtype == jnp.uint32 and shape is not None and len(shape) == 1:
             return

@@ -38,7 +38,8 @@ def _errors(ratios: Ratios, name: str) -> str:
 
 def headline() -> str:
     """What is promised, and the figure for it."""
-    breadth, predicted, overhead = (load(f"{name}-cpu") for name in READ)
+    read = [load(f"{name}-cpu") for name in READ]
+    breadth, predicted, overhead = read
     ratios = Ratios(breadth)
     counts = {p: len(ratios.of(p, "forward-float32-float16")) for p in ratios.solved}
     seeds = " or ".join(map(str, sorted(set(counts.values()) - {0})))
@@ -57,7 +58,7 @@ def headline() -> str:
         ["Operations of a step, over the same step by hand, on a CPU", f"at most {extra:.2f}"],
         ["Speed on a GPU", _speed(predicted)],
     ]
-    ages = (f"- `{name}`: {taken(load(f'{name}-cpu'))}\n" for name in READ)
+    ages = (f"- `{name}`: {taken(data)}\n" for name, data in zip(READ, read, strict=True))
     return "".join([markdown(["what", "measured"], rows), "\n\n", *ages])
 
 

@@ -20,7 +20,7 @@ from ..interpret._jaxpr import (
     walk,
 )
 from . import _tables as tables
-from ._streams import is_inexact
+from ._streams import typed
 
 
 def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
@@ -29,7 +29,7 @@ def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
     It holds programs in its own dtypes, for its value and for its derivative, which would not take
     such operands. So these are evaluated in the dtype of the widest, at every order.
     """
-    real = [x.dtype for x in args if is_inexact(x) and jnp.issubdtype(x.dtype, jnp.floating)]
+    real = [x.dtype for x in args if jnp.issubdtype(x.dtype, jnp.floating)]
     dtype = max(real, key=lambda d: d.itemsize, default=None)
     avals = [aval_of(v) for v in eqn.invars]
     if dtype is None or all(a.dtype == x.dtype for a, x in zip(avals, args, strict=True)):
@@ -50,7 +50,7 @@ def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
 
 
 def _cast(x: Any, dtype: Any) -> Any:
-    real = is_inexact(x) and jnp.issubdtype(x.dtype, jnp.floating)
+    real = jnp.issubdtype(x.dtype, jnp.floating)
     return x.astype(dtype) if real and x.dtype != dtype else x
 
 
@@ -65,14 +65,12 @@ def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], dtype: Any) -> list:
             return custom_in_registers(eqn, operands)
         if name in CALLS:
             return _evaluate(bodies_of(eqn)[0], operands, dtype)
-        if name == "convert_element_type" and is_inexact(operands[0]):
-            into = jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
-            if into and jnp.issubdtype(operands[0].dtype, jnp.floating):
+        if name == "convert_element_type":
+            dtypes = operands[0].dtype, eqn.params["new_dtype"]
+            if all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
                 return operands
-        typed = name in tables.PRODUCTS or name in _TYPED or next(jaxprs_in(eqn), None) is not None
-        if typed:
-            pairs = zip(operands, eqn.invars, strict=True)
-            operands = [_cast(x, aval_of(v).dtype) for x, v in pairs]
+        if name in tables.PRODUCTS or name in _TYPED or next(jaxprs_in(eqn), None) is not None:
+            operands = typed(eqn, operands)
         return list(map(cast, own_bind(eqn, operands)))
 
     known = lambda atom: cast(np.asarray(atom.val, aval_of(atom).dtype))

@@ -26,7 +26,7 @@ from ._plan import Index
 from ._products import Product, is_biased, widens
 from ._rules import Rules
 from ._segments import parts_of, roles_of
-from ._streams import DEEP, Jet, Storage, is_inexact, primal_of
+from ._streams import DEEP, Jet, Storage, is_inexact, primal_of, typed
 
 
 Note = Callable[[Step, str, str], None]
@@ -199,7 +199,7 @@ class Evaluator:
     def _results(self, step: Step, operands: list[Any], roles) -> list[Any]:
         eqn = step.eqn
         if not any(isinstance(x, Jet) for x in operands):
-            return own_bind(eqn, _typed(eqn, operands))
+            return own_bind(eqn, typed(eqn, operands))
         name = eqn.primitive.name
         if name in tables.PRODUCTS:
             out, how = self.product(step, operands, roles, self.storage, self.rules)
@@ -253,7 +253,7 @@ class Evaluator:
         programs = "update_jaxpr" not in eqn.params and next(jaxprs_in(eqn), None) is not None
         if not programs and not any(d.itemsize > 4 for d in wide if d.kind == "f"):
             return own_bind(eqn, args)
-        return [storage.constant(x) for x in own_bind(eqn, _typed(eqn, args))]
+        return [storage.constant(x) for x in own_bind(eqn, typed(eqn, args))]
 
     def _noted(self, step: Step, out: list[Any], rule: str, how: str) -> list[Any]:
         if self.note is not None:
@@ -264,15 +264,6 @@ class Evaluator:
         """A value as it is computed with."""
         storage = self.storage if self.full is None else self.full.storage
         return storage.loaded(x) if isinstance(x, Jet) else storage.constant(x)
-
-
-def _typed(eqn: Any, args: Sequence[Any]) -> list[Any]:
-    """Operands in the dtypes that the program has them in: what does not depend on the point goes
-    into a loop as it meets what does."""
-    return [
-        x.astype(v.aval.dtype) if is_inexact(x) and x.dtype != v.aval.dtype else x
-        for x, v in zip(args, eqn.invars, strict=True)
-    ]
 
 
 _WITH_OWN_JVP = LOOPS | {"custom_jvp_call", "shard_map"}

@@ -138,6 +138,15 @@ def is_inexact(x: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
+def typed(eqn: Any, args: Sequence[Any]) -> list[Any]:
+    """Operands in the dtypes that the program has them in: what does not depend on the point goes
+    into a loop as it meets what does."""
+    return [
+        x.astype(v.aval.dtype) if is_inexact(x) and x.dtype != v.aval.dtype else x
+        for x, v in zip(args, eqn.invars, strict=True)
+    ]
+
+
 def bind(eqn: JaxprEqn, args: Sequence[Any]) -> list:
     """Binds an equation to streams in place of values.
 

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._cast import convert
+from .._tree import is_key
 
 
 try:
@@ -42,10 +43,6 @@ def is_data(x: Any) -> bool:
     return isinstance(x, _ARRAYS | bool | int | float | complex)
 
 
-def _is_key(x: Any) -> bool:
-    return isinstance(x, _ARRAYS) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 class Entry(NamedTuple):
     """What must be the same in the file and in the state that it is restored into."""
 
@@ -62,7 +59,7 @@ class Entry(NamedTuple):
 
 
 def _content(x: Any) -> bytes:
-    if _is_key(x):
+    if is_key(x):
         x = jax.random.key_data(x)
     if isinstance(x, _ARRAYS):
         return np.asarray(x).tobytes()
@@ -73,7 +70,7 @@ def _content(x: Any) -> bytes:
 
 def _size(x: Any) -> int:
     """The length of `_content`, without moving arrays off their device."""
-    if _is_key(x):
+    if is_key(x):
         x = jax.eval_shape(jax.random.key_data, x)
     if isinstance(x, _ARRAYS):
         return math.prod(x.shape) * x.dtype.itemsize
@@ -93,7 +90,7 @@ def write(file: BinaryIO, leaves: Mapping[str, Any], scalings: Mapping[str, Any]
 
 def _implementation(x: Any) -> str | None:
     """The name of a PRNG key's implementation, where it has one that can be looked up."""
-    name = jax.random.key_impl(x) if _is_key(x) else None
+    name = jax.random.key_impl(x) if is_key(x) else None
     return name if isinstance(name, str) else None
 
 
@@ -199,7 +196,7 @@ def opened(
 
 
 def _value(content: bytes, like: Any, implementation: str | None, call: str) -> Any:
-    if _is_key(like):
+    if is_key(like):
         data = jax.eval_shape(jax.random.key_data, like)
         data = np.frombuffer(content, data.dtype).reshape(data.shape)
         new = jax.random.wrap_key_data(

@@ -19,6 +19,7 @@ from .._tree import (
     check_same_structure,
     first_difference,
     in_a_line,
+    is_key,
     select_tree,
 )
 from .._types import BoolLike, MasterLike, PyTree
@@ -145,10 +146,6 @@ def _view(optimizer: optax.GradientTransformation, state: PyTree, model: PyTree,
     return _View(floating, kept, grads, restore)
 
 
-def _is_key(x: Any) -> bool:
-    return eqx.is_array(x) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
 def _check_hyperparameters(state: PyTree) -> None:
     """A `ValueError` for injected hyperparameters that are rounded to half: the step would be NaN
     of a 0.999 that is 1 in bfloat16, or of a 1e-8 that is 0 in float16."""
@@ -171,7 +168,7 @@ def _floats_as(state: PyTree, types: PyTree) -> PyTree:
         floats = eqx.is_array(x) and jnp.issubdtype(like.dtype, jnp.inexact)
         if not floats or eqx.is_inexact_array(x):
             return x
-        return jnp.zeros(x.shape, like.dtype) if _is_key(x) else x.astype(like.dtype)
+        return jnp.zeros(x.shape, like.dtype) if is_key(x) else x.astype(like.dtype)
 
     return jtu.tree_map(leaf, state, types)
 
@@ -181,8 +178,8 @@ def _like(new: PyTree, old: PyTree) -> PyTree:
     next one compiles for."""
 
     def cast(x, y):
-        if _is_key(y):  # for which zeros stood in, unless it is the optimizer's own
-            return x if _is_key(x) else y
+        if is_key(y):  # for which zeros stood in, unless it is the optimizer's own
+            return x if is_key(x) else y
         if eqx.is_array(y) and eqx.is_array_like(x):
             return convert(jnp.asarray(x), y.dtype, getattr(y, "weak_type", False))
         return x
