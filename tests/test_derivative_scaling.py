@@ -791,3 +791,33 @@ def test_at_minimum_tells_which_derivative_no_scale_can_help():
         mpx.error_if_stuck(falling, falling, max_consecutive_skips=1)
     assert mpx.derivatives.telemetry(stuck)["at_minimum"] == {"x": True, "t": False}
     assert not scaling.adjust(counts_for(scaling, {"_xx": bucket(0)})).at_minimum.any()
+
+
+@pytest.mark.parametrize(
+    ("forward", "compute", "taken"),
+    [
+        ("float32", "float16", False),
+        ("float32", "bfloat16", True),
+        ("float64", "float16", False),
+        ("float64", "bfloat16", True),
+        ("float64", "float32", True),
+    ],
+)
+def test_beyond_float16_is_no_overflow_where_nothing_is_kept_in_it(forward, compute, taken):
+    with jax.enable_x64(forward == "float64"):
+        mlp = eqx.nn.MLP(2, 1, 8, 2, jnp.tanh, dtype=jnp.dtype(forward), key=jax.random.key(0))
+        model = mpx.nn.Ansatz(mlp, lambda point, u: 3e5 * point[0] ** 2 + u)
+        points = jnp.ones((4, 2), forward)
+
+        def loss(model, points, *, derivatives):
+            terms = mpx.partials(model, ["u_xx"], coords="xy", outputs="u", scaling=derivatives)
+            return jnp.mean((jax.vmap(terms)(points)["u_xx"] - 6e5) ** 2)
+
+        scaling = mpx.Scaling(mpx.NoOpLossScaling(), mpx.DerivativeScaling.per_direction("xy"))
+        policy = f"params={forward},compute={compute},output={forward}"
+        given = {"forward": forward, "policy": policy, "search": False}
+        step = eqx.filter_jit(mpx.filter_value_and_grad(loss, scaling, **given))
+        _, after, finite, grads = step(model, points)
+        assert bool(finite) == taken
+        assert int(after.skipped_steps) == (not taken)
+        assert mpx.all_finite(grads)

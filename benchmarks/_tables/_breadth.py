@@ -22,6 +22,7 @@ LABELS = {
     "forward-bfloat16_x3-float16-emulated": "forward bfloat16_x3 (emulated), backward float16",
     "forward-bfloat16_x3-bfloat16-emulated": "forward bfloat16_x3 (emulated), backward bfloat16",
     "float64": "float64",
+    "forward-float64-float32": "forward float64, backward float32",
     "float32-rounded": "control: float32, weights rounded once",
     "float32-dropped": "control: float32, three steps dropped",
 }
@@ -278,6 +279,23 @@ step = Table(
     kernels: float32, float16, forward float32  {full.kernels}, {half.kernels}, {both.kernels}
     """,
     "Memory beyond state, points and workspace. Compiled for an H100, not run.",
+)
+
+
+def _timed(data: Result) -> Iterator[Record]:
+    for runs in groups(data["steps"], "problem").values():
+        yield {**runs[0], **{r["precision"]: r["seconds"]["median"] / r["steps"] for r in runs}}
+
+
+float64_time = Table(
+    "breadth_step-time",
+    _timed,
+    """
+    problem                                    {title}
+    a step in float64, ms                      {float64:ms.2f}
+    forward float64, backward float32 over it  {forward-float64-float32/float64:.2f}
+    float32 over it                            {float32/float64:.2f}
+    """,
 )
 
 

@@ -44,6 +44,11 @@ class Precision(NamedTuple):
     def mixed(self) -> bool:
         return self.compute not in ("float32", "float64") or self.forward != "half"
 
+    @property
+    def wide(self) -> str:
+        """Of the weights that are trained, and of the points."""
+        return "float64" if "float64" in (self.compute, self.forward) else "float32"
+
 
 PRECISIONS = {
     "float32": Precision("float32"),
@@ -62,6 +67,7 @@ PRECISIONS = {
     "forward-bfloat16_x3-bfloat16": Precision("bfloat16", "bfloat16_x3"),
     "forward-bfloat16_x3-float16": Precision("float16", "bfloat16_x3"),
     "float64": Precision("float64"),
+    "forward-float64-float32": Precision("float32", "float64"),
 }
 OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
     "adam": lambda rate: optax.adam(rate, b2=0.99),
@@ -140,7 +146,7 @@ class Trainer:
             loss,
             scaling,
             use_mixed_precision=self.precision.mixed,
-            policy=f"params=float32,compute={compute},output=float32",
+            policy=f"params={self.precision.wide},compute={compute},output={self.precision.wide}",
             keep_full=(False, not naive),  # cast the network, not the points
             forward=forward,  # pyright: ignore[reportArgumentType]
             autocast=self.precision.autocast,
@@ -158,6 +164,11 @@ class Trainer:
 
     # --- A training --------------------------------------------------------------------------
 
+    def types(self) -> Any:
+        """The context in which JAX has the types of the precision."""
+        known = jax.dtypes.canonicalize_dtype("float64") == "float64"
+        return jax.enable_x64(known or self.precision.wide == "float64")
+
     def initial(self, seed: int) -> tuple[State, PRNGKeyArray]:
         model_key, key = jax.random.split(jax.random.key(seed))
         with jax.enable_x64(False):
@@ -166,7 +177,7 @@ class Trainer:
             model = _rounded(model)
         if self.precision.naive:
             model = without_protection(model)
-        if self.precision.compute == "float64":
+        if self.precision.wide == "float64":
             model = _in_float64(model)
         with mpx.half_precision("bfloat16" if "bfloat16" in self.precision.compute else "float16"):
             scaling = self._scaling()
@@ -186,7 +197,7 @@ class Trainer:
 
     def next_points(self, model: Any, key: PRNGKeyArray) -> PyTree:
         """The points of the next steps, the same in each precision if the model does not choose."""
-        if self.precision.compute != "float64":
+        if self.precision.wide != "float64":
             return self.choose(model, key)
         with jax.enable_x64(False):
             points = self.choose(_astype(model, jnp.float32), key)
@@ -224,11 +235,7 @@ class Trainer:
         self, seed: int, *, follow: Callable[[int, float], None] = lambda *_: None
     ) -> list[Outcome]:
         """The outcome, and before it, where L-BFGS is the end, that of what it goes on from."""
-        wide = jax.enable_x64(
-            self.precision.compute == "float64"
-            or jax.dtypes.canonicalize_dtype("float64") == "float64"
-        )
-        with warnings.catch_warnings(), wide:
+        with warnings.catch_warnings(), self.types():
             # Behind Fourier features the first layer, which is float32, is half of a small network.
             warnings.simplefilter("ignore", mpx.PrecisionWarning)
             state, key = self.initial(seed)

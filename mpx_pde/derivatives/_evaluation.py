@@ -308,8 +308,8 @@ class Evaluation:
             return dict(zip(rows, jnp.unstack(tap(counts, x)), strict=True))
         shifts = jnp.stack(list(map(scaling.shift, rows.values())))
         scaled = x * power_of_two(shifts).astype(x.dtype)
-        seen = scaled
-        if in_full():
+        seen, forward = scaled, present_forward()
+        if in_full() and forward is not None and forward.dtype == jnp.float16:
             # The value does not overflow, but what is kept of it for the backward pass does.
             beyond = jnp.abs(scaled) > FLOAT16_MAX
             if not lost.keys().isdisjoint(rows):
