@@ -13,13 +13,16 @@ from ._examples import load_example
 from ._report import Report
 
 
-PRECISIONS = ("float64", "float64-float16", "float32", "float32-float16", "float32-bfloat16")
+PRECISIONS = (
+    *("float64", "float64-float32", "float64-float16"),
+    *("float32", "float32-float16", "float32-bfloat16"),
+)
 """Of the residual and, behind a hyphen, of the Jacobian where that is another."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", nargs="+", default=list(PRECISIONS))
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="by default those of the example")
     parser.add_argument("--resume", action="store_true", help="keep the trainings in the file")
 
