@@ -45,7 +45,8 @@ PAGES = {
     "precisions": Page(
         (
             *("float32", "forward-float32-float16", "forward-float32-bfloat16"),
-            *("tensorfloat32-emulated", "forward-bfloat16_x3-float16-emulated"),
+            *("refined-bfloat16", "tensorfloat32-emulated"),
+            "forward-bfloat16_x3-float16-emulated",
             *("forward-bfloat16_x3-bfloat16-emulated", "float16", "bfloat16"),
             *("float64", "forward-float64-float32"),
             *("float32-rounded", "float32-dropped"),

@@ -170,6 +170,12 @@ def test_products_of_the_backward_pass_are_half(name):
     # wide), which the backward pass takes in float32 too.
     assert forward.flops <= full < 1.25 * forward.flops
     assert report.flops - full > 1.5 * forward.flops
+    # There is no second forward pass, as two evaluations would have.
+    plain = mpx.precision_report(mpx.filter_grad(loss, None, use_mixed_precision=False))
+    work = plain(model, batch).flops
+    if name == "attention":  # whose cotangents of data the compiler drops, and the report does not
+        work += 3 * 2 * batch.size * 8
+    assert abs(report.flops / work - 1) < 0.01
 
 
 def test_what_is_kept_for_the_backward_pass_is_half():

@@ -12,6 +12,7 @@ from ._format import Record, Result, Table, groups, load, source
 LABELS = {
     "forward-float32-float16": "forward float32, backward float16",
     "forward-float32-bfloat16": "forward float32, backward bfloat16",
+    "refined-bfloat16": "two evaluations, backward bfloat16",
     "float16": "float16",
     "bfloat16": "bfloat16",
     "float16-predictive": "float16, predictive scales",

@@ -14,6 +14,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._dtypes import matmul_precision
 from ._jaxpr import aval_of, trace_arrays
@@ -142,9 +143,11 @@ class PrecisionReport:
 
 
 def report_of(closed: ClosedJaxpr) -> PrecisionReport:
-    """The products of a jaxpr."""
+    """The products of a jaxpr that lead to its results. The compiler drops the others: a layer that
+    is evaluated in full for its value, and differentiated in half, has a half value too."""
+    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     counter = Counter()
-    products = counter.products(closed.jaxpr)
+    products = counter.products(jaxpr)
     rows = [
         ProductRow(p.line, p.primitive, p.dtype, p.out_dtype, p.half, *work, p.tensorfloat32)
         for p, work in products.items()
@@ -171,8 +174,8 @@ class _Reporting(eqx.Module):
 def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
     """Tells what a function multiplies in: its products by dtype, by work and by line.
 
-    The function is traced and not run. Whatever it does is counted: give it a gradient, and the
-    products of the backward pass are among them. Inner functions, branches (the one with most work)
+    The function is traced and not run. Whatever leads to its results is counted: give it a
+    gradient, and the products of the backward pass are among them. Inner functions, branches (the one with most work)
     and loops are entered; the steps of a `scan` count as often as they run, and a `shard_map` as
     often as it has devices. Products of float32 arrays that a GPU would multiply in TF32 are
     marked.
