@@ -175,10 +175,10 @@ def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
     """Tells what a function multiplies in: its products by dtype, by work and by line.
 
     The function is traced and not run. Whatever leads to its results is counted: give it a
-    gradient, and the products of the backward pass are among them. Inner functions, branches (the one with most work)
-    and loops are entered; the steps of a `scan` count as often as they run, and a `shard_map` as
-    often as it has devices. Products of float32 arrays that a GPU would multiply in TF32 are
-    marked.
+    gradient, and the products of the backward pass are among them. Inner functions, branches (the
+    one with most work) and loops are entered; the steps of a `scan` count as often as they run, and
+    a `shard_map` as often as it has devices. Products of float32 arrays that a GPU would multiply
+    in TF32 are marked.
 
     ```python
     print(mpx.precision_report(mpx.filter_grad(loss, scaling))(model, batch))
