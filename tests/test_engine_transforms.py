@@ -288,3 +288,56 @@ def test_loops_that_are_mapped_end_each_for_itself():
     np.testing.assert_allclose(d["u_xy"], hessian[0, 1], rtol=1e-5)
     stacked = mpx.laplacian(network, coords="xy", outputs="u")(p)
     np.testing.assert_allclose(stacked["lap_u"], jnp.trace(hessian), rtol=1e-5)
+
+
+class Growing(eqx.Module):
+    """A loop that multiplies in its step and in its test, by weights of their own."""
+
+    steps: list[jax.Array]
+    test: jax.Array
+    bound: jax.Array
+    last: jax.Array
+
+    def __init__(self, key):
+        keys = jax.random.split(key, 5)
+        self.steps = [jnp.eye(8) + jax.random.normal(k, (8, 8)) / 16 for k in keys[:3]]
+        self.test = jax.random.normal(keys[3], (8, 8)) / 3
+        self.last = jax.random.normal(keys[4], (2, 8))
+        self.bound = jnp.array(3.0)
+
+    def __call__(self, p):
+        def more(c):
+            x = 1.2 * c[1]
+            for weight in self.steps:
+                x = x @ weight
+            return c[0] + 1, x.astype(c[1].dtype)
+
+        going = lambda c: jnp.sum((c[1] @ self.test) ** 2) < self.bound
+        return jnp.sum(jnp.sin(jax.lax.while_loop(going, more, (0, p @ self.last))[1]))
+
+
+@pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")  # a loop has no backward pass
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_loops_whose_test_multiplies(dtype):
+    model, p = Growing(jax.random.key(0)), jnp.array([0.3, -0.4])
+    terms = lambda model: mpx.partials(model, ["u", "u_x"], coords="xy", outputs="u")(p)
+    _, slope = jax.jvp(model, (p,), (jnp.eye(2)[0],))
+    np.testing.assert_allclose(terms(model)["u"], model(p), rtol=1e-6)
+    np.testing.assert_allclose(terms(model)["u_x"], slope, rtol=1e-5)
+    half = terms(mpx.cast_tree(model, dtype))
+    # Some ten roundings, of values that grow to 3.
+    tolerance = {"float16": 2.0**-7, "bfloat16": 2.0**-4}[dtype]
+    np.testing.assert_allclose(half["u"], model(p), atol=tolerance)
+    np.testing.assert_allclose(half["u_x"], slope, atol=4 * tolerance)
+
+    def residual(model, x):
+        return jnp.mean((jnp.sum(x @ model.last) - jax.lax.stop_gradient(model(x))) ** 2)
+
+    policy = f"params=float32,compute={dtype},output=float32"
+    step = mpx.filter_value_and_grad(
+        residual, mpx.NoOpLossScaling(), forward="float32", policy=policy
+    )
+    value, _, _, grads = eqx.filter_jit(step)(model, points())
+    want, want_grads = eqx.filter_jit(eqx.filter_value_and_grad(residual))(model, points())
+    np.testing.assert_allclose(value, want, rtol=1e-6)
+    assert relative(grads.last, want_grads.last) < 2.0**-6

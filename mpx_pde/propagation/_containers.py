@@ -3,7 +3,7 @@
 handed in."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -42,10 +42,12 @@ class Containers:
         closed: ClosedJaxpr,
         operands: Sequence[Operand],
         carried: Sequence[tuple[int, int]] | None = None,
-        first: int = 0,
+        places: Iterable[int] | None = None,
     ) -> list[Operand]:
-        """A body that takes the operands of the equation from the `first` on."""
-        half = [i - first for i in self.half if i >= first]
+        """A body, whose operands have these `places` among those of the equation, or all."""
+        half = self.half
+        if places is not None:
+            half = [k for k, i in enumerate(places) if i in self.half]
         out = self.program(closed, operands, carried=carried, half=half)
         return list(map(self.loaded, out))
 
@@ -119,14 +121,15 @@ class Containers:
         test, body = bodies_of(eqn)
         first, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         n = first + n_body
+        carry = range(n, len(operands))
 
         def proceed(*values):
             # In registers, as the step is, and by the values alone.
             bare = [Jet(x.primal, {}, x.stage) if isinstance(x, Jet) else x for x in values]
-            return list(map(primal_of, self._inside(test, bare, ())))
+            return list(map(primal_of, self._inside(test, bare, (), (*range(first), *carry))))
 
         def step(*values):
-            out = self._inside(body, values, (), first)
+            out = self._inside(body, values, (), (*range(first, n), *carry))
             return [self._carried(y, x, DEEP) for y, x in zip(out, values[n_body:], strict=True)]
 
         init = [self._full(x, DEEP) for x in operands[n:]]
@@ -136,7 +139,8 @@ class Containers:
 
     def _cond(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
         index, *rest = operands
-        branches = [lambda *rest, b=b: self._inside(b, rest, first=1) for b in bodies_of(eqn)]
+        places = range(1, len(operands))
+        branches = [lambda *rest, b=b: self._inside(b, rest, places=places) for b in bodies_of(eqn)]
         every = list(zip(*(jax.eval_shape(b, *rest) for b in branches), strict=True))
 
         def alike(branch):
