@@ -353,11 +353,9 @@ def in_float64(tree):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", ["float32", *TOLERANCES])
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if n != "coordinate network" else []) for n in CASES],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_float64_forward(name, compute):
     loss, model, batch = CASES[name]
     with jax.enable_x64(True):
