@@ -341,3 +341,74 @@ def test_loops_whose_test_multiplies(dtype):
     want, want_grads = eqx.filter_jit(eqx.filter_value_and_grad(residual))(model, points())
     np.testing.assert_allclose(value, want, rtol=1e-6)
     assert relative(grads.last, want_grads.last) < 2.0**-6
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_loops_that_take_no_step(dtype):
+    """Over no values of the point, over no data, and over nothing; what they hand on, and stack."""
+    model, p = chain(jnp.tanh, jax.random.key(0)), jnp.array([0.3, -0.4])
+
+    def network(model, p, steps=0):
+        def step(carry, x):
+            carry = carry * jnp.sin(p[0]).astype(carry.dtype)
+            return carry, carry if x is None else carry * x
+
+        h = model(p)
+        outs = [jax.lax.scan(step, h, xs, steps) for xs in (p[:steps], jnp.ones(steps), None)]
+        return h + sum(c + jnp.sum(ys).astype(h.dtype) for c, ys in outs)
+
+    cast = mpx.cast_tree(model, dtype)
+    terms = lambda steps: mpx.partials(
+        lambda p: network(cast, p, steps), TERMS, coords="xy", outputs="u"
+    )(p)
+    alone = mpx.partials(cast, TERMS, coords="xy", outputs="u")(p)
+    tolerance = {"float32": 1e-6, "float16": 2.0**-8}[dtype]
+    for name, value in terms(0).items():
+        np.testing.assert_allclose(value, 4 * alone[name], rtol=tolerance)
+
+    def fit(model, x):
+        return jnp.mean((jax.vmap(lambda p: network(model, p))(x) - 1) ** 2)
+
+    policy = "params=float32,compute=float16,output=float32"
+    step = mpx.filter_value_and_grad(fit, mpx.NoOpLossScaling(), forward="float32", policy=policy)
+    value, _, _, grads = eqx.filter_jit(step)(model, points())
+    want, want_grads = eqx.filter_value_and_grad(fit)(model, points())
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    got, want = (
+        jax.flatten_util.ravel_pytree(eqx.filter(g, eqx.is_array))[0] for g in (grads, want_grads)
+    )
+    assert relative(got, want) < 2.0**-7
+
+
+@pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")  # a loop has no backward pass
+@pytest.mark.parametrize("around", ["scan", "checkpoint", "cond"])
+def test_loops_whose_results_are_stopped(around):
+    """A loop of unknown length has no derivative in reverse mode, and needs none where its result
+    goes into `stop_gradient` alone, whatever moves in it."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    weights = [jax.random.normal(k, (8, 8)) / 3 for k in keys[:3]]
+    x = jax.random.normal(keys[3], (8,))
+
+    def layer(weights, h):
+        more = lambda c: (c[0] + 1, jnp.tanh(weights[1] @ c[1]))
+        state = jax.lax.while_loop(lambda c: c[0] < 3, more, (0, h))[1]
+        return jnp.tanh(weights[0] @ h) + jnp.sin(jax.lax.stop_gradient(state * h)) * h
+
+    def held(weights, x):
+        step = lambda h, _: (jnp.tanh(weights[2] @ layer(weights, h)), None)
+        if around == "scan":
+            return jnp.sum(jax.lax.scan(step, x, None, length=3)[0] ** 2)
+        if around == "checkpoint":
+            body = jax.checkpoint(lambda weights, x: step(x, None)[0])
+            return jnp.sum(jax.lax.scan(lambda h, _: (body(weights, h), None), x, None, 2)[0])
+        run = lambda weights, x: jnp.sum(step(step(x, None)[0], None)[0] ** 2)
+        return jax.lax.cond(x[0] < 9, run, lambda weights, x: 0.0, weights, x)
+
+    policy = "params=float32,compute=bfloat16,output=float32"
+    step = mpx.filter_value_and_grad(held, mpx.NoOpLossScaling(), forward="float32", policy=policy)
+    value, _, _, grads = eqx.filter_jit(step)(weights, x)
+    want, want_grads = jax.jit(jax.value_and_grad(held))(weights, x)
+    np.testing.assert_allclose(value, want, rtol=1e-5)
+    assert not np.any(grads[1])
+    for i in (0, 2):
+        assert relative(grads[i], want_grads[i]) < 2.0**-5

@@ -76,6 +76,9 @@ class Containers:
         n_consts, n_carry = scan_counts(eqn)
         n = n_consts + n_carry
         consts, init = list(operands[:n_consts]), operands[n_consts:n]
+        if not eqn.params["length"]:
+            # There is no step to look at, and nothing to stack.
+            return [*init, *(jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars[n_carry:])]
         stage = stage_of(operands)
         # Streams of what is scanned over have that axis behind the one of stacked directions.
         scanned = self._axis(operands[n:], front=True)

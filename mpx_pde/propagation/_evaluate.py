@@ -111,6 +111,9 @@ class Evaluator:
             # A derivative of zeros is not none, which some functions insist on.
             return {k: lax.stop_gradient(x) if k in roles.still else x for k, x in values.items()}
 
+        # What made them may have no derivative.
+        arrays, traced = held(arrays), held(traced)
+
         def layer(evaluator, arrays, traced):
             values = {**arrays, **_join(known, traced)}
             inner: dict[int, Any] = {**known_arrays, **held(values)}

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from ..interpret._flat import Constant, Flat, Step
+from ..interpret._flat import Constant, Flat, Step, variables
 from . import _tables as tables
 from ._streams import is_inexact
 
@@ -33,9 +33,16 @@ def values_in(step: Step) -> set[int]:
 
 
 def still_in(flat: Flat) -> set[int]:
-    """The variables of a program that have no derivative, whatever it is taken by."""
+    """The variables of a program that have no derivative, whatever it is taken by, and those whose
+    derivative leads to nothing, such as what goes into `jax.lax.stop_gradient` alone."""
     out = set[int]()
+    every, read = set(flat.inputs), set(variables(flat.outputs))
     for step in flat.steps:
+        every.update(step.outputs)
         if step.eqn.primitive.name in tables.CONSTANT or values_in(step) <= out:
             out.update(step.outputs)
-    return out
+    for step in reversed(flat.steps):
+        asked = step.eqn.effects or not read.isdisjoint(step.outputs)
+        if asked and step.eqn.primitive.name not in tables.CONSTANT:
+            read.update(values_in(step))
+    return out | (every - read)
