@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from ..interpret._jaxpr import LOOPS, bodies_of
+from ..interpret._jaxpr import LOOPS, aval_of, bodies_of
 from ..interpret._rebind import rebind, scan_counts
 from ._plan import Index, Plan
 from ._streams import DEEP, Jet, Operand, is_inexact, primal_of, stage_of, zeros_of
@@ -78,7 +78,8 @@ class Containers:
         consts, init = list(operands[:n_consts]), operands[n_consts:n]
         if not eqn.params["length"]:
             # There is no step to look at, and nothing to stack.
-            return [*init, *(jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars[n_carry:])]
+            stacked = map(aval_of, eqn.outvars[n_carry:])
+            return [*init, *(jnp.zeros(a.shape, a.dtype) for a in stacked)]
         stage = stage_of(operands)
         # Streams of what is scanned over have that axis behind the one of stacked directions.
         scanned = self._axis(operands[n:], front=True)
