@@ -374,8 +374,9 @@ def test_float64_forward(name, compute):
             assert relative(grads, want_grads) < {"float32": 2.0**-21, **TOLERANCES}[compute]
         rows = mpx.precision_report(step)(*args).rows
         flops = lambda dtype: sum(row.flops for row in rows if row.dtype == dtype)
-        # Two products of the backward pass for each of the forward pass, at least.
-        assert flops(compute) > 1.9 * flops("float64") > 0
+        # Two products of the backward pass for each of the forward pass, but for the layer that
+        # meets the point, which is float32 in both.
+        assert flops(compute) > 1.8 * flops("float64") > 0
 
 
 def test_a_linear_solve_under_float64():
