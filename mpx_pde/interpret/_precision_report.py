@@ -14,7 +14,6 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._dtypes import matmul_precision
 from ._jaxpr import aval_of, trace_arrays
@@ -143,11 +142,9 @@ class PrecisionReport:
 
 
 def report_of(closed: ClosedJaxpr) -> PrecisionReport:
-    """The products of a jaxpr that lead to its results. The compiler drops the others: a layer that
-    is evaluated in full for its value, and differentiated in half, has a half value too."""
-    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    """The products of a jaxpr."""
     counter = Counter()
-    products = counter.products(jaxpr)
+    products = counter.products(closed.jaxpr)
     rows = [
         ProductRow(p.line, p.primitive, p.dtype, p.out_dtype, p.half, *work, p.tensorfloat32)
         for p, work in products.items()

@@ -14,6 +14,7 @@ import jaxtyping
 from jax import lax
 from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._dtypes import is_half
 from .._split import SPLIT_PRODUCTS
@@ -158,10 +159,14 @@ class Counter:
         self._known: dict[int, tuple[Jaxpr, Mapping[Product, Work]]] = {}
 
     def products(self, jaxpr: Jaxpr) -> Mapping[Product, Work]:
-        """The products in a jaxpr, at any depth, as often as they run."""
+        """The products in a jaxpr that lead to its results, at any depth, as often as they run. The
+        compiler drops the others: a layer that is evaluated in full for its value, and
+        differentiated in half, has a half value too."""
         if id(jaxpr) not in self._known:
             total: dict[Product, Work] = defaultdict(Work)
-            for eqn in jaxpr.eqns:
+            # At each depth, since JAX leaves the bodies of `while` loops as they are.
+            alive, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+            for eqn in alive.eqns:
                 for product, work in self._of(eqn).items():
                     before = total[product]
                     total[product] = Work(before.count + work.count, before.flops + work.flops)
