@@ -1,5 +1,6 @@
-"""What the products of halves have in common: operands, dtypes, and the rules of a primitive that
-is linear in each of two operands."""
+"""Operands, dtypes and rules that all products of halves share: primitives that are linear in each
+of two operands.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -17,9 +18,10 @@ from ._varying import match_varying_axes
 
 
 class Given(NamedTuple):
-    """Which dtypes of a product its caller named ([`mpx_pde.autocast`][] supplies the others),
-    whether it is one of several with the same weight that are to stay so, and whether it is the
-    cotangent of an operand."""
+    """The dtypes of a product that its caller named ([`mpx_pde.autocast`][] supplies the others),
+    whether it is one of several products with the same weight that must stay apart, and whether it
+    is the cotangent of an operand.
+    """
 
     dtype: bool = True
     out_dtype: bool = True
@@ -53,7 +55,9 @@ def _narrowest(operands: Sequence[Array], call: str) -> np.dtype:
 def product_dtypes(
     operands: Sequence[Array], dtype: Any, out_dtype: Any, call: str
 ) -> tuple[np.dtype, np.dtype, Given]:
-    """In what a product multiplies, what it returns, and what of it the caller asked for."""
+    """Returns the dtype that a product multiplies in, the dtype of its result, and whether its
+    caller asked for each of them.
+    """
     given = Given(dtype is not None or full_precision_asked(), out_dtype is not None)
     canonical = lambda d: jax.dtypes.canonicalize_dtype(as_floating_dtype(d, call))
     dtype = _narrowest(operands, call) if dtype is None else canonical(dtype)
@@ -105,8 +109,9 @@ def define_bilinear(primitive, transpose_lhs: Callable, transpose_rhs: Callable)
 
 
 def define_lowering(primitive, evaluate: Callable) -> None:
-    """How a product is evaluated: by a function of its operands and parameters that is told
-    whether it is `on_cpu` or `on_gpu`."""
+    """Defines how a product is evaluated, by a function of its operands and parameters that is told
+    whether it is `on_cpu` or `on_gpu`.
+    """
 
     # Compiled once for each set of parameters and types, as JAX's own operations are.
     @partial(jax.jit, static_argnames="params")

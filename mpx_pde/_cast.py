@@ -1,7 +1,7 @@
 """Casting of PyTrees and of functions."""
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any
 
 import equinox as eqx
@@ -21,6 +21,7 @@ from ._dtypes import (
     is_half,
     wide,
 )
+from ._notes import noting_the_cast
 from ._types import DTypeLike, PyTree
 
 
@@ -34,14 +35,14 @@ _ARRAY_TYPES = jax.Array | np.ndarray | np.generic
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether `x` is a floating-point or complex array or Python number."""
+    """Returns whether `x` is a floating-point or complex array or Python number."""
     if isinstance(x, _ARRAY_TYPES):
         return jnp.issubdtype(x.dtype, jnp.inexact)
     return isinstance(x, float | complex)
 
 
 def _target(dtype: Any, to: np.dtype) -> np.dtype | None:
-    """What an array of `dtype` is cast to; `None` if it is left alone."""
+    """Returns the dtype that an array of `dtype` is cast to, or `None` if it is left alone."""
     if jnp.issubdtype(dtype, jnp.floating):
         return to
     if jnp.issubdtype(dtype, jnp.complexfloating):
@@ -181,14 +182,26 @@ def cast_operands(tree: PyTree, dtype: np.dtype) -> PyTree:
 
 def cast_except(keep: PyTree, args: tuple, dtype: np.dtype, call: str) -> tuple:
     """Casts `args` where the prefix `keep` is false."""
+    cast = lambda k, subtree: subtree if k else cast_operands(subtree, dtype)
+    return _by_prefix(cast, keep, args, call)
 
-    def cast(k, subtree):
+
+def kept_paths(keep: PyTree, args: tuple, call: str) -> set[tuple]:
+    """Returns the paths in `args` of what stands where the prefix `keep` is true."""
+    marks = _by_prefix(lambda k, sub: jtu.tree_map(lambda _: k, sub), keep, args, call)
+    return {tuple(path) for path, kept in jtu.tree_leaves_with_path(marks) if kept}
+
+
+def _by_prefix(fun: Callable[[bool, PyTree], PyTree], keep: PyTree, args: tuple, call: str) -> Any:
+    """Maps `fun` over the subtrees of `args`, each with the leaf of the prefix `keep` there."""
+
+    def checked(k, subtree):
         if not isinstance(k, bool):
             raise TypeError(f"`{call}` takes bools as the leaves of `keep_full`, but got {k!r}.")
-        return subtree if k else cast_operands(subtree, dtype)
+        return fun(k, subtree)
 
     try:
-        return jtu.tree_map(cast, keep, args)
+        return jtu.tree_map(checked, keep, args)
     except ValueError as e:
         raise ValueError(
             f"`{call}` takes `keep_full` as a prefix of its {len(args)} positional arguments: one "
@@ -285,8 +298,10 @@ class _CastFunction(eqx.Module):
 
     def __call__(self, /, *args, **kwargs):
         func, args, kwargs = cast_operands((self._func, args, kwargs), self._dtype)
-        half = is_half(self._dtype)
-        with asked_for_half("cast", self._dtype) if half else nullcontext():
+        with ExitStack() as stack:
+            if is_half(self._dtype):
+                stack.enter_context(asked_for_half("cast", self._dtype))
+                stack.enter_context(noting_the_cast("cast_function", self._dtype))
             out = func(*args, **kwargs)
         return cast_operands(out, self._return_dtype)
 

@@ -4,18 +4,22 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ._forward import present_forward
 
 
 def with_derivative_of(fun: Callable, other: Callable) -> Callable:
-    """`fun`, whose derivative in forward and reverse mode is that of `other`.
+    """Returns `fun` with the derivative of `other` in forward and reverse mode.
 
-    Both take the same PyTrees of arrays and return PyTrees of the same types. What does not move is
-    not differentiated. A `custom_vjp` would forbid forward mode, and under `vmap` sum the gradient
-    of a weight over outer products; here it is that of `other`, transposed as a whole.
+    `fun` takes PyTrees of arrays and returns two PyTrees: its result, and what it has chosen on the
+    way, such as indices. `other` takes what was chosen and then the same arrays, and returns a
+    result of the same types. What does not move is not differentiated. A `custom_vjp` would forbid
+    forward mode, and under `vmap` sum the gradient of a weight over outer products; here it is that
+    of `other`, transposed as a whole.
     """
 
     def call(*args: Any) -> Any:
@@ -27,21 +31,28 @@ def with_derivative_of(fun: Callable, other: Callable) -> Callable:
 
         def rule(primals, tangents):
             moving = [i for i, t in enumerate(tangents) if not isinstance(t, SymbolicZero)]
+            inside = present_forward() is not None
+            out = None if inside else value(*primals)
 
             def moved(*parts):
                 every = list(primals)
                 for i, x in zip(moving, parts, strict=True):
                     every[i] = x
-                return which(*jtu.tree_unflatten(treedef, every))
+                args = jtu.tree_unflatten(treedef, every)
+                return fun(*args) if out is None else other(out[1], *args)
 
-            inside = present_forward() is not None
-            which = fun if inside else other
-            out, out_dot = jax.jvp(
-                moved, [primals[i] for i in moving], [tangents[i] for i in moving]
-            )
-            return out if inside else value(*primals), out_dot
+            parts = [primals[i] for i in moving], [tangents[i] for i in moving]
+            result, result_dot = jax.jvp(moved, *parts)
+            if out is None:
+                return result, result_dot
+            return out, (result_dot, jtu.tree_map(_no_tangent, out[1]))
 
         value.defjvp(rule, symbolic_zeros=True)
-        return value(*leaves)
+        return value(*leaves)[0]
 
     return call
+
+
+def _no_tangent(x: Any) -> Any:
+    is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
+    return jnp.zeros_like(x) if is_inexact else np.zeros(x.shape, jax.dtypes.float0)

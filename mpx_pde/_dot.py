@@ -80,8 +80,9 @@ def _dot(
 
 
 def _sums_over_rows(x, y, dimension_numbers) -> bool:
-    """Whether the last axes of both operands are contracted, several of them, as in the gradient
-    of a weight that acts on the channels of a field."""
+    """Returns whether a product contracts several axes, the last of both operands, as the gradient
+    of a weight that acts on the channels of a field does.
+    """
     (contracted, (batch, _)) = dimension_numbers
     last = lambda z, axes: tuple(axes) == tuple(range(z.ndim - len(axes), z.ndim))
     several = len(contracted[0]) > 1 and not batch and jax.typeof(x).sharding.mesh.empty
@@ -89,8 +90,9 @@ def _sums_over_rows(x, y, dimension_numbers) -> bool:
 
 
 def _product_of_rows(x, y, contracted: int, **options):
-    """That product as one of two matrices. Of one over several axes XLA for CPUs makes a transposed
-    copy of an operand."""
+    """Evaluates such a product as one of two matrices. For a product over several axes XLA for CPUs
+    makes a transposed copy of an operand.
+    """
     shape = (*x.shape[:-contracted], *y.shape[:-contracted])
     x, y = (
         lax.reshape(z, (prod(z.shape[:-contracted]), prod(z.shape[-contracted:]))) for z in (x, y)
@@ -325,7 +327,7 @@ def dot_general_as_given(
 
 
 def _axes_from_zero(x: Array, y: Array, dimension_numbers: Any) -> Any:
-    """What the caller gave as `dimension_numbers` with axes as tuples, none of them negative."""
+    """Returns the `dimension_numbers` of the caller with axes as tuples and no negative axis."""
 
     def canonical(axes, ndim):
         axes = [index(i) for i in ([axes] if is_integer(axes) else axes)]

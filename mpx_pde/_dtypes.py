@@ -56,17 +56,17 @@ def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
 
 
 def is_integer(x: Any) -> bool:
-    """Whether `x` is an integer of Python or NumPy, and no bool."""
+    """Returns whether `x` is an integer of Python or NumPy, and no bool."""
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
 def is_real(x: Any) -> bool:
-    """Whether `x` is a real number of Python or NumPy, and no bool."""
+    """Returns whether `x` is a real number of Python or NumPy, and no bool."""
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
 def is_half(dtype: Any) -> bool:
-    """Whether `dtype` is float16 or bfloat16."""
+    """Returns whether `dtype` is float16 or bfloat16."""
     return jnp.dtype(dtype) in _HALF.values()
 
 
@@ -161,7 +161,9 @@ def asked_for_half(by: str, datatype: Any) -> Iterator[None]:
 
 
 def asked_of_context() -> tuple[str, str] | None:
-    """By what half precision was asked for around here, and which; `None` where nobody did."""
+    """Returns which half precision the surrounding context asks for, and by which call; `None`
+    without one.
+    """
     return _asked_context.value
 
 
@@ -179,12 +181,12 @@ _ASKED = "asked for by name"
 
 
 def matmul_precision() -> str | None:
-    """What `jax.default_matmul_precision` is set to."""
+    """Returns the setting of `jax.default_matmul_precision`."""
     return getattr(jax.config, "jax_default_matmul_precision")  # noqa: B009  (set at runtime)
 
 
 def default_precision() -> Any:
-    """What a product that asks for no precision is given here, as its parameter."""
+    """Returns the precision parameter of a product that asks for none."""
     setting = matmul_precision()
     return None if setting is None else _precision_at(setting)
 
@@ -237,13 +239,15 @@ def precision_of_user() -> Iterator[None]:
 
 
 def full_precision_asked() -> bool:
-    """Whether products have to be more precise here than JAX has them by default, as inside of
-    [`mpx_pde.FullPrecision`][]."""
+    """Returns whether products must be more precise here than by the default of JAX, as inside of
+    [`mpx_pde.FullPrecision`][].
+    """
     return matmul_precision() not in (None, "default", "fastest", "bfloat16", "DEFAULT")
 
 
 def product_datatype(dtype: Any) -> np.dtype:
-    """What a layer with weights of `dtype`, and no dtype of its own, multiplies in.
+    """Returns the dtype in which a layer with weights of `dtype`, and no dtype of its own,
+    multiplies.
 
     That of the weights, since whoever casts a model casts them. [`mpx_pde.autocast`][] casts
     nothing beforehand, and supplies its own.

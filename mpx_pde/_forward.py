@@ -30,7 +30,7 @@ RUNGS = (
 
 
 def options_of(rung: str) -> dict[str, Any]:
-    """What a gradient transformation takes to work on a rung."""
+    """Returns the options with which a gradient transformation works on a rung."""
     return {"use_mixed_precision": False} if rung == "full" else {"forward": rung}
 
 
@@ -44,7 +44,7 @@ def check_rung(rung: Any, call: str, name: str) -> str:
 
 
 class Forward(NamedTuple):
-    """How a loss is evaluated while it is traced.
+    """The precision of a loss while it is traced: of its forward pass and of its backward pass.
 
     **Attributes:**
 
@@ -64,18 +64,19 @@ class Forward(NamedTuple):
 
     @property
     def full(self) -> bool:
-        """Whether the forward pass is in another precision than the backward pass."""
+        """Returns whether the forward pass is in another precision than the backward pass."""
         return self.precision != "half"
 
     @property
     def apart(self) -> bool:
-        """Whether a part of a network may be evaluated in the one precision and differentiated in
-        the other by itself: not where it is differentiated twice, or in wider registers."""
+        """Returns whether a part of a network may be evaluated in one precision and differentiated
+        in the other by itself. It may not where it is differentiated twice, or in wider registers.
+        """
         return self.full and not self.inside and self.precision != "float64"
 
     @property
     def algorithm(self) -> str | None:
-        """By which split product the forward pass multiplies; `None` for the highest precision."""
+        """Returns the split product of the forward pass, or `None` for the highest precision."""
         return self.precision if self.precision in SPLIT_PRODUCTS else None
 
 
@@ -84,13 +85,13 @@ _context = jax.make_user_context(None)
 
 
 def present_forward() -> Forward | None:
-    """How the loss that is being traced is evaluated; `None` outside of one that says so."""
+    """Returns the `Forward` of the loss that is being traced, or `None` outside of such a loss."""
     return _context.value
 
 
 @contextmanager
 def forward_in(forward: Forward | None) -> Iterator[None]:
-    """What is traced in here is evaluated so."""
+    """Traces its body under `forward`."""
     with _context(forward):
         yield
 

@@ -88,7 +88,7 @@ def _power_of_two(x: float) -> float:
 
 
 class AbstractLossScaling(eqx.Module):
-    """What [`mpx_pde.filter_grad`][] needs of a loss scaling.
+    """The interface of a loss scaling, as [`mpx_pde.filter_grad`][] uses it.
 
     Subclass it for a rule of your own: `scale` and `unscale` must be inverse to each other, and
     `adjust` returns the scaling for the next step, with the same PyTree structure, shapes and
@@ -282,7 +282,7 @@ class DynamicLossScaling(AbstractLossScaling):
 
     @property
     def at_minimum(self) -> Bool[Array, "*batch"]:
-        """Whether the last step was skipped and the scale cannot fall any further."""
+        """Returns whether the last step was skipped and the scale cannot fall any further."""
         return (self.loss_scaling <= self.min_loss_scaling) & (self.consecutive_skips > 0)
 
     def scale(self, tree: PyTree) -> PyTree:

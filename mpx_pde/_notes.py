@@ -15,15 +15,29 @@ _UNKNOWN_IN_HALF = re.compile(
     r"(dtype|float32|float64|complex))"
 )
 
+# Operations of several operands, loops and branches that promote nothing, and strict promotion.
+_OF_DIFFERENT_DTYPES = re.compile(
+    r"same dtypes?\b|equal (output )?types|dtypes do not match|implicit dtype promotion"
+)
+
 
 @contextmanager
 def noting_the_cast(call: str, dtype: np.dtype) -> Iterator[None]:
-    """Adds a note to errors of operations that have no half-precision form."""
+    """Adds a note to errors of operations that have no half-precision form, or that got float32
+    beside half."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as e:
         named = dtype.name in str(e) or "FFT" in str(e)
-        if named and _UNKNOWN_IN_HALF.search(str(e)):
+        if dtype.name in str(e) and "float32" in str(e) and _OF_DIFFERENT_DTYPES.search(str(e)):
+            e.add_note(
+                f"`{call}` has cast the arguments of this function to {dtype.name}, and something "
+                "in it returns float32 all the same: a layer that is kept in full, or that gets "
+                "points which `keep_full` keeps. Wrap that layer as "
+                '`mpx_pde.FullPrecision(layer, out_dtype="half")`, which returns half '
+                "precision, or pass `autocast=True`, which decides by operation."
+            )
+        elif named and _UNKNOWN_IN_HALF.search(str(e)):
             e.add_note(
                 f"`{call}` has cast the arguments of this function to {dtype.name}, for which JAX "
                 "has no such operation. Keep the layer that does it in float32, by "

@@ -1,4 +1,4 @@
-"""How states and wrong arguments are shown: short, and also where there are no values."""
+"""Short forms of states and of wrong arguments, also without values."""
 
 import math
 from typing import Any
@@ -33,7 +33,7 @@ def by_name(names: tuple[str, ...], values: Any, prefix: str = "") -> str:
 
 
 def skips(scaling: Any) -> str:
-    """How many steps a scaling has skipped."""
+    """Formats the number of steps that a scaling has skipped."""
     skipped, row = number(scaling.skipped_steps), number(scaling.consecutive_skips)
     return f"skipped_steps={skipped}, consecutive_skips={row}"
 
@@ -48,6 +48,6 @@ def described(obj: Any, *parts: str) -> str:
 
 
 def brief(value: Any) -> str:
-    """What an error says of a wrong argument: its type, and its value if that is short."""
+    """Describes a wrong argument for an error: its type, and its value if that is short."""
     text, kind = repr(value), type(value).__name__
     return f"{kind}: {text}" if len(text) <= 80 and "\n" not in text else f"a {kind}"

@@ -1,4 +1,4 @@
-"""What a training step asks of a whole PyTree."""
+"""Operations of a training step on a whole PyTree."""
 
 import functools as ft
 from collections.abc import Hashable
@@ -16,7 +16,9 @@ from ._types import BoolLike, PyTree
 
 
 def in_a_line(x: Any) -> str:
-    """What came, as an error tells it: its type where its text is long, as that of a model is."""
+    """Describes an argument for an error: by its type where its text is long, as that of a model
+    is.
+    """
     text = repr(x)
     return text if len(text) <= 80 and "\n" not in text else f"a `{type(x).__name__}`"
 
@@ -31,7 +33,7 @@ _SMALL = 2**14
 
 
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
-    """Whether no floating-point or complex array in a PyTree holds an infinity or a NaN.
+    """Returns whether no floating-point or complex array in a PyTree holds an infinity or a NaN.
 
     Arrays are looked at in a few passes over all of them, not one by one: on a GPU that is a few
     kernels for a model of any number of layers.
@@ -91,7 +93,7 @@ def check_flag(pred: Any, call: str, name: str) -> Bool[Array, ""]:
 
 
 def is_key(x: Any) -> bool:
-    """Whether a leaf is a typed key of `jax.random`, or the shape of one."""
+    """Returns whether a leaf is a typed key of `jax.random`, or the shape of one."""
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
 

@@ -1,7 +1,7 @@
 """Types of common arguments, for type checkers alone.
 
 While a program runs they are `Any`: what an argument may be is told by the errors of the function
-that takes it, which name the call and the mend.
+that takes it, which name the call and how to fix it.
 """
 
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -44,7 +44,7 @@ else:
     Names = AxisName = ForwardLike = MasterLike = Any
 
 
-class RawGradientOptions(TypedDict, total=False):
+class GradientOptions(TypedDict, total=False):
     """The keyword arguments that all gradient transformations share."""
 
     policy: PolicyLike | None
@@ -52,9 +52,3 @@ class RawGradientOptions(TypedDict, total=False):
     axis_name: AxisName | None
     autocast: bool | dict[str, Any]
     forward: ForwardLike
-
-
-class GradientOptions(RawGradientOptions, total=False):
-    """Those of the gradient transformations that adjust the scaling."""
-
-    search: bool

@@ -13,8 +13,9 @@ from jax.core import ShapedArray
 
 
 def size_of_axis(axis_name: Any, call: str) -> int:
-    """How many devices there are along the mesh axes of `axis_name`; an error in the name of `call`
-    unless they are those of a `shard_map` or `pmap` around."""
+    """Returns the number of devices along the mesh axes of `axis_name`. Raises an error in the name
+    of `call` unless they are axes of a surrounding `shard_map` or `pmap`.
+    """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not names or not all(isinstance(name, str) for name in names):
         raise TypeError(
@@ -39,7 +40,7 @@ def varying_axes(x: Any) -> frozenset[str]:
 
 
 def varies(aval: Any) -> bool:
-    """Whether values may differ along a manual axis, as inside of a `shard_map`."""
+    """Returns whether values may differ along a manual axis, as inside of a `shard_map`."""
     kind = getattr(aval, "manual_axis_type", None)
     return kind is not None and not kind.empty
 

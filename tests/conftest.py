@@ -61,26 +61,6 @@ def half_precision_as_it_was():
     mpx.set_half_precision_datatype(before)
 
 
-SLOW = Path(__file__).with_name("slow.txt")
-UNKNOWN_SLOW = pytest.StashKey[list]()
-
-
-def pytest_collection_modifyitems(config, items):
-    """Marks the tests that `slow.txt` lists; `test_suite.py` looks at the lines without a test."""
-    lines = SLOW.read_text(encoding="utf-8").splitlines()
-    slow = {line for line in lines if line and not line.startswith("#")}
-    found, files = set(), set()
-    for item in items:
-        file, _, name = item.nodeid.rpartition("tests/")[-1].partition("::")
-        files.add(file)
-        if f"{file}::{name}" in slow:
-            item.add_marker("slow")
-            found.add(f"{file}::{name}")
-    whole = config.args == config.getini("testpaths")
-    of_files = {line for line in slow if line.partition("::")[0] in files}
-    config.stash[UNKNOWN_SLOW] = sorted(of_files - found) if whole else []
-
-
 _ROOM = 3 * 2**29
 """Bytes of memory by which a process may grow before it drops its compiled programs."""
 

@@ -170,7 +170,19 @@ def coordinate_mlp(model: Any, point: Any) -> Any:
     return h @ last.weight + last.bias
 
 
+def in_float64(tree: Any) -> Any:
+    """A tree with its floating-point arrays in float64, under 64-bit types."""
+    return jax.tree.map(
+        lambda x: jnp.asarray(np.asarray(x, np.float64)) if eqx.is_inexact_array(x) else x, tree
+    )
+
+
 def relative(got: Any, want: Any) -> float:
     """The norm of a difference over that of what it should be."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def running(scaling):
+    """That of a run that has taken a step: its scale falls by its factor, and not faster."""
+    return eqx.tree_at(lambda s: s.taken_steps, scaling, jnp.ones_like(scaling.taken_steps))

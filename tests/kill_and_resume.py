@@ -1,28 +1,37 @@
-"""Trains, is killed at a random moment, goes on from its last checkpoint, and so on to the end.
+"""Trains from the last checkpoint on and saves after each step; `test_checkpoint.py` kills it.
 
-    python tests/kill_and_resume.py FOLDER KILLS
+    python tests/kill_and_resume.py FOLDER LIBRARY
 
-Each life is a fork of this process, which has imported everything but has started no backend.
-In `FOLDER`, `whole` is the last checkpoint of a run that nobody killed, and `parts` that of the one
-that was killed `KILLS` times by SIGKILL. The test that starts this compares them.
+`LIBRARY` is `equinox`, `orbax` or `none`. The process prints the number of the step that it starts
+from, and that of each step after it. The last state is `FOLDER/end`.
 """
 
-import os
-import random
-import signal
+import contextlib
+import functools as ft
 import sys
-import time
 from pathlib import Path
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+import orbax.checkpoint as ocp
+from test_docs import ROOT, blocks
 
 import mpx_pde as mpx
 
 
-STEPS = 400
+STEPS = 60
+
+
+@ft.cache
+def guide() -> dict:
+    """The functions that save and restore, as the guide defines them."""
+    names = {}
+    for _, source in blocks(ROOT / "docs" / "many-gpus.md", "python"):
+        if "def save" in source:
+            exec(source, names)
+    return names
 
 
 def loss(model, points, *, derivatives):
@@ -31,85 +40,58 @@ def loss(model, points, *, derivatives):
     return jnp.mean((d["u_xx"] + 9 * d["u"]) ** 2)
 
 
-def train(path: Path, tell: int | None) -> None:
-    """Trains to `STEPS`, from the checkpoint at `path` if there is one; writes a byte to the file
-    descriptor `tell` after each step."""
-    optimizer = optax.adam(1e-2)
-
-    @jax.jit
-    def start():
-        model = mpx.nn.CoordinateMLP(1, "scalar", 8, 2, key=jax.random.key(0))
-        scaling = mpx.Scaling(
-            mpx.DynamicLossScaling(2.0**15, period=5, max_loss_scaling=2.0**24),
-            mpx.DerivativeScaling.per_direction("x", order=2, growth_interval=7),
-        )
-        opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-        return model, opt_state, scaling, jax.random.key(1), jnp.array(0)
-
-    @jax.jit
-    def step(state):
-        model, opt_state, scaling, key, i = state
-        key, draw = jax.random.split(key)
-        points = jax.random.uniform(draw, (16, 1))
-        points = jnp.where(i % 10 == 9, jnp.nan, points)  # steps to be skipped
-        grad_fn = mpx.filter_grad(loss, scaling, keep_full=(False, True))
-        scaling, finite, grads = grad_fn(model, points)
-        model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
-        return model, opt_state, scaling, key, i + 1
-
-    state = start()
-    if path.exists():
-        state = mpx.restore_checkpoint(path, state)
-    while state[-1] < STEPS:
-        state = step(state)
-        mpx.save_checkpoint(path, state)
-        if tell is not None:
-            os.write(tell, b".")
+optimizer = optax.adam(1e-2)
 
 
-def life(path: Path, kill_after: int | None, pause: float) -> bool:
-    """Trains in a fork, which is killed `pause` seconds after so many steps. Whether it was."""
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            train(path, write)
-            status = 0
-        finally:
-            os._exit(status)
-    os.close(write)
-    steps = 0
-    while steps != kill_after and os.read(read, 1):
-        steps += 1
-    if steps == kill_after:
-        time.sleep(pause)
-        os.kill(child, signal.SIGKILL)
-    os.close(read)
-    _, status = os.waitpid(child, 0)
-    if os.WIFSIGNALED(status):
-        return True
-    if os.WEXITSTATUS(status) != 0:
-        raise RuntimeError("The training itself failed.")
-    return False
+def start():
+    model = mpx.nn.CoordinateMLP(1, "scalar", 8, 2, key=jax.random.key(0))
+    scaling = mpx.Scaling(
+        mpx.DynamicLossScaling(2.0**15, period=5, max_loss_scaling=2.0**24),
+        mpx.DerivativeScaling.per_direction("x", order=2, growth_interval=7),
+    )
+    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    state = {"model": model, "opt_state": opt_state, "scaling": scaling, "step": jnp.array(0)}
+    return state | {"key": jax.random.key_data(jax.random.key(1))}
 
 
-def main(folder: Path, kills: int) -> None:
-    # The lives compile the same two programs.
-    jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    life(folder / "whole", None, 0.0)
-    draw = random.Random(0)
-    killed = 0
-    while killed < kills:
-        # A few steps a life, so that the run outlives all of them.
-        if not life(folder / "parts", draw.randint(1, 3), 0.01 * draw.random()):
-            raise RuntimeError(f"The run ended after {killed} kills.")
-        killed += 1
-    life(folder / "parts", None, 0.0)
-    print(f"killed {killed} times")
+@jax.jit
+def advance(state):
+    key, draw = jax.random.split(jax.random.wrap_key_data(state["key"]))
+    step = state["step"] + 1
+    points = jax.random.uniform(draw, (16, 1))
+    points = jnp.where(step % 10 == 0, jnp.nan, points)  # steps to be skipped
+    grad_fn = mpx.filter_grad(loss, state["scaling"], keep_full=(False, True))
+    scaling, finite, grads = grad_fn(state["model"], points)
+    model, opt_state = mpx.optimizer_update(
+        state["model"], optimizer, state["opt_state"], grads, finite
+    )
+    state = {"model": model, "opt_state": opt_state, "scaling": scaling, "step": step}
+    return state | {"key": jax.random.key_data(key)}
+
+
+def main(folder: Path, library: str) -> None:
+    folder.mkdir(exist_ok=True)
+    state = first = start()
+    path = folder / "run"
+    with contextlib.ExitStack() as stack:
+        if library == "orbax":
+            manager = stack.enter_context(ocp.CheckpointManager(path))
+            state = guide()["restore_with_orbax"](manager, state)
+        elif library == "equinox" and path.exists():
+            state = guide()["restore"](path, state)
+        print(int(state["step"]), flush=True)
+        while state["step"] < STEPS:
+            state = advance(state)
+            if library == "orbax":
+                guide()["save_with_orbax"](manager, int(state["step"]), state)
+            elif library == "equinox":
+                guide()["save"](path, state)
+            print(int(state["step"]), flush=True)
+    # The scales moved, so that losing them would show.
+    assert state["scaling"].skipped_steps > 0
+    assert any(state["scaling"].derivatives.scales != first["scaling"].derivatives.scales)
+    guide()["save"](folder / "end", state)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]).absolute(), sys.argv[2])

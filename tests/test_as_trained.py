@@ -39,6 +39,7 @@ def same(x, y):
     return np.array_equal(np.asarray(x), np.asarray(y))
 
 
+@pytest.mark.slow
 def test_it_is_the_model_that_the_loss_has_seen():
     model = inverse()
 
@@ -75,11 +76,14 @@ def test_what_a_step_keeps_is_kept():
     assert mpx.as_trained(model, keep_full=(keep, True)).plain == jnp.float32(0.1)
 
 
-@pytest.mark.parametrize("how", ["cast", "forward", "autocast"])
+HOW = {"cast": {}, "forward": {"forward": "float32"}, "autocast": {"autocast": True}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOW)
 def test_frozen_features_are_never_rounded(how):
     """Those of a `CoordinateMLP`, and of others in `FullPrecision`: 2049 is no float16."""
-    features = mpx.FullPrecision(Features(jnp.array([[2049.0, 0.0]])))
-    options = {"cast": {}, "forward": {"forward": "float32"}, "autocast": {"autocast": True}}[how]
+    features, options = mpx.FullPrecision(Features(jnp.array([[2049.0, 0.0]]))), HOW[how]
 
     def loss(model, x):
         features, weight = model
@@ -102,9 +106,9 @@ def test_frozen_features_are_never_rounded(how):
     np.testing.assert_allclose(step(network, x)[0], inside(network, x), rtol=2.0**-12)
 
 
-@pytest.mark.parametrize("how", ["cast", "forward", "autocast"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", HOW)
 def test_a_coefficient_of_the_equation_stays_float32(how):
-    options = {"cast": {}, "forward": {"forward": "float32"}, "autocast": {"autocast": True}}[how]
     # Wide enough that most of the products are not those of the first layer.
     network = nn.CoordinateMLP(2, "scalar", 16, 3, key=KEY)
     model = Inverse(network, mpx.FullPrecision(jnp.array(0.1)), jnp.array(0.1))
@@ -113,29 +117,12 @@ def test_a_coefficient_of_the_equation_stays_float32(how):
         u = jax.vmap(model.network)(points).astype(jnp.float32)
         return (model.viscosity.value - 0.1) * 2.0**20 + 0 * jnp.sum(u)
 
-    step = mpx.filter_value_and_grad(
-        loss, mpx.NoOpLossScaling(), keep_full=(False, True), **options
-    )
+    options = {"keep_full": (False, True), **HOW[how]}
+    step = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), **options)
     value, _, _, grads = eqx.filter_jit(step)(model, POINTS)
     assert value == 0  # with a rounded coefficient it is -25
     assert grads.viscosity.value.dtype == jnp.float32
     assert grads.viscosity.value == 2.0**20
-
-
-def test_a_nested_prefix_keeps_a_part_of_the_model():
-    model = inverse()
-    keep = jax.tree.map(lambda _: False, model)
-    keep = eqx.tree_at(lambda m: (m.plain, m.network.hidden), keep, (True, True))
-    dtypes = {}
-
-    def loss(model, points):
-        dtypes["plain"] = model.plain.dtype
-        dtypes["hidden"] = model.network.hidden[0].weight.dtype
-        dtypes["last"] = model.network.last.weight.dtype
-        return jnp.sum(model.plain.astype(jnp.float32))
-
-    mpx.filter_grad(loss, mpx.NoOpLossScaling(), keep_full=(keep, True))(model, POINTS)
-    assert dtypes == {"plain": jnp.float32, "hidden": jnp.float32, "last": jnp.float16}
 
 
 def test_an_array_in_full_precision():

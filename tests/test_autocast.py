@@ -30,6 +30,7 @@ def inner_primitives(jaxpr):
     return [e.primitive.name for e in equations(jaxpr)]
 
 
+@pytest.mark.slow
 def test_derivatives_nest():
     w, x = normal(0, (6, 6), 0.4), normal(1, (6,))
 
@@ -50,6 +51,7 @@ def test_derivatives_nest():
     assert_products_are_half(jax.hessian(cast, argnums=1), w, x)
 
 
+@pytest.mark.slow
 def test_inside_of_a_transform_or_around_it():
     """Autocast outside of `grad` and `vmap`, on code that is differentiated already."""
     w, x = normal(0, (6, 6), 0.4), normal(1, (3, 6))
@@ -167,6 +169,7 @@ def test_between_products_nothing_is_kept_in_float32(between, half):
     assert tree_allclose(got, want, computed_in=half)
 
 
+@pytest.mark.slow
 def test_what_is_evaluated_again_differentiates_in_every_mode():
     w, x = normal(0, (4, 4), 0.5), normal(1, (4,))
 
@@ -415,6 +418,7 @@ def test_effects_survive(capfd):
     capfd.readouterr()
 
 
+@pytest.mark.slow
 def test_an_unknown_operation_keeps_its_dtype_and_is_reported():
     x, sizes = normal(0, (4, 3)), jnp.array([1, 3])
 
@@ -600,6 +604,7 @@ def regression(model, x, y):
     return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "transform", ["filter_value_and_grad", "filter_accumulated_value_and_grad"]
 )
@@ -624,6 +629,7 @@ def test_filter_value_and_grad(transform):
     assert not tree_allclose((value, grads), want)
 
 
+@pytest.mark.slow
 def test_filter_grad_takes_overrides_and_a_full_policy():
     model = eqx.nn.Linear(2, 1, key=KEY)
     x, y = normal(1, (16, 2)), normal(2, (16, 1))

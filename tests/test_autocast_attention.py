@@ -30,6 +30,7 @@ def arguments(tokens=TOKENS, size=SIZE):
     return weights, draw(BATCH, tokens, HEADS * size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("dtype", HALVES)
 def test_products_are_half_and_results_are_near_float32(dtype, causal):

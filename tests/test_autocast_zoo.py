@@ -242,6 +242,7 @@ def compiled(fun, p, x):
     return jax.jit(lambda p, x: (fun(p, x), jax.grad(scalar(fun))(p, x)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.usefixtures("standard_promotion")
 def test_values_and_gradients_agree_with_float32(name):
@@ -258,6 +259,7 @@ def test_values_and_gradients_agree_with_float32(name):
             assert np.abs(g - w).max(initial=0.0) <= 4 * TOLERANCES[half] * size
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.usefixtures("standard_promotion")
 def test_no_value_changes_if_everything_is_listed_as_full(name):
@@ -269,6 +271,7 @@ def test_no_value_changes_if_everything_is_listed_as_full(name):
 LISTED = ("exp", "log", "rsqrt", "sqrt", "reduce_sum", "square", "integer_pow", "pow", "cumsum")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.usefixtures("standard_promotion")

@@ -29,6 +29,7 @@ def tf32(x):
     return jax.lax.reduce_precision(x, 8, 10)
 
 
+@pytest.mark.slow
 def test_products_forward_and_backward_are_those_of_rounded_operands():
     x, w, ct = normal(0, (8, 16)), normal(1, (16, 4)), normal(2, (8, 4))
 
@@ -147,7 +148,7 @@ def test_a_failure_is_one_line():
 
 
 def test_a_figure_tells_what_it_was_drawn_from(tmp_path):
-    name, figure = next(iter(_figures.FIGURES.items()))
+    name, figure = next((n, f) for n, f in _figures.FIGURES.items() if f.results)
     data = _figures.load(figure.results)
     path = tmp_path / f"{name}.svg"
     assert _figures.drawn_from(path) is None
@@ -283,14 +284,14 @@ def test_without_git_a_result_is_of_unknown_code(tmp_path, monkeypatch):
 
 def test_a_benchmark_goes_on_where_it_was_left(tmp_path, repository):
     def go_on(**options):
-        report = Report("float8", command="", folder=tmp_path)
+        report = Report("errors", command="", folder=tmp_path)
         report.resume("errors", **options)
         left = list(report.missing("errors", keys))
         return left, len(report.environment["commits"])
 
     keys = [{"format": name} for name in ("float16", "bfloat16")]
     repository("1")
-    report = Report("float8", command="", folder=tmp_path)
+    report = Report("errors", command="", folder=tmp_path)
     for key in report.missing("errors", keys[:1]):
         report.record("errors", **key, u=1.0)
     assert go_on(same_code=True) == (keys[1:], 1)

@@ -6,32 +6,19 @@ import pickle
 from typing import Any, NamedTuple
 
 import equinox as eqx
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import pytest
 from helpers import HALVES, avals, equations, is_key, tree_allclose, tree_equal_bits
-from hypothesis import given, settings
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 import mpx_pde as mpx
 
 
-# Without float8_e8m0fnu, a format for scales that has neither sign nor zero, and to which NumPy
-# does not cast from the others.
-FLOAT8 = [
-    "float8_e3m4",
-    "float8_e4m3",
-    "float8_e4m3b11fnuz",
-    "float8_e4m3fn",
-    "float8_e4m3fnuz",
-    "float8_e5m2",
-    "float8_e5m2fnuz",
-]
-FLOATS = [*FLOAT8, "float16", "bfloat16", "float32", "float64"]
+FLOATS = ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "float64"]
 
 # Powers of two are in every format, so that each cast is exact.
 VALUES = [0.5, 1.0, 2.0]
@@ -117,26 +104,6 @@ def complex_leaves() -> list:
         ]
 
 
-def trees():
-    leaves = st.one_of(
-        st.deferred(lambda: st.sampled_from(float_leaves())),
-        st.deferred(lambda: st.sampled_from(other_leaves())),
-        st.deferred(lambda: st.sampled_from(complex_leaves())),
-        st.none(),
-    )
-    return st.recursive(
-        leaves,
-        lambda children: st.one_of(
-            st.lists(children, max_size=3),
-            st.dictionaries(st.sampled_from("abc"), children, max_size=3),
-            st.tuples(children, children),
-            st.builds(Pair, children, children),
-            st.builds(Holder, children),
-        ),
-        max_leaves=12,
-    )
-
-
 def leaves_and_structure(tree):
     return jtu.tree_flatten(tree, is_leaf=lambda x: isinstance(x, mpx.FullPrecision))
 
@@ -167,24 +134,19 @@ def check_leaf(before, after, dtype):
         np.testing.assert_array_equal(np.asarray(after).astype(np.complex128), want)
 
 
-@settings(max_examples=60)
-@given(tree=trees(), dtype=st.sampled_from(FLOATS))
-def test_cast_tree_changes_floating_arrays_and_nothing_else(tree, dtype):
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_cast_tree_changes_floating_arrays_and_nothing_else(dtype):
     with jax.enable_x64(True):
-        out = mpx.cast_tree(tree, dtype)
+        tree = {
+            "list": [*float_leaves(), None],
+            "tuple": (Pair(other_leaves(), {"a": jnp.ones(2)}), jnp.ones(2)),
+            "module": Holder(complex_leaves()),
+        }
         before, structure = leaves_and_structure(tree)
-        after, same_structure = leaves_and_structure(out)
+        after, same_structure = leaves_and_structure(mpx.cast_tree(tree, dtype))
         assert structure == same_structure
         for x, y in zip(before, after, strict=True):
             check_leaf(x, y, dtype)
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_cast_tree_of_every_leaf(dtype):
-    """What hypothesis draws from, leaf by leaf."""
-    with jax.enable_x64(True):
-        for leaf in [*float_leaves(), *other_leaves(), *complex_leaves()]:
-            check_leaf(leaf, mpx.cast_tree(leaf, dtype), dtype)
 
 
 def test_cast_tree_takes_dtypes_in_every_spelling():
@@ -192,23 +154,20 @@ def test_cast_tree_takes_dtypes_in_every_spelling():
         assert mpx.cast_tree(jnp.ones(2), dtype).dtype == jnp.float16
 
 
-@pytest.mark.parametrize(
-    ("cast", "dtype"),
-    [
-        (mpx.cast_to_float16, "float16"),
-        (mpx.cast_to_bfloat16, "bfloat16"),
-        (mpx.cast_to_float32, "float32"),
-        (mpx.cast_to_full_precision, "float32"),
-        (mpx.cast_to_half_precision, "float16"),
-    ],
-)
-def test_the_casts_by_name(cast, dtype):
+def test_the_casts_by_name():
     layer = mpx.FullPrecision(jnp.tanh)
     tree = {"a": jnp.ones(2, jnp.bfloat16), "b": np.ones(2), "n": jnp.arange(2), "layer": layer}
-    out = cast(tree)
-    assert out["a"].dtype == out["b"].dtype == jnp.dtype(dtype)
-    assert out["n"] is tree["n"]
-    assert out["layer"] is layer
+    for cast, dtype in [
+        (mpx.cast_to_float16, jnp.float16),
+        (mpx.cast_to_bfloat16, jnp.bfloat16),
+        (mpx.cast_to_float32, jnp.float32),
+        (mpx.cast_to_full_precision, jnp.float32),
+        (mpx.cast_to_half_precision, jnp.float16),
+    ]:
+        out = cast(tree)
+        assert out["a"].dtype == out["b"].dtype == dtype
+        assert out["n"] is tree["n"]
+        assert out["layer"] is layer
 
 
 def test_an_overflowing_cast_of_numpy_data_is_infinite_without_a_warning():
@@ -260,18 +219,6 @@ def test_cast_tree_is_differentiated_back_to_the_masters_dtype():
         assert tangent == 10.0
 
 
-def test_cast_tree_of_a_model():
-    model = eqx.nn.MLP(2, 1, 4, 1, key=jax.random.key(0))
-    half = mpx.cast_tree(model, jnp.float16)
-    assert jtu.tree_structure(half) == jtu.tree_structure(model)
-    assert half.activation is model.activation
-    assert jax.eval_shape(half, jnp.ones(2, jnp.float16)).dtype == jnp.float16
-    # The same for a model that is not there yet.
-    make = lambda key: eqx.nn.MLP(2, 1, 4, 1, key=key)
-    structs = mpx.cast_tree(eqx.filter_eval_shape(make, jax.random.key(0)), jnp.float16)
-    assert structs.layers[0].weight == jax.ShapeDtypeStruct((4, 2), jnp.float16)
-
-
 def test_cast_tree_casts_an_eqx_state():
     """It is a tree of arrays; only functions leave it alone."""
     state = eqx.nn.State(eqx.nn.StateIndex(jnp.ones(2)))
@@ -305,22 +252,20 @@ def test_name_docstring_and_signature(wrap):
 
 CALLABLES = {
     "jit": lambda: jax.jit(lambda x: x * 2),
-    "filter_jit": lambda: eqx.filter_jit(jnp.sin),
     "partial": lambda: ft.partial(lambda a, x: x * a, 2),
-    "function of jax.numpy": lambda: jnp.tanh,
     "method of a ufunc": lambda: jnp.add.reduce,
     "function of NumPy": lambda: np.copy,
     "module": lambda: Holder(jnp.ones(2)),
     "Linear": lambda: eqx.nn.Linear(2, 2, key=jax.random.key(0)),
-    "Lambda": lambda: eqx.nn.Lambda(jnp.sin),
 }
 
 
-@pytest.mark.parametrize("wrap", list(WRAPPERS))
 @pytest.mark.parametrize("func", list(CALLABLES))
-def test_every_kind_of_callable(wrap, func):
-    out = WRAPPERS[wrap](CALLABLES[func]())(jnp.ones(2, jnp.bfloat16))
-    assert out.dtype == (jnp.float16 if wrap == "cast_function" else jnp.bfloat16)
+def test_every_kind_of_callable(func):
+    x = jnp.ones(2, jnp.bfloat16)
+    for name, wrap in WRAPPERS.items():
+        out = wrap(CALLABLES[func]())(x)
+        assert out.dtype == (jnp.float16 if name == "cast_function" else jnp.bfloat16)
 
 
 def test_arguments_at_any_depth_and_by_keyword_are_cast():
@@ -365,17 +310,15 @@ OUTPUTS = {
 }
 
 
-@pytest.mark.parametrize("output", list(OUTPUTS))
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_every_array_of_the_output_is_cast(output, jit):
+def test_every_array_of_the_output_is_cast():
     def func(x):
         assert x.dtype == jnp.float16
-        return OUTPUTS[output](x), jnp.arange(2), None, jax.random.key(0)
+        outputs = {name: make(x) for name, make in OUTPUTS.items()}
+        return outputs, jnp.arange(2), None, jax.random.key(0)
 
-    cast = mpx.cast_function(func, "float16", return_dtype="bfloat16")
     x = jnp.array([1.0, 0.5])
-    out, n, none, key = (eqx.filter_jit(cast) if jit else cast)(x)
-    assert tree_equal_bits(out, OUTPUTS[output](x.astype(jnp.bfloat16)))
+    out, n, none, key = mpx.cast_function(func, "float16", return_dtype="bfloat16")(x)
+    assert tree_equal_bits(out, {name: f(x.astype(jnp.bfloat16)) for name, f in OUTPUTS.items()})
     assert n.dtype == jnp.int32
     assert none is None
     assert is_key(key)
@@ -437,24 +380,6 @@ def test_methods_of_modules_bind_and_keep_their_names():
     assert tree_equal_bits(network.full(x, shift=1.0), Network.full(network, x) + 1.0)
 
 
-def test_methods_of_plain_classes_bind():
-    class Plain:
-        gain = 2.0
-
-        @ft.partial(mpx.cast_function, dtype=jnp.float16)
-        def half(self, x):
-            return x * self.gain
-
-        @mpx.force_full_precision
-        def full(self, x):
-            assert x.dtype == jnp.float32
-            return x * self.gain
-
-    x = jnp.ones(2, jnp.bfloat16)
-    assert tree_equal_bits(Plain().half(x), jnp.full(2, 2.0, jnp.float16))
-    assert tree_equal_bits(Plain().full(x), jnp.full(2, 2.0, jnp.bfloat16))
-
-
 def test_a_cast_function_under_transformations():
     func = mpx.cast_function(lambda w, x: {"y": w * x}, jnp.float16, jnp.float32)
     w, x = jnp.array([1.0, 2.0]), jnp.array([[0.5, 4.0], [1.0, 1.0]])
@@ -488,9 +413,7 @@ def dtypes_inside(*args, **kwargs):
     return seen, getattr(out, "dtype", None)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32"]
-)
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float16", "float32"])
 def test_runs_in_float32_and_returns_the_dtype_that_came_in(dtype):
     assert dtypes_inside(jnp.ones(2, dtype)) == (["float32"], dtype)
     assert dtypes_inside(x={"a": np.ones(2, jnp.dtype(dtype))}) == (["float32"], dtype)
@@ -546,9 +469,9 @@ def test_complex_values_pass():
     assert mpx.force_full_precision(lambda z: z * 2)(spectrum).dtype == jnp.complex64
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_a_half_method_at_a_float32_point(dtype):
+def test_a_half_method_at_a_float32_point():
     """The parameters do not decide what comes back: the arguments do."""
+    dtype = "bfloat16"
     network = mpx.cast_tree(Network(), dtype)
     x = jnp.array([1.0, 1.0 + 2.0**-12])
     for full in (mpx.force_full_precision(network.half), network.full):
@@ -597,31 +520,6 @@ def test_products_take_the_highest_precision_in_both_passes():
     assert {precision for _, _, precision in products(func, jnp.ones(3))} == {None}
 
 
-def test_as_a_decorator_with_arguments():
-    @ft.partial(mpx.force_full_precision, return_dtype=jnp.bfloat16)
-    def total(x):
-        """Sums."""
-        return {"sum": jnp.sum(x), "n": x.size}
-
-    out = total(jnp.ones(3, jnp.float16))
-    assert total.__name__ == "total"
-    assert tree_equal_bits(out, {"sum": jnp.array(3.0, jnp.bfloat16), "n": 3})
-
-
-def test_full_precision_functions_under_transformations():
-    func = mpx.force_full_precision(lambda x, w: jnp.tanh(x * w))
-    x, w = jnp.array([[0.5], [1.0]], jnp.float16), jnp.array([2.0], jnp.float16)
-    want = jnp.tanh(x.astype(jnp.float32) * 2).astype(jnp.float16)
-    batched = jax.vmap(func, in_axes=(0, None))
-    assert tree_allclose(batched(x, w), want)
-    assert tree_allclose(jax.jit(batched)(x, w), want)
-    assert jax.grad(lambda w: jnp.sum(func(x[0], w)))(w).dtype == jnp.float16
-    out, _ = lax.scan(lambda c, _: (func(c, w), None), x[0], length=3)
-    assert out.dtype == jnp.float16
-    _, tangent = jax.jvp(lambda w: func(x[0], w), (w,), (w,))
-    assert tangent.dtype == jnp.float16
-
-
 # --- FullPrecision -------------------------------------------------------------------------------
 
 
@@ -657,21 +555,6 @@ def test_full_precision_layers_stay_float32_and_hand_back_half(dtype):
     assert tree_equal_bits(half.first(y), model.first.module(y))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_full_precision_layers_under_jit_grad_and_vmap(dtype):
-    model = Mixed()
-
-    def loss(model, x):
-        model = mpx.cast_tree(model, dtype)
-        return jnp.sum(jax.vmap(model)(x).astype(jnp.float32) ** 2)
-
-    x = jnp.linspace(-1, 1, 6).reshape(3, 2)
-    grads = eqx.filter_jit(eqx.filter_grad(loss))(model, x.astype(dtype))
-    oracle = lambda model, x: jnp.sum(jax.vmap(model)(x) ** 2)
-    want = eqx.filter_jit(eqx.filter_grad(oracle))(model, x)
-    assert tree_allclose(grads, want, computed_in=dtype)
-
-
 def test_a_full_precision_cell_as_the_body_of_a_scan():
     cell = mpx.FullPrecision(eqx.nn.Linear(3, 3, key=jax.random.key(0)))
     inputs = jnp.ones((5, 3), jnp.float16)
@@ -683,27 +566,6 @@ def test_a_full_precision_cell_as_the_body_of_a_scan():
 
     grads = eqx.filter_jit(eqx.filter_grad(loss))(cell)
     assert {x.dtype for x in jtu.tree_leaves(grads)} == {jnp.dtype("float32")}
-
-
-def test_batch_norm_keeps_its_state_in_float32():
-    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(4, "batch", mode="batch")
-    wrapped = mpx.cast_to_float16(mpx.FullPrecision(norm))
-    # The running variance of values near 300 is infinite in float16.
-    x = 300.0 * jax.random.normal(jax.random.key(0), (16, 4), jnp.float16)
-
-    @jax.jit
-    def run(x, state):
-        return jax.vmap(wrapped, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(x, state)
-
-    y, new = run(x, state)
-    assert y.dtype == jnp.float16
-    assert avals(new) == avals(state)
-    assert jnp.all(jnp.isfinite(y))
-    want, want_state = jax.vmap(norm, axis_name="batch", in_axes=(0, None), out_axes=(0, None))(
-        x.astype(jnp.float32), state
-    )
-    assert tree_allclose(y, want.astype(jnp.float16))
-    assert tree_allclose(new, want_state)
 
 
 def test_full_precision_passes_keywords_and_keys():
@@ -721,16 +583,6 @@ def test_full_precision_of_functions_and_of_itself():
     assert twice.module.module is jnp.tanh
 
 
-def test_full_precision_replaces_a_layer_in_place():
-    model = eqx.nn.MLP(2, 1, 4, 2, key=jax.random.key(0))
-    model = eqx.tree_at(lambda m: m.layers[0], model, replace_fn=mpx.FullPrecision)
-    half = mpx.cast_to_float16(model)
-    assert half.layers[0].module.weight.dtype == jnp.float32
-    assert half.layers[1].weight.dtype == jnp.float16
-    # Inputs in half: what comes out of the first layer fits to the rest under strict promotion.
-    assert jax.eval_shape(half, jnp.ones(2, jnp.float16)).dtype == jnp.float16
-
-
 # --- Half behind a layer in full precision --------------------------------------------------------
 
 
@@ -739,6 +591,7 @@ def _behind(x, out_dtype="half"):
     return mpx.FullPrecision(layer, out_dtype=out_dtype)(x)
 
 
+@pytest.mark.slow
 def test_half_behind_a_layer_is_what_was_asked_for():
     x = jnp.ones(3)
     assert _behind(x).dtype == jnp.float32  # by nobody
@@ -773,12 +626,6 @@ def test_a_compiled_function_notices_who_asks():
         lambda x: mpx.filter_grad(loss, mpx.DynamicLossScaling(), keep_full=(False, True))(x, x)[2]
     )(x)
     assert "f16[4]" in str(jaxpr)
-
-
-def test_a_baseline_is_the_same_to_the_bit():
-    layer = eqx.nn.Linear(3, 4, key=jax.random.key(0))
-    x = jnp.linspace(0.1, 1.0, 3)
-    assert tree_equal_bits(_behind(x), mpx.FullPrecision(layer)(x))
 
 
 def test_attributes_of_what_is_wrapped():

@@ -53,6 +53,7 @@ def surface(seed, boxes, count):
 # --- Geometry --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_smooth_distance_vanishes_on_boxes_alone():
     boxes = [Box((0, 0, 0), (1, 2, 1)), Box((0, 0, 1), (0.5, 1, 2))]
     at, normals = surface(0, boxes, 200)
@@ -79,6 +80,7 @@ def test_distances_to_edges():
 # --- Conditions and points -------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["three_fin_3d", pytest.param("fpga_laminar", marks=SLOW)])
 def test_fields_of_any_network_meet_their_conditions(name):
     problem, channel = module(name).PROBLEM, module(name).CHANNEL
@@ -129,6 +131,7 @@ def drawn():
     return channel, jax.tree.map(np.asarray, points)
 
 
+@pytest.mark.slow
 def test_points_near_the_block_are_more_and_weigh_less(drawn):
     channel, points = drawn
     at, weight, calm = points["fluid"]
@@ -170,6 +173,7 @@ def test_points_on_walls_and_sections(drawn):
     assert through.mean() == pytest.approx(1 - (0.7 * 0.2 + 0.2 * 0.3 + 0.1 * 0.5) / 1.1, abs=0.01)
 
 
+@pytest.mark.slow
 def test_what_is_off_at_walls_and_through_sections(drawn):
     channel, points = drawn
     points = jax.tree.map(lambda x: jnp.asarray(x[0]), points)
@@ -226,6 +230,7 @@ def rates_off(channel, residuals, cells):
     return np.array([np.abs(a - b).max() / np.abs(b).max() for a, b in zip(got, want, strict=True)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fpga_laminar", pytest.param("fpga_zero_equation", marks=SLOW)])
 def test_finite_volumes_solve_the_equations_that_are_trained(name, monkeypatch):
     problem = module(name)

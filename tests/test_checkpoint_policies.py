@@ -42,6 +42,7 @@ def products(fun, w, x):
     return sum("dot_general" in name or "conv_general_dilated" in name for name in names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(
     "name", ["dots_saveable", "dots_with_no_batch_dims_saveable", "nothing", "named", "own"]

@@ -117,6 +117,7 @@ def network_in_full(name):
     return in_full(squared_error, NETWORKS[name](), fields())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("path", ["cast", "autocast"])
 @pytest.mark.parametrize("name", NETWORKS)
@@ -136,6 +137,7 @@ def test_a_network_of_pdequinox(name, path, half):
     assert grads < of_gradient * ROUNDOFF[half]
 
 
+@pytest.mark.slow
 def test_a_cast_fno_says_what_to_do():
     gradient = mpx.filter_grad(squared_error, mpx.DynamicLossScaling(), has_aux=True)
     with pytest.raises(ValueError, match="RFFT input must be float32") as caught:
@@ -209,6 +211,7 @@ def burgers_in_full():
     return in_full(loss, params, data.get_batch()[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_gradient_of_a_jinns_loss(way, half):
@@ -227,6 +230,7 @@ def test_the_gradient_of_a_jinns_loss(way, half):
     assert grads < of_gradient * ROUNDOFF[half]
 
 
+@pytest.mark.slow
 def test_float32_points_alone_make_it_float32_and_that_is_said():
     params, loss, data = burgers(network())
     _, batch = data.get_batch()
@@ -270,6 +274,7 @@ def trained_in_full():
     return train(network, "float16", use_mixed_precision=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("half", "way"),
     [
@@ -291,6 +296,7 @@ def test_two_hundred_steps_of_jinns(half, way):
     assert scaling.consecutive_skips == 0
 
 
+@pytest.mark.slow
 def test_ranges_of_a_jinns_loss_in_reasonable_time():
     params, loss, data = burgers(network())
     _, batch = data.get_batch()

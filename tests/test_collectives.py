@@ -37,20 +37,23 @@ def gradients(size=1.0, dtype="float32"):
     return {"w": draw(16, 4), "b": draw(4), "none": None, "n": draw()}
 
 
-@pytest.mark.parametrize("dtype", [None, *HALVES])
 # Far outside of float16's range in both directions, and of what eight entries may sum to.
-@pytest.mark.parametrize("size", [1e-30, 1e-6, 1.0, 6e4, 1e30])
-def test_is_the_mean(dtype, size):
-    tree = gradients(size)
-    means = jax.jit(lambda t: mean(t, dtype))(tree)
+SIZES = (1e-30, 1e-6, 1.0, 6e4, 1e30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, *HALVES])
+def test_is_the_mean(dtype):
+    trees = {size: gradients(size) for size in SIZES}
     # Rounding of the operands and of three levels of sums, relative to the largest entry.
     bound = 4 * float(jnp.finfo(dtype or "float32").eps)
-    for name in ("w", "b", "n"):
-        x = np.asarray(tree[name], np.float64)
-        assert means[name].dtype == jnp.float32
-        error = np.max(np.abs(np.asarray(means[name], np.float64) - x.mean(axis=0)))
-        assert error <= bound * np.max(np.abs(x))
-    assert means["none"] is None
+    for size, means in jax.jit(lambda t: mean(t, dtype))(trees).items():
+        for name in ("w", "b", "n"):
+            x = np.asarray(trees[size][name], np.float64)
+            assert means[name].dtype == jnp.float32
+            error = np.max(np.abs(np.asarray(means[name], np.float64) - x.mean(axis=0)))
+            assert error <= bound * np.max(np.abs(x))
+        assert means["none"] is None
 
 
 @pytest.mark.parametrize("own", [False, True])
@@ -77,41 +80,47 @@ def test_gradients_that_jax_has_summed_are_no_gradients_of_one_device(own, check
     np.testing.assert_array_equal(means["unused"], jnp.zeros(2))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-def test_the_largest_gradients_there_are_do_not_overflow(dtype):
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [None, *HALVES])
+def test_zeros_the_largest_and_what_is_not_finite(dtype):
     largest = float(jnp.finfo("float32").max) / 2  # rounds up to 2^127, and 2^128 is infinite
-    means = mean(jnp.full((DEVICES, 4), largest), dtype)
-    np.testing.assert_allclose(means, largest, rtol=float(jnp.finfo(dtype).eps))
+    x = jnp.ones((DEVICES, 3))
+    trees = {
+        "zeros": 0 * x,
+        "nan": x.at[2, 1].set(np.nan),
+        "inf": (1e30 * x).at[2, 1].set(np.inf),
+        # Whose sum is beyond float32.
+        "largest": largest * x if dtype else x,
+    }
+    means = jax.jit(lambda t: mean(t, dtype))(trees)
+    np.testing.assert_array_equal(means["zeros"], jnp.zeros(3))
+    for bad in ("nan", "inf"):
+        np.testing.assert_array_equal(jnp.isfinite(means[bad]), [True, False, True])
+    rtol = float(jnp.finfo(dtype or "float32").eps)
+    # It harms no other entry.
+    np.testing.assert_allclose(means["inf"][::2], 1e30, rtol=rtol)
+    np.testing.assert_allclose(means["largest"], largest if dtype else 1.0, rtol=rtol)
 
 
-def test_zeros_stay_zeros():
-    np.testing.assert_array_equal(mean(jnp.zeros((DEVICES, 3)), "float16"), jnp.zeros(3))
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, *HALVES])
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-def test_what_is_not_finite_stays_so(dtype, bad):
-    x = jnp.ones((DEVICES, 3)).at[2, 1].set(bad)
-    np.testing.assert_array_equal(jnp.isfinite(mean(x, dtype)), [True, False, True])
-
-
-@pytest.mark.parametrize("dtype", [None, *HALVES])
-# One part far smaller than the other, which a common scale would flush to zero.
-@pytest.mark.parametrize("sizes", [(1.0, 1.0), (1e-20, 1.0), (1.0, 1e-20), (1e30, 1e30)])
-def test_complex_gradients_keep_both_parts(dtype, sizes):
+def test_complex_gradients_keep_both_parts(dtype):
+    """One part far smaller than the other, which a common scale would flush to zero."""
     rng = np.random.default_rng(1)
-    parts = [size * rng.standard_normal((DEVICES, 6)) for size in sizes]
-    x = jnp.asarray(parts[0] + 1j * parts[1], jnp.complex64)
-    out = jax.jit(lambda t: mean(t, dtype))(x)
-    assert out.dtype == jnp.complex64
+    draws = [
+        [size * rng.standard_normal((DEVICES, 6)) for size in sizes]
+        for sizes in [(1.0, 1.0), (1e-20, 1.0), (1.0, 1e-20), (1e30, 1e30)]
+    ]
+    xs = [jnp.asarray(parts[0] + 1j * parts[1], jnp.complex64) for parts in draws]
     bound = 4 * float(jnp.finfo(dtype or "float32").eps)  # as for real ones
-    for got, want in zip((out.real, out.imag), parts, strict=True):
-        error = np.max(np.abs(np.asarray(got, np.float64) - want.mean(axis=0)))
-        assert error <= bound * np.max(np.abs(want))
+    for out, parts in zip(jax.jit(lambda t: mean(t, dtype))(xs), draws, strict=True):
+        assert out.dtype == jnp.complex64
+        for got, want in zip((out.real, out.imag), parts, strict=True):
+            error = np.max(np.abs(np.asarray(got, np.float64) - want.mean(axis=0)))
+            assert error <= bound * np.max(np.abs(want))
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("size", [1e-200, 1e200])
+@pytest.mark.parametrize(("dtype", "size"), [("float16", 1e-200), ("bfloat16", 1e200)])
 def test_float64_gradients_beyond_the_range_of_float32(dtype, size):
     with jax.enable_x64(True):
         x = jnp.asarray(size * np.random.default_rng(2).standard_normal((DEVICES, 6)))
@@ -120,12 +129,6 @@ def test_float64_gradients_beyond_the_range_of_float32(dtype, size):
         bound = 4 * float(jnp.finfo(dtype).eps)
         error = np.max(np.abs(out - np.mean(x, axis=0)))
         assert error <= bound * np.max(np.abs(x))
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_what_is_not_finite_harms_no_other_entry(dtype):
-    x = jnp.full((DEVICES, 3), 1e30).at[2, 1].set(jnp.inf)
-    np.testing.assert_allclose(mean(x, dtype)[::2], 1e30, rtol=float(jnp.finfo(dtype).eps))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -159,6 +162,7 @@ def test_another_dtype_is_refused(dtype):
         mean(jnp.ones((DEVICES, 1)), dtype)
 
 
+@pytest.mark.slow
 class TestGatherParameters:
     everywhere = NamedSharding(mesh(), P())
 

@@ -96,16 +96,75 @@ def test_gradients_are_unscaled_by_the_scale_that_the_loss_had(begin, rate):
     np.testing.assert_allclose(params["net"], net * (1 - 0.25 * rate) ** steps, rtol=1e-6)
 
 
-def test_a_static_scale_gives_the_same_steps_as_none():
-    solve, half_loss, _ = problem()
-    plain = lambda net: jnp.sum((net - 1.0) ** 2)
-    net = jnp.zeros(3)
-    (want, _), _ = solve(plain, optax.adam(1e-2), net, 20)
-    static = mpx.contrib.scale_by_loss_scaling(optax.adam(1e-2), mpx.StaticLossScaling(1024.0))
-    (got, state), _ = solve(lambda net: 1024.0 * plain(net), static, net, 20)
-    # Powers of two are exact.
-    assert (got == want).all()
-    assert isinstance(state, mpx.contrib.LossScalingState)
+# Optimizers that look at the loss, and what the loop hands on to them.
+OF_THE_LOSS = {
+    "polyak_sgd": lambda: optax.polyak_sgd(max_learning_rate=1.0),
+    "reduce_on_plateau": lambda: optax.chain(
+        optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, atol=0.3)
+    ),
+    "momo": lambda: optax.contrib.momo(1.0),
+}
+
+
+def by_gradients():
+    """Takes the gradient as an extra argument, and moves by it."""
+
+    def update(updates, state, params=None, *, grad, **extra_args):
+        del params, extra_args
+        return jtu.tree_map(lambda g: -0.1 * g, grad), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("moves", "x64"), [(False, False), (True, True)])
+@pytest.mark.parametrize("name", [*OF_THE_LOSS, "grad", "adam"])
+def test_the_optimizer_inside_gets_the_loss_itself(name, moves, x64):
+    """Scales are powers of two: all is exact."""
+    inside = {**OF_THE_LOSS, "grad": by_gradients, "adam": lambda: optax.adam(0.1)}[name]()
+    scale, target = jnp.float32(2.0**12), jnp.array([1.0, -2.0, 0.5])
+    loss = lambda net: jnp.sum((net - target) ** 2)
+
+    def scaled_loss(params):
+        return jax.lax.stop_gradient(params.get("scale", scale)) * loss(params["net"])
+
+    options = {"scale_in_params": lambda p: p["scale"]} if moves else {}
+    scaling = mpx.DynamicLossScaling(scale, period=2) if moves else mpx.StaticLossScaling(scale)
+    optimizer = mpx.contrib.scale_by_loss_scaling(inside, scaling, **options)
+
+    def train(loss, optimizer, params):
+        state, trace = optimizer.init(params), []
+        for _ in range(5):
+            value, grads = jax.value_and_grad(loss)(params)
+            given = {"value": value, "grad": grads}
+            updates, state = optimizer.update(grads, state, params, **given)
+            assert jax.tree.map(jnp.result_type, updates) == jax.tree.map(jnp.result_type, params)
+            params = optax.apply_updates(params, updates)
+            trace.append(params["net"])
+        return trace
+
+    params = {"net": jnp.zeros(3)}
+    with jax.numpy_dtype_promotion("standard"), jax.enable_x64(x64):
+        # The same tree of parameters, since some optimizers take norms over it.
+        extra = {"scale": scale} if moves else {}
+        fixed = {"scale": jnp.float32(0)} if moves else {}
+        plain = optax.with_extra_args_support(inside)
+        want = train(lambda p: loss(p["net"]), plain, {**params, **fixed})
+        got = train(scaled_loss, optimizer, {**params, **extra})
+    for x, y in zip(got, want, strict=True):
+        assert tree_equal_bits(x, y)
+
+
+def test_a_loss_that_is_not_finite_is_skipped_too():
+    optimizer = mpx.contrib.scale_by_loss_scaling(
+        optax.polyak_sgd(), mpx.StaticLossScaling(2.0**12)
+    )
+    params = jnp.ones(3)
+    state = optimizer.init(params)
+    with jax.debug_nans(True):
+        updates, after = optimizer.update(params, state, params, value=jnp.float32(jnp.inf))
+    assert not updates.any()
+    assert tree_equal_bits(after, state)
 
 
 def test_errors():
@@ -119,58 +178,23 @@ def test_errors():
     moving = scale(optimizer, mpx.DynamicLossScaling(), scale_in_params=lambda p: p["s"])
     with pytest.raises(ValueError, match="needs a float32 scalar"):
         moving.init({"s": jnp.zeros(3)})
+    searching = scale(optax.lbfgs(), mpx.StaticLossScaling(2.0))
+    x = jnp.ones(3)
+    with pytest.raises(TypeError, match=r"cannot unscale `value_fn`.*mpx_pde.line_search_value"):
+        searching.update(x, searching.init(x), x, value=1.0, grad=x, value_fn=jnp.sum)
     with pytest.raises(ValueError, match="found no spectral convolution"):
         mpx.contrib.convert_spectral_layers(eqx.nn.MLP(1, 1, 4, 1, key=jax.random.key(0)))
 
 
-class ForeignSpectralConv(eqx.Module):
-    """What pdequinox holds, evaluated by a sum over frequencies in NumPy."""
-
-    num_spatial_dims: int
-    num_modes: tuple[int, ...]
-    weights_real: jax.Array
-    weights_imag: jax.Array
-
-    def by_hand(self, x):
-        *modes, last = self.num_modes
-        weight = np.asarray(self.weights_real) + 1j * np.asarray(self.weights_imag)
-        y = np.fft.rfftn(np.asarray(x, np.float64), axes=range(1, x.ndim))
-        out = np.zeros((weight.shape[1], *y.shape[1:]), complex)
-        dims = len(self.num_modes)
-        for group, w in enumerate(weight):
-            # The sign of the first axis changes fastest.
-            signs = [group >> axis & 1 for axis in range(dims - 1)]
-            where = tuple(
-                slice(-m, None) if negative else slice(None, m)
-                for m, negative in zip(modes, signs, strict=True)
-            )
-            where = (slice(None), *where, slice(None, last))
-            out[where] = np.einsum("i...,oi...->o...", y[where], w)
-        return np.fft.irfftn(out, s=x.shape[1:], axes=range(1, x.ndim))
-
-
-@pytest.mark.parametrize("modes", [(5,), (3, 4), (2, 3, 2), (1, 1)])
-def test_spectral_layers_of_pdequinox_compute_the_same(modes):
-    keys = jax.random.split(jax.random.key(0), 3)
-    shape = (2 ** (len(modes) - 1), 3, 2, *modes)
-    layer = ForeignSpectralConv(
-        len(modes), modes, jax.random.normal(keys[0], shape), jax.random.normal(keys[1], shape)
-    )
-    x = jax.random.normal(keys[2], (2, *(12, 10, 8)[: len(modes)]))
-    model = mpx.contrib.convert_spectral_layers({"layer": layer, "other": jnp.tanh})
-    assert model["other"] is jnp.tanh
-    got = model["layer"](x)
-    want = layer.by_hand(x)
-    np.testing.assert_allclose(got, want, atol=1e-5 * np.max(np.abs(want)))
-
-
-def test_the_fno_of_pdequinox_in_half_precision():
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_the_fno_of_pdequinox_in_half_precision(dims):
     pdequinox = pytest.importorskip("pdequinox")
     fno = pdequinox.arch.ClassicFNO(
-        2, 1, 1, hidden_channels=8, num_modes=4, num_blocks=2, key=jax.random.key(0)
+        dims, 1, 1, hidden_channels=4, num_modes=2, num_blocks=2, key=jax.random.key(0)
     )
     mine = mpx.contrib.convert_spectral_layers(fno)
-    x = jax.random.normal(jax.random.key(1), (1, 16, 16))
+    x = jax.random.normal(jax.random.key(1), (1, *(8, 10, 12)[:dims]))
     with jax.numpy_dtype_promotion("standard"):
         want = fno(x)
     np.testing.assert_allclose(mine(x), want, atol=1e-5)

@@ -96,6 +96,7 @@ def relative(got, want):
 TERMS = {"u_x": (0,), "u_xx": (0, 0), "u_xt": (0, 1), "u_xxx": (0, 0, 0), "u_xxxx": (0, 0, 0, 0)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_float32_is_exact_and_shares_nothing_wrongly(kind):
     network = Network(kind, jax.random.key(0), outputs=2)
@@ -110,6 +111,7 @@ def test_float32_is_exact_and_shares_nothing_wrongly(kind):
         assert relative(d[name], want[:, "uv".index(output)]) < 3e-4
 
 
+@pytest.mark.slow
 def test_float64_stays_float64():
     network, x = Network("tanh", jax.random.key(0)), np.asarray(points(), np.float64)
     with jax.enable_x64(True):
@@ -121,8 +123,8 @@ def test_float64_stays_float64():
     assert relative(d, exact(network, (0, 0), x)[:, 0]) < 1e-12
 
 
-@pytest.mark.parametrize("kind", NETWORKS)
-@pytest.mark.parametrize("order", [1, 2, 3, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "order"), [("tanh", 2), ("sine", 3), ("fourier", 4)])
 @pytest.mark.parametrize("make", ["direction", "order", "term"])
 def test_float16_costs_what_half_precision_costs(kind, order, make):
     network = Network(kind, jax.random.key(1))
@@ -174,8 +176,8 @@ def trained():
     return found
 
 
-@pytest.mark.parametrize("kind", NETWORKS)
-@pytest.mark.parametrize("order", [1, 2, 3, 4])
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "order"), [("silu", 1), ("sine", 2), ("fourier", 3), ("tanh", 4)])
 @pytest.mark.parametrize("broken", ["inf", "zero"])
 def test_float16_on_trained_weights_out_of_range(trained, kind, order, broken):
     """In units of length so small or so large that the derivative leaves float16."""
@@ -238,6 +240,7 @@ class _RoundedStreams(eqx.Module):
         return _round_mantissa(jnp.dot(_round_mantissa(x), n.hidden[-1], precision="highest"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "order", "log_scale", "broken"),
     [("fourier", 3, 0, "inf"), ("sine", 4, 0, "inf"), ("tanh", 3, -14, "zero")],
@@ -281,7 +284,7 @@ def test_primitives_scale_and_unscale():
         mpx.scaled_vjp(fun, x, scale=jnp.ones(2))
 
 
-@pytest.mark.parametrize("exponent", range(-24, 1, 2))
+@pytest.mark.parametrize("exponent", [-24, -14, -6, 0])
 def test_appendix_a_immediate_unscaling_with_one_scaler_keeps_its_infinity(exponent):
     """u = sin(w2 w1 x): the second pass meets the unscaling of the first, and the block between
     has the accumulated factor s2/s1 = 1, in which w1 w2 = 90000 overflows whatever the scale."""
@@ -311,6 +314,7 @@ def wave(p):
     return jnp.exp(-p[0]) * jnp.sin(0.8 * p[1]) * jnp.cos(0.8 * p[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["over", "coords"])
 @pytest.mark.parametrize("exponents", [(-14, 0, 0), (-14, 2, -3), (0, -1, 4)])
 def test_a_laplacian_takes_no_scale_from_another_coordinate(exponents, how):
@@ -362,6 +366,7 @@ def test_names_of_coordinates_that_run_into_each_other():
     assert lap(jnp.array([2.0, 3.0]))["lap_u"] == 6.0
 
 
+@pytest.mark.slow
 def test_laplacian():
     network = Network("sine", jax.random.key(2), outputs=2, coords=3)
     x = points(coords=3)
@@ -449,7 +454,6 @@ def test_errors():
     raises(TypeError, "list of names", lambda: build.per_term("u_x"))
     raises(ValueError, "'x' twice", lambda: build.per_direction("xx"))
     raises(ValueError, "power of two", lambda: build.per_order(2, factor=3))
-    raises(ValueError, "paper.*predictive", lambda: build.per_order(2, mode="best"))
     raises(ValueError, "order", lambda: build.per_order(0))
     raises(TypeError, "unknown options speed", lambda: build.per_order(2, speed=1))
     raises(ValueError, "init_scale.*outside", lambda: build.per_order(2, init_scale=2.0**16))
@@ -486,6 +490,7 @@ def test_names_of_several_letters():
     assert [float(v) for v in d.values()] == [6.0, 4.0, 18.0, 27.0]
 
 
+@pytest.mark.slow
 def test_the_point_is_cast_on_request():
     network = eqx.nn.MLP(2, 1, 8, 1, jnp.tanh, key=jax.random.key(0))
     network = mpx.cast_to_float16(network)

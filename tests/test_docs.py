@@ -49,6 +49,7 @@ def execute(source: str, line: int, page: Path, namespace: dict) -> None:
     exec(code, namespace)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [page for page in PAGES if blocks(page, "python") and page.name not in APART],

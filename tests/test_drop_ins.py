@@ -12,8 +12,8 @@ from mpx_pde import derivatives as mpd
 
 
 KEY = jax.random.key(0)
-NETWORK = eqx.nn.MLP(2, "scalar", 16, 2, activation=jnp.tanh, key=KEY)
-FIELD = eqx.nn.MLP(3, 2, 16, 2, activation=jnp.tanh, key=KEY)
+NETWORK = eqx.nn.MLP(2, "scalar", 8, 1, activation=jnp.tanh, key=KEY)
+FIELD = eqx.nn.MLP(3, 2, 8, 1, activation=jnp.tanh, key=KEY)
 T, X = jnp.float32(0.3), jnp.float32(-0.6)
 
 
@@ -33,12 +33,13 @@ def assert_same(ours, theirs, *args, **tolerances):
         np.testing.assert_allclose(a, b, **(tolerances or CLOSE))
 
 
-@pytest.mark.parametrize("argnums", [0, 1, (0, 1), (1, 0)])
+@pytest.mark.parametrize("argnums", [0, (1, 0)])
 def test_of_scalars(argnums):
     assert_same(mpd.grad(u, argnums), jax.grad(u, argnums), T, X)
     assert_same(mpd.hessian(u, argnums), jax.hessian(u, argnums), T, X)
 
 
+@pytest.mark.slow
 def test_of_vectors_with_other_arguments():
     def fun(scale, x, *, shift):
         return scale * FIELD(x) + shift
@@ -49,6 +50,7 @@ def test_of_vectors_with_other_arguments():
         assert_same(bind(ours), bind(theirs), jnp.float32(2.0), x)
 
 
+@pytest.mark.slow
 def test_nested_drop_ins_are_one_pass():
     third = mpd.grad(mpd.grad(mpd.grad(u, 1), 1), 0)
     assert third.taken == (1, 1, 0)
@@ -57,6 +59,7 @@ def test_nested_drop_ins_are_one_pass():
     assert_same(mpd.jacfwd(mpd.grad(NETWORK)), jax.hessian(NETWORK), x)
 
 
+@pytest.mark.slow
 def test_points_and_parameters():
     points = jax.random.normal(KEY, (5, 3))
 
@@ -69,11 +72,11 @@ def test_points_and_parameters():
     assert_same(value(mpd), value(jax), arrays, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "scaling",
     [
         mpx.DerivativeScaling.per_direction("tx", init_scale={"t": 2.0**-6, "x": 2.0**-8}),
-        mpx.DerivativeScaling.per_order(2, init_scale=2.0**-8),
         mpx.DerivativeScaling.per_term(["u_xx"], init_scale=2.0**-12),
     ],
     ids=lambda s: s.kind,

@@ -7,7 +7,7 @@ import pytest
 from helpers import relative
 
 import mpx_pde as mpx
-from mpx_pde.propagation import _known
+from mpx_pde.engine import _known
 
 
 def moved(p):
@@ -18,6 +18,7 @@ def moved(p):
     return jnp.sum(jnp.sin(b)) * c**3 + jnp.sum(jnp.cos(a) * p)
 
 
+@pytest.mark.slow
 def test_moves_of_coordinates_need_no_compiler(monkeypatch):
     monkeypatch.setattr(_known, "_by_jax", lambda *_: pytest.fail("compiled while tracing"))
     terms = ["u_x", "u_xy", "u_zzt", "u_xxxx"]
@@ -39,6 +40,7 @@ def test_moves_of_coordinates_need_no_compiler(monkeypatch):
     assert relative(got["lap_u"], jnp.trace(jax.jit(jax.hessian(whole))(p))) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_network_of_many_coordinates_is_traced_as_fast_as_one_of_few(monkeypatch):
     """A slice of each of a thousand coordinates was compiled by itself: it took minutes."""
     monkeypatch.setattr(_known, "_by_jax", lambda *_: pytest.fail("compiled while tracing"))

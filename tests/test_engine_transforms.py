@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_zoo import NETWORKS, chain
+from engine_zoo import chain
 from helpers import relative, tree_allclose
 from jax.sharding import PartitionSpec
 
@@ -32,6 +32,7 @@ def mesh():
     return jax.make_mesh((4,), ("points",), axis_types=(jax.sharding.AxisType.Auto,))
 
 
+@pytest.mark.slow
 def test_transformations_agree():
     """One program with every way of calling it."""
     model, x = chain(jnp.tanh, jax.random.key(0)), points()
@@ -64,6 +65,7 @@ def test_transformations_agree():
     assert tree_allclose(first, jax.tree.map(lambda v: v[0], want))
 
 
+@pytest.mark.slow
 def test_gradients_agree():
     """Reverse mode over the engine, over nested forward mode, of shares, under a checkpoint."""
     model, x = chain(jnp.tanh, jax.random.key(0)), points()
@@ -95,27 +97,7 @@ def test_gradients_agree():
             assert np.linalg.norm(b) < 1e-6 or relative(a, b) < 1e-4
 
 
-@pytest.mark.parametrize("name", ["scan", "selections"])
-def test_gradients_of_loops_and_selections(name):
-    """Against finite differences of the loss, along one direction."""
-    with jax.enable_x64(True):
-        arrays, static = eqx.partition(NETWORKS[name](jax.random.key(1)), eqx.is_inexact_array)
-        x = jnp.asarray(np.asarray(points(3), np.float64))
-        run = jax.jit(jax.value_and_grad(lambda a: loss(eqx.combine(a, static), x)))
-        leaves, treedef = jax.tree.flatten(arrays)
-        keys = jax.random.split(jax.random.key(2), len(leaves))
-        direction = [jax.random.normal(k, w.shape) for k, w in zip(keys, leaves, strict=True)]
-        at = lambda t: jax.tree.unflatten(
-            treedef, [w + t * d for w, d in zip(leaves, direction, strict=True)]
-        )
-        step = 1e-6
-        (plus, _), (minus, _), (_, grad) = run(at(step)), run(at(-step)), run(at(0.0))
-        slope = sum(jnp.vdot(g, d) for g, d in zip(jax.tree.leaves(grad), direction, strict=True))
-        want = (float(plus) - float(minus)) / (2 * step)
-    # Central differences: step squared, and 1e-16 over the step.
-    assert float(slope) == pytest.approx(want, rel=1e-5)
-
-
+@pytest.mark.slow
 def test_no_leaks_and_no_retrace():
     traces = []
 
@@ -165,6 +147,7 @@ def test_printing_is_no_obstacle(capfd):
     assert capfd.readouterr().out.count("2.0") == 1
 
 
+@pytest.mark.slow
 def test_what_does_not_move_in_a_direction_vanishes():
     """A factorization that depends on one coordinate is known in the other: JAX has no second
     derivative of a solve whose factors move by zeros, and none is asked of it."""
@@ -230,6 +213,7 @@ def test_one_sample():
     np.testing.assert_allclose(draw(jax.random.key(0))["bi_u"], 24 * z**4, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_no_leaks_with_the_forward_pass_in_full():
     """What a stream loses is told of, and factors may be traced."""
 
@@ -263,6 +247,7 @@ def _grown(x):
     return jax.vmap(until)(x)
 
 
+@pytest.mark.slow
 def test_loops_that_are_mapped_end_each_for_itself():
     rows = jax.random.normal(jax.random.key(0), (6, 3))
     want = _grown(rows)
@@ -316,6 +301,7 @@ class Growing(eqx.Module):
         return jnp.sum(jnp.sin(jax.lax.while_loop(going, more, (0, p @ self.last))[1]))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")  # a loop has no backward pass
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_loops_whose_test_multiplies(dtype):
@@ -343,6 +329,7 @@ def test_loops_whose_test_multiplies(dtype):
     assert relative(grads.last, want_grads.last) < 2.0**-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_loops_that_take_no_step(dtype):
     """Over no values of the point, over no data, and over nothing; what they hand on, and stack."""

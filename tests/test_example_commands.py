@@ -1,27 +1,23 @@
 """What a user of the examples types and sees: options, tables at 80 columns, Ctrl-C."""
 
 import argparse
-import dataclasses
 import importlib
 import io
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
+import types
 
-import numpy as np
 import pytest
 from rich.console import Console
-from test_docs import ROOT
-from test_examples import small
+from test_docs import ROOT, jax_defaults
 
 
 sys.path.insert(0, str(ROOT / "examples"))
 commands = importlib.import_module("_command_line")
-pinn = importlib.import_module("_pinn")
-report = importlib.import_module("_pinn_report")
+solitons = importlib.import_module("solitons")
 PATHS = sorted((ROOT / "examples").glob("[!_]*.py"))
 # Those of one page have no options.
 EXAMPLES = [path.stem for path in PATHS if not path.stem.startswith("minimal_")]
@@ -42,23 +38,13 @@ def parser_of(name, monkeypatch):
     """The parser of an example's command line."""
     found = []
     path = ROOT / "examples" / f"{name}.py"
-    for module in (commands, pinn):
-        monkeypatch.setattr(module, "run_main", lambda main, options: found.append(options))
-    for shared in ("_neural_operator", name):
-        monkeypatch.delitem(sys.modules, shared, raising=False)
-    exec(compile(path.read_text(encoding="utf-8"), str(path), "exec"), {"__name__": "__main__"})
-    for shared in ("_neural_operator", name):
-        sys.modules.pop(shared, None)  # those that hold what was patched
+    monkeypatch.setattr(commands, "run_main", lambda main, options: found.append(options))
+    # A module of that name, for its dataclasses.
+    monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
+    exec(
+        compile(path.read_text(encoding="utf-8"), str(path), "exec"), vars(sys.modules["__main__"])
+    )
     return found[0]
-
-
-HELPERS = {"_command_line", "_neural_operator", "_pinn", "_pinn_report", "_progress"}
-
-
-@pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
-def test_beside_its_data_an_example_imports_one_helper_at_most(path):
-    imports = re.findall(r"^(?:from|import) (\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
-    assert len(HELPERS & set(imports)) <= 1
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -79,7 +65,7 @@ WRONG = [
     ("--steps", "0"),
     ("--steps", "-3"),
     ("--steps", "many"),
-    ("--rungs", "float8"),
+    ("--precision", "float8"),
 ]
 
 
@@ -92,7 +78,7 @@ def test_impossible_options_are_usage_errors(name, option, value, monkeypatch, c
     with pytest.raises(SystemExit) as e:
         options.parse_args([f"{option}={value}"])
     assert e.value.code == 2
-    told = f"invalid choice: {value!r}" if option == "--rungs" else f"{value!r} is no"
+    told = f"invalid choice: {value!r}" if option == "--precision" else f"{value!r} is no"
     assert f"argument {option}: {told}" in capsys.readouterr().err
 
 
@@ -124,73 +110,37 @@ def test_a_folder_without_permission_is_a_usage_error(tmp_path, monkeypatch):
         commands.file(str(tmp_path))
 
 
+@pytest.mark.slow
 def test_an_error_comes_before_any_training(tmp_path):
     (tmp_path / "file").write_text("")
-    done = run_example("burgers", "--out", str(tmp_path / "file" / "folder"))
+    done = run_example("solitons", "--out", str(tmp_path / "file" / "folder"))
     assert done.returncode == 2
-    assert "usage: burgers.py" in done.stderr
+    assert "usage: solitons.py" in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
     with pytest.raises(NotADirectoryError):
-        pinn.run(small(), ["float32"], steps=100, out=tmp_path / "file" / "folder")
+        solitons.main(["float32"], steps=100, out=tmp_path / "file" / "folder")
 
 
 # --- Tables ----------------------------------------------------------------------------------
 
 
-def result(precision, errors=1, scalers="tx", rungs=()):
-    names = ["rel. L2 error", "u", "v", "against Ghia et al."][:errors]
-    half = precision != "float32"
-    return pinn.Result(
-        precision=precision,
-        mode="predictive",
-        rungs=rungs,
-        errors=dict.fromkeys(names, 0.0037312),
-        loss=np.ones(100),
-        scale=np.full(100, 2.0**-14),
-        skipped=np.arange(100) % 2 == 1,
-        derivative_scales=dict.fromkeys(scalers, 2.0 ** (-11)) if half else {},
-        history=[],
-        ms_per_step=123.456,
-        temp_bytes=12345 * 2**20,
-        model=None,
-    )
-
-
-def printed(table):
+def test_a_table_of_results_fits_into_80_columns(monkeypatch):
+    precisions = ("float32", "float16", "naive-float16", "forward-float32-bfloat16")
+    given = {"optimizer": "adam", "seed": 0, "errors": {}, "loss": 1.0, "skipped_after_warm_up": 0}
+    given |= {"error": 0.0037312, "steps": 15_000, "skipped": 1234, "loss_scale": 2.0**-14}
+    log = [(100, 1.0, 0.0, {}), (15_000, 0.1, 14.9 * 123.456, {})]
+    trainings = [
+        solitons.Training(name, log, None, solitons.Outcome(precision=name, **given))
+        for name in precisions
+    ]
     console = Console(width=80, file=io.StringIO())
-    console.print(table)
-    return console.file.getvalue()
-
-
-@pytest.mark.parametrize("errors", [1, 4])
-@pytest.mark.parametrize(
-    "scalers", [("t", "x"), ("nu_x", "nu_y", "order 1", "order 2")], ids=["direction", "order"]
-)
-def test_a_table_of_results_fits_into_80_columns(errors, scalers):
-    precisions = ("float32", "float16", "bfloat16", "naive-float16")
-    results = [result(p, errors, scalers) for p in precisions]
-    text = printed(report.table("A title", results))
+    console.print(solitons.table(trainings))
+    text = console.file.getvalue()
     assert "…" not in text
-    assert text.count("3.73e-03") == errors * len(results)
-    for name in (*results[0].errors, *(f"scale of {s}" for s in scalers), "ms a step"):
-        assert sum(line.strip().startswith(name) for line in text.splitlines()) == 1, name
-    assert text.count("2^-11") == 3 * len(scalers)
-    assert text.count("2^-14") == 3
-    assert text.count("12345.00") == 4
+    counts = {"3.73e-03": 4, "2^-14": 3, "1234": 3, "123.46": 4}
+    assert {told: text.count(told) for told in counts} == counts
     assert all(len(line) <= 80 for line in text.splitlines())
-
-
-def test_a_table_of_results_tells_late_skips_and_leaves_out_what_float32_has_not():
-    text = printed(report.table("A title", [result("float32"), result("float16")]))
-    cells = {
-        line.rsplit(None, 2)[0].strip(): line.rsplit(None, 2)[1:]
-        for line in text.splitlines()
-        if len(line.split()) > 2
-    }
-    assert cells["steps skipped"] == ["–", "50"]
-    assert cells["skipped late"] == ["–", "48"]  # of the last 95
-    assert cells["ms a step"] == ["123.46", "123.46"]
 
 
 # --- Ctrl-C ----------------------------------------------------------------------------------
@@ -235,33 +185,35 @@ def test_main_ends_without_a_traceback():
     assert e.value.code == 130
 
 
-def test_ctrl_c_keeps_the_picture_so_far(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(pinn, "STEPS_PER_CALL", 4)
-    calls = []
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")
+def test_ctrl_c_keeps_what_was_trained(tmp_path, monkeypatch, capsys):
+    run = solitons.Training.run
 
-    def interrupted(figure, results):
-        calls.append([(r.label, len(r.loss)) for r in results])
-
-    train = pinn.train
-
-    def press(*args, stop, **options):
-        """Ctrl-C in the second call of the second training."""
-        asked = []
+    def press(self, steps, seed, progress, stop):
+        """Ctrl-C after the first call of the second training."""
 
         def pressed():
-            asked.append(None)
-            if args[1] == "float16" and len(asked) == 2:
+            if self.precision == "float16":
                 signal.raise_signal(signal.SIGINT)
             return stop()
 
-        return train(*args, stop=pressed, **options)
+        run(self, steps, seed, progress, pressed)
 
-    monkeypatch.setattr(pinn, "train", press)
-    problem = dataclasses.replace(small(), draw=interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        pinn.run(problem, ["float32", "float16", "bfloat16"], steps=20, out=tmp_path)
-    assert calls == [[("float32", 20), ("float16", 8)]]
-    assert (tmp_path / "small.png").exists()
-    out = capsys.readouterr().out
-    assert "float16: stopped after 8 steps." in out
-    assert "bfloat16" not in out
+    monkeypatch.setattr(solitons.Training, "run", press)
+    drawn = []
+    monkeypatch.setattr(solitons, "draw", lambda done, path: drawn.extend(done))
+    with jax_defaults(), pytest.raises(KeyboardInterrupt):
+        solitons.main(["float32", "float16", "bfloat16"], steps=200, out=tmp_path)
+    assert [(t.precision, t.outcome.steps) for t in drawn] == [("float32", 200), ("float16", 100)]
+    assert "bfloat16" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_main_job_trains_tells_and_draws(tmp_path, capsys):
+    with jax_defaults():
+        [training] = solitons.main(["float16"], steps=4, out=tmp_path).values()
+    assert training.outcome.skipped == 0
+    assert 0 < training.outcome.error < 10
+    assert f"{training.outcome.error:.2e}" in capsys.readouterr().out
+    assert (tmp_path / "solitons.png").stat().st_size > 10_000

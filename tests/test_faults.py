@@ -78,6 +78,7 @@ def run(kinds):
     return first, finite
 
 
+@pytest.mark.slow
 @hypothesis.settings(max_examples=1000)
 @hypothesis.given(st.lists(st.sampled_from(range(len(KINDS))), min_size=LENGTH, max_size=LENGTH))
 def test_any_schedule_of_faults(kinds):
@@ -118,6 +119,7 @@ def test_ten_overflows_in_a_row_and_a_scale_at_its_minimum():
     assert not np.array_equal(weights[13], weights[-1])
 
 
+@pytest.mark.slow
 def test_gradients_that_are_all_zero_are_finite():
     states, finite = run(jnp.full(LENGTH, 5, jnp.int32))
     assert np.all(finite)
@@ -156,6 +158,7 @@ class TestErrorIfStuck:
         with pytest.raises(eqx.EquinoxRuntimeError, match=reason):
             mpx.error_if_stuck(scaling, scaling, max_consecutive_skips=1)
 
+    @pytest.mark.slow
     def test_tells_of_each_member_of_an_ensemble(self):
         """States that are stacked, as they come out of a step under `vmap`."""
         first, no = start()[1][2], jnp.array(False)
@@ -201,56 +204,6 @@ class TestErrorIfStuck:
         assert scaling.skipped_steps == 1
 
 
-class Normed(eqx.Module):
-    """A layer with a BatchNorm, whose running statistics the loss updates."""
-
-    linear: eqx.nn.Linear
-    norm: eqx.nn.BatchNorm
-
-    def __call__(self, x, state):
-        x, state = self.norm(self.linear(x), state)
-        return x, state
-
-
-def test_state_that_the_loss_updates_rolls_back_with_the_step():
-    def make(key):
-        norm = eqx.nn.BatchNorm(4, axis_name="batch", mode="batch")
-        return Normed(eqx.nn.Linear(2, 4, key=key), norm)
-
-    model, state = eqx.nn.make_with_state(make)(jax.random.key(0))
-    average = model  # an exponential moving average of the weights
-    optimizer = optax.sgd(1e-2)
-    opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    scaling = mpx.DynamicLossScaling(2.0**4)
-
-    def loss(model, state, x):
-        run = jax.vmap(model, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
-        with jax.numpy_dtype_promotion("standard"):  # Equinox's BatchNorm relies on it
-            y, state = run(x, state)
-        return jnp.mean(y.astype(jnp.float32) ** 2), state
-
-    @eqx.filter_jit
-    def step(model, average, state, opt_state, scaling, x):
-        grad_fn = mpx.filter_grad(loss, scaling, has_aux=True)
-        scaling, finite, grads, new_state = grad_fn(model, state, x)
-        new, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
-        state = mpx.select_tree(finite, new_state, state)
-        blended = jax.tree.map(
-            lambda a, m: 0.9 * a + 0.1 * m if eqx.is_inexact_array(a) else a, average, new
-        )
-        return new, mpx.select_tree(finite, blended, average), state, opt_state, scaling
-
-    x = jax.random.normal(jax.random.key(1), (8, 2))
-    before = (model, average, state, opt_state)
-    *after, scaling = step(*before, scaling, x)
-    assert not tree_equal_bits(after[2], before[2])
-    *skipped, scaling = step(*after, scaling, x.at[3].set(jnp.inf))
-    assert tree_equal_bits(skipped, after)
-    *resumed, scaling = step(*skipped, scaling, x)
-    assert not tree_equal_bits(resumed[1:3], skipped[1:3])
-    assert scaling.skipped_steps == 1
-
-
 class Biased(eqx.Module):
     """A network beside a constant that float16 does not have."""
 
@@ -264,26 +217,7 @@ class Biased(eqx.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_a_constant_beyond_float16_is_no_matter_with_the_forward_pass_in_full():
-    def loss(model, points, *, derivatives):
-        terms = mpx.partials(model, ["u_xx"], coords="x", outputs="u", scaling=derivatives)
-        return jnp.mean((jax.vmap(terms)(points)["u_xx"] + 1.0) ** 2)
-
-    model = Biased(
-        mpx.nn.CoordinateMLP(1, 1, 8, 2, key=jax.random.key(0)), jnp.array(1e5, jnp.float32)
-    )
-    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("x", order=2))
-    points = jnp.linspace(0.1, 1.0, 8)[:, None]
-    gradient = mpx.filter_value_and_grad(loss, scaling, keep_full=(False, True), forward="float32")
-    value, scaling, finite, grads = eqx.filter_jit(gradient)(model, points)
-    want = loss(model, points, derivatives=None)
-    np.testing.assert_allclose(value, want, rtol=1e-5)
-    assert finite, scaling
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
-def test_a_constant_beyond_float16_is_named():
+def test_a_constant_beyond_float16_is_named_and_no_matter_with_the_forward_pass_in_full():
     """From start to end: it skips every step, and the error says whose fault that is."""
 
     def loss(model, points, *, derivatives):
@@ -294,8 +228,12 @@ def test_a_constant_beyond_float16_is_named():
         mpx.nn.CoordinateMLP(1, 1, 8, 2, key=jax.random.key(0)), jnp.array(1e5, jnp.float32)
     )
     scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("x", order=2))
-    step = eqx.filter_jit(lambda m, s, x: mpx.filter_grad(loss, s, keep_full=(False, True))(m, x))
     points = jnp.linspace(0.1, 1.0, 8)[:, None]
+    full = mpx.filter_value_and_grad(loss, scaling, keep_full=(False, True), forward="float32")
+    value, _, finite, _ = eqx.filter_jit(full)(model, points)
+    np.testing.assert_allclose(value, loss(model, points, derivatives=None), rtol=1e-5)
+    assert finite
+    step = eqx.filter_jit(lambda m, s, x: mpx.filter_grad(loss, s, keep_full=(False, True))(m, x))
     for _ in range(60):
         scaling, finite, _ = step(model, scaling, points)
         assert not finite

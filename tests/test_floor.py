@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import relative
+from helpers import in_float64, relative
 
 import mpx_pde as mpx
 from mpx_pde import nn
@@ -37,12 +37,6 @@ def targets(residual):
     return terms["u"] + terms["u_xx"] + residual * jnp.sin(5 * POINTS[:, 0])
 
 
-def in_float64(tree):
-    return jax.tree.map(
-        lambda x: jnp.asarray(np.asarray(x, np.float64)) if eqx.is_inexact_array(x) else x, tree
-    )
-
-
 def error_of_gradient(loss, args, **options):
     """Of loss and gradient in a precision, by float64."""
     step = mpx.filter_value_and_grad(loss, mpx.StaticLossScaling(1.0), **options)
@@ -58,8 +52,8 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("residual", [1.0, 3e-3])
-@pytest.mark.parametrize("rung", OPTIONS)
+@pytest.mark.slow
+@pytest.mark.parametrize(("rung", "residual"), [("half", 1.0), ("half", 3e-3), ("float32", 3e-3)])
 def test_the_floor_is_the_error_against_float64(rung, residual):
     args = (MODEL, POINTS, targets(residual))
     options = {**OPTIONS[rung], "policy": "params=float32,compute=bfloat16,output=float32"}
@@ -76,6 +70,7 @@ def test_the_floor_is_the_error_against_float64(rung, residual):
     assert bool(floor.reached) == (rung == "half" and residual < 1)
 
 
+@pytest.mark.slow
 def test_the_table_and_the_verdict():
     args = (MODEL, POINTS, targets(3e-3))
     options = {"policy": "params=float32,compute=bfloat16,output=float32", **OPTIONS["half"]}
@@ -104,6 +99,7 @@ def test_shares_read_as_numbers(error, told):
     assert re.search(rf"\.w +{told} +nan %$", str(floor), re.MULTILINE), str(floor)
 
 
+@pytest.mark.slow
 def test_noise_is_the_standard_error_of_the_batch():
     def loss(model, x):
         return jnp.mean((x @ model - 1) ** 2)
@@ -130,6 +126,7 @@ def test_what_is_no_batch_is_named():
     assert floor.noise < 1e-3  # all alike, but for how halves are summed
 
 
+@pytest.mark.slow
 def test_one_program_for_all_calls():
     traces = []
 
@@ -156,6 +153,8 @@ def test_one_program_for_all_calls():
     assert run(MODEL, POINTS).gradient == pytest.approx(float(first.gradient), rel=0.5)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*got a loss scaling alone")  # on purpose
 def test_terms_in_loops_and_branches():
     def loss(model, points):
         terms = mpx.partials(model, ["u_x"], coords="xy", outputs="u")
@@ -174,6 +173,7 @@ def test_terms_in_loops_and_branches():
     assert all(2.0**-16 < x < 2.0**-8 for x in terms.values())
 
 
+@pytest.mark.slow
 def test_float32_against_float64():
     args = (MODEL, POINTS, targets(1e-3))
     with pytest.raises(ValueError, match=r"`precision_floor`.*float64.*jax_enable_x64"):
@@ -221,6 +221,7 @@ def test_errors(unchecked_annotations):
         floor(pde, scaling)()
 
 
+@pytest.mark.slow
 def test_forward_in_full_with_derivative_scales():
     """The scales are values of the loss's own trace, which layers are kept beyond."""
 

@@ -76,6 +76,7 @@ def by_definition(model, x, padding=0):
     return mlp(model.projection, x[:, :n, :m])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padding", [0, 0.25])
 @pytest.mark.parametrize("out_channels", [1, 2])
 def test_it_is_its_definition(padding, out_channels):
@@ -92,6 +93,7 @@ def test_it_is_its_definition(padding, out_channels):
         assert relative(y, want) < tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modes", "options"),
     [
@@ -107,6 +109,7 @@ def test_one_and_three_dimensions(modes, options):
     assert relative(evaluate(mpx.cast_to_float16(model), x), y) < 5e-3
 
 
+@pytest.mark.slow
 def test_one_set_of_weights_on_many_grids():
     """Fine grids agree where they meet, up to the aliases of the activations."""
     model = make()
@@ -123,6 +126,7 @@ def products(fun, *args):
     return [e for e in equations(jaxpr) if e.primitive.name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_products_alone(dtype, masters):
@@ -147,6 +151,7 @@ def test_half_products_alone(dtype, masters):
     assert {g.dtype.name for g in jax.tree.leaves(grads)} == {"float32"}
 
 
+@pytest.mark.slow
 def test_what_is_kept_is_half():
     """Between the passes, in a half model, lie two fields a block and the one that the first takes,
     and no float32 one."""
@@ -158,6 +163,7 @@ def test_what_is_kept_is_half():
     assert {r.dtype.name for r in kept} == {"float16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_what_is_kept_changes_no_result(dtype):
     models = [
@@ -185,6 +191,7 @@ def kept_between_the_passes(model, x):
     return [r for r in jax.tree.leaves(pullback) if r.size >= 4 * field]
 
 
+@pytest.mark.slow
 def test_operands_of_products_are_kept_on_request():
     model = mpx.cast_to_float16(make(layers=3, method="dft", remat=False))
     x = fields(32).astype(jnp.float16)
@@ -203,6 +210,7 @@ def test_remat_is_a_bool():
         make(remat="all")
 
 
+@pytest.mark.slow
 def test_matrices_are_stored_once():
     def constants(layers):
         model = make(layers=layers, method="dft")
@@ -214,6 +222,7 @@ def test_matrices_are_stored_once():
     assert constants(1) == constants(4) > 0
 
 
+@pytest.mark.slow
 def test_a_cpu_copies_no_field_to_transpose_it():
     """The batch stays behind the channels, and the gradients of weights are sums over rows."""
     arrays, static = eqx.partition(make(method="dft"), eqx.is_array)
@@ -241,6 +250,7 @@ FIELDS = {
 }
 
 
+@pytest.mark.slow
 def test_hard_fields_in_float16():
     """With the field in float32, as recommended: finite and near float32, or a skipped step."""
     model = make(stabilizer="soft_clip")
@@ -264,6 +274,7 @@ def test_hard_fields_in_float16():
             assert finite, name
 
 
+@pytest.mark.slow
 def test_training():
     model, x = make(width=16), fields(batch=8)
     target = jnp.tanh(x[:, :1] * x[:, 1:])
@@ -299,6 +310,7 @@ def test_training():
     assert last["bfloat16"] == pytest.approx(last["float32"], rel=0.2)
 
 
+@pytest.mark.slow
 def test_transformations():
     model, x = make(layers=1), fields()[0]
     tangent = jax.random.normal(jax.random.key(1), x.shape)
@@ -366,6 +378,7 @@ def test_gradients_inside_of_shard_map(how):
         assert relative(a.astype(jnp.float32), b.astype(jnp.float32)) < 2.0**-9
 
 
+@pytest.mark.slow
 def test_an_activation_that_was_replaced_by_any_function():
     """As one does with `equinox.tree_at`; `FNO(activation=...)` makes a `safe` one of it."""
     model = make((4,), (1, 1), layers=1)

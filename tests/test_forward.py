@@ -1,5 +1,6 @@
 """Losses whose values are those of full precision, and whose derivatives are taken in half."""
 
+import itertools
 import re
 from functools import partial
 
@@ -8,8 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import program_for_gpu, tree_equal_bits
-from hypothesis import given, settings, strategies as st
+from helpers import in_float64, program_for_gpu, tree_equal_bits
 
 import mpx_pde as mpx
 from mpx_pde import nn
@@ -145,8 +145,10 @@ def as_users_promote():
         yield
 
 
-@pytest.mark.parametrize("half", TOLERANCES)
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "half"), list(zip(CASES, itertools.cycle(TOLERANCES), strict=False))
+)
 def test_the_value_is_that_of_float32_and_the_gradient_nearly(name, half):
     loss, model, batch = CASES[name]
     want, want_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, batch)
@@ -157,7 +159,8 @@ def test_the_value_is_that_of_float32_and_the_gradient_nearly(name, half):
     assert 2.0**-20 < relative(grads, want_grads) < TOLERANCES[half]
 
 
-@pytest.mark.parametrize("name", ["coordinate network", "foreign network", "scan", "attention"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["foreign network", "attention"])
 def test_products_of_the_backward_pass_are_half(name):
     loss, model, batch = CASES[name]
     step = mpx.filter_grad(
@@ -178,13 +181,14 @@ def test_products_of_the_backward_pass_are_half(name):
     assert abs(report.flops / work - 1) < 0.01
 
 
+@pytest.mark.slow
 def test_what_is_kept_for_the_backward_pass_is_half():
     width, batch = 16, 32
     model = nn.CoordinateMLP(2, "scalar", width, 4, key=KEY)
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
 
     def kept(forward):
-        gradient = mpx.propagation.InForward(
+        gradient = mpx.engine.InForward(
             lambda arrays, points: pde(eqx.combine(arrays, static), points),
             mpx._forward.Forward(forward, "bfloat16"),
         )
@@ -201,7 +205,7 @@ def test_what_is_kept_for_the_backward_pass_is_half():
 def kept_of(loss, model, batch, size):
     """The dtypes of arrays of a size that are kept for the backward pass."""
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
-    gradient = mpx.propagation.InForward(
+    gradient = mpx.engine.InForward(
         lambda arrays, batch: loss(eqx.combine(arrays, static), batch),
         mpx._forward.Forward("float32", "bfloat16"),
     )
@@ -209,12 +213,14 @@ def kept_of(loss, model, batch, size):
     return [x.dtype.name for x in jax.tree.leaves(back) if x.size == size and x.ndim > 1]
 
 
+@pytest.mark.slow
 def test_a_neural_operator_keeps_one_half_field_for_each_block():
     model = nn.FNO(1, 1, 6, 3, (4, 4), key=KEY)
     # What enters each block, and the projection behind them.
     assert kept_of(operator, model, FIELDS, 6 * FIELDS.size) == 4 * ["bfloat16"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
 def test_of_a_checkpoint_is_kept_what_enters_it_in_half(policy):
     width, depth = 6, 3
@@ -245,22 +251,22 @@ def test_who_takes_autocast_may_climb_to_a_forward_pass_in_full():
     assert tree_equal_bits(got, want)
 
 
-@pytest.mark.parametrize("half", ["bf16", "f16"])
-def test_what_passes_from_layer_to_layer_backwards_is_half(half):
+@pytest.mark.slow
+def test_what_passes_from_layer_to_layer_backwards_is_half():
     # What goes through a barrier is written to memory as it is.
     width = 24
     model = nn.CoordinateMLP(2, "scalar", width, 4, key=KEY)
-    compute = {"bf16": "bfloat16", "f16": "float16"}[half]
     step = mpx.filter_grad(
-        pde, mpx.StaticLossScaling(1.0), policy=policy(compute), forward="float32"
+        pde, mpx.StaticLossScaling(1.0), policy=policy("bfloat16"), forward="float32"
     )
     text = jax.jit(lambda points: eqx.filter(step(model, points), eqx.is_array)).lower(POINTS)
     barriers = re.findall(r"optimization_barrier.*", text.as_text())
     passed = re.findall(rf"tensor<32x{width}x(\w+)>", " ".join(barriers))
     assert len(passed) > 20
-    assert set(passed) == {half}
+    assert set(passed) == {"bf16"}
 
 
+@pytest.mark.slow
 def test_scaled_streams_are_stored_and_their_cotangents_scaled_by_no_kernel_of_their_own():
     """XLA puts a kernel of its own between two barriers, which reads and writes a stream again."""
     width, depth = 24, 3
@@ -298,11 +304,12 @@ def test_a_weight_has_one_product_over_the_batch():
     assert not any(shape.startswith(("32x24x8", "32x8x24")) for shape in gradients)
 
 
+@pytest.mark.slow
 def test_derivatives_of_gradients():
     """A Hessian-vector product goes through."""
     loss, model, batch = CASES["coordinate network"]
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
-    gradient = mpx.propagation.InForward(
+    gradient = mpx.engine.InForward(
         lambda a, x: loss(eqx.combine(a, static), x), mpx._forward.Forward("float32", "bfloat16")
     )
     ones = jax.tree.map(jnp.ones_like, arrays)
@@ -311,51 +318,10 @@ def test_derivatives_of_gradients():
     assert relative(product(lambda a: gradient(a, batch)), want) < 4 * TOLERANCES["bfloat16"]
 
 
-@pytest.mark.filterwarnings(
-    "ignore::mpx_pde.PrecisionWarning"
-)  # narrow ones are mostly first layer
-@settings(max_examples=4)
-@given(
-    depth=st.integers(2, 3),
-    activation=st.sampled_from(["tanh", "sin", "silu", "softplus"]),
-    terms=st.sampled_from([["u", "u_x"], ["u_xx", "u_y"], ["u_xy", "u_xxx"]]),
-    seed=st.integers(0, 100),
-)
-def test_directional_derivatives_against_float64(depth, activation, terms, seed):
-    function = getattr(jnp, activation, None) or getattr(jax.nn, activation)
-    key, points, direction = jax.random.split(jax.random.key(seed), 3)
-    model = eqx.nn.MLP(2, "scalar", 16, depth, activation=function, key=key)
-    x = jax.random.uniform(points, (16, 2))
-
-    def loss(model, x):
-        d = jax.vmap(mpx.partials(model, terms, coords="xy", outputs="u"))(x)
-        return sum(jnp.mean((d[t] - 0.5) ** 2) for t in terms)
-
-    value, grads = evaluated(loss, model, x, "bfloat16")
-    towards = jax.random.normal(direction, flat(grads).shape)
-    with jax.enable_x64(True):
-        wide = jax.tree.map(
-            lambda w: jnp.asarray(np.asarray(w, np.float64)) if eqx.is_inexact_array(w) else w,
-            model,
-        )
-        x64 = jnp.asarray(np.asarray(x, np.float64))
-        want, want_grads = eqx.filter_value_and_grad(loss)(wide, x64)
-        want, want_grads = float(want), flat(want_grads)
-    np.testing.assert_allclose(value, want, rtol=2.0**-16)  # float32: some thousand operations
-    # Along a random direction the error is that of the gradient, over the square root of its size.
-    error = abs(np.dot(flat(grads) - want_grads, towards)) / np.linalg.norm(towards)
-    assert error < TOLERANCES["bfloat16"] * np.linalg.norm(want_grads)
-
-
-def in_float64(tree):
-    return jax.tree.map(
-        lambda x: jnp.asarray(np.asarray(x, np.float64)) if eqx.is_inexact_array(x) else x, tree
-    )
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("compute", ["float32", *TOLERANCES])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    ("name", "compute"), list(zip(CASES, itertools.cycle(["float32", *TOLERANCES]), strict=False))
+)
 def test_float64_forward(name, compute):
     loss, model, batch = CASES[name]
     with jax.enable_x64(True):
@@ -363,9 +329,9 @@ def test_float64_forward(name, compute):
         want, want_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(*args)
         scaling = mpx.StaticLossScaling(2.0**8)
         step = mpx.filter_value_and_grad(loss, scaling, policy=policy(compute), forward="float64")
-        # Masters in float64, and in float32, of which constants such as the √2 of GELU are known to
-        # float32 alone.
-        for given, wide, rtol in ((args, "float64", 1e-15), ((model, batch), "float32", 1e-8)):
+        # Beside float32 masters a constant of the program, the √2 of GELU, is float32 as well.
+        narrow = 1e-8 if name in ("convolutions", "neural operator") else 1e-12
+        for given, wide, rtol in ((args, "float64", 1e-15), ((model, batch), "float32", narrow)):
             value, _, _, grads = eqx.filter_jit(step)(*given)
             assert value.dtype == jnp.float64
             np.testing.assert_allclose(value, want, rtol=rtol)
@@ -374,11 +340,13 @@ def test_float64_forward(name, compute):
             assert relative(grads, want_grads) < {"float32": 2.0**-21, **TOLERANCES}[compute]
         rows = mpx.precision_report(step)(*args).rows
         flops = lambda dtype: sum(row.flops for row in rows if row.dtype == dtype)
-        # Two products of the backward pass for each of the forward pass, but for the layer that
-        # meets the point, which is float32 in both.
-        assert flops(compute) > 1.8 * flops("float64") > 0
+        # Two products of the backward pass for each of the forward pass. In half are all but those
+        # of the layer that meets the point.
+        assert sum(row.flops for row in rows) > 2.9 * flops("float64") > 0
+        assert flops(compute) > 1.8 * flops("float64")
 
 
+@pytest.mark.slow
 def test_a_linear_solve_under_float64():
     """It holds programs of its own, which take the dtypes that they were traced with."""
     matrix = jnp.array([[2.0, 0.5], [0.25, 1.0]])
@@ -436,18 +404,7 @@ def test_containers_with_numbers_of_float32_under_float64(loss):
     assert relative(grads, want_grads) < TOLERANCES["bfloat16"]
 
 
-def test_accumulation():
-    loss, model, batch = CASES["regression"]
-    step = mpx.filter_accumulated_value_and_grad(
-        loss, mpx.StaticLossScaling(1.0), 4, policy=policy("bfloat16"), forward="float32"
-    )
-    value, _, finite, grads = eqx.filter_jit(step)(model, batch)
-    want, want_grads = eqx.filter_value_and_grad(loss)(model, batch)
-    assert finite
-    np.testing.assert_allclose(value, want, rtol=2.0**-20)
-    assert relative(grads, want_grads) < TOLERANCES["bfloat16"]
-
-
+@pytest.mark.slow
 def test_aux_and_full_layers_and_integers_pass():
     class Model(eqx.Module):
         table: eqx.nn.Embedding
@@ -504,6 +461,7 @@ def test_a_custom_rule_that_closes_over_arrays_of_the_loss_is_told_the_mend():
     assert any("Pass such arrays to it as arguments" in n for n in raised.value.__notes__)
 
 
+@pytest.mark.slow
 def test_a_loop_and_a_gradient_that_are_half_by_themselves():
     """What a program has in half of its own accord stays so, within a forward pass in full."""
 
@@ -540,6 +498,7 @@ def _reduced(model, x):
     return jnp.sum(jax.lax.reduce(x @ model["real"], 0.0, lambda a, b: a + b * 1.0, (1,)) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [_complex_weights, _counted, _reduced])
 def test_products_of_complex_numbers_and_integers_and_literals_of_programs(loss):
     real, *parts = (jax.random.normal(jax.random.key(i), (n, n)) for i, n in enumerate((8, 5, 5)))
@@ -552,6 +511,7 @@ def test_products_of_complex_numbers_and_integers_and_literals_of_programs(loss)
         assert error <= TOLERANCES["bfloat16"] * jnp.linalg.norm(want_grads[name])
 
 
+@pytest.mark.slow
 def test_complex_weights_in_a_forward_pass_in_float64():
     loss = lambda model, x: jnp.mean(jnp.abs(jnp.fft.rfft(x) @ model) ** 2)
     weight = jax.lax.complex(*(jax.random.normal(jax.random.key(i), (5, 5)) for i in range(2)))
@@ -565,8 +525,9 @@ def test_complex_weights_in_a_forward_pass_in_float64():
         assert jnp.linalg.norm(grads - want_grads) < 2.0**-6 * jnp.linalg.norm(want_grads)
 
 
-@pytest.mark.parametrize("half", TOLERANCES)
-def test_refined_is_the_value_of_float32_with_the_gradient_of_half(half):
+@pytest.mark.slow
+def test_refined_is_the_value_of_float32_with_the_gradient_of_half():
+    half = "bfloat16"
     _, model, points = CASES["foreign network"]
 
     def terms(model, p):
@@ -608,6 +569,7 @@ def test_errors(unchecked_annotations):
         mpx.refined(loss, dtype="float32")
 
 
+@pytest.mark.slow
 def test_a_stream_that_overflows_on_its_way_is_laid_to_the_derivative_scale():
     """What is kept for the backward pass is beyond float16, though the derivative is small."""
     weights = [jnp.full((8, 2), 400.0), jnp.full((8, 8), 50.0), jnp.full((1, 8), 1e-6)]
@@ -632,11 +594,11 @@ def test_a_stream_that_overflows_on_its_way_is_laid_to_the_derivative_scale():
         assert scaling.loss.loss_scaling == 1.0
         assert scaling.derivatives.overflows[0] == scaling.skipped_steps
     assert finite
-    assert 2.0**-3 <= scaling.derivatives.scales[0] < 1
+    assert 2.0**-4 <= scaling.derivatives.scales[0] < 1
 
 
-@pytest.mark.parametrize("half", ["float16", "bfloat16"])
-def test_derivatives_of_derivatives(half):
+@pytest.mark.slow
+def test_derivatives_of_derivatives():
     """As of a viscosity that is made of derivatives: the inner ones are part of the program that
     the outer ones pass through, values in full and what is kept in half."""
     network = eqx.nn.MLP(2, "scalar", 16, 2, jnp.tanh, key=jax.random.key(0))
@@ -652,8 +614,7 @@ def test_derivatives_of_derivatives(half):
         d = jax.vmap(d)(points)
         return jnp.mean(d["v_x"] ** 2 + d["v_y"] ** 2)
 
-    policy = f"params=float32,compute={half},output=float32"
-    options = {"policy": policy, "keep_full": (False, True), "forward": "float32"}
+    options = {"policy": policy("float16"), "keep_full": (False, True), "forward": "float32"}
     gradient = mpx.filter_value_and_grad(loss, scaling, **options)
     value, _, finite, grads = eqx.filter_jit(gradient)(network, points)
     full = mpx.filter_value_and_grad(loss, None, use_mixed_precision=False)
@@ -665,8 +626,8 @@ def test_derivatives_of_derivatives(half):
         jnp.concatenate([x.ravel() for x in jax.tree.leaves(eqx.filter(g, eqx.is_array))])
         for g in (grads, wanted_grads)
     )
-    # What is kept is rounded: 2^-11 or 2^-8, a few times.
-    assert jnp.linalg.norm(a - b) / jnp.linalg.norm(b) < {"float16": 2e-3, "bfloat16": 2e-2}[half]
+    # What is kept is rounded to 2^-11, a few times.
+    assert jnp.linalg.norm(a - b) / jnp.linalg.norm(b) < 2e-3
     assert mpx.precision_report(gradient)(network, points).half_share > 0.5
 
 
@@ -680,6 +641,7 @@ def _slope_of_fields(model, fields):
     return jnp.mean((jax.vmap(slope)(fields) - 0.1) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")
 @pytest.mark.parametrize("loss", [_gradient_of_laplacians, _slope_of_fields])
 def test_what_jax_differentiates_inside_of_a_loss_is_full(loss):
@@ -764,6 +726,7 @@ NEAR_ITS_END = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NEAR_ITS_END)
 def test_a_small_residual_is_full_wherever_it_is_squared(name):
     """A thousandth of what it is the difference of: in bfloat16 nothing would be left of it, and
@@ -790,6 +753,7 @@ WEIGHED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WEIGHED)
 def test_a_small_residual_is_full_where_trainable_weights_sum_it_up(name):
     """Self-adaptive weights. The gradient of the weights was wrong by 1.8 times its norm."""
@@ -821,6 +785,7 @@ MULTIPLIED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MULTIPLIED)
 def test_a_small_residual_is_full_where_trainable_matrices_multiply_it(name):
     """In bfloat16 the gradient of the network was wrong by up to 5 times its norm."""
@@ -857,6 +822,7 @@ def _by_divisions(params, p):
     return jnp.tanh(divided(h, state + jax.lax.stop_gradient(jnp.max(h)))) @ last
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terms", [False, True])
 def test_what_has_no_derivative_has_none_in_any_layer(terms):
     """Solvers such as lineax's factorize beforehand, and insist that nobody differentiates that:

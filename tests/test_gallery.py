@@ -69,6 +69,7 @@ def test_colors_tell_signs_and_errors_do_not_saturate(sign):
     assert _gallery.limits(nearly)["cmap"] == "viridis"
 
 
+@pytest.mark.slow
 def test_a_cut_of_the_solution_has_no_error():
     module = importlib.import_module("examples.problems.heat_varying")
     cut = _gallery.PICTURES["heat_varying"](module, module.exact)

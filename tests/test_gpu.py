@@ -40,6 +40,7 @@ def operands(n=256):
 # --- Overflow -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("excess", [True, False])
 def test_an_overflow_in_a_gradient_is_seen_whatever_the_compiler_elides(device, excess):
     """A GPU's compiler may drop a cast to float16 and back, and with it an infinity. What is stored
@@ -52,7 +53,7 @@ def test_an_overflow_in_a_gradient_is_seen_whatever_the_compiler_elides(device, 
 
     def step(scale, model, x):
         scaling = mpx.DynamicLossScaling(scale)
-        gradient = mpx.filter_value_and_grad(loss, scaling, policy=POLICY, search=False)
+        gradient = mpx.filter_value_and_grad(loss, scaling, policy=POLICY)
         return gradient(model, x)
 
     options = {"xla_allow_excess_precision": excess} if device.platform == "gpu" else None
@@ -159,6 +160,7 @@ def test_split_products(algorithm, largest):
 # --- Training -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("autocast", [False, True], ids=["cast", "autocast"])
 def test_a_step_agrees_with_float32(device, half, autocast):

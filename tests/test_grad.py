@@ -17,7 +17,7 @@ import jmp
 import numpy as np
 import optax
 import pytest
-from helpers import HALVES, avals, is_key, relative, tree_allclose, tree_equal_bits
+from helpers import HALVES, avals, is_key, relative, running, tree_equal_bits
 from jax import export, lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
@@ -53,57 +53,27 @@ def oracle(loss, model, *args, **kwargs):
 
 
 def scaler(exponent, **kwargs):
-    return mpx.DynamicLossScaling(2.0**exponent, **kwargs)
+    return running(mpx.DynamicLossScaling(2.0**exponent, **kwargs))
 
 
 # --- The scale comes in and goes out exactly -----------------------------------------------------
 
 
-@pytest.mark.parametrize("exponent", [-24, 0, 60])
-@pytest.mark.parametrize("period", [1, 10], ids=["growth step", "plain step"])
-def test_with_a_float32_policy_the_result_is_the_oracles_to_the_bit(exponent, period):
-    """Powers of two commute with rounding."""
-    top = 2.0**100
-    scaling = scaler(exponent, period=period, max_loss_scaling=top)
-    step = eqx.filter_jit(mpx.filter_value_and_grad(mse, scaling, policy=FULL))
-    value, adjusted, finite, grads = step(mlp(), batch())
-    want = oracle(mse, mlp(), batch())
-    assert finite
-    assert tree_equal_bits((value, grads), want)
-    assert adjusted.loss_scaling == 2.0 ** (exponent + (period == 1))
-
-
-@pytest.mark.parametrize("half", HALVES)
-def test_a_network_in_half_precision_is_close_to_the_oracle(half):
-    with mpx.half_precision(half):
-        step = eqx.filter_jit(mpx.filter_value_and_grad(mse, scaler(10)))
-        value, _, finite, grads = step(mlp(), batch())
-    want = oracle(mse, mlp(), batch())
-    assert finite
-    assert tree_allclose((value, grads), want, computed_in=half)
-    # It was computed in half: float32 would agree to its own tolerance.
-    assert not tree_allclose((value, grads), want)
-
-
 # By compute dtype: the exponents of a scale and of an entry of `x` whose product overflows.
-OVERFLOWING = {"float16": (15, 6), "bfloat16": (100, 100), "float32": (100, 100)}
+OVERFLOWING = {"float16": (15, 6), "bfloat16": (100, 100)}
 
 
-@pytest.mark.parametrize(
-    ("compute", "jit"),
-    [("float16", False), ("float16", True), ("bfloat16", True), ("float32", True)],
-    ids=["float16 eager", "float16", "bfloat16", "float32"],
-)
-def test_growth_overflow_and_plain_steps(compute, jit):
+@pytest.mark.parametrize("compute", HALVES)
+def test_growth_overflow_and_plain_steps(compute):
     policy = f"params=float32,compute={compute},output=float32"
     exponent, big = OVERFLOWING[compute]
     w = jnp.array([1.0, 0.0, -2.0])
     good, bad = jnp.array([0.5, 0.25, 1.0]), jnp.array([0.5, 2.0**big, 1.0])
 
+    @eqx.filter_jit
     def step(scaling, w, x):
         return mpx.filter_value_and_grad(linear_loss, scaling, policy=policy)(w, x)
 
-    step = eqx.filter_jit(step) if jit else step
     scaling = scaler(exponent - 5, period=2, max_loss_scaling=2.0**exponent)
     exponents = []
     for x in [good] * 10 + [bad, good, bad, bad, good, good]:
@@ -117,38 +87,20 @@ def test_growth_overflow_and_plain_steps(compute, jit):
     assert scaling.skipped_steps == 3
 
 
-def test_stuck_at_the_minimum():
-    """A loss that is infinite in float16 itself cannot be saved by any scale."""
-
-    @jax.jit
-    def step(w, scaling):
-        return mpx.filter_value_and_grad(lambda w: jnp.sum(w * w * w), scaling)(w)
-
-    scaling = scaler(-22, period=1)
-    for i in range(5):
-        value, scaling, finite, _ = step(jnp.array([300.0]), scaling)
-        assert value == jnp.inf
-        assert not finite
-        assert scaling.loss_scaling == max(2.0 ** (-23 - i), 2.0**-24)
-        assert bool(scaling.at_minimum) == (i >= 1)
-    assert scaling.consecutive_skips == 5
-    value, scaling, finite, grads = step(jnp.array([3.0]), scaling)
-    assert (value, grads[0], finite, scaling.at_minimum) == (27.0, 27.0, True, False)
-    assert scaling.loss_scaling == 2.0**-23
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(("half", "exponent"), [("float16", 15), ("bfloat16", 126)])
 def test_the_value_is_finite_whenever_the_loss_is(half, exponent):
     """The scaled loss, 6 · 2^15 or 6 · 2^126, is beyond the format."""
     with mpx.half_precision(half):
         for dtype in (half, "float32"):
             loss = lambda w, dtype=dtype: jnp.sum(w).astype(dtype)
-            step = mpx.filter_value_and_grad(loss, scaler(exponent))
+            step = eqx.filter_jit(mpx.filter_value_and_grad(loss, scaler(exponent)))
             value, _, finite, grads = step(jnp.array([4.0, 2.0]))
             assert finite
             assert tree_equal_bits((value, grads), (jnp.float32(6.0), jnp.ones(2)))
 
 
+@pytest.mark.slow
 def test_a_gradient_below_the_range_of_float16_is_kept():
     """2^-30 underflows in float16; scaled by 2^15 it is 2^-15."""
     loss = lambda w: jnp.sum(w * jnp.full(2, 2.0**-15, w.dtype) * jnp.full(2, 2.0**-15, w.dtype))
@@ -180,15 +132,11 @@ def seen_by(func=None):
     return loss, seen
 
 
-@pytest.mark.parametrize("half", HALVES)
-def test_all_arguments_are_cast(half):
-    loss, seen = seen_by()
-    with mpx.half_precision(half):
-        mpx.filter_grad(loss, scaler(4))(
-            {"w": jnp.ones(2), "n": jnp.arange(2)},
-            [np.ones(2), 3, 1.5],
-            c=jnp.ones(2, jnp.bfloat16),
-        )
+def test_all_arguments_are_cast():
+    (loss, seen), half = seen_by(), "float16"
+    mpx.filter_grad(loss, scaler(4))(
+        {"w": jnp.ones(2), "n": jnp.arange(2)}, [np.ones(2), 3, 1.5], c=jnp.ones(2, jnp.bfloat16)
+    )
     assert seen == {
         "[0][0]['n']": "int32",
         "[0][0]['w']": half,
@@ -199,17 +147,9 @@ def test_all_arguments_are_cast(half):
     }
 
 
-def network_prefix():
-    """True for the first layer of the network, False for the rest."""
-    prefix = jtu.tree_map(lambda _: False, mlp())
-    return eqx.tree_at(lambda m: m.layers[0], prefix, True)
-
-
 KEEP_FULL = {
-    "nothing": (False, []),
     "everything": (True, ["w", "b", "x", "t", "points", "c"]),
     "an argument": ((False, False, True), ["points"]),
-    "two arguments": ((True, False, True), ["w", "b", "points"]),
     "leaves": (({"w": True, "b": False}, {"x": False, "t": True}, False), ["w", "t"]),
     "a leaf": (({"w": False, "b": True}, False, False), ["b"]),
 }
@@ -237,92 +177,37 @@ def test_keep_full_is_a_prefix_of_the_arguments(case):
     assert tree_equal_bits(grads, {"w": jnp.ones(2), "b": jnp.ones(2)})
 
 
-def test_keep_full_takes_a_module_as_a_prefix():
-    loss, seen = seen_by()
-    mpx.filter_grad(loss, scaler(4), keep_full=(network_prefix(), True))(mlp(), jnp.ones(2))
-    assert {d for path, d in seen.items() if "layers[0]" in path} == {"float32"}
-    assert {d for path, d in seen.items() if "layers[1]" in path} == {"float16"}
-    assert seen["[0][1]"] == "float32"
-
-
 def test_full_precision_layers_and_states_are_not_cast():
     loss, seen = seen_by()
     state = eqx.nn.State(eqx.nn.StateIndex(jnp.ones(2)))
     layer = mpx.FullPrecision(eqx.nn.Linear(2, 2, key=jax.random.key(0)))
     key = jax.random.key(0)
-    _, _, grads = mpx.filter_grad(loss, scaler(4))({"l": layer, "w": jnp.ones(2)}, state, key)
+    model = {"l": layer, "w": jnp.ones(2), "state": state}
+    _, _, grads = mpx.filter_grad(loss, scaler(4))(model, state, key, extra=state)
     assert seen["[0][0]['w']"] == "float16"
     assert {d for path, d in seen.items() if "['w']" not in path} == {"float32", str(key.dtype)}
     assert grads["l"].module.weight.dtype == jnp.float32
 
 
-@pytest.mark.parametrize("compute", HALVES)
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
-def test_inside_half_precision_is_what_the_policy_computes_in(compute, jit):
-    other = {"float16": "bfloat16", "bfloat16": "float16"}[compute]
-    mpx.set_half_precision_datatype(other)
-    policy = f"params=float32,compute={compute},output=float32"
-    inside = []
-
-    def loss(w):
-        inside.append((mpx.half_precision_datatype().name, w.dtype.name))
-        return jnp.sum(mpx.cast_to_half_precision(w * 1))
-
-    grad = mpx.filter_grad(loss, scaler(4), policy=policy)
-    (jax.jit(grad.__call__) if jit else grad)(jnp.ones(2))
-    assert inside == [(compute, compute)]
-    assert mpx.half_precision_datatype() == jnp.dtype(other)
-
-
-def test_the_cap_is_that_of_the_policy():
-    for policy, top in [("bfloat16", 2.0**16), ("float16", 2.0**15)]:
-        policy = f"params=float32,compute={policy},output=float32"
-        adjusted, _, _ = mpx.filter_grad(jnp.sum, scaler(15, period=1), policy=policy)(jnp.ones(2))
-        assert adjusted.loss_scaling == top
-
-
-def test_half_precision_is_restored_after_an_error():
-    def fails(w):
-        raise KeyError
-
-    with pytest.raises(KeyError):
-        mpx.filter_grad(fails, scaler(4), policy="compute=bfloat16")(jnp.ones(2))
-    assert mpx.half_precision_datatype() == jnp.float16
-
-
 @pytest.mark.parametrize(
-    "policy",
-    ["params=float32,compute=bfloat16,output=float32", "params=full,compute=half,output=full"],
+    ("policy", "top"), [("p=f32,c=bf16,o=f32", 16), ("params=full,compute=half,output=full", 15)]
 )
-def test_a_policy_and_its_string_are_the_same(policy):
+def test_a_policy_and_its_string_are_the_same(policy, top):
     x, loss = jnp.array([1.0 + 2.0**-9, 3.0]), lambda w: jnp.sum(w * w)
-    step = lambda policy: mpx.filter_value_and_grad(loss, scaler(4), policy=policy)(x)
-    assert tree_equal_bits(step(policy), step(jmp.get_policy(policy)))
-    assert not tree_equal_bits(step(policy), step(FULL))
+
+    @jax.jit
+    def step(x):
+        run = lambda p: mpx.filter_value_and_grad(loss, scaler(15, period=1), policy=p)(x)
+        return run(policy), run(jmp.get_policy(policy)), run(FULL)
+
+    by_string, by_policy, full = step(x * 2.0**-10)
+    assert tree_equal_bits(by_string, by_policy)
+    assert not tree_equal_bits(by_string, full)
+    # The cap is that of the policy.
+    assert by_string[1].loss_scaling == 2.0**top
 
 
-def test_a_policy_for_float64():
-    with jax.enable_x64(True):
-        model = mpx.cast_tree(mlp(), jnp.float64)
-        points = mpx.cast_tree(batch(), jnp.float64)
-        want = oracle(mse, model, points)
-
-        def step(**kwargs):
-            transformed = mpx.filter_value_and_grad(mse, scaler(4), **kwargs)
-            return eqx.filter_jit(transformed)(model, points)
-
-        value, _, _, grads = step(policy=jmp.Policy(jnp.float64, jnp.float64, jnp.float64))
-        assert tree_equal_bits((value, grads), want)
-        # Masters in float64, computed in half: the gradients follow the masters.
-        value, _, finite, grads = step()
-        assert finite
-        assert value.dtype == jnp.float32
-        want_value, want_grads = want
-        assert tree_allclose(grads, want_grads, computed_in="float16")
-        assert tree_allclose(value, want_value.astype(jnp.float32), computed_in="float16")
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", HALVES)
 def test_gradients_have_the_dtypes_of_the_masters(dtype):
     x = jnp.array([0.5, 2.0])
     model = {
@@ -341,6 +226,7 @@ def test_gradients_have_the_dtypes_of_the_masters(dtype):
     assert tree_equal_bits(grads, want)
 
 
+@pytest.mark.slow
 def test_complex_parameters():
     """There is no half complex type, so they stay as they are."""
     z = jnp.array([3 + 4j, 1j])
@@ -353,7 +239,7 @@ def test_complex_parameters():
 # --- Auxiliary output, methods, names ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("output", [None, "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("output", [None, "bfloat16"])
 def test_aux_comes_back_in_the_output_dtype(output):
     state = eqx.nn.State(eqx.nn.StateIndex(jnp.ones(2)))
     layer = mpx.FullPrecision(eqx.nn.Linear(2, 2, key=jax.random.key(0)))
@@ -415,6 +301,7 @@ class Trainer(eqx.Module):
         return self.of(w, x)
 
 
+@pytest.mark.slow
 def test_methods_and_modules_as_the_loss():
     trainer, x = Trainer(jnp.array([1.0, 2.0])), jnp.array([2.0, 0.5])
     want = 2 * trainer.w * x * x
@@ -448,7 +335,7 @@ def test_name_docstring_and_signature(transform):
 
 
 @pytest.mark.parametrize("mixed", [True, False])
-@pytest.mark.parametrize("transform", TRANSFORMATIONS)
+@pytest.mark.parametrize("transform", TRANSFORMATIONS[1:])
 def test_keywords_of_any_name_reach_the_function(transform, mixed):
     names = ("self", "model", "func", "args", "rest", "gradient", "tree", "x")
 
@@ -469,6 +356,7 @@ def test_keywords_of_any_name_reach_the_function(transform, mixed):
 # --- Without mixed precision, and the raw ingredients --------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_without_mixed_precision_it_is_equinox(has_aux):
     """No cast, no scale; not even aux is touched."""
@@ -489,13 +377,6 @@ def test_without_mixed_precision_it_is_equinox(has_aux):
     assert finite
     assert tree_equal_bits((value, grads), (want_value, want_grads))
 
-    transformed = mpx.filter_grad(loss, scaling, **options)
-    same, finite, grads, *aux = eqx.filter_jit(transformed)(mlp(), batch())
-    assert tree_equal_bits(same, scaling)
-    assert finite
-    assert tree_equal_bits(grads, want_grads)
-    assert tree_equal_bits(aux, [want_value[1]] if has_aux else [])
-
 
 def test_without_mixed_precision_infinite_gradients_are_not_flagged():
     """As in MPX, and in the float32 loop that this stands for."""
@@ -509,47 +390,28 @@ def test_without_mixed_precision_infinite_gradients_are_not_flagged():
     assert grads[0] == jnp.inf
 
 
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("has_aux", [False, True])
-def test_the_raw_ingredients(half, has_aux):
-    def loss(w, x):
-        value = jnp.sum(w * x)
-        return (value, {"half": x, "n": 3}) if has_aux else value
-
+def test_the_raw_ingredients():
     w, x = jnp.array([1.0, 2.0]), jnp.array([0.5, 4.0])
-    with mpx.half_precision(half):
-        out, grads = mpx.calculate_scaled_grad(loss, scaler(4), has_aux=has_aux)(w, x)
-    value = out[0] if has_aux else out
-    assert tree_equal_bits(value, jnp.float32(8.5 * 16))
-    assert tree_equal_bits(grads, (x * 16).astype(half))
-    if has_aux:
-        assert tree_equal_bits(out[1], {"half": x.astype(half), "n": 3})
+    for has_aux in (False, True):
 
+        def loss(w, x, has_aux=has_aux):
+            value = jnp.sum(w * x.astype(w.dtype))
+            return (value, {"half": w, "full": x, "n": 3}) if has_aux else value
 
-def test_the_raw_gradients_overflow_and_the_raw_value_does_not():
-    x = jnp.array([64.0, 0.5])
-    value, grads = mpx.calculate_scaled_grad(linear_loss, scaler(15))(jnp.ones(2), x)
-    assert value == 64.5 * 2.0**15
-    np.testing.assert_array_equal(grads, [np.inf, 2.0**14])
-
-
-def test_the_raw_ingredients_with_options():
-    loss, seen = seen_by()
-    _, grads = mpx.calculate_scaled_grad(loss, scaler(4), keep_full=(False, True))(
-        jnp.ones(2), jnp.ones(2)
-    )
-    assert seen == {"[0][0]": "float16", "[0][1]": "float32"}
-    raw = lambda **kwargs: eqx.filter_jit(mpx.calculate_scaled_grad(mse, scaler(4), **kwargs))
-    want = oracle(mse, mlp(), batch())
-    scaled = jtu.tree_map(lambda x: x * 16, want)
-    assert tree_equal_bits(raw(policy=FULL)(mlp(), batch()), scaled)
-    assert tree_equal_bits(raw(use_mixed_precision=False)(mlp(), batch()), want)
+        out, grads = mpx.calculate_scaled_grad(
+            loss, scaler(4), has_aux=has_aux, policy="compute=bfloat16", keep_full=(False, True)
+        )(w, x)
+        assert tree_equal_bits(out[0] if has_aux else out, jnp.float32(8.5 * 16))
+        assert tree_equal_bits(grads, (x * 16).astype("bfloat16"))
+        if has_aux:
+            assert tree_equal_bits(out[1], {"half": w.astype("bfloat16"), "full": x, "n": 3})
 
 
 # --- Transformations -----------------------------------------------------------------------------
 
 
-def test_one_compilation_over_a_thousand_steps():
+@pytest.mark.slow
+def test_one_compilation_over_many_steps():
     optimizer = optax.adam(1e-3)
 
     @eqx.filter_jit(donate="all")
@@ -563,13 +425,13 @@ def test_one_compilation_over_a_thousand_steps():
     chex.clear_trace_counter()
     model = eqx.nn.Linear(2, 1, key=jax.random.key(0))
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    scaling = scaler(10, period=50, max_loss_scaling=2.0**12)
+    scaling = scaler(10, period=10, max_loss_scaling=2.0**12)
     types = avals((model, opt_state, scaling))
     scales, skipped = set(), 0
     rng = np.random.default_rng(0)
-    for i in range(1000):
+    for i in range(200):
         x = rng.standard_normal((4, 2)).astype(np.float32)
-        bad = i % 170 == 169
+        bad = i % 35 == 34
         model, opt_state, scaling, value = step(model, opt_state, scaling, x * 1e4 if bad else x)
         scales.add(float(scaling.loss_scaling))
         skipped += bad
@@ -577,10 +439,10 @@ def test_one_compilation_over_a_thousand_steps():
     assert scales == {2.0**10, 2.0**11, 2.0**12}
     assert jnp.isfinite(value)
     assert avals((model, opt_state, scaling)) == types
-    assert opt_state[0].count == 1000 - skipped
+    assert opt_state[0].count == 200 - skipped
 
 
-@pytest.mark.parametrize("transform", TRANSFORMATIONS)
+@pytest.mark.parametrize("transform", [TRANSFORMATIONS[1], TRANSFORMATIONS[3]])
 def test_a_transformation_made_anew_at_each_step_is_not_compiled_anew(transform):
     traced = []
 
@@ -593,8 +455,10 @@ def test_a_transformation_made_anew_at_each_step_is_not_compiled_anew(transform)
     assert len(traced) == 1
 
 
-@pytest.mark.parametrize("transform", [TRANSFORMATIONS[1], TRANSFORMATIONS[3]])
-@pytest.mark.parametrize("optimizer", [optax.sgd(0.5), optax.adam(0.5)], ids=["sgd", "adam"])
+@pytest.mark.parametrize(
+    ("transform", "optimizer"),
+    [(TRANSFORMATIONS[1], optax.sgd(0.5)), (TRANSFORMATIONS[3], optax.adam(0.5))],
+)
 def test_a_weakly_typed_parameter_stays_so_and_is_compiled_once(transform, optimizer):
     """`jnp.array(1.0)`, as one writes a coefficient to be learnt, is weakly typed."""
 
@@ -616,44 +480,19 @@ def test_a_weakly_typed_parameter_stays_so_and_is_compiled_once(transform, optim
     assert avals(carry) == types
 
 
-def test_training_inside_a_scan_is_the_loop():
-    optimizer = optax.sgd(2.0**-4)
-    xs = jnp.ones((6, 2)).at[2].set(jnp.array([3e4, 1.0])).at[4].set(2.0)
-
-    def body(carry, x):
-        w, opt_state, scaling = carry
-        value, scaling, finite, grads = mpx.filter_value_and_grad(linear_loss, scaling)(w, x)
-        w, opt_state = mpx.optimizer_update(w, optimizer, opt_state, grads, finite)
-        return (w, opt_state, scaling), (value, finite)
-
-    w = jnp.array([1.0, -1.0])
-    start = carry = (w, optimizer.init(w), scaler(3, period=2))
-    history = []
-    for x in xs:
-        carry, out = body(carry, x)
-        history.append(out)
-    last, outs = jax.jit(lambda carry, xs: lax.scan(body, carry, xs))(start, xs)
-    assert tree_equal_bits(last, carry)
-    assert tree_equal_bits(outs, jtu.tree_map(lambda *x: jnp.stack(x), *history))
-    np.testing.assert_array_equal(outs[1], [True, True, False, True, True, True])
-    np.testing.assert_array_equal(last[0], w - 2.0**-4 * (5 + 1.0))
-
-
 def test_an_ensemble_with_a_scaling_each():
     """`vmap` over models, data and scalers: one member overflows, alone."""
     optimizer = optax.sgd(1.0)
     w = jnp.ones((3, 2))
     x = jnp.ones((3, 2)).at[1, 0].set(3e4)
-    scaling = eqx.filter_vmap(lambda s: mpx.DynamicLossScaling(s, period=1))(
+    scaling = eqx.filter_vmap(lambda s: running(mpx.DynamicLossScaling(s, period=1)))(
         jnp.array([2.0, 4.0, 8.0])
     )
 
     @eqx.filter_jit
     @eqx.filter_vmap
     def step(w, scaling, x):
-        value, scaling, finite, grads = mpx.filter_value_and_grad(
-            linear_loss, scaling, search=False
-        )(w, x)
+        value, scaling, finite, grads = mpx.filter_value_and_grad(linear_loss, scaling)(w, x)
         w, _ = mpx.optimizer_update(w, optimizer, optimizer.init(w), grads, finite)
         return w, value, scaling, finite, grads
 
@@ -665,35 +504,11 @@ def test_an_ensemble_with_a_scaling_each():
     np.testing.assert_array_equal(w, [[0, 0], [1, 1], [0, 0]])
 
 
-def test_forward_mode_over_the_gradient():
-    """A Hessian-vector product: (Σ w⁴ x)'' v = 12 w² x v."""
-    w, x, v = jnp.array([1.0, 2.0]), jnp.array([0.5, 0.25]), jnp.array([1.0, 3.0])
-    loss = lambda w: jnp.sum(w**4 * x.astype(w.dtype))
-    grad = lambda w: mpx.filter_grad(loss, scaler(3))(w)[2]
-    _, product = jax.jit(lambda w, v: jax.jvp(grad, (w,), (v,)))(w, v)
-    assert tree_allclose(product, 12 * w**2 * x * v, computed_in="float16")
-
-
-def test_a_loss_with_an_inner_gradient():
-    """A physics-informed loss differentiates the network inside."""
-
-    def loss(model, points):
-        u_x = jax.vmap(jax.grad(lambda x: model(x)[0]))(points)
-        return jnp.mean(u_x**2)
-
-    points = batch()[0]
-    value, _, finite, grads = eqx.filter_jit(mpx.filter_value_and_grad(loss, scaler(10)))(
-        mlp(), points
-    )
-    assert finite
-    assert tree_allclose((value, grads), oracle(loss, mlp(), points), "float16")
-
-
 def test_an_overflowing_step_makes_no_nan():
     w, x = jnp.ones(2), jnp.array([6e4, 1.0])
     with jax.debug_nans(True):
         for transform in (lambda f: f, eqx.filter_jit):
-            step = transform(mpx.filter_value_and_grad(linear_loss, scaler(15), search=False))
+            step = transform(mpx.filter_value_and_grad(linear_loss, scaler(15)))
             value, _, finite, grads = step(w, x)
             assert not finite
             # 60000 is a float16, 60001 is not.
@@ -709,12 +524,12 @@ def auto_mesh(shape, names):
     return jax.make_mesh(shape, names, axis_types=types, devices=jax.devices()[:8])
 
 
-def data_parallel_step(optimizer, check_vma, search=True):
+def data_parallel_step(optimizer, check_vma):
     def step(w, opt_state, scaling, x):
         # Each device has a gradient of its own; the mean is taken after the flag.
         own = lax.pcast(w, "batch", to="varying") if check_vma else w
         _, scaling, finite, grads = mpx.filter_value_and_grad(
-            linear_loss, scaling, axis_name="batch", search=search
+            linear_loss, scaling, axis_name="batch"
         )(own, x[0])
         grads = lax.pmean(grads, "batch")
         w, opt_state = mpx.optimizer_update(w, optimizer, opt_state, grads, finite)
@@ -723,6 +538,7 @@ def data_parallel_step(optimizer, check_vma, search=True):
     return step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_agree_after_an_overflow_on_one(check_vma):
     optimizer = optax.adam(1.0)
@@ -759,27 +575,12 @@ def test_devices_agree_after_an_overflow_on_one(check_vma):
             assert jnp.all(state[0] < before[0])
 
 
-@pytest.mark.skipif(not hasattr(jax, "pmap"), reason="this JAX has no pmap")
-def test_devices_agree_under_pmap():
-    optimizer = optax.sgd(1.0)
-    w = jnp.ones((8, 2))
-    scaling = eqx.filter_vmap(lambda _: scaler(4), axis_size=8)(None)
-    x = jnp.ones((8, 1, 2)).at[5, 0, 1].set(6e4)
-    step = jax.pmap(data_parallel_step(optimizer, False, search=False), axis_name="batch")
-    opt_state = jax.vmap(optimizer.init)(w)
-    w, _, scaling, finite = step(w, opt_state, scaling, x)
-    assert not jnp.any(finite)
-    np.testing.assert_array_equal(scaling.loss_scaling, np.full(8, 2.0**3))
-    np.testing.assert_array_equal(w, np.ones((8, 2)))
-
-
+@pytest.mark.slow
 def test_several_axes_agree():
     mesh = auto_mesh((2, 4), ("a", "b"))
 
     def flag(w, x, axis_name):
-        _, finite, _ = mpx.filter_grad(linear_loss, scaler(4), axis_name=axis_name, search=False)(
-            w[0], x[0]
-        )
+        _, finite, _ = mpx.filter_grad(linear_loss, scaler(4), axis_name=axis_name)(w[0], x[0])
         return finite[None]
 
     x = jnp.ones((8, 2)).at[5, 0].set(6e4)
@@ -795,16 +596,14 @@ def test_several_axes_agree():
         np.testing.assert_array_equal(jax.jit(func)(jnp.ones((8, 2)), x), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-@pytest.mark.parametrize("weights", ["replicated", "sharded"])
-def test_sharded_by_jit(kind, weights):
-    """The batch, and perhaps the weights, are spread over the devices; small integers, so that
-    sums in any order are exact."""
+def test_sharded_by_jit(kind):
+    """Batch and weights are spread over the devices; small integers, so that sums in any order
+    are exact."""
     mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,), devices=jax.devices()[:8])
     spread = NamedSharding(mesh, P("x"))
-    w = jax.device_put(
-        jnp.arange(8.0), spread if weights == "sharded" else NamedSharding(mesh, P())
-    )
+    w = jax.device_put(jnp.arange(8.0), spread)
     x = jnp.ones((16, 8)).at[:, 0].set(2.0)
 
     def loss(w, x):
@@ -862,11 +661,12 @@ def test_sums_over_devices_are_float32_whatever_the_loss_is_made_of(check_vma):
     assert float(grad[0]) == 80000.0
 
 
+@pytest.mark.slow
 def test_jax_jit_takes_what_is_returned():
     """As it takes any function, though a scaling has arrays, which have no hash."""
     weights, x = {"w": jnp.ones((4, 3))}, jnp.ones((2, 4))
     loss = lambda weights, x: jnp.mean((x @ weights["w"]) ** 2)
-    step = mpx.filter_value_and_grad(loss, mpx.DynamicLossScaling())
+    step = mpx.filter_value_and_grad(loss, scaler(4))
     value, _, finite, grads = jax.jit(step)(weights, x)
     assert finite
     want = step(weights, x)
@@ -881,6 +681,7 @@ def pinn_loss(model, points):
     return jnp.mean((d["u"] - d["u_xx"]) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "options"),
     [

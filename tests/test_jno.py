@@ -46,6 +46,7 @@ def result(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_all_products_of_the_gradient_that_jno_takes_are_half(half, result):
     of_full, of_half = result["measured"]["float32"], result["measured"][half]
@@ -58,6 +59,7 @@ def test_all_products_of_the_gradient_that_jno_takes_are_half(half, result):
     assert 0 < of_half["gradient"] < 2 * ROUNDOFF[half]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["bfloat16", "float16", "own"])
 def test_a_problem_of_jno_trains_in_half_precision(loop, result):
     errors = result["errors"]
@@ -68,5 +70,6 @@ def test_a_problem_of_jno_trains_in_half_precision(loop, result):
     assert errors[loop] != errors["float32"]
 
 
+@pytest.mark.slow
 def test_steps_that_overflow_are_skipped_in_jnos_loop_and_lower_the_scale(result):
     assert 2.0**8 < result["scale"] < 2.0**24

@@ -1,18 +1,15 @@
 """The scalers: exact scaling, and the rule by which a dynamic scale moves."""
 
 import dataclasses
-import io
 import math
 
 import equinox as eqx
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import pytest
 from helpers import HALVES, avals, tree_equal_bits
-from hypothesis import given, settings
 
 import mpx_pde as mpx
 
@@ -27,19 +24,18 @@ SCALERS = {
 
 
 @pytest.mark.parametrize("kind", list(SCALERS))
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("exponent", [-26, -1, 0, 8, 17])
-def test_scaling_is_exact_and_unscaling_undoes_it(kind, dtype, exponent):
+@pytest.mark.parametrize("exponent", [-26, 8, 17])
+def test_scaling_is_exact_and_unscaling_undoes_it(kind, exponent):
     """2^17 is infinite in float16 and 2^-26 is zero, but the products are neither."""
     with jax.enable_x64(True):
         scaling = SCALERS[kind](2.0**exponent)
         x = jnp.array([1.5, -3.0, 0.0]) * 2.0 ** -(exponent // 2)
-        x = x.astype(dtype)
-        scaled = scaling.scale({"x": x})
-        want = (np.asarray(x, np.float64) * 2.0**exponent).astype(x.dtype)
-        assert tree_equal_bits(scaled, {"x": jnp.asarray(want)})
-        wide = "float64" if dtype == "float64" else "float32"
-        assert tree_equal_bits(scaling.unscale(scaled), {"x": x.astype(wide)})
+        tree = {dtype: x.astype(dtype) for dtype in (*HALVES, "float32", "float64")}
+        scaled = scaling.scale(tree)
+        wide = {name: np.asarray(x, np.float64) * 2.0**exponent for name, x in tree.items()}
+        assert tree_equal_bits(scaled, {name: jnp.asarray(x, name) for name, x in wide.items()})
+        want = {d: x.astype("float64" if d == "float64" else "float32") for d, x in tree.items()}
+        assert tree_equal_bits(scaling.unscale(scaled), want)
 
 
 @pytest.mark.parametrize("kind", list(SCALERS))
@@ -127,48 +123,14 @@ def check(scaling, reference):
     )
 
 
-@st.composite
-def runs(draw):
-    low = draw(st.integers(-30, 10))
-    high = draw(st.integers(low, 16))
-    reference = Reference(
-        scale=2.0 ** draw(st.integers(low, high)),
-        minimum=2.0**low,
-        factor=2.0 ** draw(st.integers(1, 4)),
-        period=draw(st.integers(1, 5)),
-        counter=draw(st.integers(0, 8)),
-        maximum=2.0**high,
-    )
-    return reference, draw(st.lists(st.booleans(), max_size=30))
-
-
-@settings(max_examples=100)
-@given(runs())
-def test_any_run_is_that_of_the_reference(run):
-    reference, finite = run
-    scaling = mpx.DynamicLossScaling(
-        reference.scale,
-        reference.minimum,
-        reference.factor,
-        reference.period,
-        reference.counter,
-        max_loss_scaling=reference.maximum,
-    )
-    minimum, maximum, before = reference.minimum, reference.maximum, avals(scaling)
-    check(scaling, reference)
-    for flag in finite:
-        scaling = scaling.adjust(flag)
-        reference.adjust(flag)
-        check(scaling, reference)
-        assert minimum <= scaling.loss_scaling <= maximum
-        assert math.frexp(float(scaling.loss_scaling))[0] == 0.5
-    assert avals(scaling) == before
-
-
-def test_a_run_inside_a_scan_is_the_same():
+@pytest.mark.parametrize(
+    ("minimum", "maximum", "factor", "period"), [(-2, 9, 4, 7), (0, 0, 2, 1), (-30, 3, 16, 2)]
+)
+def test_any_run_is_that_of_the_reference(minimum, maximum, factor, period):
     flags = np.random.default_rng(0).random(200) < 0.95
-    scaling = mpx.DynamicLossScaling(2.0**3, 2.0**-2, 4, 7, max_loss_scaling=2.0**9)
-    reference = Reference(2.0**3, 2.0**-2, 4.0, 7, 0, 2.0**9)
+    given = (2.0**minimum, 2.0**minimum, factor, period)
+    scaling = mpx.DynamicLossScaling(*given, counter=1, max_loss_scaling=2.0**maximum)
+    reference = Reference(*given, 1, 2.0**maximum)
 
     @jax.jit
     def run(scaling, flags):
@@ -182,7 +144,7 @@ def test_a_run_inside_a_scan_is_the_same():
     for i, flag in enumerate(flags):
         reference.adjust(flag)
         check(jtu.tree_map(lambda x, i=i: x[i], history), reference)
-    assert history.loss_scaling.max() == 2.0**9
+    assert history.loss_scaling.max() == 2.0**maximum
     assert history.skipped_steps[-1] == np.sum(~flags)
 
 
@@ -213,12 +175,10 @@ def test_the_cap_is_that_of_half_precision(name, top):
         assert other.adjust(True).adjust(True).loss_scaling == 2.0**3
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("half", HALVES)
-def test_the_scale_can_be_divided_by_at_both_ends(half, jit):
+def test_the_scale_can_be_divided_by_at_both_ends(half):
     """XLA divides an array by multiplying with the reciprocal, and flushes that of 2^127 to 0."""
-    unscale = lambda scaling, x: scaling.unscale(x)
-    unscale = eqx.filter_jit(unscale) if jit else unscale
+    unscale = eqx.filter_jit(lambda scaling, x: scaling.unscale(x))
     with mpx.half_precision(half):
         largest = mpx.DynamicLossScaling(2.0**10, factor=2**8, period=1)
         for _ in range(20):
@@ -232,17 +192,6 @@ def test_the_scale_can_be_divided_by_at_both_ends(half, jit):
         x = jnp.array([size, -size / 2], jnp.bfloat16)
         want = np.asarray(x, np.float64) / float(scaling.loss_scaling)
         assert tree_equal_bits(unscale(scaling, x), jnp.asarray(want, jnp.float32))
-
-
-def test_the_setting_that_is_valid_at_the_step_gives_the_cap():
-    scaling = mpx.DynamicLossScaling(2.0**15, period=1)
-    assert scaling.adjust(True).loss_scaling == 2.0**15
-    with mpx.half_precision("bfloat16"):
-        scaling = scaling.adjust(True)
-    assert scaling.loss_scaling == 2.0**16
-    # Above the cap it stays where it is, and falls as any other.
-    assert scaling.adjust(True).loss_scaling == 2.0**16
-    assert scaling.adjust(False).loss_scaling == 2.0**15
 
 
 def test_stuck_at_the_minimum_it_says_so():
@@ -284,9 +233,8 @@ ARGUMENTS = {
 
 
 @pytest.mark.parametrize("arguments", list(ARGUMENTS))
-@pytest.mark.parametrize("x64", [False, True])
-def test_fields_have_their_types_whatever_was_given(arguments, x64):
-    with jax.enable_x64(x64):
+def test_fields_have_their_types_whatever_was_given(arguments):
+    with jax.enable_x64(arguments != "jax"):
         scaling = mpx.DynamicLossScaling(*ARGUMENTS[arguments])
         types = [("float32[]", False), *[("int32[]", False)] * 4]
         assert avals(scaling) == types
@@ -324,32 +272,6 @@ def test_every_buffer_is_its_own():
         for finite in (True, False, True):
             scaling = adjust(scaling, jnp.array(finite))
     assert one == 1.0
-
-
-def test_a_serialised_scaler_goes_on_where_it_was():
-    scaling = mpx.DynamicLossScaling(2.0**6, 2.0**-3, period=3)
-    for finite in (True, False, True):
-        scaling = scaling.adjust(finite)
-    file = io.BytesIO()
-    eqx.tree_serialise_leaves(file, scaling)
-    file.seek(0)
-    restored = eqx.tree_deserialise_leaves(file, mpx.DynamicLossScaling(1.0, 2.0**-3, period=3))
-    leaves, structure = jtu.tree_flatten(scaling)
-    for other in (restored, jtu.tree_unflatten(structure, leaves)):
-        assert tree_equal_bits(other, scaling)
-        assert tree_equal_bits(other.adjust(True).adjust(True), scaling.adjust(True).adjust(True))
-        assert other.min_loss_scaling == 2.0**-3
-
-
-def test_an_ensemble_of_scalers():
-    scales = jnp.array([1.0, 2.0, 4.0])
-    scaling = eqx.filter_vmap(lambda s: mpx.DynamicLossScaling(s, period=1))(scales)
-    out = eqx.filter_vmap(lambda s, f: s.adjust(f))(scaling, jnp.array([True, False, True]))
-    np.testing.assert_array_equal(out.loss_scaling, [2.0, 1.0, 8.0])
-    np.testing.assert_array_equal(out.skipped_steps, [0, 1, 0])
-    x = jnp.ones((3, 2))
-    scaled = eqx.filter_vmap(lambda s, x: s.scale(x))(scaling, x)
-    np.testing.assert_array_equal(scaled[:, 0], [1.0, 2.0, 4.0])
 
 
 # --- The others ----------------------------------------------------------------------------------

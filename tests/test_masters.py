@@ -8,28 +8,12 @@ import numpy as np
 import optax
 import pytest
 from helpers import tree_equal_bits
-from hypothesis import given, strategies as st
 
 import mpx_pde as mpx
 from mpx_pde.training._masters import round_stochastically
 
 
 HALVES = ["float16", "bfloat16"]
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-@given(st.floats(-6e4, 6e4, width=32), st.integers(0, 2**30))
-def test_stochastic_rounding_returns_a_neighbor(dtype, x, seed):
-    x = jnp.float32(x)
-    out = round_stochastically(x, dtype, jax.random.key(seed))
-    nearest = x.astype(dtype)
-    gap = jnp.abs(nearest.astype(jnp.float32) - x)
-    # One of the two neighbors: less than a whole step away, which is at most twice the largest gap
-    # to the nearest.
-    step = float(jnp.finfo(dtype).eps) * max(abs(float(x)), float(jnp.finfo(dtype).tiny))
-    assert abs(float(out.astype(jnp.float32)) - float(x)) <= step
-    if gap == 0:
-        assert out == nearest
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -41,6 +25,9 @@ def test_stochastic_rounding_is_right_on_average(dtype):
         rounded = round_stochastically(x, dtype, jax.random.key(1)).astype(jnp.float32)
         values = np.unique(np.asarray(rounded))
         assert len(values) == 2
+        # The two neighbors: a step apart, which is 2^-24 where float16 is subnormal.
+        assert values[0] < value < values[1]
+        assert values[1] - values[0] <= max(float(jnp.finfo(dtype).eps) * abs(value), 2.0**-24)
         # Four standard deviations of the mean of n choices between the two.
         deviation = (values[1] - values[0]) / 2 / np.sqrt(n)
         assert abs(float(jnp.mean(rounded)) - value) < 4 * deviation
@@ -88,6 +75,7 @@ def train(dtype, master, steps=3000):
     return float(loss(mpx.cast_tree(eqx.combine(arrays, static), "float32"), x, y))
 
 
+@pytest.mark.slow
 def test_masters_of_half_the_size_train_as_float32_masters_do():
     full = train("float32", "nearest")
     nearest = train("bfloat16", "nearest")
@@ -100,11 +88,11 @@ def test_masters_of_half_the_size_train_as_float32_masters_do():
     assert stochastic < nearest, (full, stochastic, nearest)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("master", ["stochastic", "kahan"])
-@pytest.mark.parametrize("make", [lambda: optax.adam(1e-3), lambda: optax.contrib.muon(1e-3)])
-def test_a_step_that_is_not_finite_changes_nothing(master, make):
+def test_a_step_that_is_not_finite_changes_nothing(master):
     model = {"w": jnp.ones((4, 4), jnp.bfloat16), "full": jnp.ones(3), "n": jnp.arange(2)}
-    optimizer = make()
+    optimizer = optax.contrib.muon(1e-3)
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     if master == "kahan":
         state = mpx.compensated(state, model)
@@ -132,6 +120,7 @@ def test_kahan_keeps_what_rounding_takes():
     assert state.residue["full"] is None
 
 
+@pytest.mark.slow
 def test_stochastic_updates_repeat_and_take_a_key():
     model = jnp.ones(1000, jnp.bfloat16)
     optimizer = optax.sgd(1.0)
@@ -153,8 +142,11 @@ def test_stochastic_updates_repeat_and_take_a_key():
     np.testing.assert_allclose(mean, 1 + 2.0**-9, atol=4 * 2.0**-7 * 0.5 / 1000**0.5)
 
 
-@pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("master", ["nearest", "stochastic", "kahan"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("master", "dtype"),
+    [("nearest", "float16"), *((m, "bfloat16") for m in ("nearest", "stochastic", "kahan"))],
+)
 def test_the_averages_of_an_optimizer_move_in_half_too(master, dtype):
     """Adam's second moment, in bfloat16 and to the nearest, never falls: 0.1 % is less than half
     a step."""
@@ -196,20 +188,19 @@ def test_equal_gradients_are_rounded_anew_at_each_step():
     assert moved.max() < 16 * 2.0**-7
 
 
-@pytest.mark.parametrize(
-    "other",
-    [
+def test_residues_of_another_model_are_told_of():
+    """Without residues parameters would be rounded to the nearest."""
+    model, optimizer = {"full": jnp.ones(3), "w": jnp.ones(2, jnp.bfloat16)}, optax.sgd(1.0)
+    for other in (
         {"full": jnp.ones(3), "w": jnp.ones(2)},
         {"full": jnp.ones(3), "w": jnp.ones(1, jnp.bfloat16)},
         {"w": jnp.ones(2, jnp.bfloat16)},
-    ],
-)
-def test_residues_of_another_model_are_told_of(other):
-    """Without residues parameters would be rounded to the nearest."""
-    model, optimizer = {"full": jnp.ones(3), "w": jnp.ones(2, jnp.bfloat16)}, optax.sgd(1.0)
-    state = mpx.compensated(optimizer.init(model), other)
-    with pytest.raises(ValueError, match=r"`optimizer_update` .* residues .* at \['.*'\] it has"):
-        mpx.optimizer_update(model, optimizer, state, model, True, master="kahan")
+    ):
+        state = mpx.compensated(optimizer.init(model), other)
+        with pytest.raises(
+            ValueError, match=r"`optimizer_update` .* residues .* at \['.*'\] it has"
+        ):
+            mpx.optimizer_update(model, optimizer, state, model, True, master="kahan")
 
 
 def test_errors():

@@ -55,6 +55,7 @@ def relative(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_second_derivatives_and_laplacian(name):
     model = make(**VARIANTS[name])
@@ -80,6 +81,7 @@ def test_second_derivatives_and_laplacian(name):
         assert relative(lap["u"], nested["u"]) < tolerance
 
 
+@pytest.mark.slow
 def test_shapes_and_dtypes():
     model = make("scalar")
     assert model(points()[0]).shape == ()
@@ -93,6 +95,7 @@ def test_shapes_and_dtypes():
     assert lap["lap_u"].dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_periodic_fields_are_periodic():
     model = make(periodic={1: 2.0})
     p = jnp.array([0.3, 0.4])
@@ -111,6 +114,7 @@ def poisson(model, x, *, derivatives):
     return jnp.mean((d["lap_u"] - 1.0) ** 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fun", [loss, poisson])
 def test_hidden_products_are_half_in_both_passes(fun):
     model = make("scalar", width=24)
@@ -133,6 +137,7 @@ def test_hidden_products_are_half_in_both_passes(fun):
     assert hidden >= 6
 
 
+@pytest.mark.slow
 def test_masters_that_enter_the_products_get_float32_gradients():
     model = make("scalar", dtype="float16")
     assert model(points()[0]).dtype == jnp.float16
@@ -140,6 +145,7 @@ def test_masters_that_enter_the_products_get_float32_gradients():
     assert grads.hidden[0].weight.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_the_laplacian_is_cheap():
     """Within the mark of folx: at D = 2 and 256 × 4, 19.6 GFLOP for a batch of 4096 points."""
     model = nn.CoordinateMLP(2, "scalar", 256, 4, key=jax.random.key(0))
@@ -200,6 +206,8 @@ class Adaptive(eqx.Module):
         return jnp.tanh(self.slope * x)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*a loss scaling alone:mpx_pde.PrecisionWarning")
 def test_the_parameters_of_an_activation_are_trained():
     model = make(out_size="scalar", activation=Adaptive(jnp.array(1.5)), dtype="float16")
     params = eqx.filter(model, eqx.is_inexact_array)
@@ -225,6 +233,7 @@ def test_the_parameters_of_an_activation_are_trained():
     assert np.isclose(slope(half), slope(want), rtol=0.05)
 
 
+@pytest.mark.slow
 def test_prelu():
     """Equinox's activation with a parameter, in both networks, under `jit` and in half."""
     model = make(out_size="scalar", activation=eqx.nn.PReLU())
@@ -240,6 +249,7 @@ def test_prelu():
         assert grads.activation.fun.negative_slope != 0
 
 
+@pytest.mark.slow
 def test_errors(unchecked_annotations):
     with pytest.raises(TypeError, match="`safe` wraps, is an elementwise function"):
         nn.safe(3)
@@ -257,6 +267,7 @@ def test_errors(unchecked_annotations):
             make()(jnp.ones(shape))
 
 
+@pytest.mark.slow
 def test_exact_gelu_is_that_of_jax_by_cheaper_means():
     exact = partial(jax.nn.gelu, approximate=False)
     assert nn.safe(exact) is nn.exact_gelu

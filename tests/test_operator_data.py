@@ -1,16 +1,21 @@
 """The data and the losses of the neural-operator examples, against analytic solutions."""
 
-import _cache
-import _darcy_data as darcy
-import _navier_stokes_data as navier_stokes
-import _neural_operator as operators
-import _operator_losses as losses
+import importlib
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.fft
-from test_docs import jax_defaults
+from test_docs import ROOT, jax_defaults
+
+
+sys.path.insert(0, str(ROOT))
+module = lambda name: importlib.import_module(f"examples.problems.{name}")
+_cache, darcy, references = map(module, ("_cache", "_darcy", "references"))
+flow = module("operator_navier_stokes")
+trainings = importlib.import_module("benchmarks._operator_trainings")
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +108,7 @@ def test_the_solver_is_of_second_order(exact, sizes, transposed):
     assert errors[-1] < 1e-3
 
 
+@pytest.mark.slow
 def test_the_random_field_has_the_covariance_of_the_paper():
     """Its cosine coefficients, by SciPy's transform, divided by those of (−Δ + 9)^−1, are
     independent and of unit variance."""
@@ -160,7 +166,7 @@ def test_darcy_data_are_the_solution_for_their_coefficients(cache):
 def solve(vorticity, **options):
     options = {"viscosity": 1e-3, "time_step": 0.005} | options
     with jax_defaults():
-        out = navier_stokes.solve(jnp.asarray(vorticity, jnp.float32), **options)
+        out = references.solve_vorticity(jnp.asarray(vorticity, jnp.float32), **options)
     assert out.dtype == jnp.float32
     return np.asarray(out, np.float64)
 
@@ -193,26 +199,28 @@ def test_taylor_green_vortices_decay_as_they_should():
     np.testing.assert_allclose(final, expected, rtol=0, atol=1e-5)
 
 
-def random_initial(samples=1, resolution=32):
-    with jax_defaults():
-        out = navier_stokes.initial_vorticity(samples, resolution, seed=0)
-    return np.asarray(out, np.float64)
+def random_initial(samples=1, resolution=64):
+    keys = jax.random.split(jax.random.key(0), samples)
+    with jax.enable_x64(True), jax_defaults():
+        return np.asarray(jax.lax.map(lambda key: flow.initial(key, resolution), keys))
 
 
+@pytest.mark.slow
 def test_the_vorticity_is_carried_by_its_own_velocity():
-    [initial] = random_initial(resolution=64)
+    [initial] = random_initial(resolution=128)
     h = 1e-3
     first = solve(initial[None], time=h, time_step=h)[0]
     second = solve(first[None], time=h, time_step=h)[0]
     rate = (4 * first - 3 * initial - second) / (2 * h)
     velocity, gradient, laplacian = fields_of(initial)
-    # Products of wavenumbers up to 5 stay far below those that the 2/3 rule cuts off.
+    # Products of wavenumbers up to 16 stay far below those that the 2/3 rule cuts off.
     expected = 1e-3 * laplacian - np.sum(velocity * gradient, axis=0)
     # A difference quotient of second order in h, of float32 values.
     error = np.max(np.abs(rate - expected)) / np.max(np.abs(expected))
     assert error < 1e-3, error
 
 
+@pytest.mark.slow
 def test_energy_and_enstrophy_are_lost_to_viscosity_alone():
     [initial] = random_initial(resolution=64)
     viscosity, interval = 1e-3, 0.025
@@ -232,38 +240,12 @@ def test_energy_and_enstrophy_are_lost_to_viscosity_alone():
     np.testing.assert_allclose(lost[1], simpson @ enstrophy_loss, rtol=1e-3)
 
 
-def test_initial_vorticity_has_no_mean_and_low_wavenumbers_only():
-    initial = random_initial(samples=4)
-    np.testing.assert_allclose(initial.mean(axis=(1, 2)), 0, atol=1e-6)
-    np.testing.assert_allclose(initial.std(axis=(1, 2)), navier_stokes.INITIAL_STD, rtol=1e-5)
-    spectrum = np.abs(np.fft.rfft2(initial, norm="forward"))
-    k = np.abs(np.fft.fftfreq(32, 1 / 32))
-    beyond = np.maximum(k[:, None], k[:17]) > navier_stokes.CUTOFF
-    assert np.max(spectrum[:, beyond]) < 1e-6 < np.median(spectrum[:, ~beyond])
+# --- Errors ----------------------------------------------------------------------------------
 
 
-def test_navier_stokes_data_are_read_back_as_they_were_made(cache):
-    options = {"seed": 0, "time": 0.05}
+def relative(prediction, truth, norm, periodic=True):
     with jax_defaults():
-        first = navier_stokes.navier_stokes_data(2, 16, **options)
-        [path] = cache.iterdir()
-        written = path.read_bytes()
-        second = navier_stokes.navier_stokes_data(2, 16, **options)
-        path.unlink()
-        navier_stokes.navier_stokes_data(2, 16, **options)
-    assert path.read_bytes() == written  # made anew to the same bits
-    for a, b in zip(first, second, strict=True):
-        assert a.shape == (2, 16, 16)
-        assert a.dtype == np.float32
-        assert a.tobytes() == b.tobytes()
-    final = solve(first[0], time=0.05)
-    np.testing.assert_array_equal(final.astype(np.float32), first[1])
-
-
-# --- Losses ----------------------------------------------------------------------------------
-
-
-relative_h1 = jax.jit(losses.relative_h1, static_argnames="periodic")
+        return trainings.relative_errors(prediction, truth, periodic=periodic)[norm]
 
 
 def waves(n, k):
@@ -275,7 +257,7 @@ def test_relative_l2_is_a_mean_of_quotients():
     truth = jnp.stack([waves(16, 1), 100 * waves(16, 2)])
     factors = jnp.array([1.5, 0.9], jnp.float32)[:, None, None, None]
     # 0.5 and 0.1, whatever the size of the sample.
-    assert jnp.allclose(losses.relative_l2(factors * truth, truth), 0.3, rtol=1e-5)
+    assert jnp.allclose(relative(factors * truth, truth, "l2"), 0.3, rtol=1e-5)
 
 
 @pytest.mark.parametrize("transposed", [False, True])
@@ -287,7 +269,7 @@ def test_relative_h1_of_waves(transposed):
     # The central difference of a wave has the wavenumber sin(2πk/n) n in place of 2πk.
     squares = [1 + (n * np.sin(2 * np.pi * k / n)) ** 2 for k in (k, 1)]
     expected = size * np.sqrt(squares[0] / squares[1])
-    value = relative_h1(truth + error, truth, periodic=True)
+    value = relative(truth + error, truth, "h1")
     # The error is a difference of float32 values a hundred times as large.
     assert jnp.allclose(value, expected, rtol=1e-4)
 
@@ -297,7 +279,7 @@ def test_gradients_of_linear_functions_are_exact_up_to_the_boundary(shape):
     *_, n, m = shape
     x, y = jnp.arange(n, dtype=jnp.float32) / n, jnp.arange(m, dtype=jnp.float32) / m
     u = jnp.broadcast_to(2 * x[:, None] - 3 * y[None], shape)
-    du_dx, du_dy = losses.gradient(u, periodic=False)
+    du_dx, du_dy = trainings.slopes(u, periodic=False)
     assert du_dx.shape == du_dy.shape == shape
     assert jnp.allclose(du_dx, 2, atol=1e-4)
     assert jnp.allclose(du_dy, -3, atol=1e-4)
@@ -309,18 +291,15 @@ def test_h1_of_a_field_that_ends_at_its_boundary_sees_no_jump_there():
     truth = jnp.broadcast_to(1 + x[:, None], (1, 1, n, n))
     prediction = jnp.full_like(truth, 1.5)
     error = float(jnp.mean((x - 0.5) ** 2) + 1) / float(jnp.mean((1 + x) ** 2) + 1)
-    value = relative_h1(prediction, truth, periodic=False)
+    value = relative(prediction, truth, "h1", periodic=False)
     assert jnp.allclose(value, np.sqrt(error), rtol=1e-5)
-    assert relative_h1(prediction, truth, periodic=True) < 1 - 1e-2
+    assert relative(prediction, truth, "h1") < 1 - 1e-2
 
 
-@pytest.mark.parametrize("name", operators.LOSSES)
-def test_losses_of_half_precision_predictions_are_taken_in_float32(name):
+@pytest.mark.parametrize("norm", ["l2", "h1"])
+def test_errors_of_half_precision_predictions_are_taken_in_float32(norm):
     truth = 3000 * waves(32, 1)[None]  # whose squares are beyond float16
-    loss = {
-        "l2": losses.relative_l2,
-        "h1": lambda p, t: relative_h1(p, t, periodic=True),
-    }[name]
+    loss = lambda prediction, truth: relative(prediction, truth, norm)
     value, cotangent = jax.jit(jax.value_and_grad(loss))((1.5 * truth).astype(jnp.float16), truth)
     assert value.dtype == jnp.float32
     assert jnp.allclose(value, 0.5, rtol=1e-2)
@@ -328,41 +307,21 @@ def test_losses_of_half_precision_predictions_are_taken_in_float32(name):
     assert jnp.all(jnp.isfinite(cotangent))
 
 
-# --- Batches and problems --------------------------------------------------------------------
+# --- An operator in another size -------------------------------------------------------------
 
 
-def test_each_epoch_takes_each_sample_once_in_an_order_of_its_own():
-    samples, epochs = 3 * operators.BATCH, 4
-    indices = operators.batches(samples, 3 * epochs, seed=0)
-    assert indices.shape == (3 * epochs, operators.BATCH)
-    rows = indices.reshape(epochs, samples)
-    np.testing.assert_array_equal(np.sort(rows), np.tile(np.arange(samples), (epochs, 1)))
-    assert not np.array_equal(rows[0], rows[1])
-    np.testing.assert_array_equal(indices, operators.batches(samples, 3 * epochs, seed=0))
-    assert not np.array_equal(indices, operators.batches(samples, 3 * epochs, seed=1))
-
-
-def test_a_problem_is_normalized_by_its_training_samples():
-    rng = np.random.default_rng(0)
-    a, u = (rng.standard_normal((6, 8, 8), np.float32) * s + m for s, m in ((3, 5), (1e-2, 0.1)))
-    problem = operators.make_problem(
-        a,
-        u,
-        train_samples=4,
-        strides=(2, 1),
-        name="n",
-        title="t",
-        periodic=True,
-        labels=("a", "u"),
-    )
-    assert problem.inputs.shape == problem.outputs.shape == (4, 1, 4, 4)
-    assert problem.inputs.dtype == problem.outputs.dtype == np.float32
-    np.testing.assert_allclose(problem.inputs.mean(), 0, atol=1e-6)
-    np.testing.assert_allclose(problem.inputs.std(), 1, rtol=1e-5)
-    np.testing.assert_allclose(np.mean(problem.outputs**2), 1, rtol=1e-5)
-    assert list(problem.tests) == [4, 8]
-    coarse, fine = problem.tests[4], problem.tests[8]
-    np.testing.assert_array_equal(fine[1][..., ::2, ::2], coarse[1])
-    # The samples that are not trained on, in the units of those that are.
-    scale = problem.outputs[0, 0, 0, 0] / u[0, 0, 0]
-    np.testing.assert_allclose(coarse[1][:, 0], scale * u[4:, ::2, ::2], rtol=1e-5)
+def test_an_operator_is_tested_on_samples_and_grids_of_its_own(monkeypatch):
+    fields = np.random.default_rng(0).standard_normal((2, 7, 1, 8, 8)).astype(np.float32)
+    pairs = lambda count, points, seed: importlib.import_module(
+        "examples.problems._operators"
+    ).Pairs(*fields[:, :count])
+    monkeypatch.setattr(module("operator_darcy"), "pairs", pairs)
+    monkeypatch.setattr(trainings, "TESTS", 2)
+    operator = trainings.Operator("darcy", 5, (2, 1), finest=8)
+    assert operator.training.inputs.shape == (5, 1, 4, 4)
+    assert [x.shape for x in operator.tests[1]] == 2 * [(2, 1, 8, 8)]
+    outputs = {x.shape[-1]: 1.1 * y for x, y in operator.tests}
+    with jax_defaults():
+        errors = operator.errors(lambda inputs: outputs[inputs.shape[-1]])
+    assert list(errors) == ["l2 4", "h1 4", "l2 8", "h1 8"]
+    assert np.allclose(list(errors.values()), 0.1, rtol=1e-4)

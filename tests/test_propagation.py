@@ -82,11 +82,10 @@ def relative(got, want):
     return np.linalg.norm(got - want) / np.linalg.norm(want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
-@pytest.mark.parametrize("wrap", [False, True])
-def test_all_second_derivatives(name, wrap):
-    model = make(**VARIANTS[name])
-    model = nn.Ansatz(model, form) if wrap else model
+def test_all_second_derivatives(name):
+    model = nn.Ansatz(make(**VARIANTS[name]), form)
     want = exact(model)
     got = evaluate(model)
     half = evaluate(mpx.cast_to_float16(model), mpx.DerivativeScaling.per_direction("xy"))
@@ -97,42 +96,12 @@ def test_all_second_derivatives(name, wrap):
         assert relative(half[term], want[term]) < 0.02
 
 
-@pytest.mark.parametrize("kind", ["direction", "order", "term"])
-def test_scales_of_every_kind_cancel(kind):
-    """In float32 scales are exact, so that what is unscaled equals what never was scaled."""
-    model = nn.Ansatz(make(), form)
-    scaling = {
-        "direction": lambda: mpx.DerivativeScaling.per_direction(
-            "xy", init_scale={"x": 2.0**-3, "y": 2.0**-5}
-        ),
-        "order": lambda: mpx.DerivativeScaling.per_order(2, init_scale=2.0**-5),
-        "term": lambda: mpx.DerivativeScaling.per_term(
-            [t for t in TERMS if "_" in t], init_scale=2.0**-7
-        ),
-    }[kind]()
-    assert scaling.active
-    got, want = evaluate(model, scaling), evaluate(model)
-    for term in TERMS:
-        # The order of operations is the same, but not how XLA fuses it.
-        assert relative(got[term], want[term]) < 1e-6
-
-
 def residual(fun, x, terms=("u_x", "u_xy", "v_yy", "u")):
     d = jax.vmap(mpx.partials(fun, terms, coords="xy", outputs="uv"))(x)
     return jnp.mean((d["u"] * d["u_x"] + d["u_xy"] - d["v_yy"]) ** 2)
 
 
-@pytest.mark.parametrize("wrap", [False, True])
-def test_gradients_are_those_of_nested_forward_mode(wrap):
-    model = nn.Ansatz(make(), form) if wrap else make()
-    propagated = eqx.filter_jit(eqx.filter_grad(residual))(model, points())
-    nested = eqx.filter_jit(eqx.filter_grad(lambda m, x: residual(lambda p: m(p), x)))(
-        model, points()
-    )
-    for a, b in zip(jax.tree.leaves(propagated), jax.tree.leaves(nested), strict=True):
-        assert relative(a, b) < 1e-4 or np.abs(b).max() < 1e-6
-
-
+@pytest.mark.slow
 def test_gradients_of_half_weights_are_summed_over_the_streams_in_float32():
     """Each is that of float32 masters with the same values, rounded once."""
     half = mpx.cast_tree(make(), "float16")
@@ -162,6 +131,7 @@ def test_gradients_of_layers_come_in_turn():
     assert tied == {"forward": 2, "both": 4}
 
 
+@pytest.mark.slow
 def test_the_loss_stays_differentiable_in_forward_mode():
     """A Hessian-vector product against finite differences of gradients."""
     params, static = eqx.partition(make(), eqx.is_inexact_array)
@@ -177,57 +147,6 @@ def test_the_loss_stays_differentiable_in_forward_mode():
         assert np.linalg.norm(got - want) < 0.02 * max(np.linalg.norm(want), 1e-2)
 
 
-def test_derivatives_of_derivatives():
-    """A field made of derivatives, differentiated again, as a model of turbulence needs it."""
-    model = make()
-
-    def nu(point):
-        d = mpx.partials(model, ["u_x", "v_y"], coords="xy", outputs="uv")(point)
-        return d["u_x"] * d["v_y"]
-
-    got = jax.vmap(mpx.partials(nu, ["nu_y"], coords="xy", outputs=["nu"]))(points())["nu_y"]
-    d = exact(model)
-    want = d["u_xy"] * d["v_y"] + d["u_x"] * d["v_yy"]
-    assert relative(got, want) < 1e-5
-
-
-def test_higher_orders_and_other_functions_are_nested():
-    model = make()
-    d = evaluate(model, terms=["u_xxx", "u_xx", "u_x"])
-    want = exact(model)
-    assert relative(d["u_xx"], want["u_xx"]) < 1e-5
-    assert np.isfinite(np.asarray(d["u_xxx"])).all()
-    plain = evaluate(lambda p: model(p))
-    for term in TERMS:
-        assert relative(plain[term], want[term]) < 1e-5
-
-
-def test_laplacian_of_an_ansatz():
-    model = nn.Ansatz(make(), form)
-
-    @eqx.filter_jit
-    def run(fun):
-        return jax.vmap(mpx.laplacian(fun, ["v_y"], coords="xy", outputs="uv"))(points())
-
-    propagated, nested = run(model), run(lambda p: model(p))
-    for name in ("lap_u", "lap_v", "v_y"):
-        assert relative(propagated[name], nested[name]) < 1e-5
-
-
-def test_scalar_networks():
-    mlp = nn.CoordinateMLP(2, "scalar", 16, 2, key=jax.random.key(0))
-    model = nn.Ansatz(mlp, lambda p, u: p[0] * u)
-    d = jax.vmap(mpx.partials(model, ["u", "u_xy"], coords="xy", outputs="u"))(points())
-    plain = jax.vmap(
-        mpx.partials(lambda p: p[0] * mlp(p), ["u", "u_xy"], coords="xy", outputs="u")
-    )(points())
-    assert relative(d["u_xy"], plain["u_xy"]) < 1e-5
-    assert relative(d["u"], jax.vmap(model)(points())) < 1e-6
-    # A first derivative alone: there is no second one to carry.
-    first = jax.vmap(mpx.partials(model, ["u_y"], coords="xy", outputs="u"))(points())
-    assert first["u_y"].shape == (8,)
-
-
 def test_errors(unchecked_annotations):
     with pytest.raises(TypeError, match=re.compile("`Ansatz`.*`network`", re.DOTALL)):
         nn.Ansatz(1.0, form)
@@ -238,6 +157,7 @@ def test_errors(unchecked_annotations):
         mpx.partials(wrong, ["u_x"], coords="xy", outputs="uv")(points()[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forward", ["half", "float32"])
 def test_the_cotangent_that_a_bias_shares_with_a_product_is_written_in_half(forward):
     scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xy", order=2))
@@ -255,6 +175,7 @@ def test_the_cotangent_that_a_bias_shares_with_a_product_is_written_in_half(forw
     assert {e.outvars[0].aval.dtype for e in written} == {jnp.dtype("float16")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "apart"), [(8, False), (131_072, True)])
 def test_products_of_large_streams_with_one_weight_stay_apart_on_a_gpu(count, apart):
     """XLA would stack the streams of one and cut up its result, with copies."""
@@ -294,6 +215,7 @@ def tail(tell=None):
     return Tail(jax.random.normal(a, (16, 2)), square(b), square(c), tell)
 
 
+@pytest.mark.slow
 def test_a_term_that_is_asked_for_alone_is_that_among_many():
     """What nobody asked for is not carried on, and what was asked for does not depend on it."""
     alone = [["u_x"], ["u_xx"], ["u_xy"], ["u", "u_xx"], ["u_xxy"]]
@@ -327,6 +249,7 @@ def test_an_effect_behind_the_last_layer_sees_the_value():
     assert relative(seen[0], want) < 1e-6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terms", [["u_x"], ["u_xx"]])
 def test_no_more_operations_than_nested_forward_mode_behind_the_last_layer(terms):
     """With two linear layers behind the last activation: neither the value nor lower orders are

@@ -55,6 +55,7 @@ def diff_sides() -> tuple[str, str]:
     return before, after
 
 
+@pytest.mark.slow
 def test_both_sides_of_the_diff_run_and_agree():
     before, after = diff_sides()
     x = jnp.linspace(-1, 1, 64)[:, None]

@@ -46,6 +46,7 @@ def test_a_linear_problem_is_solved_at_once(forward):
         assert (state.steps, state.rejected) == (1, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("solver", [None, "Cholesky", "QR"])
 @pytest.mark.parametrize("forward", ["float32", "float64"])
 def test_the_decomposition_solves_with_many_right_hand_sides(forward, solver):
@@ -98,6 +99,7 @@ def test_products_in_full_refine_a_solve_by_a_rounded_jacobian(most):
     assert (error > 0.1) if not most else (error < 1e-2)
 
 
+@pytest.mark.slow
 def test_more_refinements_than_rounding_allows_do_no_harm():
     """In float32, with singular values from 1 to 1e-7 and a residual that stays, conjugate
     gradients are not conjugate for long; with the classical formulas these end at 1e30."""
@@ -123,6 +125,7 @@ def test_more_refinements_than_rounding_allows_do_no_harm():
     assert max(more) < 1.01 * best
 
 
+@pytest.mark.slow
 def test_a_float32_jacobian_of_a_float64_residual_is_no_tf32():
     with jax.enable_x64(True):
         model = mpx.cast_tree(eqx.nn.MLP(1, "scalar", 8, 2, key=jax.random.key(0)), "float64")
@@ -168,6 +171,7 @@ def pieces(optimizer, w, batch):
     return values, w, values(w), lambda b: b @ jac, lambda b: solve(b @ jac)
 
 
+@pytest.mark.slow
 def test_beside_a_rounded_jacobian_the_gradient_is_in_full(monkeypatch):
     """So that a step leads downhill also where the residual does not vanish."""
     model = mpx.nn.CoordinateMLP(1, 1, 8, 2, key=jax.random.key(0))
@@ -223,6 +227,7 @@ def test_it_converges_quadratically_where_the_residual_vanishes():
     assert state.rejected > 0  # the valley bends
 
 
+@pytest.mark.slow
 def test_a_step_that_is_not_finite_changes_nothing_but_the_damping():
     root = lambda w, x: jnp.sqrt(w[0]) * x - 1
     for start, batch in ((4.0, jnp.full(3, jnp.nan)), (0.0, jnp.ones(3))):
@@ -275,6 +280,7 @@ def test_a_float16_jacobian_that_is_not_finite_lowers_its_scale_alone():
     assert tree_equal_bits((new.damping, new.growth), (state.damping, state.growth))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "depth", "warns"), [(8, 1, True), (22, 2, False)])
 def test_a_half_jacobian_that_is_hardly_one_is_told(width, depth, warns):
     """The first layer stays in float32, and so do the values."""
@@ -346,6 +352,7 @@ def loss(model, x):
 OPTIONS = {"policy": "params=float32,compute=float16,output=float32", "forward": "float32"}
 
 
+@pytest.mark.slow
 def test_value_and_slope_are_of_one_scaled_evaluation():
     model = mpx.nn.CoordinateMLP(1, 1, 8, 1, key=jax.random.key(0))
     scaling = mpx.DynamicLossScaling(2.0**10)

@@ -105,6 +105,7 @@ def weighted(fun, output):
     return loss
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modes", "grid", "factorization"),
     [(*case, None) for case in CASES] + [(*CASES[i], "cp") for i in (2, 3, 6)],
@@ -139,6 +140,7 @@ def test_values_and_gradients_are_those_of_the_definition(modes, grid, factoriza
                 assert_close((y, gradient), (want, slopes), 2 * TOLERANCES[dtype])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_weights_on_any_grid(method):
     """One function, whatever grid it came on: 64 is where it might have been trained."""
@@ -163,6 +165,7 @@ def test_weights_on_any_grid(method):
         assert_close(y[shared], coarse[other].astype(np.float64), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modes", "grid", "output"),
     [((6,), (9,), (12,)), ((6, 4), (8, 9), (16, 27)), ((4, 4, 4), (5, 6, 8), (9, 7, 6))],
@@ -176,6 +179,7 @@ def test_another_output_grid(modes, grid, output):
     assert make(6)(field(3, 9), output_shape=12).shape == (4, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("grid", [(8,), (8, 6), (4, 6, 8)])
 def test_a_finer_grid_interpolates_with_all_modes_kept(grid, method):
@@ -212,6 +216,7 @@ def products(fun, *args):
     return [e for e in equations(jaxpr) if e.primitive.name in names]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factorization", [None, "cp"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_products_alone_in_both_passes(dtype, factorization):
@@ -255,6 +260,7 @@ def test_products_in_the_program_for_a_gpu():
     assert "fft" not in compiled.opcodes()
 
 
+@pytest.mark.slow
 def test_factors_are_contracted_one_by_one():
     layer = make((32, 32), (16, 16), factorization="cp", rank=4, method="dft")
     jaxpr = jax.make_jaxpr(jax.grad(lambda w, x: jnp.sum(eqx.combine(w, static)(x))))
@@ -266,6 +272,7 @@ def test_factors_are_contracted_one_by_one():
     assert ratio / parameters(make((8, 8), (8, 8))) == pytest.approx(0.25, abs=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factorization", [None, "cp"])
 def test_initial_weights_keep_the_size_of_a_field(factorization):
     layer = make((16, 16), (32, 32), factorization=factorization, rank=64)
@@ -274,6 +281,7 @@ def test_initial_weights_keep_the_size_of_a_field(factorization):
     assert np.std(weight.real) == pytest.approx(np.std(weight.imag), rel=0.25)
 
 
+@pytest.mark.slow
 def test_masters_enter_the_products():
     layer = make((6, 6), dtype="float16", method="dft")
     half = mpx.cast_to_float16(make((6, 6), method="dft"))
@@ -289,6 +297,7 @@ def test_masters_enter_the_products():
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_full_precision(method):
     layer, x = make((6, 6), method=method), field(3, 12, 12).astype(jnp.float16)
@@ -301,6 +310,7 @@ def test_full_precision(method):
     assert mpx.cast_to_float16(layer)(x).dtype == jnp.float16
 
 
+@pytest.mark.slow
 def test_split_products():
     x = field(3, 12, 12)
     for name in ("bfloat16_x3", "bfloat16_x6"):
@@ -337,6 +347,7 @@ FIELDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modes", [(16, 16), (64, 64)])
 def test_hard_fields_in_float16(modes):
     """Finite, and the error that rounding alone explains, in value and gradient."""
@@ -365,6 +376,7 @@ def test_hard_fields_in_float16(modes):
             assert error < np.abs(want).max() * 2.0**-11 + TOLERANCES["float16"] * rest
 
 
+@pytest.mark.slow
 def test_a_field_that_is_too_large_is_seen_in_the_gradients():
     """Its modes are beyond float16, so the step is skipped."""
     x = jnp.asarray(smooth(amplitude=1e6), jnp.float32)
@@ -376,6 +388,7 @@ def test_a_field_that_is_too_large_is_seen_in_the_gradients():
     assert not finite
 
 
+@pytest.mark.slow
 def test_the_mean_buys_digits():
     """It is taken out before the field is rounded, so pass the field in float32."""
     layer = make((16, 16), method="dft")
@@ -400,6 +413,7 @@ STABILIZED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STABILIZED)
 def test_stabilizers_act_before_the_transform(name):
     x = 3 * field(3, 12, 12)
@@ -420,6 +434,7 @@ def test_a_stabilizer_of_ones_own():
     assert_close(call(layer, x), np.float64(call(make((6, 6)), 4 * jnp.tanh(x / 4))), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("factorization", [None, "cp"])
 def test_transformations(method, factorization):
@@ -446,6 +461,7 @@ def test_transformations(method, factorization):
         assert_close(looped, np.asarray(unrolled, np.float64), tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_sharded_batches(method):
     layer = mpx.cast_to_float16(make((6, 6), method=method))
@@ -465,6 +481,7 @@ def test_sharded_batches(method):
     assert_close(grads.weight, np.asarray(slopes.weight, np.float64), 5e-3)
 
 
+@pytest.mark.slow
 def test_autocast_multiplies_the_layer_in_half():
     layer, x = make((6, 6), method="dft"), field(3, 12, 12)
     report = mpx.autocast(lambda m, x: m(x), "float16").report(layer, x)
@@ -488,6 +505,7 @@ def message(*words):
     return re.compile(".*".join(map(re.escape, words)), re.DOTALL)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("unchecked_annotations")
 def test_errors():
     for error, words, options in [

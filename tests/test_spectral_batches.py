@@ -28,11 +28,13 @@ def check(layer, x):
         assert error <= TOLERANCES["float16"] * jnp.max(jnp.abs(sample)), (i, error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("factorization", [None, "cp"])
 def test_a_spectral_convolution_of_a_large_batch(factorization):
     key = jax.random.key(0)
     check(mpx.nn.SpectralConv(16, 16, (4, 4), key=key, factorization=factorization), field(16))
 
 
+@pytest.mark.slow
 def test_an_operator_of_a_large_batch():
     check(mpx.nn.FNO(2, 1, 16, 1, (4, 4), key=jax.random.key(0)), field(2))

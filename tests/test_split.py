@@ -65,6 +65,7 @@ def test_a_product_is_that_of_the_parts(name):
     assert low < relative(got, np.asarray(x, np.float64) @ np.asarray(y, np.float64)) < high
 
 
+@pytest.mark.slow
 def test_gradients_are_products_of_the_parts_too():
     x, y, g = normal(0, (8, 16)), normal(1, (16, 4)), normal(2, (8, 4))
 
@@ -87,9 +88,10 @@ def test_infinities_stay():
     assert jnp.isnan(split_dot_general(jnp.nan * x, jnp.ones((2, 1)), MATMUL, "tensorfloat32"))
 
 
-@pytest.mark.parametrize("name", ["tensorfloat32", "bfloat16_x3"])
-def test_a_loss_forward_in_a_split_product(name):
-    """By a network of others, and by the derivatives of one of this library."""
+@pytest.mark.slow
+def test_a_loss_forward_in_a_split_product():
+    """By a network of others."""
+    name = "bfloat16_x3"
     policy = "params=float32,compute=bfloat16,output=float32"
     options = {"policy": policy, "forward": name}
     layer = eqx.nn.Linear(128, 4, use_bias=False, key=jax.random.key(0))
@@ -103,6 +105,7 @@ def test_a_loss_forward_in_a_split_product(name):
     np.testing.assert_allclose(value, want, rtol=2.0**-20)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*derivative terms:mpx_pde.PrecisionWarning")
 def test_derivative_terms_in_tf32():
     model = nn.CoordinateMLP(2, "scalar", 32, 3, key=jax.random.key(0))

@@ -56,8 +56,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("setting", ["highest", "tensorfloat32"])
-@pytest.mark.parametrize("loss", [regression, pde])
+@pytest.mark.slow
+@pytest.mark.parametrize(("loss", "setting"), [(regression, "highest"), (pde, "tensorfloat32")])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_default_for_float32_is_no_wish_of_half_precision(way, loss, setting):
     """As `jax.config.update("jax_default_matmul_precision", "highest")` in a script for float32."""
@@ -162,8 +162,9 @@ LOSSES = {
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")  # small layers
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("target", ["h100", "v5e"])
+@pytest.mark.parametrize(
+    ("target", "name"), [*(("h100", name) for name in LOSSES), ("v5e", "forward='float32'")]
+)
 def test_float32_is_asked_for_in_the_program_for_a_gpu_and_a_tpu(target, name):
     deviceless = pytest.importorskip("benchmarks._deviceless")
     model = mpx.FullPrecision(MODEL) if name == "FullPrecision" else MODEL

@@ -84,6 +84,8 @@ class _Autocast(eqx.Module):
             for x, v in zip(leaves, jaxpr.invars, strict=True)
         ]
         out = evaluator.jaxpr(closed, values, Place())
+        for x, v in zip(out, jaxpr.outvars, strict=True):
+            evaluator.leaving(x, v.aval)
         return [
             jnp.asarray(x.in_program(v.aval, policy))
             for x, v in zip(out, jaxpr.outvars, strict=True)
@@ -95,12 +97,19 @@ class _Autocast(eqx.Module):
         recorder = Recorder(policy) if policy.half or policy.full else None
         with noting_the_trace("autocast"):
             out = assemble(self._evaluate(Evaluator(policy, recorder), closed, leaves))
-        unused = () if recorder is None else recorder.report().unused
-        if unused:
+        report = None if recorder is None else recorder.report()
+        if report and report.unused:
             warn_user(
-                f"`autocast` found nothing to change for {', '.join(map(repr, unused))} in `half` "
-                "or `full`: no operation has such a name or is in such a `jax.named_scope`. Its "
-                "`report` lists the operations with their scopes."
+                f"`autocast` found nothing to change for {', '.join(map(repr, report.unused))} in "
+                "`half` or `full`: no operation has such a name or is in such a "
+                "`jax.named_scope`. Its `report` lists the operations with their scopes."
+            )
+        if report and report.rounded:
+            warn_user(
+                "`autocast` computes in float32 what `full` asks for, but the function itself "
+                "holds the result in half precision, as what it returns, what a loop carries or "
+                f"another half than autocast's, and it is rounded: {'; '.join(report.rounded)}. "
+                "Cast it to float32 there, or pass `out_dtype=jnp.float32` to the mixed product."
             )
         return out
 
@@ -208,7 +217,8 @@ def autocast(
 
     **Raises:** `TypeError` if `fun` cannot be called or for an override that is no string,
     `ValueError` for a `dtype` that is none of the above. An override that changes nothing, such as
-    a misspelled one, is a [`mpx_pde.PrecisionWarning`][].
+    a misspelled one, is a [`mpx_pde.PrecisionWarning`][], and so is one whose result the function
+    itself returns, or carries through a loop, in half.
 
     ```python
     @mpx.autocast(dtype="bfloat16", full="readout")

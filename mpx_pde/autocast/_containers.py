@@ -25,6 +25,8 @@ class Place(NamedTuple):
 
     scopes: tuple[str, ...] = ()
     """The `jax.named_scope`s and jitted functions around it."""
+    around: tuple[JaxprEqn, ...] = ()
+    """The containers around it, outermost first, where somebody asks for lines."""
     summed: Summed = frozenset()
     """Which of its results go into a sum."""
 
@@ -35,9 +37,10 @@ Evaluate = Callable[[ClosedJaxpr, Sequence[Value], Place], list[Value]]
 class Containers:
     """Evaluates equations that hold jaxprs, by what evaluates a jaxpr."""
 
-    def __init__(self, policy: Policy, evaluate: Evaluate):
+    def __init__(self, policy: Policy, evaluate: Evaluate, leaving: Callable[[Value, Any], None]):
         self.policy = policy
         self.evaluate = evaluate
+        self.leaving = leaving
         # By the identity of a jaxpr, which is kept alive beside what it became.
         self.traces: dict[Any, tuple[ClosedJaxpr, Any, ClosedJaxpr]] = {}
         self.rules = {
@@ -121,6 +124,7 @@ class Containers:
     def _carried(self, value: Value, aval: Any) -> Value:
         """A value as a loop carries it: in the program's dtype. A carry is a sum more often than
         not, and thousands of steps round it thousands of times."""
+        self.leaving(value, aval)
         return computed(value.in_program(aval, self.policy), aval, self.policy)
 
     def _carry(self, values: Sequence[Value], avals: Sequence) -> list[Value]:
@@ -147,8 +151,10 @@ class Containers:
         avals = [v.aval for v in eqn.invars[n:]]
         entering = [*map(self._entering, operands[:n]), *self._carry(operands[n:], avals)]
 
+        alone = inside._replace(summed=frozenset())
+
         def test(*values):
-            return self._arrays(self.evaluate(bodies[0], values, Place(inside.scopes)))
+            return self._arrays(self.evaluate(bodies[0], values, alone))
 
         def body(*values):
             return self._packed(self._carry(self.evaluate(bodies[1], values, inside), avals))
@@ -227,7 +233,7 @@ class Containers:
                 values = [Value(x, kind) for x, kind in zip(residuals, kinds, strict=True)]
                 for i, ct in zip(live, cotangents, strict=True):
                     values.append(computed(ct, eqn.outvars[i].aval, self.policy))
-                back = self.evaluate(backward_rule(), values, Place(inside.scopes))
+                back = self.evaluate(backward_rule(), values, inside._replace(summed=frozenset()))
                 return self._as_dtypes(back, dtypes)
 
             moved = linear_by_pullback(

@@ -1,50 +1,51 @@
 """The interpreter: evaluates a jaxpr that was traced in float32 by the rules of a policy."""
 
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
 
+from .._dtypes import is_half
 from ..interpret import _tables as tables
+from ..interpret._flat import Constant, Flat, Step, flatten
 from ..interpret._jaxpr import (
     bodies_of,
     contains,
     in_context_of,
     inner_scope,
     is_container,
-    literal,
     scopes_of,
 )
+from ..interpret._lines import line_of, source_of
 from ._containers import Containers, Place
 from ._feeding import Feeding, Summed, feeding
 from ._operations import OPERATIONS, keeps_full, own
-from ._rules import Policy, Rule, decide
+from ._report import Recorder
+from ._rules import Policy, decide
 from ._segments import Segment, multiplied_alone, pays, segments_of, signature
 from ._values import Value, constant
-
-
-Note = Callable[[JaxprEqn, tuple[str, ...], Rule, Sequence[Value], Sequence[Value]], None]
 
 
 class _Plan(NamedTuple):
     """What is known of a jaxpr before it is evaluated."""
 
-    jaxpr: Jaxpr
+    flat: Flat
     feeding: Feeding
     segments: dict[int, Segment]
-    rounded: frozenset[Any]
+    rounded: frozenset[int]
+    """The variables that only products in half precision use."""
+    sources: tuple[Any, ...]
+    """The source that each equation is attributed to."""
 
 
 class _Frame(NamedTuple):
     """The evaluation of one jaxpr."""
 
-    jaxpr: Jaxpr
-    feeding: Feeding
-    scopes: tuple[str, ...]
-    env: dict[Any, Value]
-    rounded: frozenset[Any] = frozenset()
-    """The variables that only products in half precision use."""
+    plan: _Plan
+    place: Place
+    env: dict[int, Value]
     again: bool = False
     """Whether the backward pass evaluates it again."""
 
@@ -52,67 +53,74 @@ class _Frame(NamedTuple):
 class Evaluator:
     """One call of an autocast function."""
 
-    def __init__(self, policy: Policy, note: Note | None = None):
+    def __init__(self, policy: Policy, note: Recorder | None = None):
         self.policy = policy
         self.note = note
-        self.containers = Containers(policy, self.jaxpr)
+        self.containers = Containers(policy, self.jaxpr, self.leaving)
         # Scopes are read from strings, so only where something asks for them.
         self.scoped = bool(note or policy.half or policy.full)
         # By the identity of a jaxpr, which is kept alive beside what is known of it.
-        self.plans: dict[Any, _Plan] = {}
+        self.plans: dict[Any, tuple[ClosedJaxpr, _Plan]] = {}
         self.multiplies: dict[int, tuple[Jaxpr, bool]] = {}
 
     def jaxpr(self, closed: ClosedJaxpr, values: Sequence[Value], place: Place) -> list[Value]:
-        jaxpr, policy = closed.jaxpr, self.policy
-        env: dict[Any, Value] = dict(zip(jaxpr.invars, values, strict=True))
-        for var, const in zip(jaxpr.constvars, closed.consts, strict=True):
-            env[var] = constant(const, var.aval, policy)
-
-        plan = self._plan(jaxpr, place.summed)
-        frame = _Frame(jaxpr, plan.feeding, place.scopes, env, plan.rounded)
+        policy, plan = self.policy, self._plan(closed, place.summed)
+        env = {k: constant(c.value, c.aval, policy) for k, c in plan.flat.constants.items()}
+        env.update(zip(plan.flat.inputs, values, strict=True))
+        frame = _Frame(plan, place, env)
         alike: dict[Hashable, Callable[..., list[Value]]] = {}
         i = 0
-        while i < len(jaxpr.eqns):
+        while i < len(plan.flat.steps):
             segment = plan.segments.get(i)
-            if segment and pays([env[v] for v in segment.inputs], policy):
+            if segment and pays([env[x] for x in segment.inputs], policy):
                 self._segment(frame, segment, alike)
                 i = segment.stop
             else:
                 self._equations(frame, i, i + 1)
                 i += 1
-        return [self._read(v, env) for v in jaxpr.outvars]
+        return [self._read(x, env) for x in plan.flat.outputs]
 
-    def _read(self, atom: Any, env: dict[Any, Value]) -> Value:
-        return constant(atom.val, atom.aval, self.policy) if literal(atom) else env[atom]
+    def _read(self, x: int | Constant, env: dict[int, Value]) -> Value:
+        return constant(x.value, x.aval, self.policy) if isinstance(x, Constant) else env[x]
 
-    def _plan(self, jaxpr: Jaxpr, summed: Summed) -> _Plan:
-        key = id(jaxpr), summed
+    def _plan(self, closed: ClosedJaxpr, summed: Summed) -> _Plan:
+        key = id(closed.jaxpr), summed
         if key not in self.plans:
             # With overrides, or products of several halves, others decide what is half.
-            policy = self.policy
+            policy, flat = self.policy, flatten(closed, forward_mode=False, sharded=True)
             plain = policy.algorithm is None and not policy.half and not policy.full
-            rounded = multiplied_alone(jaxpr) if plain else frozenset()
-            self.plans[key] = _Plan(jaxpr, feeding(jaxpr, summed), segments_of(jaxpr), rounded)
-        return self.plans[key]
+            rounded = multiplied_alone(flat) if plain else frozenset[int]()
+            sources = tuple(source_of(step.eqn, step.calls) for step in flat.steps)
+            plan = _Plan(flat, feeding(flat, summed), segments_of(flat), rounded, sources)
+            self.plans[key] = closed, plan
+        return self.plans[key][1]
 
     def _equations(self, frame: _Frame, start: int, stop: int) -> None:
         """Evaluates a range of equations, and adds their results to the environment."""
         for i in range(start, stop):
-            eqn = frame.jaxpr.eqns[i]
-            operands = [self._read(v, frame.env) for v in eqn.invars]
-            with in_context_of(eqn):
-                out = self._equation(frame, i, eqn, operands)
-            frame.env.update(zip(eqn.outvars, out, strict=True))
+            step = frame.plan.flat.steps[i]
+            operands = [self._read(x, frame.env) for x in step.inputs]
+            with ExitStack() as stack:
+                for eqn in (*step.calls, step.eqn):
+                    stack.enter_context(in_context_of(eqn, frame.plan.sources[i]))
+                out = self._equation(frame, i, step, operands)
+            frame.env.update(zip(step.outputs, out, strict=True))
 
-    def _equation(self, frame: _Frame, i: int, eqn: JaxprEqn, operands: list[Value]) -> list[Value]:
-        policy = self.policy
+    def _equation(self, frame: _Frame, i: int, step: Step, operands: list[Value]) -> list[Value]:
+        policy, eqn, feeding = self.policy, step.eqn, frame.plan.feeding
+        scopes, around = frame.place.scopes, frame.place.around
+        if self.scoped:
+            scopes = scopes + tuple(x for call in step.calls for x in inner_scope(call))
+            around = (*around, *step.calls)
         if is_container(eqn):
-            scopes = frame.scopes + inner_scope(eqn) if self.scoped else ()
+            inside = Place(summed=feeding.inside(i))
+            if self.scoped:
+                inside = inside._replace(scopes=scopes + inner_scope(eqn), around=(*around, eqn))
             if not self._concerns(eqn, operands):
                 return own(policy, eqn, operands)
-            return self.containers(eqn, operands, Place(scopes, frame.feeding.inside(i)))
-        here = frame.scopes + scopes_of(eqn) if self.scoped else ()
-        rule = decide(policy, eqn, [x.kind for x in operands], here, frame.feeding.why.get(i))
+            return self.containers(eqn, operands, inside)
+        here = scopes + scopes_of(eqn) if self.scoped else ()
+        rule = decide(policy, eqn, [x.kind for x in operands], here, feeding.why.get(i))
         operation = OPERATIONS[rule.name]
 
         def bound(*values):
@@ -123,9 +131,25 @@ class Evaluator:
             out = self._again(bound, operands)(*operands)
         else:
             out = bound(*operands)
-        if self.note is not None:
-            self.note(eqn, here, rule, operands, out)
+        if self.note is None:
+            return out
+        line = line_of(eqn, around)
+        self.note(eqn, line, here, rule, operands, out)
+        by = f"`{eqn.primitive.name}` at {line}" if rule.asked else None
+        if by is None and eqn.primitive.name in tables.FOLLOWING:
+            by = next((x.kind.asked for x in operands if x.kind.asked), None)
+        out = [x.as_kind(x.kind._replace(asked=by)) for x in out]
+        # A half of the other type stays what it is.
+        for x, v in zip(out, eqn.outvars, strict=True):
+            if rule.asked and not x.kind.governed:
+                self.leaving(x, v.aval)
         return out
+
+    def leaving(self, x: Value, aval: Any) -> None:
+        """Notes that the program holds what an override keeps in float32 as a half."""
+        dtype = getattr(aval, "dtype", bool)
+        if self.note is not None and x.kind.asked and is_half(dtype):
+            self.note.rounded[f"{x.kind.asked} to {dtype}"] = None
 
     def _concerns(self, eqn: JaxprEqn, operands: Sequence[Value]) -> bool:
         """Whether anything changes inside of a container that is a loop, a branch or a rule."""
@@ -140,7 +164,7 @@ class Evaluator:
         """Whether there is a product in a jaxpr, at any depth."""
         jaxpr = closed.jaxpr
         if id(jaxpr) not in self.multiplies:
-            self.multiplies[id(jaxpr)] = jaxpr, contains(closed, tables.PRODUCTS)
+            self.multiplies[id(jaxpr)] = jaxpr, contains(closed, tables.JAX_PRODUCTS)
         return self.multiplies[id(jaxpr)][1]
 
     # What the backward pass evaluates again.
@@ -148,7 +172,7 @@ class Evaluator:
     def _segment(self, frame: _Frame, segment: Segment, alike: dict) -> None:
         """A run of equations. Runs that are alike are traced, differentiated and transposed
         once."""
-        entering = {v: frame.env[v] for v in segment.inputs}
+        plan, entering = frame.plan, {x: frame.env[x] for x in segment.inputs}
 
         def function(*values):
             inner = dict(zip(entering, values, strict=True))
@@ -156,11 +180,11 @@ class Evaluator:
             # Rounded in here, a result that only products use is half when it is written, and so
             # is its cotangent when it comes back.
             return [
-                self._rounded(inner[v]) if v in frame.rounded else inner[v] for v in segment.outputs
+                self._rounded(inner[x]) if x in plan.rounded else inner[x] for x in segment.outputs
             ]
 
         # With scopes to read or to report, each is one of its own.
-        parts = frame.jaxpr, segment, entering, frame.feeding, frame.rounded
+        parts = plan.flat, segment, entering, plan.feeding, plan.rounded
         key = object() if self.scoped else signature(*parts)
         if key not in alike:
             alike[key] = self._again(function, list(entering.values()))

@@ -7,6 +7,7 @@ results.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import JaxprEqn
@@ -14,11 +15,12 @@ from jax.extend.core import JaxprEqn
 from .._bilinear import Given
 from .._conv import mixed_conv_general_dilated_p
 from .._dot import mixed_dot_general_p, split_dot_general
+from .._dtypes import wide
 from .._order import rounded_cotangent
 from .._split import SPLIT_PRODUCTS
 from ..interpret import _tables as tables
+from ..interpret._asks import says_its_dtype
 from ..interpret._jaxpr import aval_of, differentiable, own_bind
-from ..interpret._primitives import says_its_dtype
 from ._rules import Kind, Policy
 from ._values import FULL, Value, computed
 
@@ -27,7 +29,17 @@ Operation = Callable[[Policy, JaxprEqn, Sequence[Value]], list[Value]]
 
 
 def _computed(policy: Policy, eqn: JaxprEqn, out: Sequence) -> list[Value]:
-    return [computed(x, v.aval, policy) for x, v in zip(out, eqn.outvars, strict=True)]
+    return [
+        computed(_foreign(x, v.aval, policy), v.aval, policy)
+        for x, v in zip(out, eqn.outvars, strict=True)
+    ]
+
+
+def _foreign(x: Any, aval: Any, policy: Policy) -> Any:
+    """A result that autocast does not govern, in the dtype of the program, which its uses take: a
+    float64, or a half of the other type."""
+    other = not policy.governs(aval) and jnp.issubdtype(getattr(aval, "dtype", bool), jnp.floating)
+    return lax.convert_element_type(x, aval.dtype) if other and x.dtype != aval.dtype else x
 
 
 def _in(policy: Policy, dtype: np.dtype, eqn: JaxprEqn, operands: Sequence[Value], **params):
@@ -94,10 +106,13 @@ def _supplied(policy: Policy, eqn: JaxprEqn, operands: Sequence[Value]) -> list[
 
 def _full(policy: Policy, eqn: JaxprEqn, operands: Sequence[Value]) -> list[Value]:
     if eqn.primitive.name in tables.MIXED:
-        params = {"dtype": FULL, "out_dtype": FULL, "given": Given()}
-        eqn = eqn.replace(params={**eqn.params, **params})
+        # In full never means in less than the program asks for.
+        dtypes = {name: wide(eqn.params[name]) for name in ("dtype", "out_dtype")}
+        eqn = eqn.replace(params={**eqn.params, **dtypes, "given": Given()})
+        return _in(policy, FULL, eqn, operands)
     if "preferred_element_type" in eqn.params and aval_of(eqn.outvars[0]).dtype != FULL:
-        return _in(policy, FULL, eqn, operands, preferred_element_type=FULL)
+        dtype = wide(aval_of(eqn.outvars[0]).dtype)
+        return _in(policy, FULL, eqn, operands, preferred_element_type=dtype)
     return _in(policy, FULL, eqn, operands)
 
 

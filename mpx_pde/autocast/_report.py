@@ -6,9 +6,10 @@ from collections.abc import Sequence
 
 from jax.extend.core import JaxprEqn
 
+from .._dtypes import wide
 from ..interpret import _tables as tables
-from ..interpret._jaxpr import aval_of, line_of
-from ..interpret._primitives import says_its_dtype
+from ..interpret._asks import says_its_dtype
+from ..interpret._jaxpr import aval_of
 from ._rules import Policy, Rule, match
 from ._values import FULL, Value
 
@@ -54,11 +55,14 @@ class AutocastReport:
     - `unknown`: those on which autocast has no opinion, and which stay in the program's dtypes.
     - `unused`: overrides that match nothing, or nothing that they could change, such as the casts
         of the program itself.
+    - `rounded`: what an override keeps in float32 and the program itself rounds to half: where it
+        returns it, carries it through a loop, or asks for the other half type.
     """
 
     operations: tuple[Operation, ...]
     unknown: tuple[Operation, ...]
     unused: tuple[str, ...]
+    rounded: tuple[str, ...] = ()
 
     def count(self, rule: str) -> int:
         """How many operations fall under a rule."""
@@ -76,6 +80,7 @@ class AutocastReport:
         if len(self.unknown) > _FEW:
             lines.append(f"unknown: {len(self.unknown) - _FEW} more")
         lines += [f"unused override: {pattern!r}" for pattern in self.unused]
+        lines += [f"rounded all the same: {x}" for x in self.rounded]
         return "\n".join(lines)
 
 
@@ -87,10 +92,12 @@ class Recorder:
         # A loop or rule may be traced more than once; its equations count once.
         self.seen: dict[tuple, tuple[JaxprEqn, Operation, bool]] = {}
         self.used: set[str] = set()
+        self.rounded: dict[str, None] = {}
 
     def __call__(
         self,
         eqn: JaxprEqn,
+        line: str,
         scopes: tuple[str, ...],
         rule: Rule,
         operands: Sequence[Value],
@@ -103,7 +110,7 @@ class Recorder:
                 if pattern := match(patterns, name, scopes):
                     self.used.add(pattern)
         floating = [x for x in (*operands, *results) if x.kind.governed]
-        key = (id(eqn), scopes, rule)
+        key = (id(eqn), line, scopes, rule)
         if not floating or key in self.seen:
             return
         operation = Operation(
@@ -113,7 +120,7 @@ class Recorder:
             operands=self._dtypes(operands),
             results=self._dtypes(results),
             scope="/".join(scopes),
-            line=line_of(eqn),
+            line=line,
             multiplied=self._multiplied(eqn, rule),
         )
         self.seen[key] = eqn, operation, rule.known
@@ -126,13 +133,13 @@ class Recorder:
 
     def _multiplied(self, eqn: JaxprEqn, rule: Rule) -> str | None:
         name, policy = eqn.primitive.name, self.policy
-        if name not in tables.PRODUCTS and name not in tables.MIXED:
+        if name not in tables.PRODUCTS:
             return None
         own = eqn.params.get("dtype", aval_of(eqn.invars[0]).dtype)
         if rule.name == "own" or (rule.name == "mixed" and (own != FULL or says_its_dtype(eqn))):
             return own.name
         if rule.name == "full":
-            return FULL.name
+            return wide(own if name in tables.MIXED else FULL).name
         if policy.algorithm is None:
             return policy.dtype.name
         return policy.algorithm.name if "dot" in name else FULL.name
@@ -144,6 +151,7 @@ class Recorder:
             tuple(operation for _, operation, _ in entries),
             tuple(operation for _, operation, known in entries if not known),
             tuple(p for p in dict.fromkeys(patterns) if p not in self.used),
+            tuple(self.rounded),
         )
 
 

@@ -12,7 +12,7 @@ from jax import lax
 from jax.extend.core import JaxprEqn, Primitive
 
 from ..interpret import _tables as tables
-from ..interpret._primitives import asks_for_more, says_its_dtype
+from ..interpret._asks import asks_for_more, says_its_dtype
 
 
 class Kind(NamedTuple):
@@ -30,6 +30,9 @@ class Kind(NamedTuple):
     """The value, where it is a scalar that is known while tracing."""
     exact: bool = False
     """Whether every dtype holds it as it is, and no cotangent comes back: a mask."""
+    asked: str | None = None
+    """The operation that an override keeps in float32, where this is its result, moved or changed
+    by cheap operations."""
 
 
 OPAQUE = Kind(governed=False)
@@ -40,6 +43,8 @@ class Rule(NamedTuple):
     """product, mixed, full, half, follow, layout, convert or own."""
     reason: str
     known: bool = True
+    asked: bool = False
+    """True where an override asks for float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,28 +102,22 @@ def match(patterns: Sequence[str], primitive: str, scopes: tuple[str, ...]) -> s
     return None
 
 
+_RULES = {"half": "product", "itself": "mixed", "float32": "full", "operands": "follow"}
+"""By the precision that an operation has in the table."""
+
+
 def _tabled(name: str, eqn: JaxprEqn, feeds: str | None) -> Rule:
-    if name in tables.PRODUCTS:
-        if asks_for_more(eqn):
-            return Rule("full", "the program asks for this precision itself")
-        return Rule("product", tables.PRODUCTS[name])
-    if name in tables.MIXED:
-        if says_its_dtype(eqn):
-            return Rule("mixed", tables.MIXED[name])
+    if name in tables.JAX_PRODUCTS and asks_for_more(eqn):
+        return Rule("full", "the program asks for this precision itself")
+    if name in tables.MIXED and not says_its_dtype(eqn):
         return Rule("mixed", "a mixed product without a dtype of its own: it is given one")
-    if feeds:
+    if feeds and name not in tables.PRODUCTS:
         return Rule("full", feeds)
-    for rule, table in (
-        ("full", tables.FULL),
-        ("follow", tables.FOLLOW),
-        ("layout", tables.LAYOUT),
-        ("own", tables.OWN),
-    ):
-        if name in table:
-            return Rule(rule, table[name])
-    if name == "convert_element_type":
-        return Rule("convert", "the program's own cast, put off until its value is used")
-    return Rule("own", "unknown to autocast", known=False)
+    if name not in tables.TABLE:
+        return Rule("own", "unknown to autocast", known=False)
+    row = tables.TABLE[name]
+    engines = {"layout": "layout", "cast": "convert"}
+    return Rule(engines.get(row.engine, _RULES.get(row.precision, "own")), row.reason)
 
 
 def decide(
@@ -131,19 +130,20 @@ def decide(
     """The rule for an equation that is no container. `feeds` is why what its result goes into
     wants it in float32, if it does."""
     name = eqn.primitive.name
+    full = match(policy.full, name, scopes)
     if not any(k.governed for k in kinds):
-        return Rule("own", "none of its operands is float32 or half")
+        return Rule("own", "none of its operands is float32 or half", asked=full is not None)
     rule = _tabled(name, eqn, feeds)
     foreign = any(
         not k.governed and jnp.issubdtype(getattr(v.aval, "dtype", np.int32), jnp.inexact)
         for k, v in zip(kinds, eqn.invars, strict=True)
     )
     if foreign or rule.name in ("own", "convert"):
-        return rule._replace(name="own") if foreign else rule
-    if pattern := match(policy.full, name, scopes):
-        return Rule("full", f"full={pattern!r}")
+        return rule._replace(name="own", asked=full is not None) if foreign else rule
+    if full:
+        return Rule("full", f"full={full!r}", asked=True)
     if pattern := match(policy.half, name, scopes):
-        halved = "product" if name in tables.PRODUCTS else "half"
+        halved = "product" if name in tables.JAX_PRODUCTS else "half"
         return Rule(halved, f"half={pattern!r}")
     if rule.name in ("follow", "layout") and (mend := _why_full(policy, eqn, kinds)):
         return Rule("full", mend)

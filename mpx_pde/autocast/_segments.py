@@ -5,37 +5,36 @@ float32. Differentiated as it stands, a program keeps several float32 arrays of 
 backward pass, and with them more memory than it saves. A run of such operations costs hardly more
 than reading its operands, so these are kept, in half, and the run is evaluated again.
 
-The derivative engine cuts programs as well (`propagation/_segments.py`), by another walk. There
-calls are written out, a layer ends with its products, and all of it is evaluated again from the
-streams that entered it. Here a `jit` stays one, traced once however often it is called, and its
-scopes decide what is half; a product ends a run and stays outside of it, since what it takes is
-kept in half anyway; and a run pays or does not pay by the kinds of its operands, which are known
-only when it is reached. What is left in common, which variables go in and out, takes each of them
-four lines.
+The derivative engine cuts programs as well (`engine/_segments.py`), by another walk. There
+a layer ends with its products, and all of it is evaluated again from the streams that entered it.
+Here a product ends a run and stays outside of it, since what it takes is kept in half anyway; and a
+run pays or does not pay by the kinds of its operands, which are known only when it is reached. What
+is left in common, which variables go in and out, takes each of them four lines.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.extend.core import Jaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
 from ..interpret import _tables as tables
-from ..interpret._jaxpr import bodies_of, literal
-from ..interpret._primitives import asks_for_more
+from ..interpret._asks import asks_for_more
+from ..interpret._flat import Constant, Flat, variables
+from ..interpret._jaxpr import bodies_of
 from ._feeding import Feeding
 from ._rules import Policy
 from ._values import Value
 
 
 class Segment(NamedTuple):
-    """Consecutive equations of a jaxpr, and the variables that go in and out."""
+    """Consecutive equations, and the variables that go in and out."""
 
     start: int
     stop: int
-    inputs: tuple[Any, ...]
-    outputs: tuple[Any, ...]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
 
 
 def _names(eqn: JaxprEqn) -> set[str]:
@@ -48,88 +47,75 @@ def _names(eqn: JaxprEqn) -> set[str]:
 
 def _is_light(eqn: JaxprEqn, names: set[str]) -> bool:
     # A loop may be long, and a checkpoint says itself what is kept.
-    plain = not bodies_of(eqn) or eqn.primitive.name in ("jit", "custom_jvp_call")
+    plain = not bodies_of(eqn) or eqn.primitive.name == "custom_jvp_call"
     return plain and names <= tables.LIGHT and not eqn.effects
 
 
-def segments_of(jaxpr: Jaxpr) -> dict[int, Segment]:
+def segments_of(flat: Flat) -> dict[int, Segment]:
     """The longest runs of light operations that make float32 values, by their first position."""
-    last_use = {}
-    for i, eqn in enumerate(jaxpr.eqns):
-        last_use.update((v, i) for v in eqn.invars if not literal(v))
-    last_use.update((v, len(jaxpr.eqns)) for v in jaxpr.outvars if not literal(v))
+    last_use: dict[int, int] = {}
+    for i, step in enumerate(flat.steps):
+        last_use.update((x, i) for x in variables(step.inputs))
+    last_use.update((x, len(flat.steps)) for x in variables(flat.outputs))
 
     out: dict[int, Segment] = {}
 
     def close(start, stop, full):
         if not full:
             return
-        eqns = jaxpr.eqns[start:stop]
-        made = {v: None for eqn in eqns for v in eqn.outvars}
-        used = {v: None for eqn in eqns for v in eqn.invars if not literal(v)}
-        inputs = tuple(v for v in used if v not in made)
-        outputs = tuple(v for v in made if last_use.get(v, -1) >= stop)
+        steps = flat.steps[start:stop]
+        made = {x: None for step in steps for x in step.outputs}
+        used = dict.fromkeys(x for step in steps for x in variables(step.inputs))
+        inputs = tuple(x for x in used if x not in made)
+        outputs = tuple(x for x in made if last_use.get(x, -1) >= stop)
         out[start] = Segment(start, stop, inputs, outputs)
 
     start, full = 0, False
-    for i, eqn in enumerate(jaxpr.eqns):
-        names = _names(eqn)
-        if _is_light(eqn, names):
+    for i, step in enumerate(flat.steps):
+        names = _names(step.eqn)
+        if _is_light(step.eqn, names):
             full = full or not names.isdisjoint(tables.FULL)
         else:
             close(start, i, full)
             start, full = i + 1, False
-    close(start, len(jaxpr.eqns), full)
+    close(start, len(flat.steps), full)
     return out
 
 
-def multiplied_alone(jaxpr: Jaxpr) -> frozenset[Any]:
+def multiplied_alone(flat: Flat) -> frozenset[int]:
     """The variables that go into products of half precision and nowhere else, moved around
     perhaps on the way."""
-    used, elsewhere = set(), {v for v in jaxpr.outvars if not literal(v)}
-    for eqn in reversed(jaxpr.eqns):
-        name, bodies = eqn.primitive.name, bodies_of(eqn)
-        if name in tables.PRODUCTS:
-            alone = [not asks_for_more(eqn)] * len(eqn.invars)
-        elif name in tables.LAYOUT:
-            alone = [elsewhere.isdisjoint(eqn.outvars)] * len(eqn.invars)
-        elif name == "jit":
-            (body,) = bodies
-            inside = multiplied_alone(body.jaxpr)
-            alone = [v in inside for v in body.jaxpr.invars]
-        else:
-            alone = [False] * len(eqn.invars)
-        for v, is_alone in zip(eqn.invars, alone, strict=True):
-            if not literal(v):
-                used.add(v)
-                if not is_alone:
-                    elsewhere.add(v)
+    used, elsewhere = set[int](), set(variables(flat.outputs))
+    for step in reversed(flat.steps):
+        name, operands = step.eqn.primitive.name, variables(step.inputs)
+        used.update(operands)
+        alone = name in tables.JAX_PRODUCTS and not asks_for_more(step.eqn)
+        if not alone and not (name in tables.LAYOUT and elsewhere.isdisjoint(step.outputs)):
+            elsewhere.update(operands)
     return frozenset(used - elsewhere)
 
 
 def signature(
-    jaxpr: Jaxpr,
+    flat: Flat,
     segment: Segment,
-    entering: Mapping[Any, Value],
+    entering: Mapping[int, Value],
     feeding: Feeding,
-    rounded: frozenset[Any],
+    rounded: frozenset[int],
 ) -> Hashable:
     """Equal for segments that are the same function of arrays of the same types, as in layers that
     are alike. `entering` are the values of its inputs, in their order, `rounded` the variables that
     it returns in half precision."""
     numbers = {v: i for i, v in enumerate(entering)}
 
-    def read(atom):
-        if literal(atom):
-            return np.asarray(atom.val).tobytes(), atom.aval
-        return numbers[atom]
+    def read(x):
+        return (np.asarray(x.value).tobytes(), x.aval) if isinstance(x, Constant) else numbers[x]
 
     equations = []
     for i in range(segment.start, segment.stop):
-        eqn = jaxpr.eqns[i]
-        operands = tuple(map(read, eqn.invars))
-        for v in eqn.outvars:
-            numbers[v] = len(numbers)
+        eqn, inputs, outputs, _ = flat.steps[i]
+        operands = tuple(map(read, inputs))
+        for x in outputs:
+            numbers[x] = len(numbers)
         params = tuple(sorted(eqn.params.items()))
         where = eqn.source_info.name_stack, eqn.ctx
         feeds = feeding.why.get(i), feeding.inside(i)

@@ -1,4 +1,4 @@
-"""For libraries that people will not leave: loops, losses and layers of others."""
+"""Support for the loops, losses and layers of other libraries."""
 
 from ._optax import (
     LossScalingState as LossScalingState,

@@ -1,4 +1,4 @@
-"""What the derivative functions check, and how they read names."""
+"""Checks of the arguments of derivative functions, and the parsing of names."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -67,7 +67,7 @@ def check_fun(fun: Any, call: str) -> None:
 
 
 def check_network(fun: Any, call: str) -> None:
-    """That a function takes one point."""
+    """Checks that a function takes one point."""
     check_fun(fun, call)
     try:
         signature = inspect.signature(fun)
@@ -84,7 +84,7 @@ def check_network(fun: Any, call: str) -> None:
 
 
 def check_alone(others: tuple[Any, ...], coords: tuple[str, ...], call: str) -> None:
-    """That a point came as one array."""
+    """Checks that a point was passed as one array."""
     if others:
         raise TypeError(
             f"`{call}` takes one point, an array of the {len(coords)} coordinates "
@@ -119,7 +119,7 @@ def check_point(point: Any, coords: tuple[str, ...], dtype: Any, call: str) -> F
 
 
 def check_factor(factor: Any, name: str, call: str) -> Any:
-    """That what multiplies a derivative in a sum is one real number."""
+    """Checks that the factor of a derivative in a sum is one real number."""
     dtype = getattr(factor, "dtype", np.dtype(type(factor)))
     if np.shape(factor) != () or not (
         jnp.issubdtype(dtype, jnp.floating) or jnp.issubdtype(dtype, jnp.integer)
@@ -155,8 +155,9 @@ def as_network(fun: Callable, outputs: tuple[str, ...], call: str) -> Callable:
 def rows_of(
     scales: AbstractScales | None, terms: Iterable[Term], coords: tuple[str, ...], call: str
 ) -> dict[str, int]:
-    """By name of a term the row that counts it and says by how much it is scaled; a `ValueError` if
-    a scaling does not know it or a coordinate in it."""
+    """Maps the name of each term to the row that counts it and says by how much it is scaled.
+    Raises a `ValueError` if the scaling does not know the term or a coordinate in it.
+    """
     if scales is None:
         return {}
     terms, strategy = tuple(terms), scales.strategy

@@ -1,4 +1,4 @@
-"""What the gradient transformations need of derivative scaling."""
+"""Access of the gradient transformations to the counts of a derivative scaling."""
 
 import inspect
 from collections.abc import Callable

@@ -150,12 +150,12 @@ def _indices(argnums: Argnums) -> tuple[int, ...]:
 
 
 def _places(args: tuple, used: Sequence[int], call: str) -> dict[int, tuple[int, ...]]:
-    """For each argument that is differentiated in, where its entries stand in the point."""
+    """Returns, for each argument that is differentiated, the places of its entries in the point."""
 
     def places() -> Iterator[tuple[int, tuple[int, ...]]]:
         start = 0
         for i in used:
-            if not eqx.is_array_like(args[i]) or np.ndim(args[i]) > 1:
+            if not eqx.is_array_like(args[i]) or np.ndim(args[i]) > 1 or not np.size(args[i]):
                 raise TypeError(
                     f"`{call}` differentiates in scalars and in arrays with one axis, the "
                     f"coordinates of one point, but the argument {i} is {_described(args[i])}. For "

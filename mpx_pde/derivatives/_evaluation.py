@@ -12,14 +12,15 @@ from jaxtyping import Array, Float
 
 from .._cast import widen
 from .._dtypes import FLOAT16_MAX, matmul_precision
-from .._forward import present_forward
+from .._forward import Forward, present_forward
+from ..engine import Equation, Index, Plan, make_plan, propagate, sum_key
 from ..interpret._marks import marked
 from ..interpret._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
-from ..propagation import Equation, Index, Plan, make_plan, propagate, sum_key
 from ._checks import Term, as_network, check_alone, check_factor, check_point
 from ._probe import tap
 from ._scales import AbstractScales
 from ._seeds import power_of_two
+from ._unscaled import note_unscaled
 
 
 _STACKED = 9
@@ -27,17 +28,20 @@ _STACKED = 9
 product of many rows instead of many products, and a program that does not grow with them."""
 
 
-def in_full() -> bool:
-    """Whether the forward pass is in another precision than the backward pass."""
+def _in_full() -> Forward | None:
+    """Returns the `Forward` of the loss, if its forward pass is in another precision than its
+    backward pass.
+    """
     forward = present_forward()
-    return forward is not None and forward.full
+    return forward if forward is not None and forward.full else None
 
 
 def _multiplies_tensorfloat32() -> bool:
-    """Whether derivatives in float32 are TF32. Left to itself the engine takes the highest
-    precision, so only where somebody asks for TF32."""
-    forward = present_forward()
-    if forward is not None and forward.full:
+    """Returns whether derivatives in float32 multiply in TF32. The engine takes the highest
+    precision unless TF32 is asked for.
+    """
+    forward = _in_full()
+    if forward is not None:
         return forward.precision == "tensorfloat32"
     return matmul_precision() is not None and tensorfloat32_by_default()
 
@@ -179,6 +183,8 @@ class Evaluation:
 
     def _scales(self, dtype: np.dtype) -> dict[Index, tuple[Array, Array]]:
         scaling = self._scaling
+        if scaling is None and dtype == jnp.float16 and not _in_full():
+            note_unscaled(self._call, max(self._orders(), default=0))
         if scaling is None or dtype != jnp.float16 or not scaling.active:
             return {}
         exponents = {i: self._exponent(i) for i in self._plan.indices}
@@ -279,8 +285,10 @@ class Evaluation:
         return marked(found)
 
     def _blamed(self, lost: dict[Index, Array]) -> dict[Index, Array]:
-        """By stream that is asked for, whether one that leads to it overflowed on its way where it
-        is kept for the backward pass: itself, or else the lowest that contains it."""
+        """Returns, for each stream that is asked for, whether a stream that leads to it overflowed
+        where it is kept for the backward pass: the stream itself, or else the lowest that contains
+        it.
+        """
         asked = {i: (i,) for i in self._indices.values()}
         asked |= {sum_key(k): (sum_key(k), *s) for k, s in enumerate(self._plan.sums)}
         out: dict[Index, Array] = {}
@@ -308,8 +316,8 @@ class Evaluation:
             return dict(zip(rows, jnp.unstack(tap(counts, x)), strict=True))
         shifts = jnp.stack(list(map(scaling.shift, rows.values())))
         scaled = x * power_of_two(shifts).astype(x.dtype)
-        seen, forward = scaled, present_forward()
-        if in_full() and forward is not None and forward.dtype == jnp.float16:
+        seen, forward = scaled, _in_full()
+        if forward is not None and forward.dtype == jnp.float16:
             # The value does not overflow, but what is kept of it for the backward pass does.
             beyond = jnp.abs(scaled) > FLOAT16_MAX
             if not lost.keys().isdisjoint(rows):
@@ -317,12 +325,12 @@ class Evaluation:
                 beyond = beyond | jnp.stack([lost.get(name, no) for name in rows])
             seen = jnp.where(beyond, jnp.inf, scaled)
         seen = tap(counts, seen)
-        scaled = jnp.where(jnp.isfinite(seen), seen, scaled) if in_full() else seen
+        scaled = seen if forward is None else jnp.where(jnp.isfinite(seen), seen, scaled)
         x = scaled * power_of_two(-shifts).astype(x.dtype)
         return dict(zip(rows, jnp.unstack(x), strict=True))
 
     def report(self, point: Any) -> "DerivativeReport":
-        """How the derivatives are taken at a point. Traces, and runs nothing."""
+        """Reports how the derivatives are taken at a point. It traces, and runs nothing."""
         note: list[Equation] = []
         point = jax.ShapeDtypeStruct(jnp.shape(point), jnp.result_type(point))
         jax.eval_shape(lambda p: self._propagated(p, note)[1], point)
@@ -330,7 +338,7 @@ class Evaluation:
 
 
 class DerivativeReport(NamedTuple):
-    """How the derivatives of a function are taken, equation by equation.
+    """A report on how the derivatives of a function are taken, equation by equation.
 
     **Attributes:**
 

@@ -1,4 +1,4 @@
-"""How coordinates, outputs and derivatives are called, and numbers that options are made of."""
+"""Names of coordinates, outputs and derivatives, and the numbers of options."""
 
 import math
 from collections.abc import Iterable, Sequence

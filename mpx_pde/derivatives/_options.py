@@ -17,7 +17,6 @@ DEFAULTS = {
     "growth_interval": 1000,
     "recover_threshold": 2.0**-6,
     "recover_growth_interval": 100,
-    "mode": "paper",
     "margin": 6,
 }
 """The options of every scaler, with the bounds of one for first derivatives."""
@@ -83,7 +82,7 @@ def _range(
 def _ranges(
     options: Mapping[str, Any], strategy: AbstractStrategy, special: Mapping[str, Any], call: str
 ) -> list[tuple[int, int, int]]:
-    """That of each scaler."""
+    """Returns the range of each scaler."""
     common = tuple(n for n in strategy.names if n not in special)
     scales = {}
     for key in _SCALES:
@@ -120,13 +119,8 @@ def parse_options(
             f"`{call}` needs a power of two above 1 as `factor`, since other factors round "
             f"every derivative, but got {options['factor']!r}."
         )
-    if options["mode"] not in ("paper", "predictive"):
-        raise ValueError(
-            f"`{call}` knows the modes 'paper' and 'predictive', but got {options['mode']!r}."
-        )
     interval = lambda name, least=1: positive_integer(options[name], call, name, least)
     rule = Rule(
-        mode=options["mode"],
         step=factor,
         lowest=lowest,
         highest=highest,

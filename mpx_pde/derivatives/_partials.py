@@ -51,10 +51,10 @@ def partials(
     scalars in float32 (float64 for a float64 network). Its method `report`, called with a point,
     tells how each operation was differentiated and what each product is multiplied in.
 
-    **Raises:** `ValueError` for an unknown output or coordinate, a term named twice or unknown to
-    the scaling, an order above that of the scaling, and, when it is called, for a point or a
-    network output of another size or an operation without derivatives; `TypeError` for a
-    `scaling` that is none.
+    **Raises:** `ValueError` for no terms at all, an unknown output or coordinate, a term named
+    twice or unknown to the scaling, an order above that of the scaling, and, when it is called, for
+    a point or a network output of another size or an operation without derivatives; `TypeError` for
+    a `scaling` that is none.
 
     ```python
     terms = mpx.partials(jnp.prod, ["u", "u_x", "u_xt"], coords="xt", outputs="u")
@@ -67,6 +67,11 @@ def partials(
     coords = names_of(coords, call, "the coordinates")
     outputs = names_of(outputs, call, "the outputs")
     parsed = parse_terms(terms, coords, outputs, call)
+    if not parsed:
+        raise ValueError(
+            f"`{call}` takes the names of one term at least, such as ['u', 'u_x', 'u_xx'], but got "
+            f"{terms!r}, of which it would return nothing."
+        )
     dtype = None if dtype is None else as_floating_dtype(dtype, call)
     rows = rows_of(scaling, parsed, coords, call)
     return Evaluation(call, fun, coords, outputs, parsed, (), rows, scaling, dtype)

@@ -1,4 +1,4 @@
-"""How derivative scales follow what they see.
+"""The update rule of derivative scales.
 
 Everything is an exponent of two: int32 vectors with an entry for each scaler, or for each row of
 histograms.
@@ -22,7 +22,7 @@ SMALLEST_NORMAL = -14
 
 
 class State(NamedTuple):
-    """What follows from step to step, with an entry for each scaler."""
+    """The state that is carried from step to step, with an entry for each scaler."""
 
     exponents: Int32[Array, "*batch scalers"]
     tracker: Int32[Array, "*batch scalers"]
@@ -32,7 +32,6 @@ class State(NamedTuple):
 class Rule(NamedTuple):
     """The constants of an update rule."""
 
-    mode: str
     step: int
     lowest: tuple[int, ...]
     highest: tuple[int, ...]
@@ -46,18 +45,14 @@ class Rule(NamedTuple):
     """How many factors of scale each row carries."""
 
     def of_scalers(self, rows: Bool[Array, "*batch rows"]) -> Bool[Array, "*batch scalers"]:
-        """For each scaler, whether this holds for any row that it enters."""
+        """Returns, for each scaler, whether this holds for any row that it enters."""
         members = np.array(self.members, bool)[(None,) * (rows.ndim - 1)]
         return jnp.any(rows[..., None] & members, axis=-2)
 
 
 class _Seen(NamedTuple):
-    """What a histogram tells of each row and each scaler."""
+    """The overflows and underflows that a histogram shows for each scaler."""
 
-    top: Int32[Array, " rows"]
-    """The exponent of the largest value, still scaled; below all buckets if there is none."""
-    known: Bool[Array, " rows"]
-    """Whether there is a finite value that is not zero."""
     lost: Bool[Array, " scalers"]
     seen: Bool[Array, " scalers"]
     starved: Bool[Array, " scalers"]
@@ -81,7 +76,7 @@ def _look(rule: Rule, counts: Float32[Array, "rows columns"]) -> _Seen:
     lost = rule.of_scalers(lost_rows)
     starved = rule.of_scalers(below) & ~rule.of_scalers(full) & ~lost
     crowded = rule.of_scalers(known & (top > _TOP - rule.margin))
-    return _Seen(top, known, lost, rule.of_scalers(any_seen), starved, crowded)
+    return _Seen(lost, rule.of_scalers(any_seen), starved, crowded)
 
 
 def _clean_steps(rule: Rule, exponents, tracker, seen, lost):
@@ -96,9 +91,7 @@ def _clean_steps(rule: Rule, exponents, tracker, seen, lost):
     return jnp.where(lost | due, 0, counted), due
 
 
-def paper(
-    rule: Rule, counts: Float32[Array, "rows columns"], shifts: Int32[Array, " rows"], state: State
-) -> State:
+def adjusted(rule: Rule, counts: Float32[Array, "rows columns"], state: State) -> State:
     """Backoff on overflow, growth after an interval of clean steps, a shorter one where the scale
     is small (Xue et al., section 3.2).
 
@@ -106,7 +99,6 @@ def paper(
     while derivatives vanish below float16, and back before they come near overflow. After an
     overflow `caution` keeps it from rising so for an interval of clean steps.
     """
-    del shifts
     exponents, tracker, caution = state
     lowest, highest = np.array(rule.lowest, np.int32), np.array(rule.highest, np.int32)
     see = _look(rule, counts)
@@ -121,36 +113,3 @@ def paper(
     new = jnp.where(see.starved & ~wary, grown, new)
     new = jnp.where(see.crowded & (exponents > 0), jnp.maximum(shrunk, jnp.maximum(0, lowest)), new)
     return State(jnp.where(see.lost, shrunk, new), tracker, caution)
-
-
-def predictive(
-    rule: Rule, counts: Float32[Array, "rows columns"], shifts: Int32[Array, " rows"], state: State
-) -> State:
-    """The largest scale at which last step's largest derivative would have stayed `margin` powers
-    of two below overflow.
-
-    Values inside the network can be larger than those that come out of it. So after an overflow
-    that the histogram did not foretell, `caution` widens the margin, and an interval of clean
-    steps narrows it again.
-    """
-    exponents, tracker, caution = state
-    lowest, highest = np.array(rule.lowest, np.int32), np.array(rule.highest, np.int32)
-    members = np.array(rule.members, bool)
-    orders = np.array(rule.orders, np.int32)
-    see = _look(rule, counts)
-    tracker, due = _clean_steps(rule, exponents, tracker, see.seen, see.lost)
-
-    widened = jnp.where(see.lost, caution + rule.step, jnp.where(due, caution - 1, caution))
-    caution = jnp.maximum(widened, 0)
-    # What each scaler may be for each row, if all scalers that enter the row share alike.
-    free = _TOP - rule.margin - (see.top - shifts)
-    allowed = jnp.floor_divide(free, orders)[:, None] - caution[None, :]
-    anything = jnp.iinfo(jnp.int32).max
-    allowed = jnp.min(jnp.where(see.known[:, None] & members, allowed, anything), axis=0)
-    # Down at once, up by one step at a time.
-    target = jnp.minimum(allowed, exponents + rule.step)
-    # Above 1 only for what would vanish otherwise.
-    target = jnp.where(see.starved, target, jnp.minimum(target, jnp.maximum(exponents, 0)))
-    target = jnp.where(see.lost, jnp.minimum(target, exponents - rule.step), target)
-    target = jnp.clip(target, lowest, highest)
-    return State(jnp.where(see.seen, target, exponents), tracker, caution)

@@ -1,4 +1,4 @@
-"""What a derivative function needs of a derivative scaling."""
+"""Access of a derivative function to its derivative scaling."""
 
 import abc
 from typing import Any
@@ -25,7 +25,7 @@ class AbstractScales(eqx.Module):
     @property
     @abc.abstractmethod
     def active(self) -> bool:
-        """Whether anything is scaled."""
+        """Returns whether anything is scaled."""
 
     def shift(self, row: int) -> Any:
         """The exponent of two by which what a row counts is scaled."""

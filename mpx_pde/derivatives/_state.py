@@ -6,17 +6,16 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from .._dtypes import half_precision_datatype
 from .._repr import by_name, described, number
 from .._tree import in_a_line, with_fields
-from .._types import DTypeLike, Names
-from ._calibrate import first_exponents
+from .._types import Names
 from ._names import names_of, positive_integer
 from ._options import parse_options, parse_special
 from ._probe import COLUMNS
-from ._rules import Rule, State, paper, predictive
+from ._rules import Rule, State, adjusted
 from ._scales import AbstractScales
 from ._strategies import AbstractStrategy, PerDirection, PerOrder, PerTerm, Row
 
@@ -36,20 +35,19 @@ class DerivativeScaling(AbstractScales):
 
     In bfloat16 and float32, whose range is enough, nothing is scaled.
 
-    **Update rules.** A step in which a derivative overflowed is skipped, and the scalers that are
-    responsible shrink by `factor`. With `mode="paper"` a scaler grows by `factor` after
-    `growth_interval` clean steps in a row, up to 1; at or below `recover_threshold` (the *recovery
-    mode*) after `recover_growth_interval`. With `mode="predictive"` the scale follows
-    the histogram of the last step: as large as possible while the largest exponent stays `margin`
-    powers of two below overflow, so that derivatives may grow by `2**margin` within a step before
-    one is lost.
+    **The update rule.** A step in which a derivative overflowed is skipped, and the scalers that
+    are responsible shrink by `factor`. A scaler grows by `factor` after `growth_interval` clean
+    steps in a row, up to 1; at or below `recover_threshold` (the *recovery mode*) after
+    `recover_growth_interval`.
 
     Derivatives can be too small for float16 as well, such as those of a network of coordinates in
-    micrometers. So in either mode a scale rises above 1, up to `max_scale`, while the histogram
+    micrometers. So a scale rises above 1, up to `max_scale`, while the histogram of the last step
     shows a derivative whose largest values lie within `margin` powers of two of float16's subnormal
     numbers, or that is zero everywhere, as long as no other that it scales comes within `margin`
     of overflow; and it falls back towards 1 when one does. What is lost all the same is the entry
     `"underflow"` of [`mpx_pde.derivatives.telemetry`][].
+
+    [`mpx_pde.initial_scaling`][] finds the scales to start with.
 
     The rule and its constants are those of Xue et al., *A Novel Automatic Mixed Precision Approach
     For Physics Informed Training*, section 3.2, and of its implementation in PhysicsNeMo-Sym. Other
@@ -60,8 +58,7 @@ class DerivativeScaling(AbstractScales):
 
     - `exponents`: log2 of the scale of each scaler, int32.
     - `tracker`: clean steps since each last changed, int32.
-    - `caution`: what the predictive rule has learned to keep free besides `margin`, int32; with the
-        paper's, 1 while an overflow forbids to rise for small derivatives.
+    - `caution`: 1 while an overflow forbids to rise for small derivatives, int32.
     - `overflows`: steps in which each scaler overflowed, int32.
     - `skipped_steps`: steps in which any did, an int32 scalar.
     - `counts`: the histograms of the last step, float32, a row for each of `row_names`; see
@@ -113,8 +110,8 @@ class DerivativeScaling(AbstractScales):
             one for each derivative, whatever the output.
         - `init_scale`, `max_scale`, `min_scale`: numbers, or mappings from coordinates to
             numbers; by default 1, 2^15 and 2^-24. What is no power of two is rounded down to one.
-        - `factor`, `growth_interval`, `recover_threshold`, `recover_growth_interval`, `mode`,
-            `margin`: see above; by default 2, 1000, 2^-6, 100, `"paper"` and 6.
+        - `factor`, `growth_interval`, `recover_threshold`, `recover_growth_interval`, `margin`:
+            see above; by default 2, 1000, 2^-6, 100 and 6.
 
         **Returns:** a `DerivativeScaling`.
 
@@ -192,19 +189,20 @@ class DerivativeScaling(AbstractScales):
             str(self.strategy),
             f"tracker={tracker} of {rule.growth_interval}, {rule.recover_growth_interval} at or "
             f"below 2^{rule.recover_threshold}",
-            f"mode={rule.mode!r}, margin={rule.margin}, caution={caution}",
+            f"margin={rule.margin}, caution={caution}",
             f"overflows={overflows}, skipped_steps={number(self.skipped_steps)}",
         )
 
     @property
     def kind(self) -> str:
-        """Which derivatives share a scaler: those of a `"direction"`, an `"order"` or a
-        `"term"`."""
+        """Returns which derivatives share a scaler: those of a `"direction"`, of an `"order"` or of
+        a `"term"`.
+        """
         return self.strategy.kind
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What the scalers are called."""
+        """Returns the names of the scalers."""
         return self.strategy.names
 
     @property
@@ -214,12 +212,12 @@ class DerivativeScaling(AbstractScales):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """What is counted together, and which scalers scale it."""
+        """Returns the rows of derivatives that are counted together, with the scalers of each."""
         return self.strategy.rows
 
     @property
     def row_names(self) -> tuple[str, ...]:
-        """What the rows of `counts` are called."""
+        """Returns the names of the rows of `counts`."""
         return self.strategy.row_names
 
     @property
@@ -229,17 +227,18 @@ class DerivativeScaling(AbstractScales):
 
     @property
     def active(self) -> bool:
-        """Whether the present half precision needs scaling: it does in float16."""
+        """Returns whether the present half precision needs scaling: float16 does."""
         return half_precision_datatype() == jnp.float16
 
     def finite(self, counts: Any) -> Bool[Array, "*batch"]:
-        """Whether no derivative overflowed, by the cotangent of `counts`."""
+        """Returns whether no derivative overflowed, by the cotangent of `counts`."""
         return ~jnp.any(self._counts(counts, "finite")[..., -1] > 0, axis=-1)
 
     @property
     def at_minimum(self) -> Bool[Array, "*batch scalers"]:
-        """For each scaler, whether a derivative that it scales overflowed in the last step and it
-        cannot fall any further: no scale can help."""
+        """Returns, for each scaler, whether a derivative that it scales overflowed in the last step
+        although it cannot fall any further, so that no scale can help.
+        """
         low = jnp.broadcast_to(np.array(self.rule.lowest, np.int32), self.exponents.shape)
         return (self.exponents <= low) & self.rule.of_scalers(self.counts[..., -1] > 0)
 
@@ -270,10 +269,9 @@ class DerivativeScaling(AbstractScales):
         active = self.active
         exponents = self.exponents if active else jnp.zeros_like(self.exponents)
         shifts = jnp.stack([jnp.asarray(row.shift(exponents)) for row in self.rows])
-        update = predictive if self.rule.mode == "predictive" else paper
         state = State(self.exponents, self.tracker, self.caution)
         if active:
-            state = update(self.rule, counts, shifts, state)
+            state = adjusted(self.rule, counts, state)
         lost = self.rule.of_scalers(counts[:, -1] > 0)
         return with_fields(
             self,
@@ -283,53 +281,6 @@ class DerivativeScaling(AbstractScales):
             shifts=shifts.astype(jnp.int32),
             counts=counts,
         )
-
-    def calibrate(
-        self,
-        fun: Any,
-        points: Float[Array, "points coords"],
-        terms: Names,
-        *,
-        coords: Names,
-        outputs: Names,
-        over: Names | None = None,
-        dtype: DTypeLike | None = None,
-    ) -> "DerivativeScaling":
-        """First scales from a trial on a few points, so that a run need not skip its first steps.
-
-        The terms are evaluated once in float32 and then in half precision at every scale. Their
-        error is flat inside a window of scales, beyond which hidden layers underflow or overflow;
-        the scale is the nearest to 1 that lies between the middle of the window and `margin` powers
-        of two below its upper end.
-
-        **Arguments:**
-
-        - `fun`: the network in float32, as a PyTree: it is cast as [`mpx_pde.filter_grad`][] casts
-            it.
-        - `points`: shape `[points, coords]`; some hundred are enough.
-        - `terms`: the terms of the loss, as for [`mpx_pde.partials`][], and `"laplacian"` for
-            [`mpx_pde.laplacian`][].
-        - `coords`, `outputs`, `dtype`: as for [`mpx_pde.partials`][].
-        - `over`: as for [`mpx_pde.laplacian`][].
-
-        **Returns:**
-
-        The same scaling at these scales, within the bounds of each scaler. In bfloat16, the scaling
-        itself. Not for use inside `jax.jit`.
-
-        **Raises:** `ValueError` for points of another shape, for terms without a derivative, and
-        for derivatives that are not finite in float32; `TypeError` inside of `jax.jit`.
-
-        ```python
-        derivatives = mpx.DerivativeScaling.per_direction("xt").calibrate(
-            model, points[:256], ["u_t", "u_xx"], coords="xt", outputs="u"
-        )
-        ```
-        """
-        if not self.active:
-            return self
-        options = {"coords": coords, "outputs": outputs, "over": over, "dtype": dtype}
-        return self.with_exponents(first_exponents(self, fun, points, terms, **options))
 
     def raised(self) -> "DerivativeScaling":
         """All scales a `factor` larger, within their caps.

@@ -1,4 +1,4 @@
-"""Which derivatives share a scale: one a direction, one an order, or one a term.
+"""The ways to share derivative scales: one for each direction, order or term.
 
 Each strategy knows its scalers, the rows in which derivatives are counted and by what they are
 scaled there, which row a term, a Laplacian or a sum belongs to, and the scale of the streams on the
@@ -27,7 +27,7 @@ its digits. Values down to 2^-5 keep them."""
 
 
 class Row(NamedTuple):
-    """What one histogram counts: the derivatives that are scaled alike."""
+    """A row of the histogram: the derivatives that are scaled alike."""
 
     name: str
     weights: Weights
@@ -84,7 +84,7 @@ class AbstractStrategy(abc.ABC):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What it was built with, for a checkpoint. Rows follow from it, and show in shapes."""
+        """The arguments it was built with, for `scaling_options`; the rows follow from them."""
         return {"kind": self.kind, "names": list(self.names), "order": self.order}
 
     def row_of(self, term: str, named: Sequence[str], call: str) -> int:
@@ -113,7 +113,9 @@ class AbstractStrategy(abc.ABC):
         """The row of a term that has none by its name."""
 
     def _expected(self, term: str, named: Sequence[str]) -> Weights | None:
-        """What a row with the name of a term must count; `None` where the name is enough."""
+        """Returns the powers of the scalers that a row with the name of a term must have, or `None`
+        where the name is enough.
+        """
         del term, named
 
     def laplacian_rows(self, over: Sequence[str], call: str) -> list[int]:
@@ -161,12 +163,14 @@ class AbstractStrategy(abc.ABC):
         raise AssertionError("no stream shares its seeds")
 
     def kept(self, exponent: Any, margin: int) -> Any:
-        """What a stream is stored with, where `exponent` is what its derivative carries."""
+        """Returns the exponent at which a stream is stored, where `exponent` is that of its
+        derivative.
+        """
         del margin
         return exponent
 
     def steps(self, margin: int, rows: Iterable[Row]) -> int:
-        """By how much a scaler may rise at most, that its `rows` may rise by `margin`."""
+        """Returns the largest rise of a scaler at which its `rows` rise by at most `margin`."""
         del rows
         return margin
 
@@ -251,9 +255,9 @@ class PerDirection(AbstractStrategy):
         return self.kept(total if len(along[0]) > 1 else total[0], margin)
 
     def kept(self, exponent: Any, margin: int) -> Any:
-        """The scale of a coordinate follows the derivative that needs the smallest, and its powers
-        push those of high order towards zero (u_xxyy at 2^-4 carries 2^-16). Streams are stored one
-        by one, so these take as much of the room below overflow as the update rule keeps free."""
+        """Returns the exponent at which a stream is stored, where `exponent` is that of its
+        derivative.
+        """
         return jnp.maximum(exponent, jnp.minimum(exponent + margin, _LOW))
 
     def steps(self, margin: int, rows: Iterable[Row]) -> int:

@@ -1,4 +1,4 @@
-"""What derivative scales did, as plain arrays and as a picture."""
+"""The record of derivative scales as plain arrays and as a picture."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from ._state import DerivativeScaling
 
 
 def telemetry(scaling: Any) -> dict[str, Any]:
-    """What to log of a step: scales, overflows, and the dynamic range of every derivative.
+    """Returns what to log of a step: scales, overflows, and the dynamic range of every derivative.
 
     Works inside `jax.jit` too, where the entries are traced arrays.
 

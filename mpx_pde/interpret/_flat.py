@@ -1,9 +1,11 @@
 """A jaxpr as one flat list of equations."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.sharding import Sharding
 
 from ._jaxpr import CALLS, OF_REVERSE_MODE, bodies_of, walk
 
@@ -16,11 +18,13 @@ class Constant(NamedTuple):
 
 
 class Step(NamedTuple):
-    """An equation, with its operands and results by their numbers in the whole program."""
+    """An equation, with its operands and results by their numbers in the whole program, and the
+    calls that it stood in, outermost first."""
 
     eqn: JaxprEqn
     inputs: tuple[int | Constant, ...]
     outputs: tuple[int, ...]
+    calls: tuple[JaxprEqn, ...] = ()
 
 
 class Flat(NamedTuple):
@@ -32,42 +36,53 @@ class Flat(NamedTuple):
     constants: dict[int, Constant]
 
 
-def flatten(closed: ClosedJaxpr, *, forward_mode: bool) -> Flat:
+def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -> Flat:
     """The equations that the results of a jaxpr depend on, with calls written out.
 
     With `forward_mode` so are checkpoints and `custom_vjp` functions: what they say is of reverse
-    mode.
+    mode. Barriers, which tie arrays together that have nothing to do with each other, are left out.
+    With `sharded`, a call that says itself how its arrays are sharded stays one.
     """
     calls = CALLS | OF_REVERSE_MODE if forward_mode else CALLS
     steps: list[Step] = []
     constants: dict[int, Constant] = {}
     numbers = iter(range(1 << 62))
 
-    def inline(closed: ClosedJaxpr, operands: Sequence[int | Constant]) -> list[int | Constant]:
+    def inline(
+        closed: ClosedJaxpr, operands: Sequence[int | Constant], around: tuple[JaxprEqn, ...] = ()
+    ) -> list[int | Constant]:
         jaxpr = closed.jaxpr
         own = [next(numbers) for _ in closed.consts]
         pairs = zip(own, closed.consts, jaxpr.constvars, strict=True)
         constants.update((k, Constant(value, var.aval)) for k, value, var in pairs)
-        return walk(jaxpr, own, operands, lambda atom: Constant(atom.val, atom.aval), step)
+        known = lambda atom: Constant(atom.val, atom.aval)
+        return walk(jaxpr, own, operands, known, partial(step, around))
 
-    def step(i: int, eqn: JaxprEqn, inputs: list) -> Sequence:
-        del i
-        if eqn.primitive.name in calls:
-            return inline(bodies_of(eqn)[0], inputs)
+    def step(around: tuple[JaxprEqn, ...], _: int, eqn: JaxprEqn, inputs: list) -> Sequence:
+        if eqn.primitive.name in calls and not (sharded and _is_sharded(eqn)):
+            return inline(bodies_of(eqn)[0], inputs, (*around, eqn))
+        if forward_mode and eqn.primitive.name == "optimization_barrier":
+            return inputs
         out = tuple(next(numbers) for _ in eqn.outvars)
-        steps.append(Step(eqn, tuple(inputs), out))
+        steps.append(Step(eqn, tuple(inputs), out, around))
         return out
 
     inputs = tuple(next(numbers) for _ in closed.jaxpr.invars)
     outputs = tuple(inline(closed, inputs))
-    return Flat(_needed(steps, outputs), inputs, outputs, constants)
+    return Flat(needed(steps, outputs), inputs, outputs, constants)
+
+
+def _is_sharded(eqn: JaxprEqn) -> bool:
+    shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
+    return any(isinstance(x, Sharding) for x in shardings)
 
 
 def variables(atoms: Sequence[int | Constant]) -> list[int]:
     return [x for x in atoms if not isinstance(x, Constant)]
 
 
-def _needed(steps: list[Step], outputs: Sequence[int | Constant]) -> tuple[Step, ...]:
+def needed(steps: Sequence[Step], outputs: Sequence[int | Constant]) -> tuple[Step, ...]:
+    """Returns the equations that results depend on, and those that have effects."""
     wanted = set(variables(outputs))
     kept = []
     for step in reversed(steps):

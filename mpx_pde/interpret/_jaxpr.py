@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 from .._dtypes import default_precision
 from .._varying import mark_varying
-from ._primitives import PRODUCTS
+from ._tables import JAX_PRODUCTS
 
 
 def trace_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[ClosedJaxpr, list, Callable]:
@@ -149,7 +149,7 @@ def walk(
 
 def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
     """Binds the equation to `args`. A product that asks for no precision takes the default."""
-    if eqn.primitive.name in PRODUCTS and eqn.params["precision"] is None:
+    if eqn.primitive.name in JAX_PRODUCTS and eqn.params["precision"] is None:
         eqn = eqn.replace(params={**eqn.params, "precision": default_precision()})
     if eqn.params.get("update_jaxpr") is not None:
         eqn = _updating(eqn, args[0].dtype)
@@ -218,12 +218,6 @@ def inner_scope(eqn: JaxprEqn) -> tuple[str, ...]:
     if eqn.primitive.name == "jit" and isinstance(name, str):
         return (*scopes_of(eqn), name)
     return scopes_of(eqn)
-
-
-def line_of(eqn: JaxprEqn) -> str:
-    """The user's `file:line` of an equation."""
-    text = source_info_util.summarize(eqn.source_info)
-    return re.sub(r":(\d+)(?::\d+)?\s*\(.*\)$", r":\1", text)
 
 
 def literal(atom: Any) -> bool:

@@ -17,7 +17,7 @@ from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array
 
 from ._flat import Constant, flatten
-from ._jaxpr import bodies_of, in_context_of, own_bind, trace_arrays
+from ._jaxpr import bodies_of, contains, in_context_of, own_bind, trace_arrays
 from ._rebind import rebind
 
 
@@ -85,12 +85,6 @@ def _joined(parts: list[Array]) -> Array:
     return jnp.concatenate([x.astype(widest) for x in parts])
 
 
-def _has_marks(closed: ClosedJaxpr) -> bool:
-    return any(
-        eqn.primitive is mark_p or any(map(_has_marks, bodies_of(eqn))) for eqn in closed.jaxpr.eqns
-    )
-
-
 def _walk(closed: ClosedJaxpr, operands: list) -> tuple[list, Found]:
     flat = flatten(closed, forward_mode=True)
     env = {k: c.value for k, c in flat.constants.items()}
@@ -116,7 +110,7 @@ def _step(eqn: Any, args: list, found: Found) -> list:
         out, inside = _walk(bodies[0], args)
         found.extend(inside)
         return out
-    if not any(map(_has_marks, bodies)):
+    if not any(contains(body, {mark_p.name}) for body in bodies):
         return own_bind(eqn, args)
     if name in ("scan", "cond"):
         names = [[n for n, _ in x] for x in _marks_of(bodies)]

@@ -4,7 +4,7 @@ import dataclasses
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import equinox as eqx
@@ -17,7 +17,8 @@ from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._dtypes import matmul_precision
 from ._jaxpr import aval_of, trace_arrays
-from ._products import Counter, installed
+from ._lines import INSIDE, installed
+from ._products import Counter
 
 
 _FEW = 20
@@ -48,6 +49,8 @@ class ProductRow:
     - `tensorfloat32`: whether they are products of float32 (or complex64) arrays that a GPU
         multiplies in TF32 and a TPU in bfloat16, since the program does not ask for the highest
         precision. A CPU multiplies them in float32.
+    - `inside`: whether they are inside of a `jax.custom_vjp` that is called on the line: JAX does
+        not know the lines of a backward rule.
     """
 
     line: str
@@ -58,12 +61,24 @@ class ProductRow:
     count: int
     flops: int
     tensorfloat32: bool = False
+    inside: bool = False
+
+    @property
+    def of_integers(self) -> bool:
+        """Whether they are products of integers or bools."""
+        return bool(re.search(r"int|bool", self.dtype))
 
     @property
     def real(self) -> bool:
         """Whether there is a half-precision form of them: neither of complex numbers nor of
         integers."""
-        return not re.search(r"complex|int|bool", self.dtype)
+        return not self.of_integers and "complex" not in self.dtype
+
+
+def _half_share(rows: Iterable[ProductRow]) -> float:
+    rows = list(rows)
+    total = sum(row.flops for row in rows)
+    return sum(row.flops for row in rows if row.half) / total if total else 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,13 +102,11 @@ class PrecisionReport:
 
     @property
     def half_share(self) -> float:
-        """The part of the work, from 0 to 1, that is done in half precision; 1 without any work.
+        """The part of the floating-point work, from 0 to 1, that is done in half precision; 1
+        without any work.
 
-        Products of complex numbers and of integers are left out: there is no half-precision form
-        of them."""
-        real = [row for row in self.rows if row.real]
-        total = sum(row.flops for row in real)
-        return sum(row.flops for row in real if row.half) / total if total else 1.0
+        A product of complex numbers is four real ones, none of which is half."""
+        return _half_share(row for row in self.rows if not row.of_integers)
 
     @property
     def tensorfloat32_share(self) -> float:
@@ -124,7 +137,7 @@ class PrecisionReport:
             dtype = row.dtype + _MARK * row.tensorfloat32
             lines.append(
                 f"{dtype:18} {row.out_dtype:10} {row.count:8} {row.flops:9.2e} {share:>5}  "
-                f"{row.line}"
+                f"{row.line}{f' in {INSIDE}' * row.inside}"
             )
         if len(self.rows) > _FEW:
             lines.append(f"and {len(self.rows) - _FEW} more")
@@ -146,7 +159,9 @@ def report_of(closed: ClosedJaxpr) -> PrecisionReport:
     counter = Counter()
     products = counter.products(closed.jaxpr)
     rows = [
-        ProductRow(p.line, p.primitive, p.dtype, p.out_dtype, p.half, *work, p.tensorfloat32)
+        ProductRow(
+            p.line, p.primitive, p.dtype, p.out_dtype, p.half, *work, p.tensorfloat32, p.inside
+        )
         for p, work in products.items()
     ]
     rows.sort(key=lambda row: (-row.flops, row.line, row.dtype))
@@ -205,23 +220,9 @@ def traced(tree: Any) -> bool:
     return any(isinstance(x, Tracer) for x in jtu.tree_leaves(tree))
 
 
-def evaluated(fun: Callable, args: tuple, closed: ClosedJaxpr, leaves: list, assemble: Any) -> Any:
-    """`fun(*args)`, by what was traced of it.
-
-    Only inside of a `shard_map` it is traced again: JAX checks there what varies over devices, and
-    does not take back all that it has traced.
-    """
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        return fun(*args)
-    return assemble(arrays_of(closed, [x for _, x in leaves]))
-
-
-def arrays_of(closed: ClosedJaxpr, values: Sequence[Any]) -> list[jax.Array]:
-    """What a jaxpr returns: what is known while tracing comes back as a number."""
-    return [
-        x if isinstance(x, jax.Array) else jnp.asarray(x, aval_of(v).dtype)
-        for x, v in zip(jaxpr_as_fun(closed)(*values), closed.jaxpr.outvars, strict=True)
-    ]
+def _castable(report: PrecisionReport) -> float:
+    """The part of the work in half precision, of that which has a half-precision form."""
+    return _half_share(row for row in report.rows if row.real)
 
 
 def checked(
@@ -231,15 +232,15 @@ def checked(
     dtype: np.dtype,
     advice: str,
     without: tuple | None = None,
-    evaluate: Callable = evaluated,
     least: float = 0.5,
     instead: str = "use_mixed_precision=False",
+    look: Callable[[ClosedJaxpr], None] | None = None,
 ) -> Any:
     """`fun(*args)`, with a [`mpx_pde.PrecisionWarning`][] that ends in `advice` if it does less
     than `least` of its products' work in half precision, and `fun(*without)` does as well, the same
     without what the user excepts by name. `instead` is what asks for float32.
 
-    Traces `fun` once, as calling it would, and `evaluate` evaluates what was traced.
+    Traces `fun` once, as calling it would; `look` is called with what was traced.
     """
     try:
         closed, leaves, assemble = trace_arrays(fun, args, {})
@@ -248,11 +249,24 @@ def checked(
         # outside of the batch in a `vmap` that is run eagerly.
         return fun(*args)
     report = report_of(closed)
-    if report.half_share < least and (
-        without is None or report_of(trace_arrays(fun, without, {})[0]).half_share < least
+    if _castable(report) < least and (
+        without is None or _castable(report_of(trace_arrays(fun, without, {})[0])) < least
     ):
         warn_user(_warning(report, call, dtype, advice, instead))
-    return evaluate(fun, args, closed, leaves, assemble)
+    if look is not None:
+        look(closed)
+    # JAX checks in a `shard_map` what varies over devices, and does not take back all that it has
+    # traced: there it is traced again.
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        return fun(*args)
+    values = jaxpr_as_fun(closed)(*(x for _, x in leaves))
+    # What is known while tracing comes back as a number.
+    return assemble(
+        [
+            x if isinstance(x, jax.Array) else jnp.asarray(x, aval_of(v).dtype)
+            for x, v in zip(values, closed.jaxpr.outvars, strict=True)
+        ]
+    )
 
 
 def tensorfloat32_by_default() -> bool:
@@ -302,9 +316,9 @@ OF_JACOBIANS = (
 
 def _warning(report: PrecisionReport, call: str, dtype: np.dtype, advice: str, instead: str) -> str:
     full = next(row for row in report.rows if not row.half and row.real)
-    count = sum(row.count for row in report.rows)
+    count = sum(row.count for row in report.rows if row.real)
     return (
-        f"`{call}` was asked for {dtype.name}, but {100 * report.half_share:.0f}% of the work of "
+        f"`{call}` was asked for {dtype.name}, but {100 * _castable(report):.0f}% of the work of "
         f"its {count} products is done in half precision. Most of the rest is {full.dtype}, at "
         f"{full.line}. {advice} `mpx.precision_report` lists all products. "
         f"If float32 is meant, pass `{instead}` or filter `mpx.PrecisionWarning`."

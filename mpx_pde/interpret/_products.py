@@ -1,32 +1,24 @@
 """The products of a jaxpr: how many, in which dtype, how much work, and where."""
 
 import math
-import os
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax.numpy as jnp
-import jaxtyping
 from jax import lax
-from jax.extend import source_info_util
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._dtypes import is_half
 from .._split import SPLIT_PRODUCTS
+from ._asks import leaves_it_to_tensorfloat32
 from ._jaxpr import aval_of, jaxprs_in
-from ._primitives import MIXED, PRODUCTS, leaves_it_to_tensorfloat32
+from ._lines import HOME, installed, line_of, site_of
+from ._tables import MIXED, PRODUCTS
 
 
-HOME = os.path.join(Path(__file__).parents[1], "")  # of this library
-# Whose frames tell nothing: the layers that everyone uses, and the checker of annotations.
-_PLUMBING = tuple(f"{m.__path__[0]}/" for m in (eqx, jaxtyping))
 _HALVES = ("float16", "bfloat16")
-_FRAME = re.compile(r"^(.*?:\d+)(?::\d+)? \(")
 
 
 class Product(NamedTuple):
@@ -40,6 +32,7 @@ class Product(NamedTuple):
         they differ), or the name of the algorithm that splits them.
     - `out_dtype`: the dtype of the result.
     - `tensorfloat32`: whether the program leaves it to a GPU to multiply float32 in TF32.
+    - `inside`: whether it is inside of a `jax.custom_vjp` that is called on that line.
     """
 
     line: str
@@ -47,6 +40,7 @@ class Product(NamedTuple):
     dtype: str
     out_dtype: str
     tensorfloat32: bool = False
+    inside: bool = False
 
     @property
     def half(self) -> bool:
@@ -68,33 +62,6 @@ def _narrow(name: str) -> bool:
     except TypeError:  # the name of an algorithm
         return False
     return is_half(dtype) or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1)
-
-
-def installed(path: str) -> bool:
-    """Whether a file belongs to this library or to another that is installed."""
-    return path.startswith((HOME, "<")) or "-packages/" in path
-
-
-def _line(eqn: JaxprEqn) -> str:
-    """The innermost `file:line` that is the user's. Where none is, as for a loss object of another
-    library, the innermost of an installed library, other than Equinox's layers if there is one."""
-    frames = _frames(eqn.source_info)
-    users = [frame for frame in frames if not installed(frame)]
-    libraries = [frame for frame in frames if not frame.startswith(_PLUMBING)]
-    return next(iter(users or libraries or frames), "unknown")
-
-
-def _frames(source: Any) -> list[str]:
-    """The lines that an equation comes from, the innermost first, without those in here."""
-    text = source_info_util.summarize(source, num_frames=100)
-    # "file:line:column (function)", without the column in older versions.
-    frames = [match for line in text.splitlines() if (match := _FRAME.match(line))]
-    return [match[1] for match in reversed(frames) if not match[1].startswith(HOME)]
-
-
-def is_users(source: Any) -> bool:
-    """Whether an equation comes from a line of the user's."""
-    return any(not installed(frame) for frame in _frames(source))
 
 
 def _multiplied(eqn: JaxprEqn) -> str:
@@ -147,7 +114,15 @@ def _flops(eqn: JaxprEqn) -> int:
     return int(2 * parts * _number(out.shape) * terms)
 
 
-_PRODUCTS = (*PRODUCTS, *MIXED, "ragged_dot", "ragged_dot_general")
+def _is_one_step(eqn: JaxprEqn) -> bool:
+    """Whether a `while` is this library's own around a training step, whose work is that step's: a
+    first step that overflows is evaluated again."""
+    info = eqn.params["body_jaxpr"].jaxpr.debug_info
+    ours = (info.func_filename or "").startswith(HOME)
+    return ours and info.func_name.rpartition(".")[2] == "one_step"
+
+
+_PRODUCTS = PRODUCTS | {"ragged_dot", "ragged_dot_general"}
 
 
 class Counter:
@@ -177,7 +152,9 @@ class Counter:
         name = eqn.primitive.name
         if name in _PRODUCTS:
             out_dtype = aval_of(eqn.outvars[0]).dtype.name
-            product = Product(_line(eqn), name, _multiplied(eqn), out_dtype, _tensorfloat32(eqn))
+            dtypes = _multiplied(eqn), out_dtype, _tensorfloat32(eqn)
+            site = site_of(eqn)
+            product = Product(site.line or "unknown", name, *dtypes, site.inside)
             return {product: Work(1, _flops(eqn))}
         inner = [self.products(jaxpr) for jaxpr in jaxprs_in(eqn)]
         if not any(inner):
@@ -186,16 +163,16 @@ class Counter:
             inner = [max(inner, key=lambda products: sum(w.flops for w in products.values()))]
         if name == "custom_linear_solve":  # the rest are for its derivatives
             inner = [self.products(eqn.params["jaxprs"].solve.jaxpr)]
-        if name == "while":
-            self.loops[_line(eqn)] = None
+        if name == "while" and not _is_one_step(eqn):
+            self.loops[line_of(eqn)] = None
         times = self._times(eqn)
         # A trace inside of another, such as that of a checkpoint, does not see who called it.
-        line = _line(eqn) if is_users(eqn.source_info) else None
+        site = site_of(eqn)
         total: dict[Product, Work] = defaultdict(Work)
         for products in inner:
             for product, work in products.items():
-                if line is not None and (installed(product.line) or product.line == "unknown"):
-                    product = product._replace(line=line)
+                if site.users and (installed(product.line) or product.line == "unknown"):
+                    product = product._replace(line=site.line)
                 count, flops = total[product]
                 total[product] = Work(count + times * work.count, flops + times * work.flops)
         return total

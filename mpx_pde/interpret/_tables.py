@@ -1,215 +1,307 @@
-"""Which operation runs in which precision, and why. Data only: `autocast` decides by it, and the
-reports of ranges advise.
+"""The table of primitives: one row for each, with what every interpreter needs to know of it.
 
-The division is that of NVIDIA's automatic mixed precision: matrix products in half; sums, and
-functions that grow or shrink faster than their argument, in float32; the cheap rest in whatever
-its operands are in.
+Data only. `autocast`, the derivative engine and the reports of ranges read it; a container of JAX's
+has, beside its row, the names of the jaxprs in it (`CONTAINERS` in `_jaxpr.py`).
+
+The division by precision is that of NVIDIA's automatic mixed precision: matrix products in half;
+sums, and functions that grow or shrink faster than their argument, in float32; the cheap rest in
+whatever its operands are in.
 """
 
-from . import _primitives
+from typing import NamedTuple
 
 
-PRODUCTS: dict[str, str] = dict.fromkeys(
-    _primitives.PRODUCTS, "tensor cores multiply halves exactly and accumulate in float32"
-)
-"""Operands rounded to half inside the operation, float32 accumulation, result in half."""
+class Row(NamedTuple):
+    """What is known of a primitive.
 
-MIXED: dict[str, str] = dict.fromkeys(
-    _primitives.MIXED, "a mixed product already: it says its precision itself"
-)
-"""The library's own products in the code of the user: operands as they come."""
+    **Attributes:**
 
+    - `engine`: how derivatives pass. `"layout"` moves values, without arithmetic; `"linear"` is
+        linear in all floating-point operands together; `"product"` is a matrix product or a
+        convolution; `"multiplied"` is a product or quotient entry by entry; `"elementwise"` a
+        function of one variable (its derivatives stand in `_towers.py`, or are taken one by one);
+        `"selection"` picks out of its operands; `"constant"` is so wherever it has a derivative;
+        `"cast"` changes the dtype; `"container"` holds jaxprs; `"nested"` has no rule, and is
+        differentiated by nested `jvp`; `"opaque"` cannot be differentiated.
+    - `precision`: `"half"` rounds its operands to half, and accumulates in float32; `"itself"` is a
+        mixed product of the program, which says its precision; `"float32"`; `"operands"` is half if
+        what was computed is half, where parameters, inputs and constants give way; `"program"`
+        stays in the dtypes that the program has; `"inside"` is decided for what it holds.
+    - `reason`: why that precision.
+    - `traits`: the sets below that it is in.
+    """
+
+    engine: str
+    precision: str
+    reason: str
+    traits: frozenset[str] = frozenset()
+
+
+_HALVES = "tensor cores multiply halves exactly and accumulate in float32"
+_MIXED = "a mixed product already: it says its precision itself"
 _GROWS = "leaves the range of float16 for ordinary arguments"
 _SUM = "a sum of many terms loses the small ones"
+_DEVICES = "a sum over devices"
 _NEAR = "its relative error is unbounded near a zero or a pole"
+_SERIES = "a series"
+_CHEAP = "cheap and safe in the dtype of its operands"
+_MOVES = "moves values without arithmetic"
+_OURS = "has the dtypes that a network of ours gives it"
+_SHOWS = "shows values as the program has them"
+_BITS = "reads bits"
+_MAKES = "makes its own values"
+_UPDATE = "carries the program of its update"
+_STEP = "carries the program of its step"
+_FACTORS = "a factorization"
+_SOLVE = "a solve"
+_HOST = "the host's function is written for the program's dtypes"
+_KERNEL = "a kernel is written for the program's dtypes"
+_REFERENCE = "a reference has the dtype that the program gives it"
+_FIXES = "fixes values as the program has them"
+_WHOLE = "integers and bools"
+_COMPLEX = "one side is complex"
+_TAP = "shows values to what measures them"
+_HOLDS = "what it holds is evaluated by these rules"
 
-FULL: dict[str, str] = {
-    "exp": _GROWS,
-    "exp2": _GROWS,
-    "expm1": _GROWS,
-    "sinh": _GROWS,
-    "cosh": _GROWS,
-    "log": _NEAR,
-    "log1p": _NEAR,
-    "log2": _NEAR,
-    "tan": _NEAR,
-    "acos": _NEAR,
-    "asin": _NEAR,
-    "acosh": _NEAR,
-    "atanh": _NEAR,
-    "asinh": "its argument may be large",
-    "pow": _GROWS,
-    "integer_pow": _GROWS,
-    "square": "overflows float16 from 256 on",
-    "sqrt": "its argument is a sum of squares more often than not",
-    "rsqrt": "its argument is a variance, often below float16's smallest normal number",
-    "cbrt": "its argument spans a wide range",
-    "erf_inv": _NEAR,
-    "erfc": "its tail is below float16's smallest number",
-    "lgamma": _GROWS,
-    "digamma": _NEAR,
-    "polygamma": _NEAR,
-    "igamma": "a series",
-    "igammac": "a series",
-    "bessel_i0e": "a series",
-    "bessel_i1e": "a series",
-    "regularized_incomplete_beta": "a series",
-    "zeta": "a series",
-    "reduce_sum": _SUM,
-    "reduce_prod": _GROWS,
-    "cumsum": _SUM,
-    "cumprod": _GROWS,
-    "cumlogsumexp": _SUM,
-    "reduce_window_sum": _SUM,
-    "psum": "a sum over devices",
-    "psum_invariant": "a sum over devices",
-    "reduce_scatter": "a sum over devices",
+
+# Names, engine, precision, reason and traits.
+_ROWS: tuple[tuple[str, str, str, str, str], ...] = (
+    # Products.
+    ("dot_general conv_general_dilated", "product", "half", _HALVES, ""),
+    ("mixed_dot_general mixed_conv_general_dilated", "product", "itself", _MIXED, ""),
+    # Moves.
+    ("broadcast_in_dim", "layout", "operands", _MOVES, "coordinate together"),
+    ("reshape transpose squeeze rev", "layout", "operands", _MOVES, "coordinate"),
+    ("slice dynamic_slice unstack split", "layout", "operands", _MOVES, "coordinate picks"),
+    ("concatenate stack tile copy", "layout", "operands", _MOVES, "coordinate"),
+    ("batch_behind shared", "layout", "operands", _MOVES, "coordinate"),
+    ("sharding_constraint pvary", "layout", "operands", _MOVES, "devices"),
+    ("reshard", "layout", "operands", _MOVES, "devices slow"),
+    ("pad", "linear", "operands", _CHEAP, "coordinate"),
+    ("gather", "linear", "operands", _CHEAP, "coordinate slow"),
+    ("dynamic_update_slice", "linear", "operands", _CHEAP, ""),
+    ("name", "linear", "operands", _CHEAP, "choice"),
+    ("select_n", "linear", "operands", _CHEAP, "choice pointwise"),
+    ("ppermute all_gather all_gather_invariant", "linear", "operands", _CHEAP, "slow"),
+    ("all_to_all", "linear", "operands", _CHEAP, "slow"),
+    # Arithmetic.
+    ("add sub", "linear", "operands", _CHEAP, "arithmetic broadcasts coordinate pointwise"),
+    ("neg", "linear", "operands", _CHEAP, "arithmetic broadcasts coordinate pointwise"),
+    ("add_any", "linear", "operands", _CHEAP, "arithmetic broadcasts pointwise"),
+    ("mul div", "multiplied", "operands", _CHEAP, "arithmetic broadcasts coordinate pointwise"),
+    ("rem atan2", "nested", "operands", _CHEAP, "pointwise"),
+    ("tanh logistic erf sin cos atan", "elementwise", "operands", _CHEAP, "pointwise"),
+    ("one_minus_square", "elementwise", "operands", _CHEAP, "pointwise"),
+    ("abs", "elementwise", "operands", _CHEAP, "choice pointwise"),
+    # Functions whose arguments or results leave the range of float16. Some magnify what was rounded
+    # off before them.
+    ("exp exp2 expm1", "elementwise", "float32", _GROWS, "magnifies pointwise"),
+    ("sinh cosh", "elementwise", "float32", _GROWS, "pointwise"),
+    ("log log1p log2", "elementwise", "float32", _NEAR, "magnifies pointwise"),
+    ("tan acos asin acosh atanh erf_inv", "elementwise", "float32", _NEAR, "pointwise"),
+    ("asinh", "elementwise", "float32", "its argument may be large", "pointwise"),
+    ("integer_pow", "elementwise", "float32", _GROWS, "pointwise"),
+    ("pow", "elementwise", "float32", _GROWS, "magnifies broadcasts pointwise"),
+    ("square", "elementwise", "float32", "overflows float16 from 256 on", "magnifies pointwise"),
+    (
+        "sqrt",
+        "elementwise",
+        "float32",
+        "its argument is a sum of squares more often than not",
+        "magnifies pointwise",
+    ),
+    (
+        "rsqrt",
+        "elementwise",
+        "float32",
+        "its argument is a variance, often below float16's smallest normal number",
+        "magnifies pointwise",
+    ),
+    ("cbrt", "elementwise", "float32", "its argument spans a wide range", "pointwise"),
+    ("erfc", "elementwise", "float32", "its tail is below float16's smallest number", "pointwise"),
+    ("lgamma", "elementwise", "float32", _GROWS, "slow pointwise"),
+    ("digamma", "elementwise", "float32", _NEAR, "slow pointwise"),
+    ("polygamma", "nested", "float32", _NEAR, "slow"),
+    ("bessel_i0e bessel_i1e", "elementwise", "float32", _SERIES, "slow pointwise"),
+    ("igamma igammac regularized_incomplete_beta zeta", "nested", "float32", _SERIES, "slow"),
+    # Reductions.
+    ("reduce_sum", "linear", "float32", _SUM, "sum together"),
+    ("cumsum reduce_window_sum", "linear", "float32", _SUM, "sum"),
+    ("psum psum_invariant reduce_scatter", "linear", "float32", _DEVICES, "sum slow"),
+    ("reduce_prod cumprod", "nested", "float32", _GROWS, ""),
+    ("cumlogsumexp", "nested", "float32", _SUM, ""),
+    ("reduce_max reduce_min", "selection", "operands", _CHEAP, "sum"),
+    ("cummax cummin reduce_window_max reduce_window_min", "nested", "operands", _CHEAP, ""),
+    ("select_and_scatter_add", "nested", "operands", _CHEAP, ""),
+    ("pmax pmin", "nested", "operands", _CHEAP, "slow"),
+    # Choices.
+    ("max min", "selection", "operands", _CHEAP, "choice broadcasts pointwise"),
+    ("clamp", "selection", "operands", _CHEAP, "choice pointwise"),
+    ("sort top_k", "selection", "operands", _CHEAP, "slow alone"),
+    ("approx_top_k", "nested", "operands", _CHEAP, "slow alone"),
+    ("eq ne lt le gt ge", "constant", "operands", _CHEAP, "comparison pointwise"),
+    ("eq_to lt_to le_to is_finite", "constant", "operands", _CHEAP, "comparison pointwise"),
+    ("floor ceil round", "constant", "operands", _CHEAP, "whole pointwise"),
+    ("sign stop_gradient", "constant", "operands", _CHEAP, "pointwise"),
+    ("argmax argmin", "constant", "operands", _CHEAP, "sum"),
+    ("and or not", "constant", "program", _WHOLE, "light pointwise"),
+    ("xor", "constant", "program", _WHOLE, "pointwise"),
+    # What stays in the dtypes of the program.
+    (
+        "convert_element_type",
+        "cast",
+        "program",
+        "the program's own cast, put off until its value is used",
+        "coordinate light pointwise",
+    ),
+    ("iota", "nested", "program", _MAKES, "light pointwise"),
+    ("random_gamma rng_uniform", "nested", "program", _MAKES, "typed"),
+    ("reduce_precision", "linear", "program", "rounds on purpose", ""),
+    ("bitcast_convert_type nextafter", "nested", "program", _BITS, "typed"),
+    ("complex", "linear", "program", "there is no half complex dtype", ""),
+    ("real imag conj", "linear", "program", _COMPLEX, ""),
+    ("fft", "linear", "program", "there is no half-precision transform", ""),
+    ("scatter", "linear", "program", _UPDATE, ""),
+    ("scatter-add scatter-sub", "linear", "program", "sums into its target", ""),
+    ("scatter-mul", "nested", "program", "multiplies into its target", ""),
+    ("scatter-min scatter-max", "nested", "program", _UPDATE, ""),
+    ("reduce reduce_window", "nested", "program", _STEP, ""),
+    ("select_and_gather_add", "nested", "program", "packs pairs of float32", ""),
+    ("cholesky lu qr geqrf householder_product svd", "nested", "program", _FACTORS, ""),
+    ("eig eigh schur", "nested", "program", _FACTORS, ""),
+    ("triangular_solve tridiagonal_solve custom_linear_solve", "nested", "program", _SOLVE, ""),
+    (
+        "custom_pullback",
+        "nested",
+        "program",
+        "the derivative of what is in mixed precision already",
+        "",
+    ),
+    ("device_put", "linear", "program", "moves values between devices", ""),
+    ("layout_constraint optimization_barrier", "linear", "program", _FIXES, ""),
+    ("pbroadcast", "linear", "program", _FIXES, ""),
+    ("pure_callback io_callback", "opaque", "program", _HOST, "typed"),
+    ("debug_callback debug_print", "nested", "program", _SHOWS, "typed"),
+    ("ffi_call pallas_call", "nested", "program", _KERNEL, "typed"),
+    ("swap addupdate", "nested", "program", _REFERENCE, "typed"),
+    # The library's own: values as they are, what they are rounded to on their way to memory, how
+    # they are read, and who sees them; a value for each channel on a grid, a sum of two dtypes.
+    ("rounded_cotangent written written_in read_at_once", "linear", "program", _OURS, "stores"),
+    ("spread add_product", "linear", "program", _OURS, ""),
+    ("sum_together spread_together beside", "linear", "program", _OURS, ""),
+    ("moments", "nested", "program", _OURS, ""),
+    ("derivative_tap derivative_count named_value", "nested", "program", _TAP, ""),
+    # Containers.
+    ("jit call closed_call eval_jaxpr", "container", "inside", _HOLDS, ""),
+    ("custom_jvp_call custom_vjp_call", "container", "inside", _HOLDS, ""),
+    ("remat2 scan while cond shard_map", "container", "inside", _HOLDS, "alone"),
+)
+
+TABLE: dict[str, Row] = {
+    name: Row(engine, precision, reason, frozenset(traits.split()))
+    for names, engine, precision, reason, traits in _ROWS
+    for name in names.split()
 }
+"""By the name of a primitive. One that is in no row stays in the dtypes of the program, and the
+report of `autocast` lists it as unknown."""
+
+assert len(TABLE) == sum(len(row[0].split()) for row in _ROWS), "a primitive has two rows"
+
+
+def _by_engine(*engines: str) -> frozenset[str]:
+    return frozenset(name for name, row in TABLE.items() if row.engine in engines)
+
+
+def _by_precision(*precisions: str) -> frozenset[str]:
+    return frozenset(name for name, row in TABLE.items() if row.precision in precisions)
+
+
+def _by_trait(trait: str) -> frozenset[str]:
+    return frozenset(name for name, row in TABLE.items() if trait in row.traits)
+
+
+PRODUCTS = _by_engine("product")
+"""Linear in each of two operands, and worth tensor cores: JAX's and the library's own."""
+
+MIXED = _by_precision("itself")
+"""The library's own products."""
+
+JAX_PRODUCTS = PRODUCTS - MIXED
+"""JAX's own."""
+
+LAYOUT = _by_engine("layout")
+"""Moves values. A float32 master that goes through remains one."""
+
+MOVES = LAYOUT - _by_trait("devices")
+"""Those on one device."""
+
+LINEAR = _by_engine("linear", "layout")
+"""Linear in all floating-point operands together: each stream goes through by itself, and the
+derivative does not need the operands."""
+
+ELEMENTWISE = _by_engine("elementwise")
+"""Functions of one variable."""
+
+CONSTANT = _by_engine("constant")
+"""Constant wherever they have a derivative."""
+
+OPAQUE = _by_engine("opaque")
+"""JAX has a rule for them that only raises."""
+
+FULL = _by_precision("float32")
 """Computed in float32, with a float32 result."""
 
-FEEDS: tuple[str, ...] = (
-    *("exp", "exp2", "expm1", "log", "log1p", "log2"),
-    *("pow", "square", "sqrt", "rsqrt"),
-)
+FOLLOWING = _by_precision("operands")
+"""Half if what was computed is half, else float32."""
+
+MAGNIFYING = _by_trait("magnifies")
 """Functions that magnify what was rounded off before them. Arithmetic whose result goes into one
 of them is computed in float32 too: the difference to the largest logit in a softmax, the
 residual in a squared error. (So is what is raised to an even power by `integer_pow`.)"""
 
-ARITHMETIC: tuple[str, ...] = _primitives.ARITHMETIC
+ARITHMETIC = _by_trait("arithmetic")
 
-CHOICES: tuple[str, ...] = ("select_n", "max", "min", "clamp", "abs", "name")
+CHOICES = _by_trait("choice")
 """Operations by way of which a product belongs to the reduction that their result goes into: it is
 one of their operands, but for its sign."""
 
-SUMS: tuple[str, ...] = (
-    "reduce_sum",
-    "cumsum",
-    "reduce_window_sum",
-    "psum",
-    "psum_invariant",
-    "reduce_scatter",
-    "reduce_max",
-    "reduce_min",
-    "argmax",
-    "argmin",
-)
+SUMS = _by_trait("sum")
 """Reductions. A product of values whose result goes into one of them is computed in float32 too: a
 square, an inner product, a norm."""
 
-LINEAR: frozenset[str] = frozenset(
-    {"add", "sub", "add_any", "select_n", "concatenate", "pad", "dynamic_update_slice"}
-    | {"select_and_scatter_add", "gather", "stack"}
-)
-"""Operations of several operands whose derivative does not need them."""
-
-FOLLOW: dict[str, str] = dict.fromkeys(
-    (
-        *ARITHMETIC,
-        "abs",
-        "sign",
-        "max",
-        "min",
-        "rem",
-        "floor",
-        "ceil",
-        "round",
-        "clamp",
-        "select_n",
-        "tanh",
-        "one_minus_square",
-        "logistic",
-        "erf",
-        "sin",
-        "cos",
-        "atan",
-        "atan2",
-        *_primitives.COMPARISONS,
-        "reduce_max",
-        "reduce_min",
-        "argmax",
-        "argmin",
-        "cummax",
-        "cummin",
-        "reduce_window_max",
-        "reduce_window_min",
-        "select_and_scatter_add",
-        "sort",
-        "top_k",
-        "approx_top_k",
-        "gather",
-        "pad",
-        "dynamic_update_slice",
-        "pmax",
-        "pmin",
-        "ppermute",
-        "all_gather",
-        "all_gather_invariant",
-        "all_to_all",
-        "name",
-        "stop_gradient",
-    ),
-    "cheap and safe in the dtype of its operands",
-)
-"""Half if what was computed is half, else float32. Parameters, inputs and constants give way."""
-
-LAYOUT: dict[str, str] = dict.fromkeys(
-    (*_primitives.MOVES, *_primitives.PLACES), "moves values without arithmetic"
-)
-"""As `FOLLOW`, and a float32 master that goes through remains one."""
-
-OWN: dict[str, str] = {
-    "iota": "makes its own values",
-    "reduce_precision": "rounds on purpose",
-    "bitcast_convert_type": "reads bits",
-    "nextafter": "reads bits",
-    "complex": "there is no half complex dtype",
-    "fft": "there is no half-precision transform",
-    "random_gamma": "makes its own values",
-    "rng_uniform": "makes its own values",
-    "scatter": "carries the program of its update",
-    "scatter-add": "sums into its target",
-    "scatter-sub": "sums into its target",
-    "scatter-mul": "multiplies into its target",
-    "scatter-min": "carries the program of its update",
-    "scatter-max": "carries the program of its update",
-    "reduce": "carries the program of its step",
-    "reduce_window": "carries the program of its step",
-    "select_and_gather_add": "packs pairs of float32",
-    "cholesky": "a factorization",
-    "lu": "a factorization",
-    "qr": "a factorization",
-    "geqrf": "a factorization",
-    "householder_product": "a factorization",
-    "svd": "a factorization",
-    "eig": "a factorization",
-    "eigh": "a factorization",
-    "schur": "a factorization",
-    "triangular_solve": "a solve",
-    "tridiagonal_solve": "a solve",
-    "custom_linear_solve": "a solve",
-    "custom_pullback": "the derivative of what is in mixed precision already",
-    "debug_callback": "shows values as the program has them",
-    "debug_print": "shows values as the program has them",
-    **dict.fromkeys(
-        _primitives.CALLBACKS, "the host's function is written for the program's dtypes"
-    ),
-    "device_put": "moves values between devices",
-    "layout_constraint": "fixes values as the program has them",
-    "optimization_barrier": "fixes values as the program has them",
-    **dict.fromkeys(
-        (*_primitives.STORES, *_primitives.FIELDS), "has the dtypes that a network of ours gives it"
-    ),
-}
-"""Stays in the dtype of the program, for a reason. What is in no table does so too, and is listed
-by the report as unknown."""
-
-LIGHT: frozenset[str] = frozenset(
-    {*FULL, *FOLLOW, *LAYOUT, "convert_element_type", "iota", "and", "or", "not"}
-    # Series and searches take time, collectives wait for other devices.
-    - {"lgamma", "digamma", "polygamma", "igamma", "igammac", "bessel_i0e", "bessel_i1e"}
-    - {"regularized_incomplete_beta", "zeta", "sort", "top_k", "approx_top_k", "gather", "reshard"}
-    - {"psum", "psum_invariant", "reduce_scatter", "pmax", "pmin", "ppermute"}
-    - {"all_gather", "all_gather_invariant", "all_to_all"}
-)
+LIGHT = ((FULL | FOLLOWING) - _by_trait("slow")) | _by_trait("light")
 """Bound by the memory that they read and write. Where a run of nothing else makes float32 values
-out of half ones (softmax, norms, most activations), it is evaluated again in the backward pass."""
+out of half ones (softmax, norms, most activations), it is evaluated again in the backward pass.
+Series and searches take time, collectives wait for other devices."""
+
+ALONE = _by_trait("alone")
+"""Takes long, has a memory of its own or chooses by values: no part of a layer that is evaluated
+again."""
+
+BROADCASTS = _by_trait("broadcasts")
+"""Functions of several operands entry by entry, with a rule of their own, that take a number beside
+an array."""
+
+POINTWISE = _by_trait("pointwise")
+"""Does to each entry of its operands the same, whatever the others are."""
+
+TOGETHER = _by_trait("together")
+"""Linear operations that take all streams of a value in one pass over memory."""
+
+COORDINATES = _by_trait("coordinate")
+"""What a coordinate goes through unchanged in kind. Done on the constant first derivatives of the
+point itself, it shows which of them vanish, as in a network with a part for each coordinate."""
+
+COMPARISONS = _by_trait("comparison")
+
+WHOLE = _by_trait("whole")
+"""Whole numbers of values."""
+
+PICKS = _by_trait("picks")
+"""Moves that leave some values out."""
+
+STORES = _by_trait("stores")
+"""Values as they are, and what they are rounded to on their way to memory."""
+
+TYPED = _by_trait("typed")
+"""Reads bits, draws numbers in a dtype, or hands arrays to code that was written for a dtype."""

@@ -1,4 +1,4 @@
-"""In which precision a layer multiplies, and how its input gets there."""
+"""The precision in which a layer multiplies and stores, and the cast of its input."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ KEPT = "mpx_pde.nn: kept for the backward pass"
 
 
 class Arithmetic(NamedTuple):
-    """What is stored between products, and how they are computed.
+    """The dtype that is stored between products, and how products are computed.
 
     **Attributes:**
 
@@ -35,7 +35,7 @@ class Arithmetic(NamedTuple):
 
     @property
     def half(self) -> bool:
-        """Whether values are stored in half precision."""
+        """Returns whether values are stored in half precision."""
         return is_half(self.dtype)
 
     def product(self, x: Array, y: Any, dimension_numbers: Any, *, out_dtype: Any = None) -> Array:
@@ -53,14 +53,15 @@ _full = jax.make_user_context(None)
 
 @contextmanager
 def in_full(algorithm: str | None) -> Iterator[None]:
-    """What is traced in here multiplies float32, by one of `SPLIT_PRODUCTS` or by itself, where it
-    would multiply halves."""
+    """Traces its body with float32 products, split by one of `SPLIT_PRODUCTS` or at the highest
+    precision, where it would multiply halves.
+    """
     with _full(algorithm or "float32"):
         yield
 
 
 def arithmetic_of(given: Arithmetic | None, weight: Any) -> Arithmetic:
-    """That of a layer: what it was given, else it goes by its weights."""
+    """Returns the `Arithmetic` that a layer was given, else that of its weights."""
     found = given or Arithmetic(product_datatype(weight.dtype), given=False)
     full = _full.value
     if full is None or found.algorithm is not None or found.dtype.itemsize > 4:

@@ -49,8 +49,8 @@ def _nyquist(size: int, k: np.ndarray) -> np.ndarray:
 
 @cache
 def forward_matrix(size: int, modes: int, real: bool, dtype: np.dtype) -> np.ndarray:
-    """From a grid axis to its modes: `[n, 2, k]` for the real axis, which comes first, and
-    `[n, 2, 2, k]` (real and imaginary part before and after) for the others.
+    """Returns the matrix from a grid axis to its modes: `[n, 2, k]` for the real axis, which comes
+    first, and `[n, 2, 2, k]` (real and imaginary part before and after) for the others.
 
     Of the real axis the Nyquist coefficient of the grid is halved: the other half belongs to the
     negative frequency. Values on the grid do not depend on it; those on another grid would.
@@ -65,8 +65,8 @@ def forward_matrix(size: int, modes: int, real: bool, dtype: np.dtype) -> np.nda
 
 @cache
 def inverse_matrix(size: int, modes: int, real: bool, pair: bool, dtype: np.dtype) -> np.ndarray:
-    """From modes to a grid axis: `[k, 2, n]` for the real axis, which comes last, and
-    `[k, 2, 2, n]` for the others.
+    """Returns the matrix from modes to a grid axis: `[k, 2, n]` for the real axis, which comes
+    last, and `[k, 2, 2, n]` for the others.
 
     With `pair` the axis of two is one of two by two instead, the four real products of complex
     weights with modes: adding them up is part of the transform.
@@ -85,8 +85,9 @@ def inverse_matrix(size: int, modes: int, real: bool, pair: bool, dtype: np.dtyp
 
 
 def regrid_factor(modes: int, size: int, output_size: int) -> np.ndarray | None:
-    """By what the modes of a real axis are multiplied between `rfft` of one grid and `irfft` to
-    another; `None` for nothing."""
+    """Returns the factor of the modes of a real axis between `rfft` of one grid and `irfft` to
+    another, or `None` for no factor.
+    """
     k = frequencies(modes, True)
     factor = np.where(_nyquist(size, k), 0.5, 1.0) * np.where(_nyquist(output_size, k), 2.0, 1.0)
     return None if np.all(factor == 1) else factor

@@ -63,8 +63,9 @@ class Block(eqx.Module):
         entering: Callable | None,
         shift: Array | None,
     ) -> Array:
-        """Of a field to which a constant for each channel is to be added and an activation applied
-        first, if there are any."""
+        """Applies the block to a field. A constant for each channel is added and an activation
+        applied first, if there are any.
+        """
         gate, bias = self.gate, self.mlp.last.bias
         rest = None
         if is_half(x.dtype):

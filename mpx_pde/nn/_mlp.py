@@ -66,7 +66,9 @@ class Dense(eqx.Module):
 
     @property
     def returned(self) -> np.dtype:
-        """That of the result in the user's program, which does not depend on `autocast`."""
+        """Returns the dtype of the result in the user's program, which does not depend on
+        `autocast`.
+        """
         return self.weight.dtype if self.dtype is None else self.dtype
 
 
@@ -78,7 +80,7 @@ def _dense(key: PRNGKeyArray, inputs: int, outputs: int, dtype: Any) -> Dense:
 
 
 def _is_number(x: Any) -> bool:
-    """Whether `x` is a positive, finite number, of Python, NumPy or JAX."""
+    """Returns whether `x` is a positive, finite number of Python, NumPy or JAX."""
     known = eqx.is_array(x) and x.shape == () and not isinstance(x, Tracer)
     return (is_real(x) or known) and 0 < float(x) < math.inf
 
@@ -210,7 +212,7 @@ class CoordinateMLP(eqx.Module):
 
     @property
     def _compute_dtype(self) -> np.dtype:
-        """What is stored between layers."""
+        """Returns the dtype that is stored between layers."""
         layer = [*self.hidden, self.last][0]
         if isinstance(layer, FullPrecision):
             return jnp.dtype("float32")

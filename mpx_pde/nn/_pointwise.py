@@ -1,5 +1,6 @@
-"""What a neural operator does to each grid point by itself: linear layers on channels, activations,
-and which of it goes through memory."""
+"""The part of a neural operator that acts on each grid point by itself: linear layers on channels
+and activations, and which of their values go through memory.
+"""
 
 import functools as ft
 from collections.abc import Callable
@@ -47,7 +48,7 @@ class Pointwise(eqx.Module):
 
     @property
     def dtype(self) -> np.dtype:
-        """What is stored."""
+        """Returns the dtype that is stored."""
         return arithmetic_of(self.arithmetic, self.weight).dtype
 
     def __call__(self, x: Float[Array, "inputs *grid"]) -> Float[Array, "outputs *grid"]:
@@ -62,7 +63,7 @@ class Pointwise(eqx.Module):
         )
 
     def from_input(self, x: Float[Array, "inputs *grid"]) -> tuple[Array, Array]:
-        """Of a field that came in float32 and is rounded here: without its mean, and scaled.
+        """Applies the layer to a float32 field, which is rounded here without its mean and scaled.
 
         **Returns:** a field, and by what it is to be shifted.
         """
@@ -95,7 +96,7 @@ class ChannelMLP(eqx.Module):
         self.last = Pointwise(hidden, outputs, arithmetic, key=last_key)
 
     def lift(self, x: Array, activation: Callable) -> Array:
-        """Of the field that comes in, without the last bias."""
+        """Lifts the input field to the hidden channels, without the last bias."""
         first = self.first
         if is_half(first.dtype) and first.weight.shape[1] <= _FEW:
             hidden = _lifted(activation, x, first.weight, first.bias, first.dtype)
@@ -105,7 +106,7 @@ class ChannelMLP(eqx.Module):
         return stored(self.last.product(stored(hidden)))
 
     def project(self, x: Array, activation: Callable) -> Array:
-        """To the field that comes out, in float32."""
+        """Projects to the output field, in float32."""
         first, last = self.first, self.last
         y = stored(first.product(x))
         if last.weight.shape[0] > 1 or not is_half(y.dtype):
@@ -124,7 +125,7 @@ class ChannelMLP(eqx.Module):
 
 
 def per_channel(x: Array, like: Array) -> Array:
-    """In float32, on all of the grid of a field."""
+    """Broadcasts a value for each channel over the grid of a field, in float32."""
     return spread(widen(x), like)
 
 
@@ -187,9 +188,9 @@ def _in_forward(fun: Callable, forward: Forward, rounded: bool, *args: Any) -> A
 
     def value_of(arrays):
         with forward_in(None), in_full(forward.algorithm):
-            return run(arrays)
+            return run(arrays), ()
 
-    def derivative_of(arrays):
+    def derivative_of(_, arrays):
         layer, x, *rest = arrays
         in_half = lambda tree: tree if eqx.is_array(tree) else cast_tree(tree, forward.dtype)
         x = x.astype(forward.dtype) if rounded else x

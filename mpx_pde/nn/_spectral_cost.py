@@ -1,4 +1,4 @@
-"""Which transform is faster: truncated DFT matrices or the FFT."""
+"""A cost model that chooses between truncated DFT matrices and the FFT."""
 
 from collections.abc import Sequence
 from math import log2, prod

@@ -24,7 +24,7 @@ def _normal(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> Floa
 
 
 def _mode_axes(dims: int) -> tuple[int, ...]:
-    """Where the modes of axis 1, 2, … stand in `[channels, k_d, …, k_2, 2, k_1]`."""
+    """Returns the places of the modes of axis 1, 2, … in `[channels, k_d, …, k_2, 2, k_1]`."""
     return (dims + 1, *range(dims - 1, 0, -1))
 
 
@@ -118,7 +118,7 @@ def contract(
 def constant_response(
     weight: Array | CPWeight, zero: tuple[int, ...], mean: Float32[Array, " inputs"]
 ) -> Float32[Array, " outputs"]:
-    """What becomes of a constant field: its mode times the real part of that mode's weight.
+    """Returns the image of a constant field: its mode times the real part of that mode's weight.
 
     Sums of float32 products instead of a matrix product, which would be one of float32 arrays.
     """

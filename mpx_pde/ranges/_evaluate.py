@@ -20,9 +20,9 @@ from ..interpret._jaxpr import (
     scopes_of,
     walk,
 )
+from ..interpret._lines import Site, site_inside, site_of
 from ..interpret._rebind import rebind
 from ._stats import Counts, is_finite, is_measured
-from ._where import Place, inside, place_of
 from ._widen import bind_wide, is_narrow, is_narrow_array, widen
 
 
@@ -30,10 +30,7 @@ from ._widen import bind_wide, is_narrow, is_narrow_array, widen
 _REBOUND = {*LOOPS, "shard_map"}
 
 # What only moves values shows nothing that was not there before.
-_MOVES = {*tables.LAYOUT, "stack", "tile", "unstack"}
-
-# Of these, the ones that leave some values out.
-_PICKS = {"slice", "dynamic_slice", "split", "unstack"}
+_MOVES = {*tables.LAYOUT, "stop_gradient", "name"}
 
 # How much is handed to the host at a time: each part is copied.
 _BYTES = 1 << 28
@@ -45,12 +42,12 @@ OPERAND = "operand of "
 """What the primitive of a float32 operand that a product rounds to half begins with."""
 
 
-class Site(NamedTuple):
-    """A place in the program."""
+class Measured(NamedTuple):
+    """A value in the program."""
 
     order: tuple[int, ...]
     primitive: str
-    place: Place
+    site: Site
     scope: str
     dtype: str
     shape: tuple[int, ...]
@@ -116,18 +113,18 @@ class Meter:
 
     def __init__(self, silent: bool = False):
         self.silent = silent
-        self.sites: dict[tuple[int, ...], Site] = {}
+        self.measured: dict[tuple[int, ...], Measured] = {}
         self.counts: dict[tuple[int, ...], Counts] = {}
         self.trace = Trace()
 
     # Counting.
 
-    def visit(self, site: Site, array: Any, sources: Marks) -> Marks:
+    def visit(self, value: Measured, array: Any, sources: Marks) -> Marks:
         """Measures an array; returns what may be not finite in it."""
         if self.silent:
             return CLEAN
-        self.sites.setdefault(site.order, site)
-        return self._add(site.order, array, sources)
+        self.measured.setdefault(value.order, value)
+        return self._add(value.order, array, sources)
 
     def look(self, array: Any) -> Marks:
         """Looks for what is not finite, and counts nothing."""
@@ -155,14 +152,14 @@ class Meter:
                 self.counts.setdefault(record.order, Counts()).add(x, source)
 
     def body(
-        self, closed: ClosedJaxpr, order: tuple, scopes: tuple, place: Place
+        self, closed: ClosedJaxpr, order: tuple, scopes: tuple, site: Site
     ) -> Callable[..., list]:
         """A function to be traced by a container of its own."""
 
         def function(*arrays):
             outside, self.trace = self.trace, Trace()
             known = [Known(x, self.look(x)) for x in arrays]
-            out = [x.array for x in self.jaxpr(closed, known, order, scopes, place)]
+            out = [x.array for x in self.jaxpr(closed, known, order, scopes, site)]
             self.flush()
             self.trace = outside
             return out
@@ -177,11 +174,11 @@ class Meter:
         values: Sequence[Known],
         order: tuple,
         scopes: tuple,
-        place: Place,
+        site: Site,
     ) -> list[Known]:
         jaxpr = closed.jaxpr
         consts = [
-            self._constant(const, (*order, -1, i), _user_of(jaxpr, var, place))
+            self._constant(const, (*order, -1, i), _user_of(jaxpr, var, site))
             for i, (var, const) in enumerate(zip(jaxpr.constvars, closed.consts, strict=True))
         ]
 
@@ -191,64 +188,66 @@ class Meter:
 
         def evaluate(i, eqn, operands):
             with in_context_of(eqn):
-                return self._equation(eqn, operands, (*order, i), scopes, place)
+                return self._equation(eqn, operands, (*order, i), scopes, site)
 
         return walk(jaxpr, consts, values, known, evaluate)
 
-    def _constant(self, x: Any, order: tuple, place: Place) -> Known:
+    def _constant(self, x: Any, order: tuple, site: Site) -> Known:
         if not is_measured(x):
             return Known(x)
         name, shape = jnp.dtype(x.dtype).name, tuple(np.shape(x))
         size = "×".join(map(str, shape)) or "scalar"
-        line = f"closed-over {name} {size} in {place.line or 'the function'}"
-        site = Site(order, "constant", place._replace(line=line, layer=""), "", name, shape)
+        line = f"closed-over {name} {size} in {site.line or 'the function'}"
+        value = Measured(order, "constant", site._replace(line=line, layer=""), "", name, shape)
         x = widen(x)
-        return Known(x, self.visit(site, jnp.asarray(x), TAINTED))
+        return Known(x, self.visit(value, jnp.asarray(x), TAINTED))
 
     def _equation(
-        self, eqn: JaxprEqn, operands: list[Known], order: tuple, scopes: tuple, outer: Place
+        self, eqn: JaxprEqn, operands: list[Known], order: tuple, scopes: tuple, outer: Site
     ) -> list[Known]:
-        place = outer if self.silent else place_of(eqn, outer)
+        site = outer if self.silent else site_of(eqn, outer)
         if is_container(eqn):
-            return self._container(eqn, operands, order, scopes, place)
+            return self._container(eqn, operands, order, scopes, site)
         name = eqn.primitive.name
         here = "/".join(scopes + scopes_of(eqn))
         sources = CLEAN.union(*(x.marks for x in operands))
         if name in tables.MIXED:
-            self._rounded(eqn, operands, order, here, place)
+            self._rounded(eqn, operands, order, here, site)
         out = []
         arrays = bind_wide(eqn, [x.array for x in operands], evaluate_wide)
         for j, (x, var) in enumerate(zip(arrays, eqn.outvars, strict=True)):
             if not is_measured(var.aval):
                 out.append(Known(x))
+            elif name == "optimization_barrier":
+                out.append(Known(x, operands[j].marks))
             elif name in _MOVES:
-                out.append(Known(x, self.look(x) if name in _PICKS and sources else sources))
+                out.append(Known(x, self.look(x) if name in tables.PICKS and sources else sources))
             else:
                 dtype, shape = _format_of(eqn, var), tuple(aval_of(var).shape)
                 product = _product_shape(eqn)
-                site = Site((*order, j), name, place, here, dtype, shape, product)
-                out.append(Known(x, self.visit(site, x, sources)))
+                value = Measured((*order, j), name, site, here, dtype, shape, product)
+                out.append(Known(x, self.visit(value, x, sources)))
         return out
 
-    def _rounded(self, eqn, operands, order, scope, place) -> None:
+    def _rounded(self, eqn, operands, order, scope, site) -> None:
         """Counts the operands that a mixed product itself rounds to half."""
         dtype = np.dtype(eqn.params["dtype"])
         for j, (x, v) in enumerate(zip(operands, eqn.invars, strict=True)):
             if is_narrow(dtype) and not is_narrow_array(v.aval) and is_measured(v.aval):
                 name, shape = OPERAND + eqn.primitive.name, tuple(aval_of(v).shape)
-                site = Site((*order, -1, j), name, place, scope, dtype.name, shape)
-                self.visit(site, x.array, x.marks)
+                value = Measured((*order, -1, j), name, site, scope, dtype.name, shape)
+                self.visit(value, x.array, x.marks)
 
-    def _container(self, eqn, operands, order, scopes, place) -> list[Known]:
-        scopes, place = scopes + inner_scope(eqn), inside(eqn, place)
+    def _container(self, eqn, operands, order, scopes, site) -> list[Known]:
+        scopes, site = scopes + inner_scope(eqn), site_inside(eqn, site)
         bodies, name = bodies_of(eqn), eqn.primitive.name
         if name not in _REBOUND:
-            return self.jaxpr(bodies[0], operands, order, scopes, place)
+            return self.jaxpr(bodies[0], operands, order, scopes, site)
         # The test of a `while` only says when to stop.
         functions = [
             evaluate_wide(closed)
             if self.silent or (name == "while" and i == 0)
-            else self.body(closed, (*order, i), scopes, place)
+            else self.body(closed, (*order, i), scopes, site)
             for i, closed in enumerate(bodies)
         ]
         out = rebind(eqn, [x.array for x in operands], functions)
@@ -260,7 +259,7 @@ def evaluate_wide(closed: ClosedJaxpr) -> Callable[..., list]:
 
     def function(*arrays):
         known = [Known(x) for x in arrays]
-        return [x.array for x in Meter(silent=True).jaxpr(closed, known, (), (), Place())]
+        return [x.array for x in Meter(silent=True).jaxpr(closed, known, (), (), Site())]
 
     return function
 
@@ -274,15 +273,15 @@ def _format_of(eqn: JaxprEqn, var: Any) -> str:
     return aval_of(var).dtype.name
 
 
-def _user_of(jaxpr: Any, var: Any, place: Place) -> Place:
-    """The place of the first equation that takes a constant."""
+def _user_of(jaxpr: Any, var: Any, site: Site) -> Site:
+    """The site of the first equation that takes a constant."""
     eqn = next((e for e in jaxpr.eqns if any(v is var for v in e.invars)), None)
-    return place if eqn is None else place_of(eqn, place)
+    return site if eqn is None else site_of(eqn, site)
 
 
 def _product_shape(eqn: JaxprEqn) -> tuple[int, ...] | None:
     name = eqn.primitive.name
-    if name not in (*tables.PRODUCTS, *tables.MIXED):
+    if name not in tables.PRODUCTS:
         return None
     x, y = (tuple(int(n) for n in aval_of(v).shape) for v in eqn.invars[:2])
     if name in ("dot_general", "mixed_dot_general"):

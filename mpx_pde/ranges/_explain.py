@@ -1,15 +1,18 @@
-"""What a report says about the first trouble, in words, and what to do about it."""
+"""The words of a report about its first finding, and the advice that follows."""
 
 import jax
 
 from ..interpret import _tables as tables
+from ..interpret._lines import is_ours
 from ._evaluate import OPERAND
 from ._report import RangeReport, Row
 from ._stats import is_finite, percent
-from ._where import is_ours
 
 
 _GIVEN = ("input", "constant")
+
+_CHOICES = {*tables.CHOICES, "pad", "dynamic_update_slice", "scatter", "reduce_max", "reduce_min"}
+"""By way of which a program takes infinities on purpose: masks, and the start of a minimum."""
 
 _CAST = ("convert_element_type", "mpx_pde")
 
@@ -25,9 +28,14 @@ def _name(row: Row) -> str:
     return f"the {row.primitive} at {row.line}" if row.primitive in _GIVEN else row.where
 
 
-def _mend(row: Row, mixed: bool) -> str:
-    """What to do about a row that overflows, in the words of this library."""
-    smaller = "make its operands smaller by a power of two, or use bfloat16."
+def _of_the_loss_scale(report: RangeReport, known: str, unknown: str, none: str) -> str:
+    """Returns the advice for the backward pass, by whether the function scales its loss."""
+    return {True: known, None: unknown, False: none}[report.scaled]
+
+
+def _mend(row: Row, report: RangeReport) -> str:
+    """Returns the advice for a row that overflows."""
+    mixed, smaller = report.mixed, "make its operands smaller by a power of two, or use bfloat16."
     # The library casts in the lines of the user only what it is given.
     if row.primitive == "input" or (row.primitive, row.layer) == _CAST:
         return (
@@ -37,10 +45,17 @@ def _mend(row: Row, mixed: bool) -> str:
     if row.primitive == "constant":
         return "Keep it in float32: `mpx.autocast` casts no arrays before a product takes them."
     if row.backward and mixed:
-        return (
-            "It belongs to the backward pass, so the loss scale is too large: "
+        found = (
             "`mpx.DynamicLossScaling` finds that out at the cost of a few skipped steps, or start "
             "it lower."
+        )
+        return "It belongs to the backward pass" + _of_the_loss_scale(
+            report,
+            f", so the loss scale is too large: {found}",
+            f". If the loss is scaled, the scale is too large: {found} If not, make the loss "
+            "smaller by a power of two, or use bfloat16.",
+            ", and the loss is not scaled: `mpx.DynamicLossScaling` finds a scale below 1 for it. "
+            "Or use bfloat16.",
         )
     primitive = row.primitive.removeprefix(OPERAND)
     ours = is_ours(row.layer)
@@ -64,7 +79,7 @@ def _mend(row: Row, mixed: bool) -> str:
         # Autocast puts the program's own casts off: no override names them.
         return (
             f"That is a cast to {row.dtype}: of the code itself, where `astype(jnp.float32)` or no "
-            "cast is the mend (`mpx.autocast` rounds what goes into products by itself), or of a "
+            "cast is the fix (`mpx.autocast` rounds what goes into products by itself), or of a "
             "function such as `jnp.sum` that returns the dtype that it was given; for a layer of a "
             f"model that is cast, `mpx.FullPrecision` is. Or {smaller}"
         )
@@ -80,8 +95,9 @@ def _beyond_float32(row: Row) -> bool:
     return row.exponents is not None and row.exponents[1] >= 128
 
 
-def _not_finite(report: RangeReport) -> str | None:
-    """Why something is not finite in float32; `None` if all is."""
+def _not_finite(report: RangeReport, harmless: bool) -> str | None:
+    """Why something is not finite in float32; `None` if all is, or if the code takes infinities on
+    purpose that do not reach the results (`harmless`)."""
     given = [row for row in report.rows if row.primitive in _GIVEN and row.nonfinite]
     nan = next((row for row in given if row.nans), None)
     if nan is not None:
@@ -108,7 +124,11 @@ def _not_finite(report: RangeReport) -> str | None:
             f"There are infinities in {_name(given[0])} ({percent(given[0].nonfinite)}), before "
             "anything is computed. No precision helps: look at where these data come from."
         )
-    row = next((row for row in report.rows if row.nonfinite), None)
+    rows = [row for row in report.rows if row.nonfinite]
+    taken = next((row for row in rows if row.primitive != "convert_element_type"), None)
+    if harmless and (taken is None or taken.primitive in _CHOICES):
+        return None
+    row = next(iter(rows), None)
     if row is not None and row.dtype == "float16":
         # While the program was traced, before there was a value to look at.
         return (
@@ -127,10 +147,12 @@ def _not_finite(report: RangeReport) -> str | None:
 
 
 def _lost(report: RangeReport, name: str) -> str:
-    """What is lost to zero in a format where nothing overflows."""
+    """Describes the values that a format without overflow rounds to zero."""
     rows = [row for row in report.rows if report.at_risk(row) and row.loss(name).zero]
     if not rows:
-        return f"Everything is finite, and nothing overflows {name} or is lost to zero in it."
+        all_of_it = not any(row.nonfinite for row in report.rows)
+        finite = "Everything" if all_of_it else "What the function returns"
+        return f"{finite} is finite, and nothing overflows {name} or is lost to zero in it."
     # What is lost in the forward pass is lost again on the way back, where a scale can help.
     worst = max(rows, key=lambda row: (row.loss(name).zero, row.backward))
     text = (
@@ -140,7 +162,12 @@ def _lost(report: RangeReport, name: str) -> str:
     if not worst.backward:
         return f"{text} If that matters, use bfloat16 or float32 there."
     if report.mixed:
-        return f"{text} It belongs to the backward pass: a larger loss scale keeps more of it."
+        return f"{text} It belongs to the backward pass: " + _of_the_loss_scale(
+            report,
+            "a larger loss scale keeps more of it.",
+            "a loss scale, or a larger one, keeps more of it.",
+            "a loss scale (`mpx.DynamicLossScaling`) keeps more of it.",
+        )
     return (
         f"{text} It belongs to the backward pass of a float32 function, which has no loss scale: "
         "ask about `mpx.filter_grad(loss, scaling)` to see what is lost with one."
@@ -148,8 +175,8 @@ def _lost(report: RangeReport, name: str) -> str:
 
 
 def explain(report: RangeReport, name: str) -> str:
-    broken = _not_finite(report)
     harmless = all(map(is_finite, filter(_is_array, jax.tree.leaves(report.result))))
+    broken = _not_finite(report, harmless)
     if broken and not harmless:
         return broken
     row = report.first_overflow(name)
@@ -157,7 +184,7 @@ def explain(report: RangeReport, name: str) -> str:
     if row is not None:
         text = (
             f"{name} overflows first at {_name(row)}: {percent(row.loss(name).overflow)} of its "
-            f"values, {_size(row)}. {_mend(row, report.mixed)}"
+            f"values, {_size(row)}. {_mend(row, report)}"
         )
     elif broken:
         text = f"Nothing overflows {name}."

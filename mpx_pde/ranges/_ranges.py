@@ -13,11 +13,11 @@ import numpy as np
 from .._dtypes import as_floating_dtype, half_precision_datatype, is_half
 from .._types import DTypeLike
 from ..interpret._jaxpr import trace_arrays
-from ._evaluate import CLEAN, TAINTED, Known, Meter, Site
+from ..interpret._lines import Site, definition_of
+from ._evaluate import CLEAN, TAINTED, Known, Measured, Meter
 from ._explain import explain
 from ._report import RangeReport, fold, idle_product, make_row
 from ._stats import Counts, is_measured
-from ._where import Place, definition_of
 from ._widen import widen
 
 
@@ -69,10 +69,10 @@ class _RangeReport(eqx.Module):
         def run(*arrays):
             known = []
             for i, ((place, _), x) in enumerate(zip(inputs, arrays, strict=True)):
-                site = Site((*_INPUTS, i), "input", Place(place), "", x.dtype.name, x.shape)
+                value = Measured((*_INPUTS, i), "input", Site(place), "", x.dtype.name, x.shape)
                 x = widen(x)
                 # What comes in that is not finite was not made here.
-                marks = meter.visit(site, x, TAINTED) if is_measured(x) else CLEAN
+                marks = meter.visit(value, x, TAINTED) if is_measured(x) else CLEAN
                 known.append(Known(x, marks))
             out = meter.jaxpr(closed, known, (), (), definition_of(self._fun))
             meter.flush()
@@ -86,17 +86,18 @@ class _RangeReport(eqx.Module):
                 meter.counts[*_INPUTS, i] = Counts()
                 meter.counts[*_INPUTS, i].add(x)
         measured = [
-            (site, meter.counts[order])
-            for order, site in sorted(meter.sites.items())
+            (value, meter.counts[order])
+            for order, value in sorted(meter.measured.items())
             if order in meter.counts
         ]
-        mixed = _says_what_is_half(self._fun) or any(site.half for site, _ in measured)
+        mixed = bool(_said(self._fun, "is_mixed_precision")) or any(x.half for x, _ in measured)
         return RangeReport(
             rows=tuple(make_row(*item) for item in measured),
             folded=fold(measured),
             mixed=mixed,
-            idle=tuple(x for site, _ in measured if (x := idle_product(site))),
+            idle=tuple(x for value, _ in measured if (x := idle_product(value))),
             result=assemble(out),
+            scaled=_said(self._fun, "scales_its_loss"),
         )
 
 
@@ -108,13 +109,16 @@ def _without_overflow(x: Any) -> Any:
     return x
 
 
-def _says_what_is_half(fun: Any) -> bool:
-    """Whether a function, or one that it wraps, is a transformation to mixed precision."""
+def _said(fun: Any, name: str) -> bool | None:
+    """Returns whether a transformation to mixed precision declares itself, be it the function or
+    one that it wraps; `None` without a declaration.
+    """
+    said = []
     while fun is not None:
-        if getattr(fun, "is_mixed_precision", False) is True:
-            return True
+        said.append(getattr(fun, name, None))
         fun = getattr(fun, "__wrapped__", None)
-    return False
+    said = [x for x in said if isinstance(x, bool)]
+    return any(said) if said else None
 
 
 def range_report(fun: Callable[..., Any]) -> Callable[..., RangeReport]:

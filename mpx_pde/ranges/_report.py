@@ -1,4 +1,4 @@
-"""What was measured, in words, as a table, as a picture, and as data."""
+"""The measured ranges in words, as a table, as a picture and as data."""
 
 import dataclasses
 import itertools
@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from ._evaluate import Site
+from ..interpret._lines import INSIDE, is_ours
+from ._evaluate import Measured
 from ._stats import EDGES, Counts, Loss, percent
-from ._where import is_ours
 
 
 FORMATS = ("float16", "bfloat16")
@@ -23,7 +23,7 @@ _SHOWN = 30
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """What one equation computed, over all of its executions.
+    """The values that one equation computed, over all of its executions.
 
     **Attributes:**
 
@@ -37,6 +37,8 @@ class Row:
     - `dtype`, `shape`: as in the program.
     - `half`: whether the program has it in half precision.
     - `backward`: whether it belongs to the backward pass of a derivative.
+    - `inside`: whether it is inside of a `jax.custom_vjp` that is called on the line: JAX does not
+        know the lines of a backward rule.
     - `operations`: how many operations the row stands for.
     - `size`: how many values there were.
     - `exponents`: base-2 logarithms of the smallest and the largest magnitude, without zeros and
@@ -69,6 +71,7 @@ class Row:
     histogram: tuple[float, ...]
     order: tuple[int, ...]
     operations: int = 1
+    inside: bool = False
 
     def loss(self, name: str) -> Loss:
         if name not in ("float16", "bfloat16"):
@@ -82,19 +85,21 @@ class Row:
     def where(self) -> str:
         """The line and the operation, and which part of this library it is in."""
         inside = f" in `{self.layer}`" if self.layer and self.layer != self.primitive else ""
-        return f"{self.line} `{self.primitive}`{inside}"
+        which = "in the backward rule of" if self.backward else "in"
+        rule = f" {which} {INSIDE}" if self.inside else ""
+        return f"{self.line} `{self.primitive}`{inside}{rule}"
 
 
-def make_row(site: Site, counts: Counts) -> Row:
+def make_row(value: Measured, counts: Counts) -> Row:
     return Row(
-        primitive=site.primitive,
-        line=site.place.line,
-        layer=site.place.layer,
-        scope=site.scope,
-        dtype=site.dtype,
-        shape=site.shape,
-        half=site.half,
-        backward=site.place.backward,
+        primitive=value.primitive,
+        line=value.site.line,
+        layer=value.site.layer,
+        scope=value.scope,
+        dtype=value.dtype,
+        shape=value.shape,
+        half=value.half,
+        backward=value.site.backward,
         size=counts.size,
         exponents=counts.exponents(),
         zeros=counts.zeros,
@@ -104,18 +109,19 @@ def make_row(site: Site, counts: Counts) -> Row:
         float16=counts.loss("float16"),
         bfloat16=counts.loss("bfloat16"),
         histogram=tuple(float(x) for x in counts.histogram()),
-        order=site.order,
+        order=value.order,
+        inside=value.site.inside,
     )
 
 
-def fold(measured: Iterable[tuple[Site, Counts]]) -> tuple[Row, ...]:
+def fold(measured: Iterable[tuple[Measured, Counts]]) -> tuple[Row, ...]:
     """A row for each operation of the user, and one for all that a part of this library does in
     one of the user's lines, by dtype and pass."""
 
     def group(item):
-        site, place = item[0], item[0].place
-        alone = () if is_ours(place.layer) else site.order
-        return place.line, place.layer, place.backward, site.dtype, alone
+        value, site = item[0], item[0].site
+        alone = () if is_ours(site.layer) else value.order
+        return site.line, site.layer, site.backward, value.dtype, alone
 
     measured = sorted(measured, key=group)
     rows = []
@@ -124,11 +130,11 @@ def fold(measured: Iterable[tuple[Site, Counts]]) -> tuple[Row, ...]:
         if len(items) == 1:
             rows.append(make_row(*items[0]))
             continue
-        total, first = Counts(), min((site for site, _ in items), key=lambda site: site.order)
+        total, first = Counts(), min((x for x, _ in items), key=lambda x: x.order)
         for _, counts in items:
             total.merge(counts)
-        site = first._replace(primitive=first.place.layer, scope="", shape=())
-        rows.append(dataclasses.replace(make_row(site, total), operations=len(items)))
+        value = first._replace(primitive=first.site.layer, scope="", shape=())
+        rows.append(dataclasses.replace(make_row(value, total), operations=len(items)))
     return tuple(sorted(rows, key=lambda row: row.order))
 
 
@@ -166,11 +172,11 @@ class IdleProduct:
         return f"{self.line} `{self.primitive}`{inside}: {', '.join(off)}"
 
 
-def idle_product(site: Site) -> IdleProduct | None:
-    if site.product is None or all(n % _TILE == 0 for n in site.product[1:]):
+def idle_product(value: Measured) -> IdleProduct | None:
+    if value.product is None or all(n % _TILE == 0 for n in value.product[1:]):
         return None
-    place = site.place
-    return IdleProduct(site.primitive, place.line, place.layer, site.scope, *site.product)
+    site = value.site
+    return IdleProduct(value.primitive, site.line, site.layer, value.scope, *value.product)
 
 
 def _cell(fraction: float) -> str:
@@ -203,9 +209,12 @@ def _cells(row: Row, at_risk: bool) -> tuple[str, ...]:
     half = row.float16
     lost = (half.overflow, half.subnormal, half.zero, row.bfloat16.total)
     many = f"{row.operations} operations"
+    named = (
+        f"{row.primitive} in {row.layer}" if row.layer and row.operations == 1 else row.primitive
+    )
     return (
         row.line,
-        f"{row.primitive} in {row.layer}" if row.layer and row.operations == 1 else row.primitive,
+        f"{named} in a custom_vjp" if row.inside else named,
         many if row.operations > 1 else "×".join(map(str, row.shape)) or "scalar",
         row.dtype,
         _span(row),
@@ -228,6 +237,7 @@ class RangeReport:
     - `mixed`: whether the function itself says what is half. Then only what it has in half can
         overflow there. Otherwise it is a float32 function, and every value is looked at as if it
         were half.
+    - `scaled`: whether the function multiplies its loss by a scale; `None` where that is not known.
     - `idle`: matrix products and convolutions with sizes that are no multiples of 8.
     - `result`: what the function returned in float32.
     - `edges`: the exponents between the intervals of the histograms.
@@ -239,9 +249,10 @@ class RangeReport:
     idle: tuple[IdleProduct, ...]
     result: Any = dataclasses.field(repr=False, compare=False)
     edges: tuple[int, ...] = EDGES
+    scaled: bool | None = None
 
     def at_risk(self, row: Row) -> bool:
-        """Whether a row is, or would be, in half precision."""
+        """Returns whether a row is, or would be, in half precision."""
         return row.half or not self.mixed
 
     @property

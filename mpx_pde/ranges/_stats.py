@@ -1,4 +1,4 @@
-"""How the magnitudes of an array are spread, as counts that add up over loops and devices.
+"""The spread of the magnitudes of an array, as counts that add up over loops and devices.
 
 Counted on the host. Magnitudes of float32 are compared as bits: the order of non-negative floats
 is that of their bit patterns, and a thread that flushes subnormals to zero does not flush integers.
@@ -54,7 +54,7 @@ _WIDE = _limits(np.float64)
 
 
 def _counts_of_bits(magnitudes: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """How many magnitudes reach each of `_SPECIAL` and each of `EDGES`, and how many are NaN."""
+    """Counts the magnitudes that reach each of `_SPECIAL` and each of `EDGES`, and the NaNs."""
     special, edges, nans = np.zeros(len(_BITS), np.int64), np.zeros(len(EDGES), np.int64), 0
     for start in range(0, magnitudes.size, _BLOCK):
         bits = magnitudes[start : start + _BLOCK].view(np.uint32)
@@ -79,7 +79,7 @@ def is_measured(aval: Any) -> bool:
 
 
 def is_finite(x: Any) -> bool:
-    """Whether all of an array on the host is finite."""
+    """Returns whether all of an array on the host is finite."""
     x = np.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.inexact):
         return True

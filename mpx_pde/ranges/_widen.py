@@ -10,23 +10,11 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, primitives
 
 from ..interpret import _tables as tables
 from ..interpret._jaxpr import aval_of, close, own_bind
-from ..interpret._primitives import STORES
 
 
 FULL = np.dtype("float32")
 
-# What reads bits, draws numbers in a dtype, or hands arrays to code that was written for a dtype.
-_TYPED = {"bitcast_convert_type", "nextafter", "rng_uniform", "random_gamma"} | {
-    "pure_callback",
-    "io_callback",
-    "debug_callback",
-    "ffi_call",
-    "pallas_call",
-    "swap",
-    "addupdate",
-}
-
-_PRODUCTS = {*tables.PRODUCTS, "ragged_dot_general"}
+_PRODUCTS = {*tables.JAX_PRODUCTS, "ragged_dot_general"}
 
 # What is known to take its dtype from its operands and its parameters: JAX's own operations, and
 # ours. A kernel of somebody else may exist in half alone.
@@ -36,21 +24,11 @@ _OF_JAX = {
     for attribute, p in vars(module).items()
     if attribute.endswith("_p") and hasattr(p, "name")
 }
-_KNOWN = {
-    *_OF_JAX,
-    *tables.FULL,
-    *tables.FOLLOW,
-    *tables.LAYOUT,
-    *tables.OWN,
-    *_PRODUCTS,
-    *tables.MIXED,
-    "derivative_tap",
-    "derivative_count",
-} - _TYPED
+_KNOWN = {*_OF_JAX, *tables.TABLE, *_PRODUCTS} - tables.TYPED
 
 
 def is_narrow(dtype: Any) -> bool:
-    """Whether a dtype is a real floating-point type narrower than float32."""
+    """Returns whether a dtype is a real floating-point type narrower than float32."""
     is_float = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)
     return is_float and dtype.itemsize < FULL.itemsize
 
@@ -100,11 +78,11 @@ def _wide_parameter(x: Any, evaluate: Any) -> Any:
 def bind_wide(eqn: JaxprEqn, arrays: list, evaluate: Any) -> list:
     """The results of an equation for operands that are float32 where the program has half.
 
-    Casts to half, `reduce_precision` and `STORES` among them, do nothing. `evaluate` makes a
+    Casts to half, `reduce_precision` and `tables.STORES` among them, do nothing. `evaluate` makes a
     function in float32 of a jaxpr, such as that of the update of a `scatter`.
     """
     name, params = eqn.primitive.name, dict(eqn.params)
-    if name == "reduce_precision" or name in STORES:
+    if name == "reduce_precision" or name in tables.STORES:
         return arrays
     if name == "convert_element_type":
         dtype = FULL if is_narrow(np.dtype(params["new_dtype"])) else params["new_dtype"]

@@ -1,13 +1,8 @@
-"""A training step and what stands around it: gradients, updates, rungs, checkpoints."""
+"""A training step and what stands around it: gradients, updates, rungs, options."""
 
 from ._accumulate import filter_accumulated_value_and_grad as filter_accumulated_value_and_grad
+from ._advise import Advice as Advice, advise as advise
 from ._as_trained import as_trained as as_trained
-from ._checkpoint import (
-    check_scaling_options as check_scaling_options,
-    restore_checkpoint as restore_checkpoint,
-    save_checkpoint as save_checkpoint,
-    scaling_options as scaling_options,
-)
 from ._collectives import (
     all_reduce_mean as all_reduce_mean,
     gather_parameters as gather_parameters,
@@ -20,9 +15,14 @@ from ._grad import (
     filter_value_and_grad as filter_value_and_grad,
     line_search_value as line_search_value,
 )
+from ._initial_scaling import initial_scaling as initial_scaling
 from ._ladder import PrecisionLadder as PrecisionLadder
 from ._masters import compensated as compensated
 from ._optimizer import optimizer_update as optimizer_update
+from ._scaling_options import (
+    check_scaling_options as check_scaling_options,
+    scaling_options as scaling_options,
+)
 from ._second_order import (
     LevenbergMarquardt as LevenbergMarquardt,
     LevenbergMarquardtState as LevenbergMarquardtState,

@@ -14,7 +14,8 @@ from .._cast import widen
 from .._dtypes import is_integer
 from .._loss_scaling import AbstractLossScaling
 from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
-from ._gradient import Gradient, arrange_value_and_grad, like_masters, transformed
+from ._gradient import Gradient, like_masters, transformed
+from ._options import parse_options
 
 
 _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
@@ -71,8 +72,10 @@ def _split(x: Array | np.ndarray, axis: Any, micro_batches: int, path: Any, call
 def split_batch(
     rest: tuple, in_axes: PyTree, micro_batches: int, call: str
 ) -> tuple[dict[int, Array], Callable[[dict[int, Array]], tuple]]:
-    """What is batched among the arguments after the model, by the number of its leaf and with a
-    leading axis of micro-batches; and a function from one of them to all these arguments."""
+    """Splits the batched leaves of the arguments after the model into micro-batches. Returns them
+    by the number of the leaf, with a leading axis of micro-batches, and a function from one
+    micro-batch to all of these arguments.
+    """
     paths, treedef = jtu.tree_flatten_with_path(rest, is_leaf=_is_leaf)
     axes = _axes_of_leaves(in_axes, rest, call)
     leaves = [x for _, x in paths]
@@ -124,7 +127,7 @@ def _run(
         state = gradient.finish(mean, model, counts)
     else:
         state = gradient.scaling, jnp.array(True), like_masters(mean, masters)
-    return (value, aux), *state
+    return (value, aux) if gradient.options.has_aux else value, *state
 
 
 if TYPE_CHECKING:
@@ -179,7 +182,6 @@ def filter_accumulated_value_and_grad(
     axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
     forward: ForwardLike = "half",
-    search: bool = True,
 ) -> Callable[..., Any]:
     """[`mpx_pde.filter_value_and_grad`][] of a large batch, a micro-batch at a time.
 
@@ -191,7 +193,7 @@ def filter_accumulated_value_and_grad(
     **Arguments:**
 
     - `func`, `scaling`, `has_aux`, `use_mixed_precision`, `policy`, `keep_full`, `axis_name`,
-        `autocast`, `forward`, `search`: as for [`mpx_pde.filter_value_and_grad`][].
+        `autocast`, `forward`: as for [`mpx_pde.filter_value_and_grad`][].
     - `micro_batches`: how many, a positive integer that divides the batch size.
     - `in_axes`: the batch axis of the positional arguments after the model: one for all, or a
         prefix of the tuple of them, in which `None` marks what every micro-batch gets whole.
@@ -214,11 +216,20 @@ def filter_accumulated_value_and_grad(
     value, scaling, grads_finite, grads = value_and_grad(model, x, y)
     ```
     """
-    arguments = locals()
+    options = parse_options(
+        _CALL,
+        has_aux,
+        use_mixed_precision,
+        policy=policy,
+        keep_full=keep_full,
+        autocast=autocast,
+        forward=forward,
+        axis_name=axis_name,
+    )
     if not is_integer(micro_batches) or micro_batches < 1:
         raise ValueError(
             f"`{_CALL}` needs a positive integer as `micro_batches`, but got {micro_batches!r}."
         )
     # A PyTree, unlike `functools.partial`: made anew at each step it is the same to jit's cache.
     run = eqx.Partial(_run, micro_batches=int(micro_batches), in_axes=in_axes)
-    return transformed(_CALL, arguments, run, arrange_value_and_grad)
+    return transformed(func, scaling, options, run)

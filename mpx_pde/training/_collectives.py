@@ -1,4 +1,4 @@
-"""What goes over the wire between devices, in the precision it needs."""
+"""Sums and gathers over devices, in the precision that each needs."""
 
 import functools as ft
 import math

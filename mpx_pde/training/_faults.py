@@ -1,4 +1,4 @@
-"""When to give up: a run that only skips steps trains nothing."""
+"""A stop for runs that only skip steps."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What rounding does to a training at present."""
+"""The present effect of rounding on a training."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ from ..interpret._marks import collecting
 from ._accumulate import split_batch
 from ._gradient import Gradient
 from ._norms import minus, norm, real_of, share_of, total, wide_of
-from ._options import Options
+from ._options import Options, parse_options
 
 
 _CALL = "precision_floor"
@@ -29,7 +29,7 @@ _SHOWN = 12
 
 
 class PrecisionFloor(eqx.Module):
-    """What rounding does to a loss and its gradient. Prints as a table with a verdict.
+    """The effect of rounding on a loss and its gradient. Prints as a table with a verdict.
 
     Errors are relative, norm of the difference over norm: of the present precision against the next
     one up, which stands for the truth.
@@ -64,14 +64,16 @@ class PrecisionFloor(eqx.Module):
 
     @property
     def reached(self) -> Bool[Array, ""]:
-        """Whether rounding is `tolerance` or more of the loss or the gradient."""
+        """Returns whether the effect of rounding is `tolerance` or more of the loss or the
+        gradient.
+        """
         # Of a loss or gradient of zero there is no share.
         worst = jnp.maximum(self.loss, self.gradient)
         return self.finite & (worst >= self.tolerance)
 
     @property
     def verdict(self) -> str:
-        """What to do, in one sentence. Needs values: a `TypeError` inside of `jax.jit`."""
+        """Returns the advice in one sentence. Needs values: a `TypeError` inside of `jax.jit`."""
         if isinstance(self.finite, Tracer):
             raise TypeError(
                 "`PrecisionFloor.verdict` is a text, so it needs the values of the floor, which is "
@@ -138,8 +140,8 @@ def precision_floor(
     micro_batches: int = 4,
     tolerance: float = 0.1,
 ) -> Callable[..., PrecisionFloor]:
-    """What rounding does *now*: errors of the loss, of its derivative terms and of the gradient of
-    each parameter, beside the noise between micro-batches.
+    """Measures what rounding does *now*: errors of the loss, of its derivative terms and of the
+    gradient of each parameter, beside the noise between micro-batches.
 
     Early in a training the residual is large, and any precision will do. As it vanishes, the
     rounding of its terms does not, and at some step most of the gradient is rounding. This says how
@@ -176,7 +178,16 @@ def precision_floor(
     not above the present precision, for float64 without 64-bit types, for a batch that does not
     divide into the micro-batches, and for a `tolerance` that is not positive.
     """
-    gradient = Gradient.of(_CALL, locals())
+    options = parse_options(
+        _CALL,
+        has_aux,
+        use_mixed_precision,
+        policy=policy,
+        keep_full=keep_full,
+        autocast=autocast,
+        forward=forward,
+    )
+    gradient = Gradient.of(func, scaling, options)
     if not is_integer(micro_batches) or micro_batches < 1:
         raise ValueError(
             f"`{_CALL}` needs a positive integer as `micro_batches`, but got {micro_batches!r}."
@@ -233,11 +244,13 @@ class _Floor(eqx.Module):
         )
 
     def arguments(self, tree: PyTree) -> PyTree:
-        """What the precision above is given: in float64 all arrays are, kept layers too."""
-        return _in_float64(tree) if self.above == "float64" else tree
+        """Casts the arguments to the precision above. In float64 all arrays are cast, those of kept
+        layers too.
+        """
+        return in_float64(tree) if self.above == "float64" else tree
 
 
-def _in_float64(tree: PyTree) -> PyTree:
+def in_float64(tree: PyTree) -> PyTree:
     def widen(x):
         if not eqx.is_array(x) or not is_inexact(x):
             return x

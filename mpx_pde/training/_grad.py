@@ -9,14 +9,15 @@ import jax.tree_util as jtu
 from jaxtyping import Array
 
 from .._loss_scaling import AbstractLossScaling
-from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree, RawGradientOptions
-from ._gradient import Gradient, arrange_value_and_grad, transformed
+from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
+from ._gradient import Gradient, transformed
+from ._options import parse_options
 
 
 _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
 
 
-def _value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
+def _evaluated(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     if not gradient.options.use_mixed_precision:
         out, grads = gradient.plain(args, kwargs)
         return out, gradient.scaling, jnp.array(True), grads
@@ -24,9 +25,14 @@ def _value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     return out, *gradient.finish(grads, args[0], counts)
 
 
-def _arrange_grad(gradient: Gradient, out: tuple) -> tuple:
-    (_, aux), scaling, finite, grads = out
-    return (scaling, finite, grads, aux) if gradient.options.has_aux else (scaling, finite, grads)
+def _value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
+    (value, aux), *rest = _evaluated(gradient, args, kwargs)
+    return (value, aux) if gradient.options.has_aux else value, *rest
+
+
+def _grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
+    (_, aux), *rest = _evaluated(gradient, args, kwargs)
+    return (*rest, aux) if gradient.options.has_aux else tuple(rest)
 
 
 def _run_scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
@@ -89,7 +95,6 @@ def filter_value_and_grad(
     axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
     forward: ForwardLike = "half",
-    search: bool = True,
 ) -> Callable[..., Any]:
     """[`equinox.filter_value_and_grad`][] in mixed precision, with loss scaling.
 
@@ -123,7 +128,8 @@ def filter_value_and_grad(
         the code that makes the model: the gradients follow the model that they are given.
     - `keep_full`: what is not cast: a bool for everything, or a prefix of the positional
         arguments, such as `(False, True)` to cast the model and keep the collocation points.
-        `eqx.nn.State` and [`mpx_pde.FullPrecision`][] are never cast.
+        `eqx.nn.State` and [`mpx_pde.FullPrecision`][] are never cast. With `forward=` nothing is
+        cast: what is kept then enters products of full precision, in the backward pass too.
     - `axis_name`: inside `jax.shard_map` or `jax.pmap`, the mesh axis or axes whose devices must
         agree on `grads_finite`. What sums gradients over devices is JAX or you: with
         `check_vma=True`, the default of `jax.shard_map`, JAX returns the sum for parameters that
@@ -143,7 +149,8 @@ def filter_value_and_grad(
         evaluation, and the error of the gradient is relative to itself: it vanishes as the residual
         does (see *Full-precision answers* in the documentation). Nothing is cast beforehand, with
         `autocast=True` and without. The floating-point arrays of the first argument count as
-        parameters, all others as data.
+        parameters, all others as data. What is computed of data alone is evaluated once, in full;
+        the product that takes it together with the model rounds it.
 
     **Returns:**
 
@@ -165,7 +172,17 @@ def filter_value_and_grad(
     The recipe is that of Micikevicius et al., *Mixed Precision Training* (2018), section 3; names
     and return orders are those of MPX (Gräfe & Trimpe, 2025).
     """
-    return transformed("filter_value_and_grad", locals(), _value_and_grad, arrange_value_and_grad)
+    options = parse_options(
+        "filter_value_and_grad",
+        has_aux,
+        use_mixed_precision,
+        policy=policy,
+        keep_full=keep_full,
+        autocast=autocast,
+        forward=forward,
+        axis_name=axis_name,
+    )
+    return transformed(func, scaling, options, _value_and_grad)
 
 
 if TYPE_CHECKING:
@@ -209,7 +226,6 @@ def filter_grad(
     axis_name: AxisName | None = None,
     autocast: bool | dict[str, Any] = False,
     forward: ForwardLike = "half",
-    search: bool = True,
 ) -> Callable[..., Any]:
     """[`mpx_pde.filter_value_and_grad`][] without the value.
 
@@ -226,7 +242,17 @@ def filter_grad(
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
-    return transformed("filter_grad", locals(), _value_and_grad, _arrange_grad)
+    options = parse_options(
+        "filter_grad",
+        has_aux,
+        use_mixed_precision,
+        policy=policy,
+        keep_full=keep_full,
+        autocast=autocast,
+        forward=forward,
+        axis_name=axis_name,
+    )
+    return transformed(func, scaling, options, _grad)
 
 
 if TYPE_CHECKING:
@@ -237,7 +263,7 @@ if TYPE_CHECKING:
         scaling: AbstractLossScaling | None,
         has_aux: Literal[False] = False,
         use_mixed_precision: bool = True,
-        **options: Unpack[RawGradientOptions],
+        **options: Unpack[GradientOptions],
     ) -> Callable[..., tuple[Array, PyTree]]: ...
 
     @overload
@@ -246,7 +272,7 @@ if TYPE_CHECKING:
         scaling: AbstractLossScaling | None,
         has_aux: Literal[True],
         use_mixed_precision: bool = True,
-        **options: Unpack[RawGradientOptions],
+        **options: Unpack[GradientOptions],
     ) -> Callable[..., tuple[tuple[Array, PyTree], PyTree]]: ...
 
     @overload
@@ -255,7 +281,7 @@ if TYPE_CHECKING:
         scaling: AbstractLossScaling | None,
         has_aux: bool = False,
         use_mixed_precision: bool = True,
-        **options: Unpack[RawGradientOptions],
+        **options: Unpack[GradientOptions],
     ) -> Callable[..., tuple[Any, ...]]: ...
 
 
@@ -288,7 +314,17 @@ def calculate_scaled_grad(
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
-    return transformed("calculate_scaled_grad", locals(), _run_scaled_grad)
+    options = parse_options(
+        "calculate_scaled_grad",
+        has_aux,
+        use_mixed_precision,
+        policy=policy,
+        keep_full=keep_full,
+        autocast=autocast,
+        forward=forward,
+        axis_name=axis_name,
+    )
+    return transformed(func, scaling, options, _run_scaled_grad)
 
 
 def line_search_value(
@@ -324,15 +360,24 @@ def line_search_value(
     )
     ```
 
-    **Arguments:** as for [`mpx_pde.filter_value_and_grad`][], without `has_aux` and `search`.
+    **Arguments:** as for [`mpx_pde.filter_value_and_grad`][], without `has_aux`.
 
     **Returns:** a function of the arguments of `func` that returns the loss, float32 (float64 for a
     float64 loss). It can be differentiated once, in reverse mode, with respect to the first one.
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
-    arguments = {**locals(), "has_aux": False, "search": False}
-    run = transformed("line_search_value", arguments, _value_and_grad, arrange_value_and_grad)
+    options = parse_options(
+        "line_search_value",
+        False,
+        use_mixed_precision,
+        policy=policy,
+        keep_full=keep_full,
+        autocast=autocast,
+        forward=forward,
+        axis_name=axis_name,
+    )
+    run = transformed(func, scaling, options, _value_and_grad)
 
     @eqx.filter_custom_vjp
     def value(model, args, kwargs):

@@ -1,10 +1,9 @@
-"""What it takes to differentiate a loss in mixed precision; the public transformations say what of
-it they return."""
+"""Differentiation of a loss in mixed precision. Each public transformation returns a part of it."""
 
 import dataclasses
 import functools as ft
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,7 +19,7 @@ from jaxtyping import Array, Bool, Inexact
 from .._cast import widen
 from .._dtypes import true_float32
 from .._forward import Forward
-from .._loss_scaling import check_scaling, split_aux
+from .._loss_scaling import DynamicLossScaling, NoOpLossScaling, check_scaling, split_aux
 from .._notes import noting_the_cast, noting_the_trace
 from .._tree import all_finite, in_a_line, with_fields
 from .._types import PyTree
@@ -29,6 +28,8 @@ from ..autocast import autocast as autocast_function
 from ..derivatives._counts import check_takes_derivatives, sum_counts
 from ..derivatives._probe import tap_p
 from ..derivatives._scaling import Scaling
+from ..derivatives._unscaled import noting_unscaled
+from ..engine import InForward
 from ..interpret._jaxpr import contains
 from ..interpret._precision_report import (
     LEAST_IN_FULL,
@@ -36,13 +37,10 @@ from ..interpret._precision_report import (
     OF_CASTS,
     OF_FORWARDS,
     checked,
-    evaluated,
     traced,
     warn_user,
 )
-from ..propagation import InForward
-from ._options import Options, parse_options
-from ._search import can_search, differentiable_search, search, search_eagerly
+from ._options import Options
 
 
 def _check_loss(value: Any, has_aux: bool, call: str) -> Inexact[Array, ""]:
@@ -78,7 +76,7 @@ def _as_varying(tree: PyTree, axis_name: Any) -> PyTree:
 
 
 def _agree(finite: Bool[Array, ""], axis_name: Any) -> Bool[Array, ""]:
-    """Whether `finite` holds on every device along the mapped axes."""
+    """Returns whether `finite` holds on every device along the mapped axes."""
     if axis_name is None:
         return finite
     return lax.psum((~finite).astype(jnp.int32), axis_name) == 0
@@ -94,31 +92,57 @@ def like_masters(grads: PyTree, masters: PyTree) -> PyTree:
     )
 
 
+_DESCENT = 4
+"""Powers of two by which a scale falls while no step has been taken: with the rules alone a run
+would lose up to a dozen steps before its first one."""
+
+
+def _descended(before: Any, after: Any) -> Any:
+    """The adjusted scaling `after`; what of it fell has fallen faster if no step has been taken."""
+    if not isinstance(before, DynamicLossScaling | Scaling):
+        return after
+    none_taken = after.taken_steps == 0
+
+    def faster(scale: Array, adjusted: Array, fallen: Array, lowest: Any) -> Array:
+        fallen = jnp.maximum(fallen, jnp.minimum(lowest, scale))
+        faster = jnp.minimum(fallen, adjusted)
+        return jnp.where(none_taken & (adjusted < scale), faster, adjusted)
+
+    def of_loss(before: Any, after: Any) -> Any:
+        scale, lowest = before.loss_scaling, before.min_loss_scaling
+        found = faster(scale, after.loss_scaling, scale * 2.0**-_DESCENT, lowest)
+        return with_fields(after, loss_scaling=found)
+
+    if isinstance(before, DynamicLossScaling):
+        return of_loss(before, after)
+    exponents, lowest = before.derivatives.exponents, before.derivatives.rule.lowest
+    found = faster(
+        exponents, after.derivatives.exponents, exponents - _DESCENT, np.array(lowest, np.int32)
+    )
+    derivatives = with_fields(after.derivatives, exponents=found)
+    dynamic = isinstance(before.loss, DynamicLossScaling)
+    loss = of_loss(before.loss, after.loss) if dynamic else after.loss
+    return with_fields(after, loss=loss, derivatives=derivatives)
+
+
 class Gradient(eqx.Module):
-    """What the public transformations share: a loss function and how to differentiate it."""
+    """A loss function and how to differentiate it, shared by all public transformations."""
 
     func: Any
     scaling: Any
     options: Options
 
     @classmethod
-    def of(cls, call: str, arguments: Mapping[str, Any]) -> "Gradient":
-        """That of a public function, `call`, by its arguments."""
-        func, scaling = arguments["func"], arguments["scaling"]
+    def of(cls, func: Any, scaling: Any, options: Options) -> "Gradient":
+        """Builds the `Gradient` of a loss function after checking it and its scaling."""
+        call = options.call
         if not callable(func):
             raise TypeError(f"`{call}` takes a loss function first, but got {in_a_line(func)}.")
-        if arguments["use_mixed_precision"] or scaling is not None:
+        if options.use_mixed_precision or scaling is not None:
             check_scaling(scaling, call)
         if isinstance(scaling, Scaling):
             check_takes_derivatives(func, call)
-        return cls(func, scaling, parse_options(call, arguments))
-
-    @property
-    def searches(self) -> bool:
-        """Whether a step that overflows is evaluated again while none has been taken."""
-        options = self.options
-        float16 = options.use_mixed_precision and options.compute_dtype == jnp.float16
-        return options.search and float16 and can_search(self.scaling)
+        return cls(func, scaling, options)
 
     def at(self, scaling: Any) -> "Gradient":
         """The same with another state of the scaling."""
@@ -148,16 +172,30 @@ class Gradient(eqx.Module):
         """The loss in float32 or wider, and auxiliary output (`None` without)."""
         func, options, dtype = self.func, self.options, self.options.compute_dtype
         if options.in_full:
-            func = InForward(func, Forward(options.forward, dtype.name))
+            kept = options.kept(args, kwargs)
+            func = InForward(func, Forward(options.forward, dtype.name), kept)
         if options.autocast is not None and options.in_half:
             func = autocast_function(func, dtype, **dict(options.autocast))
         cast = options.casts and options.in_half
-        with noting_the_cast(options.call, dtype) if cast else nullcontext():
+        noting = noting_the_cast(options.call, dtype) if cast else nullcontext()
+        with noting, noting_unscaled() as unscaled:
             out = func(*args, **self.with_derivatives(kwargs, derivatives))
+        if unscaled and self.derivatives is None and options.in_half:
+            self._warn_of_unscaled(*unscaled.popitem())
         aux = None
         if self.options.has_aux:
             out, aux = split_aux(out, self.options.call)
         return widen(_check_loss(out, self.options.has_aux, self.options.call)), aux
+
+    def _warn_of_unscaled(self, call: str, order: int) -> None:
+        warn_user(
+            f"`{self.options.call}` got a loss scaling alone, but the loss takes derivatives of "
+            f"order {order} by `{call}` in float16, and what overflows or vanishes in them is "
+            "lost before there is a loss to scale. Pass `mpx_pde.Scaling(loss=..., derivatives="
+            "mpx_pde.DerivativeScaling.per_direction(...))`, and the `derivatives` that the loss "
+            f"then receives on as `{call}(..., scaling=derivatives)`; or take `forward='float32'`, "
+            "or bfloat16. If it is meant, filter `mpx_pde.PrecisionWarning`."
+        )
 
     def plain(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree]:
         """Value, auxiliary output and gradients without any mixed precision."""
@@ -200,73 +238,37 @@ class Gradient(eqx.Module):
         grads = like_masters(grads, eqx.filter(model, eqx.is_inexact_array))
         finite = _agree(all_finite(grads), self.options.axis_name)
         if counts is None:
-            return self.scaling.adjust(finite), finite, grads
+            adjusted = _descended(self.scaling, self.scaling.adjust(finite))
+            return adjusted, finite, grads
         counts = sum_counts(counts, self.options.axis_name)
         # Gradients can be finite all the same, where a loss masks what overflowed.
         usable = finite & self.derivatives.finite(counts)
-        return self.scaling.adjust(finite, counts), usable, grads
+        adjusted = _descended(self.scaling, self.scaling.adjust(finite, counts))
+        return adjusted, usable, grads
 
 
-def _searched(
-    run: Callable, args: tuple, closed: ClosedJaxpr, leaves: list, assemble: Any
-) -> tuple:
-    """`run(*args)` at the largest scales at which the step can be taken, by what was traced."""
-    gradient, args, kwargs = args
-    scaling, axis_name = gradient.scaling, gradient.options.axis_name
-    if jax.sharding.get_abstract_mesh().manual_axes:
-        dynamic, static = eqx.partition(scaling, eqx.is_array)
-        treedef = jtu.tree_structure(dynamic)
-
-        def step(arrays):
-            at = gradient.at(eqx.combine(treedef.unflatten(arrays), static))
-            return jtu.tree_leaves(eqx.filter(run(at, args, kwargs), eqx.is_array))
-
-        arrays, _ = search(step, assemble, closed.out_avals, scaling, axis_name)
-        return assemble(arrays)
-    # The paths are those in `(run, (gradient, args, kwargs), {})`.
-    prefix = (jtu.SequenceKey(1), jtu.SequenceKey(0), jtu.GetAttrKey("scaling"))
-    places = [i for i, (path, _) in enumerate(leaves) if tuple(path[:3]) == prefix]
-    values = [x for _, x in leaves]
-    return assemble(differentiable_search(closed, values, places, assemble, scaling, axis_name))
-
-
-def _with_derivatives(
-    evaluate: Callable, run: Callable, args: tuple, closed: ClosedJaxpr, *rest: Any
-) -> Any:
-    """`evaluate`, with a warning where a derivative scaling scales nothing in what was traced."""
+def _check_scales_anything(call: str, closed: ClosedJaxpr) -> None:
+    """A warning where a derivative scaling scales nothing in what was traced."""
     if not contains(closed, {tap_p.name}):
         warn_user(
-            f"`{args[0].options.call}` got a `Scaling`, but the loss takes no derivative by the "
-            "`derivatives` that it receives, so nothing in it is scaled or counted. Pass them on: "
+            f"`{call}` got a `Scaling`, but the loss takes no derivative by the `derivatives` that "
+            "it receives, so nothing in it is scaled or counted. Pass them on: "
             "`mpx_pde.partials(..., scaling=derivatives)`. A loss without derivatives takes a loss "
             "scaling alone, such as `scaling.loss`."
         )
-    return evaluate(run, args, closed, *rest)
 
 
-def arrange_value_and_grad(gradient: Gradient, out: tuple) -> tuple:
-    """What a transformation returns that returns the value."""
-    (value, aux), scaling, finite, grads = out
-    return (value, aux) if gradient.options.has_aux else value, scaling, finite, grads
-
-
-def transformed(
-    call: str, arguments: Mapping[str, Any], run: Callable, arrange: Callable | None = None
-) -> Callable[..., Any]:
-    """What a public function, `call`, returns: of its arguments, by name, those that say how `func`
-    is differentiated. `run` and `arrange` are those of [`Transformed`][]."""
-    return eqx.module_update_wrapper(Transformed(Gradient.of(call, arguments), run, arrange))
+def transformed(func: Any, scaling: Any, options: Options, run: Callable) -> Callable[..., Any]:
+    """Builds the result of a public transformation. `run` is that of [`Transformed`][]."""
+    return eqx.module_update_wrapper(Transformed(Gradient.of(func, scaling, options), run))
 
 
 class Transformed(eqx.Module):
-    """A differentiated function; `run` says what is asked of it."""
+    """A differentiated function; `run`, which takes `(gradient, args, kwargs)`, says what is asked
+    of it."""
 
     gradient: Gradient
     run: Callable
-    """Takes `(gradient, args, kwargs)`."""
-    arrange: Callable | None = None
-    """What the caller gets of `((value, aux), scaling, finite, grads)`. Without it that is what
-    `run` returns, and nothing is searched for."""
 
     # As functions are compared, so that `jax.jit` takes one whose scaling has arrays.
     __hash__ = object.__hash__
@@ -283,6 +285,11 @@ class Transformed(eqx.Module):
         return self.gradient.options.use_mixed_precision
 
     @property
+    def scales_its_loss(self) -> bool:
+        scaling = getattr(self.gradient.scaling, "loss", self.gradient.scaling)
+        return self.is_mixed_precision and not isinstance(scaling, NoOpLossScaling)
+
+    @property
     def __signature__(self):
         # What a caller passes: `derivatives` is not among it.
         if self.gradient.derivatives is None:
@@ -296,37 +303,24 @@ class Transformed(eqx.Module):
         # Copies of the containers: an `eqx.nn.State` that the loss sets can be used once only, and
         # the caller needs the old one to roll back to.
         args, kwargs = jtu.tree_map(lambda x: x, (args, kwargs))
-        return self.gradient.options.in_context(lambda: self._checked(args, kwargs))
+        return self.gradient.options.in_context(lambda: self._run(args, kwargs))
 
-    def _checked(self, args: tuple, kwargs: dict) -> Any:
-        gradient = self.gradient
-        if self.arrange is None:
-            return self._run(args, kwargs, False)
-        return self.arrange(gradient, self._run(args, kwargs, gradient.searches))
-
-    def _run(self, args: tuple, kwargs: dict, searches: bool) -> Any:
+    def _run(self, args: tuple, kwargs: dict) -> Any:
         gradient, options = self.gradient, self.gradient.options
         everything = gradient, args, kwargs
-        if not options.in_half:
-            return self.run(*everything)
         # Run eagerly there is no program to look at.
-        if not traced(everything):
-            out = self.run(*everything)
-            if not searches:
-                return out
-            if not traced(out):
-                again = lambda scaling: self.run(gradient.at(scaling), args, kwargs)
-                return search_eagerly(again, gradient.scaling, out, options.axis_name)
+        if not options.in_half or not traced(everything):
+            return self.run(*everything)
         advice = OF_CASTS if options.autocast is None else OF_AUTOCAST
         advice = OF_FORWARDS if options.in_full else advice
         least = LEAST_IN_FULL if options.in_full else 0.5
         # Who names what stays in float32 is not warned of that.
         without = (gradient.without_overrides(), args, kwargs) if options.autocast else None
         asked_for = options.call, options.compute_dtype
-        evaluate = _searched if searches else evaluated
+        look = None
         if gradient.derivatives is not None and gradient.derivatives.active:
-            evaluate = ft.partial(_with_derivatives, evaluate)
-        return checked(self.run, everything, *asked_for, advice, without, evaluate, least)
+            look = ft.partial(_check_scales_anything, options.call)
+        return checked(self.run, everything, *asked_for, advice, without, least, look=look)
 
     def __get__(self, instance: Any, owner: Any = None):
         return self if instance is None else eqx.Partial(self, instance)

@@ -1,4 +1,4 @@
-"""From one precision to the next as rounding asks for it."""
+"""A ladder of precisions that a training climbs as rounding demands."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -40,7 +40,8 @@ class PrecisionLadder(eqx.Module):
     ```
 
     A ladder is a value: `update` returns another one. The number of its rung is a Python number in
-    the PyTree, which [`equinox.filter_jit`][] compiles for and [`mpx_pde.save_checkpoint`][] keeps.
+    the PyTree, which [`equinox.filter_jit`][] compiles for and
+    [`equinox.tree_serialise_leaves`][] saves.
 
     **Attributes:**
 
@@ -116,13 +117,14 @@ class PrecisionLadder(eqx.Module):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the gradient transformations take to work on this rung: `forward`, or
-        `use_mixed_precision=False`."""
+        """Returns the options with which the gradient transformations work on this rung: `forward`,
+        or `use_mixed_precision=False`.
+        """
         return options_of(self.rung)
 
     @property
     def at_top(self) -> bool:
-        """Whether there is no rung above."""
+        """Returns whether there is no rung above."""
         return self.rungs.index(self.rung) == len(self.rungs) - 1
 
     def floor(
@@ -158,8 +160,8 @@ class PrecisionLadder(eqx.Module):
             the floor is measured.
         - `func`, `scaling`, `has_aux`: as for [`mpx_pde.filter_grad`][], and as in the step.
         - `options`: those of the step besides `ladder.options`, and of
-            [`mpx_pde.precision_floor`][] (`in_axes`, `micro_batches`). `search` and `axis_name` are
-            of no account here: nothing is stepped, and arguments are those of all devices.
+            [`mpx_pde.precision_floor`][] (`in_axes`, `micro_batches`). `axis_name` is of no
+            account here: arguments are those of all devices.
 
         **Returns:**
 
@@ -177,8 +179,7 @@ class PrecisionLadder(eqx.Module):
             if self.at_top or step == 0 or step % self.interval:
                 return self
             # What is not needed here is the noise.
-            of_step = ("search", "axis_name")
-            given = {name: x for name, x in options.items() if name not in of_step}
+            given = {name: x for name, x in options.items() if name != "axis_name"}
             given = {"micro_batches": 1, **given}
             floor = self.floor(func, scaling, has_aux, **given)(*args, **kwargs)
             if not floor.reached:

@@ -98,7 +98,9 @@ def _naming_a_state_of_another(optimizer: Any, view: "_View") -> Iterator[None]:
 
 
 class _View(NamedTuple):
-    """What the optimizer gets to see of a model with arrays that are no parameters."""
+    """Parameters, state and gradients as the optimizer sees them, without arrays that are no
+    parameters.
+    """
 
     params: PyTree
     state: PyTree

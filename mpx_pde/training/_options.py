@@ -1,7 +1,7 @@
 """The options that all gradient transformations share: read and checked here, once."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import jmp
 import numpy as np
 
-from .._cast import cast_except, cast_operands, widen
+from .._cast import cast_except, cast_operands, kept_paths, widen
 from .._dtypes import (
     asked_for_half,
     half_precision,
@@ -27,7 +27,7 @@ from ._policy import parse_policy
 
 
 class Options(eqx.Module):
-    """How a loss is differentiated.
+    """The options by which a loss is differentiated.
 
     What each of them means is told by [`mpx_pde.filter_value_and_grad`][]. Make one with
     [`parse_options`][].
@@ -46,11 +46,10 @@ class Options(eqx.Module):
     autocast: tuple[tuple[str, Any], ...] | None = eqx.field(static=True)
     forward: str = eqx.field(static=True)
     axis_name: Any = eqx.field(static=True, default=None)
-    search: bool = eqx.field(static=True, default=True)
 
     @property
     def in_full(self) -> bool:
-        """Whether the forward pass is in another precision than the backward pass."""
+        """Returns whether the forward pass is in another precision than the backward pass."""
         return self.use_mixed_precision and self.forward != "half"
 
     @property
@@ -61,12 +60,12 @@ class Options(eqx.Module):
 
     @property
     def casts(self) -> bool:
-        """Whether arguments are cast before the function sees them."""
+        """Returns whether arguments are cast before the function sees them."""
         return self.use_mixed_precision and self.autocast is None and not self.in_full
 
     @property
     def in_half(self) -> bool:
-        """Whether anything is to be in half precision."""
+        """Returns whether anything is to be in half precision."""
         return self.use_mixed_precision and is_half(self.compute_dtype)
 
     def check_called_with(self, args: tuple) -> None:
@@ -96,10 +95,20 @@ class Options(eqx.Module):
     def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """The arguments as the function gets them."""
         if not self.casts:
+            self.kept(args, kwargs)  # for its errors
             return args, kwargs
         dtype = self.compute_dtype
         args = cast_except(self.keep_full, args, dtype, self.call)
         return args, kwargs if self.keep_full is True else cast_operands(kwargs, dtype)
+
+    def kept(self, args: tuple, kwargs: dict) -> frozenset:
+        """Returns the paths in `(fun, args, kwargs)` of what stays in full."""
+        places = kept_paths(self.keep_full, args, self.call)
+        paths = {(jtu.SequenceKey(1), *path) for path in places}
+        if self.keep_full is True:
+            leaves = jtu.tree_leaves_with_path(kwargs)
+            paths |= {(jtu.SequenceKey(2), *path) for path, _ in leaves}
+        return frozenset(paths)
 
     def output(self, tree: PyTree) -> PyTree:
         """Auxiliary output in the dtype that the caller is promised."""
@@ -108,42 +117,49 @@ class Options(eqx.Module):
         return cast_operands(tree, jnp.dtype(self.policy.output_dtype))
 
 
-_FLAGS = {
-    "has_aux": "whether the function returns `(loss, aux)`",
-    "use_mixed_precision": "whether anything is done in half precision (in which, says `policy`)",
-    "search": "whether to find the first scales on the first batch",
-}
-
-
-def parse_options(call: str, arguments: Mapping[str, Any]) -> Options:
-    """The options among the arguments of the public function `call`, by name.
+def parse_options(
+    call: str,
+    has_aux: Any,
+    use_mixed_precision: Any,
+    *,
+    policy: Any,
+    keep_full: PyTree,
+    autocast: Any,
+    forward: Any,
+    axis_name: Any = None,
+) -> Options:
+    """Builds the options of the public function `call`.
 
     **Raises:** `ValueError` and `TypeError`, in the name of `call`, for what makes no sense.
     """
-    given = {f.name: arguments[f.name] for f in dataclasses.fields(Options) if f.name in arguments}
-    for name, meaning in _FLAGS.items():
-        if not isinstance(given.get(name, True), bool | np.bool_):
-            raise TypeError(
-                f"`{call}` takes a bool as `{name}`, {meaning}, but got {in_a_line(given[name])}. "
-                "It decides which program is compiled: under `jit` it is static."
-            )
-    parsed = {
-        "has_aux": bool(given["has_aux"]),
-        "use_mixed_precision": bool(given["use_mixed_precision"]),
-        "policy": parse_policy(given["policy"], call),
-        "autocast": _parse_autocast(given["autocast"], call),
-        "forward": check_forward(given["forward"], call),
-    }
-    options = Options(call=call, **{**given, **parsed})
+    _check_bool(call, "has_aux", has_aux, "whether the function returns `(loss, aux)`")
+    meaning = "whether anything is done in half precision (in which, says `policy`)"
+    _check_bool(call, "use_mixed_precision", use_mixed_precision, meaning)
+    options = Options(
+        call=call,
+        has_aux=bool(has_aux),
+        use_mixed_precision=bool(use_mixed_precision),
+        policy=parse_policy(policy, call),
+        keep_full=keep_full,
+        autocast=_parse_autocast(autocast, call),
+        forward=check_forward(forward, call),
+        axis_name=axis_name,
+    )
     if options.in_full and options.autocast:
         raise ValueError(
             f"`{call}` takes either overrides of `autocast` or `forward={options.forward!r}`, "
             "which evaluates the loss in that precision and leaves nothing to cast. Drop one of "
             "them."
         )
-    if options.in_full:
-        options = dataclasses.replace(options, autocast=None)
-    return options
+    return dataclasses.replace(options, autocast=None) if options.in_full else options
+
+
+def _check_bool(call: str, name: str, value: Any, meaning: str) -> None:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(
+            f"`{call}` takes a bool as `{name}`, {meaning}, but got {in_a_line(value)}. "
+            "It decides which program is compiled: under `jit` it is static."
+        )
 
 
 def _parse_autocast(options: Any, call: str) -> tuple[tuple[str, Any], ...] | None:

@@ -1,4 +1,4 @@
-"""What `LevenbergMarquardt` checks: its numbers, its examples, and what residuals return."""
+"""Checks of `LevenbergMarquardt`: its numbers, its examples and the shape of its residuals."""
 
 import math
 from typing import Any
@@ -36,7 +36,7 @@ def check_solver(solver: Any, call: str) -> None:
 
 
 def check_parameters(model: PyTree, call: str) -> None:
-    """That there is something to be found, and that it is real."""
+    """Checks that there are parameters, and that they are real."""
     found = [x for x in jtu.tree_leaves(model) if eqx.is_inexact_array(x)]
     if not found:
         raise ValueError(f"`{call}` needs a model with floating-point arrays.")
@@ -48,7 +48,7 @@ def check_parameters(model: PyTree, call: str) -> None:
 
 
 def length_of(batch: PyTree, call: str) -> int:
-    """How many examples there are in a batch."""
+    """Returns the number of examples in a batch."""
     lengths = {x.shape[0] if x.ndim else -1 for x in map(jnp.asarray, jtu.tree_leaves(batch))}
     if len(lengths) != 1 or -1 in lengths:
         raise ValueError(

@@ -18,8 +18,8 @@ from .._forward import Forward, check_forward
 from .._loss_scaling import DynamicLossScaling
 from .._tree import in_a_line, select_tree
 from .._types import PyTree
+from ..engine import InForward
 from ..interpret._precision_report import LEAST_IN_FULL, OF_JACOBIANS, checked, traced
-from ..propagation import InForward
 from ._conjugate import refined
 from ._residuals import as_vector, check_dampings, check_parameters, check_solver, length_of
 
@@ -30,7 +30,7 @@ _JACOBIANS = ("float16", "bfloat16", "float32", "float64")
 
 
 class LevenbergMarquardtState(eqx.Module):
-    """What [`mpx_pde.LevenbergMarquardt`][] keeps between steps.
+    """The state of [`mpx_pde.LevenbergMarquardt`][] between steps.
 
     **Attributes:**
 

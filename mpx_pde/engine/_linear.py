@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping
 
+from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step, variables
-from . import _tables as tables
 from ._streams import is_inexact
 
 

@@ -7,12 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
 
 from .._varying import match_varying_axes
-from ..interpret._jaxpr import aval_of, differentiable, pushforward
-from . import _tables as tables
+from ..interpret import _tables as tables
+from ..interpret._jaxpr import CALLS, aval_of, bodies_of, differentiable, pushforward
 from ._custom import custom_in_registers
+from ._moments import moments_p
 from ._plan import Index, Plan, chains, splits
 from ._selections import SELECTIONS
 from ._streams import (
@@ -22,9 +24,11 @@ from ._streams import (
     after_nonlinear,
     bind,
     bind_primals,
+    each,
     is_inexact,
     stage_of,
 )
+from ._together import beside, sum_together
 from ._towers import closed_tower, has_tower, nested_tower
 
 
@@ -154,6 +158,10 @@ class Rules:
             return self._constant
         if name == "convert_element_type":
             return self._convert
+        if name in tables.TOGETHER and not any(map(_is_complex, eqn.invars)):
+            return self._together
+        if name == moments_p.name:
+            return self._moments
         if name in tables.LINEAR:
             return self._linear
         if name == "mul":
@@ -167,7 +175,7 @@ class Rules:
         if name == "custom_jvp_call":
             return self._custom if self._is_elementwise(eqn, moving, operands) else None
         real = not any(map(_is_complex, eqn.invars))
-        if moving == [0] and real and (has_tower(name) or name in tables.ELEMENTWISE):
+        if moving == [0] and real and name in tables.ELEMENTWISE:
             return self._elementwise
         return None
 
@@ -194,6 +202,38 @@ class Rules:
             for streams, x in zip(out, self._linear_stream(eqn, operands, key), strict=True):
                 streams[key] = x
         return [Jet(x, s, stage) for x, s in zip(primals, out, strict=True)]
+
+    def _together(self, eqn, operands):
+        (x, *more), params = operands, eqn.params
+        if more or params.get("sharding", params.get("out_sharding")) is not None:
+            return self._linear(eqn, operands)
+        if eqn.primitive.name == "broadcast_in_dim":
+            # Axes of a program may be integers of NumPy.
+            return [x.spread(params["shape"], tuple(map(int, params["broadcast_dimensions"])))]
+        return summed([x], tuple(map(int, params["axes"])))
+
+    def _moments(self, eqn, operands):
+        """The sum of an array, and that of its squared deviations from the mean, in one pass: of
+        what its entries are beyond the mean of the first few, and of the squares of that. No result
+        depends on what is taken away, so it has no derivative."""
+        (x,), axes = operands, eqn.params["axes"]
+        shape = np.shape(x.primal)
+        count, few = math.prod(shape[i] for i in axes), min(shape[axes[-1]], 8)
+        stops = {**dict.fromkeys(axes, 1), axes[-1]: few}
+
+        def first(every, n):
+            at = tuple(slice(stops.get(i)) for i in range(-n, len(shape)))
+            return [lax.stop_gradient(jnp.asarray(s)[at] / few) for s in every]
+
+        (start,) = summed(each([x], first), axes)
+        kept = [i for i in range(len(shape)) if i not in axes]
+        y = added(x, start.spread(shape, kept), -1)
+        total, squares = summed([y, self._square(y)], axes)
+        return [added(total, start, count), added(squares, self._square(total), -1 / count)]
+
+    def _square(self, x: Jet) -> Jet:
+        tower = closed_tower("integer_pow", self.order(x), x.primal, 2)
+        return Jet(tower[0], self.compose(tower, x), after_nonlinear(x))
 
     def _linear_stream(self, eqn, operands, key) -> list:
         args, axes = [], []
@@ -230,19 +270,27 @@ class Rules:
             if isinstance(x, Jet) and key in x.streams:
                 part = x.streams[key] if sign > 0 else -x.streams[key]
                 total = part if total is None else total + part
+        # An axis of length one meets a longer one.
         return total if jnp.shape(total) == shape else jnp.broadcast_to(total, shape)
 
     def _mul(self, eqn, operands):
         a, b = operands
-        (primal,) = bind_primals(eqn, operands)
         if isinstance(a, Jet) and isinstance(b, Jet):
+            (primal,) = bind_primals(eqn, operands)
             streams = self.leibniz(lambda x, y, *_: x * y, a, b)
             return [Jet(primal, streams, after_nonlinear(a, b))]
         jet, factor = (a, b) if isinstance(a, Jet) else (b, a)
+        if isinstance(factor, jax.Array) and jet.streams:
+            factor = beside(factor, jet.primal)
+            primal = jet.primal * factor
+        else:
+            (primal,) = bind_primals(eqn, operands)
         return [Jet(primal, {k: x * factor for k, x in jet.streams.items()}, jet.stage)]
 
     def _div(self, eqn, operands):
         a, b = operands
+        if isinstance(b, Jet) and np.shape(b.primal) != aval_of(eqn.outvars[0]).shape:
+            return self._div_by_shared(eqn, a, b)
         (primal,) = bind_primals(eqn, operands)
         if not isinstance(b, Jet):
             return [Jet(primal, {k: x / b for k, x in a.streams.items()}, a.stage)]
@@ -270,6 +318,24 @@ class Rules:
             if total is not None:
                 q[key] = total * inverse
         return [Jet(primal, q, after_nonlinear(a, b))]
+
+    def _div_by_shared(self, eqn, a, b):
+        """By a value that several entries share: its inverse is spread."""
+        shape = aval_of(eqn.outvars[0]).shape
+        if _is_complex(eqn.outvars[0]):
+            return self._div(eqn, [a, spread(b, shape)])
+        tower = closed_tower("integer_pow", self.order(b), b.primal, -1)
+        inverse = spread(Jet(tower[0], self.compose(tower, b), after_nonlinear(b)), shape)
+        if not isinstance(a, Jet):
+            return [
+                Jet(
+                    a * inverse.primal,
+                    {k: a * x for k, x in inverse.streams.items()},
+                    inverse.stage,
+                )
+            ]
+        streams = self.leibniz(lambda x, y, *_: x * y, a, inverse)
+        return [Jet(a.primal * inverse.primal, streams, after_nonlinear(a, b))]
 
     def _elementwise(self, eqn, operands):
         x, *rest = operands
@@ -316,14 +382,43 @@ class Rules:
         return [Jet(tower[0], self.compose(tower, x), after_nonlinear(x))]
 
 
+def summed(jets: Sequence[Jet], axes: Sequence[int]) -> list[Jet]:
+    """Returns the sums of values of one shape over the same axes, in one pass over all of them."""
+    return each(jets, lambda arrays, more: sum_together(arrays, [i + more for i in axes]))
+
+
+def added(x: Jet, y: Jet, factor: int | float) -> Jet:
+    """Returns one value and a multiple of another, which has no other streams."""
+    plus = lambda a, b: a - b if factor == -1 else a + factor * b
+    streams = {k: plus(s, y.streams[k]) if k in y.streams else s for k, s in x.streams.items()}
+    return Jet(plus(x.primal, y.primal), streams, x.stage)
+
+
+def aligned(eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
+    """Returns the operands of an equation, broadcast to the array that they meet where they depend
+    on the point. JAX leaves numbers and axes of length one as they are; a stack of the streams of a
+    number would be taken for an array."""
+    name = eqn.primitive.name
+    shape = aval_of(eqn.outvars[0]).shape if eqn.outvars else ()
+    if name not in tables.BROADCASTS or not shape:
+        return list(operands)
+    # The rule of a quotient spreads the divisor itself.
+    places = (0,) if name == "div" else range(len(operands))
+    return [spread(x, shape) if i in places else x for i, x in enumerate(operands)]
+
+
+def spread(x: Operand, shape: tuple[int, ...]) -> Operand:
+    """Returns a value that depends on the point, broadcast to a shape."""
+    if not isinstance(x, Jet) or np.shape(x.primal) == shape:
+        return x
+    return x.spread(shape, range(len(shape) - np.ndim(x.primal), len(shape)))
+
+
 def _number(x: Any) -> Any:
     """A constant that is known while tracing as a Python number; an array as it is."""
     if isinstance(x, np.ndarray | np.generic | int | float) and np.ndim(x) == 0:
         return float(x)
     return jnp.asarray(x)
-
-
-_INNOCENT = frozenset({"mul", "div", "max", "min", "clamp", "pow", "atan2", "rem", "iota"})
 
 
 def _is_complex(atom: Any) -> bool:
@@ -351,25 +446,17 @@ def _pointwise_custom(eqn: JaxprEqn, moving: Sequence[int], order: int) -> bool:
 def _pointwise(closed: Any, order: int = 0) -> bool:
     """Whether a jaxpr does to each entry of its operands the same, whatever the others are, and so
     do its derivatives to an order."""
-    moves = frozenset({"add", "sub", "neg", "add_any", "select_n", "convert_element_type"})
     for eqn in closed.jaxpr.eqns:
         name = eqn.primitive.name
-        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
         if name == "custom_jvp_call":
             if not _pointwise_custom(eqn, differentiable(eqn.invars), order):
                 return False
-        elif inner is not None:
-            if not _pointwise(inner, order):
+        elif name in CALLS:
+            if not _pointwise(bodies_of(eqn)[0], order):
                 return False
         elif name == "broadcast_in_dim":
             if eqn.invars[0].aval.shape not in ((), eqn.outvars[0].aval.shape):
                 return False
-        elif not (
-            name in _INNOCENT
-            or name in moves
-            or has_tower(name)
-            or name in tables.ELEMENTWISE
-            or (name in tables.CONSTANT and not name.startswith("arg"))
-        ):
+        elif name not in tables.POINTWISE:
             return False
     return True

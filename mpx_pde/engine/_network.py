@@ -11,8 +11,8 @@ import math
 from collections.abc import Collection
 from typing import Any
 
+from ..interpret import _tables as tables
 from ..interpret._flat import Flat, Step, variables
-from . import _tables as tables
 from ._linear import values_in
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array
 
 from .._dtypes import asked_of_context, is_half, precision_of_user
 from .._forward import Forward, forward_in, present_forward
-from ..interpret._jaxpr import bodies_of, line_of
+from ..interpret._jaxpr import bodies_of
 from ._evaluate import Evaluator
 from ._plan import Index, Plan
 from ._products import Product
@@ -65,24 +65,25 @@ def _evaluator(
 ) -> Evaluator:
     """How a program is evaluated: as the loss around it says, else by its own arrays."""
 
-    def record(step, rule, how):
+    def record(step, line, rule, how):
         if note is not None:
-            note.append(Equation(step.eqn.primitive.name, line_of(step.eqn), rule, how))
+            note.append(Equation(step.eqn.primitive.name, line, rule, how))
 
     caller = source_info_util.current()
-    wide = np.dtype(np.float64 if closed.out_avals[0].dtype == np.float64 else np.float32)
+    narrow, wide = np.dtype(np.float32), np.dtype(np.float64)
     forward = present_forward() or _autocast()
     if forward is not None and forward.inside:
-        return Evaluator(rules, Storage(wide), Product(open=True), record, caller=caller)
+        return Evaluator(rules, Storage(narrow), Product(open=True), record, caller=caller)
     dtype = half_of(closed) if forward is None else forward.dtype
     scaled = {} if dtype is None else scales(dtype)
     if forward is None or not forward.full:
-        storage = Storage(wide if dtype is None else np.dtype(np.float32), dtype, scaled)
+        # Of masters in float64 is asked less, of a program that says float64 it is not.
+        storage = Storage(narrow, dtype, scaled, narrows=forward is not None)
         return Evaluator(rules, storage, Product(forward is not None), record, caller=caller)
-    above = np.dtype(np.float64) if forward.precision == "float64" else wide
+    above = Storage(wide if forward.precision == "float64" else narrow)
     product = Product(algorithm=forward.algorithm)
-    full = Evaluator(rules, Storage(above), product, record, caller=caller)
-    storage = Storage(np.dtype(np.float32), dtype, scaled)
+    full = Evaluator(rules, above, product, record, caller=caller)
+    storage = Storage(narrow, dtype, scaled, narrows=True)
 
     def lose(key, does):
         assert lost is not None
@@ -153,7 +154,7 @@ def propagate(
         (out,) = evaluator.program(closed, [Jet(point, streams, RAW)], plan.results)
         if not isinstance(out, Jet):
             return jnp.asarray(out), {}
-        out = (evaluator.full or evaluator).storage.loaded(out)
+        out = (evaluator.full or evaluator).storage.loaded(out, closed.out_avals[0].dtype)
         full = {
             k: jnp.broadcast_to(x, _shape(plan.size(k), out.primal)) for k, x in out.streams.items()
         }

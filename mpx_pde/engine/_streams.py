@@ -1,7 +1,7 @@
 """A value together with its derivatives, and how they are stored."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,15 +11,20 @@ import numpy as np
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
+from .._order import rounded_cotangent
 from .._varying import match_varying_axes
 from ..interpret._jaxpr import own_bind
 from ._plan import Index
+from ._together import spread_together
 
 
-RAW, FIRST, DEEP = range(3)
-"""How far a value is from the point: no product yet, linear in the result of the first one, beyond.
-Coordinates and the first product are never rounded to half: errors made there are magnified by
-every order of differentiation."""
+DATA, RAW, FIRST, DEEP = range(4)
+"""How far a value is from the point: no product yet (`RAW`), linear in the result of the first one
+(`FIRST`), beyond (`DEEP`). Coordinates and the first product are never rounded to half: errors made
+there are magnified by every order of differentiation.
+
+In a whole loss, what is computed of data alone is `DATA`, or `RAW` where it is to stay in full; all
+that meets the model is `DEEP`."""
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=["primal", "streams"], meta_fields=["stage"])
@@ -39,6 +44,31 @@ class Jet:
         """The value with those of its streams."""
         return Jet(self.primal, {k: s for k, s in self.streams.items() if k in keys}, self.stage)
 
+    def spread(self, shape: Sequence[int], dims: Sequence[int]) -> "Jet":
+        """The jet as that of an array of a shape, as in `lax.broadcast_in_dim`."""
+
+        def wider(arrays: list, more: int) -> list:
+            lead = arrays[0].shape[:more]
+            return spread_together(
+                arrays, (*lead, *shape), (*range(more), *(i + more for i in dims))
+            )
+
+        return each([self], wider)[0]
+
+
+def each(jets: Sequence[Jet], function: Callable[[list, int], list]) -> list[Jet]:
+    """Returns the jets of what a function makes of all arrays of some jets of one shape that have
+    as many axes in front, none or that of stacked directions. Known streams stay known."""
+    arrays = [{(): x.primal, **x.streams} for x in jets]
+    out: list[dict[Index, Any]] = [dict.fromkeys(own) for own in arrays]
+    for more in (0, 1):
+        rank = np.ndim(jets[0].primal) + more
+        at = [(i, k) for i, own in enumerate(arrays) for k, x in own.items() if np.ndim(x) == rank]
+        found = function([arrays[i][k] for i, k in at], more) if at else ()
+        for (i, k), x in zip(at, found, strict=True):
+            out[i][k] = x
+    return [Jet(own.pop(()), own, x.stage) for own, x in zip(out, jets, strict=True)]
+
 
 Streams = dict[Index, Any]
 
@@ -52,41 +82,45 @@ class Storage:
 
     **Attributes:**
 
-    - `registers`: the dtype that everything but products is computed in.
+    - `registers`: the dtype that everything but products is computed in; what the program has in
+        float64 stays float64.
     - `dtype`: what streams are kept in between layers; `None` keeps them as they were computed.
     - `scales`: by stream, the power of two that it is multiplied by where it is kept, and its
         inverse; float32, with an axis of its own for stacked streams. A stream that is missing is
         not scaled.
-    - `narrows`: whether float64 is computed in narrower registers.
+    - `narrows`: whether float64 is computed in narrower registers all the same.
     """
 
     registers: np.dtype
     dtype: np.dtype | None = None
     scales: Mapping[Index, tuple[Array, Array]] = dataclasses.field(default_factory=dict)
-    narrows: bool = True
+    narrows: bool = False
 
     def is_stored(self, x: Any) -> bool:
         return self.dtype is not None and x.dtype == self.dtype != self.registers
 
-    def constant(self, x: Any) -> Any:
-        """What does not depend on the point, as it meets what does."""
-        if not is_inexact(x):
-            return x
-        dtype = self.width_of(x.dtype)
-        wider = x.dtype.itemsize > dtype.itemsize
-        return x if x.dtype == dtype or (wider and not self.narrows) else x.astype(dtype)
-
     def width_of(self, dtype: Any) -> np.dtype:
-        """The dtype that what is of another is computed in: integers in their own."""
-        if jnp.issubdtype(dtype, jnp.complexfloating):
-            return np.dtype(np.complex64 if self.registers.itemsize <= 4 else np.complex128)
-        return self.registers if jnp.issubdtype(dtype, jnp.inexact) else np.dtype(dtype)
+        """Returns the dtype in which a value is computed that the program has in `dtype`: integers
+        in their own, numbers in registers."""
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            return np.dtype(dtype)
+        is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
+        wide = self.registers.itemsize
+        if not self.narrows:
+            wide = max(wide, np.dtype(dtype).itemsize // (2 if is_complex else 1))
+        if is_complex:
+            return np.dtype(np.complex64 if wide <= 4 else np.complex128)
+        return self.registers if wide <= self.registers.itemsize else np.dtype(np.float64)
 
-    def load(self, x: Any, key: Index) -> Any:
-        """A stream in registers."""
+    def constant(self, x: Any, dtype: Any = None) -> Any:
+        """Casts an array to what a value of `dtype`, by default its own, is computed in."""
+        return cast(x, self.width_of(x.dtype if dtype is None else dtype)) if is_inexact(x) else x
+
+    def load(self, x: Any, key: Index, dtype: Any = None) -> Any:
+        """Returns a stream of a value of `dtype` as it is computed with."""
         if self.is_stored(x):
-            return self.unscaled(x.astype(self.registers), key)
-        return self.constant(x)
+            x = self.unscaled(x.astype(self.registers), key)
+        return self.constant(x, dtype)
 
     def store(self, x: Any, key: Index) -> Any:
         """A stream as it is kept; what is no real floating-point array stays as it is."""
@@ -102,6 +136,25 @@ class Storage:
         """An array that was computed from stored streams, in registers."""
         return x * _along(self.scales[key][1], x) if key in self.scales else x
 
+    def rounding(self, jet: Jet, but: Collection[Index] = ()) -> Jet:
+        """Returns a value as it is. Its cotangents are rounded as those of what is stored are, and
+        written to memory as that: once, for all that a backward pass takes them for."""
+        dtype = self.dtype
+        if dtype is None:
+            return jet
+
+        def rounded(x: Any, key: Index) -> Any:
+            if key in but:
+                return x
+            scale, inverse = self.scales.get(key, (None, None))
+            if scale is None or x.dtype != self.registers:
+                return rounded_cotangent(x, dtype)
+            # The cotangent of what is stored is divided by the scale.
+            return rounded_cotangent(x * _along(scale, x), dtype) * _along(inverse, x)
+
+        streams = {key: rounded(x, key) for key, x in jet.streams.items()}
+        return Jet(rounded(jet.primal, ()), streams, jet.stage)
+
     def overflows(self, jet: Jet) -> dict[Index, Array]:
         """Which streams do not fit where they are kept, by a scale that a smaller one can mend."""
         if self.dtype is None:
@@ -113,9 +166,18 @@ class Storage:
             if key in self.scales and x.dtype == self.registers != self.dtype
         }
 
-    def loaded(self, jet: Jet) -> Jet:
-        streams = {key: self.load(x, key) for key, x in jet.streams.items()}
-        return Jet(self.load(jet.primal, ()), streams, jet.stage)
+    def loaded(self, x: "Operand", dtype: Any = None) -> "Operand":
+        """Returns a value that the program has in `dtype` as it is computed with."""
+        if not isinstance(x, Jet):
+            return self.constant(x, dtype)
+        streams = {key: self.load(s, key, dtype) for key, s in x.streams.items()}
+        return Jet(self.load(x.primal, (), dtype), streams, x.stage)
+
+    def computed(self, jet: Jet, dtype: Any) -> Jet:
+        """Returns the result of an equation in what its value, of `dtype`, is computed in. What is
+        stored stays so."""
+        held = lambda x: x if self.is_stored(x) else self.constant(x, dtype)
+        return Jet(held(jet.primal), {k: held(x) for k, x in jet.streams.items()}, jet.stage)
 
     def stored(self, jet: Jet) -> Jet:
         streams = {key: self.store(x, key) for key, x in jet.streams.items()}
@@ -126,6 +188,11 @@ def _along(scale: Any, x: Any) -> Any:
     """A scale, or one for each entry of the leading axis, to be multiplied with `x`."""
     scale = jnp.reshape(scale, jnp.shape(scale) + (1,) * (np.ndim(x) - np.ndim(scale)))
     return scale.astype(x.dtype)
+
+
+def cast(x: Any, dtype: Any) -> Any:
+    """Casts an array, one of NumPy to one of NumPy."""
+    return x if x.dtype == dtype else x.astype(dtype)
 
 
 def zeros_of(jet: Jet, size: int | None = None) -> Any:

@@ -6,20 +6,20 @@ backward pass what enters it, and is evaluated again there: of a network each st
 a layer.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step, flatten, variables
-from ..interpret._jaxpr import LOOPS, bodies_of, contains
+from ..interpret._jaxpr import bodies_of, contains
 from ..interpret._rebind import scan_counts
-from . import _tables as tables
-from ._linear import by_stream, is_linear, moving_in, still_in
+from ._linear import by_stream, is_linear, moving_in, still_in, values_in
 from ._network import contracted, ends_of
 from ._plan import Index, Plan
-from ._streams import DEEP, FIRST, RAW, Jet, is_inexact
+from ._streams import DATA, DEEP, FIRST, RAW, Jet, is_inexact
 
 
 _SMALL = 64
@@ -28,17 +28,39 @@ _SMALL = 64
 _VALUE: frozenset[Index] = frozenset({()})
 """What is asked of a variable of which no stream is."""
 
-_ALONE = LOOPS | {"shard_map", "remat2", "sort"}
-"""Takes long, or has a memory of its own: not evaluated again."""
-
 _SUMS = ("add", "sub", "add_any")
 
 
 def _is_alone(step: Step) -> bool:
     eqn = step.eqn
-    return eqn.primitive.name in _ALONE or any(
+    return eqn.primitive.name in tables.ALONE or any(
         contains(inner, tables.PRODUCTS) for inner in bodies_of(eqn)
     )
+
+
+class Kinds(NamedTuple):
+    """What the operands of a program are that do not depend on the point, by their positions.
+
+    **Attributes:**
+
+    - `half`: those that are effectively half, such as masters.
+    - `params`: those made of parameters alone.
+    """
+
+    half: Collection[int]
+    params: Collection[int]
+
+    def among(self, places: Iterable[int]) -> "Kinds":
+        """Returns those of the operands at the `places`, by their positions among these."""
+        places = list(places)
+        return Kinds(*({k for k, i in enumerate(places) if i in given} for given in self))
+
+    def by_variable(self, inputs: Sequence[int]) -> "Kinds":
+        """Returns them by the variables that the operands are."""
+        return Kinds(*({inputs[i] for i in given} for given in self))
+
+
+NO_KINDS = Kinds((), ())
 
 
 class Role(NamedTuple):
@@ -49,35 +71,47 @@ class Role(NamedTuple):
     - `stage`: how far each variable that depends on the point is from it.
     - `final`: the variables that no product and no loop depends on.
     - `stored`: those that are kept in half where they leave a layer.
-    - `half`: the variables that are constants in half precision at heart.
     - `asked`: the streams of each variable that the results depend on, and `()` where they depend
         on its value. Behind the last function that is not linear, what nobody asked for is not
         carried on.
     - `ends`: the products and loops of a network, by position, where a whole loss is evaluated;
         `final` is then what none of these depends on.
-    - `params`: what is made of parameters alone there.
+    - `params`: what is made of parameters alone, where there are no streams.
+    - `data`: the results of equations that take nothing but data there.
     - `still`: what has no derivative, such as what comes of `jax.lax.stop_gradient`.
+    - `half`: the variables that do not depend on the point and are effectively half.
     """
 
     stage: dict[int, int]
     final: set[int]
     stored: set[int]
-    half: set[int]
     asked: dict[int, frozenset[Index]]
     ends: frozenset[int] | None = None
     params: Collection[int] = ()
+    data: Collection[int] = ()
     still: Collection[int] = ()
+    half: Collection[int] = ()
+
+    def is_data(self, step: Step) -> bool:
+        """Returns whether an equation of a loss takes data, and nothing of the model."""
+        return bool(step.outputs) and step.outputs[0] in self.data
+
+    def is_param(self, x: int | Constant) -> bool:
+        """Returns whether an operand is made of parameters alone."""
+        return not isinstance(x, Constant) and x in self.params
 
     def known(self, step: Step, operands: Sequence[Any]) -> bool:
         """Whether an equation only moves coordinates whose derivatives are known numbers."""
-        if step.eqn.primitive.name not in tables.LAYOUT or len(step.outputs) != 1:
+        if step.eqn.primitive.name not in tables.COORDINATES or len(step.outputs) != 1:
             return False
         nonlinear = step.eqn.primitive.name in ("mul", "div")
         if nonlinear and not (isinstance(operands[0], Jet) > isinstance(operands[1], Jet)):
             return False
         for x in operands:
             if isinstance(x, Jet):
-                if not all(isinstance(s, np.ndarray) for s in x.streams.values()):
+                # An index that depends on the point has no streams, and yet is no known number.
+                numbers = all(isinstance(s, np.ndarray) for s in x.streams.values())
+                if not numbers or not is_inexact(x.primal):
                     return False
             elif not isinstance(x, np.ndarray | np.generic):
                 return False
@@ -98,35 +132,26 @@ class Part(NamedTuple):
 def roles_of(
     flat: Flat,
     stages: Mapping[int, int],
-    half: set[int],
     plan: Plan,
     asked: Iterable[Index],
     params: Collection[int] | None = None,
     carried: Collection[tuple[int, int]] | None = None,
+    whole: bool = True,
 ) -> Role:
-    """The roles of a program whose results are wanted with the streams `asked`.
+    """Returns the roles of a program whose results are wanted with the streams `asked`.
 
-    A whole loss has `params`, and the step of a loop hands on what is `carried`, maybe nothing: the
-    positions of a result and of the operand that it is in the next step.
+    One without streams has `params`; with a forward pass in full it is a `whole` loss. The step of
+    a loop hands on what is `carried`, maybe nothing: the positions of a result and of the operand
+    that it is in the next step.
     """
-    stage = dict(stages)
-    plain: set[int] = set()  # results of the first product, and what is linear in them
-    for step in flat.steps:
-        moving = [stage[x] for x in variables(step.inputs) if x in stage]
-        if not moving:
-            continue
-        here, name = max(moving), step.eqn.primitive.name
-        if name in tables.PRODUCTS:
-            here = FIRST if here == RAW else DEEP
-        elif here == FIRST and not is_linear(step, stage):
-            here = DEEP
-        stage.update(dict.fromkeys(step.outputs, here))
-        if here == FIRST:
-            plain.update(step.outputs)
-    ends, made = None, set[int]()
-    if params is not None:
+    ends, made, data = None, set[int](), set[int]()
+    if params is None:
+        stage = _stages(flat, stages)
+    else:
+        stage, data = _stages_of_loss(flat, stages, params)
         alone = {i for i, step in enumerate(flat.steps) if _is_alone(step)}
-        ends, made = ends_of(flat, params, stage, alone, carried is not None)
+        found, made = ends_of(flat, params, stage, alone, carried is not None)
+        ends = found if whole else None
     wanted = _wanted(flat, stage, ends, made, set())
     carried = carried or ()
     for _ in carried:
@@ -141,7 +166,43 @@ def roles_of(
     stored = {x for x, s in stage.items() if s == DEEP and x in wanted}
     everything = _asked_of(flat, stage, plan, asked)
     final = set(stage) - wanted
-    return Role(stage, final, stored, half, everything, ends, made, still_in(flat))
+    return Role(stage, final, stored, everything, ends, made, data, still_in(flat))
+
+
+def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:
+    """Returns how far each variable that depends on the point is from it."""
+    stage = dict(given)
+    for step in flat.steps:
+        moving = [stage[x] for x in variables(step.inputs) if x in stage]
+        if not moving:
+            continue
+        here = max(moving)
+        if step.eqn.primitive.name in tables.PRODUCTS:
+            here = FIRST if here == RAW else DEEP
+        elif here == FIRST and not is_linear(step, stage):
+            here = DEEP
+        stage.update(dict.fromkeys(step.outputs, here))
+    return stage
+
+
+def _stages_of_loss(
+    flat: Flat, given: Mapping[int, int], params: Collection[int]
+) -> tuple[dict[int, int], set[int]]:
+    """Returns the stages of what depends on data, and the results that depend on data alone. Of
+    these, integers have no stage: they are exact."""
+    stage, model, data = dict(given), set(params), set[int]()
+    for step in flat.steps:
+        moving = [stage[x] for x in variables(step.inputs) if x in stage]
+        values = values_in(step)
+        if not moving:
+            model.update(() if model.isdisjoint(values) else step.outputs)
+        elif max(moving) > RAW or not model.isdisjoint(values):
+            stage.update(dict.fromkeys(step.outputs, DEEP))
+        else:
+            data.update(step.outputs)
+            pairs = zip(step.outputs, step.eqn.outvars, strict=True)
+            stage.update((x, max(moving)) for x, v in pairs if is_inexact(v.aval))
+    return stage, data
 
 
 def _wanted(
@@ -153,8 +214,6 @@ def _wanted(
 ) -> set[int]:
     """What a product or a loop depends on; in a whole loss, one of the network."""
     for i, step in reversed(list(enumerate(flat.steps))):
-        if not any(x in stage for x in variables(step.inputs)):
-            continue
         end = step.eqn.primitive.name in tables.PRODUCTS or _is_alone(step)
         if not wanted.isdisjoint(step.outputs) or (end and ends is None):
             wanted.update(variables(step.inputs))
@@ -308,11 +367,12 @@ def _last_sums(flat: Flat, steps: Sequence[Step], roles: Role) -> set[int]:
 def _region(step: Step, outputs: Sequence[int], roles: Role) -> Part:
     """An equation by itself. A checkpoint is a layer as its user has cut it: where the forward pass
     is another than the backward pass, what enters it is what is kept, whatever its policy says. But
-    one that holds the loss is entered."""
+    one that holds the loss, or a choice by values, is entered."""
     eqn = step.eqn
     if eqn.primitive.name != "remat2" or not contains(bodies_of(eqn)[0], tables.PRODUCTS):
         return Part((step,), (), ())
-    if not roles.final.isdisjoint(outputs) and _holds_loss(step, roles):
+    holds_loss = not roles.final.isdisjoint(outputs) and _holds_loss(step, roles)
+    if holds_loss or (roles.ends is not None and _holds_choices(step, roles.stage, roles.params)):
         return Part((step,), (), ())
     inputs = tuple(dict.fromkeys(variables(step.inputs)))
     return Part((step,), inputs, tuple(outputs), alone=False, multiplies=True)
@@ -332,6 +392,47 @@ def _holds_loss(step: Step, roles: Role) -> bool:
     return False
 
 
+def _holds_choices(step: Step, stage: Mapping[int, int], params: Collection[int]) -> bool:
+    """Returns whether something is chosen in a container by values of the network."""
+    return any(
+        _chooses(s, inner) or _holds_choices(s, inner.stage, inner.params)
+        for flat, inner, _ in _inside(step, stage, params)
+        for s in flat.steps
+    )
+
+
+def choices_of(part: Part, roles: Role) -> tuple[int, ...]:
+    """Returns what is chosen in a layer by values that are kept rounded."""
+    return tuple(x for step in part.steps if _chooses(step, roles) for x in step.outputs)
+
+
+def _chooses(step: Step, roles: Role) -> bool:
+    """Returns whether an equation makes integers, booleans or whole numbers of values, so that
+    these are not computed again of rounded ones: they would jump. A sign survives rounding."""
+    name = step.eqn.primitive.name
+    moving = any(roles.stage.get(x) == DEEP for x in variables(step.inputs))
+    if not moving or _is_alone(step) or not any(is_inexact(v.aval) for v in step.eqn.invars):
+        return False
+    if name in tables.COMPARISONS and any(_is_zero(x) for x in step.inputs):
+        return False
+    whole = name in tables.WHOLE or not any(is_inexact(v.aval) for v in step.eqn.outvars)
+    return whole and bool(step.outputs)
+
+
+def _is_zero(x: int | Constant) -> bool:
+    return isinstance(x, Constant) and np.ndim(x.value) == 0 and bool(x.value == 0)
+
+
+def multiplied_only(part: Part, is_product: Callable[[Step], bool]) -> set[int]:
+    """Returns what enters a layer and is read by products alone, at most moved before."""
+    read = set(part.outputs)
+    for step in reversed(part.steps):
+        moved = step.eqn.primitive.name in tables.MOVES and read.isdisjoint(step.outputs)
+        if not moved and not is_product(step):
+            read.update(variables(step.inputs))
+    return set(part.inputs) - read
+
+
 class _Body(NamedTuple):
     """A program that an equation holds, in a whole loss, and the operands that it takes."""
 
@@ -349,7 +450,8 @@ def _inside(step: Step, stage: Mapping[int, int], params: Collection[int]) -> li
         pairs = list(zip(flat.inputs, operands, strict=True))
         moving = [(k, x) for k, x in pairs if not isinstance(x, Constant)]
         stages = {k: stage[x] for k, x in moving if x in stage}
-        stages.update((k, DEEP) for k, c in flat.constants.items() if is_inexact(c.aval))
+        arrays = (k for k, c in flat.constants.items() if is_inexact(c.aval) and c.aval.ndim)
+        stages.update(dict.fromkeys(arrays, DATA))
         own = {k for k, x in moving if x in params}
         # Another in each step, whatever it is at first.
         carry = flat.inputs[first:stop]
@@ -357,7 +459,7 @@ def _inside(step: Step, stage: Mapping[int, int], params: Collection[int]) -> li
         stages.update((k, DEEP) for k, aval in zip(carry, avals, strict=True) if is_inexact(aval))
         looped = eqn.primitive.name in ("scan", "while")
         carried = [(i, first + i) for i in range(stop - first)] if looped else None
-        roles = roles_of(flat, stages, set(), Plan(()), (), own.difference(carry), carried)
+        roles = roles_of(flat, stages, Plan(()), (), own.difference(carry), carried)
         out.append(_Body(flat, roles, operands))
     return out
 
@@ -380,9 +482,9 @@ def _bodies(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, tuple[int, int]]]:
 def _kind(step: Step, roles: Role) -> str:
     stages = [roles.stage[x] for x in variables(step.inputs) if x in roles.stage]
     name = step.eqn.primitive.name
-    if not stages:
+    if not stages or roles.is_data(step):
         return "constant"
-    if max(stages) == RAW and name in tables.LAYOUT:
+    if max(stages) == RAW and name in tables.COORDINATES:
         return "raw"
     if _is_alone(step):
         return "alone"

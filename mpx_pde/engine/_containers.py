@@ -3,7 +3,7 @@
 handed in."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -14,6 +14,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from ..interpret._jaxpr import LOOPS, aval_of, bodies_of
 from ..interpret._rebind import rebind, scan_counts
 from ._plan import Index, Plan
+from ._segments import NO_KINDS, Kinds
 from ._streams import DEEP, Jet, Operand, is_inexact, primal_of, stage_of, zeros_of
 
 
@@ -25,14 +26,15 @@ class Containers:
 
     - `plan`: the streams.
     - `program`: evaluates a jaxpr.
-    - `loaded`: a value as it is computed with. So all values cross a border.
-    - `half`: the positions of operands that are half at heart.
+    - `loaded`: takes a value and its dtype in the program to what it is computed in. So all values
+        cross a border.
+    - `kinds`: what the operands of the equation are.
     """
 
     plan: Plan
     program: Callable[..., list[Operand]]
-    loaded: Callable[[Operand], Operand]
-    half: Collection[int] = ()
+    loaded: Callable[[Operand, Any], Operand]
+    kinds: Kinds = NO_KINDS
 
     def __call__(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
         return _ENTERED[eqn.primitive.name](self, eqn, operands)
@@ -45,18 +47,17 @@ class Containers:
         places: Iterable[int] | None = None,
     ) -> list[Operand]:
         """A body, whose operands have these `places` among those of the equation, or all."""
-        half = self.half
-        if places is not None:
-            half = [k for k, i in enumerate(places) if i in self.half]
-        out = self.program(closed, operands, carried=carried, half=half)
-        return list(map(self.loaded, out))
+        kinds = self.kinds if places is None else self.kinds.among(places)
+        out = self.program(closed, operands, carried=carried, operand_kinds=kinds)
+        return [self.loaded(x, aval.dtype) for x, aval in zip(out, closed.out_avals, strict=True)]
 
     # Loops.
 
-    def _full(self, x: Any, stage: int) -> Any:
-        """A value with all streams, as a loop carries it."""
+    def _full(self, x: Any, stage: int, place: int | None = None) -> Any:
+        """Returns a value with all streams, as a loop carries it; the operand at a `place`."""
         if not is_inexact(primal_of(x)):
             return x
+        stage = DEEP if place in self.kinds.params else stage
         jet = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, stage)
         streams = {}
         for key in self.plan.keys:
@@ -85,7 +86,7 @@ class Containers:
         scanned = self._axis(operands[n:], front=True)
         for _ in range(3):
             # The stage of a carry rises from step to step until it stays.
-            carried = [self._full(x, stage) for x in init]
+            carried = [self._full(x, stage, n_consts + i) for i, x in enumerate(init)]
             step = partial(self._step, eqn, n_consts, n_carry, stage)
             first = jax.tree.map(lambda x: x[0], scanned)
             carry = jax.eval_shape(partial(step, *consts), *carried, *first)[:n_carry]
@@ -159,13 +160,13 @@ class Containers:
 
     def _checkpoint(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
         options = {k: eqn.params[k] for k in ("policy", "prevent_cse") if k in eqn.params}
-        return jax.checkpoint(partial(self.program, bodies_of(eqn)[0]), **options)(operands)
+        run = partial(self.program, bodies_of(eqn)[0], operand_kinds=self.kinds)
+        return jax.checkpoint(run, **options)(operands)
 
     def _shard_map(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
-        moving = [isinstance(x, Jet) for x in operands]
-
         def body(*arrays):
-            inside = [Jet(x, {}, DEEP) if m else x for m, x in zip(moving, arrays, strict=True)]
+            pairs = zip(operands, arrays, strict=True)
+            inside = [Jet(y, {}, x.stage) if isinstance(x, Jet) else y for x, y in pairs]
             return list(map(primal_of, self._inside(bodies_of(eqn)[0], inside)))
 
         return [Jet(x, {}, DEEP) for x in rebind(eqn, list(map(primal_of, operands)), [body])]

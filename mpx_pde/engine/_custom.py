@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from ..interpret import _tables as tables
 from ..interpret._jaxpr import (
     CALLS,
     aval_of,
@@ -19,7 +20,6 @@ from ..interpret._jaxpr import (
     pushforward,
     walk,
 )
-from . import _tables as tables
 from ._streams import typed
 
 
@@ -69,7 +69,7 @@ def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], dtype: Any) -> list:
             dtypes = operands[0].dtype, eqn.params["new_dtype"]
             if all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
                 return operands
-        if name in tables.PRODUCTS or name in _TYPED or next(jaxprs_in(eqn), None) is not None:
+        if name in tables.PRODUCTS | tables.TYPED or next(jaxprs_in(eqn), None) is not None:
             operands = typed(eqn, operands)
         return list(map(cast, own_bind(eqn, operands)))
 
@@ -77,7 +77,3 @@ def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], dtype: Any) -> list:
     return walk(
         closed.jaxpr, list(map(cast, closed.consts)), list(map(cast, args)), known, evaluate
     )
-
-
-_TYPED = {"bitcast_convert_type", "nextafter"} | tables.CALLBACKS
-"""What reads bits, or hands arrays to code that was written for a dtype."""

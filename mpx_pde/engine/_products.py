@@ -1,7 +1,7 @@
 """In which precision a product of streams is taken."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -15,14 +15,15 @@ from .._dot import mixed_dot_general_p
 from .._dtypes import is_half
 from .._order import shared
 from .._varying import match_varying_axes
-from ..interpret._flat import Constant, Flat, variables
+from ..interpret import _tables as tables
+from ..interpret._asks import asks_for_more, says_its_dtype
+from ..interpret._flat import Constant, Flat
 from ..interpret._jaxpr import aval_of
-from ..interpret._primitives import MIXED, asks_for_more, says_its_dtype
 from ._linear import values_in
 from ._plan import Index
 from ._rules import Rules
 from ._segments import Role
-from ._streams import RAW, Jet, Storage, after_product, bind, is_inexact
+from ._streams import DEEP, RAW, Jet, Storage, after_product, bind, is_inexact
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,24 +43,23 @@ class Product:
     algorithm: str | None = None
     open: bool = False
 
-    def halves(self, flat: Flat, env: Mapping[int, Any], given: Iterable[int] = ()) -> set[int]:
-        """The variables that do not depend on the point and are half at heart: half arrays, what
-        is `given` as such, and what a program computes from them alone, be it in float32."""
+    def halves(
+        self, flat: Flat, env: Mapping[int, Any], stage: Collection[int], given: Iterable[int]
+    ) -> set[int]:
+        """Returns the variables that do not depend on the point, so have no `stage`, and are
+        effectively half: half arrays, constants among masters, what is `given` as such, and what a
+        program computes from these alone, be it in float32."""
         out = set(given)
         for k, x in env.items():
-            if not isinstance(x, Jet) and is_inexact(x) and self._is_half(x.dtype):
-                out.add(k)
-        moving = {k for k, x in env.items() if isinstance(x, Jet)}
+            if not isinstance(x, Jet) and is_inexact(x):
+                masters = self.masters and k in flat.constants
+                out.update((k,) if masters or is_half(x.dtype) else ())
         for step in flat.steps:
-            inputs = variables(step.inputs)
-            if moving.isdisjoint(inputs):
-                numbers = values_in(step)
-                made = bool(numbers) and numbers <= out
-                for x, v in zip(step.outputs, step.eqn.outvars, strict=True):
-                    if is_inexact(v.aval) and (made or is_half(aval_of(v).dtype)):
-                        out.add(x)
-            else:
-                moving.update(step.outputs)
+            numbers = values_in(step)
+            made = bool(numbers) and numbers <= out
+            for x, v in zip(step.outputs, step.eqn.outvars, strict=True):
+                if x not in stage and is_inexact(v.aval) and (made or is_half(aval_of(v).dtype)):
+                    out.add(x)
         return out
 
     def _is_half(self, dtype: Any) -> bool:
@@ -69,14 +69,16 @@ class Product:
         self, step: Any, operands: Sequence[Any], roles: Role, storage: Storage, rules: Rules
     ) -> tuple[list[Jet], str]:
         """The result with its streams, and what it was multiplied in."""
-        dtype = self._dtype(step, operands, roles, storage)
+        dtype = self.dtype_of(step, operands, roles, storage)
         half = dtype is not None
         out_dtype = storage.registers
         if half and dtype == storage.dtype and step.outputs[0] not in roles.final:
             out_dtype = dtype
         own = _mixed(step.eqn, dtype, out_dtype) if half else self._full(step.eqn, storage)
-        operands = [self._prepared(x, half and dtype == storage.dtype, storage) for x in operands]
-        a, b = operands
+        a, b = (
+            self._prepared(x, v.aval.dtype, half and dtype == storage.dtype, storage)
+            for x, v in zip(operands, step.eqn.invars, strict=True)
+        )
         stage = after_product(a, b)
         both = isinstance(a, Jet) and isinstance(b, Jet)
 
@@ -110,12 +112,12 @@ class Product:
             jet = storage.stored(jet)
         return [jet], _describe(dtype, out_dtype)
 
-    def _dtype(self, step, operands, roles: Role, storage: Storage) -> Any:
-        """What to multiply in by a mixed product; `None` for a full one."""
+    def dtype_of(self, step, operands, roles: Role, storage: Storage) -> Any:
+        """Returns what to multiply in by a mixed product; `None` for a full one."""
         eqn = step.eqn
         if not _is_real(eqn):
             return None
-        if eqn.primitive.name in MIXED and says_its_dtype(eqn):
+        if eqn.primitive.name in tables.MIXED and says_its_dtype(eqn):
             dtype = eqn.params["dtype"]
             # What was multiplied in half is, in a pass in full precision, in full.
             full = self._meets_point(operands) or storage.dtype is None
@@ -140,16 +142,16 @@ class Product:
         """A product of arrays in registers that means it: no TF32 unless it was asked for."""
         if self.open:
             return lambda x, y: bind(eqn, [x, y])[0]
-        wide: Any = storage.registers
-        if not _is_real(eqn):  # complex numbers as they are computed with, integers as they are
-            kind = aval_of(eqn.outvars[0]).dtype
-            wide = None if jnp.issubdtype(kind, jnp.inexact) else kind
+        kind = aval_of(eqn.outvars[0]).dtype
+        wide: Any = storage.width_of(kind)
+        if jnp.issubdtype(kind, jnp.complexfloating):
+            wide = None  # as their parts are computed with
         # Convolutions have no algorithms, and neither has float64.
         if "dot_general" in eqn.primitive.name and wide == np.float32:
             algorithm = self.algorithm if _leaves_it_open(eqn) else eqn.params.get("algorithm")
             if algorithm is not None:
                 return _mixed(eqn, wide, wide, algorithm)
-        if eqn.primitive.name in MIXED:
+        if eqn.primitive.name in tables.MIXED:
             return _mixed(eqn, wide, wide)
         params = {**eqn.params, "preferred_element_type": wide}
         if params["precision"] is None:
@@ -158,13 +160,13 @@ class Product:
         return lambda x, y: bind(eqn, [x, y])[0]
 
     def _meets_point(self, operands) -> bool:
-        return all(x.stage == RAW for x in operands if isinstance(x, Jet))
+        return any(x.stage == RAW for x in operands if isinstance(x, Jet))
 
-    def _prepared(self, x: Any, half: bool, storage: Storage) -> Any:
+    def _prepared(self, x: Any, dtype: Any, half: bool, storage: Storage) -> Any:
         if not isinstance(x, Jet):
             # A half weight has its gradient summed over the streams in float32.
             return storage.constant(x)
-        return storage.stored(x) if half else storage.loaded(x)
+        return storage.stored(x) if half else storage.loaded(x, dtype)
 
 
 def _is_real(eqn: Any) -> bool:
@@ -197,6 +199,23 @@ def is_biased(eqn: Any, operands: Sequence[Any], storage: Storage) -> bool:
     )
 
 
+def is_weighted(eqn: Any, operands: Sequence[Any], storage: Storage) -> bool:
+    """Returns whether an equation multiplies each entry of a value beyond the first product by a
+    number of its own that does not depend on the point, or adds one, as a norm does by its weights
+    and its bias."""
+    moving = [x for x in operands if isinstance(x, Jet)]
+    others = [x for x in operands if not isinstance(x, Jet)]
+    return (
+        eqn.primitive.name in ("mul", "add", "sub", "add_any")
+        and storage.dtype not in (None, storage.registers)
+        and len(moving) == len(others) == 1
+        and moving[0].stage == DEEP
+        and moving[0].primal.dtype == storage.registers
+        and isinstance(others[0], jax.Array)
+        and others[0].ndim > 0
+    )
+
+
 def _stacked(product: Callable, rules: Rules, left: Index, right: Index) -> Callable:
     """A product of two streams, either of which may be stacked along a leading axis."""
     axes = tuple(None if not key or rules.plan.size(key) is None else 0 for key in (left, right))
@@ -211,7 +230,7 @@ def _describe(dtype: Any, out_dtype: Any) -> str:
 def _leaves_it_open(eqn: Any) -> bool:
     """Whether a program does not say what a product is to be multiplied in, or says half, which a
     pass in full takes in full."""
-    if eqn.primitive.name not in MIXED:
+    if eqn.primitive.name not in tables.MIXED:
         return eqn.params["precision"] is None
     return not says_its_dtype(eqn) or is_half(eqn.params["dtype"])
 

@@ -145,7 +145,12 @@ def _power(x, order, exponent):
         if isinstance(factor, float) and factor == 0:
             out.append(None)  # and no power of zero below it
             continue
-        out.append(factor * jnp.power(x, exponent - k) if k else jnp.power(x, exponent))
+        if k and not isinstance(factor, float):
+            # Zero times the pole of a negative power is zero: the derivative of a constant.
+            pole = (factor == 0) & (x == 0)
+            out.append(factor * jnp.power(jnp.where(pole, jnp.ones_like(x), x), exponent - k))
+        else:
+            out.append(factor * jnp.power(x, exponent - k) if k else jnp.power(x, exponent))
         factor = factor * (exponent - k)
     return out
 

@@ -14,7 +14,8 @@ from ._evaluate import Evaluator
 from ._plan import Plan
 from ._products import Product
 from ._rules import Rules
-from ._streams import DEEP, Jet, Storage, is_inexact, primal_of
+from ._segments import Kinds
+from ._streams import DATA, RAW, Jet, Storage, is_inexact, primal_of
 
 
 class InForward(eqx.Module):
@@ -23,16 +24,21 @@ class InForward(eqx.Module):
     It is traced, and cut into layers, as a network is whose derivatives are propagated, though with
     no streams: a layer is evaluated in full, what enters it is kept in half, and its derivative is
     that of the half layer there. [`mpx_pde.partials`][] on the way do the same by themselves. The
-    floating-point arrays of the first argument are masters, which enter products as they are.
+    floating-point arrays of the first argument are masters, which enter products as they are. What
+    is computed of the others alone is data: evaluated once, in full, and rounded where a product
+    with the model takes it.
 
     **Attributes:**
 
     - `fun`: the loss.
     - `forward`: the two precisions.
+    - `kept`: the paths in `(fun, args, kwargs)` of arrays that stay in full: a product with one of
+        them is one of full precision, backward too.
     """
 
     fun: Any
     forward: Forward = eqx.field(static=True)
+    kept: frozenset = eqx.field(static=True, default=frozenset())
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         forward = self.forward
@@ -41,16 +47,21 @@ class InForward(eqx.Module):
         wide = np.dtype(np.float64 if forward.precision == "float64" else np.float32)
         rules = Rules(Plan(()), ())
         narrows = forward.precision == "float64"
-        full = Evaluator(
-            rules, Storage(wide, narrows=narrows), Product(algorithm=forward.algorithm)
-        )
+        product = Product(algorithm=forward.algorithm)
+        full = Evaluator(rules, Storage(wide), product)
         storage = Storage(np.dtype(np.float32), forward.dtype, narrows=narrows)
         evaluator = Evaluator(rules, storage, Product(masters=True), full=full)
-        operands = [
-            Jet(x, {}, DEEP) if is_inexact(x) and not _is_master(path) else x for path, x in leaves
-        ]
+        operands: list[Any] = []
+        params, halves = set[int](), set[int]()
+        for i, (path, x) in enumerate(leaves):
+            kept = tuple(path) in self.kept
+            is_param = _is_master(path)
+            params.update((i,) if is_param else ())
+            halves.update((i,) if is_param and is_inexact(x) and not kept else ())
+            is_data = is_inexact(x) and not is_param
+            operands.append(Jet(x, {}, RAW if kept else DATA) if is_data else x)
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            out = evaluator.program(closed, operands)
+            out = evaluator.program(closed, operands, operand_kinds=Kinds(halves, params))
         return assemble(
             [_leaving(x, aval, wide) for x, aval in zip(out, closed.out_avals, strict=True)]
         )

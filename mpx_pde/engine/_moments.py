@@ -1,0 +1,146 @@
+"""Sums of squared deviations from the mean, found in a program."""
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+
+from ..interpret._flat import Constant, Flat, Step, needed, variables
+from ..interpret._jaxpr import aval_of
+
+
+LARGEST = 2**16
+"""Up to this many entries variances are told from sums of squares of what entries are beyond the
+first few. Those deviate from the mean too, so that no more than this factor is lost to rounding."""
+
+moments_p = Primitive("moments")
+"""The sum of an array over axes, and the sum of the squares of its deviations from the mean."""
+moments_p.multiple_results = True
+
+
+def with_moments(flat: Flat, moving: Collection[int]) -> Flat:
+    """Returns a program whose variances of what depends on the point are taken in one pass.
+
+    A variance is the mean of the square of what is left of an array beyond its mean: two passes
+    over all streams, and two more in a backward pass. The sums of an array and of its squares are
+    one, and say the same.
+    """
+    made = {x: step for step in flat.steps for x in step.outputs}
+    depends = set(moving)
+    for step in flat.steps:
+        if not depends.isdisjoint(variables(step.inputs)):
+            depends.update(step.outputs)
+    squares: dict[tuple[int, tuple[int, ...]], list[Step]] = {}
+    for step in flat.steps:
+        found = _deviations(step, made)
+        if found is not None and found[0] in depends:
+            squares.setdefault(found, []).append(step)
+    if not squares:
+        return flat
+
+    same: dict[int, int] = {}
+    for first, *others in squares.values():
+        same.update((step.outputs[0], first.outputs[0]) for step in (first, *others))
+    steps: list[Step] = []
+    sums: dict[tuple[int, tuple[int, ...]], int] = {}
+    for step in flat.steps:
+        if step.outputs and step.outputs[0] in same:
+            continue
+        step = step._replace(inputs=_renamed(step.inputs, same))
+        where = _summed(step)
+        if where in squares and where in sums:
+            same[step.outputs[0]] = sums[where]
+        elif where in squares:
+            first = squares[where][0]
+            eqn = step.eqn.replace(
+                primitive=moments_p,
+                params={"axes": where[1]},
+                outvars=[*step.eqn.outvars, *first.eqn.outvars],
+            )
+            sums[where] = step.outputs[0]
+            steps.append(Step(eqn, step.inputs, (*step.outputs, *first.outputs)))
+        else:
+            steps.append(step)
+    outputs = _renamed(flat.outputs, same)
+    return flat._replace(steps=needed(steps, outputs), outputs=outputs)
+
+
+def _renamed(atoms: Sequence[Any], same: Mapping[int, int]) -> tuple[Any, ...]:
+    return tuple(x if isinstance(x, Constant) else same.get(x, x) for x in atoms)
+
+
+def _summed(step: Step) -> tuple[int, tuple[int, ...]] | None:
+    """The variable and the axes of a sum."""
+    (x, *_), eqn = step.inputs or (None,), step.eqn
+    if eqn.primitive.name != "reduce_sum" or x is None or isinstance(x, Constant):
+        return None
+    aval = aval_of(eqn.invars[0])
+    real = np.issubdtype(aval.dtype, np.floating) or aval.dtype == jax.numpy.bfloat16
+    plain = eqn.params.get("out_sharding") is None
+    return (x, tuple(map(int, eqn.params["axes"]))) if real and plain else None
+
+
+def _deviations(step: Step, made: Mapping[int, Step]) -> tuple[int, tuple[int, ...]] | None:
+    """The variable and the axes of a sum of squared deviations."""
+    where = _summed(step)
+    square = None if where is None else made.get(where[0])
+    if where is None or square is None or not _is_square(square):
+        return None
+    centered = made.get(square.inputs[0])  # pyright: ignore[reportArgumentType]
+    if centered is None or centered.eqn.primitive.name != "sub":
+        return None
+    x, mean = centered.inputs
+    axes = where[1]
+    shape = aval_of(centered.eqn.outvars[0]).shape
+    if isinstance(x, Constant) or isinstance(mean, Constant):
+        return None
+    if aval_of(centered.eqn.invars[0]).shape != shape or not 1 < _count(shape, axes) <= LARGEST:
+        return None
+    kept = _mean_of(mean, (x, axes), shape, made)
+    if kept is None:
+        return None
+    full = len(kept) == len(shape)
+    there = full and all(kept[i] in (i, None) for i in range(len(shape)))
+    rest = [i for i in range(len(shape)) if i not in axes and shape[i] != 1]
+    return (x, axes) if (not kept or there) and set(rest) <= set(kept) else None
+
+
+def _count(shape: Sequence[int], axes: Sequence[int]) -> int:
+    return math.prod(shape[i] for i in axes)
+
+
+def _is_square(step: Step) -> bool:
+    name = step.eqn.primitive.name
+    if name == "mul":
+        return step.inputs[0] == step.inputs[1] and not isinstance(step.inputs[0], Constant)
+    return name == "square" or (name == "integer_pow" and step.eqn.params["y"] == 2)
+
+
+def _mean_of(
+    k: int, where: tuple[int, tuple[int, ...]], shape: Sequence[int], made: Mapping[int, Step]
+) -> list[int | None] | None:
+    """Returns which axis of an array each axis of its mean stands for; `None` for another value."""
+    moves, divided = [], False
+    while (step := made.get(k)) is not None:
+        name = step.eqn.primitive.name
+        if name == "broadcast_in_dim" and len(step.inputs) == 1:
+            moves.append(step.eqn.params)
+        elif name == "div" and not divided and _is_number(step.inputs[1], _count(shape, where[1])):
+            divided = True
+        elif _summed(step) == where and divided:
+            kept: list[int | None] = [i for i in range(len(shape)) if i not in where[1]]
+            for params in reversed(moves):
+                places = dict(zip(params["broadcast_dimensions"], kept, strict=True))
+                kept = [places.get(i) for i in range(len(params["shape"]))]
+            return kept
+        else:
+            return None
+        k = step.inputs[0]  # pyright: ignore[reportAssignmentType]
+    return None
+
+
+def _is_number(x: Any, number: int) -> bool:
+    return isinstance(x, Constant) and np.ndim(x.value) == 0 and float(x.value) == number

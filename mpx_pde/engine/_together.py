@@ -1,0 +1,209 @@
+"""Sums of all streams of a value in one pass over memory, and their way back.
+
+A norm, a softmax or a mean sums every stream of a value over the same axes, and what comes of it
+meets every stream again. By one operation for each stream XLA for GPUs makes a kernel of each, and
+reads what they share once for each of them. A sum of all of them together is one kernel, and so is
+its derivative: the cotangents of the spread are summed together.
+"""
+
+import functools as ft
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jaxtyping import Array
+
+from .._varying import match_varying_axes
+
+
+def sum_together(arrays: Sequence[Any], axes: Sequence[int]) -> list[Array]:
+    """The sums of arrays of one rank over the same axes. Arrays of other shapes or dtypes than the
+    first ones are summed in passes of their own."""
+    axes = tuple(axes)
+    return _by_type(lambda group: _sum_p.bind(*match_varying_axes(*group), axes=axes), arrays)
+
+
+def spread_together(arrays: Sequence[Any], shape: Sequence[int], dims: Sequence[int]) -> list[Any]:
+    """Arrays as those of a shape, whose axes `dims` theirs are, as in `lax.broadcast_in_dim`. What
+    is NumPy's stays so."""
+    shape, dims = tuple(shape), tuple(dims)
+    bind = ft.partial(_spread_p.bind, shape=shape, at=dims)
+    out: list[Any] = [_spread_known(x, shape, dims) for x in arrays]
+    places = [i for i, x in enumerate(arrays) if not isinstance(x, np.ndarray)]
+    found = _by_type(lambda group: bind(*match_varying_axes(*group)), [arrays[i] for i in places])
+    for i, x in zip(places, found, strict=True):
+        out[i] = x
+    return out
+
+
+def _spread_known(x: Any, shape: tuple[int, ...], dims: tuple[int, ...]) -> Any:
+    if not isinstance(x, np.ndarray):
+        return None
+    placed = [1] * len(shape)
+    for size, i in zip(x.shape, dims, strict=True):
+        placed[i] = size
+    return np.broadcast_to(x.reshape(placed), shape)
+
+
+def beside(x: Any, like: Any) -> Array:
+    """An array as one of the shape of `like`, which several streams are multiplied with. Its
+    cotangents are added up before they are summed over what it was spread over, points too."""
+    return _beside_p.bind(*match_varying_axes(x, like))
+
+
+def _by_type(function: Callable[[list], list], arrays: Sequence[Any]) -> list[Any]:
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(arrays):
+        groups.setdefault((jnp.shape(x), jnp.result_type(x)), []).append(i)
+    out: list[Any] = [None] * len(arrays)
+    for places in groups.values():
+        found = function([jnp.asarray(arrays[i]) for i in places])
+        for i, x in zip(places, found, strict=True):
+            out[i] = x
+    return out
+
+
+_sum_p = Primitive("sum_together")
+_spread_p = Primitive("spread_together")
+_beside_p = Primitive("beside")
+
+
+def _sums(*arrays, axes):
+    return [lax.reduce_sum(x, axes) for x in arrays]
+
+
+def _sums_in_one(*arrays, axes):
+    if len(arrays) == 1 or not jnp.issubdtype(arrays[0].dtype, jnp.floating):
+        return _sums(*arrays, axes=axes)
+    zeros = [np.zeros((), x.dtype) for x in arrays]
+    add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))
+    return list(lax.reduce(arrays, tuple(zeros), add, axes))
+
+
+def _spreads(*arrays, shape, at):
+    return [lax.broadcast_in_dim(x, shape, at) for x in arrays]
+
+
+def _abstract_sums(*avals, axes):
+    kept = lambda x: tuple(n for i, n in enumerate(x.shape) if i not in axes)
+    return [x.update(shape=kept(x), weak_type=False) for x in avals]
+
+
+def _abstract_spreads(*avals, shape, at):
+    del at
+    return [x.update(shape=shape, weak_type=False) for x in avals]
+
+
+def _present(bind: Callable, xs: Sequence[Any], absent: Callable[[int], Any]) -> list[Any]:
+    """Binds what is no symbolic zero; `absent` makes the others."""
+    places = [i for i, x in enumerate(xs) if not isinstance(x, ad.Zero)]
+    found = iter(bind(*(xs[i] for i in places)) if places else ())
+    return [next(found) if i in places else absent(i) for i in range(len(xs))]
+
+
+def _jvp(primitive, primals, tangents, **params):
+    out = primitive.bind(*primals, **params)
+    zero = lambda i: ad.Zero(jax.typeof(out[i]).to_tangent_aval())
+    return out, _present(ft.partial(primitive.bind, **params), tangents, zero)
+
+
+def _transpose_sums(cotangents, *arrays, axes):
+    shape = arrays[0].aval.shape
+    dims = tuple(i for i in range(len(shape)) if i not in axes)
+    bind = ft.partial(_spread_p.bind, shape=shape, at=dims)
+    return _present(bind, cotangents, lambda i: ad.Zero(arrays[i].aval))
+
+
+def _transpose_spreads(cotangents, *arrays, shape, at):
+    own = arrays[0].aval.shape
+    longer = [i for i, n in zip(at, own, strict=True) if n != shape[i]]
+    axes = tuple(i for i in range(len(shape)) if i not in at or i in longer)
+
+    def bind(*found):
+        sums = _sum_p.bind(*found, axes=axes) if axes else found
+        return [lax.reshape(x, own) for x in sums]
+
+    return _present(bind, cotangents, lambda i: ad.Zero(arrays[i].aval))
+
+
+def _batch_each(primitive: Primitive, rule: Callable, args, where, **params):
+    """Arrays with an axis of a `vmap`, moved to the front, together, and those without one."""
+    out: list[Any] = [None] * len(args)
+    batched = [i for i, d in enumerate(where) if d is not None]
+    rest = [i for i, d in enumerate(where) if d is None]
+    found = rule([jnp.moveaxis(args[i], where[i], 0) for i in batched], **params)
+    others = primitive.bind(*(args[i] for i in rest), **params) if rest else []
+    for i, x in zip((*batched, *rest), (*found, *others), strict=True):
+        out[i] = x
+    return out, [None if i in rest else 0 for i in range(len(args))]
+
+
+def _batch_sums(args, *, axes):
+    return _sum_p.bind(*args, axes=tuple(i + 1 for i in axes))
+
+
+def _batch_spreads(args, *, shape, at):
+    at, shape = (0, *(i + 1 for i in at)), (args[0].shape[0], *shape)
+    return _spread_p.bind(*args, shape=shape, at=at)
+
+
+def _beside(x, like):
+    return lax.broadcast_in_dim(x, like.shape, tuple(range(like.ndim - x.ndim, like.ndim)))
+
+
+def _jvp_beside(primals, tangents):
+    (x, like), (x_dot, _) = primals, tangents
+    out = _beside_p.bind(x, like)
+    if isinstance(x_dot, ad.Zero):
+        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
+    return out, _beside_p.bind(x_dot, like)
+
+
+def _transpose_beside(cotangent, x, like):
+    if isinstance(cotangent, ad.Zero):
+        return [ad.Zero(x.aval), None]
+    before = like.ndim - x.aval.ndim
+    longer = [before + i for i, n in enumerate(x.aval.shape) if n != like.shape[before + i]]
+    total = lax.reduce_sum(cotangent, (*range(before), *longer))
+    return [lax.reshape(total, x.aval.shape), None]
+
+
+def _batch_beside(args, where):
+    x, like = args
+    size = next(z.shape[d] for z, d in zip(args, where, strict=True) if d is not None)
+    if where[1] is None:
+        like = jnp.broadcast_to(like, (size, *like.shape))
+    else:
+        like = jnp.moveaxis(like, where[1], 0)
+    if where[0] is not None:
+        x = jnp.moveaxis(x, where[0], 0)
+        x = lax.reshape(x, (size, *(1,) * (like.ndim - x.ndim), *x.shape[1:]))
+    return _beside_p.bind(x, like), 0
+
+
+_beside_p.def_impl(_beside)
+_beside_p.def_abstract_eval(lambda x, like: like.update(dtype=x.dtype, weak_type=False))
+ad.primitive_jvps[_beside_p] = _jvp_beside
+ad.primitive_transposes[_beside_p] = _transpose_beside
+batching.primitive_batchers[_beside_p] = _batch_beside
+mlir.register_lowering(_beside_p, mlir.lower_fun(_beside, multiple_results=False))
+for _primitive, _function, _abstract, _transpose, _rule in (
+    (_sum_p, _sums, _abstract_sums, _transpose_sums, _batch_sums),
+    (_spread_p, _spreads, _abstract_spreads, _transpose_spreads, _batch_spreads),
+):
+    _primitive.multiple_results = True
+    _primitive.def_impl(_function)
+    _primitive.def_abstract_eval(_abstract)
+    ad.primitive_jvps[_primitive] = ft.partial(_jvp, _primitive)
+    ad.primitive_transposes[_primitive] = _transpose
+    batching.primitive_batchers[_primitive] = ft.partial(_batch_each, _primitive, _rule)
+    mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=True))
+# On other platforms a sum of several arrays at once is slower than one of each.
+for _platform in ("cuda", "rocm"):
+    _lowering = mlir.lower_fun(_sums_in_one, multiple_results=True)
+    mlir.register_lowering(_sum_p, _lowering, platform=_platform)

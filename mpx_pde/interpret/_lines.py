@@ -1,0 +1,190 @@
+"""The place in the user's code that an equation comes from, and the part of this library on the
+way.
+"""
+
+import functools as ft
+import itertools
+import os
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax
+import jaxtyping
+from jax.extend.core import JaxprEqn
+
+
+HOME = os.path.join(Path(__file__).parents[1], "")  # of this library
+_JAX, _EQUINOX, _JAXTYPING = (os.path.join(m.__path__[0], "") for m in (jax, eqx, jaxtyping))
+_LAYERS = os.path.join(_EQUINOX, "nn", "")
+_STANDARD = sysconfig.get_path("stdlib") + os.sep
+
+
+class Site(NamedTuple):
+    """Where an equation stands. All reports name it by this.
+
+    **Attributes:**
+
+    - `line`: the innermost `file:line` that is the user's. Where none is, as for a loss object of
+        another library, the innermost of an installed library, other than Equinox's layers if there
+        is one.
+    - `layer`: the function or class of this library that the user called there, if it is one's
+        work, or the layer of Equinox.
+    - `backward`: whether it belongs to the backward pass of a derivative.
+    - `inside`: whether it is inside of a `jax.custom_vjp` that is called on the line.
+    - `users`: whether the line is the user's.
+    - `body`: file and name of the function of JAX or of this library whose jaxpr this is in.
+    """
+
+    line: str = ""
+    layer: str = ""
+    backward: bool = False
+    inside: bool = False
+    users: bool = False
+    body: tuple[str, str] | None = None
+
+
+@ft.cache
+def installed(path: str) -> bool:
+    """Returns whether a file belongs to this library or to another that is installed."""
+    return path.startswith((HOME, "<")) or "-packages/" in path
+
+
+@ft.cache
+def _is_users(file: str) -> bool:
+    return not installed(file) and not file.startswith((_JAX, _EQUINOX, _JAXTYPING, _STANDARD))
+
+
+@ft.cache
+def _is_library(file: str) -> bool:
+    """Returns whether a file is of a library that users may know by its lines."""
+    return (
+        not _is_users(file)
+        and not file.startswith((HOME, "<", _JAX, _JAXTYPING))
+        and ("-packages/" in file or not file.startswith(_STANDARD))
+    )
+
+
+NOWHERE = Site()
+
+
+def site_of(eqn: JaxprEqn, outer: Site = NOWHERE) -> Site:
+    """Returns the site of an equation of a jaxpr that belongs to `outer`."""
+    backward = outer.backward or "transpose(" in str(eqn.source_info.name_stack)
+    inside, ours = in_custom_vjp(eqn.source_info), []
+    traceback = eqn.source_info.traceback
+    libraries: list[str] = []
+    for frame in traceback.frames if traceback else ():
+        file, name = frame.file_name, frame.function_name
+        if outer.body and file == outer.body[0] and name.rpartition(".")[2] == outer.body[1]:
+            # A function that JAX traces once says where it was called first: what counts is where
+            # it is called here.
+            break
+        if file.startswith((HOME, _LAYERS)):
+            ours.append((file, name))
+        if _is_users(file):
+            line = f"{file}:{frame.line_num}"
+            return Site(line, _layer(ours), backward, inside, True, outer.body)
+        if _is_library(file):
+            libraries.append(f"{file}:{frame.line_num}")
+    # A trace inside of another, such as that of a checkpoint, does not see who called it.
+    # What is only known to be of the library, such as the loop around a first step, names no layer.
+    named = outer.layer if outer.layer != "mpx_pde" else ""
+    layer, inside = named or _layer(ours) or outer.layer, inside or outer.inside
+    found = outer._replace(layer=layer, backward=backward, inside=inside)
+    if outer.users or not libraries:
+        return found
+    others = [line for line in libraries if not line.startswith(_EQUINOX)]
+    return found._replace(line=next(iter(others or libraries)))
+
+
+def site_at(eqn: JaxprEqn, around: Sequence[JaxprEqn] = ()) -> Site:
+    """Returns the site of an equation in the jaxprs of the containers `around` it, outermost
+    first."""
+    outer = Site()
+    for container in around:
+        outer = site_inside(container, site_of(container, outer))
+    return site_of(eqn, outer)
+
+
+def source_of(eqn: JaxprEqn, calls: Sequence[JaxprEqn]) -> Any:
+    """Returns the source to attribute an equation to that is taken out of `calls`: its own, or that
+    of the call of a function of JAX, which is traced once and knows where it was called first."""
+    chain = [*calls, eqn]
+    for outer, inner in reversed(list(itertools.pairwise(chain))):
+        body = site_inside(outer, NOWHERE).body
+        if body is None or site_of(inner, Site(body=body)).users:
+            return inner.source_info
+    return chain[0].source_info
+
+
+def line_of(eqn: JaxprEqn, around: Sequence[JaxprEqn] = ()) -> str:
+    """Returns the line of such a site."""
+    return site_at(eqn, around).line or "unknown"
+
+
+def site_inside(eqn: JaxprEqn, site: Site) -> Site:
+    """Returns the site of the jaxprs in a container."""
+    if eqn.primitive.name != "jit":
+        return site
+    info = eqn.params["jaxpr"].jaxpr.debug_info
+    file = info.func_filename
+    if file is None or _is_users(file):
+        return site._replace(body=None)
+    return site._replace(body=(file, info.func_name.rpartition(".")[2]))
+
+
+def definition_of(fun: Any) -> Site:
+    """Returns where a function of the user is defined: the site of rows that have no other."""
+    while hasattr(fun, "__wrapped__"):
+        fun = fun.__wrapped__
+    code = getattr(fun, "__code__", None) or getattr(type(fun).__call__, "__code__", None)
+    if code is None or not _is_users(code.co_filename):
+        return Site()
+    return Site(f"{code.co_filename}:{code.co_firstlineno}", users=True)
+
+
+# What public functions return, by what users know it as.
+_RETURNED = {"Evaluation": "partials"}
+
+
+def _layer(ours: list[tuple[str, str]]) -> str:
+    """The outermost part of the library with a public name, networks before all others; a layer of
+    Equinox is its own, whoever calls it."""
+    # Looked up: an import would run in a circle, since the package imports this module.
+    mpx_pde = sys.modules[__name__.partition(".")[0]]
+    names = [(file, name.partition(".")[0]) for file, name in reversed(ours)]
+    if names and not names[-1][0].startswith(HOME):
+        # The innermost: the layers of a model are told apart by what they are.
+        return next((f"eqx.nn.{x}" for _, x in reversed(names) if hasattr(eqx.nn, x)), "")
+    for file, name in names:
+        if file.startswith(os.path.join(HOME, "nn", "")) and hasattr(mpx_pde.nn, name):
+            return name
+    for file, name in names:
+        name = _RETURNED.get(name, name)
+        if file.startswith(HOME) and not name.startswith("_") and hasattr(mpx_pde, name):
+            return name
+    return "mpx_pde" if names else ""
+
+
+def is_ours(layer: str) -> bool:
+    """Returns whether a layer belongs to this library."""
+    return bool(layer) and not layer.startswith("eqx.nn.")
+
+
+INSIDE = "the `jax.custom_vjp` called there"
+"""The words for an equation for which `in_custom_vjp` holds."""
+
+
+def in_custom_vjp(source: Any) -> bool:
+    """Returns whether an equation is inside of a `jax.custom_vjp`, and its line that of the call.
+    JAX gives what a backward rule does the frames of the call, and knows no other line of it."""
+    for frame in source.traceback.frames if source.traceback else ():
+        if not frame.file_name.startswith(_JAX):
+            return False
+        if frame.function_name.endswith("custom_vjp.__call__"):
+            return True
+    return False

@@ -1,0 +1,240 @@
+"""The first scales: found once before the first step, or by the first steps themselves."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import equinox as eqx
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jaxtyping import Array, Bool
+
+from .._dtypes import largest_scale
+from .._loss_scaling import AbstractLossScaling, DynamicLossScaling
+from .._tree import with_fields
+from .._types import ForwardLike, PolicyLike, PyTree
+from ..derivatives import Scaling
+from ..interpret._precision_report import traced
+from ._gradient import Gradient
+from ._norms import minus, norm
+from ._options import parse_options
+
+
+_CALL = "initial_scaling"
+
+_ROUNDING = 2.0**-12
+"""Half of float16's unit roundoff: what changes a gradient by less is not lost underflow."""
+
+_MARGIN = 2
+"""By how many powers of two a first loss scale stays below overflow, if that costs nothing."""
+
+
+def initial_scaling(
+    func: Callable[..., Any],
+    scaling: AbstractLossScaling,
+    has_aux: bool = False,
+    use_mixed_precision: bool = True,
+    *,
+    policy: PolicyLike | None = None,
+    keep_full: PyTree = False,
+    autocast: bool | dict[str, Any] = False,
+    forward: ForwardLike = "half",
+) -> Callable[..., Any]:
+    """Finds the scales to start a training with: those at which the gradient of a batch neither
+    overflows nor underflows.
+
+    Without it the first steps are skipped until the scales are small enough, by a factor of 16
+    each; and scales that begin too small, which nothing overflows at, take thousands of steps to
+    grow. Call it once, before the first step, with the arguments of the step:
+
+    ```python
+    scaling = mpx.initial_scaling(loss, scaling, **options)(model, batch)
+    ```
+
+    The gradient is compiled once, and evaluated at falling scales until nothing overflows. Scales
+    are powers of two, so larger ones give the same gradient to the bit, unless something
+    underflows. So the gradient at the largest possible scale is the measure. The loss scale is as
+    large as it can be, each derivative scale the nearest to where it started, with room left below
+    overflow as far as that gives the same gradient.
+
+    **Arguments:** as for [`mpx_pde.filter_value_and_grad`][], and as in the training.
+
+    **Returns:**
+
+    A function of the arguments of `func` that returns the scaling with other scales, and with all
+    counters as they were. A scaling without scales to find ([`mpx_pde.NoOpLossScaling`][],
+    [`mpx_pde.StaticLossScaling`][], a subclass of your own) comes back as it is, and so does any
+    where the compute dtype is not float16.
+
+    **Raises:** as [`mpx_pde.filter_value_and_grad`][]; `TypeError` inside of `jax.jit`, `jax.vmap`
+    and `jax.shard_map`, since it looks at values (arrays may be sharded); `ValueError` where the
+    gradient is finite at no scale.
+    """
+    options = parse_options(
+        _CALL,
+        has_aux,
+        use_mixed_precision,
+        policy=policy,
+        keep_full=keep_full,
+        autocast=autocast,
+        forward=forward,
+    )
+    return eqx.module_update_wrapper(_InitialScaling(Gradient.of(func, scaling, options)))
+
+
+class _Evaluated(NamedTuple):
+    """The overflows and underflows of the gradient at one scaling."""
+
+    mendable: Bool[Array, ""]
+    """Whether other scales may help if it is not finite: no loss scale makes a loss finite, which
+    is not scaled when it is computed."""
+    adjusted: Any
+    finite: Bool[Array, ""]
+    grads: PyTree
+
+
+@eqx.filter_jit
+def _evaluate(gradient: Gradient, args: tuple, kwargs: dict) -> _Evaluated:
+    def run():
+        (value, _), grads, counts = gradient.scaled(args, kwargs)
+        adjusted, finite, grads = gradient.finish(grads, args[0], counts)
+        mendable = jnp.isfinite(value)
+        if counts is not None:
+            mendable = mendable | ~gradient.derivatives.finite(counts)
+        return _Evaluated(mendable, adjusted, finite, grads)
+
+    return gradient.options.in_context(run)
+
+
+@eqx.filter_jit
+def _apart(grads: PyTree, others: PyTree) -> Bool[Array, ""]:
+    """Returns whether any two gradients differ by more than rounding could."""
+    worst = jtu.tree_map(
+        lambda g, h: norm(minus(g, h)) > _ROUNDING * jnp.maximum(norm(g), norm(h)), grads, others
+    )
+    return jnp.any(jnp.stack(jtu.tree_leaves(worst)))
+
+
+class _InitialScaling(eqx.Module):
+    gradient: Gradient
+
+    @property
+    def __wrapped__(self):
+        return self.gradient.func
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        gradient, options, start = self.gradient, self.gradient.options, self.gradient.scaling
+        options.check_called_with(args)
+        if traced((gradient, args, kwargs)):
+            raise TypeError(
+                f"`{_CALL}` evaluates the gradient at several scales and looks at it, so it cannot "
+                "be called inside of `jax.jit`, `jax.grad`, `jax.vmap` or `jax.shard_map`. Call it "
+                "before the first step, with arrays."
+            )
+        float16 = options.use_mixed_precision and options.compute_dtype == jnp.float16
+        if not float16 or not isinstance(start, DynamicLossScaling | Scaling):
+            return start
+
+        def evaluate(exponents: np.ndarray) -> _Evaluated:
+            # Copies of the containers: an `eqx.nn.State` can be used once only.
+            copies = jtu.tree_map(lambda x: x, (args, kwargs))
+            return _evaluate(gradient.at(_with_exponents(start, exponents)), *copies)
+
+        return options.in_context(lambda: _with_exponents(start, _found(start, evaluate)))
+
+
+def _found(start: Any, evaluate: Callable[[np.ndarray], _Evaluated]) -> np.ndarray:
+    """The exponents to start with."""
+    scales = _scales(start)
+    loss = start.loss if isinstance(start, Scaling) else start
+    of_loss = np.arange(len(scales)) < isinstance(loss, DynamicLossScaling)
+    exponents, found = _in_range(_exponents(start), evaluate, of_loss)
+    for i, scale in enumerate(scales):
+        step = scale.step * np.eye(len(scales), dtype=int)[i]
+        start_of, largest, overflows = exponents[i], found, False
+        while not overflows and exponents[i] + scale.step <= scale.highest:
+            other = evaluate(exponents + step)
+            overflows = bool(~other.finite | np.any(_exponents(other.adjusted) < exponents + step))
+            if not overflows:
+                exponents, largest = exponents + step, other
+        # A loss scale is as large as it can be, a derivative scale as near to where it was; and the
+        # derivatives and gradients of the next batch may be larger.
+        lowest = exponents[i] if of_loss[i] else start_of
+        lowest = min(lowest, exponents[i] - scale.margin) if overflows else lowest
+        while exponents[i] - scale.step >= max(lowest, scale.lowest):
+            other = evaluate(exponents - step)
+            if not other.finite or _apart(largest.grads, other.grads):
+                break
+            exponents, found = exponents - step, other
+    return exponents
+
+
+def _in_range(
+    exponents: np.ndarray, evaluate: Callable[[np.ndarray], _Evaluated], of_loss: np.ndarray
+) -> tuple[np.ndarray, _Evaluated]:
+    """Exponents at which the gradient is finite, by the rules that adjust them from step to step,
+    and what it is there."""
+    tried, taken = set(), None
+    while tuple(exponents) not in tried:
+        tried.add(tuple(exponents))
+        found = evaluate(exponents)
+        following = _exponents(found.adjusted)
+        if found.finite:
+            # Derivatives may vanish all the same: then their scales rise.
+            taken, following = (exponents, found), np.where(of_loss, exponents, following)
+        elif not found.mendable:
+            break
+        exponents = following
+    if taken is None:
+        raise ValueError(
+            f"`{_CALL}` found no scale at which the gradient of this batch is finite. Look where "
+            "it overflows with `mpx_pde.explain_nonfinite`, and whether it is finite in float32, "
+            "with `use_mixed_precision=False`."
+        )
+    return taken
+
+
+class _Scale(NamedTuple):
+    """A scale that may move, as exponents of two."""
+
+    exponent: int
+    lowest: int
+    highest: int
+    step: int
+    margin: int
+    """How far it stays below overflow, if that costs nothing."""
+
+
+def _scales(scaling: Any) -> list[_Scale]:
+    """The scales of a scaling: that of the loss first, if it moves."""
+    loss = scaling.loss if isinstance(scaling, Scaling) else scaling
+    out = []
+    if isinstance(loss, DynamicLossScaling):
+        exponent = lambda x: round(math.log2(float(x)))
+        first, low = exponent(loss.loss_scaling), exponent(loss.min_loss_scaling)
+        high = exponent(loss.max_loss_scaling or largest_scale(jnp.float16))
+        out.append(_Scale(first, low, high, exponent(loss.factor), _MARGIN))
+    if isinstance(scaling, Scaling):
+        rule, strategy = scaling.derivatives.rule, scaling.derivatives.strategy
+        for i, exponent in enumerate(np.asarray(scaling.derivatives.exponents)):
+            rows = [row for row in strategy.rows if i in dict(row.weights)]
+            margin = strategy.steps(rule.margin, rows)
+            out.append(_Scale(int(exponent), rule.lowest[i], rule.highest[i], rule.step, margin))
+    return out
+
+
+def _exponents(scaling: Any) -> np.ndarray:
+    return np.array([scale.exponent for scale in _scales(scaling)])
+
+
+def _with_exponents(scaling: Any, exponents: np.ndarray) -> Any:
+    """`scaling` with these for what [`_scales`][] gives."""
+    if isinstance(scaling, DynamicLossScaling):
+        return with_fields(scaling, loss_scaling=jnp.array(2.0 ** exponents[0], jnp.float32))
+    if isinstance(scaling.loss, DynamicLossScaling):
+        loss = _with_exponents(scaling.loss, exponents)
+        scaling, exponents = with_fields(scaling, loss=loss), exponents[1:]
+    derivatives = scaling.derivatives
+    derivatives = with_fields(derivatives, exponents=jnp.array(exponents, jnp.int32))
+    return with_fields(scaling, derivatives=derivatives)

@@ -1,0 +1,479 @@
+"""The table of modes: what the library is asked of a random program, and the same in plain JAX."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import mpx_pde as mpx
+
+
+COORDS, OUTPUTS = "xyztabcdefghijklm", "uvw"
+
+# One rounding of each precision. Split products and TF32 by their documented accuracy.
+UNITS = {
+    "bfloat16": 2.0**-8,
+    "float16": 2.0**-11,
+    "tensorfloat32": 2.0**-11,
+    "bfloat16_x3": 2.0**-16,
+    "float32": 2.0**-24,
+    "float64": 2.0**-53,
+}
+FULL = UNITS["float32"]
+
+
+class Mode(NamedTuple):
+    """What is asked of a program.
+
+    **Attributes:**
+
+    - `kind`: `"point"` for programs of one point, `"loss"` for losses of a batch.
+    - `options`: draws what else is random.
+    - `exact`: the answer in plain JAX, in whatever precision its arguments have.
+    - `library`: the answer of the library, leaf by leaf as `exact`'s.
+    - `units`: the roundings of what is full and of what is half, by the first word of a leaf.
+    - `wide`: whether 64-bit types are on.
+    """
+
+    kind: str
+    options: Callable[[Any], dict]
+    exact: Callable[..., dict]
+    library: Callable[..., dict]
+    units: Callable[[dict], dict[str, tuple[float, float]]]
+    wide: bool = False
+
+
+# --- Derivatives ---------------------------------------------------------------------------------
+
+# What is summed is written as pairs of directions and factors; a factor in a string is a function
+# of the point `p`.
+
+
+def factor_of(factor):
+    return eval(f"lambda p: {factor}", {"jnp": jnp}) if isinstance(factor, str) else factor
+
+
+def nested(f, directions):
+    """The derivative along `directions`, by nested forward mode."""
+    for d in directions:
+        f = lambda p, f=f, d=d: jax.jvp(f, (p,), (d.astype(p.dtype),))[1]
+    return f
+
+
+def exact_sums(f, p, o):
+    """All sums of derivatives at a point, each with an axis of outputs."""
+    eye = jnp.eye(p.size)
+    all_dirs = sorted(
+        {dirs for s in o["sums"].values() for dirs, _ in s}, key=lambda d: (len(d), d)
+    )
+    found = {}
+    for order, group in itertools.groupby(all_dirs, len):
+        group = list(group)
+        along = jnp.stack([eye[np.array(d, int)] for d in group])
+        values = jax.vmap(lambda d, n=order: nested(f, list(d) if n else [])(p))(along)
+        found |= dict(zip(group, values, strict=True))
+    value = lambda x: x(p) if callable(x) else x
+    return {
+        name: sum(value(factor_of(factor)) * jnp.atleast_1d(found[dirs]) for dirs, factor in s)
+        for name, s in o["sums"].items()
+    }
+
+
+def order_of(s):
+    return max(len(dirs) for dirs, _ in s)
+
+
+def named(o, sums):
+    """Leaves by order, so that those of one order are compared with each other."""
+    return {
+        f"order{order_of(o['sums'][name])}/{name}_{OUTPUTS[i]}": x[..., i]
+        for name, x in sums.items()
+        for i in range(o["outputs"])
+    }
+
+
+def word(dirs, coords):
+    return "".join(coords[i] for i in dirs)
+
+
+def evaluation(f, o, **options):
+    """The call of the library that `o` asks for."""
+    coords, outputs = COORDS[: o["size"]], OUTPUTS[: o["outputs"]]
+    names = {"coords": coords, "outputs": outputs, **options}
+    is_term = lambda s: len(s) == 1 and s[0][1] == 1.0
+    terms = {
+        f"{u}_{word(s[0][0], coords)}".rstrip("_"): f"order{len(s[0][0])}/{name}_{u}"
+        for name, s in o["sums"].items()
+        if is_term(s) and name not in o["operators"]
+        for u in outputs
+    }
+    translated = dict(terms)
+    for name in o["operators"]:
+        for u in outputs:
+            shown = "lap" if o["call"] == "laplacian" else name
+            translated[f"{shown}_{u}"] = f"order{order_of(o['sums'][name])}/{name}_{u}"
+    if o["call"] == "partials":
+        run = mpx.partials(f, list(terms), **names)
+    elif o["call"] == "laplacian":
+        over = {} if o["over"] is None else {"over": COORDS[: o["over"]]}
+        run = mpx.laplacian(f, list(terms), **names, **over)
+    else:
+        operators = {
+            name: spec
+            if isinstance(spec, str)
+            else {word(d, coords): factor_of(c) for d, c in spec}
+            for name, spec in o["operators"].items()
+        }
+        sampled = o.get("sampled", {})
+        if sampled:
+            sampled = {**sampled, "key": jax.random.key(o["key"])}
+        run = mpx.linear_operator(f, operators, list(terms), **names, **sampled)
+    return lambda p: {translated[k]: x for k, x in run(p).items()}
+
+
+def combine(values, o):
+    """One number of all leaves, for gradients."""
+    coefficients = itertools.cycle((1.0, -0.7, 0.4, 1.3))
+    parts = [c * x for c, (_, x) in zip(coefficients, sorted(values.items()), strict=False)]
+    return jnp.mean(sum(parts) ** 2 if o.get("squared") else sum(parts))
+
+
+def leaves(tree, name="grad"):
+    return {f"{name}/{i}": x for i, x in enumerate(tree)}
+
+
+def exact_derivatives(f, w, q, o):
+    at = lambda w, p: named(o, exact_sums(lambda p: f(w, p), p, o))
+    spread = lambda w: jax.vmap(lambda p: at(w, p))(q)
+    if o["how"] != "grad":
+        return spread(w)
+    return leaves(jax.grad(lambda w: combine(spread(w), o))(w))
+
+
+def spread_by(how, at, q):
+    """`at` of all points, by the transformation `how`."""
+    if how == "call":
+        return jax.tree.map(lambda x: x[None], at(q[0]))
+    if how == "scan":
+        return lax.scan(lambda c, p: (c, at(p)), 0, q)[1]
+    if how == "checkpoint":
+        return jax.vmap(jax.checkpoint(at))(q)
+    return jax.jit(jax.vmap(at))(q) if how == "jit" else jax.vmap(at)(q)
+
+
+def library_derivatives(f, w, q, o):
+    if o.get("half"):
+        w = mpx.cast_tree(w, o["half"])
+
+    def spread(w):
+        return spread_by(o["how"], lambda p: evaluation(lambda p: f(w, p), o)(p), q)
+
+    if o["how"] != "grad":
+        return spread(w)
+    return leaves(jax.grad(lambda w: combine(spread(w), o))(w))
+
+
+def drop_ins(f, w, q, o):
+    """`mpx.derivatives.grad`, `jacfwd` and `hessian` for JAX's own."""
+    return _drop_ins(mpx.derivatives, f, mpx.cast_tree(w, o["half"]) if o["half"] else w, q, o)
+
+
+def exact_drop_ins(f, w, q, o):
+    return _drop_ins(jax, f, w, q, o)
+
+
+def _drop_ins(lib, f, w, q, o):
+    g = lambda p: f(w, p)
+    run = {
+        "grad": lambda: lib.grad(g) if o["outputs"] == 1 else lib.jacfwd(g),
+        "jacfwd": lambda: lib.jacfwd(g),
+        "hessian": lambda: lib.hessian(g),
+        "jacfwd of jacfwd": lambda: lib.jacfwd(lib.jacfwd(g)),
+    }[o["drop_in"]]()
+    return {f"order/{o['drop_in']}": jax.vmap(run)(q)}
+
+
+def derivative_units(o):
+    half = UNITS[o["half"]] if o.get("half") else FULL
+    return {"order": (FULL, half), "grad": (FULL, half)}
+
+
+def wide_units(o):
+    # Where something is cast to float32, the judge knows it by its dtype.
+    return {"order": (UNITS["float64"],) * 2, "grad": (UNITS["float64"],) * 2}
+
+
+def how(rng, *, grads=True):
+    several = ["call", "call", "vmap", "vmap", "jit", "scan", "checkpoint"] + ["grad"] * 2 * grads
+    return str(rng.choice(several))
+
+
+def draw_dirs(rng, size, order):
+    return tuple(sorted(int(i) for i in rng.integers(0, size, order)))
+
+
+def base(rng, size, outputs=1):
+    chosen = how(rng)
+    points = 1 if chosen == "call" else 2
+    return {"size": size, "outputs": outputs, "how": chosen, "points": points, "operators": {}}
+
+
+def draw_partials(rng, highest=4):
+    size = int(rng.integers(1, 6))
+    o = base(rng, size, int(rng.choice([1, 1, 1, 2])))
+    top = int(rng.choice([1, 2, 2, 3, 4][: highest + 1]))
+    orders = [0, *rng.integers(1, top + 1, 3), top]
+    chosen = {draw_dirs(rng, size, n) for n in orders}
+    return o | {"call": "partials", "sums": {f"d{word(d, COORDS)}": [(d, 1.0)] for d in chosen}}
+
+
+def draw_half(draw):
+    return lambda rng: draw(rng) | {"half": str(rng.choice(["float16", "bfloat16"]))}
+
+
+def draw_laplacian(rng):
+    size = int(rng.choice([2, 3, 5, 8, 9, 10, 16, 17]))
+    o = base(rng, size, int(rng.choice([1, 1, 2])))
+    over = int(rng.integers(1, size + 1)) if rng.random() < 0.2 else None
+    sums = {"sum": [((i, i), 1.0) for i in range(over or size)], "d": [((), 1.0)]}
+    if rng.random() < 0.5:
+        i = int(rng.integers(0, size))
+        sums["dx"] = [((i,), 1.0)]
+    return o | {"call": "laplacian", "sums": sums, "operators": {"sum": "laplacian"}, "over": over}
+
+
+def biharmonic(size):
+    pairs = itertools.combinations_with_replacement(range(size), 2)
+    return [((i, i, j, j), 1.0 if i == j else 2.0) for i, j in pairs]
+
+
+def draw_operator(rng):
+    if rng.random() < 0.2:
+        size = int(rng.integers(1, 4))
+        o = base(rng, size)
+        sums = {"sum": biharmonic(size), "d": [((), 1.0)]}
+        return o | {"call": "operator", "sums": sums, "operators": {"sum": "biharmonic"}}
+    size = int(rng.choice([1, 2, 3, 4, 10]))
+    o = base(rng, size, int(rng.choice([1, 1, 2])))
+    factors = [1.0, -0.5, 0.01, 3.0, "jnp.sin(p[0])", "1.0 + jnp.sum(p**2)"]
+    top = int(rng.choice([1, 2, 3]))
+    dirs = {draw_dirs(rng, size, int(n)) for n in rng.integers(1, top + 1, 4)}
+    if size == 10:
+        dirs = {(i, i) for i in range(size)}
+    spec = [(d, factors[rng.integers(len(factors))]) for d in sorted(dirs)]
+    sums = {"sum": spec, "d": [((), 1.0)]}
+    return o | {"call": "operator", "sums": sums, "operators": {"sum": spec}}
+
+
+def draw_sampled(rng):
+    """All coordinates without replacement, or the estimator rebuilt from its key."""
+    size, order = int(rng.choice([2, 3, 5, 10])), int(rng.choice([1, 2, 2, 3]))
+    o = base(rng, size)
+    replace, key = bool(rng.random() < 0.5), int(rng.integers(1000))
+    samples = 16 if replace else size
+    drawn = np.arange(size)
+    if replace:
+        one = jax.random.split(jax.random.key(key), 1)[0]
+        drawn = np.asarray(jax.random.choice(one, size, (samples,), replace=True))
+    counts = np.bincount(drawn, minlength=size) * size / samples
+    sums = {"sum": [((i,) * order, float(c)) for i, c in enumerate(counts)], "d": [((), 1.0)]}
+    spec = "laplacian" if order == 2 else [((i,) * order, 1.0) for i in range(size)]
+    return o | {
+        "call": "operator",
+        "sums": sums,
+        "operators": {"sum": spec},
+        "sampled": {"samples": samples, "replace": replace},
+        "key": key,
+    }
+
+
+def draw_drop_ins(rng):
+    o = base(rng, int(rng.integers(1, 5)))
+    kinds = ["grad", "jacfwd", "hessian", "jacfwd of jacfwd"]
+    half = str(rng.choice(["", "", "float16", "bfloat16"]))
+    return o | {"how": "vmap", "drop_in": str(rng.choice(kinds)), "half": half}
+
+
+# --- Gradients of losses of derivatives ----------------------------------------------------------
+
+
+def value_and_grad(loss, o, scaling=None):
+    """The gradient transformation that `o` asks for, with leaves that are told apart."""
+    policy = f"params=float32,compute={o['half']},output=float32"
+    options = {"policy": policy, **o["gradient"]}
+    scaling = mpx.DynamicLossScaling(2.0**10) if scaling is None else scaling
+    if o.get("micro_batches"):
+        run = mpx.filter_accumulated_value_and_grad(loss, scaling, o["micro_batches"], **options)
+    else:
+        run = mpx.filter_value_and_grad(loss, scaling, **options)
+
+    def call(w, *inputs):
+        value, _, finite, grads = run(w, *inputs)
+        return {"value": value, "finite": finite, **leaves(grads)}
+
+    if o["how"] == "jit":
+        return jax.jit(call)
+    if o["how"] == "scan":
+
+        def scanned(w, *inputs):
+            return lax.scan(lambda c, _: (c, call(c, *inputs)), w, None, length=1)[1]
+
+        return lambda w, *inputs: jax.tree.map(lambda x: x[0], scanned(w, *inputs))
+    return call
+
+
+def exact_residual(f, w, q, o):
+    at = lambda w: jax.vmap(lambda p: named(o, exact_sums(lambda p: f(w, p), p, o)))(q)
+    value, grads = jax.value_and_grad(lambda w: combine(at(w), o))(w)
+    return {"value": value, **leaves(grads)}
+
+
+def library_residual(f, w, q, o):
+    scaling = None
+    if o["scaled"]:
+        coords = COORDS[: o["size"]]
+        orders = [order_of(s) for s in o["sums"].values()]
+        names = [
+            f"{u}_{word(s[0][0], coords)}"
+            for s in o["sums"].values()
+            for u in OUTPUTS[: o["outputs"]]
+            if s[0][0]
+        ]
+        derivatives = {
+            "per_direction": lambda: mpx.DerivativeScaling.per_direction(coords),
+            "per_order": lambda: mpx.DerivativeScaling.per_order(max(orders)),
+            "per_term": lambda: mpx.DerivativeScaling.per_term(names),
+        }[o["scaled"]]()
+        scaling = mpx.Scaling(derivatives=derivatives)
+
+    def loss(w, q, *, derivatives=None):
+        run = evaluation(lambda p: f(w, p), o, scaling=derivatives)
+        return combine(jax.vmap(run)(q), o)
+
+    return value_and_grad(loss, o, scaling)(w, q)
+
+
+def residual(rng, gradient, scaled=""):
+    o = draw_partials(rng, highest=3)
+    return o | {
+        "how": str(rng.choice(["call", "call", "jit", "scan"])),
+        "points": 4,
+        "half": str(rng.choice(["float16", "bfloat16"])),
+        "squared": True,
+        "scaled": scaled,
+        "gradient": gradient,
+    }
+
+
+def draw_scaled(rng):
+    scaled = str(rng.choice(["per_direction", "per_order", "per_term"]))
+    gradient: dict = {"keep_full": (False, True)}
+    if rng.random() < 0.3:
+        gradient = {"forward": "float32"}
+    return residual(rng, gradient, scaled)
+
+
+def draw_forward_residual(rng):
+    return residual(rng, {"forward": str(rng.choice(FORWARDS))})
+
+
+def draw_accumulated(rng):
+    gradient = {"keep_full": (False, True)} if rng.random() < 0.5 else {"forward": "float32"}
+    return residual(rng, gradient) | {"micro_batches": 2}
+
+
+FORWARDS = ["float32", "float32", "bfloat16_x3", "tensorfloat32"]
+
+
+def forward_units(o):
+    half, forward = UNITS[o["half"]], o["gradient"].get("forward")
+    if forward is None:
+        # Kept in full is the data, at most.
+        data = half if not o["gradient"] else FULL
+        return {"value": (data, half), "grad": (data, half)}
+    # Under float64 the constants of the program are float32 all the same.
+    value = max(UNITS[forward], FULL)
+    return {"value": (FULL, value), "grad": (FULL, max(half, value))}
+
+
+# --- Losses --------------------------------------------------------------------------------------
+
+
+def exact_loss(f, w, *inputs, o):
+    value, grads = jax.value_and_grad(f)(w, *inputs)
+    return {"value": value, **leaves(grads)}
+
+
+def library_loss(f, w, *inputs, o):
+    return value_and_grad(lambda w, *inputs: f(w, *inputs), o)(w, *inputs)
+
+
+def draw_loss(gradient):
+    return lambda rng: {
+        "how": str(rng.choice(["call", "call", "jit", "scan"])),
+        "half": str(rng.choice(["float16", "bfloat16"])),
+        "gradient": gradient(rng),
+    }
+
+
+def draw_cast(rng):
+    """Everything cast, or the model alone: the six arrays of data are kept."""
+    return {"keep_full": (False, *[True] * 6)} if rng.random() < 0.7 else {}
+
+
+MODES = {
+    "partials": Mode(
+        "point", draw_partials, exact_derivatives, library_derivatives, derivative_units
+    ),
+    "partials64": Mode(
+        "point", draw_partials, exact_derivatives, library_derivatives, wide_units, wide=True
+    ),
+    "partials_half": Mode(
+        "point",
+        draw_half(lambda rng: draw_partials(rng, highest=3)),
+        exact_derivatives,
+        library_derivatives,
+        derivative_units,
+    ),
+    "laplacian": Mode(
+        "point", draw_laplacian, exact_derivatives, library_derivatives, derivative_units
+    ),
+    "laplacian_half": Mode(
+        "point", draw_half(draw_laplacian), exact_derivatives, library_derivatives, derivative_units
+    ),
+    "operator": Mode(
+        "point", draw_operator, exact_derivatives, library_derivatives, derivative_units
+    ),
+    "sampled": Mode(
+        "point", draw_sampled, exact_derivatives, library_derivatives, derivative_units
+    ),
+    "drop_ins": Mode("point", draw_drop_ins, exact_drop_ins, drop_ins, derivative_units),
+    "scaled": Mode("point", draw_scaled, exact_residual, library_residual, forward_units),
+    "forward_residual": Mode(
+        "point", draw_forward_residual, exact_residual, library_residual, forward_units
+    ),
+    "accumulated": Mode("point", draw_accumulated, exact_residual, library_residual, forward_units),
+    "forward": Mode(
+        "loss",
+        draw_loss(lambda rng: {"forward": str(rng.choice(FORWARDS))}),
+        exact_loss,
+        library_loss,
+        forward_units,
+    ),
+    "forward64": Mode(
+        "loss",
+        draw_loss(lambda rng: {"forward": "float64"}),
+        exact_loss,
+        library_loss,
+        forward_units,
+        wide=True,
+    ),
+    "cast": Mode("loss", draw_loss(draw_cast), exact_loss, library_loss, forward_units),
+    "autocast": Mode(
+        "loss", draw_loss(lambda rng: {"autocast": True}), exact_loss, library_loss, forward_units
+    ),
+}

@@ -1,0 +1,182 @@
+"""Advice on the precision of a loss: what it says is so."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import pytest
+
+import mpx_pde as mpx
+
+
+X = jax.random.normal(jax.random.key(1), (16, 3))
+
+
+def network(width=32):
+    return eqx.nn.MLP(3, "scalar", width, 1, activation=jnp.tanh, key=jax.random.key(0))
+
+
+def fit(model, x):
+    return jnp.mean((jax.vmap(model)(x) - jnp.sin(x[:, 0]).astype(x.dtype)) ** 2)
+
+
+def norm(tree):
+    return np.sqrt(sum(float(jnp.sum(x.astype(jnp.float32) ** 2)) for x in jtu.tree_leaves(tree)))
+
+
+@pytest.fixture(scope="module")
+def advice():
+    return mpx.advise(fit)(network(), X)
+
+
+NAMES = [
+    "float32",
+    "forward float32, backward float16",
+    "forward float32, backward bfloat16",
+    "float16 throughout",
+    "bfloat16 throughout",
+]
+
+
+@pytest.mark.slow
+def test_it_tells_the_error_of_each_gradient(advice):
+    assert [row.name for row in advice.rows] == NAMES
+    want = eqx.filter_grad(fit)(network(), X)
+    for row in advice.rows:
+        run = mpx.filter_grad(fit, row.scaling, **row.options)
+        *_, grads = eqx.filter_jit(run)(network(), X)
+        apart = norm(jtu.tree_map(lambda g, w: g - w, grads, want)) / norm(want)
+        # XLA adds in another order.
+        assert row.error == pytest.approx(apart, rel=0.02, abs=1e-6)
+        assert row.finite
+        assert row.failed is None
+    half = [row.half_share for row in advice.rows]
+    assert half[0] == 0
+    assert half[3] == half[4] == 1
+    assert 0 < half[1] == half[2] < 1
+    errors = [row.error for row in advice.rows]
+    assert errors[0] == 0
+    assert errors[1] < errors[2] < errors[4]
+    assert errors[3] < errors[4]
+    assert advice.rows[4].scaling.loss_scaling == 1
+    assert (advice.examples, advice.width, advice.reference) == (16, 3, "float32")
+    shown = str(advice)
+    assert all(name in shown for name in NAMES)
+    assert advice.call in shown
+    assert advice.choice in advice.rows
+
+
+@pytest.mark.slow
+def test_the_call_that_it_writes_runs():
+    loss, scaling = fit, mpx.DynamicLossScaling()
+    with jax.numpy_dtype_promotion("standard"):
+        advice = mpx.advise(fit, keep_full=(False, True))(network(), X)
+    for row in advice.rows:
+        call = eval(mpx.training._advise._written(row, False), {"mpx_pde": mpx, **locals()})
+        assert callable(call)
+    written = mpx.training._advise._written(advice.rows[3], False)
+    assert "keep_full=(False, True)" in written
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_the_program_and_grows_with_the_batch(advice):
+    row = advice.rows[0]
+    model, static = eqx.partition(network(), eqx.is_array)
+
+    def needs(n):
+        gradient = jax.jit(lambda m, x: jax.grad(lambda m: fit(eqx.combine(m, static), x))(m))
+        compiled = gradient.lower(model, jnp.ones((n, 3))).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert row.memory == pytest.approx(needs(16), rel=0.1)
+    assert row.memory_per_example == pytest.approx((needs(16) - needs(8)) / 8, rel=0.2)
+    whole = mpx.advise(lambda m, x, y: fit(m, x) + jnp.sum(y))(network(), X, jnp.ones(5))
+    assert whole.rows[0].memory_per_example is None
+    assert whole.examples is None
+
+
+@pytest.mark.slow
+def test_it_takes_what_saves_memory_at_one_per_cent(advice):
+    first = advice.rows[0]
+    least = min((r for r in advice.rows if r.error <= 0.01), key=lambda r: r.memory)
+    assert advice.choice == (least if least.memory <= 0.9 * first.memory else first)
+
+    def cancels(model, x):
+        u = jax.vmap(model)(x)
+        return jnp.mean(((u + 100.0) ** 2 - u**2 - 1e4) ** 2 / 1e4)
+
+    cancelling = mpx.advise(cancels)(network(), X)
+    assert cancelling.rows[3].error > 0.01
+    assert cancelling.choice is not cancelling.rows[3]
+
+
+@pytest.mark.slow
+def test_derivatives_that_overflow_and_those_that_are_scaled():
+    def loss(model, x, *, derivatives):
+        terms = mpx.partials(model, ["u_xx"], coords="xyz", outputs="u", scaling=derivatives)
+        return jnp.mean((jax.vmap(terms)(300.0 * x)["u_xx"] * 1e-4) ** 2)
+
+    steep = eqx.tree_at(lambda m: m.layers[0].weight, network(), replace_fn=lambda w: 1e3 * w)
+    plain = mpx.advise(loss)(steep, X / 1e5)
+    assert not plain.rows[3].finite
+    assert "overflows" in str(plain)
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xyz", order=2))
+    scaled = mpx.advise(loss, scaling)(steep, X / 1e5)
+    assert scaled.rows[3].finite
+    assert scaled.rows[3].scaling.derivatives.exponents[0] < 0
+
+
+@pytest.mark.slow
+def test_what_a_cast_cannot_have_runs_by_autocast():
+    """JAX has no Fourier transform of halves."""
+
+    def loss(w, x):
+        modes = jnp.fft.rfft(x) * w["f"][None].astype(jnp.complex64)
+        return jnp.mean((jnp.fft.irfft(modes) @ w["m"] - 1) ** 2)
+
+    w = {"f": jnp.ones(9), "m": jnp.ones((16, 4))}
+    advice = mpx.advise(loss)(w, jax.random.normal(jax.random.key(0), (4, 16)))
+    assert [row.name for row in advice.rows[3:]] == [f"{n}, autocast" for n in NAMES[3:]]
+    assert all(row.error < 0.02 for row in advice.rows)
+
+    def raises(w, x):
+        if w["m"].dtype == jnp.float16:
+            raise NotImplementedError("no float16 here")
+        return loss(w, x)
+
+    half = mpx.advise(raises)(w, jnp.ones((4, 16)))
+    assert "autocast" in half.rows[3].name
+
+
+def test_what_fails_in_half_alone_is_a_row():
+    def loss(w, x):
+        if jnp.result_type(w) != jnp.float32 or mpx.half_precision_datatype() == jnp.bfloat16:
+            raise NotImplementedError("float32 and float16 alone")
+        return jnp.sum(w * x)
+
+    advice = mpx.advise(loss, autocast={})(jnp.ones(3), jnp.ones(3))
+    assert "float32 and float16 alone" in advice.rows[4].failed
+    assert "bfloat16 throughout fails: NotImplementedError" in str(advice)
+
+
+@pytest.mark.slow
+def test_float64_is_the_measure_where_there_is_one():
+    with jax.enable_x64(True):
+        model = jtu.tree_map(
+            lambda x: x.astype(jnp.float32) if eqx.is_inexact_array(x) else x, network()
+        )
+        advice = mpx.advise(fit)(model, X)
+    assert advice.reference == "float64"
+    assert 0 < advice.rows[0].error < 1e-5
+
+
+def test_bad_calls(unchecked_annotations):
+    with pytest.raises(TypeError, match="`advise` takes a loss function first"):
+        mpx.advise(3)
+    with pytest.raises(TypeError, match=r"`advise`.*inside of `jax.jit`"):
+        jax.jit(lambda x: mpx.advise(fit)(network(), x).width)(X)
+    with pytest.raises(TypeError, match="real floating-point scalar"):
+        mpx.advise(lambda w, x: w * x)(jnp.ones(3), jnp.ones(3))
+    with pytest.raises(TypeError, match="differentiates with respect to the first"):
+        mpx.advise(fit)()

@@ -1,0 +1,115 @@
+"""A healthy program has a clean report: the problems of `examples/problems`, and networks that know
+nothing of the library."""
+
+import importlib
+import itertools
+import sys
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from engine_zoo import NETWORKS
+from test_docs import ROOT
+
+import mpx_pde as mpx
+from mpx_pde.ranges._explain import explain
+
+
+sys.path.insert(0, str(ROOT))
+problems = importlib.import_module("examples.problems")
+runner = importlib.import_module("examples.problems._runner")
+
+# Small programs are mostly first layer, which is float32.
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")]
+
+
+def assert_clean(gradient, *args, scaled=True):
+    report = mpx.range_report(gradient)(*args)
+    leaves = [x for x in jax.tree.leaves(report.result) if eqx.is_inexact_array(x)]
+    assert leaves
+    assert all(np.all(np.isfinite(x)) for x in leaves)
+    assert report.first_nonfinite is None
+    assert report.scaled is scaled
+    text = explain(report, mpx.half_precision_datatype().name)
+    # Small gradients may vanish: that is so. Nothing is to be mended.
+    for word in ("but:", "not finite", "infinit", "NaN", "lower", "overflows first", "unknown"):
+        assert word not in text, text
+    assert "othing overflows" in text, text
+    products = mpx.precision_report(gradient)(*args)
+    assert products.rows
+    assert products.loops == ()
+
+
+# --- Networks of others ---------------------------------------------------------------------------
+
+WAYS = {
+    "half": {"keep_full": (False, True)},
+    "autocast": {"autocast": True},
+    "forward": {"forward": "float32"},
+}
+# Powers of powers, to the 125th: beyond float32.
+UNHEALTHY = ("relu power",)
+# A loop of unknown length, which has no gradient.
+UNHEALTHY += ("branches",)
+
+
+def derivative_loss(model, points, *, derivatives):
+    d = jax.vmap(
+        mpx.partials(model, ["u", "u_x", "u_yy"], coords="xy", outputs="u", scaling=derivatives)
+    )(points)
+    return jnp.mean((d["u_x"] + 0.1 * d["u_yy"] - d["u"]) ** 2)
+
+
+def check_network(name, way):
+    if (name, way) == ("transforms", "half"):
+        pytest.skip("its convolution takes no float32 points beside half weights")
+    model = NETWORKS[name](jax.random.key(0))
+    points = jax.random.uniform(jax.random.key(1), (8, 2))
+    scaling = mpx.Scaling(
+        loss=mpx.DynamicLossScaling(2.0**4),
+        derivatives=mpx.DerivativeScaling.per_direction("xy"),
+    )
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        assert_clean(mpx.filter_grad(derivative_loss, scaling, **WAYS[way]), model, points)
+
+
+# Each in one of the ways, in turn.
+@pytest.mark.parametrize(
+    ("name", "way"),
+    list(zip([n for n in NETWORKS if n not in UNHEALTHY], itertools.cycle(WAYS), strict=False)),
+)
+def test_every_healthy_network_has_a_clean_report(name, way):
+    check_network(name, way)
+
+
+# --- Problems -------------------------------------------------------------------------------------
+
+PRECISIONS = ("bfloat16", "forward-float32-float16", "forward-float32-bfloat16")
+
+
+def check_problem(name, precision):
+    problem = problems.load(name)
+    problem = problem.quick or problem
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        trainer = runner.Trainer(problem, precision, steps=runner.QUICK_STEPS)
+        state, key = trainer.initial(0)
+        points = jax.tree.map(lambda x: x[0], trainer.next_points(state.model, key))
+        half = trainer.precision.compute
+        with mpx.half_precision(half):
+            # A scale at which no first step overflows.
+            loss, scaling = mpx.DynamicLossScaling(1.0), state.scaling
+            if isinstance(scaling, mpx.Scaling):
+                scaling = mpx.Scaling(loss, scaling.derivatives)
+            else:
+                scaling = loss
+            assert_clean(trainer.gradient(problem.loss, scaling), state.model, points)
+
+
+# Each in one of the precisions, in turn.
+@pytest.mark.parametrize(
+    ("name", "precision"), list(zip(problems.names(), itertools.cycle(PRECISIONS), strict=False))
+)
+def test_every_healthy_problem_has_a_clean_report(name, precision):
+    check_problem(name, precision)

@@ -1,0 +1,164 @@
+"""Data stays data: under `forward=` what is computed of a batch alone is evaluated in full."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import in_float64, relative
+
+import mpx_pde as mpx
+
+
+KEY = jax.random.key(0)
+ROWS = jax.random.normal(KEY, (64, 8))
+MODEL = eqx.nn.MLP(8, 1, 16, 2, key=KEY)
+TABLE = jnp.sin(jnp.arange(62.0))
+
+# Of a gradient evaluated in half at values that are not: a few roundings one after another, the
+# offsets of layers with few rows among them.
+TOLERANCES = {"float16": 2.0**-11, "bfloat16": 2.0**-7}
+
+
+def squared(x):
+    return jnp.mean((x - 1) ** 2)
+
+
+def mapped(model, rows):
+    return squared(jax.vmap(model)(rows))
+
+
+def scanned(model, rows):
+    def step(total, row):
+        out = model(row - 1e4)
+        return total + out[0] ** 2, out
+
+    total, every = jax.lax.scan(step, 0.0, rows)
+    return total / len(rows) + jnp.mean(every**4)
+
+
+def places(rows, factor):
+    return jnp.floor(rows[:, 0] * factor).astype(int) % 62
+
+
+def chosen_by_the_network(model, rows):
+    """Integers, booleans and whole numbers that come of values which are kept rounded."""
+    first, second, last = model.layers
+    h = jax.vmap(first)(rows)
+    h = jnp.where(h > 0.3, h, 0.1 * h) * jnp.take_along_axis(h, jnp.argmax(h, 1)[:, None], 1)
+    h = jnp.tanh(jax.vmap(second)(h))
+    return squared(jax.vmap(last)(h - jnp.floor(h * 8) / 8))
+
+
+LOSSES = {
+    "offset": (lambda model, x: mapped(model, x - 1e4), MODEL, ROWS + 1e4),
+    "differences": (
+        lambda model, x: mapped(model, jnp.diff(x, axis=0) * 1000), MODEL, ROWS * 1e-3 + 1
+    ),
+    "sine features": (
+        lambda model, x: mapped(model, jnp.sin(x[:, :1] * jnp.arange(1.0, 9.0))), MODEL, ROWS * 6
+    ),
+    "normalized": (
+        lambda model, x: mapped(model, (x - x.mean(0)) / x.std(0)), MODEL, ROWS * 1e-3 + 7
+    ),
+    "table behind a layer": (
+        lambda p, x: squared(p[1][places(x, 512)][:, None] * jax.vmap(p[0])(x)),
+        (MODEL, TABLE),
+        ROWS,
+    ),
+    "table before a layer": (
+        lambda p, x: mapped(p[0], p[1][places(x, 512)][:, None] * x), (MODEL, TABLE), ROWS
+    ),
+    "beside activations": (
+        lambda model, x: squared(
+            jax.vmap(model.layers[1])(jax.vmap(model.layers[0])(x - 1e4) * (x[:, :1] - 1e4))
+        ),
+        MODEL,
+        ROWS + 1e4,
+    ),
+    "scan over rows": (scanned, MODEL, ROWS + 1e4),
+    "checkpoint": (
+        lambda model, x: squared(jax.checkpoint(jax.vmap(lambda row: model(row - 1e4)))(x)),
+        MODEL,
+        ROWS + 1e4,
+    ),
+    "loop over data": (
+        lambda model, x: mapped(model, jax.lax.fori_loop(0, 3, lambda _, y: y - 1e4, x)),
+        MODEL,
+        ROWS + 3e4,
+    ),
+    "chosen by the network": (chosen_by_the_network, MODEL, ROWS),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def as_users_promote():
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
+def step_of(loss, half="bfloat16", **options):
+    policy = f"params=float32,compute={half},output=float32"
+    options = {"forward": "float32", **options}
+    return mpx.filter_value_and_grad(loss, mpx.StaticLossScaling(2.0**8), policy=policy, **options)
+
+
+@pytest.mark.parametrize("half", [pytest.param("float16", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_computed_of_data_alone_is_not_rounded(name, half):
+    loss, model, rows = LOSSES[name]
+    with jax.enable_x64(True):
+        # Of the numbers that the program has in float32.
+        want, want_grads = eqx.filter_value_and_grad(loss)(*in_float64((model, rows)))
+    value, _, finite, grads = eqx.filter_jit(step_of(loss, half))(model, rows)
+    assert finite
+    # Float32 takes 2^-24 of 1e4 from each row before the offset goes.
+    np.testing.assert_allclose(value, want, rtol=2e-3 if "e4" in str(rows.max()) else 1e-3)
+    plain = relative_of(eqx.filter_jit(eqx.filter_grad(loss))(model, rows), want_grads)
+    assert relative_of(grads, want_grads) < TOLERANCES[half] + 2 * plain
+    if "table" in name:
+        # To the rows that were read, and to no others.
+        assert ((np.asarray(grads[1]) != 0) == (np.asarray(want_grads[1]) != 0)).all()
+
+
+def relative_of(got, want):
+    flat = lambda t: np.concatenate(
+        [np.ravel(x) for x in jax.tree.leaves(eqx.filter(t, eqx.is_array))]
+    )
+    return relative(flat(got), flat(want))
+
+
+@pytest.mark.parametrize("keep", [True, (False, True), ([True, False, False], False)])
+def test_what_is_kept_in_full_meets_products_in_full(keep):
+    """Of the batch the first product, of a layer its own, of all everything."""
+    layers = list(MODEL.layers)
+
+    def loss(layers, rows):
+        h = rows
+        for layer in layers[:-1]:
+            h = jnp.tanh(jax.vmap(layer)(h))
+        return squared(jax.vmap(layers[-1])(h))
+
+    report = mpx.precision_report(step_of(loss, keep_full=keep))(layers, ROWS)
+    without = mpx.precision_report(step_of(loss))(layers, ROWS)
+    half = lambda report: sum(row.flops for row in report.rows if row.dtype == "bfloat16")
+    # Products of 64 × 8 × 16: the gradient of the first weights, and that of the batch, which the
+    # compiler drops.
+    first = 2 * 2 * ROWS.size * 16
+    assert half(without) - half(report) == (half(without) if keep is True else first)
+    want = eqx.filter_grad(loss)(layers, ROWS)
+    got = step_of(loss, keep_full=keep)(layers, ROWS)[3]
+    assert relative_of(got, want) < TOLERANCES["bfloat16"]
+
+
+def test_keep_full_is_checked_under_forward():
+    for keep, error in (("points", TypeError), ((False, True, True), ValueError)):
+        with pytest.raises(error, match=r"`filter_value_and_grad` takes .*`keep_full`"):
+            step_of(mapped, keep_full=keep)(MODEL, ROWS)
+
+
+def test_keyword_arguments_are_data():
+    loss = lambda model, *, rows: mapped(model, rows - 1e4)
+    want = eqx.filter_grad(lambda model: loss(model, rows=ROWS + 1e4))(MODEL)
+    got = step_of(loss)(MODEL, rows=ROWS + 1e4)[3]
+    assert relative_of(got, want) < TOLERANCES["bfloat16"]

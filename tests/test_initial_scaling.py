@@ -1,0 +1,245 @@
+"""The first scales: found before the first step, or by the first steps; and a step without a loop
+for it."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+import optax
+import pytest
+from helpers import equations, tree_equal_bits
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+
+import mpx_pde as mpx
+
+
+OPTIMIZER = optax.adam(1e-2)
+KEPT = {"keep_full": (False, True)}
+
+
+class Net(eqx.Module):
+    """A network of coordinates in units of 1/600: second derivatives beyond float16."""
+
+    mlp: mpx.nn.CoordinateMLP
+
+    def __call__(self, p):
+        return 30.0 * self.mlp(600.0 * p)
+
+
+def poisson(model, points, *, derivatives):
+    d = jax.vmap(mpx.partials(model, ["u", "u_xx"], coords="x", outputs="u", scaling=derivatives))(
+        points
+    )
+    return jnp.mean((1e-6 * d["u_xx"] + d["u"]) ** 2)
+
+
+def start():
+    model = Net(mpx.nn.CoordinateMLP(1, 1, 16, 2, key=jax.random.key(0)))
+    return model, mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("x", order=2))
+
+
+def batches():
+    return jax.random.uniform(jax.random.key(1), (4, 32, 1)) / 600.0
+
+
+@pytest.fixture(scope="module")
+def step():
+    @eqx.filter_jit
+    def step(model, state, scaling, points):
+        value, scaling, finite, grads = mpx.filter_value_and_grad(poisson, scaling, **KEPT)(
+            model, points
+        )
+        model, state = mpx.optimizer_update(model, OPTIMIZER, state, grads, finite)
+        return model, state, scaling, value, finite, grads
+
+    return step
+
+
+@pytest.mark.slow
+def test_no_step_is_lost_and_gradients_are_those_of_any_other_scale(step):
+    model, scaling = start()
+    found = mpx.initial_scaling(poisson, scaling, **KEPT)(model, batches()[0])
+    assert (found.taken_steps, found.skipped_steps) == (0, 0)
+    state = OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array))
+    *_, after, _, finite, grads = step(model, state, found, batches()[0])
+    assert finite
+    want = eqx.filter_grad(lambda m: poisson(m, batches()[0], derivatives=None))(model)
+    error = jtu.tree_map(lambda g, w: jnp.linalg.norm(g - w) / jnp.linalg.norm(w), grads, want)
+    # Two orders through two layers in float16.
+    assert max(map(float, jtu.tree_leaves(error))) < 0.02
+    for points in batches():
+        model, state, found, _, finite, _ = step(model, state, found, points)
+        assert finite
+
+
+@pytest.mark.slow
+def test_without_it_four_steps_are_lost_at_most(step):
+    """Of a loss scale 2^12 too large, behind a derivative scale that is too large as well."""
+    model, scaling = start()
+    state = OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array))
+    taken = []
+    for k in range(6):
+        *_, scaling, _, finite, _ = step(model, state, scaling, batches()[k % 4])
+        taken.append(bool(finite))
+    assert taken == sorted(taken)
+    assert taken.count(False) <= 4
+    assert scaling.skipped_steps == taken.count(False)
+
+
+def linear(w, x):
+    return jnp.sum(w * x)
+
+
+HARD = jnp.array([1.0, 3000.0, -2.0])  # 2^4 is the largest scale that float16 takes it at
+
+
+def test_a_scale_falls_fast_until_a_step_has_been_taken():
+    """And as its rule has it from then on."""
+    f = eqx.filter_jit(lambda s, x: mpx.filter_grad(linear, s)(jnp.ones(3), x)[0])
+    scaling, seen = mpx.DynamicLossScaling(), []
+    for x in (HARD, HARD, HARD, HARD, 1e3 * HARD, 1e3 * HARD):
+        scaling = f(scaling, x)
+        seen.append(int(jnp.log2(scaling.loss_scaling)))
+    # 1e3 * HARD is no float16 itself.
+    assert seen == [11, 7, 3, 3, 2, 1]
+    at_floor = mpx.DynamicLossScaling(2.0**2, min_loss_scaling=1.0)
+    assert f(at_floor, 8.0 * HARD).loss_scaling == 1.0
+    assert f(mpx.DynamicLossScaling(counter=5), HARD).loss_scaling == 2.0**14
+    wide = mpx.DynamicLossScaling(2.0**15, factor=2**6)
+    assert f(wide, HARD).loss_scaling == 2.0**9
+    static = mpx.StaticLossScaling(2.0**15)
+    assert f(static, HARD).loss_scaling == 2.0**15
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [15, -20])
+def test_a_loss_scale_neither_overflows_nor_underflows(first):
+    """At 2^4 the largest entry is next to overflow; far below, the smallest loses its digits."""
+    x = jnp.array([2.0**-9 * 1.34375, 3000.0, -2.0])
+    split = lambda m, x: linear(m["small"], x[:1]) + linear(m["rest"], x[1:])
+    model = {"small": jnp.ones(1), "rest": jnp.ones(2)}
+    scaling = mpx.DynamicLossScaling(2.0**first)
+    found = mpx.initial_scaling(split, scaling)(model, x)
+    _, finite, grads = mpx.filter_grad(split, found)(model, x)
+    assert finite
+    want = x.astype(jnp.float16).astype(jnp.float32)
+    np.testing.assert_array_equal(jnp.concatenate([grads["small"], grads["rest"]]), want)
+    assert found.loss_scaling == 2.0**2
+    assert tree_equal_bits(found.counter, scaling.counter)
+
+
+@pytest.mark.slow
+def test_derivatives_that_vanish_behind_a_large_factor():
+    """Hidden streams are below float16 where the derivative itself is not, so the histogram does
+    not show it: the gradient does."""
+    mlp = mpx.nn.CoordinateMLP(1, "scalar", 16, 2, key=jax.random.key(0))
+    x = 1e3 * batches()[0] * 600.0
+
+    def loss(mlp, x, *, derivatives):
+        terms = mpx.partials(
+            lambda p: 1e4 * mlp(p / 1e3), ["u_xx"], coords="x", outputs="u", scaling=derivatives
+        )
+        return jnp.mean((1e3 * jax.vmap(terms)(x)["u_xx"]) ** 2)
+
+    scaling = mpx.Scaling(
+        mpx.DynamicLossScaling(1.0), mpx.DerivativeScaling.per_direction("x", order=2)
+    )
+    found = mpx.initial_scaling(loss, scaling, **KEPT)(mlp, x)
+    want = eqx.filter_grad(loss)(mlp, x, derivatives=None)
+
+    def error(scaling):
+        _, finite, grads = mpx.filter_grad(loss, scaling, **KEPT)(mlp, x)
+        assert finite
+        apart = jtu.tree_map(lambda g, w: jnp.sum((g - w) ** 2), grads, want)
+        size = jtu.tree_map(lambda w: jnp.sum(w**2), want)
+        return np.sqrt(sum(jtu.tree_leaves(apart)) / sum(jtu.tree_leaves(size)))
+
+    at_one = mpx.Scaling(found.loss, scaling.derivatives)
+    assert error(at_one) > 0.03  # what this is about
+    assert error(found) < 0.002  # some roundings of float16
+    assert found.derivatives.exponents[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "scaling"),
+    [
+        ({"policy": "params=float32,compute=bfloat16,output=float32"}, mpx.DynamicLossScaling()),
+        ({}, mpx.StaticLossScaling(8.0)),
+        ({}, mpx.NoOpLossScaling()),
+        ({"use_mixed_precision": False}, mpx.DynamicLossScaling()),
+    ],
+)
+def test_where_there_is_nothing_to_find_it_returns_what_it_got(options, scaling):
+    def never(w, x):
+        raise AssertionError
+
+    found = mpx.initial_scaling(never, scaling, **options)(jnp.ones(3), HARD)
+    assert tree_equal_bits(found, scaling)
+
+
+def test_what_it_says_where_no_scale_helps():
+    find = mpx.initial_scaling(linear, mpx.DynamicLossScaling())
+    with pytest.raises(ValueError, match=r"`initial_scaling` found no scale.*explain_nonfinite"):
+        find(jnp.ones(3), jnp.nan * HARD)
+    root = mpx.initial_scaling(lambda w: jnp.sum(jnp.sqrt(w * 0.0)), mpx.DynamicLossScaling())
+    with pytest.raises(ValueError, match="found no scale"):
+        root(jnp.ones(2))
+    with pytest.raises(TypeError, match=r"`initial_scaling`.*inside of `jax.jit`"):
+        jax.jit(lambda x: find(jnp.ones(3), x).loss_scaling)(HARD)
+    with pytest.raises(TypeError, match=r"`initial_scaling` differentiates with respect"):
+        find()
+
+
+@pytest.mark.slow
+def test_all_that_a_step_takes():
+    """Auxiliary output, a state that can be used once, keyword arguments, `forward=`, sharded
+    batches, a loss scaling alone in a `Scaling`."""
+    norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, axis_name="b", mode="batch")
+
+    def loss(model, state, x, *, factor):
+        w, norm = model
+        run = jax.vmap(norm, axis_name="b", in_axes=(0, None), out_axes=(0, None))
+        y, state = run(x, state)
+        return jnp.mean((w[None] * y).astype(jnp.float32)) * factor, state
+
+    options = {"has_aux": True, "forward": "float32"}
+    mesh = Mesh(np.array(jax.devices()[:4]), "b")
+    x = jax.device_put(jnp.ones((8, 3)) * HARD[None], NamedSharding(mesh, P("b")))
+    found = mpx.initial_scaling(loss, mpx.DynamicLossScaling(), **options)(
+        (jnp.ones(3), norm), state, x, factor=1e8
+    )
+    run = mpx.filter_grad(loss, found, **options)
+    assert run((jnp.ones(3), norm), state, x, factor=1e8)[1]
+    model, scaling = start()
+    fixed = mpx.Scaling(mpx.StaticLossScaling(2.0**-3), scaling.derivatives)
+    found = mpx.initial_scaling(poisson, fixed, **KEPT)(model, batches()[0])
+    assert found.loss.loss_scaling == 2.0**-3
+    assert found.derivatives.exponents[0] < 0
+
+
+@pytest.mark.filterwarnings("ignore:.*takes no derivative:mpx_pde.PrecisionWarning")
+@pytest.mark.parametrize("derivatives", [False, True])
+def test_the_step_holds_no_loop_and_no_branch(derivatives):
+    scaling = mpx.DynamicLossScaling()
+    if derivatives:
+        scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("x", order=2))
+    f = mpx.filter_grad(lambda w, x, **_: linear(w, x), scaling)
+    names = {e.primitive.name for e in equations(jax.make_jaxpr(lambda x: f(HARD, x)[2])(HARD))}
+    assert not names & {"while", "cond", "custom_jvp_call"}
+
+
+@pytest.mark.slow
+def test_the_gradient_can_still_be_differentiated():
+    """In forward and in reverse mode, with respect to what the loss closes over too."""
+    scaling = mpx.DynamicLossScaling(2.0**3)
+
+    def outer(factor, x):
+        loss = lambda w: jnp.sum(w**2 * (x * factor).astype(w.dtype))
+        return jnp.sum(mpx.filter_grad(loss, scaling)(jnp.ones(3))[2] ** 2)
+
+    want = 8 * jnp.sum(HARD**2)  # of (2 x factor)^2 at a factor of 1
+    for f in (jax.grad(outer), jax.jit(jax.grad(outer))):
+        np.testing.assert_allclose(f(jnp.array(1.0), HARD), want, rtol=2e-3)  # float16
+    tangent = jax.jvp(lambda f: outer(f, HARD), (jnp.array(1.0),), (jnp.array(1.0),))[1]
+    np.testing.assert_allclose(tangent, want, rtol=2e-3)

@@ -1,0 +1,106 @@
+"""The options of scalings: named, the same in every process, and compared."""
+
+import functools
+import json
+import pickle
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mpx_pde as mpx
+
+
+def state(margin=6):
+    derivatives = mpx.DerivativeScaling.per_direction("xt", order=2, margin=margin)
+    return {"scaling": mpx.Scaling(mpx.DynamicLossScaling(), derivatives), "step": 3}
+
+
+class Custom(mpx.AbstractLossScaling):
+    """A scaling of one's own, with all kinds of options, and another scaling inside."""
+
+    inner: mpx.DynamicLossScaling
+    rule: Any = eqx.field(static=True)
+
+    def scale(self, tree):
+        return self.inner.scale(tree)
+
+    def unscale(self, tree):
+        return self.inner.unscale(tree)
+
+    def adjust(self, grads_finite):
+        return Custom(self.inner.adjust(grads_finite), self.rule)
+
+
+def custom(rule, period=2000):
+    return Custom(mpx.DynamicLossScaling(period=period), rule)
+
+
+class Rule:
+    pass
+
+
+def test_options_are_the_same_in_another_process():
+    for rule in (
+        *(lambda x: x, jnp.tanh, jax.jit(jnp.sin), functools.partial(max, 1, key=abs)),
+        *(frozenset({"a", "b"}), Rule(), np.dtype("int8"), float("nan"), {"a": (1, Rule)}),
+    ):
+        options = mpx.scaling_options({"s": custom(rule)})
+        text = json.dumps(options, allow_nan=False)
+        assert "0x" not in text
+        mpx.check_scaling_options(json.loads(text), {"s": custom(rule)})
+    with pytest.raises(ValueError, match=r"rule was 'jax.*tanh' and is 'jax.*sin'"):
+        mpx.check_scaling_options(mpx.scaling_options(custom(jnp.tanh)), custom(jnp.sin))
+
+
+def test_scalings_inside_of_scalings_are_compared():
+    with pytest.raises(ValueError, match=r"\.inner: period was 2000 and is 5"):
+        mpx.check_scaling_options(mpx.scaling_options(custom(None)), custom(None, period=5))
+
+
+def test_options_go_through_json():
+    tree = state()
+    options = json.loads(json.dumps(mpx.scaling_options(tree), allow_nan=False))
+    mpx.check_scaling_options(options, tree)
+    assert options["['scaling'].loss"]["period"] == 2000
+    with pytest.raises(ValueError, match=r"rule\.margin was 6 and is 7"):
+        mpx.check_scaling_options(options, state(margin=7))
+    with pytest.raises(ValueError, match="is missing"):
+        mpx.check_scaling_options(options, {})
+    with pytest.raises(ValueError, match="only in `tree`"):
+        mpx.check_scaling_options({}, tree)
+
+
+@pytest.mark.parametrize(
+    ("make", "want"),
+    [
+        (lambda new: new.per_direction("xt", order=2), ("direction", ["x", "t"], 2)),
+        (lambda new: new.per_order(1, special=["u_x"]), ("order", ["order 1", "u_x"], 1)),
+        (lambda new: new.per_term(["u_x"]), ("term", ["u_x"], None)),
+    ],
+    ids=lambda x: "" if callable(x) else x[0],
+)
+def test_options_of_derivative_scalings(make, want):
+    scaling = make(mpx.DerivativeScaling)
+    [options] = mpx.scaling_options(scaling).values()
+    assert {name for name in options if "." not in name} == {"type", "kind", "names", "order"}
+    assert (options["type"], options["rule.margin"]) == ("DerivativeScaling", 6)
+    assert (options["kind"], options["names"], options["order"]) == want
+    copied = pickle.loads(pickle.dumps(scaling))
+    assert eqx.tree_equal(copied, scaling)
+    # Static parts are compared and hashed, so that a step is compiled once.
+    assert jax.tree.structure(copied) == jax.tree.structure(make(mpx.DerivativeScaling))
+    assert len({jax.tree.structure(x) for x in (copied, scaling)}) == 1
+
+
+def test_a_plain_scaling_is_found_at_the_root():
+    mpx.check_scaling_options(
+        mpx.scaling_options(mpx.DynamicLossScaling()), mpx.DynamicLossScaling(4.0)
+    )
+    with pytest.raises(ValueError, match=r"factor was 2\.0 and is 4\.0"):
+        mpx.check_scaling_options(
+            mpx.scaling_options(mpx.DynamicLossScaling()), mpx.DynamicLossScaling(factor=4)
+        )
