@@ -10,7 +10,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from _progress import progress_bar as progress_bar
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+
+def progress_bar(console: Console, width: int) -> Progress:
+    """A bar for each task: its description, in `width` columns, steps, and the field `loss`."""
+    return Progress(
+        TextColumn(f"{{task.description:>{width}}}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TimeRemainingColumn(),
+        console=console,
+    )
 
 
 class _Help(argparse.HelpFormatter):

@@ -40,10 +40,10 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from _command_line import file, folder, parser, positive, run_main, stop_on_interrupt
-from _darcy_data import darcy_data
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, Float32, Int32, PRNGKeyArray, PyTree
+from problems.references import darcy_data
 
 import mpx_pde as mpx
 
@@ -106,7 +106,7 @@ def cavity_loss(model: Any, batch: dict[str, Array], *, derivatives: Any) -> Flo
 
 
 def darcy_model(dtype: str | None, *, key: PRNGKeyArray, width: int = 32) -> eqx.Module:
-    """The solution operator of `darcy.py`, with float32 masters again."""
+    """The solution operator of `problems/operator_darcy.py`, with float32 masters again."""
     return mpx.nn.FNO(1, 1, width, 4, (12, 12), key=key, domain_padding=0.25, dtype=dtype)
 
 
@@ -281,34 +281,24 @@ class Run:
 # --- Checkpoints -----------------------------------------------------------------------------
 
 
-def by_path(state: PyTree) -> dict[str, Array]:
-    leaves = jtu.tree_leaves_with_path(eqx.filter(state, eqx.is_array))
-    return {jtu.keystr(path, simple=True, separator="."): x for path, x in leaves}
-
-
 def save(manager: ocp.CheckpointManager, state: State) -> None:
-    """Arrays as they lie on the devices of all hosts, and the options of the scalings."""
-    arrays = ocp.args.StandardSave(by_path(state))
+    """Saves the arrays as they lie on the devices of all hosts, and the options of the scalings."""
+    arrays = ocp.args.StandardSave(eqx.filter(state, eqx.is_array))
     options = ocp.args.JsonSave(mpx.scaling_options(state))
     manager.save(int(state.step), args=ocp.args.Composite(arrays=arrays, scalings=options))
 
 
 def restore(manager: ocp.CheckpointManager, like: State) -> State:
-    """The last checkpoint, laid out like `like`, on however many devices it was saved."""
+    """Restores the last checkpoint, laid out like `like`, on any number of devices."""
     step = manager.latest_step()
     if step is None:
         return like
-
-    def abstract(x):
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
-
-    arrays = ocp.args.StandardRestore(jtu.tree_map(abstract, by_path(like)))
+    arrays, static = eqx.partition(like, eqx.is_array)
+    arrays = ocp.args.StandardRestore(arrays)
     args = ocp.args.Composite(arrays=arrays, scalings=ocp.args.JsonRestore())
     saved = manager.restore(step, args=args)
     mpx.check_scaling_options(saved["scalings"], like)
-    arrays, static = eqx.partition(like, eqx.is_array)
-    leaves = [saved["arrays"][path] for path in by_path(arrays)]
-    return eqx.combine(jtu.tree_unflatten(jtu.tree_structure(arrays), leaves), static)
+    return eqx.combine(saved["arrays"], static)
 
 
 def train(

@@ -12,7 +12,6 @@ each of them.
 
 import dataclasses
 import importlib
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,9 +20,6 @@ if TYPE_CHECKING:
     from ._problem import Problem
 
 _HERE = Path(__file__).parent
-# The examples beside this folder, some of which are problems too, are modules and no package.
-if str(_HERE.parent) not in sys.path:
-    sys.path.insert(0, str(_HERE.parent))
 
 HELPERS = ("references", "geometry")
 

@@ -7,8 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from _cache import cached
 
+from ._cache import cached
 from ._channel import FASTEST, Channel, mixing_length, parabolas
 from ._problem import Reference, grid
 from .geometry import distance

@@ -80,6 +80,8 @@ class InUnits(eqx.Module):
 
 # --- Points ----------------------------------------------------------------------------------
 
+STEPS_PER_CALL = 100  # steps in one compiled call, and between two choices of points
+
 
 def grid(*axes: Float[np.ndarray, " n"]) -> Float[np.ndarray, "points coords"]:
     """All points with their coordinates from these axes, the last one running fastest."""
@@ -95,6 +97,22 @@ def uniform(
     return jax.random.uniform(key, shape, minval=low_corner, maxval=high_corner)
 
 
+def choose(
+    key: PRNGKeyArray,
+    points: Float32[Array, "candidates coords"],
+    residuals: Float32[Array, " candidates"],
+    batch: int,
+    *,
+    floor: float = 4.0,
+) -> Float32[Array, "steps batch coords"]:
+    """Batches for the next steps, of candidates that are taken more often where the residual is
+    large (residual-based adaptive distribution, Wu et al., 2023)."""
+    size = jnp.abs(residuals)
+    density = size / jnp.mean(size) + floor
+    shape = (STEPS_PER_CALL, batch)
+    return jax.random.choice(key, points, shape, p=density / jnp.sum(density))
+
+
 def on_faces(
     key: PRNGKeyArray, count: int, low: Sequence[float], high: Sequence[float], axes: Sequence[int]
 ) -> Float32[Array, "count coords"]:
@@ -106,20 +124,12 @@ def on_faces(
     return points.at[np.arange(count), axis].set(ends[face % 2, axis])
 
 
-# --- Examples --------------------------------------------------------------------------------
+# --- Values ----------------------------------------------------------------------------------
 
 
-def from_example(example: Any, **given: Any) -> Problem:
-    """A problem from that of one of the examples beside this folder, with its points, loss and
-    errors."""
-    return Problem(
-        **{
-            "title": example.title,
-            "network": example.network,
-            "loss": example.loss,
-            "points": example.points,
-            "errors": example.errors,
-            "learning_rate": example.full.learning_rate,
-            **given,
-        }
-    )
+def values_at(model: Any, points: Float[np.ndarray, "n coords"]) -> Float[np.ndarray, "n *fields"]:
+    """The fields of a network at points, evaluated with the weights that it has."""
+    arrays = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
+    dtype = jnp.float64 if any(x.dtype == jnp.float64 for x in arrays) else jnp.float32
+    at = eqx.filter_jit(lambda model, points: jax.lax.map(model, points, batch_size=4096))
+    return np.asarray(at(model, jnp.asarray(points, dtype)), np.float64)

@@ -15,15 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _pinn import running_average, without_protection
-from jaxtyping import Array, Bool, Float, Int32, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Int32, PRNGKeyArray, PyTree
 
 import mpx_pde as mpx
 
-from ._problem import Problem, Reference
+from ._naive import without_protection
+from ._problem import STEPS_PER_CALL, Problem, Reference, values_at
 
 
-STEPS_PER_CALL = 100  # steps in one compiled call
 QUICK_STEPS = 4
 WARM_UP = 1 / 20  # of the steps: the learning rate rises, and the scales find their place
 DROPPED = 3  # steps that a control of chance leaves out
@@ -34,7 +33,6 @@ class Precision(NamedTuple):
 
     compute: str
     forward: str = "half"
-    mode: str = "paper"  # how derivative scales follow what they see
     autocast: bool = False  # operation by operation, instead of a cast of the network
     naive: bool = False  # by hand: a cast of everything, nested `jax.jvp`, loss scaling alone
     rounded: bool = False  # the initial weights, once
@@ -56,7 +54,6 @@ PRECISIONS = {
     "bfloat16": Precision("bfloat16"),
     "forward-float32-float16": Precision("float16", "float32"),
     "forward-float32-bfloat16": Precision("bfloat16", "float32"),
-    "float16-predictive": Precision("float16", mode="predictive"),
     "autocast-float16": Precision("float16", autocast=True),
     "autocast-bfloat16": Precision("bfloat16", autocast=True),
     "naive-float16": Precision("float16", naive=True),
@@ -108,7 +105,8 @@ class State(NamedTuple):
 class Trainer:
     """The training of one problem in one precision, compiled once for any number of seeds.
 
-    `transform` changes a step, a function of PyTrees of arrays: for emulations.
+    `transform` changes a step, a function of PyTrees of arrays: for emulations. A compiled call
+    takes `per_call` steps.
     """
 
     def __init__(
@@ -118,6 +116,7 @@ class Trainer:
         *,
         optimizer: str | None = None,
         steps: int | None = None,
+        per_call: int = STEPS_PER_CALL,
         transform: Callable[[Callable], Callable] = lambda step: step,
     ):
         self.problem, self.name, self.precision = problem, precision, PRECISIONS[precision]
@@ -127,11 +126,12 @@ class Trainer:
             known = ", ".join(name + f for name in OPTIMIZERS for f in FINISHES)
             raise ValueError(f"`optimizer` must be one of {known}, got {self.optimizer_name!r}.")
         wanted = problem.steps if steps is None else steps
-        self.per_call = min(STEPS_PER_CALL, wanted)
+        self.per_call = min(per_call, wanted)
         self.steps = self.per_call * math.ceil(wanted / self.per_call)
         warm_up = max(1, int(WARM_UP * self.steps))
-        rate = optax.warmup_cosine_decay_schedule(0.0, problem.learning_rate, warm_up, self.steps)
-        self.optimizer = OPTIMIZERS[base](rate)
+        highest = problem.learning_rate
+        self.rates = optax.warmup_cosine_decay_schedule(0.0, highest, warm_up, self.steps)
+        self.optimizer = OPTIMIZERS[base](self.rates)
         self.transform = transform
         self.choose = eqx.filter_jit(self._choose)
         self.program: Any = None
@@ -140,17 +140,26 @@ class Trainer:
 
     def gradient(self, loss: Callable, scaling: Any) -> Callable:
         """Value and gradient of a loss: this is how the library is used."""
-        compute, naive = self.precision.compute, self.precision.naive
-        forward: Any = self.precision.forward
-        return mpx.filter_value_and_grad(
-            loss,
-            scaling,
-            use_mixed_precision=self.precision.mixed,
-            policy=f"params={self.precision.wide},compute={compute},output={self.precision.wide}",
-            keep_full=(False, not naive),  # cast the network, not the points
-            forward=forward,  # pyright: ignore[reportArgumentType]
-            autocast=self.precision.autocast,
-        )
+        return mpx.filter_value_and_grad(loss, scaling, **self.options)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        compute, wide = self.precision.compute, self.precision.wide
+        return {
+            "use_mixed_precision": self.precision.mixed,
+            "policy": f"params={wide},compute={compute},output={wide}",
+            "keep_full": (False, not self.precision.naive),  # cast the network, not the points
+            "forward": self.precision.forward,
+            "autocast": self.precision.autocast,
+        }
+
+    def with_first_scales(self, state: State, points: PyTree) -> State:
+        """The state with scales at which its first step does not overflow. By hand nobody looks for
+        them."""
+        if self.precision.naive or self.precision.compute != "float16":
+            return state
+        find = mpx.initial_scaling(self.problem.loss, state.scaling, **self.options)
+        return state._replace(scaling=find(state.model, jax.tree.map(lambda x: x[0], points)))
 
     def step(self, state: State, points: PyTree) -> tuple[State, tuple[Array, Bool[Array, ""]]]:
         model, opt_state, scaling, average, count = state
@@ -192,8 +201,7 @@ class Trainer:
         if self.problem.derivatives is not None:
             return mpx.Scaling(loss, self.problem.derivatives())
         coords, order = self.problem.coords, self.problem.order
-        rule = {"order": order, "mode": self.precision.mode}
-        return mpx.Scaling(loss, mpx.DerivativeScaling.per_direction(coords, **rule))
+        return mpx.Scaling(loss, mpx.DerivativeScaling.per_direction(coords, order=order))
 
     def next_points(self, model: Any, key: PRNGKeyArray) -> PyTree:
         """The points of the next steps, the same in each precision if the model does not choose."""
@@ -226,28 +234,19 @@ class Trainer:
         return self.program
 
     def __call__(
-        self, seed: int, *, follow: Callable[[int, float], None] = lambda *_: None
+        self, seed: int, *, follow: Callable[[int, float, Any], Any] = lambda *_: False
     ) -> Outcome:
-        """Trains from a seed. `follow` is told of steps and losses."""
+        """Trains from a seed. `follow` is told steps, loss and scaling, and may end it by True."""
         return self.stages(seed, follow=follow)[-1]
 
     def stages(
-        self, seed: int, *, follow: Callable[[int, float], None] = lambda *_: None
+        self, seed: int, *, follow: Callable[[int, float, Any], Any] = lambda *_: False
     ) -> list[Outcome]:
         """The outcome, and before it, where L-BFGS is the end, that of what it goes on from."""
         with warnings.catch_warnings(), self.types():
             # Behind Fourier features the first layer, which is float32, is half of a small network.
             warnings.simplefilter("ignore", mpx.PrecisionWarning)
-            state, key = self.initial(seed)
-            records = []
-            for _ in range(self.steps // self.per_call):
-                key, points_key = jax.random.split(key)
-                points = self.next_points(state.model, points_key)
-                run = self.steps_of(state)
-                arrays, record = run(eqx.filter(state, eqx.is_array), points)
-                state = eqx.combine(arrays, self.static)
-                records.append(jax.tree.map(np.asarray, record))
-                follow(self.per_call, float(records[-1][0].mean()))
+            state, key, records = self.trained(seed, follow)
             base, plus, _ = self.optimizer_name.partition("+")
             outcomes = [self._outcome(seed, state.average, records, base)]
             if plus:
@@ -257,20 +256,42 @@ class Trainer:
                 outcomes.append(self._outcome(seed, model, records, self.optimizer_name))
             return outcomes
 
-    def _outcome(self, seed: int, model: Any, records: Sequence[Any], optimizer: str) -> Outcome:
-        values, finite, scales = (np.concatenate(r) for r in zip(*records, strict=True))
+    def trained(
+        self, seed: int, follow: Callable[[int, float, Any], Any] = lambda *_: False
+    ) -> tuple[State, PRNGKeyArray, list[Any]]:
+        """Returns the state after all steps, the key that is left, and the records of the calls."""
+        state, key = self.initial(seed)
+        records = []
+        for _ in range(self.steps // self.per_call):
+            key, points_key = jax.random.split(key)
+            points = self.next_points(state.model, points_key)
+            state = state if records else self.with_first_scales(state, points)
+            run = self.steps_of(state)
+            arrays, record = run(eqx.filter(state, eqx.is_array), points)
+            state = eqx.combine(arrays, self.static)
+            records.append(jax.tree.map(np.asarray, record))
+            if follow(self.per_call, float(records[-1][0].mean()), state.scaling):
+                break
+        return state, key, records
+
+    def errors(self, model: Any) -> Mapping[str, float]:
+        """Errors of a network, by name."""
         if self.problem.as_trained and self.precision.mixed and self.precision.forward == "half":
             cast = mpx.autocast if self.precision.autocast else mpx.cast_tree
             model = cast(model, self.precision.compute)
+        return errors_of(self.problem, model)
+
+    def _outcome(self, seed: int, model: Any, records: Sequence[Any], optimizer: str) -> Outcome:
+        values, finite, scales = (np.concatenate(r) for r in zip(*records, strict=True))
         skipped = ~finite
         if self.precision.dropped:
             skipped = skipped[self.precision.dropped :]
-        errors = {name: _number(e) for name, e in errors_of(self.problem, model).items()}
+        errors = {name: _number(e) for name, e in self.errors(model).items()}
         return Outcome(
             precision=self.name,
             optimizer=optimizer,
             seed=seed,
-            steps=self.steps,
+            steps=len(values),
             error=next(iter(errors.values())),
             errors=errors,
             loss=_number(values[-self.per_call :].mean()),
@@ -278,6 +299,13 @@ class Trainer:
             skipped_after_warm_up=int(skipped[int(WARM_UP * self.steps) :].sum()),
             loss_scale=float(scales[-1]),
         )
+
+
+def running_average(average: Any, model: Any, finite: Bool[Array, ""], rate: float) -> Any:
+    """The average of the weights moved towards the model, unless the step was skipped."""
+    arrays, static = eqx.partition(average, eqx.is_inexact_array)
+    moved = optax.incremental_update(eqx.filter(model, eqx.is_inexact_array), arrays, rate)
+    return eqx.combine(mpx.select_tree(finite, moved, arrays), static)
 
 
 def _number(x: Any) -> float | None:
@@ -302,14 +330,6 @@ def _in_float64(model: Any) -> Any:
 
 
 # --- Errors ----------------------------------------------------------------------------------
-
-
-def values_at(model: Any, points: Float[np.ndarray, "n coords"]) -> Float[np.ndarray, "n *fields"]:
-    """The fields of a network at points, evaluated with the weights that it has."""
-    arrays = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
-    dtype = jnp.float64 if any(x.dtype == jnp.float64 for x in arrays) else jnp.float32
-    at = eqx.filter_jit(lambda model, points: jax.lax.map(model, points, batch_size=4096))
-    return np.asarray(at(model, jnp.asarray(points, dtype)), np.float64)
 
 
 def reference_of(problem: Problem) -> Reference:

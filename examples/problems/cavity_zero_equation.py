@@ -1,20 +1,25 @@
 """The lid-driven cavity with the zero-equation turbulence model, ν = 1/Re + l² √(2 S:S).
 
-Derivatives of a viscosity that is made of derivatives. The reference is a finite-volume solution of
-our own. Points, loss and network are those of `examples/lid_driven_cavity.py`.
+    ν = 1/Re + l² √(2 u_x² + 2 v_y² + (u_y + v_x)²),    l = min(0.419 d, 0.045),
+
+where d is the distance to the nearest wall (Xue et al., equation 1). Its derivatives are those of
+derivatives, in another range than second derivatives, and have scales of their own. The reference
+is a finite-volume solution of our own.
 """
 
-from lid_driven_cavity import problem
+import dataclasses
+from functools import partial
 
-from ._problem import from_example
+import mpx_pde as mpx
+
+from . import cavity
 
 
-EXAMPLE = problem("zero-equation")
-PROBLEM = from_example(
-    EXAMPLE,
-    coords="xy",
-    order=2,
+PROBLEM = dataclasses.replace(
+    cavity.PROBLEM,
+    title="Lid-driven cavity, zero-equation turbulence",
+    loss=partial(cavity.loss, viscosity=cavity.turbulent_viscosity),
+    errors=partial(cavity.errors, turbulence=True),
     steps=3000,
-    # The viscosity has a scaler of its own, as in the example.
-    derivatives=lambda: EXAMPLE.derivatives(None, "paper"),
+    derivatives=lambda: mpx.DerivativeScaling.per_order(2, special=["nu_x", "nu_y"]),
 )

@@ -2,7 +2,7 @@
 
 On the unit square with u = 0 at its edges and a jumping between 3 and 12 (Li et al., 2021), on 64²
 points and tested on 128² and 256² too: finite volumes in float64 on 128² and 256², of which every
-second point is taken to train with. `examples/darcy.py` has more of it.
+second point is taken to train with.
 """
 
 import mpx_pde as mpx

@@ -1,4 +1,4 @@
-"""Darcy flow through a random medium of two materials, the data that `darcy.py` learns from.
+"""Darcy flow through a random medium of two materials, the data that operators learn from.
 
 The pressure u of
 
@@ -17,8 +17,9 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 import scipy.sparse.linalg
-from _cache import cached
 from jaxtyping import Float, Float32, Float64
+
+from ._cache import cached
 
 
 LOW, HIGH = 3.0, 12.0

@@ -5,59 +5,35 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from _newton import solve
 from jaxtyping import Float
 from scipy.interpolate import CubicSpline
+
+from ._newton import solve
 
 
 KARMAN, MIXING = 0.419, 0.09
 """The mixing length is the smaller of `KARMAN` times the distance to the nearest wall and `MIXING`
 times the largest such distance, 1/2."""
 
+
+def _table(places: str, values: str) -> Float[np.ndarray, "17 2"]:
+    return np.array([places.split(), values.split()], np.float64).T
+
+
 # U. Ghia, K. N. Ghia, C. T. Shin, High-Re solutions for incompressible flow using the
 # Navier-Stokes equations and a multigrid method, J. Comput. Phys. 48 (1982), tables I and II,
 # Re = 100: y and u on the vertical centre line, x and v on the horizontal one.
-GHIA_U = np.array(
-    [
-        [0.0000, 0.00000],
-        [0.0547, -0.03717],
-        [0.0625, -0.04192],
-        [0.0703, -0.04775],
-        [0.1016, -0.06434],
-        [0.1719, -0.10150],
-        [0.2813, -0.15662],
-        [0.4531, -0.21090],
-        [0.5000, -0.20581],
-        [0.6172, -0.13641],
-        [0.7344, 0.00332],
-        [0.8516, 0.23151],
-        [0.9531, 0.68717],
-        [0.9609, 0.73722],
-        [0.9688, 0.78871],
-        [0.9766, 0.84123],
-        [1.0000, 1.00000],
-    ]
+GHIA_U = _table(
+    "0.0000 0.0547 0.0625 0.0703 0.1016 0.1719 0.2813 0.4531 0.5000 0.6172 0.7344 0.8516 0.9531 "
+    "0.9609 0.9688 0.9766 1.0000",
+    "0.00000 -0.03717 -0.04192 -0.04775 -0.06434 -0.10150 -0.15662 -0.21090 -0.20581 -0.13641 "
+    "0.00332 0.23151 0.68717 0.73722 0.78871 0.84123 1.00000",
 )
-GHIA_V = np.array(
-    [
-        [0.0000, 0.00000],
-        [0.0625, 0.09233],
-        [0.0703, 0.10091],
-        [0.0781, 0.10890],
-        [0.0938, 0.12317],
-        [0.1563, 0.16077],
-        [0.2266, 0.17507],
-        [0.2344, 0.17527],
-        [0.5000, 0.05454],
-        [0.8047, -0.24533],
-        [0.8594, -0.22445],
-        [0.9063, -0.16914],
-        [0.9453, -0.10313],
-        [0.9531, -0.08864],
-        [0.9609, -0.07391],
-        [0.9688, -0.05906],
-        [1.0000, 0.00000],
-    ]
+GHIA_V = _table(
+    "0.0000 0.0625 0.0703 0.0781 0.0938 0.1563 0.2266 0.2344 0.5000 0.8047 0.8594 0.9063 0.9453 "
+    "0.9531 0.9609 0.9688 1.0000",
+    "0.00000 0.09233 0.10091 0.10890 0.12317 0.16077 0.17507 0.17527 0.05454 -0.24533 -0.22445 "
+    "-0.16914 -0.10313 -0.08864 -0.07391 -0.05906 0.00000",
 )
 
 
