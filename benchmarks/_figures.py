@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from . import _step_diagram
 from ._tables import _breadth
-from ._tables._format import ROOT, groups, load, source
+from ._tables._format import ROOT, load, source
 
 
 FOLDER = ROOT / "docs" / "figures"
@@ -123,39 +124,19 @@ def memory_by_batch(figure: Any, data: Any) -> None:
     figure.suptitle("A training step of ViT-Base, compiled for an H100, not run", fontsize="medium")
 
 
-def growth(figure: Any, data: Any) -> None:
-    """Memory of a step compiled for an H100, by size."""
-    styles = {
-        "float32, nested": ("float32, nested jvp", "k:"),
-        "float32": ("float32, mpx_pde", "k-"),
-        "float16, naive": ("float16 by hand, nested jvp", "C3-"),
-        "float16": ("float16, mpx_pde", "C0-"),
-    }
-    found = groups(data["costs"], "target", "sweep", "way")
-    sweeps = dict.fromkeys(c["sweep"] for c in data["costs"])
-    for sweep, axes in zip(sweeps, figure.subplots(1, len(sweeps), sharey=True), strict=True):
-        for way, (label, style) in styles.items():
-            costs = found["h100", sweep, way]
-            mib = [c["temp_bytes"] / 2**20 for c in costs]
-            _by_size(axes, [c[sweep] for c in costs], mib, style, label=label, ms=3)
-        axes.set(xlabel=sweep)
-    figure.axes[0].set(ylabel="memory of a step, MiB")
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
-    title = "Gradient of a cavity's residuals, compiled for an H100, not run"
-    figure.suptitle(title, fontsize="medium")
-
-
 class Figure(NamedTuple):
     draw: Callable[[Any, Any], None]
-    results: str  # the name of the JSON file
+    results: str | None  # the name of the JSON file; `None` for a diagram
     size: tuple[float, float] = (8.0, 3.8)
 
     def digest(self, data: dict[str, Any]) -> str:
-        code = Path(__file__).read_text(encoding="utf-8")
+        drawn = _step_diagram if self.results is None else None
+        code = Path(drawn.__file__ if drawn else __file__).read_text(encoding="utf-8")
         return hashlib.sha256((json.dumps(data) + code).encode()).hexdigest()[:16]
 
 
 FIGURES: dict[str, Figure] = {
+    "step": Figure(_step_diagram.draw, None, (7.6, 3.8)),
     "front-door": Figure(front_door, "time_to_error-cavity-cpu", (6.4, 3.0)),
     "breadth": Figure(_breadth.draw, "breadth-cpu", (8.0, 10.0)),
     "error-against-time": Figure(
@@ -170,7 +151,6 @@ FIGURES: dict[str, Figure] = {
         partial(error_against_time, "Fourier neural operator of decaying turbulence"),
         "time_to_error-navier_stokes-cpu",
     ),
-    "growth": Figure(growth, "growth-cpu"),
     "memory-by-batch": Figure(memory_by_batch, "vit_step-h100-cpu", (5.0, 3.4)),
 }
 
@@ -190,7 +170,8 @@ def save(figure: Figure, data: dict[str, Any], path: Path) -> None:
         canvas = Canvas(figsize=figure.size, layout="constrained")
         figure.draw(canvas, data)
         path.parent.mkdir(parents=True, exist_ok=True)
-        told = f"drawn from {figure.digest(data)}: {source(data)}"
+        told = f"drawn from {figure.digest(data)}"
+        told += f": {source(data)}" if data else ""
         canvas.savefig(path, metadata={"Description": told, "Date": None})
 
 
@@ -198,7 +179,8 @@ def stale(write: bool) -> list[Path]:
     """The figures that differ from the results; with `write`, draws them anew."""
     found = []
     for name, figure in FIGURES.items():
-        data, path = load(figure.results), FOLDER / f"{name}.svg"
+        data = load(figure.results) if figure.results else {}
+        path = FOLDER / f"{name}.svg"
         if drawn_from(path) != figure.digest(data):
             found.append(path)
             if write:

@@ -1,7 +1,6 @@
 """Pictures of problems: what a network has learnt beside its reference, and the error."""
 
 import importlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +34,6 @@ class Cut(NamedTuple):
 
     field: str = "u"
     at: dict[str, float] = {}  # noqa: RUF012, not changed
-    reference: Callable[[], Any] | None = None  # where the problem has errors of its own
 
     def told(self) -> str:
         cut = ", ".join(f"{name} = {value:g}" for name, value in self.at.items())
@@ -44,7 +42,7 @@ class Cut(NamedTuple):
     def __call__(self, module: Any, model: Any) -> Shown:
         runner = importlib.import_module("examples.problems._runner")
         problem = module.PROBLEM
-        points, values = (self.reference or (lambda: runner.reference_of(problem)))()
+        points, values = runner.reference_of(problem)
         names = list(problem.coords)
         kept = np.ones(len(points), bool)
         for name, wanted in self.at.items():
@@ -112,16 +110,8 @@ class Rollout(NamedTuple):
         return Shown(self.field, ("t", "x"), (t, x), reference, learnt)
 
 
-def burgers() -> tuple[np.ndarray, np.ndarray]:
-    """Points and values of the solution of Cole and Hopf."""
-    exact = importlib.import_module("_burgers_exact").exact_solution
-    t, x = np.linspace(0, 1, 51), np.linspace(-1, 1, 201)
-    points = np.stack(np.meshgrid(t, x, indexing="ij"), axis=-1).reshape(-1, 2)
-    return points, exact(points[:, 0], points[:, 1])
-
-
 PICTURES: dict[str, Cut | Sample | Rollout] = {
-    "burgers_1d": Cut(reference=burgers),
+    "burgers_1d": Cut(),
     "klein_gordon": Cut(),
     "kdv": Cut(),
     "schrodinger": Cut("u"),

@@ -15,15 +15,15 @@ LEVELS = {
     # `operators` and `vit`, which take hours there, are left to their own commands.
     "cpu": (
         *("compile_time", "pinn_step", "fno_step", "vit_step", *_TIMES),
-        *("spectral", "products", "frequencies", "float8", "second_order"),
+        *("spectral", "second_order"),
     ),
     # What compilers tell of hardware that is not there: memory, products, collectives.
     "deviceless": (
-        *("overhead", "growth", "weak_scaling --platform h100", "weak_scaling --platform v5e"),
+        *("overhead", "weak_scaling --platform h100", "weak_scaling --platform v5e"),
         *("fno_step --target h100", "vit_step --target h100", "predicted"),
     ),
     "gpu": (
-        *("products", "compile_time", "pinn_step", "fno_step", "vit_step", *_TIMES),
+        *("compile_time", "pinn_step", "fno_step", "vit_step", *_TIMES),
         *(f"time_to_error --problem {name} --seeds 0" for name in _PROBLEMS),
         *("spectral", f"breadth --resume --seeds 0 --problems {_TRAINED}"),
         "operators --size full --seeds 0",

@@ -1,8 +1,8 @@
-"""Physics-informed networks of `examples/`: the lid-driven cavity, trained by every rival, and
-Burgers' equation, trained by those in JAX."""
+"""Physics-informed networks of `examples/problems`: the lid-driven cavity, trained by every rival,
+and Burgers' equation, trained by those in JAX."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,19 +12,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import mpx_pde as mpx
+from examples.problems import burgers_1d as _burgers, cavity as _cavity
+from examples.problems._naive import without_protection
+from examples.problems._runner import State, Trainer, running_average
 
 from ._cavity import layers_of, with_layers
-from ._examples import load_example
 from ._rivals import require
 from ._tf32 import emulate_tf32
-from ._trainings import Moment, Training, timed
+from ._trainings import Moment, Training, by_runner, points_by_call
 
-
-_pinn: Any = load_example("_pinn")
-_burgers: Any = load_example("burgers")
-_cavity: Any = load_example("lid_driven_cavity")
 
 SHOCK = 0.05  # half of the points are that far from it, by their standard deviation
+PER_CALL = 100  # steps
 
 FACTORS = (10.0, 3.0, 1.1)
 """Errors to be reached, in units of the final error of float32."""
@@ -47,7 +46,7 @@ SIZES = {
 
 
 def cavity(size: Size) -> Any:
-    """The problem of the example, in another size."""
+    """The problem in another size."""
 
     def network(key):
         options = {"key": key, "fourier_features": (16, 0.5)}
@@ -56,18 +55,21 @@ def cavity(size: Size) -> Any:
         )
 
     def points(_, key):
-        shape = (_pinn.STEPS_PER_CALL, size.points, 2)
+        shape = (PER_CALL, size.points, 2)
         return jax.random.uniform(key, shape, maxval=jnp.array([1.0, 0.998]))
 
-    given = {"network": network, "points": points, "full": _pinn.Training(size.steps, 1e-2)}
-    return dataclasses.replace(_cavity.problem(), **given)
+    # Second derivatives are singular in the corners: a point close to one is a spike of many powers
+    # of two over what the last steps have shown.
+    derivatives = lambda: mpx.DerivativeScaling.per_direction("xy", order=2, margin=12)
+    given = {"network": network, "points": points, "steps": size.steps, "derivatives": derivatives}
+    return dataclasses.replace(_cavity.PROBLEM, **given)
 
 
 def burgers(size: Size) -> Any:
     """The same, on points that no network chooses: half of them lie around the shock at x = 0."""
 
     def points(_, key):
-        shape = (_pinn.STEPS_PER_CALL, size.points)
+        shape = (PER_CALL, size.points)
         t_key, x_key, near_key = jax.random.split(key, 3)
         t = jax.random.uniform(t_key, shape)
         x = jax.random.uniform(x_key, shape, minval=-1, maxval=1)
@@ -76,26 +78,11 @@ def burgers(size: Size) -> Any:
         return jnp.stack([t, x], axis=-1)
 
     network = lambda key: _burgers.BurgersNetwork(size.width, size.depth, key=key)
-    given = {"network": network, "points": points, "full": _pinn.Training(size.steps, 5e-3)}
-    return dataclasses.replace(_burgers.PROBLEM, **given)
+    given = {"network": network, "points": points, "steps": size.steps}
+    return dataclasses.replace(_burgers.PROBLEM, **given, optimizer="adam", learning_rate=5e-3)
 
 
 # --- Rivals ----------------------------------------------------------------------------------
-
-
-def initial(problem: Any, precision: str, seed: int) -> Any:
-    """The state, the optimizer and the key that a training begins with."""
-    steps, rate = problem.full
-    options = {"mode": "paper", "steps": steps, "learning_rate": rate, "seed": seed}
-    return _pinn.initial(problem, precision, **options)
-
-
-def points_by_call(problem: Any, key: jax.Array) -> Iterator[jax.Array]:
-    """The points of all steps of a call, for each call of a training."""
-    choose = jax.jit(problem.points)
-    for _ in range(problem.full.steps // _pinn.STEPS_PER_CALL):
-        key, points_key = jax.random.split(key)
-        yield jax.block_until_ready(choose(None, points_key))
 
 
 def in_jax(
@@ -103,85 +90,38 @@ def in_jax(
     seed: int,
     *,
     precision: str,
-    forward: str = "half",
     plain: bool = False,
     matmul: str | None = None,
-    adapt: Callable[..., Any] | None = None,
+    make: Callable[..., Any] = Trainer,
 ) -> Training:
-    """The training of `examples/_pinn.py` in one of its precisions, with the forward pass in
-    `forward`.
+    """The training of the runner in one of its precisions.
 
     With `plain`, the network is a function of which nothing is known, differentiated by nested
-    `jax.jvp`. `matmul` is JAX's default precision of products. `adapt(step, state)` returns another
-    step, and the state it begins with.
+    `jax.jvp`. `matmul` is JAX's default precision of products.
     """
-    with jax.default_matmul_precision(matmul):
-        state, optimizer, key = initial(problem, precision, seed)
-        if plain:
-            model, average = map(_pinn.without_protection, (state.model, state.average))
-            opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-            state = state._replace(model=model, opt_state=opt_state, average=average)
-        ladder = mpx.PrecisionLadder(("full",) if precision == "float32" else (forward,))
-        average = 10 / problem.full.steps
-        step = partial(_pinn.step, problem, optimizer, precision, average, ladder=ladder)
-        if adapt is not None:
-            step, state = adapt(step, state)
-        run = _pinn.compiled_steps(step, state, next(points_by_call(problem, key)))
-    arrays, static = eqx.partition(state, eqx.is_array)
-
-    def moment(done, seconds, arrays):
-        model = eqx.combine(arrays, static).average
-        return Moment(done, seconds, lambda: next(iter(problem.errors(model).values())))
-
-    seconds = 0.0
-    yield moment(0, seconds, arrays)
-    for call, points in enumerate(points_by_call(problem, key), 1):
-        (arrays, _), taken = timed(run, arrays, points)
-        seconds += taken
-        yield moment(call * _pinn.STEPS_PER_CALL, seconds, arrays)
+    if plain:
+        network = problem.network
+        plainly = lambda key: without_protection(network(key))
+        problem = dataclasses.replace(problem, network=plainly)
+    return by_runner(partial(make, problem, precision), seed, matmul=matmul)
 
 
-def by_mpx(problem: Any, seed: int) -> Training:
+class ByMpx(Trainer):
     """By MPX as its documentation has it: everything in float16, with its loss scaling."""
-    rival: Any = require("mpx")
 
-    def adapt(step, state):
-        optimizer = step.args[1]
-
-        def run_step(state, points):
-            model, opt_state, scaling, average = state
-            value, scaling, finite, grads = rival.filter_value_and_grad(problem.loss, scaling)(
-                model, points
-            )
-            model, opt_state = rival.optimizer_update(model, optimizer, opt_state, grads, finite)
-            average = _pinn.running_average(average, model, finite, 10 / problem.full.steps)
-            return _pinn.State(model, opt_state, scaling, average), (value, finite)
-
-        scaling = rival.DynamicLossScaling(
+    def _scaling(self) -> Any:
+        return require("mpx").DynamicLossScaling(
             loss_scaling=jnp.float32(2.0**15), min_loss_scaling=jnp.float32(1.0), period=2000
         )
-        return run_step, state._replace(scaling=scaling)
 
-    return in_jax(problem, seed, precision=_pinn.NAIVE, adapt=adapt)
-
-
-def in_emulated_tf32(problem: Any, seed: int) -> Training:
-    """Plain JAX, with the roundings of TF32."""
-
-    def adapt(step, state):
-        def run_step(state, points):
-            arrays, static = eqx.partition(state, eqx.is_array)
-
-            def run(arrays, points):
-                new, record = step(eqx.combine(arrays, static), points)
-                return eqx.filter(new, eqx.is_array), record
-
-            arrays, record = emulate_tf32(run)(arrays, points)
-            return eqx.combine(arrays, static), record
-
-        return run_step, state
-
-    return in_jax(problem, seed, precision="float32", plain=True, adapt=adapt)
+    def step(self, state: State, points: Any) -> tuple[State, Any]:
+        rival: Any = require("mpx")
+        model, opt_state, scaling, average, count = state
+        gradient = rival.filter_value_and_grad(self.problem.loss, scaling)
+        value, scaling, finite, grads = gradient(model, points)
+        model, opt_state = rival.optimizer_update(model, self.optimizer, opt_state, grads, finite)
+        average = running_average(average, model, finite, min(1.0, 10 / self.steps))
+        return State(model, opt_state, scaling, average, count + 1), (value, finite)
 
 
 def in_torch(problem: Any, seed: int, *, precision: str) -> Training:
@@ -189,23 +129,23 @@ def in_torch(problem: Any, seed: int, *, precision: str) -> Training:
     require("torch")
     from ._torch.pinn import train
 
-    state, _, key = initial(problem, "float32", seed)
+    trainer = Trainer(problem)
+    state, key = trainer.initial(seed)
     network = state.model.network
 
     def error(layers):
         model = eqx.tree_at(lambda m: m.network, state.model, with_layers(network, layers))
         return next(iter(problem.errors(model).values()))
 
-    steps, rate = problem.full
     moments = train(
         jax.tree.map(np.asarray, layers_of(network)),
         np.asarray(network.embedding.module.frequencies),
-        map(np.asarray, points_by_call(problem, key)),
-        np.asarray(_pinn.learning_rates(steps, rate)(np.arange(steps))).tolist(),
+        map(np.asarray, points_by_call(trainer, state.model, key)),
+        np.asarray(trainer.rates(np.arange(trainer.steps))).tolist(),
         precision,
     )
     for call, (seconds, layers) in enumerate(moments):
-        yield Moment(call * _pinn.STEPS_PER_CALL, seconds, partial(error, layers))
+        yield Moment(call * trainer.per_call, seconds, partial(error, layers))
 
 
 HALVES = ("float16", "bfloat16")
@@ -216,15 +156,22 @@ EXACT = partial(in_jax, precision="float32", matmul="highest")
 def burgers_rivals(on_gpu: bool) -> dict[str, Callable[[Any, int], Training]]:
     """By name, what trains a problem from a seed."""
     tf32 = partial(in_jax, precision="float32", plain=True, matmul="tensorfloat32")
-    full = partial(in_jax, forward="float32")
+    emulated = partial(
+        in_jax, precision="float32", plain=True, make=partial(Trainer, transform=emulate_tf32)
+    )
     return {
         "float32": partial(EXACT, plain=True),
-        **({"TF32": tf32} if on_gpu else {"TF32, emulated": in_emulated_tf32}),
-        "casts by hand, float16": partial(in_jax, precision=_pinn.NAIVE),
-        "MPX, float16": by_mpx,
+        **({"TF32": tf32} if on_gpu else {"TF32, emulated": emulated}),
+        "casts by hand, float16": partial(in_jax, precision="naive-float16"),
+        "MPX, float16": partial(in_jax, precision="naive-float16", make=ByMpx),
         "mpx_pde, float32": EXACT,
         **{f"mpx_pde, {half}": partial(in_jax, precision=half) for half in HALVES},
-        **{f"mpx_pde, forward float32, {half}": partial(full, precision=half) for half in HALVES},
+        **{
+            f"mpx_pde, forward float32, {half}": partial(
+                in_jax, precision=f"forward-float32-{half}"
+            )
+            for half in HALVES
+        },
     }
 
 

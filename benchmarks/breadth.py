@@ -12,7 +12,7 @@ else to do:
     nice -n 19 python -m benchmarks breadth --resume --seeds 0
     nice -n 19 python -m benchmarks breadth --resume --seeds 0 1 2
 
-`--page precisions` trains what *Which precision does it need?* compares: other precisions too, and
+`--page precisions` trains what *Choosing a precision* compares: other precisions too, and
 L-BFGS behind Adam.
 """
 
@@ -39,7 +39,7 @@ PAGES = {
         (
             *("float32", "forward-float32-float16", "forward-float32-bfloat16"),
             *("float16", "bfloat16", "float32-rounded", "float32-dropped", "naive-float16"),
-            *("autocast-float16", "autocast-bfloat16", "float16-predictive"),
+            *("autocast-float16", "autocast-bfloat16"),
         )
     ),
     "precisions": Page(

@@ -4,7 +4,7 @@ The rivals train one network, a Fourier neural operator of four blocks in two di
 same weights on the same batches, with Adam and the relative L2 loss:
 
 - `mpx_pde`: `mpx_pde.nn.FNO` in float32 by `fft` and by `dft`, the latter in half precision too, as
-  `examples/_neural_operator.py` trains it;
+  `examples/problems` train it;
 - `plain JAX`: the same function by `rfft2` and `einsum`, in float32; and with weights and
   activations cast to bfloat16 by hand around a float32 FFT, which is the usual compromise;
 - `MPX`: that plain function as it stands, and with `force_full_precision` around the spectral

@@ -1,9 +1,9 @@
 """How accurate are half-precision FNOs? Test errors per precision, stabilizer, modes, resolution.
 
-The trainings are those of `examples/darcy.py` and `examples/navier_stokes.py`: the same
-operator, data, batches and optimizer for each seed, and nothing else tuned. Each variant of the
-paper's tables (Tu et al., Speeding up Fourier Neural Operators via Mixed Precision) is one of
-them; errors are those of the test samples, computed in the precision of the training.
+The data are those of `operator_darcy` and `operator_navier_stokes` among the problems, on coarser
+grids: the same operator, data, batches and optimizer for each seed, and nothing else tuned. Each
+variant of the paper's tables (Tu et al., Speeding up Fourier Neural Operators via Mixed Precision)
+is one of them; errors are those of the test samples, computed in the precision of the training.
 
 `--size small` is meant for one CPU core (some seconds for each training, and as many to compile
 it), `--size full` for a GPU: the grid and the modes of the paper.
@@ -13,11 +13,12 @@ import argparse
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-from rich.console import Console
+from examples.problems._runner import Trainer
 
-from ._examples import load_example
+from ._operator_trainings import Operator
 from ._report import Report
 
 
@@ -74,36 +75,29 @@ def trainings(modes: tuple[int, ...]) -> Iterator[tuple[str, Variant, int]]:
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
-    shared: Any = load_example("_neural_operator")
-    progress_bar = load_example("_progress").progress_bar
     size = SIZES["quick" if args.quick else args.size]
     if args.resume:
         report.resume("trainings", same_code=True)
-    problems = {
-        name: load_example(name).problem(size.samples, size.strides, finest=size.finest)
-        for name in PROBLEMS
-    }
-    with progress_bar(Console(stderr=True), 9) as progress:
-        for name, variant, modes in trainings(size.modes):
-            training = shared.Training(
-                problems[name],
-                variant.precision,
-                stabilizer=variant.stabilizer,
-                modes=modes,
-                hidden_channels=size.channels,
-                steps=args.steps or size.steps,
+    make = partial(Operator, samples=size.samples, strides=size.strides, finest=size.finest)
+    operators = {name: make(name) for name in PROBLEMS}
+    for name, (precision, stabilizer), modes in trainings(size.modes):
+        problem = operators[name].problem(size.channels, modes, stabilizer=stabilizer)
+        trainer = Trainer(problem, precision, steps=args.steps or size.steps)
+        about = {"problem": name, "precision": precision, "stabilizer": stabilizer}
+        about |= {"modes": modes, "steps": trainer.steps, "samples": size.samples}
+        for key in report.missing("trainings", ({**about, "seed": s} for s in args.seeds)):
+            outcome = trainer(key["seed"])
+            errors: dict[str, dict[str, Any]] = {}
+            for told, error in outcome.errors.items():
+                norm, resolution = told.split()
+                errors.setdefault(resolution, {})[norm] = error
+            report.record(
+                "trainings",
+                **key,
+                resolution=size.finest // size.strides[0],
+                channels=size.channels,
+                train_loss=outcome.loss,
+                errors=errors,
+                skipped_steps=outcome.skipped,
             )
-            about = {"problem": name, **variant._asdict(), "modes": modes}
-            about |= {"steps": training.steps, "samples": size.samples}
-            for key in report.missing("trainings", ({**about, "seed": s} for s in args.seeds)):
-                result = training(key["seed"], progress, label=" ".join(map(str, key.values())))
-                report.record(
-                    "trainings",
-                    **key,
-                    resolution=size.finest // size.strides[0],
-                    channels=size.channels,
-                    # Over the last tenth of the steps, since each is of one batch.
-                    train_loss=float(result.loss[-max(training.steps // 10, 1) :].mean()),
-                    errors={str(n): norms for n, norms in result.errors.items()},
-                    skipped_steps=result.skipped_steps,
-                )
+            print(f"{key}: {outcome.error}", flush=True)

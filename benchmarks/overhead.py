@@ -2,9 +2,7 @@
 
 The rivals of `_steps.py` train the same network with Adam. They are compared by what XLA made of
 them (kernels, flops, bytes, memory), on this CPU and, where the compilers are installed, for an
-H100 and a TPU v5e that need not be here; these numbers repeat exactly. The step of `mpx_pde`
-differs from that by hand by the loop in which it takes a step that overflowed again before the
-first has been taken; without it (`search=False`) they are the same. The programs of jmp and MPX
+H100 and a TPU v5e that need not be here; these numbers repeat exactly. The programs of jmp and MPX
 differ by design: neither caps the scale nor counts skipped steps, and MPX casts outside of what is
 differentiated.
 """

@@ -1,10 +1,9 @@
 """How long does it take to reach an error? Every rival trains the same problem: error against time.
 
-`cavity` and `burgers` are the physics-informed networks of `examples/lid_driven_cavity.py` and
-`examples/burgers.py`, `navier_stokes` is the operator of `examples/navier_stokes.py`. Network,
-initial weights, points or batches, optimizer and steps are the same for all rivals; the error is
-the example's, against its reference: on the centre lines of the cavity, on a grid for Burgers'
-equation, of the test samples of the operator.
+`cavity`, `burgers` and `navier_stokes` are problems of `examples/problems`: `cavity`, `burgers_1d`
+and `operator_navier_stokes`. Network, initial weights, points or batches, optimizer and steps are
+the same for all rivals; the error is the problem's, against its reference: on the center lines of
+the cavity, on a grid for Burgers' equation, of the test samples of the operator.
 
 Errors by step are the same on a busy machine, times are not. So trainings and times are taken apart
 and add up in one file: a run trains from each seed what is not there yet, and `--time`, where
@@ -115,4 +114,4 @@ def run(report: Report, args: argparse.Namespace) -> None:
         follow(report, problem, seed, {n: t for n, t in chosen.items() if n not in there})
         report.save()
     if any(name.startswith("float32") for name in chosen) and "curves" in report.sections:
-        report.page(f"time_to_error.{args.problem}")
+        report.page(f"time_to_error.{args.problem}_all")

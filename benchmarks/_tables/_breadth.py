@@ -3,10 +3,9 @@
 import re
 import statistics
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
-from ._format import Record, Result, Table, groups, load, source
+from ._format import Record, Result, Table, groups
 
 
 LABELS = {
@@ -15,7 +14,6 @@ LABELS = {
     "refined-bfloat16": "two evaluations, backward bfloat16",
     "float16": "float16",
     "bfloat16": "bfloat16",
-    "float16-predictive": "float16, predictive scales",
     "autocast-float16": "autocast, float16",
     "autocast-bfloat16": "autocast, bfloat16",
     "naive-float16": "float16 by hand",
@@ -27,22 +25,42 @@ LABELS = {
     "float32-rounded": "control: float32, weights rounded once",
     "float32-dropped": "control: float32, three steps dropped",
 }
+SEEDS = (0, 1, 2)  # of every summary; some problems have more
 UNSOLVED = 0.3  # the error of float32 above which a ratio says nothing
+NEAR = 1.05  # times the error of float32 counts as equal: seeds differ by more
 FAR = 2.0  # times the error of float32: told one by one
 
 
 class Ratios:
-    """What the trainings of a file come to: errors over those of float32 from the same seed, of
-    the same code. `earlier` ones count where a precision of a problem was not trained since."""
+    """The errors of the trainings of a file relative to float32 from the same seed and the same
+    code. `earlier` ones count where a precision of a problem was not trained since.
 
-    def __init__(self, data: dict[str, Any], optimizer: str | None = None):
+    **Arguments:**
+
+    - `data`: the results.
+    - `optimizer`: only trainings by this one.
+    - `seeds`: only trainings from these.
+    """
+
+    def __init__(
+        self,
+        data: dict[str, Any],
+        optimizer: str | None = None,
+        seeds: Sequence[int] | None = None,
+    ):
         since = {(t["problem"], t["precision"]) for t in data["trainings"]}
         earlier = [
             {**t, "earlier": True}
             for t in data.get("earlier", [])
             if t["precision"] == "float32" or (t["problem"], t["precision"]) not in since
         ]
-        kept = [t for t in (*data["trainings"], *earlier) if optimizer in (None, t["optimizer"])]
+        kept = [
+            t
+            for t in (*data["trainings"], *earlier)
+            if optimizer in (None, t["optimizer"])
+            and (seeds is None or t["seed"] in seeds)
+            and t["precision"] in ("float32", *LABELS)
+        ]
         self.full = {_key(t): t for t in kept if t["precision"] == "float32"}
         self.rest = [t for t in kept if t["precision"] != "float32" and _key(t) in self.full]
         self.by_problem = groups(self.rest, "problem", "precision")
@@ -88,8 +106,7 @@ class Ratios:
 
     def worst_last(self) -> list[str]:
         """The problems by the worst ratio of the ways that promise full accuracy."""
-        names = ("forward-float32-float16", "forward-float32-bfloat16")
-        worst = lambda p: max((r for name in names for r in self.of(p, name)), default=0.0)
+        worst = lambda p: max((r for name in FULL for r in self.of(p, name)), default=0.0)
         return sorted(self.titles, key=worst)
 
 
@@ -102,41 +119,45 @@ def number(ratio: float) -> str:
     return "none" if ratio == float("inf") else f"{ratio:.2f}"
 
 
-def _overall(data: Result) -> Iterator[Record]:
-    """By precision, over all problems that float32 solves."""
-    ratios = Ratios(data)
+def spread(ratios: Sequence[float]) -> str:
+    """Returns where nine in ten of the ratios are."""
+    twentieths = statistics.quantiles(ratios, n=20, method="inclusive")
+    return f"{number(twentieths[0])}–{number(twentieths[-1])}"
+
+
+def overall(data: Result) -> Iterator[Record]:
+    """Yields a record for each precision, over all problems that float32 solves and the same three
+    seeds."""
+    ratios = Ratios(data, seeds=SEEDS)
     for name in ratios.precisions:
         medians = ratios.medians(name)
         every = [r for p in ratios.solved for r in ratios.of(p, name)]
         if every:
-            near = sum(r <= 1.05 for r in medians) / len(medians)
-            skips = statistics.median(ratios.skipped(p, name) for p in ratios.solved)
             yield {
+                "name": name,
                 "precision": LABELS[name],
-                "problems": len(medians),
                 "trainings": len(every),
-                "earlier": ratios.earlier(name),
-                "median": number(statistics.median(medians)),
-                "near": 100 * near,
+                "median": number(statistics.median(every)),
+                "spread": spread(every),
+                "near": sum(r <= NEAR for r in medians),
+                "problems": len(medians),
                 "worst": number(max(medians)),
                 "worst_training": number(max(every)),
-                "skips": 100 * skips,
+                "earlier": ratios.earlier(name),
+                "skips": 100 * statistics.median(ratios.skipped(p, name) for p in ratios.solved),
             }
 
 
 summary = Table(
     "breadth",
-    _overall,
+    overall,
     """
-    precision              {precision}
-    problems               {problems}
-    trainings              {trainings}
-    of these by earlier code, as float32 beside them  {earlier}
-    median                 {median}
-    problems at most 1.05  {near:.0f} %
-    worst problem          {worst}
-    worst training         {worst_training}
-    steps skipped          {skips:.2g} %
+    error relative to float32  {precision}
+    trainings                 {trainings}
+    median                    {median}
+    nine in ten within        {spread}
+    problems at most 1.05     {near} of {problems}
+    worst problem (training)  {worst} ({worst_training})
     """,
 )
 
@@ -155,18 +176,34 @@ def _by_problem(optimizer: str | None, data: Result) -> Iterator[Record]:
         yield row
 
 
-def _of_problems(file: str, optimizer: str | None) -> Table:
-    """A row for each problem, by default of its own optimizer."""
+def _of_problems(
+    file: str,
+    optimizer: str | None = None,
+    shown: Sequence[str] | None = None,
+    rows: slice = slice(None),
+) -> Table:
+    """Builds a table with a row for each problem, by default of its own optimizer, and a column for
+    each precision, by default all."""
 
     def columns(data: Result) -> list[str]:
-        names = Ratios(data, optimizer).precisions
+        names = shown or Ratios(data, optimizer).precisions
         return ["problem  {title}", "float32  {float32}", *(f"{LABELS[n]}  {{{n}}}" for n in names)]
 
-    return Table(file, partial(_by_problem, optimizer), columns)
+    return Table(file, lambda data: list(_by_problem(optimizer, data))[rows], columns)
 
 
-problems = _of_problems("breadth", None)
+problems = _of_problems("breadth")
+# The twelve on which the full forward pass was furthest from float32, the furthest first.
+hardest = _of_problems(
+    "breadth",
+    shown=("forward-float32-float16", "float16", "naive-float16", "float32-rounded"),
+    rows=slice(None, -13, -1),
+)
+FULL = ("forward-float32-float16", "forward-float32-bfloat16")
 by_adam = _of_problems("breadth-precisions", "adam")
+lbfgs = _of_problems(
+    "breadth-precisions", "adam+lbfgs", (*FULL, "float16", "tensorfloat32-emulated")
+)
 by_lbfgs = _of_problems("breadth-precisions", "adam+lbfgs")
 by_muon_lbfgs = _of_problems("breadth-precisions", "muon+lbfgs")
 
@@ -194,26 +231,31 @@ def _grids(data: Result) -> list[str]:
 resolutions = Table("breadth", _resolutions, _grids)
 
 
-def failures(data: Result | None = None) -> str:
-    """What float32 does not solve, and every training far from it."""
-    data = load("breadth-cpu") if data is None else data
-    ratios, lines = Ratios(data), []
+def _failures(data: Result) -> Iterator[Record]:
+    """Yields what float32 does not solve, and every training far from it."""
+    ratios = Ratios(data)
     for problem in ratios.titles:
         if problem not in ratios.solved:
-            error = ratios.error(problem)
-            told = "is not finite" if error is None else f"errs by {error:.1e}"
-            lines.append(f"- `{problem}`: float32 itself {told}.")
+            yield {"problem": problem, "precision": "float32", "error": ratios.error(problem)}
     for t in ratios.rest:
-        what = f"`{t['problem']}`, {LABELS[t['precision']]}"
-        if "failed" in t:
-            lines.append(f"- {what}: {t['failed']}")
-        elif t["precision"] == "naive-float16" or t["problem"] not in ratios.solved:
+        if t["precision"] == "naive-float16" or t["problem"] not in ratios.solved:
             continue
-        elif ratios.ratio(t) > FAR:
-            skips = f"{t['skipped']:,} of {t['steps']:,} steps skipped"
-            lines.append(f"- {what}, seed {t['seed']}: {number(ratios.ratio(t))}; {skips}.")
-    told = "\n".join(lines) or "None."
-    return f"{told}\n\n{source(data)}\n"
+        if "failed" in t or ratios.ratio(t) > FAR:
+            ratio = None if "failed" in t else number(ratios.ratio(t))
+            yield {**t, "precision": LABELS[t["precision"]], "ratio": ratio, "error": None}
+
+
+failures = Table(
+    "breadth",
+    _failures,
+    """
+    problem            {problem}
+    precision          {precision}
+    seed               {seed}
+    relative error     {ratio} || {failed} || float32 itself errs by {error:.1e}
+    steps skipped      {skipped:,} of {steps:,}
+    """,
+)
 
 
 PAPER = {

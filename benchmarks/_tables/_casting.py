@@ -1,14 +1,13 @@
-"""Casting a network, or autocast: trainings and steps by both."""
+"""Casting a network, or autocast: trainings by both."""
 
 import statistics
 from collections.abc import Iterator
 
 from ._breadth import Ratios
-from ._format import NOT_RUN, Record, Result, Table, groups, load, nothing
+from ._format import Record, Result, Table
 
 
 HALVES = ("float16", "bfloat16")
-BATCH = 64
 
 
 WAYS = {
@@ -40,39 +39,9 @@ trainings = Table(
     "breadth",
     _trainings,
     """
-    error over float32's  {way}
+    error relative to float32  {way}
     median                {median:.2f}
     at most 1.05          {within}
     worst                 {worst}
     """,
-)
-
-
-def _steps(data: Result) -> Iterator[Record]:
-    """What both come to of a vision transformer, and in tracing."""
-    runs = {r["rival"]: r for r in data["steps"] if r["batch"] == BATCH}
-    programs = load("vit_step-h100-cpu")["programs"]
-    compiled = {p["rival"]: p["temp_bytes"] for p in programs if p["batch"] == BATCH}
-    for half in HALVES:
-        ways = {way: f"mpx_pde {way}-{half}" for way in ("cast", "autocast")}
-        errors = {way: f"{runs[name]['error_gradient']:.1e}" for way, name in ways.items()}
-        yield {"what": f"error of a transformer's gradient, {half}", **errors}
-        full = compiled["mpx_pde float32"]
-        memory = {way: f"{compiled[name] / full:.2f}" for way, name in ways.items()}
-        yield {"what": f"its memory over float32's, {half}, {NOT_RUN}", **memory}
-    for problem, builds in groups(load("compile_time-cpu")["builds"], "problem").items():
-        traced = {b["step"]: f"{b['trace']['median']:.2f}" for b in builds if "trace" in b}
-        ways = {"cast": traced["mpx_pde"], "autocast": traced["mpx_pde, autocast"]}
-        yield {"what": f"tracing a step of the {problem}, s", **ways}
-
-
-steps = Table(
-    "vit_step",
-    _steps,
-    """
-    step      {what}
-    cast      {cast}
-    autocast  {autocast}
-    """,
-    told=nothing,
 )

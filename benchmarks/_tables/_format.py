@@ -1,5 +1,7 @@
 """From the JSON file of a benchmark to Markdown."""
 
+import csv
+import io
 import json
 import re
 import statistics
@@ -26,8 +28,14 @@ def load(name: str) -> Result:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
+_NUMBER = re.compile(r"[\d–].*|not measured.*|never|none")
+
+
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [columns, ["---"] * len(columns), *rows]
+    """Returns a table, with columns of numbers aligned to the right."""
+    cells = list(rows)
+    right = [cells and all(map(_NUMBER.fullmatch, column)) for column in zip(*cells, strict=True)]
+    lines = [columns, ["--:" if r else "---" for r in right or [False] * len(columns)], *cells]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -108,32 +116,45 @@ class Table:
 
     - `file`: the results that it is made from, without their platform.
     - `rows`: the section whose records are the rows, or a function of the results.
-    - `columns`: a line for each, of its title and, behind two spaces, its `cell`; or a function of
-        the results that gives these lines.
+    - `columns`: a line for each, of its title and, behind two spaces, its `cell`; a list of these
+        lines; or a function of the results that returns one.
     - `note`: what stands below: a `cell` of the first row.
     - `told`: what is told of where the results come from.
     """
 
     file: str
     rows: str | Callable[[Result], Iterable[Record]]
-    columns: str | Callable[[Result], Iterable[str]]
+    columns: str | Sequence[str] | Callable[[Result], Iterable[str]]
     note: str = ""
     told: Callable[[Result], str] = source
 
     def __call__(self, data: Result | None = None) -> str:
-        """The table and what stands below it, of the results in the repository or of others."""
+        """Returns the table and the text below it, for the recorded results or for `data`."""
         data = load(f"{self.file}-cpu") if data is None else data
-        lines = self.columns(data) if callable(self.columns) else self.columns.splitlines()
-        columns = [re.split(r"  +", line.strip(" "), maxsplit=1) for line in lines if line.strip()]
-        rows = list(self.rows(data) if callable(self.rows) else data[self.rows])
-        table = markdown(
-            [c[0].strip() for c in columns], ([cell(r, c[-1]) for c in columns] for r in rows)
-        )
+        rows, titles, cells = self._cells(data)
+        table = markdown(titles, cells)
         note = cell(rows[0], self.note) if rows else ""
         told = self.told(data)
         gap = "" if told.startswith("\n") else " "
         below = f"{note}{gap}{told.lstrip(' ')}".strip()
         return f"{table}\n\n{below}\n" if below else f"{table}\n"
+
+    def csv(self) -> str:
+        """Returns the table of the recorded results as the text of a CSV file."""
+        _, titles, cells = self._cells(load(f"{self.file}-cpu"))
+        out = io.StringIO()
+        plain = ([re.sub(r"\*\*|`", "", text) for text in line] for line in (titles, *cells))
+        csv.writer(out, lineterminator="\n").writerows(plain)
+        return out.getvalue()
+
+    def _cells(self, data: Result) -> tuple[list[Record], list[str], list[list[str]]]:
+        """Returns the records, the titles of the columns, and the cells row by row."""
+        given = self.columns(data) if callable(self.columns) else self.columns
+        lines = given.splitlines() if isinstance(given, str) else given
+        columns = [re.split(r"  +", line.strip(" "), maxsplit=1) for line in lines if line.strip()]
+        rows = list(self.rows(data) if callable(self.rows) else data[self.rows])
+        cells = [[cell(row, column[-1]) for column in columns] for row in rows]
+        return rows, [column[0].strip() for column in columns], cells
 
 
 def groups(records: Iterable[Record], *keys: str) -> dict[Any, list[Record]]:

@@ -4,7 +4,7 @@ import ast
 from typing import Any
 
 from .._gallery import PICTURES
-from ._format import ROOT, Result, load, source
+from ._format import ROOT, Result, load, taken
 
 
 REPOSITORY = "https://github.com/mpx-pde/mpx_pde/blob/main"
@@ -26,17 +26,16 @@ def equation(name: str) -> str:
 def entry(training: dict[str, Any]) -> str:
     name, title = training["problem"], training["title"]
     shown = PICTURES[name].told()
-    what = "Relative L² error"
+    what = "Error"
     if "rollout" in training["errors"]:
-        what += " of a rollout, the geometric mean over its length"
+        what += " of a rollout"
     elif len(training["errors"]) > 2:
-        what += ", the mean over the fields"
+        what += " (mean over the fields)"
     lines = [
         f"### {title}",
         equation(name),
-        f"![{title}: the reference, what was learnt, and the error](figures/gallery/{name}.webp)",
-        f"{shown}{what}: {training['error']:.1e}, after {training['steps']:,} "
-        f"steps, {training['skipped']} of them skipped. "
+        f"![reference, prediction, error](figures/gallery/{name}.webp)",
+        f"{shown}{what}: {training['error']:.1e}, {training['steps']:,} steps. "
         f"[`{name}.py`]({REPOSITORY}/examples/problems/{name}.py)",
     ]
     return "\n\n".join(lines)
@@ -49,4 +48,4 @@ def gallery(data: Result | None = None) -> str:
         found = [t for t in data["trainings"] if t["family"] == family]
         if found:
             parts += [f"## {heading}", *map(entry, found)]
-    return "\n\n".join([*parts, source(data)]) + "\n"
+    return "\n\n".join([*parts, f"{taken(data).capitalize()}."]) + "\n"

@@ -61,22 +61,13 @@ def _records(data: Result) -> Iterator[Record]:
             }
 
 
-def speedups(data: Result, rival: str) -> list[float]:
-    """Of our half-precision steps over a rival, by problem."""
-    key = "seconds_with_arithmetic"
-    ours = (r for r in _records(data) if r["rival"] == OURS)
-    return [r["beside"][rival][key] / r[key] for r in ours]
-
-
-def saved(data: Result, problem: str) -> float:
-    """The memory of our half-precision step over that in float32."""
-    [ours] = [r for r in _records(data) if (r["problem"], r["rival"]) == (problem, OURS)]
-    return ours["temp_bytes"] / ours["full"]["temp_bytes"]
+def beside(data: Result, problem: str) -> dict[str, Record]:
+    """Returns the steps of a problem by their names."""
+    return {r["rival"]: r for r in data["steps"] if r["problem"] == problem}
 
 
 # From memory and products alone, over arithmetic, to XLA's estimates.
 RANGE = "{seconds:ms.3g} – {seconds_with_arithmetic:ms.3g} – {seconds_by_xla:ms.3g}"
-MEMORY = "Memory beyond state and batch."
 
 _table = partial(Table, "predicted-h100")
 
@@ -90,106 +81,67 @@ assumptions = _table(
     told=nothing,
 )
 
-steps = _table(
+TIME = "seconds_with_arithmetic"
+OVER = f"""
+    float32 over it  {{beside.float32.{TIME}/{TIME}:.1f}}
+    TF32 over it     {{beside.TF32.{TIME}/{TIME}:.1f}}
+    memory, GiB      {{temp_bytes:GiB.2f}}
+    gradient error   {{error}}
+"""
+
+everything = _table(
     _records,
     f"""
     problem  {{title}}
     step     {{rival}}
     predicted, not run: ms  {RANGE}
-    float32 over it         {{beside.float32.seconds_with_arithmetic/seconds_with_arithmetic:.2f}}
-    TF32 over it            {{beside.TF32.seconds_with_arithmetic/seconds_with_arithmetic:.2f}}
-    ideal, ms (over it)     {{ideal_seconds:ms.3g}} ({{seconds_with_arithmetic/ideal_seconds:.1f}})
-    gradient error          {{error}}
+    {OVER}
+    over ours in float32    {{{TIME}/full.{TIME}:.2f}}
+    memory over float32's   {{temp_bytes/full.temp_bytes:.2f}}
+    ideal, ms               {{ideal_seconds:ms.3g}}
     kernels  {{kernels:,}}
     GB       {{bytes:G.3g}}
+    products, GFLOP         {{work}}
     shares   {{shares}}
     """,
-    "Compiled for an H100, predicted, not run.",
 )
 
-# What keeping activations takes and gives, of the operators.
-recomputation = _table(
-    lambda data: [
-        {**r, "remat": r["rival"] == OURS}
-        for r in _records(data)
-        if KEEPING in r["beside"] and r["rival"] in (OURS, KEEPING)
-    ],
+SHOWN = {
+    "cavity-512": (
+        *("float32", "TF32", FULL, OURS),
+        *(f"{OURS}, forward {name}" for name in ("bfloat16_x3", "float32")),
+    ),
+    "fno-256": ("float32", FULL, OURS),
+    "vit-base": ("float32", OURS, "MPX float16"),
+}
+
+steps = _table(
+    lambda data: [r for r in _records(data) if r["rival"] in SHOWN.get(r["problem"], ())],
     f"""
-    problem  {{title}}
-    float16  `remat={{remat}}`
-    predicted, not run: ms  {RANGE}
-    float32 over it         {{beside.float32.seconds_with_arithmetic/seconds_with_arithmetic:.2f}}
-    memory, GiB             {{temp_bytes:GiB.2f}}
-    memory of float32, GiB  {{beside.float32.temp_bytes:GiB.2f}}
-    gradient error          {{error}}
+    step  {{title}}: {{rival}}
+    ms    {{{TIME}:ms.3g}}
+    {OVER}
     """,
-    MEMORY,
-    told=nothing,
+    f"Memory beyond state and batch; {NOT_RUN}, times predicted.",
 )
 
-# What a forward pass in full takes and gives.
-forward = _table(
+kernels = _table(
     lambda data: [
-        r
-        for r in _records(data)
-        if r["rival"] in (OURS, r["full"]["rival"]) or "forward" in r["rival"]
+        {**kernel, "title": r["title"]}
+        for r in data["steps"]
+        if r["rival"] == OURS
+        for kernel in r["largest"]
     ],
-    f"""
-    problem  {{title}}
-    step     {{rival}}
-    predicted, not run: ms  {RANGE}
-    over half throughout    {{seconds_with_arithmetic/beside.{OURS}.seconds_with_arithmetic:.2f}}
-    memory, GiB             {{temp_bytes:GiB.2f}}
-    over float32's          {{temp_bytes/full.temp_bytes:.2f}}
-    products, GFLOP         {{work}}
-    GB                      {{bytes:G.3g}}
-    """,
-    MEMORY,
-    told=nothing,
-)
-
-# The cavity's largest step, by how its derivatives are taken.
-memory = _table(
-    lambda data: [
-        r for r in _records(data) if r["problem"] == "cavity-512" and r["rival"] != "TF32"
-    ],
-    f"""
-    step                  {{rival}}
-    memory, GiB           {{temp_bytes:GiB.2f}}
-    over ours in float32  {{temp_bytes/beside.{FULL}.temp_bytes:.2f}}
-    over nested float32   {{temp_bytes/beside.float32.temp_bytes:.2f}}
-    kernels               {{kernels:,}}
-    """,
-    "{title}; beyond state and batch; " + NOT_RUN + ".",
-    told=nothing,
-)
-
-_largest = _table(
-    "largest",
     """
+    problem       {title}
     predicted ms  {seconds_with_arithmetic:ms.3f}
     kernels       {kernels}
     kind          {kind}
     bound by      {bound}
     GB            {bytes:G.2f}
-    line          {place}
+    line          {line}
     """,
-    told=nothing,
 )
-
-
-def kernels(data: Result | None = None) -> str:
-    """The largest of our half-precision steps."""
-    parts = []
-    for step in (load("predicted-h100-cpu") if data is None else data)["steps"]:
-        if step["rival"] == OURS:
-            largest = [
-                {**r, "place": f"`{r['line']}`" if r["line"] else NONE} for r in step["largest"]
-            ]
-            table = _largest({"largest": largest})
-            parts.append(f"### {step['title']}\n\n{table}")
-    return "\n".join(parts)
-
 
 # What settles each prediction.
 commands = _table(

@@ -1,11 +1,9 @@
 """What compiled programs tell: operations, memory, products, collectives."""
 
-import math
-import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
-from ._format import NOT_RUN, Record, Result, Table, groups, load, source
+from ._format import Record, Result, Table, groups, load, source
 
 
 # --- The library's step beside that by hand --------------------------------------------------
@@ -35,18 +33,44 @@ overhead = Table(
     """,
 )
 
+
+def _builds(data: Result) -> Iterator[Record]:
+    """Each step with the seconds of all its stages, and those of the first step of its network."""
+    spent = lambda build: sum(
+        build.get(s, {}).get("median", 0) for s in ("trace", "lower", "compile")
+    )
+    for builds in groups(data["builds"], "problem").values():
+        for build in builds:
+            yield {**build, "all": spent(build), "first": spent(builds[0])}
+
+
+def _compiled_by_step(data: Result) -> Iterator[Record]:
+    """Yields each step, with what it takes for each network relative to float32."""
+    for step, builds in groups(_builds(data), "step").items():
+        yield {"step": step} | {b["problem"]: {**b, "ok": b["all"] or None} for b in builds}
+
+
 compile_time = Table(
     "compile_time",
-    "builds",
+    _compiled_by_step,
+    lambda data: [
+        "step  {step}",
+        *(f"{name}  {{{name}.ok/{name}.first:.2f}}" for name in groups(data["builds"], "problem")),
+    ],
+    "Tracing, lowering and compiling, relative to float32.",
+)
+
+compile_time_all = Table(
+    "compile_time",
+    _builds,
     """
     network            {problem}
     step               {step}
     trace, s           {trace.median:.2f} || {failed}
     lower, s           {lower.median:.2f}
     compile, s         {compile.median:.2f}
-    trace over by hand  {trace_over_by_hand:.2f}
-    equations          {equations:,}
-    first loss against float32  {loss_error:.1e}
+    all three, relative to float32  {all/first:.2f}
+    first loss, relative difference from float32  {loss_error:.1e}
     """,
 )
 
@@ -86,7 +110,7 @@ def _sent(data: Result) -> Iterator[Record]:
             yield {**step, **{kind: " + ".join(parts) for kind, parts in sent.items()}}
 
 
-collectives = _of_devices(
+collectives_all = _of_devices(
     _sent,
     """
     compiled for         {target}
@@ -97,6 +121,19 @@ collectives = _of_devices(
     reduce-scatter, KiB  {reduce-scatter}
     all-reduce, KiB      {all-reduce}
     """,
+)
+collectives = Table(
+    "weak_scaling-h100",
+    lambda data: (step for step in _sent(data) if step["target"] == "4 × H100"),
+    """
+    layout               {layout}
+    precision            {precision}
+    sums in              {sums}
+    all-gather, KiB      {all-gather}
+    reduce-scatter, KiB  {reduce-scatter}
+    all-reduce, KiB      {all-reduce}
+    """,
+    "Compiled for four H100s, not run.",
 )
 
 
@@ -115,105 +152,3 @@ def _targets(data: Result) -> list[str]:
 
 
 weak_scaling = _of_devices(_by_target, _targets)
-
-# --- Memory ----------------------------------------------------------------------------------
-
-
-def _exponent(sizes: list[int], costs: list[float]) -> float:
-    """The slope of costs over sizes, both in logarithms: 1 is linear growth."""
-    return statistics.linear_regression(*([math.log(n) for n in x] for x in (sizes, costs))).slope
-
-
-def _sweeps(data: Result) -> Iterator[Record]:
-    """Memory and kernels on an H100 and flops, which a CPU tells, by size; and their exponents."""
-    costs = groups(data["costs"], "target", "sweep", "way")
-    for target, sweep, way in costs:
-        if target == "h100":
-            h100, cpu = costs["h100", sweep, way], costs["cpu", sweep, way]
-            of = lambda records, name: [record[name] for record in records]
-            sizes, memory, flops = of(h100, sweep), of(h100, "temp_bytes"), of(cpu, "flops")
-            yield {
-                "size": f"{sweep} {_dots(sizes, '{:,}')}",
-                "way": way,
-                "memory": _dots((n / 2**20 for n in memory), "{:,.0f}"),
-                "memory_slope": _exponent(sizes, memory),
-                "kernels": _dots(of(h100, "kernels"), "{:,}"),
-                "flops": _dots((n / 1e9 for n in flops), "{:,.1f}"),
-                "flops_slope": _exponent(sizes, flops),
-                "base": "{width} × {depth}, {points:,} points".format(**data["costs"][1]),
-            }
-
-
-def _dots(values: Iterable[float], form: str) -> str:
-    return " · ".join(map(form.format, values))
-
-
-growth = Table(
-    "growth",
-    _sweeps,
-    """
-    size              {size}
-    step              {way}
-    temp memory, MiB  {memory}
-    exponent          {memory_slope:.2f}
-    kernels           {kernels}
-    GFLOP             {flops}
-    exponent          {flops_slope:.2f}
-    """,
-    "The base: {base}. Memory and kernels " + NOT_RUN + ".",
-)
-
-
-def _of_vit(data: Result) -> Iterator[Record]:
-    """The steps of this library, of one size."""
-    programs = [p for p in data["programs"] if p["batch"] == 64]
-    for p in programs:
-        if p["rival"].startswith("mpx_pde"):
-            products = p["products"].items()
-            single = sum(n for name, n in products if name.endswith("f32 × f32"))
-            counts = {"count": sum(n for _, n in products), "single": single}
-            precision = p["rival"].removeprefix("mpx_pde ")
-            yield {**p, **counts, "precision": precision, "full": programs[0]}
-
-
-vit_memory = Table(
-    "vit_step-h100",
-    _of_vit,
-    """
-    training                    {precision}
-    temp memory, GiB            {temp_bytes:GiB.2f}
-    over float32                {temp_bytes/full.temp_bytes:.2f}
-    products                    {count}
-    of these float32 × float32  {single}
-    """,
-    "ViT-Base ({blocks} blocks), batch {batch}, one training step with AdamW, " + NOT_RUN + ".",
-)
-
-
-def _of_operator(data: Result) -> Iterator[Record]:
-    """The steps of this library, of one size."""
-    size = {"resolution": 128, "modes": 32}
-    programs = [p for p in data["programs"] if size.items() <= p.items()]
-    for p in programs:
-        if p["rival"].startswith("mpx_pde"):
-            _, method, precision = p["rival"].split(" ", 2)
-            method = {"fft": "FFT", "dft": "matrices"}[method]
-            told = {"method": method, "precision": precision, "products": ", ".join(p["products"])}
-            yield {**p, **told, "first": programs[0]}
-
-
-spectral_models = Table(
-    "fno_step-h100",
-    _of_operator,
-    """
-    precision         {precision}
-    transform         {method}
-    temp memory, GiB  {temp_bytes:GiB.2f}
-    of the first      {temp_bytes/first.temp_bytes:.2f}
-    products          {products}
-    FFTs              {ffts}
-    """,
-    "Four blocks, {resolution}², {modes} modes, {channels} channels, a batch of {batch}; "
-    + NOT_RUN
-    + ".",
-)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from ._format import NOT_RUN, Record, Result, Table, cell, groups
+from ._format import NOT_RUN, Record, Result, Table, cell, groups, load, nothing
 
 
 TIME = """
@@ -23,15 +23,22 @@ def _by_size(data: Result) -> dict[tuple[int, ...], list[Record]]:
     return groups(named, *SIZES)
 
 
-pinn_step = Table(
+_PINN = "step  {step}" + TIME + "error of the gradient  {gradient_error:.1e} || all steps skipped"
+
+pinn_all = Table(
     "pinn_step",
     lambda data: next(iter(_by_size(data).values())),
-    "step  {step}"
-    + TIME
-    + """
-    error of the gradient  {gradient_error:.1e} || all steps skipped
-    loss over float32's    {loss_over_float32:.4g}
-    """,
+    _PINN + "\nloss over float32's  {loss_over_float32:.4g}",
+)
+pinn_step = Table(
+    "pinn_step",
+    lambda data: [
+        r
+        for r in next(iter(_by_size(data).values()))
+        if (r["library"] != "torch" or r["method"] == "double backward")
+        and (r["method"] != "laplacian" or r["precision"] == "float32")
+    ],
+    _PINN,
     "{width} × {depth}, {points:,} points, order {order}.",
 )
 
@@ -73,13 +80,56 @@ ERRORS = """
 """
 
 
-def _steps(file: str, size: str) -> Table:
+def _everything(file: str, size: str) -> Table:
     columns = f"size  {size}\n" + "step  {rival}" + TIME + ERRORS
     return Table(file, lambda data: data["steps"], columns)
 
 
-fno_step = _steps("fno_step", GRID)
-vit_step = _steps("vit_step", BATCH)
+def _of_size(file: str, note: str, **size: int) -> Table:
+    """The steps of one size that worked."""
+    rows = lambda data: [
+        r for r in data["steps"] if size.items() <= r.items() and "failed" not in r
+    ]
+    return Table(file, rows, "step  {rival}" + TIME + ERRORS, note)
+
+
+fno_all = _everything("fno_step", GRID)
+fno_step = _of_size("fno_step", f"{GRID}.", resolution=64, modes=16)
+vit_all = _everything("vit_step", BATCH)
+vit_step = _of_size("vit_step", "Batch {batch}.", batch=64)
+
+
+def _on_a_cpu(data: Result) -> Iterator[Record]:
+    """Yields the steps of this library, with their times by precision."""
+    pinn = next(iter(_by_size(load("pinn_step-cpu")).values()))
+    ours = lambda steps, name: {
+        half: next(r for r in steps if r["rival"] == name.format(half) and "seconds" in r)
+        for half in ("float32", "float16", "bfloat16")
+    }
+    named = [{**r, "rival": r["step"]} for r in pinn]
+    yield {"what": "physics-informed network", **ours(named, "mpx_pde, partials, {}")}
+    fno = [r for r in data["steps"] if (r["resolution"], r["modes"]) == (64, 16)]
+    yield {"what": "Fourier neural operator", **ours(fno, "mpx_pde dft {}")}
+    vit = [
+        {**r, "rival": r["rival"].replace("autocast-", "")}
+        for r in load("vit_step-cpu")["steps"]
+        if r["batch"] == 64
+    ]
+    yield {"what": "vision transformer", **ours(vit, "mpx_pde {}")}
+
+
+_MS = "seconds.median"
+on_a_cpu = Table(
+    "fno_step",
+    _on_a_cpu,
+    f"""
+    a step on a CPU   {{what}}
+    float32, ms       {{float32.{_MS}:ms.3g}}
+    float16 over it   {{float16.{_MS}/float32.{_MS}:.2f}}
+    bfloat16 over it  {{bfloat16.{_MS}/float32.{_MS}:.2f}}
+    """,
+    told=nothing,
+)
 
 
 def _compiled(file: str, size: str) -> Table:

@@ -1,78 +1,83 @@
-"""All of it at a glance: what half precision costs in accuracy, and what it saves."""
+"""All of it at a glance: what each mode costs in accuracy, and what it saves."""
 
 import statistics
+from collections.abc import Iterator
 
-from ._breadth import Ratios, number
-from ._format import NOT_RUN, Result, load, markdown, median, taken
-from ._predicted import saved, speedups
-from ._programs import over_by_hand
+from ._breadth import NEAR, SEEDS, Ratios, overall
+from ._format import NOT_RUN, Record, Result, Table, load, nothing
+from ._networks import seconds_over
+from ._predicted import FULL, OURS, beside
 
 
-NEAR = 1.05  # times the error of float32 is as good: seeds differ by more
-RUNS = {
-    "forward-float32-float16": '`forward="float32"` with float16 behind it',
-    "forward-float32-bfloat16": '`forward="float32"` with bfloat16 behind it',
-    "float16": "float16 throughout",
-    "bfloat16": "bfloat16 throughout",
-    "naive-float16": "everything cast to float16 by hand",
-    "float32-rounded": "float32 with its first weights rounded once: chance",
+# The modes, with their names among the trainings and among the predicted steps.
+MODES = {
+    '`forward="float32"`, float16': (
+        "forward-float32-float16",
+        "mpx_pde float16, forward float32",
+    ),
+    '`forward="float32"`, bfloat16': (
+        "forward-float32-bfloat16",
+        "mpx_pde bfloat16, forward float32",
+    ),
+    '`forward="bfloat16_x3"`, float16': (
+        None,
+        "mpx_pde float16, forward bfloat16_x3",
+    ),
+    "float16 throughout": ("float16", "mpx_pde float16"),
+    "bfloat16 throughout": ("bfloat16", None),
+    "float16 cast by hand": ("naive-float16", None),
+    "float32, rounded once: chance": ("float32-rounded", None),
 }
-
-READ = ("breadth", "predicted-h100", "overhead")
-COMPILED = {
-    "physics-informed step": "cavity-512",
-    "neural operator": "fno-128",
-    "ViT-Base": "vit-base",
-}
+STEP = "cavity-512"  # the step of a physics-informed network that is predicted
 
 
-def _errors(ratios: Ratios, name: str) -> str:
-    """Of one precision, over the problems that float32 solves."""
-    found = ratios.medians(name)
-    near = sum(r <= NEAR for r in found) / len(found)
-    return (
-        f"median {number(statistics.median(found))}, at most {NEAR} in {100 * near:.0f} % of "
-        f"{len(found)} problems, worst {number(max(found))}"
-    )
+def _modes(data: Result) -> Iterator[Record]:
+    trained = {row["name"]: row for row in overall(data)}
+    steps = beside(load("predicted-h100-cpu"), STEP)
+    for mode, (training, step) in MODES.items():
+        row = {"mode": mode, "median": None, **trained.get(training, {})}
+        if step is not None:
+            row |= {"step": steps[step], "full": steps[FULL], "tf32": steps["TF32"]}
+        yield row
+
+
+TIME = "seconds_with_arithmetic"
+OVER = f"{{full.{TIME}/step.{TIME}:.1f}} ({{tf32.{TIME}/step.{TIME}:.1f}})"
+modes = Table(
+    "breadth",
+    _modes,
+    f"""
+    mode  {{mode}}
+    error relative to float32 (90 %)  {{median}} ({{spread}}) || not measured
+    problems ≤ {NEAR}   {{near}} of {{problems}}
+    worst (training)  {{worst}} ({{worst_training}})
+    speedup over float32 (TF32)  {OVER}
+    memory  {{step.temp_bytes/full.temp_bytes:.2f}}
+    """,
+    told=nothing,
+)
 
 
 def headline() -> str:
-    """What is promised, and the figure for it."""
-    read = [load(f"{name}-cpu") for name in READ]
-    breadth, predicted, overhead = read
-    ratios = Ratios(breadth)
-    counts = {p: len(ratios.of(p, "forward-float32-float16")) for p in ratios.solved}
-    seeds = " or ".join(map(str, sorted(set(counts.values()) - {0})))
-    rows = [
-        *([f"Error over float32's, {what}", _errors(ratios, name)] for name, what in RUNS.items()),
-        ["Seeds of these trainings", f"{seeds} a problem, most where they scatter; its median"],
-        ["Relative test error of neural operators, float16 and float32", _operators(ratios)],
-    ]
-    rows += [
-        [f"Memory of a {name}, float16 over float32, {NOT_RUN}", f"{saved(predicted, problem):.2f}"]
-        for name, problem in COMPILED.items()
-    ]
-    ours = (r for r in over_by_hand(overhead) if r["step"] == "mpx_pde" and r["flops"])
-    extra = max(r["flops"] / r["hand"]["flops"] for r in ours)
-    rows += [
-        ["Operations of a step, over the same step by hand, on a CPU", f"at most {extra:.2f}"],
-        ["Speed on a GPU", _speed(predicted)],
-    ]
-    ages = (f"- `{name}`: {taken(data)}\n" for name, data in zip(READ, read, strict=True))
-    return "".join([markdown(["what", "measured"], rows), "\n\n", *ages])
-
-
-def _operators(ratios: Ratios) -> str:
-    return ", ".join(
-        f"{median(ratios.runs(problem, 'float16'), 'error'):.4f} and "
-        f"{ratios.error(problem):.4f} (`{problem}`)"
+    """Returns the modes, and what else is promised, with the figure for it."""
+    breadth, predicted, networks = (
+        load(f"{name}-cpu") for name in ("breadth", "predicted-h100", "networks")
+    )
+    ratios = Ratios(breadth, seeds=SEEDS)
+    operators = " and ".join(
+        f"{statistics.median(ratios.of(problem, 'float16')):.2f}"
         for problem in ("operator_darcy", "operator_navier_stokes")
     )
-
-
-def _speed(data: Result) -> str:
-    spans = (
-        f"{min(found):.1f} to {max(found):.1f} times {name}"
-        for name, found in ((n, speedups(data, n)) for n in ("float32", "TF32"))
-    )
-    return f"not measured; predicted of steps compiled for an H100, not run: {' and '.join(spans)}"
+    fno = beside(predicted, "fno-128")
+    saved = fno[OURS]["temp_bytes"] / fno[FULL]["temp_bytes"]
+    nested, folx = (seconds_over(networks, "laplacian 2", name) for name in ("nested jvp", "folx"))
+    lines = [
+        f"Errors: medians, from seeds {', '.join(map(str, SEEDS))} or the first.",
+        f"Speedup (predicted) and memory: a PINN step {NOT_RUN}, relative to `partials` in float32 "
+        "(plain JAX in TF32). Speed on a GPU is not measured.",
+        f"Neural operators in float16: {operators} times float32's error; {saved:.2f} of its "
+        f"memory, {NOT_RUN}.",
+        f"`partials` in float32: a Laplacian in {nested:.2f} of the time of nested `jvp` and "
+        f"{folx:.2f} of folx's (eight networks, this CPU).",
+    ]
+    return modes() + "\n" + "".join(f"- {line}\n" for line in lines)

@@ -1,7 +1,7 @@
 """neuraloperator's FNO: with the weights of `mpx_pde.nn.FNO`, as a step and as a training."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,34 +91,30 @@ def step(
 
 def train(
     leaves: Sequence[Any],
-    fields: tuple[np.ndarray, np.ndarray],
-    indices: np.ndarray,
+    batches: Iterable[tuple[np.ndarray, np.ndarray]],
     learning_rates: Sequence[float],
     *,
     every: int,
     precision: str = "float32",
 ) -> Iterator[tuple[float, Callable[[np.ndarray], np.ndarray]]]:
-    """Trains from the weights `leaves` as the examples train `mpx_pde.nn.FNO` with the relative L2
+    """Trains from the weights `leaves` as the problems train `mpx_pde.nn.FNO` with the relative L2
     loss. Yields before the first and after each `every` steps the seconds that steps have taken,
     and a function that predicts outputs, in the precision of the training.
 
     **Arguments:**
 
     - `leaves`: the arrays of the FNO to begin with, in the order of `jax.tree.leaves`.
-    - `fields`: inputs and outputs of the training samples.
-    - `indices`: of the samples of each step, shape `[steps, batch]`.
+    - `batches`: inputs and outputs of each step.
     - `learning_rates`: Adam's, of each step.
     - `precision`: `"float16"` or `"bfloat16"` by `torch.amp`. Gradients are not scaled, as in
         neuraloperator's trainer.
     """
     model, parameters = network(leaves)
-    data = [tensor(x) for x in fields]
-    batches = (tuple(x[torch.as_tensor(i, device=DEVICE)] for x in data) for i in indices)
     take_step = TorchStep(
         supervised(model, relative_l2, precision),
-        torch.optim.Adam(parameters),
+        torch.optim.Adam(parameters, betas=(0.9, 0.99)),
         precision,
-        batches,
+        (tuple(map(tensor, batch)) for batch in batches),
         grad_scaler=False,
         learning_rates=learning_rates,
     )
@@ -126,12 +122,12 @@ def train(
     @torch.no_grad()
     def predict(inputs):
         with autocast(precision):
-            parts = [model(part).float() for part in torch.split(tensor(inputs), indices.shape[1])]
+            parts = [model(part).float() for part in torch.split(tensor(inputs), 16)]
         return torch.cat(parts).cpu().numpy()
 
     seconds = 0.0
     yield seconds, predict
-    for _ in range(0, len(indices), every):
+    for _ in range(0, len(learning_rates), every):
         start = time.perf_counter()
         for _ in range(every):
             take_step()

@@ -1,4 +1,4 @@
-"""The laminar cavity of `examples/lid_driven_cavity.py`, trained in PyTorch."""
+"""The laminar cavity of `examples/problems/cavity.py`, trained in PyTorch."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -7,14 +7,12 @@ import numpy as np
 import torch
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+from examples.problems import cavity
+
 from .._cavity import Layers
-from .._examples import load_example
 from .cavity import double_backward, layers_of, network, slopes
 from .muon import Muon
 from .steps import TorchStep, autocast, synchronize, tensor
-
-
-cavity = load_example("lid_driven_cavity")
 
 
 def lift(points: torch.Tensor) -> torch.Tensor:
