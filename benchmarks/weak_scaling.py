@@ -16,7 +16,7 @@ Three sizes of what is sent stand in a record, all for one device and one step:
 The 64 TPUs are 16 hosts of a pod slice, the eight H100s one host; the compiler for TPUs takes
 about a minute for each of the cavity's programs. Nothing runs, so there are neither times nor
 errors here: that all layouts train the same curve on 1 to 8 devices is what
-`tests/test_sharded.py` tests.
+`tests/training/test_sharded.py` tests.
 
     python -m benchmarks weak_scaling --platform h100
     python -m benchmarks weak_scaling --platform v5e

@@ -12,7 +12,7 @@ import venv
 import zipfile
 
 import pytest
-from test_docs import ROOT
+from pages import ROOT
 
 
 # Both are of the extra `dev`, which `.ci/run` installs for the linters.
@@ -205,6 +205,6 @@ def test_the_source_distribution_has_what_its_tests_import(built):
         "README.md",
     ):
         assert needed in names
-    tracked = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/*.py")]
+    tracked = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/**/*.py")]
     assert names.issuperset(tracked)
     assert names.issuperset(p.relative_to(ROOT).as_posix() for p in ROOT.glob("examples/*.py"))

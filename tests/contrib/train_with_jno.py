@@ -1,7 +1,7 @@
 """What `test_jno.py` runs in a process of its own, for jNO changes JAX's settings where it is
 imported: the blocks of `docs/jno.md`, which train, and then what was multiplied and how far off.
 
-    python tests/train_with_jno.py docs/jno.md  # prints a line of JSON last
+    python tests/contrib/train_with_jno.py docs/jno.md  # prints a line of JSON last
 """
 
 import json

@@ -1,9 +1,7 @@
 """Levenberg–Marquardt steps, and the loss for a line search."""
 
 import importlib
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 
 import equinox as eqx
 import jax
@@ -444,5 +442,4 @@ def test_the_example_converges_fast(forward, bound):
 
 
 def example():
-    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
     return importlib.import_module("second_order")

@@ -4,20 +4,18 @@ import functools
 import importlib
 import json
 import re
-import sys
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pages import ROOT
 from scipy.optimize import brentq
-from test_docs import ROOT
 
 import mpx_pde as mpx
 
 
-sys.path.insert(0, str(ROOT))
 problems = importlib.import_module("examples.problems")
 runner = importlib.import_module("examples.problems._runner")
 command = importlib.import_module("examples.problems.__main__")

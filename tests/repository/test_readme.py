@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from test_docs import ROOT, blocks, jax_defaults
+from pages import ROOT, blocks, jax_defaults
 
 import mpx_pde as mpx
 

@@ -2,17 +2,14 @@
 equations, and the finite volumes that they are compared with."""
 
 import importlib
-import sys
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_docs import ROOT
 
 
-sys.path.insert(0, str(ROOT))
 problems = importlib.import_module("examples.problems")
 channels = importlib.import_module("examples.problems._channel")
 volumes = importlib.import_module("examples.problems._finite_volumes")

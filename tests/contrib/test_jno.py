@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from helpers import HALVES
+from pages import ROOT
 
 
-ROOT = Path(__file__).parent.parent
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 # Looked for without an import, which would change JAX's settings for the tests behind these.
@@ -25,7 +25,11 @@ def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("jno")
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/train_with_jno.py"), str(ROOT / "docs/jno.md")],
+        [
+            sys.executable,
+            Path(__file__).with_name("train_with_jno.py"),
+            str(ROOT / "docs/jno.md"),
+        ],
         # Where jNO leaves its logs, and no cache of programs in the user's home.
         cwd=folder,
         env={

@@ -1,6 +1,6 @@
 """Trains from the last checkpoint on and saves after each step; `test_checkpoint.py` kills it.
 
-    python tests/kill_and_resume.py FOLDER LIBRARY
+    python tests/training/kill_and_resume.py FOLDER LIBRARY
 
 `LIBRARY` is `equinox`, `orbax` or `none`. The process prints the number of the step that it starts
 from, and that of each step after it. The last state is `FOLDER/end`.
@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
-from test_docs import ROOT, blocks
+from pages import ROOT, blocks
 
 import mpx_pde as mpx
 

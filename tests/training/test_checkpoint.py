@@ -20,6 +20,7 @@ import pytest
 from helpers import tree_equal_bits
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
 from kill_and_resume import guide
+from pages import ROOT
 
 import mpx_pde as mpx
 
@@ -100,6 +101,7 @@ def life(folder, library, steps=None, pause=0.0):
     """Trains in a process of its own, which is killed `pause` seconds after so many steps; returns
     the step at which it started."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     env["XLA_FLAGS"] = env["XLA_FLAGS"].replace("device_count=8", "device_count=1")
     command = [sys.executable, str(SCRIPT), str(folder / library), library]

@@ -3,7 +3,6 @@ nothing of the library."""
 
 import importlib
 import itertools
-import sys
 
 import equinox as eqx
 import jax
@@ -11,13 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from engine_zoo import NETWORKS
-from test_docs import ROOT
 
 import mpx_pde as mpx
 from mpx_pde.ranges._explain import explain
 
 
-sys.path.insert(0, str(ROOT))
 problems = importlib.import_module("examples.problems")
 runner = importlib.import_module("examples.problems._runner")
 

@@ -2,13 +2,13 @@
 
 import ast
 import importlib
-from pathlib import Path
 
 import jax
 import pytest
+from pages import ROOT
 
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = ROOT / "examples"
 NAMES = ["minimal_pinn", "minimal_fno"]
 
 

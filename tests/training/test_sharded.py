@@ -7,15 +7,14 @@ import re
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
-from test_docs import jax_defaults
+from pages import ROOT, jax_defaults
 
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "sharded.py"
+EXAMPLE = ROOT / "examples" / "sharded.py"
 STEPS, BAD = 6, 3
 SIZES = {"batch": 64, "width": 16}
 

@@ -1,17 +1,15 @@
 """The data and the losses of the neural-operator examples, against analytic solutions."""
 
 import importlib
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.fft
-from test_docs import ROOT, jax_defaults
+from pages import jax_defaults
 
 
-sys.path.insert(0, str(ROOT))
 module = lambda name: importlib.import_module(f"examples.problems.{name}")
 _cache, darcy, references = map(module, ("_cache", "_darcy", "references"))
 flow = module("operator_navier_stokes")

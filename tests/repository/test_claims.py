@@ -5,7 +5,7 @@ import re
 import statistics
 
 import pytest
-from test_docs import ROOT
+from pages import ROOT
 
 from benchmarks._tables import table
 from benchmarks._tables._breadth import NEAR, SEEDS, Ratios, overall

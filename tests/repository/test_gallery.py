@@ -2,18 +2,16 @@
 
 import importlib
 import json
-import sys
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
-from test_docs import ROOT
+from pages import ROOT
 
 from benchmarks import _gallery
 from benchmarks._tables._gallery import equation
 
 
-sys.path.insert(0, str(ROOT))
 problems = importlib.import_module("examples.problems")
 FOLDER = ROOT / "docs" / "figures" / "gallery"
 PAGE = (ROOT / "docs" / "gallery.md").read_text(encoding="utf-8")

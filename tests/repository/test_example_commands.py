@@ -11,11 +11,10 @@ import threading
 import types
 
 import pytest
+from pages import ROOT, jax_defaults
 from rich.console import Console
-from test_docs import ROOT, jax_defaults
 
 
-sys.path.insert(0, str(ROOT / "examples"))
 commands = importlib.import_module("_command_line")
 solitons = importlib.import_module("solitons")
 PATHS = sorted((ROOT / "examples").glob("[!_]*.py"))

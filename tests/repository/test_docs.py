@@ -1,46 +1,21 @@
 """Every Python block of the documentation runs, and every public name is in the reference."""
 
-import contextlib
 import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
 
-import jax
 import pytest
+from pages import ROOT, blocks, jax_defaults
 
 import mpx_pde as mpx
 
 
-ROOT = Path(__file__).parent.parent
 # Pages on other libraries, which are optional.
 LIBRARIES = {"other_libraries.md": ("jinns", "pdequinox")}
 # What `test_jno.py` runs in a process of its own.
 APART = ("jno.md",)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-_FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-
-
-def blocks(page: Path, language: str) -> list[tuple[int, str]]:
-    """The fenced blocks of a page, each with the number of its first line."""
-    text = page.read_text(encoding="utf-8")
-    return [
-        (text.count("\n", 0, match.start(2)) + 1, match[2])
-        for match in _FENCE.finditer(text)
-        if match[1] == language
-    ]
-
-
-@contextlib.contextmanager
-def jax_defaults():
-    """JAX as a reader has it: the rest of the suite runs with strict promotion."""
-    half = mpx.half_precision_datatype()
-    try:
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            yield
-    finally:
-        mpx.set_half_precision_datatype(half)
 
 
 def execute(source: str, line: int, page: Path, namespace: dict) -> None:

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib
 import itertools
-import sys
 
 import equinox as eqx
 import jax
@@ -12,12 +11,8 @@ import numpy as np
 import pytest
 from helpers import avals, tree_equal_bits
 from scipy.integrate import solve_ivp
-from test_docs import ROOT
 
 import mpx_pde as mpx
-
-
-sys.path.insert(0, str(ROOT))
 
 
 def module(name):

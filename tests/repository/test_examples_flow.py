@@ -3,19 +3,16 @@ conditions."""
 
 import importlib
 import itertools
-import sys
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_docs import ROOT
 
 import mpx_pde as mpx
 
 
-sys.path.insert(0, str(ROOT))
 module = lambda name: importlib.import_module(f"examples.problems.{name}")
 cavity, zero_equation, heat_sink = map(module, ("cavity", "cavity_zero_equation", "heat_sink"))
 cavity_reference, newton = map(module, ("_cavity_reference", "_newton"))

@@ -1,0 +1,35 @@
+"""The root of the repository, and the Python blocks of its pages."""
+
+import contextlib
+import re
+from pathlib import Path
+
+import jax
+
+import mpx_pde as mpx
+
+
+ROOT = Path(__file__).parent.parent
+
+_FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks(page: Path, language: str) -> list[tuple[int, str]]:
+    """The fenced blocks of a page, each with the number of its first line."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        (text.count("\n", 0, match.start(2)) + 1, match[2])
+        for match in _FENCE.finditer(text)
+        if match[1] == language
+    ]
+
+
+@contextlib.contextmanager
+def jax_defaults():
+    """JAX as a reader has it: the rest of the suite runs with strict promotion."""
+    half = mpx.half_precision_datatype()
+    try:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            yield
+    finally:
+        mpx.set_half_precision_datatype(half)
