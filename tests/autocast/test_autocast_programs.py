@@ -512,6 +512,7 @@ SOME_VERSIONS = {
     "pallas_call": "where Pallas is imported",
     "stack": "from 0.10.1 on",
     "unstack": "from 0.10.1 on",
+    **dict.fromkeys(("polynomial", "pbroadcast_dynamic", "relayout"), "from 0.12 on"),
     "eval_jaxpr": "from 0.11 on",
     "log2": "from 0.11 on",
     "one_minus_square": "from 0.11 on",
@@ -527,7 +528,7 @@ EXCEPTIONS = {
     "composite": "stands for what a compiler knows by name, in the dtypes of the program",
     **dict.fromkeys(("from_edtype", "to_edtype"), "one side is an extended dtype"),
     **dict.fromkeys(
-        ("all_gather_reduced", "preduced", "vary_unreduced_cast_p"),
+        ("all_gather_reduced", "preduced", "vary_unreduced_cast", "vary_unreduced_cast_p"),
         "shardings of sums that are not added up yet, in the dtypes of the program",
     ),
     **dict.fromkeys(("unreduced_psum", "unreduced_reduce_scatter"), "as the last"),

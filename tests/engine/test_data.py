@@ -142,10 +142,11 @@ def test_what_is_kept_in_full_meets_products_in_full(keep):
     report = mpx.precision_report(step_of(loss, keep_full=keep))(layers, ROWS)
     without = mpx.precision_report(step_of(loss))(layers, ROWS)
     half = lambda report: sum(row.flops for row in report.rows if row.dtype == "bfloat16")
-    # Products of 64 × 8 × 16: the gradient of the first weights, and that of the batch, which the
-    # compiler drops.
-    first = 2 * 2 * ROWS.size * 16
-    assert half(without) - half(report) == (half(without) if keep is True else first)
+    # A product of 64 × 8 × 16: the gradient of the first weights. Before JAX 0.12 that of the batch
+    # is traced too, and the compiler drops it.
+    first = 2 * ROWS.size * 16
+    fewer = half(without) - half(report)
+    assert fewer == half(without) if keep is True else fewer in (first, 2 * first)
     want = eqx.filter_grad(loss)(layers, ROWS)
     got = step_of(loss, keep_full=keep)(layers, ROWS)[3]
     assert relative_of(got, want) < TOLERANCES["bfloat16"]
