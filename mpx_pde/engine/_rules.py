@@ -1,5 +1,6 @@
 """How each kind of primitive maps streams: linear, product, elementwise, by selection."""
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -229,7 +230,10 @@ class Rules:
         kept = [i for i in range(len(shape)) if i not in axes]
         y = added(x, start.spread(shape, kept), -1)
         total, squares = summed([y, self._square(y)], axes)
-        return [added(total, start, count), added(squares, self._square(total), -1 / count)]
+        squares = added(squares, self._square(total), -1 / count)
+        # Rounding may leave less than nothing of equal entries, which has no root.
+        least = jnp.where(squares.primal < 0, 0, squares.primal)
+        return [added(total, start, count), dataclasses.replace(squares, primal=least)]
 
     def _square(self, x: Jet) -> Jet:
         tower = closed_tower("integer_pow", self.order(x), x.primal, 2)

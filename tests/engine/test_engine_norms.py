@@ -174,6 +174,14 @@ def test_a_variance_beside_a_large_mean_keeps_its_digits():
     np.testing.assert_allclose([got[k] for k in ("u", "u_x", "u_xx")], want, rtol=1e-4)
 
 
+@pytest.mark.parametrize("number", [123.4, 1e4])
+def test_equal_entries_have_no_variance(number):
+    """A sum of squares less the square of the sum may come out below zero, and its root as NaN."""
+    fun = lambda p: jnp.std(jnp.full(7, 1.1 * number) * (1 + p[0]))
+    got = mpx.partials(fun, ["u", "u_x"], coords="x", outputs="u")(jnp.full(1, 0.3))
+    assert 0 <= got["u"] <= 1e-6 * number
+
+
 WEIGHT = jnp.arange(1.0, 6.0)
 
 

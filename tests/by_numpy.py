@@ -1,0 +1,223 @@
+"""Traced programs evaluated by NumPy, an equation at a time.
+
+A random program runs once, and compiling it takes a hundred times as long as running it. What is
+not listed here is bound as JAX does it, and then compiled once for its shapes.
+"""
+
+import operator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy import special
+
+from mpx_pde.interpret._jaxpr import CALLS, bodies_of, own_bind
+from mpx_pde.interpret._rebind import scan_counts
+
+
+def _integer_pow(x, *, y):
+    return 1 / np.power(x, -y) if y < 0 else np.power(x, y)
+
+
+def _broadcast(x, *, shape, broadcast_dimensions, sharding=None):
+    placed = [1] * len(shape)
+    for size, i in zip(x.shape, broadcast_dimensions, strict=True):
+        placed[i] = size
+    return np.broadcast_to(x.reshape(placed), shape)
+
+
+def _slice(x, *, start_indices, limit_indices, strides):
+    return x[tuple(map(slice, start_indices, limit_indices, strides or (1,) * x.ndim))]
+
+
+def _dynamic_slice(x, *starts, slice_sizes):
+    starts = [min(max(int(i), 0), n - m) for i, n, m in zip(starts, x.shape, slice_sizes)]
+    return x[tuple(slice(i, i + m) for i, m in zip(starts, slice_sizes, strict=True))]
+
+
+def _cumsum(x, *, axis, reverse):
+    return np.flip(np.cumsum(np.flip(x, axis), axis), axis) if reverse else np.cumsum(x, axis)
+
+
+def _select(which, *cases):
+    return np.choose(which.astype(int), cases) if len(cases) > 2 else np.where(which, *cases[::-1])
+
+
+def _convert(x, *, new_dtype, **_):
+    if np.iscomplexobj(x) and not np.issubdtype(new_dtype, np.complexfloating):
+        x = x.real
+    return x.astype(new_dtype)
+
+
+def _dot(x, y, *, dimension_numbers, **_):
+    (cx, cy), (bx, by) = dimension_numbers
+    if x.dtype.itemsize < 4:  # halves are accumulated in float32
+        x, y = x.astype(np.float32), y.astype(np.float32)
+    free = lambda a, c, b: [i for i in range(a.ndim) if i not in (*c, *b)]
+    fx, fy = free(x, cx, bx), free(y, cy, by)
+    size = lambda a, axes: int(np.prod([a.shape[i] for i in axes]))
+    shape = [a.shape[i] for a, axes in ((x, bx), (x, fx), (y, fy)) for i in axes]
+    a = x.transpose(*bx, *fx, *cx).reshape(size(x, bx), size(x, fx), size(x, cx))
+    b = y.transpose(*by, *cy, *fy).reshape(size(y, by), size(y, cy), size(y, fy))
+    return (a @ b).reshape(shape)
+
+
+def _reduce(ufunc):
+    return lambda x, *, axes, **_: ufunc.reduce(x, axis=tuple(axes))
+
+
+def _sum(x, *, axes, **_):
+    return np.sum(x, axis=tuple(axes))
+
+
+def _plain(function):
+    return lambda *args, **_: function(*args)
+
+
+_PLAIN = {
+    "add": np.add,
+    "add_any": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "neg": np.negative,
+    "max": np.maximum,
+    "min": np.minimum,
+    "sin": np.sin,
+    "cos": np.cos,
+    "tan": np.tan,
+    "tanh": np.tanh,
+    "sinh": np.sinh,
+    "cosh": np.cosh,
+    "asinh": np.arcsinh,
+    "atan": np.arctan,
+    "atan2": np.arctan2,
+    "exp": np.exp,
+    "exp2": np.exp2,
+    "expm1": np.expm1,
+    "log": np.log,
+    "log1p": np.log1p,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "cbrt": np.cbrt,
+    "square": np.square,
+    "logistic": special.expit,
+    "erf": special.erf,
+    "erfc": special.erfc,
+    "abs": np.abs,
+    "sign": np.sign,
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "is_finite": np.isfinite,
+    "pow": np.power,
+    "eq": operator.eq,
+    "ne": operator.ne,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": np.invert,
+    "copy": np.asarray,
+    "stop_gradient": np.asarray,
+    "real": np.real,
+    "imag": np.imag,
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "select_n": _select,
+}
+
+_RULES = {
+    **{name: _plain(function) for name, function in _PLAIN.items()},
+    "integer_pow": _integer_pow,
+    "broadcast_in_dim": _broadcast,
+    "reshape": lambda x, *, new_sizes, **_: x.reshape(new_sizes),
+    "transpose": lambda x, *, permutation: x.transpose(permutation),
+    "squeeze": lambda x, *, dimensions: x.squeeze(tuple(dimensions)),
+    "rev": lambda x, *, dimensions: np.flip(x, dimensions),
+    "slice": _slice,
+    "dynamic_slice": _dynamic_slice,
+    "concatenate": lambda *xs, dimension: np.concatenate(xs, dimension),
+    "convert_element_type": _convert,
+    "cumsum": _cumsum,
+    "dot_general": _dot,
+    "reduce_sum": _sum,
+    "reduce_max": _reduce(np.maximum),
+    "reduce_min": _reduce(np.minimum),
+    "iota": lambda *, dtype, shape, dimension, **_: np.broadcast_to(
+        np.expand_dims(np.arange(shape[dimension]), [*range(1, len(shape) - dimension)]), shape
+    ),
+}
+
+_FLOATS = {"div", "pow", "integer_pow"}
+"""Listed for numbers that are no integers."""
+
+_CALLS = CALLS | {"custom_jvp_call", "custom_vjp_call", "remat2"}
+
+
+def called(function, *args):
+    """Returns what a function returns, as arrays of NumPy."""
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
+    return jax.tree.unflatten(jax.tree.structure(shape), evaluate(closed, jax.tree.leaves(args)))
+
+
+def evaluate(closed, args):
+    """Returns the results of a jaxpr."""
+    with np.errstate(all="ignore"):
+        return _run(closed, list(map(_held, args)))
+
+
+def _held(x):
+    """An array of NumPy, where it is no random key."""
+    return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x)
+
+
+def _run(closed, args):
+    jaxpr = closed.jaxpr
+    env = dict(zip(jaxpr.constvars, map(_held, closed.consts), strict=True))
+    env.update(zip(jaxpr.invars, args, strict=True))
+    read = lambda v: np.asarray(v.val, v.aval.dtype) if hasattr(v, "val") else env[v]
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, _apply(eqn, list(map(read, eqn.invars))), strict=True))
+    return list(map(read, jaxpr.outvars))
+
+
+def _apply(eqn, args):
+    name, params = eqn.primitive.name, eqn.params
+    plain = all(isinstance(x, np.ndarray | np.generic) for x in args)
+    if name in _RULES and plain and (name not in _FLOATS or args[0].dtype.kind in "fcV"):
+        x = np.asarray(_RULES[name](*args, **params))
+        return [x.astype(eqn.outvars[0].aval.dtype, copy=False)]
+    if name in _CALLS:
+        return _run(bodies_of(eqn)[0], args)
+    if name == "scan" and params["length"]:
+        return _scan(eqn, args)
+    if name == "while":
+        test, step = bodies_of(eqn)
+        n, m = params["cond_nconsts"], params["body_nconsts"]
+        carry = args[n + m :]
+        while _run(test, [*args[:n], *carry])[0]:
+            carry = _run(step, [*args[n : n + m], *carry])
+        return carry
+    if name == "cond":
+        branches = bodies_of(eqn)
+        return _run(branches[min(max(int(args[0]), 0), len(branches) - 1)], args[1:])
+    return list(map(_held, own_bind(eqn, list(map(_held_by_jax, args)))))
+
+
+def _held_by_jax(x):
+    return jnp.asarray(x) if isinstance(x, np.ndarray) else x
+
+
+def _scan(eqn, args):
+    (body,) = bodies_of(eqn)
+    n_consts, n_carry = scan_counts(eqn)
+    consts, carry, xs = args[:n_consts], args[n_consts:][:n_carry], args[n_consts + n_carry :]
+    steps, stacked = range(eqn.params["length"]), []
+    for i in reversed(steps) if eqn.params["reverse"] else steps:
+        out = _run(body, [*consts, *carry, *(x[i] for x in xs)])
+        carry = out[:n_carry]
+        stacked.append(out[n_carry:])
+    if eqn.params["reverse"]:
+        stacked.reverse()
+    return [*carry, *map(np.stack, zip(*stacked, strict=True))]
