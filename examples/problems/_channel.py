@@ -4,7 +4,8 @@ Conditions that hold by construction, points, and conditions that are trained. T
 in the files of the problems, their solution by finite volumes in `_finite_volumes.py`.
 """
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 import mpx_pde as mpx
 
-from ._problem import uniform
+from ._problem import Problem, Reference, uniform
 from .geometry import Box, away, distance, surface, to_edges, volume
 
 
@@ -200,3 +201,47 @@ def total(
     walls = heat_through_walls(fields, points["walls"], given)
     through = flow_through_sections(fields, points["sections"], given)
     return jnp.mean(weight * balance) + 0.2 * walls + 4 * through
+
+
+def channel_problem(
+    title: str,
+    channel: Channel,
+    residuals: Callable,
+    reference: Callable[[Channel], Reference],
+    *,
+    pressure: float,
+    fluid: int = 640,
+    steps: int = 3000,
+) -> Problem:
+    """Returns the problem of a channel. `residuals(fields, at, given)` are those that `total`
+    takes, `pressure` is about as large as p gets, `fluid` points of a step are in the fluid."""
+
+    def network(key, width=64, depth=4):
+        mlp = mpx.nn.CoordinateMLP(3, 5, width, depth, key=key, fourier_features=(32, 0.5))
+        return mpx.nn.Ansatz(mlp, form(channel, pressure))
+
+    def loss(fields, points, *, derivatives=None):
+        given = {"coords": "xyz", "outputs": "uvwpt", "scaling": derivatives}
+        return total(residuals(fields, points["fluid"].at, given), fields, points, given)
+
+    def sample(key, fluid=fluid, walls=128, across=16):
+        return draw(channel, key, fluid=fluid, walls=walls, sections=4, across=across)
+
+    return Problem(
+        title=title,
+        coords="xyz",
+        order=2,
+        network=network,
+        loss=loss,
+        sample=sample,
+        reference=functools.partial(reference, channel),
+        fields="uvwpt",
+        free=(3,),
+        family="3D",
+        steps=steps,
+        paper={  # its network is that of PhysicsNeMo
+            "network": functools.partial(network, width=512, depth=6),
+            "sample": functools.partial(sample, fluid=16_384, walls=4096, across=64),
+            "steps": 400_000,
+        },
+    )

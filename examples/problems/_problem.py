@@ -1,5 +1,6 @@
 """What a file beside this one tells of its problem, and what such files are made of."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -65,6 +66,16 @@ class Problem:
     paper: Mapping[str, Any] = field(default_factory=dict)
 
 
+def problem(name: str, title: str, **given: Any) -> Problem:
+    """Returns the problem of a module, which has its functions `network`, `loss`, `sample`,
+    `points`, `exact`, `reference` and `errors`, as far as it needs them, the points `AT` and the
+    sizes `PAPER`. `given` are the other fields, and take precedence."""
+    names = ["network", "loss", "sample", "points", "exact", "reference", "errors", "AT", "PAPER"]
+    module = vars(sys.modules[name])
+    own = {part.lower(): module[part] for part in names if part in module}
+    return Problem(title=title, **{**own, **given})
+
+
 # --- Networks --------------------------------------------------------------------------------
 
 
@@ -76,6 +87,18 @@ class InUnits(eqx.Module):
 
     def __call__(self, point: Float[Array, " coords"]) -> Float[Array, "*fields"]:
         return self.network(point / jnp.asarray(self.units, point.dtype))
+
+
+def from_start(
+    network: Callable, exact: Callable, rise: Callable[[Array], Array] = lambda t: t
+) -> mpx.nn.Ansatz:
+    """Returns u(0, x) + `rise`(t) N(t, x), with the initial values of a solution. t comes first."""
+
+    def form(point, n):
+        start = np.eye(len(point))[0] == 0
+        return exact(point * jnp.asarray(start, point.dtype)) + rise(point[0]) * n
+
+    return mpx.nn.Ansatz(network, form)
 
 
 # --- Points ----------------------------------------------------------------------------------
@@ -124,6 +147,33 @@ def on_faces(
     return points.at[np.arange(count), axis].set(ends[face % 2, axis])
 
 
+def draws(**boxes: tuple) -> Callable[[PRNGKeyArray], dict[str, Float32[Array, "n coords"]]]:
+    """Returns a function that draws points by name: in boxes that are `(count, low, high)`, and
+    where axes follow, on the faces of a box across them."""
+
+    def sample(key):
+        keys = jax.random.split(key, len(boxes))
+        return {
+            name: (uniform if len(box) == 3 else on_faces)(k, *box)
+            for k, (name, box) in zip(keys, boxes.items(), strict=True)
+        }
+
+    return sample
+
+
+def adaptive(
+    residuals: Callable, low: Sequence[float], high: Sequence[float], *, batch: int = 512
+) -> Callable[[Any, PRNGKeyArray], Float32[Array, "steps batch coords"]]:
+    """Returns a function that chooses points where residuals are large, of 16 times as many."""
+
+    def points(u, key):
+        candidate_key, choice_key = jax.random.split(key)
+        found = uniform(candidate_key, 16 * batch, low, high)
+        return choose(choice_key, found, residuals(u, found), batch)
+
+    return points
+
+
 # --- Values ----------------------------------------------------------------------------------
 
 
@@ -133,3 +183,16 @@ def values_at(model: Any, points: Float[np.ndarray, "n coords"]) -> Float[np.nda
     dtype = jnp.float64 if any(x.dtype == jnp.float64 for x in arrays) else jnp.float32
     at = eqx.filter_jit(lambda model, points: jax.lax.map(model, points, batch_size=4096))
     return np.asarray(at(model, jnp.asarray(points, dtype)), np.float64)
+
+
+def misfit(
+    fields: Callable,
+    exact: Callable,
+    points: Float[Array, "n coords"],
+    names: Sequence[str],
+    given: Mapping[str, Any],
+) -> Float32[Array, ""]:
+    """Returns the mean square of what these fields are off at points, where `exact` has all."""
+    d = jax.vmap(mpx.partials(fields, [*names], **given))(points)
+    want = jax.vmap(exact)(points).reshape(len(points), -1)
+    return jnp.mean(jnp.stack([(d[n] - want[:, given["outputs"].index(n)]) ** 2 for n in names]))

@@ -16,13 +16,11 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 import mpx_pde as mpx
 
-from ._problem import Problem, Reference, choose, grid, uniform
+from ._problem import Reference, adaptive, grid, problem
 from .references import allen_cahn
 
 
 D, REACTION = 1e-4, 5.0
-BATCH = 512  # collocation points in a step
-CANDIDATES = 8192  # points that they are chosen from
 T, X = np.linspace(0, 1, 101), np.linspace(-1, 1, 257)
 
 
@@ -75,18 +73,6 @@ def loss(u, points, *, derivatives=None):
     return jnp.mean(residuals(u, points, derivatives) ** 2)
 
 
-def choose_points(u: Any, key: PRNGKeyArray) -> Float32[Array, "steps batch 2"]:
-    candidate_key, choice_key = jax.random.split(key)
-    points = uniform(candidate_key, CANDIDATES, low=(0, -1), high=(1, 1))
-    return choose(choice_key, points, residuals(u, points), BATCH)
-
-
-PROBLEM = Problem(
-    title="Allen–Cahn equation",
-    coords="tx",
-    order=2,
-    network=lambda key: AllenCahnNetwork(key=key),
-    loss=loss,
-    points=choose_points,
-    reference=reference,
-)
+points = adaptive(residuals, low=(0, -1), high=(1, 1))
+network = lambda key: AllenCahnNetwork(key=key)
+PROBLEM = problem(__name__, "Allen–Cahn equation", coords="tx", order=2)

@@ -13,7 +13,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, Reference, grid, uniform
+from ._problem import Reference, grid, problem, uniform
 from .references import channel
 
 
@@ -77,14 +77,4 @@ def reference(cells=40):
     return Reference(grid(*axes), fields.reshape(3, -1).T)
 
 
-PROBLEM = Problem(
-    title="Backward-facing step",
-    coords="xy",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=sample,
-    reference=reference,
-    fields="uvp",
-    steps=4000,
-)
+PROBLEM = problem(__name__, "Backward-facing step", coords="xy", order=2, fields="uvp", steps=4000)

@@ -9,7 +9,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, grid, uniform
+from ._problem import grid, problem, uniform
 
 
 SIZE = 8 * np.pi**4
@@ -43,13 +43,6 @@ def loss(u, points, *, derivatives=None):
     return jnp.mean((left - load(*points.T)) ** 2)
 
 
-PROBLEM = Problem(
-    title="Clamped plate",
-    coords="xy",
-    order=4,
-    network=network,
-    loss=loss,
-    sample=lambda key: uniform(key, 256, low=(0, 0), high=(1, 1)),
-    exact=exact,
-    at=grid(np.linspace(0, 1, 65), np.linspace(0, 1, 65)),
-)
+sample = lambda key: uniform(key, 256, low=(0, 0), high=(1, 1))
+AT = grid(np.linspace(0, 1, 65), np.linspace(0, 1, 65))
+PROBLEM = problem(__name__, "Clamped plate", coords="xy", order=4)

@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, uniform
+from ._problem import problem, uniform
 
 
 SIZE, SAMPLES = 100, 16
@@ -52,15 +52,12 @@ def sample(key):
     return uniform(points, 64, LOW, HIGH), jax.random.split(keys)
 
 
-PROBLEM = Problem(
-    title="Black–Scholes, 100 assets",
+AT = np.asarray(uniform(jax.random.key(1), 2000, LOW, HIGH), np.float64)
+PROBLEM = problem(
+    __name__,
+    "Black–Scholes, 100 assets",
     coords=["t", *ASSETS],
     order=2,
-    network=network,
-    loss=loss,
-    sample=sample,
-    exact=exact,
-    at=np.asarray(uniform(jax.random.key(1), 2000, LOW, HIGH), np.float64),
     steps=1000,
     # A scale for each order: with one for each of 101 coordinates, 5,000 histograms.
     derivatives=lambda: mpx.DerivativeScaling.per_order(2),

@@ -18,12 +18,10 @@ from numpy.typing import ArrayLike
 
 import mpx_pde as mpx
 
-from ._problem import Problem, Reference, choose, grid, uniform
+from ._problem import Reference, adaptive, grid, problem
 
 
 NU = 0.01 / np.pi
-BATCH = 512  # collocation points in a step
-CANDIDATES = 8192  # points that they are chosen from
 T, X = np.linspace(0, 1, 101), np.linspace(-1, 1, 257)
 
 
@@ -96,18 +94,6 @@ def loss(u, points, *, derivatives=None):
     return jnp.mean(residuals(u, points, derivatives) ** 2)
 
 
-def choose_points(u: Any, key: PRNGKeyArray) -> Float32[Array, "steps batch 2"]:
-    candidate_key, choice_key = jax.random.split(key)
-    points = uniform(candidate_key, CANDIDATES, low=(0, -1), high=(1, 1))
-    return choose(choice_key, points, residuals(u, points), BATCH)
-
-
-PROBLEM = Problem(
-    title="Burgers' equation",
-    coords="tx",
-    order=2,
-    network=lambda key: BurgersNetwork(key=key),
-    loss=loss,
-    points=choose_points,
-    reference=reference,
-)
+points = adaptive(residuals, low=(0, -1), high=(1, 1))
+network = lambda key: BurgersNetwork(key=key)
+PROBLEM = problem(__name__, "Burgers' equation", coords="tx", order=2)

@@ -11,7 +11,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, grid, on_faces, uniform
+from ._problem import draws, from_start, grid, misfit, problem
 
 
 RE = 100.0
@@ -26,12 +26,7 @@ def exact(point):
 
 def network(key):
     mlp = mpx.nn.CoordinateMLP(3, 2, 48, 3, key=key, fourier_features=(24, 0.6))
-
-    def form(point, n):
-        start = point * jnp.asarray([0, 1, 1], point.dtype)
-        return exact(start) + point[0] * n
-
-    return mpx.nn.Ansatz(mlp, form)
+    return from_start(mlp, exact)
 
 
 def loss(fields, points, *, derivatives=None):
@@ -43,27 +38,10 @@ def loss(fields, points, *, derivatives=None):
         carried = d["u"] * d[f"{f}_x"] + d["v"] * d[f"{f}_y"]
         return d[f"{f}_t"] + carried - d[f"lap_{f}"] / RE
 
-    edges = jax.vmap(mpx.partials(fields, ["u", "v"], **given))(points["edges"])
-    wrong = jnp.stack([edges["u"], edges["v"]], axis=1) - jax.vmap(exact)(points["edges"])
-    return jnp.mean(balance("u") ** 2 + balance("v") ** 2) + 10 * jnp.mean(wrong**2)
+    wrong = misfit(fields, exact, points["edges"], "uv", given)
+    return jnp.mean(balance("u") ** 2 + balance("v") ** 2) + 10 * wrong
 
 
-def sample(key):
-    inside, edges = jax.random.split(key)
-    return {
-        "inside": uniform(inside, 384, LOW, HIGH),
-        "edges": on_faces(edges, 128, LOW, HIGH, axes=(1, 2)),
-    }
-
-
-PROBLEM = Problem(
-    title="Burgers in the plane",
-    coords="txy",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=sample,
-    exact=exact,
-    at=grid(np.linspace(0, 1, 11), np.linspace(0, 1, 33), np.linspace(0, 1, 33)),
-    fields="uv",
-)
+sample = draws(inside=(384, LOW, HIGH), edges=(128, LOW, HIGH, (1, 2)))
+AT = grid(np.linspace(0, 1, 11), np.linspace(0, 1, 33), np.linspace(0, 1, 33))
+PROBLEM = problem(__name__, "Burgers in the plane", coords="txy", order=2, fields="uv")

@@ -23,7 +23,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 import mpx_pde as mpx
 
-from ._problem import STEPS_PER_CALL, Problem, values_at
+from ._problem import STEPS_PER_CALL, problem, values_at
 from .references import GHIA_U, GHIA_V, center_lines, mixing_length
 
 
@@ -133,7 +133,7 @@ S = np.linspace(0, 1, 129)[1:-1]
 
 
 @cache
-def reference(turbulence: bool) -> tuple[np.ndarray, np.ndarray]:
+def center_line_reference(turbulence: bool) -> tuple[np.ndarray, np.ndarray]:
     return center_lines(S, 1 / NU, turbulence=turbulence)
 
 
@@ -151,7 +151,7 @@ def errors(fields: Any, turbulence: bool = False) -> dict[str, float]:
     def relative(got, want):
         return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
-    got, want = lines(fields, S, S), reference(turbulence)
+    got, want = lines(fields, S, S), center_line_reference(turbulence)
     out = {"rel. L2 error": relative(np.concatenate(got), np.concatenate(want))}
     out |= {name: relative(g, w) for name, g, w in zip("uv", got, want, strict=True)}
     if not turbulence:
@@ -161,13 +161,6 @@ def errors(fields: Any, turbulence: bool = False) -> dict[str, float]:
     return out
 
 
-PROBLEM = Problem(
-    title="Lid-driven cavity",
-    coords="xy",
-    order=2,
-    network=network,
-    loss=loss,
-    points=choose_points,
-    errors=errors,
-    steps=4000,
+PROBLEM = problem(
+    __name__, "Lid-driven cavity", coords="xy", order=2, points=choose_points, steps=4000
 )

@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, grid, uniform
+from ._problem import grid, problem, uniform
 
 
 BETA = 50.0
@@ -42,14 +42,6 @@ def loss(u, points, *, derivatives=None):
     return jnp.mean(jax.vmap(terms)(points)["transport_u"] ** 2)
 
 
-PROBLEM = Problem(
-    title="Convection, β = 50",
-    coords="sx",
-    order=1,
-    network=network,
-    loss=loss,
-    sample=lambda key: uniform(key, 512, low=(0, 0), high=(BETA, 2 * np.pi)),
-    steps=6000,
-    exact=exact,
-    at=grid(np.linspace(0, BETA, 201), np.linspace(0, 2 * np.pi, 65)),
-)
+sample = lambda key: uniform(key, 512, low=(0, 0), high=(BETA, 2 * np.pi))
+AT = grid(np.linspace(0, BETA, 201), np.linspace(0, 2 * np.pi, 65))
+PROBLEM = problem(__name__, "Convection, β = 50", coords="sx", order=1, steps=6000)

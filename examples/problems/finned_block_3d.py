@@ -15,7 +15,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, Reference, grid
+from ._problem import Reference, grid, problem
 from .geometry import Box, area, distance, inside, surface, volume
 from .references import conduction
 
@@ -63,14 +63,11 @@ def reference(cells=40):
     return Reference(points[solid], t.ravel()[solid])
 
 
-PROBLEM = Problem(
-    title="Finned block on a chip, 3D",
+PROBLEM = problem(
+    __name__,
+    "Finned block on a chip, 3D",
     coords="xyz",
     order=1,
-    network=network,
-    loss=loss,
-    sample=sample,
-    reference=reference,
     fields="t",
     family="3D",
     steps=3000,

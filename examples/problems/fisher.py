@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, grid, on_faces, uniform
+from ._problem import draws, from_start, grid, misfit, problem
 
 
 LOW, HIGH = (0.0, -4.0), (1.0, 10.0)
@@ -23,38 +23,18 @@ def exact(point):
 
 def network(key):
     mlp = mpx.nn.CoordinateMLP(2, "scalar", 32, 3, key=key, fourier_features=(16, 0.15))
-
-    def form(point, n):
-        return exact(point * jnp.asarray([0, 1], point.dtype)) + point[0] * n
-
-    return mpx.nn.Ansatz(mlp, form)
+    return from_start(mlp, exact)
 
 
 def loss(u, points, *, derivatives=None):
     given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
     heat = mpx.linear_operator(u, {"heat": {"t": 1.0, "xx": -1.0}}, ["u"], **given)
     d = jax.vmap(heat)(points["inside"])
-    ends = jax.vmap(mpx.partials(u, ["u"], **given))(points["ends"])["u"]
-    wrong = ends - jax.vmap(exact)(points["ends"])
+    wrong = misfit(u, exact, points["ends"], ["u"], given)
     residual = d["heat_u"] - 6 * d["u"] * (1 - d["u"])
-    return jnp.mean(residual**2) + 10 * jnp.mean(wrong**2)
+    return jnp.mean(residual**2) + 10 * wrong
 
 
-def sample(key):
-    inside, ends = jax.random.split(key)
-    return {
-        "inside": uniform(inside, 256, LOW, HIGH),
-        "ends": on_faces(ends, 64, LOW, HIGH, axes=(1,)),
-    }
-
-
-PROBLEM = Problem(
-    title="Fisher, a travelling wave",
-    coords="tx",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=sample,
-    exact=exact,
-    at=grid(np.linspace(0, 1, 41), np.linspace(-4, 10, 141)),
-)
+sample = draws(inside=(256, LOW, HIGH), ends=(64, LOW, HIGH, (1,)))
+AT = grid(np.linspace(0, 1, 41), np.linspace(-4, 10, 141))
+PROBLEM = problem(__name__, "Fisher, a travelling wave", coords="tx", order=2)

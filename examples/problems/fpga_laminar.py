@@ -11,15 +11,12 @@ which is 1. Around it the chip gives off heat, ∂T/∂n = 2; other walls are in
 is by finite volumes.
 """
 
-import functools
-
 import jax
 
 import mpx_pde as mpx
 
-from ._channel import Channel, draw, form, total
+from ._channel import Channel, channel_problem
 from ._finite_volumes import reference
-from ._problem import Problem
 from .geometry import Box
 
 
@@ -35,11 +32,6 @@ CHANNEL = Channel(
 )
 
 
-def network(key, width=64, depth=4):
-    mlp = mpx.nn.CoordinateMLP(3, 5, width, depth, key=key, fourier_features=(32, 0.5))
-    return mpx.nn.Ansatz(mlp, form(CHANNEL, pressure=4.0))
-
-
 def residuals(fields, at, given, nu=NU):
     """Of mass, momentum along x, y and z, and heat."""
     names = [*"uvw", *(f"{f}_{c}" for f in "uvwpt" for c in "xyz")]
@@ -49,34 +41,6 @@ def residuals(fields, at, given, nu=NU):
     return d["u_x"] + d["v_y"] + d["w_z"], force, carried("t") - nu * d["lap_t"]
 
 
-def loss(fields, points, *, derivatives=None):
-    given = {"coords": "xyz", "outputs": "uvwpt", "scaling": derivatives}
-    return total(residuals(fields, points["fluid"].at, given), fields, points, given)
-
-
-def sample(key, fluid=640, walls=128, across=16):
-    return draw(CHANNEL, key, fluid=fluid, walls=walls, sections=4, across=across)
-
-
-# The network is that of PhysicsNeMo.
-PAPER = {
-    "network": functools.partial(network, width=512, depth=6),
-    "sample": functools.partial(sample, fluid=16_384, walls=4096, across=64),
-    "steps": 400_000,
-}
-
-
-PROBLEM = Problem(
-    title="FPGA heat sink, laminar, 3D",
-    coords="xyz",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=sample,
-    reference=functools.partial(reference, CHANNEL),
-    fields="uvwpt",
-    free=(3,),
-    family="3D",
-    steps=3000,
-    paper=PAPER,
+PROBLEM = channel_problem(
+    "FPGA heat sink, laminar, 3D", CHANNEL, residuals, reference, pressure=4.0
 )

@@ -9,7 +9,6 @@ where S is the symmetric part of ∇u. The derivatives of ν are written out by 
 that all terms are derivatives of the fields. The reference is by finite volumes.
 """
 
-import functools
 import itertools
 
 import jax
@@ -17,9 +16,8 @@ import jax.numpy as jnp
 
 import mpx_pde as mpx
 
-from ._channel import draw, form, mixing_length, total
+from ._channel import channel_problem, mixing_length
 from ._finite_volumes import reference
-from ._problem import Problem
 from .fpga_laminar import CHANNEL as LAMINAR
 
 
@@ -29,11 +27,6 @@ TERMS = [*"uvw", *(f"{f}_{c}" for f in "uvwpt" for c in "xyz"), "t_xx", "t_yy", 
 TERMS += [
     f"{f}_{a}{b}" for a, b in itertools.combinations_with_replacement("xyz", 2) for f in "uvw"
 ]
-
-
-def network(key, width=64, depth=4):
-    mlp = mpx.nn.CoordinateMLP(3, 5, width, depth, key=key, fourier_features=(32, 0.5))
-    return mpx.nn.Ansatz(mlp, form(CHANNEL, pressure=2.0))
 
 
 def viscosity(d, at):
@@ -64,34 +57,12 @@ def residuals(fields, at, given):
     return d["u_x"] + d["v_y"] + d["w_z"], force, carried("t") - spread("t") - along
 
 
-def loss(fields, points, *, derivatives=None):
-    given = {"coords": "xyz", "outputs": "uvwpt", "scaling": derivatives}
-    return total(residuals(fields, points["fluid"].at, given), fields, points, given)
-
-
-def sample(key, fluid=512, walls=128, across=16):
-    return draw(CHANNEL, key, fluid=fluid, walls=walls, sections=4, across=across)
-
-
-# The network is that of PhysicsNeMo.
-PAPER = {
-    "network": functools.partial(network, width=512, depth=6),
-    "sample": functools.partial(sample, fluid=16_384, walls=4096, across=64),
-    "steps": 400_000,
-}
-
-
-PROBLEM = Problem(
-    title="FPGA heat sink, zero-equation turbulence, 3D",
-    coords="xyz",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=sample,
-    reference=functools.partial(reference, CHANNEL),
-    fields="uvwpt",
-    free=(3,),
-    family="3D",
+PROBLEM = channel_problem(
+    "FPGA heat sink, zero-equation turbulence, 3D",
+    CHANNEL,
+    residuals,
+    reference,
+    pressure=2.0,
+    fluid=512,
     steps=2500,
-    paper=PAPER,
 )

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 import mpx_pde as mpx
 
-from ._problem import Problem, grid, on_faces, uniform
+from ._problem import draws, grid, problem
 
 
 LOW, HIGH = (-1.0, -1.0), (1.0, 1.0)
@@ -77,23 +77,14 @@ def loss(model, points, *, derivatives=None):
     return jnp.mean(residual**2) + 1000 * jnp.mean(ends**2)
 
 
-def sample(key):
-    inside, ends = jax.random.split(key)
-    return {
-        "inside": uniform(inside, 384, LOW, HIGH),
-        "ends": on_faces(ends, 128, LOW, HIGH, axes=(0, 1)),
-    }
-
-
-PROBLEM = Problem(
-    title="Reaction–diffusion by a gated network",
+sample = draws(inside=(384, LOW, HIGH), ends=(128, LOW, HIGH, (0, 1)))
+AT = grid(np.linspace(-1, 1, 61), np.linspace(-1, 1, 61))
+PROBLEM = problem(
+    __name__,
+    "Reaction–diffusion by a gated network",
     coords="xy",
     order=2,
     network=Gated,
-    loss=loss,
-    sample=sample,
-    exact=exact,
-    at=grid(np.linspace(-1, 1, 61), np.linspace(-1, 1, 61)),
     optimizer="adam",
     learning_rate=2e-3,
 )

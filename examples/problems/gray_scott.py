@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import InUnits, Problem, Reference, grid, uniform
+from ._problem import InUnits, Reference, grid, problem, uniform
 from .references import reaction_diffusion
 
 
@@ -68,13 +68,4 @@ def reference(n=128, steps=200):
     return Reference(grid(np.linspace(0, END, 6), x[::2], x[::2]), values)
 
 
-PROBLEM = Problem(
-    title="Gray–Scott",
-    coords="txy",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=sample,
-    reference=reference,
-    fields="uv",
-)
+PROBLEM = problem(__name__, "Gray–Scott", coords="txy", order=2, fields="uv")

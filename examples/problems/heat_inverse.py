@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, grid, on_faces, uniform
+from ._problem import draws, grid, misfit, problem
 
 
 LOW, HIGH = (0, 0, 0), (1, 1, 1)
@@ -58,30 +58,11 @@ def loss(fields, points, *, derivatives=None):
     d = jax.vmap(mpx.partials(fields, names, **given))(points["inside"])
     flux = d["a"] * (d["u_xx"] + d["u_yy"]) + d["a_x"] * d["u_x"] + d["a_y"] * d["u_y"]
     balance = d["u_t"] - flux - source(*points["inside"].T)
-    known = jax.vmap(mpx.partials(fields, ["u"], **given))(points["measured"])["u"]
-    edges = jax.vmap(mpx.partials(fields, ["a"], **given))(points["edges"])["a"]
-    wrong = known - jax.vmap(exact)(points["measured"])[:, 0]
-    wrong_edges = edges - jax.vmap(exact)(points["edges"])[:, 1]
-    return jnp.mean(balance**2) / 100 + 10 * jnp.mean(wrong**2) + jnp.mean(wrong_edges**2)
+    wrong = misfit(fields, exact, points["measured"], "u", given)
+    wrong_edges = misfit(fields, exact, points["edges"], "a", given)
+    return jnp.mean(balance**2) / 100 + 10 * wrong + wrong_edges
 
 
-def sample(key):
-    inside, measured, edges = jax.random.split(key, 3)
-    return {
-        "inside": uniform(inside, 256, LOW, HIGH),
-        "measured": uniform(measured, 128, LOW, HIGH),
-        "edges": on_faces(edges, 64, LOW, HIGH, axes=(1, 2)),
-    }
-
-
-PROBLEM = Problem(
-    title="Heat, inverse",
-    coords="txy",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=sample,
-    exact=exact,
-    at=grid(np.linspace(0, 1, 6), np.linspace(0, 1, 26), np.linspace(0, 1, 26)),
-    fields="ua",
-)
+sample = draws(inside=(256, LOW, HIGH), measured=(128, LOW, HIGH), edges=(64, LOW, HIGH, (1, 2)))
+AT = grid(np.linspace(0, 1, 6), np.linspace(0, 1, 26), np.linspace(0, 1, 26))
+PROBLEM = problem(__name__, "Heat, inverse", coords="txy", order=2, fields="ua")

@@ -11,7 +11,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, grid, uniform
+from ._problem import grid, problem, uniform
 
 
 NU, END = 0.02, 20.0
@@ -48,13 +48,6 @@ def loss(u, points, *, derivatives=None):
     return jnp.mean((left - jax.vmap(source)(points)) ** 2)
 
 
-PROBLEM = Problem(
-    title="Heat, long time",
-    coords="tx",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=lambda key: uniform(key, 512, low=(0, 0), high=(END, 1)),
-    exact=exact,
-    at=grid(np.linspace(0, END, 201), np.linspace(0, 1, 65)),
-)
+sample = lambda key: uniform(key, 512, low=(0, 0), high=(END, 1))
+AT = grid(np.linspace(0, END, 201), np.linspace(0, 1, 65))
+PROBLEM = problem(__name__, "Heat, long time", coords="tx", order=2)

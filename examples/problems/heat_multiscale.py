@@ -11,7 +11,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import InUnits, Problem, grid, uniform
+from ._problem import InUnits, draws, grid, problem
 
 
 A, B = 1 / (500 * np.pi) ** 2, 1 / np.pi**2
@@ -44,22 +44,9 @@ def loss(u, points, *, derivatives=None):
     return jnp.mean(heat**2) + jnp.mean(jax.vmap(u)(points["edges"]) ** 2)
 
 
-def sample(key):
-    inside, edges = jax.random.split(key)
-    return {
-        "inside": uniform(inside, 512, low=(0, 0, 0), high=(END, 1, 1)),
-        "edges": uniform(edges, 64, low=(0, 0, 0), high=(END, 0, 1)),  # at x = 0, and so at 1
-    }
-
-
-PROBLEM = Problem(
-    title="Heat, multiscale",
-    coords="txy",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=sample,
-    exact=exact,
-    steps=4000,
-    at=grid(np.linspace(0, END, 26), np.linspace(0, 1, 81), np.linspace(0, 1, 9)),
+sample = draws(
+    inside=(512, (0, 0, 0), (END, 1, 1)),
+    edges=(64, (0, 0, 0), (END, 0, 1)),  # at x = 0, and so at 1
 )
+AT = grid(np.linspace(0, END, 26), np.linspace(0, 1, 81), np.linspace(0, 1, 9))
+PROBLEM = problem(__name__, "Heat, multiscale", coords="txy", order=2, steps=4000)

@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem
+from ._problem import problem
 
 
 SIZE = 5
@@ -52,13 +52,5 @@ def sample(key):
     return {"ball": ball(inside, 256, None), "sphere": ball(surface, 128, 1.0)}
 
 
-PROBLEM = Problem(
-    title="Heat in 5 dimensions",
-    coords="t" + X,
-    order=2,
-    network=network,
-    loss=loss,
-    sample=sample,
-    exact=exact,
-    at=np.asarray(ball(jax.random.key(1), 4096, None), np.float64),
-)
+AT = np.asarray(ball(jax.random.key(1), 4096, None), np.float64)
+PROBLEM = problem(__name__, "Heat in 5 dimensions", coords="t" + X, order=2)

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 import mpx_pde as mpx
 
-from ._problem import STEPS_PER_CALL, Problem, Reference, grid
+from ._problem import STEPS_PER_CALL, Reference, grid, problem
 from .references import channel
 
 
@@ -178,14 +178,6 @@ def choose_points(_: Any, key: PRNGKeyArray) -> dict[str, Float32[Array, "steps 
     }
 
 
-PROBLEM = Problem(
-    title="Heat sink",
-    coords="xy",
-    order=2,
-    network=network,
-    loss=loss,
-    points=choose_points,
-    reference=reference,
-    fields="uvpt",
-    steps=3000,
+PROBLEM = problem(
+    __name__, "Heat sink", coords="xy", order=2, points=choose_points, fields="uvpt", steps=3000
 )

@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, grid, uniform
+from ._problem import grid, problem, uniform
 
 
 SIZE = 5 * np.pi**2  # of Δu
@@ -59,13 +59,6 @@ def loss(u, points, *, derivatives=None):
     return jnp.mean((d["u_t"] - flux - source(t, x, y)) ** 2) / SIZE**2
 
 
-PROBLEM = Problem(
-    title="Heat, varying conductivity",
-    coords="txy",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=lambda key: uniform(key, 384, low=(0, 0, 0), high=(1, 1, 1)),
-    exact=exact,
-    at=grid(np.linspace(0, 1, 11), np.linspace(0, 1, 33), np.linspace(0, 1, 33)),
-)
+sample = lambda key: uniform(key, 384, low=(0, 0, 0), high=(1, 1, 1))
+AT = grid(np.linspace(0, 1, 11), np.linspace(0, 1, 33), np.linspace(0, 1, 33))
+PROBLEM = problem(__name__, "Heat, varying conductivity", coords="txy", order=2)

@@ -15,11 +15,9 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 import mpx_pde as mpx
 
-from ._problem import Problem, choose, grid, uniform
+from ._problem import adaptive, grid, problem
 
 
-BATCH = 256  # collocation points in a step
-CANDIDATES = 4096  # points that they are chosen from
 A = (1, 4)  # half waves in a unit length, in x and in y
 K = 1.0  # the wave number
 SIZE = np.pi**2 * (A[0] ** 2 + A[1] ** 2)  # −Δu of the solution, over u
@@ -67,21 +65,15 @@ def loss(u, points, *, derivatives=None):
     return jnp.mean(residuals(u, points, derivatives) ** 2)
 
 
-def choose_points(u: HelmholtzNetwork, key: PRNGKeyArray) -> Float32[Array, "steps batch 2"]:
-    candidate_key, choice_key = jax.random.split(key)
-    points = uniform(candidate_key, CANDIDATES, low=(-1, -1), high=(1, 1))
-    return choose(choice_key, points, residuals(u, points), BATCH)
-
-
-PROBLEM = Problem(
-    title="Helmholtz equation",
+points = adaptive(residuals, low=(-1, -1), high=(1, 1), batch=256)
+network = lambda key: HelmholtzNetwork(key=key)
+AT = grid(np.linspace(-1, 1, 129), np.linspace(-1, 1, 129))
+PROBLEM = problem(
+    __name__,
+    "Helmholtz equation",
     coords="xy",
     order=2,
-    network=lambda key: HelmholtzNetwork(key=key),
-    loss=loss,
-    points=choose_points,
     exact=solution,
-    at=grid(np.linspace(-1, 1, 129), np.linspace(-1, 1, 129)),
     optimizer="adam",
     learning_rate=2e-3,
     steps=4000,

@@ -11,7 +11,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, grid, uniform
+from ._problem import grid, problem, uniform
 
 
 K, M, N = np.sqrt(22.5) * np.pi, 5, 4
@@ -40,14 +40,6 @@ def loss(u, points, *, derivatives=None):
     return jnp.mean(((d["lap_u"] + K**2 * d["u"] - source) / SIZE) ** 2)
 
 
-PROBLEM = Problem(
-    title="Helmholtz, high wave number",
-    coords="xy",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=lambda key: uniform(key, 512, low=(0, 0), high=(1, 1)),
-    exact=exact,
-    at=grid(np.linspace(0, 1, 101), np.linspace(0, 1, 101)),
-    steps=4000,
-)
+sample = lambda key: uniform(key, 512, low=(0, 0), high=(1, 1))
+AT = grid(np.linspace(0, 1, 101), np.linspace(0, 1, 101))
+PROBLEM = problem(__name__, "Helmholtz, high wave number", coords="xy", order=2, steps=4000)

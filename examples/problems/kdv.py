@@ -11,7 +11,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, grid, uniform
+from ._problem import from_start, grid, misfit, problem, uniform
 
 
 K, L = 1.4, 0.9  # of the fast and of the slow one, with the speeds k²
@@ -31,20 +31,15 @@ def exact(point):
 
 def network(key):
     mlp = mpx.nn.CoordinateMLP(2, "scalar", 40, 3, key=key, fourier_features=(24, 0.15))
-
-    def form(point, n):
-        return exact(point * jnp.asarray([0, 1], point.dtype)) + point[0] * n
-
-    return mpx.nn.Ansatz(mlp, form)
+    return from_start(mlp, exact)
 
 
 def loss(u, points, *, derivatives=None):
     given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
     terms = mpx.linear_operator(u, {"linear": {"t": 1.0, "xxx": 1.0}}, ["u", "u_x"], **given)
     d = jax.vmap(terms)(points["inside"])
-    ends = points["ends"]
-    wrong = jax.vmap(mpx.partials(u, ["u"], **given))(ends)["u"] - jax.vmap(exact)(ends)
-    return jnp.mean((d["linear_u"] + 6 * d["u"] * d["u_x"]) ** 2) + 10 * jnp.mean(wrong**2)
+    wrong = misfit(u, exact, points["ends"], ["u"], given)
+    return jnp.mean((d["linear_u"] + 6 * d["u"] * d["u_x"]) ** 2) + 10 * wrong
 
 
 def sample(key):
@@ -57,14 +52,5 @@ def sample(key):
     }
 
 
-PROBLEM = Problem(
-    title="Korteweg–de Vries, two solitons",
-    coords="tx",
-    order=3,
-    network=network,
-    loss=loss,
-    sample=sample,
-    exact=exact,
-    at=grid(np.linspace(0, END, 61), np.linspace(LOW, HIGH, 201)),
-    steps=3000,
-)
+AT = grid(np.linspace(0, END, 61), np.linspace(LOW, HIGH, 201))
+PROBLEM = problem(__name__, "Korteweg–de Vries, two solitons", coords="tx", order=3, steps=3000)

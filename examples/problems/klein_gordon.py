@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, grid, on_faces, uniform
+from ._problem import draws, grid, misfit, problem
 
 
 W = 5 * np.pi
@@ -42,26 +42,10 @@ def loss(u, points, *, derivatives=None):
     wave = mpx.linear_operator(u, {"wave": {"tt": 1.0, "xx": -1.0}}, ["u"], **given)
     d = jax.vmap(wave)(points["inside"])
     residual = d["wave_u"] + d["u"] ** 3 - jax.vmap(source)(points["inside"])
-    ends = jax.vmap(mpx.partials(u, ["u"], **given))(points["ends"])["u"]
-    wrong = ends - jax.vmap(exact)(points["ends"])
-    return jnp.mean((residual / W**2) ** 2) + jnp.mean(wrong**2)
+    wrong = misfit(u, exact, points["ends"], ["u"], given)
+    return jnp.mean((residual / W**2) ** 2) + wrong
 
 
-def sample(key):
-    inside, ends = jax.random.split(key)
-    return {
-        "inside": uniform(inside, 256, LOW, HIGH),
-        "ends": on_faces(ends, 64, LOW, HIGH, axes=(1,)),
-    }
-
-
-PROBLEM = Problem(
-    title="Klein–Gordon equation",
-    coords="tx",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=sample,
-    exact=exact,
-    at=grid(np.linspace(0, 1, 101), np.linspace(0, 1, 101)),
-)
+sample = draws(inside=(256, LOW, HIGH), ends=(64, LOW, HIGH, (1,)))
+AT = grid(np.linspace(0, 1, 101), np.linspace(0, 1, 101))
+PROBLEM = problem(__name__, "Klein–Gordon equation", coords="tx", order=2)

@@ -11,7 +11,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, grid, on_faces, uniform
+from ._problem import draws, grid, misfit, problem
 
 
 RE = 40.0
@@ -39,29 +39,12 @@ def loss(fields, points, *, derivatives=None):
     x = carried("u") + d["p_x"] - d["lap_u"] / RE
     y = carried("v") + d["p_y"] - d["lap_v"] / RE
     mass = d["u_x"] + d["v_y"]
-    edges = jax.vmap(mpx.partials(fields, ["u", "v"], **given))(points["edges"])
-    wrong = jnp.stack([edges["u"], edges["v"]], axis=1) - jax.vmap(exact)(points["edges"])[:, :2]
-    return jnp.mean(x**2 + y**2 + mass**2) + 5 * jnp.mean(wrong**2)
+    wrong = misfit(fields, exact, points["edges"], "uv", given)
+    return jnp.mean(x**2 + y**2 + mass**2) + 5 * wrong
 
 
-def sample(key):
-    inside, edges = jax.random.split(key)
-    return {
-        "inside": uniform(inside, 384, LOW, HIGH),
-        "edges": on_faces(edges, 128, LOW, HIGH, axes=(0, 1)),
-    }
-
-
-PROBLEM = Problem(
-    title="Kovasznay flow",
-    coords="xy",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=sample,
-    exact=exact,
-    at=grid(np.linspace(-0.5, 1, 76), np.linspace(-0.5, 1.5, 101)),
-    fields="uvp",
-    free=(2,),
-    steps=3000,
+sample = draws(inside=(384, LOW, HIGH), edges=(128, LOW, HIGH, (0, 1)))
+AT = grid(np.linspace(-0.5, 1, 76), np.linspace(-0.5, 1.5, 101))
+PROBLEM = problem(
+    __name__, "Kovasznay flow", coords="xy", order=2, fields="uvp", free=(2,), steps=3000
 )

@@ -13,7 +13,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import InUnits, Problem, Reference, grid, uniform
+from ._problem import InUnits, Reference, grid, problem, uniform
 from .references import etdrk4
 
 
@@ -52,12 +52,5 @@ def reference(n=256, steps=600):
     return Reference(grid(np.linspace(0, END, 31), x), u.ravel())
 
 
-PROBLEM = Problem(
-    title="Kuramoto–Sivashinsky, until it is steep",
-    coords="tx",
-    order=4,
-    network=network,
-    loss=loss,
-    sample=lambda key: uniform(key, 384, low=(0, 0), high=(END, TURN)),
-    reference=reference,
-)
+sample = lambda key: uniform(key, 384, low=(0, 0), high=(END, TURN))
+PROBLEM = problem(__name__, "Kuramoto–Sivashinsky, until it is steep", coords="tx", order=4)

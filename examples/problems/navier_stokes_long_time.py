@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import InUnits, Problem, Reference, grid, uniform
+from ._problem import InUnits, Reference, grid, problem, uniform
 from .references import vortices
 
 
@@ -57,14 +57,7 @@ def reference(n=64, time_step=0.01):
     return Reference(grid(np.linspace(0, END, 7), x[::2], x[::2]), values)
 
 
-PROBLEM = Problem(
-    title="Navier–Stokes, long time",
-    coords="txy",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=lambda key: uniform(key, 384, low=(0, 0, 0), high=(END, TURN, TURN)),
-    reference=reference,
-    fields="uvw",
-    steps=4000,
+sample = lambda key: uniform(key, 384, low=(0, 0, 0), high=(END, TURN, TURN))
+PROBLEM = problem(
+    __name__, "Navier–Stokes, long time", coords="txy", order=2, fields="uvw", steps=4000
 )

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 import mpx_pde as mpx
 
-from ._problem import STEPS_PER_CALL, Problem, Reference
+from ._problem import STEPS_PER_CALL, Reference, problem
 
 
 SIZE = 1000
@@ -104,13 +104,12 @@ def reference() -> Reference:
     return Reference(*(np.asarray(x, np.float64) for x in (points, values)))
 
 
-PROBLEM = Problem(
-    title="Poisson equation in 1,000 dimensions",
+PROBLEM = problem(
+    __name__,
+    "Poisson equation in 1,000 dimensions",
     order=2,
     network=lambda key: BallNetwork(key=key),
-    loss=loss,
     points=choose_points,
-    reference=reference,
     optimizer="adam",
     learning_rate=1e-3,
     steps=2000,

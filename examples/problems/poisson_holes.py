@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, Reference, grid, on_faces, uniform
+from ._problem import Reference, grid, on_faces, problem, uniform
 from .references import harmonic
 
 
@@ -71,12 +71,4 @@ def reference():
     return Reference(points[inside], solution()[0](points[inside]))
 
 
-PROBLEM = Problem(
-    title="Laplace with four holes",
-    coords="xy",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=sample,
-    reference=reference,
-)
+PROBLEM = problem(__name__, "Laplace with four holes", coords="xy", order=2)

@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, on_faces, uniform
+from ._problem import draws, misfit, problem, uniform
 
 
 SIZE = 10
@@ -30,26 +30,10 @@ def loss(u, points, *, derivatives=None):
     given = {"coords": COORDS, "outputs": "u", "scaling": derivatives}
     inside = jax.vmap(mpx.laplacian(u, **given))(points["inside"])["lap_u"]
     source = np.pi**2 / 4 * jax.vmap(exact)(points["inside"])
-    faces = jax.vmap(mpx.partials(u, ["u"], **given))(points["faces"])["u"]
-    wrong = faces - jax.vmap(exact)(points["faces"])
-    return jnp.mean((inside + source) ** 2) + 10 * jnp.mean(wrong**2)
+    wrong = misfit(u, exact, points["faces"], ["u"], given)
+    return jnp.mean((inside + source) ** 2) + 10 * wrong
 
 
-def sample(key):
-    inside, faces = jax.random.split(key)
-    return {
-        "inside": uniform(inside, 256, LOW, HIGH),
-        "faces": on_faces(faces, 200, LOW, HIGH, axes=range(SIZE)),
-    }
-
-
-PROBLEM = Problem(
-    title="Poisson in 10 dimensions",
-    coords=COORDS,
-    order=2,
-    network=network,
-    loss=loss,
-    sample=sample,
-    exact=exact,
-    at=np.asarray(uniform(jax.random.key(1), 4096, LOW, HIGH), np.float64),
-)
+sample = draws(inside=(256, LOW, HIGH), faces=(200, LOW, HIGH, range(SIZE)))
+AT = np.asarray(uniform(jax.random.key(1), 4096, LOW, HIGH), np.float64)
+PROBLEM = problem(__name__, "Poisson in 10 dimensions", coords=COORDS, order=2)

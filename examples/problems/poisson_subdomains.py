@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, Reference, grid, uniform
+from ._problem import Reference, grid, problem, uniform
 from .references import diffusion
 
 
@@ -49,12 +49,4 @@ def reference(cells=128):
     return Reference(grid(centres, centres), diffusion(a, np.ones((cells, cells))).ravel())
 
 
-PROBLEM = Problem(
-    title="Poisson in 16 blocks, by its energy",
-    coords="xy",
-    order=1,
-    network=network,
-    loss=loss,
-    sample=sample,
-    reference=reference,
-)
+PROBLEM = problem(__name__, "Poisson in 16 blocks, by its energy", coords="xy", order=1)

@@ -11,7 +11,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, grid, uniform
+from ._problem import grid, problem, uniform
 
 
 RHO = 5.0
@@ -38,13 +38,6 @@ def loss(u, points, *, derivatives=None):
     return jnp.mean((d["u_t"] - RHO * d["u"] * (1 - d["u"])) ** 2)
 
 
-PROBLEM = Problem(
-    title="Reaction, ρ = 5",
-    coords="tx",
-    order=1,
-    network=network,
-    loss=loss,
-    sample=lambda key: uniform(key, 256, low=(0, 0), high=(1, 2 * np.pi)),
-    exact=exact,
-    at=grid(np.linspace(0, 1, 65), np.linspace(0, 2 * np.pi, 129)),
-)
+sample = lambda key: uniform(key, 256, low=(0, 0), high=(1, 2 * np.pi))
+AT = grid(np.linspace(0, 1, 65), np.linspace(0, 2 * np.pi, 129))
+PROBLEM = problem(__name__, "Reaction, ρ = 5", coords="tx", order=1)

@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, grid, on_faces, uniform
+from ._problem import draws, from_start, grid, misfit, problem
 
 
 LOW, HIGH = (0.0, -6.0), (2.0, 8.0)
@@ -23,11 +23,7 @@ def exact(point):
 
 def network(key):
     mlp = mpx.nn.CoordinateMLP(2, 2, 40, 3, key=key, fourier_features=(24, 0.2))
-
-    def form(point, n):
-        return exact(point * jnp.asarray([0, 1], point.dtype)) + point[0] * n
-
-    return mpx.nn.Ansatz(mlp, form)
+    return from_start(mlp, exact)
 
 
 def loss(fields, points, *, derivatives=None):
@@ -37,27 +33,10 @@ def loss(fields, points, *, derivatives=None):
     size = d["u"] ** 2 + d["v"] ** 2
     real = -d["v_t"] + d["u_xx"] / 2 + size * d["u"]
     imaginary = d["u_t"] + d["v_xx"] / 2 + size * d["v"]
-    ends = jax.vmap(mpx.partials(fields, ["u", "v"], **given))(points["ends"])
-    wrong = jnp.stack([ends["u"], ends["v"]], axis=1) - jax.vmap(exact)(points["ends"])
-    return jnp.mean(real**2 + imaginary**2) + 10 * jnp.mean(wrong**2)
+    wrong = misfit(fields, exact, points["ends"], "uv", given)
+    return jnp.mean(real**2 + imaginary**2) + 10 * wrong
 
 
-def sample(key):
-    inside, ends = jax.random.split(key)
-    return {
-        "inside": uniform(inside, 384, LOW, HIGH),
-        "ends": on_faces(ends, 64, LOW, HIGH, axes=(1,)),
-    }
-
-
-PROBLEM = Problem(
-    title="Schrödinger, a soliton",
-    coords="tx",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=sample,
-    exact=exact,
-    at=grid(np.linspace(0, 2, 41), np.linspace(-6, 8, 141)),
-    fields="uv",
-)
+sample = draws(inside=(384, LOW, HIGH), ends=(64, LOW, HIGH, (1,)))
+AT = grid(np.linspace(0, 2, 41), np.linspace(-6, 8, 141))
+PROBLEM = problem(__name__, "Schrödinger, a soliton", coords="tx", order=2, fields="uv")

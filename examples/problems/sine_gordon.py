@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, grid, on_faces, uniform
+from ._problem import draws, from_start, grid, misfit, problem
 
 
 W = 0.6
@@ -25,39 +25,17 @@ def exact(point):
 
 def network(key):
     mlp = mpx.nn.CoordinateMLP(2, "scalar", 32, 3, key=key, fourier_features=(16, 0.15))
-
-    def form(point, n):
-        t = point[0]
-        start = exact(point * jnp.asarray([0, 1], point.dtype))
-        return start + t**2 / (1 + t**2) * n
-
-    return mpx.nn.Ansatz(mlp, form)
+    return from_start(mlp, exact, lambda t: t**2 / (1 + t**2))
 
 
 def loss(u, points, *, derivatives=None):
     given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
     wave = mpx.linear_operator(u, {"wave": {"tt": 1.0, "xx": -1.0}}, ["u"], **given)
     d = jax.vmap(wave)(points["inside"])
-    ends = jax.vmap(mpx.partials(u, ["u"], **given))(points["ends"])["u"]
-    wrong = ends - jax.vmap(exact)(points["ends"])
-    return jnp.mean((d["wave_u"] + jnp.sin(d["u"])) ** 2) + 10 * jnp.mean(wrong**2)
+    wrong = misfit(u, exact, points["ends"], ["u"], given)
+    return jnp.mean((d["wave_u"] + jnp.sin(d["u"])) ** 2) + 10 * wrong
 
 
-def sample(key):
-    inside, ends = jax.random.split(key)
-    return {
-        "inside": uniform(inside, 256, LOW, HIGH),
-        "ends": on_faces(ends, 64, LOW, HIGH, axes=(1,)),
-    }
-
-
-PROBLEM = Problem(
-    title="Sine-Gordon, a breather",
-    coords="tx",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=sample,
-    exact=exact,
-    at=grid(np.linspace(0, 4, 41), np.linspace(-8, 8, 161)),
-)
+sample = draws(inside=(256, LOW, HIGH), ends=(64, LOW, HIGH, (1,)))
+AT = grid(np.linspace(0, 4, 41), np.linspace(-8, 8, 161))
+PROBLEM = problem(__name__, "Sine-Gordon, a breather", coords="tx", order=2)

@@ -11,7 +11,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, grid, uniform
+from ._problem import draws, grid, misfit, problem
 
 
 NU, END, TURN = 0.1, 2.0, 2 * np.pi
@@ -44,28 +44,11 @@ def loss(fields, points, *, derivatives=None):
         return d[f"{f}_t"] + carried + pressure - NU * d[f"lap_{f}"]
 
     mass = d["u_x"] + d["v_y"]
-    known = jax.vmap(mpx.partials(fields, ["p"], **given))(points["corner"])["p"]
-    wrong = known - jax.vmap(exact)(points["corner"])[:, 2]
+    wrong = misfit(fields, exact, points["corner"], "p", given)
     balance = momentum("u", d["p_x"]) ** 2 + momentum("v", d["p_y"]) ** 2 + mass**2
-    return jnp.mean(balance) + jnp.mean(wrong**2)
+    return jnp.mean(balance) + wrong
 
 
-def sample(key):
-    inside, corner = jax.random.split(key)
-    return {
-        "inside": uniform(inside, 384, low=(0, 0, 0), high=(END, TURN, TURN)),
-        "corner": uniform(corner, 16, low=(0, 0, 0), high=(END, 0, 0)),
-    }
-
-
-PROBLEM = Problem(
-    title="Taylor–Green vortices",
-    coords="txy",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=sample,
-    exact=exact,
-    at=grid(np.linspace(0, END, 9), np.linspace(0, TURN, 33), np.linspace(0, TURN, 33)),
-    fields="uvp",
-)
+sample = draws(inside=(384, (0, 0, 0), (END, TURN, TURN)), corner=(16, (0, 0, 0), (END, 0, 0)))
+AT = grid(np.linspace(0, END, 9), np.linspace(0, TURN, 33), np.linspace(0, TURN, 33))
+PROBLEM = problem(__name__, "Taylor–Green vortices", coords="txy", order=2, fields="uvp")

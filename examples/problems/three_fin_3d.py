@@ -12,11 +12,8 @@ p = v = w = 0 at the outlet. The reference is by finite volumes.
 
 import functools
 
-import mpx_pde as mpx
-
-from ._channel import Channel, draw, form, total
+from ._channel import Channel, channel_problem
 from ._finite_volumes import reference
-from ._problem import Problem
 from .fpga_laminar import residuals
 from .geometry import Box
 
@@ -34,40 +31,10 @@ CHANNEL = Channel(
 )
 
 
-def network(key, width=64, depth=4):
-    mlp = mpx.nn.CoordinateMLP(3, 5, width, depth, key=key, fourier_features=(32, 0.5))
-    return mpx.nn.Ansatz(mlp, form(CHANNEL, pressure=4.0))
-
-
-def loss(fields, points, *, derivatives=None):
-    given = {"coords": "xyz", "outputs": "uvwpt", "scaling": derivatives}
-    wrong = residuals(fields, points["fluid"].at, given, nu=NU)
-    return total(wrong, fields, points, given)
-
-
-def sample(key, fluid=640, walls=128, across=16):
-    return draw(CHANNEL, key, fluid=fluid, walls=walls, sections=4, across=across)
-
-
-# The network is that of PhysicsNeMo.
-PAPER = {
-    "network": functools.partial(network, width=512, depth=6),
-    "sample": functools.partial(sample, fluid=16_384, walls=4096, across=64),
-    "steps": 400_000,
-}
-
-
-PROBLEM = Problem(
-    title="Heat sink of three fins, 3D",
-    coords="xyz",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=sample,
-    reference=functools.partial(reference, CHANNEL),
-    fields="uvwpt",
-    free=(3,),
-    family="3D",
-    steps=3000,
-    paper=PAPER,
+PROBLEM = channel_problem(
+    "Heat sink of three fins, 3D",
+    CHANNEL,
+    functools.partial(residuals, nu=NU),
+    reference,
+    pressure=4.0,
 )

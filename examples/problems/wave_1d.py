@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, grid, uniform
+from ._problem import grid, problem, uniform
 
 
 SIZE = 8 * np.pi**2  # of ½ u_xx
@@ -39,13 +39,6 @@ def loss(u, points, *, derivatives=None):
     return jnp.mean(jax.vmap(terms)(points)["wave_u"] ** 2)
 
 
-PROBLEM = Problem(
-    title="Wave equation, two modes",
-    coords="tx",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=lambda key: uniform(key, 384, low=(0, 0), high=(1, 1)),
-    exact=exact,
-    at=grid(np.linspace(0, 1, 101), np.linspace(0, 1, 101)),
-)
+sample = lambda key: uniform(key, 384, low=(0, 0), high=(1, 1))
+AT = grid(np.linspace(0, 1, 101), np.linspace(0, 1, 101))
+PROBLEM = problem(__name__, "Wave equation, two modes", coords="tx", order=2)

@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, Reference, grid, uniform
+from ._problem import Reference, grid, problem, uniform
 from .references import wave
 
 
@@ -51,12 +51,5 @@ def reference(cells=2000):
     return Reference(grid(np.linspace(0, END, 26), np.linspace(0, 1, 101)), u[:, ::every].ravel())
 
 
-PROBLEM = Problem(
-    title="Wave in two media",
-    coords="tx",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=lambda key: uniform(key, 384, low=(0, 0), high=(END, 1)),
-    reference=reference,
-)
+sample = lambda key: uniform(key, 384, low=(0, 0), high=(END, 1))
+PROBLEM = problem(__name__, "Wave in two media", coords="tx", order=2)

@@ -11,7 +11,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Problem, grid, uniform
+from ._problem import grid, problem, uniform
 
 
 END = 6.0
@@ -41,14 +41,6 @@ def loss(u, points, *, derivatives=None):
     return jnp.mean(jax.vmap(terms)(points)["wave_u"] ** 2) / 100
 
 
-PROBLEM = Problem(
-    title="Wave equation, long time",
-    coords="txy",
-    order=2,
-    network=network,
-    loss=loss,
-    sample=lambda key: uniform(key, 512, low=(0, 0, 0), high=(END, 1, 1)),
-    exact=exact,
-    at=grid(np.linspace(0, END, 61), np.linspace(0, 1, 17), np.linspace(0, 1, 17)),
-    steps=4000,
-)
+sample = lambda key: uniform(key, 512, low=(0, 0, 0), high=(END, 1, 1))
+AT = grid(np.linspace(0, END, 61), np.linspace(0, 1, 17), np.linspace(0, 1, 17))
+PROBLEM = problem(__name__, "Wave equation, long time", coords="txy", order=2, steps=4000)
