@@ -39,7 +39,7 @@ class Row(NamedTuple):
         return max(w for _, w in self.weights) if self.smallest else sum(w for _, w in self.weights)
 
     def shift(self, exponents: Any) -> Any:
-        """The exponent of two by which the derivatives are scaled."""
+        """Returns the exponent of two by which the derivatives are scaled."""
         if self.smallest:
             smallest = exponents[self.weights[0][0]]
             for i, _ in self.weights[1:]:
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 def _letters(term: str) -> int:
-    """The highest order that a term can be of, which its name alone does not tell."""
+    """Returns the highest order that a term can have, which its name alone does not tell."""
     return 2 if term == "laplacian" else len(term.rpartition("_")[2])
 
 
@@ -59,7 +59,8 @@ def _weights(dirs: Iterable[int]) -> Weights:
 
 
 class AbstractStrategy(abc.ABC):
-    """Data alone, to be compared and hashed: a static part of a `DerivativeScaling`.
+    """The part of a `DerivativeScaling` that says which derivatives share a scaler: static data, to
+    be compared and hashed.
 
     **Attributes:**
 
@@ -84,11 +85,13 @@ class AbstractStrategy(abc.ABC):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments it was built with, for `scaling_options`; the rows follow from them."""
+        """Returns the arguments it was built with, for `scaling_options`; the rows follow from
+        them.
+        """
         return {"kind": self.kind, "names": list(self.names), "order": self.order}
 
     def row_of(self, term: str, named: Sequence[str], call: str) -> int:
-        """The row of a term, the derivative in the coordinates that are `named`."""
+        """Returns the row of a term, the derivative in the coordinates that are `named`."""
         order = len(named)
         if self.order is not None and order > self.order and term not in self.names:
             raise ValueError(
@@ -110,7 +113,7 @@ class AbstractStrategy(abc.ABC):
 
     @abc.abstractmethod
     def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
-        """The row of a term that has none by its name."""
+        """Returns the row of a term that has no row of its own."""
 
     def _expected(self, term: str, named: Sequence[str]) -> Weights | None:
         """Returns the powers of the scalers that a row with the name of a term must have, or `None`
@@ -119,7 +122,7 @@ class AbstractStrategy(abc.ABC):
         del term, named
 
     def laplacian_rows(self, over: Sequence[str], call: str) -> list[int]:
-        """The rows that count a Laplacian over some coordinates."""
+        """Returns the rows that count a Laplacian over some coordinates."""
         del over
         if "laplacian" not in self.row_names:
             raise ValueError(
@@ -130,8 +133,9 @@ class AbstractStrategy(abc.ABC):
         return [self.row_names.index("laplacian")]
 
     def sum_rows(self, summands: Sequence[Sequence[str]], call: str) -> tuple[int, ...]:
-        """The rows that count a sum of the derivatives in these coordinates: those of the highest
-        order in it."""
+        """Returns the rows that count a sum of the derivatives in these coordinates: those of the
+        highest order in it.
+        """
         order = max(map(len, summands))
         if self.order is None or order > self.order:
             raise ValueError(
@@ -143,14 +147,15 @@ class AbstractStrategy(abc.ABC):
         return tuple(dict.fromkeys(self._shared_row("", named, call) for named in highest))
 
     def seeds_of(self, row: int) -> int | None:
-        """The row whose seeds the derivatives in `row` have to themselves; `None` where they share
-        those of all others."""
+        """Returns `row` if its derivatives have seeds to themselves, and `None` if they share those
+        of all others.
+        """
         del row
 
     def exponent(
         self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int], margin: int
     ) -> Any:
-        """The exponent of the scale that a stream with shared seeds is stored with.
+        """Returns the exponent of the scale that a stream with shared seeds is stored with.
 
         **Arguments:**
 
@@ -175,20 +180,18 @@ class AbstractStrategy(abc.ABC):
         return margin
 
     def order_of(self, scaler: int) -> int:
-        """The order of the derivatives whose whole scale a scaler is, for which it takes as many
-        factors of a coordinate's scale."""
+        """Returns the order of the derivatives that a scaler scales as a whole: it takes as many
+        factors of a coordinate's scale.
+        """
         del scaler
         return 1
 
-    @property
-    def coords(self) -> tuple[str, ...] | None:
-        """The coordinates that there are scales for, where these are by coordinate."""
-        return None
+    coords: ClassVar[Any] = None
+    """The coordinates that there are scales for, where these are by coordinate."""
 
     def check_coords(self, coords: Iterable[str], call: str) -> None:
-        """A `ValueError` for coordinates that have no scale."""
-        known = self.coords
-        unknown = [] if known is None else [c for c in coords if c not in known]
+        """Raises a `ValueError` for coordinates that have no scale."""
+        unknown = [c for c in coords if self.coords is not None and c not in self.coords]
         if unknown:
             raise ValueError(
                 f"`{call}`: the scaling was built for the coordinates {', '.join(self.names)} and "
@@ -237,8 +240,7 @@ class PerDirection(AbstractStrategy):
         return _weights(self.names.index(name) for name in named)
 
     def laplacian_rows(self, over: Sequence[str], call: str) -> list[int]:
-        """A Laplacian over some of the coordinates is counted with the second derivative in
-        each."""
+        # One over some of the coordinates is counted with the second derivative in each.
         if set(over) != set(self.names) and self.order != 1:
             return [self._shared_row("laplacian", [name] * 2, call) for name in over]
         return super().laplacian_rows(over, call)
@@ -255,9 +257,6 @@ class PerDirection(AbstractStrategy):
         return self.kept(total if len(along[0]) > 1 else total[0], margin)
 
     def kept(self, exponent: Any, margin: int) -> Any:
-        """Returns the exponent at which a stream is stored, where `exponent` is that of its
-        derivative.
-        """
         return jnp.maximum(exponent, jnp.minimum(exponent + margin, _LOW))
 
     def steps(self, margin: int, rows: Iterable[Row]) -> int:

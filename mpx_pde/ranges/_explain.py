@@ -1,4 +1,4 @@
-"""The words of a report about its first finding, and the advice that follows."""
+"""The words of a report: its first finding, and the advice that follows."""
 
 import jax
 
@@ -24,7 +24,7 @@ def _size(row: Row) -> str:
 
 
 def _name(row: Row) -> str:
-    """A row of what the function was given has a place in place of a line."""
+    """Names a row; an argument or a constant has a place instead of a line."""
     return f"the {row.primitive} at {row.line}" if row.primitive in _GIVEN else row.where
 
 
@@ -96,8 +96,9 @@ def _beyond_float32(row: Row) -> bool:
 
 
 def _not_finite(report: RangeReport, harmless: bool) -> str | None:
-    """Why something is not finite in float32; `None` if all is, or if the code takes infinities on
-    purpose that do not reach the results (`harmless`)."""
+    """Explains why something is not finite in float32. Returns `None` if all is finite, or if the
+    code takes infinities on purpose that do not reach the results (`harmless`).
+    """
     given = [row for row in report.rows if row.primitive in _GIVEN and row.nonfinite]
     nan = next((row for row in given if row.nans), None)
     if nan is not None:

@@ -1,4 +1,4 @@
-"""A stop for runs that only skip steps."""
+"""An error for runs that only skip steps."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._dtypes import is_integer
+from .._dtypes import check_integer
 from .._loss_scaling import AbstractLossScaling, check_scaling
-from .._tree import in_a_line
+from .._repr import in_a_line
 from .._types import PyTree
 from ..derivatives import Scaling
 
@@ -80,11 +80,7 @@ def error_if_stuck(
             f"`{call}` needs a `tree` with an array, to which the check is tied and which is used "
             f"in its place afterwards, such as the scaling itself, but got {in_a_line(tree)}."
         )
-    limit = max_consecutive_skips
-    if not is_integer(limit) or limit < 1:
-        raise ValueError(
-            f"`{call}` needs an integer of at least 1 as `max_consecutive_skips`, got {limit!r}."
-        )
+    limit = check_integer(max_consecutive_skips, call, "max_consecutive_skips")
     loss: Any = scaling.loss if isinstance(scaling, Scaling) else scaling
     reasons = [*_REASONS]
     reason = jnp.where(getattr(loss, "at_minimum", False), _MINIMUM, _LOSS)
