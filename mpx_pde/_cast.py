@@ -241,7 +241,7 @@ def cast_tree(tree: PyTree, dtype: DTypeLike) -> PyTree:
 
     A PyTree of the same structure. Leaves that have the dtype already are the same objects.
 
-    **Raises:** `ValueError` if `dtype` is no real floating-point type.
+    **Raises:** `ValueError` if `dtype` is not a real floating-point type.
 
     ```python
     half = mpx.cast_tree({"w": jnp.ones(3), "steps": jnp.arange(3)}, jnp.float16)
@@ -347,8 +347,8 @@ def cast_function(
     A callable with the name, docstring and signature of `func`. It is an Equinox module that
     holds `func`, and binds as a method when it is assigned in a class body.
 
-    **Raises:** `TypeError` if `func` cannot be called, `ValueError` for a `dtype` that is no real
-    floating-point type.
+    **Raises:** `TypeError` if `func` cannot be called, `ValueError` for a `dtype` that is not a
+    real floating-point type.
     """
     check_callable(func, "cast_function")
     to = as_floating_dtype(dtype, "cast_function")

@@ -182,7 +182,7 @@ def mixed_conv_general_dilated(
     An array of dtype `out_dtype`.
 
     **Raises:** `TypeError` for operands that are not real floating-point, `ValueError` for a
-    `dtype` that is no floating-point type; for shapes that do not fit, as
+    `dtype` that is not a floating-point type; for shapes that do not fit, as
     [`jax.lax.conv_general_dilated`][].
     """
     call = "mixed_conv_general_dilated"

@@ -47,7 +47,7 @@ def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
     except TypeError as e:
         raise ValueError(
             f"`{call}` needs a floating-point dtype such as jnp.float16 or 'bfloat16', but got "
-            f"{dtype!r}, which is no dtype."
+            f"{dtype!r}, which is not a dtype."
         ) from e
     if not jnp.issubdtype(out, jnp.floating):
         raise ValueError(

@@ -213,7 +213,7 @@ class DynamicLossScaling(AbstractLossScaling):
     ):
         """**Arguments:**
 
-        - `loss_scaling`: the first scale, a number or a scalar array. What is no power of two is
+        - `loss_scaling`: the first scale, a number or a scalar array. What is not a power of two is
             rounded down to one.
         - `min_loss_scaling`: the scale never falls below it. It lies below 1 because the residual
             of a PDE can start at 1e4 and more.
@@ -226,8 +226,8 @@ class DynamicLossScaling(AbstractLossScaling):
             for a loss that is a mean over very many points.
 
         **Raises:** `ValueError` for a scale that is not positive, finite and scalar or lies outside
-        of its bounds, a `factor` that is no power of two above 1, a `period` below 1, or a
-        `counter` that is no such integer.
+        of its bounds, a `factor` that is not a power of two above 1, a `period` below 1, or a
+        `counter` that is not such an integer.
         """
         call = "DynamicLossScaling"
         self.min_loss_scaling = _power_of_two(_static(min_loss_scaling, call, "min_loss_scaling"))
@@ -346,7 +346,7 @@ def check_scaling(scaling: Any, call: str, name: str = "scaling") -> None:
 
 def split_aux(out: Any, call: str) -> tuple[Any, Any]:
     """Splits what a function returned into `(loss, aux)`; raises a `TypeError` in the name of
-    `call` if it is no such pair.
+    `call` if it is not such a pair.
     """
     if not isinstance(out, tuple) or len(out) != 2:
         raise TypeError(

@@ -53,7 +53,7 @@ def refined(fun: Callable, *, dtype: Any = None, keep_full: PyTree = False) -> C
     float32 (float64 where `fun` returns that). Derivatives in forward mode, too, are those of the
     half evaluation.
 
-    **Raises:** `TypeError` if `fun` cannot be called, `ValueError` for a `dtype` that is no half
+    **Raises:** `TypeError` if `fun` cannot be called, `ValueError` for a `dtype` that is not a half
     type or a `keep_full` that does not fit.
     """
     call = "refined"

@@ -47,7 +47,7 @@ def split_product(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
         for _ in range(parts):
             high = lax.reduce_precision(z, 8, bits)
             out.append(high)
-            # Of what is infinite there is no rest.
+            # An infinity has no remainder.
             z = jnp.where(jnp.isfinite(high), z - high, jnp.zeros_like(z))
         return out
 
@@ -63,5 +63,5 @@ def split_product(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
     if not rest:
         return first
     low = sum(rest[1:], rest[0])  # small ones first
-    # An infinity times the rest of a number that has none is no number.
+    # Infinity times a remainder of 0 is NaN.
     return first + jnp.where(jnp.isnan(low), jnp.zeros_like(low), low)

@@ -123,7 +123,8 @@ def check_same_structure(call: str, a_name: str, a: PyTree, b_name: str, b: PyTr
 
 def first_difference(wanted: PyTree, given: PyTree) -> str | None:
     """Describes the first leaf of `given`, `None` included, that has another path, shape or dtype
-    than in `wanted`, or another value if it is no array. Returns `None` if there is no such leaf.
+    than in `wanted`, or another value if it is not an array. Returns `None` if there is no such
+    leaf.
     """
     told = lambda x: f"{x.dtype}{[*x.shape]}" if hasattr(x, "shape") else repr(x)
     should, has = (
@@ -160,7 +161,7 @@ def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
 
     A PyTree of that structure; the arrays are bit-identical to those selected.
 
-    **Raises:** `TypeError` if `pred` is no scalar bool, `ValueError` if the trees do not match.
+    **Raises:** `TypeError` if `pred` is not a scalar bool, `ValueError` if the trees do not match.
     """
     call = "select_tree"
     pred = check_flag(pred, call, "pred")

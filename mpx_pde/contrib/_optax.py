@@ -120,7 +120,7 @@ def scale_by_loss_scaling(
 
     **Raises:** `TypeError` for anything but an optimizer and a loss scaling, and for an extra
     argument of `update` that is a function; `ValueError` for a scaling that moves without
-    `scale_in_params`, and for a leaf that is no float32 scalar.
+    `scale_in_params`, and for a leaf that is not a float32 scalar.
 
     ```python
     params = {"net": jnp.ones(3), "scale": jnp.float32(2**15)}

@@ -77,8 +77,8 @@ def check_network(fun: Any, call: str) -> None:
     except TypeError:
         at = ", ".join(f"point[{i}]" for i in range(max(2, len(signature.parameters))))
         raise TypeError(
-            f"`{call}` takes a function of one point, an array of all coordinates, but that which "
-            f"it got takes {signature}. Wrap it: `lambda point: fun({at})`."
+            f"`{call}` takes a function of one point, an array of all coordinates, but got one "
+            f"that takes {signature}. Wrap it: `lambda point: fun({at})`."
         ) from None
 
 
@@ -140,7 +140,7 @@ def as_network(fun: Callable, outputs: tuple[str, ...], call: str) -> Callable:
         if shape != (len(outputs),) and not (shape == () and len(outputs) == 1):
             what = f"shape {shape}" if shape is not None else f"{type(out).__name__}"
             raise ValueError(
-                f"`{call}` was told of {len(outputs)} outputs, {', '.join(outputs)}, but the "
+                f"`{call}` has {len(outputs)} `outputs`, {', '.join(outputs)}, but the "
                 f"network returned {what} for one point. It must return an array with an entry for "
                 "each of `outputs`" + (", or a scalar." if len(outputs) == 1 else ".")
             )

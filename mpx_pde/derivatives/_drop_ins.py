@@ -17,7 +17,7 @@ from jaxtyping import Array
 from .._cast import widen
 from .._dtypes import is_integer
 from .._types import Names, PyTree
-from ._checks import Term, check_derivatives, check_fun, rows_of
+from ._checks import Term, check_derivatives, check_fun
 from ._evaluation import Evaluation
 from ._names import names_of
 from ._state import DerivativeScaling
@@ -109,11 +109,8 @@ class Derivative:
             return [term(o, tuple(dirs)).name for o, *dirs in entries], sizes
 
         names = tree((), self.taken)
-        rows = rows_of(self.scaling, terms.values(), coords, self.call)
-        evaluation = Evaluation(
-            self.call, fun, coords, outputs, tuple(terms.values()), (), rows, self.scaling, None
-        )
-        values = evaluation(point)
+        every = tuple(terms.values())
+        values = Evaluation(self.call, fun, coords, outputs, every, (), self.scaling, None)(point)
 
         def fill(leaf) -> Array:
             entries, sizes = leaf
@@ -234,8 +231,9 @@ def grad(
     A function of the same arguments that returns what `jax.grad`'s would, in float32 (float64 for
     float64).
 
-    **Raises:** `TypeError` for a `scaling` that is none, `argnums` that are no positions, arguments
-    with two axes or more, and outputs that are no scalar; `ValueError` for names that do not fit.
+    **Raises:** `TypeError` for a `scaling` that is not one, `argnums` that are not positions,
+    arguments with two axes or more, and outputs that are not scalars; `ValueError` for names that
+    do not fit.
 
     ```python
     u = lambda t, x: jnp.sin(x) * jnp.exp(-t)

@@ -18,7 +18,7 @@ from .._forward import Forward, present_forward
 from ..engine import Equation, Index, Plan, make_plan, propagate, sum_key
 from ..interpret._marks import marked
 from ..interpret._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
-from ._checks import Term, as_network, check_alone, check_factor, check_point
+from ._checks import Term, as_network, check_alone, check_factor, check_point, rows_of
 from ._probe import tap
 from ._seeds import power_of_two
 from ._state import DerivativeScaling
@@ -120,12 +120,12 @@ class Evaluation:
         outputs: tuple[str, ...],
         terms: Sequence[Term],
         sums: Sequence[Sum],
-        rows: dict[str, int],
         scaling: DerivativeScaling | None,
         dtype: Any,
     ):
         self._call, self._fun, self._coords, self._outputs = call, fun, coords, outputs
-        self._terms, self._sums, self._rows = tuple(terms), tuple(sums), rows
+        self._terms, self._sums = tuple(terms), tuple(sums)
+        self._rows = rows_of(scaling, self._terms, coords, call)
         self._scaling, self._dtype = scaling, dtype
         self._directions: list[Direction] = []
         self._indices = {t.name: self._index(t) for t in self._terms}

@@ -45,7 +45,7 @@ def term_list(terms: Any, call: str, empty: bool = False) -> tuple[str, ...]:
 
 
 def split_names(text: str, names: tuple[str, ...]) -> tuple[int, ...] | None:
-    """Returns the indices of the names that `text` is a sequence of, or `None` if it is no such
+    """Returns the indices of the names that `text` is a sequence of, or `None` if it is not such a
     sequence.
     """
     if not text:

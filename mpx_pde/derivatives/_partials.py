@@ -11,7 +11,7 @@ from jaxtyping import Array
 
 from .._dtypes import as_floating_dtype, check_integer
 from .._types import DTypeLike, Names
-from ._checks import check_derivatives, check_factor, check_network, parse_terms, rows_of
+from ._checks import check_derivatives, check_factor, check_network, parse_terms
 from ._evaluation import Evaluation, Sum, Summand
 from ._names import names_of, split_names
 
@@ -60,27 +60,14 @@ def partials(
     **Raises:** `ValueError` for no terms at all, an unknown output or coordinate, a term named
     twice or unknown to the scaling, an order above that of the scaling, and, when it is called, for
     a point or a network output of another size or an operation without derivatives; `TypeError` for
-    a `scaling` that is none.
+    a `scaling` that is not one.
 
     ```python
     terms = mpx.partials(jnp.prod, ["u", "u_x", "u_xt"], coords="xt", outputs="u")
     terms(jnp.array([2.0, 3.0]))  # {"u": 6.0, "u_x": 3.0, "u_xt": 1.0}
     ```
     """
-    call = "partials"
-    check_network(fun, call)
-    check_derivatives(scaling, call)
-    coords = names_of(coords, call, "the coordinates")
-    outputs = names_of(outputs, call, "the outputs")
-    parsed = parse_terms(terms, coords, outputs, call)
-    if not parsed:
-        raise ValueError(
-            f"`{call}` takes the names of one term at least, such as ['u', 'u_x', 'u_xx'], but got "
-            f"{terms!r}, of which it would return nothing."
-        )
-    dtype = None if dtype is None else as_floating_dtype(dtype, call)
-    rows = rows_of(scaling, parsed, coords, call)
-    return Evaluation(call, fun, coords, outputs, parsed, (), rows, scaling, dtype)
+    return _evaluation("partials", fun, {}, terms, coords, outputs, coords, scaling, dtype)
 
 
 def laplacian(
@@ -127,7 +114,8 @@ def laplacian(
     """
     call = "laplacian"
     over = coords if over is None else names_of(over, call, "the coordinates of `over`")
-    return _operators(call, fun, {"lap": "laplacian"}, terms, coords, outputs, over, scaling, dtype)
+    operators = {"lap": "laplacian"}
+    return _evaluation(call, fun, operators, terms, coords, outputs, over, scaling, dtype)
 
 
 def linear_operator(
@@ -185,31 +173,33 @@ def linear_operator(
             f"`{call}` takes `operators` as a mapping from names to what is summed, such as "
             f'{{"heat": {{"t": 1.0, "xx": -0.1}}}}, but got {operators!r}.'
         )
+    draw = None
     if samples is not None:
-        samples = check_integer(samples, call, "samples")
+        count = check_integer(samples, call, "samples")
         if not hasattr(key, "dtype"):
             raise ValueError(
                 f"`{call}` needs a `key`, a `jax.random.key`, to draw `samples`, but got {key!r}."
             )
-    return _operators(
-        call, fun, operators, terms, coords, outputs, coords, scaling, dtype, samples, key, replace
-    )
+        keys = iter(jax.random.split(key, len(operators)))
+        draw = lambda found, spec, size: _sampled(
+            found, spec, size, count, next(keys), replace, call
+        )
+    return _evaluation(call, fun, operators, terms, coords, outputs, coords, scaling, dtype, draw)
 
 
-def _operators(
-    call,
-    fun,
-    operators,
-    terms,
-    coords,
-    outputs,
-    over,
-    scaling,
-    dtype,
-    samples=None,
-    key=None,
-    replace=False,
+def _evaluation(
+    call: str,
+    fun: Any,
+    operators: Mapping[str, Any],
+    terms: Any,
+    coords: Any,
+    outputs: Any,
+    over: Any,
+    scaling: Any,
+    dtype: Any,
+    draw: Callable[[Sum, Any, int], Sum] | None = None,
 ) -> Evaluation:
+    """Builds the function that evaluates terms and operators, which `draw` samples if it is given."""
     check_network(fun, call)
     check_derivatives(scaling, call)
     coords = names_of(coords, call, "the coordinates")
@@ -222,18 +212,19 @@ def _operators(
             f"{', '.join(coords)}."
         )
     parsed = parse_terms(terms, coords, outputs, call)
+    if not parsed and not operators:
+        raise ValueError(
+            f"`{call}` takes the name of at least one term, such as ['u', 'u_x', 'u_xx'], but got "
+            f"{terms!r}. It would return nothing."
+        )
     dtype = None if dtype is None else as_floating_dtype(dtype, call)
     dirs = [coords.index(c) for c in over]
-    keys = iter(() if key is None else jax.random.split(key, len(operators)))
     sums = []
     for name, spec in operators.items():
         summands = _summands(spec, name, dirs, coords, call)
         found = Sum(name, summands, _rows(scaling, spec, summands, over, coords, call))
-        if samples is not None:
-            found = _sampled(found, spec, len(coords), samples, next(keys), replace, call)
-        sums.append(found)
-    rows = rows_of(scaling, parsed, coords, call)
-    return Evaluation(call, fun, coords, outputs, parsed, sums, rows, scaling, dtype)
+        sums.append(found if draw is None else draw(found, spec, len(coords)))
+    return Evaluation(call, fun, coords, outputs, parsed, sums, scaling, dtype)
 
 
 def _summands(spec, name, dirs, coords, call) -> tuple[Summand, ...]:

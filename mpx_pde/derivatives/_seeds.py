@@ -91,9 +91,9 @@ def scaled_jvp(
     `(out, tangent_out)`. The tangents are unscaled in float32 (float64 for float64), or, with
     `unscale=False`, still scaled and in the dtype of `out`.
 
-    **Raises:** `ValueError` for a number that is no power of two and for tangents that do not match
-    the primals, `TypeError` for an array that is no floating-point scalar, for primals or tangents
-    that are no tuple, and for primals that are integers.
+    **Raises:** `ValueError` for a number that is not a power of two and for tangents that do not
+    match the primals, `TypeError` for an array that is not a floating-point scalar, for primals or
+    tangents that are not tuples, and for primals that are integers.
     """
     scale, inverse = _scale_and_inverse(scale, "scaled_jvp")
     _check_tangents(primals, tangents)

@@ -107,7 +107,8 @@ class DerivativeScaling(eqx.Module):
         - `terms`: terms with a histogram of their own, such as `["u_x", "v_x"]`; the others share
             one for each derivative, whatever the output.
         - `init_scale`, `max_scale`, `min_scale`: numbers, or mappings from coordinates to
-            numbers; by default 1, 2^15 and 2^-24. What is no power of two is rounded down to one.
+            numbers; by default 1, 2^15 and 2^-24. What is not a power of two is rounded down to
+            one.
         - `factor`, `growth_interval`, `recover_threshold`, `recover_growth_interval`, `margin`:
             see above; by default 2, 1000, 2^-6, 100 and 6.
 

@@ -81,7 +81,7 @@ def plot(history: Sequence[Mapping[str, Any]], *, steps: Sequence[int] | None = 
     A matplotlib figure: on the left the distribution of log2 of each unscaled derivative over the
     whole history, and where the window of float16 lay at its last scale; on the right the scales.
 
-    **Raises:** `ImportError` without matplotlib, `TypeError` for what is no list of steps,
+    **Raises:** `ImportError` without matplotlib, `TypeError` for what is not a list of steps,
     `ValueError` for an empty one.
     """
     if not isinstance(history, Sequence):

@@ -22,7 +22,7 @@ from .._cast import widen
 
 
 def _evaluate(fun: Callable, x: Any) -> Array:
-    # A Python number has no dtype to come back to, and what comes of an integer is none.
+    # A Python number has no dtype to come back to, and what comes of an integer is not one.
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
     out = fun(widen(x))
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != out.dtype

@@ -201,8 +201,8 @@ class FNO(eqx.Module):
             twice the memory. Results are the same.
 
         **Raises:** `ValueError` for sizes below 1, ratios that are not positive or a padding that
-        is no fraction, `TypeError` for a `remat` or a `grid_embedding` that is no bool, and what
-        [`mpx_pde.nn.SpectralConv`][] raises.
+        is not a fraction, `TypeError` for a `remat` or a `grid_embedding` that is not a bool, and
+        what [`mpx_pde.nn.SpectralConv`][] raises.
         """
         call = "FNO"
         self.in_channels = check_integer(in_channels, call, "in_channels")

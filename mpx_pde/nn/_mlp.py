@@ -169,7 +169,7 @@ class CoordinateMLP(eqx.Module):
             leave them in float32.
 
         **Raises:** `ValueError` for sizes below 1, or a `periodic` or `fourier_features` that do
-        not fit; `TypeError` for a `key` or an `activation` that is none.
+        not fit; `TypeError` for a `key` or an `activation` that is not one.
         """
         call = "CoordinateMLP"
         sizes = {"in_size": in_size, "width_size": width_size, "depth": depth}

@@ -141,7 +141,7 @@ class SpectralConv(eqx.Module):
             store float32, and compute its products out of several of halves.
 
         **Raises:** `ValueError` for sizes below 1, an unknown `factorization`, `stabilizer` or
-        `method`, and a `rank` that fits no factorization; `TypeError` for a `key` that is none.
+        `method`, and a `rank` that fits no factorization; `TypeError` for a `key` that is not one.
         """
         call = "SpectralConv"
         self.in_channels = check_integer(in_channels, call, "in_channels")
@@ -233,7 +233,7 @@ class SpectralConv(eqx.Module):
             y, constant = self._by_fft(x, output).astype(arithmetic.dtype), None
         else:
             y, constant = self._by_matrices(x, output, arithmetic)
-        # What `autocast` supplies is no part of the user's program.
+        # What `autocast` supplies is not a part of the user's program.
         return y.astype(arithmetic.dtype if arithmetic.given else self._weights.dtype), constant
 
     def _by_matrices(

@@ -44,7 +44,7 @@ def soft_clip(limit: float) -> Callable[..., Any]:
     An elementwise function, evaluated in float32, for `stabilizer` of
     [`mpx_pde.nn.SpectralConv`][].
 
-    **Raises:** `ValueError` for a limit that is no positive number.
+    **Raises:** `ValueError` for a limit that is not a positive number.
     """
     if not is_real(limit) or not 0 < limit < math.inf:
         raise ValueError(

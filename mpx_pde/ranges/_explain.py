@@ -62,7 +62,7 @@ def _mend(row: Row, report: RangeReport) -> str:
     if ours and (mixed or primitive in tables.MIXED):
         # These say their precision themselves.
         return (
-            f"`{row.layer}` says its precision itself: {smaller}"
+            f"`{row.layer}` sets its precision itself: {smaller}"
             if row.layer not in _PRODUCTS
             else f"Pass `dtype=jnp.float32` to `mpx.{row.layer}` there, {smaller}"
         )

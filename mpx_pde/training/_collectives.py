@@ -76,8 +76,8 @@ def gather_parameters(
 
     A PyTree of the same structure, shapes and dtypes.
 
-    **Raises:** `ValueError` for a `dtype` that is no half type, `TypeError` for a `sharding` that
-    is none.
+    **Raises:** `ValueError` for a `dtype` that is not a half type, `TypeError` for a `sharding`
+    that is not one.
 
     ```python
     def loss(model, batch):
@@ -175,8 +175,8 @@ def all_reduce_mean(tree: PyTree, axis_name: AxisName, *, dtype: DTypeLike | Non
     A PyTree of the same structure, shapes and dtypes, the same on all devices. Non-finite entries
     stay non-finite.
 
-    **Raises:** `ValueError` for a `dtype` that is no half type, for arrays that JAX knows to be the
-    same on all devices, and outside of such an axis; `TypeError` for an `axis_name` that is no
+    **Raises:** `ValueError` for a `dtype` that is not a half type, for arrays that JAX knows to be
+    the same on all devices, and outside of such an axis; `TypeError` for an `axis_name` that is no
     name.
 
     ```python

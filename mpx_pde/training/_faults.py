@@ -40,8 +40,8 @@ def error_if_stuck(
 ) -> PyTree:
     """Raises at run time when too many steps in a row were skipped.
 
-    One skipped step is no accident, and ten in a row find the scale of a badly scaled loss. A run
-    that skips a hundred is lost, and costs as much as one that is not. This is an
+    One skipped step is not an accident, and ten in a row find the scale of a badly scaled loss. A
+    run that skips a hundred is lost, and costs as much as one that is not. This is an
     `equinox.error_if`: it works inside `jax.jit`, and raises once the step has run. Outside of
     the step, so that donated buffers are safe, it costs one wait for the device:
 

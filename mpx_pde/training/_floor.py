@@ -69,7 +69,7 @@ class PrecisionFloor(eqx.Module):
         """Returns whether the effect of rounding is `tolerance` or more of the loss or the
         gradient.
         """
-        # Of a loss or gradient of zero there is no share.
+        # A loss or gradient of zero has no relative error.
         worst = jnp.maximum(self.loss, self.gradient)
         return self.finite & (worst >= self.tolerance)
 

@@ -151,9 +151,9 @@ def filter_value_and_grad(
     - `grads_finite`: a scalar bool array. Give it to [`mpx_pde.optimizer_update`][].
     - `grads`: like the first argument, in its dtypes, with `None` for what is not differentiated.
 
-    **Raises:** at trace time, `TypeError` for a loss that is no real floating-point scalar, for a
-    `scaling` that is none, for a `Scaling` with a `func` that takes no `derivatives`, and for a
-    call without a model; `ValueError` for a policy that cannot be read, a `keep_full` that does
+    **Raises:** at trace time, `TypeError` for a loss that is not a real floating-point scalar, for
+    a `scaling` that is not one, for a `Scaling` with a `func` that takes no `derivatives`, and for
+    a call without a model; `ValueError` for a policy that cannot be read, a `keep_full` that does
     not fit the arguments, and a `forward` that is unknown, float64 without 64-bit types, or given
     together with overrides of `autocast`.
 

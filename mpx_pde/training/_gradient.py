@@ -329,7 +329,7 @@ class Transformed(eqx.Module):
     def _run(self, args: tuple, kwargs: dict) -> Any:
         gradient, options = self.gradient, self.gradient.options
         everything = gradient, args, kwargs
-        # Run eagerly there is no program to look at.
+        # There is no program to look at when the function runs eagerly.
         if not options.in_half or not traced(everything):
             return self.run(*everything)
         advice = OF_CASTS if options.autocast is None else OF_AUTOCAST

@@ -32,7 +32,7 @@ _CALL = "optimizer_update"
 
 def as_transformation(optimizer: Any, call: str) -> optax.GradientTransformationExtraArgs:
     """Returns an optimizer that takes extra arguments; raises a `TypeError` in the name of `call`
-    if `optimizer` is none.
+    if `optimizer` is not one.
     """
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
@@ -252,7 +252,8 @@ def optimizer_update(
     **Raises:** at trace time, `ValueError` for gradients that do not match the model, a state of
     another optimizer or model, or with injected hyperparameters in half, an unknown `master`, or
     one other than `"nearest"` for a model without half-precision parameters, `TypeError` for an
-    `optimizer` that is none, a `grads_finite` that is no scalar bool or a `key` that is none.
+    `optimizer` that is not one, a `grads_finite` that is not a scalar bool or a `key` that is not
+    one.
 
     ```python
     model, optimizer_state = mpx.optimizer_update(

@@ -81,7 +81,7 @@ class Options(eqx.Module):
             raise TypeError(
                 f"`{self.call}` differentiates with respect to the floating-point arrays of the "
                 f"first positional argument, but {in_a_line(args[0])} has none. Pass the model "
-                "first, with its parameters as arrays: numbers of Python and integers are none."
+                "first, with its parameters as arrays: numbers of Python and integers do not count."
             )
 
     def in_context(self, thunk: Callable) -> Any:
