@@ -1,7 +1,7 @@
 """The derivatives of a network that a loss asks for, by name."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ from .._types import DTypeLike, Names
 from ._checks import check_derivatives, check_factor, check_network, parse_terms
 from ._evaluation import Evaluation, Sum, Summand
 from ._names import names_of, split_names
+from ._state import DerivativeScaling
 
 
 def partials(
@@ -173,7 +174,7 @@ def linear_operator(
             f"`{call}` takes `operators` as a mapping from names to what is summed, such as "
             f'{{"heat": {{"t": 1.0, "xx": -0.1}}}}, but got {operators!r}.'
         )
-    draw = None
+    drawing = None
     if samples is not None:
         count = check_integer(samples, call, "samples")
         if not hasattr(key, "dtype"):
@@ -181,25 +182,29 @@ def linear_operator(
                 f"`{call}` needs a `key`, a `jax.random.key`, to draw `samples`, but got {key!r}."
             )
         keys = iter(jax.random.split(key, len(operators)))
-        draw = lambda found, spec, size: _sampled(
-            found, spec, size, count, next(keys), replace, call
-        )
-    return _evaluation(call, fun, operators, terms, coords, outputs, coords, scaling, dtype, draw)
+
+        def draw(found: Sum, spec: Any, size: int) -> Sum:
+            return _sampled(found, spec, size, count, next(keys), replace, call)
+
+        drawing = draw
+    return _evaluation(
+        call, fun, operators, terms, coords, outputs, coords, scaling, dtype, drawing
+    )
 
 
 def _evaluation(
     call: str,
-    fun: Any,
+    fun: Callable[..., Any],
     operators: Mapping[str, Any],
-    terms: Any,
-    coords: Any,
-    outputs: Any,
-    over: Any,
+    terms: Names,
+    coords: Names,
+    outputs: Names,
+    over: Names,
     scaling: Any,
-    dtype: Any,
+    dtype: DTypeLike | None,
     draw: Callable[[Sum, Any, int], Sum] | None = None,
 ) -> Evaluation:
-    """Builds the function that evaluates terms and operators, which `draw` samples if it is given."""
+    """Builds the function that evaluates terms and operators. `draw`, if given, samples these."""
     check_network(fun, call)
     check_derivatives(scaling, call)
     coords = names_of(coords, call, "the coordinates")
@@ -227,7 +232,9 @@ def _evaluation(
     return Evaluation(call, fun, coords, outputs, parsed, sums, scaling, dtype)
 
 
-def _summands(spec, name, dirs, coords, call) -> tuple[Summand, ...]:
+def _summands(
+    spec: Any, name: str, dirs: Sequence[int], coords: tuple[str, ...], call: str
+) -> tuple[Summand, ...]:
     if isinstance(spec, str) and spec == "laplacian":
         return tuple(Summand((i, i)) for i in dirs)
     if isinstance(spec, str) and spec == "biharmonic":
@@ -258,7 +265,14 @@ def _summands(spec, name, dirs, coords, call) -> tuple[Summand, ...]:
     return tuple(Summand(d, f) for d, f in out.items())
 
 
-def _rows(scaling, spec, summands, over, coords, call) -> tuple[int, ...]:
+def _rows(
+    scaling: DerivativeScaling | None,
+    spec: Any,
+    summands: Sequence[Summand],
+    over: Sequence[str],
+    coords: Sequence[str],
+    call: str,
+) -> tuple[int, ...]:
     """Returns the rows of a scaling that count a sum."""
     if scaling is None:
         return ()

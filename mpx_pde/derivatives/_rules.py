@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 from .._dtypes import FLOAT16_MAX, check_integer
 from ._names import exponent_of, term_list
 from ._probe import HIGHEST, LOWEST
-from ._strategies import AbstractStrategy, Row
+from ._strategies import AbstractStrategy, HistogramRow
 
 
 _TOP = int(np.log2(FLOAT16_MAX))
@@ -153,7 +153,12 @@ def _spread(value: Any, names: tuple[str, ...], call: str, name: str) -> tuple[i
 
 
 def _range(
-    i: int, name: str, rows: Sequence[Row], scales: Mapping[str, Mapping], given: bool, call: str
+    i: int,
+    name: str,
+    rows: Sequence[HistogramRow],
+    scales: Mapping[str, Mapping],
+    given: bool,
+    call: str,
 ) -> tuple[int, int, int]:
     """Returns the exponents of a scaler: the lowest, the first and the highest."""
     low, init, high = (scales[key][name] for key in ("min_scale", "init_scale", "max_scale"))

@@ -15,7 +15,7 @@ from .._types import Names
 from ._names import names_of
 from ._probe import COLUMNS
 from ._rules import Rule, adjusted, parse_rule, parse_special
-from ._strategies import AbstractStrategy, PerDirection, PerOrder, PerTerm, Row
+from ._strategies import AbstractStrategy, HistogramRow, PerDirection, PerOrder, PerTerm
 
 
 class DerivativeScaling(eqx.Module):
@@ -210,7 +210,7 @@ class DerivativeScaling(eqx.Module):
         return self.strategy.order
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[HistogramRow, ...]:
         """Returns the rows of derivatives that are counted together, with the scalers of each."""
         return self.strategy.rows
 

@@ -26,7 +26,7 @@ _LOW = -8
 its digits. Values down to 2^-5 keep them."""
 
 
-class Row(NamedTuple):
+class HistogramRow(NamedTuple):
     """A row of the histogram: the derivatives that are scaled alike."""
 
     name: str
@@ -73,7 +73,7 @@ class AbstractStrategy(abc.ABC):
     kind: ClassVar[str]
     names: tuple[str, ...]
     order: int | None
-    rows: tuple[Row, ...]
+    rows: tuple[HistogramRow, ...]
 
     def __str__(self) -> str:
         order = "" if self.order is None else f" up to order {self.order}"
@@ -174,7 +174,7 @@ class AbstractStrategy(abc.ABC):
         del margin
         return exponent
 
-    def steps(self, margin: int, rows: Iterable[Row]) -> int:
+    def steps(self, margin: int, rows: Iterable[HistogramRow]) -> int:
         """Returns the largest rise of a scaler at which its `rows` rise by at most `margin`."""
         del rows
         return margin
@@ -206,7 +206,7 @@ class PerDirection(AbstractStrategy):
 
     names: tuple[str, ...]
     order: int
-    rows: tuple[Row, ...]
+    rows: tuple[HistogramRow, ...]
     kind: ClassVar[str] = "direction"
 
     @classmethod
@@ -216,10 +216,10 @@ class PerDirection(AbstractStrategy):
         rows = []
         for k in range(1, order + 1):
             for dirs in combinations_with_replacement(range(len(names)), k):
-                rows.append(Row("_" + "".join(names[i] for i in dirs), _weights(dirs)))
+                rows.append(HistogramRow("_" + "".join(names[i] for i in dirs), _weights(dirs)))
         if order >= 2:
             every = tuple((i, 2) for i in range(len(names)))
-            rows.append(Row("laplacian", every, smallest=True))
+            rows.append(HistogramRow("laplacian", every, smallest=True))
         for term in term_list(terms, call, empty=True):
             _, _, suffix = term.rpartition("_")
             dirs = split_names(suffix, names)
@@ -228,7 +228,7 @@ class PerDirection(AbstractStrategy):
                     f"`{call}` cannot read the term {term!r}: it must end in an underscore and 1 "
                     f"to {order} of the coordinates {', '.join(names)}."
                 )
-            rows.append(Row(term, _weights(dirs)))
+            rows.append(HistogramRow(term, _weights(dirs)))
         return cls(names, order, tuple(rows))
 
     def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
@@ -259,7 +259,7 @@ class PerDirection(AbstractStrategy):
     def kept(self, exponent: Any, margin: int) -> Any:
         return jnp.maximum(exponent, jnp.minimum(exponent + margin, _LOW))
 
-    def steps(self, margin: int, rows: Iterable[Row]) -> int:
+    def steps(self, margin: int, rows: Iterable[HistogramRow]) -> int:
         return math.ceil(margin / max(row.order for row in rows))
 
     @property
@@ -276,7 +276,7 @@ class PerOrder(AbstractStrategy):
 
     names: tuple[str, ...]
     order: int
-    rows: tuple[Row, ...]
+    rows: tuple[HistogramRow, ...]
     kind: ClassVar[str] = "order"
 
     @classmethod
@@ -289,9 +289,9 @@ class PerOrder(AbstractStrategy):
         call: str,
     ) -> "PerOrder":
         names = (*(f"order {k}" for k in range(1, order + 1)), *special)
-        rows = [Row(name, ((i, 1),)) for i, name in enumerate(names)]
+        rows = [HistogramRow(name, ((i, 1),)) for i, name in enumerate(names)]
         if order >= 2 and "laplacian" not in special:
-            rows.append(Row("laplacian", ((1, 1),)))
+            rows.append(HistogramRow("laplacian", ((1, 1),)))
         for term in term_list(terms, call, empty=True):
             suffix = term.rpartition("_")[2]
             dirs = tuple(suffix) if coords is None else split_names(suffix, coords)
@@ -301,7 +301,7 @@ class PerOrder(AbstractStrategy):
                     f"special, or does not end in 1 to {order} coordinates. Give the names of "
                     "coordinates as `coords` where they have more than one letter."
                 )
-            rows.append(Row(term, ((len(dirs) - 1, 1),)))
+            rows.append(HistogramRow(term, ((len(dirs) - 1, 1),)))
         return cls(names, order, tuple(rows))
 
     def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
@@ -330,14 +330,14 @@ class PerTerm(AbstractStrategy):
     """One scaler for each term, whose seeds no other shares."""
 
     names: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[HistogramRow, ...]
     kind: ClassVar[str] = "term"
     order: ClassVar[None] = None
 
     @classmethod
     def of(cls, terms: Sequence[str], call: str) -> "PerTerm":
         names = term_list(terms, call)
-        return cls(names, tuple(Row(name, ((i, 1),)) for i, name in enumerate(names)))
+        return cls(names, tuple(HistogramRow(name, ((i, 1),)) for i, name in enumerate(names)))
 
     def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
         raise ValueError(

@@ -4,7 +4,7 @@ import jax
 
 from ..interpret import _tables as tables
 from ..interpret._lines import is_ours
-from ._evaluate import OPERAND
+from ._meter import OPERAND
 from ._report import RangeReport, Row
 from ._stats import is_finite, percent
 

@@ -15,8 +15,8 @@ from .._types import DTypeLike
 from .._wrapper import AbstractWrapper, check_callable
 from ..interpret._jaxpr import trace_arrays
 from ..interpret._lines import Site, definition_of
-from ._evaluate import CLEAN, TAINTED, Known, Measured, Meter
 from ._explain import explain
+from ._meter import CLEAN, TAINTED, Known, Measured, Meter
 from ._report import RangeReport, fold, idle_product, make_row
 from ._stats import Counts, is_measured
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from .._repr import table
 from ..interpret._lines import INSIDE, is_ours
-from ._evaluate import Measured
+from ._meter import Measured
 from ._stats import EDGES, Counts, Lost, percent
 
 
