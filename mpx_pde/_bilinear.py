@@ -1,5 +1,5 @@
-"""Operands, dtypes and rules that all products of halves share: primitives that are linear in each
-of two operands.
+"""What all products of halves share: operands, dtypes, and the rules of primitives that are linear
+in each of two operands.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ from ._varying import match_varying_axes
 
 
 class Given(NamedTuple):
-    """The dtypes of a product that its caller named ([`mpx_pde.autocast`][] supplies the others),
-    whether it is one of several products with the same weight that must stay apart, and whether it
-    is the cotangent of an operand.
+    """Records which dtypes of a product its caller named ([`mpx_pde.autocast`][] supplies the
+    others), whether the product must stay apart from others with the same weight, and whether it is
+    the cotangent of an operand.
     """
 
     dtype: bool = True
@@ -74,7 +74,7 @@ def result_dtype(dtype: np.dtype, out_dtype: np.dtype) -> np.dtype:
 def rounded_product(
     product: Callable, x: Any, y: Any, dtype: np.dtype, out_dtype: np.dtype, on_cpu: bool
 ) -> Any:
-    """`product` of the operands rounded to `dtype`, with a result rounded to `out_dtype`.
+    """Multiplies operands rounded to `dtype`, and rounds the result to `out_dtype`.
 
     jaxlib's CPU backend has kernels for some products of halves and fails on others, most of them
     of bfloat16. So there the rounded operands are widened, which is exact: the numbers are the
@@ -93,7 +93,9 @@ def rounded_product(
 
 
 def define_bilinear(primitive, transpose_lhs: Callable, transpose_rhs: Callable) -> None:
-    """JVP and transpose rules of a primitive that is linear in each of its two operands."""
+    """Defines the JVP and transpose rules of a primitive that is linear in each of its two
+    operands.
+    """
     ad.defbilinear(primitive, transpose_lhs, transpose_rhs)
     bilinear = ad.primitive_jvps[primitive]
 

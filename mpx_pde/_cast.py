@@ -23,6 +23,7 @@ from ._dtypes import (
 )
 from ._notes import noting_the_cast
 from ._types import DTypeLike, PyTree
+from ._wrapper import AbstractWrapper, check_callable
 
 
 _COMPLEX = {
@@ -51,7 +52,7 @@ def _target(dtype: Any, to: np.dtype) -> np.dtype | None:
 
 
 def convert(x: Array, dtype: Any, weak_type: bool) -> Array:
-    """`x.astype(dtype)`, which on its own would make a weak type strong."""
+    """Casts `x` as `x.astype(dtype)` does, which on its own would make a weak type strong."""
     if x.dtype == dtype and getattr(x, "weak_type", False) == weak_type:
         return x
     return lax.convert_element_type_p.bind(x, new_dtype=dtype, weak_type=weak_type, sharding=None)
@@ -170,13 +171,14 @@ _KEPT_IN_CALLS = (FullPrecision, eqx.nn.State)
 
 
 def map_operands(fn: Callable, tree: PyTree) -> PyTree:
-    """`fn` of each leaf that is not kept in full precision."""
+    """Maps `fn` over the leaves that are not kept in full precision."""
     return _map_arrays(fn, tree, _KEPT_IN_CALLS)
 
 
 def cast_operands(tree: PyTree, dtype: np.dtype) -> PyTree:
-    """[`mpx_pde.cast_tree`][] for what goes into and comes out of a function: `eqx.nn.State` is
-    left alone as well."""
+    """Casts the arguments or the results of a function as [`mpx_pde.cast_tree`][] does, but leaves
+    `eqx.nn.State` alone as well.
+    """
     return map_operands(lambda x: _cast_leaf(x, dtype), tree)
 
 
@@ -239,7 +241,7 @@ def cast_tree(tree: PyTree, dtype: DTypeLike) -> PyTree:
 
     A PyTree of the same structure. Leaves that have the dtype already are the same objects.
 
-    **Raises:** `ValueError` if `dtype` is no real floating-point type.
+    **Raises:** `ValueError` if `dtype` is not a real floating-point type.
 
     ```python
     half = mpx.cast_tree({"w": jnp.ones(3), "steps": jnp.arange(3)}, jnp.float16)
@@ -250,32 +252,34 @@ def cast_tree(tree: PyTree, dtype: DTypeLike) -> PyTree:
 
 
 def cast_to_half_precision(x: PyTree) -> PyTree:
-    """[`mpx_pde.cast_tree`][] to [`mpx_pde.half_precision_datatype`][]."""
+    """Casts a PyTree to [`mpx_pde.half_precision_datatype`][], as [`mpx_pde.cast_tree`][] does."""
     return cast_tree(x, half_precision_datatype())
 
 
 def cast_to_full_precision(x: PyTree) -> PyTree:
-    """[`mpx_pde.cast_tree`][] to float32."""
+    """Casts a PyTree to float32, as [`mpx_pde.cast_tree`][] does."""
     return cast_tree(x, jnp.float32)
 
 
 def cast_to_float16(x: PyTree) -> PyTree:
-    """[`mpx_pde.cast_tree`][] to float16."""
+    """Casts a PyTree to float16, as [`mpx_pde.cast_tree`][] does."""
     return cast_tree(x, jnp.float16)
 
 
 def cast_to_bfloat16(x: PyTree) -> PyTree:
-    """[`mpx_pde.cast_tree`][] to bfloat16."""
+    """Casts a PyTree to bfloat16, as [`mpx_pde.cast_tree`][] does."""
     return cast_tree(x, jnp.bfloat16)
 
 
 def cast_to_float32(x: PyTree) -> PyTree:
-    """[`mpx_pde.cast_tree`][] to float32."""
+    """Casts a PyTree to float32, as [`mpx_pde.cast_tree`][] does."""
     return cast_tree(x, jnp.float32)
 
 
 def _widest(*trees: PyTree) -> np.dtype | None:
-    """The floating-point dtype that all arrays of the trees promote to; `None` without any."""
+    """Returns the floating-point dtype that all arrays of the trees promote to, or `None` if there
+    are no such arrays.
+    """
     leaves = jtu.tree_leaves(trees, is_leaf=lambda x: isinstance(x, _KEPT_IN_CALLS))
     dtypes = {
         jnp.finfo(jax.dtypes.canonicalize_dtype(x.dtype)).dtype  # the real dtype of a complex one
@@ -287,17 +291,13 @@ def _widest(*trees: PyTree) -> np.dtype | None:
     return dtypes.pop() if dtypes else None
 
 
-class _CastFunction(eqx.Module):
-    _func: Any
+class _CastFunction(AbstractWrapper):
+    fun: Any
     _dtype: np.dtype = eqx.field(static=True)
     _return_dtype: np.dtype = eqx.field(static=True)
 
-    @property
-    def __wrapped__(self):
-        return self._func
-
     def __call__(self, /, *args, **kwargs):
-        func, args, kwargs = cast_operands((self._func, args, kwargs), self._dtype)
+        func, args, kwargs = cast_operands((self.fun, args, kwargs), self._dtype)
         with ExitStack() as stack:
             if is_half(self._dtype):
                 stack.enter_context(asked_for_half("cast", self._dtype))
@@ -305,23 +305,16 @@ class _CastFunction(eqx.Module):
             out = func(*args, **kwargs)
         return cast_operands(out, self._return_dtype)
 
-    def __get__(self, instance: Any, owner: Any = None):
-        return self if instance is None else eqx.Partial(self, instance)
 
-
-class _FullPrecisionFunction(eqx.Module):
-    _func: Any
+class _FullPrecisionFunction(AbstractWrapper):
+    fun: Any
     _return_dtype: np.dtype | None = eqx.field(static=True)
-
-    @property
-    def __wrapped__(self):
-        return self._func
 
     def __call__(self, /, *args, **kwargs):
         # "Full" never lowers a precision: float64 stays float64.
-        dtype = wide(_widest(self._func, args, kwargs) or "float32")
-        return_dtype = self._return_dtype or _widest(args, kwargs) or _widest(self._func)
-        func, args, kwargs = cast_operands((self._func, args, kwargs), dtype)
+        dtype = wide(_widest(self.fun, args, kwargs) or "float32")
+        return_dtype = self._return_dtype or _widest(args, kwargs) or _widest(self.fun)
+        func, args, kwargs = cast_operands((self.fun, args, kwargs), dtype)
         with highest_precision():
             out = func(*args, **kwargs)
         return out if return_dtype is None else cast_operands(out, return_dtype)
@@ -330,12 +323,7 @@ class _FullPrecisionFunction(eqx.Module):
         if instance is None:
             return self
         # The instance belongs to the function: the caller's dtype is that of the arguments.
-        return _FullPrecisionFunction(eqx.Partial(self._func, instance), self._return_dtype)
-
-
-def _check_callable(func: Any, call: str) -> None:
-    if not callable(func):
-        raise TypeError(f"`{call}` takes a function or a callable module, but got {func!r}.")
+        return _FullPrecisionFunction(eqx.Partial(self.fun, instance), self._return_dtype)
 
 
 def cast_function(
@@ -359,10 +347,10 @@ def cast_function(
     A callable with the name, docstring and signature of `func`. It is an Equinox module that
     holds `func`, and binds as a method when it is assigned in a class body.
 
-    **Raises:** `TypeError` if `func` cannot be called, `ValueError` for a `dtype` that is no real
-    floating-point type.
+    **Raises:** `TypeError` if `func` cannot be called, `ValueError` for a `dtype` that is not a
+    real floating-point type.
     """
-    _check_callable(func, "cast_function")
+    check_callable(func, "cast_function")
     to = as_floating_dtype(dtype, "cast_function")
     back = to if return_dtype is None else as_floating_dtype(return_dtype, "cast_function")
     return eqx.module_update_wrapper(_CastFunction(func, to, back))
@@ -399,6 +387,6 @@ def force_full_precision(
     ```
     """
     call = "force_full_precision"
-    _check_callable(func, call)
+    check_callable(func, call)
     back = None if return_dtype is None else as_floating_dtype(return_dtype, call)
     return eqx.module_update_wrapper(_FullPrecisionFunction(func, back))

@@ -106,7 +106,9 @@ def _of_cotangent(aval: Any, dtype: np.dtype, given: Given) -> dict[str, Any]:
 
 
 def _transpose_lhs(g, x, y, *, dtype, out_dtype, given: Given = _GIVEN, **window):
-    """The cotangent of the left operand: half × half again, in the operand's own dtype."""
+    """Returns the cotangent of the left operand, in that operand's own dtype: again a product of
+    halves.
+    """
     del out_dtype
     aval = x.aval.update(dtype=_FLOAT32, weak_type=False)
 
@@ -155,8 +157,8 @@ def mixed_conv_general_dilated(
     dtype: DTypeLike | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "..."]:
-    """[`jax.lax.conv_general_dilated`][] with operands rounded to `dtype`, products accumulated
-    in float32, and a result of dtype `out_dtype`.
+    """Convolves as [`jax.lax.conv_general_dilated`][] does, with operands rounded to `dtype`,
+    products accumulated in float32, and a result of dtype `out_dtype`.
 
     The rounding is part of the operation, as in [`mpx_pde.mixed_dot_general`][]: the cotangent of
     each operand comes back in the dtype that the operand came in, and the convolutions of the
@@ -180,7 +182,7 @@ def mixed_conv_general_dilated(
     An array of dtype `out_dtype`.
 
     **Raises:** `TypeError` for operands that are not real floating-point, `ValueError` for a
-    `dtype` that is no floating-point type; for shapes that do not fit, as
+    `dtype` that is not a floating-point type; for shapes that do not fit, as
     [`jax.lax.conv_general_dilated`][].
     """
     call = "mixed_conv_general_dilated"

@@ -101,8 +101,8 @@ def _product_of_rows(x, y, contracted: int, **options):
 
 
 def _padded(x, y, dimension_numbers) -> tuple[Any, Any, tuple[int, ...] | None]:
-    """Two matrices of halves with their narrow axes as long as cuBLAS wants them, and the shape of
-    their product; `None` where it stays.
+    """Pads the narrow axes of two matrices of halves to the lengths that cuBLAS wants. Returns the
+    matrices and the shape of their product, or `None` if that shape stays.
 
     XLA does so anyway, but for each of several products with the same operand anew.
     """
@@ -144,7 +144,8 @@ def _explicit(mesh) -> bool:
 
 
 def _cotangent_sharding(x_aval, g, order: list[int]) -> NamedSharding | None:
-    """The sharding of the cotangent of `x`, its axes in the given order: that of `x` itself.
+    """Returns the sharding of the cotangent of `x`, whose axes are in the given order: the sharding
+    of `x` itself.
 
     Needed on meshes with explicit axes, where a contraction over a sharded axis does not say by
     itself how its result is laid out.
@@ -173,7 +174,9 @@ def _transpose_lhs(
     algorithm: str | None = None,
     swapped=False,
 ):
-    """The cotangent of the left operand: half × half again, in the operand's own dtype."""
+    """Returns the cotangent of the left operand, in that operand's own dtype: again a product of
+    halves.
+    """
     del out_dtype, out_sharding
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
     x_kept = _axes(x.aval.ndim, x_contract, x_batch)
@@ -257,8 +260,8 @@ def mixed_dot_general(
     out_dtype: DTypeLike | None = None,
     out_sharding: NamedSharding | None = None,
 ) -> Float[Array, "..."]:
-    """[`jax.lax.dot_general`][] with operands rounded to `dtype`, products accumulated in
-    float32, and a result of dtype `out_dtype`.
+    """Multiplies as [`jax.lax.dot_general`][] does, with operands rounded to `dtype`, products
+    accumulated in float32, and a result of dtype `out_dtype`.
 
     The rounding is part of the operation. So the cotangent of each operand comes back *in the
     dtype that the operand came in*, and every product of the backward pass (and of any nesting of
@@ -312,7 +315,7 @@ def dot_general_as_given(
     out_sharding: NamedSharding | None = None,
     algorithm: str | None = None,
 ) -> Array:
-    """[`mpx_pde.mixed_dot_general`][] once it is known what was asked for."""
+    """Binds the product of [`mpx_pde.mixed_dot_general`][] once its dtypes are known."""
     x, y = match_varying_axes(x, y)
     return mixed_dot_general_p.bind(
         x,
@@ -360,8 +363,10 @@ def split_dot_general(
     *,
     out_sharding: NamedSharding | None = None,
 ) -> Array:
-    """A float32 product out of products of halves or TF32, one of `SPLIT_PRODUCTS`, and so its
-    derivatives. On a CPU, which has none, the same numbers out of several float32 products."""
+    """Multiplies float32 arrays by several products of halves or TF32, one of `SPLIT_PRODUCTS`; so
+    do its derivatives. On a CPU, which has no such products, the same numbers come out of several
+    float32 products.
+    """
     float32 = jnp.dtype("float32")
     return dot_general_as_given(
         x,

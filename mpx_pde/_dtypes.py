@@ -1,4 +1,4 @@
-"""Floating-point formats, and which of them is today's half precision.
+"""Floating-point formats, and which of them *half precision* means at present.
 
 Nothing here starts a JAX backend: limits come from `jax.numpy.finfo`, which knows
 `bfloat16` without a device.
@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._repr import in_a_line
 from ._types import DTypeLike
 
 
@@ -35,8 +36,9 @@ _asked_context = jax.make_user_context(None)
 
 
 def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
-    """`dtype` as a NumPy dtype; a `ValueError` in the name of `call` unless it is a real
-    floating type."""
+    """Returns `dtype` as a NumPy dtype; raises a `ValueError` in the name of `call` unless it is a
+    real floating-point type.
+    """
     try:
         if dtype is None or eqx.is_array(dtype):
             raise TypeError  # NumPy would take `None` for float64, and an array for its dtype.
@@ -45,7 +47,7 @@ def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
     except TypeError as e:
         raise ValueError(
             f"`{call}` needs a floating-point dtype such as jnp.float16 or 'bfloat16', but got "
-            f"{dtype!r}, which is no dtype."
+            f"{dtype!r}, which is not a dtype."
         ) from e
     if not jnp.issubdtype(out, jnp.floating):
         raise ValueError(
@@ -55,9 +57,39 @@ def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
     return out
 
 
+def as_half_dtype(dtype: Any, call: str) -> np.dtype:
+    """Returns `dtype` as a NumPy dtype; raises a `ValueError` in the name of `call` unless it is
+    float16 or bfloat16.
+    """
+    out = as_floating_dtype(dtype, call)
+    if not is_half(out):
+        raise ValueError(f"`{call}` takes float16 or bfloat16 as `dtype`, but got {out.name}.")
+    return out
+
+
 def is_integer(x: Any) -> bool:
     """Returns whether `x` is an integer of Python or NumPy, and no bool."""
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
+
+
+def check_bool(value: Any, call: str, name: str, meaning: str) -> bool:
+    """Returns a bool; raises a `TypeError` in the name of `call` unless it is one."""
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(
+            f"`{call}` takes a bool as `{name}`, {meaning}, but got {in_a_line(value)}. "
+            "It decides which program is compiled: under `jit` it is static."
+        )
+    return bool(value)
+
+
+def check_integer(value: Any, call: str, name: str, least: int = 1) -> int:
+    """Returns an integer; raises a `ValueError` in the name of `call` unless it is one of `least`
+    or more.
+    """
+    if not is_integer(value) or value < least:
+        what = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        raise ValueError(f"`{call}` needs {what} as `{name}`, but got {value!r}.")
+    return int(value)
 
 
 def is_real(x: Any) -> bool:
@@ -71,7 +103,8 @@ def is_half(dtype: Any) -> bool:
 
 
 def wide(dtype: Any) -> np.dtype:
-    """The dtype in which values of `dtype` are accumulated: float32, or float64 for float64.
+    """Returns the dtype in which values of `dtype` are accumulated: float32, or float64 for
+    float64.
 
     Unlike `jnp.promote_types`, it works under strict promotion too.
     """
@@ -93,7 +126,7 @@ def _half_name(dtype: Any, call: str) -> str:
 
 
 def half_precision_datatype() -> np.dtype:
-    """The dtype that *half precision* means at present: float16 (the default) or bfloat16.
+    """Returns the dtype that *half precision* means at present: float16 (the default) or bfloat16.
 
     **Returns:**
 
@@ -146,8 +179,9 @@ SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
 
 
 def largest_scale(dtype: Any) -> float:
-    """The largest power of two that `dtype` holds and that is a scale: 2^15 for float16, 2^126
-    for bfloat16."""
+    """Returns the largest power of two that `dtype` holds and that is a scale: 2^15 for float16,
+    2^126 for bfloat16.
+    """
     return min(float(2.0 ** (int(jnp.finfo(dtype).maxexp) - 1)), LARGEST_SCALE)
 
 
@@ -168,8 +202,9 @@ def asked_of_context() -> tuple[str, str] | None:
 
 
 def half_behind() -> np.dtype | None:
-    """The half precision that was asked for around here; `None` where nobody did, as in a
-    float32 baseline or where a model is evaluated."""
+    """Returns the half precision that the context asks for, or `None` if it asks for none, as in a
+    float32 baseline or where a model is evaluated.
+    """
     asked = _asked_context.value
     return None if asked is None else _HALF[asked[1]]
 
@@ -219,7 +254,8 @@ def highest_precision() -> Iterator[None]:
 @contextmanager
 def precision_gives_way() -> Iterator[None]:
     """A context in which half precision is asked for: a default precision that was set before, for
-    float32 products, is no wish of what runs in here. One that is set in here is."""
+    float32 products, does not apply to what runs in here. One that is set in here does.
+    """
     if _default_precision.value == _ASKED:
         yield
     else:
@@ -229,8 +265,9 @@ def precision_gives_way() -> Iterator[None]:
 
 @contextmanager
 def precision_of_user() -> Iterator[None]:
-    """A context in which a program is traced without the default precision that gives way: for
-    interpreters, to which a precision that a product asks for is the program's own wish."""
+    """A context in which a program is traced without the default precision that gives way:
+    interpreters take a precision that a product asks for as the program's own wish.
+    """
     if _default_precision.value != (matmul_precision() or ""):
         yield
     else:

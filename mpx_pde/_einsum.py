@@ -1,4 +1,6 @@
-"""[`jax.numpy.matmul`][] as a mixed product, and [`jax.numpy.einsum`][] as a chain of them."""
+"""[`jax.numpy.matmul`][] as a mixed product, and [`jax.numpy.einsum`][] as a chain of mixed
+products.
+"""
 
 from functools import partial
 
@@ -20,7 +22,7 @@ def mixed_matmul(
     dtype: DTypeLike | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "..."]:
-    """[`jax.numpy.matmul`][] by [`mpx_pde.mixed_dot_general`][].
+    """Multiplies as [`jax.numpy.matmul`][] does, by [`mpx_pde.mixed_dot_general`][].
 
     **Arguments:**
 
@@ -101,7 +103,7 @@ def mixed_einsum(
     dtype: DTypeLike | None = None,
     out_dtype: DTypeLike | None = None,
 ) -> Float[Array, "..."]:
-    """[`jax.numpy.einsum`][] by [`mpx_pde.mixed_dot_general`][].
+    """Evaluates [`jax.numpy.einsum`][] by [`mpx_pde.mixed_dot_general`][].
 
     Every pairwise product (in the order that `jax.numpy.einsum_path` picks) is one mixed product;
     sums over an index of a single operand are taken in float32 first.
@@ -172,7 +174,9 @@ def _without_broadcasts(
 
 
 def _einsum_letters(subscripts: str, ndims: list[int], call: str) -> tuple[list[str], str]:
-    """The subscripts of each operand and of the result, ellipses and output spelled out."""
+    """Returns the subscripts of each operand and of the result, with ellipses and the output
+    spelled out.
+    """
     text = subscripts.replace(" ", "")
     left, arrow, output = text.partition("->")
     inputs = left.split(",")

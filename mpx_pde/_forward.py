@@ -1,4 +1,4 @@
-"""The precision of the forward pass, where it is another than that of the backward pass."""
+"""The precision of the forward pass, where it differs from that of the backward pass."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,7 +35,7 @@ def options_of(rung: str) -> dict[str, Any]:
 
 
 def check_rung(rung: Any, call: str, name: str) -> str:
-    """`rung` if it is one of `RUNGS`, else a `ValueError` in the name of `call`."""
+    """Returns `rung`; raises a `ValueError` in the name of `call` unless it is one of `RUNGS`."""
     if rung not in RUNGS:
         raise ValueError(
             f"`{call}` takes {', '.join(map(repr, RUNGS))} in `{name}`, but got {rung!r}."
@@ -44,7 +44,8 @@ def check_rung(rung: Any, call: str, name: str) -> str:
 
 
 class Forward(NamedTuple):
-    """The precision of a loss while it is traced: of its forward pass and of its backward pass.
+    """The precision of a loss while it is traced: one for its forward pass and one for its backward
+    pass.
 
     **Attributes:**
 
@@ -97,7 +98,9 @@ def forward_in(forward: Forward | None) -> Iterator[None]:
 
 
 def check_forward(precision: Any, call: str) -> str:
-    """`precision` if it is one of `FORWARDS`, else a `ValueError` in the name of `call`."""
+    """Returns `precision`; raises a `ValueError` in the name of `call` unless it is one of
+    `FORWARDS`.
+    """
     if precision not in FORWARDS:
         raise ValueError(
             f"`{call}` takes {', '.join(map(repr, FORWARDS))} as `forward`, but got {precision!r}."

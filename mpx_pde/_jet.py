@@ -1,4 +1,4 @@
-"""Taylor mode of JAX: the rule of mixed products for `jax.experimental.jet`."""
+"""The rule of mixed products for JAX's Taylor mode, `jax.experimental.jet`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +15,7 @@ from ._dtypes import wide
 def _cauchy_product(
     primitive: Any, primals: Sequence, series: Sequence, **params: Any
 ) -> tuple[Array, list[Array]]:
-    """The coefficients of a product from those of its factors, summed in float32."""
+    """Returns the coefficients of a product from those of its factors, summed in float32."""
     xs, ys = ([primal, *terms] for primal, terms in zip(primals, series, strict=True))
     out_dtype = params["out_dtype"]
     params = {**params, "out_dtype": wide(out_dtype)}

@@ -17,30 +17,25 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from ._cast import is_inexact, widen
 from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE, half_precision_datatype, largest_scale
-from ._repr import brief, described, number, skips
+from ._repr import described, in_a_line, number, skips
 from ._tree import check_flag, with_fields
 from ._types import BoolLike, PyTree, ScalarLike
 
 
-def _multiply(tree: PyTree, factor: Float32[Array, ""], operation: Callable) -> PyTree:
-    """`operation(x, factor)` for every inexact array `x`, computed in float32 or wider; the result
-    is in the dtype it was computed in."""
-
-    def leaf(x):
-        if not is_inexact(x):
-            return x
-        wide = jnp.asarray(widen(x))
-        # A complex `x` takes the factor as a complex number, which is as exact.
-        return operation(wide, factor.astype(wide.dtype))
-
-    return jtu.tree_map(leaf, tree)
+def scaled_leaf(x: Any, factor: Any, operation: Callable = jnp.multiply) -> Any:
+    """Returns `operation(x, factor)`, computed in float32 or wider, or `x` itself if it is not
+    inexact.
+    """
+    if not is_inexact(x):
+        return x
+    wide = jnp.asarray(widen(x))
+    # A complex `x` takes the factor as a complex number, which is as exact.
+    return operation(wide, jnp.asarray(factor).astype(wide.dtype))
 
 
-def _scale(tree: PyTree, factor: Float32[Array, ""]) -> PyTree:
-    def back(x, scaled):
-        return scaled.astype(jnp.result_type(x)) if is_inexact(x) else x
-
-    return jtu.tree_map(back, tree, _multiply(tree, factor, jnp.multiply))
+def multiply(x: Any, factor: Any) -> Any:
+    """Returns `x * factor` in the dtype of `x`, computed in float32 or wider."""
+    return scaled_leaf(x, factor).astype(jnp.result_type(x)) if is_inexact(x) else x
 
 
 def _positive_scalar(value: Any, call: str, name: str) -> None:
@@ -83,7 +78,7 @@ def _counter(value: Any, call: str) -> Int32[Array, ""]:
 
 
 def _power_of_two(x: float) -> float:
-    """The largest power of two that is not above `x`."""
+    """Returns the largest power of two that is not above `x`."""
     return math.ldexp(1.0, math.frexp(x)[1] - 1)
 
 
@@ -105,7 +100,9 @@ class AbstractLossScaling(eqx.Module):
 
     @abc.abstractmethod
     def adjust(self, grads_finite: BoolLike) -> "AbstractLossScaling":
-        """The scaling for the next step, given whether this step's gradients were finite."""
+        """Returns the scaling for the next step, given whether this step's gradients were
+        finite.
+        """
 
 
 class NoOpLossScaling(AbstractLossScaling):
@@ -113,7 +110,7 @@ class NoOpLossScaling(AbstractLossScaling):
 
     @property
     def loss_scaling(self) -> Float32[Array, ""]:
-        """The scale, 1."""
+        """Returns the scale, 1."""
         return jnp.ones((), jnp.float32)
 
     def scale(self, tree: PyTree) -> PyTree:
@@ -159,14 +156,14 @@ class StaticLossScaling(AbstractLossScaling):
         Products are taken in float32 (float64 for float64) and rounded back to the dtype of the
         leaf; other leaves pass through.
         """
-        return _scale(tree, self.loss_scaling)
+        return jtu.tree_map(lambda x: multiply(x, self.loss_scaling), tree)
 
     def unscale(self, tree: PyTree) -> PyTree:
         """Divides the floating-point leaves of `tree` by the scale.
 
         The result is float32 (float64 for float64); other leaves pass through.
         """
-        return _multiply(tree, self.loss_scaling, jnp.divide)
+        return jtu.tree_map(lambda x: scaled_leaf(x, self.loss_scaling, jnp.divide), tree)
 
     def adjust(self, grads_finite: BoolLike) -> "StaticLossScaling":
         """Returns the scaling itself."""
@@ -216,7 +213,7 @@ class DynamicLossScaling(AbstractLossScaling):
     ):
         """**Arguments:**
 
-        - `loss_scaling`: the first scale, a number or a scalar array. What is no power of two is
+        - `loss_scaling`: the first scale, a number or a scalar array. What is not a power of two is
             rounded down to one.
         - `min_loss_scaling`: the scale never falls below it. It lies below 1 because the residual
             of a PDE can start at 1e4 and more.
@@ -229,8 +226,8 @@ class DynamicLossScaling(AbstractLossScaling):
             for a loss that is a mean over very many points.
 
         **Raises:** `ValueError` for a scale that is not positive, finite and scalar or lies outside
-        of its bounds, a `factor` that is no power of two above 1, a `period` below 1, or a
-        `counter` that is no such integer.
+        of its bounds, a `factor` that is not a power of two above 1, a `period` below 1, or a
+        `counter` that is not such an integer.
         """
         call = "DynamicLossScaling"
         self.min_loss_scaling = _power_of_two(_static(min_loss_scaling, call, "min_loss_scaling"))
@@ -291,17 +288,17 @@ class DynamicLossScaling(AbstractLossScaling):
         Products are taken in float32 (float64 for float64) and rounded back to the dtype of the
         leaf, so the scale itself is never rounded; other leaves pass through.
         """
-        return _scale(tree, self.loss_scaling)
+        return jtu.tree_map(lambda x: multiply(x, self.loss_scaling), tree)
 
     def unscale(self, tree: PyTree) -> PyTree:
         """Divides the floating-point leaves of `tree` by the scale.
 
         The result is float32 (float64 for float64); other leaves pass through.
         """
-        return _multiply(tree, self.loss_scaling, jnp.divide)
+        return jtu.tree_map(lambda x: scaled_leaf(x, self.loss_scaling, jnp.divide), tree)
 
     def adjust(self, grads_finite: BoolLike) -> "DynamicLossScaling":
-        """The scaling for the next step.
+        """Returns the scaling for the next step.
 
         **Arguments:**
 
@@ -320,28 +317,37 @@ class DynamicLossScaling(AbstractLossScaling):
         grown = jnp.maximum(grown, self.loss_scaling)  # a scale that started above the cap
         shrunk = jnp.maximum(self.loss_scaling / self.factor, self.min_loss_scaling)
         kept = jnp.where(grow, grown, self.loss_scaling)
-        skipped = jnp.where(finite, 0, 1)
         return with_fields(
             self,
             loss_scaling=jnp.where(finite, kept, shrunk),
             counter=jnp.where(finite & ~grow, counted, 0),
-            skipped_steps=self.skipped_steps + skipped,
-            consecutive_skips=(self.consecutive_skips + 1) * skipped,
-            taken_steps=self.taken_steps + 1 - skipped,
+            **counted_steps(self, finite),
         )
 
 
+def counted_steps(scaling: Any, taken: Bool[Array, ""]) -> dict[str, Int32[Array, ""]]:
+    """Returns the counts of steps of a scaling after one that was taken or skipped."""
+    skipped = jnp.where(taken, 0, 1)
+    return {
+        "skipped_steps": scaling.skipped_steps + skipped,
+        "consecutive_skips": (scaling.consecutive_skips + 1) * skipped,
+        "taken_steps": scaling.taken_steps + 1 - skipped,
+    }
+
+
 def check_scaling(scaling: Any, call: str, name: str = "scaling") -> None:
-    """A `TypeError` in the name of `call` unless `scaling` is a loss scaling."""
+    """Raises a `TypeError` in the name of `call` unless `scaling` is a loss scaling."""
     if not isinstance(scaling, AbstractLossScaling):
         raise TypeError(
             f"`{call}` needs a loss scaling as `{name}`, such as `mpx_pde.DynamicLossScaling()` "
-            f"or `mpx_pde.NoOpLossScaling()`, but got {brief(scaling)}."
+            f"or `mpx_pde.NoOpLossScaling()`, but got {in_a_line(scaling)}."
         )
 
 
 def split_aux(out: Any, call: str) -> tuple[Any, Any]:
-    """`(loss, aux)` as a function returned it; a `TypeError` in the name of `call` for else."""
+    """Splits what a function returned into `(loss, aux)`; raises a `TypeError` in the name of
+    `call` if it is not such a pair.
+    """
     if not isinstance(out, tuple) or len(out) != 2:
         raise TypeError(
             f"`{call}` with `has_aux=True` needs a function that returns `(loss, aux)`, but it "
@@ -353,7 +359,7 @@ def split_aux(out: Any, call: str) -> tuple[Any, Any]:
 def scaled(
     func: Callable[..., Any], scaling: AbstractLossScaling, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """A function whose value is that of `func`, multiplied by the loss scale.
+    """Returns a function whose value is that of `func`, multiplied by the loss scale.
 
     **Arguments:**
 

@@ -1,4 +1,4 @@
-"""Hints on errors that JAX raises in code that was cast to half precision, or traced for it."""
+"""Hints on errors that JAX raises in code that was cast to half precision, or is traced for it."""
 
 import re
 from collections.abc import Iterator

@@ -1,6 +1,7 @@
 """The order of a backward pass, and what it writes."""
 
 import functools as ft
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,8 +15,8 @@ from ._varying import match_varying_axes
 
 
 def gradients_in_turn(layer: Any, x: Any) -> tuple[Any, Any]:
-    """A layer and what enters it, as they are. In the backward pass the cotangent of what enters
-    goes on to the layer before when the gradient of this layer is there.
+    """Returns a layer and its input unchanged. In the backward pass the cotangent of the input goes
+    on to the layer before only when the gradient of this layer is there.
 
     Compiling for several GPUs, XLA else puts the weight gradients of all layers off to the end, and
     activations and cotangents wait for them: a data-parallel step of a Fourier neural operator
@@ -37,7 +38,8 @@ _spread_p = Primitive("spread")
 
 
 def rounded_cotangent(x: Array, dtype: Any) -> Array:
-    """`x` as it is. Its cotangent is rounded to `dtype`, and written to memory as that.
+    """Returns `x` unchanged. Its cotangent is rounded to `dtype`, and written to memory in that
+    dtype.
 
     For the sum of a product and a bias. The product takes its cotangent in half precision anyway;
     without this the bias takes it in float32, and XLA, for which a cast to half and back is
@@ -48,7 +50,7 @@ def rounded_cotangent(x: Array, dtype: Any) -> Array:
 
 
 def shared(x: Any, count: int) -> list[Any]:
-    """`x`, an array or a constant, once for each of several products with it.
+    """Returns `x`, an array or a constant, once for each of several products with it.
 
     Its cotangents are added up so that a GPU accumulates each onto what the products before it have
     summed. Of the order in which JAX adds them, XLA makes every other one a kernel of its own.
@@ -57,13 +59,15 @@ def shared(x: Any, count: int) -> list[Any]:
 
 
 def written_in(x: Array, dtype: Any) -> Array:
-    """A float32 `x` as it is, rounded to `dtype` and written to memory as that. Not on a CPU, which
-    widens what it has rounded."""
+    """Returns a float32 `x` rounded to `dtype` and back, and writes it to memory in `dtype`. A CPU,
+    which widens what it has rounded, returns `x` itself.
+    """
     return _written_in_p.bind(x, dtype=jnp.dtype(dtype))
 
 
 def read_at_once(x: Array) -> Array:
-    """`x` as it is, for all that reads it in one go. Its cotangent is not held up.
+    """Returns `x` unchanged, and lets everything that reads it do so in one kernel. Its cotangent
+    is not held up.
 
     XLA for GPUs makes one kernel of whatever reads the same array, such as an activation and the
     copy in half precision that is kept for the backward pass, but not of what reads the result of a
@@ -73,8 +77,8 @@ def read_at_once(x: Array) -> Array:
 
 
 def add_product(x: Array, product: Array) -> Array:
-    """The sum of a float32 array that is `written_in` half precision and a product in that, in the
-    dtype of the product.
+    """Adds a product in half precision to a float32 array that is `written_in` that precision. The
+    sum has the dtype of the product.
 
     As a GPU adds it: the product is accumulated onto what is there, in float32. Elsewhere both are
     widened.
@@ -83,7 +87,7 @@ def add_product(x: Array, product: Array) -> Array:
 
 
 def batch_behind(x: Array, axis: int = 0) -> Array:
-    """`x` as it is, with the axis of a `vmap` behind this axis, the channels.
+    """Returns `x` unchanged, with the axis of a `vmap` behind `axis`, the axis of the channels.
 
     JAX puts it where the operation before has it, or to the front (`jax.checkpoint`). Where the
     next one has channels and grid in view, another order of the two is a copy of the field.
@@ -92,7 +96,8 @@ def batch_behind(x: Array, axis: int = 0) -> Array:
 
 
 def spread(x: Array, like: Array) -> Array:
-    """A value for each channel as a field of the shape of `like`, whose axis of a `vmap` it has.
+    """Broadcasts a value for each channel to the shape of the field `like`, with the same axis of a
+    `vmap`.
 
     JAX moves the axis of a `vmap` to the front where a field meets an array that has none.
     """
@@ -135,38 +140,13 @@ def _transpose_shared(cotangents, x, *, count):
     return [ft.reduce(lambda total, c: c + total, found[::-1]) if found else ad.Zero(x.aval)]
 
 
-def _transpose_rounded(cotangent, x, *, dtype):
-    del x
-    if isinstance(cotangent, ad.Zero):
-        return [cotangent]
+def _rounded(cotangent, *, dtype):
     half = _written_p.bind(lax.convert_element_type(cotangent, dtype))
-    return [lax.convert_element_type(half, cotangent.dtype)]
-
-
-def _transpose_written(cotangent, x):
-    del x
-    zero = isinstance(cotangent, ad.Zero)
-    return [cotangent if zero else _written_p.bind(cotangent)]
-
-
-def _transpose_read(cotangent, x):
-    del x
-    return [cotangent]
-
-
-def _transpose_behind(cotangent, x, *, axis):
-    del x
-    zero = isinstance(cotangent, ad.Zero)
-    return [cotangent if zero else _behind_p.bind(cotangent, axis=axis)]
+    return lax.convert_element_type(half, cotangent.dtype)
 
 
 def _batch_behind(args, dims, *, axis):
     return _behind_p.bind(jnp.moveaxis(args[0], dims[0], axis + 1), axis=axis), axis + 1
-
-
-def _transpose_written_in(cotangent, x, *, dtype):
-    del x, dtype
-    return [cotangent]
 
 
 def _half_and_back(x, *, dtype):
@@ -206,8 +186,21 @@ def _identity(x, **_):
     return x
 
 
-def _batch(primitive, args, dims, **params):
-    return primitive.bind(*args, **params), dims[0]
+def _define_identity(primitive: Primitive, of_cotangent: Callable = _identity) -> None:
+    """Defines a primitive that returns its operand, and `of_cotangent` of its cotangent."""
+
+    def transpose(cotangent, x, **params):
+        del x
+        zero = isinstance(cotangent, ad.Zero)
+        return [cotangent if zero else of_cotangent(cotangent, **params)]
+
+    def batch(args, dims, **params):
+        return primitive.bind(*args, **params), dims[0]
+
+    primitive.def_impl(_identity)
+    primitive.def_abstract_eval(_identity)
+    ad.deflinear2(primitive, transpose)
+    batching.primitive_batchers[primitive] = batch
 
 
 def _repeated(x, *, count):
@@ -224,17 +217,11 @@ batching.primitive_batchers[_shared_p] = lambda args, dims, *, count: (
 mlir.register_lowering(_shared_p, mlir.lower_fun(_repeated, multiple_results=True))
 
 
-for _primitive, _transpose in (
-    (_rounded_p, _transpose_rounded),
-    (_written_p, _transpose_written),
-    (_written_in_p, _transpose_written_in),
-    (_behind_p, _transpose_behind),
-    (_read_at_once_p, _transpose_read),
-):
-    _primitive.def_impl(_identity)
-    _primitive.def_abstract_eval(_identity)
-    ad.deflinear2(_primitive, _transpose)
-    batching.primitive_batchers[_primitive] = ft.partial(_batch, _primitive)
+_define_identity(_rounded_p, _rounded)
+_define_identity(_written_p, _written_p.bind)
+_define_identity(_written_in_p)
+_define_identity(_behind_p, _behind_p.bind)
+_define_identity(_read_at_once_p)
 batching.primitive_batchers[_behind_p] = _batch_behind
 _add_product_p.def_impl(jax.jit(_add_widened))
 _add_product_p.def_abstract_eval(lambda x, product: product)

@@ -10,16 +10,16 @@ from jaxtyping import PyTree
 
 from ._cast import cast_except, cast_operands, is_inexact, widen
 from ._dtypes import (
-    as_floating_dtype,
+    as_half_dtype,
     half_precision,
     half_precision_datatype,
     highest_precision,
-    is_half,
 )
+from ._wrapper import AbstractWrapper, check_callable
 
 
 def refined(fun: Callable, *, dtype: Any = None, keep_full: PyTree = False) -> Callable:
-    """A function whose value is that of float32 and whose derivative is that of half precision.
+    """Returns a function with the value of float32 and the derivative of half precision.
 
     Each floating-point output is `half + stop_gradient(full - half)`: `full` comes from the
     arguments as they are, with products at the highest precision, and leaves nothing in memory;
@@ -53,27 +53,19 @@ def refined(fun: Callable, *, dtype: Any = None, keep_full: PyTree = False) -> C
     float32 (float64 where `fun` returns that). Derivatives in forward mode, too, are those of the
     half evaluation.
 
-    **Raises:** `TypeError` if `fun` cannot be called, `ValueError` for a `dtype` that is no half
+    **Raises:** `TypeError` if `fun` cannot be called, `ValueError` for a `dtype` that is not a half
     type or a `keep_full` that does not fit.
     """
     call = "refined"
-    if not callable(fun):
-        raise TypeError(f"`{call}` takes a function of the model, but got {fun!r}.")
-    if dtype is not None:
-        dtype = as_floating_dtype(dtype, call)
-        if not is_half(dtype):
-            raise ValueError(f"`{call}` takes float16 or bfloat16 as `dtype`, got {dtype.name}.")
+    check_callable(fun, call)
+    dtype = None if dtype is None else as_half_dtype(dtype, call)
     return eqx.module_update_wrapper(_Refined(fun, dtype, keep_full))
 
 
-class _Refined(eqx.Module):
+class _Refined(AbstractWrapper):
     fun: Any
     dtype: Any = eqx.field(static=True)
     keep_full: PyTree
-
-    @property
-    def __wrapped__(self):
-        return self.fun
 
     def __call__(self, /, *args, **kwargs):
         dtype = half_precision_datatype() if self.dtype is None else self.dtype
@@ -88,9 +80,6 @@ class _Refined(eqx.Module):
         with half_precision(dtype):
             half = cast_operands(self.fun, dtype)(*cast_args, **kwargs)
         return jtu.tree_map(_refine, full, half)
-
-    def __get__(self, instance: Any, owner: Any = None):
-        return self if instance is None else eqx.Partial(self, instance)
 
 
 def _refine(full: Any, half: Any) -> Any:

@@ -1,6 +1,7 @@
 """Short forms of states and of wrong arguments, also without values."""
 
 import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -10,7 +11,7 @@ from jax.core import Tracer
 
 
 def number(x: Any) -> str:
-    """A scalar, or a few of them, for reading; or what is known of an array without values."""
+    """Formats a scalar, or a few of them; or what is known of an array without values."""
     if isinstance(x, Tracer | jax.ShapeDtypeStruct) or np.size(x) > 8:
         return f"{x.dtype}{[*x.shape]}"
     if np.ndim(x):
@@ -22,7 +23,7 @@ def number(x: Any) -> str:
 
 
 def by_name(names: tuple[str, ...], values: Any, prefix: str = "") -> str:
-    """`{x: …, y: …}`, or `{each: …}` for what is the same for all."""
+    """Formats values as `{x: …, y: …}`, or as `{each: …}` if they are the same for all names."""
     if not isinstance(values, list):
         if isinstance(values, Tracer | jax.ShapeDtypeStruct) or np.ndim(values) != 1:
             return f"{prefix}{number(values)}"
@@ -39,7 +40,7 @@ def skips(scaling: Any) -> str:
 
 
 def described(obj: Any, *parts: str) -> str:
-    """`Name(part)`, or with a line for each part."""
+    """Formats an object as `Name(part)`, or with a line for each part."""
     name = type(obj).__name__
     if len(parts) == 1:
         return f"{name}({parts[0]})"
@@ -47,7 +48,18 @@ def described(obj: Any, *parts: str) -> str:
     return f"{name}(\n  " + ",\n  ".join(lines) + "\n)"
 
 
-def brief(value: Any) -> str:
-    """Describes a wrong argument for an error: its type, and its value if that is short."""
-    text, kind = repr(value), type(value).__name__
-    return f"{kind}: {text}" if len(text) <= 80 and "\n" not in text else f"a {kind}"
+def in_a_line(x: Any) -> str:
+    """Describes a wrong argument for an error: by its type where its text is long, as that of a
+    model is.
+    """
+    text = repr(x)
+    return text if len(text) <= 80 and "\n" not in text else f"a `{type(x).__name__}`"
+
+
+def table(rows: Sequence[Sequence[str]], left: Collection[int] = (0,)) -> list[str]:
+    """Formats the rows of a table as lines, with the columns in `left` aligned to the left and the
+    others to the right.
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    pad = lambda i, cell: cell.ljust(widths[i]) if i in left else cell.rjust(widths[i])
+    return ["  ".join(pad(i, cell) for i, cell in enumerate(row)).rstrip() for row in rows]

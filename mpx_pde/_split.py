@@ -28,12 +28,13 @@ whose product is taken."""
 
 
 def split_by_hardware(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
-    """A split product by the units of a GPU or TPU."""
+    """Takes a split product by the units of a GPU or TPU."""
     return product(x, y, precision=SPLIT_PRODUCTS[algorithm], preferred_element_type=x.dtype)
 
 
 def split_product(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
-    """A split product of float32 arrays as hardware for it computes one, on any.
+    """Takes a split product of float32 arrays on any device, with the numbers that hardware for it
+    computes.
 
     Operands are cut into parts of 8 (bfloat16) or 11 (TF32) significant bits, each the rest of what
     is before it, rounded to the nearest. Products of parts are exact in float32, and are summed
@@ -46,7 +47,7 @@ def split_product(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
         for _ in range(parts):
             high = lax.reduce_precision(z, 8, bits)
             out.append(high)
-            # Of what is infinite there is no rest.
+            # An infinity has no remainder.
             z = jnp.where(jnp.isfinite(high), z - high, jnp.zeros_like(z))
         return out
 
@@ -62,5 +63,5 @@ def split_product(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
     if not rest:
         return first
     low = sum(rest[1:], rest[0])  # small ones first
-    # An infinity times the rest of a number that has none is no number.
+    # Infinity times a remainder of 0 is NaN.
     return first + jnp.where(jnp.isnan(low), jnp.zeros_like(low), low)

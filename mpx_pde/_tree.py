@@ -12,15 +12,8 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from ._cast import is_inexact, widen
+from ._repr import in_a_line
 from ._types import BoolLike, PyTree
-
-
-def in_a_line(x: Any) -> str:
-    """Describes an argument for an error: by its type where its text is long, as that of a model
-    is.
-    """
-    text = repr(x)
-    return text if len(text) <= 80 and "\n" not in text else f"a `{type(x).__name__}`"
 
 
 def _inexact_leaves(tree: PyTree) -> list[Array]:
@@ -63,7 +56,7 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
 
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:
-    """The Euclidean norm of all floating-point and complex arrays in a PyTree together.
+    """Returns the Euclidean norm of all floating-point and complex arrays in a PyTree together.
 
     Squares and sums are taken in float32 (float64 for float64 leaves): the square of 300 is
     infinite in float16.
@@ -82,7 +75,9 @@ def global_norm(tree: PyTree) -> Float[Array, ""]:
 
 
 def check_flag(pred: Any, call: str, name: str) -> Bool[Array, ""]:
-    """`pred` as a scalar bool array; a `TypeError` in the name of `call` if it is none."""
+    """Returns `pred` as a scalar bool array; raises a `TypeError` in the name of `call` if it is
+    not one.
+    """
     shape, dtype = np.shape(pred), getattr(pred, "dtype", type(pred))
     if shape != () or dtype not in (bool, jnp.bool_):
         raise TypeError(
@@ -99,7 +94,7 @@ def is_key(x: Any) -> bool:
 
 
 def check_key(key: Any, call: str) -> None:
-    """A `TypeError` in the name of `call` unless `key` is a key of `jax.random`."""
+    """Raises a `TypeError` in the name of `call` unless `key` is a key of `jax.random`."""
     dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
     if dtype is not None:
         if is_key(key) and shape == ():
@@ -113,7 +108,7 @@ def check_key(key: Any, call: str) -> None:
 
 
 def check_same_structure(call: str, a_name: str, a: PyTree, b_name: str, b: PyTree) -> None:
-    """A `ValueError` in the name of `call` unless both trees have the same structure."""
+    """Raises a `ValueError` in the name of `call` unless both trees have the same structure."""
     if jtu.tree_structure(a) == jtu.tree_structure(b):
         return
     a_paths, b_paths = ({jtu.keystr(p) for p, _ in jtu.tree_leaves_with_path(t)} for t in (a, b))
@@ -127,8 +122,10 @@ def check_same_structure(call: str, a_name: str, a: PyTree, b_name: str, b: PyTr
 
 
 def first_difference(wanted: PyTree, given: PyTree) -> str | None:
-    """The first leaf of `given`, `None` included, that has another path, shape or dtype than in
-    `wanted`, or, if it is no array, another value."""
+    """Describes the first leaf of `given`, `None` included, that has another path, shape or dtype
+    than in `wanted`, or another value if it is not an array. Returns `None` if there is no such
+    leaf.
+    """
     told = lambda x: f"{x.dtype}{[*x.shape]}" if hasattr(x, "shape") else repr(x)
     should, has = (
         {
@@ -145,7 +142,7 @@ def first_difference(wanted: PyTree, given: PyTree) -> str | None:
 
 
 def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
-    """The PyTree `a` where `pred` is true, else `b`, leaf by leaf.
+    """Selects the PyTree `a` where `pred` is true and `b` where it is not, leaf by leaf.
 
     Use it to roll back what a skipped step must not change, such as the running statistics of a
     BatchNorm:
@@ -164,7 +161,7 @@ def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
 
     A PyTree of that structure; the arrays are bit-identical to those selected.
 
-    **Raises:** `TypeError` if `pred` is no scalar bool, `ValueError` if the trees do not match.
+    **Raises:** `TypeError` if `pred` is not a scalar bool, `ValueError` if the trees do not match.
     """
     call = "select_tree"
     pred = check_flag(pred, call, "pred")
@@ -186,7 +183,7 @@ def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
 
 
 def with_fields(module: Any, **fields: Any) -> Any:
-    """A module with other values in some of its fields; of the same structure."""
+    """Returns a module of the same structure with other values in some of its fields."""
     where = lambda m: [getattr(m, name) for name in fields]
     return eqx.tree_at(where, module, list(fields.values()))
 

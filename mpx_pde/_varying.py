@@ -1,4 +1,4 @@
-"""JAX's marks on what may differ between the devices of a `shard_map`.
+"""JAX's marks on values that may differ between the devices of a `shard_map`.
 
 JAX's own operations mark an operand that is the same on all devices where it meets one that is not;
 its primitives do not. The transpose of the mark is the sum over devices.
@@ -33,7 +33,7 @@ def size_of_axis(axis_name: Any, call: str) -> int:
 
 
 def varying_axes(x: Any) -> frozenset[str]:
-    """The mesh axes along which an array, or what has its type, may differ."""
+    """Returns the mesh axes along which an array, or an array of this type, may differ."""
     aval: Any = x if isinstance(x, ShapedArray) else jax.typeof(x)
     # JAX renamed the attribute between 0.10.0 and 0.10.2.
     return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
@@ -46,12 +46,12 @@ def varies(aval: Any) -> bool:
 
 
 def mark_varying(x: Any, axes: Iterable[str]) -> Any:
-    """`x`, marked along these axes as well."""
+    """Marks `x` as varying along these axes as well."""
     missing = tuple(sorted(frozenset(axes) - varying_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
 
 
 def match_varying_axes(*arrays: Any) -> list[Any]:
-    """Arrays that meet in an operation, each marked as all of them together are."""
+    """Marks arrays that meet in an operation so that all vary along the same axes."""
     every = frozenset().union(*map(varying_axes, arrays))
     return [mark_varying(x, every) for x in arrays]

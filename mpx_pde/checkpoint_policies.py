@@ -49,7 +49,7 @@ class _Translated:
 
 
 def translate(policy: Callable) -> Callable:
-    """A policy that answers for mixed products what `policy` answers for plain ones.
+    """Returns a policy that treats mixed products as `policy` treats plain ones.
 
     **Arguments:**
 
@@ -70,7 +70,7 @@ dots_with_no_batch_dims_saveable = translate(
 
 
 def offload_dot_with_no_batch_dims(offload_src: str, offload_dst: str) -> Callable:
-    """As `dots_with_no_batch_dims_saveable`, in another memory.
+    """Keeps what `dots_with_no_batch_dims_saveable` keeps, in another memory.
 
     **Arguments:**
 

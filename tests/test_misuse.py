@@ -109,7 +109,7 @@ TYPE_ERRORS = {
     # Gradients.
     "a number as scaling": (
         lambda: grad(total, 2.0**15),
-        ("`filter_grad`", "`scaling`", "DynamicLossScaling()", "float"),
+        ("`filter_grad`", "`scaling`", "DynamicLossScaling()", "32768.0"),
     ),
     "a class as scaling": (
         lambda: mpx.scaled(total, mpx.DynamicLossScaling),
@@ -437,7 +437,7 @@ def test_each_transformation_names_itself(name, mixed):
         make(3, SCALING)
     if mixed:
         with pytest.raises(
-            TypeError, match=rf"`{name}` .*`scaling`.*NoOpLossScaling\(\).*NoneType"
+            TypeError, match=rf"`{name}` .*`scaling`.*NoOpLossScaling\(\).*got None"
         ):
             make(total, None)
 

@@ -82,7 +82,8 @@ def scale_by_loss_scaling(
     *,
     scale_in_params: Callable[[PyTree], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that unscales its gradients, and skips the steps at which they are not finite.
+    """Wraps an optimizer so that it unscales its gradients, and skips the steps at which they are
+    not finite.
 
     For a closed loop that takes a loss and an optimizer, such as `jinns.solve`, where
     [`mpx_pde.filter_grad`][] and [`mpx_pde.optimizer_update`][] have no place. The loss must be
@@ -119,7 +120,7 @@ def scale_by_loss_scaling(
 
     **Raises:** `TypeError` for anything but an optimizer and a loss scaling, and for an extra
     argument of `update` that is a function; `ValueError` for a scaling that moves without
-    `scale_in_params`, and for a leaf that is no float32 scalar.
+    `scale_in_params`, and for a leaf that is not a float32 scalar.
 
     ```python
     params = {"net": jnp.ones(3), "scale": jnp.float32(2**15)}

@@ -1,4 +1,4 @@
-"""Spectral layers of others as those of this library, with their weights."""
+"""Conversion of the spectral layers of other libraries, with their weights."""
 
 import itertools
 from typing import Any
@@ -13,14 +13,17 @@ from ..nn import SpectralConv
 
 
 def _is_pdequinox(layer: Any) -> bool:
-    """Known by what it holds: pdequinox need not be installed."""
+    """Returns whether this is a spectral layer of pdequinox, by what it holds: pdequinox need not
+    be installed.
+    """
     names = ("num_spatial_dims", "num_modes", "weights_real", "weights_imag")
     return isinstance(layer, eqx.Module) and all(hasattr(layer, name) for name in names)
 
 
 def _ascending(weights: Float[Array, "groups outputs inputs *modes"]) -> Float[Array, "..."]:
-    """One array of all frequencies, those of an axis ascending, from one group of weights for each
-    choice of signs, of which that of the first axis changes fastest: `[*kept, inputs, outputs]`."""
+    """Joins the weights of each choice of signs, of which the sign of the first axis changes
+    fastest, to one array of all frequencies, ascending along each axis: `[*kept, inputs, outputs]`.
+    """
     dims = weights.ndim - 3
     groups = iter(weights)
     blocks = {}
@@ -50,8 +53,8 @@ def _converted(layer: Any, dtype: Any) -> SpectralConv:
 
 
 def convert_spectral_layers(model: PyTree, dtype: DTypeLike | None = None) -> PyTree:
-    """A model with the spectral convolutions of pdequinox replaced by
-    [`mpx_pde.nn.SpectralConv`][], with their weights.
+    """Replaces the spectral convolutions of pdequinox in a model by [`mpx_pde.nn.SpectralConv`][],
+    with their weights.
 
     The new layers compute the same function, in half precision too, where JAX has no FFT. What
     they keep is unchanged: frequencies -m … m - 1 of an axis for m of `num_modes`, and 0 … m - 1

@@ -2,8 +2,11 @@
 
 from ._drop_ins import grad as grad, hessian as hessian, jacfwd as jacfwd
 from ._evaluation import DerivativeReport as DerivativeReport
-from ._laplacian import laplacian as laplacian, linear_operator as linear_operator
-from ._partials import partials as partials
+from ._partials import (
+    laplacian as laplacian,
+    linear_operator as linear_operator,
+    partials as partials,
+)
 from ._scaling import Scaling as Scaling
 from ._seeds import scaled_jvp as scaled_jvp, scaled_vjp as scaled_vjp
 from ._state import DerivativeScaling as DerivativeScaling

@@ -9,14 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from .._repr import brief
-from .._tree import in_a_line
+from .._repr import in_a_line
 from ._names import split_names
-from ._scales import AbstractScales
+from ._state import DerivativeScaling
 
 
 class Term(NamedTuple):
-    """A derivative: of which output, in which directions (sorted), by what name."""
+    """A derivative: its name, its output, and its directions (sorted)."""
 
     name: str
     output: int
@@ -78,8 +77,8 @@ def check_network(fun: Any, call: str) -> None:
     except TypeError:
         at = ", ".join(f"point[{i}]" for i in range(max(2, len(signature.parameters))))
         raise TypeError(
-            f"`{call}` takes a function of one point, an array of all coordinates, but that which "
-            f"it got takes {signature}. Wrap it: `lambda point: fun({at})`."
+            f"`{call}` takes a function of one point, an array of all coordinates, but got one "
+            f"that takes {signature}. Wrap it: `lambda point: fun({at})`."
         ) from None
 
 
@@ -94,10 +93,10 @@ def check_alone(others: tuple[Any, ...], coords: tuple[str, ...], call: str) -> 
 
 
 def check_derivatives(scaling: Any, call: str) -> None:
-    if scaling is not None and not isinstance(scaling, AbstractScales):
+    if scaling is not None and not isinstance(scaling, DerivativeScaling):
         raise TypeError(
             f"`{call}` takes a `DerivativeScaling` as `scaling`, as the loss receives it in "
-            f"`derivatives`, or `None`, but got {brief(scaling)}."
+            f"`derivatives`, or `None`, but got {in_a_line(scaling)}."
         )
 
 
@@ -133,7 +132,7 @@ def check_factor(factor: Any, name: str, call: str) -> Any:
 
 
 def as_network(fun: Callable, outputs: tuple[str, ...], call: str) -> Callable:
-    """`fun` with its output as an array of shape `[outputs]`."""
+    """Wraps `fun` so that its output is an array of shape `[outputs]`."""
 
     def network(point):
         out = fun(point)
@@ -141,7 +140,7 @@ def as_network(fun: Callable, outputs: tuple[str, ...], call: str) -> Callable:
         if shape != (len(outputs),) and not (shape == () and len(outputs) == 1):
             what = f"shape {shape}" if shape is not None else f"{type(out).__name__}"
             raise ValueError(
-                f"`{call}` was told of {len(outputs)} outputs, {', '.join(outputs)}, but the "
+                f"`{call}` has {len(outputs)} `outputs`, {', '.join(outputs)}, but the "
                 f"network returned {what} for one point. It must return an array with an entry for "
                 "each of `outputs`" + (", or a scalar." if len(outputs) == 1 else ".")
             )
@@ -153,7 +152,7 @@ def as_network(fun: Callable, outputs: tuple[str, ...], call: str) -> Callable:
 
 
 def rows_of(
-    scales: AbstractScales | None, terms: Iterable[Term], coords: tuple[str, ...], call: str
+    scales: DerivativeScaling | None, terms: Iterable[Term], coords: tuple[str, ...], call: str
 ) -> dict[str, int]:
     """Maps the name of each term to the row that counts it and says by how much it is scaled.
     Raises a `ValueError` if the scaling does not know the term or a coordinate in it.

@@ -1,9 +1,11 @@
-"""`jax.grad`, `jax.jacfwd` and `jax.hessian` with scaled seeds, for losses written with those."""
+"""`jax.grad`, `jax.jacfwd` and `jax.hessian` with scaled seeds, for losses that are written with
+them.
+"""
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -15,10 +17,10 @@ from jaxtyping import Array
 from .._cast import widen
 from .._dtypes import is_integer
 from .._types import Names, PyTree
-from ._checks import Term, check_derivatives, check_fun, rows_of
+from ._checks import Term, check_derivatives, check_fun
 from ._evaluation import Evaluation
 from ._names import names_of
-from ._scales import AbstractScales
+from ._state import DerivativeScaling
 
 
 Argnums = int | tuple[int, ...]
@@ -36,7 +38,7 @@ class Derivative:
     fun: Callable
     taken: tuple[Argnums, ...]
     scalar: tuple[bool, ...]
-    scaling: AbstractScales | None
+    scaling: DerivativeScaling | None
     coords: tuple[str, ...] | None
     outputs: tuple[str, ...] | None
     call: str
@@ -97,7 +99,7 @@ class Derivative:
             return terms.setdefault(key, Term(unique, *key))
 
         def tree(chosen: tuple[int, ...], left: Sequence[Argnums]) -> PyTree:
-            """The names of all entries, in the structure that JAX has."""
+            """Returns the names of all entries, in the structure of JAX's result."""
             if left:
                 several = [tree((*chosen, i), left[1:]) for i in _indices(left[0])]
                 return tuple(several) if isinstance(left[0], tuple) else several[0]
@@ -107,11 +109,8 @@ class Derivative:
             return [term(o, tuple(dirs)).name for o, *dirs in entries], sizes
 
         names = tree((), self.taken)
-        rows = rows_of(self.scaling, terms.values(), coords, self.call)
-        evaluation = Evaluation(
-            self.call, fun, coords, outputs, tuple(terms.values()), (), rows, self.scaling, None
-        )
-        values = evaluation(point)
+        every = tuple(terms.values())
+        values = Evaluation(self.call, fun, coords, outputs, every, (), self.scaling, None)(point)
 
         def fill(leaf) -> Array:
             entries, sizes = leaf
@@ -150,28 +149,21 @@ def _indices(argnums: Argnums) -> tuple[int, ...]:
 
 
 def _places(args: tuple, used: Sequence[int], call: str) -> dict[int, tuple[int, ...]]:
-    """Returns, for each argument that is differentiated, the places of its entries in the point."""
-
-    def places() -> Iterator[tuple[int, tuple[int, ...]]]:
-        start = 0
-        for i in used:
-            if not eqx.is_array_like(args[i]) or np.ndim(args[i]) > 1 or not np.size(args[i]):
-                raise TypeError(
-                    f"`{call}` differentiates in scalars and in arrays with one axis, the "
-                    f"coordinates of one point, but the argument {i} is {_described(args[i])}. For "
-                    "many points use `jax.vmap`; the gradient of a loss in the parameters is "
-                    "`mpx_pde.filter_grad`'s."
-                )
-            size = int(np.size(args[i]))
-            yield i, tuple(range(start, start + size))
-            start += size
-
-    return dict(places())
-
-
-def _described(x: Any) -> str:
-    shape = getattr(x, "shape", None)
-    return f"a {type(x).__name__}" if shape is None else f"an array of shape {shape}"
+    """Returns the places in the point of the entries of each argument that is differentiated."""
+    places, start = {}, 0
+    for i in used:
+        x = args[i]
+        if not eqx.is_array_like(x) or np.ndim(x) > 1 or not np.size(x):
+            shape = getattr(x, "shape", None)
+            got = f"a {type(x).__name__}" if shape is None else f"an array of shape {shape}"
+            raise TypeError(
+                f"`{call}` differentiates in scalars and in arrays with one axis, the "
+                f"coordinates of one point, but the argument {i} is {got}. For many points use "
+                "`jax.vmap`; for the gradient of a loss in the parameters, `mpx_pde.filter_grad`."
+            )
+        places[i] = tuple(range(start, start + np.size(x)))
+        start += np.size(x)
+    return places
 
 
 def _differentiate(
@@ -196,17 +188,15 @@ def _differentiate(
     taken: Argnums = tuple(int(i) for i in numbers) if several else int(numbers[0])
     coords = None if coords is None else names_of(coords, call, "the coordinates")
     outputs = None if outputs is None else names_of(outputs, call, "the outputs")
-    steps = (taken,) * times, (scalar,) * times
     if not isinstance(fun, Derivative):
-        return Derivative(fun, *steps, scaling, coords, outputs, call)
-    return Derivative(
-        fun.fun,
-        fun.taken + steps[0],
-        fun.scalar + steps[1],
-        fun.scaling if scaling is None else scaling,
-        fun.coords if coords is None else coords,
-        fun.outputs if outputs is None else outputs,
-        call,
+        fun = Derivative(fun, (), (), None, None, None, call)
+    given = {"scaling": scaling, "coords": coords, "outputs": outputs}
+    return dataclasses.replace(
+        fun,
+        taken=fun.taken + (taken,) * times,
+        scalar=fun.scalar + (scalar,) * times,
+        call=call,
+        **{name: x for name, x in given.items() if x is not None},
     )
 
 
@@ -218,7 +208,7 @@ def grad(
     coords: Names | None = None,
     outputs: Names | None = None,
 ) -> Derivative:
-    """[`jax.grad`][] of a network in its coordinates, with scaled seeds.
+    """Differentiates a network in its coordinates as [`jax.grad`][] does, with scaled seeds.
 
     For losses that are written with `jax.grad`: replace its name, and hand over what the loss
     receives as `derivatives`. Derivatives are evaluated by the engine of [`mpx_pde.partials`][],
@@ -241,8 +231,9 @@ def grad(
     A function of the same arguments that returns what `jax.grad`'s would, in float32 (float64 for
     float64).
 
-    **Raises:** `TypeError` for a `scaling` that is none, `argnums` that are no positions, arguments
-    with two axes or more, and outputs that are no scalar; `ValueError` for names that do not fit.
+    **Raises:** `TypeError` for a `scaling` that is not one, `argnums` that are not positions,
+    arguments with two axes or more, and outputs that are not scalars; `ValueError` for names that
+    do not fit.
 
     ```python
     u = lambda t, x: jnp.sin(x) * jnp.exp(-t)
@@ -262,7 +253,7 @@ def jacfwd(
     coords: Names | None = None,
     outputs: Names | None = None,
 ) -> Derivative:
-    """[`jax.jacfwd`][] of a network in its coordinates, with scaled seeds.
+    """Differentiates a network in its coordinates as [`jax.jacfwd`][] does, with scaled seeds.
 
     As [`mpx_pde.derivatives.grad`][], for a function that returns an array of any shape; a
     replacement for `jax.jacrev` as well, which has the same result.
@@ -286,7 +277,8 @@ def hessian(
     coords: Names | None = None,
     outputs: Names | None = None,
 ) -> Derivative:
-    """[`jax.hessian`][] of a network in its coordinates, with scaled seeds.
+    """Differentiates a network in its coordinates twice, as [`jax.hessian`][] does, with scaled
+    seeds.
 
     Each entry above the diagonal is evaluated once, and all of them in one pass. For the sum along
     the diagonal alone [`mpx_pde.laplacian`][] is cheaper.

@@ -2,7 +2,9 @@
 
 import functools as ft
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -16,16 +18,34 @@ from .._forward import Forward, present_forward
 from ..engine import Equation, Index, Plan, make_plan, propagate, sum_key
 from ..interpret._marks import marked
 from ..interpret._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
-from ._checks import Term, as_network, check_alone, check_factor, check_point
+from ._checks import Term, as_network, check_alone, check_factor, check_point, rows_of
 from ._probe import tap
-from ._scales import AbstractScales
 from ._seeds import power_of_two
-from ._unscaled import note_unscaled
+from ._state import DerivativeScaling
 
 
 _STACKED = 9
 """From this many summands of one kind on, such as those of a Laplacian, streams are stacked: one
 product of many rows instead of many products, and a program that does not grow with them."""
+
+
+_UNSCALED = 2
+"""The order from which on derivatives in float16 without scaling are reported. First derivatives
+are about as large as the gradients, which a loss scale alone serves."""
+
+_unscaled: ContextVar[dict[str, int] | None] = ContextVar("unscaled_derivatives", default=None)
+
+
+@contextmanager
+def noting_unscaled() -> Iterator[dict[str, int]]:
+    """Yields the calls in its context that take derivatives in float16 without a scaling, and the
+    highest order of each."""
+    found: dict[str, int] = {}
+    token = _unscaled.set(found)
+    try:
+        yield found
+    finally:
+        _unscaled.reset(token)
 
 
 def _in_full() -> Forward | None:
@@ -100,12 +120,12 @@ class Evaluation:
         outputs: tuple[str, ...],
         terms: Sequence[Term],
         sums: Sequence[Sum],
-        rows: dict[str, int],
-        scaling: AbstractScales | None,
+        scaling: DerivativeScaling | None,
         dtype: Any,
     ):
         self._call, self._fun, self._coords, self._outputs = call, fun, coords, outputs
-        self._terms, self._sums, self._rows = tuple(terms), tuple(sums), rows
+        self._terms, self._sums = tuple(terms), tuple(sums)
+        self._rows = rows_of(scaling, self._terms, coords, call)
         self._scaling, self._dtype = scaling, dtype
         self._directions: list[Direction] = []
         self._indices = {t.name: self._index(t) for t in self._terms}
@@ -121,7 +141,7 @@ class Evaluation:
         return self._directions.index(direction)
 
     def _index(self, term: Term) -> Index:
-        """The stream of a term. A term with a scaler of its own has seeds of its own."""
+        """Returns the stream of a term. A term with a scaler of its own has seeds of its own."""
         own = self._own_row(self._rows.get(term.name))
         return tuple(sorted(self._direction(Direction((i,), own)) for i in term.dirs))
 
@@ -148,7 +168,9 @@ class Evaluation:
     # Scales of streams.
 
     def _exponent(self, index: Index) -> Any:
-        """The exponent of the scale that a stream is stored with: a scalar, or one a direction."""
+        """Returns the exponent of the scale that a stream is stored with: a scalar, or one for each
+        direction.
+        """
         scaling = self._scaling
         assert scaling is not None
         along = [self._directions[i] for i in index]
@@ -161,14 +183,14 @@ class Evaluation:
         return scaling.strategy.exponent(scaling.exponents, coords, self._orders(), margin)
 
     def _orders(self) -> set[int]:
-        """The orders that are asked for."""
+        """Returns the orders of the requested derivatives."""
         found = {len(t.dirs) for t in self._terms if t.dirs}
         return found | {
             len(x.dirs) if s.directions is None else s.order for s in self._sums for x in s.summands
         }
 
     def _order_of(self, row: int) -> int:
-        """The highest order among the derivatives with the seeds of a row."""
+        """Returns the highest order among the derivatives with the seeds of a row."""
         return max(
             len(i)
             for i in (*self._plan.indices, *(i for s in self._plan.sums for i in s))
@@ -184,7 +206,9 @@ class Evaluation:
     def _scales(self, dtype: np.dtype) -> dict[Index, tuple[Array, Array]]:
         scaling = self._scaling
         if scaling is None and dtype == jnp.float16 and not _in_full():
-            note_unscaled(self._call, max(self._orders(), default=0))
+            order, found = max(self._orders(), default=0), _unscaled.get()
+            if found is not None and order >= _UNSCALED:
+                found[self._call] = max(order, found.get(self._call, 0))
         if scaling is None or dtype != jnp.float16 or not scaling.active:
             return {}
         exponents = {i: self._exponent(i) for i in self._plan.indices}
@@ -285,9 +309,8 @@ class Evaluation:
         return marked(found)
 
     def _blamed(self, lost: dict[Index, Array]) -> dict[Index, Array]:
-        """Returns, for each stream that is asked for, whether a stream that leads to it overflowed
-        where it is kept for the backward pass: the stream itself, or else the lowest that contains
-        it.
+        """Returns whether a stream that leads to each requested one overflowed where it is kept for
+        the backward pass: the stream itself, or else the lowest that contains it.
         """
         asked = {i: (i,) for i in self._indices.values()}
         asked |= {sum_key(k): (sum_key(k), *s) for k, s in enumerate(self._plan.sums)}
@@ -305,8 +328,9 @@ class Evaluation:
     def _counted(
         self, found: dict[str, Array], rows: dict[str, int], lost: dict[str, Array]
     ) -> dict[str, Array]:
-        """Derivatives, each counted at the scale that its row stands for, in one histogram; as an
-        overflow where a stream that leads to it is `lost`."""
+        """Counts derivatives in one histogram, each at the scale that its row stands for; a
+        derivative counts as an overflow if a stream that leads to it is `lost`.
+        """
         scaling = self._scaling
         if scaling is None or not rows:
             return {}
@@ -353,12 +377,12 @@ class DerivativeReport(NamedTuple):
 
     @property
     def nested(self) -> tuple[Equation, ...]:
-        """The equations without a rule."""
+        """Returns the equations without a rule."""
         return tuple(e for e in self.equations if e.rule == "nested")
 
     @property
     def products(self) -> tuple[Equation, ...]:
-        """The products, with what they are multiplied in."""
+        """Returns the products, with what they are multiplied in."""
         return tuple(e for e in self.equations if e.precision and e.rule == "product")
 
     def __str__(self) -> str:

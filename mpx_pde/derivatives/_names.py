@@ -4,11 +4,9 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 
 def names_of(value: Any, call: str, what: str) -> tuple[str, ...]:
-    """`"xt"` or `["x", "t"]` as a tuple of distinct names."""
+    """Returns `"xt"` or `["x", "t"]` as a tuple of distinct names."""
     names = tuple(value) if isinstance(value, str | Sequence) else None
     if not names or not all(isinstance(n, str) and n for n in names):
         raise TypeError(
@@ -28,7 +26,7 @@ def names_of(value: Any, call: str, what: str) -> tuple[str, ...]:
 
 
 def term_list(terms: Any, call: str, empty: bool = False) -> tuple[str, ...]:
-    """Names of derivatives as a tuple of distinct ones."""
+    """Returns the names of derivatives as a tuple; raises an error if one is named twice."""
     if isinstance(terms, str) or not isinstance(terms, Iterable):
         raise TypeError(
             f"`{call}` takes terms as a list of names such as ['u_x', 'u_xx'], but got {terms!r}."
@@ -47,7 +45,9 @@ def term_list(terms: Any, call: str, empty: bool = False) -> tuple[str, ...]:
 
 
 def split_names(text: str, names: tuple[str, ...]) -> tuple[int, ...] | None:
-    """The indices of the names that `text` is a sequence of; `None` if it is none."""
+    """Returns the indices of the names that `text` is a sequence of, or `None` if it is not such a
+    sequence.
+    """
     if not text:
         return ()
     for name in sorted(names, key=len, reverse=True):
@@ -59,7 +59,7 @@ def split_names(text: str, names: tuple[str, ...]) -> tuple[int, ...] | None:
 
 
 def exponent_of(value: Any, call: str, name: str) -> int:
-    """The exponent of a positive number, rounded down to a power of two."""
+    """Returns the exponent of a positive number, rounded down to a power of two."""
     try:
         ok = math.isfinite(value) and value > 0
     except TypeError:
@@ -67,11 +67,3 @@ def exponent_of(value: Any, call: str, name: str) -> int:
     if not ok:
         raise ValueError(f"`{call}` needs a positive, finite number as `{name}`, got {value!r}.")
     return math.frexp(float(value))[1] - 1
-
-
-def positive_integer(value: Any, call: str, name: str, least: int = 1) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ValueError(
-            f"`{call}` needs an integer of at least {least} as `{name}`, got {value!r}."
-        )
-    return int(value)

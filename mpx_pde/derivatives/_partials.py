@@ -1,13 +1,20 @@
 """The derivatives of a network that a loss asks for, by name."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .._dtypes import as_floating_dtype
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from .._dtypes import as_floating_dtype, check_integer
 from .._types import DTypeLike, Names
-from ._checks import check_derivatives, check_network, parse_terms, rows_of
-from ._evaluation import Evaluation
-from ._names import names_of
+from ._checks import check_derivatives, check_factor, check_network, parse_terms
+from ._evaluation import Evaluation, Sum, Summand
+from ._names import names_of, split_names
+from ._state import DerivativeScaling
 
 
 def partials(
@@ -19,7 +26,7 @@ def partials(
     scaling: Any = None,
     dtype: DTypeLike | None = None,
 ) -> Evaluation:
-    """The derivatives of a network that a loss asks for, by name.
+    """Evaluates the derivatives of a network that a loss asks for, by name.
 
     The function is traced once, and evaluated on streams: its value together with the derivatives
     that the terms need, each mapped by a rule for each operation. All outputs come out of one pass,
@@ -54,24 +61,272 @@ def partials(
     **Raises:** `ValueError` for no terms at all, an unknown output or coordinate, a term named
     twice or unknown to the scaling, an order above that of the scaling, and, when it is called, for
     a point or a network output of another size or an operation without derivatives; `TypeError` for
-    a `scaling` that is none.
+    a `scaling` that is not one.
 
     ```python
     terms = mpx.partials(jnp.prod, ["u", "u_x", "u_xt"], coords="xt", outputs="u")
     terms(jnp.array([2.0, 3.0]))  # {"u": 6.0, "u_x": 3.0, "u_xt": 1.0}
     ```
     """
-    call = "partials"
+    return _evaluation("partials", fun, {}, terms, coords, outputs, coords, scaling, dtype)
+
+
+def laplacian(
+    fun: Callable[..., Any],
+    terms: Names = (),
+    *,
+    coords: Names,
+    outputs: Names,
+    over: Names | None = None,
+    scaling: Any = None,
+    dtype: DTypeLike | None = None,
+) -> Evaluation:
+    """Evaluates the Laplacian of every output of a network.
+
+    The value, the gradient and the Laplacian itself are propagated, D + 2 streams in D coordinates
+    (*collapsed Taylor mode*), where nested differentiation takes 2 D + 1 and more.
+
+    **Arguments:**
+
+    - `fun`, `coords`, `outputs`, `scaling`, `dtype`: as for [`mpx_pde.partials`][].
+    - `terms`: other terms, such as `["u", "u_x"]`, which come out of the same pass.
+    - `over`: the coordinates to sum over, by default all. `over="xy"` leaves out the time of
+        `coords="txy"`.
+
+    The Laplacian is stored with the smallest scale that the second derivative in any of its
+    directions has with a [per-direction][mpx_pde.DerivativeScaling.per_direction] scaling, with
+    that of order 2 with a [per-order][mpx_pde.DerivativeScaling.per_order] one; a
+    [per-term][mpx_pde.DerivativeScaling.per_term] one must have the term `"laplacian"`. A Laplacian
+    over all coordinates of a scaling has a histogram of its own, one over some of them is counted
+    with the second derivative in each.
+
+    **Returns:**
+
+    A function of one point that returns a dict of float32 scalars: `"lap_u"` for each output, and
+    `terms` by their names. As for [`mpx_pde.partials`][], it has a method `report`.
+
+    **Raises:** as [`mpx_pde.partials`][], and `ValueError` for a scaling that knows no Laplacian.
+
+    ```python
+    fun = lambda p: jnp.sum(p**2)
+    mpx.laplacian(fun, ["u_x"], coords="xy", outputs="u")(jnp.array([2.0, 3.0]))
+    # {"lap_u": 4.0, "u_x": 4.0}
+    ```
+    """
+    call = "laplacian"
+    over = coords if over is None else names_of(over, call, "the coordinates of `over`")
+    operators = {"lap": "laplacian"}
+    return _evaluation(call, fun, operators, terms, coords, outputs, over, scaling, dtype)
+
+
+def linear_operator(
+    fun: Callable[..., Any],
+    operators: Mapping[str, Any],
+    terms: Names = (),
+    *,
+    coords: Names,
+    outputs: Names,
+    scaling: Any = None,
+    dtype: DTypeLike | None = None,
+    samples: int | None = None,
+    key: Any = None,
+    replace: bool = False,
+) -> Evaluation:
+    """Evaluates linear combinations of derivatives of every output of a network, each as one
+    stream.
+
+    Where only the sum is wanted, such as `u_t - 0.1 u_xx`, its summands need no streams of their
+    own: one is propagated for all of them, beside those that lie below (here `u_x`).
+
+    **Arguments:**
+
+    - `fun`, `coords`, `outputs`, `scaling`, `dtype`: as for [`mpx_pde.partials`][].
+    - `operators`: by name, what to sum: `"laplacian"`, `"biharmonic"` (the Laplacian of the
+        Laplacian), or a mapping from derivatives (`"t"`, `"xx"`; tuples of names where these have
+        several letters) to their factors: numbers, scalar arrays, or functions of the point.
+    - `terms`: other terms, such as `["u", "u_x"]`, which come out of the same pass.
+    - `samples`: how many summands to draw at random instead of taking all: an unbiased estimate,
+        whose variance falls as 1 / `samples`, for problems in hundreds of dimensions (Hu et al.,
+        *Stochastic Taylor Derivative Estimator*, 2024). It takes `"laplacian"` and mappings to pure
+        derivatives of one order, such as all of `"xxx"`, of which it draws coordinates, and
+        `"biharmonic"`, along normally distributed directions.
+    - `key`: a `jax.random.key` for them, the same at all points; a new one at each step.
+    - `replace`: whether a coordinate may be drawn twice. Without, the variance is smaller, and with
+        as many samples as coordinates it is zero.
+
+    **Returns:**
+
+    A function of one point that returns a dict of float32 scalars: `"NAME_u"` for each operator and
+    output, and `terms` by their names.
+
+    **Raises:** as [`mpx_pde.partials`][]; `ValueError` for an operator that cannot be read or
+    sampled, and for samples without a key.
+
+    ```python
+    fun = lambda p: p[0] ** 2 * p[1]
+    heat = mpx.linear_operator(fun, {"heat": {"t": 1.0, "xx": -0.5}}, coords="xt", outputs="u")
+    heat(jnp.array([2.0, 3.0]))  # {"heat_u": 4.0 - 0.5 * 6.0}
+    ```
+    """
+    call = "linear_operator"
+    if not isinstance(operators, Mapping) or not operators:
+        raise TypeError(
+            f"`{call}` takes `operators` as a mapping from names to what is summed, such as "
+            f'{{"heat": {{"t": 1.0, "xx": -0.1}}}}, but got {operators!r}.'
+        )
+    drawing = None
+    if samples is not None:
+        count = check_integer(samples, call, "samples")
+        if not hasattr(key, "dtype"):
+            raise ValueError(
+                f"`{call}` needs a `key`, a `jax.random.key`, to draw `samples`, but got {key!r}."
+            )
+        keys = iter(jax.random.split(key, len(operators)))
+
+        def draw(found: Sum, spec: Any, size: int) -> Sum:
+            return _sampled(found, spec, size, count, next(keys), replace, call)
+
+        drawing = draw
+    return _evaluation(
+        call, fun, operators, terms, coords, outputs, coords, scaling, dtype, drawing
+    )
+
+
+def _evaluation(
+    call: str,
+    fun: Callable[..., Any],
+    operators: Mapping[str, Any],
+    terms: Names,
+    coords: Names,
+    outputs: Names,
+    over: Names,
+    scaling: Any,
+    dtype: DTypeLike | None,
+    draw: Callable[[Sum, Any, int], Sum] | None = None,
+) -> Evaluation:
+    """Builds the function that evaluates terms and operators. `draw`, if given, samples these."""
     check_network(fun, call)
     check_derivatives(scaling, call)
     coords = names_of(coords, call, "the coordinates")
     outputs = names_of(outputs, call, "the outputs")
-    parsed = parse_terms(terms, coords, outputs, call)
-    if not parsed:
+    over = names_of(over, call, "the coordinates of `over`")
+    unknown = [c for c in over if c not in coords]
+    if unknown:
         raise ValueError(
-            f"`{call}` takes the names of one term at least, such as ['u', 'u_x', 'u_xx'], but got "
-            f"{terms!r}, of which it would return nothing."
+            f"`{call}` cannot sum over {', '.join(map(repr, unknown))}: the coordinates are "
+            f"{', '.join(coords)}."
+        )
+    parsed = parse_terms(terms, coords, outputs, call)
+    if not parsed and not operators:
+        raise ValueError(
+            f"`{call}` takes the name of at least one term, such as ['u', 'u_x', 'u_xx'], but got "
+            f"{terms!r}. It would return nothing."
         )
     dtype = None if dtype is None else as_floating_dtype(dtype, call)
-    rows = rows_of(scaling, parsed, coords, call)
-    return Evaluation(call, fun, coords, outputs, parsed, (), rows, scaling, dtype)
+    dirs = [coords.index(c) for c in over]
+    sums = []
+    for name, spec in operators.items():
+        summands = _summands(spec, name, dirs, coords, call)
+        found = Sum(name, summands, _rows(scaling, spec, summands, over, coords, call))
+        sums.append(found if draw is None else draw(found, spec, len(coords)))
+    return Evaluation(call, fun, coords, outputs, parsed, sums, scaling, dtype)
+
+
+def _summands(
+    spec: Any, name: str, dirs: Sequence[int], coords: tuple[str, ...], call: str
+) -> tuple[Summand, ...]:
+    if isinstance(spec, str) and spec == "laplacian":
+        return tuple(Summand((i, i)) for i in dirs)
+    if isinstance(spec, str) and spec == "biharmonic":
+        pairs = [(i, j) for k, i in enumerate(dirs) for j in dirs[k:]]
+        return tuple(Summand(tuple(sorted((i, i, j, j))), 1.0 if i == j else 2.0) for i, j in pairs)
+    if not isinstance(spec, Mapping) or not spec:
+        raise ValueError(
+            f"`{call}` knows the operators 'laplacian' and 'biharmonic', and mappings from "
+            f"derivatives such as 'xx' to factors, but got {spec!r} for {name!r}."
+        )
+    out: dict[tuple[int, ...], Any] = {}
+    for derivative, factor in spec.items():
+        if isinstance(derivative, str):
+            found = split_names(derivative, coords)
+        else:
+            known = all(c in coords for c in derivative)
+            found = tuple(coords.index(c) for c in derivative) if known else None
+        if not found:
+            raise ValueError(
+                f"`{call}` cannot read {derivative!r} in the operator {name!r} as a sequence of "
+                f"coordinates. The coordinates are {', '.join(coords)}; an operator applies to all "
+                "outputs, and names none: 'xx', not 'u_xx'."
+            )
+        found = tuple(sorted(found))
+        if found in out:
+            raise ValueError(f"`{call}` got the derivative {derivative!r} twice in {name!r}.")
+        out[found] = factor if callable(factor) else check_factor(factor, name, call)
+    return tuple(Summand(d, f) for d, f in out.items())
+
+
+def _rows(
+    scaling: DerivativeScaling | None,
+    spec: Any,
+    summands: Sequence[Summand],
+    over: Sequence[str],
+    coords: Sequence[str],
+    call: str,
+) -> tuple[int, ...]:
+    """Returns the rows of a scaling that count a sum."""
+    if scaling is None:
+        return ()
+    named = [[coords[i] for i in s.dirs] for s in summands]
+    strategy = scaling.strategy
+    strategy.check_coords(dict.fromkeys(itertools.chain(*named)), call)
+    if spec == "laplacian":
+        return tuple(strategy.laplacian_rows(over, call))
+    return strategy.sum_rows(named, call)
+
+
+def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool, call: str) -> Sum:
+    """Replaces a sum by one over directions that are drawn when it is evaluated."""
+    some = found.summands[:1] * samples
+    # A network in float64 may come.
+    widest = jax.dtypes.canonicalize_dtype("float64")
+    if isinstance(spec, str) and spec == "biharmonic":
+        dirs = sorted({i for s in found.summands for i in s.dirs})
+
+        def normal() -> tuple[Array, Array]:
+            # The mean of the fourth derivative along them is three times the biharmonic.
+            drawn = jax.random.normal(key, (samples, len(dirs)), jnp.float32)
+            directions = jnp.zeros((samples, size), jnp.float32).at[:, np.array(dirs)].set(drawn)
+            return directions, jnp.full(samples, 1 / (3 * samples), widest)
+
+        return found._replace(summands=some, directions=normal, order=4)
+    orders = {len(s.dirs) for s in found.summands}
+    if len(orders) > 1 or any(len(set(s.dirs)) > 1 for s in found.summands):
+        raise ValueError(
+            f"`{call}` draws samples of 'laplacian', 'biharmonic', and pure derivatives of one "
+            f"order, such as 'xxx' in every coordinate, but {found.name!r} has others. Take those "
+            "as an operator or a term of their own, without `samples`."
+        )
+    if not replace and samples > len(found.summands):
+        raise ValueError(
+            f"`{call}` cannot draw {samples} of {len(found.summands)} summands of {found.name!r} "
+            "without replacement. Take fewer `samples`, or `replace=True`."
+        )
+    if any(callable(s.factor) for s in found.summands):
+        raise ValueError(
+            f"`{call}` draws samples of summands with constant factors, but {found.name!r} has "
+            "functions of the point."
+        )
+    numbers = [s.factor for s in found.summands]
+    if all(isinstance(f, int | float) for f in numbers):
+        # At once: hundreds of arrays would be hundreds of operations.
+        factors = jnp.asarray(np.array(numbers, np.float64).astype(widest))
+    else:
+        factors = jnp.stack([jnp.asarray(f, widest) for f in numbers])
+    at = np.array([s.dirs[0] for s in found.summands])
+
+    def coordinates() -> tuple[Array, Array]:
+        drawn = jax.random.choice(key, len(at), (samples,), replace=replace)
+        directions = jax.nn.one_hot(jnp.asarray(at)[drawn], size, dtype=jnp.float32)
+        return directions, factors[drawn] * (len(at) / samples)
+
+    return found._replace(summands=some, directions=coordinates, order=orders.pop())

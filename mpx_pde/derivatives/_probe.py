@@ -116,7 +116,9 @@ ad.primitive_transposes[count_p] = _count_transpose
 
 
 def tap(probe: Float32[Array, "*rows columns"], values: Float[Array, "..."]) -> Float[Array, "..."]:
-    """`values`, bit for bit; the cotangent of `probe` is their histogram, one for each row."""
+    """Returns `values`, bit for bit. The cotangent of `probe` is their histogram, one for each
+    row.
+    """
     # Inside `shard_map` the mark on the probe is what sums the counts over the devices.
     probe, values = match_varying_axes(probe, values)
     return tap_p.bind(probe, values, batch_dims=probe.ndim - 1)

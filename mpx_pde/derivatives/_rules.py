@@ -4,14 +4,18 @@ Everything is an exponent of two: int32 vectors with an entry for each scaler, o
 histograms.
 """
 
-from typing import NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from .._dtypes import FLOAT16_MAX
+from .._dtypes import FLOAT16_MAX, check_integer
+from ._names import exponent_of, term_list
 from ._probe import HIGHEST, LOWEST
+from ._strategies import AbstractStrategy, HistogramRow
 
 
 _TOP = int(np.log2(FLOAT16_MAX))
@@ -19,14 +23,6 @@ _TOP = int(np.log2(FLOAT16_MAX))
 
 SMALLEST_NORMAL = -14
 """The smallest exponent at which float16 has all of its digits."""
-
-
-class State(NamedTuple):
-    """The state that is carried from step to step, with an entry for each scaler."""
-
-    exponents: Int32[Array, "*batch scalers"]
-    tracker: Int32[Array, "*batch scalers"]
-    caution: Int32[Array, "*batch scalers"]
 
 
 class Rule(NamedTuple):
@@ -45,42 +41,43 @@ class Rule(NamedTuple):
     """How many factors of scale each row carries."""
 
     def of_scalers(self, rows: Bool[Array, "*batch rows"]) -> Bool[Array, "*batch scalers"]:
-        """Returns, for each scaler, whether this holds for any row that it enters."""
+        """Returns whether `rows` holds for any row that each scaler enters."""
         members = np.array(self.members, bool)[(None,) * (rows.ndim - 1)]
         return jnp.any(rows[..., None] & members, axis=-2)
 
 
-class _Seen(NamedTuple):
-    """The overflows and underflows that a histogram shows for each scaler."""
+def adjusted(
+    rule: Rule,
+    counts: Float32[Array, "rows columns"],
+    exponents: Int32[Array, " scalers"],
+    tracker: Int32[Array, " scalers"],
+    caution: Int32[Array, " scalers"],
+) -> dict[str, Int32[Array, " scalers"]]:
+    """Backs off on overflow, and grows after an interval of clean steps, a shorter one where the
+    scale is small (Xue et al., section 3.2).
 
-    lost: Bool[Array, " scalers"]
-    seen: Bool[Array, " scalers"]
-    starved: Bool[Array, " scalers"]
-    """Whether derivatives vanish below float16 that a larger scale would save, and nothing comes
-    near overflow by it."""
-    crowded: Bool[Array, " scalers"]
-    """Whether derivatives are nearer to overflow than the margin."""
+    The paper stops at a scale of 1. Beyond it a scale follows the histogram: up, a step at a time,
+    while derivatives vanish below float16, and back before they come near overflow. After an
+    overflow `caution` keeps it from rising so for an interval of clean steps.
 
-
-def _look(rule: Rule, counts: Float32[Array, "rows columns"]) -> _Seen:
-    buckets = counts[:, 1:-1] > 0
-    exponent = np.arange(LOWEST, HIGHEST + 1, dtype=np.int32)[None, :]
-    top = jnp.max(jnp.where(buckets, exponent, LOWEST - 1), axis=1)
-    known, any_seen = jnp.any(buckets, axis=1), jnp.any(counts > 0, axis=1)
+    **Returns:** the new `exponents`, `tracker` and `caution`, an entry for each scaler.
+    """
+    lowest, highest = np.array(rule.lowest, np.int32), np.array(rule.highest, np.int32)
+    present = counts[:, 1:-1] > 0
+    buckets = np.arange(LOWEST, HIGHEST + 1, dtype=np.int32)[None, :]
+    top = jnp.max(jnp.where(present, buckets, LOWEST - 1), axis=1)
+    known, any_seen = jnp.any(present, axis=1), jnp.any(counts > 0, axis=1)
     lost_rows = counts[:, -1] > 0
-    # The largest values of a row decide: beside them, what else vanishes is rounding. A row of
-    # zeros may have underflowed as a whole.
+    lost, seen = rule.of_scalers(lost_rows), rule.of_scalers(any_seen)
+    # Starved: derivatives vanish below float16 that a larger scale would save, and nothing comes
+    # near overflow by it. The largest values of a row decide: beside them, what else vanishes is
+    # rounding. A row of zeros may have underflowed as a whole.
     below = any_seen & ~lost_rows & (top < SMALLEST_NORMAL + rule.margin)
     raised = top + np.array(rule.orders, np.int32) * rule.step
     full = known & (raised > _TOP - rule.margin)
-    lost = rule.of_scalers(lost_rows)
     starved = rule.of_scalers(below) & ~rule.of_scalers(full) & ~lost
     crowded = rule.of_scalers(known & (top > _TOP - rule.margin))
-    return _Seen(lost, rule.of_scalers(any_seen), starved, crowded)
 
-
-def _clean_steps(rule: Rule, exponents, tracker, seen, lost):
-    """The tracker, and whether it is time to grow."""
     interval = jnp.where(
         exponents <= rule.recover_threshold, rule.recover_growth_interval, rule.growth_interval
     )
@@ -88,28 +85,150 @@ def _clean_steps(rule: Rule, exponents, tracker, seen, lost):
     counted = tracker + (seen & ~lost).astype(jnp.int32)
     # Not `==`: a tracker that was restored beyond the interval fires as well.
     due = seen & ~lost & (counted >= interval)
-    return jnp.where(lost | due, 0, counted), due
 
-
-def adjusted(rule: Rule, counts: Float32[Array, "rows columns"], state: State) -> State:
-    """Backoff on overflow, growth after an interval of clean steps, a shorter one where the scale
-    is small (Xue et al., section 3.2).
-
-    The paper stops at a scale of 1. Beyond it a scale follows the histogram: up, a step at a time,
-    while derivatives vanish below float16, and back before they come near overflow. After an
-    overflow `caution` keeps it from rising so for an interval of clean steps.
-    """
-    exponents, tracker, caution = state
-    lowest, highest = np.array(rule.lowest, np.int32), np.array(rule.highest, np.int32)
-    see = _look(rule, counts)
-    tracker, due = _clean_steps(rule, exponents, tracker, see.seen, see.lost)
-    wary = caution > 0
-    caution = jnp.where(see.lost, 1, jnp.where(due, 0, caution))
     shrunk = jnp.maximum(exponents - rule.step, jnp.minimum(exponents, lowest))
     grown = jnp.minimum(exponents + rule.step, jnp.maximum(exponents, highest))
     # Growth by the clock ends at 1.
     clocked = jnp.minimum(grown, jnp.maximum(exponents, 0))
     new = jnp.where(due, clocked, exponents)
-    new = jnp.where(see.starved & ~wary, grown, new)
-    new = jnp.where(see.crowded & (exponents > 0), jnp.maximum(shrunk, jnp.maximum(0, lowest)), new)
-    return State(jnp.where(see.lost, shrunk, new), tracker, caution)
+    new = jnp.where(starved & (caution <= 0), grown, new)
+    new = jnp.where(crowded & (exponents > 0), jnp.maximum(shrunk, jnp.maximum(0, lowest)), new)
+    return {
+        "exponents": jnp.where(lost, shrunk, new),
+        "tracker": jnp.where(lost | due, 0, counted),
+        "caution": jnp.where(lost, 1, jnp.where(due, 0, caution)),
+    }
+
+
+DEFAULTS = {
+    "init_scale": 2.0**0,
+    "max_scale": 2.0**15,
+    "min_scale": 2.0**-24,
+    "factor": 2,
+    "growth_interval": 1000,
+    "recover_threshold": 2.0**-6,
+    "recover_growth_interval": 100,
+    "margin": 6,
+}
+"""The options of every scaler, with the bounds of one for first derivatives."""
+
+_SCALES = ("init_scale", "max_scale", "min_scale")
+"""Those that each scaler may have for itself."""
+
+_LOWEST_TOTAL, _HIGHEST_TOTAL = -120, 120
+"""No product of scales leaves these powers of two: its inverse must be a float32."""
+
+
+def parse_special(special: Any, call: str) -> dict[str, dict[str, Any]]:
+    """Returns the options that special terms have for themselves."""
+    if not isinstance(special, Mapping):
+        special = {name: {} for name in term_list(special, call, empty=True)}
+    out = {}
+    for name, value in special.items():
+        term_list([name], call)
+        if value is not None and not isinstance(value, Mapping):
+            value = {"max_scale": value}
+        out[name] = dict(value or {})
+        unknown = sorted(set(out[name]) - set(_SCALES))
+        if unknown:
+            raise ValueError(
+                f"`{call}` takes 'init_scale', 'max_scale' and 'min_scale' for the special "
+                f"term {name!r}, but got {', '.join(map(repr, unknown))}."
+            )
+    return out
+
+
+def _spread(value: Any, names: tuple[str, ...], call: str, name: str) -> tuple[int, ...]:
+    """Returns the exponents of one value for all scalers, or of a mapping from names to values."""
+    if not isinstance(value, Mapping):
+        return (exponent_of(value, call, name),) * len(names)
+    unknown = sorted(set(value) - set(names))
+    missing = [n for n in names if n not in value]
+    if unknown or missing:
+        raise ValueError(
+            f"`{call}` needs `{name}` as one number or as a mapping with a number for each of its "
+            f"scalers, {', '.join(names)}, but got {value!r}."
+        )
+    return tuple(exponent_of(value[n], call, name) for n in names)
+
+
+def _range(
+    i: int,
+    name: str,
+    rows: Sequence[HistogramRow],
+    scales: Mapping[str, Mapping],
+    given: bool,
+    call: str,
+) -> tuple[int, int, int]:
+    """Returns the exponents of a scaler: the lowest, the first and the highest."""
+    low, init, high = (scales[key][name] for key in ("min_scale", "init_scale", "max_scale"))
+    most = max((w for r in rows for j, w in r.weights if j == i), default=1)
+    most = max(most, *(r.order for r in rows))
+    low, high = max(low, math.ceil(_LOWEST_TOTAL / most)), min(high, _HIGHEST_TOTAL // most)
+    # Without a start of its own a scaler starts at 1, or at its cap if that is lower.
+    init = init if given else min(init, high)
+    if not low <= init <= high:
+        raise ValueError(
+            f"`{call}` needs `init_scale` between `min_scale` and `max_scale`, but got "
+            f"2^{init} outside of [2^{low}, 2^{high}] for {name!r}."
+        )
+    return low, init, high
+
+
+def _ranges(
+    options: Mapping[str, Any], strategy: AbstractStrategy, special: Mapping[str, Any], call: str
+) -> list[tuple[int, int, int]]:
+    """Returns the range of each scaler."""
+    common = tuple(n for n in strategy.names if n not in special)
+    scales = {}
+    for key in _SCALES:
+        # The bounds of a coordinate's scale, as often as the derivatives carry it.
+        default = exponent_of(DEFAULTS[key], call, key)
+        found = {n: default * strategy.order_of(i) for i, n in enumerate(strategy.names)}
+        if options[key] is not DEFAULTS[key]:
+            names = common if isinstance(options[key], Mapping) else strategy.names
+            found |= zip(names, _spread(options[key], names, call, key), strict=True)
+        own = {n: exponent_of(x[key], call, key) for n, x in special.items() if key in x}
+        scales[key] = found | own
+    given = options["init_scale"] is not DEFAULTS["init_scale"]
+    return [
+        _range(i, n, strategy.rows, scales, given or "init_scale" in special.get(n, {}), call)
+        for i, n in enumerate(strategy.names)
+    ]
+
+
+def parse_rule(
+    options: Mapping[str, Any], strategy: AbstractStrategy, special: Mapping[str, Any], call: str
+) -> tuple[Rule, tuple[int, ...]]:
+    """Returns the update rule that these options describe, and the exponents that the scalers start
+    with.
+    """
+    unknown = sorted(set(options) - set(DEFAULTS))
+    if unknown:
+        raise TypeError(
+            f"`{call}` got the unknown options {', '.join(unknown)}; it knows "
+            f"{', '.join(sorted(DEFAULTS))}."
+        )
+    options = {**DEFAULTS, **options}
+    lowest, start, highest = zip(*_ranges(options, strategy, special, call), strict=True)
+    factor = exponent_of(options["factor"], call, "factor")
+    if factor < 1 or 2.0**factor != options["factor"]:
+        raise ValueError(
+            f"`{call}` needs a power of two above 1 as `factor`, since other factors round "
+            f"every derivative, but got {options['factor']!r}."
+        )
+    interval = lambda name, least=1: check_integer(options[name], call, name, least)
+    rule = Rule(
+        step=factor,
+        lowest=lowest,
+        highest=highest,
+        growth_interval=interval("growth_interval"),
+        recover_threshold=exponent_of(options["recover_threshold"], call, "recover_threshold"),
+        recover_growth_interval=interval("recover_growth_interval"),
+        margin=interval("margin", least=0),
+        members=tuple(
+            tuple(i in dict(row.weights) for i in range(len(start))) for row in strategy.rows
+        ),
+        orders=tuple(row.order for row in strategy.rows),
+    )
+    return rule, start

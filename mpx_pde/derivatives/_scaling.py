@@ -1,14 +1,18 @@
 """Loss scaling and derivative scaling together."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32
 
-from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, check_scaling
-from .._repr import brief, described, skips
+from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, check_scaling, counted_steps
+from .._repr import described, in_a_line, skips
 from .._tree import check_flag, select_tree, with_fields
 from .._types import BoolLike, PyTree
+from .._varying import varying_axes
 from ._state import DerivativeScaling
 
 
@@ -74,8 +78,8 @@ class Scaling(AbstractLossScaling):
         if not isinstance(derivatives, DerivativeScaling):
             raise TypeError(
                 "`Scaling` needs a derivative scaling as `derivatives`, such as "
-                f'`mpx_pde.DerivativeScaling.per_direction("xt")`, but got {brief(derivatives)}. '
-                "Without one, pass the loss scaling alone."
+                f'`mpx_pde.DerivativeScaling.per_direction("xt")`, but got '
+                f"{in_a_line(derivatives)}. Without one, pass the loss scaling alone."
             )
         self.loss = loss
         self.derivatives = derivatives
@@ -93,15 +97,15 @@ class Scaling(AbstractLossScaling):
         )
 
     def scale(self, tree: PyTree) -> PyTree:
-        """`scale` of the loss scaling."""
+        """Scales a PyTree by the loss scaling."""
         return self.loss.scale(tree)
 
     def unscale(self, tree: PyTree) -> PyTree:
-        """`unscale` of the loss scaling."""
+        """Unscales a PyTree by the loss scaling."""
         return self.loss.unscale(tree)
 
     def adjust(self, grads_finite: BoolLike, counts: Any = None) -> "Scaling":
-        """The scaling for the next step.
+        """Returns the scaling for the next step.
 
         **Arguments:**
 
@@ -116,22 +120,45 @@ class Scaling(AbstractLossScaling):
         finite = check_flag(grads_finite, "Scaling.adjust", "grads_finite")
         adjusted = self.loss.adjust(finite)
         if counts is None:
-            return self._with(adjusted, self.derivatives, finite)
+            return with_fields(self, loss=adjusted, **counted_steps(self, finite))
         usable = self.derivatives.finite(counts)
         loss = select_tree(usable, adjusted, self.loss)
         derivatives = self.derivatives.adjust(counts)
         if isinstance(adjusted, DynamicLossScaling) and self.derivatives.active:
             stuck: Bool[Array, ""] = usable & ~finite & adjusted.at_minimum
             derivatives = select_tree(jnp.asarray(stuck), derivatives.raised(), derivatives)
-        return self._with(loss, derivatives, finite & usable)
+        counts = counted_steps(self, finite & usable)
+        return with_fields(self, loss=loss, derivatives=derivatives, **counts)
 
-    def _with(self, loss: Any, derivatives: Any, taken: Bool[Array, ""]) -> "Scaling":
-        skipped = jnp.where(taken, 0, 1)
-        return with_fields(
-            self,
-            loss=loss,
-            derivatives=derivatives,
-            skipped_steps=self.skipped_steps + skipped,
-            consecutive_skips=(self.consecutive_skips + 1) * skipped,
-            taken_steps=self.taken_steps + 1 - skipped,
+
+def check_takes_derivatives(func: Callable, call: str) -> None:
+    """Raises a `TypeError` in the name of `call` unless `func` takes a keyword `derivatives`."""
+    try:
+        parameters = inspect.signature(func).parameters.values()
+    except (TypeError, ValueError):  # a built-in that does not tell
+        return
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if not any(p.name == "derivatives" and p.kind in named for p in parameters):
+        raise TypeError(
+            f"`{call}` with a `Scaling` passes its derivative scaling to the function as the "
+            f"keyword argument `derivatives`, but {getattr(func, '__name__', func)!r} takes none. "
+            "Write `def loss(model, points, *, derivatives)` and hand it on to `partials`, or pass "
+            "a plain loss scaling."
         )
+
+
+def sum_counts(
+    counts: Float32[Array, "*rows columns"], axis_name: Any
+) -> Float32[Array, "*rows columns"]:
+    """Sums the counts of all devices along mapped axes."""
+    if axis_name is None:
+        return counts
+    for axis in axis_name if isinstance(axis_name, tuple | list) else (axis_name,):
+        # Where JAX tracks what varies between devices, the transpose of the mark on the probe has
+        # summed already.
+        tracked = axis in varying_axes(lax.axis_index(axis))
+        if not tracked or axis in varying_axes(counts):
+            counts = lax.psum(counts, axis)
+    return counts

@@ -7,32 +7,19 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
-from .._cast import is_inexact, widen
-from .._tree import check_same_structure, in_a_line
+from .._cast import is_inexact
+from .._loss_scaling import multiply, scaled_leaf
+from .._repr import in_a_line
+from .._tree import check_same_structure
 from .._types import PyTree, ScalarLike
 from ._names import exponent_of
 
 
 def power_of_two(exponent: Any) -> Array:
-    """2^exponent in float32, exactly (`jnp.exp2` is not)."""
+    """Returns 2^exponent in float32, exactly (`jnp.exp2` is not exact)."""
     return jnp.ldexp(jnp.ones(jnp.shape(exponent), jnp.float32), exponent)
-
-
-def multiply(x: Any, factor: Any) -> Any:
-    """`x * factor` in the dtype of `x`, computed in float32 or wider."""
-    if not is_inexact(x):
-        return x
-    x = jnp.asarray(x)
-    wide = widen(x)
-    return (wide * jnp.asarray(factor).astype(wide.dtype)).astype(x.dtype)
-
-
-def unscaled(x: Float[Array, "..."], factor: Any) -> Float[Array, "..."]:
-    """`x * factor` in float32 or wider; `factor` is the inverse of the scale."""
-    wide = widen(jnp.asarray(x))
-    return wide * jnp.asarray(factor).astype(wide.dtype)
 
 
 def _scale_and_inverse(scale: Any, call: str) -> tuple[Any, Any]:
@@ -86,7 +73,8 @@ def scaled_jvp(
     *,
     unscale: bool = True,
 ) -> tuple[PyTree, PyTree]:
-    """[`jax.jvp`][] with tangents that are scaled on the way in and unscaled on the way out.
+    """Evaluates [`jax.jvp`][] with tangents that are scaled on the way in and unscaled on the way
+    out.
 
     To nest it, keep the inner results scaled (`unscale=False`) and multiply the outermost ones by
     the inverse of all scales together, in float32: unscaling in between would hand the next order
@@ -103,23 +91,24 @@ def scaled_jvp(
     `(out, tangent_out)`. The tangents are unscaled in float32 (float64 for float64), or, with
     `unscale=False`, still scaled and in the dtype of `out`.
 
-    **Raises:** `ValueError` for a number that is no power of two and for tangents that do not match
-    the primals, `TypeError` for an array that is no floating-point scalar, for primals or tangents
-    that are no tuple, and for primals that are integers.
+    **Raises:** `ValueError` for a number that is not a power of two and for tangents that do not
+    match the primals, `TypeError` for an array that is not a floating-point scalar, for primals or
+    tangents that are not tuples, and for primals that are integers.
     """
     scale, inverse = _scale_and_inverse(scale, "scaled_jvp")
     _check_tangents(primals, tangents)
     tangents = jtu.tree_map(lambda t: multiply(t, scale), tuple(tangents))
     out, out_dot = jax.jvp(fun, tuple(primals), tangents)
     if unscale:
-        out_dot = jtu.tree_map(lambda t: unscaled(t, inverse) if is_inexact(t) else t, out_dot)
+        out_dot = jtu.tree_map(lambda t: scaled_leaf(t, inverse), out_dot)
     return out, out_dot
 
 
 def scaled_vjp(
     fun: Callable[..., Any], *primals: PyTree, scale: ScalarLike, unscale: bool = True
 ) -> tuple[PyTree, Callable[..., Any]]:
-    """[`jax.vjp`][] with cotangents that are scaled on the way in and unscaled on the way out.
+    """Evaluates [`jax.vjp`][] with cotangents that are scaled on the way in and unscaled on the way
+    out.
 
     **Arguments:**
 
@@ -142,6 +131,6 @@ def scaled_vjp(
         grads = pullback(jtu.tree_map(lambda t: multiply(t, scale), cotangent))
         if not unscale:
             return grads
-        return jtu.tree_map(lambda t: unscaled(t, inverse) if is_inexact(t) else t, grads)
+        return jtu.tree_map(lambda t: scaled_leaf(t, inverse), grads)
 
     return out, vjp

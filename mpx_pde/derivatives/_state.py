@@ -8,19 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
-from .._dtypes import half_precision_datatype
-from .._repr import by_name, described, number
-from .._tree import in_a_line, with_fields
+from .._dtypes import check_integer, half_precision_datatype
+from .._repr import by_name, described, in_a_line, number
+from .._tree import with_fields
 from .._types import Names
-from ._names import names_of, positive_integer
-from ._options import parse_options, parse_special
+from ._names import names_of
 from ._probe import COLUMNS
-from ._rules import Rule, State, adjusted
-from ._scales import AbstractScales
-from ._strategies import AbstractStrategy, PerDirection, PerOrder, PerTerm, Row
+from ._rules import Rule, adjusted, parse_rule, parse_special
+from ._strategies import AbstractStrategy, HistogramRow, PerDirection, PerOrder, PerTerm
 
 
-class DerivativeScaling(AbstractScales):
+class DerivativeScaling(eqx.Module):
     """Scales for the derivatives inside a loss, and how they follow what they see.
 
     A physics-informed loss differentiates the network in the forward pass, and in float16 these
@@ -78,14 +76,14 @@ class DerivativeScaling(AbstractScales):
     rule: Rule = eqx.field(static=True)
 
     def __init__(self, strategy: Any = None, call: str = "", special: Any = None, **options: Any):
-        """Use `per_direction`, `per_order` or `per_term`."""
+        """Is called by `per_direction`, `per_order` and `per_term`: use one of these."""
         if not isinstance(strategy, AbstractStrategy):
             raise TypeError(
                 '`DerivativeScaling` is made by `DerivativeScaling.per_direction("xt")`, '
                 '`per_order(2)` or `per_term(["u_x", "u_xx"])`, and not called itself.'
             )
         self.strategy = strategy
-        self.rule, start = parse_options(options, strategy, special or {}, call)
+        self.rule, start = parse_rule(options, strategy, special or {}, call)
         self.exponents = jnp.array(start, jnp.int32)
         self.tracker = jnp.zeros(len(start), jnp.int32)
         self.caution = jnp.zeros(len(start), jnp.int32)
@@ -98,7 +96,7 @@ class DerivativeScaling(AbstractScales):
     def per_direction(
         cls, coords: Names, *, order: int = 4, terms: Sequence[str] = (), **options: Any
     ) -> "DerivativeScaling":
-        """One scale `s` for each coordinate: a derivative of order k in it carries `s**k`.
+        """Makes one scale `s` for each coordinate: a derivative of order k in it carries `s**k`.
 
         The default to take: it follows the unit of each coordinate, whatever the terms are.
 
@@ -109,7 +107,8 @@ class DerivativeScaling(AbstractScales):
         - `terms`: terms with a histogram of their own, such as `["u_x", "v_x"]`; the others share
             one for each derivative, whatever the output.
         - `init_scale`, `max_scale`, `min_scale`: numbers, or mappings from coordinates to
-            numbers; by default 1, 2^15 and 2^-24. What is no power of two is rounded down to one.
+            numbers; by default 1, 2^15 and 2^-24. What is not a power of two is rounded down to
+            one.
         - `factor`, `growth_interval`, `recover_threshold`, `recover_growth_interval`, `margin`:
             see above; by default 2, 1000, 2^-6, 100 and 6.
 
@@ -120,7 +119,7 @@ class DerivativeScaling(AbstractScales):
         """
         call = "DerivativeScaling.per_direction"
         names = names_of(coords, call, "the coordinates")
-        order = positive_integer(order, call, "order")
+        order = check_integer(order, call, "order")
         return cls(PerDirection.of(names, order, terms, call), call, **options)
 
     @classmethod
@@ -133,7 +132,7 @@ class DerivativeScaling(AbstractScales):
         coords: Any = None,
         **options: Any,
     ) -> "DerivativeScaling":
-        """One scaler for each order of derivatives, as in section 3.1 of the paper.
+        """Makes one scaler for each order of derivatives, as in section 3.1 of the paper.
 
         Derivatives of an order that no term asks for, on the way to a higher one, are scaled in
         proportion to that one.
@@ -153,7 +152,7 @@ class DerivativeScaling(AbstractScales):
         **Returns:** a `DerivativeScaling`.
         """
         call = "DerivativeScaling.per_order"
-        order = positive_integer(order, call, "order")
+        order = check_integer(order, call, "order")
         own = parse_special(special, call)
         known = None if coords is None else names_of(coords, call, "the coordinates")
         strategy = PerOrder.of(order, tuple(own), terms, known, call)
@@ -161,7 +160,7 @@ class DerivativeScaling(AbstractScales):
 
     @classmethod
     def per_term(cls, terms: Sequence[str], **options: Any) -> "DerivativeScaling":
-        """One scaler for each term.
+        """Makes one scaler for each term.
 
         **Arguments:**
 
@@ -207,11 +206,11 @@ class DerivativeScaling(AbstractScales):
 
     @property
     def order(self) -> int | None:
-        """The highest order that there are scales for; `None` where it does not matter."""
+        """Returns the highest order that there are scales for, or `None` if it does not matter."""
         return self.strategy.order
 
     @property
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[HistogramRow, ...]:
         """Returns the rows of derivatives that are counted together, with the scalers of each."""
         return self.strategy.rows
 
@@ -222,7 +221,7 @@ class DerivativeScaling(AbstractScales):
 
     @property
     def scales(self) -> Float32[Array, "*batch scalers"]:
-        """The scale of each scaler."""
+        """Returns the scale of each scaler."""
         return jnp.ldexp(jnp.ones_like(self.exponents, jnp.float32), self.exponents)
 
     @property
@@ -230,14 +229,18 @@ class DerivativeScaling(AbstractScales):
         """Returns whether the present half precision needs scaling: float16 does."""
         return half_precision_datatype() == jnp.float16
 
+    def shift(self, row: int) -> Any:
+        """Returns the exponent of two by which the derivatives that a row counts are scaled."""
+        return self.rows[row].shift(self.exponents)
+
     def finite(self, counts: Any) -> Bool[Array, "*batch"]:
         """Returns whether no derivative overflowed, by the cotangent of `counts`."""
         return ~jnp.any(self._counts(counts, "finite")[..., -1] > 0, axis=-1)
 
     @property
     def at_minimum(self) -> Bool[Array, "*batch scalers"]:
-        """Returns, for each scaler, whether a derivative that it scales overflowed in the last step
-        although it cannot fall any further, so that no scale can help.
+        """Returns whether a derivative that each scaler scales overflowed in the last step although
+        the scaler cannot fall any further, so that no scale can help.
         """
         low = jnp.broadcast_to(np.array(self.rule.lowest, np.int32), self.exponents.shape)
         return (self.exponents <= low) & self.rule.of_scalers(self.counts[..., -1] > 0)
@@ -254,7 +257,7 @@ class DerivativeScaling(AbstractScales):
         return counts
 
     def adjust(self, counts: Any) -> "DerivativeScaling":
-        """The scaling for the next step.
+        """Returns the scaling for the next step.
 
         **Arguments:**
 
@@ -269,13 +272,13 @@ class DerivativeScaling(AbstractScales):
         active = self.active
         exponents = self.exponents if active else jnp.zeros_like(self.exponents)
         shifts = jnp.stack([jnp.asarray(row.shift(exponents)) for row in self.rows])
-        state = State(self.exponents, self.tracker, self.caution)
+        state = {}
         if active:
-            state = adjusted(self.rule, counts, state)
+            state = adjusted(self.rule, counts, self.exponents, self.tracker, self.caution)
         lost = self.rule.of_scalers(counts[:, -1] > 0)
         return with_fields(
             self,
-            **state._asdict(),
+            **state,
             overflows=self.overflows + lost.astype(jnp.int32),
             skipped_steps=self.skipped_steps + jnp.any(lost).astype(jnp.int32),
             shifts=shifts.astype(jnp.int32),
@@ -283,7 +286,7 @@ class DerivativeScaling(AbstractScales):
         )
 
     def raised(self) -> "DerivativeScaling":
-        """All scales a `factor` larger, within their caps.
+        """Returns the scaling with all scales larger by `factor`, within their caps.
 
         Cotangents carry the inverse of the scale. So where gradients overflow and the loss scale
         can fall no further, larger derivative scales are the way out.
@@ -293,7 +296,7 @@ class DerivativeScaling(AbstractScales):
         return with_fields(self, exponents=jnp.maximum(grown, self.exponents))
 
     def with_exponents(self, exponents: Any) -> "DerivativeScaling":
-        """The same scaling at other scales, which are clipped to the bounds of each scaler.
+        """Returns the same scaling at other scales, which are clipped to the bounds of each scaler.
 
         **Arguments:**
 

@@ -26,7 +26,7 @@ _LOW = -8
 its digits. Values down to 2^-5 keep them."""
 
 
-class Row(NamedTuple):
+class HistogramRow(NamedTuple):
     """A row of the histogram: the derivatives that are scaled alike."""
 
     name: str
@@ -39,7 +39,7 @@ class Row(NamedTuple):
         return max(w for _, w in self.weights) if self.smallest else sum(w for _, w in self.weights)
 
     def shift(self, exponents: Any) -> Any:
-        """The exponent of two by which the derivatives are scaled."""
+        """Returns the exponent of two by which the derivatives are scaled."""
         if self.smallest:
             smallest = exponents[self.weights[0][0]]
             for i, _ in self.weights[1:]:
@@ -49,7 +49,7 @@ class Row(NamedTuple):
 
 
 def _letters(term: str) -> int:
-    """The highest order that a term can be of, which its name alone does not tell."""
+    """Returns the highest order that a term can have, which its name alone does not tell."""
     return 2 if term == "laplacian" else len(term.rpartition("_")[2])
 
 
@@ -59,7 +59,8 @@ def _weights(dirs: Iterable[int]) -> Weights:
 
 
 class AbstractStrategy(abc.ABC):
-    """Data alone, to be compared and hashed: a static part of a `DerivativeScaling`.
+    """The part of a `DerivativeScaling` that says which derivatives share a scaler: static data, to
+    be compared and hashed.
 
     **Attributes:**
 
@@ -72,7 +73,7 @@ class AbstractStrategy(abc.ABC):
     kind: ClassVar[str]
     names: tuple[str, ...]
     order: int | None
-    rows: tuple[Row, ...]
+    rows: tuple[HistogramRow, ...]
 
     def __str__(self) -> str:
         order = "" if self.order is None else f" up to order {self.order}"
@@ -84,11 +85,13 @@ class AbstractStrategy(abc.ABC):
 
     @property
     def options(self) -> dict[str, Any]:
-        """The arguments it was built with, for `scaling_options`; the rows follow from them."""
+        """Returns the arguments it was built with, for `scaling_options`; the rows follow from
+        them.
+        """
         return {"kind": self.kind, "names": list(self.names), "order": self.order}
 
     def row_of(self, term: str, named: Sequence[str], call: str) -> int:
-        """The row of a term, the derivative in the coordinates that are `named`."""
+        """Returns the row of a term, the derivative in the coordinates that are `named`."""
         order = len(named)
         if self.order is not None and order > self.order and term not in self.names:
             raise ValueError(
@@ -110,7 +113,7 @@ class AbstractStrategy(abc.ABC):
 
     @abc.abstractmethod
     def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
-        """The row of a term that has none by its name."""
+        """Returns the row of a term that has no row of its own."""
 
     def _expected(self, term: str, named: Sequence[str]) -> Weights | None:
         """Returns the powers of the scalers that a row with the name of a term must have, or `None`
@@ -119,7 +122,7 @@ class AbstractStrategy(abc.ABC):
         del term, named
 
     def laplacian_rows(self, over: Sequence[str], call: str) -> list[int]:
-        """The rows that count a Laplacian over some coordinates."""
+        """Returns the rows that count a Laplacian over some coordinates."""
         del over
         if "laplacian" not in self.row_names:
             raise ValueError(
@@ -130,8 +133,9 @@ class AbstractStrategy(abc.ABC):
         return [self.row_names.index("laplacian")]
 
     def sum_rows(self, summands: Sequence[Sequence[str]], call: str) -> tuple[int, ...]:
-        """The rows that count a sum of the derivatives in these coordinates: those of the highest
-        order in it."""
+        """Returns the rows that count a sum of the derivatives in these coordinates: those of the
+        highest order in it.
+        """
         order = max(map(len, summands))
         if self.order is None or order > self.order:
             raise ValueError(
@@ -143,14 +147,15 @@ class AbstractStrategy(abc.ABC):
         return tuple(dict.fromkeys(self._shared_row("", named, call) for named in highest))
 
     def seeds_of(self, row: int) -> int | None:
-        """The row whose seeds the derivatives in `row` have to themselves; `None` where they share
-        those of all others."""
+        """Returns `row` if its derivatives have seeds to themselves, and `None` if they share those
+        of all others.
+        """
         del row
 
     def exponent(
         self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int], margin: int
     ) -> Any:
-        """The exponent of the scale that a stream with shared seeds is stored with.
+        """Returns the exponent of the scale that a stream with shared seeds is stored with.
 
         **Arguments:**
 
@@ -169,26 +174,24 @@ class AbstractStrategy(abc.ABC):
         del margin
         return exponent
 
-    def steps(self, margin: int, rows: Iterable[Row]) -> int:
+    def steps(self, margin: int, rows: Iterable[HistogramRow]) -> int:
         """Returns the largest rise of a scaler at which its `rows` rise by at most `margin`."""
         del rows
         return margin
 
     def order_of(self, scaler: int) -> int:
-        """The order of the derivatives whose whole scale a scaler is, for which it takes as many
-        factors of a coordinate's scale."""
+        """Returns the order of the derivatives that a scaler scales as a whole: it takes as many
+        factors of a coordinate's scale.
+        """
         del scaler
         return 1
 
-    @property
-    def coords(self) -> tuple[str, ...] | None:
-        """The coordinates that there are scales for, where these are by coordinate."""
-        return None
+    coords: ClassVar[Any] = None
+    """The coordinates that there are scales for, where these are by coordinate."""
 
     def check_coords(self, coords: Iterable[str], call: str) -> None:
-        """A `ValueError` for coordinates that have no scale."""
-        known = self.coords
-        unknown = [] if known is None else [c for c in coords if c not in known]
+        """Raises a `ValueError` for coordinates that have no scale."""
+        unknown = [c for c in coords if self.coords is not None and c not in self.coords]
         if unknown:
             raise ValueError(
                 f"`{call}`: the scaling was built for the coordinates {', '.join(self.names)} and "
@@ -203,7 +206,7 @@ class PerDirection(AbstractStrategy):
 
     names: tuple[str, ...]
     order: int
-    rows: tuple[Row, ...]
+    rows: tuple[HistogramRow, ...]
     kind: ClassVar[str] = "direction"
 
     @classmethod
@@ -213,10 +216,10 @@ class PerDirection(AbstractStrategy):
         rows = []
         for k in range(1, order + 1):
             for dirs in combinations_with_replacement(range(len(names)), k):
-                rows.append(Row("_" + "".join(names[i] for i in dirs), _weights(dirs)))
+                rows.append(HistogramRow("_" + "".join(names[i] for i in dirs), _weights(dirs)))
         if order >= 2:
             every = tuple((i, 2) for i in range(len(names)))
-            rows.append(Row("laplacian", every, smallest=True))
+            rows.append(HistogramRow("laplacian", every, smallest=True))
         for term in term_list(terms, call, empty=True):
             _, _, suffix = term.rpartition("_")
             dirs = split_names(suffix, names)
@@ -225,7 +228,7 @@ class PerDirection(AbstractStrategy):
                     f"`{call}` cannot read the term {term!r}: it must end in an underscore and 1 "
                     f"to {order} of the coordinates {', '.join(names)}."
                 )
-            rows.append(Row(term, _weights(dirs)))
+            rows.append(HistogramRow(term, _weights(dirs)))
         return cls(names, order, tuple(rows))
 
     def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
@@ -237,8 +240,7 @@ class PerDirection(AbstractStrategy):
         return _weights(self.names.index(name) for name in named)
 
     def laplacian_rows(self, over: Sequence[str], call: str) -> list[int]:
-        """A Laplacian over some of the coordinates is counted with the second derivative in
-        each."""
+        # One over some of the coordinates is counted with the second derivative in each.
         if set(over) != set(self.names) and self.order != 1:
             return [self._shared_row("laplacian", [name] * 2, call) for name in over]
         return super().laplacian_rows(over, call)
@@ -255,12 +257,9 @@ class PerDirection(AbstractStrategy):
         return self.kept(total if len(along[0]) > 1 else total[0], margin)
 
     def kept(self, exponent: Any, margin: int) -> Any:
-        """Returns the exponent at which a stream is stored, where `exponent` is that of its
-        derivative.
-        """
         return jnp.maximum(exponent, jnp.minimum(exponent + margin, _LOW))
 
-    def steps(self, margin: int, rows: Iterable[Row]) -> int:
+    def steps(self, margin: int, rows: Iterable[HistogramRow]) -> int:
         return math.ceil(margin / max(row.order for row in rows))
 
     @property
@@ -277,7 +276,7 @@ class PerOrder(AbstractStrategy):
 
     names: tuple[str, ...]
     order: int
-    rows: tuple[Row, ...]
+    rows: tuple[HistogramRow, ...]
     kind: ClassVar[str] = "order"
 
     @classmethod
@@ -290,9 +289,9 @@ class PerOrder(AbstractStrategy):
         call: str,
     ) -> "PerOrder":
         names = (*(f"order {k}" for k in range(1, order + 1)), *special)
-        rows = [Row(name, ((i, 1),)) for i, name in enumerate(names)]
+        rows = [HistogramRow(name, ((i, 1),)) for i, name in enumerate(names)]
         if order >= 2 and "laplacian" not in special:
-            rows.append(Row("laplacian", ((1, 1),)))
+            rows.append(HistogramRow("laplacian", ((1, 1),)))
         for term in term_list(terms, call, empty=True):
             suffix = term.rpartition("_")[2]
             dirs = tuple(suffix) if coords is None else split_names(suffix, coords)
@@ -302,7 +301,7 @@ class PerOrder(AbstractStrategy):
                     f"special, or does not end in 1 to {order} coordinates. Give the names of "
                     "coordinates as `coords` where they have more than one letter."
                 )
-            rows.append(Row(term, ((len(dirs) - 1, 1),)))
+            rows.append(HistogramRow(term, ((len(dirs) - 1, 1),)))
         return cls(names, order, tuple(rows))
 
     def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
@@ -331,14 +330,14 @@ class PerTerm(AbstractStrategy):
     """One scaler for each term, whose seeds no other shares."""
 
     names: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[HistogramRow, ...]
     kind: ClassVar[str] = "term"
     order: ClassVar[None] = None
 
     @classmethod
     def of(cls, terms: Sequence[str], call: str) -> "PerTerm":
         names = term_list(terms, call)
-        return cls(names, tuple(Row(name, ((i, 1),)) for i, name in enumerate(names)))
+        return cls(names, tuple(HistogramRow(name, ((i, 1),)) for i, name in enumerate(names)))
 
     def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
         raise ValueError(

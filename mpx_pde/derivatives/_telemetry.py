@@ -1,4 +1,4 @@
-"""The record of derivative scales as plain arrays and as a picture."""
+"""Telemetry of derivative scales: plain arrays, and a picture."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from .._repr import brief
+from .._repr import in_a_line
 from ._probe import HIGHEST, LOWEST
 from ._rules import SMALLEST_NORMAL
 from ._scaling import Scaling
@@ -44,7 +44,7 @@ def telemetry(scaling: Any) -> dict[str, Any]:
     derivatives = scaling.derivatives if isinstance(scaling, Scaling) else scaling
     if not isinstance(derivatives, DerivativeScaling):
         raise TypeError(
-            f"`telemetry` takes a `Scaling` or a `DerivativeScaling`, but got {brief(scaling)}."
+            f"`telemetry` takes a `Scaling` or a `DerivativeScaling`, but got {in_a_line(scaling)}."
         )
     rows, names = derivatives.row_names, derivatives.names
     buckets = np.arange(LOWEST, HIGHEST + 1, dtype=np.int32)
@@ -81,7 +81,7 @@ def plot(history: Sequence[Mapping[str, Any]], *, steps: Sequence[int] | None = 
     A matplotlib figure: on the left the distribution of log2 of each unscaled derivative over the
     whole history, and where the window of float16 lay at its last scale; on the right the scales.
 
-    **Raises:** `ImportError` without matplotlib, `TypeError` for what is no list of steps,
+    **Raises:** `ImportError` without matplotlib, `TypeError` for what is not a list of steps,
     `ValueError` for an empty one.
     """
     if not isinstance(history, Sequence):

@@ -148,8 +148,9 @@ class Product:
             wide = None  # as their parts are computed with
         # Convolutions have no algorithms, and neither has float64.
         if "dot_general" in eqn.primitive.name and wide == np.float32:
-            algorithm = self.algorithm if _leaves_it_open(eqn) else eqn.params.get("algorithm")
-            if algorithm is not None:
+            is_open = _leaves_it_open(eqn)
+            algorithm = self.algorithm if is_open else eqn.params.get("algorithm")
+            if algorithm is not None or is_open:
                 return _mixed(eqn, wide, wide, algorithm)
         if eqn.primitive.name in tables.MIXED:
             return _mixed(eqn, wide, wide)

@@ -1,4 +1,4 @@
-"""What a jaxpr holds, how it is walked, by which table, and what it multiplies in."""
+"""Jaxprs: what they hold, how they are walked, by which table, and what they multiply in."""
 
 from ._precision_report import (
     PrecisionReport as PrecisionReport,

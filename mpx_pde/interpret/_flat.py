@@ -11,7 +11,7 @@ from ._jaxpr import CALLS, OF_REVERSE_MODE, bodies_of, walk
 
 
 class Constant(NamedTuple):
-    """An operand that is no variable."""
+    """An operand that is not a variable."""
 
     value: Any
     aval: Any
@@ -28,7 +28,7 @@ class Step(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """A program without calls: what a `jit` or a checkpoint holds stands in its place."""
+    """A program without calls: the body of a `jit` or of a checkpoint stands in its place."""
 
     steps: tuple[Step, ...]
     inputs: tuple[int, ...]
@@ -37,7 +37,7 @@ class Flat(NamedTuple):
 
 
 def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -> Flat:
-    """The equations that the results of a jaxpr depend on, with calls written out.
+    """Writes out the calls of a jaxpr, and keeps the equations that its results depend on.
 
     With `forward_mode` so are checkpoints and `custom_vjp` functions: what they say is of reverse
     mode. Barriers, which tie arrays together that have nothing to do with each other, are left out.

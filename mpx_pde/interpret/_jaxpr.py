@@ -1,4 +1,4 @@
-"""Walking a jaxpr: what contains what, and how an equation is bound.
+"""Tools to walk a jaxpr: what contains what, and how an equation is bound.
 
 `autocast`, `ranges` and the derivative engine (and with it `forward=`) are such interpreters. What
 they know of a value goes with it in a PyTree; how JAX's containers are made is known here and in
@@ -24,7 +24,7 @@ from ._tables import JAX_PRODUCTS
 
 
 def trace_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[ClosedJaxpr, list, Callable]:
-    """A function as a jaxpr of all arrays in itself and its arguments.
+    """Traces a function to a jaxpr of all arrays in itself and its arguments.
 
     With it come those arrays, each behind its path in `(fun, args, kwargs)`, and a function that
     puts the output together from what the jaxpr returns.
@@ -48,7 +48,7 @@ def trace_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[ClosedJaxpr,
 
 
 class _Static:
-    """Anything at all, as a PyTree without arrays. Equal to nothing but itself."""
+    """A wrapper that makes any object a PyTree without arrays. It equals nothing but itself."""
 
     def __init__(self, value: Any):
         self.value = value
@@ -89,12 +89,12 @@ TRACED = ("jit", "remat2")
 
 
 def close(jaxpr: Any) -> ClosedJaxpr:
-    """A jaxpr without constants as a closed one; a closed one as it is."""
+    """Closes a jaxpr without constants; returns a closed one unchanged."""
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 
 def bodies_of(eqn: JaxprEqn) -> list[ClosedJaxpr]:
-    """The jaxprs inside an equation that [`rebind`][] can enter, in its order."""
+    """Returns the jaxprs inside an equation that [`rebind`][] can enter, in its order."""
     out = []
     for name in CONTAINERS.get(eqn.primitive.name, ()):
         inner = eqn.params[name]
@@ -103,12 +103,12 @@ def bodies_of(eqn: JaxprEqn) -> list[ClosedJaxpr]:
 
 
 def is_container(eqn: JaxprEqn) -> bool:
-    """Whether [`rebind`][] can enter the equation."""
+    """Returns whether [`rebind`][] can enter the equation."""
     return eqn.primitive.name in CONTAINERS
 
 
 def contains(closed: ClosedJaxpr, names: Collection[str]) -> bool:
-    """Whether there is a primitive of these names in a jaxpr, at any depth."""
+    """Returns whether there is a primitive of these names in a jaxpr, at any depth."""
     return any(
         eqn.primitive.name in names or any(contains(inner, names) for inner in bodies_of(eqn))
         for eqn in closed.jaxpr.eqns
@@ -116,7 +116,7 @@ def contains(closed: ClosedJaxpr, names: Collection[str]) -> bool:
 
 
 def jaxprs_in(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """The jaxprs in the parameters of an equation, be it one that [`rebind`][] knows or not."""
+    """Yields the jaxprs in the parameters of an equation, whether [`rebind`][] knows it or not."""
     is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
     for x in jtu.tree_leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
         if is_jaxpr(x):
@@ -130,7 +130,7 @@ def walk(
     known: Callable[[Literal], Any],
     evaluate: Callable[[int, JaxprEqn, list], Sequence],
 ) -> list:
-    """The results of a jaxpr on values of any kind, equation by equation.
+    """Evaluates a jaxpr on values of any kind, equation by equation.
 
     **Arguments:**
 
@@ -161,8 +161,9 @@ def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
 
 
 def _updating(eqn: JaxprEqn, dtype: Any) -> JaxprEqn:
-    """A scatter for arrays of this dtype. It holds what it does to two numbers as a program of its
-    own, which has theirs."""
+    """Returns a scatter for arrays of this dtype. A scatter holds a program of its own for two
+    numbers, which has their dtype.
+    """
     update = eqn.params["update_jaxpr"]
     closed = close(update)
     if closed.in_avals[0].dtype == dtype:
@@ -177,8 +178,9 @@ def _updating(eqn: JaxprEqn, dtype: Any) -> JaxprEqn:
 
 @contextmanager
 def in_context_of(eqn: JaxprEqn, source: Any = None):
-    """What is bound in here keeps the equation's line of source, or that of `source` where it is
-    given, its name scopes and settings."""
+    """A context in which whatever is bound keeps the name scopes and settings of an equation, and
+    its line of source, or that of `source` if it is given.
+    """
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     lines = (source or eqn.source_info).traceback
     with source_info_util.user_context(lines, name_stack=stack), eqn.ctx.manager:
@@ -190,7 +192,7 @@ _WRAPPED = re.compile(r"^[\w.]+\((.*)\)$")
 
 
 def scopes_of(eqn: JaxprEqn) -> tuple[str, ...]:
-    """The `jax.named_scope`s around an equation, outermost first, free of transforms."""
+    """Returns the `jax.named_scope`s around an equation, outermost first, free of transforms."""
     out = []
     for part in _split_path(str(eqn.source_info.name_stack)):
         name = part
@@ -213,7 +215,7 @@ def _split_path(path: str) -> list[str]:
 
 
 def inner_scope(eqn: JaxprEqn) -> tuple[str, ...]:
-    """The scopes of what is inside a container: a jitted function adds its name."""
+    """Returns the scopes inside a container: a jitted function adds its name."""
     name = eqn.params.get("name")
     if eqn.primitive.name == "jit" and isinstance(name, str):
         return (*scopes_of(eqn), name)
@@ -225,7 +227,9 @@ def literal(atom: Any) -> bool:
 
 
 def aval_of(atom: Any) -> Any:
-    """The type of a variable or literal, with a shape and a dtype if it is an array's."""
+    """Returns the type of a variable or literal, with a shape and a dtype if it is that of an
+    array.
+    """
     return atom.aval
 
 
@@ -234,13 +238,14 @@ def _differentiable(aval: Any) -> bool:
 
 
 def differentiable(atoms: Sequence) -> list[int]:
-    """The positions of what can have a tangent."""
+    """Returns the positions of the atoms that can have a tangent."""
     return [i for i, x in enumerate(atoms) if _differentiable(x.aval)]
 
 
 def _moving(eqn: JaxprEqn, args: Sequence, moving: Sequence[int]) -> Callable[..., list]:
-    """The equation as a function of some of its operands. The custom rule of the equation sees
-    that the others are fixed."""
+    """Makes the equation a function of some of its operands. The custom rule of the equation sees
+    that the others are fixed.
+    """
 
     def function(*parts):
         full = list(args)
@@ -252,7 +257,7 @@ def _moving(eqn: JaxprEqn, args: Sequence, moving: Sequence[int]) -> Callable[..
 
 
 def pushforward(eqn: JaxprEqn, moving: Sequence[int]) -> ClosedJaxpr:
-    """The custom derivative of a `custom_jvp_call`, in the types of the equation.
+    """Traces the custom derivative of a `custom_jvp_call`, in the types of the equation.
 
     A jaxpr of the operands and of the tangents of those that are `moving`, with the results and
     the tangents of the differentiable ones.
@@ -268,7 +273,7 @@ def pushforward(eqn: JaxprEqn, moving: Sequence[int]) -> ClosedJaxpr:
 
 
 def pullback(eqn: JaxprEqn, moving: Sequence[int]) -> tuple[ClosedJaxpr, Callable[[], ClosedJaxpr]]:
-    """The custom derivative of a `custom_vjp_call`, in the types of the equation.
+    """Traces the custom derivative of a `custom_vjp_call`, in the types of the equation.
 
     The forward rule, a jaxpr of the operands with the results followed by the residuals, and a
     function that returns the backward rule: a jaxpr of the residuals and of the cotangents of

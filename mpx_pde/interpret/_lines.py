@@ -24,7 +24,7 @@ _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 
 class Site(NamedTuple):
-    """Where an equation stands. All reports name it by this.
+    """The place of an equation in the user's code. All reports name it by this.
 
     **Attributes:**
 
@@ -152,8 +152,9 @@ _RETURNED = {"Evaluation": "partials"}
 
 
 def _layer(ours: list[tuple[str, str]]) -> str:
-    """The outermost part of the library with a public name, networks before all others; a layer of
-    Equinox is its own, whoever calls it."""
+    """Returns the outermost part of the library with a public name, networks before all others. A
+    layer of Equinox is returned under its own name, whoever calls it.
+    """
     # Looked up: an import would run in a circle, since the package imports this module.
     mpx_pde = sys.modules[__name__.partition(".")[0]]
     names = [(file, name.partition(".")[0]) for file, name in reversed(ours)]

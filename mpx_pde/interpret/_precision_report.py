@@ -1,7 +1,6 @@
-"""What a function multiplies in."""
+"""The report on what a function multiplies in."""
 
 import dataclasses
-import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -16,9 +15,11 @@ from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
 
 from .._dtypes import matmul_precision
+from .._repr import table
+from .._wrapper import AbstractWrapper, check_callable
 from ._jaxpr import aval_of, trace_arrays
 from ._lines import INSIDE, installed
-from ._products import Counter
+from ._products import Counter, ProductRow
 
 
 _FEW = 20
@@ -26,53 +27,11 @@ _MARK = " (TF32)"
 
 
 class PrecisionWarning(UserWarning):
-    """A call that was asked for half precision multiplies (mostly) in full precision.
+    """A warning that a call for half precision multiplies (mostly) in full precision.
 
     To silence it, filter it as any warning:
     `warnings.simplefilter("ignore", mpx.PrecisionWarning)`.
     """
-
-
-@dataclasses.dataclass(frozen=True)
-class ProductRow:
-    """Products of one line, one primitive and one pair of dtypes.
-
-    **Attributes:**
-
-    - `line`: `file:line` in the user's code.
-    - `primitive`: `"dot_general"`, `"mixed_dot_general"`, `"conv_general_dilated"`, ….
-    - `dtype`: what is multiplied in, such as `"float16"`; of split products the algorithm.
-    - `out_dtype`: the dtype of the result.
-    - `half`: whether halves are multiplied.
-    - `count`: how often these products run.
-    - `flops`: their floating-point operations.
-    - `tensorfloat32`: whether they are products of float32 (or complex64) arrays that a GPU
-        multiplies in TF32 and a TPU in bfloat16, since the program does not ask for the highest
-        precision. A CPU multiplies them in float32.
-    - `inside`: whether they are inside of a `jax.custom_vjp` that is called on the line: JAX does
-        not know the lines of a backward rule.
-    """
-
-    line: str
-    primitive: str
-    dtype: str
-    out_dtype: str
-    half: bool
-    count: int
-    flops: int
-    tensorfloat32: bool = False
-    inside: bool = False
-
-    @property
-    def of_integers(self) -> bool:
-        """Whether they are products of integers or bools."""
-        return bool(re.search(r"int|bool", self.dtype))
-
-    @property
-    def real(self) -> bool:
-        """Whether there is a half-precision form of them: neither of complex numbers nor of
-        integers."""
-        return not self.of_integers and "complex" not in self.dtype
 
 
 def _half_share(rows: Iterable[ProductRow]) -> float:
@@ -97,25 +56,27 @@ class PrecisionReport:
 
     @property
     def flops(self) -> int:
-        """The work of all products, in floating-point operations."""
+        """Returns the work of all products, in floating-point operations."""
         return sum(row.flops for row in self.rows)
 
     @property
     def half_share(self) -> float:
-        """The part of the floating-point work, from 0 to 1, that is done in half precision; 1
-        without any work.
+        """Returns the part of the floating-point work, from 0 to 1, that is done in half precision;
+        1 without any work.
 
         A product of complex numbers is four real ones, none of which is half."""
         return _half_share(row for row in self.rows if not row.of_integers)
 
     @property
     def tensorfloat32_share(self) -> float:
-        """The part of the work, from 0 to 1, that is float32 on a CPU and TF32 on a GPU."""
+        """Returns the part of the work, from 0 to 1, that is done in float32 on a CPU and in TF32
+        on a GPU.
+        """
         work = sum(row.flops for row in self.rows if row.tensorfloat32)
         return work / self.flops if work else 0.0
 
     def by_dtype(self) -> dict[str, tuple[int, int]]:
-        """For each dtype that is multiplied in how many products there are, and their work."""
+        """Returns the number of products and their work, for each dtype that is multiplied in."""
         out: dict[str, tuple[int, int]] = {}
         for row in self.rows:
             count, flops = out.get(row.dtype, (0, 0))
@@ -123,7 +84,7 @@ class PrecisionReport:
         return out
 
     def count(self, dtype: Any) -> int:
-        """How many products are multiplied in a dtype."""
+        """Returns how many products are multiplied in a dtype."""
         name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
         return self.by_dtype().get(name, (0, 0))[0]
 
@@ -131,19 +92,21 @@ class PrecisionReport:
         if not self.rows:
             return "no products"
         total = max(1, self.flops)
-        lines = [f"{'multiplied in':18} {'result':10} {'products':>8} {'flops':>9} {'work':>5}  at"]
+
+        def cells(dtype: str, out_dtype: str, count: int, flops: int, at: str) -> tuple[str, ...]:
+            return dtype, out_dtype, str(count), f"{flops:.2e}", f"{100 * flops / total:.0f}%", at
+
+        rows: list[tuple[str, ...]] = [
+            ("multiplied in", "result", "products", "flops", "work", "at")
+        ]
         for row in self.rows[:_FEW]:
-            share = f"{100 * row.flops / total:.0f}%"
             dtype = row.dtype + _MARK * row.tensorfloat32
-            lines.append(
-                f"{dtype:18} {row.out_dtype:10} {row.count:8} {row.flops:9.2e} {share:>5}  "
-                f"{row.line}{f' in {INSIDE}' * row.inside}"
-            )
+            where = row.line + f" in {INSIDE}" * row.inside
+            rows.append(cells(dtype, row.out_dtype, row.count, row.flops, where))
+        rows += [cells(dtype, "", *work, "in total") for dtype, work in self.by_dtype().items()]
+        lines = table(rows, left=(0, 1, 5))
         if len(self.rows) > _FEW:
-            lines.append(f"and {len(self.rows) - _FEW} more")
-        for dtype, (count, flops) in self.by_dtype().items():
-            share = f"{100 * flops / total:.0f}%"
-            lines.append(f"{dtype:18} {'':10} {count:8} {flops:9.2e} {share:>5}  in total")
+            lines.insert(1 + _FEW, f"and {len(self.rows) - _FEW} more")
         if any(row.tensorfloat32 for row in self.rows):
             lines.append(
                 f"{_MARK.strip()} for {100 * self.tensorfloat32_share:.0f}% of the work: a GPU "
@@ -155,36 +118,27 @@ class PrecisionReport:
 
 
 def report_of(closed: ClosedJaxpr) -> PrecisionReport:
-    """The products of a jaxpr."""
+    """Reports the products of a jaxpr."""
     counter = Counter()
     products = counter.products(closed.jaxpr)
-    rows = [
-        ProductRow(
-            p.line, p.primitive, p.dtype, p.out_dtype, p.half, *work, p.tensorfloat32, p.inside
-        )
-        for p, work in products.items()
-    ]
+    rows = [dataclasses.replace(row, **work._asdict()) for row, work in products.items()]
     rows.sort(key=lambda row: (-row.flops, row.line, row.dtype))
     return PrecisionReport(tuple(rows), tuple(counter.loops))
 
 
-class _Reporting(eqx.Module):
-    _fun: Callable
-
-    @property
-    def __wrapped__(self):
-        return self._fun
+class _Reporting(AbstractWrapper):
+    fun: Callable
 
     def __call__(self, /, *args, **kwargs) -> PrecisionReport:
         with warnings.catch_warnings():
             # It says the same.
             warnings.simplefilter("ignore", PrecisionWarning)
-            closed = eqx.filter_make_jaxpr(self._fun)(*args, **kwargs)[0]
+            closed = eqx.filter_make_jaxpr(self.fun)(*args, **kwargs)[0]
         return report_of(closed)
 
 
 def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
-    """Tells what a function multiplies in: its products by dtype, by work and by line.
+    """Reports what a function multiplies in: its products by dtype, by work and by line.
 
     The function is traced and not run. Whatever leads to its results is counted: give it a
     gradient, and the products of the backward pass are among them. Inner functions, branches (the
@@ -207,21 +161,19 @@ def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
 
     **Raises:** `TypeError` if `fun` cannot be called.
     """
-    if not callable(fun):
-        raise TypeError(
-            f"`precision_report` takes a function or a callable module, but got {fun!r}. Pass the "
-            "arguments to what it returns: `precision_report(fun)(*args)`."
-        )
+    check_callable(fun, "precision_report")
     return eqx.module_update_wrapper(_Reporting(fun))
 
 
 def traced(tree: Any) -> bool:
-    """Whether a program is being traced, whose values these are."""
+    """Returns whether a program is being traced: whether any leaf of `tree` is a tracer."""
     return any(isinstance(x, Tracer) for x in jtu.tree_leaves(tree))
 
 
 def _castable(report: PrecisionReport) -> float:
-    """The part of the work in half precision, of that which has a half-precision form."""
+    """Returns the part of the work that is done in half precision, among the work that has a
+    half-precision form.
+    """
     return _half_share(row for row in report.rows if row.real)
 
 
@@ -236,9 +188,10 @@ def checked(
     instead: str = "use_mixed_precision=False",
     look: Callable[[ClosedJaxpr], None] | None = None,
 ) -> Any:
-    """`fun(*args)`, with a [`mpx_pde.PrecisionWarning`][] that ends in `advice` if it does less
-    than `least` of its products' work in half precision, and `fun(*without)` does as well, the same
-    without what the user excepts by name. `instead` is what asks for float32.
+    """Evaluates `fun(*args)`, and issues a [`mpx_pde.PrecisionWarning`][] that ends in `advice` if
+    less than `least` of the work of its products is done in half precision. There is no warning if
+    `fun(*without)`, the same without the user's exceptions by name, does enough. `instead` is the
+    option that asks for float32.
 
     Traces `fun` once, as calling it would; `look` is called with what was traced.
     """
@@ -270,14 +223,17 @@ def checked(
 
 
 def tensorfloat32_by_default() -> bool:
-    """Whether products of float32 arrays that name no precision are TF32 (on a GPU) or bfloat16 (on
-    a TPU) here."""
+    """Returns whether products of float32 arrays that name no precision are taken in TF32 (on a
+    GPU) or bfloat16 (on a TPU).
+    """
     low = matmul_precision() in (None, "default", "high", "bfloat16", "tensorfloat32")
     return low and jax.default_backend() in ("gpu", "tpu")
 
 
 def warn_of_tensorfloat32(call: str, what: str) -> None:
-    """A [`mpx_pde.PrecisionWarning`][] that float32 is none in `what`, at the user's line."""
+    """Issues a [`mpx_pde.PrecisionWarning`][], at the user's line, that `what` is not computed in
+    float32.
+    """
     number = "bfloat16" if jax.default_backend() == "tpu" else "TF32"
     warn_user(
         f"`{call}`: {what} in float32 are multiplied in {number} here, which keeps 3 of float32's "
@@ -326,7 +282,7 @@ def _warning(report: PrecisionReport, call: str, dtype: np.dtype, advice: str, i
 
 
 def warn_user(text: str) -> None:
-    """A warning with the line of the user's code, however deep below it this is called."""
+    """Issues a warning with the line of the user's code, however deep below it this is called."""
     frame = sys._getframe(1)
     while frame.f_back is not None and installed(frame.f_code.co_filename):
         frame = frame.f_back

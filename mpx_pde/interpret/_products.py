@@ -1,6 +1,8 @@
 """The products of a jaxpr: how many, in which dtype, how much work, and where."""
 
+import dataclasses
 import math
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -14,25 +16,30 @@ from .._dtypes import is_half
 from .._split import SPLIT_PRODUCTS
 from ._asks import leaves_it_to_tensorfloat32
 from ._jaxpr import aval_of, jaxprs_in
-from ._lines import HOME, installed, line_of, site_of
+from ._lines import installed, line_of, site_of
 from ._tables import MIXED, PRODUCTS
 
 
 _HALVES = ("float16", "bfloat16")
 
 
-class Product(NamedTuple):
-    """Products that are alike: of one line, one primitive and one pair of dtypes.
+@dataclasses.dataclass(frozen=True)
+class ProductRow:
+    """Products of one line, one primitive and one pair of dtypes.
 
     **Attributes:**
 
     - `line`: `file:line` in the user's code.
-    - `primitive`: the name of the primitive.
-    - `dtype`: what is multiplied in: the dtype that operands are rounded to (joined by `*` where
-        they differ), or the name of the algorithm that splits them.
+    - `primitive`: `"dot_general"`, `"mixed_dot_general"`, `"conv_general_dilated"`, ….
+    - `dtype`: what is multiplied in, such as `"float16"`; of split products the algorithm.
     - `out_dtype`: the dtype of the result.
-    - `tensorfloat32`: whether the program leaves it to a GPU to multiply float32 in TF32.
-    - `inside`: whether it is inside of a `jax.custom_vjp` that is called on that line.
+    - `tensorfloat32`: whether they are products of float32 (or complex64) arrays that a GPU
+        multiplies in TF32 and a TPU in bfloat16, since the program does not ask for the highest
+        precision. A CPU multiplies them in float32.
+    - `inside`: whether they are inside of a `jax.custom_vjp` that is called on the line: JAX does
+        not know the lines of a backward rule.
+    - `count`: how often these products run.
+    - `flops`: their floating-point operations.
     """
 
     line: str
@@ -41,16 +48,30 @@ class Product(NamedTuple):
     out_dtype: str
     tensorfloat32: bool = False
     inside: bool = False
+    count: int = 0
+    flops: int = 0
 
     @property
     def half(self) -> bool:
-        """Whether halves, or what is narrower, are multiplied."""
+        """Returns whether halves, or what is narrower, are multiplied."""
         names = self.dtype.split("*")
         return all(name.startswith(("BF16", "F16", "ANY_F8")) or _narrow(name) for name in names)
 
+    @property
+    def of_integers(self) -> bool:
+        """Returns whether these are products of integers or bools."""
+        return bool(re.search(r"int|bool", self.dtype))
+
+    @property
+    def real(self) -> bool:
+        """Returns whether these products have a half-precision form: products of complex numbers or
+        integers do not.
+        """
+        return not self.of_integers and "complex" not in self.dtype
+
 
 class Work(NamedTuple):
-    """How often products run, and their floating-point operations."""
+    """The number of times that products run, and their floating-point operations."""
 
     count: int = 0
     flops: int = 0
@@ -78,29 +99,42 @@ def _multiplied(eqn: JaxprEqn) -> str:
 
 
 def _tensorfloat32(eqn: JaxprEqn) -> bool:
-    """Whether a product of float32 or complex64 arrays asks for less than the highest precision.
-    The library's own do not."""
+    """Returns whether a product of float32 or complex64 arrays asks for less than the highest
+    precision. The library's own products do not.
+    """
     dtypes = {aval_of(v).dtype.name for v in eqn.invars[:2]}
     wide = dtypes & {"float32", "complex64"} and dtypes <= {"complex64", "float32", *_HALVES}
     return bool(wide) and eqn.primitive.name not in MIXED and leaves_it_to_tensorfloat32(eqn)
 
 
 def _number(sizes: Iterable[Any]) -> int:
-    """A product of sizes. One that is known at run time only, or a symbol, counts once."""
+    """Multiplies sizes. A size that is known only at run time, or a symbol, counts as 1."""
     return math.prod(n for n in sizes if isinstance(n, int))
+
+
+def product_shape(eqn: JaxprEqn) -> tuple[int, ...]:
+    """Returns the sizes of a product: batch, rows, columns and contracted size; of a convolution
+    groups, positions, output channels, and window times input channels.
+    """
+    x, y = (aval_of(v).shape for v in eqn.invars[:2])
+    if "conv" not in eqn.primitive.name:
+        contracted, batch = eqn.params["dimension_numbers"]
+        kept = [
+            _number(n for i, n in enumerate(shape) if i not in (*contracted[k], *batch[k]))
+            for k, shape in enumerate((x, y))
+        ]
+        return _number(x[i] for i in batch[0]), *kept, _number(x[i] for i in contracted[0])
+    outputs, inputs, *window = (y[i] for i in eqn.params["dimension_numbers"].rhs_spec)
+    groups = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
+    positions = _number(aval_of(eqn.outvars[0]).shape) // outputs
+    return groups, positions, outputs // groups, inputs * _number(window)
 
 
 def _flops(eqn: JaxprEqn) -> int:
     """Multiplications and additions; four of each for complex numbers."""
-    x, y = (aval_of(v) for v in eqn.invars[:2])
-    out = aval_of(eqn.outvars[0])
-    name = eqn.primitive.name
-    if "conv" in name:
-        spec = eqn.params["dimension_numbers"].rhs_spec
-        terms = _number(n for i, n in enumerate(y.shape) if i != spec[0])
-    elif "dimension_numbers" in eqn.params:
-        (contracted, _), _ = eqn.params["dimension_numbers"]
-        terms = _number(x.shape[i] for i in contracted)
+    x, out = aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
+    if eqn.primitive.name in PRODUCTS:
+        terms = product_shape(eqn)[-1]
     elif "ragged_dot_dimension_numbers" in eqn.params:
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         (contracted, _), _ = numbers.dot_dimension_numbers
@@ -114,14 +148,6 @@ def _flops(eqn: JaxprEqn) -> int:
     return int(2 * parts * _number(out.shape) * terms)
 
 
-def _is_one_step(eqn: JaxprEqn) -> bool:
-    """Whether a `while` is this library's own around a training step, whose work is that step's: a
-    first step that overflows is evaluated again."""
-    info = eqn.params["body_jaxpr"].jaxpr.debug_info
-    ours = (info.func_filename or "").startswith(HOME)
-    return ours and info.func_name.rpartition(".")[2] == "one_step"
-
-
 _PRODUCTS = PRODUCTS | {"ragged_dot", "ragged_dot_general"}
 
 
@@ -131,14 +157,15 @@ class Counter:
     def __init__(self):
         self.loops: dict[str, None] = {}
         # By the identity of a jaxpr, which is kept alive beside its products.
-        self._known: dict[int, tuple[Jaxpr, Mapping[Product, Work]]] = {}
+        self._known: dict[int, tuple[Jaxpr, Mapping[ProductRow, Work]]] = {}
 
-    def products(self, jaxpr: Jaxpr) -> Mapping[Product, Work]:
-        """The products in a jaxpr that lead to its results, at any depth, as often as they run. The
-        compiler drops the others: a layer that is evaluated in full for its value, and
-        differentiated in half, has a half value too."""
+    def products(self, jaxpr: Jaxpr) -> Mapping[ProductRow, Work]:
+        """Returns the products in a jaxpr that lead to its results, at any depth, as often as they
+        run. The compiler drops the others: a layer that is evaluated in full for its value, and
+        differentiated in half, also computes its value in half.
+        """
         if id(jaxpr) not in self._known:
-            total: dict[Product, Work] = defaultdict(Work)
+            total: dict[ProductRow, Work] = defaultdict(Work)
             # At each depth, since JAX leaves the bodies of `while` loops as they are.
             alive, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
             for eqn in alive.eqns:
@@ -148,13 +175,13 @@ class Counter:
             self._known[id(jaxpr)] = jaxpr, dict(total)
         return self._known[id(jaxpr)][1]
 
-    def _of(self, eqn: JaxprEqn) -> Mapping[Product, Work]:
+    def _of(self, eqn: JaxprEqn) -> Mapping[ProductRow, Work]:
         name = eqn.primitive.name
         if name in _PRODUCTS:
             out_dtype = aval_of(eqn.outvars[0]).dtype.name
             dtypes = _multiplied(eqn), out_dtype, _tensorfloat32(eqn)
             site = site_of(eqn)
-            product = Product(site.line or "unknown", name, *dtypes, site.inside)
+            product = ProductRow(site.line or "unknown", name, *dtypes, site.inside)
             return {product: Work(1, _flops(eqn))}
         inner = [self.products(jaxpr) for jaxpr in jaxprs_in(eqn)]
         if not any(inner):
@@ -163,16 +190,16 @@ class Counter:
             inner = [max(inner, key=lambda products: sum(w.flops for w in products.values()))]
         if name == "custom_linear_solve":  # the rest are for its derivatives
             inner = [self.products(eqn.params["jaxprs"].solve.jaxpr)]
-        if name == "while" and not _is_one_step(eqn):
+        if name == "while":
             self.loops[line_of(eqn)] = None
         times = self._times(eqn)
         # A trace inside of another, such as that of a checkpoint, does not see who called it.
         site = site_of(eqn)
-        total: dict[Product, Work] = defaultdict(Work)
+        total: dict[ProductRow, Work] = defaultdict(Work)
         for products in inner:
             for product, work in products.items():
                 if site.users and (installed(product.line) or product.line == "unknown"):
-                    product = product._replace(line=site.line)
+                    product = dataclasses.replace(product, line=site.line)
                 count, flops = total[product]
                 total[product] = Work(count + times * work.count, flops + times * work.flops)
         return total

@@ -1,4 +1,4 @@
-"""How to bind a container again around new bodies.
+"""Binding of containers again, around new bodies.
 
 Where an equation holds a jaxpr of its own (a `jit`, a loop, a branch, a function with its own
 derivative), an interpreter hands [`rebind`][] a Python function for each inner jaxpr, and gets the
@@ -31,7 +31,7 @@ def bind_around(eqn: JaxprEqn, args: Sequence, closed: ClosedJaxpr) -> list:
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """How many of the operands of a `scan` are constants, and how many carries."""
+    """Returns how many of the operands of a `scan` are constants, and how many carries."""
     params = eqn.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]

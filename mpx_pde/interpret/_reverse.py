@@ -28,14 +28,14 @@ def is_symbolic_zero(x: Any) -> bool:
 
 
 def tangent_like(x: Any) -> np.ndarray:
-    """The tangent of an array that has none."""
+    """Returns the tangent of an array that cannot have one."""
     return np.zeros(x.shape, jax.dtypes.float0)
 
 
 def linear_by_pullback(
     backward: Backward, residuals: Sequence, tangents: Sequence, out: Sequence
 ) -> list:
-    """The tangents of `out`, of which only the transpose is known.
+    """Returns the tangents of `out`, of which only the transpose is known.
 
     **Arguments:**
 

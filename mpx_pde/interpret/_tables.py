@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """What is known of a primitive.
+    """The properties of a primitive.
 
     **Attributes:**
 

@@ -22,7 +22,7 @@ from .._cast import widen
 
 
 def _evaluate(fun: Callable, x: Any) -> Array:
-    # A Python number has no dtype to come back to, and what comes of an integer is none.
+    # A Python number has no dtype to come back to, and what comes of an integer is not one.
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
     out = fun(widen(x))
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != out.dtype
@@ -60,8 +60,9 @@ jtu.register_static(SafeActivation)
 
 
 class SafeLayer(eqx.Module):
-    """The same for an activation with parameters, such as [`equinox.nn.PReLU`][], which are
-    trained with the rest of the model."""
+    """An activation with parameters, such as [`equinox.nn.PReLU`][], that is computed in float32
+    and returns the dtype of its input. The parameters are trained with the rest of the model.
+    """
 
     fun: Callable
 
@@ -87,7 +88,8 @@ def _is_exact_gelu(fun: Any) -> bool:
 
 
 def safe(fun: Callable[..., Any]) -> Callable:
-    """`fun`, evaluated in float32, with its result in the dtype of the input.
+    """Wraps an elementwise function so that it is evaluated in float32 and returns the dtype of its
+    input.
 
     So are its derivatives of every order, in forward and reverse mode.
 

@@ -20,7 +20,7 @@ KEPT = "mpx_pde.nn: kept for the backward pass"
 
 
 class Arithmetic(NamedTuple):
-    """The dtype that is stored between products, and how products are computed.
+    """The dtype that a layer stores between products, and how it computes products.
 
     **Attributes:**
 
@@ -39,7 +39,7 @@ class Arithmetic(NamedTuple):
         return is_half(self.dtype)
 
     def product(self, x: Array, y: Any, dimension_numbers: Any, *, out_dtype: Any = None) -> Array:
-        """[`jax.lax.dot_general`][] in this arithmetic."""
+        """Multiplies as [`jax.lax.dot_general`][] does, in this arithmetic."""
         if self.algorithm is None:
             # One of the operands is stored in `dtype`, so it is the narrowest without being named.
             dtype = self.dtype if self.given else None
@@ -71,7 +71,7 @@ def arithmetic_of(given: Arithmetic | None, weight: Any) -> Arithmetic:
 
 
 def parse_arithmetic(dtype: Any, call: str) -> Arithmetic | None:
-    """The meaning of a layer's `dtype`: a floating-point type, or the name of a split product."""
+    """Parses a layer's `dtype`: a floating-point type, or the name of a split product."""
     if dtype is None:
         return None
     if isinstance(dtype, str) and dtype in SPLIT_PRODUCTS:
@@ -82,7 +82,7 @@ def parse_arithmetic(dtype: Any, call: str) -> Arithmetic | None:
 def centered(
     x: Float[Array, "channels *grid"], dtype: np.dtype
 ) -> tuple[Float[Array, "channels *grid"], Float32[Array, " channels"], Float[Array, ""] | None]:
-    """A field rounded to half precision, without its mean, and scaled where it would overflow.
+    """Rounds a field to half precision, without its mean, and scaled if it would overflow.
 
     Rounding is relative: on top of a large mean it would bury the rest of the field. And a value
     above 65504 that arrives in float32 would be infinite in float16. A power of two is exact.
@@ -105,7 +105,7 @@ def centered(
 
 
 def separate(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The same values, in a kernel of their own.
+    """Returns the same values, computed in a kernel of their own.
 
     XLA's CPU backend (jaxlib 0.10.2) fuses a small sum of products into the addition of that sum to
     a field, and gets the sum wrong where the field is large (16 × 16 channels on 48² points).

@@ -15,13 +15,14 @@ import numpy as np
 
 
 def frequencies(modes: int, real: bool) -> np.ndarray:
-    """The frequencies kept of an axis: 0 … m/2 of the last one, whose transform is real, and
-    -m/2 … m/2 - 1 of the others (one more for odd m)."""
+    """Returns the frequencies of an axis that are kept: 0 … m/2 of the last axis, whose transform
+    is real, and -m/2 … m/2 - 1 of the others (one more for odd m).
+    """
     return np.arange(modes // 2 + 1) if real else np.arange(modes) - modes // 2
 
 
 def _cos_sin(k: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """cos and sin of 2πkn/size, shape `[n, k]`.
+    """Returns cos and sin of 2πkn/size, shape `[n, k]`.
 
     The angle is reduced in integers to a quarter turn, so entries that should cancel do so to the
     last bit, in half precision too: a constant does not leak into the modes of an even grid.
@@ -39,7 +40,7 @@ _PRODUCT = np.array([[[1, 0], [0, 1]], [[0, 1], [-1, 0]]])
 
 
 def _blocks(real: np.ndarray, imag: np.ndarray) -> np.ndarray:
-    """The multiplication with complex numbers [a, b] as a real array [a, in, out, b]."""
+    """Returns the multiplication with complex numbers [a, b] as a real array [a, in, out, b]."""
     return np.einsum("wab,wio->aiob", np.stack([real, imag]), _PRODUCT)
 
 

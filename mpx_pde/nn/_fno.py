@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import widen
-from .._dtypes import is_half, is_real
+from .._dtypes import check_bool, check_integer, is_half, is_real
 from .._order import add_product, batch_behind, gradients_in_turn
 from .._tree import check_key
 from .._types import DTypeLike
@@ -29,7 +29,7 @@ from ._pointwise import (
     shifted,
     stored,
 )
-from ._spectral_conv import SpectralConv, check_field, parse_modes, positive
+from ._spectral_conv import SpectralConv, check_field, parse_modes
 
 
 class Block(eqx.Module):
@@ -98,7 +98,7 @@ class Block(eqx.Module):
 
 
 def _coordinates(grid: tuple[int, ...]) -> np.ndarray:
-    """The coordinates of a grid on [0, 1), shape `[dims, *grid]`."""
+    """Returns the coordinates of a grid on [0, 1), shape `[dims, *grid]`."""
     axes = [np.arange(n, dtype=np.float32) / n for n in grid]
     return np.stack(np.meshgrid(*axes, indexing="ij"))
 
@@ -115,7 +115,7 @@ def _parse_padding(padding: Any, dims: int, call: str) -> tuple[int | float, ...
 
 
 def _hidden(channels: int, ratios: dict[str, Any], call: str) -> dict[str, int]:
-    """The channels of the hidden layers of the channel MLPs, by name."""
+    """Returns the numbers of channels of the hidden layers of the channel MLPs, by name."""
     for name, ratio in ratios.items():
         if not (is_real(ratio) and 0 < ratio < math.inf):
             raise ValueError(
@@ -123,20 +123,6 @@ def _hidden(channels: int, ratios: dict[str, Any], call: str) -> dict[str, int]:
                 f"layer over `hidden_channels`, but got {ratio!r}."
             )
     return {name: max(1, round(ratio * channels)) for name, ratio in ratios.items()}
-
-
-def _parse_flags(remat: Any, grid_embedding: Any, call: str) -> tuple[bool, bool]:
-    if not isinstance(grid_embedding, bool):
-        raise TypeError(
-            f"`{call}` takes a bool as `grid_embedding`, whether the coordinates of the grid are "
-            f"channels too, but got {grid_embedding!r}."
-        )
-    if not isinstance(remat, bool):
-        raise TypeError(
-            f"`{call}` takes `remat=True`, which evaluates activations again in the backward "
-            f"pass, or `remat=False`, which keeps them, but got {remat!r}."
-        )
-    return remat, grid_embedding
 
 
 class FNO(eqx.Module):
@@ -215,17 +201,14 @@ class FNO(eqx.Module):
             twice the memory. Results are the same.
 
         **Raises:** `ValueError` for sizes below 1, ratios that are not positive or a padding that
-        is no fraction, `TypeError` for a `remat` or a `grid_embedding` that is no bool, and what
-        [`mpx_pde.nn.SpectralConv`][] raises.
+        is not a fraction, `TypeError` for a `remat` or a `grid_embedding` that is not a bool, and
+        what [`mpx_pde.nn.SpectralConv`][] raises.
         """
         call = "FNO"
-        positive(
-            call,
-            in_channels=in_channels,
-            out_channels=out_channels,
-            hidden_channels=hidden_channels,
-            num_layers=num_layers,
-        )
+        self.in_channels = check_integer(in_channels, call, "in_channels")
+        self.out_channels = check_integer(out_channels, call, "out_channels")
+        check_integer(hidden_channels, call, "hidden_channels")
+        check_integer(num_layers, call, "num_layers")
         modes = parse_modes(modes, call)
         arithmetic = parse_arithmetic(dtype, call)
         check_key(key, call)
@@ -253,9 +236,11 @@ class FNO(eqx.Module):
             hidden_channels, hidden["projection"], out_channels, arithmetic, key=project_key
         )
         self.activation = safe(activation)
-        self.in_channels, self.out_channels = int(in_channels), int(out_channels)
         self.domain_padding = _parse_padding(domain_padding, len(modes), call)
-        self.remat, self.grid_embedding = _parse_flags(remat, grid_embedding, call)
+        again = "where `remat=False` keeps activations and `True` evaluates them again"
+        self.remat = check_bool(remat, call, "remat", again)
+        coordinates = "whether the coordinates of the grid are channels too"
+        self.grid_embedding = check_bool(grid_embedding, call, "grid_embedding", coordinates)
 
     def __call__(
         self, x: Float[Array, "inputs *grid"], *, key: PRNGKeyArray | None = None

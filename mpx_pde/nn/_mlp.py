@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import FullPrecision, widen
-from .._dtypes import as_floating_dtype, is_integer, is_real, product_datatype
+from .._dtypes import as_floating_dtype, check_integer, is_integer, is_real
 from .._einsum import mixed_matmul
 from .._tree import check_key
 from .._types import DTypeLike
@@ -57,24 +57,17 @@ class Dense(eqx.Module):
         # Widened here, a half weight has its gradient summed in float32, and so has the bias. Rows
         # are the narrower operand then, which says what is multiplied in where `dtype` does not.
         out = mixed_matmul(x.astype(self.stored), widen(self.weight), dtype=self.dtype)
-        return (widen(out) + jnp.broadcast_to(widen(self.bias), out.shape)).astype(out.dtype)
+        return (widen(out) + jnp.broadcast_to(widen(self.bias), out.shape)).astype(self.stored)
 
     @property
     def stored(self) -> np.dtype:
-        """The dtype of what goes into the product and comes out of it."""
-        return product_datatype(self.weight.dtype) if self.dtype is None else self.dtype
-
-    @property
-    def returned(self) -> np.dtype:
-        """Returns the dtype of the result in the user's program, which does not depend on
-        `autocast`.
-        """
+        """Returns the dtype of what goes into the layer and comes out of it."""
         return self.weight.dtype if self.dtype is None else self.dtype
 
 
 def _dense(key: PRNGKeyArray, inputs: int, outputs: int, dtype: Any) -> Dense:
     # Glorot's normal initialisation, which keeps the derivatives of deep networks in scale.
-    scale = np.sqrt(2 / (inputs + outputs))
+    scale = math.sqrt(2 / (inputs + outputs))
     weight = scale * jax.random.normal(key, (inputs, outputs), jnp.float32)
     return Dense(weight, jnp.zeros(outputs, jnp.float32), dtype)
 
@@ -176,15 +169,14 @@ class CoordinateMLP(eqx.Module):
             leave them in float32.
 
         **Raises:** `ValueError` for sizes below 1, or a `periodic` or `fourier_features` that do
-        not fit; `TypeError` for a `key` or an `activation` that is none.
+        not fit; `TypeError` for a `key` or an `activation` that is not one.
         """
         call = "CoordinateMLP"
         sizes = {"in_size": in_size, "width_size": width_size, "depth": depth}
         if out_size != "scalar":
             sizes["out_size"] = out_size
         for name, size in sizes.items():
-            if not is_integer(size) or size < 1:
-                raise ValueError(f"`{call}` needs a positive integer as `{name}`, got {size!r}.")
+            check_integer(size, call, name)
         check_key(key, call)
         periods = _parse_periods(periodic, in_size, call)
         embed_key, first_key, *keys = jax.random.split(key, depth + 2)
@@ -210,18 +202,6 @@ class CoordinateMLP(eqx.Module):
         self.out_size = out_size if out_size == "scalar" else int(out_size)
         self.width_size, self.depth = int(width_size), int(depth)
 
-    @property
-    def _compute_dtype(self) -> np.dtype:
-        """Returns the dtype that is stored between layers."""
-        layer = [*self.hidden, self.last][0]
-        if isinstance(layer, FullPrecision):
-            return jnp.dtype("float32")
-        return layer.stored
-
-    @property
-    def _last(self) -> Dense:
-        return self.last.module if isinstance(self.last, FullPrecision) else self.last
-
     def __call__(
         self, point: Float[Array, " coords"], *, key: PRNGKeyArray | None = None
     ) -> Float[Array, "*fields"]:
@@ -245,11 +225,12 @@ class CoordinateMLP(eqx.Module):
                 f"got shape {jnp.shape(point)}. For many points use `jax.vmap`."
             )
         # Rounded before the activation: what is kept for the backward pass is half.
-        x = self.first(self.embedding(widen(point))).astype(self._compute_dtype)
-        x = self.activation(x)
+        layer = [*self.hidden, self.last][0]
+        x = self.first(self.embedding(widen(point)))
+        x = self.activation(x if isinstance(layer, FullPrecision) else x.astype(layer.stored))
         for layer in self.hidden:
             x = self.activation(layer(x))
         if isinstance(self.last, FullPrecision):
             x = widen(x)
-        x = self.last(x).astype(self._last.returned)
+        x = self.last(x)
         return x[0] if self.out_size == "scalar" else x

@@ -1,5 +1,5 @@
-"""The part of a neural operator that acts on each grid point by itself: linear layers on channels
-and activations, and which of their values go through memory.
+"""The part of a neural operator that acts on each grid point by itself: linear layers on channels,
+activations, and the choice of which of their values go through memory.
 """
 
 import functools as ft
@@ -130,7 +130,7 @@ def per_channel(x: Array, like: Array) -> Array:
 
 
 def shifted(x: Array, shift: Array) -> Array:
-    """A constant for each channel, added in float32."""
+    """Adds a constant for each channel, in float32."""
     return (widen(x) + per_channel(shift, x)).astype(x.dtype)
 
 
@@ -147,7 +147,7 @@ def _lifted(activation: Callable, x: Array, weight: Array, bias: Array, out_dtyp
 
 
 def stored(x: Array) -> Array:
-    """Written to memory in the dtype it has, as its cotangent is.
+    """Writes a field to memory in its dtype, and its cotangent too.
 
     On a GPU XLA takes a cast to half and back for nothing, and would write float32 instead. The
     barrier tells it that the value as such is wanted.
@@ -156,14 +156,14 @@ def stored(x: Array) -> Array:
 
 
 def kept(x: Array) -> Array:
-    """Stored, for the backward pass too."""
+    """Writes a field to memory, and keeps it for the backward pass."""
     return checkpoint_name(lax.optimization_barrier(batch_behind(x)), KEPT)
 
 
 def part(fun: Callable, again: bool, rounded: bool = True) -> Callable:
-    """A part of a network, a function of its layer, of a field and of more. Its derivative
-    evaluates it anew: what both need would be kept in float32. Not evaluated anew is what is
-    `kept`, and unless it is to be done `again`, what is `stored`.
+    """Makes a part of a network, a function of its layer, of a field and of more, evaluate itself
+    again in its backward pass: what both passes need would be kept in float32. What is `kept` is
+    not evaluated again, nor is what is `stored`, unless `again` says so.
 
     Each part by itself, so that it is evaluated when its cotangent is there, and not before.
 
@@ -180,7 +180,7 @@ def part(fun: Callable, again: bool, rounded: bool = True) -> Callable:
 
 
 def _in_forward(fun: Callable, forward: Forward, rounded: bool, *args: Any) -> Array:
-    """The value of a part in full precision, with the derivative of the part in half."""
+    """Evaluates a part in full precision, with the derivative of the part in half."""
     arrays, static = eqx.partition(args, eqx.is_array)
 
     def run(arrays):
@@ -202,7 +202,7 @@ def _in_forward(fun: Callable, forward: Forward, rounded: bool, *args: Any) -> A
 
 
 def activate(activation: Callable, x: Array, shift: Array | None = None) -> Array:
-    """The activation of a field to which a float32 constant for each channel is added before."""
+    """Applies an activation to a field, after adding a float32 constant for each channel."""
     if shift is None:
         return activation(x)
     if not is_half(x.dtype):
@@ -213,8 +213,9 @@ def activate(activation: Callable, x: Array, shift: Array | None = None) -> Arra
 def enter(
     activation: Callable | None, x: Array, shift: Array | None, gate: Array, bias: Array
 ) -> tuple[Array, Array]:
-    """The activation of a field to which a constant for each channel may be added before, and that
-    with a factor and a constant for each channel."""
+    """Applies an activation to a field, after adding a constant for each channel if there is one.
+    Returns the result, and the result with a factor and a constant for each channel.
+    """
     x = x if shift is None else shifted(x, shift)
     x = x if activation is None else activation(x)
     rest = per_channel(gate, x) * widen(x) + per_channel(bias, x)

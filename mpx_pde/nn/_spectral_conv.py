@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from .._cast import widen
-from .._dtypes import is_integer
+from .._dtypes import check_integer, is_integer
 from .._tree import check_key
 from .._types import DTypeLike
 from ._arithmetic import (
@@ -36,12 +36,6 @@ from ._stabilizers import parse_stabilizer
 
 
 METHODS = ("auto", "dft", "fft")
-
-
-def positive(call: str, **sizes: Any) -> None:
-    for name, size in sizes.items():
-        if not is_integer(size) or size < 1:
-            raise ValueError(f"`{call}` needs a positive integer as `{name}`, got {size!r}.")
 
 
 def parse_modes(modes: Any, call: str) -> tuple[int, ...]:
@@ -147,10 +141,11 @@ class SpectralConv(eqx.Module):
             store float32, and compute its products out of several of halves.
 
         **Raises:** `ValueError` for sizes below 1, an unknown `factorization`, `stabilizer` or
-        `method`, and a `rank` that fits no factorization; `TypeError` for a `key` that is none.
+        `method`, and a `rank` that fits no factorization; `TypeError` for a `key` that is not one.
         """
         call = "SpectralConv"
-        positive(call, in_channels=in_channels, out_channels=out_channels)
+        self.in_channels = check_integer(in_channels, call, "in_channels")
+        self.out_channels = check_integer(out_channels, call, "out_channels")
         check_key(key, call)
         self.modes = parse_modes(modes, call)
         if method not in METHODS:
@@ -168,7 +163,6 @@ class SpectralConv(eqx.Module):
             raise ValueError(
                 f"`{call}` takes 'cp' or `None` as `factorization`, but got {factorization!r}."
             )
-        self.in_channels, self.out_channels = int(in_channels), int(out_channels)
         self.stabilizer = parse_stabilizer(stabilizer, call)
         self.method = method
         self.arithmetic = parse_arithmetic(dtype, call)
@@ -212,8 +206,9 @@ class SpectralConv(eqx.Module):
     def apart(
         self, x: Float[Array, "inputs *grid"], output_shape: int | Sequence[int] | None = None
     ) -> tuple[Float[Array, "outputs *output_grid"], Float32[Array, " outputs"] | None]:
-        """The result without what becomes of the mean of the field, and that, if there is any
-        such; for one who has a constant to add anyway."""
+        """Returns the result without the contribution of the field's mean, and that contribution,
+        if there is one, for callers that have a constant to add anyway.
+        """
         call = "SpectralConv"
         dims = len(self.modes)
         x = check_field(x, self.in_channels, dims, call)
@@ -238,7 +233,7 @@ class SpectralConv(eqx.Module):
             y, constant = self._by_fft(x, output).astype(arithmetic.dtype), None
         else:
             y, constant = self._by_matrices(x, output, arithmetic)
-        # What `autocast` supplies is no part of the user's program.
+        # What `autocast` supplies is not a part of the user's program.
         return y.astype(arithmetic.dtype if arithmetic.given else self._weights.dtype), constant
 
     def _by_matrices(
@@ -285,7 +280,7 @@ class SpectralConv(eqx.Module):
 def _forward(
     x: Float[Array, "channels *grid"], modes: tuple[int, ...], arithmetic: Arithmetic
 ) -> Float[Array, "channels ..."]:
-    """The modes of a field, shape `[channels, k_d, …, k_2, 2, k_1]`."""
+    """Transforms a field to its modes, shape `[channels, k_d, …, k_2, 2, k_1]`."""
     dims = len(modes)
     matrix = forward_matrix(x.shape[dims], modes[-1], True, arithmetic.dtype)
     x = arithmetic.product(x, matrix, (((dims,), (0,)), ((), ())))
@@ -295,7 +290,7 @@ def _forward(
 def _centered_forward(
     x: Float[Array, "channels *grid"], modes: tuple[int, ...], arithmetic: Arithmetic
 ) -> tuple[Float[Array, "channels ..."], Float32[Array, " channels"]]:
-    """The modes of a half field without its mean, and the mean.
+    """Transforms a half field without its mean to its modes. Returns the modes and the mean.
 
     The field itself is read once: the mean is that of the transform of the last axis, which is
     linear, and is taken out of it before it is rounded.
@@ -326,7 +321,7 @@ def _inverse(
     output: tuple[int, ...],
     arithmetic: Arithmetic,
 ) -> Float[Array, "channels *output"]:
-    """The field of the products that `contract` returns."""
+    """Transforms the products that `contract` returns to a field."""
     dims = len(modes)
     for axis, (m, n) in enumerate(zip(modes, output, strict=True)):
         first, last = axis == 0, axis == dims - 1

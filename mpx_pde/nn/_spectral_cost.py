@@ -21,7 +21,7 @@ MEMORY = 1.6e10  # bytes
 def transform_seconds(
     channels: int, grid: Sequence[int], modes: Sequence[int], dtype: np.dtype
 ) -> tuple[float, float]:
-    """One way from a grid to its modes, by matrices and by FFT."""
+    """Estimates the time from a grid to its modes, by matrices and by FFT."""
     dims = len(grid)
     kept = [len(frequencies(m, i == dims - 1)) for i, m in enumerate(modes)]
     matrices = 0.0

@@ -19,7 +19,7 @@ from ._arithmetic import Arithmetic, separate
 
 
 def _normal(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> Float32[Array, "..."]:
-    """Complex normal numbers as pairs."""
+    """Draws complex normal numbers as pairs."""
     return deviation / math.sqrt(2) * jax.random.normal(key, (*shape, 2), jnp.float32)
 
 
@@ -31,13 +31,14 @@ def _mode_axes(dims: int) -> tuple[int, ...]:
 def dense_weight(
     key: PRNGKeyArray, kept: tuple[int, ...], inputs: int, outputs: int
 ) -> Float32[Array, "*modes inputs outputs 2"]:
-    """Normal, with the standard deviation that keeps the size of a mode, as neuraloperator has
-    it."""
+    """Draws normal weights, with the standard deviation that keeps the size of a mode, as in
+    neuraloperator.
+    """
     return _normal(key, (*kept, inputs, outputs), math.sqrt(2 / (inputs + outputs)))
 
 
 def _complex(x: Array, y: Array) -> tuple[Array, Array]:
-    """The product of pairs along the last axis."""
+    """Multiplies pairs along the last axis as complex numbers."""
     real = x[..., 0] * y[..., 0] - x[..., 1] * y[..., 1]
     return real, x[..., 0] * y[..., 1] + x[..., 1] * y[..., 0]
 
@@ -54,7 +55,9 @@ class CPWeight(eqx.Module):
     modes: tuple[Float[Array, "_ rank 2"], ...]
 
     def factor(self, modes: Any = None) -> Float[Array, "*modes rank 2"]:
-        """The factor of each mode, in float32; or of the one mode whose indices are given."""
+        """Returns the factor of each mode in float32, or of the one mode whose indices are
+        given.
+        """
         factors = [widen(f) for f in self.modes]
         if modes is not None:
             factors = [f[k] for f, k in zip(factors, modes, strict=True)]
@@ -71,7 +74,7 @@ class CPWeight(eqx.Module):
 def cp_weight(
     key: PRNGKeyArray, kept: tuple[int, ...], inputs: int, outputs: int, rank: int
 ) -> CPWeight:
-    """Factors whose product has the deviation of dense weights."""
+    """Draws factors whose product has the deviation of dense weights."""
     deviation = math.sqrt(2 / (inputs + outputs) / rank) ** (1 / (len(kept) + 2))
     first, last, *keys = jax.random.split(key, len(kept) + 2)
     modes = [_normal(k, (m, rank), deviation) for k, m in zip(keys, kept, strict=True)]
@@ -135,7 +138,7 @@ def constant_response(
 
 
 def cp_rank(rank: int | float, shape: tuple[int, ...], call: str) -> int:
-    """The number of terms of a factorization of complex weights of this shape."""
+    """Returns the number of terms of a factorization of complex weights of this shape."""
     whole = isinstance(rank, int) and not isinstance(rank, bool) and rank >= 1
     if not whole and not (isinstance(rank, float) and 0 < rank <= 1):
         raise ValueError(

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 
 from .._cast import widen
 from .._dtypes import is_real
-from .._tree import in_a_line
+from .._repr import in_a_line
 from ._activations import safe, tanh
 
 
@@ -22,7 +22,7 @@ hard_clip = safe(lambda x: jnp.clip(x, -1, 1))
 
 
 def sigma_clip(x: Float[Array, "channels *grid"]) -> Float[Array, "channels *grid"]:
-    """Two standard deviations around the mean of each channel."""
+    """Clips each channel to two standard deviations around its mean."""
     grid = tuple(range(1, x.ndim))
     full = lax.stop_gradient(widen(x))
     mean = jnp.mean(full, axis=grid, keepdims=True)
@@ -31,7 +31,8 @@ def sigma_clip(x: Float[Array, "channels *grid"]) -> Float[Array, "channels *gri
 
 
 def soft_clip(limit: float) -> Callable[..., Any]:
-    """The function `limit * tanh(x / limit)`: the identity for small values, ±`limit` for large.
+    """Returns the function `limit * tanh(x / limit)`: the identity for small values, ±`limit` for
+    large ones.
 
     **Arguments:**
 
@@ -43,7 +44,7 @@ def soft_clip(limit: float) -> Callable[..., Any]:
     An elementwise function, evaluated in float32, for `stabilizer` of
     [`mpx_pde.nn.SpectralConv`][].
 
-    **Raises:** `ValueError` for a limit that is no positive number.
+    **Raises:** `ValueError` for a limit that is not a positive number.
     """
     if not is_real(limit) or not 0 < limit < math.inf:
         raise ValueError(

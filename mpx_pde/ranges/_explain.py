@@ -1,10 +1,10 @@
-"""The words of a report about its first finding, and the advice that follows."""
+"""The words of a report: its first finding, and the advice that follows."""
 
 import jax
 
 from ..interpret import _tables as tables
 from ..interpret._lines import is_ours
-from ._evaluate import OPERAND
+from ._meter import OPERAND
 from ._report import RangeReport, Row
 from ._stats import is_finite, percent
 
@@ -24,7 +24,7 @@ def _size(row: Row) -> str:
 
 
 def _name(row: Row) -> str:
-    """A row of what the function was given has a place in place of a line."""
+    """Names a row; an argument or a constant has a place instead of a line."""
     return f"the {row.primitive} at {row.line}" if row.primitive in _GIVEN else row.where
 
 
@@ -62,7 +62,7 @@ def _mend(row: Row, report: RangeReport) -> str:
     if ours and (mixed or primitive in tables.MIXED):
         # These say their precision themselves.
         return (
-            f"`{row.layer}` says its precision itself: {smaller}"
+            f"`{row.layer}` sets its precision itself: {smaller}"
             if row.layer not in _PRODUCTS
             else f"Pass `dtype=jnp.float32` to `mpx.{row.layer}` there, {smaller}"
         )
@@ -96,8 +96,9 @@ def _beyond_float32(row: Row) -> bool:
 
 
 def _not_finite(report: RangeReport, harmless: bool) -> str | None:
-    """Why something is not finite in float32; `None` if all is, or if the code takes infinities on
-    purpose that do not reach the results (`harmless`)."""
+    """Explains why something is not finite in float32. Returns `None` if all is finite, or if the
+    code takes infinities on purpose that do not reach the results (`harmless`).
+    """
     given = [row for row in report.rows if row.primitive in _GIVEN and row.nonfinite]
     nan = next((row for row in given if row.nans), None)
     if nan is not None:

@@ -1,4 +1,4 @@
-"""The public functions."""
+"""The public functions `range_report` and `explain_nonfinite`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,19 +6,19 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.core
-import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._dtypes import as_floating_dtype, half_precision_datatype, is_half
+from .._cast import widen
+from .._dtypes import as_half_dtype, half_precision_datatype
 from .._types import DTypeLike
+from .._wrapper import AbstractWrapper, check_callable
 from ..interpret._jaxpr import trace_arrays
 from ..interpret._lines import Site, definition_of
-from ._evaluate import CLEAN, TAINTED, Known, Measured, Meter
 from ._explain import explain
+from ._meter import CLEAN, TAINTED, Known, Measured, Meter
 from ._report import RangeReport, fold, idle_product, make_row
 from ._stats import Counts, is_measured
-from ._widen import widen
 
 
 # XLA writes an operation again into each of its uses where it fuses them. Here each has two, the
@@ -45,16 +45,12 @@ def _place(path: tuple) -> str:
     return name + jtu.keystr(tuple(inside))
 
 
-class _RangeReport(eqx.Module):
-    _fun: Any
-
-    @property
-    def __wrapped__(self):
-        return self._fun
+class _RangeReport(AbstractWrapper):
+    fun: Any
 
     def __call__(self, /, *args, **kwargs) -> RangeReport:
         traced = [
-            x for x in jtu.tree_leaves((self._fun, args, kwargs)) if isinstance(x, jax.core.Tracer)
+            x for x in jtu.tree_leaves((self.fun, args, kwargs)) if isinstance(x, jax.core.Tracer)
         ]
         if traced:
             raise TypeError(
@@ -62,7 +58,7 @@ class _RangeReport(eqx.Module):
                 f"inside of `jax.jit`, `jax.grad` or `jax.vmap`, but got {traced[0]}. Call "
                 "`range_report(jax.jit(...))(...)` on arrays."
             )
-        closed, leaves, assemble = trace_arrays(self._fun, args, kwargs)
+        closed, leaves, assemble = trace_arrays(self.fun, args, kwargs)
         inputs = [(_place(path), x) for path, x in leaves]
         meter = Meter()
 
@@ -74,7 +70,7 @@ class _RangeReport(eqx.Module):
                 # What comes in that is not finite was not made here.
                 marks = meter.visit(value, x, TAINTED) if is_measured(x) else CLEAN
                 known.append(Known(x, marks))
-            out = meter.jaxpr(closed, known, (), (), definition_of(self._fun))
+            out = meter.jaxpr(closed, known, (), (), definition_of(self.fun))
             meter.flush()
             return [x.array for x in out]
 
@@ -90,19 +86,19 @@ class _RangeReport(eqx.Module):
             for order, value in sorted(meter.measured.items())
             if order in meter.counts
         ]
-        mixed = bool(_said(self._fun, "is_mixed_precision")) or any(x.half for x, _ in measured)
+        mixed = bool(_said(self.fun, "is_mixed_precision")) or any(x.half for x, _ in measured)
         return RangeReport(
             rows=tuple(make_row(*item) for item in measured),
             folded=fold(measured),
             mixed=mixed,
             idle=tuple(x for value, _ in measured if (x := idle_product(value))),
             result=assemble(out),
-            scaled=_said(self._fun, "scales_its_loss"),
+            scaled=_said(self.fun, "scales_its_loss"),
         )
 
 
 def _without_overflow(x: Any) -> Any:
-    """A float64 array on the host as JAX takes it, without a warning of what overflows."""
+    """Casts a float64 array on the host as JAX does, without a warning of overflow."""
     if isinstance(x, np.ndarray) and x.dtype != jax.dtypes.canonicalize_dtype(x.dtype):
         with np.errstate(over="ignore"):
             return x.astype(jax.dtypes.canonicalize_dtype(x.dtype))
@@ -122,7 +118,7 @@ def _said(fun: Any, name: str) -> bool | None:
 
 
 def range_report(fun: Callable[..., Any]) -> Callable[..., RangeReport]:
-    """Runs a function once in float32, and tells what half precision makes of its values.
+    """Runs a function once in float32, and reports what half precision would make of its values.
 
     Every floating-point value on the way is looked at, also inside of `jax.jit`, loops, branches,
     `jax.checkpoint`, custom derivatives and `jax.shard_map`, and under any nesting of transforms:
@@ -158,28 +154,23 @@ def range_report(fun: Callable[..., Any]) -> Callable[..., RangeReport]:
     report.plot("ranges.png")
     ```
     """
-    if not callable(fun):
-        raise TypeError(f"`range_report` takes a function or a callable module, but got {fun!r}.")
+    check_callable(fun, "range_report")
     return eqx.module_update_wrapper(_RangeReport(fun))
 
 
-class _Explain(eqx.Module):
-    _fun: Any
+class _Explain(AbstractWrapper):
+    fun: Any
     _dtype: str | None = eqx.field(static=True)
-
-    @property
-    def __wrapped__(self):
-        return self._fun
 
     def __call__(self, /, *args, **kwargs) -> str:
         name = self._dtype or half_precision_datatype().name
-        return explain(range_report(self._fun)(*args, **kwargs), name)
+        return explain(range_report(self.fun)(*args, **kwargs), name)
 
 
 def explain_nonfinite(
     fun: Callable[..., Any], dtype: DTypeLike | None = None
 ) -> Callable[..., str]:
-    """Says in which line half precision first overflows, by how much, and what to do about it.
+    """Explains in which line half precision first overflows, by how much, and what to do about it.
 
     Runs the function once in float32, as [`mpx_pde.range_report`][] does.
 
@@ -199,13 +190,6 @@ def explain_nonfinite(
     print(mpx.explain_nonfinite(mpx.filter_grad(loss, scaling))(model, x, y))
     ```
     """
-    if dtype is not None and not is_half(as_floating_dtype(dtype, "explain_nonfinite")):
-        raise ValueError(
-            f"`explain_nonfinite` takes float16 or bfloat16 as `dtype`, but got {dtype!r}."
-        )
-    if not callable(fun):
-        raise TypeError(
-            f"`explain_nonfinite` takes a function or a callable module, but got {fun!r}."
-        )
-    name = None if dtype is None else jnp.dtype(dtype).name
+    check_callable(fun, "explain_nonfinite")
+    name = None if dtype is None else as_half_dtype(dtype, "explain_nonfinite").name
     return eqx.module_update_wrapper(_Explain(fun, name))

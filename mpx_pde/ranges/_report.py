@@ -1,4 +1,4 @@
-"""The measured ranges in words, as a table, as a picture and as data."""
+"""Reports of measured ranges: a table, a picture, and data."""
 
 import dataclasses
 import itertools
@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
+from .._repr import table
 from ..interpret._lines import INSIDE, is_ours
-from ._evaluate import Measured
-from ._stats import EDGES, Counts, Loss, percent
+from ._meter import Measured
+from ._stats import EDGES, Counts, Lost, percent
 
 
 FORMATS = ("float16", "bfloat16")
@@ -66,14 +67,14 @@ class Row:
     nonfinite: float
     nans: float
     creates_nonfinite: bool
-    float16: Loss
-    bfloat16: Loss
+    float16: Lost
+    bfloat16: Lost
     histogram: tuple[float, ...]
     order: tuple[int, ...]
     operations: int = 1
     inside: bool = False
 
-    def loss(self, name: str) -> Loss:
+    def loss(self, name: str) -> Lost:
         if name not in ("float16", "bfloat16"):
             raise ValueError(
                 "A `RangeReport` tells what 'float16' and 'bfloat16' lose, by these names, but got "
@@ -83,7 +84,7 @@ class Row:
 
     @property
     def where(self) -> str:
-        """The line and the operation, and which part of this library it is in."""
+        """Describes the line, the operation, and the part of this library that it is in."""
         inside = f" in `{self.layer}`" if self.layer and self.layer != self.primitive else ""
         which = "in the backward rule of" if self.backward else "in"
         rule = f" {which} {INSIDE}" if self.inside else ""
@@ -115,8 +116,9 @@ def make_row(value: Measured, counts: Counts) -> Row:
 
 
 def fold(measured: Iterable[tuple[Measured, Counts]]) -> tuple[Row, ...]:
-    """A row for each operation of the user, and one for all that a part of this library does in
-    one of the user's lines, by dtype and pass."""
+    """Makes a row for each operation of the user, and one for all that a part of this library does
+    in one of the user's lines, by dtype and pass.
+    """
 
     def group(item):
         value, site = item[0], item[0].site
@@ -257,22 +259,24 @@ class RangeReport:
 
     @property
     def first_nonfinite(self) -> Row | None:
-        """The first equation that made something not finite out of finite operands."""
+        """Returns the first equation that made something not finite out of finite operands."""
         return next((row for row in self.rows if row.creates_nonfinite), None)
 
     def first_overflow(self, dtype: str = "float16") -> Row | None:
-        """The first row with values that are finite in float32 and infinite in `dtype`, among
-        those that are at risk."""
+        """Returns the first row with values that are finite in float32 and infinite in `dtype`,
+        among those that are at risk.
+        """
         rows = filter(self.at_risk, self.rows)
         return next((row for row in rows if row.loss(dtype).overflow), None)
 
     def worst(self, n: int | None = None, dtype: str = "float16") -> tuple[Row, ...]:
-        """The `n` of the folded rows that suffer most in `dtype`: what is not finite, then what
-        overflows, then what is lost to zero and to subnormals; all rows without an `n`. What is
-        not at risk comes last."""
+        """Returns the `n` folded rows that suffer most in `dtype`, or all without an `n`: first
+        those that are not finite, then by overflow, then by loss to zero and to subnormals. Rows
+        that are not at risk come last.
+        """
 
         def badness(row: Row):
-            loss = row.loss(dtype) if self.at_risk(row) else Loss(0.0, 0.0, 0.0)
+            loss = row.loss(dtype) if self.at_risk(row) else Lost(0.0, 0.0, 0.0)
             lost = loss.zero + loss.subnormal
             at_risk = self.at_risk(row)
             return -row.creates_nonfinite, -loss.overflow, -lost, not at_risk, row.order
@@ -280,7 +284,7 @@ class RangeReport:
         return tuple(sorted(self.folded, key=badness)[:n])
 
     def to_dict(self) -> dict[str, Any]:
-        """The report without `result`, in plain types that `json` takes."""
+        """Returns the report without `result`, in plain types that `json` takes."""
         out = {
             "edges": self.edges,
             "mixed": self.mixed,
@@ -302,12 +306,8 @@ class RangeReport:
         return lines
 
     def __str__(self) -> str:
-        table = [_COLUMNS, *(_cells(row, self.at_risk(row)) for row in self.worst(_SHOWN))]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(cell.ljust(w) for cell, w in zip(cells, widths, strict=True)).rstrip()
-            for cells in table
-        ]
+        rows = [_COLUMNS, *(_cells(row, self.at_risk(row)) for row in self.worst(_SHOWN))]
+        lines = table(rows, left=range(len(_COLUMNS)))
         if len(self.folded) > _SHOWN:
             lines.append(f"… and {len(self.folded) - _SHOWN} more, none worse")
         return "\n".join([*lines, *self._notes()])
@@ -316,14 +316,14 @@ class RangeReport:
         from rich.console import Group
         from rich.table import Table
 
-        table = Table(title="Ranges, worst first", title_justify="left")
+        ranges = Table(title="Ranges, worst first", title_justify="left")
         for i, name in enumerate(_COLUMNS):
-            table.add_column(name, justify="right" if i > 4 else "left", overflow="fold")
+            ranges.add_column(name, justify="right" if i > 4 else "left", overflow="fold")
         for row in self.worst(_SHOWN):
             at_risk = self.at_risk(row)
             bad = row.creates_nonfinite or (at_risk and row.float16.overflow > 0)
-            table.add_row(*_cells(row, at_risk), style="red" if bad else None)
-        return Group(table, *self._notes())
+            ranges.add_row(*_cells(row, at_risk), style="red" if bad else None)
+        return Group(ranges, *self._notes())
 
     def plot(self, path: Any, n: int = 40) -> None:
         """Draws the range of each of the `n` worst rows, in program order, beside those of the

@@ -43,7 +43,7 @@ def _next(x: float, dtype: type) -> float:
 
 
 def _limits(dtype: type) -> np.ndarray:
-    """The smallest numbers of a dtype that pass `_SPECIAL`."""
+    """Returns the smallest numbers of a dtype that pass `_SPECIAL`."""
     return np.array([_next(x, dtype) if how == "above" else x for how, x in _SPECIAL], dtype)
 
 
@@ -67,7 +67,7 @@ def _counts_of_bits(magnitudes: np.ndarray) -> tuple[np.ndarray, np.ndarray, int
 
 
 def _counts_of_values(magnitudes: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """The same for float64. NaNs are sorted behind infinity."""
+    """Counts the same for float64. NaNs are sorted behind infinity."""
     ordered = np.sort(magnitudes)
     reached = lambda limits: ordered.size - np.searchsorted(ordered, limits)
     edges = reached(np.array([2.0**e for e in EDGES]))
@@ -88,7 +88,7 @@ def is_finite(x: Any) -> bool:
 
 
 def percent(fraction: float) -> str:
-    """A fraction as a person reads it."""
+    """Formats a fraction as a percentage."""
     if fraction in (0, 1):
         return f"{100 * fraction:.0f} %"
     if fraction < 1e-3:
@@ -99,7 +99,7 @@ def percent(fraction: float) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Loss:
+class Lost:
     """The fractions of all values that a format loses.
 
     **Attributes:**
@@ -174,18 +174,19 @@ class Counts:
     def _fraction(self, count: Any) -> float:
         return float(count) / self.size if self.size else 0.0
 
-    def loss(self, name: str) -> Loss:
+    def loss(self, name: str) -> Lost:
         i = 2 + 3 * list(_FORMATS).index(name)
         overflow, normal, present = (int(x) for x in self.special[i : i + 3])
-        return Loss(
+        return Lost(
             overflow=self._fraction(overflow - self.special[_INFINITE]),
             subnormal=self._fraction(present - normal),
             zero=self._fraction(self.special[_PRESENT] - present),
         )
 
     def exponents(self) -> tuple[float, float] | None:
-        """The base-2 logarithms of the smallest and of the largest magnitude; `None` if nothing
-        is finite and non-zero."""
+        """Returns the base-2 logarithms of the smallest and of the largest magnitude, or `None` if
+        nothing is finite and non-zero.
+        """
         if self.largest == 0:
             return None
         return math.log2(self.smallest), math.log2(self.largest)

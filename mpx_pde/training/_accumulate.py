@@ -11,10 +11,10 @@ from jax import lax
 from jaxtyping import Array
 
 from .._cast import widen
-from .._dtypes import is_integer
+from .._dtypes import check_integer, is_integer
 from .._loss_scaling import AbstractLossScaling
 from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
-from ._gradient import Gradient, like_masters, transformed
+from ._gradient import Gradient, transformed
 from ._options import parse_options
 
 
@@ -30,7 +30,7 @@ def _is_leaf(x: Any) -> bool:
 
 
 def _axes_of_leaves(in_axes: PyTree, args: tuple, call: str) -> list[int | None]:
-    """The axis of each leaf of `args`, from a prefix."""
+    """Returns the axis of each leaf of `args`, from a prefix."""
     axes: list[int | None] = []
 
     def spread(axis, subtree):
@@ -48,7 +48,9 @@ def _axes_of_leaves(in_axes: PyTree, args: tuple, call: str) -> list[int | None]
 
 
 def _split(x: Array | np.ndarray, axis: Any, micro_batches: int, path: Any, call: str) -> Array:
-    """Shape `[micro_batches, ...]`: consecutive blocks of `x` along `axis`."""
+    """Splits `x` into consecutive blocks along `axis`. The result has shape `[micro_batches,
+    ...]`.
+    """
     shape = jnp.shape(x)
     if not is_integer(axis) or not -len(shape) <= axis < len(shape):
         raise ValueError(
@@ -93,15 +95,10 @@ def _run(
     model, *rest = args
     batched, whole = split_batch(tuple(rest), in_axes, micro_batches, _CALL)
 
-    def differentiate(args):
-        if gradient.options.use_mixed_precision:
-            return gradient.scaled(args, kwargs)
-        return *gradient.plain(args, kwargs), None
-
-    statics = []  # what is no array in `aux`, and could not leave the scan
+    statics = []  # what is not an array in `aux`, and could not leave the scan
 
     def body(total, batch):
-        out, *sums = differentiate((model, *whole(batch)))
+        out, *sums = gradient.evaluate((model, *whole(batch)), kwargs)
         arrays, static = eqx.partition(out, eqx.is_array)
         statics.append(static)
         return jtu.tree_map(jnp.add, total, widen(sums)), arrays
@@ -123,10 +120,7 @@ def _run(
     values, aux = eqx.combine(arrays, statics[-1])
     value = jnp.mean(values)
     mean = jtu.tree_map(lambda g: g / micro_batches, total)
-    if gradient.options.use_mixed_precision:
-        state = gradient.finish(mean, model, counts)
-    else:
-        state = gradient.scaling, jnp.array(True), like_masters(mean, masters)
+    state = gradient.finish(mean, model, counts)
     return (value, aux) if gradient.options.has_aux else value, *state
 
 
@@ -156,18 +150,6 @@ if TYPE_CHECKING:
         **options: Unpack[GradientOptions],
     ) -> Callable[..., tuple[tuple[Array, PyTree], _Scaling, Array, PyTree]]: ...
 
-    @overload
-    def filter_accumulated_value_and_grad(
-        func: Callable[..., Any],
-        scaling: AbstractLossScaling | None,
-        micro_batches: int,
-        has_aux: bool = False,
-        use_mixed_precision: bool = True,
-        *,
-        in_axes: PyTree = 0,
-        **options: Unpack[GradientOptions],
-    ) -> Callable[..., tuple[Any, ...]]: ...
-
 
 def filter_accumulated_value_and_grad(
     func: Callable[..., Any],
@@ -183,7 +165,7 @@ def filter_accumulated_value_and_grad(
     autocast: bool | dict[str, Any] = False,
     forward: ForwardLike = "half",
 ) -> Callable[..., Any]:
-    """[`mpx_pde.filter_value_and_grad`][] of a large batch, a micro-batch at a time.
+    """Evaluates [`mpx_pde.filter_value_and_grad`][] for a large batch, one micro-batch at a time.
 
     The batch is split and scanned over, so only one micro-batch of activations is in memory.
     All of them share one loss scale; gradients are summed in float32; there is one finite flag and
@@ -205,7 +187,7 @@ def filter_accumulated_value_and_grad(
 
     A function that returns as that of [`mpx_pde.filter_value_and_grad`][]. `value` is the mean
     over the micro-batches; the arrays of `aux` are stacked, with a leading axis of length
-    `micro_batches`, and what is no array comes back as it is.
+    `micro_batches`, and what is not an array comes back as it is.
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][], and `ValueError` for a batch that does not
     divide, arguments of which nothing can be split, an `in_axes` that does not fit or a
@@ -217,19 +199,9 @@ def filter_accumulated_value_and_grad(
     ```
     """
     options = parse_options(
-        _CALL,
-        has_aux,
-        use_mixed_precision,
-        policy=policy,
-        keep_full=keep_full,
-        autocast=autocast,
-        forward=forward,
-        axis_name=axis_name,
+        _CALL, has_aux, use_mixed_precision, policy, keep_full, autocast, forward, axis_name
     )
-    if not is_integer(micro_batches) or micro_batches < 1:
-        raise ValueError(
-            f"`{_CALL}` needs a positive integer as `micro_batches`, but got {micro_batches!r}."
-        )
+    micro_batches = check_integer(micro_batches, _CALL, "micro_batches")
     # A PyTree, unlike `functools.partial`: made anew at each step it is the same to jit's cache.
-    run = eqx.Partial(_run, micro_batches=int(micro_batches), in_axes=in_axes)
+    run = eqx.Partial(_run, micro_batches=micro_batches, in_axes=in_axes)
     return transformed(func, scaling, options, run)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -20,11 +21,12 @@ from .._loss_scaling import (
     NoOpLossScaling,
     check_scaling,
 )
-from .._tree import in_a_line
+from .._repr import in_a_line, table
 from .._types import PyTree
 from ..derivatives import Scaling
-from ..interpret._jaxpr import aval_of, jaxprs_in
+from ..interpret._jaxpr import jaxprs_in
 from ..interpret._precision_report import PrecisionWarning, report_of, traced
+from ..interpret._products import product_shape
 from ._floor import in_float64
 from ._grad import filter_value_and_grad
 from ._initial_scaling import initial_scaling
@@ -95,12 +97,7 @@ class Advice:
 
     def __str__(self) -> str:
         head = ("", "memory", "an example more", "gradient off by", "vanished", "half products")
-        table = [head, *map(_cells, self.rows)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(pairs))
-            for pairs in (list(zip(row, widths, strict=True)) for row in table)
-        ]
+        lines = table([head, *map(_cells, self.rows)])
         lines += [f"{row.name} fails: {row.failed}" for row in self.rows if row.failed is not None]
         lines.append(f"Gradients are compared with those in {self.reference}.")
         if jax.default_backend() == "cpu":
@@ -134,7 +131,7 @@ def advise(
     keep_full: PyTree = False,
     autocast: bool | dict[str, Any] = False,
 ) -> Callable[..., Advice]:
-    """Tells which precision to train in, by trying them on the gradient of a loss.
+    """Recommends a precision to train in, by trying several on the gradient of a loss.
 
     Compiles and evaluates the gradient in float32, with a forward pass in float32 and half
     precision behind it, and in half precision throughout, in float16 and in bfloat16; and says what
@@ -252,8 +249,7 @@ def _advised(
     arrays, static = eqx.partition((args, kwargs), eqx.is_array)
 
     def gradient(arrays: PyTree) -> PyTree:
-        # Copies of the containers: an `eqx.nn.State` can be used once only.
-        args, kwargs = jtu.tree_map(lambda x: x, eqx.combine(arrays, static))
+        args, kwargs = eqx.combine(arrays, static)
         return eqx.filter(step(*args, **kwargs)[-1], eqx.is_array)
 
     program = jax.jit(gradient).trace(arrays)
@@ -271,7 +267,8 @@ def _advised(
 
 
 def _in_float64_by(task: tuple[Callable, Any, bool], args: tuple, kwargs: dict) -> PyTree:
-    step = filter_value_and_grad(*task, use_mixed_precision=False)
+    func, scaling, has_aux = task
+    step = filter_value_and_grad(func, scaling, has_aux, use_mixed_precision=False)
     args, kwargs = in_float64((args, kwargs))
     return eqx.filter(eqx.filter_jit(step)(*args, **kwargs)[-1], eqx.is_array)
 
@@ -297,14 +294,14 @@ def _compared(grads: PyTree, wide: PyTree) -> dict[str, Any]:
 
 
 def _examples(args: tuple) -> int | None:
-    """The length of the leading axis that all arrays of the batch share."""
+    """Returns the length of the leading axis that all arrays of the batch share, or `None`."""
     found = {np.shape(x)[:1] for x in jtu.tree_leaves(args[1:]) if eqx.is_array(x)}
     [length] = found if len(found) == 1 else [()]
     return length[0] if length else None
 
 
 def _halved(arrays: PyTree, args: tuple) -> tuple[int, PyTree] | None:
-    """The number of examples, and the types of all arrays with half as many of them."""
+    """Returns the number of examples, and the types of all arrays with half as many examples."""
     count = _examples(args)
     if count is None or count < 2:
         return None
@@ -314,7 +311,7 @@ def _halved(arrays: PyTree, args: tuple) -> tuple[int, PyTree] | None:
 
 
 def _width(closed: ClosedJaxpr) -> int:
-    """The smallest dimension of products: its median, weighted by their work."""
+    """Returns the smallest dimension of the products: the median, weighted by their work."""
     found = sorted(_products(closed.jaxpr))
     work = np.cumsum([work for _, work in found])
     return found[int(np.searchsorted(work, work[-1] / 2))][0] if found else 0
@@ -323,12 +320,8 @@ def _width(closed: ClosedJaxpr) -> int:
 def _products(jaxpr: Any) -> Iterator[tuple[int, float]]:
     for eqn in jaxpr.eqns:
         if "dot_general" in eqn.primitive.name:
-            (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
-            lhs, rhs = map(aval_of, eqn.invars[:2])
-            size = lambda dims, x=lhs: float(np.prod([x.shape[i] for i in dims], initial=1))
-            k, b = size(contracted), size(batch)
-            m, n = (float(np.prod(x.shape, initial=1)) / (k * b) for x in (lhs, rhs))
-            yield int(min(m, n, k)), m * n * k * b
+            shape = product_shape(eqn)
+            yield min(shape[1:]), math.prod(shape)
         for inner in jaxprs_in(eqn):
             yield from _products(inner)
 

@@ -1,16 +1,10 @@
-"""The model that a training has seen."""
-
-from typing import Any
+"""Evaluation of a model as its training saw it."""
 
 import equinox as eqx
-import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._cast import cast_except
-from .._dtypes import half_precision_datatype
-from .._forward import check_forward
 from .._types import ForwardLike, PolicyLike, PyTree
-from ._policy import parse_policy
+from ._options import parse_options
 
 
 def as_trained(
@@ -20,7 +14,8 @@ def as_trained(
     keep_full: PyTree = False,
     forward: ForwardLike = "half",
 ) -> PyTree:
-    """The model as its training saw it: the parameters rounded to half precision, in float32.
+    """Rounds the parameters of a model to half precision, as its training saw them, and returns
+    them in float32.
 
     A step in half precision casts the float32 masters first, so it is the rounded ones that the
     loss was made small for. Evaluating the masters tests other numbers than those that were
@@ -50,16 +45,9 @@ def as_trained(
     **Raises:** `ValueError` or `TypeError` for arguments that [`mpx_pde.filter_grad`][] would not
     take either.
     """
-    call = "as_trained"
-    parsed = parse_policy(policy, call)
-    dtype = half_precision_datatype() if parsed is None else jnp.dtype(parsed.compute_dtype)
-    if check_forward(forward, call) != "half":
-        return model
     keep = keep_full[0] if isinstance(keep_full, tuple) and keep_full else keep_full
     keep = keep if isinstance(keep, bool) else (keep,)
-    (rounded,) = cast_except(keep, (model,), dtype, call)
-    return jtu.tree_map(_like, rounded, model)
-
-
-def _like(rounded: Any, master: Any) -> Any:
-    return rounded.astype(master.dtype) if eqx.is_inexact_array(master) else master
+    options = parse_options("as_trained", False, True, policy, keep, False, forward)
+    (rounded,), _ = options.cast((model,), {})
+    like = lambda x, master: x.astype(master.dtype) if eqx.is_inexact_array(master) else master
+    return jtu.tree_map(like, rounded, model)

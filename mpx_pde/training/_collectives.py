@@ -15,19 +15,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from .._cast import map_operands, widen
-from .._dtypes import as_floating_dtype, is_half
+from .._dtypes import as_half_dtype
 from .._types import AxisName, DTypeLike, PyTree
 from .._varying import size_of_axis, varying_axes
-
-
-def _half(dtype: Any, call: str) -> np.dtype:
-    dtype = as_floating_dtype(dtype, call)
-    if not is_half(dtype):
-        raise ValueError(
-            f"`{call}` sends float16 or bfloat16, or float32 with `dtype=None`, but got "
-            f"{dtype.name}."
-        )
-    return dtype
 
 
 @ft.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -49,12 +39,12 @@ def _gather_jvp(dtype, sharding, primals, tangents):
 
 
 def _parts(x: Array) -> tuple[Array, ...]:
-    """`x`, or the real and the imaginary part of a complex one: no half type is complex."""
+    """Returns `x`, or the real and the imaginary part of a complex `x`: no half type is complex."""
     return (jnp.real(x), jnp.imag(x)) if jnp.iscomplexobj(x) else (x,)
 
 
 def _by_parts(fn: Callable, x: Array) -> Array:
-    """`fn` of what `_parts` makes of `x`, put together again."""
+    """Applies `fn` to each of the `_parts` of `x`, and joins the results."""
     real, *imaginary = map(fn, _parts(x))
     return lax.complex(real, *imaginary).astype(x.dtype) if imaginary else real
 
@@ -62,7 +52,7 @@ def _by_parts(fn: Callable, x: Array) -> Array:
 def gather_parameters(
     tree: PyTree, sharding: NamedSharding, *, dtype: DTypeLike | None = None
 ) -> PyTree:
-    """Parameters that are split over devices, gathered in half precision; for `jax.jit`.
+    """Gathers parameters that are split over devices in half precision; for `jax.jit`.
 
     Call it first thing in the loss of a fully sharded model. Every parameter is then sent once a
     step, rounded *before* it is sent, which is half the bytes; what its products round again is
@@ -86,8 +76,8 @@ def gather_parameters(
 
     A PyTree of the same structure, shapes and dtypes.
 
-    **Raises:** `ValueError` for a `dtype` that is no half type, `TypeError` for a `sharding` that
-    is none.
+    **Raises:** `ValueError` for a `dtype` that is not a half type, `TypeError` for a `sharding`
+    that is not one.
 
     ```python
     def loss(model, batch):
@@ -100,7 +90,7 @@ def gather_parameters(
         raise TypeError(
             f"`{call}` needs a `jax.sharding.NamedSharding` as `sharding`, but got {sharding!r}."
         )
-    sent = None if dtype is None else _half(dtype, call)
+    sent = None if dtype is None else as_half_dtype(dtype, call)
 
     def matrix(x):
         if not eqx.is_inexact_array(x) or x.ndim < 2:
@@ -116,7 +106,7 @@ def gather_parameters(
 
 
 def _exponent(x: Float[Array, "..."]) -> Int32[Array, ""]:
-    """The least `e` such that all finite entries are below 2^e."""
+    """Returns the least `e` such that all finite entries are below 2^e."""
     largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0)
     # Zeros on one device must not hide what is small on another.
     return jnp.where(largest > 0, jnp.frexp(largest)[1], -10_000).astype(jnp.int32)
@@ -125,7 +115,7 @@ def _exponent(x: Float[Array, "..."]) -> Int32[Array, ""]:
 def _half_means(
     leaves: Sequence[Array], axis_name: Any, devices: int, dtype: np.dtype
 ) -> list[Array]:
-    """The mean of each array over devices, sent in half."""
+    """Returns the mean of each array over devices, sent in half precision."""
     if not leaves:
         return []
     exponents = [_exponent(part) for x in leaves for part in _parts(x)]
@@ -145,8 +135,9 @@ def _half_means(
 
 
 def _check_own(tree: PyTree, axis_name: Any, call: str) -> None:
-    """A `ValueError` for arrays that are the same on all devices, of which the mean would be what
-    JAX has summed."""
+    """Raises a `ValueError` for arrays that are the same on all devices: their mean would be the
+    sum that JAX has taken already.
+    """
     # Without marks (`check_vma=False`, `pmap`) nothing is known, and nothing has been summed.
     names = varying_axes(lax.axis_index(axis_name))
     for path, x in jtu.tree_leaves_with_path(tree):
@@ -162,7 +153,7 @@ def _check_own(tree: PyTree, axis_name: Any, call: str) -> None:
 
 
 def all_reduce_mean(tree: PyTree, axis_name: AxisName, *, dtype: DTypeLike | None = None) -> PyTree:
-    """The mean over devices, inside `jax.shard_map` or `jax.pmap`, for gradients.
+    """Takes the mean of gradients over devices, inside `jax.shard_map` or `jax.pmap`.
 
     By default sums are taken in float32. With a half type, half the bytes go over the wire, and
     no sum can overflow: each array is multiplied by a power of two such that the largest entry
@@ -184,8 +175,8 @@ def all_reduce_mean(tree: PyTree, axis_name: AxisName, *, dtype: DTypeLike | Non
     A PyTree of the same structure, shapes and dtypes, the same on all devices. Non-finite entries
     stay non-finite.
 
-    **Raises:** `ValueError` for a `dtype` that is no half type, for arrays that JAX knows to be the
-    same on all devices, and outside of such an axis; `TypeError` for an `axis_name` that is no
+    **Raises:** `ValueError` for a `dtype` that is not a half type, for arrays that JAX knows to be
+    the same on all devices, and outside of such an axis; `TypeError` for an `axis_name` that is no
     name.
 
     ```python
@@ -203,6 +194,6 @@ def all_reduce_mean(tree: PyTree, axis_name: AxisName, *, dtype: DTypeLike | Non
     if dtype is None:
         means = [lax.psum(x, axis_name) / devices for x in wide]
     else:
-        means = _half_means(wide, axis_name, devices, _half(dtype, call))
+        means = _half_means(wide, axis_name, devices, as_half_dtype(dtype, call))
     means = [m.astype(x.dtype) for m, x in zip(means, leaves, strict=True)]
     return eqx.combine(jtu.tree_unflatten(structure, means), rest)

@@ -1,4 +1,4 @@
-"""A stop for runs that only skip steps."""
+"""An error for runs that only skip steps."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import equinox as eqx
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._dtypes import is_integer
+from .._dtypes import check_integer
 from .._loss_scaling import AbstractLossScaling, check_scaling
-from .._tree import in_a_line
+from .._repr import in_a_line
 from .._types import PyTree
 from ..derivatives import Scaling
 
@@ -40,8 +40,8 @@ def error_if_stuck(
 ) -> PyTree:
     """Raises at run time when too many steps in a row were skipped.
 
-    One skipped step is no accident, and ten in a row find the scale of a badly scaled loss. A run
-    that skips a hundred is lost, and costs as much as one that is not. This is an
+    One skipped step is not an accident, and ten in a row find the scale of a badly scaled loss. A
+    run that skips a hundred is lost, and costs as much as one that is not. This is an
     `equinox.error_if`: it works inside `jax.jit`, and raises once the step has run. Outside of
     the step, so that donated buffers are safe, it costs one wait for the device:
 
@@ -80,11 +80,7 @@ def error_if_stuck(
             f"`{call}` needs a `tree` with an array, to which the check is tied and which is used "
             f"in its place afterwards, such as the scaling itself, but got {in_a_line(tree)}."
         )
-    limit = max_consecutive_skips
-    if not is_integer(limit) or limit < 1:
-        raise ValueError(
-            f"`{call}` needs an integer of at least 1 as `max_consecutive_skips`, got {limit!r}."
-        )
+    limit = check_integer(max_consecutive_skips, call, "max_consecutive_skips")
     loss: Any = scaling.loss if isinstance(scaling, Scaling) else scaling
     reasons = [*_REASONS]
     reason = jnp.where(getattr(loss, "at_minimum", False), _MINIMUM, _LOSS)

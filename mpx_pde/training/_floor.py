@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import equinox as eqx
@@ -13,13 +14,14 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 from .._cast import is_inexact
-from .._dtypes import is_half, is_integer, is_real, true_float32
+from .._dtypes import check_integer, is_half, is_real, true_float32
 from .._forward import RUNGS, check_rung, options_of
 from .._loss_scaling import AbstractLossScaling
+from .._repr import table
 from .._types import ForwardLike, PolicyLike, PyTree
 from ..interpret._marks import collecting
 from ._accumulate import split_batch
-from ._gradient import Gradient
+from ._gradient import Gradient, copied
 from ._norms import minus, norm, real_of, share_of, total, wide_of
 from ._options import Options, parse_options
 
@@ -67,7 +69,7 @@ class PrecisionFloor(eqx.Module):
         """Returns whether the effect of rounding is `tolerance` or more of the loss or the
         gradient.
         """
-        # Of a loss or gradient of zero there is no share.
+        # A loss or gradient of zero has no relative error.
         worst = jnp.maximum(self.loss, self.gradient)
         return self.finite & (worst >= self.tolerance)
 
@@ -102,11 +104,10 @@ class PrecisionFloor(eqx.Module):
             (f"  {path}", self.parameters[path], self.parameter_noise.get(path))
             for path in worst[:_SHOWN]
         ]
-        width = max(len(name) for name, *_ in rows)
-        lines = [f"{self.precision} against {self.above}", f"{'':{width}}  rounding     noise"]
-        for name, error, noise in rows:
-            told = "" if noise is None else f"{_percent(float(noise)):>10}"
-            lines.append(f"{name:{width}}{_percent(float(error)):>10}{told}".rstrip())
+        told = lambda share: "" if share is None else _percent(float(share))
+        cells = [(name, told(error), told(noise)) for name, error, noise in rows]
+        lines = [f"{self.precision} against {self.above}"]
+        lines += table([("", "rounding", "noise"), *cells])
         if len(worst) > _SHOWN:
             lines.append(f"  and {len(worst) - _SHOWN} parameters with less rounding")
         text = self.verdict
@@ -119,7 +120,7 @@ def _percent(share: float) -> str:
 
 
 def check_tolerance(tolerance: Any, call: str) -> float:
-    """`tolerance`; a `ValueError` in the name of `call` unless it is positive."""
+    """Returns `tolerance`; raises a `ValueError` in the name of `call` unless it is positive."""
     if not is_real(tolerance) or not 0 < tolerance < math.inf:
         raise ValueError(f"`{call}` needs a positive `tolerance`, but got {tolerance!r}.")
     return float(tolerance)
@@ -179,22 +180,13 @@ def precision_floor(
     divide into the micro-batches, and for a `tolerance` that is not positive.
     """
     options = parse_options(
-        _CALL,
-        has_aux,
-        use_mixed_precision,
-        policy=policy,
-        keep_full=keep_full,
-        autocast=autocast,
-        forward=forward,
+        _CALL, has_aux, use_mixed_precision, policy, keep_full, autocast, forward
     )
     gradient = Gradient.of(func, scaling, options)
-    if not is_integer(micro_batches) or micro_batches < 1:
-        raise ValueError(
-            f"`{_CALL}` needs a positive integer as `micro_batches`, but got {micro_batches!r}."
-        )
+    micro_batches = check_integer(micro_batches, _CALL, "micro_batches")
     tolerance = check_tolerance(tolerance, _CALL)
     present = _rung_of(gradient.options)
-    above, count = _above(present, against), int(micro_batches)
+    above, count = _above(present, against), micro_batches
     return eqx.module_update_wrapper(_Floor(gradient, present, above, in_axes, count, tolerance))
 
 
@@ -232,7 +224,9 @@ class _Floor(eqx.Module):
         return _measured(self, args, kwargs)
 
     def reference(self) -> Gradient:
-        """The gradient in the precision above, where arguments are as [`_widened`][] says."""
+        """Returns the gradient in the precision above, for arguments as [`arguments`][] casts
+        them.
+        """
         present = self.gradient
         full = self.above in ("full", "float64")
         options = {"use_mixed_precision": True, "forward": "half", "autocast": None}
@@ -313,42 +307,32 @@ def _advised(above: str) -> str:
 
 
 def _evaluated(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, PyTree, dict]:
-    """Loss, unscaled gradients, and derivative terms by name."""
+    """Evaluates the loss, its unscaled gradients, and its derivative terms by name."""
 
     def value(args, kwargs):
-        if not gradient.options.use_mixed_precision:
-            with true_float32():
-                out = gradient.func(*args, **gradient.with_derivatives(kwargs, None))
-            return out[0] if gradient.options.has_aux else out
+        mixed = gradient.options.use_mixed_precision
         args, kwargs = gradient.options.cast(args, kwargs)
-        return gradient.loss(args, kwargs, gradient.derivatives)[0]
+        with nullcontext() if mixed else true_float32():
+            return gradient.loss(args, kwargs, gradient.derivatives if mixed else None)[0]
 
     def run():
         loss, grads = _gradient(gradient, args, kwargs)
-        return loss, grads, collecting(value)(*_copied((args, kwargs)))[1]
+        return loss, grads, collecting(value)(*copied((args, kwargs)))[1]
 
     return gradient.options.in_context(run)
 
 
 def _gradient(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, PyTree]:
-    args, kwargs = _copied((args, kwargs))
-    if not gradient.options.use_mixed_precision:
-        (loss, _), grads = gradient.plain(args, kwargs)
-        return loss, grads
-    (loss, _), grads, _ = gradient.scaled(args, kwargs)
-    return loss, gradient.scaling.unscale(grads)
-
-
-def _copied(tree: PyTree) -> PyTree:
-    """Other containers of the same: an `eqx.nn.State` can be used once only."""
-    return jtu.tree_map(lambda x: x, tree)
+    (loss, _), grads, _ = gradient.evaluate(*copied((args, kwargs)))
+    return loss, gradient.unscale(grads)
 
 
 def _noise(
     floor: _Floor, batches: tuple, model: PyTree, kwargs: dict, grads: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """The norm of the standard error of the mean of the gradients of micro-batches, and of that
-    mean, for each parameter."""
+    """Returns the norm of the standard error of the mean of the micro-batches' gradients, and the
+    norm of that mean, for each parameter.
+    """
     gradient, count = floor.gradient, floor.micro_batches
     batched, whole = batches
 

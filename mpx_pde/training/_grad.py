@@ -18,10 +18,7 @@ _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
 
 
 def _evaluated(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
-    if not gradient.options.use_mixed_precision:
-        out, grads = gradient.plain(args, kwargs)
-        return out, gradient.scaling, jnp.array(True), grads
-    out, grads, counts = gradient.scaled(args, kwargs)
+    out, grads, counts = gradient.evaluate(args, kwargs)
     return out, *gradient.finish(grads, args[0], counts)
 
 
@@ -37,7 +34,7 @@ def _grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
 
 def _run_scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     if not gradient.options.use_mixed_precision:
-        (value, aux), grads = gradient.plain(args, kwargs)
+        (value, aux), grads, _ = gradient.evaluate(args, kwargs)
     else:
         (model, *rest), kwargs = gradient.options.cast(args, kwargs)
 
@@ -74,15 +71,6 @@ if TYPE_CHECKING:
         **options: Unpack[GradientOptions],
     ) -> Callable[..., tuple[tuple[Array, PyTree], _Scaling, Array, PyTree]]: ...
 
-    @overload
-    def filter_value_and_grad(
-        func: Callable[..., Any],
-        scaling: AbstractLossScaling | None,
-        has_aux: bool = False,
-        use_mixed_precision: bool = True,
-        **options: Unpack[GradientOptions],
-    ) -> Callable[..., tuple[Any, ...]]: ...
-
 
 def filter_value_and_grad(
     func: Callable[..., Any],
@@ -96,7 +84,7 @@ def filter_value_and_grad(
     autocast: bool | dict[str, Any] = False,
     forward: ForwardLike = "half",
 ) -> Callable[..., Any]:
-    """[`equinox.filter_value_and_grad`][] in mixed precision, with loss scaling.
+    """Evaluates [`equinox.filter_value_and_grad`][] in mixed precision, with loss scaling.
 
     The arguments are cast to half precision, `func` runs, its loss is scaled in float32 and
     differentiated with respect to all floating-point arrays of the first argument; the gradients
@@ -163,9 +151,9 @@ def filter_value_and_grad(
     - `grads_finite`: a scalar bool array. Give it to [`mpx_pde.optimizer_update`][].
     - `grads`: like the first argument, in its dtypes, with `None` for what is not differentiated.
 
-    **Raises:** at trace time, `TypeError` for a loss that is no real floating-point scalar, for a
-    `scaling` that is none, for a `Scaling` with a `func` that takes no `derivatives`, and for a
-    call without a model; `ValueError` for a policy that cannot be read, a `keep_full` that does
+    **Raises:** at trace time, `TypeError` for a loss that is not a real floating-point scalar, for
+    a `scaling` that is not one, for a `Scaling` with a `func` that takes no `derivatives`, and for
+    a call without a model; `ValueError` for a policy that cannot be read, a `keep_full` that does
     not fit the arguments, and a `forward` that is unknown, float64 without 64-bit types, or given
     together with overrides of `autocast`.
 
@@ -176,11 +164,11 @@ def filter_value_and_grad(
         "filter_value_and_grad",
         has_aux,
         use_mixed_precision,
-        policy=policy,
-        keep_full=keep_full,
-        autocast=autocast,
-        forward=forward,
-        axis_name=axis_name,
+        policy,
+        keep_full,
+        autocast,
+        forward,
+        axis_name,
     )
     return transformed(func, scaling, options, _value_and_grad)
 
@@ -205,15 +193,6 @@ if TYPE_CHECKING:
         **options: Unpack[GradientOptions],
     ) -> Callable[..., tuple[_Scaling, Array, PyTree, PyTree]]: ...
 
-    @overload
-    def filter_grad(
-        func: Callable[..., Any],
-        scaling: AbstractLossScaling | None,
-        has_aux: bool = False,
-        use_mixed_precision: bool = True,
-        **options: Unpack[GradientOptions],
-    ) -> Callable[..., tuple[Any, ...]]: ...
-
 
 def filter_grad(
     func: Callable[..., Any],
@@ -227,7 +206,7 @@ def filter_grad(
     autocast: bool | dict[str, Any] = False,
     forward: ForwardLike = "half",
 ) -> Callable[..., Any]:
-    """[`mpx_pde.filter_value_and_grad`][] without the value.
+    """Evaluates [`mpx_pde.filter_value_and_grad`][] without returning the value.
 
     ```python
     scaling, grads_finite, grads = mpx.filter_grad(loss, scaling)(model, batch)
@@ -243,14 +222,7 @@ def filter_grad(
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
     options = parse_options(
-        "filter_grad",
-        has_aux,
-        use_mixed_precision,
-        policy=policy,
-        keep_full=keep_full,
-        autocast=autocast,
-        forward=forward,
-        axis_name=axis_name,
+        "filter_grad", has_aux, use_mixed_precision, policy, keep_full, autocast, forward, axis_name
     )
     return transformed(func, scaling, options, _grad)
 
@@ -275,15 +247,6 @@ if TYPE_CHECKING:
         **options: Unpack[GradientOptions],
     ) -> Callable[..., tuple[tuple[Array, PyTree], PyTree]]: ...
 
-    @overload
-    def calculate_scaled_grad(
-        func: Callable[..., Any],
-        scaling: AbstractLossScaling | None,
-        has_aux: bool = False,
-        use_mixed_precision: bool = True,
-        **options: Unpack[GradientOptions],
-    ) -> Callable[..., tuple[Any, ...]]: ...
-
 
 def calculate_scaled_grad(
     func: Callable[..., Any],
@@ -297,7 +260,8 @@ def calculate_scaled_grad(
     autocast: bool | dict[str, Any] = False,
     forward: ForwardLike = "half",
 ) -> Callable[..., Any]:
-    """The raw ingredients, for people who unscale, check and adjust by themselves.
+    """Evaluates the still-scaled loss and gradients, for people who unscale, check and adjust by
+    themselves.
 
     The cast is *not* part of what is differentiated here: gradients are in half precision (with
     `autocast`, which casts no arguments, in the dtypes of the parameters) and still scaled, `aux`
@@ -318,11 +282,11 @@ def calculate_scaled_grad(
         "calculate_scaled_grad",
         has_aux,
         use_mixed_precision,
-        policy=policy,
-        keep_full=keep_full,
-        autocast=autocast,
-        forward=forward,
-        axis_name=axis_name,
+        policy,
+        keep_full,
+        autocast,
+        forward,
+        axis_name,
     )
     return transformed(func, scaling, options, _run_scaled_grad)
 
@@ -338,7 +302,7 @@ def line_search_value(
     autocast: bool | dict[str, Any] = False,
     forward: ForwardLike = "half",
 ) -> Callable[..., Array]:
-    """The loss for a line search, such as that of `optax.lbfgs`.
+    """Returns the loss for a line search, such as that of `optax.lbfgs`.
 
     A line search differentiates the function that it gets, and compares slopes with differences of
     values. So value and slope must be of one evaluation, at one loss scale: differentiated as it
@@ -371,11 +335,11 @@ def line_search_value(
         "line_search_value",
         False,
         use_mixed_precision,
-        policy=policy,
-        keep_full=keep_full,
-        autocast=autocast,
-        forward=forward,
-        axis_name=axis_name,
+        policy,
+        keep_full,
+        autocast,
+        forward,
+        axis_name,
     )
     run = transformed(func, scaling, options, _value_and_grad)
 

@@ -1,4 +1,6 @@
-"""Differentiation of a loss in mixed precision. Each public transformation returns a part of it."""
+"""Differentiation of a loss in mixed precision. Each public transformation returns a part of the
+result.
+"""
 
 import dataclasses
 import functools as ft
@@ -21,14 +23,14 @@ from .._dtypes import true_float32
 from .._forward import Forward
 from .._loss_scaling import DynamicLossScaling, NoOpLossScaling, check_scaling, split_aux
 from .._notes import noting_the_cast, noting_the_trace
-from .._tree import all_finite, in_a_line, with_fields
+from .._repr import in_a_line
+from .._tree import all_finite, with_fields
 from .._types import PyTree
 from .._varying import mark_varying, size_of_axis
 from ..autocast import autocast as autocast_function
-from ..derivatives._counts import check_takes_derivatives, sum_counts
+from ..derivatives._evaluation import noting_unscaled
 from ..derivatives._probe import tap_p
-from ..derivatives._scaling import Scaling
-from ..derivatives._unscaled import noting_unscaled
+from ..derivatives._scaling import Scaling, check_takes_derivatives, sum_counts
 from ..engine import InForward
 from ..interpret._jaxpr import contains
 from ..interpret._precision_report import (
@@ -44,7 +46,9 @@ from ._options import Options
 
 
 def _check_loss(value: Any, has_aux: bool, call: str) -> Inexact[Array, ""]:
-    """The loss as an array; an error unless it is a real floating-point scalar."""
+    """Returns the loss as an array; raises a `TypeError` unless it is a real floating-point
+    scalar.
+    """
     hint = " Return the mean or the sum of the residuals."
     if isinstance(value, tuple) and not has_aux:
         hint = " If it returns `(loss, aux)`, pass `has_aux=True`."
@@ -82,8 +86,13 @@ def _agree(finite: Bool[Array, ""], axis_name: Any) -> Bool[Array, ""]:
     return lax.psum((~finite).astype(jnp.int32), axis_name) == 0
 
 
-def like_masters(grads: PyTree, masters: PyTree) -> PyTree:
-    """Gradients in the dtypes of what they are of, as JAX has them: NumPy's may be wider."""
+def copied(tree: PyTree) -> PyTree:
+    """Copies the containers of a PyTree: an `eqx.nn.State` can be used only once."""
+    return jtu.tree_map(lambda x: x, tree)
+
+
+def _like_masters(grads: PyTree, masters: PyTree) -> PyTree:
+    """Casts gradients to the dtypes that JAX has for their masters: NumPy's may be wider."""
     return jtu.tree_map(
         lambda g, m: g if g is None else g.astype(jax.dtypes.canonicalize_dtype(m.dtype)),
         grads,
@@ -98,7 +107,9 @@ would lose up to a dozen steps before its first one."""
 
 
 def _descended(before: Any, after: Any) -> Any:
-    """The adjusted scaling `after`; what of it fell has fallen faster if no step has been taken."""
+    """Returns the adjusted scaling `after`; scales that fell have fallen faster if no step has been
+    taken.
+    """
     if not isinstance(before, DynamicLossScaling | Scaling):
         return after
     none_taken = after.taken_steps == 0
@@ -145,20 +156,20 @@ class Gradient(eqx.Module):
         return cls(func, scaling, options)
 
     def at(self, scaling: Any) -> "Gradient":
-        """The same with another state of the scaling."""
+        """Returns the same gradient at another state of the scaling."""
         return with_fields(self, scaling=scaling)
 
     @property
     def derivatives(self) -> Any:
-        """The derivative scaling that the function receives; `None` without one."""
+        """Returns the derivative scaling that the function receives, or `None` if there is none."""
         return self.scaling.derivatives if isinstance(self.scaling, Scaling) else None
 
     def without_overrides(self) -> "Gradient":
-        """The same, by `autocast` alone."""
+        """Returns the same gradient by `autocast` without its overrides."""
         return dataclasses.replace(self, options=dataclasses.replace(self.options, autocast=()))
 
     def with_derivatives(self, kwargs: dict, derivatives: Any) -> dict:
-        """The keyword arguments of the function, the derivative scaling among them."""
+        """Returns the keyword arguments of the function, with the derivative scaling among them."""
         if self.derivatives is None:
             return kwargs
         if "derivatives" in kwargs:
@@ -169,7 +180,7 @@ class Gradient(eqx.Module):
         return {**kwargs, "derivatives": derivatives}
 
     def loss(self, args: tuple, kwargs: dict, derivatives: Any) -> tuple[Inexact[Array, ""], Any]:
-        """The loss in float32 or wider, and auxiliary output (`None` without)."""
+        """Evaluates the loss, in float32 or wider, and its auxiliary output (or `None`)."""
         func, options, dtype = self.func, self.options, self.options.compute_dtype
         if options.in_full:
             kept = options.kept(args, kwargs)
@@ -182,10 +193,12 @@ class Gradient(eqx.Module):
             out = func(*args, **self.with_derivatives(kwargs, derivatives))
         if unscaled and self.derivatives is None and options.in_half:
             self._warn_of_unscaled(*unscaled.popitem())
-        aux = None
-        if self.options.has_aux:
-            out, aux = split_aux(out, self.options.call)
+        out, aux = self._split(out)
         return widen(_check_loss(out, self.options.has_aux, self.options.call)), aux
+
+    def _split(self, out: Any) -> tuple[Any, Any]:
+        """Splits what the function returned into the loss and its auxiliary output."""
+        return split_aux(out, self.options.call) if self.options.has_aux else (out, None)
 
     def _warn_of_unscaled(self, call: str, order: int) -> None:
         warn_user(
@@ -197,22 +210,26 @@ class Gradient(eqx.Module):
             "or bfloat16. If it is meant, filter `mpx_pde.PrecisionWarning`."
         )
 
-    def plain(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree]:
-        """Value, auxiliary output and gradients without any mixed precision."""
+    def _plain(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree]:
+        """Evaluates value, auxiliary output and gradients without any mixed precision."""
         kwargs = self.with_derivatives(kwargs, None)
 
         def loss(model):
-            out = self.func(model, *args[1:], **kwargs)
-            value, aux = split_aux(out, self.options.call) if self.options.has_aux else (out, None)
+            value, aux = self._split(self.func(model, *args[1:], **kwargs))
             _check_loss(value, self.options.has_aux, self.options.call)
             return value, aux
 
         with true_float32():
             return eqx.filter_value_and_grad(loss, has_aux=True)(args[0])
 
-    def scaled(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree, PyTree]:
-        """The unscaled float32 loss, auxiliary output, the still-scaled gradients, which have the
-        dtypes of the masters in `args[0]`, and the counts of derivatives (`None` without)."""
+    def evaluate(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree, PyTree]:
+        """Evaluates the loss and its gradients.
+
+        **Returns:** `(value, aux)`, the loss unscaled; the gradients, which are still scaled, in
+        the dtypes of the masters in `args[0]`; the counts of derivatives, or `None`.
+        """
+        if not self.options.use_mixed_precision:
+            return *self._plain(args, kwargs), None
         if self.options.axis_name is not None:
             size_of_axis(self.options.axis_name, self.options.call)
 
@@ -231,11 +248,15 @@ class Gradient(eqx.Module):
             )
         return out, grads, None if counts is None else counts.counts
 
+    def unscale(self, grads: PyTree) -> PyTree:
+        """Unscales gradients with the scale that scaled them."""
+        return self.scaling.unscale(grads) if self.options.use_mixed_precision else grads
+
     def finish(self, grads: PyTree, model: PyTree, counts: PyTree) -> tuple:
         """Unscales the gradients and brings the scaling up to date."""
-        # With the scale that scaled them, not with the adjusted one.
-        grads = self.scaling.unscale(grads)
-        grads = like_masters(grads, eqx.filter(model, eqx.is_inexact_array))
+        grads = _like_masters(self.unscale(grads), eqx.filter(model, eqx.is_inexact_array))
+        if not self.options.use_mixed_precision:
+            return self.scaling, jnp.array(True), grads
         finite = _agree(all_finite(grads), self.options.axis_name)
         if counts is None:
             adjusted = _descended(self.scaling, self.scaling.adjust(finite))
@@ -248,7 +269,7 @@ class Gradient(eqx.Module):
 
 
 def _check_scales_anything(call: str, closed: ClosedJaxpr) -> None:
-    """A warning where a derivative scaling scales nothing in what was traced."""
+    """Issues a warning if a derivative scaling scales nothing in a traced program."""
     if not contains(closed, {tap_p.name}):
         warn_user(
             f"`{call}` got a `Scaling`, but the loss takes no derivative by the `derivatives` that "
@@ -264,8 +285,9 @@ def transformed(func: Any, scaling: Any, options: Options, run: Callable) -> Cal
 
 
 class Transformed(eqx.Module):
-    """A differentiated function; `run`, which takes `(gradient, args, kwargs)`, says what is asked
-    of it."""
+    """A differentiated function. `run`, a function of `(gradient, args, kwargs)`, evaluates what is
+    asked of it.
+    """
 
     gradient: Gradient
     run: Callable
@@ -300,15 +322,14 @@ class Transformed(eqx.Module):
 
     def __call__(self, /, *args, **kwargs):
         self.gradient.options.check_called_with(args)
-        # Copies of the containers: an `eqx.nn.State` that the loss sets can be used once only, and
-        # the caller needs the old one to roll back to.
-        args, kwargs = jtu.tree_map(lambda x: x, (args, kwargs))
+        # The caller needs the old `eqx.nn.State` to roll back to.
+        args, kwargs = copied((args, kwargs))
         return self.gradient.options.in_context(lambda: self._run(args, kwargs))
 
     def _run(self, args: tuple, kwargs: dict) -> Any:
         gradient, options = self.gradient, self.gradient.options
         everything = gradient, args, kwargs
-        # Run eagerly there is no program to look at.
+        # There is no program to look at when the function runs eagerly.
         if not options.in_half or not traced(everything):
             return self.run(*everything)
         advice = OF_CASTS if options.autocast is None else OF_AUTOCAST

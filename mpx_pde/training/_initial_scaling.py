@@ -1,4 +1,4 @@
-"""The first scales: found once before the first step, or by the first steps themselves."""
+"""The scales that a training starts with."""
 
 import math
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from .._tree import with_fields
 from .._types import ForwardLike, PolicyLike, PyTree
 from ..derivatives import Scaling
 from ..interpret._precision_report import traced
-from ._gradient import Gradient
+from ._gradient import Gradient, copied
 from ._norms import minus, norm
 from ._options import parse_options
 
@@ -72,19 +72,13 @@ def initial_scaling(
     gradient is finite at no scale.
     """
     options = parse_options(
-        _CALL,
-        has_aux,
-        use_mixed_precision,
-        policy=policy,
-        keep_full=keep_full,
-        autocast=autocast,
-        forward=forward,
+        _CALL, has_aux, use_mixed_precision, policy, keep_full, autocast, forward
     )
     return eqx.module_update_wrapper(_InitialScaling(Gradient.of(func, scaling, options)))
 
 
 class _Evaluated(NamedTuple):
-    """The overflows and underflows of the gradient at one scaling."""
+    """The gradient at one scaling: its overflows and underflows."""
 
     mendable: Bool[Array, ""]
     """Whether other scales may help if it is not finite: no loss scale makes a loss finite, which
@@ -97,7 +91,7 @@ class _Evaluated(NamedTuple):
 @eqx.filter_jit
 def _evaluate(gradient: Gradient, args: tuple, kwargs: dict) -> _Evaluated:
     def run():
-        (value, _), grads, counts = gradient.scaled(args, kwargs)
+        (value, _), grads, counts = gradient.evaluate(args, kwargs)
         adjusted, finite, grads = gradient.finish(grads, args[0], counts)
         mendable = jnp.isfinite(value)
         if counts is not None:
@@ -137,15 +131,14 @@ class _InitialScaling(eqx.Module):
             return start
 
         def evaluate(exponents: np.ndarray) -> _Evaluated:
-            # Copies of the containers: an `eqx.nn.State` can be used once only.
-            copies = jtu.tree_map(lambda x: x, (args, kwargs))
-            return _evaluate(gradient.at(_with_exponents(start, exponents)), *copies)
+            present = gradient.at(_with_exponents(start, exponents))
+            return _evaluate(present, *copied((args, kwargs)))
 
         return options.in_context(lambda: _with_exponents(start, _found(start, evaluate)))
 
 
 def _found(start: Any, evaluate: Callable[[np.ndarray], _Evaluated]) -> np.ndarray:
-    """The exponents to start with."""
+    """Returns the exponents to start with."""
     scales = _scales(start)
     loss = start.loss if isinstance(start, Scaling) else start
     of_loss = np.arange(len(scales)) < isinstance(loss, DynamicLossScaling)
@@ -173,8 +166,9 @@ def _found(start: Any, evaluate: Callable[[np.ndarray], _Evaluated]) -> np.ndarr
 def _in_range(
     exponents: np.ndarray, evaluate: Callable[[np.ndarray], _Evaluated], of_loss: np.ndarray
 ) -> tuple[np.ndarray, _Evaluated]:
-    """Exponents at which the gradient is finite, by the rules that adjust them from step to step,
-    and what it is there."""
+    """Finds exponents at which the gradient is finite, by the rules that adjust them from step to
+    step. Returns them, and the gradient there.
+    """
     tried, taken = set(), None
     while tuple(exponents) not in tried:
         tried.add(tuple(exponents))
@@ -207,7 +201,7 @@ class _Scale(NamedTuple):
 
 
 def _scales(scaling: Any) -> list[_Scale]:
-    """The scales of a scaling: that of the loss first, if it moves."""
+    """Returns the scales of a scaling that move: that of the loss first."""
     loss = scaling.loss if isinstance(scaling, Scaling) else scaling
     out = []
     if isinstance(loss, DynamicLossScaling):
@@ -229,7 +223,7 @@ def _exponents(scaling: Any) -> np.ndarray:
 
 
 def _with_exponents(scaling: Any, exponents: np.ndarray) -> Any:
-    """`scaling` with these for what [`_scales`][] gives."""
+    """Returns `scaling` with these exponents for the scales that [`_scales`][] returns."""
     if isinstance(scaling, DynamicLossScaling):
         return with_fields(scaling, loss_scaling=jnp.array(2.0 ** exponents[0], jnp.float32))
     if isinstance(scaling.loss, DynamicLossScaling):

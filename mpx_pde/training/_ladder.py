@@ -6,7 +6,7 @@ from typing import Any
 
 import equinox as eqx
 
-from .._dtypes import is_integer
+from .._dtypes import check_integer, is_integer
 from .._forward import RUNGS, check_rung, options_of
 from .._loss_scaling import AbstractLossScaling
 from .._tree import with_fields
@@ -91,22 +91,19 @@ class PrecisionLadder(eqx.Module):
                     f"From below the order is {tuple(sorted(set(rungs), key=RUNGS.index))}."
                 )
         tolerance = check_tolerance(tolerance, _CALL)
-        if not is_integer(interval) or interval < 1:
-            raise ValueError(
-                f"`{_CALL}` needs a positive integer as `interval`, but got {interval!r}."
-            )
+        interval = check_integer(interval, _CALL, "interval")
         if say is not None and not callable(say):
             raise TypeError(
                 f"`{_CALL}` takes a function of a line of text as `say`, such as `print`, or "
                 f"`None` for silence, but got {say!r}."
             )
         self.index = 0
-        self.rungs, self.tolerance, self.interval = rungs, tolerance, int(interval)
+        self.rungs, self.tolerance, self.interval = rungs, tolerance, interval
         self.say = say
 
     @property
     def rung(self) -> str:
-        """The name of the present rung."""
+        """Returns the name of the present rung."""
         if not is_integer(self.index):
             raise TypeError(
                 f"`{_CALL}` decides which program is compiled, so its rung cannot be a value of "
@@ -134,8 +131,9 @@ class PrecisionLadder(eqx.Module):
         has_aux: bool = False,
         **options: Any,
     ) -> Callable[..., PrecisionFloor]:
-        """[`mpx_pde.precision_floor`][] on this rung, against the next one; at the top, against
-        what that compares with by default."""
+        """Measures [`mpx_pde.precision_floor`][] on this rung, against the next one; at the top,
+        against what that function compares with by default.
+        """
         return precision_floor(
             func, scaling, has_aux, **{**self._comparison(), **self.options, **options}
         )
@@ -152,7 +150,7 @@ class PrecisionLadder(eqx.Module):
         has_aux: bool = False,
         **options: Any,
     ) -> Callable[..., "PrecisionLadder"]:
-        """The ladder for the next step. Not for use inside of `jax.jit`.
+        """Returns the ladder for the next step. Not for use inside of `jax.jit`.
 
         **Arguments:**
 

@@ -25,7 +25,7 @@ MASTERS = ("nearest", "stochastic", "kahan")
 
 
 class Compensated(eqx.Module):
-    """An optimizer state, and beside it what rounding took off the parameters so far.
+    """An optimizer state, together with what rounding has taken off the parameters so far.
 
     **Attributes:**
 
@@ -43,8 +43,10 @@ def _is_narrow(x: Any) -> bool:
 
 
 def parse_master(master: Any, model: PyTree, state: PyTree, call: str) -> tuple[PyTree, PyTree]:
-    """The optimizer state with residues where `master` wants them, and that of the optimizer alone;
-    an error in the name of `call` for a `master` that fits neither the model nor the state."""
+    """Returns the optimizer state, with residues if `master` wants them, and the state of the
+    optimizer alone; raises a `ValueError` in the name of `call` if `master` fits neither the model
+    nor the state.
+    """
     if master not in MASTERS:
         raise ValueError(
             f"`{call}` takes {', '.join(map(repr, MASTERS))} as `master`, but got {master!r}."
@@ -75,7 +77,8 @@ def parse_master(master: Any, model: PyTree, state: PyTree, call: str) -> tuple[
 
 
 def compensated(optimizer_state: PyTree, model: PyTree) -> Compensated:
-    """The optimizer state that [`mpx_pde.optimizer_update`][] with `master="kahan"` carries.
+    """Returns the optimizer state that [`mpx_pde.optimizer_update`][] with `master="kahan"`
+    carries.
 
     It does this itself with a state that has no residues, at the cost of a second compilation and
     not inside of `lax.scan`, whose carry keeps its structure: there, start with this.
@@ -137,8 +140,9 @@ def round_stochastically(
 
 
 def _bits_of(grads: PyTree, state: PyTree) -> Array:
-    """A number that differs from step to step, made from the bits of the gradients and from what
-    the optimizer counts: a step that moved nothing has the same gradients as the next."""
+    """Makes a number that differs from step to step, from the bits of the gradients and from the
+    counts of the optimizer: after a step that moved nothing the gradients are the same.
+    """
     sums = [jnp.sum(jnp.abs(widen(g)).astype(jnp.float32)) for g in jtu.tree_leaves(grads)]
     total = jnp.stack(sums) if sums else jnp.zeros(1, jnp.float32)
     is_count = lambda x: eqx.is_array(x) and x.size == 1 and jnp.issubdtype(x.dtype, jnp.integer)
@@ -149,7 +153,9 @@ def _bits_of(grads: PyTree, state: PyTree) -> Array:
 
 
 def step_key(key: PRNGKeyArray | None, grads: PyTree, state: PyTree) -> PRNGKeyArray:
-    """The key of this step: the caller's, or one made from gradients and optimizer state."""
+    """Returns the key of this step: the caller's, or one made from gradients and optimizer
+    state.
+    """
     if key is None:
         return jax.random.fold_in(jax.random.key(0), _bits_of(grads, state))
     check_key(key, "optimizer_update")
@@ -159,7 +165,7 @@ def step_key(key: PRNGKeyArray | None, grads: PyTree, state: PyTree) -> PRNGKeyA
 def applied(
     old: tuple[PyTree, PyTree], updates: PyTree, state: PyTree, key: PRNGKeyArray | None
 ) -> tuple[PyTree, PyTree]:
-    """Model and optimizer state behind a step, in float32 where they are still to be rounded.
+    """Applies updates to the model. Returns model and optimizer state after the step.
 
     **Arguments:**
 
@@ -179,7 +185,9 @@ def applied(
 
 
 def _rounded_tree(tree: PyTree, like: PyTree, key: PRNGKeyArray) -> PyTree:
-    """`tree` with each float32 leaf that is of a half type in `like` rounded to it at random."""
+    """Rounds each float32 leaf of `tree` at random to the half type that it has in `like`, if it
+    has one.
+    """
     leaves, structure = jtu.tree_flatten(tree)
     goals = jtu.tree_leaves(like)
     keys = jax.random.split(key, len(leaves))
@@ -194,8 +202,8 @@ def _rounded_tree(tree: PyTree, like: PyTree, key: PRNGKeyArray) -> PyTree:
 
 
 def _add_compensated(model: PyTree, updates: PyTree, residue: PyTree) -> tuple[PyTree, PyTree]:
-    """Kahan's sum of each half-precision parameter with its update, the plain sum of others:
-    `(model, residue)`.
+    """Adds an update to each half-precision parameter by Kahan's summation, and to others by a
+    plain sum. Returns `(model, residue)`.
 
     `reduce_precision` is what keeps XLA from computing the residue of a sum that it has not
     rounded, which is zero.

@@ -1,4 +1,4 @@
-"""Norms of arrays, and shares of them, of whatever sizes and dtypes.
+"""Norms and relative errors of arrays of any sizes and dtypes.
 
 Not by JAX's promotion, which may be set to `strict`.
 """
@@ -14,14 +14,14 @@ from .._types import PyTree
 
 
 def wide_of(x: Array) -> Any:
-    """The dtype that norms of an array are taken in."""
+    """Returns the dtype that norms of an array are taken in."""
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         return x.dtype
     return wide(x.dtype)
 
 
 def real_of(dtype: Any) -> Any:
-    """The dtype of the parts of a number."""
+    """Returns the dtype of the real part of a number."""
     return jnp.finfo(dtype).dtype
 
 
@@ -31,13 +31,13 @@ def _wider(*arrays: Array) -> tuple[Array, ...]:
 
 
 def minus(x: Array, y: Array) -> Array:
-    """`x - y` in the wider of their dtypes."""
+    """Subtracts in the wider of the two dtypes."""
     x, y = _wider(x, y)
     return x - y
 
 
 def norm(x: Array) -> Array:
-    """The Euclidean norm of all entries."""
+    """Returns the Euclidean norm of all entries."""
     size = jnp.abs(x).astype(real_of(wide_of(x)))
     # Squares of small gradients are no float32.
     largest = jnp.max(size, initial=0)
@@ -46,12 +46,12 @@ def norm(x: Array) -> Array:
 
 
 def total(norms: PyTree) -> Array:
-    """The norm of all arrays together, by the norms of each."""
+    """Returns the norm of all arrays together, from the norm of each."""
     return norm(jnp.stack(_wider(*jtu.tree_leaves(norms))))
 
 
 def share_of(part: Array, whole: Array) -> Array:
-    """`part / whole`; nothing is no part of nothing."""
+    """Returns `part / whole`, where 0/0 counts as 0."""
     part, whole = _wider(part, whole)
     none = jnp.where(part == 0, jnp.zeros_like(part), jnp.full_like(part, jnp.inf))
     return jnp.where(whole == 0, none, part / jnp.where(whole == 0, jnp.ones_like(whole), whole))

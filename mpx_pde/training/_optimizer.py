@@ -14,11 +14,11 @@ from jaxtyping import PRNGKeyArray
 
 from .._cast import convert, widen
 from .._dtypes import is_half
+from .._repr import in_a_line
 from .._tree import (
     check_flag,
     check_same_structure,
     first_difference,
-    in_a_line,
     is_key,
     select_tree,
 )
@@ -31,8 +31,9 @@ _CALL = "optimizer_update"
 
 
 def as_transformation(optimizer: Any, call: str) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that takes extra arguments; a `TypeError` in the name of `call` if it is
-    none."""
+    """Returns an optimizer that takes extra arguments; raises a `TypeError` in the name of `call`
+    if `optimizer` is not one.
+    """
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
     if not isinstance(optimizer, optax.GradientTransformation):
@@ -44,7 +45,9 @@ def as_transformation(optimizer: Any, call: str) -> optax.GradientTransformation
 
 
 def _checked_gradients(grads: PyTree, params: PyTree) -> PyTree:
-    """The gradients as the optimizer takes them; a `ValueError` if they are not of `params`."""
+    """Returns the gradients as the optimizer takes them; raises a `ValueError` if they do not
+    belong to `params`.
+    """
     if isinstance(params, optax.LookaheadParams):
         # Those of the fast parameters alone.
         params = params.fast
@@ -63,7 +66,9 @@ def _checked_gradients(grads: PyTree, params: PyTree) -> PyTree:
 
 
 def _initial(optimizer: optax.GradientTransformation, params: PyTree) -> PyTree | None:
-    """Types of the state that `optimizer` starts with; `None` if it does not take `params`."""
+    """Returns the types of the state that `optimizer` starts with, or `None` if it does not take
+    `params`.
+    """
     try:
         return eqx.filter_eval_shape(optimizer.init, params)
     except (TypeError, ValueError):  # such as a mask that was made for other parameters
@@ -72,8 +77,9 @@ def _initial(optimizer: optax.GradientTransformation, params: PyTree) -> PyTree 
 
 @contextmanager
 def _naming_a_state_of_another(optimizer: Any, view: "_View") -> Iterator[None]:
-    """An error of the optimizer as one of the state that it was given, where that is not of this
-    optimizer and these parameters."""
+    """Turns an error of the optimizer into one about its state, if that state belongs to another
+    optimizer or other parameters.
+    """
     try:
         yield
     except Exception as e:
@@ -98,7 +104,7 @@ def _naming_a_state_of_another(optimizer: Any, view: "_View") -> Iterator[None]:
 
 
 class _View(NamedTuple):
-    """Parameters, state and gradients as the optimizer sees them, without arrays that are no
+    """Parameters, state and gradients as the optimizer sees them: only arrays that are
     parameters.
     """
 
@@ -149,8 +155,9 @@ def _view(optimizer: optax.GradientTransformation, state: PyTree, model: PyTree,
 
 
 def _check_hyperparameters(state: PyTree) -> None:
-    """A `ValueError` for injected hyperparameters that are rounded to half: the step would be NaN
-    of a 0.999 that is 1 in bfloat16, or of a 1e-8 that is 0 in float16."""
+    """Raises a `ValueError` for injected hyperparameters that are rounded to half: a 0.999 is 1 in
+    bfloat16 and a 1e-8 is 0 in float16, so the step would be NaN.
+    """
     holds = lambda x: isinstance(getattr(x, "hyperparams", None), dict)
     states = [x for x in jtu.tree_leaves(state, is_leaf=holds) if holds(x)]
     found = [(n, x) for s in states for n, x in s.hyperparams.items() if eqx.is_array(x)]
@@ -164,7 +171,7 @@ def _check_hyperparameters(state: PyTree) -> None:
 
 
 def _floats_as(state: PyTree, types: PyTree) -> PyTree:
-    """`state` with its integers in the dtypes of `types` where these are floating-point."""
+    """Casts the integers of `state` to the dtypes of `types` where these are floating-point."""
 
     def leaf(x, like):
         floats = eqx.is_array(x) and jnp.issubdtype(like.dtype, jnp.inexact)
@@ -176,8 +183,9 @@ def _floats_as(state: PyTree, types: PyTree) -> PyTree:
 
 
 def _like(new: PyTree, old: PyTree) -> PyTree:
-    """`new` in the dtypes of `old`, weak types included, so that a step never changes what the
-    next one compiles for."""
+    """Casts `new` to the dtypes of `old`, weak types included, so that a step never changes what
+    the next one compiles for.
+    """
 
     def cast(x, y):
         if is_key(y):  # for which zeros stood in, unless it is the optimizer's own
@@ -244,7 +252,8 @@ def optimizer_update(
     **Raises:** at trace time, `ValueError` for gradients that do not match the model, a state of
     another optimizer or model, or with injected hyperparameters in half, an unknown `master`, or
     one other than `"nearest"` for a model without half-precision parameters, `TypeError` for an
-    `optimizer` that is none, a `grads_finite` that is no scalar bool or a `key` that is none.
+    `optimizer` that is not one, a `grads_finite` that is not a scalar bool or a `key` that is not
+    one.
 
     ```python
     model, optimizer_state = mpx.optimizer_update(

@@ -1,4 +1,4 @@
-"""The options that all gradient transformations share: read and checked here, once."""
+"""The options that all gradient transformations share, read and checked in one place."""
 
 import dataclasses
 from collections.abc import Callable
@@ -14,16 +14,16 @@ import numpy as np
 from .._cast import cast_except, cast_operands, kept_paths, widen
 from .._dtypes import (
     asked_for_half,
+    check_bool,
     half_precision,
     half_precision_datatype,
     is_half,
     precision_gives_way,
 )
 from .._forward import check_forward
-from .._tree import in_a_line
+from .._repr import in_a_line
 from .._types import PyTree
 from ..autocast import parse_patterns
-from ._policy import parse_policy
 
 
 class Options(eqx.Module):
@@ -69,8 +69,9 @@ class Options(eqx.Module):
         return self.use_mixed_precision and is_half(self.compute_dtype)
 
     def check_called_with(self, args: tuple) -> None:
-        """A `TypeError` where there is no model among the arguments of the function, or nothing in
-        it to differentiate with respect to."""
+        """Raises a `TypeError` if the function was called without a model, or with one that has
+        nothing to differentiate with respect to.
+        """
         if not args:
             raise TypeError(
                 f"`{self.call}` differentiates with respect to the first positional argument, but "
@@ -80,7 +81,7 @@ class Options(eqx.Module):
             raise TypeError(
                 f"`{self.call}` differentiates with respect to the floating-point arrays of the "
                 f"first positional argument, but {in_a_line(args[0])} has none. Pass the model "
-                "first, with its parameters as arrays: numbers of Python and integers are none."
+                "first, with its parameters as arrays: numbers of Python and integers do not count."
             )
 
     def in_context(self, thunk: Callable) -> Any:
@@ -93,7 +94,7 @@ class Options(eqx.Module):
             return thunk()
 
     def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """The arguments as the function gets them."""
+        """Casts the arguments for the function."""
         if not self.casts:
             self.kept(args, kwargs)  # for its errors
             return args, kwargs
@@ -111,7 +112,7 @@ class Options(eqx.Module):
         return frozenset(paths)
 
     def output(self, tree: PyTree) -> PyTree:
-        """Auxiliary output in the dtype that the caller is promised."""
+        """Casts auxiliary output to the dtype that the caller is promised."""
         if self.policy is None:
             return widen(tree)
         return cast_operands(tree, jnp.dtype(self.policy.output_dtype))
@@ -121,7 +122,6 @@ def parse_options(
     call: str,
     has_aux: Any,
     use_mixed_precision: Any,
-    *,
     policy: Any,
     keep_full: PyTree,
     autocast: Any,
@@ -132,14 +132,13 @@ def parse_options(
 
     **Raises:** `ValueError` and `TypeError`, in the name of `call`, for what makes no sense.
     """
-    _check_bool(call, "has_aux", has_aux, "whether the function returns `(loss, aux)`")
-    meaning = "whether anything is done in half precision (in which, says `policy`)"
-    _check_bool(call, "use_mixed_precision", use_mixed_precision, meaning)
+    half = "whether anything is done in half precision (in which, says `policy`)"
+    aux = "whether the function returns `(loss, aux)`"
     options = Options(
         call=call,
-        has_aux=bool(has_aux),
-        use_mixed_precision=bool(use_mixed_precision),
-        policy=parse_policy(policy, call),
+        has_aux=check_bool(has_aux, call, "has_aux", aux),
+        use_mixed_precision=check_bool(use_mixed_precision, call, "use_mixed_precision", half),
+        policy=_parse_policy(policy, call),
         keep_full=keep_full,
         autocast=_parse_autocast(autocast, call),
         forward=check_forward(forward, call),
@@ -154,12 +153,18 @@ def parse_options(
     return dataclasses.replace(options, autocast=None) if options.in_full else options
 
 
-def _check_bool(call: str, name: str, value: Any, meaning: str) -> None:
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(
-            f"`{call}` takes a bool as `{name}`, {meaning}, but got {in_a_line(value)}. "
-            "It decides which program is compiled: under `jit` it is static."
-        )
+def _parse_policy(policy: Any, call: str) -> jmp.Policy | None:
+    if policy is None or isinstance(policy, jmp.Policy):
+        return policy
+    if isinstance(policy, str):
+        try:
+            return jmp.get_policy(policy)
+        except (KeyError, ValueError) as e:
+            raise ValueError(
+                f"`{call}` cannot read the policy {policy!r}. Write it as jmp does, for example "
+                '"params=float32,compute=bfloat16,output=float32".'
+            ) from e
+    raise TypeError(f"`{call}` takes a `jmp.Policy` or its string as `policy`, but got {policy!r}.")
 
 
 def _parse_autocast(options: Any, call: str) -> tuple[tuple[str, Any], ...] | None:

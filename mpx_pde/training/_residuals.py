@@ -9,7 +9,7 @@ import jax.tree_util as jtu
 from jaxtyping import Array, Float
 
 from .._dtypes import is_real
-from .._tree import in_a_line
+from .._repr import in_a_line
 from .._types import PyTree
 
 

@@ -11,7 +11,7 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._loss_scaling import AbstractLossScaling
-from .._tree import in_a_line
+from .._repr import in_a_line
 from .._types import PyTree
 from ..derivatives import DerivativeScaling, Scaling
 from ..derivatives._strategies import AbstractStrategy

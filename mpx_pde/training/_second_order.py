@@ -16,7 +16,8 @@ from jaxtyping import Array, Bool, Float, Int32
 from .._dtypes import is_half
 from .._forward import Forward, check_forward
 from .._loss_scaling import DynamicLossScaling
-from .._tree import in_a_line, select_tree
+from .._repr import in_a_line
+from .._tree import select_tree
 from .._types import PyTree
 from ..engine import InForward
 from ..interpret._precision_report import LEAST_IN_FULL, OF_JACOBIANS, checked, traced

@@ -15,8 +15,8 @@ from helpers import equations, tree_allclose, tree_equal_bits
 from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx_pde as mpx
-from mpx_pde.derivatives._counts import sum_counts
 from mpx_pde.derivatives._probe import COLUMNS, LOWEST, tap
+from mpx_pde.derivatives._scaling import sum_counts
 
 
 NONFINITE = COLUMNS - 1
@@ -531,7 +531,7 @@ def test_a_derivative_scaling_in_the_place_of_a_loss_scaling(unchecked_annotatio
         with pytest.raises(TypeError) as error:
             call()
         assert len(str(error.value)) < 400  # not the whole object
-    with pytest.raises(TypeError, match=r"as `loss`.*but got int: 3"):
+    with pytest.raises(TypeError, match=r"as `loss`.*but got 3"):
         mpx.Scaling(3)
 
 

@@ -344,7 +344,7 @@ def test_arrays_go_to_the_host_in_parts(monkeypatch):
 
     x = jnp.array([0.0, 1.0])
     whole = mpx.range_report(fun)(x)
-    monkeypatch.setattr("mpx_pde.ranges._evaluate._BYTES", 1)
+    monkeypatch.setattr("mpx_pde.ranges._meter._BYTES", 1)
     parts = mpx.range_report(fun)(x)
     assert parts.rows == whole.rows
     assert [row.primitive for row in parts.rows if row.creates_nonfinite] == ["log"]

@@ -221,5 +221,5 @@ class TestGatherParameters:
     def test_misuse(self, unchecked_annotations):
         with pytest.raises(TypeError, match=r"`gather_parameters` needs a `jax\.sharding"):
             mpx.gather_parameters(jnp.ones((2, 2)), P(), dtype="float16")
-        with pytest.raises(ValueError, match="`gather_parameters` sends float16 or bfloat16"):
+        with pytest.raises(ValueError, match="`gather_parameters` takes float16 or bfloat16"):
             mpx.gather_parameters(jnp.ones((2, 2)), self.everywhere, dtype="float32")

@@ -7,23 +7,27 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax import lax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, primitives
 
+from .._cast import widen
 from ..interpret import _tables as tables
 from ..interpret._jaxpr import (
     LOOPS,
     aval_of,
     bodies_of,
+    close,
     in_context_of,
     inner_scope,
     is_container,
+    own_bind,
     scopes_of,
     walk,
 )
 from ..interpret._lines import Site, site_inside, site_of
+from ..interpret._products import product_shape
 from ..interpret._rebind import rebind
 from ._stats import Counts, is_finite, is_measured
-from ._widen import bind_wide, is_narrow, is_narrow_array, widen
 
 
 # Containers that run on the host once per step, branch or device; the others are inlined.
@@ -97,7 +101,7 @@ class Trace:
         return frozenset([number])
 
     def flush(self, collect: Callable) -> None:
-        """One callback for all that is pending."""
+        """Hands all that is pending to the host, in one callback."""
         if not self.pending:
             return
         records, self.pending, self.bytes = tuple(self.pending), [], 0
@@ -109,7 +113,7 @@ class Trace:
 
 
 class Meter:
-    """Evaluates, and counts on the host."""
+    """An evaluator of jaxprs that counts values on the host."""
 
     def __init__(self, silent: bool = False):
         self.silent = silent
@@ -154,7 +158,7 @@ class Meter:
     def body(
         self, closed: ClosedJaxpr, order: tuple, scopes: tuple, site: Site
     ) -> Callable[..., list]:
-        """A function to be traced by a container of its own."""
+        """Returns a jaxpr as a function, to be traced by a container of its own."""
 
         def function(*arrays):
             outside, self.trace = self.trace, Trace()
@@ -224,7 +228,7 @@ class Meter:
                 out.append(Known(x, self.look(x) if name in tables.PICKS and sources else sources))
             else:
                 dtype, shape = _format_of(eqn, var), tuple(aval_of(var).shape)
-                product = _product_shape(eqn)
+                product = product_shape(eqn) if name in tables.PRODUCTS else None
                 value = Measured((*order, j), name, site, here, dtype, shape, product)
                 out.append(Known(x, self.visit(value, x, sources)))
         return out
@@ -255,7 +259,7 @@ class Meter:
 
 
 def evaluate_wide(closed: ClosedJaxpr) -> Callable[..., list]:
-    """A jaxpr as a function in float32, not measured."""
+    """Makes a jaxpr a function in float32 that is not measured."""
 
     def function(*arrays):
         known = [Known(x) for x in arrays]
@@ -265,7 +269,9 @@ def evaluate_wide(closed: ClosedJaxpr) -> Callable[..., list]:
 
 
 def _format_of(eqn: JaxprEqn, var: Any) -> str:
-    """The name of the dtype of a result, or of the half that it is rounded to within its own."""
+    """Returns the name of the dtype of a result, or of the half type that it is rounded to within
+    its own dtype.
+    """
     if eqn.primitive.name == "reduce_precision":
         bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
         if bits in _BITS:
@@ -274,28 +280,90 @@ def _format_of(eqn: JaxprEqn, var: Any) -> str:
 
 
 def _user_of(jaxpr: Any, var: Any, site: Site) -> Site:
-    """The site of the first equation that takes a constant."""
+    """Returns the site of the first equation that takes a constant."""
     eqn = next((e for e in jaxpr.eqns if any(v is var for v in e.invars)), None)
     return site if eqn is None else site_of(eqn, site)
 
 
-def _product_shape(eqn: JaxprEqn) -> tuple[int, ...] | None:
-    name = eqn.primitive.name
-    if name not in tables.PRODUCTS:
-        return None
-    x, y = (tuple(int(n) for n in aval_of(v).shape) for v in eqn.invars[:2])
-    if name in ("dot_general", "mixed_dot_general"):
-        (x_contract, y_contract), (x_batch, y_batch) = eqn.params["dimension_numbers"]
+FULL = np.dtype("float32")
 
-        def size(shape, axes):
-            return int(np.prod([shape[i] for i in axes], dtype=int))
+_PRODUCTS = {*tables.JAX_PRODUCTS, "ragged_dot_general"}
 
-        rows = [i for i in range(len(x)) if i not in (*x_contract, *x_batch)]
-        columns = [i for i in range(len(y)) if i not in (*y_contract, *y_batch)]
-        return size(x, x_batch), size(x, rows), size(y, columns), size(x, x_contract)
-    spec = eqn.params["dimension_numbers"]
-    groups = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
-    channels_out, channels_in = y[spec.rhs_spec[0]], y[spec.rhs_spec[1]]
-    window = int(np.prod([y[i] for i in spec.rhs_spec[2:]], dtype=int))
-    positions = int(np.prod(aval_of(eqn.outvars[0]).shape, dtype=int)) // channels_out
-    return groups, positions, channels_out // groups, channels_in * window
+# What is known to take its dtype from its operands and its parameters: JAX's own operations, and
+# ours. A kernel of somebody else may exist in half alone.
+_OF_JAX = {
+    p.name
+    for module in (lax, primitives)
+    for attribute, p in vars(module).items()
+    if attribute.endswith("_p") and hasattr(p, "name")
+}
+_KNOWN = {*_OF_JAX, *tables.TABLE, *_PRODUCTS} - tables.TYPED
+
+
+def is_narrow(dtype: Any) -> bool:
+    """Returns whether a dtype is a real floating-point type narrower than float32."""
+    is_float = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)
+    return is_float and dtype.itemsize < FULL.itemsize
+
+
+def is_narrow_array(aval: Any) -> bool:
+    # References have a dtype too, and no weak type.
+    return hasattr(aval, "weak_type") and is_narrow(getattr(aval, "dtype", None))
+
+
+def _narrow(x: Any, dtype: np.dtype) -> Any:
+    # What float32 holds and the dtype does not is no fault of float32.
+    largest = float(jnp.finfo(dtype).max)
+    x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
+    return lax.convert_element_type(x, dtype)
+
+
+def _wide_parameter(x: Any, evaluate: Any) -> Any:
+    if isinstance(x, ClosedJaxpr | Jaxpr):
+        closed = close(x)
+        avals = [
+            jax.ShapeDtypeStruct(a.shape, FULL) if is_narrow_array(a) else a
+            for a in closed.in_avals
+        ]
+        out = jax.make_jaxpr(evaluate(closed))(*avals)
+        return out if isinstance(x, ClosedJaxpr) else out.jaxpr
+    if type(x) is type and issubclass(x, np.generic):
+        return FULL if is_narrow(np.dtype(x)) else x
+    if isinstance(x, np.dtype):
+        return FULL if is_narrow(x) else x
+    if isinstance(x, tuple):
+        parts = [_wide_parameter(y, evaluate) for y in x]
+        if all(a is b for a, b in zip(parts, x, strict=True)):
+            return x
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+    return x
+
+
+def bind_wide(eqn: JaxprEqn, arrays: list, evaluate: Any) -> list:
+    """Evaluates an equation for operands that are float32 where the program has half.
+
+    Casts to half, `reduce_precision` and `tables.STORES` among them, do nothing. `evaluate` makes a
+    function in float32 of a jaxpr, such as that of the update of a `scatter`.
+    """
+    name, params = eqn.primitive.name, dict(eqn.params)
+    if name == "reduce_precision" or name in tables.STORES:
+        return arrays
+    if name == "convert_element_type":
+        dtype = FULL if is_narrow(np.dtype(params["new_dtype"])) else params["new_dtype"]
+        return [lax.convert_element_type(arrays[0], dtype)]
+    if name in tables.MIXED:
+        params = {k: _wide_parameter(v, evaluate) for k, v in params.items()}
+        return own_bind(eqn.replace(params=params), arrays)
+    if name in _PRODUCTS and any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
+        # A plain float32 product is TF32 on a GPU.
+        params["precision"] = (lax.Precision.HIGHEST,) * 2
+    if not any(is_narrow_array(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+        return own_bind(eqn.replace(params=params), arrays)
+    if name in _KNOWN:
+        params = {k: _wide_parameter(v, evaluate) for k, v in params.items()}
+    else:
+        arrays = [
+            _narrow(x, aval_of(v).dtype) if is_narrow_array(v.aval) else x
+            for x, v in zip(arrays, eqn.invars, strict=True)
+        ]
+    return [widen(x) for x in own_bind(eqn.replace(params=params), arrays)]

@@ -1,0 +1,36 @@
+"""The base of all modules that stand in for a function of the user."""
+
+import abc
+from typing import Any
+
+import equinox as eqx
+
+from ._repr import in_a_line
+
+
+class AbstractWrapper(eqx.Module):
+    """A callable module around a function `fun`, which binds as a method where `fun` would.
+
+    Pass instances through [`equinox.module_update_wrapper`][] for the name and signature of `fun`.
+    """
+
+    fun: eqx.AbstractVar[Any]
+
+    @abc.abstractmethod
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any: ...
+
+    @property
+    def __wrapped__(self):
+        return self.fun
+
+    def __get__(self, instance: Any, owner: Any = None):
+        return self if instance is None else eqx.Partial(self, instance)
+
+
+def check_callable(fun: Any, call: str) -> None:
+    """Raises a `TypeError` in the name of `call` unless `fun` can be called."""
+    if not callable(fun):
+        raise TypeError(
+            f"`{call}` takes a function or a callable module, but got {in_a_line(fun)}. Pass the "
+            f"arguments to what it returns, as in `{call}(fun)(*args)`."
+        )
