@@ -132,7 +132,7 @@ class FullPrecision(eqx.Module):
         if not callable(self.module) and not _is_floating(self.module):
             raise TypeError(
                 "`FullPrecision` wraps a callable layer such as `eqx.nn.Linear`, or one "
-                f"floating-point array, but got {self.module!r}. Of several arrays wrap each, or "
+                f"floating-point array, but got {self.module!r}. Wrap each of several arrays, or "
                 "mark their place by `keep_full`."
             )
 

@@ -53,7 +53,7 @@ def shared(x: Any, count: int) -> list[Any]:
     """Returns `x`, an array or a constant, once for each of several products with it.
 
     Its cotangents are added up so that a GPU accumulates each onto what the products before it have
-    summed. Of the order in which JAX adds them, XLA makes every other one a kernel of its own.
+    summed. In the order in which JAX adds them, XLA makes every other one a kernel of its own.
     """
     return _shared_p.bind(x, count=count) if count > 1 else [x]
 
@@ -126,7 +126,7 @@ def _transpose_spread(cotangent, x, like):
 def _batch_spread(args, dims):
     x, like = args
     if dims[1] is None:
-        # Of a field that is the same in all samples: it is not known how many there are.
+        # A field that is the same in all samples does not tell how many there are.
         like = jnp.broadcast_to(like[:, None], (like.shape[0], x.shape[dims[0]], *like.shape[1:]))
     else:
         like = jnp.moveaxis(like, dims[1], 1)

@@ -127,8 +127,8 @@ class Scaling(AbstractLossScaling):
         if isinstance(adjusted, DynamicLossScaling) and self.derivatives.active:
             stuck: Bool[Array, ""] = usable & ~finite & adjusted.at_minimum
             derivatives = select_tree(jnp.asarray(stuck), derivatives.raised(), derivatives)
-        counts = counted_steps(self, finite & usable)
-        return with_fields(self, loss=loss, derivatives=derivatives, **counts)
+        steps = counted_steps(self, finite & usable)
+        return with_fields(self, loss=loss, derivatives=derivatives, **steps)
 
 
 def check_takes_derivatives(func: Callable, call: str) -> None:

@@ -320,7 +320,7 @@ class PerOrder(AbstractStrategy):
     def exponent(
         self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int], margin: int
     ) -> Any:
-        # Of an order that nobody asked for no histogram tells: it follows the next that is.
+        # An order that nobody asked for has no histogram: it follows the next one that has.
         order = min(n for n in asked if n >= len(along))
         return jnp.floor_divide(exponents[order - 1] * len(along), order)
 

@@ -21,7 +21,7 @@ def telemetry(scaling: Any) -> dict[str, Any]:
     **Arguments:**
 
     - `scaling`: a [`mpx_pde.Scaling`][] or a [`mpx_pde.DerivativeScaling`][], as the step returned
-        it. Of an ensemble, whose states are stacked, all entries have its leading axes.
+        it. For an ensemble, whose states are stacked, all entries have its leading axes.
 
     **Returns:**
 

@@ -91,7 +91,7 @@ def site_of(eqn: JaxprEqn, outer: Site = NOWHERE) -> Site:
         if _is_library(file):
             libraries.append(f"{file}:{frame.line_num}")
     # A trace inside of another, such as that of a checkpoint, does not see who called it.
-    # What is only known to be of the library, such as the loop around a first step, names no layer.
+    # A site that is only known to be the library's names no layer.
     named = outer.layer if outer.layer != "mpx_pde" else ""
     layer, inside = named or _layer(ours) or outer.layer, inside or outer.inside
     found = outer._replace(layer=layer, backward=backward, inside=inside)

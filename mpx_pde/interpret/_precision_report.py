@@ -261,8 +261,9 @@ OF_AUTOCAST = (
 
 
 LEAST_IN_FULL = 1 / 4
-"""Of the work that should be half where values are evaluated in full: three eighths of the backward
-pass, which is two thirds of it. Small networks have their first layer, in float32, beside that."""
+"""The part of the work that should be half where values are evaluated in full: three eighths of the
+backward pass, which is two thirds of it. Small networks have their first layer, in float32, beside
+that."""
 
 OF_JACOBIANS = (
     "The first layer, what meets a network's one output, and what `FullPrecision` holds stay in "

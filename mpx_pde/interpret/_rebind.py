@@ -65,7 +65,7 @@ def _while(eqn: JaxprEqn, args: Sequence, test: Body, body: Body) -> list:
     if not bodies_of(eqn)[0].out_avals[0].shape:
         return lax.while_loop(going, step, init)
 
-    # Of a loop that is mapped, each goes on for itself.
+    # The loops of a mapped one go on independently.
     def proceed(carry):
         on = going(carry)
 

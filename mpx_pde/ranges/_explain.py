@@ -12,7 +12,7 @@ from ._stats import is_finite, percent
 _GIVEN = ("input", "constant")
 
 _CHOICES = {*tables.CHOICES, "pad", "dynamic_update_slice", "scatter", "reduce_max", "reduce_min"}
-"""By way of which a program takes infinities on purpose: masks, and the start of a minimum."""
+"""Primitives by which a program takes infinities on purpose: masks, and the start of a minimum."""
 
 _CAST = ("convert_element_type", "mpx_pde")
 
@@ -33,7 +33,7 @@ def _of_the_loss_scale(report: RangeReport, known: str, unknown: str, none: str)
     return {True: known, None: unknown, False: none}[report.scaled]
 
 
-def _mend(row: Row, report: RangeReport) -> str:
+def _fix(row: Row, report: RangeReport) -> str:
     """Returns the advice for a row that overflows."""
     mixed, smaller = report.mixed, "make its operands smaller by a power of two, or use bfloat16."
     # The library casts in the lines of the user only what it is given.
@@ -66,7 +66,7 @@ def _mend(row: Row, report: RangeReport) -> str:
             if row.layer not in _PRODUCTS
             else f"Pass `dtype=jnp.float32` to `mpx.{row.layer}` there, {smaller}"
         )
-    # Of autocast, these are products of the user's.
+    # Under autocast, these are products of the user's.
     primitive = primitive.removeprefix("mixed_")
     if primitive in tables.FULL:
         return (
@@ -185,7 +185,7 @@ def explain(report: RangeReport, name: str) -> str:
     if row is not None:
         text = (
             f"{name} overflows first at {_name(row)}: {percent(row.loss(name).overflow)} of its "
-            f"values, {_size(row)}. {_mend(row, report)}"
+            f"values, {_size(row)}. {_fix(row, report)}"
         )
     elif broken:
         text = f"Nothing overflows {name}."

@@ -39,7 +39,7 @@ _MOVES = {*tables.LAYOUT, "stop_gradient", "name"}
 # How much is handed to the host at a time: each part is copied.
 _BYTES = 1 << 28
 
-# Of the exponent and of the mantissa.
+# By the bits of the exponent and of the mantissa.
 _BITS = {(5, 10): "float16", (8, 7): "bfloat16"}
 
 OPERAND = "operand of "
@@ -56,7 +56,7 @@ class Measured(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     product: tuple[int, ...] | None = None
-    """Of a matrix product: batch, rows, columns and contracted size; of a convolution: groups,
+    """For a matrix product batch, rows, columns and contracted size; for a convolution groups,
     positions, output channels and window times input channels."""
 
     @property

@@ -62,7 +62,7 @@ def _split(x: Array | np.ndarray, axis: Any, micro_batches: int, path: Any, call
         raise ValueError(
             f"`{call}` cannot split the array at {jtu.keystr(path)} of the arguments after the "
             f"model into {micro_batches} micro-batches: it has {size} entries along axis {axis}. "
-            "Choose a batch size that is a multiple, or mark what is no batch by `None` in "
+            "Choose a batch size that is a multiple, or mark what is not a batch by `None` in "
             "`in_axes`."
         )
     x = jnp.asarray(x)
@@ -95,7 +95,7 @@ def _run(
     model, *rest = args
     batched, whole = split_batch(tuple(rest), in_axes, micro_batches, _CALL)
 
-    statics = []  # what is not an array in `aux`, and could not leave the scan
+    statics = []  # the parts of `aux` that are not arrays, which could not leave the scan
 
     def body(total, batch):
         out, *sums = gradient.evaluate((model, *whole(batch)), kwargs)
@@ -187,7 +187,7 @@ def filter_accumulated_value_and_grad(
 
     A function that returns as that of [`mpx_pde.filter_value_and_grad`][]. `value` is the mean
     over the micro-batches; the arrays of `aux` are stacked, with a leading axis of length
-    `micro_batches`, and what is not an array comes back as it is.
+    `micro_batches`, and the rest comes back as it is.
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][], and `ValueError` for a batch that does not
     divide, arguments of which nothing can be split, an `in_axes` that does not fit or a

@@ -35,9 +35,9 @@ from ._norms import minus, norm, share_of, total
 
 _CALL = "advise"
 _TOLERANCE = 0.01
-"""Of a recommended gradient. The noise between batches is larger nearly always."""
+"""The largest error of a recommended gradient. Noise between batches is nearly always larger."""
 _GAIN = 0.9
-"""Of float32's memory: what saves less is not worth another precision."""
+"""The part of float32's memory above which another precision is not worth its while."""
 _WIDE = 128
 """Products with a smaller dimension keep the tensor cores of a GPU waiting for memory."""
 

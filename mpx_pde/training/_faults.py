@@ -97,6 +97,6 @@ def error_if_stuck(
         for why in reasons
     ]
     stuck = skips >= limit
-    # Of an ensemble any member may be stuck.
+    # Any member of an ensemble may be stuck.
     reason = jnp.max(jnp.where(stuck, reason, 0))
     return eqx.branched_error_if(tree, jnp.any(stuck), reason, messages)

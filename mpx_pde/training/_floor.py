@@ -166,7 +166,7 @@ def precision_floor(
         throughout. By default the next one up: of half the forward pass in float32, of other
         forward passes `"full"`, of that float64.
     - `in_axes`: the batch axis of the positional arguments after the model, as for
-        [`mpx_pde.filter_accumulated_value_and_grad`][]: `None` marks what is no batch.
+        [`mpx_pde.filter_accumulated_value_and_grad`][]: `None` marks what is not a batch.
     - `micro_batches`: how many blocks of the batch are compared to find the noise; 1 leaves it out.
     - `tolerance`: the share of rounding in the loss or the gradient from which on the verdict is to
         go up.
@@ -340,7 +340,7 @@ def _noise(
         here = gradient.options.in_context(
             lambda: _gradient(gradient, (model, *whole(batch)), kwargs)[1]
         )
-        # Of differences from the whole batch, which cancel less than gradients do.
+        # Sums of differences from the whole batch cancel less than sums of gradients.
         apart = jtu.tree_map(minus, here, grads)
         squares = jtu.tree_map(lambda x: norm(x) ** 2, apart)
         return jtu.tree_map(jnp.add, sums, (apart, squares)), None

@@ -215,7 +215,7 @@ def optimizer_update(
     optimizer on such a step, so it runs under `jax_debug_nans`.
 
     Where parameters are narrower than float32, the optimizer sees gradients, parameters and state
-    widened to float32, so that norms and moments are computed in float32; what comes back has the
+    widened to float32, so that norms and moments are computed in float32; the results have the
     dtypes of what went in.
 
     **Arguments:**
@@ -275,7 +275,7 @@ def optimizer_update(
     def step(grads, extra_args):
         # All three or none: some optimizers branch on the device, and their branches must agree.
         kept = view.state, view.params
-        # Leaf by leaf: what is half inside of a `FullPrecision` is no less narrow.
+        # Leaf by leaf: a half array inside of a `FullPrecision` is narrow as well.
         grads, wide = jtu.tree_map(widen, (grads, kept))
         state, masters = wide if narrow else kept
         # Optax relies on the standard promotion of dtypes.
