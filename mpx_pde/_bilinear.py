@@ -1,5 +1,5 @@
-"""What all products of halves share: operands, dtypes, and the rules of primitives that are linear
-in each of two operands.
+"""The common ground of all products of halves: operands, dtypes, and the rules of primitives that
+are linear in each of two operands.
 """
 
 from collections.abc import Callable, Sequence

@@ -17,9 +17,9 @@ def with_derivative_of(fun: Callable, other: Callable) -> Callable:
 
     `fun` takes PyTrees of arrays and returns two PyTrees: its result, and what it has chosen on the
     way, such as indices. `other` takes what was chosen and then the same arrays, and returns a
-    result of the same types. What does not move is not differentiated. A `custom_vjp` would forbid
-    forward mode, and under `vmap` sum the gradient of a weight over outer products; here it is that
-    of `other`, transposed as a whole.
+    result of the same types. Arrays without tangents are not differentiated. A `custom_vjp` would
+    forbid forward mode, and under `vmap` sum the gradient of a weight over outer products; here it
+    is that of `other`, transposed as a whole.
     """
 
     def call(*args: Any) -> Any:

@@ -12,7 +12,7 @@ from ._split import SPLIT_PRODUCTS
 
 
 FORWARDS = ("half", "float32", *SPLIT_PRODUCTS, "float64")
-"""What `forward=` takes."""
+"""The values that `forward=` takes."""
 
 RUNGS = (
     "half",

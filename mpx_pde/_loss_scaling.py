@@ -213,8 +213,8 @@ class DynamicLossScaling(AbstractLossScaling):
     ):
         """**Arguments:**
 
-        - `loss_scaling`: the first scale, a number or a scalar array. What is not a power of two is
-            rounded down to one.
+        - `loss_scaling`: the first scale, a number or a scalar array, rounded down to a power of
+            two.
         - `min_loss_scaling`: the scale never falls below it. It lies below 1 because the residual
             of a PDE can start at 1e4 and more.
         - `factor`: what the scale is multiplied and divided by, a power of two.

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 
-# What there is no half-precision form of: transforms, factorizations and solves, complex numbers.
+# Operations without a half-precision form: transforms, factorizations and solves, complex numbers.
 _UNKNOWN_IN_HALF = re.compile(
     r"FFT input must be|"
     r"(?i:(unsupported|not supported|not implemented|does not accept|must be).*"

@@ -29,7 +29,7 @@ _PLAIN = {
     mixed_dot_general_p: lax.dot_general_p,
     mixed_conv_general_dilated_p: lax.conv_general_dilated_p,
 }
-# What a mixed product has and a plain one has not.
+# The parameters of a mixed product that a plain one does not have.
 _OWN = ("dtype", "out_dtype", "given", "algorithm")
 
 

@@ -30,8 +30,8 @@ Argnums = int | tuple[int, ...]
 class Derivative:
     """A function that was differentiated once or several times, to be evaluated in one pass.
 
-    What [`mpx_pde.derivatives.grad`][], [`jacfwd`][mpx_pde.derivatives.jacfwd] and
-    [`hessian`][mpx_pde.derivatives.hessian] return. Differentiating one again adds an order, so
+    [`mpx_pde.derivatives.grad`][], [`jacfwd`][mpx_pde.derivatives.jacfwd] and
+    [`hessian`][mpx_pde.derivatives.hessian] return it. Differentiating one again adds an order, so
     that `grad(grad(u))` carries its scale through both and is unscaled once, at its end.
     """
 

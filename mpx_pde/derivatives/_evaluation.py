@@ -109,7 +109,7 @@ class Direction(NamedTuple):
 class Evaluation:
     """A function of one point that returns derivatives by name.
 
-    What [`mpx_pde.partials`][], [`mpx_pde.laplacian`][] and [`mpx_pde.linear_operator`][] return.
+    [`mpx_pde.partials`][], [`mpx_pde.laplacian`][] and [`mpx_pde.linear_operator`][] return it.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class Evaluation:
         sizes = tuple(None if len(d.coords) == 1 else len(d.coords) for d in self._directions)
         self._plan = make_plan(self._indices.values(), summed, sizes)
 
-    # What has to be propagated.
+    # Streams to be propagated.
 
     def _direction(self, direction: Direction) -> int:
         if direction not in self._directions:

@@ -42,8 +42,8 @@ class DerivativeScaling(eqx.Module):
     micrometers. So a scale rises above 1, up to `max_scale`, while the histogram of the last step
     shows a derivative whose largest values lie within `margin` powers of two of float16's subnormal
     numbers, or that is zero everywhere, as long as no other that it scales comes within `margin`
-    of overflow; and it falls back towards 1 when one does. What is lost all the same is the entry
-    `"underflow"` of [`mpx_pde.derivatives.telemetry`][].
+    of overflow; and it falls back towards 1 when one does. Values that are lost nevertheless are
+    counted by the entry `"underflow"` of [`mpx_pde.derivatives.telemetry`][].
 
     [`mpx_pde.initial_scaling`][] finds the scales to start with.
 
@@ -107,8 +107,7 @@ class DerivativeScaling(eqx.Module):
         - `terms`: terms with a histogram of their own, such as `["u_x", "v_x"]`; the others share
             one for each derivative, whatever the output.
         - `init_scale`, `max_scale`, `min_scale`: numbers, or mappings from coordinates to
-            numbers; by default 1, 2^15 and 2^-24. What is not a power of two is rounded down to
-            one.
+            numbers; by default 1, 2^15 and 2^-24. They are rounded down to powers of two.
         - `factor`, `growth_interval`, `recover_threshold`, `recover_growth_interval`, `margin`:
             see above; by default 2, 1000, 2^-6, 100 and 6.
 

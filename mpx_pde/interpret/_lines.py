@@ -147,7 +147,7 @@ def definition_of(fun: Any) -> Site:
     return Site(f"{code.co_filename}:{code.co_firstlineno}", users=True)
 
 
-# What public functions return, by what users know it as.
+# Classes that public functions return, with the names that users know.
 _RETURNED = {"Evaluation": "partials"}
 
 

@@ -213,7 +213,7 @@ def checked(
     if jax.sharding.get_abstract_mesh().manual_axes:
         return fun(*args)
     values = jaxpr_as_fun(closed)(*(x for _, x in leaves))
-    # What is known while tracing comes back as a number.
+    # Values that are known while tracing come back as numbers.
     return assemble(
         [
             x if isinstance(x, jax.Array) else jnp.asarray(x, aval_of(v).dtype)

@@ -72,7 +72,7 @@ def _transpose(cotangents, *operands, backward, n_residuals, avals):
 
 def _batch(axis, operands, dims, *, backward, n_residuals, avals):
     residuals = operands[:n_residuals]
-    # What all of a batch share gets the sum of its cotangents from the broadcast.
+    # Values that a batch shares get the sum of their cotangents from the broadcast.
     tangents = [
         batching.bdim_at_front(x, d, axis.size, mesh_axis=axis.explicit_mesh_axis)
         for x, d in zip(operands[n_residuals:], dims[n_residuals:], strict=True)

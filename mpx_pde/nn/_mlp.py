@@ -104,7 +104,7 @@ def _parse_features(features: Any, call: str) -> tuple[int, float]:
 class CoordinateMLP(eqx.Module):
     """A network from coordinates to fields: the network of a physics-informed model.
 
-    In shape it is [`equinox.nn.MLP`][]. What differs is where precision goes:
+    It has the shape of [`equinox.nn.MLP`][], and differs in where precision goes:
 
     - Coordinates, their embedding and the first layer are float32. Derivatives with respect to
         the coordinates come out of that layer, and rounded coordinates cost more accuracy than

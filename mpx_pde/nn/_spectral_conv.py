@@ -233,7 +233,7 @@ class SpectralConv(eqx.Module):
             y, constant = self._by_fft(x, output).astype(arithmetic.dtype), None
         else:
             y, constant = self._by_matrices(x, output, arithmetic)
-        # What `autocast` supplies is not a part of the user's program.
+        # The dtype that `autocast` supplies is not a part of the user's program.
         return y.astype(arithmetic.dtype if arithmetic.given else self._weights.dtype), constant
 
     def _by_matrices(
@@ -300,7 +300,7 @@ def _centered_forward(
     rows = arithmetic.product(
         x, matrix, (((dims,), (0,)), ((), ())), out_dtype=jnp.dtype("float32")
     )
-    # What the matrix, as it is rounded, makes of a constant: one, and zeros on an even grid.
+    # The rounded matrix maps a constant to one, and to zeros on an even grid.
     one = matrix.astype(np.float64).sum(axis=0)
     mean = jnp.mean(rows[..., 0, 0], axis=tuple(range(1, dims))) / np.float32(one[0, 0])
     one = jnp.asarray(one, jnp.float32).reshape(*(1 for _ in range(dims)), *one.shape)

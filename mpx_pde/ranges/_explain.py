@@ -154,7 +154,7 @@ def _lost(report: RangeReport, name: str) -> str:
         all_of_it = not any(row.nonfinite for row in report.rows)
         finite = "Everything" if all_of_it else "What the function returns"
         return f"{finite} is finite, and nothing overflows {name} or is lost to zero in it."
-    # What is lost in the forward pass is lost again on the way back, where a scale can help.
+    # Values lost in the forward pass are lost again on the way back, where a scale can help.
     worst = max(rows, key=lambda row: (row.loss(name).zero, row.backward))
     text = (
         f"Nothing overflows {name}. Most is lost to zero at {_name(worst)}: "

@@ -33,7 +33,7 @@ from ._stats import Counts, is_finite, is_measured
 # Containers that run on the host once per step, branch or device; the others are inlined.
 _REBOUND = {*LOOPS, "shard_map"}
 
-# What only moves values shows nothing that was not there before.
+# Operations that only move values show nothing new.
 _MOVES = {*tables.LAYOUT, "stop_gradient", "name"}
 
 # How much is handed to the host at a time: each part is copied.
@@ -43,7 +43,7 @@ _BYTES = 1 << 28
 _BITS = {(5, 10): "float16", (8, 7): "bfloat16"}
 
 OPERAND = "operand of "
-"""What the primitive of a float32 operand that a product rounds to half begins with."""
+"""The prefix of the primitive in rows for float32 operands that a product rounds to half."""
 
 
 class Measured(NamedTuple):
@@ -312,7 +312,7 @@ def is_narrow_array(aval: Any) -> bool:
 
 
 def _narrow(x: Any, dtype: np.dtype) -> Any:
-    # What float32 holds and the dtype does not is no fault of float32.
+    # Values that float32 holds and the dtype does not must not become infinite.
     largest = float(jnp.finfo(dtype).max)
     x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
     return lax.convert_element_type(x, dtype)

@@ -67,7 +67,7 @@ class _RangeReport(AbstractWrapper):
             for i, ((place, _), x) in enumerate(zip(inputs, arrays, strict=True)):
                 value = Measured((*_INPUTS, i), "input", Site(place), "", x.dtype.name, x.shape)
                 x = widen(x)
-                # What comes in that is not finite was not made here.
+                # Non-finite arguments were not made here.
                 marks = meter.visit(value, x, TAINTED) if is_measured(x) else CLEAN
                 known.append(Known(x, marks))
             out = meter.jaxpr(closed, known, (), (), definition_of(self.fun))

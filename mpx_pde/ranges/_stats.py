@@ -22,7 +22,7 @@ _FORMATS = {
 # The exponents that the histogram tells apart: each binary order in the range of float16.
 EDGES = (-126, -64, -48, -40, -32, *range(-28, 21), 24, 32, 48, 64, 96)
 
-# What a magnitude must exceed or reach to be counted.
+# The limits that a magnitude must exceed or reach to be counted.
 _PRESENT, _INFINITE = 0, 1
 _SPECIAL = (
     ("above", 0.0),

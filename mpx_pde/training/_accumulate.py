@@ -109,7 +109,7 @@ def _run(
         counts = gradient.derivatives.counts
     zero = jtu.tree_map(jnp.zeros_like, widen([masters, counts]))
     (total, counts), arrays = lax.scan(body, zero, batched, length=micro_batches)
-    # What is wrong with the loss itself has been told before.
+    # Errors of the loss itself have been raised by now.
     if not batched and micro_batches > 1 and jtu.tree_leaves(in_axes):
         raise ValueError(
             f"`{_CALL}` found no array to split into {micro_batches} micro-batches among the "

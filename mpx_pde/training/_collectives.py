@@ -92,17 +92,13 @@ def gather_parameters(
         )
     sent = None if dtype is None else as_half_dtype(dtype, call)
 
-    def matrix(x):
-        if not eqx.is_inexact_array(x) or x.ndim < 2:
+    def gathered(x, dtype, axes):
+        if not eqx.is_inexact_array(x) or x.ndim < axes:
             return x
-        return _by_parts(lambda part: _gather(part, sent, sharding), x)
+        return _by_parts(lambda part: _gather(part, dtype, sharding), x)
 
-    def rest(x):
-        if not eqx.is_inexact_array(x):
-            return x
-        return _by_parts(lambda part: _gather(part, None, sharding), x)
-
-    return jtu.tree_map(rest, map_operands(matrix, tree))
+    tree = map_operands(lambda x: gathered(x, sent, 2), tree)
+    return jtu.tree_map(lambda x: gathered(x, None, 0), tree)
 
 
 def _exponent(x: Float[Array, "..."]) -> Int32[Array, ""]:

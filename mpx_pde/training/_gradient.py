@@ -313,7 +313,7 @@ class Transformed(eqx.Module):
 
     @property
     def __signature__(self):
-        # What a caller passes: `derivatives` is not among it.
+        # The arguments that a caller passes do not include `derivatives`.
         if self.gradient.derivatives is None:
             raise AttributeError("__signature__")
         signature = inspect.signature(self.gradient.func)

@@ -134,13 +134,9 @@ class PrecisionLadder(eqx.Module):
         """Measures [`mpx_pde.precision_floor`][] on this rung, against the next one; at the top,
         against what that function compares with by default.
         """
-        return precision_floor(
-            func, scaling, has_aux, **{**self._comparison(), **self.options, **options}
-        )
-
-    def _comparison(self) -> dict[str, Any]:
         above = {} if self.at_top else {"against": self.rungs[self.index + 1]}
-        return {"tolerance": self.tolerance, **above}
+        given = {"tolerance": self.tolerance, **above, **self.options, **options}
+        return precision_floor(func, scaling, has_aux, **given)
 
     def update(
         self,
@@ -158,14 +154,14 @@ class PrecisionLadder(eqx.Module):
             the floor is measured.
         - `func`, `scaling`, `has_aux`: as for [`mpx_pde.filter_grad`][], and as in the step.
         - `options`: those of the step besides `ladder.options`, and of
-            [`mpx_pde.precision_floor`][] (`in_axes`, `micro_batches`). `axis_name` is of no
-            account here: arguments are those of all devices.
+            [`mpx_pde.precision_floor`][] (`in_axes`, `micro_batches`). `axis_name` is
+            ignored: the arguments are those of all devices.
 
         **Returns:**
 
         A function of the arguments of `func` that returns a ladder: one rung up where rounding is
-        at least `tolerance` of the loss or of its gradient, and the same one otherwise. What
-        overflows is no reason to climb.
+        at least `tolerance` of the loss or of its gradient, and the same one otherwise. An
+        overflow is not a reason to climb.
         """
         if not is_integer(step):
             raise TypeError(
@@ -176,7 +172,7 @@ class PrecisionLadder(eqx.Module):
         def updated(*args: Any, **kwargs: Any) -> PrecisionLadder:
             if self.at_top or step == 0 or step % self.interval:
                 return self
-            # What is not needed here is the noise.
+            # The noise is not needed here.
             given = {name: x for name, x in options.items() if name != "axis_name"}
             given = {"micro_batches": 1, **given}
             floor = self.floor(func, scaling, has_aux, **given)(*args, **kwargs)

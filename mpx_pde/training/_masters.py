@@ -110,8 +110,8 @@ def round_stochastically(
 ) -> Float[Array, "*shape"]:
     """Rounds to one of the two neighbors in a half type, up with the probability of the fraction.
 
-    The mean over keys is `x` itself, float16's subnormal numbers included. What lies beyond the
-    largest number of the type is rounded to the nearest.
+    The mean over keys is `x` itself, float16's subnormal numbers included. Values beyond the
+    largest number of the type are rounded to the nearest.
 
     **Arguments:**
 

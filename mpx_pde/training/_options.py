@@ -29,7 +29,7 @@ from ..autocast import parse_patterns
 class Options(eqx.Module):
     """The options by which a loss is differentiated.
 
-    What each of them means is told by [`mpx_pde.filter_value_and_grad`][]. Make one with
+    [`mpx_pde.filter_value_and_grad`][] tells what each of them means. Make one with
     [`parse_options`][].
 
     **Attributes:**
