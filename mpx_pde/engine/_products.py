@@ -74,7 +74,8 @@ class Product:
         out_dtype = storage.registers
         if half and dtype == storage.dtype and step.outputs[0] not in roles.final:
             out_dtype = dtype
-        own = _mixed(step.eqn, dtype, out_dtype) if half else self._full(step.eqn, storage)
+        several = any(x.streams for x in operands if isinstance(x, Jet))
+        own = _mixed(step.eqn, dtype, out_dtype) if half else self._full(step.eqn, storage, several)
         a, b = (
             self._prepared(x, v.aval.dtype, half and dtype == storage.dtype, storage)
             for x, v in zip(operands, step.eqn.invars, strict=True)
@@ -138,8 +139,10 @@ class Product:
             and (atom in roles.half if not isinstance(atom, Constant) else self._is_half(x.dtype))
         }
 
-    def _full(self, eqn: Any, storage: Storage) -> Any:
-        """A product of arrays in registers that means it: no TF32 unless it was asked for."""
+    def _full(self, eqn: Any, storage: Storage, several: bool) -> Any:
+        """Returns a product of arrays in registers that takes no TF32 unless the program asks for
+        it. One of `several` streams is bound so that XLA leaves the streams apart.
+        """
         if self.open:
             return lambda x, y: bind(eqn, [x, y])[0]
         kind = aval_of(eqn.outvars[0]).dtype
@@ -150,7 +153,7 @@ class Product:
         if "dot_general" in eqn.primitive.name and wide == np.float32:
             is_open = _leaves_it_open(eqn)
             algorithm = self.algorithm if is_open else eqn.params.get("algorithm")
-            if algorithm is not None or is_open:
+            if algorithm is not None or (is_open and several):
                 return _mixed(eqn, wide, wide, algorithm)
         if eqn.primitive.name in tables.MIXED:
             return _mixed(eqn, wide, wide)
