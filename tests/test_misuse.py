@@ -310,7 +310,7 @@ VALUE_ERRORS = {
         ("[0].mu it has float32[2]", "should be float32[3]"),
     ),
     # Derivatives.
-    "no terms": (lambda: partials(iter(())), ("`partials`", "one term at least")),
+    "no terms": (lambda: partials(iter(())), ("`partials`", "at least one term")),
     "an operator of nothing": (
         lambda: mpx.linear_operator(net, {"a": {}}, coords="xy", outputs="u"),
         ("`linear_operator`", "{} for 'a'"),

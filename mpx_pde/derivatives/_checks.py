@@ -140,7 +140,7 @@ def as_network(fun: Callable, outputs: tuple[str, ...], call: str) -> Callable:
         if shape != (len(outputs),) and not (shape == () and len(outputs) == 1):
             what = f"shape {shape}" if shape is not None else f"{type(out).__name__}"
             raise ValueError(
-                f"`{call}` has {len(outputs)} `outputs`, {', '.join(outputs)}, but the "
+                f"`{call}` expects {len(outputs)} outputs, {', '.join(outputs)}, but the "
                 f"network returned {what} for one point. It must return an array with an entry for "
                 "each of `outputs`" + (", or a scalar." if len(outputs) == 1 else ".")
             )
