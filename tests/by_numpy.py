@@ -4,6 +4,7 @@ A random program runs once, and compiling it takes a hundred times as long as ru
 not listed here is bound as JAX does it, and then compiled once for its shapes.
 """
 
+import functools as ft
 import operator
 
 import jax
@@ -24,6 +25,21 @@ def _broadcast(x, *, shape, broadcast_dimensions, sharding=None):
     for size, i in zip(x.shape, broadcast_dimensions, strict=True):
         placed[i] = size
     return np.broadcast_to(x.reshape(placed), shape)
+
+
+def _reshape(x, *, new_sizes, dimensions, **_):
+    return (x if dimensions is None else x.transpose(dimensions)).reshape(new_sizes)
+
+
+def _pad(x, value, *, padding_config):
+    low, _, inner = zip(*padding_config, strict=True) if x.ndim else ((), (), ())
+    spread = [n + max(n - 1, 0) * i for n, i in zip(x.shape, inner, strict=True)]
+    before = [max(i, 0) for i in low]
+    wide = [b + n + max(c[1], 0) for b, n, c in zip(before, spread, padding_config, strict=True)]
+    out = np.full(wide, value, x.dtype)
+    out[tuple(slice(b, b + n, i + 1) for b, n, i in zip(before, spread, inner, strict=True))] = x
+    cuts = ((max(-i, 0), n - max(-j, 0)) for n, (i, j, _) in zip(wide, padding_config, strict=True))
+    return out[tuple(slice(*cut) for cut in cuts)]
 
 
 def _slice(x, *, start_indices, limit_indices, strides):
@@ -133,12 +149,14 @@ _RULES = {
     **{name: _plain(function) for name, function in _PLAIN.items()},
     "integer_pow": _integer_pow,
     "broadcast_in_dim": _broadcast,
-    "reshape": lambda x, *, new_sizes, **_: x.reshape(new_sizes),
+    "reshape": _reshape,
     "transpose": lambda x, *, permutation: x.transpose(permutation),
     "squeeze": lambda x, *, dimensions: x.squeeze(tuple(dimensions)),
     "rev": lambda x, *, dimensions: np.flip(x, dimensions),
     "slice": _slice,
     "dynamic_slice": _dynamic_slice,
+    "pad": _pad,
+    "stack": lambda *xs, axis: np.stack(xs, axis),
     "concatenate": lambda *xs, dimension: np.concatenate(xs, dimension),
     "convert_element_type": _convert,
     "cumsum": _cumsum,
@@ -179,9 +197,20 @@ def _run(closed, args):
     env = dict(zip(jaxpr.constvars, map(_held, closed.consts), strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
     read = lambda v: np.asarray(v.val, v.aval.dtype) if hasattr(v, "val") else env[v]
-    for eqn in jaxpr.eqns:
+    for eqn in _needed(jaxpr):
         env.update(zip(eqn.outvars, _apply(eqn, list(map(read, eqn.invars))), strict=True))
     return list(map(read, jaxpr.outvars))
+
+
+@ft.lru_cache(1000)
+def _needed(jaxpr):
+    """The equations that the results depend on. Layers draw weights that nobody reads."""
+    read, out = {v for v in jaxpr.outvars if not hasattr(v, "val")}, []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not read.isdisjoint(eqn.outvars):
+            read.update(v for v in eqn.invars if not hasattr(v, "val"))
+            out.insert(0, eqn)
+    return out
 
 
 def _apply(eqn, args):

@@ -105,6 +105,11 @@ def newton(x):
     return lax.while_loop(lambda c: c[0] < 6, step, (0, a))[1]
 
 
+def halved(x):
+    """Divides by a power of two until all is below one, in a while loop that values end."""
+    return lax.while_loop(lambda h: jnp.max(jnp.abs(h)) > 1, lambda h: h / 2, x)
+
+
 def layer_norm(v):
     return (v - jnp.mean(v)) / jnp.sqrt(jnp.var(v) + 1e-5)
 
@@ -214,6 +219,49 @@ lax.map(jnp.sin, {a})
 {x} * {c}
 {c} / (2 + jnp.sin({x}))
 {x} * lax.stop_gradient({x})
+jnp.exp2({x} / 2)
+jnp.log2(1.5 + {x} ** 2)
+jnp.log10(1.5 + {x} ** 2)
+jnp.arcsin(jnp.tanh({x}) / 1.5)
+jnp.arccos(jnp.sin({x}) / 1.5)
+jnp.arctanh(jnp.tanh({x}) / 2)
+jnp.arccosh(2 + {x} ** 2)
+jnp.sinh({x} / 2)
+lax.erfc({x})
+jax.scipy.special.erfinv(jnp.tanh({x}) / 2)
+jax.scipy.special.gammaln(2 + {x} ** 2)
+jax.scipy.special.xlogy(1 + {x} ** 2, 1 + {x} ** 2)
+jax.scipy.special.entr(1 + {x} ** 2)
+jax.scipy.special.i0e({x})
+jax.scipy.special.log_ndtr({x})
+jnp.float_power(2 + jnp.sin({x}), 0.3)
+(2 + {x} ** 2) ** {c}
+jnp.fmod({x}, 0.7)
+jnp.copysign({x}, -1.0)
+jnp.modf({x})[0]
+jnp.round({x}, 1) * {x}
+jnp.deg2rad({x}) * 9
+jnp.reciprocal(2 + jnp.sin({x}))
+jax.nn.celu({x})
+jax.nn.hard_tanh({x})
+jax.nn.hard_swish({x})
+jax.nn.relu6({x})
+jax.nn.soft_sign({x})
+jax.nn.squareplus({x})
+jax.nn.log_sigmoid({x})
+jax.nn.sparse_plus({x})
+jnp.select([{x} > 1, {x} > 0], [{x} ** 2, jnp.sin({x})], 0.1 * {x})
+jnp.piecewise({x}, [{x} < 0], [lambda x: x**2, lambda x: 0.3 * x])
+jnp.exp(1j * {x}).imag
+jnp.abs({x} + 0.3j)
+jnp.angle({x} + 1j)
+(({x} + 1j) ** 2).imag
+jnp.real(1 / ({x} + 1j))
+lax.reduce_precision({x}, 11, 52)
+lax.optimization_barrier({x})
+lax.clamp(-0.5, {x}, 0.5)
+lax.igamma(2.0, 1 + {x} ** 2)
+halved({x})
 """
 
 PAIRS = """
@@ -229,6 +277,15 @@ jnp.power(1 + {x} ** 2, jnp.tanh({b}))
 lax.select({x} > 0, {x}, {b})
 jnp.hypot({x}, 1 + {b})
 {x} + 0.1 * {b} ** 2
+jnp.fmod({x}, 1 + {b} ** 2)
+jnp.copysign({x}, {b})
+jnp.ldexp({x}, 2) / (4 + {b} ** 2)
+lax.clamp(-jnp.abs({b}), {x}, jnp.abs({b}))
+jax.jvp(jnp.sin, ({x},), ({b},))[1]
+({x} + 1j * {b}).imag * {x}
+jnp.abs({x} + 1j * (1 + {b} ** 2))
+(({x} + 1j) / (2 + 1j * {b})).real
+lax.cond(jnp.sum({x}) > jnp.sum({b}), lambda x, y: x * y, lambda x, y: x - y, {x}, {b})
 """
 
 SCALARS_AND_ARRAYS = """
@@ -263,6 +320,32 @@ jnp.where(jnp.arange({n}) < 2, {s}, {v})
 jnp.polyval({v}, {s} / 2)
 {a} * lax.rsqrt(1 + {s} ** 2)
 jnp.heaviside({s}, 0.5) * {a}
+jnp.clip({a}, {s}, {s} + 1)
+{s} - {a} / (2 + {s} ** 2)
+(2 + jnp.sin({a})) ** {s}
+(1 + {s} ** 2) ** {a}
+jnp.arctan2({s}, 2 + {a} ** 2)
+jnp.logaddexp({a}, {s})
+jnp.hypot({a}, {s} + 2)
+jnp.mod({a}, 1 + {s} ** 2)
+{v}.at[{i}].max({s})
+{v}.at[{i}].divide(1 + {s} ** 2)
+{v}.at[jnp.argmax({v})].set({s})
+{v}.at[1:].add({s})
+jnp.insert({v}, 1, {s})
+jnp.append({s}, {v})
+jnp.broadcast_to({s}, (2, 3)) * jnp.arange(3)
+jnp.sum(jnp.full((2, 3), {s}) * jnp.arange(3), 0)
+jnp.vander(jnp.stack([{s}, {s} ** 2]), 3)
+lax.dynamic_update_slice({v}, {s}[None], (jnp.floor(2 * jnp.abs({s})).astype(int),))
+lax.dynamic_index_in_dim({v}, jnp.floor(2 * jnp.abs({s})).astype(int), keepdims=False)
+lax.scan(lambda c, i: (0.5 * c + {s} * i, jnp.sin(c)), {a}, jnp.arange(3.0))[1].sum(0)
+lax.scan(lambda c, x: (c * {s}, c + x), {s}, {v}, reverse=True)[1]
+jax.vmap(lambda x: lax.cond(x > {s}, jnp.sin, lambda y: y * {s}, x))({v})
+jax.vmap(jax.grad(lambda x: jnp.sin(x * {s}) * x))({v})
+jax.grad(lambda s: jnp.sum(jnp.tanh(s * {a})))({s})
+jnp.array([0.3, -1.0, 2.0])[jnp.digitize({s}, jnp.array([-0.5, 0.5]))] * {a}
+jnp.exp(1j * {s}).real * {a}
 """
 
 REDUCTIONS = """
@@ -287,6 +370,29 @@ jnp.trace({m})
 {m}[{i}, 0]
 huber({v})
 jnp.linalg.det(positive({m}))
+jnp.var({v}, ddof=1)
+jnp.var({m}, axis=(0, 1))
+jnp.std(1e2 + {v})
+jnp.linalg.norm({v}, 1)
+jnp.linalg.norm({v}, jnp.inf)
+jnp.linalg.norm({m})
+jnp.sum({v}, where={v} > 0)
+jnp.mean({v}, where=jnp.arange({n}) > 0)
+jnp.max({v}, initial=0.1)
+jnp.ptp({v})
+jnp.average({v}, weights=0.1 + {u} ** 2)
+jnp.quantile({v}, 0.3)
+jnp.trapezoid({v})
+jnp.nanmean({v})
+jnp.max({m}, axis=(0, 1))
+lax.reduce({v}, 0.0, lax.add, (0,))
+lax.reduce({v}, -jnp.inf, lax.max, (0,))
+jnp.add.reduce({v})
+jax.scipy.special.logsumexp({v}, b=0.5 + {u} ** 2)
+jax.nn.one_hot(jnp.argmax({v}), {n}) @ {v}
+jnp.linalg.slogdet(positive({m}))[1]
+jnp.linalg.eigvalsh(positive({m}))[-1]
+jax.vjp(jnp.tanh, {v})[1]({u})[0].sum()
 """
 
 VECTORS = """
@@ -325,6 +431,41 @@ jnp.fft.irfft(jnp.fft.rfft({v}) * 0.5, {n})
 {v}.at[0].set(0.0)
 {v}.at[jnp.array([0, 1])].add({u}[:2])
 jnp.interp({v}, jnp.linspace(-2.0, 2.0, 5), jnp.array([0.0, 1.0, 0.5, -1.0, 2.0]))
+lax.cumsum({v}, reverse=True)
+lax.cumlogsumexp({v})
+lax.cummin({v})
+jnp.sort({v}, descending=True)
+lax.sort(({v}, {u}), num_keys=1)[1]
+jnp.zeros({n}).at[jnp.argsort({v})].set({u})
+jnp.take({v}, jnp.array([1, 0, 1]))
+jnp.take({v}, jnp.clip(jnp.floor(3 * {u}).astype(int), 0, 1))
+{v}[jnp.searchsorted(jnp.linspace(-1.0, 1.0, {n} - 1), {u})]
+jax.ops.segment_sum({v}, jnp.arange({n}) % 2, 2)
+jax.ops.segment_max({v}, jnp.arange({n}) % 2, 2)
+lax.reduce_window({v}, 0.0, lax.add, (2,), (1,), "VALID")
+lax.reduce_window({v}, -jnp.inf, lax.max, (2,), (1,), "VALID")
+eqx.nn.AvgPool1d(2)({v}[None])
+eqx.nn.MaxPool1d(2)({v}[None])
+jax.nn.standardize({v})
+eqx.nn.LayerNorm({n})(1e2 + {v})
+jnp.gradient({v})
+jnp.kron({v}, {u}[:2])
+jnp.repeat({v}, 2)
+jnp.delete({v}, 0)
+jnp.fft.fft({v}).imag
+jnp.fft.ifft(jnp.fft.fft({v}) ** 2).real
+jnp.abs(jnp.fft.fft({v}) + 1)
+jnp.convolve({v}, {u})
+jnp.correlate({v}, {u}, mode="same")
+jax.grad(lambda x: jnp.sum(jnp.sin(x) ** 2))({v})
+jax.jacfwd(lambda x: x * jnp.sum(x))({v}) @ {u}
+jnp.where({v} > jnp.mean({v}), {v}, {u})
+lax.associative_scan(jnp.maximum, {v})
+lax.associative_scan(lambda a, b: a * b, jnp.cos({v}), reverse=True)
+jnp.array_split({v}, 2)[0]
+lax.scan(lambda c, x: (jnp.where(x > 0, c + x, c), c), 0.0, {v})[1]
+jnp.vectorize(lambda x: jnp.sin(x) * x)({v})
+jnp.cumsum({v} * {u})[::-1]
 """
 
 MATRICES = """
@@ -360,6 +501,38 @@ eqx.nn.GroupNorm(1, {n})({m})
 lax.scan(lambda c, x: (jnp.tanh(c + x), jnp.sum(c * x)), {m}[0], {m})[1]
 lax.dot_general({m}, {m}, (((1,), (1,)), ((), ())))
 jax.vmap(jnp.vdot)({m}, {m})
+jnp.ravel({m}, order="F")
+jnp.stack([{v}, {u}]).reshape({n}, 2, order="F")
+jax.vmap(lambda x: x[:, None].reshape(-1), 1)(jnp.stack([{m}, {m}]))
+jnp.diag({v})
+jnp.diagonal({m})
+jnp.triu({m})
+jnp.rot90({m})
+{m}.at[0].set({m}[1])
+{m}.at[:, 0].add(1.0)
+{m}[:, jnp.argsort({m}[0])]
+{m}[jnp.argmax({m}[:, 0])]
+jnp.var({m}, 1, keepdims=True) * {m}
+jnp.std({m}, 0)
+jnp.cov({m})
+jnp.max({m}, 1, keepdims=True) - {m}
+jnp.linalg.norm({m}, axis=0)
+jnp.tensordot({m}, {m}.T, 1)
+jnp.linalg.matrix_power(positive({m}), 2)
+jnp.linalg.qr(positive({m}))[1]
+jax.scipy.linalg.expm(positive({m}) / 4)
+jnp.einsum("ij,kj,k->i", {m}, {m}, {m}[:, 0])
+lax.conv_general_dilated({m}[None], {m}[:, None, :1], (1,), "SAME", feature_group_count={n})[0]
+jnp.sum(jnp.where({m} > 0, {m}, 0.0), 1)
+jnp.cumsum({m}, 0)
+jnp.sort({m}, 0)
+lax.top_k({m}, 1)[0][:, 0]
+jax.vmap(lambda r: lax.scan(lambda c, x: (0.5 * c + x, c), 0.0, r)[1])({m})
+lax.scan(lambda c, x: (c, eqx.nn.LayerNorm({l})(x + c)), {m}[0], {m})[1]
+lax.map(lambda r: jax.nn.softmax(r), {m})
+jnp.fft.fft2({m}).real
+jax.vmap(lambda r, s: s * r)({m}, {m}[:, 0])
+jnp.concatenate([{m}, {m}[:1]])
 """
 
 WEIGHTED = """
@@ -394,6 +567,17 @@ attention({m}, {W:l,l}, {W:l,l}, {W:l,l}, {W:l,l})
 jnp.einsum("ij,ijk->k", {m}, {W:n,l,4})
 jnp.einsum("nk,nk->n", hermite({v}), {W:n,4})
 jax.checkpoint(lambda h, k: jnp.tanh(h @ k))({v}, {W:n,8})
+eqx.nn.PReLU()({v}) * {W:n}
+jax.grad(lambda x: jnp.sum(jnp.tanh({W:4,n} @ x)))({v})
+jax.jvp(lambda x: jnp.tanh({W:4,n} @ x), ({v},), ({u},))[1]
+lax.scan(lambda h, x: (jnp.tanh({W:4,4} @ h + x), h[0]), jnp.zeros(4), {v})[1]
+jnp.einsum("i,ij,j->", {v}, {W:n,n}, {v})
+jax.vmap(lambda x, k: k * jnp.tanh(x))({v}, {W:n})
+{W:n,4}[jnp.argmax({v})]
+jax.nn.glu({v} @ {W:n,8})
+jax.nn.softmax({v} @ {W:n,4} / {c})
+jnp.matmul({m}, {W:2,l,4}).sum(0)
+lax.dot_general({W:2,n,4}, {W:2,4}, (((2,), (1,)), ((0,), (0,)))) @ {v}
 """
 
 # What people do to a batch before a model sees it: `a` lies near 1e4, `z` near 1e-3, `t` in [0, 1],
@@ -422,6 +606,36 @@ jnp.exp(-t)
 t - jnp.mean(t)
 jnp.roll(x, 1, 0) - x
 (x - 0.5) * 2
+x[jnp.argsort(t[::-1])]
+(a - 1e4)[jnp.argsort(a[:, 0])]
+jnp.sort(a, 0) - 1e4
+jnp.where(a > 1e4, 1.0, 0.5)
+(a > 1e4) * x
+lax.cond(jnp.mean(a) > 1e4, jnp.sin, jnp.cos, x)
+jax.nn.one_hot(jnp.argmax(a, 1), 4)
+jnp.argsort(jnp.argsort(a[:, 1])) / 8.0
+jnp.mod(a, 1.0)
+jnp.mod(1e3 * t, 1.0)
+a - jnp.floor(a)
+jnp.round(512 * t) / 512
+((1000 * t).astype(int) % 7) / 7.0
+jnp.searchsorted(jnp.linspace(0.0, 1.0, 65), t) / 64.0
+jnp.digitize(a, 1e4 + jnp.array([-0.5, 0.5])) - 1.0
+jnp.take(table, (t * 512).astype(int))
+jnp.interp(t, jnp.linspace(0.0, 1.0, 512), table)
+lax.scan(lambda c, s: (c + s, jnp.sin(1e3 * (s - c))), 0.0, t)[1]
+lax.fori_loop(0, 3, lambda i, b: b - 1e4 / 3, a)
+jax.ops.segment_sum(x, (8 * t).astype(int), 8)
+jnp.zeros(8).at[(8 * t).astype(int)].add(1.0)
+jnp.bincount((8 * t).astype(int), length=8) / 4.0
+jax.nn.standardize(a, 0)
+jax.vmap(eqx.nn.LayerNorm(4))(a)
+jnp.linalg.norm(a - 1e4, axis=1)
+jnp.exp(a - 1e4)
+(a**2 - 1e8) / 1e4
+a @ jnp.ones(4) - 4e4
+jnp.linalg.solve(jnp.eye(4) * 1e4, a.T).T - 1
+jnp.count_nonzero(x > 0, axis=1) / 4.0
 jnp.concatenate([x, 1e3 * z], 1)
 """)
 
@@ -448,6 +662,32 @@ jax.vmap(lambda s: jnp.tanh({W:8,2} @ jnp.stack([s, table[jnp.floor(s * 512).ast
 jax.vmap(lambda s: jnp.tanh({W:8,4} @ jnp.sin(s * 2 * jnp.pi * 2.0 ** jnp.arange(4))))(t)
 jax.vmap(lambda p: jnp.tanh({W:8,4} @ (p - 1e4)))(a)
 lax.map(lambda p: jnp.tanh({W:8,4} @ (p - 1e4)), a)
+{W:7,4}[(1000 * t).astype(int) % 7]
+{W:65,4}[jnp.searchsorted(jnp.linspace(0.0, 1.0, 64), t)]
+{W:4,8}[jnp.argmax(a, 1)]
+jnp.tanh({W:8,4}[jnp.argsort(a[:, 0])])
+jnp.take_along_axis({m}, jnp.argmax({m}, 1)[:, None], 1)
+jnp.zeros((8, 4)).at[(8 * t).astype(int)].add(x @ {W:4,4})
+jax.ops.segment_sum(jnp.tanh(x @ {W:4,4}), (4 * t).astype(int), 4)
+jnp.where(a > 1e4, jnp.tanh((a - 1e4) @ {W:4,4}), x)
+lax.map(lambda p: lax.cond(p[0] > 1e4, jnp.tanh, jnp.sin, {W:8,4} @ (p - 1e4)), a)
+jax.vmap(lambda p: jnp.where(p[0] > 1e4, {W:8,4} @ (p - 1e4), {W:8,4} @ jnp.sin(p)))(a)
+jax.checkpoint(lambda p, k: jnp.tanh((p - 1e4) @ k))(a, {W:4,8})
+lax.scan(lambda c, p: (c, jnp.tanh({W:8,4} @ (p - 1e4))), 0, a)[1]
+lax.scan(lambda h, p: (jnp.tanh({W:8,8} @ h + {W:8,4} @ (p - 1e4)), h[:4]), jnp.zeros(8), a)[1]
+lax.scan(lambda c, p: (p, {W:8,4} @ (p - c)), a[0], a)[1]
+lax.fori_loop(0, 2, lambda i, h: jnp.tanh(h @ {W:4,4} + (a - 1e4)), x)
+jnp.einsum("bi,io,b->bo", a - 1e4, {W:4,8}, 1000 * (t - t[0]))
+jax.vmap(lambda p, s: jnp.sin(1000 * (s - t[0])) * jnp.tanh({W:8,4} @ p))(x, t)
+jnp.tanh(x @ {W:4,8}) * jnp.mod(a[:, :1], 1.0)
+jnp.tanh(x @ {W:4,4})[jnp.argsort(a[:, 0])]
+jnp.tanh(x @ {W:4,4}) ** jnp.round(1 + 2 * t)[:, None]
+jnp.interp(jnp.tanh(x @ {W:4}), jnp.linspace(-1.0, 1.0, 9), {W:9})
+{W:9}[jnp.clip(jnp.floor(4 + 4 * jnp.tanh(x @ {W:4})).astype(int), 0, 8)]
+jnp.sort(x @ {W:4,4}, 1)
+lax.top_k(x @ {W:4,4}, 2)[0]
+jax.nn.softmax((x @ {W:4,8}) @ (x @ {W:4,8}).T) @ x
+jnp.tanh((a - jnp.mean(a, 0)) @ {W:4,8}) / (1e-3 + jnp.std(a))
 jnp.tanh(x @ {W:4,8} + {W:8})
 jax.nn.sigmoid(x @ {W:4,8})
 """)

@@ -34,6 +34,12 @@ def _transpose(x: np.ndarray, lead: int, permutation) -> Any:
     return x.transpose(*range(lead), *(lead + i for i in permutation))
 
 
+def _reshape(x: np.ndarray, lead: int, new_sizes, dimensions, **_) -> Any:
+    # By columns it is transposed first.
+    x = x if dimensions is None else _transpose(x, lead, dimensions)
+    return x.reshape((*x.shape[:lead], *new_sizes))
+
+
 def _convert(x: np.ndarray, lead: int, new_dtype, **_) -> Any:
     # Not rounded here; but a stream is complex where its value is.
     is_complex = np.issubdtype(new_dtype, np.complexfloating)
@@ -42,7 +48,7 @@ def _convert(x: np.ndarray, lead: int, new_dtype, **_) -> Any:
 
 _MOVES: dict[str, Callable[..., Any]] = {
     "broadcast_in_dim": _broadcast,
-    "reshape": lambda x, lead, new_sizes, **_: x.reshape((*x.shape[:lead], *new_sizes)),
+    "reshape": _reshape,
     "slice": _slice,
     "squeeze": lambda x, lead, dimensions: x.squeeze(tuple(lead + i for i in dimensions)),
     "rev": lambda x, lead, dimensions: np.flip(x, tuple(lead + i for i in dimensions)),

@@ -40,6 +40,30 @@ def test_moves_of_coordinates_need_no_compiler(monkeypatch):
     assert relative(got["lap_u"], jnp.trace(jax.jit(jax.hessian(whole))(p))) < 1e-5
 
 
+BY_COLUMNS = {
+    "ravel": lambda p: jnp.ravel(p.reshape(2, -1), order="F"),
+    "reshape": lambda p: p.reshape(2, -1).reshape(-1, 2, order="F")[0],
+    "lax": lambda p: jax.lax.reshape(p.reshape(2, -1), (p.size,), (1, 0)),
+}
+
+
+@pytest.mark.parametrize("size", [4, 12])
+@pytest.mark.parametrize("name", BY_COLUMNS)
+def test_coordinates_in_an_array_that_is_read_by_columns(name, size):
+    def fun(p):
+        moved = BY_COLUMNS[name](p)
+        return jnp.sum(jnp.sin(moved * jnp.arange(1.0, 1 + moved.size)))
+
+    p = jnp.linspace(0.1, 0.9, size)
+    coords = [f"x{i}" for i in range(size)]
+    run = mpx.laplacian(fun, [f"u_{c}" for c in coords], coords=coords, outputs="u")
+    got, slope = jax.jit(run)(p), jax.jit(jax.grad(fun))(p)
+    # float32, by some ten operations.
+    np.testing.assert_allclose([got[f"u_{c}"] for c in coords], slope, rtol=1e-5, atol=1e-5)
+    want = jnp.trace(jax.jit(jax.hessian(fun))(p))
+    np.testing.assert_allclose(got["lap_u"], want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 def test_a_network_of_many_coordinates_is_traced_as_fast_as_one_of_few(monkeypatch):
     """A slice of each of a thousand coordinates was compiled by itself: it took minutes."""
