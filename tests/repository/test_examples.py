@@ -1,7 +1,6 @@
 """What the problems share, and what some of them are measured against."""
 
 import dataclasses
-import importlib
 import itertools
 
 import equinox as eqx
@@ -10,23 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import avals, tree_equal_bits
+from pages import module
 from scipy.integrate import solve_ivp
 
 import mpx_pde as mpx
 
 
-def module(name):
-    return importlib.import_module(f"examples.problems.{name}")
-
-
 shared, runner, naive, spectral = map(module, ("_problem", "_runner", "_naive", "_spectral"))
 
 
-@pytest.fixture(autouse=True)
-def promotion_of_numpy():
-    """Examples are programs of users, who have JAX's own promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+# Examples are programs of users.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 # --- The loop, with a small problem -----------------------------------------------------------
@@ -62,12 +55,12 @@ def test_a_skipped_step_changes_the_scaling_alone(broken):
     given = {"loss": lambda *a, **k: 1e12 * loss(*a, **k)} if broken == "gradients" else {}
     training, points = trainer(), jax.random.uniform(jax.random.key(1), (16, 1))
     state, _ = training.initial(0)
-    state, _ = training.step(state, points)  # moments, an average
+    state, _ = eqx.filter_jit(training.step)(state, points)  # moments, an average
     if broken == "derivatives":
         # Hidden products of about 2^20, beyond float16.
         heavy = lambda u: eqx.tree_at(lambda u: u.hidden[0].weight, u, replace_fn=lambda w: w * 1e6)
         state = state._replace(model=heavy(state.model))
-    new, (_, finite) = trainer(**given).step(state, points)
+    new, (_, finite) = eqx.filter_jit(trainer(**given).step)(state, points)
     assert not finite
     for name in ("model", "opt_state", "average"):
         assert tree_equal_bits(getattr(new, name), getattr(state, name))
