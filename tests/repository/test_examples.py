@@ -55,12 +55,12 @@ def test_a_skipped_step_changes_the_scaling_alone(broken):
     given = {"loss": lambda *a, **k: 1e12 * loss(*a, **k)} if broken == "gradients" else {}
     training, points = trainer(), jax.random.uniform(jax.random.key(1), (16, 1))
     state, _ = training.initial(0)
-    state, _ = eqx.filter_jit(training.step)(state, points)  # moments, an average
+    state, _ = training.step(state, points)  # moments, an average
     if broken == "derivatives":
         # Hidden products of about 2^20, beyond float16.
         heavy = lambda u: eqx.tree_at(lambda u: u.hidden[0].weight, u, replace_fn=lambda w: w * 1e6)
         state = state._replace(model=heavy(state.model))
-    new, (_, finite) = eqx.filter_jit(trainer(**given).step)(state, points)
+    new, (_, finite) = trainer(**given).step(state, points)
     assert not finite
     for name in ("model", "opt_state", "average"):
         assert tree_equal_bits(getattr(new, name), getattr(state, name))
