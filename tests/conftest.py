@@ -53,6 +53,13 @@ def unchecked_annotations():
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+@pytest.fixture
+def standard_promotion():
+    """JAX as its users have it, for code of others."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def half_precision_as_it_was():
     """The half-precision setting is global: each test leaves it as it found it."""

@@ -1,8 +1,10 @@
 """The root of the repository, and the Python blocks of its pages."""
 
 import contextlib
+import importlib
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 
@@ -10,6 +12,12 @@ import mpx_pde as mpx
 
 
 ROOT = Path(__file__).parent.parent
+
+
+def module(name: str) -> Any:
+    """A module of `examples/problems`."""
+    return importlib.import_module(f"examples.problems.{name}")
+
 
 _FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import equations, program_for_gpu
+from helpers import HALVES, equations, program_for_gpu
 
 from mpx_pde._order import (
     add_product,
@@ -17,9 +17,6 @@ from mpx_pde._order import (
     spread,
     written_in,
 )
-
-
-HALVES = ("float16", "bfloat16")
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -111,48 +111,6 @@ def test_full_precision_is_no_dtype_that_autocast_supplies():
     assert tree_equal_bits(fun(w, x), mpx.mixed_matmul(x, w))
 
 
-def coordinate_network(**options):
-    options["full_precision_last"] = True
-    return mpx.nn.CoordinateMLP(2, 1, 32, 3, key=jax.random.key(0), **options), normal(1, (16, 2))
-
-
-@pytest.mark.slow
-def test_a_network_of_the_library_under_autocast():
-    model, x = coordinate_network()
-
-    def loss(model, x):
-        return jnp.mean(jax.vmap(model)(x) ** 2)
-
-    cast = mpx.autocast(loss, "bfloat16")
-    report = mpx.precision_report(eqx.filter_grad(cast))(model, x)
-    assert report.half_share > 0.9
-    got, want = (eqx.filter_jit(eqx.filter_value_and_grad(f))(model, x) for f in (cast, loss))
-    assert not tree_equal_bits(got, want)
-    assert tree_allclose(got, want, computed_in="bfloat16")
-    # A dtype that the layers were given is theirs.
-    own, _ = coordinate_network(dtype="float32")
-    report = mpx.precision_report(eqx.filter_grad(cast))(own, x)
-    assert report.half_share == 0.0
-
-
-@pytest.mark.slow
-def test_derivatives_of_a_coordinate_network_under_autocast():
-    model, points = coordinate_network()
-
-    def residual(model, points):
-        fun = mpx.partials(model, ["u", "u_x", "u_yy"], coords="xy", outputs=["u"])
-        d = jax.vmap(fun)(points)
-        return jnp.mean((d["u_yy"] + d["u"] * d["u_x"]) ** 2)
-
-    cast = mpx.autocast(residual, "float16")
-    report = mpx.precision_report(eqx.filter_grad(cast))(model, points)
-    # The first layer is float32 in each stream, and so is the last where it is asked for.
-    assert report.half_share > 0.8
-    assert report.count("float32") > 0
-    got, want = (eqx.filter_jit(eqx.filter_grad(f))(model, points) for f in (cast, residual))
-    assert tree_allclose(got, want, computed_in="float16")
-
-
 # --- Arguments as users pass them -----------------------------------------------------------------
 
 
@@ -188,28 +146,6 @@ def test_pythons_float_is_the_default_of_jax():
     with jax.enable_x64(True):
         out = mpx.mixed_matmul(x, x, dtype="float16", out_dtype=float)
         assert out.dtype == mpx.cast_tree(x, float).dtype == jnp.float64
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("subscripts", "shapes"),
-    [
-        ("...ij,...jk->...ik", [(1, 3, 4), (2, 4, 5)]),
-        ("...ij,...jk->ik...", [(6, 1, 3, 4), (1, 2, 4, 5)]),
-        ("...i,...i->...", [(1, 1, 4), (2, 3, 4)]),
-        ("i...,...->i...", [(3, 1), (5,)]),
-        ("...i,...i,...->...i", [(1, 3), (2, 3), (1,)]),
-        ("...ij,...jk->ik", [(1, 3, 4), (2, 4, 5)]),
-        ("bij,bjk->bik", [(1, 3, 4), (2, 4, 5)]),
-    ],
-)
-def test_einsum_broadcasts_axes_of_size_one(subscripts, shapes):
-    arrays = [normal(i, shape) for i, shape in enumerate(shapes)]
-    got = mpx.mixed_einsum(subscripts, *arrays, dtype="float16", out_dtype="float32")
-    with jax.numpy_rank_promotion("allow"):
-        want = jnp.einsum(subscripts, *arrays, precision="highest")
-    assert got.shape == want.shape
-    assert tree_allclose(got, want, computed_in="float16")
 
 
 @pytest.mark.parametrize(

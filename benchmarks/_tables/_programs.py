@@ -110,29 +110,19 @@ def _sent(data: Result) -> Iterator[Record]:
             yield {**step, **{kind: " + ".join(parts) for kind, parts in sent.items()}}
 
 
-collectives_all = _of_devices(
-    _sent,
-    """
-    compiled for         {target}
+_COLLECTIVES = """
     layout               {layout}
     precision            {precision}
     sums in              {sums}
     all-gather, KiB      {all-gather}
     reduce-scatter, KiB  {reduce-scatter}
     all-reduce, KiB      {all-reduce}
-    """,
-)
+"""
+collectives_all = _of_devices(_sent, "compiled for  {target}" + _COLLECTIVES)
 collectives = Table(
     "weak_scaling-h100",
     lambda data: (step for step in _sent(data) if step["target"] == "4 × H100"),
-    """
-    layout               {layout}
-    precision            {precision}
-    sums in              {sums}
-    all-gather, KiB      {all-gather}
-    reduce-scatter, KiB  {reduce-scatter}
-    all-reduce, KiB      {all-reduce}
-    """,
+    _COLLECTIVES,
     "Compiled for four H100s, not run.",
 )
 

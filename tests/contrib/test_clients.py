@@ -23,7 +23,7 @@ pdequinox = pytest.importorskip("pdequinox")
 
 
 # jinns filters this warning of Equinox about its classes where it is imported; pytest forgets that.
-pytestmark = pytest.mark.filterwarnings("ignore:Using `field:UserWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Using `field:UserWarning")]
 
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
@@ -117,7 +117,6 @@ def network_in_full(name):
     return in_full(squared_error, NETWORKS[name](), fields())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("path", ["cast", "autocast"])
 @pytest.mark.parametrize("name", NETWORKS)
@@ -137,7 +136,6 @@ def test_a_network_of_pdequinox(name, path, half):
     assert grads < of_gradient * ROUNDOFF[half]
 
 
-@pytest.mark.slow
 def test_a_cast_fno_says_what_to_do():
     gradient = mpx.filter_grad(squared_error, mpx.DynamicLossScaling(), has_aux=True)
     with pytest.raises(ValueError, match="RFFT input must be float32") as caught:
@@ -211,7 +209,6 @@ def burgers_in_full():
     return in_full(loss, params, data.get_batch()[1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 @pytest.mark.parametrize("way", WAYS)
 def test_the_gradient_of_a_jinns_loss(way, half):
@@ -230,7 +227,6 @@ def test_the_gradient_of_a_jinns_loss(way, half):
     assert grads < of_gradient * ROUNDOFF[half]
 
 
-@pytest.mark.slow
 def test_float32_points_alone_make_it_float32_and_that_is_said():
     params, loss, data = burgers(network())
     _, batch = data.get_batch()
@@ -274,12 +270,10 @@ def trained_in_full():
     return train(network, "float16", use_mixed_precision=False)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("half", "way"),
     [
         ("float16", "coordinates in float32"),
-        ("float16", "autocast"),
         ("bfloat16", "autocast"),
     ],
 )
@@ -296,7 +290,6 @@ def test_two_hundred_steps_of_jinns(half, way):
     assert scaling.consecutive_skips == 0
 
 
-@pytest.mark.slow
 def test_ranges_of_a_jinns_loss_in_reasonable_time():
     params, loss, data = burgers(network())
     _, batch = data.get_batch()

@@ -13,6 +13,9 @@ from helpers import HALVES
 from pages import ROOT
 
 
+pytestmark = pytest.mark.slow
+
+
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
 
 # Looked for without an import, which would change JAX's settings for the tests behind these.
@@ -50,7 +53,6 @@ def result(tmp_path_factory):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("half", HALVES)
 def test_all_products_of_the_gradient_that_jno_takes_are_half(half, result):
     of_full, of_half = result["measured"]["float32"], result["measured"][half]
@@ -63,7 +65,6 @@ def test_all_products_of_the_gradient_that_jno_takes_are_half(half, result):
     assert 0 < of_half["gradient"] < 2 * ROUNDOFF[half]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("loop", ["bfloat16", "float16", "own"])
 def test_a_problem_of_jno_trains_in_half_precision(loop, result):
     errors = result["errors"]
@@ -74,6 +75,5 @@ def test_a_problem_of_jno_trains_in_half_precision(loop, result):
     assert errors[loop] != errors["float32"]
 
 
-@pytest.mark.slow
 def test_steps_that_overflow_are_skipped_in_jnos_loop_and_lower_the_scale(result):
     assert 2.0**8 < result["scale"] < 2.0**24

@@ -7,7 +7,6 @@ from pathlib import Path
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers import normal, tree_allclose
 from jax import lax
@@ -41,13 +40,6 @@ def gradient(call=mpx.filter_grad, **options):
 
 
 POINTS = normal(1, (BATCH, 2))
-
-
-@pytest.fixture
-def standard_promotion():
-    """A foreign network meets float32 points as its users have it."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 # --- What is counted ------------------------------------------------------------------------------
@@ -455,20 +447,6 @@ def test_a_loss_is_traced_once():
 
     eqx.filter_jit(mpx.filter_grad(counted, mpx.DynamicLossScaling()))(network(), POINTS)
     assert len(calls) == 1
-
-
-def test_what_is_no_array_comes_back_as_it_was():
-    def with_aux(model, points):
-        return loss(model, points), {"name": "mse", "n": np.arange(2), "steps": 3}
-
-    @eqx.filter_jit
-    def run(model, points):
-        return mpx.filter_grad(with_aux, mpx.DynamicLossScaling(), has_aux=True)(model, points)
-
-    aux = run(network(), POINTS)[3]
-    assert aux["name"] == "mse"
-    assert aux["steps"] == 3
-    assert aux["n"].tolist() == [0, 1]
 
 
 @pytest.mark.slow

@@ -104,9 +104,26 @@ def check_problem(name, precision):
             assert_clean(trainer.gradient(problem.loss, scaling), state.model, points)
 
 
-# Each in one of the precisions, in turn.
-@pytest.mark.parametrize(
-    ("name", "precision"), list(zip(problems.names(), itertools.cycle(PRECISIONS), strict=False))
-)
-def test_every_healthy_problem_has_a_clean_report(name, precision):
+# One or two of each kind: orders one to four, several fields, sampled terms, scales of their
+# own, energies, three dimensions, networks of others, operators and time steps.
+KINDS = [
+    "allen_cahn",
+    "biharmonic_plate",
+    "black_scholes",
+    "cavity_zero_equation",
+    "emulate_fisher",
+    "emulate_kdv",
+    "fpga_laminar",
+    "gated_network",
+    "heat_inverse",
+    "kdv",
+    "operator_darcy",
+    "poisson_subdomains",
+    "schrodinger",
+]
+IN_TURN = zip(problems.names(), itertools.cycle(PRECISIONS), strict=False)
+
+
+@pytest.mark.parametrize(("name", "precision"), [x for x in IN_TURN if x[0] in KINDS])
+def test_a_healthy_problem_of_each_kind_has_a_clean_report(name, precision):
     check_problem(name, precision)

@@ -17,7 +17,7 @@ from benchmarks.__main__ import questions
 from benchmarks._levels import LEVELS
 from benchmarks._report import Report
 from benchmarks._rivals import RivalMissing, failure, require
-from benchmarks._tables._breadth import Ratios, resolutions
+from benchmarks._tables._breadth import Ratios
 from benchmarks._tf32 import emulate_tf32
 from benchmarks._trainings import Moment, first_below, take_turns
 
@@ -159,33 +159,6 @@ def test_a_figure_tells_what_it_was_drawn_from(tmp_path):
 
 
 # --- Tables ---------------------------------------------------------------------------------------
-
-
-def test_errors_on_finer_grids_are_those_of_operators_by_precision():
-    about = {"optimizer": "adam", "seed": 0, "steps": 9, "error": 0.1}
-    at = lambda coarse, fine: {"rel. L2 error at 64²": coarse, "rel. L2 error at 128²": fine}
-    darcy = {**about, "problem": "darcy", "title": "Darcy"}
-    data = {
-        "environment": {
-            "device": "d",
-            "cpu_count": 2,
-            "jax": "j",
-            "python": "p",
-            "command": "c",
-            "commits": ["1 of May"],
-        },
-        "trainings": [
-            {**darcy, "precision": "float16", "errors": {"rel. L2 error": 0.1, **at(0.3, None)}},
-            {**darcy, "precision": "float32", "errors": at(0.1, 0.25)},
-            {**darcy, "precision": "bfloat16", "failed": "ValueError: none"},
-            {**about, "problem": "u", "title": "U", "precision": "float32", "errors": {"u": 0.1}},
-        ],
-    }
-    head, _, full, half, *rest = resolutions(data).splitlines()
-    assert head == "| problem | precision | seed | 64² | 128² |"
-    assert full == "| Darcy | float32 | 0 | 0.1000 | 0.2500 |"
-    assert half == "| Darcy | float16 | 0 | 0.3000 | – |"
-    assert rest == ["", "d, 2 cores, JAX j, Python p, commit 1 of May; `c`."]
 
 
 def test_trainings_by_earlier_code_stand_over_float32_of_their_day():

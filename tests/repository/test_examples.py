@@ -1,7 +1,6 @@
 """What the problems share, and what some of them are measured against."""
 
 import dataclasses
-import importlib
 import itertools
 
 import equinox as eqx
@@ -10,23 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import avals, tree_equal_bits
+from pages import module
 from scipy.integrate import solve_ivp
 
 import mpx_pde as mpx
 
 
-def module(name):
-    return importlib.import_module(f"examples.problems.{name}")
-
-
 shared, runner, naive, spectral = map(module, ("_problem", "_runner", "_naive", "_spectral"))
 
 
-@pytest.fixture(autouse=True)
-def promotion_of_numpy():
-    """Examples are programs of users, who have JAX's own promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+# Examples are programs of users.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 # --- The loop, with a small problem -----------------------------------------------------------

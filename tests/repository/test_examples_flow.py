@@ -1,7 +1,6 @@
 """The references of flows agree with published tables and with themselves, and fields meet their
 conditions."""
 
-import importlib
 import itertools
 
 import equinox as eqx
@@ -9,24 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pages import module
 
 import mpx_pde as mpx
 
 
-module = lambda name: importlib.import_module(f"examples.problems.{name}")
 cavity, zero_equation, heat_sink = map(module, ("cavity", "cavity_zero_equation", "heat_sink"))
 cavity_reference, newton = map(module, ("_cavity_reference", "_newton"))
 channel = module("_plane_channel")
 
 
-@pytest.fixture(autouse=True)
-def promotion_of_numpy():
-    """Examples are programs of users, who have JAX's own promotion."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
+# Examples are programs of users.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 
-@pytest.mark.slow
 def test_newton_solves_coupled_fields():
     """A nonlinear diffusion whose solution is known: q = sin(πx) on a grid, by its own source."""
     x = np.linspace(0, 1, 9)[1:-1]
@@ -47,7 +42,6 @@ def test_newton_solves_coupled_fields():
 # --- The cavity ------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_cavity_reference_against_published_values():
     s = np.linspace(0, 1, 401)
     u, v = cavity_reference.center_lines(s, n=32)
@@ -64,7 +58,6 @@ def test_cavity_reference_against_published_values():
     assert np.abs(v - table_v[:, 1]).max() < 0.01
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("turbulence", [False, True])
 def test_cavity_reference_converges_and_keeps_its_mass(turbulence):
     s = np.linspace(0.05, 0.95, 50)
@@ -79,7 +72,6 @@ def test_cavity_reference_converges_and_keeps_its_mass(turbulence):
     assert coarse / fine > 2.2
 
 
-@pytest.mark.slow
 def test_turbulence_slows_the_vortex():
     s = np.linspace(0, 1, 101)
     laminar, _ = cavity_reference.center_lines(s, n=16)
@@ -91,7 +83,6 @@ def cavity_points(n=16):
     return jax.random.uniform(jax.random.key(1), (n, 2), minval=0.15, maxval=0.85)
 
 
-@pytest.mark.slow
 def test_cavity_fields_meet_the_boundary_conditions():
     model = cavity.network(jax.random.key(0))
     s = np.linspace(0.05, 0.95, 10)
@@ -104,7 +95,6 @@ def test_cavity_fields_meet_the_boundary_conditions():
         assert np.allclose(wall[:, :2], 0, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_cavity_formula_keeps_mass_and_is_a_stokes_flow_in_the_corners():
     zero = lambda p: cavity.form(p, jnp.zeros(3))
 
@@ -139,27 +129,21 @@ def by_the_product_rule(fields, point, derivatives):
     return cavity.NU + length * size, nu_x, nu_y
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float32", "float16"])
-def test_both_forms_of_the_turbulence_model_agree(precision):
-    model, scaling = cavity.network(jax.random.key(0)), None
-    if precision == "float16":
-        model = mpx.cast_to_float16(model)
-        scaling = zero_equation.PROBLEM.derivatives()
-        assert scaling.names == ("order 1", "order 2", "nu_x", "nu_y")
+def test_both_forms_of_the_turbulence_model_agree():
+    assert zero_equation.PROBLEM.derivatives().names == ("order 1", "order 2", "nu_x", "nu_y")
+    model = cavity.network(jax.random.key(0))
 
     @eqx.filter_jit
-    def run(model, scaling, viscosity):
-        at = lambda p: cavity.residuals(model, p, scaling, viscosity)
+    def run(model, viscosity):
+        at = lambda p: cavity.residuals(model, p, None, viscosity)
         return jax.vmap(at)(cavity_points())
 
-    nested = run(model, scaling, cavity.turbulent_viscosity)
-    flattened = run(model, scaling, by_the_product_rule)
-    laminar = run(model, scaling, None)
+    nested = run(model, cavity.turbulent_viscosity)
+    flattened = run(model, by_the_product_rule)
+    laminar = run(model, None)
     size = np.abs(flattened).max()
-    # Some ten roundings of 2^-11, or of 2^-24, in terms that are larger than their sum.
-    tolerance = 1e-4 if precision == "float32" else 0.05
-    assert np.abs(nested - flattened).max() < tolerance * size
+    # Some ten roundings of 2^-24, in terms that are larger than their sum.
+    assert np.abs(nested - flattened).max() < 1e-4 * size
     assert np.abs(laminar - flattened).max() > 0.02 * size
 
 
@@ -173,7 +157,6 @@ def on_grid(cells):
     return x, y, values.T.reshape(4, len(x), len(y))
 
 
-@pytest.mark.slow
 def test_heat_sink_reference_balances_mass_and_heat(monkeypatch):
     balances = []
     heat = channel.heat
@@ -200,7 +183,6 @@ def test_heat_sink_reference_balances_mass_and_heat(monkeypatch):
     assert np.allclose(v, -v[:, ::-1], atol=1e-8, equal_nan=True)
 
 
-@pytest.mark.slow
 def test_heat_sink_reference_converges():
     coarse, fine = on_grid(20)[2], on_grid(40)[2]
     mean = fine.reshape(4, 40, 2, 20, 2).mean(axis=(2, 4))
@@ -211,7 +193,6 @@ def test_heat_sink_reference_converges():
         heat_sink.reference(30)
 
 
-@pytest.mark.slow
 def test_distances_to_the_fins():
     x = jnp.asarray([-0.3, 0.25, 0.25, 0.5 + 0.3, 0.25])
     y = jnp.asarray([0.0, 0.0, 0.125, 0.3 + 0.4, 0.45])
@@ -223,7 +204,6 @@ def test_distances_to_the_fins():
     assert heat_sink.away(jnp.float32(0.6), jnp.float32(0.0)) > 0.1
 
 
-@pytest.mark.slow
 def test_heat_sink_fields_meet_the_boundary_conditions():
     model = heat_sink.network(jax.random.key(0))
     at = lambda x, y: np.asarray(model(jnp.asarray([x, y], jnp.float32)))
@@ -237,7 +217,6 @@ def test_heat_sink_fields_meet_the_boundary_conditions():
     assert np.allclose(at(1.0, 0.5)[:2], 0, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_points_of_the_heat_sink_are_in_the_fluid(monkeypatch):
     for name, value in {"STEPS_PER_CALL": 2, "BATCH": 16, "CANDIDATES": 100}.items():
         monkeypatch.setattr(heat_sink, name, value)

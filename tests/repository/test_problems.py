@@ -10,32 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pages import ROOT
+from helpers import relative
+from pages import ROOT, module
 from scipy.optimize import brentq
 
 import mpx_pde as mpx
 
 
 problems = importlib.import_module("examples.problems")
-runner = importlib.import_module("examples.problems._runner")
-command = importlib.import_module("examples.problems.__main__")
-operators = importlib.import_module("examples.problems._operators")
-references = importlib.import_module("examples.problems.references")
+runner, command, operators, references = map(
+    module, ("_runner", "__main__", "_operators", "references")
+)
 FOLDER = ROOT / "examples" / "problems"
 NAMES = problems.names()
 # Read rather than imported: a problem imports solvers and data.
 EXACT = [n for n in NAMES if "\ndef exact(" in (FOLDER / f"{n}.py").read_text(encoding="utf-8")]
 
 
-@pytest.fixture(autouse=True)
-def promotion_of_numpy():
-    """Examples are programs of users, who have JAX's own promotion."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
-def relative(a, b):
-    return float(np.linalg.norm(a - b) / np.linalg.norm(b))
+# Examples are programs of users.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 
 # --- The collection --------------------------------------------------------------------------
@@ -67,10 +60,10 @@ def test_a_name_that_is_none_is_told():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXACT)
 def test_the_loss_of_the_exact_solution_vanishes_in_float64(name, monkeypatch):
-    module = importlib.import_module(f"examples.problems.{name}")
+    file = module(name)
     if name == "black_scholes":
-        monkeypatch.setattr(module, "SAMPLES", module.SIZE)  # of all it is no sample
-    problem = module.PROBLEM
+        monkeypatch.setattr(file, "SAMPLES", file.SIZE)  # of all it is no sample
+    problem = file.PROBLEM
     few = lambda x: x[:16] if x.ndim > 1 else x
 
     def loss(size, points):
@@ -90,10 +83,6 @@ def test_the_loss_of_the_exact_solution_vanishes_in_float64(name, monkeypatch):
 
 
 # --- Solvers ---------------------------------------------------------------------------------
-
-
-def module(name):
-    return importlib.import_module(f"examples.problems.{name}")
 
 
 @pytest.mark.slow
@@ -338,8 +327,10 @@ def test_controls_of_chance_are_near_float32_and_not_it():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", runner.PRECISIONS)
-def test_every_precision_trains(precision):
+@pytest.mark.parametrize(
+    "precision", [p for p in runner.PRECISIONS if p not in ("bfloat16", "autocast-bfloat16")]
+)
+def test_a_precision_trains(precision):
     found = outcome(precision)
     # By hand the first loss scale is too large, and steps are skipped until it is not.
     assert found.skipped == (1 if precision == "naive-float16" else 0)
@@ -418,13 +409,16 @@ def test_a_quick_run_makes_few_data(quick, monkeypatch):
 
 @pytest.mark.slow
 def test_a_time_step_is_rolled_out():
-    record = runner.Trainer(problems.load("emulate_ks"), "float16", steps=4)(0).record()
-    assert list(record["errors"]) == [
-        "rollout",
-        "step 1",
-        "step 5",
-        "step 10",
-        "step 20",
-        "step 40",
-    ]
-    assert record["errors"]["step 1"] < record["errors"]["step 20"]
+    """Of a field that halves in each step, by a network that leaves it as it is."""
+    nothing = lambda x: 0 * x if eqx.is_array(x) else x
+    problem = operators.emulator(
+        title="t",
+        stepper=lambda: lambda u: u / 2,
+        initial=lambda key: jax.random.normal(key, (1, 8)),
+        network=lambda key: jax.tree.map(nothing, eqx.nn.Conv1d(1, 1, 1, key=key)),
+        told=(1, 3),
+        count=2,
+        steps_each=3,
+    )
+    errors = problem.errors(problem.network(jax.random.key(0)))
+    assert errors == pytest.approx({"rollout": np.sqrt(7), "step 1": 1, "step 3": 7}, rel=1e-6)

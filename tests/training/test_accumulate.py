@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import chex
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -106,21 +105,6 @@ def test_an_overflow_in_one_micro_batch_skips_the_window():
     assert tree_equal_bits(after, (w, state))
 
 
-@pytest.mark.parametrize("compute", ["float16", "bfloat16"])
-def test_the_policy_and_the_setting_are_those_of_the_plain_function(compute):
-    seen = []
-
-    def loss(w, x):
-        seen.append((w.dtype.name, x.dtype.name, mpx.half_precision_datatype().name))
-        return mean_product(w, x.astype(w.dtype))
-
-    policy = f"params=float32,compute={compute},output=float32"
-    accumulated(loss, scaler(4), 2, policy=policy, keep_full=(False, True))(
-        jnp.ones(1), jnp.ones((4, 1))
-    )
-    assert set(seen) == {(compute, "float32", compute)}
-
-
 # --- How the batch is split ----------------------------------------------------------------------
 
 
@@ -202,42 +186,7 @@ def test_aux_is_stacked_and_in_the_output_dtype():
         assert tree_equal_bits(aux["x"], [x.reshape(3, 2, 1).astype(dtype)])
 
 
-def test_without_mixed_precision_the_scaling_comes_back_as_it_went_in():
-    scaling = scaler(100, max_loss_scaling=2.0**110, period=1)
-    x = jnp.array([[1.0], [jnp.inf]])
-    value, same, finite, grads = accumulated(mean_product, scaling, 2, use_mixed_precision=False)(
-        jnp.ones(1), x
-    )
-    assert tree_equal_bits(same, scaling)
-    assert finite
-    assert grads[0] == jnp.inf
-    assert value == jnp.inf
-
-
 # --- Transformations -----------------------------------------------------------------------------
-
-
-def test_one_compilation_whatever_overflows():
-    optimizer = optax.sgd(2.0**-6)
-
-    @eqx.filter_jit(donate="all")
-    @chex.assert_max_traces(n=1)
-    def step(w, opt_state, scaling, x):
-        value_and_grad = mpx.filter_accumulated_value_and_grad(mean_product, scaling, 4)
-        _, scaling, finite, grads = value_and_grad(w, x)
-        w, opt_state = mpx.optimizer_update(w, optimizer, opt_state, grads, finite)
-        return w, opt_state, scaling
-
-    chex.clear_trace_counter()
-    w = jnp.ones(2)
-    carry = (w, optimizer.init(w), scaler(3, period=5))
-    for i in range(50):
-        x = np.ones((8, 2), np.float32)
-        if i % 20 == 10:
-            x[5, 0] = 6e4
-        carry = step(*carry, x)
-    assert carry[2].skipped_steps == 2
-    np.testing.assert_array_equal(carry[0], np.full(2, 1 - 48 * 2.0**-6))
 
 
 @pytest.mark.slow

@@ -25,13 +25,6 @@ import mpx_pde as mpx
 FACTOR = 2.0**10
 
 
-@pytest.fixture
-def standard_promotion():
-    """For foreign code that mixes dtypes itself."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def dtypes(tree: Any) -> list[tuple[str, str]]:
     """Path and type of every array leaf: what a skipped or finished step must keep."""
     leaves = jtu.tree_leaves_with_path(eqx.filter(tree, eqx.is_array))
@@ -358,6 +351,7 @@ CALLED_WITH = {
     "momo": lambda params: {"value": quadratic(params)},
     "momo_adam": lambda params: {"value": quadratic(params)},
     "polyak_sgd": lambda params: {"value": quadratic(params)},
+    "plateau": lambda params: {"value": quadratic(params)},
     "sophia": lambda params: {"obj_fn": quadratic},
     "lbfgs": lambda params: {
         "value": quadratic(params),
@@ -385,9 +379,24 @@ def optimizers_of_optax():
 
 
 OPTIMIZERS = list(optimizers_of_optax())
+WRAPPED = {
+    "clipped adamw with a schedule": optax.chain(
+        optax.clip_by_global_norm(0.5),
+        optax.adamw(optax.cosine_decay_schedule(0.1, 10), weight_decay=0.1),
+    ),
+    "noise": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
+    "multi": optax.MultiSteps(optax.adam(0.1), 2),
+    "hyperparameters": optax.inject_hyperparams(optax.adam)(
+        learning_rate=optax.linear_schedule(1e-1, 1e-3, 10)
+    ),
+    "flattened": optax.flatten(optax.adam(0.1)),
+    "plateau": optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1)),
+}
 
 
 def make_optimizer(name):
+    if name in WRAPPED:
+        return WRAPPED[name], CALLED_WITH.get(name, lambda params: {})
     module, name = (optax.contrib, name[8:]) if name.startswith("contrib.") else (optax, name)
     make = getattr(module, name)
     rate = "max_learning_rate" if name == "polyak_sgd" else "learning_rate"
@@ -406,7 +415,7 @@ def test_the_list_of_optimizers_is_found():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [(name, "float32") for name in OPTIMIZERS]
+    [(name, "float32") for name in (*OPTIMIZERS, *WRAPPED)]
     + [(name, "bfloat16") for name in ("adafactor", "contrib.muon", "contrib.prodigy", "sm3")],
 )
 def test_optimizers(name, dtype, standard_promotion):

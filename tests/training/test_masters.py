@@ -7,13 +7,10 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 import pytest
-from helpers import tree_equal_bits
+from helpers import HALVES, tree_equal_bits
 
 import mpx_pde as mpx
 from mpx_pde.training._masters import round_stochastically
-
-
-HALVES = ["float16", "bfloat16"]
 
 
 @pytest.mark.parametrize("dtype", HALVES)
