@@ -35,7 +35,8 @@ class Product:
     - `masters`: whether constants of any dtype count as half: a network that is to be multiplied in
         half precision without having been cast.
     - `algorithm`: one of `SPLIT_PRODUCTS`, by which products in full are taken unless the program
-        asks for a precision itself; `None` for the highest precision.
+        asks for a precision itself, or multiplies nothing but data; `None` for the highest
+        precision.
     - `open`: whether products stay as the program has them, for an evaluation around this one.
     """
 
@@ -74,7 +75,9 @@ class Product:
         out_dtype = storage.registers
         if half and dtype == storage.dtype and step.outputs[0] not in roles.final:
             out_dtype = dtype
-        own = _mixed(step.eqn, dtype, out_dtype) if half else self._full(step.eqn, storage)
+        algorithm = None if roles.is_data(step) else self.algorithm
+        full = self._full(step.eqn, storage, algorithm)
+        own = _mixed(step.eqn, dtype, out_dtype) if half else full
         a, b = (
             self._prepared(x, v.aval.dtype, half and dtype == storage.dtype, storage)
             for x, v in zip(operands, step.eqn.invars, strict=True)
@@ -124,6 +127,9 @@ class Product:
             return None if full or not is_half(dtype) else dtype
         if storage.dtype is None or asks_for_more(eqn) or self._meets_point(operands):
             return None
+        # In a checkpoint it is multiplied again behind the forward pass.
+        if roles.is_data(step):
+            return None
         fixed = [i for i, x in enumerate(operands) if not isinstance(x, Jet)]
         halves = self.half_operands(step, operands, roles)
         return storage.dtype if halves.issuperset(fixed) else None
@@ -138,7 +144,7 @@ class Product:
             and (atom in roles.half if not isinstance(atom, Constant) else self._is_half(x.dtype))
         }
 
-    def _full(self, eqn: Any, storage: Storage) -> Any:
+    def _full(self, eqn: Any, storage: Storage, algorithm: str | None) -> Any:
         """A product of arrays in registers that means it: no TF32 unless it was asked for."""
         if self.open:
             return lambda x, y: bind(eqn, [x, y])[0]
@@ -148,7 +154,8 @@ class Product:
             wide = None  # as their parts are computed with
         # Convolutions have no algorithms, and neither has float64.
         if "dot_general" in eqn.primitive.name and wide == np.float32:
-            algorithm = self.algorithm if _leaves_it_open(eqn) else eqn.params.get("algorithm")
+            if not _leaves_it_open(eqn):
+                algorithm = eqn.params.get("algorithm")
             if algorithm is not None:
                 return _mixed(eqn, wide, wide, algorithm)
         if eqn.primitive.name in tables.MIXED:
