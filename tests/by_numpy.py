@@ -47,7 +47,9 @@ def _slice(x, *, start_indices, limit_indices, strides):
 
 
 def _dynamic_slice(x, *starts, slice_sizes):
-    starts = [min(max(int(i), 0), n - m) for i, n, m in zip(starts, x.shape, slice_sizes)]
+    starts = [
+        min(max(int(i), 0), n - m) for i, n, m in zip(starts, x.shape, slice_sizes, strict=True)
+    ]
     return x[tuple(slice(i, i + m) for i, m in zip(starts, slice_sizes, strict=True))]
 
 
@@ -225,8 +227,11 @@ def _apply(eqn, args):
         test, step = bodies_of(eqn)
         n, m = params["cond_nconsts"], params["body_nconsts"]
         carry = args[n + m :]
-        while _run(test, [*args[:n], *carry])[0]:
-            carry = _run(step, [*args[n : n + m], *carry])
+        while np.any(going := _run(test, [*args[:n], *carry])[0]):
+            # Of several under `vmap` those that have come to their end stay.
+            new = _run(step, [*args[n : n + m], *carry])
+            going = [np.reshape(going, going.shape + (1,) * (x.ndim - going.ndim)) for x in new]
+            carry = list(map(np.where, going, new, carry))
         return carry
     if name == "cond":
         branches = bodies_of(eqn)
