@@ -227,8 +227,11 @@ def _apply(eqn, args):
         test, step = bodies_of(eqn)
         n, m = params["cond_nconsts"], params["body_nconsts"]
         carry = args[n + m :]
-        while _run(test, [*args[:n], *carry])[0]:
-            carry = _run(step, [*args[n : n + m], *carry])
+        while np.any(going := _run(test, [*args[:n], *carry])[0]):
+            # Of several under `vmap` those that have come to their end stay.
+            new = _run(step, [*args[n : n + m], *carry])
+            going = [np.reshape(going, going.shape + (1,) * (x.ndim - going.ndim)) for x in new]
+            carry = list(map(np.where, going, new, carry))
         return carry
     if name == "cond":
         branches = bodies_of(eqn)

@@ -131,7 +131,7 @@ def hermite(x):
 
 def positive(m):
     """A well-conditioned symmetric matrix."""
-    return jnp.eye(m.shape[-1]) * 2 + jnp.tanh(m).T @ jnp.tanh(m) / m.shape[0]
+    return jnp.eye(m.shape[-1]) * 2 + rounded(jnp.tanh(m).T @ jnp.tanh(m)) / m.shape[0]
 
 
 def linear(v, weight, bias):
@@ -371,7 +371,7 @@ jnp.trace({m})
 huber({v})
 jnp.linalg.det(positive({m}))
 jnp.var({v}, ddof=1)
-jnp.var({m}, axis=(0, 1))
+jnp.var(2 * {m}, axis=(0, 1))
 jnp.std(1e2 + {v})
 jnp.linalg.norm({v}, 1)
 jnp.linalg.norm({v}, jnp.inf)
@@ -615,7 +615,7 @@ lax.cond(jnp.mean(a) > 1e4, jnp.sin, jnp.cos, x)
 jax.nn.one_hot(jnp.argmax(a, 1), 4)
 jnp.argsort(jnp.argsort(a[:, 1])) / 8.0
 jnp.mod(a, 1.0)
-jnp.mod(1e3 * t, 1.0)
+jnp.mod(8 * t, 1.0)
 a - jnp.floor(a)
 jnp.round(512 * t) / 512
 ((1000 * t).astype(int) % 7) / 7.0
@@ -633,7 +633,7 @@ jax.vmap(eqx.nn.LayerNorm(4))(a)
 jnp.linalg.norm(a - 1e4, axis=1)
 jnp.exp(a - 1e4)
 (a**2 - 1e8) / 1e4
-a @ jnp.ones(4) - 4e4
+x @ jnp.ones((4, 4)) / 4
 jnp.linalg.solve(jnp.eye(4) * 1e4, a.T).T - 1
 jnp.count_nonzero(x > 0, axis=1) / 4.0
 jnp.concatenate([x, 1e3 * z], 1)

@@ -1,5 +1,8 @@
 """A fixed set of random programs; `python -m tests.programs` runs more of them."""
 
+import functools as ft
+
+import by_numpy
 import jax
 import numpy as np
 import program_operations as operations
@@ -96,17 +99,43 @@ def test_programs_are_reproducible():
     assert one.source() == other.source()
 
 
+def drawn_templates():
+    """Each template with a program that ends in it; `None` where it fits no operands."""
+    rng = np.random.default_rng(0)
+    for _, family in operations.FAMILIES.values():
+        for template in family:
+            drawing = programs.Drawing(rng, "point", {"q": rng.uniform(0.2, 0.9, (1, 3))})
+            drawing.add("jnp.outer({v}, {u})")
+            drawing.add("{v} + 0.3")
+            found = any(drawing.add(template) for _ in range(6))
+            yield template, drawing if found else None
+
+
 @pytest.mark.slow
 def test_all_templates_are_drawn():
     """Each template fits some operands: none is dead."""
-    rng = np.random.default_rng(0)
-    dead = []
     with programs.standard(), jax.enable_x64(True):
-        for _, family in operations.FAMILIES.values():
-            for template in family:
-                drawing = programs.Drawing(rng, "point", {"q": rng.uniform(0.2, 0.9, (1, 3))})
-                drawing.add("jnp.outer({v}, {u})")
-                drawing.add("{v} + 0.3")
-                if not any(drawing.add(template) for _ in range(6)):
-                    dead.append(template)
-    assert dead == []
+        assert [template for template, drawing in drawn_templates() if drawing is None] == []
+
+
+@pytest.mark.slow
+def test_numpy_computes_what_jax_does():
+    """Each operation with its derivative, under two `vmap`s."""
+    with programs.standard(), jax.enable_x64(True):
+        for template, drawing in drawn_templates():
+            assert drawing is not None
+            space, text = drawing.space, drawing.lines[-1][1]
+            arrays = {k: space[k] for k in ("q", "v0", "v1", "w") if k in space}
+            value = lambda arrays, text=text, space=space: eval(text, {**space, **arrays})
+            slope = lambda arrays, f=value: jax.jvp(f, (arrays,), (arrays,))
+            # A derivative of its own that is for reverse mode alone.
+            slope = value if "huber" in text else slope
+            several = jax.tree.map(lambda x: np.stack([np.stack([x, 0.9 * x])] * 2), arrays)
+            run = jax.vmap(jax.vmap(slope))
+            got, want = (
+                jax.tree.leaves(f(several))
+                for f in (ft.partial(by_numpy.called, run), jax.jit(run))
+            )
+            for got, want in zip(got, want, strict=True):
+                # float64, by a solve at most.
+                np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9, err_msg=template)

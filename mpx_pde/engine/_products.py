@@ -35,7 +35,8 @@ class Product:
     - `masters`: whether constants of any dtype count as half: a network that is to be multiplied in
         half precision without having been cast.
     - `algorithm`: one of `SPLIT_PRODUCTS`, by which products in full are taken unless the program
-        asks for a precision itself; `None` for the highest precision.
+        asks for a precision itself, or multiplies nothing but data; `None` for the highest
+        precision.
     - `open`: whether products stay as the program has them, for an evaluation around this one.
     """
 
@@ -75,7 +76,9 @@ class Product:
         if half and dtype == storage.dtype and step.outputs[0] not in roles.final:
             out_dtype = dtype
         several = any(x.streams for x in operands if isinstance(x, Jet))
-        own = _mixed(step.eqn, dtype, out_dtype) if half else self._full(step.eqn, storage, several)
+        algorithm = None if roles.is_data(step) else self.algorithm
+        full = self._full(step.eqn, storage, algorithm, several)
+        own = _mixed(step.eqn, dtype, out_dtype) if half else full
         a, b = (
             self._prepared(x, v.aval.dtype, half and dtype == storage.dtype, storage)
             for x, v in zip(operands, step.eqn.invars, strict=True)
@@ -125,6 +128,9 @@ class Product:
             return None if full or not is_half(dtype) else dtype
         if storage.dtype is None or asks_for_more(eqn) or self._meets_point(operands):
             return None
+        # In a checkpoint it is multiplied again behind the forward pass.
+        if roles.is_data(step):
+            return None
         fixed = [i for i, x in enumerate(operands) if not isinstance(x, Jet)]
         halves = self.half_operands(step, operands, roles)
         return storage.dtype if halves.issuperset(fixed) else None
@@ -139,7 +145,7 @@ class Product:
             and (atom in roles.half if not isinstance(atom, Constant) else self._is_half(x.dtype))
         }
 
-    def _full(self, eqn: Any, storage: Storage, several: bool) -> Any:
+    def _full(self, eqn: Any, storage: Storage, algorithm: Any, several: bool) -> Any:
         """Returns a product of arrays in registers that takes no TF32 unless the program asks for
         it. One of `several` streams is bound so that XLA leaves the streams apart.
         """
@@ -152,7 +158,7 @@ class Product:
         # Convolutions have no algorithms, and neither has float64.
         if "dot_general" in eqn.primitive.name and wide == np.float32:
             is_open = _leaves_it_open(eqn)
-            algorithm = self.algorithm if is_open else eqn.params.get("algorithm")
+            algorithm = algorithm if is_open else eqn.params.get("algorithm")
             if algorithm is not None or (is_open and several):
                 return _mixed(eqn, wide, wide, algorithm)
         if eqn.primitive.name in tables.MIXED:

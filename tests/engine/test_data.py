@@ -13,6 +13,7 @@ import mpx_pde as mpx
 KEY = jax.random.key(0)
 ROWS = jax.random.normal(KEY, (64, 8))
 MODEL = eqx.nn.MLP(8, 1, 16, 2, key=KEY)
+TURN = jax.random.orthogonal(KEY, 8)
 TABLE = jnp.sin(jnp.arange(62.0))
 
 # Of a gradient evaluated in half at values that are not: a few roundings one after another, the
@@ -22,6 +23,11 @@ TOLERANCES = {"float16": 2.0**-11, "bfloat16": 2.0**-7}
 
 def squared(x):
     return jnp.mean((x - 1) ** 2)
+
+
+def turned(rows):
+    """A product of data alone, of which little is left."""
+    return rows @ TURN - 100 * TURN.sum(0)
 
 
 def mapped(model, rows):
@@ -87,6 +93,12 @@ LOSSES = {
         MODEL,
         ROWS + 3e4,
     ),
+    "product": (lambda model, x: mapped(model, turned(x)), MODEL, ROWS + 100),
+    "product in a checkpoint": (
+        lambda model, x: squared(jax.checkpoint(jax.vmap(lambda row: model(turned(row))))(x)),
+        MODEL,
+        ROWS + 100,
+    ),
     "chosen by the network": (chosen_by_the_network, MODEL, ROWS),
 }  # fmt: skip
 
@@ -119,6 +131,13 @@ def test_what_is_computed_of_data_alone_is_not_rounded(name, half):
     if "table" in name:
         # To the rows that were read, and to no others.
         assert ((np.asarray(grads[1]) != 0) == (np.asarray(want_grads[1]) != 0)).all()
+
+
+def test_products_of_data_alone_are_in_float32():
+    loss, model, rows = LOSSES["product"]
+    want = eqx.filter_jit(eqx.filter_grad(loss))(model, rows)
+    grads = eqx.filter_jit(step_of(loss, forward="tensorfloat32"))(model, rows)[3]
+    assert relative_of(grads, want) < TOLERANCES["bfloat16"]
 
 
 def relative_of(got, want):
