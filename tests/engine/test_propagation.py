@@ -192,6 +192,17 @@ def test_products_of_large_streams_with_one_weight_stay_apart_on_a_gpu(count, ap
     assert all(n % 8 == 0 for n in sizes)
 
 
+@pytest.mark.parametrize(("terms", "kept_apart"), [(["u", "u_xx"], True), (["u"], False)])
+def test_products_of_ordinary_layers_are_bound_as_those_of_ours(terms, kept_apart):
+    """Streams of float32 stay apart on a GPU, whoever wrote the layer; a value alone is left."""
+    network = eqx.nn.MLP(2, 1, 16, 2, activation=jnp.tanh, key=jax.random.key(0))
+    evaluate = mpx.partials(network, terms, coords="xy", outputs="u")
+    rows = mpx.precision_report(evaluate)(jnp.ones(2)).rows
+    assert {row.primitive for row in rows} == {"mixed_dot_general" if kept_apart else "dot_general"}
+    assert {row.dtype for row in rows} == {"float32"}
+    assert not any(row.tensorfloat32 for row in rows)
+
+
 class Tail(eqx.Module):
     """Behind its last function that is not linear, products, selections and what is constant."""
 
