@@ -16,7 +16,6 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx_pde as mpx
 from mpx_pde.derivatives._probe import COLUMNS, LOWEST, tap
-from mpx_pde.derivatives._scaling import sum_counts
 
 
 NONFINITE = COLUMNS - 1
@@ -136,36 +135,6 @@ class TestProbe:
         # Values that all members share are counted for each.
         shared = lambda p: jnp.sum(jax.vmap(tap, (0, None))(p, x[0]).astype(jnp.float32))
         assert np.array_equal(jax.grad(shared)(probes), [expected_counts(VALUES[:4])] * 3)
-
-    def test_the_cotangent_is_no_factor(self):
-        x = jnp.asarray(VALUES)
-        grad = jax.grad(lambda p, c: jnp.sum(c * tap(p, x).astype(jnp.float32)))
-        for c in (0.0, 1e-30, 1e30, jnp.inf):
-            assert np.array_equal(grad(self.probe, jnp.float32(c)), expected_counts(VALUES))
-
-    @pytest.mark.slow
-    def test_forward_mode(self):
-        x = jnp.asarray([1.0, 2.0])
-        out, dot = jax.jvp(lambda v: tap(self.probe, v), (x,), (x,))
-        assert tree_equal_bits((out, dot), (x, x))
-        # Through the probe there is nothing.
-        dot = jax.jvp(lambda p: tap(p, x), (self.probe,), (self.probe + 1,))[1]
-        assert tree_equal_bits(dot, jnp.zeros(2))
-        # Forward over reverse: the counts are constants.
-        count = jax.grad(lambda p, v: jnp.sum(tap(p, v) ** 3))
-        out, dot = jax.jvp(lambda v: count(self.probe, v), (x,), (x,))
-        assert np.array_equal(out, expected_counts(x))
-        assert not dot.any()
-
-    def test_shard_map(self):
-        mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
-
-        def body(p, x):
-            counts = jax.grad(lambda p: jnp.sum(tap(p, x).astype(jnp.float32)))(p)
-            return sum_counts(counts, "d")
-
-        run = jax.shard_map(body, mesh=mesh, in_specs=(P(), P("d")), out_specs=P())
-        assert np.array_equal(jax.jit(run)(self.probe, VALUES), expected_counts(VALUES))
 
 
 class Machine:

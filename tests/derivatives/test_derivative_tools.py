@@ -12,6 +12,9 @@ from mpx_pde import nn
 from mpx_pde.derivatives import plot, telemetry
 
 
+pytestmark = pytest.mark.slow
+
+
 def points(n=64):
     return jax.random.uniform(jax.random.key(1), (n, 2), minval=-1.0)
 
@@ -48,7 +51,6 @@ def train(model, scaling, steps, **options):
     return losses, finites, scaling
 
 
-@pytest.mark.slow
 def test_kdv_trains_only_with_derivative_scaling():
     model = sine_network(60.0)
     loss_scaling = mpx.DynamicLossScaling(2.0**-2)
@@ -67,7 +69,6 @@ def test_kdv_trains_only_with_derivative_scaling():
     assert all(finite)
 
 
-@pytest.mark.slow
 def test_telemetry_and_its_picture(tmp_path):
     model = sine_network(20.0)
     scaling = mpx.Scaling(
