@@ -19,14 +19,15 @@ from ._varying import match_varying_axes
 
 class Given(NamedTuple):
     """The dtypes of a product that its caller named ([`mpx_pde.autocast`][] supplies the others),
-    whether it is one of several products with the same weight that must stay apart, and whether it
-    is the cotangent of an operand.
+    whether it is one of several products with the same weight that must stay apart, whether it is
+    the cotangent of an operand, and whether the axes of its right operand are read as the first.
     """
 
     dtype: bool = True
     out_dtype: bool = True
     apart: bool = False
     cotangent: bool = False
+    turned: bool = False
 
 
 def as_operand(x: Any, call: str) -> Array:

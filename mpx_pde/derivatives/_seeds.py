@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax import lax
 from jaxtyping import Array, Float
 
 from .._cast import is_inexact, widen
@@ -16,8 +17,13 @@ from ._names import exponent_of
 
 
 def power_of_two(exponent: Any) -> Array:
-    """2^exponent in float32, exactly (`jnp.exp2` is not)."""
-    return jnp.ldexp(jnp.ones(jnp.shape(exponent), jnp.float32), exponent)
+    """Returns 2^exponent in float32, exactly (`jnp.exp2` is not); 0 below its normal numbers.
+
+    Of the bits of the result: what reads a scale computes it again, entry by entry on a CPU, and
+    `jnp.ldexp` takes two powers for it.
+    """
+    biased = jnp.clip(jnp.asarray(exponent, jnp.int32) + 127, 0, 255)
+    return lax.bitcast_convert_type(biased << 23, jnp.float32)
 
 
 def multiply(x: Any, factor: Any) -> Any:

@@ -17,6 +17,7 @@ from ._options import parse_options, parse_special
 from ._probe import COLUMNS
 from ._rules import Rule, State, adjusted
 from ._scales import AbstractScales
+from ._seeds import power_of_two
 from ._strategies import AbstractStrategy, PerDirection, PerOrder, PerTerm, Row
 
 
@@ -223,7 +224,7 @@ class DerivativeScaling(AbstractScales):
     @property
     def scales(self) -> Float32[Array, "*batch scalers"]:
         """The scale of each scaler."""
-        return jnp.ldexp(jnp.ones_like(self.exponents, jnp.float32), self.exponents)
+        return power_of_two(self.exponents)
 
     @property
     def active(self) -> bool:
