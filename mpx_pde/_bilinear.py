@@ -19,14 +19,15 @@ from ._varying import match_varying_axes
 
 class Given(NamedTuple):
     """Records which dtypes of a product its caller named ([`mpx_pde.autocast`][] supplies the
-    others), whether the product must stay apart from others with the same weight, and whether it is
-    the cotangent of an operand.
+    others), whether the product must stay apart from others with the same weight, whether it is
+    the cotangent of an operand, and whether the axes of its right operand are read as the first.
     """
 
     dtype: bool = True
     out_dtype: bool = True
     apart: bool = False
     cotangent: bool = False
+    turned: bool = False
 
 
 def as_operand(x: Any, call: str) -> Array:

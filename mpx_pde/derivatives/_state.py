@@ -15,6 +15,7 @@ from .._types import Names
 from ._names import names_of
 from ._probe import COLUMNS
 from ._rules import Rule, adjusted, parse_rule, parse_special
+from ._seeds import power_of_two
 from ._strategies import AbstractStrategy, HistogramRow, PerDirection, PerOrder, PerTerm
 
 
@@ -221,7 +222,7 @@ class DerivativeScaling(eqx.Module):
     @property
     def scales(self) -> Float32[Array, "*batch scalers"]:
         """Returns the scale of each scaler."""
-        return jnp.ldexp(jnp.ones_like(self.exponents, jnp.float32), self.exponents)
+        return power_of_two(self.exponents)
 
     @property
     def active(self) -> bool:

@@ -163,6 +163,8 @@ class Product:
                 return _mixed(eqn, wide, wide, algorithm)
         if eqn.primitive.name in tables.MIXED:
             return _mixed(eqn, wide, wide)
+        if eqn.primitive.name == "dot_general" and _is_real(eqn) and _leaves_it_open(eqn):
+            return _mixed(eqn, wide, wide, apart=False)
         params = {**eqn.params, "preferred_element_type": wide}
         if params["precision"] is None:
             params["precision"] = (lax.Precision.HIGHEST,) * 2
@@ -245,13 +247,15 @@ def _leaves_it_open(eqn: Any) -> bool:
     return not says_its_dtype(eqn) or is_half(eqn.params["dtype"])
 
 
-def _mixed(eqn: Any, dtype: Any, out_dtype: Any, algorithm: str | None = None) -> Any:
+def _mixed(
+    eqn: Any, dtype: Any, out_dtype: Any, algorithm: str | None = None, apart: bool = True
+) -> Any:
     dropped = ("precision", "preferred_element_type", "algorithm")
     params = {k: v for k, v in eqn.params.items() if k not in dropped}
     params |= {
         "dtype": jnp.dtype(dtype),
         "out_dtype": jnp.dtype(out_dtype),
-        "given": Given(apart=True),
+        "given": Given(apart=apart),
     }
     is_dot = "dot_general" in eqn.primitive.name
     if is_dot:
