@@ -14,7 +14,7 @@ LEVELS = {
     # Ratios that hold on a CPU, and accuracy. The trainings of `breadth`, `time_to_error`,
     # `operators` and `vit`, which take hours there, are left to their own commands.
     "cpu": (
-        *("compile_time", "pinn_step", "fno_step", "vit_step", *_TIMES),
+        *("compile_time", "pinn_step", "foreign_step", "fno_step", "vit_step", *_TIMES),
         *("spectral", "second_order"),
     ),
     # What compilers tell of hardware that is not there: memory, products, collectives.
@@ -23,7 +23,7 @@ LEVELS = {
         *("fno_step --target h100", "vit_step --target h100", "predicted"),
     ),
     "gpu": (
-        *("compile_time", "pinn_step", "fno_step", "vit_step", *_TIMES),
+        *("compile_time", "pinn_step", "foreign_step", "fno_step", "vit_step", *_TIMES),
         *(f"time_to_error --problem {name} --seeds 0" for name in _PROBLEMS),
         *("spectral", f"breadth --resume --seeds 0 --problems {_TRAINED}"),
         "operators --size full --seeds 0",

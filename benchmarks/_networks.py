@@ -113,6 +113,29 @@ def separable(size: int, width: int, key: Any) -> Any:
     return Partial(fun, params)
 
 
+class Normed(eqx.Module):
+    """Fourier features, then linear layers, each with a norm."""
+
+    frequencies: jax.Array
+    layers: list[eqx.nn.Linear]
+    norms: list[eqx.nn.LayerNorm]
+    last: eqx.nn.Linear
+
+    def __init__(self, size: int, width: int, key: Any):
+        a, b, *keys = jax.random.split(key, 7)
+        self.frequencies = jax.random.normal(a, (size, width // 2))
+        self.layers = [eqx.nn.Linear(width, width, key=k) for k in keys]
+        self.norms = [eqx.nn.LayerNorm(width) for _ in keys]
+        self.last = eqx.nn.Linear(width, "scalar", key=b)
+
+    def __call__(self, p):
+        phase = p @ self.frequencies
+        h = jnp.concatenate([jnp.cos(phase), jnp.sin(phase)])
+        for layer, norm in zip(self.layers, self.norms, strict=True):
+            h = jnp.tanh(norm(layer(h)))
+        return self.last(h)
+
+
 class Attention(eqx.Module):
     """Tokens made of the point, one block of a transformer, the mean of what it says."""
 
@@ -162,6 +185,7 @@ NETWORKS: dict[str, Callable[[int, int, Any], Any]] = {
     "PirateNet": pirate,
     "KAN": kan,
     "SPINN": separable,
+    "LayerNorm": Normed,
     "attention": Attention,
     "DeepONet": deeponet,
 }

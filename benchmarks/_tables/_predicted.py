@@ -14,6 +14,7 @@ KEEPING = "mpx_pde float16, remat=False"
 # Where the error of a step is measured, and what the records of rivals say there.
 ERRORS = {
     "cavity": ("pinn_step-cpu", "gradient_error"),
+    "network": ("foreign_step-cpu", "error_gradient"),
     "fno": ("fno_step-cpu", "error_gradient"),
     "vit": ("vit_step-cpu", "error_gradient"),
 }
@@ -33,12 +34,14 @@ RECORDED: dict[tuple[str, str], dict[str, str]] = {
 def gradient_error(problem: str, rival: str) -> str:
     """Of the first step's gradient against float64, on a CPU, where half precision is emulated to
     the bit but sums are in another order; the largest of the sizes there."""
-    kind, _, _ = problem.partition("-")
+    kind, _, network = problem.partition("-")
     name, field = ERRORS[kind]
-    if (wanted := RECORDED.get((kind, rival))) is None:
+    of_network = {"network": network, "rival": rival} if kind == "network" else None
+    if (wanted := RECORDED.get((kind, rival), of_network)) is None:
         return NONE
     records = [r for r in load(name)["steps"] if wanted.items() <= r.items()]
-    return f"{max(r[field] for r in records if field in r):.1e}"
+    found = [r[field] for r in records if field in r]
+    return f"{max(found):.1e}" if found else NONE
 
 
 def _records(data: Result) -> Iterator[Record]:
@@ -121,6 +124,25 @@ steps = _table(
     step  {{title}}: {{rival}}
     ms    {{{TIME}:ms.3g}}
     {OVER}
+    """,
+    f"Memory beyond state and batch; {NOT_RUN}, times predicted.",
+)
+
+RECOMMENDED = "mpx_pde bfloat16, forward bfloat16_x3"
+
+networks = _table(
+    lambda data: [
+        r
+        for r in _records(data)
+        if r["problem"].startswith("network-") and r["rival"] == RECOMMENDED
+    ],
+    f"""
+    network           {{title}}
+    ms                {{{TIME}:ms.3g}}
+    float32 over it   {{beside.float32.{TIME}/{TIME}:.1f}}
+    TF32 over it      {{beside.TF32.{TIME}/{TIME}:.1f}}
+    memory of JAX's   {{temp_bytes/beside.float32.temp_bytes:.2f}}
+    gradient error    {{error}}
     """,
     f"Memory beyond state and batch; {NOT_RUN}, times predicted.",
 )

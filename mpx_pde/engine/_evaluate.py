@@ -176,7 +176,10 @@ class Evaluator:
         # As it is evaluated, stored, and looked through for what does not fit.
         moves = lambda x: isinstance(x, jax.Array) and is_inexact(x)
         once = lambda x: read_at_once(x) if moves(x) else x
-        traced = {k: jax.tree.map(once, x) if k in stored else x for k, x in traced.items()}
+        # What products alone read is read by each of them, and rounded by what made it.
+        is_product = lambda step: step.eqn.primitive.name in tables.PRODUCTS
+        shared = stored - multiplied_only(part, is_product)
+        traced = {k: jax.tree.map(once, x) if k in shared else x for k, x in traced.items()}
         if self.lost is not None:
             for k, x in traced.items():
                 for key, does in (self.storage.overflows(x) if k in stored else {}).items():

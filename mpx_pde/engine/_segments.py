@@ -29,6 +29,7 @@ _VALUE: frozenset[Index] = frozenset({()})
 """What is asked of a variable of which no stream is."""
 
 _SUMS = ("add", "sub", "add_any")
+_ORDERS = ("transpose", "reshape", "squeeze", "convert_element_type")
 
 
 def _is_alone(step: Step) -> bool:
@@ -289,6 +290,7 @@ def _layers(
     flat: Flat, steps: Sequence[Step], roles: Role, read: Collection[int] = ()
 ) -> list[Part]:
     """Equations in pieces, in their order; `read` is what others take of them."""
+    steps, behind = _behind_products(steps, roles, {*read, *variables(flat.outputs)})
     last: dict[int, int] = {}
     for i, step in enumerate(steps):
         last.update((x, i) for x in variables(step.inputs))
@@ -335,15 +337,61 @@ def _layers(
             out.append(_region(step, [x for x in step.outputs if last.get(x, -1) > i], roles))
             continue
         waiting.update(step.outputs)
-        if any(x in products for x in variables(step.inputs)):
+        follows = any(x in products for x in variables(step.inputs))
+        joins = not behind.isdisjoint(step.outputs)
+        if follows and not joins:
             close()
         pending.append((i, step))
-        if kind == "product":
+        if kind == "product" or (follows and joins):
             products.update(step.outputs)
         elif not sums.isdisjoint(step.outputs):
             close()
     close()
     return out
+
+
+def _behind_products(
+    steps: Sequence[Step], roles: Role, read: Collection[int]
+) -> tuple[list[Step], set[int]]:
+    """Returns the equations in an order in which the results of products are moved at once, and
+    the variables that are made of nothing but results of products, sums of these and others.
+
+    A layer ends there and not at its products: of a product that is added to what goes around it
+    the sum alone is kept, and of one in another order of axes one array is written.
+    """
+    readers: dict[int, list[Step]] = {}
+    for step in steps:
+        for x in dict.fromkeys(variables(step.inputs)):
+            readers.setdefault(x, []).append(step)
+    behind = set[int]()
+    for step in steps:
+        chain = [*step.outputs] if _kind(step, roles) == "product" else []
+        while chain and roles.final.isdisjoint(chain) and chain[-1] not in read:
+            following = readers.get(chain[-1], ())
+            name = following[0].eqn.primitive.name if len(following) == 1 else ""
+            if name not in _SUMS and name not in _ORDERS:
+                break
+            chain += following[0].outputs
+            if name == "transpose" or len(moving_in(following[0], roles.stage)) == 2:
+                behind.update(chain[1:])
+    if not behind:
+        return list(steps), behind
+    out: list[Step] = []
+    waiting = {x for step in steps for x in step.outputs}
+
+    def place(step: Step) -> None:
+        out.append(step)
+        waiting.difference_update(step.outputs)
+        for x in step.outputs:
+            for reader in readers.get(x, ()):
+                ready = waiting.isdisjoint(variables(reader.inputs))
+                if ready and not behind.isdisjoint(reader.outputs) and waiting & {*reader.outputs}:
+                    place(reader)
+
+    for step in steps:
+        if not step.outputs or waiting & {*step.outputs}:
+            place(step)
+    return out, behind
 
 
 def _last_sums(flat: Flat, steps: Sequence[Step], roles: Role) -> set[int]:

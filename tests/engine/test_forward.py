@@ -220,6 +220,32 @@ def test_a_neural_operator_keeps_one_half_field_for_each_block():
     assert kept_of(operator, model, FIELDS, 6 * FIELDS.size) == 4 * ["bfloat16"]
 
 
+def test_of_a_product_that_is_added_the_sum_alone_is_kept():
+    width, keys = 6, jax.random.split(KEY, 4)
+    first, last = eqx.nn.Linear(2, width, key=keys[0]), eqx.nn.Linear(width, "scalar", key=keys[1])
+    blocks = [eqx.nn.MLP(width, width, 20, 1, jnp.tanh, key=k) for k in keys[2:]]
+
+    def network(model, p):
+        first, *blocks, last = model
+        x = jnp.tanh(first(p))
+        for block in blocks:
+            x = x + block(x)
+        return last(jnp.tanh(x))
+
+    def loss(model, points):
+        terms = mpx.partials(partial(network, model), ["u_xx", "u_yy"], coords="xy", outputs="u")
+        return jnp.mean(sum(jax.vmap(terms)(points).values()) ** 2)
+
+    # Value, two first and two second derivatives of both sums: no product of a block by itself, nor
+    # what it is added to.
+    model = first, *blocks, last
+    assert kept_of(loss, model, POINTS, width * len(POINTS)) == 2 * 5 * ["bfloat16"]
+    want, want_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, POINTS)
+    value, grads = evaluated(loss, model, POINTS, "bfloat16")
+    np.testing.assert_allclose(value, want, rtol=2.0**-21)
+    assert 2.0**-20 < relative(grads, want_grads) < TOLERANCES["bfloat16"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
 def test_of_a_checkpoint_is_kept_what_enters_it_in_half(policy):
