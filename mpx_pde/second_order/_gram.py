@@ -16,9 +16,10 @@ from .._split import SPLIT_PRODUCTS
 
 
 _LEADING = 64
-_PANELS = 8
-_NARROW = 64
-"""Columns of a panel at least."""
+"""Directions that are taken out of a Jacobian before it is squared."""
+
+_PANELS, _NARROW = 8, 64
+"""Panels at most, and their columns at least."""
 
 _OVER_ROWS = (((0,), (0,)), ((), ()))
 _SHIFT = 1.0
@@ -50,22 +51,19 @@ class Lower(eqx.Module):
 
     @classmethod
     def gram(cls, x: Float[Array, "rows columns"], precision: str) -> "Lower":
-        """`xᵀ x`."""
+        """`xᵀ x`; for float16 the entries are scaled into its range."""
         edges = _edges(x.shape[1])
         scale = 1.0
         if precision == "float16":
-            # A power of two keeps the entries in its range.
             size = jnp.maximum(jnp.max(jnp.abs(x)), jnp.finfo(x.dtype).tiny)
             scale = jnp.exp2(-jnp.ceil(jnp.log2(size)))
             x = x * scale
-        pairs = pairwise(edges)
-        return cls(tuple(_product(x[:, a:b], x[:, :b], precision) / scale**2 for a, b in pairs))
+        products = (_product(x[:, a:b], x[:, :b], precision) for a, b in pairwise(edges))
+        return cls(tuple(y / scale**2 for y in products))
 
     @classmethod
     def zeros(cls, columns: int, dtype: Any) -> "Lower":
-        edges = _edges(columns)
-        pairs = pairwise(edges)
-        return cls(tuple(jnp.zeros((b - a, b), dtype) for a, b in pairs))
+        return cls(tuple(jnp.zeros((b - a, b), dtype) for a, b in pairwise(_edges(columns))))
 
     def matrix(self) -> Float[Array, "columns columns"]:
         """The matrix, with zeros in the place of most entries above the diagonal."""

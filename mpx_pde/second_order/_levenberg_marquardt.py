@@ -10,6 +10,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int32
@@ -348,8 +349,14 @@ class LevenbergMarquardt(eqx.Module):
             f"(`refinements`) and not where it is solved: a {self.jacobian} Jacobian hardly "
             f"preconditions it any more. Pass {mend}, or a larger `min_damping`."
         )
-        tell = lambda: jax.debug.callback(warnings.warn, text, PrecisionWarning)
-        lax.cond(iterations >= self.refinements, tell, lambda: None)
+
+        def tell(iterations):  # under `vmap` this is called in any case
+            if np.any(iterations >= self.refinements):
+                warnings.warn(text, PrecisionWarning, stacklevel=2)
+
+        enough = lambda _: None
+        run = lambda iterations: jax.debug.callback(tell, iterations)
+        lax.cond(iterations >= self.refinements, run, enough, iterations)
 
     def _evaluated(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """`fun` with values in the precision of `forward` and derivatives in that of `jacobian`."""
