@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(report: Report, args: argparse.Namespace) -> None:
     example: Any = load_example("second_order")
-    steps = 4 if args.quick else args.steps or example.STEPS["lm"]
+    steps = 4 if args.quick else args.steps or example.PROBLEMS["poisson"].steps["lm"]
     if args.resume:
         report.resume("trainings")
     keys = []
@@ -39,6 +39,6 @@ def run(report: Report, args: argparse.Namespace) -> None:
         keys.append({**names, "seed": seed, "total": steps})
     for key in report.missing("trainings", keys):
         with jax.enable_x64(key["forward"] == "float64"):
-            found = example.train("lm", *key.values())
+            found = example.train("poisson", "lm", *key.values())
         at, errors = zip(*found.curve, strict=True)
         report.record("trainings", **key, steps=at, errors=errors)

@@ -60,10 +60,12 @@ from .ranges import (
     explain_nonfinite as explain_nonfinite,
     range_report as range_report,
 )
-from .training import (
-    Advice as Advice,
+from .second_order import (
     LevenbergMarquardt as LevenbergMarquardt,
     LevenbergMarquardtState as LevenbergMarquardtState,
+)
+from .training import (
+    Advice as Advice,
     PrecisionFloor as PrecisionFloor,
     PrecisionLadder as PrecisionLadder,
     advise as advise,

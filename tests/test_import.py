@@ -41,7 +41,7 @@ ORDER = [
     ["_conv", "_derivative_of", "_dot", "_refined", "_tree"],
     ["_einsum", "_jet", "_loss_scaling", "checkpoint_policies", "engine"],
     ["autocast", "derivatives", "ranges"],
-    ["training"],
+    ["second_order", "training"],
     ["nn"],
     ["contrib"],
     ["__init__"],

@@ -23,7 +23,3 @@ from ._scaling_options import (
     check_scaling_options as check_scaling_options,
     scaling_options as scaling_options,
 )
-from ._second_order import (
-    LevenbergMarquardt as LevenbergMarquardt,
-    LevenbergMarquardtState as LevenbergMarquardtState,
-)

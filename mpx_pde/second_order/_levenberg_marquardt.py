@@ -1,33 +1,50 @@
-"""Levenberg–Marquardt with the residual in full precision and its Jacobian in half."""
+"""Levenberg–Marquardt with the residual in full precision and its linear algebra in less."""
 
 import math
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
+from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int32
 
-from .._dtypes import is_half
 from .._forward import Forward, check_forward
 from .._loss_scaling import DynamicLossScaling
 from .._repr import in_a_line
+from .._split import SPLIT_PRODUCTS
 from .._tree import select_tree
 from .._types import PyTree
 from ..engine import InForward
-from ..interpret._precision_report import LEAST_IN_FULL, OF_JACOBIANS, checked, traced
+from ..interpret._precision_report import (
+    LEAST_IN_FULL,
+    OF_JACOBIANS,
+    PrecisionWarning,
+    checked,
+    traced,
+)
 from ._conjugate import refined
+from ._gram import factored, first_leading, next_leading, summed
 from ._residuals import as_vector, check_dampings, check_parameters, check_solver, length_of
 
 
 _CALL = "LevenbergMarquardt"
 _FORWARDS = ("float32", "float64")
-_JACOBIANS = ("float16", "bfloat16", "float32", "float64")
+_JACOBIANS = ("float16", "bfloat16", *SPLIT_PRODUCTS, "float32", "float64")
+
+_CLOSE = 0.01
+_ROUGH = 0.1
+"""Parts of what the quadratic model falls that the solve for a step, and that for its acceleration,
+may leave."""
+
+_BLOCK = 2**24
+"""Entries of a block of the Jacobian at most: 64 MiB in float32."""
 
 
 class LevenbergMarquardtState(eqx.Module):
@@ -41,6 +58,10 @@ class LevenbergMarquardtState(eqx.Module):
     - `taken`: whether the last step changed the model.
     - `steps`, `rejected`: how many were taken and how many not, int32.
     - `scaling`: the loss scaling of a float16 Jacobian.
+    - `iterations`: how many conjugate gradients solved for the last step, int32. Where they come to
+        `refinements`, the Jacobian is too narrow.
+    - `leading`: orthonormal directions of the largest singular values of the Jacobian; none in
+        float64.
     """
 
     loss: Float[Array, ""]
@@ -50,28 +71,34 @@ class LevenbergMarquardtState(eqx.Module):
     steps: Int32[Array, ""]
     rejected: Int32[Array, ""]
     scaling: DynamicLossScaling
+    iterations: Int32[Array, ""]
+    leading: Float[Array, "parameters leading"]
 
 
 class LevenbergMarquardt(eqx.Module):
     """Minimizes a sum of squares by damped Gauss–Newton steps.
 
     The residual decides where a training ends, and its Jacobian only how it gets there. So the
-    residual is evaluated in float32 (which means it) or float64, the Jacobian may be in half
-    precision, and the linear problem is solved in the precision of the residual.
+    residual and the gradient `g` are evaluated in float32 (which means it) or float64, and the
+    Jacobian may be narrower.
 
-    A step `v` solves `(Jᵀ J + damping) v = -g`, where `g` is the gradient in full precision. A half
-    Jacobian preconditions that, and products with the one in full refine it. The residual of a
-    network bends long before such a step ends, so half of the acceleration that the same system
-    gives for the second derivative of the residual along `v` is added, unless it is too large
-    (Transtrum and Sethna, *Improvements to the Levenberg-Marquardt algorithm*, arXiv 1201.5885).
-    The step is taken only if the loss falls; otherwise, and if anything is not finite, the model
-    comes back to the bit as it was, and the damping rises. The damping follows the ratio of the
+    A step `v` solves `(Jᵀ J + damping) v = -g`. The Gram matrix `Jᵀ J` is summed over blocks of the
+    examples, from products in the precision of the Jacobian, and factorized: in float64 that solves
+    for the step. A narrower factorization preconditions conjugate gradients, whose products with
+    the Jacobian are those of the residual, until the step gains what the full one does to 1 %. The
+    rounding of `Jᵀ J` is relative to its largest singular values, so 64 directions of these, which
+    the state follows from step to step, are taken out of the Jacobian before it is squared.
+
+    The residual of a network bends long before such a step ends, so half of the acceleration that
+    the same system gives for the second derivative of the residual along `v` is added, unless it is
+    too large (Transtrum and Sethna, *Improvements to the Levenberg-Marquardt algorithm*, arXiv
+    1201.5885). The step is taken only if the loss falls; otherwise, and if anything is not finite,
+    the model is returned bit-identical, and the damping rises. The damping follows the ratio of the
     decrease to the one that the linear model foretold (Nielsen, *Damping parameter in Marquardt's
     method*, 1999).
 
-    A Jacobian has as many entries as there are residuals times parameters, and a step takes some
-    `2 residuals parameters²` operations: this is for up to a few thousand of either.
-    Needs [lineax](https://docs.kidger.site/lineax): `pip install "mpx-pde[second_order]"`.
+    A step takes `residuals × parameters²` operations and the memory of a few matrices of
+    `parameters²` entries: this is for up to a few thousand parameters.
 
     ```python
     def interior(model, point):
@@ -111,7 +138,7 @@ class LevenbergMarquardt(eqx.Module):
         min_damping: float = 1e-14,
         max_damping: float = 1e12,
         acceleration: float = 0.75,
-        refinements: int = 20,
+        refinements: int = 100,
         solver: Any = None,
     ):
         """**Arguments:**
@@ -121,20 +148,21 @@ class LevenbergMarquardt(eqx.Module):
             mean over their examples of the sum of squares: put weights into the residuals.
         - `forward`: the precision of the residual and of the linear solve, `"float32"` or
             `"float64"`.
-        - `jacobian`: that of the Jacobian: `"float16"`, `"bfloat16"`, `"float32"` or `"float64"`,
-            no wider than `forward`; by default the same.
+        - `jacobian`: the precision of the Jacobian and of the products that make its Gram matrix,
+            no wider than `forward`, which is the default: `"float16"`, `"bfloat16"`, `"float32"`,
+            `"float64"`, or a split product such as `"bfloat16_x3"` for the Gram matrix of a float32
+            Jacobian.
         - `damping`: the first, relative to the largest squared norm of a column of the Jacobian.
         - `min_damping`, `max_damping`: its bounds, relative likewise.
         - `acceleration`: how long the acceleration may be, relative to half of the step, if it is
             to be added. It takes the second derivative of the residuals in forward mode; with 0 it
             is left out.
-        - `refinements`: where the Jacobian is narrower than the residual, how many conjugate
-            gradients at most refine a solve, each by a product with the Jacobian in full and one
-            with its transpose; with 0 the rounded one is the metric.
-        - `solver`: a solver of lineax for the positive definite matrix `Jᵀ J + damping`. By
-            default `lineax.Cholesky()` in float64. In float32, where the product of Jacobians
-            would have lost what counts, `R` of a QR decomposition of the Jacobian and the damping
-            below it, and the solution refined once (Björck's corrected seminormal equations).
+        - `refinements`: how many conjugate gradients at most solve for a step, unless in float64
+            throughout, each by a product with the Jacobian in full and one with its transpose. The
+            state has how many they were; a `PrecisionWarning` says where they did not suffice. With
+            0 the factorization alone solves.
+        - `solver`: a solver of [lineax](https://docs.kidger.site/lineax) for the positive definite
+            matrix; by default a Cholesky decomposition.
 
         **Raises:** `TypeError` for residuals that are no functions and a `solver` that is none,
         `ValueError` for precisions that are unknown or need 64-bit types, dampings that are not
@@ -182,6 +210,7 @@ class LevenbergMarquardt(eqx.Module):
         """
         check_parameters(model, f"{_CALL}.init")
         number = lambda x: jnp.array(x, self._dtype)
+        columns = sum(x.size for x in jtu.tree_leaves(model) if eqx.is_inexact_array(x))
         return LevenbergMarquardtState(
             loss=number(jnp.inf),
             damping=number(self.damping),
@@ -190,6 +219,8 @@ class LevenbergMarquardt(eqx.Module):
             steps=jnp.array(0, jnp.int32),
             rejected=jnp.array(0, jnp.int32),
             scaling=DynamicLossScaling(1.0),
+            iterations=jnp.array(0, jnp.int32),
+            leading=first_leading(columns, self._narrow),
         )
 
     def update(
@@ -228,53 +259,63 @@ class LevenbergMarquardt(eqx.Module):
         start = theta.astype(self._dtype)
         parameters = lambda flat: unravel(flat.astype(theta.dtype))
         values = lambda flat: self._values(parameters(flat), static, batches)
-        r, jac, finite = self._as_asked(params, static, state.scaling, batches)
-        push, pull = None, lambda b: b @ jac
-        if self.jacobian != self.forward:
-            r, push = jax.linearize(values, start)
-            transposed = jax.linear_transpose(push, start)
-            pull = lambda b: transposed(b)[0]
-        finite &= jnp.all(jnp.isfinite(r))
+        r, push = jax.linearize(values, start)
+        transposed = jax.linear_transpose(push, start)
+        pull = lambda b: transposed(b)[0]
+        rows = lambda block: self._rows(params, static, state.scaling, *block)
+        blocks = self._blocks(batches, r.size, theta.size)
+        sums = summed(rows, blocks, state.leading, self.jacobian)
+        finite = jnp.all(jnp.isfinite(r)) & jnp.all(jnp.isfinite(sums.squares))
         r = jnp.where(finite, r, 0.0)
         loss = jnp.where(finite, jnp.sum(r**2), jnp.inf)
-
-        size = jnp.maximum(jnp.max(jnp.sum(jac**2, axis=0)), jnp.finfo(self._dtype).tiny)
         with (
             jax.default_matmul_precision("highest"),
             jax.numpy_dtype_promotion("standard"),
             jax.numpy_rank_promotion("allow"),
         ):
-            damping = state.damping * size
-            direct = self._factored(jac, damping)
-            solve = lambda b: direct(pull(b))
-            if push is not None and self.refinements:
-                solve = partial(refined, push, pull, direct, damping, most=self.refinements)
-            delta, foretold = self._step(values, start, r, pull, solve)
+            size = jnp.maximum(jnp.max(sums.squares), jnp.finfo(sums.squares.dtype).tiny)
+            damping = state.damping * size.astype(self._dtype)
+            direct = factored(sums, state.leading, damping.astype(size.dtype), self.solver)
+            solve = lambda b, close: (direct(pull(b)), jnp.array(0, jnp.int32))
+            if self._narrow and self.refinements:
+                solve = lambda b, close: refined(
+                    push, pull, direct, damping, b, most=self.refinements, close=close
+                )
+            delta, foretold, iterations = self._step(values, start, r, pull, solve)
+            leading = next_leading(sums, state.leading)
+        if self._narrow and self.refinements:
+            self._tell(iterations)
         moved = parameters(start + delta)
         new = jnp.sum(self._values(moved, static, batches) ** 2)
         take = finite & jnp.isfinite(new) & (new < loss) & jnp.all(jnp.isfinite(delta))
         return self._after(
-            model, eqx.combine(moved, static), state, take, finite, (loss, new, foretold)
+            model,
+            eqx.combine(moved, static),
+            state,
+            (take, finite, leading, iterations),
+            (loss, new, foretold),
         )
 
     def _step(self, values, start, r, pull, solve):
-        """The step from `start`, and the decrease of the loss that the linear model foretells.
-        `pull(b)` is `Jᵀ b`, and `solve(b)` solves `(Jᵀ J + damping) x = Jᵀ b`."""
+        """The step from `start`, the decrease of the loss that the linear model foretells, and the
+        number of iterations. `pull(b)` is `Jᵀ b`, and `solve(b, close)` solves
+        `(Jᵀ J + damping) x = Jᵀ b`."""
         g = pull(r)
-        v = -solve(r)
+        v, iterations = solve(-r, _CLOSE)
         slope = lambda flat: jax.jvp(values, (flat,), (v,))[1]
         delta = v
         if self.acceleration:
             along, bent = jax.jvp(slope, (start,), (v,))
-            half = -solve(bent) / 2
+            half, _ = solve(-bent / 2, _ROUGH)
             length = jnp.linalg.norm
             small = 2 * length(half) <= self.acceleration * length(v)
             delta = v + jnp.where(small, half, 0.0)  # NaN is not small
         else:
             along = slope(start)
-        return delta, -2 * g @ v - along @ along
+        return delta, -2 * g @ v - along @ along, iterations
 
-    def _after(self, model, moved, state, take, finite, losses):
+    def _after(self, model, moved, state, found, losses):
+        take, finite, leading, iterations = found
         loss, new, foretold = losses
         # Where the step was not taken there is no decrease to speak of, and `loss` may be infinite.
         gained = jnp.where(take, loss, 1.0) - jnp.where(take, new, 1.0)
@@ -293,15 +334,34 @@ class LevenbergMarquardt(eqx.Module):
             steps=state.steps + one,
             rejected=state.rejected + 1 - one,
             scaling=state.scaling.adjust(finite) if scaled else state.scaling,
+            iterations=iterations,
+            leading=leading,
         )
         after = jtu.tree_map(lambda x, y: x.astype(y.dtype), after, state)
         return select_tree(take, moved, model), after
 
+    def _tell(self, iterations: Int32[Array, ""]) -> None:
+        """Warns, when it runs, where the iterations of a step came to no end."""
+        wider = "float32" if self.jacobian != "float32" else self.forward
+        mend = f"`jacobian={wider!r}`" if wider != self.jacobian else "`forward='float64'`"
+        text = (
+            f"`{_CALL}` ended the solve for a step after {self.refinements} iterations "
+            f"(`refinements`) and not where it is solved: a {self.jacobian} Jacobian hardly "
+            f"preconditions it any more. Pass {mend}, or a larger `min_damping`."
+        )
+
+        def tell(iterations):  # under `vmap` this is called in any case
+            if np.any(iterations >= self.refinements):
+                warnings.warn(text, PrecisionWarning, stacklevel=2)
+
+        enough = lambda _: None
+        run = lambda iterations: jax.debug.callback(tell, iterations)
+        lax.cond(iterations >= self.refinements, run, enough, iterations)
+
     def _evaluated(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """`fun` with values in the precision of `forward` and derivatives in that of `jacobian`."""
-        if self.jacobian == self.forward:
-            return fun
-        return InForward(fun, Forward(self.forward, self.jacobian))
+        backward = "float32" if self.jacobian in SPLIT_PRODUCTS else self.jacobian
+        return fun if backward == self.forward else InForward(fun, Forward(self.forward, backward))
 
     def _wide(self, params: PyTree) -> PyTree:
         """The parameters in the precision of the residual."""
@@ -318,17 +378,59 @@ class LevenbergMarquardt(eqx.Module):
             out.append(jnp.ravel(r) * weight)
         return jnp.concatenate(out)
 
+    @property
+    def _narrow(self) -> bool:
+        """Whether the linear problem is solved in less than float64."""
+        return self.jacobian != "float64"
+
+    def _blocks(self, batches: tuple, rows: int, columns: int) -> tuple:
+        """The examples in blocks whose Jacobians are small: stacked along a leading axis, with the
+        weights of their residuals. The last block is filled up with examples of no weight."""
+        count = max(1, math.ceil(rows * columns / _BLOCK))
+
+        def split(batch):
+            length = length_of(batch, f"{_CALL}.update")
+            each = math.ceil(length / count)
+            index = jnp.arange(count * each)
+            weight = jnp.where(index < length, 1 / math.sqrt(length), 0.0).astype(self._dtype)
+            cut = lambda x: x.reshape(count, each, *x.shape[1:])
+            pick = lambda x: x if count * each == length else x[jnp.minimum(index, length - 1)]
+            return jtu.tree_map(lambda x: cut(pick(jnp.asarray(x))), batch), cut(weight)
+
+        batches, weights = zip(*map(split, batches), strict=True)
+        return batches, weights
+
+    def _rows(
+        self, params: PyTree, static: PyTree, scaling: DynamicLossScaling, batches: tuple, weights
+    ) -> Float[Array, "rows parameters"]:
+        """Rows of the Jacobian: those of a block."""
+        args = (params, static, scaling, batches, weights)
+        if not self._half or not traced(args):  # run eagerly there is no program to look at
+            return self._linearized(*args)
+        return checked(
+            self._linearized,
+            args,
+            _CALL,
+            jnp.dtype(self.jacobian),
+            OF_JACOBIANS,
+            least=LEAST_IN_FULL,
+            instead=f"jacobian={self.forward!r}",
+        )
+
+    @property
+    def _half(self) -> bool:
+        return self.jacobian in ("float16", "bfloat16")
+
     def _linearized(
-        self, params: PyTree, static: PyTree, scaling: DynamicLossScaling, batches: tuple
-    ) -> tuple[Float[Array, " rows"], Float[Array, "rows parameters"], Bool[Array, ""]]:
-        """Residuals, their Jacobian, and whether both are finite. What is not is zero."""
-        scale = scaling.loss_scaling if is_half(jnp.dtype(self.jacobian)) else None
-        rows, jacs = [], []
-        for fun, batch in zip(self.residuals, batches, strict=True):
-            weight = 1 / math.sqrt(length_of(batch, f"{_CALL}.update"))
+        self, params: PyTree, static: PyTree, scaling: DynamicLossScaling, batches: tuple, weights
+    ) -> Float[Array, "rows parameters"]:
+        scale = scaling.loss_scaling if self._half else None
+        dtype = jnp.dtype("float32" if self._narrow else "float64")
+        jacs = []
+        for fun, batch, weight in zip(self.residuals, batches, weights, strict=True):
             at = self._evaluated(fun)
 
-            def one(x, at=at):
+            def one(x, weight, at=at):
                 out = lambda p: at(eqx.combine(self._wide(p), static), x)
                 value = lambda p: as_vector(out(p), f"{_CALL}.update")
                 r, pull = jax.vjp(value, params)
@@ -336,57 +438,12 @@ class LevenbergMarquardt(eqx.Module):
                 if scale is not None:
                     seeds = seeds * scale.astype(r.dtype)
                 (pulled,) = jax.vmap(pull)(seeds)
-                flat = [g.reshape(r.size, -1).astype(self._dtype) for g in jtu.tree_leaves(pulled)]
-                return r.astype(self._dtype), jnp.concatenate(flat, axis=1)
+                flat = [g.reshape(r.size, -1).astype(dtype) for g in jtu.tree_leaves(pulled)]
+                return jnp.concatenate(flat, axis=1) * weight.astype(dtype)
 
             # As a wish of the program's, `highest` would hold for halves too.
-            half = is_half(jnp.dtype(self.jacobian))
-            with nullcontext() if half else jax.default_matmul_precision("highest"):
-                r, jac = jax.vmap(one)(batch)
-            rows.append(jnp.ravel(r) * weight)
-            jacs.append(jac.reshape(-1, jac.shape[-1]) * weight)
-        r, jac = jnp.concatenate(rows), jnp.concatenate(jacs)
-        if scale is not None:
-            jac = jac / scale.astype(self._dtype)
-        finite = jnp.all(jnp.isfinite(r)) & jnp.all(jnp.isfinite(jac))
-        return jnp.where(finite, r, 0.0), jnp.where(finite, jac, 0.0), finite
-
-    def _as_asked(self, *args: Any) -> tuple:
-        """`_linearized`, with a warning where a half Jacobian is taken in full after all."""
-        dtype = jnp.dtype(self.jacobian)
-        if not is_half(dtype) or not traced(args):  # run eagerly there is no program to look at
-            return self._linearized(*args)
-        instead = f"jacobian={self.forward!r}"
-        return checked(
-            self._linearized, args, _CALL, dtype, OF_JACOBIANS, least=LEAST_IN_FULL, instead=instead
-        )
-
-    def _factored(
-        self, jac: Float[Array, "rows parameters"], damping: Float[Array, ""]
-    ) -> Callable[[Float[Array, " parameters"]], Float[Array, " parameters"]]:
-        """Solves with `Jᵀ J + damping`, decomposed once."""
-        try:
-            import lineax as lx
-        except ImportError as e:
-            raise ImportError(
-                f'`{_CALL}` solves by lineax. Install it: `pip install "mpx-pde[second_order]"`.'
-            ) from e
-        one = jnp.eye(jac.shape[1], dtype=jac.dtype)
-        if self.solver is None and self.forward == "float32":
-            stacked = jnp.concatenate([jac, jnp.sqrt(damping) * one])
-            upper = jnp.linalg.qr(stacked, mode="r")
-            above = lx.MatrixLinearOperator(upper, lx.upper_triangular_tag)
-            below = lx.MatrixLinearOperator(upper.T, lx.lower_triangular_tag)
-            by = lambda operator, b: lx.linear_solve(operator, b, lx.Triangular(), throw=False)
-            through = lambda b: by(above, by(below, b).value).value
-
-            def corrected(b):
-                x = through(b)
-                return x + through(b - (jac @ x) @ jac - damping * x)
-
-            return corrected
-        matrix = jac.T @ jac + damping * one
-        operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
-        solver = lx.Cholesky() if self.solver is None else self.solver
-        state = solver.init(operator, options={})
-        return lambda b: lx.linear_solve(operator, b, solver, state=state, throw=False).value
+            with nullcontext() if self._half else jax.default_matmul_precision("highest"):
+                jac = jax.vmap(one)(batch, weight)
+            jacs.append(jac.reshape(-1, jac.shape[-1]))
+        jac = jnp.concatenate(jacs)
+        return jac if scale is None else jac / scale.astype(dtype)

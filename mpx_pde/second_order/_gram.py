@@ -1,0 +1,205 @@
+"""The Gram matrix of a Jacobian, summed over blocks of its rows, and its factorization."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.scipy.linalg import cho_solve, solve_triangular
+from jaxtyping import Array, Float
+
+from .._dot import mixed_dot_general, split_dot_general
+from .._split import SPLIT_PRODUCTS
+
+
+_LEADING = 64
+"""Directions that are taken out of a Jacobian before it is squared."""
+
+_PANELS, _NARROW = 8, 64
+"""Panels at most, and their columns at least."""
+
+_OVER_ROWS = (((0,), (0,)), ((), ()))
+_SHIFT = 1.0
+"""What is added to a float32 diagonal before it is factorized, relative to it, in roundings."""
+
+_TRIES, _MORE = 6, 16.0
+"""How often a factorization is tried, and by what the shift grows in between."""
+
+
+def _edges(columns: int) -> list[int]:
+    panels = max(1, min(_PANELS, columns // _NARROW))
+    return [columns * i // panels for i in range(panels + 1)]
+
+
+def _product(x: Array, y: Array, precision: str) -> Array:
+    """`xᵀ y` by operands in `precision`, accumulated in float32, or in float64."""
+    if precision in SPLIT_PRODUCTS:
+        return split_dot_general(x, y, _OVER_ROWS, precision)
+    return mixed_dot_general(x, y, _OVER_ROWS, dtype=precision, out_dtype=x.dtype)
+
+
+class Lower(eqx.Module):
+    """The lower triangle of a symmetric matrix, as panels of rows up to the diagonal.
+
+    Half of the products of a Gram matrix are those of the other half.
+    """
+
+    panels: tuple[Float[Array, "_ _"], ...]
+
+    @classmethod
+    def gram(cls, x: Float[Array, "rows columns"], precision: str) -> "Lower":
+        """`xᵀ x`; for float16 the entries are scaled into its range."""
+        edges = _edges(x.shape[1])
+        scale = 1.0
+        if precision == "float16":
+            size = jnp.maximum(jnp.max(jnp.abs(x)), jnp.finfo(x.dtype).tiny)
+            scale = jnp.exp2(-jnp.ceil(jnp.log2(size)))
+            x = x * scale
+        products = (_product(x[:, a:b], x[:, :b], precision) for a, b in pairwise(edges))
+        return cls(tuple(y / scale**2 for y in products))
+
+    @classmethod
+    def zeros(cls, columns: int, dtype: Any) -> "Lower":
+        return cls(tuple(jnp.zeros((b - a, b), dtype) for a, b in pairwise(_edges(columns))))
+
+    def matrix(self) -> Float[Array, "columns columns"]:
+        """The matrix, with zeros in the place of most entries above the diagonal."""
+        columns = self.panels[-1].shape[1]
+        wide = [jnp.pad(x, ((0, 0), (0, columns - x.shape[1]))) for x in self.panels]
+        return jnp.concatenate(wide)
+
+
+class Sums(eqx.Module):
+    """Sums over the rows `J` of a Jacobian.
+
+    **Attributes:**
+
+    - `gram`: `Rᵀ R` of the rest `R = J - W Vᵀ`, with `W = J V`.
+    - `coupling`: `Wᵀ R`.
+    - `core`: `Wᵀ W`.
+    - `squares`: the squared norms of the columns of `J`.
+    """
+
+    gram: Lower
+    coupling: Float[Array, "leading columns"]
+    core: Float[Array, "leading leading"]
+    squares: Float[Array, " columns"]
+
+
+def summed(
+    rows: Callable[[Any], Float[Array, "rows columns"]],
+    blocks: Any,
+    leading: Float[Array, "columns leading"],
+    precision: str,
+) -> Sums:
+    """Sums over `rows(block)` for each of the blocks, which are stacked along leading axes.
+
+    Directions `V` of large singular values, the columns of `leading`, are taken out of the rows
+    before their Gram matrix is summed: so its rounding is relative to what is left.
+    """
+    columns, several = leading.shape
+
+    def one(block: Any) -> Sums:
+        jac = rows(block)
+        squares = jnp.sum(jac**2, axis=0)
+        with jax.default_matmul_precision("highest"):
+            along = jac @ leading
+            rest = jac - along @ leading.T if several else jac
+            coupling, core = along.T @ rest, along.T @ along
+        return Sums(Lower.gram(rest, precision), coupling, core, squares)
+
+    count = len(jax.tree.leaves(blocks)[0])
+    if count == 1:
+        return one(jax.tree.map(lambda x: x[0], blocks))
+    dtype = leading.dtype
+    zeros = lambda *shape: jnp.zeros(shape, dtype)
+    start = Sums(
+        Lower.zeros(columns, dtype),
+        zeros(several, columns),
+        zeros(several, several),
+        zeros(columns),
+    )
+    add = lambda sums, block: (jax.tree.map(jnp.add, sums, one(block)), None)
+    return lax.scan(add, start, blocks)[0]
+
+
+def first_leading(columns: int, narrow: bool) -> Float[Array, "columns leading"]:
+    """Orthonormal directions to begin with; none in float64."""
+    several = min(_LEADING, columns // 4) if narrow else 0
+    dtype = jnp.dtype("float32" if narrow else "float64")
+    return jnp.linalg.qr(jax.random.normal(jax.random.key(0), (columns, several), dtype))[0]
+
+
+def next_leading(
+    sums: Sums, leading: Float[Array, "columns leading"]
+) -> Float[Array, "columns leading"]:
+    """The columns of `Jᵀ J V`, made orthonormal, which is a step of the power method; `V` again
+    where that is not finite."""
+    if not leading.shape[1]:
+        return leading
+    new = jnp.linalg.qr(leading @ sums.core + sums.coupling.T)[0]
+    return jnp.where(jnp.all(jnp.isfinite(new)), new, leading)
+
+
+def factored(
+    sums: Sums, leading: Float[Array, "columns leading"], damping: Float[Array, ""], solver: Any
+) -> Callable[[Float[Array, " columns"]], Float[Array, " columns"]]:
+    """Returns what solves with `Jᵀ J + damping`: to rounding, in the dtype of the sums.
+
+    By blocks: the leading directions, and what they leave of the others.
+    """
+    dtype = leading.dtype
+    if not leading.shape[1]:
+        inner = _positive(sums.gram.matrix(), damping, solver)
+        return lambda b: inner(b.astype(dtype)).astype(b.dtype)
+    lower = jnp.linalg.cholesky(sums.core + damping * jnp.eye(leading.shape[1], dtype=dtype))
+    half = solve_triangular(lower, sums.coupling, lower=True)
+    inner = _positive(sums.gram.matrix() - Lower.gram(half, dtype.name).matrix(), damping, solver)
+    core = lambda b: cho_solve((lower, True), b)
+    others = lambda b: b - leading @ (b @ leading)
+
+    def solve(b):
+        narrow = b.astype(dtype)
+        along = core(narrow @ leading)
+        x = others(inner(others(narrow) - along @ sums.coupling))
+        return (x + leading @ (along - core(sums.coupling @ x))).astype(b.dtype)
+
+    return solve
+
+
+def _positive(
+    gram: Float[Array, "columns columns"], damping: Float[Array, ""], solver: Any
+) -> Callable[[Float[Array, " columns"]], Float[Array, " columns"]]:
+    """Solves with `gram + damping`, of which the lower triangle is read."""
+    dtype, diagonal = gram.dtype, jnp.maximum(jnp.diagonal(gram), 0)
+    at = jnp.arange(len(diagonal))
+    shifted = lambda shift: gram.at[at, at].add(damping + shift * diagonal)
+    if solver is not None:
+        import lineax as lx
+
+        matrix = shifted(0.0 if dtype == jnp.float64 else _SHIFT * jnp.finfo(dtype).eps)
+        matrix = jnp.tril(matrix) + jnp.tril(matrix, -1).T
+        operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
+        state = solver.init(operator, options={})
+        return lambda b: lx.linear_solve(operator, b, solver, state=state, throw=False).value
+    cholesky = lambda shift: lax.linalg.cholesky(shifted(shift), symmetrize_input=False)
+    if dtype == jnp.float64:
+        lower = cholesky(0.0)
+        return lambda b: cho_solve((lower, True), b)
+
+    # Rounding may leave an eigenvalue below 0: then the diagonal is raised.
+    def failed(carry):
+        i, _, lower = carry
+        lost = ~jnp.all(jnp.isfinite(jnp.diagonal(lower)))
+        return (i == 0) | (i < _TRIES) & lost & jnp.all(jnp.isfinite(diagonal))
+
+    def again(carry):
+        i, shift, _ = carry
+        return i + 1, _MORE * shift, cholesky(shift)
+
+    first = jnp.asarray(_SHIFT * jnp.finfo(dtype).eps, dtype)
+    lower = lax.while_loop(failed, again, (0, first, jnp.zeros_like(gram)))[2]
+    return lambda b: cho_solve((lower, True), b)

@@ -1,0 +1,102 @@
+"""Gram matrices by blocks of rows, and their factorization."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from mpx_pde.second_order._gram import Lower, factored, first_leading, next_leading, summed
+
+
+def with_singular_values(rows, values, seed=0):
+    rng = np.random.default_rng(seed)
+    left, _ = np.linalg.qr(rng.standard_normal((rows, len(values))))
+    right, _ = np.linalg.qr(rng.standard_normal((len(values), len(values))))
+    return left * values @ right
+
+
+def solver_of(jac, damping, precision, *, leading=None, steps=0, blocks=1, solver=None):
+    """What solves with `Jᵀ J + damping`, after some steps towards the leading directions."""
+    dtype = "float64" if precision == "float64" else "float32"
+    if leading is None:
+        leading = first_leading(jac.shape[1], precision != "float64")
+    stacked = jnp.asarray(jac, dtype).reshape(blocks, -1, jac.shape[1])
+    for _ in range(steps):
+        leading = next_leading(summed(lambda x: x, stacked, leading, precision), leading)
+    sums = summed(lambda x: x, stacked, leading, precision)
+    return factored(sums, leading, jnp.asarray(damping, dtype), solver)
+
+
+@pytest.mark.parametrize("columns", [3, 200])
+def test_half_of_the_products_make_a_gram_matrix(columns):
+    x = np.random.default_rng(0).standard_normal((50, columns)).astype("float32")
+    got = np.tril(Lower.gram(jnp.asarray(x), "float32").matrix())
+    want = np.tril(x.T.astype("float64") @ x)
+    np.testing.assert_allclose(got, want, atol=1e-5 * want.max())  # rounding of float32
+    if columns == 200:  # three panels of columns: two thirds of the entries
+        assert sum(p.size for p in Lower.zeros(columns, "float32").panels) < 0.68 * columns**2
+
+
+@pytest.mark.parametrize(
+    ("precision", "error"),
+    # Roundings of 2^-24, 2^-17 or so, 2^-11 and 2^-8; of the sum of 50 random ones, some times it.
+    [("float32", 1e-6), ("bfloat16_x3", 1e-4), ("float16", 2e-3), ("bfloat16", 2e-2)],
+)
+def test_gram_matrices_are_multiplied_as_asked(precision, error):
+    """Also where their entries leave the range of float16."""
+    x = np.random.default_rng(0).standard_normal((50, 20)).astype("float32") * 1e-7
+    got = np.tril(Lower.gram(jnp.asarray(x), precision).matrix())
+    want = np.tril(x.T.astype("float64") @ x)
+    off = np.abs(got - want).max() / want.max()
+    assert off < error
+    if precision != "float32":
+        assert off > error / 1e3
+
+
+@pytest.mark.parametrize("solver", [None, "Cholesky", "QR"])
+@pytest.mark.parametrize("precision", ["float32", "float64"])
+def test_the_factorization_solves(precision, solver):
+    """Against NumPy in float64, at singular values from 1 to 1e-3 and a damping of 1e-6, by one
+    block and by four."""
+    if solver is not None:
+        solver = getattr(pytest.importorskip("lineax"), solver)()
+    with jax.enable_x64(precision == "float64"):
+        jac = with_singular_values(12, np.logspace(0, -3, 5))
+        for blocks in (1, 4):
+            solve = solver_of(jac, 1e-6, precision, blocks=blocks, solver=solver)
+            for b in np.random.default_rng(1).standard_normal((2, 12)) @ jac:
+                want = np.linalg.solve(jac.T @ jac + 1e-6 * np.eye(5), b)
+                got = solve(jnp.asarray(b, precision))
+                assert got.dtype == precision
+                # The square of the condition: 5e5 times the rounding.
+                rtol = 1e-9 if precision == "float64" else 0.2
+                assert np.linalg.norm(got - want) < rtol * np.linalg.norm(want)
+
+
+def test_rounding_is_relative_to_what_the_leading_directions_leave():
+    """Singular values to 1e-5, whose squares are below the rounding of float32."""
+    jac = with_singular_values(80, np.logspace(0, -5, 40))
+    want = np.ones(40)
+    b = jnp.asarray((jac.T @ jac + 1e-11 * np.eye(40)) @ want, "float32")
+    off = lambda solve: float(jnp.linalg.norm(jnp.asarray(jac) @ (solve(b) - 1)))
+    plain = solver_of(jac, 1e-11, "float32", leading=jnp.zeros((40, 0)))
+    deflated = solver_of(jac, 1e-11, "float32", steps=3)
+    spread = lambda solve: preconditioned(jac, 1e-11, solve)
+    assert spread(plain) > 100
+    assert spread(deflated) < 10
+    assert off(deflated) < off(plain)
+
+
+def preconditioned(jac, damping, solve):
+    """The condition that is left, in float64."""
+    inverse = np.asarray(jax.vmap(solve)(jnp.eye(jac.shape[1])), "float64")
+    values = np.linalg.eigvals(inverse @ (jac.T @ jac + damping * np.eye(jac.shape[1]))).real
+    return values.max() / np.abs(values).min()
+
+
+def test_a_matrix_that_rounding_makes_indefinite_is_shifted():
+    """Two columns that are nearly the same."""
+    x = np.random.default_rng(0).standard_normal((300, 1)).astype("float32")
+    jac = np.concatenate([x] * 30, axis=1)
+    solve = solver_of(jac, 1e-30, "float32", leading=jnp.zeros((30, 0)))
+    assert np.isfinite(solve(jnp.ones(30))).all()
