@@ -136,6 +136,6 @@ def test_numpy_computes_what_jax_does():
                 jax.tree.leaves(f(several))
                 for f in (ft.partial(by_numpy.called, run), jax.jit(run))
             )
-            for got, want in zip(got, want, strict=True):
+            for ours, theirs in zip(got, want, strict=True):
                 # float64, by a solve at most.
-                np.testing.assert_allclose(got, want, rtol=1e-9, atol=1e-9, err_msg=template)
+                np.testing.assert_allclose(ours, theirs, rtol=1e-9, atol=1e-9, err_msg=template)
