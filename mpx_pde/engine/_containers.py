@@ -38,7 +38,7 @@ class Containers:
 
     plan: Plan
     program: Callable[..., list[Operand]]
-    loaded: Callable[[Operand, Any], Operand]
+    loaded: Callable[..., Operand]
     kinds: Kinds = NO_KINDS
     mixed: bool = False
 

@@ -295,7 +295,7 @@ def split_product(eqn: JaxprEqn, arrays: Sequence[Any], algorithm: lax.DotAlgori
 def full_product(eqn: JaxprEqn, arrays: Sequence[Any]) -> list:
     """Returns a product in float32, or in what more the program asks for."""
     if eqn.primitive.name in tables.MIXED:
-        params = {name: wide(eqn.params[name]) for name in ("dtype", "out_dtype")}
+        params: dict[str, Any] = {name: wide(eqn.params[name]) for name in ("dtype", "out_dtype")}
         params["given"] = Given()
     else:
         dtype = aval_of(eqn.outvars[0]).dtype

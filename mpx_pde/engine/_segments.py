@@ -102,7 +102,7 @@ class Role(NamedTuple):
     data: Collection[int] = ()
     still: Collection[int] = ()
     half: Collection[int] = ()
-    rules: Mapping[int, Any] | None = None
+    rules: Any = None
     numbers: Any = None
 
     def is_data(self, step: Step) -> bool:
