@@ -154,25 +154,27 @@ def autocast(
 ) -> Any:
     """Runs a function that was written for float32 in mixed precision, operation by operation.
 
-    `fun` is traced, and its jaxpr evaluated again by a table of operations:
+    `fun` is traced, and its jaxpr evaluated again by the derivative engine, with no derivatives and
+    by its table of operations:
 
     - *Matrix products and convolutions* go through [`mpx_pde.mixed_dot_general`][] and
         [`mpx_pde.mixed_conv_general_dilated`][]: half × half with float32 accumulation, here and
         in every derivative. A product for which `fun` asks more than the default precision (as
         [`mpx_pde.force_full_precision`][] does) is left alone.
-    - *Sums, exponentials, logarithms, powers, roots* and other functions that leave the range of
-        float16 are computed in float32, and so is the arithmetic that goes into them: softmax,
-        norms, losses.
-    - *Everything else* follows its operands: half if one of them is half. Parameters, inputs and
-        constants give way to what was computed; a constant that half cannot hold (an epsilon of
-        1e-12, a mask of -1e9) keeps the operation in float32.
+    - *Everything between products* is computed in float32, and evaluated again in the backward pass
+        where it reads halves. What it stores is half if one of its operands was, and parameters,
+        inputs and constants give way to what was computed. Results of sums, exponentials,
+        logarithms, powers, roots and other functions that leave the range of float16 stay in
+        float32, and so does the arithmetic that goes into them (softmax, norms, losses), and what a
+        constant made that half cannot hold (an epsilon of 1e-12, a mask of -1e9). What products
+        alone take is stored in half.
 
     Parameters are never cast beforehand. They stay float32 masters until the product that uses
     them, also in a loop, so their cotangents arrive, and add up over uses, scan steps and
     devices, in float32. The rounding is a part of each product: where a parameter is used
     five times the jaxpr rounds it five times, and XLA makes one cast out of them. What was
     computed is cast once, however often it is used; a cast back and forth disappears. Loops carry
-    their state in the dtype of the program.
+    their state in the dtype of the program, halves in float32.
 
     Integers, bools, keys, float64 and complex values pass through untouched; so do references,
     callbacks and other effects. `jax.jit`, loops, branches, `jax.checkpoint`, `jax.custom_jvp`

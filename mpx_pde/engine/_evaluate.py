@@ -195,8 +195,8 @@ class Evaluator:
             operands = [v.aval if isinstance(x, Constant) else kind(x, v) for x, v in pairs]
             return self.product.dtype_of(step, operands, roles, self.storage) == self.storage.dtype
 
-        only = multiplied_only(part, is_half) if self.plain else set()
-        return {k for k in only if roles.stage.get(k) == DATA}
+        given = {k for k in part.inputs if self.plain and roles.stage.get(k) == DATA}
+        return given & multiplied_only(part.steps, part.outputs, is_half, tables.MOVES)
 
     def _without_values(self) -> "Evaluator":
         """The same without factors and scales, which a trace may have made, and with nobody to tell

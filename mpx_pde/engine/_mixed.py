@@ -26,7 +26,7 @@ from ._containers import Containers, enters
 from ._custom import own_in_registers
 from ._plan import Plan
 from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
-from ._segments import Part, Role, is_light, parts_of
+from ._segments import Part, Role, is_light, multiplied_only, parts_of
 from ._streams import DEEP, Jet, Storage, cast, is_inexact, primal_of, typed
 
 
@@ -132,7 +132,8 @@ class Mixed:
                 stage.update(dict.fromkeys(step.outputs, DEEP))
         stored = {k for k, x in env.items() if self._is_half(x)}
         if self.algorithm is None:
-            stored |= _multiplied_alone(flat, rules) & stage.keys()
+            outputs, is_half = variables(flat.outputs), lambda s: rules[id(s)].name == "product"
+            stored |= stage.keys() & multiplied_only(flat.steps, outputs, is_half, tables.LAYOUT)
         return Role(stage, _in_full(flat, bool(self.around)), stored, {}, rules=rules, numbers={})
 
     def governs(self, aval: Any) -> bool:
@@ -363,19 +364,6 @@ def _moves_masters(step: Step, stage: Mapping[int, int]) -> bool:
     moves = name in tables.LAYOUT or name == "convert_element_type"
     exact = (is_inexact(x) or getattr(x, "dtype", None) == np.bool_ for x in avals)
     return moves and all(exact)
-
-
-def _multiplied_alone(flat: Flat, rules: Mapping[int, Rule]) -> set[int]:
-    """Returns the variables that go into products of halves and nowhere else, moved around perhaps
-    on the way."""
-    used, elsewhere = set[int](), set(variables(flat.outputs))
-    for step in reversed(flat.steps):
-        name, operands = step.eqn.primitive.name, variables(step.inputs)
-        used.update(operands)
-        alone = name in tables.JAX_PRODUCTS and rules[id(step)].name == "product"
-        if not alone and not (name in tables.LAYOUT and elsewhere.isdisjoint(step.outputs)):
-            elsewhere.update(operands)
-    return used - elsewhere
 
 
 _PASSED = tables.ARITHMETIC | tables.LAYOUT | tables.CHOICES

@@ -436,14 +436,20 @@ def _is_zero(x: int | Constant) -> bool:
     return isinstance(x, Constant) and np.ndim(x.value) == 0 and bool(x.value == 0)
 
 
-def multiplied_only(part: Part, is_product: Callable[[Step], bool]) -> set[int]:
-    """Returns what enters a layer and is read by products alone, at most moved before."""
-    read = set(part.outputs)
-    for step in reversed(part.steps):
-        moved = step.eqn.primitive.name in tables.MOVES and read.isdisjoint(step.outputs)
+def multiplied_only(
+    steps: Sequence[Step],
+    outputs: Iterable[int],
+    is_product: Callable[[Step], bool],
+    moves: Collection[str],
+) -> set[int]:
+    """Returns the variables that only products read, at most moved before."""
+    read, used = set(outputs), set[int]()
+    for step in reversed(steps):
+        used.update(variables(step.inputs))
+        moved = step.eqn.primitive.name in moves and read.isdisjoint(step.outputs)
         if not moved and not is_product(step):
             read.update(variables(step.inputs))
-    return set(part.inputs) - read
+    return used - read
 
 
 class _Body(NamedTuple):

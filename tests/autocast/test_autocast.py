@@ -169,6 +169,35 @@ def test_between_products_nothing_is_kept_in_float32(between, half):
     assert tree_allclose(got, want, computed_in=half)
 
 
+def test_what_meets_a_state_in_float32_is_evaluated_again_too():
+    w, xs = normal(0, (4, 4), 0.5), normal(1, (20, 4))
+
+    def fun(w, xs):
+        def step(h, x):
+            return h + jax.nn.sigmoid(w @ x) * (jnp.tanh(w @ h) - h), None
+
+        return jnp.sum(lax.scan(step, jnp.zeros(4), xs)[0])
+
+    cast = mpx.autocast(fun, "float16")
+    large = [dtype for dtype, shape in kept(lambda w: cast(w, xs), w) if shape == (20, 4)]
+    # The input, which is a master, and the state.
+    assert large.count("float32") == 2
+    got, want = (jax.jit(jax.grad(f, (0, 1)))(w, xs) for f in (cast, fun))
+    assert tree_allclose(got, want, computed_in="float16")
+
+
+def test_cotangents_of_what_is_used_twice_in_a_layer_add_up_in_float32():
+    w, x = normal(0, (4, 4), 0.5), normal(1, (4,))
+
+    def fun(w, x):
+        y = w @ x
+        return jnp.sum(jnp.exp(y) * jnp.tanh(y) + y)
+
+    jaxpr = jax.make_jaxpr(jax.grad(mpx.autocast(fun, "float16")))(w, x)
+    sums = [e for e in equations(jaxpr) if e.primitive.name in ("add", "add_any")]
+    assert {v.aval.dtype for e in sums for v in e.outvars} == {jnp.dtype("float32")}
+
+
 @pytest.mark.slow
 def test_what_is_evaluated_again_differentiates_in_every_mode():
     w, x = normal(0, (4, 4), 0.5), normal(1, (4,))
