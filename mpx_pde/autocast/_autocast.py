@@ -1,5 +1,6 @@
 """The public transformation."""
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, overload
@@ -20,13 +21,11 @@ from .._dtypes import (
 from .._notes import noting_the_trace
 from .._split import SPLIT_PRODUCTS
 from .._types import DTypeLike, Names
+from ..engine import Mixed
 from ..interpret._jaxpr import trace_arrays
 from ..interpret._precision_report import warn_user
-from ._containers import Place
-from ._evaluate import Evaluator
+from ._patterns import parse_patterns
 from ._report import AutocastReport, Recorder
-from ._rules import Policy, parse_patterns
-from ._values import received
 
 
 def _parse_dtype(dtype: Any) -> np.dtype | lax.DotAlgorithmPreset | None:
@@ -61,42 +60,30 @@ class _Autocast(eqx.Module):
     def is_mixed_precision(self) -> bool:
         return True
 
-    def _policy(self) -> Policy:
+    def _mixed(self) -> Mixed:
         if isinstance(self._dtype, lax.DotAlgorithmPreset):
             # Values are kept in float32; halves are those of the program itself.
-            return Policy(jnp.dtype("bfloat16"), self._dtype, self._half, self._full)
-        dtype = half_precision_datatype() if self._dtype is None else self._dtype
-        return Policy(dtype, None, self._half, self._full)
+            return Mixed(jnp.dtype("bfloat16"), self._dtype)
+        return Mixed(half_precision_datatype() if self._dtype is None else self._dtype)
 
-    def _trace(self, policy: Policy, args: tuple, kwargs: dict) -> tuple:
+    def _run(self, mixed: Mixed, recorder: Recorder | None, args: tuple, kwargs: dict) -> Any:
         """See `trace_arrays`; inside, *half precision* is what the policy says."""
         # Split products keep float32, so layers go by their weights there.
-        split = policy.algorithm is not None
+        split = mixed.algorithm is not None
         asked = half_precision if split else partial(asked_for_half, "autocast")
-        with asked(policy.dtype), precision_gives_way(), precision_of_user():
+        with asked(mixed.dtype), precision_gives_way(), precision_of_user():
             closed, leaves, assemble = trace_arrays(self._fun, args, kwargs)
-        return closed, [x for _, x in leaves], assemble
-
-    def _evaluate(self, evaluator: Evaluator, closed: Any, leaves: list) -> list:
-        policy, jaxpr = evaluator.policy, closed.jaxpr
-        values = [
-            received(x, v.aval, policy, master=True)
-            for x, v in zip(leaves, jaxpr.invars, strict=True)
-        ]
-        out = evaluator.jaxpr(closed, values, Place())
-        for x, v in zip(out, jaxpr.outvars, strict=True):
-            evaluator.leaving(x, v.aval)
-        return [
-            jnp.asarray(x.in_program(v.aval, policy))
-            for x, v in zip(out, jaxpr.outvars, strict=True)
-        ]
+        out = dataclasses.replace(mixed, listener=recorder)(closed, [x for _, x in leaves])
+        if recorder is not None:
+            for by, aval in zip(recorder.last, closed.out_avals, strict=True):
+                recorder.leaving(by, aval)
+        return assemble(out)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        policy = self._policy()
-        closed, leaves, assemble = self._trace(policy, args, kwargs)
-        recorder = Recorder(policy) if policy.half or policy.full else None
+        mixed, overrides = self._mixed(), (self._half, self._full)
+        recorder = Recorder(*overrides, mixed) if any(overrides) else None
         with noting_the_trace("autocast"):
-            out = assemble(self._evaluate(Evaluator(policy, recorder), closed, leaves))
+            out = self._run(mixed, recorder, args, kwargs)
         report = None if recorder is None else recorder.report()
         if report and report.unused:
             warn_user(
@@ -120,13 +107,12 @@ class _Autocast(eqx.Module):
 
         **Returns:** an [`mpx_pde.AutocastReport`][].
         """
-        policy = self._policy()
-        recorder = Recorder(policy)
+        mixed = self._mixed()
+        recorder = Recorder(self._half, self._full, mixed)
 
         def trace(fun, args, kwargs):
             wrapped = _Autocast(fun, self._dtype, self._half, self._full)
-            closed, leaves, assemble = wrapped._trace(policy, args, kwargs)
-            return assemble(wrapped._evaluate(Evaluator(policy, recorder), closed, leaves))
+            return wrapped._run(mixed, recorder, args, kwargs)
 
         eqx.filter_eval_shape(trace, self._fun, args, kwargs)
         return recorder.report()
@@ -168,25 +154,27 @@ def autocast(
 ) -> Any:
     """Runs a function that was written for float32 in mixed precision, operation by operation.
 
-    `fun` is traced, and its jaxpr evaluated again by a table of operations:
+    `fun` is traced, and its jaxpr evaluated again by the derivative engine, with no derivatives and
+    by its table of operations:
 
     - *Matrix products and convolutions* go through [`mpx_pde.mixed_dot_general`][] and
         [`mpx_pde.mixed_conv_general_dilated`][]: half × half with float32 accumulation, here and
         in every derivative. A product for which `fun` asks more than the default precision (as
         [`mpx_pde.force_full_precision`][] does) is left alone.
-    - *Sums, exponentials, logarithms, powers, roots* and other functions that leave the range of
-        float16 are computed in float32, and so is the arithmetic that goes into them: softmax,
-        norms, losses.
-    - *Everything else* follows its operands: half if one of them is half. Parameters, inputs and
-        constants give way to what was computed; a constant that half cannot hold (an epsilon of
-        1e-12, a mask of -1e9) keeps the operation in float32.
+    - *Everything between products* is computed in float32, and evaluated again in the backward pass
+        where it reads halves. What it stores is half if one of its operands was, and parameters,
+        inputs and constants give way to what was computed. Results of sums, exponentials,
+        logarithms, powers, roots and other functions that leave the range of float16 stay in
+        float32, and so does the arithmetic that goes into them (softmax, norms, losses), and what a
+        constant made that half cannot hold (an epsilon of 1e-12, a mask of -1e9). What products
+        alone take is stored in half.
 
     Parameters are never cast beforehand. They stay float32 masters until the product that uses
     them, also in a loop, so their cotangents arrive, and add up over uses, scan steps and
     devices, in float32. The rounding is a part of each product: where a parameter is used
     five times the jaxpr rounds it five times, and XLA makes one cast out of them. What was
     computed is cast once, however often it is used; a cast back and forth disappears. Loops carry
-    their state in the dtype of the program.
+    their state in the dtype of the program, halves in float32.
 
     Integers, bools, keys, float64 and complex values pass through untouched; so do references,
     callbacks and other effects. `jax.jit`, loops, branches, `jax.checkpoint`, `jax.custom_jvp`

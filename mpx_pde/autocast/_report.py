@@ -3,15 +3,17 @@
 import dataclasses
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
 
 from jax.extend.core import JaxprEqn
 
-from .._dtypes import wide
+from .._dtypes import is_half
+from ..engine import Mixed, Told, multiplied_in, primal_of
 from ..interpret import _tables as tables
-from ..interpret._asks import says_its_dtype
-from ..interpret._jaxpr import aval_of
-from ._rules import Policy, Rule, match
-from ._values import FULL, Value
+from ..interpret._flat import Constant, Flat, variables
+from ..interpret._jaxpr import inner_scope, is_container, scopes_of
+from ..interpret._lines import line_of
+from ._patterns import match
 
 
 _FEW = 20
@@ -85,68 +87,92 @@ class AutocastReport:
 
 
 class Recorder:
-    """Collects operations while an evaluator runs."""
+    """Collects operations while a program is evaluated."""
 
-    def __init__(self, policy: Policy):
-        self.policy = policy
+    def __init__(self, half: tuple[str, ...], full: tuple[str, ...], mixed: Mixed):
+        self.half, self.full, self.mixed = half, full, mixed
         # A loop or rule may be traced more than once; its equations count once.
         self.seen: dict[tuple, tuple[JaxprEqn, Operation, bool]] = {}
-        self.used: set[str] = set()
+        self.used: set[str | None] = set()
         self.rounded: dict[str, None] = {}
+        # By program and variable, the operation that an override keeps in float32, where this is
+        # its result, moved or changed by cheap operations; and that of the results of the program
+        # that was evaluated last.
+        self.asked: dict[tuple[int, int], str | None] = {}
+        self.last: list[str | None] = []
+        self.programs: list[Any] = []
 
-    def __call__(
-        self,
-        eqn: JaxprEqn,
-        line: str,
-        scopes: tuple[str, ...],
-        rule: Rule,
-        operands: Sequence[Value],
-        results: Sequence[Value],
-    ) -> None:
-        name = eqn.primitive.name
+    def overrides(self, eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> tuple[str | None, str | None]:
+        scopes = _scopes(eqn, around)
+        return match(self.half, eqn, scopes), match(self.full, eqn, scopes)
+
+    def operation(self, told: Told) -> None:
+        step, rule = told.step, told.rule
+        eqn, key = step.eqn, lambda x: (id(told.roles), x)
+        given = (self.asked.get(key(x)) for x in variables(step.inputs))
+        by = next(filter(None, given), None)
+        if is_container(eqn):
+            # What is asked for outside may be in any of the results.
+            pairs = zip(step.outputs, self.last, strict=False)
+            self.asked.update((key(x), inside or by) for x, inside in pairs)
+            return
+        line = line_of(eqn, told.around)
+        by = by if eqn.primitive.name in tables.FOLLOWING else None
+        by = f"`{eqn.primitive.name}` at {line}" if rule.asked else by
+        self.asked.update((key(x), by) for x in step.outputs)
+        for x in eqn.outvars:
+            # A half of the other type stays what it is.
+            if rule.asked and not self.mixed.governs(x.aval):
+                self.leaving(by, x.aval)
         # What keeps the program's own dtypes, its casts among them, is not theirs to change.
         if rule.name not in ("own", "convert"):
-            for patterns in (self.policy.half, self.policy.full):
-                if pattern := match(patterns, name, scopes):
-                    self.used.add(pattern)
-        floating = [x for x in (*operands, *results) if x.kind.governed]
-        key = (id(eqn), line, scopes, rule)
-        if not floating or key in self.seen:
+            self.used.update(self.overrides(eqn, told.around))
+        floating = any(self.mixed.governs(v.aval) for v in (*eqn.invars, *eqn.outvars))
+        scope = "/".join(_scopes(eqn, told.around))
+        where = (id(eqn), line, scope, rule)
+        if not floating or where in self.seen:
             return
+
+        def dtypes(names, atoms, values):
+            every = zip(names, atoms, values, strict=True)
+            return tuple(self._dtype(told.roles, *each) for each in every)
+
         operation = Operation(
-            primitive=name,
+            primitive=eqn.primitive.name,
             rule=rule.name,
             reason=rule.reason,
-            operands=self._dtypes(operands),
-            results=self._dtypes(results),
-            scope="/".join(scopes),
+            operands=dtypes(step.inputs, eqn.invars, told.operands),
+            results=dtypes(step.outputs, eqn.outvars, told.results),
+            scope=scope,
             line=line,
-            multiplied=self._multiplied(eqn, rule),
+            multiplied=multiplied_in(eqn, rule.name, self.mixed.dtype, self.mixed.algorithm),
         )
-        self.seen[key] = eqn, operation, rule.known
+        self.seen[where] = eqn, operation, rule.known
 
-    def _dtypes(self, values: Sequence[Value]) -> tuple[str, ...]:
-        return tuple(
-            x.dtype(self.policy).name if x.kind.governed else _name(x.array(self.policy))
-            for x in values
-        )
+    def _dtype(self, roles: Any, name: Any, atom: Any, value: Any) -> str:
+        if not self.mixed.governs(atom.aval):
+            array = primal_of(value)
+            return str(getattr(array, "dtype", type(array).__name__))
+        half = not isinstance(name, Constant) and name in roles.stored
+        return self.mixed.dtype.name if half else "float32"
 
-    def _multiplied(self, eqn: JaxprEqn, rule: Rule) -> str | None:
-        name, policy = eqn.primitive.name, self.policy
-        if name not in tables.PRODUCTS:
-            return None
-        own = eqn.params.get("dtype", aval_of(eqn.invars[0]).dtype)
-        if rule.name == "own" or (rule.name == "mixed" and (own != FULL or says_its_dtype(eqn))):
-            return own.name
-        if rule.name == "full":
-            return wide(own if name in tables.MIXED else FULL).name
-        if policy.algorithm is None:
-            return policy.dtype.name
-        return policy.algorithm.name if "dot" in name else FULL.name
+    def program(self, flat: Flat, roles: Any) -> None:
+        """Notes that a program was evaluated."""
+        self.programs.append(roles)
+        self.last = [
+            None if isinstance(x, Constant) else self.asked.get((id(roles), x))
+            for x in flat.outputs
+        ]
+
+    def leaving(self, by: str | None, aval: Any) -> None:
+        """Notes that the program holds what an override keeps in float32 as a half."""
+        dtype = getattr(aval, "dtype", bool)
+        if by and is_half(dtype):
+            self.rounded[f"{by} to {dtype}"] = None
 
     def report(self) -> AutocastReport:
+        patterns = (*self.half, *self.full)
         entries = list(self.seen.values())
-        patterns = (*self.policy.half, *self.policy.full)
         return AutocastReport(
             tuple(operation for _, operation, _ in entries),
             tuple(operation for _, operation, known in entries if not known),
@@ -159,5 +185,6 @@ def _told(x: Operation) -> str:
     return x.reason if x.multiplied is None else f"{x.multiplied}: {x.reason}"
 
 
-def _name(x: object) -> str:
-    return str(getattr(x, "dtype", type(x).__name__))
+def _scopes(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> tuple[str, ...]:
+    """The `jax.named_scope`s and jitted functions around an equation."""
+    return (*(x for outer in around for x in inner_scope(outer)), *scopes_of(eqn))

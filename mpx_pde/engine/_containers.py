@@ -11,11 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from ..checkpoint_policies import translate
 from ..interpret._jaxpr import LOOPS, aval_of, bodies_of
-from ..interpret._rebind import rebind, scan_counts
+from ..interpret._rebind import bind_around, rebind, scan_counts
+from ._custom import custom_jvp, custom_vjp
 from ._plan import Index, Plan
 from ._segments import NO_KINDS, Kinds
-from ._streams import DEEP, Jet, Operand, is_inexact, primal_of, stage_of, zeros_of
+from ._streams import DEEP, Jet, Operand, cast, is_inexact, primal_of, stage_of, zeros_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,12 +31,16 @@ class Containers:
     - `loaded`: takes a value and its dtype in the program to what it is computed in. So all values
         cross a border.
     - `kinds`: what the operands of the equation are.
+    - `mixed`: whether each equation has a precision of its own. Then values cross as they are
+        stored, but for what loops carry; and what enters a loop from outside becomes a master,
+        since its cotangents add up over the steps.
     """
 
     plan: Plan
     program: Callable[..., list[Operand]]
-    loaded: Callable[[Operand, Any], Operand]
+    loaded: Callable[..., Operand]
     kinds: Kinds = NO_KINDS
+    mixed: bool = False
 
     def __call__(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
         return _ENTERED[eqn.primitive.name](self, eqn, operands)
@@ -49,6 +55,8 @@ class Containers:
         """A body, whose operands have these `places` among those of the equation, or all."""
         kinds = self.kinds if places is None else self.kinds.among(places)
         out = self.program(closed, operands, carried=carried, operand_kinds=kinds)
+        if self.mixed:
+            return out
         return [self.loaded(x, aval.dtype) for x, aval in zip(out, closed.out_avals, strict=True)]
 
     # Loops.
@@ -66,11 +74,15 @@ class Containers:
             streams[key] = like if stream is None else jnp.broadcast_to(stream, like.shape)
         return Jet(jnp.asarray(jet.primal), streams, stage)
 
+    def _outside(self, values: Sequence[Operand]) -> list[Any]:
+        return [primal_of(self.loaded(x)) for x in values]
+
     def _carried(self, x: Any, init: Any, stage: int) -> Any:
         """What a step hands on, of the kind of what it was given."""
         if not isinstance(init, Jet):
             return primal_of(x)
         x = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, stage)
+        x = self.loaded(x)
         return self._full(x, stage) if is_inexact(x.primal) else Jet(x.primal, {}, init.stage)
 
     def _scan(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
@@ -81,13 +93,17 @@ class Containers:
             # There is no step to look at, and nothing to stack.
             stacked = map(aval_of, eqn.outvars[n_carry:])
             return [*init, *(jnp.zeros(a.shape, a.dtype) for a in stacked)]
-        stage = stage_of(operands)
+        if self.mixed:
+            consts, init = self._outside(consts), list(map(self.loaded, init))
+        stage = DEEP if self.mixed else stage_of(operands)
         # Streams of what is scanned over have that axis behind the one of stacked directions.
         scanned = self._axis(operands[n:], front=True)
         for _ in range(3):
             # The stage of a carry rises from step to step until it stays.
             carried = [self._full(x, stage, n_consts + i) for i, x in enumerate(init)]
             step = partial(self._step, eqn, n_consts, n_carry, stage)
+            if stage == DEEP:
+                break
             first = jax.tree.map(lambda x: x[0], scanned)
             carry = jax.eval_shape(partial(step, *consts), *carried, *first)[:n_carry]
             rises = max((x.stage for x in carry if isinstance(x, Jet)), default=stage)
@@ -137,8 +153,9 @@ class Containers:
             out = self._inside(body, values, (), (*range(first, n), *carry))
             return [self._carried(y, x, DEEP) for y, x in zip(out, values[n_body:], strict=True)]
 
-        init = [self._full(x, DEEP) for x in operands[n:]]
-        return rebind(eqn, [*operands[:n], *init], [proceed, step])
+        outside = self._outside(operands[:n]) if self.mixed else operands[:n]
+        init = [self._full(self.loaded(x), DEEP) for x in operands[n:]]
+        return rebind(eqn, [*outside, *init], [proceed, step])
 
     # Branches.
 
@@ -160,8 +177,24 @@ class Containers:
 
     def _checkpoint(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
         options = {k: eqn.params[k] for k in ("policy", "prevent_cse") if k in eqn.params}
+        if self.mixed and options.get("policy"):
+            # It was written for the products that are mixed ones now.
+            options["policy"] = translate(options["policy"])
         run = partial(self.program, bodies_of(eqn)[0], operand_kinds=self.kinds)
         return jax.checkpoint(run, **options)(operands)
+
+    def _jit(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
+        run = partial(self._inside, bodies_of(eqn)[0])
+        traced, out = jax.make_jaxpr(run, return_shape=True)(operands)
+        return jax.tree.unflatten(
+            jax.tree.structure(out), bind_around(eqn, jax.tree.leaves(operands), traced)
+        )
+
+    def _custom_jvp(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
+        return custom_jvp(eqn, operands, self._inside)
+
+    def _custom_vjp(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
+        return custom_vjp(eqn, operands, self._inside)
 
     def _shard_map(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
         def body(*arrays):
@@ -178,12 +211,17 @@ _ENTERED = {
     "cond": Containers._cond,
     "remat2": Containers._checkpoint,
     "shard_map": Containers._shard_map,
+    "jit": Containers._jit,
+    "custom_jvp_call": Containers._custom_jvp,
+    "custom_vjp_call": Containers._custom_vjp,
 }
+_PLAIN = (*LOOPS, "remat2", "shard_map")
 
 
-def enters(eqn: JaxprEqn, plain: bool) -> bool:
-    """Whether an equation is entered here; `plain` where there are no streams."""
-    return eqn.primitive.name in (_ENTERED if plain else LOOPS)
+def enters(eqn: JaxprEqn, plain: bool, *, mixed: bool = False) -> bool:
+    """Whether an equation is entered here; `plain` where there are no streams, `mixed` where also
+    each equation has a precision of its own."""
+    return eqn.primitive.name in (_ENTERED if mixed else _PLAIN if plain else LOOPS)
 
 
 def _like(x: Any, options: Sequence[Any]) -> Any:
@@ -196,4 +234,5 @@ def _like(x: Any, options: Sequence[Any]) -> Any:
     streams = {
         k: jet.streams.get(k, jnp.zeros(shape.shape, shape.dtype)) for k, shape in shapes.items()
     }
-    return Jet(jet.primal, streams, max(y.stage for y in jets))
+    widest = max((primal_of(y).dtype for y in options), key=lambda dtype: dtype.itemsize)
+    return Jet(cast(jet.primal, widest), streams, max(y.stage for y in jets))

@@ -1,6 +1,6 @@
 """Functions with a derivative of their own, computed wider than the program has them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,10 +17,25 @@ from ..interpret._jaxpr import (
     differentiable,
     jaxprs_in,
     own_bind,
+    pullback,
     pushforward,
     walk,
 )
-from ._streams import typed
+from ..interpret._reverse import is_symbolic_zero, linear_by_pullback, tangent_like
+from ._streams import DEEP, Jet, Operand, Storage, is_inexact, primal_of, typed
+
+
+def own_in_registers(eqn: JaxprEqn, args: Sequence[Any], storage: Storage) -> list[Any]:
+    """Binds an equation to values in registers. One that holds a program is that program in its own
+    dtypes, but for functions with a derivative of their own and for scatters, and so is one of
+    float64 that registers do not hold."""
+    if eqn.primitive.name == "custom_jvp_call":
+        return custom_in_registers(eqn, args)
+    wide = {x.dtype for x in args if is_inexact(x)} - {storage.registers}
+    programs = "update_jaxpr" not in eqn.params and next(jaxprs_in(eqn), None) is not None
+    if not programs and not any(d.itemsize > 4 for d in wide if d.kind == "f"):
+        return own_bind(eqn, args)
+    return [storage.constant(x) for x in own_bind(eqn, typed(eqn, args))]
 
 
 def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
@@ -34,19 +49,82 @@ def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
     avals = [aval_of(v) for v in eqn.invars]
     if dtype is None or all(a.dtype == x.dtype for a, x in zip(avals, args, strict=True)):
         return own_bind(eqn, args)
-    moving, live = differentiable(eqn.invars), differentiable(eqn.outvars)
+    return custom_jvp(eqn, args, lambda closed, args: _evaluate(closed, args, dtype))
+
+
+# The derivative of each use is traced for itself, since it depends on the operands that move, and
+# goes with what that use keeps. Operands and results are arrays or jets without streams.
+
+Evaluate = Callable[[ClosedJaxpr, Sequence[Operand]], list[Operand]]
+
+
+def custom_jvp(eqn: JaxprEqn, operands: Sequence[Operand], evaluate: Evaluate) -> list[Operand]:
+    """Returns the results of a `custom_jvp_call`, of which the function and its derivative are
+    evaluated."""
+
+    def push(primals, tangents, moving, like):
+        moved = [
+            Jet(tangents[i], {}, DEEP) if isinstance(primals[i], Jet) else tangents[i]
+            for i in moving
+        ]
+        out = evaluate(pushforward(eqn, moving), [*primals, *moved])
+        live = [like[i] for i in differentiable(eqn.outvars)]
+        return _in_dtypes(out[: len(like)], like), _in_dtypes(out[len(like) :], live)
+
+    return _with_tangents(eqn, operands, evaluate, push)
+
+
+def custom_vjp(eqn: JaxprEqn, operands: Sequence[Operand], evaluate: Evaluate) -> list[Operand]:
+    """Returns the results of a `custom_vjp_call`, of which both rules are evaluated."""
+
+    def push(primals, tangents, moving, like):
+        rule, backward_rule = pullback(eqn, moving)
+        out, live = evaluate(rule, primals), differentiable(eqn.outvars)
+        values = _in_dtypes(out[: len(like)], like)
+        kept, treedef = jax.tree.flatten(out[len(like) :])
+
+        def backward(residuals, cotangents):
+            jets = [Jet(x, {}, DEEP) for x in cotangents]
+            back = evaluate(backward_rule(), [*jax.tree.unflatten(treedef, residuals), *jets])
+            return _in_dtypes(back, [primal_of(primals[i]) for i in moving])
+
+        moved = [tangents[i] for i in moving], [values[i] for i in live]
+        return values, linear_by_pullback(backward, kept, *moved)
+
+    return _with_tangents(eqn, operands, evaluate, push)
+
+
+def _with_tangents(
+    eqn: JaxprEqn, operands: Sequence[Operand], evaluate: Evaluate, push: Callable
+) -> list[Operand]:
+    """A function whose derivative is `push`: of its operands, their tangents, the positions of
+    those that move, and what it returns."""
     (closed,) = bodies_of(eqn)
-    fun = jax.custom_jvp(lambda *args: _evaluate(closed, args, dtype))
 
-    @fun.defjvp
-    def _(primals, tangents):
-        moved = [tangents[i] for i in moving]
-        out = _evaluate(pushforward(eqn, moving), [*primals, *moved], dtype)
-        values, slopes = out[: len(eqn.outvars)], iter(out[len(eqn.outvars) :])
-        none = lambda x: np.zeros(jnp.shape(x), jax.dtypes.float0)
-        return values, [next(slopes) if i in live else none(x) for i, x in enumerate(values)]
+    def body(*values):
+        return evaluate(closed, values)
 
-    return fun(*args)
+    # The name under which it appears.
+    body.__name__ = closed.jaxpr.debug_info.func_name
+    function = jax.custom_jvp(body)
+
+    def rule(primals, tangents):
+        tangents = list(map(primal_of, tangents))
+        moving = [i for i in differentiable(eqn.invars) if not is_symbolic_zero(tangents[i])]
+        like = jax.eval_shape(body, *primals)
+        out, moved = push(primals, tangents, moving, list(map(primal_of, like)))
+        found = dict(zip(differentiable(eqn.outvars), moved, strict=True))
+        dots = [found[i] if i in found else tangent_like(x) for i, x in enumerate(out)]
+        treedef = jax.tree.structure(like)
+        return jax.tree.unflatten(treedef, out), jax.tree.unflatten(treedef, dots)
+
+    function.defjvp(rule, symbolic_zeros=True)
+    return function(*operands)
+
+
+def _in_dtypes(values: Sequence[Operand], like: Sequence[Any]) -> list[Any]:
+    pairs = zip(map(primal_of, values), like, strict=True)
+    return [jnp.asarray(x, y.dtype) if is_inexact(y) else x for x, y in pairs]
 
 
 def _cast(x: Any, dtype: Any) -> Any:

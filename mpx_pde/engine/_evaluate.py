@@ -16,11 +16,11 @@ from jax.interpreters import ad
 from .._derivative_of import with_derivative_of
 from .._order import gradients_in_turn, read_at_once, rounded_cotangent
 from ..interpret import _tables as tables
-from ..interpret._flat import Constant, Step, flatten
-from ..interpret._jaxpr import LOOPS, aval_of, in_context_of, jaxprs_in, own_bind
+from ..interpret._flat import Constant, Step, flatten, read
+from ..interpret._jaxpr import LOOPS, aval_of, in_context_of, own_bind
 from ..interpret._lines import line_of, site_of
 from ._containers import Containers, enters
-from ._custom import custom_in_registers
+from ._custom import own_in_registers
 from ._fallback import nested
 from ._known import folded
 from ._moments import with_moments
@@ -91,7 +91,7 @@ class Evaluator:
                 self._step(part.steps[0], env, roles)
             else:
                 self._layer(part, env, roles)
-        return [_read(x, env) for x in flat.outputs]
+        return [read(x, env) for x in flat.outputs]
 
     def _given(self, x: Any) -> Any:
         """Returns a constant of a program. Without streams there is no point: arrays are data."""
@@ -198,8 +198,8 @@ class Evaluator:
             operands = [v.aval if isinstance(x, Constant) else kind(x, v) for x, v in pairs]
             return self.product.dtype_of(step, operands, roles, self.storage) == self.storage.dtype
 
-        only = multiplied_only(part, is_half) if self.plain else set()
-        return {k for k in only if roles.stage.get(k) == DATA}
+        given = {k for k in part.inputs if self.plain and roles.stage.get(k) == DATA}
+        return given & multiplied_only(part.steps, part.outputs, is_half, tables.MOVES)
 
     def _without_values(self) -> "Evaluator":
         """The same without factors and scales, which a trace may have made, and with nobody to tell
@@ -218,7 +218,7 @@ class Evaluator:
     # One equation.
 
     def _step(self, step: Step, env: dict[int, Any], roles) -> None:
-        operands = [_read(x, env) for x in step.inputs]
+        operands = [read(x, env) for x in step.inputs]
         with in_context_of(step.eqn, self._caller_of(step.eqn)):
             out = self._results(step, operands, roles)
         for k, x, v in zip(step.outputs, out, step.eqn.outvars, strict=True):
@@ -273,7 +273,7 @@ class Evaluator:
             out = enter(eqn, operands)
             return self._noted(step, out, name, "")
         if self.plain:
-            out = self._own(eqn, list(map(primal_of, operands)))
+            out = own_in_registers(eqn, list(map(primal_of, operands)), self._register_storage)
             if biased:
                 out = [rounded_cotangent(x, self.storage.dtype) for x in out]
             return self._noted(step, [Jet(x, {}, DEEP) for x in out], "plain", "")
@@ -299,21 +299,9 @@ class Evaluator:
                 "depends on the point. Take it out of the function that is differentiated, or "
                 "put `jax.lax.stop_gradient` around its operands."
             )
-        out = nested(lambda *args: self._own(eqn, args), operands, self.rules)
+        own = lambda *args: own_in_registers(eqn, args, self._register_storage)
+        out = nested(own, operands, self.rules)
         return self._noted(step, out, "nested", "no rule: by nested forward mode")
-
-    def _own(self, eqn: Any, args: Sequence[Any]) -> list[Any]:
-        """An equation on values in registers. One that holds a program is that program in its own
-        dtypes, but for functions with a derivative of their own and for scatters, and so is one of
-        float64 that registers do not hold."""
-        if eqn.primitive.name == "custom_jvp_call":
-            return custom_in_registers(eqn, args)
-        storage = self._register_storage
-        wide = {x.dtype for x in args if is_inexact(x)} - {storage.registers}
-        programs = "update_jaxpr" not in eqn.params and next(jaxprs_in(eqn), None) is not None
-        if not programs and not any(d.itemsize > 4 for d in wide if d.kind == "f"):
-            return own_bind(eqn, args)
-        return [storage.constant(x) for x in own_bind(eqn, typed(eqn, args))]
 
     def _noted(self, step: Step, out: list[Any], rule: str, how: str) -> list[Any]:
         if self.note is not None:
@@ -331,14 +319,6 @@ class Evaluator:
 
 
 _WITH_OWN_JVP = LOOPS | {"custom_jvp_call", "shard_map"}
-
-
-def _read(x: Any, env: Mapping[int, Any]) -> Any:
-    if not isinstance(x, Constant):
-        return env[x]
-    if isinstance(x.value, int | float | complex):  # be it one with a dtype, as JAX's literals are
-        return np.asarray(x.value, x.aval.dtype)
-    return x.value
 
 
 def _split(

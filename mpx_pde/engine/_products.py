@@ -8,22 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.extend.core import JaxprEqn
 
 from .._bilinear import Given
 from .._conv import mixed_conv_general_dilated_p
 from .._dot import mixed_dot_general_p
-from .._dtypes import is_half
+from .._dtypes import is_half, wide
 from .._order import shared
+from .._split import SPLIT_PRODUCTS
 from .._varying import match_varying_axes
 from ..interpret import _tables as tables
 from ..interpret._asks import asks_for_more, says_its_dtype
 from ..interpret._flat import Constant, Flat
-from ..interpret._jaxpr import aval_of
+from ..interpret._jaxpr import aval_of, own_bind
 from ._linear import values_in
 from ._plan import Index
 from ._rules import Rules
 from ._segments import Role
 from ._streams import DEEP, RAW, Jet, Storage, after_product, bind, is_inexact
+
+
+FULL = np.dtype("float32")
+
+_APART = Given(apart=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +171,7 @@ class Product:
         if eqn.primitive.name in tables.MIXED:
             return _mixed(eqn, wide, wide)
         if eqn.primitive.name == "dot_general" and _is_real(eqn) and _leaves_it_open(eqn):
-            return _mixed(eqn, wide, wide, apart=False)
+            return _mixed(eqn, wide, wide, given=Given())
         params = {**eqn.params, "preferred_element_type": wide}
         if params["precision"] is None:
             params["precision"] = (lax.Precision.HIGHEST,) * 2
@@ -248,17 +255,73 @@ def _leaves_it_open(eqn: Any) -> bool:
 
 
 def _mixed(
-    eqn: Any, dtype: Any, out_dtype: Any, algorithm: str | None = None, apart: bool = True
+    eqn: Any, dtype: Any, out_dtype: Any, algorithm: str | None = None, given: Given = _APART
 ) -> Any:
     dropped = ("precision", "preferred_element_type", "algorithm")
     params = {k: v for k, v in eqn.params.items() if k not in dropped}
-    params |= {
-        "dtype": jnp.dtype(dtype),
-        "out_dtype": jnp.dtype(out_dtype),
-        "given": Given(apart=apart),
-    }
+    params |= {"dtype": jnp.dtype(dtype), "out_dtype": jnp.dtype(out_dtype), "given": given}
     is_dot = "dot_general" in eqn.primitive.name
     if is_dot:
         params["algorithm"] = algorithm
     primitive = mixed_dot_general_p if is_dot else mixed_conv_general_dilated_p
     return lambda x, y: primitive.bind(*match_varying_axes(x, y), **params)
+
+
+# Products of values alone, as `autocast` takes them.
+
+
+def gives_way(eqn: JaxprEqn) -> bool:
+    """Returns whether a mixed product is one that nobody gave a dtype."""
+    return eqn.params["dtype"] == FULL and not says_its_dtype(eqn)
+
+
+def half_product(eqn: JaxprEqn, arrays: Sequence[Any], dtype: np.dtype) -> Any:
+    """Returns a product as one of halves, which are accumulated in float32."""
+    if eqn.primitive.name in tables.MIXED:
+        given = eqn.params.get("given", Given())
+        out_dtype = eqn.params["out_dtype"] if given.out_dtype else dtype
+    else:
+        # A program that multiplies halves into float32 gets float32.
+        widens = aval_of(eqn.invars[0]).dtype == dtype and aval_of(eqn.outvars[0]).dtype == FULL
+        out_dtype = FULL if widens else dtype
+    return _mixed(eqn, dtype, out_dtype, given=Given())(*arrays)
+
+
+def split_product(eqn: JaxprEqn, arrays: Sequence[Any], algorithm: lax.DotAlgorithmPreset) -> Any:
+    """Returns a product of float32 arrays, which the hardware splits into halves whose products it
+    adds up. Convolutions have no such algorithm."""
+    name = next((k for k, v in SPLIT_PRODUCTS.items() if v is algorithm), None)
+    if "dot_general" not in eqn.primitive.name:
+        return _mixed(eqn, FULL, FULL, given=Given())(*arrays)
+    if name is not None:
+        return _mixed(eqn, FULL, FULL, name, Given())(*arrays)
+    # A preset of JAX that has no name here.
+    params = {name: eqn.params[name] for name in ("dimension_numbers", "out_sharding")}
+    return lax.dot_general(*arrays, **params, precision=algorithm, preferred_element_type=FULL)
+
+
+def full_product(eqn: JaxprEqn, arrays: Sequence[Any]) -> list:
+    """Returns a product in float32, or in what more the program asks for."""
+    if eqn.primitive.name in tables.MIXED:
+        params: dict[str, Any] = {name: wide(eqn.params[name]) for name in ("dtype", "out_dtype")}
+        params["given"] = Given()
+    else:
+        dtype = aval_of(eqn.outvars[0]).dtype
+        params = {} if dtype == FULL else {"preferred_element_type": wide(dtype)}
+    return own_bind(eqn.replace(params={**eqn.params, **params}), arrays)
+
+
+def multiplied_in(eqn: JaxprEqn, rule: str, dtype: np.dtype, algorithm: Any) -> str | None:
+    """Returns what the operands of a product are rounded to, or how they are split; `None` for
+    other operations."""
+    name = eqn.primitive.name
+    if name not in tables.PRODUCTS:
+        return None
+    own = eqn.params.get("dtype", aval_of(eqn.invars[0]).dtype)
+    if rule == "own" or (rule == "mixed" and not gives_way(eqn)):
+        return own.name
+    if rule == "full":
+        return wide(own if name in tables.MIXED else FULL).name
+    if algorithm is None:
+        return dtype.name
+    return algorithm.name if "dot" in name else FULL.name

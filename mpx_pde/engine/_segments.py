@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step, flatten, variables
-from ..interpret._jaxpr import bodies_of, contains
+from ..interpret._jaxpr import CALLS, bodies_of, contains
 from ..interpret._rebind import scan_counts
 from ._linear import by_stream, is_linear, moving_in, still_in, values_in
 from ._network import contracted, ends_of
@@ -37,6 +37,15 @@ def _is_alone(step: Step) -> bool:
     return eqn.primitive.name in tables.ALONE or any(
         contains(inner, tables.PRODUCTS) for inner in bodies_of(eqn)
     )
+
+
+def is_light(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation costs hardly more than reading what it takes."""
+    name, bodies = eqn.primitive.name, bodies_of(eqn)
+    if eqn.effects or not bodies:
+        return name in tables.LIGHT and not eqn.effects
+    inside = (inner for body in bodies for inner in body.jaxpr.eqns)
+    return name in (*CALLS, "custom_jvp_call") and all(map(is_light, inside))
 
 
 class Kinds(NamedTuple):
@@ -81,6 +90,8 @@ class Role(NamedTuple):
     - `data`: the results of equations that take nothing but data there.
     - `still`: what has no derivative, such as what comes of `jax.lax.stop_gradient`.
     - `half`: the variables that do not depend on the point and are effectively half.
+    - `rules`: what is decided for each equation, by its identity, where that is known.
+    - `numbers`: the masters there that are numbers known while tracing.
     """
 
     stage: dict[int, int]
@@ -92,6 +103,8 @@ class Role(NamedTuple):
     data: Collection[int] = ()
     still: Collection[int] = ()
     half: Collection[int] = ()
+    rules: Any = None
+    numbers: Any = None
 
     def is_data(self, step: Step) -> bool:
         """Returns whether an equation of a loss takes data, and nothing of the model."""
@@ -471,14 +484,20 @@ def _is_zero(x: int | Constant) -> bool:
     return isinstance(x, Constant) and np.ndim(x.value) == 0 and bool(x.value == 0)
 
 
-def multiplied_only(part: Part, is_product: Callable[[Step], bool]) -> set[int]:
-    """Returns what enters a layer and is read by products alone, at most moved before."""
-    read = set(part.outputs)
-    for step in reversed(part.steps):
-        moved = step.eqn.primitive.name in tables.MOVES and read.isdisjoint(step.outputs)
+def multiplied_only(
+    steps: Sequence[Step],
+    outputs: Iterable[int],
+    is_product: Callable[[Step], bool],
+    moves: Collection[str],
+) -> set[int]:
+    """Returns the variables that only products read, at most moved before."""
+    read, used = set(outputs), set[int]()
+    for step in reversed(steps):
+        used.update(variables(step.inputs))
+        moved = step.eqn.primitive.name in moves and read.isdisjoint(step.outputs)
         if not moved and not is_product(step):
             read.update(variables(step.inputs))
-    return set(part.inputs) - read
+    return used - read
 
 
 class _Body(NamedTuple):
@@ -532,6 +551,9 @@ def _kind(step: Step, roles: Role) -> str:
     name = step.eqn.primitive.name
     if not stages or roles.is_data(step):
         return "constant"
+    if roles.rules is not None:
+        # What takes long is not evaluated again, and a product needs not be.
+        return "light" if is_light(step.eqn) else "alone"
     if max(stages) == RAW and name in tables.COORDINATES:
         return "raw"
     if _is_alone(step):

@@ -1,9 +1,10 @@
 """A jaxpr as one flat list of equations."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Sharding
 
@@ -90,3 +91,12 @@ def needed(steps: Sequence[Step], outputs: Sequence[int | Constant]) -> tuple[St
             kept.append(step)
             wanted.update(variables(step.inputs))
     return tuple(reversed(kept))
+
+
+def read(x: int | Constant, env: Mapping[int, Any]) -> Any:
+    """Returns the value of an operand."""
+    if not isinstance(x, Constant):
+        return env[x]
+    if isinstance(x.value, int | float | complex):  # be it one with a dtype, as JAX's literals are
+        return np.asarray(x.value, x.aval.dtype)
+    return x.value

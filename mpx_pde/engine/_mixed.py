@@ -1,0 +1,394 @@
+"""A program without streams of which each equation has a precision of its own.
+
+Between products everything is computed in float32 registers. What is stored, between them and for
+the backward pass, is half where it follows from halves.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.extend.core import ClosedJaxpr, JaxprEqn
+
+from .._order import rounded_cotangent
+from ..interpret import _tables as tables
+from ..interpret._asks import asks_for_more, says_its_dtype
+from ..interpret._flat import Constant, Flat, Step, flatten, read, variables
+from ..interpret._jaxpr import bodies_of, contains, in_context_of, is_container, own_bind
+from ..interpret._lines import source_of
+from ._containers import Containers, enters
+from ._custom import own_in_registers
+from ._plan import Plan
+from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
+from ._segments import Part, Role, is_light, multiplied_only, parts_of
+from ._streams import DEEP, Jet, Storage, cast, is_inexact, primal_of, typed
+
+
+class Rule(NamedTuple):
+    """What is decided for an equation.
+
+    **Attributes:**
+
+    - `name`: `"product"`, `"mixed"`, `"full"`, `"half"`, `"follow"`, `"layout"`, `"convert"` or
+        `"own"` (the dtypes of the program).
+    - `reason`: why.
+    - `known`: whether the primitive has a row in the table.
+    - `asked`: whether an override asks for float32.
+    """
+
+    name: str
+    reason: str
+    known: bool = True
+    asked: bool = False
+
+
+class Told(NamedTuple):
+    """An equation that was evaluated, for whoever lists them."""
+
+    step: Step
+    around: tuple[JaxprEqn, ...]
+    rule: Rule
+    operands: Sequence[Any]
+    results: Sequence[Any]
+    roles: Role
+
+
+@runtime_checkable
+class Listener(Protocol):
+    """Says what is asked of single equations, and hears what becomes of them."""
+
+    def overrides(self, eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> tuple[str | None, str | None]:
+        """Returns the override that asks for half, and that which asks for float32."""
+        ...
+
+    def operation(self, told: Told) -> None: ...
+
+    def program(self, flat: Flat, roles: Role) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Mixed:
+    """One evaluation.
+
+    Operands and results that are arrays are masters: they stay in float32 up to the product that
+    rounds them, and so does what only moves them. Everything else is a jet without streams.
+
+    **Attributes:**
+
+    - `dtype`: the half type.
+    - `algorithm`: how products are split that are of float32; `None` for products of halves.
+    - `listener`: where somebody asks or overrides.
+    - `around`: the containers that it evaluates the inside of, outermost first.
+    """
+
+    dtype: np.dtype
+    algorithm: lax.DotAlgorithmPreset | None = None
+    listener: Listener | None = None
+    around: tuple[JaxprEqn, ...] = ()
+
+    def __call__(self, closed: ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
+        """Returns the results of a jaxpr in the dtypes that it has. Its operands are masters, but
+        those that it has in half."""
+        operands = [
+            Jet(x, {}, DEEP) if is_inexact(v) and v.dtype == self.dtype else x
+            for x, v in zip(arrays, closed.in_avals, strict=True)
+        ]
+        out = map(primal_of, self.program(closed, operands))
+        return [
+            cast(jnp.asarray(x), v.dtype) if is_inexact(v) else x
+            for x, v in zip(out, closed.out_avals, strict=True)
+        ]
+
+    @property
+    def storage(self) -> Storage:
+        return Storage(FULL, self.dtype)
+
+    def program(self, closed: ClosedJaxpr, operands: Sequence[Any], **_: Any) -> list[Any]:
+        flat = flatten(closed, forward_mode=False, sharded=True)
+        env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
+        env.update(zip(flat.inputs, operands, strict=True))
+        roles = self._roles(flat, env)
+        alike: dict[Hashable, Callable] = {}
+        for part in parts_of(flat, roles):
+            run = self._equation if part.alone else self._layer
+            run(part, env, roles, alike)
+        if self.listener is not None:
+            self.listener.program(flat, roles)
+        return [read(x, env) for x in flat.outputs]
+
+    def _roles(self, flat: Flat, env: Mapping[int, Any]) -> Role:
+        """Returns the roles of variables. What is `stored` is known when it is evaluated, but for
+        what half products alone take; `final` is what must not be."""
+        rules = {id(s): self._rule(s.eqn, (*self.around, *s.calls)) for s in flat.steps}
+        stage = {k: DEEP for k, x in env.items() if isinstance(x, Jet)}
+        for step in flat.steps:
+            if not _moves_masters(step, stage):
+                stage.update(dict.fromkeys(step.outputs, DEEP))
+        stored = {k for k, x in env.items() if self._is_half(x)}
+        if self.algorithm is None:
+            outputs, is_half = variables(flat.outputs), lambda s: rules[id(s)].name == "product"
+            stored |= stage.keys() & multiplied_only(flat.steps, outputs, is_half, tables.LAYOUT)
+        return Role(stage, _in_full(flat, bool(self.around)), stored, {}, rules=rules, numbers={})
+
+    def governs(self, aval: Any) -> bool:
+        """Returns whether a value is float32 or half in the program. All others (integers, bools,
+        keys, float64, complex, references) pass through as they are."""
+        dtype = getattr(aval, "dtype", None)
+        return hasattr(aval, "weak_type") and (dtype == FULL or dtype == self.dtype)
+
+    def _rule(self, eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> Rule:
+        half, full = self.listener.overrides(eqn, around) if self.listener else (None, None)
+        name, asked = eqn.primitive.name, full is not None
+        governed = sum(self.governs(v.aval) for v in eqn.invars)
+        if not governed:
+            return Rule("own", "none of its operands is float32 or half", asked=asked)
+        rule = rule_of(eqn)
+        if sum(is_inexact(v.aval) for v in eqn.invars) > governed:
+            return rule._replace(name="own", asked=asked)
+        if rule.name == "convert" and not self.governs(eqn.outvars[0].aval):
+            return rule._replace(name="own")
+        if rule.name in ("own", "convert"):
+            return rule
+        if asked:
+            return Rule("full", f"full={full!r}", asked=True)
+        if half is not None:
+            return Rule("product" if name in tables.JAX_PRODUCTS else "half", f"half={half!r}")
+        return rule
+
+    def _product(self, eqn: JaxprEqn, rule: str, operands: Sequence[Any]) -> list:
+        """A product of masters, which are arrays, and of jets. A master is rounded inside of it, so
+        that its cotangent stays in float32. What was computed is rounded before it, so that what is
+        kept for the backward pass is half."""
+        values = list(map(primal_of, operands))
+        if rule == "mixed" and not gives_way(eqn):
+            return own_bind(eqn, values)
+        dtype = self.dtype if rule != "full" and self.algorithm is None else FULL
+        arrays = [
+            cast(x, dtype) if isinstance(y, Jet) else x
+            for x, y in zip(values, operands, strict=True)
+        ]
+        if rule == "full":
+            return full_product(eqn, arrays)
+        if self.algorithm is None:
+            return [half_product(eqn, arrays, self.dtype)]
+        return [split_product(eqn, arrays, self.algorithm)]
+
+    def _fits(self, number: Any) -> bool:
+        """Returns whether a constant keeps its meaning in half: no overflow, no underflow."""
+        info, size = jnp.finfo(self.dtype), abs(float(number))
+        normal = float(info.tiny) <= size <= float(info.max)
+        return normal or size == 0 or not math.isfinite(size)
+
+    def _is_half(self, x: Any) -> bool:
+        return isinstance(x, Jet) and x.primal.dtype == self.dtype
+
+    def _layer(self, part: Part, env: dict[int, Any], roles: Role, alike: dict) -> None:
+        """What the backward pass evaluates again, if that keeps halves. Layers that are alike are
+        traced, differentiated and transposed once."""
+        values = [env[x] for x in part.inputs]
+        known = [x if not isinstance(x, jax.Array | Jet) else None for x in values]
+        key = object() if self.listener else _signature(part, roles, values)
+
+        def layer(*traced):
+            rest = iter(traced)
+            given = [next(rest) if x is None else x for x in known]
+            # Loaded once, so that its cotangents add up in registers.
+            inner = dict(zip(part.inputs, map(self.storage.loaded, given), strict=True))
+            for step in part.steps:
+                self._step(step, inner, roles)
+            return [self._leaving(x, inner, roles) for x in part.outputs]
+
+        if key not in alike:
+            again = part.checkpointed and any(map(self._is_half, values))
+            alike[key] = jax.checkpoint(layer) if again else layer
+        out = alike[key](*(x for x, k in zip(values, known, strict=True) if k is None))
+        env.update(zip(part.outputs, out, strict=True))
+        roles.stored.update(k for k, x in zip(part.outputs, out, strict=True) if self._is_half(x))
+
+    def _equation(self, part: Part, env: dict[int, Any], roles: Role, _: Any) -> None:
+        (step,) = part.steps
+        self._step(step, env, roles)
+        env.update((x, self._leaving(x, env, roles)) for x in step.outputs)
+
+    def _leaving(self, k: int, env: Mapping[int, Any], roles: Role) -> Any:
+        x = env[k]
+        return self.storage.stored(x) if isinstance(x, Jet) and k in roles.stored else x
+
+    def _step(self, step: Step, env: dict[int, Any], roles: Role) -> None:
+        source, around = source_of(step.eqn, step.calls), (*self.around, *step.calls)
+        operands = [read(x, env) for x in step.inputs]
+        self._follow(step, operands, roles)
+        with ExitStack() as stack:
+            for eqn in (*step.calls, step.eqn):
+                stack.enter_context(in_context_of(eqn, source))
+            out = self._results(step, operands, roles)
+        for k, x in zip(step.outputs, out, strict=True):
+            env[k] = Jet(primal_of(x), {}, DEEP) if k in roles.stage else x
+        roles.stored.update(k for k in step.outputs if self._is_half(env[k]))
+        if self.listener is not None:
+            results = [env[k] for k in step.outputs]
+            self.listener.operation(
+                Told(step, around, roles.rules[id(step)], operands, results, roles)
+            )
+
+    def _results(self, step: Step, operands: list[Any], roles: Role) -> list[Any]:
+        eqn, rule, half = step.eqn, roles.rules[id(step)], self.storage.dtype
+        values = list(map(primal_of, operands))
+        if enters(eqn, True, mixed=True) and self._concerns(eqn, operands):
+            inner = dataclasses.replace(self, around=(*self.around, *step.calls, eqn))
+            enter = Containers(Plan(()), inner.program, self.storage.loaded, mixed=True)
+            return enter(eqn, operands)
+        if rule.name == "own":
+            return own_bind(eqn, typed(eqn, values))
+        if eqn.primitive.name in tables.PRODUCTS:
+            return self._product(eqn, rule.name, operands)
+        if not roles.stage.keys() & set(step.outputs) and step.outputs:
+            return values if rule.name == "convert" else own_bind(eqn, values)
+        stored = bool(step.outputs) and roles.stored.issuperset(step.outputs)
+        if rule.name == "half" or (rule.name != "convert" and stored and not is_light(eqn)):
+            # What is no part of a layer moves, sorts or gathers halves.
+            return own_bind(eqn, [cast(x, half) if is_inexact(x) else x for x in values])
+        loaded = list(map(primal_of, map(self.storage.loaded, operands)))
+        if rule.name == "convert":
+            return loaded
+        out = own_in_registers(eqn, loaded, self.storage)
+        biased = is_biased(eqn, operands, self.storage)
+        return [rounded_cotangent(x, half) for x in out] if biased else out
+
+    def _concerns(self, eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
+        """Returns whether anything changes inside of a container that is no light function."""
+        multiplies = any(contains(x, tables.JAX_PRODUCTS) for x in bodies_of(eqn))
+        if self.listener or multiplies or eqn.primitive.name in ("jit", "remat2", "shard_map"):
+            return True
+        return not is_light(eqn) and any(map(self._is_half, operands))
+
+    def _follow(self, step: Step, operands: Sequence[Any], roles: Role) -> None:
+        """Notes which results of an equation count as half, and which are numbers that are known
+        while tracing."""
+        rule, outputs = roles.rules[id(step)].name, step.outputs
+        numbers = [_number(x, y, roles) for x, y in zip(step.inputs, operands, strict=True)]
+        if rule == "layout" and len(numbers) == 1 and numbers[0] is not None:
+            roles.numbers.update(dict.fromkeys(outputs, numbers[0]))
+        if rule == "convert":
+            half = step.eqn.params["new_dtype"] == self.dtype
+        else:
+            half = rule in ("follow", "layout") and roles.final.isdisjoint(outputs)
+            half = half and self._gives_way(step, operands, numbers, roles)
+        roles.stored.update(x for x in outputs if half and x in roles.stage)
+
+    def _gives_way(self, step: Step, operands: Sequence, numbers: Sequence, roles: Role) -> bool:
+        """Returns whether one operand is half, and all others give way to it."""
+        half = [not isinstance(x, Constant) and x in roles.stored for x in step.inputs]
+        for x, number, is_half in zip(operands, numbers, half, strict=True):
+            if is_half or not is_inexact(primal_of(x)):
+                continue
+            # The difference of a prediction and its target is a residual, not a bias.
+            residual = number is None and step.eqn.primitive.name in ("sub", "div")
+            if isinstance(x, Jet) or residual:
+                return False
+            if number is not None and not self._fits(number):
+                return False
+        return any(half)
+
+
+_RULES = {"half": "product", "itself": "mixed", "float32": "full", "operands": "follow"}
+"""By the precision that an operation has in the table."""
+
+
+def rule_of(eqn: JaxprEqn) -> Rule:
+    """Returns the rule for an equation by itself."""
+    name = eqn.primitive.name
+    if name in tables.JAX_PRODUCTS and asks_for_more(eqn):
+        return Rule("full", "the program asks for this precision itself")
+    if name in tables.MIXED and not says_its_dtype(eqn):
+        return Rule("mixed", "a mixed product without a dtype of its own: it is given one")
+    if name == "custom_jvp_call":
+        return Rule("full" if contains(bodies_of(eqn)[0], tables.FULL) else "follow", "")
+    if name not in tables.TABLE:
+        return Rule("own", "unknown to autocast", known=False)
+    row = tables.TABLE[name]
+    engines = {"layout": "layout", "cast": "convert"}
+    return Rule(engines.get(row.engine, _RULES.get(row.precision, "own")), row.reason)
+
+
+def _number(x: Any, operand: Any, roles: Role) -> Any:
+    if not isinstance(x, Constant) and x in roles.numbers:
+        return roles.numbers[x]
+    concrete = isinstance(operand, np.ndarray | np.generic) and np.ndim(operand) == 0
+    return operand if concrete and is_inexact(operand) else None
+
+
+def _signature(part: Part, roles: Role, values: Sequence[Any]) -> Hashable:
+    """Equal for layers that are the same function of arrays of the same types."""
+    numbers = {x: i for i, x in enumerate(part.inputs)}
+    of_known = lambda x: (np.asarray(x).tobytes(), np.result_type(x))
+    of = lambda x: of_known(x.value) if isinstance(x, Constant) else numbers[x]
+    steps = []
+    for step in part.steps:
+        eqn, operands = step.eqn, tuple(map(of, step.inputs))
+        for x in step.outputs:
+            numbers[x] = len(numbers)
+        what = eqn.primitive, tuple(sorted(eqn.params.items())), roles.rules[id(step)]
+        where = eqn.source_info.name_stack, eqn.ctx
+        ends = tuple(x in roles.final for x in step.outputs)
+        steps.append((what, where, operands, ends))
+    given = (
+        jax.typeof(primal_of(x)) if isinstance(x, jax.Array | Jet) else of_known(x) for x in values
+    )
+    kinds = (
+        (isinstance(x, Jet), k in roles.stored, of_known(roles.numbers.get(k, 0.0)))
+        for k, x in zip(part.inputs, values, strict=True)
+    )
+    returned = tuple((numbers[x], x in roles.stored) for x in part.outputs)
+    out = tuple(steps), tuple(given), tuple(kinds), returned
+    try:
+        hash(out)
+    except TypeError:  # a parameter of an equation has no hash: like no other
+        return object()
+    return out
+
+
+def _moves_masters(step: Step, stage: Mapping[int, int]) -> bool:
+    name, avals = step.eqn.primitive.name, [v.aval for v in step.eqn.invars]
+    if any(x in stage for x in variables(step.inputs)):
+        return False
+    if not any(is_inexact(v.aval) for v in step.eqn.outvars):
+        return True
+    # Zeros and ones are exact in every dtype: a mask gives way to what it masks.
+    moves = name in tables.LAYOUT or name == "convert_element_type"
+    exact = (is_inexact(x) or getattr(x, "dtype", None) == np.bool_ for x in avals)
+    return moves and all(exact)
+
+
+_PASSED = tables.ARITHMETIC | tables.LAYOUT | tables.CHOICES
+
+
+def _in_full(flat: Flat, inside: bool) -> set[int]:
+    """Returns the results of arithmetic that belongs to what comes after it: to a function that
+    magnifies its rounding error, or to a sum, which a product of halves may be too large for.
+    Results of a program `inside` of another may go into a sum there."""
+    magnified, out = set[int](), set[int]()
+    elsewhere = set(variables(flat.outputs))
+    summed = set(elsewhere) if inside else set[int]()
+    for step in reversed(flat.steps):
+        name, operands = step.eqn.primitive.name, variables(step.inputs)
+        arithmetic, sums = name in tables.ARITHMETIC, not summed.isdisjoint(step.outputs)
+        here = (arithmetic or name in tables.LAYOUT) and not magnified.isdisjoint(step.outputs)
+        only = name in _PASSED and elsewhere.isdisjoint(step.outputs)
+        square = name == "mul" and len(set(operands)) == 1 and len(operands) == 2
+        if (arithmetic and here) or (name == "mul" and sums and (square or only)):
+            out.update(step.outputs)
+        even = name == "integer_pow" and step.eqn.params["y"] % 2 == 0
+        if here or even or name in tables.MAGNIFYING:
+            magnified.update(operands)
+        into_sum = name in tables.SUMS or (sums and name in _PASSED)
+        summed.update(operands if into_sum or is_container(step.eqn) else ())
+        if not (into_sum and (only or name in tables.SUMS)):
+            elsewhere.update(operands)
+    return out
