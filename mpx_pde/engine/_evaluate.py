@@ -178,7 +178,7 @@ class Evaluator:
         once = lambda x: read_at_once(x) if moves(x) else x
         # What products alone read is read by each of them, and rounded by what made it.
         is_product = lambda step: step.eqn.primitive.name in tables.PRODUCTS
-        shared = stored - multiplied_only(part, is_product)
+        shared = stored - multiplied_only(part.steps, part.outputs, is_product, tables.MOVES)
         traced = {k: jax.tree.map(once, x) if k in shared else x for k, x in traced.items()}
         if self.lost is not None:
             for k, x in traced.items():

@@ -380,7 +380,7 @@ def _behind_products(
     for step in steps:
         chain = [*step.outputs] if _kind(step, roles) == "product" else []
         while chain and roles.final.isdisjoint(chain) and chain[-1] not in read:
-            following = readers.get(chain[-1], ())
+            following = readers.get(chain[-1], [])
             name = following[0].eqn.primitive.name if len(following) == 1 else ""
             if name not in _SUMS and name not in _ORDERS:
                 break
