@@ -549,11 +549,12 @@ def _bodies(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, tuple[int, int]]]:
 def _kind(step: Step, roles: Role) -> str:
     stages = [roles.stage[x] for x in variables(step.inputs) if x in roles.stage]
     name = step.eqn.primitive.name
+    if roles.rules is not None:
+        # What takes long is not evaluated again, and a product needs not be. What moves masters is,
+        # lest what they are spread to is kept.
+        return "light" if is_light(step.eqn) else "alone"
     if not stages or roles.is_data(step):
         return "constant"
-    if roles.rules is not None:
-        # What takes long is not evaluated again, and a product needs not be.
-        return "light" if is_light(step.eqn) else "alone"
     if max(stages) == RAW and name in tables.COORDINATES:
         return "raw"
     if _is_alone(step):
