@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax import lax
 from jaxtyping import Array
 
 from .._cast import is_inexact
@@ -19,14 +18,8 @@ from ._names import exponent_of
 
 
 def power_of_two(exponent: Any) -> Array:
-    """Returns 2^exponent in float32, exactly (`jnp.exp2` is not exact), and 0 below float32's
-    normal numbers.
-
-    The result is made of its bits: whatever reads a scale computes it again, entry by entry on a
-    CPU, and `jnp.ldexp` takes two powers for it.
-    """
-    biased = jnp.clip(jnp.asarray(exponent, jnp.int32) + 127, 0, 255)
-    return lax.bitcast_convert_type(biased << 23, jnp.float32)
+    """Returns 2^exponent in float32, exactly (`jnp.exp2` is not exact)."""
+    return jnp.ldexp(jnp.ones(jnp.shape(exponent), jnp.float32), exponent)
 
 
 def _scale_and_inverse(scale: Any, call: str) -> tuple[Any, Any]:
