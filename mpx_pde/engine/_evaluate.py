@@ -127,9 +127,9 @@ class Evaluator:
                 if chosen is None or not chosen.keys() >= set(step.outputs):
                     evaluator._step(step, inner, roles)
                 else:
-                    inner.update((k, Jet(chosen[k], {}, roles.stage[k])) for k in step.outputs)
+                    inner.update((k, chosen[k]) for k in step.outputs)
             out = {k: evaluator._leaving(inner[k], k, roles) for k in part.outputs}
-            return out, {k: primal_of(inner[k]) for k in choices}
+            return out, {k: _chosen(inner[k]) for k in choices}
 
         if self.full is None:
             if part.multiplies:
@@ -319,6 +319,11 @@ class Evaluator:
 
 
 _WITH_OWN_JVP = LOOPS | {"custom_jvp_call", "shard_map"}
+
+
+def _chosen(x: Any) -> Any:
+    """Returns what is chosen by a value, which has no derivatives."""
+    return x.only(()) if isinstance(x, Jet) else x
 
 
 def _split(

@@ -182,3 +182,25 @@ def test_keyword_arguments_are_data():
     want = eqx.filter_grad(lambda model: loss(model, rows=ROWS + 1e4))(MODEL)
     got = step_of(loss)(MODEL, rows=ROWS + 1e4)[3]
     assert relative_of(got, want) < TOLERANCES["bfloat16"]
+
+
+@pytest.mark.parametrize("terms", [["u", "u_x"], ["u_xx", "u_xy"]])
+def test_a_table_between_layers_has_derivatives(terms):
+    """The index into the table depends on the point, and on nothing that has streams."""
+    table = jnp.array([0.0, 1.0, 0.5, -1.0, 2.0])
+
+    def loss(weights, points):
+        def network(p):
+            h = jax.lax.fori_loop(0, 2, lambda _, h: h + jnp.tanh(weights[0] @ h), p)
+            h = jnp.interp(jnp.cos(h), jnp.linspace(-2.0, 2.0, 5), table)
+            return jnp.sum(jnp.sin(h @ weights[1]))
+
+        d = jax.vmap(mpx.partials(network, terms, coords="xyztabcd", outputs="u"))(points)
+        return jnp.mean(sum(d.values()) ** 2)
+
+    weights = [x.T[:, :8] for x in (MODEL.layers[0].weight, MODEL.layers[1].weight[:, :8])]
+    want_value, want = eqx.filter_value_and_grad(loss)(weights, ROWS[:8])
+    value, _, finite, grads = step_of(loss)(weights, ROWS[:8])
+    assert finite
+    np.testing.assert_allclose(value, want_value, rtol=1e-5)
+    assert 0 < relative_of(grads, want) < TOLERANCES["bfloat16"]
