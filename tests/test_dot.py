@@ -424,7 +424,7 @@ def _with_axes(dimension_numbers, x):
         (lambda x: mpx.mixed_matmul(x, x.astype(int), dtype="float16"), "real floating-point"),
         (lambda x: mpx.mixed_matmul(x, x.astype(jnp.complex64), dtype="float16"), "imaginary"),
         (lambda x: mpx.mixed_matmul(x, x, dtype="int32"), "mixed_matmul.*int32"),
-        (lambda x: mpx.mixed_matmul(x, x, dtype="halve"), "no dtype"),
+        (lambda x: mpx.mixed_matmul(x, x, dtype="halve"), "which is not a dtype"),
         (lambda x: mpx.mixed_matmul(x, x[:2], dtype="float16"), "mixed_matmul.*contracts"),
         (lambda x: mpx.mixed_matmul(x, x[0, 0], dtype="float16"), "mixed_matmul.*contracts"),
         (lambda x: mpx.mixed_matmul(jnp.ones((3, 3, 3)), jnp.ones((2, 3, 3))), "broadcasts"),
