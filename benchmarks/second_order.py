@@ -14,8 +14,8 @@ from ._report import Report
 
 
 PRECISIONS = (
-    *("float64", "float64-float32", "float64-float16"),
-    *("float32", "float32-float16", "float32-bfloat16"),
+    *("float64", "float64-float32", "float64-bfloat16_x3", "float64-float16"),
+    *("float32", "float32-bfloat16_x3", "float32-float16", "float32-bfloat16"),
 )
 """Of the residual and, behind a hyphen, of the Jacobian where that is another."""
 
