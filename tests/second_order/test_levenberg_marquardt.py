@@ -152,7 +152,7 @@ def test_an_acceleration_that_is_too_long_is_left_out():
     values = lambda flat: optimizer._values(flat, None, (jnp.array([0.09]),))
     w, r = jnp.zeros(1), values(jnp.zeros(1))
     pull = jax.vjp(values, w)[1]
-    solve = lambda b, close: (pull(b)[0], 0)  # JᵀJ is 1
+    solve = lambda b: (pull(b)[0], 0)  # JᵀJ is 1
     v, *_ = optimizer._step(values, w, r, lambda b: pull(b)[0], solve)
     np.testing.assert_allclose(v, 0.09, rtol=1e-5)  # half of the acceleration is 0.9 times as long
 
