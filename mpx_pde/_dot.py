@@ -105,10 +105,13 @@ def _product_of_rows(x, y, contracted: int, **options):
 
 def _has_rows(x, y, dimension_numbers) -> bool:
     """Returns whether the right operand has more rows than the left one, as the points of a `vmap`
-    that meet a weight."""
+    that meet a weight. Of sizes that an export leaves open that is not known."""
     (x_axes, y_axes), _ = dimension_numbers
-    rows = y.ndim > 1 and tuple(y_axes) == (y.ndim - 1,)
-    return rows and y.size // max(y.shape[-1], 1) > x.size // max(x.shape[x_axes[0]], 1)
+    if y.ndim < 2 or tuple(y_axes) != (y.ndim - 1,):
+        return False
+    if not all(isinstance(size, int) for size in (*x.shape, *y.shape)):
+        return False
+    return y.size // max(y.shape[-1], 1) > x.size // max(x.shape[x_axes[0]], 1)
 
 
 def _is_local(x, dimension_numbers) -> bool:

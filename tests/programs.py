@@ -612,7 +612,7 @@ def _compared(case, exact, got):
             elif not np.isfinite(error):
                 return Verdict("redraw", message="plain float32 is not finite")
             if not error <= tolerance:
-                if np.isnan(error) and case.options.get("half") == "float16":
+                if not np.isfinite(error) and case.options.get("half") == "float16":
                     beyond = float(np.max(np.abs(x[0]))) > 1e3
                     if beyond:
                         return Verdict("told", message="beyond float16")
