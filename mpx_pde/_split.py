@@ -23,8 +23,8 @@ _SPLITS = {
     "tensorfloat32": (10, 1, 0),
     "tensorfloat32_x3": (10, 2, 1),
 }
-"""Of each: bits of a mantissa, parts of an operand, and the largest sum of the numbers of two parts
-whose product is taken."""
+"""For each: bits of a mantissa, parts of an operand, and the largest sum of the numbers of two
+parts whose product is taken."""
 
 
 def split_by_hardware(product: Callable, x: Any, y: Any, algorithm: str) -> Any:

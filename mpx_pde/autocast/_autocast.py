@@ -101,7 +101,7 @@ class _Autocast(eqx.Module):
         return out
 
     def report(self, /, *args: Any, **kwargs: Any) -> AutocastReport:
-        """What is cast where, for these arguments. Traces, and runs nothing.
+        """Reports what is cast where, for these arguments. Traces, and runs nothing.
 
         **Arguments:** those of the function; [`jax.ShapeDtypeStruct`][] will do for arrays.
 

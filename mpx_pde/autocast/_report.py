@@ -1,4 +1,4 @@
-"""What autocast did, and where."""
+"""The report of what autocast did, and where."""
 
 import dataclasses
 from collections import Counter
@@ -48,7 +48,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class AutocastReport:
-    """What is cast where. Prints as a table.
+    """Tells what is cast where. Prints as a table.
 
     **Attributes:**
 

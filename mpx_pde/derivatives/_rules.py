@@ -113,7 +113,7 @@ DEFAULTS = {
 """The options of every scaler, with the bounds of one for first derivatives."""
 
 _SCALES = ("init_scale", "max_scale", "min_scale")
-"""Those that each scaler may have for itself."""
+"""The options that each scaler may have for itself."""
 
 _LOWEST_TOTAL, _HIGHEST_TOTAL = -120, 120
 """No product of scales leaves these powers of two: its inverse must be a float32."""

@@ -32,7 +32,7 @@ class HistogramRow(NamedTuple):
     name: str
     weights: Weights
     smallest: bool = False
-    """Whether all directions take the smallest of the scales, as a Laplacian does."""
+    """Returns whether all directions take the smallest of the scales, as a Laplacian does."""
 
     @property
     def order(self) -> int:

@@ -1,4 +1,4 @@
-"""What holds jaxprs of its own: loops and branches, and where there are no streams checkpoints and
+"""Containers of jaxprs: loops and branches, and where there are no streams checkpoints and
 `shard_map`. Here is decided which streams cross their borders; how an inner jaxpr is evaluated is
 handed in."""
 
@@ -78,7 +78,7 @@ class Containers:
         return [primal_of(self.loaded(x)) for x in values]
 
     def _carried(self, x: Any, init: Any, stage: int) -> Any:
-        """What a step hands on, of the kind of what it was given."""
+        """Returns what a step hands on, of the kind of what it was given."""
         if not isinstance(init, Jet):
             return primal_of(x)
         x = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, stage)
@@ -219,8 +219,8 @@ _PLAIN = (*LOOPS, "remat2", "shard_map")
 
 
 def enters(eqn: JaxprEqn, plain: bool, *, mixed: bool = False) -> bool:
-    """Whether an equation is entered here; `plain` where there are no streams, `mixed` where also
-    each equation has a precision of its own."""
+    """Returns whether an equation is entered here; `plain` where there are no streams, `mixed`
+    where also each equation has a precision of its own."""
     return eqn.primitive.name in (_ENTERED if mixed else _PLAIN if plain else LOOPS)
 
 

@@ -21,7 +21,7 @@ from ._streams import RAW, Jet, Storage, is_inexact
 
 
 class Equation(NamedTuple):
-    """What became of an equation that depends on the point.
+    """Tells what became of an equation that depends on the point.
 
     **Attributes:**
 
@@ -94,7 +94,7 @@ def _evaluator(
 
 
 def _autocast() -> Forward | None:
-    """What `autocast` around here asks for."""
+    """Returns what `autocast` around here asks for."""
     asked = asked_of_context()
     return Forward("half", asked[1]) if asked is not None and asked[0] == "autocast" else None
 

@@ -99,7 +99,7 @@ class Evaluator:
 
     @property
     def plain(self) -> bool:
-        """Whether there are no streams, but values alone."""
+        """Returns whether there are no streams, but values alone."""
         return not self.rules.plan.keys
 
     # One layer: what the backward pass evaluates again.
@@ -210,7 +210,7 @@ class Evaluator:
         return dataclasses.replace(self, rules=rules, storage=storage, lost=None, full=full)
 
     def _leaving(self, value: Any, k: int, roles) -> Any:
-        """What a layer hands on, as it is kept."""
+        """Returns what a layer hands on, as it is kept."""
         if isinstance(value, Jet) and k in roles.stored:
             return self.storage.stored(value)
         return value
@@ -310,7 +310,7 @@ class Evaluator:
 
     @property
     def _register_storage(self) -> Storage:
-        """What values are computed in: of two evaluations the one in full says it."""
+        """Returns what values are computed in: of two evaluations the one in full says it."""
         return self.storage if self.full is None else self.full.storage
 
     def _loaded(self, x: Any, dtype: Any = None) -> Any:
@@ -329,8 +329,8 @@ def _chosen(x: Any) -> Any:
 def _split(
     jets: dict[int, Jet], asked: Mapping[int, Collection[Index]]
 ) -> tuple[dict[int, Jet], dict[int, Jet]]:
-    """What is known of jets, and all else: the arrays of NumPy in their streams are, and the shape
-    of a value that nobody asked for."""
+    """Splits jets into what is known and all else: the arrays of NumPy in their streams are, and
+    the shape of a value that nobody asked for."""
     known, traced = {}, {}
     for k, jet in jets.items():
         constant = {i: s for i, s in jet.streams.items() if isinstance(s, np.ndarray)}

@@ -55,7 +55,7 @@ def nested(fun: Callable[..., list], operands: Sequence[Any], rules: Rules) -> l
 
 
 def _linear(function, jets, key: Index, plan: Plan) -> list | None:
-    """What a stream adds to itself; `None` where no operand has it."""
+    """Returns what a stream adds to itself; `None` where no operand has it."""
     at = [i for i, x in enumerate(jets) if key in x.streams]
     if not at:
         return None
@@ -75,7 +75,7 @@ def _linear(function, jets, key: Index, plan: Plan) -> list | None:
 
 
 def _bends(jets, index: Index) -> bool:
-    """Whether streams of lower order add up to this one."""
+    """Returns whether streams of lower order add up to this one."""
     present = {k for x in jets for k in x.streams}
     terms = (blocks for order in chains(index).values() for _, blocks in order)
     return any(present.issuperset(blocks) for blocks in terms)

@@ -57,7 +57,7 @@ _MOVES: dict[str, Callable[..., Any]] = {
     "convert_element_type": _convert,
     "copy": lambda x, lead: x,
 }
-"""What a primitive of one operand does to an array with `lead` axes in front of its own."""
+"""The effect of a primitive of one operand on an array with `lead` axes in front of its own."""
 
 
 def known_streams(

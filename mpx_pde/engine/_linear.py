@@ -1,4 +1,5 @@
-"""What of an equation depends on the point, whether it is linear in that, and what stands still."""
+"""Tells what of an equation depends on the point, whether it is linear in that, and what is
+still."""
 
 from collections.abc import Mapping
 
@@ -8,13 +9,13 @@ from ._streams import is_inexact
 
 
 def by_stream(step: Step, stage: Mapping[int, int]) -> bool:
-    """Whether each stream of a result comes of the same stream of the operands alone."""
+    """Returns whether each stream of a result comes of the same stream of the operands alone."""
     one = step.eqn.primitive.name in tables.PRODUCTS and len(moving_in(step, stage)) == 1
     return one or is_linear(step, stage)
 
 
 def is_linear(step: Step, stage: Mapping[int, int]) -> bool:
-    """Whether an equation is linear in what depends on the point."""
+    """Returns whether an equation is linear in what depends on the point."""
     name = step.eqn.primitive.name
     moving = moving_in(step, stage)
     scales = name in ("mul", "convert_element_type") and len(moving) == 1

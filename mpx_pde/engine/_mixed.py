@@ -31,7 +31,7 @@ from ._streams import DEEP, Jet, Storage, cast, is_inexact, primal_of, typed
 
 
 class Rule(NamedTuple):
-    """What is decided for an equation.
+    """The decision for an equation.
 
     **Attributes:**
 
@@ -189,8 +189,8 @@ class Mixed:
         return isinstance(x, Jet) and x.primal.dtype == self.dtype
 
     def _layer(self, part: Part, env: dict[int, Any], roles: Role, alike: dict) -> None:
-        """What the backward pass evaluates again, if that keeps halves. Layers that are alike are
-        traced, differentiated and transposed once."""
+        """Evaluates a layer that the backward pass evaluates again, if that keeps halves. Layers
+        that are alike are traced, differentiated and transposed once."""
         values = [env[x] for x in part.inputs]
         known = [x if not isinstance(x, jax.Array | Jet) else None for x in values]
         alone = self.listener or not roles.stage.keys() >= set(part.outputs)

@@ -68,7 +68,7 @@ class InForward(eqx.Module):
 
 
 def _is_master(path: tuple) -> bool:
-    """Whether a place in `(fun, args, kwargs)` is in the first of the arguments."""
+    """Returns whether a place in `(fun, args, kwargs)` is in the first of the arguments."""
     keys = [getattr(k, "idx", getattr(k, "key", None)) for k in path[:2]]
     return keys == [1, 0]
 

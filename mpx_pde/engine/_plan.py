@@ -53,7 +53,7 @@ class Plan(NamedTuple):
 
     @property
     def results(self) -> frozenset[Index]:
-        """What the caller reads: the keys of streams, and `()` for the value."""
+        """The results that the caller reads: the keys of streams, and `()` for the value."""
         return frozenset((*self.asked, *self._sum_keys))
 
     @property
@@ -61,7 +61,7 @@ class Plan(NamedTuple):
         return tuple(map(sum_key, range(len(self.sums))))
 
     def needs(self, keys: Iterable[Index]) -> frozenset[Index]:
-        """What those of a function that is not linear need of its operands, the value too."""
+        """Returns the operand streams that a nonlinear function needs, the value too."""
         out = {(), *keys}
         for key in keys:
             terms = self.sums[-1 - key[0]] if key in self._sum_keys else (key,)

@@ -189,12 +189,12 @@ class Product:
 
 
 def _is_real(eqn: Any) -> bool:
-    """Whether a product is one of real numbers, and not of complex ones or of integers."""
+    """Returns whether a product is one of real numbers, and not of complex ones or of integers."""
     return jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.floating)
 
 
 def widens(eqn: Any, operands: Sequence[Any], storage: Storage) -> bool:
-    """Whether an equation casts what is kept in half to what it is computed with."""
+    """Returns whether an equation casts what is kept in half to what it is computed with."""
     x = operands[0]
     return (
         eqn.primitive.name == "convert_element_type"
@@ -205,8 +205,8 @@ def widens(eqn: Any, operands: Sequence[Any], storage: Storage) -> bool:
 
 
 def is_biased(eqn: Any, operands: Sequence[Any], storage: Storage) -> bool:
-    """Whether an equation adds an array that does not depend on the point to a value kept in half,
-    such as a bias to a product."""
+    """Returns whether an equation adds an array that does not depend on the point to a value kept
+    in half, such as a bias to a product."""
     moving = [x for x in operands if isinstance(x, Jet)]
     others = [x for x in operands if not isinstance(x, Jet)]
     return (
@@ -247,8 +247,8 @@ def _describe(dtype: Any, out_dtype: Any) -> str:
 
 
 def _leaves_it_open(eqn: Any) -> bool:
-    """Whether a program does not say what a product is to be multiplied in, or says half, which a
-    pass in full takes in full."""
+    """Returns whether a program does not say what a product is to be multiplied in, or says half,
+    which a pass in full takes in full."""
     if eqn.primitive.name not in tables.MIXED:
         return eqn.params["precision"] is None
     return not says_its_dtype(eqn) or is_half(eqn.params["dtype"])

@@ -430,7 +430,7 @@ def _is_complex(atom: Any) -> bool:
 
 
 def _is_logaddexp(eqn: JaxprEqn) -> bool:
-    """Whether a function with a derivative of its own is JAX's, be it of another's name."""
+    """Returns whether a function with a derivative of its own is JAX's, be it of another's name."""
     if len(eqn.invars) != 2:
         return False
     avals = [jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype) for v in eqn.invars]
@@ -440,16 +440,16 @@ def _is_logaddexp(eqn: JaxprEqn) -> bool:
 
 
 def _pointwise_custom(eqn: JaxprEqn, moving: Sequence[int], order: int) -> bool:
-    """Whether a function with a derivative of its own does to each entry the same, and so do its
-    derivatives to an order: the rule of one may mix entries that the function does not."""
+    """Returns whether a function with a derivative of its own does to each entry the same, and so
+    do its derivatives to an order: the rule of one may mix entries that the function does not."""
     if not _pointwise(eqn.params["call_jaxpr"]):
         return False
     return order < 1 or _pointwise(pushforward(eqn, moving), order - 1)
 
 
 def _pointwise(closed: Any, order: int = 0) -> bool:
-    """Whether a jaxpr does to each entry of its operands the same, whatever the others are, and so
-    do its derivatives to an order."""
+    """Returns whether a jaxpr does to each entry of its operands the same, whatever the others are,
+    and so do its derivatives to an order."""
     for eqn in closed.jaxpr.eqns:
         name = eqn.primitive.name
         if name == "custom_jvp_call":

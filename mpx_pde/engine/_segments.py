@@ -26,7 +26,7 @@ _SMALL = 64
 """Up to this many coordinates the first product is evaluated again rather than kept."""
 
 _VALUE: frozenset[Index] = frozenset({()})
-"""What is asked of a variable of which no stream is."""
+"""The streams of a variable of which none is asked for."""
 
 _SUMS = ("add", "sub", "add_any")
 _ORDERS = ("transpose", "reshape", "squeeze", "convert_element_type")
@@ -49,7 +49,7 @@ def is_light(eqn: JaxprEqn) -> bool:
 
 
 class Kinds(NamedTuple):
-    """What the operands of a program are that do not depend on the point, by their positions.
+    """The kinds of the operands that do not depend on the point, by their positions.
 
     **Attributes:**
 
@@ -74,7 +74,7 @@ NO_KINDS = Kinds((), ())
 
 
 class Role(NamedTuple):
-    """What is known of the variables of a program before it is evaluated.
+    """Facts about the variables of a program before it is evaluated.
 
     **Attributes:**
 
@@ -115,7 +115,8 @@ class Role(NamedTuple):
         return not isinstance(x, Constant) and x in self.params
 
     def known(self, step: Step, operands: Sequence[Any]) -> bool:
-        """Whether an equation only moves coordinates whose derivatives are known numbers."""
+        """Returns whether an equation only moves coordinates whose derivatives are known
+        numbers."""
         if step.eqn.primitive.name not in tables.COORDINATES or len(step.outputs) != 1:
             return False
         nonlinear = step.eqn.primitive.name in ("mul", "div")
@@ -226,7 +227,7 @@ def _wanted(
     params: Collection[int],
     wanted: set[int],
 ) -> set[int]:
-    """What a product or a loop depends on; in a whole loss, one of the network."""
+    """Returns what a product or a loop depends on; in a whole loss, one of the network."""
     for i, step in reversed(list(enumerate(flat.steps))):
         end = step.eqn.primitive.name in tables.PRODUCTS or _is_alone(step)
         if not wanted.isdisjoint(step.outputs) or (end and ends is None):
@@ -251,7 +252,7 @@ def _entering(step: Step, stage: Mapping[int, int], params: Collection[int]) -> 
 def _asked_of(
     flat: Flat, stage: Mapping[int, int], plan: Plan, asked: Iterable[Index]
 ) -> dict[int, frozenset[Index]]:
-    """What the results depend on of each variable."""
+    """Returns the streams of each variable that the results depend on."""
     none: frozenset[Index] = frozenset()
     out = dict.fromkeys(variables(flat.outputs), frozenset(asked))
     for step in reversed(flat.steps):
@@ -440,7 +441,8 @@ def _region(step: Step, outputs: Sequence[int], roles: Role) -> Part:
 
 
 def _holds_loss(step: Step, roles: Role) -> bool:
-    """Whether what follows the network in a container, or in one that it holds, is not linear."""
+    """Returns whether what follows the network in a container, or in one that it holds, is not
+    linear."""
     if roles.ends is None:
         return False
     for flat, inner, _ in _inside(step, roles.stage, roles.params):
@@ -509,7 +511,7 @@ class _Body(NamedTuple):
 
 
 def _inside(step: Step, stage: Mapping[int, int], params: Collection[int]) -> list[_Body]:
-    """What a loop, a branch, a checkpoint or a `shard_map` holds."""
+    """Returns the programs that a loop, a branch, a checkpoint or a `shard_map` holds."""
     eqn, out = step.eqn, []
     for body, start, (first, stop) in _bodies(eqn):
         flat = flatten(body, forward_mode=False)

@@ -1,4 +1,4 @@
-"""What picks out of its operands: extrema, clamps, sorted values. The streams of a result are those
+"""Selections from operands: extrema, clamps, sorted values. The streams of a result are those
 of what was picked, so that no plan is asked for."""
 
 from collections.abc import Callable, Sequence
@@ -64,7 +64,7 @@ def top_k(eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
 
 
 def _taken(x, primal, places, axis):
-    """What a selection along an axis takes of every stream."""
+    """Returns what a selection along an axis takes of every stream."""
     if not isinstance(x, Jet):
         return primal
 

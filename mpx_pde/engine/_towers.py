@@ -236,7 +236,7 @@ def _call(name: str, order: int, parameter: Any, x: Array) -> Tower:
 
 
 def has_tower(name: str) -> bool:
-    """Whether the derivatives of a primitive are known in closed form."""
+    """Returns whether the derivatives of a primitive are known in closed form."""
     return name in _CLOSED
 
 

@@ -79,13 +79,13 @@ CALLS = frozenset(_CALLS)
 """Containers that stand for the jaxpr in them, and say no more."""
 
 OF_REVERSE_MODE = frozenset({"remat2", "custom_vjp_call"})
-"""Those that say how the jaxpr in them is transposed."""
+"""Containers that say how the jaxpr in them is transposed."""
 
 LOOPS = frozenset({"scan", "while", "cond"})
-"""Those that run the jaxprs in them not just once."""
+"""Containers that run the jaxprs in them not just once."""
 
 TRACED = ("jit", "remat2")
-"""Those that hold nothing but one jaxpr of their operands, which is traced beforehand."""
+"""Containers that hold nothing but one jaxpr of their operands, which is traced beforehand."""
 
 
 def close(jaxpr: Any) -> ClosedJaxpr:

@@ -233,7 +233,7 @@ LAYOUT = _by_engine("layout")
 """Moves values. A float32 master that goes through remains one."""
 
 MOVES = LAYOUT - _by_trait("devices")
-"""Those on one device."""
+"""Moves on one device."""
 
 LINEAR = _by_engine("linear", "layout")
 """Linear in all floating-point operands together: each stream goes through by itself, and the
@@ -289,8 +289,9 @@ TOGETHER = _by_trait("together")
 """Linear operations that take all streams of a value in one pass over memory."""
 
 COORDINATES = _by_trait("coordinate")
-"""What a coordinate goes through unchanged in kind. Done on the constant first derivatives of the
-point itself, it shows which of them vanish, as in a network with a part for each coordinate."""
+"""Operations that a coordinate goes through unchanged in kind. Done on the constant first
+derivatives of the point itself, it shows which of them vanish, as in a network with a part for each
+coordinate."""
 
 COMPARISONS = _by_trait("comparison")
 

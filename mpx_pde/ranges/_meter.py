@@ -82,7 +82,8 @@ class Record(NamedTuple):
     number: int
     sources: Marks
     order: tuple[int, ...] | None
-    """Where it is counted; without a place it is only looked at for what is not finite."""
+    """The place where it is counted; without a place it is only looked at for what is not
+    finite."""
 
 
 class Trace:

@@ -23,7 +23,7 @@ _PANELS, _NARROW = 8, 64
 
 _OVER_ROWS = (((0,), (0,)), ((), ()))
 _SHIFT = 1.0
-"""What is added to a float32 diagonal before it is factorized, relative to it, in roundings."""
+"""The shift of a float32 diagonal before it is factorized, relative to it, in roundings."""
 
 _TRIES, _MORE = 6, 16.0
 """How often a factorization is tried, and by what the shift grows in between."""

@@ -380,7 +380,7 @@ class LevenbergMarquardt(eqx.Module):
 
     @property
     def _narrow(self) -> bool:
-        """Whether the linear problem is solved in less than float64."""
+        """Returns whether the linear problem is solved in less than float64."""
         return self.jacobian != "float64"
 
     def _blocks(self, batches: tuple, rows: int, columns: int) -> tuple:
