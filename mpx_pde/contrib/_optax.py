@@ -61,15 +61,22 @@ def _check_scaling(scaling: Any, scale_in_params: Any, call: str) -> None:
         )
 
 
-def _check_extra_args(extra_args: dict[str, Any]) -> None:
-    for name, x in extra_args.items():
-        if callable(x):
-            raise TypeError(
-                f"`contrib.scale_by_loss_scaling` cannot unscale `{name}`, a function that the "
-                "optimizer calls for the loss or its gradient. For a line search write the loop "
-                "with `mpx_pde.filter_value_and_grad`, `mpx_pde.line_search_value` and "
-                "`mpx_pde.optimizer_update`."
-            )
+def _refusing(name: str, x: Any) -> Any:
+    """Returns an extra argument; in place of a function, one that raises where it is called. A loop
+    may hand on functions that its optimizer has no use for. Gradients of a model may be callable.
+    """
+    if not callable(x) or any(map(eqx.is_array, jtu.tree_leaves(x))):
+        return x
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        raise TypeError(
+            f"`contrib.scale_by_loss_scaling` cannot unscale `{name}`, a function that the "
+            "optimizer calls for the loss or its gradient. For a line search write the loop "
+            "with `mpx_pde.filter_value_and_grad`, `mpx_pde.line_search_value` and "
+            "`mpx_pde.optimizer_update`."
+        )
+
+    return refused
 
 
 _SCALED = ("value", "grad")
@@ -98,9 +105,9 @@ def scale_by_loss_scaling(
 
     Of the extra arguments of `update`, `value` and `grad` are the scaled loss and its gradient, as
     the loop has them, and are unscaled for the optimizer inside (`optax.polyak_sgd`,
-    `optax.contrib.reduce_on_plateau`); others are handed on as they are. Functions are an error: an
-    optimizer that evaluates the loss itself, as the line search of `optax.lbfgs` does, needs
-    [`mpx_pde.line_search_value`][] in a loop of your own.
+    `optax.contrib.reduce_on_plateau`); others are handed on as they are. An optimizer that calls a
+    function among them to evaluate the loss itself, as the line search of `optax.lbfgs` does, is an
+    error: it needs [`mpx_pde.line_search_value`][] in a loop of your own.
 
     On a step with gradients, or a `value`, that are not finite the updates are zero and the state
     inside stays as it was.
@@ -118,8 +125,8 @@ def scale_by_loss_scaling(
     An Optax gradient transformation with extra arguments; its state is a
     [`mpx_pde.contrib.LossScalingState`][].
 
-    **Raises:** `TypeError` for anything but an optimizer and a loss scaling, and for an extra
-    argument of `update` that is a function; `ValueError` for a scaling that moves without
+    **Raises:** `TypeError` for anything but an optimizer and a loss scaling, and where the
+    optimizer calls an extra argument of `update`; `ValueError` for a scaling that moves without
     `scale_in_params`, and for a leaf that is not a float32 scalar.
 
     ```python
@@ -152,7 +159,7 @@ def scale_by_loss_scaling(
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> tuple[Any, Any]:
         if scale_in_params is not None and params is None:
             raise ValueError(f"`{call}` needs `params` in `update` to set the scale in them.")
-        _check_extra_args(extra_args)
+        extra_args = {name: _refusing(name, x) for name, x in extra_args.items()}
         scaled = {name: extra_args.pop(name) for name in _SCALED if name in extra_args}
         if "grad" in scaled:
             scaled["grad"] = without_scale(scaled["grad"])

@@ -167,6 +167,16 @@ def test_a_loss_that_is_not_finite_is_skipped_too():
     assert tree_equal_bits(after, state)
 
 
+def test_functions_that_the_optimizer_does_not_call_are_no_error():
+    """A loop may hand them to every optimizer; the gradient of a model may be callable itself."""
+    model = eqx.nn.Linear(2, 1, key=jax.random.key(0))
+    optimizer = mpx.contrib.scale_by_loss_scaling(by_gradients(), mpx.StaticLossScaling(4.0))
+    updates, _ = optimizer.update(
+        model, optimizer.init(model), model, grad=model, value_fn=lambda model: 0.0
+    )
+    assert tree_equal_bits(updates, jax.tree.map(lambda x: -0.1 * (x / 4), model))
+
+
 def test_errors():
     optimizer = optax.sgd(1.0)
     scale = mpx.contrib.scale_by_loss_scaling

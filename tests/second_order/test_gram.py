@@ -75,20 +75,16 @@ def test_the_factorization_solves(precision, solver):
 
 def test_rounding_is_relative_to_what_the_leading_directions_leave():
     """Singular values to 1e-5, whose squares are below the rounding of float32."""
-    spreads, errors = [], []
+    spreads = []
     for seed in range(5):
         jac = with_singular_values(80, np.logspace(0, -5, 40), seed)
-        b = jnp.asarray((jac.T @ jac + 1e-11 * np.eye(40)) @ np.ones(40), "float32")
         plain = solver_of(jac, 1e-11, "float32", leading=jnp.zeros((40, 0)))
         both = plain, solver_of(jac, 1e-11, "float32", steps=3)
         spreads.append([preconditioned(jac, 1e-11, solve) for solve in both])
-        errors.append([float(jnp.linalg.norm(jnp.asarray(jac) @ (f(b) - 1))) for f in both])
     # 1e3 and, with much scatter, 40: a median, since it is rounding that is left.
     plain, deflated = np.median(spreads, axis=0)
     assert plain > 500
     assert deflated < plain / 10
-    plain, deflated = np.median(errors, axis=0)
-    assert deflated < plain
 
 
 def preconditioned(jac, damping, solve):
