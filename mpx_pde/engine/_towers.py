@@ -183,7 +183,9 @@ def _root(f, first, exponent):
 
 
 def _abs(x, order):
-    return [jnp.abs(x), jnp.sign(x), *[None] * (order - 1)][: order + 1]
+    """At 0 the slope is JAX's, which is no sign."""
+    value, slope = jax.jvp(jnp.abs, (x,), (jnp.ones_like(x),))
+    return [value, slope, *[None] * (order - 1)][: order + 1]
 
 
 _CLOSED: dict[str, Callable[..., Tower]] = {

@@ -439,3 +439,20 @@ def test_powers_with_an_array_of_exponents(base, exponents):
     )
     for k, key in enumerate(got):
         assert abs(float(got[key]) - fall(k)) < 2.0**-20, key
+
+
+@pytest.mark.parametrize(
+    "function",
+    [jnp.abs, lambda x: jnp.hypot(x, 1.0), jax.nn.soft_sign, lambda x: jnp.maximum(x, 0.0) ** 3],
+    ids=["abs", "hypot", "soft_sign", "maximum"],
+)
+def test_derivatives_where_a_function_has_a_kink_are_those_of_jax(function):
+    """At 0, as on the boundary of a domain: what JAX takes for the slope of `abs` there counts in
+    the second derivative of a smooth function of it."""
+    wanted = [function]
+    for _ in range(3):
+        wanted.append(jax.jacfwd(wanted[-1]))
+    terms = ["u", "u_x", "u_xx", "u_xxx"]
+    got = mpx.partials(lambda p: function(p[0]), terms, coords="x", outputs="u")(jnp.zeros(1))
+    for term, want in zip(terms, wanted, strict=True):
+        np.testing.assert_allclose(got[term], want(jnp.float32(0)), atol=1e-6)
