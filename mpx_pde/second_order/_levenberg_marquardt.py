@@ -38,9 +38,10 @@ _CALL = "LevenbergMarquardt"
 _FORWARDS = ("float32", "float64")
 _JACOBIANS = ("float16", "bfloat16", *SPLIT_PRODUCTS, "float32", "float64")
 
-_CLOSE = 1e-6
-"""The part of the quadratic model's decrease that a solve may leave: for a step, and for its
-acceleration. With 1e-2 a Poisson equation of 595 parameters ends at twice the error."""
+_CLOSE = {"float32": 1e-4, "float64": 1e-6}
+"""The part of the quadratic model's decrease that a solve may leave, for a step and for its
+acceleration. With 1e-2 a Poisson equation of 595 parameters ends at twice the error in float64; in
+float32 a millionth is below rounding."""
 
 _BLOCK = 2**24
 """Entries of a block of the Jacobian at most: 64 MiB in float32."""
@@ -85,9 +86,9 @@ class LevenbergMarquardt(eqx.Module):
     examples, from products in the precision of the Jacobian, and factorized: in float64 that solves
     for the step. A narrower factorization preconditions conjugate gradients, whose products with
     the Jacobian are those of the residual, until the step gains what the full one does to a
-    millionth. The rounding of `Jᵀ J` is relative to its largest singular values, so 64 directions
-    of these, which the state follows from step to step, are taken out of the Jacobian before it is
-    squared.
+    millionth (1e-4 in float32). The rounding of `Jᵀ J` is relative to its largest singular values,
+    so 64 directions of these, which the state follows from step to step, are taken out of the
+    Jacobian before it is squared.
 
     The residual of a network bends long before such a step ends, so half of the acceleration that
     the same system gives for the second derivative of the residual along `v` is added, unless it is
@@ -278,8 +279,9 @@ class LevenbergMarquardt(eqx.Module):
             direct = factored(sums, state.leading, damping.astype(size.dtype), self.solver)
             solve = lambda b: (direct(pull(b)), jnp.array(0, jnp.int32))
             if self._narrow and self.refinements:
+                close = _CLOSE[self.forward]
                 solve = lambda b: refined(
-                    push, pull, direct, damping, b, most=self.refinements, close=_CLOSE
+                    push, pull, direct, damping, b, most=self.refinements, close=close
                 )
             delta, foretold, iterations = self._step(values, start, r, pull, solve)
             leading = next_leading(sums, state.leading)
