@@ -111,7 +111,7 @@ class Operator:
         return tuple(jnp.asarray(x)[at] for x in self.training)
 
     def errors(self, predict: Callable[[Any], Any]) -> dict[str, float]:
-        """Of the test samples, by norm and number of points along an axis."""
+        """Errors of the test samples, by norm and number of points along an axis."""
         out = {}
         for inputs, outputs in self.tests:
             got = jnp.asarray(predict(inputs))

@@ -67,7 +67,7 @@ def program(product, use, dtype):
 
 
 def run(fun, *args):
-    """What a function returns, and whether it warns of what is rounded."""
+    """Returns what a function returns, and whether it warns of what is rounded."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         out = fun(*args)

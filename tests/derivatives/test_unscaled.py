@@ -43,7 +43,7 @@ def loss_of(taken):
 
 
 def told(gradient, *args):
-    """What is said of derivatives without a scale, when it is called."""
+    """Returns what is said of derivatives without a scale, when it is called."""
     with warnings.catch_warnings(record=True) as caught, jax.numpy_dtype_promotion("standard"):
         warnings.simplefilter("always")
         gradient(*args)

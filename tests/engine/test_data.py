@@ -149,7 +149,7 @@ def relative_of(got, want):
 
 @pytest.mark.parametrize("keep", [True, (False, True), ([True, False, False], False)])
 def test_what_is_kept_in_full_meets_products_in_full(keep):
-    """Of the batch the first product, of a layer its own, of all everything."""
+    """The first product for the batch, its own for a layer, and all for everything."""
     layers = list(MODEL.layers)
 
     def loss(layers, rows):
