@@ -99,7 +99,7 @@ def residuals(
     derivatives: Any = None,
     viscosity: Callable | None = None,
 ) -> Float32[Array, "3"]:
-    """Balances of mass and momentum; `viscosity(fields, point, derivatives)` is ν, ν_x, ν_y."""
+    """Mass and momentum at a point; `viscosity(fields, point, derivatives)` is ν, ν_x, ν_y."""
     names = FIRST + SECOND
     d = mpx.partials(fields, names, coords="xy", outputs="uvp", scaling=derivatives)(point)
     nu, nu_x, nu_y = (NU, 0.0, 0.0) if viscosity is None else viscosity(fields, point, derivatives)

@@ -126,7 +126,7 @@ CORNERS = np.array([(x, y) for *xs, y0, y1 in FINS for x in xs for y in (y0, y1)
 def residuals(
     fields: Any, points: Float[Array, "batch 2"], derivatives: Any = None
 ) -> Float32[Array, "4 batch"]:
-    """Balances of mass, momentum, heat. All but the first are singular in the corners of the fins, and
+    """Mass, momentum and heat. All but the first are singular in the corners of the fins, and
     weigh less there."""
     terms = mpx.partials(fields, TERMS, coords="xy", outputs=OUTPUTS, scaling=derivatives)
     d = jax.vmap(terms)(points)
