@@ -11,6 +11,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
+from ._deep import Deep
 from ._problem import grid, problem, uniform
 
 
@@ -27,17 +28,25 @@ def exact(point):
     return grown / (1 - start(x) + grown)
 
 
+def form(point, n):
+    return start(point[1]) + point[0] * n
+
+
 def network(key):
     mlp = mpx.nn.CoordinateMLP(2, "scalar", 32, 3, key=key, fourier_features=(16, 0.3))
-    return mpx.nn.Ansatz(mlp, lambda point, n: start(point[1]) + point[0] * n)
+    return mpx.nn.Ansatz(mlp, form)
+
+
+def residual(u, point, derivatives=None):
+    d = mpx.partials(u, ["u", "u_t"], coords="tx", outputs="u", scaling=derivatives)(point)
+    return d["u_t"] - RHO * d["u"] * (1 - d["u"])
 
 
 def loss(u, points, *, derivatives=None):
-    terms = mpx.partials(u, ["u", "u_t"], coords="tx", outputs="u", scaling=derivatives)
-    d = jax.vmap(terms)(points)
-    return jnp.mean((d["u_t"] - RHO * d["u"] * (1 - d["u"])) ** 2)
+    return jnp.mean(jax.vmap(lambda point: residual(u, point, derivatives))(points) ** 2)
 
 
 sample = lambda key: uniform(key, 256, low=(0, 0), high=(1, 2 * np.pi))
 AT = grid(np.linspace(0, 1, 65), np.linspace(0, 2 * np.pi, 129))
+DEEP = Deep(residual=residual, form=form, low=(0, 0), high=(1, 2 * np.pi))
 PROBLEM = problem(__name__, "Reaction, ρ = 5", coords="tx", order=1)
