@@ -1,4 +1,4 @@
-"""How far do second-order steps get? Levenberg–Marquardt on problems of the collection, by precision.
+"""How far do second-order steps get? Levenberg–Marquardt on the collection, by precision.
 
 The recipe is that of `python -m examples.problems run NAME --recipe deep`.
 """

@@ -197,6 +197,17 @@ def values_at(model: Any, points: Float[np.ndarray, "n coords"]) -> Float[np.nda
     return np.asarray(at(model, jnp.asarray(points, dtype)), np.float64)
 
 
+def mean_square(residual: Callable) -> Callable[..., Float32[Array, ""]]:
+    """Returns the loss of a residual at a point: its square, summed over its entries, in the mean
+    over the points."""
+
+    def loss(model, points, *, derivatives=None):
+        r = jax.vmap(lambda point: residual(model, point, derivatives))(points)
+        return jnp.mean(jnp.sum(r.reshape(len(points), -1) ** 2, axis=1))
+
+    return loss
+
+
 def misfit(
     fields: Callable,
     exact: Callable,

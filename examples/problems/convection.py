@@ -6,14 +6,13 @@ networks*, 2021), and so does TF32 (PINN_FP64). Time is measured by s = β t, in
 speed 1, and Fourier features give the network its frequencies.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mpx_pde as mpx
 
 from ._deep import Deep
-from ._problem import grid, problem, uniform
+from ._problem import grid, mean_square, problem, uniform
 
 
 BETA = 50.0
@@ -44,8 +43,7 @@ def residual(u, point, derivatives=None):
     return terms(point)["transport_u"]
 
 
-def loss(u, points, *, derivatives=None):
-    return jnp.mean(jax.vmap(lambda point: residual(u, point, derivatives))(points) ** 2)
+loss = mean_square(residual)
 
 
 sample = lambda key: uniform(key, 512, low=(0, 0), high=(BETA, 2 * np.pi))

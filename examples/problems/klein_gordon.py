@@ -4,14 +4,13 @@ With f, the boundary values and the initial ones of u = x cos 5πt + (x t)³ (Wa
 2022).
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mpx_pde as mpx
 
 from ._deep import Deep, from_conditions
-from ._problem import draws, grid, misfit, problem
+from ._problem import draws, grid, mean_square, misfit, problem
 
 
 W = 5 * np.pi
@@ -46,9 +45,9 @@ def residual(u, point, derivatives=None):
 
 def loss(u, points, *, derivatives=None):
     given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
-    inside = jax.vmap(lambda point: residual(u, point, derivatives))(points["inside"])
+    inside = mean_square(residual)(u, points["inside"], derivatives=derivatives)
     wrong = misfit(u, exact, points["ends"], ["u"], given)
-    return jnp.mean(inside**2) + wrong
+    return inside + wrong
 
 
 sample = draws(inside=(256, LOW, HIGH), ends=(64, LOW, HIGH, (1,)))

@@ -7,14 +7,13 @@ network for all times does not follow. The reference is a Fourier method of four
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mpx_pde as mpx
 
 from ._deep import Deep
-from ._problem import InUnits, Reference, grid, problem, uniform
+from ._problem import InUnits, Reference, grid, mean_square, problem, uniform
 from .references import etdrk4
 
 
@@ -42,8 +41,7 @@ def residual(u, point, derivatives=None):
     return (d["linear_u"] + A * d["u"] * d["u_x"]) / 10
 
 
-def loss(u, points, *, derivatives=None):
-    return jnp.mean(jax.vmap(lambda point: residual(u, point, derivatives))(points) ** 2)
+loss = mean_square(residual)
 
 
 @functools.cache

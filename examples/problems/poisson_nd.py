@@ -11,7 +11,7 @@ import numpy as np
 import mpx_pde as mpx
 
 from ._deep import Deep
-from ._problem import draws, misfit, problem, uniform
+from ._problem import draws, mean_square, misfit, problem, uniform
 
 
 SIZE = 10
@@ -34,9 +34,9 @@ def residual(u, point, derivatives=None):
 
 def loss(u, points, *, derivatives=None):
     given = {"coords": COORDS, "outputs": "u", "scaling": derivatives}
-    inside = jax.vmap(lambda point: residual(u, point, derivatives))(points["inside"])
+    inside = mean_square(residual)(u, points["inside"], derivatives=derivatives)
     wrong = misfit(u, exact, points["faces"], ["u"], given)
-    return jnp.mean(inside**2) + 10 * wrong
+    return inside + 10 * wrong
 
 
 sample = draws(inside=(256, LOW, HIGH), faces=(200, LOW, HIGH, range(SIZE)))

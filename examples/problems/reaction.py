@@ -5,14 +5,13 @@ From the bell u₀(x) = exp(−(x − π)² / 2 (π/4)²) each point grows by it
 solution almost as good.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mpx_pde as mpx
 
 from ._deep import Deep
-from ._problem import grid, problem, uniform
+from ._problem import grid, mean_square, problem, uniform
 
 
 RHO = 5.0
@@ -42,8 +41,7 @@ def residual(u, point, derivatives=None):
     return d["u_t"] - RHO * d["u"] * (1 - d["u"])
 
 
-def loss(u, points, *, derivatives=None):
-    return jnp.mean(jax.vmap(lambda point: residual(u, point, derivatives))(points) ** 2)
+loss = mean_square(residual)
 
 
 sample = lambda key: uniform(key, 256, low=(0, 0), high=(1, 2 * np.pi))

@@ -4,14 +4,13 @@ u = 4 arctan(√(1 − ω²) cos ωt / (ω cosh √(1 − ω²) x)) with ω = 0.
 are those of the solution.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mpx_pde as mpx
 
 from ._deep import Deep, from_conditions
-from ._problem import draws, from_start, grid, misfit, problem
+from ._problem import draws, from_start, grid, mean_square, misfit, problem
 
 
 W = 0.6
@@ -37,9 +36,9 @@ def residual(u, point, derivatives=None):
 
 def loss(u, points, *, derivatives=None):
     given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
-    inside = jax.vmap(lambda point: residual(u, point, derivatives))(points["inside"])
+    inside = mean_square(residual)(u, points["inside"], derivatives=derivatives)
     wrong = misfit(u, exact, points["ends"], ["u"], given)
-    return jnp.mean(inside**2) + 10 * wrong
+    return inside + 10 * wrong
 
 
 sample = draws(inside=(256, LOW, HIGH), ends=(64, LOW, HIGH, (1,)))

@@ -5,14 +5,13 @@ The pressure is given at x = y = 0.
 u = −cos x sin y e^(−2νt), v = sin x cos y e^(−2νt), p = −(cos 2x + cos 2y) e^(−4νt) / 4.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mpx_pde as mpx
 
 from ._deep import Deep
-from ._problem import draws, grid, misfit, problem
+from ._problem import draws, grid, mean_square, misfit, problem
 
 
 NU, END, TURN = 0.1, 2.0, 2 * np.pi
@@ -51,9 +50,9 @@ def residual(fields, point, derivatives=None):
 
 def loss(fields, points, *, derivatives=None):
     given = {"coords": "txy", "outputs": "uvp", "scaling": derivatives}
-    inside = jax.vmap(lambda point: residual(fields, point, derivatives))(points["inside"])
+    inside = mean_square(residual)(fields, points["inside"], derivatives=derivatives)
     wrong = misfit(fields, exact, points["corner"], "p", given)
-    return jnp.mean(jnp.sum(inside**2, axis=1)) + wrong
+    return inside + wrong
 
 
 sample = draws(inside=(384, (0, 0, 0), (END, TURN, TURN)), corner=(16, (0, 0, 0), (END, 0, 0)))

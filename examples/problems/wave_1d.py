@@ -4,14 +4,13 @@ From u(0, x) = sin πx + ½ sin 4πx at rest: u = sin πx cos 2πt + ½ sin 4πx
 Perdikaris, *When and why PINNs fail to train*, 2022; Wave1d-C of PINNacle).
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mpx_pde as mpx
 
 from ._deep import Deep
-from ._problem import grid, problem, uniform
+from ._problem import grid, mean_square, problem, uniform
 
 
 SIZE = 8 * np.pi**2  # of ½ u_xx
@@ -40,8 +39,7 @@ def residual(u, point, derivatives=None):
     return terms(point)["wave_u"]
 
 
-def loss(u, points, *, derivatives=None):
-    return jnp.mean(jax.vmap(lambda point: residual(u, point, derivatives))(points) ** 2)
+loss = mean_square(residual)
 
 
 sample = lambda key: uniform(key, 384, low=(0, 0), high=(1, 1))
