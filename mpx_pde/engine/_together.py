@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxtyping import Array
 
 from .._varying import match_varying_axes
@@ -143,6 +143,15 @@ def _batch_each(primitive: Primitive, rule: Callable, args, where, **params):
     return out, [None if i in rest else 0 for i in range(len(args))]
 
 
+def _needed(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+    """Keeps the arrays whose results are used. JAX cannot transpose a loop of whose outputs one has
+    a cotangent that is symbolically zero and another has not."""
+    if not any(used):
+        return list(used), None
+    kept = lambda xs: [x for x, is_used in zip(xs, used, strict=True) if is_used]
+    return list(used), eqn.replace(invars=kept(eqn.invars), outvars=kept(eqn.outvars))
+
+
 def _batch_sums(args, *, axes):
     return _sum_p.bind(*args, axes=tuple(i + 1 for i in axes))
 
@@ -201,6 +210,7 @@ for _primitive, _function, _abstract, _transpose, _rule in (
     _primitive.def_abstract_eval(_abstract)
     ad.primitive_jvps[_primitive] = ft.partial(_jvp, _primitive)
     ad.primitive_transposes[_primitive] = _transpose
+    partial_eval.dce_rules[_primitive] = _needed
     batching.primitive_batchers[_primitive] = ft.partial(_batch_each, _primitive, _rule)
     mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=True))
 # On other platforms a sum of several arrays at once is slower than one of each.
