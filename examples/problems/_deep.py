@@ -30,7 +30,7 @@ PRECISIONS = {
 }
 """Of the residual and, behind a hyphen, of the Jacobian where that is another."""
 
-STEPS = 500
+STEPS = 300
 REDRAWN = 10  # steps with the same points
 CANDIDATES = 8  # for each point that is chosen
 POINTS = 4  # for each parameter
