@@ -3,6 +3,7 @@
     python -m examples.problems list
     python -m examples.problems run burgers_1d --precision float32 float16 --seeds 0 1 2
     python -m examples.problems run all --quick
+    python -m examples.problems run kovasznay --recipe deep --precision float64 float64-float32
 
 A file has the equation, its domain and conditions, what the solution is compared with, and a
 network. None has a setting for a precision: how a step is taken in each stands in `_runner.py`.

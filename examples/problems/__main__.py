@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from . import SIZES, __doc__ as description, load, names
+from ._deep import PRECISIONS as DEEP_PRECISIONS, DeepTrainer
 from ._problem import Problem
 from ._runner import FINISHES, OPTIMIZERS, PRECISIONS, QUICK_STEPS, Trainer
 
@@ -24,7 +25,18 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("list", help="say what problems there are")
     run = commands.add_parser("run", help="train some or all of them")
     run.add_argument("names", nargs="+", metavar="NAME", help="a problem, or `all`")
-    run.add_argument("--precision", nargs="+", choices=PRECISIONS, help="by default float32")
+    run.add_argument(
+        "--recipe",
+        choices=("plain", "deep"),
+        default="plain",
+        help="deep: Levenberg–Marquardt, for errors of 1e-5 and less",
+    )
+    run.add_argument(
+        "--precision",
+        nargs="+",
+        choices=dict.fromkeys((*PRECISIONS, *DEEP_PRECISIONS)),
+        help="by default float32; of the deep recipe, that of the residual and of its Jacobian",
+    )
     run.add_argument("--seeds", type=int, nargs="+", default=[0])
     optimizers = [name + finish for name in OPTIMIZERS for finish in FINISHES]
     run.add_argument("--optimizer", choices=optimizers, help="by default that of the problem")
@@ -59,8 +71,12 @@ def train(name: str, problem: Problem, args: argparse.Namespace) -> None:
     path = args.out / f"{name}.json"
     found = json.loads(path.read_text()) if args.resume and path.exists() else []
     steps = args.steps or (QUICK_STEPS if args.quick else None)
-    for precision in args.precision or (["float16"] if args.quick else ["float32"]):
-        trainer = Trainer(problem, precision, steps=steps, optimizer=args.optimizer)
+    deep = args.recipe == "deep"
+    for precision in args.precision or (["float16"] if args.quick and not deep else ["float32"]):
+        if deep:
+            trainer = DeepTrainer(problem, precision, steps=steps)
+        else:
+            trainer = Trainer(problem, precision, steps=steps, optimizer=args.optimizer)
         for seed in args.seeds:
             wanted = {"precision": precision, "optimizer": trainer.optimizer_name}
             wanted |= {"seed": seed, "steps": trainer.steps}

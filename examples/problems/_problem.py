@@ -40,6 +40,7 @@ class Problem:
     - `as_trained`: evaluate with the weights in the precision of the training.
     - `derivatives()`: another derivative scaling than one scale for each coordinate.
     - `quick`: the same with fewer data, where data take long to make, for `--quick`.
+    - `deep`: what the second-order recipe of `_deep.py` needs to know, for a problem that has it.
     - `paper`: what is larger in the paper that the problem is from, by name: sizes for a GPU.
     """
 
@@ -63,14 +64,16 @@ class Problem:
     as_trained: bool = False
     derivatives: Callable[[], mpx.DerivativeScaling] | None = None
     quick: "Problem | None" = None
+    deep: Any = None
     paper: Mapping[str, Any] = field(default_factory=dict)
 
 
 def problem(name: str, title: str, **given: Any) -> Problem:
     """Returns the problem of a module, which has its functions `network`, `loss`, `sample`,
-    `points`, `exact`, `reference` and `errors`, as far as it needs them, the points `AT` and the
-    sizes `PAPER`. `given` are the other fields, and take precedence."""
-    names = ["network", "loss", "sample", "points", "exact", "reference", "errors", "AT", "PAPER"]
+    `points`, `exact`, `reference` and `errors`, as far as it needs them, the points `AT`, the
+    recipe `DEEP` and the sizes `PAPER`. `given` are the other fields, and take precedence."""
+    names = ["network", "loss", "sample", "points", "exact", "reference", "errors"]
+    names += ["AT", "DEEP", "PAPER"]
     module = vars(sys.modules[name])
     own = {part.lower(): module[part] for part in names if part in module}
     return Problem(title=title, **{**own, **given})
@@ -112,12 +115,16 @@ def grid(*axes: Float[np.ndarray, " n"]) -> Float[np.ndarray, "points coords"]:
 
 
 def uniform(
-    key: PRNGKeyArray, count: int, low: Sequence[float], high: Sequence[float]
-) -> Float32[Array, "count coords"]:
+    key: PRNGKeyArray,
+    count: int,
+    low: Sequence[float],
+    high: Sequence[float],
+    dtype: Any = jnp.float32,
+) -> Float[Array, "count coords"]:
     """Points in a box with the corners `low` and `high`."""
-    low_corner, high_corner = jnp.asarray(low, jnp.float32), jnp.asarray(high, jnp.float32)
+    low_corner, high_corner = jnp.asarray(low, dtype), jnp.asarray(high, dtype)
     shape = (count, len(low_corner))
-    return jax.random.uniform(key, shape, minval=low_corner, maxval=high_corner)
+    return jax.random.uniform(key, shape, dtype, minval=low_corner, maxval=high_corner)
 
 
 def choose(
@@ -137,12 +144,17 @@ def choose(
 
 
 def on_faces(
-    key: PRNGKeyArray, count: int, low: Sequence[float], high: Sequence[float], axes: Sequence[int]
-) -> Float32[Array, "count coords"]:
+    key: PRNGKeyArray,
+    count: int,
+    low: Sequence[float],
+    high: Sequence[float],
+    axes: Sequence[int],
+    dtype: Any = jnp.float32,
+) -> Float[Array, "count coords"]:
     """Points on the faces of a box across `axes`, the same number (or nearly) on each."""
-    points = uniform(key, count, low, high)
+    points = uniform(key, count, low, high, dtype)
     face = np.arange(count) % (2 * len(axes))
-    ends = np.asarray([low, high], np.float32)
+    ends = np.asarray([low, high], dtype)
     axis = np.asarray(axes)[face // 2]
     return points.at[np.arange(count), axis].set(ends[face % 2, axis])
 
@@ -183,6 +195,17 @@ def values_at(model: Any, points: Float[np.ndarray, "n coords"]) -> Float[np.nda
     dtype = jnp.float64 if any(x.dtype == jnp.float64 for x in arrays) else jnp.float32
     at = eqx.filter_jit(lambda model, points: jax.lax.map(model, points, batch_size=4096))
     return np.asarray(at(model, jnp.asarray(points, dtype)), np.float64)
+
+
+def mean_square(residual: Callable) -> Callable[..., Float32[Array, ""]]:
+    """Returns the loss of a residual at a point: its square, summed over its entries, in the mean
+    over the points."""
+
+    def loss(model, points, *, derivatives=None):
+        r = jax.vmap(lambda point: residual(model, point, derivatives))(points)
+        return jnp.mean(jnp.sum(r.reshape(len(points), -1) ** 2, axis=1))
+
+    return loss
 
 
 def misfit(

@@ -286,7 +286,7 @@ class Trainer:
         skipped = ~finite
         if self.precision.dropped:
             skipped = skipped[self.precision.dropped :]
-        errors = {name: _number(e) for name, e in self.errors(model).items()}
+        errors = {name: number(e) for name, e in self.errors(model).items()}
         return Outcome(
             precision=self.name,
             optimizer=optimizer,
@@ -294,7 +294,7 @@ class Trainer:
             steps=len(values),
             error=next(iter(errors.values())),
             errors=errors,
-            loss=_number(values[-self.per_call :].mean()),
+            loss=number(values[-self.per_call :].mean()),
             skipped=int(skipped.sum()),
             skipped_after_warm_up=int(skipped[int(WARM_UP * self.steps) :].sum()),
             loss_scale=float(scales[-1]),
@@ -308,7 +308,7 @@ def running_average(average: Any, model: Any, finite: Bool[Array, ""], rate: flo
     return eqx.combine(mpx.select_tree(finite, moved, arrays), static)
 
 
-def _number(x: Any) -> float | None:
+def number(x: Any) -> float | None:
     return float(x) if np.isfinite(x) else None
 
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 import mpx_pde as mpx
 
+from ._deep import Deep
 from ._problem import Reference, adaptive, grid, problem
 from .references import allen_cahn
 
@@ -34,12 +35,19 @@ def reference(points: int = 1024, steps: int = 200) -> Reference:
     return Reference(grid(T, X), np.concatenate([u, u[:, :1]], axis=1).ravel())  # x = 1 is x = −1
 
 
-class AllenCahnNetwork(eqx.Module):
-    """u(t, x) = u₀(t, x) + t N(t, x), with N periodic in x, and u₀(0, x) the initial values.
+def start(point: Float[Array, "2"]) -> Float[Array, ""]:
+    """u₀(t, x), the initial values at t = 0.
 
-    The initial x² cos(πx) has a kink at ±1, which diffusion rounds off. So in u₀ the x² turns into
+    The initial x² cos(πx) has a kink at ±1, which diffusion rounds off. So the x² turns into
     (1 − cos πx) / 2, equal to it at 0 and ±1 and smooth, while t grows.
     """
+    t, x = point
+    smooth = (1 - jnp.cos(jnp.pi * x)) / 2
+    return (smooth + jnp.exp(-10 * t) * (x**2 - smooth)) * jnp.cos(jnp.pi * x)
+
+
+class AllenCahnNetwork(eqx.Module):
+    """u(t, x) = u₀(t, x) + t N(t, x), with N periodic in x."""
 
     mlp: mpx.nn.CoordinateMLP
 
@@ -50,9 +58,7 @@ class AllenCahnNetwork(eqx.Module):
 
     def __call__(self, point: Float[Array, "2"]) -> Float[Array, ""]:
         t, x = point
-        smooth = (1 - jnp.cos(jnp.pi * x)) / 2
-        start = (smooth + jnp.exp(-10 * t) * (x**2 - smooth)) * jnp.cos(jnp.pi * x)
-        return start + t * self.mlp(jnp.stack([2 * t - 1, x]))
+        return start(point) + t * self.mlp(jnp.stack([2 * t - 1, x]))
 
 
 def residuals(
@@ -75,4 +81,17 @@ def loss(u, points, *, derivatives=None):
 
 points = adaptive(residuals, low=(0, -1), high=(1, 1))
 network = lambda key: AllenCahnNetwork(key=key)
+
+
+def form(point, n):
+    return start(point) + point[0] * n
+
+
+DEEP = Deep(
+    residual=lambda u, point: residuals(u, point[None])[0],
+    form=form,
+    low=(0, -1),
+    high=(1, 1),
+    periodic={1: 2.0},
+)
 PROBLEM = problem(__name__, "Allen–Cahn equation", coords="tx", order=2)

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike
 
 import mpx_pde as mpx
 
+from ._deep import Deep
 from ._problem import Reference, adaptive, grid, problem
 
 
@@ -96,4 +97,14 @@ def loss(u, points, *, derivatives=None):
 
 points = adaptive(residuals, low=(0, -1), high=(1, 1))
 network = lambda key: BurgersNetwork(key=key)
+
+
+def form(point, n):
+    t, x = point
+    return -jnp.sin(jnp.pi * x) + t * (1 - x**2) * n
+
+
+DEEP = Deep(
+    residual=lambda u, point: residuals(u, point[None])[0], form=form, low=(0, -1), high=(1, 1)
+)
 PROBLEM = problem(__name__, "Burgers' equation", coords="tx", order=2)

@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 import mpx_pde as mpx
 
+from ._deep import Deep
 from ._problem import STEPS_PER_CALL, problem, values_at
 from .references import GHIA_U, GHIA_V, center_lines, mixing_length
 
@@ -111,14 +112,19 @@ def residuals(
     return jnp.stack([d["u_x"] + d["v_y"], x_momentum, y_momentum])
 
 
-def loss(fields, points, *, derivatives=None, viscosity=None):
-    """Mean squared residuals, those of momentum less near the two corners, where they are 1/r."""
-    at = lambda p: residuals(fields, p, derivatives, viscosity)
-    mass, x, y = jax.vmap(at, out_axes=1)(points)
-    to_side = jnp.minimum(points[:, 0], 1 - points[:, 0])
-    corner = to_side**2 + (1 - points[:, 1]) ** 2
+def weighted(
+    fields: Any, point: Float[Array, "2"], derivatives: Any = None, viscosity: Any = None
+) -> Float32[Array, "3"]:
+    """The residuals, those of momentum less near the two corners, where they are 1/r."""
+    mass, x, y = residuals(fields, point, derivatives, viscosity)
+    corner = jnp.minimum(point[0], 1 - point[0]) ** 2 + (1 - point[1]) ** 2
     near = lambda radius: jnp.minimum(corner / radius**2, 1.0)
-    return jnp.mean(MASS * near(0.01) * mass**2 + near(0.1) ** 2 * (x**2 + y**2))
+    return jnp.stack([jnp.sqrt(MASS * near(0.01)) * mass, near(0.1) * x, near(0.1) * y])
+
+
+def loss(fields, points, *, derivatives=None, viscosity=None):
+    at = lambda p: weighted(fields, p, derivatives, viscosity)
+    return jnp.mean(jnp.sum(jax.vmap(at)(points) ** 2, axis=1))
 
 
 def choose_points(_: Any, key: PRNGKeyArray) -> Float32[Array, "steps batch 2"]:
@@ -161,6 +167,7 @@ def errors(fields: Any, turbulence: bool = False) -> dict[str, float]:
     return out
 
 
+DEEP = Deep(residual=weighted, form=form, low=(0, 0), high=(1, 0.998), outputs=3)
 PROBLEM = problem(
     __name__, "Lid-driven cavity", coords="xy", order=2, points=choose_points, steps=4000
 )

@@ -6,13 +6,13 @@ networks*, 2021), and so does TF32 (PINN_FP64). Time is measured by s = β t, in
 speed 1, and Fourier features give the network its frequencies.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import grid, problem, uniform
+from ._deep import Deep
+from ._problem import grid, mean_square, problem, uniform
 
 
 BETA = 50.0
@@ -23,25 +23,37 @@ def exact(point):
     return jnp.sin(x - s)
 
 
+def form(point, n):  # meets the initial values
+    s, x = point
+    return jnp.sin(x) + s / (1 + s) * n
+
+
 def network(key):
     periodic, features = {1: 2 * np.pi}, (32, 0.2)
     mlp = mpx.nn.CoordinateMLP(
         2, "scalar", 32, 3, key=key, periodic=periodic, fourier_features=features
     )
 
-    def form(point, n):  # meets the initial values
-        s, x = point
-        return jnp.sin(x) + s / (1 + s) * n
-
     return mpx.nn.Ansatz(mlp, form)
 
 
-def loss(u, points, *, derivatives=None):
+def residual(u, point, derivatives=None):
     operator = {"transport": {"s": 1.0, "x": 1.0}}
     terms = mpx.linear_operator(u, operator, coords="sx", outputs="u", scaling=derivatives)
-    return jnp.mean(jax.vmap(terms)(points)["transport_u"] ** 2)
+    return terms(point)["transport_u"]
+
+
+loss = mean_square(residual)
 
 
 sample = lambda key: uniform(key, 512, low=(0, 0), high=(BETA, 2 * np.pi))
 AT = grid(np.linspace(0, BETA, 201), np.linspace(0, 2 * np.pi, 65))
+DEEP = Deep(
+    residual=residual,
+    form=form,
+    low=(0, 0),
+    high=(BETA, 2 * np.pi),
+    periodic={1: 2 * np.pi},
+    turns={0: BETA / (2 * np.pi)},
+)
 PROBLEM = problem(__name__, "Convection, β = 50", coords="sx", order=1, steps=6000)

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 import mpx_pde as mpx
 
+from ._deep import Deep
 from ._problem import adaptive, grid, problem
 
 
@@ -68,6 +69,13 @@ def loss(u, points, *, derivatives=None):
 points = adaptive(residuals, low=(-1, -1), high=(1, 1), batch=256)
 network = lambda key: HelmholtzNetwork(key=key)
 AT = grid(np.linspace(-1, 1, 129), np.linspace(-1, 1, 129))
+DEEP = Deep(
+    residual=lambda u, point: residuals(u, point[None])[0],
+    form=lambda point, n: (1 - point[0] ** 2) * (1 - point[1] ** 2) * n,
+    low=(-1, -1),
+    high=(1, 1),
+    turns={0: A[0], 1: A[1]},
+)
 PROBLEM = problem(
     __name__,
     "Helmholtz equation",

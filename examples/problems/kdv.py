@@ -11,7 +11,8 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import from_start, grid, misfit, problem, uniform
+from ._deep import Deep, from_conditions
+from ._problem import from_start, grid, mean_square, misfit, problem, uniform
 
 
 K, L = 1.4, 0.9  # of the fast and of the slow one, with the speeds k²
@@ -34,12 +35,18 @@ def network(key):
     return from_start(mlp, exact)
 
 
+def residual(u, point, derivatives=None):
+    given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
+    linear = {"linear": {"t": 1.0, "xxx": 1.0}}
+    d = mpx.linear_operator(u, linear, ["u", "u_x"], **given)(point)
+    return d["linear_u"] + 6 * d["u"] * d["u_x"]
+
+
 def loss(u, points, *, derivatives=None):
     given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
-    terms = mpx.linear_operator(u, {"linear": {"t": 1.0, "xxx": 1.0}}, ["u", "u_x"], **given)
-    d = jax.vmap(terms)(points["inside"])
+    inside = mean_square(residual)(u, points["inside"], derivatives=derivatives)
     wrong = misfit(u, exact, points["ends"], ["u"], given)
-    return jnp.mean((d["linear_u"] + 6 * d["u"] * d["u_x"]) ** 2) + 10 * wrong
+    return inside + 10 * wrong
 
 
 def sample(key):
@@ -53,4 +60,19 @@ def sample(key):
 
 
 AT = grid(np.linspace(0, END, 61), np.linspace(LOW, HIGH, 201))
+
+
+def slope(u, point):
+    """What is wrong with u_x on the right, the third boundary condition."""
+    return jax.grad(u)(point)[1] - jax.grad(exact)(point)[1]
+
+
+DEEP = Deep(
+    residual=residual,
+    form=from_conditions(exact, (0, LOW), (END, HIGH), lambda t: t),
+    low=(0, LOW),
+    high=(END, HIGH),
+    turns={1: 3},
+    soft=[(slope, (0, HIGH), (END, HIGH))],
+)
 PROBLEM = problem(__name__, "Korteweg–de Vries, two solitons", coords="tx", order=3, steps=3000)

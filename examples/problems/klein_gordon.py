@@ -4,13 +4,13 @@ With f, the boundary values and the initial ones of u = x cos 5πt + (x t)³ (Wa
 2022).
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import draws, grid, misfit, problem
+from ._deep import Deep, from_conditions
+from ._problem import draws, grid, mean_square, misfit, problem
 
 
 W = 5 * np.pi
@@ -37,15 +37,26 @@ def network(key):
     return mpx.nn.Ansatz(mlp, form)
 
 
+def residual(u, point, derivatives=None):
+    given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
+    d = mpx.linear_operator(u, {"wave": {"tt": 1.0, "xx": -1.0}}, ["u"], **given)(point)
+    return (d["wave_u"] + d["u"] ** 3 - source(point)) / W**2
+
+
 def loss(u, points, *, derivatives=None):
     given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
-    wave = mpx.linear_operator(u, {"wave": {"tt": 1.0, "xx": -1.0}}, ["u"], **given)
-    d = jax.vmap(wave)(points["inside"])
-    residual = d["wave_u"] + d["u"] ** 3 - jax.vmap(source)(points["inside"])
+    inside = mean_square(residual)(u, points["inside"], derivatives=derivatives)
     wrong = misfit(u, exact, points["ends"], ["u"], given)
-    return jnp.mean((residual / W**2) ** 2) + wrong
+    return inside + wrong
 
 
 sample = draws(inside=(256, LOW, HIGH), ends=(64, LOW, HIGH, (1,)))
 AT = grid(np.linspace(0, 1, 101), np.linspace(0, 1, 101))
+DEEP = Deep(
+    residual=residual,
+    form=from_conditions(exact, LOW, HIGH, lambda t: t**2 / (0.01 + t**2)),
+    low=LOW,
+    high=HIGH,
+    turns={0: W / (2 * np.pi)},
+)
 PROBLEM = problem(__name__, "Klein–Gordon equation", coords="tx", order=2)

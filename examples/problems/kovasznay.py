@@ -5,13 +5,13 @@ boundary: u = 1 − e^(λx) cos 2πy, v = λ/2π e^(λx) sin 2πy, p = (1 − e^
 4π²).
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import draws, grid, misfit, problem
+from ._deep import Deep, between, ends
+from ._problem import draws, grid, mean_square, misfit, problem
 
 
 RE = 40.0
@@ -31,20 +31,37 @@ def network(key):
     return mpx.nn.CoordinateMLP(2, 3, 40, 4, key=key)
 
 
-def loss(fields, points, *, derivatives=None):
+def residual(fields, point, derivatives=None):
     given = {"coords": "xy", "outputs": "uvp", "scaling": derivatives}
     names = ["u", "v", *(f"{f}_{c}" for f in "uvp" for c in "xy")]
-    d = jax.vmap(mpx.laplacian(fields, names, **given))(points["inside"])
+    d = mpx.laplacian(fields, names, **given)(point)
     carried = lambda f: d["u"] * d[f"{f}_x"] + d["v"] * d[f"{f}_y"]
     x = carried("u") + d["p_x"] - d["lap_u"] / RE
     y = carried("v") + d["p_y"] - d["lap_v"] / RE
-    mass = d["u_x"] + d["v_y"]
+    return jnp.stack([x, y, d["u_x"] + d["v_y"]])
+
+
+def loss(fields, points, *, derivatives=None):
+    given = {"coords": "xy", "outputs": "uvp", "scaling": derivatives}
+    inside = mean_square(residual)(fields, points["inside"], derivatives=derivatives)
     wrong = misfit(fields, exact, points["edges"], "uv", given)
-    return jnp.mean(x**2 + y**2 + mass**2) + 5 * wrong
+    return inside + 5 * wrong
 
 
 sample = draws(inside=(384, LOW, HIGH), edges=(128, LOW, HIGH, (0, 1)))
 AT = grid(np.linspace(-0.5, 1, 76), np.linspace(-0.5, 1.5, 101))
+
+
+def form(point, n):
+    """The velocities on the boundary, blended over the rectangle, and what vanishes there."""
+    inside = ends(point, LOW, HIGH, 0) * ends(point, LOW, HIGH, 1)
+    along_y = lambda p: between(lambda q: exact(q)[:2], p, LOW, HIGH, 1)
+    rest = lambda p: exact(p)[:2] - along_y(p)
+    velocities = along_y(point) + between(rest, point, LOW, HIGH, 0)
+    return jnp.concatenate([velocities + inside * n[:2], n[2:]])
+
+
+DEEP = Deep(residual=residual, form=form, low=LOW, high=HIGH, outputs=3)
 PROBLEM = problem(
     __name__, "Kovasznay flow", coords="xy", order=2, fields="uvp", free=(2,), steps=3000
 )

@@ -7,13 +7,13 @@ network for all times does not follow. The reference is a Fourier method of four
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import InUnits, Reference, grid, problem, uniform
+from ._deep import Deep
+from ._problem import InUnits, Reference, grid, mean_square, problem, uniform
 from .references import etdrk4
 
 
@@ -21,23 +21,27 @@ A, B, C = 100 / 16, 100 / 16**2, 100 / 16**4
 END, TURN = 0.06, 2 * np.pi
 
 
+def form(point, n):
+    t, x = point
+    return jnp.cos(x) * (1 + jnp.sin(x)) + t / END * n
+
+
 def network(key):
     mlp = mpx.nn.CoordinateMLP(
         2, "scalar", 48, 3, key=key, periodic={1: TURN}, fourier_features=(32, 0.6)
     )
 
-    def form(point, n):
-        t, x = point
-        return jnp.cos(x) * (1 + jnp.sin(x)) + t / END * n
-
     return mpx.nn.Ansatz(InUnits(mlp, (END, 1)), form)
 
 
-def loss(u, points, *, derivatives=None):
+def residual(u, point, derivatives=None):
     operator = {"linear": {"t": 1.0, "xx": B, "xxxx": C}}
     given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
-    d = jax.vmap(mpx.linear_operator(u, operator, ["u", "u_x"], **given))(points)
-    return jnp.mean((d["linear_u"] + A * d["u"] * d["u_x"]) ** 2) / 100
+    d = mpx.linear_operator(u, operator, ["u", "u_x"], **given)(point)
+    return (d["linear_u"] + A * d["u"] * d["u_x"]) / 10
+
+
+loss = mean_square(residual)
 
 
 @functools.cache
@@ -53,4 +57,5 @@ def reference(n=256, steps=600):
 
 
 sample = lambda key: uniform(key, 384, low=(0, 0), high=(END, TURN))
+DEEP = Deep(residual=residual, form=form, low=(0, 0), high=(END, TURN), periodic={1: TURN})
 PROBLEM = problem(__name__, "Kuramoto–Sivashinsky, until it is steep", coords="tx", order=4)

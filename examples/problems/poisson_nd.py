@@ -10,7 +10,8 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import draws, misfit, problem, uniform
+from ._deep import Deep
+from ._problem import draws, mean_square, misfit, problem, uniform
 
 
 SIZE = 10
@@ -26,14 +27,25 @@ def network(key):
     return mpx.nn.CoordinateMLP(SIZE, "scalar", 48, 3, key=key)
 
 
+def residual(u, point, derivatives=None):
+    lap = mpx.laplacian(u, coords=COORDS, outputs="u", scaling=derivatives)(point)["lap_u"]
+    return lap + np.pi**2 / 4 * exact(point)
+
+
 def loss(u, points, *, derivatives=None):
     given = {"coords": COORDS, "outputs": "u", "scaling": derivatives}
-    inside = jax.vmap(mpx.laplacian(u, **given))(points["inside"])["lap_u"]
-    source = np.pi**2 / 4 * jax.vmap(exact)(points["inside"])
+    inside = mean_square(residual)(u, points["inside"], derivatives=derivatives)
     wrong = misfit(u, exact, points["faces"], ["u"], given)
-    return jnp.mean((inside + source) ** 2) + 10 * wrong
+    return inside + 10 * wrong
 
 
 sample = draws(inside=(256, LOW, HIGH), faces=(200, LOW, HIGH, range(SIZE)))
 AT = np.asarray(uniform(jax.random.key(1), 4096, LOW, HIGH), np.float64)
+DEEP = Deep(
+    residual=residual,
+    form=lambda point, n: n,
+    low=LOW,
+    high=HIGH,
+    soft=[(lambda u, point: 3 * (u(point) - exact(point)), LOW, HIGH, range(SIZE))],
+)
 PROBLEM = problem(__name__, "Poisson in 10 dimensions", coords=COORDS, order=2)

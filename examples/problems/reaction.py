@@ -5,13 +5,13 @@ From the bell u₀(x) = exp(−(x − π)² / 2 (π/4)²) each point grows by it
 solution almost as good.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import grid, problem, uniform
+from ._deep import Deep
+from ._problem import grid, mean_square, problem, uniform
 
 
 RHO = 5.0
@@ -27,17 +27,24 @@ def exact(point):
     return grown / (1 - start(x) + grown)
 
 
+def form(point, n):
+    return start(point[1]) + point[0] * n
+
+
 def network(key):
     mlp = mpx.nn.CoordinateMLP(2, "scalar", 32, 3, key=key, fourier_features=(16, 0.3))
-    return mpx.nn.Ansatz(mlp, lambda point, n: start(point[1]) + point[0] * n)
+    return mpx.nn.Ansatz(mlp, form)
 
 
-def loss(u, points, *, derivatives=None):
-    terms = mpx.partials(u, ["u", "u_t"], coords="tx", outputs="u", scaling=derivatives)
-    d = jax.vmap(terms)(points)
-    return jnp.mean((d["u_t"] - RHO * d["u"] * (1 - d["u"])) ** 2)
+def residual(u, point, derivatives=None):
+    d = mpx.partials(u, ["u", "u_t"], coords="tx", outputs="u", scaling=derivatives)(point)
+    return d["u_t"] - RHO * d["u"] * (1 - d["u"])
+
+
+loss = mean_square(residual)
 
 
 sample = lambda key: uniform(key, 256, low=(0, 0), high=(1, 2 * np.pi))
 AT = grid(np.linspace(0, 1, 65), np.linspace(0, 2 * np.pi, 129))
+DEEP = Deep(residual=residual, form=form, low=(0, 0), high=(1, 2 * np.pi))
 PROBLEM = problem(__name__, "Reaction, ρ = 5", coords="tx", order=1)

@@ -4,13 +4,13 @@ u = 4 arctan(√(1 − ω²) cos ωt / (ω cosh √(1 − ω²) x)) with ω = 0.
 are those of the solution.
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import draws, from_start, grid, misfit, problem
+from ._deep import Deep, from_conditions
+from ._problem import draws, from_start, grid, mean_square, misfit, problem
 
 
 W = 0.6
@@ -28,14 +28,26 @@ def network(key):
     return from_start(mlp, exact, lambda t: t**2 / (1 + t**2))
 
 
+def residual(u, point, derivatives=None):
+    given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
+    d = mpx.linear_operator(u, {"wave": {"tt": 1.0, "xx": -1.0}}, ["u"], **given)(point)
+    return d["wave_u"] + jnp.sin(d["u"])
+
+
 def loss(u, points, *, derivatives=None):
     given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
-    wave = mpx.linear_operator(u, {"wave": {"tt": 1.0, "xx": -1.0}}, ["u"], **given)
-    d = jax.vmap(wave)(points["inside"])
+    inside = mean_square(residual)(u, points["inside"], derivatives=derivatives)
     wrong = misfit(u, exact, points["ends"], ["u"], given)
-    return jnp.mean((d["wave_u"] + jnp.sin(d["u"])) ** 2) + 10 * wrong
+    return inside + 10 * wrong
 
 
 sample = draws(inside=(256, LOW, HIGH), ends=(64, LOW, HIGH, (1,)))
 AT = grid(np.linspace(0, 4, 41), np.linspace(-8, 8, 161))
+DEEP = Deep(
+    residual=residual,
+    form=from_conditions(exact, LOW, HIGH, lambda t: t**2 / (1 + t**2)),
+    low=LOW,
+    high=HIGH,
+    turns={1: 2},
+)
 PROBLEM = problem(__name__, "Sine-Gordon, a breather", coords="tx", order=2)

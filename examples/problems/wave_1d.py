@@ -4,13 +4,13 @@ From u(0, x) = sin πx + ½ sin 4πx at rest: u = sin πx cos 2πt + ½ sin 4πx
 Perdikaris, *When and why PINNs fail to train*, 2022; Wave1d-C of PINNacle).
 """
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import grid, problem, uniform
+from ._deep import Deep
+from ._problem import grid, mean_square, problem, uniform
 
 
 SIZE = 8 * np.pi**2  # of ½ u_xx
@@ -22,23 +22,27 @@ def exact(point):
     return jnp.sin(pi * x) * jnp.cos(2 * pi * t) + jnp.sin(4 * pi * x) * jnp.cos(8 * pi * t) / 2
 
 
+def form(point, n):  # meets the initial and boundary values
+    t, x = point
+    start = jnp.sin(jnp.pi * x) + jnp.sin(4 * jnp.pi * x) / 2
+    return start + t**2 / (0.01 + t**2) * 4 * x * (1 - x) * n
+
+
 def network(key):
     mlp = mpx.nn.CoordinateMLP(2, "scalar", 48, 3, key=key, fourier_features=(32, 2.0))
-
-    def form(point, n):
-        t, x = point
-        start = jnp.sin(jnp.pi * x) + jnp.sin(4 * jnp.pi * x) / 2
-        return start + t**2 / (0.01 + t**2) * 4 * x * (1 - x) * n
-
     return mpx.nn.Ansatz(mlp, form)
 
 
-def loss(u, points, *, derivatives=None):
+def residual(u, point, derivatives=None):
     operator = {"wave": {"tt": 1 / (4 * SIZE), "xx": -1 / SIZE}}
     terms = mpx.linear_operator(u, operator, coords="tx", outputs="u", scaling=derivatives)
-    return jnp.mean(jax.vmap(terms)(points)["wave_u"] ** 2)
+    return terms(point)["wave_u"]
+
+
+loss = mean_square(residual)
 
 
 sample = lambda key: uniform(key, 384, low=(0, 0), high=(1, 1))
 AT = grid(np.linspace(0, 1, 101), np.linspace(0, 1, 101))
+DEEP = Deep(residual=residual, form=form, low=(0, 0), high=(1, 1), turns={0: 4, 1: 2})
 PROBLEM = problem(__name__, "Wave equation, two modes", coords="tx", order=2)

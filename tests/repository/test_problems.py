@@ -18,8 +18,8 @@ import mpx_pde as mpx
 
 
 problems = importlib.import_module("examples.problems")
-runner, command, operators, references = map(
-    module, ("_runner", "__main__", "_operators", "references")
+runner, deep, command, operators, references = map(
+    module, ("_runner", "_deep", "__main__", "_operators", "references")
 )
 FOLDER = ROOT / "examples" / "problems"
 NAMES = problems.names()
@@ -43,7 +43,7 @@ def test_there_are_thirty_problems_and_more():
 def test_a_file_imports_nothing_private_but_what_they_share(name):
     text = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
     private = re.findall(r"^(?:from|import) +(\S*\b_\w+|\._\w+)", text, re.MULTILINE)
-    assert set(private) <= {"._problem", "._operators", "._channel", "._finite_volumes"}
+    assert set(private) <= {"._problem", "._deep", "._operators", "._channel", "._finite_volumes"}
     assert re.search(r"\bmpx_pde\._", text) is None
     # None has a setting for a precision.
     assert re.search(r"float16|bfloat16|loss_scal|init_scale|max_scale", text) is None
@@ -80,6 +80,40 @@ def test_the_loss_of_the_exact_solution_vanishes_in_float64(name, monkeypatch):
         assert abs(exact) < (1e-15 if name == "black_scholes" else 1e-22)
         assert float(evaluate(1e-2, points)) > 1e-9
         assert problem.at.shape[1] == len(problem.coords)
+
+
+MET = {  # the conditions that the form of a deep network meets: faces, and the fields known there
+    "burgers_1d": ("t0 x0 x1", 1),
+    "allen_cahn": ("t0", 1),
+    "kdv": ("t0 x0 x1", 1),
+    "convection": ("t0", 1),
+    "reaction": ("t0", 1),
+    "wave_1d": ("t0 x0 x1", 1),
+    "klein_gordon": ("t0 x0 x1", 1),
+    "kovasznay": ("x0 x1 y0 y1", 2),
+    "taylor_green": ("t0", 2),
+    "sine_gordon": ("t0 x0 x1", 1),
+}
+
+
+@pytest.mark.parametrize("name", MET)
+def test_the_network_of_the_deep_recipe_meets_the_conditions(name):
+    problem = problems.load(name)
+    faces, fields = MET[name]
+    exact = problem.exact
+    if name == "burgers_1d":  # whose solution is no function of JAX
+        exact = lambda p: -jnp.sin(jnp.pi * p[1])
+    elif name == "allen_cahn":
+        exact = lambda p: p[1] ** 2 * jnp.cos(jnp.pi * p[1])
+    with jax.enable_x64(True):
+        model = deep.Network(problem.deep, jnp.float64, key=jax.random.key(0))
+        low, high = (np.asarray(x, float) for x in (problem.deep.low, problem.deep.high))
+        for face in faces.split():
+            axis = problem.coords.replace("s", "t").index(face[0])
+            points = np.random.default_rng(0).uniform(low, high, (20, len(low)))
+            points[:, axis] = (low, high)[int(face[1])][axis]
+            known = [np.reshape(jax.vmap(f)(points), (20, -1))[:, :fields] for f in (model, exact)]
+            np.testing.assert_allclose(*known, rtol=0, atol=1e-12)  # rounding of sums
 
 
 # --- Solvers ---------------------------------------------------------------------------------

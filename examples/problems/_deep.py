@@ -1,0 +1,209 @@
+"""The recipe that goes deep: Levenberg–Marquardt on a small network that meets the conditions.
+
+What differs between problems is what the equation says: residual, domain, periods, conditions, and
+how often the solution turns. All else is the same for all of them.
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, PRNGKeyArray
+
+import mpx_pde as mpx
+
+from ._problem import Problem, on_faces, uniform
+from ._runner import Outcome, errors_of, number
+
+
+PRECISIONS = {
+    name: (name.partition("-")[0], name.rpartition("-")[2])
+    for name in (
+        *("float64", "float64-float32", "float64-bfloat16_x3", "float64-float16"),
+        *("float32", "float32-bfloat16_x3", "float32-float16", "float32-bfloat16"),
+    )
+}
+"""Of the residual and, behind a hyphen, of the Jacobian where that is another."""
+
+STEPS = 300
+REDRAWN = 10  # steps with the same points
+CANDIDATES = 8  # for each point that is chosen
+POINTS = 4  # for each parameter
+TOLD = 12  # errors that a training tells on its way
+
+
+class Network(eqx.Module):
+    """An `eqx.nn.MLP` of tanh behind a form that meets the conditions. Its inputs run from -1 to 1
+    times the turns of the solution along a coordinate; a periodic one is given as waves."""
+
+    mlp: eqx.nn.MLP
+    deep: "Deep" = eqx.field(static=True)
+
+    def __init__(self, deep: "Deep", dtype: Any, *, key: PRNGKeyArray):
+        self.deep = deep
+        inputs = len(deep.low) + sum(2 * deep.waves - 1 for _ in deep.periodic)
+        shape = inputs, deep.outputs, deep.width, deep.depth
+        self.mlp = eqx.nn.MLP(*shape, jnp.tanh, dtype=dtype, key=key)
+
+    def __call__(self, point: Float[Array, " coords"]) -> Float[Array, "*fields"]:
+        deep, inputs = self.deep, []
+        for i, (low, high) in enumerate(zip(deep.low, deep.high, strict=True)):
+            if i in deep.periodic:
+                angles = 2 * np.pi / deep.periodic[i] * point[i] * np.arange(1, deep.waves + 1)
+                inputs += [jnp.cos(angles), jnp.sin(angles)]
+            else:
+                turns = deep.turns.get(i, 1.0)
+                inputs.append(turns * (2 * point[i] - (low + high))[None] / (high - low))
+        return deep.form(point, self.mlp(jnp.concatenate(inputs)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Deep:
+    """What the recipe needs to know of a problem.
+
+    - `residual(fields, point)`: the residuals at a point.
+    - `form(point, n)`: the fields from what the network returns.
+    - `low`, `high`: corners of the domain.
+    - `periodic`: the periods of coordinates, by index.
+    - `turns`: how often the solution turns along coordinates, by index.
+    - `soft`: conditions that the form does not meet: a residual, the corners of the box where it
+      holds and, if that is on faces of it alone, the axes across these.
+    """
+
+    residual: Callable[[Any, Array], Array]
+    form: Callable[[Array, Array], Array]
+    low: Sequence[float]
+    high: Sequence[float]
+    periodic: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    turns: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    soft: Sequence[tuple] = ()
+    outputs: int | str = "scalar"
+    width: int = 20
+    depth: int = 3
+    waves: int = 2
+    steps: int = STEPS
+
+
+@dataclasses.dataclass(frozen=True)
+class DeepOutcome(Outcome):
+    """What a training came to; skipped steps are those that the damping rejected."""
+
+    parameters: int
+    curve: list[tuple[int, float, float | None]]
+    """Steps, seconds and error on the way. The seconds leave out the first step and errors."""
+
+
+@eqx.filter_jit
+def draw(deep: Deep, model: Any, key: PRNGKeyArray, count: int, dtype: Any) -> tuple[Array, ...]:
+    """The points of the residuals: inside, more often where these are large."""
+    candidates = uniform(key, CANDIDATES * count, deep.low, deep.high, dtype)
+    residuals = jax.vmap(deep.residual, (None, 0))(model, candidates)
+    size = jnp.sqrt(jnp.sum(residuals.reshape(len(candidates), -1) ** 2, axis=1))
+    chance = 1 + size / jnp.mean(size)
+    noise = jax.random.gumbel(jax.random.fold_in(key, 1), chance.shape, dtype)
+    inside = candidates[jax.lax.top_k(jnp.log(chance) + noise, count)[1]]
+    soft = []
+    for i, (_, low, high, *axes) in enumerate(deep.soft):
+        own = jax.random.fold_in(key, 2 + i), max(1, count // 4), low, high
+        soft.append(on_faces(*own, *axes, dtype) if axes else uniform(*own, dtype))
+    return (inside, *soft)
+
+
+class DeepTrainer:
+    """The training of one problem by Levenberg–Marquardt, in a precision of `PRECISIONS`."""
+
+    optimizer_name = "levenberg-marquardt"
+
+    def __init__(self, problem: Problem, precision: str = "float64", *, steps: int | None = None):
+        if problem.deep is None:
+            raise ValueError(f"the problem {problem.title!r} has no deep recipe.")
+        if precision not in PRECISIONS:
+            known = ", ".join(PRECISIONS)
+            raise ValueError(f"the deep recipe has no precision {precision!r}, but {known}.")
+        self.problem, self.deep, self.precision = problem, problem.deep, precision
+        self.forward, self.jacobian = PRECISIONS[precision]
+        self.steps = self.deep.steps if steps is None else steps
+
+    def __call__(
+        self, seed: int, *, follow: Callable[[int, Any], bool] = lambda step, state: False
+    ) -> DeepOutcome:
+        """Trains from a seed. `follow` is told each step and the state, and may end it by True."""
+        with jax.enable_x64(self.forward == "float64"):
+            return self._trained(seed, follow)
+
+    def _trained(self, seed: int, follow: Callable[[int, Any], bool]) -> DeepOutcome:
+        deep, dtype = self.deep, jnp.dtype(self.forward)
+        network_key, key = jax.random.split(jax.random.key(seed))
+        model: Any = Network(deep, dtype, key=network_key)
+        arrays = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
+        count = POINTS * sum(x.size for x in arrays)
+        residuals = (deep.residual, *(fun for fun, *_ in deep.soft))
+        options = {"forward": self.forward, "jacobian": self.jacobian}
+        optimizer = mpx.LevenbergMarquardt(residuals, **options)
+        state = optimizer.init(model)
+        update = eqx.filter_jit(optimizer.update)
+        at, seconds, curve, errors = None, 0.0, [], {}
+        for step in range(self.steps):
+            started = time.perf_counter()
+            if step % REDRAWN == 0:
+                at = draw(deep, model, jax.random.fold_in(key, step), count, dtype)
+            model, state = jax.block_until_ready(update(model, state, at))
+            seconds += (time.perf_counter() - started) * (step > 0)  # the first one compiles
+            ended = follow(step + 1, state) or step + 1 == self.steps
+            if ended or (step + 1) % max(1, self.steps // TOLD) == 0:
+                errors = {n: number(e) for n, e in errors_of(self.problem, model).items()}
+                curve.append((step + 1, round(seconds, 1), next(iter(errors.values()))))
+            if ended:
+                break
+        self.model = model
+        return DeepOutcome(
+            precision=self.precision,
+            optimizer=self.optimizer_name,
+            seed=seed,
+            steps=self.steps,
+            error=next(iter(errors.values())),
+            errors=errors,
+            loss=number(state.loss),
+            skipped=int(state.rejected),
+            skipped_after_warm_up=int(state.rejected),
+            loss_scale=float(state.scaling.loss_scaling),
+            parameters=count // POINTS,
+            curve=curve,
+        )
+
+
+# --- Forms that meet conditions --------------------------------------------------------------
+
+
+def ends(point: Array, low: Sequence[float], high: Sequence[float], axis: int = 1) -> Array:
+    """What vanishes at both ends of an axis and is 1 in the middle."""
+    s = (point[axis] - low[axis]) / (high[axis] - low[axis])
+    return 4 * s * (1 - s)
+
+
+def between(
+    fun: Callable, point: Array, low: Sequence[float], high: Sequence[float], axis: int = 1
+) -> Array:
+    """The values of a function at both ends of an axis, and straight lines between them."""
+    s = (point[axis] - low[axis]) / (high[axis] - low[axis])
+    return (1 - s) * fun(point.at[axis].set(low[axis])) + s * fun(point.at[axis].set(high[axis]))
+
+
+def from_conditions(
+    exact: Callable, low: Sequence[float], high: Sequence[float], rise: Callable[[Array], Array]
+) -> Callable[[Array, Array], Array]:
+    """Returns a form with the values of a solution at the start of the first axis and at both ends
+    of the second: their blend, and `rise(t)` times what vanishes at these ends."""
+    at_ends = lambda p: between(exact, p, low, high)
+
+    def form(point, n):
+        start = point.at[0].set(low[0])
+        blend = exact(start) + at_ends(point) - at_ends(start)
+        return blend + rise(point[0]) * ends(point, low, high) * n
+
+    return form
