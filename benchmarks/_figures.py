@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from . import _step_diagram
 from ._tables import _breadth
-from ._tables._format import ROOT, load, source
+from ._tables._format import ROOT, groups, load, source
 
 
 FOLDER = ROOT / "docs" / "figures"
@@ -124,6 +124,26 @@ def memory_by_batch(figure: Any, data: Any) -> None:
     figure.suptitle("A training step of ViT-Base, compiled for an H100, not run", fontsize="medium")
 
 
+def errors_by_step(figure: Any, data: Any) -> None:
+    """Of Levenberg–Marquardt: a panel for each problem, a line for each precision, one seed."""
+    styles = {"float64": "k", "float64-float32": "C0--", "float32": "C1"}
+    labels = {"float64-float32": "float64, Jacobian in float32"}
+    seed = data["trainings"][0]["seed"]
+    found = groups((t for t in data["trainings"] if t["seed"] == seed), "problem")
+    panels = figure.subplots(-(-len(found) // 4), 4, sharex=True, squeeze=False).flatten()
+    for panel in panels[len(found) :]:
+        panel.set_visible(False)
+    for panel, runs in zip(panels, found.values(), strict=False):
+        for run in (run for run in runs if run["precision"] in styles):
+            steps, _, errors = zip(*run["curve"], strict=True)
+            name = run["precision"]
+            panel.semilogy(steps, errors, styles[name], label=labels.get(name, name))
+        panel.set_title(runs[0]["title"], fontsize="small")
+    figure.supxlabel("steps", fontsize="medium")
+    figure.supylabel("relative L2 error", fontsize="medium")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
+
+
 class Figure(NamedTuple):
     draw: Callable[[Any, Any], None]
     results: str | None  # the name of the JSON file; `None` for a diagram
@@ -151,6 +171,7 @@ FIGURES: dict[str, Figure] = {
         partial(error_against_time, "Fourier neural operator of decaying turbulence"),
         "time_to_error-navier_stokes-cpu",
     ),
+    "second-order": Figure(errors_by_step, "second_order-cpu", (8.0, 8.0)),
     "memory-by-batch": Figure(memory_by_batch, "vit_step-h100-cpu", (5.0, 3.4)),
 }
 

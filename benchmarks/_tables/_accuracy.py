@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator
 
-from ._format import NONE, Record, Result, Table, groups, listed
+from ._format import NONE, Record, Result, Table, groups, listed, median
 
 
 # Times are of the quarter of rounds that other programs on the machine disturbed least.
@@ -49,29 +49,25 @@ vit = Table(
 )
 
 
-def _marks(data: Result) -> Iterator[Record]:
-    """Medians over the seeds of the error after some steps, and the last one over that of a
-    Jacobian in the precision of the residual, from the same seed."""
-    last = lambda run: run["errors"][-1]
-    by_precision = groups(data["trainings"], "forward", "jacobian")
-    for (forward, _), runs in by_precision.items():
-        full = {run["seed"]: last(run) for run in by_precision[forward, forward]}
-        ratios = [last(run) / full[run["seed"]] for run in runs]
-        errors = zip(*(run["errors"] for run in runs), strict=True)
-        told = {"ratio": statistics.median(ratios), "worst": max(ratios), "seeds": len(runs)}
-        medians = map(statistics.median, errors)
-        yield {**runs[0], **told, "at": dict(zip(map(str, runs[0]["steps"]), medians, strict=True))}
+def _by_problem(data: Result) -> Iterator[Record]:
+    """Yields the median errors of a problem over the seeds, by precision."""
+    for runs in groups(data["trainings"], "problem").values():
+        by_precision = groups(runs, "precision")
+        medians = {name: median(of, "error") for name, of in by_precision.items()}
+        yield {**runs[0], **medians, "seeds": listed(runs, "seed")}
 
 
 second_order = Table(
     "second_order",
-    _marks,
-    lambda _: [
-        *("residual  {forward}", "Jacobian  {jacobian}"),
-        *(f"step {n}  {{at.{n}:.1e}}" for n in (80, 160, 240)),
-        "relative to a Jacobian in full  {ratio:.2f} ({worst:.2f})",
-    ],
-    "Medians over {seeds} seeds.",
+    _by_problem,
+    """
+    problem                              {title}
+    parameters                           {parameters:,}
+    float64                              {float64:.1e}
+    float64, Jacobian in float32         {float64-float32:.1e}
+    float32                              {float32:.1e}
+    """,
+    "Relative L2 errors after {steps} steps; seeds {seeds}.",
 )
 
 

@@ -32,34 +32,45 @@ PRECISIONS = {
 
 STEPS = 300
 REDRAWN = 10  # steps with the same points
+MARCH = 0.7  # of the steps, in which the interval of a problem that marches grows to the whole
 CANDIDATES = 8  # for each point that is chosen
 POINTS = 4  # for each parameter
 TOLD = 12  # errors that a training tells on its way
 
 
 class Network(eqx.Module):
-    """An `eqx.nn.MLP` of tanh behind a form that meets the conditions. Its inputs run from -1 to 1
-    times the turns of the solution along a coordinate; a periodic one is given as waves."""
+    """An `eqx.nn.MLP` of tanh behind a form that meets the conditions. Its inputs run from -1 to 1,
+    and along a coordinate in which the equation has waves these stand beside. The units of the
+    first layer bend at points that are spread over the domain."""
 
     mlp: eqx.nn.MLP
     deep: "Deep" = eqx.field(static=True)
 
     def __init__(self, deep: "Deep", dtype: Any, *, key: PRNGKeyArray):
         self.deep = deep
-        inputs = len(deep.low) + sum(2 * deep.waves - 1 for _ in deep.periodic)
-        shape = inputs, deep.outputs, deep.width, deep.depth
-        self.mlp = eqx.nn.MLP(*shape, jnp.tanh, dtype=dtype, key=key)
+        key, at_key = jax.random.split(key)
+        at = jax.vmap(self.inputs)(uniform(at_key, deep.width, deep.low, deep.high, dtype))
+        shape = at.shape[1], deep.outputs, deep.width, deep.depth
+        mlp = eqx.nn.MLP(*shape, jnp.tanh, dtype=dtype, key=key)
+        bias = -jnp.sum(mlp.layers[0].weight * at, axis=1)
+        self.mlp = eqx.tree_at(lambda mlp: mlp.layers[0].bias, mlp, bias)
 
-    def __call__(self, point: Float[Array, " coords"]) -> Float[Array, "*fields"]:
-        deep, inputs = self.deep, []
+    def inputs(self, point: Float[Array, " coords"]) -> Float[Array, " inputs"]:
+        deep, found = self.deep, []
         for i, (low, high) in enumerate(zip(deep.low, deep.high, strict=True)):
             if i in deep.periodic:
                 angles = 2 * np.pi / deep.periodic[i] * point[i] * np.arange(1, deep.waves + 1)
-                inputs += [jnp.cos(angles), jnp.sin(angles)]
+                found += [jnp.cos(angles), jnp.sin(angles)]
             else:
-                turns = deep.turns.get(i, 1.0)
-                inputs.append(turns * (2 * point[i] - (low + high))[None] / (high - low))
-        return deep.form(point, self.mlp(jnp.concatenate(inputs)))
+                x = (2 * point[i] - (low + high))[None] / (high - low)
+                found.append(deep.steep.get(i, 1.0) * x)
+                if i in deep.turns:
+                    angle = np.pi * deep.turns[i] * x
+                    found += [jnp.cos(angle), jnp.sin(angle)]
+        return jnp.concatenate(found)
+
+    def __call__(self, point: Float[Array, " coords"]) -> Float[Array, "*fields"]:
+        return self.deep.form(point, self.mlp(self.inputs(point)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -70,7 +81,9 @@ class Deep:
     - `form(point, n)`: the fields from what the network returns.
     - `low`, `high`: corners of the domain.
     - `periodic`: the periods of coordinates, by index.
-    - `turns`: how often the solution turns along coordinates, by index.
+    - `turns`: how many waves the data of the equation have along coordinates, by index.
+    - `steep`: by how much the solution is steeper along coordinates than over the whole domain.
+    - `marches`: whether points come from an interval of the first coordinate that grows.
     - `soft`: conditions that the form does not meet: a residual, the corners of the box where it
       holds and, if that is on faces of it alone, the axes across these.
     """
@@ -81,6 +94,8 @@ class Deep:
     high: Sequence[float]
     periodic: Mapping[int, float] = dataclasses.field(default_factory=dict)
     turns: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    steep: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    marches: bool = False
     soft: Sequence[tuple] = ()
     outputs: int | str = "scalar"
     width: int = 20
@@ -99,9 +114,12 @@ class DeepOutcome(Outcome):
 
 
 @eqx.filter_jit
-def draw(deep: Deep, model: Any, key: PRNGKeyArray, count: int, dtype: Any) -> tuple[Array, ...]:
-    """The points of the residuals: inside, more often where these are large."""
-    candidates = uniform(key, CANDIDATES * count, deep.low, deep.high, dtype)
+def draw(
+    deep: Deep, model: Any, key: PRNGKeyArray, count: int, high: Float[Array, " coords"]
+) -> tuple[Array, ...]:
+    """The points of the residuals: inside, up to `high`, more often where these are large."""
+    dtype = high.dtype
+    candidates = uniform(key, CANDIDATES * count, deep.low, high, dtype)
     residuals = jax.vmap(deep.residual, (None, 0))(model, candidates)
     size = jnp.sqrt(jnp.sum(residuals.reshape(len(candidates), -1) ** 2, axis=1))
     chance = 1 + size / jnp.mean(size)
@@ -151,7 +169,11 @@ class DeepTrainer:
         for step in range(self.steps):
             started = time.perf_counter()
             if step % REDRAWN == 0:
-                at = draw(deep, model, jax.random.fold_in(key, step), count, dtype)
+                high = jnp.asarray(deep.high, dtype)
+                if deep.marches:
+                    share = min(1.0, 0.1 + step / (MARCH * self.steps))
+                    high = high.at[0].set(deep.low[0] + share * (deep.high[0] - deep.low[0]))
+                at = draw(deep, model, jax.random.fold_in(key, step), count, high)
             model, state = jax.block_until_ready(update(model, state, at))
             seconds += (time.perf_counter() - started) * (step > 0)  # the first one compiles
             ended = follow(step + 1, state) or step + 1 == self.steps

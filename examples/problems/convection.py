@@ -55,5 +55,6 @@ DEEP = Deep(
     high=(BETA, 2 * np.pi),
     periodic={1: 2 * np.pi},
     turns={0: BETA / (2 * np.pi)},
+    marches=True,
 )
 PROBLEM = problem(__name__, "Convection, β = 50", coords="sx", order=1, steps=6000)

@@ -72,7 +72,7 @@ DEEP = Deep(
     form=from_conditions(exact, (0, LOW), (END, HIGH), lambda t: t),
     low=(0, LOW),
     high=(END, HIGH),
-    turns={1: 3},
+    steep={1: 3},
     soft=[(slope, (0, HIGH), (END, HIGH))],
 )
 PROBLEM = problem(__name__, "Korteweg–de Vries, two solitons", coords="tx", order=3, steps=3000)

@@ -48,6 +48,6 @@ DEEP = Deep(
     form=from_conditions(exact, LOW, HIGH, lambda t: t**2 / (1 + t**2)),
     low=LOW,
     high=HIGH,
-    turns={1: 2},
+    steep={1: 2},
 )
 PROBLEM = problem(__name__, "Sine-Gordon, a breather", coords="tx", order=2)

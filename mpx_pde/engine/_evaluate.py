@@ -27,7 +27,16 @@ from ._moments import with_moments
 from ._plan import Index
 from ._products import Product, is_biased, is_weighted, widens
 from ._rules import Rules, aligned
-from ._segments import NO_KINDS, Kinds, Part, choices_of, multiplied_only, parts_of, roles_of
+from ._segments import (
+    NO_KINDS,
+    Kinds,
+    Part,
+    apart_of,
+    choices_of,
+    multiplied_only,
+    parts_of,
+    roles_of,
+)
 from ._streams import DATA, DEEP, Jet, Storage, is_inexact, primal_of, typed
 
 
@@ -85,7 +94,8 @@ class Evaluator:
         asked = asked or plan.everything
         roles = roles_of(flat, stages, plan, asked, params, carried, whole=self.full is not None)
         half = self.product.halves(flat, env, roles.stage, kinds.half)
-        roles = roles._replace(half=half)
+        traced = () if self.plain else (k for k, x in env.items() if isinstance(x, jax.core.Tracer))
+        roles = roles._replace(half=half, apart=apart_of(flat, traced))
         for part in parts_of(flat, roles):
             if part.alone:
                 self._step(part.steps[0], env, roles)

@@ -90,6 +90,7 @@ class Role(NamedTuple):
     - `data`: the results of equations that take nothing but data there.
     - `still`: what has no derivative, such as what comes of `jax.lax.stop_gradient`.
     - `half`: the variables that do not depend on the point and are effectively half.
+    - `apart`: what leads from the point to a loop that has no derivative in reverse mode.
     - `rules`: what is decided for each equation, by its identity, where that is known.
     - `numbers`: the masters there that are numbers known while tracing.
     """
@@ -103,6 +104,7 @@ class Role(NamedTuple):
     data: Collection[int] = ()
     still: Collection[int] = ()
     half: Collection[int] = ()
+    apart: frozenset[int] = frozenset()
     rules: Any = None
     numbers: Any = None
 
@@ -249,6 +251,28 @@ def _entering(step: Step, stage: Mapping[int, int], params: Collection[int]) -> 
     return [x for x in variables(step.inputs) if x in entering or x not in passing]
 
 
+def apart_of(flat: Flat, traced: Iterable[int]) -> frozenset[int]:
+    """Returns what leads to `while` loops and depends on no traced array, but for the point. JAX
+    does not differentiate these in reverse mode, and all that leaves a layer with a derivative of
+    its own has one by type, be it zero."""
+    loops = [step for step in flat.steps if _holds_while(step.eqn)]
+    if not loops:
+        return frozenset()
+    depends = set(traced)
+    for step in flat.steps:
+        if not depends.isdisjoint(variables(step.inputs)):
+            depends.update(step.outputs)
+    needed = {x for step in loops for x in variables(step.inputs)}
+    for step in reversed(flat.steps):
+        if not needed.isdisjoint(step.outputs):
+            needed.update(variables(step.inputs))
+    return frozenset(needed - depends)
+
+
+def _holds_while(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "while" or any(contains(b, ("while",)) for b in bodies_of(eqn))
+
+
 def _asked_of(
     flat: Flat, stage: Mapping[int, int], plan: Plan, asked: Iterable[Index]
 ) -> dict[int, frozenset[Index]]:
@@ -340,6 +364,9 @@ def _layers(
     sums = _last_sums(flat, steps, roles)
     for i, step in enumerate(steps):
         kind = _kind(step, roles)
+        if kind in ("light", "product") and not roles.apart.isdisjoint(step.outputs):
+            out.append(_by_itself(step))
+            continue
         if kind == "raw" and not waiting.isdisjoint(variables(step.inputs)):
             kind = "light"
         if kind in ("constant", "raw"):

@@ -378,6 +378,26 @@ def test_loops_with_derivatives_that_the_loss_does_not_use():
     np.testing.assert_allclose(jax.grad(lambda w: terms(w)["u_x"])(w), want, rtol=1e-5)
 
 
+@pytest.mark.parametrize("forward", ["float32", "bfloat16_x3"])
+def test_a_while_loop_of_what_a_layer_takes_too(forward):
+    """It has no derivative in reverse mode, and needs none: it depends on no parameter."""
+    w, points = jnp.array([-0.7, 0.4]), jnp.array([[0.3]])
+
+    def network(w, p):
+        h = jnp.sin(p)
+        step = lambda c: (c[0] + 1, (c[1] + (1 + h * h) / c[1]) / 2)
+        root = jax.lax.while_loop(lambda c: c[0] < 6, step, (0, 1 + h * h))[1]
+        return jnp.maximum(w[0] * h, root) @ w[1:]
+
+    def loss(w, points, derive=mpx.partials):
+        d = jax.vmap(derive(lambda p: network(w, p), ["u", "u_xx"], coords="x", outputs="u"))
+        return sum(jnp.sum(x**2) for x in d(points).values())
+
+    _, _, got = mpx.filter_grad(loss, mpx.NoOpLossScaling(), forward=forward)(w, points)
+    want = jax.grad(lambda w: loss(w, points))(w)
+    np.testing.assert_allclose(got, want, rtol=2e-3)  # the half backward pass
+
+
 @pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")  # a loop has no backward pass
 @pytest.mark.parametrize("around", ["scan", "checkpoint", "cond"])
 def test_loops_whose_results_are_stopped(around):
