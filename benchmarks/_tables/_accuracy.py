@@ -78,7 +78,13 @@ def _by_kind(data: Result) -> Iterator[Record]:
         residual, _, jacobian = step["precision"].partition("-")
         kinds = {kind: found["seconds"] for kind, found in step["by_kind"].items()}
         kinds["rest"] = step["seconds"] - kinds["products"] - kinds["layout"]
-        yield {**step, **kinds, "residual": residual, "jacobian": jacobian or residual, "full": full}
+        yield {
+            **step,
+            **kinds,
+            "residual": residual,
+            "jacobian": jacobian or residual,
+            "full": full,
+        }
 
 
 second_order_step = Table(
