@@ -76,6 +76,7 @@ def _by_kind(data: Result) -> Iterator[Record]:
     full = next(s["seconds"] for s in data["steps"] if s["precision"] == "float64")
     for step in data["steps"]:
         residual, _, jacobian = step["precision"].partition("-")
+        told = {"residual": residual, "jacobian": jacobian or residual, "full": full}
         kinds = {kind: found["seconds"] for kind, found in step["by_kind"].items()}
         kinds["rest"] = step["seconds"] - kinds["products"] - kinds["layout"]
         yield {
