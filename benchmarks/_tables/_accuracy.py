@@ -79,13 +79,7 @@ def _by_kind(data: Result) -> Iterator[Record]:
         told = {"residual": residual, "jacobian": jacobian or residual, "full": full}
         kinds = {kind: found["seconds"] for kind, found in step["by_kind"].items()}
         kinds["rest"] = step["seconds"] - kinds["products"] - kinds["layout"]
-        yield {
-            **step,
-            **kinds,
-            "residual": residual,
-            "jacobian": jacobian or residual,
-            "full": full,
-        }
+        yield {**step, **kinds, **told}
 
 
 second_order_step = Table(
