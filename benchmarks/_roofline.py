@@ -277,6 +277,12 @@ def _product(i: Instruction, index: dict[str, Instruction]) -> tuple[str, float]
         left = index[i.operands[0]].shapes[0]
         text = i.text(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
         contracted = [int(n) for n in re.findall(r"\d+", text)]
+    elif i.opcode == "custom-call" and "potrf" in i.target:  # a Cholesky factorization
+        matrix = i.shapes[0]
+        return _counted(matrix, "highest", matrix.sizes[-1] ** 3 / 3)
+    elif i.opcode == "custom-call" and "triangularSolve" in i.target:
+        matrix = index[i.operands[0]].shapes[0]
+        return _counted(matrix, "highest", matrix.sizes[-1] * i.shapes[0].elements)
     elif i.opcode == "convolution":
         return _convolution(i, index)
     else:

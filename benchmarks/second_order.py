@@ -1,17 +1,75 @@
 """How far do second-order steps get? Levenberg–Marquardt on the collection, by precision.
 
 The recipe is that of `python -m examples.problems run NAME --recipe deep`.
+
+    python -m benchmarks second_order --problems kovasznay --seeds 0
+    python -m benchmarks second_order --target h100     # predicts the time of a step, and runs none
 """
 
 import argparse
+import dataclasses
 import importlib
 import itertools
+from typing import Any
 
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+
+import mpx_pde as mpx
+
+from ._chips import CHIPS
+from ._deviceless import CUBLAS, compile_for
 from ._problems import problems
 from ._report import Report
+from ._roofline import Roofline, summary
 
 
 PRECISIONS = ("float64", "float64-float32", "float32")
+
+
+COMPILED = ("float64", "float32", *(f"float64-{j}" for j in ("float32", "bfloat16_x3", "bfloat16")))
+WIDTH, POINTS = 99, 32_768  # 20,197 parameters
+
+
+class _Untold(mpx.LevenbergMarquardt):
+    """Calls nothing on the host, which a program for a device that is not here cannot."""
+
+    def _tell(self, iterations: Any) -> None:
+        pass
+
+
+def predict(report: Report, target: str, quick: bool) -> None:
+    """What a step on Burgers' equation would take. Of the conjugate gradients, whose number is not
+    known before, one iteration is counted for each solve."""
+    deep = importlib.import_module("examples.problems._deep")
+    width, points = (16, 256) if quick else (WIDTH, POINTS)
+    problem = dataclasses.replace(problems().load("burgers_1d").deep, width=width)
+    for precision in COMPILED:
+        forward, jacobian = deep.PRECISIONS[precision]
+        with jax.enable_x64(forward == "float64"):
+            dtype = jnp.dtype(forward)
+            optimizer = _Untold(problem.residual, forward=forward, jacobian=jacobian)
+            network = lambda dtype=dtype: deep.Network(problem, dtype, key=jax.random.key(0))
+            model = eqx.filter_eval_shape(network)
+            state = model, eqx.filter_eval_shape(optimizer.init, model)
+
+            def step(state, batch, optimizer=optimizer):
+                state = optimizer.update(*state, batch)
+                return state, state[1].loss
+
+            batch = jax.ShapeDtypeStruct((points, 2), dtype)
+            options = {} if "_x3" in jacobian else CUBLAS
+            program = compile_for(target, step, state, batch, donate=(0,), compiler_options=options)
+        arrays = jax.tree.leaves(eqx.filter(model, lambda x: isinstance(x, jax.ShapeDtypeStruct)))
+        report.record(
+            "steps",
+            precision=precision,
+            parameters=sum(x.size for x in arrays),
+            points=points,
+            temp_bytes=program.temp_bytes,
+            **summary(Roofline(program.module).kernels(), CHIPS[target]),
+        )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,10 +77,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--precision", nargs="+", default=list(PRECISIONS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="by default those of the recipe")
+    parser.add_argument("--target", choices=CHIPS, help="compile for this, and predict")
     parser.add_argument("--resume", action="store_true", help="keep the trainings in the file")
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
+    if args.target:
+        report.name = f"second_order-{args.target}"
+        predict(report, args.target, args.quick)
+        return
     package = problems()
     deep = importlib.import_module("examples.problems._deep")
     steps = 4 if args.quick else args.steps or deep.STEPS

@@ -17,6 +17,7 @@ asked otherwise. The recipe stands in `problems/_deep.py`, and serves other prob
 import argparse
 from pathlib import Path
 
+import jax
 import numpy as np
 from _command_line import file, parser, positive, progress_bar, run_main, stop_on_interrupt
 from matplotlib.figure import Figure
@@ -29,9 +30,11 @@ from rich.console import Console
 def picture(trainer: DeepTrainer, outcome: DeepOutcome, path: Path) -> None:
     """The first field, the error of the network, and the error after some of the steps."""
     points, want = reference_of(trainer.problem)
+    with jax.enable_x64(trainer.forward == "float64"):
+        got = values_at(trainer.model, points)
     axes = [np.unique(axis) for axis in points.T]
     as_grid = lambda x: x.reshape(len(points), -1)[:, 0].reshape([len(a) for a in axes])
-    wrong = np.log10(np.abs(as_grid(values_at(trainer.model, points)) - as_grid(want)) + 1e-16)
+    wrong = np.log10(np.abs(as_grid(got) - as_grid(want)) + 1e-16)
     figure = Figure(figsize=(13, 3.6), layout="constrained")
     left, middle, right = figure.subplots(1, 3)
     for axis, field, options in (

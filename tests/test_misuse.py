@@ -539,6 +539,8 @@ def test_dtypes():
         }.items():
             with pytest.raises(ValueError, match=rf"(`{name}`).*floating-point dtype such as jnp"):
                 call(wrong)
+    with pytest.raises(TypeError, match=r"explain_nonfinite\(mpx_pde.filter_grad\(loss, scaling\)"):
+        mpx.explain_nonfinite(jnp.sin, SCALING)  # as `precision_floor` takes it
 
 
 def test_an_error_of_the_optimizer_itself_stays_what_it_is():

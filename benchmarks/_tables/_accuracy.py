@@ -71,6 +71,33 @@ second_order = Table(
 )
 
 
+def _by_kind(data: Result) -> Iterator[Record]:
+    """Yields the seconds of each kind of kernel, and of the step over those in float64."""
+    full = next(s["seconds"] for s in data["steps"] if s["precision"] == "float64")
+    for step in data["steps"]:
+        residual, _, jacobian = step["precision"].partition("-")
+        told = {"residual": residual, "jacobian": jacobian or residual, "full": full}
+        kinds = {kind: found["seconds"] for kind, found in step["by_kind"].items()}
+        kinds["rest"] = step["seconds"] - kinds["products"] - kinds["layout"]
+        yield {**step, **kinds, **told}
+
+
+second_order_step = Table(
+    "second_order-h100",
+    _by_kind,
+    """
+    residual               {residual}
+    Jacobian               {jacobian}
+    ms                     {seconds:ms.0f}
+    float64 over it        {full/seconds:.1f}
+    products, ms           {products:ms.0f}
+    layout, ms             {layout:ms.0f}
+    rest, ms               {rest:ms.0f}
+    """,
+    "{parameters:,} parameters, {points:,} points. Predicted for an H100, not run.",
+)
+
+
 def _pairs(data: Result) -> Iterator[Record]:
     for pair in data["pairs"]:
         yield {**pair, "backward": pair["precision"].rpartition("-")[2]}

@@ -24,7 +24,8 @@ from ._runner import Outcome, errors_of, number
 PRECISIONS = {
     name: (name.partition("-")[0], name.rpartition("-")[2])
     for name in (
-        *("float64", "float64-float32", "float64-bfloat16_x3", "float64-float16"),
+        *("float64", "float64-float32", "float64-bfloat16_x3"),
+        *("float64-float16", "float64-bfloat16"),
         *("float32", "float32-bfloat16_x3", "float32-float16", "float32-bfloat16"),
     )
 }

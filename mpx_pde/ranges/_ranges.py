@@ -11,6 +11,7 @@ import numpy as np
 
 from .._cast import widen
 from .._dtypes import as_half_dtype, half_precision_datatype
+from .._loss_scaling import AbstractLossScaling
 from .._types import DTypeLike
 from .._wrapper import AbstractWrapper, check_callable
 from ..interpret._jaxpr import trace_arrays
@@ -184,12 +185,19 @@ def explain_nonfinite(
 
     A function of the arguments of `fun` that returns a text.
 
-    **Raises:** as [`mpx_pde.range_report`][], and `ValueError` for another `dtype`.
+    **Raises:** as [`mpx_pde.range_report`][], `ValueError` for another `dtype` and `TypeError` for
+    a loss scaling in its place.
 
     ```python
     print(mpx.explain_nonfinite(mpx.filter_grad(loss, scaling))(model, x, y))
     ```
     """
     check_callable(fun, "explain_nonfinite")
+    if isinstance(dtype, AbstractLossScaling):
+        raise TypeError(
+            "`explain_nonfinite` takes a gradient that has its scaling, and a dtype, but got a "
+            f"{type(dtype).__name__} as the dtype. Write "
+            "`explain_nonfinite(mpx_pde.filter_grad(loss, scaling))(model, batch)`."
+        )
     name = None if dtype is None else as_half_dtype(dtype, "explain_nonfinite").name
     return eqx.module_update_wrapper(_Explain(fun, name))

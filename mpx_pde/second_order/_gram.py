@@ -21,6 +21,10 @@ _LEADING = 64
 _PANELS, _NARROW = 8, 64
 """Panels at most, and their columns at least."""
 
+_WIDE, _STEPS = 4096, 32
+"""From so many columns on, panels end at multiples of `_NARROW`, as tensor cores like it, and a
+matrix of narrow products is factorized in so many steps, by these."""
+
 _OVER_ROWS = (((0,), (0,)), ((), ()))
 _SHIFT = 1.0
 """The shift of a float32 diagonal before it is factorized, relative to it, in roundings."""
@@ -29,9 +33,12 @@ _TRIES, _MORE = 6, 16.0
 """How often a factorization is tried, and by what the shift grows in between."""
 
 
-def _edges(columns: int) -> list[int]:
-    panels = max(1, min(_PANELS, columns // _NARROW))
-    return [columns * i // panels for i in range(panels + 1)]
+def _edges(columns: int, panels: int = _PANELS) -> list[int]:
+    """Where panels begin and end; the last one may end behind the columns."""
+    panels = max(1, min(panels, columns // _NARROW))
+    unit = _NARROW if columns >= _WIDE else 1
+    units = -(-columns // unit)
+    return [units * i // panels * unit for i in range(panels + 1)]
 
 
 def _product(x: Array, y: Array, precision: str) -> Array:
@@ -48,28 +55,31 @@ class Lower(eqx.Module):
     """
 
     panels: tuple[Float[Array, "_ _"], ...]
+    columns: int = eqx.field(static=True)
 
     @classmethod
     def gram(cls, x: Float[Array, "rows columns"], precision: str) -> "Lower":
         """`xᵀ x`; for float16 the entries are scaled into its range."""
-        edges = _edges(x.shape[1])
-        scale = 1.0
+        columns = x.shape[1]
+        edges, scale = _edges(columns), 1.0
+        x = jnp.pad(x, ((0, 0), (0, edges[-1] - columns)))
         if precision == "float16":
             size = jnp.maximum(jnp.max(jnp.abs(x)), jnp.finfo(x.dtype).tiny)
             scale = jnp.exp2(-jnp.ceil(jnp.log2(size)))
             x = x * scale
         products = (_product(x[:, a:b], x[:, :b], precision) for a, b in pairwise(edges))
-        return cls(tuple(y / scale**2 for y in products))
+        return cls(tuple(y / scale**2 for y in products), columns)
 
     @classmethod
     def zeros(cls, columns: int, dtype: Any) -> "Lower":
-        return cls(tuple(jnp.zeros((b - a, b), dtype) for a, b in pairwise(_edges(columns))))
+        edges = pairwise(_edges(columns))
+        return cls(tuple(jnp.zeros((b - a, b), dtype) for a, b in edges), columns)
 
     def matrix(self) -> Float[Array, "columns columns"]:
         """The matrix, with zeros in the place of most entries above the diagonal."""
-        columns = self.panels[-1].shape[1]
-        wide = [jnp.pad(x, ((0, 0), (0, columns - x.shape[1]))) for x in self.panels]
-        return jnp.concatenate(wide)
+        last = self.panels[-1].shape[1]
+        wide = [jnp.pad(x, ((0, 0), (0, last - x.shape[1]))) for x in self.panels]
+        return jnp.concatenate(wide)[: self.columns, : self.columns]
 
 
 class Sums(eqx.Module):
@@ -145,19 +155,25 @@ def next_leading(
 
 
 def factored(
-    sums: Sums, leading: Float[Array, "columns leading"], damping: Float[Array, ""], solver: Any
+    sums: Sums,
+    leading: Float[Array, "columns leading"],
+    damping: Float[Array, ""],
+    solver: Any,
+    precision: str,
 ) -> Callable[[Float[Array, " columns"]], Float[Array, " columns"]]:
-    """Returns what solves with `Jᵀ J + damping`: to rounding, in the dtype of the sums.
+    """Returns what solves with `Jᵀ J + damping`: to rounding, in the dtype of the sums, or where
+    `precision` is less and the matrix wide, in that of a split product.
 
     By blocks: the leading directions, and what they leave of the others.
     """
     dtype = leading.dtype
     if not leading.shape[1]:
-        inner = _positive(sums.gram.matrix(), damping, solver)
+        inner = _positive(sums.gram.matrix(), damping, solver, precision)
         return lambda b: inner(b.astype(dtype)).astype(b.dtype)
     lower = jnp.linalg.cholesky(sums.core + damping * jnp.eye(leading.shape[1], dtype=dtype))
     half = solve_triangular(lower, sums.coupling, lower=True)
-    inner = _positive(sums.gram.matrix() - Lower.gram(half, dtype.name).matrix(), damping, solver)
+    rest = sums.gram.matrix() - Lower.gram(half, dtype.name).matrix()
+    inner = _positive(rest, damping, solver, precision)
     core = lambda b: cho_solve((lower, True), b)
     others = lambda b: b - leading @ (b @ leading)
 
@@ -171,7 +187,7 @@ def factored(
 
 
 def _positive(
-    gram: Float[Array, "columns columns"], damping: Float[Array, ""], solver: Any
+    gram: Float[Array, "columns columns"], damping: Float[Array, ""], solver: Any, precision: str
 ) -> Callable[[Float[Array, " columns"]], Float[Array, " columns"]]:
     """Solves with `gram + damping`, of which the lower triangle is read."""
     dtype, diagonal = gram.dtype, jnp.maximum(jnp.diagonal(gram), 0)
@@ -185,7 +201,11 @@ def _positive(
         operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
         state = solver.init(operator, options={})
         return lambda b: lx.linear_solve(operator, b, solver, state=state, throw=False).value
-    cholesky = lambda shift: lax.linalg.cholesky(shifted(shift), symmetrize_input=False)
+    if len(gram) >= _WIDE and precision not in ("float32", "float64"):
+        split = precision if precision in SPLIT_PRODUCTS else "bfloat16_x3"
+        cholesky = lambda shift: by_steps(shifted(shift), split)
+    else:
+        cholesky = lambda shift: lax.linalg.cholesky(shifted(shift), symmetrize_input=False)
     if dtype == jnp.float64:
         lower = cholesky(0.0)
         return lambda b: cho_solve((lower, True), b)
@@ -203,3 +223,22 @@ def _positive(
     first = jnp.asarray(_SHIFT * jnp.finfo(dtype).eps, dtype)
     lower = lax.while_loop(failed, again, (0, first, jnp.zeros_like(gram)))[2]
     return lambda b: cho_solve((lower, True), b)
+
+
+def by_steps(
+    gram: Float[Array, "columns columns"], precision: str, steps: int = _STEPS
+) -> Float[Array, "columns columns"]:
+    """The lower Cholesky factor, of which nearly all is products in `precision`. It takes the lower
+    triangle of a matrix, and returns what is NaN where that is not positive definite."""
+    columns = len(gram)
+    edges = [min(edge, columns) for edge in _edges(columns, steps)]
+    upper = jnp.zeros((0, columns), gram.dtype)  # of whose rows all up to the step are known
+    for a, b in pairwise(edges):
+        rows = gram[a:, a:b].T
+        if a:
+            rows = rows - _product(upper[:, a:b], upper[:, a:], precision)
+        lower = lax.linalg.cholesky(rows[:, : b - a].T, symmetrize_input=False)
+        right = solve_triangular(lower, rows[:, b - a :], lower=True)
+        new = jnp.concatenate([jnp.zeros((b - a, a), gram.dtype), lower.T, right], axis=1)
+        upper = jnp.concatenate([upper, new])
+    return upper.T

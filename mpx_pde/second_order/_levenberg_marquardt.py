@@ -276,7 +276,8 @@ class LevenbergMarquardt(eqx.Module):
         ):
             size = jnp.maximum(jnp.max(sums.squares), jnp.finfo(sums.squares.dtype).tiny)
             damping = state.damping * size.astype(self._dtype)
-            direct = factored(sums, state.leading, damping.astype(size.dtype), self.solver)
+            narrow = damping.astype(size.dtype)
+            direct = factored(sums, state.leading, narrow, self.solver, self.jacobian)
             solve = lambda b: (direct(pull(b)), jnp.array(0, jnp.int32))
             if self._narrow and self.refinements:
                 close = _CLOSE[self.forward]

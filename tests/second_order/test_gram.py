@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from mpx_pde.second_order import _gram
 from mpx_pde.second_order._gram import Lower, factored, first_leading, next_leading, summed
 
 
@@ -24,7 +25,7 @@ def solver_of(jac, damping, precision, *, leading=None, steps=0, blocks=1, solve
     for _ in range(steps):
         leading = next_leading(summed(lambda x: x, stacked, leading, precision), leading)
     sums = summed(lambda x: x, stacked, leading, precision)
-    return factored(sums, leading, jnp.asarray(damping, dtype), solver)
+    return factored(sums, leading, jnp.asarray(damping, dtype), solver, precision)
 
 
 @pytest.mark.parametrize("columns", [3, 200])
@@ -100,3 +101,23 @@ def test_a_matrix_that_rounding_makes_indefinite_is_shifted():
     jac = np.concatenate([x] * 30, axis=1)
     solve = solver_of(jac, 1e-30, "float32", leading=jnp.zeros((30, 0)))
     assert np.isfinite(solve(jnp.ones(30))).all()
+
+
+@pytest.mark.parametrize(("precision", "error"), [("bfloat16_x3", 1e-3), ("bfloat16", 0.3)])
+def test_a_wide_matrix_is_factorized_by_narrow_products(precision, error, monkeypatch):
+    """In panels that end behind it. The errors are those of a Gram matrix in that precision, 2^-17
+    or so and 2^-8, times its condition of a hundred."""
+    monkeypatch.setattr(_gram, "_WIDE", 100)
+    jac = with_singular_values(300, np.geomspace(1, 0.1, 200))
+    b = np.random.default_rng(1).standard_normal(200)
+    got = solver_of(jac, 1e-4, precision)(jnp.asarray(b, "float32"))
+    want = np.linalg.solve(jac.T @ jac + 1e-4 * np.eye(200), b)
+    assert np.linalg.norm(got - want) < error * np.linalg.norm(want)
+
+
+def test_a_factor_by_steps_is_that_of_cholesky():
+    x = np.random.default_rng(0).standard_normal((300, 200))
+    gram = jnp.asarray(np.tril(x.T @ x), "float32")
+    want = np.linalg.cholesky(x.T @ x)
+    np.testing.assert_allclose(_gram.by_steps(gram, "bfloat16_x9", 5), want, atol=1e-5 * 17)
+    assert np.isnan(_gram.by_steps(-gram, "bfloat16_x3", 5)).any()

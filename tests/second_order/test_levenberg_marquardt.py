@@ -329,11 +329,10 @@ def test_wrong_batches():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["float64", "float64-float32", "float32-bfloat16"])
-def test_the_example_converges_and_draws_its_error(precision, tmp_path):
-    """Reaction, a tenth of the steps: some times the error that was measured there."""
+def test_the_example_converges_and_draws_its_error(tmp_path):
+    """Reaction, a quarter of the steps: some times the error that was measured there."""
     out = tmp_path / "error.png"
     example = importlib.import_module("second_order")
-    result = example.main("reaction", precision, steps=50, plot=out)
+    result = example.main("reaction", steps=80, plot=out)
     assert result.error < 1e-3
     assert out.stat().st_size > 10_000
