@@ -336,22 +336,18 @@ class Evaluation:
             return {}
         x = jnp.stack([found[name] for name in rows])
         counts = jnp.stack([scaling.counts[row] for row in rows.values()])
-        if not scaling.active:
-            return dict(zip(rows, jnp.unstack(tap(counts, x)), strict=True))
-        shifts = jnp.stack(list(map(scaling.shift, rows.values())))
-        scaled = x * power_of_two(shifts).astype(x.dtype)
-        seen, forward = scaled, _in_full()
-        if forward is not None and forward.dtype == jnp.float16:
-            # The value does not overflow, but what is kept of it for the backward pass does.
-            beyond = jnp.abs(scaled) > FLOAT16_MAX
-            if not lost.keys().isdisjoint(rows):
-                no = jnp.zeros((), bool)
-                beyond = beyond | jnp.stack([lost.get(name, no) for name in rows])
-            seen = jnp.where(beyond, jnp.inf, scaled)
-        seen = tap(counts, seen)
-        scaled = seen if forward is None else jnp.where(jnp.isfinite(seen), seen, scaled)
-        x = scaled * power_of_two(-shifts).astype(x.dtype)
-        return dict(zip(rows, jnp.unstack(x), strict=True))
+        seen, forward = x, _in_full()
+        if scaling.active:
+            shifts = jnp.stack(list(map(scaling.shift, rows.values())))
+            seen = x * power_of_two(shifts).astype(x.dtype)
+            if forward is not None and forward.dtype == jnp.float16:
+                # The value does not overflow, but what is kept of it for the backward pass does.
+                beyond = jnp.abs(seen) > FLOAT16_MAX
+                if not lost.keys().isdisjoint(rows):
+                    no = jnp.zeros((), bool)
+                    beyond = beyond | jnp.stack([lost.get(name, no) for name in rows])
+                seen = jnp.where(beyond, jnp.inf, seen)
+        return dict(zip(rows, jnp.unstack(tap(counts, x, seen)), strict=True))
 
     def report(self, point: Any) -> "DerivativeReport":
         """Reports how the derivatives are taken at a point. It traces, and runs nothing."""

@@ -3,12 +3,14 @@
 Which derivative overflowed is known in the middle of the loss, where nothing can leak out of
 `vmap`, `scan` or `shard_map`. So it travels with the gradients: `tap(probe, values)` returns
 `values` unchanged, and its derivative in the direction of the probe is a linear function whose
-value is zero and whose transpose is the histogram of `values`. Reverse mode then sums the counts
+value is zero and whose transpose is a histogram. Reverse mode then sums the counts
 over batches, loop iterations and devices as it sums every gradient, while forward mode sees
 nothing.
 
 Both are primitives: a `custom_vjp` would forbid forward mode through the loss.
 """
+
+import functools as ft
 
 import jax
 import jax.numpy as jnp
@@ -46,79 +48,80 @@ tap_p = Primitive("derivative_tap")
 count_p = Primitive("derivative_count")
 
 
-def _tap(probe, values, *, batch_dims):
-    del probe, batch_dims
+def _tap(probe, values, seen, *, batch_dims):
+    del probe, seen, batch_dims
     return values
 
 
-def _count(probe, values, *, batch_dims):
+def _count(probe, seen, *, batch_dims):
     del probe, batch_dims
-    return jnp.zeros_like(values)
+    return jnp.zeros_like(seen)
 
 
-def _abstract_eval(probe, values, *, batch_dims):
+def _abstract_eval(probe, values, *_, batch_dims):
     del probe, batch_dims
     return values.update(weak_type=False)
 
 
-def _batch(primitive):
-    def rule(args, dims, *, batch_dims):
-        probe, values = args
-        probe_dim, values_dim = dims
-        if probe_dim is None:
-            # One probe for the whole batch: its values are all counted together.
-            values = jnp.moveaxis(values, values_dim, batch_dims)
-            return primitive.bind(probe, values, batch_dims=batch_dims), batch_dims
-        probe = jnp.moveaxis(probe, probe_dim, 0)
-        if values_dim is None:
-            values = jnp.broadcast_to(values, (probe.shape[0], *values.shape))
-        else:
-            values = jnp.moveaxis(values, values_dim, 0)
-        return primitive.bind(probe, values, batch_dims=batch_dims + 1), 0
+def _batch(primitive, args, dims, *, batch_dims):
+    (probe, *arrays), (probe_dim, *at) = args, dims
+    # One probe for a whole batch: its values are all counted together.
+    front = batch_dims if probe_dim is None else 0
+    size = next(x.shape[i] for x, i in zip(args, dims, strict=True) if i is not None)
 
-    return rule
+    def moved(x, dim):
+        if dim is not None:
+            return jnp.moveaxis(x, dim, front)
+        return jnp.broadcast_to(jnp.expand_dims(x, front), (*x.shape[:front], size, *x.shape[front:]))
+
+    if probe_dim is not None:
+        probe, batch_dims = jnp.moveaxis(probe, probe_dim, 0), batch_dims + 1
+    return primitive.bind(probe, *map(moved, arrays, at), batch_dims=batch_dims), front
 
 
 def _tap_jvp(primals, tangents, *, batch_dims):
-    probe, values = primals
-    probe_dot, values_dot = tangents
-    out = tap_p.bind(probe, values, batch_dims=batch_dims)
+    out = tap_p.bind(*primals, batch_dims=batch_dims)
+    probe_dot, values_dot, _ = tangents
     if isinstance(probe_dot, ad.Zero):
         return out, values_dot
-    counted = count_p.bind(probe_dot, values, batch_dims=batch_dims)
+    counted = count_p.bind(probe_dot, primals[2], batch_dims=batch_dims)
     return out, ad.add_tangents(values_dot, counted)
 
 
 def _count_jvp(primals, tangents, *, batch_dims):
-    probe, values = primals
-    probe_dot, _ = tangents  # zero whatever the values are
-    out = count_p.bind(probe, values, batch_dims=batch_dims)
+    probe_dot, _ = tangents  # zero whatever is counted
+    out = count_p.bind(*primals, batch_dims=batch_dims)
     if isinstance(probe_dot, ad.Zero):
         return out, jnp.zeros_like(out)
-    return out, count_p.bind(probe_dot, values, batch_dims=batch_dims)
+    return out, count_p.bind(probe_dot, primals[1], batch_dims=batch_dims)
 
 
-def _count_transpose(cotangent, probe, values, *, batch_dims):
+def _count_transpose(cotangent, probe, seen, *, batch_dims):
     del cotangent  # only that there is one matters: these are counts, which nothing scales
     assert ad.is_undefined_primal(probe)
-    assert not ad.is_undefined_primal(values)
-    return histogram(values, batch_dims), None
+    assert not ad.is_undefined_primal(seen)
+    return histogram(seen, batch_dims), None
 
 
 for _primitive, _function in ((tap_p, _tap), (count_p, _count)):
     _primitive.def_impl(jax.jit(_function, static_argnames="batch_dims"))
     _primitive.def_abstract_eval(_abstract_eval)
     mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=False))
-    batching.primitive_batchers[_primitive] = _batch(_primitive)
+    batching.primitive_batchers[_primitive] = ft.partial(_batch, _primitive)
 ad.primitive_jvps[tap_p] = _tap_jvp
 ad.primitive_jvps[count_p] = _count_jvp
 ad.primitive_transposes[count_p] = _count_transpose
 
 
-def tap(probe: Float32[Array, "*rows columns"], values: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Returns `values`, bit for bit. The cotangent of `probe` is their histogram, one for each
-    row.
+def tap(
+    probe: Float32[Array, "*rows columns"],
+    values: Float[Array, "..."],
+    seen: Float[Array, "..."] | None = None,
+) -> Float[Array, "..."]:
+    """Returns `values`, bit for bit. The cotangent of `probe` is the histogram, one for each row, of
+    what is `seen` in their place, by default of themselves.
     """
     # Inside `shard_map` the mark on the probe is what sums the counts over the devices.
-    probe, values = match_varying_axes(probe, values)
-    return tap_p.bind(probe, values, batch_dims=probe.ndim - 1)
+    seen = lax.stop_gradient(values if seen is None else seen)
+    probe, values, seen = match_varying_axes(probe, values, seen)
+    return tap_p.bind(probe, values, seen, batch_dims=probe.ndim - 1)

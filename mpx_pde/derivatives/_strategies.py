@@ -250,11 +250,9 @@ class PerDirection(AbstractStrategy):
     ) -> Any:
         if not along[0]:
             return self.kept(len(along) * jnp.min(exponents), margin)
-        at: list[Any] = [
-            exponents[np.array([self.names.index(c) for c in coords])] for coords in along
-        ]
-        total: Any = sum(at[1:], at[0])
-        return self.kept(total if len(along[0]) > 1 else total[0], margin)
+        places = [np.array([self.names.index(c) for c in coords]) for coords in along]
+        at: list[Any] = [exponents[i if len(i) > 1 else int(i[0])] for i in places]
+        return self.kept(sum(at[1:], at[0]), margin)
 
     def kept(self, exponent: Any, margin: int) -> Any:
         return jnp.maximum(exponent, jnp.minimum(exponent + margin, _LOW))

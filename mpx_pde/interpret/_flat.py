@@ -8,7 +8,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Sharding
 
-from ._jaxpr import CALLS, OF_REVERSE_MODE, bodies_of, walk
+from ._jaxpr import CALLS, OF_REVERSE_MODE, aval_of, bodies_of, walk
 
 
 class Constant(NamedTuple):
@@ -64,6 +64,9 @@ def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -
             return inline(bodies_of(eqn)[0], inputs, (*around, eqn))
         if forward_mode and eqn.primitive.name == "optimization_barrier":
             return inputs
+        known = _known(eqn, inputs)
+        if known is not None:
+            return [known]
         out = tuple(next(numbers) for _ in eqn.outvars)
         steps.append(Step(eqn, tuple(inputs), out, around))
         return out
@@ -76,6 +79,38 @@ def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -
 def _is_sharded(eqn: JaxprEqn) -> bool:
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return any(isinstance(x, Sharding) for x in shardings)
+
+
+_OF_NUMBERS = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+}
+
+
+def _known(eqn: JaxprEqn, inputs: Sequence[int | Constant]) -> int | Constant | None:
+    """Returns the result of an equation that is known without evaluating it: of numbers, such as
+    how many there are less the degrees of freedom of a variance, and of a choice by one of these.
+    """
+    name, out = eqn.primitive.name, aval_of(eqn.outvars[0]) if eqn.outvars else None
+    numbers = [
+        np.asarray(x.value, x.aval.dtype)
+        for x in inputs
+        if isinstance(x, Constant) and np.ndim(x.value) == 0
+    ]
+    if name in _OF_NUMBERS and len(numbers) == len(inputs) and out.shape == ():
+        return Constant(_OF_NUMBERS[name](*numbers).astype(out.dtype)[()], out)
+    if name == "select_n" and isinstance(inputs[0], Constant) and np.ndim(inputs[0].value) == 0:
+        place = 1 + int(inputs[0].value)
+        if eqn.invars[place].aval == out:
+            return inputs[place]
+    return None
 
 
 def variables(atoms: Sequence[int | Constant]) -> list[int]:
