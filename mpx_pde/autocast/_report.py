@@ -10,7 +10,7 @@ from jax.extend.core import JaxprEqn
 from .._dtypes import is_half
 from ..engine import Mixed, Told, multiplied_in, primal_of
 from ..interpret import _tables as tables
-from ..interpret._flat import Constant, Flat, variables
+from ..interpret._flat import Constant, Flat
 from ..interpret._jaxpr import inner_scope, is_container, scopes_of
 from ..interpret._lines import line_of
 from ._patterns import match
@@ -109,7 +109,7 @@ class Recorder:
     def operation(self, told: Told) -> None:
         step, rule = told.step, told.rule
         eqn, key = step.eqn, lambda x: (id(told.roles), x)
-        given = (self.asked.get(key(x)) for x in variables(step.inputs))
+        given = (self.asked.get(key(x)) for x in step.variables)
         by = next(filter(None, given), None)
         if is_container(eqn):
             # What is asked for outside may be in any of the results.

@@ -72,7 +72,9 @@ def _batch(primitive, args, dims, *, batch_dims):
     def moved(x, dim):
         if dim is not None:
             return jnp.moveaxis(x, dim, front)
-        return jnp.broadcast_to(jnp.expand_dims(x, front), (*x.shape[:front], size, *x.shape[front:]))
+        return jnp.broadcast_to(
+            jnp.expand_dims(x, front), (*x.shape[:front], size, *x.shape[front:])
+        )
 
     if probe_dim is not None:
         probe, batch_dims = jnp.moveaxis(probe, probe_dim, 0), batch_dims + 1
@@ -118,8 +120,8 @@ def tap(
     values: Float[Array, "..."],
     seen: Float[Array, "..."] | None = None,
 ) -> Float[Array, "..."]:
-    """Returns `values`, bit for bit. The cotangent of `probe` is the histogram, one for each row, of
-    what is `seen` in their place, by default of themselves.
+    """Returns `values`, bit for bit. The cotangent of `probe` is the histogram, one for each row,
+    of what is `seen` in their place, by default of themselves.
     """
     # Inside `shard_map` the mark on the probe is what sums the counts over the devices.
     seen = lax.stop_gradient(values if seen is None else seen)

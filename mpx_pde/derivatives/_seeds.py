@@ -19,10 +19,11 @@ from ._names import exponent_of
 
 
 def power_of_two(exponent: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Returns 2^exponent for exponents from -126 to 127, exactly (`jnp.exp2` is not exact).
+    """Returns 2^exponent for exponents from -126 to 126, exactly (`jnp.exp2` is not exact).
 
-    Puts the exponent where a float32 has it: `jnp.ldexp` would be 40 operations, which XLA repeats
-    in each kernel that scales anything.
+    It is the inverse of the number that has the opposite exponent in its bits: `jnp.ldexp` takes
+    40 operations, and XLA for CPUs repeats what is cheap, which a quotient is not, in every kernel
+    that scales anything.
     """
     return 1 / lax.bitcast_convert_type((127 - exponent) << 23, jnp.float32)
 

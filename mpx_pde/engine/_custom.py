@@ -32,7 +32,7 @@ def own_in_registers(eqn: JaxprEqn, args: Sequence[Any], storage: Storage) -> li
     if eqn.primitive.name == "custom_jvp_call":
         return custom_in_registers(eqn, args)
     wide = {x.dtype for x in args if is_inexact(x)} - {storage.registers}
-    programs = "update_jaxpr" not in eqn.params and next(jaxprs_in(eqn), None) is not None
+    programs = "update_jaxpr" not in eqn.params and bool(jaxprs_in(eqn))
     if not programs and not any(d.itemsize > 4 for d in wide if d.kind == "f"):
         return own_bind(eqn, args)
     return [storage.constant(x) for x in own_bind(eqn, typed(eqn, args))]
@@ -147,7 +147,7 @@ def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], dtype: Any) -> list:
             dtypes = operands[0].dtype, eqn.params["new_dtype"]
             if all(jnp.issubdtype(d, jnp.floating) for d in dtypes):
                 return operands
-        if name in tables.PRODUCTS | tables.TYPED or next(jaxprs_in(eqn), None) is not None:
+        if name in tables.PRODUCTS | tables.TYPED or jaxprs_in(eqn):
             operands = typed(eqn, operands)
         return list(map(cast, own_bind(eqn, operands)))
 

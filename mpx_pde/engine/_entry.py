@@ -67,7 +67,7 @@ def _evaluator(
 
     def record(step, line, rule, how):
         if note is not None:
-            note.append(Equation(step.eqn.primitive.name, line, rule, how))
+            note.append(Equation(step.name, line, rule, how))
 
     caller = source_info_util.current()
     narrow, wide = np.dtype(np.float32), np.dtype(np.float64)

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -107,7 +107,7 @@ class Evaluator:
         """Returns a constant of a program. Without streams there is no point: arrays are data."""
         return Jet(x, {}, DATA) if self.plain and is_inexact(x) and np.ndim(x) else x
 
-    @property
+    @cached_property
     def plain(self) -> bool:
         """Returns whether there are no streams, but values alone."""
         return not self.rules.plan.keys
@@ -187,7 +187,7 @@ class Evaluator:
         moves = lambda x: isinstance(x, jax.Array) and is_inexact(x)
         once = lambda x: read_at_once(x) if moves(x) else x
         # What products alone read is read by each of them, and rounded by what made it.
-        is_product = lambda step: step.eqn.primitive.name in tables.PRODUCTS
+        is_product = lambda step: step.name in tables.PRODUCTS
         shared = stored - multiplied_only(part.steps, part.outputs, is_product, tables.MOVES)
         traced = {k: jax.tree.map(once, x) if k in shared else x for k, x in traced.items()}
         if self.lost is not None:
@@ -202,7 +202,7 @@ class Evaluator:
         kind = lambda x, v: Jet(None, {}, roles.stage[x]) if x in roles.stage else v.aval
 
         def is_half(step: Step) -> bool:
-            if step.eqn.primitive.name not in tables.PRODUCTS:
+            if step.name not in tables.PRODUCTS:
                 return False
             pairs = zip(step.inputs, step.eqn.invars, strict=True)
             operands = [v.aval if isinstance(x, Constant) else kind(x, v) for x, v in pairs]
@@ -318,7 +318,7 @@ class Evaluator:
             self.note(step, line_of(step.eqn, (*self.around, *step.calls)), rule, how)
         return out
 
-    @property
+    @cached_property
     def _register_storage(self) -> Storage:
         """Returns what values are computed in: of two evaluations the one in full says it."""
         return self.storage if self.full is None else self.full.storage

@@ -5,18 +5,17 @@ from collections.abc import Mapping
 
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step, variables
-from ._streams import is_inexact
 
 
 def by_stream(step: Step, stage: Mapping[int, int]) -> bool:
     """Returns whether each stream of a result comes of the same stream of the operands alone."""
-    one = step.eqn.primitive.name in tables.PRODUCTS and len(moving_in(step, stage)) == 1
+    one = step.name in tables.PRODUCTS and len(moving_in(step, stage)) == 1
     return one or is_linear(step, stage)
 
 
 def is_linear(step: Step, stage: Mapping[int, int]) -> bool:
     """Returns whether an equation is linear in what depends on the point."""
-    name = step.eqn.primitive.name
+    name = step.name
     moving = moving_in(step, stage)
     scales = name in ("mul", "convert_element_type") and len(moving) == 1
     return name in tables.LINEAR or scales or (name == "div" and moving == [0])
@@ -27,12 +26,6 @@ def moving_in(step: Step, stage: Mapping[int, int]) -> list[int]:
     return [i for i, x in enumerate(step.inputs) if not isinstance(x, Constant) and x in stage]
 
 
-def values_in(step: Step) -> set[int]:
-    """The variables among the operands of an equation that have derivatives: no integers."""
-    pairs = zip(step.inputs, step.eqn.invars, strict=True)
-    return {x for x, v in pairs if not isinstance(x, Constant) and is_inexact(v.aval)}
-
-
 def still_in(flat: Flat) -> set[int]:
     """The variables of a program that have no derivative, whatever it is taken by, and those whose
     derivative leads to nothing, such as what goes into `jax.lax.stop_gradient` alone."""
@@ -40,10 +33,10 @@ def still_in(flat: Flat) -> set[int]:
     every, read = set(flat.inputs), set(variables(flat.outputs))
     for step in flat.steps:
         every.update(step.outputs)
-        if step.eqn.primitive.name in tables.CONSTANT or values_in(step) <= out:
+        if step.name in tables.CONSTANT or step.values <= out:
             out.update(step.outputs)
     for step in reversed(flat.steps):
         asked = step.eqn.effects or not read.isdisjoint(step.outputs)
-        if asked and step.eqn.primitive.name not in tables.CONSTANT:
-            read.update(values_in(step))
+        if asked and step.name not in tables.CONSTANT:
+            read.update(step.values)
     return out | (every - read)

@@ -290,7 +290,7 @@ class Mixed:
             if is_half or not is_inexact(primal_of(x)):
                 continue
             # The difference of a prediction and its target is a residual, not a bias.
-            residual = number is None and step.eqn.primitive.name in ("sub", "div")
+            residual = number is None and step.name in ("sub", "div")
             if isinstance(x, Jet) or residual:
                 return False
             if number is not None and not self._fits(number):
@@ -356,8 +356,8 @@ def _signature(part: Part, roles: Role, values: Sequence[Any]) -> Hashable:
 
 
 def _moves_masters(step: Step, stage: Mapping[int, int]) -> bool:
-    name, avals = step.eqn.primitive.name, [v.aval for v in step.eqn.invars]
-    if any(x in stage for x in variables(step.inputs)):
+    name, avals = step.name, [v.aval for v in step.eqn.invars]
+    if any(x in stage for x in step.variables):
         return False
     if not any(is_inexact(v.aval) for v in step.eqn.outvars):
         return True
@@ -378,7 +378,7 @@ def _in_full(flat: Flat, inside: bool) -> set[int]:
     elsewhere = set(variables(flat.outputs))
     summed = set(elsewhere) if inside else set[int]()
     for step in reversed(flat.steps):
-        name, operands = step.eqn.primitive.name, variables(step.inputs)
+        name, operands = step.name, step.variables
         arithmetic, sums = name in tables.ARITHMETIC, not summed.isdisjoint(step.outputs)
         here = (arithmetic or name in tables.LAYOUT) and not magnified.isdisjoint(step.outputs)
         only = name in _PASSED and elsewhere.isdisjoint(step.outputs)

@@ -1,5 +1,6 @@
 """Sums of squared deviations from the mean, found in a program."""
 
+import dataclasses
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -8,7 +9,7 @@ import jax
 import numpy as np
 from jax.extend.core import Primitive
 
-from ..interpret._flat import Constant, Flat, Step, needed, variables
+from ..interpret._flat import Constant, Flat, Step, needed
 from ..interpret._jaxpr import aval_of
 
 
@@ -31,7 +32,7 @@ def with_moments(flat: Flat, moving: Collection[int]) -> Flat:
     made = {x: step for step in flat.steps for x in step.outputs}
     depends = set(moving)
     for step in flat.steps:
-        if not depends.isdisjoint(variables(step.inputs)):
+        if not depends.isdisjoint(step.variables):
             depends.update(step.outputs)
     squares: dict[tuple[int, tuple[int, ...]], list[Step]] = {}
     for step in flat.steps:
@@ -49,7 +50,7 @@ def with_moments(flat: Flat, moving: Collection[int]) -> Flat:
     for step in flat.steps:
         if step.outputs and step.outputs[0] in same:
             continue
-        step = step._replace(inputs=_renamed(step.inputs, same))
+        step = dataclasses.replace(step, inputs=_renamed(step.inputs, same))
         where = _summed(step)
         if where in squares and where in sums:
             same[step.outputs[0]] = sums[where]
@@ -90,7 +91,7 @@ def _deviations(step: Step, made: Mapping[int, Step]) -> tuple[int, tuple[int, .
     if where is None or square is None or not _is_square(square):
         return None
     centered = made.get(square.inputs[0])  # pyright: ignore[reportArgumentType]
-    if centered is None or centered.eqn.primitive.name != "sub":
+    if centered is None or centered.name != "sub":
         return None
     x, mean = centered.inputs
     axes = where[1]
@@ -113,7 +114,7 @@ def _count(shape: Sequence[int], axes: Sequence[int]) -> int:
 
 
 def _is_square(step: Step) -> bool:
-    name = step.eqn.primitive.name
+    name = step.name
     if name == "mul":
         return step.inputs[0] == step.inputs[1] and not isinstance(step.inputs[0], Constant)
     return name == "square" or (name == "integer_pow" and step.eqn.params["y"] == 2)
@@ -125,7 +126,7 @@ def _mean_of(
     """Returns which axis of an array each axis of its mean stands for; `None` for another value."""
     moves, divided = [], False
     while (step := made.get(k)) is not None:
-        name = step.eqn.primitive.name
+        name = step.name
         if name == "broadcast_in_dim" and len(step.inputs) == 1:
             moves.append(step.eqn.params)
         elif name == "div" and not divided and _is_number(step.inputs[1], _count(shape, where[1])):

@@ -12,8 +12,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ..interpret import _tables as tables
-from ..interpret._flat import Flat, Step, variables
-from ._linear import values_in
+from ..interpret._flat import Flat, Step
 
 
 def ends_of(
@@ -37,9 +36,9 @@ def ends_of(
     given = set(params)
     ends = set()
     for i, step in enumerate(flat.steps):
-        values = values_in(step)
+        values = step.values
         chosen = values and given.issuperset(values) and i not in alone  # be it by data
-        if chosen or not any(x in stage for x in variables(step.inputs)):
+        if chosen or not any(x in stage for x in step.variables):
             if not given.isdisjoint(values):
                 given.update(step.outputs)
         elif not given.isdisjoint(values) and (i in alone or _is_of_network(step, looped)):
@@ -48,7 +47,7 @@ def ends_of(
 
 
 def _is_of_network(step: Step, looped: bool) -> bool:
-    if step.eqn.primitive.name not in tables.PRODUCTS or contracted(step) == 1:
+    if step.name not in tables.PRODUCTS or contracted(step) == 1:
         return False  # an elementwise product may be written as one that sums nothing up
     out: Any = step.eqn.outvars[0].aval
     return looped or out.size != 1
@@ -57,7 +56,7 @@ def _is_of_network(step: Step, looped: bool) -> bool:
 def contracted(step: Step) -> int:
     """How many terms each entry of a product sums up."""
     avals: list[Any] = [v.aval for v in step.eqn.invars[:2]]
-    if "dot_general" not in step.eqn.primitive.name:
+    if "dot_general" not in step.name:
         return math.prod(avals[1].shape[1:])
     ((axes, _), _) = step.eqn.params["dimension_numbers"]
     return math.prod(avals[0].shape[i] for i in axes)

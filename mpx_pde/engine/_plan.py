@@ -11,10 +11,10 @@ theirs (*collapsed Taylor mode*: Dangel et al., arXiv 2505.13644).
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from itertools import product
 from math import comb, prod
-from typing import NamedTuple
 
 
 Index = tuple[int, ...]
@@ -25,7 +25,8 @@ def sum_key(k: int) -> Index:
     return (-1 - k,)
 
 
-class Plan(NamedTuple):
+@dataclass(frozen=True)
+class Plan:
     """The streams of one evaluation.
 
     **Attributes:**
@@ -42,21 +43,21 @@ class Plan(NamedTuple):
     sizes: tuple[int | None, ...] = ()
     asked: tuple[Index, ...] = ()
 
-    @property
+    @cached_property
     def keys(self) -> tuple[Index, ...]:
         return (*self.indices, *self._sum_keys)
 
-    @property
+    @cached_property
     def everything(self) -> frozenset[Index]:
         """The keys of all streams, and `()` for the value."""
         return frozenset((*self.keys, ()))
 
-    @property
+    @cached_property
     def results(self) -> frozenset[Index]:
         """The results that the caller reads: the keys of streams, and `()` for the value."""
         return frozenset((*self.asked, *self._sum_keys))
 
-    @property
+    @cached_property
     def _sum_keys(self) -> tuple[Index, ...]:
         return tuple(map(sum_key, range(len(self.sums))))
 

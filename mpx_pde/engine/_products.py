@@ -21,7 +21,6 @@ from ..interpret import _tables as tables
 from ..interpret._asks import asks_for_more, says_its_dtype
 from ..interpret._flat import Constant, Flat
 from ..interpret._jaxpr import aval_of, own_bind
-from ._linear import values_in
 from ._plan import Index
 from ._rules import Rules
 from ._segments import Role
@@ -63,7 +62,7 @@ class Product:
                 masters = self.masters and k in flat.constants
                 out.update((k,) if masters or is_half(x.dtype) else ())
         for step in flat.steps:
-            numbers = values_in(step)
+            numbers = step.values
             made = bool(numbers) and numbers <= out
             for x, v in zip(step.outputs, step.eqn.outvars, strict=True):
                 if x not in stage and is_inexact(v.aval) and (made or is_half(aval_of(v).dtype)):

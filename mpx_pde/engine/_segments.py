@@ -16,7 +16,7 @@ from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step, flatten, variables
 from ..interpret._jaxpr import CALLS, bodies_of, contains
 from ..interpret._rebind import scan_counts
-from ._linear import by_stream, is_linear, moving_in, still_in, values_in
+from ._linear import by_stream, is_linear, moving_in, still_in
 from ._network import contracted, ends_of
 from ._plan import Index, Plan
 from ._streams import DATA, DEEP, FIRST, RAW, Jet, is_inexact
@@ -30,13 +30,6 @@ _VALUE: frozenset[Index] = frozenset({()})
 
 _SUMS = ("add", "sub", "add_any")
 _ORDERS = ("transpose", "reshape", "squeeze", "convert_element_type")
-
-
-def _is_alone(step: Step) -> bool:
-    eqn = step.eqn
-    return eqn.primitive.name in tables.ALONE or any(
-        contains(inner, tables.PRODUCTS) for inner in bodies_of(eqn)
-    )
 
 
 def is_light(eqn: JaxprEqn) -> bool:
@@ -119,9 +112,9 @@ class Role(NamedTuple):
     def known(self, step: Step, operands: Sequence[Any]) -> bool:
         """Returns whether an equation only moves coordinates whose derivatives are known
         numbers."""
-        if step.eqn.primitive.name not in tables.COORDINATES or len(step.outputs) != 1:
+        if step.name not in tables.COORDINATES or len(step.outputs) != 1:
             return False
-        nonlinear = step.eqn.primitive.name in ("mul", "div")
+        nonlinear = step.name in ("mul", "div")
         if nonlinear and not (isinstance(operands[0], Jet) > isinstance(operands[1], Jet)):
             return False
         for x in operands:
@@ -166,7 +159,7 @@ def roles_of(
         stage = _stages(flat, stages)
     else:
         stage, data = _stages_of_loss(flat, stages, params)
-        alone = {i for i, step in enumerate(flat.steps) if _is_alone(step)}
+        alone = {i for i, step in enumerate(flat.steps) if step.alone}
         found, made = ends_of(flat, params, stage, alone, carried is not None)
         ends = found if whole else None
     wanted = _wanted(flat, stage, ends, made, set())
@@ -190,11 +183,11 @@ def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:
     """Returns how far each variable that depends on the point is from it."""
     stage = dict(given)
     for step in flat.steps:
-        moving = [stage[x] for x in variables(step.inputs) if x in stage]
+        moving = [stage[x] for x in step.variables if x in stage]
         if not moving:
             continue
         here = max(moving)
-        if step.eqn.primitive.name in tables.PRODUCTS:
+        if step.name in tables.PRODUCTS:
             here = FIRST if here == RAW else DEEP
         elif here == FIRST and not is_linear(step, stage):
             here = DEEP
@@ -209,8 +202,8 @@ def _stages_of_loss(
     these, integers have no stage: they are exact."""
     stage, model, data = dict(given), set(params), set[int]()
     for step in flat.steps:
-        moving = [stage[x] for x in variables(step.inputs) if x in stage]
-        values = values_in(step)
+        moving = [stage[x] for x in step.variables if x in stage]
+        values = step.values
         if not moving:
             model.update(() if model.isdisjoint(values) else step.outputs)
         elif max(moving) > RAW or not model.isdisjoint(values):
@@ -231,9 +224,9 @@ def _wanted(
 ) -> set[int]:
     """Returns what a product or a loop depends on; in a whole loss, one of the network."""
     for i, step in reversed(list(enumerate(flat.steps))):
-        end = step.eqn.primitive.name in tables.PRODUCTS or _is_alone(step)
+        end = step.name in tables.PRODUCTS or step.alone
         if not wanted.isdisjoint(step.outputs) or (end and ends is None):
-            wanted.update(variables(step.inputs))
+            wanted.update(step.variables)
         elif ends is not None and i in ends:
             wanted.update(_entering(step, stage, params))
     return wanted
@@ -248,7 +241,7 @@ def _entering(step: Step, stage: Mapping[int, int], params: Collection[int]) -> 
         for k, x in zip(flat.inputs, operands, strict=True):
             if not isinstance(x, Constant):
                 (passing if k in inner.final else entering).add(x)
-    return [x for x in variables(step.inputs) if x in entering or x not in passing]
+    return [x for x in step.variables if x in entering or x not in passing]
 
 
 def apart_of(flat: Flat, traced: Iterable[int]) -> frozenset[int]:
@@ -260,12 +253,12 @@ def apart_of(flat: Flat, traced: Iterable[int]) -> frozenset[int]:
         return frozenset()
     depends = set(traced)
     for step in flat.steps:
-        if not depends.isdisjoint(variables(step.inputs)):
+        if not depends.isdisjoint(step.variables):
             depends.update(step.outputs)
-    needed = {x for step in loops for x in variables(step.inputs)}
+    needed = {x for step in loops for x in step.variables}
     for step in reversed(flat.steps):
         if not needed.isdisjoint(step.outputs):
-            needed.update(variables(step.inputs))
+            needed.update(step.variables)
     return frozenset(needed - depends)
 
 
@@ -281,9 +274,9 @@ def _asked_of(
     out = dict.fromkeys(variables(flat.outputs), frozenset(asked))
     for step in reversed(flat.steps):
         keys = none.union(*(out.get(x, none) for x in step.outputs))
-        if step.eqn.effects or _is_alone(step):
+        if step.eqn.effects or step.alone:
             keys = plan.everything
-        elif keys and step.eqn.primitive.name in tables.CONSTANT:
+        elif keys and step.name in tables.CONSTANT:
             keys = _VALUE
         elif keys and not by_stream(step, stage):
             keys = plan.needs(keys)
@@ -300,8 +293,8 @@ def parts_of(flat: Flat, roles: Role) -> list[Part]:
     if roles.ends is None:
         return _layers(flat, flat.steps, roles)
     network, rest = divided(flat, roles)
-    behind = [Part((s,), (), ()) if _is_alone(s) else _by_itself(s) for s in rest]
-    return [*_layers(flat, network, roles, {x for s in rest for x in variables(s.inputs)}), *behind]
+    behind = [Part((s,), (), ()) if s.alone else _by_itself(s) for s in rest]
+    return [*_layers(flat, network, roles, {x for s in rest for x in s.variables}), *behind]
 
 
 def divided(flat: Flat, roles: Role) -> tuple[list[Step], list[Step]]:
@@ -311,7 +304,7 @@ def divided(flat: Flat, roles: Role) -> tuple[list[Step], list[Step]]:
     made: set[int] = set()
     for i, step in enumerate(flat.steps):
         follows = i not in (roles.ends or ()) and roles.final.issuperset(step.outputs)
-        if (follows and step.outputs) or not made.isdisjoint(variables(step.inputs)):
+        if (follows and step.outputs) or not made.isdisjoint(step.variables):
             rest.append(step)
             made.update(step.outputs)
         else:
@@ -320,7 +313,7 @@ def divided(flat: Flat, roles: Role) -> tuple[list[Step], list[Step]]:
 
 
 def _by_itself(step: Step) -> Part:
-    inputs = tuple(dict.fromkeys(variables(step.inputs)))
+    inputs = tuple(dict.fromkeys(step.variables))
     return Part((step,), inputs, step.outputs, alone=False)
 
 
@@ -331,7 +324,7 @@ def _layers(
     steps, behind = _behind_products(steps, roles, {*read, *variables(flat.outputs)})
     last: dict[int, int] = {}
     for i, step in enumerate(steps):
-        last.update((x, i) for x in variables(step.inputs))
+        last.update((x, i) for x in step.variables)
     last.update((x, len(steps)) for x in (*read, *variables(flat.outputs)))
 
     out: list[Part] = []
@@ -344,7 +337,7 @@ def _layers(
         steps = tuple(s for _, s in pending)
         stop = pending[-1][0]
         made = {x for s in steps for x in s.outputs}
-        used = dict.fromkeys(x for s in steps for x in variables(s.inputs))
+        used = dict.fromkeys(x for s in steps for x in s.variables)
         outputs = tuple(x for s in steps for x in s.outputs if last.get(x, -1) > stop)
         curved = any(not is_linear(s, roles.stage) for s in steps if _kind(s, roles) == "light")
         out.append(
@@ -367,7 +360,7 @@ def _layers(
         if kind in ("light", "product") and not roles.apart.isdisjoint(step.outputs):
             out.append(_by_itself(step))
             continue
-        if kind == "raw" and not waiting.isdisjoint(variables(step.inputs)):
+        if kind == "raw" and not waiting.isdisjoint(step.variables):
             kind = "light"
         if kind in ("constant", "raw"):
             # These depend on nothing that is pending, and may not cut a layer.
@@ -378,7 +371,7 @@ def _layers(
             out.append(_region(step, [x for x in step.outputs if last.get(x, -1) > i], roles))
             continue
         waiting.update(step.outputs)
-        follows = any(x in products for x in variables(step.inputs))
+        follows = any(x in products for x in step.variables)
         joins = not behind.isdisjoint(step.outputs)
         if follows and not joins:
             close()
@@ -402,7 +395,7 @@ def _behind_products(
     """
     readers: dict[int, list[Step]] = {}
     for step in steps:
-        for x in dict.fromkeys(variables(step.inputs)):
+        for x in dict.fromkeys(step.variables):
             readers.setdefault(x, []).append(step)
     behind = set[int]()
     for step in steps:
@@ -425,7 +418,7 @@ def _behind_products(
         waiting.difference_update(step.outputs)
         for x in step.outputs:
             for reader in readers.get(x, ()):
-                ready = waiting.isdisjoint(variables(reader.inputs))
+                ready = waiting.isdisjoint(reader.variables)
                 if ready and not behind.isdisjoint(reader.outputs) and waiting & {*reader.outputs}:
                     place(reader)
 
@@ -446,10 +439,10 @@ def _last_sums(flat: Flat, steps: Sequence[Step], roles: Role) -> set[int]:
             last = kind == "product" and roles.final.issuperset(step.outputs)
         else:
             last = kind in ("light", "product") and not needed.isdisjoint(step.outputs)
-            if last and step.eqn.primitive.name in _SUMS and len(moving_in(step, roles.stage)) == 2:
+            if last and step.name in _SUMS and len(moving_in(step, roles.stage)) == 2:
                 sums.update(step.outputs)
         if last:
-            needed.update(variables(step.inputs))
+            needed.update(step.variables)
     return sums
 
 
@@ -463,7 +456,7 @@ def _region(step: Step, outputs: Sequence[int], roles: Role) -> Part:
     holds_loss = not roles.final.isdisjoint(outputs) and _holds_loss(step, roles)
     if holds_loss or (roles.ends is not None and _holds_choices(step, roles.stage, roles.params)):
         return Part((step,), (), ())
-    inputs = tuple(dict.fromkeys(variables(step.inputs)))
+    inputs = tuple(dict.fromkeys(step.variables))
     return Part((step,), inputs, tuple(outputs), alone=False, multiplies=True)
 
 
@@ -474,7 +467,7 @@ def _holds_loss(step: Step, roles: Role) -> bool:
         return False
     for flat, inner, _ in _inside(step, roles.stage, roles.params):
         network, rest = divided(flat, inner)
-        if any(_is_alone(s) or not is_linear(s, inner.stage) for s in rest):
+        if any(s.alone or not is_linear(s, inner.stage) for s in rest):
             return True
         last = [s for s in network if not inner.final.isdisjoint(s.outputs)]
         if any(_holds_loss(s, inner) for s in last):
@@ -499,9 +492,9 @@ def choices_of(part: Part, roles: Role) -> tuple[int, ...]:
 def _chooses(step: Step, roles: Role) -> bool:
     """Returns whether an equation makes integers, booleans or whole numbers of values, so that
     these are not computed again of rounded ones: they would jump. A sign survives rounding."""
-    name = step.eqn.primitive.name
-    moving = any(roles.stage.get(x) == DEEP for x in variables(step.inputs))
-    if not moving or _is_alone(step) or not any(is_inexact(v.aval) for v in step.eqn.invars):
+    name = step.name
+    moving = any(roles.stage.get(x) == DEEP for x in step.variables)
+    if not moving or step.alone or not any(is_inexact(v.aval) for v in step.eqn.invars):
         return False
     if name in tables.COMPARISONS and any(_is_zero(x) for x in step.inputs):
         return False
@@ -522,10 +515,10 @@ def multiplied_only(
     """Returns the variables that only products read, at most moved before."""
     read, used = set(outputs), set[int]()
     for step in reversed(steps):
-        used.update(variables(step.inputs))
-        moved = step.eqn.primitive.name in moves and read.isdisjoint(step.outputs)
+        used.update(step.variables)
+        moved = step.name in moves and read.isdisjoint(step.outputs)
         if not moved and not is_product(step):
-            read.update(variables(step.inputs))
+            read.update(step.variables)
     return used - read
 
 
@@ -576,8 +569,8 @@ def _bodies(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, tuple[int, int]]]:
 
 
 def _kind(step: Step, roles: Role) -> str:
-    stages = [roles.stage[x] for x in variables(step.inputs) if x in roles.stage]
-    name = step.eqn.primitive.name
+    stages = [roles.stage[x] for x in step.variables if x in roles.stage]
+    name = step.name
     if roles.rules is not None:
         # What takes long is not evaluated again, and a product needs not be. What moves masters is,
         # lest what they are spread to is kept.
@@ -586,7 +579,7 @@ def _kind(step: Step, roles: Role) -> str:
         return "constant"
     if max(stages) == RAW and name in tables.COORDINATES:
         return "raw"
-    if _is_alone(step):
+    if step.alone:
         return "alone"
     if name in tables.PRODUCTS:
         return "light" if max(stages) == RAW and contracted(step) <= _SMALL else "product"

@@ -1,14 +1,25 @@
 """A jaxpr as one flat list of equations."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Sharding
 
-from ._jaxpr import CALLS, OF_REVERSE_MODE, aval_of, bodies_of, walk
+from . import _tables as tables
+from ._jaxpr import (
+    CALLS,
+    OF_REVERSE_MODE,
+    aval_of,
+    bodies_of,
+    contains,
+    differentiable,
+    is_container,
+    walk,
+)
 
 
 class Constant(NamedTuple):
@@ -18,7 +29,8 @@ class Constant(NamedTuple):
     aval: Any
 
 
-class Step(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Step:
     """An equation, with its operands and results by their numbers in the whole program, and the
     calls that it stood in, outermost first."""
 
@@ -26,6 +38,30 @@ class Step(NamedTuple):
     inputs: tuple[int | Constant, ...]
     outputs: tuple[int, ...]
     calls: tuple[JaxprEqn, ...] = ()
+
+    @cached_property
+    def name(self) -> str:
+        """Returns the name of the primitive."""
+        return self.eqn.primitive.name
+
+    @cached_property
+    def variables(self) -> tuple[int, ...]:
+        """Returns the operands that are variables."""
+        return tuple(x for x in self.inputs if not isinstance(x, Constant))
+
+    @cached_property
+    def values(self) -> frozenset[int]:
+        """Returns the variables among the operands that have derivatives: no integers."""
+        live = differentiable(self.eqn.invars)
+        return frozenset(x for i in live if not isinstance(x := self.inputs[i], Constant))
+
+    @cached_property
+    def alone(self) -> bool:
+        """Returns whether the equation is no part of a layer that is evaluated again."""
+        holds = is_container(self.eqn) and any(
+            contains(inner, tables.PRODUCTS) for inner in bodies_of(self.eqn)
+        )
+        return holds or self.name in tables.ALONE
 
 
 class Flat(NamedTuple):
@@ -124,7 +160,7 @@ def needed(steps: Sequence[Step], outputs: Sequence[int | Constant]) -> tuple[St
     for step in reversed(steps):
         if step.eqn.effects or not wanted.isdisjoint(step.outputs):
             kept.append(step)
-            wanted.update(variables(step.inputs))
+            wanted.update(step.variables)
     return tuple(reversed(kept))
 
 

@@ -6,9 +6,10 @@ they know of a value goes with it in a PyTree; how JAX's containers are made is 
 """
 
 import re
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import equinox as eqx
 import jax
@@ -107,20 +108,35 @@ def is_container(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in CONTAINERS
 
 
+_NAMES: WeakKeyDictionary[Jaxpr, frozenset[str]] = WeakKeyDictionary()
+
+
+def _names_in(jaxpr: Jaxpr) -> frozenset[str]:
+    """Returns the names of all primitives in a jaxpr, at any depth."""
+    if jaxpr not in _NAMES:
+        names = {eqn.primitive.name for eqn in jaxpr.eqns}
+        if not names.isdisjoint(CONTAINERS):
+            inner = (body.jaxpr for eqn in jaxpr.eqns for body in bodies_of(eqn))
+            names = names.union(*map(_names_in, inner))
+        _NAMES[jaxpr] = frozenset(names)
+    return _NAMES[jaxpr]
+
+
 def contains(closed: ClosedJaxpr, names: Collection[str]) -> bool:
     """Returns whether there is a primitive of these names in a jaxpr, at any depth."""
-    return any(
-        eqn.primitive.name in names or any(contains(inner, names) for inner in bodies_of(eqn))
-        for eqn in closed.jaxpr.eqns
-    )
+    return not _names_in(closed.jaxpr).isdisjoint(names)
 
 
-def jaxprs_in(eqn: JaxprEqn) -> Iterator[Jaxpr]:
-    """Yields the jaxprs in the parameters of an equation, whether [`rebind`][] knows it or not."""
-    is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
-    for x in jtu.tree_leaves(list(eqn.params.values()), is_leaf=is_jaxpr):
-        if is_jaxpr(x):
-            yield x.jaxpr if isinstance(x, ClosedJaxpr) else x
+def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:
+    """Returns the jaxprs in the parameters of an equation, whether [`rebind`][] knows it or not."""
+    out, left = [], [*eqn.params.values()]
+    while left:
+        x = left.pop(0)
+        if isinstance(x, Jaxpr | ClosedJaxpr):
+            out.append(x.jaxpr if isinstance(x, ClosedJaxpr) else x)
+        elif isinstance(x, tuple | list):
+            left[:0] = x
+    return out
 
 
 def walk(

@@ -4,7 +4,7 @@ import dataclasses
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -169,13 +169,16 @@ class Counter:
             # At each depth, since JAX leaves the bodies of `while` loops as they are.
             alive, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
             for eqn in alive.eqns:
-                for product, work in self._of(eqn).items():
+                inner = jaxprs_in(eqn)
+                if not inner and eqn.primitive.name not in _PRODUCTS:
+                    continue
+                for product, work in self._of(eqn, inner).items():
                     before = total[product]
                     total[product] = Work(before.count + work.count, before.flops + work.flops)
             self._known[id(jaxpr)] = jaxpr, dict(total)
         return self._known[id(jaxpr)][1]
 
-    def _of(self, eqn: JaxprEqn) -> Mapping[ProductRow, Work]:
+    def _of(self, eqn: JaxprEqn, jaxprs: Sequence[Jaxpr]) -> Mapping[ProductRow, Work]:
         name = eqn.primitive.name
         if name in _PRODUCTS:
             out_dtype = aval_of(eqn.outvars[0]).dtype.name
@@ -183,7 +186,7 @@ class Counter:
             site = site_of(eqn)
             product = ProductRow(site.line or "unknown", name, *dtypes, site.inside)
             return {product: Work(1, _flops(eqn))}
-        inner = [self.products(jaxpr) for jaxpr in jaxprs_in(eqn)]
+        inner = list(map(self.products, jaxprs))
         if not any(inner):
             return {}
         if name == "cond":  # one of them runs
