@@ -161,16 +161,15 @@ class Product:
         wide: Any = storage.width_of(kind)
         if jnp.issubdtype(kind, jnp.complexfloating):
             wide = None  # as their parts are computed with
+        name, is_open = eqn.primitive.name, _leaves_it_open(eqn)
         # Convolutions have no algorithms, and neither has float64.
-        if "dot_general" in eqn.primitive.name and wide == np.float32:
-            is_open = _leaves_it_open(eqn)
-            algorithm = algorithm if is_open else eqn.params.get("algorithm")
-            if algorithm is not None or (is_open and several):
-                return _mixed(eqn, wide, wide, algorithm)
-        if eqn.primitive.name in tables.MIXED:
-            return _mixed(eqn, wide, wide)
-        if eqn.primitive.name == "dot_general" and _is_real(eqn) and _leaves_it_open(eqn):
-            return _mixed(eqn, wide, wide, given=Given())
+        if "dot_general" not in name or wide != np.float32:
+            algorithm = None
+        elif not is_open:
+            algorithm = eqn.params.get("algorithm")
+        plain = name == "dot_general" and is_open and _is_real(eqn)
+        if plain or name in tables.MIXED or algorithm is not None:
+            return _mixed(eqn, wide, wide, algorithm, Given(apart=several))
         params = {**eqn.params, "preferred_element_type": wide}
         if params["precision"] is None:
             params["precision"] = (lax.Precision.HIGHEST,) * 2

@@ -5,7 +5,7 @@ import inspect
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import equinox as eqx
@@ -22,6 +22,7 @@ from .._loss_scaling import (
     check_scaling,
 )
 from .._repr import in_a_line, table
+from .._tree import all_finite
 from .._types import PyTree
 from ..derivatives import Scaling
 from ..interpret._jaxpr import jaxprs_in
@@ -83,7 +84,7 @@ class Advice:
     - `choice`: the row to take: of those with a gradient to 1 % the one with the least memory, and
         float32 if none saves a tenth of its memory.
     - `call`: the code to write for it.
-    - `width`: the smallest dimension of the products that do most of the work.
+    - `width`: the smallest dimension of the largest product.
     - `reference`: what errors are relative to, `"float32"` or `"float64"`.
     - `examples`: how many examples the batch has, if that is known.
     """
@@ -164,6 +165,8 @@ def advise(
     check_scaling(start, _CALL)
     parameters = inspect.signature(func).parameters if scaling is None else {}
     alone = "derivatives" in parameters and parameters["derivatives"].default is inspect._empty
+    given = {"keep_full": keep_full, "autocast": autocast}
+    candidates = _candidates({name: x for name, x in given.items() if x is not False})
 
     def advice(*args: Any, **kwargs: Any) -> Advice:
         if traced((args, kwargs)):
@@ -171,47 +174,42 @@ def advise(
                 f"`{_CALL}` compiles and evaluates the gradient, so it cannot be called inside of "
                 "`jax.jit`. Call it before the first step, with arrays."
             )
-        if alone:
-            kwargs = {"derivatives": None, **kwargs}
+        kwargs = {"derivatives": None, **kwargs} if alone else kwargs
         with warnings.catch_warnings():
             # It says the same, and more.
             warnings.simplefilter("ignore", PrecisionWarning)
-            candidates = _candidates(keep_full, autocast)
             return _advice((func, start, has_aux), candidates, args, kwargs)
 
     return advice
 
 
-def _candidates(keep_full: PyTree, autocast: Any) -> list[tuple[str, dict[str, Any]]]:
-    policies = {h: f"params=float32,compute={h},output=float32" for h in ("float16", "bfloat16")}
-    given = {"keep_full": keep_full, "autocast": autocast}
-    given = {name: x for name, x in given.items() if x is not False}
-    out: list[tuple[str, dict[str, Any]]] = [("float32", {"use_mixed_precision": False})]
-    for half, policy in policies.items():
-        out.append((f"forward float32, backward {half}", {"policy": policy, "forward": "float32"}))
-    for half, policy in policies.items():
-        out.append((f"{half} throughout", {"policy": policy, **given}))
+def _candidates(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the options of each precision; `given` are those of half precision throughout."""
+    out: dict[str, dict[str, Any]] = {"float32": {"use_mixed_precision": False}}
+    ways = {"forward float32, backward {}": {"forward": "float32"}, "{} throughout": given}
+    for name, options in ways.items():
+        for half in ("float16", "bfloat16"):
+            policy = f"params=float32,compute={half},output=float32"
+            out[name.format(half)] = {"policy": policy, **options}
     return out
 
 
-def _advice(
-    task: tuple[Callable, Any, bool], candidates: list, args: tuple, kwargs: dict
-) -> Advice:
+Task = tuple[Callable, Any, bool]
+"""A loss, its scaling, and whether it returns auxiliary output."""
+
+
+def _advice(task: Task, candidates: dict[str, dict], args: tuple, kwargs: dict) -> Advice:
     rows: list[Advised] = []
     reference, wide, width = "float32", None, 0
     if jnp.zeros((), float).dtype == jnp.float64:
-        reference, wide = "float64", _in_float64_by(task, args, kwargs)
-    for i, (name, options) in enumerate(candidates):
+        step = filter_value_and_grad(*task, use_mixed_precision=False)
+        positional, keyword = in_float64((args, kwargs))
+        grads = eqx.filter_jit(step)(*positional, **keyword)[-1]
+        reference, wide = "float64", eqx.filter(grads, eqx.is_array)
+    for i, (name, options) in enumerate(candidates.items()):
         _say(f"{i} of {len(candidates)}, {name}")
         try:
-            try:
-                row, grads, closed = _advised(task, name, options, args, kwargs)
-            except Exception:
-                # Casts meet what has no half precision; autocast leaves it as it is.
-                if "throughout" not in name or "autocast" in options:
-                    raise
-                name, options = f"{name}, autocast", {"policy": options["policy"], "autocast": True}
-                row, grads, closed = _advised(task, name, options, args, kwargs)
+            row, grads, closed = _tried(task, name, options, args, kwargs)
         except Exception as error:
             if not rows:
                 raise
@@ -232,11 +230,21 @@ def _say(text: str) -> None:
         print(f"\r{_CALL + ': ' + text if text else '':70}\r", end="", file=sys.stderr, flush=True)
 
 
+def _tried(task: Task, name: str, options: dict, *given: Any) -> tuple[Advised, PyTree, Any]:
+    try:
+        return _advised(task, name, options, *given)
+    except Exception:
+        # Casts meet what has no half precision; autocast leaves it as it is.
+        if "throughout" not in name or "autocast" in options:
+            raise
+        options = {"policy": options["policy"], "autocast": True}
+        return _advised(task, f"{name}, autocast", options, *given)
+
+
 def _advised(
-    task: tuple[Callable, Any, bool], name: str, options: dict, args: tuple, kwargs: dict
+    task: Task, name: str, options: dict, args: tuple, kwargs: dict
 ) -> tuple[Advised, PyTree, ClosedJaxpr]:
     func, scaling, has_aux = task
-    finite = True
     if "compute=bfloat16" in options.get("policy", "") and not isinstance(scaling, Scaling):
         scaling = NoOpLossScaling()
     try:
@@ -244,53 +252,40 @@ def _advised(
     except ValueError as error:
         if "no scale" not in str(error):
             raise
-        finite = False
     step = filter_value_and_grad(func, scaling, has_aux, **options)
     arrays, static = eqx.partition((args, kwargs), eqx.is_array)
 
+    @jax.jit
     def gradient(arrays: PyTree) -> PyTree:
         args, kwargs = eqx.combine(arrays, static)
         return eqx.filter(step(*args, **kwargs)[-1], eqx.is_array)
 
-    program = jax.jit(gradient).trace(arrays)
+    program = gradient.trace(arrays)
     compiled = program.lower().compile()
+    memory, each, count = _memory(compiled), None, _examples(args) or 0
+    if count > 1:
+        (model, *batch), keyword = arrays
+        half = lambda x: jax.ShapeDtypeStruct((count // 2, *x.shape[1:]), x.dtype)
+        less = gradient.lower(((model, *jtu.tree_map(half, batch)), keyword)).compile()
+        each = (memory - _memory(less)) / (count - count // 2)
     closed = ClosedJaxpr(program.jaxpr.jaxpr, program.jaxpr.consts)
-    memory = _memory(compiled)
-    each, half = None, _halved(arrays, args)
-    if half is not None:
-        count, smaller = half
-        less = _memory(jax.jit(gradient).lower(smaller).compile())
-        each = (memory - less) / (count - count // 2)
     share = report_of(closed).half_share
-    row = Advised(name, options, memory, each, finite=finite, half_share=share, scaling=scaling)
+    row = Advised(name, options, memory, each, half_share=share, scaling=scaling)
     return row, compiled(arrays), closed
 
 
-def _in_float64_by(task: tuple[Callable, Any, bool], args: tuple, kwargs: dict) -> PyTree:
-    func, scaling, has_aux = task
-    step = filter_value_and_grad(func, scaling, has_aux, use_mixed_precision=False)
-    args, kwargs = in_float64((args, kwargs))
-    return eqx.filter(eqx.filter_jit(step)(*args, **kwargs)[-1], eqx.is_array)
-
-
 def _memory(compiled: Any) -> int:
-    analysis = compiled.memory_analysis()
-    return int(getattr(analysis, "temp_size_in_bytes", 0))
+    return int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0))
 
 
 def _compared(grads: PyTree, wide: PyTree) -> dict[str, Any]:
     pairs = list(zip(jtu.tree_leaves(grads), jtu.tree_leaves(wide), strict=True))
-    finite = all(bool(jnp.all(jnp.isfinite(g))) for g, _ in pairs)
     gone = sum(int(jnp.sum((g == 0) & (w != 0))) for g, w in pairs)
     there = sum(int(jnp.sum(w != 0)) for _, w in pairs)
-    error = share_of(
-        total([norm(minus(g, w)) for g, w in pairs]), total([norm(w) for _, w in pairs])
-    )
-    return {
-        "error": float(error) if finite else float("nan"),
-        "vanished": gone / max(1, there),
-        "finite": finite,
-    }
+    off, whole = total([norm(minus(g, w)) for g, w in pairs]), total([norm(w) for _, w in pairs])
+    finite = bool(all_finite(grads))
+    error = float(share_of(off, whole)) if finite else float("nan")
+    return {"error": error, "vanished": gone / max(1, there), "finite": finite}
 
 
 def _examples(args: tuple) -> int | None:
@@ -300,30 +295,15 @@ def _examples(args: tuple) -> int | None:
     return length[0] if length else None
 
 
-def _halved(arrays: PyTree, args: tuple) -> tuple[int, PyTree] | None:
-    """Returns the number of examples, and the types of all arrays with half as many examples."""
-    count = _examples(args)
-    if count is None or count < 2:
-        return None
-    positional, keyword = arrays
-    shape = lambda x: jax.ShapeDtypeStruct((count // 2, *x.shape[1:]), x.dtype)
-    return count, ((positional[0], *jtu.tree_map(shape, positional[1:])), keyword)
-
-
 def _width(closed: ClosedJaxpr) -> int:
-    """Returns the smallest dimension of the products: the median, weighted by their work."""
-    found = sorted(_products(closed.jaxpr))
-    work = np.cumsum([work for _, work in found])
-    return found[int(np.searchsorted(work, work[-1] / 2))][0] if found else 0
-
-
-def _products(jaxpr: Any) -> Iterator[tuple[int, float]]:
-    for eqn in jaxpr.eqns:
-        if "dot_general" in eqn.primitive.name:
-            shape = product_shape(eqn)
-            yield min(shape[1:]), math.prod(shape)
-        for inner in jaxprs_in(eqn):
-            yield from _products(inner)
+    """Returns the smallest dimension of the largest product."""
+    found: list[tuple[int, ...]] = []
+    left = [closed.jaxpr]
+    while left:
+        for eqn in left.pop().eqns:
+            left += jaxprs_in(eqn)
+            found += [product_shape(eqn)] if "dot_general" in eqn.primitive.name else []
+    return min(max(found, key=math.prod, default=(0, 0))[1:])
 
 
 def _written(row: Advised, has_aux: bool) -> str:

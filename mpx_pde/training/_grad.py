@@ -160,16 +160,8 @@ def filter_value_and_grad(
     The recipe is that of Micikevicius et al., *Mixed Precision Training* (2018), section 3; names
     and return orders are those of MPX (Gräfe & Trimpe, 2025).
     """
-    options = parse_options(
-        "filter_value_and_grad",
-        has_aux,
-        use_mixed_precision,
-        policy,
-        keep_full,
-        autocast,
-        forward,
-        axis_name,
-    )
+    given = use_mixed_precision, policy, keep_full, autocast, forward, axis_name
+    options = parse_options("filter_value_and_grad", has_aux, *given)
     return transformed(func, scaling, options, _value_and_grad)
 
 
@@ -221,9 +213,8 @@ def filter_grad(
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
-    options = parse_options(
-        "filter_grad", has_aux, use_mixed_precision, policy, keep_full, autocast, forward, axis_name
-    )
+    given = use_mixed_precision, policy, keep_full, autocast, forward, axis_name
+    options = parse_options("filter_grad", has_aux, *given)
     return transformed(func, scaling, options, _grad)
 
 
@@ -278,16 +269,8 @@ def calculate_scaled_grad(
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
-    options = parse_options(
-        "calculate_scaled_grad",
-        has_aux,
-        use_mixed_precision,
-        policy,
-        keep_full,
-        autocast,
-        forward,
-        axis_name,
-    )
+    given = use_mixed_precision, policy, keep_full, autocast, forward, axis_name
+    options = parse_options("calculate_scaled_grad", has_aux, *given)
     return transformed(func, scaling, options, _run_scaled_grad)
 
 
@@ -331,16 +314,8 @@ def line_search_value(
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
-    options = parse_options(
-        "line_search_value",
-        False,
-        use_mixed_precision,
-        policy,
-        keep_full,
-        autocast,
-        forward,
-        axis_name,
-    )
+    given = use_mixed_precision, policy, keep_full, autocast, forward, axis_name
+    options = parse_options("line_search_value", False, *given)
     run = transformed(func, scaling, options, _value_and_grad)
 
     @eqx.filter_custom_vjp
