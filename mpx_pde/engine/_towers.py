@@ -17,7 +17,8 @@ from jaxtyping import Array
 
 
 Tower = list[Any]
-"""The function and its derivatives; `None` for one that is zero everywhere."""
+"""The function and its derivatives: `None` for one that is zero everywhere, a number for one that is
+the same everywhere."""
 
 
 def _derivative(poly: tuple[float, ...]) -> tuple[float, ...]:
@@ -162,9 +163,9 @@ def _integer_power(x, order, exponent):
         if factor == 0:
             out.append(None)
         elif exponent == k:
-            out.append(jnp.full_like(x, factor))
+            out.append(float(factor) if k else jnp.ones_like(x))
         else:
-            power = lax.integer_pow(x, exponent - k)
+            power = x if exponent - k == 1 else lax.integer_pow(x, exponent - k)
             out.append(power if k == 0 else factor * power)
     return out
 
@@ -216,8 +217,8 @@ _CLOSED: dict[str, Callable[..., Tower]] = {
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _tower(name: str, order: int, parameter: Any, x: Array) -> list[Array]:
-    # What is zero everywhere has no array, so it does not pass a transformation.
-    return [f for f in _call(name, order, parameter, x) if f is not None]
+    # What is the same everywhere has no array, so it does not pass a transformation.
+    return [f for f in _call(name, order, parameter, x) if isinstance(f, jax.Array)]
 
 
 @_tower.defjvp
@@ -226,7 +227,7 @@ def _tower_jvp(name, order, parameter, primals, tangents):
     every = _call(name, order + 1, parameter, x)
     out, out_dot = [], []
     for f, slope in itertools.pairwise(every):
-        if f is not None:
+        if isinstance(f, jax.Array):
             out.append(f)
             out_dot.append(jnp.zeros_like(x) if slope is None else slope * dx)
     return out, out_dot
@@ -252,20 +253,22 @@ def closed_tower(name: str, order: int, x: Array, parameter: Any = None) -> Towe
     """
     if isinstance(parameter, jax.Array):
         return _call(name, order, parameter, x)
-    kept = [k for k in range(order + 1) if not _vanishes(name, k, parameter)]
     values = iter(_tower(name, order, parameter, x))
-    return [next(values) if k in kept else None for k in range(order + 1)]
+    known = [_known(name, k, parameter) for k in range(order + 1)]
+    return [next(values) if f is ... else f for f in known]
 
 
-def _vanishes(name: str, k: int, parameter: Any) -> bool:
-    if name == "square":
-        name, parameter = "integer_pow", 2
+def _known(name: str, k: int, parameter: Any) -> Any:
+    """Returns a derivative that is the same everywhere, as in a [`Tower`][], and `...` for another."""
     if name == "abs":
-        return k > 1
-    exponent = parameter if name in ("integer_pow", "pow") else None
-    if not isinstance(exponent, int | float):
-        return False
-    return exponent == exponent // 1 and 0 <= exponent < k
+        return None if k > 1 else ...
+    exponent = 2 if name == "square" else parameter if name in ("integer_pow", "pow") else None
+    if not isinstance(exponent, int | float) or exponent != exponent // 1 or exponent < 0:
+        return ...
+    if exponent < k:
+        return None
+    is_number = isinstance(exponent, int) and 0 < exponent == k
+    return float(math.factorial(k)) if is_number else ...
 
 
 def nested_tower(fun: Callable[[Array], Array], order: int, x: Array) -> Tower:

@@ -13,6 +13,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._dtypes import matmul_precision
 from .._repr import table
@@ -201,6 +202,9 @@ def checked(
         # It asks for values. Some are known here all the same: of what a `jit` closes over, or
         # outside of the batch in a `vmap` that is run eagerly.
         return fun(*args)
+    # Derivatives of layers leave values behind that nothing reads.
+    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    closed = ClosedJaxpr(jaxpr, closed.consts)
     report = report_of(closed)
     if _castable(report) < least and (
         without is None or _castable(report_of(trace_arrays(fun, without, {})[0])) < least
