@@ -242,7 +242,7 @@ class Evaluator:
                 )
             env[k] = x
 
-    def _check_aligned(self, x: Jet, aval: Any, eqn: Any) -> None:
+    def _check_aligned(self, x: Jet, aval: Any, eqn: JaxprEqn) -> None:
         """Fails where a rule has returned a stream that is not shaped as its value: elsewhere it
         would be broadcast the wrong way."""
         for key, stream in x.streams.items():
@@ -250,7 +250,7 @@ class Evaluator:
             want = aval.shape if size is None else (size, *aval.shape)
             assert np.shape(stream) == want, (eqn.primitive.name, key, np.shape(stream), want)
 
-    def _caller_of(self, eqn: Any) -> Any:
+    def _caller_of(self, eqn: JaxprEqn) -> Any:
         is_product = eqn.primitive.name in tables.PRODUCTS
         return self.caller if is_product and not site_of(eqn).users else None
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.extend.core import JaxprEqn
 
-from ..interpret._jaxpr import own_bind
+from ..interpret._jaxpr import aval_of, own_bind
 from ._plan import Index, Plan
 from ._streams import Jet, is_inexact, primal_of
 
@@ -61,7 +62,7 @@ _MOVES: dict[str, Callable[..., Any]] = {
 
 
 def known_streams(
-    rule: Callable, eqn: Any, operands: Sequence[Any], plan: Plan
+    rule: Callable, eqn: JaxprEqn, operands: Sequence[Any], plan: Plan
 ) -> tuple[dict[Index, Any], int]:
     """The streams of the result of an equation whose operands have known ones, and its stage;
     those that vanish are dropped."""
@@ -76,7 +77,7 @@ def known_streams(
     return {k: np.asarray(x) for k, x in found.items() if np.any(np.asarray(x))}, stage
 
 
-def _by_numpy(eqn: Any, operands: Sequence[Any], key: Index, plan: Plan) -> Any:
+def _by_numpy(eqn: JaxprEqn, operands: Sequence[Any], key: Index, plan: Plan) -> Any:
     name, lead = eqn.primitive.name, 0 if plan.size(key) is None else 1
     first, *rest = operands
     if name in ("mul", "div") and not any(isinstance(x, Jet) for x in rest):
@@ -88,7 +89,7 @@ def _by_numpy(eqn: Any, operands: Sequence[Any], key: Index, plan: Plan) -> Any:
     return None if move is None or rest else move(first.streams[key], lead, **eqn.params)
 
 
-def _joined(eqn: Any, operands: Sequence[Any], key: Index, plan: Plan) -> Any:
+def _joined(eqn: JaxprEqn, operands: Sequence[Any], key: Index, plan: Plan) -> Any:
     size = plan.size(key)
     front = () if size is None else (size,)
     parts = []
@@ -96,7 +97,7 @@ def _joined(eqn: Any, operands: Sequence[Any], key: Index, plan: Plan) -> Any:
         own = x.streams.get(key) if isinstance(x, Jet) else None
         inner = np.shape(primal_of(x))
         # A number that is added to an array has no axes of its own.
-        shape = (*front, *(inner or (1,) * len(eqn.outvars[0].aval.shape)))
+        shape = (*front, *(inner or (1,) * len(aval_of(eqn.outvars[0]).shape)))
         parts.append(np.zeros(shape) if own is None else np.broadcast_to(own, shape))
     dtype = next(s.dtype for x in operands if isinstance(x, Jet) for s in x.streams.values())
     parts = [x.astype(dtype, copy=False) for x in parts]
@@ -105,7 +106,7 @@ def _joined(eqn: Any, operands: Sequence[Any], key: Index, plan: Plan) -> Any:
     return parts[0] - parts[1] if eqn.primitive.name == "sub" else parts[0] + parts[1]
 
 
-def _by_jax(rule: Callable, eqn: Any, operands: Sequence[Any]) -> tuple[dict[Index, Any], int]:
+def _by_jax(rule: Callable, eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[dict[Index, Any], int]:
     with jax.ensure_compile_time_eval():
         shadows = [
             Jet(np.zeros(x.primal.shape, x.primal.dtype), x.streams, x.stage)
@@ -117,7 +118,7 @@ def _by_jax(rule: Callable, eqn: Any, operands: Sequence[Any]) -> tuple[dict[Ind
         return {k: np.asarray(x) for k, x in out.streams.items()}, out.stage
 
 
-def folded(rule: Callable, eqn: Any, operands: list[Any], plan: Plan) -> list[Jet]:
+def folded(rule: Callable, eqn: JaxprEqn, operands: list[Any], plan: Plan) -> list[Jet]:
     """A rule on streams that are known while tracing; those that vanish are dropped."""
     streams, stage = known_streams(rule, eqn, operands, plan)
     (primal,) = own_bind(eqn, list(map(primal_of, operands)))

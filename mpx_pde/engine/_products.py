@@ -19,7 +19,7 @@ from .._split import SPLIT_PRODUCTS
 from .._varying import match_varying_axes
 from ..interpret import _tables as tables
 from ..interpret._asks import asks_for_more, says_its_dtype
-from ..interpret._flat import Constant, Flat
+from ..interpret._flat import Constant, Flat, Step
 from ..interpret._jaxpr import aval_of, own_bind
 from ._plan import Index
 from ._rules import Rules
@@ -73,7 +73,7 @@ class Product:
         return is_half(dtype) or self.masters
 
     def __call__(
-        self, step: Any, operands: Sequence[Any], roles: Role, storage: Storage, rules: Rules
+        self, step: Step, operands: Sequence[Any], roles: Role, storage: Storage, rules: Rules
     ) -> tuple[list[Jet], str]:
         """The result with its streams, and what it was multiplied in."""
         dtype = self.dtype_of(step, operands, roles, storage)
@@ -86,7 +86,7 @@ class Product:
         full = self._full(step.eqn, storage, algorithm, several)
         own = _mixed(step.eqn, dtype, out_dtype) if half else full
         a, b = (
-            self._prepared(x, v.aval.dtype, half and dtype == storage.dtype, storage)
+            self._prepared(x, aval_of(v).dtype, half and dtype == storage.dtype, storage)
             for x, v in zip(operands, step.eqn.invars, strict=True)
         )
         stage = after_product(a, b)
@@ -141,7 +141,7 @@ class Product:
         halves = self.half_operands(step, operands, roles)
         return storage.dtype if halves.issuperset(fixed) else None
 
-    def half_operands(self, step: Any, operands: Sequence[Any], roles: Role) -> set[int]:
+    def half_operands(self, step: Step, operands: Sequence[Any], roles: Role) -> set[int]:
         """The positions of operands that do not depend on the point and are half at heart."""
         return {
             i
@@ -151,7 +151,7 @@ class Product:
             and (atom in roles.half if not isinstance(atom, Constant) else self._is_half(x.dtype))
         }
 
-    def _full(self, eqn: Any, storage: Storage, algorithm: Any, several: bool) -> Any:
+    def _full(self, eqn: JaxprEqn, storage: Storage, algorithm: Any, several: bool) -> Any:
         """Returns a product of arrays in registers that takes no TF32 unless the program asks for
         it. One of `several` streams is bound so that XLA leaves the streams apart.
         """
@@ -186,12 +186,12 @@ class Product:
         return storage.stored(x) if half else storage.loaded(x, dtype)
 
 
-def _is_real(eqn: Any) -> bool:
+def _is_real(eqn: JaxprEqn) -> bool:
     """Returns whether a product is one of real numbers, and not of complex ones or of integers."""
     return jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.floating)
 
 
-def widens(eqn: Any, operands: Sequence[Any], storage: Storage) -> bool:
+def widens(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
     """Returns whether an equation casts what is kept in half to what it is computed with."""
     x = operands[0]
     return (
@@ -202,7 +202,7 @@ def widens(eqn: Any, operands: Sequence[Any], storage: Storage) -> bool:
     )
 
 
-def is_biased(eqn: Any, operands: Sequence[Any], storage: Storage) -> bool:
+def is_biased(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
     """Returns whether an equation adds an array that does not depend on the point to a value kept
     in half, such as a bias to a product."""
     moving = [x for x in operands if isinstance(x, Jet)]
@@ -216,7 +216,7 @@ def is_biased(eqn: Any, operands: Sequence[Any], storage: Storage) -> bool:
     )
 
 
-def is_weighted(eqn: Any, operands: Sequence[Any], storage: Storage) -> bool:
+def is_weighted(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
     """Returns whether an equation multiplies each entry of a value beyond the first product by a
     number of its own that does not depend on the point, or adds one, as a norm does by its weights
     and its bias."""
@@ -244,7 +244,7 @@ def _describe(dtype: Any, out_dtype: Any) -> str:
     return f"{name} × {name} → {jnp.dtype(out_dtype).name}"
 
 
-def _leaves_it_open(eqn: Any) -> bool:
+def _leaves_it_open(eqn: JaxprEqn) -> bool:
     """Returns whether a program does not say what a product is to be multiplied in, or says half,
     which a pass in full takes in full."""
     if eqn.primitive.name not in tables.MIXED:
@@ -253,7 +253,7 @@ def _leaves_it_open(eqn: Any) -> bool:
 
 
 def _mixed(
-    eqn: Any, dtype: Any, out_dtype: Any, algorithm: str | None = None, given: Given = _APART
+    eqn: JaxprEqn, dtype: Any, out_dtype: Any, algorithm: str | None = None, given: Given = _APART
 ) -> Any:
     dropped = ("precision", "preferred_element_type", "algorithm")
     params = {k: v for k, v in eqn.params.items() if k not in dropped}

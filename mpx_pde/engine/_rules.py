@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import JaxprEqn
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from .._varying import match_varying_axes
 from ..interpret import _tables as tables
@@ -447,7 +447,7 @@ def _pointwise_custom(eqn: JaxprEqn, moving: Sequence[int], order: int) -> bool:
     return order < 1 or _pointwise(pushforward(eqn, moving), order - 1)
 
 
-def _pointwise(closed: Any, order: int = 0) -> bool:
+def _pointwise(closed: ClosedJaxpr, order: int = 0) -> bool:
     """Returns whether a jaxpr does to each entry of its operands the same, whatever the others are,
     and so do its derivatives to an order."""
     for eqn in closed.jaxpr.eqns:

@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from .._order import rounded_cotangent
 from .._varying import match_varying_axes
-from ..interpret._jaxpr import own_bind
+from ..interpret._jaxpr import aval_of, own_bind
 from ._plan import Index
 from ._together import spread_together
 
@@ -205,11 +205,11 @@ def is_inexact(x: Any) -> bool:
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
 
 
-def typed(eqn: Any, args: Sequence[Any]) -> list[Any]:
+def typed(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
     """Operands in the dtypes that the program has them in: what does not depend on the point goes
     into a loop as it meets what does."""
     return [
-        x.astype(v.aval.dtype) if is_inexact(x) and x.dtype != v.aval.dtype else x
+        cast(x, aval_of(v).dtype) if is_inexact(x) else x
         for x, v in zip(args, eqn.invars, strict=True)
     ]
 

@@ -17,8 +17,8 @@ from jaxtyping import Array
 
 
 Tower = list[Any]
-"""The function and its derivatives: `None` for one that is zero everywhere, a number for one that is
-the same everywhere."""
+"""The function and its derivatives: `None` for one that is zero everywhere, a number for one that
+is the same everywhere."""
 
 
 def _derivative(poly: tuple[float, ...]) -> tuple[float, ...]:
@@ -259,7 +259,7 @@ def closed_tower(name: str, order: int, x: Array, parameter: Any = None) -> Towe
 
 
 def _known(name: str, k: int, parameter: Any) -> Any:
-    """Returns a derivative that is the same everywhere, as in a [`Tower`][], and `...` for another."""
+    """Returns a derivative that is the same everywhere, as a [`Tower`][] has it, or `...`."""
     if name == "abs":
         return None if k > 1 else ...
     exponent = 2 if name == "square" else parameter if name in ("integer_pow", "pow") else None

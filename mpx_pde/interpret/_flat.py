@@ -135,17 +135,15 @@ def _known(eqn: JaxprEqn, inputs: Sequence[int | Constant]) -> int | Constant | 
     """Returns the result of an equation that is known without evaluating it: of numbers, such as
     how many there are less the degrees of freedom of a variance, and of a choice by one of these.
     """
-    name, out = eqn.primitive.name, aval_of(eqn.outvars[0]) if eqn.outvars else None
-    numbers = [
-        np.asarray(x.value, x.aval.dtype)
-        for x in inputs
-        if isinstance(x, Constant) and np.ndim(x.value) == 0
-    ]
-    if name in _OF_NUMBERS and len(numbers) == len(inputs) and out.shape == ():
-        return Constant(_OF_NUMBERS[name](*numbers).astype(out.dtype)[()], out)
-    if name == "select_n" and isinstance(inputs[0], Constant) and np.ndim(inputs[0].value) == 0:
+    name = eqn.primitive.name
+    if name in _OF_NUMBERS and aval_of(eqn.outvars[0]).shape == ():
+        if all(isinstance(x, Constant) for x in inputs):
+            out = aval_of(eqn.outvars[0])
+            found = _OF_NUMBERS[name](*(read(x, {}) for x in inputs))
+            return Constant(np.asarray(found, out.dtype), out)
+    elif name == "select_n" and isinstance(inputs[0], Constant) and not inputs[0].aval.shape:
         place = 1 + int(inputs[0].value)
-        if eqn.invars[place].aval == out:
+        if eqn.invars[place].aval == eqn.outvars[0].aval:
             return inputs[place]
     return None
 

@@ -280,7 +280,7 @@ def _format_of(eqn: JaxprEqn, var: Any) -> str:
     return aval_of(var).dtype.name
 
 
-def _user_of(jaxpr: Any, var: Any, site: Site) -> Site:
+def _user_of(jaxpr: Jaxpr, var: Any, site: Site) -> Site:
     """Returns the site of the first equation that takes a constant."""
     eqn = next((e for e in jaxpr.eqns if any(v is var for v in e.invars)), None)
     return site if eqn is None else site_of(eqn, site)

@@ -202,7 +202,7 @@ def _advice(task: Task, candidates: dict[str, dict], args: tuple, kwargs: dict) 
     rows: list[Advised] = []
     reference, wide, width = "float32", None, 0
     if jnp.zeros((), float).dtype == jnp.float64:
-        step = filter_value_and_grad(*task, use_mixed_precision=False)
+        step: Any = filter_value_and_grad(*task, use_mixed_precision=False)  # pyright: ignore
         positional, keyword = in_float64((args, kwargs))
         grads = eqx.filter_jit(step)(*positional, **keyword)[-1]
         reference, wide = "float64", eqx.filter(grads, eqx.is_array)

@@ -3,7 +3,6 @@
 import functools as ft
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -109,7 +108,7 @@ def _exponent(x: Float[Array, "..."]) -> Int32[Array, ""]:
 
 
 def _half_means(
-    leaves: Sequence[Array], axis_name: Any, devices: int, dtype: np.dtype
+    leaves: Sequence[Array], axis_name: AxisName | None, devices: int, dtype: np.dtype
 ) -> list[Array]:
     """Returns the mean of each array over devices, sent in half precision."""
     if not leaves:
@@ -130,7 +129,7 @@ def _half_means(
     return [_by_parts(mean, x) for x in leaves]
 
 
-def _check_own(tree: PyTree, axis_name: Any, call: str) -> None:
+def _check_own(tree: PyTree, axis_name: AxisName | None, call: str) -> None:
     """Raises a `ValueError` for arrays that are the same on all devices: their mean would be the
     sum that JAX has taken already.
     """

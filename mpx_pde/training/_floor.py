@@ -18,6 +18,7 @@ from .._dtypes import check_integer, is_half, is_real, true_float32
 from .._forward import RUNGS, check_rung, options_of
 from .._loss_scaling import AbstractLossScaling
 from .._repr import table
+from .._tree import all_finite
 from .._types import ForwardLike, PolicyLike, PyTree
 from ..interpret._marks import collecting
 from ._accumulate import split_batch
@@ -270,9 +271,7 @@ def _measured(floor: _Floor, args: tuple, kwargs: dict) -> PrecisionFloor:
         spread, means = _noise(floor, batches, args[0], kwargs, grads)
         noises = _by_path(jtu.tree_map(share_of, spread, means))
         noise = share_of(total(spread), total(means))
-    finite = jnp.isfinite(value) & jnp.isfinite(true)
-    for x in jtu.tree_leaves((grads, true_grads)):
-        finite &= jnp.all(jnp.isfinite(x))
+    finite = all_finite((value, true, grads, true_grads))
     return PrecisionFloor(
         loss=share_of(norm(minus(value, true)), norm(true)),
         terms={

@@ -25,7 +25,7 @@ from .._loss_scaling import DynamicLossScaling, NoOpLossScaling, check_scaling, 
 from .._notes import noting_the_cast, noting_the_trace
 from .._repr import in_a_line
 from .._tree import all_finite, with_fields
-from .._types import PyTree
+from .._types import AxisName, PyTree
 from .._varying import mark_varying, size_of_axis
 from ..autocast import autocast as autocast_function
 from ..derivatives._evaluation import noting_unscaled
@@ -66,20 +66,20 @@ def _check_loss(value: Any, has_aux: bool, call: str) -> Inexact[Array, ""]:
     return out
 
 
-def _as_varying(tree: PyTree, axis_name: Any) -> PyTree:
+def _as_varying(tree: PyTree, axis_name: AxisName | None) -> PyTree:
     """Marks the masters as each device's own along the mesh axes of `axis_name`.
 
     Inside `jax.shard_map`, JAX sums the cotangents of what is the same on all devices where it
     first meets what is not. Marked before the cast, that sum is taken in the dtype of the masters.
     """
-    names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    names: Any = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     names = tuple(n for n in names if n in jax.sharding.get_abstract_mesh().manual_axes)
 
     differentiated, rest = eqx.partition(tree, eqx.is_inexact_array)
     return eqx.combine(jtu.tree_map(lambda x: mark_varying(x, names), differentiated), rest)
 
 
-def _agree(finite: Bool[Array, ""], axis_name: Any) -> Bool[Array, ""]:
+def _agree(finite: Bool[Array, ""], axis_name: AxisName | None) -> Bool[Array, ""]:
     """Returns whether `finite` holds on every device along the mapped axes."""
     if axis_name is None:
         return finite

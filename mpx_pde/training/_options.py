@@ -22,7 +22,7 @@ from .._dtypes import (
 )
 from .._forward import check_forward
 from .._repr import in_a_line
-from .._types import PyTree
+from .._types import AxisName, PyTree
 from ..autocast import parse_patterns
 
 
@@ -126,7 +126,7 @@ def parse_options(
     keep_full: PyTree,
     autocast: Any,
     forward: Any,
-    axis_name: Any = None,
+    axis_name: AxisName | None = None,
 ) -> Options:
     """Builds the options of the public function `call`.
 
