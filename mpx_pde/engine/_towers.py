@@ -218,7 +218,11 @@ _CLOSED: dict[str, Callable[..., Tower]] = {
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
 def _tower(name: str, order: int, parameter: Any, x: Array) -> list[Array]:
     # What is the same everywhere has no array, so it does not pass a transformation.
-    return [f for f in _call(name, order, parameter, x) if isinstance(f, jax.Array)]
+    return [f for f in _call(name, order, parameter, x) if _varies(f)]
+
+
+def _varies(f: Any) -> bool:
+    return f is not None and type(f) is not float
 
 
 @_tower.defjvp
@@ -227,7 +231,7 @@ def _tower_jvp(name, order, parameter, primals, tangents):
     every = _call(name, order + 1, parameter, x)
     out, out_dot = [], []
     for f, slope in itertools.pairwise(every):
-        if isinstance(f, jax.Array):
+        if _varies(f):
             out.append(f)
             out_dot.append(jnp.zeros_like(x) if slope is None else slope * dx)
     return out, out_dot
