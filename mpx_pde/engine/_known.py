@@ -14,15 +14,12 @@ from jax.extend.core import JaxprEqn
 from ..interpret._jaxpr import aval_of, own_bind
 from ._plan import Index, Plan
 from ._streams import Jet, is_inexact, primal_of
+from ._together import spread_known
 
 
 def _broadcast(x: np.ndarray, lead: int, shape, broadcast_dimensions, **_) -> Any:
-    at = [*range(lead), *(lead + i for i in broadcast_dimensions)]
-    whole = (*x.shape[:lead], *shape)
-    placed = [1] * len(whole)
-    for size, i in zip(x.shape, at, strict=True):
-        placed[i] = size
-    return np.broadcast_to(x.reshape(placed), whole)
+    dims = (*range(lead), *(lead + i for i in broadcast_dimensions))
+    return spread_known(x, (*x.shape[:lead], *shape), dims)
 
 
 def _slice(x: np.ndarray, lead: int, start_indices, limit_indices, strides) -> Any:

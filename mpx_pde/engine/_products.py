@@ -169,7 +169,8 @@ class Product:
             algorithm = eqn.params.get("algorithm")
         plain = name == "dot_general" and is_open and _is_real(eqn)
         if plain or name in tables.MIXED or algorithm is not None:
-            return _mixed(eqn, wide, wide, algorithm, Given(apart=several))
+            apart = several or not plain or algorithm is not None
+            return _mixed(eqn, wide, wide, algorithm, Given(apart=apart))
         params = {**eqn.params, "preferred_element_type": wide}
         if params["precision"] is None:
             params["precision"] = (lax.Precision.HIGHEST,) * 2
@@ -205,32 +206,26 @@ def widens(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
 def is_biased(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
     """Returns whether an equation adds an array that does not depend on the point to a value kept
     in half, such as a bias to a product."""
+    x = _beside_an_array(eqn, operands, ("add", "sub", "add_any"))
+    return x is not None and storage.is_stored(x.primal)
+
+
+def _beside_an_array(eqn: JaxprEqn, operands: Sequence[Any], names: Sequence[str]) -> Jet | None:
+    """Returns the one operand of an equation of these `names` that depends on the point, if the
+    other is an array that does not, and is no number."""
     moving = [x for x in operands if isinstance(x, Jet)]
-    others = [x for x in operands if not isinstance(x, Jet)]
-    return (
-        eqn.primitive.name in ("add", "sub", "add_any")
-        and len(moving) == len(others) == 1
-        and storage.is_stored(moving[0].primal)
-        and isinstance(others[0], jax.Array)
-        and others[0].ndim > 0
-    )
+    others = [x for x in operands if isinstance(x, jax.Array) and x.ndim]
+    alike = len(operands) == 2 and len(moving) == len(others) == 1
+    return moving[0] if alike and eqn.primitive.name in names else None
 
 
 def is_weighted(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
     """Returns whether an equation multiplies each entry of a value beyond the first product by a
     number of its own that does not depend on the point, or adds one, as a norm does by its weights
     and its bias."""
-    moving = [x for x in operands if isinstance(x, Jet)]
-    others = [x for x in operands if not isinstance(x, Jet)]
-    return (
-        eqn.primitive.name in ("mul", "add", "sub", "add_any")
-        and storage.dtype not in (None, storage.registers)
-        and len(moving) == len(others) == 1
-        and moving[0].stage == DEEP
-        and moving[0].primal.dtype == storage.registers
-        and isinstance(others[0], jax.Array)
-        and others[0].ndim > 0
-    )
+    x = _beside_an_array(eqn, operands, ("mul", "add", "sub", "add_any"))
+    narrows = storage.dtype not in (None, storage.registers)
+    return narrows and x is not None and x.stage == DEEP and x.primal.dtype == storage.registers
 
 
 def _stacked(product: Callable, rules: Rules, left: Index, right: Index) -> Callable:

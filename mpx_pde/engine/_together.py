@@ -33,17 +33,17 @@ def spread_together(arrays: Sequence[Any], shape: Sequence[int], dims: Sequence[
     is NumPy's stays so."""
     shape, dims = tuple(shape), tuple(dims)
     bind = ft.partial(_spread_p.bind, shape=shape, at=dims)
-    out: list[Any] = [_spread_known(x, shape, dims) for x in arrays]
-    places = [i for i, x in enumerate(arrays) if not isinstance(x, np.ndarray)]
+    out: list[Any] = [
+        spread_known(x, shape, dims) if isinstance(x, np.ndarray) else None for x in arrays
+    ]
+    places = [i for i, x in enumerate(out) if x is None]
     found = _by_type(lambda group: bind(*match_varying_axes(*group)), [arrays[i] for i in places])
     for i, x in zip(places, found, strict=True):
         out[i] = x
     return out
 
 
-def _spread_known(x: Any, shape: tuple[int, ...], dims: tuple[int, ...]) -> Any:
-    if not isinstance(x, np.ndarray):
-        return None
+def spread_known(x: np.ndarray, shape: tuple[int, ...], dims: tuple[int, ...]) -> np.ndarray:
     placed = [1] * len(shape)
     for size, i in zip(x.shape, dims, strict=True):
         placed[i] = size

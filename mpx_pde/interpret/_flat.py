@@ -13,7 +13,6 @@ from . import _tables as tables
 from ._jaxpr import (
     CALLS,
     OF_REVERSE_MODE,
-    aval_of,
     bodies_of,
     contains,
     differentiable,
@@ -100,9 +99,6 @@ def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -
             return inline(bodies_of(eqn)[0], inputs, (*around, eqn))
         if forward_mode and eqn.primitive.name == "optimization_barrier":
             return inputs
-        known = _known(eqn, inputs)
-        if known is not None:
-            return [known]
         out = tuple(next(numbers) for _ in eqn.outvars)
         steps.append(Step(eqn, tuple(inputs), out, around))
         return out
@@ -115,37 +111,6 @@ def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -
 def _is_sharded(eqn: JaxprEqn) -> bool:
     shardings = (*eqn.params.get("in_shardings", ()), *eqn.params.get("out_shardings", ()))
     return any(isinstance(x, Sharding) for x in shardings)
-
-
-_OF_NUMBERS = {
-    "convert_element_type": lambda x: x,
-    "add": np.add,
-    "sub": np.subtract,
-    "mul": np.multiply,
-    "eq": np.equal,
-    "ne": np.not_equal,
-    "gt": np.greater,
-    "ge": np.greater_equal,
-    "lt": np.less,
-    "le": np.less_equal,
-}
-
-
-def _known(eqn: JaxprEqn, inputs: Sequence[int | Constant]) -> int | Constant | None:
-    """Returns the result of an equation that is known without evaluating it: of numbers, such as
-    how many there are less the degrees of freedom of a variance, and of a choice by one of these.
-    """
-    name = eqn.primitive.name
-    if name in _OF_NUMBERS and aval_of(eqn.outvars[0]).shape == ():
-        if all(isinstance(x, Constant) for x in inputs):
-            out = aval_of(eqn.outvars[0])
-            found = _OF_NUMBERS[name](*(read(x, {}) for x in inputs))
-            return Constant(np.asarray(found, out.dtype), out)
-    elif name == "select_n" and isinstance(inputs[0], Constant) and not inputs[0].aval.shape:
-        place = 1 + int(inputs[0].value)
-        if eqn.invars[place].aval == eqn.outvars[0].aval:
-            return inputs[place]
-    return None
 
 
 def variables(atoms: Sequence[int | Constant]) -> list[int]:
