@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.interpreters import ad
 
@@ -94,7 +95,7 @@ class Evaluator:
         asked = asked or plan.everything
         roles = roles_of(flat, stages, plan, asked, params, carried, whole=self.full is not None)
         half = self.product.halves(flat, env, roles.stage, kinds.half)
-        traced = () if self.plain else (k for k, x in env.items() if isinstance(x, jax.core.Tracer))
+        traced = () if self.plain else (k for k, x in env.items() if isinstance(x, Tracer))
         roles = roles._replace(half=half, apart=apart_of(flat, traced))
         for part in parts_of(flat, roles):
             if part.alone:
