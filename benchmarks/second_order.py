@@ -35,6 +35,9 @@ WIDTH, POINTS = 99, 32_768  # 20,197 parameters
 class _Untold(mpx.LevenbergMarquardt):
     """Calls nothing on the host, which a program for a device that is not here cannot."""
 
+    def __init__(self, *residuals: Any, **options: Any):
+        super().__init__(*residuals, **options)
+
     def _tell(self, iterations: Any) -> None:
         pass
 
@@ -55,8 +58,8 @@ def predict(report: Report, target: str, quick: bool) -> None:
             state = model, eqx.filter_eval_shape(optimizer.init, model)
 
             def step(state, batch, optimizer=optimizer):
-                state = optimizer.update(*state, batch)
-                return state, state[1].loss
+                model, state = optimizer.update(*state, batch)
+                return (model, state), state.loss
 
             batch = jax.ShapeDtypeStruct((points, 2), dtype)
             options = {} if "_x3" in jacobian else CUBLAS

@@ -7,6 +7,7 @@ how often the solution turns. All else is the same for all of them.
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import equinox as eqx
@@ -98,7 +99,7 @@ class Deep:
     steep: Mapping[int, float] = dataclasses.field(default_factory=dict)
     marches: bool = False
     soft: Sequence[tuple] = ()
-    outputs: int | str = "scalar"
+    outputs: Any = "scalar"
     width: int = 20
     depth: int = 3
     waves: int = 2
@@ -128,8 +129,9 @@ def draw(
     inside = candidates[jax.lax.top_k(jnp.log(chance) + noise, count)[1]]
     soft = []
     for i, (_, low, high, *axes) in enumerate(deep.soft):
-        own = jax.random.fold_in(key, 2 + i), max(1, count // 4), low, high
-        soft.append(on_faces(*own, *axes, dtype) if axes else uniform(*own, dtype))
+        points = partial(on_faces, axes=axes[0]) if axes else uniform
+        own = jax.random.fold_in(key, 2 + i)
+        soft.append(points(own, max(1, count // 4), low, high, dtype=dtype))
     return (inside, *soft)
 
 
@@ -162,8 +164,7 @@ class DeepTrainer:
         arrays = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
         count = POINTS * sum(x.size for x in arrays)
         residuals = (deep.residual, *(fun for fun, *_ in deep.soft))
-        options = {"forward": self.forward, "jacobian": self.jacobian}
-        optimizer = mpx.LevenbergMarquardt(residuals, **options)
+        optimizer = mpx.LevenbergMarquardt(residuals, forward=self.forward, jacobian=self.jacobian)
         state = optimizer.init(model)
         update = eqx.filter_jit(optimizer.update)
         at, seconds, curve, errors = None, 0.0, [], {}

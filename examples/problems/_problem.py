@@ -117,8 +117,8 @@ def grid(*axes: Float[np.ndarray, " n"]) -> Float[np.ndarray, "points coords"]:
 def uniform(
     key: PRNGKeyArray,
     count: int,
-    low: Sequence[float],
-    high: Sequence[float],
+    low: Sequence[float] | Array,
+    high: Sequence[float] | Array,
     dtype: Any = jnp.float32,
 ) -> Float[Array, "count coords"]:
     """Points in a box with the corners `low` and `high`."""
@@ -146,8 +146,8 @@ def choose(
 def on_faces(
     key: PRNGKeyArray,
     count: int,
-    low: Sequence[float],
-    high: Sequence[float],
+    low: Sequence[float] | Array,
+    high: Sequence[float] | Array,
     axes: Sequence[int],
     dtype: Any = jnp.float32,
 ) -> Float[Array, "count coords"]:
