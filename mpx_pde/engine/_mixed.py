@@ -24,10 +24,16 @@ from ..interpret._jaxpr import bodies_of, contains, in_context_of, is_container,
 from ..interpret._lines import source_of
 from ._containers import Containers, enters
 from ._custom import own_in_registers
+from ._moments import moments_p, with_moments
 from ._plan import Plan
 from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
+from ._rules import Rules
 from ._segments import Part, Role, is_light, multiplied_only, parts_of
 from ._streams import DEEP, Jet, Storage, cast, is_inexact, primal_of, typed
+
+
+_RULES_OF_VALUES = Rules(Plan(()), ())
+"""How values without streams pass."""
 
 
 class Rule(NamedTuple):
@@ -113,6 +119,9 @@ class Mixed:
         flat = flatten(closed, forward_mode=False, sharded=True)
         env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
         env.update(zip(flat.inputs, operands, strict=True))
+        if self.listener is None:
+            # What is overridden and told is the program as it stands.
+            flat = with_moments(flat, env)
         roles = self._roles(flat, env)
         alike: dict[Hashable, Callable] = {}
         for part in parts_of(flat, roles):
@@ -201,8 +210,9 @@ class Mixed:
             given = [next(rest) if x is None else x for x in known]
             # Loaded once, so that its cotangents add up in registers.
             inner = dict(zip(part.inputs, map(self.storage.loaded, given), strict=True))
+            halves = {k for k, x in zip(part.inputs, given, strict=True) if self._is_half(x)}
             for step in part.steps:
-                self._step(step, inner, roles)
+                self._step(step, inner, roles, halves)
             return [self._leaving(x, inner, roles) for x in part.outputs]
 
         if key not in alike:
@@ -214,14 +224,15 @@ class Mixed:
 
     def _equation(self, part: Part, env: dict[int, Any], roles: Role, _: Any) -> None:
         (step,) = part.steps
-        self._step(step, env, roles)
+        self._step(step, env, roles, {x for x in variables(step.inputs) if self._is_half(env[x])})
         env.update((x, self._leaving(x, env, roles)) for x in step.outputs)
 
     def _leaving(self, k: int, env: Mapping[int, Any], roles: Role) -> Any:
         x = env[k]
         return self.storage.stored(x) if isinstance(x, Jet) and k in roles.stored else x
 
-    def _step(self, step: Step, env: dict[int, Any], roles: Role) -> None:
+    def _step(self, step: Step, env: dict[int, Any], roles: Role, halves: set[int]) -> None:
+        """Evaluates an equation. Of its operands some are `halves`, maybe loaded into registers."""
         source, around = source_of(step.eqn, step.calls), (*self.around, *step.calls)
         operands = [read(x, env) for x in step.inputs]
         self._follow(step, operands, roles)
@@ -229,6 +240,11 @@ class Mixed:
             for eqn in (*step.calls, step.eqn):
                 stack.enter_context(in_context_of(eqn, source))
             out = self._results(step, operands, roles)
+            held = [not isinstance(x, Constant) and x in halves for x in step.inputs]
+            if is_biased(step.eqn, operands, held):
+                out = [rounded_cotangent(x, self.dtype) for x in out]
+        if step.eqn.primitive.name in tables.MOVES and all(held):
+            halves.update(step.outputs)
         for k, x in zip(step.outputs, out, strict=True):
             env[k] = Jet(primal_of(x), {}, DEEP) if k in roles.stage else x
         roles.stored.update(k for k in step.outputs if self._is_half(env[k]))
@@ -258,9 +274,10 @@ class Mixed:
         loaded = list(map(primal_of, map(self.storage.loaded, operands)))
         if rule.name == "convert":
             return loaded
-        out = own_in_registers(eqn, loaded, self.storage)
-        biased = is_biased(eqn, operands, self.storage)
-        return [rounded_cotangent(x, half) for x in out] if biased else out
+        if eqn.primitive is moments_p:
+            (x,) = loaded
+            return _RULES_OF_VALUES.moments(eqn, [Jet(x, {}, DEEP)])
+        return own_in_registers(eqn, loaded, self.storage)
 
     def _concerns(self, eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
         """Returns whether anything changes inside of a container that is no light function."""

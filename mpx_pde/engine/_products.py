@@ -203,11 +203,11 @@ def widens(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
     )
 
 
-def is_biased(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
-    """Returns whether an equation adds an array that does not depend on the point to a value kept
-    in half, such as a bias to a product."""
+def is_biased(eqn: JaxprEqn, operands: Sequence[Any], halves: Sequence[bool]) -> bool:
+    """Returns whether an equation adds an array that does not depend on the point to a value that
+    is among the `halves`, such as a bias to a product."""
     x = _beside_an_array(eqn, operands, ("add", "sub", "add_any"))
-    return x is not None and storage.is_stored(x.primal)
+    return x is not None and any(h for y, h in zip(operands, halves, strict=True) if y is x)
 
 
 def _beside_an_array(eqn: JaxprEqn, operands: Sequence[Any], names: Sequence[str]) -> Jet | None:
