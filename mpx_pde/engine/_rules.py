@@ -285,7 +285,7 @@ class Rules:
             return [Jet(primal, streams, after_nonlinear(a, b))]
         jet, factor = (a, b) if isinstance(a, Jet) else (b, a)
         if isinstance(factor, jax.Array) and jet.streams:
-            factor = beside(factor, jet.primal)
+            (factor,) = beside([factor], jet.primal)
             primal = jet.primal * factor
         else:
             (primal,) = bind_primals(eqn, operands)
