@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from .._derivative_of import with_derivative_of
 from .._order import rounded_cotangent
 from ..interpret import _tables as tables
 from ..interpret._asks import asks_for_more, says_its_dtype
@@ -143,7 +144,8 @@ class Mixed:
         if self.algorithm is None:
             outputs, is_half = variables(flat.outputs), lambda s: rules[id(s)].name == "product"
             stored |= stage.keys() & multiplied_only(flat.steps, outputs, is_half, tables.LAYOUT)
-        return Role(stage, _in_full(flat, bool(self.around)), stored, {}, rules=rules, numbers={})
+        final, scores = _in_full(flat, bool(self.around)), _scores(flat)
+        return Role(stage, final, stored, {}, rules=rules, numbers={}, scores=scores)
 
     def governs(self, aval: Any) -> bool:
         """Returns whether a value is float32 or half in the program. All others (integers, bools,
@@ -203,21 +205,26 @@ class Mixed:
         values = [env[x] for x in part.inputs]
         known = [x if not isinstance(x, jax.Array | Jet) else None for x in values]
         alone = self.listener or not roles.stage.keys() >= set(part.outputs)
-        key = object() if alone else _signature(part, roles, values)
+        again = part.checkpointed and any(map(self._is_half, values))
+        places = [i for i, k in enumerate(part.inputs) if k in roles.scores]
+        scores = {part.inputs[i] for i in places if again and self._is_half(values[i])}
+        key = object() if alone else (_signature(part, roles, values), *places)
 
-        def layer(*traced):
+        def layer(*traced, one=None):
             rest = iter(traced)
             given = [next(rest) if x is None else x for x in known]
             # Loaded once, so that its cotangents add up in registers.
             inner = dict(zip(part.inputs, map(self.storage.loaded, given), strict=True))
+            if one is not None:
+                inner |= {k: Jet(inner[k].primal * one, {}, DEEP) for k in scores}
             halves = {k for k, x in zip(part.inputs, given, strict=True) if self._is_half(x)}
             for step in part.steps:
                 self._step(step, inner, roles, halves)
             return [self._leaving(x, inner, roles) for x in part.outputs]
 
         if key not in alike:
-            again = part.checkpointed and any(map(self._is_half, values))
-            alike[key] = jax.checkpoint(layer) if again else layer
+            wrap = _evaluated_again if scores else jax.checkpoint
+            alike[key] = wrap(layer) if again else layer
         out = alike[key](*(x for x, k in zip(values, known, strict=True) if k is None))
         env.update(zip(part.outputs, out, strict=True))
         roles.stored.update(k for k, x in zip(part.outputs, out, strict=True) if self._is_half(x))
@@ -313,6 +320,31 @@ class Mixed:
             if number is not None and not self._fits(number):
                 return False
         return any(half)
+
+
+def _evaluated_again(layer: Callable) -> Callable:
+    """Returns a layer that the backward pass evaluates again. `jax.checkpoint` makes sure of that
+    by barriers before all that enters the layer, its cotangents too; here it is a factor of one,
+    which the layer takes and XLA does not know. XLA for GPUs pads products of many matrices to
+    sizes that are multiples of 8. The kernels of the layer cut the padding off as they read; a
+    barrier there takes a copy."""
+
+    def again(_, *arrays):
+        return layer(*arrays, one=lax.optimization_barrier(jnp.ones((), FULL)))
+
+    forward = lambda *arrays: (layer(*arrays), ())
+    return with_derivative_of(forward, jax.checkpoint(again, prevent_cse=False))
+
+
+def _scores(flat: Flat) -> set[int]:
+    """Returns the results of products of many matrices, and of what moves them."""
+    out = set[int]()
+    for step in flat.steps:
+        eqn, name = step.eqn, step.eqn.primitive.name
+        batched = "dot_general" in name and eqn.params["dimension_numbers"][1][0]
+        moved = name in tables.MOVES and not out.isdisjoint(variables(step.inputs))
+        out.update(step.outputs if batched or moved else ())
+    return out
 
 
 _RULES = {"half": "product", "itself": "mixed", "float32": "full", "operands": "follow"}
