@@ -194,7 +194,7 @@ def by_hand(a, b):
 
 def by_numpy(a, b):
     s, t = (jnp.broadcast_to(x, (4, 5)) for x in (a.sum(0), b.sum(0) * a.sum(0)))
-    return s * WEIGHT[None] * a[0] + 2 * t
+    return s * WEIGHT[None] * a[0][None] + 2 * t
 
 
 @pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 0), (2, 1)])
