@@ -268,7 +268,8 @@ class Evaluator:
         if widens(eqn, operands, self.storage):
             # So it is loaded, each time that it is used.
             return self._noted(step, operands, "convert", "")
-        biased = is_biased(eqn, operands, self.storage)
+        halves = [isinstance(x, Jet) and self.storage.is_stored(x.primal) for x in operands]
+        biased = is_biased(eqn, operands, halves)
         # Loops and rules take values as they are.
         operands = [
             self._loaded(x, aval_of(v).dtype) if isinstance(x, Jet) else self._loaded(x)

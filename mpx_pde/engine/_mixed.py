@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from .._derivative_of import with_derivative_of
 from .._order import rounded_cotangent
 from ..interpret import _tables as tables
 from ..interpret._asks import asks_for_more, says_its_dtype
@@ -24,10 +25,16 @@ from ..interpret._jaxpr import bodies_of, contains, in_context_of, is_container,
 from ..interpret._lines import source_of
 from ._containers import Containers, enters
 from ._custom import own_in_registers
+from ._moments import moments_p, with_moments
 from ._plan import Plan
 from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
+from ._rules import Rules
 from ._segments import Part, Role, is_light, multiplied_only, parts_of
 from ._streams import DEEP, Jet, Storage, cast, is_inexact, primal_of, typed
+
+
+_RULES_OF_VALUES = Rules(Plan(()), ())
+"""How values without streams pass."""
 
 
 class Rule(NamedTuple):
@@ -113,6 +120,9 @@ class Mixed:
         flat = flatten(closed, forward_mode=False, sharded=True)
         env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
         env.update(zip(flat.inputs, operands, strict=True))
+        if self.listener is None:
+            # What is overridden and told is the program as it stands.
+            flat = with_moments(flat, env)
         roles = self._roles(flat, env)
         alike: dict[Hashable, Callable] = {}
         for part in parts_of(flat, roles):
@@ -134,7 +144,8 @@ class Mixed:
         if self.algorithm is None:
             outputs, is_half = variables(flat.outputs), lambda s: rules[id(s)].name == "product"
             stored |= stage.keys() & multiplied_only(flat.steps, outputs, is_half, tables.LAYOUT)
-        return Role(stage, _in_full(flat, bool(self.around)), stored, {}, rules=rules, numbers={})
+        final, scores = _in_full(flat, bool(self.around)), _scores(flat)
+        return Role(stage, final, stored, {}, rules=rules, numbers={}, scores=scores)
 
     def governs(self, aval: Any) -> bool:
         """Returns whether a value is float32 or half in the program. All others (integers, bools,
@@ -194,34 +205,41 @@ class Mixed:
         values = [env[x] for x in part.inputs]
         known = [x if not isinstance(x, jax.Array | Jet) else None for x in values]
         alone = self.listener or not roles.stage.keys() >= set(part.outputs)
-        key = object() if alone else _signature(part, roles, values)
+        again = part.checkpointed and any(map(self._is_half, values))
+        places = [i for i, k in enumerate(part.inputs) if k in roles.scores]
+        scores = {part.inputs[i] for i in places if again and self._is_half(values[i])}
+        key = object() if alone else (_signature(part, roles, values), *places)
 
-        def layer(*traced):
+        def layer(*traced, one=None):
             rest = iter(traced)
             given = [next(rest) if x is None else x for x in known]
             # Loaded once, so that its cotangents add up in registers.
             inner = dict(zip(part.inputs, map(self.storage.loaded, given), strict=True))
+            if one is not None:
+                inner |= {k: Jet(inner[k].primal * one, {}, DEEP) for k in scores}
+            halves = {k for k, x in zip(part.inputs, given, strict=True) if self._is_half(x)}
             for step in part.steps:
-                self._step(step, inner, roles)
+                self._step(step, inner, roles, halves)
             return [self._leaving(x, inner, roles) for x in part.outputs]
 
         if key not in alike:
-            again = part.checkpointed and any(map(self._is_half, values))
-            alike[key] = jax.checkpoint(layer) if again else layer
+            wrap = _evaluated_again if scores else jax.checkpoint
+            alike[key] = wrap(layer) if again else layer
         out = alike[key](*(x for x, k in zip(values, known, strict=True) if k is None))
         env.update(zip(part.outputs, out, strict=True))
         roles.stored.update(k for k, x in zip(part.outputs, out, strict=True) if self._is_half(x))
 
     def _equation(self, part: Part, env: dict[int, Any], roles: Role, _: Any) -> None:
         (step,) = part.steps
-        self._step(step, env, roles)
+        self._step(step, env, roles, {x for x in variables(step.inputs) if self._is_half(env[x])})
         env.update((x, self._leaving(x, env, roles)) for x in step.outputs)
 
     def _leaving(self, k: int, env: Mapping[int, Any], roles: Role) -> Any:
         x = env[k]
         return self.storage.stored(x) if isinstance(x, Jet) and k in roles.stored else x
 
-    def _step(self, step: Step, env: dict[int, Any], roles: Role) -> None:
+    def _step(self, step: Step, env: dict[int, Any], roles: Role, halves: set[int]) -> None:
+        """Evaluates an equation. Of its operands some are `halves`, maybe loaded into registers."""
         source, around = source_of(step.eqn, step.calls), (*self.around, *step.calls)
         operands = [read(x, env) for x in step.inputs]
         self._follow(step, operands, roles)
@@ -229,6 +247,11 @@ class Mixed:
             for eqn in (*step.calls, step.eqn):
                 stack.enter_context(in_context_of(eqn, source))
             out = self._results(step, operands, roles)
+            held = [not isinstance(x, Constant) and x in halves for x in step.inputs]
+            if is_biased(step.eqn, operands, held):
+                out = [rounded_cotangent(x, self.dtype) for x in out]
+        if step.eqn.primitive.name in tables.MOVES and all(held):
+            halves.update(step.outputs)
         for k, x in zip(step.outputs, out, strict=True):
             env[k] = Jet(primal_of(x), {}, DEEP) if k in roles.stage else x
         roles.stored.update(k for k in step.outputs if self._is_half(env[k]))
@@ -258,9 +281,10 @@ class Mixed:
         loaded = list(map(primal_of, map(self.storage.loaded, operands)))
         if rule.name == "convert":
             return loaded
-        out = own_in_registers(eqn, loaded, self.storage)
-        biased = is_biased(eqn, operands, self.storage)
-        return [rounded_cotangent(x, half) for x in out] if biased else out
+        if eqn.primitive is moments_p:
+            (x,) = loaded
+            return _RULES_OF_VALUES.moments(eqn, [Jet(x, {}, DEEP)])
+        return own_in_registers(eqn, loaded, self.storage)
 
     def _concerns(self, eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
         """Returns whether anything changes inside of a container that is no light function."""
@@ -296,6 +320,31 @@ class Mixed:
             if number is not None and not self._fits(number):
                 return False
         return any(half)
+
+
+def _evaluated_again(layer: Callable) -> Callable:
+    """Returns a layer that the backward pass evaluates again. `jax.checkpoint` makes sure of that
+    by barriers before all that enters the layer, its cotangents too; here it is a factor of one,
+    which the layer takes and XLA does not know. XLA for GPUs pads products of many matrices to
+    sizes that are multiples of 8. The kernels of the layer cut the padding off as they read; a
+    barrier there takes a copy."""
+
+    def again(_, *arrays):
+        return layer(*arrays, one=lax.optimization_barrier(jnp.ones((), FULL)))
+
+    forward = lambda *arrays: (layer(*arrays), ())
+    return with_derivative_of(forward, jax.checkpoint(again, prevent_cse=False))
+
+
+def _scores(flat: Flat) -> set[int]:
+    """Returns the results of products of many matrices, and of what moves them."""
+    out = set[int]()
+    for step in flat.steps:
+        eqn, name = step.eqn, step.eqn.primitive.name
+        batched = "dot_general" in name and eqn.params["dimension_numbers"][1][0]
+        moved = name in tables.MOVES and not out.isdisjoint(variables(step.inputs))
+        out.update(step.outputs if batched or moved else ())
+    return out
 
 
 _RULES = {"half": "product", "itself": "mixed", "float32": "full", "operands": "follow"}

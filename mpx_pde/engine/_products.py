@@ -25,11 +25,15 @@ from ._plan import Index
 from ._rules import Rules
 from ._segments import Role
 from ._streams import DEEP, RAW, Jet, Storage, after_product, bind, is_inexact
+from ._together import beside
 
 
 FULL = np.dtype("float32")
 
 _APART = Given(apart=True)
+
+_FEW = 4
+"""Up to this many coordinates are multiplied one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +98,11 @@ class Product:
 
         if not both:
             jet, weight = (a, b) if isinstance(a, Jet) else (b, a)
+            rows = () if half or self.open else _rows(step.eqn, jet, weight, jet is a)
+            if rows:
+                streams = {k: _combined(s, rows) for k, s in jet.streams.items() if np.any(s)}
+                out = Jet(_combined(jet.primal, rows), streams, stage)
+                return [out], _describe(dtype, out_dtype)
             first, *weights = shared(weight, 1 + len(jet.streams))
 
             def times(x, weight, key):
@@ -187,6 +196,36 @@ class Product:
         return storage.stored(x) if half else storage.loaded(x, dtype)
 
 
+def _rows(eqn: JaxprEqn, jet: Jet, weight: Any, first: bool) -> Sequence[Any]:
+    """Returns the rows of a weight that few coordinates are multiplied with, at each point; none
+    for other products. A product with coordinates is their sum by the derivatives that are known.
+    As such it is evaluated where it is read, and its gradient is one sum over points of all that
+    arrives at a row, by the value and by the streams."""
+    known = all(isinstance(s, np.ndarray) and s.ndim == 1 for s in jet.streams.values())
+    single = jet.primal.dtype == weight.dtype == FULL and np.ndim(weight) == 2
+    if jet.stage != RAW or not jet.streams or not known or not single or jet.primal.ndim != 1:
+        return ()
+    if "dot_general" not in eqn.primitive.name or jet.primal.size > _FEW:
+        return ()
+    precision = eqn.params.get("precision")
+    if precision not in (None, (lax.Precision.HIGHEST,) * 2) or eqn.params["out_sharding"]:
+        return ()
+    (axes, _) = eqn.params["dimension_numbers"]
+    weight = jnp.moveaxis(weight, axes[1 if first else 0][0], 0)
+    return beside(list(weight), jnp.broadcast_to(jet.primal[0], weight.shape[1:]))
+
+
+def _combined(factors: Any, rows: Sequence[Any]) -> Any:
+    """Returns a sum of arrays by factors, of which those of NumPy are known."""
+    known = isinstance(factors, np.ndarray)
+    terms = [
+        row if known and factor == 1 else factor * row
+        for factor, row in zip(factors, rows, strict=True)
+        if not (known and factor == 0)
+    ]
+    return sum(terms[1:], terms[0])
+
+
 def _is_real(eqn: JaxprEqn) -> bool:
     """Returns whether a product is one of real numbers, and not of complex ones or of integers."""
     return jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.floating)
@@ -203,11 +242,11 @@ def widens(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
     )
 
 
-def is_biased(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
-    """Returns whether an equation adds an array that does not depend on the point to a value kept
-    in half, such as a bias to a product."""
+def is_biased(eqn: JaxprEqn, operands: Sequence[Any], halves: Sequence[bool]) -> bool:
+    """Returns whether an equation adds an array that does not depend on the point to a value that
+    is among the `halves`, such as a bias to a product."""
     x = _beside_an_array(eqn, operands, ("add", "sub", "add_any"))
-    return x is not None and storage.is_stored(x.primal)
+    return x is not None and any(h for y, h in zip(operands, halves, strict=True) if y is x)
 
 
 def _beside_an_array(eqn: JaxprEqn, operands: Sequence[Any], names: Sequence[str]) -> Jet | None:

@@ -162,7 +162,7 @@ class Rules:
         if name in tables.TOGETHER and not any(map(_is_complex, eqn.invars)):
             return self._together
         if name == moments_p.name:
-            return self._moments
+            return self.moments
         if name in tables.LINEAR:
             return self._linear
         if name == "mul":
@@ -213,7 +213,7 @@ class Rules:
             return [x.spread(params["shape"], tuple(map(int, params["broadcast_dimensions"])))]
         return summed([x], tuple(map(int, params["axes"])))
 
-    def _moments(self, eqn, operands):
+    def moments(self, eqn, operands):
         """The sum of an array, and that of its squared deviations from the mean, in one pass: of
         what its entries are beyond the mean of the first few, and of the squares of that. No result
         depends on what is taken away, so it has no derivative."""
@@ -285,7 +285,7 @@ class Rules:
             return [Jet(primal, streams, after_nonlinear(a, b))]
         jet, factor = (a, b) if isinstance(a, Jet) else (b, a)
         if isinstance(factor, jax.Array) and jet.streams:
-            factor = beside(factor, jet.primal)
+            (factor,) = beside([factor], jet.primal)
             primal = jet.primal * factor
         else:
             (primal,) = bind_primals(eqn, operands)

@@ -86,6 +86,7 @@ class Role(NamedTuple):
     - `apart`: what leads from the point to a loop that has no derivative in reverse mode.
     - `rules`: what is decided for each equation, by its identity, where that is known.
     - `numbers`: the masters there that are numbers known while tracing.
+    - `scores`: the results of products of many matrices there, such as the scores of attention.
     """
 
     stage: dict[int, int]
@@ -100,6 +101,7 @@ class Role(NamedTuple):
     apart: frozenset[int] = frozenset()
     rules: Any = None
     numbers: Any = None
+    scores: Collection[int] = frozenset()
 
     def is_data(self, step: Step) -> bool:
         """Returns whether an equation of a loss takes data, and nothing of the model."""

@@ -50,10 +50,11 @@ def spread_known(x: np.ndarray, shape: tuple[int, ...], dims: tuple[int, ...]) -
     return np.broadcast_to(x.reshape(placed), shape)
 
 
-def beside(x: Any, like: Any) -> Array:
-    """An array as one of the shape of `like`, which several streams are multiplied with. Its
-    cotangents are added up before they are summed over what it was spread over, points too."""
-    return _beside_p.bind(*match_varying_axes(x, like))
+def beside(arrays: Sequence[Any], like: Any) -> list[Array]:
+    """Arrays as ones of the shape of `like`, which several streams meet. The cotangents of each are
+    added up before they are summed over what it was spread over, points too: those of all arrays in
+    one pass."""
+    return _beside_p.bind(*match_varying_axes(*arrays, like))
 
 
 def _by_type(function: Callable[[list], list], arrays: Sequence[Any]) -> list[Any]:
@@ -78,7 +79,9 @@ def _sums(*arrays, axes):
 
 
 def _sums_in_one(*arrays, axes):
-    if len(arrays) == 1 or not jnp.issubdtype(arrays[0].dtype, jnp.floating):
+    real = jnp.issubdtype(arrays[0].dtype, jnp.floating)
+    # XLA makes one kernel of sums over the first axes and of what else reads the same arrays.
+    if len(arrays) == 1 or not real or arrays[0].ndim - 1 not in axes:
         return _sums(*arrays, axes=axes)
     zeros = [np.zeros((), x.dtype) for x in arrays]
     add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))
@@ -161,46 +164,66 @@ def _batch_spreads(args, *, shape, at):
     return _spread_p.bind(*args, shape=shape, at=at)
 
 
-def _beside(x, like):
-    return lax.broadcast_in_dim(x, like.shape, tuple(range(like.ndim - x.ndim, like.ndim)))
+def _beside(*args):
+    *arrays, like = args
+    place = lambda x: tuple(range(like.ndim - x.ndim, like.ndim))
+    return [lax.broadcast_in_dim(x, like.shape, place(x)) for x in arrays]
+
+
+def _abstract_beside(*args):
+    *arrays, like = args
+    return [like.update(dtype=x.dtype, weak_type=False) for x in arrays]
 
 
 def _jvp_beside(primals, tangents):
-    (x, like), (x_dot, _) = primals, tangents
-    out = _beside_p.bind(x, like)
-    if isinstance(x_dot, ad.Zero):
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, _beside_p.bind(x_dot, like)
+    bind = lambda *found: _beside_p.bind(*found, primals[-1])
+    out = _beside_p.bind(*primals)
+    zero = lambda i: ad.Zero(jax.typeof(out[i]).to_tangent_aval())
+    return out, _present(bind, tangents[:-1], zero)
 
 
-def _transpose_beside(cotangent, x, like):
-    if isinstance(cotangent, ad.Zero):
-        return [ad.Zero(x.aval), None]
-    before = like.ndim - x.aval.ndim
-    longer = [before + i for i, n in enumerate(x.aval.shape) if n != like.shape[before + i]]
-    total = lax.reduce_sum(cotangent, (*range(before), *longer))
-    return [lax.reshape(total, x.aval.shape), None]
+def _transpose_beside(cotangents, *args):
+    *arrays, like = args
+    out: list[Any] = [ad.Zero(x.aval) for x in arrays]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, (x, cotangent) in enumerate(zip(arrays, cotangents, strict=True)):
+        before = like.ndim - x.aval.ndim
+        longer = (k for k, n in enumerate(x.aval.shape) if n != like.shape[before + k])
+        axes = (*range(before), *(before + k for k in longer))
+        if not isinstance(cotangent, ad.Zero):
+            groups.setdefault(axes, []).append(i)
+    for axes, places in groups.items():
+        found = [cotangents[i] for i in places]
+        for i, x in zip(places, sum_together(found, axes) if axes else found, strict=True):
+            out[i] = lax.reshape(x, arrays[i].aval.shape)
+    return [*out, None]
 
 
 def _batch_beside(args, where):
-    x, like = args
+    *arrays, like = args
     size = next(z.shape[d] for z, d in zip(args, where, strict=True) if d is not None)
-    if where[1] is None:
+    if where[-1] is None:
         like = jnp.broadcast_to(like, (size, *like.shape))
     else:
-        like = jnp.moveaxis(like, where[1], 0)
-    if where[0] is not None:
-        x = jnp.moveaxis(x, where[0], 0)
-        x = lax.reshape(x, (size, *(1,) * (like.ndim - x.ndim), *x.shape[1:]))
-    return _beside_p.bind(x, like), 0
+        like = jnp.moveaxis(like, where[-1], 0)
+
+    def placed(x, d):
+        if d is None:
+            return x
+        x = jnp.moveaxis(x, d, 0)
+        return lax.reshape(x, (size, *(1,) * (like.ndim - x.ndim), *x.shape[1:]))
+
+    arrays = [placed(x, d) for x, d in zip(arrays, where[:-1], strict=True)]
+    return _beside_p.bind(*arrays, like), [0] * len(arrays)
 
 
+_beside_p.multiple_results = True
 _beside_p.def_impl(_beside)
-_beside_p.def_abstract_eval(lambda x, like: like.update(dtype=x.dtype, weak_type=False))
+_beside_p.def_abstract_eval(_abstract_beside)
 ad.primitive_jvps[_beside_p] = _jvp_beside
 ad.primitive_transposes[_beside_p] = _transpose_beside
 batching.primitive_batchers[_beside_p] = _batch_beside
-mlir.register_lowering(_beside_p, mlir.lower_fun(_beside, multiple_results=False))
+mlir.register_lowering(_beside_p, mlir.lower_fun(_beside, multiple_results=True))
 for _primitive, _function, _abstract, _transpose, _rule in (
     (_sum_p, _sums, _abstract_sums, _transpose_sums, _batch_sums),
     (_spread_p, _spreads, _abstract_spreads, _transpose_spreads, _batch_spreads),

@@ -684,3 +684,47 @@ def test_what_is_used_elsewhere_too_leaves_its_segment_in_full():
     jaxpr = jax.make_jaxpr(mpx.autocast(network))(ws, normal(3, (4, 8)))
     segment = next(e for e in equations(jaxpr) if e.primitive.name == "remat2")
     assert [v.aval.dtype for v in segment.outvars] == [jnp.dtype("float32")]
+
+
+# --- What a backward pass writes ------------------------------------------------------------------
+
+
+def _block(params, x):
+    """Linear layers with biases around an activation, behind a norm and attention."""
+    first, second, bias = params
+    x = jax.vmap(lambda t: (t - jnp.mean(t)) / jnp.sqrt(jnp.var(t) + 1e-5))(x)
+    heads = jax.vmap(lambda t: first @ t)(x).reshape(len(x), 2, -1)
+    scores = jax.nn.softmax(jnp.einsum("shd,thd->hst", heads, heads))
+    mixed = jnp.einsum("hst,thd->shd", scores, heads).reshape(len(x), -1)
+    hidden = jax.nn.gelu(jax.vmap(lambda t: second @ t + bias)(mixed))
+    return jnp.mean(jax.vmap(lambda t: second @ t)(hidden) ** 2)
+
+
+def _of_block(tokens=5, size=8):
+    params = normal(0, (size, size)), normal(1, (size, size)), normal(2, (size,))
+    return params, normal(3, (4, tokens, size))
+
+
+def test_a_backward_pass_of_autocast_writes_halves_and_copies_no_scores():
+    loss = mpx.autocast(lambda p, x: jnp.mean(jax.vmap(partial(_block, p))(x)), "float16")
+    params, x = _of_block()
+    found = list(equations(jax.make_jaxpr(jax.grad(loss))(params, x)))
+    # The cotangent that the bias and the product before it share, once for both.
+    shapes = [e.outvars[0].aval.shape for e in found if e.primitive.name == "written"]
+    assert any(sorted(shape) == sorted(x.shape) for shape in shapes)
+    # The layer behind the scores is the one that no barrier stands before.
+    again = [e.params["prevent_cse"] for e in found if e.primitive.name == "remat2"]
+    assert {True, False} <= set(again)
+    # One pass for mean and variance: a sum of two arrays.
+    assert any(e.primitive.name == "sum_together" and len(e.invars) == 2 for e in found)
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_what_a_backward_pass_evaluates_again_is_right(dtype):
+    params, x = _of_block()
+    loss = lambda p, x: jnp.mean(jax.vmap(partial(_block, p))(x))
+    got = jax.jit(jax.grad(mpx.autocast(loss, dtype)))(params, x)
+    want = jax.jit(jax.grad(loss))(params, x)
+    error = lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(b)
+    # Some ten roundings follow one another.
+    assert max(map(error, got, want)) < {"float16": 5e-3, "bfloat16": 4e-2}[jnp.dtype(dtype).name]

@@ -188,12 +188,13 @@ WEIGHT = jnp.arange(1.0, 6.0)
 def by_hand(a, b):
     s, t = sum_together([a, b], (0,))
     s, t = spread_together([s, t * s], (4, 5), (1,))
-    return s * beside(WEIGHT, s) + t * beside(jnp.float32(2), t)
+    weight, row, two = beside([WEIGHT, a[0], jnp.float32(2)], s)
+    return s * weight * row + t * two
 
 
 def by_numpy(a, b):
     s, t = (jnp.broadcast_to(x, (4, 5)) for x in (a.sum(0), b.sum(0) * a.sum(0)))
-    return s * WEIGHT[None] + 2 * t
+    return s * WEIGHT[None] * a[0][None] + 2 * t
 
 
 @pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 0), (2, 1)])
