@@ -58,8 +58,8 @@ def predict(report: Report, target: str, quick: bool) -> None:
             state = model, eqx.filter_eval_shape(optimizer.init, model)
 
             def step(state, batch, optimizer=optimizer):
-                model, state = optimizer.update(*state, batch)
-                return (model, state), state.loss
+                new = optimizer.update(state[0], state[1], batch)
+                return new, new[1].loss
 
             batch = jax.ShapeDtypeStruct((points, 2), dtype)
             options = {} if "_x3" in jacobian else CUBLAS
