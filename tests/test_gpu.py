@@ -155,6 +155,3 @@ def test_split_products(algorithm, largest):
     x, y, want = operands()
     got = jax.jit(mpx.autocast(jnp.matmul, algorithm))(x, y)
     assert error(got, want) <= largest
-
-
-# --- Training -------------------------------------------------------------------------------------

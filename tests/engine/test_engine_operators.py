@@ -14,8 +14,6 @@ import mpx_pde as mpx
 pytestmark = pytest.mark.slow
 
 
-# Samples.
-
 SIZE = 12
 COORDS = string.ascii_lowercase[:SIZE]
 _ROWS = jax.random.normal(jax.random.key(5), (3, SIZE)) / 3

@@ -1,4 +1,4 @@
-"""What the benchmarks stand on: rounding to TF32, taking turns, levels, figures."""
+"""What the benchmarks stand on: rounding to TF32, levels, and the code of a result."""
 
 import argparse
 import importlib
@@ -40,9 +40,6 @@ def test_products_inside_of_jit_and_loops_are_rounded_and_nothing_else_is():
     assert tree_allclose(emulate_tf32(lambda x: jnp.sin(x) * x)(x), jnp.sin(x) * x)
 
 
-# --- Trainings ------------------------------------------------------------------------------------
-
-
 # --- The runner -----------------------------------------------------------------------------------
 
 
@@ -56,15 +53,6 @@ def test_all_commands_of_a_level_are_understood(level):
         module = importlib.import_module(f"benchmarks.{name}")
         getattr(module, "add_arguments", lambda parser: None)(parser)
         parser.parse_args(options)
-
-
-# --- Figures --------------------------------------------------------------------------------------
-
-
-# --- Tables ---------------------------------------------------------------------------------------
-
-
-# --- Derivatives of networks ----------------------------------------------------------------------
 
 
 # --- The code of a result -------------------------------------------------------------------------

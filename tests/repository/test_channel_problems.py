@@ -35,9 +35,6 @@ def surface(seed, boxes, count):
     return jnp.asarray(at), normals.astype(np.float32)
 
 
-# --- Geometry --------------------------------------------------------------------------------
-
-
 # --- Conditions and points -------------------------------------------------------------------
 
 

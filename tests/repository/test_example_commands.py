@@ -83,9 +83,6 @@ def test_a_folder_that_cannot_be_written_is_a_usage_error(name, tmp_path, monkey
     assert not (tmp_path / "new").exists()  # asking makes nothing
 
 
-# --- Tables ----------------------------------------------------------------------------------
-
-
 # --- Ctrl-C ----------------------------------------------------------------------------------
 
 

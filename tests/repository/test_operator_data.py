@@ -1,4 +1,4 @@
-"""The data and the losses of the neural-operator examples, against analytic solutions."""
+"""The data of the neural-operator examples, against analytic solutions."""
 
 import importlib
 
@@ -110,9 +110,6 @@ def test_taylor_green_vortices_decay_as_they_should():
     expected = initial * np.exp(-2 * k**2 * viscosity * 0.5)
     # 100 steps in float32.
     np.testing.assert_allclose(final, expected, rtol=0, atol=1e-5)
-
-
-# --- Errors ----------------------------------------------------------------------------------
 
 
 # --- An operator in another size -------------------------------------------------------------

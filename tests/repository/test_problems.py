@@ -208,9 +208,6 @@ def test_heat_in_a_finned_block_goes_out_where_it_must():
     assert relative(coarse.values, wide[tuple(np.floor(coarse.points.T * 20).astype(int))]) < 1e-2
 
 
-# --- Emulated products -----------------------------------------------------------------------
-
-
 # --- Trainings -------------------------------------------------------------------------------
 
 

@@ -142,6 +142,3 @@ def test_aux_is_stacked_and_in_the_output_dtype():
         # As without accumulation.
         assert aux["static"] == (None, "text", jnp.tanh, 2, 1.5)
         assert tree_equal_bits(aux["x"], [x.reshape(3, 2, 1).astype(dtype)])
-
-
-# --- Transformations -----------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Parameters that are stored in half precision alone learn what float32 masters learn."""
+"""Parameters stored in half precision alone: what rounding takes is kept, or is right on average."""
 
 import equinox as eqx
 import jax
