@@ -1,4 +1,4 @@
-"""Parameters stored in half precision alone: what rounding takes is kept, or is right on average."""
+"""Parameters stored in half precision alone: what rounding takes is kept, or right on average."""
 
 import equinox as eqx
 import jax
