@@ -114,7 +114,10 @@ ALONE = {
         "sums": {"sum": [((i, i), 1.0) for i in range(10)], "d": [((), 1.0)]},
     },
     "forward": {"how": "call", "half": "bfloat16", "gradient": {"forward": "float32"}},
+    "forward64": {"how": "call", "half": "bfloat16", "gradient": {"forward": "float64"}},
 }
+TEMPLATES = {name: family for name, (_, family) in operations.FAMILIES.items()}
+TEMPLATES["models"] = operations.MODELS
 
 
 def ending_in(template, name):
@@ -131,7 +134,7 @@ def ending_in(template, name):
                 drawing.add("jnp.tanh(x @ {W:4,4} + {W:4})")
             drawing.add("jnp.tanh({a}[0])")
             drawing.add("{v}[0]")
-            drawing.pool = [x for x in drawing.pool if x.startswith("v")]
+            drawing.pool = [x for x in drawing.pool if x[0] in "vq"]
             rng.shuffle(drawing.pool)
             fits = drawing.add(template)
         if fits:
@@ -144,12 +147,13 @@ def ending_in(template, name):
     [
         *(("partials", family) for family in operations.FAMILIES),
         ("laplacian", "scalars"),
-        ("forward", "weighted"),
+        *(("forward", family) for family in ("weighted", "models")),
+        ("forward64", "weighted"),
     ],
 )
 def test_each_operation(name, family):
     undecided = []
-    for template in operations.FAMILIES[family][1]:
+    for template in TEMPLATES[family]:
         for drawing, rng in ending_in(template, name):
             with programs.standard(), jax.enable_x64(True):
                 program = programs.finished(rng, drawing, MODES[name], ALONE[name])
