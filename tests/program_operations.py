@@ -786,7 +786,7 @@ jnp.einsum("bi,io,b->bo", a - 1e4, {W:4,8}, 1000 * (t - t[0]))
 jax.vmap(lambda p, s: jnp.sin(1000 * (s - t[0])) * jnp.tanh({W:8,4} @ p))(x, t)
 jnp.tanh(x @ {W:4,8}) * jnp.mod(a[:, :1], 1.0)
 jnp.tanh(x @ {W:4,4})[jnp.argsort(a[:, 0])]
-jnp.tanh(x @ {W:4,4}) ** jnp.round(1 + 2 * t)[:, None]
+(2 + jnp.tanh(x @ {W:4,4})) ** jnp.round(1 + 2 * t)[:, None]
 jnp.interp(jnp.tanh(x @ {W:4}), jnp.linspace(-1.0, 1.0, 9), {W:9})
 {W:9}[jnp.clip(jnp.floor(4 + 4 * jnp.tanh(x @ {W:4})).astype(int), 0, 8)]
 jnp.sort(x @ {W:4,4}, 1)

@@ -132,6 +132,7 @@ def ending_in(template, name):
                 drawing.add("jnp.outer({v}, {u})")
             else:
                 drawing.add("jnp.tanh(x @ {W:4,4} + {W:4})")
+                drawing.add("jnp.mean({m}, 1)")
             drawing.add("jnp.tanh({a}[0])")
             drawing.add("{v}[0]")
             drawing.pool = [x for x in drawing.pool if x[0] in "vq"]
