@@ -481,3 +481,22 @@ def test_what_only_products_use_leaves_its_segment_in_half():
     segments = [e for e in equations(jaxpr) if e.primitive.name == "remat2"]
     out = [v.aval.dtype for e in segments[:2] for v in e.outvars]
     assert out == [jnp.dtype("float16")] * 2
+
+
+@pytest.mark.parametrize("name", ["custom_vjp", "custom_jvp"])
+def test_rules_on_several_devices(name):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    (w,), _ = weights(1)
+    x = normal(3, (8, 4))
+
+    def loss(h):
+        def local(w, x):
+            return lax.psum(jnp.sum(h(lax.pcast(w, "data", to="varying"), x)), "data")
+
+        return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
+
+    got, want = (
+        jax.jit(jax.grad(f, (0, 1)))(w, x)
+        for f in (mpx.autocast(loss(LAYERS[name]), "float16"), loss(LAYERS[name]))
+    )
+    close(got, want, "float16")

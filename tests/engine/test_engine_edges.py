@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALVES, TOLERANCES, relative
+from helpers import HALVES, TOLERANCES, program_for_gpu, relative
 from jax import lax
 
 import mpx_pde as mpx
+from mpx_pde.engine._together import beside, spread_together, sum_together
 
 
 POINT = jnp.array([0.3, 0.7])
@@ -250,3 +251,43 @@ def test_an_effect_behind_the_last_layer_sees_the_value():
     jax.effects_barrier()
     t = np.tanh(3 * np.array([0.3, 0.7]))
     np.testing.assert_allclose(seen, [[t[0] + 2 * t[1], t[0] / 2 - t[1]]], rtol=1e-5)
+
+
+WEIGHT = jnp.arange(1.0, 6.0)
+
+
+def by_hand(a, b):
+    s, t = sum_together([a, b], (0,))
+    s, t = spread_together([s, t * s], (4, 5), (1,))
+    return s * beside(WEIGHT, s) + t * beside(jnp.float32(2), t)
+
+
+def by_numpy(a, b):
+    s, t = (jnp.broadcast_to(x, (4, 5)) for x in (a.sum(0), b.sum(0) * a.sum(0)))
+    return s * WEIGHT[None] + 2 * t
+
+
+@pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 0), (2, 1)])
+def test_sums_and_spreads_in_every_transformation(dims):
+    arrays = [jnp.asarray(np.random.default_rng(i).random((3, 4, 5)), "float32") for i in (0, 1)]
+    pairs = zip(arrays, dims, strict=True)
+    args = [x[0] if d is None else jnp.moveaxis(x, 0, d) for x, d in pairs]
+
+    def told(fun):
+        total = lambda *z: jnp.sum(jnp.sin(jax.vmap(fun, in_axes=dims)(*z)))
+        gradient = jax.grad(total, (0, 1))
+        return total(*args), gradient(*args), jax.jvp(gradient, args, args)
+
+    close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3)
+    jax.tree.map(close, told(by_hand), told(by_numpy))
+
+
+def test_on_a_gpu_the_sums_of_all_streams_are_one_reduction():
+    norm, weights = eqx.nn.LayerNorm(4), jnp.arange(8.0).reshape(4, 2)
+    fun = lambda p: jnp.sum(norm(jnp.tanh(weights @ p)) ** 3)
+    names = ["u", "u_x", "u_xx", "u_xy", "u_yy"]
+    run = jax.vmap(mpx.partials(fun, names, coords="xy", outputs="u"))
+    text = program_for_gpu(jax.jit(run), jnp.stack([POINT, -POINT]))
+    reductions = [line for line in text.splitlines() if "stablehlo.reduce(" in line]
+    # Value and five derivatives, of the entries and of their squares.
+    assert max(line.count(" init:") for line in reductions) == 12

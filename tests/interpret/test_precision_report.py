@@ -11,6 +11,7 @@ import pytest
 from helpers import normal, tree_allclose
 from jax import lax
 from jax.experimental import pallas
+from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx_pde as mpx
 
@@ -427,3 +428,17 @@ def test_all_reports_name_the_same_line(name):
     derivative = mpx.partials(lambda x: fun(model, x), ["u_x"], coords="xyzt", outputs="u")
     report = derivative.report(x)
     assert lines(report.equations) == counted
+
+
+def _half(x, y):
+    return mpx.mixed_matmul(x, y, dtype="float16", out_dtype="float32")
+
+
+def test_work_of_all_devices():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    sharded = jax.shard_map(
+        lambda x, w: _half(x, w), mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
+    )
+    x, w = jnp.ones((8, 4)), jnp.ones((4, 4))
+    report = mpx.precision_report(sharded)(x, w)
+    assert report.by_dtype() == {"float16": (4, 2 * 8 * 4 * 4)}
