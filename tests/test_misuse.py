@@ -194,6 +194,7 @@ TYPE_ERRORS = {
         lambda: mpx.nn.Ansatz(net, lambda u: u),
         ("`Ansatz`", "`form`", "(u)"),
     ),
+    "a number as network": (lambda: mpx.nn.Ansatz(1.0, total), ("`Ansatz`", "`network`")),
     "an embedding by name": (
         lambda: fno(grid_embedding="grid"),
         ("`FNO`", "bool as `grid_embedding`", "'grid'"),

@@ -48,6 +48,8 @@ IN_HALF = {
         x, HALF(0), lambda a, b: a + b, (2,), (1,), "VALID"
     ),
     "ragged_dot": lambda x: ragged(x * 2),
+    "reduce_precision": lambda x: lax.reduce_precision(x.astype(jnp.float32) * 2, 5, 10),
+    "float8": lambda x: (x * 2).astype(jnp.float8_e4m3fn).astype(jnp.float32),
     "custom_linear_solve": conjugate_gradients,
     "tap": lambda x: mpx.partials(
         lambda p: p[0] * (x[0] * 2), ["u_x"], coords="x", outputs="u",
@@ -423,3 +425,18 @@ def test_only_the_branch_of_this_platform_is_lowered():
         report = mpx.range_report(transform(fun))(jnp.ones(3))
         assert report.first_overflow().primitive == "mul"
         assert report.result == 3e6
+
+
+def test_arrays_go_to_the_host_in_parts(monkeypatch):
+    """What is not finite is followed from one part to the next."""
+
+    def fun(x):
+        y = jnp.log(x)
+        return lax.scan(lambda c, _: (jnp.exp(c) * c - c, None), y, None, length=3)[0] + y
+
+    x = jnp.array([0.0, 1.0])
+    whole = mpx.range_report(fun)(x)
+    monkeypatch.setattr("mpx_pde.ranges._meter._BYTES", 1)
+    parts = mpx.range_report(fun)(x)
+    assert parts.rows == whole.rows
+    assert [row.primitive for row in parts.rows if row.creates_nonfinite] == ["log"]

@@ -138,3 +138,8 @@ def test_errors(unchecked_annotations):
         ladder().update(jnp.zeros(()), cancelling, None)
     with jax.enable_x64(True):
         assert ladder(("half", "full", "float64")).rungs[-1] == "float64"
+
+
+def test_the_rung_of_a_program_is_no_value_of_it():
+    with pytest.raises(TypeError, match=r"`PrecisionLadder`.*filter_jit"):
+        jax.jit(lambda ladder: jnp.zeros(len(ladder.rung)))(mpx.PrecisionLadder())
