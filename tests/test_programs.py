@@ -175,18 +175,16 @@ def test_each_operation(name, family):
     assert undecided == (["huber({v})"] if (name, family) == ("partials", "reductions") else [])
 
 
-UNUSUAL = {
-    "partials": r"argmax|dynamic|switch|own|tilted|magnitude|1j|fill|order=|reshape|softplus|log",
-    "forward": r"stopped|one_of_two|shifted|checkpoint",
-}
+UNUSUAL = (
+    r"argmax|argsort|floor|top_k|switch|own|tilted|magnitude|1j|fill|order=|lax.reshape|^logadd"
+)
 
 
-@pytest.mark.parametrize("name", UNUSUAL)
-def test_unusual_operations(name):
-    """Of those, what evaluates indices, complex numbers, containers, derivatives of their own."""
-    for template in (t for _, family in operations.FAMILIES.values() for t in family):
-        if re.search(UNUSUAL[name], template) and "argmax({v})]" not in template:
-            assert decides(template, name), template
+def test_unusual_operations():
+    """Of those, what evaluates indices, complex numbers and derivatives of their own."""
+    found = [t for family in TEMPLATES for t in TEMPLATES[family] if re.search(UNUSUAL, t)]
+    for template in found[:40]:  # those of one point, and not of a batch
+        assert decides(template, "partials"), template
 
 
 @pytest.mark.slow
