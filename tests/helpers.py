@@ -177,10 +177,15 @@ def in_float64(tree: Any) -> Any:
     )
 
 
+def flat(tree: Any) -> np.ndarray:
+    """The floating-point numbers of an array or of a tree, as one vector in float64."""
+    leaves = [x for x in jtu.tree_leaves(tree) if eqx.is_inexact_array_like(x)]
+    return np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in leaves])
+
+
 def relative(got: Any, want: Any) -> float:
-    """The norm of a difference over that of what it should be."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+    """The norm of a difference over that of what it should be, of arrays or of trees."""
+    return float(np.linalg.norm(flat(got) - flat(want)) / np.linalg.norm(flat(want)))
 
 
 def running(scaling):

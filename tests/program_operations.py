@@ -3,7 +3,7 @@
 In a template `{x}` is any array, `{a}` one with axes, `{b}` one of the shape of the first operand,
 `{s}` a scalar, `{v}` a vector, `{u}` a vector of the same length, `{m}` a matrix; `{n}` and `{l}`
 are the first and the last size of the first operand, `{i}` is an index below `{n}`, `{c}` a number,
-and `{W:n,4}` a new weight of that shape.
+and `{W:n,4}` a new weight of that shape. Parameters of functions have names that are of no input.
 """
 
 import equinox as eqx
@@ -68,6 +68,51 @@ def _mixing_jvp(primals, tangents):
     return mixing(v), t * jnp.sum(jnp.sin(v)) + v * jnp.sum(jnp.cos(v) * t)
 
 
+@jax.custom_jvp
+def centred(v):
+    """The identity, whose derivative subtracts the mean of all entries."""
+    return v * 1.0
+
+
+centred.defjvp(lambda p, t: (centred(*p), t[0] - jnp.mean(t[0])))
+
+
+@jax.custom_jvp
+def tilted(v):
+    """The identity, of which the derivative of the derivative mixes entries."""
+    return v * 1.0
+
+
+tilted.defjvp(lambda p, t: (tilted(*p), centred(jnp.sin(p[0])) * t[0]))
+
+
+@jax.custom_jvp
+def magnitude(z):
+    """The square of a complex number: not holomorphic."""
+    return jnp.abs(z) ** 2
+
+
+magnitude.defjvp(lambda p, t: (magnitude(*p), 2 * jnp.real(jnp.conj(p[0]) * t[0])))
+
+
+@jax.custom_jvp
+def logaddexp(x, y):
+    """By its name, it is JAX's."""
+    return jnp.sin(x) * y
+
+
+logaddexp.defjvp(
+    lambda p, t: (logaddexp(*p), jnp.cos(p[0]) * p[1] * t[0] + jnp.sin(p[0]) * t[1]),
+)
+
+
+def own(body):
+    """`body` with a derivative of its own, which is its derivative."""
+    fun = jax.custom_jvp(body)
+    fun.defjvp(lambda primals, tangents: jax.jvp(body, primals, tangents))
+    return fun
+
+
 @jax.custom_vjp
 def huber(v):
     # sqrt(1 + v²) - 1, written so that nothing cancels inside of one statement.
@@ -108,6 +153,30 @@ def newton(x):
 def halved(x):
     """Divides by a power of two until all is below one, in a while loop that values end."""
     return lax.while_loop(lambda h: jnp.max(jnp.abs(h)) > 1, lambda h: h / 2, x)
+
+
+def reversed_sums(v):
+    """A loop that mixes entries."""
+    step = lambda c: (c[0] + 1, c[1] + c[1][::-1])
+    return lax.while_loop(lambda c: c[0] < 2, step, (0, v))[1]
+
+
+def stopped_layers(v, weights):
+    """Loops without a derivative in the layers of a scan, which need none."""
+    step = lambda h, w: (rounded(jnp.tanh(w @ h) + lax.stop_gradient(newton(h)) * h), None)
+    return lax.scan(step, v, weights)[0]
+
+
+def shifted_layers(v, weight):
+    """What is computed of weights alone, in a loop, with numbers of float32."""
+    step = lambda h, _: (rounded(jnp.tanh(h @ rounded(weight + np.float32(0.5)))), None)
+    return lax.scan(step, v, None, length=3)[0]
+
+
+def one_of_two(v, weight):
+    """A branch that weights decide, and numbers of float32 in it."""
+    double = lambda v: v @ rounded(weight * np.float32(2))
+    return lax.cond(jnp.sum(weight**2) > np.float32(0.1), double, lambda v: v @ weight, v)
 
 
 def layer_norm(v):
@@ -208,8 +277,8 @@ jax.nn.selu({x})
 jax.scipy.special.ndtr({x})
 swish({x})
 newton({x})
-jax.jit(lambda x: jnp.sin(x) * x)({x})
-jax.checkpoint(lambda x: jnp.tanh(x) * x)({x})
+jax.jit(lambda e: jnp.sin(e) * e)({x})
+jax.checkpoint(lambda e: jnp.tanh(e) * e)({x})
 {x}.astype(jnp.float32)
 jnp.nan_to_num({x})
 jnp.asarray({x}) * np.float32(0.5)
@@ -251,7 +320,7 @@ jax.nn.squareplus({x})
 jax.nn.log_sigmoid({x})
 jax.nn.sparse_plus({x})
 jnp.select([{x} > 1, {x} > 0], [{x} ** 2, jnp.sin({x})], 0.1 * {x})
-jnp.piecewise({x}, [{x} < 0], [lambda x: x**2, lambda x: 0.3 * x])
+jnp.piecewise({x}, [{x} < 0], [lambda e: e**2, lambda e: 0.3 * e])
 jnp.exp(1j * {x}).imag
 jnp.abs({x} + 0.3j)
 jnp.angle({x} + 1j)
@@ -262,6 +331,9 @@ lax.optimization_barrier({x})
 lax.clamp(-0.5, {x}, 0.5)
 lax.igamma(2.0, 1 + {x} ** 2)
 halved({x})
+magnitude({x} + 1j)
+lax.stop_gradient(newton({x})) * {x}
+jnp.real(jnp.sin({x} + 0j) * jnp.sin({x} / 2j + 0.3))
 """
 
 PAIRS = """
@@ -285,7 +357,11 @@ jax.jvp(jnp.sin, ({x},), ({b},))[1]
 ({x} + 1j * {b}).imag * {x}
 jnp.abs({x} + 1j * (1 + {b} ** 2))
 (({x} + 1j) / (2 + 1j * {b})).real
-lax.cond(jnp.sum({x}) > jnp.sum({b}), lambda x, y: x * y, lambda x, y: x - y, {x}, {b})
+lax.cond(jnp.sum({x}) > jnp.sum({b}), lambda e, f: e * f, lambda e, f: e - f, {x}, {b})
+logaddexp({x}, {b})
+magnitude({x} + 1j * {b})
+jnp.abs(jnp.exp(({x} * 2j - {b}) / 2)) * jnp.cos({x})
+jnp.imag((1j * {x} + {b}) ** 3)
 """
 
 SCALARS_AND_ARRAYS = """
@@ -312,8 +388,8 @@ lax.fori_loop(0, 3, lambda i, h: jnp.sin(h + {s}), {a})
 lax.dynamic_slice({v}, (jnp.floor(3 * {s}).astype(int),), (2,))
 {v}[jnp.clip(jnp.floor(3 * {s}).astype(int), 0, 1)]
 lax.dynamic_update_slice({v}, {s}[None], (1,))
-jax.vmap(lambda x: jnp.sin({s} * x))({v})
-jax.vmap(lambda x, s: s * jnp.tanh(x), (0, None))({v}, {s})
+jax.vmap(lambda e: jnp.sin({s} * e))({v})
+jax.vmap(lambda e, s: s * jnp.tanh(e), (0, None))({v}, {s})
 jnp.stack([{s}, {s} * {s}, jnp.sin({s})])
 fourier({s})
 jnp.where(jnp.arange({n}) < 2, {s}, {v})
@@ -340,12 +416,16 @@ jnp.vander(jnp.stack([{s}, {s} ** 2]), 3)
 lax.dynamic_update_slice({v}, {s}[None], (jnp.floor(2 * jnp.abs({s})).astype(int),))
 lax.dynamic_index_in_dim({v}, jnp.floor(2 * jnp.abs({s})).astype(int), keepdims=False)
 lax.scan(lambda c, i: (0.5 * c + {s} * i, jnp.sin(c)), {a}, jnp.arange(3.0))[1].sum(0)
-lax.scan(lambda c, x: (c * {s}, c + x), {s}, {v}, reverse=True)[1]
-jax.vmap(lambda x: lax.cond(x > {s}, jnp.sin, lambda y: y * {s}, x))({v})
-jax.vmap(jax.grad(lambda x: jnp.sin(x * {s}) * x))({v})
+lax.scan(lambda c, e: (c * {s}, c + e), {s}, {v}, reverse=True)[1]
+jax.vmap(lambda e: lax.cond(e > {s}, jnp.sin, lambda f: f * {s}, e))({v})
+jax.vmap(jax.grad(lambda e: jnp.sin(e * {s}) * e))({v})
 jax.grad(lambda s: jnp.sum(jnp.tanh(s * {a})))({s})
 jnp.array([0.3, -1.0, 2.0])[jnp.digitize({s}, jnp.array([-0.5, 0.5]))] * {a}
 jnp.exp(1j * {s}).real * {a}
+{s} / (2 + jnp.sin({a}))
+jnp.sum({a} ** 2) * jnp.sin({s}) + {a}
+jnp.array([1.0, 2.0, 0.5])[jnp.clip(jnp.floor(3 * jnp.abs({s})).astype(int), 0, 2)] * {s}
+jnp.linalg.solve(3 * jnp.eye({n}) + jnp.sin({s}) * jnp.ones({n})[:, None] / 4, {v})
 """
 
 REDUCTIONS = """
@@ -457,15 +537,30 @@ jnp.fft.ifft(jnp.fft.fft({v}) ** 2).real
 jnp.abs(jnp.fft.fft({v}) + 1)
 jnp.convolve({v}, {u})
 jnp.correlate({v}, {u}, mode="same")
-jax.grad(lambda x: jnp.sum(jnp.sin(x) ** 2))({v})
-jax.jacfwd(lambda x: x * jnp.sum(x))({v}) @ {u}
+jax.grad(lambda e: jnp.sum(jnp.sin(e) ** 2))({v})
+jax.jacfwd(lambda e: e * jnp.sum(e))({v}) @ {u}
 jnp.where({v} > jnp.mean({v}), {v}, {u})
 lax.associative_scan(jnp.maximum, {v})
-lax.associative_scan(lambda a, b: a * b, jnp.cos({v}), reverse=True)
+lax.associative_scan(lambda d, b: d * b, jnp.cos({v}), reverse=True)
 jnp.array_split({v}, 2)[0]
-lax.scan(lambda c, x: (jnp.where(x > 0, c + x, c), c), 0.0, {v})[1]
-jnp.vectorize(lambda x: jnp.sin(x) * x)({v})
+lax.scan(lambda c, e: (jnp.where(e > 0, c + e, c), c), 0.0, {v})[1]
+jnp.vectorize(lambda e: jnp.sin(e) * e)({v})
 jnp.cumsum({v} * {u})[::-1]
+centred({v})
+tilted({v})
+own(lambda v: lax.fori_loop(0, 2, lambda _, f: jnp.roll(f, 1) + f, v))({v})
+own(lambda v: lax.cond(jnp.sum(v) > 0, lambda f: f[::-1], lambda f: f, v))({v})
+own(reversed_sums)({v})
+own(jax.jit(jnp.cumsum))({v})
+own(jax.jit(jnp.sin))({v})
+{v}.at[jnp.array([0, 99])].get(mode="fill", fill_value=3.0)
+{v} / (1 + jnp.sum(({v} - jnp.sum({v}) / 3) ** 2))
+lax.reshape(jnp.stack([{v}, {u}]), (2 * {n},), (1, 0))
+lax.scan(lambda c, _: (jnp.sin(c), c), {v}, None, 0)[0]
+{v} + lax.scan(lambda c, e: (c * e, c), {v}, jnp.ones(0))[0]
+jnp.zeros({n}).at[jnp.argmax({v})].set({v}[0] ** 2) + {v}
+lax.dynamic_update_slice({v}, {u}[:1] ** 2, (jnp.argmax({v}),))
+lax.switch(jnp.argmax({v}) % 2, [lambda v: v**2, lambda v: jnp.sin(v)], {v})
 """
 
 MATRICES = """
@@ -498,12 +593,12 @@ jax.scipy.linalg.solve_triangular(jnp.linalg.cholesky(positive({m})), {m}[0], lo
 jnp.take_along_axis({m}, jnp.argmax({m}, 1)[:, None], 1)[:, 0]
 jnp.concatenate([{m}, jnp.sin({m})], 1)
 eqx.nn.GroupNorm(1, {n})({m})
-lax.scan(lambda c, x: (jnp.tanh(c + x), jnp.sum(c * x)), {m}[0], {m})[1]
+lax.scan(lambda c, e: (jnp.tanh(c + e), jnp.sum(c * e)), {m}[0], {m})[1]
 lax.dot_general({m}, {m}, (((1,), (1,)), ((), ())))
 jax.vmap(jnp.vdot)({m}, {m})
 jnp.ravel({m}, order="F")
 jnp.stack([{v}, {u}]).reshape({n}, 2, order="F")
-jax.vmap(lambda x: x[:, None].reshape(-1), 1)(jnp.stack([{m}, {m}]))
+jax.vmap(lambda e: e[:, None].reshape(-1), 1)(jnp.stack([{m}, {m}]))
 jnp.diag({v})
 jnp.diagonal({m})
 jnp.triu({m})
@@ -527,12 +622,17 @@ jnp.sum(jnp.where({m} > 0, {m}, 0.0), 1)
 jnp.cumsum({m}, 0)
 jnp.sort({m}, 0)
 lax.top_k({m}, 1)[0][:, 0]
-jax.vmap(lambda r: lax.scan(lambda c, x: (0.5 * c + x, c), 0.0, r)[1])({m})
-lax.scan(lambda c, x: (c, eqx.nn.LayerNorm({l})(x + c)), {m}[0], {m})[1]
+jax.vmap(lambda r: lax.scan(lambda c, e: (0.5 * c + e, c), 0.0, r)[1])({m})
+lax.scan(lambda c, e: (c, eqx.nn.LayerNorm({l})(e + c)), {m}[0], {m})[1]
 lax.map(lambda r: jax.nn.softmax(r), {m})
 jnp.fft.fft2({m}).real
 jax.vmap(lambda r, s: s * r)({m}, {m}[:, 0])
 jnp.concatenate([{m}, {m}[:1]])
+jax.vmap(halved)({m})
+jax.vmap(lambda r: lax.stop_gradient(halved(r)) * r)({m})
+{m} / (1 + jnp.sum(({m} - jnp.mean({m}, 0, keepdims=True)) ** 2, 1, keepdims=True))
+({m} - jnp.mean({m})) / (0.1 + jnp.var({m}, 0, keepdims=True))
+lax.reduce({m}, 0.0, lambda d, b: d + b * 1.0, (1,))
 """
 
 WEIGHTED = """
@@ -562,22 +662,27 @@ convolution({v}, {W:2,1,3})
 jnp.tanh({m} @ {W:l,4} + {W:4})
 {m} @ {W:l,4}
 jnp.einsum("ij,jk->ik", {m}, {W:l,4})
-jax.vmap(lambda x: jnp.tanh({W:4,l} @ x))({m})
+jax.vmap(lambda e: jnp.tanh({W:4,l} @ e))({m})
 attention({m}, {W:l,l}, {W:l,l}, {W:l,l}, {W:l,l})
 jnp.einsum("ij,ijk->k", {m}, {W:n,l,4})
 jnp.einsum("nk,nk->n", hermite({v}), {W:n,4})
 jax.checkpoint(lambda h, k: jnp.tanh(h @ k))({v}, {W:n,8})
 eqx.nn.PReLU()({v}) * {W:n}
-jax.grad(lambda x: jnp.sum(jnp.tanh({W:4,n} @ x)))({v})
-jax.jvp(lambda x: jnp.tanh({W:4,n} @ x), ({v},), ({u},))[1]
-lax.scan(lambda h, x: (jnp.tanh({W:4,4} @ h + x), h[0]), jnp.zeros(4), {v})[1]
+jax.grad(lambda e: jnp.sum(jnp.tanh({W:4,n} @ e)))({v})
+jax.jvp(lambda e: jnp.tanh({W:4,n} @ e), ({v},), ({u},))[1]
+lax.scan(lambda h, e: (jnp.tanh({W:4,4} @ h + e), h[0]), jnp.zeros(4), {v})[1]
 jnp.einsum("i,ij,j->", {v}, {W:n,n}, {v})
-jax.vmap(lambda x, k: k * jnp.tanh(x))({v}, {W:n})
+jax.vmap(lambda e, k: k * jnp.tanh(e))({v}, {W:n})
 {W:n,4}[jnp.argmax({v})]
 jax.nn.glu({v} @ {W:n,8})
 jax.nn.softmax({v} @ {W:n,4} / {c})
 jnp.matmul({m}, {W:2,l,4}).sum(0)
 lax.dot_general({W:2,n,4}, {W:2,4}, (((2,), (1,)), ((0,), (0,)))) @ {v}
+stopped_layers({v}, {W:2,n,n})
+jax.checkpoint(lambda v, k: jnp.tanh(k @ v) + lax.stop_gradient(newton(v)) * v)({v}, {W:n,n})
+shifted_layers({v}, {W:n,n})
+one_of_two({v}, {W:n,n})
+(lambda k: jax.checkpoint(lambda k, v: v @ (k / jnp.linalg.norm(k) + 1))(k, {v}))({W:n,n})
 """
 
 # What people do to a batch before a model sees it: `a` lies near 1e4, `z` near 1e-3, `t` in [0, 1],
@@ -681,7 +786,7 @@ jnp.einsum("bi,io,b->bo", a - 1e4, {W:4,8}, 1000 * (t - t[0]))
 jax.vmap(lambda p, s: jnp.sin(1000 * (s - t[0])) * jnp.tanh({W:8,4} @ p))(x, t)
 jnp.tanh(x @ {W:4,8}) * jnp.mod(a[:, :1], 1.0)
 jnp.tanh(x @ {W:4,4})[jnp.argsort(a[:, 0])]
-jnp.tanh(x @ {W:4,4}) ** jnp.round(1 + 2 * t)[:, None]
+(2 + jnp.tanh(x @ {W:4,4})) ** jnp.round(1 + 2 * t)[:, None]
 jnp.interp(jnp.tanh(x @ {W:4}), jnp.linspace(-1.0, 1.0, 9), {W:9})
 {W:9}[jnp.clip(jnp.floor(4 + 4 * jnp.tanh(x @ {W:4})).astype(int), 0, 8)]
 jnp.sort(x @ {W:4,4}, 1)

@@ -328,7 +328,7 @@ class Drawing:
         ).pruned()
 
 
-def _inputs(rng, kind, o):
+def inputs_of(rng, kind, o):
     if kind == "point":
         q = rng.uniform(0.1, 0.9, (o["points"], o["size"])) * rng.choice([1, 1, -1], o["size"])
         if rng.random() < 0.05:
@@ -352,7 +352,7 @@ def draw_program(rng, mode, o):
     families = operations.FAMILIES
     names = list(families)
     odds = np.array([families[k][0] for k in names], float)
-    drawing = Drawing(rng, mode.kind, _inputs(rng, mode.kind, o))
+    drawing = Drawing(rng, mode.kind, inputs_of(rng, mode.kind, o))
     if mode.kind == "loss":
         for _ in range(int(rng.integers(1, 4))):
             drawing.add(str(rng.choice(operations.PREPARATIONS)))
@@ -365,10 +365,10 @@ def draw_program(rng, mode, o):
         drawing.add(str(rng.choice(wide if wide and rng.random() < 0.1 else family)))
         if len(drawing.lines) >= length:
             break
-    return _finished(rng, drawing, mode, o)
+    return finished(rng, drawing, mode, o)
 
 
-def _finished(rng, drawing, mode, o):
+def finished(rng, drawing, mode, o):
     """With a last statement that returns what the mode takes."""
     ends = {
         ("point", 0): ["{x} * 1.0"],

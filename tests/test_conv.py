@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALVES, TOLERANCES, equations, program_for_gpu
+from helpers import HALVES, TOLERANCES, program_for_gpu
 from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx_pde as mpx
 
@@ -167,57 +166,6 @@ def test_vmap(case, axes):
             for a, axis in zip((x, y), axes, strict=True)
         )
         _close(got[i], _oracle(window)(xi, yi), "float16")
-
-
-def test_forward_over_reverse():
-    x_shape, y_shape, window = CASES["grouped"]
-    x, y = _normal(0, x_shape), _normal(1, y_shape)
-
-    def loss(conv):
-        return lambda y: jnp.sum(jnp.sin(conv(x, y, **window)))
-
-    def product(conv):
-        return jax.jit(lambda y: jax.jvp(jax.grad(loss(conv)), (y,), (y,))[1])(y)
-
-    mixed = ft.partial(mpx.mixed_conv_general_dilated, dtype="float16", out_dtype="float32")
-    _close(product(mixed), product(lax.conv_general_dilated), "float16")
-
-
-def test_cotangents_of_a_kernel_shared_by_scan_steps_add_up_in_float32():
-    kernel, steps = jnp.ones((1, 1, 1)), 5000
-
-    def loss(kernel):
-        def step(total, _):
-            out = mpx.mixed_conv_general_dilated(
-                jnp.ones((1, 1, 1), jnp.float16), kernel, (1,), "VALID", dtype="float16"
-            )
-            return total + out.astype("float32").sum(), None
-
-        return lax.scan(step, jnp.float32(0), None, length=steps)[0]
-
-    assert jax.jit(jax.grad(loss))(kernel).item() == steps
-
-
-@pytest.mark.slow
-def test_shard_map_sums_the_kernels_cotangent_in_float32():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    x, kernel = _normal(0, (8, 3, 6)).astype("bfloat16"), _normal(1, (2, 3, 3))
-
-    def loss(kernel, x):
-        def local(kernel, x):
-            out = mpx.mixed_conv_general_dilated(x, kernel, (1,), "SAME", dtype="bfloat16")
-            return lax.psum(jnp.sum(out.astype("float32") ** 2), "data")
-
-        sharded = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
-        return sharded(kernel, x)
-
-    got = jax.jit(jax.grad(loss))(kernel, x)
-    sums = [e for e in equations(jax.make_jaxpr(jax.grad(loss))(kernel, x)) if "psum" in str(e)]
-    assert sums
-    want = jax.grad(
-        lambda k: jnp.sum(lax.conv_general_dilated(x.astype("float32"), k, (1,), "SAME") ** 2)
-    )(kernel)
-    _close(got, want, "bfloat16")
 
 
 def test_errors():

@@ -48,13 +48,6 @@ def test_an_exception_ends_the_block():
     assert mpx.half_precision_datatype() == jnp.float16
 
 
-def test_inside_a_block_the_block_wins():
-    with mpx.half_precision("float16"):
-        mpx.set_half_precision_datatype("bfloat16")
-        assert mpx.half_precision_datatype() == jnp.float16
-    assert mpx.half_precision_datatype() == jnp.bfloat16
-
-
 def in_thread(func):
     out = []
     thread = threading.Thread(target=lambda: out.append(func()))
@@ -109,17 +102,6 @@ def test_a_compiled_step_sees_the_setting_and_each_is_compiled_once():
         adjusted, _, _ = step(w * 2.0**-60, mpx.DynamicLossScaling(top[name], period=1))
         assert adjusted.loss_scaling == top[name]
     assert traced == ["float16", "bfloat16"]
-
-
-def test_a_block_inside_a_compiled_function():
-    @jax.jit
-    def both(x):
-        with mpx.half_precision("bfloat16"):
-            inner = mpx.cast_to_half_precision(x)
-        return inner, mpx.cast_to_half_precision(x)
-
-    inner, outer = both(jnp.ones(2))
-    assert (inner.dtype, outer.dtype) == (jnp.bfloat16, jnp.float16)
 
 
 def test_the_block_is_seen_by_jitted_functions_called_in_it():

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALVES, normal, tree_allclose
+from helpers import HALVES, normal
 
 import mpx_pde as mpx
 
@@ -155,31 +155,3 @@ def test_split_products(algorithm, largest):
     x, y, want = operands()
     got = jax.jit(mpx.autocast(jnp.matmul, algorithm))(x, y)
     assert error(got, want) <= largest
-
-
-# --- Training -------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("half", HALVES)
-@pytest.mark.parametrize("autocast", [False, True], ids=["cast", "autocast"])
-def test_a_step_agrees_with_float32(device, half, autocast):
-    model = eqx.nn.MLP(2, 1, 64, 2, activation=jnp.tanh, key=jax.random.key(0))
-    x, y = normal(1, (128, 2)), normal(2, (128, 1))
-
-    def loss(model, x, y):
-        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-    @eqx.filter_jit
-    def step(model, x, y):
-        policy = f"params=float32,compute={half},output=float32"
-        scaling = mpx.DynamicLossScaling(2.0**10)
-        return mpx.filter_value_and_grad(loss, scaling, policy=policy, autocast=autocast)(
-            model, x, y
-        )
-
-    with jax.default_matmul_precision("highest"):
-        want = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, x, y)
-    value, _, finite, grads = step(model, x, y)
-    assert finite
-    assert tree_allclose((value, grads), want, computed_in=half)

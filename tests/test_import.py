@@ -105,15 +105,6 @@ def test_imports_run_one_way():
             assert imports_of(name) <= earlier, name
 
 
-@pytest.mark.parametrize("name", ["engine", "ranges"])
-def test_what_evaluates_jaxprs_by_rules_knows_none_of_another(name):
-    assert imports_of(name).isdisjoint({"autocast", "engine", "ranges", "derivatives"})
-
-
-def test_autocast_is_the_engine():
-    assert imports_of("autocast").isdisjoint({"ranges", "derivatives"})
-
-
 def imported(name: str) -> list[tuple[str, str | None]]:
     """The modules of this package that a module imports, in a function or outside, and from each
     which name; `None` for the module itself."""
@@ -130,37 +121,6 @@ def imported(name: str) -> list[tuple[str, str | None]]:
             inner = f"{base}.{alias.name}"
             found.append((inner, None) if inner in TREES else (base, alias.name))
     return found
-
-
-def circle(graph: dict[str, set[str]]) -> list[str]:
-    """Nodes that lead to each other in a circle; none if there is no circle."""
-    done: set[str] = set()
-
-    def visit(name, path):
-        if name in path:
-            return [*path[path.index(name) :], name]
-        found = []
-        if name not in done:
-            done.add(name)
-            found = next(filter(None, (visit(x, [*path, name]) for x in sorted(graph[name]))), [])
-        return found
-
-    return next(filter(None, (visit(name, []) for name in graph)), [])
-
-
-def test_no_circle_of_imports():
-    """Between files, and by imports inside of functions too."""
-    assert circle({"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}) == ["b", "d", "b"]
-    graph = {}
-    for name in TREES:
-        modules = {module for module, _ in imported(name)}
-        # With a module come the packages that hold it, unless they hold the importer too.
-        parts = [module.split(".") for module in modules]
-        packages = {".".join(x[:n]) for x in parts for n in range(1, len(x))}
-        graph[name] = modules | {x for x in packages if not f"{name}.".startswith(f"{x}.")}
-    assert sum(map(len, graph.values())) > 3 * len(graph)
-    assert graph.keys() >= set().union(*graph.values())
-    assert circle(graph) == []
 
 
 def test_no_private_name_crosses_the_border_of_a_module():

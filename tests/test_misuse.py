@@ -194,6 +194,7 @@ TYPE_ERRORS = {
         lambda: mpx.nn.Ansatz(net, lambda u: u),
         ("`Ansatz`", "`form`", "(u)"),
     ),
+    "a number as network": (lambda: mpx.nn.Ansatz(1.0, total), ("`Ansatz`", "`network`")),
     "an embedding by name": (
         lambda: fno(grid_embedding="grid"),
         ("`FNO`", "bool as `grid_embedding`", "'grid'"),
@@ -559,19 +560,6 @@ def test_networks_stand_in_a_sequence(layer):
     """Which passes a key to each of its layers, as do other networks of Equinox."""
     both = eqx.nn.Sequential([layer, eqx.nn.Linear(2, 1, key=KEY)])
     np.testing.assert_array_equal(both(POINT), both[1](layer(POINT)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layer", [CONVOLUTION, fno()])
-def test_operators_stand_in_a_sequence(layer):
-    np.testing.assert_array_equal(eqx.nn.Sequential([layer])(FIELD), layer(FIELD))
-
-
-@pytest.mark.slow
-def test_a_network_takes_lists_and_numpy_numbers():
-    network = mlp(periodic={np.int64(0): jnp.array(2.0)}, fourier_features=(np.int64(4), 1))
-    assert network([0.3, 0.2]) == network(POINT)
-    hash(jax.tree.structure(network))
 
 
 def test_a_derivative_scaling_that_nothing_takes_is_told():

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import TOLERANCES, running, tree_equal_bits
+from helpers import TOLERANCES, running
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import mpx_pde as mpx
@@ -25,20 +25,6 @@ def scaler(scale: float, minimum: float = 1.0, **kwargs):
 
 def mesh_of(devices: int) -> Mesh:
     return Mesh(np.array(jax.devices()[:devices]), ("batch",))
-
-
-def test_lanes_agree_under_vmap():
-    """`axis_name` is any named axis: MPX's lanes diverge under vmap as its devices do."""
-    x, scaling = jnp.ones((4, 2)).at[1].set(60000.0), scaler(2.0**4)
-
-    def lane(x):
-        gradient = mpx.filter_grad(lambda w, x: jnp.sum(w * x), scaling, axis_name="lanes")
-        after, finite, _ = gradient(jnp.ones(2), x)
-        return after.loss_scaling, finite
-
-    scales, finite = jax.jit(jax.vmap(lane, axis_name="lanes"))(x)
-    assert not jnp.any(finite)
-    np.testing.assert_array_equal(scales, np.full(4, 2.0**3))
 
 
 # Name → positional parameters of MPX 0.1.8, in order.
@@ -74,13 +60,6 @@ def test_functions_take_the_arguments_of_mpx():
         assert all(p.default is not p.empty or p.kind is p.VAR_KEYWORD for p in others)
 
 
-def test_constants_of_mpx():
-    assert mpx.FLOAT16_MAX == 65504.0
-    assert mpx.BFLOAT16_MAX == float(jnp.finfo(jnp.bfloat16).max)
-    assert mpx.HALF_PRECISION_DATATYPE == jnp.float16
-    assert mpx.half_precision_datatype() == jnp.float16
-
-
 @pytest.mark.parametrize("mixed", [True, False])
 def test_return_orders(mixed):
     """In steps at which the scale grows: MPX unscales them with the grown scale."""
@@ -110,39 +89,6 @@ def test_return_orders(mixed):
         assert g.dtype == (jnp.float16 if mixed else jnp.float32)
         np.testing.assert_array_equal(g.astype(jnp.float32), np.full(2, factor))
     assert set(aux) == {"double"}
-
-
-def test_the_parts_of_a_step_by_hand():
-    """The helpers in the order that MPX's own `filter_grad` calls them."""
-    model = {"w": jnp.array([1.0, 2.0]), "activation": jnp.tanh, "none": None}
-    x = jnp.array([0.5, 0.25])
-    scaling = scaler(2.0**6)
-
-    def loss(model, x):
-        return jnp.dot(model["w"], x)
-
-    value, grads = mpx.calculate_scaled_grad(loss, scaling)(model, x)
-    assert grads["w"].dtype == jnp.float16
-    assert float(value) == 2.0**6
-    finite = mpx.all_finite(grads)
-    assert finite.shape == ()
-    assert bool(finite)
-    grads = scaling.unscale(mpx.cast_to_full_precision(grads))
-    np.testing.assert_array_equal(grads["w"], x)
-    assert not mpx.all_finite({"w": jnp.array([1.0, jnp.inf])})
-    assert bool(mpx.all_finite({}))
-
-    scaled = mpx.scaled(loss, scaling)
-    assert scaled(model, x) == 2.0**6
-    value, aux = mpx.scaled(lambda x: (jnp.sum(x), x), scaling, has_aux=True)(x)
-    assert value == 0.75 * 2.0**6
-    np.testing.assert_array_equal(aux, x)
-
-    other = {"w": jnp.zeros(2), "activation": jnp.tanh, "none": None}
-    assert tree_equal_bits(mpx.select_tree(finite, model, other), model)
-    chosen = mpx.select_tree(jnp.array(False), model, other)
-    assert tree_equal_bits(chosen, other)
-    assert chosen["activation"] is jnp.tanh
 
 
 class Block(eqx.Module):

@@ -129,9 +129,3 @@ def test_derivative_terms_in_tf32():
     split = [e for e in equations(jaxpr) if e.params.get("algorithm") == "tensorfloat32"]
     assert split
     assert all(2 not in e.invars[1].aval.shape for e in split)
-
-
-def test_autocast_and_layers_split_alike():
-    w, x = normal(0, (128, 4)), normal(1, (8, 128))
-    got = jax.jit(mpx.autocast(lambda w, x: x @ w, "tensorfloat32"))(w, x)
-    assert relative(got, oracle(x, w, "tensorfloat32")) < 2.0**-21

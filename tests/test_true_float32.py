@@ -10,7 +10,6 @@ import pytest
 from helpers import equations
 
 import mpx_pde as mpx
-from mpx_pde import nn
 
 
 MODEL = eqx.nn.MLP(2, "scalar", 64, 2, key=jax.random.key(0))
@@ -156,69 +155,3 @@ def test_tf32_under_a_line_search_is_told(on_a_gpu):
         jax.eval_shape(update)
     adam = optax.adam(0.1)
     mpx.optimizer_update(params, adam, adam.init(params), params, True)
-
-
-def jaxs_own(model, points):
-    return eqx.filter_grad(regression)(model, points)
-
-
-LOSSES = {
-    "JAX's own": {},
-    "float32": {"use_mixed_precision": False},
-    "forward='float32'": {"forward": "float32"},
-    "FullPrecision": {},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")  # small layers
-@pytest.mark.parametrize(
-    ("target", "name"), [*(("h100", name) for name in LOSSES), ("v5e", "forward='float32'")]
-)
-def test_float32_is_asked_for_in_the_program_for_a_gpu_and_a_tpu(target, name):
-    deviceless = pytest.importorskip("benchmarks._deviceless")
-    model = mpx.FullPrecision(MODEL) if name == "FullPrecision" else MODEL
-    if name == "float32":
-        model = nn.CoordinateMLP(2, "scalar", 64, 3, key=jax.random.key(0))
-    arrays, static = eqx.partition(model, eqx.is_array)
-
-    def step(arrays, points):
-        scaling = mpx.NoOpLossScaling()
-        if name == "JAX's own":
-            model = eqx.combine(arrays, static)
-            return eqx.filter(jaxs_own(model, points), eqx.is_array)
-        with mpx.half_precision("bfloat16"):
-            gradient = mpx.filter_grad(pde, scaling, **LOSSES[name])
-            return eqx.filter(gradient(eqx.combine(arrays, static), points)[2], eqx.is_array)
-
-    try:
-        options = deviceless.CUBLAS if target == "h100" else None
-        compiled = deviceless.compile_for(target, step, arrays, POINTS, compiler_options=options)
-    except deviceless.TargetUnavailable as e:
-        pytest.skip(str(e))
-    if name == "JAX's own":  # which shows that the test below can fail
-        with pytest.raises(AssertionError):
-            assert_true_float32(compiled)
-    else:
-        assert_true_float32(compiled)
-
-
-def assert_true_float32(compiled):
-    """What XLA is asked for is in the configuration of each product that is left."""
-    index = compiled.module.index
-    lines = {
-        m[1]: m[0] for m in re.finditer(r"^ *(?:ROOT )?%?([\w.-]+) = .*$", compiled.text, re.M)
-    }
-    full = [
-        lines[i.name]
-        for computation, i in compiled.module.instructions()
-        if (
-            i.opcode in ("dot", "convolution")  # which on a TPU are one
-            or "gemm" in i.target
-            or "matmul" in i.target
-        )
-        and index[computation][i.operands[0]].type.startswith("f32")
-    ]
-    assert full
-    for line in full:
-        assert len(re.findall("highest", line, re.I)) == 2, line

@@ -216,17 +216,6 @@ def test_the_fno_of_pdequinox_in_half_precision(dims):
     assert all(x.dtype == jnp.float32 for x in jtu.tree_leaves(eqx.filter(mine, eqx.is_array)))
 
 
-def test_multi_steps_of_optax_goes_in_as_it_is():
-    """As it goes into `optimizer_update`."""
-    several = optax.MultiSteps(optax.sgd(0.5), 2)
-    optimizer = mpx.contrib.scale_by_loss_scaling(several, mpx.StaticLossScaling(4.0))
-    w = jnp.ones(2)
-    state = optimizer.init(w)
-    first, state = optimizer.update(4 * w, state, w)
-    second, state = optimizer.update(4 * w, state, w)
-    np.testing.assert_array_equal(jnp.stack([first, second]), [[0.0, 0.0], [-0.5, -0.5]])
-
-
 def test_no_scaling_needs_no_place_for_its_scale():
     """As bfloat16 asks for."""
     optimizer = mpx.contrib.scale_by_loss_scaling(optax.sgd(0.5), mpx.NoOpLossScaling())

@@ -40,39 +40,6 @@ def test_of_scalars(argnums):
 
 
 @pytest.mark.slow
-def test_of_vectors_with_other_arguments():
-    def fun(scale, x, *, shift):
-        return scale * FIELD(x) + shift
-
-    x = jnp.array([0.1, -0.2, 0.4])
-    for ours, theirs in ((mpd.jacfwd, jax.jacfwd), (mpd.hessian, jax.hessian)):
-        bind = lambda d: lambda scale, x: d(fun, 1)(scale, x, shift=jnp.float32(1))
-        assert_same(bind(ours), bind(theirs), jnp.float32(2.0), x)
-
-
-@pytest.mark.slow
-def test_nested_drop_ins_are_one_pass():
-    third = mpd.grad(mpd.grad(mpd.grad(u, 1), 1), 0)
-    assert third.taken == (1, 1, 0)
-    assert_same(third, jax.grad(jax.grad(jax.grad(u, 1), 1), 0), T, X)
-    x = jnp.array([0.1, -0.2])
-    assert_same(mpd.jacfwd(mpd.grad(NETWORK)), jax.hessian(NETWORK), x)
-
-
-@pytest.mark.slow
-def test_points_and_parameters():
-    points = jax.random.normal(KEY, (5, 3))
-
-    def loss(d):
-        of = lambda model, x: jnp.sum(d.hessian(model)(x)[0]) + d.jacfwd(model)(x)[1, 2]
-        return lambda model: jnp.mean(jax.vmap(lambda x: of(model, x))(points) ** 2)
-
-    arrays, static = eqx.partition(FIELD, eqx.is_array)
-    value = lambda d: jax.grad(lambda a: loss(d)(eqx.combine(a, static)))
-    assert_same(value(mpd), value(jax), arrays, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "scaling",
     [

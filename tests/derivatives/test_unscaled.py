@@ -1,6 +1,5 @@
 """Derivatives in float16 behind a loss scale alone are told; what is meant, or in range, is not."""
 
-import functools as ft
 import warnings
 
 import equinox as eqx
@@ -60,16 +59,6 @@ def test_every_way_to_take_derivatives_is_told(name):
     assert "forward='float32'" in text
 
 
-@pytest.mark.parametrize("way", ["closure", "partial"])
-def test_however_the_network_is_handed_on(way):
-    wrap = {
-        "closure": lambda model: lambda p: 2 * model(p),
-        "partial": lambda model: ft.partial(lambda m, p: m(p), model),
-    }[way]
-    loss = loss_of(lambda model: TAKEN["partials"][0](wrap(model)))
-    assert len(told(mpx.filter_grad(loss, PLAIN, **CAST), MODEL, POINTS)) == 1
-
-
 def test_every_transformation_tells_it_once_a_trace():
     loss = loss_of(TAKEN["partials"][0])
     for gradient in (
@@ -109,8 +98,3 @@ def test_what_is_in_range_or_scaled_is_not_told(name):
     if isinstance(model, dict):
         loss = lambda model, points: SECOND(model["net"], points)
     assert told(mpx.filter_grad(loss, scaling, **options), model, POINTS) == []
-
-
-def test_evaluating_a_network_tells_nothing():
-    fun = mpx.cast_function(lambda model, p: mpx.partials(model, ["u_xx"], **NAMES)(p), "float16")
-    assert told(fun, MODEL, POINTS[0]) == []

@@ -14,7 +14,6 @@ from jax.experimental import pallas
 from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx_pde as mpx
-from mpx_pde.training import _gradient
 
 
 BATCH, WIDTH = 16, 32
@@ -82,10 +81,6 @@ def test_lines_are_the_users_and_print_as_a_table():
     assert str(mpx.precision_report(jnp.sin)(1.0)) == "no products"
 
 
-def _half(x, y):
-    return mpx.mixed_matmul(x, y, dtype="float16", out_dtype="float32")
-
-
 def test_inside_of_everything_as_often_as_it_runs():
     x = jnp.ones((4, 4))
     once = 2 * 4**3
@@ -129,16 +124,6 @@ def test_inside_of_everything_as_often_as_it_runs():
     assert "unknown length" in str(report)
 
 
-def test_work_of_all_devices():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    sharded = jax.shard_map(
-        lambda x, w: _half(x, w), mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
-    )
-    x, w = jnp.ones((8, 4)), jnp.ones((4, 4))
-    report = mpx.precision_report(sharded)(x, w)
-    assert report.by_dtype() == {"float16": (4, 2 * 8 * 4 * 4)}
-
-
 def test_convolutions_batches_and_complex_products():
     conv = ft.partial(lax.conv_general_dilated, window_strides=(1,), padding="VALID")
     x, y = jnp.ones((2, 4, 9)), jnp.ones((6, 2, 3))
@@ -170,20 +155,6 @@ def test_the_share_is_of_all_floating_point_work(other):
     check(lambda a, z: (a @ a, lax.conv(z[None], z[:, :, None], (1,), "SAME")), 1, 1)
     loss = lambda z: jnp.real(jnp.sum(jnp.square(z @ z)))
     check(lambda a, z: (a @ a, jax.grad(loss)(z)), 1, 3)
-
-
-def test_complex_products_are_no_reason_to_warn():
-    """There is nothing to be done about them."""
-    w = jnp.ones((8, 8))
-
-    def loss(w, x, z):
-        return jnp.sum((x @ w) @ w) + jnp.sum(jnp.real(z @ z @ z)).astype(w.dtype)
-
-    with warnings.catch_warnings(action="error"):
-        fun = jax.jit(mpx.filter_value_and_grad(loss, mpx.DynamicLossScaling()))
-        fun(w, w, jnp.ones((16, 16), "complex64"))
-    report = mpx.precision_report(mpx.filter_value_and_grad(loss, mpx.DynamicLossScaling()))
-    assert 0 < report(w, w, jnp.ones((16, 16), "complex64")).half_share < 0.5
 
 
 def test_groups_of_rows_and_of_terms():
@@ -278,22 +249,6 @@ def test_no_function():
 
 
 # --- Half behind a layer --------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("standard_promotion")
-def test_half_behind_the_first_layer_of_a_foreign_network():
-    half, options = "float16", {"keep_full": (False, True)}
-    model = first_layer(network(), out_dtype="half")
-    report = mpx.precision_report(gradient(**options))(model, POINTS)
-    assert report.count("float32") == 2
-    assert report.count(half) == 9
-    assert report.half_share > 0.95
-
-    _, finite, grads = eqx.filter_jit(gradient(**options))(model, POINTS)
-    assert finite
-    want = eqx.filter_jit(eqx.filter_grad(loss))(model, POINTS)
-    assert tree_allclose(grads, want, computed_in=half)
 
 
 @pytest.mark.slow
@@ -427,17 +382,6 @@ def test_who_is_not_warned():
     gradient(keep_full=(False, True))(full, POINTS)
 
 
-@pytest.mark.slow
-def test_looking_at_the_program_does_not_change_it(monkeypatch):
-    def program():
-        run = eqx.filter_jit(gradient(mpx.filter_value_and_grad))
-        return run.lower(network(), POINTS).as_text()
-
-    looked_at = program()
-    monkeypatch.setattr(_gradient, "traced", lambda tree: False)
-    assert looked_at == program()
-
-
 def test_a_loss_is_traced_once():
     calls = []
 
@@ -447,14 +391,6 @@ def test_a_loss_is_traced_once():
 
     eqx.filter_jit(mpx.filter_grad(counted, mpx.DynamicLossScaling()))(network(), POINTS)
     assert len(calls) == 1
-
-
-@pytest.mark.slow
-def test_products_in_a_checkpoint_are_of_the_line_that_calls_it():
-    """A trace inside of another does not see who called it."""
-    model, field = mpx.nn.FNO(1, 1, 4, 1, (2, 2), key=jax.random.key(0)), jnp.ones((1, 4, 4))
-    rows = mpx.precision_report(lambda model: model(field).sum())(model).rows
-    assert {row.line.rsplit("/", 1)[-1].split(":")[0] for row in rows} == {Path(__file__).name}
 
 
 # --- One meaning of the user's line ---------------------------------------------------------------
@@ -492,3 +428,17 @@ def test_all_reports_name_the_same_line(name):
     derivative = mpx.partials(lambda x: fun(model, x), ["u_x"], coords="xyzt", outputs="u")
     report = derivative.report(x)
     assert lines(report.equations) == counted
+
+
+def _half(x, y):
+    return mpx.mixed_matmul(x, y, dtype="float16", out_dtype="float32")
+
+
+def test_work_of_all_devices():
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    sharded = jax.shard_map(
+        lambda x, w: _half(x, w), mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
+    )
+    x, w = jnp.ones((8, 4)), jnp.ones((4, 4))
+    report = mpx.precision_report(sharded)(x, w)
+    assert report.by_dtype() == {"float16": (4, 2 * 8 * 4 * 4)}

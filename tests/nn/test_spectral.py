@@ -9,11 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import equations
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
 from mpx_pde import nn
-from mpx_pde.nn._dft import forward_matrix, inverse_matrix
 from mpx_pde.nn._spectral_cost import choose_method
 from mpx_pde.nn._spectral_weights import CPWeight
 
@@ -24,9 +22,7 @@ METHODS = ("dft", "fft")
 CASES = [
     ((5,), (16,)),
     ((16,), (16,)),
-    ((15,), (15,)),
     ((6, 8), (12, 11)),
-    ((12, 10), (12, 10)),
     ((11, 9), (11, 9)),
     ((4, 5, 6), (6, 7, 6)),
 ]
@@ -108,7 +104,7 @@ def weighted(fun, output):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("modes", "grid", "factorization"),
-    [(*case, None) for case in CASES] + [(*CASES[i], "cp") for i in (2, 3, 6)],
+    [(*case, None) for case in CASES] + [(*CASES[2], "cp")],
 )
 def test_values_and_gradients_are_those_of_the_definition(modes, grid, factorization):
     layer = make(modes, factorization=factorization, rank=3)
@@ -131,38 +127,13 @@ def test_values_and_gradients_are_those_of_the_definition(modes, grid, factoriza
         y, gradient = run(layer.weight, x)
         assert y.dtype == jnp.float32
         assert_close((y, gradient), (want, slopes), TOLERANCES["float32"])
-        if method == "dft" and modes in ((15,), (6, 8), (4, 5, 6)):
+        if method == "dft" and modes in ((6, 8), (4, 5, 6)):
             for dtype in ("float16", "bfloat16"):
                 w = mpx.cast_tree(layer.weight, dtype)
                 y, gradient = run(w, x)
                 assert y.dtype == dtype
                 assert jax.tree.leaves(gradient[0])[0].dtype == dtype
                 assert_close((y, gradient), (want, slopes), 2 * TOLERANCES[dtype])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_weights_on_any_grid(method):
-    """One function, whatever grid it came on: 64 is where it might have been trained."""
-    modes = (8, 6)
-    layer = make(modes, method=method)
-    kx, ky = np.meshgrid(np.arange(-3, 4), np.arange(-2, 3), indexing="ij")
-    amplitudes = np.asarray(field(3, *kx.shape, key=5), np.float64)
-
-    def sample(n):
-        t = np.arange(n) / n
-        phase = 2 * np.pi * (kx[..., None, None] * t[:, None] + ky[..., None, None] * t[None, :])
-        return np.einsum("cab,abxy->cxy", amplitudes, np.cos(phase + kx[..., None, None]))
-
-    coarse = np.asarray(call(layer, jnp.asarray(sample(32), jnp.float32)))
-    for n in (32, 64, 96, 128):
-        x = jnp.asarray(sample(n), jnp.float32)
-        y = np.asarray(call(layer, x))
-        assert_close(y, oracle(lambda w, x: by_definition(w, modes, x), layer.weight, x), 1e-5)
-        step = np.gcd(n, 32)
-        shared = (slice(None), slice(None, None, n // step), slice(None, None, n // step))
-        other = (slice(None), slice(None, None, 32 // step), slice(None, None, 32 // step))
-        assert_close(y[shared], coarse[other].astype(np.float64), 1e-5)
 
 
 @pytest.mark.slow
@@ -180,8 +151,7 @@ def test_another_output_grid(modes, grid, output):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("grid", [(8,), (8, 6), (4, 6, 8)])
+@pytest.mark.parametrize(("method", "grid"), [("dft", (8,)), ("dft", (8, 6)), ("fft", (4, 6, 8))])
 def test_a_finer_grid_interpolates_with_all_modes_kept(grid, method):
     """The Nyquist mode too, which zero padding of the spectrum alone would double."""
     layer, x = make(grid, method=method), field(3, *grid)
@@ -191,20 +161,6 @@ def test_a_finer_grid_interpolates_with_all_modes_kept(grid, method):
     twice = make([n // 2 for n in grid], method=method)
     coarse = call(twice, x, output_shape=[n // 2 for n in grid])
     assert_close(coarse, call(twice, x)[:, *(slice(None, None, 2) for _ in grid)], 1e-5)
-
-
-def test_a_constant_does_not_leak_into_the_modes_of_an_even_grid():
-    for dtype in ("float16", "bfloat16"):
-        matrix = forward_matrix(96, 64, True, jnp.dtype(dtype)).astype(np.float64)
-        odd = [k for k in range(1, 33) if (96 // np.gcd(96, k)) % 2 == 0]
-        assert np.all(matrix[:, :, odd].sum(axis=0) == 0)
-    assert forward_matrix(96, 64, True, jnp.dtype("float16")) is forward_matrix(
-        96, 64, True, jnp.dtype("float16")
-    )
-    # All modes there and back are the field itself.
-    there = forward_matrix(7, 7, True, jnp.dtype("float64"))
-    back = inverse_matrix(7, 7, True, False, jnp.dtype("float64"))
-    assert np.allclose(np.einsum("nik,kim->nm", there, back), np.eye(7), atol=1e-14)
 
 
 def products(fun, *args):
@@ -240,38 +196,6 @@ def test_half_products_alone_in_both_passes(dtype, factorization):
     assert sum(any(v.aval.shape == shape for v in e.invars) for e in found) == 2
 
 
-def test_products_in_the_program_for_a_gpu():
-    deviceless = pytest.importorskip("benchmarks._deviceless")
-    layer = mpx.cast_to_bfloat16(make((6, 6), (8, 8), method="dft"))
-    x = jax.ShapeDtypeStruct((16, 8, 16, 16), jnp.bfloat16)
-
-    def step(layer, x):
-        loss = lambda m: jnp.mean(jax.vmap(m)(x).astype(jnp.float32) ** 2)
-        return eqx.filter_value_and_grad(loss)(layer)
-
-    try:
-        compiled = deviceless.compile_for(
-            "h100", step, layer, x, compiler_options={"xla_gpu_enable_triton_gemm": False}
-        )
-    except deviceless.TargetUnavailable as e:
-        pytest.skip(str(e))
-    assert compiled.products()
-    assert all(p.lhs == p.rhs == "bf16" for p in compiled.products())
-    assert "fft" not in compiled.opcodes()
-
-
-@pytest.mark.slow
-def test_factors_are_contracted_one_by_one():
-    layer = make((32, 32), (16, 16), factorization="cp", rank=4, method="dft")
-    jaxpr = jax.make_jaxpr(jax.grad(lambda w, x: jnp.sum(eqx.combine(w, static)(x))))
-    weights, static = eqx.partition(layer, eqx.is_array)
-    sizes = [v.aval.size for e in equations(jaxpr(weights, field(16, 32, 32))) for v in e.outvars]
-    assert max(sizes) < 32 * 17 * 16 * 16
-    parameters = lambda m: sum(x.size for x in jax.tree.leaves(eqx.filter(m, eqx.is_array)))
-    ratio = parameters(make((8, 8), (8, 8), factorization="cp", rank=0.25))
-    assert ratio / parameters(make((8, 8), (8, 8))) == pytest.approx(0.25, abs=0.05)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("factorization", [None, "cp"])
 def test_initial_weights_keep_the_size_of_a_field(factorization):
@@ -279,45 +203,6 @@ def test_initial_weights_keep_the_size_of_a_field(factorization):
     weight = np.asarray(dense(layer.weight))
     assert np.std(weight) == pytest.approx(np.sqrt(2 / 64), rel=0.25)
     assert np.std(weight.real) == pytest.approx(np.std(weight.imag), rel=0.25)
-
-
-@pytest.mark.slow
-def test_masters_enter_the_products():
-    layer = make((6, 6), dtype="float16", method="dft")
-    half = mpx.cast_to_float16(make((6, 6), method="dft"))
-    x = field(2, 3, 12, 12)
-    loss = lambda m: jnp.sum(jax.vmap(m)(x).astype(jnp.float32) ** 2)
-    grads = eqx.filter_jit(eqx.filter_grad(loss))(layer)
-    assert layer(x[0]).dtype == jnp.float16
-    assert grads.weight.dtype == jnp.float32
-    assert_close(
-        grads.weight,
-        np.asarray(eqx.filter_jit(eqx.filter_grad(loss))(half).weight, np.float64),
-        2e-3,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_full_precision(method):
-    layer, x = make((6, 6), method=method), field(3, 12, 12).astype(jnp.float16)
-    want = call(layer, x.astype(jnp.float32))
-    wrapped = mpx.cast_to_float16(mpx.FullPrecision(layer))
-    for fun in (wrapped, mpx.force_full_precision(layer)):
-        y = call(fun, x)
-        assert y.dtype == jnp.float16
-        assert jnp.array_equal(y, want.astype(jnp.float16))
-    assert mpx.cast_to_float16(layer)(x).dtype == jnp.float16
-
-
-@pytest.mark.slow
-def test_split_products():
-    x = field(3, 12, 12)
-    for name in ("bfloat16_x3", "bfloat16_x6"):
-        layer = make((6, 6), dtype=name, method="dft")
-        assert_close(call(layer, x), np.asarray(call(make((6, 6)), x), np.float64), 1e-4)
-        found = products(lambda m, x: m(x), layer, x)
-        assert {e.params["algorithm"] for e in found} == {name}
 
 
 def smooth(n=64, amplitude=1.0):
@@ -348,9 +233,9 @@ FIELDS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("modes", [(16, 16), (64, 64)])
-def test_hard_fields_in_float16(modes):
+def test_hard_fields_in_float16():
     """Finite, and the error that rounding alone explains, in value and gradient."""
+    modes = (16, 16)
     layer = make(modes, method="dft")
     half = mpx.cast_to_float16(layer)
     loss = lambda w, x: jnp.mean(by_definition(w, modes, x) ** 2)
@@ -374,32 +259,6 @@ def test_hard_fields_in_float16(modes):
             error = np.abs(np.asarray(y, np.float64) - want).max()
             rest = np.abs(want - np.mean(want, axis=(1, 2), keepdims=True)).max()
             assert error < np.abs(want).max() * 2.0**-11 + TOLERANCES["float16"] * rest
-
-
-@pytest.mark.slow
-def test_a_field_that_is_too_large_is_seen_in_the_gradients():
-    """Its modes are beyond float16, so the step is skipped."""
-    x = jnp.asarray(smooth(amplitude=1e6), jnp.float32)
-    scaling = mpx.DynamicLossScaling(2.0)
-    layer = make((8, 8), method="dft")
-    loss = lambda m, x: jnp.mean(m(x).astype(jnp.float32))
-    step = mpx.filter_value_and_grad(loss, scaling, keep_full=(False, True))
-    _, _, finite, _ = eqx.filter_jit(step)(layer, x)
-    assert not finite
-
-
-@pytest.mark.slow
-def test_the_mean_buys_digits():
-    """It is taken out before the field is rounded, so pass the field in float32."""
-    layer = make((16, 16), method="dft")
-    # The offset of the result is in the way of seeing the rest of it.
-    layer = eqx.tree_at(lambda m: m.weight, layer, layer.weight.at[8, 0].set(0))
-    x = jnp.asarray(smooth() + 50, jnp.float32)
-    want = oracle(lambda w, x: by_definition(w, (16, 16), x), layer.weight, x)
-    half = mpx.cast_to_bfloat16(layer)
-    error = lambda x: np.abs(np.asarray(call(half, x), np.float64) - want).max()
-    assert error(x) < np.abs(want).max() * TOLERANCES["bfloat16"]
-    assert 5 * error(x) < error(x.astype(jnp.bfloat16))
 
 
 STABILIZED = {
@@ -428,59 +287,6 @@ def test_stabilizers_act_before_the_transform(name):
     assert jnp.all(jnp.isfinite(slope))
 
 
-def test_a_stabilizer_of_ones_own():
-    x = 3 * field(3, 12, 12)
-    layer = make((6, 6), stabilizer=nn.soft_clip(4.0))
-    assert_close(call(layer, x), np.float64(call(make((6, 6)), 4 * jnp.tanh(x / 4))), 1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("factorization", [None, "cp"])
-def test_transformations(method, factorization):
-    layer = make((6, 6), (3, 3), method=method, factorization=factorization, rank=3)
-    half = mpx.cast_to_float16(layer)
-    x = field(4, 3, 12, 12)
-    one_by_one = np.stack([np.asarray(call(layer, x), np.float64) for x in x])
-    assert_close(jax.jit(jax.vmap(layer))(x), one_by_one, 1e-5)
-    assert_close(jax.jit(jax.vmap(layer, in_axes=1))(jnp.moveaxis(x, 0, 1)), one_by_one, 1e-5)
-
-    @eqx.filter_jit
-    def run(layer, x):
-        def step(carry, _):
-            return jax.checkpoint(lambda x: layer(x).astype(x.dtype))(carry), None
-
-        total = lambda x: jnp.sum(jax.lax.scan(step, x, length=2)[0])
-        twice = lambda x: jnp.sum(layer(layer(x).astype(x.dtype)).astype(jnp.float32))
-        return layer(x), jax.jvp(layer, (x,), (x,))[1], jax.grad(total)(x), jax.grad(twice)(x)
-
-    for this, tolerance in ((layer, 1e-5), (half, 5e-3)):
-        y, tangent, looped, unrolled = run(this, x[0])
-        # It is linear: the tangent along the point is the value.
-        assert_close(tangent, np.asarray(y, np.float64), tolerance)
-        assert_close(looped, np.asarray(unrolled, np.float64), tolerance)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-def test_sharded_batches(method):
-    layer = mpx.cast_to_float16(make((6, 6), method=method))
-    x = field(4, 3, 12, 12)
-    # JAX 0.10.0 refuses a selection by a flag for each sample on explicit axes.
-    explicit = jax.__version_info__ >= (0, 10, 2)
-    kinds = (AxisType.Explicit if explicit else AxisType.Auto,)
-    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4], axis_types=kinds)
-    split = jax.device_put(x, NamedSharding(mesh, P("data")))
-    run = eqx.filter_jit(
-        lambda m, x: eqx.filter_value_and_grad(
-            lambda m: jnp.mean(jax.vmap(m)(x).astype(jnp.float32) ** 2)
-        )(m)
-    )
-    (value, grads), (want, slopes) = run(layer, split), run(layer, x)
-    assert float(value) == pytest.approx(float(want), rel=1e-3)
-    assert_close(grads.weight, np.asarray(slopes.weight, np.float64), 5e-3)
-
-
 @pytest.mark.slow
 def test_autocast_multiplies_the_layer_in_half():
     layer, x = make((6, 6), method="dft"), field(3, 12, 12)
@@ -489,16 +295,6 @@ def test_autocast_multiplies_the_layer_in_half():
     want, got = np.float64(call(layer, x)), call(mpx.autocast(layer, "float16"), x)
     assert_close(got, want, 2.0**-8)  # a few roundings of 2^-11
     assert np.abs(got - want).max() > 2.0**-16 * np.abs(want).max()
-
-
-def test_the_cost_model():
-    assert choose_method(32, (128, 128), (16, 16), "float32") == "dft"
-    assert choose_method(32, (256, 256), (256, 256), "float32") == "fft"
-    for n in (64, 256, 512):  # a half FFT there is not
-        for dtype in ("float16", "bfloat16"):
-            assert choose_method(32, (n, n), (n, n), dtype) == "dft"
-    x = field(3, 12, 12)
-    assert_close(call(make((6, 6)), x), np.float64(call(make((6, 6), method="fft"), x)), 1e-5)
 
 
 def message(*words):
@@ -512,13 +308,11 @@ def test_errors():
         (ValueError, ("`SpectralConv`", "'dft'", "'svd'"), {"method": "svd"}),
         (ValueError, ("`SpectralConv`", "'tanh'", "'relu'"), {"stabilizer": "relu"}),
         (ValueError, ("`SpectralConv`", "'cp'", "'tucker'"), {"factorization": "tucker"}),
-        (ValueError, ("`SpectralConv`", "`rank`", "0"), {"factorization": "cp", "rank": 0}),
         (ValueError, ("`SpectralConv`", "`rank`", "1.5"), {"factorization": "cp", "rank": 1.5}),
-        (ValueError, ("`SpectralConv`", "int32"), {"dtype": "int32"}),
     ]:
         with pytest.raises(error, match=message(*words)):
             make((4, 4), **options)
-    for modes in ((), (4, 0), (4, 4, 4, 4), (4.0,)):
+    for modes in ((4, 0), (4, 4, 4, 4)):
         with pytest.raises(ValueError, match=message("`SpectralConv`", "`modes`")):
             make(modes)
     with pytest.raises(ValueError, match=message("`SpectralConv`", "`in_channels`", "0")):
@@ -528,7 +322,6 @@ def test_errors():
         (ValueError, ("`SpectralConv`", "(6, 6)", "(12, 5)", "finer"), field(3, 12, 5), {}),
         (ValueError, ("`SpectralConv`", "[3 channels", "(2, 8, 8)"), field(2, 8, 8), {}),
         (ValueError, ("`SpectralConv`", "2 spatial axes", "`jax.vmap`"), field(1, 3, 8, 8), {}),
-        (ValueError, ("`SpectralConv`", "`jax.vmap`"), field(3, 8), {}),
         (
             TypeError,
             ("`SpectralConv`", "complex64", "channels"),
@@ -536,7 +329,6 @@ def test_errors():
             {},
         ),
         (TypeError, ("`SpectralConv`", "int32"), jnp.ones((3, 8, 8), jnp.int32), {}),
-        (ValueError, ("`SpectralConv`", "`output_shape`"), field(3, 8, 8), {"output_shape": 8}),
         (
             ValueError,
             ("`SpectralConv`", "`output_shape`", "(4, 8)"),
@@ -548,3 +340,19 @@ def test_errors():
             layer(x, **options)
     with pytest.raises(ValueError, match=message("`soft_clip`", "0")):
         nn.soft_clip(0)
+
+
+def test_a_stabilizer_of_ones_own():
+    x = 3 * field(3, 12, 12)
+    layer = make((6, 6), stabilizer=nn.soft_clip(4.0))
+    assert_close(call(layer, x), np.float64(call(make((6, 6)), 4 * jnp.tanh(x / 4))), 1e-5)
+
+
+def test_the_cost_model():
+    assert choose_method(32, (128, 128), (16, 16), "float32") == "dft"
+    assert choose_method(32, (256, 256), (256, 256), "float32") == "fft"
+    for n in (64, 256, 512):  # a half FFT there is not
+        for dtype in ("float16", "bfloat16"):
+            assert choose_method(32, (n, n), (n, n), dtype) == "dft"
+    x = field(3, 12, 12)
+    assert_close(call(make((6, 6)), x), np.float64(call(make((6, 6), method="fft"), x)), 1e-5)

@@ -38,11 +38,8 @@ def conjugate_gradients(x):
 # only move what the function has multiplied before.
 IN_HALF = {
     "stack": lambda x: jnp.stack([x * 2] * 2),
-    "unstack": lambda x: lax.unstack(x * 2)[1] if hasattr(lax, "unstack") else (x * 2)[1],
     "segment_sum": lambda x: jax.ops.segment_sum(x, jnp.array([0, 0, 1, 1]), 2),
     "scatter": lambda x: jnp.zeros(4, HALF).at[jnp.array([0, 1])].set(x[:2] * 2),
-    "scatter_add": lambda x: x.at[jnp.array([0, 1])].add(x[:2]),
-    "scatter_mul": lambda x: x.at[jnp.array([0, 1])].multiply(x[:2]),
     "indexing, backwards": lambda x: jax.grad(
         lambda v: jnp.sum(v[jnp.array([0, 0, 1, 1])] * v[jnp.array([1, 1, 0, 0])])
     )(x),
@@ -50,7 +47,6 @@ IN_HALF = {
     "reduce_window": lambda x: lax.reduce_window(
         x, HALF(0), lambda a, b: a + b, (2,), (1,), "VALID"
     ),
-    "sort": lambda x: jnp.sort(x * 2),
     "ragged_dot": lambda x: ragged(x * 2),
     "reduce_precision": lambda x: lax.reduce_precision(x.astype(jnp.float32) * 2, 5, 10),
     "float8": lambda x: (x * 2).astype(jnp.float8_e4m3fn).astype(jnp.float32),
@@ -141,12 +137,6 @@ def test_a_number_that_float16_does_not_hold():
     # What the mend says is one.
     in_full = mpx.filter_grad(loss, mpx.DynamicLossScaling(), forward="float32")
     assert "65504" not in mpx.explain_nonfinite(in_full)(*given)
-
-
-def test_nan_written_in_the_code():
-    text = mpx.explain_nonfinite(lambda x: jnp.exp(x) * jnp.nan)(jnp.ones(3))
-    assert "`mul`" in text
-    assert "written in the code" in text
 
 
 CLOSEST = lambda x: jnp.min(jnp.where(x > 2, x, jnp.inf), initial=9.0)
@@ -273,9 +263,7 @@ ruled.defvjp(_ruled_forward, _ruled_backward)
 CALLED = {
     "plain": ruled,
     "jit": lambda w, x: jax.jit(ruled)(w, x),
-    "vmap": lambda w, x: jax.vmap(lambda row: ruled(w, row[None])[0])(x),
     "scan": lambda w, x: lax.scan(lambda c, row: (c, ruled(w, row[None])[0]), 0, x)[1],
-    "checkpoint": lambda w, x: jax.checkpoint(ruled)(w, x),
 }
 
 
@@ -335,21 +323,6 @@ def test_layers_of_equinox_are_named():
     assert all(row.line.endswith(f"test_range_diagnosis.py:{line}") for row in rows)
 
 
-def test_arrays_go_to_the_host_in_parts(monkeypatch):
-    """What is not finite is followed from one part to the next."""
-
-    def fun(x):
-        y = jnp.log(x)
-        return lax.scan(lambda c, _: (jnp.exp(c) * c - c, None), y, None, length=3)[0] + y
-
-    x = jnp.array([0.0, 1.0])
-    whole = mpx.range_report(fun)(x)
-    monkeypatch.setattr("mpx_pde.ranges._meter._BYTES", 1)
-    parts = mpx.range_report(fun)(x)
-    assert parts.rows == whole.rows
-    assert [row.primitive for row in parts.rows if row.creates_nonfinite] == ["log"]
-
-
 # --- The mends ------------------------------------------------------------------------------------
 
 
@@ -363,11 +336,7 @@ def scoped(x, w):
     return y * 1e-6
 
 
-def product_alone(x, w):
-    return x @ (1e3 * w)
-
-
-@pytest.mark.parametrize("fun", [scaled_product, scoped, product_alone])
+@pytest.mark.parametrize("fun", [scaled_product, scoped])
 def test_the_override_that_is_named_mends(fun):
     x, w = jnp.full((4, 4), 40.0), jnp.full((4, 4), 10.0)
     text = mpx.explain_nonfinite(fun, "float16")(x, w)
@@ -388,21 +357,6 @@ def test_the_override_that_is_named_mends(fun):
     np.testing.assert_allclose(mended(x, w), fun(x, w), rtol=2e-3)  # an operand in float16
 
 
-def test_no_override_is_named_for_a_cast_of_the_code():
-    def fun(x, dtype="float16"):
-        return jnp.stack([x.astype(dtype)] * 2) / 4
-
-    x = jnp.full(4, 1e5)
-    text = mpx.explain_nonfinite(fun, "float16")(x)
-    # Autocast gives the program its own dtypes back, whatever is kept in float32 on the way.
-    kept = mpx.autocast(fun, "float16", full="convert_element_type")
-    assert kept.report(x).unused == ("convert_element_type",)
-    assert "`convert_element_type`" in text
-    assert "full=" not in text
-    assert "`astype(jnp.float32)`" in text
-    assert np.all(np.isfinite(fun(x, jnp.float32)))
-
-
 def test_a_mixed_product_is_mended_by_its_dtype():
     x, w = jnp.full((4, 4), 300.0), jnp.full((4, 4), 300.0)
 
@@ -418,50 +372,7 @@ def test_a_mixed_product_is_mended_by_its_dtype():
     assert "`operand of mixed_dot_general` in `mixed_matmul`" in text
 
 
-@pytest.mark.slow
-def test_inputs_out_of_range_are_mended_by_keep_full_and_by_autocast():
-    model, x = eqx.nn.Linear(1, "scalar", key=jax.random.key(0)), jnp.full((4, 1), 1e5)
-
-    def loss(model, x):
-        return jnp.mean(jax.vmap(model)((x * 1e-5).astype(model.weight.dtype)) ** 2)
-
-    scaling = mpx.DynamicLossScaling(2.0)
-    text = mpx.explain_nonfinite(mpx.filter_grad(loss, scaling), "float16")(model, x)
-    assert text.startswith("float16 overflows first at")
-    assert "`keep_full`" in text
-    assert "`autocast=True`" in text
-    for options in ({"keep_full": (False, True)}, {"autocast": True}):
-        mended = mpx.filter_grad(loss, scaling, **options)
-        assert "othing overflows" in mpx.explain_nonfinite(mended, "float16")(model, x)
-
-
 # --- The backward pass ----------------------------------------------------------------------------
-
-
-def small_gradients(model, x):
-    return jnp.mean(jax.vmap(model)(x) ** 2) * x.dtype.type(1e-9)
-
-
-@pytest.mark.slow
-def test_a_larger_loss_scale_keeps_what_was_lost():
-    model, x = eqx.nn.Linear(4, "scalar", key=jax.random.key(0)), jnp.ones((8, 4))
-    plain = mpx.explain_nonfinite(eqx.filter_grad(small_gradients), "float16")(model, x)
-    assert "a float32 function, which has no loss scale" in plain
-
-    def lost(scale):
-        scaling = mpx.StaticLossScaling(scale)
-        grad = mpx.filter_grad(lambda m, x: 1e-9 * jnp.mean(jax.vmap(m)(x) ** 2).astype(
-            jnp.float32), scaling)  # fmt: skip
-        report = mpx.range_report(grad)(model, x)
-        zeros = max(row.float16.zero for row in report.rows if row.half)
-        return zeros, mpx.explain_nonfinite(grad, "float16")(model, x)
-
-    zeros, text = lost(1.0)
-    assert zeros > 0.5
-    assert "a larger loss scale keeps more of it" in text
-    zeros, text = lost(2.0**14)
-    assert zeros == 0
-    assert "Everything is finite, and nothing overflows float16" in text
 
 
 @pytest.mark.slow
@@ -496,14 +407,6 @@ def test_no_loss_scale_is_changed_where_there_is_none(size, told):
     assert "If the loss is scaled" in unknown or "a loss scale, or a larger one" in unknown
 
 
-def test_no_backward_pass_no_word_of_one():
-    text = mpx.explain_nonfinite(lambda x: x * 1e-9, "float16")(jnp.ones(3))
-    assert "lost to zero" in text
-    assert "100 %" in text
-    assert "backward" not in text
-    assert "loss scal" not in text
-
-
 # --- Other containers, cost, arguments ------------------------------------------------------------
 
 
@@ -522,3 +425,18 @@ def test_only_the_branch_of_this_platform_is_lowered():
         report = mpx.range_report(transform(fun))(jnp.ones(3))
         assert report.first_overflow().primitive == "mul"
         assert report.result == 3e6
+
+
+def test_arrays_go_to_the_host_in_parts(monkeypatch):
+    """What is not finite is followed from one part to the next."""
+
+    def fun(x):
+        y = jnp.log(x)
+        return lax.scan(lambda c, _: (jnp.exp(c) * c - c, None), y, None, length=3)[0] + y
+
+    x = jnp.array([0.0, 1.0])
+    whole = mpx.range_report(fun)(x)
+    monkeypatch.setattr("mpx_pde.ranges._meter._BYTES", 1)
+    parts = mpx.range_report(fun)(x)
+    assert parts.rows == whole.rows
+    assert [row.primitive for row in parts.rows if row.creates_nonfinite] == ["log"]

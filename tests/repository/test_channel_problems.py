@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import relative
-from pages import jax_defaults, module
+from pages import module
 
 
 problems = importlib.import_module("examples.problems")
@@ -34,33 +33,6 @@ def surface(seed, boxes, count):
     at[rows, axis] = np.where(end == 1, high[rows, axis], low[rows, axis])
     normals[rows, axis] = 2 * end - 1
     return jnp.asarray(at), normals.astype(np.float32)
-
-
-# --- Geometry --------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_smooth_distance_vanishes_on_boxes_alone():
-    boxes = [Box((0, 0, 0), (1, 2, 1)), Box((0, 0, 1), (0.5, 1, 2))]
-    at, normals = surface(0, boxes, 200)
-    there = geometry.distance(boxes, at + 1e-3 * normals) > 0
-    away = jax.jit(jax.vmap(lambda p: geometry.away(boxes, p)))
-    assert np.abs(away(at)).max() < 1e-4
-    near = away(at + 1e-2 * normals)[there]
-    # The distance over itself and `reach`; next to the other box it is smaller.
-    assert 0.15 < near.max() < 0.01 / 0.06
-    assert near.min() > 0.02
-    assert away(jnp.full((1, 3), 9.0)) == pytest.approx(1, abs=0.02)
-    # No direction of approach has a derivative that is none.
-    slopes = jax.jit(jax.vmap(jax.grad(lambda p: geometry.away(boxes, p))))(at)
-    assert np.isfinite(slopes).all()
-
-
-def test_distances_to_edges():
-    box = [Box((0, 0, 0), (2, 2, 2))]
-    at = jnp.array([[1.0, 1, 1], [1, 1, 2], [1, 2, 2], [1, 3, 3], [3, 3, 3], [1, -0.5, 0]])
-    want = np.array([np.sqrt(2), 1, 0, np.sqrt(2), np.sqrt(3), 0.5])
-    assert np.allclose(geometry.to_edges(box, at), want, atol=1e-6)
 
 
 # --- Conditions and points -------------------------------------------------------------------
@@ -104,73 +76,6 @@ def test_the_size_of_the_paper_has_a_larger_network_and_more_points(name):
 def test_a_problem_without_a_size_says_so():
     with pytest.raises(ValueError, match="`kovasznay` has no size 'paper'"):
         problems.load("kovasznay", "paper")
-
-
-@pytest.fixture(scope="module")
-def drawn():
-    """Points of some steps for the block of one problem."""
-    channel = module("three_fin_3d").CHANNEL
-    sizes = {"fluid": 512, "walls": 256, "sections": 6, "across": 12}
-    draw = jax.jit(jax.vmap(lambda key: channels.draw(channel, key, **sizes)))
-    with jax_defaults():
-        points = draw(jax.random.split(jax.random.key(0), 30))
-    return channel, jax.tree.map(np.asarray, points)
-
-
-@pytest.mark.slow
-def test_points_near_the_block_are_more_and_weigh_less(drawn):
-    channel, points = drawn
-    at, weight, calm = points["fluid"]
-    assert at.dtype == np.float32
-    assert (geometry.distance(channel.block, jnp.asarray(at.reshape(-1, 3))) > 0).all()
-    near = channels.surroundings(channel)
-    inside = ((at > near.low) & (at < near.high)).all(axis=-1)
-    assert 0.6 < inside.mean() < 0.7  # half of them, and a third of the others
-    # Weighted means are those over the fluid, to within what 30 × 512 points scatter by.
-    size = geometry.volume([channel.space]) - geometry.volume(channel.block)
-    share = (geometry.volume([near]) - geometry.volume(channel.block)) / size
-    assert weight.mean() == pytest.approx(1, abs=0.03)
-    assert (weight * inside).mean() == pytest.approx(share, abs=0.02)
-    want = 0.9 * geometry.volume([channel.space]) - sum(
-        geometry.volume([box]) * (box.low[0] + box.high[0]) / 2 for box in channel.block
-    )
-    assert (weight * at[..., 0]).mean() == pytest.approx(want / size, rel=0.03)
-    assert calm.min() < 0.1
-    assert calm.max() == 1
-
-
-def test_points_on_walls_and_sections(drawn):
-    channel, points = drawn
-    at, normals, slope, there = points["walls"]
-    chip = ((at[..., :2] > channel.chip.low) & (at[..., :2] < channel.chip.high)).all(axis=-1)
-    chip &= normals[..., 2] < 0
-    assert (slope == np.where(chip, channel.heat, 0)).all()
-    assert (at[chip][:, 2] == 0).all()
-    # Heat is given off where nothing covers the chip, on 0.72 − 0.42 of it.
-    last = slice(-256 // 4, None)
-    assert there[:, last].mean() == pytest.approx(1 - 0.42 / 0.72, abs=0.06)
-    covered = (np.abs(at[..., 1]) < 0.35) & (at[..., 0] > 0.4) & (at[..., 0] < 1) & chip
-    assert not there[covered].any()
-    assert there[~covered & (at[..., 0] > 0.01)].mean() > 0.97
-    at, fluid = points["sections"]
-    assert (at[..., 0] == at[..., :1, 0]).all()
-    # Where fins are, they take their part of a section of 1.1.
-    through = fluid.mean(axis=-1)[(at[..., 0, 0] > 0.52) & (at[..., 0, 0] < 0.88)]
-    assert through.mean() == pytest.approx(1 - (0.7 * 0.2 + 0.2 * 0.3 + 0.1 * 0.5) / 1.1, abs=0.01)
-
-
-@pytest.mark.slow
-def test_what_is_off_at_walls_and_through_sections(drawn):
-    channel, points = drawn
-    points = jax.tree.map(lambda x: jnp.asarray(x[0]), points)
-    fields = lambda p: jnp.stack([2 + 0 * p[0], *[0 * p[0]] * 3, 0.5 * p[1] + p[2]])
-    walls, sections = points["walls"], points["sections"]
-    wrong = walls.normals @ jnp.array([0.0, 0.5, 1.0]) - walls.slope
-    got = channels.heat_through_walls(fields, walls, GIVEN)
-    assert got == pytest.approx(float(jnp.mean(walls.there * wrong**2)), rel=1e-5)
-    got = channels.flow_through_sections(fields, sections, GIVEN)
-    open_ = np.asarray(sections.fluid).mean(axis=1)
-    assert got == pytest.approx(float(np.mean((2 * open_ - 1) ** 2)), rel=1e-5)
 
 
 # --- The equations, and finite volumes -------------------------------------------------------
@@ -229,94 +134,6 @@ def test_finite_volumes_solve_the_equations_that_are_trained(name, monkeypatch):
     coarse, fine = (rates_off(channel, residuals, cells) for cells in (20, 40))
     assert (fine < 2e-3).all()
     assert (coarse > 3 * fine).all()  # of second order
-
-
-@pytest.mark.slow
-def test_the_viscosity_of_eddies_is_differentiated(monkeypatch):
-    problem = module("fpga_zero_equation")
-    monkeypatch.setattr(problem, "CHANNEL", channel_of(mixing=0.1))
-
-    def nu(point):
-        slope = jax.jacfwd(smooth)(point)[:3]
-        strain = (slope + slope.T) / 2
-        length = channels.mixing_length(problem.CHANNEL, point[None])[0]
-        return 0.3 + length**2 * jnp.sqrt(2 * jnp.sum(strain**2) + 1e-6)
-
-    with jax.enable_x64(True):
-        at = jax.random.uniform(jax.random.key(3), (8, 3), jnp.float64) + jnp.array([0.7, -0.5, 0])
-        d = jax.vmap(problem.mpx.partials(smooth, problem.TERMS, **GIVEN))(at)
-        _, value, slopes = problem.viscosity(d, at)
-        want, want_slopes = jax.vmap(jax.value_and_grad(nu))(at)
-    assert relative(value, want) < 1e-12
-    assert relative(slopes.T, want_slopes) < 1e-12
-    assert np.abs(want_slopes).max() > 1e-3
-
-
-def duct(y, z, width, height):
-    """u of ∇²u = −1 in a rectangle, |y| ≤ width/2, 0 ≤ z ≤ height, by its Fourier series."""
-    n = np.arange(1, 40, 2)[:, None, None] * np.pi / height
-    shape = 1 - np.cosh(n * y[:, None]) / np.cosh(n * width / 2)
-    return np.sum(4 / height / n**3 * shape * np.sin(n * z), axis=0)
-
-
-@pytest.mark.slow
-def test_a_flow_that_is_fully_developed_is_that_of_a_duct():
-    # Over a slab along the whole floor, so that one wall is that of a solid.
-    space, slab = Box((0, -0.3, 0), (1.2, 0.3, 0.5)), Box((0, -0.3, 0), (1.2, 0.3, 0.1))
-    errors, drops = [], []
-    for cells in (10, 20):
-        channel = channels.Channel(space, (slab,), viscosity=0.1)
-        flow = volumes.steady(channel, cells, 1e-5, sound=3.4)
-        u, p = flow["fields"][0], flow["fields"][3]
-        assert np.isnan(u[:, :, flow["z"] < 0.1]).all()
-        above = flow["z"] > 0.1
-        want = duct(flow["y"], flow["z"][above] - 0.1, 0.6, 0.4)
-        at = round(0.9 * cells)
-        got = u[at][:, above]
-        errors.append(relative(got / got.mean(), want / want.mean()))
-        steepness = (p[at] - p[at - 1])[:, above].mean() * cells
-        drops.append(-steepness / 0.1 * want.mean() / got.mean() - 1)
-        assert np.abs(flow["flux"] / flow["flux"][0] - 1).max() < 1e-4
-    # What five-point differences on 6 × 4 and 12 × 8 cells of the section are off by themselves.
-    assert errors == pytest.approx([0.0497, 0.0172], rel=0.03)
-    assert drops == pytest.approx([-0.0987, -0.0292], rel=0.03)
-
-
-SMALL = channels.Channel(
-    Box((0, -0.3, 0), (1.0, 0.3, 0.5)),
-    (Box((0.3, -0.1, 0), (0.5, 0.1, 0.2)),),
-    viscosity=0.1,
-    chip=Box((0.2, -0.2), (0.6, 0.2)),
-    heat=2.0,
-)
-
-
-def coarser(flow, by):
-    """Means over cells, and NaN where one of them is solid."""
-    fields = flow["fields"]
-    n = [s // by for s in fields.shape[1:]]
-    return fields.reshape(5, n[0], by, n[1], by, n[2], by).mean(axis=(2, 4, 6))
-
-
-@pytest.mark.slow
-def test_flow_and_temperature_converge_and_keep_mass_and_heat():
-    channel = SMALL._replace(mixing=0.1)
-    flows = {cells: volumes.steady(channel, cells, 1e-7) for cells in (10, 20, 30)}
-    fields = {cells: coarser(flow, cells // 10) for cells, flow in flows.items()}
-    known = np.isfinite(fields[10]) & np.isfinite(fields[30])
-    off = lambda cells: [
-        relative(fields[cells][i][known[i]], fields[30][i][known[i]]) for i in range(5)
-    ]
-    coarse, fine = np.array(off(10)), np.array(off(20))
-    # Of first order, as around edges, a quarter.
-    assert (fine < 0.4 * coarse).all()
-    assert fine[0] < 0.05
-    assert fine[4] < 0.05
-    for flow in flows.values():
-        assert np.abs(flow["flux"] / flow["flux"][0] - 1).max() < 1e-6
-        t = flow["fields"][4]
-        assert np.nanmin(t) > -0.05
-        assert 0.85 < np.nanmax(t) < 1.1
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from helpers import avals, tree_equal_bits
 from pages import module
-from scipy.integrate import solve_ivp
 
 import mpx_pde as mpx
 
@@ -74,26 +73,6 @@ def test_a_skipped_step_changes_the_scaling_alone(broken):
 
 
 @pytest.mark.slow
-def test_skipped_steps_are_counted_early_and_late():
-    # Points that are no numbers, in two of each hundred steps.
-    def points(_, key):
-        points = jax.random.uniform(key, (shared.STEPS_PER_CALL, 16, 1))
-        return points.at[jnp.array([5, 15])].set(jnp.nan)
-
-    outcome = trainer(points=points)(0)
-    assert outcome.skipped == 4
-    assert outcome.skipped_after_warm_up == 3  # of 200 steps the first ten are warm-up
-
-
-@pytest.mark.slow
-def test_a_training_ends_where_its_follower_says():
-    told = []
-    follow = lambda steps, loss, scaling: told.append(steps) or len(told) == 1
-    assert trainer()(0, follow=follow).steps == 100
-    assert told == [100]
-
-
-@pytest.mark.slow
 def test_naive_float16_is_float16_everywhere():
     network = mpx.nn.CoordinateMLP(
         2, "scalar", 8, 2, key=jax.random.key(0), fourier_features=(4, 1.0)
@@ -107,16 +86,6 @@ def test_naive_float16_is_float16_everywhere():
     assert plain(point).dtype == jnp.float16
     # The same function, but for rounding: some ten roundings of 2^-11 of values of about 1.
     assert np.isclose(plain(point), network(point.astype(jnp.float32)), atol=2.0**-6)
-
-
-@pytest.mark.slow
-def test_points_are_chosen_where_residuals_are_large():
-    points = jnp.linspace(0, 1, 1000)[:, None]
-    residuals = jnp.where(points[:, 0] < 0.1, 1.0, 0.0)
-    batches = shared.choose(jax.random.key(0), points, residuals, 64)
-    assert batches.shape == (shared.STEPS_PER_CALL, 64, 1)
-    # A tenth of the points with density 10 + 4, the others with 4: 28 %, give or take 6400 draws.
-    assert np.isclose(np.mean(batches < 0.1), 0.28, atol=0.03)
 
 
 # --- The references --------------------------------------------------------------------------
@@ -153,22 +122,6 @@ def test_spectral_solver_is_of_fourth_order():
         assert 12 < coarse / half < 20  # 2⁴
 
 
-def test_spectral_solver_against_another_integrator():
-    u = np.cos(np.pi * periodic(64))
-    k = np.pi * np.arange(33)
-    diffuse = lambda u: np.fft.irfft(-SMALL["diffusivity"] * k**2 * np.fft.rfft(u), 64)
-    rate = lambda _, u: diffuse(u) + SMALL["reaction"] * (u - u**3)
-    other = solve_ivp(rate, (0, 0.5), u, method="DOP853", rtol=1e-11, atol=1e-12).y[:, -1]
-    assert np.allclose(spectral.allen_cahn(u, steps=200, **SMALL)[-1], other, atol=1e-8)
-
-
-@pytest.mark.parametrize("value", [1.0, -1.0, 0.0])
-def test_spectral_solver_rests_at_the_fixed_points(value):
-    u = spectral.allen_cahn(np.full(32, value), steps=100, **SMALL)
-    assert u.shape == (101, 32)
-    assert np.allclose(u, value, atol=1e-13)
-
-
 def test_allen_cahn_reference_is_fine_enough():
     """Errors of the trainings are above 1e-5."""
     example = module("allen_cahn")
@@ -186,20 +139,6 @@ def test_the_right_hand_side_in_many_dimensions_is_the_laplacian():
     trace = jax.jit(jax.vmap(lambda p: jnp.sum(jax.vmap(lambda e: column(p, e))(jnp.eye(1000)))))
     # Sums of 1,000 terms of either sign in float32.
     assert np.allclose(trace(x), jax.vmap(example.right_hand_side)(x), rtol=1e-4)
-
-
-@pytest.mark.slow
-def test_allen_cahn_network_meets_the_initial_values_and_is_periodic():
-    example = module("allen_cahn")
-    u = example.AllenCahnNetwork(key=jax.random.key(0))
-    points, want = example.reference()
-    values = shared.values_at(u, points).reshape(101, 257)
-    assert np.allclose(values[0], want.reshape(101, 257)[0], atol=1e-6)
-    assert np.allclose(values[:, 0], values[:, -1], atol=1e-5)
-    slope = jax.jit(jax.vmap(mpx.partials(u, ["u_x"], coords="tx", outputs="u")))
-    edges = [slope(jnp.asarray([[0.9, x]]))["u_x"][0] for x in (-1.0, 1.0)]
-    # What is left of the jump by 4 of the initial slope: 4 e^(−9).
-    assert np.isclose(*edges, atol=1e-3)
 
 
 @pytest.mark.slow

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks import _deviceless, predicted
-from benchmarks.__main__ import questions
+from benchmarks import predicted
 from benchmarks._chips import H100
 from benchmarks._hlo import Module, Shape, shapes
 from benchmarks._roofline import KINDS, Roofline, largest, summary
@@ -44,22 +43,6 @@ def test_bytes_and_operations_are_those_of_a_hand_count():
     assert gemm.line == "project/model.py:12 Model.__call__"
     # A row in, a row out, and where.
     assert (update.read, update.written) == (32 + 4, 32)
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "kind", "products"),
-    [("dot_bf16_bf16_f32_x3", "half", 3), ("dot_tf32_tf32_f32_x3", "tf32", 3), (None, "tf32", 1)],
-)
-def test_a_split_product_is_several(algorithm, kind, products):
-    asked = f", algorithm={algorithm}" if algorithm else ""
-    text = (
-        "HloModule m\n\nENTRY %main (a: f32[4,8], b: f32[8,2]) -> f32[4,2] {\n"
-        "  %a = f32[4,8]{1,0} parameter(0)\n  %b = f32[8,2]{1,0} parameter(1)\n"
-        "  ROOT %dot = f32[4,2]{1,0} dot(%a, %b), lhs_contracting_dims={1}, "
-        f"rhs_contracting_dims={{0}}{asked}\n}}\n"
-    )
-    (dot,) = Roofline(Module.parse(text)).kernels()
-    assert dot.products == {kind: products * 2 * 4 * 8 * 2}
 
 
 def test_times_are_the_longest_of_what_a_kernel_does():
@@ -107,32 +90,9 @@ def test_the_traffic_of_small_steps_may_hardly_grow():
     assert len(predicted.growth(before, {"a": before["a"]})) == 1
 
 
-def test_every_problem_has_a_command_that_settles_it():
-    for problem in (*predicted.PROBLEMS, *predicted.QUICK):
-        assert problem.command.split()[0] in questions()
-        assert {"float32", "TF32", "mpx_pde float16"} <= set(problem.task().rivals)
-
-
 def test_the_ideal_is_the_products_and_the_state():
     module = Module.parse(TEXT)
     seconds = predicted.ideal_seconds(module, Roofline(module).kernels(), H100)
     # Parameters of 3200, 320, 64, 32 and 4 bytes in, 3200 out.
     moved = (2 * 3200 + 320 + 64 + 32 + 4) / (3.35e12 * 0.85)
     assert seconds == pytest.approx(5 * 640 / (989e12 * 0.6) + moved)
-
-
-def test_a_program_for_an_h100():
-    half = jax.ShapeDtypeStruct((1024, 1024), jnp.float16)
-    try:
-        program = _deviceless.compile_for(
-            "h100", lambda x, y: jnp.tanh(x @ y), half, half, compiler_options=_deviceless.CUBLAS
-        )
-    except _deviceless.TargetUnavailable as error:
-        pytest.skip(str(error))
-    kernels = predicted.kernels_of(program.module)
-    record = summary(kernels, H100)
-    assert record["operations"] == {"half": 2.0 * 1024**3}
-    # Three arrays through the product, two through what follows.
-    assert record["bytes"] == pytest.approx(5 * 2 * 1024**2, rel=0.01)
-    # The product takes longer than its memory, what follows less than a launch.
-    assert record["seconds"] == pytest.approx(2 * 1024**3 / (989e12 * 0.6) + H100.launch)

@@ -9,31 +9,18 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 import pytest
-from helpers import HALVES, avals, running, tree_allclose, tree_equal_bits
-from jax import lax
-from jax.sharding import AxisType, PartitionSpec as P
+from helpers import HALVES, avals, running, tree_equal_bits
 
 import mpx_pde as mpx
-
-
-FULL = "params=float32,compute=float32,output=float32"
 
 
 def scaler(exponent, **kwargs):
     return running(mpx.DynamicLossScaling(2.0**exponent, **kwargs))
 
 
-def mlp():
-    return eqx.nn.MLP(2, 1, 8, 1, activation=jnp.tanh, key=jax.random.key(0))
-
-
 def batch():
     x = jnp.linspace(-1, 1, 24).reshape(12, 2)
     return x, jnp.sin(3 * x[:, :1]) + 2
-
-
-def mse(model, x, y):
-    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
 
 def mean_product(w, x):
@@ -43,22 +30,6 @@ def mean_product(w, x):
 
 def accumulated(*args, **kwargs):
     return eqx.filter_jit(mpx.filter_accumulated_value_and_grad(*args, **kwargs))
-
-
-@pytest.mark.parametrize(
-    ("micro_batches", "options"),
-    [
-        (1, {"policy": FULL}),
-        (3, {"policy": FULL}),
-        (3, {"use_mixed_precision": False}),
-    ],
-)
-def test_in_float32_it_is_the_whole_batch(micro_batches, options):
-    want = eqx.filter_jit(eqx.filter_value_and_grad(mse))(mlp(), *batch())
-    step = accumulated(mse, scaler(10), micro_batches, **options)
-    value, _, finite, grads = step(mlp(), *batch())
-    assert finite
-    assert tree_allclose((value, grads), want)
 
 
 @pytest.mark.slow
@@ -137,19 +108,6 @@ def test_consecutive_blocks_along_the_axes():
     assert tree_equal_bits(splits(0, x, x), ((x_rows, x_rows), {}))
 
 
-@pytest.mark.slow
-def test_in_axes_is_a_prefix():
-    x = {"a": jnp.arange(4.0), "b": jnp.ones((3, 4))}
-    points = [jnp.arange(2.0), (jnp.arange(6), None)]
-    ((x_out, points_out), _) = splits(({"a": 0, "b": 1}, 0), x, points)
-    assert tree_equal_bits(x_out, {"a": x["a"].reshape(2, 2), "b": jnp.ones((2, 3, 2))})
-    assert tree_equal_bits(
-        points_out, [points[0].reshape(2, 1), (jnp.arange(6).reshape(2, 3), None)]
-    )
-    ((x_out, points_out), _) = splits((None, 0), x, points)
-    assert tree_equal_bits(x_out["a"], jnp.stack([x["a"]] * 2))
-
-
 def test_keys_scalars_states_and_keywords_are_passed_whole():
     key, state = jax.random.key(0), eqx.nn.State(eqx.nn.StateIndex(jnp.ones(3)))
     scalar, numpy, text = jnp.float32(2.0), np.arange(4.0, dtype=np.float32), "text"
@@ -184,81 +142,3 @@ def test_aux_is_stacked_and_in_the_output_dtype():
         # As without accumulation.
         assert aux["static"] == (None, "text", jnp.tanh, 2, 1.5)
         assert tree_equal_bits(aux["x"], [x.reshape(3, 2, 1).astype(dtype)])
-
-
-# --- Transformations -----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("weights", "check_vma"),
-    [("replicated", True), ("of each device", True), ("of each device", False)],
-)
-def test_devices_agree(weights, check_vma):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:8])
-
-    def device_step(w, scaling, x):
-        if check_vma and weights == "of each device":
-            w = lax.pcast(w, "x", to="varying")
-        _, scaling, finite, grads = mpx.filter_accumulated_value_and_grad(
-            mean_product, scaling, 2, axis_name="x"
-        )(w, x)
-        grads = lax.pmean(grads, "x") if weights == "of each device" or not check_vma else grads / 8
-        return jtu.tree_map(lambda x: x[None], (scaling, finite, grads))
-
-    step = jax.jit(
-        jax.shard_map(
-            device_step,
-            mesh=mesh,
-            in_specs=(P(), P(), P("x")),
-            out_specs=P("x"),
-            check_vma=check_vma,
-        )
-    )
-    ones = jnp.ones((32, 2))
-    for x, exponent, good in [(ones, 5, True), (ones.at[13, 1].set(6e4), 3, False)]:
-        scaling, finite, grads = step(jnp.ones(2), scaler(4, period=1), x)
-        np.testing.assert_array_equal(finite, np.full(8, good))
-        np.testing.assert_array_equal(scaling.loss_scaling, np.full(8, 2.0**exponent))
-        np.testing.assert_array_equal(grads[:, 0], np.ones(8))
-
-
-def test_float64():
-    with jax.enable_x64(True):
-        w, x = jnp.ones(2, jnp.float64), jnp.ones((4, 2), jnp.float64)
-        value, scaling, finite, grads = accumulated(mean_product, scaler(4), 2)(w, x)
-        assert tree_equal_bits((value, grads), (jnp.float32(2.0), w))
-        assert avals(scaling) == avals(scaler(4))
-
-
-def test_keys_are_split_by_the_caller():
-    """One key is the same in all micro-batches; of several each gets its own, an array of one."""
-
-    def loss(w, x, key):
-        key = key if key.ndim == 0 else key[0]
-        noise = jax.random.normal(key)
-        return jnp.sum(w) * jnp.mean(x), noise
-
-    accumulated = mpx.filter_accumulated_value_and_grad(
-        loss, mpx.NoOpLossScaling(), 4, has_aux=True
-    )
-    w, x, key = jnp.ones(2), jnp.ones(8), jax.random.key(0)
-    (_, one), *_ = accumulated(w, x, key)
-    (_, several), *_ = accumulated(w, x, jax.random.split(key, 4))
-    assert len(set(one.tolist())) == 1
-    assert len(set(several.tolist())) == 4
-
-
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("mixed", [True, False])
-def test_numpy_masters_in_float64(mixed):
-    """As a file of weights holds them: without 64-bit types they are float32 in JAX."""
-    w = np.ones(2)
-    loss = lambda w, x: jnp.sum(jnp.asarray(w) * jnp.mean(x))
-    accumulated = mpx.filter_accumulated_value_and_grad(
-        loss, mpx.NoOpLossScaling(), 2, use_mixed_precision=mixed
-    )
-    plain = mpx.filter_grad(loss, mpx.NoOpLossScaling(), use_mixed_precision=mixed)
-    for grads in (accumulated(w, jnp.ones(4))[-1], plain(w, jnp.ones(4))[-1]):
-        assert grads.dtype == jnp.float32
-        np.testing.assert_array_equal(grads, [1.0, 1.0])

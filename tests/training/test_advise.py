@@ -68,18 +68,6 @@ def test_it_tells_the_error_of_each_gradient(advice):
 
 
 @pytest.mark.slow
-def test_the_call_that_it_writes_runs():
-    loss, scaling = fit, mpx.DynamicLossScaling()
-    with jax.numpy_dtype_promotion("standard"):
-        advice = mpx.advise(fit, keep_full=(False, True))(network(), X)
-    for row in advice.rows:
-        call = eval(mpx.training._advise._written(row, False), {"mpx_pde": mpx, **locals()})
-        assert callable(call)
-    written = mpx.training._advise._written(advice.rows[3], False)
-    assert "keep_full=(False, True)" in written
-
-
-@pytest.mark.slow
 def test_memory_is_that_of_the_program_and_grows_with_the_batch(advice):
     row = advice.rows[0]
     model, static = eqx.partition(network(), eqx.is_array)
@@ -158,17 +146,6 @@ def test_what_fails_in_half_alone_is_a_row():
     advice = mpx.advise(loss, autocast={})(jnp.ones(3), jnp.ones(3))
     assert "float32 and float16 alone" in advice.rows[4].failed
     assert "bfloat16 throughout fails: NotImplementedError" in str(advice)
-
-
-@pytest.mark.slow
-def test_float64_is_the_measure_where_there_is_one():
-    with jax.enable_x64(True):
-        model = jtu.tree_map(
-            lambda x: x.astype(jnp.float32) if eqx.is_inexact_array(x) else x, network()
-        )
-        advice = mpx.advise(fit)(model, X)
-    assert advice.reference == "float64"
-    assert 0 < advice.rows[0].error < 1e-5
 
 
 def test_bad_calls(unchecked_annotations):

@@ -106,25 +106,6 @@ def test_frozen_features_are_never_rounded(how):
     np.testing.assert_allclose(step(network, x)[0], inside(network, x), rtol=2.0**-12)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", HOW)
-def test_a_coefficient_of_the_equation_stays_float32(how):
-    # Wide enough that most of the products are not those of the first layer.
-    network = nn.CoordinateMLP(2, "scalar", 16, 3, key=KEY)
-    model = Inverse(network, mpx.FullPrecision(jnp.array(0.1)), jnp.array(0.1))
-
-    def loss(model, points):
-        u = jax.vmap(model.network)(points).astype(jnp.float32)
-        return (model.viscosity.value - 0.1) * 2.0**20 + 0 * jnp.sum(u)
-
-    options = {"keep_full": (False, True), **HOW[how]}
-    step = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), **options)
-    value, _, _, grads = eqx.filter_jit(step)(model, POINTS)
-    assert value == 0  # with a rounded coefficient it is -25
-    assert grads.viscosity.value.dtype == jnp.float32
-    assert grads.viscosity.value == 2.0**20
-
-
 def test_an_array_in_full_precision():
     kept = mpx.FullPrecision(jnp.array(0.1))
     assert kept.value == jnp.float32(0.1)

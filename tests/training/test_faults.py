@@ -10,10 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import tree_equal_bits
 
 import mpx_pde as mpx
-from mpx_pde.derivatives import telemetry
 
 
 KINDS = ("clean", "nan batch", "inf batch", "corrupted sample", "overflow", "zero gradients")
@@ -119,13 +117,6 @@ def test_ten_overflows_in_a_row_and_a_scale_at_its_minimum():
     assert not np.array_equal(weights[13], weights[-1])
 
 
-@pytest.mark.slow
-def test_gradients_that_are_all_zero_are_finite():
-    states, finite = run(jnp.full(LENGTH, 5, jnp.int32))
-    assert np.all(finite)
-    assert states[2].loss.loss_scaling[-1] == HIGHEST
-
-
 class TestErrorIfStuck:
     def test_counts_what_it_is_asked_to(self):
         scaling = mpx.DynamicLossScaling()
@@ -158,33 +149,6 @@ class TestErrorIfStuck:
         with pytest.raises(eqx.EquinoxRuntimeError, match=reason):
             mpx.error_if_stuck(scaling, scaling, max_consecutive_skips=1)
 
-    @pytest.mark.slow
-    def test_tells_of_each_member_of_an_ensemble(self):
-        """States that are stacked, as they come out of a step under `vmap`."""
-        first, no = start()[1][2], jnp.array(False)
-        clean = jnp.zeros_like(first.derivatives.counts)
-        lost, small = clean.at[1, -1].set(2), clean.at[0, :9].set(1)
-        members = [
-            first.adjust(jnp.array(True), small),
-            first.adjust(no, lost).adjust(no, lost),
-            first.adjust(no, clean),
-        ]
-        stacked = jax.tree.map(lambda *x: jnp.stack(x), *members)
-        derivatives = stacked.derivatives
-        for i, member in enumerate(members):
-            own = member.derivatives
-            np.testing.assert_array_equal(derivatives.at_minimum[i], own.at_minimum)
-            np.testing.assert_array_equal(derivatives.finite(derivatives)[i], own.finite(own))
-            here = jax.tree.map(lambda x, i=i: x[i], telemetry(stacked))
-            assert tree_equal_bits(here, telemetry(member))
-        assert mpx.error_if_stuck(stacked, stacked, max_consecutive_skips=3) is not None
-        with pytest.raises(eqx.EquinoxRuntimeError, match=r"2 steps .* derivatives of the network"):
-            mpx.error_if_stuck(stacked, stacked, max_consecutive_skips=2)
-        # The reason of one that is not stuck is none.
-        late = eqx.tree_at(lambda s: s.consecutive_skips, stacked, jnp.array([0, 0, 2]))
-        with pytest.raises(eqx.EquinoxRuntimeError, match="gradients at a loss scale that can"):
-            mpx.error_if_stuck(late, late, max_consecutive_skips=2)
-
     @pytest.mark.parametrize("scaling", [mpx.NoOpLossScaling(), mpx.StaticLossScaling(2.0)])
     def test_needs_a_scaling_that_counts(self, scaling):
         with pytest.raises(TypeError, match=r"`error_if_stuck` needs a scaling that counts"):
@@ -195,13 +159,6 @@ class TestErrorIfStuck:
         scaling = mpx.DynamicLossScaling()
         with pytest.raises(ValueError, match="`max_consecutive_skips`"):
             mpx.error_if_stuck(scaling, scaling, max_consecutive_skips=limit)
-
-    def test_the_way_to_count_without_scaling(self):
-        scaling = mpx.DynamicLossScaling(1, 1, max_loss_scaling=1)
-        for finite in (True, False, True):
-            scaling = scaling.adjust(jnp.array(finite))
-            assert scaling.loss_scaling == 1
-        assert scaling.skipped_steps == 1
 
 
 class Biased(eqx.Module):

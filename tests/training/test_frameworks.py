@@ -58,30 +58,9 @@ def init(optimizer, model, is_param=eqx.is_inexact_array):
 # --- Models --------------------------------------------------------------------------------------
 
 
-class Tied(eqx.Module):
-    """One weight in two places."""
-
-    shared: eqx.nn.Shared
-
-    def __init__(self, *, key):
-        keys = jax.random.split(key)
-        layers = (eqx.nn.Linear(2, 4, key=keys[0]), eqx.nn.Linear(4, 2, key=keys[1]))
-        self.shared = eqx.nn.Shared(
-            layers, where=lambda ls: ls[1].weight, get=lambda ls: jnp.transpose(ls[0].weight)
-        )
-
-    def __call__(self, x):
-        encode, decode = self.shared()
-        return decode(jnp.tanh(encode(x)))
-
-
 class Params(NamedTuple):
     weights: list
     bias: jax.Array
-
-
-def tied_model(key):
-    return Tied(key=key), lambda model, x: jax.vmap(model)(x)
 
 
 def tuple_model(key):
@@ -116,26 +95,15 @@ def nnx_module_model(key):
 
 
 MODELS = {
-    "eqx.nn.Shared": tied_model,
     "NamedTuple, list": tuple_model,
     "flax.linen variables": linen_model,
     "flax.nnx module": nnx_module_model,
 }
 
 
-# Flax's normalisation layers promote float16 with float32 by themselves.
-PROMOTION = {"flax.linen variables": "standard"}
-
-
-@pytest.fixture
-def promotion(kind):
-    with jax.numpy_dtype_promotion(PROMOTION.get(kind, "strict")):
-        yield
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(MODELS))
-def test_models(kind, promotion):
+def test_models(kind, standard_promotion):
     model, apply = MODELS[kind](jax.random.key(0))
     x, target = jax.random.normal(jax.random.key(1), (2, 16, 2))
 
@@ -192,13 +160,6 @@ class NormNet(eqx.Module):
         return jnp.tanh(x), state
 
 
-class Counter(eqx.Module):
-    index: eqx.nn.StateIndex
-
-    def __init__(self):
-        self.index = eqx.nn.StateIndex(jnp.zeros(()))
-
-
 def norm_loss(model, state, x):
     # Statistics that pass through half precision on the way would come back as float32 too.
     assert all(s.dtype in (jnp.float32, jnp.int32, jnp.bool_) for s in jtu.tree_leaves(state))
@@ -212,18 +173,10 @@ def unwrapped(layer):
 
 # Mode "ema" selects between its inputs' dtype and its state's, which Equinox wants equal.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mode", "wrap", "promotes"),
-    [("batch", unwrapped, "standard"), ("ema", mpx.FullPrecision, "strict")],
-)
-def test_batch_norm(mode, wrap, promotes):
+@pytest.mark.parametrize(("mode", "wrap"), [("batch", unwrapped), ("ema", mpx.FullPrecision)])
+def test_batch_norm(mode, wrap, standard_promotion):
     """Running statistics stay float32 and roll back, though the layer runs in half precision; and
-    `FullPrecision` works around a layer with state, and under strict promotion."""
-    with jax.numpy_dtype_promotion(promotes):
-        check_batch_norm(mode, wrap)
-
-
-def check_batch_norm(mode, wrap):
+    `FullPrecision` works around a layer with state."""
     model, state = eqx.nn.make_with_state(NormNet)(mode, wrap, key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (16, 2))
     optimizer = optax.adam(1e-2)
@@ -245,9 +198,8 @@ def check_batch_norm(mode, wrap):
     assert not tree_equal_bits(after, before)
     assert dtypes(after) == dtypes(before)
 
-    with jax.numpy_dtype_promotion("standard"):
-        model32, state32 = eqx.nn.make_with_state(NormNet)(mode, wrap, key=jax.random.key(0))
-        _, state32 = norm_loss(model32, state32, x)
+    model32, state32 = eqx.nn.make_with_state(NormNet)(mode, wrap, key=jax.random.key(0))
+    _, state32 = norm_loss(model32, state32, x)
     assert tree_allclose(state, state32, "float16")
 
     kept = (model, opt_state)
@@ -257,69 +209,6 @@ def check_batch_norm(mode, wrap):
     assert not bool(finite)
     assert tree_equal_bits(state, after)
     assert tree_equal_bits((model, opt_state), kept)
-
-
-@pytest.mark.slow
-def test_state_that_is_set_outside_of_vmap_rolls_back():
-    """Setting a state invalidates the one it came from; the caller's own must survive that."""
-    holder, state = eqx.nn.make_with_state(Counter)()
-
-    def loss(w, state, x):
-        state = state.set(holder.index, state.get(holder.index) + 1)
-        return jnp.sum(w * x), state
-
-    for x, count in [(1.0, 1.0), (np.inf, 1.0)]:
-        scaling = mpx.DynamicLossScaling(FACTOR)
-        _, finite, _, new_state = mpx.filter_grad(loss, scaling, has_aux=True)(
-            jnp.ones(1), state, jnp.full(1, x)
-        )
-        state = mpx.select_tree(finite, new_state, state)
-        assert finite == np.isfinite(x)
-        assert state.get(holder.index) == count
-
-
-@pytest.mark.slow
-def test_an_nnx_model_with_other_variables():
-    """`nnx.split(model, nnx.Param, ...)`: parameters first, statistics and PRNG state beside."""
-
-    class Net(nnx.Module):
-        def __init__(self, rngs):
-            self.linear = nnx.Linear(2, 4, rngs=rngs)
-            self.norm = nnx.BatchNorm(4, momentum=0.5, rngs=rngs)
-            self.dropout = nnx.Dropout(0.5, rngs=rngs)
-
-        def __call__(self, x):
-            return self.dropout(self.norm(self.linear(x)))
-
-    graphdef, params, rest = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
-    x = jax.random.normal(jax.random.key(1), (16, 2))
-    optimizer = optax.adam(1e-2)
-    state = init(optimizer, params)
-
-    def loss(params, rest, x):
-        # A copy, since variables may only change at the trace level that made them.
-        model = nnx.merge(graphdef, params, rest, copy=True)
-        assert {p.dtype for p in jtu.tree_leaves(params)} == {jnp.dtype("float16")}
-        assert {v.dtype for v in jtu.tree_leaves(rest)} >= {jnp.dtype("float32")}
-        out = model(x)
-        return jnp.mean(out.astype(jnp.float32) ** 2), nnx.state(model, nnx.Not(nnx.Param))
-
-    @jax.jit
-    def step(params, rest, state, x):
-        with jax.numpy_dtype_promotion("standard"):
-            _, finite, grads, new_rest = mpx.filter_grad(
-                loss, mpx.DynamicLossScaling(FACTOR), has_aux=True, keep_full=(False, True, False)
-            )(params, rest, x)
-        params, state = mpx.optimizer_update(params, optimizer, state, grads, finite)
-        return params, mpx.select_tree(finite, new_rest, rest), state, finite
-
-    new_params, new_rest, new_state, finite = step(params, rest, state, x)
-    assert bool(finite)
-    assert dtypes((new_params, new_rest, new_state)) == dtypes((params, rest, state))
-    assert not tree_equal_bits(new_rest, rest)
-    *kept, finite = step(new_params, new_rest, new_state, x.at[0, 0].set(jnp.inf))
-    assert not bool(finite)
-    assert tree_equal_bits(kept, [new_params, new_rest, new_state])
 
 
 # --- Optimizers ----------------------------------------------------------------------------------
@@ -406,12 +295,6 @@ def make_optimizer(name):
     return make(**options), CALLED_WITH.get(name, lambda params: {})
 
 
-def test_the_list_of_optimizers_is_found():
-    assert {"adam", "adamw", "sgd", "lion", "lamb", "lars", "adafactor", "rmsprop"} < {*OPTIMIZERS}
-    assert {"novograd", "yogi", "radam", "sm3", "adabelief", "lbfgs"} < {*OPTIMIZERS}
-    assert len(OPTIMIZERS) > 30
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
@@ -446,24 +329,9 @@ def test_optimizers(name, dtype, standard_promotion):
 
     for grads in (spoiled(gradients(2, dtype)), gradients(2, dtype)):
         # The flag decides, not the gradients: finite ones are skipped as well.
-        kept = step(*new, grads, jnp.array(False))
+        with jax.debug_nans(True):  # nothing on the way is NaN
+            kept = step(*new, grads, jnp.array(False))
         assert tree_equal_bits(kept, new)
-
-
-@pytest.mark.slow
-def test_a_schedule_does_not_advance_on_skipped_steps():
-    schedule = optax.linear_schedule(1.0, 0.0, 4)
-    optimizer = optax.inject_hyperparams(optax.sgd)(learning_rate=schedule)
-    params = {"w": jnp.zeros(1)}
-    state = init(optimizer, params)
-    moves = []
-    for finite in (True, False, False, True, False, True):
-        grads = {"w": jnp.array([1.0 if finite else jnp.nan])}
-        new, state = mpx.optimizer_update(params, optimizer, state, grads, jnp.array(finite))
-        moves.append(float((params["w"] - new["w"])[0]))
-        params = new
-    # Quarters, and their sums, are exact.
-    assert moves == [1.0, 0.0, 0.0, 0.75, 0.0, 0.5]
 
 
 def test_an_optimizer_without_extra_arguments_ignores_them():
@@ -489,9 +357,3 @@ def test_float64_losses_and_full_precision_parts():
         assert value.dtype == grads.dtype == jnp.float64
         np.testing.assert_array_equal(grads, x)
         assert value == 3.0 + 2.0**-40
-
-
-def test_strict_promotion_is_on():
-    """Silent upcasts would pass this file if it were not."""
-    with pytest.raises(Exception, match="no available implicit dtype promotion path"):
-        _ = jnp.ones(2, jnp.float16) + jnp.ones(2, jnp.float32)

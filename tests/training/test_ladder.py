@@ -74,19 +74,6 @@ def test_without_it_rounding_is_where_the_training_ends(climbed):
     assert told == 0  # by what bfloat16 sees of it
 
 
-@pytest.mark.slow
-def test_to_the_top():
-    ladder = mpx.PrecisionLadder(("half", "full"), interval=20, say=None)
-    model, ladder, rungs, _, _ = train(ladder, 240)
-    assert ladder.at_top
-    assert rungs[-1] == "full"
-    assert ladder.options == {"use_mixed_precision": False}
-    assert ladder.update(260, cancelling, None)(model, X) is ladder
-    # At the top it may be asked all the same.
-    with pytest.raises(ValueError, match="jax_enable_x64"):
-        ladder.floor(cancelling, None)
-
-
 def test_it_measures_between_its_intervals_alone():
     calls = []
 
@@ -130,11 +117,6 @@ def test_it_takes_the_options_of_the_step():
     assert update(model, X).rung == "float32"
 
 
-def test_the_rung_of_a_program_is_no_value_of_it():
-    with pytest.raises(TypeError, match=r"`PrecisionLadder`.*filter_jit"):
-        jax.jit(lambda ladder: jnp.zeros(len(ladder.rung)))(mpx.PrecisionLadder())
-
-
 def test_errors(unchecked_annotations):
     ladder = mpx.PrecisionLadder
     with pytest.raises(ValueError, match=r"'half', 'tensorfloat32'.* in `rungs`, but got 'float8'"):
@@ -156,3 +138,8 @@ def test_errors(unchecked_annotations):
         ladder().update(jnp.zeros(()), cancelling, None)
     with jax.enable_x64(True):
         assert ladder(("half", "full", "float64")).rungs[-1] == "float64"
+
+
+def test_the_rung_of_a_program_is_no_value_of_it():
+    with pytest.raises(TypeError, match=r"`PrecisionLadder`.*filter_jit"):
+        jax.jit(lambda ladder: jnp.zeros(len(ladder.rung)))(mpx.PrecisionLadder())

@@ -56,11 +56,6 @@ def test_options_are_the_same_in_another_process():
         mpx.check_scaling_options(mpx.scaling_options(custom(jnp.tanh)), custom(jnp.sin))
 
 
-def test_scalings_inside_of_scalings_are_compared():
-    with pytest.raises(ValueError, match=r"\.inner: period was 2000 and is 5"):
-        mpx.check_scaling_options(mpx.scaling_options(custom(None)), custom(None, period=5))
-
-
 def test_options_go_through_json():
     tree = state()
     options = json.loads(json.dumps(mpx.scaling_options(tree), allow_nan=False))
@@ -94,13 +89,3 @@ def test_options_of_derivative_scalings(make, want):
     # Static parts are compared and hashed, so that a step is compiled once.
     assert jax.tree.structure(copied) == jax.tree.structure(make(mpx.DerivativeScaling))
     assert len({jax.tree.structure(x) for x in (copied, scaling)}) == 1
-
-
-def test_a_plain_scaling_is_found_at_the_root():
-    mpx.check_scaling_options(
-        mpx.scaling_options(mpx.DynamicLossScaling()), mpx.DynamicLossScaling(4.0)
-    )
-    with pytest.raises(ValueError, match=r"factor was 2\.0 and is 4\.0"):
-        mpx.check_scaling_options(
-            mpx.scaling_options(mpx.DynamicLossScaling()), mpx.DynamicLossScaling(factor=4)
-        )
