@@ -85,6 +85,8 @@ MET = {  # the conditions that the form of a deep network meets: faces, and the 
     "kovasznay": ("x0 x1 y0 y1", 2),
     "taylor_green": ("t0", 2),
     "sine_gordon": ("t0 x0 x1", 1),
+    "helmholtz": ("x0 x1 y0 y1", 1),
+    **dict.fromkeys(("cavity", "kuramoto_sivashinsky", "poisson_nd"), ("", 0)),
 }
 
 
@@ -100,6 +102,8 @@ def test_the_network_of_the_deep_recipe_meets_the_conditions(name):
     with jax.enable_x64(True):
         model = deep.Network(problem.deep, jnp.float64, key=jax.random.key(0))
         low, high = (np.asarray(x, float) for x in (problem.deep.low, problem.deep.high))
+        inside = jnp.asarray(np.random.default_rng(1).uniform(low, high, (8, len(low))))
+        assert np.isfinite(jax.vmap(problem.deep.residual, (None, 0))(model, inside)).all()
         for face in faces.split():
             axis = problem.coords.replace("s", "t").index(face[0])
             points = np.random.default_rng(0).uniform(low, high, (20, len(low)))
