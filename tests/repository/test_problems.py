@@ -90,6 +90,7 @@ MET = {  # the conditions that the form of a deep network meets: faces, and the 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MET)
 def test_the_network_of_the_deep_recipe_meets_the_conditions(name):
     problem = problems.load(name)
