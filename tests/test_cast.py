@@ -497,10 +497,8 @@ def test_a_compiled_function_notices_who_asks():
     x = jnp.ones(3)
     assert behind(x).dtype == jnp.float32
     loss = lambda w, x: jnp.sum(w) + jnp.sum(behind(x).astype(w.dtype))
-    jaxpr = jax.make_jaxpr(
-        lambda x: mpx.filter_grad(loss, mpx.DynamicLossScaling(), keep_full=(False, True))(x, x)[2]
-    )(x)
-    assert "f16[4]" in str(jaxpr)
+    run = mpx.filter_value_and_grad(loss, mpx.DynamicLossScaling(), keep_full=(False, True))
+    assert "f16[4]" in str(jax.make_jaxpr(lambda x: run(x, x)[0])(x))
 
 
 def test_attributes_of_what_is_wrapped():

@@ -202,9 +202,6 @@ def checked(
         # It asks for values. Some are known here all the same: of what a `jit` closes over, or
         # outside of the batch in a `vmap` that is run eagerly.
         return fun(*args)
-    # Derivatives of layers leave values behind that nothing reads.
-    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
-    closed = ClosedJaxpr(jaxpr, closed.consts)
     report = report_of(closed)
     if _castable(report) < least and (
         without is None or _castable(report_of(trace_arrays(fun, without, {})[0])) < least
@@ -216,7 +213,9 @@ def checked(
     # traced: there it is traced again.
     if jax.sharding.get_abstract_mesh().manual_axes:
         return fun(*args)
-    values = jaxpr_as_fun(closed)(*(x for _, x in leaves))
+    # Derivatives of layers leave values behind that nothing reads.
+    jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
+    values = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*(x for _, x in leaves))
     # Values that are known while tracing come back as numbers.
     return assemble(
         [
