@@ -124,12 +124,14 @@ def memory_by_batch(figure: Any, data: Any) -> None:
     figure.suptitle("A training step of ViT-Base, compiled for an H100, not run", fontsize="medium")
 
 
-def errors_by_step(figure: Any, data: Any) -> None:
-    """Of Levenberg–Marquardt: a panel for each problem, a line for each precision, one seed."""
+def errors_by_step(figure: Any, data: Any, most: int | None = None) -> None:
+    """Of Levenberg–Marquardt: a panel for each problem, a line for each precision, one seed; of
+    `most` problems."""
     styles = {"float64": "k", "float64-float32": "C0--", "float32": "C1"}
     labels = {"float64-float32": "float64, Jacobian in float32"}
     seed = data["trainings"][0]["seed"]
-    found = groups((t for t in data["trainings"] if t["seed"] == seed), "problem")
+    by_problem = groups((t for t in data["trainings"] if t["seed"] == seed), "problem")
+    found = dict(list(by_problem.items())[:most])
     panels = figure.subplots(-(-len(found) // 4), 4, sharex=True, squeeze=False).flatten()
     for panel in panels[len(found) :]:
         panel.set_visible(False)
@@ -139,8 +141,7 @@ def errors_by_step(figure: Any, data: Any) -> None:
             name = run["precision"]
             panel.semilogy(steps, errors, styles[name], label=labels.get(name, name))
         panel.set_title(runs[0]["title"], fontsize="small")
-    figure.supxlabel("steps", fontsize="medium")
-    figure.supylabel("relative L2 error", fontsize="medium")
+    figure.supylabel("relative L2 error, by steps", fontsize="medium")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
 
 
@@ -172,6 +173,7 @@ FIGURES: dict[str, Figure] = {
         "time_to_error-navier_stokes-cpu",
     ),
     "second-order": Figure(errors_by_step, "second_order-cpu", (8.0, 8.0)),
+    "second-order-front": Figure(partial(errors_by_step, most=4), "second_order-cpu", (8.0, 2.6)),
     "memory-by-batch": Figure(memory_by_batch, "vit_step-h100-cpu", (5.0, 3.4)),
 }
 
