@@ -152,7 +152,8 @@ def decides(template, name):
         case = programs.Case(name, program, ALONE[name])
         verdict = programs.judge(case)
         # A program that is constant but for rounding decides nothing: squares of a layer norm.
-        if verdict.status == "raised" or (verdict.status == "wrong" and verdict.ratio > 4):
+        wrong = verdict.status == "wrong" and verdict.ratio > 4 and verdict.tolerance < 1
+        if verdict.status == "raised" or wrong:
             pytest.fail(programs.shown(case, verdict, template))
         if verdict.status == "ok":
             return True

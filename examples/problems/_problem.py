@@ -119,7 +119,7 @@ def uniform(
     count: int,
     low: Sequence[float] | Array,
     high: Sequence[float] | Array,
-    dtype: Any = jnp.float32,
+    dtype: Any = float,
 ) -> Float[Array, "count coords"]:
     """Points in a box with the corners `low` and `high`."""
     low_corner, high_corner = jnp.asarray(low, dtype), jnp.asarray(high, dtype)
@@ -149,7 +149,7 @@ def on_faces(
     low: Sequence[float] | Array,
     high: Sequence[float] | Array,
     axes: Sequence[int],
-    dtype: Any = jnp.float32,
+    dtype: Any = float,
 ) -> Float[Array, "count coords"]:
     """Points on the faces of a box across `axes`, the same number (or nearly) on each."""
     points = uniform(key, count, low, high, dtype)

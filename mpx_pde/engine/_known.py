@@ -18,7 +18,7 @@ from ._together import spread_known
 
 
 def _broadcast(x: np.ndarray, lead: int, shape, broadcast_dimensions, **_) -> Any:
-    dims = (*range(lead), *(lead + i for i in broadcast_dimensions))
+    dims = (*range(lead), *(lead + int(i) for i in broadcast_dimensions))
     return spread_known(x, (*x.shape[:lead], *shape), dims)
 
 

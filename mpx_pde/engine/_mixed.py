@@ -341,7 +341,8 @@ def _scores(flat: Flat) -> set[int]:
     out = set[int]()
     for step in flat.steps:
         eqn, name = step.eqn, step.eqn.primitive.name
-        batched = "dot_general" in name and eqn.params["dimension_numbers"][1][0]
+        dot = name in tables.PRODUCTS and "dot_general" in name
+        batched = dot and eqn.params["dimension_numbers"][1][0]
         moved = name in tables.MOVES and not out.isdisjoint(variables(step.inputs))
         out.update(step.outputs if batched or moved else ())
     return out

@@ -145,7 +145,8 @@ def test_products_of_the_backward_pass_are_half(name):
     work = plain(model, batch).flops
     if name == "attention":  # whose cotangents of data the compiler drops, and the report does not
         work += 3 * 2 * batch.size * 8
-    assert abs(report.flops / work - 1) < 0.01
+    # A product with the point may be a sum, which is none. A second pass would be a third more.
+    assert abs(report.flops / work - 1) < 0.03
 
 
 def kept_of(loss, model, batch, size):
@@ -238,9 +239,9 @@ def test_float64_forward(name, compute):
             assert relative(grads, want_grads) < {"float32": 2.0**-21, **TOLERANCES}[compute]
         rows = mpx.precision_report(step)(*args).rows
         flops = lambda dtype: sum(row.flops for row in rows if row.dtype == dtype)
-        # Two products of the backward pass for each of the forward pass. In half are all but those
-        # of the layer that meets the point.
-        assert sum(row.flops for row in rows) > 2.9 * flops("float64") > 0
+        # Two products of the backward pass for each of the forward pass, but for the point's, whose
+        # gradient is a sum. In half are all but those of the layer that meets the point.
+        assert sum(row.flops for row in rows) > 2.8 * flops("float64") > 0
         assert flops(compute) > 1.8 * flops("float64")
 
 
