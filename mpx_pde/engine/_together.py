@@ -146,9 +146,11 @@ def _batch_each(primitive: Primitive, rule: Callable, args, where, **params):
     return out, [None if i in rest else 0 for i in range(len(args))]
 
 
-def _needed(used: Sequence[bool], eqn: Any) -> tuple[list[bool], Any]:
+def _needed(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:
     """Keeps the arrays whose results are used. JAX cannot transpose a loop of whose outputs one has
-    a cotangent that is symbolically zero and another has not."""
+    a cotangent that is symbolically zero and another has not. The equation comes last: JAX 0.12
+    says before it which references live."""
+    eqn = given[-1]
     if not any(used):
         return list(used), None
     kept = lambda xs: [x for x, is_used in zip(xs, used, strict=True) if is_used]
