@@ -95,8 +95,10 @@ class Evaluator:
         asked = asked or plan.everything
         roles = roles_of(flat, stages, plan, asked, params, carried, whole=self.full is not None)
         half = self.product.halves(flat, env, roles.stage, kinds.half)
-        traced = () if self.plain else (k for k, x in env.items() if isinstance(x, Tracer))
-        roles = roles._replace(half=half, apart=apart_of(flat, traced))
+        roles = roles._replace(half=half)
+        if not self.plain:
+            traced = (k for k, x in env.items() if isinstance(x, Tracer))
+            roles = roles._replace(apart=apart_of(flat, traced))
         for part in parts_of(flat, roles):
             if part.alone:
                 self._step(part.steps[0], env, roles)

@@ -575,3 +575,17 @@ def test_what_has_no_derivative_has_none_in_any_layer(terms):
     value, grads = evaluated(loss, params, POINTS, "bfloat16")
     np.testing.assert_allclose(value, want_value, rtol=2.0**-20)
     assert relative(grads, want) < 2.0**-6
+
+
+def test_a_network_before_a_while_loop_has_a_half_backward_pass():
+    """Its residual may be weighted by what a loop makes of it, without a derivative."""
+    model, x = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0)), jnp.ones((4, 8))
+
+    def loss(model, x):
+        h = jax.vmap(model)(x)
+        norm = jax.lax.stop_gradient(jnp.sum(h**2))
+        weight = jax.lax.while_loop(lambda c: c > 1, lambda c: c / 2, norm)
+        return jnp.mean(h**2) * weight
+
+    step = mpx.filter_grad(loss, mpx.DynamicLossScaling(), forward="float32")
+    assert mpx.precision_report(step)(model, x).half_share > 0.6  # two products of three
