@@ -125,8 +125,8 @@ def memory_by_batch(figure: Any, data: Any) -> None:
 
 
 def errors_by_step(figure: Any, data: Any, most: int | None = None) -> None:
-    """Of Levenberg–Marquardt: a panel for each problem, a line for each precision, one seed; of
-    `most` problems."""
+    """Draws the errors of Levenberg–Marquardt from one seed: a panel for each of `most` problems, a
+    line for each precision."""
     styles = {"float64": "k", "float64-float32": "C0--", "float32": "C1"}
     labels = {"float64-float32": "float64, Jacobian in float32"}
     seed = data["trainings"][0]["seed"]

@@ -26,8 +26,6 @@ from ._roofline import Roofline, summary
 
 
 PRECISIONS = ("float64", "float64-float32", "float32")
-
-
 COMPILED = ("float64", "float32", *(f"float64-{j}" for j in ("float32", "bfloat16_x3", "bfloat16")))
 WIDTH, POINTS = 99, 32_768  # 20,197 parameters
 
@@ -43,8 +41,8 @@ class _Untold(mpx.LevenbergMarquardt):
 
 
 def predict(report: Report, target: str, quick: bool) -> None:
-    """What a step on Burgers' equation would take. Of the conjugate gradients, whose number is not
-    known before, one iteration is counted for each solve."""
+    """Predicts the time of a step on Burgers' equation. Of the conjugate gradients, whose number is
+    not known before, one iteration is counted for each solve."""
     deep = importlib.import_module("examples.problems._deep")
     width, points = (16, 256) if quick else (WIDTH, POINTS)
     problem = dataclasses.replace(problems().load("burgers_1d").deep, width=width)

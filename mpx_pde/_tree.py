@@ -52,11 +52,10 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
     finite = [jnp.all(ft.reduce(jnp.logical_and, map(jnp.isfinite, xs))) for xs in alike.values()]
     if small:
         finite.append(jnp.all(jnp.concatenate([jnp.isfinite(x) for x in small])))
-    return (
-        jax.lax.sqrt(ft.reduce(jnp.logical_and, finite).astype(jnp.float32)) > 0
-        if finite
-        else jnp.array(True)
-    )
+    if not finite:
+        return jnp.array(True)
+    # XLA for CPUs copies what is cheap into every kernel that reads it, but not a root.
+    return jax.lax.sqrt(ft.reduce(jnp.logical_and, finite).astype(jnp.float32)) > 0
 
 
 def global_norm(tree: PyTree) -> Float[Array, ""]:

@@ -30,7 +30,7 @@ PRECISIONS = {
         *("float32", "float32-bfloat16_x3", "float32-float16", "float32-bfloat16"),
     )
 }
-"""Of the residual and, behind a hyphen, of the Jacobian where that is another."""
+"""Precisions of the residual and, behind a hyphen, of the Jacobian where that is another."""
 
 STEPS = 300
 REDRAWN = 10  # steps with the same points
@@ -77,7 +77,7 @@ class Network(eqx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Deep:
-    """What the recipe needs to know of a problem.
+    """Facts about a problem that the recipe needs.
 
     - `residual(fields, point)`: the residuals at a point.
     - `form(point, n)`: the fields from what the network returns.
@@ -108,7 +108,7 @@ class Deep:
 
 @dataclasses.dataclass(frozen=True)
 class DeepOutcome(Outcome):
-    """What a training came to; skipped steps are those that the damping rejected."""
+    """The outcome of a training; skipped steps are those that the damping rejected."""
 
     parameters: int
     curve: list[tuple[int, float, float | None]]
@@ -205,7 +205,7 @@ class DeepTrainer:
 
 
 def ends(point: Array, low: Sequence[float], high: Sequence[float], axis: int = 1) -> Array:
-    """What vanishes at both ends of an axis and is 1 in the middle."""
+    """Returns what vanishes at both ends of an axis and is 1 in the middle."""
     s = (point[axis] - low[axis]) / (high[axis] - low[axis])
     return 4 * s * (1 - s)
 
