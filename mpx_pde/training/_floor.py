@@ -187,7 +187,7 @@ def precision_floor(
     micro_batches = check_integer(micro_batches, _CALL, "micro_batches")
     tolerance = check_tolerance(tolerance, _CALL)
     present = _rung_of(gradient.options)
-    above, count = _above(present, against), micro_batches
+    above, count = _above(present, against, options), micro_batches
     return eqx.module_update_wrapper(_Floor(gradient, present, above, in_axes, count, tolerance))
 
 
@@ -196,13 +196,15 @@ def _rung_of(options: Options) -> str:
     return "full" if plain or not options.use_mixed_precision else options.forward
 
 
-def _above(present: str, against: Any) -> str:
+def _above(present: str, against: Any, options: Options) -> str:
     if against is None:
         against = {"half": "float32", "full": "float64", "float64": "float64"}.get(present, "full")
     above = check_rung(against, _CALL, "against")
     if RUNGS.index(above) < RUNGS.index(present) or (above == present != "float64"):
+        policy = " (the compute dtype of `policy` is no half type)"
+        why = policy if options.use_mixed_precision and present != options.forward else ""
         raise ValueError(
-            f"`{_CALL}` compares {present!r} with a precision above it, but got "
+            f"`{_CALL}` compares {present!r}{why} with a precision above it, but got "
             f"`against={against!r}`. Precisions from below: {', '.join(map(repr, RUNGS))}."
         )
     return above

@@ -5,6 +5,7 @@ from itertools import pairwise
 from typing import Any
 
 import equinox as eqx
+from jax.core import Tracer
 
 from .._dtypes import check_integer, is_integer
 from .._forward import RUNGS, check_rung, options_of
@@ -134,6 +135,13 @@ class PrecisionLadder(eqx.Module):
         """Measures [`mpx_pde.precision_floor`][] on this rung, against the next one; at the top,
         against what that function compares with by default.
         """
+        of_the_rung = sorted({"forward", "use_mixed_precision"} & options.keys())
+        if of_the_rung:
+            raise ValueError(
+                f"`{_CALL}` measures the precision of its rung, {self.rung!r}, but got "
+                f"{' and '.join(f'`{name}={options[name]!r}`' for name in of_the_rung)}. Leave it "
+                "out, and pass `**ladder.options` to the gradient transformation of the step."
+            )
         above = {} if self.at_top else {"against": self.rungs[self.index + 1]}
         given = {"tolerance": self.tolerance, **above, **self.options, **options}
         return precision_floor(func, scaling, has_aux, **given)
@@ -162,20 +170,32 @@ class PrecisionLadder(eqx.Module):
         A function of the arguments of `func` that returns a ladder: one rung up where rounding is
         at least `tolerance` of the loss or of its gradient, and the same one otherwise. An
         overflow is not a reason to climb.
+
+        **Raises:** at the first step and wherever it measures, as [`mpx_pde.precision_floor`][],
+        and `ValueError` for options that name a precision, which is that of the rung; `TypeError`
+        for a `step` that is not a Python integer and inside of `jax.jit`.
         """
         if not is_integer(step):
             raise TypeError(
                 f"`{_CALL}.update` takes the number of the step as a Python integer, but got "
                 f"{step!r}."
             )
+        if self.at_top or step % self.interval:
+            return lambda *args, **kwargs: self
+        # The noise is not needed here.
+        given = {name: x for name, x in options.items() if name != "axis_name"}
+        # At the first step too: what is wrong with the options is told before a training has run.
+        measure = self.floor(func, scaling, has_aux, **{"micro_batches": 1, **given})
 
         def updated(*args: Any, **kwargs: Any) -> PrecisionLadder:
-            if self.at_top or step == 0 or step % self.interval:
+            if step == 0:
                 return self
-            # The noise is not needed here.
-            given = {name: x for name, x in options.items() if name != "axis_name"}
-            given = {"micro_batches": 1, **given}
-            floor = self.floor(func, scaling, has_aux, **given)(*args, **kwargs)
+            floor = measure(*args, **kwargs)
+            if isinstance(floor.finite, Tracer):
+                raise TypeError(
+                    f"`{_CALL}.update` decides by the values of the floor, so it cannot be called "
+                    "inside of `jax.jit`. Call it between the steps, with arrays."
+                )
             if not floor.reached:
                 return self
             if self.say is not None:

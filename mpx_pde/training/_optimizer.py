@@ -287,7 +287,8 @@ def optimizer_update(
             rounding = None if master == "nearest" else step_key(key, grads, inner)
             return _like(applied(old, updates, view.restore(new_state), rounding), old)
 
-    if any(callable(x) for x in jtu.tree_leaves(extra_args)):
+    # A module or `jax.tree_util.Partial` is a function as a whole, and its leaves are arrays.
+    if any(callable(x) for x in jtu.tree_leaves(extra_args, is_leaf=callable)):
         if tensorfloat32_by_default():
             warn_of_tensorfloat32(_CALL, "a line search and the products of its optimizer")
         # A line search evaluates the loss: on a skipped step it must not run at all.

@@ -136,8 +136,27 @@ def test_errors(unchecked_annotations):
         ladder(interval=0.5)
     with pytest.raises(TypeError, match="Python integer"):
         ladder().update(jnp.zeros(()), cancelling, None)
+    model, scaling = {"w": jnp.ones(4)}, mpx.NoOpLossScaling()
+    with pytest.raises(TypeError, match=r"`PrecisionLadder.update` .* inside of `jax.jit`"):
+        jax.jit(lambda x: ladder().update(500, cancelling, scaling)(model, x).index)(X)
     with jax.enable_x64(True):
         assert ladder(("half", "full", "float64")).rungs[-1] == "float64"
+
+
+@pytest.mark.parametrize(
+    ("rungs", "options", "told"),
+    [
+        (("half", "full"), {"forward": "float32"}, r"its rung, 'half', .*`forward='float32'`"),
+        (("half", "full"), {"use_mixed_precision": False}, "`use_mixed_precision=False`"),
+        (("half", "float32"), {"policy": "float32"}, r"'full' \(the compute dtype of `policy`"),
+        (("half", "full"), {"tolerance": 0.0}, "tolerance"),
+    ],
+)
+def test_wrong_options_are_told_of_at_the_first_step(rungs, options, told):
+    """Not hundreds of steps later, and none measures another precision than that of the rung."""
+    ladder, scaling = mpx.PrecisionLadder(rungs), mpx.NoOpLossScaling()
+    with pytest.raises(ValueError, match=told):
+        ladder.update(0, cancelling, scaling, **options)
 
 
 def test_the_rung_of_a_program_is_no_value_of_it():

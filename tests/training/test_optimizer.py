@@ -72,7 +72,8 @@ def quadratic(params):
 
 
 @pytest.mark.slow
-def test_a_line_search_does_not_run_on_a_skipped_step():
+@pytest.mark.parametrize("function", [lambda f: f, jtu.Partial])
+def test_a_line_search_does_not_run_on_a_skipped_step(function):
     """It evaluates the loss, which may be what overflows."""
     evaluated = []
 
@@ -94,7 +95,7 @@ def test_a_line_search_does_not_run_on_a_skipped_step():
             finite,
             value=jnp.float32(14.0),
             grad=grads,
-            value_fn=value_fn,
+            value_fn=function(value_fn),
         )
 
     bad = {"w": jnp.array([jnp.nan, jnp.inf])}
