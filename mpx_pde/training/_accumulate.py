@@ -101,13 +101,14 @@ def _run(
         out, *sums = gradient.evaluate((model, *whole(batch)), kwargs)
         arrays, static = eqx.partition(out, eqx.is_array)
         statics.append(static)
-        return jtu.tree_map(jnp.add, total, widen(sums)), arrays
+        return jtu.tree_map(lambda t, x: t + widen(x), total, sums), arrays
 
     masters = eqx.filter(model, eqx.is_inexact_array)
     counts = None
     if gradient.options.use_mixed_precision and gradient.derivatives is not None:
         counts = gradient.derivatives.counts
-    zero = jtu.tree_map(jnp.zeros_like, widen([masters, counts]))
+    # Leaf by leaf: a half array inside of a `FullPrecision` is narrow as well.
+    zero = jtu.tree_map(lambda x: jnp.zeros_like(widen(x)), [masters, counts])
     (total, counts), arrays = lax.scan(body, zero, batched, length=micro_batches)
     # Errors of the loss itself have been raised by now.
     if not batched and micro_batches > 1 and jtu.tree_leaves(in_axes):

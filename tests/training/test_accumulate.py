@@ -44,6 +44,10 @@ def test_the_sum_is_taken_in_float32():
     for dtype in HALVES:
         _, _, finite, grads = accumulated(mean_product, scaler(0), 4096)(jnp.ones(1, dtype), x)
         assert tree_equal_bits(grads, jnp.ones(1, dtype))
+        kept = mpx.FullPrecision(jnp.ones(1, dtype))
+        in_full = lambda w, x: mean_product(w.value.astype(x.dtype), x)
+        _, _, finite, grads = accumulated(in_full, scaler(0), 4096)(kept, x)
+        assert tree_equal_bits(grads, kept)
 
 
 @pytest.mark.parametrize("period", [1, 3], ids=["growth step", "plain step"])
