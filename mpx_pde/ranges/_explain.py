@@ -11,7 +11,9 @@ from ._stats import is_finite, percent
 
 _GIVEN = ("input", "constant")
 
-_CHOICES = {*tables.CHOICES, "pad", "dynamic_update_slice", "scatter", "reduce_max", "reduce_min"}
+_MASKS = {"pad", "dynamic_update_slice", "scatter", "gather"}
+_EXTREMES = {"reduce_max", "reduce_min", "scatter-max", "scatter-min"}
+_CHOICES = {*tables.CHOICES, *_MASKS, *_EXTREMES}
 """Primitives by which a program takes infinities on purpose: masks, and the start of a minimum."""
 
 _CAST = ("convert_element_type", "mpx_pde")

@@ -140,6 +140,9 @@ def test_a_number_that_float16_does_not_hold():
 
 
 CLOSEST = lambda x: jnp.min(jnp.where(x > 2, x, jnp.inf), initial=9.0)
+LARGEST = lambda x: jax.ops.segment_max(x, jnp.array([0, 0, 1, 1]), num_segments=2)
+# One segment is empty, and its infinity is taken by no other.
+WITH_EMPTY = lambda x: jax.ops.segment_min(x, jnp.array([0, 0, 2, 2]), num_segments=3)[::2]
 NOT_NUMBERS = lambda x: jnp.nansum(jnp.where(x > 2, x, jnp.nan))
 
 
@@ -151,7 +154,9 @@ def test_masks_of_infinity_are_harmless():
         return jax.nn.softmax(masked)
 
     scores = jnp.ones((4, 4))
-    for fun in (attention, jax.grad(lambda s: jnp.sum(attention(s) ** 2)), CLOSEST, NOT_NUMBERS):
+    slope = lambda f: jax.grad(lambda s: jnp.sum(f(s) ** 2))
+    masked = (attention, slope(attention), slope(LARGEST), slope(WITH_EMPTY), CLOSEST, NOT_NUMBERS)
+    for fun in masked:
         text = mpx.explain_nonfinite(fun, "float16")(scores)
         assert "othing overflows float16" in text
         assert "but:" not in text
