@@ -11,10 +11,9 @@ from jaxtyping import Array
 
 from .._dtypes import as_floating_dtype, check_integer
 from .._types import DTypeLike, Names
-from ._checks import check_derivatives, check_factor, check_network, parse_terms
+from ._checks import check_factor, check_network, names_of, parse_terms, split_names
 from ._evaluation import Evaluation, Sum, Summand
-from ._names import names_of, split_names
-from ._state import DerivativeScaling
+from ._state import DerivativeScaling, check_derivatives
 
 
 def partials(
@@ -182,11 +181,9 @@ def linear_operator(
                 f"`{call}` needs a `key`, a `jax.random.key`, to draw `samples`, but got {key!r}."
             )
         keys = iter(jax.random.split(key, len(operators)))
-
-        def draw(found: Sum, spec: Any, size: int) -> Sum:
-            return _sampled(found, spec, size, count, next(keys), replace, call)
-
-        drawing = draw
+        drawing = lambda found, spec, size: _sampled(
+            found, spec, size, count, next(keys), replace, call
+        )
     return _evaluation(
         call, fun, operators, terms, coords, outputs, coords, scaling, dtype, drawing
     )

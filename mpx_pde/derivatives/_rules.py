@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from .._dtypes import FLOAT16_MAX, check_integer
-from ._names import exponent_of, term_list
+from ._checks import exponent_of, term_list
 from ._probe import HIGHEST, LOWEST
 from ._strategies import AbstractStrategy, HistogramRow
 

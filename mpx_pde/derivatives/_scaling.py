@@ -90,10 +90,7 @@ class Scaling(AbstractLossScaling):
 
     def __repr__(self) -> str:
         return described(
-            self,
-            f"loss={self.loss!r}",
-            f"derivatives={self.derivatives!r}",
-            skips(self),
+            self, f"loss={self.loss!r}", f"derivatives={self.derivatives!r}", skips(self)
         )
 
     def scale(self, tree: PyTree) -> PyTree:
@@ -134,19 +131,16 @@ class Scaling(AbstractLossScaling):
 def check_takes_derivatives(func: Callable, call: str) -> None:
     """Raises a `TypeError` in the name of `call` unless `func` takes a keyword `derivatives`."""
     try:
-        parameters = inspect.signature(func).parameters.values()
-    except (TypeError, ValueError):  # a built-in that does not tell
+        inspect.signature(func).bind_partial(derivatives=None)
+    except ValueError:  # a built-in that does not tell
         return
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if not any(p.name == "derivatives" and p.kind in named for p in parameters):
+    except TypeError:
         raise TypeError(
             f"`{call}` with a `Scaling` passes its derivative scaling to the function as the "
             f"keyword argument `derivatives`, but {getattr(func, '__name__', func)!r} takes none. "
             "Write `def loss(model, points, *, derivatives)` and hand it on to `partials`, or pass "
             "a plain loss scaling."
-        )
+        ) from None
 
 
 def sum_counts(

@@ -12,11 +12,11 @@ from .._dtypes import check_integer, half_precision_datatype
 from .._repr import by_name, described, in_a_line, number
 from .._tree import with_fields
 from .._types import Names
-from ._names import names_of
+from ._checks import names_of, term_list
 from ._probe import COLUMNS
 from ._rules import Rule, adjusted, parse_rule, parse_special
 from ._seeds import power_of_two
-from ._strategies import AbstractStrategy, HistogramRow, PerDirection, PerOrder, PerTerm
+from ._strategies import AbstractStrategy, HistogramRow, PerDirection, PerOrder
 
 
 class DerivativeScaling(eqx.Module):
@@ -172,7 +172,7 @@ class DerivativeScaling(eqx.Module):
         **Returns:** a `DerivativeScaling`.
         """
         call = "DerivativeScaling.per_term"
-        return cls(PerTerm.of(terms, call), call, **options)
+        return cls(PerOrder.of(0, term_list(terms, call), (), None, call), call, **options)
 
     def __repr__(self) -> str:
         rule = self.rule
@@ -314,3 +314,11 @@ class DerivativeScaling(eqx.Module):
         low, high = (jnp.array(b, jnp.int32) for b in (self.rule.lowest, self.rule.highest))
         new = jnp.clip(jnp.asarray(exponents, jnp.int32), low, high)
         return with_fields(self, exponents=jnp.broadcast_to(new, low.shape))
+
+
+def check_derivatives(scaling: Any, call: str) -> None:
+    if scaling is not None and not isinstance(scaling, DerivativeScaling):
+        raise TypeError(
+            f"`{call}` takes a `DerivativeScaling` as `scaling`, as the loss receives it in "
+            f"`derivatives`, or `None`, but got {in_a_line(scaling)}."
+        )

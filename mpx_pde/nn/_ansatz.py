@@ -62,5 +62,4 @@ class Ansatz(eqx.Module):
 
         **Returns:** what `form` returns.
         """
-        del key
         return self.form(widen(point), widen(self.network(point)))

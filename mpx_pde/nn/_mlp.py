@@ -216,7 +216,6 @@ class CoordinateMLP(eqx.Module):
 
         **Raises:** `ValueError` for another shape.
         """
-        del key
         point = jnp.asarray(point)
         # The embedding takes coordinates by index: from a batch it would take its first points.
         if jnp.shape(point) != (self.in_size,):
@@ -224,13 +223,11 @@ class CoordinateMLP(eqx.Module):
                 f"`CoordinateMLP` takes one point, an array of its {self.in_size} coordinates, but "
                 f"got shape {jnp.shape(point)}. For many points use `jax.vmap`."
             )
-        # Rounded before the activation: what is kept for the backward pass is half.
-        layer = [*self.hidden, self.last][0]
         x = self.first(self.embedding(widen(point)))
-        x = self.activation(x if isinstance(layer, FullPrecision) else x.astype(layer.stored))
-        for layer in self.hidden:
-            x = self.activation(layer(x))
-        if isinstance(self.last, FullPrecision):
-            x = widen(x)
-        x = self.last(x)
+        for layer in (*self.hidden, self.last):
+            if isinstance(layer, FullPrecision):
+                x = layer(widen(self.activation(x)))
+            else:
+                # Rounded before the activation: what is kept for the backward pass is half.
+                x = layer(self.activation(x.astype(layer.stored)))
         return x[0] if self.out_size == "scalar" else x

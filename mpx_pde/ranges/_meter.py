@@ -154,7 +154,8 @@ class Meter:
             bad[record.number] = not is_finite(x)
             if record.order is not None:
                 source = bad[record.number] and not any(bad[i] for i in record.sources)
-                self.counts.setdefault(record.order, Counts()).add(x, source)
+                before = self.counts.get(record.order, Counts())
+                self.counts[record.order] = before + Counts.of(x, source)
 
     def body(
         self, closed: ClosedJaxpr, order: tuple, scopes: tuple, site: Site
@@ -174,12 +175,7 @@ class Meter:
     # Evaluation.
 
     def jaxpr(
-        self,
-        closed: ClosedJaxpr,
-        values: Sequence[Known],
-        order: tuple,
-        scopes: tuple,
-        site: Site,
+        self, closed: ClosedJaxpr, values: Sequence[Known], order: tuple, scopes: tuple, site: Site
     ) -> list[Known]:
         jaxpr = closed.jaxpr
         consts = [
@@ -219,7 +215,7 @@ class Meter:
         if name in tables.MIXED:
             self._rounded(eqn, operands, order, here, site)
         out = []
-        arrays = bind_wide(eqn, [x.array for x in operands], evaluate_wide)
+        arrays = bind_wide(eqn, [x.array for x in operands])
         for j, (x, var) in enumerate(zip(arrays, eqn.outvars, strict=True)):
             if not is_measured(var.aval):
                 out.append(Known(x))
@@ -319,32 +315,29 @@ def _narrow(x: Any, dtype: np.dtype) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
-def _wide_parameter(x: Any, evaluate: Any) -> Any:
+def _wide_parameter(x: Any) -> Any:
     if isinstance(x, ClosedJaxpr | Jaxpr):
         closed = close(x)
         avals = [
             jax.ShapeDtypeStruct(a.shape, FULL) if is_narrow_array(a) else a
             for a in closed.in_avals
         ]
-        out = jax.make_jaxpr(evaluate(closed))(*avals)
+        out = jax.make_jaxpr(evaluate_wide(closed))(*avals)
         return out if isinstance(x, ClosedJaxpr) else out.jaxpr
-    if type(x) is type and issubclass(x, np.generic):
+    if isinstance(x, np.dtype) or (type(x) is type and issubclass(x, np.generic)):
         return FULL if is_narrow(np.dtype(x)) else x
-    if isinstance(x, np.dtype):
-        return FULL if is_narrow(x) else x
     if isinstance(x, tuple):
-        parts = [_wide_parameter(y, evaluate) for y in x]
+        parts = [_wide_parameter(y) for y in x]
         if all(a is b for a, b in zip(parts, x, strict=True)):
             return x
         return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
     return x
 
 
-def bind_wide(eqn: JaxprEqn, arrays: list, evaluate: Any) -> list:
+def bind_wide(eqn: JaxprEqn, arrays: list) -> list:
     """Evaluates an equation for operands that are float32 where the program has half.
 
-    Casts to half, `reduce_precision` and `tables.STORES` among them, do nothing. `evaluate` makes a
-    function in float32 of a jaxpr, such as that of the update of a `scatter`.
+    Casts to half, `reduce_precision` and `tables.STORES` among them, do nothing.
     """
     name, params = eqn.primitive.name, dict(eqn.params)
     if name == "reduce_precision" or name in tables.STORES:
@@ -353,7 +346,7 @@ def bind_wide(eqn: JaxprEqn, arrays: list, evaluate: Any) -> list:
         dtype = FULL if is_narrow(np.dtype(params["new_dtype"])) else params["new_dtype"]
         return [lax.convert_element_type(arrays[0], dtype)]
     if name in tables.MIXED:
-        params = {k: _wide_parameter(v, evaluate) for k, v in params.items()}
+        params = {k: _wide_parameter(v) for k, v in params.items()}
         return own_bind(eqn.replace(params=params), arrays)
     if name in _PRODUCTS and any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
         # A plain float32 product is TF32 on a GPU.
@@ -361,7 +354,7 @@ def bind_wide(eqn: JaxprEqn, arrays: list, evaluate: Any) -> list:
     if not any(is_narrow_array(v.aval) for v in (*eqn.invars, *eqn.outvars)):
         return own_bind(eqn.replace(params=params), arrays)
     if name in _KNOWN:
-        params = {k: _wide_parameter(v, evaluate) for k, v in params.items()}
+        params = {k: _wide_parameter(v) for k, v in params.items()}
     else:
         arrays = [
             _narrow(x, aval_of(v).dtype) if is_narrow_array(v.aval) else x

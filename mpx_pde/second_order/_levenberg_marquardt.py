@@ -1,5 +1,6 @@
 """Levenberg–Marquardt with the residual in full precision and its linear algebra in less."""
 
+import functools as ft
 import math
 import warnings
 from collections.abc import Callable
@@ -291,13 +292,24 @@ class LevenbergMarquardt(eqx.Module):
         moved = parameters(start + delta)
         new = jnp.sum(self._values(moved, static, batches) ** 2)
         take = finite & jnp.isfinite(new) & (new < loss) & jnp.all(jnp.isfinite(delta))
-        return self._after(
-            model,
-            eqx.combine(moved, static),
-            state,
-            (take, finite, leading, iterations),
-            (loss, new, foretold),
+        # Where the step was not taken there is no decrease to speak of, and `loss` may be infinite.
+        gained = jnp.where(take, loss, 1.0) - jnp.where(take, new, 1.0)
+        ratio = gained / jnp.maximum(foretold, jnp.finfo(self._dtype).tiny)
+        next_damping, growth = self._damped(state, take, finite, ratio)
+        one = take.astype(jnp.int32)
+        after = LevenbergMarquardtState(
+            loss=jnp.where(take, new, loss),
+            damping=next_damping,
+            growth=growth,
+            taken=take,
+            steps=state.steps + one,
+            rejected=state.rejected + 1 - one,
+            scaling=state.scaling.adjust(finite) if self.jacobian == "float16" else state.scaling,
+            iterations=iterations,
+            leading=leading,
         )
+        after = jtu.tree_map(lambda x, y: x.astype(y.dtype), after, state)
+        return select_tree(take, eqx.combine(moved, static), model), after
 
     def _step(self, values, start, r, pull, solve):
         """The step from `start`, the decrease of the loss that the linear model foretells, and the
@@ -317,31 +329,18 @@ class LevenbergMarquardt(eqx.Module):
             along = slope(start)
         return delta, -2 * g @ v - along @ along, iterations
 
-    def _after(self, model, moved, state, found, losses):
-        take, finite, leading, iterations = found
-        loss, new, foretold = losses
-        # Where the step was not taken there is no decrease to speak of, and `loss` may be infinite.
-        gained = jnp.where(take, loss, 1.0) - jnp.where(take, new, 1.0)
-        ratio = gained / jnp.maximum(foretold, jnp.finfo(self._dtype).tiny)
+    def _damped(self, state, take, finite, ratio):
+        """The next damping, and by what it grows where the step after is not taken. `ratio` is the
+        decrease of the loss relative to the one foretold."""
         shrink = jnp.maximum(1 / 3, 1 - (2 * jnp.clip(ratio, 0.0, 1.0) - 1) ** 3)
-        # A float16 Jacobian that is not finite says nothing of the damping: its scale falls.
-        scaled = self.jacobian == "float16"
-        growth = jnp.where(finite, state.growth, 1.0) if scaled else state.growth
+        growth = state.growth
+        if self.jacobian == "float16":
+            # A Jacobian that is not finite says nothing of the damping: its scale falls.
+            growth = jnp.where(finite, growth, 1.0)
         damping = state.damping * jnp.where(take, shrink, growth)
-        one = take.astype(jnp.int32)
-        after = LevenbergMarquardtState(
-            loss=jnp.where(take, new, loss),
-            damping=jnp.clip(damping, self.min_damping, self.max_damping),
-            growth=jnp.where(take, 2.0, jnp.where(growth > 1, 2.0, 1.0) * state.growth),
-            taken=take,
-            steps=state.steps + one,
-            rejected=state.rejected + 1 - one,
-            scaling=state.scaling.adjust(finite) if scaled else state.scaling,
-            iterations=iterations,
-            leading=leading,
-        )
-        after = jtu.tree_map(lambda x, y: x.astype(y.dtype), after, state)
-        return select_tree(take, moved, model), after
+        faster = jnp.where(growth > 1, 2.0, 1.0) * state.growth
+        damping = jnp.clip(damping, self.min_damping, self.max_damping)
+        return damping, jnp.where(take, 2.0, faster)
 
     def _tell(self, iterations: Int32[Array, ""]) -> None:
         """Warns, when it runs, where the iterations of a step came to no end."""
@@ -357,25 +356,24 @@ class LevenbergMarquardt(eqx.Module):
             if np.any(iterations >= self.refinements):
                 warnings.warn(text, PrecisionWarning, stacklevel=2)
 
-        enough = lambda _: None
         run = lambda iterations: jax.debug.callback(tell, iterations)
-        lax.cond(iterations >= self.refinements, run, enough, iterations)
+        lax.cond(iterations >= self.refinements, run, lambda _: None, iterations)
 
     def _evaluated(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """`fun` with values in the precision of `forward` and derivatives in that of `jacobian`."""
         backward = "float32" if self.jacobian in SPLIT_PRODUCTS else self.jacobian
         return fun if backward == self.forward else InForward(fun, Forward(self.forward, backward))
 
-    def _wide(self, params: PyTree) -> PyTree:
-        """The parameters in the precision of the residual."""
-        return jtu.tree_map(lambda x: x.astype(self._dtype), params)
+    def _residual(self, fun: Callable[..., Any], params: PyTree, static: PyTree, x: Any) -> Array:
+        """One residual at one example, by parameters in its precision."""
+        wide = jtu.tree_map(lambda x: x.astype(self._dtype), params)
+        return as_vector(fun(eqx.combine(wide, static), x), f"{_CALL}.update")
 
     def _values(self, params: PyTree, static: PyTree, batches: tuple) -> Float[Array, " rows"]:
         out = []
         for fun, batch in zip(self.residuals, batches, strict=True):
             weight = 1 / math.sqrt(length_of(batch, f"{_CALL}.update"))
-            at = lambda x, fun=fun: fun(eqx.combine(self._wide(params), static), x)
-            one = lambda x, at=at: as_vector(at(x), f"{_CALL}.update")
+            one = ft.partial(self._residual, fun, params, static)
             with jax.default_matmul_precision("highest"):
                 r = jax.vmap(one)(batch).astype(self._dtype)
             out.append(jnp.ravel(r) * weight)
@@ -434,9 +432,7 @@ class LevenbergMarquardt(eqx.Module):
             at = self._evaluated(fun)
 
             def one(x, weight, at=at):
-                out = lambda p: at(eqx.combine(self._wide(p), static), x)
-                value = lambda p: as_vector(out(p), f"{_CALL}.update")
-                r, pull = jax.vjp(value, params)
+                r, pull = jax.vjp(lambda p: self._residual(at, p, static, x), params)
                 seeds = jnp.eye(r.size, dtype=r.dtype)
                 if scale is not None:
                     seeds = seeds * scale.astype(r.dtype)

@@ -3,10 +3,7 @@
 from ._accumulate import filter_accumulated_value_and_grad as filter_accumulated_value_and_grad
 from ._advise import Advice as Advice, advise as advise
 from ._as_trained import as_trained as as_trained
-from ._collectives import (
-    all_reduce_mean as all_reduce_mean,
-    gather_parameters as gather_parameters,
-)
+from ._collectives import all_reduce_mean as all_reduce_mean, gather_parameters as gather_parameters
 from ._faults import error_if_stuck as error_if_stuck
 from ._floor import PrecisionFloor as PrecisionFloor, precision_floor as precision_floor
 from ._grad import (

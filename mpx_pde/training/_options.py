@@ -113,6 +113,8 @@ class Options(eqx.Module):
 
     def output(self, tree: PyTree) -> PyTree:
         """Casts auxiliary output to the dtype that the caller is promised."""
+        if not self.use_mixed_precision:
+            return tree
         if self.policy is None:
             return widen(tree)
         return cast_operands(tree, jnp.dtype(self.policy.output_dtype))
