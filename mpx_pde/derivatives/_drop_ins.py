@@ -17,7 +17,7 @@ from .._dtypes import is_integer
 from .._types import Names, PyTree
 from ._checks import Term, check_fun, names_of
 from ._evaluation import Evaluation
-from ._state import DerivativeScaling, check_derivatives
+from ._scaling import DerivativeScaling, check_derivatives
 
 
 Argnums = int | tuple[int, ...]

@@ -21,8 +21,8 @@ from ..interpret._marks import marked
 from ..interpret._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
 from ._checks import Term, as_network, check_factor, check_point
 from ._probe import tap
+from ._scaling import DerivativeScaling
 from ._seeds import power_of_two
-from ._state import DerivativeScaling
 
 
 _STACKED = 9

@@ -13,7 +13,7 @@ from .._dtypes import as_floating_dtype, check_integer
 from .._types import DTypeLike, Names
 from ._checks import check_factor, check_network, names_of, parse_terms, split_names
 from ._evaluation import Evaluation, Sum, Summand
-from ._state import DerivativeScaling, check_derivatives
+from ._scaling import check_derivatives
 
 
 def partials(
@@ -224,7 +224,15 @@ def _evaluation(
     sums = []
     for name, spec in operators.items():
         summands = _summands(spec, name, dirs, coords, call)
-        found = Sum(name, summands, _rows(scaling, spec, summands, over, coords, call))
+        rows: Sequence[int] = ()
+        if scaling is not None:
+            strategy, named = scaling.strategy, [[coords[i] for i in s.dirs] for s in summands]
+            strategy.check_coords(dict.fromkeys(itertools.chain(*named)), call)
+            if spec == "laplacian":
+                rows = strategy.laplacian_rows(over, call)
+            else:
+                rows = strategy.sum_rows(named, call)
+        found = Sum(name, summands, tuple(rows))
         sums.append(found if draw is None else draw(found, spec, len(coords)))
     return Evaluation(call, fun, coords, outputs, parsed, sums, scaling, dtype)
 
@@ -260,25 +268,6 @@ def _summands(
             raise ValueError(f"`{call}` got the derivative {derivative!r} twice in {name!r}.")
         out[found] = factor if callable(factor) else check_factor(factor, name, call)
     return tuple(Summand(d, f) for d, f in out.items())
-
-
-def _rows(
-    scaling: DerivativeScaling | None,
-    spec: Any,
-    summands: Sequence[Summand],
-    over: Sequence[str],
-    coords: Sequence[str],
-    call: str,
-) -> tuple[int, ...]:
-    """Returns the rows of a scaling that count a sum."""
-    if scaling is None:
-        return ()
-    named = [[coords[i] for i in s.dirs] for s in summands]
-    strategy = scaling.strategy
-    strategy.check_coords(dict.fromkeys(itertools.chain(*named)), call)
-    if spec == "laplacian":
-        return tuple(strategy.laplacian_rows(over, call))
-    return strategy.sum_rows(named, call)
 
 
 def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool, call: str) -> Sum:

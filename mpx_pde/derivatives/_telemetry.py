@@ -10,8 +10,7 @@ import numpy as np
 from .._repr import in_a_line
 from ._probe import HIGHEST, LOWEST
 from ._rules import SMALLEST_NORMAL
-from ._scaling import Scaling
-from ._state import DerivativeScaling
+from ._scaling import DerivativeScaling, Scaling
 
 
 def telemetry(scaling: Any) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from .._cast import widen
 from .._dtypes import check_integer, is_integer
 from .._tree import check_key
 from .._types import DTypeLike
+from ._activations import parse_stabilizer
 from ._arithmetic import KEPT, Arithmetic, arithmetic_of, centered, parse_arithmetic, unscaled
 from ._dft import forward_matrix, frequencies, inverse_matrix, regrid_factor
 from ._spectral_cost import choose_method
@@ -25,7 +26,6 @@ from ._spectral_weights import (
     cp_weight,
     dense_weight,
 )
-from ._stabilizers import parse_stabilizer
 
 
 METHODS = ("auto", "dft", "fft")

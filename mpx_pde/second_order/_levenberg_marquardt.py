@@ -16,6 +16,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int32
 
+from .._dtypes import is_real
 from .._forward import Forward, check_forward
 from .._loss_scaling import DynamicLossScaling
 from .._repr import in_a_line
@@ -30,9 +31,7 @@ from ..interpret._precision_report import (
     checked,
     traced,
 )
-from ._conjugate import refined
-from ._gram import factored, first_leading, next_leading, summed
-from ._residuals import as_vector, check_dampings, check_parameters, check_solver, length_of
+from ._gram import conjugate_gradients, factored, first_leading, next_leading, summed
 
 
 _CALL = "LevenbergMarquardt"
@@ -184,8 +183,8 @@ class LevenbergMarquardt(eqx.Module):
                 f"`{_CALL}` takes one of {_JACOBIANS} as `jacobian`, no wider than `forward` "
                 f"({forward!r}), but got {jacobian!r}."
             )
-        check_dampings(_CALL, min_damping, damping, max_damping, acceleration)
-        check_solver(solver, _CALL)
+        _check_dampings(_CALL, min_damping, damping, max_damping, acceleration)
+        _check_solver(solver, _CALL)
         if type(refinements) is not int or refinements < 0:
             raise ValueError(f"`{_CALL}` needs `refinements` >= 0, but got {refinements!r}.")
         self.residuals = functions
@@ -210,7 +209,7 @@ class LevenbergMarquardt(eqx.Module):
 
         **Returns:** a `LevenbergMarquardtState`.
         """
-        check_parameters(model, f"{_CALL}.init")
+        _check_parameters(model, f"{_CALL}.init")
         number = lambda x: jnp.array(x, self._dtype)
         columns = sum(x.size for x in jtu.tree_leaves(model) if eqx.is_inexact_array(x))
         return LevenbergMarquardtState(
@@ -282,7 +281,7 @@ class LevenbergMarquardt(eqx.Module):
             solve = lambda b: (direct(pull(b)), jnp.array(0, jnp.int32))
             if self._narrow and self.refinements:
                 close = _CLOSE[self.forward]
-                solve = lambda b: refined(
+                solve = lambda b: conjugate_gradients(
                     push, pull, direct, damping, b, most=self.refinements, close=close
                 )
             delta, foretold, iterations = self._step(values, start, r, pull, solve)
@@ -367,12 +366,12 @@ class LevenbergMarquardt(eqx.Module):
     def _residual(self, fun: Callable[..., Any], params: PyTree, static: PyTree, x: Any) -> Array:
         """One residual at one example, by parameters in its precision."""
         wide = jtu.tree_map(lambda x: x.astype(self._dtype), params)
-        return as_vector(fun(eqx.combine(wide, static), x), f"{_CALL}.update")
+        return _as_vector(fun(eqx.combine(wide, static), x), f"{_CALL}.update")
 
     def _values(self, params: PyTree, static: PyTree, batches: tuple) -> Float[Array, " rows"]:
         out = []
         for fun, batch in zip(self.residuals, batches, strict=True):
-            weight = 1 / math.sqrt(length_of(batch, f"{_CALL}.update"))
+            weight = 1 / math.sqrt(_length_of(batch, f"{_CALL}.update"))
             one = ft.partial(self._residual, fun, params, static)
             with jax.default_matmul_precision("highest"):
                 r = jax.vmap(one)(batch).astype(self._dtype)
@@ -390,7 +389,7 @@ class LevenbergMarquardt(eqx.Module):
         count = max(1, math.ceil(rows * columns / _BLOCK))
 
         def split(batch):
-            length = length_of(batch, f"{_CALL}.update")
+            length = _length_of(batch, f"{_CALL}.update")
             each = math.ceil(length / count)
             index = jnp.arange(count * each)
             weight = jnp.where(index < length, 1 / math.sqrt(length), 0.0).astype(self._dtype)
@@ -446,3 +445,63 @@ class LevenbergMarquardt(eqx.Module):
             jacs.append(jac.reshape(-1, jac.shape[-1]))
         jac = jnp.concatenate(jacs)
         return jac if scale is None else jac / scale.astype(dtype)
+
+
+def _check_dampings(call: str, least: Any, first: Any, most: Any, acceleration: Any) -> None:
+    values = {"min_damping": least, "damping": first, "max_damping": most}
+    for name, x in {**values, "acceleration": acceleration}.items():
+        if not is_real(x) or not math.isfinite(x):
+            raise ValueError(f"`{call}` needs a finite number as `{name}`, but got {x!r}.")
+    if not 0 < least <= first <= most:
+        raise ValueError(
+            f"`{call}` needs 0 < `min_damping` <= `damping` <= `max_damping`, but got {least!r}, "
+            f"{first!r} and {most!r}."
+        )
+    if acceleration < 0:
+        raise ValueError(f"`{call}` needs `acceleration` >= 0, but got {acceleration!r}.")
+
+
+def _check_solver(solver: Any, call: str) -> None:
+    if solver is not None and not (hasattr(solver, "init") and hasattr(solver, "compute")):
+        raise TypeError(
+            f"`{call}` takes a solver of lineax as `solver`, such as `lineax.Cholesky()`, but got "
+            f"{in_a_line(solver)}."
+        )
+
+
+def _check_parameters(model: PyTree, call: str) -> None:
+    """Checks that there are parameters, and that they are real."""
+    found = [x for x in jtu.tree_leaves(model) if eqx.is_inexact_array(x)]
+    if not found:
+        raise ValueError(f"`{call}` needs a model with floating-point arrays.")
+    if any(jnp.iscomplexobj(x) for x in found):
+        raise ValueError(
+            f"`{call}` finds real parameters, but the model has complex arrays. Keep their real "
+            "and imaginary parts in arrays of their own."
+        )
+
+
+def _length_of(batch: PyTree, call: str) -> int:
+    """Returns the number of examples in a batch."""
+    lengths = {x.shape[0] if x.ndim else -1 for x in map(jnp.asarray, jtu.tree_leaves(batch))}
+    if len(lengths) != 1 or -1 in lengths:
+        raise ValueError(
+            f"`{call}` needs examples stacked along a leading axis of one length, but got arrays "
+            f"with leading axes of {sorted(map(str, lengths))}."
+        )
+    if lengths == {0}:
+        raise ValueError(f"`{call}` needs at least one example of each residual, but got none.")
+    return lengths.pop()
+
+
+def _as_vector(out: Any, call: str) -> Float[Array, " entries"]:
+    """A residual at one example, as a vector."""
+    if not eqx.is_array_like(out) or not jnp.issubdtype(jnp.result_type(out), jnp.floating):
+        what = type(out).__name__
+        if hasattr(out, "dtype"):
+            what = f"an array of dtype {out.dtype.name}"
+        raise TypeError(
+            f"`{call}` needs residuals that return a real floating-point array at one example, but "
+            f"one returned {what}. Stack several, or pass a function for each."
+        )
+    return jnp.ravel(out)

@@ -155,7 +155,9 @@ class Gradient(eqx.Module):
         return {**kwargs, "derivatives": derivatives}
 
     def loss(self, args: tuple, kwargs: dict, derivatives: Any) -> tuple[Inexact[Array, ""], Any]:
-        """Evaluates the loss, in float32 or wider, and its auxiliary output (or `None`)."""
+        """Evaluates the loss, in mixed precision float32 or wider, and its auxiliary output (or
+        `None`).
+        """
         func, options, dtype = self.func, self.options, self.options.compute_dtype
         if options.in_full:
             kept = options.kept(args, kwargs)
@@ -168,12 +170,9 @@ class Gradient(eqx.Module):
             out = func(*args, **self.with_derivatives(kwargs, derivatives))
         if unscaled and self.derivatives is None and options.in_half:
             self._warn_of_unscaled(*unscaled.popitem())
-        out, aux = self._split(out)
-        return widen(_check_loss(out, self.options.has_aux, self.options.call)), aux
-
-    def _split(self, out: Any) -> tuple[Any, Any]:
-        """Splits what the function returned into the loss and its auxiliary output."""
-        return split_aux(out, self.options.call) if self.options.has_aux else (out, None)
+        out, aux = split_aux(out, options.call) if options.has_aux else (out, None)
+        value = _check_loss(out, options.has_aux, options.call)
+        return widen(value) if options.use_mixed_precision else value, aux
 
     def _warn_of_unscaled(self, call: str, order: int) -> None:
         warn_user(
@@ -185,18 +184,6 @@ class Gradient(eqx.Module):
             "or bfloat16. If it is meant, filter `mpx_pde.PrecisionWarning`."
         )
 
-    def _plain(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree]:
-        """Evaluates value, auxiliary output and gradients without any mixed precision."""
-        kwargs = self.with_derivatives(kwargs, None)
-
-        def loss(model):
-            value, aux = self._split(self.func(model, *args[1:], **kwargs))
-            _check_loss(value, self.options.has_aux, self.options.call)
-            return value, aux
-
-        with true_float32():
-            return eqx.filter_value_and_grad(loss, has_aux=True)(args[0])
-
     def evaluate(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree, PyTree]:
         """Evaluates the loss and its gradients.
 
@@ -204,23 +191,26 @@ class Gradient(eqx.Module):
         gradients, which are still scaled, in the dtypes of the masters in `args[0]`; the counts of
         derivatives, or `None`.
         """
-        if not self.options.use_mixed_precision:
-            return *self._plain(args, kwargs), None
-        if self.options.axis_name is not None:
-            size_of_axis(self.options.axis_name, self.options.call)
+        options, mixed = self.options, self.options.use_mixed_precision
+        if mixed and options.axis_name is not None:
+            size_of_axis(options.axis_name, options.call)
 
         def loss(differentiated):
+            model, derivatives = differentiated
+            if not mixed:
+                value, aux = self.loss((model, *args[1:]), kwargs, None)
+                return value, (value, aux)
             # Casting in here makes the cast part of what is differentiated: the gradients arrive
             # in the dtypes of the masters.
-            model, derivatives = differentiated
-            model = _as_varying(model, self.options.axis_name)
-            cast_args, cast_kwargs = self.options.cast((model, *args[1:]), kwargs)
+            model = _as_varying(model, options.axis_name)
+            cast_args, cast_kwargs = options.cast((model, *args[1:]), kwargs)
             value, aux = self.loss(cast_args, cast_kwargs, derivatives)
             return self.scaling.scale(value), (value, aux)
 
-        with noting_the_trace(self.options.call):
+        differentiated = args[0], self.derivatives if mixed else None
+        with noting_the_trace(options.call) if mixed else true_float32():
             (_, out), (grads, counts) = eqx.filter_value_and_grad(loss, has_aux=True)(
-                (args[0], self.derivatives)
+                differentiated
             )
         return out, grads, None if counts is None else counts.counts
 
