@@ -59,9 +59,7 @@ class Derivative:
                 changed[i] = point[np.asarray(where)].reshape(x.shape).astype(x.dtype)
             return jnp.ravel(self.fun(*changed, **kwargs))
 
-        flat = [jnp.ravel(args[i]) for i in used]
-        same = len({x.dtype for x in flat}) == 1
-        point = jnp.concatenate(flat if same else widen(flat))
+        point = jnp.concatenate(widen([jnp.ravel(args[i]) for i in used]))
         return self._evaluate(at, point, places, shape, args)
 
     def _shape(self, args: tuple, kwargs: dict) -> tuple[int, ...]:

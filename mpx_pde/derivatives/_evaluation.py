@@ -245,17 +245,14 @@ class Evaluation:
                 drawn = sampled[k][1].astype(widen(point).dtype)
                 out.append([drawn[0] if len(drawn) == 1 else drawn])
                 continue
-            factors = [self._factor(x, s.name, point) for x in s.summands]
+            factors = [x.factor(point) if callable(x.factor) else x.factor for x in s.summands]
+            factors = [check_factor(factor, s.name, self._call) for factor in factors]
             if len(indices) < len(factors):
                 same = all(isinstance(f, int | float) and f == 1 for f in factors)
                 wide = widen(point).dtype
                 factors = [1 if same else jnp.stack([jnp.asarray(f, wide) for f in factors])]
             out.append(factors)
         return out
-
-    def _factor(self, summand: Summand, name: str, point: Array) -> Any:
-        factor = summand.factor(point) if callable(summand.factor) else summand.factor
-        return check_factor(factor, name, self._call)
 
     def _propagated(
         self,

@@ -112,10 +112,9 @@ def laplacian(
     # {"lap_u": 4.0, "u_x": 4.0}
     ```
     """
-    call = "laplacian"
-    over = coords if over is None else names_of(over, call, "the coordinates of `over`")
+    over = coords if over is None else over
     operators = {"lap": "laplacian"}
-    return _evaluation(call, fun, operators, terms, coords, outputs, over, scaling, dtype)
+    return _evaluation("laplacian", fun, operators, terms, coords, outputs, over, scaling, dtype)
 
 
 def linear_operator(

@@ -202,10 +202,11 @@ class PerDirection(AbstractStrategy):
     def of(
         cls, names: tuple[str, ...], order: int, terms: Sequence[str], call: str
     ) -> "PerDirection":
-        rows = []
-        for k in range(1, order + 1):
-            for dirs in combinations_with_replacement(range(len(names)), k):
-                rows.append(HistogramRow("_" + "".join(names[i] for i in dirs), _weights(dirs)))
+        rows = [
+            HistogramRow("_" + "".join(names[i] for i in dirs), _weights(dirs))
+            for k in range(1, order + 1)
+            for dirs in combinations_with_replacement(range(len(names)), k)
+        ]
         if order >= 2:
             every = tuple((i, 2) for i in range(len(names)))
             rows.append(HistogramRow("laplacian", every, smallest=True))

@@ -86,41 +86,18 @@ class Record(NamedTuple):
     finite."""
 
 
-class Trace:
-    """The arrays of one trace: of the program, or of one body of a container."""
+class Meter:
+    """An evaluator of jaxprs that counts values on the host: those of one trace, of a program or of
+    a body of one of its containers, whose counts are added to those of the program.
+    """
 
-    def __init__(self):
+    def __init__(self, program: "Meter | None" = None, silent: bool = False):
+        self.silent = silent
+        self.measured: dict[tuple[int, ...], Measured] = program.measured if program else {}
+        self.counts: dict[tuple[int, ...], Counts] = program.counts if program else {}
         self.arrays: list[Any] = []
         self.pending: list[Record] = []
         self.bytes = 0
-
-    def add(self, order: tuple[int, ...] | None, array: Any, sources: Marks) -> Marks:
-        number = len(self.arrays)
-        self.arrays.append(array)
-        self.pending.append(Record(number, sources, order))
-        self.bytes += array.size * array.dtype.itemsize
-        return frozenset([number])
-
-    def flush(self, collect: Callable) -> None:
-        """Hands all that is pending to the host, in one callback."""
-        if not self.pending:
-            return
-        records, self.pending, self.bytes = tuple(self.pending), [], 0
-        sources = frozenset().union(*(r.sources for r in records))
-        earlier = sorted(sources - {r.number for r in records} - TAINTED)
-        flags = [~jnp.all(jnp.isfinite(self.arrays[i])) for i in earlier]
-        arrays = [self.arrays[r.number] for r in records]
-        jax.debug.callback(ft.partial(collect, records, earlier), flags, arrays)
-
-
-class Meter:
-    """An evaluator of jaxprs that counts values on the host."""
-
-    def __init__(self, silent: bool = False):
-        self.silent = silent
-        self.measured: dict[tuple[int, ...], Measured] = {}
-        self.counts: dict[tuple[int, ...], Counts] = {}
-        self.trace = Trace()
 
     # Counting.
 
@@ -140,13 +117,24 @@ class Meter:
         return self._add(None, array, CLEAN)
 
     def _add(self, order: tuple[int, ...] | None, array: Any, sources: Marks) -> Marks:
-        marks = self.trace.add(order, array, sources)
-        if self.trace.bytes > _BYTES:
+        number = len(self.arrays)
+        self.arrays.append(array)
+        self.pending.append(Record(number, sources, order))
+        self.bytes += array.size * array.dtype.itemsize
+        if self.bytes > _BYTES:
             self.flush()
-        return marks
+        return frozenset([number])
 
     def flush(self) -> None:
-        self.trace.flush(self._collect)
+        """Hands all that is pending to the host, in one callback."""
+        if not self.pending:
+            return
+        records, self.pending, self.bytes = tuple(self.pending), [], 0
+        sources = frozenset().union(*(r.sources for r in records))
+        earlier = sorted(sources - {r.number for r in records} - TAINTED)
+        flags = [~jnp.all(jnp.isfinite(self.arrays[i])) for i in earlier]
+        arrays = [self.arrays[r.number] for r in records]
+        jax.debug.callback(ft.partial(self._collect, records, earlier), flags, arrays)
 
     def _collect(self, records: Sequence, earlier: Sequence, flags: Any, arrays: Any) -> None:
         bad = {-1: True, **dict(zip(earlier, map(bool, flags), strict=True))}
@@ -163,11 +151,10 @@ class Meter:
         """Returns a jaxpr as a function, to be traced by a container of its own."""
 
         def function(*arrays):
-            outside, self.trace = self.trace, Trace()
-            known = [Known(x, self.look(x)) for x in arrays]
-            out = [x.array for x in self.jaxpr(closed, known, order, scopes, site)]
-            self.flush()
-            self.trace = outside
+            inner = Meter(self, self.silent)
+            known = [Known(x, inner.look(x)) for x in arrays]
+            out = [x.array for x in inner.jaxpr(closed, known, order, scopes, site)]
+            inner.flush()
             return out
 
         return function
@@ -245,10 +232,9 @@ class Meter:
         if name not in _REBOUND:
             return self.jaxpr(bodies[0], operands, order, scopes, site)
         # The test of a `while` only says when to stop.
+        unseen = {0} if name == "while" else ()
         functions = [
-            evaluate_wide(closed)
-            if self.silent or (name == "while" and i == 0)
-            else self.body(closed, (*order, i), scopes, site)
+            evaluate_wide(closed) if i in unseen else self.body(closed, (*order, i), scopes, site)
             for i, closed in enumerate(bodies)
         ]
         out = rebind(eqn, [x.array for x in operands], functions)
@@ -257,12 +243,7 @@ class Meter:
 
 def evaluate_wide(closed: ClosedJaxpr) -> Callable[..., list]:
     """Makes a jaxpr a function in float32 that is not measured."""
-
-    def function(*arrays):
-        known = [Known(x) for x in arrays]
-        return [x.array for x in Meter(silent=True).jaxpr(closed, known, (), (), Site())]
-
-    return function
+    return Meter(silent=True).body(closed, (), (), Site())
 
 
 def _format_of(eqn: JaxprEqn, var: Any) -> str:
