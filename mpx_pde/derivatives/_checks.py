@@ -68,12 +68,11 @@ def check_network(fun: Any, call: str) -> None:
     """Checks that a function takes one point."""
     check_fun(fun, call)
     try:
-        signature = inspect.signature(fun)
-    except (TypeError, ValueError):  # of a builtin
+        inspect.signature(fun).bind(None)
+    except ValueError:  # of a builtin
         return
-    try:
-        signature.bind(None)
     except TypeError:
+        signature = inspect.signature(fun)
         at = ", ".join(f"point[{i}]" for i in range(max(2, len(signature.parameters))))
         raise TypeError(
             f"`{call}` takes a function of one point, an array of all coordinates, but got one "

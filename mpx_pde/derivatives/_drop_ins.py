@@ -60,7 +60,30 @@ class Derivative:
             return jnp.ravel(self.fun(*changed, **kwargs))
 
         point = jnp.concatenate(widen([jnp.ravel(args[i]) for i in used]))
-        return self._evaluate(at, point, places, shape, args)
+        coords, count = self._names(point.size), math.prod(shape)
+        outputs = self._outputs(count)
+        terms: dict[tuple, Term] = {}
+        along = [itertools.chain(*(places[i] for i in _indices(argnums))) for argnums in self.taken]
+        # Entries that are equal by symmetry are one term.
+        for output, *dirs in itertools.product(range(count), *along):
+            key = output, tuple(sorted(dirs))
+            name = outputs[output] + "_" + "".join(coords[i] for i in key[1])
+            # Longer names may run together: the position tells them apart.
+            unique = name if name not in {t.name for t in terms.values()} else f"{name} {key}"
+            terms.setdefault(key, Term(unique, *key))
+        every = tuple(terms.values())
+        values = Evaluation(self.call, at, coords, outputs, every, (), self.scaling, None)(point)
+
+        def tree(chosen: tuple[int, ...], left: Sequence[Argnums]) -> PyTree:
+            """Returns all entries, in the structure of JAX's result."""
+            if left:
+                several = [tree((*chosen, i), left[1:]) for i in _indices(left[0])]
+                return tuple(several) if isinstance(left[0], tuple) else several[0]
+            entries = itertools.product(range(count), *(places[i] for i in chosen))
+            found = [values[terms[output, tuple(sorted(dirs))].name] for output, *dirs in entries]
+            return jnp.stack(found).reshape(*shape, *(n for i in chosen for n in args[i].shape))
+
+        return tree((), self.taken)
 
     def _shape(self, args: tuple, kwargs: dict) -> tuple[int, ...]:
         out = eqx.filter_eval_shape(self.fun, *args, **kwargs)
@@ -80,31 +103,6 @@ class Derivative:
             axes = [np.shape(args[i]) for i in _indices(argnums)]
             so_far = (*so_far, *axes[0]) if len(axes) == 1 else (*so_far, len(axes))
         return shape
-
-    def _evaluate(self, fun, point, places, shape, args) -> PyTree:
-        coords, count = self._names(point.size), math.prod(shape)
-        outputs = self._outputs(count)
-        terms: dict[tuple, Term] = {}
-        along = [itertools.chain(*(places[i] for i in _indices(argnums))) for argnums in self.taken]
-        for output, *dirs in itertools.product(range(count), *along):
-            key = output, tuple(sorted(dirs))
-            name = outputs[output] + "_" + "".join(coords[i] for i in key[1])
-            # Longer names may run together: the position tells them apart.
-            unique = name if name not in {t.name for t in terms.values()} else f"{name} {key}"
-            terms.setdefault(key, Term(unique, *key))
-        every = tuple(terms.values())
-        values = Evaluation(self.call, fun, coords, outputs, every, (), self.scaling, None)(point)
-
-        def tree(chosen: tuple[int, ...], left: Sequence[Argnums]) -> PyTree:
-            """Returns all entries, in the structure of JAX's result."""
-            if left:
-                several = [tree((*chosen, i), left[1:]) for i in _indices(left[0])]
-                return tuple(several) if isinstance(left[0], tuple) else several[0]
-            entries = itertools.product(range(count), *(places[i] for i in chosen))
-            found = [values[terms[output, tuple(sorted(dirs))].name] for output, *dirs in entries]
-            return jnp.stack(found).reshape(*shape, *(n for i in chosen for n in args[i].shape))
-
-        return tree((), self.taken)
 
     def _names(self, size: int) -> tuple[str, ...]:
         coords = self.coords

@@ -137,20 +137,19 @@ class Evaluation:
         self._sums = tuple(sums)
         self._scaling, self._dtype = scaling, dtype
         self._directions: list[Direction] = []
-        self._asked = [
+        of_sums = [
             _Asked(f"{s.name}_{name}", sum_key(k), i, tuple(s.rows))
             for k, s in enumerate(self._sums)
             for i, name in enumerate(outputs)
         ]
-        rows = _rows_of(scaling, terms, coords, call)
-        indices = [self._index(t.dirs, rows.get(t.name, ())) for t in terms]
-        self._asked += [
-            _Asked(t.name, index, t.output, rows.get(t.name, ()))
-            for t, index in zip(terms, indices, strict=True)
+        of_terms = [
+            _Asked(t.name, self._index(t.dirs, rows), t.output, rows)
+            for t, rows in zip(terms, _rows_of(scaling, terms, coords, call), strict=True)
         ]
+        self._asked = [*of_sums, *of_terms]
         summed = [self._summed(k, s) for k, s in enumerate(self._sums)]
         sizes = tuple(None if len(d.coords) == 1 else len(d.coords) for d in self._directions)
-        self._plan = make_plan(indices, summed, sizes)
+        self._plan = make_plan([term.key for term in of_terms], summed, sizes)
 
     # Streams to be propagated.
 
@@ -350,16 +349,17 @@ class Evaluation:
 
 def _rows_of(
     scales: DerivativeScaling | None, terms: Sequence[Term], coords: tuple[str, ...], call: str
-) -> dict[str, tuple[int, ...]]:
-    """Maps the name of each term to the row that counts it and says by how much it is scaled.
-    Raises a `ValueError` if the scaling does not know the term or a coordinate in it.
+) -> list[tuple[int, ...]]:
+    """Returns the rows that count each term and say by how much it is scaled: one, or none for a
+    value and without a scaling. Raises a `ValueError` if the scaling does not know the term or a
+    coordinate in it.
     """
     if scales is None:
-        return {}
+        return [()] * len(terms)
     strategy = scales.strategy
     strategy.check_coords([coords[i] for i in sorted({i for t in terms for i in t.dirs})], call)
-    named = {t.name: [coords[i] for i in t.dirs] for t in terms if t.dirs}
-    return {name: (strategy.row_of(name, dirs, call),) for name, dirs in named.items()}
+    row = lambda t: strategy.row_of(t.name, [coords[i] for i in t.dirs], call)
+    return [(row(t),) if t.dirs else () for t in terms]
 
 
 class DerivativeReport(NamedTuple):

@@ -268,9 +268,9 @@ class Ansatz(eqx.Module):
 
         try:
             inspect.signature(self.form).bind(None, None)
-        except (TypeError, ValueError) as e:
-            if isinstance(e, ValueError):  # of a builtin
-                return
+        except ValueError:  # of a builtin
+            return
+        except TypeError:
             raise TypeError(
                 "`Ansatz` takes a function of a point and of what the network returned there as "
                 f"`form`, such as `lambda x, u: x[0] * (1 - x[0]) * u`, but got one of "
