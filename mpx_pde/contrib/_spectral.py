@@ -1,6 +1,5 @@
 """Conversion of the spectral layers of other libraries, with their weights."""
 
-import itertools
 from typing import Any
 
 import equinox as eqx
@@ -25,20 +24,14 @@ def _ascending(weights: Float[Array, "groups outputs inputs *modes"]) -> Float[A
     fastest, to one array of all frequencies, ascending along each axis: `[*kept, inputs, outputs]`.
     """
     dims = weights.ndim - 3
-    groups = iter(weights)
-    blocks = {}
-    for signs in itertools.product((0, 1), repeat=dims - 1):
-        blocks[signs[::-1]] = next(groups)
-
-    def joined(signs: tuple[int, ...]) -> Array:
-        axis = len(signs)
-        if axis == dims - 1:
-            return blocks[signs]
-        # Negative frequencies first.
-        parts = [joined((*signs, sign)) for sign in (1, 0)]
-        return jnp.concatenate(parts, axis=2 + axis)
-
-    return jnp.moveaxis(joined(()), (0, 1), (-1, -2))
+    outputs, inputs, *modes, last = weights.shape[1:]
+    # [sign of axis d - 1, …, of axis 1, outputs, inputs, modes of axis 1, …, of axis d]
+    blocks = weights.reshape(*(2 for _ in modes), *weights.shape[1:])
+    # Negative frequencies first.
+    blocks = jnp.flip(blocks, range(dims - 1))
+    along = [axis for i in range(dims - 1) for axis in (dims - 2 - i, dims + 1 + i)]
+    blocks = jnp.transpose(blocks, (*along, 2 * dims, dims, dims - 1))
+    return blocks.reshape(*(2 * m for m in modes), last, inputs, outputs)
 
 
 def _converted(layer: Any, dtype: Any) -> SpectralConv:

@@ -7,7 +7,6 @@ from ._partials import (
     linear_operator as linear_operator,
     partials as partials,
 )
-from ._scaling import Scaling as Scaling
+from ._scaling import DerivativeScaling as DerivativeScaling, Scaling as Scaling
 from ._seeds import scaled_jvp as scaled_jvp, scaled_vjp as scaled_vjp
-from ._state import DerivativeScaling as DerivativeScaling
 from ._telemetry import plot as plot, telemetry as telemetry

@@ -1,7 +1,8 @@
 """Checks of the arguments of derivative functions, and the parsing of names."""
 
 import inspect
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -10,8 +11,6 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .._repr import in_a_line
-from ._names import split_names
-from ._state import DerivativeScaling
 
 
 class Term(NamedTuple):
@@ -69,12 +68,11 @@ def check_network(fun: Any, call: str) -> None:
     """Checks that a function takes one point."""
     check_fun(fun, call)
     try:
-        signature = inspect.signature(fun)
-    except (TypeError, ValueError):  # of a builtin
+        inspect.signature(fun).bind(None)
+    except ValueError:  # of a builtin
         return
-    try:
-        signature.bind(None)
     except TypeError:
+        signature = inspect.signature(fun)
         at = ", ".join(f"point[{i}]" for i in range(max(2, len(signature.parameters))))
         raise TypeError(
             f"`{call}` takes a function of one point, an array of all coordinates, but got one "
@@ -82,36 +80,20 @@ def check_network(fun: Any, call: str) -> None:
         ) from None
 
 
-def check_alone(others: tuple[Any, ...], coords: tuple[str, ...], call: str) -> None:
-    """Checks that a point was passed as one array."""
-    if others:
-        raise TypeError(
-            f"`{call}` takes one point, an array of the {len(coords)} coordinates "
-            f"{', '.join(coords)}, but got {1 + len(others)} arguments. Pass `jnp.stack([...])` of "
-            "them."
-        )
-
-
-def check_derivatives(scaling: Any, call: str) -> None:
-    if scaling is not None and not isinstance(scaling, DerivativeScaling):
-        raise TypeError(
-            f"`{call}` takes a `DerivativeScaling` as `scaling`, as the loss receives it in "
-            f"`derivatives`, or `None`, but got {in_a_line(scaling)}."
-        )
-
-
-def check_point(point: Any, coords: tuple[str, ...], dtype: Any, call: str) -> Float[Array, " n"]:
-    if not (eqx.is_array_like(point) or isinstance(point, list | tuple)):
-        raise TypeError(
-            f"`{call}` takes one point, an array of the {len(coords)} coordinates "
-            f"{', '.join(coords)}, but got {in_a_line(point)}. Pass `jnp.stack([...])` of them."
-        )
+def check_point(
+    point: Any, others: tuple[Any, ...], coords: tuple[str, ...], dtype: Any, call: str
+) -> Float[Array, " n"]:
+    """Checks that one point was passed, as one array, and returns it."""
+    wanted = (
+        f"`{call}` takes one point, an array of the {len(coords)} coordinates {', '.join(coords)}, "
+        "but got"
+    )
+    if others or not (eqx.is_array_like(point) or isinstance(point, list | tuple)):
+        got = f"{1 + len(others)} arguments" if others else in_a_line(point)
+        raise TypeError(f"{wanted} {got}. Pass `jnp.stack([...])` of them.")
     point = jnp.asarray(point)
     if point.shape != (len(coords),):
-        raise ValueError(
-            f"`{call}` takes one point, an array of the {len(coords)} coordinates "
-            f"{', '.join(coords)}, but got shape {point.shape}. For many points use `jax.vmap`."
-        )
+        raise ValueError(f"{wanted} shape {point.shape}. For many points use `jax.vmap`.")
     if not jnp.issubdtype(point.dtype, jnp.floating):
         raise TypeError(f"`{call}` takes a floating-point point, but got {point.dtype.name}.")
     return point if dtype is None else point.astype(dtype)
@@ -151,17 +133,65 @@ def as_network(fun: Callable, outputs: tuple[str, ...], call: str) -> Callable:
     return network
 
 
-def rows_of(
-    scales: DerivativeScaling | None, terms: Iterable[Term], coords: tuple[str, ...], call: str
-) -> dict[str, int]:
-    """Maps the name of each term to the row that counts it and says by how much it is scaled.
-    Raises a `ValueError` if the scaling does not know the term or a coordinate in it.
+def names_of(value: Any, call: str, what: str) -> tuple[str, ...]:
+    """Returns `"xt"` or `["x", "t"]` as a tuple of distinct names."""
+    names = tuple(value) if isinstance(value, str | Sequence) else None
+    if not names or not all(isinstance(n, str) and n for n in names):
+        raise TypeError(
+            f"`{call}` takes {what} as a string with a letter for each, such as 'xt', or as a list "
+            f"of names, but got {value!r}."
+        )
+    if any(c.isspace() or c in ",;" for n in names for c in n):
+        raise ValueError(
+            f"`{call}` takes {what} as a string with a letter for each and nothing in between, "
+            f"such as 'xt', or as a list of names, but got {value!r}. Leave out what separates "
+            "them."
+        )
+    twice = sorted({n for n in names if names.count(n) > 1})
+    if twice:
+        raise ValueError(f"`{call}` got {', '.join(map(repr, twice))} twice in {what}: {value!r}.")
+    return names
+
+
+def term_list(terms: Any, call: str, empty: bool = False) -> tuple[str, ...]:
+    """Returns the names of derivatives as a tuple; raises an error if one is named twice."""
+    if isinstance(terms, str) or not isinstance(terms, Iterable):
+        raise TypeError(
+            f"`{call}` takes terms as a list of names such as ['u_x', 'u_xx'], but got {terms!r}."
+        )
+    terms = tuple(terms)
+    bad = [t for t in terms if not isinstance(t, str) or not (t == "laplacian" or "_" in t[1:-1])]
+    if bad or not (terms or empty):
+        raise ValueError(
+            f"`{call}` needs names of derivatives, an output, an underscore and coordinates, such "
+            f"as 'u_x' or 'u_xx', but got {bad or terms!r}."
+        )
+    twice = sorted({t for t in terms if terms.count(t) > 1})
+    if twice:
+        raise ValueError(f"`{call}` got the term {twice[0]!r} twice. Name each once.")
+    return terms
+
+
+def split_names(text: str, names: tuple[str, ...]) -> tuple[int, ...] | None:
+    """Returns the indices of the names that `text` is a sequence of, or `None` if it is not such a
+    sequence.
     """
-    if scales is None:
-        return {}
-    terms, strategy = tuple(terms), scales.strategy
-    used = sorted({i for t in terms for i in t.dirs})
-    strategy.check_coords([coords[i] for i in used], call)
-    return {
-        t.name: strategy.row_of(t.name, [coords[i] for i in t.dirs], call) for t in terms if t.dirs
-    }
+    if not text:
+        return ()
+    for name in sorted(names, key=len, reverse=True):
+        if text.startswith(name):
+            rest = split_names(text[len(name) :], names)
+            if rest is not None:
+                return (names.index(name), *rest)
+    return None
+
+
+def exponent_of(value: Any, call: str, name: str) -> int:
+    """Returns the exponent of a positive number, rounded down to a power of two."""
+    try:
+        ok = math.isfinite(value) and value > 0
+    except TypeError:
+        ok = False
+    if not ok:
+        raise ValueError(f"`{call}` needs a positive, finite number as `{name}`, got {value!r}.")
+    return math.frexp(float(value))[1] - 1

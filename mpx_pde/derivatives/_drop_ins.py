@@ -9,18 +9,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from .._cast import widen
 from .._dtypes import is_integer
 from .._types import Names, PyTree
-from ._checks import Term, check_derivatives, check_fun
+from ._checks import Term, check_fun, names_of
 from ._evaluation import Evaluation
-from ._names import names_of
-from ._state import DerivativeScaling
+from ._scaling import DerivativeScaling, check_derivatives
 
 
 Argnums = int | tuple[int, ...]
@@ -58,14 +55,35 @@ class Derivative:
         def at(point):
             changed = list(args)
             for i, where in places.items():
-                x = jnp.asarray(args[i])
+                x = args[i]
                 changed[i] = point[np.asarray(where)].reshape(x.shape).astype(x.dtype)
             return jnp.ravel(self.fun(*changed, **kwargs))
 
-        flat = [jnp.ravel(jnp.asarray(args[i])) for i in used]
-        same = len({x.dtype for x in flat}) == 1
-        point = jnp.concatenate(flat if same else widen(flat))
-        return self._evaluate(at, point, places, shape, args)
+        point = jnp.concatenate(widen([jnp.ravel(args[i]) for i in used]))
+        coords, count = self._names(point.size), math.prod(shape)
+        outputs = self._outputs(count)
+        terms: dict[tuple, Term] = {}
+        along = [itertools.chain(*(places[i] for i in _indices(argnums))) for argnums in self.taken]
+        # Entries that are equal by symmetry are one term.
+        for output, *dirs in itertools.product(range(count), *along):
+            key = output, tuple(sorted(dirs))
+            name = outputs[output] + "_" + "".join(coords[i] for i in key[1])
+            # Longer names may run together: the position tells them apart.
+            unique = name if name not in {t.name for t in terms.values()} else f"{name} {key}"
+            terms.setdefault(key, Term(unique, *key))
+        every = tuple(terms.values())
+        values = Evaluation(self.call, at, coords, outputs, every, (), self.scaling, None)(point)
+
+        def tree(chosen: tuple[int, ...], left: Sequence[Argnums]) -> PyTree:
+            """Returns all entries, in the structure of JAX's result."""
+            if left:
+                several = [tree((*chosen, i), left[1:]) for i in _indices(left[0])]
+                return tuple(several) if isinstance(left[0], tuple) else several[0]
+            entries = itertools.product(range(count), *(places[i] for i in chosen))
+            found = [values[terms[output, tuple(sorted(dirs))].name] for output, *dirs in entries]
+            return jnp.stack(found).reshape(*shape, *(n for i in chosen for n in args[i].shape))
+
+        return tree((), self.taken)
 
     def _shape(self, args: tuple, kwargs: dict) -> tuple[int, ...]:
         out = eqx.filter_eval_shape(self.fun, *args, **kwargs)
@@ -85,39 +103,6 @@ class Derivative:
             axes = [np.shape(args[i]) for i in _indices(argnums)]
             so_far = (*so_far, *axes[0]) if len(axes) == 1 else (*so_far, len(axes))
         return shape
-
-    def _evaluate(self, fun, point, places, shape, args) -> PyTree:
-        coords = self._names(point.size)
-        outputs = self._outputs(math.prod(shape))
-        terms: dict[tuple, Term] = {}
-
-        def term(output: int, dirs: tuple[int, ...]) -> Term:
-            key = output, tuple(sorted(dirs))
-            name = outputs[output] + "_" + "".join(coords[i] for i in key[1])
-            # Longer names may run together: the position tells them apart.
-            unique = name if name not in {t.name for t in terms.values()} else f"{name} {key}"
-            return terms.setdefault(key, Term(unique, *key))
-
-        def tree(chosen: tuple[int, ...], left: Sequence[Argnums]) -> PyTree:
-            """Returns the names of all entries, in the structure of JAX's result."""
-            if left:
-                several = [tree((*chosen, i), left[1:]) for i in _indices(left[0])]
-                return tuple(several) if isinstance(left[0], tuple) else several[0]
-            axes = [places[i] for i in chosen]
-            sizes = (*shape, *itertools.chain(*(jnp.shape(args[i]) for i in chosen)))
-            entries = itertools.product(range(math.prod(shape)), *axes)
-            return [term(o, tuple(dirs)).name for o, *dirs in entries], sizes
-
-        names = tree((), self.taken)
-        every = tuple(terms.values())
-        values = Evaluation(self.call, fun, coords, outputs, every, (), self.scaling, None)(point)
-
-        def fill(leaf) -> Array:
-            entries, sizes = leaf
-            return jnp.stack([values[name] for name in entries]).reshape(sizes)
-
-        is_leaf = lambda x: isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], list)
-        return jax.tree_util.tree_map(fill, names, is_leaf=is_leaf)
 
     def _names(self, size: int) -> tuple[str, ...]:
         coords = self.coords

@@ -1,6 +1,7 @@
 """Terms and sums of derivatives of one function, by the engine."""
 
 import functools as ft
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,13 +16,13 @@ from jaxtyping import Array, Float
 from .._cast import widen
 from .._dtypes import FLOAT16_MAX, matmul_precision
 from .._forward import Forward, present_forward
-from ..engine import Equation, Index, Plan, make_plan, propagate, sum_key
+from ..engine import Equation, Index, make_plan, propagate, sum_key
 from ..interpret._marks import marked
 from ..interpret._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
-from ._checks import Term, as_network, check_alone, check_factor, check_point, rows_of
+from ._checks import Term, as_network, check_factor, check_point
 from ._probe import tap
+from ._scaling import DerivativeScaling
 from ._seeds import power_of_two
-from ._state import DerivativeScaling
 
 
 _STACKED = 9
@@ -98,6 +99,15 @@ class Sum(NamedTuple):
     order: int = 0
 
 
+class _Asked(NamedTuple):
+    """A result: its stream, `()` for the value, its output, and the rows that count it."""
+
+    name: str
+    key: Index
+    output: int
+    rows: tuple[int, ...]
+
+
 class Direction(NamedTuple):
     """A coordinate, or several that are stacked; with a row that has seeds of its own."""
 
@@ -124,14 +134,22 @@ class Evaluation:
         dtype: Any,
     ):
         self._call, self._fun, self._coords, self._outputs = call, fun, coords, outputs
-        self._terms, self._sums = tuple(terms), tuple(sums)
-        self._rows = rows_of(scaling, self._terms, coords, call)
+        self._sums = tuple(sums)
         self._scaling, self._dtype = scaling, dtype
         self._directions: list[Direction] = []
-        self._indices = {t.name: self._index(t) for t in self._terms}
+        of_sums = [
+            _Asked(f"{s.name}_{name}", sum_key(k), i, tuple(s.rows))
+            for k, s in enumerate(self._sums)
+            for i, name in enumerate(outputs)
+        ]
+        of_terms = [
+            _Asked(t.name, self._index(t.dirs, rows), t.output, rows)
+            for t, rows in zip(terms, _rows_of(scaling, terms, coords, call), strict=True)
+        ]
+        self._asked = [*of_sums, *of_terms]
         summed = [self._summed(k, s) for k, s in enumerate(self._sums)]
         sizes = tuple(None if len(d.coords) == 1 else len(d.coords) for d in self._directions)
-        self._plan = make_plan(self._indices.values(), summed, sizes)
+        self._plan = make_plan([term.key for term in of_terms], summed, sizes)
 
     # Streams to be propagated.
 
@@ -140,18 +158,20 @@ class Evaluation:
             self._directions.append(direction)
         return self._directions.index(direction)
 
-    def _index(self, term: Term) -> Index:
-        """Returns the stream of a term. A term with a scaler of its own has seeds of its own."""
-        own = self._own_row(self._rows.get(term.name))
-        return tuple(sorted(self._direction(Direction((i,), own)) for i in term.dirs))
+    def _index(self, dirs: Sequence[int], rows: Sequence[int]) -> Index:
+        """Returns the stream of a derivative that these rows count. One with a scaler of its own
+        has seeds of its own.
+        """
+        own = self._own_row(rows)
+        return tuple(sorted(self._direction(Direction((i,), own)) for i in dirs))
 
-    def _own_row(self, row: int | None) -> int | None:
-        if self._scaling is None or row is None:
+    def _own_row(self, rows: Sequence[int]) -> int | None:
+        if self._scaling is None or not rows:
             return None
-        return self._scaling.strategy.seeds_of(row)
+        return self._scaling.strategy.seeds_of(rows[0])
 
     def _summed(self, k: int, s: Sum) -> tuple[Index, ...]:
-        own = self._own_row(s.rows[0]) if s.rows else None
+        own = self._own_row(s.rows)
         if s.directions is not None:
             samples = len(s.summands)
             i = self._direction(Direction((-1 - k,) * samples, own, sampled=k))
@@ -161,9 +181,7 @@ class Evaluation:
         if kinds == 1 and order > 1 and len(s.summands) >= _STACKED:
             i = self._direction(Direction(tuple(x.dirs[0] for x in s.summands), own))
             return ((i,) * order,)
-        return tuple(
-            tuple(sorted(self._direction(Direction((i,), own)) for i in x.dirs)) for x in s.summands
-        )
+        return tuple(self._index(x.dirs, s.rows) for x in s.summands)
 
     # Scales of streams.
 
@@ -176,26 +194,17 @@ class Evaluation:
         along = [self._directions[i] for i in index]
         row = along[0].row
         if row is not None:
-            return jnp.floor_divide(scaling.shift(row) * len(index), self._order_of(row))
+            return jnp.floor_divide(scaling.shift(row) * len(index), max(self._orders(row)))
         drawn = along[0].sampled is not None
         coords = [[] if drawn else [self._coords[c] for c in d.coords] for d in along]
         margin = scaling.rule.margin
         return scaling.strategy.exponent(scaling.exponents, coords, self._orders(), margin)
 
-    def _orders(self) -> set[int]:
-        """Returns the orders of the requested derivatives."""
-        found = {len(t.dirs) for t in self._terms if t.dirs}
-        return found | {
-            len(x.dirs) if s.directions is None else s.order for s in self._sums for x in s.summands
-        }
-
-    def _order_of(self, row: int) -> int:
-        """Returns the highest order among the derivatives with the seeds of a row."""
-        return max(
-            len(i)
-            for i in (*self._plan.indices, *(i for s in self._plan.sums for i in s))
-            if self._directions[i[0]].row == row
-        )
+    def _orders(self, row: int | None = None) -> set[int]:
+        """Returns the orders of the requested derivatives, or of those with the seeds of a row."""
+        asked = (*self._plan.asked, *itertools.chain(*self._plan.sums))
+        own = lambda index: row is None or self._directions[index[0]].row == row
+        return {len(index) for index in asked if index and own(index)}
 
     def _sum_exponent(self, s: Sum) -> Any:
         scaling = self._scaling
@@ -221,11 +230,11 @@ class Evaluation:
         eye = np.eye(len(self._coords), dtype=np.dtype(widen(jnp.zeros((), dtype)).dtype))
         out = []
         for d in self._directions:
-            if d.sampled is not None:
-                drawn = sampled[d.sampled][0].astype(eye.dtype)
-                out.append(drawn[0] if len(d.coords) == 1 else drawn)
+            if d.sampled is None:
+                rows = eye[list(d.coords)]
             else:
-                out.append(eye[d.coords[0]] if len(d.coords) == 1 else eye[list(d.coords)])
+                rows = sampled[d.sampled][0].astype(eye.dtype)
+            out.append(rows[0] if len(d.coords) == 1 else rows)
         return out
 
     def _weights(self, point: Array, sampled: dict[int, tuple[Array, Array]]) -> list[list[Any]]:
@@ -235,7 +244,8 @@ class Evaluation:
                 drawn = sampled[k][1].astype(widen(point).dtype)
                 out.append([drawn[0] if len(drawn) == 1 else drawn])
                 continue
-            factors = [self._factor(x, s.name, point) for x in s.summands]
+            factors = [x.factor(point) if callable(x.factor) else x.factor for x in s.summands]
+            factors = [check_factor(factor, s.name, self._call) for factor in factors]
             if len(indices) < len(factors):
                 same = all(isinstance(f, int | float) and f == 1 for f in factors)
                 wide = widen(point).dtype
@@ -243,19 +253,16 @@ class Evaluation:
             out.append(factors)
         return out
 
-    def _factor(self, summand: Summand, name: str, point: Array) -> Any:
-        factor = summand.factor(point) if callable(summand.factor) else summand.factor
-        return check_factor(factor, name, self._call)
-
     def _propagated(
         self,
         point: Any,
+        others: tuple[Any, ...] = (),
         note: list[Equation] | None = None,
         lost: dict[Index, Array] | None = None,
-    ) -> tuple[Plan, Any, dict]:
-        point = widen(check_point(point, self._coords, self._dtype, self._call))
+    ) -> tuple[Any, dict]:
+        point = widen(check_point(point, others, self._coords, self._dtype, self._call))
         sampled = {k: s.directions() for k, s in enumerate(self._sums) if s.directions}
-        value, streams = propagate(
+        return propagate(
             as_network(self._fun, self._outputs, self._call),
             point,
             self._plan,
@@ -265,7 +272,6 @@ class Evaluation:
             note,
             lost,
         )
-        return self._plan, value, streams
 
     def __call__(self, point: Any, *others: Any) -> dict[str, Float[Array, ""]]:
         """**Arguments:**
@@ -276,35 +282,19 @@ class Evaluation:
 
         **Raises:** `TypeError` for coordinates that come one by one, in `others`.
         """
-        check_alone(others, self._coords, self._call)
         if _multiplies_tensorfloat32():
             warn_of_tensorfloat32(self._call, "derivative terms")
         lost: dict[Index, Array] = {}
-        _, value, streams = self._propagated(point, lost=lost)
+        value, streams = self._propagated(point, others, lost=lost)
         blamed = self._blamed(lost)
         zero = jnp.zeros_like(value)
         found: dict[str, Array] = {}
-        rows: dict[str, tuple[int, ...]] = {}
-        beyond: dict[str, Array] = {}
-        for k, s in enumerate(self._sums):
-            for i, name in enumerate(self._outputs):
-                found[f"{s.name}_{name}"] = streams.get(sum_key(k), zero)[i]
-                rows[f"{s.name}_{name}"] = tuple(s.rows)
-                if sum_key(k) in blamed:
-                    beyond[f"{s.name}_{name}"] = blamed[sum_key(k)]
-        for term in self._terms:
-            if not term.dirs:
-                found[term.name] = value[term.output]
-                continue
-            index = self._indices[term.name]
-            found[term.name] = streams.get(index, zero)[term.output]
-            row = self._rows.get(term.name)
-            rows[term.name] = () if row is None else (row,)
-            if index in blamed:
-                beyond[term.name] = blamed[index]
+        for name, key, output, _ in self._asked:
+            found[name] = (streams.get(key, zero) if key else value)[output]
+        beyond = {name: blamed[key] for name, key, *_ in self._asked if key in blamed}
         # All of them at once, and again for those that count in several rows.
-        for k in range(max(map(len, rows.values()), default=0)):
-            counted = {name: r[k] for name, r in rows.items() if len(r) > k}
+        for k in range(max((len(asked.rows) for asked in self._asked), default=0)):
+            counted = {name: rows[k] for name, _, _, rows in self._asked if len(rows) > k}
             found |= self._counted(found, counted, beyond)
         return marked(found)
 
@@ -312,7 +302,7 @@ class Evaluation:
         """Returns whether a stream that leads to each requested one overflowed where it is kept for
         the backward pass: the stream itself, or else the lowest that contains it.
         """
-        asked = {i: (i,) for i in self._indices.values()}
+        asked = {i: (i,) for i in self._plan.asked}
         asked |= {sum_key(k): (sum_key(k), *s) for k, s in enumerate(self._plan.sums)}
         out: dict[Index, Array] = {}
         for key, does in lost.items():
@@ -353,8 +343,23 @@ class Evaluation:
         """Reports how the derivatives are taken at a point. It traces, and runs nothing."""
         note: list[Equation] = []
         point = jax.ShapeDtypeStruct(jnp.shape(point), jnp.result_type(point))
-        jax.eval_shape(lambda p: self._propagated(p, note)[1], point)
+        jax.eval_shape(lambda p: self._propagated(p, note=note)[0], point)
         return DerivativeReport(tuple(note), len(self._plan.keys) + 1)
+
+
+def _rows_of(
+    scales: DerivativeScaling | None, terms: Sequence[Term], coords: tuple[str, ...], call: str
+) -> list[tuple[int, ...]]:
+    """Returns the rows that count each term and say by how much it is scaled: one, or none for a
+    value and without a scaling. Raises a `ValueError` if the scaling does not know the term or a
+    coordinate in it.
+    """
+    if scales is None:
+        return [()] * len(terms)
+    strategy = scales.strategy
+    strategy.check_coords([coords[i] for i in sorted({i for t in terms for i in t.dirs})], call)
+    row = lambda t: strategy.row_of(t.name, [coords[i] for i in t.dirs], call)
+    return [(row(t),) if t.dirs else () for t in terms]
 
 
 class DerivativeReport(NamedTuple):

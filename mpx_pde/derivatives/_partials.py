@@ -11,10 +11,9 @@ from jaxtyping import Array
 
 from .._dtypes import as_floating_dtype, check_integer
 from .._types import DTypeLike, Names
-from ._checks import check_derivatives, check_factor, check_network, parse_terms
+from ._checks import check_factor, check_network, names_of, parse_terms, split_names
 from ._evaluation import Evaluation, Sum, Summand
-from ._names import names_of, split_names
-from ._state import DerivativeScaling
+from ._scaling import check_derivatives
 
 
 def partials(
@@ -113,10 +112,9 @@ def laplacian(
     # {"lap_u": 4.0, "u_x": 4.0}
     ```
     """
-    call = "laplacian"
-    over = coords if over is None else names_of(over, call, "the coordinates of `over`")
+    over = coords if over is None else over
     operators = {"lap": "laplacian"}
-    return _evaluation(call, fun, operators, terms, coords, outputs, over, scaling, dtype)
+    return _evaluation("laplacian", fun, operators, terms, coords, outputs, over, scaling, dtype)
 
 
 def linear_operator(
@@ -182,11 +180,9 @@ def linear_operator(
                 f"`{call}` needs a `key`, a `jax.random.key`, to draw `samples`, but got {key!r}."
             )
         keys = iter(jax.random.split(key, len(operators)))
-
-        def draw(found: Sum, spec: Any, size: int) -> Sum:
-            return _sampled(found, spec, size, count, next(keys), replace, call)
-
-        drawing = draw
+        drawing = lambda found, spec, size: _sampled(
+            found, spec, size, count, next(keys), replace, call
+        )
     return _evaluation(
         call, fun, operators, terms, coords, outputs, coords, scaling, dtype, drawing
     )
@@ -227,7 +223,15 @@ def _evaluation(
     sums = []
     for name, spec in operators.items():
         summands = _summands(spec, name, dirs, coords, call)
-        found = Sum(name, summands, _rows(scaling, spec, summands, over, coords, call))
+        rows: Sequence[int] = ()
+        if scaling is not None:
+            strategy, named = scaling.strategy, [[coords[i] for i in s.dirs] for s in summands]
+            strategy.check_coords(dict.fromkeys(itertools.chain(*named)), call)
+            if spec == "laplacian":
+                rows = strategy.laplacian_rows(over, call)
+            else:
+                rows = strategy.sum_rows(named, call)
+        found = Sum(name, summands, tuple(rows))
         sums.append(found if draw is None else draw(found, spec, len(coords)))
     return Evaluation(call, fun, coords, outputs, parsed, sums, scaling, dtype)
 
@@ -263,25 +267,6 @@ def _summands(
             raise ValueError(f"`{call}` got the derivative {derivative!r} twice in {name!r}.")
         out[found] = factor if callable(factor) else check_factor(factor, name, call)
     return tuple(Summand(d, f) for d, f in out.items())
-
-
-def _rows(
-    scaling: DerivativeScaling | None,
-    spec: Any,
-    summands: Sequence[Summand],
-    over: Sequence[str],
-    coords: Sequence[str],
-    call: str,
-) -> tuple[int, ...]:
-    """Returns the rows of a scaling that count a sum."""
-    if scaling is None:
-        return ()
-    named = [[coords[i] for i in s.dirs] for s in summands]
-    strategy = scaling.strategy
-    strategy.check_coords(dict.fromkeys(itertools.chain(*named)), call)
-    if spec == "laplacian":
-        return tuple(strategy.laplacian_rows(over, call))
-    return strategy.sum_rows(named, call)
 
 
 def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool, call: str) -> Sum:

@@ -49,17 +49,14 @@ count_p = Primitive("derivative_count")
 
 
 def _tap(probe, values, seen, *, batch_dims):
-    del probe, seen, batch_dims
     return values
 
 
 def _count(probe, seen, *, batch_dims):
-    del probe, batch_dims
     return jnp.zeros_like(seen)
 
 
 def _abstract_eval(probe, values, *_, batch_dims):
-    del probe, batch_dims
     return values.update(weak_type=False)
 
 
@@ -116,14 +113,12 @@ ad.primitive_transposes[count_p] = _count_transpose
 
 
 def tap(
-    probe: Float32[Array, "*rows columns"],
-    values: Float[Array, "..."],
-    seen: Float[Array, "..."] | None = None,
+    probe: Float32[Array, "*rows columns"], values: Float[Array, "..."], seen: Float[Array, "..."]
 ) -> Float[Array, "..."]:
     """Returns `values`, bit for bit. The cotangent of `probe` is the histogram, one for each row,
-    of what is `seen` in their place, by default of themselves.
+    of what is `seen` in their place.
     """
     # Inside `shard_map` the mark on the probe is what sums the counts over the devices.
-    seen = lax.stop_gradient(values if seen is None else seen)
+    seen = lax.stop_gradient(seen)
     probe, values, seen = match_varying_axes(probe, values, seen)
     return tap_p.bind(probe, values, seen, batch_dims=probe.ndim - 1)

@@ -5,7 +5,7 @@ histograms.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -13,9 +13,9 @@ import numpy as np
 from jaxtyping import Array, Bool, Float32, Int32
 
 from .._dtypes import FLOAT16_MAX, check_integer
-from ._names import exponent_of, term_list
+from ._checks import exponent_of, term_list
 from ._probe import HIGHEST, LOWEST
-from ._strategies import AbstractStrategy, HistogramRow
+from ._strategies import AbstractStrategy
 
 
 _TOP = int(np.log2(FLOAT16_MAX))
@@ -138,47 +138,22 @@ def parse_special(special: Any, call: str) -> dict[str, dict[str, Any]]:
     return out
 
 
-def _spread(value: Any, names: tuple[str, ...], call: str, name: str) -> tuple[int, ...]:
+def _spread(value: Any, names: tuple[str, ...], call: str, name: str) -> dict[str, int]:
     """Returns the exponents of one value for all scalers, or of a mapping from names to values."""
     if not isinstance(value, Mapping):
-        return (exponent_of(value, call, name),) * len(names)
-    unknown = sorted(set(value) - set(names))
-    missing = [n for n in names if n not in value]
-    if unknown or missing:
+        return dict.fromkeys(names, exponent_of(value, call, name))
+    if set(value) != set(names):
         raise ValueError(
             f"`{call}` needs `{name}` as one number or as a mapping with a number for each of its "
             f"scalers, {', '.join(names)}, but got {value!r}."
         )
-    return tuple(exponent_of(value[n], call, name) for n in names)
-
-
-def _range(
-    i: int,
-    name: str,
-    rows: Sequence[HistogramRow],
-    scales: Mapping[str, Mapping],
-    given: bool,
-    call: str,
-) -> tuple[int, int, int]:
-    """Returns the exponents of a scaler: the lowest, the first and the highest."""
-    low, init, high = (scales[key][name] for key in ("min_scale", "init_scale", "max_scale"))
-    most = max((w for r in rows for j, w in r.weights if j == i), default=1)
-    most = max(most, *(r.order for r in rows))
-    low, high = max(low, math.ceil(_LOWEST_TOTAL / most)), min(high, _HIGHEST_TOTAL // most)
-    # Without a start of its own a scaler starts at 1, or at its cap if that is lower.
-    init = init if given else min(init, high)
-    if not low <= init <= high:
-        raise ValueError(
-            f"`{call}` needs `init_scale` between `min_scale` and `max_scale`, but got "
-            f"2^{init} outside of [2^{low}, 2^{high}] for {name!r}."
-        )
-    return low, init, high
+    return {n: exponent_of(value[n], call, name) for n in names}
 
 
 def _ranges(
     options: Mapping[str, Any], strategy: AbstractStrategy, special: Mapping[str, Any], call: str
 ) -> list[tuple[int, int, int]]:
-    """Returns the range of each scaler."""
+    """Returns the exponents of each scaler: the lowest, the first and the highest."""
     common = tuple(n for n in strategy.names if n not in special)
     scales = {}
     for key in _SCALES:
@@ -187,14 +162,26 @@ def _ranges(
         found = {n: default * strategy.order_of(i) for i, n in enumerate(strategy.names)}
         if options[key] is not DEFAULTS[key]:
             names = common if isinstance(options[key], Mapping) else strategy.names
-            found |= zip(names, _spread(options[key], names, call, key), strict=True)
+            found |= _spread(options[key], names, call, key)
         own = {n: exponent_of(x[key], call, key) for n, x in special.items() if key in x}
         scales[key] = found | own
     given = options["init_scale"] is not DEFAULTS["init_scale"]
-    return [
-        _range(i, n, strategy.rows, scales, given or "init_scale" in special.get(n, {}), call)
-        for i, n in enumerate(strategy.names)
-    ]
+    most = max(row.order for row in strategy.rows)
+    out = []
+    for name in strategy.names:
+        low = max(scales["min_scale"][name], math.ceil(_LOWEST_TOTAL / most))
+        high = min(scales["max_scale"][name], _HIGHEST_TOTAL // most)
+        init = scales["init_scale"][name]
+        if not given and "init_scale" not in special.get(name, {}):
+            # Without a start of its own a scaler starts at 1, or at its cap if that is lower.
+            init = min(init, high)
+        if not low <= init <= high:
+            raise ValueError(
+                f"`{call}` needs `init_scale` between `min_scale` and `max_scale`, but got "
+                f"2^{init} outside of [2^{low}, 2^{high}] for {name!r}."
+            )
+        out.append((low, init, high))
+    return out
 
 
 def parse_rule(

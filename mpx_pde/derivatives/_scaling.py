@@ -1,19 +1,332 @@
-"""Loss scaling and derivative scaling together."""
+"""Derivative scaling, which keeps the derivatives that a loss asks for in range, alone and together
+with a loss scaling."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32
 
+from .._dtypes import check_integer, half_precision_datatype
 from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, check_scaling, counted_steps
-from .._repr import described, in_a_line, skips
+from .._repr import by_name, described, in_a_line, number, skips
 from .._tree import check_flag, select_tree, with_fields
-from .._types import BoolLike, PyTree
+from .._types import BoolLike, Names, PyTree
 from .._varying import varying_axes
-from ._state import DerivativeScaling
+from ._checks import names_of, term_list
+from ._probe import COLUMNS
+from ._rules import Rule, adjusted, parse_rule, parse_special
+from ._seeds import power_of_two
+from ._strategies import AbstractStrategy, HistogramRow, PerDirection, PerOrder
+
+
+class DerivativeScaling(eqx.Module):
+    """Scales for the derivatives inside a loss, and how they follow what they see.
+
+    A physics-informed loss differentiates the network in the forward pass, and in float16 these
+    derivatives overflow or vanish before any loss exists. So the seeds of the derivatives are
+    multiplied by powers of two, the chain runs in half precision, and the results are unscaled
+    once, in float32, after the last order has been taken (*deferred unscaling*).
+
+    Make one with [`per_direction`][mpx_pde.DerivativeScaling.per_direction] (the one to start
+    with), [`per_order`][mpx_pde.DerivativeScaling.per_order] or
+    [`per_term`][mpx_pde.DerivativeScaling.per_term], put it into a [`mpx_pde.Scaling`][], and pass
+    what the loss receives as `derivatives` on to [`mpx_pde.partials`][].
+
+    In bfloat16 and float32, whose range is enough, nothing is scaled.
+
+    **The update rule.** A step in which a derivative overflowed is skipped, and the scalers that
+    are responsible shrink by `factor`. A scaler grows by `factor` after `growth_interval` clean
+    steps in a row, up to 1; at or below `recover_threshold` (the *recovery mode*) after
+    `recover_growth_interval`.
+
+    Derivatives can be too small for float16 as well, such as those of a network of coordinates in
+    micrometers. So a scale rises above 1, up to `max_scale`, while the histogram of the last step
+    shows a derivative whose largest values lie within `margin` powers of two of float16's subnormal
+    numbers, or that is zero everywhere, as long as no other that it scales comes within `margin`
+    of overflow; and it falls back towards 1 when one does. Values that are lost nevertheless are
+    counted by the entry `"underflow"` of [`mpx_pde.derivatives.telemetry`][].
+
+    [`mpx_pde.initial_scaling`][] finds the scales to start with.
+
+    The rule and its constants are those of Xue et al., *A Novel Automatic Mixed Precision Approach
+    For Physics Informed Training*, section 3.2, and of its implementation in PhysicsNeMo-Sym. Other
+    than there, each scaler backs off for its own overflows only, never falls below `min_scale`,
+    rises above 1 where it must, and may have a cap below 1.
+
+    **Attributes:**
+
+    - `exponents`: log2 of the scale of each scaler, int32.
+    - `tracker`: clean steps since each last changed, int32.
+    - `caution`: 1 while an overflow forbids to rise for small derivatives, int32.
+    - `overflows`: steps in which each scaler overflowed, int32.
+    - `skipped_steps`: steps in which any did, an int32 scalar.
+    - `counts`: the histograms of the last step, float32, a row for each of `row_names`; see
+        [`mpx_pde.derivatives.telemetry`][].
+    - `shifts`: log2 of the scale that the values in each row of `counts` carried, int32.
+    - `names`, `row_names`: what the scalers and the rows are called; static.
+    """
+
+    exponents: Int32[Array, "*batch scalers"]
+    tracker: Int32[Array, "*batch scalers"]
+    caution: Int32[Array, "*batch scalers"]
+    overflows: Int32[Array, "*batch scalers"]
+    skipped_steps: Int32[Array, "*batch"]
+    shifts: Int32[Array, "*batch rows"]
+    counts: Float32[Array, "*batch rows columns"]
+    strategy: AbstractStrategy = eqx.field(static=True)
+    rule: Rule = eqx.field(static=True)
+
+    def __init__(self, strategy: Any = None, call: str = "", special: Any = None, **options: Any):
+        """Is called by `per_direction`, `per_order` and `per_term`: use one of these."""
+        if not isinstance(strategy, AbstractStrategy):
+            raise TypeError(
+                '`DerivativeScaling` is made by `DerivativeScaling.per_direction("xt")`, '
+                '`per_order(2)` or `per_term(["u_x", "u_xx"])`, and not called itself.'
+            )
+        self.strategy = strategy
+        self.rule, start = parse_rule(options, strategy, special or {}, call)
+        self.exponents = jnp.array(start, jnp.int32)
+        self.tracker = jnp.zeros(len(start), jnp.int32)
+        self.caution = jnp.zeros(len(start), jnp.int32)
+        self.overflows = jnp.zeros(len(start), jnp.int32)
+        self.skipped_steps = jnp.zeros((), jnp.int32)
+        self.shifts = jnp.zeros(len(strategy.rows), jnp.int32)
+        self.counts = jnp.zeros((len(strategy.rows), COLUMNS), jnp.float32)
+
+    @classmethod
+    def per_direction(
+        cls, coords: Names, *, order: int = 4, terms: Sequence[str] = (), **options: Any
+    ) -> "DerivativeScaling":
+        """Makes one scale `s` for each coordinate: a derivative of order k in it carries `s**k`.
+
+        The default to take: it follows the unit of each coordinate, whatever the terms are.
+
+        **Arguments:**
+
+        - `coords`: the coordinates, such as `"xt"` or `["x", "t"]`.
+        - `order`: the highest total order that will be asked for.
+        - `terms`: terms with a histogram of their own, such as `["u_x", "v_x"]`; the others share
+            one for each derivative, whatever the output.
+        - `init_scale`, `max_scale`, `min_scale`: numbers, or mappings from coordinates to
+            numbers; by default 1, 2^15 and 2^-24. They are rounded down to powers of two.
+        - `factor`, `growth_interval`, `recover_threshold`, `recover_growth_interval`, `margin`:
+            see above; by default 2, 1000, 2^-6, 100 and 6.
+
+        **Returns:** a `DerivativeScaling`.
+
+        **Raises:** `ValueError` or `TypeError` for coordinates named twice and for options that
+        make no sense.
+        """
+        call = "DerivativeScaling.per_direction"
+        names = names_of(coords, call, "the coordinates")
+        order = check_integer(order, call, "order")
+        return cls(PerDirection.of(names, order, terms, call), call, **options)
+
+    @classmethod
+    def per_order(
+        cls,
+        order: int,
+        *,
+        special: Any = (),
+        terms: Sequence[str] = (),
+        coords: Any = None,
+        **options: Any,
+    ) -> "DerivativeScaling":
+        """Makes one scaler for each order of derivatives, as in section 3.1 of the paper.
+
+        Derivatives of an order that no term asks for, on the way to a higher one, are scaled in
+        proportion to that one.
+
+        **Arguments:**
+
+        - `order`: the highest order. Its scalers are called `"order 1"` to `"order n"`.
+        - `special`: terms with a scaler of their own, whatever their order: a list of names, or a
+            mapping from names to a cap, or to a mapping with any of `init_scale`, `max_scale` and
+            `min_scale`.
+        - `terms`: as for `per_direction`.
+        - `coords`: the coordinates, which tell the order of `terms`. Needed only where their names
+            have more than one letter.
+        - options: as for `per_direction`. The default bounds of a scaler of order k are the k-th
+            powers of those there, for as far as that do derivatives of that order lie apart.
+
+        **Returns:** a `DerivativeScaling`.
+        """
+        call = "DerivativeScaling.per_order"
+        order = check_integer(order, call, "order")
+        own = parse_special(special, call)
+        known = None if coords is None else names_of(coords, call, "the coordinates")
+        strategy = PerOrder.of(order, tuple(own), terms, known, call)
+        return cls(strategy, call, special=own, **options)
+
+    @classmethod
+    def per_term(cls, terms: Sequence[str], **options: Any) -> "DerivativeScaling":
+        """Makes one scaler for each term.
+
+        **Arguments:**
+
+        - `terms`: the derivatives, such as `["u_x", "u_xx"]`; `"laplacian"` for
+            [`mpx_pde.laplacian`][].
+        - options: as for `per_order`, with mappings from terms. The order of a term is taken for
+            the number of letters behind its last underscore.
+
+        **Returns:** a `DerivativeScaling`.
+        """
+        call = "DerivativeScaling.per_term"
+        return cls(PerOrder.of(0, term_list(terms, call), (), None, call), call, **options)
+
+    def __repr__(self) -> str:
+        rule = self.rule
+        pairs = zip(rule.lowest, rule.highest, strict=True)
+        bounds = by_name(self.names, [f"2^{low} to 2^{high}" for low, high in pairs])
+        scales = by_name(self.names, self.exponents, "2^")
+        tracker, caution, overflows = (
+            by_name(self.names, x) for x in (self.tracker, self.caution, self.overflows)
+        )
+        return described(
+            self,
+            f"scales={scales} ({bounds}, factor {2**rule.step})",
+            str(self.strategy),
+            f"tracker={tracker} of {rule.growth_interval}, {rule.recover_growth_interval} at or "
+            f"below 2^{rule.recover_threshold}",
+            f"margin={rule.margin}, caution={caution}",
+            f"overflows={overflows}, skipped_steps={number(self.skipped_steps)}",
+        )
+
+    @property
+    def kind(self) -> str:
+        """Returns which derivatives share a scaler: those of a `"direction"`, of an `"order"` or of
+        a `"term"`.
+        """
+        return self.strategy.kind
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Returns the names of the scalers."""
+        return self.strategy.names
+
+    @property
+    def order(self) -> int | None:
+        """Returns the highest order that there are scales for, or `None` if it does not matter."""
+        return self.strategy.order
+
+    @property
+    def rows(self) -> tuple[HistogramRow, ...]:
+        """Returns the rows of derivatives that are counted together, with the scalers of each."""
+        return self.strategy.rows
+
+    @property
+    def row_names(self) -> tuple[str, ...]:
+        """Returns the names of the rows of `counts`."""
+        return self.strategy.row_names
+
+    @property
+    def scales(self) -> Float32[Array, "*batch scalers"]:
+        """Returns the scale of each scaler."""
+        return power_of_two(self.exponents)
+
+    @property
+    def active(self) -> bool:
+        """Returns whether the present half precision needs scaling: float16 does."""
+        return half_precision_datatype() == jnp.float16
+
+    def shift(self, row: int) -> Any:
+        """Returns the exponent of two by which the derivatives that a row counts are scaled."""
+        return self.rows[row].shift(self.exponents)
+
+    def finite(self, counts: Any) -> Bool[Array, "*batch"]:
+        """Returns whether no derivative overflowed, by the cotangent of `counts`."""
+        return ~jnp.any(self._counts(counts, "finite")[..., -1] > 0, axis=-1)
+
+    @property
+    def at_minimum(self) -> Bool[Array, "*batch scalers"]:
+        """Returns whether a derivative that each scaler scales overflowed in the last step although
+        the scaler cannot fall any further, so that no scale can help.
+        """
+        low = jnp.broadcast_to(np.array(self.rule.lowest, np.int32), self.exponents.shape)
+        return (self.exponents <= low) & self.rule.of_scalers(self.counts[..., -1] > 0)
+
+    def _counts(self, counts: Any, method: str) -> Float32[Array, "*batch rows columns"]:
+        if isinstance(counts, DerivativeScaling):
+            counts = counts.counts
+        if getattr(counts, "shape", None) != self.counts.shape:
+            raise ValueError(
+                f"`DerivativeScaling.{method}` takes the cotangent of its own `counts`, an array "
+                f"of shape {self.counts.shape}, but got {in_a_line(counts)}"
+                + (f" of shape {jnp.shape(counts)}." if eqx.is_array(counts) else ".")
+            )
+        return counts
+
+    def adjust(self, counts: Any) -> "DerivativeScaling":
+        """Returns the scaling for the next step.
+
+        **Arguments:**
+
+        - `counts`: the cotangent that a loss left on `counts` of this scaling: the array, or the
+            gradient of the whole `DerivativeScaling`.
+
+        **Returns:**
+
+        A `DerivativeScaling` of the same structure, shapes and dtypes.
+        """
+        counts = self._counts(counts, "adjust")
+        active = self.active
+        exponents = self.exponents if active else jnp.zeros_like(self.exponents)
+        shifts = jnp.stack([jnp.asarray(row.shift(exponents)) for row in self.rows])
+        state = {}
+        if active:
+            state = adjusted(self.rule, counts, self.exponents, self.tracker, self.caution)
+        lost = self.rule.of_scalers(counts[:, -1] > 0)
+        return with_fields(
+            self,
+            **state,
+            overflows=self.overflows + lost.astype(jnp.int32),
+            skipped_steps=self.skipped_steps + jnp.any(lost).astype(jnp.int32),
+            shifts=shifts.astype(jnp.int32),
+            counts=counts,
+        )
+
+    def raised(self) -> "DerivativeScaling":
+        """Returns the scaling with all scales larger by `factor`, within their caps.
+
+        Cotangents carry the inverse of the scale. So where gradients overflow and the loss scale
+        can fall no further, larger derivative scales are the way out.
+        """
+        highest = jnp.array(self.rule.highest, jnp.int32)
+        grown = jnp.minimum(self.exponents + self.rule.step, highest)
+        return with_fields(self, exponents=jnp.maximum(grown, self.exponents))
+
+    def with_exponents(self, exponents: Any) -> "DerivativeScaling":
+        """Returns the same scaling at other scales, which are clipped to the bounds of each scaler.
+
+        **Arguments:**
+
+        - `exponents`: log2 of the scales, an integer for all scalers or one for each.
+
+        **Raises:** `ValueError` for anything else.
+        """
+        given = exponents if eqx.is_array(exponents) else np.asarray(exponents)
+        fits = given.shape in ((), self.exponents.shape)
+        if not fits or not np.issubdtype(given.dtype, np.integer):
+            raise ValueError(
+                "`DerivativeScaling.with_exponents` takes the log2 of the scales as an integer for "
+                f"all scalers, or one for each of {', '.join(self.names)}, but got {exponents!r}."
+            )
+        low, high = (jnp.array(b, jnp.int32) for b in (self.rule.lowest, self.rule.highest))
+        new = jnp.clip(jnp.asarray(exponents, jnp.int32), low, high)
+        return with_fields(self, exponents=jnp.broadcast_to(new, low.shape))
+
+
+def check_derivatives(scaling: Any, call: str) -> None:
+    if scaling is not None and not isinstance(scaling, DerivativeScaling):
+        raise TypeError(
+            f"`{call}` takes a `DerivativeScaling` as `scaling`, as the loss receives it in "
+            f"`derivatives`, or `None`, but got {in_a_line(scaling)}."
+        )
 
 
 class Scaling(AbstractLossScaling):
@@ -90,10 +403,7 @@ class Scaling(AbstractLossScaling):
 
     def __repr__(self) -> str:
         return described(
-            self,
-            f"loss={self.loss!r}",
-            f"derivatives={self.derivatives!r}",
-            skips(self),
+            self, f"loss={self.loss!r}", f"derivatives={self.derivatives!r}", skips(self)
         )
 
     def scale(self, tree: PyTree) -> PyTree:
@@ -134,19 +444,16 @@ class Scaling(AbstractLossScaling):
 def check_takes_derivatives(func: Callable, call: str) -> None:
     """Raises a `TypeError` in the name of `call` unless `func` takes a keyword `derivatives`."""
     try:
-        parameters = inspect.signature(func).parameters.values()
-    except (TypeError, ValueError):  # a built-in that does not tell
+        inspect.signature(func).bind_partial(derivatives=None)
+    except ValueError:  # a built-in that does not tell
         return
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if not any(p.name == "derivatives" and p.kind in named for p in parameters):
+    except TypeError:
         raise TypeError(
             f"`{call}` with a `Scaling` passes its derivative scaling to the function as the "
             f"keyword argument `derivatives`, but {getattr(func, '__name__', func)!r} takes none. "
             "Write `def loss(model, points, *, derivatives)` and hand it on to `partials`, or pass "
             "a plain loss scaling."
-        )
+        ) from None
 
 
 def sum_counts(

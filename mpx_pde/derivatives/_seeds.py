@@ -15,7 +15,7 @@ from .._loss_scaling import multiply, scaled_leaf
 from .._repr import in_a_line
 from .._tree import check_same_structure
 from .._types import PyTree, ScalarLike
-from ._names import exponent_of
+from ._checks import exponent_of
 
 
 def power_of_two(exponent: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:

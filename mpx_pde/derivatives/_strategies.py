@@ -6,6 +6,7 @@ way to it.
 """
 
 import abc
+import functools as ft
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from ._names import split_names, term_list
+from ._checks import split_names, term_list
 
 
 Weights = tuple[tuple[int, int], ...]
@@ -41,16 +42,8 @@ class HistogramRow(NamedTuple):
     def shift(self, exponents: Any) -> Any:
         """Returns the exponent of two by which the derivatives are scaled."""
         if self.smallest:
-            smallest = exponents[self.weights[0][0]]
-            for i, _ in self.weights[1:]:
-                smallest = jnp.minimum(smallest, exponents[i])
-            return self.order * smallest
+            return self.order * ft.reduce(jnp.minimum, [exponents[i] for i, _ in self.weights])
         return sum(w * exponents[i] for i, w in self.weights)
-
-
-def _letters(term: str) -> int:
-    """Returns the highest order that a term can have, which its name alone does not tell."""
-    return 2 if term == "laplacian" else len(term.rpartition("_")[2])
 
 
 def _weights(dirs: Iterable[int]) -> Weights:
@@ -70,7 +63,7 @@ class AbstractStrategy(abc.ABC):
     - `rows`: what is counted together.
     """
 
-    kind: ClassVar[str]
+    kind: Any
     names: tuple[str, ...]
     order: int | None
     rows: tuple[HistogramRow, ...]
@@ -111,19 +104,21 @@ class AbstractStrategy(abc.ABC):
             )
         return row
 
+    coords: ClassVar[Any] = None
+    """The coordinates that there are scales for, where these are by coordinate."""
+
     @abc.abstractmethod
     def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
         """Returns the row of a term that has no row of its own."""
 
+    @abc.abstractmethod
     def _expected(self, term: str, named: Sequence[str]) -> Weights | None:
         """Returns the powers of the scalers that a row with the name of a term must have, or `None`
         where the name is enough.
         """
-        del term, named
 
     def laplacian_rows(self, over: Sequence[str], call: str) -> list[int]:
         """Returns the rows that count a Laplacian over some coordinates."""
-        del over
         if "laplacian" not in self.row_names:
             raise ValueError(
                 f"`{call}`: the scaling has no scaler for a Laplacian; it knows "
@@ -150,8 +145,9 @@ class AbstractStrategy(abc.ABC):
         """Returns `row` if its derivatives have seeds to themselves, and `None` if they share those
         of all others.
         """
-        del row
+        return None
 
+    @abc.abstractmethod
     def exponent(
         self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int], margin: int
     ) -> Any:
@@ -165,29 +161,22 @@ class AbstractStrategy(abc.ABC):
         - `asked`: the orders that a loss asks for.
         - `margin`: the powers of two that the update rule keeps free below overflow.
         """
-        raise AssertionError("no stream shares its seeds")
 
     def kept(self, exponent: Any, margin: int) -> Any:
         """Returns the exponent at which a stream is stored, where `exponent` is that of its
         derivative.
         """
-        del margin
         return exponent
 
     def steps(self, margin: int, rows: Iterable[HistogramRow]) -> int:
         """Returns the largest rise of a scaler at which its `rows` rise by at most `margin`."""
-        del rows
         return margin
 
     def order_of(self, scaler: int) -> int:
         """Returns the order of the derivatives that a scaler scales as a whole: it takes as many
         factors of a coordinate's scale.
         """
-        del scaler
         return 1
-
-    coords: ClassVar[Any] = None
-    """The coordinates that there are scales for, where these are by coordinate."""
 
     def check_coords(self, coords: Iterable[str], call: str) -> None:
         """Raises a `ValueError` for coordinates that have no scale."""
@@ -213,10 +202,11 @@ class PerDirection(AbstractStrategy):
     def of(
         cls, names: tuple[str, ...], order: int, terms: Sequence[str], call: str
     ) -> "PerDirection":
-        rows = []
-        for k in range(1, order + 1):
-            for dirs in combinations_with_replacement(range(len(names)), k):
-                rows.append(HistogramRow("_" + "".join(names[i] for i in dirs), _weights(dirs)))
+        rows = [
+            HistogramRow("_" + "".join(names[i] for i in dirs), _weights(dirs))
+            for k in range(1, order + 1)
+            for dirs in combinations_with_replacement(range(len(names)), k)
+        ]
         if order >= 2:
             every = tuple((i, 2) for i in range(len(names)))
             rows.append(HistogramRow("laplacian", every, smallest=True))
@@ -267,15 +257,15 @@ class PerDirection(AbstractStrategy):
 
 @dataclass(frozen=True)
 class PerOrder(AbstractStrategy):
-    """One scaler for each order, and one for each special term, as in section 3.1 of Xue et al.
+    """One scaler for each order, and one for each special term, as in section 3.1 of Xue et al.; or
+    none for orders, and one for each term, whose seeds no other shares.
 
     A term with a row of its own and no scaler shares that of its order.
     """
 
     names: tuple[str, ...]
-    order: int
+    order: int | None
     rows: tuple[HistogramRow, ...]
-    kind: ClassVar[str] = "order"
 
     @classmethod
     def of(
@@ -300,20 +290,33 @@ class PerOrder(AbstractStrategy):
                     "coordinates as `coords` where they have more than one letter."
                 )
             rows.append(HistogramRow(term, ((len(dirs) - 1, 1),)))
-        return cls(names, order, tuple(rows))
+        return cls(names, order or None, tuple(rows))
+
+    @property
+    def kind(self) -> str:
+        return "term" if self.order is None else "order"
 
     def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
+        if self.order is None:
+            raise ValueError(
+                f"`{call}`: the scaling has no scaler for the term {term!r}; it knows "
+                f"{', '.join(self.names)}. Name it in `DerivativeScaling.per_term`."
+            )
         return len(named) - 1
 
     def _expected(self, term: str, named: Sequence[str]) -> Weights | None:
         return None if term in self.names else ((len(named) - 1, 1),)
 
     def order_of(self, scaler: int) -> int:
-        return scaler + 1 if scaler < self.order else _letters(self.names[scaler])
+        if scaler < (self.order or 0):
+            return scaler + 1
+        name = self.names[scaler]
+        # The most that it can be, which the name alone does not tell.
+        return 2 if name == "laplacian" else len(name.rpartition("_")[2])
 
     def seeds_of(self, row: int) -> int | None:
         ((scaler, _),) = self.rows[row].weights
-        return None if scaler < self.order else row
+        return None if scaler < (self.order or 0) else row
 
     def exponent(
         self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int], margin: int
@@ -321,30 +324,3 @@ class PerOrder(AbstractStrategy):
         # An order that nobody asked for has no histogram: it follows the next one that has.
         order = min(n for n in asked if n >= len(along))
         return jnp.floor_divide(exponents[order - 1] * len(along), order)
-
-
-@dataclass(frozen=True)
-class PerTerm(AbstractStrategy):
-    """One scaler for each term, whose seeds no other shares."""
-
-    names: tuple[str, ...]
-    rows: tuple[HistogramRow, ...]
-    kind: ClassVar[str] = "term"
-    order: ClassVar[None] = None
-
-    @classmethod
-    def of(cls, terms: Sequence[str], call: str) -> "PerTerm":
-        names = term_list(terms, call)
-        return cls(names, tuple(HistogramRow(name, ((i, 1),)) for i, name in enumerate(names)))
-
-    def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
-        raise ValueError(
-            f"`{call}`: the scaling has no scaler for the term {term!r}; it knows "
-            f"{', '.join(self.names)}. Name it in `DerivativeScaling.per_term`."
-        )
-
-    def order_of(self, scaler: int) -> int:
-        return _letters(self.names[scaler])
-
-    def seeds_of(self, row: int) -> int:
-        return row

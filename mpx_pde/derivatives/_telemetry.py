@@ -1,5 +1,6 @@
 """Telemetry of derivative scales: plain arrays, and a picture."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,8 +10,7 @@ import numpy as np
 from .._repr import in_a_line
 from ._probe import HIGHEST, LOWEST
 from ._rules import SMALLEST_NORMAL
-from ._scaling import Scaling
-from ._state import DerivativeScaling
+from ._scaling import DerivativeScaling, Scaling
 
 
 def telemetry(scaling: Any) -> dict[str, Any]:
@@ -101,12 +101,10 @@ def plot(history: Sequence[Mapping[str, Any]], *, steps: Sequence[int] | None = 
     figure = Figure(figsize=(11, 1.5 + 0.7 * max(len(seen), 3)), layout="constrained")
     ranges, scales = figure.subplots(1, 2)
     for i, name in enumerate(seen):
-        total: dict[int, float] = {}
+        total: Counter[int] = Counter()
         for h in history:
-            for e, c in zip(
-                np.asarray(h["exponents"][name]), np.asarray(h["counts"][name]), strict=True
-            ):
-                total[int(e)] = total.get(int(e), 0.0) + float(c)
+            at, count = np.asarray(h["exponents"][name]), np.asarray(h["counts"][name])
+            total.update(dict(zip(at.tolist(), count.tolist(), strict=True)))
         exponents = np.array(sorted(total))
         heights = np.array([total[e] for e in exponents])
         heights = 0.8 * heights / max(heights.max(), 1.0)

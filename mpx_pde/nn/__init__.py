@@ -6,11 +6,10 @@ from ._activations import (
     safe as safe,
     silu as silu,
     sin as sin,
+    soft_clip as soft_clip,
     softplus as softplus,
     tanh as tanh,
 )
-from ._ansatz import Ansatz as Ansatz
 from ._fno import FNO as FNO
-from ._mlp import CoordinateMLP as CoordinateMLP
+from ._mlp import Ansatz as Ansatz, CoordinateMLP as CoordinateMLP
 from ._spectral_conv import SpectralConv as SpectralConv
-from ._stabilizers import soft_clip as soft_clip

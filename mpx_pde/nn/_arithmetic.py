@@ -1,7 +1,6 @@
 """The precision in which a layer multiplies and stores, and the cast of its input."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -51,13 +50,11 @@ class Arithmetic(NamedTuple):
 _full = jax.make_user_context(None)
 
 
-@contextmanager
-def in_full(algorithm: str | None) -> Iterator[None]:
-    """Traces its body with float32 products, split by one of `SPLIT_PRODUCTS` or at the highest
-    precision, where it would multiply halves.
+def in_full(algorithm: str | None) -> AbstractContextManager:
+    """Returns a context with float32 products, split by one of `SPLIT_PRODUCTS` or at the highest
+    precision, where there would be products of halves.
     """
-    with _full(algorithm or "float32"):
-        yield
+    return _full(algorithm or "float32")
 
 
 def arithmetic_of(given: Arithmetic | None, weight: Any) -> Arithmetic:

@@ -53,15 +53,11 @@ class Block(eqx.Module):
         spectral, skip, mlp = jax.random.split(key, 3)
         self.spectral = SpectralConv(channels, channels, modes, key=spectral, **options)
         self.skip = Pointwise(channels, channels, arithmetic, key=skip)
-        self.mlp = ChannelMLP(channels, hidden, channels, arithmetic, key=mlp)
+        self.mlp = ChannelMLP((channels, hidden, channels), arithmetic, key=mlp)
         self.gate = jnp.ones(channels, jnp.float32)
 
     def __call__(
-        self,
-        x: Array,
-        activation: Callable,
-        entering: Callable | None,
-        shift: Array | None,
+        self, x: Array, activation: Callable, entering: Callable | None, shift: Array | None
     ) -> Array:
         """Applies the block to a field. A constant for each channel is added and an activation
         applied first, if there are any.
@@ -228,13 +224,11 @@ class FNO(eqx.Module):
             dtype=dtype,
         )
         inputs = in_channels + (len(modes) if grid_embedding else 0)
-        self.lifting = ChannelMLP(
-            inputs, hidden["lifting"], hidden_channels, arithmetic, key=lift_key
-        )
+        lift = inputs, hidden["lifting"], hidden_channels
+        project = hidden_channels, hidden["projection"], out_channels
+        self.lifting = ChannelMLP(lift, arithmetic, key=lift_key)
         self.blocks = tuple(block(key=key) for key in keys)
-        self.projection = ChannelMLP(
-            hidden_channels, hidden["projection"], out_channels, arithmetic, key=project_key
-        )
+        self.projection = ChannelMLP(project, arithmetic, key=project_key)
         self.activation = safe(activation)
         self.domain_padding = _parse_padding(domain_padding, len(modes), call)
         again = "where `remat=False` keeps activations and `True` evaluates them again"
@@ -256,7 +250,6 @@ class FNO(eqx.Module):
 
         **Raises:** as [`mpx_pde.nn.SpectralConv`][].
         """
-        del key
         x = check_field(x, self.in_channels, len(self.domain_padding), "FNO")
         ends = [round(p * n) for p, n in zip(self.domain_padding, x.shape[1:], strict=True)]
         grid = tuple(slice(n) for n in x.shape[1:])

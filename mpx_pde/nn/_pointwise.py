@@ -51,9 +51,6 @@ class Pointwise(eqx.Module):
         """Returns the dtype that is stored."""
         return arithmetic_of(self.arithmetic, self.weight).dtype
 
-    def __call__(self, x: Float[Array, "inputs *grid"]) -> Float[Array, "outputs *grid"]:
-        return shifted(self.product(x), widen(self.bias))
-
     def product(self, x: Array, out_dtype: Any = None) -> Array:
         arithmetic = arithmetic_of(self.arithmetic, self.weight)
         # The weight on the left: a batch axis of `vmap` then stays behind the channels, where
@@ -68,7 +65,7 @@ class Pointwise(eqx.Module):
         **Returns:** a field, and by what it is to be shifted.
         """
         bias = widen(self.bias)
-        if not Arithmetic(self.dtype).half or x.dtype == self.dtype:
+        if not is_half(self.dtype) or x.dtype == self.dtype:
             return self.product(x), bias
         x, mean, unscale = centered(x, self.dtype)
         weight = widen(self.weight)
@@ -83,15 +80,10 @@ class ChannelMLP(eqx.Module):
     last: Pointwise
 
     def __init__(
-        self,
-        inputs: int,
-        hidden: int,
-        outputs: int,
-        arithmetic: Arithmetic | None,
-        *,
-        key: PRNGKeyArray,
+        self, sizes: tuple[int, int, int], arithmetic: Arithmetic | None, *, key: PRNGKeyArray
     ):
         first_key, last_key = jax.random.split(key)
+        inputs, hidden, outputs = sizes
         self.first = Pointwise(inputs, hidden, arithmetic, key=first_key)
         self.last = Pointwise(hidden, outputs, arithmetic, key=last_key)
 
@@ -201,10 +193,8 @@ def _in_forward(fun: Callable, forward: Forward, rounded: bool, *args: Any) -> A
     return batch_behind(with_derivative_of(value_of, derivative_of)(arrays))
 
 
-def activate(activation: Callable, x: Array, shift: Array | None = None) -> Array:
+def activate(activation: Callable, x: Array, shift: Array) -> Array:
     """Applies an activation to a field, after adding a float32 constant for each channel."""
-    if shift is None:
-        return activation(x)
     if not is_half(x.dtype):
         return activation(shifted(x, shift))
     return activation(widen(x) + per_channel(shift, x)).astype(x.dtype)

@@ -14,14 +14,8 @@ from .._cast import widen
 from .._dtypes import check_integer, is_integer
 from .._tree import check_key
 from .._types import DTypeLike
-from ._arithmetic import (
-    KEPT,
-    Arithmetic,
-    arithmetic_of,
-    centered,
-    parse_arithmetic,
-    unscaled,
-)
+from ._activations import parse_stabilizer
+from ._arithmetic import KEPT, Arithmetic, arithmetic_of, centered, parse_arithmetic, unscaled
 from ._dft import forward_matrix, frequencies, inverse_matrix, regrid_factor
 from ._spectral_cost import choose_method
 from ._spectral_weights import (
@@ -32,32 +26,35 @@ from ._spectral_weights import (
     cp_weight,
     dense_weight,
 )
-from ._stabilizers import parse_stabilizer
 
 
 METHODS = ("auto", "dft", "fft")
 
 
+def _positive_integers(value: Any) -> tuple[int, ...]:
+    """Returns one or several positive integers as a tuple, which is empty if they are not."""
+    several = tuple(value) if isinstance(value, Sequence | np.ndarray) else (value,)
+    return tuple(map(int, several)) if all(is_integer(n) and n > 0 for n in several) else ()
+
+
 def parse_modes(modes: Any, call: str) -> tuple[int, ...]:
-    given = modes
-    modes = tuple(modes) if isinstance(modes, Sequence | np.ndarray) else (modes,)
-    if not 1 <= len(modes) <= 3 or any(not is_integer(m) or m < 1 for m in modes):
+    parsed = _positive_integers(modes)
+    if not 1 <= len(parsed) <= 3:
         raise ValueError(
             f"`{call}` takes `modes` as one to three positive integers, one for each spatial axis, "
-            f"but got {given!r}."
+            f"but got {modes!r}."
         )
-    return tuple(int(m) for m in modes)
+    return parsed
 
 
 def _parse_shape(shape: Any, dims: int, call: str) -> tuple[int, ...]:
-    several = isinstance(shape, Sequence | np.ndarray)
-    parsed = tuple(shape) if several else (shape,)
-    if len(parsed) != dims or not all(is_integer(n) and n > 0 for n in parsed):
+    parsed = _positive_integers(shape)
+    if len(parsed) != dims:
         raise ValueError(
             f"`{call}` has {dims} spatial axes, and takes a positive integer for each as "
             f"`output_shape`, but got {shape!r}."
         )
-    return tuple(int(n) for n in parsed)
+    return parsed
 
 
 def check_field(x: Any, channels: int, dims: int, call: str) -> Array:
@@ -196,7 +193,6 @@ class SpectralConv(eqx.Module):
         **Raises:** `TypeError` for a field that is not real floating-point, `ValueError` for a
         wrong number of channels or axes, or a grid with fewer points than `modes`.
         """
-        del key
         y, constant = self.apart(x, output_shape)
         if constant is None:
             return y

@@ -6,7 +6,6 @@ each weight is read once, and real and imaginary part of a mode are two columns 
 """
 
 import math
-from typing import Any
 
 import equinox as eqx
 import jax
@@ -54,20 +53,12 @@ class CPWeight(eqx.Module):
     outputs: Float[Array, "rank outputs 2"]
     modes: tuple[Float[Array, "_ rank 2"], ...]
 
-    def factor(self, modes: Any = None) -> Float[Array, "*modes rank 2"]:
-        """Returns the factor of each mode in float32, or of the one mode whose indices are
-        given.
-        """
-        factors = [widen(f) for f in self.modes]
-        if modes is not None:
-            factors = [f[k] for f, k in zip(factors, modes, strict=True)]
-        out = factors[0]
-        for f in factors[1:]:
-            if modes is None:
-                lead = out.shape[:-2]
-                out = jnp.broadcast_to(out[..., None, :, :], (*lead, *f.shape))
-                f = jnp.broadcast_to(f, out.shape)
-            out = jnp.stack(_complex(out, f), axis=-1)
+    def factor(self) -> Float[Array, "*modes rank 2"]:
+        """Returns the factor of each mode in float32."""
+        out, *factors = [widen(f) for f in self.modes]
+        for f in factors:
+            out = jnp.broadcast_to(out[..., None, :, :], (*out.shape[:-2], *f.shape))
+            out = jnp.stack(_complex(out, jnp.broadcast_to(f, out.shape)), axis=-1)
         return out
 
 
@@ -86,9 +77,7 @@ def cp_weight(
 
 
 def contract(
-    weight: Array | CPWeight,
-    x: Float[Array, "inputs ..."],
-    arithmetic: Arithmetic,
+    weight: Array | CPWeight, x: Float[Array, "inputs ..."], arithmetic: Arithmetic
 ) -> Float[Array, "..."]:
     """Multiplies the modes of a field with the weights.
 
@@ -130,7 +119,7 @@ def constant_response(
         return separate(jnp.sum(jnp.broadcast_to(mean[:, None], real.shape) * real, axis=0))
     inputs = widen(weight.inputs)
     y = jnp.sum(jnp.broadcast_to(mean[:, None, None], inputs.shape) * inputs, axis=0)
-    y = jnp.stack(_complex(y, weight.factor(zero)), axis=-1)
+    y = jnp.stack(_complex(y, weight.factor()[zero]), axis=-1)
     outputs = widen(weight.outputs)
     y = jnp.broadcast_to(y[:, None, :], outputs.shape)
     y = y[..., 0] * outputs[..., 0] - y[..., 1] * outputs[..., 1]

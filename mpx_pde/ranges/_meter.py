@@ -86,41 +86,18 @@ class Record(NamedTuple):
     finite."""
 
 
-class Trace:
-    """The arrays of one trace: of the program, or of one body of a container."""
+class Meter:
+    """An evaluator of jaxprs that counts values on the host: those of one trace, of a program or of
+    a body of one of its containers, whose counts are added to those of the program.
+    """
 
-    def __init__(self):
+    def __init__(self, program: "Meter | None" = None, silent: bool = False):
+        self.silent = silent
+        self.measured: dict[tuple[int, ...], Measured] = program.measured if program else {}
+        self.counts: dict[tuple[int, ...], Counts] = program.counts if program else {}
         self.arrays: list[Any] = []
         self.pending: list[Record] = []
         self.bytes = 0
-
-    def add(self, order: tuple[int, ...] | None, array: Any, sources: Marks) -> Marks:
-        number = len(self.arrays)
-        self.arrays.append(array)
-        self.pending.append(Record(number, sources, order))
-        self.bytes += array.size * array.dtype.itemsize
-        return frozenset([number])
-
-    def flush(self, collect: Callable) -> None:
-        """Hands all that is pending to the host, in one callback."""
-        if not self.pending:
-            return
-        records, self.pending, self.bytes = tuple(self.pending), [], 0
-        sources = frozenset().union(*(r.sources for r in records))
-        earlier = sorted(sources - {r.number for r in records} - TAINTED)
-        flags = [~jnp.all(jnp.isfinite(self.arrays[i])) for i in earlier]
-        arrays = [self.arrays[r.number] for r in records]
-        jax.debug.callback(ft.partial(collect, records, earlier), flags, arrays)
-
-
-class Meter:
-    """An evaluator of jaxprs that counts values on the host."""
-
-    def __init__(self, silent: bool = False):
-        self.silent = silent
-        self.measured: dict[tuple[int, ...], Measured] = {}
-        self.counts: dict[tuple[int, ...], Counts] = {}
-        self.trace = Trace()
 
     # Counting.
 
@@ -140,13 +117,24 @@ class Meter:
         return self._add(None, array, CLEAN)
 
     def _add(self, order: tuple[int, ...] | None, array: Any, sources: Marks) -> Marks:
-        marks = self.trace.add(order, array, sources)
-        if self.trace.bytes > _BYTES:
+        number = len(self.arrays)
+        self.arrays.append(array)
+        self.pending.append(Record(number, sources, order))
+        self.bytes += array.size * array.dtype.itemsize
+        if self.bytes > _BYTES:
             self.flush()
-        return marks
+        return frozenset([number])
 
     def flush(self) -> None:
-        self.trace.flush(self._collect)
+        """Hands all that is pending to the host, in one callback."""
+        if not self.pending:
+            return
+        records, self.pending, self.bytes = tuple(self.pending), [], 0
+        sources = frozenset().union(*(r.sources for r in records))
+        earlier = sorted(sources - {r.number for r in records} - TAINTED)
+        flags = [~jnp.all(jnp.isfinite(self.arrays[i])) for i in earlier]
+        arrays = [self.arrays[r.number] for r in records]
+        jax.debug.callback(ft.partial(self._collect, records, earlier), flags, arrays)
 
     def _collect(self, records: Sequence, earlier: Sequence, flags: Any, arrays: Any) -> None:
         bad = {-1: True, **dict(zip(earlier, map(bool, flags), strict=True))}
@@ -154,7 +142,8 @@ class Meter:
             bad[record.number] = not is_finite(x)
             if record.order is not None:
                 source = bad[record.number] and not any(bad[i] for i in record.sources)
-                self.counts.setdefault(record.order, Counts()).add(x, source)
+                before = self.counts.get(record.order, Counts())
+                self.counts[record.order] = before + Counts.of(x, source)
 
     def body(
         self, closed: ClosedJaxpr, order: tuple, scopes: tuple, site: Site
@@ -162,11 +151,10 @@ class Meter:
         """Returns a jaxpr as a function, to be traced by a container of its own."""
 
         def function(*arrays):
-            outside, self.trace = self.trace, Trace()
-            known = [Known(x, self.look(x)) for x in arrays]
-            out = [x.array for x in self.jaxpr(closed, known, order, scopes, site)]
-            self.flush()
-            self.trace = outside
+            inner = Meter(self, self.silent)
+            known = [Known(x, inner.look(x)) for x in arrays]
+            out = [x.array for x in inner.jaxpr(closed, known, order, scopes, site)]
+            inner.flush()
             return out
 
         return function
@@ -174,12 +162,7 @@ class Meter:
     # Evaluation.
 
     def jaxpr(
-        self,
-        closed: ClosedJaxpr,
-        values: Sequence[Known],
-        order: tuple,
-        scopes: tuple,
-        site: Site,
+        self, closed: ClosedJaxpr, values: Sequence[Known], order: tuple, scopes: tuple, site: Site
     ) -> list[Known]:
         jaxpr = closed.jaxpr
         consts = [
@@ -219,7 +202,7 @@ class Meter:
         if name in tables.MIXED:
             self._rounded(eqn, operands, order, here, site)
         out = []
-        arrays = bind_wide(eqn, [x.array for x in operands], evaluate_wide)
+        arrays = bind_wide(eqn, [x.array for x in operands])
         for j, (x, var) in enumerate(zip(arrays, eqn.outvars, strict=True)):
             if not is_measured(var.aval):
                 out.append(Known(x))
@@ -249,10 +232,9 @@ class Meter:
         if name not in _REBOUND:
             return self.jaxpr(bodies[0], operands, order, scopes, site)
         # The test of a `while` only says when to stop.
+        unseen = {0} if name == "while" else ()
         functions = [
-            evaluate_wide(closed)
-            if self.silent or (name == "while" and i == 0)
-            else self.body(closed, (*order, i), scopes, site)
+            evaluate_wide(closed) if i in unseen else self.body(closed, (*order, i), scopes, site)
             for i, closed in enumerate(bodies)
         ]
         out = rebind(eqn, [x.array for x in operands], functions)
@@ -261,12 +243,7 @@ class Meter:
 
 def evaluate_wide(closed: ClosedJaxpr) -> Callable[..., list]:
     """Makes a jaxpr a function in float32 that is not measured."""
-
-    def function(*arrays):
-        known = [Known(x) for x in arrays]
-        return [x.array for x in Meter(silent=True).jaxpr(closed, known, (), (), Site())]
-
-    return function
+    return Meter(silent=True).body(closed, (), (), Site())
 
 
 def _format_of(eqn: JaxprEqn, var: Any) -> str:
@@ -319,32 +296,29 @@ def _narrow(x: Any, dtype: np.dtype) -> Any:
     return lax.convert_element_type(x, dtype)
 
 
-def _wide_parameter(x: Any, evaluate: Any) -> Any:
+def _wide_parameter(x: Any) -> Any:
     if isinstance(x, ClosedJaxpr | Jaxpr):
         closed = close(x)
         avals = [
             jax.ShapeDtypeStruct(a.shape, FULL) if is_narrow_array(a) else a
             for a in closed.in_avals
         ]
-        out = jax.make_jaxpr(evaluate(closed))(*avals)
+        out = jax.make_jaxpr(evaluate_wide(closed))(*avals)
         return out if isinstance(x, ClosedJaxpr) else out.jaxpr
-    if type(x) is type and issubclass(x, np.generic):
+    if isinstance(x, np.dtype) or (type(x) is type and issubclass(x, np.generic)):
         return FULL if is_narrow(np.dtype(x)) else x
-    if isinstance(x, np.dtype):
-        return FULL if is_narrow(x) else x
     if isinstance(x, tuple):
-        parts = [_wide_parameter(y, evaluate) for y in x]
+        parts = [_wide_parameter(y) for y in x]
         if all(a is b for a, b in zip(parts, x, strict=True)):
             return x
         return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
     return x
 
 
-def bind_wide(eqn: JaxprEqn, arrays: list, evaluate: Any) -> list:
+def bind_wide(eqn: JaxprEqn, arrays: list) -> list:
     """Evaluates an equation for operands that are float32 where the program has half.
 
-    Casts to half, `reduce_precision` and `tables.STORES` among them, do nothing. `evaluate` makes a
-    function in float32 of a jaxpr, such as that of the update of a `scatter`.
+    Casts to half, `reduce_precision` and `tables.STORES` among them, do nothing.
     """
     name, params = eqn.primitive.name, dict(eqn.params)
     if name == "reduce_precision" or name in tables.STORES:
@@ -353,7 +327,7 @@ def bind_wide(eqn: JaxprEqn, arrays: list, evaluate: Any) -> list:
         dtype = FULL if is_narrow(np.dtype(params["new_dtype"])) else params["new_dtype"]
         return [lax.convert_element_type(arrays[0], dtype)]
     if name in tables.MIXED:
-        params = {k: _wide_parameter(v, evaluate) for k, v in params.items()}
+        params = {k: _wide_parameter(v) for k, v in params.items()}
         return own_bind(eqn.replace(params=params), arrays)
     if name in _PRODUCTS and any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
         # A plain float32 product is TF32 on a GPU.
@@ -361,7 +335,7 @@ def bind_wide(eqn: JaxprEqn, arrays: list, evaluate: Any) -> list:
     if not any(is_narrow_array(v.aval) for v in (*eqn.invars, *eqn.outvars)):
         return own_bind(eqn.replace(params=params), arrays)
     if name in _KNOWN:
-        params = {k: _wide_parameter(v, evaluate) for k, v in params.items()}
+        params = {k: _wide_parameter(v) for k, v in params.items()}
     else:
         arrays = [
             _narrow(x, aval_of(v).dtype) if is_narrow_array(v.aval) else x

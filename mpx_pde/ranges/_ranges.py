@@ -80,8 +80,7 @@ class _RangeReport(AbstractWrapper):
         jax.effects_barrier()
         for i, (_, x) in enumerate(inputs):
             if _without_overflow(x) is not x:
-                meter.counts[*_INPUTS, i] = Counts()
-                meter.counts[*_INPUTS, i].add(x)
+                meter.counts[*_INPUTS, i] = Counts.of(x)
         measured = [
             (value, meter.counts[order])
             for order, value in sorted(meter.measured.items())

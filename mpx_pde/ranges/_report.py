@@ -16,8 +16,6 @@ from ._meter import Measured
 from ._stats import EDGES, Counts, Lost, percent
 
 
-FORMATS = ("float16", "bfloat16")
-
 _TILE = 8
 _SHOWN = 30
 
@@ -91,28 +89,14 @@ class Row:
         return f"{self.line} `{self.primitive}`{inside}{rule}"
 
 
+_OF_VALUE = ("primitive", "scope", "dtype", "shape", "half", "order")
+_OF_SITE = ("line", "layer", "backward", "inside")
+
+
 def make_row(value: Measured, counts: Counts) -> Row:
-    return Row(
-        primitive=value.primitive,
-        line=value.site.line,
-        layer=value.site.layer,
-        scope=value.scope,
-        dtype=value.dtype,
-        shape=value.shape,
-        half=value.half,
-        backward=value.site.backward,
-        size=counts.size,
-        exponents=counts.exponents(),
-        zeros=counts.zeros,
-        nonfinite=counts.nonfinite,
-        nans=counts.nans,
-        creates_nonfinite=counts.sources > 0,
-        float16=counts.loss("float16"),
-        bfloat16=counts.loss("bfloat16"),
-        histogram=tuple(float(x) for x in counts.histogram()),
-        order=value.order,
-        inside=value.site.inside,
-    )
+    place = {name: getattr(value, name) for name in _OF_VALUE}
+    site = {name: getattr(value.site, name) for name in _OF_SITE}
+    return Row(**place, **site, **counts.summary())
 
 
 def fold(measured: Iterable[tuple[Measured, Counts]]) -> tuple[Row, ...]:
@@ -132,9 +116,8 @@ def fold(measured: Iterable[tuple[Measured, Counts]]) -> tuple[Row, ...]:
         if len(items) == 1:
             rows.append(make_row(*items[0]))
             continue
-        total, first = Counts(), min((x for x, _ in items), key=lambda x: x.order)
-        for _, counts in items:
-            total.merge(counts)
+        first = min((x for x, _ in items), key=lambda x: x.order)
+        total = sum((counts for _, counts in items), Counts())
         value = first._replace(primitive=first.site.layer, scope="", shape=())
         rows.append(dataclasses.replace(make_row(value, total), operations=len(items)))
     return tuple(sorted(rows, key=lambda row: row.order))
@@ -161,15 +144,8 @@ class IdleProduct:
     contracted: int
 
     def __str__(self) -> str:
-        off = [
-            f"{name} {size} → {-(-size // _TILE) * _TILE}"
-            for name, size in (
-                ("rows", self.rows),
-                ("columns", self.columns),
-                ("contracted", self.contracted),
-            )
-            if size % _TILE
-        ]
+        sizes = {"rows": self.rows, "columns": self.columns, "contracted": self.contracted}
+        off = [f"{k} {n} → {-(-n // _TILE) * _TILE}" for k, n in sizes.items() if n % _TILE]
         inside = f" in `{self.layer}`" if self.layer else ""
         return f"{self.line} `{self.primitive}`{inside}: {', '.join(off)}"
 
@@ -276,9 +252,9 @@ class RangeReport:
         """
 
         def badness(row: Row):
-            loss = row.loss(dtype) if self.at_risk(row) else Lost(0.0, 0.0, 0.0)
-            lost = loss.zero + loss.subnormal
             at_risk = self.at_risk(row)
+            loss = row.loss(dtype) if at_risk else Lost(0.0, 0.0, 0.0)
+            lost = loss.zero + loss.subnormal
             return -row.creates_nonfinite, -loss.overflow, -lost, not at_risk, row.order
 
         return tuple(sorted(self.folded, key=badness)[:n])
@@ -334,12 +310,10 @@ class RangeReport:
         - `path`: where to; the ending says in which format.
         - `n`: how many rows at most.
         """
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
 
         rows = sorted(self.worst(n), key=lambda row: row.order)
         figure = Figure(figsize=(10, 1.5 + 0.22 * len(rows)), layout="constrained")
-        FigureCanvasAgg(figure)
         axes = figure.subplots()
         axes.axvspan(-14, 16, color="tab:green", alpha=0.15, label="float16, normal")
         axes.axvspan(-24, -14, color="tab:orange", alpha=0.15, label="float16, subnormal")

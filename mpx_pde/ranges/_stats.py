@@ -1,6 +1,6 @@
 """The spread of the magnitudes of an array, as counts that add up over loops and devices.
 
-Counted on the host. Magnitudes of float32 are compared as bits: the order of non-negative floats
+Counted on the host. Magnitudes are compared as bits: the order of non-negative floats
 is that of their bit patterns, and a thread that flushes subnormals to zero does not flush integers.
 """
 
@@ -22,56 +22,34 @@ _FORMATS = {
 # The exponents that the histogram tells apart: each binary order in the range of float16.
 EDGES = (-126, -64, -48, -40, -32, *range(-28, 21), 24, 32, 48, 64, 96)
 
-# The limits that a magnitude must exceed or reach to be counted.
+# The limits by which magnitudes are counted, and whether a magnitude must be above one to count, or
+# may be equal to it.
 _PRESENT, _INFINITE = 0, 1
-_SPECIAL = (
-    ("above", 0.0),
-    ("from", math.inf),
+_LIMITS = [
+    (0.0, True),
+    (math.inf, False),
     *(
         limit
         for overflow, normal, zero in _FORMATS.values()
-        for limit in (("from", overflow), ("from", normal), ("above", zero))
+        for limit in ((overflow, False), (normal, False), (zero, True))
     ),
-)
+]
+
+
+def _bits(dtype: str) -> np.ndarray:
+    """Returns the bits of the smallest numbers of a dtype that pass each of `_LIMITS`. The next
+    larger number has the next larger bits.
+    """
+    values, above = zip(*_LIMITS, strict=True)
+    values = np.array(values, dtype)
+    return values.view(f"u{values.itemsize}") + np.array(above)
+
+
+# Made on import: a thread may flush subnormal numbers.
+_BITS = {dtype: _bits(dtype) for dtype in ("float32", "float64")}
 
 # So that temporary arrays stay small beside those that are measured.
 _BLOCK = 1 << 22
-
-
-def _next(x: float, dtype: type) -> float:
-    return float(np.nextafter(dtype(x), dtype(math.inf)))
-
-
-def _limits(dtype: type) -> np.ndarray:
-    """Returns the smallest numbers of a dtype that pass `_SPECIAL`."""
-    return np.array([_next(x, dtype) if how == "above" else x for how, x in _SPECIAL], dtype)
-
-
-# The smallest subnormal is written as bits: a thread may flush the result of `nextafter`.
-_BITS = _limits(np.float32).view(np.uint32)
-_BITS[_PRESENT] = 1
-_WIDE = _limits(np.float64)
-
-
-def _counts_of_bits(magnitudes: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Counts the magnitudes that reach each of `_SPECIAL` and each of `EDGES`, and the NaNs."""
-    special, edges, nans = np.zeros(len(_BITS), np.int64), np.zeros(len(EDGES), np.int64), 0
-    for start in range(0, magnitudes.size, _BLOCK):
-        bits = magnitudes[start : start + _BLOCK].view(np.uint32)
-        special += [np.count_nonzero(bits >= limit) for limit in _BITS]
-        nans += int(np.count_nonzero(bits > _BITS[_INFINITE]))
-        exponents = np.bincount(bits >> np.uint32(23), minlength=256)
-        reached = np.cumsum(exponents[::-1])[::-1]
-        edges += reached[np.array(EDGES) + 127]
-    return special, edges, nans
-
-
-def _counts_of_values(magnitudes: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Counts the same for float64. NaNs are sorted behind infinity."""
-    ordered = np.sort(magnitudes)
-    reached = lambda limits: ordered.size - np.searchsorted(ordered, limits)
-    edges = reached(np.array([2.0**e for e in EDGES]))
-    return reached(_WIDE), edges, int(np.count_nonzero(np.isnan(ordered)))
 
 
 def is_measured(aval: Any) -> bool:
@@ -81,10 +59,7 @@ def is_measured(aval: Any) -> bool:
 def is_finite(x: Any) -> bool:
     """Returns whether all of an array on the host is finite."""
     x = np.asarray(x)
-    if not jnp.issubdtype(x.dtype, jnp.inexact):
-        return True
-    exotic = x.dtype.kind not in "fc"
-    return bool(np.all(np.isfinite(x.astype(np.float32) if exotic else x)))
+    return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(np.all(np.isfinite(x)))
 
 
 def percent(fraction: float) -> str:
@@ -118,19 +93,33 @@ class Lost:
         return self.overflow + self.subnormal + self.zero
 
 
+@dataclasses.dataclass(frozen=True)
 class Counts:
-    """The sum of what all executions of an equation gave."""
+    """Counts of the values of an equation, which add up over its executions: those that pass each
+    of `_LIMITS` and reach each of `EDGES`.
+    """
 
-    def __init__(self):
-        self.size = 0
-        self.largest = 0.0
-        self.smallest = math.inf
-        self.special = np.zeros(len(_SPECIAL), np.int64)
-        self.edges = np.zeros(len(EDGES), np.int64)
-        self.nan_count = 0
-        self.sources = 0
+    size: int = 0
+    passed: Any = 0
+    edges: Any = 0
+    nan_count: int = 0
+    sources: int = 0
+    largest: float = 0.0
+    smallest: float = math.inf
 
-    def add(self, array: Any, source: bool = False) -> None:
+    def __add__(self, other: "Counts") -> "Counts":
+        return Counts(
+            self.size + other.size,
+            self.passed + other.passed,
+            self.edges + other.edges,
+            self.nan_count + other.nan_count,
+            self.sources + other.sources,
+            max(self.largest, other.largest),
+            min(self.smallest, other.smallest),
+        )
+
+    @classmethod
+    def of(cls, array: Any, source: bool = False) -> "Counts":
         """Counts the values of an array; `source` if it is not finite and its operands are."""
         x = np.asarray(array)
         if x.dtype.kind == "c":
@@ -138,61 +127,43 @@ class Counts:
         if x.dtype not in (np.float32, np.float64):
             x = x.astype(np.float32)
         magnitudes = np.abs(np.ascontiguousarray(x).reshape(-1))
-        count = _counts_of_values if x.dtype == np.float64 else _counts_of_bits
-        special, edges, nans = count(magnitudes)
+        info = np.finfo(x.dtype)
+        limits = _BITS[x.dtype.name]
+        passed, nans = np.zeros(len(limits), np.int64), 0
+        exponents = np.zeros(2 * info.maxexp, np.int64)
+        for start in range(0, magnitudes.size, _BLOCK):
+            bits = magnitudes[start : start + _BLOCK].view(limits.dtype)
+            passed += [np.count_nonzero(bits >= limit) for limit in limits]
+            nans += int(np.count_nonzero(bits > limits[_INFINITE]))
+            found = (bits >> info.nmant).astype(np.int64)
+            exponents += np.bincount(found, minlength=len(exponents))
+        reached = np.cumsum(exponents[::-1])[::-1]
+        edges = reached[np.array(EDGES) + info.maxexp - 1]
         present = magnitudes[(magnitudes > 0) & (magnitudes < np.inf)]
-        self.size += magnitudes.size
-        self.special += special
-        self.edges += edges
-        self.nan_count += nans
-        self.sources += bool(source)
-        if present.size:
-            self.largest = max(self.largest, float(present.max()))
-            self.smallest = min(self.smallest, float(present.min()))
+        bounds = (float(present.max()), float(present.min())) if present.size else ()
+        return cls(magnitudes.size, passed, edges, nans, int(source), *bounds)
 
-    def merge(self, other: "Counts") -> None:
-        self.size += other.size
-        self.largest = max(self.largest, other.largest)
-        self.smallest = min(self.smallest, other.smallest)
-        self.special += other.special
-        self.edges += other.edges
-        self.nan_count += other.nan_count
-        self.sources += other.sources
-
-    @property
-    def nonfinite(self) -> float:
-        return self._fraction(self.special[_INFINITE])
-
-    @property
-    def nans(self) -> float:
-        return self._fraction(self.nan_count)
-
-    @property
-    def zeros(self) -> float:
-        return self._fraction(self.size - self.special[_PRESENT])
-
-    def _fraction(self, count: Any) -> float:
-        return float(count) / self.size if self.size else 0.0
-
-    def loss(self, name: str) -> Lost:
-        i = 2 + 3 * list(_FORMATS).index(name)
-        overflow, normal, present = (int(x) for x in self.special[i : i + 3])
-        return Lost(
-            overflow=self._fraction(overflow - self.special[_INFINITE]),
-            subnormal=self._fraction(present - normal),
-            zero=self._fraction(self.special[_PRESENT] - present),
-        )
-
-    def exponents(self) -> tuple[float, float] | None:
-        """Returns the base-2 logarithms of the smallest and of the largest magnitude, or `None` if
-        nothing is finite and non-zero.
+    def summary(self) -> dict[str, Any]:
+        """Returns what the counts tell of a row of the report. Its histogram has the fractions per
+        interval of exponents, between `EDGES`; those outside come first and last.
         """
-        if self.largest == 0:
-            return None
-        return math.log2(self.smallest), math.log2(self.largest)
-
-    def histogram(self) -> np.ndarray:
-        """Fractions per interval of exponents, between `EDGES`; those outside come first and
-        last."""
-        at_least = np.array([self.special[_PRESENT], *self.edges, self.special[_INFINITE]])
-        return -np.diff(at_least) / max(self.size, 1)
+        present, infinite, *limits = self.passed.tolist()
+        fraction = lambda count: count / self.size if self.size else 0.0
+        lost = {
+            name: Lost(fraction(over - infinite), fraction(kept - normal), fraction(present - kept))
+            for name, (over, normal, kept) in zip(
+                _FORMATS, np.reshape(limits, (-1, 3)).tolist(), strict=True
+            )
+        }
+        exponents = (math.log2(self.smallest), math.log2(self.largest)) if self.largest else None
+        at_least = [present, *self.edges, infinite]
+        return {
+            "size": self.size,
+            "exponents": exponents,
+            "zeros": fraction(self.size - present),
+            "nonfinite": fraction(infinite),
+            "nans": fraction(self.nan_count),
+            "creates_nonfinite": self.sources > 0,
+            "histogram": tuple(fraction(n) for n in (-np.diff(at_least)).tolist()),
+            **lost,
+        }

@@ -1,4 +1,5 @@
-"""The Gram matrix of a Jacobian, summed over blocks of its rows, and its factorization."""
+"""The Gram matrix of a Jacobian, summed over blocks of its rows, its factorization, and conjugate
+gradients with that as a preconditioner."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.scipy.linalg import cho_solve, solve_triangular
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int32
 
 from .._dot import mixed_dot_general, split_dot_general
 from .._split import SPLIT_PRODUCTS
@@ -24,6 +25,11 @@ _PANELS, _NARROW = 8, 64
 _WIDE, _STEPS = 4096, 32
 """From so many columns on, panels end at multiples of `_NARROW`, as tensor cores like it, and a
 matrix of narrow products is factorized in so many steps, by these."""
+
+_SURE = 1e-4
+"""How much less than asked for must be left by the preconditioner, which may not see all of it."""
+
+_Product = Callable[[Float[Array, " _"]], Float[Array, " _"]]
 
 _OVER_ROWS = (((0,), (0,)), ((), ()))
 _SHIFT = 1.0
@@ -242,3 +248,56 @@ def by_steps(
         new = jnp.concatenate([jnp.zeros((b - a, a), gram.dtype), lower.T, right], axis=1)
         upper = jnp.concatenate([upper, new])
     return upper.T
+
+
+def conjugate_gradients(
+    push: _Product,
+    pull: _Product,
+    solve: _Product,
+    damping: Float[Array, ""],
+    b: Float[Array, " rows"],
+    *,
+    most: int,
+    close: float,
+) -> tuple[Float[Array, " columns"], Int32[Array, ""]]:
+    """Solves `(Jᵀ J + damping) x = Jᵀ b` for a Jacobian whose products are `push(x)`, `J x`, and
+    `pull(b)`, `Jᵀ b`, and returns the solution and the number of iterations.
+
+    Conjugate gradients for least squares, which a `solve` with a rounded Jacobian preconditions
+    (Carson, Higham and Pranesh, *Three-precision GMRES-based iterative refinement for least squares
+    problems*, SIAM J. Sci. Comput. 42, 2020). Products are taken as they are: in the dtype of `b`.
+    Rounded directions are not conjugate for long: each is followed to where it is lowest, so that
+    none leads up, and the part of the previous one that it keeps is that of Polak and Ribière.
+
+    They end after `most` iterations, or once the quadratic model falls by less than `close` of
+    what it has fallen, divided by the number of the iteration (Nash and Nocedal, *A numerical study
+    of the limited memory BFGS method and the truncated-Newton method*, SIAM J. Optim. 1, 1991), or
+    where by the preconditioner `_SURE` times as little is left to fall.
+    """
+    tiny = jnp.finfo(b.dtype).tiny
+
+    def going(carry):
+        i, *_, gamma, fell, total = carry
+        times = i.astype(total.dtype)
+        return (i == 0) | (i < most) & (times * fell > close * total) & (
+            gamma > _SURE * close * total
+        )
+
+    def again(carry):
+        i, x, b, s, p, gamma, _, total = carry
+        i += 1
+        q = push(p)
+        along = (s @ p) / jnp.maximum(q @ q + damping * (p @ p), tiny)
+        fell = along * (s @ p)
+        x, b = x + along * p, b - along * q
+        old, s = s, pull(b) - damping * x
+        z = solve(s)
+        kept = jnp.maximum(z @ (s - old), 0) / jnp.maximum(gamma, tiny)
+        return i, x, b, s, z + kept * p, s @ z, fell, total + fell
+
+    s = pull(b)
+    z = solve(s)
+    one = jnp.ones((), b.dtype)  # nothing has fallen yet
+    start = (jnp.array(0, jnp.int32), jnp.zeros_like(s), b, s, z, s @ z, one, 0 * one)
+    i, x, *_ = lax.while_loop(going, again, start)
+    return x, i

@@ -1,5 +1,6 @@
 """Levenberg–Marquardt with the residual in full precision and its linear algebra in less."""
 
+import functools as ft
 import math
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int32
 
+from .._dtypes import is_real
 from .._forward import Forward, check_forward
 from .._loss_scaling import DynamicLossScaling
 from .._repr import in_a_line
@@ -29,9 +31,7 @@ from ..interpret._precision_report import (
     checked,
     traced,
 )
-from ._conjugate import refined
-from ._gram import factored, first_leading, next_leading, summed
-from ._residuals import as_vector, check_dampings, check_parameters, check_solver, length_of
+from ._gram import conjugate_gradients, factored, first_leading, next_leading, summed
 
 
 _CALL = "LevenbergMarquardt"
@@ -183,8 +183,8 @@ class LevenbergMarquardt(eqx.Module):
                 f"`{_CALL}` takes one of {_JACOBIANS} as `jacobian`, no wider than `forward` "
                 f"({forward!r}), but got {jacobian!r}."
             )
-        check_dampings(_CALL, min_damping, damping, max_damping, acceleration)
-        check_solver(solver, _CALL)
+        _check_dampings(_CALL, min_damping, damping, max_damping, acceleration)
+        _check_solver(solver, _CALL)
         if type(refinements) is not int or refinements < 0:
             raise ValueError(f"`{_CALL}` needs `refinements` >= 0, but got {refinements!r}.")
         self.residuals = functions
@@ -209,7 +209,7 @@ class LevenbergMarquardt(eqx.Module):
 
         **Returns:** a `LevenbergMarquardtState`.
         """
-        check_parameters(model, f"{_CALL}.init")
+        _check_parameters(model, f"{_CALL}.init")
         number = lambda x: jnp.array(x, self._dtype)
         columns = sum(x.size for x in jtu.tree_leaves(model) if eqx.is_inexact_array(x))
         return LevenbergMarquardtState(
@@ -281,7 +281,7 @@ class LevenbergMarquardt(eqx.Module):
             solve = lambda b: (direct(pull(b)), jnp.array(0, jnp.int32))
             if self._narrow and self.refinements:
                 close = _CLOSE[self.forward]
-                solve = lambda b: refined(
+                solve = lambda b: conjugate_gradients(
                     push, pull, direct, damping, b, most=self.refinements, close=close
                 )
             delta, foretold, iterations = self._step(values, start, r, pull, solve)
@@ -291,13 +291,24 @@ class LevenbergMarquardt(eqx.Module):
         moved = parameters(start + delta)
         new = jnp.sum(self._values(moved, static, batches) ** 2)
         take = finite & jnp.isfinite(new) & (new < loss) & jnp.all(jnp.isfinite(delta))
-        return self._after(
-            model,
-            eqx.combine(moved, static),
-            state,
-            (take, finite, leading, iterations),
-            (loss, new, foretold),
+        # Where the step was not taken there is no decrease to speak of, and `loss` may be infinite.
+        gained = jnp.where(take, loss, 1.0) - jnp.where(take, new, 1.0)
+        ratio = gained / jnp.maximum(foretold, jnp.finfo(self._dtype).tiny)
+        next_damping, growth = self._damped(state, take, finite, ratio)
+        one = take.astype(jnp.int32)
+        after = LevenbergMarquardtState(
+            loss=jnp.where(take, new, loss),
+            damping=next_damping,
+            growth=growth,
+            taken=take,
+            steps=state.steps + one,
+            rejected=state.rejected + 1 - one,
+            scaling=state.scaling.adjust(finite) if self.jacobian == "float16" else state.scaling,
+            iterations=iterations,
+            leading=leading,
         )
+        after = jtu.tree_map(lambda x, y: x.astype(y.dtype), after, state)
+        return select_tree(take, eqx.combine(moved, static), model), after
 
     def _step(self, values, start, r, pull, solve):
         """The step from `start`, the decrease of the loss that the linear model foretells, and the
@@ -317,31 +328,18 @@ class LevenbergMarquardt(eqx.Module):
             along = slope(start)
         return delta, -2 * g @ v - along @ along, iterations
 
-    def _after(self, model, moved, state, found, losses):
-        take, finite, leading, iterations = found
-        loss, new, foretold = losses
-        # Where the step was not taken there is no decrease to speak of, and `loss` may be infinite.
-        gained = jnp.where(take, loss, 1.0) - jnp.where(take, new, 1.0)
-        ratio = gained / jnp.maximum(foretold, jnp.finfo(self._dtype).tiny)
+    def _damped(self, state, take, finite, ratio):
+        """The next damping, and by what it grows where the step after is not taken. `ratio` is the
+        decrease of the loss relative to the one foretold."""
         shrink = jnp.maximum(1 / 3, 1 - (2 * jnp.clip(ratio, 0.0, 1.0) - 1) ** 3)
-        # A float16 Jacobian that is not finite says nothing of the damping: its scale falls.
-        scaled = self.jacobian == "float16"
-        growth = jnp.where(finite, state.growth, 1.0) if scaled else state.growth
+        growth = state.growth
+        if self.jacobian == "float16":
+            # A Jacobian that is not finite says nothing of the damping: its scale falls.
+            growth = jnp.where(finite, growth, 1.0)
         damping = state.damping * jnp.where(take, shrink, growth)
-        one = take.astype(jnp.int32)
-        after = LevenbergMarquardtState(
-            loss=jnp.where(take, new, loss),
-            damping=jnp.clip(damping, self.min_damping, self.max_damping),
-            growth=jnp.where(take, 2.0, jnp.where(growth > 1, 2.0, 1.0) * state.growth),
-            taken=take,
-            steps=state.steps + one,
-            rejected=state.rejected + 1 - one,
-            scaling=state.scaling.adjust(finite) if scaled else state.scaling,
-            iterations=iterations,
-            leading=leading,
-        )
-        after = jtu.tree_map(lambda x, y: x.astype(y.dtype), after, state)
-        return select_tree(take, moved, model), after
+        faster = jnp.where(growth > 1, 2.0, 1.0) * state.growth
+        damping = jnp.clip(damping, self.min_damping, self.max_damping)
+        return damping, jnp.where(take, 2.0, faster)
 
     def _tell(self, iterations: Int32[Array, ""]) -> None:
         """Warns, when it runs, where the iterations of a step came to no end."""
@@ -357,25 +355,24 @@ class LevenbergMarquardt(eqx.Module):
             if np.any(iterations >= self.refinements):
                 warnings.warn(text, PrecisionWarning, stacklevel=2)
 
-        enough = lambda _: None
         run = lambda iterations: jax.debug.callback(tell, iterations)
-        lax.cond(iterations >= self.refinements, run, enough, iterations)
+        lax.cond(iterations >= self.refinements, run, lambda _: None, iterations)
 
     def _evaluated(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """`fun` with values in the precision of `forward` and derivatives in that of `jacobian`."""
         backward = "float32" if self.jacobian in SPLIT_PRODUCTS else self.jacobian
         return fun if backward == self.forward else InForward(fun, Forward(self.forward, backward))
 
-    def _wide(self, params: PyTree) -> PyTree:
-        """The parameters in the precision of the residual."""
-        return jtu.tree_map(lambda x: x.astype(self._dtype), params)
+    def _residual(self, fun: Callable[..., Any], params: PyTree, static: PyTree, x: Any) -> Array:
+        """One residual at one example, by parameters in its precision."""
+        wide = jtu.tree_map(lambda x: x.astype(self._dtype), params)
+        return _as_vector(fun(eqx.combine(wide, static), x), f"{_CALL}.update")
 
     def _values(self, params: PyTree, static: PyTree, batches: tuple) -> Float[Array, " rows"]:
         out = []
         for fun, batch in zip(self.residuals, batches, strict=True):
-            weight = 1 / math.sqrt(length_of(batch, f"{_CALL}.update"))
-            at = lambda x, fun=fun: fun(eqx.combine(self._wide(params), static), x)
-            one = lambda x, at=at: as_vector(at(x), f"{_CALL}.update")
+            weight = 1 / math.sqrt(_length_of(batch, f"{_CALL}.update"))
+            one = ft.partial(self._residual, fun, params, static)
             with jax.default_matmul_precision("highest"):
                 r = jax.vmap(one)(batch).astype(self._dtype)
             out.append(jnp.ravel(r) * weight)
@@ -392,7 +389,7 @@ class LevenbergMarquardt(eqx.Module):
         count = max(1, math.ceil(rows * columns / _BLOCK))
 
         def split(batch):
-            length = length_of(batch, f"{_CALL}.update")
+            length = _length_of(batch, f"{_CALL}.update")
             each = math.ceil(length / count)
             index = jnp.arange(count * each)
             weight = jnp.where(index < length, 1 / math.sqrt(length), 0.0).astype(self._dtype)
@@ -434,9 +431,7 @@ class LevenbergMarquardt(eqx.Module):
             at = self._evaluated(fun)
 
             def one(x, weight, at=at):
-                out = lambda p: at(eqx.combine(self._wide(p), static), x)
-                value = lambda p: as_vector(out(p), f"{_CALL}.update")
-                r, pull = jax.vjp(value, params)
+                r, pull = jax.vjp(lambda p: self._residual(at, p, static, x), params)
                 seeds = jnp.eye(r.size, dtype=r.dtype)
                 if scale is not None:
                     seeds = seeds * scale.astype(r.dtype)
@@ -450,3 +445,63 @@ class LevenbergMarquardt(eqx.Module):
             jacs.append(jac.reshape(-1, jac.shape[-1]))
         jac = jnp.concatenate(jacs)
         return jac if scale is None else jac / scale.astype(dtype)
+
+
+def _check_dampings(call: str, least: Any, first: Any, most: Any, acceleration: Any) -> None:
+    values = {"min_damping": least, "damping": first, "max_damping": most}
+    for name, x in {**values, "acceleration": acceleration}.items():
+        if not is_real(x) or not math.isfinite(x):
+            raise ValueError(f"`{call}` needs a finite number as `{name}`, but got {x!r}.")
+    if not 0 < least <= first <= most:
+        raise ValueError(
+            f"`{call}` needs 0 < `min_damping` <= `damping` <= `max_damping`, but got {least!r}, "
+            f"{first!r} and {most!r}."
+        )
+    if acceleration < 0:
+        raise ValueError(f"`{call}` needs `acceleration` >= 0, but got {acceleration!r}.")
+
+
+def _check_solver(solver: Any, call: str) -> None:
+    if solver is not None and not (hasattr(solver, "init") and hasattr(solver, "compute")):
+        raise TypeError(
+            f"`{call}` takes a solver of lineax as `solver`, such as `lineax.Cholesky()`, but got "
+            f"{in_a_line(solver)}."
+        )
+
+
+def _check_parameters(model: PyTree, call: str) -> None:
+    """Checks that there are parameters, and that they are real."""
+    found = [x for x in jtu.tree_leaves(model) if eqx.is_inexact_array(x)]
+    if not found:
+        raise ValueError(f"`{call}` needs a model with floating-point arrays.")
+    if any(jnp.iscomplexobj(x) for x in found):
+        raise ValueError(
+            f"`{call}` finds real parameters, but the model has complex arrays. Keep their real "
+            "and imaginary parts in arrays of their own."
+        )
+
+
+def _length_of(batch: PyTree, call: str) -> int:
+    """Returns the number of examples in a batch."""
+    lengths = {x.shape[0] if x.ndim else -1 for x in map(jnp.asarray, jtu.tree_leaves(batch))}
+    if len(lengths) != 1 or -1 in lengths:
+        raise ValueError(
+            f"`{call}` needs examples stacked along a leading axis of one length, but got arrays "
+            f"with leading axes of {sorted(map(str, lengths))}."
+        )
+    if lengths == {0}:
+        raise ValueError(f"`{call}` needs at least one example of each residual, but got none.")
+    return lengths.pop()
+
+
+def _as_vector(out: Any, call: str) -> Float[Array, " entries"]:
+    """A residual at one example, as a vector."""
+    if not eqx.is_array_like(out) or not jnp.issubdtype(jnp.result_type(out), jnp.floating):
+        what = type(out).__name__
+        if hasattr(out, "dtype"):
+            what = f"an array of dtype {out.dtype.name}"
+        raise TypeError(
+            f"`{call}` needs residuals that return a real floating-point array at one example, but "
+            f"one returned {what}. Stack several, or pass a function for each."
+        )
+    return jnp.ravel(out)

@@ -122,7 +122,8 @@ def _run(
     value = jnp.mean(values)
     mean = jtu.tree_map(lambda g: g / micro_batches, total)
     state = gradient.finish(mean, model, counts)
-    return (value, aux) if gradient.options.has_aux else value, *state
+    out = (value, gradient.options.output(aux)) if gradient.options.has_aux else value
+    return out, *state
 
 
 if TYPE_CHECKING:

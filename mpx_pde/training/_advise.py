@@ -13,14 +13,9 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.extend.core import ClosedJaxpr
+from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from .._loss_scaling import (
-    AbstractLossScaling,
-    DynamicLossScaling,
-    NoOpLossScaling,
-    check_scaling,
-)
+from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoOpLossScaling, check_scaling
 from .._repr import in_a_line, table
 from .._tree import all_finite
 from .._types import PyTree
@@ -202,10 +197,9 @@ def _advice(task: Task, candidates: dict[str, dict], args: tuple, kwargs: dict) 
     rows: list[Advised] = []
     reference, wide, width = "float32", None, 0
     if jnp.zeros((), float).dtype == jnp.float64:
-        step: Any = filter_value_and_grad(*task, use_mixed_precision=False)  # pyright: ignore
         positional, keyword = in_float64((args, kwargs))
-        grads = eqx.filter_jit(step)(*positional, **keyword)[-1]
-        reference, wide = "float64", eqx.filter(grads, eqx.is_array)
+        full = _gradient(*task, use_mixed_precision=False)
+        reference, wide = "float64", full(*positional, **keyword)
     for i, (name, options) in enumerate(candidates.items()):
         _say(f"{i} of {len(candidates)}, {name}")
         try:
@@ -216,7 +210,8 @@ def _advice(task: Task, candidates: dict[str, dict], args: tuple, kwargs: dict) 
             rows.append(Advised(name, options, failed=f"{type(error).__name__}: {error}"))
             continue
         if not rows:
-            width, wide = _width(closed), grads if wide is None else wide
+            width = min(_largest_product(closed.jaxpr)[1:])
+            wide = grads if wide is None else wide
         rows.append(dataclasses.replace(row, **_compared(grads, wide)))
     _say("")
     good = [r for r in rows if r.finite and r.error <= _TOLERANCE and r.vanished < _TOLERANCE]
@@ -252,30 +247,26 @@ def _advised(
     except ValueError as error:
         if "no scale" not in str(error):
             raise
-    step = filter_value_and_grad(func, scaling, has_aux, **options)
-    arrays, static = eqx.partition((args, kwargs), eqx.is_array)
-
-    @jax.jit
-    def gradient(arrays: PyTree) -> PyTree:
-        args, kwargs = eqx.combine(arrays, static)
-        return eqx.filter(step(*args, **kwargs)[-1], eqx.is_array)
-
-    program = gradient.trace(arrays)
-    compiled = program.lower().compile()
+    gradient = _gradient(func, scaling, has_aux, **options)
+    compiled = gradient.lower(*args, **kwargs).compile()
     memory, each, count = _memory(compiled), None, _examples(args) or 0
     if count > 1:
-        (model, *batch), keyword = arrays
-        half = lambda x: jax.ShapeDtypeStruct((count // 2, *x.shape[1:]), x.dtype)
-        less = gradient.lower(((model, *jtu.tree_map(half, batch)), keyword)).compile()
+        batch = jtu.tree_map(lambda x: x[: count // 2] if eqx.is_array(x) else x, args[1:])
+        less = gradient.lower(args[0], *batch, **kwargs).compile()
         each = (memory - _memory(less)) / (count - count // 2)
-    closed = ClosedJaxpr(program.jaxpr.jaxpr, program.jaxpr.consts)
+    closed = eqx.filter_make_jaxpr(gradient)(*args, **kwargs)[0]
     share = report_of(closed).half_share
     row = Advised(name, options, memory, each, half_share=share, scaling=scaling)
-    return row, compiled(arrays), closed
+    return row, compiled(*args, **kwargs), closed
+
+
+def _gradient(*task: Any, **options: Any) -> Any:
+    step = filter_value_and_grad(*task, **options)
+    return eqx.filter_jit(lambda *args, **kwargs: step(*args, **kwargs)[-1])
 
 
 def _memory(compiled: Any) -> int:
-    return int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0))
+    return int(getattr(compiled.compiled.memory_analysis(), "temp_size_in_bytes", 0))
 
 
 def _compared(grads: PyTree, wide: PyTree) -> dict[str, Any]:
@@ -295,15 +286,13 @@ def _examples(args: tuple) -> int | None:
     return length[0] if length else None
 
 
-def _width(closed: ClosedJaxpr) -> int:
-    """Returns the smallest dimension of the largest product."""
-    found: list[tuple[int, ...]] = []
-    left = [closed.jaxpr]
-    while left:
-        for eqn in left.pop().eqns:
-            left += jaxprs_in(eqn)
-            found += [product_shape(eqn)] if "dot_general" in eqn.primitive.name else []
-    return min(max(found, key=math.prod, default=(0, 0))[1:])
+def _largest_product(jaxpr: Jaxpr) -> tuple[int, ...]:
+    """Returns the sizes of the largest product in a jaxpr, at any depth."""
+    found: list[tuple[int, ...]] = [(0, 0)]
+    for eqn in jaxpr.eqns:
+        found += map(_largest_product, jaxprs_in(eqn))
+        found += [product_shape(eqn)] if "dot_general" in eqn.primitive.name else []
+    return max(found, key=math.prod)
 
 
 def _written(row: Advised, has_aux: bool) -> str:

@@ -1,6 +1,7 @@
 """The present effect of rounding on a training."""
 
 import dataclasses
+import functools as ft
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -13,7 +14,7 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
-from .._cast import is_inexact
+from .._cast import cast_tree
 from .._dtypes import check_integer, is_half, is_real, true_float32
 from .._forward import RUNGS, check_rung, options_of
 from .._loss_scaling import AbstractLossScaling
@@ -88,8 +89,8 @@ class PrecisionFloor(eqx.Module):
                 f"loss or gradient overflow in {self.precision}: measure again once the scales "
                 "are found."
             )
-        part, error = max(
-            (("gradient", float(self.gradient)), ("loss", float(self.loss))), key=lambda x: x[1]
+        error, part = max(
+            (float(self.gradient), "gradient"), (float(self.loss), "loss"), key=lambda x: x[0]
         )
         share = f"rounding is {_percent(error)} of your {part}"
         return f"{share}: go on with {self.above}." if self.reached else f"{share}: stay."
@@ -186,9 +187,16 @@ def precision_floor(
     gradient = Gradient.of(func, scaling, options)
     micro_batches = check_integer(micro_batches, _CALL, "micro_batches")
     tolerance = check_tolerance(tolerance, _CALL)
-    present = _rung_of(gradient.options)
-    above, count = _above(present, against, options), micro_batches
-    return eqx.module_update_wrapper(_Floor(gradient, present, above, in_axes, count, tolerance))
+    present = _rung_of(options)
+    above = _above(present, against, options)
+
+    @ft.wraps(func, updated=())
+    def floor(*args: Any, **kwargs: Any) -> PrecisionFloor:
+        options.check_called_with(args)
+        given = gradient, present, above, in_axes, micro_batches, tolerance
+        return _measured(given, args, kwargs)
+
+    return floor
 
 
 def _rung_of(options: Options) -> str:
@@ -210,85 +218,51 @@ def _above(present: str, against: Any, options: Options) -> str:
     return above
 
 
-class _Floor(eqx.Module):
-    gradient: Gradient
-    present: str = eqx.field(static=True)
-    above: str = eqx.field(static=True)
-    in_axes: PyTree
-    micro_batches: int = eqx.field(static=True)
-    tolerance: float = eqx.field(static=True)
-
-    @property
-    def __wrapped__(self):
-        return self.gradient.func
-
-    def __call__(self, /, *args, **kwargs) -> PrecisionFloor:
-        self.gradient.options.check_called_with(args)
-        return _measured(self, args, kwargs)
-
-    def reference(self) -> Gradient:
-        """Returns the gradient in the precision above, for arguments as [`arguments`][] casts
-        them.
-        """
-        present = self.gradient
-        full = self.above in ("full", "float64")
-        options = {"use_mixed_precision": True, "forward": "half", "autocast": None}
-        options |= options_of("full" if full else self.above)
-        return dataclasses.replace(
-            present,
-            func=self.arguments(present.func),
-            options=dataclasses.replace(present.options, **options),
-        )
-
-    def arguments(self, tree: PyTree) -> PyTree:
-        """Casts the arguments to the precision above. In float64 all arrays are cast, those of kept
-        layers too.
-        """
-        return in_float64(tree) if self.above == "float64" else tree
-
-
 def in_float64(tree: PyTree) -> PyTree:
-    def widen(x):
-        if not eqx.is_array(x) or not is_inexact(x):
-            return x
-        is_complex = jnp.issubdtype(x.dtype, jnp.complexfloating)
-        return jnp.asarray(x, jnp.complex128 if is_complex else jnp.float64)
-
-    return jtu.tree_map(widen, tree)
+    """Casts all arrays, those of kept layers too."""
+    return jtu.tree_map(lambda x: cast_tree(x, "float64"), tree)
 
 
 @eqx.filter_jit
-def _measured(floor: _Floor, args: tuple, kwargs: dict) -> PrecisionFloor:
-    present, reference = floor.gradient, floor.reference()
-    # A batch that does not divide is told of first.
-    batches = split_batch(tuple(args[1:]), floor.in_axes, floor.micro_batches, _CALL)
-    value, grads, terms = _evaluated(present, args, kwargs)
-    true, true_grads, true_terms = _evaluated(
-        reference, floor.arguments(args), floor.arguments(kwargs)
+def _measured(
+    floor: tuple[Gradient, str, str, PyTree, int, float], args: tuple, kwargs: dict
+) -> PrecisionFloor:
+    gradient, present, above, in_axes, micro_batches, tolerance = floor
+    wider = in_float64 if above == "float64" else lambda tree: tree
+    options = {"use_mixed_precision": True, "forward": "half", "autocast": None}
+    options |= options_of("full" if above == "float64" else above)
+    reference = dataclasses.replace(
+        gradient,
+        func=wider(gradient.func),
+        options=dataclasses.replace(gradient.options, **options),
     )
-    errors = jtu.tree_map(minus, grads, true_grads)
-    norms = jtu.tree_map(norm, true_grads)
+    # A batch that does not divide is told of first.
+    batches = split_batch(tuple(args[1:]), in_axes, micro_batches, _CALL)
+    value, grads, terms = _evaluated(gradient, args, kwargs)
+    true, true_grads, true_terms = _evaluated(reference, wider(args), wider(kwargs))
     noise, noises = jnp.full((), jnp.nan), {}
-    if floor.micro_batches > 1:
-        spread, means = _noise(floor, batches, args[0], kwargs, grads)
+    if micro_batches > 1:
+        spread, means = _noise(gradient, micro_batches, batches, args[0], kwargs, grads)
         noises = _by_path(jtu.tree_map(share_of, spread, means))
         noise = share_of(total(spread), total(means))
-    finite = all_finite((value, true, grads, true_grads))
+    off = lambda x, y: norm(minus(x, y))
+    error = lambda x, y: share_of(off(x, y), norm(y))
+    whole = total(jtu.tree_map(norm, true_grads))
     return PrecisionFloor(
-        loss=share_of(norm(minus(value, true)), norm(true)),
+        loss=error(value, true),
         terms={
-            name: share_of(norm(minus(x, true_terms[name])), norm(true_terms[name]))
+            name: error(x, true_terms[name])
             for name, x in terms.items()
             if name in true_terms and x.shape == true_terms[name].shape
         },
-        gradient=share_of(total(jtu.tree_map(norm, errors)), total(norms)),
-        parameters=_by_path(jtu.tree_map(share_of, jtu.tree_map(norm, errors), norms)),
+        gradient=share_of(total(jtu.tree_map(off, grads, true_grads)), whole),
+        parameters=_by_path(jtu.tree_map(error, grads, true_grads)),
         noise=noise,
         parameter_noise=noises,
-        finite=finite,
-        precision=_named(floor.present, present),
-        above=_advised(floor.above),
-        tolerance=floor.tolerance,
+        finite=all_finite((value, true, grads, true_grads)),
+        precision=_named(present, gradient),
+        above=_advised(above),
+        tolerance=tolerance,
     )
 
 
@@ -301,10 +275,8 @@ def _named(present: str, gradient: Gradient) -> str:
 
 
 def _advised(above: str) -> str:
-    return {
-        "full": "use_mixed_precision=False",
-        "float64": "float64",
-    }.get(above, f"forward={above!r}")
+    named = {"full": "use_mixed_precision=False", "float64": "float64"}
+    return named.get(above, f"forward={above!r}")
 
 
 def _evaluated(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, PyTree, dict]:
@@ -329,12 +301,11 @@ def _gradient(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, PyT
 
 
 def _noise(
-    floor: _Floor, batches: tuple, model: PyTree, kwargs: dict, grads: PyTree
+    gradient: Gradient, count: int, batches: tuple, model: PyTree, kwargs: dict, grads: PyTree
 ) -> tuple[PyTree, PyTree]:
     """Returns the norm of the standard error of the mean of the micro-batches' gradients, and the
     norm of that mean, for each parameter.
     """
-    gradient, count = floor.gradient, floor.micro_batches
     batched, whole = batches
 
     def body(sums, batch):

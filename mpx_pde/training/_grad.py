@@ -17,37 +17,25 @@ from ._options import parse_options
 _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
 
 
-def _evaluated(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
-    out, grads, counts = gradient.evaluate(args, kwargs)
+def _value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
+    (value, aux), grads, counts = gradient.evaluate(args, kwargs)
+    out = (value, gradient.options.output(aux)) if gradient.options.has_aux else value
     return out, *gradient.finish(grads, args[0], counts)
 
 
-def _value_and_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
-    (value, aux), *rest = _evaluated(gradient, args, kwargs)
-    return (value, aux) if gradient.options.has_aux else value, *rest
-
-
 def _grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
-    (_, aux), *rest = _evaluated(gradient, args, kwargs)
-    return (*rest, aux) if gradient.options.has_aux else tuple(rest)
+    out, *rest = _value_and_grad(gradient, args, kwargs)
+    return (*rest, out[1]) if gradient.options.has_aux else tuple(rest)
 
 
 def _run_scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
-    if not gradient.options.use_mixed_precision:
-        (value, aux), grads, _ = gradient.evaluate(args, kwargs)
-    else:
-        (model, *rest), kwargs = gradient.options.cast(args, kwargs)
-
-        def loss(differentiated):
-            model, derivatives = differentiated
-            value, aux = gradient.loss((model, *rest), kwargs, derivatives)
-            return gradient.scaling.scale(value), aux
-
-        (value, aux), (grads, counts) = eqx.filter_value_and_grad(loss, has_aux=True)(
-            (model, gradient.derivatives)
-        )
-        if counts is not None:
-            grads = (grads, counts.counts)
+    if gradient.options.casts:
+        # Not a part of what is differentiated.
+        args, kwargs = gradient.options.cast(args, kwargs)
+    (value, aux), grads, counts = gradient.evaluate(args, kwargs)
+    if gradient.options.use_mixed_precision:
+        value = gradient.scaling.scale(value)
+    grads = grads if counts is None else (grads, counts)
     return (value, aux) if gradient.options.has_aux else value, grads
 
 
@@ -269,7 +257,7 @@ def calculate_scaled_grad(
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
-    given = use_mixed_precision, policy, keep_full, autocast, forward, axis_name
+    given = use_mixed_precision, policy, keep_full, autocast, forward
     options = parse_options("calculate_scaled_grad", has_aux, *given)
     return transformed(func, scaling, options, _run_scaled_grad)
 
@@ -324,13 +312,11 @@ def line_search_value(
 
     @value.def_fwd
     def _(perturbed, model, args, kwargs):
-        del perturbed
         out, _, _, grads = run(model, *args, **kwargs)
         return out, grads
 
     @value.def_bwd
     def _(grads, cotangent, perturbed, model, args, kwargs):
-        del perturbed, model, args, kwargs
         return jtu.tree_map(lambda g: (jnp.asarray(cotangent, g.dtype) * g).astype(g.dtype), grads)
 
     return lambda model, /, *args, **kwargs: value(model, args, kwargs)

@@ -91,16 +91,6 @@ def copied(tree: PyTree) -> PyTree:
     return jtu.tree_map(lambda x: x, tree)
 
 
-def _like_masters(grads: PyTree, masters: PyTree) -> PyTree:
-    """Casts gradients to the dtypes that JAX has for their masters: NumPy's may be wider."""
-    return jtu.tree_map(
-        lambda g, m: g if g is None else g.astype(jax.dtypes.canonicalize_dtype(m.dtype)),
-        grads,
-        masters,
-        is_leaf=lambda x: x is None,
-    )
-
-
 _DESCENT = 4
 """Powers of two by which a scale falls while no step has been taken: with the rules alone a run
 would lose up to a dozen steps before its first one."""
@@ -110,30 +100,23 @@ def _descended(before: Any, after: Any) -> Any:
     """Returns the adjusted scaling `after`; scales that fell have fallen faster if no step has been
     taken.
     """
-    if not isinstance(before, DynamicLossScaling | Scaling):
-        return after
-    none_taken = after.taken_steps == 0
 
     def faster(scale: Array, adjusted: Array, fallen: Array, lowest: Any) -> Array:
-        fallen = jnp.maximum(fallen, jnp.minimum(lowest, scale))
-        faster = jnp.minimum(fallen, adjusted)
-        return jnp.where(none_taken & (adjusted < scale), faster, adjusted)
+        fell = (after.taken_steps == 0) & (adjusted < scale)
+        return jnp.where(fell, jnp.minimum(adjusted, jnp.maximum(fallen, lowest)), adjusted)
 
-    def of_loss(before: Any, after: Any) -> Any:
-        scale, lowest = before.loss_scaling, before.min_loss_scaling
-        found = faster(scale, after.loss_scaling, scale * 2.0**-_DESCENT, lowest)
-        return with_fields(after, loss_scaling=found)
-
+    if isinstance(before, Scaling):
+        exponents, lowest = before.derivatives.exponents, before.derivatives.rule.lowest
+        new = after.derivatives.exponents
+        new = faster(exponents, new, exponents - _DESCENT, np.array(lowest, np.int32))
+        derivatives = with_fields(after.derivatives, exponents=new)
+        loss = _descended(before.loss, after.loss)
+        return with_fields(after, loss=loss, derivatives=derivatives)
     if isinstance(before, DynamicLossScaling):
-        return of_loss(before, after)
-    exponents, lowest = before.derivatives.exponents, before.derivatives.rule.lowest
-    found = faster(
-        exponents, after.derivatives.exponents, exponents - _DESCENT, np.array(lowest, np.int32)
-    )
-    derivatives = with_fields(after.derivatives, exponents=found)
-    dynamic = isinstance(before.loss, DynamicLossScaling)
-    loss = of_loss(before.loss, after.loss) if dynamic else after.loss
-    return with_fields(after, loss=loss, derivatives=derivatives)
+        scale, lowest = before.loss_scaling, before.min_loss_scaling
+        new = faster(scale, after.loss_scaling, scale * 2.0**-_DESCENT, lowest)
+        return with_fields(after, loss_scaling=new)
+    return after
 
 
 class Gradient(eqx.Module):
@@ -155,18 +138,10 @@ class Gradient(eqx.Module):
             check_takes_derivatives(func, call)
         return cls(func, scaling, options)
 
-    def at(self, scaling: Any) -> "Gradient":
-        """Returns the same gradient at another state of the scaling."""
-        return with_fields(self, scaling=scaling)
-
     @property
     def derivatives(self) -> Any:
         """Returns the derivative scaling that the function receives, or `None` if there is none."""
         return self.scaling.derivatives if isinstance(self.scaling, Scaling) else None
-
-    def without_overrides(self) -> "Gradient":
-        """Returns the same gradient by `autocast` without its overrides."""
-        return dataclasses.replace(self, options=dataclasses.replace(self.options, autocast=()))
 
     def with_derivatives(self, kwargs: dict, derivatives: Any) -> dict:
         """Returns the keyword arguments of the function, with the derivative scaling among them."""
@@ -180,7 +155,9 @@ class Gradient(eqx.Module):
         return {**kwargs, "derivatives": derivatives}
 
     def loss(self, args: tuple, kwargs: dict, derivatives: Any) -> tuple[Inexact[Array, ""], Any]:
-        """Evaluates the loss, in float32 or wider, and its auxiliary output (or `None`)."""
+        """Evaluates the loss, in mixed precision float32 or wider, and its auxiliary output (or
+        `None`).
+        """
         func, options, dtype = self.func, self.options, self.options.compute_dtype
         if options.in_full:
             kept = options.kept(args, kwargs)
@@ -193,12 +170,9 @@ class Gradient(eqx.Module):
             out = func(*args, **self.with_derivatives(kwargs, derivatives))
         if unscaled and self.derivatives is None and options.in_half:
             self._warn_of_unscaled(*unscaled.popitem())
-        out, aux = self._split(out)
-        return widen(_check_loss(out, self.options.has_aux, self.options.call)), aux
-
-    def _split(self, out: Any) -> tuple[Any, Any]:
-        """Splits what the function returned into the loss and its auxiliary output."""
-        return split_aux(out, self.options.call) if self.options.has_aux else (out, None)
+        out, aux = split_aux(out, options.call) if options.has_aux else (out, None)
+        value = _check_loss(out, options.has_aux, options.call)
+        return widen(value) if options.use_mixed_precision else value, aux
 
     def _warn_of_unscaled(self, call: str, order: int) -> None:
         warn_user(
@@ -210,41 +184,33 @@ class Gradient(eqx.Module):
             "or bfloat16. If it is meant, filter `mpx_pde.PrecisionWarning`."
         )
 
-    def _plain(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree]:
-        """Evaluates value, auxiliary output and gradients without any mixed precision."""
-        kwargs = self.with_derivatives(kwargs, None)
-
-        def loss(model):
-            value, aux = self._split(self.func(model, *args[1:], **kwargs))
-            _check_loss(value, self.options.has_aux, self.options.call)
-            return value, aux
-
-        with true_float32():
-            return eqx.filter_value_and_grad(loss, has_aux=True)(args[0])
-
     def evaluate(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree, PyTree]:
         """Evaluates the loss and its gradients.
 
-        **Returns:** `(value, aux)`, the loss unscaled; the gradients, which are still scaled, in
-        the dtypes of the masters in `args[0]`; the counts of derivatives, or `None`.
+        **Returns:** `(value, aux)`, the loss unscaled and `aux` as the function returned it; the
+        gradients, which are still scaled, in the dtypes of the masters in `args[0]`; the counts of
+        derivatives, or `None`.
         """
-        if not self.options.use_mixed_precision:
-            return *self._plain(args, kwargs), None
-        if self.options.axis_name is not None:
-            size_of_axis(self.options.axis_name, self.options.call)
+        options, mixed = self.options, self.options.use_mixed_precision
+        if mixed and options.axis_name is not None:
+            size_of_axis(options.axis_name, options.call)
 
         def loss(differentiated):
+            model, derivatives = differentiated
+            if not mixed:
+                value, aux = self.loss((model, *args[1:]), kwargs, None)
+                return value, (value, aux)
             # Casting in here makes the cast part of what is differentiated: the gradients arrive
             # in the dtypes of the masters.
-            model, derivatives = differentiated
-            model = _as_varying(model, self.options.axis_name)
-            cast_args, cast_kwargs = self.options.cast((model, *args[1:]), kwargs)
+            model = _as_varying(model, options.axis_name)
+            cast_args, cast_kwargs = options.cast((model, *args[1:]), kwargs)
             value, aux = self.loss(cast_args, cast_kwargs, derivatives)
-            return self.scaling.scale(value), (value, self.options.output(aux))
+            return self.scaling.scale(value), (value, aux)
 
-        with noting_the_trace(self.options.call):
+        differentiated = args[0], self.derivatives if mixed else None
+        with noting_the_trace(options.call) if mixed else true_float32():
             (_, out), (grads, counts) = eqx.filter_value_and_grad(loss, has_aux=True)(
-                (args[0], self.derivatives)
+                differentiated
             )
         return out, grads, None if counts is None else counts.counts
 
@@ -254,18 +220,20 @@ class Gradient(eqx.Module):
 
     def finish(self, grads: PyTree, model: PyTree, counts: PyTree) -> tuple:
         """Unscales the gradients and brings the scaling up to date."""
-        grads = _like_masters(self.unscale(grads), eqx.filter(model, eqx.is_inexact_array))
+        masters = eqx.filter(model, eqx.is_inexact_array)
+        # NumPy's dtypes may be wider than those that JAX has.
+        like = lambda g, m: g.astype(jax.dtypes.canonicalize_dtype(m.dtype))
+        grads = jtu.tree_map(like, self.unscale(grads), masters)
         if not self.options.use_mixed_precision:
             return self.scaling, jnp.array(True), grads
         finite = _agree(all_finite(grads), self.options.axis_name)
-        if counts is None:
-            adjusted = _descended(self.scaling, self.scaling.adjust(finite))
-            return adjusted, finite, grads
-        counts = sum_counts(counts, self.options.axis_name)
-        # Gradients can be finite all the same, where a loss masks what overflowed.
-        usable = finite & self.derivatives.finite(counts)
-        adjusted = _descended(self.scaling, self.scaling.adjust(finite, counts))
-        return adjusted, usable, grads
+        usable, seen = finite, ()
+        if counts is not None:
+            seen = (sum_counts(counts, self.options.axis_name),)
+            # Gradients can be finite all the same, where a loss masks what overflowed.
+            usable = finite & self.derivatives.finite(*seen)
+        adjusted = self.scaling.adjust(finite, *seen)
+        return _descended(self.scaling, adjusted), usable, grads
 
 
 def _check_scales_anything(call: str, closed: ClosedJaxpr) -> None:
@@ -336,7 +304,10 @@ class Transformed(eqx.Module):
         advice = OF_FORWARDS if options.in_full else advice
         least = LEAST_IN_FULL if options.in_full else 0.5
         # Who names what stays in float32 is not warned of that.
-        without = (gradient.without_overrides(), args, kwargs) if options.autocast else None
+        without = None
+        if options.autocast:
+            no_overrides = dataclasses.replace(options, autocast=())
+            without = dataclasses.replace(gradient, options=no_overrides), args, kwargs
         asked_for = options.call, options.compute_dtype
         look = None
         if gradient.derivatives is not None and gradient.derivatives.active:

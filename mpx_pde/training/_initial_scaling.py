@@ -16,7 +16,7 @@ from .._tree import with_fields
 from .._types import ForwardLike, PolicyLike, PyTree
 from ..derivatives import Scaling
 from ..interpret._precision_report import traced
-from ._gradient import Gradient, copied
+from ._gradient import Gradient, copied, transformed
 from ._norms import minus, norm
 from ._options import parse_options
 
@@ -74,7 +74,7 @@ def initial_scaling(
     options = parse_options(
         _CALL, has_aux, use_mixed_precision, policy, keep_full, autocast, forward
     )
-    return eqx.module_update_wrapper(_InitialScaling(Gradient.of(func, scaling, options)))
+    return transformed(func, scaling, options, _run)
 
 
 class _Evaluated(NamedTuple):
@@ -90,15 +90,12 @@ class _Evaluated(NamedTuple):
 
 @eqx.filter_jit
 def _evaluate(gradient: Gradient, args: tuple, kwargs: dict) -> _Evaluated:
-    def run():
-        (value, _), grads, counts = gradient.evaluate(args, kwargs)
-        adjusted, finite, grads = gradient.finish(grads, args[0], counts)
-        mendable = jnp.isfinite(value)
-        if counts is not None:
-            mendable = mendable | ~gradient.derivatives.finite(counts)
-        return _Evaluated(mendable, adjusted, finite, grads)
-
-    return gradient.options.in_context(run)
+    (value, _), grads, counts = gradient.evaluate(args, kwargs)
+    adjusted, finite, grads = gradient.finish(grads, args[0], counts)
+    mendable = jnp.isfinite(value)
+    if counts is not None:
+        mendable = mendable | ~gradient.derivatives.finite(counts)
+    return _Evaluated(mendable, adjusted, finite, grads)
 
 
 @eqx.filter_jit
@@ -110,31 +107,23 @@ def _apart(grads: PyTree, others: PyTree) -> Bool[Array, ""]:
     return jnp.any(jnp.stack(jtu.tree_leaves(worst)))
 
 
-class _InitialScaling(eqx.Module):
-    gradient: Gradient
+def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
+    options, start = gradient.options, gradient.scaling
+    if traced((gradient, args, kwargs)):
+        raise TypeError(
+            f"`{_CALL}` evaluates the gradient at several scales and looks at it, so it cannot "
+            "be called inside of `jax.jit`, `jax.grad`, `jax.vmap` or `jax.shard_map`. Call it "
+            "before the first step, with arrays."
+        )
+    float16 = options.use_mixed_precision and options.compute_dtype == jnp.float16
+    if not float16 or not isinstance(start, DynamicLossScaling | Scaling):
+        return start
 
-    @property
-    def __wrapped__(self):
-        return self.gradient.func
+    def evaluate(exponents: np.ndarray) -> _Evaluated:
+        present = with_fields(gradient, scaling=_with_exponents(start, exponents))
+        return _evaluate(present, *copied((args, kwargs)))
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        gradient, options, start = self.gradient, self.gradient.options, self.gradient.scaling
-        options.check_called_with(args)
-        if traced((gradient, args, kwargs)):
-            raise TypeError(
-                f"`{_CALL}` evaluates the gradient at several scales and looks at it, so it cannot "
-                "be called inside of `jax.jit`, `jax.grad`, `jax.vmap` or `jax.shard_map`. Call it "
-                "before the first step, with arrays."
-            )
-        float16 = options.use_mixed_precision and options.compute_dtype == jnp.float16
-        if not float16 or not isinstance(start, DynamicLossScaling | Scaling):
-            return start
-
-        def evaluate(exponents: np.ndarray) -> _Evaluated:
-            present = gradient.at(_with_exponents(start, exponents))
-            return _evaluate(present, *copied((args, kwargs)))
-
-        return options.in_context(lambda: _with_exponents(start, _found(start, evaluate)))
+    return _with_exponents(start, _found(start, evaluate))
 
 
 def _found(start: Any, evaluate: Callable[[np.ndarray], _Evaluated]) -> np.ndarray:

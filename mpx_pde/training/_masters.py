@@ -99,12 +99,6 @@ def compensated(optimizer_state: PyTree, model: PyTree) -> Compensated:
     return Compensated(optimizer_state, residue)
 
 
-def _format(dtype: Any) -> tuple[int, int]:
-    """Bits of the significand behind the leading one, and exponent of the smallest normal."""
-    info = jnp.finfo(dtype)
-    return info.nmant, info.minexp
-
-
 def round_stochastically(
     x: Float32[Array, "*shape"], dtype: Any, key: PRNGKeyArray
 ) -> Float[Array, "*shape"]:
@@ -123,18 +117,18 @@ def round_stochastically(
 
     An array of `dtype`.
     """
-    digits, smallest = _format(dtype)
+    info = jnp.finfo(dtype)
     _, exponent = jnp.frexp(x)
-    step = jnp.maximum(exponent - 1, smallest) - digits
+    step = jnp.maximum(exponent - 1, info.minexp) - info.nmant
     # As many random bits as the fraction has: x / 2^step + u then has no more bits than float32.
-    bits = 23 - digits
+    bits = 23 - info.nmant
     u = jnp.ldexp(
         (jax.random.bits(key, x.shape, jnp.uint16) >> (16 - bits)).astype(jnp.float32), -bits
     )
     # Two factors: 2^-step alone overflows for bfloat16's subnormal numbers.
     fraction = jnp.ldexp(jnp.ldexp(x, -step // 2), -step - (-step // 2))
     rounded = jnp.ldexp(jnp.floor(fraction + u), step)
-    largest = jnp.asarray(jnp.finfo(dtype).max, jnp.float32)
+    largest = jnp.asarray(info.max, jnp.float32)
     inside = jnp.abs(x) <= largest
     return jnp.where(inside, jnp.clip(rounded, -largest, largest), x).astype(dtype)
 
@@ -188,17 +182,14 @@ def _rounded_tree(tree: PyTree, like: PyTree, key: PRNGKeyArray) -> PyTree:
     """Rounds each float32 leaf of `tree` at random to the half type that it has in `like`, if it
     has one.
     """
-    leaves, structure = jtu.tree_flatten(tree)
-    goals = jtu.tree_leaves(like)
-    keys = jax.random.split(key, len(leaves))
+    structure = jtu.tree_structure(tree)
+    keys = structure.unflatten(jax.random.split(key, structure.num_leaves))
 
     def leaf(x, y, key):
         random = _is_narrow(y) and is_inexact(x)
         return round_stochastically(widen(jnp.asarray(x)), y.dtype, key) if random else x
 
-    return jtu.tree_unflatten(
-        structure, [leaf(x, y, k) for x, y, k in zip(leaves, goals, keys, strict=True)]
-    )
+    return jtu.tree_map(leaf, tree, like, keys)
 
 
 def _add_compensated(model: PyTree, updates: PyTree, residue: PyTree) -> tuple[PyTree, PyTree]:

@@ -15,13 +15,7 @@ from jaxtyping import PRNGKeyArray
 from .._cast import convert, widen
 from .._dtypes import is_half
 from .._repr import in_a_line
-from .._tree import (
-    check_flag,
-    check_same_structure,
-    first_difference,
-    is_key,
-    select_tree,
-)
+from .._tree import check_flag, check_same_structure, first_difference, is_key, select_tree
 from .._types import BoolLike, MasterLike, PyTree
 from ..interpret._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
 from ._masters import applied, parse_master, step_key
@@ -86,15 +80,10 @@ def _naming_a_state_of_another(optimizer: Any, view: "_View") -> Iterator[None]:
         types = _initial(optimizer, view.params)
         if types is None:
             raise
-        shapes = lambda tree: [
-            jnp.shape(x) for x in jtu.tree_leaves(eqx.filter(tree, eqx.is_array))
-        ]
-        wanted, given = jtu.tree_structure(types), jtu.tree_structure(view.state)
-        is_struct = lambda x: isinstance(x, jax.ShapeDtypeStruct)
-        expected = [x.shape for x in jtu.tree_leaves(types) if is_struct(x)]
-        if wanted == given and expected == shapes(view.state):
-            raise
         difference = first_difference(types, view.state)
+        alike = jtu.tree_structure(types) == jtu.tree_structure(view.state)
+        if alike and difference is None:
+            raise
         raise ValueError(
             f"`{_CALL}` got an `optimizer_state` that `optimizer` did not make for this model: "
             f"{difference or f'it is {in_a_line(view.state)}'}. Pass what "
@@ -294,9 +283,7 @@ def optimizer_update(
         # A line search evaluates the loss: on a skipped step it must not run at all.
         arrays, static = eqx.partition((model, optimizer_state), eqx.is_array)
         arrays = lax.cond(
-            finite,
-            lambda: eqx.filter(step(view.grads, extra_args), eqx.is_array),
-            lambda: arrays,
+            finite, lambda: eqx.filter(step(view.grads, extra_args), eqx.is_array), lambda: arrays
         )
         return eqx.combine(arrays, static)
 

@@ -1,7 +1,6 @@
 """The options that scalings were built with, to be saved and compared."""
 
 import dataclasses
-import functools as ft
 import math
 import re
 from collections.abc import Mapping
@@ -29,16 +28,14 @@ def _plain(value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, Mapping):
         return {str(name): _plain(v) for name, v in value.items()}
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
-    if isinstance(value, set | frozenset):
-        return sorted((_plain(v) for v in value), key=repr)
-    if isinstance(value, float) and not math.isfinite(value):
-        return repr(value)  # JSON has no name for it, and a NaN does not equal itself
-    if value is None or isinstance(value, bool | int | float | str):
+    # JSON has no name for NaN and infinity, and a NaN does not equal itself.
+    finite = isinstance(value, float) and math.isfinite(value)
+    if value is None or isinstance(value, bool | int | str) or finite:
         return value
-    if isinstance(value, ft.partial):
-        return [_plain(value.func), *map(_plain, value.args), _plain(value.keywords)]
     if callable(value) and hasattr(value, "__qualname__"):
         return f"{value.__module__}.{value.__qualname__}"
     # Addresses differ from process to process.
