@@ -1,6 +1,7 @@
 """The base of all modules that stand in for a function of the user."""
 
 import abc
+import inspect
 from typing import Any
 
 import equinox as eqx
@@ -34,3 +35,18 @@ def check_callable(fun: Any, call: str) -> None:
             f"`{call}` takes a function or a callable module, but got {in_a_line(fun)}. Pass the "
             f"arguments to what it returns, as in `{call}(fun)(*args)`."
         )
+
+
+def unfit_signature(fun: Any, count: int) -> inspect.Signature | None:
+    """Returns the signature of a function that cannot be called with `count` arguments; `None` for
+    one that can, or that does not tell, as many builtins.
+    """
+    try:
+        signature = inspect.signature(fun)
+    except (TypeError, ValueError):
+        return None
+    try:
+        signature.bind(*[None] * count)
+    except TypeError:
+        return signature
+    return None

@@ -1,6 +1,5 @@
 """Checks of the arguments of derivative functions, and the parsing of names."""
 
-import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from .._repr import in_a_line
+from .._wrapper import unfit_signature
 
 
 class Term(NamedTuple):
@@ -67,17 +67,13 @@ def check_fun(fun: Any, call: str) -> None:
 def check_network(fun: Any, call: str) -> None:
     """Checks that a function takes one point."""
     check_fun(fun, call)
-    try:
-        inspect.signature(fun).bind(None)
-    except ValueError:  # of a builtin
-        return
-    except TypeError:
-        signature = inspect.signature(fun)
+    signature = unfit_signature(fun, 1)
+    if signature is not None:
         at = ", ".join(f"point[{i}]" for i in range(max(2, len(signature.parameters))))
         raise TypeError(
             f"`{call}` takes a function of one point, an array of all coordinates, but got one "
             f"that takes {signature}. Wrap it: `lambda point: fun({at})`."
-        ) from None
+        )
 
 
 def check_point(

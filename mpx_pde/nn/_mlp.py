@@ -1,7 +1,6 @@
 """The network of a physics-informed model, and fields that meet their boundary conditions by
 construction."""
 
-import inspect
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +18,7 @@ from .._dtypes import as_floating_dtype, check_integer, is_integer, is_real
 from .._einsum import mixed_matmul
 from .._tree import check_key
 from .._types import DTypeLike
+from .._wrapper import unfit_signature
 from ._activations import safe
 
 
@@ -266,16 +266,13 @@ class Ansatz(eqx.Module):
                     f"returned there as `form`, but got {getattr(self, name)!r} as `{name}`."
                 )
 
-        try:
-            inspect.signature(self.form).bind(None, None)
-        except ValueError:  # of a builtin
-            return
-        except TypeError:
+        signature = unfit_signature(self.form, 2)
+        if signature is not None:
             raise TypeError(
                 "`Ansatz` takes a function of a point and of what the network returned there as "
                 f"`form`, such as `lambda x, u: x[0] * (1 - x[0]) * u`, but got one of "
-                f"{inspect.signature(self.form)}. The network comes first."
-            ) from None
+                f"{signature}. The network comes first."
+            )
 
     def __call__(
         self, point: Float[Array, " coords"], *, key: PRNGKeyArray | None = None
