@@ -63,14 +63,17 @@ class Derivative:
         coords, count = self._names(point.size), math.prod(shape)
         outputs = self._outputs(count)
         terms: dict[tuple, Term] = {}
+        taken = set[str]()
         along = [itertools.chain(*(places[i] for i in _indices(argnums))) for argnums in self.taken]
         # Entries that are equal by symmetry are one term.
         for output, *dirs in itertools.product(range(count), *along):
             key = output, tuple(sorted(dirs))
+            if key in terms:
+                continue
             name = outputs[output] + "_" + "".join(coords[i] for i in key[1])
             # Longer names may run together: the position tells them apart.
-            unique = name if name not in {t.name for t in terms.values()} else f"{name} {key}"
-            terms.setdefault(key, Term(unique, *key))
+            terms[key] = Term(f"{name} {key}" if name in taken else name, *key)
+            taken.add(name)
         every = tuple(terms.values())
         values = Evaluation(self.call, at, coords, outputs, every, (), self.scaling, None)(point)
 

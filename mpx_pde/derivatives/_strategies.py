@@ -61,12 +61,14 @@ class AbstractStrategy(abc.ABC):
     - `names`: the scalers.
     - `order`: the highest order that there are scales for; `None` where it does not matter.
     - `rows`: what is counted together.
+    - `coords`: the coordinates that there are scales for, where these are by coordinate.
     """
 
     kind: Any
     names: tuple[str, ...]
     order: int | None
     rows: tuple[HistogramRow, ...]
+    coords: ClassVar[Any] = None
 
     def __str__(self) -> str:
         order = "" if self.order is None else f" up to order {self.order}"
@@ -103,9 +105,6 @@ class AbstractStrategy(abc.ABC):
                 f"coordinates{', as `coords`' if self.kind == 'order' else ''}."
             )
         return row
-
-    coords: ClassVar[Any] = None
-    """The coordinates that there are scales for, where these are by coordinate."""
 
     @abc.abstractmethod
     def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:

@@ -82,8 +82,12 @@ def _by_erf(x: ArrayLike) -> Array:
 
 
 def _is_exact_gelu(fun: Any) -> bool:
-    parts = isinstance(fun, ft.partial) and (fun.func, fun.args, fun.keywords)
-    return parts == (jax.nn.gelu, (), {"approximate": False})
+    return (
+        isinstance(fun, ft.partial)
+        and fun.func is jax.nn.gelu
+        and not fun.args
+        and fun.keywords == {"approximate": False}
+    )
 
 
 def safe(fun: Callable[..., Any]) -> Callable:

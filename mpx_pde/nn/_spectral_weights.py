@@ -61,6 +61,11 @@ class CPWeight(eqx.Module):
             out = jnp.stack(_complex(out, jnp.broadcast_to(f, out.shape)), axis=-1)
         return out
 
+    def at(self, mode: tuple[int, ...]) -> "CPWeight":
+        """Returns the weight of one mode, with an axis of length one for each of its indices."""
+        modes = tuple(f[k : k + 1] for f, k in zip(self.modes, mode, strict=True))
+        return CPWeight(self.inputs, self.outputs, modes)
+
 
 def cp_weight(
     key: PRNGKeyArray, kept: tuple[int, ...], inputs: int, outputs: int, rank: int
@@ -119,7 +124,7 @@ def constant_response(
         return separate(jnp.sum(jnp.broadcast_to(mean[:, None], real.shape) * real, axis=0))
     inputs = widen(weight.inputs)
     y = jnp.sum(jnp.broadcast_to(mean[:, None, None], inputs.shape) * inputs, axis=0)
-    y = jnp.stack(_complex(y, weight.factor()[zero]), axis=-1)
+    y = jnp.stack(_complex(y, weight.at(zero).factor().reshape(y.shape)), axis=-1)
     outputs = widen(weight.outputs)
     y = jnp.broadcast_to(y[:, None, :], outputs.shape)
     y = y[..., 0] * outputs[..., 0] - y[..., 1] * outputs[..., 1]
