@@ -193,8 +193,9 @@ def precision_floor(
     @ft.wraps(func, updated=())
     def floor(*args: Any, **kwargs: Any) -> PrecisionFloor:
         options.check_called_with(args)
-        given = gradient, present, above, in_axes, micro_batches, tolerance
-        return _measured(given, args, kwargs)
+        return _measured(
+            gradient, args, kwargs, (present, above), in_axes, micro_batches, tolerance
+        )
 
     return floor
 
@@ -225,9 +226,15 @@ def in_float64(tree: PyTree) -> PyTree:
 
 @eqx.filter_jit
 def _measured(
-    floor: tuple[Gradient, str, str, PyTree, int, float], args: tuple, kwargs: dict
+    gradient: Gradient,
+    args: tuple,
+    kwargs: dict,
+    rungs: tuple[str, str],
+    in_axes: PyTree,
+    micro_batches: int,
+    tolerance: float,
 ) -> PrecisionFloor:
-    gradient, present, above, in_axes, micro_batches, tolerance = floor
+    present, above = rungs
     wider = in_float64 if above == "float64" else lambda tree: tree
     options = {"use_mixed_precision": True, "forward": "half", "autocast": None}
     options |= options_of("full" if above == "float64" else above)

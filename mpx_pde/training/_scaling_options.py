@@ -29,7 +29,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): _plain(v) for name, v in value.items()}
     if isinstance(value, set | frozenset):
-        value = sorted(value, key=repr)
+        return sorted(map(_plain, value), key=repr)
     if isinstance(value, tuple | list):
         return [_plain(v) for v in value]
     # JSON has no name for NaN and infinity, and a NaN does not equal itself.
