@@ -50,7 +50,7 @@ import mpx_pde as mpx
 DRAWS = 5
 """How often a program is perturbed. The largest of the changes counts."""
 
-FACTOR = 4.0
+FACTOR = 3.0
 """Of the tolerance over the largest change: five random draws may all cancel by some factor, a
 sum rounds more than once inside, and an engine may add its terms in another order."""
 
