@@ -10,10 +10,9 @@ where a real GPU would also have tried cuBLAS.
 
 import os
 from argparse import ArgumentParser
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,8 +23,7 @@ from jax.experimental.topologies import get_topology_desc
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ._hlo import Module, shapes
-from ._report import Report, versions
-from ._rivals import TargetUnavailable
+from ._report import Report, TargetUnavailable, versions
 
 
 # What people call it, its platform and its topology.
@@ -140,7 +138,6 @@ def compile_for(
     *args: Any,
     mesh: Mesh | None = None,
     in_specs: Any = None,
-    out_specs: Any = None,
     donate: Sequence[int] = (),
     compiler_options: dict[str, Any] | None = None,
 ) -> "Compiled":
@@ -155,7 +152,6 @@ def compile_for(
     - `mesh`: the devices to run on; by default the first of the target. Make it by
         `target_mesh`.
     - `in_specs`: for each argument a PyTree prefix of `PartitionSpec`; by default replicated.
-    - `out_specs`: the same for the outputs; by default the compiler's choice.
     - `donate`: positions of arguments whose memory the outputs may take over.
     - `compiler_options`: XLA options, such as `CUBLAS`; those of GPUs count for these alone.
 
@@ -167,7 +163,6 @@ def compile_for(
     """
     first, *_ = devices(target)
     dynamic, static = eqx.partition(args, _has_shape)
-    kwargs: dict[str, Any] = {}
     if mesh is None:
         shapes = _placed(dynamic, SingleDeviceSharding(first))
     else:
@@ -175,9 +170,6 @@ def compile_for(
         specs = (PartitionSpec(),) * len(args) if in_specs is None else tuple(in_specs)
         place = lambda spec, tree: _placed(tree, NamedSharding(mesh, spec))
         shapes = jax.tree.map(place, specs, dynamic, is_leaf=is_spec)
-        if out_specs is not None:
-            out = jax.tree.map(partial(NamedSharding, mesh), out_specs, is_leaf=is_spec)
-            kwargs["out_shardings"] = out
 
     def program(*dynamic):
         out = fun(*eqx.combine(dynamic, static))
@@ -187,22 +179,12 @@ def compile_for(
     options = {"xla_gpu_autotune_level": 0, **(compiler_options or {})}
     if _TARGETS[target][1] != "cuda":
         options = {k: v for k, v in options.items() if not k.startswith("xla_gpu_")}
-    lowered = jax.jit(program, donate_argnums=tuple(donate), **kwargs).lower(*shapes)
+    lowered = jax.jit(program, donate_argnums=tuple(donate)).lower(*shapes)
     return Compiled.read(target, lowered.compile(compiler_options=options or None))
 
 
 _UNCOUNTED = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast"})
-_PRODUCTS = frozenset({"dot", "convolution", "ragged-dot", "scaled-dot"})
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
-
-
-class Product(NamedTuple):
-    """The dtypes of a matrix product or convolution, and which pass it belongs to."""
-
-    lhs: str
-    rhs: str
-    out: str
-    direction: str  # "forward" or "backward"
 
 
 class Traffic(NamedTuple):
@@ -255,12 +237,6 @@ class Compiled:
             "temp_bytes": self.temp_bytes,
         }
 
-    def opcodes(self) -> Counter[str]:
-        """How many operations of each kind, inside fusions too, without parameters, constants,
-        tuples and bitcasts."""
-        opcodes = (i.opcode for _, i in self.module.instructions())
-        return Counter(opcode for opcode in opcodes if opcode not in _UNCOUNTED)
-
     def kernels(self) -> int:
         """How many operations outside fusions: on a GPU about what is launched in a step.
 
@@ -271,28 +247,6 @@ class Compiled:
             c not in fused and i.opcode not in _UNCOUNTED and not i.opcode.endswith("-done")
             for c, i in self.module.instructions()
         )
-
-    def products(self) -> Counter[Product]:
-        """The dtypes of all matrix products and convolutions.
-
-        "backward" is what JAX's name stack says comes from a transposition. On a CPU XLA
-        rewrites half-precision products into float32 ones with casts around: look at a GPU's
-        or a TPU's program for what a training step does.
-        """
-        out: Counter[Product] = Counter()
-        for computation, i in self.module.instructions():
-            matmul = any(s in i.target for s in ("matmul", "gemm", "cudnn$conv"))
-            if i.opcode not in _PRODUCTS and not matmul:
-                continue
-            arrays = [self.module.index[computation][name] for name in i.operands[:2]]
-            lhs, rhs, result = (x.shapes[0].dtype for x in (*arrays, i))
-            direction = "backward" if "transpose(" in i.op_name else "forward"
-            out[Product(lhs, rhs, result, direction)] += 1
-        return out
-
-    def operands(self) -> list[str]:
-        """What is multiplied, such as `"f16 × f16"`."""
-        return sorted({f"{p.lhs} × {p.rhs}" for p in self.products()})
 
     def collectives(self) -> dict[tuple[str, str], Traffic]:
         """By kind and dtype, what goes over the wires."""

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import _step_diagram
 from ._tables import _breadth
 from ._tables._format import ROOT, groups, load, source
 
@@ -44,9 +43,6 @@ LINES = {
     "PyTorch, float32": "C2:",
     "torch.amp, float16": "C2",
     "torch.amp, bfloat16": "C8",
-    "float32, FFT": "k",
-    "neuraloperator, float32": "C2:",
-    "neuraloperator, amp bfloat16": "C8",
 }
 
 
@@ -98,32 +94,6 @@ def front_door(figure: Any, data: Any) -> None:
     axes.margins(x=0)
 
 
-def _by_size(axes: Any, sizes: list[int], memory: list[float], style: str, **options: Any) -> None:
-    """Memory in logarithms to base 2, at sizes that are told."""
-    axes.loglog(sizes, memory, f"o{style}", base=2, **options)
-    axes.set(xticks=sizes)
-    axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.yaxis.set_major_formatter("{x:.0f}")
-
-
-def memory_by_batch(figure: Any, data: Any) -> None:
-    """Of a training step compiled for an H100."""
-    axes = figure.subplots()
-    styles = {
-        "mpx_pde float32": ("float32", "k-"),
-        "MPX float16": ("MPX, float16", "C1--"),
-        "mpx_pde cast-float16": ("mpx_pde, float16 by casting", "C0:"),
-        "mpx_pde autocast-float16": ("mpx_pde, float16 by autocast", "C0-"),
-    }
-    for rival, (label, style) in styles.items():
-        programs = [p for p in data["programs"] if p["rival"] == rival and "failed" not in p]
-        gib = [p["temp_bytes"] / 2**30 for p in programs]
-        _by_size(axes, [p["batch"] for p in programs], gib, style, label=label)
-    axes.set(xlabel="batch", ylabel="memory beyond state and batch, GiB")
-    axes.legend()
-    figure.suptitle("A training step of ViT-Base, compiled for an H100, not run", fontsize="medium")
-
-
 def errors_by_step(figure: Any, data: Any, most: int | None = None) -> None:
     """Draws the errors of Levenberg–Marquardt from one seed: a panel for each of `most` problems, a
     line for each precision."""
@@ -147,17 +117,15 @@ def errors_by_step(figure: Any, data: Any, most: int | None = None) -> None:
 
 class Figure(NamedTuple):
     draw: Callable[[Any, Any], None]
-    results: str | None  # the name of the JSON file; `None` for a diagram
+    results: str  # the name of the JSON file
     size: tuple[float, float] = (8.0, 3.8)
 
     def digest(self, data: dict[str, Any]) -> str:
-        drawn = _step_diagram if self.results is None else None
-        code = Path(drawn.__file__ if drawn else __file__).read_text(encoding="utf-8")
+        code = Path(__file__).read_text(encoding="utf-8")
         return hashlib.sha256((json.dumps(data) + code).encode()).hexdigest()[:16]
 
 
 FIGURES: dict[str, Figure] = {
-    "step": Figure(_step_diagram.draw, None, (7.6, 3.8)),
     "front-door": Figure(front_door, "time_to_error-cavity-cpu", (6.4, 3.0)),
     "breadth": Figure(_breadth.draw, "breadth-cpu", (8.0, 10.0)),
     "error-against-time": Figure(
@@ -168,13 +136,8 @@ FIGURES: dict[str, Figure] = {
         partial(error_against_time, "Physics-informed network of Burgers' equation"),
         "time_to_error-burgers-cpu",
     ),
-    "operator-error-against-time": Figure(
-        partial(error_against_time, "Fourier neural operator of decaying turbulence"),
-        "time_to_error-navier_stokes-cpu",
-    ),
     "second-order": Figure(errors_by_step, "second_order-cpu", (8.0, 8.0)),
     "second-order-front": Figure(partial(errors_by_step, most=4), "second_order-cpu", (8.0, 2.6)),
-    "memory-by-batch": Figure(memory_by_batch, "vit_step-h100-cpu", (5.0, 3.4)),
 }
 
 
@@ -193,8 +156,7 @@ def save(figure: Figure, data: dict[str, Any], path: Path) -> None:
         canvas = Canvas(figsize=figure.size, layout="constrained")
         figure.draw(canvas, data)
         path.parent.mkdir(parents=True, exist_ok=True)
-        told = f"drawn from {figure.digest(data)}"
-        told += f": {source(data)}" if data else ""
+        told = f"drawn from {figure.digest(data)}: {source(data)}"
         canvas.savefig(path, metadata={"Description": told, "Date": None})
 
 
@@ -202,7 +164,7 @@ def stale(write: bool) -> list[Path]:
     """The figures that differ from the results; with `write`, draws them anew."""
     found = []
     for name, figure in FIGURES.items():
-        data = load(figure.results) if figure.results else {}
+        data = load(figure.results)
         path = FOLDER / f"{name}.svg"
         if drawn_from(path) != figure.digest(data):
             found.append(path)

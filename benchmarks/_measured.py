@@ -12,9 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._deviceless import CUBLAS, TARGETS, Compiled
-from ._report import Report, interleave
-from ._rivals import failure
+from ._report import Report, failure, interleave
 from ._steps import Rival, Task
 
 
@@ -45,24 +43,12 @@ class Step(Protocol):
         """Takes a step; the loss before it."""
         ...
 
-    def weights(self) -> Any:
-        """The network as it is now, in the order of the first gradients."""
-        ...
-
 
 class JaxStep:
     """A step in JAX, compiled once, which takes over the memory of its state. Its optimizer begins
-    with Adam. `layers` brings networks, and what has their shape, into the order of other rivals.
-    """
+    with Adam."""
 
-    def __init__(
-        self,
-        task: Task,
-        rival: Rival,
-        batches: Sequence[Any],
-        *,
-        layers: Callable[[Any], Any] = lambda model: model,
-    ):
+    def __init__(self, task: Task, rival: Rival, batches: Sequence[Any]):
         arrays, static = eqx.partition(task.state(rival), eqx.is_array)
         step = task.step(rival)
 
@@ -72,7 +58,7 @@ class JaxStep:
 
         # A copy of its own, because each step takes over the memory of the state before it.
         self.state = jax.tree.map(jnp.copy, arrays)
-        self.batches, self._layers = cycle(batches), layers
+        self.batches = cycle(batches)
         self._run = jax.jit(run, donate_argnums=0).lower(self.state, batches[0]).compile()
         memory = self._run.memory_analysis()
         self.temp_bytes = memory.temp_size_in_bytes if memory is not None else None
@@ -82,8 +68,8 @@ class JaxStep:
         for skipped in range(LARGEST_SKIPS):
             self.state, _, predictions = self._run(self.state, batch)
             # A step that overflows is skipped and leaves no trace but a smaller scale.
-            moment = self._layers(self.state[1][0].mu)
-            gradients = [np.asarray(m) / FIRST_MOMENT for m in jax.tree.leaves(moment)]
+            moment = jax.tree.leaves(self.state[1][0].mu)
+            gradients = [np.asarray(m) / FIRST_MOMENT for m in moment]
             if any(map(np.any, gradients)):
                 return First(jax.tree.map(np.asarray, predictions), gradients, skipped)
         raise FloatingPointError(f"{LARGEST_SKIPS} steps in a row overflow.")
@@ -91,9 +77,6 @@ class JaxStep:
     def __call__(self) -> jax.Array:
         self.state, value, _ = self._run(self.state, next(self.batches))
         return value
-
-    def weights(self) -> Any:
-        return self._layers(self.state[0])
 
 
 class Exact:
@@ -143,22 +126,19 @@ def relative_error(got: Any, want: Any) -> float:
 
 
 def measure(
-    rivals: Mapping[Any, Callable[[], Step]],
+    rivals: Mapping[str, Callable[[], Step]],
     observe: Callable[[Step], dict[str, Any]],
-    conclude: Callable[[Any], dict[str, Any]] = lambda last: {},
     *,
     rounds: int,
-    warmup: int = 2,
-) -> dict[Any, dict[str, Any]]:
-    """Builds the rivals, observes their first steps, and times the next ones in turn. `conclude`
-    takes the loss of the last of them.
+) -> dict[str, dict[str, Any]]:
+    """Builds the rivals, observes their first steps, and times the next ones in turn.
 
     **Returns:**
 
-    For each rival the fields of its record; for one that fails, how.
+    For each rival the fields of its record, the last loss among them; for one that fails, how.
     """
-    fields: dict[Any, dict[str, Any]] = {}
-    steps: dict[Any, Step] = {}
+    fields: dict[str, dict[str, Any]] = {}
+    steps: dict[str, Step] = {}
     for name, make in rivals.items():
         try:
             step = make()
@@ -167,68 +147,25 @@ def measure(
             fields[name] = {"failed": failure(error)}
         else:
             steps[name] = step
-    last: dict[Any, Any] = {}
+    last: dict[str, Any] = {}
 
     def timed(name):
         last[name] = steps[name]()
         return last[name]
 
     timers = {name: partial(timed, name) for name in steps}
-    times = interleave(timers, rounds=rounds, warmup=warmup)
+    times = interleave(timers, rounds=rounds, warmup=BEFORE - 1)
     for name, step in steps.items():
         told = {"seconds": times[name], "temp_bytes": step.temp_bytes}
-        fields[name] |= {**told, **conclude(last[name])}
+        fields[name] |= {**told, "steps": BEFORE + 2 * rounds, "loss": float(last[name])}
     steps.clear()
     gc.collect()  # states are large, and the next configuration wants the memory
     return fields
 
 
-def _run(
-    report: Report, task: Task, others: Mapping[str, Callable[[], Step]], *, rounds: int, chunk: int
-) -> bool:
-    """Runs a task by all rivals, and by those that are not written in JAX; whether one of our own
-    steps failed."""
-    batches = task.batches()
-    exact = Exact(task.loss, batches[0], chunk)(task.model())
-    on_device = jax.tree.map(jnp.asarray, batches)
-
-    def observe(step: Step) -> dict[str, Any]:
-        first = step.first()
-        return {
-            "error_output": relative_error(first.predictions, exact.predictions),
-            "error_gradient": relative_error(first.gradients, exact.gradients),
-        }
-
-    def conclude(last: Any) -> dict[str, Any]:
-        return {"steps": BEFORE + 2 * rounds, "loss": float(last)}
-
-    rivals = task.there(report)
-    ours = {name: partial(JaxStep, task, rival, on_device) for name, rival in rivals.items()}
-    measured = measure({**ours, **others}, observe, conclude, rounds=rounds, warmup=BEFORE - 1)
-    for name, fields in measured.items():
-        report.record("steps", **task.where, rival=name, **fields)
-    return any("failed" in f and name.startswith("mpx_pde") for name, f in measured.items())
-
-
-def _compile(
-    report: Report, target: str, task: Task, tell: Callable[[Compiled], dict[str, Any]]
-) -> None:
-    """Compiles all rivals of a task, and records memory and what else is to be told of them; of one
-    that fails, how."""
-
-    def told(rival: Rival) -> dict[str, Any]:
-        program = task.compiled(target, rival, CUBLAS)
-        return {"temp_bytes": program.temp_bytes, **tell(program)}
-
-    for name, rival in task.there(report).items():
-        where = {"target": target, **task.where, "rival": name}
-        print(report.attempt("programs", where, partial(told, rival)), flush=True)
-
-
 def add_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
     """What `run_sizes` understands."""
     parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--target", choices=TARGETS, help="compile for it; nothing runs")
     parser.add_argument(
         "--minutes", type=float, default=8.0, help="no size is begun after so many of them"
     )
@@ -238,29 +175,43 @@ def run_sizes(
     report: Report,
     args: argparse.Namespace,
     tasks: Iterable[Task],
-    others: Callable[[Task], Mapping[str, Callable[[], Step]]],
-    needs: Sequence[str],
-    tell: Callable[[Compiled], dict[str, Any]],
+    others: Callable[[Task], Mapping[str, Callable[[], Step]]] = lambda task: {},
+    needs: Sequence[str] = (),
     *,
     chunk: int = 1,
+    chosen: Callable[[Task, str], bool] = lambda task, rival: True,
 ) -> bool:
-    """Runs the tasks one by one, or compiles them for the target that was asked for; whether one of
-    our own steps failed.
+    """Runs the tasks one by one; whether one of our own steps failed.
 
     **Arguments:**
 
     - `others`: what makes the steps that are not written in JAX, from a task.
     - `needs`: the modules that these take.
-    - `tell`: what records hold of a compiled program.
     - `chunk`: samples at a time in float64.
+    - `chosen`: whether a task is run by a rival.
     """
-    if args.target:
-        report.name = f"{report.name}-{args.target}"
-        for task in tasks:
-            _compile(report, args.target, task, tell)
-        return False
-    rounds, failed = 1 if args.quick else args.rounds, []
+    failed = False
     for task in report.within(args.minutes, tasks):
-        found = others(task) if report.installed(*needs) else {}
-        failed.append(_run(report, task, found, rounds=rounds, chunk=chunk))
-    return any(failed)
+        batches = task.batches()
+        exact = Exact(task.loss, batches[0], chunk)(task.model())
+        on_device = jax.tree.map(jnp.asarray, batches)
+
+        def observe(step: Step, exact: First = exact) -> dict[str, Any]:
+            first = step.first()
+            outputs = {"error_output": relative_error(first.predictions, exact.predictions)}
+            return {
+                **(outputs if first.predictions is not None else {}),
+                "error_gradient": relative_error(first.gradients, exact.gradients),
+                "skipped": first.skipped,
+            }
+
+        there = task.there(report).items()
+        steps: dict[str, Any] = {name: partial(JaxStep, task, r, on_device) for name, r in there}
+        steps |= others(task) if report.installed(*needs) else {}
+        steps = {name: make for name, make in steps.items() if chosen(task, name)}
+        for name, fields in measure(
+            steps, observe, rounds=1 if args.quick else args.rounds
+        ).items():
+            report.record("steps", **task.where, rival=name, **fields)
+            failed |= "failed" in fields and name.startswith("mpx_pde")
+    return failed

@@ -1,5 +1,6 @@
-"""What every benchmark shares: the header, the clock, the tables and the JSON file."""
+"""What every benchmark shares: rivals that may be missing, header, clock and results."""
 
+import importlib
 import json
 import os
 import platform
@@ -12,15 +13,55 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 
 from ._history import commit, is_code_of
-from ._rivals import RIVALS, RivalMissing, TargetUnavailable, failure, require
+from ._tables._format import Table
 
 
 T = TypeVar("T")
+
+
+class RivalMissing(ImportError):
+    """A library to compare with is not installed."""
+
+
+class TargetUnavailable(RuntimeError):
+    """The compiler for a target is not installed."""
+
+
+RIVALS = {
+    "mpx": "mixed-precision-for-JAX",
+    "jmp": "jmp",
+    "torch": "torch",
+    "neuralop": "neuraloperator",
+    "folx": "folx",
+}
+"""Of each module the package that it comes in."""
+
+
+def require(module: str) -> ModuleType:
+    """Imports one of `RIVALS`.
+
+    **Raises:** `RivalMissing`, with the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if e.name != module:
+            raise
+        raise RivalMissing(
+            f'{RIVALS[module]} is not installed: `pip install -e ".[rivals]"` brings all rivals.'
+        ) from e
+
+
+def failure(error: BaseException) -> str:
+    """What went wrong with a rival, in one line for a table."""
+    first = str(error).strip().split("\n", 1)[0]
+    return f"{type(error).__name__}: {first[:200]}" if first else type(error).__name__
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
@@ -72,11 +113,6 @@ class Timing(NamedTuple):
         lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
         return cls(median, lower, upper, len(seconds))
 
-    def __str__(self) -> str:
-        unit, name = (1e3, "ms") if self.median < 1 else (1.0, "s")
-        low, mid, high = (f"{x * unit:.4g}" for x in (self.lower, self.median, self.upper))
-        return f"{mid} [{low}, {high}] {name}"
-
 
 PAUSE = 0.02  # seconds; threads of OpenMP spin for some milliseconds
 
@@ -114,22 +150,6 @@ def interleave(
             jax.block_until_ready(out)
             seconds[name].append((time.perf_counter() - begin) / calls)
     return {name: Timing.of(values) for name, values in seconds.items()}
-
-
-NONE = "–"
-
-
-def _text(value: Any) -> str:
-    """A value of a record; of a series the last."""
-    if value is None:
-        return NONE
-    if isinstance(value, Mapping):
-        if value.keys() == set(Timing._fields):
-            return str(Timing(**value))
-        return ", ".join(f"{key} {_text(x)}" for key, x in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(value) if all(isinstance(x, str) for x in value) else _text(value[-1])
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 class Report:
@@ -170,20 +190,15 @@ class Report:
     def show(self) -> None:
         """Prints each section as a Markdown table. Of a series the last entry stands there, the
         rest is in the file."""
-        from ._tables._format import markdown
+        for section in self.sections:
+            print(f"\n## {section}\n\n{Table(self.name, section)(self.data)}", flush=True)
 
-        for section, records in self.sections.items():
-            names = list(dict.fromkeys(name for record in records for name in record))
-            rows = ([_text(record.get(name)) for name in names] for record in records)
-            print(f"\n## {section}\n\n{markdown(names, rows)}", flush=True)
-
-    def page(self, *tables: str) -> None:
-        """Prints tables as the pages have them, with what this run has found."""
-        from ._tables import table
-
-        data = {"environment": self.environment, **self.sections}
-        for name in tables:
-            print(f"\n{table(name)(data)}", flush=True)
+    @property
+    def data(self) -> dict[str, Any]:
+        """What the file holds."""
+        rivals = versions(package for name, package in RIVALS.items() if name in sys.modules)
+        environment = {**self.environment, **rivals}
+        return {"benchmark": self.name, "environment": environment, **self.sections}
 
     def note(self, text: str) -> None:
         """Prints a remark."""
@@ -248,12 +263,6 @@ class Report:
     def save(self) -> Path:
         """Writes the file."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        rivals = versions(package for name, package in RIVALS.items() if name in sys.modules)
-        content = {
-            "benchmark": self.name,
-            "environment": {**self.environment, **rivals},
-            **self.sections,
-        }
-        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        text = json.dumps(self.data, indent=1, ensure_ascii=False) + "\n"
         self.path.write_text(text, encoding="utf-8")
         return self.path

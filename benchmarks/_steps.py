@@ -18,8 +18,7 @@ import optax
 import mpx_pde as mpx
 
 from ._deviceless import Compiled, compile_for
-from ._report import Report
-from ._rivals import require
+from ._report import Report, require
 
 
 START, PERIOD = 2.0**15, 2000

@@ -25,8 +25,7 @@ import jax.numpy as jnp
 import mpx_pde as mpx
 
 from . import fno_step, overhead, vit_step
-from ._report import Report, Timing
-from ._rivals import failure
+from ._report import Report, Timing, failure
 from ._steps import START, Rival, Task, alone, by_library, in_float32, policy_of, rivals
 
 
@@ -143,4 +142,3 @@ def run(report: Report, args: argparse.Namespace) -> None:
     jax.config.update("jax_enable_compilation_cache", False)
     for problem, task in tasks(args.quick).items():
         measure(report, problem, task, 1 if args.quick else args.rounds)
-    report.page("programs.compile_time")

@@ -31,9 +31,7 @@ import numpy as np
 import mpx_pde as mpx
 
 from . import _measured, _steps
-from ._deviceless import Compiled
-from ._report import Report
-from ._rivals import require
+from ._report import Report, require
 from ._steps import HIGHEST, TF32, Rival, Task, precision_options
 
 
@@ -211,17 +209,12 @@ def torch_rivals(gpu: bool, task: Task) -> dict[str, Any]:
     }
 
 
-def told(program: Compiled) -> dict[str, Any]:
-    return {"products": program.operands(), "ffts": program.opcodes()["fft"]}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     _measured.add_arguments(parser, rounds=5)
 
 
 def run(report: Report, args: argparse.Namespace) -> bool:
     gpu = jax.default_backend() == "gpu"
-    sizes = QUICK if args.quick else ON_GPU if gpu or args.target else ON_CPU
-    tasks = (task(size, gpu) for size in sizes)
+    tasks = (task(size, gpu) for size in (QUICK if args.quick else ON_GPU if gpu else ON_CPU))
     others = partial(torch_rivals, gpu), ("torch", "neuralop")
-    return _measured.run_sizes(report, args, tasks, *others, told)
+    return _measured.run_sizes(report, args, tasks, *others)

@@ -92,9 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(report: Report, args: argparse.Namespace) -> bool:
-    gpu = jax.default_backend() == "gpu" or bool(args.target)
+    gpu = jax.default_backend() == "gpu"
     width, points = (512, 16_384) if gpu else (32, 64) if args.quick else (64, 256)
     tasks = (task(name, width, points, gpu) for name in args.networks)
-    told = lambda program: {"kernels": program.kernels()}
-    none = lambda task: {}
-    return _measured.run_sizes(report, args, tasks, none, (), told, chunk=CHUNK)
+    return _measured.run_sizes(report, args, tasks, chunk=CHUNK)

@@ -36,10 +36,8 @@ from jax.experimental.jet import jet
 
 import mpx_pde as mpx
 
-from ._deviceless import CUBLAS, compile_for
 from ._networks import NETWORKS
-from ._report import Report, interleave
-from ._rivals import RivalMissing, failure, require
+from ._report import Report, RivalMissing, failure, interleave, require
 
 
 WIDTH, QUICK_WIDTH = 256, 32
@@ -244,25 +242,6 @@ def measure(report: Report, case: Case, clock: bool) -> None:
         records["mpx_pde"][f"error_{half}"] = relative(got, want)
 
 
-def measure_h100(report: Report, case: Case) -> None:
-    """Temporary memory of the step for an H100."""
-    arrays, static, x = case.make()
-    half = mpx.cast_to_float16(arrays)
-    programs = {
-        ("mpx_pde", "float32"): (ours, arrays),
-        ("mpx_pde", "float16"): (ours, half),
-        ("nested jvp", "float32"): (nested, arrays),
-    }
-    for (name, precision), (way, weights) in programs.items():
-        run = partial(step, way, static, case.problem)
-        try:
-            compiled = compile_for("h100", run, weights, x)
-        except jax.errors.JaxRuntimeError:  # no tiles without a device to tune on
-            compiled = compile_for("h100", run, weights, x, compiler_options=CUBLAS)
-        where = {**case.where, "rival": name, "precision": precision}
-        report.record("h100", **where, temp_bytes=compiled.temp_bytes)
-
-
 def cases(args: argparse.Namespace) -> Iterator[Case]:
     chosen = args.networks.split(",") if args.networks else list(NETWORKS)
     for network in chosen:
@@ -281,20 +260,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     names = ", ".join(problem.name for problem in PROBLEMS)
     parser.add_argument("--problems", help=f"out of {names}; by default all")
     parser.add_argument("--time", action="store_true", help="time steps, tracing and compiling")
-    parser.add_argument("--h100", action="store_true", help="compile for an H100 instead")
     parser.add_argument("--minutes", type=float, help="start no further case after as many")
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
     if not args.quick:
-        report.resume("costs", "h100", same_code=True)
+        report.resume("costs", same_code=True)
     report.sections["width"] = [{"width": QUICK_WIDTH if args.quick else WIDTH}]
-    section = "h100" if args.h100 else "costs"
-    missing = (case for case in cases(args) if not report.has(section, **case.where))
+    missing = (case for case in cases(args) if not report.has("costs", **case.where))
     for case in report.within(args.minutes, missing):
         print(*case.where.values(), sep=", ", flush=True)
-        if args.h100:
-            measure_h100(report, case)
-        else:
-            measure(report, case, args.time)
+        measure(report, case, args.time)
         report.save()

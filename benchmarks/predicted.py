@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 import jax
 
 from . import fno_step, foreign_step, pinn_step, vit_step
-from ._cavity import initial_layers
 from ._chips import CHIPS, Chip
 from ._deviceless import CUBLAS, Compiled
 from ._hlo import Module
@@ -80,12 +79,12 @@ FORWARD = ("bfloat16_x3", "float32")
 
 def of_cavity(width: int, depth: int, points: int) -> Problem:
     def task() -> Task:
-        whole, layers = pinn_step.task(width, depth, points), initial_layers(width, depth)
+        whole, layers = pinn_step.task(width, depth, points), pinn_step.initial_layers(width, depth)
         rivals = {
-            **_products(whole.rivals["jax", "nested jvp", "float32"]),
-            "mpx_pde float32": whole.rivals["mpx_pde", "partials", "float32"],
-            "mpx_pde float16": whole.rivals["mpx_pde", "partials", "float16"],
-            "mpx_pde float16, laplacian": whole.rivals["mpx_pde", "laplacian", "float16"],
+            **_products(whole.rivals["plain JAX, nested jvp, float32"]),
+            "mpx_pde float32": whole.rivals["mpx_pde, partials, float32"],
+            "mpx_pde float16": whole.rivals["mpx_pde, partials, float16"],
+            "mpx_pde float16, laplacian": whole.rivals["mpx_pde, laplacian, float16"],
         }
         for forward in FORWARD:
             for half in ("float16", "bfloat16"):
@@ -186,6 +185,8 @@ def predict(report: Report, target: str, problem: Problem, chip: Chip) -> None:
         kernels = kernels_of(program.module)
         if name == "mpx_pde float16":
             ideal = ideal_seconds(program.module, kernels, chip)
+            for kernel in largest(kernels, chip):
+                report.record("kernels", problem=problem.name, title=problem.title, **kernel)
         record = report.record(
             "steps",
             target=target,
@@ -195,7 +196,6 @@ def predict(report: Report, target: str, problem: Problem, chip: Chip) -> None:
             command=f"python -m benchmarks {problem.command}",
             **summary(kernels, chip),
             temp_bytes=program.temp_bytes,
-            largest=largest(kernels, chip),
         )
         records.append(record)
     for record in records:
@@ -267,15 +267,15 @@ def run(report: Report, args: argparse.Namespace) -> None:
     for rate, data_sheet, share in chip.assumptions():
         report.record("assumptions", rate=rate, data_sheet=data_sheet, share=share)
     report.name = f"predicted-{args.target}"
-    problems = QUICK if args.quick else PROBLEMS
-    chosen = args.problems or [problem.name for problem in problems]
+    problems = {problem.name: problem for problem in (QUICK if args.quick else PROBLEMS)}
+    chosen = args.problems or list(problems)
+    sections = ("steps", "kernels")
     if args.problems and not args.quick:
-        report.resume("steps")
-        kept = report.sections.get("steps", [])
-        report.sections["steps"] = [r for r in kept if r["problem"] not in chosen]
-    for problem in problems:
-        if problem.name in chosen:
-            predict(report, args.target, problem, chip)
-    order = [problem.name for problem in problems]
-    report.sections["steps"].sort(key=lambda r: order.index(r["problem"]))
-    report.page("predicted.steps", "predicted.kernels")
+        report.resume(*sections)
+    kept = {name: report.sections.get(name, []) for name in sections}
+    for name, records in kept.items():
+        report.sections[name] = [r for r in records if r["problem"] not in chosen]
+    for name in chosen:
+        predict(report, args.target, problems[name], chip)
+    for name in sections:
+        report.sections[name].sort(key=lambda r: list(problems).index(r["problem"]))

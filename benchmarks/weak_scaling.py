@@ -30,7 +30,7 @@ import equinox as eqx
 import jax
 
 from ._deviceless import CUBLAS, Compiled, compile_for, target_mesh, there, title
-from ._examples import load_example
+from ._problems import load_example
 from ._report import Report
 
 

@@ -1,6 +1,6 @@
 """Many problems in each precision: tables and the figure."""
 
-import re
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,9 +17,9 @@ LABELS = {
     "autocast-float16": "autocast, float16",
     "autocast-bfloat16": "autocast, bfloat16",
     "naive-float16": "float16 by hand",
-    "tensorfloat32-emulated": "TF32, emulated",
-    "forward-bfloat16_x3-float16-emulated": "forward bfloat16_x3 (emulated), backward float16",
-    "forward-bfloat16_x3-bfloat16-emulated": "forward bfloat16_x3 (emulated), backward bfloat16",
+    "tensorfloat32": "TF32, emulated",
+    "forward-bfloat16_x3-float16": "forward bfloat16_x3 (emulated), backward float16",
+    "forward-bfloat16_x3-bfloat16": "forward bfloat16_x3 (emulated), backward bfloat16",
     "float64": "float64",
     "forward-float64-float32": "forward float64, backward float32",
     "float32-rounded": "control: float32, weights rounded once",
@@ -201,61 +201,9 @@ hardest = _of_problems(
 )
 FULL = ("forward-float32-float16", "forward-float32-bfloat16")
 by_adam = _of_problems("breadth-precisions", "adam")
-lbfgs = _of_problems(
-    "breadth-precisions", "adam+lbfgs", (*FULL, "float16", "tensorfloat32-emulated")
-)
+lbfgs = _of_problems("breadth-precisions", "adam+lbfgs", (*FULL, "float16", "tensorfloat32"))
 by_lbfgs = _of_problems("breadth-precisions", "adam+lbfgs")
 by_muon_lbfgs = _of_problems("breadth-precisions", "muon+lbfgs")
-
-
-def _resolutions(data: Result) -> Iterator[Record]:
-    """Errors of operators on the grid of the training, and on finer ones: of one seed each."""
-    ratios, grids = Ratios(data), re.compile(r"rel\. L2 error at (\d+)²")
-    for problem, title in ratios.titles.items():
-        full = [t for t in ratios.full.values() if t["problem"] == problem]
-        found = [t for t in ratios.rest if t["problem"] == problem]
-        for t in (*full, *sorted(found, key=lambda t: list(LABELS).index(t["precision"]))):
-            errors = {m[1]: e for n, e in t.get("errors", {}).items() if (m := grids.fullmatch(n))}
-            if errors:
-                label = LABELS.get(t["precision"], t["precision"])
-                yield {"title": title, "precision": label, "seed": t["seed"], **errors}
-
-
-def _grids(data: Result) -> list[str]:
-    rows = list(_resolutions(data))
-    grids = dict.fromkeys(name for row in rows for name in row if name.isdigit())
-    heads = ["problem  {title}", "precision  {precision}", "seed  {seed}"]
-    return [*heads, *(f"{n}²  {{{n}:.4f}}" for n in grids)]
-
-
-resolutions = Table("breadth", _resolutions, _grids)
-
-
-def _failures(data: Result) -> Iterator[Record]:
-    """Yields what float32 does not solve, and every training far from it."""
-    ratios = Ratios(data)
-    for problem in ratios.titles:
-        if problem not in ratios.solved:
-            yield {"problem": problem, "precision": "float32", "error": ratios.error(problem)}
-    for t in ratios.rest:
-        if t["precision"] == "naive-float16" or t["problem"] not in ratios.solved:
-            continue
-        if "failed" in t or ratios.ratio(t) > FAR:
-            ratio = None if "failed" in t else number(ratios.ratio(t))
-            yield {**t, "precision": LABELS[t["precision"]], "ratio": ratio, "error": None}
-
-
-failures = Table(
-    "breadth",
-    _failures,
-    """
-    problem            {problem}
-    precision          {precision}
-    seed               {seed}
-    relative error     {ratio} || {failed} || float32 itself errs by {error:.1e}
-    steps skipped      {skipped:,} of {steps:,}
-    """,
-)
 
 
 PAPER = {
@@ -299,45 +247,60 @@ paper = Table(
 # --- Compiled for an H100 ----------------------------------------------------------------------
 
 
-def _steps(data: Result) -> Iterator[Record]:
-    """A problem and its programs, by precision."""
-    names = {"full": "float32", "half": "float16", "both": "forward-float32-float16"}
-    for programs in groups(data["programs"], "problem").values():
-        known = {p["precision"]: p for p in programs if "failed" not in p}
-        yield {**programs[0], **{short: known.get(name, {}) for short, name in names.items()}}
-
-
-step = Table(
-    "breadth_step",
-    _steps,
-    """
-    problem                           {title}
-    memory of float32, MiB            {full.temp_bytes:MiB.2f}
-    float16 over it                   {half.temp_bytes/full.temp_bytes:.2f}
-    forward float32 over it           {both.temp_bytes/full.temp_bytes:.2f}
-    moved by float32, MB              {full.bytes:MB.3g}
-    by float16, over it               {half.bytes/full.bytes:.2f}
-    by forward float32, over it       {both.bytes/full.bytes:.2f}
-    predicted, not run: float32, ms   {full.seconds_with_arithmetic:ms.2f}
-    kernels: float32, float16, forward float32  {full.kernels}, {half.kernels}, {both.kernels}
-    """,
-    "Memory beyond state, points and workspace. Compiled for an H100, not run.",
-)
-
-
 def _timed(data: Result) -> Iterator[Record]:
     for runs in groups(data["steps"], "problem").values():
         yield {**runs[0], **{r["precision"]: r["seconds"]["median"] / r["steps"] for r in runs}}
 
 
 float64_time = Table(
-    "breadth_step-time",
+    "breadth-time",
     _timed,
     """
     problem                                    {title}
     a step in float64, ms                      {float64:ms.2f}
     forward float64, backward float32 over it  {forward-float64-float32/float64:.2f}
     float32 over it                            {float32/float64:.2f}
+    """,
+)
+
+
+# --- Casting a network, or autocast ------------------------------------------------------------
+
+
+WAYS = {
+    "cast, the default": "{half}",
+    "`autocast=True`": "autocast-{half}",
+    '`forward="float32"`': "forward-float32-{half}",
+}
+
+
+def _by_way(data: Result) -> Iterator[Record]:
+    """Of the problems that were trained in all ways, over the seeds that all have."""
+    ratios = Ratios(data)
+    halves = itertools.product(("float16", "bfloat16"), WAYS.items())
+    names = [(way, half, name.format(half=half)) for half, (way, name) in halves]
+    runs = lambda p, name: {t["seed"]: ratios.ratio(t) for t in ratios.runs(p, name)}
+    of = {p: {name: runs(p, name) for _, _, name in names} for p in ratios.solved}
+    seeds = {p: set.intersection(*map(set, found.values())) for p, found in of.items()}
+    for way, half, name in names:
+        medians = {p: statistics.median(of[p][name][s] for s in seeds[p]) for p in of if seeds[p]}
+        worst = max(medians, key=medians.__getitem__)
+        yield {
+            "way": f"{half}, {way}",
+            "median": statistics.median(medians.values()),
+            "within": f"{sum(x <= 1.05 for x in medians.values())} of {len(medians)}",
+            "worst": f"{medians[worst]:.2f} ({ratios.titles[worst]})",
+        }
+
+
+casting = Table(
+    "breadth",
+    _by_way,
+    """
+    error relative to float32  {way}
+    median                {median:.2f}
+    at most 1.05          {within}
+    worst                 {worst}
     """,
 )
 

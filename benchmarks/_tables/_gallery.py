@@ -3,7 +3,7 @@
 import ast
 from typing import Any
 
-from .._gallery import PICTURES
+from ..gallery import PICTURES
 from ._format import ROOT, Result, load, taken
 
 

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 
 from ._breadth import NEAR, SEEDS, Ratios, overall
 from ._format import NOT_RUN, Record, Result, Table, load, nothing
-from ._networks import seconds_over
-from ._predicted import FULL, OURS, beside
+from ._steps import FULL, OURS, SECONDS, beside, seconds_over
 
 
 # The modes, with their names among the trainings and among the predicted steps.
@@ -41,8 +40,7 @@ def _modes(data: Result) -> Iterator[Record]:
         yield row
 
 
-TIME = "seconds_with_arithmetic"
-OVER = f"{{full.{TIME}/step.{TIME}:.1f}} ({{tf32.{TIME}/step.{TIME}:.1f}})"
+OVER = f"{{full.{SECONDS}/step.{SECONDS}:.1f}} ({{tf32.{SECONDS}/step.{SECONDS}:.1f}})"
 modes = Table(
     "breadth",
     _modes,

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 
+import jax
 import numpy as np
 import torch
 from torch.func import jvp, vmap
 
-from .._cavity import Layers, balance, named, nested
+from ..pinn_step import Layers, balance, named, nested
 from .steps import DEVICE, TorchStep, autocast
 
 
@@ -100,7 +101,6 @@ def cavity_step(
         torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=DEVICE == "cuda"),
         precision,
         cycle([batch]),
-        lambda: layers_of(model, lambda p: p.grad),
-        lambda: layers_of(model),
+        lambda: jax.tree.leaves(layers_of(model, lambda p: p.grad)),
         scale=scale,
     )

@@ -14,8 +14,8 @@ from helpers import normal, tree_allclose
 from benchmarks import _history
 from benchmarks.__main__ import questions
 from benchmarks._levels import LEVELS
+from benchmarks._problems import emulate_tf32
 from benchmarks._report import Report
-from benchmarks._tf32 import emulate_tf32
 
 
 # --- TF32 -----------------------------------------------------------------------------------------
