@@ -180,7 +180,11 @@ def compile_for(
     if _TARGETS[target][1] != "cuda":
         options = {k: v for k, v in options.items() if not k.startswith("xla_gpu_")}
     lowered = jax.jit(program, donate_argnums=tuple(donate)).lower(*shapes)
-    return Compiled.read(target, lowered.compile(compiler_options=options or None))
+    executable: Any = lowered.compile(compiler_options=options or None)
+    memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
+    sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes
+    told = cost.get("flops"), cost.get("bytes accessed")
+    return Compiled(target, *sizes, *told, executable.as_text())
 
 
 _UNCOUNTED = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast"})
@@ -208,20 +212,6 @@ class Compiled:
     flops: float | None
     bytes_accessed: float | None
     text: str = field(repr=False)
-
-    @classmethod
-    def read(cls, target: str, executable: Any) -> "Compiled":
-        """From what `jax.jit(…).lower(…).compile()` returns."""
-        memory = executable.memory_analysis()
-        cost = executable.cost_analysis() or {}
-        return cls(
-            target,
-            memory.temp_size_in_bytes,
-            memory.argument_size_in_bytes,
-            cost.get("flops"),
-            cost.get("bytes accessed"),
-            executable.as_text(),
-        )
 
     @cached_property
     def module(self) -> Module:

@@ -6,7 +6,6 @@ import os
 import platform
 import random
 import re
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,9 +13,10 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
 from ._history import commit, is_code_of
 from ._tables._format import Table
@@ -97,29 +97,18 @@ def environment(command: str) -> dict[str, Any]:
     }
 
 
-class Timing(NamedTuple):
+def timing(seconds: Sequence[float]) -> dict[str, float]:
     """Seconds per call: the median and the quartiles over all rounds."""
-
-    median: float
-    lower: float
-    upper: float
-    rounds: int
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Timing":
-        """From one number for each round."""
-        if len(seconds) == 1:
-            return cls(seconds[0], seconds[0], seconds[0], 1)
-        lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
-        return cls(median, lower, upper, len(seconds))
+    lower, median, upper = np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
+    return {"median": median, "lower": lower, "upper": upper, "rounds": len(seconds)}
 
 
 PAUSE = 0.02  # seconds; threads of OpenMP spin for some milliseconds
 
 
 def interleave(
-    rivals: Mapping[str, Callable[[], Any]], *, rounds: int, calls: int = 1, warmup: int = 2
-) -> dict[str, Timing]:
+    rivals: Mapping[str, Callable[[], Any]], *, rounds: int, warmup: int = 2
+) -> dict[str, dict[str, float]]:
     """Times the rivals in turn, so that a machine that slows down slows down all of them.
 
     **Arguments:**
@@ -128,12 +117,11 @@ def interleave(
     - `rounds`: how often each is timed, in an order that differs between rounds, and each time
         after a pause and an untimed call: another rival leaves its data in the caches, and threads
         that spin for a while.
-    - `calls`: calls within one measurement; more for those far below a millisecond.
     - `warmup`: untimed calls of each first, compilation among them.
 
     **Returns:**
 
-    For each rival its [`Timing`][benchmarks._report.Timing].
+    For each rival its `timing`.
     """
     for function in rivals.values():
         for _ in range(warmup):
@@ -145,11 +133,9 @@ def interleave(
             time.sleep(PAUSE)
             jax.block_until_ready(rivals[name]())
             begin = time.perf_counter()
-            for _ in range(calls):
-                out = rivals[name]()
-            jax.block_until_ready(out)
-            seconds[name].append((time.perf_counter() - begin) / calls)
-    return {name: Timing.of(values) for name, values in seconds.items()}
+            jax.block_until_ready(rivals[name]())
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: timing(values) for name, values in seconds.items()}
 
 
 class Report:
@@ -170,22 +156,9 @@ class Report:
                 print(f"- {key}: {value}")
 
     def record(self, section: str, **fields: Any) -> dict[str, Any]:
-        """Adds one record to a section. A `Timing` becomes a dict of its fields."""
-        plain = {k: v._asdict() if isinstance(v, Timing) else v for k, v in fields.items()}
-        self.sections.setdefault(section, []).append(plain)
-        return plain
-
-    def attempt(
-        self, section: str, where: dict[str, Any], make: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Adds a record of where something is tried and what it comes to, or how it fails."""
-        try:
-            found = make()
-        except TargetUnavailable:
-            raise
-        except Exception as error:  # whatever it is, it is what there is to show
-            found = {"failed": failure(error)}
-        return self.record(section, **where, **found)
+        """Adds one record to a section."""
+        self.sections.setdefault(section, []).append(fields)
+        return fields
 
     def show(self) -> None:
         """Prints each section as a Markdown table. Of a series the last entry stands there, the
@@ -229,14 +202,13 @@ class Report:
         """Whether there is a record with these fields."""
         return any(fields.items() <= record.items() for record in self.sections.get(section, []))
 
-    def missing(
-        self, section: str, keys: Iterable[dict[str, Any]], minutes: float | None = None
-    ) -> Iterator[dict[str, Any]]:
-        """Those of the keys that no record has yet, until the time is over. The file is written
-        after each: a run of hours that is cut short has shown something."""
-        for key in self.within(minutes, (key for key in keys if not self.has(section, **key))):
-            yield key
-            self.save()
+    def missing(self, section: str, keys: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Those of the keys that no record has yet. The file is written after each: a run of hours
+        that is cut short has shown something."""
+        for key in keys:
+            if not self.has(section, **key):
+                yield key
+                self.save()
 
     def within(self, minutes: float | None, items: Iterable[T]) -> Iterator[T]:
         """The items one by one, until the time is over; a note says how many are left then."""

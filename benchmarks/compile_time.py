@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import mpx_pde as mpx
 
 from . import fno_step, overhead, vit_step
-from ._report import Report, Timing, failure
+from ._report import Report, failure, timing
 from ._steps import START, Rival, Task, alone, by_library, in_float32, policy_of, rivals
 
 
@@ -129,7 +129,7 @@ def measure(report: Report, problem: str, task: Task, rounds: int) -> None:
             report.record("builds", **where, failed=found)
             continue
         # The first round also imports, and fills caches that cannot be cleared.
-        times = {stage: Timing.of([b[stage] for b in found[1:]]) for stage in STAGES}
+        times = {stage: timing([b[stage] for b in found[1:]]) for stage in STAGES}
         error = abs(found[-1]["loss"] / builds["float32"][-1]["loss"] - 1)
         report.record("builds", **where, **times, loss_error=error)
 

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import jax
 
 from . import fno_step, foreign_step, pinn_step, vit_step
-from ._chips import CHIPS, Chip
+from ._chips import H100, Chip
 from ._deviceless import CUBLAS, Compiled
 from ._hlo import Module
 from ._report import Report
@@ -158,15 +158,12 @@ QUICK = (
 # --- What they would take --------------------------------------------------------------------
 
 
-def kernels_of(module: Module) -> list[Kernel]:
-    """The kernels of a compiled program, each with its line in this project."""
-    return Roofline(module, FOLDERS, WRAPPERS).kernels()
-
-
-def compiled(target: str, task: Task, name: str) -> Compiled:
-    """With XLA's own estimates in its text. Split products are by XLA's own kernels."""
+def compiled(task: Task, name: str) -> tuple[Compiled, list[Kernel]]:
+    """A rival's program, with XLA's own estimates in its text, and its kernels, each with its line
+    in this project. Split products are by XLA's own kernels."""
     options = {"xla_gpu_collect_cost_model_stats": True, **({} if "_x3" in name else CUBLAS)}
-    return task.compiled(target, task.rivals[name], options)
+    program = task.compiled("h100", task.rivals[name], options)
+    return program, Roofline(program.module, FOLDERS, WRAPPERS).kernels()
 
 
 def ideal_seconds(module: Module, kernels: Iterable[Kernel], chip: Chip) -> float:
@@ -174,30 +171,25 @@ def ideal_seconds(module: Module, kernels: Iterable[Kernel], chip: Chip) -> floa
     products = sum(sum(k.products.values()) * k.times for k in kernels)
     entry = module.computations[module.entry]
     state = sum(i.bytes for i in entry if i.opcode == "parameter" or i.root)
-    return products / chip.product_rate("half") + state / (chip.memory * chip.memory_share)
+    return products / chip.products["half"].kept + state / chip.memory.kept
 
 
-def predict(report: Report, target: str, problem: Problem, chip: Chip) -> None:
+def predict(report: Report, problem: Problem) -> None:
     """Compiles all rivals of a problem and records what they would take."""
     records, ideal, task = [], None, problem.task()
+    about = {"problem": problem.name, "title": problem.title}
     for name in task.there(report):
-        program = compiled(target, task, name)
-        kernels = kernels_of(program.module)
+        program, kernels = compiled(task, name)
         if name == "mpx_pde float16":
-            ideal = ideal_seconds(program.module, kernels, chip)
-            for kernel in largest(kernels, chip):
-                report.record("kernels", problem=problem.name, title=problem.title, **kernel)
-        record = report.record(
-            "steps",
-            target=target,
-            problem=problem.name,
-            title=problem.title,
-            rival=name,
-            command=f"python -m benchmarks {problem.command}",
-            **summary(kernels, chip),
-            temp_bytes=program.temp_bytes,
-        )
-        records.append(record)
+            ideal = ideal_seconds(program.module, kernels, H100)
+            for kernel in largest(kernels, H100):
+                report.record("kernels", **about, **kernel)
+        told = {
+            "temp_bytes": program.temp_bytes,
+            "command": f"python -m benchmarks {problem.command}",
+        }
+        step = {**about, "rival": name, **summary(kernels, H100), **told}
+        records.append(report.record("steps", **step))
     for record in records:
         record["ideal_seconds"] = ideal
 
@@ -205,15 +197,14 @@ def predict(report: Report, target: str, problem: Problem, chip: Chip) -> None:
 # --- What the CI checks ----------------------------------------------------------------------
 
 
-def small_traffic(target: str) -> dict[str, dict[str, float]]:
+def small_traffic() -> dict[str, dict[str, float]]:
     """Bytes and kernels of our small steps."""
     found = {}
     for problem in QUICK:
         task = problem.task()
         for name in task.rivals:
             if name.startswith("mpx_pde float16") or name.endswith("forward bfloat16_x3"):
-                module = compiled(target, task, name).module
-                record = summary(kernels_of(module), CHIPS[target])
+                record = summary(compiled(task, name)[1], H100)
                 costs = {key: record[key] for key in ("bytes", "kernels")}
                 found[f"{problem.name}, {name}"] = costs
                 print(f"{problem.name}, {name}: {costs}", flush=True)
@@ -234,12 +225,11 @@ def growth(before: dict[str, dict[str, float]], now: dict[str, dict[str, float]]
     ]
 
 
-def check(target: str, record: bool) -> int:
+def check(record: bool) -> int:
     version = jax.__version__
     if record:
-        content = {"target": target, "jax": version, "steps": small_traffic(target)}
+        content = {"jax": version, "steps": small_traffic()}
         TRAFFIC.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        print(f"written: {TRAFFIC}")
         return 0
     recorded = json.loads(TRAFFIC.read_text(encoding="utf-8"))
     if recorded["jax"] != version:
@@ -247,14 +237,12 @@ def check(target: str, record: bool) -> int:
             f"{TRAFFIC.name} was recorded with JAX {recorded['jax']}, but JAX {version} is here, "
             "which compiles to other programs. Install that version, or `--record` anew."
         )
-    lines = growth(recorded["steps"], small_traffic(target))
-    for line in lines:
-        print(line)
+    lines = growth(recorded["steps"], small_traffic())
+    print(*lines, sep="\n")
     return int(bool(lines))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", choices=CHIPS, default="h100")
     parser.add_argument("--problems", nargs="+", help="their names, such as cavity-512")
     parser.add_argument("--check", action="store_true", help=f"fail above {GROWTH} of the recorded")
     parser.add_argument("--record", action="store_true", help="record the traffic of small steps")
@@ -262,20 +250,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(report: Report, args: argparse.Namespace) -> None:
     if args.check or args.record:
-        raise SystemExit(check(args.target, args.record))
-    chip = CHIPS[args.target]
-    for rate, data_sheet, share in chip.assumptions():
-        report.record("assumptions", rate=rate, data_sheet=data_sheet, share=share)
-    report.name = f"predicted-{args.target}"
+        raise SystemExit(check(args.record))
+    report.name = "predicted-h100"
     problems = {problem.name: problem for problem in (QUICK if args.quick else PROBLEMS)}
-    chosen = args.problems or list(problems)
-    sections = ("steps", "kernels")
+    chosen, sections = args.problems or list(problems), ("steps", "kernels")
     if args.problems and not args.quick:
         report.resume(*sections)
-    kept = {name: report.sections.get(name, []) for name in sections}
-    for name, records in kept.items():
-        report.sections[name] = [r for r in records if r["problem"] not in chosen]
+    for name in sections:
+        kept = report.sections.get(name, [])
+        report.sections[name] = [r for r in kept if r["problem"] not in chosen]
+    for rate, data_sheet, share in H100.assumptions():
+        report.record("assumptions", rate=rate, data_sheet=data_sheet, share=share)
     for name in chosen:
-        predict(report, args.target, problems[name], chip)
+        predict(report, problems[name])
     for name in sections:
         report.sections[name].sort(key=lambda r: list(problems).index(r["problem"]))

@@ -33,7 +33,7 @@ from examples.problems._naive import without_protection
 from examples.problems._runner import State, Trainer, running_average
 
 from ._problems import emulate_tf32
-from ._report import Report, RivalMissing, Timing, failure, require
+from ._report import Report, RivalMissing, failure, require, timing
 from .pinn_step import layers_of, with_layers
 
 
@@ -331,8 +331,8 @@ def clock(report: Report, problem: Any, rivals: dict[str, Any]) -> None:
         past, before[name] = before[name], moment
         seconds[name].append((moment.seconds - past.seconds) / (moment.steps - past.steps))
     for name, (_, start) in started.items():
-        timing = None if "emulated" in name else Timing.of(seconds[name][1:])
-        report.record("times", rival=name, start_seconds=start, step=timing)
+        step = None if "emulated" in name else timing(seconds[name][1:])
+        report.record("times", rival=name, start_seconds=start, step=step)
 
 
 def run(report: Report, args: argparse.Namespace) -> None:

@@ -12,8 +12,7 @@ import pytest
 from helpers import normal, tree_allclose
 
 from benchmarks import _history
-from benchmarks.__main__ import questions
-from benchmarks._levels import LEVELS
+from benchmarks.__main__ import LEVELS, questions
 from benchmarks._problems import emulate_tf32
 from benchmarks._report import Report
 
