@@ -82,7 +82,8 @@ def _level(argv: list[str]) -> int:
 
 
 def _tables(argv: list[str]) -> int:
-    from . import _figures, _history, _tables
+    from . import _figures, _tables
+    from ._report import changes_since
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks tables",
@@ -96,7 +97,7 @@ def _tables(argv: list[str]) -> int:
     for page in pages:
         print(f"{'stale' if check else 'written'}: {page}")
     for name, commits in _tables.taken().items():
-        if count := _history.changes_since(commits[0]):
+        if count := changes_since(commits[0]):
             print(f"{name}: taken at {commits[0]}; {count} commits have changed the library since")
     return int(check and bool(pages))
 

@@ -156,23 +156,19 @@ class Roofline:
 
     def _asked(self, i: Instruction, k: int, n: float, full: int) -> float:
         """How many of the `full` elements of operand `k` it takes for `n` of the result."""
-        if i.opcode in _SLICES:
-            return min(n, full) if k == 0 else full
-        if i.opcode == "dynamic-update-slice":
-            return 0 if k == 0 and i.root else min(n, full)
-        if i.opcode == "scatter":
-            return 0 if k == 0 else full
-        if i.opcode in ("tuple", "dot", "convolution"):
-            return full
-        if i.opcode in ("concatenate", "pad"):
-            return full * n / max(i.elements, 1)
-        if i.opcode in _REDUCTIONS:
-            return full * min(1.0, n / max(i.elements, 1) * (len(i.shapes) or 1))
+        whole = max(i.elements, 1)
         if i.opcode == "fusion":
             body = self.module.computations[i.called]
             name = next(j.name for j in body if j.opcode == "parameter" and j.operands == (str(k),))
             return self._demand(i.called)[name]
-        return min(full, n)
+        if i.opcode in _REDUCTIONS:
+            return full * min(1.0, n / whole * (len(i.shapes) or 1))
+        if i.opcode in ("concatenate", "pad"):
+            return full * n / whole
+        if i.opcode in ("tuple", "dot", "convolution") or (k and i.opcode in (*_SLICES, "scatter")):
+            return full
+        overwritten = i.opcode == "scatter" or (i.opcode == "dynamic-update-slice" and i.root)
+        return 0 if overwritten and k == 0 else min(full, n)
 
     def _fusion_traffic(self, i: Instruction, index: dict[str, Instruction]) -> tuple[float, float]:
         body, need = self.module.computations[i.called], self._demand(i.called)

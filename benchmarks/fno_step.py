@@ -30,7 +30,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from . import _measured, _steps
+from . import _steps
 from ._report import Report, require
 from ._steps import HIGHEST, TF32, Rival, Task, precision_options
 
@@ -210,11 +210,11 @@ def torch_rivals(gpu: bool, task: Task) -> dict[str, Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _measured.add_arguments(parser, rounds=5)
+    _steps.add_arguments(parser, rounds=5)
 
 
 def run(report: Report, args: argparse.Namespace) -> bool:
     gpu = jax.default_backend() == "gpu"
     tasks = (task(size, gpu) for size in (QUICK if args.quick else ON_GPU if gpu else ON_CPU))
     others = partial(torch_rivals, gpu), ("torch", "neuralop")
-    return _measured.run_sizes(report, args, tasks, *others)
+    return _steps.run_sizes(report, args, tasks, *others)

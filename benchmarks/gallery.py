@@ -9,7 +9,6 @@ writes `docs/figures/gallery/*.webp` and the errors, from which the page is made
 """
 
 import argparse
-import dataclasses
 import importlib
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,21 +67,20 @@ class Cut(NamedTuple):
             kept &= column == column[np.argmin(np.abs(column - wanted))]
         over = [i for i, name in enumerate(names) if name not in self.at]
         index = list(problem.fields).index(self.field)
-        learnt = runner.values_at(model, points[kept]).reshape(kept.sum(), -1)[:, index]
-        reference = values[kept].reshape(kept.sum(), -1)[:, index]
-        axes, places = zip(
-            *(np.unique(points[kept][:, i], return_inverse=True) for i in over), strict=True
-        )
+        points, values = points[kept], values[kept]
+        learnt = runner.values_at(model, points).reshape(len(points), -1)[:, index]
+        reference = values.reshape(len(points), -1)[:, index]
+        found = (np.unique(points[:, i], return_inverse=True) for i in over)
+        axes, places = zip(*found, strict=True)
 
         def on_grid(x: np.ndarray) -> np.ndarray:
             out = np.full([len(a) for a in axes], np.nan)
             out[places] = x
             return out
 
-        name_of = lambda i: names[over[i]]
-        fields = on_grid(np.asarray(reference)), on_grid(np.asarray(learnt))
-        learnt = np.where(np.isfinite(fields[0]), fields[1], np.nan)
-        return Shown(self.field, (name_of(0), name_of(1)), (axes[0], axes[1]), fields[0], learnt)
+        want = on_grid(reference)
+        learnt = np.where(np.isfinite(want), on_grid(learnt), np.nan)
+        return Shown(self.field, (names[over[0]], names[over[1]]), (axes[0], axes[1]), want, learnt)
 
 
 class Sample(NamedTuple):
@@ -240,14 +238,6 @@ def trained(name: str, *, quick: bool = False) -> tuple[dict[str, Any], Any]:
     """The record of a training from seed 0, and what is drawn of the network."""
     problem = problems.load(name)
     module = importlib.import_module(f"examples.problems.{name}")
-    kept = []
-
-    def errors(model: Any) -> Any:
-        kept.append(model)
-        return runner.errors_of(problem, model)
-
-    steps = runner.QUICK_STEPS if quick else None
-    watched = dataclasses.replace(problem, errors=errors)
-    record = runner.Trainer(watched, PRECISION, steps=steps)(0).record()
+    trainer = runner.Trainer(problem, PRECISION, steps=runner.QUICK_STEPS if quick else None)
     about = {"title": problem.title, "family": problem.family}
-    return {**about, **record}, PICTURES[name](module, kept[-1])
+    return {**about, **trainer(0).record()}, PICTURES[name](module, trainer.model)

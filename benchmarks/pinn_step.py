@@ -35,10 +35,9 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from . import _measured, _steps
-from ._measured import Step
+from . import _steps
 from ._report import Report, require
-from ._steps import HIGHEST, START, TF32, Rival, Task, alone, in_float32, precision_options
+from ._steps import HIGHEST, START, TF32, Rival, Step, Task, alone, in_float32, precision_options
 
 
 DEFAULTS = {
@@ -321,7 +320,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--widths", type=int, nargs="+", help=of)
     parser.add_argument("--points", type=int, nargs="+", help=of)
     parser.add_argument("--depth", type=int, nargs="+", help="hidden layers")
-    _measured.add_arguments(parser, rounds=10)
+    _steps.add_arguments(parser, rounds=10)
 
 
 def run(report: Report, args: argparse.Namespace) -> bool:
@@ -333,4 +332,4 @@ def run(report: Report, args: argparse.Namespace) -> bool:
     tasks = (task(**case, gpu=gpu) for case in sizes(values))
     others = partial(torch_rivals, gpu, args.quick)
     at = lambda task, rival: task.where == base or everywhere(rival)
-    return _measured.run_sizes(report, args, tasks, others, ("torch",), chunk=CHUNK, chosen=at)
+    return _steps.run_sizes(report, args, tasks, others, ("torch",), chunk=CHUNK, chosen=at)

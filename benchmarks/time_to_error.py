@@ -15,11 +15,11 @@ of TF32, but the time it takes says nothing.
 
 import argparse
 import dataclasses
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -112,13 +112,6 @@ Training = Iterator[Moment]
 """Compiles, yields the moment before the first step, and trains from one moment to the next."""
 
 
-def timed(run: Callable[..., Any], *args: Any) -> tuple[Any, float]:
-    """What a function returns, and the seconds until it is there."""
-    start = time.perf_counter()
-    out = jax.block_until_ready(run(*args))
-    return out, time.perf_counter() - start
-
-
 def points_by_call(trainer: Any, model: Any, key: jax.Array) -> Iterator[Any]:
     """The points of all steps of a call, for each call of a training; the model chooses none."""
     for _ in range(trainer.steps // trainer.per_call):
@@ -126,47 +119,11 @@ def points_by_call(trainer: Any, model: Any, key: jax.Array) -> Iterator[Any]:
         yield jax.block_until_ready(trainer.next_points(model, points_key))
 
 
-def by_runner(
-    make: Callable[[], Any], seed: int, *, matmul: str | None = None, averaged: bool = True
-) -> Training:
-    """The training that `make` returns, of the runner of `examples/problems`.
-
-    `matmul` is JAX's default precision of products. The error is that of the running average of the
-    weights, or of the weights themselves.
-    """
-    with jax.default_matmul_precision(matmul), warnings.catch_warnings():
-        warnings.simplefilter("ignore", mpx.PrecisionWarning)
-        trainer = make()
-        state, key = trainer.initial(seed)
-        model = state.model
-        first = next(points_by_call(trainer, model, key))
-        state = trainer.with_first_scales(state, first)
-        arrays = eqx.filter(state, eqx.is_array)
-        run = trainer.steps_of(state).lower(arrays, first).compile()
-
-    def error(arrays: Any) -> float:
-        now = eqx.combine(arrays, trainer.static)
-        return next(iter(trainer.errors(now.average if averaged else now.model).values()))
-
-    seconds = 0.0
-    yield Moment(0, seconds, partial(error, arrays))
-    for call, points in enumerate(points_by_call(trainer, model, key), 1):
-        (arrays, _), taken = timed(run, arrays, points)
-        seconds += taken
-        yield Moment(call * trainer.per_call, seconds, partial(error, arrays))
-
-
 def take_turns(trainings: dict[str, Training]) -> Iterator[tuple[str, Moment]]:
     """All moments of all trainings, one of each in turn, so that a machine that slows down slows
     down all of them. A training that fails raises where its moment would be."""
-    running = dict(trainings)
-    while running:
-        for name in list(running):
-            moment = next(running[name], None)
-            if moment is None:
-                del running[name]
-            else:
-                yield name, moment
+    for moments in itertools.zip_longest(*trainings.values()):
+        yield from ((n, m) for n, m in zip(trainings, moments, strict=True) if m is not None)
 
 
 # --- Rivals -----------------------------------------------------------------------------------
@@ -187,10 +144,29 @@ def in_jax(
     `jax.jvp`. `matmul` is JAX's default precision of products.
     """
     if plain:
-        network = problem.network
-        plainly = lambda key: without_protection(network(key))
+        plainly = lambda key, network=problem.network: without_protection(network(key))
         problem = dataclasses.replace(problem, network=plainly)
-    return by_runner(partial(make, problem, precision), seed, matmul=matmul)
+    with jax.default_matmul_precision(matmul), warnings.catch_warnings():
+        warnings.simplefilter("ignore", mpx.PrecisionWarning)
+        trainer = make(problem, precision)
+        state, key = trainer.initial(seed)
+        model = state.model
+        first = next(points_by_call(trainer, model, key))
+        state = trainer.with_first_scales(state, first)
+        arrays = eqx.filter(state, eqx.is_array)
+        run = trainer.steps_of(state).lower(arrays, first).compile()
+
+    def error(arrays: Any) -> float:
+        now = eqx.combine(arrays, trainer.static)
+        return next(iter(trainer.errors(now.average).values()))
+
+    seconds = 0.0
+    yield Moment(0, seconds, partial(error, arrays))
+    for call, points in enumerate(points_by_call(trainer, model, key), 1):
+        start = time.perf_counter()
+        arrays, _ = jax.block_until_ready(run(arrays, points))
+        seconds += time.perf_counter() - start
+        yield Moment(call * trainer.per_call, seconds, partial(error, arrays))
 
 
 class ByMpx(Trainer):
@@ -242,10 +218,9 @@ EXACT = partial(in_jax, precision="float32", matmul="highest")
 
 def burgers_rivals(on_gpu: bool) -> dict[str, Callable[[Any, int], Training]]:
     """By name, what trains a problem from a seed."""
-    tf32 = partial(in_jax, precision="float32", plain=True, matmul="tensorfloat32")
-    emulated = partial(
-        in_jax, precision="float32", plain=True, make=partial(Trainer, transform=emulate_tf32)
-    )
+    plain = partial(in_jax, precision="float32", plain=True)
+    emulated = partial(plain, make=partial(Trainer, transform=emulate_tf32))
+    tf32 = partial(plain, matmul="tensorfloat32")
     return {
         "float32": partial(EXACT, plain=True),
         **({"TF32": tf32} if on_gpu else {"TF32, emulated": emulated}),
@@ -254,10 +229,8 @@ def burgers_rivals(on_gpu: bool) -> dict[str, Callable[[Any, int], Training]]:
         "mpx_pde, float32": EXACT,
         **{f"mpx_pde, {half}": partial(in_jax, precision=half) for half in HALVES},
         **{
-            f"mpx_pde, forward float32, {half}": partial(
-                in_jax, precision=f"forward-float32-{half}"
-            )
-            for half in HALVES
+            f"mpx_pde, forward float32, {h}": partial(in_jax, precision=f"forward-float32-{h}")
+            for h in HALVES
         },
     }
 
@@ -327,7 +300,7 @@ def clock(report: Report, problem: Any, rivals: dict[str, Any]) -> None:
     seconds: dict[str, list[float]] = {name: [] for name in started}
     turns = take_turns({name: trainings[name] for name in started})
     # The first round warms up.
-    for name, moment in islice(turns, (1 + ROUNDS) * len(started)):
+    for name, moment in itertools.islice(turns, (1 + ROUNDS) * len(started)):
         past, before[name] = before[name], moment
         seconds[name].append((moment.seconds - past.seconds) / (moment.steps - past.steps))
     for name, (_, start) in started.items():

@@ -30,7 +30,7 @@ import optax
 
 import mpx_pde as mpx
 
-from . import _measured, _steps
+from . import _steps
 from ._problems import load_example
 from ._report import Report, require
 from ._steps import HIGHEST, TF32, Rival, Task
@@ -152,7 +152,7 @@ def some_batches(size: Any, gpu: bool) -> list[Any]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _measured.add_arguments(parser, rounds=20)
+    _steps.add_arguments(parser, rounds=20)
     parser.add_argument("--batches", type=int, nargs="+", help="batch sizes")
 
 
@@ -164,4 +164,4 @@ def run(report: Report, args: argparse.Namespace) -> bool:
     batches = args.batches or ([16] if args.quick else GPU_BATCHES if gpu else CPU_BATCHES)
     tasks = (task(dataclasses.replace(size, batch=batch), gpu) for batch in batches)
     others = partial(torch_rivals, size, gpu), ("torch",)
-    return _measured.run_sizes(report, args, tasks, *others, chunk=EXACT_CHUNK)
+    return _steps.run_sizes(report, args, tasks, *others, chunk=EXACT_CHUNK)

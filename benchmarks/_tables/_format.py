@@ -54,12 +54,6 @@ def taken(data: Mapping[str, Any]) -> str:
     return f"commits {first} to {others[-1]}" if others else f"commit {first}"
 
 
-def nothing(data: Mapping[str, Any]) -> str:
-    """Of results whose source stands below another table of the page."""
-    del data
-    return ""
-
-
 # --- Tables that are declared ----------------------------------------------------------------
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "ms": 1e-3, "MB": 1e6, "G": 1e9}
@@ -130,14 +124,14 @@ class Table:
     - `columns`: a line for each, of its title and, behind two spaces, its `cell`; a list of these
         lines; or a function of the results that returns one. Without any, each field is a column.
     - `note`: what stands below: a `cell` of the first row.
-    - `told`: what is told of where the results come from.
+    - `told`: whether the text says where the results come from.
     """
 
     file: str
     rows: str | Callable[[Result], Iterable[Record]]
     columns: str | Sequence[str] | Callable[[Result], Iterable[str]] = ()
     note: str = ""
-    told: Callable[[Result], str] = source
+    told: bool = True
 
     def __call__(self, data: Result | None = None) -> str:
         """Returns the table and the text below it, for the recorded results or for `data`."""
@@ -145,9 +139,7 @@ class Table:
         rows, titles, cells = self._cells(data)
         table = markdown(titles, cells)
         note = cell(rows[0], self.note) if rows else ""
-        told = self.told(data)
-        gap = "" if told.startswith("\n") else " "
-        below = f"{note}{gap}{told.lstrip(' ')}".strip()
+        below = " ".join(filter(None, (note, source(data) if self.told else "")))
         return f"{table}\n\n{below}\n" if below else f"{table}\n"
 
     def csv(self) -> str:

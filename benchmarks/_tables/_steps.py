@@ -4,7 +4,7 @@ devices."""
 import statistics
 from collections.abc import Iterator, Sequence
 
-from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load, nothing
+from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load
 
 
 # --- Beside other libraries ------------------------------------------------------------------
@@ -72,7 +72,7 @@ on_a_cpu = Table(
     float16 over it   {{float16.{_MS}/float32.{_MS}:.2f}}
     bfloat16 over it  {{bfloat16.{_MS}/float32.{_MS}:.2f}}
     """,
-    told=nothing,
+    told=False,
 )
 
 
@@ -191,7 +191,7 @@ assumptions = Table(
     data sheet           {data_sheet}
     share of it assumed  {share}
     """,
-    told=nothing,
+    told=False,
 )
 
 SECONDS = "seconds_with_arithmetic"
@@ -244,7 +244,7 @@ commands = Table(
     problem     {title}
     on an H100  `{command}`
     """,
-    told=nothing,
+    told=False,
 )
 
 # --- Several devices -------------------------------------------------------------------------

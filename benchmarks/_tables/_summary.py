@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Iterator
 
 from ._breadth import NEAR, SEEDS, Ratios, overall
-from ._format import NOT_RUN, Record, Result, Table, load, nothing
+from ._format import NOT_RUN, Record, Result, Table, load
 from ._steps import FULL, OURS, SECONDS, beside, seconds_over
 
 
@@ -52,7 +52,7 @@ modes = Table(
     speedup over float32 (TF32)  {OVER}
     memory  {{step.temp_bytes/full.temp_bytes:.2f}}
     """,
-    told=nothing,
+    told=False,
 )
 
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import torch
 
-from .._measured import LARGEST_SKIPS, First
+from .._steps import LARGEST_SKIPS, First
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from helpers import normal, tree_allclose
 
-from benchmarks import _history
+from benchmarks import _report
 from benchmarks.__main__ import LEVELS, questions
 from benchmarks._problems import emulate_tf32
-from benchmarks._report import Report
 
 
 # --- TF32 -----------------------------------------------------------------------------------------
@@ -60,7 +59,7 @@ def test_all_commands_of_a_level_are_understood(level):
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """Adds a commit to a repository of its own, with a text in the library."""
-    monkeypatch.setattr(_history, "ROOT", tmp_path)
+    monkeypatch.setattr(_report, "ROOT", tmp_path)
     library = tmp_path / "mpx_pde"
     library.mkdir()
     told = ("-c", "user.name=a", "-c", "user.email=a@b.c")
@@ -78,32 +77,32 @@ def repository(tmp_path, monkeypatch):
 
 def test_a_result_names_its_commit_and_what_changed_since(repository):
     file = repository("1")
-    first = _history.commit()
+    first = _report.commit()
     assert re.fullmatch(r"[0-9a-f]{7,} of \d{4}-\d\d-\d\d", first)
-    assert _history.is_code_of(first)
+    assert _report.is_code_of(first)
     file.write_text("not committed", encoding="utf-8")
-    assert _history.commit() == first.replace(" of", "+ of")
-    assert not _history.is_code_of(first)
-    assert not _history.is_code_of(_history.commit())
+    assert _report.commit() == first.replace(" of", "+ of")
+    assert not _report.is_code_of(first)
+    assert not _report.is_code_of(_report.commit())
     repository("2")
     file.parent.with_name("README.md").write_text("no code", encoding="utf-8")
-    assert not _history.is_code_of(first)
-    assert "+" not in _history.commit()
-    assert _history.changes_since(first) == 1
-    assert _history.changes_since(_history.commit()) == 0
-    assert _history.changes_since("unknown") is None
+    assert not _report.is_code_of(first)
+    assert "+" not in _report.commit()
+    assert _report.changes_since(first) == 1
+    assert _report.changes_since(_report.commit()) == 0
+    assert _report.changes_since("unknown") is None
 
 
 def test_a_benchmark_goes_on_where_it_was_left(tmp_path, repository):
     def go_on(**options):
-        report = Report("errors", command="", folder=tmp_path)
+        report = _report.Report("errors", command="", folder=tmp_path)
         report.resume("errors", **options)
         left = list(report.missing("errors", keys))
         return left, len(report.environment["commits"])
 
     keys = [{"format": name} for name in ("float16", "bfloat16")]
     repository("1")
-    report = Report("errors", command="", folder=tmp_path)
+    report = _report.Report("errors", command="", folder=tmp_path)
     for key in report.missing("errors", keys[:1]):
         report.record("errors", **key, u=1.0)
     assert go_on(same_code=True) == (keys[1:], 1)
