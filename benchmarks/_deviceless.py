@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -191,13 +191,6 @@ _UNCOUNTED = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
 
 
-class Traffic(NamedTuple):
-    """How many collectives there are of a kind, and the bytes of their results on one device."""
-
-    count: int
-    bytes: int
-
-
 @dataclass(frozen=True)
 class Compiled:
     """A compiled program and what it tells about itself.
@@ -220,12 +213,8 @@ class Compiled:
 
     def costs(self) -> dict[str, float | None]:
         """Of a record."""
-        return {
-            "kernels": self.kernels(),
-            "flops": self.flops,
-            "bytes_accessed": self.bytes_accessed,
-            "temp_bytes": self.temp_bytes,
-        }
+        counted = {"flops": self.flops, "bytes_accessed": self.bytes_accessed}
+        return {"kernels": self.kernels(), **counted, "temp_bytes": self.temp_bytes}
 
     def kernels(self) -> int:
         """How many operations outside fusions: on a GPU about what is launched in a step.
@@ -238,9 +227,9 @@ class Compiled:
             for c, i in self.module.instructions()
         )
 
-    def collectives(self) -> dict[tuple[str, str], Traffic]:
-        """By kind and dtype, what goes over the wires."""
-        out: dict[tuple[str, str], Traffic] = {}
+    def collectives(self) -> dict[tuple[str, str], dict[str, int]]:
+        """By kind and dtype how many there are, and the bytes of their results on one device."""
+        out: dict[tuple[str, str], dict[str, int]] = {}
         for computation, i in self.module.instructions():
             kind = i.opcode.removesuffix("-start")
             if kind not in _COLLECTIVES:
@@ -255,8 +244,9 @@ class Compiled:
                 # TPUs write a reduce-scatter as an all-reduce whose slice is kept.
                 kind, factor = "reduce-scatter", len(devices(self.target))
             for array in shapes(type_):
-                count, size = out.get((kind, array.dtype), Traffic(0, 0))
-                out[kind, array.dtype] = Traffic(count + 1, size + array.bytes // factor)
+                sent = out.setdefault((kind, array.dtype), {"count": 0, "bytes": 0})
+                sent["count"] += 1
+                sent["bytes"] += array.bytes // factor
         return out
 
 

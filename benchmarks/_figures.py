@@ -6,7 +6,6 @@ that draws. So whether it is up to date can be told without drawing it again.
 
 import hashlib
 import json
-import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,33 +16,20 @@ from ._tables._format import ROOT, groups, load, source
 
 
 FOLDER = ROOT / "docs" / "figures"
-STYLE: Any = {
-    "svg.hashsalt": "mpx_pde",  # the same bytes for the same drawing
-    "font.size": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-}
+STYLE: Any = {"font.size": 9, "lines.linewidth": 1.6, "legend.frameon": False}
+STYLE |= {"axes.spines.top": False, "axes.spines.right": False}
+STYLE["svg.hashsalt"] = "mpx_pde"  # the same bytes for the same drawing
 
 
 # Colors by their place in matplotlib's cycle: C0 is blue, C1 orange, C2 green, C3 red, C4 purple,
 # C7 gray, C8 olive, C9 cyan.
-LINES = {
-    "float32": "k",
-    "TF32": "C7",
-    "TF32, emulated": "C7--",
-    "casts by hand, float16": "C3",
-    "MPX, float16": "C1--",
-    "mpx_pde, float32": "C0:",
-    "mpx_pde, float16": "C0",
-    "mpx_pde, bfloat16": "C4",
-    "mpx_pde, forward float32, float16": "C9",
-    "mpx_pde, forward float32, bfloat16": "C9--",
-    "PyTorch, float32": "C2:",
-    "torch.amp, float16": "C2",
-    "torch.amp, bfloat16": "C8",
-}
+LINES = (
+    {"float32": "k", "TF32": "C7", "TF32, emulated": "C7--"}
+    | {"casts by hand, float16": "C3", "MPX, float16": "C1--"}
+    | {"mpx_pde, float32": "C0:", "mpx_pde, float16": "C0", "mpx_pde, bfloat16": "C4"}
+    | {"mpx_pde, forward float32, float16": "C9", "mpx_pde, forward float32, bfloat16": "C9--"}
+    | {"PyTorch, float32": "C2:", "torch.amp, float16": "C2", "torch.amp, bfloat16": "C8"}
+)
 
 
 def _curves(data: Any) -> list[tuple[str, list[int], list[float]]]:
@@ -69,19 +55,16 @@ def error_against_time(what: str, figure: Any, data: Any) -> None:
     lines = by_time.get_legend_handles_labels()
     figure.legend(*lines, loc="outside lower center", ncols=4, fontsize="small")
     env = data["environment"]
-    figure.suptitle(f"{what}; {env['device']}, {env['cpu_count']} cores", fontsize="medium")
+    told = f"{env['device']}, {env['cpu_count']} cores"
+    figure.suptitle(f"Physics-informed network of {what}; {told}", fontsize="medium")
 
 
 def front_door(figure: Any, data: Any) -> None:
     """Error by step of five rivals, named at the ends of their lines."""
     # Okabe and Ito's colors, which the color-blind tell apart.
-    colors = {
-        "casts by hand, float16": "#d55e00",
-        "MPX, float16": "#e69f00",
-        "torch.amp, float16": "#009e73",
-        "mpx_pde, forward float32, float16": "#0072b2",
-        "float32": "#000000",
-    }
+    colors = {"casts by hand, float16": "#d55e00", "MPX, float16": "#e69f00"}
+    colors |= {"torch.amp, float16": "#009e73", "mpx_pde, forward float32, float16": "#0072b2"}
+    colors["float32"] = "#000000"
     axes, place = figure.subplots(), 0.0
     shown = [curve for curve in _curves(data) if curve[0] in colors]
     for rival, steps, errors in sorted(shown, key=lambda curve: curve[2][-1]):
@@ -125,27 +108,15 @@ class Figure(NamedTuple):
         return hashlib.sha256((json.dumps(data) + code).encode()).hexdigest()[:16]
 
 
+CAVITY, BURGERS = "time_to_error-cavity-cpu", "time_to_error-burgers-cpu"
 FIGURES: dict[str, Figure] = {
-    "front-door": Figure(front_door, "time_to_error-cavity-cpu", (6.4, 3.0)),
+    "front-door": Figure(front_door, CAVITY, (6.4, 3.0)),
     "breadth": Figure(_breadth.draw, "breadth-cpu", (8.0, 10.0)),
-    "error-against-time": Figure(
-        partial(error_against_time, "Physics-informed network of a lid-driven cavity"),
-        "time_to_error-cavity-cpu",
-    ),
-    "burgers-error-against-time": Figure(
-        partial(error_against_time, "Physics-informed network of Burgers' equation"),
-        "time_to_error-burgers-cpu",
-    ),
+    "error-against-time": Figure(partial(error_against_time, "a lid-driven cavity"), CAVITY),
+    "burgers-error-against-time": Figure(partial(error_against_time, "Burgers' equation"), BURGERS),
     "second-order": Figure(errors_by_step, "second_order-cpu", (8.0, 8.0)),
     "second-order-front": Figure(partial(errors_by_step, most=4), "second_order-cpu", (8.0, 2.6)),
 }
-
-
-def drawn_from(path: Path) -> str | None:
-    """The digest in a file."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    found = re.search(r"drawn from ([0-9a-f]{16})", text)
-    return found[1] if found else None
 
 
 def save(figure: Figure, data: dict[str, Any], path: Path) -> None:
@@ -166,7 +137,8 @@ def stale(write: bool) -> list[Path]:
     for name, figure in FIGURES.items():
         data = load(figure.results)
         path = FOLDER / f"{name}.svg"
-        if drawn_from(path) != figure.digest(data):
+        drawn = path.read_text(encoding="utf-8") if path.exists() else ""
+        if f"drawn from {figure.digest(data)}" not in drawn:
             found.append(path)
             if write:
                 save(figure, data, path)

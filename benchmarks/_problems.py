@@ -87,10 +87,7 @@ def trainer(
         choice = ", ".join((*PRECISIONS, *OTHERS))
         raise ValueError(f"there is no precision `{precision}`; there are {choice}.")
     problem = problems.load(name)
-    return Trainer(
-        (problem.quick if quick else None) or problem,
-        "float32" if precision in OTHERS else precision,
-        optimizer=optimizer,
-        steps=steps or (QUICK_STEPS if quick else None),
-        transform=OTHERS.get(precision, lambda step: step),
-    )
+    given = {"optimizer": optimizer, "steps": steps or (QUICK_STEPS if quick else None)}
+    known = "float32" if precision in OTHERS else precision
+    given["transform"] = OTHERS.get(precision, lambda step: step)
+    return Trainer((problem.quick if quick else None) or problem, known, **given)

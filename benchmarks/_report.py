@@ -33,13 +33,8 @@ class TargetUnavailable(RuntimeError):
     """The compiler for a target is not installed."""
 
 
-RIVALS = {
-    "mpx": "mixed-precision-for-JAX",
-    "jmp": "jmp",
-    "torch": "torch",
-    "neuralop": "neuraloperator",
-    "folx": "folx",
-}
+RIVALS = {name: name for name in ("jmp", "torch", "folx")}
+RIVALS |= {"mpx": "mixed-precision-for-JAX", "neuralop": "neuraloperator"}
 """Of each module the package that it comes in."""
 
 
@@ -189,7 +184,6 @@ class Report:
         self.name, self.folder = name, folder
         self.environment = environment(command)
         self.sections: dict[str, list[dict[str, Any]]] = {}
-        self._missing: set[tuple[str, ...]] = set()
         print(f"# {name}\n")
         for key, value in self.environment.items():
             if value != "":
@@ -262,13 +256,11 @@ class Report:
             self.note(f"{left} are left out, for {minutes:g} minutes have passed.")
 
     def installed(self, *modules: str) -> bool:
-        """Whether libraries to compare with are there; a note says so, once, if not."""
+        """Whether libraries to compare with are there; a note says so if not."""
         try:
             list(map(require, modules))
         except RivalMissing as error:
-            if modules not in self._missing:
-                self.note(f"Left out: {error}")
-                self._missing.add(modules)
+            self.note(f"Left out: {error}")
             return False
         return True
 

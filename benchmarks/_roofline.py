@@ -36,6 +36,7 @@ _SLICES = frozenset({"slice", "dynamic-slice", "gather"})
 _REDUCTIONS = frozenset({"reduce", "reduce-window"})
 _PRODUCTS = ("matmul", "gemm", "cudnn$conv")
 
+SECONDS = ("seconds", "seconds_with_arithmetic", "seconds_by_xla")
 KINDS = ("products", "elementwise", "reductions", "layout", "FFT", "other")
 
 
@@ -50,9 +51,8 @@ class Kernel:
     - `own_seconds`: XLA's estimate, where its compiler wrote one.
     """
 
-    name: str
-    kind: str
     type: str
+    kind: str
     read: int
     written: int
     products: dict[str, float]
@@ -119,18 +119,9 @@ class Roofline:
             need = lambda name: 0 if opaque else index[name].elements
             arithmetic = _work_of(i, index, need, products)
             opcodes = {"dot"} if products else {i.opcode}
-        return Kernel(
-            i.name,
-            _kind(i, opcodes),
-            i.type,
-            int(read),
-            int(written),
-            dict(products),
-            arithmetic,
-            launch.times,
-            self.module.line_of(i, self._folders, self._without),
-            _own_seconds(i),
-        )
+        line = self.module.line_of(i, self._folders, self._without)
+        costs = int(read), int(written), dict(products), arithmetic
+        return Kernel(i.type, _kind(i, opcodes), *costs, launch.times, line, _own_seconds(i))
 
     # Bytes.
 
@@ -350,9 +341,7 @@ def summary(kernels: list[Kernel], chip: Chip) -> dict:
         "kernels": sum(k.times for k in kernels),
         "bytes": total(lambda k: k.bytes),
         "operations": {kind: float(n) for kind, n in sorted(products.items())},
-        "seconds": total(lambda k: k.seconds(chip)),
-        "seconds_with_arithmetic": total(lambda k: k.seconds_with_arithmetic(chip)),
-        "seconds_by_xla": total(lambda k: k.seconds_by_xla(chip)),
+        **{s: total(lambda k, s=s: getattr(k, s)(chip)) for s in SECONDS},
         "by_kind": by_kind,
     }
 

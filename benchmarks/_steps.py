@@ -161,12 +161,10 @@ def by_hand(loss: Loss, dtype: str) -> Rival:
         grown = jnp.minimum(scaling.scale * 2, MAX_SCALE[dtype])
         shrunk = jnp.maximum(scaling.scale / 2, MIN_SCALE)
         skip = jnp.where(finite, 0, 1)
-        scaling = HandScaling(
-            jnp.where(finite, jnp.where(grow, grown, scaling.scale), shrunk),
-            jnp.where(finite & ~grow, counted, 0),
-            scaling.skipped + skip,
-            (scaling.consecutive + 1) * skip,
-        )
+        scale = jnp.where(finite, jnp.where(grow, grown, scaling.scale), shrunk)
+        counted = jnp.where(finite & ~grow, counted, 0)
+        skips = scaling.skipped + skip, (scaling.consecutive + 1) * skip
+        scaling = HandScaling(scale, counted, *skips)
         return (eqx.combine(params, static), opt_state, scaling), value, aux
 
     return Rival(step, partial(hand_scaling, START))

@@ -30,40 +30,28 @@ from ._report import Report, interleave
 
 
 class Page(NamedTuple):
-    """What a page compares, in the order of the trainings."""
+    """What a page compares, in the order of the trainings: precisions and problems, all without."""
 
-    precisions: tuple[str, ...]
+    precisions: str
     optimizer: str | None = None  # None for the problem's own
-    problems: tuple[str, ...] = ()  # none for all
+    problems: str = ""
 
 
 PAGES = {
     "breadth": Page(
-        (
-            *("float32", "forward-float32-float16", "forward-float32-bfloat16"),
-            *("float16", "bfloat16", "float32-rounded", "float32-dropped", "naive-float16"),
-            *("autocast-float16", "autocast-bfloat16"),
-        )
+        "float32 forward-float32-float16 forward-float32-bfloat16 float16 bfloat16 float32-rounded "
+        "float32-dropped naive-float16 autocast-float16 autocast-bfloat16"
     ),
     "precisions": Page(
-        (
-            *("float32", "forward-float32-float16", "forward-float32-bfloat16"),
-            *("refined-bfloat16", "tensorfloat32"),
-            "forward-bfloat16_x3-float16",
-            *("forward-bfloat16_x3-bfloat16", "float16", "bfloat16"),
-            *("float64", "forward-float64-float32"),
-            *("float32-rounded", "float32-dropped"),
-        ),
+        "float32 forward-float32-float16 forward-float32-bfloat16 refined-bfloat16 tensorfloat32 "
+        "forward-bfloat16_x3-float16 forward-bfloat16_x3-bfloat16 float16 bfloat16 float64 "
+        "forward-float64-float32 float32-rounded float32-dropped",
         "adam+lbfgs",  # which is a training by Adam as well
-        (
-            *("convection", "reaction", "wave_1d", "allen_cahn"),  # as in PINN_FP64
-            *("burgers_1d", "helmholtz", "cavity", "heat_sink", "poisson_1000d"),
-            *("kovasznay", "klein_gordon", "taylor_green", "fisher"),
-        ),
+        # As in PINN_FP64, and others.
+        "convection reaction wave_1d allen_cahn burgers_1d helmholtz cavity heat_sink "
+        "poisson_1000d kovasznay klein_gordon taylor_green fisher",
     ),
 }
-
-
 TIMED = ("float64", "forward-float64-float32", "float32")
 TIMED_PROBLEMS = ("helmholtz", "kovasznay", "klein_gordon", "cavity")
 STEPS, ROUNDS = 20, 20  # in a timed call, and of the clock
@@ -111,10 +99,10 @@ def run(report: Report, args: argparse.Namespace) -> None:
     page = PAGES[args.page]
     if args.resume:
         report.resume("trainings", "earlier")
-    names = args.problems or page.problems or problems.names()
+    names = args.problems or page.problems.split() or problems.names()
     optimizer = args.optimizer or page.optimizer
     given = {"optimizer": optimizer, "steps": args.steps, "quick": args.quick}
-    wanted = itertools.product(names, args.precision or page.precisions)
+    wanted = itertools.product(names, args.precision or page.precisions.split())
     for name, precision in report.within(args.minutes, wanted):
         training = trainer(name, precision, **given)
         about = {"problem": name, "precision": precision, "steps": training.steps}

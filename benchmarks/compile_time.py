@@ -48,17 +48,13 @@ def tasks(quick: bool) -> dict[str, Task]:
     loss = partial(fno_step.loss, lambda model, x: jax.vmap(model)(x))
     fno = fno_step.task(size)._replace(model=network, loss=loss)
     transformer = replace(vit_step.vit.SIZES["small"], blocks=1 if quick else 6)
-    found = {"MLP": overhead.PROBLEMS[0].task(), "FNO": fno, "ViT": vit_step.task(transformer)}
-    with_ours = {
-        name: {
-            "float32": in_float32(task.loss),
-            **rivals(task.loss),
-            "mpx_pde, autocast": by_library(task.loss, policy=policy_of("float16"), autocast=True),
-        }
-        for name, task in found.items()
-    }
-    found = {name: task._replace(rivals=with_ours[name]) for name, task in found.items()}
-    return {"PINN": pinn._replace(rivals=of_pinn), **found}
+    found = {"PINN": pinn._replace(rivals=of_pinn)}
+    others = {"MLP": overhead.PROBLEMS[0].task(), "FNO": fno, "ViT": vit_step.task(transformer)}
+    for name, task in others.items():
+        autocast = by_library(task.loss, policy=policy_of("float16"), autocast=True)
+        first = {"float32": in_float32(task.loss), **rivals(task.loss)}
+        found[name] = task._replace(rivals={**first, "mpx_pde, autocast": autocast})
+    return found
 
 
 def build(task: Task, rival: Rival) -> dict[str, float]:

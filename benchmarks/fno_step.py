@@ -121,17 +121,9 @@ def with_casts(model: mpx.nn.FNO, x: jax.Array) -> jax.Array:
 
 def network(size: Size, method: Any = "fft", remat: bool = True) -> mpx.nn.FNO:
     """With which transform, and whether it evaluates again what it does not keep."""
-    return mpx.nn.FNO(
-        1,
-        1,
-        size.channels,
-        BLOCKS,
-        (size.modes, size.modes),
-        method=method,
-        remat=remat,
-        activation=partial(jax.nn.gelu, approximate=False),
-        key=jax.random.key(0),
-    )
+    sizes = 1, 1, size.channels, BLOCKS, (size.modes, size.modes)
+    given = {"activation": partial(jax.nn.gelu, approximate=False), "key": jax.random.key(0)}
+    return mpx.nn.FNO(*sizes, method=method, remat=remat, **given)
 
 
 def by_library(

@@ -126,14 +126,8 @@ class Rollout(NamedTuple):
 
 
 PICTURES: dict[str, Cut | Sample | Rollout] = {
-    "burgers_1d": Cut(),
-    "klein_gordon": Cut(),
-    "kdv": Cut(),
-    "schrodinger": Cut("u"),
-    "sine_gordon": Cut(),
-    "wave_heterogeneous": Cut(),
-    "poisson_holes": Cut(),
-    "poisson_subdomains": Cut(),
+    **dict.fromkeys(("burgers_1d", "klein_gordon", "kdv", "schrodinger", "sine_gordon"), Cut()),
+    **dict.fromkeys(("wave_heterogeneous", "poisson_holes", "poisson_subdomains"), Cut()),
     "biharmonic_plate": Cut(),
     "kovasznay": Cut("v"),
     "heat_varying": Cut(at={"t": 0.5}),
@@ -158,11 +152,10 @@ def limits(field: np.ndarray, *others: np.ndarray) -> dict[str, Any]:
     From the least to the greatest where the field has one sign, else from blue by white at 0 to
     red. Both can be told apart without seeing red or green.
     """
-    low, high = float(np.nanmin(field)), float(np.nanmax(field))
-    one_sign = min(abs(low), abs(high)) <= ONE_SIGN * max(abs(low), abs(high)) or low * high > 0
-    low = float(min(np.nanmin(x) for x in (field, *others)))
-    high = float(max(np.nanmax(x) for x in (field, *others)))
-    if one_sign:
+    ends = lambda x: (float(np.nanmin(x)), float(np.nanmax(x)))
+    small, large = sorted(map(abs, ends(field)))
+    low, high = ends(np.stack([field, *others]))
+    if small <= ONE_SIGN * large or np.prod(ends(field)) > 0:
         return {"cmap": "viridis", "vmin": low, "vmax": high}
     size = max(abs(low), abs(high))
     return {"cmap": "RdBu_r", "vmin": -size, "vmax": size}

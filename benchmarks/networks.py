@@ -68,9 +68,7 @@ class Problem(NamedTuple):
 
 PROBLEMS = (
     *(Problem("order", 2, order, 2048) for order in (1, 2, 3, 4)),
-    Problem("laplacian", 2, 2, 2048),
-    Problem("laplacian", 3, 2, 2048),
-    Problem("laplacian", 16, 2, 256),
+    *(Problem("laplacian", n, 2, points) for n, points in ((2, 2048), (3, 2048), (16, 256))),
     Problem("laplacian", 100, 2, 64),
     Problem("biharmonic", 2, 4, 2048),
 )

@@ -15,7 +15,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -101,16 +101,10 @@ class Operator:
         given = {"domain_padding": 0.0 if self.periodic else PADDING, "stabilizer": stabilizer}
         make = partial(mpx.nn.FNO, 1, 1, self.size.channels, 4, (modes, modes), **given)
         run = eqx.filter_jit(lambda model, x: jax.lax.map(model, x, batch_size=BATCH))
-        return Problem(
-            title=self.name,
-            network=lambda key: make(key=key),
-            loss=self.loss,
-            sample=self.sample,
-            errors=lambda model: self.errors(partial(run, model)),
-            as_trained=True,
-            optimizer="adam",
-            learning_rate=3e-3,
-        )
+        errors = lambda model: self.errors(partial(run, model))
+        own = {"title": self.name, "loss": self.loss, "sample": self.sample, "errors": errors}
+        given = {"as_trained": True, "optimizer": "adam", "learning_rate": 3e-3}
+        return Problem(network=lambda key: make(key=key), **own, **given)
 
     def loss(self, model: Any, pairs: Any, *, derivatives: Any = None) -> Float32[Array, ""]:
         del derivatives
@@ -136,22 +130,11 @@ class Operator:
 # --- Trainings -----------------------------------------------------------------------------------
 
 
-class Variant(NamedTuple):
-    precision: str
-    stabilizer: str | None = None
-
-
 PROBLEMS = ("darcy", "navier_stokes")
-COMPARED = (
-    Variant("float32"),
-    Variant("bfloat16"),
-    Variant("float16"),
-    Variant("float32", "tanh"),
-    Variant("float16", "tanh"),
-    Variant("float16", "soft_clip"),
-)
-CLIPPED = (Variant("float16", "hard_clip"), Variant("float16", "sigma_clip"))
-TRUNCATED = (Variant("float32"), Variant("float16"), Variant("float16", "tanh"))
+# Precision and, behind a hyphen, stabilizer.
+COMPARED = ("float32", "bfloat16", "float16", "float32-tanh", "float16-tanh", "float16-soft_clip")
+CLIPPED = ("float16-hard_clip", "float16-sigma_clip")
+TRUNCATED = ("float32", "float16", "float16-tanh")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -161,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--resume", action="store_true", help="keep the trainings in the file")
 
 
-def trainings(modes: tuple[int, ...]) -> Iterator[tuple[str, Variant, int]]:
+def trainings(modes: tuple[int, ...]) -> Iterator[tuple[str, str, int]]:
     """Problem, variant and modes: first what is compared with float32, then the paper's tables."""
     for problem, variant in itertools.product(PROBLEMS, COMPARED):
         yield problem, variant, modes[0]
@@ -176,24 +159,19 @@ def run(report: Report, args: argparse.Namespace) -> None:
     if args.resume:
         report.resume("trainings", same_code=True)
     operators = {name: Operator(name, size) for name in PROBLEMS}
-    for name, (precision, stabilizer), modes in trainings(size.modes):
-        problem = operators[name].problem(modes, stabilizer)
+    for name, variant, modes in trainings(size.modes):
+        precision, _, stabilizer = variant.partition("-")
+        problem = operators[name].problem(modes, stabilizer or None)
         trainer = Trainer(problem, precision, steps=args.steps or size.steps)
-        about = {"problem": name, "precision": precision, "stabilizer": stabilizer}
+        about = {"problem": name, "precision": precision, "stabilizer": stabilizer or None}
         about |= {"modes": modes, "steps": trainer.steps, "samples": size.samples}
         for key in report.missing("trainings", ({**about, "seed": s} for s in args.seeds)):
             outcome = trainer(key["seed"])
             errors: dict[str, dict[str, Any]] = {}
-            for told, error in outcome.errors.items():
-                norm, resolution = told.split()
+            for of, error in outcome.errors.items():
+                norm, resolution = of.split()
                 errors.setdefault(resolution, {})[norm] = error
-            report.record(
-                "trainings",
-                **key,
-                resolution=size.finest // size.strides[0],
-                channels=size.channels,
-                train_loss=outcome.loss,
-                errors=errors,
-                skipped_steps=outcome.skipped,
-            )
+            where = {"resolution": size.finest // size.strides[0], "channels": size.channels}
+            told = {"train_loss": outcome.loss, "errors": errors, "skipped_steps": outcome.skipped}
+            report.record("trainings", **key, **where, **told)
             print(f"{key}: {outcome.error}", flush=True)

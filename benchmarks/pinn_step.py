@@ -42,12 +42,8 @@ from ._steps import HIGHEST, START, TF32, Rival, Step, Task, alone, in_float32, 
 
 DEFAULTS = {
     "cpu": {"width": [64, 32, 128], "points": [1024, 256, 4096], "order": [2, 1, 3], "depth": [4]},
-    "gpu": {
-        "width": [512, 128, 256, 1024],
-        "points": [65_536, 8_192],
-        "order": [2, 1, 3],
-        "depth": [6],
-    },
+    "gpu": {"width": [512, 128, 256, 1024], "points": [65_536, 8_192], "order": [2, 1, 3]}
+    | {"depth": [6]},
     "quick": {"width": [16], "points": [64], "order": [2], "depth": [2]},
 }
 """The base first, from which one size at a time departs."""

@@ -24,7 +24,9 @@ traffic of one of them has grown by more than 2 % over what is recorded for the 
 
 import argparse
 import dataclasses
+import itertools
 import json
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -67,10 +69,7 @@ class Problem(NamedTuple):
 
 def _products(rival: Rival) -> dict[str, Rival]:
     """A step in float32, and in what a GPU makes of it."""
-    return {
-        "float32": rival._replace(products=HIGHEST),
-        "TF32": rival._replace(products=TF32),
-    }
+    return {"float32": rival._replace(products=HIGHEST), "TF32": rival._replace(products=TF32)}
 
 
 FORWARD = ("bfloat16_x3", "float32")
@@ -86,10 +85,9 @@ def of_cavity(width: int, depth: int, points: int) -> Problem:
             "mpx_pde float16": whole.rivals["mpx_pde, partials, float16"],
             "mpx_pde float16, laplacian": whole.rivals["mpx_pde, laplacian, float16"],
         }
-        for forward in FORWARD:
-            for half in ("float16", "bfloat16"):
-                rival = pinn_step.by_library(layers, "partials", half, 2, forward)
-                rivals[f"mpx_pde {half}, forward {forward}"] = rival
+        for forward, half in itertools.product(FORWARD, ("float16", "bfloat16")):
+            rival = pinn_step.by_library(layers, "partials", half, 2, forward)
+            rivals[f"mpx_pde {half}, forward {forward}"] = rival
         return whole._replace(rivals=rivals)
 
     command = f"pinn_step --widths {width} --points {points} --depth {depth}"
@@ -143,9 +141,7 @@ PROBLEMS = (
     of_cavity(512, 6, 65_536),
     of_cavity(256, 6, 16_384),
     *(of_network(name, 512, 16_384) for name in foreign_step.FOREIGN),
-    of_operator(128),
-    of_operator(256),
-    of_operator(512),
+    *map(of_operator, (128, 256, 512)),
     of_transformer("base", 64),
 )
 QUICK = (
@@ -202,12 +198,11 @@ def small_traffic() -> dict[str, dict[str, float]]:
     found = {}
     for problem in QUICK:
         task = problem.task()
-        for name in task.rivals:
-            if name.startswith("mpx_pde float16") or name.endswith("forward bfloat16_x3"):
-                record = summary(compiled(task, name)[1], H100)
-                costs = {key: record[key] for key in ("bytes", "kernels")}
-                found[f"{problem.name}, {name}"] = costs
-                print(f"{problem.name}, {name}: {costs}", flush=True)
+        halves = (n for n in task.rivals if re.match("mpx_pde float16|.*forward bfloat16_x3$", n))
+        for name in halves:
+            record = summary(compiled(task, name)[1], H100)
+            found[f"{problem.name}, {name}"] = {k: record[k] for k in ("bytes", "kernels")}
+            print(*list(found.items())[-1], flush=True)
     return found
 
 

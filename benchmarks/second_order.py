@@ -36,8 +36,7 @@ class _Untold(mpx.LevenbergMarquardt):
     def __init__(self, *residuals: Any, **options: Any):
         super().__init__(*residuals, **options)
 
-    def _tell(self, iterations: Any) -> None:
-        pass
+    def _tell(self, iterations: Any) -> None: ...
 
 
 def predict(report: Report, target: str, quick: bool) -> None:
@@ -63,14 +62,10 @@ def predict(report: Report, target: str, quick: bool) -> None:
             options = {} if "_x3" in jacobian else CUBLAS
             program = compile_for(target, step, state, batch, donate=(0,), compiler_options=options)
         arrays = jax.tree.leaves(eqx.filter(model, lambda x: isinstance(x, jax.ShapeDtypeStruct)))
-        report.record(
-            "steps",
-            precision=precision,
-            parameters=sum(x.size for x in arrays),
-            points=points,
-            temp_bytes=program.temp_bytes,
-            **summary(Roofline(program.module).kernels(), CHIPS[target]),
-        )
+        size = {"parameters": sum(x.size for x in arrays), "points": points}
+        told = summary(Roofline(program.module).kernels(), CHIPS[target])
+        told["temp_bytes"] = program.temp_bytes
+        report.record("steps", precision=precision, **size, **told)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -281,12 +281,10 @@ def compiled(report: Report, trainings: dict[str, Training]) -> dict[str, tuple[
 def follow(report: Report, problem: Any, seed: int, rivals: dict[str, Any]) -> None:
     """Trains rivals from one seed."""
     trainings = {name: train(problem, seed) for name, train in rivals.items()}
-    records = {
-        name: report.record(
-            "curves", rival=name, seed=seed, steps=[first.steps], errors=[first.error()]
-        )
-        for name, (first, _) in compiled(report, trainings).items()
-    }
+    records = {}
+    for name, (first, _) in compiled(report, trainings).items():
+        start = {"seed": seed, "steps": [first.steps], "errors": [first.error()]}
+        records[name] = report.record("curves", rival=name, **start)
     for name, moment in take_turns({name: trainings[name] for name in records}):
         records[name]["steps"].append(moment.steps)
         records[name]["errors"].append(moment.error())

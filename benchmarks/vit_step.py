@@ -115,16 +115,13 @@ def jax_rivals(gpu: bool) -> dict[str, Rival]:
 
 
 def task(size: Any, gpu: bool = False) -> Task:
+    shape = size.batch, size.channels, size.image, size.image
+    images = jax.ShapeDtypeStruct(shape, jnp.float32)
+    batch = vit.Batch(images, jax.ShapeDtypeStruct((size.batch,), jnp.int32))
     return Task(
         {"blocks": size.blocks, "batch": size.batch},
         lambda: vit.ViT(size, key=jax.random.key(0)),
-        loss,
-        partial(some_batches, size, gpu),
-        vit.Batch(
-            jax.ShapeDtypeStruct((size.batch, size.channels, size.image, size.image), jnp.float32),
-            jax.ShapeDtypeStruct((size.batch,), jnp.int32),
-        ),
-        jax_rivals(gpu),
+        *(loss, partial(some_batches, size, gpu), batch, jax_rivals(gpu)),
         vit.make_optimizer(size, STEPS),
     )
 

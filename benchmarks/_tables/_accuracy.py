@@ -154,15 +154,10 @@ def _cavity(data: Result) -> Iterator[Record]:
     for name, curves in rivals.items():
         over = [c["errors"][-1] / final[c["seed"]] for c in curves]
         spread = f" ({min(over):.2f}–{max(over):.2f})" if len(over) > 1 else ""
-        yield {
-            **data["size"][0],
-            "rival": name,
-            "seeds": seeds,
-            "step": steps.get(name),
-            "error": statistics.median(c["errors"][-1] for c in curves),
-            "over": f"{statistics.median(over):.2f}{spread}",
-            "level": _reached(curves, final, steps.get(name)),
-        }
+        row = {"rival": name, "seeds": seeds, "over": f"{statistics.median(over):.2f}{spread}"}
+        row["error"] = statistics.median(c["errors"][-1] for c in curves)
+        row["level"] = _reached(curves, final, steps.get(name))
+        yield {**data["size"][0], **row, "step": steps.get(name)}
 
 
 cavity = Table(

@@ -113,17 +113,11 @@ def overall(data: Result) -> Iterator[Record]:
         found = [of for p in ratios.solved if (of := ratios.of(p, name))]
         medians, every = list(map(statistics.median, found)), list(itertools.chain(*found))
         if every:
-            yield {
-                "name": name,
-                "precision": LABELS[name],
-                "trainings": len(every),
-                "median": number(statistics.median(every)),
-                "spread": spread(every),
-                "near": sum(r <= NEAR for r in medians),
-                "problems": len(medians),
-                "worst": number(max(medians)),
-                "worst_training": number(max(every)),
-            }
+            about = {"name": name, "precision": LABELS[name], "trainings": len(every)}
+            worst = {"worst": number(max(medians)), "worst_training": number(max(every))}
+            near = {"near": sum(r <= NEAR for r in medians), "problems": len(medians)}
+            median = number(statistics.median(every))
+            yield {**about, "median": median, "spread": spread(every), **near, **worst}
 
 
 summary = Table(
@@ -281,15 +275,11 @@ casting = Table(
 # --- The figure ------------------------------------------------------------------------------
 
 
-COLORS = {
-    "forward-float32-float16": "tab:blue",
-    "forward-float32-bfloat16": "tab:purple",
-    "float16": "tab:cyan",
-    "bfloat16": "tab:orange",
-    "naive-float16": "tab:red",
-    "float32-rounded": "black",
-    "float32-dropped": "tab:gray",
-}
+COLORS = (
+    {"forward-float32-float16": "tab:blue", "forward-float32-bfloat16": "tab:purple"}
+    | {"float16": "tab:cyan", "bfloat16": "tab:orange", "naive-float16": "tab:red"}
+    | {"float32-rounded": "black", "float32-dropped": "tab:gray"}
+)
 LARGEST = 30.0
 
 

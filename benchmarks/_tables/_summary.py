@@ -10,19 +10,13 @@ from ._steps import FULL, OURS, SECONDS, beside, seconds_over
 
 # The modes, with their names among the trainings and among the predicted steps.
 MODES = {
-    '`forward="float32"`, float16': (
-        "forward-float32-float16",
-        "mpx_pde float16, forward float32",
-    ),
+    '`forward="float32"`, float16': ("forward-float32-float16", f"{OURS}, forward float32"),
     '`forward="float32"`, bfloat16': (
         "forward-float32-bfloat16",
         "mpx_pde bfloat16, forward float32",
     ),
-    '`forward="bfloat16_x3"`, float16': (
-        None,
-        "mpx_pde float16, forward bfloat16_x3",
-    ),
-    "float16 throughout": ("float16", "mpx_pde float16"),
+    '`forward="bfloat16_x3"`, float16': (None, f"{OURS}, forward bfloat16_x3"),
+    "float16 throughout": ("float16", OURS),
     "bfloat16 throughout": ("bfloat16", None),
     "float16 cast by hand": ("naive-float16", None),
     "float32, rounded once: chance": ("float32-rounded", None),

@@ -37,14 +37,9 @@ def network(leaves: Sequence[Any], **options: Any) -> tuple[FNO, list[torch.nn.P
     `mpx_pde.nn.FNO` of one channel in and out. `options` go to neuraloperator's."""
     spectral = [leaf for leaf in leaves if leaf.ndim == 5]
     modes, _, channels, _, _ = spectral[0].shape
-    model = FNO(
-        n_modes=(modes, modes),
-        in_channels=1,
-        out_channels=1,
-        hidden_channels=channels,
-        n_layers=len(spectral),
-        **options,
-    ).to(DEVICE)
+    sizes = {"n_modes": (modes, modes), "in_channels": 1, "out_channels": 1}
+    sizes |= {"hidden_channels": channels, "n_layers": len(spectral)}
+    model = FNO(**sizes, **options).to(DEVICE)
     parameters = _parameters(model)
     with torch.no_grad():
         for parameter, leaf in zip(parameters, leaves, strict=True):
