@@ -419,12 +419,13 @@ def measure(
     return fields
 
 
-def add_arguments(parser: argparse.ArgumentParser, rounds: int) -> None:
+def add_arguments(
+    parser: argparse.ArgumentParser, rounds: int, minutes: float | None = 8.0
+) -> None:
     """What `run_sizes` understands."""
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument(
-        "--minutes", type=float, default=8.0, help="no size is begun after so many of them"
-    )
+    told = "no size is begun after so many of them"
+    parser.add_argument("--rounds", type=int, default=rounds, help="of the clock")
+    parser.add_argument("--minutes", type=float, default=minutes, help=told)
 
 
 def run_sizes(
@@ -453,13 +454,11 @@ def run_sizes(
         on_device = jax.tree.map(jnp.asarray, batches)
 
         def observe(step: Step, exact: First = exact) -> dict[str, Any]:
-            first = step.first()
-            outputs = {"error_output": relative_error(first.predictions, exact.predictions)}
-            return {
-                **(outputs if first.predictions is not None else {}),
-                "error_gradient": relative_error(first.gradients, exact.gradients),
-                "skipped": first.skipped,
-            }
+            first, told = step.first(), {}
+            if first.predictions is not None:
+                told["error_output"] = relative_error(first.predictions, exact.predictions)
+            told["error_gradient"] = relative_error(first.gradients, exact.gradients)
+            return {**told, "skipped": first.skipped}
 
         there = task.there(report).items()
         steps: dict[str, Any] = {name: partial(JaxStep, task, r, on_device) for name, r in there}

@@ -316,7 +316,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--widths", type=int, nargs="+", help=of)
     parser.add_argument("--points", type=int, nargs="+", help=of)
     parser.add_argument("--depth", type=int, nargs="+", help="hidden layers")
-    _steps.add_arguments(parser, rounds=10)
+    _steps.add_arguments(parser, rounds=10, minutes=None)
 
 
 def run(report: Report, args: argparse.Namespace) -> bool:

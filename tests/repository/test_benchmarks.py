@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from helpers import normal, tree_allclose
 
-from benchmarks import _report
+from benchmarks import _report, _steps
 from benchmarks.__main__ import LEVELS, questions
 from benchmarks._problems import emulate_tf32
 
@@ -51,6 +51,35 @@ def test_all_commands_of_a_level_are_understood(level):
         module = importlib.import_module(f"benchmarks.{name}")
         getattr(module, "add_arguments", lambda parser: None)(parser)
         parser.parse_args(options)
+
+
+# --- Steps side by side ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_step_is_compared_with_float64_with_and_without_predictions(tmp_path):
+    """Gradients in float32 are right to some roundings; predictions are compared where there are
+    any."""
+    x = normal(0, (8, 3))
+    predict = lambda w, x: jnp.tanh(x @ w)
+    losses = {
+        "with": lambda w, x: (jnp.mean(predict(w, x) ** 2), predict(w, x)),
+        "without": _steps.alone(lambda w, x: jnp.mean(predict(w, x) ** 2)),
+    }
+    report = _report.Report("steps", command="", folder=tmp_path)
+    args = argparse.Namespace(quick=True, rounds=1, minutes=None)
+    for name, loss in losses.items():
+        rivals = {"float32": _steps.in_float32(loss), "left out": _steps.in_float32(loss)}
+        model = lambda: normal(1, (3, 2))
+        task = _steps.Task({"loss": name}, model, loss, lambda: [x], x, rivals)
+        chosen = lambda task, rival: rival == "float32"
+        assert not _steps.run_sizes(report, args, [task], chunk=4, chosen=chosen)
+    one, other = report.sections["steps"]
+    assert one["error_output"] < 1e-6
+    assert "error_output" not in other
+    for record in (one, other):
+        assert (record["rival"], record["skipped"]) == ("float32", 0)
+        assert record["error_gradient"] < 1e-6
 
 
 # --- The code of a result -------------------------------------------------------------------------
