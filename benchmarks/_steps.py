@@ -284,7 +284,6 @@ class First(NamedTuple):
     predictions: Any
     gradients: Sequence[np.ndarray]
     skipped: int = 0
-    loss: float | None = None
 
 
 class Step(Protocol):
@@ -336,7 +335,7 @@ class JaxStep:
 
 
 class Exact:
-    """Loss, gradient and predictions in float64, `chunk` samples at a time.
+    """Gradient and predictions in float64, `chunk` samples at a time.
 
     `loss(model, batch)` is a mean over the samples, and has the predictions beside it.
     """
@@ -352,12 +351,10 @@ class Exact:
             function = lambda arrays, part: loss(eqx.combine(arrays, static), part)
 
             def body(total, part):
-                both = jax.value_and_grad(function, has_aux=True)(arrays, part)
-                (value, predictions), gradient = both
-                return jax.tree.map(jnp.add, total, (value, gradient)), predictions
+                gradient, predictions = jax.grad(function, has_aux=True)(arrays, part)
+                return jax.tree.map(jnp.add, total, gradient), predictions
 
-            zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, arrays)
-            return jax.lax.scan(body, zero, chunks)
+            return jax.lax.scan(body, jax.tree.map(jnp.zeros_like, arrays), chunks)
 
         self._evaluate = evaluate
 
@@ -367,10 +364,10 @@ class Exact:
             model, batch = jax.tree.map(wide, (model, self.batch))
             count = self.samples // self.chunk
             chunks = jax.tree.map(lambda x: x.reshape(count, self.chunk, *x.shape[1:]), batch)
-            (value, gradient), predictions = self._evaluate(model, chunks)
+            gradient, predictions = self._evaluate(model, chunks)
             gradients = [np.asarray(g) / count for g in jax.tree.leaves(gradient)]
             whole = lambda x: np.asarray(x).reshape(self.samples, *x.shape[2:])
-            return First(jax.tree.map(whole, predictions), gradients, loss=float(value) / count)
+            return First(jax.tree.map(whole, predictions), gradients)
 
 
 def relative_error(got: Any, want: Any) -> float:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from functools import partial
 from itertools import cycle
 
-import jax
 import numpy as np
 import torch
 from torch.func import jvp, vmap
@@ -101,6 +100,6 @@ def cavity_step(
         torch.optim.Adam(model.parameters(), lr=LEARNING_RATE, fused=DEVICE == "cuda"),
         precision,
         cycle([batch]),
-        lambda: jax.tree.leaves(layers_of(model, lambda p: p.grad)),
+        lambda: layers_of(model, lambda p: p.grad),
         scale=scale,
     )
