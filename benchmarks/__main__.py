@@ -22,16 +22,15 @@ _HERE = Path(__file__).parent
 
 _TRAINED = "burgers_1d allen_cahn helmholtz cavity cavity_zero_equation heat_sink"
 _TIMED = [f"time_to_error --problem {name}" for name in ("cavity", "burgers")]
+_CHIPS = ("h100", "v5e")
 _STEPS = ("compile_time", "pinn_step", "foreign_step", "fno_step", "vit_step")
 
 LEVELS = {
     # Ratios that hold on a CPU, and accuracy. The trainings of `breadth`, `time_to_error`,
     # `operators` and `vit`, which take hours there, are left to their own commands.
-    "cpu": (*(*_STEPS, *(f"{name} --time" for name in _TIMED), "spectral", "second_order"),),
+    "cpu": (*_STEPS, *(f"{name} --time" for name in _TIMED), "spectral", "second_order"),
     # What compilers tell of hardware that is not there: memory, products, collectives.
-    "deviceless": (
-        *("overhead", "weak_scaling --platform h100", "weak_scaling --platform v5e", "predicted"),
-    ),
+    "deviceless": ("overhead", *(f"weak_scaling --platform {p}" for p in _CHIPS), "predicted"),
     "gpu": (
         *(*_STEPS, *(f"{name} {o}" for o in ("--time", "--seeds 0") for name in _TIMED)),
         *("spectral", f"breadth --resume --seeds 0 --problems {_TRAINED}"),
@@ -76,8 +75,9 @@ def _level(argv: list[str]) -> int:
         print(f"  {name}", flush=True)
         command = [sys.executable, "-m", "benchmarks", *name.split(), *rest]
         if not args.list and subprocess.run(command, env=environment).returncode:
-            failed.append(f"failed: {name}")
-    print(*failed, sep="\n", file=sys.stderr)
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
 
 
