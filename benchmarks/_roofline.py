@@ -18,7 +18,7 @@ Nothing runs: every time is a prediction, under the assumptions of `_chips.py` a
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from ._chips import WEIGHTS, Chip
@@ -55,7 +55,7 @@ class Kernel:
     kind: str
     read: int
     written: int
-    products: dict[str, float]
+    products: Mapping[str, float]
     arithmetic: float
     times: int
     line: str
@@ -330,7 +330,7 @@ def _own_seconds(i: Instruction) -> float | None:
 def summary(kernels: list[Kernel], chip: Chip) -> dict:
     """What a program takes, as one record: seconds as a range, bytes and operations."""
     total = lambda f: float(sum(f(k) * k.times for k in kernels))
-    products: Counter[str] = Counter()
+    products: defaultdict[str, float] = defaultdict(float)
     by_kind = {kind: {"kernels": 0, "seconds": 0.0} for kind in KINDS}
     for k in kernels:
         for kind, n in k.products.items():
