@@ -60,7 +60,7 @@ class Rules:
     def _summands(self, key: Index) -> Sequence[tuple[Any, Index]]:
         return self.weights[key] if key in self.weights else ((None, key),)  # noqa: SIM401
 
-    def _gather(self, key: Index, inner: Callable[[Index], Iterable[tuple[int, Any]]]) -> Any:
+    def gather(self, key: Index, inner: Callable[[Index], Iterable[tuple[int, Any]]]) -> Any:
         """The part of a stream that `inner` gives for each index it stands for: terms, and how
         often each counts. Terms that count alike are added up before they are multiplied."""
         found: dict[Any, Any] = {}
@@ -103,7 +103,7 @@ class Rules:
                     if left in a.streams and right in b.streams:
                         yield count, op(a.streams[left], b.streams[right], left, right)
 
-            rest = self._gather(key, mixed)
+            rest = self.gather(key, mixed)
             if rest is not None:
                 parts.append(rest)
             if parts:
@@ -120,7 +120,7 @@ class Rules:
             for order in range(2, len(tower)):
                 if tower[order] is None:
                     continue
-                curved = self._gather(key, lambda index, order=order: self._blocks(index, order, x))
+                curved = self.gather(key, lambda index, order=order: self._blocks(index, order, x))
                 if curved is not None:
                     parts.append(tower[order] * curved)
             if parts:
@@ -305,7 +305,7 @@ class Rules:
                     if left in b.streams and right in q:
                         yield count, b.streams[left] * q[right]
 
-            rest = self._gather(key, mixed)
+            rest = self.gather(key, mixed)
             if rest is not None:
                 minus.append(rest)
             if minus:
