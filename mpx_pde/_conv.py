@@ -99,35 +99,21 @@ def _plain(window: dict) -> Callable:
     )
 
 
-def _of_cotangent(aval: Any, dtype: np.dtype, given: Given) -> dict[str, Any]:
-    # In the operand's own dtype.
-    given = given._replace(out_dtype=True, cotangent=True)
-    return {"dtype": dtype, "out_dtype": aval.dtype, "given": given}
-
-
-def _transpose_lhs(g, x, y, *, dtype, out_dtype, given: Given = _GIVEN, **window):
-    """Returns the cotangent of the left operand, in that operand's own dtype: again a product of
-    halves.
+def _cotangent(place: int, g, x, y, *, dtype, out_dtype, given: Given = _GIVEN, **window):
+    """Returns the cotangent of the operand at a place, in that operand's own dtype: again a product
+    of halves.
     """
     del out_dtype
-    aval = x.aval.update(dtype=_FLOAT32, weak_type=False)
+    aval, other = (x.aval, y) if place == 0 else (y.aval, x)
+    single = aval.update(dtype=_FLOAT32, weak_type=False)
 
-    def cotangent(g, y):
-        return jax.linear_transpose(lambda x: _plain(window)(x, y), aval)(g)
+    def cotangent(g, other):
+        convolved = lambda z: _plain(window)(*((z, other) if place == 0 else (other, z)))
+        return jax.linear_transpose(convolved, single)(g)
 
-    closed = _traced(cotangent, jax.typeof(g), jax.typeof(y))
-    return _replay(closed, (g, y), **_of_cotangent(x.aval, dtype, given))[0]
-
-
-def _transpose_rhs(g, x, y, *, dtype, out_dtype, given: Given = _GIVEN, **window):
-    del out_dtype
-    aval = y.aval.update(dtype=_FLOAT32, weak_type=False)
-
-    def cotangent(g, x):
-        return jax.linear_transpose(lambda y: _plain(window)(x, y), aval)(g)
-
-    closed = _traced(cotangent, jax.typeof(g), jax.typeof(x))
-    return _replay(closed, (g, x), **_of_cotangent(y.aval, dtype, given))[0]
+    closed = _traced(cotangent, jax.typeof(g), jax.typeof(other))
+    given = given._replace(out_dtype=True, cotangent=True)
+    return _replay(closed, (g, other), dtype=dtype, out_dtype=aval.dtype, given=given)[0]
 
 
 def _batch(args, dims, *, dtype, out_dtype, given: Given = _GIVEN, **window):
@@ -139,7 +125,7 @@ def _batch(args, dims, *, dtype, out_dtype, given: Given = _GIVEN, **window):
 
 mixed_conv_general_dilated_p.def_abstract_eval(_abstract_eval)
 define_lowering(mixed_conv_general_dilated_p, _conv)
-define_bilinear(mixed_conv_general_dilated_p, _transpose_lhs, _transpose_rhs)
+define_bilinear(mixed_conv_general_dilated_p, *(ft.partial(_cotangent, i) for i in (0, 1)))
 batching.primitive_batchers[mixed_conv_general_dilated_p] = _batch
 
 

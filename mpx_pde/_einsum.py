@@ -48,11 +48,9 @@ def mixed_matmul(
     dtype, out_dtype, given = product_dtypes((x, y), dtype, out_dtype, call)
     dot = partial(dot_general_as_given, dtype=dtype, out_dtype=out_dtype, given=given)
     y_contract = max(y.ndim - 2, 0)
-    if y.ndim <= 2:
-        return dot(x, y, ((x.ndim - 1, y_contract), ((), ())))
-    if x.ndim <= 2:
+    if x.ndim <= 2 or y.ndim <= 2:
         out = dot(x, y, ((x.ndim - 1, y_contract), ((), ())))
-        return out if x.ndim == 1 else jnp.moveaxis(out, 0, -2)
+        return jnp.moveaxis(out, 0, -2) if x.ndim == 2 < y.ndim else out
     try:
         lead = jnp.broadcast_shapes(x.shape[:-2], y.shape[:-2])
     except ValueError:
@@ -78,13 +76,7 @@ def _einsum_pair(x, x_axes: str, y, y_axes: str, kept: str, dot) -> tuple[Array,
             ([x_axes.index(c) for c in batch], [y_axes.index(c) for c in batch]),
         ),
     )
-    shared = batch + contract
-    axes = [
-        *batch,
-        *(c for c in x_axes if c not in shared),
-        *(c for c in y_axes if c not in shared),
-    ]
-    return out, "".join(axes)
+    return out, "".join([*batch, *(c for c in x_axes + y_axes if c not in batch + contract)])
 
 
 def _einsum_reduce(x, axes: str, kept: str) -> tuple[Array, str]:

@@ -162,8 +162,7 @@ def test_public_names_are_those_that_init_reexports():
     }
     assert public == set(names)
     packages = {"checkpoint_policies", "contrib", "derivatives", "nn"}
-    assert set(mpx.__all__) == public | packages
-    assert all(hasattr(mpx, name) for name in mpx.__all__)
+    assert all(isinstance(getattr(mpx, name), ModuleType) for name in packages)
     for name, module in names.items():
         assert getattr(sys.modules[f"mpx_pde.{module}"], name) is getattr(mpx, name)
     assert isinstance(mpx.__version__, str)

@@ -8,9 +8,9 @@ from typing import Any
 from jax.extend.core import JaxprEqn
 
 from .._dtypes import is_half
-from ..engine import Mixed, Told, multiplied_in, primal_of
+from ..engine import Mixed, multiplied_in, primal_of
 from ..interpret import _tables as tables
-from ..interpret._flat import Constant, Flat
+from ..interpret._flat import Constant, Flat, Step
 from ..interpret._jaxpr import inner_scope, is_container, scopes_of
 from ..interpret._lines import line_of
 from ._patterns import match
@@ -106,9 +106,16 @@ class Recorder:
         scopes = _scopes(eqn, around)
         return match(self.half, eqn, scopes), match(self.full, eqn, scopes)
 
-    def operation(self, told: Told) -> None:
-        step, rule = told.step, told.rule
-        eqn, key = step.eqn, lambda x: (id(told.roles), x)
+    def operation(
+        self,
+        step: Step,
+        around: Sequence[JaxprEqn],
+        operands: Sequence[Any],
+        results: Sequence[Any],
+        roles: Any,
+    ) -> None:
+        """Notes what became of an equation inside of the containers `around` it."""
+        eqn, rule, key = step.eqn, roles.rules[id(step)], lambda x: (id(roles), x)
         given = (self.asked.get(key(x)) for x in step.variables)
         by = next(filter(None, given), None)
         if is_container(eqn):
@@ -116,7 +123,7 @@ class Recorder:
             pairs = zip(step.outputs, self.last, strict=False)
             self.asked.update((key(x), inside or by) for x, inside in pairs)
             return
-        line = line_of(eqn, told.around)
+        line = line_of(eqn, around)
         by = by if eqn.primitive.name in tables.FOLLOWING else None
         by = f"`{eqn.primitive.name}` at {line}" if rule.asked else by
         self.asked.update((key(x), by) for x in step.outputs)
@@ -126,23 +133,23 @@ class Recorder:
                 self.leaving(by, x.aval)
         # What keeps the program's own dtypes, its casts among them, is not theirs to change.
         if rule.name not in ("own", "convert"):
-            self.used.update(self.overrides(eqn, told.around))
+            self.used.update(self.overrides(eqn, around))
         floating = any(self.mixed.governs(v.aval) for v in (*eqn.invars, *eqn.outvars))
-        scope = "/".join(_scopes(eqn, told.around))
+        scope = "/".join(_scopes(eqn, around))
         where = (id(eqn), line, scope, rule)
         if not floating or where in self.seen:
             return
 
         def dtypes(names, atoms, values):
             every = zip(names, atoms, values, strict=True)
-            return tuple(self._dtype(told.roles, *each) for each in every)
+            return tuple(self._dtype(roles, *each) for each in every)
 
         operation = Operation(
             primitive=eqn.primitive.name,
             rule=rule.name,
             reason=rule.reason,
-            operands=dtypes(step.inputs, eqn.invars, told.operands),
-            results=dtypes(step.outputs, eqn.outvars, told.results),
+            operands=dtypes(step.inputs, eqn.invars, operands),
+            results=dtypes(step.outputs, eqn.outvars, results),
             scope=scope,
             line=line,
             multiplied=multiplied_in(eqn, rule.name, self.mixed.dtype, self.mixed.algorithm),

@@ -190,12 +190,6 @@ class Containers:
             jax.tree.structure(out), bind_around(eqn, jax.tree.leaves(operands), traced)
         )
 
-    def _custom_jvp(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
-        return custom_jvp(eqn, operands, self._inside)
-
-    def _custom_vjp(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
-        return custom_vjp(eqn, operands, self._inside)
-
     def _shard_map(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
         def body(*arrays):
             pairs = zip(operands, arrays, strict=True)
@@ -212,8 +206,8 @@ _ENTERED = {
     "remat2": Containers._checkpoint,
     "shard_map": Containers._shard_map,
     "jit": Containers._jit,
-    "custom_jvp_call": Containers._custom_jvp,
-    "custom_vjp_call": Containers._custom_vjp,
+    "custom_jvp_call": lambda self, eqn, operands: custom_jvp(eqn, operands, self._inside),
+    "custom_vjp_call": lambda self, eqn, operands: custom_vjp(eqn, operands, self._inside),
 }
 _PLAIN = (*LOOPS, "remat2", "shard_map")
 

@@ -66,9 +66,10 @@ def _evaluator(
     """How a program is evaluated: as the loss around it says, else by its own arrays."""
 
     def record(step, line, rule, how):
-        if note is not None:
-            note.append(Equation(step.name, line, rule, how))
+        assert note is not None
+        note.append(Equation(step.name, line, rule, how))
 
+    record = None if note is None else record
     caller = source_info_util.current()
     narrow, wide = np.dtype(np.float32), np.dtype(np.float64)
     forward = present_forward() or _autocast()
@@ -81,8 +82,6 @@ def _evaluator(
         storage = Storage(narrow, dtype, scaled, narrows=forward is not None)
         return Evaluator(rules, storage, Product(forward is not None), record, caller=caller)
     above = Storage(wide if forward.precision == "float64" else narrow)
-    product = Product(algorithm=forward.algorithm)
-    full = Evaluator(rules, above, product, record, caller=caller)
     storage = Storage(narrow, dtype, scaled, narrows=True)
 
     def lose(key, does):
@@ -90,6 +89,7 @@ def _evaluator(
         lost[key] = does | lost[key] if key in lost else does
 
     told = None if lost is None else lose
+    full = above, Product(algorithm=forward.algorithm)
     return Evaluator(rules, storage, Product(True), record, told, full, caller)
 
 
@@ -154,7 +154,7 @@ def propagate(
         (out,) = evaluator.program(closed, [Jet(point, streams, RAW)], plan.results)
         if not isinstance(out, Jet):
             return jnp.asarray(out), {}
-        out = (evaluator.full or evaluator).storage.loaded(out, closed.out_avals[0].dtype)
+        out = evaluator.above.storage.loaded(out, closed.out_avals[0].dtype)
         full = {
             k: jnp.broadcast_to(x, _shape(plan.size(k), out.primal)) for k, x in out.streams.items()
         }

@@ -1,125 +1,75 @@
 """Streams through an equation that has no rule: by nested forward mode."""
 
-from collections.abc import Callable, Sequence
+import functools as ft
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from ._plan import Index, Plan, chains
+from ._plan import Index, chains
 from ._rules import Rules
-from ._streams import DEEP, Jet, is_inexact, primal_of
+from ._streams import DEEP, Jet, Streams, is_inexact, primal_of
 
 
 def nested(fun: Callable[..., list], operands: Sequence[Any], rules: Rules) -> list[Jet]:
-    """The results of `fun`, a function of arrays, with their streams.
-
-    The operands that depend on the point are polynomials in one parameter for each direction,
-    whose coefficients are their streams; the derivatives in the parameters are those of the
-    results.
-    """
-    plan = rules.plan
+    """The results of `fun`, a function of arrays, with their streams: by the formula of Faà di
+    Bruno, whose derivatives along streams of the operands are taken by forward mode, one in the
+    other."""
     at = [i for i, x in enumerate(operands) if isinstance(x, Jet) and is_inexact(x.primal)]
     jets = [operands[i] for i in at]
+    primals = [x.primal for x in jets]
 
-    def whole(moved):
+    def whole(moved: Sequence[Any]) -> list[Any]:
         full = list(map(primal_of, operands))
         for i, x in zip(at, moved, strict=True):
             full[i] = x
         return list(fun(*full))
 
-    out = whole([x.primal for x in jets])
+    out = whole(primals)
     live = [i for i, x in enumerate(out) if is_inexact(x)]
 
-    def function(*moved):
+    def function(*moved: Any) -> list[Any]:
         results = whole(moved)
         return [results[i] for i in live]
 
-    curves: dict[Index, Any] = {}
-    streams: list[dict[Index, Any]] = [{} for _ in out]
-    for key in plan.keys:
-        parts = _linear(function, jets, key, plan)
-        for weight, index in rules.weights.get(key, ((None, key),)):
-            if not _bends(jets, index):
-                continue
-            if index not in curves:
-                curves[index] = _curved(function, jets, index, plan)
-            bent = curves[index]
-            if weight is not None:
-                bent = [rules.weighted(weight, x, index) for x in bent]
-            parts = bent if parts is None else [x + y for x, y in zip(parts, bent, strict=True)]
-        if parts is not None:
-            for i, x in zip(live, parts, strict=True):
-                streams[i][key] = x
+    @ft.cache
+    def along(*blocks: Index) -> list[Any] | None:
+        """The derivative of `function` along streams; `None` where there is none of a name."""
+        directions = [[x.streams.get(block) for x in jets] for block in blocks]
+        if any(all(x is None for x in tangents) for tangents in directions):
+            return None
+        derivative = lambda directions: ft.reduce(_pushed, directions, function)(*primals)
+        stacked = rules.plan.size(blocks[0]) is not None
+        return (jax.vmap(derivative) if stacked else derivative)(directions)
+
+    def curved(index: Index, k: int) -> Iterator[tuple[int, Any]]:
+        for count, blocks in (term for terms in chains(index).values() for term in terms):
+            found = along(*blocks)
+            if found is not None:
+                yield count, found[k]
+
+    streams: list[Streams] = [{} for _ in out]
+    for key in rules.plan.keys:
+        straight = along(key)
+        for k, i in enumerate(live):
+            rest = rules.gather(key, ft.partial(curved, k=k))
+            parts = [x for x in (straight and straight[k], rest) if x is not None]
+            if parts:
+                streams[i][key] = sum(parts[1:], parts[0])
     return [Jet(x, s, DEEP) for x, s in zip(out, streams, strict=True)]
 
 
-def _linear(function, jets, key: Index, plan: Plan) -> list | None:
-    """Returns what a stream adds to itself; `None` where no operand has it."""
-    at = [i for i, x in enumerate(jets) if key in x.streams]
-    if not at:
-        return None
-    primals = [x.primal for x in jets]
+def _pushed(function: Callable, tangents: Sequence[Any]) -> Callable[..., list]:
+    """The derivative of a function along the tangents of those operands that have one."""
+    at = [i for i, x in enumerate(tangents) if x is not None]
 
-    def some(*moved):
-        full = list(primals)
-        for i, x in zip(at, moved, strict=True):
-            full[i] = x
-        return function(*full)
+    def derivative(*primals):
+        def some(*moved):
+            full = list(primals)
+            for i, x in zip(at, moved, strict=True):
+                full[i] = x
+            return function(*full)
 
-    def push(*tangents):
-        return jax.jvp(some, tuple(primals[i] for i in at), tangents)[1]
+        return jax.jvp(some, [primals[i] for i in at], [tangents[i] for i in at])[1]
 
-    tangents = [jets[i].streams[key] for i in at]
-    return push(*tangents) if plan.size(key) is None else jax.vmap(push)(*tangents)
-
-
-def _bends(jets, index: Index) -> bool:
-    """Returns whether streams of lower order add up to this one."""
-    present = {k for x in jets for k in x.streams}
-    terms = (blocks for order in chains(index).values() for _, blocks in order)
-    return any(present.issuperset(blocks) for blocks in terms)
-
-
-def _curved(function, jets, index: Index, plan: Plan) -> list:
-    """The derivative along the polynomials without the term of that order itself."""
-    below = {
-        k: [x.streams.get(k) for x in jets]
-        for k in plan.indices
-        if set(k) <= set(index) and len(k) < len(index)
-    }
-
-    def evaluate(below):
-        def curve(parameters):
-            values = []
-            for n, x in enumerate(jets):
-                value = x.primal
-                for k, streams in below.items():
-                    if streams[n] is not None:
-                        value = value + _monomial(k, parameters, value.dtype) * streams[n]
-                values.append(value)
-            return function(*values)
-
-        directions = sorted(set(index))
-
-        def along(inner, i):
-            def outer(parameters):
-                step = {j: jnp.ones(()) if j == i else jnp.zeros(()) for j in directions}
-                return jax.jvp(inner, (parameters,), (step,))[1]
-
-            return outer
-
-        out = curve
-        for i in index:
-            out = along(out, i)
-        return out({i: jnp.zeros(()) for i in directions})
-
-    return evaluate(below) if plan.size(index) is None else jax.vmap(evaluate)(below)
-
-
-def _monomial(index: Index, parameters: dict[int, Any], dtype: Any) -> Any:
-    out, counts = 1.0, {}
-    for i in index:
-        counts[i] = counts.get(i, 0) + 1
-        out = out * parameters[i] / counts[i]
-    return jnp.asarray(out, dtype)
+    return derivative

@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,11 +29,11 @@ from ._moments import moments_p, with_moments
 from ._plan import Plan
 from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
 from ._rules import Rules
-from ._segments import Part, Role, is_light, multiplied_only, parts_of
+from ._segments import Part, Role, is_light, multiplied_only, parts_of, signature
 from ._streams import DEEP, Jet, Storage, cast, is_inexact, primal_of, typed
 
 
-_RULES_OF_VALUES = Rules(Plan(()), ())
+_RULES_OF_VALUES = Rules(Plan(()))
 """How values without streams pass."""
 
 
@@ -55,30 +55,6 @@ class Rule(NamedTuple):
     asked: bool = False
 
 
-class Told(NamedTuple):
-    """An equation that was evaluated, for whoever lists them."""
-
-    step: Step
-    around: tuple[JaxprEqn, ...]
-    rule: Rule
-    operands: Sequence[Any]
-    results: Sequence[Any]
-    roles: Role
-
-
-@runtime_checkable
-class Listener(Protocol):
-    """Says what is asked of single equations, and hears what becomes of them."""
-
-    def overrides(self, eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> tuple[str | None, str | None]:
-        """Returns the override that asks for half, and that which asks for float32."""
-        ...
-
-    def operation(self, told: Told) -> None: ...
-
-    def program(self, flat: Flat, roles: Role) -> None: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Mixed:
     """One evaluation.
@@ -90,13 +66,14 @@ class Mixed:
 
     - `dtype`: the half type.
     - `algorithm`: how products are split that are of float32; `None` for products of halves.
-    - `listener`: where somebody asks or overrides.
+    - `listener`: where somebody asks or overrides, what says by which override half and float32 are
+        asked for (`overrides`), and hears what becomes of each `operation` and `program`.
     - `around`: the containers that it evaluates the inside of, outermost first.
     """
 
     dtype: np.dtype
     algorithm: lax.DotAlgorithmPreset | None = None
-    listener: Listener | None = None
+    listener: Any = None
     around: tuple[JaxprEqn, ...] = ()
 
     def __call__(self, closed: ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
@@ -206,9 +183,9 @@ class Mixed:
         known = [x if not isinstance(x, jax.Array | Jet) else None for x in values]
         alone = self.listener or not roles.stage.keys() >= set(part.outputs)
         again = part.checkpointed and any(map(self._is_half, values))
-        places = [i for i, k in enumerate(part.inputs) if k in roles.scores]
-        scores = {part.inputs[i] for i in places if again and self._is_half(values[i])}
-        key = object() if alone else (_signature(part, roles, values), *places)
+        pairs = zip(part.inputs, values, strict=True)
+        scores = {k for k, x in pairs if again and k in roles.scores and self._is_half(x)}
+        key = object() if alone else signature(part, roles, values)
 
         def layer(*traced, one=None):
             rest = iter(traced)
@@ -257,9 +234,7 @@ class Mixed:
         roles.stored.update(k for k in step.outputs if self._is_half(env[k]))
         if self.listener is not None:
             results = [env[k] for k in step.outputs]
-            self.listener.operation(
-                Told(step, around, roles.rules[id(step)], operands, results, roles)
-            )
+            self.listener.operation(step, around, operands, results, roles)
 
     def _results(self, step: Step, operands: list[Any], roles: Role) -> list[Any]:
         eqn, rule, half = step.eqn, roles.rules[id(step)], self.storage.dtype
@@ -374,36 +349,6 @@ def _number(x: Any, operand: Any, roles: Role) -> Any:
         return roles.numbers[x]
     concrete = isinstance(operand, np.ndarray | np.generic) and np.ndim(operand) == 0
     return operand if concrete and is_inexact(operand) else None
-
-
-def _signature(part: Part, roles: Role, values: Sequence[Any]) -> Hashable:
-    """Equal for layers that are the same function of arrays of the same types."""
-    numbers = {x: i for i, x in enumerate(part.inputs)}
-    of_known = lambda x: (np.asarray(x).tobytes(), np.result_type(x))
-    of = lambda x: of_known(x.value) if isinstance(x, Constant) else numbers[x]
-    steps = []
-    for step in part.steps:
-        eqn, operands = step.eqn, tuple(map(of, step.inputs))
-        for x in step.outputs:
-            numbers[x] = len(numbers)
-        what = eqn.primitive, tuple(sorted(eqn.params.items())), roles.rules[id(step)]
-        where = eqn.source_info.name_stack, eqn.ctx
-        ends = tuple(x in roles.final for x in step.outputs)
-        steps.append((what, where, operands, ends))
-    given = (
-        jax.typeof(primal_of(x)) if isinstance(x, jax.Array | Jet) else of_known(x) for x in values
-    )
-    kinds = (
-        (isinstance(x, Jet), k in roles.stored, of_known(roles.numbers.get(k, 0.0)))
-        for k, x in zip(part.inputs, values, strict=True)
-    )
-    returned = tuple((numbers[x], x in roles.stored) for x in part.outputs)
-    out = tuple(steps), tuple(given), tuple(kinds), returned
-    try:
-        hash(out)
-    except TypeError:  # a parameter of an equation has no hash: like no other
-        return object()
-    return out
 
 
 def _moves_masters(step: Step, stage: Mapping[int, int]) -> bool:

@@ -45,10 +45,9 @@ class InForward(eqx.Module):
         with forward_in(forward), precision_of_user():
             closed, leaves, assemble = trace_arrays(self.fun, args, kwargs)
         wide = np.dtype(np.float64 if forward.precision == "float64" else np.float32)
-        rules = Rules(Plan(()), ())
+        rules = Rules(Plan(()))
         narrows = forward.precision == "float64"
-        product = Product(algorithm=forward.algorithm)
-        full = Evaluator(rules, Storage(wide), product)
+        full = Storage(wide), Product(algorithm=forward.algorithm)
         storage = Storage(np.dtype(np.float32), forward.dtype, narrows=narrows)
         evaluator = Evaluator(rules, storage, Product(masters=True), full=full)
         operands: list[Any] = []

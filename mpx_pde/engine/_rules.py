@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -16,7 +17,7 @@ from ..interpret import _tables as tables
 from ..interpret._jaxpr import CALLS, aval_of, bodies_of, differentiable, pushforward
 from ._custom import custom_in_registers
 from ._moments import moments_p
-from ._plan import Index, Plan, chains, splits
+from ._plan import Index, Plan, chains, splits, sum_key
 from ._selections import SELECTIONS
 from ._streams import (
     Jet,
@@ -33,42 +34,33 @@ from ._together import beside, sum_together
 from ._towers import closed_tower, has_tower, nested_tower
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=["factors"], meta_fields=["plan"])
+@dataclasses.dataclass(frozen=True)
 class Rules:
     """The rules of one evaluation, on values that are not stored.
 
-    **Arguments:**
+    **Attributes:**
 
     - `plan`: the streams.
-    - `weights`: for each sum the factors of its summands: numbers, scalars, or, for a stacked
+    - `factors`: for each sum the factors of its summands: numbers, scalars, or, for a stacked
         summand, an array with a factor for each direction.
     """
 
-    def __init__(self, plan: Plan, weights: Sequence[Sequence[Any]]):
-        self.plan = plan
-        self.weights: dict[Index, tuple[tuple[Any, Index], ...]] = {
-            (-1 - k,): tuple(zip(factors, terms, strict=True))
-            for k, (factors, terms) in enumerate(zip(weights, plan.sums, strict=True))
-        }
+    plan: Plan
+    factors: Sequence[Sequence[Any]] = ()
 
-    @property
-    def factors(self) -> dict[tuple[int, int], Any]:
-        """The factors of all summands, by sum and place."""
-        every = (
-            (-1 - key[0], j, w) for key, x in self.weights.items() for j, (w, _) in enumerate(x)
-        )
-        return {(k, j): w for k, j, w in every}
-
-    def with_factors(self, factors: Mapping[tuple[int, int], Any]) -> "Rules":
-        """The same rules with other factors."""
-        counts = [len(self.weights[(-1 - k,)]) for k in range(len(self.weights))]
-        return Rules(self.plan, [[factors[k, j] for j in range(n)] for k, n in enumerate(counts)])
+    @cached_property
+    def weights(self) -> dict[Index, tuple[tuple[Any, Index], ...]]:
+        """Returns the summands of each sum, with their factors."""
+        pairs = zip(self.factors, self.plan.sums, strict=True)
+        return {sum_key(k): tuple(zip(*pair, strict=True)) for k, pair in enumerate(pairs)}
 
     # What products and functions add to a stream beyond its linear part.
 
     def _summands(self, key: Index) -> Sequence[tuple[Any, Index]]:
         return self.weights[key] if key in self.weights else ((None, key),)  # noqa: SIM401
 
-    def _gather(self, key: Index, inner: Callable[[Index], Iterable[tuple[int, Any]]]) -> Any:
+    def gather(self, key: Index, inner: Callable[[Index], Iterable[tuple[int, Any]]]) -> Any:
         """The part of a stream that `inner` gives for each index it stands for: terms, and how
         often each counts. Terms that count alike are added up before they are multiplied."""
         found: dict[Any, Any] = {}
@@ -111,7 +103,7 @@ class Rules:
                     if left in a.streams and right in b.streams:
                         yield count, op(a.streams[left], b.streams[right], left, right)
 
-            rest = self._gather(key, mixed)
+            rest = self.gather(key, mixed)
             if rest is not None:
                 parts.append(rest)
             if parts:
@@ -128,7 +120,7 @@ class Rules:
             for order in range(2, len(tower)):
                 if tower[order] is None:
                     continue
-                curved = self._gather(key, lambda index, order=order: self._blocks(index, order, x))
+                curved = self.gather(key, lambda index, order=order: self._blocks(index, order, x))
                 if curved is not None:
                     parts.append(tower[order] * curved)
             if parts:
@@ -313,7 +305,7 @@ class Rules:
                     if left in b.streams and right in q:
                         yield count, b.streams[left] * q[right]
 
-            rest = self._gather(key, mixed)
+            rest = self.gather(key, mixed)
             if rest is not None:
                 minus.append(rest)
             if minus:

@@ -6,9 +6,11 @@ backward pass what enters it, and is evaluated again there: of a network each st
 a layer.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import equinox as eqx
+import jax
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
@@ -112,6 +114,12 @@ class Role(NamedTuple):
         """Returns whether an operand is made of parameters alone."""
         return not isinstance(x, Constant) and x in self.params
 
+    def facts(self, x: int) -> tuple[Hashable, ...]:
+        """Returns what is known of a variable."""
+        sets = self.final, self.stored, self.params, self.data, self.still, self.half, self.scores
+        number = None if self.numbers is None else as_key(self.numbers.get(x))
+        return self.stage.get(x), self.asked.get(x), number, *(x in every for every in sets)
+
     def known(self, step: Step, operands: Sequence[Any]) -> bool:
         """Returns whether an equation only moves coordinates whose derivatives are known
         numbers."""
@@ -129,6 +137,14 @@ class Role(NamedTuple):
             elif not isinstance(x, np.ndarray | np.generic):
                 return False
         return any(isinstance(x, Jet) and x.streams for x in operands)
+
+
+def as_key(x: Any) -> Hashable:
+    """Returns what tells a value from others in a program: of an array that is not known its type,
+    of one that is known its entries."""
+    if isinstance(x, jax.Array):
+        return jax.typeof(x)
+    return (np.asarray(x).tobytes(), np.result_type(x)) if eqx.is_array_like(x) else x
 
 
 class Part(NamedTuple):
@@ -490,6 +506,32 @@ def _holds_choices(step: Step, stage: Mapping[int, int], params: Collection[int]
         for flat, inner, _ in _inside(step, stage, params)
         for s in flat.steps
     )
+
+
+def signature(part: Part, roles: Role, values: Sequence[Any]) -> Hashable:
+    """Returns what is equal for layers that are the same function of arrays of the same types, by
+    the same lines of the user's."""
+    numbers = {x: i for i, x in enumerate(part.inputs)}
+    of = lambda x: as_key(x.value) if isinstance(x, Constant) else numbers[x]
+    steps = []
+    for step in part.steps:
+        operands = tuple(map(of, step.inputs))
+        for x in step.outputs:
+            numbers[x] = len(numbers)
+        rule = None if roles.rules is None else roles.rules[id(step)]
+        for e in (step.eqn, *step.calls):
+            where = e.source_info.traceback, e.source_info.name_stack, e.ctx
+            steps.append((*e.params.items(), e.primitive, where))
+        steps.append((operands, rule))
+    leaves, treedef = jax.tree.flatten(values)
+    given = treedef, tuple(map(as_key, leaves))
+    facts = tuple(map(roles.facts, numbers))
+    out = tuple(steps), given, facts, tuple(numbers[x] for x in part.outputs)
+    try:
+        hash(out)
+    except TypeError:  # a parameter of an equation has no hash: like no other
+        return object()
+    return out
 
 
 def choices_of(part: Part, roles: Role) -> tuple[int, ...]:

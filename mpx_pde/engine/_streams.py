@@ -76,6 +76,11 @@ Operand = Any
 """A [`Jet`][], or an array that does not depend on the point."""
 
 
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["scales"],
+    meta_fields=["registers", "dtype", "narrows"],
+)
 @dataclasses.dataclass(frozen=True)
 class Storage:
     """How streams are computed, and how they are kept between layers.
@@ -163,7 +168,7 @@ class Storage:
         return {
             key: jnp.any(jnp.abs(x * _along(self.scales[key][0], x)) > largest)
             for key, x in jet.streams.items()
-            if key in self.scales and x.dtype == self.registers != self.dtype
+            if key in self.scales and x is not None and x.dtype == self.registers != self.dtype
         }
 
     def loaded(self, x: "Operand", dtype: Any = None) -> "Operand":

@@ -44,6 +44,10 @@ _SUM = "a sum of many terms loses the small ones"
 _DEVICES = "a sum over devices"
 _NEAR = "its relative error is unbounded near a zero or a pole"
 _SERIES = "a series"
+_SQUARES = "its argument is a sum of squares more often than not"
+_VARIANCE = "its argument is a variance, often below float16's smallest normal number"
+_CAST = "the program's own cast, put off until its value is used"
+_PULLED = "the derivative of what is in mixed precision already"
 _CHEAP = "cheap and safe in the dtype of its operands"
 _MOVES = "moves values without arithmetic"
 _OURS = "has the dtypes that a network of ours gives it"
@@ -103,20 +107,8 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("integer_pow", "elementwise", "float32", _GROWS, "pointwise"),
     ("pow", "elementwise", "float32", _GROWS, "magnifies broadcasts pointwise"),
     ("square", "elementwise", "float32", "overflows float16 from 256 on", "magnifies pointwise"),
-    (
-        "sqrt",
-        "elementwise",
-        "float32",
-        "its argument is a sum of squares more often than not",
-        "magnifies pointwise",
-    ),
-    (
-        "rsqrt",
-        "elementwise",
-        "float32",
-        "its argument is a variance, often below float16's smallest normal number",
-        "magnifies pointwise",
-    ),
+    ("sqrt", "elementwise", "float32", _SQUARES, "magnifies pointwise"),
+    ("rsqrt", "elementwise", "float32", _VARIANCE, "magnifies pointwise"),
     ("cbrt", "elementwise", "float32", "its argument spans a wide range", "pointwise"),
     ("erfc", "elementwise", "float32", "its tail is below float16's smallest number", "pointwise"),
     ("lgamma", "elementwise", "float32", _GROWS, "slow pointwise"),
@@ -147,13 +139,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("and or not", "constant", "program", _WHOLE, "light pointwise"),
     ("xor", "constant", "program", _WHOLE, "pointwise"),
     # What stays in the dtypes of the program.
-    (
-        "convert_element_type",
-        "cast",
-        "program",
-        "the program's own cast, put off until its value is used",
-        "coordinate light pointwise",
-    ),
+    ("convert_element_type", "cast", "program", _CAST, "coordinate light pointwise"),
     ("iota", "nested", "program", _MAKES, "light pointwise"),
     ("random_gamma rng_uniform", "nested", "program", _MAKES, "typed"),
     ("reduce_precision", "linear", "program", "rounds on purpose", ""),
@@ -170,13 +156,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("cholesky lu qr geqrf householder_product svd", "nested", "program", _FACTORS, ""),
     ("eig eigh schur", "nested", "program", _FACTORS, ""),
     ("triangular_solve tridiagonal_solve custom_linear_solve", "nested", "program", _SOLVE, ""),
-    (
-        "custom_pullback",
-        "nested",
-        "program",
-        "the derivative of what is in mixed precision already",
-        "",
-    ),
+    ("custom_pullback", "nested", "program", _PULLED, ""),
     ("device_put", "linear", "program", "moves values between devices", ""),
     ("layout_constraint optimization_barrier", "linear", "program", _FIXES, ""),
     ("pbroadcast pbroadcast_dynamic relayout", "linear", "program", _FIXES, ""),
