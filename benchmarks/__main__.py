@@ -11,11 +11,33 @@ import ast
 import importlib
 import os
 import shlex
+import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 
 _HERE = Path(__file__).parent
+
+
+_TRAINED = "burgers_1d allen_cahn helmholtz cavity cavity_zero_equation heat_sink"
+_TIMED = [f"time_to_error --problem {name}" for name in ("cavity", "burgers")]
+_CHIPS = ("h100", "v5e")
+_STEPS = ("compile_time", "pinn_step", "foreign_step", "fno_step", "vit_step")
+
+LEVELS = {
+    # Ratios that hold on a CPU, and accuracy. The trainings of `breadth`, `time_to_error`,
+    # `operators` and `vit`, which take hours there, are left to their own commands.
+    "cpu": (*_STEPS, *(f"{name} --time" for name in _TIMED), "spectral", "second_order"),
+    # What compilers tell of hardware that is not there: memory, products, collectives.
+    "deviceless": ("overhead", *(f"weak_scaling --platform {p}" for p in _CHIPS), "predicted"),
+    "gpu": (
+        *(*_STEPS, *(f"{name} {o}" for o in ("--time", "--seeds 0") for name in _TIMED)),
+        *("spectral", f"breadth --resume --seeds 0 --problems {_TRAINED}"),
+        "operators --size full --seeds 0",
+    ),
+}
+"""The commands after `python -m benchmarks`."""
 
 
 def questions() -> dict[str, str]:
@@ -23,11 +45,8 @@ def questions() -> dict[str, str]:
 
     Read from the source, so that listing them imports neither JAX nor the library.
     """
-    found = {}
-    for path in sorted(_HERE.glob("[!_]*.py")):
-        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        found[path.stem] = text.split("\n", 1)[0]
-    return found
+    text = lambda path: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    return {p.stem: text(p).split("\n", 1)[0] for p in sorted(_HERE.glob("[!_]*.py"))}
 
 
 def _choose_platform() -> None:
@@ -41,14 +60,30 @@ def _choose_platform() -> None:
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 
-def _without_out(argv: list[str]) -> list[str]:
-    """What was asked, without where it goes."""
-    at = {i for i, word in enumerate(argv) if word == "--out"}
-    return [word for i, word in enumerate(argv) if i not in at and i - 1 not in at]
+def _level(argv: list[str]) -> int:
+    """Runs a level, each benchmark in a process of its own.
+
+    A benchmark that fails does not keep the others from running; the exit status then is 1.
+    """
+    parser = argparse.ArgumentParser(prog="python -m benchmarks level", description=_level.__doc__)
+    parser.add_argument("level", choices=LEVELS)
+    parser.add_argument("--list", action="store_true", help="say what would run")
+    args, rest = parser.parse_known_args(argv)  # the rest goes to each benchmark
+    environment = {**os.environ, **({} if args.level == "gpu" else {"JAX_PLATFORMS": "cpu"})}
+    failed = []
+    for name in LEVELS[args.level]:
+        print(f"  {name}", flush=True)
+        command = [sys.executable, "-m", "benchmarks", *name.split(), *rest]
+        if not args.list and subprocess.run(command, env=environment).returncode:
+            failed.append(name)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
 
 
 def _tables(argv: list[str]) -> int:
-    from . import _figures, _history, _tables
+    from . import _figures, _tables
+    from ._report import changes_since
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks tables",
@@ -62,7 +97,7 @@ def _tables(argv: list[str]) -> int:
     for page in pages:
         print(f"{'stale' if check else 'written'}: {page}")
     for name, commits in _tables.taken().items():
-        if count := _history.changes_since(commits[0]):
+        if count := changes_since(commits[0]):
             print(f"{name}: taken at {commits[0]}; {count} commits have changed the library since")
     return int(check and bool(pages))
 
@@ -79,19 +114,14 @@ def main(argv: list[str]) -> int:
         print(f"{usage}\n\n{listing}")
         return 0
     name = argv[0]
-    if name == "tables":
-        return _tables(argv[1:])
-    if name == "level":
-        from ._levels import run_level
-
-        return run_level(argv[1:])
+    if name in ("tables", "level"):
+        return {"tables": _tables, "level": _level}[name](argv[1:])
     if name not in known:
         print(f"There is no benchmark `{name}`. {usage}\n\n{listing}", file=sys.stderr)
         return 2
 
     _choose_platform()
-    from ._deviceless import TargetUnavailable
-    from ._report import Report
+    from ._report import Report, TargetUnavailable
 
     module = importlib.import_module(f"{__package__}.{name}")
     parser = argparse.ArgumentParser(
@@ -106,7 +136,8 @@ def main(argv: list[str]) -> int:
     if hasattr(module, "add_arguments"):
         module.add_arguments(parser)
     args = parser.parse_args(argv[1:])
-    command = shlex.join(["python", "-m", "benchmarks", *_without_out(argv)])
+    asked = [w for before, w in pairwise(["", *argv]) if "--out" not in (before, w)]
+    command = shlex.join(["python", "-m", "benchmarks", *asked])
     report = Report(name, command=command, folder=args.out)
     try:
         status = module.run(report, args)

@@ -10,12 +10,11 @@ where a real GPU would also have tried cuBLAS.
 
 import os
 from argparse import ArgumentParser
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -24,8 +23,7 @@ from jax.experimental.topologies import get_topology_desc
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from ._hlo import Module, shapes
-from ._report import Report, versions
-from ._rivals import TargetUnavailable
+from ._report import Report, TargetUnavailable, versions
 
 
 # What people call it, its platform and its topology.
@@ -140,7 +138,6 @@ def compile_for(
     *args: Any,
     mesh: Mesh | None = None,
     in_specs: Any = None,
-    out_specs: Any = None,
     donate: Sequence[int] = (),
     compiler_options: dict[str, Any] | None = None,
 ) -> "Compiled":
@@ -155,7 +152,6 @@ def compile_for(
     - `mesh`: the devices to run on; by default the first of the target. Make it by
         `target_mesh`.
     - `in_specs`: for each argument a PyTree prefix of `PartitionSpec`; by default replicated.
-    - `out_specs`: the same for the outputs; by default the compiler's choice.
     - `donate`: positions of arguments whose memory the outputs may take over.
     - `compiler_options`: XLA options, such as `CUBLAS`; those of GPUs count for these alone.
 
@@ -167,7 +163,6 @@ def compile_for(
     """
     first, *_ = devices(target)
     dynamic, static = eqx.partition(args, _has_shape)
-    kwargs: dict[str, Any] = {}
     if mesh is None:
         shapes = _placed(dynamic, SingleDeviceSharding(first))
     else:
@@ -175,9 +170,6 @@ def compile_for(
         specs = (PartitionSpec(),) * len(args) if in_specs is None else tuple(in_specs)
         place = lambda spec, tree: _placed(tree, NamedSharding(mesh, spec))
         shapes = jax.tree.map(place, specs, dynamic, is_leaf=is_spec)
-        if out_specs is not None:
-            out = jax.tree.map(partial(NamedSharding, mesh), out_specs, is_leaf=is_spec)
-            kwargs["out_shardings"] = out
 
     def program(*dynamic):
         out = fun(*eqx.combine(dynamic, static))
@@ -187,29 +179,16 @@ def compile_for(
     options = {"xla_gpu_autotune_level": 0, **(compiler_options or {})}
     if _TARGETS[target][1] != "cuda":
         options = {k: v for k, v in options.items() if not k.startswith("xla_gpu_")}
-    lowered = jax.jit(program, donate_argnums=tuple(donate), **kwargs).lower(*shapes)
-    return Compiled.read(target, lowered.compile(compiler_options=options or None))
+    lowered = jax.jit(program, donate_argnums=tuple(donate)).lower(*shapes)
+    executable: Any = lowered.compile(compiler_options=options or None)
+    memory, cost = executable.memory_analysis(), executable.cost_analysis() or {}
+    sizes = memory.temp_size_in_bytes, memory.argument_size_in_bytes
+    told = cost.get("flops"), cost.get("bytes accessed")
+    return Compiled(target, *sizes, *told, executable.as_text())
 
 
 _UNCOUNTED = frozenset({"parameter", "constant", "tuple", "get-tuple-element", "bitcast"})
-_PRODUCTS = frozenset({"dot", "convolution", "ragged-dot", "scaled-dot"})
 _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")
-
-
-class Product(NamedTuple):
-    """The dtypes of a matrix product or convolution, and which pass it belongs to."""
-
-    lhs: str
-    rhs: str
-    out: str
-    direction: str  # "forward" or "backward"
-
-
-class Traffic(NamedTuple):
-    """How many collectives there are of a kind, and the bytes of their results on one device."""
-
-    count: int
-    bytes: int
 
 
 @dataclass(frozen=True)
@@ -227,20 +206,6 @@ class Compiled:
     bytes_accessed: float | None
     text: str = field(repr=False)
 
-    @classmethod
-    def read(cls, target: str, executable: Any) -> "Compiled":
-        """From what `jax.jit(…).lower(…).compile()` returns."""
-        memory = executable.memory_analysis()
-        cost = executable.cost_analysis() or {}
-        return cls(
-            target,
-            memory.temp_size_in_bytes,
-            memory.argument_size_in_bytes,
-            cost.get("flops"),
-            cost.get("bytes accessed"),
-            executable.as_text(),
-        )
-
     @cached_property
     def module(self) -> Module:
         """The program, read."""
@@ -248,18 +213,8 @@ class Compiled:
 
     def costs(self) -> dict[str, float | None]:
         """Of a record."""
-        return {
-            "kernels": self.kernels(),
-            "flops": self.flops,
-            "bytes_accessed": self.bytes_accessed,
-            "temp_bytes": self.temp_bytes,
-        }
-
-    def opcodes(self) -> Counter[str]:
-        """How many operations of each kind, inside fusions too, without parameters, constants,
-        tuples and bitcasts."""
-        opcodes = (i.opcode for _, i in self.module.instructions())
-        return Counter(opcode for opcode in opcodes if opcode not in _UNCOUNTED)
+        counted = {"flops": self.flops, "bytes_accessed": self.bytes_accessed}
+        return {"kernels": self.kernels(), **counted, "temp_bytes": self.temp_bytes}
 
     def kernels(self) -> int:
         """How many operations outside fusions: on a GPU about what is launched in a step.
@@ -272,31 +227,9 @@ class Compiled:
             for c, i in self.module.instructions()
         )
 
-    def products(self) -> Counter[Product]:
-        """The dtypes of all matrix products and convolutions.
-
-        "backward" is what JAX's name stack says comes from a transposition. On a CPU XLA
-        rewrites half-precision products into float32 ones with casts around: look at a GPU's
-        or a TPU's program for what a training step does.
-        """
-        out: Counter[Product] = Counter()
-        for computation, i in self.module.instructions():
-            matmul = any(s in i.target for s in ("matmul", "gemm", "cudnn$conv"))
-            if i.opcode not in _PRODUCTS and not matmul:
-                continue
-            arrays = [self.module.index[computation][name] for name in i.operands[:2]]
-            lhs, rhs, result = (x.shapes[0].dtype for x in (*arrays, i))
-            direction = "backward" if "transpose(" in i.op_name else "forward"
-            out[Product(lhs, rhs, result, direction)] += 1
-        return out
-
-    def operands(self) -> list[str]:
-        """What is multiplied, such as `"f16 × f16"`."""
-        return sorted({f"{p.lhs} × {p.rhs}" for p in self.products()})
-
-    def collectives(self) -> dict[tuple[str, str], Traffic]:
-        """By kind and dtype, what goes over the wires."""
-        out: dict[tuple[str, str], Traffic] = {}
+    def collectives(self) -> dict[tuple[str, str], dict[str, int]]:
+        """By kind and dtype how many there are, and the bytes of their results on one device."""
+        out: dict[tuple[str, str], dict[str, int]] = {}
         for computation, i in self.module.instructions():
             kind = i.opcode.removesuffix("-start")
             if kind not in _COLLECTIVES:
@@ -311,8 +244,9 @@ class Compiled:
                 # TPUs write a reduce-scatter as an all-reduce whose slice is kept.
                 kind, factor = "reduce-scatter", len(devices(self.target))
             for array in shapes(type_):
-                count, size = out.get((kind, array.dtype), Traffic(0, 0))
-                out[kind, array.dtype] = Traffic(count + 1, size + array.bytes // factor)
+                sent = out.setdefault((kind, array.dtype), {"count": 0, "bytes": 0})
+                sent["count"] += 1
+                sent["bytes"] += array.bytes // factor
         return out
 
 

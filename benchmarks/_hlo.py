@@ -31,9 +31,7 @@ BOOKKEEPING = frozenset(
 
 def bits(dtype: str) -> int | None:
     """Of an element; `None` for what is no dtype."""
-    if dtype.startswith("f8"):
-        return 8
-    return _BITS.get(dtype)
+    return 8 if dtype.startswith("f8") else _BITS.get(dtype)
 
 
 class Shape(NamedTuple):
@@ -124,11 +122,8 @@ def _instruction(root: bool, name: str, rest: str) -> Instruction:
     opcode, _, _ = rest.partition("(")
     end = _closing(rest, len(opcode))
     inside = rest[len(opcode) + 1 : end]
-    if opcode == "parameter":
-        operands = (inside.strip(),)
-    else:
-        operands = tuple(re.findall(r"%([^\s,()]+)", inside))
-    return Instruction(name, type_, opcode, operands, rest[end + 1 :], root)
+    operands = [inside.strip()] if opcode == "parameter" else re.findall(r"%([^\s,()]+)", inside)
+    return Instruction(name, type_, opcode, tuple(operands), rest[end + 1 :], root)
 
 
 @dataclass(frozen=True)
@@ -221,22 +216,17 @@ class Module:
             and not file.endswith(tuple(without))
         )
         frame = int(i.text(r"stack_frame_id=(\d+)") or 0)
+        entry = lambda table, key: self.tables.get(table, {}).get(key, "").strip('"')
         for _ in range(100):
-            numbers = _numbers(self.tables.get("StackFrames", {}).get(frame, ""))
-            if not numbers:
+            if not (numbers := _numbers(entry("StackFrames", frame))):
                 break
-            place = _numbers(
-                self.tables.get("FileLocations", {}).get(numbers["file_location_id"], "")
-            )
-            file = self._name("FileNames", place.get("file_name_id", 0))
+            place = _numbers(entry("FileLocations", numbers["file_location_id"]))
+            file = entry("FileNames", place.get("file_name_id", 0))
             if file and fits(file):
-                function = self._name("FunctionNames", place.get("function_name_id", 0))
+                function = entry("FunctionNames", place.get("function_name_id", 0))
                 return f"{'/'.join(file.split('/')[-2:])}:{place.get('line', 0)} {function}"
             frame = numbers.get("parent_frame_id", 1) - 1
         return ""
-
-    def _name(self, table: str, key: int) -> str:
-        return self.tables.get(table, {}).get(key, "").strip('"')
 
 
 class Launch(NamedTuple):

@@ -33,14 +33,6 @@ def dense(params: list, h: Any, activation: Callable = jnp.tanh) -> Any:
     return h @ weight + bias
 
 
-def mlp(size: int, width: int, key: Any) -> Any:
-    return eqx.nn.MLP(size, "scalar", width, 4, activation=jnp.tanh, key=key)
-
-
-def coordinate_mlp(size: int, width: int, key: Any) -> Any:
-    return mpx.nn.CoordinateMLP(size, "scalar", width, 4, key=key)
-
-
 def siren(size: int, width: int, key: Any) -> Any:
     """Sitzmann et al., 2020, with a frequency of 5 instead of 30, for points in the unit cube."""
 
@@ -179,8 +171,8 @@ def deeponet(size: int, width: int, key: Any) -> Any:
 
 
 NETWORKS: dict[str, Callable[[int, int, Any], Any]] = {
-    "eqx.nn.MLP": mlp,
-    "CoordinateMLP": coordinate_mlp,
+    "eqx.nn.MLP": lambda n, m, key: eqx.nn.MLP(n, "scalar", m, 4, jnp.tanh, key=key),
+    "CoordinateMLP": lambda n, m, key: mpx.nn.CoordinateMLP(n, "scalar", m, 4, key=key),
     "SIREN": siren,
     "PirateNet": pirate,
     "KAN": kan,

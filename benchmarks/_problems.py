@@ -1,21 +1,60 @@
-"""The problems of `examples/problems`, in the precisions of their runner and in others: those that
-a CPU only emulates, and derivatives of two evaluations."""
+"""The examples and problems that benchmarks train: in the precisions of their runner, in TF32,
+which a CPU only emulates, and by derivatives of two evaluations."""
 
 import importlib
 import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
+import jax
+from jax import lax
+
 import mpx_pde as mpx
+from examples import problems as problems
+from examples.problems._runner import PRECISIONS, QUICK_STEPS, Trainer
+from mpx_pde.interpret._jaxpr import bodies_of, is_container, own_bind, walk
+from mpx_pde.interpret._rebind import rebind
 
-from ._tf32 import emulate_tf32
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+PRODUCTS = ("dot_general", "mixed_dot_general")
 
 
-def _as_it_is(step: Callable) -> Callable:
-    return step
+def load_example(name: str) -> ModuleType:
+    """A module of `examples/` by its file name."""
+    if str(EXAMPLES) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES))
+    return importlib.import_module(name)
+
+
+def emulate_tf32(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun` of PyTrees of arrays, with the operands of all products rounded to the 10 bits of TF32:
+    the arithmetic of an NVIDIA GPU's default float32 product, without its speed.
+
+    Derivatives are taken inside `fun`, so that their products are rounded like all others.
+    """
+
+    def emulated(*args):
+        closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+        out = _evaluate(closed, *jax.tree.leaves(args))
+        return jax.tree.unflatten(jax.tree.structure(shape), out)
+
+    return emulated
+
+
+def _evaluate(closed: Any, *args: Any) -> list[Any]:
+    def evaluate(_, eqn, inputs):
+        if is_container(eqn):
+            return rebind(eqn, inputs, [partial(_evaluate, body) for body in bodies_of(eqn)])
+        if eqn.primitive.name in PRODUCTS:
+            inputs = [lax.reduce_precision(x, 8, 10) for x in inputs]
+        return own_bind(eqn, inputs)
+
+    return walk(closed.jaxpr, closed.consts, args, lambda literal: literal.val, evaluate)
 
 
 def _refined(step: Callable) -> Callable:
@@ -33,35 +72,22 @@ def _refined(step: Callable) -> Callable:
     return step
 
 
-OTHERS: dict[str, tuple[str, Callable[[Callable], Callable]]] = {
-    "tensorfloat32-emulated": ("float32", emulate_tf32),
-    "forward-bfloat16_x3-float16-emulated": ("forward-bfloat16_x3-float16", _as_it_is),
-    "forward-bfloat16_x3-bfloat16-emulated": ("forward-bfloat16_x3-bfloat16", _as_it_is),
-    "refined-bfloat16": ("float32", _refined),
+OTHERS: dict[str, Callable[[Callable], Callable]] = {
+    "tensorfloat32": emulate_tf32,
+    "refined-bfloat16": _refined,
 }
-"""By name, the precision of the runner, and what makes the step another. On a CPU the library
-itself computes split products out of float32 ones."""
-
-
-def problems() -> Any:
-    """The package of problems, from the repository that this one is in."""
-    root = str(Path(__file__).parent.parent)
-    if root not in sys.path:
-        sys.path.insert(0, root)
-    return importlib.import_module("examples.problems")
+"""What makes the step in float32 one in a precision that the runner does not know."""
 
 
 def trainer(
     name: str, precision: str, *, optimizer: str | None, steps: int | None, quick: bool = False
-) -> Any:
+) -> Trainer:
     """What trains a problem in a precision, those of `OTHERS` too."""
-    package = problems()
-    runner = importlib.import_module("examples.problems._runner")
-    steps = steps or (runner.QUICK_STEPS if quick else None)
-    known, transform = OTHERS.get(precision, (precision, _as_it_is))
-    if known not in runner.PRECISIONS:
-        choice = ", ".join((*runner.PRECISIONS, *OTHERS))
+    if precision not in (*PRECISIONS, *OTHERS):
+        choice = ", ".join((*PRECISIONS, *OTHERS))
         raise ValueError(f"there is no precision `{precision}`; there are {choice}.")
-    given = {"optimizer": optimizer, "steps": steps, "transform": transform}
-    problem = package.load(name)
-    return runner.Trainer((problem.quick if quick else None) or problem, known, **given)
+    problem = problems.load(name)
+    given = {"optimizer": optimizer, "steps": steps or (QUICK_STEPS if quick else None)}
+    known = "float32" if precision in OTHERS else precision
+    given["transform"] = OTHERS.get(precision, lambda step: step)
+    return Trainer((problem.quick if quick else None) or problem, known, **given)

@@ -1,26 +1,62 @@
-"""What every benchmark shares: the header, the clock, the tables and the JSON file."""
+"""What every benchmark shares: rivals that may be missing, header, clock and results."""
 
+import importlib
 import json
 import os
 import platform
 import random
 import re
-import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 import jax
+import numpy as np
 
-from ._history import commit, is_code_of
-from ._rivals import RIVALS, RivalMissing, TargetUnavailable, failure, require
+from ._tables._format import ROOT, Table
 
 
 T = TypeVar("T")
+
+
+class RivalMissing(ImportError):
+    """A library to compare with is not installed."""
+
+
+class TargetUnavailable(RuntimeError):
+    """The compiler for a target is not installed."""
+
+
+RIVALS = {name: name for name in ("jmp", "torch", "folx")}
+RIVALS |= {"mpx": "mixed-precision-for-JAX", "neuralop": "neuraloperator"}
+"""Of each module the package that it comes in."""
+
+
+def require(module: str) -> ModuleType:
+    """Imports one of `RIVALS`.
+
+    **Raises:** `RivalMissing`, with the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as e:
+        if e.name != module:
+            raise
+        raise RivalMissing(
+            f'{RIVALS[module]} is not installed: `pip install -e ".[rivals]"` brings all rivals.'
+        ) from e
+
+
+def failure(error: BaseException) -> str:
+    """What went wrong with a rival, in one line for a table."""
+    first = str(error).strip().split("\n", 1)[0]
+    return f"{type(error).__name__}: {first[:200]}" if first else type(error).__name__
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
@@ -30,6 +66,46 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
         with suppress(PackageNotFoundError):
             found[package] = version(package)
     return found
+
+
+# --- The code of a result --------------------------------------------------------------------
+
+CODE = ("mpx_pde", "examples", "benchmarks/*.py")
+"""What a result depends on, as git's patterns."""
+
+
+def _git(*args: str) -> str | None:
+    """What git prints; `None` where it fails, or is not there."""
+    try:
+        done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
+
+
+def is_code_of(commit: str) -> bool:
+    """Whether the code is as it was at a commit, as `commit` writes it."""
+    name = commit.split(" ")[0]
+    return not name.endswith("+") and _git("diff", "--quiet", name, "--", *CODE) is not None
+
+
+def commit() -> str:
+    """The commit of the code and its date, such as `40f9e21 of 2026-11-23`; a `+` behind the hash
+    where files of the code differ from it."""
+    told = _git("log", "-1", "--format=%h of %cs")
+    if told is None:
+        return "unknown"
+    return told if is_code_of(told) else told.replace(" ", "+ ", 1)
+
+
+def changes_since(commit: str) -> int | None:
+    """How many commits have changed the library since then; `None` where git does not know it."""
+    name = commit.split(" ")[0].rstrip("+")
+    told = _git("rev-list", "--count", f"{name}..HEAD", "--", "mpx_pde")
+    return None if told is None else int(told)
+
+
+# --- Where it was taken ----------------------------------------------------------------------
 
 
 def _processor() -> str:
@@ -56,34 +132,18 @@ def environment(command: str) -> dict[str, Any]:
     }
 
 
-class Timing(NamedTuple):
+def timing(seconds: Sequence[float]) -> dict[str, float]:
     """Seconds per call: the median and the quartiles over all rounds."""
-
-    median: float
-    lower: float
-    upper: float
-    rounds: int
-
-    @classmethod
-    def of(cls, seconds: Sequence[float]) -> "Timing":
-        """From one number for each round."""
-        if len(seconds) == 1:
-            return cls(seconds[0], seconds[0], seconds[0], 1)
-        lower, median, upper = statistics.quantiles(seconds, n=4, method="inclusive")
-        return cls(median, lower, upper, len(seconds))
-
-    def __str__(self) -> str:
-        unit, name = (1e3, "ms") if self.median < 1 else (1.0, "s")
-        low, mid, high = (f"{x * unit:.4g}" for x in (self.lower, self.median, self.upper))
-        return f"{mid} [{low}, {high}] {name}"
+    lower, median, upper = np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
+    return {"median": median, "lower": lower, "upper": upper, "rounds": len(seconds)}
 
 
 PAUSE = 0.02  # seconds; threads of OpenMP spin for some milliseconds
 
 
 def interleave(
-    rivals: Mapping[str, Callable[[], Any]], *, rounds: int, calls: int = 1, warmup: int = 2
-) -> dict[str, Timing]:
+    rivals: Mapping[str, Callable[[], Any]], *, rounds: int, warmup: int = 2
+) -> dict[str, dict[str, float]]:
     """Times the rivals in turn, so that a machine that slows down slows down all of them.
 
     **Arguments:**
@@ -92,12 +152,11 @@ def interleave(
     - `rounds`: how often each is timed, in an order that differs between rounds, and each time
         after a pause and an untimed call: another rival leaves its data in the caches, and threads
         that spin for a while.
-    - `calls`: calls within one measurement; more for those far below a millisecond.
     - `warmup`: untimed calls of each first, compilation among them.
 
     **Returns:**
 
-    For each rival its [`Timing`][benchmarks._report.Timing].
+    For each rival its `timing`.
     """
     for function in rivals.values():
         for _ in range(warmup):
@@ -109,27 +168,9 @@ def interleave(
             time.sleep(PAUSE)
             jax.block_until_ready(rivals[name]())
             begin = time.perf_counter()
-            for _ in range(calls):
-                out = rivals[name]()
-            jax.block_until_ready(out)
-            seconds[name].append((time.perf_counter() - begin) / calls)
-    return {name: Timing.of(values) for name, values in seconds.items()}
-
-
-NONE = "–"
-
-
-def _text(value: Any) -> str:
-    """A value of a record; of a series the last."""
-    if value is None:
-        return NONE
-    if isinstance(value, Mapping):
-        if value.keys() == set(Timing._fields):
-            return str(Timing(**value))
-        return ", ".join(f"{key} {_text(x)}" for key, x in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(value) if all(isinstance(x, str) for x in value) else _text(value[-1])
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+            jax.block_until_ready(rivals[name]())
+            seconds[name].append(time.perf_counter() - begin)
+    return {name: timing(values) for name, values in seconds.items()}
 
 
 class Report:
@@ -143,47 +184,28 @@ class Report:
         self.name, self.folder = name, folder
         self.environment = environment(command)
         self.sections: dict[str, list[dict[str, Any]]] = {}
-        self._missing: set[tuple[str, ...]] = set()
         print(f"# {name}\n")
         for key, value in self.environment.items():
             if value != "":
                 print(f"- {key}: {value}")
 
     def record(self, section: str, **fields: Any) -> dict[str, Any]:
-        """Adds one record to a section. A `Timing` becomes a dict of its fields."""
-        plain = {k: v._asdict() if isinstance(v, Timing) else v for k, v in fields.items()}
-        self.sections.setdefault(section, []).append(plain)
-        return plain
-
-    def attempt(
-        self, section: str, where: dict[str, Any], make: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any]:
-        """Adds a record of where something is tried and what it comes to, or how it fails."""
-        try:
-            found = make()
-        except TargetUnavailable:
-            raise
-        except Exception as error:  # whatever it is, it is what there is to show
-            found = {"failed": failure(error)}
-        return self.record(section, **where, **found)
+        """Adds one record to a section."""
+        self.sections.setdefault(section, []).append(fields)
+        return fields
 
     def show(self) -> None:
         """Prints each section as a Markdown table. Of a series the last entry stands there, the
         rest is in the file."""
-        from ._tables._format import markdown
+        for section in self.sections:
+            print(f"\n## {section}\n\n{Table(self.name, section)(self.data)}", flush=True)
 
-        for section, records in self.sections.items():
-            names = list(dict.fromkeys(name for record in records for name in record))
-            rows = ([_text(record.get(name)) for name in names] for record in records)
-            print(f"\n## {section}\n\n{markdown(names, rows)}", flush=True)
-
-    def page(self, *tables: str) -> None:
-        """Prints tables as the pages have them, with what this run has found."""
-        from ._tables import table
-
-        data = {"environment": self.environment, **self.sections}
-        for name in tables:
-            print(f"\n{table(name)(data)}", flush=True)
+    @property
+    def data(self) -> dict[str, Any]:
+        """What the file holds."""
+        rivals = versions(package for name, package in RIVALS.items() if name in sys.modules)
+        environment = {**self.environment, **rivals}
+        return {"benchmark": self.name, "environment": environment, **self.sections}
 
     def note(self, text: str) -> None:
         """Prints a remark."""
@@ -214,14 +236,13 @@ class Report:
         """Whether there is a record with these fields."""
         return any(fields.items() <= record.items() for record in self.sections.get(section, []))
 
-    def missing(
-        self, section: str, keys: Iterable[dict[str, Any]], minutes: float | None = None
-    ) -> Iterator[dict[str, Any]]:
-        """Those of the keys that no record has yet, until the time is over. The file is written
-        after each: a run of hours that is cut short has shown something."""
-        for key in self.within(minutes, (key for key in keys if not self.has(section, **key))):
-            yield key
-            self.save()
+    def missing(self, section: str, keys: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Those of the keys that no record has yet. The file is written after each: a run of hours
+        that is cut short has shown something."""
+        for key in keys:
+            if not self.has(section, **key):
+                yield key
+                self.save()
 
     def within(self, minutes: float | None, items: Iterable[T]) -> Iterator[T]:
         """The items one by one, until the time is over; a note says how many are left then."""
@@ -235,25 +256,17 @@ class Report:
             self.note(f"{left} are left out, for {minutes:g} minutes have passed.")
 
     def installed(self, *modules: str) -> bool:
-        """Whether libraries to compare with are there; a note says so, once, if not."""
+        """Whether libraries to compare with are there; a note says so if not."""
         try:
             list(map(require, modules))
         except RivalMissing as error:
-            if modules not in self._missing:
-                self.note(f"Left out: {error}")
-                self._missing.add(modules)
+            self.note(f"Left out: {error}")
             return False
         return True
 
     def save(self) -> Path:
         """Writes the file."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        rivals = versions(package for name, package in RIVALS.items() if name in sys.modules)
-        content = {
-            "benchmark": self.name,
-            "environment": {**self.environment, **rivals},
-            **self.sections,
-        }
-        text = json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+        text = json.dumps(self.data, indent=1, ensure_ascii=False) + "\n"
         self.path.write_text(text, encoding="utf-8")
         return self.path

@@ -18,7 +18,7 @@ Nothing runs: every time is a prediction, under the assumptions of `_chips.py` a
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from ._chips import WEIGHTS, Chip
@@ -36,6 +36,7 @@ _SLICES = frozenset({"slice", "dynamic-slice", "gather"})
 _REDUCTIONS = frozenset({"reduce", "reduce-window"})
 _PRODUCTS = ("matmul", "gemm", "cudnn$conv")
 
+SECONDS = ("seconds", "seconds_with_arithmetic", "seconds_by_xla")
 KINDS = ("products", "elementwise", "reductions", "layout", "FFT", "other")
 
 
@@ -50,12 +51,11 @@ class Kernel:
     - `own_seconds`: XLA's estimate, where its compiler wrote one.
     """
 
-    name: str
-    kind: str
     type: str
+    kind: str
     read: int
     written: int
-    products: dict[str, float]
+    products: Mapping[str, float]
     arithmetic: float
     times: int
     line: str
@@ -66,18 +66,17 @@ class Kernel:
         return self.read + self.written
 
     def memory_seconds(self, chip: Chip) -> float:
-        return self.bytes / (chip.memory * chip.memory_share)
+        return self.bytes / chip.memory.kept
 
     def product_seconds(self, chip: Chip) -> float:
-        return sum(n / chip.product_rate(kind) for kind, n in self.products.items())
+        return sum(n / chip.products[kind].kept for kind, n in self.products.items())
 
     def seconds(self, chip: Chip) -> float:
         """By memory and products alone."""
         return max(self.memory_seconds(chip), self.product_seconds(chip), chip.launch)
 
     def seconds_with_arithmetic(self, chip: Chip) -> float:
-        arithmetic = self.arithmetic / (chip.arithmetic * chip.arithmetic_share)
-        return max(self.seconds(chip), arithmetic)
+        return max(self.seconds(chip), self.arithmetic / chip.arithmetic.kept)
 
     def seconds_by_xla(self, chip: Chip) -> float:
         """XLA's estimate of fusions. Those of products and FFTs are no use, nor is that of a fused
@@ -104,7 +103,6 @@ class Roofline:
         self.module = module
         self._folders, self._without = tuple(folders), tuple(without)
         self._demands: dict[str, dict[str, float]] = {}
-        self._fused_products: dict[str, set[str]] = {}
 
     def kernels(self) -> list[Kernel]:
         return [self._kernel(launch) for launch in self.module.launched()]
@@ -112,31 +110,18 @@ class Roofline:
     def _kernel(self, launch: Launch) -> Kernel:
         i, index = launch.instruction, self.module.index[launch.computation]
         products: Counter[str] = Counter()
-        arithmetic, opcodes = 0.0, {i.opcode}
         if i.opcode == "fusion":
             read, written = self._fusion_traffic(i, index)
             arithmetic, opcodes = self._work(i.called, products)
         else:
             read, written = _traffic(i, index)
-            if (product := _product(i, index)) is not None:
-                products.update(dict([product]))
-                opcodes = {"dot"}
-            elif i.opcode in _REDUCTIONS:
-                arithmetic = max(index[o].elements for o in i.operands)
-            elif i.opcode not in _FREE and i.opcode not in ("custom-call", "fft", "scatter"):
-                arithmetic = i.elements * WEIGHTS.get(i.opcode, 1)
-        return Kernel(
-            i.name,
-            _kind(i, opcodes),
-            i.type,
-            int(read),
-            int(written),
-            dict(products),
-            arithmetic,
-            launch.times,
-            self.module.line_of(i, self._folders, self._without),
-            _own_seconds(i),
-        )
+            opaque = i.opcode in ("custom-call", "fft", "scatter")
+            need = lambda name: 0 if opaque else index[name].elements
+            arithmetic = _work_of(i, index, need, products)
+            opcodes = {"dot"} if products else {i.opcode}
+        line = self.module.line_of(i, self._folders, self._without)
+        costs = int(read), int(written), dict(products), arithmetic
+        return Kernel(i.type, _kind(i, opcodes), *costs, launch.times, line, _own_seconds(i))
 
     # Bytes.
 
@@ -162,23 +147,19 @@ class Roofline:
 
     def _asked(self, i: Instruction, k: int, n: float, full: int) -> float:
         """How many of the `full` elements of operand `k` it takes for `n` of the result."""
-        if i.opcode in _SLICES:
-            return min(n, full) if k == 0 else full
-        if i.opcode == "dynamic-update-slice":
-            return 0 if k == 0 and i.root else min(n, full)
-        if i.opcode == "scatter":
-            return 0 if k == 0 else full
-        if i.opcode in ("tuple", "dot", "convolution"):
-            return full
-        if i.opcode in ("concatenate", "pad"):
-            return full * n / max(i.elements, 1)
-        if i.opcode in _REDUCTIONS:
-            return full * min(1.0, n / max(i.elements, 1) * (len(i.shapes) or 1))
+        whole = max(i.elements, 1)
         if i.opcode == "fusion":
             body = self.module.computations[i.called]
             name = next(j.name for j in body if j.opcode == "parameter" and j.operands == (str(k),))
             return self._demand(i.called)[name]
-        return min(full, n)
+        if i.opcode in _REDUCTIONS:
+            return full * min(1.0, n / whole * (len(i.shapes) or 1))
+        if i.opcode in ("concatenate", "pad"):
+            return full * n / whole
+        if i.opcode in ("tuple", "dot", "convolution") or (k and i.opcode in (*_SLICES, "scatter")):
+            return full
+        overwritten = i.opcode == "scatter" or (i.opcode == "dynamic-update-slice" and i.root)
+        return 0 if overwritten and k == 0 else min(full, n)
 
     def _fusion_traffic(self, i: Instruction, index: dict[str, Instruction]) -> tuple[float, float]:
         body, need = self.module.computations[i.called], self._demand(i.called)
@@ -207,40 +188,47 @@ class Roofline:
 
     def _work(self, computation: str, products: Counter[str]) -> tuple[float, set[str]]:
         """Weighted arithmetic of a fusion and its opcodes; its products are added to those."""
-        index, need = self.module.index[computation], self._demand(computation)
+        body, index = self.module.computations[computation], self.module.index[computation]
+        need, multiplied_on = self._demand(computation), _multiplied_on(body)
         arithmetic, opcodes = 0.0, set[str]()
-        for i in self.module.computations[computation]:
+        for i in body:
             if i.opcode == "fusion":
                 more, inside = self._work(i.called, products)
                 arithmetic, opcodes = arithmetic + more, opcodes | inside
                 continue
             opcodes.add(i.opcode)
-            if (product := _product(i, index)) is not None:
-                products.update(dict([product]))
-            elif i.opcode in _REDUCTIONS:
-                arithmetic += max(need[o] for o in i.operands)
-            elif i.opcode not in _FREE and i.name not in self._multiplied_on(computation):
-                arithmetic += need[i.name] * WEIGHTS.get(i.opcode, 1)
+            if i.name not in multiplied_on:
+                arithmetic += _work_of(i, index, need.__getitem__, products)
         return arithmetic, opcodes
 
-    def _multiplied_on(self, computation: str) -> set[str]:
-        """Multiplications that are one operation with the sum that alone they go into. A sum takes
-        in one."""
-        if computation not in self._fused_products:
-            users: defaultdict[str, list[Instruction]] = defaultdict(list)
-            for i in self.module.computations[computation]:
-                for o in i.operands:
-                    users[o].append(i)
-            found, taken = set[str](), set[str]()
-            for i in self.module.computations[computation]:
-                if i.opcode != "multiply" or len(users[i.name]) != 1:
-                    continue
-                (user,) = users[i.name]
-                if user.opcode in ("add", "subtract") and user.name not in taken:
-                    found.add(i.name)
-                    taken.add(user.name)
-            self._fused_products[computation] = found
-        return self._fused_products[computation]
+
+def _work_of(
+    i: Instruction,
+    index: dict[str, Instruction],
+    need: Callable[[str], float],
+    products: Counter[str],
+) -> float:
+    """Weighted arithmetic of an instruction; a product is added to those instead."""
+    if (product := _product(i, index)) is not None:
+        products.update(dict([product]))
+        return 0.0
+    if i.opcode in _REDUCTIONS:
+        return max(map(need, i.operands))
+    return 0.0 if i.opcode in _FREE else need(i.name) * WEIGHTS.get(i.opcode, 1)
+
+
+def _multiplied_on(body: Iterable[Instruction]) -> set[str]:
+    """Multiplications that are one operation with the sum that alone they go into. A sum takes in
+    one."""
+    users: defaultdict[str, list[Instruction]] = defaultdict(list)
+    for i in body:
+        for o in i.operands:
+            users[o].append(i)
+    found: dict[str, str] = {}
+    for i in body:
+        if i.opcode == "multiply" and [u.opcode for u in users[i.name]] in (["add"], ["subtract"]):
+            found.setdefault(users[i.name][0].name, i.name)
+    return set(found.values())
 
 
 def _traffic(i: Instruction, index: dict[str, Instruction]) -> tuple[float, float]:
@@ -311,14 +299,9 @@ def _counted(left: Shape, attributes: str, operations: float) -> tuple[str, floa
 
 
 def _product_kind(dtype: str, algorithm: str, attributes: str) -> str:
-    if dtype in ("f16", "bf16"):
-        return "half"
-    if dtype.startswith("f8"):
-        return "f8"
-    if dtype == "f64":
-        return "f64"
     if dtype not in ("f32", "c64"):
-        return "int"
+        known = {"f16": "half", "bf16": "half", "f64": "f64"}
+        return known.get(dtype, "f8" if dtype.startswith("f8") else "int")
     if "tf32" in algorithm:
         return "tf32"
     if "bf16" in algorithm:
@@ -348,23 +331,17 @@ def summary(kernels: list[Kernel], chip: Chip) -> dict:
     """What a program takes, as one record: seconds as a range, bytes and operations."""
     total = lambda f: float(sum(f(k) * k.times for k in kernels))
     products: defaultdict[str, float] = defaultdict(float)
+    by_kind = {kind: {"kernels": 0, "seconds": 0.0} for kind in KINDS}
     for k in kernels:
         for kind, n in k.products.items():
             products[kind] += n * k.times
-    by_kind = {
-        kind: {
-            "kernels": sum(k.times for k in kernels if k.kind == kind),
-            "seconds": total(lambda k, kind=kind: k.seconds(chip) * (k.kind == kind)),
-        }
-        for kind in KINDS
-    }
+        by_kind[k.kind]["kernels"] += k.times
+        by_kind[k.kind]["seconds"] += k.seconds(chip) * k.times
     return {
         "kernels": sum(k.times for k in kernels),
         "bytes": total(lambda k: k.bytes),
         "operations": {kind: float(n) for kind, n in sorted(products.items())},
-        "seconds": total(lambda k: k.seconds(chip)),
-        "seconds_with_arithmetic": total(lambda k: k.seconds_with_arithmetic(chip)),
-        "seconds_by_xla": total(lambda k: k.seconds_by_xla(chip)),
+        **{s: total(lambda k, s=s: getattr(k, s)(chip)) for s in SECONDS},
         "by_kind": by_kind,
     }
 

@@ -13,52 +13,48 @@ else to do:
     nice -n 19 python -m benchmarks breadth --resume --seeds 0 1 2
 
 `--page precisions` trains what *Choosing a precision* compares: other precisions too, and
-L-BFGS behind Adam.
+L-BFGS behind Adam. `--time` instead times the steps of some problems in float64 and below, which
+take turns.
 """
 
 import argparse
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 
 from ._problems import problems, trainer
-from ._report import Report
+from ._report import Report, interleave
 
 
 class Page(NamedTuple):
-    """What a page compares, in the order of the trainings."""
+    """What a page compares, in the order of the trainings: precisions and problems, all without."""
 
-    precisions: tuple[str, ...]
+    precisions: str
     optimizer: str | None = None  # None for the problem's own
-    problems: tuple[str, ...] = ()  # none for all
+    problems: str = ""
 
 
 PAGES = {
     "breadth": Page(
-        (
-            *("float32", "forward-float32-float16", "forward-float32-bfloat16"),
-            *("float16", "bfloat16", "float32-rounded", "float32-dropped", "naive-float16"),
-            *("autocast-float16", "autocast-bfloat16"),
-        )
+        "float32 forward-float32-float16 forward-float32-bfloat16 float16 bfloat16 float32-rounded "
+        "float32-dropped naive-float16 autocast-float16 autocast-bfloat16"
     ),
     "precisions": Page(
-        (
-            *("float32", "forward-float32-float16", "forward-float32-bfloat16"),
-            *("refined-bfloat16", "tensorfloat32-emulated"),
-            "forward-bfloat16_x3-float16-emulated",
-            *("forward-bfloat16_x3-bfloat16-emulated", "float16", "bfloat16"),
-            *("float64", "forward-float64-float32"),
-            *("float32-rounded", "float32-dropped"),
-        ),
+        "float32 forward-float32-float16 forward-float32-bfloat16 refined-bfloat16 tensorfloat32 "
+        "forward-bfloat16_x3-float16 forward-bfloat16_x3-bfloat16 float16 bfloat16 float64 "
+        "forward-float64-float32 float32-rounded float32-dropped",
         "adam+lbfgs",  # which is a training by Adam as well
-        (
-            *("convection", "reaction", "wave_1d", "allen_cahn"),  # as in PINN_FP64
-            *("burgers_1d", "helmholtz", "cavity", "heat_sink", "poisson_1000d"),
-            *("kovasznay", "klein_gordon", "taylor_green", "fisher"),
-        ),
+        # As in PINN_FP64, and others.
+        "convection reaction wave_1d allen_cahn burgers_1d helmholtz cavity heat_sink "
+        "poisson_1000d kovasznay klein_gordon taylor_green fisher",
     ),
 }
+TIMED = ("float64", "forward-float64-float32", "float32")
+TIMED_PROBLEMS = ("helmholtz", "kovasznay", "klein_gordon", "cavity")
+STEPS, ROUNDS = 20, 20  # in a timed call, and of the clock
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,19 +65,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="by default those of the problem")
     parser.add_argument("--minutes", type=float, help="begin no training after that many")
+    parser.add_argument("--time", action="store_true", help="time steps, and train nothing")
     parser.add_argument("--resume", action="store_true", help="keep the trainings in the file")
 
 
+def steps(problem: str, precision: str) -> Callable[[], Any]:
+    """A call of compiled steps of a problem."""
+    training = trainer(problem, precision, optimizer=None, steps=STEPS)
+    with training.types():
+        state, key = training.initial(0)
+        points = training.next_points(state.model, key)
+        operands = eqx.filter(state, eqx.is_array), points
+        run = training.steps_of(state).lower(*operands).compile()
+
+    def call():
+        with training.types():
+            return run(*operands)
+
+    return call
+
+
 def run(report: Report, args: argparse.Namespace) -> None:
+    if args.time:
+        report.name = "breadth-time"
+        for name in args.problems or TIMED_PROBLEMS[: 1 if args.quick else None]:
+            calls = {precision: steps(name, precision) for precision in TIMED}
+            for precision, seconds in interleave(calls, rounds=2 if args.quick else ROUNDS).items():
+                where = {"problem": name, "title": problems.load(name).title}
+                report.record("steps", **where, precision=precision, steps=STEPS, seconds=seconds)
+        return
     if args.page != "breadth":
         report.name = f"breadth-{args.page}"
     page = PAGES[args.page]
     if args.resume:
         report.resume("trainings", "earlier")
-    names = args.problems or page.problems or problems().names()
+    names = args.problems or page.problems.split() or problems.names()
     optimizer = args.optimizer or page.optimizer
     given = {"optimizer": optimizer, "steps": args.steps, "quick": args.quick}
-    wanted = itertools.product(names, args.precision or page.precisions)
+    wanted = itertools.product(names, args.precision or page.precisions.split())
     for name, precision in report.within(args.minutes, wanted):
         training = trainer(name, precision, **given)
         about = {"problem": name, "precision": precision, "steps": training.steps}

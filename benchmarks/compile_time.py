@@ -1,7 +1,7 @@
 """How long do tracing and compiling take? Training steps in float32, by the library and its rivals.
 
-The PINN solves the heat equation with a 64 × 4 network. Its first step is plain float32 with
-`jax.hessian`; the others take `partials` in float32, with `forward="float32"`, by casting and by
+The PINN is that of `foreign_step` with a 64 × 4 network. Its first step is plain float32 with
+`jax.hessian`; the others take `partials` in float32, by casting, with `forward="float32"` and by
 autocast. An MLP, a Fourier neural operator and a vision transformer with 6 blocks follow, with the
 steps of `_steps.py`.
 
@@ -22,71 +22,39 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 
-import mpx_pde as mpx
-
-from . import fno_step, overhead, vit_step
-from ._report import Report, Timing
-from ._rivals import failure
-from ._steps import START, Rival, Task, alone, by_library, in_float32, policy_of, rivals
+from . import fno_step, foreign_step, overhead, vit_step
+from ._report import Report, failure, timing
+from ._steps import Rival, Task, by_library, in_float32, policy_of, rivals
 
 
 STAGES = ("trace", "lower", "compile")
 
 
-def by_hessian(model, batch):
-    """The loss of `overhead.heat`, with its derivatives by JAX."""
-    points, source = batch
-    u_t = jax.vmap(jax.grad(model))(points)[:, 0]
-    u_xx = jax.vmap(jax.hessian(model))(points)[:, 1, 1]
-    return jnp.mean((u_t - 0.1 * u_xx - source) ** 2)
-
-
-def by_partials(model, batch, *, derivatives=None):
-    """The same by `mpx_pde.partials`."""
-    points, source = batch
-    terms = mpx.partials(model, ["u_t", "u_xx"], coords="tx", outputs="u", scaling=derivatives)
-    d = jax.vmap(terms)(points)
-    return jnp.mean((d["u_t"] - 0.1 * d["u_xx"] - source) ** 2)
-
-
-def pinn_rivals() -> dict[str, Rival]:
-    loss, policy = alone(by_partials), policy_of("float16")
-    derivatives = partial(mpx.DerivativeScaling.per_direction, "tx", order=2)
-    scaling = lambda: mpx.Scaling(mpx.DynamicLossScaling(START), derivatives())
-    half = {
-        "mpx_pde, forward float32": {"forward": "float32"},
-        "mpx_pde": {"keep_full": (False, True)},
-        "mpx_pde, autocast": {"autocast": True},
-    }
-    return {
-        "float32": in_float32(alone(by_hessian)),
-        "mpx_pde, partials in float32": by_library(loss, use_mixed_precision=False),
-        **{
-            name: by_library(loss, policy=policy, **given)._replace(scaling=scaling)
-            for name, given in half.items()
-        },
-    }
-
-
 def tasks(quick: bool) -> dict[str, Task]:
     """By network, each with its rivals, float32 first."""
-    mlp, pinn = (problem.task() for problem in overhead.PROBLEMS[:2])
+    pinn = foreign_step.task("eqx.nn.MLP", 64, 1024)
+    halves = {
+        "mpx_pde": {},
+        "mpx_pde, forward float32": {"forward": "float32"},
+        "mpx_pde, autocast": {"autocast": True},
+    }
+    of_pinn = {
+        "float32": pinn.rivals["float32"],
+        "mpx_pde, partials in float32": pinn.rivals["mpx_pde float32"],
+        **{name: foreign_step.by_library("float16", **given) for name, given in halves.items()},
+    }
     size = fno_step.QUICK[0] if quick else fno_step.Size(32, 16, 24, 16)
     network = partial(fno_step.network, size, "dft")
     loss = partial(fno_step.loss, lambda model, x: jax.vmap(model)(x))
     fno = fno_step.task(size)._replace(model=network, loss=loss)
     transformer = replace(vit_step.vit.SIZES["small"], blocks=1 if quick else 6)
-    found = {"MLP": mlp, "FNO": fno, "ViT": vit_step.task(transformer)}
-    with_ours = {
-        name: {
-            "float32": in_float32(task.loss),
-            **rivals(task.loss),
-            "mpx_pde, autocast": by_library(task.loss, policy=policy_of("float16"), autocast=True),
-        }
-        for name, task in found.items()
-    }
-    found = {name: task._replace(rivals=with_ours[name]) for name, task in found.items()}
-    return {"PINN": pinn._replace(rivals=pinn_rivals()), **found}
+    found = {"PINN": pinn._replace(rivals=of_pinn)}
+    others = {"MLP": overhead.PROBLEMS[0].task(), "FNO": fno, "ViT": vit_step.task(transformer)}
+    for name, task in others.items():
+        autocast = by_library(task.loss, policy=policy_of("float16"), autocast=True)
+        first = {"float32": in_float32(task.loss), **rivals(task.loss)}
+        found[name] = task._replace(rivals={**first, "mpx_pde, autocast": autocast})
+    return found
 
 
 def build(task: Task, rival: Rival) -> dict[str, float]:
@@ -130,7 +98,7 @@ def measure(report: Report, problem: str, task: Task, rounds: int) -> None:
             report.record("builds", **where, failed=found)
             continue
         # The first round also imports, and fills caches that cannot be cleared.
-        times = {stage: Timing.of([b[stage] for b in found[1:]]) for stage in STAGES}
+        times = {stage: timing([b[stage] for b in found[1:]]) for stage in STAGES}
         error = abs(found[-1]["loss"] / builds["float32"][-1]["loss"] - 1)
         report.record("builds", **where, **times, loss_error=error)
 
@@ -143,4 +111,3 @@ def run(report: Report, args: argparse.Namespace) -> None:
     jax.config.update("jax_enable_compilation_cache", False)
     for problem, task in tasks(args.quick).items():
         measure(report, problem, task, 1 if args.quick else args.rounds)
-    report.page("programs.compile_time")

@@ -30,10 +30,8 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from . import _measured, _steps
-from ._deviceless import Compiled
-from ._report import Report
-from ._rivals import require
+from . import _steps
+from ._report import Report, require
 from ._steps import HIGHEST, TF32, Rival, Task, precision_options
 
 
@@ -123,17 +121,9 @@ def with_casts(model: mpx.nn.FNO, x: jax.Array) -> jax.Array:
 
 def network(size: Size, method: Any = "fft", remat: bool = True) -> mpx.nn.FNO:
     """With which transform, and whether it evaluates again what it does not keep."""
-    return mpx.nn.FNO(
-        1,
-        1,
-        size.channels,
-        BLOCKS,
-        (size.modes, size.modes),
-        method=method,
-        remat=remat,
-        activation=partial(jax.nn.gelu, approximate=False),
-        key=jax.random.key(0),
-    )
+    sizes = 1, 1, size.channels, BLOCKS, (size.modes, size.modes)
+    given = {"activation": partial(jax.nn.gelu, approximate=False), "key": jax.random.key(0)}
+    return mpx.nn.FNO(*sizes, method=method, remat=remat, **given)
 
 
 def by_library(
@@ -211,17 +201,12 @@ def torch_rivals(gpu: bool, task: Task) -> dict[str, Any]:
     }
 
 
-def told(program: Compiled) -> dict[str, Any]:
-    return {"products": program.operands(), "ffts": program.opcodes()["fft"]}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _measured.add_arguments(parser, rounds=5)
+    _steps.add_arguments(parser, rounds=5)
 
 
 def run(report: Report, args: argparse.Namespace) -> bool:
     gpu = jax.default_backend() == "gpu"
-    sizes = QUICK if args.quick else ON_GPU if gpu or args.target else ON_CPU
-    tasks = (task(size, gpu) for size in sizes)
+    tasks = (task(size, gpu) for size in (QUICK if args.quick else ON_GPU if gpu else ON_CPU))
     others = partial(torch_rivals, gpu), ("torch", "neuralop")
-    return _measured.run_sizes(report, args, tasks, *others, told)
+    return _steps.run_sizes(report, args, tasks, *others)

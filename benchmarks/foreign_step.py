@@ -24,7 +24,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from . import _measured, _steps
+from . import _steps
 from ._networks import NETWORKS
 from ._report import Report
 from ._steps import HIGHEST, START, TF32, Rival, Task, in_float32, precision_options
@@ -87,14 +87,12 @@ def task(network: str, width: int, points: int, gpu: bool = False) -> Task:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _measured.add_arguments(parser, rounds=5)
+    _steps.add_arguments(parser, rounds=5)
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=FOREIGN)
 
 
 def run(report: Report, args: argparse.Namespace) -> bool:
-    gpu = jax.default_backend() == "gpu" or bool(args.target)
+    gpu = jax.default_backend() == "gpu"
     width, points = (512, 16_384) if gpu else (32, 64) if args.quick else (64, 256)
     tasks = (task(name, width, points, gpu) for name in args.networks)
-    told = lambda program: {"kernels": program.kernels()}
-    none = lambda task: {}
-    return _measured.run_sizes(report, args, tasks, none, (), told, chunk=CHUNK)
+    return _steps.run_sizes(report, args, tasks, chunk=CHUNK)

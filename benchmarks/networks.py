@@ -12,8 +12,7 @@ rivals:
 Each record is of one step, the mean square of the derivative and its gradient with respect to the
 parameters, compiled for this CPU in float32: operations, bytes accessed, temporary memory; and the
 error of the derivative against nested differentiation in float64, for `mpx_pde` in half precision
-too. With `--h100` the step is compiled for an H100, which need not be there, in float32 and
-float16. With `--time` rivals are timed, and so is tracing and compiling them: only on a machine
+too. With `--time` rivals are timed, and so is tracing and compiling them: only on a machine
 that does nothing else.
 
 It goes on where it was left: what is in the file of results already, and was taken with the same
@@ -23,8 +22,9 @@ sources, stays.
 """
 
 import argparse
+import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -36,10 +36,8 @@ from jax.experimental.jet import jet
 
 import mpx_pde as mpx
 
-from ._deviceless import CUBLAS, compile_for
 from ._networks import NETWORKS
-from ._report import Report, interleave
-from ._rivals import RivalMissing, failure, require
+from ._report import Report, failure, interleave, require
 
 
 WIDTH, QUICK_WIDTH = 256, 32
@@ -70,9 +68,7 @@ class Problem(NamedTuple):
 
 PROBLEMS = (
     *(Problem("order", 2, order, 2048) for order in (1, 2, 3, 4)),
-    Problem("laplacian", 2, 2, 2048),
-    Problem("laplacian", 3, 2, 2048),
-    Problem("laplacian", 16, 2, 256),
+    *(Problem("laplacian", n, 2, points) for n, points in ((2, 2048), (3, 2048), (16, 256))),
     Problem("laplacian", 100, 2, 64),
     Problem("biharmonic", 2, 4, 2048),
 )
@@ -207,94 +203,56 @@ def measure(report: Report, case: Case, clock: bool) -> None:
     timed: dict[str, Callable] = {}
     records: dict[str, dict[str, Any]] = {}
     for name, way in RIVALS.items():
-        if name == "folx" and case.problem.operator != "laplacian":
+        if name == "folx" and not (case.problem.operator == "laplacian" and report.installed(name)):
             continue
+        start = time.perf_counter()
         try:
-            start = time.perf_counter()
             run = jax.jit(partial(step, way, static, case.problem))
             compiled: Any = run.lower(arrays, x).compile()
-            spent = time.perf_counter() - start
-            cost, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
-            _, out = compiled(arrays, x)
-        except RivalMissing:
-            continue
+            told = {"compile_seconds": time.perf_counter() - start} if clock else {}
+            cost = compiled.cost_analysis() or {}
+            told |= {key: cost.get(key.replace("_", " ")) for key in ("flops", "bytes_accessed")}
+            told["temp_bytes"] = compiled.memory_analysis().temp_size_in_bytes
+            told["error"] = relative(compiled(arrays, x)[1], want)
+            timed[name] = partial(compiled, arrays, x)
         except Exception as error:  # of a rival
             if way is ours:
                 raise
-            report.record("costs", **case.where, rival=name, failed=failure(error))
-            continue
-        records[name] = report.record(
-            "costs",
-            **case.where,
-            rival=name,
-            flops=cost.get("flops"),
-            bytes_accessed=cost.get("bytes accessed"),
-            temp_bytes=memory.temp_size_in_bytes,
-            error=relative(out, want),
-        )
-        if clock:
-            records[name]["compile_seconds"] = spent
-            timed[name] = partial(compiled, arrays, x)
+            told = {"failed": failure(error)}
+        records[name] = report.record("costs", **case.where, rival=name, **told)
     if clock:
-        for name, timing in interleave(timed, rounds=7).items():
-            records[name]["seconds"] = timing._asdict()
+        for name, seconds in interleave(timed, rounds=7).items():
+            records[name]["seconds"] = seconds
     for half in ("float16", "bfloat16"):
         cast = mpx.cast_tree(arrays, half)
         got = jax.jit(partial(values, ours, static, case.problem))(cast, x[:CHECKED])
         records["mpx_pde"][f"error_{half}"] = relative(got, want)
 
 
-def measure_h100(report: Report, case: Case) -> None:
-    """Temporary memory of the step for an H100."""
-    arrays, static, x = case.make()
-    half = mpx.cast_to_float16(arrays)
-    programs = {
-        ("mpx_pde", "float32"): (ours, arrays),
-        ("mpx_pde", "float16"): (ours, half),
-        ("nested jvp", "float32"): (nested, arrays),
-    }
-    for (name, precision), (way, weights) in programs.items():
-        run = partial(step, way, static, case.problem)
-        try:
-            compiled = compile_for("h100", run, weights, x)
-        except jax.errors.JaxRuntimeError:  # no tiles without a device to tune on
-            compiled = compile_for("h100", run, weights, x, compiler_options=CUBLAS)
-        where = {**case.where, "rival": name, "precision": precision}
-        report.record("h100", **where, temp_bytes=compiled.temp_bytes)
-
-
-def cases(args: argparse.Namespace) -> Iterator[Case]:
-    chosen = args.networks.split(",") if args.networks else list(NETWORKS)
-    for network in chosen:
-        for problem in PROBLEMS[:2] if args.quick else PROBLEMS:
-            if args.problems and problem.name not in args.problems.split(","):
-                continue
-            if network == "SPINN" and problem.size > 16:
-                continue  # a network for each of a hundred coordinates compiles for hours, nested
-            if args.quick:
-                problem = problem._replace(points=64)
-            yield Case(network, problem, QUICK_WIDTH if args.quick else WIDTH)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--networks", help=f"out of {', '.join(NETWORKS)}; by default all")
-    names = ", ".join(problem.name for problem in PROBLEMS)
-    parser.add_argument("--problems", help=f"out of {names}; by default all")
+    names = [problem.name for problem in PROBLEMS]
+    parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--problems", nargs="+", choices=names, default=names)
     parser.add_argument("--time", action="store_true", help="time steps, tracing and compiling")
-    parser.add_argument("--h100", action="store_true", help="compile for an H100 instead")
     parser.add_argument("--minutes", type=float, help="start no further case after as many")
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
+    width = QUICK_WIDTH if args.quick else WIDTH
     if not args.quick:
-        report.resume("costs", "h100", same_code=True)
-    report.sections["width"] = [{"width": QUICK_WIDTH if args.quick else WIDTH}]
-    section = "h100" if args.h100 else "costs"
-    missing = (case for case in cases(args) if not report.has(section, **case.where))
+        report.resume("costs", same_code=True)
+    report.sections["width"] = [{"width": width}]
+    cases = (
+        Case(network, problem._replace(points=64) if args.quick else problem, width)
+        for network, problem in itertools.product(
+            args.networks, PROBLEMS[: 2 if args.quick else None]
+        )
+        if problem.name in args.problems
+        # A network for each of a hundred coordinates compiles for hours, nested.
+        and (network != "SPINN" or problem.size <= 16)
+    )
+    missing = (case for case in cases if not report.has("costs", **case.where))
     for case in report.within(args.minutes, missing):
         print(*case.where.values(), sep=", ", flush=True)
-        if args.h100:
-            measure_h100(report, case)
-        else:
-            measure(report, case, args.time)
+        measure(report, case, args.time)
         report.save()

@@ -62,14 +62,8 @@ class Problem(NamedTuple):
         batch = x, y[:, 0] if self.out_size == "scalar" else y
         network = partial(eqx.nn.MLP, self.in_size, self.out_size, self.width, 4, jnp.tanh)
         loss = alone(lambda model, batch: self.loss(model, *batch))
-        return Task(
-            {"problem": self.name, "size": self.size, "dtype": "float16"},
-            partial(network, key=key),
-            loss,
-            lambda: [batch],
-            batch,
-            rivals(loss),
-        )
+        where = {"problem": self.name, "size": self.size, "dtype": "float16"}
+        return Task(where, partial(network, key=key), loss, lambda: [batch], batch, rivals(loss))
 
 
 PROBLEMS = (

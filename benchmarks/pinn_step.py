@@ -1,33 +1,34 @@
 """How long does a cavity step take, and in how much memory? Rivals by width, points and order.
 
-The step trains a tanh network for steady flow in two dimensions (`_cavity.py`): the gradient of the
+The step trains a tanh network for steady flow in two dimensions: the gradient of the
 mean squared residuals, and Adam. Order 1 are the Euler equations, order 2 (the base) Navier–Stokes,
-order 3 has dispersion besides. All rivals begin with the same weights and points:
+order 3 has dispersion besides, the gradient of that Laplacian, as in the Zakharov–Kuznetsov
+equation. All rivals begin with the same weights and points:
 
-- `jax`: nested `jax.jvp` of a plain function, in float32 (and, on a GPU, in TF32);
-- `folx`: its forward Laplacian, likewise;
-- `by hand`: everything cast to float16, with a dynamic loss scale; `mpx` (MPX 0.1.8) and `jmp`: the
-  same step by these libraries, as their READMEs have it;
-- `torch`: double backward, and `torch.func` (forward over forward), in float32, by `torch.amp` in
+- plain JAX: nested `jax.jvp` of a plain function, in float32 (and, on a GPU, in TF32);
+- folx: its forward Laplacian, likewise;
+- by hand: everything cast to float16, with a dynamic loss scale; MPX (0.1.8) and jmp: the same step
+  by these libraries, as their READMEs have it;
+- PyTorch: double backward, and `torch.func` (forward over forward), in float32, by `torch.amp` in
   float16 with `GradScaler` and in bfloat16; each also compiled (which does not support double
   backward, and in 2.13 fails for `torch.func` however its derivatives are written);
 - `mpx_pde`: a `CoordinateMLP` that carries derivatives through its layers, by `partials` and by
   `laplacian`. Its float32 is never TF32.
 
-Beside time and memory stand
-
-- the error of the first gradient: relative L2 over all weights, against the same computed in
-  float64. Should loss scaling skip steps at the start, it is that of the first step that counts;
-- the loss after some steps over that of `jax` in float32, both evaluated in float64.
+Beside time and memory stands the error of the first gradient: relative L2 over all weights, against
+the same computed in float64. Should loss scaling skip steps at the start, it is that of the first
+step that counts.
 
 What is worth its compilation runs at all sizes, the rest at the base.
 """
 
 import argparse
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,41 +36,155 @@ import numpy as np
 import mpx_pde as mpx
 
 from . import _steps
-from ._cavity import (
-    Layers,
-    coordinate_mlp,
-    initial_layers,
-    initial_points,
-    laplacian_residuals,
-    layers_of,
-    mean_square,
-    named,
-    nested_loss,
-    network,
-    residuals,
-)
-from ._measured import LARGEST_SKIPS, Exact, JaxStep, Step, measure, relative_error
-from ._report import Report
-from ._rivals import require
-from ._steps import HIGHEST, START, TF32, Rival, Task, alone, in_float32, precision_options
+from ._report import Report, require
+from ._steps import HIGHEST, START, TF32, Rival, Step, Task, alone, in_float32, precision_options
 
 
 DEFAULTS = {
     "cpu": {"width": [64, 32, 128], "points": [1024, 256, 4096], "order": [2, 1, 3], "depth": [4]},
-    "gpu": {
-        "width": [512, 128, 256, 1024],
-        "points": [65_536, 8_192],
-        "order": [2, 1, 3],
-        "depth": [6],
-    },
+    "gpu": {"width": [512, 128, 256, 1024], "points": [65_536, 8_192], "order": [2, 1, 3]}
+    | {"depth": [6]},
     "quick": {"width": [16], "points": [64], "order": [2], "depth": [2]},
 }
 """The base first, from which one size at a time departs."""
 CHUNK = 4096  # points that the float64 computation takes at once
-STEPS, QUICK_STEPS = 20, 5  # until the loss is compared
 
-Who = tuple[str, str, str]
-"""A rival: library, method and precision."""
+# --- The residuals ---------------------------------------------------------------------------
+
+Layers = Sequence[tuple[Any, Any]]
+"""The weights W and biases b of a tanh network: x @ W + b."""
+
+FIRST = ["u", "v", *(f"{f}_{d}" for f in "uvp" for d in ("x", "y"))]
+SECOND = ["u_xx", "u_yy", "v_xx", "v_yy"]
+THIRD = ["u_xxx", "u_xyy", "v_xxy", "v_yyy"]
+VISCOSITY, DISPERSION = 0.01, 1e-4
+
+
+def balance(d: Mapping[str, Any], order: int = 2) -> tuple[Any, Any, Any]:
+    """The residuals of mass and momentum, by arithmetic alone: for arrays of any library.
+
+    **Arguments:**
+
+    - `d`: u, v, their first derivatives and those of p; from order 2 on the Laplacians `lap_u` and
+        `lap_v`, and at order 3 their derivatives `lap_u_x` and `lap_v_y`.
+    """
+    mass = d["u_x"] + d["v_y"]
+    x = d["u"] * d["u_x"] + d["v"] * d["u_y"] + d["p_x"]
+    y = d["u"] * d["v_x"] + d["v"] * d["v_y"] + d["p_y"]
+    if order >= 2:
+        x, y = x - VISCOSITY * d["lap_u"], y - VISCOSITY * d["lap_v"]
+    if order >= 3:
+        x, y = x + DISPERSION * d["lap_u_x"], y + DISPERSION * d["lap_v_y"]
+    return mass, x, y
+
+
+def mean_square(d: Mapping[str, jax.Array], order: int = 2) -> jax.Array:
+    """The loss."""
+    mass, x, y = balance(d, order)
+    return jnp.mean(mass**2 + x**2 + y**2)
+
+
+# --- Derivatives by this library -------------------------------------------------------------
+
+
+def residuals(model, points, *, derivatives, order=2):
+    """Mean squared residuals by `partials`."""
+    names = FIRST + (SECOND if order >= 2 else []) + (THIRD if order >= 3 else [])
+    terms = mpx.partials(model, names, coords="xy", outputs="uvp", scaling=derivatives)
+    d = jax.vmap(terms)(points)
+    if order >= 2:
+        d |= {f"lap_{f}": d[f"{f}_xx"] + d[f"{f}_yy"] for f in "uv"}
+    if order >= 3:
+        d |= {"lap_u_x": d["u_xxx"] + d["u_xyy"], "lap_v_y": d["v_xxy"] + d["v_yyy"]}
+    return mean_square(d, order)
+
+
+def laplacian_residuals(model, points, *, derivatives):
+    """The same at order 2 by `laplacian`, which carries the sum of second derivatives."""
+    terms = mpx.laplacian(model, FIRST, coords="xy", outputs="uvp", scaling=derivatives)
+    return mean_square(jax.vmap(terms)(points))
+
+
+# --- The same written with nothing but JAX ---------------------------------------------------
+
+
+def initial_layers(width: int, depth: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The weights that all rivals begin with: Glorot's normal initialization, in float32."""
+    random = np.random.default_rng(0)
+    weight = lambda m, n: random.normal(0, np.sqrt(2 / (m + n)), (m, n)).astype(np.float32)
+    sizes = [2, *(width,) * depth, 3]
+    return [(weight(m, n), np.zeros(n, np.float32)) for m, n in itertools.pairwise(sizes)]
+
+
+def initial_points(count: int) -> np.ndarray:
+    """Collocation points in the unit square."""
+    return np.random.default_rng(1).random((count, 2), np.float32)
+
+
+def network(layers: Layers, point: jax.Array) -> jax.Array:
+    """The network as a plain function, in the dtype of its arguments."""
+    *hidden, (weight, bias) = layers
+    for w, b in hidden:
+        point = jnp.tanh(point @ w + b)
+    return point @ weight + bias
+
+
+def coordinate_mlp(layers: Layers) -> mpx.nn.CoordinateMLP:
+    """The same network as this library's."""
+    width, depth = len(layers[0][1]), len(layers) - 1
+    return with_layers(mpx.nn.CoordinateMLP(2, 3, width, depth, key=jax.random.key(0)), layers)
+
+
+def with_layers(model: mpx.nn.CoordinateMLP, layers: Layers) -> mpx.nn.CoordinateMLP:
+    """The network with other weights."""
+    flat = jax.tree.map(jnp.asarray, [array for layer in layers for array in layer])
+    return eqx.tree_at(lambda m: [x for layer in layers_of(m) for x in layer], model, flat)
+
+
+def layers_of(model: Any) -> Layers:
+    """The layers of either network, or of a PyTree of its shape such as its gradient."""
+    if not isinstance(model, mpx.nn.CoordinateMLP):
+        return model
+    dense = [model.first.module, *model.hidden, model.last]
+    return [(layer.weight, layer.bias) for layer in dense]
+
+
+def nested(
+    fun: Callable, order: int, *, jvp: Callable = jax.jvp, eye: Callable = jnp.eye
+) -> Callable:
+    """From a point to what `balance` wants, by forward mode over forward mode."""
+
+    def along(f, e):
+        return lambda p: jvp(f, (p,), (e,))[1]
+
+    def terms(point):
+        ex, ey = eye(2, dtype=point.dtype)
+        laplacian = lambda p: along(along(fun, ex), ex)(p) + along(along(fun, ey), ey)(p)
+        d = named(fun(point), along(fun, ex)(point), along(fun, ey)(point))
+        if order >= 2:
+            d["lap_u"], d["lap_v"], _ = laplacian(point)
+        if order >= 3:
+            d["lap_u_x"] = along(laplacian, ex)(point)[0]
+            d["lap_v_y"] = along(laplacian, ey)(point)[1]
+        return d
+
+    return terms
+
+
+def nested_loss(layers, points, *, order, finish=None):
+    """The mean squared residuals by nested `jax.jvp`, in the precision of the arguments; what makes
+    a loss of derivatives takes them in float32, unless another does."""
+    wide = lambda d: mean_square(jax.tree.map(lambda x: x.astype(jnp.float32), d), order)
+    return (finish or wide)(jax.vmap(nested(partial(network, layers), order))(points))
+
+
+def named(value: Any, x: Any, y: Any) -> dict[str, Any]:
+    """Fields and first derivatives by their names, from arrays whose first axis is u, v, p."""
+    d = {"u": value[0], "v": value[1]}
+    for i, f in enumerate("uvp"):
+        d[f"{f}_x"], d[f"{f}_y"] = x[i], y[i]
+    return d
+
 
 # --- The rivals ------------------------------------------------------------------------------
 
@@ -125,30 +240,31 @@ def by_library(
     return ours._replace(scaling=scaling, model=partial(coordinate_mlp, layers))
 
 
-def jax_rivals(layers: Layers, order: int, gpu: bool) -> dict[Who, Rival]:
+def jax_rivals(layers: Layers, order: int, gpu: bool) -> dict[str, Rival]:
     """On a GPU, JAX multiplies in TF32 unless told otherwise; this library always does as told."""
     by_jvp, by_folx = (alone(partial(loss, order=order)) for loss in (nested_loss, folx_loss))
-    out: dict[Who, Rival] = {}
+    out: dict[str, Rival] = {}
     for precision, products in {"float32": HIGHEST, **({"TF32": TF32} if gpu else {})}.items():
         folx = in_float32(by_folx, products)._replace(needs=("folx",))
-        out["jax", "nested jvp", precision] = in_float32(by_jvp, products)
-        out["folx", "forward Laplacian", precision] = folx
-    out["by hand", "nested jvp", "float16"] = _steps.by_hand(by_jvp, "float16")
-    out["mpx", "nested jvp", "float16"] = by_mpx(order)
-    out["jmp", "nested jvp", "float16"] = by_jmp(order)
+        out[f"plain JAX, nested jvp, {precision}"] = in_float32(by_jvp, products)
+        out[f"folx, forward Laplacian, {precision}"] = folx
+    out["by hand, nested jvp, float16"] = _steps.by_hand(by_jvp, "float16")
+    out["MPX, nested jvp, float16"] = by_mpx(order)
+    out["jmp, nested jvp, float16"] = by_jmp(order)
     for method in ("partials", "laplacian") if order == 2 else ("partials",):
         for precision in ("float32", "float16", "bfloat16"):
-            out["mpx_pde", method, precision] = by_library(layers, method, precision, order)
+            rival = by_library(layers, method, precision, order)
+            out[f"mpx_pde, {method}, {precision}"] = rival
     return out
 
 
-def everywhere(who: Who) -> bool:
+def everywhere(rival: str) -> bool:
     """Whether a rival is worth its compilation at all sizes, or only at the first."""
-    library, method, precision = who
+    library, method, *_, precision = rival.split(", ")
     if library == "mpx_pde":
         return method == "partials" and precision != "bfloat16"
-    at_all = ("nested jvp", "forward Laplacian", "double backward")
-    return library not in ("mpx", "jmp") and method in at_all
+    compiled = rival.count(", ") == 3
+    return library not in ("MPX", "jmp") and method != "torch.func" and not compiled
 
 
 def task(width: int, depth: int, points: int, order: int = 2, gpu: bool = False) -> Task:
@@ -164,37 +280,27 @@ def task(width: int, depth: int, points: int, order: int = 2, gpu: bool = False)
     )
 
 
-def torch_steps(task: Task, gpu: bool, quick: bool) -> dict[Who, Callable[[], Step]]:
+def torch_rivals(gpu: bool, quick: bool, task: Task) -> dict[str, Callable[[], Step]]:
     """All that PyTorch offers."""
     from ._torch.cavity import METHODS, cavity_step
 
     layers = initial_layers(task.where["width"], task.where["depth"])
-    [points], order = task.batches(), task.where["order"]
-    out: dict[Who, Callable[[], Step]] = {}
-    for compiled in (False,) if quick else (False, True):
-        for method in METHODS:
-            for precision in ("float32", *(["TF32"] if gpu else []), "float16", "bfloat16"):
-                title = f"{method}, compiled" if compiled else method
-                out["torch", title, precision] = partial(
-                    cavity_step, method, precision, compiled, START, layers, points, order
-                )
-    return out
+    ways = itertools.product(
+        [""] if quick else ["", ", compiled"],
+        METHODS,
+        ["float32", *(["TF32"] if gpu else []), "float16", "bfloat16"],
+    )
+    return {
+        f"PyTorch, {method}{compiled}, {precision}": partial(
+            cavity_step,
+            *(method, precision, bool(compiled), START),
+            *(layers, *task.batches(), task.where["order"]),
+        )
+        for compiled, method, precision in ways
+    }
 
 
-# --- Measurements ----------------------------------------------------------------------------
-
-
-def observe(exact: Exact, gradients: Any, count: int, step: Step) -> dict[str, Any]:
-    """What the first `count` steps come to."""
-    try:
-        first = step.first()
-        error, skipped = relative_error(first.gradients, gradients), first.skipped
-    except FloatingPointError:
-        error, skipped = None, LARGEST_SKIPS
-    for _ in range(count - skipped - 1):
-        step()
-    loss = exact(jax.tree.map(np.asarray, step.weights())).loss
-    return {"gradient_error": error, "skipped": skipped, "after_steps": count, "loss": loss}
+# --- Sizes -----------------------------------------------------------------------------------
 
 
 def sizes(values: dict[str, list[int]]) -> Iterator[dict[str, int]]:
@@ -210,31 +316,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--widths", type=int, nargs="+", help=of)
     parser.add_argument("--points", type=int, nargs="+", help=of)
     parser.add_argument("--depth", type=int, nargs="+", help="hidden layers")
-    parser.add_argument("--rounds", type=int, default=10, help="of the clock")
+    _steps.add_arguments(parser, rounds=10, minutes=None)
 
 
-def run(report: Report, args: argparse.Namespace) -> None:
+def run(report: Report, args: argparse.Namespace) -> bool:
     gpu = jax.default_backend() == "gpu"
     defaults = DEFAULTS["quick" if args.quick else "gpu" if gpu else "cpu"]
     given = {"width": args.widths, "points": args.points, "depth": args.depth}
     values = {name: given.get(name) or default for name, default in defaults.items()}
-    rounds, count = (2, QUICK_STEPS) if args.quick else (args.rounds, STEPS)
-    for i, case in enumerate(sizes(values)):
-        one = task(**case, gpu=gpu)
-        [points] = one.batches()
-        makes: dict[Who, Callable[[], Step]] = {
-            who: partial(JaxStep, one, rival, [jnp.asarray(points)], layers=layers_of)
-            for who, rival in one.there(report).items()
-        }
-        if report.installed("torch"):
-            makes |= torch_steps(one, gpu, args.quick)
-        exact = Exact(one.loss, points, CHUNK)
-        told = partial(observe, exact, exact(one.model()).gradients, count)
-        chosen = {who: make for who, make in makes.items() if i == 0 or everywhere(who)}
-        measured = measure(chosen, told, rounds=rounds)
-        reference = measured["jax", "nested jvp", "float32"].get("loss")
-        for who, fields in measured.items():
-            if "failed" not in fields:
-                fields["loss_over_float32"] = fields["loss"] / reference if reference else None
-            named_as = dict(zip(("library", "method", "precision"), who, strict=True))
-            report.record("steps", **named_as, **one.where, **fields)
+    base = next(sizes(values))
+    tasks = (task(**case, gpu=gpu) for case in sizes(values))
+    others = partial(torch_rivals, gpu, args.quick)
+    at = lambda task, rival: task.where == base or everywhere(rival)
+    return _steps.run_sizes(report, args, tasks, others, ("torch",), chunk=CHUNK, chosen=at)

@@ -24,7 +24,9 @@ traffic of one of them has grown by more than 2 % over what is recorded for the 
 
 import argparse
 import dataclasses
+import itertools
 import json
+import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
@@ -33,8 +35,7 @@ from typing import Any, NamedTuple
 import jax
 
 from . import fno_step, foreign_step, pinn_step, vit_step
-from ._cavity import initial_layers
-from ._chips import CHIPS, Chip
+from ._chips import H100, Chip
 from ._deviceless import CUBLAS, Compiled
 from ._hlo import Module
 from ._report import Report
@@ -68,10 +69,7 @@ class Problem(NamedTuple):
 
 def _products(rival: Rival) -> dict[str, Rival]:
     """A step in float32, and in what a GPU makes of it."""
-    return {
-        "float32": rival._replace(products=HIGHEST),
-        "TF32": rival._replace(products=TF32),
-    }
+    return {"float32": rival._replace(products=HIGHEST), "TF32": rival._replace(products=TF32)}
 
 
 FORWARD = ("bfloat16_x3", "float32")
@@ -80,17 +78,16 @@ FORWARD = ("bfloat16_x3", "float32")
 
 def of_cavity(width: int, depth: int, points: int) -> Problem:
     def task() -> Task:
-        whole, layers = pinn_step.task(width, depth, points), initial_layers(width, depth)
+        whole, layers = pinn_step.task(width, depth, points), pinn_step.initial_layers(width, depth)
         rivals = {
-            **_products(whole.rivals["jax", "nested jvp", "float32"]),
-            "mpx_pde float32": whole.rivals["mpx_pde", "partials", "float32"],
-            "mpx_pde float16": whole.rivals["mpx_pde", "partials", "float16"],
-            "mpx_pde float16, laplacian": whole.rivals["mpx_pde", "laplacian", "float16"],
+            **_products(whole.rivals["plain JAX, nested jvp, float32"]),
+            "mpx_pde float32": whole.rivals["mpx_pde, partials, float32"],
+            "mpx_pde float16": whole.rivals["mpx_pde, partials, float16"],
+            "mpx_pde float16, laplacian": whole.rivals["mpx_pde, laplacian, float16"],
         }
-        for forward in FORWARD:
-            for half in ("float16", "bfloat16"):
-                rival = pinn_step.by_library(layers, "partials", half, 2, forward)
-                rivals[f"mpx_pde {half}, forward {forward}"] = rival
+        for forward, half in itertools.product(FORWARD, ("float16", "bfloat16")):
+            rival = pinn_step.by_library(layers, "partials", half, 2, forward)
+            rivals[f"mpx_pde {half}, forward {forward}"] = rival
         return whole._replace(rivals=rivals)
 
     command = f"pinn_step --widths {width} --points {points} --depth {depth}"
@@ -144,9 +141,7 @@ PROBLEMS = (
     of_cavity(512, 6, 65_536),
     of_cavity(256, 6, 16_384),
     *(of_network(name, 512, 16_384) for name in foreign_step.FOREIGN),
-    of_operator(128),
-    of_operator(256),
-    of_operator(512),
+    *map(of_operator, (128, 256, 512)),
     of_transformer("base", 64),
 )
 QUICK = (
@@ -159,15 +154,12 @@ QUICK = (
 # --- What they would take --------------------------------------------------------------------
 
 
-def kernels_of(module: Module) -> list[Kernel]:
-    """The kernels of a compiled program, each with its line in this project."""
-    return Roofline(module, FOLDERS, WRAPPERS).kernels()
-
-
-def compiled(target: str, task: Task, name: str) -> Compiled:
-    """With XLA's own estimates in its text. Split products are by XLA's own kernels."""
+def compiled(task: Task, name: str) -> tuple[Compiled, list[Kernel]]:
+    """A rival's program, with XLA's own estimates in its text, and its kernels, each with its line
+    in this project. Split products are by XLA's own kernels."""
     options = {"xla_gpu_collect_cost_model_stats": True, **({} if "_x3" in name else CUBLAS)}
-    return task.compiled(target, task.rivals[name], options)
+    program = task.compiled("h100", task.rivals[name], options)
+    return program, Roofline(program.module, FOLDERS, WRAPPERS).kernels()
 
 
 def ideal_seconds(module: Module, kernels: Iterable[Kernel], chip: Chip) -> float:
@@ -175,29 +167,25 @@ def ideal_seconds(module: Module, kernels: Iterable[Kernel], chip: Chip) -> floa
     products = sum(sum(k.products.values()) * k.times for k in kernels)
     entry = module.computations[module.entry]
     state = sum(i.bytes for i in entry if i.opcode == "parameter" or i.root)
-    return products / chip.product_rate("half") + state / (chip.memory * chip.memory_share)
+    return products / chip.products["half"].kept + state / chip.memory.kept
 
 
-def predict(report: Report, target: str, problem: Problem, chip: Chip) -> None:
+def predict(report: Report, problem: Problem) -> None:
     """Compiles all rivals of a problem and records what they would take."""
     records, ideal, task = [], None, problem.task()
+    about = {"problem": problem.name, "title": problem.title}
     for name in task.there(report):
-        program = compiled(target, task, name)
-        kernels = kernels_of(program.module)
+        program, kernels = compiled(task, name)
         if name == "mpx_pde float16":
-            ideal = ideal_seconds(program.module, kernels, chip)
-        record = report.record(
-            "steps",
-            target=target,
-            problem=problem.name,
-            title=problem.title,
-            rival=name,
-            command=f"python -m benchmarks {problem.command}",
-            **summary(kernels, chip),
-            temp_bytes=program.temp_bytes,
-            largest=largest(kernels, chip),
-        )
-        records.append(record)
+            ideal = ideal_seconds(program.module, kernels, H100)
+            for kernel in largest(kernels, H100):
+                report.record("kernels", **about, **kernel)
+        told = {
+            "temp_bytes": program.temp_bytes,
+            "command": f"python -m benchmarks {problem.command}",
+        }
+        step = {**about, "rival": name, **summary(kernels, H100), **told}
+        records.append(report.record("steps", **step))
     for record in records:
         record["ideal_seconds"] = ideal
 
@@ -205,18 +193,16 @@ def predict(report: Report, target: str, problem: Problem, chip: Chip) -> None:
 # --- What the CI checks ----------------------------------------------------------------------
 
 
-def small_traffic(target: str) -> dict[str, dict[str, float]]:
+def small_traffic() -> dict[str, dict[str, float]]:
     """Bytes and kernels of our small steps."""
     found = {}
     for problem in QUICK:
         task = problem.task()
-        for name in task.rivals:
-            if name.startswith("mpx_pde float16") or name.endswith("forward bfloat16_x3"):
-                module = compiled(target, task, name).module
-                record = summary(kernels_of(module), CHIPS[target])
-                costs = {key: record[key] for key in ("bytes", "kernels")}
-                found[f"{problem.name}, {name}"] = costs
-                print(f"{problem.name}, {name}: {costs}", flush=True)
+        halves = (n for n in task.rivals if re.match("mpx_pde float16|.*forward bfloat16_x3$", n))
+        for name in halves:
+            record = summary(compiled(task, name)[1], H100)
+            found[f"{problem.name}, {name}"] = {k: record[k] for k in ("bytes", "kernels")}
+            print(*list(found.items())[-1], flush=True)
     return found
 
 
@@ -234,12 +220,11 @@ def growth(before: dict[str, dict[str, float]], now: dict[str, dict[str, float]]
     ]
 
 
-def check(target: str, record: bool) -> int:
+def check(record: bool) -> int:
     version = jax.__version__
     if record:
-        content = {"target": target, "jax": version, "steps": small_traffic(target)}
+        content = {"jax": version, "steps": small_traffic()}
         TRAFFIC.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        print(f"written: {TRAFFIC}")
         return 0
     recorded = json.loads(TRAFFIC.read_text(encoding="utf-8"))
     if recorded["jax"] != version:
@@ -247,14 +232,12 @@ def check(target: str, record: bool) -> int:
             f"{TRAFFIC.name} was recorded with JAX {recorded['jax']}, but JAX {version} is here, "
             "which compiles to other programs. Install that version, or `--record` anew."
         )
-    lines = growth(recorded["steps"], small_traffic(target))
-    for line in lines:
-        print(line)
+    lines = growth(recorded["steps"], small_traffic())
+    print(*lines, sep="\n")
     return int(bool(lines))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", choices=CHIPS, default="h100")
     parser.add_argument("--problems", nargs="+", help="their names, such as cavity-512")
     parser.add_argument("--check", action="store_true", help=f"fail above {GROWTH} of the recorded")
     parser.add_argument("--record", action="store_true", help="record the traffic of small steps")
@@ -262,20 +245,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(report: Report, args: argparse.Namespace) -> None:
     if args.check or args.record:
-        raise SystemExit(check(args.target, args.record))
-    chip = CHIPS[args.target]
-    for rate, data_sheet, share in chip.assumptions():
-        report.record("assumptions", rate=rate, data_sheet=data_sheet, share=share)
-    report.name = f"predicted-{args.target}"
-    problems = QUICK if args.quick else PROBLEMS
-    chosen = args.problems or [problem.name for problem in problems]
+        raise SystemExit(check(args.record))
+    report.name = "predicted-h100"
+    problems = {problem.name: problem for problem in (QUICK if args.quick else PROBLEMS)}
+    chosen, sections = args.problems or list(problems), ("steps", "kernels")
     if args.problems and not args.quick:
-        report.resume("steps")
-        kept = report.sections.get("steps", [])
-        report.sections["steps"] = [r for r in kept if r["problem"] not in chosen]
-    for problem in problems:
-        if problem.name in chosen:
-            predict(report, args.target, problem, chip)
-    order = [problem.name for problem in problems]
-    report.sections["steps"].sort(key=lambda r: order.index(r["problem"]))
-    report.page("predicted.steps", "predicted.kernels")
+        report.resume(*sections)
+    for name in sections:
+        kept = report.sections.get(name, [])
+        report.sections[name] = [r for r in kept if r["problem"] not in chosen]
+    for rate, data_sheet, share in H100.assumptions():
+        report.record("assumptions", rate=rate, data_sheet=data_sheet, share=share)
+    for name in chosen:
+        predict(report, problems[name])
+    for name in sections:
+        report.sections[name].sort(key=lambda r: list(problems).index(r["problem"]))

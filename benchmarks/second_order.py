@@ -36,8 +36,7 @@ class _Untold(mpx.LevenbergMarquardt):
     def __init__(self, *residuals: Any, **options: Any):
         super().__init__(*residuals, **options)
 
-    def _tell(self, iterations: Any) -> None:
-        pass
+    def _tell(self, iterations: Any) -> None: ...
 
 
 def predict(report: Report, target: str, quick: bool) -> None:
@@ -45,7 +44,7 @@ def predict(report: Report, target: str, quick: bool) -> None:
     not known before, one iteration is counted for each solve."""
     deep = importlib.import_module("examples.problems._deep")
     width, points = (16, 256) if quick else (WIDTH, POINTS)
-    problem = dataclasses.replace(problems().load("burgers_1d").deep, width=width)
+    problem = dataclasses.replace(problems.load("burgers_1d").deep, width=width)
     for precision in COMPILED:
         forward, jacobian = deep.PRECISIONS[precision]
         with jax.enable_x64(forward == "float64"):
@@ -63,14 +62,10 @@ def predict(report: Report, target: str, quick: bool) -> None:
             options = {} if "_x3" in jacobian else CUBLAS
             program = compile_for(target, step, state, batch, donate=(0,), compiler_options=options)
         arrays = jax.tree.leaves(eqx.filter(model, lambda x: isinstance(x, jax.ShapeDtypeStruct)))
-        report.record(
-            "steps",
-            precision=precision,
-            parameters=sum(x.size for x in arrays),
-            points=points,
-            temp_bytes=program.temp_bytes,
-            **summary(Roofline(program.module).kernels(), CHIPS[target]),
-        )
+        size = {"parameters": sum(x.size for x in arrays), "points": points}
+        told = summary(Roofline(program.module).kernels(), CHIPS[target])
+        told["temp_bytes"] = program.temp_bytes
+        report.record("steps", precision=precision, **size, **told)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,10 +82,9 @@ def run(report: Report, args: argparse.Namespace) -> None:
         report.name = f"second_order-{args.target}"
         predict(report, args.target, args.quick)
         return
-    package = problems()
     deep = importlib.import_module("examples.problems._deep")
     steps = 4 if args.quick else args.steps or deep.STEPS
-    names = args.problems or [n for n in package.names() if package.load(n).deep is not None]
+    names = args.problems or [n for n in problems.names() if problems.load(n).deep is not None]
     names = names[:1] if args.quick else names
     if args.resume:
         report.resume("trainings")
@@ -99,7 +93,7 @@ def run(report: Report, args: argparse.Namespace) -> None:
         for seed, name, precision in itertools.product(args.seeds, names, args.precision)
     ]
     for key in report.missing("trainings", keys):
-        problem = package.load(key["problem"])
+        problem = problems.load(key["problem"])
         outcome = deep.DeepTrainer(problem, key["precision"], steps=steps)(key["seed"])
         found = {"title": problem.title, **outcome.record()}
         report.record("trainings", **key, **{n: x for n, x in found.items() if n not in key})

@@ -71,12 +71,10 @@ def _measure(report: Report, n: int, modes: int, channels: int, batch: int, roun
         "float16": mpx.cast_to_float16(layers["dft"]),
         "bfloat16": mpx.cast_to_bfloat16(layers["dft"]),
     }
+    size = {"size": n, "modes": modes, "channels": channels, "batch": batch}
     report.record(
         "layers",
-        size=n,
-        modes=modes,
-        channels=channels,
-        batch=batch,
+        **size,
         auto=choose_method(2 * channels, (n, n), (modes, modes), "float32"),
         **interleave(of_both, rounds=rounds, warmup=1),
         **interleave(of_weights, rounds=rounds, warmup=1),

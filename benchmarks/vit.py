@@ -6,7 +6,7 @@ autocast and by casting the whole model, one after another, for each seed.
 
 import argparse
 
-from ._examples import load_example
+from ._problems import load_example
 from ._report import Report
 
 

@@ -12,14 +12,13 @@ synthetic images on a GPU.
 - `torch`: float32, and `torch.amp` in bfloat16 and in float16 with a `GradScaler`; attention is its
   fused `scaled_dot_product_attention`, the rest is eager.
 
-Errors are relative to the network in float64. With `--target h100` it is ViT-Base, a minute a step.
+Errors are relative to the network in float64.
 """
 
 import argparse
 import dataclasses
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -31,11 +30,9 @@ import optax
 
 import mpx_pde as mpx
 
-from . import _measured, _steps
-from ._deviceless import Compiled
-from ._examples import load_example
-from ._report import Report
-from ._rivals import require
+from . import _steps
+from ._problems import load_example
+from ._report import Report, require
 from ._steps import HIGHEST, TF32, Rival, Task
 
 
@@ -43,8 +40,6 @@ vit = load_example("vit")
 
 CPU_BATCHES = [16, 64, 256]
 GPU_BATCHES = [64, 256, 16]  # in order of importance: what the time does not allow is left out
-TARGET_BATCHES = [16, 64, 256]
-TARGET_RIVALS = [*(f"mpx_pde {name}" for name in vit.PRECISIONS), "MPX float16"]
 EXACT_CHUNK = 16  # samples at a time in float64
 STEPS = 40  # of the schedule of learning rates
 WEIGHT_DECAY = 0.05  # of the example
@@ -119,23 +114,19 @@ def jax_rivals(gpu: bool) -> dict[str, Rival]:
     return rivals | {f"jmp {half}": by_jmp(half) for half in HALVES}
 
 
-def task(size: Any, gpu: bool = False, chosen: Sequence[str] | None = None) -> Task:
-    """Of the rivals those whose names are chosen; all without."""
+def task(size: Any, gpu: bool = False) -> Task:
+    shape = size.batch, size.channels, size.image, size.image
+    images = jax.ShapeDtypeStruct(shape, jnp.float32)
+    batch = vit.Batch(images, jax.ShapeDtypeStruct((size.batch,), jnp.int32))
     return Task(
         {"blocks": size.blocks, "batch": size.batch},
         lambda: vit.ViT(size, key=jax.random.key(0)),
-        loss,
-        partial(some_batches, size, gpu),
-        vit.Batch(
-            jax.ShapeDtypeStruct((size.batch, size.channels, size.image, size.image), jnp.float32),
-            jax.ShapeDtypeStruct((size.batch,), jnp.int32),
-        ),
-        {n: r for n, r in jax_rivals(gpu).items() if chosen is None or n in chosen},
+        *(loss, partial(some_batches, size, gpu), batch, jax_rivals(gpu)),
         vit.make_optimizer(size, STEPS),
     )
 
 
-def torch_rivals(size: Any, gpu: bool, chosen: Sequence[str] | None, task: Task) -> dict[str, Any]:
+def torch_rivals(size: Any, gpu: bool, task: Task) -> dict[str, Any]:
     from ._torch.vit import step
 
     precisions = {"torch float32": "float32"} | {f"torch amp {half}": half for half in HALVES}
@@ -144,14 +135,10 @@ def torch_rivals(size: Any, gpu: bool, chosen: Sequence[str] | None, task: Task)
     leaves = jax.tree.leaves(eqx.filter(task.model(), eqx.is_array))
     rate = optax.warmup_cosine_decay_schedule(0.0, size.learning_rate, STEPS // 10, STEPS)
     arguments = size, leaves, task.batches(), rate, WEIGHT_DECAY
-    return {
-        name: partial(step, *arguments, precision)
-        for name, precision in precisions.items()
-        if chosen is None or name in chosen
-    }
+    return {name: partial(step, *arguments, p) for name, p in precisions.items()}
 
 
-# --- What runs, and what is compiled ---------------------------------------------------------
+# --- What runs -------------------------------------------------------------------------------
 
 
 def some_batches(size: Any, gpu: bool) -> list[Any]:
@@ -161,28 +148,17 @@ def some_batches(size: Any, gpu: bool) -> list[Any]:
     return [vit.Batch(*pair) for pair in zip(cut(images), cut(labels), strict=True)]
 
 
-def told(program: Compiled) -> dict[str, Any]:
-    """How many products of each kind, such as `"forward f16 × f16"`."""
-    out: Counter[str] = Counter()
-    for product, count in program.products().items():
-        out[f"{product.direction} {product.lhs} × {product.rhs}"] += count
-    return {"products": dict(out)}
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    _measured.add_arguments(parser, rounds=20)
+    _steps.add_arguments(parser, rounds=20)
     parser.add_argument("--batches", type=int, nargs="+", help="batch sizes")
-    parser.add_argument("--rivals", nargs="+", help="their names; by default all")
 
 
 def run(report: Report, args: argparse.Namespace) -> bool:
     gpu = jax.default_backend() == "gpu"
-    size = vit.SIZES["base" if gpu or args.target else "small"]
+    size = vit.SIZES["base" if gpu else "small"]
     if args.quick:
         size = dataclasses.replace(size, blocks=1)
-    default = TARGET_BATCHES if args.target else GPU_BATCHES if gpu else CPU_BATCHES
-    batches = args.batches or ([16] if args.quick else default)
-    chosen = args.rivals or (TARGET_RIVALS if args.target else None)
-    tasks = (task(dataclasses.replace(size, batch=batch), gpu, chosen) for batch in batches)
-    others = partial(torch_rivals, size, gpu, args.rivals), ("torch",)
-    return _measured.run_sizes(report, args, tasks, *others, told, chunk=EXACT_CHUNK)
+    batches = args.batches or ([16] if args.quick else GPU_BATCHES if gpu else CPU_BATCHES)
+    tasks = (task(dataclasses.replace(size, batch=batch), gpu) for batch in batches)
+    others = partial(torch_rivals, size, gpu), ("torch",)
+    return _steps.run_sizes(report, args, tasks, *others, chunk=EXACT_CHUNK)

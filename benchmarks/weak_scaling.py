@@ -24,13 +24,13 @@ errors here: that all layouts train the same curve on 1 to 8 devices is what
 
 import argparse
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
 
 from ._deviceless import CUBLAS, Compiled, compile_for, target_mesh, there, title
-from ._examples import load_example
+from ._problems import load_example
 from ._report import Report
 
 
@@ -41,24 +41,14 @@ TARGETS = {
 """By platform, the smallest first."""
 
 
-class Size(NamedTuple):
-    """The rows of a batch on each device, and the width of the network."""
-
-    batch: int
-    width: int
-
-
-SIZES = {"cavity": Size(16_384, 512), "fno": Size(16, 64)}
-QUICK_SIZES = {"cavity": Size(256, 64), "fno": Size(2, 16)}
+SIZES = {"cavity": (16_384, 512), "fno": (16, 64)}
+QUICK_SIZES = {"cavity": (256, 64), "fno": (2, 16)}
+"""The rows of a batch on each device, and the width of the network."""
 OPTIONS = ("layout", "precision", "sum_dtype")
 STEPS = (
-    ("data", "float32", None),
-    ("data", "float16", None),
-    ("full", "float32", None),
-    ("full", "float16", None),
-    ("full", "bfloat16", None),
-    ("shard_map", "float16", None),
-    ("shard_map", "float16", "bfloat16"),
+    *(("data", precision, None) for precision in ("float32", "float16")),
+    *(("full", precision, None) for precision in ("float32", "float16", "bfloat16")),
+    *(("shard_map", "float16", sums) for sums in (None, "bfloat16")),
 )
 
 
@@ -66,61 +56,43 @@ def compiled(example: Any, target: str, batch: int, key: dict[str, Any]) -> Comp
     mesh = target_mesh(target, example.DEVICES)
     run = example.Run(**key, devices=mesh.devices.flat, batch=batch * mesh.size, start=False)
     state = jax.eval_shape(run.init, jax.random.key(0))
-    specs = jax.tree.map(
-        lambda x: example.layout_of(x, mesh, key["layout"]).spec,
-        eqx.filter(state, lambda x: isinstance(x, jax.ShapeDtypeStruct)),
-    )
-    return compile_for(
-        target,
-        run.raw_step,
-        state,
-        mesh=mesh,
-        in_specs=(specs,),
-        donate=(0,),
-        compiler_options=CUBLAS if key["problem"] == "fno" else None,
-    )
+    shapes = eqx.filter(state, lambda x: isinstance(x, jax.ShapeDtypeStruct))
+    specs = jax.tree.map(lambda x: example.layout_of(x, mesh, key["layout"]).spec, shapes)
+    options = CUBLAS if key["problem"] == "fno" else None
+    given = {"mesh": mesh, "in_specs": (specs,), "donate": (0,), "compiler_options": options}
+    return compile_for(target, run.raw_step, state, **given)
 
 
-def ring_bytes(kind: str, size: int, devices: int) -> float:
+def ring_bytes(kind: str, size: int, devices: int) -> int:
     """What each device of a ring sends in a collective whose result on it has `size` bytes."""
-    others = devices - 1
-    return {
-        "all-reduce": 2 * others / devices * size,
-        "all-gather": others / devices * size,
-        "all-to-all": others / devices * size,
-        "reduce-scatter": others * size,  # of an operand that is `devices` times as large
-        "collective-permute": size,
-    }[kind]
+    share = (devices - 1) / devices
+    # The operand of a reduce-scatter is `devices` times as large.
+    factors = {"all-reduce": 2 * share, "reduce-scatter": devices - 1, "collective-permute": 1}
+    return round(factors.get(kind, share) * size)
 
 
 def measure(
-    report: Report, example: Any, key: dict[str, Any], size: Size, targets: Sequence[str]
+    report: Report, example: Any, key: dict[str, Any], batch: int, targets: Sequence[str]
 ) -> None:
     """One step on all targets, the first of which is one device."""
-    programs = {target: compiled(example, target, size.batch, key) for target in targets}
+    programs = {target: compiled(example, target, batch, key) for target in targets}
     one = programs[targets[0]]
     for target, program in programs.items():
         devices = target_mesh(target).size
         traffic = {
-            f"{kind} {dtype}": {
-                "count": t.count,
-                "bytes": t.bytes,
-                "wire_bytes": round(ring_bytes(kind, t.bytes, devices)),
-            }
-            for (kind, dtype), t in sorted(program.collectives().items())
+            f"{kind} {dtype}": {**sent, "wire_bytes": ring_bytes(kind, sent["bytes"], devices)}
+            for (kind, dtype), sent in sorted(program.collectives().items())
         }
+        where = {"target": title(target), "devices": devices, "batch": batch * devices}
+        temp, arguments = program.temp_bytes, program.argument_bytes
+        memory = {"temp_bytes": temp, "temp_over_one": temp / one.temp_bytes if temp else None}
+        memory |= {"argument_bytes": arguments}
+        memory["argument_over_one"] = arguments / one.argument_bytes
         report.record(
             "steps",
-            **key,
-            target=title(target),
-            devices=devices,
-            batch=size.batch * devices,
-            collectives=traffic,
+            **{**key, **where, "collectives": traffic},
             wire_bytes=sum(t["wire_bytes"] for t in traffic.values()),
-            temp_bytes=program.temp_bytes,
-            temp_over_one=program.temp_bytes / one.temp_bytes if one.temp_bytes else None,
-            argument_bytes=program.argument_bytes,
-            argument_over_one=program.argument_bytes / one.argument_bytes,
+            **memory,
         )
 
 
@@ -138,9 +110,9 @@ def run(report: Report, args: argparse.Namespace) -> None:
     if args.resume:
         report.resume("steps", same_code=True)
     keys = (
-        {"problem": problem, "width": sizes[problem].width, **dict(zip(OPTIONS, step, strict=True))}
+        {"problem": problem, "width": sizes[problem][1], **dict(zip(OPTIONS, step, strict=True))}
         for problem in args.problem
         for step in STEPS
     )
     for key in report.missing("steps", keys):
-        measure(report, example, key, sizes[key["problem"]], targets)
+        measure(report, example, key, sizes[key["problem"]][0], targets)

@@ -45,6 +45,28 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(description=first, formatter_class=_Help)
 
 
+def training_parser(
+    description: str | None,
+    *,
+    precisions: Sequence[str],
+    shown: Sequence[str],
+    steps: str,
+    data: str,
+    out: str,
+    quick: str,
+) -> argparse.ArgumentParser:
+    """A parser for several trainings from a seed, and a picture of them."""
+    options = parser(description)
+    told = "what to train in, one after another"
+    given = {"nargs": "+", "choices": precisions, "default": shown, "dest": "precisions"}
+    options.add_argument("--precision", **given, help=told)
+    options.add_argument("--steps", type=positive, help=f"of each training, {steps}")
+    options.add_argument("--seed", type=int, default=0, help=f"of the first weights and {data}")
+    options.add_argument("--out", type=folder, default=out, help="folder of the picture")
+    options.add_argument("--quick", action="store_true", help=quick)
+    return options
+
+
 def positive(text: str) -> int:
     """An option that is a number of something."""
     try:

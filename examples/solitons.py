@@ -34,9 +34,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from _command_line import folder, parser, positive, progress_bar, run_main, stop_on_interrupt
+from _command_line import progress_bar, run_main, stop_on_interrupt, training_parser
 from matplotlib.figure import Figure
-from problems._runner import PRECISIONS, Outcome, Trainer, errors_of, reference_of, values_at
+from problems._runner import PRECISIONS, Outcome, Trainer, reference_of, values_at
 from problems.kdv import PROBLEM
 from rich.box import SIMPLE
 from rich.console import Console
@@ -62,18 +62,15 @@ class Training:
     def run(self, steps: int, seed: int, progress: Any, stop: Any) -> None:
         task = progress.add_task(self.precision, total=steps, loss="compiling")
 
-        def errors(model: Any) -> Any:
-            self.model = model  # the running average of the float32 weights
-            return errors_of(PROBLEM, model)
-
         def follow(taken: int, loss: float, scaling: Any) -> bool:
             done = self.log[-1][0] if self.log else 0
             self.log.append((done + taken, loss, time.perf_counter(), scales_of(scaling)))
             progress.update(task, advance=taken, loss=f"loss {loss:.1e}")
             return stop()
 
-        problem = dataclasses.replace(PROBLEM, errors=errors)
-        self.outcome = Trainer(problem, self.precision, steps=steps)(seed, follow=follow)
+        trainer = Trainer(PROBLEM, self.precision, steps=steps)
+        self.outcome = trainer(seed, follow=follow)
+        self.model = trainer.model  # the running average of the float32 weights
 
     @property
     def ms_per_step(self) -> float:
@@ -115,31 +112,20 @@ def table(trainings: Sequence[Training]) -> Table:
     return out
 
 
-def on_a_gpu() -> list[str]:
-    """Returns lines on this step and a larger network, from compilations recorded for an H100."""
-    results = Path(__file__).parent.parent / "benchmarks" / "results"
-    try:
-        steps = json.loads((results / "breadth_step-cpu.json").read_text())["programs"]
-        large = json.loads((results / "predicted-h100-cpu.json").read_text())["steps"]
-    except OSError:  # not run from a clone
-        return []
-    kdv = {s["precision"]: s for s in steps if s["problem"] == "kdv"}
-    cavity = {s["rival"]: s for s in large if s["problem"] == "cavity-512"}
-    rows = [
-        ("this step", kdv.get("float32"), kdv.get("forward-float32-float16")),
-        (
-            "the cavity with 512 × 6 units and 65,536 points",
-            cavity.get("float32"),
-            cavity.get("mpx_pde float16, forward bfloat16_x3"),
-        ),
-    ]
-    return [
-        f"On an H100 {name} takes {a['temp_bytes'] / 2**20:,.1f} MiB in float32 and "
-        f"{b['temp_bytes'] / 2**20:,.1f} MiB in mixed precision (compiled), and "
-        f"{1e3 * a['seconds']:.2f} and {1e3 * b['seconds']:.2f} ms (predicted, not run)."
-        for name, a, b in rows
-        if a and b
-    ]
+def on_a_gpu() -> str:
+    """Returns a line on a larger network, from compilations recorded for an H100."""
+    path = Path(__file__).parent.parent / "benchmarks" / "results" / "predicted-h100-cpu.json"
+    if not path.exists():  # not run from a clone
+        return ""
+    steps = json.loads(path.read_text(encoding="utf-8"))["steps"]
+    cavity = {s["rival"]: s for s in steps if s["problem"] == "cavity-512"}
+    a, b = cavity["float32"], cavity["mpx_pde float16, forward bfloat16_x3"]
+    return (
+        f"On an H100 the cavity with 512 × 6 units and 65,536 points takes "
+        f"{a['temp_bytes'] / 2**20:,.1f} MiB in float32 and {b['temp_bytes'] / 2**20:,.1f} MiB in "
+        f"mixed precision (compiled), and {1e3 * a['seconds']:.2f} and {1e3 * b['seconds']:.2f} ms "
+        "(predicted, not run)."
+    )
 
 
 def draw(trainings: Sequence[Training], path: Path) -> None:
@@ -204,8 +190,7 @@ def main(
         console.print(
             "A CPU converts each half to float32 and back, so half precision is slower here."
         )
-        for line in on_a_gpu():
-            console.print(line, highlight=False)
+        console.print(on_a_gpu(), highlight=False)
         if out is not None:
             draw(done, Path(out) / "solitons.png")
             console.print(f"Picture: {Path(out) / 'solitons.png'}")
@@ -213,27 +198,16 @@ def main(
 
 
 def arguments() -> argparse.ArgumentParser:
-    options = parser(__doc__)
-    options.add_argument(
-        "--precision",
-        nargs="+",
-        choices=PRECISIONS,
-        default=SHOWN,
-        dest="precisions",
-        help="what to train in, one after another",
+    default = f"by default {STEPS:,}, or {QUICK_STEPS:,} with --quick"
+    return training_parser(
+        __doc__,
+        precisions=tuple(PRECISIONS),
+        shown=SHOWN,
+        steps=f"rounded up to whole hundreds; {default}",
+        data="the points",
+        out="outputs/solitons",
+        quick="a short run, less accurate",
     )
-    options.add_argument(
-        "--steps",
-        type=positive,
-        help=f"of each training, rounded up to whole hundreds; by default {STEPS:,}, or "
-        f"{QUICK_STEPS:,} with --quick",
-    )
-    options.add_argument("--seed", type=int, default=0, help="of the first weights and the points")
-    options.add_argument(
-        "--out", type=folder, default="outputs/solitons", help="folder of the picture"
-    )
-    options.add_argument("--quick", action="store_true", help="a short run, less accurate")
-    return options
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from _command_line import folder, parser, positive, progress_bar, run_main, stop_on_interrupt
+from _command_line import progress_bar, run_main, stop_on_interrupt, training_parser
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 from matplotlib.figure import Figure
 from rich.box import SIMPLE
@@ -141,10 +141,7 @@ class ViT(eqx.Module):
         self.embedding = eqx.nn.Linear(pixels, size.features, key=embedding)
         self.positions = 0.02 * jax.random.normal(positions, (size.tokens, size.features))
         self.blocks = [
-            (
-                Attention(size.features, size.heads, key=a),
-                Dense(size.features, size.hidden, key=b),
-            )
+            (Attention(size.features, size.heads, key=a), Dense(size.features, size.hidden, key=b))
             for a, b in zip(keys[::2], keys[1::2], strict=True)
         ]
         self.norm = eqx.nn.LayerNorm(size.features)
@@ -253,7 +250,6 @@ class Result:
     temp_bytes: int  # scratch memory of the compiled steps
     loss: np.ndarray
     scale: np.ndarray
-    logits: Float[np.ndarray, "test classes"]
 
 
 @jax.jit
@@ -320,7 +316,6 @@ def train(
         temp_bytes=memory.temp_size_in_bytes if memory is not None else 0,
         loss=np.concatenate(losses),
         scale=np.concatenate(scales),
-        logits=np.asarray(logits),
     )
 
 
@@ -345,13 +340,10 @@ def table(results: Sequence[Result], title: str) -> Table:
     return out
 
 
-def plot(results: Sequence[Result], test: Batch, path: Path) -> None:
-    """Losses over the steps, and the test images that are hardest for all networks together."""
-    labels = np.asarray(test.labels)
-    figure = Figure(figsize=(12, 5.5), layout="constrained")
-    halves: Any = figure.subfigures(1, 2)
-    left, right = halves
-    axes = left.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Losses and scales over the steps."""
+    figure = Figure(figsize=(7, 5.5), layout="constrained")
+    axes = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for i, r in enumerate(results):
         width = min(20, len(r.loss))
         means = np.convolve(r.loss, np.ones(width) / width, "valid")
@@ -362,20 +354,6 @@ def plot(results: Sequence[Result], test: Batch, path: Path) -> None:
     axes[0].set(title="loss, running mean")
     axes[0].legend()
     axes[1].set(title="loss scale", xlabel="step")
-
-    logits = np.mean([r.logits for r in results], axis=0)
-    margin = np.take_along_axis(logits, labels[:, None], 1) - logits
-    hardest = np.argsort(np.sort(margin, axis=1)[:, 1])[:12]
-    right.suptitle("the hardest test images: label, and what the networks say in turn")
-    for ax, i in zip(right.subplots(3, 4).flat, hardest, strict=False):
-        image = np.moveaxis(np.asarray(test.images[i]), 0, -1)
-        low, high = image.min(), image.max()
-        ax.imshow((image - low) / (high - low), cmap="gray_r")
-        said = [int(r.logits[i].argmax()) for r in results]
-        wrong = any(s != labels[i] for s in said)
-        text = f"{labels[i]}: {' '.join(map(str, said))}"
-        ax.set_title(text, color="C3" if wrong else "black", fontsize=10)
-        ax.set_axis_off()
     figure.savefig(path, dpi=120)
 
 
@@ -415,35 +393,23 @@ def main(
         console.print(table(results, title))
         if out is not None:
             path = Path(out) / "vit.png"
-            plot(results, data[1], path)
+            plot(results, path)
             console.print(f"Picture: {path}")
     return {r.precision: r for r in results}
 
 
 if __name__ == "__main__":
-    options = parser(__doc__)
-    options.add_argument(
-        "--precision",
-        nargs="+",
-        choices=PRECISIONS,
-        default=PRECISIONS,
-        dest="precisions",
-        help="what to train in, one after another",
+    small = SIZES["small"]
+    default = f"by default {small.steps:,}, or {small.quick_steps:,} with --quick"
+    options = training_parser(
+        __doc__,
+        precisions=PRECISIONS,
+        shown=PRECISIONS,
+        steps=f"in whole calls of some steps; {default} (base: {SIZES['base'].steps:,})",
+        data="the batches",
+        out="outputs/vit",
+        quick="about a minute, less accurate",
     )
-    options.add_argument(
-        "--size",
-        choices=tuple(SIZES),
-        default="small",
-        help="of the network and the images; `base` is ViT-Base on random ones, for a GPU",
-    )
-    options.add_argument(
-        "--steps",
-        type=positive,
-        help=f"of each training, rounded up to whole calls of some steps; by default "
-        f"{SIZES['small'].steps:,}, or {SIZES['small'].quick_steps:,} with --quick "
-        f"(base: {SIZES['base'].steps:,})",
-    )
-    options.add_argument("--seed", type=int, default=0, help="of the first weights and the batches")
-    options.add_argument("--out", type=folder, default="outputs/vit", help="folder of the picture")
-    options.add_argument("--quick", action="store_true", help="about a minute, less accurate")
+    told = "of the network and the images; `base` is ViT-Base on random ones, for a GPU"
+    options.add_argument("--size", choices=tuple(SIZES), default="small", help=told)
     run_main(main, options)

@@ -185,6 +185,17 @@ def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
     return jtu.tree_map_with_path(select, a, b)
 
 
+def dealt(x: Array, hands: int, axis: int = 0) -> Array:
+    """Deals an array out along an axis, to be scanned over: hand `i` of the result's leading axis
+    gets the entries `i`, `i + hands`, ….
+
+    Not block by block: of an array that is sharded along the axis each device has its part of every
+    hand, so nothing is sent, and none works for another.
+    """
+    shape = (*x.shape[:axis], x.shape[axis] // hands, hands, *x.shape[axis + 1 :])
+    return jnp.moveaxis(x.reshape(shape), axis + 1, 0)
+
+
 def with_fields(module: Any, **fields: Any) -> Any:
     """Returns a module of the same structure with other values in some of its fields."""
     where = lambda m: [getattr(m, name) for name in fields]

@@ -10,6 +10,7 @@ import operator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from program_rounding import ROUNDS
 from scipy import special
 
 from mpx_pde.interpret._jaxpr import CALLS, bodies_of, own_bind
@@ -181,10 +182,10 @@ def called(function, *args):
     return jax.tree.unflatten(jax.tree.structure(shape), evaluate(closed, jax.tree.leaves(args)))
 
 
-def evaluate(closed, args):
-    """Returns the results of a jaxpr."""
+def evaluate(closed, args, rounding=None):
+    """Returns the results of a jaxpr, with each operation rounded by `rounding`."""
     with np.errstate(all="ignore"):
-        return _run(closed, list(map(_held, args)))
+        return _run(closed, list(map(_held, args)), rounding)
 
 
 def _held(x):
@@ -192,13 +193,16 @@ def _held(x):
     return x if jnp.issubdtype(x.dtype, jax.dtypes.extended) else np.asarray(x)
 
 
-def _run(closed, args):
+def _run(closed, args, rounding):
     jaxpr = closed.jaxpr
     env = dict(zip(jaxpr.constvars, map(_held, closed.consts), strict=True))
     env.update(zip(jaxpr.invars, args, strict=True))
     read = lambda v: np.asarray(v.val, v.aval.dtype) if hasattr(v, "val") else env[v]
     for eqn in _needed(jaxpr):
-        env.update(zip(eqn.outvars, _apply(eqn, list(map(read, eqn.invars))), strict=True))
+        found = _apply(eqn, list(map(read, eqn.invars)), rounding)
+        if rounding is not None and eqn.primitive.name in ROUNDS:
+            found = list(map(rounding, found))
+        env.update(zip(eqn.outvars, found, strict=True))
     return list(map(read, jaxpr.outvars))
 
 
@@ -213,29 +217,31 @@ def _needed(jaxpr):
     return out
 
 
-def _apply(eqn, args):
+def _apply(eqn, args, rounding):
     name, params = eqn.primitive.name, eqn.params
+    if name == "rounded":
+        return args if rounding is None else [rounding(*args, **params)]
     plain = all(isinstance(x, np.ndarray | np.generic) for x in args)
     if name in _RULES and plain and (name not in _FLOATS or args[0].dtype.kind in "fcV"):
         x = np.asarray(_RULES[name](*args, **params))
         return [x.astype(eqn.outvars[0].aval.dtype, copy=False)]
     if name in _CALLS:
-        return _run(bodies_of(eqn)[0], args)
+        return _run(bodies_of(eqn)[0], args, rounding)
     if name == "scan" and params["length"]:
-        return _scan(eqn, args)
+        return _scan(eqn, args, rounding)
     if name == "while":
         test, step = bodies_of(eqn)
         n, m = params["cond_nconsts"], params["body_nconsts"]
         carry = args[n + m :]
-        while np.any(going := _run(test, [*args[:n], *carry])[0]):
+        while np.any(going := _run(test, [*args[:n], *carry], rounding)[0]):
             # Of several under `vmap` those that have come to their end stay.
-            new = _run(step, [*args[n : n + m], *carry])
+            new = _run(step, [*args[n : n + m], *carry], rounding)
             going = [np.reshape(going, going.shape + (1,) * (x.ndim - going.ndim)) for x in new]
             carry = list(map(np.where, going, new, carry))
         return carry
     if name == "cond":
         branches = bodies_of(eqn)
-        return _run(branches[min(max(int(args[0]), 0), len(branches) - 1)], args[1:])
+        return _run(branches[min(max(int(args[0]), 0), len(branches) - 1)], args[1:], rounding)
     return list(map(_held, own_bind(eqn, list(map(_held_by_jax, args)))))
 
 
@@ -243,13 +249,13 @@ def _held_by_jax(x):
     return jnp.asarray(x) if isinstance(x, np.ndarray) else x
 
 
-def _scan(eqn, args):
+def _scan(eqn, args, rounding):
     (body,) = bodies_of(eqn)
     n_consts, n_carry = scan_counts(eqn)
     consts, carry, xs = args[:n_consts], args[n_consts:][:n_carry], args[n_consts + n_carry :]
     steps, stacked = range(eqn.params["length"]), []
     for i in reversed(steps) if eqn.params["reverse"] else steps:
-        out = _run(body, [*consts, *carry, *(x[i] for x in xs)])
+        out = _run(body, [*consts, *carry, *(x[i] for x in xs)], rounding)
         carry = out[:n_carry]
         stacked.append(out[n_carry:])
     if eqn.params["reverse"]:

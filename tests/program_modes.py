@@ -8,21 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from program_rounding import Format, format_of
 
 import mpx_pde as mpx
 
 
 COORDS, OUTPUTS = "xyztabcdefghijklm", "uvw"
 
-# One rounding of each precision. Split products and TF32 by their documented accuracy.
-UNITS = {
-    "bfloat16": 2.0**-8,
-    "float16": 2.0**-11,
-    "tensorfloat32": 2.0**-11,
-    "bfloat16_x3": 2.0**-16,
-    "float32": 2.0**-24,
-    "float64": 2.0**-53,
-}
+# Split products and TF32 by their documented accuracy.
+UNITS = {name: format_of(name) for name in ("bfloat16", "float16", "float32", "float64")}
+UNITS |= {"tensorfloat32": Format(2.0**-11), "bfloat16_x3": Format(2.0**-16)}
 FULL = UNITS["float32"]
 
 
@@ -43,7 +38,7 @@ class Mode(NamedTuple):
     options: Callable[[Any], dict]
     exact: Callable[..., dict]
     library: Callable[..., dict]
-    units: Callable[[dict], dict[str, tuple[float, float]]]
+    units: Callable[[dict], dict[str, tuple[Format, Format]]]
     wide: bool = False
 
 
@@ -183,7 +178,13 @@ def drop_ins(f, w, q, o):
 
 
 def exact_drop_ins(f, w, q, o):
-    return _drop_ins(jax, f, w, q, o)
+    found = _drop_ins(jax, f, w, q, o)
+    if o["drop_in"] != "hessian":
+        return found
+    # The library evaluates each entry above the diagonal once. A rule that is the derivative of no
+    # function has other entries below it.
+    mirrored = lambda x: jnp.triu(x) + jnp.triu(x, 1).swapaxes(-1, -2)
+    return {name: mirrored(x) for name, x in found.items()}
 
 
 def _drop_ins(lib, f, w, q, o):

@@ -92,6 +92,43 @@ def test_the_tolerance_follows_the_condition():
     assert bad.tolerance > 100 * good.tolerance
 
 
+def test_what_cancels_inside_of_a_statement_is_rounded():
+    """Of two entries the standard deviation is linear: its second derivative is a rounding."""
+    o = OPTIONS | {"how": "vmap", "drop_in": "jacfwd of jacfwd", "half": ""}
+    program = of_point("jnp.std(q)", q=(0.184, 0.118))
+    assert programs.judge(programs.Case("drop_ins", program, o)).status == "undecidable"
+
+
+def test_what_a_half_cannot_hold_is_no_failure():
+    """Numbers near 1e-9 vanish in float16, and nothing cancels in float32."""
+    weights = (np.full((3, 4), 0.5), np.full(4, 0.5))
+    lines = "q @ w[0] + 20.0", "jnp.exp(-v0)", "v1 @ w[1]"
+    case = lambda half: programs.Case(
+        "partials_half", of_point(*lines, weights=weights), OPTIONS | {"half": half}
+    )
+    assert programs.judge(case("float16")).status == "undecidable"
+    assert programs.judge(case("bfloat16")).status == "ok"
+
+
+def test_a_rule_that_is_no_derivative_has_the_upper_half_of_a_hessian():
+    program = of_point("tilted(q)", "jnp.sum(v0 * q * q)")
+    o = OPTIONS | {"how": "vmap", "drop_in": "hessian", "half": ""}
+    assert programs.judge(programs.Case("drop_ins", program, o)).status == "ok"
+
+
+def test_what_is_cast_is_judged_beside_a_cast_by_hand():
+    """In half, an offset near 1e4 takes all digits with it, for the library as for anybody."""
+    o = {"how": "call", "half": "bfloat16", "gradient": {}}
+    inputs = {k: np.zeros(8) for k in "xazty"} | {"table": operations.TABLE}
+    inputs["a"] = programs.short(1e4 + np.random.default_rng(0).normal(size=(8, 4)), 2)
+    lines = (("v0", "jnp.linalg.norm(a - 1e4, axis=1)"), ("v1", "jnp.sum(w[0] * jnp.tanh(v0))"))
+    program = programs.Program("loss", inputs, (np.linspace(-1.0, 2.0, 8),), lines, "v1")
+    verdict = programs.judge(programs.Case("cast", program, o))
+    assert verdict.status == "undecidable", verdict
+    kept = o | {"gradient": {"keep_full": (False, *[True] * 6)}}
+    assert programs.judge(programs.Case("cast", program, kept)).status == "ok"
+
+
 def test_programs_are_reproducible():
     with programs.standard(), jax.enable_x64(True):
         one, other = (

@@ -1,8 +1,9 @@
 """The tables in README and documentation, generated from `results/*.json`.
 
 A block between `<!-- results:NAME -->` and `<!-- /results -->` belongs to the table of that name
-here, such as `breadth.paper` for `paper` in `_breadth.py`; nothing in it is typed by hand. Tables
-too long for a page are files: a link to `data/NAME.csv` is enough to have that one written.
+here, such as `breadth.paper` for `paper` in `_breadth.py`; nothing in it is typed by hand. What is
+too long for a page is a file: a link to `data/NAME.csv` is enough to have that one written, of a
+table or, as in `spectral.layers`, of all that a section of results records.
 """
 
 import importlib
@@ -11,11 +12,11 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from ._format import RESULTS, ROOT, load
+from ._format import RESULTS, ROOT, Table, load
 
 
 DATA = ROOT / "docs" / "data"
-_LINK = re.compile(r"\]\((?:docs/)?data/([\w.]+)\.csv\)")
+_LINK = re.compile(r"\]\((?:docs/)?data/([\w.-]+)\.csv\)")
 # Indented in a section that folds.
 _BLOCK = re.compile(
     r"^( *)<!-- results:([\w.]+) -->\n.*?^ *<!-- /results -->$", re.DOTALL | re.MULTILINE
@@ -25,6 +26,8 @@ _BLOCK = re.compile(
 def table(name: str) -> Any:
     """Returns the table of a name: a `Table`, or a function that returns Markdown."""
     module, _, at = name.partition(".")
+    if (RESULTS / f"{module}-cpu.json").exists() and at in load(f"{module}-cpu"):
+        return Table(module, at)
     return getattr(importlib.import_module(f"{__package__}._{module}"), at)
 
 

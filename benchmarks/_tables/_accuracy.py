@@ -1,29 +1,9 @@
-"""Errors of layers and solvers, and what a transformer learns."""
+"""Errors of solvers and operators, what a transformer learns, and the time to reach an error."""
 
 import statistics
 from collections.abc import Iterator
 
 from ._format import NONE, Record, Result, Table, groups, listed, median
-
-
-# Times are of the quarter of rounds that other programs on the machine disturbed least.
-spectral_layers = Table(
-    "spectral",
-    "layers",
-    """
-    grid                    {size}²
-    modes                   {modes}
-    channels × batch        {channels} × {batch}
-    FFT time over matrices  {seconds_fft.lower/seconds_dft.lower:.1f}
-    weights' gradient only  {seconds_weights_fft.lower/seconds_weights_dft.lower:.1f}
-    `auto`                  {auto}
-    temp memory, MiB        {temp_bytes_dft:MiB.1f} / {temp_bytes_fft:MiB.1f}
-    error, matrices         {error_dft:.1e}
-    error, FFT              {error_fft:.1e}
-    matrices, float16       {error_float16:.1e}
-    matrices, bfloat16      {error_bfloat16:.1e}
-    """,
-)
 
 
 def _vit(data: Result) -> Iterator[Record]:
@@ -97,22 +77,99 @@ second_order_step = Table(
     "{parameters:,} parameters, {points:,} points. Predicted for an H100, not run.",
 )
 
+# --- Neural operators ------------------------------------------------------------------------
 
-def _pairs(data: Result) -> Iterator[Record]:
-    for pair in data["pairs"]:
-        yield {**pair, "backward": pair["precision"].rpartition("-")[2]}
+OPERATORS = {"darcy": "Darcy", "navier_stokes": "Navier–Stokes"}
+# Of Tu et al., Speeding up Fourier Neural Operators via Mixed Precision, in the text.
+PAPER: dict[tuple[str, str, str | None], str] = {
+    ("darcy", "float16", "tanh"): "no increase",
+    ("navier_stokes", "float16", "tanh"): "1.06–1.11",
+}
 
 
-curvature = Table(
-    "curvature",
-    _pairs,
+def _operators(data: Result) -> Iterator[Record]:
+    """Yields the medians of each variant with the most modes, and their quotients by float32's."""
+    most = max(t["modes"] for t in data["trainings"])
+    of_most = [t for t in data["trainings"] if t["modes"] == most]
+    variants = groups(of_most, "problem", "precision", "stabilizer")
+    error = lambda runs, norm: statistics.median(
+        t["errors"][str(t["resolution"])][norm] for t in runs
+    )
+    for (problem, precision, stabilizer), runs in variants.items():
+        if stabilizer in (None, "tanh"):
+            full = variants[problem, "float32", None]
+            yield {
+                **runs[0],
+                "title": OPERATORS[problem],
+                "name": ", ".join(filter(None, (precision, stabilizer))),
+                "h1": error(runs, "h1"),
+                **{f"over {n}": error(runs, n) / error(full, n) for n in ("h1", "l2")},
+                "paper": PAPER.get((problem, precision, stabilizer)),
+                "seeds": listed(sorted(runs, key=lambda t: t["seed"]), "seed"),
+            }
+
+
+operators = Table(
+    "operators",
+    _operators,
     """
-    problem                {title}
-    backward pass          {backward}
-    up to iteration        {last}
-    error of the gradient  {gradient:.1e}
-    of the pair (worst)    {pair:.1e} ({worst_pair:.0e})
-    of the curvature       {curvature:.1e}
+    problem  {title}
+    variant  {name}
+    test H1 error        {h1:.4f}
+    relative to float32  {over h1:.3f}
+    test L2 error, relative to float32  {over l2:.3f}
+    paper                {paper}
     """,
-    "Medians over 100 iterations, relative to float32 at the same iterates.",
+    "{samples} training samples on {resolution}² points, {channels} channels, {steps} steps; "
+    "medians over seeds {seeds}.",
+)
+
+
+# --- Time to an error ------------------------------------------------------------------------
+
+
+LEVEL = 3  # times the final error of float32
+
+
+def _reached(curves: list[Record], final: dict[int, float], step: Record | None) -> str:
+    """The median of the steps to the level of each seed, if all seeds got there, and the time."""
+    found = [
+        next((n for n, e in zip(c["steps"], c["errors"], strict=True) if e <= level), None)
+        for c in curves
+        for level in [LEVEL * final[c["seed"]]]
+    ]
+    known = [n for n in found if n is not None]
+    if len(known) < len(found):
+        return "never"
+    steps = statistics.median(known)
+    told = f"{steps * step['median']:.1f} s" if step else "not measured"
+    return f"{told} ({steps:,.0f})"
+
+
+def _cavity(data: Result) -> Iterator[Record]:
+    rivals = groups(data["curves"], "rival")
+    steps = {t["rival"]: t["step"] for t in data["times"]}
+    final = {c["seed"]: c["errors"][-1] for c in rivals["float32"]}
+    few = [name for name, curves in rivals.items() if len(curves) < len(final)]
+    seeds = listed(rivals["float32"], "seed") + (f" (of {', '.join(few)} the first)" * bool(few))
+    for name, curves in rivals.items():
+        over = [c["errors"][-1] / final[c["seed"]] for c in curves]
+        spread = f" ({min(over):.2f}–{max(over):.2f})" if len(over) > 1 else ""
+        row = {"rival": name, "seeds": seeds, "over": f"{statistics.median(over):.2f}{spread}"}
+        row["error"] = statistics.median(c["errors"][-1] for c in curves)
+        row["level"] = _reached(curves, final, steps.get(name))
+        yield {**data["size"][0], **row, "step": steps.get(name)}
+
+
+cavity = Table(
+    "time_to_error-cavity",
+    _cavity,
+    f"""
+    training     {{rival}}
+    final error  {{error:.2e}}
+    relative to float32  {{over}}
+    ms a step    {{step.median:ms.2f}} || not measured
+    to {LEVEL} × float32's error  {{level}}
+    """,
+    "Seeds {seeds}; width {width}, depth {depth}, points {points:,}, steps {steps:,}.",
 )

@@ -1,6 +1,6 @@
 """Many problems in each precision: tables and the figure."""
 
-import re
+import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -17,9 +17,9 @@ LABELS = {
     "autocast-float16": "autocast, float16",
     "autocast-bfloat16": "autocast, bfloat16",
     "naive-float16": "float16 by hand",
-    "tensorfloat32-emulated": "TF32, emulated",
-    "forward-bfloat16_x3-float16-emulated": "forward bfloat16_x3 (emulated), backward float16",
-    "forward-bfloat16_x3-bfloat16-emulated": "forward bfloat16_x3 (emulated), backward bfloat16",
+    "tensorfloat32": "TF32, emulated",
+    "forward-bfloat16_x3-float16": "forward bfloat16_x3 (emulated), backward float16",
+    "forward-bfloat16_x3-bfloat16": "forward bfloat16_x3 (emulated), backward bfloat16",
     "float64": "float64",
     "forward-float64-float32": "forward float64, backward float32",
     "float32-rounded": "control: float32, weights rounded once",
@@ -28,7 +28,6 @@ LABELS = {
 SEEDS = (0, 1, 2)  # of every summary; some problems have more
 UNSOLVED = 0.3  # the error of float32 above which a ratio says nothing
 NEAR = 1.05  # times the error of float32 counts as equal: seeds differ by more
-FAR = 2.0  # times the error of float32: told one by one
 
 
 class Ratios:
@@ -76,33 +75,14 @@ class Ratios:
         known = [t["error"] for t in newest if t["error"] is not None]
         return statistics.median(known) if known else None
 
-    def runs(self, problem: str, precision: str) -> list[Record]:
-        """By seed."""
-        return self.by_problem.get((problem, precision), [])
-
     def of(self, problem: str, precision: str) -> list[float]:
         """By seed; infinite for a training that came to nothing."""
-        trainings = self.runs(problem, precision)
+        trainings = self.by_problem.get((problem, precision), [])
         return [self.ratio(t) for t in trainings if self.full[_key(t)]["error"] is not None]
 
     def ratio(self, training: Record) -> float:
         full = self.full[_key(training)]["error"]
         return float("inf") if training["error"] is None else training["error"] / full
-
-    def medians(self, precision: str) -> list[float]:
-        """Of the problems that float32 solves."""
-        found = (self.of(problem, precision) for problem in self.solved)
-        return [statistics.median(ratios) for ratios in found if ratios]
-
-    def earlier(self, precision: str) -> int:
-        """How many trainings of the problems that float32 solves are by earlier code."""
-        return sum("earlier" in t for p in self.solved for t in self.runs(p, precision))
-
-    def skipped(self, problem: str, precision: str) -> float:
-        """The share of the steps."""
-        counted = [t for t in self.runs(problem, precision) if "skipped" in t]
-        steps = sum(t["steps"] for t in counted)
-        return sum(t["skipped"] for t in counted) / steps if steps else 0.0
 
     def worst_last(self) -> list[str]:
         """The problems by the worst ratio of the ways that promise full accuracy."""
@@ -130,22 +110,14 @@ def overall(data: Result) -> Iterator[Record]:
     seeds."""
     ratios = Ratios(data, seeds=SEEDS)
     for name in ratios.precisions:
-        medians = ratios.medians(name)
-        every = [r for p in ratios.solved for r in ratios.of(p, name)]
+        found = [of for p in ratios.solved if (of := ratios.of(p, name))]
+        medians, every = list(map(statistics.median, found)), list(itertools.chain(*found))
         if every:
-            yield {
-                "name": name,
-                "precision": LABELS[name],
-                "trainings": len(every),
-                "median": number(statistics.median(every)),
-                "spread": spread(every),
-                "near": sum(r <= NEAR for r in medians),
-                "problems": len(medians),
-                "worst": number(max(medians)),
-                "worst_training": number(max(every)),
-                "earlier": ratios.earlier(name),
-                "skips": 100 * statistics.median(ratios.skipped(p, name) for p in ratios.solved),
-            }
+            about = {"name": name, "precision": LABELS[name], "trainings": len(every)}
+            worst = {"worst": number(max(medians)), "worst_training": number(max(every))}
+            near = {"near": sum(r <= NEAR for r in medians), "problems": len(medians)}
+            median = number(statistics.median(every))
+            yield {**about, "median": median, "spread": spread(every), **near, **worst}
 
 
 summary = Table(
@@ -201,85 +173,29 @@ hardest = _of_problems(
 )
 FULL = ("forward-float32-float16", "forward-float32-bfloat16")
 by_adam = _of_problems("breadth-precisions", "adam")
-lbfgs = _of_problems(
-    "breadth-precisions", "adam+lbfgs", (*FULL, "float16", "tensorfloat32-emulated")
-)
+lbfgs = _of_problems("breadth-precisions", "adam+lbfgs", (*FULL, "float16", "tensorfloat32"))
 by_lbfgs = _of_problems("breadth-precisions", "adam+lbfgs")
 by_muon_lbfgs = _of_problems("breadth-precisions", "muon+lbfgs")
 
 
-def _resolutions(data: Result) -> Iterator[Record]:
-    """Errors of operators on the grid of the training, and on finer ones: of one seed each."""
-    ratios, grids = Ratios(data), re.compile(r"rel\. L2 error at (\d+)²")
-    for problem, title in ratios.titles.items():
-        full = [t for t in ratios.full.values() if t["problem"] == problem]
-        found = [t for t in ratios.rest if t["problem"] == problem]
-        for t in (*full, *sorted(found, key=lambda t: list(LABELS).index(t["precision"]))):
-            errors = {m[1]: e for n, e in t.get("errors", {}).items() if (m := grids.fullmatch(n))}
-            if errors:
-                label = LABELS.get(t["precision"], t["precision"])
-                yield {"title": title, "precision": label, "seed": t["seed"], **errors}
-
-
-def _grids(data: Result) -> list[str]:
-    rows = list(_resolutions(data))
-    grids = dict.fromkeys(name for row in rows for name in row if name.isdigit())
-    heads = ["problem  {title}", "precision  {precision}", "seed  {seed}"]
-    return [*heads, *(f"{n}²  {{{n}:.4f}}" for n in grids)]
-
-
-resolutions = Table("breadth", _resolutions, _grids)
-
-
-def _failures(data: Result) -> Iterator[Record]:
-    """Yields what float32 does not solve, and every training far from it."""
-    ratios = Ratios(data)
-    for problem in ratios.titles:
-        if problem not in ratios.solved:
-            yield {"problem": problem, "precision": "float32", "error": ratios.error(problem)}
-    for t in ratios.rest:
-        if t["precision"] == "naive-float16" or t["problem"] not in ratios.solved:
-            continue
-        if "failed" in t or ratios.ratio(t) > FAR:
-            ratio = None if "failed" in t else number(ratios.ratio(t))
-            yield {**t, "precision": LABELS[t["precision"]], "ratio": ratio, "error": None}
-
-
-failures = Table(
-    "breadth",
-    _failures,
-    """
-    problem            {problem}
-    precision          {precision}
-    seed               {seed}
-    relative error     {ratio} || {failed} || float32 itself errs by {error:.1e}
-    steps skipped      {skipped:,} of {steps:,}
-    """,
-)
-
-
 PAPER = {
-    "lid-driven cavity": ("cavity", "similar accuracy"),
-    "lid-driven cavity, zero-equation model": ("cavity_zero_equation", "similar accuracy"),
-    "FPGA heat sink, laminar": (
-        "fpga_laminar",
-        "similar accuracy; 2.2 times faster on a V100, 2.1 on an A100, 1.3 than TF32",
-    ),
-    "FPGA heat sink, turbulent": ("fpga_zero_equation", "similar accuracy"),
-    "heat sink with three fins, in the plane": ("heat_sink", "similar accuracy"),
+    "cavity": "lid-driven cavity",
+    "cavity_zero_equation": "lid-driven cavity, zero-equation model",
+    "fpga_laminar": "FPGA heat sink, laminar",
+    "fpga_zero_equation": "FPGA heat sink, turbulent",
+    "heat_sink": "heat sink with three fins, in the plane",
 }
-"""The examples of Xue et al. (section 4), here, and what is told there of float16."""
+"""The examples of Xue et al. (section 4)."""
+FASTER = {"fpga_laminar": "; 2.2 times faster on a V100, 2.1 on an A100, 1.3 than TF32"}
 
 
 def _paper(data: Result) -> Iterator[Record]:
     ratios = Ratios(data)
-    for example, (problem, told) in PAPER.items():
-        row: Record = {"example": example, "told": told, "problem": problem}
-        row["float32"] = ratios.error(problem)
-        for name in ("float16", "forward-float32-float16"):
-            if found := ratios.of(problem, name):
-                row[name] = statistics.median(found)
-        yield row
+    for problem, example in PAPER.items():
+        told = {"example": example, "problem": problem, "told": FASTER.get(problem, "")}
+        over = {n: ratios.of(problem, n) for n in ("float16", "forward-float32-float16")}
+        medians = {name: statistics.median(found) for name, found in over.items() if found}
+        yield {**told, "float32": ratios.error(problem), **medians}
 
 
 paper = Table(
@@ -287,41 +203,12 @@ paper = Table(
     _paper,
     """
     example                            {example}
-    there, in float16                  {told}
+    there, in float16                  similar accuracy{told}
     here                               `{problem}`
     float32                            {float32:.1e}
     float16                            {float16:.2f}
     forward float32, backward float16  {forward-float32-float16:.2f}
     """,
-)
-
-
-# --- Compiled for an H100 ----------------------------------------------------------------------
-
-
-def _steps(data: Result) -> Iterator[Record]:
-    """A problem and its programs, by precision."""
-    names = {"full": "float32", "half": "float16", "both": "forward-float32-float16"}
-    for programs in groups(data["programs"], "problem").values():
-        known = {p["precision"]: p for p in programs if "failed" not in p}
-        yield {**programs[0], **{short: known.get(name, {}) for short, name in names.items()}}
-
-
-step = Table(
-    "breadth_step",
-    _steps,
-    """
-    problem                           {title}
-    memory of float32, MiB            {full.temp_bytes:MiB.2f}
-    float16 over it                   {half.temp_bytes/full.temp_bytes:.2f}
-    forward float32 over it           {both.temp_bytes/full.temp_bytes:.2f}
-    moved by float32, MB              {full.bytes:MB.3g}
-    by float16, over it               {half.bytes/full.bytes:.2f}
-    by forward float32, over it       {both.bytes/full.bytes:.2f}
-    predicted, not run: float32, ms   {full.seconds_with_arithmetic:ms.2f}
-    kernels: float32, float16, forward float32  {full.kernels}, {half.kernels}, {both.kernels}
-    """,
-    "Memory beyond state, points and workspace. Compiled for an H100, not run.",
 )
 
 
@@ -331,7 +218,7 @@ def _timed(data: Result) -> Iterator[Record]:
 
 
 float64_time = Table(
-    "breadth_step-time",
+    "breadth-time",
     _timed,
     """
     problem                                    {title}
@@ -342,18 +229,57 @@ float64_time = Table(
 )
 
 
+# --- Casting a network, or autocast ------------------------------------------------------------
+
+
+WAYS = {
+    "cast, the default": "{half}",
+    "`autocast=True`": "autocast-{half}",
+    '`forward="float32"`': "forward-float32-{half}",
+}
+
+
+def _by_way(data: Result) -> Iterator[Record]:
+    """Of the problems that were trained in all ways, over the seeds that all have."""
+    ratios = Ratios(data)
+    halves = itertools.product(("float16", "bfloat16"), WAYS.items())
+    names = [(way, half, name.format(half=half)) for half, (way, name) in halves]
+    runs = lambda p, name: {
+        t["seed"]: ratios.ratio(t) for t in ratios.by_problem.get((p, name), [])
+    }
+    of = {p: {name: runs(p, name) for _, _, name in names} for p in ratios.solved}
+    seeds = {p: set.intersection(*map(set, found.values())) for p, found in of.items()}
+    for way, half, name in names:
+        medians = {p: statistics.median(of[p][name][s] for s in seeds[p]) for p in of if seeds[p]}
+        worst = max(medians, key=medians.__getitem__)
+        yield {
+            "way": f"{half}, {way}",
+            "median": statistics.median(medians.values()),
+            "within": f"{sum(x <= 1.05 for x in medians.values())} of {len(medians)}",
+            "worst": f"{medians[worst]:.2f} ({ratios.titles[worst]})",
+        }
+
+
+casting = Table(
+    "breadth",
+    _by_way,
+    """
+    error relative to float32  {way}
+    median                {median:.2f}
+    at most 1.05          {within}
+    worst                 {worst}
+    """,
+)
+
+
 # --- The figure ------------------------------------------------------------------------------
 
 
-COLORS = {
-    "forward-float32-float16": "tab:blue",
-    "forward-float32-bfloat16": "tab:purple",
-    "float16": "tab:cyan",
-    "bfloat16": "tab:orange",
-    "naive-float16": "tab:red",
-    "float32-rounded": "black",
-    "float32-dropped": "tab:gray",
-}
+COLORS = (
+    {"forward-float32-float16": "tab:blue", "forward-float32-bfloat16": "tab:purple"}
+    | {"float16": "tab:cyan", "bfloat16": "tab:orange", "naive-float16": "tab:red"}
+    | {"float32-rounded": "black", "float32-dropped": "tab:gray"}
+)
 LARGEST = 30.0
 
 

@@ -54,12 +54,6 @@ def taken(data: Mapping[str, Any]) -> str:
     return f"commits {first} to {others[-1]}" if others else f"commit {first}"
 
 
-def nothing(data: Mapping[str, Any]) -> str:
-    """Of results whose source stands below another table of the page."""
-    del data
-    return ""
-
-
 # --- Tables that are declared ----------------------------------------------------------------
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "ms": 1e-3, "MB": 1e6, "G": 1e9}
@@ -108,6 +102,17 @@ def cell(record: Mapping[str, Any], spec: str) -> str:
     return NONE
 
 
+def text(value: Any) -> str:
+    """A value of a record; of a series the last."""
+    if value is None:
+        return NONE
+    if isinstance(value, Mapping):
+        return ", ".join(f"{key} {text(x)}" for key, x in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(value) if all(isinstance(x, str) for x in value) else text(value[-1])
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
 @dataclass(frozen=True)
 class Table:
     """A table of a page.
@@ -117,16 +122,16 @@ class Table:
     - `file`: the results that it is made from, without their platform.
     - `rows`: the section whose records are the rows, or a function of the results.
     - `columns`: a line for each, of its title and, behind two spaces, its `cell`; a list of these
-        lines; or a function of the results that returns one.
+        lines; or a function of the results that returns one. Without any, each field is a column.
     - `note`: what stands below: a `cell` of the first row.
-    - `told`: what is told of where the results come from.
+    - `told`: whether the text says where the results come from.
     """
 
     file: str
     rows: str | Callable[[Result], Iterable[Record]]
-    columns: str | Sequence[str] | Callable[[Result], Iterable[str]]
+    columns: str | Sequence[str] | Callable[[Result], Iterable[str]] = ()
     note: str = ""
-    told: Callable[[Result], str] = source
+    told: bool = True
 
     def __call__(self, data: Result | None = None) -> str:
         """Returns the table and the text below it, for the recorded results or for `data`."""
@@ -134,9 +139,7 @@ class Table:
         rows, titles, cells = self._cells(data)
         table = markdown(titles, cells)
         note = cell(rows[0], self.note) if rows else ""
-        told = self.told(data)
-        gap = "" if told.startswith("\n") else " "
-        below = f"{note}{gap}{told.lstrip(' ')}".strip()
+        below = " ".join(filter(None, (note, source(data) if self.told else "")))
         return f"{table}\n\n{below}\n" if below else f"{table}\n"
 
     def csv(self) -> str:
@@ -153,6 +156,9 @@ class Table:
         lines = given.splitlines() if isinstance(given, str) else given
         columns = [re.split(r"  +", line.strip(" "), maxsplit=1) for line in lines if line.strip()]
         rows = list(self.rows(data) if callable(self.rows) else data[self.rows])
+        if not columns:
+            names = list(dict.fromkeys(name for row in rows for name in row))
+            return rows, names, [[text(row.get(name)) for name in names] for row in rows]
         cells = [[cell(row, column[-1]) for column in columns] for row in rows]
         return rows, [column[0].strip() for column in columns], cells
 

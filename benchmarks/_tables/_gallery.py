@@ -3,17 +3,13 @@
 import ast
 from typing import Any
 
-from .._gallery import PICTURES
+from ..gallery import PICTURES
 from ._format import ROOT, Result, load, taken
 
 
 REPOSITORY = "https://github.com/mpx-pde/mpx_pde/blob/main"
-FAMILIES = {
-    "PINN": "Physics-informed networks",
-    "3D": "In three dimensions",
-    "operator": "Neural operators",
-    "emulator": "Time steps that are learnt",
-}
+FAMILIES = {"PINN": "Physics-informed networks", "3D": "In three dimensions"}
+FAMILIES |= {"operator": "Neural operators", "emulator": "Time steps that are learnt"}
 
 
 def equation(name: str) -> str:
@@ -26,16 +22,13 @@ def equation(name: str) -> str:
 def entry(training: dict[str, Any]) -> str:
     name, title = training["problem"], training["title"]
     shown = PICTURES[name].told()
-    what = "Error"
-    if "rollout" in training["errors"]:
-        what += " of a rollout"
-    elif len(training["errors"]) > 2:
-        what += " (mean over the fields)"
+    several = " (mean over the fields)" * (len(training["errors"]) > 2)
+    of = " of a rollout" if "rollout" in training["errors"] else several
     lines = [
         f"### {title}",
         equation(name),
         f"![reference, prediction, error](figures/gallery/{name}.webp)",
-        f"{shown}{what}: {training['error']:.1e}, {training['steps']:,} steps. "
+        f"{shown}Error{of}: {training['error']:.1e}, {training['steps']:,} steps. "
         f"[`{name}.py`]({REPOSITORY}/examples/problems/{name}.py)",
     ]
     return "\n\n".join(lines)

@@ -4,26 +4,19 @@ import statistics
 from collections.abc import Iterator
 
 from ._breadth import NEAR, SEEDS, Ratios, overall
-from ._format import NOT_RUN, Record, Result, Table, load, nothing
-from ._networks import seconds_over
-from ._predicted import FULL, OURS, beside
+from ._format import NOT_RUN, Record, Result, Table, load
+from ._steps import FULL, OURS, SECONDS, beside, seconds_over
 
 
 # The modes, with their names among the trainings and among the predicted steps.
 MODES = {
-    '`forward="float32"`, float16': (
-        "forward-float32-float16",
-        "mpx_pde float16, forward float32",
-    ),
+    '`forward="float32"`, float16': ("forward-float32-float16", f"{OURS}, forward float32"),
     '`forward="float32"`, bfloat16': (
         "forward-float32-bfloat16",
         "mpx_pde bfloat16, forward float32",
     ),
-    '`forward="bfloat16_x3"`, float16': (
-        None,
-        "mpx_pde float16, forward bfloat16_x3",
-    ),
-    "float16 throughout": ("float16", "mpx_pde float16"),
+    '`forward="bfloat16_x3"`, float16': (None, f"{OURS}, forward bfloat16_x3"),
+    "float16 throughout": ("float16", OURS),
     "bfloat16 throughout": ("bfloat16", None),
     "float16 cast by hand": ("naive-float16", None),
     "float32, rounded once: chance": ("float32-rounded", None),
@@ -41,8 +34,7 @@ def _modes(data: Result) -> Iterator[Record]:
         yield row
 
 
-TIME = "seconds_with_arithmetic"
-OVER = f"{{full.{TIME}/step.{TIME}:.1f}} ({{tf32.{TIME}/step.{TIME}:.1f}})"
+OVER = f"{{full.{SECONDS}/step.{SECONDS}:.1f}} ({{tf32.{SECONDS}/step.{SECONDS}:.1f}})"
 modes = Table(
     "breadth",
     _modes,
@@ -54,7 +46,7 @@ modes = Table(
     speedup over float32 (TF32)  {OVER}
     memory  {{step.temp_bytes/full.temp_bytes:.2f}}
     """,
-    told=nothing,
+    told=False,
 )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch.func import jvp, vmap
 
-from .._cavity import Layers, balance, named, nested
+from ..pinn_step import Layers, balance, named, nested
 from .steps import DEVICE, TorchStep, autocast
 
 
@@ -101,6 +101,5 @@ def cavity_step(
         precision,
         cycle([batch]),
         lambda: layers_of(model, lambda p: p.grad),
-        lambda: layers_of(model),
         scale=scale,
     )

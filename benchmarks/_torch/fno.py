@@ -1,14 +1,13 @@
-"""neuraloperator's FNO: with the weights of `mpx_pde.nn.FNO`, as a step and as a training."""
+"""neuraloperator's FNO with the weights of `mpx_pde.nn.FNO`."""
 
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from neuralop.models import FNO
 
-from .steps import DEVICE, TorchStep, autocast, in_turn, supervised, tensor
+from .steps import DEVICE, TorchStep, in_turn, supervised, tensor
 
 
 def _parameters(model: FNO) -> list[torch.nn.Parameter]:
@@ -38,14 +37,9 @@ def network(leaves: Sequence[Any], **options: Any) -> tuple[FNO, list[torch.nn.P
     `mpx_pde.nn.FNO` of one channel in and out. `options` go to neuraloperator's."""
     spectral = [leaf for leaf in leaves if leaf.ndim == 5]
     modes, _, channels, _, _ = spectral[0].shape
-    model = FNO(
-        n_modes=(modes, modes),
-        in_channels=1,
-        out_channels=1,
-        hidden_channels=channels,
-        n_layers=len(spectral),
-        **options,
-    ).to(DEVICE)
+    sizes = {"n_modes": (modes, modes), "in_channels": 1, "out_channels": 1}
+    sizes |= {"hidden_channels": channels, "n_layers": len(spectral)}
+    model = FNO(**sizes, **options).to(DEVICE)
     parameters = _parameters(model)
     with torch.no_grad():
         for parameter, leaf in zip(parameters, leaves, strict=True):
@@ -87,49 +81,3 @@ def step(
         gradients,
         grad_scaler=grad_scaler,
     )
-
-
-def train(
-    leaves: Sequence[Any],
-    batches: Iterable[tuple[np.ndarray, np.ndarray]],
-    learning_rates: Sequence[float],
-    *,
-    every: int,
-    precision: str = "float32",
-) -> Iterator[tuple[float, Callable[[np.ndarray], np.ndarray]]]:
-    """Trains from the weights `leaves` as the problems train `mpx_pde.nn.FNO` with the relative L2
-    loss. Yields before the first and after each `every` steps the seconds that steps have taken,
-    and a function that predicts outputs, in the precision of the training.
-
-    **Arguments:**
-
-    - `leaves`: the arrays of the FNO to begin with, in the order of `jax.tree.leaves`.
-    - `batches`: inputs and outputs of each step.
-    - `learning_rates`: Adam's, of each step.
-    - `precision`: `"float16"` or `"bfloat16"` by `torch.amp`. Gradients are not scaled, as in
-        neuraloperator's trainer.
-    """
-    model, parameters = network(leaves)
-    take_step = TorchStep(
-        supervised(model, relative_l2, precision),
-        torch.optim.Adam(parameters, betas=(0.9, 0.99)),
-        precision,
-        (tuple(map(tensor, batch)) for batch in batches),
-        grad_scaler=False,
-        learning_rates=learning_rates,
-    )
-
-    @torch.no_grad()
-    def predict(inputs):
-        with autocast(precision):
-            parts = [model(part).float() for part in torch.split(tensor(inputs), 16)]
-        return torch.cat(parts).cpu().numpy()
-
-    seconds = 0.0
-    yield seconds, predict
-    for _ in range(0, len(learning_rates), every):
-        start = time.perf_counter()
-        for _ in range(every):
-            take_step()
-        seconds += time.perf_counter() - start
-        yield seconds, predict

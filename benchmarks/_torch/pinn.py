@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from examples.problems import cavity
 
-from .._cavity import Layers
+from ..pinn_step import Layers
 from .cavity import double_backward, layers_of, network, slopes
 from .muon import Muon
 from .steps import TorchStep, autocast, synchronize, tensor

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import torch
 
-from .._measured import LARGEST_SKIPS, First
+from .._steps import LARGEST_SKIPS, First
 
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -53,9 +53,9 @@ class TorchStep:
     """A step in float32, TF32 (a GPU's), or half precision, by default with a `GradScaler` in
     float16.
 
-    `loss` takes a batch and returns the loss and predictions. `gradients` and `weights` are those
-    of the parameters as NumPy arrays in the order and layout of the JAX network; `learning_rates`
-    those of the steps, where they change.
+    `loss` takes a batch and returns the loss and predictions. `gradients` are those of the
+    parameters as NumPy arrays in the order and layout of the JAX network; `learning_rates` those of
+    the steps, where they change.
     """
 
     def __init__(
@@ -65,14 +65,13 @@ class TorchStep:
         precision: str,
         batches: Iterable[Any] = (),
         gradients: Callable[[], Any] = list,
-        weights: Callable[[], Any] = list,
         *,
         grad_scaler: bool | None = None,
         scale: float = 2.0**16,
         learning_rates: Iterable[float] | None = None,
     ):
         self.loss, self.optimizer, self.batches = loss, optimizer, iter(batches)
-        self.gradients, self.weights, self.tf32 = gradients, weights, precision == "TF32"
+        self.gradients, self.tf32 = gradients, precision == "TF32"
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.rates = iter(learning_rates) if learning_rates is not None else None
         scaled = precision == "float16" if grad_scaler is None else grad_scaler

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
-from ._problem import Problem
+from ._problem import Problem, parts
 
 
 FINER, FINER_TESTS = 4, 16  # the finest grid of a test over that of the training, and its fields
@@ -45,31 +45,25 @@ def relative(got: Float[Array, "*shape"], want: Float[Array, "*shape"]) -> Float
     return norm(got - want) / norm(want)
 
 
-def operator(
-    *,
-    data: Callable[..., tuple[Pairs, Pairs]],
-    finer: Callable[[int], Pairs],
-    network: Callable[[PRNGKeyArray], Any],
-    batch: int = 2,
-    **given: Any,
-) -> Problem:
-    """A map from one field to another, learnt on one grid and tested on finer ones as well.
-
-    **Arguments:**
+def operator(name: str, title: str, *, batch: int = 2, **given: Any) -> Problem:
+    """The problem of a module: a map from one field to another, learnt on one grid and tested on
+    finer ones as well. The module has these functions:
 
     - `data()`: pairs to train with and pairs to test with; `data(n, m)` has so many of each.
     - `finer(n)`: n pairs on a grid of `FINER` times as many points along each axis. They are
         tested there, and on each second and fourth point; not in a quick run.
     - `network(key)`: a function of a field, `[channels, *grid]`.
+
+    **Arguments:**
+
     - `batch`: pairs in a step.
     - `given`: of the `Problem`.
     """
+    data, finer, network = parts(name, "data", "finer", "network").values()
     given = {"learning_rate": 3e-3, "optimizer": "adam", "family": "operator", **given}
-    make = partial(_operator, network=network, batch=batch, as_trained=True, **given)
-    return replace(
-        make(cache(data), cache(lambda: finer(FINER_TESTS))),
-        quick=make(cache(lambda: data(batch, 2)), None),
-    )
+    make = partial(_operator, title=title, network=network, batch=batch, as_trained=True, **given)
+    quick = make(cache(lambda: data(batch, 2)), None)
+    return replace(make(cache(data), cache(lambda: finer(FINER_TESTS))), quick=quick)
 
 
 def _operator(
@@ -159,30 +153,32 @@ def trajectories(
 
 
 def emulator(
+    name: str,
+    title: str,
     *,
-    stepper: Callable[[], Callable],
-    initial: Callable[[PRNGKeyArray], Array],
-    network: Callable[[PRNGKeyArray], Any],
-    told: Sequence[int],
+    told: Sequence[int] = (1, 5, 10, 20),
     count: int = 64,
     steps_each: int = 20,
     spin_up: int = 0,
     batch: int = 16,
     **given: Any,
 ) -> Problem:
-    """A time step, learnt from pairs of consecutive fields and tested by its own continuation.
-
-    **Arguments:**
+    """The problem of a module: a time step, learnt from pairs of consecutive fields and tested by
+    its own continuation. The module has these functions:
 
     - `stepper()`: the solver, such as one of Exponax, a function of a field.
     - `initial(key)`: random initial fields, `[channels, *grid]`.
     - `network(key)`: a function of a field.
+
+    **Arguments:**
+
     - `told`: after how many steps errors are told; *the* error is their geometric mean.
     - `count`, `steps_each`: trajectories to train with, and their length.
     - `spin_up`: steps before a trajectory begins.
     - `batch`: pairs in a step of the training.
     - `given`: of the `Problem`.
     """
+    stepper, initial, network = parts(name, "stepper", "initial", "network").values()
     make = {"spin_up": spin_up}
 
     @cache
@@ -217,13 +213,6 @@ def emulator(
         mean = float(np.exp(np.mean(np.log(list(at.values())))))
         return {"rollout": mean, **{f"step {n}": error for n, error in at.items()}}
 
-    given = {
-        "learning_rate": 3e-3,
-        "optimizer": "adam",
-        "steps": 1000,
-        "family": "emulator",
-        **given,
-    }
-    return Problem(
-        network=make_network, loss=loss, sample=sample, errors=errors, as_trained=True, **given
-    )
+    given = {"learning_rate": 3e-3, "steps": 1000, "network": make_network, **given}
+    own = {"loss": loss, "sample": sample, "errors": errors, "as_trained": True}
+    return Problem(title=title, optimizer="adam", family="emulator", **own, **given)

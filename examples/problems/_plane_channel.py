@@ -88,13 +88,8 @@ def flow(q, *, h, y, solid, inlet, viscosity):
     x_momentum = momentum(u, u_left, u_right, u_below, u_above, u, v_at_u, p_right - p)
     y_momentum = momentum(v, v_left, v_right, v_below, v_above, u_at_v, v, p_above - p)
     mass = (u - u_left + v - v_below) / h
-    return jnp.stack(
-        [
-            jnp.where(u_shut, u, x_momentum),
-            jnp.where(v_shut, v, y_momentum),
-            jnp.where(solid, p, mass),
-        ]
-    )
+    equations = (u_shut, u, x_momentum), (v_shut, v, y_momentum), (solid, p, mass)
+    return jnp.stack([jnp.where(*equation) for equation in equations])
 
 
 def heat(q, *, u, v, h, solid, diffusivity):
@@ -122,11 +117,6 @@ def heat(q, *, u, v, h, solid, diffusivity):
     balance = (jnp.diff(x_flux, axis=0) + jnp.diff(y_flux, axis=1)) / h
     residual = jnp.where(solid, t - 1, balance)[None]
     # Out of the faces between a fin and the fluid.
-    off_x = np.where(solid_x[:-1] & ~solid_x[1:], 1, 0) - np.where(
-        solid_x[1:] & ~solid_x[:-1], 1, 0
-    )
-    off_y = np.where(solid_y[:, :-1] & ~solid_y[:, 1:], 1, 0) - np.where(
-        solid_y[:, 1:] & ~solid_y[:, :-1], 1, 0
-    )
+    off_x, off_y = -np.diff(solid_x.astype(int), axis=0), -np.diff(solid_y.astype(int), axis=1)
     heating = h * (jnp.sum(off_x * x_flux) + jnp.sum(off_y * y_flux))
     return residual, heating, h * jnp.sum(x_flux[-1] - x_flux[0])

@@ -72,11 +72,14 @@ def problem(name: str, title: str, **given: Any) -> Problem:
     """Returns the problem of a module, which has its functions `network`, `loss`, `sample`,
     `points`, `exact`, `reference` and `errors`, as far as it needs them, the points `AT`, the
     recipe `DEEP` and the sizes `PAPER`. `given` are the other fields, and take precedence."""
-    names = ["network", "loss", "sample", "points", "exact", "reference", "errors"]
-    names += ["AT", "DEEP", "PAPER"]
+    names = ("network", "loss", "sample", "points", "exact", "reference", "errors")
+    return Problem(title=title, **{**parts(name, *names, "AT", "DEEP", "PAPER"), **given})
+
+
+def parts(name: str, *names: str) -> dict[str, Any]:
+    """Returns what a module has of these names."""
     module = vars(sys.modules[name])
-    own = {part.lower(): module[part] for part in names if part in module}
-    return Problem(title=title, **{**own, **given})
+    return {part.lower(): module[part] for part in names if part in module}
 
 
 # --- Networks --------------------------------------------------------------------------------
@@ -92,16 +95,31 @@ class InUnits(eqx.Module):
         return self.network(point / jnp.asarray(self.units, point.dtype))
 
 
+def coordinate_mlp(
+    *sizes: Any, form: Callable | None = None, units: tuple[float, ...] = (), **options: Any
+) -> Callable[[PRNGKeyArray], Any]:
+    """Returns a function of a key that makes a `CoordinateMLP` of these sizes and options, its
+    coordinates in `units` and its outputs in a `form`, if there are any."""
+
+    def network(key):
+        mlp: Any = mpx.nn.CoordinateMLP(*sizes, key=key, **options)
+        mlp = InUnits(mlp, units) if units else mlp
+        return mpx.nn.Ansatz(mlp, form) if form else mlp
+
+    return network
+
+
 def from_start(
-    network: Callable, exact: Callable, rise: Callable[[Array], Array] = lambda t: t
-) -> mpx.nn.Ansatz:
-    """Returns u(0, x) + `rise`(t) N(t, x), with the initial values of a solution. t comes first."""
+    exact: Callable, rise: Callable[[Array], Array] = lambda t: t
+) -> Callable[[Array, Array], Array]:
+    """Returns the form u(0, x) + `rise`(t) N(t, x) with the initial values of a solution. t comes
+    first."""
 
     def form(point, n):
         start = np.eye(len(point))[0] == 0
         return exact(point * jnp.asarray(start, point.dtype)) + rise(point[0]) * n
 
-    return mpx.nn.Ansatz(network, form)
+    return form
 
 
 # --- Points ----------------------------------------------------------------------------------
@@ -206,6 +224,21 @@ def mean_square(residual: Callable) -> Callable[..., Float32[Array, ""]]:
         return jnp.mean(jnp.sum(r.reshape(len(points), -1) ** 2, axis=1))
 
     return loss
+
+
+def with_values(
+    residual: Callable, exact: Callable, at: str, names: str, weight: float = 1, **given: Any
+) -> Callable[..., Float32[Array, ""]]:
+    """Returns the loss of a residual at the points `"inside"`, and `weight` times the `misfit` of
+    fields at the points `at`. `given` are the coordinates and outputs of the network."""
+    loss = mean_square(residual)
+
+    def both(fields, points, *, derivatives=None):
+        inside = loss(fields, points["inside"], derivatives=derivatives)
+        wrong = misfit(fields, exact, points[at], names, {**given, "scaling": derivatives})
+        return inside + weight * wrong
+
+    return both
 
 
 def misfit(

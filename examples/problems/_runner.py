@@ -283,7 +283,7 @@ class Trainer:
 
     def _outcome(self, seed: int, model: Any, records: Sequence[Any], optimizer: str) -> Outcome:
         values, finite, scales = (np.concatenate(r) for r in zip(*records, strict=True))
-        skipped = ~finite
+        self.model, skipped = model, ~finite
         if self.precision.dropped:
             skipped = skipped[self.precision.dropped :]
         errors = {name: number(e) for name, e in self.errors(model).items()}

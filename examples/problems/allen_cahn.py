@@ -12,12 +12,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, PRNGKeyArray
+from jaxtyping import Array, Float, Float32
 
 import mpx_pde as mpx
 
 from ._deep import Deep
-from ._problem import Reference, adaptive, grid, problem
+from ._problem import Reference, adaptive, coordinate_mlp, grid, problem
 from .references import allen_cahn
 
 
@@ -51,11 +51,6 @@ class AllenCahnNetwork(eqx.Module):
 
     mlp: mpx.nn.CoordinateMLP
 
-    def __init__(self, *, key: PRNGKeyArray):
-        self.mlp = mpx.nn.CoordinateMLP(
-            2, "scalar", 32, 4, key=key, periodic={1: 2.0}, full_precision_last=True
-        )
-
     def __call__(self, point: Float[Array, "2"]) -> Float[Array, ""]:
         t, x = point
         return start(point) + t * self.mlp(jnp.stack([2 * t - 1, x]))
@@ -80,7 +75,9 @@ def loss(u, points, *, derivatives=None):
 
 
 points = adaptive(residuals, low=(0, -1), high=(1, 1))
-network = lambda key: AllenCahnNetwork(key=key)
+options = {"periodic": {1: 2.0}, "full_precision_last": True}
+mlp = coordinate_mlp(2, "scalar", 32, 4, **options)
+network = lambda key: AllenCahnNetwork(mlp(key))
 
 
 def form(point, n):

@@ -13,7 +13,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Reference, grid, problem, uniform
+from ._problem import Reference, coordinate_mlp, grid, problem, uniform
 from .references import channel
 
 
@@ -25,16 +25,14 @@ def inlet(y, where=jnp.where):
     return where(y > HALF, 24 * (y - HALF) * (1 - y), 0.0)
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(2, 3, 48, 4, key=key, fourier_features=(24, 0.5))
+def form(point, n):
+    """No slip at the upper and the lower wall, and the pressure at the outlet."""
+    x, y = point
+    walls = 4 * y * (1 - y)
+    return jnp.stack([walls * n[0], walls * n[1], 4 * (LENGTH - x) * n[2]])
 
-    def form(point, n):
-        """No slip at the upper and the lower wall, and the pressure at the outlet."""
-        x, y = point
-        walls = 4 * y * (1 - y)
-        return jnp.stack([walls * n[0], walls * n[1], 4 * (LENGTH - x) * n[2]])
 
-    return mpx.nn.Ansatz(mlp, form)
+network = coordinate_mlp(2, 3, 48, 4, fourier_features=(24, 0.5), form=form)
 
 
 def loss(fields, points, *, derivatives=None):

@@ -9,7 +9,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import grid, problem, uniform
+from ._problem import coordinate_mlp, grid, problem, uniform
 
 
 SIZE = 8 * np.pi**4
@@ -26,14 +26,12 @@ def load(x, y):
     return -cx * (1 - cy) / 2 - (1 - cx) * cy / 2 + cx * cy
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(2, "scalar", 32, 3, key=key)
+def form(point, n):
+    x, y = point
+    return (16 * x * (1 - x) * y * (1 - y)) ** 2 * n
 
-    def form(point, n):
-        x, y = point
-        return (16 * x * (1 - x) * y * (1 - y)) ** 2 * n
 
-    return mpx.nn.Ansatz(mlp, form)
+network = coordinate_mlp(2, "scalar", 32, 3, form=form)
 
 
 def loss(u, points, *, derivatives=None):

@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import problem, uniform
+from ._problem import coordinate_mlp, problem, uniform
 
 
 SIZE, SAMPLES = 100, 16
@@ -25,9 +25,8 @@ def exact(point):
     return jnp.exp((RATE + SIGMA**2) * (1 - point[0])) * jnp.mean(jnp.exp(2 * point[1:]))
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(1 + SIZE, "scalar", 64, 3, key=key)
-    return mpx.nn.Ansatz(mlp, lambda p, n: jnp.mean(jnp.exp(2 * p[1:])) + (1 - p[0]) * n)
+form = lambda p, n: jnp.mean(jnp.exp(2 * p[1:])) + (1 - p[0]) * n
+network = coordinate_mlp(1 + SIZE, "scalar", 64, 3, form=form)
 
 
 def residual(u, points, key, derivatives):

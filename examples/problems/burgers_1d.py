@@ -48,6 +48,11 @@ def reference() -> Reference:
     return Reference(points, solution(*points.T))
 
 
+def form(point, n):  # meets the initial and boundary values
+    t, x = point
+    return -jnp.sin(jnp.pi * x) + t * (1 - x**2) * n
+
+
 class BurgersNetwork(eqx.Module):
     """u(t, x) = −sin(πx) + t (1 − x²) N(t, x), which meets the initial and boundary values.
 
@@ -74,7 +79,7 @@ class BurgersNetwork(eqx.Module):
         for layer in self.hidden:
             h = self.activation(layer(h.astype(layer.weight.dtype)))  # half where the weights are
         n = self.last(h.astype(point.dtype))[0]
-        return -jnp.sin(jnp.pi * x) + t * (1 - x**2) * n
+        return form(point, n)
 
 
 def residuals(
@@ -97,11 +102,6 @@ def loss(u, points, *, derivatives=None):
 
 points = adaptive(residuals, low=(0, -1), high=(1, 1))
 network = lambda key: BurgersNetwork(key=key)
-
-
-def form(point, n):
-    t, x = point
-    return -jnp.sin(jnp.pi * x) + t * (1 - x**2) * n
 
 
 DEEP = Deep(

@@ -11,7 +11,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import draws, from_start, grid, misfit, problem
+from ._problem import coordinate_mlp, draws, from_start, grid, misfit, problem
 
 
 RE = 100.0
@@ -24,9 +24,7 @@ def exact(point):
     return jnp.stack([0.75 - front, 0.75 + front])
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(3, 2, 48, 3, key=key, fourier_features=(24, 0.6))
-    return from_start(mlp, exact)
+network = coordinate_mlp(3, 2, 48, 3, fourier_features=(24, 0.6), form=from_start(exact))
 
 
 def loss(fields, points, *, derivatives=None):

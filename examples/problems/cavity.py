@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 import mpx_pde as mpx
 
 from ._deep import Deep
-from ._problem import STEPS_PER_CALL, problem, values_at
+from ._problem import STEPS_PER_CALL, coordinate_mlp, problem, values_at
 from .references import GHIA_U, GHIA_V, center_lines, mixing_length
 
 
@@ -66,9 +66,7 @@ def form(point: Float[Array, "2"], outputs: Float[Array, "3"]) -> Float[Array, "
     return lift + outputs * jnp.stack([inside, inside, jnp.ones_like(inside)])
 
 
-def network(key: PRNGKeyArray) -> mpx.nn.Ansatz:
-    mlp = mpx.nn.CoordinateMLP(2, 3, 32, 4, key=key, fourier_features=(16, 0.5))
-    return mpx.nn.Ansatz(mlp, form)
+network = coordinate_mlp(2, 3, 32, 4, fourier_features=(16, 0.5), form=form)
 
 
 FIRST = ["u", "v", "u_x", "u_y", "v_x", "v_y", "p_x", "p_y"]

@@ -12,7 +12,7 @@ import numpy as np
 import mpx_pde as mpx
 
 from ._deep import Deep
-from ._problem import grid, mean_square, problem, uniform
+from ._problem import coordinate_mlp, grid, mean_square, problem, uniform
 
 
 BETA = 50.0
@@ -28,13 +28,8 @@ def form(point, n):  # meets the initial values
     return jnp.sin(x) + s / (1 + s) * n
 
 
-def network(key):
-    periodic, features = {1: 2 * np.pi}, (32, 0.2)
-    mlp = mpx.nn.CoordinateMLP(
-        2, "scalar", 32, 3, key=key, periodic=periodic, fourier_features=features
-    )
-
-    return mpx.nn.Ansatz(mlp, form)
+features = {"periodic": {1: 2 * np.pi}, "fourier_features": (32, 0.2)}
+network = coordinate_mlp(2, "scalar", 32, 3, **features, form=form)
 
 
 def residual(u, point, derivatives=None):

@@ -23,10 +23,5 @@ def initial(key, points=POINTS):
     return exponax.ic.RandomTruncatedFourierSeries(1, cutoff=5, std_one=True)(points, key=key)
 
 
-PROBLEM = emulator(
-    title="Burgers, time steps by an FNO",
-    stepper=stepper,
-    initial=initial,
-    network=lambda key: mpx.nn.FNO(1, 1, 24, 4, (32,), key=key),
-    told=(1, 5, 10, 20),
-)
+network = lambda key: mpx.nn.FNO(1, 1, 24, 4, (32,), key=key)
+PROBLEM = emulator(__name__, "Burgers, time steps by an FNO")

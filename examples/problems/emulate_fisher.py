@@ -24,14 +24,7 @@ def initial(key, points=POINTS):
     return exponax.ic.ClampingICGenerator(waves, (0.0, 0.8))(points, key=key)
 
 
-PROBLEM = emulator(
-    title="Fisher, time steps by a U-Net",
-    stepper=stepper,
-    initial=initial,
-    network=lambda key: pdequinox.arch.ClassicUNet(
-        2, 1, 1, hidden_channels=8, num_levels=2, use_norm=False, key=key
-    ),
-    told=(1, 5, 10, 20),
-    batch=8,
-    steps=600,
+network = lambda key: pdequinox.arch.ClassicUNet(
+    2, 1, 1, hidden_channels=8, num_levels=2, use_norm=False, key=key
 )
+PROBLEM = emulator(__name__, "Fisher, time steps by a U-Net", batch=8, steps=600)

@@ -31,17 +31,12 @@ def initial(key, points=POINTS):
     return 2.2 * exponax.ic.RandomTruncatedFourierSeries(1, cutoff=5, max_one=True)(points, key=key)
 
 
-PROBLEM = emulator(
-    title="Korteweg–de Vries, time steps by a ResNet",
-    stepper=stepper,
-    initial=initial,
-    network=lambda key: pdequinox.arch.DilatedResNet(
-        *(1, 1, 1),
-        hidden_channels=24,
-        num_blocks=1,
-        use_norm=False,
-        activation=jax.nn.gelu,
-        key=key,
-    ),
-    told=(1, 5, 10, 20, 50),
+network = lambda key: pdequinox.arch.DilatedResNet(
+    *(1, 1, 1),
+    hidden_channels=24,
+    num_blocks=1,
+    use_norm=False,
+    activation=jax.nn.gelu,
+    key=key,
 )
+PROBLEM = emulator(__name__, "Korteweg–de Vries, time steps by a ResNet", told=(1, 5, 10, 20, 50))

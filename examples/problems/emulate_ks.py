@@ -24,11 +24,7 @@ def initial(key, points=POINTS):
     return exponax.ic.RandomTruncatedFourierSeries(1, cutoff=5, std_one=True)(points, key=key)
 
 
+network = lambda key: mpx.nn.FNO(1, 1, 32, 4, (20,), key=key)
 PROBLEM = emulator(
-    title="Kuramoto–Sivashinsky, time steps by an FNO",
-    stepper=stepper,
-    initial=initial,
-    network=lambda key: mpx.nn.FNO(1, 1, 32, 4, (20,), key=key),
-    told=(1, 5, 10, 20, 40),
-    spin_up=200,
+    __name__, "Kuramoto–Sivashinsky, time steps by an FNO", told=(1, 5, 10, 20, 40), spin_up=200
 )

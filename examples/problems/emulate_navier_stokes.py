@@ -25,13 +25,7 @@ def initial(key, points=POINTS):
     return exponax.ic.RandomTruncatedFourierSeries(2, cutoff=4, std_one=True)(points, key=key)
 
 
+network = lambda key: mpx.nn.FNO(1, 1, 20, 4, (12, 12), key=key)
 PROBLEM = emulator(
-    title="Kolmogorov flow, time steps by an FNO",
-    stepper=stepper,
-    initial=initial,
-    network=lambda key: mpx.nn.FNO(1, 1, 20, 4, (12, 12), key=key),
-    told=(1, 5, 10, 20),
-    spin_up=50,
-    batch=8,
-    steps=600,
+    __name__, "Kolmogorov flow, time steps by an FNO", spin_up=50, batch=8, steps=600
 )

@@ -24,14 +24,7 @@ def initial(key, points=POINTS):
     return 3 * waves(points, key=key)
 
 
-PROBLEM = emulator(
-    title="Decaying turbulence, time steps by a ResNet",
-    stepper=stepper,
-    initial=initial,
-    network=lambda key: pdequinox.arch.DilatedResNet(
-        2, 1, 1, hidden_channels=12, num_blocks=2, use_norm=False, key=key
-    ),
-    told=(1, 5, 10, 20),
-    batch=8,
-    steps=600,
+network = lambda key: pdequinox.arch.DilatedResNet(
+    2, 1, 1, hidden_channels=12, num_blocks=2, use_norm=False, key=key
 )
+PROBLEM = emulator(__name__, "Decaying turbulence, time steps by a ResNet", batch=8, steps=600)

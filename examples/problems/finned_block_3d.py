@@ -15,7 +15,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Reference, grid, problem
+from ._problem import Reference, coordinate_mlp, grid, problem
 from .geometry import Box, area, distance, inside, surface, volume
 from .references import conduction
 
@@ -31,9 +31,8 @@ def chip(x, y, exp=jnp.exp):
     return exp(-((x - 0.5) ** 2 + (y - 0.5) ** 2) / (2 * 0.2**2))
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(3, "scalar", 48, 3, key=key, fourier_features=(24, 0.5))
-    return mpx.nn.Ansatz(mlp, lambda point, n: SIZE * n)
+form = lambda point, n: SIZE * n
+network = coordinate_mlp(3, "scalar", 48, 3, fourier_features=(24, 0.5), form=form)
 
 
 def loss(t, points, *, derivatives=None):

@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import draws, from_start, grid, misfit, problem
+from ._problem import coordinate_mlp, draws, from_start, grid, misfit, problem
 
 
 LOW, HIGH = (0.0, -4.0), (1.0, 10.0)
@@ -21,9 +21,7 @@ def exact(point):
     return (1 + jnp.exp(x - 5 * t)) ** -2
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(2, "scalar", 32, 3, key=key, fourier_features=(16, 0.15))
-    return from_start(mlp, exact)
+network = coordinate_mlp(2, "scalar", 32, 3, fourier_features=(16, 0.15), form=from_start(exact))
 
 
 def loss(u, points, *, derivatives=None):

@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import InUnits, Reference, grid, problem, uniform
+from ._problem import Reference, coordinate_mlp, grid, problem, uniform
 from .references import reaction_diffusion
 
 
@@ -25,11 +25,9 @@ def start(x, y):
     return jnp.stack([1 - bell(1), bell(-1)])
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(
-        3, 2, 48, 3, key=key, periodic={1: 2.0, 2: 2.0}, fourier_features=(48, 0.5)
-    )
-    return mpx.nn.Ansatz(InUnits(mlp, (END, 1, 1)), lambda p, n: start(p[1], p[2]) + p[0] / END * n)
+form = lambda p, n: start(p[1], p[2]) + p[0] / END * n
+features = {"periodic": {1: 2.0, 2: 2.0}, "fourier_features": (48, 0.5)}
+network = coordinate_mlp(3, 2, 48, 3, **features, form=form, units=(END, 1, 1))
 
 
 def loss(fields, points, *, derivatives=None):
@@ -43,13 +41,8 @@ def loss(fields, points, *, derivatives=None):
 
 def sample(key):
     """Half of the points near the bells."""
-    everywhere, near = jax.random.split(key)
-    return jnp.concatenate(
-        [
-            uniform(everywhere, 256, (0, -1, -1), (END, 1, 1)),
-            uniform(near, 256, (0, -0.4, -0.4), (END, 0.4, 0.4)),
-        ]
-    )
+    boxes = zip(jax.random.split(key), (1.0, 0.4), strict=True)
+    return jnp.concatenate([uniform(k, 256, (0, -x, -x), (END, x, x)) for k, x in boxes])
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import grid, problem, uniform
+from ._problem import coordinate_mlp, grid, problem, uniform
 
 
 NU, END = 0.02, 20.0
@@ -31,14 +31,12 @@ def source(point):
     return jnp.sin(pi * x) * first + jnp.sin(3 * pi * x) * third
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(2, "scalar", 32, 3, key=key, fourier_features=(32, 0.5))
+def form(point, n):
+    t, x = point
+    return jnp.sin(jnp.pi * x) + t / (1 + t) * 4 * x * (1 - x) * n
 
-    def form(point, n):
-        t, x = point
-        return jnp.sin(jnp.pi * x) + t / (1 + t) * 4 * x * (1 - x) * n
 
-    return mpx.nn.Ansatz(mlp, form)
+network = coordinate_mlp(2, "scalar", 32, 3, fourier_features=(32, 0.5), form=form)
 
 
 def loss(u, points, *, derivatives=None):

@@ -11,7 +11,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import InUnits, draws, grid, problem
+from ._problem import coordinate_mlp, draws, grid, problem
 
 
 A, B = 1 / (500 * np.pi) ** 2, 1 / np.pi**2
@@ -27,14 +27,12 @@ def exact(point):
     return start(x, y) * jnp.exp(-(A * 400 + B) * np.pi**2 * t)
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(3, "scalar", 48, 3, key=key, periodic={1: 0.1})
+def form(point, n):
+    t, x, y = point
+    return start(x, y) + t / (1 + t) * 4 * y * (1 - y) * n
 
-    def form(point, n):
-        t, x, y = point
-        return start(x, y) + t / (1 + t) * 4 * y * (1 - y) * n
 
-    return mpx.nn.Ansatz(InUnits(mlp, (END, 1, 1)), form)
+network = coordinate_mlp(3, "scalar", 48, 3, periodic={1: 0.1}, form=form, units=(END, 1, 1))
 
 
 def loss(u, points, *, derivatives=None):

@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import problem
+from ._problem import coordinate_mlp, problem
 
 
 SIZE = 5
@@ -22,9 +22,8 @@ def exact(point):
     return jnp.exp(sum(xi**2 for xi in x) / 2 + t)
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(1 + SIZE, "scalar", 32, 3, key=key)
-    return mpx.nn.Ansatz(mlp, lambda p, n: jnp.exp(jnp.sum(p[1:] ** 2) / 2) + p[0] * n)
+form = lambda p, n: jnp.exp(jnp.sum(p[1:] ** 2) / 2) + p[0] * n
+network = coordinate_mlp(1 + SIZE, "scalar", 32, 3, form=form)
 
 
 def loss(u, points, *, derivatives=None):

@@ -14,7 +14,7 @@ its resolution it is itself uncertain by about 1% in u and T, and by 2 to 4% in 
 are singular in the corners of the fins.
 """
 
-from functools import cache, reduce
+from functools import cache
 from typing import Any
 
 import jax
@@ -24,7 +24,8 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 import mpx_pde as mpx
 
-from ._problem import STEPS_PER_CALL, Reference, grid, problem
+from ._problem import STEPS_PER_CALL, Reference, coordinate_mlp, grid, problem
+from .geometry import Box, distance
 from .references import channel
 
 
@@ -53,15 +54,9 @@ def inlet(y):
 
 def fin_distance(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
     """The signed distance to the nearest fin, negative inside."""
-
-    def to(box):
-        x0, x1, y0, y1 = box
-        dx = jnp.abs(x - (x0 + x1) / 2) - (x1 - x0) / 2
-        dy = jnp.abs(y - (y0 + y1) / 2) - (y1 - y0) / 2
-        outside = jnp.hypot(jnp.maximum(dx, 0), jnp.maximum(dy, 0))
-        return outside + jnp.minimum(jnp.maximum(dx, dy), 0)
-
-    return reduce(jnp.minimum, map(to, FINS))
+    at = jnp.stack(jnp.broadcast_arrays(x, y), axis=-1)
+    boxes = [Box((x0, y0), (x1, y1)) for x0, x1, y0, y1 in FINS]
+    return distance(boxes, at.reshape(-1, 2)).reshape(at.shape[:-1])
 
 
 @cache
@@ -109,9 +104,7 @@ def form(point: Float[Array, "2"], outputs: Float[Array, "4"]) -> Float[Array, "
     return jnp.stack([u, v, PRESSURE * ahead * outputs[2], t])
 
 
-def network(key: PRNGKeyArray) -> mpx.nn.Ansatz:
-    mlp = mpx.nn.CoordinateMLP(2, 4, 48, 4, key=key, fourier_features=(24, 0.7))
-    return mpx.nn.Ansatz(mlp, form)
+network = coordinate_mlp(2, 4, 48, 4, fourier_features=(24, 0.7), form=form)
 
 
 # --- The equations ---------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import grid, problem, uniform
+from ._problem import coordinate_mlp, grid, problem, uniform
 
 
 SIZE = 5 * np.pi**2  # of Δu
@@ -39,14 +39,12 @@ def source(t, x, y):
     return jnp.exp(-t) * (-sx * sy + SIZE * a * sx * sy - slopes)
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(3, "scalar", 32, 3, key=key, fourier_features=(16, 0.5))
+def form(point, n):
+    t, x, y = point
+    return waves(x, 1)[0] * waves(y, 2)[0] + t * 16 * x * (1 - x) * y * (1 - y) * n
 
-    def form(point, n):
-        t, x, y = point
-        return waves(x, 1)[0] * waves(y, 2)[0] + t * 16 * x * (1 - x) * y * (1 - y) * n
 
-    return mpx.nn.Ansatz(mlp, form)
+network = coordinate_mlp(3, "scalar", 32, 3, fourier_features=(16, 0.5), form=form)
 
 
 def loss(u, points, *, derivatives=None):

@@ -11,12 +11,12 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float32, PRNGKeyArray
+from jaxtyping import Array, Float, Float32
 
 import mpx_pde as mpx
 
 from ._deep import Deep
-from ._problem import adaptive, grid, problem
+from ._problem import adaptive, coordinate_mlp, grid, problem
 
 
 A = (1, 4)  # half waves in a unit length, in x and in y
@@ -32,11 +32,6 @@ class HelmholtzNetwork(eqx.Module):
     """u(x, y) = (1 − x²) (1 − y²) N(x, y)."""
 
     mlp: mpx.nn.CoordinateMLP
-
-    def __init__(self, *, key: PRNGKeyArray):
-        self.mlp = mpx.nn.CoordinateMLP(
-            2, "scalar", 32, 3, key=key, fourier_features=(32, 1.0), full_precision_last=True
-        )
 
     def __call__(self, point: Float[Array, "2"]) -> Float[Array, ""]:
         x, y = point
@@ -67,7 +62,8 @@ def loss(u, points, *, derivatives=None):
 
 
 points = adaptive(residuals, low=(-1, -1), high=(1, 1), batch=256)
-network = lambda key: HelmholtzNetwork(key=key)
+mlp = coordinate_mlp(2, "scalar", 32, 3, fourier_features=(32, 1.0), full_precision_last=True)
+network = lambda key: HelmholtzNetwork(mlp(key))
 AT = grid(np.linspace(-1, 1, 129), np.linspace(-1, 1, 129))
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import grid, problem, uniform
+from ._problem import coordinate_mlp, grid, problem, uniform
 
 
 K, M, N = np.sqrt(22.5) * np.pi, 5, 4
@@ -23,14 +23,12 @@ def exact(point):
     return jnp.sin(M * jnp.pi * x) * jnp.sin(N * jnp.pi * y)
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(2, "scalar", 48, 3, key=key, fourier_features=(32, 2.5))
+def form(point, n):
+    x, y = point
+    return 16 * x * (1 - x) * y * (1 - y) * n
 
-    def form(point, n):
-        x, y = point
-        return 16 * x * (1 - x) * y * (1 - y) * n
 
-    return mpx.nn.Ansatz(mlp, form)
+network = coordinate_mlp(2, "scalar", 48, 3, fourier_features=(32, 2.5), form=form)
 
 
 def loss(u, points, *, derivatives=None):

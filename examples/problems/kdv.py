@@ -12,7 +12,7 @@ import numpy as np
 import mpx_pde as mpx
 
 from ._deep import Deep, from_conditions
-from ._problem import from_start, grid, mean_square, misfit, problem, uniform
+from ._problem import coordinate_mlp, from_start, grid, problem, uniform, with_values
 
 
 K, L = 1.4, 0.9  # of the fast and of the slow one, with the speeds k²
@@ -30,9 +30,7 @@ def exact(point):
     return 2 * (f_xx / f - (f_x / f) ** 2)
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(2, "scalar", 40, 3, key=key, fourier_features=(24, 0.15))
-    return from_start(mlp, exact)
+network = coordinate_mlp(2, "scalar", 40, 3, fourier_features=(24, 0.15), form=from_start(exact))
 
 
 def residual(u, point, derivatives=None):
@@ -42,11 +40,7 @@ def residual(u, point, derivatives=None):
     return d["linear_u"] + 6 * d["u"] * d["u_x"]
 
 
-def loss(u, points, *, derivatives=None):
-    given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
-    inside = mean_square(residual)(u, points["inside"], derivatives=derivatives)
-    wrong = misfit(u, exact, points["ends"], ["u"], given)
-    return inside + 10 * wrong
+loss = with_values(residual, exact, "ends", "u", 10, coords="tx", outputs="u")
 
 
 def sample(key):

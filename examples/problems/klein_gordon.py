@@ -10,7 +10,7 @@ import numpy as np
 import mpx_pde as mpx
 
 from ._deep import Deep, from_conditions
-from ._problem import draws, grid, mean_square, misfit, problem
+from ._problem import coordinate_mlp, draws, grid, problem, with_values
 
 
 W = 5 * np.pi
@@ -27,14 +27,11 @@ def source(point):
     return -(W**2) * x * jnp.cos(W * t) + 6 * x**3 * t - 6 * x * t**3 + exact(point) ** 3
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(2, "scalar", 32, 3, key=key, fourier_features=(32, 1.5))
+rise = lambda t: t**2 / (0.01 + t**2)
+form = lambda point, n: point[1] * (1 + rise(point[0]) * n)
 
-    def form(point, n):
-        t, x = point
-        return x * (1 + t**2 / (0.01 + t**2) * n)
 
-    return mpx.nn.Ansatz(mlp, form)
+network = coordinate_mlp(2, "scalar", 32, 3, fourier_features=(32, 1.5), form=form)
 
 
 def residual(u, point, derivatives=None):
@@ -43,18 +40,14 @@ def residual(u, point, derivatives=None):
     return (d["wave_u"] + d["u"] ** 3 - source(point)) / W**2
 
 
-def loss(u, points, *, derivatives=None):
-    given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
-    inside = mean_square(residual)(u, points["inside"], derivatives=derivatives)
-    wrong = misfit(u, exact, points["ends"], ["u"], given)
-    return inside + wrong
+loss = with_values(residual, exact, "ends", "u", coords="tx", outputs="u")
 
 
 sample = draws(inside=(256, LOW, HIGH), ends=(64, LOW, HIGH, (1,)))
 AT = grid(np.linspace(0, 1, 101), np.linspace(0, 1, 101))
 DEEP = Deep(
     residual=residual,
-    form=from_conditions(exact, LOW, HIGH, lambda t: t**2 / (0.01 + t**2)),
+    form=from_conditions(exact, LOW, HIGH, rise),
     low=LOW,
     high=HIGH,
     turns={0: W / (2 * np.pi)},

@@ -11,7 +11,7 @@ import numpy as np
 import mpx_pde as mpx
 
 from ._deep import Deep, between, ends
-from ._problem import draws, grid, mean_square, misfit, problem
+from ._problem import coordinate_mlp, draws, grid, problem, with_values
 
 
 RE = 40.0
@@ -27,8 +27,7 @@ def exact(point):
     return jnp.stack([u, v, (1 - decay**2) / 2])
 
 
-def network(key):
-    return mpx.nn.CoordinateMLP(2, 3, 40, 4, key=key)
+network = coordinate_mlp(2, 3, 40, 4)
 
 
 def residual(fields, point, derivatives=None):
@@ -41,11 +40,7 @@ def residual(fields, point, derivatives=None):
     return jnp.stack([x, y, d["u_x"] + d["v_y"]])
 
 
-def loss(fields, points, *, derivatives=None):
-    given = {"coords": "xy", "outputs": "uvp", "scaling": derivatives}
-    inside = mean_square(residual)(fields, points["inside"], derivatives=derivatives)
-    wrong = misfit(fields, exact, points["edges"], "uv", given)
-    return inside + 5 * wrong
+loss = with_values(residual, exact, "edges", "uv", 5, coords="xy", outputs="uvp")
 
 
 sample = draws(inside=(384, LOW, HIGH), edges=(128, LOW, HIGH, (0, 1)))

@@ -13,7 +13,7 @@ import numpy as np
 import mpx_pde as mpx
 
 from ._deep import Deep
-from ._problem import InUnits, Reference, grid, mean_square, problem, uniform
+from ._problem import Reference, coordinate_mlp, grid, mean_square, problem, uniform
 from .references import etdrk4
 
 
@@ -26,12 +26,8 @@ def form(point, n):
     return jnp.cos(x) * (1 + jnp.sin(x)) + t / END * n
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(
-        2, "scalar", 48, 3, key=key, periodic={1: TURN}, fourier_features=(32, 0.6)
-    )
-
-    return mpx.nn.Ansatz(InUnits(mlp, (END, 1)), form)
+features = {"periodic": {1: TURN}, "fourier_features": (32, 0.6)}
+network = coordinate_mlp(2, "scalar", 48, 3, **features, form=form, units=(END, 1))
 
 
 def residual(u, point, derivatives=None):

@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import InUnits, Reference, grid, problem, uniform
+from ._problem import Reference, coordinate_mlp, grid, problem, uniform
 from .references import vortices
 
 
@@ -26,15 +26,13 @@ def start(x, y, cos=jnp.cos, sin=jnp.sin):
     return u, v, 2 * cos(x) * cos(y) + 5 * sin(x + 2 * y) / 2
 
 
-def network(key):
-    periodic, features = {1: TURN, 2: TURN}, (48, 0.3)
-    mlp = mpx.nn.CoordinateMLP(3, 3, 48, 3, key=key, periodic=periodic, fourier_features=features)
+def form(point, n):
+    t, x, y = point
+    return jnp.stack(start(x, y)) + t / (1 + t) * n
 
-    def form(point, n):
-        t, x, y = point
-        return jnp.stack(start(x, y)) + t / (1 + t) * n
 
-    return mpx.nn.Ansatz(InUnits(mlp, (END, 1, 1)), form)
+features = {"periodic": {1: TURN, 2: TURN}, "fourier_features": (48, 0.3)}
+network = coordinate_mlp(3, 3, 48, 3, **features, form=form, units=(END, 1, 1))
 
 
 def loss(fields, points, *, derivatives=None):

@@ -29,12 +29,5 @@ def finer(count):
     return pairs(count, 4 * POINTS, seed=1)
 
 
-PROBLEM = operator(
-    title="Darcy flow by an FNO",
-    data=data,
-    finer=finer,
-    network=lambda key: mpx.nn.FNO(
-        1, 1, 32, 4, (12, 12), domain_padding=0.25, remat=False, key=key
-    ),
-    steps=3000,
-)
+network = lambda key: mpx.nn.FNO(1, 1, 32, 4, (12, 12), domain_padding=0.25, remat=False, key=key)
+PROBLEM = operator(__name__, "Darcy flow by an FNO", steps=3000)

@@ -54,12 +54,5 @@ def finer(count):
     return pairs(count, 4 * POINTS, seed=1)
 
 
-PROBLEM = operator(
-    title="Navier–Stokes by an FNO",
-    data=data,
-    finer=finer,
-    network=lambda key: mpx.nn.FNO(
-        1, 1, 32, 4, (12, 12), grid_embedding=False, remat=False, key=key
-    ),
-    steps=5000,
-)
+network = lambda key: mpx.nn.FNO(1, 1, 32, 4, (12, 12), grid_embedding=False, remat=False, key=key)
+PROBLEM = operator(__name__, "Navier–Stokes by an FNO", steps=5000)

@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Reference, grid, on_faces, problem, uniform
+from ._problem import Reference, coordinate_mlp, grid, on_faces, problem, uniform
 from .references import harmonic
 
 
@@ -21,8 +21,7 @@ CENTRES = np.asarray([(x, y) for x in (-0.3, 0.3) for y in (-0.3, 0.3)])
 LOW, HIGH = (-0.5, -0.5), (0.5, 0.5)
 
 
-def network(key):
-    return mpx.nn.CoordinateMLP(2, "scalar", 32, 3, key=key, fourier_features=(16, 1.0))
+network = coordinate_mlp(2, "scalar", 32, 3, fourier_features=(16, 1.0))
 
 
 def loss(u, points, *, derivatives=None):

@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import draws, grid, misfit, problem
+from ._problem import coordinate_mlp, draws, grid, misfit, problem
 
 
 LOW, HIGH = (0, 0), (1, 1)
@@ -34,8 +34,7 @@ def source(x, y):
     return 2 * pi**2 * a * jnp.sin(pi * x) * jnp.sin(pi * y) + slopes
 
 
-def network(key):
-    return mpx.nn.CoordinateMLP(2, 2, 32, 3, key=key)
+network = coordinate_mlp(2, 2, 32, 3)
 
 
 def loss(fields, points, *, derivatives=None):

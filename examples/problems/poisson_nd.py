@@ -11,7 +11,7 @@ import numpy as np
 import mpx_pde as mpx
 
 from ._deep import Deep
-from ._problem import draws, mean_square, misfit, problem, uniform
+from ._problem import coordinate_mlp, draws, problem, uniform, with_values
 
 
 SIZE = 10
@@ -23,8 +23,7 @@ def exact(x):
     return jnp.sum(jnp.sin(jnp.pi / 2 * x))
 
 
-def network(key):
-    return mpx.nn.CoordinateMLP(SIZE, "scalar", 48, 3, key=key)
+network = coordinate_mlp(SIZE, "scalar", 48, 3)
 
 
 def residual(u, point, derivatives=None):
@@ -32,11 +31,7 @@ def residual(u, point, derivatives=None):
     return lap + np.pi**2 / 4 * exact(point)
 
 
-def loss(u, points, *, derivatives=None):
-    given = {"coords": COORDS, "outputs": "u", "scaling": derivatives}
-    inside = mean_square(residual)(u, points["inside"], derivatives=derivatives)
-    wrong = misfit(u, exact, points["faces"], ["u"], given)
-    return inside + 10 * wrong
+loss = with_values(residual, exact, "faces", "u", 10, coords=COORDS, outputs="u")
 
 
 sample = draws(inside=(256, LOW, HIGH), faces=(200, LOW, HIGH, range(SIZE)))

@@ -12,21 +12,19 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Reference, grid, problem, uniform
+from ._problem import Reference, coordinate_mlp, grid, problem, uniform
 from .references import diffusion
 
 
 BLOCKS = np.asarray([[1, 10, 10, 1], [10, 1, 10, 10], [1, 1, 10, 1], [10, 10, 1, 10]], np.float32)
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(2, "scalar", 48, 3, key=key, fourier_features=(32, 1.5))
+def form(point, n):
+    x, y = point
+    return 16 * x * (1 - x) * y * (1 - y) * n
 
-    def form(point, n):
-        x, y = point
-        return 16 * x * (1 - x) * y * (1 - y) * n
 
-    return mpx.nn.Ansatz(mlp, form)
+network = coordinate_mlp(2, "scalar", 48, 3, fourier_features=(32, 1.5), form=form)
 
 
 def loss(u, points, *, derivatives=None):

@@ -11,7 +11,7 @@ import numpy as np
 import mpx_pde as mpx
 
 from ._deep import Deep
-from ._problem import grid, mean_square, problem, uniform
+from ._problem import coordinate_mlp, grid, mean_square, problem, uniform
 
 
 RHO = 5.0
@@ -31,9 +31,7 @@ def form(point, n):
     return start(point[1]) + point[0] * n
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(2, "scalar", 32, 3, key=key, fourier_features=(16, 0.3))
-    return mpx.nn.Ansatz(mlp, form)
+network = coordinate_mlp(2, "scalar", 32, 3, fourier_features=(16, 0.3), form=form)
 
 
 def residual(u, point, derivatives=None):

@@ -10,7 +10,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import draws, from_start, grid, misfit, problem
+from ._problem import coordinate_mlp, draws, from_start, grid, misfit, problem
 
 
 LOW, HIGH = (0.0, -6.0), (2.0, 8.0)
@@ -21,9 +21,7 @@ def exact(point):
     return jnp.stack([jnp.cos(x), jnp.sin(x)]) / jnp.cosh(x - t)
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(2, 2, 40, 3, key=key, fourier_features=(24, 0.2))
-    return from_start(mlp, exact)
+network = coordinate_mlp(2, 2, 40, 3, fourier_features=(24, 0.2), form=from_start(exact))
 
 
 def loss(fields, points, *, derivatives=None):

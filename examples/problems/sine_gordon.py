@@ -10,7 +10,7 @@ import numpy as np
 import mpx_pde as mpx
 
 from ._deep import Deep, from_conditions
-from ._problem import draws, from_start, grid, mean_square, misfit, problem
+from ._problem import coordinate_mlp, draws, from_start, grid, problem, with_values
 
 
 W = 0.6
@@ -23,9 +23,9 @@ def exact(point):
     return 4 * jnp.arctan(S / W * jnp.cos(W * t) / jnp.cosh(S * x))
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(2, "scalar", 32, 3, key=key, fourier_features=(16, 0.15))
-    return from_start(mlp, exact, lambda t: t**2 / (1 + t**2))
+rise = lambda t: t**2 / (1 + t**2)
+at_start = from_start(exact, rise)
+network = coordinate_mlp(2, "scalar", 32, 3, fourier_features=(16, 0.15), form=at_start)
 
 
 def residual(u, point, derivatives=None):
@@ -34,18 +34,14 @@ def residual(u, point, derivatives=None):
     return d["wave_u"] + jnp.sin(d["u"])
 
 
-def loss(u, points, *, derivatives=None):
-    given = {"coords": "tx", "outputs": "u", "scaling": derivatives}
-    inside = mean_square(residual)(u, points["inside"], derivatives=derivatives)
-    wrong = misfit(u, exact, points["ends"], ["u"], given)
-    return inside + 10 * wrong
+loss = with_values(residual, exact, "ends", "u", 10, coords="tx", outputs="u")
 
 
 sample = draws(inside=(256, LOW, HIGH), ends=(64, LOW, HIGH, (1,)))
 AT = grid(np.linspace(0, 4, 41), np.linspace(-8, 8, 161))
 DEEP = Deep(
     residual=residual,
-    form=from_conditions(exact, LOW, HIGH, lambda t: t**2 / (1 + t**2)),
+    form=from_conditions(exact, LOW, HIGH, rise),
     low=LOW,
     high=HIGH,
     steep={1: 2},

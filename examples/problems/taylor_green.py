@@ -11,7 +11,7 @@ import numpy as np
 import mpx_pde as mpx
 
 from ._deep import Deep
-from ._problem import draws, grid, mean_square, misfit, problem
+from ._problem import coordinate_mlp, draws, grid, problem, with_values
 
 
 NU, END, TURN = 0.1, 2.0, 2 * np.pi
@@ -29,10 +29,7 @@ def form(point, n):
     return jnp.stack([u + point[0] * n[0], v + point[0] * n[1], n[2]])
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(3, 3, 40, 3, key=key, periodic={1: TURN, 2: TURN})
-
-    return mpx.nn.Ansatz(mlp, form)
+network = coordinate_mlp(3, 3, 40, 3, periodic={1: TURN, 2: TURN}, form=form)
 
 
 def residual(fields, point, derivatives=None):
@@ -48,11 +45,7 @@ def residual(fields, point, derivatives=None):
     return jnp.stack([momentum("u", d["p_x"]), momentum("v", d["p_y"]), mass])
 
 
-def loss(fields, points, *, derivatives=None):
-    given = {"coords": "txy", "outputs": "uvp", "scaling": derivatives}
-    inside = mean_square(residual)(fields, points["inside"], derivatives=derivatives)
-    wrong = misfit(fields, exact, points["corner"], "p", given)
-    return inside + wrong
+loss = with_values(residual, exact, "corner", "p", coords="txy", outputs="uvp")
 
 
 sample = draws(inside=(384, (0, 0, 0), (END, TURN, TURN)), corner=(16, (0, 0, 0), (END, 0, 0)))

@@ -10,7 +10,7 @@ import numpy as np
 import mpx_pde as mpx
 
 from ._deep import Deep
-from ._problem import grid, mean_square, problem, uniform
+from ._problem import coordinate_mlp, grid, mean_square, problem, uniform
 
 
 SIZE = 8 * np.pi**2  # of ½ u_xx
@@ -28,9 +28,7 @@ def form(point, n):  # meets the initial and boundary values
     return start + t**2 / (0.01 + t**2) * 4 * x * (1 - x) * n
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(2, "scalar", 48, 3, key=key, fourier_features=(32, 2.0))
-    return mpx.nn.Ansatz(mlp, form)
+network = coordinate_mlp(2, "scalar", 48, 3, fourier_features=(32, 2.0), form=form)
 
 
 def residual(u, point, derivatives=None):

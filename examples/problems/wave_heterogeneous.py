@@ -12,7 +12,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import Reference, grid, problem, uniform
+from ._problem import Reference, coordinate_mlp, grid, problem, uniform
 from .references import wave
 
 
@@ -27,14 +27,12 @@ def start(x, exp=jnp.exp):
     return exp(-120 * (x - 0.3) ** 2)
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(2, "scalar", 48, 3, key=key, fourier_features=(32, 1.5))
+def form(point, n):
+    t, x = point
+    return start(x) + t**2 / (0.1 + t**2) * 4 * x * (1 - x) * n
 
-    def form(point, n):
-        t, x = point
-        return start(x) + t**2 / (0.1 + t**2) * 4 * x * (1 - x) * n
 
-    return mpx.nn.Ansatz(mlp, form)
+network = coordinate_mlp(2, "scalar", 48, 3, fourier_features=(32, 1.5), form=form)
 
 
 def loss(u, points, *, derivatives=None):

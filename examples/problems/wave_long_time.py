@@ -11,7 +11,7 @@ import numpy as np
 
 import mpx_pde as mpx
 
-from ._problem import grid, problem, uniform
+from ._problem import coordinate_mlp, grid, problem, uniform
 
 
 END = 6.0
@@ -24,15 +24,13 @@ def exact(point):
     return sum(size * mode(m) for size, m in MODES) * jnp.sin(jnp.pi * y)
 
 
-def network(key):
-    mlp = mpx.nn.CoordinateMLP(3, "scalar", 48, 3, key=key, fourier_features=(48, 1.0))
+def form(point, n):
+    t, x, y = point
+    start = sum(size * jnp.sin(m * jnp.pi * x) for size, m in MODES) * jnp.sin(jnp.pi * y)
+    return start + t**2 / (1 + t**2) * 16 * x * (1 - x) * y * (1 - y) * n
 
-    def form(point, n):
-        t, x, y = point
-        start = sum(size * jnp.sin(m * jnp.pi * x) for size, m in MODES) * jnp.sin(jnp.pi * y)
-        return start + t**2 / (1 + t**2) * 16 * x * (1 - x) * y * (1 - y) * n
 
-    return mpx.nn.Ansatz(mlp, form)
+network = coordinate_mlp(3, "scalar", 48, 3, fourier_features=(48, 1.0), form=form)
 
 
 def loss(u, points, *, derivatives=None):

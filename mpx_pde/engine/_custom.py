@@ -1,7 +1,6 @@
 """Functions with a derivative of their own, computed wider than the program has them."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -44,12 +43,11 @@ def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
     It holds programs in its own dtypes, for its value and for its derivative, which would not take
     such operands. So these are evaluated in the dtype of the widest, at every order.
     """
-    real = [x.dtype for x in args if jnp.issubdtype(x.dtype, jnp.floating)]
-    dtype = max(real, key=lambda d: d.itemsize, default=None)
-    avals = [aval_of(v) for v in eqn.invars]
-    if dtype is None or all(a.dtype == x.dtype for a, x in zip(avals, args, strict=True)):
+    if all(aval_of(v).dtype == x.dtype for v, x in zip(eqn.invars, args, strict=True)):
         return own_bind(eqn, args)
-    return custom_jvp(eqn, args, lambda closed, args: _evaluate(closed, args, dtype))
+    parts = (jnp.finfo(x.dtype).dtype for x in args if is_inexact(x))
+    registers = Storage(max(parts, key=lambda dtype: dtype.itemsize), narrows=True)
+    return custom_jvp(eqn, args, lambda closed, args: _evaluate(closed, args, registers))
 
 
 # The derivative of each use is traced for itself, since it depends on the operands that move, and
@@ -127,14 +125,9 @@ def _in_dtypes(values: Sequence[Operand], like: Sequence[Any]) -> list[Any]:
     return [jnp.asarray(x, y.dtype) if is_inexact(y) else x for x, y in pairs]
 
 
-def _cast(x: Any, dtype: Any) -> Any:
-    real = jnp.issubdtype(x.dtype, jnp.floating)
-    return x.astype(dtype) if real and x.dtype != dtype else x
-
-
-def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], dtype: Any) -> list:
-    """The results of a jaxpr with `dtype` in place of all real floating-point types."""
-    cast = partial(_cast, dtype=dtype)
+def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], registers: Storage) -> list:
+    """The results of a jaxpr whose numbers, real and complex, are all in registers."""
+    cast = registers.constant
 
     def evaluate(i: int, eqn: JaxprEqn, operands: list) -> list:
         del i
@@ -142,7 +135,7 @@ def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], dtype: Any) -> list:
         if name == "custom_jvp_call":
             return custom_in_registers(eqn, operands)
         if name in CALLS:
-            return _evaluate(bodies_of(eqn)[0], operands, dtype)
+            return _evaluate(bodies_of(eqn)[0], operands, registers)
         if name == "convert_element_type":
             dtypes = operands[0].dtype, eqn.params["new_dtype"]
             if all(jnp.issubdtype(d, jnp.floating) for d in dtypes):

@@ -250,7 +250,8 @@ class Mixed:
         if not roles.stage.keys() & set(step.outputs) and step.outputs:
             return values if rule.name == "convert" else own_bind(eqn, values)
         stored = bool(step.outputs) and roles.stored.issuperset(step.outputs)
-        if rule.name == "half" or (rule.name != "convert" and stored and not is_light(eqn)):
+        moves = rule.name != "convert" and not is_light(eqn) and not is_container(eqn)
+        if rule.name == "half" or (stored and moves):
             # What is no part of a layer moves, sorts or gathers halves.
             return own_bind(eqn, [cast(x, half) if is_inexact(x) else x for x in values])
         loaded = list(map(primal_of, map(self.storage.loaded, operands)))

@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step, flatten, variables
-from ..interpret._jaxpr import CALLS, bodies_of, contains
+from ..interpret._jaxpr import CALLS, bodies_of, contains, differentiable, pushforward
 from ..interpret._rebind import scan_counts
 from ._plan import Index, Plan
 from ._roles import by_stream, contracted, ends_of, is_linear, moving_in, still_in
@@ -84,7 +84,8 @@ class Role(NamedTuple):
     - `data`: the results of equations that take nothing but data there.
     - `still`: what has no derivative, such as what comes of `jax.lax.stop_gradient`.
     - `half`: the variables that do not depend on the point and are effectively half.
-    - `apart`: what leads from the point to a loop that has no derivative in reverse mode.
+    - `apart`: what leads from the point to a loop that has no derivative in reverse mode, and what
+        the loop returns.
     - `rules`: what is decided for each equation, by its identity, where that is known.
     - `numbers`: the masters there that are numbers known while tracing.
     - `scores`: the results of products of many matrices there, such as the scores of attention.
@@ -260,18 +261,20 @@ def _entering(step: Step, stage: Mapping[int, int], params: Collection[int]) -> 
     return [x for x in step.variables if x in entering or x not in passing]
 
 
-def apart_of(flat: Flat, traced: Iterable[int]) -> frozenset[int]:
-    """Returns what leads to `while` loops and depends on no traced array, but for the point. JAX
-    does not differentiate these in reverse mode, and all that leaves a layer with a derivative of
-    its own has one by type, be it zero."""
-    loops = [step for step in flat.steps if _holds_while(step.eqn)]
+def apart_of(flat: Flat, moving: Collection[int], traced: Iterable[int]) -> frozenset[int]:
+    """Returns what `while` loops take and return and what leads there, if it depends on no traced
+    array but for the point, which what is `moving` depends on. JAX does not differentiate these in
+    reverse mode, and all that enters a layer or leaves it may have a derivative by type, be it
+    zero."""
+    at_point = (step for step in flat.steps if any(x in moving for x in step.variables))
+    loops = [step for step in at_point if _holds_while(step.eqn)]
     if not loops:
         return frozenset()
     depends = set(traced)
     for step in flat.steps:
         if not depends.isdisjoint(step.variables):
             depends.update(step.outputs)
-    needed = {x for step in loops for x in step.variables}
+    needed = {x for step in loops for x in (*step.variables, *step.outputs)}
     for step in reversed(flat.steps):
         if not needed.isdisjoint(step.outputs):
             needed.update(step.variables)
@@ -279,7 +282,10 @@ def apart_of(flat: Flat, traced: Iterable[int]) -> frozenset[int]:
 
 
 def _holds_while(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "while" or any(contains(b, ("while",)) for b in bodies_of(eqn))
+    name, bodies = eqn.primitive.name, bodies_of(eqn)
+    if name == "custom_jvp_call":
+        bodies.append(pushforward(eqn, differentiable(eqn.invars)))
+    return name == "while" or any(contains(b, ("while",)) for b in bodies)
 
 
 def _asked_of(

@@ -164,11 +164,17 @@ def walk(
 
 
 def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
-    """Binds the equation to `args`. A product that asks for no precision takes the default."""
+    """Binds the equation to `args`. A product that asks for no precision takes the default; what
+    makes numbers complex that are wider than in the program keeps their digits."""
     if eqn.primitive.name in JAX_PRODUCTS and eqn.params["precision"] is None:
         eqn = eqn.replace(params={**eqn.params, "precision": default_precision()})
     if eqn.params.get("update_jaxpr") is not None:
         eqn = _updating(eqn, args[0].dtype)
+    if eqn.primitive.name == "convert_element_type" and args[0].dtype != eqn.invars[0].aval.dtype:
+        new = eqn.params["new_dtype"]
+        if jnp.issubdtype(new, jnp.complexfloating):
+            wide = jnp.promote_types(args[0].dtype, new)
+            eqn = eqn.replace(params={**eqn.params, "new_dtype": wide})
     if eqn.primitive.name == "pvary":
         # What is evaluated again may be marked already, by what it was saved with.
         return [mark_varying(x, eqn.params["axes"]) for x in args]

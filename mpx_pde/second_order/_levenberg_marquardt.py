@@ -21,7 +21,7 @@ from .._forward import Forward, check_forward
 from .._loss_scaling import DynamicLossScaling
 from .._repr import in_a_line
 from .._split import SPLIT_PRODUCTS
-from .._tree import select_tree
+from .._tree import dealt, select_tree
 from .._types import PyTree
 from ..engine import InForward
 from ..interpret._precision_report import (
@@ -393,9 +393,9 @@ class LevenbergMarquardt(eqx.Module):
             each = math.ceil(length / count)
             index = jnp.arange(count * each)
             weight = jnp.where(index < length, 1 / math.sqrt(length), 0.0).astype(self._dtype)
-            cut = lambda x: x.reshape(count, each, *x.shape[1:])
             pick = lambda x: x if count * each == length else x[jnp.minimum(index, length - 1)]
-            return jtu.tree_map(lambda x: cut(pick(jnp.asarray(x))), batch), cut(weight)
+            cut = lambda x: dealt(pick(jnp.asarray(x)), count)
+            return jtu.tree_map(cut, batch), dealt(weight, count)
 
         batches, weights = zip(*map(split, batches), strict=True)
         return batches, weights

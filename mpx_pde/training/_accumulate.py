@@ -13,6 +13,7 @@ from jaxtyping import Array
 from .._cast import widen
 from .._dtypes import check_integer, is_integer
 from .._loss_scaling import AbstractLossScaling
+from .._tree import dealt
 from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
 from ._gradient import Gradient, transformed
 from ._options import parse_options
@@ -48,9 +49,7 @@ def _axes_of_leaves(in_axes: PyTree, args: tuple, call: str) -> list[int | None]
 
 
 def _split(x: Array | np.ndarray, axis: Any, micro_batches: int, path: Any, call: str) -> Array:
-    """Splits `x` into consecutive blocks along `axis`. The result has shape `[micro_batches,
-    ...]`.
-    """
+    """Deals `x` out along `axis`. The result has shape `[micro_batches, ...]`."""
     shape = jnp.shape(x)
     if not is_integer(axis) or not -len(shape) <= axis < len(shape):
         raise ValueError(
@@ -65,10 +64,7 @@ def _split(x: Array | np.ndarray, axis: Any, micro_batches: int, path: Any, call
             "Choose a batch size that is a multiple, or mark what is not a batch by `None` in "
             "`in_axes`."
         )
-    x = jnp.asarray(x)
-    axis %= x.ndim
-    blocks = x.reshape(*x.shape[:axis], micro_batches, -1, *x.shape[axis + 1 :])
-    return jnp.moveaxis(blocks, axis, 0)
+    return dealt(jnp.asarray(x), micro_batches, axis % len(shape))
 
 
 def split_batch(
@@ -169,7 +165,9 @@ def filter_accumulated_value_and_grad(
 ) -> Callable[..., Any]:
     """Evaluates [`mpx_pde.filter_value_and_grad`][] for a large batch, one micro-batch at a time.
 
-    The batch is split and scanned over, so only one micro-batch of activations is in memory.
+    The batch is dealt out and scanned over, so only one micro-batch of activations is in memory.
+    Micro-batch `i` holds the examples `i`, `i + micro_batches`, …: of a batch that is sharded over
+    devices each device has its part of every micro-batch, and nothing is sent between them.
     All of them share one loss scale; gradients are summed in float32; there is one finite flag and
     one adjustment of the scaling. For a loss that is a mean over the batch, value and gradients
     are those of the whole batch.

@@ -198,8 +198,8 @@ def _advice(task: Task, candidates: dict[str, dict], args: tuple, kwargs: dict) 
     reference, wide, width = "float32", None, 0
     if jnp.zeros((), float).dtype == jnp.float64:
         positional, keyword = in_float64((args, kwargs))
-        full = _gradient(*task, use_mixed_precision=False)
-        reference, wide = "float64", full(*positional, **keyword)
+        full = filter_value_and_grad(*task, use_mixed_precision=False)
+        reference, wide = "float64", eqx.filter_jit(full)(*positional, **keyword)[-1]
     for i, (name, options) in enumerate(candidates.items()):
         _say(f"{i} of {len(candidates)}, {name}")
         try:
@@ -247,26 +247,43 @@ def _advised(
     except ValueError as error:
         if "no scale" not in str(error):
             raise
-    gradient = _gradient(func, scaling, has_aux, **options)
-    compiled = gradient.lower(*args, **kwargs).compile()
+    gradient = filter_value_and_grad(func, scaling, has_aux, **options)
+    compiled = _compiled(gradient, args, kwargs)
     memory, each, count = _memory(compiled), None, _examples(args) or 0
     if count > 1:
-        batch = jtu.tree_map(lambda x: x[: count // 2] if eqx.is_array(x) else x, args[1:])
-        less = gradient.lower(args[0], *batch, **kwargs).compile()
-        each = (memory - _memory(less)) / (count - count // 2)
-    closed = eqx.filter_make_jaxpr(gradient)(*args, **kwargs)[0]
+        less = (args[0], *jtu.tree_map(lambda x: _first(x, count // 2), args[1:]))
+        each = (memory - _memory(_compiled(gradient, less, kwargs))) / (count - count // 2)
+    closed = eqx.filter_make_jaxpr(lambda *a, **k: gradient(*a, **k)[-1])(*args, **kwargs)[0]
     share = report_of(closed).half_share
     row = Advised(name, options, memory, each, half_share=share, scaling=scaling)
-    return row, compiled(*args, **kwargs), closed
+    return row, compiled(eqx.filter((args, kwargs), _moves)), closed
 
 
-def _gradient(*task: Any, **options: Any) -> Any:
-    step = filter_value_and_grad(*task, **options)
-    return eqx.filter_jit(lambda *args, **kwargs: step(*args, **kwargs)[-1])
+def _moves(x: Any) -> bool:
+    return isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
+
+
+def _first(x: Any, count: int) -> Any:
+    """Returns the shape of the first examples of an array of the batch: a slice of an array that is
+    sharded would have to be computed."""
+    if not _moves(x):
+        return x
+    sharding = getattr(x, "sharding", None)
+    return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=sharding)
+
+
+def _compiled(gradient: Any, args: tuple, kwargs: dict) -> Any:
+    arrays, static = eqx.partition((args, kwargs), _moves)
+
+    def run(arrays):
+        args, kwargs = eqx.combine(arrays, static)
+        return gradient(*args, **kwargs)[-1]
+
+    return jax.jit(run).lower(arrays).compile()
 
 
 def _memory(compiled: Any) -> int:
-    return int(getattr(compiled.compiled.memory_analysis(), "temp_size_in_bytes", 0))
+    return int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0))
 
 
 def _compared(grads: PyTree, wide: PyTree) -> dict[str, Any]:
@@ -281,7 +298,7 @@ def _compared(grads: PyTree, wide: PyTree) -> dict[str, Any]:
 
 def _examples(args: tuple) -> int | None:
     """Returns the length of the leading axis that all arrays of the batch share, or `None`."""
-    found = {np.shape(x)[:1] for x in jtu.tree_leaves(args[1:]) if eqx.is_array(x)}
+    found = {np.shape(x)[:1] for x in jtu.tree_leaves(args[1:]) if _moves(x)}
     [length] = found if len(found) == 1 else [()]
     return length[0] if length else None
 

@@ -324,7 +324,7 @@ def _noise(
         squares = jtu.tree_map(lambda x: norm(x) ** 2, apart)
         return jtu.tree_map(jnp.add, sums, (apart, squares)), None
 
-    zero = jtu.tree_map(lambda g: jnp.zeros(g.shape, wide_of(g)), grads)
+    zero = jtu.tree_map(lambda g: jnp.zeros_like(g, wide_of(g)), grads)
     none = jtu.tree_map(lambda g: jnp.zeros((), real_of(wide_of(g))), grads)
     (sums, squares), _ = lax.scan(body, (zero, none), batched, length=count)
     mean = jtu.tree_map(lambda s: s / count, sums)

@@ -424,6 +424,21 @@ def test_custom_rules_are_kept():
 # --- The transformation itself --------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    "loop", [lambda v: lax.fori_loop(0, 2, lambda i, v: v + i, v), lambda v: lax.map(jnp.sin, v)]
+)
+def test_a_rule_around_a_loop_of_data_that_products_take(loop):
+    """The loop stays in float32, and what it returns is stored in half."""
+    own = jax.custom_jvp(loop)
+    own.defjvp(lambda primals, tangents: jax.jvp(loop, primals, tangents))
+    w, x = normal(0, (4, 4), 0.5), normal(1, (4,))
+    fun = lambda w, x: own(x) @ w
+    cast = mpx.autocast(fun, "float16")
+    got, want = (jax.jit(jax.grad(scalar(f)))(w, x) for f in (cast, fun))
+    assert tree_allclose(got, want, computed_in="float16")
+    assert_products_are_half(cast, w, x)
+
+
 def test_names_methods_and_decorators():
     @mpx.autocast(dtype="float16")
     def documented(w, x):

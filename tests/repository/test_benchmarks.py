@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 from helpers import normal, tree_allclose
 
-from benchmarks import _history
-from benchmarks.__main__ import questions
-from benchmarks._levels import LEVELS
-from benchmarks._report import Report
-from benchmarks._tf32 import emulate_tf32
+from benchmarks import _report, _steps
+from benchmarks.__main__ import LEVELS, questions
+from benchmarks._problems import emulate_tf32
 
 
 # --- TF32 -----------------------------------------------------------------------------------------
@@ -55,13 +53,42 @@ def test_all_commands_of_a_level_are_understood(level):
         parser.parse_args(options)
 
 
+# --- Steps side by side ---------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("standard_promotion")
+def test_a_step_is_compared_with_float64_with_and_without_predictions(tmp_path):
+    """Gradients in float32 are right to some roundings; predictions are compared where there are
+    any."""
+    x = normal(0, (8, 3))
+    predict = lambda w, x: jnp.tanh(x @ w)
+    losses = {
+        "with": lambda w, x: (jnp.mean(predict(w, x) ** 2), predict(w, x)),
+        "without": _steps.alone(lambda w, x: jnp.mean(predict(w, x) ** 2)),
+    }
+    report = _report.Report("steps", command="", folder=tmp_path)
+    args = argparse.Namespace(quick=True, rounds=1, minutes=None)
+    for name, loss in losses.items():
+        rivals = {"float32": _steps.in_float32(loss), "left out": _steps.in_float32(loss)}
+        model = lambda: normal(1, (3, 2))
+        task = _steps.Task({"network": name}, model, loss, lambda: [x], x, rivals)
+        chosen = lambda task, rival: rival == "float32"
+        assert not _steps.run_sizes(report, args, [task], chunk=4, chosen=chosen)
+    one, other = report.sections["steps"]
+    assert one["error_output"] < 1e-6
+    assert "error_output" not in other
+    for record in (one, other):
+        assert (record["rival"], record["skipped"]) == ("float32", 0)
+        assert record["error_gradient"] < 1e-6
+
+
 # --- The code of a result -------------------------------------------------------------------------
 
 
 @pytest.fixture
 def repository(tmp_path, monkeypatch):
     """Adds a commit to a repository of its own, with a text in the library."""
-    monkeypatch.setattr(_history, "ROOT", tmp_path)
+    monkeypatch.setattr(_report, "ROOT", tmp_path)
     library = tmp_path / "mpx_pde"
     library.mkdir()
     told = ("-c", "user.name=a", "-c", "user.email=a@b.c")
@@ -79,32 +106,32 @@ def repository(tmp_path, monkeypatch):
 
 def test_a_result_names_its_commit_and_what_changed_since(repository):
     file = repository("1")
-    first = _history.commit()
+    first = _report.commit()
     assert re.fullmatch(r"[0-9a-f]{7,} of \d{4}-\d\d-\d\d", first)
-    assert _history.is_code_of(first)
+    assert _report.is_code_of(first)
     file.write_text("not committed", encoding="utf-8")
-    assert _history.commit() == first.replace(" of", "+ of")
-    assert not _history.is_code_of(first)
-    assert not _history.is_code_of(_history.commit())
+    assert _report.commit() == first.replace(" of", "+ of")
+    assert not _report.is_code_of(first)
+    assert not _report.is_code_of(_report.commit())
     repository("2")
     file.parent.with_name("README.md").write_text("no code", encoding="utf-8")
-    assert not _history.is_code_of(first)
-    assert "+" not in _history.commit()
-    assert _history.changes_since(first) == 1
-    assert _history.changes_since(_history.commit()) == 0
-    assert _history.changes_since("unknown") is None
+    assert not _report.is_code_of(first)
+    assert "+" not in _report.commit()
+    assert _report.changes_since(first) == 1
+    assert _report.changes_since(_report.commit()) == 0
+    assert _report.changes_since("unknown") is None
 
 
 def test_a_benchmark_goes_on_where_it_was_left(tmp_path, repository):
     def go_on(**options):
-        report = Report("errors", command="", folder=tmp_path)
+        report = _report.Report("errors", command="", folder=tmp_path)
         report.resume("errors", **options)
         left = list(report.missing("errors", keys))
         return left, len(report.environment["commits"])
 
     keys = [{"format": name} for name in ("float16", "bfloat16")]
     repository("1")
-    report = Report("errors", command="", folder=tmp_path)
+    report = _report.Report("errors", command="", folder=tmp_path)
     for key in report.missing("errors", keys[:1]):
         report.record("errors", **key, u=1.0)
     assert go_on(same_code=True) == (keys[1:], 1)

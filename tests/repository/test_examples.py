@@ -14,7 +14,7 @@ from pages import module
 import mpx_pde as mpx
 
 
-shared, runner, naive, spectral = map(module, ("_problem", "_runner", "_naive", "_spectral"))
+shared, runner, naive, spectral = map(module, ("_problem", "_runner", "_naive", "references"))
 
 
 # Examples are programs of users.
@@ -145,7 +145,7 @@ def test_the_right_hand_side_in_many_dimensions_is_the_laplacian():
 def test_helmholtz_source_and_residual_against_float64():
     example = module("helmholtz")
     points = np.random.default_rng(0).uniform(-1, 1, (32, 2))
-    u = example.HelmholtzNetwork(key=jax.random.key(0))
+    u = example.network(jax.random.key(0))
     got = np.asarray(jax.jit(example.residuals)(u, jnp.float32(points)))
 
     def laplacian(fun, points):

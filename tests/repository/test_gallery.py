@@ -6,7 +6,7 @@ import json
 import pytest
 from pages import ROOT
 
-from benchmarks import _gallery
+from benchmarks import gallery
 from benchmarks._tables._gallery import equation
 
 
@@ -18,14 +18,14 @@ RESULTS = json.loads((ROOT / "benchmarks/results/gallery-cpu.json").read_text(en
 
 def test_the_page_shows_every_problem_that_was_trained_and_no_other():
     trained = [t["problem"] for t in RESULTS["trainings"]]
-    assert tuple(trained) == tuple(_gallery.PICTURES)
+    assert tuple(trained) == tuple(gallery.PICTURES)
     assert len(trained) >= 12
     assert {t["family"] for t in RESULTS["trainings"]} == {"PINN", "3D", "operator", "emulator"}
     assert {path.stem for path in FOLDER.glob("*.webp")} == set(trained)
     assert sorted(set(trained) - set(problems.names())) == []
 
 
-@pytest.mark.parametrize("name", _gallery.PICTURES)
+@pytest.mark.parametrize("name", gallery.PICTURES)
 def test_a_picture_is_small_and_on_the_page(name):
     path = FOLDER / f"{name}.webp"
     assert path.read_bytes()[8:12] == b"WEBP"

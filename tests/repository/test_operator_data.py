@@ -9,7 +9,7 @@ from pages import jax_defaults, module
 
 
 _cache, darcy, references = map(module, ("_cache", "_darcy", "references"))
-trainings = importlib.import_module("benchmarks._operator_trainings")
+trainings = importlib.import_module("benchmarks.operators")
 
 
 @pytest.fixture(autouse=True)
@@ -120,7 +120,7 @@ def test_an_operator_is_tested_on_samples_and_grids_of_its_own(monkeypatch):
     pairs = lambda count, points, seed: module("_operators").Pairs(*fields[:, :count])
     monkeypatch.setattr(module("operator_darcy"), "pairs", pairs)
     monkeypatch.setattr(trainings, "TESTS", 2)
-    operator = trainings.Operator("darcy", 5, (2, 1), finest=8)
+    operator = trainings.Operator("darcy", trainings.Size(5, 8, (2, 1), (4,), 8, 1))
     assert operator.training.inputs.shape == (5, 1, 4, 4)
     assert [x.shape for x in operator.tests[1]] == 2 * [(2, 1, 8, 8)]
     outputs = {x.shape[-1]: 1.1 * y for x, y in operator.tests}

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
 
@@ -79,6 +80,13 @@ def test_memory_is_that_of_the_program_and_grows_with_the_batch(advice):
 
     assert row.memory == pytest.approx(needs(16), rel=0.1)
     assert row.memory_per_example == pytest.approx((needs(16) - needs(8)) / 8, rel=0.2)
+    # So too for a batch in NumPy, and for one on a mesh with explicit axes.
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
+    whole = eqx.filter_shard(network(), NamedSharding(mesh, P()))
+    sharded = jax.device_put(X, NamedSharding(mesh, P("data")))
+    for found in (mpx.advise(fit)(network(), np.asarray(X)), mpx.advise(fit)(whole, sharded)):
+        assert found.examples == 16
+        assert found.rows[0].memory_per_example is not None
     whole = mpx.advise(lambda m, x, y: fit(m, x) + jnp.sum(y))(network(), X, jnp.ones(5))
     assert whole.rows[0].memory_per_example is None
     assert whole.examples is None

@@ -1,0 +1,277 @@
+"""What steps take: beside those of other libraries, predicted for an H100, and compiled for several
+devices."""
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load
+
+
+# --- Beside other libraries ------------------------------------------------------------------
+
+TIME = """
+    ms                {seconds.median:ms.3g} || fails: `{failed}`
+    temp memory, MiB  {temp_bytes:MiB.3g} || not measured
+"""
+ERRORS = """
+    error of outputs  {error_output:.1e}
+    of the gradient   {error_gradient:.1e}
+    loss              {loss:.4g}
+"""
+
+
+def _of_size(
+    file: str, columns: str, note: str, size: Record, without: Sequence[str] = ()
+) -> Table:
+    """The steps of one size that worked, without rivals with these words in their names."""
+    rows = lambda data: [
+        r
+        for r in data["steps"]
+        if size.items() <= r.items()
+        and "failed" not in r
+        and not any(words in r["rival"] for words in without)
+    ]
+    return Table(file, rows, "step  {rival}" + TIME + columns, note)
+
+
+PINN = {"width": 64, "points": 1024, "order": 2}
+FNO = {"resolution": 64, "modes": 16}
+VIT = {"batch": 64}
+pinn_step = _of_size(
+    "pinn_step",
+    "error of the gradient  {error_gradient:.1e}",
+    "{width} × {depth}, {points:,} points, order {order}.",
+    PINN,
+    ("torch.func", "compiled", "laplacian, float16", "laplacian, bfloat16"),
+)
+fno_step = _of_size("fno_step", ERRORS, "{resolution}², {modes} modes.", FNO)
+vit_step = _of_size("vit_step", ERRORS, "Batch {batch}.", VIT)
+
+
+def _on_a_cpu(data: Result) -> Iterator[Record]:
+    """Yields the steps of this library, with their times by precision."""
+    del data
+    for what, file, size, name in (
+        ("physics-informed network", "pinn_step", PINN, "mpx_pde, partials, {}"),
+        ("Fourier neural operator", "fno_step", FNO, "mpx_pde dft {}"),
+        ("vision transformer", "vit_step", VIT, "mpx_pde autocast-{}"),
+    ):
+        steps = {r["rival"]: r for r in load(f"{file}-cpu")["steps"] if size.items() <= r.items()}
+        halves = {half: steps[name.format(half)] for half in ("float16", "bfloat16")}
+        full = name.format("float32").replace("autocast-", "")
+        yield {"what": what, "float32": steps[full], **halves}
+
+
+_MS = "seconds.median"
+on_a_cpu = Table(
+    "fno_step",
+    _on_a_cpu,
+    f"""
+    a step on a CPU   {{what}}
+    float32, ms       {{float32.{_MS}:ms.3g}}
+    float16 over it   {{float16.{_MS}/float32.{_MS}:.2f}}
+    bfloat16 over it  {{bfloat16.{_MS}/float32.{_MS}:.2f}}
+    """,
+    told=False,
+)
+
+
+def _builds(data: Result) -> Iterator[Record]:
+    """Yields each step, with what its stages take for each network relative to float32."""
+    networks = groups(data["builds"], "problem")
+    spent = lambda b: sum(b.get(s, {}).get("median", 0) for s in ("trace", "lower", "compile"))
+    for step, builds in groups(data["builds"], "step").items():
+        over = {b["problem"]: spent(b) / spent(networks[b["problem"]][0]) or None for b in builds}
+        yield {"step": step, **over}
+
+
+compile_time = Table(
+    "compile_time",
+    _builds,
+    lambda data: [
+        "step  {step}",
+        *(f"{name}  {{{name}:.2f}}" for name in groups(data["builds"], "problem")),
+    ],
+    "Tracing, lowering and compiling, relative to float32.",
+)
+
+# --- Derivatives of any network --------------------------------------------------------------
+
+
+def _cases(data: Result) -> dict[str, dict[str, dict[str, Record]]]:
+    """The records by network, derivative and rival."""
+    return {
+        network: {
+            problem: {record["rival"]: record for record in records}
+            for problem, records in groups(of_network, "problem").items()
+        }
+        for network, of_network in groups(data["costs"], "network").items()
+    }
+
+
+def seconds_over(data: Result, problem: str, rival: str) -> float:
+    """Returns the time of a step relative to a rival: the median over the networks."""
+    found = [cases.get(problem, {}) for cases in _cases(data).values()]
+    seconds = lambda case, name: case[name]["seconds"]["median"]
+    both = [case for case in found if {"mpx_pde", rival} <= case.keys()]
+    return statistics.median(seconds(c, "mpx_pde") / seconds(c, rival) for c in both)
+
+
+def _over(problem: str, rival: str = "nested jvp") -> str:
+    at = f"{problem}.{{}}.{_MS}"
+    return f"{{{at.format('mpx_pde')}/{at.format(rival)}:.2f}}"
+
+
+networks = Table(
+    "networks",
+    lambda data: [
+        {"network": network, **cases, **data["width"][0]}
+        for network, cases in _cases(data).items()
+        if any("mpx_pde" in case for case in cases.values())
+    ],
+    [
+        "network  {network}",
+        f"order 2  {_over('order 2')}",
+        f"order 4  {_over('order 4')}",
+        f"Laplacian  {_over('laplacian 2')}",
+        f"biharmonic  {_over('biharmonic 2')}",
+        f"Laplacian, relative to folx  {_over('laplacian 2', 'folx')}",
+    ],
+    "Time of a step relative to nested `jvp`, in float32: the mean square of the derivative and "
+    "its gradient, networks of {width} units. The median of 7 rounds, in turns within one process.",
+)
+
+# --- Predicted -------------------------------------------------------------------------------
+
+OURS = "mpx_pde float16"
+FULL = "mpx_pde float32"
+
+# What the measured step is called whose error is that of a predicted one.
+MEASURED = {
+    ("cavity", "float32"): "plain JAX, nested jvp, float32",
+    ("cavity", OURS): "mpx_pde, partials, float16",
+    ("fno", "float32"): "plain JAX float32",
+    ("fno", OURS): "mpx_pde dft float16",
+    ("vit", "float32"): FULL,
+    ("vit", OURS): "mpx_pde autocast-float16",
+    ("vit", "MPX float16"): "MPX float16",
+}
+FILES = {"cavity": "pinn_step", "network": "foreign_step", "fno": "fno_step", "vit": "vit_step"}
+
+
+def gradient_error(problem: str, rival: str) -> str:
+    """Of the first step's gradient against float64, on a CPU, where half precision is emulated to
+    the bit but sums are in another order; the largest of the sizes there."""
+    kind, _, network = problem.partition("-")
+    wanted = {"rival": MEASURED.get((kind, rival))}
+    if kind == "network":
+        wanted = {"network": network, "rival": rival}
+    records = [r for r in load(f"{FILES[kind]}-cpu")["steps"] if wanted.items() <= r.items()]
+    found = [r["error_gradient"] for r in records if r.get("error_gradient")]
+    return f"{max(found):.1e}" if found else NONE
+
+
+def beside(data: Result, problem: str) -> dict[str, Record]:
+    """Returns the steps of a problem by their names."""
+    return {r["rival"]: r for r in data["steps"] if r["problem"] == problem}
+
+
+def _predicted(problem: str, *rivals: str) -> list[Record]:
+    """Steps of a problem, each with all of them beside it."""
+    steps = beside(load("predicted-h100-cpu"), problem)
+    told = lambda rival: {"beside": steps, "error": gradient_error(problem, rival)}
+    return [{**steps[rival], **told(rival)} for rival in rivals]
+
+
+assumptions = Table(
+    "predicted-h100",
+    "assumptions",
+    """
+    rate                 {rate}
+    data sheet           {data_sheet}
+    share of it assumed  {share}
+    """,
+    told=False,
+)
+
+SECONDS = "seconds_with_arithmetic"
+OVER = f"""
+    ms               {{{SECONDS}:ms.3g}}
+    float32 over it  {{beside.float32.{SECONDS}/{SECONDS}:.1f}}
+    TF32 over it     {{beside.TF32.{SECONDS}/{SECONDS}:.1f}}
+"""
+_NOTE = f"Memory beyond state and batch; {NOT_RUN}, times predicted."
+
+steps = Table(
+    "predicted-h100",
+    lambda data: [
+        *_predicted("cavity-512", "float32", "TF32", FULL, OURS),
+        *_predicted("cavity-512", f"{OURS}, forward bfloat16_x3", f"{OURS}, forward float32"),
+        *_predicted("fno-256", "float32", OURS, FULL),
+        *_predicted("vit-base", "float32", OURS, "MPX float16"),
+    ],
+    f"""
+    step  {{title}}: {{rival}}
+    {OVER}
+    memory, GiB      {{temp_bytes:GiB.2f}}
+    gradient error   {{error}}
+    """,
+    _NOTE,
+)
+
+networks_step = Table(
+    "predicted-h100",
+    lambda data: [
+        record
+        for problem in dict.fromkeys(r["problem"] for r in data["steps"])
+        if problem.startswith("network-")
+        for record in _predicted(problem, "mpx_pde bfloat16, forward bfloat16_x3")
+    ],
+    f"""
+    network           {{title}}
+    {OVER}
+    memory of JAX's   {{temp_bytes/beside.float32.temp_bytes:.2f}}
+    gradient error    {{error}}
+    """,
+    _NOTE,
+)
+
+# What settles each prediction.
+commands = Table(
+    "predicted-h100",
+    lambda data: [r for r in data["steps"] if r["rival"] == OURS],
+    """
+    problem     {title}
+    on an H100  `{command}`
+    """,
+    told=False,
+)
+
+# --- Several devices -------------------------------------------------------------------------
+
+
+def _sent(data: Result) -> Iterator[Record]:
+    """Of the cavity on four devices, what each kind of collective sends."""
+    for step in data["steps"]:
+        if (step["problem"], step["devices"]) == ("cavity", 4):
+            sent: dict[str, list[str]] = {}
+            for key, traffic in step["collectives"].items():
+                kind, dtype = key.split()
+                if dtype != "pred":
+                    sent.setdefault(kind, []).append(f"{traffic['bytes'] / 2**10:,.0f} {dtype}")
+            yield {**step, **{kind: " + ".join(parts) for kind, parts in sent.items()}}
+
+
+collectives = Table(
+    "weak_scaling-h100",
+    _sent,
+    """
+    layout               {layout}
+    precision            {precision}
+    sums in              {sum_dtype} || float32
+    all-gather, KiB      {all-gather}
+    reduce-scatter, KiB  {reduce-scatter}
+    all-reduce, KiB      {all-reduce}
+    """,
+    "Compiled for four H100s, not run.",
+)
