@@ -18,7 +18,7 @@ TABLE = np.float64(np.float32(np.random.default_rng(0).normal(size=512)))
 
 
 def rounded(x):
-    """Returns `x`. The judge puts a function in its place that rounds."""
+    """Returns `x`. The judge puts a function in its place that marks what is stored."""
     return x
 
 

@@ -9,9 +9,7 @@ from jax.extend.core import JaxprEqn, Primitive
 
 def parse_patterns(patterns: Any, name: str) -> tuple[str, ...]:
     """Names of primitives and patterns of scopes, from one of them or several."""
-    if isinstance(patterns, str | Primitive):
-        patterns = (patterns,)
-    if not isinstance(patterns, Iterable):
+    if isinstance(patterns, str | Primitive) or not isinstance(patterns, Iterable):
         patterns = (patterns,)
     out = []
     for pattern in patterns:

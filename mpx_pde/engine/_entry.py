@@ -38,22 +38,18 @@ class Equation(NamedTuple):
 
 def half_of(closed: ClosedJaxpr) -> np.dtype | None:
     """The half type that a program computes in, by its arrays and its mixed products."""
-    jaxpr = closed.jaxpr
-    for var in (*jaxpr.constvars, *jaxpr.invars):
-        if is_inexact(var.aval) and is_half(var.aval.dtype):
-            return np.dtype(var.aval.dtype)
-    for eqn in jaxpr.eqns:
-        dtype = eqn.params.get("dtype") if eqn.primitive.name.startswith("mixed_") else None
-        if dtype is not None and is_half(dtype):
-            return np.dtype(dtype)
-        for var in eqn.outvars:
-            if is_inexact(var.aval) and is_half(var.aval.dtype):
-                return np.dtype(var.aval.dtype)
-        for inner in bodies_of(eqn):
-            found = half_of(inner)
-            if found is not None:
-                return found
-    return None
+
+    def dtypes(closed):
+        jaxpr = closed.jaxpr
+        yield from (v.aval.dtype for v in (*jaxpr.constvars, *jaxpr.invars) if is_inexact(v.aval))
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name.startswith("mixed_"):
+                yield eqn.params["dtype"]
+            yield from (v.aval.dtype for v in eqn.outvars if is_inexact(v.aval))
+            for inner in bodies_of(eqn):
+                yield from dtypes(inner)
+
+    return next((np.dtype(x) for x in dtypes(closed) if is_half(x)), None)
 
 
 def _evaluator(

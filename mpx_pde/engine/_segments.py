@@ -18,9 +18,8 @@ from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step, flatten, variables
 from ..interpret._jaxpr import CALLS, bodies_of, contains, differentiable, pushforward
 from ..interpret._rebind import scan_counts
-from ._linear import by_stream, is_linear, moving_in, still_in
-from ._network import contracted, ends_of
 from ._plan import Index, Plan
+from ._roles import by_stream, contracted, ends_of, is_linear, moving_in, still_in
 from ._streams import DATA, DEEP, FIRST, RAW, Jet, is_inexact
 
 
@@ -178,8 +177,7 @@ def roles_of(
         stage = _stages(flat, stages)
     else:
         stage, data = _stages_of_loss(flat, stages, params)
-        alone = {i for i, step in enumerate(flat.steps) if step.alone}
-        found, made = ends_of(flat, params, stage, alone, carried is not None)
+        found, made = ends_of(flat, params, stage, carried is not None)
         ends = found if whole else None
     wanted = _wanted(flat, stage, ends, made, set())
     carried = carried or ()

@@ -129,9 +129,7 @@ class Storage:
 
     def store(self, x: Any, key: Index) -> Any:
         """A stream as it is kept; what is no real floating-point array stays as it is."""
-        if x is None or self.dtype is None or self.dtype == self.registers:
-            return x
-        if x.dtype != self.registers:
+        if x is None or self.dtype in (None, self.registers) or x.dtype != self.registers:
             return x
         if key in self.scales:
             x = x * _along(self.scales[key][0], x)

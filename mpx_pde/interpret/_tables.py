@@ -188,101 +188,95 @@ report of `autocast` lists it as unknown."""
 assert len(TABLE) == sum(len(row[0].split()) for row in _ROWS), "a primitive has two rows"
 
 
-def _by_engine(*engines: str) -> frozenset[str]:
-    return frozenset(name for name, row in TABLE.items() if row.engine in engines)
+def _with(*words: str) -> frozenset[str]:
+    """Returns the primitives that have one of some words in their rows."""
+    words_of = lambda row: {row.engine, row.precision, *row.traits}
+    return frozenset(name for name, row in TABLE.items() if words_of(row) & {*words})
 
 
-def _by_precision(*precisions: str) -> frozenset[str]:
-    return frozenset(name for name, row in TABLE.items() if row.precision in precisions)
-
-
-def _by_trait(trait: str) -> frozenset[str]:
-    return frozenset(name for name, row in TABLE.items() if trait in row.traits)
-
-
-PRODUCTS = _by_engine("product")
+PRODUCTS = _with("product")
 """Linear in each of two operands, and worth tensor cores: JAX's and the library's own."""
 
-MIXED = _by_precision("itself")
+MIXED = _with("itself")
 """The library's own products."""
 
 JAX_PRODUCTS = PRODUCTS - MIXED
 """JAX's own."""
 
-LAYOUT = _by_engine("layout")
+LAYOUT = _with("layout")
 """Moves values. A float32 master that goes through remains one."""
 
-MOVES = LAYOUT - _by_trait("devices")
+MOVES = LAYOUT - _with("devices")
 """Moves on one device."""
 
-LINEAR = _by_engine("linear", "layout")
+LINEAR = _with("linear", "layout")
 """Linear in all floating-point operands together: each stream goes through by itself, and the
 derivative does not need the operands."""
 
-ELEMENTWISE = _by_engine("elementwise")
+ELEMENTWISE = _with("elementwise")
 """Functions of one variable."""
 
-CONSTANT = _by_engine("constant")
+CONSTANT = _with("constant")
 """Constant wherever they have a derivative."""
 
-OPAQUE = _by_engine("opaque")
+OPAQUE = _with("opaque")
 """JAX has a rule for them that only raises."""
 
-FULL = _by_precision("float32")
+FULL = _with("float32")
 """Computed in float32, with a float32 result."""
 
-FOLLOWING = _by_precision("operands")
+FOLLOWING = _with("operands")
 """Half if what was computed is half, else float32."""
 
-MAGNIFYING = _by_trait("magnifies")
+MAGNIFYING = _with("magnifies")
 """Functions that magnify what was rounded off before them. Arithmetic whose result goes into one
 of them is computed in float32 too: the difference to the largest logit in a softmax, the
 residual in a squared error. (So is what is raised to an even power by `integer_pow`.)"""
 
-ARITHMETIC = _by_trait("arithmetic")
+ARITHMETIC = _with("arithmetic")
 
-CHOICES = _by_trait("choice")
+CHOICES = _with("choice")
 """Operations by way of which a product belongs to the reduction that their result goes into: it is
 one of their operands, but for its sign."""
 
-SUMS = _by_trait("sum")
+SUMS = _with("sum")
 """Reductions. A product of values whose result goes into one of them is computed in float32 too: a
 square, an inner product, a norm."""
 
-LIGHT = ((FULL | FOLLOWING) - _by_trait("slow")) | _by_trait("light")
+LIGHT = ((FULL | FOLLOWING) - _with("slow")) | _with("light")
 """Bound by the memory that they read and write. Where a run of nothing else makes float32 values
 out of half ones (softmax, norms, most activations), it is evaluated again in the backward pass.
 Series and searches take time, collectives wait for other devices."""
 
-ALONE = _by_trait("alone")
+ALONE = _with("alone")
 """Takes long, has a memory of its own or chooses by values: no part of a layer that is evaluated
 again."""
 
-BROADCASTS = _by_trait("broadcasts")
+BROADCASTS = _with("broadcasts")
 """Functions of several operands entry by entry, with a rule of their own, that take a number beside
 an array."""
 
-POINTWISE = _by_trait("pointwise")
+POINTWISE = _with("pointwise")
 """Does to each entry of its operands the same, whatever the others are."""
 
-TOGETHER = _by_trait("together")
+TOGETHER = _with("together")
 """Linear operations that take all streams of a value in one pass over memory."""
 
-COORDINATES = _by_trait("coordinate")
+COORDINATES = _with("coordinate")
 """Operations that a coordinate goes through unchanged in kind. Done on the constant first
 derivatives of the point itself, it shows which of them vanish, as in a network with a part for each
 coordinate."""
 
-COMPARISONS = _by_trait("comparison")
+COMPARISONS = _with("comparison")
 
-WHOLE = _by_trait("whole")
+WHOLE = _with("whole")
 """Whole numbers of values."""
 
-PICKS = _by_trait("picks")
+PICKS = _with("picks")
 """Moves that leave some values out."""
 
-STORES = _by_trait("stores")
+STORES = _with("stores")
 """Values as they are, and what they are rounded to on their way to memory."""
 
-TYPED = _by_trait("typed")
+TYPED = _with("typed")
 """Reads bits, draws numbers in a dtype, or hands arrays to code that was written for a dtype."""
