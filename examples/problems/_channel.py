@@ -4,6 +4,7 @@ Conditions that hold by construction, points, and conditions that are trained. T
 in the files of the problems, their solution by finite volumes in `_finite_volumes.py`.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -207,14 +208,15 @@ def channel_problem(
     title: str,
     channel: Channel,
     residuals: Callable,
-    reference: Callable[[Channel], Reference],
+    reference: Callable[..., Reference],
     *,
     pressure: float,
     fluid: int = 640,
     steps: int = 3000,
 ) -> Problem:
     """Returns the problem of a channel. `residuals(fields, at, given)` are those that `total`
-    takes, `pressure` is about as large as p gets, `fluid` points of a step are in the fluid."""
+    takes, `reference(channel)` what it ends at, by default or with `cells` to a length of 1,
+    `pressure` is about as large as p gets, `fluid` points of a step are in the fluid."""
 
     def network(key, width=64, depth=4):
         mlp = mpx.nn.CoordinateMLP(3, 5, width, depth, key=key, fourier_features=(32, 0.5))
@@ -227,7 +229,7 @@ def channel_problem(
     def sample(key, fluid=fluid, walls=128, across=16):
         return draw(channel, key, fluid=fluid, walls=walls, sections=4, across=across)
 
-    return Problem(
+    problem = Problem(
         title=title,
         coords="xyz",
         order=2,
@@ -245,3 +247,5 @@ def channel_problem(
             "steps": 400_000,
         },
     )
+    rough = functools.partial(reference, channel, 10)
+    return dataclasses.replace(problem, quick=dataclasses.replace(problem, reference=rough))
