@@ -143,7 +143,9 @@ def as_key(x: Any) -> Hashable:
     of one that is known its entries."""
     if isinstance(x, jax.Array):
         return jax.typeof(x)
-    return (np.asarray(x).tobytes(), np.result_type(x)) if eqx.is_array_like(x) else x
+    if not eqx.is_array_like(x):
+        return x
+    return np.asarray(x).tobytes(), np.result_type(x), np.shape(x)
 
 
 class Part(NamedTuple):

@@ -10,6 +10,7 @@ from helpers import HALVES, TOLERANCES, program_for_gpu, relative
 from jax import lax
 
 import mpx_pde as mpx
+from mpx_pde.engine._evaluate import Evaluator
 from mpx_pde.engine._together import beside, spread_together, sum_together
 
 
@@ -302,3 +303,74 @@ def test_on_a_gpu_the_sums_of_all_streams_are_one_reduction():
     reductions = [line for line in text.splitlines() if "stablehlo.reduce(" in line]
     # Value and five derivatives, of the entries and of their squares.
     assert max(line.count(" init:") for line in reductions) == 12
+
+
+# Layers that are alike, which are evaluated by one function.
+
+COORDS = {"coords": "xy", "outputs": "u"}
+NUMBERS = (0.5, 1.5, 1.1)
+SHAPES = ((8,), (2, 4), (4, 2))
+ROWS = tuple(np.linspace(0.5, 1.5, 8).astype(np.float32) * x for x in NUMBERS)
+ALIKE = {
+    "a number": lambda i, y: jnp.tanh(NUMBERS[i] * y),
+    "an array of JAX": lambda i, y: jnp.tanh(jnp.float32(NUMBERS[i]) * y),
+    "known entries": lambda i, y: jnp.tanh(ROWS[i] * y),
+    "an order": lambda i, y: jnp.tanh(y)[np.roll(np.arange(8), i)],
+    "an entry": lambda i, y: jnp.tanh(y) + y[i],
+    "a shape": lambda i, y: jnp.tanh(y.reshape(SHAPES[i])).reshape(8),
+    "a key": lambda i, y: jnp.tanh(y + jax.random.normal(jax.random.key(i), (8,), "float32")),
+    "a branch": lambda i, y: lax.cond(y[0] > NUMBERS[i], jnp.tanh, lambda y: NUMBERS[i] * y, y),
+    "a rule": lambda i, y: _with_a_rule(NUMBERS[i])(y),
+    "a derivative": lambda i, y: jnp.tanh(y) * (lax.stop_gradient(y) if i else y),
+}
+
+
+def _with_a_rule(number):
+    @jax.custom_jvp
+    def scaled(x):
+        return number * jnp.tanh(x)
+
+    scaled.defjvp(lambda x, t: (scaled(*x), number * (1 - jnp.tanh(x[0]) ** 2) * t[0]))
+    return scaled
+
+
+def deep(layer, weights, p):
+    h = jnp.tile(p, 4)
+    for i, w in enumerate(weights):
+        h = layer(i, w @ h)
+    return jnp.sum(h)
+
+
+@pytest.mark.parametrize("differ", ALIKE)
+def test_layers_that_differ_are_not_taken_for_one(differ):
+    weights = [jax.random.normal(k, (8, 8)) / 2 for k in jax.random.split(jax.random.key(0), 3)]
+
+    def ours(weights):
+        d = mpx.partials(lambda p: deep(ALIKE[differ], weights, p), ["u_xx", "u_y"], **COORDS)(
+            POINT
+        )
+        return d["u_xx"] + d["u_y"]
+
+    def jaxs(weights):
+        fun = lambda p: deep(ALIKE[differ], weights, p)
+        return jax.hessian(fun)(POINT)[0, 0] + jax.grad(fun)(POINT)[1]
+
+    value, grads = jax.jit(jax.value_and_grad(ours))(weights)
+    want, want_grads = jax.jit(jax.value_and_grad(jaxs))(weights)
+    # Some ten roundings of float32 in a row; a wrong number changes the first digit.
+    np.testing.assert_allclose(value, want, rtol=1e-4)
+    assert relative(grads, want_grads) < 1e-4
+
+
+def test_layers_that_are_alike_are_traced_once(monkeypatch):
+    made = []
+    make = Evaluator._as_layer
+    monkeypatch.setattr(Evaluator, "_as_layer", lambda *args: made.append(args) or make(*args))
+
+    def layers(depth):
+        made.clear()
+        model = eqx.nn.MLP(2, "scalar", 8, depth, jnp.tanh, key=jax.random.key(0))
+        jax.make_jaxpr(mpx.partials(model, ["u_xx"], **COORDS))(POINT)
+        return len(made)
+
+    assert layers(6) == layers(4)
