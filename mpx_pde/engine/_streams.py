@@ -98,7 +98,7 @@ class Storage:
 
     registers: np.dtype
     dtype: np.dtype | None = None
-    scales: Mapping[Index, tuple[Array, Array]] = dataclasses.field(default_factory=dict)
+    scales: Mapping[Index, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     narrows: bool = False
 
     def is_stored(self, x: Any) -> bool:
