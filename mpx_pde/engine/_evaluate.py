@@ -107,7 +107,7 @@ class Evaluator:
         roles = roles._replace(half=half)
         if not self.plain:
             traced = (k for k, x in env.items() if isinstance(x, Tracer))
-            roles = roles._replace(apart=apart_of(flat, roles.stage, traced))
+            roles = roles._replace(apart=apart_of(flat, roles, traced))
         alike: dict[Hashable, Callable] = {}
         for part in parts_of(flat, roles):
             if part.alone:

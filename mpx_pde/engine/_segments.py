@@ -263,13 +263,12 @@ def _entering(step: Step, stage: Mapping[int, int], params: Collection[int]) -> 
     return [x for x in step.variables if x in entering or x not in passing]
 
 
-def apart_of(flat: Flat, moving: Collection[int], traced: Iterable[int]) -> frozenset[int]:
+def apart_of(flat: Flat, roles: Role, traced: Iterable[int]) -> frozenset[int]:
     """Returns what `while` loops take and return and what leads there, if it depends on no traced
-    array but for the point, which what is `moving` depends on. JAX does not differentiate these in
-    reverse mode, and all that enters a layer or leaves it may have a derivative by type, be it
-    zero."""
-    at_point = (step for step in flat.steps if any(x in moving for x in step.variables))
-    loops = [step for step in at_point if _holds_while(step.eqn)]
+    array but for the point. JAX does not differentiate these in reverse mode, and all that enters
+    a layer or leaves it may have a derivative by type, be it zero."""
+    at_point = (step for step in flat.steps if any(x in roles.stage for x in step.variables))
+    loops = [step for step in at_point if _holds_while(step, roles.still)]
     if not loops:
         return frozenset()
     depends = set(traced)
@@ -283,11 +282,13 @@ def apart_of(flat: Flat, moving: Collection[int], traced: Iterable[int]) -> froz
     return frozenset(needed - depends)
 
 
-def _holds_while(eqn: JaxprEqn) -> bool:
-    name, bodies = eqn.primitive.name, bodies_of(eqn)
-    if name == "custom_jvp_call":
-        bodies.append(pushforward(eqn, differentiable(eqn.invars)))
-    return name == "while" or any(contains(b, ("while",)) for b in bodies)
+def _holds_while(step: Step, still: Collection[int]) -> bool:
+    bodies = bodies_of(step.eqn)
+    if step.name == "custom_jvp_call":
+        # A rule may insist that nothing differentiates what has no derivative.
+        moves = lambda i: not isinstance(step.inputs[i], Constant) and step.inputs[i] not in still
+        bodies.append(pushforward(step.eqn, list(filter(moves, differentiable(step.eqn.invars)))))
+    return step.name == "while" or any(contains(b, ("while",)) for b in bodies)
 
 
 def _asked_of(

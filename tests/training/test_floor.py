@@ -102,7 +102,7 @@ def test_noise_is_the_standard_error_of_the_batch():
     x = jax.random.normal(jax.random.key(2), (64, 4))
     model = jnp.ones(4)
     floor = mpx.precision_floor(loss, mpx.NoOpLossScaling(), micro_batches=8)(model, x)
-    grads = np.stack([jax.grad(loss)(model, part) for part in jnp.split(x, 8)])
+    grads = np.stack([jax.grad(loss)(model, x[i::8]) for i in range(8)])
     want = np.sqrt(np.sum(np.var(grads, axis=0, ddof=1)) / 8) / np.linalg.norm(grads.mean(0))
     # Gradients in float16, that of the batch too.
     np.testing.assert_allclose(floor.noise, want, rtol=0.02)
