@@ -64,7 +64,7 @@ def steady(
             u, p, _ = state
             fastest = sum(jnp.abs(x).max() for x in u) + np.sqrt(3) * sound
             dt = 0.8 / (6 * jnp.max(solver.momentum(u, p)[1]) / h**2 + fastest / h)
-            step = lambda _, carry: solver.step(*carry[0], dt, sound)
+            step = lambda _, carry: solver.step(carry[0], dt, sound)
             return jax.lax.fori_loop(0, 100, step, (state, jnp.zeros(())))
 
         for _ in range(2000):
@@ -152,9 +152,10 @@ class FiniteVolumes:
         return [u, v, w], jnp.zeros_like(self.fluid), jnp.asarray(1 - self.fluid)
 
     def step(
-        self, u: list[Array], p: Array, t: Array, dt: Array, sound: float
+        self, state: tuple[list[Array], Array, Array], dt: Array, sound: float
     ) -> tuple[tuple[list[Array], Array, Array], Array]:
         """Velocity, pressure and temperature a step later, and the largest of their rates."""
+        u, p, t = state
         rates, viscosity = self.momentum(u, p)
         u = [x + dt * rate for x, rate in zip(u, rates, strict=True)]
         mass = self.fluid * sum(self.stretch(u))
@@ -191,7 +192,7 @@ class FiniteVolumes:
                 rates[one] -= jnp.diff(carried, axis=other) / h
         return [rate * open_ for rate, open_ in zip(rates, self.open, strict=True)], nu
 
-    def viscosity(self, stretch: list[np.ndarray], shear: dict) -> tuple[Any, Any]:
+    def viscosity(self, stretch: list[Array], shear: dict) -> tuple[Any, Any]:
         """ν + l² √(2 S:S) in the middle of cells and on their edges; l = 0 on those of walls."""
         nu = self.channel.viscosity
         if not self.channel.mixing:

@@ -13,7 +13,7 @@ from jaxtyping import Array
 from .._dtypes import asked_of_context, is_half, precision_of_user
 from .._forward import Forward, forward_in, present_forward
 from ..interpret._jaxpr import bodies_of
-from ._evaluate import Evaluator
+from ._evaluate import Evaluator, Note
 from ._plan import Index, Plan
 from ._products import Product
 from ._rules import Rules
@@ -61,11 +61,9 @@ def _evaluator(
 ) -> Evaluator:
     """How a program is evaluated: as the loss around it says, else by its own arrays."""
 
-    def record(step, line, rule, how):
-        assert note is not None
-        note.append(Equation(step.name, line, rule, how))
-
-    record = None if note is None else record
+    record: Note | None = None
+    if note is not None:
+        record = lambda step, *told: note.append(Equation(step.name, *told))
     caller = source_info_util.current()
     narrow, wide = np.dtype(np.float32), np.dtype(np.float64)
     forward = present_forward() or _autocast()

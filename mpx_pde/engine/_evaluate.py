@@ -212,13 +212,14 @@ class Evaluator:
         is_product = lambda step: step.name in tables.PRODUCTS
         single = multiplied_only(part.steps, part.outputs, is_product, tables.MOVES)
         shared = {i for i in stored if part.inputs[i] not in single}
-        of_derivative = with_derivative_of(value_of, derivative_of)
+        of_derivative, lost = with_derivative_of(value_of, derivative_of), self.lost
 
         def run(traced):
             traced = [jax.tree.map(moves, x) if i in shared else x for i, x in enumerate(traced)]
-            for i in stored if self.lost is not None else ():
-                for key, does in self.storage.overflows(traced[i]).items():
-                    self.lost(key, does)
+            if lost is not None:
+                for i in stored:
+                    for key, does in self.storage.overflows(traced[i]).items():
+                        lost(key, does)
             return of_derivative(own, traced)
 
         return run

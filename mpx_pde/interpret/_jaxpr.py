@@ -170,11 +170,11 @@ def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
         eqn = eqn.replace(params={**eqn.params, "precision": default_precision()})
     if eqn.params.get("update_jaxpr") is not None:
         eqn = _updating(eqn, args[0].dtype)
-    if eqn.primitive.name == "convert_element_type" and args[0].dtype != eqn.invars[0].aval.dtype:
-        new = eqn.params["new_dtype"]
-        if jnp.issubdtype(new, jnp.complexfloating):
-            wide = jnp.promote_types(args[0].dtype, new)
-            eqn = eqn.replace(params={**eqn.params, "new_dtype": wide})
+    if eqn.primitive.name == "convert_element_type":
+        new, given = eqn.params["new_dtype"], args[0].dtype
+        if jnp.issubdtype(new, jnp.complexfloating) and given != aval_of(eqn.invars[0]).dtype:
+            params = {**eqn.params, "new_dtype": jnp.promote_types(given, new)}
+            eqn = eqn.replace(params=params)
     if eqn.primitive.name == "pvary":
         # What is evaluated again may be marked already, by what it was saved with.
         return [mark_varying(x, eqn.params["axes"]) for x in args]

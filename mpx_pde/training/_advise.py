@@ -198,7 +198,7 @@ def _advice(task: Task, candidates: dict[str, dict], args: tuple, kwargs: dict) 
     reference, wide, width = "float32", None, 0
     if jnp.zeros((), float).dtype == jnp.float64:
         positional, keyword = in_float64((args, kwargs))
-        full = filter_value_and_grad(*task, use_mixed_precision=False)
+        full = _gradient(*task, use_mixed_precision=False)
         reference, wide = "float64", eqx.filter_jit(full)(*positional, **keyword)[-1]
     for i, (name, options) in enumerate(candidates.items()):
         _say(f"{i} of {len(candidates)}, {name}")
@@ -247,13 +247,12 @@ def _advised(
     except ValueError as error:
         if "no scale" not in str(error):
             raise
-    gradient = filter_value_and_grad(func, scaling, has_aux, **options)
-    compiled = _compiled(gradient, args, kwargs)
+    gradient = _gradient(func, scaling, has_aux, **options)
+    compiled, closed = _compiled(gradient, args, kwargs)
     memory, each, count = _memory(compiled), None, _examples(args) or 0
     if count > 1:
         less = (args[0], *jtu.tree_map(lambda x: _first(x, count // 2), args[1:]))
-        each = (memory - _memory(_compiled(gradient, less, kwargs))) / (count - count // 2)
-    closed = eqx.filter_make_jaxpr(lambda *a, **k: gradient(*a, **k)[-1])(*args, **kwargs)[0]
+        each = (memory - _memory(_compiled(gradient, less, kwargs)[0])) / (count - count // 2)
     share = report_of(closed).half_share
     row = Advised(name, options, memory, each, half_share=share, scaling=scaling)
     return row, compiled(eqx.filter((args, kwargs), _moves)), closed
@@ -272,14 +271,19 @@ def _first(x: Any, count: int) -> Any:
     return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=sharding)
 
 
-def _compiled(gradient: Any, args: tuple, kwargs: dict) -> Any:
+def _gradient(*task: Any, **options: Any) -> Any:
+    return filter_value_and_grad(*task, **options)
+
+
+def _compiled(gradient: Any, args: tuple, kwargs: dict) -> tuple[Any, ClosedJaxpr]:
     arrays, static = eqx.partition((args, kwargs), _moves)
 
     def run(arrays):
         args, kwargs = eqx.combine(arrays, static)
         return gradient(*args, **kwargs)[-1]
 
-    return jax.jit(run).lower(arrays).compile()
+    traced = jax.jit(run).trace(arrays)
+    return traced.lower().compile(), traced.jaxpr
 
 
 def _memory(compiled: Any) -> int:
