@@ -171,8 +171,7 @@ class Evaluator:
         if self.full is not None:
             return run
         run = jax.checkpoint(run) if part.checkpointed else run
-        in_turn = lambda traced: run(gradients_in_turn(traced, ())[0])
-        return in_turn if part.multiplies else run
+        return (lambda traced: run(_after_gradients(traced))) if part.multiplies else run
 
     def _in_full(
         self, layer: Callable, part: Part, known: list[Any], roles: Role
@@ -375,6 +374,14 @@ def _whole(x: Any) -> Any:
     return dataclasses.replace(x, primal=jnp.zeros(shape.shape, shape.dtype))
 
 
+def _after_gradients(values: Sequence[Any]) -> list[Any]:
+    """What enters a layer, with its gradient in front of the cotangents that go on. XLA for GPUs
+    chooses layouts by this order."""
+    is_jet = lambda x: isinstance(x, Jet)
+    parts = eqx.partition(list(values), lambda x: not is_jet(x), is_leaf=is_jet)
+    return eqx.combine(*gradients_in_turn(*parts), is_leaf=is_jet)
+
+
 def _in_turn(values: Sequence[Any], scales: Mapping[Index, Any]) -> list[Any]:
     """What enters a layer, whose cotangent goes on when the gradient of the layer is there. In turn
     as halves: what passes is written to memory.
@@ -386,6 +393,6 @@ def _in_turn(values: Sequence[Any], scales: Mapping[Index, Any]) -> list[Any]:
     waiting = list(map(waits, values))
     if not any(map(is_inexact, jax.tree.leaves([x for x in waiting if isinstance(x, Jet)]))):
         waiting = values
-    waiting, _ = gradients_in_turn(waiting, ())
+    waiting = _after_gradients(waiting)
     join = lambda x, y: dataclasses.replace(y, streams={**x.streams, **y.streams})
     return [join(x, y) if isinstance(x, Jet) else y for x, y in zip(values, waiting, strict=True)]
