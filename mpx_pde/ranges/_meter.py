@@ -1,6 +1,7 @@
 """Runs a jaxpr in float32, and hands every floating-point value on the way to the host."""
 
 import functools as ft
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -38,6 +39,9 @@ _MOVES = {*tables.LAYOUT, "stop_gradient", "name"}
 
 # How much is handed to the host at a time: each part is copied.
 _BYTES = 1 << 28
+
+# Devices hand over at the same time.
+_ADDING = threading.Lock()
 
 # By the bits of the exponent and of the mantissa.
 _BITS = {(5, 10): "float16", (8, 7): "bfloat16"}
@@ -142,8 +146,10 @@ class Meter:
             bad[record.number] = not is_finite(x)
             if record.order is not None:
                 source = bad[record.number] and not any(bad[i] for i in record.sources)
-                before = self.counts.get(record.order, Counts())
-                self.counts[record.order] = before + Counts.of(x, source)
+                found = Counts.of(x, source)
+                with _ADDING:
+                    before = self.counts.get(record.order, Counts())
+                    self.counts[record.order] = before + found
 
     def body(
         self, closed: ClosedJaxpr, order: tuple, scopes: tuple, site: Site

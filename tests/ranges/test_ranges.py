@@ -106,8 +106,10 @@ def test_shard_map():
         return lax.psum(jnp.exp(x), "data")
 
     fun = jax.shard_map(local, mesh=mesh, in_specs=P("data"), out_specs=P())
-    row = row_of(mpx.range_report(fun)(jnp.arange(8.0)), "exp")
-    assert row.size == 8
+    # Devices call the host at the same time: one in eight reports had lost some of them.
+    for _ in range(10):
+        row = row_of(mpx.range_report(fun)(jnp.arange(8.0)), "exp")
+        assert row.size == 8
     assert row.exponents == pytest.approx((0.0, 7 / np.log(2)))
 
 
