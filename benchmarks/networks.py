@@ -1,4 +1,4 @@
-"""What do derivatives of any network cost? Beside nested `jvp`, `jet` and folx, orders 1 to 4.
+"""What do derivatives of any network cost? Beside `jax.hessian`, nested `jvp`, `jet` and folx.
 
 Networks of many architectures (`_networks.py`), differentiated once to four times in one
 coordinate, their Laplacians in 2, 3, 16 and 100 dimensions, and the biharmonic operator in 2. The
@@ -6,6 +6,7 @@ rivals:
 
 - `mpx_pde`: `partials`, `laplacian` and `linear_operator`;
 - `nested jvp`: JAX's own, with the same seeds at every level, so that XLA merges the levels;
+- `jax.hessian`: what most people write (second order only);
 - `jet`: `jax.experimental.jet`, where it works;
 - `folx`: its forward Laplacian (Laplacians only).
 
@@ -111,6 +112,14 @@ def nested(model: Any, problem: Problem) -> Callable:
     return lambda p: pure[0](p) + 2 * mixed(p) + pure[1](p)
 
 
+def by_hessian(model: Any, problem: Problem) -> Callable:
+    def derivative(p):
+        hessian = jnp.reshape(jax.hessian(model)(p), (problem.size, problem.size))
+        return hessian[0, 0] if problem.operator == "order" else jnp.trace(hessian)
+
+    return derivative
+
+
 def by_jet(model: Any, problem: Problem) -> Callable:
     def highest(p, e, order):
         series = [jnp.asarray(e, p.dtype), *[jnp.zeros_like(p)] * (order - 1)]
@@ -139,6 +148,7 @@ def by_folx(model: Any, problem: Problem) -> Callable:
 RIVALS: dict[str, Callable[[Any, Problem], Callable]] = {
     "mpx_pde": ours,
     "nested jvp": nested,
+    "jax.hessian": by_hessian,
     "jet": by_jet,
     "folx": by_folx,
 }
@@ -204,6 +214,8 @@ def measure(report: Report, case: Case, clock: bool) -> None:
     records: dict[str, dict[str, Any]] = {}
     for name, way in RIVALS.items():
         if name == "folx" and not (case.problem.operator == "laplacian" and report.installed(name)):
+            continue
+        if name == "jax.hessian" and case.problem.order != 2:
             continue
         start = time.perf_counter()
         try:
