@@ -513,7 +513,14 @@ def signature(part: Part, roles: Role, values: Sequence[Any]) -> Hashable:
     """Returns what is equal for layers that are the same function of arrays of the same types, by
     the same lines of the user's."""
     numbers = {x: i for i, x in enumerate(part.inputs)}
-    of = lambda x: as_key(x.value) if isinstance(x, Constant) else numbers[x]
+
+    def of(x: int | Constant) -> Hashable:
+        if not isinstance(x, Constant):
+            return numbers[x]
+        # An array in the program itself is no operand of a layer, whose type would be enough.
+        is_array = isinstance(x.value, jax.Array)
+        return id(x.value) if is_array else as_key(x.value), x.aval
+
     steps = []
     for step in part.steps:
         operands = tuple(map(of, step.inputs))

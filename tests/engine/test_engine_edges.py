@@ -311,9 +311,11 @@ COORDS = {"coords": "xy", "outputs": "u"}
 NUMBERS = (0.5, 1.5, 1.1)
 SHAPES = ((8,), (2, 4), (4, 2))
 ROWS = tuple(np.linspace(0.5, 1.5, 8).astype(np.float32) * x for x in NUMBERS)
+MADE = tuple(map(jnp.asarray, ROWS))
 ALIKE = {
     "a number": lambda i, y: jnp.tanh(NUMBERS[i] * y),
     "an array of JAX": lambda i, y: jnp.tanh(jnp.float32(NUMBERS[i]) * y),
+    "an array made before": lambda i, y: jnp.tanh(MADE[i] * y),
     "known entries": lambda i, y: jnp.tanh(ROWS[i] * y),
     "an order": lambda i, y: jnp.tanh(y)[np.roll(np.arange(8), i)],
     "an entry": lambda i, y: jnp.tanh(y) + y[i],
@@ -337,13 +339,14 @@ def _with_a_rule(number):
 def deep(layer, weights, p):
     h = jnp.tile(p, 4)
     for i, w in enumerate(weights):
-        h = layer(i, w @ h)
+        h = layer(i % len(NUMBERS), w @ h)
     return jnp.sum(h)
 
 
 @pytest.mark.parametrize("differ", ALIKE)
 def test_layers_that_differ_are_not_taken_for_one(differ):
-    weights = [jax.random.normal(k, (8, 8)) / 2 for k in jax.random.split(jax.random.key(0), 3)]
+    # The first layer is like no other, and so is the last.
+    weights = [jax.random.normal(k, (8, 8)) / 2 for k in jax.random.split(jax.random.key(0), 5)]
 
     def ours(weights):
         d = mpx.partials(lambda p: deep(ALIKE[differ], weights, p), ["u_xx", "u_y"], **COORDS)(
@@ -360,6 +363,19 @@ def test_layers_that_differ_are_not_taken_for_one(differ):
     # Some ten roundings of float32 in a row; a wrong number changes the first digit.
     np.testing.assert_allclose(value, want, rtol=1e-4)
     assert relative(grads, want_grads) < 1e-4
+
+
+LITERALS = "jax_use_simplified_jaxpr_constants"
+"""The setting by which arrays that a program closes over are literals of it, and not operands."""
+
+
+@pytest.mark.skipif(not hasattr(jax.config, LITERALS), reason="a passing setting of JAX's")
+def test_layers_that_differ_in_a_literal_array_are_not_taken_for_one():
+    jax.config.update(LITERALS, True)
+    try:
+        test_layers_that_differ_are_not_taken_for_one("an array made before")
+    finally:
+        jax.config.update(LITERALS, False)
 
 
 def test_layers_that_are_alike_are_traced_once(monkeypatch):
