@@ -6,7 +6,7 @@ here: to round at random, right on average, or to carry what rounding took off (
 With either, what is half of the optimizer state is rounded at random.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -19,6 +19,7 @@ from .._cast import is_inexact, widen
 from .._dtypes import is_half
 from .._tree import check_key, first_difference
 from .._types import PyTree
+from .._varying import varying_axes
 
 
 MASTERS = ("nearest", "stochastic", "kahan")
@@ -133,31 +134,49 @@ def round_stochastically(
     return jnp.where(inside, jnp.clip(rounded, -largest, largest), x).astype(dtype)
 
 
-def _bits_of(grads: PyTree, state: PyTree) -> Array:
-    """Makes a number that differs from step to step, from the bits of the gradients and from the
-    counts of the optimizer: after a step that moved nothing the gradients are the same.
-    """
-    sums = [jnp.sum(jnp.abs(widen(g)).astype(jnp.float32)) for g in jtu.tree_leaves(grads)]
-    total = jnp.stack(sums) if sums else jnp.zeros(1, jnp.float32)
-    is_count = lambda x: eqx.is_array(x) and x.size == 1 and jnp.issubdtype(x.dtype, jnp.integer)
-    counts = [x.astype(jnp.uint32).reshape(1) for x in jtu.tree_leaves(state) if is_count(x)]
-    words = jnp.concatenate([lax.bitcast_convert_type(total, jnp.uint32), *counts])
-    # Sums of the same exponent differ in low bits alone; the key's hash spreads them.
-    return jnp.sum(words * jnp.arange(1, 2 * words.size, 2, dtype=jnp.uint32), dtype=jnp.uint32)
+class Noise(NamedTuple):
+    """The random numbers of one step.
 
+    Inside `jax.shard_map` copies of an array must be rounded alike, and parts of one independently.
 
-def step_key(key: PRNGKeyArray | None, grads: PyTree, state: PyTree) -> PRNGKeyArray:
-    """Returns the key of this step: the caller's, or one made from gradients and optimizer
-    state.
+    **Attributes:**
+
+    - `key`: the key of the step, the same on all devices.
+    - `by_bits`: whether each array adds its own bits to the key, for a key that says little.
     """
-    if key is None:
-        return jax.random.fold_in(jax.random.key(0), _bits_of(grads, state))
-    check_key(key, "optimizer_update")
-    return key
+
+    key: PRNGKeyArray
+    by_bits: bool
+
+    @classmethod
+    def of(cls, key: PRNGKeyArray | None, state: PyTree) -> "Noise":
+        """Takes the caller's key, or makes one from the counts of the optimizer: after a step that
+        moved nothing everything else is the same."""
+        if key is not None:
+            check_key(key, "optimizer_update")
+            return cls(key, by_bits=False)
+        is_count = lambda x: (
+            eqx.is_array(x) and x.size == 1 and jnp.issubdtype(x.dtype, jnp.integer)
+        )
+        counts = [x.astype(jnp.uint32).reshape(()) for x in jtu.tree_leaves(state) if is_count(x)]
+        total = sum(((2 * i + 1) * x for i, x in enumerate(counts)), start=jnp.uint32(0))
+        return cls(jax.random.fold_in(jax.random.key(0), total), by_bits=True)
+
+    def rounded(
+        self, x: Float32[Array, "*shape"], dtype: Any, key: PRNGKeyArray
+    ) -> Float[Array, "*shape"]:
+        """Rounds an array at random by its share of the key."""
+        for axis in sorted(varying_axes(x)):
+            key = jax.random.fold_in(key, lax.axis_index(axis))
+        if self.by_bits:
+            # Integers have one sum, however an array is split over devices.
+            words = lax.bitcast_convert_type(x, jnp.uint32)
+            key = jax.random.fold_in(key, jnp.sum(words, dtype=jnp.uint32))
+        return round_stochastically(x, dtype, key)
 
 
 def applied(
-    old: tuple[PyTree, PyTree], updates: PyTree, state: PyTree, key: PRNGKeyArray | None
+    old: tuple[PyTree, PyTree], updates: PyTree, state: PyTree, noise: Noise | None
 ) -> tuple[PyTree, PyTree]:
     """Applies updates to the model. Returns model and optimizer state after the step.
 
@@ -166,28 +185,28 @@ def applied(
     - `old`: model and optimizer state before; residues in the state ask for Kahan's sums.
     - `updates`: of the parameters, in float32.
     - `state`: that of the optimizer behind the step.
-    - `key`: for rounding at random; `None` to round to the nearest.
+    - `noise`: for rounding at random; `None` to round to the nearest.
     """
     model, before = old
     if isinstance(before, Compensated):
-        assert key is not None
+        assert noise is not None
         model, residue = _add_compensated(model, updates, before.residue)
         # Moving averages have no residue, and would stand still to the nearest.
-        return model, Compensated(_rounded_tree(state, before.state, key), residue)
+        return model, Compensated(_rounded_tree(state, before.state, noise), residue)
     new = eqx.apply_updates(widen(model), updates), state
-    return new if key is None else _rounded_tree(new, old, key)
+    return new if noise is None else _rounded_tree(new, old, noise)
 
 
-def _rounded_tree(tree: PyTree, like: PyTree, key: PRNGKeyArray) -> PyTree:
+def _rounded_tree(tree: PyTree, like: PyTree, noise: Noise) -> PyTree:
     """Rounds each float32 leaf of `tree` at random to the half type that it has in `like`, if it
     has one.
     """
     structure = jtu.tree_structure(tree)
-    keys = structure.unflatten(jax.random.split(key, structure.num_leaves))
+    keys = structure.unflatten(jax.random.split(noise.key, structure.num_leaves))
 
     def leaf(x, y, key):
         random = _is_narrow(y) and is_inexact(x)
-        return round_stochastically(widen(jnp.asarray(x)), y.dtype, key) if random else x
+        return noise.rounded(widen(jnp.asarray(x)), y.dtype, key) if random else x
 
     return jtu.tree_map(leaf, tree, like, keys)
 

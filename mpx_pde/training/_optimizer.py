@@ -18,7 +18,7 @@ from .._repr import in_a_line
 from .._tree import check_flag, check_same_structure, first_difference, is_key, select_tree
 from .._types import BoolLike, MasterLike, PyTree
 from ..interpret._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
-from ._masters import applied, parse_master, step_key
+from ._masters import Noise, applied, parse_master
 
 
 _CALL = "optimizer_update"
@@ -226,10 +226,12 @@ def optimizer_update(
         memory of masters (Zamirai et al., *Revisiting BFloat16 Training*), and rounds the
         half-precision arrays of the optimizer state at random, whose moving averages would stand
         still otherwise.
-    - `key`: for what is rounded at random, a `jax.random.key` of this step; by default one is made
-        from the bits of the gradients and the step counts of the optimizer, so that a run can be
-        repeated. An optimizer that counts no steps, such as `optax.sgd` at a constant rate, needs
-        one where batches do not change: equal gradients would be rounded alike, step after step.
+    - `key`: for what is rounded at random, a `jax.random.key` of this step, the same on all
+        devices; by default one is made for each array from its own bits and the step counts of the
+        optimizer, so that a run can be repeated. An optimizer that counts no steps, such as
+        `optax.sgd` at a constant rate, needs one where batches do not change: a step after one that
+        moved nothing would be rounded alike. Inside `jax.shard_map` copies of an array are rounded
+        alike, and parts of one independently (by one key only where JAX tracks what varies).
     - `extra_args`: passed on to `optimizer.update`, such as `value=loss` for
         `optax.contrib.reduce_on_plateau`, or `value`, `grad` and `value_fn` for `optax.lbfgs`.
 
@@ -273,8 +275,8 @@ def optimizer_update(
                 updates, new_state = optimizer.update(grads, state, masters, **extra_args)
             updates = jtu.tree_map(lambda u, p: None if p is None else u, updates, floating)
             old = model, optimizer_state
-            rounding = None if master == "nearest" else step_key(key, grads, inner)
-            return _like(applied(old, updates, view.restore(new_state), rounding), old)
+            noise = None if master == "nearest" else Noise.of(key, inner)
+            return _like(applied(old, updates, view.restore(new_state), noise), old)
 
     # A module or `jax.tree_util.Partial` is a function as a whole, and its leaves are arrays.
     if any(callable(x) for x in jtu.tree_leaves(extra_args, is_leaf=callable)):

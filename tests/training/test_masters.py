@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import HALVES, tree_equal_bits
+from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx_pde as mpx
 from mpx_pde.training._masters import round_stochastically
@@ -183,6 +184,41 @@ def test_equal_gradients_are_rounded_anew_at_each_step():
     moved = np.asarray(model.astype(jnp.float32)) - 1
     np.testing.assert_allclose(moved.mean(), 2.0**-5, rtol=0.1)
     assert moved.max() < 16 * 2.0**-7
+
+
+@pytest.mark.parametrize("key", [None, jax.random.key(7)], ids=["own key", "key"])
+@pytest.mark.parametrize("master", ["stochastic", "kahan"])
+@pytest.mark.parametrize("tracked", [True, False])
+def test_copies_are_rounded_alike_and_parts_independently(tracked, master, key):
+    """In a `shard_map` of which one array is split over devices, and one is on each of them."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    model = {"copied": jnp.ones(64, jnp.bfloat16), "split": jnp.ones((4, 512), jnp.bfloat16)}
+    # 1 + 2^-9 is a quarter of a step above 1.
+    slope = 2.0**-9 * (1 + jnp.arange(4.0) / 16)
+    grads = {"copied": jnp.full(64, 2.0**-9), "split": jnp.tile(slope[:, None], 512)}
+    optimizer = optax.sgd(-1.0, momentum=0.9)
+    state = optimizer.init(model)
+    state = mpx.compensated(state, model) if master == "kahan" else state
+    layout = lambda tree: jtu.tree_map(lambda x: P("data") if x.ndim == 2 else P(), tree)
+
+    def update(model, state, grads):
+        return mpx.optimizer_update(model, optimizer, state, grads, True, master=master, key=key)
+
+    # The momentum, in half as well, is what Kahan's sums leave to chance.
+    specs = layout(model), layout(state), layout(grads)
+    sharded = jax.shard_map(
+        update, mesh=mesh, in_specs=specs, out_specs=specs[:2], check_vma=tracked
+    )
+    model, state = jax.jit(sharded)(model, state, grads)
+    model, state = jax.jit(sharded)(model, state, grads)
+    for x in jtu.tree_leaves((model, state)):
+        if x.ndim == 1:
+            copies = [np.asarray(shard.data).tobytes() for shard in x.addressable_shards]
+            assert len(set(copies)) == 1
+    # Of a key that is the same on all devices nothing tells parts from copies without JAX's marks.
+    if master == "stochastic" and (tracked or key is None):
+        up = np.asarray(model["split"] > 1, np.float32)
+        assert np.all(np.abs(np.corrcoef(up)[np.triu_indices(4, 1)]) < 4 / 512**0.5)
 
 
 def test_residues_of_another_model_are_told_of():
