@@ -1,6 +1,7 @@
 """Operations of a training step on a whole PyTree."""
 
 import functools as ft
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -9,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float
 
 from ._cast import is_inexact, widen
@@ -190,9 +192,17 @@ def dealt(x: Array, hands: int, axis: int = 0) -> Array:
     gets the entries `i`, `i + hands`, ….
 
     Not block by block: of an array that is sharded along the axis each device has its part of every
-    hand, so nothing is sent, and none works for another.
+    hand, so nothing is sent, and none works for another. A hand that an explicit axis of a mesh
+    does not divide is on all of its devices.
     """
-    shape = (*x.shape[:axis], x.shape[axis] // hands, hands, *x.shape[axis + 1 :])
+    each = x.shape[axis] // hands
+    sharding = jax.typeof(x).sharding
+    mesh, spec = sharding.mesh, [*sharding.spec]
+    names = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
+    if each % math.prod(mesh.shape[name] for name in names if name is not None):
+        spec[axis] = None
+        x = jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    shape = (*x.shape[:axis], each, hands, *x.shape[axis + 1 :])
     return jnp.moveaxis(x.reshape(shape), axis + 1, 0)
 
 

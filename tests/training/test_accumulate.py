@@ -141,6 +141,23 @@ def test_each_device_has_its_part_of_every_micro_batch(kind):
         np.testing.assert_allclose(got, true, rtol=2e-3, atol=2e-5)
 
 
+def test_a_micro_batch_of_fewer_examples_than_devices():
+    """On a mesh with explicit axes, which divide nothing unevenly, they are on all devices."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
+    put = lambda x: jax.device_put(x, NamedSharding(mesh, P("data")))
+    x, keys = jnp.arange(24.0).reshape(12, 2), jax.random.split(jax.random.key(0), 12)
+
+    def loss(w, x, keys):
+        noise = jax.vmap(jax.random.normal)(keys)
+        return mean_product(w, x) + jnp.mean(noise), (x, noise)
+
+    grad = accumulated(loss, scaler(0), 6, True, keep_full=True)
+    (want, want_aux), _, _, want_grads = grad(jnp.ones(2), x, keys)
+    (value, aux), _, finite, grads = grad(jnp.ones(2), put(x), put(keys))
+    assert finite
+    assert tree_equal_bits((value, aux, grads), (want, want_aux, want_grads))
+
+
 def test_keys_scalars_states_and_keywords_are_passed_whole():
     key, state = jax.random.key(0), eqx.nn.State(eqx.nn.StateIndex(jnp.ones(3)))
     scalar, numpy, text = jnp.float32(2.0), np.arange(4.0, dtype=np.float32), "text"
