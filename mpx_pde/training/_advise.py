@@ -25,6 +25,7 @@ from ..interpret._precision_report import PrecisionWarning, report_of, traced
 from ..interpret._products import product_shape
 from ._floor import in_float64
 from ._grad import filter_value_and_grad
+from ._gradient import Transformed
 from ._initial_scaling import initial_scaling
 from ._norms import minus, norm, share_of, total
 
@@ -156,6 +157,11 @@ def advise(
     """
     if not callable(func):
         raise TypeError(f"`{_CALL}` takes a loss function first, but got {in_a_line(func)}.")
+    if isinstance(func, Transformed):
+        raise TypeError(
+            f"`{_CALL}` takes the loss itself, but got a gradient of it. Write "
+            f"`{_CALL}(loss)(model, batch)`: it takes the gradients that it compares."
+        )
     start = DynamicLossScaling() if scaling is None else scaling
     check_scaling(start, _CALL)
     parameters = inspect.signature(func).parameters if scaling is None else {}
