@@ -23,8 +23,8 @@ _ONE_PIECE = re.compile(
 
 
 def in_one_piece(html: str) -> str:
-    """Marks what no line may break: a number and its unit, and code in a table but at its spaces.
-    Code blocks stay as they are."""
+    """Marks what no line may break: a number and its unit, an option of a command, and code in a
+    table but at its spaces. Code blocks stay as they are."""
     around, out = [], []
     for part in _TAG.split(html):
         if part.startswith("<"):
@@ -36,6 +36,8 @@ def in_one_piece(html: str) -> str:
                     around.append(name)
         elif around[-2:] == ["table", "code"]:
             part = re.sub(r"\S+", r'<span class="piece">\g<0></span>', part)
+        elif around and around[-1] == "code" and not {*_VERBATIM} & set(around):
+            part = re.sub(r"(?<!\S)--?\w[\w-]*", r'<span class="piece">\g<0></span>', part)
         elif not {*_VERBATIM, "code"} & set(around):
             part = _ONE_PIECE.sub(r'<span class="piece">\g<0></span>', part)
         out.append(part)
