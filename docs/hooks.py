@@ -17,6 +17,7 @@ _AUTOREF = re.compile(
 _TAG = re.compile(r"(<[^>]+>)")
 _VERBATIM = ("pre", "script", "style", "svg")
 _ONE_PIECE = re.compile(
+    r"\d[\d.,]*(?:\s×\s\d(?:[\d.,]*\d)?)+|"
     r"\d[\d.,]*\s(?:[%×]|[kKMGT]i?B|[mµ]?s|h|steps|points|units)(?!\w)|\d[\d.,]*e[-+]?\d+"
     r"|\d[\d.,]*[–^]-?\d[\d.,]*"
 )

@@ -69,7 +69,7 @@ def hooks():
     ("html", "pieces"),
     [
         ("<p>8 points of 1e-6, 3.5\nms a step, 512 × 6, 0.81–1.15 and 19 %.</p>",
-         ["8 points", "1e-6", "3.5\nms", "512 ×", "0.81–1.15", "19 %"]),
+         ["8 points", "1e-6", "3.5\nms", "512 × 6", "0.81–1.15", "19 %"]),
         ("<p>2 msx, float32 is 16 of <code>3 ms</code></p><pre>3 ms</pre>", []),
         ("<p><code>python -m x --re-run a-b</code></p>", ["-m", "--re-run"]),
         ('<td title="3 ms"><code>3 ms</code></td>', []),
