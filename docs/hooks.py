@@ -1,5 +1,5 @@
-"""Links from docstrings to other projects, without downloading their inventories; and the index of
-all names."""
+"""Links from docstrings to other projects, without downloading their inventories; the index of all
+names; and what no line may break."""
 
 import inspect
 import re
@@ -12,6 +12,37 @@ import mpx_pde
 _AUTOREF = re.compile(
     r'<autoref [^>]*identifier="((?:jax|equinox|optax)\.[\w.]+)"[^>]*>(.*?)</autoref>'
 )
+
+
+_TAG = re.compile(r"(<[^>]+>)")
+_VERBATIM = ("pre", "script", "style", "svg")
+_ONE_PIECE = re.compile(
+    r"\d[\d.,]*(?:\s×\s\d(?:[\d.,]*\d)?)+|"
+    r"\d[\d.,]*\s(?:[%×]|[kKMGT]i?B|[mµ]?s|h|steps|points|units)(?!\w)|\d[\d.,]*e[-+]?\d+"
+    r"|\d[\d.,]*[–^]-?\d[\d.,]*"
+)
+
+
+def in_one_piece(html: str) -> str:
+    """Marks what no line may break: a number and its unit, an option of a command, and code in a
+    table but at its spaces. Code blocks stay as they are."""
+    around, out = [], []
+    for part in _TAG.split(html):
+        if part.startswith("<"):
+            name = re.match(r"</?([\w-]*)", part)[1]
+            if name in (*_VERBATIM, "code", "table"):
+                if part.startswith("</") and name in around:
+                    del around[len(around) - 1 - around[::-1].index(name) :]
+                elif not part.startswith("</"):
+                    around.append(name)
+        elif around[-2:] == ["table", "code"]:
+            part = re.sub(r"\S+", r'<span class="piece">\g<0></span>', part)
+        elif around and around[-1] == "code" and not {*_VERBATIM} & set(around):
+            part = re.sub(r"(?<!\S)--?\w[\w-]*", r'<span class="piece">\g<0></span>', part)
+        elif not {*_VERBATIM, "code"} & set(around):
+            part = _ONE_PIECE.sub(r'<span class="piece">\g<0></span>', part)
+        out.append(part)
+    return "".join(out)
 
 
 def _link(match: re.Match) -> str:
@@ -43,4 +74,4 @@ def on_page_markdown(markdown: str, page, config, **_) -> str:
 
 
 def on_page_content(html: str, **_) -> str:
-    return _AUTOREF.sub(_link, html)
+    return in_one_piece(_AUTOREF.sub(_link, html))

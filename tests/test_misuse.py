@@ -430,7 +430,11 @@ def test_each_transformation_names_itself(name, mixed):
     make = lambda *args, **kwargs: TRANSFORMATIONS[name](*args, use_mixed_precision=mixed, **kwargs)
     with pytest.raises(TypeError, match=rf"`{name}` .*real floating-point scalar.*\(3,\).*mean"):
         jax.jit(make(lambda w: w, SCALING))(W)
-    with pytest.raises(TypeError, match=rf"`{name}` .*returns `\(loss, aux\)`.* leave `has_aux`"):
+    with pytest.raises(
+        TypeError,
+        match=rf"`{name}` .*returns `\(loss, aux\)`, but it returned an array of dtype \w+ and shape "
+        r"\(\)\. .* leave `has_aux`",
+    ):
         make(jnp.sum, SCALING, has_aux=True)(W)
     with pytest.raises(TypeError, match=rf"`{name}` .*first positional.*model first"):
         make(total, SCALING)()

@@ -60,6 +60,10 @@ class _Autocast(eqx.Module):
     def is_mixed_precision(self) -> bool:
         return True
 
+    @property
+    def is_autocast(self) -> bool:
+        return True
+
     def _mixed(self) -> Mixed:
         if isinstance(self._dtype, lax.DotAlgorithmPreset):
             # Values are kept in float32; halves are those of the program itself.

@@ -7,7 +7,7 @@ the backward pass, is half where it follows from halves.
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -197,8 +197,9 @@ class Mixed:
             halves = {k for k, x in zip(part.inputs, given, strict=True) if self._is_half(x)}
             for step in part.steps:
                 self._step(step, inner, roles, halves)
-            return [self._leaving(x, inner, roles) for x in part.outputs]
+            return [self._leaving(x, inner, roles, made[x]) for x in part.outputs]
 
+        made = {x: step for step in part.steps for x in step.outputs}
         if key not in alike:
             wrap = _evaluated_again if scores else jax.checkpoint
             alike[key] = wrap(layer) if again else layer
@@ -209,20 +210,22 @@ class Mixed:
     def _equation(self, part: Part, env: dict[int, Any], roles: Role, _: Any) -> None:
         (step,) = part.steps
         self._step(step, env, roles, {x for x in variables(step.inputs) if self._is_half(env[x])})
-        env.update((x, self._leaving(x, env, roles)) for x in step.outputs)
+        env.update((x, self._leaving(x, env, roles, step)) for x in step.outputs)
 
-    def _leaving(self, k: int, env: Mapping[int, Any], roles: Role) -> Any:
+    def _leaving(self, k: int, env: Mapping[int, Any], roles: Role, step: Step) -> Any:
+        """Returns a result of `step` as it is kept. Its cast has the line of the step."""
         x = env[k]
-        return self.storage.stored(x) if isinstance(x, Jet) and k in roles.stored else x
+        if not isinstance(x, Jet) or k not in roles.stored:
+            return x
+        with _in_context_of(step):
+            return self.storage.stored(x)
 
     def _step(self, step: Step, env: dict[int, Any], roles: Role, halves: set[int]) -> None:
         """Evaluates an equation. Of its operands some are `halves`, maybe loaded into registers."""
-        source, around = source_of(step.eqn, step.calls), (*self.around, *step.calls)
+        around = (*self.around, *step.calls)
         operands = [read(x, env) for x in step.inputs]
         self._follow(step, operands, roles)
-        with ExitStack() as stack:
-            for eqn in (*step.calls, step.eqn):
-                stack.enter_context(in_context_of(eqn, source))
+        with _in_context_of(step):
             out = self._results(step, operands, roles)
             held = [not isinstance(x, Constant) and x in halves for x in step.inputs]
             if is_biased(step.eqn, operands, held):
@@ -296,6 +299,15 @@ class Mixed:
             if number is not None and not self._fits(number):
                 return False
         return any(half)
+
+
+@contextmanager
+def _in_context_of(step: Step):
+    source = source_of(step.eqn, step.calls)
+    with ExitStack() as stack:
+        for eqn in (*step.calls, step.eqn):
+            stack.enter_context(in_context_of(eqn, source))
+        yield
 
 
 def _evaluated_again(layer: Callable) -> Callable:

@@ -168,6 +168,8 @@ def _layer(ours: list[tuple[str, str]]) -> str:
         name = _RETURNED.get(name, name)
         if file.startswith(HOME) and not name.startswith("_") and hasattr(mpx_pde, name):
             return name
+    if any(file.startswith(os.path.join(HOME, "nn", "")) for file, _ in names):
+        return "mpx_pde.nn"
     return "mpx_pde" if names else ""
 
 

@@ -18,6 +18,8 @@ _CHOICES = {*tables.CHOICES, *_MASKS, *_EXTREMES}
 
 _CAST = ("convert_element_type", "mpx_pde")
 
+_DERIVATIVES = ("partials", "laplacian", "linear_operator")
+
 _PRODUCTS = ("mixed_dot_general", "mixed_matmul", "mixed_einsum", "mixed_conv_general_dilated")
 
 
@@ -61,6 +63,12 @@ def _fix(row: Row, report: RangeReport) -> str:
         )
     primitive = row.primitive.removeprefix(OPERAND)
     ours = is_ours(row.layer)
+    if row.layer in _DERIVATIVES and report.scaled and mixed:
+        return (
+            f"Pass `{row.layer}` the derivative scales of the step (`scaling=derivatives`), which "
+            "fall by themselves and which `mpx.initial_scaling` finds before the first step. If "
+            f"it has them, or the output itself overflows, {smaller}"
+        )
     if ours and (mixed or primitive in tables.MIXED):
         # These say their precision themselves.
         return (
@@ -79,6 +87,12 @@ def _fix(row: Row, report: RangeReport) -> str:
         )
     if primitive == "convert_element_type" and not row.scope:
         # Autocast puts the program's own casts off: no override names them.
+        if report.autocast:
+            return (
+                "`mpx.autocast` casts it for the products that take it. Divide the data by a power "
+                "of two, override these products (`autocast={'full': ...}` in `mpx.filter_grad` "
+                "takes primitives and name scopes), or use bfloat16."
+            )
         return (
             f"That is a cast to {row.dtype}: of the code itself, where `astype(jnp.float32)` or no "
             "cast is the fix (`mpx.autocast` rounds what goes into products by itself), or of a "

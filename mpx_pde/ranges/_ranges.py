@@ -94,6 +94,7 @@ class _RangeReport(AbstractWrapper):
             idle=tuple(x for value, _ in measured if (x := idle_product(value))),
             result=assemble(out),
             scaled=_said(self.fun, "scales_its_loss"),
+            autocast=bool(_said(self.fun, "is_autocast")),
         )
 
 

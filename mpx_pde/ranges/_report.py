@@ -216,6 +216,7 @@ class RangeReport:
         overflow there. Otherwise it is a float32 function, and every value is looked at as if it
         were half.
     - `scaled`: whether the function multiplies its loss by a scale; `None` where that is not known.
+    - `autocast`: whether [`mpx_pde.autocast`][] chose what is half.
     - `idle`: matrix products and convolutions with sizes that are no multiples of 8.
     - `result`: what the function returned in float32.
     - `edges`: the exponents between the intervals of the histograms.
@@ -228,6 +229,7 @@ class RangeReport:
     result: Any = dataclasses.field(repr=False, compare=False)
     edges: tuple[int, ...] = EDGES
     scaled: bool | None = None
+    autocast: bool = False
 
     def at_risk(self, row: Row) -> bool:
         """Returns whether a row is, or would be, in half precision."""

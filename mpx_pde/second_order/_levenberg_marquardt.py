@@ -3,8 +3,8 @@
 import functools as ft
 import math
 import warnings
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import equinox as eqx
@@ -366,7 +366,9 @@ class LevenbergMarquardt(eqx.Module):
     def _residual(self, fun: Callable[..., Any], params: PyTree, static: PyTree, x: Any) -> Array:
         """One residual at one example, by parameters in its precision."""
         wide = jtu.tree_map(lambda x: x.astype(self._dtype), params)
-        return _as_vector(fun(eqx.combine(wide, static), x), f"{_CALL}.update")
+        with _noting_the_example(x):
+            out = fun(eqx.combine(wide, static), x)
+        return _as_vector(out, f"{_CALL}.update")
 
     def _values(self, params: PyTree, static: PyTree, batches: tuple) -> Float[Array, " rows"]:
         out = []
@@ -492,6 +494,20 @@ def _length_of(batch: PyTree, call: str) -> int:
     if lengths == {0}:
         raise ValueError(f"`{call}` needs at least one example of each residual, but got none.")
     return lengths.pop()
+
+
+@contextmanager
+def _noting_the_example(x: Any) -> Iterator[None]:
+    """Adds a note to errors of a residual that was written for all examples at once."""
+    try:
+        yield
+    except (TypeError, ValueError, IndexError) as e:
+        shapes = jtu.tree_map(jnp.shape, x)
+        e.add_note(
+            f"`{_CALL}.update` calls each residual with the model and *one* example, here of shape "
+            f"{shapes}: no `jax.vmap` over examples belongs into it, and no mean over them."
+        )
+        raise
 
 
 def _as_vector(out: Any, call: str) -> Float[Array, " entries"]:

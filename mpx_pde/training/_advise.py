@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoOpLossScaling, check_scaling
+from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoOpLossScaling
 from .._repr import in_a_line, table
 from .._tree import all_finite
 from .._types import PyTree
@@ -25,6 +25,7 @@ from ..interpret._precision_report import PrecisionWarning, report_of, traced
 from ..interpret._products import product_shape
 from ._floor import in_float64
 from ._grad import filter_value_and_grad
+from ._gradient import Transformed
 from ._initial_scaling import initial_scaling
 from ._norms import minus, norm, share_of, total
 
@@ -156,8 +157,18 @@ def advise(
     """
     if not callable(func):
         raise TypeError(f"`{_CALL}` takes a loss function first, but got {in_a_line(func)}.")
+    if isinstance(func, Transformed):
+        raise TypeError(
+            f"`{_CALL}` takes the loss itself, but got a gradient of it. Write "
+            f"`{_CALL}(loss)(model, batch)`: it takes the gradients that it compares."
+        )
     start = DynamicLossScaling() if scaling is None else scaling
-    check_scaling(start, _CALL)
+    if not isinstance(start, AbstractLossScaling):
+        raise TypeError(
+            f"`{_CALL}` takes a loss scaling as its second argument, or none, but got "
+            f"{in_a_line(start)}. Model and batch are for what it returns: "
+            f"`{_CALL}(loss)(model, batch)`."
+        )
     parameters = inspect.signature(func).parameters if scaling is None else {}
     alone = "derivatives" in parameters and parameters["derivatives"].default is inspect._empty
     given = {"keep_full": keep_full, "autocast": autocast}

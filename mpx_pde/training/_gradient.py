@@ -275,6 +275,10 @@ class Transformed(eqx.Module):
         return self.gradient.options.use_mixed_precision
 
     @property
+    def is_autocast(self) -> bool:
+        return self.is_mixed_precision and self.gradient.options.autocast is not None
+
+    @property
     def scales_its_loss(self) -> bool:
         scaling = getattr(self.gradient.scaling, "loss", self.gradient.scaling)
         return self.is_mixed_precision and not isinstance(scaling, NoOpLossScaling)

@@ -445,3 +445,48 @@ def test_arrays_go_to_the_host_in_parts(monkeypatch):
     parts = mpx.range_report(fun)(x)
     assert parts.rows == whole.rows
     assert [row.primitive for row in parts.rows if row.creates_nonfinite] == ["log"]
+
+
+def test_a_cast_of_autocast_has_the_line_of_what_is_cast():
+    """It is no argument, and passing `autocast=True` is no advice where it was passed."""
+
+    def loss(model, x):
+        large = x * 1e6
+        return jnp.mean(jax.vmap(model)(large) ** 2)
+
+    model = eqx.nn.MLP(4, "scalar", 8, 1, key=jax.random.key(0))
+    gradient = mpx.filter_grad(loss, mpx.StaticLossScaling(1.0), autocast=True)
+    report = mpx.range_report(gradient)(model, jnp.ones((8, 4)))
+    line = f"{__file__}:{loss.__code__.co_firstlineno}"
+    assert line not in {row.line for row in report.rows if row.half and not row.backward}
+    text = explain(report, "float16")
+    assert f":{loss.__code__.co_firstlineno + 1} `convert_element_type`: 100 %" in text
+    assert "for the products that take it. Divide the data" in text
+    assert "keep_full" not in text
+
+
+def test_a_cast_in_a_network_of_the_library_is_no_argument():
+    model = mpx.nn.FNO(1, 1, 8, 1, 4, key=jax.random.key(0))
+
+    def loss(model, x):
+        return jnp.mean(jax.vmap(model)(x * 1e7) ** 2)
+
+    gradient = mpx.filter_grad(loss, mpx.StaticLossScaling(1.0), keep_full=(False, True))
+    text = mpx.explain_nonfinite(gradient, "float16")(model, jnp.ones((2, 1, 16)))
+    assert "sets its precision itself" in text
+    assert "keep_full" not in text
+
+
+def test_scales_are_the_advice_for_derivatives():
+    def loss(model, points, *, derivatives):
+        steep = lambda p: model(p * 1e3)
+        d = mpx.partials(steep, ["u_xx"], coords="x", outputs="u", scaling=derivatives)
+        return jnp.mean((jax.vmap(d)(points)["u_xx"] * 1e-6) ** 2)
+
+    model = eqx.nn.MLP(1, "scalar", 64, 3, activation=jnp.tanh, key=jax.random.key(0))
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("x"))
+    gradient = mpx.filter_grad(loss, scaling, forward="float32")
+    points = jnp.linspace(-1e-3, 1e-3, 16)[:, None]
+    text = mpx.explain_nonfinite(gradient, "float16")(model, points)
+    assert "in `partials`" in text
+    assert "which `mpx.initial_scaling` finds" in text

@@ -58,14 +58,43 @@ def test_the_reference_has_all_public_names_and_no_others():
     assert sorted(documented) == sorted(public_names())
 
 
+def hooks():
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("html", "pieces"),
+    [
+        ("<p>8 points of 1e-6, 3.5\nms a step, 512 × 6, 0.81–1.15 and 19 %.</p>",
+         ["8 points", "1e-6", "3.5\nms", "512 × 6", "0.81–1.15", "19 %"]),
+        ("<p>2 msx, float32 is 16 of <code>3 ms</code></p><pre>3 ms</pre>", []),
+        ("<p><code>python -m x --re-run a-b</code></p>", ["-m", "--re-run"]),
+        ('<td title="3 ms"><code>3 ms</code></td>', []),
+        ("<table><td><code>f(a, b=[c])</code></td></table>3 ms", ["f(a,", "b=[c])", "3 ms"]),
+    ],
+)  # fmt: skip
+def test_numbers_and_code_of_tables_stay_in_one_piece(html, pieces):
+    out = hooks().on_page_content(html)
+    assert re.findall(r'<span class="piece">(.*?)</span>', out, re.DOTALL) == pieces
+    assert re.sub(r'<span class="piece">(.*?)</span>', r"\1", out, flags=re.DOTALL) == html
+
+
+def test_no_formula_is_left_in_latex():
+    """No extension renders it."""
+    for page in PAGES:
+        assert not re.search(
+            r"\\\(|\\\[|\\(sin|frac|partial)\b", page.read_text(encoding="utf-8")
+        ), page
+
+
 def test_the_index_tells_what_each_name_of_the_reference_is():
     pages = [page.read_text(encoding="utf-8") for page in (ROOT / "docs/api").glob("*.md")]
     names = re.findall(r"^::: (mpx_pde[\w.]+)$", "\n".join(pages), re.MULTILINE)
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs" / "hooks.py")
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
     rows = re.findall(
-        r"^\| \[`.*?`\]\[(.*?)\] \| (.*) \|$", hooks.index(ROOT / "docs/api"), re.MULTILINE
+        r"^\| \[`.*?`\]\[(.*?)\] \| (.*) \|$", hooks().index(ROOT / "docs/api"), re.MULTILINE
     )
     assert sorted(name for name, _ in rows) == sorted(names)
     assert all(told and told != "None" for _, told in rows)

@@ -285,6 +285,15 @@ def test_wrong_batches():
         single.update(w, single.init(w), ((jnp.ones((3, 2)), jnp.ones(4)),))
 
 
+def test_a_residual_of_all_examples():
+    network = eqx.nn.MLP(2, "scalar", 8, 1, key=jax.random.key(0))
+    optimizer = mpx.LevenbergMarquardt(lambda model, points: jax.vmap(model)(points))
+    with pytest.raises((ValueError, TypeError, IndexError)) as caught:
+        optimizer.update(network, optimizer.init(network), (jnp.ones((20, 2)),))
+    [note] = [n for n in caught.value.__notes__ if "LevenbergMarquardt" in n]
+    assert "one* example, here of shape (2,): no `jax.vmap` over examples" in note
+
+
 @pytest.mark.slow
 def test_the_example_converges_and_draws_its_error(tmp_path):
     """Reaction, a quarter of the steps: some times the error that was measured there."""

@@ -159,6 +159,11 @@ def test_what_fails_in_half_alone_is_a_row():
 def test_bad_calls(unchecked_annotations):
     with pytest.raises(TypeError, match="`advise` takes a loss function first"):
         mpx.advise(3)
+    for gradient in (mpx.filter_grad, mpx.filter_value_and_grad):
+        with pytest.raises(TypeError, match=r"the loss itself, but got a gradient of it"):
+            mpx.advise(gradient(fit, mpx.DynamicLossScaling()))
+    with pytest.raises(TypeError, match=r"but got a `MLP`.*`advise\(loss\)\(model, batch\)`"):
+        mpx.advise(fit, network(), X)
     with pytest.raises(TypeError, match=r"`advise`.*inside of `jax.jit`"):
         jax.jit(lambda x: mpx.advise(fit)(network(), x).width)(X)
     with pytest.raises(TypeError, match="real floating-point scalar"):
