@@ -432,8 +432,8 @@ def test_each_transformation_names_itself(name, mixed):
         jax.jit(make(lambda w: w, SCALING))(W)
     with pytest.raises(
         TypeError,
-        match=rf"`{name}` .*returns `\(loss, aux\)`, but it returned an array of dtype \w+ and shape "
-        r"\(\)\. .* leave `has_aux`",
+        match=rf"`{name}` .*returns `\(loss, aux\)`, but it returned an array of dtype \w+ and "
+        r"shape \(\)\. .* leave `has_aux`",
     ):
         make(jnp.sum, SCALING, has_aux=True)(W)
     with pytest.raises(TypeError, match=rf"`{name}` .*first positional.*model first"):

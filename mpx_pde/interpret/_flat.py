@@ -97,7 +97,7 @@ def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -
     def step(around: tuple[JaxprEqn, ...], _: int, eqn: JaxprEqn, inputs: list) -> Sequence:
         if eqn.primitive.name in calls and not (sharded and _is_sharded(eqn)):
             return inline(bodies_of(eqn)[0], inputs, (*around, eqn))
-        if forward_mode and eqn.primitive.name == "optimization_barrier":
+        if forward_mode and eqn.primitive.name in tables.BARRIERS:
             return inputs
         out = tuple(next(numbers) for _ in eqn.outvars)
         steps.append(Step(eqn, tuple(inputs), out, around))

@@ -158,7 +158,8 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("triangular_solve tridiagonal_solve custom_linear_solve", "nested", "program", _SOLVE, ""),
     ("custom_pullback", "nested", "program", _PULLED, ""),
     ("device_put", "linear", "program", "moves values between devices", ""),
-    ("layout_constraint optimization_barrier", "linear", "program", _FIXES, ""),
+    ("layout_constraint", "linear", "program", _FIXES, ""),
+    ("optimization_barrier in_turn", "linear", "program", _FIXES, "barrier"),
     ("pbroadcast pbroadcast_dynamic relayout", "linear", "program", _FIXES, ""),
     ("pure_callback io_callback", "opaque", "program", _HOST, "typed"),
     ("debug_callback debug_print", "nested", "program", _SHOWS, "typed"),
@@ -274,6 +275,9 @@ WHOLE = _with("whole")
 
 PICKS = _with("picks")
 """Moves that leave some values out."""
+
+BARRIERS = _with("barrier")
+"""Returns its operands, once all of them are there."""
 
 STORES = _with("stores")
 """Values as they are, and what they are rounded to on their way to memory."""

@@ -212,7 +212,7 @@ class Meter:
         for j, (x, var) in enumerate(zip(arrays, eqn.outvars, strict=True)):
             if not is_measured(var.aval):
                 out.append(Known(x))
-            elif name == "optimization_barrier":
+            elif name in tables.BARRIERS:
                 out.append(Known(x, operands[j].marks))
             elif name in _MOVES:
                 out.append(Known(x, self.look(x) if name in tables.PICKS and sources else sources))

@@ -1,6 +1,8 @@
 """The derivative engine at the edges of its rules: ends of arrays, zeros, functions with a
 derivative of their own, and loops of half precision."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -390,3 +392,45 @@ def test_layers_that_are_alike_are_traced_once(monkeypatch):
         return len(made)
 
     assert layers(6) == layers(4)
+
+
+# --- What is not differentiated -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"use_mixed_precision": False}, {"forward": "float32"}])
+def test_points_have_no_cotangent_that_nobody_asks_for(options):
+    size, points = 16, 24
+    model = eqx.nn.MLP(size, "scalar", 8, 2, jnp.tanh, key=jax.random.key(0))
+    arrays, static = eqx.partition(model, eqx.is_array)
+
+    def loss(model, points):
+        u = mpx.laplacian(model, coords=[f"x{i}" for i in range(size)], outputs="u")
+        return jnp.mean(jax.vmap(lambda p: u(p)["lap_u"])(points) ** 2)
+
+    def gradient(arrays, points):
+        grad = mpx.filter_grad(loss, mpx.StaticLossScaling(1.0), **options)
+        return grad(eqx.combine(arrays, static), points)[-1]
+
+    text = jax.jit(gradient).lower(arrays, jnp.ones((points, size))).as_text()
+    # Of a first layer's product there is the gradient of the weight alone.
+    shapes = re.findall(r"dot_general.*-> tensor<([\dx]+)xf32>", text)
+    assert "8x16" in shapes
+    assert f"{points}x{size}" not in shapes
+    assert f"{size}x{points}" not in shapes
+
+
+def test_a_choice_in_a_rule_of_its_own_by_points_that_are_not_differentiated():
+    # Mapped, JAX makes it a `select` with `stop_gradient`, which it cannot transpose.
+    either = lambda v: lax.cond(jnp.sum(v) > 0, lambda f: f[::-1], lambda f: f, v)
+    own = jax.custom_jvp(either)
+    own.defjvp(lambda primals, tangents: jax.jvp(either, primals, tangents))
+    w, q = jnp.array([[0.29, 0.09], [-0.39, -0.01]]), jnp.array([[0.728, 0.592], [-0.3, -0.1]])
+    model = lambda w, p: jnp.sin(own(p) @ w @ own(p))
+    plain = lambda w: jnp.mean(jax.vmap(lambda p: jax.grad(model, 1)(w, p)[1])(q) ** 2)
+
+    def loss(w):
+        d = jax.vmap(mpx.partials(lambda p: model(w, p), ["u_y"], **COORDS))(q)
+        return jnp.mean(d["u_y"] ** 2)
+
+    # Some roundings of float32 follow one another.
+    assert jnp.allclose(jax.grad(loss)(w), jax.grad(plain)(w), rtol=1e-5)
