@@ -6,7 +6,7 @@ rivals:
 
 - `mpx_pde`: `partials`, `laplacian` and `linear_operator`;
 - `nested jvp`: JAX's own, with the same seeds at every level, so that XLA merges the levels;
-- `jax.hessian`: what most people write (second order only);
+- `hessian`: `jax.hessian`, what most people write (second order only);
 - `jet`: `jax.experimental.jet`, where it works;
 - `folx`: its forward Laplacian (Laplacians only).
 
@@ -148,7 +148,7 @@ def by_folx(model: Any, problem: Problem) -> Callable:
 RIVALS: dict[str, Callable[[Any, Problem], Callable]] = {
     "mpx_pde": ours,
     "nested jvp": nested,
-    "jax.hessian": by_hessian,
+    "hessian": by_hessian,
     "jet": by_jet,
     "folx": by_folx,
 }
@@ -215,7 +215,7 @@ def measure(report: Report, case: Case, clock: bool) -> None:
     for name, way in RIVALS.items():
         if name == "folx" and not (case.problem.operator == "laplacian" and report.installed(name)):
             continue
-        if name == "jax.hessian" and case.problem.order != 2:
+        if name == "hessian" and case.problem.order != 2:
             continue
         start = time.perf_counter()
         try:

@@ -134,7 +134,7 @@ networks = Table(
         f"order 2  {_over('order 2')}",
         f"order 4  {_over('order 4')}",
         f"Laplacian  {_over('laplacian 2')}",
-        f"biharmonic  {_over('biharmonic 2')}",
+        f"Laplacian, relative to `jax.hessian`  {_over('laplacian 2', 'hessian')}",
         f"Laplacian, relative to folx  {_over('laplacian 2', 'folx')}",
     ],
     "Time of a step relative to nested `jvp`, in float32: the mean square of the derivative and "

@@ -62,14 +62,15 @@ def headline() -> str:
     )
     fno = beside(predicted, "fno-128")
     saved = fno[OURS]["temp_bytes"] / fno[FULL]["temp_bytes"]
-    nested, folx = (seconds_over(networks, "laplacian 2", name) for name in ("nested jvp", "folx"))
+    rivals = ("hessian", "nested jvp", "folx")
+    hessian, nested, folx = (seconds_over(networks, "laplacian 2", name) for name in rivals)
     lines = [
         f"Errors: medians, from seeds {', '.join(map(str, SEEDS))} or the first.",
         f"Speedup (predicted) and memory: a PINN step {NOT_RUN}, relative to `partials` in float32 "
         "(plain JAX in TF32). Speed on a GPU is not measured.",
         f"Neural operators in float16: {operators} times float32's error; {saved:.2f} of its "
         f"memory, {NOT_RUN}.",
-        f"`partials` in float32: a Laplacian in {nested:.2f} of the time of nested `jvp` and "
-        f"{folx:.2f} of folx's (eight networks, this CPU).",
+        f"`partials` in float32: a Laplacian in {hessian:.2f} of the time of `jax.hessian`, "
+        f"{nested:.2f} of nested `jvp`'s and {folx:.2f} of folx's (nine networks, this CPU).",
     ]
     return modes() + "\n" + "".join(f"- {line}\n" for line in lines)
