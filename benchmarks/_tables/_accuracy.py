@@ -30,8 +30,11 @@ vit = Table(
 
 
 def _by_problem(data: Result) -> Iterator[Record]:
-    """Yields the median errors of a problem over the seeds, by precision."""
-    for runs in groups(data["trainings"], "problem").values():
+    """Yields the median errors of a problem over the seeds that every row has, by precision."""
+    each = groups(data["trainings"], "problem", "precision").values()
+    seeds = set.intersection(*({run["seed"] for run in runs} for runs in each))
+    shown = (run for run in data["trainings"] if run["seed"] in seeds)
+    for runs in groups(shown, "problem").values():
         by_precision = groups(runs, "precision")
         medians = {name: median(of, "error") for name, of in by_precision.items()}
         yield {**runs[0], **medians, "seeds": listed(runs, "seed")}
