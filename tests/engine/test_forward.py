@@ -139,12 +139,11 @@ def test_products_of_the_backward_pass_are_half(name):
     # Those of the forward pass, and of the layer that meets the point (two of its sixteen columns
     # wide), which the backward pass takes in float32 too.
     assert forward.flops <= full < 1.25 * forward.flops
-    assert report.flops - full > 1.5 * forward.flops
+    # Those of data have no cotangent.
+    assert report.flops - full > 1.3 * forward.flops
     # There is no second forward pass, as two evaluations would have.
     plain = mpx.precision_report(mpx.filter_grad(loss, None, use_mixed_precision=False))
     work = plain(model, batch).flops
-    if name == "attention":  # whose cotangents of data the compiler drops, and the report does not
-        work += 3 * 2 * batch.size * 8
     # A product with the point may be a sum, which is none. A second pass would be a third more.
     assert abs(report.flops / work - 1) < 0.03
 
@@ -240,9 +239,10 @@ def test_float64_forward(name, compute):
         rows = mpx.precision_report(step)(*args).rows
         flops = lambda dtype: sum(row.flops for row in rows if row.dtype == dtype)
         # Two products of the backward pass for each of the forward pass, but for the point's, whose
-        # gradient is a sum. In half are all but those of the layer that meets the point.
-        assert sum(row.flops for row in rows) > 2.8 * flops("float64") > 0
-        assert flops(compute) > 1.8 * flops("float64")
+        # gradient is a sum, and data's, which have no cotangent. In half are all but those of the
+        # layer that meets the point.
+        assert sum(row.flops for row in rows) > 2.3 * flops("float64") > 0
+        assert flops(compute) > 1.3 * flops("float64")
 
 
 @pytest.mark.slow
