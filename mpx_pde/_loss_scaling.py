@@ -351,7 +351,7 @@ def split_aux(out: Any, call: str) -> tuple[Any, Any]:
     if not isinstance(out, tuple) or len(out) != 2:
         # Not its type: while JAX traces it, an array is a tracer of some kind.
         what = type(out).__name__
-        if isinstance(out, jax.Array):
+        if isinstance(out, Array):
             what = f"an array of dtype {out.dtype.name} and shape {out.shape}"
         raise TypeError(
             f"`{call}` with `has_aux=True` needs a function that returns `(loss, aux)`, but it "
