@@ -139,11 +139,12 @@ def test_products_of_the_backward_pass_are_half(name):
     # Those of the forward pass, and of the layer that meets the point (two of its sixteen columns
     # wide), which the backward pass takes in float32 too.
     assert forward.flops <= full < 1.25 * forward.flops
-    # Those of data have no cotangent.
-    assert report.flops - full > 1.3 * forward.flops
     # There is no second forward pass, as two evaluations would have.
     plain = mpx.precision_report(mpx.filter_grad(loss, None, use_mixed_precision=False))
     work = plain(model, batch).flops
+    # All products of the backward pass, which are fewer where data have no cotangent.
+    assert report.flops - full > 0.97 * (work - forward.flops)
+    assert name == "attention" or report.flops - full > 1.5 * forward.flops
     # A product with the point may be a sum, which is none. A second pass would be a third more.
     assert abs(report.flops / work - 1) < 0.03
 
@@ -238,11 +239,18 @@ def test_float64_forward(name, compute):
             assert relative(grads, want_grads) < {"float32": 2.0**-21, **TOLERANCES}[compute]
         rows = mpx.precision_report(step)(*args).rows
         flops = lambda dtype: sum(row.flops for row in rows if row.dtype == dtype)
-        # Two products of the backward pass for each of the forward pass, but for the point's, whose
-        # gradient is a sum, and data's, which have no cotangent. In half are all but those of the
-        # layer that meets the point.
-        assert sum(row.flops for row in rows) > 2.3 * flops("float64") > 0
-        assert flops(compute) > 1.3 * flops("float64")
+        total, forward = sum(row.flops for row in rows), flops("float64")
+        plain = mpx.precision_report(mpx.filter_grad(loss, None, use_mixed_precision=False))
+        work = plain(*args).flops
+        # All products of plain JAX, but for the gradient of the point's, which is a sum. In half
+        # are all of the backward pass but those of the layer that meets the point.
+        assert total > 0.96 * work > forward > 0
+        assert flops(compute) > 0.94 * (work - forward)
+        if name in ("foreign network", "neural operator"):
+            # Two of the backward pass for each of the forward pass. Data have no cotangent, which
+            # is much of the other networks.
+            assert total > 2.8 * forward
+            assert flops(compute) > 1.8 * forward
 
 
 @pytest.mark.slow
