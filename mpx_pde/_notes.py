@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import jax
 import numpy as np
@@ -48,14 +48,20 @@ def noting_the_cast(call: str, dtype: np.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def noting_the_trace(call: str) -> Iterator[None]:
-    """Adds a note to errors of values that outlive the trace that `call` makes of a function."""
+def noting(note: str, *errors: type[Exception]) -> Iterator[None]:
+    """Adds a note to errors of these types."""
     try:
         yield
-    except jax.errors.UnexpectedTracerError as e:
-        e.add_note(
-            f"`{call}` traces this function, and evaluates its program again: a `jax.custom_jvp` "
-            "or `jax.custom_vjp` function in it may close over no array that depends on the "
-            "arguments, parameters included. Pass such arrays to it as arguments."
-        )
+    except errors as e:
+        e.add_note(note)
         raise
+
+
+def noting_the_trace(call: str) -> AbstractContextManager:
+    """Adds a note to errors of values that outlive the trace that `call` makes of a function."""
+    note = (
+        f"`{call}` traces this function, and evaluates its program again: a `jax.custom_jvp` "
+        "or `jax.custom_vjp` function in it may close over no array that depends on the "
+        "arguments, parameters included. Pass such arrays to it as arguments."
+    )
+    return noting(note, jax.errors.UnexpectedTracerError)

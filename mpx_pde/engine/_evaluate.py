@@ -375,16 +375,16 @@ def _whole(x: Any) -> Any:
 
 
 def _after_gradients(values: Sequence[Any]) -> list[Any]:
-    """What enters a layer, with its gradient in front of the cotangents that go on. XLA for GPUs
-    chooses layouts by this order."""
+    """Returns what enters a layer, with its gradient in front of the cotangents that go on. XLA for
+    GPUs chooses layouts by this order."""
     is_jet = lambda x: isinstance(x, Jet)
     parts = eqx.partition(list(values), lambda x: not is_jet(x), is_leaf=is_jet)
     return eqx.combine(*gradients_in_turn(*parts), is_leaf=is_jet)
 
 
 def _in_turn(values: Sequence[Any], scales: Mapping[Index, Any]) -> list[Any]:
-    """What enters a layer, whose cotangent goes on when the gradient of the layer is there. In turn
-    as halves: what passes is written to memory.
+    """Returns what enters a layer, whose cotangent goes on when the gradient of the layer is there.
+    In turn as halves: what passes is written to memory.
 
     The cotangents of streams that are scaled do not wait, since the layer before waits for that of
     the value: they are scaled as they are computed, and not by a kernel of its own.

@@ -3,8 +3,8 @@
 import functools as ft
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import equinox as eqx
@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from .._dtypes import is_real
 from .._forward import Forward, check_forward
 from .._loss_scaling import DynamicLossScaling
+from .._notes import noting
 from .._repr import in_a_line
 from .._split import SPLIT_PRODUCTS
 from .._tree import dealt, select_tree
@@ -366,7 +367,12 @@ class LevenbergMarquardt(eqx.Module):
     def _residual(self, fun: Callable[..., Any], params: PyTree, static: PyTree, x: Any) -> Array:
         """One residual at one example, by parameters in its precision."""
         wide = jtu.tree_map(lambda x: x.astype(self._dtype), params)
-        with _noting_the_example(x):
+        note = (
+            f"`{_CALL}.update` calls each residual with the model and *one* example, here of shape "
+            f"{jtu.tree_map(jnp.shape, x)}: no `jax.vmap` over examples belongs into it, and no "
+            "mean over them."
+        )
+        with noting(note, TypeError, ValueError, IndexError):
             out = fun(eqx.combine(wide, static), x)
         return _as_vector(out, f"{_CALL}.update")
 
@@ -494,20 +500,6 @@ def _length_of(batch: PyTree, call: str) -> int:
     if lengths == {0}:
         raise ValueError(f"`{call}` needs at least one example of each residual, but got none.")
     return lengths.pop()
-
-
-@contextmanager
-def _noting_the_example(x: Any) -> Iterator[None]:
-    """Adds a note to errors of a residual that was written for all examples at once."""
-    try:
-        yield
-    except (TypeError, ValueError, IndexError) as e:
-        shapes = jtu.tree_map(jnp.shape, x)
-        e.add_note(
-            f"`{_CALL}.update` calls each residual with the model and *one* example, here of shape "
-            f"{shapes}: no `jax.vmap` over examples belongs into it, and no mean over them."
-        )
-        raise
 
 
 def _as_vector(out: Any, call: str) -> Float[Array, " entries"]:

@@ -15,7 +15,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr
 
-from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoOpLossScaling
+from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoOpLossScaling, check_scaling
 from .._repr import in_a_line, table
 from .._tree import all_finite
 from .._types import PyTree
@@ -163,12 +163,8 @@ def advise(
             f"`{_CALL}(loss)(model, batch)`: it takes the gradients that it compares."
         )
     start = DynamicLossScaling() if scaling is None else scaling
-    if not isinstance(start, AbstractLossScaling):
-        raise TypeError(
-            f"`{_CALL}` takes a loss scaling as its second argument, or none, but got "
-            f"{in_a_line(start)}. Model and batch are for what it returns: "
-            f"`{_CALL}(loss)(model, batch)`."
-        )
+    later = f" Model and batch are for what it returns: `{_CALL}(loss)(model, batch)`."
+    check_scaling(start, _CALL, hint=later)
     parameters = inspect.signature(func).parameters if scaling is None else {}
     alone = "derivatives" in parameters and parameters["derivatives"].default is inspect._empty
     given = {"keep_full": keep_full, "autocast": autocast}
