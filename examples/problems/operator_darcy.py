@@ -30,4 +30,4 @@ def finer(count):
 
 
 network = lambda key: mpx.nn.FNO(1, 1, 32, 4, (12, 12), domain_padding=0.25, remat=False, key=key)
-PROBLEM = operator(__name__, "Darcy flow by an FNO", steps=3000)
+PROBLEM = operator(__name__, "Darcy flow by an FNO", steps=14_000)
