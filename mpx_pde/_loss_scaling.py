@@ -335,13 +335,12 @@ def counted_steps(scaling: Any, taken: Bool[Array, ""]) -> dict[str, Int32[Array
     }
 
 
-def check_scaling(scaling: Any, call: str, name: str = "scaling", hint: str = "") -> None:
-    """Raises a `TypeError` in the name of `call` unless `scaling` is a loss scaling. `hint` ends
-    its message."""
+def check_scaling(scaling: Any, call: str, name: str = "scaling") -> None:
+    """Raises a `TypeError` in the name of `call` unless `scaling` is a loss scaling."""
     if not isinstance(scaling, AbstractLossScaling):
         raise TypeError(
             f"`{call}` needs a loss scaling as `{name}`, such as `mpx_pde.DynamicLossScaling()` "
-            f"or `mpx_pde.NoOpLossScaling()`, but got {in_a_line(scaling)}.{hint}"
+            f"or `mpx_pde.NoOpLossScaling()`, but got {in_a_line(scaling)}."
         )
 
 

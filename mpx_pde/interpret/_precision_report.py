@@ -50,10 +50,12 @@ class PrecisionReport:
     - `rows`: a `ProductRow` for each kind of product on each line, most work first.
     - `loops`: the lines of `while` loops, whose number of steps is not known: their products are
         counted once.
+    - `width`: the smallest of the rows, columns and contracted size of the largest product.
     """
 
     rows: tuple[ProductRow, ...]
     loops: tuple[str, ...]
+    width: int
 
     @property
     def flops(self) -> int:
@@ -124,7 +126,7 @@ def report_of(closed: ClosedJaxpr) -> PrecisionReport:
     products = counter.products(closed.jaxpr)
     rows = [dataclasses.replace(row, **work._asdict()) for row, work in products.items()]
     rows.sort(key=lambda row: (-row.flops, row.line, row.dtype))
-    return PrecisionReport(tuple(rows), tuple(counter.loops))
+    return PrecisionReport(tuple(rows), tuple(counter.loops), min(counter.largest[1:]))
 
 
 class _Reporting(AbstractWrapper):

@@ -152,10 +152,15 @@ _PRODUCTS = PRODUCTS | {"ragged_dot", "ragged_dot_general"}
 
 
 class Counter:
-    """Counts the products of jaxprs; `loops` are the lines of loops whose length is not known."""
+    """Counts the products of jaxprs.
+
+    `loops` are the lines of loops whose length is not known, `largest` the shape of the largest
+    product, as of [`product_shape`][].
+    """
 
     def __init__(self):
         self.loops: dict[str, None] = {}
+        self.largest: tuple[int, ...] = (0, 0)
         # By the identity of a jaxpr, which is kept alive beside its products.
         self._known: dict[int, tuple[Jaxpr, Mapping[ProductRow, Work]]] = {}
 
@@ -185,6 +190,8 @@ class Counter:
             dtypes = _multiplied(eqn), out_dtype, _tensorfloat32(eqn)
             site = site_of(eqn)
             product = ProductRow(site.line or "unknown", name, *dtypes, site.inside)
+            if name in PRODUCTS:
+                self.largest = max(self.largest, product_shape(eqn), key=math.prod)
             return {product: Work(1, _flops(eqn))}
         inner = list(map(self.products, jaxprs))
         if not any(inner):

@@ -1,8 +1,9 @@
 """Advice on the precision of a loss."""
 
+import contextlib
 import dataclasses
 import inspect
-import math
+import itertools
 import sys
 import warnings
 from collections.abc import Callable
@@ -13,21 +14,20 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
-from jax.extend.core import ClosedJaxpr, Jaxpr
+from jax import lax
 
-from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoOpLossScaling, check_scaling
-from .._repr import in_a_line, table
+from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, NoOpLossScaling
+from .._repr import table
 from .._tree import all_finite
 from .._types import PyTree
 from ..derivatives import Scaling
-from ..interpret._jaxpr import jaxprs_in
-from ..interpret._precision_report import PrecisionWarning, report_of, traced
-from ..interpret._products import product_shape
+from ..interpret._precision_report import PrecisionWarning, precision_report
 from ._floor import in_float64
 from ._grad import filter_value_and_grad
-from ._gradient import Transformed
-from ._initial_scaling import initial_scaling
-from ._norms import minus, norm, share_of, total
+from ._gradient import Gradient, check_eager
+from ._initial_scaling import NoScaleError, initial_scaling
+from ._norms import apart
+from ._options import parse_options
 
 
 _CALL = "advise"
@@ -107,17 +107,15 @@ class Advice:
 
 
 def _cells(row: Advised) -> tuple[str, ...]:
-    if row.failed is not None:
-        return (row.name, *["fails"] * 5)
     each = row.memory_per_example
-    return (
-        row.name,
+    cells = (
         f"{row.memory / 2**20:#.3g} MiB",
         "" if each is None else f"{each / 2**10:#.3g} KiB",
         f"{row.error:.1e}" if row.finite else "overflows",
         f"{100 * row.vanished:.2g} %",
         f"{100 * row.half_share:.0f} %",
     )
+    return (row.name, *(cells if row.failed is None else ["fails"] * 5))
 
 
 def advise(
@@ -155,28 +153,16 @@ def advise(
     **Raises:** as [`mpx_pde.filter_value_and_grad`][] does in float32; `TypeError` inside of
     `jax.jit`.
     """
-    if not callable(func):
-        raise TypeError(f"`{_CALL}` takes a loss function first, but got {in_a_line(func)}.")
-    if isinstance(func, Transformed):
-        raise TypeError(
-            f"`{_CALL}` takes the loss itself, but got a gradient of it. Write "
-            f"`{_CALL}(loss)(model, batch)`: it takes the gradients that it compares."
-        )
     start = DynamicLossScaling() if scaling is None else scaling
-    later = f" Model and batch are for what it returns: `{_CALL}(loss)(model, batch)`."
-    check_scaling(start, _CALL, hint=later)
+    Gradient.of(func, start, parse_options(_CALL, has_aux, True, None, keep_full, autocast, "half"))
     parameters = inspect.signature(func).parameters if scaling is None else {}
     alone = "derivatives" in parameters and parameters["derivatives"].default is inspect._empty
-    given = {"keep_full": keep_full, "autocast": autocast}
-    candidates = _candidates({name: x for name, x in given.items() if x is not False})
 
     def advice(*args: Any, **kwargs: Any) -> Advice:
-        if traced((args, kwargs)):
-            raise TypeError(
-                f"`{_CALL}` compiles and evaluates the gradient, so it cannot be called inside of "
-                "`jax.jit`. Call it before the first step, with arrays."
-            )
+        check_eager((args, kwargs), _CALL)
         kwargs = {"derivatives": None, **kwargs} if alone else kwargs
+        given = {"keep_full": keep_full, "autocast": autocast}
+        candidates = _candidates({name: x for name, x in given.items() if x is not False})
         with warnings.catch_warnings():
             # It says the same, and more.
             warnings.simplefilter("ignore", PrecisionWarning)
@@ -185,142 +171,95 @@ def advise(
     return advice
 
 
-def _candidates(given: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Returns the options of each precision; `given` are those of half precision throughout."""
-    out: dict[str, dict[str, Any]] = {"float32": {"use_mixed_precision": False}}
+def _candidates(given: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Returns names and options of the precisions; `given` are those of half throughout."""
+    out: list[tuple[str, dict[str, Any]]] = [("float32", {"use_mixed_precision": False})]
     ways = {"forward float32, backward {}": {"forward": "float32"}, "{} throughout": given}
-    for name, options in ways.items():
-        for half in ("float16", "bfloat16"):
-            policy = f"params=float32,compute={half},output=float32"
-            out[name.format(half)] = {"policy": policy, **options}
+    for (name, options), half in itertools.product(ways.items(), ("float16", "bfloat16")):
+        policy = f"params=float32,compute={half},output=float32"
+        out.append((name.format(half), {"policy": policy, **options}))
     return out
 
 
-Task = tuple[Callable, Any, bool]
-"""A loss, its scaling, and whether it returns auxiliary output."""
-
-
-def _advice(task: Task, candidates: dict[str, dict], args: tuple, kwargs: dict) -> Advice:
+def _advice(task: tuple, candidates: list, args: tuple, kwargs: dict) -> Advice:
+    """Tries the precisions on `task`: a loss, its scaling, and whether it has auxiliary output."""
     rows: list[Advised] = []
     reference, wide, width = "float32", None, 0
     if jnp.zeros((), float).dtype == jnp.float64:
         positional, keyword = in_float64((args, kwargs))
-        full = _gradient(*task, use_mixed_precision=False)
-        reference, wide = "float64", eqx.filter_jit(full)(*positional, **keyword)[-1]
-    for i, (name, options) in enumerate(candidates.items()):
-        _say(f"{i} of {len(candidates)}, {name}")
+        full = _gradient(task, {"use_mixed_precision": False})
+        reference, wide = "float64", full(*positional, **keyword)
+    while candidates:
+        name, options = candidates.pop(0)
+        _say(f"{_CALL}: {name}, {len(candidates)} more")
         try:
-            row, grads, closed = _tried(task, name, options, args, kwargs)
+            row, grads, report = _advised(task, name, options, args, kwargs)
         except Exception as error:
             if not rows:
                 raise
-            rows.append(Advised(name, options, failed=f"{type(error).__name__}: {error}"))
+            if "throughout" in name and "autocast" not in options:
+                # Casts meet what has no half precision; autocast leaves it as it is.
+                options = {"policy": options["policy"], "autocast": True}
+                candidates.insert(0, (f"{name}, autocast", options))
+            else:
+                rows.append(Advised(name, options, failed=f"{type(error).__name__}: {error}"))
             continue
-        if not rows:
-            width = min(_largest_product(closed.jaxpr)[1:])
-            wide = grads if wide is None else wide
+        width = width or report.width
+        wide = grads if wide is None else wide
         rows.append(dataclasses.replace(row, **_compared(grads, wide)))
     _say("")
     good = [r for r in rows if r.finite and r.error <= _TOLERANCE and r.vanished < _TOLERANCE]
-    best = min(good, key=lambda row: row.memory, default=rows[0])
-    choice = best if best.memory <= _GAIN * rows[0].memory else rows[0]
+    least = min(good, key=lambda row: row.memory, default=rows[0])
+    choice = least if least.memory <= _GAIN * rows[0].memory else rows[0]
     return Advice(tuple(rows), choice, _written(choice, task[2]), width, reference, _examples(args))
 
 
 def _say(text: str) -> None:
     if sys.stderr.isatty():
-        print(f"\r{_CALL + ': ' + text if text else '':70}\r", end="", file=sys.stderr, flush=True)
+        print(f"\r{text:70}\r", end="", file=sys.stderr, flush=True)
 
 
-def _tried(task: Task, name: str, options: dict, *given: Any) -> tuple[Advised, PyTree, Any]:
-    try:
-        return _advised(task, name, options, *given)
-    except Exception:
-        # Casts meet what has no half precision; autocast leaves it as it is.
-        if "throughout" not in name or "autocast" in options:
-            raise
-        options = {"policy": options["policy"], "autocast": True}
-        return _advised(task, f"{name}, autocast", options, *given)
-
-
-def _advised(
-    task: Task, name: str, options: dict, args: tuple, kwargs: dict
-) -> tuple[Advised, PyTree, ClosedJaxpr]:
+def _advised(task: tuple, name: str, options: dict, args: tuple, kwargs: dict) -> tuple:
     func, scaling, has_aux = task
     if "compute=bfloat16" in options.get("policy", "") and not isinstance(scaling, Scaling):
         scaling = NoOpLossScaling()
-    try:
+    with contextlib.suppress(NoScaleError):  # the row says that it overflows
         scaling = initial_scaling(func, scaling, has_aux, **options)(*args, **kwargs)
-    except ValueError as error:
-        if "no scale" not in str(error):
-            raise
-    gradient = _gradient(func, scaling, has_aux, **options)
-    compiled, closed = _compiled(gradient, args, kwargs)
+    gradient = _gradient((func, scaling, has_aux), options)
+    compiled = gradient.lower(*args, **kwargs).compile()
     memory, each, count = _memory(compiled), None, _examples(args) or 0
     if count > 1:
-        less = (args[0], *jtu.tree_map(lambda x: _first(x, count // 2), args[1:]))
-        each = (memory - _memory(_compiled(gradient, less, kwargs)[0])) / (count - count // 2)
-    share = report_of(closed).half_share
-    row = Advised(name, options, memory, each, half_share=share, scaling=scaling)
-    return row, compiled(eqx.filter((args, kwargs), _moves)), closed
+        first = lambda x: lax.slice_in_dim(x, 0, count // 2) if eqx.is_array(x) else x
+        less = gradient.lower(args[0], *jtu.tree_map(first, args[1:]), **kwargs).compile()
+        each = (memory - _memory(less)) / (count - count // 2)
+    report = precision_report(gradient)(*args, **kwargs)
+    row = Advised(name, options, memory, each, half_share=report.half_share, scaling=scaling)
+    return row, compiled(*args, **kwargs), report
 
 
-def _moves(x: Any) -> bool:
-    return isinstance(x, (jax.Array, np.ndarray, jax.ShapeDtypeStruct))
-
-
-def _first(x: Any, count: int) -> Any:
-    """Returns the shape of the first examples of an array of the batch: a slice of an array that is
-    sharded would have to be computed."""
-    if not _moves(x):
-        return x
-    sharding = getattr(x, "sharding", None)
-    return jax.ShapeDtypeStruct((count, *x.shape[1:]), x.dtype, sharding=sharding)
-
-
-def _gradient(*task: Any, **options: Any) -> Any:
-    return filter_value_and_grad(*task, **options)
-
-
-def _compiled(gradient: Any, args: tuple, kwargs: dict) -> tuple[Any, ClosedJaxpr]:
-    arrays, static = eqx.partition((args, kwargs), _moves)
-
-    def run(arrays):
-        args, kwargs = eqx.combine(arrays, static)
-        return gradient(*args, **kwargs)[-1]
-
-    traced = jax.jit(run).trace(arrays)
-    return traced.lower().compile(), traced.jaxpr
+def _gradient(task: tuple, options: dict) -> Any:
+    gradient = filter_value_and_grad(*task, **options)
+    return eqx.filter_jit(lambda *args, **kwargs: gradient(*args, **kwargs)[-1])
 
 
 def _memory(compiled: Any) -> int:
-    return int(getattr(compiled.memory_analysis(), "temp_size_in_bytes", 0))
+    return int(getattr(compiled.compiled.memory_analysis(), "temp_size_in_bytes", 0))
 
 
 def _compared(grads: PyTree, wide: PyTree) -> dict[str, Any]:
+    finite = bool(all_finite(grads))
     pairs = list(zip(jtu.tree_leaves(grads), jtu.tree_leaves(wide), strict=True))
     gone = sum(int(jnp.sum((g == 0) & (w != 0))) for g, w in pairs)
     there = sum(int(jnp.sum(w != 0)) for _, w in pairs)
-    off, whole = total([norm(minus(g, w)) for g, w in pairs]), total([norm(w) for _, w in pairs])
-    finite = bool(all_finite(grads))
-    error = float(share_of(off, whole)) if finite else float("nan")
+    error = float(apart(grads, wide)) if finite else float("nan")
     return {"error": error, "vanished": gone / max(1, there), "finite": finite}
 
 
 def _examples(args: tuple) -> int | None:
     """Returns the length of the leading axis that all arrays of the batch share, or `None`."""
-    found = {np.shape(x)[:1] for x in jtu.tree_leaves(args[1:]) if _moves(x)}
+    found = {np.shape(x)[:1] for x in jtu.tree_leaves(args[1:]) if eqx.is_array(x)}
     [length] = found if len(found) == 1 else [()]
     return length[0] if length else None
-
-
-def _largest_product(jaxpr: Jaxpr) -> tuple[int, ...]:
-    """Returns the sizes of the largest product in a jaxpr, at any depth."""
-    found: list[tuple[int, ...]] = [(0, 0)]
-    for eqn in jaxpr.eqns:
-        found += map(_largest_product, jaxprs_in(eqn))
-        found += [product_shape(eqn)] if "dot_general" in eqn.primitive.name else []
-    return max(found, key=math.prod)
 
 
 def _written(row: Advised, has_aux: bool) -> str:

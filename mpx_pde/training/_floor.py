@@ -24,7 +24,7 @@ from .._types import ForwardLike, PolicyLike, PyTree
 from ..interpret._marks import collecting
 from ._accumulate import split_batch
 from ._gradient import Gradient, copied
-from ._norms import minus, norm, real_of, share_of, total, wide_of
+from ._norms import apart, minus, norm, real_of, share_of, total, wide_of
 from ._options import Options, parse_options
 
 
@@ -252,18 +252,15 @@ def _measured(
         spread, means = _noise(gradient, micro_batches, batches, args[0], kwargs, grads)
         noises = _by_path(jtu.tree_map(share_of, spread, means))
         noise = share_of(total(spread), total(means))
-    off = lambda x, y: norm(minus(x, y))
-    error = lambda x, y: share_of(off(x, y), norm(y))
-    whole = total(jtu.tree_map(norm, true_grads))
     return PrecisionFloor(
-        loss=error(value, true),
+        loss=apart(value, true),
         terms={
-            name: error(x, true_terms[name])
+            name: apart(x, true_terms[name])
             for name, x in terms.items()
             if name in true_terms and x.shape == true_terms[name].shape
         },
-        gradient=share_of(total(jtu.tree_map(off, grads, true_grads)), whole),
-        parameters=_by_path(jtu.tree_map(error, grads, true_grads)),
+        gradient=apart(grads, true_grads),
+        parameters=_by_path(jtu.tree_map(apart, grads, true_grads)),
         noise=noise,
         parameter_noise=noises,
         finite=all_finite((value, true, grads, true_grads)),

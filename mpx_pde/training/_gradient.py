@@ -119,6 +119,16 @@ def _descended(before: Any, after: Any) -> Any:
     return after
 
 
+def check_eager(tree: PyTree, call: str) -> None:
+    """Raises a `TypeError` in the name of `call` if any leaf of `tree` is a tracer."""
+    if traced(tree):
+        raise TypeError(
+            f"`{call}` evaluates the gradient and looks at it, so it cannot be called inside of "
+            "`jax.jit`, `jax.grad`, `jax.vmap` or `jax.shard_map`. Call it before the first step, "
+            "with arrays."
+        )
+
+
 class Gradient(eqx.Module):
     """A loss function and how to differentiate it, shared by all public transformations."""
 
@@ -132,6 +142,11 @@ class Gradient(eqx.Module):
         call = options.call
         if not callable(func):
             raise TypeError(f"`{call}` takes a loss function first, but got {in_a_line(func)}.")
+        if isinstance(func, Transformed):
+            raise TypeError(
+                f"`{call}` takes the loss itself, but got a gradient of it: "
+                f"`{func.gradient.options.call}(loss)`. Write `{call}(loss, ...)(model, batch)`."
+            )
         if options.use_mixed_precision or scaling is not None:
             check_scaling(scaling, call)
         if isinstance(scaling, Scaling):

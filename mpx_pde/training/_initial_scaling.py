@@ -15,8 +15,7 @@ from .._loss_scaling import AbstractLossScaling, DynamicLossScaling
 from .._tree import with_fields
 from .._types import ForwardLike, PolicyLike, PyTree
 from ..derivatives import Scaling
-from ..interpret._precision_report import traced
-from ._gradient import Gradient, copied, transformed
+from ._gradient import Gradient, check_eager, copied, transformed
 from ._norms import minus, norm
 from ._options import parse_options
 
@@ -77,6 +76,10 @@ def initial_scaling(
     return transformed(func, scaling, options, _run)
 
 
+class NoScaleError(ValueError):
+    """Tells that a gradient is finite at no scale."""
+
+
 class _Evaluated(NamedTuple):
     """The gradient at one scaling: its overflows and underflows."""
 
@@ -109,12 +112,7 @@ def _apart(grads: PyTree, others: PyTree) -> Bool[Array, ""]:
 
 def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
     options, start = gradient.options, gradient.scaling
-    if traced((gradient, args, kwargs)):
-        raise TypeError(
-            f"`{_CALL}` evaluates the gradient at several scales and looks at it, so it cannot "
-            "be called inside of `jax.jit`, `jax.grad`, `jax.vmap` or `jax.shard_map`. Call it "
-            "before the first step, with arrays."
-        )
+    check_eager((gradient, args, kwargs), _CALL)
     float16 = options.use_mixed_precision and options.compute_dtype == jnp.float16
     if not float16 or not isinstance(start, DynamicLossScaling | Scaling):
         return start
@@ -170,7 +168,7 @@ def _in_range(
             break
         exponents = following
     if taken is None:
-        raise ValueError(
+        raise NoScaleError(
             f"`{_CALL}` found no scale at which the gradient of this batch is finite. Look where "
             "it overflows with `mpx_pde.explain_nonfinite`, and whether it is finite in float32, "
             "with `use_mixed_precision=False`."

@@ -55,3 +55,9 @@ def share_of(part: Array, whole: Array) -> Array:
     part, whole = _wider(part, whole)
     none = jnp.where(part == 0, jnp.zeros_like(part), jnp.full_like(part, jnp.inf))
     return jnp.where(whole == 0, none, part / jnp.where(whole == 0, jnp.ones_like(whole), whole))
+
+
+def apart(tree: PyTree, true: PyTree) -> Array:
+    """Returns how far a tree of arrays is from another, relative to that."""
+    off = jtu.tree_map(lambda x, y: norm(minus(x, y)), tree, true)
+    return share_of(total(off), total(jtu.tree_map(norm, true)))

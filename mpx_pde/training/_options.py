@@ -136,7 +136,10 @@ def parse_options(
     **Raises:** `ValueError` and `TypeError`, in the name of `call`, for what makes no sense.
     """
     half = "whether anything is done in half precision (in which, says `policy`)"
-    aux = "whether the function returns `(loss, aux)`"
+    aux = (
+        "whether the function returns `(loss, aux)` (model and batch are for what it returns: "
+        f"`{call}(loss, ...)(model, batch)`)"
+    )
     options = Options(
         call=call,
         has_aux=check_bool(has_aux, call, "has_aux", aux),
