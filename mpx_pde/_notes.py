@@ -2,8 +2,9 @@
 
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
+import equinox as eqx
 import jax
 import numpy as np
 
@@ -65,3 +66,14 @@ def noting_the_trace(call: str) -> AbstractContextManager:
         "arguments, parameters included. Pass such arrays to it as arguments."
     )
     return noting(note, jax.errors.UnexpectedTracerError)
+
+
+def noting_the_model(call: str, args: tuple) -> AbstractContextManager:
+    """Adds a note to errors of a function whose model may have been passed second."""
+    if not eqx.is_array(args[0]) or not any(map(callable, args[1:])):
+        return nullcontext()
+    return noting(
+        f"`{call}` differentiates with respect to the first positional argument, here an array. "
+        "If the model is another one, pass it first.",
+        Exception,
+    )

@@ -116,14 +116,11 @@ def check_same_structure(call: str, a_name: str, a: PyTree, b_name: str, b: PyTr
     """Raises a `ValueError` in the name of `call` unless both trees have the same structure."""
     if jtu.tree_structure(a) == jtu.tree_structure(b):
         return
-    a_paths, b_paths = ({jtu.keystr(p) for p, _ in jtu.tree_leaves_with_path(t)} for t in (a, b))
-    differ = sorted(a_paths ^ b_paths)
-    where = (
-        f"They differ at {', '.join(p or 'the root' for p in differ[:5])}."
-        if differ
-        else (f"Got {jtu.tree_structure(a)} and {jtu.tree_structure(b)}.")
+    root = f"{type(a).__name__} has other nodes or static fields than {type(b).__name__}"
+    raise ValueError(
+        f"`{call}`: {a_name} and {b_name} must have the same structure. Of {a_name}, "
+        f"{first_difference(b, a) or root}."
     )
-    raise ValueError(f"`{call}`: {a_name} and {b_name} must have the same structure. {where}")
 
 
 def first_difference(wanted: PyTree, given: PyTree) -> str | None:

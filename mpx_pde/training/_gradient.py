@@ -22,7 +22,7 @@ from .._cast import widen
 from .._dtypes import true_float32
 from .._forward import Forward
 from .._loss_scaling import DynamicLossScaling, NoOpLossScaling, check_scaling, split_aux
-from .._notes import noting_the_cast, noting_the_trace
+from .._notes import noting_the_cast, noting_the_model, noting_the_trace
 from .._repr import in_a_line
 from .._tree import all_finite, with_fields
 from .._types import AxisName, PyTree
@@ -181,7 +181,7 @@ class Gradient(eqx.Module):
             func = autocast_function(func, dtype, **dict(options.autocast))
         cast = options.casts and options.in_half
         noting = noting_the_cast(options.call, dtype) if cast else nullcontext()
-        with noting, noting_unscaled() as unscaled:
+        with noting, noting_the_model(options.call, args), noting_unscaled() as unscaled:
             out = func(*args, **self.with_derivatives(kwargs, derivatives))
         if unscaled and self.derivatives is None and options.in_half:
             self._warn_of_unscaled(*unscaled.popitem())

@@ -581,3 +581,16 @@ def test_a_transformation_made_anew_at_each_step_is_not_compiled_anew(transform)
     for exponent in (1, 2, 3):
         eqx.filter_jit(transform(loss, scaler(exponent)))(jnp.ones(2), jnp.ones(2))
     assert len(traced) == 1
+
+
+def test_a_model_that_is_passed_second_is_told():
+    model, (x, y) = mlp(), batch()
+    fit = lambda model, x, y: mse(model, (x, y))
+    gradient = mpx.filter_value_and_grad(fit, mpx.DynamicLossScaling())
+    with pytest.raises(TypeError) as caught:
+        gradient(x, model, y)
+    assert any("If the model is another one, pass it first" in n for n in caught.value.__notes__)
+    # The gradient with respect to an input, of a function that fails of itself.
+    with pytest.raises(TypeError) as caught:
+        gradient(x, jnp.ones(3), y)
+    assert not any("pass it first" in note for note in getattr(caught.value, "__notes__", ()))
