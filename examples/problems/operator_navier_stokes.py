@@ -55,4 +55,4 @@ def finer(count):
 
 
 network = lambda key: mpx.nn.FNO(1, 1, 32, 4, (12, 12), grid_embedding=False, remat=False, key=key)
-PROBLEM = operator(__name__, "Navier–Stokes by an FNO", steps=18_000)
+PROBLEM = operator(__name__, "Navier–Stokes by an FNO", steps=24_000)
