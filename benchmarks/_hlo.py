@@ -101,11 +101,6 @@ class Instruction:
         """Of a custom call."""
         return self.text(r'custom_call_target="([^"]*)"')
 
-    @property
-    def op_name(self) -> str:
-        """Where it comes from: JAX's name stack."""
-        return self.text(r'op_name="([^"]*)"')
-
 
 def _closing(text: str, start: int) -> int:
     depth = 0

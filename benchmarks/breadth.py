@@ -13,8 +13,8 @@ else to do:
     nice -n 19 python -m benchmarks breadth --resume --seeds 0 1 2
 
 `--page precisions` trains what *Choosing a precision* compares: other precisions too, and
-L-BFGS behind Adam. `--time` instead times the steps of some problems in float64 and below, which
-take turns.
+L-BFGS behind Adam. `--time` instead times the steps of some problems, in float64 and below or in
+float32 and below, which take turns.
 """
 
 import argparse
@@ -52,8 +52,11 @@ PAGES = {
         "poisson_1000d kovasznay klein_gordon taylor_green fisher",
     ),
 }
-TIMED = ("float64", "forward-float64-float32", "float32")
-TIMED_PROBLEMS = ("helmholtz", "kovasznay", "klein_gordon", "cavity")
+TIMED = {
+    "float64 forward-float64-float32 float32": "helmholtz kovasznay klein_gordon cavity",
+    "float32 forward-float32-float16 float16 bfloat16": "burgers_1d emulate_fisher operator_darcy",
+}
+"""Precisions, and the problems whose steps in them are timed."""
 STEPS, ROUNDS = 20, 20  # in a timed call, and of the clock
 
 
@@ -85,14 +88,20 @@ def steps(problem: str, precision: str) -> Callable[[], Any]:
     return call
 
 
+def timed(report: Report, name: str, precisions: list[str], rounds: int) -> None:
+    """Records the times of the steps of a problem."""
+    calls = {precision: steps(name, precision) for precision in precisions}
+    for precision, seconds in interleave(calls, rounds=rounds).items():
+        where = {"problem": name, "title": problems.load(name).title}
+        report.record("steps", **where, precision=precision, steps=STEPS, seconds=seconds)
+
+
 def run(report: Report, args: argparse.Namespace) -> None:
     if args.time:
         report.name = "breadth-time"
-        for name in args.problems or TIMED_PROBLEMS[: 1 if args.quick else None]:
-            calls = {precision: steps(name, precision) for precision in TIMED}
-            for precision, seconds in interleave(calls, rounds=2 if args.quick else ROUNDS).items():
-                where = {"problem": name, "title": problems.load(name).title}
-                report.record("steps", **where, precision=precision, steps=STEPS, seconds=seconds)
+        for precisions, names in list(TIMED.items())[: 1 if args.quick else None]:
+            for name in names.split()[: 1 if args.quick else None]:
+                timed(report, name, precisions.split(), rounds=2 if args.quick else ROUNDS)
         return
     if args.page != "breadth":
         report.name = f"breadth-{args.page}"

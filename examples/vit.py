@@ -245,7 +245,6 @@ class Result:
     accuracy: float  # on the test images
     test_loss: float
     skipped_steps: int
-    final_scale: float
     ms_per_step: float
     temp_bytes: int  # scratch memory of the compiled steps
     loss: np.ndarray
@@ -311,7 +310,6 @@ def train(
         accuracy=float(jnp.mean(jnp.argmax(logits, -1) == test.labels)),
         test_loss=float(jnp.mean(test_losses)),
         skipped_steps=int(state.scaling.skipped_steps),
-        final_scale=float(state.scaling.loss_scaling),
         ms_per_step=1000 * seconds / (len(losses) * size.steps_per_call),
         temp_bytes=memory.temp_size_in_bytes if memory is not None else 0,
         loss=np.concatenate(losses),

@@ -90,7 +90,7 @@ PAPER: dict[tuple[str, str, str | None], str] = {
 }
 
 
-def _operators(data: Result) -> Iterator[Record]:
+def operator_variants(data: Result) -> Iterator[Record]:
     """Yields the medians of each variant with the most modes, and their quotients by float32's."""
     most = max(t["modes"] for t in data["trainings"])
     of_most = [t for t in data["trainings"] if t["modes"] == most]
@@ -114,7 +114,7 @@ def _operators(data: Result) -> Iterator[Record]:
 
 operators = Table(
     "operators",
-    _operators,
+    operator_variants,
     """
     problem  {title}
     variant  {name}

@@ -3,6 +3,7 @@
 import itertools
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from ._format import Record, Result, Table, groups
@@ -106,11 +107,12 @@ def spread(ratios: Sequence[float]) -> str:
 
 
 def overall(data: Result) -> Iterator[Record]:
-    """Yields a record for each precision, over all problems that float32 solves and the same three
-    seeds."""
+    """Yields a record for each precision, over the problems that float32 solves and that were
+    trained in it from the same three seeds."""
     ratios = Ratios(data, seeds=SEEDS)
     for name in ratios.precisions:
-        found = [of for p in ratios.solved if (of := ratios.of(p, name))]
+        found = [ratios.of(p, name) for p in ratios.solved]
+        found = [of for of in found if len(of) == len(SEEDS)]
         medians, every = list(map(statistics.median, found)), list(itertools.chain(*found))
         if every:
             about = {"name": name, "precision": LABELS[name], "trainings": len(every)}
@@ -212,19 +214,33 @@ paper = Table(
 )
 
 
-def _timed(data: Result) -> Iterator[Record]:
+def _timed(lowest: str, data: Result) -> Iterator[Record]:
+    """Yields the times of a step by precision, of the problems that were timed in one of them."""
     for runs in groups(data["steps"], "problem").values():
-        yield {**runs[0], **{r["precision"]: r["seconds"]["median"] / r["steps"] for r in runs}}
+        times = {r["precision"]: r["seconds"]["median"] / r["steps"] for r in runs}
+        if lowest in times:
+            yield {**runs[0], **times}
 
 
 float64_time = Table(
     "breadth-time",
-    _timed,
+    partial(_timed, "float64"),
     """
     problem                                    {title}
     a step in float64, ms                      {float64:ms.2f}
     forward float64, backward float32 over it  {forward-float64-float32/float64:.2f}
     float32 over it                            {float32/float64:.2f}
+    """,
+)
+half_time = Table(
+    "breadth-time",
+    partial(_timed, "float16"),
+    """
+    a step on a CPU                  {title}
+    float32, ms                      {float32:ms.2f}
+    forward float32, backward float16 over it  {forward-float32-float16/float32:.2f}
+    float16 over it                  {float16/float32:.2f}
+    bfloat16 over it                 {bfloat16/float32:.2f}
     """,
 )
 

@@ -34,46 +34,17 @@ def _of_size(
     return Table(file, rows, "step  {rival}" + TIME + columns, note)
 
 
-PINN = {"width": 64, "points": 1024, "order": 2}
-FNO = {"resolution": 64, "modes": 16}
-VIT = {"batch": 64}
 pinn_step = _of_size(
     "pinn_step",
     "error of the gradient  {error_gradient:.1e}",
     "{width} × {depth}, {points:,} points, order {order}.",
-    PINN,
+    {"width": 64, "points": 1024, "order": 2},
     ("torch.func", "compiled", "laplacian, float16", "laplacian, bfloat16"),
 )
-fno_step = _of_size("fno_step", ERRORS, "{resolution}², {modes} modes.", FNO)
-vit_step = _of_size("vit_step", ERRORS, "Batch {batch}.", VIT)
-
-
-def _on_a_cpu(data: Result) -> Iterator[Record]:
-    """Yields the steps of this library, with their times by precision."""
-    del data
-    for what, file, size, name in (
-        ("physics-informed network", "pinn_step", PINN, "mpx_pde, partials, {}"),
-        ("Fourier neural operator", "fno_step", FNO, "mpx_pde dft {}"),
-        ("vision transformer", "vit_step", VIT, "mpx_pde autocast-{}"),
-    ):
-        steps = {r["rival"]: r for r in load(f"{file}-cpu")["steps"] if size.items() <= r.items()}
-        halves = {half: steps[name.format(half)] for half in ("float16", "bfloat16")}
-        full = name.format("float32").replace("autocast-", "")
-        yield {"what": what, "float32": steps[full], **halves}
-
-
-_MS = "seconds.median"
-on_a_cpu = Table(
-    "fno_step",
-    _on_a_cpu,
-    f"""
-    a step on a CPU   {{what}}
-    float32, ms       {{float32.{_MS}:ms.3g}}
-    float16 over it   {{float16.{_MS}/float32.{_MS}:.2f}}
-    bfloat16 over it  {{bfloat16.{_MS}/float32.{_MS}:.2f}}
-    """,
-    told=False,
+fno_step = _of_size(
+    "fno_step", ERRORS, "{resolution}², {modes} modes.", {"resolution": 64, "modes": 16}
 )
+vit_step = _of_size("vit_step", ERRORS, "Batch {batch}.", {"batch": 64})
 
 
 def _builds(data: Result) -> Iterator[Record]:
@@ -118,7 +89,7 @@ def seconds_over(data: Result, problem: str, rival: str) -> float:
 
 
 def _over(problem: str, rival: str = "nested jvp") -> str:
-    at = f"{problem}.{{}}.{_MS}"
+    at = f"{problem}.{{}}.seconds.median"
     return f"{{{at.format('mpx_pde')}/{at.format(rival)}:.2f}}"
 
 

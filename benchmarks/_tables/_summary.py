@@ -1,9 +1,9 @@
 """All of it at a glance: what each mode costs in accuracy, and what it saves."""
 
-import statistics
 from collections.abc import Iterator
 
-from ._breadth import NEAR, SEEDS, Ratios, overall
+from ._accuracy import operator_variants
+from ._breadth import NEAR, SEEDS, overall
 from ._format import NOT_RUN, Record, Result, Table, load
 from ._steps import FULL, OURS, SECONDS, beside, seconds_over
 
@@ -52,25 +52,24 @@ modes = Table(
 
 def headline() -> str:
     """Returns the modes, and what else is promised, with the figure for it."""
-    breadth, predicted, networks = (
-        load(f"{name}-cpu") for name in ("breadth", "predicted-h100", "networks")
-    )
-    ratios = Ratios(breadth, seeds=SEEDS)
+    predicted, networks = load("predicted-h100-cpu"), load("networks-cpu")
     operators = " and ".join(
-        f"{statistics.median(ratios.of(problem, 'float16')):.2f}"
-        for problem in ("operator_darcy", "operator_navier_stokes")
+        f"{row['over l2']:.2f}"
+        for row in operator_variants(load("operators-cpu"))
+        if row["name"] == "float16"
     )
     fno = beside(predicted, "fno-128")
     saved = fno[OURS]["temp_bytes"] / fno[FULL]["temp_bytes"]
     rivals = ("hessian", "nested jvp", "folx")
     hessian, nested, folx = (seconds_over(networks, "laplacian 2", name) for name in rivals)
+    count = len({r["network"] for r in networks["costs"] if r["problem"] == "laplacian 2"})
     lines = [
-        f"Errors: medians, from seeds {', '.join(map(str, SEEDS))} or the first.",
+        f"Errors: each problem counts by its median over seeds {', '.join(map(str, SEEDS))}.",
         f"Speedup (predicted) and memory: a PINN step {NOT_RUN}, relative to `partials` in float32 "
         "(plain JAX in TF32). Speed on a GPU is not measured.",
         f"Neural operators in float16: {operators} times float32's error; {saved:.2f} of its "
         f"memory, {NOT_RUN}.",
         f"`partials` in float32: a Laplacian in {hessian:.2f} of the time of `jax.hessian`, "
-        f"{nested:.2f} of nested `jvp`'s and {folx:.2f} of folx's (nine networks, this CPU).",
+        f"{nested:.2f} of nested `jvp`'s and {folx:.2f} of folx's ({count} networks, this CPU).",
     ]
     return modes() + "\n" + "".join(f"- {line}\n" for line in lines)

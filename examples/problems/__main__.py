@@ -60,12 +60,6 @@ def write(path: Path, content: Any) -> None:
     os.replace(file.name, path)
 
 
-def table(chosen: Sequence[str]) -> None:
-    for name in chosen:
-        problem = load(name)
-        print(f"{name:<24} {problem.family:<9} {problem.title}")
-
-
 def train(name: str, problem: Problem, args: argparse.Namespace) -> None:
     """Trains in each precision, from each seed, and writes each result when it is there."""
     path = args.out / f"{name}.json"
@@ -94,7 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser()
     args = arguments.parse_args(argv)
     if args.command == "list":
-        table(names())
+        for name in names():
+            problem = load(name)
+            print(f"{name:<24} {problem.family:<9} {problem.title}")
         return 0
     unknown = sorted({*args.names} - {*names(), "all"})
     if unknown:

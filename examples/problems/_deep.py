@@ -194,7 +194,6 @@ class DeepTrainer:
             errors=errors,
             loss=number(state.loss),
             skipped=int(state.rejected),
-            skipped_after_warm_up=int(state.rejected),
             loss_scale=float(state.scaling.loss_scaling),
             parameters=count // POINTS,
             curve=curve,

@@ -24,8 +24,6 @@ from ._problem import STEPS_PER_CALL, Problem, Reference, values_at
 
 
 QUICK_STEPS = 4
-WARM_UP = 1 / 20  # of the steps: the learning rate rises, and the scales find their place
-DROPPED = 3  # steps that a control of chance leaves out
 
 
 class Precision(NamedTuple):
@@ -59,7 +57,7 @@ PRECISIONS = {
     "naive-float16": Precision("float16", naive=True),
     # Controls of chance: float32 that begins almost as float32 does.
     "float32-rounded": Precision("float32", rounded=True),
-    "float32-dropped": Precision("float32", dropped=DROPPED),
+    "float32-dropped": Precision("float32", dropped=3),
     # On a CPU split products are rounded as by hardware that has them, and take longer.
     "forward-bfloat16_x3-bfloat16": Precision("bfloat16", "bfloat16_x3"),
     "forward-bfloat16_x3-float16": Precision("float16", "bfloat16_x3"),
@@ -85,7 +83,6 @@ class Outcome:
     errors: dict[str, float | None]
     loss: float | None  # mean over the last steps
     skipped: int
-    skipped_after_warm_up: int
     loss_scale: float
 
     def record(self) -> dict[str, Any]:
@@ -128,7 +125,7 @@ class Trainer:
         wanted = problem.steps if steps is None else steps
         self.per_call = min(per_call, wanted)
         self.steps = self.per_call * math.ceil(wanted / self.per_call)
-        warm_up = max(1, int(WARM_UP * self.steps))
+        warm_up = max(1, self.steps // 20)  # for the scales to find their place too
         highest = problem.learning_rate
         self.rates = optax.warmup_cosine_decay_schedule(0.0, highest, warm_up, self.steps)
         self.optimizer = OPTIMIZERS[base](self.rates)
@@ -283,9 +280,7 @@ class Trainer:
 
     def _outcome(self, seed: int, model: Any, records: Sequence[Any], optimizer: str) -> Outcome:
         values, finite, scales = (np.concatenate(r) for r in zip(*records, strict=True))
-        self.model, skipped = model, ~finite
-        if self.precision.dropped:
-            skipped = skipped[self.precision.dropped :]
+        self.model = model
         errors = {name: number(e) for name, e in self.errors(model).items()}
         return Outcome(
             precision=self.name,
@@ -295,8 +290,7 @@ class Trainer:
             error=next(iter(errors.values())),
             errors=errors,
             loss=number(values[-self.per_call :].mean()),
-            skipped=int(skipped.sum()),
-            skipped_after_warm_up=int(skipped[int(WARM_UP * self.steps) :].sum()),
+            skipped=int((~finite[self.precision.dropped :]).sum()),
             loss_scale=float(scales[-1]),
         )
 
