@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import product
-from math import comb, prod
+from itertools import combinations
 
 
 Index = tuple[int, ...]
@@ -95,27 +94,15 @@ def make_plan(
 
 
 def _below(index: Index) -> set[Index]:
-    counts = Counter(index)
-    ranges = [range(n + 1) for n in counts.values()]
-    out = set()
-    for powers in product(*ranges):
-        out.add(tuple(i for i, n in zip(counts, powers, strict=True) for _ in range(n)))
-    return {tuple(sorted(i)) for i in out} - {index}
+    return {below for n in range(len(index)) for below in combinations(index, n)}
 
 
 @cache
 def splits(index: Index) -> tuple[tuple[int, Index, Index], ...]:
     """The rule of Leibniz without its two outer terms: how often which pair is multiplied."""
-    total = Counter(index)
-    out = []
-    for left in sorted(_below(index), key=lambda i: (len(i), i)):
-        if not left:
-            continue
-        counts = Counter(left)
-        times = prod(comb(n, counts[i]) for i, n in total.items())
-        right = tuple(sorted((total - counts).elements()))
-        out.append((times, left, right))
-    return tuple(out)
+    times = Counter(left for n in range(1, len(index)) for left in combinations(index, n))
+    rest = lambda left: tuple(sorted((Counter(index) - Counter(left)).elements()))
+    return tuple((n, left, rest(left)) for left, n in times.items())
 
 
 def _partitions(items: list[int]) -> Iterator[list[list[int]]]:
