@@ -130,11 +130,8 @@ class Containers:
         def move(x):
             if not isinstance(x, Jet):
                 return x
-            streams = {
-                k: s if self.plan.size(k) is None else jnp.moveaxis(s, source, target)
-                for k, s in x.streams.items()
-            }
-            return Jet(x.primal, streams, x.stage)
+            turn = lambda s, k: s if self.plan.size(k) is None else jnp.moveaxis(s, source, target)
+            return x.map(turn)
 
         return list(map(move, values))
 

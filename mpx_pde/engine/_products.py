@@ -24,7 +24,7 @@ from ..interpret._jaxpr import aval_of, own_bind
 from ._plan import Index
 from ._rules import Rules
 from ._segments import Role
-from ._streams import DEEP, RAW, Jet, Storage, after_product, bind, is_inexact
+from ._streams import DEEP, RAW, Jet, Storage, after_product, bind, is_inexact, total
 from ._together import beside
 
 
@@ -223,7 +223,7 @@ def _combined(factors: Any, rows: Sequence[Any]) -> Any:
         for factor, row in zip(factors, rows, strict=True)
         if not (known and factor == 0)
     ]
-    return sum(terms[1:], terms[0])
+    return total(terms)
 
 
 def _is_real(eqn: JaxprEqn) -> bool:

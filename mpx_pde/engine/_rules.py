@@ -1,9 +1,10 @@
 """How each kind of primitive maps streams: linear, product, elementwise, by selection."""
 
 import dataclasses
+import functools as ft
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from .._derivative_of import of_some
 from .._varying import match_varying_axes
 from ..interpret import _tables as tables
 from ..interpret._jaxpr import CALLS, aval_of, bodies_of, differentiable, pushforward
@@ -29,12 +31,13 @@ from ._streams import (
     each,
     is_inexact,
     stage_of,
+    total,
 )
 from ._together import beside, sum_together
 from ._towers import closed_tower, has_tower, nested_tower
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["factors"], meta_fields=["plan"])
+@ft.partial(jax.tree_util.register_dataclass, data_fields=["factors"], meta_fields=["plan"])
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """The rules of one evaluation, on values that are not stored.
@@ -49,7 +52,7 @@ class Rules:
     plan: Plan
     factors: Sequence[Sequence[Any]] = ()
 
-    @cached_property
+    @ft.cached_property
     def weights(self) -> dict[Index, tuple[tuple[Any, Index], ...]]:
         """Returns the summands of each sum, with their factors."""
         pairs = zip(self.factors, self.plan.sums, strict=True)
@@ -72,8 +75,7 @@ class Rules:
                 elif weight is not None:
                     x = self.weighted(weight, x, index)
                 found[factor] = found[factor] + x if factor in found else x
-        parts = [x if factor == 1 else factor * x for factor, x in found.items()]
-        return sum(parts[1:], parts[0]) if parts else None
+        return total(x if factor == 1 else factor * x for factor, x in found.items())
 
     def weighted(self, weight: Any, x: Any, index: Index) -> Any:
         """A summand times its weight; of a stacked one the sum."""
@@ -88,52 +90,45 @@ class Rules:
     def leibniz(self, op: Callable, a: Jet, b: Jet) -> Streams:
         """The streams of a product of two values that both depend on the point.
 
-        `op(x, y, index)` multiplies, where one or both may be stacked.
+        `op(x, y, left, right)` multiplies streams with these keys, either of which may be stacked.
         """
-        out: Streams = {}
-        for key in self.plan.keys:
-            parts = []
+
+        def terms(index):
+            for count, left, right in splits(index):
+                if left in a.streams and right in b.streams:
+                    yield count, op(a.streams[left], b.streams[right], left, right)
+
+        def parts(key):
             if key in a.streams:
-                parts.append(op(a.streams[key], b.primal, key, ()))
+                yield op(a.streams[key], b.primal, key, ())
             if key in b.streams:
-                parts.append(op(a.primal, b.streams[key], (), key))
+                yield op(a.primal, b.streams[key], (), key)
+            yield self.gather(key, terms)
 
-            def mixed(index):
-                for count, left, right in splits(index):
-                    if left in a.streams and right in b.streams:
-                        yield count, op(a.streams[left], b.streams[right], left, right)
+        return self._sums(parts)
 
-            rest = self.gather(key, mixed)
-            if rest is not None:
-                parts.append(rest)
-            if parts:
-                out[key] = sum(parts[1:], parts[0])
-        return out
+    def compose(self, tower: Sequence[Any], x: Jet) -> Jet:
+        """A function of one value, from the function and its derivatives there."""
 
-    def compose(self, tower: Sequence[Any], x: Jet) -> Streams:
-        """The streams of a function of one value, from its derivatives there."""
-        out: Streams = {}
-        for key in self.plan.keys:
-            parts = []
+        def terms(order, index):
+            for count, blocks in chains(index).get(order, ()):
+                if all(block in x.streams for block in blocks):
+                    yield count, ft.reduce(operator.mul, (x.streams[block] for block in blocks))
+
+        def parts(key):
             if key in x.streams and tower[1] is not None:
-                parts.append(tower[1] * x.streams[key])
+                yield tower[1] * x.streams[key]
             for order in range(2, len(tower)):
-                if tower[order] is None:
-                    continue
-                curved = self.gather(key, lambda index, order=order: self._blocks(index, order, x))
-                if curved is not None:
-                    parts.append(tower[order] * curved)
-            if parts:
-                out[key] = sum(parts[1:], parts[0])
-        return out
+                if tower[order] is not None:
+                    curved = self.gather(key, ft.partial(terms, order))
+                    yield None if curved is None else tower[order] * curved
 
-    def _blocks(self, index: Index, order: int, x: Jet) -> Iterator[tuple[int, Any]]:
-        for count, blocks in chains(index).get(order, ()):
-            if all(block in x.streams for block in blocks):
-                yield (
-                    count,
-                    math.prod((x.streams[b] for b in blocks[1:]), start=x.streams[blocks[0]]),
-                )
+        return Jet(tower[0], self._sums(parts), after_nonlinear(x))
+
+    def _sums(self, parts: Callable[[Index], Iterable[Any]]) -> Streams:
+        """The streams that are the sums of their `parts`; those without any vanish."""
+        found = {key: total(parts(key)) for key in self.plan.keys}
+        return {key: x for key, x in found.items() if x is not None}
 
     def order(self, x: Jet) -> int:
         """The highest derivative that a function of `x` needs."""
@@ -221,15 +216,14 @@ class Rules:
         (start,) = summed(each([x], first), axes)
         kept = [i for i in range(len(shape)) if i not in axes]
         y = added(x, start.spread(shape, kept), -1)
-        total, squares = summed([y, self._square(y)], axes)
-        squares = added(squares, self._square(total), -1 / count)
+        sums, squares = summed([y, self._square(y)], axes)
+        squares = added(squares, self._square(sums), -1 / count)
         # Rounding may leave less than nothing of equal entries, which has no root.
         least = jnp.where(squares.primal < 0, 0, squares.primal)
-        return [added(total, start, count), dataclasses.replace(squares, primal=least)]
+        return [added(sums, start, count), dataclasses.replace(squares, primal=least)]
 
     def _square(self, x: Jet) -> Jet:
-        tower = closed_tower("integer_pow", self.order(x), x.primal, 2)
-        return Jet(tower[0], self.compose(tower, x), after_nonlinear(x))
+        return self.compose(closed_tower("integer_pow", self.order(x), x.primal, 2), x)
 
     def _linear_stream(self, eqn, operands, key) -> list:
         args, axes = [], []
@@ -261,13 +255,14 @@ class Rules:
         size = self.plan.size(key)
         shape = shape if size is None else (size, *shape)
         signs = (1, -1 if eqn.primitive.name == "sub" else 1)
-        total: Any = None
-        for sign, x in zip(signs, operands, strict=True):
-            if isinstance(x, Jet) and key in x.streams:
-                part = x.streams[key] if sign > 0 else -x.streams[key]
-                total = part if total is None else total + part
+        parts = [
+            x.streams[key] if sign > 0 else -x.streams[key]
+            for sign, x in zip(signs, operands, strict=True)
+            if isinstance(x, Jet) and key in x.streams
+        ]
         # An axis of length one meets a longer one.
-        return total if jnp.shape(total) == shape else jnp.broadcast_to(total, shape)
+        out = total(parts)
+        return out if jnp.shape(out) == shape else jnp.broadcast_to(out, shape)
 
     def _mul(self, eqn, operands):
         a, b = operands
@@ -294,25 +289,20 @@ class Rules:
         a_streams = a.streams if isinstance(a, Jet) else {}
         inverse = 1 / b.primal
         q: Streams = {}
+
+        def terms(index):
+            for count, left, right in splits(index):
+                if left in b.streams and right in q:
+                    yield count, b.streams[left] * q[right]
+
         for key in self.plan.keys:
-            total = a_streams.get(key)
-            minus = []
-            if key in b.streams:
-                minus.append(primal * b.streams[key])
-
-            def mixed(index, q=q):
-                for count, left, right in splits(index):
-                    if left in b.streams and right in q:
-                        yield count, b.streams[left] * q[right]
-
-            rest = self.gather(key, mixed)
-            if rest is not None:
-                minus.append(rest)
-            if minus:
-                less = sum(minus[1:], minus[0])
-                total = -less if total is None else total - less
-            if total is not None:
-                q[key] = total * inverse
+            own = a_streams.get(key)
+            first = primal * b.streams[key] if key in b.streams else None
+            less = total([first, self.gather(key, terms)])
+            if less is not None:
+                own = -less if own is None else own - less
+            if own is not None:
+                q[key] = own * inverse
         return [Jet(primal, q, after_nonlinear(a, b))]
 
     def _div_by_shared(self, eqn, a, b):
@@ -321,15 +311,9 @@ class Rules:
         if _is_complex(eqn.outvars[0]):
             return self._div(eqn, [a, spread(b, shape)])
         tower = closed_tower("integer_pow", self.order(b), b.primal, -1)
-        inverse = spread(Jet(tower[0], self.compose(tower, b), after_nonlinear(b)), shape)
+        inverse = spread(self.compose(tower, b), shape)
         if not isinstance(a, Jet):
-            return [
-                Jet(
-                    a * inverse.primal,
-                    {k: a * x for k, x in inverse.streams.items()},
-                    inverse.stage,
-                )
-            ]
+            return [inverse.map(lambda x, _: a * x)]
         streams = self.leibniz(lambda x, y, *_: x * y, a, inverse)
         return [Jet(a.primal * inverse.primal, streams, after_nonlinear(a, b))]
 
@@ -344,7 +328,7 @@ class Rules:
             tower = closed_tower(name, self.order(x), x.primal, parameter)
         else:
             tower = nested_tower(lambda v: bind(eqn, [v])[0], self.order(x), x.primal)
-        return [Jet(tower[0], self.compose(tower, x), after_nonlinear(x))]
+        return [self.compose(tower, x)]
 
     # Functions with a derivative of their own.
 
@@ -369,13 +353,9 @@ class Rules:
         if _is_logaddexp(eqn):
             tower = closed_tower("logaddexp", self.order(x), x.primal, _number(others[0]))
         else:
-
-            def fun(v):
-                full = [v if j == i else y for j, y in enumerate(operands)]
-                return custom_in_registers(eqn, match_varying_axes(*full))[0]
-
-            tower = nested_tower(fun, self.order(x), x.primal)
-        return [Jet(tower[0], self.compose(tower, x), after_nonlinear(x))]
+            whole = lambda *args: custom_in_registers(eqn, match_varying_axes(*args))[0]
+            tower = nested_tower(of_some(whole, operands, [i]), self.order(x), x.primal)
+        return [self.compose(tower, x)]
 
 
 def summed(jets: Sequence[Jet], axes: Sequence[int]) -> list[Jet]:

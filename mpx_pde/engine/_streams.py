@@ -1,7 +1,7 @@
 """A value together with its derivatives, and how they are stored."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,11 @@ class Jet:
     primal: Any
     streams: dict[Index, Any]
     stage: int
+
+    def map(self, function: Callable[[Any, Index], Any]) -> "Jet":
+        """The jet of what a function makes of each stream by its key, and of the value by `()`."""
+        streams = {key: function(x, key) for key, x in self.streams.items()}
+        return Jet(function(self.primal, ()), streams, self.stage)
 
     def only(self, keys: Collection[Index]) -> "Jet":
         """The value with those of its streams."""
@@ -131,9 +136,11 @@ class Storage:
         """A stream as it is kept; what is no real floating-point array stays as it is."""
         if x is None or self.dtype in (None, self.registers) or x.dtype != self.registers:
             return x
-        if key in self.scales:
-            x = x * _along(self.scales[key][0], x)
-        return x.astype(self.dtype)
+        return self.scaled(x, key).astype(self.dtype)
+
+    def scaled(self, x: Any, key: Index) -> Any:
+        """An array in registers, multiplied by the scale of its stream."""
+        return x * _along(self.scales[key][0], x) if key in self.scales else x
 
     def unscaled(self, x: Any, key: Index) -> Any:
         """An array that was computed from stored streams, in registers."""
@@ -149,14 +156,12 @@ class Storage:
         def rounded(x: Any, key: Index) -> Any:
             if key in but:
                 return x
-            scale, inverse = self.scales.get(key, (None, None))
-            if scale is None or x.dtype != self.registers:
+            if x.dtype != self.registers:
                 return rounded_cotangent(x, dtype)
             # The cotangent of what is stored is divided by the scale.
-            return rounded_cotangent(x * _along(scale, x), dtype) * _along(inverse, x)
+            return self.unscaled(rounded_cotangent(self.scaled(x, key), dtype), key)
 
-        streams = {key: rounded(x, key) for key, x in jet.streams.items()}
-        return Jet(rounded(jet.primal, ()), streams, jet.stage)
+        return jet.map(rounded)
 
     def overflows(self, jet: Jet) -> dict[Index, Array]:
         """Which streams do not fit where they are kept, by a scale that a smaller one can mend."""
@@ -164,7 +169,7 @@ class Storage:
             return {}
         largest = float(jnp.finfo(self.dtype).max)
         return {
-            key: jnp.any(jnp.abs(x * _along(self.scales[key][0], x)) > largest)
+            key: jnp.any(jnp.abs(self.scaled(x, key)) > largest)
             for key, x in jet.streams.items()
             if key in self.scales and x is not None and x.dtype == self.registers != self.dtype
         }
@@ -173,18 +178,15 @@ class Storage:
         """Returns a value that the program has in `dtype` as it is computed with."""
         if not isinstance(x, Jet):
             return self.constant(x, dtype)
-        streams = {key: self.load(s, key, dtype) for key, s in x.streams.items()}
-        return Jet(self.load(x.primal, (), dtype), streams, x.stage)
+        return x.map(lambda array, key: self.load(array, key, dtype))
 
     def computed(self, jet: Jet, dtype: Any) -> Jet:
         """Returns the result of an equation in what its value, of `dtype`, is computed in. What is
         stored stays so."""
-        held = lambda x: x if self.is_stored(x) else self.constant(x, dtype)
-        return Jet(held(jet.primal), {k: held(x) for k, x in jet.streams.items()}, jet.stage)
+        return jet.map(lambda x, _: x if self.is_stored(x) else self.constant(x, dtype))
 
     def stored(self, jet: Jet) -> Jet:
-        streams = {key: self.store(x, key) for key, x in jet.streams.items()}
-        return Jet(self.store(jet.primal, ()), streams, jet.stage)
+        return jet.map(self.store)
 
 
 def _along(scale: Any, x: Any) -> Any:
@@ -196,6 +198,12 @@ def _along(scale: Any, x: Any) -> Any:
 def cast(x: Any, dtype: Any) -> Any:
     """Casts an array, one of NumPy to one of NumPy."""
     return x if x.dtype == dtype else x.astype(dtype)
+
+
+def total(terms: Iterable[Any]) -> Any:
+    """The sum of the terms that are not `None`; `None` if there are none."""
+    first, *rest = [x for x in terms if x is not None] or [None]
+    return sum(rest, first)
 
 
 def zeros_of(jet: Jet, size: int | None = None) -> Any:
