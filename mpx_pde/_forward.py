@@ -1,7 +1,6 @@
 """The precision of the forward pass, where it differs from that of the backward pass."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -90,11 +89,9 @@ def present_forward() -> Forward | None:
     return _context.value
 
 
-@contextmanager
-def forward_in(forward: Forward | None) -> Iterator[None]:
+def forward_in(forward: Forward | None) -> AbstractContextManager[Any]:
     """Traces its body under `forward`."""
-    with _context(forward):
-        yield
+    return _context(forward)
 
 
 def check_forward(precision: Any, call: str) -> str:

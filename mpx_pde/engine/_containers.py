@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..checkpoint_policies import translate
@@ -17,7 +18,7 @@ from ..interpret._rebind import bind_around, rebind, scan_counts
 from ._custom import custom_jvp, custom_vjp
 from ._plan import Index, Plan
 from ._segments import NO_KINDS, Kinds
-from ._streams import DEEP, Jet, Operand, cast, is_inexact, primal_of, stage_of, zeros_of
+from ._streams import DEEP, Jet, Operand, cast, is_inexact, primal_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +70,8 @@ class Containers:
         jet = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, stage)
         streams = {}
         for key in self.plan.keys:
-            like = zeros_of(jet, self.plan.size(key))
-            stream = jet.streams.get(key)
-            streams[key] = like if stream is None else jnp.broadcast_to(stream, like.shape)
+            stream = jet.streams.get(key, np.zeros((), jet.primal.dtype))
+            streams[key] = jnp.broadcast_to(stream, self.plan.shape(key, jnp.shape(jet.primal)))
         return Jet(jnp.asarray(jet.primal), streams, stage)
 
     def _outside(self, values: Sequence[Operand]) -> list[Any]:
@@ -95,7 +95,8 @@ class Containers:
             return [*init, *(jnp.zeros(a.shape, a.dtype) for a in stacked)]
         if self.mixed:
             consts, init = self._outside(consts), list(map(self.loaded, init))
-        stage = DEEP if self.mixed else stage_of(operands)
+        stages = [DEEP if self.mixed else x.stage for x in operands if isinstance(x, Jet)]
+        stage = max(stages, default=DEEP)
         # Streams of what is scanned over have that axis behind the one of stacked directions.
         scanned = self._axis(operands[n:], front=True)
         for _ in range(3):
@@ -193,7 +194,7 @@ class Containers:
             inside = [Jet(y, {}, x.stage) if isinstance(x, Jet) else y for x, y in pairs]
             return list(map(primal_of, self._inside(bodies_of(eqn)[0], inside)))
 
-        return [Jet(x, {}, DEEP) for x in rebind(eqn, list(map(primal_of, operands)), [body])]
+        return list(map(Jet, rebind(eqn, list(map(primal_of, operands)), [body])))
 
 
 _ENTERED = {

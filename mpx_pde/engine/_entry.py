@@ -17,7 +17,7 @@ from ._evaluate import Evaluator, Note
 from ._plan import Index, Plan
 from ._products import Product
 from ._rules import Rules
-from ._streams import RAW, Jet, Storage, is_inexact
+from ._streams import RAW, Jet, Storage, is_inexact, total
 
 
 class Equation(NamedTuple):
@@ -137,23 +137,15 @@ def propagate(
         evaluator = _evaluator(closed, rules, scales or (lambda dtype: {}), note, lost)
         streams: dict[Index, Any] = {(i,): x for i, x in enumerate(seeds) if (i,) in plan.indices}
         for key, summands in rules.weights.items():
-            total = None
-            for weight, index in summands:
-                if len(index) == 1:
-                    part = rules.weighted(weight, seeds[index[0]], index)
-                    total = part if total is None else total + part
-            if total is not None:
-                streams[key] = total
+            ones = ((w, index) for w, index in summands if len(index) == 1)
+            first = total(rules.weighted(w, seeds[index[0]], index) for w, index in ones)
+            if first is not None:
+                streams[key] = first
 
         (out,) = evaluator.program(closed, [Jet(point, streams, RAW)], plan.results)
         if not isinstance(out, Jet):
             return jnp.asarray(out), {}
         out = evaluator.above.storage.loaded(out, closed.out_avals[0].dtype)
-        full = {
-            k: jnp.broadcast_to(x, _shape(plan.size(k), out.primal)) for k, x in out.streams.items()
-        }
+        shape = out.primal.shape
+        full = {k: jnp.broadcast_to(x, plan.shape(k, shape)) for k, x in out.streams.items()}
     return jnp.asarray(out.primal), full
-
-
-def _shape(size: int | None, primal: Any) -> tuple[int, ...]:
-    return primal.shape if size is None else (size, *primal.shape)

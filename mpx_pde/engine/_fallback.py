@@ -9,7 +9,7 @@ import jax
 from .._derivative_of import of_some
 from ._plan import Index, chains
 from ._rules import Rules
-from ._streams import DEEP, Jet, Streams, is_inexact, primal_of, total
+from ._streams import Jet, Streams, is_inexact, primal_of, total
 
 
 def nested(fun: Callable[..., list], operands: Sequence[Any], rules: Rules) -> list[Jet]:
@@ -51,7 +51,7 @@ def nested(fun: Callable[..., list], operands: Sequence[Any], rules: Rules) -> l
             both = total([straight and straight[k], rest])
             if both is not None:
                 streams[i][key] = both
-    return [Jet(x, s, DEEP) for x, s in zip(out, streams, strict=True)]
+    return [Jet(x, s) for x, s in zip(out, streams, strict=True)]
 
 
 def _pushed(function: Callable, tangents: Sequence[Any]) -> Callable[..., list]:

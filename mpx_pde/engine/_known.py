@@ -60,18 +60,17 @@ _MOVES: dict[str, Callable[..., Any]] = {
 
 def known_streams(
     rule: Callable, eqn: JaxprEqn, operands: Sequence[Any], plan: Plan
-) -> tuple[dict[Index, Any], int]:
-    """The streams of the result of an equation whose operands have known ones, and its stage;
-    those that vanish are dropped."""
-    jets = [x for x in operands if isinstance(x, Jet)]
-    stage = max(x.stage for x in jets)
+) -> dict[Index, Any]:
+    """The streams of the result of an equation whose operands have known ones; those that vanish
+    are dropped."""
     if not is_inexact(eqn.outvars[0].aval):
-        return {}, stage
+        return {}
+    jets = [x for x in operands if isinstance(x, Jet)]
     keys = [k for k in plan.keys if any(k in x.streams for x in jets)]
     found = {k: _by_numpy(eqn, operands, k, plan) for k in keys}
     if any(x is None for x in found.values()):
-        found, stage = _by_jax(rule, eqn, operands)
-    return {k: np.asarray(x) for k, x in found.items() if np.any(np.asarray(x))}, stage
+        found = _by_jax(rule, eqn, operands)
+    return {k: np.asarray(x) for k, x in found.items() if np.any(np.asarray(x))}
 
 
 def _by_numpy(eqn: JaxprEqn, operands: Sequence[Any], key: Index, plan: Plan) -> Any:
@@ -87,8 +86,7 @@ def _by_numpy(eqn: JaxprEqn, operands: Sequence[Any], key: Index, plan: Plan) ->
 
 
 def _joined(eqn: JaxprEqn, operands: Sequence[Any], key: Index, plan: Plan) -> Any:
-    size = plan.size(key)
-    front = () if size is None else (size,)
+    front = plan.shape(key, ())
     parts = []
     for x in operands:
         own = x.streams.get(key) if isinstance(x, Jet) else None
@@ -103,20 +101,18 @@ def _joined(eqn: JaxprEqn, operands: Sequence[Any], key: Index, plan: Plan) -> A
     return parts[0] - parts[1] if eqn.primitive.name == "sub" else parts[0] + parts[1]
 
 
-def _by_jax(rule: Callable, eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[dict[Index, Any], int]:
+def _by_jax(rule: Callable, eqn: JaxprEqn, operands: Sequence[Any]) -> dict[Index, Any]:
     with jax.ensure_compile_time_eval():
         shadows = [
-            Jet(np.zeros(x.primal.shape, x.primal.dtype), x.streams, x.stage)
-            if isinstance(x, Jet)
-            else x
+            Jet(np.zeros(x.primal.shape, x.primal.dtype), x.streams) if isinstance(x, Jet) else x
             for x in operands
         ]
         (out,) = rule(eqn, shadows)
-        return {k: np.asarray(x) for k, x in out.streams.items()}, out.stage
+        return out.streams
 
 
 def folded(rule: Callable, eqn: JaxprEqn, operands: list[Any], plan: Plan) -> list[Jet]:
     """A rule on streams that are known while tracing; those that vanish are dropped."""
-    streams, stage = known_streams(rule, eqn, operands, plan)
+    streams = known_streams(rule, eqn, operands, plan)
     (primal,) = own_bind(eqn, list(map(primal_of, operands)))
-    return [Jet(primal, streams, stage)]
+    return [Jet(primal, streams)]

@@ -11,6 +11,7 @@ from jax.extend.core import Primitive
 
 from ..interpret._flat import Constant, Flat, Step, needed
 from ..interpret._jaxpr import aval_of
+from ._roles import dependent
 
 
 LARGEST = 2**16
@@ -30,10 +31,7 @@ def with_moments(flat: Flat, moving: Collection[int]) -> Flat:
     one, and say the same.
     """
     made = {x: step for step in flat.steps for x in step.outputs}
-    depends = set(moving)
-    for step in flat.steps:
-        if not depends.isdisjoint(step.variables):
-            depends.update(step.outputs)
+    depends = dependent(flat, moving)
     squares: dict[tuple[int, tuple[int, ...]], list[Step]] = {}
     for step in flat.steps:
         found = _deviations(step, made)

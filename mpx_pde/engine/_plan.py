@@ -68,6 +68,11 @@ class Plan:
             out.update(below for index in terms for below in _below(index))
         return frozenset(out)
 
+    def shape(self, key: Index, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a stream of a value of this shape."""
+        size = self.size(key)
+        return shape if size is None else (size, *shape)
+
     def size(self, key: Index) -> int | None:
         """The length of the leading axis of a stream; `None` if it has none."""
         sizes = {self.sizes[i] for i in key if i >= 0} if self.sizes else set()

@@ -25,12 +25,10 @@ from ._streams import (
     Jet,
     Operand,
     Streams,
-    after_nonlinear,
     bind,
     bind_primals,
     each,
     is_inexact,
-    stage_of,
     total,
 )
 from ._together import beside, sum_together
@@ -123,7 +121,7 @@ class Rules:
                     curved = self.gather(key, ft.partial(terms, order))
                     yield None if curved is None else tower[order] * curved
 
-        return Jet(tower[0], self._sums(parts), after_nonlinear(x))
+        return Jet(tower[0], self._sums(parts))
 
     def _sums(self, parts: Callable[[Index], Iterable[Any]]) -> Streams:
         """The streams that are the sums of their `parts`; those without any vanish."""
@@ -168,8 +166,7 @@ class Rules:
         return None
 
     def _constant(self, eqn, operands):
-        stage = stage_of(operands)
-        return [Jet(x, {}, stage) for x in bind_primals(eqn, operands)]
+        return list(map(Jet, bind_primals(eqn, operands)))
 
     def _convert(self, eqn, operands):
         # Where values are rounded is this interpreter's affair, not the program's.
@@ -181,7 +178,6 @@ class Rules:
 
     def _linear(self, eqn, operands):
         primals = bind_primals(eqn, operands)
-        stage = stage_of(operands)
         out: list[Streams] = [{} for _ in primals]
         moving = [x for x in operands if isinstance(x, Jet)]
         for key in self.plan.keys:
@@ -189,7 +185,7 @@ class Rules:
                 continue
             for streams, x in zip(out, self._linear_stream(eqn, operands, key), strict=True):
                 streams[key] = x
-        return [Jet(x, s, stage) for x, s in zip(primals, out, strict=True)]
+        return list(map(Jet, primals, out))
 
     def _together(self, eqn, operands):
         (x, *more), params = operands, eqn.params
@@ -251,9 +247,7 @@ class Rules:
         return jax.vmap(lambda *args: bind(eqn, args), in_axes=axes)(*args)
 
     def _added(self, eqn, operands, key):
-        shape = eqn.outvars[0].aval.shape
-        size = self.plan.size(key)
-        shape = shape if size is None else (size, *shape)
+        shape = self.plan.shape(key, eqn.outvars[0].aval.shape)
         signs = (1, -1 if eqn.primitive.name == "sub" else 1)
         parts = [
             x.streams[key] if sign > 0 else -x.streams[key]
@@ -268,15 +262,14 @@ class Rules:
         a, b = operands
         if isinstance(a, Jet) and isinstance(b, Jet):
             (primal,) = bind_primals(eqn, operands)
-            streams = self.leibniz(lambda x, y, *_: x * y, a, b)
-            return [Jet(primal, streams, after_nonlinear(a, b))]
+            return [Jet(primal, self.leibniz(lambda x, y, *_: x * y, a, b))]
         jet, factor = (a, b) if isinstance(a, Jet) else (b, a)
         if isinstance(factor, jax.Array) and jet.streams:
             (factor,) = beside([factor], jet.primal)
             primal = jet.primal * factor
         else:
             (primal,) = bind_primals(eqn, operands)
-        return [Jet(primal, {k: x * factor for k, x in jet.streams.items()}, jet.stage)]
+        return [Jet(primal, {k: x * factor for k, x in jet.streams.items()})]
 
     def _div(self, eqn, operands):
         a, b = operands
@@ -284,7 +277,7 @@ class Rules:
             return self._div_by_shared(eqn, a, b)
         (primal,) = bind_primals(eqn, operands)
         if not isinstance(b, Jet):
-            return [Jet(primal, {k: x / b for k, x in a.streams.items()}, a.stage)]
+            return [Jet(primal, {k: x / b for k, x in a.streams.items()})]
         # From a = q b, order by order.
         a_streams = a.streams if isinstance(a, Jet) else {}
         inverse = 1 / b.primal
@@ -303,7 +296,7 @@ class Rules:
                 own = -less if own is None else own - less
             if own is not None:
                 q[key] = own * inverse
-        return [Jet(primal, q, after_nonlinear(a, b))]
+        return [Jet(primal, q)]
 
     def _div_by_shared(self, eqn, a, b):
         """By a value that several entries share: its inverse is spread."""
@@ -315,7 +308,7 @@ class Rules:
         if not isinstance(a, Jet):
             return [inverse.map(lambda x, _: a * x)]
         streams = self.leibniz(lambda x, y, *_: x * y, a, inverse)
-        return [Jet(a.primal * inverse.primal, streams, after_nonlinear(a, b))]
+        return [Jet(a.primal * inverse.primal, streams)]
 
     def _elementwise(self, eqn, operands):
         x, *rest = operands
@@ -367,7 +360,7 @@ def added(x: Jet, y: Jet, factor: int | float) -> Jet:
     """Returns one value and a multiple of another, which has no other streams."""
     plus = lambda a, b: a - b if factor == -1 else a + factor * b
     streams = {k: plus(s, y.streams[k]) if k in y.streams else s for k, s in x.streams.items()}
-    return Jet(plus(x.primal, y.primal), streams, x.stage)
+    return Jet(plus(x.primal, y.primal), streams)
 
 
 def aligned(eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:

@@ -19,8 +19,17 @@ from ..interpret._flat import Constant, Flat, Step, flatten, variables
 from ..interpret._jaxpr import CALLS, bodies_of, contains, differentiable, pushforward
 from ..interpret._rebind import scan_counts
 from ._plan import Index, Plan
-from ._roles import by_stream, contracted, ends_of, is_linear, moving_in, still_in
-from ._streams import DATA, DEEP, FIRST, RAW, Jet, is_inexact
+from ._roles import (
+    by_stream,
+    contracted,
+    dependent,
+    ends_of,
+    is_linear,
+    moving_in,
+    stage_after,
+    still_in,
+)
+from ._streams import DATA, DEEP, RAW, Jet, is_inexact
 
 
 _SMALL = 64
@@ -152,8 +161,8 @@ class Part(NamedTuple):
     """Consecutive equations, and the variables that go in and out."""
 
     steps: tuple[Step, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
     alone: bool = True
     checkpointed: bool = False
     multiplies: bool = False
@@ -181,17 +190,11 @@ def roles_of(
         stage, data = _stages_of_loss(flat, stages, params)
         found, made = ends_of(flat, params, stage, carried is not None)
         ends = found if whole else None
-    wanted = _wanted(flat, stage, ends, made, set())
-    carried = carried or ()
-    for _ in carried:
-        next_step = {
-            x
-            for i, j in carried
-            if flat.inputs[j] in wanted and not isinstance(x := flat.outputs[i], Constant)
-        }
-        if next_step <= wanted:
-            break
-        wanted = _wanted(flat, stage, ends, made, wanted | next_step)
+    wanted, more = set[int](), set[int]()
+    while more is not None:
+        wanted = _wanted(flat, stage, ends, made, wanted | more)
+        next_step = [flat.outputs[i] for i, j in carried or () if flat.inputs[j] in wanted]
+        more = set(variables(next_step)) - wanted or None
     stored = {x for x, s in stage.items() if s == DEEP and x in wanted}
     everything = _asked_of(flat, stage, plan, asked)
     final = set(stage) - wanted
@@ -202,15 +205,9 @@ def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:
     """Returns how far each variable that depends on the point is from it."""
     stage = dict(given)
     for step in flat.steps:
-        moving = [stage[x] for x in step.variables if x in stage]
-        if not moving:
-            continue
-        here = max(moving)
-        if step.name in tables.PRODUCTS:
-            here = FIRST if here == RAW else DEEP
-        elif here == FIRST and not is_linear(step, stage):
-            here = DEEP
-        stage.update(dict.fromkeys(step.outputs, here))
+        here = stage_after(step, stage)
+        if here is not None:
+            stage.update(dict.fromkeys(step.outputs, here))
     return stage
 
 
@@ -271,10 +268,7 @@ def apart_of(flat: Flat, roles: Role, traced: Iterable[int]) -> frozenset[int]:
     loops = [step for step in at_point if _holds_while(step, roles.still)]
     if not loops:
         return frozenset()
-    depends = set(traced)
-    for step in flat.steps:
-        if not depends.isdisjoint(step.variables):
-            depends.update(step.outputs)
+    depends = dependent(flat, traced)
     needed = {x for step in loops for x in (*step.variables, *step.outputs)}
     for step in reversed(flat.steps):
         if not needed.isdisjoint(step.outputs):
@@ -318,7 +312,7 @@ def parts_of(flat: Flat, roles: Role) -> list[Part]:
     if roles.ends is None:
         return _layers(flat, flat.steps, roles)
     network, rest = divided(flat, roles)
-    behind = [Part((s,), (), ()) if s.alone else _by_itself(s) for s in rest]
+    behind = [Part((s,)) if s.alone else _by_itself(s) for s in rest]
     return [*_layers(flat, network, roles, {x for s in rest for x in s.variables}), *behind]
 
 
@@ -363,18 +357,10 @@ def _layers(
         stop = pending[-1][0]
         made = {x for s in steps for x in s.outputs}
         used = dict.fromkeys(x for s in steps for x in s.variables)
+        inputs = tuple(x for x in used if x not in made)
         outputs = tuple(x for s in steps for x in s.outputs if last.get(x, -1) > stop)
         curved = any(not is_linear(s, roles.stage) for s in steps if _kind(s, roles) == "light")
-        out.append(
-            Part(
-                steps,
-                tuple(x for x in used if x not in made),
-                outputs,
-                alone=False,
-                checkpointed=curved,
-                multiplies=bool(products),
-            )
-        )
+        out.append(Part(steps, inputs, outputs, False, curved, bool(products)))
         pending.clear()
         products.clear()
 
@@ -389,7 +375,7 @@ def _layers(
             kind = "light"
         if kind in ("constant", "raw"):
             # These depend on nothing that is pending, and may not cut a layer.
-            out.append(Part((step,), (), ()))
+            out.append(Part((step,)))
             continue
         if kind == "alone":
             close()
@@ -477,12 +463,11 @@ def _region(step: Step, outputs: Sequence[int], roles: Role) -> Part:
     one that holds the loss, or a choice by values, is entered."""
     eqn = step.eqn
     if eqn.primitive.name != "remat2" or not contains(bodies_of(eqn)[0], tables.PRODUCTS):
-        return Part((step,), (), ())
+        return Part((step,))
     holds_loss = not roles.final.isdisjoint(outputs) and _holds_loss(step, roles)
     if holds_loss or (roles.ends is not None and _holds_choices(step, roles.stage, roles.params)):
-        return Part((step,), (), ())
-    inputs = tuple(dict.fromkeys(step.variables))
-    return Part((step,), inputs, tuple(outputs), alone=False, multiplies=True)
+        return Part((step,))
+    return _by_itself(step)._replace(outputs=tuple(outputs), multiplies=True)
 
 
 def _holds_loss(step: Step, roles: Role) -> bool:
@@ -580,16 +565,11 @@ def multiplied_only(
     return used - read
 
 
-class _Body(NamedTuple):
-    """A program that an equation holds, in a whole loss, and the operands that it takes."""
-
-    flat: Flat
-    roles: Role
-    operands: tuple[int | Constant, ...]
-
-
-def _inside(step: Step, stage: Mapping[int, int], params: Collection[int]) -> list[_Body]:
-    """Returns the programs that a loop, a branch, a checkpoint or a `shard_map` holds."""
+def _inside(
+    step: Step, stage: Mapping[int, int], params: Collection[int]
+) -> list[tuple[Flat, Role, tuple[int | Constant, ...]]]:
+    """Returns the programs that a loop, a branch, a checkpoint or a `shard_map` holds in a whole
+    loss, with their roles and the operands that they take."""
     eqn, out = step.eqn, []
     for body, start, (first, stop) in _bodies(eqn):
         flat = flatten(body, forward_mode=False)
@@ -607,7 +587,7 @@ def _inside(step: Step, stage: Mapping[int, int], params: Collection[int]) -> li
         looped = eqn.primitive.name in ("scan", "while")
         carried = [(i, first + i) for i in range(stop - first)] if looped else None
         roles = roles_of(flat, stages, Plan(()), (), own.difference(carry), carried)
-        out.append(_Body(flat, roles, operands))
+        out.append((flat, roles, operands))
     return out
 
 

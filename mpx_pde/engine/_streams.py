@@ -33,12 +33,13 @@ class Jet:
     """A value that depends on the point, and its streams; one that is missing is zero. The value
     is `None` where it enters a layer that has no use of it.
 
-    Arrays in half are *stored*: multiplied by the scale of their stream. All others are not.
+    Arrays in half are *stored*: multiplied by the scale of their stream. All others are not. The
+    `stage` is set by what evaluates a program, not by rules.
     """
 
     primal: Any
-    streams: dict[Index, Any]
-    stage: int
+    streams: dict[Index, Any] = dataclasses.field(default_factory=dict)
+    stage: int = DEEP
 
     def map(self, function: Callable[[Any, Index], Any]) -> "Jet":
         """The jet of what a function makes of each stream by its key, and of the value by `()`."""
@@ -124,6 +125,8 @@ class Storage:
 
     def constant(self, x: Any, dtype: Any = None) -> Any:
         """Casts an array to what a value of `dtype`, by default its own, is computed in."""
+        if getattr(x, "dtype", None) == self.registers and dtype in (None, self.registers):
+            return x  # as nearly all are
         return cast(x, self.width_of(x.dtype if dtype is None else dtype)) if is_inexact(x) else x
 
     def load(self, x: Any, key: Index, dtype: Any = None) -> Any:
@@ -206,14 +209,14 @@ def total(terms: Iterable[Any]) -> Any:
     return sum(rest, first)
 
 
-def zeros_of(jet: Jet, size: int | None = None) -> Any:
-    shape = jnp.shape(jet.primal)
-    return jnp.zeros(shape if size is None else (size, *shape), jet.primal.dtype)
-
-
 def is_inexact(x: Any) -> bool:
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_traced(x: Any) -> bool:
+    """Returns whether a leaf is an array that is not known while tracing."""
+    return isinstance(x, jax.Array)
 
 
 def typed(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
@@ -241,19 +244,3 @@ def primal_of(x: Operand) -> Any:
 def bind_primals(eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
     """Binds an equation to the values of its operands."""
     return bind(eqn, list(map(primal_of, operands)))
-
-
-def stage_of(operands: Sequence[Operand]) -> int:
-    """How far the farthest of several values is from the point."""
-    return max(x.stage for x in operands if isinstance(x, Jet))
-
-
-def after_nonlinear(*operands: Operand) -> int:
-    """The stage of a function of values that is not linear."""
-    stage = stage_of(operands)
-    return DEEP if stage == FIRST else stage
-
-
-def after_product(*operands: Operand) -> int:
-    """The stage of a product of values."""
-    return FIRST if stage_of(operands) == RAW else DEEP

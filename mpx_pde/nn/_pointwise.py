@@ -140,18 +140,18 @@ def _lifted(activation: Callable, x: Array, weight: Array, bias: Array, out_dtyp
 # --- What is stored, and what is evaluated again ---------------------------------------------
 
 
-def stored(x: Array) -> Array:
+def stored(x: Array, name: str = STORED) -> Array:
     """Writes a field to memory in its dtype, and its cotangent too.
 
     On a GPU XLA takes a cast to half and back for nothing, and would write float32 instead. The
     barrier tells it that the value as such is wanted.
     """
-    return checkpoint_name(lax.optimization_barrier(batch_behind(x)), STORED)
+    return checkpoint_name(lax.optimization_barrier(batch_behind(x)), name)
 
 
 def kept(x: Array) -> Array:
     """Writes a field to memory, and keeps it for the backward pass."""
-    return checkpoint_name(lax.optimization_barrier(batch_behind(x)), KEPT)
+    return stored(x, KEPT)
 
 
 def part(fun: Callable, again: bool, rounded: bool = True) -> Callable:
