@@ -49,11 +49,11 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
 
     def product(x, y, **options):
         options["out_sharding"] = out_sharding
-        if on_cpu and out_sharding is None and _sums_over_rows(x, y, dimension_numbers):
-            return _product_of_rows(x, y, len(dimension_numbers[0][0]), **options)
-        turned = given.turned or _has_rows(x, y, dimension_numbers)
-        if on_cpu and turned and _is_local(x, dimension_numbers):
-            return _turned(x, y, dimension_numbers, **options)
+        if on_cpu and not dimension_numbers[1][0] and jax.typeof(x).sharding.mesh.empty:
+            if out_sharding is None and _sums_over_rows(x, y, dimension_numbers):
+                return _product_of_rows(x, y, len(dimension_numbers[0][0]), **options)
+            if given.turned or _has_rows(x, y, dimension_numbers):
+                return _turned(x, y, dimension_numbers, **options)
         if not (platform in GPUS and given.apart):
             return lax.dot_general(x, y, dimension_numbers, **options)
         x, y, sizes = _padded(x, y, dimension_numbers)
@@ -75,10 +75,9 @@ def _sums_over_rows(x, y, dimension_numbers) -> bool:
     """Returns whether a product contracts several axes, the last of both operands, as the gradient
     of a weight that acts on the channels of a field does.
     """
-    (contracted, (batch, _)) = dimension_numbers
+    contracted, _ = dimension_numbers
     last = lambda z, axes: tuple(axes) == tuple(range(z.ndim - len(axes), z.ndim))
-    several = len(contracted[0]) > 1 and not batch and jax.typeof(x).sharding.mesh.empty
-    return several and last(x, contracted[0]) and last(y, contracted[1])
+    return len(contracted[0]) > 1 and last(x, contracted[0]) and last(y, contracted[1])
 
 
 def _product_of_rows(x, y, contracted: int, **options):
@@ -101,10 +100,6 @@ def _has_rows(x, y, dimension_numbers) -> bool:
     if not all(isinstance(size, int) for size in (*x.shape, *y.shape)):
         return False
     return y.size // max(y.shape[-1], 1) > x.size // max(x.shape[x_axes[0]], 1)
-
-
-def _is_local(x, dimension_numbers) -> bool:
-    return not dimension_numbers[1][0] and jax.typeof(x).sharding.mesh.empty
 
 
 def _turned(x, y, dimension_numbers, **options):
@@ -154,10 +149,6 @@ def _axes(ndim: int, *without: tuple[int, ...]) -> list[int]:
     return [i for i in range(ndim) if not any(i in axes for axes in without)]
 
 
-def _explicit(mesh) -> bool:
-    return any(t == AxisType.Explicit for t in mesh.axis_types)
-
-
 def _cotangent_sharding(x_aval, g, order: list[int]) -> NamedSharding | None:
     """Returns the sharding of the cotangent of `x`, whose axes are in the given order: the sharding
     of `x` itself.
@@ -170,7 +161,7 @@ def _cotangent_sharding(x_aval, g, order: list[int]) -> NamedSharding | None:
         mesh, spec = jax.typeof(g).sharding.mesh, ()
     else:
         mesh, spec = sharding.mesh, tuple(sharding.spec)
-    if mesh.empty or not _explicit(mesh):
+    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
         return None
     spec = spec + (None,) * (x_aval.ndim - len(spec))
     return NamedSharding(mesh, PartitionSpec(*(spec[i] for i in order)))
@@ -318,12 +309,11 @@ def _axes_from_zero(x: Array, y: Array, dimension_numbers: Any) -> Any:
         (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
         x_axes = canonical(x_contract, x.ndim), canonical(x_batch, x.ndim)
         y_axes = canonical(y_contract, y.ndim), canonical(y_batch, y.ndim)
-    except (TypeError, ValueError, IndexError):
-        fit = False
-    else:
         sizes = lambda z, axes: [[z.shape[i] for i in some] for some in axes]
         once = lambda axes: len({*sum(axes, ())}) == len(sum(axes, ()))
         fit = sizes(x, x_axes) == sizes(y, y_axes) and once(x_axes) and once(y_axes)
+    except (TypeError, ValueError, IndexError):
+        fit = False
     if not fit:
         raise TypeError(
             "`mixed_dot_general` takes `dimension_numbers` of the form ((contracting axes of x, "

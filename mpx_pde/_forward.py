@@ -68,6 +68,11 @@ class Forward(NamedTuple):
         return self.precision != "half"
 
     @property
+    def registers(self) -> np.dtype:
+        """Returns the dtype that the forward pass is computed in."""
+        return np.dtype(np.float64 if self.precision == "float64" else np.float32)
+
+    @property
     def apart(self) -> bool:
         """Returns whether a part of a network may be evaluated in one precision and differentiated
         in the other by itself. It may not where it is differentiated twice, or in wider registers.

@@ -197,7 +197,6 @@ batching.primitive_batchers[_shared_p] = lambda args, dims, *, count: (
     _shared_p.bind(*args, count=count),
     dims * count,
 )
-mlir.register_lowering(_shared_p, mlir.lower_fun(_repeated, multiple_results=True))
 
 
 _in_turn_p.def_impl(jax.jit(_barrier))
@@ -208,7 +207,6 @@ ad.primitive_jvps[_in_turn_p] = lambda xs, tangents: (
 )
 ad.primitive_transposes[_in_turn_p] = lambda cotangents, *_: _moving_in_turn(cotangents)
 batching.primitive_batchers[_in_turn_p] = lambda args, dims: (_in_turn_p.bind(*args), dims)
-mlir.register_lowering(_in_turn_p, mlir.lower_fun(_barrier, multiple_results=True))
 _define_identity(_rounded_p, _rounded)
 _define_identity(_written_p, _written_p.bind)
 _define_identity(_written_in_p)
@@ -221,6 +219,8 @@ ad.deflinear2(_add_product_p, _transpose_add_product)
 batching.primitive_batchers[_add_product_p] = _batch_add_product
 # A CPU widens what it has rounded, and gains nothing by writing it.
 for _primitive, _platform, _function in (
+    (_shared_p, None, _repeated),
+    (_in_turn_p, None, _barrier),
     (_rounded_p, None, _identity),
     (_behind_p, None, _identity),
     (_written_in_p, None, _half_and_back),
@@ -234,5 +234,5 @@ for _primitive, _platform, _function in (
     (_written_p, None, lax.optimization_barrier),
     (_written_p, "cpu", _identity),
 ):
-    _lowering = mlir.lower_fun(_function, multiple_results=False)
+    _lowering = mlir.lower_fun(_function, multiple_results=_primitive.multiple_results)
     mlir.register_lowering(_primitive, _lowering, platform=_platform)

@@ -82,6 +82,7 @@ class Containers:
         if not isinstance(init, Jet):
             return primal_of(x)
         x = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, stage)
+        stage = max(stage, x.stage)
         x = self.loaded(x)
         return self._full(x, stage) if is_inexact(x.primal) else Jet(x.primal, {}, init.stage)
 
@@ -119,11 +120,8 @@ class Containers:
         carry = values[n_consts : n_consts + n_carry]
         onward = [(i, n_consts + i) for i in range(n_carry)]
         out = self._inside(bodies_of(eqn)[0], values, onward)
-        carried = [
-            self._carried(y, x, max(stage, y.stage) if isinstance(y, Jet) else stage)
-            for y, x in zip(out[:n_carry], carry, strict=True)
-        ]
-        return [*carried, *out[n_carry:]]
+        pairs = zip(out[:n_carry], carry, strict=True)
+        return [*(self._carried(y, x, stage) for y, x in pairs), *out[n_carry:]]
 
     def _axis(self, values: Sequence[Operand], *, front: bool) -> list[Operand]:
         source, target = (1, 0) if front else (0, 1)

@@ -24,7 +24,7 @@ from ..interpret._lines import line_of, site_of
 from ._containers import Containers, enters
 from ._custom import own_in_registers
 from ._fallback import nested
-from ._known import folded
+from ._known import folded, only_moves
 from ._moments import with_moments
 from ._plan import Index
 from ._products import Product, is_biased, is_weighted, widens
@@ -138,7 +138,7 @@ class Evaluator:
 
     def _layer(self, part: Part, env: dict[int, Any], roles: Role, alike: dict) -> None:
         """Evaluates a layer. Those that are alike are traced and differentiated once."""
-        values = _held([env[x] for x in part.inputs], part.inputs, roles)
+        values = [env[x] for x in part.inputs]
         # A loss is differentiated as it stands: the residual decides.
         residual = self.full is not None and not roles.final.isdisjoint(part.outputs)
         if part.multiplies or (part.checkpointed and not residual):
@@ -149,9 +149,9 @@ class Evaluator:
             key = object() if self.note else signature(part, roles, values)
             if key not in alike:
                 alike[key] = self._as_layer(part, known, roles)
-            out = alike[key](traced)
+            out = alike[key](_held(traced, part.inputs, roles))
         else:
-            env.update(zip(part.inputs, values, strict=True))
+            env.update(zip(part.inputs, _held(values, part.inputs, roles), strict=True))
             out = self.above._inside(part, env, roles)
         env.update(zip(part.outputs, _held(out, part.outputs, roles), strict=True))
 
@@ -313,7 +313,7 @@ class Evaluator:
         operands = aligned(eqn, operands)
         rule = self.rules.find(eqn, operands)
         if rule is not None:
-            if roles.known(step, operands):
+            if only_moves(step, operands):
                 out = folded(rule, eqn, operands, self.rules.plan)
             else:
                 out = rule(eqn, operands)

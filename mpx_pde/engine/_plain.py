@@ -44,9 +44,8 @@ class InForward(eqx.Module):
         forward = self.forward
         with forward_in(forward), precision_of_user():
             closed, leaves, assemble = trace_arrays(self.fun, args, kwargs)
-        narrows = forward.precision == "float64"
-        wide = np.dtype(np.float64 if narrows else np.float32)
-        storage = Storage(np.dtype(np.float32), forward.dtype, narrows=narrows)
+        narrow, wide = np.dtype(np.float32), forward.registers
+        storage = Storage(narrow, forward.dtype, narrows=wide != narrow)
         full = Storage(wide), Product(algorithm=forward.algorithm)
         evaluator = Evaluator(Rules(Plan(())), storage, Product(masters=True), full=full)
         params = {i for i, (path, _) in enumerate(leaves) if _is_master(path)}

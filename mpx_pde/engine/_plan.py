@@ -126,10 +126,11 @@ def _partitions(items: list[int]) -> Iterator[list[list[int]]]:
 def chains(index: Index) -> dict[int, tuple[tuple[int, tuple[Index, ...]], ...]]:
     """The formula of Faà di Bruno but for its linear term: by the order of the derivative of the
     outer function, how often which product of inner streams enters."""
-    found: Counter = Counter()
-    for blocks in _partitions(list(range(len(index)))):
-        if len(blocks) > 1:
-            found[tuple(sorted(tuple(index[i] for i in sorted(b)) for b in blocks))] += 1
+    found = Counter(
+        tuple(sorted(tuple(sorted(block)) for block in blocks))
+        for blocks in _partitions(list(index))
+        if len(blocks) > 1
+    )
     out: dict[int, list] = {}
     for blocks, times in found.items():
         out.setdefault(len(blocks), []).append((times, blocks))

@@ -60,11 +60,9 @@ class Product:
         """Returns the variables that do not depend on the point, so have no `stage`, and are
         effectively half: half arrays, constants among masters, what is `given` as such, and what a
         program computes from these alone, be it in float32."""
-        out = set(given)
-        for k, x in env.items():
-            if not isinstance(x, Jet) and is_inexact(x):
-                masters = self.masters and k in flat.constants
-                out.update((k,) if masters or is_half(x.dtype) else ())
+        known = {k: x for k, x in env.items() if not isinstance(x, Jet) and is_inexact(x)}
+        masters = flat.constants if self.masters else ()
+        out = {*given, *(k for k, x in known.items() if k in masters or is_half(x.dtype))}
         for step in flat.steps:
             numbers = step.values
             made = bool(numbers) and numbers <= out
@@ -317,9 +315,7 @@ def split_product(eqn: JaxprEqn, arrays: Sequence[Any], algorithm: lax.DotAlgori
     """Returns a product of float32 arrays, which the hardware splits into halves whose products it
     adds up. Convolutions have no such algorithm."""
     name = next((k for k, v in SPLIT_PRODUCTS.items() if v is algorithm), None)
-    if "dot_general" not in eqn.primitive.name:
-        return _mixed(eqn, FULL, FULL, given=Given())(*arrays)
-    if name is not None:
+    if name is not None or "dot_general" not in eqn.primitive.name:
         return _mixed(eqn, FULL, FULL, name, Given())(*arrays)
     # A preset of JAX that has no name here.
     params = {name: eqn.params[name] for name in ("dimension_numbers", "out_sharding")}

@@ -142,18 +142,15 @@ class Rules:
         moving = [i for i, x in enumerate(operands) if isinstance(x, Jet)]
         if name in tables.CONSTANT or not any(is_inexact(v.aval) for v in eqn.outvars):
             return self._constant
-        if name == "convert_element_type":
-            return self._convert
+        own = {"convert_element_type": self._convert, "mul": self._mul, "div": self._div}
+        if name in own:
+            return own[name]
         if name in tables.TOGETHER and not any(map(_is_complex, eqn.invars)):
             return self._together
         if name == moments_p.name:
             return self.moments
         if name in tables.LINEAR:
             return self._linear
-        if name == "mul":
-            return self._mul
-        if name == "div":
-            return self._div
         if name in SELECTIONS and (name != "clamp" or moving == [1]):
             return SELECTIONS[name]
         if name == "triangular_solve" and moving == [1]:
@@ -161,9 +158,8 @@ class Rules:
         if name == "custom_jvp_call":
             return self._custom if self._is_elementwise(eqn, moving, operands) else None
         real = not any(map(_is_complex, eqn.invars))
-        if moving == [0] and real and name in tables.ELEMENTWISE:
-            return self._elementwise
-        return None
+        fits = moving == [0] and real and name in tables.ELEMENTWISE
+        return self._elementwise if fits else None
 
     def _constant(self, eqn, operands):
         return list(map(Jet, bind_primals(eqn, operands)))
@@ -331,13 +327,9 @@ class Rules:
             return False
         x = operands[moving[0]]
         shape = jnp.shape(x.primal)
-        others_fit = all(
-            not isinstance(y, Jet) and jnp.shape(y) in ((), shape)
-            for i, y in enumerate(operands)
-            if i not in moving
-        )
-        fits = others_fit and out.aval.shape == shape
-        return fits and _pointwise_custom(eqn, moving, self.order(x))
+        fits = all(jnp.shape(y) in ((), shape) for y in operands if not isinstance(y, Jet))
+        alike = fits and out.aval.shape == shape
+        return alike and _pointwise_custom(eqn, moving, self.order(x))
 
     def _custom(self, eqn, operands):
         (i,) = [i for i, x in enumerate(operands) if isinstance(x, Jet)]

@@ -29,7 +29,7 @@ from ._roles import (
     stage_after,
     still_in,
 )
-from ._streams import DATA, DEEP, RAW, Jet, is_inexact
+from ._streams import DATA, DEEP, RAW, is_inexact
 
 
 _SMALL = 64
@@ -127,24 +127,6 @@ class Role(NamedTuple):
         sets = self.final, self.stored, self.params, self.data, self.still, self.half, self.scores
         number = None if self.numbers is None else as_key(self.numbers.get(x))
         return self.stage.get(x), self.asked.get(x), number, *(x in every for every in sets)
-
-    def known(self, step: Step, operands: Sequence[Any]) -> bool:
-        """Returns whether an equation only moves coordinates whose derivatives are known
-        numbers."""
-        if step.name not in tables.COORDINATES or len(step.outputs) != 1:
-            return False
-        nonlinear = step.name in ("mul", "div")
-        if nonlinear and not (isinstance(operands[0], Jet) > isinstance(operands[1], Jet)):
-            return False
-        for x in operands:
-            if isinstance(x, Jet):
-                # An index that depends on the point has no streams, and yet is no known number.
-                numbers = all(isinstance(s, np.ndarray) for s in x.streams.values())
-                if not numbers or not is_inexact(x.primal):
-                    return False
-            elif not isinstance(x, np.ndarray | np.generic):
-                return False
-        return any(isinstance(x, Jet) and x.streams for x in operands)
 
 
 def as_key(x: Any) -> Hashable:
@@ -340,7 +322,8 @@ def _layers(
     flat: Flat, steps: Sequence[Step], roles: Role, read: Collection[int] = ()
 ) -> list[Part]:
     """Equations in pieces, in their order; `read` is what others take of them."""
-    steps, behind = _behind_products(steps, roles, {*read, *variables(flat.outputs)})
+    kinds = {step: _kind(step, roles) for step in steps}
+    steps, behind = _behind_products(kinds, roles, {*read, *variables(flat.outputs)})
     last: dict[int, int] = {}
     for i, step in enumerate(steps):
         last.update((x, i) for x in step.variables)
@@ -359,15 +342,15 @@ def _layers(
         used = dict.fromkeys(x for s in steps for x in s.variables)
         inputs = tuple(x for x in used if x not in made)
         outputs = tuple(x for s in steps for x in s.outputs if last.get(x, -1) > stop)
-        curved = any(not is_linear(s, roles.stage) for s in steps if _kind(s, roles) == "light")
+        curved = any(not is_linear(s, roles.stage) for s in steps if kinds[s] == "light")
         out.append(Part(steps, inputs, outputs, False, curved, bool(products)))
         pending.clear()
         products.clear()
 
     waiting: set[int] = set()  # made by what is pending, now or before
-    sums = _last_sums(flat, steps, roles)
+    sums = _last_sums(flat, kinds, roles)
     for i, step in enumerate(steps):
-        kind = _kind(step, roles)
+        kind = kinds[step]
         if kind in ("light", "product") and not roles.apart.isdisjoint(step.outputs):
             out.append(_by_itself(step))
             continue
@@ -396,7 +379,7 @@ def _layers(
 
 
 def _behind_products(
-    steps: Sequence[Step], roles: Role, read: Collection[int]
+    kinds: Mapping[Step, str], roles: Role, read: Collection[int]
 ) -> tuple[list[Step], set[int]]:
     """Returns the equations in an order in which the results of products are moved at once, and
     the variables that are made of nothing but results of products, sums of these and others.
@@ -405,12 +388,12 @@ def _behind_products(
     the sum alone is kept, and of one in another order of axes one array is written.
     """
     readers: dict[int, list[Step]] = {}
-    for step in steps:
+    for step in kinds:
         for x in dict.fromkeys(step.variables):
             readers.setdefault(x, []).append(step)
     behind = set[int]()
-    for step in steps:
-        chain = [*step.outputs] if _kind(step, roles) == "product" else []
+    for step, kind in kinds.items():
+        chain = [*step.outputs] if kind == "product" else []
         while chain and roles.final.isdisjoint(chain) and chain[-1] not in read:
             following = readers.get(chain[-1], [])
             name = following[0].eqn.primitive.name if len(following) == 1 else ""
@@ -420,9 +403,9 @@ def _behind_products(
             if name == "transpose" or len(moving_in(following[0], roles.stage)) == 2:
                 behind.update(chain[1:])
     if not behind:
-        return list(steps), behind
+        return list(kinds), behind
     out: list[Step] = []
-    waiting = {x for step in steps for x in step.outputs}
+    waiting = {x for step in kinds for x in step.outputs}
 
     def place(step: Step) -> None:
         out.append(step)
@@ -433,19 +416,18 @@ def _behind_products(
                 if ready and not behind.isdisjoint(reader.outputs) and waiting & {*reader.outputs}:
                     place(reader)
 
-    for step in steps:
+    for step in kinds:
         if not step.outputs or waiting & {*step.outputs}:
             place(step)
     return out, behind
 
 
-def _last_sums(flat: Flat, steps: Sequence[Step], roles: Role) -> set[int]:
+def _last_sums(flat: Flat, kinds: Mapping[Step, str], roles: Role) -> set[int]:
     """The sums before the last products of a network in a whole loss. These may multiply residuals
     by parameters: there a sum is kept, and not evaluated again of rounded summands."""
     ends = {x for i in roles.ends or () for x in flat.steps[i].outputs}
     needed, sums = set[int](), set[int]()
-    for step in reversed(steps if ends else ()):
-        kind = _kind(step, roles)
+    for step, kind in reversed([*kinds.items()] if ends else []):
         if not ends.isdisjoint(step.outputs):
             last = kind == "product" and roles.final.issuperset(step.outputs)
         else:
@@ -461,11 +443,12 @@ def _region(step: Step, outputs: Sequence[int], roles: Role) -> Part:
     """An equation by itself. A checkpoint is a layer as its user has cut it: where the forward pass
     is another than the backward pass, what enters it is what is kept, whatever its policy says. But
     one that holds the loss, or a choice by values, is entered."""
-    eqn = step.eqn
-    if eqn.primitive.name != "remat2" or not contains(bodies_of(eqn)[0], tables.PRODUCTS):
-        return Part((step,))
-    holds_loss = not roles.final.isdisjoint(outputs) and _holds_loss(step, roles)
-    if holds_loss or (roles.ends is not None and _holds_choices(step, roles.stage, roles.params)):
+    if (
+        step.name != "remat2"
+        or not contains(bodies_of(step.eqn)[0], tables.PRODUCTS)
+        or (not roles.final.isdisjoint(outputs) and _holds_loss(step, roles))
+        or (roles.ends is not None and _holds_choices(step, roles.stage, roles.params))
+    ):
         return Part((step,))
     return _by_itself(step)._replace(outputs=tuple(outputs), multiplies=True)
 
@@ -539,14 +522,11 @@ def _chooses(step: Step, roles: Role) -> bool:
     moving = any(roles.stage.get(x) == DEEP for x in step.variables)
     if not moving or step.alone or not any(is_inexact(v.aval) for v in step.eqn.invars):
         return False
-    if name in tables.COMPARISONS and any(_is_zero(x) for x in step.inputs):
+    numbers = [x.value for x in step.inputs if isinstance(x, Constant) and np.ndim(x.value) == 0]
+    if name in tables.COMPARISONS and any(x == 0 for x in numbers):
         return False
     whole = name in tables.WHOLE or not any(is_inexact(v.aval) for v in step.eqn.outvars)
     return whole and bool(step.outputs)
-
-
-def _is_zero(x: int | Constant) -> bool:
-    return isinstance(x, Constant) and np.ndim(x.value) == 0 and bool(x.value == 0)
 
 
 def multiplied_only(

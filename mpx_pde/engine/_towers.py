@@ -68,7 +68,7 @@ def _erfc(x, order):
     return [lax.erfc(x), *(-f for f in _erf(x, order)[1:])]
 
 
-def _logaddexp(x, order, other=0.0):
+def _logaddexp(x, order, other):
     slope = _logistic(x - other, max(order - 1, 0))
     return [jnp.logaddexp(x, jnp.asarray(other, x.dtype)), *slope][: order + 1]
 
