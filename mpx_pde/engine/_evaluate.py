@@ -1,7 +1,6 @@
 """Evaluating a program on streams."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -192,9 +191,8 @@ class Evaluator:
         the half one, at what entered it rounded to half: this alone is kept."""
         # A rule that is kept for later may hold no value of the trace that it was made in.
         own, fixed = eqx.partition(dataclasses.replace(self, lost=None), is_traced)
-        pairs = (zip(s.outputs, s.eqn.outvars, strict=True) for s in part.steps)
-        dtypes = {k: aval_of(v).dtype for k, v in itertools.chain(*pairs)}
-        dtypes = [dtypes[k] for k in part.outputs]
+        made = {k: v for s in part.steps for k, v in zip(s.outputs, s.eqn.outvars, strict=True)}
+        dtypes = [aval_of(made[k]).dtype for k in part.outputs]
         loaded = lambda by, out: list(map(by.above.storage.loaded, out, dtypes))
 
         def value_of(own, traced):
@@ -301,7 +299,8 @@ class Evaluator:
             # What is lost in there cannot be told out here.
             around = (*self.around, *step.calls, eqn)
             inner = dataclasses.replace(self, lost=None, around=around)
-            params = {i for i, x in enumerate(step.inputs) if roles.is_param(x)}
+            variables = [(i, x) for i, x in enumerate(step.inputs) if not isinstance(x, Constant)]
+            params = {i for i, x in variables if x in roles.params}
             kinds = Kinds(self.product.half_operands(step, operands, roles), params)
             enter = Containers(self.rules.plan, inner.program, loaded, kinds)
             return self._noted(step, enter(eqn, operands), name, "")

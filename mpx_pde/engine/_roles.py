@@ -91,16 +91,13 @@ def ends_of(
         if chosen or not any(x in stage for x in step.variables):
             if not given.isdisjoint(values):
                 given.update(step.outputs)
-        elif not given.isdisjoint(values) and (step.alone or _is_of_network(step, looped)):
-            ends.add(i)
+        elif not given.isdisjoint(values):
+            # An elementwise product may be written as one that sums nothing up.
+            sums = step.name in tables.PRODUCTS and contracted(step) != 1
+            out: Any = step.eqn.outvars[0].aval if sums else None
+            if step.alone or (sums and (looped or out.size != 1)):
+                ends.add(i)
     return frozenset(ends), given
-
-
-def _is_of_network(step: Step, looped: bool) -> bool:
-    if step.name not in tables.PRODUCTS or contracted(step) == 1:
-        return False  # an elementwise product may be written as one that sums nothing up
-    out: Any = step.eqn.outvars[0].aval
-    return looped or out.size != 1
 
 
 def contracted(step: Step) -> int:

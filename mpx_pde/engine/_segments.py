@@ -118,10 +118,6 @@ class Role(NamedTuple):
         """Returns whether an equation of a loss takes data, and nothing of the model."""
         return bool(step.outputs) and step.outputs[0] in self.data
 
-    def is_param(self, x: int | Constant) -> bool:
-        """Returns whether an operand is made of parameters alone."""
-        return not isinstance(x, Constant) and x in self.params
-
     def facts(self, x: int) -> tuple[Hashable, ...]:
         """Returns what is known of a variable."""
         sets = self.final, self.stored, self.params, self.data, self.still, self.half, self.scores

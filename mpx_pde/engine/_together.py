@@ -26,22 +26,22 @@ def sum_together(arrays: Sequence[Any], axes: Sequence[int]) -> list[Array]:
     """The sums of arrays of one rank over the same axes. Arrays of other shapes or dtypes than the
     first ones are summed in passes of their own."""
     axes = tuple(axes)
-    return _by_type(lambda group: _sum_p.bind(*match_varying_axes(*group), axes=axes), arrays)
+    bind = lambda group: _sum_p.bind(*match_varying_axes(*group), axes=axes)
+    return _by_type(bind, list(map(jnp.asarray, arrays)))
 
 
 def spread_together(arrays: Sequence[Any], shape: Sequence[int], dims: Sequence[int]) -> list[Any]:
     """Arrays as those of a shape, whose axes `dims` theirs are, as in `lax.broadcast_in_dim`. What
     is NumPy's stays so."""
     shape, dims = tuple(shape), tuple(dims)
-    bind = ft.partial(_spread_p.bind, shape=shape, at=dims)
-    out: list[Any] = [
-        spread_known(x, shape, dims) if isinstance(x, np.ndarray) else None for x in arrays
-    ]
-    places = [i for i, x in enumerate(out) if x is None]
-    found = _by_type(lambda group: bind(*match_varying_axes(*group)), [arrays[i] for i in places])
-    for i, x in zip(places, found, strict=True):
-        out[i] = x
-    return out
+
+    def spread(group):
+        if isinstance(group[0], np.ndarray):
+            return [spread_known(x, shape, dims) for x in group]
+        group = match_varying_axes(*map(jnp.asarray, group))
+        return _spread_p.bind(*group, shape=shape, at=dims)
+
+    return _by_type(spread, arrays)
 
 
 def spread_known(x: np.ndarray, shape: tuple[int, ...], dims: tuple[int, ...]) -> np.ndarray:
@@ -64,10 +64,11 @@ def beside(arrays: Sequence[Any], like: Any, *, leading: bool = False) -> list[A
 def _by_type(function: Callable[[list], list], arrays: Sequence[Any]) -> list[Any]:
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
-        groups.setdefault((jnp.shape(x), jnp.result_type(x)), []).append(i)
+        kind = isinstance(x, np.ndarray), jnp.shape(x), jnp.result_type(x)
+        groups.setdefault(kind, []).append(i)
     out: list[Any] = [None] * len(arrays)
     for places in groups.values():
-        found = function([jnp.asarray(arrays[i]) for i in places])
+        found = function([arrays[i] for i in places])
         for i, x in zip(places, found, strict=True):
             out[i] = x
     return out
