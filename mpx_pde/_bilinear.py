@@ -17,6 +17,9 @@ from ._dtypes import as_floating_dtype, full_precision_asked, wide
 from ._varying import match_varying_axes
 
 
+GPUS = ("cuda", "rocm")
+
+
 class Given(NamedTuple):
     """Records which dtypes of a product its caller named ([`mpx_pde.autocast`][] supplies the
     others), whether the product must stay apart from others with the same weight, whether it is
@@ -113,7 +116,7 @@ def define_bilinear(primitive, transpose_lhs: Callable, transpose_rhs: Callable)
 
 def define_lowering(primitive, evaluate: Callable) -> None:
     """Defines how a product is evaluated, by a function of its operands and parameters that is told
-    whether it is `on_cpu` or `on_gpu`.
+    what `platform` it is on.
     """
 
     # Compiled once for each set of parameters and types, as JAX's own operations are.
@@ -122,10 +125,6 @@ def define_lowering(primitive, evaluate: Callable) -> None:
         return primitive.bind(x, y, **dict(params))
 
     primitive.def_impl(lambda x, y, **params: run(x, y, tuple(params.items())))
-    gpus = ("cuda", "rocm")
-    for platform in (None, "cpu", *gpus):
-        where = {"on_gpu": True} if platform in gpus else {"on_cpu": platform == "cpu"}
-        lowering = partial(evaluate, **where)
-        mlir.register_lowering(
-            primitive, mlir.lower_fun(lowering, multiple_results=False), platform=platform
-        )
+    for platform in (None, "cpu", *GPUS):
+        lowering = mlir.lower_fun(partial(evaluate, platform=platform), multiple_results=False)
+        mlir.register_lowering(primitive, lowering, platform=platform)

@@ -44,11 +44,9 @@ def is_inexact(x: Any) -> bool:
 
 def _target(dtype: Any, to: np.dtype) -> np.dtype | None:
     """Returns the dtype that an array of `dtype` is cast to, or `None` if it is left alone."""
-    if jnp.issubdtype(dtype, jnp.floating):
-        return to
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return _COMPLEX.get(to)
-    return None
+    return to if jnp.issubdtype(dtype, jnp.floating) else None
 
 
 def convert(x: Array, dtype: Any, weak_type: bool) -> Array:

@@ -12,7 +12,7 @@ from jax.interpreters import batching
 from jaxtyping import Array, Float
 
 from ._bilinear import (
-    Given,
+    GPUS,
     as_operand,
     define_bilinear,
     define_lowering,
@@ -29,7 +29,6 @@ from .interpret._jaxpr import CALLS, bodies_of, own_bind, walk
 mixed_conv_general_dilated_p = Primitive("mixed_conv_general_dilated")
 
 _FLOAT32 = np.dtype("float32")
-_GIVEN = Given()
 
 
 def _convolution(x, y, *, precision, preferred_element_type, **window):
@@ -38,25 +37,16 @@ def _convolution(x, y, *, precision, preferred_element_type, **window):
     )
 
 
-def _conv(
-    x,
-    y,
-    *,
-    dtype,
-    out_dtype,
-    given: Given = _GIVEN,
-    on_cpu: bool = False,
-    on_gpu: bool = False,
-    **window,
-):
+def _conv(x, y, *, dtype, out_dtype, given, platform, **window):
     product = ft.partial(_convolution, **window)
     # cuDNN convolves halves to halves alone: for a float32 result XLA would widen the operands.
-    through = dtype if on_gpu and given.cotangent and is_half(dtype) else out_dtype
-    out = rounded_product(product, x, y, dtype, through, on_cpu)
+    in_half = platform in GPUS and given.cotangent and is_half(dtype)
+    through = dtype if in_half else out_dtype
+    out = rounded_product(product, x, y, dtype, through, platform == "cpu")
     return lax.convert_element_type(out, out_dtype)
 
 
-def _abstract_eval(x, y, *, dtype, out_dtype, given: Any = None, **window):
+def _abstract_eval(x, y, *, dtype, out_dtype, given, **window):
     del given
     # Shapes, shardings and varying mesh axes are those of JAX's own convolution.
     out, _ = lax.conv_general_dilated_p.abstract_eval(
@@ -99,7 +89,7 @@ def _plain(window: dict) -> Callable:
     )
 
 
-def _cotangent(place: int, g, x, y, *, dtype, out_dtype, given: Given = _GIVEN, **window):
+def _cotangent(place: int, g, x, y, *, dtype, out_dtype, given, **window):
     """Returns the cotangent of the operand at a place, in that operand's own dtype: again a product
     of halves.
     """
@@ -116,7 +106,7 @@ def _cotangent(place: int, g, x, y, *, dtype, out_dtype, given: Given = _GIVEN, 
     return _replay(closed, (g, other), dtype=dtype, out_dtype=aval.dtype, given=given)[0]
 
 
-def _batch(args, dims, *, dtype, out_dtype, given: Given = _GIVEN, **window):
+def _batch(args, dims, *, dtype, out_dtype, given, **window):
     # JAX's own rule folds the batch axis into channels, groups or the batch of the convolution.
     batched = jax.vmap(_plain(window), in_axes=dims, out_axes=0)
     closed = _traced(batched, *map(jax.typeof, args))
@@ -174,19 +164,9 @@ def mixed_conv_general_dilated(
     call = "mixed_conv_general_dilated"
     lhs, rhs = match_varying_axes(as_operand(lhs, call), as_operand(rhs, call))
     dtype, out_dtype, given = product_dtypes((lhs, rhs), dtype, out_dtype, call)
+    window = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
+    groups = (feature_group_count, batch_group_count)
     # JAX spells out padding and dimension numbers, and checks them.
-    closed = _traced(
-        ft.partial(
-            lax.conv_general_dilated,
-            window_strides=window_strides,
-            padding=padding,
-            lhs_dilation=lhs_dilation,
-            rhs_dilation=rhs_dilation,
-            dimension_numbers=dimension_numbers,
-            feature_group_count=feature_group_count,
-            batch_group_count=batch_group_count,
-        ),
-        jax.typeof(lhs),
-        jax.typeof(rhs),
-    )
+    convolution = lambda x, y: lax.conv_general_dilated(x, y, *window, *groups)
+    closed = _traced(convolution, jax.typeof(lhs), jax.typeof(rhs))
     return _replay(closed, (lhs, rhs), dtype=dtype, out_dtype=out_dtype, given=given)[0]

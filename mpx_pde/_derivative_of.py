@@ -1,6 +1,6 @@
 """A function with the derivative of another."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -34,15 +34,12 @@ def with_derivative_of(fun: Callable, other: Callable) -> Callable:
             inside = present_forward() is not None
             out = None if inside else value(*primals)
 
-            def moved(*parts):
-                every = list(primals)
-                for i, x in zip(moving, parts, strict=True):
-                    every[i] = x
-                args = jtu.tree_unflatten(treedef, every)
+            def derived(*leaves):
+                args = jtu.tree_unflatten(treedef, leaves)
                 return fun(*args) if out is None else other(out[1], *args)
 
             parts = [primals[i] for i in moving], [tangents[i] for i in moving]
-            result, result_dot = jax.jvp(moved, *parts)
+            result, result_dot = jax.jvp(of_some(derived, primals, moving), *parts)
             if out is None:
                 return result, result_dot
             return out, (result_dot, jtu.tree_map(_no_tangent, out[1]))
@@ -51,6 +48,18 @@ def with_derivative_of(fun: Callable, other: Callable) -> Callable:
         return value(*leaves)[0]
 
     return call
+
+
+def of_some(fun: Callable, args: Sequence[Any], places: Sequence[int]) -> Callable:
+    """Makes a function of `args` one of those at the `places` alone."""
+
+    def some(*parts: Any) -> Any:
+        full = list(args)
+        for i, x in zip(places, parts, strict=True):
+            full[i] = x
+        return fun(*full)
+
+    return some
 
 
 def _no_tangent(x: Any) -> Any:

@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 from ._bilinear import (
+    GPUS,
     Given,
     as_operand,
     define_bilinear,
@@ -36,8 +37,6 @@ from ._varying import match_varying_axes
 
 mixed_dot_general_p = Primitive("mixed_dot_general")
 
-_GIVEN = Given()
-
 _APART = 2**21
 """From operands of this many bytes on, copies take a GPU longer than a product more."""
 
@@ -45,27 +44,17 @@ _ALIGNED, _NARROW = 8, 64
 """Halves in a row that cuBLAS wants a multiple of, and below what length the rest is cheap."""
 
 
-def _dot(
-    x,
-    y,
-    *,
-    dimension_numbers,
-    dtype,
-    out_dtype,
-    out_sharding,
-    given: Given = _GIVEN,
-    algorithm: str | None = None,
-    on_cpu: bool = False,
-    on_gpu: bool = False,
-):
+def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algorithm, platform):
+    on_cpu = platform == "cpu"
+
     def product(x, y, **options):
         options["out_sharding"] = out_sharding
-        if on_cpu and out_sharding is None and _sums_over_rows(x, y, dimension_numbers):
-            return _product_of_rows(x, y, len(dimension_numbers[0][0]), **options)
-        turned = given.turned or _has_rows(x, y, dimension_numbers)
-        if on_cpu and turned and _is_local(x, dimension_numbers):
-            return _turned(x, y, dimension_numbers, **options)
-        if not (on_gpu and given.apart):
+        if on_cpu and not dimension_numbers[1][0] and jax.typeof(x).sharding.mesh.empty:
+            if out_sharding is None and _sums_over_rows(x, y, dimension_numbers):
+                return _product_of_rows(x, y, len(dimension_numbers[0][0]), **options)
+            if given.turned or _has_rows(x, y, dimension_numbers):
+                return _turned(x, y, dimension_numbers, **options)
+        if not (platform in GPUS and given.apart):
             return lax.dot_general(x, y, dimension_numbers, **options)
         x, y, sizes = _padded(x, y, dimension_numbers)
         if max(x.size, y.size) * x.dtype.itemsize >= _APART:
@@ -86,10 +75,9 @@ def _sums_over_rows(x, y, dimension_numbers) -> bool:
     """Returns whether a product contracts several axes, the last of both operands, as the gradient
     of a weight that acts on the channels of a field does.
     """
-    (contracted, (batch, _)) = dimension_numbers
+    contracted, _ = dimension_numbers
     last = lambda z, axes: tuple(axes) == tuple(range(z.ndim - len(axes), z.ndim))
-    several = len(contracted[0]) > 1 and not batch and jax.typeof(x).sharding.mesh.empty
-    return several and last(x, contracted[0]) and last(y, contracted[1])
+    return len(contracted[0]) > 1 and last(x, contracted[0]) and last(y, contracted[1])
 
 
 def _product_of_rows(x, y, contracted: int, **options):
@@ -112,10 +100,6 @@ def _has_rows(x, y, dimension_numbers) -> bool:
     if not all(isinstance(size, int) for size in (*x.shape, *y.shape)):
         return False
     return y.size // max(y.shape[-1], 1) > x.size // max(x.shape[x_axes[0]], 1)
-
-
-def _is_local(x, dimension_numbers) -> bool:
-    return not dimension_numbers[1][0] and jax.typeof(x).sharding.mesh.empty
 
 
 def _turned(x, y, dimension_numbers, **options):
@@ -148,10 +132,7 @@ def _padded(x, y, dimension_numbers) -> tuple[Any, Any, tuple[int, ...] | None]:
     return pad(x), pad(y), sizes if any(n < _NARROW and n % _ALIGNED for n in sizes) else None
 
 
-def _abstract_eval(
-    x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given=None, algorithm=None
-):
-    del given, algorithm
+def _abstract_eval(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, **_):
     # Shapes, shardings and varying mesh axes are those of JAX's own product.
     out, _ = lax.dot_general_p.abstract_eval(
         x.update(dtype=dtype, weak_type=False),
@@ -168,10 +149,6 @@ def _axes(ndim: int, *without: tuple[int, ...]) -> list[int]:
     return [i for i in range(ndim) if not any(i in axes for axes in without)]
 
 
-def _explicit(mesh) -> bool:
-    return any(t == AxisType.Explicit for t in mesh.axis_types)
-
-
 def _cotangent_sharding(x_aval, g, order: list[int]) -> NamedSharding | None:
     """Returns the sharding of the cotangent of `x`, whose axes are in the given order: the sharding
     of `x` itself.
@@ -184,29 +161,16 @@ def _cotangent_sharding(x_aval, g, order: list[int]) -> NamedSharding | None:
         mesh, spec = jax.typeof(g).sharding.mesh, ()
     else:
         mesh, spec = sharding.mesh, tuple(sharding.spec)
-    if mesh.empty or not _explicit(mesh):
+    if mesh.empty or AxisType.Explicit not in mesh.axis_types:
         return None
     spec = spec + (None,) * (x_aval.ndim - len(spec))
     return NamedSharding(mesh, PartitionSpec(*(spec[i] for i in order)))
 
 
-def _transpose_lhs(
-    g,
-    x,
-    y,
-    *,
-    dimension_numbers,
-    dtype,
-    out_dtype,
-    out_sharding,
-    given: Given = _GIVEN,
-    algorithm: str | None = None,
-    swapped=False,
-):
+def _transpose_lhs(g, x, y, *, dimension_numbers, dtype, given, algorithm, swapped=False, **_):
     """Returns the cotangent of the left operand, in that operand's own dtype: again a product of
     halves.
     """
-    del out_dtype, out_sharding
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
     x_kept = _axes(x.aval.ndim, x_contract, x_batch)
     y_kept = _axes(y.ndim, y_contract, y_batch)
@@ -322,40 +286,16 @@ def mixed_dot_general(
     call = "mixed_dot_general"
     x, y = as_operand(x, call), as_operand(y, call)
     dtype, out_dtype, given = product_dtypes((x, y), dtype, out_dtype, call)
-    return dot_general_as_given(
-        x,
-        y,
-        dimension_numbers,
-        dtype=dtype,
-        out_dtype=out_dtype,
-        given=given,
-        out_sharding=out_sharding,
-    )
+    dtypes = {"dtype": dtype, "out_dtype": out_dtype, "given": given}
+    return dot_general_as_given(x, y, dimension_numbers, out_sharding=out_sharding, **dtypes)
 
 
-def dot_general_as_given(
-    x: Array,
-    y: Array,
-    dimension_numbers: Any,
-    *,
-    dtype: np.dtype,
-    out_dtype: np.dtype,
-    given: Given,
-    out_sharding: NamedSharding | None = None,
-    algorithm: str | None = None,
-) -> Array:
+def dot_general_as_given(x: Array, y: Array, dimension_numbers: Any, **params: Any) -> Array:
     """Binds the product of [`mpx_pde.mixed_dot_general`][] once its dtypes are known."""
     x, y = match_varying_axes(x, y)
-    return mixed_dot_general_p.bind(
-        x,
-        y,
-        dimension_numbers=_axes_from_zero(x, y, dimension_numbers),
-        dtype=dtype,
-        out_dtype=out_dtype,
-        out_sharding=out_sharding,
-        given=given,
-        algorithm=algorithm,
-    )
+    axes = _axes_from_zero(x, y, dimension_numbers)
+    params = {"out_sharding": None, "algorithm": None, "dimension_numbers": axes, **params}
+    return mixed_dot_general_p.bind(x, y, **params)
 
 
 def _axes_from_zero(x: Array, y: Array, dimension_numbers: Any) -> Any:
@@ -369,12 +309,11 @@ def _axes_from_zero(x: Array, y: Array, dimension_numbers: Any) -> Any:
         (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
         x_axes = canonical(x_contract, x.ndim), canonical(x_batch, x.ndim)
         y_axes = canonical(y_contract, y.ndim), canonical(y_batch, y.ndim)
-    except (TypeError, ValueError, IndexError):
-        fit = False
-    else:
         sizes = lambda z, axes: [[z.shape[i] for i in some] for some in axes]
         once = lambda axes: len({*sum(axes, ())}) == len(sum(axes, ()))
         fit = sizes(x, x_axes) == sizes(y, y_axes) and once(x_axes) and once(y_axes)
+    except (TypeError, ValueError, IndexError):
+        fit = False
     if not fit:
         raise TypeError(
             "`mixed_dot_general` takes `dimension_numbers` of the form ((contracting axes of x, "
@@ -384,26 +323,12 @@ def _axes_from_zero(x: Array, y: Array, dimension_numbers: Any) -> Any:
     return tuple(zip(x_axes, y_axes, strict=True))
 
 
-def split_dot_general(
-    x: Array,
-    y: Array,
-    dimension_numbers: Any,
-    algorithm: str,
-    *,
-    out_sharding: NamedSharding | None = None,
-) -> Array:
+def split_dot_general(x: Array, y: Array, dimension_numbers: Any, algorithm: str) -> Array:
     """Multiplies float32 arrays by several products of halves or TF32, one of `SPLIT_PRODUCTS`; so
     do its derivatives. On a CPU, which has no such products, the same numbers come out of several
     float32 products.
     """
-    float32 = jnp.dtype("float32")
+    dtypes = dict.fromkeys(("dtype", "out_dtype"), jnp.dtype("float32"))
     return dot_general_as_given(
-        x,
-        y,
-        dimension_numbers,
-        dtype=float32,
-        out_dtype=float32,
-        given=Given(),
-        out_sharding=out_sharding,
-        algorithm=algorithm,
+        x, y, dimension_numbers, given=Given(), algorithm=algorithm, **dtypes
     )

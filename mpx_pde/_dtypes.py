@@ -6,7 +6,7 @@ Nothing here starts a JAX backend: limits come from `jax.numpy.finfo`, which kno
 
 import numbers
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -234,45 +234,32 @@ def _precision_at(setting: str) -> Any:
 
 
 @contextmanager
-def true_float32() -> Iterator[None]:
+def highest_precision(by: str = _ASKED) -> Iterator[None]:
+    """A context in which products take the highest precision, as somebody has asked for it."""
+    with jax.default_matmul_precision("highest"), _default_precision(by):
+        yield
+
+
+def true_float32() -> AbstractContextManager[Any]:
     """A context in which float32 means it: products of float32 arrays take the highest precision,
     unless the user has set another. JAX's own default is TF32 on a GPU and bfloat16 on a TPU."""
-    if matmul_precision() is not None:
-        yield
-    else:
-        with jax.default_matmul_precision("highest"), _default_precision("highest"):
-            yield
+    return highest_precision("highest") if matmul_precision() is None else nullcontext()
 
 
-@contextmanager
-def highest_precision() -> Iterator[None]:
-    """A context in which products take the highest precision, as somebody has asked for it."""
-    with jax.default_matmul_precision("highest"), _default_precision(_ASKED):
-        yield
-
-
-@contextmanager
-def precision_gives_way() -> Iterator[None]:
+def precision_gives_way() -> AbstractContextManager[Any]:
     """A context in which half precision is asked for: a default precision that was set before, for
     float32 products, does not apply to what runs in here. One that is set in here does.
     """
-    if _default_precision.value == _ASKED:
-        yield
-    else:
-        with _default_precision(matmul_precision() or ""):
-            yield
+    asked = _default_precision.value == _ASKED
+    return nullcontext() if asked else _default_precision(matmul_precision() or "")
 
 
-@contextmanager
-def precision_of_user() -> Iterator[None]:
+def precision_of_user() -> AbstractContextManager[Any]:
     """A context in which a program is traced without the default precision that gives way:
     interpreters take a precision that a product asks for as the program's own wish.
     """
-    if _default_precision.value != (matmul_precision() or ""):
-        yield
-    else:
-        with jax.default_matmul_precision(None):
-            yield
+    gives_way = _default_precision.value == (matmul_precision() or "")
+    return jax.default_matmul_precision(None) if gives_way else nullcontext()
 
 
 def full_precision_asked() -> bool:

@@ -119,8 +119,13 @@ def mixed_einsum(
         raise TypeError(f"`{call}` takes its subscripts as a string first, but got {subscripts!r}.")
     arrays = [as_operand(x, call) for x in operands]
     dtype, out_dtype, given = product_dtypes(arrays, dtype, out_dtype, call)
-    inputs, output = _einsum_letters(subscripts, [x.ndim for x in arrays], call)
-    terms = _without_broadcasts(arrays, inputs, subscripts, call)
+    try:
+        _, found = jnp.einsum_path(subscripts, *arrays, optimize="auto")
+    except ValueError as e:
+        shapes = ", ".join(str(x.shape) for x in arrays)
+        raise ValueError(f"`{call}`: {subscripts!r} does not fit shapes {shapes}. {e}") from e
+    output = found.output_subscript
+    terms = _without_broadcasts(arrays, found.input_subscripts.split(","))
     arrays, inputs = [x for x, _ in terms], [axes for _, axes in terms]
     path, _ = jnp.einsum_path(f"{','.join(inputs)}->{output}", *arrays, optimize="auto")
     dot = partial(dot_general_as_given, dtype=dtype, out_dtype=out_dtype, given=given)
@@ -140,60 +145,15 @@ def mixed_einsum(
     return jnp.transpose(out, [axes.index(c) for c in output]).astype(out_dtype)
 
 
-def _without_broadcasts(
-    arrays: list[Array], inputs: list[str], subscripts: str, call: str
-) -> list[tuple[Array, str]]:
+def _without_broadcasts(arrays: list[Array], inputs: list[str]) -> list[tuple[Array, str]]:
     """Operands with their letters, without the axes of size 1 that broadcast against others."""
     sizes: dict[str, int] = {}
     for x, axes in zip(arrays, inputs, strict=True):
-        own: dict[str, int] = {}
         for c, n in zip(axes, x.shape, strict=True):
-            known = sizes.get(c, 1)
-            if own.setdefault(c, n) != n or (n != known and 1 not in (n, known)):
-                index = repr(c) if c in subscripts else "in an ellipsis"
-                raise ValueError(
-                    f"`{call}`: {subscripts!r} gives an index {index} to axes of sizes "
-                    f"{own[c] if own[c] != n else known} and {n}. Shapes are "
-                    f"{', '.join(str(a.shape) for a in arrays)}."
-                )
-            sizes[c] = n if known == 1 else known
+            sizes[c] = n if sizes.get(c, 1) == 1 else sizes[c]
     out = []
     for x, axes in zip(arrays, inputs, strict=True):
         dropped = tuple(i for i, c in enumerate(axes) if x.shape[i] == 1 and sizes[c] != 1)
         letters = "".join(c for i, c in enumerate(axes) if i not in dropped)
         out.append((jnp.squeeze(x, dropped), letters))
     return out
-
-
-def _einsum_letters(subscripts: str, ndims: list[int], call: str) -> tuple[list[str], str]:
-    """Returns the subscripts of each operand and of the result, with ellipses and the output
-    spelled out.
-    """
-    text = subscripts.replace(" ", "")
-    left, arrow, output = text.partition("->")
-    inputs = left.split(",")
-    if len(inputs) != len(ndims):
-        raise ValueError(
-            f"`{call}` got {len(ndims)} operands for the {len(inputs)} terms of {subscripts!r}."
-        )
-    free = (c for c in map(chr, range(0x100, 0x1000)))
-    lengths = [n - len(t.replace("...", "")) for t, n in zip(inputs, ndims, strict=True)]
-    dots = "".join(next(free) for _ in range(max(0, *lengths, 0)))
-    spelled = []
-    for term, ndim, length in zip(inputs, ndims, lengths, strict=True):
-        if length < 0 or (length > 0 and "..." not in term):
-            raise ValueError(
-                f"`{call}`: the term {term!r} does not fit an operand with {ndim} axes."
-            )
-        spelled.append(term.replace("...", dots[len(dots) - length :]))
-    if arrow:
-        output = output.replace("...", dots)
-    else:
-        letters = left.replace(",", "").replace("...", "")
-        output = dots + "".join(sorted(c for c in set(letters) if letters.count(c) == 1))
-    unknown = set(output) - set("".join(spelled))
-    if unknown or len(set(output)) != len(output):
-        raise ValueError(
-            f"`{call}`: the result of {subscripts!r} has an index unknown or repeated."
-        )
-    return spelled, output

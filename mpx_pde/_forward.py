@@ -1,7 +1,6 @@
 """The precision of the forward pass, where it differs from that of the backward pass."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import jax
@@ -69,6 +68,11 @@ class Forward(NamedTuple):
         return self.precision != "half"
 
     @property
+    def registers(self) -> np.dtype:
+        """Returns the dtype that the forward pass is computed in."""
+        return np.dtype(np.float64 if self.precision == "float64" else np.float32)
+
+    @property
     def apart(self) -> bool:
         """Returns whether a part of a network may be evaluated in one precision and differentiated
         in the other by itself. It may not where it is differentiated twice, or in wider registers.
@@ -90,11 +94,9 @@ def present_forward() -> Forward | None:
     return _context.value
 
 
-@contextmanager
-def forward_in(forward: Forward | None) -> Iterator[None]:
+def forward_in(forward: Forward | None) -> AbstractContextManager[Any]:
     """Traces its body under `forward`."""
-    with _context(forward):
-        yield
+    return _context(forward)
 
 
 def check_forward(precision: Any, call: str) -> str:

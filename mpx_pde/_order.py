@@ -1,7 +1,7 @@
 """The order of a backward pass, and what it writes."""
 
 import functools as ft
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -40,7 +40,6 @@ _written_in_p = Primitive("written_in")
 _read_at_once_p = Primitive("read_at_once")
 _add_product_p = Primitive("add_product")
 _behind_p = Primitive("batch_behind")
-_spread_p = Primitive("spread")
 
 
 def rounded_cotangent(x: Array, dtype: Any) -> Array:
@@ -101,44 +100,6 @@ def batch_behind(x: Array, axis: int = 0) -> Array:
     return _behind_p.bind(x, axis=axis)
 
 
-def spread(x: Array, like: Array) -> Array:
-    """Broadcasts a value for each channel to the shape of the field `like`, with the same axis of a
-    `vmap`.
-
-    JAX moves the axis of a `vmap` to the front where a field meets an array that has none.
-    """
-    return _spread_p.bind(*match_varying_axes(x, like))
-
-
-def _spread(x, like):
-    return lax.broadcast_in_dim(x, like.shape, tuple(range(x.ndim)))
-
-
-def _jvp_spread(primals, tangents):
-    x, like = primals
-    out = _spread_p.bind(x, like)
-    if isinstance(tangents[0], ad.Zero):
-        return out, ad.Zero(jax.typeof(out).to_tangent_aval())
-    return out, _spread_p.bind(tangents[0], like)
-
-
-def _transpose_spread(cotangent, x, like):
-    del like
-    if isinstance(cotangent, ad.Zero):
-        return [ad.Zero(x.aval), None]
-    return [jnp.sum(cotangent, axis=tuple(range(x.aval.ndim, cotangent.ndim))), None]
-
-
-def _batch_spread(args, dims):
-    x, like = args
-    if dims[1] is None:
-        # A field that is the same in all samples does not tell how many there are.
-        like = jnp.broadcast_to(like[:, None], (like.shape[0], x.shape[dims[0]], *like.shape[1:]))
-    else:
-        like = jnp.moveaxis(like, dims[1], 1)
-    return _spread_p.bind(x if dims[0] is None else jnp.moveaxis(x, dims[0], 1), like), 1
-
-
 def _transpose_shared(cotangents, x, *, count):
     del count
     found = [c for c in cotangents if not isinstance(c, ad.Zero)]
@@ -150,11 +111,16 @@ def _barrier(*xs):
     return lax.optimization_barrier(xs)
 
 
+def present(bind: Callable, xs: Sequence[Any], absent: Callable[[int], Any]) -> list[Any]:
+    """Binds what is no symbolic zero; `absent` makes the others, by their places."""
+    places = [i for i, x in enumerate(xs) if not isinstance(x, ad.Zero)]
+    found = iter(bind(*(xs[i] for i in places)) if places else ())
+    return [next(found) if i in places else absent(i) for i in range(len(xs))]
+
+
 def _moving_in_turn(xs):
     """Puts those tangents or cotangents that there are into one barrier."""
-    moving = [x for x in xs if not isinstance(x, ad.Zero)]
-    held = iter(_in_turn_p.bind(*moving) if moving else ())
-    return [x if isinstance(x, ad.Zero) else next(held) for x in xs]
+    return present(_in_turn_p.bind, xs, lambda i: xs[i])
 
 
 def _rounded(cotangent, *, dtype):
@@ -231,7 +197,6 @@ batching.primitive_batchers[_shared_p] = lambda args, dims, *, count: (
     _shared_p.bind(*args, count=count),
     dims * count,
 )
-mlir.register_lowering(_shared_p, mlir.lower_fun(_repeated, multiple_results=True))
 
 
 _in_turn_p.def_impl(jax.jit(_barrier))
@@ -242,7 +207,6 @@ ad.primitive_jvps[_in_turn_p] = lambda xs, tangents: (
 )
 ad.primitive_transposes[_in_turn_p] = lambda cotangents, *_: _moving_in_turn(cotangents)
 batching.primitive_batchers[_in_turn_p] = lambda args, dims: (_in_turn_p.bind(*args), dims)
-mlir.register_lowering(_in_turn_p, mlir.lower_fun(_barrier, multiple_results=True))
 _define_identity(_rounded_p, _rounded)
 _define_identity(_written_p, _written_p.bind)
 _define_identity(_written_in_p)
@@ -253,16 +217,12 @@ _add_product_p.def_impl(jax.jit(_add_widened))
 _add_product_p.def_abstract_eval(lambda x, product: product)
 ad.deflinear2(_add_product_p, _transpose_add_product)
 batching.primitive_batchers[_add_product_p] = _batch_add_product
-_spread_p.def_impl(jax.jit(_spread))
-_spread_p.def_abstract_eval(lambda x, like: like.update(dtype=x.dtype, weak_type=False))
-ad.primitive_jvps[_spread_p] = _jvp_spread
-ad.primitive_transposes[_spread_p] = _transpose_spread
-batching.primitive_batchers[_spread_p] = _batch_spread
 # A CPU widens what it has rounded, and gains nothing by writing it.
 for _primitive, _platform, _function in (
+    (_shared_p, None, _repeated),
+    (_in_turn_p, None, _barrier),
     (_rounded_p, None, _identity),
     (_behind_p, None, _identity),
-    (_spread_p, None, _spread),
     (_written_in_p, None, _half_and_back),
     (_written_in_p, "cpu", _identity),
     (_read_at_once_p, None, _identity),
@@ -274,5 +234,5 @@ for _primitive, _platform, _function in (
     (_written_p, None, lax.optimization_barrier),
     (_written_p, "cpu", _identity),
 ):
-    _lowering = mlir.lower_fun(_function, multiple_results=False)
+    _lowering = mlir.lower_fun(_function, multiple_results=_primitive.multiple_results)
     mlir.register_lowering(_primitive, _lowering, platform=_platform)

@@ -100,16 +100,12 @@ def is_key(x: Any) -> bool:
 
 def check_key(key: Any, call: str) -> None:
     """Raises a `TypeError` in the name of `call` unless `key` is a key of `jax.random`."""
-    dtype, shape = getattr(key, "dtype", None), getattr(key, "shape", None)
-    if dtype is not None:
-        if is_key(key) and shape == ():
-            return
-        if dtype == jnp.uint32 and shape is not None and len(shape) == 1:
-            return
-    raise TypeError(
-        f"`{call}` takes one key of `jax.random` as `key`, such as `jax.random.key(0)`, but got "
-        f"{in_a_line(key)}."
-    )
+    raw = getattr(key, "dtype", None) == jnp.uint32 and np.ndim(key) == 1
+    if not raw and not (is_key(key) and np.ndim(key) == 0):
+        raise TypeError(
+            f"`{call}` takes one key of `jax.random` as `key`, such as `jax.random.key(0)`, but "
+            f"got {in_a_line(key)}."
+        )
 
 
 def check_same_structure(call: str, a_name: str, a: PyTree, b_name: str, b: PyTree) -> None:

@@ -39,12 +39,6 @@ def varying_axes(x: Any) -> frozenset[str]:
     return aval.manual_axis_type.varying if hasattr(aval, "manual_axis_type") else aval.vma
 
 
-def varies(aval: Any) -> bool:
-    """Returns whether values may differ along a manual axis, as inside of a `shard_map`."""
-    kind = getattr(aval, "manual_axis_type", None)
-    return kind is not None and not kind.empty
-
-
 def mark_varying(x: Any, axes: Iterable[str]) -> Any:
     """Marks `x` as varying along these axes as well."""
     missing = tuple(sorted(frozenset(axes) - varying_axes(x)))

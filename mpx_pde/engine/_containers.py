@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..checkpoint_policies import translate
@@ -17,7 +18,7 @@ from ..interpret._rebind import bind_around, rebind, scan_counts
 from ._custom import custom_jvp, custom_vjp
 from ._plan import Index, Plan
 from ._segments import NO_KINDS, Kinds
-from ._streams import DEEP, Jet, Operand, cast, is_inexact, primal_of, stage_of, zeros_of
+from ._streams import DEEP, Jet, Operand, cast, is_inexact, primal_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,9 +70,8 @@ class Containers:
         jet = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, stage)
         streams = {}
         for key in self.plan.keys:
-            like = zeros_of(jet, self.plan.size(key))
-            stream = jet.streams.get(key)
-            streams[key] = like if stream is None else jnp.broadcast_to(stream, like.shape)
+            stream = jet.streams.get(key, np.zeros((), jet.primal.dtype))
+            streams[key] = jnp.broadcast_to(stream, self.plan.shape(key, jnp.shape(jet.primal)))
         return Jet(jnp.asarray(jet.primal), streams, stage)
 
     def _outside(self, values: Sequence[Operand]) -> list[Any]:
@@ -82,6 +82,7 @@ class Containers:
         if not isinstance(init, Jet):
             return primal_of(x)
         x = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, stage)
+        stage = max(stage, x.stage)
         x = self.loaded(x)
         return self._full(x, stage) if is_inexact(x.primal) else Jet(x.primal, {}, init.stage)
 
@@ -95,7 +96,8 @@ class Containers:
             return [*init, *(jnp.zeros(a.shape, a.dtype) for a in stacked)]
         if self.mixed:
             consts, init = self._outside(consts), list(map(self.loaded, init))
-        stage = DEEP if self.mixed else stage_of(operands)
+        stages = [DEEP if self.mixed else x.stage for x in operands if isinstance(x, Jet)]
+        stage = max(stages, default=DEEP)
         # Streams of what is scanned over have that axis behind the one of stacked directions.
         scanned = self._axis(operands[n:], front=True)
         for _ in range(3):
@@ -118,11 +120,8 @@ class Containers:
         carry = values[n_consts : n_consts + n_carry]
         onward = [(i, n_consts + i) for i in range(n_carry)]
         out = self._inside(bodies_of(eqn)[0], values, onward)
-        carried = [
-            self._carried(y, x, max(stage, y.stage) if isinstance(y, Jet) else stage)
-            for y, x in zip(out[:n_carry], carry, strict=True)
-        ]
-        return [*carried, *out[n_carry:]]
+        pairs = zip(out[:n_carry], carry, strict=True)
+        return [*(self._carried(y, x, stage) for y, x in pairs), *out[n_carry:]]
 
     def _axis(self, values: Sequence[Operand], *, front: bool) -> list[Operand]:
         source, target = (1, 0) if front else (0, 1)
@@ -130,11 +129,8 @@ class Containers:
         def move(x):
             if not isinstance(x, Jet):
                 return x
-            streams = {
-                k: s if self.plan.size(k) is None else jnp.moveaxis(s, source, target)
-                for k, s in x.streams.items()
-            }
-            return Jet(x.primal, streams, x.stage)
+            turn = lambda s, k: s if self.plan.size(k) is None else jnp.moveaxis(s, source, target)
+            return x.map(turn)
 
         return list(map(move, values))
 
@@ -196,7 +192,7 @@ class Containers:
             inside = [Jet(y, {}, x.stage) if isinstance(x, Jet) else y for x, y in pairs]
             return list(map(primal_of, self._inside(bodies_of(eqn)[0], inside)))
 
-        return [Jet(x, {}, DEEP) for x in rebind(eqn, list(map(primal_of, operands)), [body])]
+        return list(map(Jet, rebind(eqn, list(map(primal_of, operands)), [body])))
 
 
 _ENTERED = {

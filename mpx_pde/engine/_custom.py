@@ -21,7 +21,7 @@ from ..interpret._jaxpr import (
     walk,
 )
 from ..interpret._reverse import is_symbolic_zero, linear_by_pullback, tangent_like
-from ._streams import DEEP, Jet, Operand, Storage, is_inexact, primal_of, typed
+from ._streams import Jet, Operand, Storage, is_inexact, primal_of, typed
 
 
 def own_in_registers(eqn: JaxprEqn, args: Sequence[Any], storage: Storage) -> list[Any]:
@@ -61,10 +61,7 @@ def custom_jvp(eqn: JaxprEqn, operands: Sequence[Operand], evaluate: Evaluate) -
     evaluated."""
 
     def push(primals, tangents, moving, like):
-        moved = [
-            Jet(tangents[i], {}, DEEP) if isinstance(primals[i], Jet) else tangents[i]
-            for i in moving
-        ]
+        moved = [Jet(tangents[i]) if isinstance(primals[i], Jet) else tangents[i] for i in moving]
         out = evaluate(pushforward(eqn, moving), [*primals, *moved])
         live = [like[i] for i in differentiable(eqn.outvars)]
         return _in_dtypes(out[: len(like)], like), _in_dtypes(out[len(like) :], live)
@@ -82,8 +79,8 @@ def custom_vjp(eqn: JaxprEqn, operands: Sequence[Operand], evaluate: Evaluate) -
         kept, treedef = jax.tree.flatten(out[len(like) :])
 
         def backward(residuals, cotangents):
-            jets = [Jet(x, {}, DEEP) for x in cotangents]
-            back = evaluate(backward_rule(), [*jax.tree.unflatten(treedef, residuals), *jets])
+            given = [*jax.tree.unflatten(treedef, residuals), *map(Jet, cotangents)]
+            back = evaluate(backward_rule(), given)
             return _in_dtypes(back, [primal_of(primals[i]) for i in moving])
 
         moved = [tangents[i] for i in moving], [values[i] for i in live]

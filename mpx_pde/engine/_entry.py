@@ -13,11 +13,11 @@ from jaxtyping import Array
 from .._dtypes import asked_of_context, is_half, precision_of_user
 from .._forward import Forward, forward_in, present_forward
 from ..interpret._jaxpr import bodies_of
-from ._evaluate import Evaluator, Note
+from ._evaluate import Evaluator
 from ._plan import Index, Plan
 from ._products import Product
 from ._rules import Rules
-from ._streams import RAW, Jet, Storage, is_inexact
+from ._streams import RAW, Jet, Storage, is_inexact, total
 
 
 class Equation(NamedTuple):
@@ -61,30 +61,28 @@ def _evaluator(
 ) -> Evaluator:
     """How a program is evaluated: as the loss around it says, else by its own arrays."""
 
-    record: Note | None = None
-    if note is not None:
-        record = lambda step, *told: note.append(Equation(step.name, *told))
-    caller = source_info_util.current()
-    narrow, wide = np.dtype(np.float32), np.dtype(np.float64)
-    forward = present_forward() or _autocast()
-    if forward is not None and forward.inside:
-        return Evaluator(rules, Storage(narrow), Product(open=True), record, caller=caller)
-    dtype = half_of(closed) if forward is None else forward.dtype
-    scaled = {} if dtype is None else scales(dtype)
-    if forward is None or not forward.full:
-        # Of masters in float64 is asked less, of a program that says float64 it is not.
-        storage = Storage(narrow, dtype, scaled, narrows=forward is not None)
-        return Evaluator(rules, storage, Product(forward is not None), record, caller=caller)
-    above = Storage(wide if forward.precision == "float64" else narrow)
-    storage = Storage(narrow, dtype, scaled, narrows=True)
+    def record(step, *told):
+        if note is not None:
+            note.append(Equation(step.name, *told))
 
     def lose(key, does):
-        assert lost is not None
-        lost[key] = does | lost[key] if key in lost else does
+        if lost is not None:
+            lost[key] = does | lost[key] if key in lost else does
 
-    told = None if lost is None else lose
-    full = above, Product(algorithm=forward.algorithm)
-    return Evaluator(rules, storage, Product(True), record, told, full, caller)
+    told: dict[str, Any] = {"note": None if note is None else record}
+    told["caller"] = source_info_util.current()
+    narrow = np.dtype(np.float32)
+    forward = present_forward() or _autocast()
+    if forward is not None and forward.inside:
+        return Evaluator(rules, Storage(narrow), Product(open=True), **told)
+    dtype = half_of(closed) if forward is None else forward.dtype
+    scaled = {} if dtype is None else scales(dtype)
+    # Of masters in float64 is asked less, of a program that says float64 it is not.
+    storage = Storage(narrow, dtype, scaled, narrows=forward is not None)
+    if forward is not None and forward.full:
+        told["lost"] = None if lost is None else lose
+        told["full"] = Storage(forward.registers), Product(algorithm=forward.algorithm)
+    return Evaluator(rules, storage, Product(masters=forward is not None), **told)
 
 
 def _autocast() -> Forward | None:
@@ -137,23 +135,15 @@ def propagate(
         evaluator = _evaluator(closed, rules, scales or (lambda dtype: {}), note, lost)
         streams: dict[Index, Any] = {(i,): x for i, x in enumerate(seeds) if (i,) in plan.indices}
         for key, summands in rules.weights.items():
-            total = None
-            for weight, index in summands:
-                if len(index) == 1:
-                    part = rules.weighted(weight, seeds[index[0]], index)
-                    total = part if total is None else total + part
-            if total is not None:
-                streams[key] = total
+            ones = ((w, index) for w, index in summands if len(index) == 1)
+            first = total(rules.weighted(w, seeds[index[0]], index) for w, index in ones)
+            if first is not None:
+                streams[key] = first
 
         (out,) = evaluator.program(closed, [Jet(point, streams, RAW)], plan.results)
         if not isinstance(out, Jet):
             return jnp.asarray(out), {}
         out = evaluator.above.storage.loaded(out, closed.out_avals[0].dtype)
-        full = {
-            k: jnp.broadcast_to(x, _shape(plan.size(k), out.primal)) for k, x in out.streams.items()
-        }
+        shape = out.primal.shape
+        full = {k: jnp.broadcast_to(x, plan.shape(k, shape)) for k, x in out.streams.items()}
     return jnp.asarray(out.primal), full
-
-
-def _shape(size: int | None, primal: Any) -> tuple[int, ...]:
-    return primal.shape if size is None else (size, *primal.shape)

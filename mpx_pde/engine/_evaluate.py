@@ -1,7 +1,6 @@
 """Evaluating a program on streams."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -24,10 +23,11 @@ from ..interpret._lines import line_of, site_of
 from ._containers import Containers, enters
 from ._custom import own_in_registers
 from ._fallback import nested
-from ._known import folded
+from ._known import folded, only_moves
 from ._moments import with_moments
 from ._plan import Index
 from ._products import Product, is_biased, is_weighted, widens
+from ._roles import stage_after
 from ._rules import Rules, aligned
 from ._segments import (
     NO_KINDS,
@@ -41,7 +41,7 @@ from ._segments import (
     roles_of,
     signature,
 )
-from ._streams import DATA, DEEP, Jet, Storage, is_inexact, primal_of, typed
+from ._streams import DATA, Jet, Storage, is_inexact, is_traced, primal_of, typed
 
 
 Note = Callable[[Step, str, str, str], None]
@@ -93,7 +93,11 @@ class Evaluator:
         all; operands and results are jets or arrays. Of the step of a loop some are `carried` on.
         """
         flat = flatten(closed, forward_mode=not self.plain)
-        env: dict[int, Any] = {k: self._given(c.value) for k, c in flat.constants.items()}
+        env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
+        if self.plain:
+            # There is no point: arrays are data.
+            data = {k: x for k, x in env.items() if is_inexact(x) and np.ndim(x)}
+            env.update((k, Jet(x, {}, DATA)) for k, x in data.items())
         env.update(zip(flat.inputs, operands, strict=True))
         if not self.plain:
             flat = with_moments(flat, [k for k, x in env.items() if isinstance(x, Jet)])
@@ -116,10 +120,6 @@ class Evaluator:
                 self._layer(part, env, roles, alike)
         return [read(x, env) for x in flat.outputs]
 
-    def _given(self, x: Any) -> Any:
-        """Returns a constant of a program. Without streams there is no point: arrays are data."""
-        return Jet(x, {}, DATA) if self.plain and is_inexact(x) and np.ndim(x) else x
-
     @cached_property
     def plain(self) -> bool:
         """Returns whether there are no streams, but values alone."""
@@ -131,22 +131,40 @@ class Evaluator:
         if self.full is None:
             return self
         storage, product = self.full
-        changed = {"storage": storage, "product": product, "lost": None, "full": None}
-        return dataclasses.replace(self, **changed)
+        return dataclasses.replace(self, storage=storage, product=product, lost=None, full=None)
 
     # One layer: what the backward pass evaluates again.
 
     def _layer(self, part: Part, env: dict[int, Any], roles: Role, alike: dict) -> None:
         """Evaluates a layer. Those that are alike are traced and differentiated once."""
-        values = [_asked_for(env[x], roles.asked.get(x, ())) for x in part.inputs]
-        # What is known while tracing stays so. What made the rest may have no derivative.
-        traced, known = eqx.partition(values, is_traced)
-        traced = _held(traced, part.inputs, roles)
-        once = not (part.multiplies or part.checkpointed) or self.note
-        key = object() if once else signature(part, roles, values)
-        if key not in alike:
-            alike[key] = self._as_layer(part, known, roles)
-        env.update(zip(part.outputs, _held(alike[key](traced), part.outputs, roles), strict=True))
+        values = [env[x] for x in part.inputs]
+        # A loss is differentiated as it stands: the residual decides.
+        residual = self.full is not None and not roles.final.isdisjoint(part.outputs)
+        if part.multiplies or (part.checkpointed and not residual):
+            asked = [roles.asked.get(k, ()) for k in part.inputs]
+            values = list(map(_asked_for, values, asked))
+            # What is known while tracing stays so. What made the rest may have no derivative.
+            traced, known = eqx.partition(values, is_traced)
+            key = object() if self.note else signature(part, roles, values)
+            if key not in alike:
+                alike[key] = self._as_layer(part, known, roles)
+            out = alike[key](_held(traced, part.inputs, roles))
+        else:
+            env.update(zip(part.inputs, _held(values, part.inputs, roles), strict=True))
+            out = self.above._inside(part, env, roles)
+        env.update(zip(part.outputs, _held(out, part.outputs, roles), strict=True))
+
+    def _inside(
+        self, part: Part, env: dict[int, Any], roles: Role, chosen: Mapping[int, Any] | None = None
+    ) -> list[Any]:
+        """The results of a layer as they are kept; some may have been `chosen` before."""
+        for step in part.steps:
+            if chosen is None or not chosen.keys() >= set(step.outputs):
+                self._step(step, env, roles)
+            else:
+                env.update((k, chosen[k]) for k in step.outputs)
+        kept = lambda k: k in roles.stored and isinstance(env[k], Jet)
+        return [self.storage.stored(env[k]) if kept(k) else env[k] for k in part.outputs]
 
     def _as_layer(self, part: Part, known: list[Any], roles: Role) -> Callable[[list], list]:
         choices = () if self.full is None else choices_of(part, roles)
@@ -155,21 +173,14 @@ class Evaluator:
             # A derivative of zeros is not none, which some functions insist on.
             values = map(_whole, eqx.combine(_held(traced, part.inputs, roles), known))
             inner = dict(zip(part.inputs, values, strict=True))
-            for step in part.steps:
-                if chosen is None or not chosen.keys() >= set(step.outputs):
-                    evaluator._step(step, inner, roles)
-                else:
-                    inner.update((k, chosen[k]) for k in step.outputs)
-            out = [evaluator._leaving(inner[k], k, roles) for k in part.outputs]
-            return out, {k: _chosen(inner[k]) for k in choices}
+            out = evaluator._inside(part, inner, roles, chosen)
+            # What is chosen by a value has no derivatives.
+            bare = lambda x: x.only(()) if isinstance(x, Jet) else x
+            return out, {k: bare(inner[k]) for k in choices}
 
-        # A loss is differentiated as it stands: the residual decides.
-        kept = part.multiplies or (part.checkpointed and roles.final.isdisjoint(part.outputs))
-        if self.full is not None and kept:
-            return self._in_full(layer, part, known, roles)
-        run = lambda traced: layer(self.above, traced)[0]
         if self.full is not None:
-            return run
+            return self._in_full(layer, part, known, roles)
+        run = lambda traced: layer(self, traced)[0]
         run = jax.checkpoint(run) if part.checkpointed else run
         return (lambda traced: run(_after_gradients(traced))) if part.multiplies else run
 
@@ -180,10 +191,9 @@ class Evaluator:
         the half one, at what entered it rounded to half: this alone is kept."""
         # A rule that is kept for later may hold no value of the trace that it was made in.
         own, fixed = eqx.partition(dataclasses.replace(self, lost=None), is_traced)
-        pairs = (zip(s.outputs, s.eqn.outvars, strict=True) for s in part.steps)
-        dtypes = {k: aval_of(v).dtype for k, v in itertools.chain(*pairs)}
-        dtypes = [dtypes[k] for k in part.outputs]
-        loaded = lambda by, out: list(map(by._loaded, out, dtypes))
+        made = {k: v for s in part.steps for k, v in zip(s.outputs, s.eqn.outvars, strict=True)}
+        dtypes = [aval_of(made[k]).dtype for k in part.outputs]
+        loaded = lambda by, out: list(map(by.above.storage.loaded, out, dtypes))
 
         def value_of(own, traced):
             full = eqx.combine(own, fixed).above
@@ -237,22 +247,21 @@ class Evaluator:
         given = {k for k in part.inputs if self.plain and roles.stage.get(k) == DATA}
         return given & multiplied_only(part.steps, part.outputs, is_half, tables.MOVES)
 
-    def _leaving(self, value: Any, k: int, roles) -> Any:
-        """Returns what a layer hands on, as it is kept."""
-        if isinstance(value, Jet) and k in roles.stored:
-            return self.storage.stored(value)
-        return value
-
     # One equation.
 
     def _step(self, step: Step, env: dict[int, Any], roles) -> None:
         operands = [read(x, env) for x in step.inputs]
-        with in_context_of(step.eqn, self._caller_of(step.eqn)):
+        outside = step.name in tables.PRODUCTS and not site_of(step.eqn).users
+        with in_context_of(step.eqn, self.caller if outside else None):
             out = self._results(step, operands, roles)
+        stages = {x: env[x].stage for x in step.variables if isinstance(env[x], Jet)}
+        stage = stage_after(step, stages)
         for k, x, v in zip(step.outputs, out, step.eqn.outvars, strict=True):
             if isinstance(x, Jet) and self.plain:
                 # Integers that are computed of data have no stage: they are exact.
                 x = Jet(x.primal, {}, roles.stage[k]) if k in roles.stage else x.primal
+            elif isinstance(x, Jet) and not enters(step.eqn, False):
+                x = dataclasses.replace(x, stage=stage)
             if isinstance(x, Jet):
                 self._check_aligned(x, aval_of(v), step.eqn)
                 x = self.above.storage.computed(x.only(roles.asked.get(k, ())), aval_of(v).dtype)
@@ -262,13 +271,8 @@ class Evaluator:
         """Fails where a rule has returned a stream that is not shaped as its value: elsewhere it
         would be broadcast the wrong way."""
         for key, stream in x.streams.items():
-            size = self.rules.plan.size(key)
-            want = aval.shape if size is None else (size, *aval.shape)
+            want = self.rules.plan.shape(key, aval.shape)
             assert np.shape(stream) == want, (eqn.primitive.name, key, np.shape(stream), want)
-
-    def _caller_of(self, eqn: JaxprEqn) -> Any:
-        is_product = eqn.primitive.name in tables.PRODUCTS
-        return self.caller if is_product and not site_of(eqn).users else None
 
     def _results(self, step: Step, operands: list[Any], roles) -> list[Any]:
         eqn = step.eqn
@@ -286,28 +290,29 @@ class Evaluator:
         halves = [isinstance(x, Jet) and self.storage.is_stored(x.primal) for x in operands]
         biased = is_biased(eqn, operands, halves)
         # Loops and rules take values as they are.
+        loaded = self.above.storage.loaded
         operands = [
-            self._loaded(x, aval_of(v).dtype) if isinstance(x, Jet) else self._loaded(x)
+            loaded(x, aval_of(v).dtype) if isinstance(x, Jet) else loaded(x)
             for x, v in zip(operands, eqn.invars, strict=True)
         ]
         if enters(eqn, self.plain):
             # What is lost in there cannot be told out here.
             around = (*self.around, *step.calls, eqn)
             inner = dataclasses.replace(self, lost=None, around=around)
-            params = {i for i, x in enumerate(step.inputs) if roles.is_param(x)}
+            variables = [(i, x) for i, x in enumerate(step.inputs) if not isinstance(x, Constant)]
+            params = {i for i, x in variables if x in roles.params}
             kinds = Kinds(self.product.half_operands(step, operands, roles), params)
-            enter = Containers(self.rules.plan, inner.program, self._loaded, kinds)
-            out = enter(eqn, operands)
-            return self._noted(step, out, name, "")
+            enter = Containers(self.rules.plan, inner.program, loaded, kinds)
+            return self._noted(step, enter(eqn, operands), name, "")
         if self.plain:
             out = own_in_registers(eqn, list(map(primal_of, operands)), self.above.storage)
             if biased:
                 out = [rounded_cotangent(x, self.storage.dtype) for x in out]
-            return self._noted(step, [Jet(x, {}, DEEP) for x in out], "plain", "")
+            return self._noted(step, list(map(Jet, out)), "plain", "")
         operands = aligned(eqn, operands)
         rule = self.rules.find(eqn, operands)
         if rule is not None:
-            if roles.known(step, operands):
+            if only_moves(step, operands):
                 out = folded(rule, eqn, operands, self.rules.plan)
             else:
                 out = rule(eqn, operands)
@@ -335,22 +340,8 @@ class Evaluator:
             self.note(step, line_of(step.eqn, (*self.around, *step.calls)), rule, how)
         return out
 
-    def _loaded(self, x: Any, dtype: Any = None) -> Any:
-        """Returns a value that the program has in `dtype` as it is computed with."""
-        return self.above.storage.loaded(x, dtype)
-
 
 _WITH_OWN_JVP = LOOPS | {"custom_jvp_call", "shard_map"}
-
-
-def _chosen(x: Any) -> Any:
-    """Returns what is chosen by a value, which has no derivatives."""
-    return x.only(()) if isinstance(x, Jet) else x
-
-
-def is_traced(x: Any) -> bool:
-    """Returns whether a leaf is an array that is not known while tracing."""
-    return isinstance(x, jax.Array)
 
 
 def _held(values: list[Any], keys: Sequence[int], roles: Role) -> list[Any]:

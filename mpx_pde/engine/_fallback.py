@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 
+from .._derivative_of import of_some
 from ._plan import Index, chains
 from ._rules import Rules
-from ._streams import DEEP, Jet, Streams, is_inexact, primal_of
+from ._streams import Jet, Streams, is_inexact, primal_of, total
 
 
 def nested(fun: Callable[..., list], operands: Sequence[Any], rules: Rules) -> list[Jet]:
@@ -18,18 +19,12 @@ def nested(fun: Callable[..., list], operands: Sequence[Any], rules: Rules) -> l
     at = [i for i, x in enumerate(operands) if isinstance(x, Jet) and is_inexact(x.primal)]
     jets = [operands[i] for i in at]
     primals = [x.primal for x in jets]
-
-    def whole(moved: Sequence[Any]) -> list[Any]:
-        full = list(map(primal_of, operands))
-        for i, x in zip(at, moved, strict=True):
-            full[i] = x
-        return list(fun(*full))
-
-    out = whole(primals)
+    whole = of_some(fun, list(map(primal_of, operands)), at)
+    out = whole(*primals)
     live = [i for i, x in enumerate(out) if is_inexact(x)]
 
     def function(*moved: Any) -> list[Any]:
-        results = whole(moved)
+        results = whole(*moved)
         return [results[i] for i in live]
 
     @ft.cache
@@ -53,10 +48,10 @@ def nested(fun: Callable[..., list], operands: Sequence[Any], rules: Rules) -> l
         straight = along(key)
         for k, i in enumerate(live):
             rest = rules.gather(key, ft.partial(curved, k=k))
-            parts = [x for x in (straight and straight[k], rest) if x is not None]
-            if parts:
-                streams[i][key] = sum(parts[1:], parts[0])
-    return [Jet(x, s, DEEP) for x, s in zip(out, streams, strict=True)]
+            both = total([straight and straight[k], rest])
+            if both is not None:
+                streams[i][key] = both
+    return [Jet(x, s) for x, s in zip(out, streams, strict=True)]
 
 
 def _pushed(function: Callable, tangents: Sequence[Any]) -> Callable[..., list]:
@@ -64,12 +59,7 @@ def _pushed(function: Callable, tangents: Sequence[Any]) -> Callable[..., list]:
     at = [i for i, x in enumerate(tangents) if x is not None]
 
     def derivative(*primals):
-        def some(*moved):
-            full = list(primals)
-            for i, x in zip(at, moved, strict=True):
-                full[i] = x
-            return function(*full)
-
+        some = of_some(function, primals, at)
         return jax.jvp(some, [primals[i] for i in at], [tangents[i] for i in at])[1]
 
     return derivative

@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from jax.extend.core import JaxprEqn
 
+from ..interpret import _tables as tables
+from ..interpret._flat import Step
 from ..interpret._jaxpr import aval_of, own_bind
 from ._plan import Index, Plan
 from ._streams import Jet, is_inexact, primal_of
@@ -58,26 +60,37 @@ _MOVES: dict[str, Callable[..., Any]] = {
 """The effect of a primitive of one operand on an array with `lead` axes in front of its own."""
 
 
-def known_streams(
-    rule: Callable, eqn: JaxprEqn, operands: Sequence[Any], plan: Plan
-) -> tuple[dict[Index, Any], int]:
-    """The streams of the result of an equation whose operands have known ones, and its stage;
-    those that vanish are dropped."""
+def only_moves(step: Step, operands: Sequence[Any]) -> bool:
+    """Returns whether an equation only moves coordinates whose derivatives are known numbers."""
     jets = [x for x in operands if isinstance(x, Jet)]
-    stage = max(x.stage for x in jets)
+    others = [x for x in operands if not isinstance(x, Jet)]
+    if step.name not in tables.COORDINATES or len(step.outputs) != 1:
+        return False
+    if step.name in ("mul", "div") and not (len(others) == 1 and operands[0] is jets[0]):
+        return False
+    streams = [s for x in jets for s in x.streams.values()]
+    numbers = all(isinstance(x, np.ndarray | np.generic) for x in others)
+    known = numbers and all(isinstance(s, np.ndarray) for s in streams)
+    # An index that depends on the point has no streams, and yet is no known number.
+    return known and bool(streams) and all(is_inexact(x.primal) for x in jets)
+
+
+def folded(rule: Callable, eqn: JaxprEqn, operands: list[Any], plan: Plan) -> list[Jet]:
+    """A rule on streams that are known while tracing; those that vanish are dropped."""
+    (primal,) = own_bind(eqn, list(map(primal_of, operands)))
     if not is_inexact(eqn.outvars[0].aval):
-        return {}, stage
-    keys = [k for k in plan.keys if any(k in x.streams for x in jets)]
+        return [Jet(primal)]
+    keys = [k for k in plan.keys if any(isinstance(x, Jet) and k in x.streams for x in operands)]
     found = {k: _by_numpy(eqn, operands, k, plan) for k in keys}
     if any(x is None for x in found.values()):
-        found, stage = _by_jax(rule, eqn, operands)
-    return {k: np.asarray(x) for k, x in found.items() if np.any(np.asarray(x))}, stage
+        found = _by_jax(rule, eqn, operands)
+    return [Jet(primal, {k: np.asarray(x) for k, x in found.items() if np.any(np.asarray(x))})]
 
 
 def _by_numpy(eqn: JaxprEqn, operands: Sequence[Any], key: Index, plan: Plan) -> Any:
     name, lead = eqn.primitive.name, 0 if plan.size(key) is None else 1
     first, *rest = operands
-    if name in ("mul", "div") and not any(isinstance(x, Jet) for x in rest):
+    if name in ("mul", "div"):
         x, factor = first.streams[key], np.asarray(rest[0])
         return x * factor if name == "mul" else x / factor
     if name in ("add", "sub", "concatenate"):
@@ -87,8 +100,7 @@ def _by_numpy(eqn: JaxprEqn, operands: Sequence[Any], key: Index, plan: Plan) ->
 
 
 def _joined(eqn: JaxprEqn, operands: Sequence[Any], key: Index, plan: Plan) -> Any:
-    size = plan.size(key)
-    front = () if size is None else (size,)
+    front = plan.shape(key, ())
     parts = []
     for x in operands:
         own = x.streams.get(key) if isinstance(x, Jet) else None
@@ -103,20 +115,11 @@ def _joined(eqn: JaxprEqn, operands: Sequence[Any], key: Index, plan: Plan) -> A
     return parts[0] - parts[1] if eqn.primitive.name == "sub" else parts[0] + parts[1]
 
 
-def _by_jax(rule: Callable, eqn: JaxprEqn, operands: Sequence[Any]) -> tuple[dict[Index, Any], int]:
+def _by_jax(rule: Callable, eqn: JaxprEqn, operands: Sequence[Any]) -> dict[Index, Any]:
     with jax.ensure_compile_time_eval():
         shadows = [
-            Jet(np.zeros(x.primal.shape, x.primal.dtype), x.streams, x.stage)
-            if isinstance(x, Jet)
-            else x
+            Jet(np.zeros(x.primal.shape, x.primal.dtype), x.streams) if isinstance(x, Jet) else x
             for x in operands
         ]
         (out,) = rule(eqn, shadows)
-        return {k: np.asarray(x) for k, x in out.streams.items()}, out.stage
-
-
-def folded(rule: Callable, eqn: JaxprEqn, operands: list[Any], plan: Plan) -> list[Jet]:
-    """A rule on streams that are known while tracing; those that vanish are dropped."""
-    streams, stage = known_streams(rule, eqn, operands, plan)
-    (primal,) = own_bind(eqn, list(map(primal_of, operands)))
-    return [Jet(primal, streams, stage)]
+        return out.streams

@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +31,7 @@ from ._plan import Plan
 from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
 from ._rules import Rules
 from ._segments import Part, Role, is_light, multiplied_only, parts_of, signature
-from ._streams import DEEP, Jet, Storage, cast, is_inexact, primal_of, typed
+from ._streams import DEEP, Jet, Storage, cast, is_inexact, is_traced, primal_of, typed
 
 
 _RULES_OF_VALUES = Rules(Plan(()))
@@ -80,7 +81,7 @@ class Mixed:
         """Returns the results of a jaxpr in the dtypes that it has. Its operands are masters, but
         those that it has in half."""
         operands = [
-            Jet(x, {}, DEEP) if is_inexact(v) and v.dtype == self.dtype else x
+            Jet(x) if is_inexact(v) and v.dtype == self.dtype else x
             for x, v in zip(arrays, closed.in_avals, strict=True)
         ]
         out = map(primal_of, self.program(closed, operands))
@@ -180,20 +181,19 @@ class Mixed:
         """Evaluates a layer that the backward pass evaluates again, if that keeps halves. Layers
         that are alike are traced, differentiated and transposed once."""
         values = [env[x] for x in part.inputs]
-        known = [x if not isinstance(x, jax.Array | Jet) else None for x in values]
+        traced, known = eqx.partition(values, is_traced)
         alone = self.listener or not roles.stage.keys() >= set(part.outputs)
         again = part.checkpointed and any(map(self._is_half, values))
         pairs = zip(part.inputs, values, strict=True)
         scores = {k for k, x in pairs if again and k in roles.scores and self._is_half(x)}
         key = object() if alone else signature(part, roles, values)
 
-        def layer(*traced, one=None):
-            rest = iter(traced)
-            given = [next(rest) if x is None else x for x in known]
+        def layer(traced, one=None):
+            given = eqx.combine(traced, known)
             # Loaded once, so that its cotangents add up in registers.
             inner = dict(zip(part.inputs, map(self.storage.loaded, given), strict=True))
             if one is not None:
-                inner |= {k: Jet(inner[k].primal * one, {}, DEEP) for k in scores}
+                inner |= {k: Jet(inner[k].primal * one) for k in scores}
             halves = {k for k, x in zip(part.inputs, given, strict=True) if self._is_half(x)}
             for step in part.steps:
                 self._step(step, inner, roles, halves)
@@ -203,7 +203,7 @@ class Mixed:
         if key not in alike:
             wrap = _evaluated_again if scores else jax.checkpoint
             alike[key] = wrap(layer) if again else layer
-        out = alike[key](*(x for x, k in zip(values, known, strict=True) if k is None))
+        out = alike[key](traced)
         env.update(zip(part.outputs, out, strict=True))
         roles.stored.update(k for k, x in zip(part.outputs, out, strict=True) if self._is_half(x))
 
@@ -233,7 +233,7 @@ class Mixed:
         if step.eqn.primitive.name in tables.MOVES and all(held):
             halves.update(step.outputs)
         for k, x in zip(step.outputs, out, strict=True):
-            env[k] = Jet(primal_of(x), {}, DEEP) if k in roles.stage else x
+            env[k] = Jet(primal_of(x)) if k in roles.stage else x
         roles.stored.update(k for k in step.outputs if self._is_half(env[k]))
         if self.listener is not None:
             results = [env[k] for k in step.outputs]
@@ -262,7 +262,7 @@ class Mixed:
             return loaded
         if eqn.primitive is moments_p:
             (x,) = loaded
-            return _RULES_OF_VALUES.moments(eqn, [Jet(x, {}, DEEP)])
+            return _RULES_OF_VALUES.moments(eqn, [Jet(x)])
         return own_in_registers(eqn, loaded, self.storage)
 
     def _concerns(self, eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
@@ -317,10 +317,10 @@ def _evaluated_again(layer: Callable) -> Callable:
     sizes that are multiples of 8. The kernels of the layer cut the padding off as they read; a
     barrier there takes a copy."""
 
-    def again(_, *arrays):
-        return layer(*arrays, one=lax.optimization_barrier(jnp.ones((), FULL)))
+    def again(_, traced):
+        return layer(traced, one=lax.optimization_barrier(jnp.ones((), FULL)))
 
-    forward = lambda *arrays: (layer(*arrays), ())
+    forward = lambda traced: (layer(traced), ())
     return with_derivative_of(forward, jax.checkpoint(again, prevent_cse=False))
 
 

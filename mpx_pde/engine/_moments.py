@@ -11,6 +11,7 @@ from jax.extend.core import Primitive
 
 from ..interpret._flat import Constant, Flat, Step, needed
 from ..interpret._jaxpr import aval_of
+from ._roles import dependent
 
 
 LARGEST = 2**16
@@ -30,21 +31,16 @@ def with_moments(flat: Flat, moving: Collection[int]) -> Flat:
     one, and say the same.
     """
     made = {x: step for step in flat.steps for x in step.outputs}
-    depends = set(moving)
-    for step in flat.steps:
-        if not depends.isdisjoint(step.variables):
-            depends.update(step.outputs)
-    squares: dict[tuple[int, tuple[int, ...]], list[Step]] = {}
+    depends = dependent(flat, moving)
+    squares: dict[tuple[int, tuple[int, ...]], Step] = {}
+    same: dict[int, int] = {}
     for step in flat.steps:
         found = _deviations(step, made)
         if found is not None and found[0] in depends:
-            squares.setdefault(found, []).append(step)
+            same[step.outputs[0]] = squares.setdefault(found, step).outputs[0]
     if not squares:
         return flat
 
-    same: dict[int, int] = {}
-    for first, *others in squares.values():
-        same.update((step.outputs[0], first.outputs[0]) for step in (first, *others))
     steps: list[Step] = []
     sums: dict[tuple[int, tuple[int, ...]], int] = {}
     for step in flat.steps:
@@ -55,12 +51,10 @@ def with_moments(flat: Flat, moving: Collection[int]) -> Flat:
         if where in squares and where in sums:
             same[step.outputs[0]] = sums[where]
         elif where in squares:
-            first = squares[where][0]
-            eqn = step.eqn.replace(
-                primitive=moments_p,
-                params={"axes": where[1]},
-                outvars=[*step.eqn.outvars, *first.eqn.outvars],
-            )
+            first = squares[where]
+            both = [*step.eqn.outvars, *first.eqn.outvars]
+            params = {"axes": where[1]}
+            eqn = step.eqn.replace(primitive=moments_p, params=params, outvars=both)
             sums[where] = step.outputs[0]
             steps.append(Step(eqn, step.inputs, (*step.outputs, *first.outputs)))
         else:
@@ -90,38 +84,32 @@ def _deviations(step: Step, made: Mapping[int, Step]) -> tuple[int, tuple[int, .
     square = None if where is None else made.get(where[0])
     if where is None or square is None or not _is_square(square):
         return None
-    centered = made.get(square.inputs[0])  # pyright: ignore[reportArgumentType]
-    if centered is None or centered.name != "sub":
+    centered = made.get(square.variables[0])
+    if centered is None or centered.name != "sub" or len(centered.variables) != 2:
         return None
-    x, mean = centered.inputs
-    axes = where[1]
+    (x, mean), axes = centered.variables, where[1]
     shape = aval_of(centered.eqn.outvars[0]).shape
-    if isinstance(x, Constant) or isinstance(mean, Constant):
+    count = math.prod(shape[i] for i in axes)
+    if aval_of(centered.eqn.invars[0]).shape != shape or not 1 < count <= LARGEST:
         return None
-    if aval_of(centered.eqn.invars[0]).shape != shape or not 1 < _count(shape, axes) <= LARGEST:
-        return None
-    kept = _mean_of(mean, (x, axes), shape, made)
+    kept = _mean_of(mean, (x, axes), len(shape), count, made)
     if kept is None:
         return None
-    full = len(kept) == len(shape)
-    there = full and all(kept[i] in (i, None) for i in range(len(shape)))
-    rest = [i for i in range(len(shape)) if i not in axes and shape[i] != 1]
-    return (x, axes) if (not kept or there) and set(rest) <= set(kept) else None
-
-
-def _count(shape: Sequence[int], axes: Sequence[int]) -> int:
-    return math.prod(shape[i] for i in axes)
+    there = len(kept) == len(shape) and all(k in (i, None) for i, k in enumerate(kept))
+    rest = {i for i in range(len(shape)) if i not in axes and shape[i] != 1}
+    return (x, axes) if (not kept or there) and rest <= set(kept) else None
 
 
 def _is_square(step: Step) -> bool:
     name = step.name
     if name == "mul":
-        return step.inputs[0] == step.inputs[1] and not isinstance(step.inputs[0], Constant)
-    return name == "square" or (name == "integer_pow" and step.eqn.params["y"] == 2)
+        return len(step.variables) == 2 and len(set(step.variables)) == 1
+    squares = name == "square" or (name == "integer_pow" and step.eqn.params["y"] == 2)
+    return squares and bool(step.variables)
 
 
 def _mean_of(
-    k: int, where: tuple[int, tuple[int, ...]], shape: Sequence[int], made: Mapping[int, Step]
+    k: int, where: tuple[int, tuple[int, ...]], ndim: int, count: int, made: Mapping[int, Step]
 ) -> list[int | None] | None:
     """Returns which axis of an array each axis of its mean stands for; `None` for another value."""
     moves, divided = [], False
@@ -129,10 +117,10 @@ def _mean_of(
         name = step.name
         if name == "broadcast_in_dim" and len(step.inputs) == 1:
             moves.append(step.eqn.params)
-        elif name == "div" and not divided and _is_number(step.inputs[1], _count(shape, where[1])):
+        elif name == "div" and not divided and _is_number(step.inputs[1], count):
             divided = True
         elif _summed(step) == where and divided:
-            kept: list[int | None] = [i for i in range(len(shape)) if i not in where[1]]
+            kept: list[int | None] = [i for i in range(ndim) if i not in where[1]]
             for params in reversed(moves):
                 places = dict(zip(params["broadcast_dimensions"], kept, strict=True))
                 kept = [places.get(i) for i in range(len(params["shape"]))]

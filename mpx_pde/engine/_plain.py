@@ -44,21 +44,18 @@ class InForward(eqx.Module):
         forward = self.forward
         with forward_in(forward), precision_of_user():
             closed, leaves, assemble = trace_arrays(self.fun, args, kwargs)
-        wide = np.dtype(np.float64 if forward.precision == "float64" else np.float32)
-        rules = Rules(Plan(()))
-        narrows = forward.precision == "float64"
+        narrow, wide = np.dtype(np.float32), forward.registers
+        storage = Storage(narrow, forward.dtype, narrows=wide != narrow)
         full = Storage(wide), Product(algorithm=forward.algorithm)
-        storage = Storage(np.dtype(np.float32), forward.dtype, narrows=narrows)
-        evaluator = Evaluator(rules, storage, Product(masters=True), full=full)
-        operands: list[Any] = []
-        params, halves = set[int](), set[int]()
-        for i, (path, x) in enumerate(leaves):
-            kept = tuple(path) in self.kept
-            is_param = _is_master(path)
-            params.update((i,) if is_param else ())
-            halves.update((i,) if is_param and is_inexact(x) and not kept else ())
-            is_data = is_inexact(x) and not is_param
-            operands.append(Jet(x, {}, RAW if kept else DATA) if is_data else x)
+        evaluator = Evaluator(Rules(Plan(())), storage, Product(masters=True), full=full)
+        params = {i for i, (path, _) in enumerate(leaves) if _is_master(path)}
+        kept = {i for i, (path, _) in enumerate(leaves) if tuple(path) in self.kept}
+        inexact = {i for i, (_, x) in enumerate(leaves) if is_inexact(x)}
+        halves, data = (inexact & params) - kept, inexact - params
+        operands = [
+            Jet(x, {}, RAW if i in kept else DATA) if i in data else x
+            for i, (_, x) in enumerate(leaves)
+        ]
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             out = evaluator.program(closed, operands, operand_kinds=Kinds(halves, params))
         return assemble(

@@ -13,8 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
-from itertools import product
-from math import comb, prod
+from itertools import combinations
 
 
 Index = tuple[int, ...]
@@ -69,6 +68,11 @@ class Plan:
             out.update(below for index in terms for below in _below(index))
         return frozenset(out)
 
+    def shape(self, key: Index, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of a stream of a value of this shape."""
+        size = self.size(key)
+        return shape if size is None else (size, *shape)
+
     def size(self, key: Index) -> int | None:
         """The length of the leading axis of a stream; `None` if it has none."""
         sizes = {self.sizes[i] for i in key if i >= 0} if self.sizes else set()
@@ -95,27 +99,15 @@ def make_plan(
 
 
 def _below(index: Index) -> set[Index]:
-    counts = Counter(index)
-    ranges = [range(n + 1) for n in counts.values()]
-    out = set()
-    for powers in product(*ranges):
-        out.add(tuple(i for i, n in zip(counts, powers, strict=True) for _ in range(n)))
-    return {tuple(sorted(i)) for i in out} - {index}
+    return {below for n in range(len(index)) for below in combinations(index, n)}
 
 
 @cache
 def splits(index: Index) -> tuple[tuple[int, Index, Index], ...]:
     """The rule of Leibniz without its two outer terms: how often which pair is multiplied."""
-    total = Counter(index)
-    out = []
-    for left in sorted(_below(index), key=lambda i: (len(i), i)):
-        if not left:
-            continue
-        counts = Counter(left)
-        times = prod(comb(n, counts[i]) for i, n in total.items())
-        right = tuple(sorted((total - counts).elements()))
-        out.append((times, left, right))
-    return tuple(out)
+    times = Counter(left for n in range(1, len(index)) for left in combinations(index, n))
+    rest = lambda left: tuple(sorted((Counter(index) - Counter(left)).elements()))
+    return tuple((n, left, rest(left)) for left, n in times.items())
 
 
 def _partitions(items: list[int]) -> Iterator[list[list[int]]]:
@@ -134,10 +126,11 @@ def _partitions(items: list[int]) -> Iterator[list[list[int]]]:
 def chains(index: Index) -> dict[int, tuple[tuple[int, tuple[Index, ...]], ...]]:
     """The formula of Faà di Bruno but for its linear term: by the order of the derivative of the
     outer function, how often which product of inner streams enters."""
-    found: Counter = Counter()
-    for blocks in _partitions(list(range(len(index)))):
-        if len(blocks) > 1:
-            found[tuple(sorted(tuple(index[i] for i in sorted(b)) for b in blocks))] += 1
+    found = Counter(
+        tuple(sorted(tuple(sorted(block)) for block in blocks))
+        for blocks in _partitions(list(index))
+        if len(blocks) > 1
+    )
     out: dict[int, list] = {}
     for blocks, times in found.items():
         out.setdefault(len(blocks), []).append((times, blocks))

@@ -24,7 +24,7 @@ from ..interpret._jaxpr import aval_of, own_bind
 from ._plan import Index
 from ._rules import Rules
 from ._segments import Role
-from ._streams import DEEP, RAW, Jet, Storage, after_product, bind, is_inexact
+from ._streams import DEEP, RAW, Jet, Storage, bind, is_inexact, total
 from ._together import beside
 
 
@@ -60,11 +60,9 @@ class Product:
         """Returns the variables that do not depend on the point, so have no `stage`, and are
         effectively half: half arrays, constants among masters, what is `given` as such, and what a
         program computes from these alone, be it in float32."""
-        out = set(given)
-        for k, x in env.items():
-            if not isinstance(x, Jet) and is_inexact(x):
-                masters = self.masters and k in flat.constants
-                out.update((k,) if masters or is_half(x.dtype) else ())
+        known = {k: x for k, x in env.items() if not isinstance(x, Jet) and is_inexact(x)}
+        masters = flat.constants if self.masters else ()
+        out = {*given, *(k for k, x in known.items() if k in masters or is_half(x.dtype))}
         for step in flat.steps:
             numbers = step.values
             made = bool(numbers) and numbers <= out
@@ -73,27 +71,31 @@ class Product:
                     out.add(x)
         return out
 
-    def _is_half(self, dtype: Any) -> bool:
-        return is_half(dtype) or self.masters
-
     def __call__(
         self, step: Step, operands: Sequence[Any], roles: Role, storage: Storage, rules: Rules
     ) -> tuple[list[Jet], str]:
         """The result with its streams, and what it was multiplied in."""
         dtype = self.dtype_of(step, operands, roles, storage)
         half = dtype is not None
+        as_stored = half and dtype == storage.dtype
         out_dtype = storage.registers
-        if half and dtype == storage.dtype and step.outputs[0] not in roles.final:
+        if as_stored and step.outputs[0] not in roles.final:
             out_dtype = dtype
-        several = any(x.streams for x in operands if isinstance(x, Jet))
-        algorithm = None if roles.is_data(step) else self.algorithm
-        full = self._full(step.eqn, storage, algorithm, several)
-        own = _mixed(step.eqn, dtype, out_dtype) if half else full
-        a, b = (
-            self._prepared(x, aval_of(v).dtype, half and dtype == storage.dtype, storage)
-            for x, v in zip(operands, step.eqn.invars, strict=True)
-        )
-        stage = after_product(a, b)
+        if half:
+            own = _mixed(step.eqn, dtype, out_dtype)
+        else:
+            several = any(x.streams for x in operands if isinstance(x, Jet))
+            algorithm = None if roles.is_data(step) else self.algorithm
+            own = self._full(step.eqn, storage, algorithm, several)
+        how = _describe(dtype, out_dtype)
+
+        def prepared(x, dtype):
+            if not isinstance(x, Jet):
+                # A half weight has its gradient summed over the streams in float32.
+                return storage.constant(x)
+            return storage.stored(x) if as_stored else storage.loaded(x, dtype)
+
+        a, b = map(prepared, operands, [aval_of(v).dtype for v in step.eqn.invars])
         both = isinstance(a, Jet) and isinstance(b, Jet)
 
         if not both:
@@ -101,8 +103,7 @@ class Product:
             rows = () if half or self.open else _rows(step.eqn, jet, weight, jet is a)
             if rows:
                 streams = {k: _combined(s, rows) for k, s in jet.streams.items() if np.any(s)}
-                out = Jet(_combined(jet.primal, rows), streams, stage)
-                return [out], _describe(dtype, out_dtype)
+                return [Jet(_combined(jet.primal, rows), streams)], how
             first, *weights = shared(weight, 1 + len(jet.streams))
 
             def times(x, weight, key):
@@ -114,7 +115,7 @@ class Product:
                 x = times(stream, weight, key)
                 scaled = storage.is_stored(stream) and not storage.is_stored(x)
                 streams[key] = storage.unscaled(x, key) if scaled else x
-            return [Jet(times(jet.primal, first, ()), streams, stage)], _describe(dtype, out_dtype)
+            return [Jet(times(jet.primal, first, ()), streams)], how
 
         wide = _mixed(step.eqn, dtype, storage.registers) if half else own
 
@@ -126,25 +127,24 @@ class Product:
             return out
 
         primal = product(a.primal, b.primal, (), ())
-        jet = Jet(primal, rules.leibniz(product, a, b), stage)
+        jet = Jet(primal, rules.leibniz(product, a, b))
         if half and out_dtype != storage.registers:
             jet = storage.stored(jet)
-        return [jet], _describe(dtype, out_dtype)
+        return [jet], how
 
     def dtype_of(self, step, operands, roles: Role, storage: Storage) -> Any:
         """Returns what to multiply in by a mixed product; `None` for a full one."""
         eqn = step.eqn
         if not _is_real(eqn):
             return None
+        meets_point = any(x.stage == RAW for x in operands if isinstance(x, Jet))
+        full = meets_point or storage.dtype is None
         if eqn.primitive.name in tables.MIXED and says_its_dtype(eqn):
             dtype = eqn.params["dtype"]
             # What was multiplied in half is, in a pass in full precision, in full.
-            full = self._meets_point(operands) or storage.dtype is None
             return None if full or not is_half(dtype) else dtype
-        if storage.dtype is None or asks_for_more(eqn) or self._meets_point(operands):
-            return None
-        # In a checkpoint it is multiplied again behind the forward pass.
-        if roles.is_data(step):
+        # In a checkpoint data are multiplied again behind the forward pass.
+        if full or asks_for_more(eqn) or roles.is_data(step):
             return None
         fixed = [i for i, x in enumerate(operands) if not isinstance(x, Jet)]
         halves = self.half_operands(step, operands, roles)
@@ -152,12 +152,13 @@ class Product:
 
     def half_operands(self, step: Step, operands: Sequence[Any], roles: Role) -> set[int]:
         """The positions of operands that do not depend on the point and are half at heart."""
+        known = lambda x: self.masters or is_half(x.dtype)
         return {
             i
             for i, (x, atom) in enumerate(zip(operands, step.inputs, strict=True))
             if not isinstance(x, Jet)
             and is_inexact(x)
-            and (atom in roles.half if not isinstance(atom, Constant) else self._is_half(x.dtype))
+            and (known(x) if isinstance(atom, Constant) else atom in roles.half)
         }
 
     def _full(self, eqn: JaxprEqn, storage: Storage, algorithm: Any, several: bool) -> Any:
@@ -185,15 +186,6 @@ class Product:
             params["precision"] = (lax.Precision.HIGHEST,) * 2
         eqn = eqn.replace(params=params)
         return lambda x, y: bind(eqn, [x, y])[0]
-
-    def _meets_point(self, operands) -> bool:
-        return any(x.stage == RAW for x in operands if isinstance(x, Jet))
-
-    def _prepared(self, x: Any, dtype: Any, half: bool, storage: Storage) -> Any:
-        if not isinstance(x, Jet):
-            # A half weight has its gradient summed over the streams in float32.
-            return storage.constant(x)
-        return storage.stored(x) if half else storage.loaded(x, dtype)
 
 
 def _rows(eqn: JaxprEqn, jet: Jet, weight: Any, first: bool) -> Sequence[Any]:
@@ -223,7 +215,7 @@ def _combined(factors: Any, rows: Sequence[Any]) -> Any:
         for factor, row in zip(factors, rows, strict=True)
         if not (known and factor == 0)
     ]
-    return sum(terms[1:], terms[0])
+    return total(terms)
 
 
 def _is_real(eqn: JaxprEqn) -> bool:
@@ -323,9 +315,7 @@ def split_product(eqn: JaxprEqn, arrays: Sequence[Any], algorithm: lax.DotAlgori
     """Returns a product of float32 arrays, which the hardware splits into halves whose products it
     adds up. Convolutions have no such algorithm."""
     name = next((k for k, v in SPLIT_PRODUCTS.items() if v is algorithm), None)
-    if "dot_general" not in eqn.primitive.name:
-        return _mixed(eqn, FULL, FULL, given=Given())(*arrays)
-    if name is not None:
+    if name is not None or "dot_general" not in eqn.primitive.name:
         return _mixed(eqn, FULL, FULL, name, Given())(*arrays)
     # A preset of JAX that has no name here.
     params = {name: eqn.params[name] for name in ("dimension_numbers", "out_sharding")}

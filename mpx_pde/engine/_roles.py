@@ -9,11 +9,21 @@ that comes to a single number (a sum by trainable weights) may be of the loss.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step, variables
+from ._streams import DEEP, FIRST, RAW
+
+
+def stage_after(step: Step, stage: Mapping[int, int]) -> int | None:
+    """How far from the point the results of an equation are, by the `stage` of those operands that
+    depend on it; `None` if none does."""
+    here = max((stage[x] for x in step.variables if x in stage), default=None)
+    if here is not None and step.name in tables.PRODUCTS:
+        return FIRST if here == RAW else DEEP
+    return DEEP if here == FIRST and not is_linear(step, stage) else here
 
 
 def by_stream(step: Step, stage: Mapping[int, int]) -> bool:
@@ -33,6 +43,15 @@ def is_linear(step: Step, stage: Mapping[int, int]) -> bool:
 def moving_in(step: Step, stage: Mapping[int, int]) -> list[int]:
     """Which operands of an equation depend on the point."""
     return [i for i, x in enumerate(step.inputs) if not isinstance(x, Constant) and x in stage]
+
+
+def dependent(flat: Flat, on: Iterable[int]) -> set[int]:
+    """Some variables, and all that depends on any of them."""
+    out = set(on)
+    for step in flat.steps:
+        if not out.isdisjoint(step.variables):
+            out.update(step.outputs)
+    return out
 
 
 def still_in(flat: Flat) -> set[int]:
@@ -72,16 +91,13 @@ def ends_of(
         if chosen or not any(x in stage for x in step.variables):
             if not given.isdisjoint(values):
                 given.update(step.outputs)
-        elif not given.isdisjoint(values) and (step.alone or _is_of_network(step, looped)):
-            ends.add(i)
+        elif not given.isdisjoint(values):
+            # An elementwise product may be written as one that sums nothing up.
+            sums = step.name in tables.PRODUCTS and contracted(step) != 1
+            out: Any = step.eqn.outvars[0].aval if sums else None
+            if step.alone or (sums and (looped or out.size != 1)):
+                ends.add(i)
     return frozenset(ends), given
-
-
-def _is_of_network(step: Step, looped: bool) -> bool:
-    if step.name not in tables.PRODUCTS or contracted(step) == 1:
-        return False  # an elementwise product may be written as one that sums nothing up
-    out: Any = step.eqn.outvars[0].aval
-    return looped or out.size != 1
 
 
 def contracted(step: Step) -> int:

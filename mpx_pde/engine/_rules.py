@@ -1,9 +1,10 @@
 """How each kind of primitive maps streams: linear, product, elementwise, by selection."""
 
 import dataclasses
+import functools as ft
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, partial
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from .._derivative_of import of_some
 from .._varying import match_varying_axes
 from ..interpret import _tables as tables
 from ..interpret._jaxpr import CALLS, aval_of, bodies_of, differentiable, pushforward
@@ -23,18 +25,17 @@ from ._streams import (
     Jet,
     Operand,
     Streams,
-    after_nonlinear,
     bind,
     bind_primals,
     each,
     is_inexact,
-    stage_of,
+    total,
 )
 from ._together import beside, sum_together
 from ._towers import closed_tower, has_tower, nested_tower
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["factors"], meta_fields=["plan"])
+@ft.partial(jax.tree_util.register_dataclass, data_fields=["factors"], meta_fields=["plan"])
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """The rules of one evaluation, on values that are not stored.
@@ -49,7 +50,7 @@ class Rules:
     plan: Plan
     factors: Sequence[Sequence[Any]] = ()
 
-    @cached_property
+    @ft.cached_property
     def weights(self) -> dict[Index, tuple[tuple[Any, Index], ...]]:
         """Returns the summands of each sum, with their factors."""
         pairs = zip(self.factors, self.plan.sums, strict=True)
@@ -72,8 +73,7 @@ class Rules:
                 elif weight is not None:
                     x = self.weighted(weight, x, index)
                 found[factor] = found[factor] + x if factor in found else x
-        parts = [x if factor == 1 else factor * x for factor, x in found.items()]
-        return sum(parts[1:], parts[0]) if parts else None
+        return total(x if factor == 1 else factor * x for factor, x in found.items())
 
     def weighted(self, weight: Any, x: Any, index: Index) -> Any:
         """A summand times its weight; of a stacked one the sum."""
@@ -88,52 +88,45 @@ class Rules:
     def leibniz(self, op: Callable, a: Jet, b: Jet) -> Streams:
         """The streams of a product of two values that both depend on the point.
 
-        `op(x, y, index)` multiplies, where one or both may be stacked.
+        `op(x, y, left, right)` multiplies streams with these keys, either of which may be stacked.
         """
-        out: Streams = {}
-        for key in self.plan.keys:
-            parts = []
+
+        def terms(index):
+            for count, left, right in splits(index):
+                if left in a.streams and right in b.streams:
+                    yield count, op(a.streams[left], b.streams[right], left, right)
+
+        def parts(key):
             if key in a.streams:
-                parts.append(op(a.streams[key], b.primal, key, ()))
+                yield op(a.streams[key], b.primal, key, ())
             if key in b.streams:
-                parts.append(op(a.primal, b.streams[key], (), key))
+                yield op(a.primal, b.streams[key], (), key)
+            yield self.gather(key, terms)
 
-            def mixed(index):
-                for count, left, right in splits(index):
-                    if left in a.streams and right in b.streams:
-                        yield count, op(a.streams[left], b.streams[right], left, right)
+        return self._sums(parts)
 
-            rest = self.gather(key, mixed)
-            if rest is not None:
-                parts.append(rest)
-            if parts:
-                out[key] = sum(parts[1:], parts[0])
-        return out
+    def compose(self, tower: Sequence[Any], x: Jet) -> Jet:
+        """A function of one value, from the function and its derivatives there."""
 
-    def compose(self, tower: Sequence[Any], x: Jet) -> Streams:
-        """The streams of a function of one value, from its derivatives there."""
-        out: Streams = {}
-        for key in self.plan.keys:
-            parts = []
+        def terms(order, index):
+            for count, blocks in chains(index).get(order, ()):
+                if all(block in x.streams for block in blocks):
+                    yield count, ft.reduce(operator.mul, (x.streams[block] for block in blocks))
+
+        def parts(key):
             if key in x.streams and tower[1] is not None:
-                parts.append(tower[1] * x.streams[key])
+                yield tower[1] * x.streams[key]
             for order in range(2, len(tower)):
-                if tower[order] is None:
-                    continue
-                curved = self.gather(key, lambda index, order=order: self._blocks(index, order, x))
-                if curved is not None:
-                    parts.append(tower[order] * curved)
-            if parts:
-                out[key] = sum(parts[1:], parts[0])
-        return out
+                if tower[order] is not None:
+                    curved = self.gather(key, ft.partial(terms, order))
+                    yield None if curved is None else tower[order] * curved
 
-    def _blocks(self, index: Index, order: int, x: Jet) -> Iterator[tuple[int, Any]]:
-        for count, blocks in chains(index).get(order, ()):
-            if all(block in x.streams for block in blocks):
-                yield (
-                    count,
-                    math.prod((x.streams[b] for b in blocks[1:]), start=x.streams[blocks[0]]),
-                )
+        return Jet(tower[0], self._sums(parts))
+
+    def _sums(self, parts: Callable[[Index], Iterable[Any]]) -> Streams:
+        """The streams that are the sums of their `parts`; those without any vanish."""
+        found = {key: total(parts(key)) for key in self.plan.keys}
+        return {key: x for key, x in found.items() if x is not None}
 
     def order(self, x: Jet) -> int:
         """The highest derivative that a function of `x` needs."""
@@ -149,18 +142,15 @@ class Rules:
         moving = [i for i, x in enumerate(operands) if isinstance(x, Jet)]
         if name in tables.CONSTANT or not any(is_inexact(v.aval) for v in eqn.outvars):
             return self._constant
-        if name == "convert_element_type":
-            return self._convert
+        own = {"convert_element_type": self._convert, "mul": self._mul, "div": self._div}
+        if name in own:
+            return own[name]
         if name in tables.TOGETHER and not any(map(_is_complex, eqn.invars)):
             return self._together
         if name == moments_p.name:
             return self.moments
         if name in tables.LINEAR:
             return self._linear
-        if name == "mul":
-            return self._mul
-        if name == "div":
-            return self._div
         if name in SELECTIONS and (name != "clamp" or moving == [1]):
             return SELECTIONS[name]
         if name == "triangular_solve" and moving == [1]:
@@ -168,13 +158,11 @@ class Rules:
         if name == "custom_jvp_call":
             return self._custom if self._is_elementwise(eqn, moving, operands) else None
         real = not any(map(_is_complex, eqn.invars))
-        if moving == [0] and real and name in tables.ELEMENTWISE:
-            return self._elementwise
-        return None
+        fits = moving == [0] and real and name in tables.ELEMENTWISE
+        return self._elementwise if fits else None
 
     def _constant(self, eqn, operands):
-        stage = stage_of(operands)
-        return [Jet(x, {}, stage) for x in bind_primals(eqn, operands)]
+        return list(map(Jet, bind_primals(eqn, operands)))
 
     def _convert(self, eqn, operands):
         # Where values are rounded is this interpreter's affair, not the program's.
@@ -186,7 +174,6 @@ class Rules:
 
     def _linear(self, eqn, operands):
         primals = bind_primals(eqn, operands)
-        stage = stage_of(operands)
         out: list[Streams] = [{} for _ in primals]
         moving = [x for x in operands if isinstance(x, Jet)]
         for key in self.plan.keys:
@@ -194,7 +181,7 @@ class Rules:
                 continue
             for streams, x in zip(out, self._linear_stream(eqn, operands, key), strict=True):
                 streams[key] = x
-        return [Jet(x, s, stage) for x, s in zip(primals, out, strict=True)]
+        return list(map(Jet, primals, out))
 
     def _together(self, eqn, operands):
         (x, *more), params = operands, eqn.params
@@ -221,15 +208,14 @@ class Rules:
         (start,) = summed(each([x], first), axes)
         kept = [i for i in range(len(shape)) if i not in axes]
         y = added(x, start.spread(shape, kept), -1)
-        total, squares = summed([y, self._square(y)], axes)
-        squares = added(squares, self._square(total), -1 / count)
+        sums, squares = summed([y, self._square(y)], axes)
+        squares = added(squares, self._square(sums), -1 / count)
         # Rounding may leave less than nothing of equal entries, which has no root.
         least = jnp.where(squares.primal < 0, 0, squares.primal)
-        return [added(total, start, count), dataclasses.replace(squares, primal=least)]
+        return [added(sums, start, count), dataclasses.replace(squares, primal=least)]
 
     def _square(self, x: Jet) -> Jet:
-        tower = closed_tower("integer_pow", self.order(x), x.primal, 2)
-        return Jet(tower[0], self.compose(tower, x), after_nonlinear(x))
+        return self.compose(closed_tower("integer_pow", self.order(x), x.primal, 2), x)
 
     def _linear_stream(self, eqn, operands, key) -> list:
         args, axes = [], []
@@ -257,31 +243,29 @@ class Rules:
         return jax.vmap(lambda *args: bind(eqn, args), in_axes=axes)(*args)
 
     def _added(self, eqn, operands, key):
-        shape = eqn.outvars[0].aval.shape
-        size = self.plan.size(key)
-        shape = shape if size is None else (size, *shape)
+        shape = self.plan.shape(key, eqn.outvars[0].aval.shape)
         signs = (1, -1 if eqn.primitive.name == "sub" else 1)
-        total: Any = None
-        for sign, x in zip(signs, operands, strict=True):
-            if isinstance(x, Jet) and key in x.streams:
-                part = x.streams[key] if sign > 0 else -x.streams[key]
-                total = part if total is None else total + part
+        parts = [
+            x.streams[key] if sign > 0 else -x.streams[key]
+            for sign, x in zip(signs, operands, strict=True)
+            if isinstance(x, Jet) and key in x.streams
+        ]
         # An axis of length one meets a longer one.
-        return total if jnp.shape(total) == shape else jnp.broadcast_to(total, shape)
+        out = total(parts)
+        return out if jnp.shape(out) == shape else jnp.broadcast_to(out, shape)
 
     def _mul(self, eqn, operands):
         a, b = operands
         if isinstance(a, Jet) and isinstance(b, Jet):
             (primal,) = bind_primals(eqn, operands)
-            streams = self.leibniz(lambda x, y, *_: x * y, a, b)
-            return [Jet(primal, streams, after_nonlinear(a, b))]
+            return [Jet(primal, self.leibniz(lambda x, y, *_: x * y, a, b))]
         jet, factor = (a, b) if isinstance(a, Jet) else (b, a)
         if isinstance(factor, jax.Array) and jet.streams:
             (factor,) = beside([factor], jet.primal)
             primal = jet.primal * factor
         else:
             (primal,) = bind_primals(eqn, operands)
-        return [Jet(primal, {k: x * factor for k, x in jet.streams.items()}, jet.stage)]
+        return [Jet(primal, {k: x * factor for k, x in jet.streams.items()})]
 
     def _div(self, eqn, operands):
         a, b = operands
@@ -289,31 +273,26 @@ class Rules:
             return self._div_by_shared(eqn, a, b)
         (primal,) = bind_primals(eqn, operands)
         if not isinstance(b, Jet):
-            return [Jet(primal, {k: x / b for k, x in a.streams.items()}, a.stage)]
+            return [Jet(primal, {k: x / b for k, x in a.streams.items()})]
         # From a = q b, order by order.
         a_streams = a.streams if isinstance(a, Jet) else {}
         inverse = 1 / b.primal
         q: Streams = {}
+
+        def terms(index):
+            for count, left, right in splits(index):
+                if left in b.streams and right in q:
+                    yield count, b.streams[left] * q[right]
+
         for key in self.plan.keys:
-            total = a_streams.get(key)
-            minus = []
-            if key in b.streams:
-                minus.append(primal * b.streams[key])
-
-            def mixed(index, q=q):
-                for count, left, right in splits(index):
-                    if left in b.streams and right in q:
-                        yield count, b.streams[left] * q[right]
-
-            rest = self.gather(key, mixed)
-            if rest is not None:
-                minus.append(rest)
-            if minus:
-                less = sum(minus[1:], minus[0])
-                total = -less if total is None else total - less
-            if total is not None:
-                q[key] = total * inverse
-        return [Jet(primal, q, after_nonlinear(a, b))]
+            own = a_streams.get(key)
+            first = primal * b.streams[key] if key in b.streams else None
+            less = total([first, self.gather(key, terms)])
+            if less is not None:
+                own = -less if own is None else own - less
+            if own is not None:
+                q[key] = own * inverse
+        return [Jet(primal, q)]
 
     def _div_by_shared(self, eqn, a, b):
         """By a value that several entries share: its inverse is spread."""
@@ -321,17 +300,11 @@ class Rules:
         if _is_complex(eqn.outvars[0]):
             return self._div(eqn, [a, spread(b, shape)])
         tower = closed_tower("integer_pow", self.order(b), b.primal, -1)
-        inverse = spread(Jet(tower[0], self.compose(tower, b), after_nonlinear(b)), shape)
+        inverse = spread(self.compose(tower, b), shape)
         if not isinstance(a, Jet):
-            return [
-                Jet(
-                    a * inverse.primal,
-                    {k: a * x for k, x in inverse.streams.items()},
-                    inverse.stage,
-                )
-            ]
+            return [inverse.map(lambda x, _: a * x)]
         streams = self.leibniz(lambda x, y, *_: x * y, a, inverse)
-        return [Jet(a.primal * inverse.primal, streams, after_nonlinear(a, b))]
+        return [Jet(a.primal * inverse.primal, streams)]
 
     def _elementwise(self, eqn, operands):
         x, *rest = operands
@@ -344,7 +317,7 @@ class Rules:
             tower = closed_tower(name, self.order(x), x.primal, parameter)
         else:
             tower = nested_tower(lambda v: bind(eqn, [v])[0], self.order(x), x.primal)
-        return [Jet(tower[0], self.compose(tower, x), after_nonlinear(x))]
+        return [self.compose(tower, x)]
 
     # Functions with a derivative of their own.
 
@@ -354,13 +327,9 @@ class Rules:
             return False
         x = operands[moving[0]]
         shape = jnp.shape(x.primal)
-        others_fit = all(
-            not isinstance(y, Jet) and jnp.shape(y) in ((), shape)
-            for i, y in enumerate(operands)
-            if i not in moving
-        )
-        fits = others_fit and out.aval.shape == shape
-        return fits and _pointwise_custom(eqn, moving, self.order(x))
+        fits = all(jnp.shape(y) in ((), shape) for y in operands if not isinstance(y, Jet))
+        alike = fits and out.aval.shape == shape
+        return alike and _pointwise_custom(eqn, moving, self.order(x))
 
     def _custom(self, eqn, operands):
         (i,) = [i for i, x in enumerate(operands) if isinstance(x, Jet)]
@@ -369,13 +338,9 @@ class Rules:
         if _is_logaddexp(eqn):
             tower = closed_tower("logaddexp", self.order(x), x.primal, _number(others[0]))
         else:
-
-            def fun(v):
-                full = [v if j == i else y for j, y in enumerate(operands)]
-                return custom_in_registers(eqn, match_varying_axes(*full))[0]
-
-            tower = nested_tower(fun, self.order(x), x.primal)
-        return [Jet(tower[0], self.compose(tower, x), after_nonlinear(x))]
+            whole = lambda *args: custom_in_registers(eqn, match_varying_axes(*args))[0]
+            tower = nested_tower(of_some(whole, operands, [i]), self.order(x), x.primal)
+        return [self.compose(tower, x)]
 
 
 def summed(jets: Sequence[Jet], axes: Sequence[int]) -> list[Jet]:
@@ -387,7 +352,7 @@ def added(x: Jet, y: Jet, factor: int | float) -> Jet:
     """Returns one value and a multiple of another, which has no other streams."""
     plus = lambda a, b: a - b if factor == -1 else a + factor * b
     streams = {k: plus(s, y.streams[k]) if k in y.streams else s for k, s in x.streams.items()}
-    return Jet(plus(x.primal, y.primal), streams, x.stage)
+    return Jet(plus(x.primal, y.primal), streams)
 
 
 def aligned(eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:

@@ -19,8 +19,17 @@ from ..interpret._flat import Constant, Flat, Step, flatten, variables
 from ..interpret._jaxpr import CALLS, bodies_of, contains, differentiable, pushforward
 from ..interpret._rebind import scan_counts
 from ._plan import Index, Plan
-from ._roles import by_stream, contracted, ends_of, is_linear, moving_in, still_in
-from ._streams import DATA, DEEP, FIRST, RAW, Jet, is_inexact
+from ._roles import (
+    by_stream,
+    contracted,
+    dependent,
+    ends_of,
+    is_linear,
+    moving_in,
+    stage_after,
+    still_in,
+)
+from ._streams import DATA, DEEP, RAW, is_inexact
 
 
 _SMALL = 64
@@ -109,33 +118,11 @@ class Role(NamedTuple):
         """Returns whether an equation of a loss takes data, and nothing of the model."""
         return bool(step.outputs) and step.outputs[0] in self.data
 
-    def is_param(self, x: int | Constant) -> bool:
-        """Returns whether an operand is made of parameters alone."""
-        return not isinstance(x, Constant) and x in self.params
-
     def facts(self, x: int) -> tuple[Hashable, ...]:
         """Returns what is known of a variable."""
         sets = self.final, self.stored, self.params, self.data, self.still, self.half, self.scores
         number = None if self.numbers is None else as_key(self.numbers.get(x))
         return self.stage.get(x), self.asked.get(x), number, *(x in every for every in sets)
-
-    def known(self, step: Step, operands: Sequence[Any]) -> bool:
-        """Returns whether an equation only moves coordinates whose derivatives are known
-        numbers."""
-        if step.name not in tables.COORDINATES or len(step.outputs) != 1:
-            return False
-        nonlinear = step.name in ("mul", "div")
-        if nonlinear and not (isinstance(operands[0], Jet) > isinstance(operands[1], Jet)):
-            return False
-        for x in operands:
-            if isinstance(x, Jet):
-                # An index that depends on the point has no streams, and yet is no known number.
-                numbers = all(isinstance(s, np.ndarray) for s in x.streams.values())
-                if not numbers or not is_inexact(x.primal):
-                    return False
-            elif not isinstance(x, np.ndarray | np.generic):
-                return False
-        return any(isinstance(x, Jet) and x.streams for x in operands)
 
 
 def as_key(x: Any) -> Hashable:
@@ -152,8 +139,8 @@ class Part(NamedTuple):
     """Consecutive equations, and the variables that go in and out."""
 
     steps: tuple[Step, ...]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
     alone: bool = True
     checkpointed: bool = False
     multiplies: bool = False
@@ -181,17 +168,11 @@ def roles_of(
         stage, data = _stages_of_loss(flat, stages, params)
         found, made = ends_of(flat, params, stage, carried is not None)
         ends = found if whole else None
-    wanted = _wanted(flat, stage, ends, made, set())
-    carried = carried or ()
-    for _ in carried:
-        next_step = {
-            x
-            for i, j in carried
-            if flat.inputs[j] in wanted and not isinstance(x := flat.outputs[i], Constant)
-        }
-        if next_step <= wanted:
-            break
-        wanted = _wanted(flat, stage, ends, made, wanted | next_step)
+    wanted, more = set[int](), set[int]()
+    while more is not None:
+        wanted = _wanted(flat, stage, ends, made, wanted | more)
+        next_step = [flat.outputs[i] for i, j in carried or () if flat.inputs[j] in wanted]
+        more = set(variables(next_step)) - wanted or None
     stored = {x for x, s in stage.items() if s == DEEP and x in wanted}
     everything = _asked_of(flat, stage, plan, asked)
     final = set(stage) - wanted
@@ -202,15 +183,9 @@ def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:
     """Returns how far each variable that depends on the point is from it."""
     stage = dict(given)
     for step in flat.steps:
-        moving = [stage[x] for x in step.variables if x in stage]
-        if not moving:
-            continue
-        here = max(moving)
-        if step.name in tables.PRODUCTS:
-            here = FIRST if here == RAW else DEEP
-        elif here == FIRST and not is_linear(step, stage):
-            here = DEEP
-        stage.update(dict.fromkeys(step.outputs, here))
+        here = stage_after(step, stage)
+        if here is not None:
+            stage.update(dict.fromkeys(step.outputs, here))
     return stage
 
 
@@ -271,10 +246,7 @@ def apart_of(flat: Flat, roles: Role, traced: Iterable[int]) -> frozenset[int]:
     loops = [step for step in at_point if _holds_while(step, roles.still)]
     if not loops:
         return frozenset()
-    depends = set(traced)
-    for step in flat.steps:
-        if not depends.isdisjoint(step.variables):
-            depends.update(step.outputs)
+    depends = dependent(flat, traced)
     needed = {x for step in loops for x in (*step.variables, *step.outputs)}
     for step in reversed(flat.steps):
         if not needed.isdisjoint(step.outputs):
@@ -318,7 +290,7 @@ def parts_of(flat: Flat, roles: Role) -> list[Part]:
     if roles.ends is None:
         return _layers(flat, flat.steps, roles)
     network, rest = divided(flat, roles)
-    behind = [Part((s,), (), ()) if s.alone else _by_itself(s) for s in rest]
+    behind = [Part((s,)) if s.alone else _by_itself(s) for s in rest]
     return [*_layers(flat, network, roles, {x for s in rest for x in s.variables}), *behind]
 
 
@@ -346,7 +318,8 @@ def _layers(
     flat: Flat, steps: Sequence[Step], roles: Role, read: Collection[int] = ()
 ) -> list[Part]:
     """Equations in pieces, in their order; `read` is what others take of them."""
-    steps, behind = _behind_products(steps, roles, {*read, *variables(flat.outputs)})
+    kinds = {step: _kind(step, roles) for step in steps}
+    steps, behind = _behind_products(kinds, roles, {*read, *variables(flat.outputs)})
     last: dict[int, int] = {}
     for i, step in enumerate(steps):
         last.update((x, i) for x in step.variables)
@@ -363,25 +336,17 @@ def _layers(
         stop = pending[-1][0]
         made = {x for s in steps for x in s.outputs}
         used = dict.fromkeys(x for s in steps for x in s.variables)
+        inputs = tuple(x for x in used if x not in made)
         outputs = tuple(x for s in steps for x in s.outputs if last.get(x, -1) > stop)
-        curved = any(not is_linear(s, roles.stage) for s in steps if _kind(s, roles) == "light")
-        out.append(
-            Part(
-                steps,
-                tuple(x for x in used if x not in made),
-                outputs,
-                alone=False,
-                checkpointed=curved,
-                multiplies=bool(products),
-            )
-        )
+        curved = any(not is_linear(s, roles.stage) for s in steps if kinds[s] == "light")
+        out.append(Part(steps, inputs, outputs, False, curved, bool(products)))
         pending.clear()
         products.clear()
 
     waiting: set[int] = set()  # made by what is pending, now or before
-    sums = _last_sums(flat, steps, roles)
+    sums = _last_sums(flat, kinds, roles)
     for i, step in enumerate(steps):
-        kind = _kind(step, roles)
+        kind = kinds[step]
         if kind in ("light", "product") and not roles.apart.isdisjoint(step.outputs):
             out.append(_by_itself(step))
             continue
@@ -389,7 +354,7 @@ def _layers(
             kind = "light"
         if kind in ("constant", "raw"):
             # These depend on nothing that is pending, and may not cut a layer.
-            out.append(Part((step,), (), ()))
+            out.append(Part((step,)))
             continue
         if kind == "alone":
             close()
@@ -410,7 +375,7 @@ def _layers(
 
 
 def _behind_products(
-    steps: Sequence[Step], roles: Role, read: Collection[int]
+    kinds: Mapping[Step, str], roles: Role, read: Collection[int]
 ) -> tuple[list[Step], set[int]]:
     """Returns the equations in an order in which the results of products are moved at once, and
     the variables that are made of nothing but results of products, sums of these and others.
@@ -419,12 +384,12 @@ def _behind_products(
     the sum alone is kept, and of one in another order of axes one array is written.
     """
     readers: dict[int, list[Step]] = {}
-    for step in steps:
+    for step in kinds:
         for x in dict.fromkeys(step.variables):
             readers.setdefault(x, []).append(step)
     behind = set[int]()
-    for step in steps:
-        chain = [*step.outputs] if _kind(step, roles) == "product" else []
+    for step, kind in kinds.items():
+        chain = [*step.outputs] if kind == "product" else []
         while chain and roles.final.isdisjoint(chain) and chain[-1] not in read:
             following = readers.get(chain[-1], [])
             name = following[0].eqn.primitive.name if len(following) == 1 else ""
@@ -434,9 +399,9 @@ def _behind_products(
             if name == "transpose" or len(moving_in(following[0], roles.stage)) == 2:
                 behind.update(chain[1:])
     if not behind:
-        return list(steps), behind
+        return list(kinds), behind
     out: list[Step] = []
-    waiting = {x for step in steps for x in step.outputs}
+    waiting = {x for step in kinds for x in step.outputs}
 
     def place(step: Step) -> None:
         out.append(step)
@@ -447,19 +412,18 @@ def _behind_products(
                 if ready and not behind.isdisjoint(reader.outputs) and waiting & {*reader.outputs}:
                     place(reader)
 
-    for step in steps:
+    for step in kinds:
         if not step.outputs or waiting & {*step.outputs}:
             place(step)
     return out, behind
 
 
-def _last_sums(flat: Flat, steps: Sequence[Step], roles: Role) -> set[int]:
+def _last_sums(flat: Flat, kinds: Mapping[Step, str], roles: Role) -> set[int]:
     """The sums before the last products of a network in a whole loss. These may multiply residuals
     by parameters: there a sum is kept, and not evaluated again of rounded summands."""
     ends = {x for i in roles.ends or () for x in flat.steps[i].outputs}
     needed, sums = set[int](), set[int]()
-    for step in reversed(steps if ends else ()):
-        kind = _kind(step, roles)
+    for step, kind in reversed([*kinds.items()] if ends else []):
         if not ends.isdisjoint(step.outputs):
             last = kind == "product" and roles.final.issuperset(step.outputs)
         else:
@@ -475,14 +439,14 @@ def _region(step: Step, outputs: Sequence[int], roles: Role) -> Part:
     """An equation by itself. A checkpoint is a layer as its user has cut it: where the forward pass
     is another than the backward pass, what enters it is what is kept, whatever its policy says. But
     one that holds the loss, or a choice by values, is entered."""
-    eqn = step.eqn
-    if eqn.primitive.name != "remat2" or not contains(bodies_of(eqn)[0], tables.PRODUCTS):
-        return Part((step,), (), ())
-    holds_loss = not roles.final.isdisjoint(outputs) and _holds_loss(step, roles)
-    if holds_loss or (roles.ends is not None and _holds_choices(step, roles.stage, roles.params)):
-        return Part((step,), (), ())
-    inputs = tuple(dict.fromkeys(step.variables))
-    return Part((step,), inputs, tuple(outputs), alone=False, multiplies=True)
+    if (
+        step.name != "remat2"
+        or not contains(bodies_of(step.eqn)[0], tables.PRODUCTS)
+        or (not roles.final.isdisjoint(outputs) and _holds_loss(step, roles))
+        or (roles.ends is not None and _holds_choices(step, roles.stage, roles.params))
+    ):
+        return Part((step,))
+    return _by_itself(step)._replace(outputs=tuple(outputs), multiplies=True)
 
 
 def _holds_loss(step: Step, roles: Role) -> bool:
@@ -554,14 +518,11 @@ def _chooses(step: Step, roles: Role) -> bool:
     moving = any(roles.stage.get(x) == DEEP for x in step.variables)
     if not moving or step.alone or not any(is_inexact(v.aval) for v in step.eqn.invars):
         return False
-    if name in tables.COMPARISONS and any(_is_zero(x) for x in step.inputs):
+    numbers = [x.value for x in step.inputs if isinstance(x, Constant) and np.ndim(x.value) == 0]
+    if name in tables.COMPARISONS and any(x == 0 for x in numbers):
         return False
     whole = name in tables.WHOLE or not any(is_inexact(v.aval) for v in step.eqn.outvars)
     return whole and bool(step.outputs)
-
-
-def _is_zero(x: int | Constant) -> bool:
-    return isinstance(x, Constant) and np.ndim(x.value) == 0 and bool(x.value == 0)
 
 
 def multiplied_only(
@@ -580,16 +541,11 @@ def multiplied_only(
     return used - read
 
 
-class _Body(NamedTuple):
-    """A program that an equation holds, in a whole loss, and the operands that it takes."""
-
-    flat: Flat
-    roles: Role
-    operands: tuple[int | Constant, ...]
-
-
-def _inside(step: Step, stage: Mapping[int, int], params: Collection[int]) -> list[_Body]:
-    """Returns the programs that a loop, a branch, a checkpoint or a `shard_map` holds."""
+def _inside(
+    step: Step, stage: Mapping[int, int], params: Collection[int]
+) -> list[tuple[Flat, Role, tuple[int | Constant, ...]]]:
+    """Returns the programs that a loop, a branch, a checkpoint or a `shard_map` holds in a whole
+    loss, with their roles and the operands that they take."""
     eqn, out = step.eqn, []
     for body, start, (first, stop) in _bodies(eqn):
         flat = flatten(body, forward_mode=False)
@@ -607,7 +563,7 @@ def _inside(step: Step, stage: Mapping[int, int], params: Collection[int]) -> li
         looped = eqn.primitive.name in ("scan", "while")
         carried = [(i, first + i) for i in range(stop - first)] if looped else None
         roles = roles_of(flat, stages, Plan(()), (), own.difference(carry), carried)
-        out.append(_Body(flat, roles, operands))
+        out.append((flat, roles, operands))
     return out
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import JaxprEqn
 
-from ._streams import Jet, Operand, Streams, after_nonlinear, bind_primals, primal_of
+from ._streams import Jet, Operand, Streams, bind_primals, primal_of
 
 
 def extremum(eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
@@ -23,7 +23,7 @@ def extremum(eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
         for key, stream in (x.streams if isinstance(x, Jet) else {}).items():
             part = share * stream
             out[key] = out[key] + part if key in out else part
-    return [Jet(primal, out, after_nonlinear(*operands))]
+    return [Jet(primal, out)]
 
 
 def reduce_extremum(eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
@@ -35,7 +35,7 @@ def reduce_extremum(eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
     share = share / jnp.sum(share, axis=axes, keepdims=True)
     negative = tuple(a - x.primal.ndim for a in axes)
     out = {k: jnp.sum(share * s, axis=negative) for k, s in x.streams.items()}
-    return [Jet(primal, out, after_nonlinear(x))]
+    return [Jet(primal, out)]
 
 
 def clamp(eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
@@ -44,7 +44,7 @@ def clamp(eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
     inside = (x.primal > low) & (x.primal < high)
     # Chosen, not multiplied by zero: outside it may be infinite.
     out = {k: jnp.where(inside, s, jnp.zeros_like(s)) for k, s in x.streams.items()}
-    return [Jet(primal, out, after_nonlinear(x))]
+    return [Jet(primal, out)]
 
 
 def sort(eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
@@ -73,7 +73,7 @@ def _taken(x, primal, places, axis):
         at = jnp.broadcast_to(places, (*s.shape[: s.ndim - places.ndim], *places.shape))
         return jnp.take_along_axis(s, at, axis)
 
-    return Jet(primal, {k: take(s) for k, s in x.streams.items()}, after_nonlinear(x))
+    return Jet(primal, {k: take(s) for k, s in x.streams.items()})
 
 
 SELECTIONS: dict[str, Callable] = {

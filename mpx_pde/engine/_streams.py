@@ -1,7 +1,7 @@
 """A value together with its derivatives, and how they are stored."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -33,12 +33,18 @@ class Jet:
     """A value that depends on the point, and its streams; one that is missing is zero. The value
     is `None` where it enters a layer that has no use of it.
 
-    Arrays in half are *stored*: multiplied by the scale of their stream. All others are not.
+    Arrays in half are *stored*: multiplied by the scale of their stream. All others are not. The
+    `stage` is set by what evaluates a program, not by rules.
     """
 
     primal: Any
-    streams: dict[Index, Any]
-    stage: int
+    streams: dict[Index, Any] = dataclasses.field(default_factory=dict)
+    stage: int = DEEP
+
+    def map(self, function: Callable[[Any, Index], Any]) -> "Jet":
+        """The jet of what a function makes of each stream by its key, and of the value by `()`."""
+        streams = {key: function(x, key) for key, x in self.streams.items()}
+        return Jet(function(self.primal, ()), streams, self.stage)
 
     def only(self, keys: Collection[Index]) -> "Jet":
         """The value with those of its streams."""
@@ -119,6 +125,8 @@ class Storage:
 
     def constant(self, x: Any, dtype: Any = None) -> Any:
         """Casts an array to what a value of `dtype`, by default its own, is computed in."""
+        if getattr(x, "dtype", None) == self.registers and dtype in (None, self.registers):
+            return x  # as nearly all are
         return cast(x, self.width_of(x.dtype if dtype is None else dtype)) if is_inexact(x) else x
 
     def load(self, x: Any, key: Index, dtype: Any = None) -> Any:
@@ -131,9 +139,11 @@ class Storage:
         """A stream as it is kept; what is no real floating-point array stays as it is."""
         if x is None or self.dtype in (None, self.registers) or x.dtype != self.registers:
             return x
-        if key in self.scales:
-            x = x * _along(self.scales[key][0], x)
-        return x.astype(self.dtype)
+        return self.scaled(x, key).astype(self.dtype)
+
+    def scaled(self, x: Any, key: Index) -> Any:
+        """An array in registers, multiplied by the scale of its stream."""
+        return x * _along(self.scales[key][0], x) if key in self.scales else x
 
     def unscaled(self, x: Any, key: Index) -> Any:
         """An array that was computed from stored streams, in registers."""
@@ -149,14 +159,12 @@ class Storage:
         def rounded(x: Any, key: Index) -> Any:
             if key in but:
                 return x
-            scale, inverse = self.scales.get(key, (None, None))
-            if scale is None or x.dtype != self.registers:
+            if x.dtype != self.registers:
                 return rounded_cotangent(x, dtype)
             # The cotangent of what is stored is divided by the scale.
-            return rounded_cotangent(x * _along(scale, x), dtype) * _along(inverse, x)
+            return self.unscaled(rounded_cotangent(self.scaled(x, key), dtype), key)
 
-        streams = {key: rounded(x, key) for key, x in jet.streams.items()}
-        return Jet(rounded(jet.primal, ()), streams, jet.stage)
+        return jet.map(rounded)
 
     def overflows(self, jet: Jet) -> dict[Index, Array]:
         """Which streams do not fit where they are kept, by a scale that a smaller one can mend."""
@@ -164,7 +172,7 @@ class Storage:
             return {}
         largest = float(jnp.finfo(self.dtype).max)
         return {
-            key: jnp.any(jnp.abs(x * _along(self.scales[key][0], x)) > largest)
+            key: jnp.any(jnp.abs(self.scaled(x, key)) > largest)
             for key, x in jet.streams.items()
             if key in self.scales and x is not None and x.dtype == self.registers != self.dtype
         }
@@ -173,18 +181,15 @@ class Storage:
         """Returns a value that the program has in `dtype` as it is computed with."""
         if not isinstance(x, Jet):
             return self.constant(x, dtype)
-        streams = {key: self.load(s, key, dtype) for key, s in x.streams.items()}
-        return Jet(self.load(x.primal, (), dtype), streams, x.stage)
+        return x.map(lambda array, key: self.load(array, key, dtype))
 
     def computed(self, jet: Jet, dtype: Any) -> Jet:
         """Returns the result of an equation in what its value, of `dtype`, is computed in. What is
         stored stays so."""
-        held = lambda x: x if self.is_stored(x) else self.constant(x, dtype)
-        return Jet(held(jet.primal), {k: held(x) for k, x in jet.streams.items()}, jet.stage)
+        return jet.map(lambda x, _: x if self.is_stored(x) else self.constant(x, dtype))
 
     def stored(self, jet: Jet) -> Jet:
-        streams = {key: self.store(x, key) for key, x in jet.streams.items()}
-        return Jet(self.store(jet.primal, ()), streams, jet.stage)
+        return jet.map(self.store)
 
 
 def _along(scale: Any, x: Any) -> Any:
@@ -198,14 +203,20 @@ def cast(x: Any, dtype: Any) -> Any:
     return x if x.dtype == dtype else x.astype(dtype)
 
 
-def zeros_of(jet: Jet, size: int | None = None) -> Any:
-    shape = jnp.shape(jet.primal)
-    return jnp.zeros(shape if size is None else (size, *shape), jet.primal.dtype)
+def total(terms: Iterable[Any]) -> Any:
+    """The sum of the terms that are not `None`; `None` if there are none."""
+    first, *rest = [x for x in terms if x is not None] or [None]
+    return sum(rest, first)
 
 
 def is_inexact(x: Any) -> bool:
     dtype = getattr(x, "dtype", None)
     return dtype is not None and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_traced(x: Any) -> bool:
+    """Returns whether a leaf is an array that is not known while tracing."""
+    return isinstance(x, jax.Array)
 
 
 def typed(eqn: JaxprEqn, args: Sequence[Any]) -> list[Any]:
@@ -233,19 +244,3 @@ def primal_of(x: Operand) -> Any:
 def bind_primals(eqn: JaxprEqn, operands: Sequence[Operand]) -> list:
     """Binds an equation to the values of its operands."""
     return bind(eqn, list(map(primal_of, operands)))
-
-
-def stage_of(operands: Sequence[Operand]) -> int:
-    """How far the farthest of several values is from the point."""
-    return max(x.stage for x in operands if isinstance(x, Jet))
-
-
-def after_nonlinear(*operands: Operand) -> int:
-    """The stage of a function of values that is not linear."""
-    stage = stage_of(operands)
-    return DEEP if stage == FIRST else stage
-
-
-def after_product(*operands: Operand) -> int:
-    """The stage of a product of values."""
-    return FIRST if stage_of(operands) == RAW else DEEP

@@ -18,6 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxtyping import Array
 
+from .._order import present
 from .._varying import match_varying_axes
 
 
@@ -25,22 +26,22 @@ def sum_together(arrays: Sequence[Any], axes: Sequence[int]) -> list[Array]:
     """The sums of arrays of one rank over the same axes. Arrays of other shapes or dtypes than the
     first ones are summed in passes of their own."""
     axes = tuple(axes)
-    return _by_type(lambda group: _sum_p.bind(*match_varying_axes(*group), axes=axes), arrays)
+    bind = lambda group: _sum_p.bind(*match_varying_axes(*group), axes=axes)
+    return _by_type(bind, list(map(jnp.asarray, arrays)))
 
 
 def spread_together(arrays: Sequence[Any], shape: Sequence[int], dims: Sequence[int]) -> list[Any]:
     """Arrays as those of a shape, whose axes `dims` theirs are, as in `lax.broadcast_in_dim`. What
     is NumPy's stays so."""
     shape, dims = tuple(shape), tuple(dims)
-    bind = ft.partial(_spread_p.bind, shape=shape, at=dims)
-    out: list[Any] = [
-        spread_known(x, shape, dims) if isinstance(x, np.ndarray) else None for x in arrays
-    ]
-    places = [i for i, x in enumerate(out) if x is None]
-    found = _by_type(lambda group: bind(*match_varying_axes(*group)), [arrays[i] for i in places])
-    for i, x in zip(places, found, strict=True):
-        out[i] = x
-    return out
+
+    def spread(group):
+        if isinstance(group[0], np.ndarray):
+            return [spread_known(x, shape, dims) for x in group]
+        group = match_varying_axes(*map(jnp.asarray, group))
+        return _spread_p.bind(*group, shape=shape, at=dims)
+
+    return _by_type(spread, arrays)
 
 
 def spread_known(x: np.ndarray, shape: tuple[int, ...], dims: tuple[int, ...]) -> np.ndarray:
@@ -50,20 +51,24 @@ def spread_known(x: np.ndarray, shape: tuple[int, ...], dims: tuple[int, ...]) -
     return np.broadcast_to(x.reshape(placed), shape)
 
 
-def beside(arrays: Sequence[Any], like: Any) -> list[Array]:
+def beside(arrays: Sequence[Any], like: Any, *, leading: bool = False) -> list[Array]:
     """Arrays as ones of the shape of `like`, which several streams meet. The cotangents of each are
     added up before they are summed over what it was spread over, points too: those of all arrays in
-    one pass."""
-    return _beside_p.bind(*match_varying_axes(*arrays, like))
+    one pass.
+
+    Their axes are the last of `like`, and that of a `vmap` goes to the front; or the first, such as
+    the channels of a field, with that of a `vmap` behind them."""
+    return _beside_p.bind(*match_varying_axes(*arrays, like), leading=leading)
 
 
 def _by_type(function: Callable[[list], list], arrays: Sequence[Any]) -> list[Any]:
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
-        groups.setdefault((jnp.shape(x), jnp.result_type(x)), []).append(i)
+        kind = isinstance(x, np.ndarray), jnp.shape(x), jnp.result_type(x)
+        groups.setdefault(kind, []).append(i)
     out: list[Any] = [None] * len(arrays)
     for places in groups.values():
-        found = function([jnp.asarray(arrays[i]) for i in places])
+        found = function([arrays[i] for i in places])
         for i, x in zip(places, found, strict=True):
             out[i] = x
     return out
@@ -102,48 +107,98 @@ def _abstract_spreads(*avals, shape, at):
     return [x.update(shape=shape, weak_type=False) for x in avals]
 
 
-def _present(bind: Callable, xs: Sequence[Any], absent: Callable[[int], Any]) -> list[Any]:
-    """Binds what is no symbolic zero; `absent` makes the others."""
-    places = [i for i, x in enumerate(xs) if not isinstance(x, ad.Zero)]
-    found = iter(bind(*(xs[i] for i in places)) if places else ())
-    return [next(found) if i in places else absent(i) for i in range(len(xs))]
+def _beside(*args, leading):
+    *arrays, like = args
+    return [lax.broadcast_in_dim(x, like.shape, _axes_in(like, x, leading)) for x in arrays]
+
+
+def _abstract_beside(*args, leading):
+    del leading
+    *arrays, like = args
+    return [like.update(dtype=x.dtype, weak_type=False) for x in arrays]
+
+
+def _axes_in(like, x, leading: bool) -> range:
+    first = 0 if leading else like.ndim - x.ndim
+    return range(first, first + x.ndim)
 
 
 def _jvp(primitive, primals, tangents, **params):
     out = primitive.bind(*primals, **params)
+    bind = lambda *found: primitive.bind(*found, *primals[len(out) :], **params)
     zero = lambda i: ad.Zero(jax.typeof(out[i]).to_tangent_aval())
-    return out, _present(ft.partial(primitive.bind, **params), tangents, zero)
+    return out, present(bind, tangents[: len(out)], zero)
 
 
 def _transpose_sums(cotangents, *arrays, axes):
     shape = arrays[0].aval.shape
     dims = tuple(i for i in range(len(shape)) if i not in axes)
     bind = ft.partial(_spread_p.bind, shape=shape, at=dims)
-    return _present(bind, cotangents, lambda i: ad.Zero(arrays[i].aval))
+    return present(bind, cotangents, lambda i: ad.Zero(arrays[i].aval))
 
 
 def _transpose_spreads(cotangents, *arrays, shape, at):
-    own = arrays[0].aval.shape
-    longer = [i for i, n in zip(at, own, strict=True) if n != shape[i]]
-    axes = tuple(i for i in range(len(shape)) if i not in at or i in longer)
-
-    def bind(*found):
-        sums = _sum_p.bind(*found, axes=axes) if axes else found
-        return [lax.reshape(x, own) for x in sums]
-
-    return _present(bind, cotangents, lambda i: ad.Zero(arrays[i].aval))
+    return _unspread(cotangents, arrays, shape, [at] * len(arrays))
 
 
-def _batch_each(primitive: Primitive, rule: Callable, args, where, **params):
+def _transpose_beside(cotangents, *args, leading):
+    *arrays, like = args
+    places = [_axes_in(like, x.aval, leading) for x in arrays]
+    return [*_unspread(cotangents, arrays, like.shape, places), None]
+
+
+def _unspread(cotangents, arrays, shape, places) -> list[Any]:
+    """The cotangents of arrays that were spread to a shape, whose axes at their `places` theirs
+    are: sums, of all that were spread over the same axes in one pass."""
+    out: list[Any] = [ad.Zero(x.aval) for x in arrays]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for i, (x, at, cotangent) in enumerate(zip(arrays, places, cotangents, strict=True)):
+        kept = [k for k, n in zip(at, x.aval.shape, strict=True) if n == shape[k]]
+        if not isinstance(cotangent, ad.Zero):
+            groups.setdefault(tuple(k for k in range(len(shape)) if k not in kept), []).append(i)
+    for axes, group in groups.items():
+        found = [cotangents[i] for i in group]
+        for i, x in zip(group, sum_together(found, axes) if axes else found, strict=True):
+            out[i] = lax.reshape(x, arrays[i].aval.shape)
+    return out
+
+
+def _batch_each(primitive: Primitive, args, where, **params):
     """Arrays with an axis of a `vmap`, moved to the front, together, and those without one."""
     out: list[Any] = [None] * len(args)
     batched = [i for i, d in enumerate(where) if d is not None]
     rest = [i for i, d in enumerate(where) if d is None]
-    found = rule([jnp.moveaxis(args[i], where[i], 0) for i in batched], **params)
+    moved = [jnp.moveaxis(args[i], where[i], 0) for i in batched]
+    if primitive is _sum_p:
+        behind = {"axes": tuple(i + 1 for i in params["axes"])}
+    else:
+        shape, at = params["shape"], params["at"]
+        behind = {"shape": (moved[0].shape[0], *shape), "at": (0, *(i + 1 for i in at))}
     others = primitive.bind(*(args[i] for i in rest), **params) if rest else []
-    for i, x in zip((*batched, *rest), (*found, *others), strict=True):
+    for i, x in zip((*batched, *rest), (*primitive.bind(*moved, **behind), *others), strict=True):
         out[i] = x
     return out, [None if i in rest else 0 for i in range(len(args))]
+
+
+def _batch_beside(args, where, *, leading):
+    *arrays, like = args
+    size = next(z.shape[d] for z, d in zip(args, where, strict=True) if d is not None)
+    axis = int(leading)
+    if where[-1] is None:
+        # What is the same in all samples does not tell how many there are.
+        like = jnp.expand_dims(like, axis)
+        like = jnp.broadcast_to(like, (*like.shape[:axis], size, *like.shape[axis + 1 :]))
+    else:
+        like = jnp.moveaxis(like, where[-1], axis)
+
+    def placed(x, d):
+        x = x if d is None else jnp.moveaxis(x, d, axis)
+        if d is None or leading:
+            return x
+        return lax.reshape(x, (size, *(1,) * (like.ndim - x.ndim), *x.shape[1:]))
+
+    arrays = [placed(x, d) for x, d in zip(arrays, where[:-1], strict=True)]
+    return _beside_p.bind(*arrays, like, leading=leading), [axis] * len(arrays)
 
 
 def _needed(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:
@@ -151,84 +206,24 @@ def _needed(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:
     a cotangent that is symbolically zero and another has not. The equation comes last: JAX 0.12
     says before it which references live."""
     eqn = given[-1]
+    like = eqn.invars[len(used) :]
+    needed = [*used, *(any(used) for _ in like)]
     if not any(used):
-        return list(used), None
-    kept = lambda xs: [x for x, is_used in zip(xs, used, strict=True) if is_used]
-    return list(used), eqn.replace(invars=kept(eqn.invars), outvars=kept(eqn.outvars))
+        return needed, None
+    kept = lambda xs: [x for x, is_used in zip(xs, used) if is_used]  # noqa: B905
+    return needed, eqn.replace(invars=[*kept(eqn.invars), *like], outvars=kept(eqn.outvars))
 
 
-def _batch_sums(args, *, axes):
-    return _sum_p.bind(*args, axes=tuple(i + 1 for i in axes))
-
-
-def _batch_spreads(args, *, shape, at):
-    at, shape = (0, *(i + 1 for i in at)), (args[0].shape[0], *shape)
-    return _spread_p.bind(*args, shape=shape, at=at)
-
-
-def _beside(*args):
-    *arrays, like = args
-    place = lambda x: tuple(range(like.ndim - x.ndim, like.ndim))
-    return [lax.broadcast_in_dim(x, like.shape, place(x)) for x in arrays]
-
-
-def _abstract_beside(*args):
-    *arrays, like = args
-    return [like.update(dtype=x.dtype, weak_type=False) for x in arrays]
-
-
-def _jvp_beside(primals, tangents):
-    bind = lambda *found: _beside_p.bind(*found, primals[-1])
-    out = _beside_p.bind(*primals)
-    zero = lambda i: ad.Zero(jax.typeof(out[i]).to_tangent_aval())
-    return out, _present(bind, tangents[:-1], zero)
-
-
-def _transpose_beside(cotangents, *args):
-    *arrays, like = args
-    out: list[Any] = [ad.Zero(x.aval) for x in arrays]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i, (x, cotangent) in enumerate(zip(arrays, cotangents, strict=True)):
-        before = like.ndim - x.aval.ndim
-        longer = (k for k, n in enumerate(x.aval.shape) if n != like.shape[before + k])
-        axes = (*range(before), *(before + k for k in longer))
-        if not isinstance(cotangent, ad.Zero):
-            groups.setdefault(axes, []).append(i)
-    for axes, places in groups.items():
-        found = [cotangents[i] for i in places]
-        for i, x in zip(places, sum_together(found, axes) if axes else found, strict=True):
-            out[i] = lax.reshape(x, arrays[i].aval.shape)
-    return [*out, None]
-
-
-def _batch_beside(args, where):
-    *arrays, like = args
-    size = next(z.shape[d] for z, d in zip(args, where, strict=True) if d is not None)
-    if where[-1] is None:
-        like = jnp.broadcast_to(like, (size, *like.shape))
-    else:
-        like = jnp.moveaxis(like, where[-1], 0)
-
-    def placed(x, d):
-        if d is None:
-            return x
-        x = jnp.moveaxis(x, d, 0)
-        return lax.reshape(x, (size, *(1,) * (like.ndim - x.ndim), *x.shape[1:]))
-
-    arrays = [placed(x, d) for x, d in zip(arrays, where[:-1], strict=True)]
-    return _beside_p.bind(*arrays, like), [0] * len(arrays)
-
-
-_beside_p.multiple_results = True
-_beside_p.def_impl(_beside)
-_beside_p.def_abstract_eval(_abstract_beside)
-ad.primitive_jvps[_beside_p] = _jvp_beside
-ad.primitive_transposes[_beside_p] = _transpose_beside
-batching.primitive_batchers[_beside_p] = _batch_beside
-mlir.register_lowering(_beside_p, mlir.lower_fun(_beside, multiple_results=True))
-for _primitive, _function, _abstract, _transpose, _rule in (
-    (_sum_p, _sums, _abstract_sums, _transpose_sums, _batch_sums),
-    (_spread_p, _spreads, _abstract_spreads, _transpose_spreads, _batch_spreads),
+for _primitive, _function, _abstract, _transpose, _batch in (
+    (_sum_p, _sums, _abstract_sums, _transpose_sums, ft.partial(_batch_each, _sum_p)),
+    (
+        _spread_p,
+        _spreads,
+        _abstract_spreads,
+        _transpose_spreads,
+        ft.partial(_batch_each, _spread_p),
+    ),
+    (_beside_p, _beside, _abstract_beside, _transpose_beside, _batch_beside),
 ):
     _primitive.multiple_results = True
     _primitive.def_impl(_function)
@@ -236,7 +231,7 @@ for _primitive, _function, _abstract, _transpose, _rule in (
     ad.primitive_jvps[_primitive] = ft.partial(_jvp, _primitive)
     ad.primitive_transposes[_primitive] = _transpose
     partial_eval.dce_rules[_primitive] = _needed
-    batching.primitive_batchers[_primitive] = ft.partial(_batch_each, _primitive, _rule)
+    batching.primitive_batchers[_primitive] = _batch
     mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=True))
 # On other platforms a sum of several arrays at once is slower than one of each.
 for _platform in ("cuda", "rocm"):

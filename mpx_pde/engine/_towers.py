@@ -14,29 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
+from numpy.polynomial.polynomial import polyadd, polyder, polymul
 
 
 Tower = list[Any]
 """The function and its derivatives: `None` for one that is zero everywhere, a number for one that
 is the same everywhere."""
-
-
-def _derivative(poly: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(i * c for i, c in enumerate(poly))[1:] or (0.0,)
-
-
-def _times(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
-    out = [0.0] * (len(a) + len(b) - 1)
-    for i, x in enumerate(a):
-        for j, y in enumerate(b):
-            out[i + j] += x * y
-    return tuple(out)
-
-
-def _plus(a: tuple[float, ...], b: tuple[float, ...]) -> tuple[float, ...]:
-    n = max(len(a), len(b))
-    pad = lambda p: (*p, *(0.0,) * (n - len(p)))
-    return tuple(x + y for x, y in zip(pad(a), pad(b), strict=True))
 
 
 @cache
@@ -49,10 +32,8 @@ def _factor(order: int, slope: tuple[float, ...], own: tuple[float, ...]) -> tup
     if order == 1:
         return (1.0,)
     q = _factor(order - 1, slope, own)
-    out = _plus(_times(slope, _derivative(q)), _times(own, q))
-    while len(out) > 1 and out[-1] == 0:
-        out = out[:-1]
-    return out
+    out = polyadd(polymul(slope, polyder(q)), polymul(own, q))
+    return tuple(out.tolist())  # numbers of Python have no dtype of their own
 
 
 def _horner(poly: tuple[float, ...], x: Array) -> Any:
@@ -64,10 +45,8 @@ def _horner(poly: tuple[float, ...], x: Array) -> Any:
 
 def _from_first(f, first, variable, order, slope, own) -> Tower:
     """A tower whose derivatives are polynomials in `variable` times the first."""
-    out = [f, first]
-    for k in range(2, order + 1):
-        out.append(first * _horner(_factor(k, slope, own), variable))
-    return out[: order + 1]
+    rest = (first * _horner(_factor(k, slope, own), variable) for k in range(2, order + 1))
+    return [f, first, *rest][: order + 1]
 
 
 def _tanh(x, order):
@@ -89,7 +68,7 @@ def _erfc(x, order):
     return [lax.erfc(x), *(-f for f in _erf(x, order)[1:])]
 
 
-def _logaddexp(x, order, other=0.0):
+def _logaddexp(x, order, other):
     slope = _logistic(x - other, max(order - 1, 0))
     return [jnp.logaddexp(x, jnp.asarray(other, x.dtype)), *slope][: order + 1]
 
@@ -98,24 +77,11 @@ def _cycle(*functions):
     """Functions of which each is the derivative of the one before, up to sign."""
 
     def tower(x, order):
-        made: dict[Any, Array] = {}
-        out = []
-        for k in range(order + 1):
-            fun, sign = functions[k % len(functions)]
-            if fun not in made:
-                made[fun] = fun(x)
-            out.append(made[fun] if sign > 0 else -made[fun])
-        return out
+        kinds = [functions[k % len(functions)] for k in range(order + 1)]
+        made = {fun: fun(x) for fun in dict.fromkeys(fun for fun, _ in kinds)}
+        return [made[fun] if sign > 0 else -made[fun] for fun, sign in kinds]
 
     return tower
-
-
-def _exp(x, order):
-    return [jnp.exp(x)] * (order + 1)
-
-
-def _expm1(x, order):
-    return [jnp.expm1(x), *[jnp.exp(x)] * order]
 
 
 def _exp2(x, order):
@@ -125,16 +91,16 @@ def _exp2(x, order):
 
 def _reciprocals(f, x, order):
     """The tower of a logarithm f with f' = 1 / x."""
-    out, power = [f], 1 / x
-    inverse = power
-    for k in range(1, order + 1):
-        out.append(power)
-        power = -k * power * inverse
-    return out
+    inverse = 1 / x
+    out = [f, inverse]
+    for k in range(1, order):
+        out.append(-k * out[-1] * inverse)
+    return out[: order + 1]
 
 
-def _log(x, order):
-    return _reciprocals(jnp.log(x), x, order)
+def _log2(x, order):
+    _, *rest = _reciprocals(None, x, order)
+    return [jnp.log2(x), *(f / math.log(2) for f in rest)]
 
 
 def _power(x, order, exponent):
@@ -199,12 +165,12 @@ _CLOSED: dict[str, Callable[..., Tower]] = {
     "cos": _cycle((jnp.cos, 1), (jnp.sin, -1), (jnp.cos, -1), (jnp.sin, 1)),
     "sinh": _cycle((jnp.sinh, 1), (jnp.cosh, 1)),
     "cosh": _cycle((jnp.cosh, 1), (jnp.sinh, 1)),
-    "exp": _exp,
+    "exp": lambda x, order: [jnp.exp(x)] * (order + 1),
     "exp2": _exp2,
-    "expm1": _expm1,
-    "log": _log,
+    "expm1": lambda x, order: [jnp.expm1(x), *[jnp.exp(x)] * order],
+    "log": lambda x, order: _reciprocals(jnp.log(x), x, order),
     "log1p": lambda x, order: _reciprocals(jnp.log1p(x), 1 + x, order),
-    "log2": lambda x, order: [jnp.log2(x), *(f / math.log(2) for f in _log(x, order)[1:])],
+    "log2": _log2,
     "pow": _power,
     "integer_pow": _integer_power,
     "square": lambda x, order: _integer_power(x, order, 2),

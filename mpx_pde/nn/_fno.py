@@ -93,12 +93,6 @@ class Block(eqx.Module):
         return self.spectral(x), None
 
 
-def _coordinates(grid: tuple[int, ...]) -> np.ndarray:
-    """Returns the coordinates of a grid on [0, 1), shape `[dims, *grid]`."""
-    axes = [np.arange(n, dtype=np.float32) / n for n in grid]
-    return np.stack(np.meshgrid(*axes, indexing="ij"))
-
-
 def _parse_padding(padding: Any, dims: int, call: str) -> tuple[int | float, ...]:
     several = isinstance(padding, Sequence | np.ndarray) and not isinstance(padding, str)
     parsed: tuple[Any, ...] = tuple(padding) if several else (padding,) * dims
@@ -254,7 +248,9 @@ class FNO(eqx.Module):
         ends = [round(p * n) for p, n in zip(self.domain_padding, x.shape[1:], strict=True)]
         grid = tuple(slice(n) for n in x.shape[1:])
         if self.grid_embedding:
-            x = jnp.concatenate([x, jnp.asarray(_coordinates(x.shape[1:]), x.dtype)])
+            axes = [np.arange(n, dtype=np.float32) / n for n in x.shape[1:]]
+            coordinates = np.stack(np.meshgrid(*axes, indexing="ij"))
+            x = jnp.concatenate([x, jnp.asarray(coordinates, x.dtype)])
         x = batch_behind(x)
         x = part(ChannelMLP.lift, self.remat, rounded=False)(self.lifting, x, self.activation)
         shift, entering = widen(self.lifting.last.bias), None

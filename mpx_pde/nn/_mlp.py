@@ -195,10 +195,8 @@ class CoordinateMLP(eqx.Module):
         )
         self.first = FullPrecision(_dense(first_key, embedded, width_size, None))
         self.hidden = tuple(_dense(k, width_size, width_size, dtype) for k in keys[:-1])
-        if full_precision_last:
-            self.last = FullPrecision(_dense(keys[-1], width_size, outputs, None))
-        else:
-            self.last = _dense(keys[-1], width_size, outputs, dtype)
+        last = _dense(keys[-1], width_size, outputs, None if full_precision_last else dtype)
+        self.last = FullPrecision(last) if full_precision_last else last
         self.activation = safe(activation)
         self.in_size = int(in_size)
         self.out_size = out_size if out_size == "scalar" else int(out_size)

@@ -18,7 +18,8 @@ from .._cast import cast_tree, widen
 from .._derivative_of import with_derivative_of
 from .._dtypes import is_half, wide
 from .._forward import Forward, forward_in, present_forward
-from .._order import batch_behind, rounded_cotangent, spread, written_in
+from .._order import batch_behind, rounded_cotangent, written_in
+from ..engine._together import beside
 from ._arithmetic import KEPT, Arithmetic, arithmetic_of, centered, in_full, separate, unscaled
 
 
@@ -118,7 +119,8 @@ class ChannelMLP(eqx.Module):
 
 def per_channel(x: Array, like: Array) -> Array:
     """Broadcasts a value for each channel over the grid of a field, in float32."""
-    return spread(widen(x), like)
+    (out,) = beside([widen(x)], like, leading=True)
+    return out
 
 
 def shifted(x: Array, shift: Array) -> Array:
@@ -128,9 +130,9 @@ def shifted(x: Array, shift: Array) -> Array:
 
 def _lifted(activation: Callable, x: Array, weight: Array, bias: Array, out_dtype: Any) -> Array:
     parts = [jnp.broadcast_to(p, (len(bias), *p.shape[1:])) for p in jnp.split(widen(x), len(x))]
-    y = spread(widen(bias), parts[0])
+    y = per_channel(bias, parts[0])
     for i, part in enumerate(parts):
-        y = y + spread(widen(weight[:, i]), part) * part
+        y = y + per_channel(weight[:, i], part) * part
     # Else each of the sums that make the gradient of the weight would find it out anew.
     return activation(rounded_cotangent(y, out_dtype)).astype(out_dtype)
 
@@ -138,18 +140,18 @@ def _lifted(activation: Callable, x: Array, weight: Array, bias: Array, out_dtyp
 # --- What is stored, and what is evaluated again ---------------------------------------------
 
 
-def stored(x: Array) -> Array:
+def stored(x: Array, name: str = STORED) -> Array:
     """Writes a field to memory in its dtype, and its cotangent too.
 
     On a GPU XLA takes a cast to half and back for nothing, and would write float32 instead. The
     barrier tells it that the value as such is wanted.
     """
-    return checkpoint_name(lax.optimization_barrier(batch_behind(x)), STORED)
+    return checkpoint_name(lax.optimization_barrier(batch_behind(x)), name)
 
 
 def kept(x: Array) -> Array:
     """Writes a field to memory, and keeps it for the backward pass."""
-    return checkpoint_name(lax.optimization_barrier(batch_behind(x)), KEPT)
+    return stored(x, KEPT)
 
 
 def part(fun: Callable, again: bool, rounded: bool = True) -> Callable:

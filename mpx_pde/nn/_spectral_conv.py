@@ -168,9 +168,6 @@ class SpectralConv(eqx.Module):
     def _weights(self) -> Array:
         return self.weight.inputs if isinstance(self.weight, CPWeight) else self.weight
 
-    def _arithmetic(self) -> Arithmetic:
-        return arithmetic_of(self.arithmetic, self._weights)
-
     def __call__(
         self,
         x: Float[Array, "inputs *grid"],
@@ -217,7 +214,7 @@ class SpectralConv(eqx.Module):
                     f"points, but {name} has a grid of {sizes}. Take fewer modes or a finer "
                     "grid."
                 )
-        arithmetic = self._arithmetic()
+        arithmetic = arithmetic_of(self.arithmetic, self._weights)
         if self.stabilizer is not None:
             x = self.stabilizer(x)
         method = self.method

@@ -22,11 +22,6 @@ def _normal(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> Floa
     return deviation / math.sqrt(2) * jax.random.normal(key, (*shape, 2), jnp.float32)
 
 
-def _mode_axes(dims: int) -> tuple[int, ...]:
-    """Returns the places of the modes of axis 1, 2, … in `[channels, k_d, …, k_2, 2, k_1]`."""
-    return (dims + 1, *range(dims - 1, 0, -1))
-
-
 def dense_weight(
     key: PRNGKeyArray, kept: tuple[int, ...], inputs: int, outputs: int
 ) -> Float32[Array, "*modes inputs outputs 2"]:
@@ -36,10 +31,10 @@ def dense_weight(
     return _normal(key, (*kept, inputs, outputs), math.sqrt(2 / (inputs + outputs)))
 
 
-def _complex(x: Array, y: Array) -> tuple[Array, Array]:
+def _product(x: Array, y: Array) -> Array:
     """Multiplies pairs along the last axis as complex numbers."""
     real = x[..., 0] * y[..., 0] - x[..., 1] * y[..., 1]
-    return real, x[..., 0] * y[..., 1] + x[..., 1] * y[..., 0]
+    return jnp.stack([real, x[..., 0] * y[..., 1] + x[..., 1] * y[..., 0]], axis=-1)
 
 
 class CPWeight(eqx.Module):
@@ -58,7 +53,7 @@ class CPWeight(eqx.Module):
         out, *factors = [widen(f) for f in self.modes]
         for f in factors:
             out = jnp.broadcast_to(out[..., None, :, :], (*out.shape[:-2], *f.shape))
-            out = jnp.stack(_complex(out, jnp.broadcast_to(f, out.shape)), axis=-1)
+            out = _product(out, jnp.broadcast_to(f, out.shape))
         return out
 
     def at(self, mode: tuple[int, ...]) -> "CPWeight":
@@ -97,7 +92,7 @@ def contract(
     those of the mode.
     """
     dims = x.ndim - 2
-    modes = _mode_axes(dims)
+    modes = (dims + 1, *range(dims - 1, 0, -1))  # of axis 1, 2, … in x
     if not isinstance(weight, CPWeight):
         y = arithmetic.product(x, weight, (((0,), (dims,)), (modes, tuple(range(dims)))))
         # [k_1, …, k_d, outputs, 2, 2]
@@ -106,7 +101,7 @@ def contract(
     # [rank, 2, k_d, …, k_2, 2, k_1] to [k_1, …, k_d, rank], real and imaginary.
     y = widen(jnp.transpose(y, (*(i + 1 for i in modes), 0, 1, dims + 1)))
     y = jnp.stack([y[..., 0, 0] - y[..., 1, 1], y[..., 0, 1] + y[..., 1, 0]], axis=-1)
-    y = jnp.stack(_complex(y, weight.factor()), axis=-1).astype(arithmetic.dtype)
+    y = _product(y, weight.factor()).astype(arithmetic.dtype)
     y = arithmetic.product(weight.outputs, y, (((0,), (dims,)), ((), ())))
     # [outputs, 2, k_1, …, k_d, 2]
     return jnp.transpose(y, (*range(2, dims + 2), 0, 1, dims + 2))
@@ -124,7 +119,7 @@ def constant_response(
         return separate(jnp.sum(jnp.broadcast_to(mean[:, None], real.shape) * real, axis=0))
     inputs = widen(weight.inputs)
     y = jnp.sum(jnp.broadcast_to(mean[:, None, None], inputs.shape) * inputs, axis=0)
-    y = jnp.stack(_complex(y, weight.at(zero).factor().reshape(y.shape)), axis=-1)
+    y = _product(y, weight.at(zero).factor().reshape(y.shape))
     outputs = widen(weight.outputs)
     y = jnp.broadcast_to(y[:, None, :], outputs.shape)
     y = y[..., 0] * outputs[..., 0] - y[..., 1] * outputs[..., 1]

@@ -43,3 +43,21 @@ def test_few_coordinates_meet_the_rows_of_a_weight(coords, turned):
         assert relative(a, b) < 1e-5  # float32
     names_of = [e.primitive.name for e in equations(jax.make_jaxpr(loss(engine))(*args))]
     assert ("beside" in names_of) == (coords <= 4)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [lambda q: jnp.mod(q, 0.7), lambda q: jnp.arctan2(q[::-1], 1 + q**2), jnp.cumprod],
+    ids=["mod", "arctan2", "cumprod"],
+)
+def test_the_first_product_is_full_behind_a_function_without_a_rule(function):
+    """Coordinates that went through nested forward mode were rounded to half where they met a
+    weight, as if they came out of a layer."""
+    rng = np.random.default_rng(0)
+    first, last = (jnp.asarray(rng.normal(size=s), "float16") for s in ((2, 8), (8, 1)))
+    net = lambda q: (jnp.tanh(function(q) @ first) @ last)[0]
+    run = mpx.partials(net, ["u", "u_x"], coords="xy", outputs="u")
+    rows = run.report(jnp.array([0.3, 0.8])).equations
+    assert "nested" in [row.rule for row in rows]
+    products = [row.precision.split()[0] for row in rows if row.rule == "product"]
+    assert products == ["float32", "float16"]
