@@ -5,7 +5,6 @@ they know of a value goes with it in a PyTree; how JAX's containers are made is 
 `_rebind.py` alone.
 """
 
-import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -209,31 +208,14 @@ def in_context_of(eqn: JaxprEqn, source: Any = None):
         yield
 
 
-# A component of a name stack is a scope or a transform around one, such as "jvp(attention)".
-_WRAPPED = re.compile(r"^[\w.]+\((.*)\)$")
+# A name stack holds scopes and transforms around them, such as "jvp".
+_Scope = type(source_info_util.new_name_stack("scope").stack[0])
 
 
 def scopes_of(eqn: JaxprEqn) -> tuple[str, ...]:
     """Returns the `jax.named_scope`s around an equation, outermost first, free of transforms."""
-    out = []
-    for part in _split_path(str(eqn.source_info.name_stack)):
-        name = part
-        while match := _WRAPPED.match(name):
-            name = match.group(1)
-        out.extend(x for x in name.split("/") if x)
-    return tuple(out)
-
-
-def _split_path(path: str) -> list[str]:
-    """Splits at the slashes outside of parentheses."""
-    parts, depth, start = [], 0, 0
-    for i, c in enumerate(path):
-        depth += (c == "(") - (c == ")")
-        if c == "/" and depth == 0:
-            parts.append(path[start:i])
-            start = i + 1
-    parts.append(path[start:])
-    return [x for x in parts if x]
+    scopes = [x.name for x in eqn.source_info.name_stack.stack if isinstance(x, _Scope)]
+    return tuple(name for scope in scopes for name in scope.split("/") if name)
 
 
 def inner_scope(eqn: JaxprEqn) -> tuple[str, ...]:
@@ -255,13 +237,10 @@ def aval_of(atom: Any) -> Any:
     return atom.aval
 
 
-def _differentiable(aval: Any) -> bool:
-    return jnp.issubdtype(getattr(aval, "dtype", np.int32), jnp.inexact)
-
-
 def differentiable(atoms: Sequence) -> list[int]:
     """Returns the positions of the atoms that can have a tangent."""
-    return [i for i, x in enumerate(atoms) if _differentiable(x.aval)]
+    dtypes = [getattr(x.aval, "dtype", np.int32) for x in atoms]
+    return [i for i, dtype in enumerate(dtypes) if jnp.issubdtype(dtype, jnp.inexact)]
 
 
 def _moving(eqn: JaxprEqn, args: Sequence, moving: Sequence[int]) -> Callable[..., list]:
