@@ -1,10 +1,11 @@
 """The products of a jaxpr: how many, in which dtype, how much work, and where."""
 
 import dataclasses
+import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -174,16 +175,13 @@ class Counter:
             # At each depth, since JAX leaves the bodies of `while` loops as they are.
             alive, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
             for eqn in alive.eqns:
-                inner = jaxprs_in(eqn)
-                if not inner and eqn.primitive.name not in _PRODUCTS:
-                    continue
-                for product, work in self._of(eqn, inner).items():
-                    before = total[product]
-                    total[product] = Work(before.count + work.count, before.flops + work.flops)
-            self._known[id(jaxpr)] = jaxpr, dict(total)
+                for product, work in self._of(eqn):
+                    count, flops = total[product]
+                    total[product] = Work(count + work.count, flops + work.flops)
+            self._known[id(jaxpr)] = jaxpr, total
         return self._known[id(jaxpr)][1]
 
-    def _of(self, eqn: JaxprEqn, jaxprs: Sequence[Jaxpr]) -> Mapping[ProductRow, Work]:
+    def _of(self, eqn: JaxprEqn) -> Iterator[tuple[ProductRow, Work]]:
         name = eqn.primitive.name
         if name in _PRODUCTS:
             out_dtype = aval_of(eqn.outvars[0]).dtype.name
@@ -192,10 +190,11 @@ class Counter:
             product = ProductRow(site.line or "unknown", name, *dtypes, site.inside)
             if name in PRODUCTS:
                 self.largest = max(self.largest, product_shape(eqn), key=math.prod)
-            return {product: Work(1, _flops(eqn))}
-        inner = list(map(self.products, jaxprs))
+            yield product, Work(1, _flops(eqn))
+            return
+        inner = list(map(self.products, jaxprs_in(eqn)))
         if not any(inner):
-            return {}
+            return
         if name == "cond":  # one of them runs
             inner = [max(inner, key=lambda products: sum(w.flops for w in products.values()))]
         if name == "custom_linear_solve":  # the rest are for its derivatives
@@ -205,14 +204,10 @@ class Counter:
         times = self._times(eqn)
         # A trace inside of another, such as that of a checkpoint, does not see who called it.
         site = site_of(eqn)
-        total: dict[ProductRow, Work] = defaultdict(Work)
-        for products in inner:
-            for product, work in products.items():
-                if site.users and (installed(product.line) or product.line == "unknown"):
-                    product = dataclasses.replace(product, line=site.line)
-                count, flops = total[product]
-                total[product] = Work(count + times * work.count, flops + times * work.flops)
-        return total
+        for product, work in itertools.chain(*(products.items() for products in inner)):
+            if site.users and (installed(product.line) or product.line == "unknown"):
+                product = dataclasses.replace(product, line=site.line)
+            yield product, Work(times * work.count, times * work.flops)
 
     def _times(self, eqn: JaxprEqn) -> int:
         if eqn.primitive.name == "scan":
