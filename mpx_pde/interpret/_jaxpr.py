@@ -29,32 +29,11 @@ def trace_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[ClosedJaxpr,
     With it come those arrays, each behind its path in `(fun, args, kwargs)`, and a function that
     puts the output together from what the jaxpr returns.
     """
-    dynamic, static = eqx.partition((fun, args, kwargs), eqx.is_array)
-    leaves, treedef = jtu.tree_flatten_with_path(dynamic)
-
-    def flat(*leaves):
-        fun, args, kwargs = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
-        arrays, others = eqx.partition(fun(*args, **kwargs), eqx.is_array)
-        out, out_treedef = jtu.tree_flatten(arrays)
-        return out, _Static((others, out_treedef))
-
-    closed, (_, rest) = jax.make_jaxpr(flat, return_shape=True)(*(x for _, x in leaves))
-
-    def assemble(out):
-        others, out_treedef = rest.value
-        return eqx.combine(jtu.tree_unflatten(out_treedef, out), others)
-
-    return closed, leaves, assemble
-
-
-class _Static:
-    """A wrapper that makes any object a PyTree without arrays. It equals nothing but itself."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-
-jtu.register_pytree_node(_Static, lambda x: ((), x), lambda static, _: static)
+    call = lambda fun, args, kwargs: fun(*args, **kwargs)
+    closed, arrays, others = eqx.filter_make_jaxpr(call)(fun, args, kwargs)
+    leaves = jtu.tree_leaves_with_path(eqx.filter((fun, args, kwargs), eqx.is_array))
+    treedef = jtu.tree_structure(arrays)
+    return closed, leaves, lambda out: eqx.combine(jtu.tree_unflatten(treedef, out), others)
 
 
 # The inner jaxprs of every container that can be entered, by parameter.
