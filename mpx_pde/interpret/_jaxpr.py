@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from .._dtypes import default_precision
 from .._varying import mark_varying
@@ -107,14 +107,7 @@ def contains(closed: ClosedJaxpr, names: Collection[str]) -> bool:
 
 def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:
     """Returns the jaxprs in the parameters of an equation, whether [`rebind`][] knows it or not."""
-    out, left = [], [*eqn.params.values()]
-    while left:
-        x = left.pop(0)
-        if isinstance(x, Jaxpr | ClosedJaxpr):
-            out.append(x.jaxpr if isinstance(x, ClosedJaxpr) else x)
-        elif isinstance(x, tuple | list):
-            left[:0] = x
-    return out
+    return list(jaxprs_in_params(eqn.params))
 
 
 def walk(
