@@ -162,15 +162,14 @@ class Counter:
     def __init__(self):
         self.loops: dict[str, None] = {}
         self.largest: tuple[int, ...] = (0, 0)
-        # By the identity of a jaxpr, which is kept alive beside its products.
-        self._known: dict[int, tuple[Jaxpr, Mapping[ProductRow, Work]]] = {}
+        self._known: dict[Jaxpr, Mapping[ProductRow, Work]] = {}
 
     def products(self, jaxpr: Jaxpr) -> Mapping[ProductRow, Work]:
         """Returns the products in a jaxpr that lead to its results, at any depth, as often as they
         run. The compiler drops the others: a layer that is evaluated in full for its value, and
         differentiated in half, also computes its value in half.
         """
-        if id(jaxpr) not in self._known:
+        if jaxpr not in self._known:
             total: dict[ProductRow, Work] = defaultdict(Work)
             # At each depth, since JAX leaves the bodies of `while` loops as they are.
             alive, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
@@ -178,8 +177,8 @@ class Counter:
                 for product, work in self._of(eqn):
                     count, flops = total[product]
                     total[product] = Work(count + work.count, flops + work.flops)
-            self._known[id(jaxpr)] = jaxpr, total
-        return self._known[id(jaxpr)][1]
+            self._known[jaxpr] = total
+        return self._known[jaxpr]
 
     def _of(self, eqn: JaxprEqn) -> Iterator[tuple[ProductRow, Work]]:
         name = eqn.primitive.name
