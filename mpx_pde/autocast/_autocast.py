@@ -25,8 +25,7 @@ from .._wrapper import AbstractWrapper, check_callable
 from ..engine import Mixed
 from ..interpret._jaxpr import trace_arrays
 from ..interpret._precision_report import warn_user
-from ._patterns import parse_patterns
-from ._report import AutocastReport, Recorder
+from ._report import AutocastReport, Recorder, parse_patterns
 
 
 def _parse_dtype(dtype: Any) -> np.dtype | lax.DotAlgorithmPreset | None:
