@@ -25,19 +25,15 @@ from ._stats import Counts, is_measured
 # XLA writes an operation again into each of its uses where it fuses them. Here each has two, the
 # host and the next operation, so the code would grow with the square of the program. Nothing is
 # gained by fusion where all is written to memory anyway.
+_GPU_FUSIONS = "fusion,priority-fusion,multi_output_fusion,horizontal_loop_fusion"
 _UNFUSED = {
-    "cpu": "fusion",
-    "gpu": "fusion,priority-fusion,multi_output_fusion,horizontal_loop_fusion",
+    "cpu": {"xla_disable_hlo_passes": "fusion"},
+    "gpu": {"xla_disable_hlo_passes": _GPU_FUSIONS},
 }
 
 
 # Where inputs stand in the program: before what it closes over.
 _INPUTS = (-2,)
-
-
-def _options() -> dict[str, Any] | None:
-    passes = _UNFUSED.get(jax.default_backend())
-    return None if passes is None else {"xla_disable_hlo_passes": passes}
 
 
 def _place(path: tuple) -> str:
@@ -63,7 +59,7 @@ def _report(fun: Callable, args: tuple, kwargs: dict) -> RangeReport:
         meter.flush()
         return [x.array for x in out]
 
-    compiled = jax.jit(run, compiler_options=_options())
+    compiled = jax.jit(run, compiler_options=_UNFUSED.get(jax.default_backend()))
     out = compiled(*map(_without_overflow, inputs))
     jax.effects_barrier()
     for i, x in enumerate(inputs):
