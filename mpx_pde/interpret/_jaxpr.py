@@ -127,7 +127,7 @@ def walk(
         results.
     """
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
-    read = lambda atom: known(atom) if literal(atom) else env[atom]
+    read = lambda atom: known(atom) if isinstance(atom, Literal) else env[atom]
     for i, eqn in enumerate(jaxpr.eqns):
         out = evaluate(i, eqn, list(map(read, eqn.invars)))
         env.update(zip(eqn.outvars, out, strict=True))
@@ -196,10 +196,6 @@ def inner_scope(eqn: JaxprEqn) -> tuple[str, ...]:
     if eqn.primitive.name == "jit" and isinstance(name, str):
         return (*scopes_of(eqn), name)
     return scopes_of(eqn)
-
-
-def literal(atom: Any) -> bool:
-    return isinstance(atom, Literal)
 
 
 def aval_of(atom: Any) -> Any:

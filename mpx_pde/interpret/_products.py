@@ -1,4 +1,5 @@
-"""The products of a jaxpr: how many, in which dtype, how much work, and where."""
+"""The products of a jaxpr: the precision that each asks for, and how many, in which dtype, how much
+work, and where."""
 
 import dataclasses
 import itertools
@@ -15,7 +16,6 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._dtypes import is_half
 from .._split import SPLIT_PRODUCTS
-from ._asks import leaves_it_to_tensorfloat32
 from ._jaxpr import aval_of, jaxprs_in
 from ._lines import installed, line_of, site_of
 from ._tables import MIXED, PRODUCTS
@@ -76,6 +76,31 @@ class Work(NamedTuple):
 
     count: int = 0
     flops: int = 0
+
+
+def says_its_dtype(eqn: JaxprEqn) -> bool:
+    """Returns whether the program names what a mixed product multiplies in."""
+    given = eqn.params.get("given")
+    return given is None or given.dtype
+
+
+def asks_for_more(eqn: JaxprEqn) -> bool:
+    """Returns whether the program asks a product for more than JAX's default precision."""
+    return any(p not in _DEFAULT for p in _precisions(eqn))
+
+
+def leaves_it_to_tensorfloat32(eqn: JaxprEqn) -> bool:
+    """Returns whether the program asks a product for no more than what a GPU takes for TF32: `HIGH`
+    is just that."""
+    return all(p in (*_DEFAULT, lax.Precision.HIGH) for p in _precisions(eqn))
+
+
+_DEFAULT = (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
+
+
+def _precisions(eqn: JaxprEqn) -> tuple:
+    precision = eqn.params.get("precision")
+    return precision if isinstance(precision, tuple) else (precision,)
 
 
 def _narrow(name: str) -> bool:

@@ -75,9 +75,7 @@ def _as_varying(tree: PyTree, axis_name: AxisName | None) -> PyTree:
     """
     names: Any = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     names = tuple(n for n in names if n in jax.sharding.get_abstract_mesh().manual_axes)
-
-    differentiated, rest = eqx.partition(tree, eqx.is_inexact_array)
-    return eqx.combine(jtu.tree_map(lambda x: mark_varying(x, names), differentiated), rest)
+    return jtu.tree_map(lambda x: mark_varying(x, names) if eqx.is_inexact_array(x) else x, tree)
 
 
 def _agree(finite: Bool[Array, ""], axis_name: AxisName | None) -> Bool[Array, ""]:
