@@ -1,5 +1,8 @@
 """Precision by operation: [`mpx_pde.autocast`][]."""
 
 from ._autocast import autocast as autocast
-from ._patterns import parse_patterns as parse_patterns
-from ._report import AutocastReport as AutocastReport, Operation as Operation
+from ._report import (
+    AutocastReport as AutocastReport,
+    Operation as Operation,
+    parse_patterns as parse_patterns,
+)

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -21,11 +21,11 @@ from .._dtypes import (
 from .._notes import noting_the_trace
 from .._split import SPLIT_PRODUCTS
 from .._types import DTypeLike, Names
+from .._wrapper import AbstractWrapper, check_callable
 from ..engine import Mixed
 from ..interpret._jaxpr import trace_arrays
 from ..interpret._precision_report import warn_user
-from ._patterns import parse_patterns
-from ._report import AutocastReport, Recorder
+from ._report import AutocastReport, Recorder, parse_patterns
 
 
 def _parse_dtype(dtype: Any) -> np.dtype | lax.DotAlgorithmPreset | None:
@@ -46,23 +46,14 @@ def _parse_dtype(dtype: Any) -> np.dtype | lax.DotAlgorithmPreset | None:
     return out
 
 
-class _Autocast(eqx.Module):
-    _fun: Any
+class _Autocast(AbstractWrapper):
+    fun: Any
     _dtype: np.dtype | lax.DotAlgorithmPreset | None = eqx.field(static=True)
     _half: tuple[str, ...] = eqx.field(static=True)
     _full: tuple[str, ...] = eqx.field(static=True)
 
-    @property
-    def __wrapped__(self):
-        return self._fun
-
-    @property
-    def is_mixed_precision(self) -> bool:
-        return True
-
-    @property
-    def is_autocast(self) -> bool:
-        return True
+    is_mixed_precision: ClassVar = True
+    is_autocast: ClassVar = True
 
     def _mixed(self) -> Mixed:
         if isinstance(self._dtype, lax.DotAlgorithmPreset):
@@ -76,7 +67,7 @@ class _Autocast(eqx.Module):
         split = mixed.algorithm is not None
         asked = half_precision if split else partial(asked_for_half, "autocast")
         with asked(mixed.dtype), precision_gives_way(), precision_of_user():
-            closed, leaves, assemble = trace_arrays(self._fun, args, kwargs)
+            closed, leaves, assemble = trace_arrays(self.fun, args, kwargs)
         out = dataclasses.replace(mixed, listener=recorder)(closed, [x for _, x in leaves])
         if recorder is not None:
             for by, aval in zip(recorder.last, closed.out_avals, strict=True):
@@ -113,19 +104,14 @@ class _Autocast(eqx.Module):
         """
         mixed = self._mixed()
         recorder = Recorder(self._half, self._full, mixed)
-
-        def trace(fun, args, kwargs):
-            wrapped = _Autocast(fun, self._dtype, self._half, self._full)
-            return wrapped._run(mixed, recorder, args, kwargs)
-
-        eqx.filter_eval_shape(trace, self._fun, args, kwargs)
+        eqx.filter_eval_shape(_Autocast._run, self, mixed, recorder, args, kwargs)
         return recorder.report()
 
     def __get__(self, instance: Any, owner: Any = None):
         if instance is None:
             return self
         # The instance is part of the function: its parameters are masters.
-        return _Autocast(eqx.Partial(self._fun, instance), self._dtype, self._half, self._full)
+        return _Autocast(eqx.Partial(self.fun, instance), self._dtype, self._half, self._full)
 
 
 if TYPE_CHECKING:
@@ -227,6 +213,5 @@ def autocast(
     patterns = parse_patterns(half, "half"), parse_patterns(full, "full")
     if fun is None:
         return lambda fun: autocast(fun, dtype, half=half, full=full)
-    if not callable(fun):
-        raise TypeError(f"`autocast` takes a function or a callable module, but got {fun!r}.")
+    check_callable(fun, "autocast")
     return eqx.module_update_wrapper(_Autocast(fun, parsed, *patterns))

@@ -1,11 +1,12 @@
-"""The report of what autocast did, and where."""
+"""The report of what autocast did, and where, and the patterns of its overrides."""
 
 import dataclasses
+import fnmatch
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jax.extend.core import JaxprEqn
+from jax.extend.core import JaxprEqn, Primitive
 
 from .._dtypes import is_half
 from ..engine import Mixed, multiplied_in, primal_of
@@ -13,7 +14,6 @@ from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step
 from ..interpret._jaxpr import inner_scope, is_container, scopes_of
 from ..interpret._lines import line_of
-from ._patterns import match
 
 
 _FEW = 20
@@ -71,7 +71,8 @@ class AutocastReport:
         return sum(x.rule == rule for x in self.operations)
 
     def __str__(self) -> str:
-        rows = Counter((x.rule, x.primitive, _told(x)) for x in self.operations)
+        by = lambda x: x.reason if x.multiplied is None else f"{x.multiplied}: {x.reason}"
+        rows = Counter((x.rule, x.primitive, by(x)) for x in self.operations)
         lines = [f"{'rule':8} {'primitive':26} {'count':>5}  reason"]
         lines += [
             f"{rule:8} {primitive:26} {count:5}  {reason}"
@@ -188,10 +189,36 @@ class Recorder:
         )
 
 
-def _told(x: Operation) -> str:
-    return x.reason if x.multiplied is None else f"{x.multiplied}: {x.reason}"
-
-
 def _scopes(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> tuple[str, ...]:
     """The `jax.named_scope`s and jitted functions around an equation."""
     return (*(x for outer in around for x in inner_scope(outer)), *scopes_of(eqn))
+
+
+def parse_patterns(patterns: Any, name: str) -> tuple[str, ...]:
+    """Names of primitives and patterns of scopes, from one of them or several."""
+    if isinstance(patterns, str | Primitive) or not isinstance(patterns, Iterable):
+        patterns = (patterns,)
+    out = []
+    for pattern in patterns:
+        if isinstance(pattern, Primitive):
+            out.append(pattern.name)
+        elif isinstance(pattern, str) and pattern.strip("/"):
+            out.append(pattern.strip("/"))
+        else:
+            raise TypeError(
+                f"`autocast` takes names of primitives (such as 'exp') and patterns of "
+                f"`jax.named_scope`s (such as 'decoder/norm*') as `{name}`, but got {pattern!r}."
+            )
+    return tuple(out)
+
+
+def match(patterns: Sequence[str], eqn: JaxprEqn, scopes: tuple[str, ...]) -> str | None:
+    """The first of `patterns` that names the primitive or a run of consecutive scopes."""
+    for pattern in patterns:
+        parts = pattern.split("/")
+        runs = (scopes[i : i + len(parts)] for i in range(len(scopes) - len(parts) + 1))
+        if any(all(map(fnmatch.fnmatchcase, run, parts)) for run in runs):
+            return pattern
+        if len(parts) == 1 and fnmatch.fnmatchcase(eqn.primitive.name, pattern):
+            return pattern
+    return None

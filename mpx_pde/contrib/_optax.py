@@ -1,6 +1,5 @@
 """Loss scaling for loops that take an optimizer, and nothing else."""
 
-import functools as ft
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,16 +26,6 @@ class LossScalingState(NamedTuple):
 
     scaling: AbstractLossScaling
     inner: PyTree
-
-
-def _scale_at(scale_in_params: Any, params: Any) -> Any:
-    leaf = scale_in_params(params)
-    if jnp.shape(leaf) != () or jnp.result_type(leaf) != jnp.float32:
-        raise ValueError(
-            "`contrib.scale_by_loss_scaling` needs a float32 scalar where `scale_in_params` "
-            f"points, such as `jnp.float32(2**15)`, but found {leaf!r}."
-        )
-    return leaf
 
 
 def _check_scaling(scaling: Any, scale_in_params: Any, call: str) -> None:
@@ -145,7 +134,15 @@ def scale_by_loss_scaling(
     inside = as_transformation(optimizer, call)
     _check_scaling(scaling, scale_in_params, call)
 
-    place = ft.partial(_scale_at, scale_in_params)
+    def place(params):
+        assert scale_in_params is not None
+        leaf = scale_in_params(params)
+        if jnp.shape(leaf) != () or jnp.result_type(leaf) != jnp.float32:
+            raise ValueError(
+                f"`{call}` needs a float32 scalar where `scale_in_params` points, such as "
+                f"`jnp.float32(2**15)`, but found {leaf!r}."
+            )
+        return leaf
 
     def without_scale(tree):
         zero = jnp.float32(0)

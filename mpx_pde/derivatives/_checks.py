@@ -24,17 +24,10 @@ class Term(NamedTuple):
 def parse_terms(
     terms: Any, coords: tuple[str, ...], outputs: tuple[str, ...], call: str
 ) -> tuple[Term, ...]:
-    if isinstance(terms, str) or not isinstance(terms, Iterable):
-        raise TypeError(
-            f"`{call}` takes terms as a list of names such as ['u', 'u_x', 'u_xx'], but got "
-            f"{terms!r}."
-        )
-    parsed: dict[str, Term] = {}
-    for name in terms:
+    parsed = []
+    for name in _listed(terms, call):
         if not isinstance(name, str):
             raise TypeError(f"`{call}` takes names of terms such as 'u_xx', but got {name!r}.")
-        if name in parsed:
-            raise ValueError(f"`{call}` got the term {name!r} twice. Name each once.")
         output, _, suffix = (name, "", "") if name in outputs else name.rpartition("_")
         if output not in outputs:
             raise ValueError(
@@ -48,13 +41,26 @@ def parse_terms(
                 f"`{call}` cannot read {suffix!r} in the term {name!r} as a sequence of "
                 f"coordinates. The coordinates are {', '.join(coords)}."
             )
-        parsed[name] = Term(name, outputs.index(output), tuple(sorted(dirs)))
-    return tuple(parsed.values())
+        parsed.append(Term(name, outputs.index(output), tuple(sorted(dirs))))
+    return tuple(parsed)
 
 
 def _as_one_name(name: str, outputs: tuple[str, ...]) -> str:
     spelled = name and name == "".join(outputs)
     return f" For one output of that name write `outputs=[{name!r}]`." if spelled else ""
+
+
+def _listed(terms: Any, call: str) -> tuple[Any, ...]:
+    """Returns the terms of a list; raises an error if it is none, or has one twice."""
+    if isinstance(terms, str) or not isinstance(terms, Iterable):
+        raise TypeError(
+            f"`{call}` takes terms as a list of names such as ['u_x', 'u_xx'], but got {terms!r}."
+        )
+    terms = tuple(terms)
+    twice = [t for i, t in enumerate(terms) if t in terms[:i]]
+    if twice:
+        raise ValueError(f"`{call}` got the term {twice[0]!r} twice. Name each once.")
+    return terms
 
 
 def check_fun(fun: Any, call: str) -> None:
@@ -151,20 +157,13 @@ def names_of(value: Any, call: str, what: str) -> tuple[str, ...]:
 
 def term_list(terms: Any, call: str, empty: bool = False) -> tuple[str, ...]:
     """Returns the names of derivatives as a tuple; raises an error if one is named twice."""
-    if isinstance(terms, str) or not isinstance(terms, Iterable):
-        raise TypeError(
-            f"`{call}` takes terms as a list of names such as ['u_x', 'u_xx'], but got {terms!r}."
-        )
-    terms = tuple(terms)
+    terms = _listed(terms, call)
     bad = [t for t in terms if not isinstance(t, str) or not (t == "laplacian" or "_" in t[1:-1])]
     if bad or not (terms or empty):
         raise ValueError(
             f"`{call}` needs names of derivatives, an output, an underscore and coordinates, such "
             f"as 'u_x' or 'u_xx', but got {bad or terms!r}."
         )
-    twice = sorted({t for t in terms if terms.count(t) > 1})
-    if twice:
-        raise ValueError(f"`{call}` got the term {twice[0]!r} twice. Name each once.")
     return terms
 
 

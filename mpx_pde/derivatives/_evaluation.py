@@ -89,13 +89,13 @@ class Sum(NamedTuple):
     - `summands`: what is summed.
     - `rows`: the rows of the scaling that count it, of which it takes the smallest scale.
     - `directions`: instead of coordinates, vectors along which a derivative of an order is taken
-        each: a function of nothing that returns them, shape `[samples, coords]`, and factors.
+        each, shape `[samples, coords]`, and their factors.
     """
 
     name: str
     summands: tuple[Summand, ...]
     rows: tuple[int, ...] = ()
-    directions: Callable[[], tuple[Array, Array]] | None = None
+    directions: tuple[Array, Array] | None = None
     order: int = 0
 
 
@@ -185,12 +185,10 @@ class Evaluation:
 
     # Scales of streams.
 
-    def _exponent(self, index: Index) -> Any:
+    def _exponent(self, scaling: DerivativeScaling, index: Index) -> Any:
         """Returns the exponent of the scale that a stream is stored with: a scalar, or one for each
         direction.
         """
-        scaling = self._scaling
-        assert scaling is not None
         along = [self._directions[i] for i in index]
         row = along[0].row
         if row is not None:
@@ -206,12 +204,6 @@ class Evaluation:
         own = lambda index: row is None or self._directions[index[0]].row == row
         return {len(index) for index in asked if index and own(index)}
 
-    def _sum_exponent(self, s: Sum) -> Any:
-        scaling = self._scaling
-        assert scaling is not None
-        smallest = ft.reduce(jnp.minimum, map(scaling.shift, s.rows))
-        return scaling.strategy.kept(smallest, scaling.rule.margin)
-
     def _scales(self, dtype: np.dtype) -> dict[Index, tuple[Array, Array]]:
         scaling = self._scaling
         if scaling is None and dtype == jnp.float16 and not _in_full():
@@ -220,36 +212,36 @@ class Evaluation:
                 found[self._call] = max(order, found.get(self._call, 0))
         if scaling is None or dtype != jnp.float16 or not scaling.active:
             return {}
-        exponents = {i: self._exponent(i) for i in self._plan.indices}
-        exponents |= {sum_key(k): self._sum_exponent(s) for k, s in enumerate(self._sums) if s.rows}
+        exponents = {i: self._exponent(scaling, i) for i in self._plan.indices}
+        for k, s in enumerate(self._sums):
+            if s.rows:
+                smallest = ft.reduce(jnp.minimum, map(scaling.shift, s.rows))
+                exponents[sum_key(k)] = scaling.strategy.kept(smallest, scaling.rule.margin)
         return {i: (power_of_two(e), power_of_two(-e)) for i, e in exponents.items()}
 
     # Evaluation.
 
-    def _seeds(self, dtype: Any, sampled: dict[int, tuple[Array, Array]]) -> list[Any]:
-        eye = np.eye(len(self._coords), dtype=np.dtype(widen(jnp.zeros((), dtype)).dtype))
+    def _seeds(self, dtype: Any) -> list[Any]:
+        eye = np.eye(len(self._coords), dtype=dtype)
         out = []
         for d in self._directions:
-            if d.sampled is None:
-                rows = eye[list(d.coords)]
-            else:
-                rows = sampled[d.sampled][0].astype(eye.dtype)
+            drawn = None if d.sampled is None else self._sums[d.sampled].directions
+            rows = eye[list(d.coords)] if drawn is None else drawn[0].astype(dtype)
             out.append(rows[0] if len(d.coords) == 1 else rows)
         return out
 
-    def _weights(self, point: Array, sampled: dict[int, tuple[Array, Array]]) -> list[list[Any]]:
-        out = []
-        for k, (s, indices) in enumerate(zip(self._sums, self._plan.sums, strict=True)):
-            if k in sampled:
-                drawn = sampled[k][1].astype(widen(point).dtype)
+    def _weights(self, point: Array) -> list[list[Any]]:
+        out, dtype = [], point.dtype
+        for s, indices in zip(self._sums, self._plan.sums, strict=True):
+            if s.directions is not None:
+                drawn = s.directions[1].astype(dtype)
                 out.append([drawn[0] if len(drawn) == 1 else drawn])
                 continue
             factors = [x.factor(point) if callable(x.factor) else x.factor for x in s.summands]
             factors = [check_factor(factor, s.name, self._call) for factor in factors]
             if len(indices) < len(factors):
                 same = all(isinstance(f, int | float) and f == 1 for f in factors)
-                wide = widen(point).dtype
-                factors = [1 if same else jnp.stack([jnp.asarray(f, wide) for f in factors])]
+                factors = [1 if same else jnp.stack([jnp.asarray(f, dtype) for f in factors])]
             out.append(factors)
         return out
 
@@ -261,13 +253,12 @@ class Evaluation:
         lost: dict[Index, Array] | None = None,
     ) -> tuple[Any, dict]:
         point = widen(check_point(point, others, self._coords, self._dtype, self._call))
-        sampled = {k: s.directions() for k, s in enumerate(self._sums) if s.directions}
         return propagate(
             as_network(self._fun, self._outputs, self._call),
             point,
             self._plan,
-            self._seeds(point.dtype, sampled),
-            self._weights(point, sampled),
+            self._seeds(point.dtype),
+            self._weights(point),
             self._scales,
             note,
             lost,

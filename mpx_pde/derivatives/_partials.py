@@ -7,7 +7,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
 from .._dtypes import as_floating_dtype, check_integer
 from .._types import DTypeLike, Names
@@ -270,20 +269,17 @@ def _summands(
 
 
 def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool, call: str) -> Sum:
-    """Replaces a sum by one over directions that are drawn when it is evaluated."""
+    """Replaces a sum by one over directions that are drawn."""
     some = found.summands[:1] * samples
     # A network in float64 may come.
     widest = jax.dtypes.canonicalize_dtype("float64")
     if isinstance(spec, str) and spec == "biharmonic":
         dirs = sorted({i for s in found.summands for i in s.dirs})
-
-        def normal() -> tuple[Array, Array]:
-            # The mean of the fourth derivative along them is three times the biharmonic.
-            drawn = jax.random.normal(key, (samples, len(dirs)), jnp.float32)
-            directions = jnp.zeros((samples, size), jnp.float32).at[:, np.array(dirs)].set(drawn)
-            return directions, jnp.full(samples, 1 / (3 * samples), widest)
-
-        return found._replace(summands=some, directions=normal, order=4)
+        drawn = jax.random.normal(key, (samples, len(dirs)), jnp.float32)
+        directions = jnp.zeros((samples, size), jnp.float32).at[:, np.array(dirs)].set(drawn)
+        # The mean of the fourth derivative along them is three times the biharmonic.
+        factors = jnp.full(samples, 1 / (3 * samples), widest)
+        return found._replace(summands=some, directions=(directions, factors), order=4)
     orders = {len(s.dirs) for s in found.summands}
     if len(orders) > 1 or any(len(set(s.dirs)) > 1 for s in found.summands):
         raise ValueError(
@@ -307,11 +303,8 @@ def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool, call
         factors = jnp.asarray(np.array(numbers, np.float64).astype(widest))
     else:
         factors = jnp.stack([jnp.asarray(f, widest) for f in numbers])
-    at = np.array([s.dirs[0] for s in found.summands])
-
-    def coordinates() -> tuple[Array, Array]:
-        drawn = jax.random.choice(key, len(at), (samples,), replace=replace)
-        directions = jax.nn.one_hot(jnp.asarray(at)[drawn], size, dtype=jnp.float32)
-        return directions, factors[drawn] * (len(at) / samples)
-
-    return found._replace(summands=some, directions=coordinates, order=orders.pop())
+    at = jnp.array([s.dirs[0] for s in found.summands])
+    drawn = jax.random.choice(key, len(at), (samples,), replace=replace)
+    directions = jax.nn.one_hot(at[drawn], size, dtype=jnp.float32)
+    factors = factors[drawn] * (len(at) / samples)
+    return found._replace(summands=some, directions=(directions, factors), order=orders.pop())

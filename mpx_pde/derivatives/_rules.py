@@ -138,41 +138,33 @@ def parse_special(special: Any, call: str) -> dict[str, dict[str, Any]]:
     return out
 
 
-def _spread(value: Any, names: tuple[str, ...], call: str, name: str) -> dict[str, int]:
-    """Returns the exponents of one value for all scalers, or of a mapping from names to values."""
-    if not isinstance(value, Mapping):
-        return dict.fromkeys(names, exponent_of(value, call, name))
-    if set(value) != set(names):
-        raise ValueError(
-            f"`{call}` needs `{name}` as one number or as a mapping with a number for each of its "
-            f"scalers, {', '.join(names)}, but got {value!r}."
-        )
-    return {n: exponent_of(value[n], call, name) for n in names}
-
-
 def _ranges(
     options: Mapping[str, Any], strategy: AbstractStrategy, special: Mapping[str, Any], call: str
 ) -> list[tuple[int, int, int]]:
     """Returns the exponents of each scaler: the lowest, the first and the highest."""
-    common = tuple(n for n in strategy.names if n not in special)
-    scales = {}
+    common = [n for n in strategy.names if n not in special]
     for key in _SCALES:
-        # The bounds of a coordinate's scale, as often as the derivatives carry it.
-        default = exponent_of(DEFAULTS[key], call, key)
-        found = {n: default * strategy.order_of(i) for i, n in enumerate(strategy.names)}
-        if options[key] is not DEFAULTS[key]:
-            names = common if isinstance(options[key], Mapping) else strategy.names
-            found |= _spread(options[key], names, call, key)
-        own = {n: exponent_of(x[key], call, key) for n, x in special.items() if key in x}
-        scales[key] = found | own
-    given = options["init_scale"] is not DEFAULTS["init_scale"]
+        if isinstance(options[key], Mapping) and set(options[key]) != set(common):
+            raise ValueError(
+                f"`{call}` needs `{key}` as one number or as a mapping with a number for each of "
+                f"its scalers, {', '.join(common)}, but got {options[key]!r}."
+            )
     most = max(row.order for row in strategy.rows)
     out = []
-    for name in strategy.names:
-        low = max(scales["min_scale"][name], math.ceil(_LOWEST_TOTAL / most))
-        high = min(scales["max_scale"][name], _HIGHEST_TOTAL // most)
-        init = scales["init_scale"][name]
-        if not given and "init_scale" not in special.get(name, {}):
+    for i, name in enumerate(strategy.names):
+        exponents, defaults = {}, []
+        for key in _SCALES:
+            value = special.get(name, {}).get(key, options[key])
+            value = value.get(name, DEFAULTS[key]) if isinstance(value, Mapping) else value
+            exponents[key] = exponent_of(value, call, key)
+            if value is DEFAULTS[key]:
+                # That of a coordinate's scale, as often as the derivatives carry it.
+                exponents[key] *= strategy.order_of(i)
+                defaults.append(key)
+        low = max(exponents["min_scale"], math.ceil(_LOWEST_TOTAL / most))
+        high = min(exponents["max_scale"], _HIGHEST_TOTAL // most)
+        init = exponents["init_scale"]
+        if "init_scale" in defaults:
             # Without a start of its own a scaler starts at 1, or at its cap if that is lower.
             init = min(init, high)
         if not low <= init <= high:

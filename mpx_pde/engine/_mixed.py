@@ -20,10 +20,10 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from .._derivative_of import with_derivative_of
 from .._order import rounded_cotangent
 from ..interpret import _tables as tables
-from ..interpret._asks import asks_for_more, says_its_dtype
 from ..interpret._flat import Constant, Flat, Step, flatten, read, variables
 from ..interpret._jaxpr import bodies_of, contains, in_context_of, is_container, own_bind
 from ..interpret._lines import source_of
+from ..interpret._products import asks_for_more, says_its_dtype
 from ._containers import Containers, enters
 from ._custom import own_in_registers
 from ._moments import moments_p, with_moments

@@ -18,9 +18,9 @@ from .._order import shared
 from .._split import SPLIT_PRODUCTS
 from .._varying import match_varying_axes
 from ..interpret import _tables as tables
-from ..interpret._asks import asks_for_more, says_its_dtype
 from ..interpret._flat import Constant, Flat, Step
 from ..interpret._jaxpr import aval_of, own_bind
+from ..interpret._products import asks_for_more, says_its_dtype
 from ._plan import Index
 from ._rules import Rules
 from ._segments import Role

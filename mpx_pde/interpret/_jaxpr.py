@@ -5,7 +5,6 @@ they know of a value goes with it in a PyTree; how JAX's containers are made is 
 `_rebind.py` alone.
 """
 
-import re
 from collections.abc import Callable, Collection, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_params
 
 from .._dtypes import default_precision
 from .._varying import mark_varying
@@ -30,32 +29,11 @@ def trace_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[ClosedJaxpr,
     With it come those arrays, each behind its path in `(fun, args, kwargs)`, and a function that
     puts the output together from what the jaxpr returns.
     """
-    dynamic, static = eqx.partition((fun, args, kwargs), eqx.is_array)
-    leaves, treedef = jtu.tree_flatten_with_path(dynamic)
-
-    def flat(*leaves):
-        fun, args, kwargs = eqx.combine(jtu.tree_unflatten(treedef, leaves), static)
-        arrays, others = eqx.partition(fun(*args, **kwargs), eqx.is_array)
-        out, out_treedef = jtu.tree_flatten(arrays)
-        return out, _Static((others, out_treedef))
-
-    closed, (_, rest) = jax.make_jaxpr(flat, return_shape=True)(*(x for _, x in leaves))
-
-    def assemble(out):
-        others, out_treedef = rest.value
-        return eqx.combine(jtu.tree_unflatten(out_treedef, out), others)
-
-    return closed, leaves, assemble
-
-
-class _Static:
-    """A wrapper that makes any object a PyTree without arrays. It equals nothing but itself."""
-
-    def __init__(self, value: Any):
-        self.value = value
-
-
-jtu.register_pytree_node(_Static, lambda x: ((), x), lambda static, _: static)
+    call = lambda fun, args, kwargs: fun(*args, **kwargs)
+    closed, arrays, others = eqx.filter_make_jaxpr(call)(fun, args, kwargs)
+    leaves = jtu.tree_leaves_with_path(eqx.filter((fun, args, kwargs), eqx.is_array))
+    treedef = jtu.tree_structure(arrays)
+    return closed, leaves, lambda out: eqx.combine(jtu.tree_unflatten(treedef, out), others)
 
 
 # The inner jaxprs of every container that can be entered, by parameter.
@@ -129,14 +107,7 @@ def contains(closed: ClosedJaxpr, names: Collection[str]) -> bool:
 
 def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:
     """Returns the jaxprs in the parameters of an equation, whether [`rebind`][] knows it or not."""
-    out, left = [], [*eqn.params.values()]
-    while left:
-        x = left.pop(0)
-        if isinstance(x, Jaxpr | ClosedJaxpr):
-            out.append(x.jaxpr if isinstance(x, ClosedJaxpr) else x)
-        elif isinstance(x, tuple | list):
-            left[:0] = x
-    return out
+    return list(jaxprs_in_params(eqn.params))
 
 
 def walk(
@@ -156,7 +127,7 @@ def walk(
         results.
     """
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
-    read = lambda atom: known(atom) if literal(atom) else env[atom]
+    read = lambda atom: known(atom) if isinstance(atom, Literal) else env[atom]
     for i, eqn in enumerate(jaxpr.eqns):
         out = evaluate(i, eqn, list(map(read, eqn.invars)))
         env.update(zip(eqn.outvars, out, strict=True))
@@ -209,31 +180,14 @@ def in_context_of(eqn: JaxprEqn, source: Any = None):
         yield
 
 
-# A component of a name stack is a scope or a transform around one, such as "jvp(attention)".
-_WRAPPED = re.compile(r"^[\w.]+\((.*)\)$")
+# A name stack holds scopes and transforms around them, such as "jvp".
+_Scope = type(source_info_util.new_name_stack("scope").stack[0])
 
 
 def scopes_of(eqn: JaxprEqn) -> tuple[str, ...]:
     """Returns the `jax.named_scope`s around an equation, outermost first, free of transforms."""
-    out = []
-    for part in _split_path(str(eqn.source_info.name_stack)):
-        name = part
-        while match := _WRAPPED.match(name):
-            name = match.group(1)
-        out.extend(x for x in name.split("/") if x)
-    return tuple(out)
-
-
-def _split_path(path: str) -> list[str]:
-    """Splits at the slashes outside of parentheses."""
-    parts, depth, start = [], 0, 0
-    for i, c in enumerate(path):
-        depth += (c == "(") - (c == ")")
-        if c == "/" and depth == 0:
-            parts.append(path[start:i])
-            start = i + 1
-    parts.append(path[start:])
-    return [x for x in parts if x]
+    scopes = [x.name for x in eqn.source_info.name_stack.stack if isinstance(x, _Scope)]
+    return tuple(name for scope in scopes for name in scope.split("/") if name)
 
 
 def inner_scope(eqn: JaxprEqn) -> tuple[str, ...]:
@@ -244,10 +198,6 @@ def inner_scope(eqn: JaxprEqn) -> tuple[str, ...]:
     return scopes_of(eqn)
 
 
-def literal(atom: Any) -> bool:
-    return isinstance(atom, Literal)
-
-
 def aval_of(atom: Any) -> Any:
     """Returns the type of a variable or literal, with a shape and a dtype if it is that of an
     array.
@@ -255,13 +205,10 @@ def aval_of(atom: Any) -> Any:
     return atom.aval
 
 
-def _differentiable(aval: Any) -> bool:
-    return jnp.issubdtype(getattr(aval, "dtype", np.int32), jnp.inexact)
-
-
 def differentiable(atoms: Sequence) -> list[int]:
     """Returns the positions of the atoms that can have a tangent."""
-    return [i for i, x in enumerate(atoms) if _differentiable(x.aval)]
+    dtypes = [getattr(x.aval, "dtype", np.int32) for x in atoms]
+    return [i for i, dtype in enumerate(dtypes) if jnp.issubdtype(dtype, jnp.inexact)]
 
 
 def _moving(eqn: JaxprEqn, args: Sequence, moving: Sequence[int]) -> Callable[..., list]:

@@ -3,6 +3,7 @@ way.
 """
 
 import functools as ft
+import inspect
 import itertools
 import os
 import sys
@@ -101,13 +102,13 @@ def site_of(eqn: JaxprEqn, outer: Site = NOWHERE) -> Site:
     return found._replace(line=next(iter(others or libraries)))
 
 
-def site_at(eqn: JaxprEqn, around: Sequence[JaxprEqn] = ()) -> Site:
-    """Returns the site of an equation in the jaxprs of the containers `around` it, outermost
+def line_of(eqn: JaxprEqn, around: Sequence[JaxprEqn] = ()) -> str:
+    """Returns the line of an equation in the jaxprs of the containers `around` it, outermost
     first."""
-    outer = Site()
+    outer = NOWHERE
     for container in around:
         outer = site_inside(container, site_of(container, outer))
-    return site_of(eqn, outer)
+    return site_of(eqn, outer).line or "unknown"
 
 
 def source_of(eqn: JaxprEqn, calls: Sequence[JaxprEqn]) -> Any:
@@ -119,11 +120,6 @@ def source_of(eqn: JaxprEqn, calls: Sequence[JaxprEqn]) -> Any:
         if body is None or site_of(inner, Site(body=body)).users:
             return inner.source_info
     return chain[0].source_info
-
-
-def line_of(eqn: JaxprEqn, around: Sequence[JaxprEqn] = ()) -> str:
-    """Returns the line of such a site."""
-    return site_at(eqn, around).line or "unknown"
 
 
 def site_inside(eqn: JaxprEqn, site: Site) -> Site:
@@ -139,8 +135,7 @@ def site_inside(eqn: JaxprEqn, site: Site) -> Site:
 
 def definition_of(fun: Any) -> Site:
     """Returns where a function of the user is defined: the site of rows that have no other."""
-    while hasattr(fun, "__wrapped__"):
-        fun = fun.__wrapped__
+    fun = inspect.unwrap(fun)
     code = getattr(fun, "__code__", None) or getattr(type(fun).__call__, "__code__", None)
     if code is None or not _is_users(code.co_filename):
         return Site()
@@ -161,16 +156,13 @@ def _layer(ours: list[tuple[str, str]]) -> str:
     if names and not names[-1][0].startswith(HOME):
         # The innermost: the layers of a model are told apart by what they are.
         return next((f"eqx.nn.{x}" for _, x in reversed(names) if hasattr(eqx.nn, x)), "")
-    for file, name in names:
-        if file.startswith(os.path.join(HOME, "nn", "")) and hasattr(mpx_pde.nn, name):
-            return name
-    for file, name in names:
-        name = _RETURNED.get(name, name)
-        if file.startswith(HOME) and not name.startswith("_") and hasattr(mpx_pde, name):
-            return name
-    if any(file.startswith(os.path.join(HOME, "nn", "")) for file, _ in names):
-        return "mpx_pde.nn"
-    return "mpx_pde" if names else ""
+    networks = [name for file, name in names if file.startswith(os.path.join(HOME, "nn", ""))]
+    others = [_RETURNED.get(name, name) for file, name in names if file.startswith(HOME)]
+    public = [name for name in networks if hasattr(mpx_pde.nn, name)]
+    public += [name for name in others if not name.startswith("_") and hasattr(mpx_pde, name)]
+    if public:
+        return public[0]
+    return "mpx_pde.nn" if networks else "mpx_pde" if names else ""
 
 
 def is_ours(layer: str) -> bool:

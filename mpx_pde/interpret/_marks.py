@@ -65,14 +65,15 @@ def collecting(fun: Callable) -> Callable[..., tuple[Any, dict[str, Array]]]:
     def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Array]]:
         with _marking(True):
             closed, leaves, assemble = trace_arrays(fun, args, kwargs)
-        found: dict[str, list[Array]] = {}
+        found: list[tuple[str, Array]] = []
         out = _collect(closed, [x for _, x in leaves], found)
-        return assemble(out), {name: _joined(parts) for name, parts in found.items()}
+        return assemble(out), {name: _joined(name, found) for name in dict(found)}
 
     return call
 
 
-def _joined(parts: list[Array]) -> Array:
+def _joined(name: str, found: list[tuple[str, Array]]) -> Array:
+    parts = [x for of, x in found if of == name]
     widest = max((x.dtype for x in parts), key=lambda dtype: dtype.itemsize)
     return jnp.concatenate([x.astype(widest).ravel() for x in parts])
 
@@ -82,13 +83,13 @@ def _joined(parts: list[Array]) -> Array:
 _ENTERED = CALLS | OF_REVERSE_MODE | {"custom_jvp_call"}
 
 
-def _collect(closed: ClosedJaxpr, operands: Sequence, found: dict[str, list[Array]]) -> list:
-    """Evaluates a jaxpr, and adds the values that are marked in it to `found`."""
+def _collect(closed: ClosedJaxpr, operands: Sequence, found: list[tuple[str, Array]]) -> list:
+    """Evaluates a jaxpr, and adds the names and values that are marked in it to `found`."""
 
     def evaluate(_: int, eqn: JaxprEqn, args: list) -> Sequence:
         name, bodies = eqn.primitive.name, bodies_of(eqn)
         if eqn.primitive is mark_p:
-            found.setdefault(eqn.params["name"], []).append(args[0])
+            found.append((eqn.params["name"], args[0]))
             return args
         with in_context_of(eqn):
             if name in _ENTERED:
@@ -99,26 +100,23 @@ def _collect(closed: ClosedJaxpr, operands: Sequence, found: dict[str, list[Arra
                 return _in_scan(eqn, args, found)
             if name == "cond":
                 for i, body in enumerate(bodies):
-                    of_branch: dict[str, list[Array]] = {}
-                    _collect(body, args[1:], of_branch)
-                    for key, parts in of_branch.items():
-                        taken = [jnp.where(args[0] == i, x, jnp.zeros_like(x)) for x in parts]
-                        found.setdefault(key, []).extend(taken)
+                    inside: list[tuple[str, Array]] = []
+                    _collect(body, args[1:], inside)
+                    taken = lambda x, i=i: jnp.where(args[0] == i, x, jnp.zeros_like(x))
+                    found.extend((key, taken(x)) for key, x in inside)
             return own_bind(eqn, args)
 
     return walk(closed.jaxpr, closed.consts, operands, lambda atom: atom.val, evaluate)
 
 
-def _in_scan(eqn: JaxprEqn, args: list, found: dict[str, list[Array]]) -> list:
-    inside: dict[str, list[Array]] = {}
+def _in_scan(eqn: JaxprEqn, args: list, found: list[tuple[str, Array]]) -> list:
+    inside: list[tuple[str, Array]] = []
 
     def body(*xs):
         inside.clear()  # a body may be traced more than once
         out = _collect(bodies_of(eqn)[0], xs, inside)
-        return [*out, *(x for parts in inside.values() for x in parts)]
+        return [*out, *(x for _, x in inside)]
 
-    out = rebind(eqn, args, [body])
-    ends = iter(out[len(eqn.outvars) :])
-    for name, parts in inside.items():
-        found.setdefault(name, []).extend(next(ends) for _ in parts)
-    return out[: len(eqn.outvars)]
+    out, count = rebind(eqn, args, [body]), len(eqn.outvars)
+    found.extend(zip((name for name, _ in inside), out[count:], strict=True))
+    return out[:count]

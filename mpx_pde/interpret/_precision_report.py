@@ -1,6 +1,7 @@
 """The report on what a function multiplies in."""
 
 import dataclasses
+import functools as ft
 import sys
 import warnings
 from collections.abc import Callable, Iterable
@@ -17,7 +18,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._dtypes import matmul_precision
 from .._repr import table
-from .._wrapper import AbstractWrapper, check_callable
+from .._wrapper import check_callable
 from ._jaxpr import aval_of, trace_arrays
 from ._lines import INSIDE, installed
 from ._products import Counter, ProductRow
@@ -129,17 +130,6 @@ def report_of(closed: ClosedJaxpr) -> PrecisionReport:
     return PrecisionReport(tuple(rows), tuple(counter.loops), min(counter.largest[1:]))
 
 
-class _Reporting(AbstractWrapper):
-    fun: Callable
-
-    def __call__(self, /, *args, **kwargs) -> PrecisionReport:
-        with warnings.catch_warnings():
-            # It says the same.
-            warnings.simplefilter("ignore", PrecisionWarning)
-            closed = eqx.filter_make_jaxpr(self.fun)(*args, **kwargs)[0]
-        return report_of(closed)
-
-
 def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
     """Reports what a function multiplies in: its products by dtype, by work and by line.
 
@@ -165,7 +155,16 @@ def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
     **Raises:** `TypeError` if `fun` cannot be called.
     """
     check_callable(fun, "precision_report")
-    return eqx.module_update_wrapper(_Reporting(fun))
+
+    @ft.wraps(fun, updated=())
+    def report(*args: Any, **kwargs: Any) -> PrecisionReport:
+        with warnings.catch_warnings():
+            # It says the same.
+            warnings.simplefilter("ignore", PrecisionWarning)
+            closed = eqx.filter_make_jaxpr(fun)(*args, **kwargs)[0]
+        return report_of(closed)
+
+    return report
 
 
 def traced(tree: Any) -> bool:

@@ -1,10 +1,12 @@
-"""The products of a jaxpr: how many, in which dtype, how much work, and where."""
+"""The products of a jaxpr: the precision that each asks for, and how many, in which dtype, how much
+work, and where."""
 
 import dataclasses
+import itertools
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -14,7 +16,6 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from .._dtypes import is_half
 from .._split import SPLIT_PRODUCTS
-from ._asks import leaves_it_to_tensorfloat32
 from ._jaxpr import aval_of, jaxprs_in
 from ._lines import installed, line_of, site_of
 from ._tables import MIXED, PRODUCTS
@@ -75,6 +76,31 @@ class Work(NamedTuple):
 
     count: int = 0
     flops: int = 0
+
+
+def says_its_dtype(eqn: JaxprEqn) -> bool:
+    """Returns whether the program names what a mixed product multiplies in."""
+    given = eqn.params.get("given")
+    return given is None or given.dtype
+
+
+def asks_for_more(eqn: JaxprEqn) -> bool:
+    """Returns whether the program asks a product for more than JAX's default precision."""
+    return any(p not in _DEFAULT for p in _precisions(eqn))
+
+
+def leaves_it_to_tensorfloat32(eqn: JaxprEqn) -> bool:
+    """Returns whether the program asks a product for no more than what a GPU takes for TF32: `HIGH`
+    is just that."""
+    return all(p in (*_DEFAULT, lax.Precision.HIGH) for p in _precisions(eqn))
+
+
+_DEFAULT = (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
+
+
+def _precisions(eqn: JaxprEqn) -> tuple:
+    precision = eqn.params.get("precision")
+    return precision if isinstance(precision, tuple) else (precision,)
 
 
 def _narrow(name: str) -> bool:
@@ -161,29 +187,25 @@ class Counter:
     def __init__(self):
         self.loops: dict[str, None] = {}
         self.largest: tuple[int, ...] = (0, 0)
-        # By the identity of a jaxpr, which is kept alive beside its products.
-        self._known: dict[int, tuple[Jaxpr, Mapping[ProductRow, Work]]] = {}
+        self._known: dict[Jaxpr, Mapping[ProductRow, Work]] = {}
 
     def products(self, jaxpr: Jaxpr) -> Mapping[ProductRow, Work]:
         """Returns the products in a jaxpr that lead to its results, at any depth, as often as they
         run. The compiler drops the others: a layer that is evaluated in full for its value, and
         differentiated in half, also computes its value in half.
         """
-        if id(jaxpr) not in self._known:
+        if jaxpr not in self._known:
             total: dict[ProductRow, Work] = defaultdict(Work)
             # At each depth, since JAX leaves the bodies of `while` loops as they are.
             alive, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
             for eqn in alive.eqns:
-                inner = jaxprs_in(eqn)
-                if not inner and eqn.primitive.name not in _PRODUCTS:
-                    continue
-                for product, work in self._of(eqn, inner).items():
-                    before = total[product]
-                    total[product] = Work(before.count + work.count, before.flops + work.flops)
-            self._known[id(jaxpr)] = jaxpr, dict(total)
-        return self._known[id(jaxpr)][1]
+                for product, work in self._of(eqn):
+                    count, flops = total[product]
+                    total[product] = Work(count + work.count, flops + work.flops)
+            self._known[jaxpr] = total
+        return self._known[jaxpr]
 
-    def _of(self, eqn: JaxprEqn, jaxprs: Sequence[Jaxpr]) -> Mapping[ProductRow, Work]:
+    def _of(self, eqn: JaxprEqn) -> Iterator[tuple[ProductRow, Work]]:
         name = eqn.primitive.name
         if name in _PRODUCTS:
             out_dtype = aval_of(eqn.outvars[0]).dtype.name
@@ -192,10 +214,11 @@ class Counter:
             product = ProductRow(site.line or "unknown", name, *dtypes, site.inside)
             if name in PRODUCTS:
                 self.largest = max(self.largest, product_shape(eqn), key=math.prod)
-            return {product: Work(1, _flops(eqn))}
-        inner = list(map(self.products, jaxprs))
+            yield product, Work(1, _flops(eqn))
+            return
+        inner = list(map(self.products, jaxprs_in(eqn)))
         if not any(inner):
-            return {}
+            return
         if name == "cond":  # one of them runs
             inner = [max(inner, key=lambda products: sum(w.flops for w in products.values()))]
         if name == "custom_linear_solve":  # the rest are for its derivatives
@@ -205,14 +228,10 @@ class Counter:
         times = self._times(eqn)
         # A trace inside of another, such as that of a checkpoint, does not see who called it.
         site = site_of(eqn)
-        total: dict[ProductRow, Work] = defaultdict(Work)
-        for products in inner:
-            for product, work in products.items():
-                if site.users and (installed(product.line) or product.line == "unknown"):
-                    product = dataclasses.replace(product, line=site.line)
-                count, flops = total[product]
-                total[product] = Work(count + times * work.count, flops + times * work.flops)
-        return total
+        for product, work in itertools.chain(*(products.items() for products in inner)):
+            if site.users and (installed(product.line) or product.line == "unknown"):
+                product = dataclasses.replace(product, line=site.line)
+            yield product, Work(times * work.count, times * work.flops)
 
     def _times(self, eqn: JaxprEqn) -> int:
         if eqn.primitive.name == "scan":

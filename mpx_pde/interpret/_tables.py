@@ -41,7 +41,6 @@ _HALVES = "tensor cores multiply halves exactly and accumulate in float32"
 _MIXED = "a mixed product already: it says its precision itself"
 _GROWS = "leaves the range of float16 for ordinary arguments"
 _SUM = "a sum of many terms loses the small ones"
-_DEVICES = "a sum over devices"
 _NEAR = "its relative error is unbounded near a zero or a pole"
 _SERIES = "a series"
 _SQUARES = "its argument is a sum of squares more often than not"
@@ -52,18 +51,14 @@ _CHEAP = "cheap and safe in the dtype of its operands"
 _MOVES = "moves values without arithmetic"
 _OURS = "has the dtypes that a network of ours gives it"
 _SHOWS = "shows values as the program has them"
-_BITS = "reads bits"
 _MAKES = "makes its own values"
 _UPDATE = "carries the program of its update"
-_STEP = "carries the program of its step"
 _FACTORS = "a factorization"
-_SOLVE = "a solve"
 _HOST = "the host's function is written for the program's dtypes"
 _KERNEL = "a kernel is written for the program's dtypes"
 _REFERENCE = "a reference has the dtype that the program gives it"
 _FIXES = "fixes values as the program has them"
 _WHOLE = "integers and bools"
-_COMPLEX = "one side is complex"
 _TAP = "shows values to what measures them"
 _HOLDS = "what it holds is evaluated by these rules"
 
@@ -119,7 +114,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     # Reductions.
     ("reduce_sum", "linear", "float32", _SUM, "sum together"),
     ("cumsum reduce_window_sum", "linear", "float32", _SUM, "sum"),
-    ("psum psum_invariant reduce_scatter", "linear", "float32", _DEVICES, "sum slow"),
+    ("psum psum_invariant reduce_scatter", "linear", "float32", "a sum over devices", "sum slow"),
     ("reduce_prod cumprod polynomial", "nested", "float32", _GROWS, ""),
     ("cumlogsumexp", "nested", "float32", _SUM, ""),
     ("reduce_max reduce_min", "selection", "operands", _CHEAP, "sum"),
@@ -143,19 +138,19 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("iota", "nested", "program", _MAKES, "light pointwise"),
     ("random_gamma rng_uniform", "nested", "program", _MAKES, "typed"),
     ("reduce_precision", "linear", "program", "rounds on purpose", ""),
-    ("bitcast_convert_type nextafter", "nested", "program", _BITS, "typed"),
+    ("bitcast_convert_type nextafter", "nested", "program", "reads bits", "typed"),
     ("complex", "linear", "program", "there is no half complex dtype", ""),
-    ("real imag conj", "linear", "program", _COMPLEX, ""),
+    ("real imag conj", "linear", "program", "one side is complex", ""),
     ("fft", "linear", "program", "there is no half-precision transform", ""),
     ("scatter", "linear", "program", _UPDATE, ""),
     ("scatter-add scatter-sub", "linear", "program", "sums into its target", ""),
     ("scatter-mul", "nested", "program", "multiplies into its target", ""),
     ("scatter-min scatter-max", "nested", "program", _UPDATE, ""),
-    ("reduce reduce_window", "nested", "program", _STEP, ""),
+    ("reduce reduce_window", "nested", "program", "carries the program of its step", ""),
     ("select_and_gather_add", "nested", "program", "packs pairs of float32", ""),
     ("cholesky lu qr geqrf householder_product svd", "nested", "program", _FACTORS, ""),
     ("eig eigh schur", "nested", "program", _FACTORS, ""),
-    ("triangular_solve tridiagonal_solve custom_linear_solve", "nested", "program", _SOLVE, ""),
+    ("triangular_solve tridiagonal_solve custom_linear_solve", "nested", "program", "a solve", ""),
     ("custom_pullback", "nested", "program", _PULLED, ""),
     ("device_put", "linear", "program", "moves values between devices", ""),
     ("layout_constraint", "linear", "program", _FIXES, ""),

@@ -1,5 +1,6 @@
 """The words of a report: its first finding, and the advice that follows."""
 
+import equinox as eqx
 import jax
 
 from ..interpret import _tables as tables
@@ -192,7 +193,7 @@ def _lost(report: RangeReport, name: str) -> str:
 
 
 def explain(report: RangeReport, name: str) -> str:
-    harmless = all(map(is_finite, filter(_is_array, jax.tree.leaves(report.result))))
+    harmless = all(map(is_finite, filter(eqx.is_inexact_array, jax.tree.leaves(report.result))))
     broken = _not_finite(report, harmless)
     if broken and not harmless:
         return broken
@@ -206,8 +207,3 @@ def explain(report: RangeReport, name: str) -> str:
     elif broken:
         text = f"Nothing overflows {name}."
     return f"{text} What the function returns is finite; but: {broken}" if broken else text
-
-
-def _is_array(x: object) -> bool:
-    dtype = getattr(x, "dtype", None)
-    return dtype is not None and jax.numpy.issubdtype(dtype, jax.numpy.inexact)

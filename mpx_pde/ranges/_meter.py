@@ -329,22 +329,16 @@ def bind_wide(eqn: JaxprEqn, arrays: list) -> list:
     name, params = eqn.primitive.name, dict(eqn.params)
     if name == "reduce_precision" or name in tables.STORES:
         return arrays
-    if name == "convert_element_type":
-        dtype = FULL if is_narrow(np.dtype(params["new_dtype"])) else params["new_dtype"]
-        return [lax.convert_element_type(arrays[0], dtype)]
-    if name in tables.MIXED:
-        params = {k: _wide_parameter(v) for k, v in params.items()}
-        return own_bind(eqn.replace(params=params), arrays)
     if name in _PRODUCTS and any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
         # A plain float32 product is TF32 on a GPU.
         params["precision"] = (lax.Precision.HIGHEST,) * 2
-    if not any(is_narrow_array(v.aval) for v in (*eqn.invars, *eqn.outvars)):
-        return own_bind(eqn.replace(params=params), arrays)
-    if name in _KNOWN:
+    narrow = any(is_narrow_array(v.aval) for v in (*eqn.invars, *eqn.outvars))
+    if name in tables.MIXED or (narrow and name in _KNOWN):
         params = {k: _wide_parameter(v) for k, v in params.items()}
-    else:
+    elif narrow:
         arrays = [
             _narrow(x, aval_of(v).dtype) if is_narrow_array(v.aval) else x
             for x, v in zip(arrays, eqn.invars, strict=True)
         ]
-    return [widen(x) for x in own_bind(eqn.replace(params=params), arrays)]
+    out = own_bind(eqn.replace(params=params), arrays)
+    return widen(out) if narrow else out

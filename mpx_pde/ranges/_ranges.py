@@ -1,19 +1,19 @@
 """The public functions `range_report` and `explain_nonfinite`."""
 
+import functools as ft
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
-import jax.core
 import jax.tree_util as jtu
 import numpy as np
+from jax.core import Tracer
 
 from .._cast import widen
 from .._dtypes import as_half_dtype, half_precision_datatype
 from .._loss_scaling import AbstractLossScaling
 from .._types import DTypeLike
-from .._wrapper import AbstractWrapper, check_callable
+from .._wrapper import check_callable
 from ..interpret._jaxpr import trace_arrays
 from ..interpret._lines import Site, definition_of
 from ._explain import explain
@@ -25,19 +25,15 @@ from ._stats import Counts, is_measured
 # XLA writes an operation again into each of its uses where it fuses them. Here each has two, the
 # host and the next operation, so the code would grow with the square of the program. Nothing is
 # gained by fusion where all is written to memory anyway.
+_GPU_FUSIONS = "fusion,priority-fusion,multi_output_fusion,horizontal_loop_fusion"
 _UNFUSED = {
-    "cpu": "fusion",
-    "gpu": "fusion,priority-fusion,multi_output_fusion,horizontal_loop_fusion",
+    "cpu": {"xla_disable_hlo_passes": "fusion"},
+    "gpu": {"xla_disable_hlo_passes": _GPU_FUSIONS},
 }
 
 
 # Where inputs stand in the program: before what it closes over.
 _INPUTS = (-2,)
-
-
-def _options() -> dict[str, Any] | None:
-    passes = _UNFUSED.get(jax.default_backend())
-    return None if passes is None else {"xla_disable_hlo_passes": passes}
 
 
 def _place(path: tuple) -> str:
@@ -46,56 +42,44 @@ def _place(path: tuple) -> str:
     return name + jtu.keystr(tuple(inside))
 
 
-class _RangeReport(AbstractWrapper):
-    fun: Any
+def _report(fun: Callable, args: tuple, kwargs: dict) -> RangeReport:
+    closed, leaves, assemble = trace_arrays(fun, args, kwargs)
+    meter, inputs = Meter(), [x for _, x in leaves]
 
-    def __call__(self, /, *args, **kwargs) -> RangeReport:
-        traced = [
-            x for x in jtu.tree_leaves((self.fun, args, kwargs)) if isinstance(x, jax.core.Tracer)
-        ]
-        if traced:
-            raise TypeError(
-                "`range_report` runs the function and looks at its values, so it cannot be called "
-                f"inside of `jax.jit`, `jax.grad` or `jax.vmap`, but got {traced[0]}. Call "
-                "`range_report(jax.jit(...))(...)` on arrays."
-            )
-        closed, leaves, assemble = trace_arrays(self.fun, args, kwargs)
-        inputs = [(_place(path), x) for path, x in leaves]
-        meter = Meter()
+    def run(*arrays):
+        known = []
+        for i, ((path, _), x) in enumerate(zip(leaves, arrays, strict=True)):
+            site = Site(_place(path))
+            value = Measured((*_INPUTS, i), "input", site, "", x.dtype.name, x.shape)
+            x = widen(x)
+            # Non-finite arguments were not made here.
+            marks = meter.visit(value, x, TAINTED) if is_measured(x) else CLEAN
+            known.append(Known(x, marks))
+        out = meter.jaxpr(closed, known, (), (), definition_of(fun))
+        meter.flush()
+        return [x.array for x in out]
 
-        def run(*arrays):
-            known = []
-            for i, ((place, _), x) in enumerate(zip(inputs, arrays, strict=True)):
-                value = Measured((*_INPUTS, i), "input", Site(place), "", x.dtype.name, x.shape)
-                x = widen(x)
-                # Non-finite arguments were not made here.
-                marks = meter.visit(value, x, TAINTED) if is_measured(x) else CLEAN
-                known.append(Known(x, marks))
-            out = meter.jaxpr(closed, known, (), (), definition_of(self.fun))
-            meter.flush()
-            return [x.array for x in out]
-
-        compiled = jax.jit(run, compiler_options=_options())
-        out = compiled(*(_without_overflow(x) for _, x in inputs))
-        jax.effects_barrier()
-        for i, (_, x) in enumerate(inputs):
-            if _without_overflow(x) is not x:
-                meter.counts[*_INPUTS, i] = Counts.of(x)
-        measured = [
-            (value, meter.counts[order])
-            for order, value in sorted(meter.measured.items())
-            if order in meter.counts
-        ]
-        mixed = bool(_said(self.fun, "is_mixed_precision")) or any(x.half for x, _ in measured)
-        return RangeReport(
-            rows=tuple(make_row(*item) for item in measured),
-            folded=fold(measured),
-            mixed=mixed,
-            idle=tuple(x for value, _ in measured if (x := idle_product(value))),
-            result=assemble(out),
-            scaled=_said(self.fun, "scales_its_loss"),
-            autocast=bool(_said(self.fun, "is_autocast")),
-        )
+    compiled = jax.jit(run, compiler_options=_UNFUSED.get(jax.default_backend()))
+    out = compiled(*map(_without_overflow, inputs))
+    jax.effects_barrier()
+    for i, x in enumerate(inputs):
+        if _without_overflow(x) is not x:
+            meter.counts[*_INPUTS, i] = Counts.of(x)
+    measured = [
+        (value, meter.counts[order])
+        for order, value in sorted(meter.measured.items())
+        if order in meter.counts
+    ]
+    mixed = bool(_said(fun, "is_mixed_precision")) or any(x.half for x, _ in measured)
+    return RangeReport(
+        rows=tuple(make_row(*item) for item in measured),
+        folded=fold(measured),
+        mixed=mixed,
+        idle=tuple(x for value, _ in measured if (x := idle_product(value))),
+        result=assemble(out),
+        scaled=_said(fun, "scales_its_loss"),
+        autocast=bool(_said(fun, "is_autocast")),
+    )
 
 
 def _without_overflow(x: Any) -> Any:
@@ -156,16 +140,19 @@ def range_report(fun: Callable[..., Any]) -> Callable[..., RangeReport]:
     ```
     """
     check_callable(fun, "range_report")
-    return eqx.module_update_wrapper(_RangeReport(fun))
 
+    @ft.wraps(fun, updated=())
+    def report(*args: Any, **kwargs: Any) -> RangeReport:
+        traced = [x for x in jtu.tree_leaves((fun, args, kwargs)) if isinstance(x, Tracer)]
+        if traced:
+            raise TypeError(
+                "`range_report` runs the function and looks at its values, so it cannot be called "
+                f"inside of `jax.jit`, `jax.grad` or `jax.vmap`, but got {traced[0]}. Call "
+                "`range_report(jax.jit(...))(...)` on arrays."
+            )
+        return _report(fun, args, kwargs)
 
-class _Explain(AbstractWrapper):
-    fun: Any
-    _dtype: str | None = eqx.field(static=True)
-
-    def __call__(self, /, *args, **kwargs) -> str:
-        name = self._dtype or half_precision_datatype().name
-        return explain(range_report(self.fun)(*args, **kwargs), name)
+    return report
 
 
 def explain_nonfinite(
@@ -200,4 +187,10 @@ def explain_nonfinite(
             "`explain_nonfinite(mpx_pde.filter_grad(loss, scaling))(model, batch)`."
         )
     name = None if dtype is None else as_half_dtype(dtype, "explain_nonfinite").name
-    return eqx.module_update_wrapper(_Explain(fun, name))
+
+    @ft.wraps(fun, updated=())
+    def explained(*args: Any, **kwargs: Any) -> str:
+        report = range_report(fun)(*args, **kwargs)
+        return explain(report, name or half_precision_datatype().name)
+
+    return explained

@@ -263,13 +263,8 @@ class RangeReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the report without `result`, in plain types that `json` takes."""
-        out = {
-            "edges": self.edges,
-            "mixed": self.mixed,
-            "rows": [dataclasses.asdict(row) for row in self.rows],
-            "folded": [dataclasses.asdict(row) for row in self.folded],
-            "idle": [dataclasses.asdict(x) for x in self.idle],
-        }
+        out = dataclasses.asdict(dataclasses.replace(self, result=None))
+        del out["result"]
         return json.loads(json.dumps(out))
 
     def _notes(self) -> list[str]:

@@ -24,10 +24,10 @@ EDGES = (-126, -64, -48, -40, -32, *range(-28, 21), 24, 32, 48, 64, 96)
 
 # The limits by which magnitudes are counted, and whether a magnitude must be above one to count, or
 # may be equal to it.
-_PRESENT, _INFINITE = 0, 1
 _LIMITS = [
     (0.0, True),
     (math.inf, False),
+    (math.inf, True),  # NaNs
     *(
         limit
         for overflow, normal, zero in _FORMATS.values()
@@ -102,7 +102,6 @@ class Counts:
     size: int = 0
     passed: Any = 0
     edges: Any = 0
-    nan_count: int = 0
     sources: int = 0
     largest: float = 0.0
     smallest: float = math.inf
@@ -112,7 +111,6 @@ class Counts:
             self.size + other.size,
             self.passed + other.passed,
             self.edges + other.edges,
-            self.nan_count + other.nan_count,
             self.sources + other.sources,
             max(self.largest, other.largest),
             min(self.smallest, other.smallest),
@@ -129,25 +127,24 @@ class Counts:
         magnitudes = np.abs(np.ascontiguousarray(x).reshape(-1))
         info = np.finfo(x.dtype)
         limits = _BITS[x.dtype.name]
-        passed, nans = np.zeros(len(limits), np.int64), 0
+        passed = np.zeros(len(limits), np.int64)
         exponents = np.zeros(2 * info.maxexp, np.int64)
         for start in range(0, magnitudes.size, _BLOCK):
             bits = magnitudes[start : start + _BLOCK].view(limits.dtype)
             passed += [np.count_nonzero(bits >= limit) for limit in limits]
-            nans += int(np.count_nonzero(bits > limits[_INFINITE]))
             found = (bits >> info.nmant).astype(np.int64)
             exponents += np.bincount(found, minlength=len(exponents))
         reached = np.cumsum(exponents[::-1])[::-1]
         edges = reached[np.array(EDGES) + info.maxexp - 1]
         present = magnitudes[(magnitudes > 0) & (magnitudes < np.inf)]
         bounds = (float(present.max()), float(present.min())) if present.size else ()
-        return cls(magnitudes.size, passed, edges, nans, int(source), *bounds)
+        return cls(magnitudes.size, passed, edges, int(source), *bounds)
 
     def summary(self) -> dict[str, Any]:
         """Returns what the counts tell of a row of the report. Its histogram has the fractions per
         interval of exponents, between `EDGES`; those outside come first and last.
         """
-        present, infinite, *limits = self.passed.tolist()
+        present, infinite, nans, *limits = self.passed.tolist()
         fraction = lambda count: count / self.size if self.size else 0.0
         lost = {
             name: Lost(fraction(over - infinite), fraction(kept - normal), fraction(present - kept))
@@ -162,7 +159,7 @@ class Counts:
             "exponents": exponents,
             "zeros": fraction(self.size - present),
             "nonfinite": fraction(infinite),
-            "nans": fraction(self.nan_count),
+            "nans": fraction(nans),
             "creates_nonfinite": self.sources > 0,
             "histogram": tuple(fraction(n) for n in (-np.diff(at_least)).tolist()),
             **lost,

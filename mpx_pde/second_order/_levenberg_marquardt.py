@@ -432,7 +432,7 @@ class LevenbergMarquardt(eqx.Module):
     def _linearized(
         self, params: PyTree, static: PyTree, scaling: DynamicLossScaling, batches: tuple, weights
     ) -> Float[Array, "rows parameters"]:
-        scale = scaling.loss_scaling if self._half else None
+        scale = scaling.loss_scaling  # 1 but for float16
         dtype = jnp.dtype("float32" if self._narrow else "float64")
         jacs = []
         for fun, batch, weight in zip(self.residuals, batches, weights, strict=True):
@@ -440,9 +440,7 @@ class LevenbergMarquardt(eqx.Module):
 
             def one(x, weight, at=at):
                 r, pull = jax.vjp(lambda p: self._residual(at, p, static, x), params)
-                seeds = jnp.eye(r.size, dtype=r.dtype)
-                if scale is not None:
-                    seeds = seeds * scale.astype(r.dtype)
+                seeds = jnp.eye(r.size, dtype=r.dtype) * scale.astype(r.dtype)
                 (pulled,) = jax.vmap(pull)(seeds)
                 flat = [g.reshape(r.size, -1).astype(dtype) for g in jtu.tree_leaves(pulled)]
                 return jnp.concatenate(flat, axis=1) * weight.astype(dtype)
@@ -451,8 +449,7 @@ class LevenbergMarquardt(eqx.Module):
             with nullcontext() if self._half else jax.default_matmul_precision("highest"):
                 jac = jax.vmap(one)(batch, weight)
             jacs.append(jac.reshape(-1, jac.shape[-1]))
-        jac = jnp.concatenate(jacs)
-        return jac if scale is None else jac / scale.astype(dtype)
+        return jnp.concatenate(jacs) / scale.astype(dtype)
 
 
 def _check_dampings(call: str, least: Any, first: Any, most: Any, acceleration: Any) -> None:

@@ -27,6 +27,7 @@ from .._repr import in_a_line
 from .._tree import all_finite, with_fields
 from .._types import AxisName, PyTree
 from .._varying import mark_varying, size_of_axis
+from .._wrapper import AbstractWrapper
 from ..autocast import autocast as autocast_function
 from ..derivatives._evaluation import noting_unscaled
 from ..derivatives._probe import tap_p
@@ -74,9 +75,7 @@ def _as_varying(tree: PyTree, axis_name: AxisName | None) -> PyTree:
     """
     names: Any = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     names = tuple(n for n in names if n in jax.sharding.get_abstract_mesh().manual_axes)
-
-    differentiated, rest = eqx.partition(tree, eqx.is_inexact_array)
-    return eqx.combine(jtu.tree_map(lambda x: mark_varying(x, names), differentiated), rest)
+    return jtu.tree_map(lambda x: mark_varying(x, names) if eqx.is_inexact_array(x) else x, tree)
 
 
 def _agree(finite: Bool[Array, ""], axis_name: AxisName | None) -> Bool[Array, ""]:
@@ -267,7 +266,7 @@ def transformed(func: Any, scaling: Any, options: Options, run: Callable) -> Cal
     return eqx.module_update_wrapper(Transformed(Gradient.of(func, scaling, options), run))
 
 
-class Transformed(eqx.Module):
+class Transformed(AbstractWrapper):
     """A differentiated function. `run`, a function of `(gradient, args, kwargs)`, evaluates what is
     asked of it.
     """
@@ -282,7 +281,7 @@ class Transformed(eqx.Module):
         return self is other
 
     @property
-    def __wrapped__(self):
+    def fun(self):
         return self.gradient.func
 
     @property
@@ -332,6 +331,3 @@ class Transformed(eqx.Module):
         if gradient.derivatives is not None and gradient.derivatives.active:
             look = ft.partial(_check_scales_anything, options.call)
         return checked(self.run, everything, *asked_for, advice, without, least, look=look)
-
-    def __get__(self, instance: Any, owner: Any = None):
-        return self if instance is None else eqx.Partial(self, instance)

@@ -216,6 +216,4 @@ def _with_exponents(scaling: Any, exponents: np.ndarray) -> Any:
     if isinstance(scaling.loss, DynamicLossScaling):
         loss = _with_exponents(scaling.loss, exponents)
         scaling, exponents = with_fields(scaling, loss=loss), exponents[1:]
-    derivatives = scaling.derivatives
-    derivatives = with_fields(derivatives, exponents=jnp.array(exponents, jnp.int32))
-    return with_fields(scaling, derivatives=derivatives)
+    return with_fields(scaling, derivatives=scaling.derivatives.with_exponents(exponents))

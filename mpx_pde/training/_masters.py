@@ -219,14 +219,13 @@ def _add_compensated(model: PyTree, updates: PyTree, residue: PyTree) -> tuple[P
     rounded, which is zero.
     """
 
-    is_none = lambda x: x is None
-    flat = lambda tree: jtu.tree_leaves(tree, is_leaf=is_none)
-    leaves, structure = jtu.tree_flatten(model, is_leaf=is_none)
+    leaves, structure = jtu.tree_flatten(model)
+    updates, residue = map(structure.flatten_up_to, (updates, residue))
     pairs = [
         _carried(p, u, r) if r is not None else (p if u is None else p + u, None)
-        for p, u, r in zip(leaves, flat(updates), flat(residue), strict=True)
+        for p, u, r in zip(leaves, updates, residue, strict=True)
     ]
-    model, residue = (jtu.tree_unflatten(structure, [pair[i] for pair in pairs]) for i in (0, 1))
+    model, residue = map(structure.unflatten, zip(*pairs, strict=True))
     return model, residue
 
 
