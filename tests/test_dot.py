@@ -3,7 +3,6 @@
 import re
 from functools import partial
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -344,44 +343,3 @@ def test_sharded_by_jit(w_spec, kind):
     _close(got_w, want_w, "float16")
     _close(got_x, want_x, "float16")
     _close(batched[0], want_w, "float16")
-
-
-# Wrong input
-
-
-WRONG_AXES = [
-    None,
-    ((1,), (0,)),
-    ((1, 0), ((), (0,))),  # a batch axis of one alone
-    (((1, 1), (0, 0)), ((), ())),  # twice
-    (((1,), (0,)), ((1,), (0,))),  # contracted and of the batch
-    (((1,), (1,)), ((), ())),  # of sizes 3 and 2
-]
-
-
-def _with_axes(dimension_numbers, x):
-    return mpx.mixed_dot_general(x, x[:, :2], dimension_numbers, dtype="float16")
-
-
-@pytest.mark.usefixtures("unchecked_annotations")
-@pytest.mark.parametrize(
-    ("call", "match"),
-    [
-        (lambda x: mpx.mixed_matmul(x, x.astype(int), dtype="float16"), "real floating-point"),
-        (lambda x: mpx.mixed_matmul(x, x.astype(jnp.complex64), dtype="float16"), "imaginary"),
-        (lambda x: mpx.mixed_matmul(x, x, dtype="int32"), "mixed_matmul.*int32"),
-        (lambda x: mpx.mixed_matmul(x, x, dtype="halve"), "which is not a dtype"),
-        (lambda x: mpx.mixed_matmul(x, x[:2], dtype="float16"), "mixed_matmul.*contracts"),
-        (lambda x: mpx.mixed_matmul(x, x[0, 0], dtype="float16"), "mixed_matmul.*contracts"),
-        (lambda x: mpx.mixed_matmul(jnp.ones((3, 3, 3)), jnp.ones((2, 3, 3))), "broadcasts"),
-        *((partial(_with_axes, axes), "mixed_dot_general.*contracting") for axes in WRONG_AXES),
-        (lambda x: mpx.mixed_einsum("ij,jk->ik", x, dtype="float16"), "2 terms"),
-        (lambda x: mpx.mixed_einsum("ijk->i", x, dtype="float16"), "2 axes"),
-        (lambda x: mpx.mixed_einsum("ij,jk->il", x, x, dtype="float16"), "unknown"),
-        (lambda x: mpx.mixed_einsum(x, x, dtype="float16"), "string"),
-    ],
-)
-def test_wrong_input(call, match):
-    x = jnp.ones((3, 3))
-    with pytest.raises((TypeError, ValueError), match=match):
-        eqx.filter_eval_shape(call, x)

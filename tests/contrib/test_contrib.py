@@ -177,25 +177,6 @@ def test_functions_that_the_optimizer_does_not_call_are_no_error():
     assert tree_equal_bits(updates, jax.tree.map(lambda x: -0.1 * (x / 4), model))
 
 
-def test_errors():
-    optimizer = optax.sgd(1.0)
-    scale = mpx.contrib.scale_by_loss_scaling
-    with pytest.raises(ValueError, match="needs `scale_in_params`"):
-        scale(optimizer, mpx.DynamicLossScaling())
-    both = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("x"))
-    with pytest.raises(TypeError, match=r"Pass its `loss`"):
-        scale(optimizer, both)
-    moving = scale(optimizer, mpx.DynamicLossScaling(), scale_in_params=lambda p: p["s"])
-    with pytest.raises(ValueError, match="needs a float32 scalar"):
-        moving.init({"s": jnp.zeros(3)})
-    searching = scale(optax.lbfgs(), mpx.StaticLossScaling(2.0))
-    x = jnp.ones(3)
-    with pytest.raises(TypeError, match=r"cannot unscale `value_fn`.*mpx_pde.line_search_value"):
-        searching.update(x, searching.init(x), x, value=1.0, grad=x, value_fn=jnp.sum)
-    with pytest.raises(ValueError, match="found no spectral convolution"):
-        mpx.contrib.convert_spectral_layers(eqx.nn.MLP(1, 1, 4, 1, key=jax.random.key(0)))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_the_fno_of_pdequinox_in_half_precision(dims):

@@ -85,12 +85,6 @@ def test_what_has_no_derivative_is_named_with_its_line():
         mpx.partials(inside, ["u_x"], coords="xy", outputs="u")(jnp.ones(2))
 
 
-def test_integers_have_no_derivative():
-    whole = lambda p: jnp.sum(jnp.floor(p)).astype(jnp.int32)
-    with pytest.raises(TypeError, match="real floating-point outputs, got int32"):
-        mpx.partials(whole, ["u_x"], coords="xy", outputs="u")(jnp.ones(2))
-
-
 def test_printing_is_no_obstacle(capfd):
     d = mpx.partials(printing, ["u_x", "u_xy"], coords="xy", outputs="u")(jnp.array([2.0, 3.0]))
     jax.effects_barrier()
@@ -105,23 +99,6 @@ def test_the_report_names_what_is_nested():
     assert only.primitive == "atan2"
     assert "test_engine_transforms.py" in only.line
     assert "nested forward mode" in str(report)
-
-
-@pytest.mark.parametrize("factor", ["b", None, 1j, jnp.ones(2), jnp.ones(1), lambda p: p])
-def test_factors_are_numbers(factor):
-    """Of what has several entries, one would be taken for each output."""
-    with pytest.raises(ValueError, match=r"`linear_operator` multiplies.*in the operator 'op'"):
-        mpx.linear_operator(lambda p: p[0] ** 3, {"op": {"x": factor}}, coords="xy", outputs="u")(
-            jnp.ones(2)
-        )
-
-
-def test_samples_need_a_key():
-    for key in (None, 3):
-        with pytest.raises(ValueError, match=f"`linear_operator` needs a `key`.*got {key}"):
-            mpx.linear_operator(
-                jnp.sum, {"op": "laplacian"}, coords="xy", outputs="u", samples=1, key=key
-            )
 
 
 def test_one_sample():

@@ -149,17 +149,6 @@ class TestErrorIfStuck:
         with pytest.raises(eqx.EquinoxRuntimeError, match=reason):
             mpx.error_if_stuck(scaling, scaling, max_consecutive_skips=1)
 
-    @pytest.mark.parametrize("scaling", [mpx.NoOpLossScaling(), mpx.StaticLossScaling(2.0)])
-    def test_needs_a_scaling_that_counts(self, scaling):
-        with pytest.raises(TypeError, match=r"`error_if_stuck` needs a scaling that counts"):
-            mpx.error_if_stuck(jnp.ones(1), scaling, max_consecutive_skips=3)
-
-    @pytest.mark.parametrize("limit", [0, -1, 2.5, True])
-    def test_needs_a_number_of_steps(self, limit, unchecked_annotations):
-        scaling = mpx.DynamicLossScaling()
-        with pytest.raises(ValueError, match="`max_consecutive_skips`"):
-            mpx.error_if_stuck(scaling, scaling, max_consecutive_skips=limit)
-
 
 class Biased(eqx.Module):
     """A network beside a constant that float16 does not have."""

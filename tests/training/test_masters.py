@@ -234,18 +234,3 @@ def test_residues_of_another_model_are_told_of():
             ValueError, match=r"`optimizer_update` .* residues .* at \['.*'\] it has"
         ):
             mpx.optimizer_update(model, optimizer, state, model, True, master="kahan")
-
-
-def test_errors():
-    model = jnp.ones(2, jnp.bfloat16)
-    optimizer = optax.sgd(1.0)
-    state = optimizer.init(model)
-    finite = jnp.array(True)
-    with pytest.raises(ValueError, match=r"`optimizer_update` takes 'nearest', .* got 'up'"):
-        mpx.optimizer_update(model, optimizer, state, model, finite, master="up")
-    full = jnp.ones(2)
-    for master in ("stochastic", "kahan"):
-        with pytest.raises(ValueError, match="needs half-precision parameters"):
-            mpx.optimizer_update(full, optimizer, state, full, finite, master=master)
-    with pytest.raises(ValueError, match="with residues"):
-        mpx.optimizer_update(model, optimizer, mpx.compensated(state, model), model, finite)
