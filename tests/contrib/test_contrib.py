@@ -12,48 +12,6 @@ from helpers import tree_equal_bits
 import mpx_pde as mpx
 
 
-def problem():
-    """A closed loop: it takes a loss and an optimizer, and knows nothing of scales."""
-
-    def solve(loss, optimizer, params, steps):
-        def step(carry, _):
-            params, state = carry
-            value, grads = jax.value_and_grad(loss)(params)
-            updates, state = optimizer.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), value
-
-        run = jax.jit(lambda c: jax.lax.scan(step, c, length=steps))
-        # As in most loops.
-        with jax.numpy_dtype_promotion("standard"):
-            return run((params, optimizer.init(params)))
-
-    target = jnp.array([1.0, -2.0, 0.5])
-
-    def half_loss(net):
-        # Gradients of 1e-7 vanish in float16 unless the loss is scaled.
-        error = (net - target).astype(jnp.float16)
-        return jnp.sum((jnp.float16(1e-4) * error) ** 2).astype(jnp.float32)
-
-    return solve, half_loss, target
-
-
-def test_a_loop_that_takes_an_optimizer_alone_trains_with_a_scale_that_moves():
-    solve, half_loss, target = problem()
-
-    def loss(params):
-        return half_loss(params["net"]) * jax.lax.stop_gradient(params["scale"])
-
-    optimizer = mpx.contrib.scale_by_loss_scaling(
-        optax.adam(3e-2),
-        mpx.DynamicLossScaling(2.0**15, period=50),
-        scale_in_params=lambda p: p["scale"],
-    )
-    params = {"net": jnp.zeros(3), "scale": jnp.float32(2.0**15)}
-    (params, state), _ = solve(loss, optimizer, params, 600)
-    np.testing.assert_allclose(params["net"], target, atol=2e-2)
-    assert params["scale"] == state.scaling.loss_scaling
-
-
 def test_what_is_not_finite_is_skipped_and_lowers_the_scale():
     optimizer = mpx.contrib.scale_by_loss_scaling(
         optax.adam(1e-2),

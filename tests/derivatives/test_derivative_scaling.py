@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import tree_allclose, tree_equal_bits
+from helpers import training_step, tree_allclose, tree_equal_bits
 
 import mpx_pde as mpx
 
@@ -118,25 +118,13 @@ class TestPaperRule:
         assert scaling.skipped_steps == sum("overflow" in s for s in steps)
 
 
-def take_step(scaling, model, state, optimizer, x, loss=loss):
-    value, scaling, finite, grads = mpx.filter_value_and_grad(loss, scaling)(model, x)
-    model, state = mpx.optimizer_update(model, optimizer, state, grads, finite)
-    return value, scaling, finite, model, state
-
-
 class TestStep:
-    optimizer = optax.adam(1e-3)
-
-    def init(self, model):
-        return self.optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-
     def test_an_overflow_skips_the_step_and_leaves_everything_as_it_was(self):
-        model = steep()
+        model, optimizer = steep(), optax.adam(1e-3)
         scaling = mpx.Scaling(derivatives=direction())
-        state = self.init(model)
-        step = eqx.filter_jit(partial(take_step, optimizer=self.optimizer))
-        x = points() / STEEP
-        _, new, finite, after, state_after = step(scaling, model, state, x=x)
+        state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+        step = training_step(loss, optimizer)
+        after, state_after, new, _, finite, _ = step(model, state, scaling, points() / STEEP)
         assert not finite
         assert tree_equal_bits(after, model)
         assert tree_equal_bits(state_after, state)
