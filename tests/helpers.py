@@ -177,6 +177,20 @@ def in_float64(tree: Any) -> Any:
     )
 
 
+def training_step(loss: Any, optimizer: Any, **options: Any) -> Any:
+    """A compiled step, as users write it: from a model, the state of the optimizer, a scaling and
+    a batch to the first three after it, the loss, whether it was taken, and gradients."""
+
+    @eqx.filter_jit
+    def step(model, state, scaling, *batch):
+        run = mpx.filter_value_and_grad(loss, scaling, **options)
+        value, scaling, finite, grads = run(model, *batch)
+        model, state = mpx.optimizer_update(model, optimizer, state, grads, finite)
+        return model, state, scaling, value, finite, grads
+
+    return step
+
+
 def flat(tree: Any) -> np.ndarray:
     """The floating-point numbers of an array or of a tree, as one vector in float64."""
     leaves = [x for x in jtu.tree_leaves(tree) if eqx.is_inexact_array_like(x)]

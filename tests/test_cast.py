@@ -513,9 +513,3 @@ def test_attributes_of_what_is_wrapped():
     assert not replaced.module.weight.any()
     copied = pickle.loads(pickle.dumps(mpx.FullPrecision(eqx.nn.Identity(), out_dtype="half")))
     assert copied.out_dtype == "half"
-
-
-@pytest.mark.usefixtures("unchecked_annotations")
-def test_an_out_dtype_that_is_none():
-    with pytest.raises(ValueError, match="`FullPrecision` needs a"):
-        mpx.FullPrecision(eqx.nn.Identity(), out_dtype="halve")

@@ -18,14 +18,6 @@ from mpx_pde.training._options import Options
 
 
 PACKAGE = Path(mpx.__file__).parent
-MODULES = {path.stem: ast.parse(path.read_text()) for path in sorted(PACKAGE.glob("*.py"))}
-# A package is one unit in the order below.
-PACKAGES = {
-    folder.name: [ast.parse(path.read_text()) for path in sorted(folder.glob("*.py"))]
-    for folder in sorted(PACKAGE.iterdir())
-    if (folder / "__init__.py").exists()
-}
-
 # All files, by the names of their modules; a package by its own.
 FILES = {
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
@@ -33,7 +25,7 @@ FILES = {
 }
 TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 
-# Each module imports from those before it alone.
+# Each module imports from those before it alone. A package is one unit.
 ORDER = [
     ["_repr", "_types"],
     ["_dtypes", "_notes", "_split", "_varying", "_wrapper"],
@@ -84,27 +76,6 @@ jax.devices()
     assert "no_such_platform" in out.stderr
 
 
-def imports_of(name: str) -> set[str]:
-    """The modules and packages of this package that one of them imports."""
-    level, trees = (1, [MODULES[name]]) if name in MODULES else (2, PACKAGES[name])
-    nodes = [n for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
-    assert all(node.level <= level for node in nodes)
-    found = set()
-    for node in nodes:
-        if node.level == level:
-            names = [node.module] if node.module else [alias.name for alias in node.names]
-            found |= {n.split(".")[0] for n in names}
-    return found
-
-
-def test_imports_run_one_way():
-    assert sorted([*MODULES, *PACKAGES]) == sorted(name for names in ORDER for name in names)
-    for i, names in enumerate(ORDER):
-        earlier = {name for names in ORDER[:i] for name in names}
-        for name in names:
-            assert imports_of(name) <= earlier, name
-
-
 def imported(name: str) -> list[tuple[str, str | None]]:
     """The modules of this package that a module imports, in a function or outside, and from each
     which name; `None` for the module itself."""
@@ -121,6 +92,21 @@ def imported(name: str) -> list[tuple[str, str | None]]:
             inner = f"{base}.{alias.name}"
             found.append((inner, None) if inner in TREES else (base, alias.name))
     return found
+
+
+def unit(name: str) -> str:
+    """The module, or the package, of which a file is a part, by its name in `ORDER`."""
+    return [*name.split("."), "__init__"][1]
+
+
+def test_imports_run_one_way():
+    names_of = {name for names in ORDER for name in names}
+    assert {unit(name) for name in TREES} == names_of
+    order = {name: i for i, names in enumerate(ORDER) for name in names}
+    for name in TREES:
+        for module, _ in imported(name):
+            here, there = unit(name), unit(module)
+            assert here == there or order[there] < order[here], (name, module)
 
 
 def test_no_private_name_crosses_the_border_of_a_module():
@@ -143,7 +129,7 @@ def test_no_module_uses_the_private_parts_of_jax():
 def reexports() -> dict[str, str]:
     """The names that `__init__` re-exports, and from where."""
     out = {}
-    for node in MODULES["__init__"].body:
+    for node in TREES[PACKAGE.name].body:
         if isinstance(node, ast.ImportFrom) and node.level == 1 and node.module:
             for alias in node.names:
                 # `X as X` tells type checkers that the name is public.

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 
 import mpx_pde as mpx
 
@@ -16,10 +17,13 @@ pytestmark = pytest.mark.usefixtures("unchecked_annotations")
 KEY = jax.random.key(0)
 W, X = jnp.ones(3), jnp.ones((4, 3))
 POINT, POINTS = jnp.array([0.3, 0.2]), jnp.ones((4, 2))
+FIELD = jnp.ones((2, 8))
 SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
-DS = mpx.DerivativeScaling
-SCALING = mpx.DynamicLossScaling(4.0)
-LM = mpx.LevenbergMarquardt
+DS, DYNAMIC = mpx.DerivativeScaling, mpx.DynamicLossScaling
+SCALING, STATIC, DIRECTIONS = DYNAMIC(4.0), mpx.StaticLossScaling(2.0), DS.per_direction("xt")
+BOTH = mpx.Scaling(derivatives=DIRECTIONS)
+LADDER, LM, derivatives = mpx.PrecisionLadder, mpx.LevenbergMarquardt, mpx.derivatives
+EVERYWHERE = NamedSharding(jax.make_mesh((1,), ("i",)), PartitionSpec())
 
 
 def net(p):
@@ -34,25 +38,50 @@ def mlp(**options):
     return mpx.nn.CoordinateMLP(2, 1, 8, 1, **{"key": KEY, **options})
 
 
-def fno(**options):
-    return mpx.nn.FNO(1, 1, 4, 1, 2, **{"key": KEY, **options})
+def fno(modes=2, **options):
+    return mpx.nn.FNO(2, 1, 4, 1, modes, **{"key": KEY, **options})
 
 
 def conv(modes=2, **options):
-    return mpx.nn.SpectralConv(1, 1, modes, **{"key": KEY, **options})
+    return mpx.nn.SpectralConv(2, 1, modes, key=KEY, **options)
+
+
+def matmul(x, y, dtype="float16"):
+    return mpx.mixed_matmul(x, y, dtype=dtype)
+
+
+def convolved(x=X, dtype="float16"):
+    return mpx.mixed_conv_general_dilated(x, X, (), "VALID", dtype=dtype)
+
+
+def stuck(scaling, skips=3, tree=W):
+    return mpx.error_if_stuck(tree, scaling, max_consecutive_skips=skips)
 
 
 def update(state, optimizer=ADAM, model=W, grads=W, **options):
     return mpx.optimizer_update(model, optimizer, state, grads, True, **options)
 
 
-def half_update(key):
+def half_update(state=None, **options):
     w = W.astype("bfloat16")
-    return update(SGD.init(w), SGD, w, w, master="stochastic", key=key)
+    return update(SGD.init(w) if state is None else state, SGD, w, w, **options)
+
+
+def scale_by(optimizer, scaling, **options):
+    return mpx.contrib.scale_by_loss_scaling(optimizer, scaling, **options)
+
+
+def searched(value_fn):
+    optimizer = scale_by(optax.lbfgs(), STATIC)
+    return optimizer.update(W, optimizer.init(W), W, value=1.0, grad=W, value_fn=value_fn)
 
 
 def partials(terms, coords="xy", outputs="u", **options):
     return mpx.partials(net, terms, coords=coords, outputs=outputs, **options)
+
+
+def operator(spec, **options):
+    return mpx.linear_operator(net, spec, coords="xy", outputs="u", **options)
 
 
 def fitted(state=None, residual=lambda w, x: w * x, batch=W):
@@ -72,8 +101,12 @@ def grad(loss, scaling=SCALING, **options):
     return mpx.filter_grad(loss, scaling, **options)(W)
 
 
-def dynamic(loss_scaling=2.0, **options):
-    return mpx.DynamicLossScaling(loss_scaling, **options)
+def climb(rung, **options):
+    return LADDER(("half", rung)).update(0, total, SCALING, **options)
+
+
+def floor(**options):
+    return mpx.precision_floor(total, SCALING, **options)
 
 
 TREE = {"w": W, "b": jnp.ones(2), "n": jnp.arange(2), "f": jnp.tanh}
@@ -84,336 +117,355 @@ def update_tree(grads, optimizer=SGD):
     return mpx.optimizer_update(TREE, optimizer, SGD.init(FLOATS), grads, jnp.array(True))
 
 
-CONVOLUTION = conv()
-FIELD = jnp.ones((1, 8))
-
+# What a message says, in any order, and the call that raises it; or one of several values, each of
+# which makes the call wrong.
 
 TYPE_ERRORS = {
     # Losses.
-    "a complex number": (
-        lambda: grad(lambda w: jnp.sum(jax.lax.complex(*[w.astype(jnp.float32)] * 2))),
-        ("real floating-point", "complex64"),
-    ),
-    "a tuple": (
-        lambda: grad(lambda w: (jnp.sum(w), w)),
-        ("scalar loss", "tuple", "pass `has_aux=True`"),
-    ),
-    "a vector with aux": (
-        lambda: grad(lambda w: (w, None), has_aux=True),
-        ("`filter_grad`", "real floating-point scalar"),
-    ),
-    "scaled without aux": (
-        lambda: mpx.scaled(jnp.sum, SCALING, has_aux=True)(W),
-        ("`scaled`", "returns `(loss, aux)`", "leave `has_aux` out"),
-    ),
+    "real floating-point … complex64": lambda: grad(lambda w: jnp.sum(w.astype(complex))),
+    "scalar loss … tuple … pass `has_aux=True`": lambda: grad(lambda w: (jnp.sum(w), w)),
+    "`filter_grad` … real floating-point scalar": lambda: grad(lambda w: (w, None), has_aux=True),
+    "`scaled` … returns `(loss, aux)` … leave `has_aux` out": lambda: mpx.scaled(
+        jnp.sum, SCALING, has_aux=True
+    )(W),
     # Gradients.
-    "a number as scaling": (
-        lambda: grad(total, 2.0**15),
-        ("`filter_grad`", "`scaling`", "DynamicLossScaling()", "32768.0"),
+    "`filter_grad` … `scaling` … DynamicLossScaling() … 32768.0": lambda: grad(total, 2.0**15),
+    "`scaled` needs a loss scaling as `scaling`": lambda: mpx.scaled(total, DYNAMIC),
+    "`filter_grad` … `policy` … jmp.Policy … float16": lambda: grad(total, policy=jnp.float16),
+    "`filter_grad` … first positional … model first": lambda: mpx.filter_grad(total, SCALING)(w=W),
+    "`filter_grad` … has none … Pass the model first": lambda: mpx.filter_grad(total, SCALING)(
+        {"a": 2.0, "n": jnp.arange(2)}
     ),
-    "a class as scaling": (
-        lambda: mpx.scaled(total, mpx.DynamicLossScaling),
-        ("`scaled` needs a loss scaling as `scaling`",),
+    "`filter_grad` … bool as `has_aux` … 'bfloat16'": lambda: grad(total, has_aux="bfloat16"),
+    "`use_mixed_precision` … `policy` … 'float16'": lambda: grad(
+        total, use_mixed_precision="float16"
     ),
-    "a dtype as policy": (
-        lambda: grad(total, policy=jnp.float16),
-        ("`filter_grad`", "`policy`", "jmp.Policy", "float16"),
-    ),
-    "the model by name": (
-        lambda: mpx.filter_grad(total, SCALING)(w=W),
-        ("`filter_grad`", "first positional", "model first"),
-    ),
-    "no arrays": (
-        lambda: mpx.filter_grad(lambda w: jnp.float32(1), SCALING)({"a": 2.0, "n": jnp.arange(2)}),
-        ("`filter_grad`", "has none", "Pass the model first"),
-    ),
-    "a dtype as has_aux": (
-        lambda: mpx.filter_grad(total, SCALING, "bfloat16"),
-        ("`filter_grad`", "bool as `has_aux`", "'bfloat16'"),
-    ),
-    "a dtype as use_mixed_precision": (
-        lambda: mpx.filter_grad(total, SCALING, use_mixed_precision="float16"),
-        ("`use_mixed_precision`", "`policy`", "'float16'"),
-    ),
-    "an axis by number": (
-        lambda: mpx.filter_grad(total, SCALING, axis_name=3)(W),
-        ("`filter_grad`", "name of a mesh axis", "3"),
-    ),
+    "`filter_grad` … name of a mesh axis … 3": lambda: grad(total, axis_name=3),
+    "`loss`, its first argument … `Scaling(derivatives=…)`": lambda: mpx.Scaling(DIRECTIONS),
+    "as `loss` … but got 3": lambda: mpx.Scaling(3),
+    "`Scaling`": (lambda x: mpx.Scaling(**{x: mlp()}), ["loss", "derivatives"]),
+    "`filter_grad`": lambda: mpx.filter_grad(total, DIRECTIONS),
+    "passes `derivatives`": lambda: mpx.filter_grad(total, BOTH)(W, derivatives=None),
+    "`as_trained` takes bools": lambda: mpx.as_trained(mlp(), keep_full=3),
+    "`refined` takes a function": lambda: mpx.refined(1.0),
+    "precision_report(fun)(*args)": lambda: mpx.precision_report(W),
+    "`range_report` … 3": lambda: mpx.range_report(3),
+    "cannot be called inside of": lambda: jax.jit(
+        lambda x: mpx.range_report(jnp.sin)(x).rows[0].size
+    )(W),
+    "`autocast` … 3": lambda: mpx.autocast(3),
+    "takes names of primitives": lambda: mpx.autocast(jnp.sin, full=jnp.exp),
     # Casts.
-    "a number as function": (
-        lambda: mpx.force_full_precision(3),
-        ("`force_full_precision`", "a function", "3"),
+    "`force_full_precision` … a function … 3": lambda: mpx.force_full_precision(3),
+    "`FullPrecision` … callable layer … None": lambda: mpx.FullPrecision(None),
+    # Products.
+    "real floating-point": lambda: matmul(X, jnp.ones((3, 3), int)),
+    "imaginary": lambda: matmul(X, jnp.ones((3, 3), jnp.complex64)),
+    "string": lambda: mpx.mixed_einsum(X, X, dtype="float16"),
+    "mixed_matmul … contracts": (lambda x: matmul(X, x), [X, X[0, 0]]),
+    "broadcasts": lambda: matmul(jnp.ones((3, 3, 3)), jnp.ones((2, 3, 3))),
+    "mixed_dot_general … contracting": (
+        lambda x: mpx.mixed_dot_general(X[:3], X[:3, :2], x, dtype="float16"),
+        [
+            None,
+            ((1,), (0,)),
+            ((1, 0), ((), (0,))),  # a batch axis of one alone
+            (((1, 1), (0, 0)), ((), ())),  # twice
+            (((1,), (0,)), ((1,), (0,))),  # contracted and of the batch
+            (((1,), (1,)), ((), ())),  # of sizes 3 and 2
+        ],
     ),
-    "no layer": (lambda: mpx.FullPrecision(None), ("`FullPrecision`", "callable layer", "None")),
-    # Optimizers.
-    "the maker of an optimizer": (
-        lambda: update_tree(FLOATS, optimizer=optax.adam),
-        ("optax.adam(1e-3)", "`optimizer`", "function adam"),
+    "`mixed_conv_general_dilated` … int32": lambda: convolved(x=X.astype(int)),
+    # Optimizers, and what goes between devices.
+    "optax.adam(1e-3) … `optimizer` … function adam": lambda: update_tree(
+        FLOATS, optimizer=optax.adam
     ),
-    "a number as key": (lambda: half_update(0), ("`optimizer_update`", "key of `jax.random`", "0")),
-    "where the scale is, by name": (
-        lambda: mpx.contrib.scale_by_loss_scaling(ADAM, SCALING, scale_in_params="scale"),
-        ("`contrib.scale_by_loss_scaling`", "function from the parameters", "'scale'"),
+    "`optimizer_update` … key of `jax.random` … 0": lambda: half_update(master="stochastic", key=0),
+    "`contrib.scale_by_loss_scaling` … function from the parameters … 'scale'": lambda: scale_by(
+        ADAM, SCALING, scale_in_params="scale"
+    ),
+    "Pass its `loss`": lambda: scale_by(SGD, BOTH),
+    "cannot unscale `value_fn` … mpx_pde.line_search_value": lambda: searched(jnp.sum),
+    "`gather_parameters` needs a `jax.sharding": lambda: mpx.gather_parameters(
+        X, PartitionSpec(), dtype="float16"
     ),
     # Derivatives.
-    "no coordinates": (lambda: partials(["u"], coords=""), ("the coordinates", "''")),
-    "no operators": (
-        lambda: mpx.linear_operator(net, {}, coords="xy", outputs="u"),
-        ("`linear_operator`", "{}"),
-    ),
-    "a sum over no coordinates": (
-        lambda: mpx.laplacian(net, coords="xy", outputs="u", over=""),
-        ("`laplacian`", "`over`"),
-    ),
+    "the coordinates … ''": lambda: partials(["u"], coords=""),
+    "`linear_operator` … {}": lambda: operator({}),
+    "`laplacian` … `over`": lambda: mpx.laplacian(net, coords="xy", outputs="u", over=""),
+    "`partials`": lambda: partials(["u"], scaling=mlp()),
     **{
-        f"{name} in nothing, {told}": (
-            lambda name=name, argnums=argnums, point=point: getattr(mpx.derivatives, name)(
-                lambda p: jnp.sum(p**2), argnums=argnums
-            )(point),
-            (f"`{name}`", told),
-        )
+        f"`{name}` … {says}": lambda f=name, n=n, x=x: getattr(derivatives, f)(total, n)(x)
         for name in ("grad", "jacfwd", "hessian")
-        for argnums, point, told in (((), W, "`argnums`"), (0, W[:0], "shape (0,)"))
+        for n, x, says in (((), W, "`argnums`"), (0, W[:0], "shape (0,)"))
     },
-    "primals that are no tuple": (
-        lambda: mpx.scaled_jvp(net, POINT, POINT, 2.0),
-        ("`scaled_jvp`", "`primals` as a tuple", "`(x,)`"),
+    "`grad` differentiates a function that returns a scalar": lambda: derivatives.grad(
+        lambda p: 2 * p
+    )(POINT),
+    "`grad` … an array of shape (2,). `jacfwd`": lambda: derivatives.grad(derivatives.grad(net))(
+        POINT
     ),
-    "tangents of integers": (
-        lambda: mpx.scaled_jvp(net, (jnp.arange(2),), (POINT,), 2.0),
-        ("`scaled_jvp`", "int32", "float32"),
-    ),
-    "a scaling by its class": (
-        lambda: DS("xt"),
-        ("`DerivativeScaling` is made by", "per_direction"),
-    ),
+    "argument 0 is an array of shape (4, 2) … jax.vmap": lambda: derivatives.hessian(net)(POINTS),
+    "argument 0 is a CoordinateMLP": lambda: derivatives.grad(lambda m, x: m(x))(mlp(), POINT),
+    "positions of arguments": lambda: derivatives.grad(net, -1),
+    "positional argument 2": lambda: derivatives.grad(jnp.multiply, 2)(W[0], W[0]),
+    "`DerivativeScaling` as `scaling`": lambda: derivatives.grad(net, scaling=DYNAMIC()),
+    "`scaled_jvp` … `primals` as a tuple … `(x,)`": lambda: mpx.scaled_jvp(net, POINT, POINT, 2.0),
+    "`scaled_jvp` … int32 … float32": lambda: mpx.scaled_jvp(net, (jnp.arange(2),), (POINT,), 2.0),
+    "`DerivativeScaling` is made by … per_direction": lambda: DS("xt"),
+    "real floating-point outputs, got int32": lambda: mpx.partials(
+        lambda p: p.astype(int)[0], ["u_x"], coords="xy", outputs="u"
+    )(POINT),
     # Networks.
-    "no key": (lambda: mlp(key=None), ("`CoordinateMLP`", "jax.random.key(0)")),
-    "a seed as key": (lambda: fno(key=0), ("`FNO`", "jax.random.key(0)")),
-    "a form of one argument": (
-        lambda: mpx.nn.Ansatz(net, lambda u: u),
-        ("`Ansatz`", "`form`", "(u)"),
-    ),
-    "a number as network": (lambda: mpx.nn.Ansatz(1.0, total), ("`Ansatz`", "`network`")),
-    "an embedding by name": (
-        lambda: fno(grid_embedding="grid"),
-        ("`FNO`", "bool as `grid_embedding`", "'grid'"),
-    ),
-    # Ladders, reports, counters, files.
-    "a name to say": (
-        lambda: mpx.PrecisionLadder(say="print"),
-        ("`PrecisionLadder`", "`say`", "'print'"),
-    ),
-    "nothing to tie a check to": (
-        lambda: mpx.error_if_stuck(None, SCALING, max_consecutive_skips=2),
-        ("`error_if_stuck`", "`tree` with an array", "None"),
-    ),
-    "a scaling as its options": (
-        lambda: mpx.check_scaling_options(SCALING, SCALING),
-        ("`check_scaling_options`", "`saved`"),
-    ),
+    "`CoordinateMLP` … jax.random.key(0)": lambda: mlp(key=None),
+    "`FNO` … jax.random.key(0)": lambda: fno(key=0),
+    "`Ansatz` … `form` … (u)": lambda: mpx.nn.Ansatz(net, lambda u: u),
+    "`Ansatz` … `network`": lambda: mpx.nn.Ansatz(1.0, total),
+    "`safe` wraps, is an elementwise function": lambda: mpx.nn.safe(3),
+    "`FNO` … bool as `grid_embedding` … 'grid'": lambda: fno(grid_embedding="grid"),
+    "`FNO` … `remat=False` … 'all'": lambda: fno(remat="all"),
+    "`FNO` … complex64": lambda: fno()(FIELD.astype(complex)),
+    "`SpectralConv` … complex64 … channels": lambda: conv()(FIELD.astype(complex)),
+    "`SpectralConv` … int32": lambda: conv()(FIELD.astype(int)),
+    # Ladders, floors, counters, files.
+    "`PrecisionLadder` … `say` … 'print'": lambda: LADDER(say="print"),
+    "Python integer": lambda: LADDER().update(jnp.zeros(()), total, None),
+    "`PrecisionLadder.update` … inside of `jax.jit`": lambda: jax.jit(
+        lambda x: LADDER().update(500, total, SCALING)(W, x).index
+    )(X),
+    "`PrecisionLadder` … filter_jit": lambda: jax.jit(lambda x: jnp.zeros(len(x.rung)))(LADDER()),
+    "`PrecisionFloor.verdict` … traced … `reached`": lambda: jax.jit(
+        lambda w: len(floor(micro_batches=1)(w, X).verdict)
+    )(W),
+    "`precision_floor` differentiates … Pass the model first": lambda: floor()(),
+    "`error_if_stuck` … `tree` with an array … None": lambda: stuck(SCALING, tree=None),
+    "`error_if_stuck` needs a scaling that counts": (stuck, [mpx.NoOpLossScaling(), STATIC]),
+    "`check_scaling_options` … `saved`": lambda: mpx.check_scaling_options(SCALING, SCALING),
     # Levenberg–Marquardt.
-    "no solver": (lambda: LM(total, solver=3), ("`solver`", "lineax", "3")),
-    "the model as state": (
-        lambda: fitted(state={"w": W}),
-        ("`LevenbergMarquardt.update`", "`state`", "init(model)"),
-    ),
-    "residuals in a tuple": (
-        lambda: fitted(residual=lambda w, x: (w, x)),
-        ("`LevenbergMarquardt.update`", "returned tuple", "Stack several"),
+    "takes a function of the model": lambda: LM(3),
+    "`solver` … lineax … 3": lambda: LM(total, solver=3),
+    "`LevenbergMarquardt.update` … `state` … init(model)": lambda: fitted(state={"w": W}),
+    "`LevenbergMarquardt.update` … returned tuple … Stack several": lambda: fitted(
+        residual=lambda w, x: (w, x)
     ),
 }
 
 VALUE_ERRORS = {
     # Gradients.
-    "an unknown policy": (
-        lambda: grad(total, policy="compute=float17"),
-        ("policy 'compute=float17'", '"params=float32,compute=bfloat16,output=float32"'),
+    "policy 'compute=float17' … \"params=float32,compute=bfloat16,output=float32\"": lambda: grad(
+        total, policy="compute=float17"
     ),
-    "an axis that is not there": (
-        lambda: mpx.filter_grad(total, SCALING, axis_name="devices")(W),
-        ("`filter_grad`", "`axis_name='devices'`", "leave it out"),
+    "`filter_grad` … `axis_name='devices'` … leave it out": lambda: grad(
+        total, axis_name="devices"
     ),
-    "a mean over no axis": (
-        lambda: mpx.all_reduce_mean(W, "devices"),
-        ("`all_reduce_mean`", "`axis_name='devices'`", "`jax.shard_map`"),
+    "`all_reduce_mean` … `axis_name='devices'` … `jax.shard_map`": lambda: mpx.all_reduce_mean(
+        W, "devices"
     ),
-    "a batch by keyword": (
-        lambda: accumulate(x=POINTS),
-        ("`filter_accumulated_value_and_grad`", "no array to split", "by position"),
+    "`filter_accumulated_value_and_grad` … no array to split … by position": lambda: accumulate(
+        x=POINTS
     ),
-    "no micro-batch": (lambda: accumulate(X, n=0), ("`micro_batches`", "0")),
-    "a batch that does not divide": (
-        lambda: accumulate({"x": X}, n=3),
-        ("[0]['x']", "3 micro-batches", "4 entries along axis 0", "multiple", "`in_axes`"),
+    "`micro_batches` … 0": lambda: accumulate(X, n=0),
+    "[0]['x'] … 3 micro-batches … 4 entries along axis 0 … multiple … `in_axes`": lambda: (
+        accumulate({"x": X}, n=3)
     ),
-    "an axis beyond": (lambda: accumulate(X, in_axes=2), ("axis 2", "(4, 3)")),
-    "axes that do not fit": (
-        lambda: accumulate(X, X, in_axes=(0, 0, None)),
-        ("`in_axes`", "prefix of the 2 positional", "(0, 0, None)"),
+    "axis 2 … (4, 3)": lambda: accumulate(X, in_axes=2),
+    "`in_axes` … prefix of the 2 positional … (0, 0, None)": lambda: accumulate(
+        X, X, in_axes=(0, 0, None)
     ),
+    "`filter_grad` takes 'half', 'float32' … `forward`": (
+        lambda x: grad(total, forward=x),
+        ["float8", "float16", None],
+    ),
+    "float64 … jax_enable_x64": (
+        lambda x: x("float64"),
+        [lambda x: grad(total, forward=x), lambda x: LADDER(("half", x))],
+    ),
+    "overrides of `autocast` or `forward='float32'`": lambda: grad(
+        total, autocast={"full": "x"}, forward="float32"
+    ),
+    "`refined` takes float16 or bfloat16": lambda: mpx.refined(total, dtype="float32"),
+    "`as_trained` cannot read the policy": lambda: mpx.as_trained(mlp(), policy="half please"),
+    "`as_trained` takes 'half', … as `forward`": lambda: mpx.as_trained(mlp(), forward="float8"),
+    "float16, bfloat16 or the name of a split product": lambda: mpx.autocast(jnp.sin, "float32"),
+    "takes float16 or bfloat16": lambda: mpx.explain_nonfinite(jnp.sin, "float32"),
     # Scalers.
-    **{
-        f"a period {wrong}": (
-            lambda wrong=wrong: dynamic(period=wrong),
-            ("`DynamicLossScaling`", "integer", "`period`"),
-        )
-        for wrong in [2.5, 0.5, 2**31]
-    },
-    **{
-        f"a factor {wrong}": (
-            lambda wrong=wrong: dynamic(factor=wrong),
-            ("`DynamicLossScaling`", "power of two above 1", "`factor`"),
-        )
-        for wrong in [1, 0.5, 3, 1.5]
-    },
-    "a scale below its minimum": (
-        lambda: dynamic(0.25, min_loss_scaling=1),
-        ("between `min_loss_scaling`", "0.25"),
+    "`DynamicLossScaling` … integer … `period`": (lambda x: DYNAMIC(period=x), [2.5, 0.5, 2**31]),
+    "`DynamicLossScaling` … power of two above 1 … `factor`": (
+        lambda x: DYNAMIC(factor=x),
+        [1, 0.5, 3, 1.5],
     ),
+    "`DynamicLossScaling` … `counter` … %r": (lambda x: DYNAMIC(counter=x), [-1, 1.5, "a", 2**31]),
+    "between `min_loss_scaling` … 0.25": lambda: DYNAMIC(0.25, min_loss_scaling=1),
+    "`max_consecutive_skips`": (lambda x: stuck(SCALING, x), [0, -1, 2.5, True]),
     # Casts.
-    "None as dtype": (
-        lambda: mpx.cast_tree(W, None),
-        ("`cast_tree` needs a floating-point dtype",),
+    "`cast_tree` needs a floating-point dtype": lambda: mpx.cast_tree(W, None),
+    "`FullPrecision` needs a": lambda: mpx.FullPrecision(eqx.nn.Identity(), out_dtype="halve"),
+    # Products.
+    "mixed_matmul … int32": lambda: matmul(X, X.T, dtype="int32"),
+    "which is not a dtype": lambda: matmul(X, X.T, dtype="halve"),
+    "number of operands, 1": lambda: mpx.mixed_einsum("ij,jk->ik", X, dtype="float16"),
+    "number of indices": lambda: mpx.mixed_einsum("ijk->i", X, dtype="float16"),
+    "did not appear": lambda: mpx.mixed_einsum("ij,jk->il", X, X.T, dtype="float16"),
+    "`mixed_einsum` … shapes (4, 3), (4, 3) … does not match": lambda: mpx.mixed_einsum(
+        "ij,jk", X, X
     ),
+    "`mixed_einsum` … '...i,...->...' … does not match": lambda: mpx.mixed_einsum(
+        "...i,...->...", X[:3], W[:2]
+    ),
+    "needs a real floating-point dtype": lambda: convolved(dtype="int8"),
     # Trees.
-    "other structures": (
-        lambda: mpx.select_tree(True, {"a": W}, {"b": W}),
-        ("`select_tree`", "same structure", "at ['b'] it has nothing"),
+    "`select_tree` … same structure … at ['b'] it has nothing": lambda: mpx.select_tree(
+        True, {"a": W}, {"b": W}
     ),
-    "other shapes": (
-        lambda: mpx.select_tree(True, W, X),
-        ("`select_tree`", "the root", "same shape", "float32[3]", "float32[4,3]"),
+    "`select_tree` … the root … same shape … float32[3] … float32[4,3]": lambda: mpx.select_tree(
+        True, W, X
     ),
-    # Optimizers.
-    "a missing gradient": (
-        lambda: update_tree({**FLOATS, "b": None}),
-        ("`optimizer_update`", "`grads`", "`model`", "same structure", "['b']"),
+    # Optimizers, and what goes between devices.
+    "`optimizer_update` … `grads` … `model` … same structure … ['b']": lambda: update_tree(
+        {**FLOATS, "b": None}
     ),
-    "a gradient too many": (
-        lambda: update_tree({**FLOATS, "n": jnp.ones(2)}),
-        ("same structure", "['n']"),
+    "same structure … ['n']": lambda: update_tree({**FLOATS, "n": jnp.ones(2)}),
+    "same structure … list has other nodes or static fields than tuple": lambda: update(
+        SGD.init((W,)), SGD, (W,), [W]
     ),
-    "the same paths in other classes": (
-        lambda: mpx.optimizer_update((W,), SGD, SGD.init((W,)), [W], True),
-        ("same structure", "list has other nodes or static fields than tuple"),
+    "['b'] … (2, 1) … (2,) … gradients of this model": lambda: update_tree(
+        {**FLOATS, "b": jnp.ones((2, 1))}
     ),
-    "a gradient of another shape": (
-        lambda: update_tree({**FLOATS, "b": jnp.ones((2, 1))}),
-        ("['b']", "(2, 1)", "(2,)", "gradients of this model"),
+    "`optimizer_update` … `optimizer_state` … [0].count … optimizer.init(": lambda: update(
+        SGD.init(W)
     ),
-    "the state of another optimizer": (
-        lambda: update(SGD.init(W)),
-        ("`optimizer_update`", "`optimizer_state`", "[0].count", "optimizer.init("),
+    "[0].mu it has float32[2] … should be float32[3]": lambda: update(ADAM.init(jnp.ones(2))),
+    "`optimizer_update` takes 'nearest', … got 'up'": lambda: half_update(master="up"),
+    "needs half-precision parameters": (
+        lambda x: update(SGD.init(W), SGD, master=x),
+        ["stochastic", "kahan"],
     ),
-    "the state of another shape": (
-        lambda: update(ADAM.init(jnp.ones(2))),
-        ("[0].mu it has float32[2]", "should be float32[3]"),
+    "with residues": lambda: half_update(mpx.compensated(SGD.init(W), W)),
+    "needs `scale_in_params`": lambda: scale_by(SGD, SCALING),
+    "needs a float32 scalar": lambda: scale_by(SGD, SCALING, scale_in_params=lambda p: p["s"]).init(
+        {"s": W}
+    ),
+    "found no spectral convolution": lambda: mpx.contrib.convert_spectral_layers(mlp()),
+    "`gather_parameters` takes float16 or bfloat16": lambda: mpx.gather_parameters(
+        X, EVERYWHERE, dtype="float32"
     ),
     # Derivatives.
-    "no terms": (lambda: partials(iter(())), ("`partials`", "at least one term")),
-    "an operator of nothing": (
-        lambda: mpx.linear_operator(net, {"a": {}}, coords="xy", outputs="u"),
-        ("`linear_operator`", "{} for 'a'"),
+    "`partials` … at least one term": lambda: partials(iter(())),
+    "`linear_operator` … {} for 'a'": lambda: operator({"a": {}}),
+    "`DerivativeScaling.per_direction` … nothing in between … 'x, t'": lambda: DS.per_direction(
+        "x, t"
     ),
-    "separated coordinates": (
-        lambda: DS.per_direction("x, t"),
-        ("`DerivativeScaling.per_direction`", "nothing in between", "'x, t'"),
+    "t, e, m, p … write `outputs=['temp']`": lambda: partials(["temp_x"], outputs="temp"),
+    "`linear_operator` … 'xx', not 'u_xx'": lambda: operator({"a": {"u_xx": 1.0}}),
+    "`linear_operator` … has no scale for 'y'": lambda: operator(
+        {"a": {"yy": 1.0}}, scaling=DS.per_direction("x")
     ),
-    "one long output": (
-        lambda: partials(["temp_x"], outputs="temp"),
-        ("t, e, m, p", "write `outputs=['temp']`"),
+    # Of what has several entries, one would be taken for each output.
+    "`linear_operator` multiplies … in the operator 'op'": (
+        lambda x: operator({"op": {"x": x}})(POINT),
+        ["b", None, 1j, W, W[:1], lambda p: p],
     ),
-    "an operator that names its output": (
-        lambda: mpx.linear_operator(net, {"a": {"u_xx": 1.0}}, coords="xy", outputs="u"),
-        ("`linear_operator`", "'xx', not 'u_xx'"),
+    "`linear_operator` needs a `key` … got %r": (
+        lambda x: operator({"op": "laplacian"}, samples=1, key=x),
+        [None, 3],
     ),
-    "tangents of another shape": (
-        lambda: mpx.scaled_jvp(net, (POINT,), (W,), 2.0),
-        ("`scaled_jvp`", "[0]", "(3,)", "(2,)"),
+    "`scaled_jvp` … [0] … (3,) … (2,)": lambda: mpx.scaled_jvp(net, (POINT,), (W,), 2.0),
+    "differentiates in 2 coordinates, but has the names of 3": lambda: derivatives.grad(
+        net, coords="xyz"
+    )(POINT),
+    "`DerivativeScaling.adjust` … (15, 66)": lambda: DS.per_direction("xt").adjust(
+        DS.per_order(1).counts
     ),
-    "counts of another scaling": (
-        lambda: DS.per_direction("xt").adjust(DS.per_order(1).counts),
-        ("`DerivativeScaling.adjust`", "(15, 66)"),
-    ),
-    "exponents for other scalers": (
-        lambda: DS.per_direction("xt").with_exponents([1, 2, 3]),
-        ("`DerivativeScaling.with_exponents`", "x, t", "[1, 2, 3]"),
-    ),
+    "`DerivativeScaling.with_exponents` … x, t … [1, 2, 3]": lambda: DS.per_direction(
+        "xt"
+    ).with_exponents([1, 2, 3]),
     # Networks.
-    **{
-        f"Fourier features {wrong}": (
-            lambda wrong=wrong: mlp(fourier_features=wrong),
-            ("`CoordinateMLP`", "(64, 1.0)"),
-        )
-        for wrong in [(0, 1.0), (8, "a"), (1.0, 64), 16]
-    },
-    **{
-        f"periods {wrong}": (
-            lambda wrong=wrong: mlp(periodic=wrong),
-            ("`CoordinateMLP`", "{0: 2.0}"),
-        )
-        for wrong in [2.0, {0: float("inf")}, {"x": 1.0}]
-    },
-    **{
-        f"modes {wrong}": (lambda wrong=wrong: conv(wrong), ("`SpectralConv`", "modes"))
-        for wrong in [None, (4.0,)]
-    },
-    **{
-        f"an output shape {wrong}": (
-            lambda wrong=wrong: CONVOLUTION(FIELD, output_shape=wrong),
-            ("`SpectralConv`", "`output_shape`", repr(wrong)),
-        )
-        for wrong in ["a", -8, (8, 8)]
-    },
-    "the maker of a stabilizer": (
-        lambda: conv(stabilizer=mpx.nn.soft_clip)(FIELD),
-        ("`soft_clip`", "stabilizer=soft_clip(4.0)"),
+    "`CoordinateMLP` … (64, 1.0)": (
+        lambda x: mlp(fourier_features=x),
+        [(0, 1.0), (8, "a"), (1.0, 64), 16],
     ),
-    **{
-        f"a ratio {wrong}": (lambda wrong=wrong: fno(mlp_ratio=wrong), ("`FNO`", "`mlp_ratio`"))
-        for wrong in [-1, "a", float("inf")]
-    },
-    "a padding in points": (lambda: fno(domain_padding=8), ("`FNO`", "fraction", "8/64")),
-    # Ladders, reports, counters, files.
-    "a tolerance that is no number": (
-        lambda: mpx.PrecisionLadder(tolerance=float("nan")),
-        ("`PrecisionLadder`", "`tolerance`", "nan"),
+    "`CoordinateMLP` … {0: 2.0}": (lambda x: mlp(periodic=x), [2.0, {0: float("inf")}, {"x": 1.0}]),
+    "`periodic` … 2 coordinates": lambda: mlp(periodic={2: 1.0}),
+    "`width_size`": lambda: mpx.nn.CoordinateMLP(2, 1, 0, 1, key=KEY),
+    # No first coordinates, and no first points of a batch.
+    "`CoordinateMLP` takes one point … 2 coordinates … %r … `jax.vmap`": (
+        lambda x: mlp()(jnp.ones(x)),
+        [(3,), (5, 2), ()],
     ),
-    "a report of what float32 loses": (
-        lambda: mpx.range_report(jnp.sin)(W).first_overflow("float32"),
-        ("`RangeReport`", "'float16'", "'float32'"),
+    "`SpectralConv` … modes": (lambda x: conv(x), [None, (4.0,), (4, 0), (4, 4, 4, 4)]),
+    "`SpectralConv` … 'dft' … 'svd'": lambda: conv(method="svd"),
+    "`SpectralConv` … 'tanh' … 'relu'": lambda: conv(stabilizer="relu"),
+    "`SpectralConv` … 'cp' … 'tucker'": lambda: conv(factorization="tucker"),
+    "`SpectralConv` … `rank` … 1.5": lambda: conv(factorization="cp", rank=1.5),
+    "`SpectralConv` … `in_channels` … 0": lambda: mpx.nn.SpectralConv(0, 1, 2, key=KEY),
+    "`SpectralConv` … (6, 6) … (12, 5) … finer": lambda: conv((6, 6))(jnp.ones((2, 12, 5))),
+    "`SpectralConv` … [2 channels … (3, 8)": lambda: conv()(jnp.ones((3, 8))),
+    "`SpectralConv` … 1 spatial ax … `jax.vmap`": lambda: conv()(jnp.ones((1, 2, 8))),
+    "`SpectralConv` … `output_shape` … %r": (
+        lambda x: conv(4)(FIELD, output_shape=x),
+        ["a", -8, (8, 8), (2,)],
     ),
-    **{
-        f"a counter {wrong}": (
-            lambda wrong=wrong: mpx.DynamicLossScaling(counter=wrong),
-            ("`DynamicLossScaling`", "`counter`", repr(wrong)),
-        )
-        for wrong in [-1, 1.5, "a", 2**31]
-    },
+    "`soft_clip` … stabilizer=soft_clip(4.0)": lambda: conv(stabilizer=mpx.nn.soft_clip)(FIELD),
+    "`soft_clip` … 0": lambda: mpx.nn.soft_clip(0),
+    "`FNO` … `mlp_ratio`": (lambda x: fno(mlp_ratio=x), [-1, "a", float("inf")]),
+    "`FNO` … fraction … 8/64": lambda: fno(domain_padding=8),
+    "`FNO` … `domain_padding` … 2 axes": lambda: fno((2, 2), domain_padding=(0.1, 0.1, 0.1)),
+    "`FNO` … `domain_padding`": lambda: fno(domain_padding=-1.0),
+    "`FNO` … `hidden_channels`": lambda: mpx.nn.FNO(2, 1, 0, 1, 2, key=KEY),
+    "`FNO` … `modes`": lambda: fno(()),
+    "`FNO` … 2 channels … `jax.vmap`": lambda: fno()(jnp.ones((3, 2, 8))),
+    "`SpectralConv` … finer grid": lambda: fno(6)(jnp.ones((2, 4))),
+    # Ladders, floors, reports.
+    "`PrecisionLadder` … positive `tolerance`": (lambda x: LADDER(tolerance=x), [float("nan"), 0]),
+    "positive integer as `interval`": lambda: LADDER(interval=0.5),
+    "'half', 'tensorfloat32' … in `rungs`, but got 'float8'": lambda: LADDER(("half", "float8")),
+    "after 'float32' comes 'half' … ('half', 'float32')": lambda: LADDER(("float32", "half")),
+    "not above it": lambda: LADDER(("half", "half")),
+    "tuple of names": (lambda x: LADDER(x), ["half", (), 3]),
+    # At the first step, and not hundreds of steps later.
+    "its rung, 'half', … `forward='float32'`": lambda: climb("full", forward="float32"),
+    "`use_mixed_precision=False`": lambda: climb("full", use_mixed_precision=False),
+    "'full' (the compute dtype of `policy`": lambda: climb("float32", policy="float32"),
+    "tolerance": lambda: climb("full", tolerance=0.0),
+    "`precision_floor` takes 'half', … in `against`": lambda: floor(against="float8"),
+    "compares 'float32' with a precision above it": lambda: floor(
+        forward="float32", against="half"
+    ),
+    "positive integer as `micro_batches`": lambda: floor(micro_batches=0),
+    "positive `tolerance`": (lambda x: floor(tolerance=x), [-1.0, 0, True, np.inf, np.nan]),
+    "`RangeReport` … 'float16' … 'float32'": lambda: mpx.range_report(jnp.sin)(W).first_overflow(
+        "float32"
+    ),
     # Levenberg–Marquardt.
-    "a damping by name": (lambda: LM(total, damping="a"), ("`damping`", "'a'")),
-    "no examples": (
-        lambda: fitted(batch=jnp.ones(0)),
-        ("`LevenbergMarquardt.update`", "at least one example"),
-    ),
-    "complex parameters": (
-        lambda: LM(total).init(W.astype(complex)),
-        ("`LevenbergMarquardt.init`", "complex"),
-    ),
+    "`damping`": (lambda x: LM(total, damping=x), ["a", 0.0]),
+    "`acceleration`": lambda: LM(total, acceleration=-1.0),
+    "`refinements` >= 0": lambda: LM(total, refinements=-1),
+    "as `forward`": lambda: LM(total, forward="half"),
+    "no wider": lambda: LM(total, jacobian="float64"),
+    "64-bit": lambda: LM(total, forward="float64"),
+    "floating-point arrays": lambda: LM(total).init({}),
+    "`LevenbergMarquardt.init` … complex": lambda: LM(total).init(W.astype(complex)),
+    "`LevenbergMarquardt.update` … at least one example": lambda: fitted(batch=W[:0]),
+    "a leading axis of one length": lambda: fitted(batch=((W, X),)),
+    "a tuple with the examples of each of the 2 residuals": lambda: fitted(residual=(total, total)),
 }
 
 
-@pytest.mark.parametrize("case", [*TYPE_ERRORS, *VALUE_ERRORS])
-def test_mistakes_are_named(case):
-    error = TypeError if case in TYPE_ERRORS else ValueError
-    call, says = (TYPE_ERRORS | VALUE_ERRORS)[case]
-    with pytest.raises(error) as caught:
-        call()
-    # Not a subclass, which JAX would have raised somewhere below.
-    assert type(caught.value) is error
-    for part in says:
-        assert part in str(caught.value), str(caught.value)
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [*((TypeError, says) for says in TYPE_ERRORS), *((ValueError, says) for says in VALUE_ERRORS)],
+)
+def test_mistakes_are_named(error, says):
+    call = (TYPE_ERRORS if error is TypeError else VALUE_ERRORS)[says]
+    call, values = call if isinstance(call, tuple) else (lambda _, call=call: call(), [None])
+    for x in values:
+        with pytest.raises(error) as caught:
+            call(x)
+        # Not a subclass, which JAX would have raised somewhere below.
+        assert type(caught.value) is error
+        for part in says.replace("%r", repr(x)).split(" … "):
+            assert part in str(caught.value), str(caught.value)
+        assert len(str(caught.value)) < 500  # not a whole object
 
 
 TRANSFORMATIONS = {

@@ -118,16 +118,6 @@ def test_pythons_float_is_the_default_of_jax():
         assert out.dtype == mpx.cast_tree(x, float).dtype == jnp.float64
 
 
-@pytest.mark.parametrize(
-    ("subscripts", "shapes"),
-    [("...ij,...jk->...ik", [(3, 3, 4), (2, 4, 5)]), ("ij,jk", [(3, 2), (4, 5)])],
-)
-def test_einsum_names_sizes_that_do_not_fit(subscripts, shapes):
-    arrays = [jnp.ones(shape) for shape in shapes]
-    with pytest.raises(ValueError, match=r"`mixed_einsum`.*shapes \(.*\(\d\) does not match"):
-        mpx.mixed_einsum(subscripts, *arrays, dtype="float16")
-
-
 # --- Taylor mode ----------------------------------------------------------------------------------
 
 

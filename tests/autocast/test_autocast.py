@@ -479,16 +479,6 @@ def test_the_dtype_is_that_of_the_moment():
     assert inside == [*HALVES, "bfloat16"]
 
 
-def test_errors():
-    with pytest.raises(ValueError, match="float16, bfloat16 or the name of a split product"):
-        mpx.autocast(jnp.sin, "float32")
-    # What jaxtyping's hook reports first in the tests is a TypeError of its own.
-    with pytest.raises(TypeError):
-        mpx.autocast(3)
-    with pytest.raises(TypeError, match="takes names of primitives"):
-        mpx.autocast(jnp.sin, full=jnp.exp)
-
-
 # --- In a training step ---------------------------------------------------------------------------
 
 

@@ -151,7 +151,7 @@ def compiled(fun, p, x):
 def test_values_and_gradients_agree_with_float32(name):
     p, x, fun = ZOO[name]()
     want = compiled(fun, p, x)(p, x)
-    for half in HALVES:
+    for half in HALVES[name == "neural_ode" :]:  # which takes long to compile
         run = compiled(mpx.autocast(fun, half), p, x)
         if name != "neural_ode":  # diffrax lowers for the backend that is there
             products_are_half(program_for_gpu(run, p, x), half)

@@ -12,48 +12,6 @@ from helpers import tree_equal_bits
 import mpx_pde as mpx
 
 
-def problem():
-    """A closed loop: it takes a loss and an optimizer, and knows nothing of scales."""
-
-    def solve(loss, optimizer, params, steps):
-        def step(carry, _):
-            params, state = carry
-            value, grads = jax.value_and_grad(loss)(params)
-            updates, state = optimizer.update(grads, state, params)
-            return (optax.apply_updates(params, updates), state), value
-
-        run = jax.jit(lambda c: jax.lax.scan(step, c, length=steps))
-        # As in most loops.
-        with jax.numpy_dtype_promotion("standard"):
-            return run((params, optimizer.init(params)))
-
-    target = jnp.array([1.0, -2.0, 0.5])
-
-    def half_loss(net):
-        # Gradients of 1e-7 vanish in float16 unless the loss is scaled.
-        error = (net - target).astype(jnp.float16)
-        return jnp.sum((jnp.float16(1e-4) * error) ** 2).astype(jnp.float32)
-
-    return solve, half_loss, target
-
-
-def test_a_loop_that_takes_an_optimizer_alone_trains_with_a_scale_that_moves():
-    solve, half_loss, target = problem()
-
-    def loss(params):
-        return half_loss(params["net"]) * jax.lax.stop_gradient(params["scale"])
-
-    optimizer = mpx.contrib.scale_by_loss_scaling(
-        optax.adam(3e-2),
-        mpx.DynamicLossScaling(2.0**15, period=50),
-        scale_in_params=lambda p: p["scale"],
-    )
-    params = {"net": jnp.zeros(3), "scale": jnp.float32(2.0**15)}
-    (params, state), _ = solve(loss, optimizer, params, 600)
-    np.testing.assert_allclose(params["net"], target, atol=2e-2)
-    assert params["scale"] == state.scaling.loss_scaling
-
-
 def test_what_is_not_finite_is_skipped_and_lowers_the_scale():
     optimizer = mpx.contrib.scale_by_loss_scaling(
         optax.adam(1e-2),
@@ -175,25 +133,6 @@ def test_functions_that_the_optimizer_does_not_call_are_no_error():
         model, optimizer.init(model), model, grad=model, value_fn=lambda model: 0.0
     )
     assert tree_equal_bits(updates, jax.tree.map(lambda x: -0.1 * (x / 4), model))
-
-
-def test_errors():
-    optimizer = optax.sgd(1.0)
-    scale = mpx.contrib.scale_by_loss_scaling
-    with pytest.raises(ValueError, match="needs `scale_in_params`"):
-        scale(optimizer, mpx.DynamicLossScaling())
-    both = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("x"))
-    with pytest.raises(TypeError, match=r"Pass its `loss`"):
-        scale(optimizer, both)
-    moving = scale(optimizer, mpx.DynamicLossScaling(), scale_in_params=lambda p: p["s"])
-    with pytest.raises(ValueError, match="needs a float32 scalar"):
-        moving.init({"s": jnp.zeros(3)})
-    searching = scale(optax.lbfgs(), mpx.StaticLossScaling(2.0))
-    x = jnp.ones(3)
-    with pytest.raises(TypeError, match=r"cannot unscale `value_fn`.*mpx_pde.line_search_value"):
-        searching.update(x, searching.init(x), x, value=1.0, grad=x, value_fn=jnp.sum)
-    with pytest.raises(ValueError, match="found no spectral convolution"):
-        mpx.contrib.convert_spectral_layers(eqx.nn.MLP(1, 1, 4, 1, key=jax.random.key(0)))
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import tree_allclose, tree_equal_bits
+from helpers import training_step, tree_allclose, tree_equal_bits
 
 import mpx_pde as mpx
 
@@ -118,25 +118,13 @@ class TestPaperRule:
         assert scaling.skipped_steps == sum("overflow" in s for s in steps)
 
 
-def take_step(scaling, model, state, optimizer, x, loss=loss):
-    value, scaling, finite, grads = mpx.filter_value_and_grad(loss, scaling)(model, x)
-    model, state = mpx.optimizer_update(model, optimizer, state, grads, finite)
-    return value, scaling, finite, model, state
-
-
 class TestStep:
-    optimizer = optax.adam(1e-3)
-
-    def init(self, model):
-        return self.optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-
     def test_an_overflow_skips_the_step_and_leaves_everything_as_it_was(self):
-        model = steep()
+        model, optimizer = steep(), optax.adam(1e-3)
         scaling = mpx.Scaling(derivatives=direction())
-        state = self.init(model)
-        step = eqx.filter_jit(partial(take_step, optimizer=self.optimizer))
-        x = points() / STEEP
-        _, new, finite, after, state_after = step(scaling, model, state, x=x)
+        state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+        step = training_step(loss, optimizer)
+        after, state_after, new, _, finite, _ = step(model, state, scaling, points() / STEEP)
         assert not finite
         assert tree_equal_bits(after, model)
         assert tree_equal_bits(state_after, state)
@@ -233,12 +221,6 @@ class TestStep:
         assert tree_equal_bits(same, scaling)
         assert finite
 
-    @pytest.mark.slow
-    def test_derivatives_are_not_for_the_caller(self):
-        scaling = mpx.Scaling(derivatives=direction())
-        with pytest.raises(TypeError, match="passes `derivatives`"):
-            mpx.filter_grad(loss, scaling)(network(), points(), derivatives=None)
-
 
 @pytest.mark.slow
 def test_coordinates_of_more_than_one_letter_per_order():
@@ -259,14 +241,6 @@ def test_coordinates_of_more_than_one_letter_per_order():
         terms(build(2, terms=["u_x1"]))
     with pytest.raises(ValueError, match=r"`DerivativeScaling\.per_order`.*'u_z'.*`coords`"):
         build(2, terms=["u_z"], coords=["x1", "x2"])
-
-
-def test_a_sum_over_a_coordinate_without_a_scale_is_told_by_name():
-    scaling = mpx.DerivativeScaling.per_direction("x")
-    with pytest.raises(ValueError, match=r"`linear_operator`.*has no scale for 'y'"):
-        mpx.linear_operator(
-            jnp.prod, {"sum": {"yy": 1.0}}, coords="xy", outputs="u", scaling=scaling
-        )
 
 
 @pytest.mark.slow
@@ -293,23 +267,6 @@ def test_a_scaling_is_shown_in_a_few_lines():
         assert part in shown
     # Also where there are no values.
     assert "scales=2^int32[2]" in repr(jax.eval_shape(lambda: scaling))
-
-
-def test_a_derivative_scaling_in_the_place_of_a_loss_scaling(unchecked_annotations):
-    with pytest.raises(TypeError, match=r"`loss`, its first argument.*`Scaling\(derivatives=…\)`"):
-        mpx.Scaling(direction())
-    big = network()
-    for call in (
-        lambda: mpx.Scaling(big),
-        lambda: mpx.Scaling(derivatives=big),
-        lambda: mpx.filter_grad(loss, direction()),
-        lambda: mpx.partials(big, ["u"], coords="xt", outputs="u", scaling=big),
-    ):
-        with pytest.raises(TypeError) as error:
-            call()
-        assert len(str(error.value)) < 400  # not the whole object
-    with pytest.raises(TypeError, match=r"as `loss`.*but got 3"):
-        mpx.Scaling(3)
 
 
 def bucket(exponent):

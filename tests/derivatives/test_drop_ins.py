@@ -13,7 +13,6 @@ from mpx_pde import derivatives as mpd
 
 KEY = jax.random.key(0)
 NETWORK = eqx.nn.MLP(2, "scalar", 8, 1, activation=jnp.tanh, key=KEY)
-FIELD = eqx.nn.MLP(3, 2, 8, 1, activation=jnp.tanh, key=KEY)
 T, X = jnp.float32(0.3), jnp.float32(-0.6)
 
 
@@ -48,6 +47,9 @@ def test_of_scalars(argnums):
     ],
     ids=lambda s: s.kind,
 )
+@pytest.mark.filterwarnings(
+    "ignore:.*was asked for float16:mpx_pde.PrecisionWarning"
+)  # one product
 def test_what_overflows_float16_does_not_with_a_scaling(scaling):
     """u_xx is 4e6, above the 65504 of float16, whatever becomes of it later."""
 
@@ -65,30 +67,10 @@ def test_what_overflows_float16_does_not_with_a_scaling(scaling):
     gradient = mpx.filter_value_and_grad(loss, both, keep_full=(False, True))
     # A network of others mixes its half weights with float32 points.
     with jax.numpy_dtype_promotion("standard"):
-        value, after, _, _ = gradient(model, point)
+        value, after, _, _ = eqx.filter_jit(gradient)(model, point)
     want = loss(model, point)
     np.testing.assert_allclose(value, want, rtol=5e-3)
     assert float(jnp.sum(after.derivatives.counts)) > 0
-
-
-def test_errors():
-    x = jnp.zeros(2)
-    with pytest.raises(TypeError, match="`grad` differentiates a function that returns a scalar"):
-        mpd.grad(FIELD)(jnp.zeros(3))
-    with pytest.raises(TypeError, match=r"`grad` .* an array of shape \(2,\). `jacfwd`"):
-        mpd.grad(mpd.grad(NETWORK))(x)
-    with pytest.raises(TypeError, match=r"argument 0 is an array of shape \(4, 2\).*jax.vmap"):
-        mpd.hessian(NETWORK)(jnp.zeros((4, 2)))
-    with pytest.raises(TypeError, match="argument 0 is a MLP"):
-        mpd.grad(lambda m, x: m(x))(NETWORK, x)
-    with pytest.raises(TypeError, match="positions of arguments"):
-        mpd.grad(NETWORK, -1)
-    with pytest.raises(TypeError, match="positional argument 2"):
-        mpd.grad(u, 2)(T, X)
-    with pytest.raises(ValueError, match="differentiates in 2 coordinates, but has the names of 3"):
-        mpd.grad(NETWORK, coords="xyz")(x)
-    with pytest.raises(TypeError, match="`DerivativeScaling` as `scaling`"):
-        mpd.grad(NETWORK, scaling=mpx.DynamicLossScaling())
 
 
 def test_numbers_of_python():

@@ -3,6 +3,7 @@ derivative of their own, and loops of half precision."""
 
 import re
 
+import by_numpy
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -161,9 +162,9 @@ def test_functions_with_a_derivative_of_their_own_under_float64():
 
     with jax.enable_x64(True):
         run = mpx.filter_value_and_grad(loss, mpx.DynamicLossScaling(2.0**8), forward="float64")
-        value, *_ = eqx.filter_jit(run)((first, weights), points)
+        value = by_numpy.called(lambda *args: run(*args)[0], (first, weights), points)
         wide = mpx.cast_tree(((first, weights), points), "float64")
-        np.testing.assert_allclose(value, jax.jit(loss)(*wide), rtol=2.0**-44)
+        np.testing.assert_allclose(value, by_numpy.called(loss, *wide), rtol=2.0**-44)
 
 
 WIDE = {
@@ -276,7 +277,7 @@ def by_hand(a, b):
     return s * weight * row + t * two
 
 
-def by_numpy(a, b):
+def as_jax_has_it(a, b):
     s, t = (jnp.broadcast_to(x, (4, 5)) for x in (a.sum(0), b.sum(0) * a.sum(0)))
     return s * WEIGHT[None] * a[0][None] + 2 * t
 
@@ -293,7 +294,7 @@ def test_sums_and_spreads_in_every_transformation(dims):
         return total(*args), gradient(*args), jax.jvp(gradient, args, args)
 
     close = lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-3)
-    jax.tree.map(close, told(by_hand), told(by_numpy))
+    jax.tree.map(close, told(by_hand), told(as_jax_has_it))
 
 
 def test_on_a_gpu_the_sums_of_all_streams_are_one_reduction():

@@ -85,12 +85,6 @@ def test_what_has_no_derivative_is_named_with_its_line():
         mpx.partials(inside, ["u_x"], coords="xy", outputs="u")(jnp.ones(2))
 
 
-def test_integers_have_no_derivative():
-    whole = lambda p: jnp.sum(jnp.floor(p)).astype(jnp.int32)
-    with pytest.raises(TypeError, match="real floating-point outputs, got int32"):
-        mpx.partials(whole, ["u_x"], coords="xy", outputs="u")(jnp.ones(2))
-
-
 def test_printing_is_no_obstacle(capfd):
     d = mpx.partials(printing, ["u_x", "u_xy"], coords="xy", outputs="u")(jnp.array([2.0, 3.0]))
     jax.effects_barrier()
@@ -107,42 +101,39 @@ def test_the_report_names_what_is_nested():
     assert "nested forward mode" in str(report)
 
 
-@pytest.mark.parametrize("factor", ["b", None, 1j, jnp.ones(2), jnp.ones(1), lambda p: p])
-def test_factors_are_numbers(factor):
-    """Of what has several entries, one would be taken for each output."""
-    with pytest.raises(ValueError, match=r"`linear_operator` multiplies.*in the operator 'op'"):
-        mpx.linear_operator(lambda p: p[0] ** 3, {"op": {"x": factor}}, coords="xy", outputs="u")(
-            jnp.ones(2)
-        )
-
-
-def test_samples_need_a_key():
-    for key in (None, 3):
-        with pytest.raises(ValueError, match=f"`linear_operator` needs a `key`.*got {key}"):
-            mpx.linear_operator(
-                jnp.sum, {"op": "laplacian"}, coords="xy", outputs="u", samples=1, key=key
-            )
-
-
-def test_one_sample():
+@pytest.mark.parametrize("samples", [1, 3])
+def test_the_samples_of_a_laplacian_and_of_a_biharmonic_operator(samples):
     """As many as there are with one summand, or fewer with two."""
     fun = lambda p: p[0] ** 2 + 3 * p[-1] ** 4
-    point = jnp.array([0.5, 0.5])
-    draw = jax.jit(
-        lambda key: mpx.linear_operator(
-            fun,
-            {"lap": "laplacian", "bi": "biharmonic"},
-            coords="xy",
-            outputs="u",
-            samples=1,
-            key=key,
-        )(point)
-    )
-    seen = {float(draw(jax.random.key(i))["lap_u"]) for i in range(8)}
-    assert seen == {4.0, 18.0}
+    spec = {"lap": "laplacian", "bi": "biharmonic"}
+
+    @jax.jit
+    def draw(key):
+        options = {"coords": "xy", "outputs": "u", "samples": samples, "replace": samples > 2}
+        return mpx.linear_operator(fun, spec, key=key, **options)(jnp.array([0.5, 0.5]))
+
+    if samples == 1:
+        seen = {float(draw(jax.random.key(i))["lap_u"]) for i in range(8)}
+        assert seen == {4.0, 18.0}
     # Along a direction whose second entry is z the fourth derivative is 72 z^4, of one third.
-    z = jax.random.normal(jax.random.split(jax.random.key(0), 2)[1], (1, 2))[0, 1]
-    np.testing.assert_allclose(draw(jax.random.key(0))["bi_u"], 24 * z**4, rtol=1e-5)
+    key = jax.random.split(jax.random.key(0), 2)[1]
+    z = jax.random.normal(key, (samples, 2))[:, 1]
+    want = np.mean(24 * np.asarray(z) ** 4)
+    np.testing.assert_allclose(draw(jax.random.key(0))["bi_u"], want, rtol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drawn", [False, True])
+def test_factors_of_a_float64_network_are_float64(drawn):
+    with jax.enable_x64(True):
+        a, point = np.linspace(0.11, 0.9, 6), jnp.linspace(0.1, 1.0, 6)
+        spec = {2 * c: float(0.1 * x) for c, x in zip("abcdef", a, strict=True)}
+        options = {"samples": 6, "key": jax.random.key(0), "replace": False} if drawn else {}
+        fun = lambda p: jnp.sum(jnp.sin(p) * a)
+        terms = mpx.linear_operator(fun, {"op": spec}, coords="abcdef", outputs="u", **options)
+        assert terms(point)["op_u"].dtype == jnp.float64
+        want = -np.sum(0.1 * a * a * np.sin(point))
+        np.testing.assert_allclose(terms(point)["op_u"], want, rtol=1e-14)
 
 
 @pytest.mark.slow

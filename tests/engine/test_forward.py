@@ -355,21 +355,6 @@ def test_the_value_of_refined_is_finite_where_half_is_not():
     assert np.all(np.isinf(slope))  # overflow is data, which the step is skipped for
 
 
-def test_errors(unchecked_annotations):
-    loss, model, batch = CASES["regression"]
-    for wrong in ("float8", "float16", None):
-        with pytest.raises(ValueError, match=r"`filter_grad` takes 'half', 'float32'.*`forward`"):
-            mpx.filter_grad(loss, mpx.NoOpLossScaling(), forward=wrong)
-    with pytest.raises(ValueError, match=r"float64.*jax_enable_x64"):
-        mpx.filter_grad(loss, mpx.NoOpLossScaling(), forward="float64")
-    with pytest.raises(ValueError, match=r"overrides of `autocast` or `forward='float32'`"):
-        mpx.filter_grad(loss, mpx.NoOpLossScaling(), autocast={"full": "x"}, forward="float32")
-    with pytest.raises(TypeError, match="`refined` takes a function"):
-        mpx.refined(1.0)
-    with pytest.raises(ValueError, match="`refined` takes float16 or bfloat16"):
-        mpx.refined(loss, dtype="float32")
-
-
 @pytest.mark.slow
 def test_a_stream_that_overflows_on_its_way_is_laid_to_the_derivative_scale():
     """What is kept for the backward pass is beyond float16, though the derivative is small."""

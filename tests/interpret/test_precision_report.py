@@ -242,12 +242,6 @@ def test_products_of_the_library_in_float32_are_not_marked():
     assert sorted(marked) == [("complex64", "dot_general"), ("float32", "dot_general")]
 
 
-@pytest.mark.usefixtures("unchecked_annotations")
-def test_no_function():
-    with pytest.raises(TypeError, match=r"precision_report\(fun\)\(\*args\)"):
-        mpx.precision_report(jnp.ones(3))
-
-
 # --- Half behind a layer --------------------------------------------------------------------------
 
 

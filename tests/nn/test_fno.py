@@ -159,26 +159,6 @@ def kept_between_the_passes(model, x):
     return [r for r in jax.tree.leaves(pullback) if r.size >= 4 * field]
 
 
-@pytest.mark.usefixtures("unchecked_annotations")
-def test_errors():
-    with pytest.raises(ValueError, match=r"`FNO`.*`hidden_channels`"):
-        make(width=0)
-    with pytest.raises(ValueError, match=r"`FNO`.*`domain_padding`.*2 axes"):
-        make(domain_padding=(0.1, 0.1, 0.1))
-    with pytest.raises(ValueError, match=r"`FNO`.*`domain_padding`"):
-        make(domain_padding=-1.0)
-    with pytest.raises(TypeError, match=r"`FNO`.*`remat=False`.*'all'"):
-        make(remat="all")
-    with pytest.raises(ValueError, match=r"`FNO`.*`modes`"):
-        make(modes=())
-    with pytest.raises(ValueError, match=r"`FNO`.*2 channels.*`jax.vmap`"):
-        make()(fields())
-    with pytest.raises(TypeError, match=r"`FNO`.*complex64"):
-        make()(fields()[0].astype(complex))
-    with pytest.raises(ValueError, match=r"`SpectralConv`.*finer grid"):
-        make()(fields(4)[0])
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "cast", "autocast", "forward"])
 def test_gradients_inside_of_shard_map(how):

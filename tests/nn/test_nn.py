@@ -175,24 +175,6 @@ def test_the_parameters_of_an_activation_are_trained():
 
 
 @pytest.mark.slow
-def test_errors(unchecked_annotations):
-    with pytest.raises(TypeError, match="`safe` wraps, is an elementwise function"):
-        nn.safe(3)
-    with pytest.raises(ValueError, match="`width_size`"):
-        make(width=0)
-    with pytest.raises(ValueError, match=re.compile("`periodic`.*2 coordinates", re.DOTALL)):
-        make(periodic={2: 1.0})
-    with pytest.raises(ValueError, match=r"`fourier_features`.*got 3"):
-        make(fourier_features=3)
-    for shape in ((3,), (5, 2), ()):  # no first coordinates, and no first points of a batch
-        message = (
-            f"`CoordinateMLP` takes one point.*2 coordinates.*{re.escape(str(shape))}.*`jax.vmap`"
-        )
-        with pytest.raises(ValueError, match=message):
-            make()(jnp.ones(shape))
-
-
-@pytest.mark.slow
 def test_exact_gelu_is_that_of_jax_by_cheaper_means():
     exact = partial(jax.nn.gelu, approximate=False)
     assert nn.safe(exact) is nn.exact_gelu

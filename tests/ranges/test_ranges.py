@@ -251,13 +251,3 @@ def test_methods_names_and_other_leaves():
     assert report.result["n"].tolist() == [0, 2]
     places = [row.line for row in report.rows if row.primitive == "input"]
     assert places == ["function.w", "argument [0]"]
-
-
-def test_errors():
-    # What jaxtyping's hook reports first in the tests is a TypeError of its own.
-    with pytest.raises(TypeError):
-        mpx.range_report(3)
-    with pytest.raises(TypeError, match="cannot be called inside of"):
-        jax.jit(lambda x: mpx.range_report(jnp.sin)(x).rows[0].size)(jnp.ones(3))
-    with pytest.raises(ValueError, match="takes float16 or bfloat16"):
-        mpx.explain_nonfinite(jnp.sin, "float32")

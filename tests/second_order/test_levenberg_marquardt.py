@@ -257,34 +257,6 @@ def test_a_half_jacobian_that_is_hardly_one_is_told(width, depth, warns):
     trace("float32")
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "match"),
-    [
-        (lambda: mpx.LevenbergMarquardt(3), TypeError, "takes a function of the model"),
-        (lambda: mpx.LevenbergMarquardt(linear, forward="half"), ValueError, "as `forward`"),
-        (lambda: mpx.LevenbergMarquardt(linear, jacobian="float64"), ValueError, "no wider"),
-        (lambda: mpx.LevenbergMarquardt(linear, forward="float64"), ValueError, "64-bit"),
-        (lambda: mpx.LevenbergMarquardt(linear, damping=0.0), ValueError, "`damping`"),
-        (lambda: mpx.LevenbergMarquardt(linear, acceleration=-1.0), ValueError, "`acceleration`"),
-        (lambda: mpx.LevenbergMarquardt(linear, refinements=-1), ValueError, "`refinements` >= 0"),
-        (lambda: mpx.LevenbergMarquardt(linear).init({}), ValueError, "floating-point arrays"),
-    ],
-)
-def test_wrong_arguments(make, error, match, unchecked_annotations):
-    with pytest.raises(error, match=match):
-        make()
-
-
-def test_wrong_batches():
-    optimizer = mpx.LevenbergMarquardt((interior, boundary))
-    w = jnp.ones(2)
-    with pytest.raises(ValueError, match=r"a tuple with the examples of each of the 2 residuals"):
-        optimizer.update(w, optimizer.init(w), POINTS)
-    single = mpx.LevenbergMarquardt(linear)
-    with pytest.raises(ValueError, match=r"a leading axis of one length"):
-        single.update(w, single.init(w), ((jnp.ones((3, 2)), jnp.ones(4)),))
-
-
 def test_a_residual_of_all_examples():
     network = eqx.nn.MLP(2, "scalar", 8, 1, key=jax.random.key(0))
     optimizer = mpx.LevenbergMarquardt(lambda model, points: jax.vmap(model)(points))

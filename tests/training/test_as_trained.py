@@ -118,12 +118,3 @@ def test_an_array_in_full_precision():
         mpx.FullPrecision(3)
     layer = mpx.FullPrecision(eqx.nn.Linear(1, 1, key=KEY))
     assert not hasattr(layer, "value")
-
-
-def test_errors(unchecked_annotations):
-    with pytest.raises(ValueError, match="`as_trained` cannot read the policy"):
-        mpx.as_trained(inverse(), policy="half please")
-    with pytest.raises(ValueError, match=r"`as_trained` takes 'half', .* as `forward`"):
-        mpx.as_trained(inverse(), forward="float8")
-    with pytest.raises(TypeError, match="`as_trained` takes bools"):
-        mpx.as_trained(inverse(), keep_full=3)

@@ -199,9 +199,3 @@ class TestGatherParameters:
         value, tangent = jax.jvp(gather, (x,), (x,))
         np.testing.assert_array_equal(value, 1.0)
         np.testing.assert_array_equal(tangent, x)
-
-    def test_misuse(self, unchecked_annotations):
-        with pytest.raises(TypeError, match=r"`gather_parameters` needs a `jax\.sharding"):
-            mpx.gather_parameters(jnp.ones((2, 2)), P(), dtype="float16")
-        with pytest.raises(ValueError, match="`gather_parameters` takes float16 or bfloat16"):
-            mpx.gather_parameters(jnp.ones((2, 2)), self.everywhere, dtype="float32")

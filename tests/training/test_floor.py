@@ -175,22 +175,3 @@ def test_what_overflows_has_no_floor():
     assert not floor.finite
     assert not floor.reached
     assert "overflow" in floor.verdict
-
-
-def test_errors(unchecked_annotations):
-    floor = mpx.precision_floor
-    scaling = mpx.NoOpLossScaling()
-    with pytest.raises(ValueError, match=r"`precision_floor` takes 'half', .* in `against`"):
-        floor(pde, scaling, against="float8")
-    with pytest.raises(ValueError, match=r"compares 'float32' with a precision above it"):
-        floor(pde, scaling, forward="float32", against="half")
-    with pytest.raises(ValueError, match="positive integer as `micro_batches`"):
-        floor(pde, scaling, micro_batches=0)
-    for wrong in (-1.0, 0, True, math.inf, math.nan):
-        with pytest.raises(ValueError, match="positive `tolerance`"):
-            floor(pde, scaling, tolerance=wrong)
-    told = floor(pde, scaling, forward="float32")
-    with pytest.raises(TypeError, match=r"`PrecisionFloor\.verdict`.*traced.*`reached`"):
-        jax.jit(lambda model: len(told(model, POINTS, POINTS[:, 0]).verdict))(MODEL)
-    with pytest.raises(TypeError, match=r"`precision_floor` differentiates.*Pass the model first"):
-        floor(pde, scaling)()

@@ -17,7 +17,7 @@ import optax
 import optax.contrib
 import pytest
 from flax import nnx
-from helpers import TOLERANCES, tree_allclose, tree_equal_bits
+from helpers import TOLERANCES, training_step, tree_allclose, tree_equal_bits
 
 import mpx_pde as mpx
 
@@ -116,14 +116,9 @@ def test_models(kind, standard_promotion):
     optimizer = optax.adam(1e-2)
     state = init(optimizer, model)
 
-    @eqx.filter_jit
-    def step(model, state, scaling, x):
-        value, scaling, finite, grads = mpx.filter_value_and_grad(loss, scaling)(model, x, target)
-        model, state = mpx.optimizer_update(model, optimizer, state, grads, finite)
-        return model, state, scaling, finite, value, grads
-
-    scaling = mpx.DynamicLossScaling(FACTOR)
-    new_model, new_state, new_scaling, finite, value, grads = step(model, state, scaling, x)
+    step = training_step(loss, optimizer)
+    batch, scaling = (x, target), mpx.DynamicLossScaling(FACTOR)
+    new_model, new_state, new_scaling, value, finite, grads = step(model, state, scaling, *batch)
     assert set(seen) == {jnp.dtype("float16")}
     assert bool(finite)
 
@@ -139,9 +134,8 @@ def test_models(kind, standard_promotion):
     assert jtu.tree_structure(new_model) == jtu.tree_structure(model)
     assert not tree_equal_bits(new_model, model)
 
-    *skipped, scaling, finite, _, _ = step(
-        new_model, new_state, new_scaling, x.at[0, 0].set(jnp.inf)
-    )
+    bad = x.at[0, 0].set(jnp.inf)
+    *skipped, scaling, _, finite, _ = step(new_model, new_state, new_scaling, bad, target)
     assert not bool(finite)
     assert tree_equal_bits(skipped, [new_model, new_state])
     assert scaling.loss_scaling == FACTOR / 2

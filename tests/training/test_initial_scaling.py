@@ -7,13 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import equations, tree_equal_bits
+from helpers import equations, training_step, tree_equal_bits
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
 
 
-OPTIMIZER = optax.adam(1e-2)
 KEPT = {"keep_full": (False, True)}
 
 
@@ -42,25 +41,13 @@ def batches():
     return jax.random.uniform(jax.random.key(1), (4, 32, 1)) / 600.0
 
 
-@pytest.fixture(scope="module")
-def step():
-    @eqx.filter_jit
-    def step(model, state, scaling, points):
-        value, scaling, finite, grads = mpx.filter_value_and_grad(poisson, scaling, **KEPT)(
-            model, points
-        )
-        model, state = mpx.optimizer_update(model, OPTIMIZER, state, grads, finite)
-        return model, state, scaling, value, finite, grads
-
-    return step
-
-
 @pytest.mark.slow
-def test_without_it_four_steps_are_lost_at_most(step):
+def test_without_it_four_steps_are_lost_at_most():
     """Of a loss scale 2^12 too large, behind a derivative scale that is too large as well."""
     model, scaling = start()
-    state = OPTIMIZER.init(eqx.filter(model, eqx.is_inexact_array))
-    taken = []
+    optimizer = optax.adam(1e-2)
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    taken, step = [], training_step(poisson, optimizer, **KEPT)
     for k in range(6):
         *_, scaling, _, finite, _ = step(model, state, scaling, batches()[k % 4])
         taken.append(bool(finite))

@@ -57,39 +57,3 @@ def test_a_line_search_names_itself(make, error, unchecked_annotations):
     with pytest.raises(error, match="`line_search_value`") as raised:
         make()
     assert "filter_value_and_grad" not in str(raised.value)
-
-
-@pytest.mark.slow
-def test_lbfgs_with_a_half_backward_pass_ends_where_float32_does():
-    optimizer = optax.lbfgs()
-
-    def train(mixed):
-        model = mpx.nn.CoordinateMLP(1, 1, 8, 2, key=jax.random.key(0))
-        state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-        scaling = mpx.DynamicLossScaling()
-
-        @eqx.filter_jit
-        def step(model, state, scaling):
-            options = {**OPTIONS, "use_mixed_precision": mixed}
-            run = mpx.filter_value_and_grad(loss, scaling, **options)
-            value, scaling, finite, grads = run(model, POINTS)
-            search = mpx.line_search_value(loss, scaling, **options)
-            static = eqx.filter(model, eqx.is_inexact_array, inverse=True)
-            model, state = mpx.optimizer_update(
-                model,
-                optimizer,
-                state,
-                grads,
-                finite,
-                value=value,
-                grad=grads,
-                value_fn=lambda params: search(eqx.combine(params, static), POINTS),
-            )
-            return model, state, scaling, value
-
-        for _ in range(60):
-            model, state, scaling, value = step(model, state, scaling)
-        return float(value)
-
-    # The two take other ways; half throughout stalls a hundred times higher.
-    assert train(True) < 10 * train(False)

@@ -39,53 +39,6 @@ def test_stochastic_rounding_leaves_what_is_representable_and_what_is_not_finite
     np.testing.assert_array_equal(out, x)
 
 
-def data():
-    x = jnp.linspace(-1, 1, 64)[:, None]
-    return x, jnp.sin(3 * x) + 0.3 * jnp.cos(7 * x)
-
-
-def loss(model, x, y):
-    return jnp.mean((jax.vmap(model)(x) - y) ** 2)
-
-
-def train(dtype, master, steps=3000):
-    """The loss that a small network reaches with masters of `dtype`, evaluated in float32."""
-    x, y = data()
-    model = eqx.nn.MLP(1, 1, 32, 2, activation=jnp.tanh, key=jax.random.key(0))
-    optimizer = optax.sgd(1e-2, momentum=0.9)
-    # The moving averages stay float32: masters alone are halved.
-    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
-    model = mpx.cast_tree(model, dtype)
-    if master == "kahan":
-        state = mpx.compensated(state, model)
-    arrays, static = eqx.partition(model, eqx.is_array)
-
-    def step(carry, _):
-        arrays, state = carry
-        model = eqx.combine(arrays, static)
-        grads = eqx.filter_grad(lambda m: loss(mpx.cast_tree(m, "float32"), x, y))(model)
-        model, state = mpx.optimizer_update(
-            model, optimizer, state, grads, mpx.all_finite(grads), master=master
-        )
-        return (eqx.filter(model, eqx.is_array), state), None
-
-    (arrays, _), _ = jax.jit(lambda c: jax.lax.scan(step, c, length=steps))((arrays, state))
-    return float(loss(mpx.cast_tree(eqx.combine(arrays, static), "float32"), x, y))
-
-
-@pytest.mark.slow
-def test_masters_of_half_the_size_train_as_float32_masters_do():
-    full = train("float32", "nearest")
-    nearest = train("bfloat16", "nearest")
-    stochastic = train("bfloat16", "stochastic")
-    kahan = train("bfloat16", "kahan")
-    # To the nearest, training stands still long before.
-    assert nearest > 2 * full, (full, nearest)
-    # With the residue in it, a parameter has 16 bits behind the leading one.
-    assert kahan < 1.3 * full, (full, kahan)
-    assert stochastic < nearest, (full, stochastic, nearest)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("master", ["stochastic", "kahan"])
 def test_a_step_that_is_not_finite_changes_nothing(master):
@@ -234,18 +187,3 @@ def test_residues_of_another_model_are_told_of():
             ValueError, match=r"`optimizer_update` .* residues .* at \['.*'\] it has"
         ):
             mpx.optimizer_update(model, optimizer, state, model, True, master="kahan")
-
-
-def test_errors():
-    model = jnp.ones(2, jnp.bfloat16)
-    optimizer = optax.sgd(1.0)
-    state = optimizer.init(model)
-    finite = jnp.array(True)
-    with pytest.raises(ValueError, match=r"`optimizer_update` takes 'nearest', .* got 'up'"):
-        mpx.optimizer_update(model, optimizer, state, model, finite, master="up")
-    full = jnp.ones(2)
-    for master in ("stochastic", "kahan"):
-        with pytest.raises(ValueError, match="needs half-precision parameters"):
-            mpx.optimizer_update(full, optimizer, state, full, finite, master=master)
-    with pytest.raises(ValueError, match="with residues"):
-        mpx.optimizer_update(model, optimizer, mpx.compensated(state, model), model, finite)
