@@ -205,18 +205,9 @@ class FNO(eqx.Module):
         lift_key, project_key, *keys = jax.random.split(key, num_layers + 2)
         ratios = {"lifting": lifting_ratio, "projection": projection_ratio, "mlp": mlp_ratio}
         hidden = _hidden(hidden_channels, ratios, call)
-        block = ft.partial(
-            Block,
-            hidden_channels,
-            hidden["mlp"],
-            modes,
-            arithmetic,
-            method=method,
-            factorization=factorization,
-            rank=rank,
-            stabilizer=stabilizer,
-            dtype=dtype,
-        )
+        spectral = {"method": method, "factorization": factorization, "rank": rank}
+        spectral |= {"stabilizer": stabilizer, "dtype": dtype}
+        block = ft.partial(Block, hidden_channels, hidden["mlp"], modes, arithmetic, **spectral)
         inputs = in_channels + (len(modes) if grid_embedding else 0)
         lift = inputs, hidden["lifting"], hidden_channels
         project = hidden_channels, hidden["projection"], out_channels
