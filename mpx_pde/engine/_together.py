@@ -58,7 +58,10 @@ def beside(arrays: Sequence[Any], like: Any, *, leading: bool = False) -> list[A
 
     Their axes are the last of `like`, and that of a `vmap` goes to the front; or the first, such as
     the channels of a field, with that of a `vmap` behind them."""
-    return _beside_p.bind(*match_varying_axes(*arrays, like), leading=leading)
+    *arrays, like = match_varying_axes(*arrays, like)
+    firsts = [0 if leading else like.ndim - x.ndim for x in arrays]
+    at = tuple(tuple(range(n, n + x.ndim)) for n, x in zip(firsts, arrays, strict=True))
+    return _beside_p.bind(*arrays, like, at=at, axis=int(leading))
 
 
 def _by_type(function: Callable[[list], list], arrays: Sequence[Any]) -> list[Any]:
@@ -107,20 +110,16 @@ def _abstract_spreads(*avals, shape, at):
     return [x.update(shape=shape, weak_type=False) for x in avals]
 
 
-def _beside(*args, leading):
+def _beside(*args, at, axis):
+    del axis
     *arrays, like = args
-    return [lax.broadcast_in_dim(x, like.shape, _axes_in(like, x, leading)) for x in arrays]
+    pairs = zip(arrays, at, strict=True)
+    return [lax.broadcast_in_dim(x, like.shape, dims) for x, dims in pairs]
 
 
-def _abstract_beside(*args, leading):
-    del leading
+def _abstract_beside(*args, **_):
     *arrays, like = args
     return [like.update(dtype=x.dtype, weak_type=False) for x in arrays]
-
-
-def _axes_in(like, x, leading: bool) -> range:
-    first = 0 if leading else like.ndim - x.ndim
-    return range(first, first + x.ndim)
 
 
 def _jvp(primitive, primals, tangents, **params):
@@ -141,10 +140,10 @@ def _transpose_spreads(cotangents, *arrays, shape, at):
     return _unspread(cotangents, arrays, shape, [at] * len(arrays))
 
 
-def _transpose_beside(cotangents, *args, leading):
+def _transpose_beside(cotangents, *args, at, axis):
+    del axis
     *arrays, like = args
-    places = [_axes_in(like, x.aval, leading) for x in arrays]
-    return [*_unspread(cotangents, arrays, like.shape, places), None]
+    return [*_unspread(cotangents, arrays, like.shape, at), None]
 
 
 def _unspread(cotangents, arrays, shape, places) -> list[Any]:
@@ -180,25 +179,18 @@ def _batch_each(primitive: Primitive, args, where, **params):
     return out, [None if i in rest else 0 for i in range(len(args))]
 
 
-def _batch_beside(args, where, *, leading):
+def _batch_beside(args, where, *, at, axis):
     *arrays, like = args
     size = next(z.shape[d] for z, d in zip(args, where, strict=True) if d is not None)
-    axis = int(leading)
+    moved = [x if d is None else jnp.moveaxis(x, d, axis) for x, d in zip(args, where, strict=True)]
     if where[-1] is None:
         # What is the same in all samples does not tell how many there are.
-        like = jnp.expand_dims(like, axis)
-        like = jnp.broadcast_to(like, (*like.shape[:axis], size, *like.shape[axis + 1 :]))
-    else:
-        like = jnp.moveaxis(like, where[-1], axis)
-
-    def placed(x, d):
-        x = x if d is None else jnp.moveaxis(x, d, axis)
-        if d is None or leading:
-            return x
-        return lax.reshape(x, (size, *(1,) * (like.ndim - x.ndim), *x.shape[1:]))
-
-    arrays = [placed(x, d) for x, d in zip(arrays, where[:-1], strict=True)]
-    return _beside_p.bind(*arrays, like, leading=leading), [axis] * len(arrays)
+        shape = (*like.shape[:axis], size, *like.shape[axis:])
+        moved[-1] = jnp.broadcast_to(jnp.expand_dims(like, axis), shape)
+    behind = [tuple(i + (i >= axis) for i in dims) for dims in at]
+    pairs = zip(behind, where, strict=False)
+    at = tuple(k if d is None else (*k[:axis], axis, *k[axis:]) for k, d in pairs)
+    return _beside_p.bind(*moved, at=at, axis=axis), [axis] * len(arrays)
 
 
 def _needed(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:
