@@ -58,10 +58,7 @@ def beside(arrays: Sequence[Any], like: Any, *, leading: bool = False) -> list[A
 
     Their axes are the last of `like`, and that of a `vmap` goes to the front; or the first, such as
     the channels of a field, with that of a `vmap` behind them."""
-    *arrays, like = match_varying_axes(*arrays, like)
-    firsts = [0 if leading else like.ndim - x.ndim for x in arrays]
-    at = tuple(tuple(range(n, n + x.ndim)) for n, x in zip(firsts, arrays, strict=True))
-    return _beside_p.bind(*arrays, like, at=at, axis=int(leading))
+    return _beside_p.bind(*match_varying_axes(*arrays, like), leading=leading)
 
 
 def _by_type(function: Callable[[list], list], arrays: Sequence[Any]) -> list[Any]:
@@ -110,16 +107,20 @@ def _abstract_spreads(*avals, shape, at):
     return [x.update(shape=shape, weak_type=False) for x in avals]
 
 
-def _beside(*args, at, axis):
-    del axis
+def _beside(*args, leading):
     *arrays, like = args
-    pairs = zip(arrays, at, strict=True)
-    return [lax.broadcast_in_dim(x, like.shape, dims) for x, dims in pairs]
+    return [lax.broadcast_in_dim(x, like.shape, _axes_in(like, x, leading)) for x in arrays]
 
 
-def _abstract_beside(*args, **_):
+def _abstract_beside(*args, leading):
+    del leading
     *arrays, like = args
     return [like.update(dtype=x.dtype, weak_type=False) for x in arrays]
+
+
+def _axes_in(like, x, leading: bool) -> range:
+    first = 0 if leading else like.ndim - x.ndim
+    return range(first, first + x.ndim)
 
 
 def _jvp(primitive, primals, tangents, **params):
@@ -140,10 +141,10 @@ def _transpose_spreads(cotangents, *arrays, shape, at):
     return _unspread(cotangents, arrays, shape, [at] * len(arrays))
 
 
-def _transpose_beside(cotangents, *args, at, axis):
-    del axis
+def _transpose_beside(cotangents, *args, leading):
     *arrays, like = args
-    return [*_unspread(cotangents, arrays, like.shape, at), None]
+    places = [_axes_in(like, x.aval, leading) for x in arrays]
+    return [*_unspread(cotangents, arrays, like.shape, places), None]
 
 
 def _unspread(cotangents, arrays, shape, places) -> list[Any]:
@@ -179,18 +180,26 @@ def _batch_each(primitive: Primitive, args, where, **params):
     return out, [None if i in rest else 0 for i in range(len(args))]
 
 
-def _batch_beside(args, where, *, at, axis):
+def _batch_beside(args, where, *, leading):
     *arrays, like = args
     size = next(z.shape[d] for z, d in zip(args, where, strict=True) if d is not None)
-    moved = [x if d is None else jnp.moveaxis(x, d, axis) for x, d in zip(args, where, strict=True)]
+    axis = int(leading)
     if where[-1] is None:
         # What is the same in all samples does not tell how many there are.
-        shape = (*like.shape[:axis], size, *like.shape[axis:])
-        moved[-1] = jnp.broadcast_to(jnp.expand_dims(like, axis), shape)
-    behind = [tuple(i + (i >= axis) for i in dims) for dims in at]
-    pairs = zip(behind, where, strict=False)
-    at = tuple(k if d is None else (*k[:axis], axis, *k[axis:]) for k, d in pairs)
-    return _beside_p.bind(*moved, at=at, axis=axis), [axis] * len(arrays)
+        like = jnp.expand_dims(like, axis)
+        like = jnp.broadcast_to(like, (*like.shape[:axis], size, *like.shape[axis + 1 :]))
+    else:
+        like = jnp.moveaxis(like, where[-1], axis)
+
+    def placed(x, d):
+        if d is None:
+            # What has an axis of a `vmap` inside of this one keeps it behind that of this one.
+            return jnp.expand_dims(x, axis) if leading and x.ndim > 1 else x
+        x = jnp.moveaxis(x, d, axis)
+        return x if leading else lax.reshape(x, (size, *(1,) * (like.ndim - x.ndim), *x.shape[1:]))
+
+    arrays = [placed(x, d) for x, d in zip(arrays, where[:-1], strict=True)]
+    return _beside_p.bind(*arrays, like, leading=leading), [axis] * len(arrays)
 
 
 def _needed(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:
