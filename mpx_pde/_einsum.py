@@ -68,14 +68,8 @@ def _einsum_pair(x, x_axes: str, y, y_axes: str, kept: str, dot) -> tuple[Array,
     """Contracts two operands whose letters are distinct; letters outside `kept` are summed."""
     batch = [c for c in x_axes if c in y_axes and c in kept]
     contract = [c for c in x_axes if c in y_axes and c not in kept]
-    out = dot(
-        x,
-        y,
-        (
-            ([x_axes.index(c) for c in contract], [y_axes.index(c) for c in contract]),
-            ([x_axes.index(c) for c in batch], [y_axes.index(c) for c in batch]),
-        ),
-    )
+    places = lambda letters: [[axes.index(c) for c in letters] for axes in (x_axes, y_axes)]
+    out = dot(x, y, (places(contract), places(batch)))
     return out, "".join([*batch, *(c for c in x_axes + y_axes if c not in batch + contract)])
 
 

@@ -32,7 +32,7 @@ from ._streams import (
     total,
 )
 from ._together import beside, sum_together
-from ._towers import closed_tower, has_tower, nested_tower
+from ._towers import CLOSED, closed_tower, nested_tower
 
 
 @ft.partial(jax.tree_util.register_dataclass, data_fields=["factors"], meta_fields=["plan"])
@@ -313,7 +313,7 @@ class Rules:
             parameter = eqn.params["y"]
         elif name == "pow":
             parameter = _number(rest[0])
-        if has_tower(name):
+        if name in CLOSED:
             tower = closed_tower(name, self.order(x), x.primal, parameter)
         else:
             tower = nested_tower(lambda v: bind(eqn, [v])[0], self.order(x), x.primal)

@@ -125,8 +125,9 @@ class Storage:
 
     def constant(self, x: Any, dtype: Any = None) -> Any:
         """Casts an array to what a value of `dtype`, by default its own, is computed in."""
-        if getattr(x, "dtype", None) == self.registers and dtype in (None, self.registers):
-            return x  # as nearly all are
+        own = dtype is None or dtype == self.registers  # NumPy takes `None` for float64
+        if own and getattr(x, "dtype", None) == self.registers:
+            return x
         return cast(x, self.width_of(x.dtype if dtype is None else dtype)) if is_inexact(x) else x
 
     def load(self, x: Any, key: Index, dtype: Any = None) -> Any:

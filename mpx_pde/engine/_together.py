@@ -192,10 +192,11 @@ def _batch_beside(args, where, *, leading):
         like = jnp.moveaxis(like, where[-1], axis)
 
     def placed(x, d):
-        x = x if d is None else jnp.moveaxis(x, d, axis)
-        if d is None or leading:
-            return x
-        return lax.reshape(x, (size, *(1,) * (like.ndim - x.ndim), *x.shape[1:]))
+        if d is None:
+            # What has an axis of a `vmap` inside of this one keeps it behind that of this one.
+            return jnp.expand_dims(x, axis) if leading and x.ndim > 1 else x
+        x = jnp.moveaxis(x, d, axis)
+        return x if leading else lax.reshape(x, (size, *(1,) * (like.ndim - x.ndim), *x.shape[1:]))
 
     arrays = [placed(x, d) for x, d in zip(arrays, where[:-1], strict=True)]
     return _beside_p.bind(*arrays, like, leading=leading), [axis] * len(arrays)

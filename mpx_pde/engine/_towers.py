@@ -155,7 +155,7 @@ def _abs(x, order):
     return [value, slope, *[None] * (order - 1)][: order + 1]
 
 
-_CLOSED: dict[str, Callable[..., Tower]] = {
+CLOSED: dict[str, Callable[..., Tower]] = {
     "tanh": _tanh,
     "logistic": _logistic,
     "erf": _erf,
@@ -179,6 +179,7 @@ _CLOSED: dict[str, Callable[..., Tower]] = {
     "cbrt": _root(jnp.cbrt, lambda y: 1 / (3 * y * y), 1 / 3),
     "abs": _abs,
 }
+"""By the name of a primitive whose derivatives are known in closed form."""
 
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
@@ -205,12 +206,7 @@ def _tower_jvp(name, order, parameter, primals, tangents):
 
 def _call(name: str, order: int, parameter: Any, x: Array) -> Tower:
     parameters = () if parameter is None else (parameter,)
-    return _CLOSED[name](x, order, *parameters)
-
-
-def has_tower(name: str) -> bool:
-    """Returns whether the derivatives of a primitive are known in closed form."""
-    return name in _CLOSED
+    return CLOSED[name](x, order, *parameters)
 
 
 def closed_tower(name: str, order: int, x: Array, parameter: Any = None) -> Tower:

@@ -81,15 +81,6 @@ def _by_erf(x: ArrayLike) -> Array:
     return x * (1 + lax.erf(x * root)) * half
 
 
-def _is_exact_gelu(fun: Any) -> bool:
-    return (
-        isinstance(fun, ft.partial)
-        and fun.func is jax.nn.gelu
-        and not fun.args
-        and fun.keywords == {"approximate": False}
-    )
-
-
 def safe(fun: Callable[..., Any]) -> Callable:
     """Wraps an elementwise function so that it is evaluated in float32 and returns the dtype of its
     input.
@@ -113,7 +104,8 @@ def safe(fun: Callable[..., Any]) -> Callable:
         )
     if isinstance(fun, SafeActivation | SafeLayer):
         return fun
-    if _is_exact_gelu(fun):
+    parts = (fun.func, fun.args, fun.keywords) if isinstance(fun, ft.partial) else ()
+    if parts == (jax.nn.gelu, (), {"approximate": False}):
         return exact_gelu
     parameters = any(map(eqx.is_array, jtu.tree_leaves(fun)))
     return SafeLayer(fun) if parameters else SafeActivation(fun)

@@ -69,7 +69,10 @@ class Block(eqx.Module):
         else:
             x = x if shift is None else stored(shifted(x, shift))
             x = x if entering is None else stored(entering(x))
-        y, constant = self._convolution(x)
+        # Another layer may have been put in its place.
+        spectral = self.spectral
+        known = isinstance(spectral, SpectralConv)
+        y, constant = spectral.apart(x) if known else (spectral(x), None)
         # In the dtype of both, so that the one product is added onto the other where it stands.
         skip = self.skip.product(x)
         y = kept(skip + y.astype(skip.dtype))
@@ -85,12 +88,6 @@ class Block(eqx.Module):
             return kept(add_product(rest, y.astype(x.dtype)))
         y = shifted(widen(y), bias) + per_channel(gate, x) * widen(x)
         return kept(y.astype(self.skip.dtype))
-
-    def _convolution(self, x: Array) -> tuple[Array, Array | None]:
-        # Another layer may have been put in its place.
-        if isinstance(self.spectral, SpectralConv):
-            return self.spectral.apart(x)
-        return self.spectral(x), None
 
 
 def _parse_padding(padding: Any, dims: int, call: str) -> tuple[int | float, ...]:
@@ -205,18 +202,9 @@ class FNO(eqx.Module):
         lift_key, project_key, *keys = jax.random.split(key, num_layers + 2)
         ratios = {"lifting": lifting_ratio, "projection": projection_ratio, "mlp": mlp_ratio}
         hidden = _hidden(hidden_channels, ratios, call)
-        block = ft.partial(
-            Block,
-            hidden_channels,
-            hidden["mlp"],
-            modes,
-            arithmetic,
-            method=method,
-            factorization=factorization,
-            rank=rank,
-            stabilizer=stabilizer,
-            dtype=dtype,
-        )
+        spectral = {"method": method, "factorization": factorization, "rank": rank}
+        spectral |= {"stabilizer": stabilizer, "dtype": dtype}
+        block = ft.partial(Block, hidden_channels, hidden["mlp"], modes, arithmetic, **spectral)
         inputs = in_channels + (len(modes) if grid_embedding else 0)
         lift = inputs, hidden["lifting"], hidden_channels
         project = hidden_channels, hidden["projection"], out_channels

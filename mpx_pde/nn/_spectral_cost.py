@@ -5,7 +5,6 @@ from math import log2, prod
 from typing import Any, Literal
 
 import jax.numpy as jnp
-import numpy as np
 
 from .._dtypes import is_half
 from ._dft import frequencies
@@ -18,11 +17,14 @@ FFT = 5e9  # operations of FFTs, counted as 5 n log2(n) / 2 for n real points
 MEMORY = 1.6e10  # bytes
 
 
-def transform_seconds(
-    channels: int, grid: Sequence[int], modes: Sequence[int], dtype: np.dtype
-) -> tuple[float, float]:
-    """Estimates the time from a grid to its modes, by matrices and by FFT."""
-    dims = len(grid)
+def choose_method(
+    channels: int, grid: Sequence[int], modes: Sequence[int], dtype: Any
+) -> Literal["dft", "fft"]:
+    """Matrices in half precision, which the FFT does not store; otherwise whichever is estimated
+    to take less time from a grid to its modes."""
+    if is_half(dtype):
+        return "dft"
+    dims, size = len(grid), jnp.dtype(dtype).itemsize
     kept = [len(frequencies(m, i == dims - 1)) for i, m in enumerate(modes)]
     matrices = 0.0
     points = channels * prod(grid)
@@ -30,20 +32,9 @@ def transform_seconds(
         last = axis == dims - 1
         after = points // grid[axis] * kept[axis] * (2 if last else 1)
         products = 2 * points * kept[axis] * 2
-        matrices += products / PRODUCTS + (points + after) * dtype.itemsize / MEMORY
+        matrices += products / PRODUCTS + (points + after) * size / MEMORY
         points = after
     # A pass over complex float32 numbers for each axis, then the modes are cut out.
     points = channels * prod(grid)
     fft = 2.5 * points * log2(prod(grid)) / FFT + points * 8 * dims / MEMORY
-    return matrices, fft
-
-
-def choose_method(
-    channels: int, grid: Sequence[int], modes: Sequence[int], dtype: Any
-) -> Literal["dft", "fft"]:
-    """Matrices in half precision, which the FFT does not store; otherwise whichever
-    `transform_seconds` finds faster."""
-    if is_half(dtype):
-        return "dft"
-    matrices, fft = transform_seconds(channels, grid, modes, jnp.dtype(dtype))
     return "dft" if matrices <= fft else "fft"

@@ -4,10 +4,12 @@ XLA's CPU backend computes some fusions of a small sum and a large field wrongly
 number of elements on: the layers must not run into them.
 """
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from helpers import TOLERANCES
+from helpers import TOLERANCES, normal
 
 import mpx_pde as mpx
 
@@ -38,3 +40,21 @@ def test_a_spectral_convolution_of_a_large_batch(factorization):
 @pytest.mark.slow
 def test_an_operator_of_a_large_batch():
     check(mpx.nn.FNO(2, 1, 16, 1, (4, 4), key=jax.random.key(0)), field(2))
+
+
+@pytest.mark.parametrize("members", [2, 3])
+def test_an_ensemble_in_a_batch_is_that_of_each_member_and_sample(members):
+    """A constant for each channel, mapped over members alone, took the axis of the samples for that
+    of the members: another result where there are as many, and an error where there are not."""
+    keys = jax.random.split(jax.random.key(0), members)
+    models = eqx.filter_vmap(lambda key: mpx.nn.FNO(2, 1, 8, 1, (4, 4), key=key))(keys)
+    shifted = lambda x: x + jnp.arange(1.0, members + 1).reshape(-1, *(1,) * (x.ndim - 1))
+    models = eqx.tree_at(lambda m: m.lifting.last.bias, models, replace_fn=shifted)
+    fields = normal(1, (2, 2, 8, 8))
+    ensemble = eqx.filter_vmap(lambda model, x: model(x), in_axes=(eqx.if_array(0), None))
+    got = jax.vmap(lambda x: ensemble(models, x))(fields)
+    parameters, static = eqx.partition(models, eqx.is_array)
+    for i in range(members):
+        model = eqx.combine(jax.tree.map(lambda x, i=i: x[i], parameters), static)
+        for j, x in enumerate(fields):
+            np.testing.assert_allclose(got[j, i], model(x), rtol=1e-4, atol=1e-5)
