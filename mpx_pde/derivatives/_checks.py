@@ -30,10 +30,12 @@ def parse_terms(
             raise TypeError(f"`{call}` takes names of terms such as 'u_xx', but got {name!r}.")
         output, _, suffix = (name, "", "") if name in outputs else name.rpartition("_")
         if output not in outputs:
+            joined = f" For one output of that name write `outputs=[{output!r}]`."
+            hint = joined if output == "".join(outputs) else ""
             raise ValueError(
                 f"`{call}` does not know the output {output or name!r} of the term {name!r}. The "
                 f"outputs are {', '.join(outputs)}; a term is one of them, or one of them with an "
-                f"underscore and coordinates, such as 'u_xx'.{_as_one_name(output, outputs)}"
+                f"underscore and coordinates, such as 'u_xx'.{hint}"
             )
         dirs = split_names(suffix, coords)
         if dirs is None or (name not in outputs and not dirs):
@@ -43,11 +45,6 @@ def parse_terms(
             )
         parsed.append(Term(name, outputs.index(output), tuple(sorted(dirs))))
     return tuple(parsed)
-
-
-def _as_one_name(name: str, outputs: tuple[str, ...]) -> str:
-    spelled = name and name == "".join(outputs)
-    return f" For one output of that name write `outputs=[{name!r}]`." if spelled else ""
 
 
 def _listed(terms: Any, call: str) -> tuple[Any, ...]:

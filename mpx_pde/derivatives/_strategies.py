@@ -33,7 +33,7 @@ class HistogramRow(NamedTuple):
     name: str
     weights: Weights
     smallest: bool = False
-    """Returns whether all directions take the smallest of the scales, as a Laplacian does."""
+    """All directions take the smallest of the scales, as a Laplacian does."""
 
     @property
     def order(self) -> int:

@@ -8,7 +8,6 @@ they know of a value goes with it in a PyTree; how JAX's containers are made is 
 from collections.abc import Callable, Collection, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import equinox as eqx
 import jax
@@ -86,23 +85,12 @@ def is_container(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in CONTAINERS
 
 
-_NAMES: WeakKeyDictionary[Jaxpr, frozenset[str]] = WeakKeyDictionary()
-
-
-def _names_in(jaxpr: Jaxpr) -> frozenset[str]:
-    """Returns the names of all primitives in a jaxpr, at any depth."""
-    if jaxpr not in _NAMES:
-        names = {eqn.primitive.name for eqn in jaxpr.eqns}
-        if not names.isdisjoint(CONTAINERS):
-            inner = (body.jaxpr for eqn in jaxpr.eqns for body in bodies_of(eqn))
-            names = names.union(*map(_names_in, inner))
-        _NAMES[jaxpr] = frozenset(names)
-    return _NAMES[jaxpr]
-
-
 def contains(closed: ClosedJaxpr, names: Collection[str]) -> bool:
     """Returns whether there is a primitive of these names in a jaxpr, at any depth."""
-    return not _names_in(closed.jaxpr).isdisjoint(names)
+    return any(
+        eqn.primitive.name in names or any(contains(body, names) for body in bodies_of(eqn))
+        for eqn in closed.jaxpr.eqns
+    )
 
 
 def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:

@@ -61,12 +61,9 @@ def _is_users(file: str) -> bool:
 
 @ft.cache
 def _is_library(file: str) -> bool:
-    """Returns whether a file is of a library that users may know by its lines."""
-    return (
-        not _is_users(file)
-        and not file.startswith((HOME, "<", _JAX, _JAXTYPING))
-        and ("-packages/" in file or not file.startswith(_STANDARD))
-    )
+    """Returns whether a file that is not the user's is of a library whose lines users may know."""
+    known = "-packages/" in file or not file.startswith(_STANDARD)
+    return known and not file.startswith((HOME, "<", _JAX, _JAXTYPING))
 
 
 NOWHERE = Site()

@@ -112,7 +112,7 @@ def _narrow(name: str) -> bool:
 
 
 def _multiplied(eqn: JaxprEqn) -> str:
-    if "dtype" in eqn.params and eqn.primitive.name.startswith("mixed"):
+    if eqn.primitive.name in MIXED:
         algorithm = eqn.params.get("algorithm")
         if algorithm is not None:
             return SPLIT_PRODUCTS[algorithm].name
@@ -161,20 +161,18 @@ def _flops(eqn: JaxprEqn) -> int:
     x, out = aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
     if eqn.primitive.name in PRODUCTS:
         terms = product_shape(eqn)[-1]
-    elif "ragged_dot_dimension_numbers" in eqn.params:
+    else:
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         (contracted, _), _ = numbers.dot_dimension_numbers
         terms = _number(x.shape[i] for i in contracted)
         # Groups of what is summed over share it: each has a result of its own.
         if set(contracted) & set(numbers.lhs_ragged_dimensions):
             terms /= _number(aval_of(eqn.invars[2]).shape[-1:])
-    else:  # groups of rows, each with a matrix of its own
-        terms = _number(x.shape[-1:])
     parts = 4 if jnp.issubdtype(out.dtype, jnp.complexfloating) else 1
     return int(2 * parts * _number(out.shape) * terms)
 
 
-_PRODUCTS = PRODUCTS | {"ragged_dot", "ragged_dot_general"}
+_PRODUCTS = PRODUCTS | {"ragged_dot_general"}
 
 
 class Counter:

@@ -50,8 +50,6 @@ def _scan(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
         return out[:n_carry], out[n_carry:]
 
     options = {k: params[k] for k in ("length", "reverse", "unroll")}
-    if params.get("_split_transpose"):
-        options["_split_transpose"] = True
     carry, ys = lax.scan(step, init, xs, **options)
     return [*carry, *ys]
 

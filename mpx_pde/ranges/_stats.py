@@ -118,12 +118,12 @@ class Counts:
 
     @classmethod
     def of(cls, array: Any, source: bool = False) -> "Counts":
-        """Counts the values of an array; `source` if it is not finite and its operands are."""
+        """Counts the values of an array, float32 or wider; `source` if it is not finite and its
+        operands are.
+        """
         x = np.asarray(array)
         if x.dtype.kind == "c":
             x = np.stack([np.real(x), np.imag(x)])
-        if x.dtype not in (np.float32, np.float64):
-            x = x.astype(np.float32)
         magnitudes = np.abs(np.ascontiguousarray(x).reshape(-1))
         info = np.finfo(x.dtype)
         limits = _BITS[x.dtype.name]

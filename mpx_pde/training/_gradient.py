@@ -27,7 +27,6 @@ from .._repr import in_a_line
 from .._tree import all_finite, with_fields
 from .._types import AxisName, PyTree
 from .._varying import mark_varying, size_of_axis
-from .._wrapper import AbstractWrapper
 from ..autocast import autocast as autocast_function
 from ..derivatives._evaluation import noting_unscaled
 from ..derivatives._probe import tap_p
@@ -266,7 +265,7 @@ def transformed(func: Any, scaling: Any, options: Options, run: Callable) -> Cal
     return eqx.module_update_wrapper(Transformed(Gradient.of(func, scaling, options), run))
 
 
-class Transformed(AbstractWrapper):
+class Transformed(eqx.Module):
     """A differentiated function. `run`, a function of `(gradient, args, kwargs)`, evaluates what is
     asked of it.
     """
@@ -281,7 +280,7 @@ class Transformed(AbstractWrapper):
         return self is other
 
     @property
-    def fun(self):
+    def __wrapped__(self):
         return self.gradient.func
 
     @property
@@ -331,3 +330,6 @@ class Transformed(AbstractWrapper):
         if gradient.derivatives is not None and gradient.derivatives.active:
             look = ft.partial(_check_scales_anything, options.call)
         return checked(self.run, everything, *asked_for, advice, without, least, look=look)
+
+    def __get__(self, instance: Any, owner: Any = None):
+        return self if instance is None else eqx.Partial(self, instance)

@@ -84,8 +84,8 @@ class _Evaluated(NamedTuple):
     """The gradient at one scaling: its overflows and underflows."""
 
     mendable: Bool[Array, ""]
-    """Returns whether other scales may help if it is not finite: no loss scale makes a loss finite,
-    which is not scaled when it is computed."""
+    """Other scales may help if it is not finite: no loss scale makes a loss finite, which is not
+    scaled when it is computed."""
     adjusted: Any
     finite: Bool[Array, ""]
     grads: PyTree

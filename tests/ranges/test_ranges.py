@@ -1,5 +1,6 @@
 """Range reports: what they count, and whether they name the right line."""
 
+import dataclasses
 import inspect
 import json
 
@@ -207,6 +208,7 @@ def test_tables_pictures_and_dicts(tmp_path):
     assert "worst first" in console.export_text()
     data = json.loads(json.dumps(report.to_dict()))
     assert len(data["rows"]) == len(report.rows)
+    assert data.keys() == {f.name for f in dataclasses.fields(report)} - {"result"}
     assert data["rows"][0]["float16"]["overflow"] == 0
     assert len(report.worst(2)) == 2
     assert report.worst()[0].float16.overflow == max(r.float16.overflow for r in report.rows)
