@@ -22,12 +22,7 @@ HALVES = ("float16", "bfloat16")
 #   some hundred entries): 2^6 of 2^-53 and of 2^-24.
 # - float16 and bfloat16: networks of two or three layers, where some ten roundings follow one
 #   another and some cancel: 2^4 of 2^-11 and of 2^-8.
-TOLERANCES = {
-    "float64": 2.0**-47,
-    "float32": 2.0**-18,
-    "float16": 2.0**-7,
-    "bfloat16": 2.0**-4,
-}
+TOLERANCES = {"float64": 2.0**-47, "float32": 2.0**-18, "float16": 2.0**-7, "bfloat16": 2.0**-4}
 
 
 def is_key(x: Any) -> bool:

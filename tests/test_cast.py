@@ -199,10 +199,8 @@ WRAPPERS = {
 @pytest.mark.parametrize("wrap", list(WRAPPERS))
 def test_name_docstring_and_signature(wrap):
     out = WRAPPERS[wrap](documented)
-    assert out.__name__ == "documented"
-    assert out.__qualname__ == "documented"
-    assert out.__doc__ == "What it does."
-    assert out.__module__ == __name__
+    assert out.__name__ == out.__qualname__ == "documented"
+    assert (out.__doc__, out.__module__) == ("What it does.", __name__)
     assert out.__wrapped__ is documented
     assert inspect.signature(out) == inspect.signature(documented)
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALVES, TOLERANCES, program_for_gpu
+from helpers import HALVES, TOLERANCES, in_float64, program_for_gpu
 from jax import lax
 
 import mpx_pde as mpx
@@ -46,20 +46,13 @@ def _close(got, want, dtype):
     assert np.abs(got - want).max() <= TOLERANCES[dtype] * np.abs(want).max()
 
 
-def _oracle(window):
-    def conv(x, y):
-        with jax.enable_x64(True):
-            x, y = (jnp.asarray(np.asarray(a, np.float64)) for a in (x, y))
-            return np.asarray(lax.conv_general_dilated(x, y, **window))
-
-    return conv
-
-
-def _oracle_gradients(window, x, y, seed):
+def _oracle(window, x, y, seed=None):
+    """In float64: the convolution, or its gradients for the cotangent `seed`."""
     with jax.enable_x64(True):
-        x, y, seed = (jnp.asarray(np.asarray(a, np.float64)) for a in (x, y, seed))
-        _, pullback = jax.vjp(lambda x, y: lax.conv_general_dilated(x, y, **window), x, y)
-        return [np.asarray(g) for g in pullback(seed)]
+        conv = lambda x, y: lax.conv_general_dilated(x, y, **window)
+        if seed is None:
+            return np.asarray(conv(*in_float64((x, y))))
+        return jax.vjp(conv, *in_float64((x, y)))[1](in_float64(seed))
 
 
 @pytest.mark.slow
@@ -69,7 +62,7 @@ def test_values_and_gradients(case):
     x_shape, y_shape, window = CASES[case]
     # An activation in half, a weight as its float32 master.
     x, y = _normal(0, x_shape, dtype), _normal(1, y_shape)
-    want = _oracle(window)(x, y)
+    want = _oracle(window, x, y)
     seed = _normal(2, want.shape, dtype)
 
     @jax.jit
@@ -82,7 +75,7 @@ def test_values_and_gradients(case):
     assert out.dtype == dtype
     _close(out, want, dtype)
     assert [g.dtype for g in got] == [dtype, "float32"]
-    for g, w in zip(got, _oracle_gradients(window, x, y, seed), strict=True):
+    for g, w in zip(got, _oracle(window, x, y, seed), strict=True):
         _close(g, w, dtype)
 
 
@@ -92,7 +85,7 @@ def test_dtype_of_the_result():
     conv = ft.partial(mpx.mixed_conv_general_dilated, x, y, **window)
     assert conv(dtype="float16").dtype == jnp.float16
     assert conv(dtype="float16", out_dtype="float32").dtype == jnp.float32
-    _close(conv(dtype="float32"), _oracle(window)(x, y), "float32")
+    _close(conv(dtype="float32"), _oracle(window, x, y), "float32")
 
 
 @each_case
@@ -146,4 +139,4 @@ def test_vmap(case, axes):
             a if axis is None else jnp.take(a, i, axis)
             for a, axis in zip((x, y), axes, strict=True)
         )
-        _close(got[i], _oracle(window)(xi, yi), "float16")
+        _close(got[i], _oracle(window, xi, yi), "float16")

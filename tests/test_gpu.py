@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALVES, normal
+from helpers import HALVES, normal, relative
 
 import mpx_pde as mpx
 
@@ -25,11 +25,6 @@ def device(request):
     found = jax.devices(request.param)[0]
     with jax.default_device(found):
         yield found
-
-
-def error(got, want):
-    """Relative L2 error against a float64 oracle."""
-    return np.linalg.norm(np.float64(got) - want) / np.linalg.norm(want)
 
 
 def operands(n=256):
@@ -129,9 +124,9 @@ def test_full_precision_is_no_tf32(device):
     x, y, want = operands()
     got = jax.jit(mpx.force_full_precision(jnp.matmul))(x, y)
     # Sums of 256 float32 products.
-    assert error(got, want) <= 1e-6
+    assert relative(got, want) <= 1e-6
     mixed = jax.jit(lambda x, y: mpx.mixed_matmul(x, y, dtype=jnp.float32))(x, y)
-    assert error(mixed, want) <= 1e-6
+    assert relative(mixed, want) <= 1e-6
 
 
 @pytest.mark.gpu
@@ -141,7 +136,7 @@ def test_the_default_is_tf32():
     x, y, want = operands()
     got = jax.jit(lambda x, y: jnp.matmul(x, y, precision="tensorfloat32"))(x, y)
     # Two roundings to 11 bits.
-    assert 1e-4 <= error(got, want) <= 1e-3
+    assert 1e-4 <= relative(got, want) <= 1e-3
 
 
 @pytest.mark.gpu
@@ -154,4 +149,4 @@ def test_the_default_is_tf32():
 def test_split_products(algorithm, largest):
     x, y, want = operands()
     got = jax.jit(mpx.autocast(jnp.matmul, algorithm))(x, y)
-    assert error(got, want) <= largest
+    assert relative(got, want) <= largest

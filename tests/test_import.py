@@ -41,17 +41,6 @@ ORDER = [
 ]
 
 
-def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent), **environment},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
 @pytest.mark.slow
 def test_importing_starts_no_backend_and_changes_no_setting():
     code = """
@@ -70,7 +59,9 @@ assert dict(jax.config.values) == before
 print("imported")
 jax.devices()
 """
-    out = run_python(code, JAX_PLATFORMS="no_such_platform")
+    paths = {"PYTHONPATH": str(PACKAGE.parent), "JAX_PLATFORMS": "no_such_platform"}
+    options = {"env": os.environ | paths, "capture_output": True, "text": True, "timeout": 120}
+    out = subprocess.run([sys.executable, "-W", "error", "-c", code], **options, check=False)
     assert out.stdout == "imported\n", out.stderr
     # The last line shows that a backend would not have started.
     assert "no_such_platform" in out.stderr

@@ -102,16 +102,6 @@ class Reference:
                 self.scale = min(self.scale * self.factor, self.maximum)
 
 
-def check(scaling, reference):
-    assert scaling.loss_scaling == reference.scale
-    assert scaling.counter == reference.counter
-    assert scaling.skipped_steps == reference.skipped
-    assert scaling.consecutive_skips == reference.consecutive
-    assert bool(scaling.at_minimum) == (
-        reference.consecutive > 0 and reference.scale <= reference.minimum
-    )
-
-
 @pytest.mark.parametrize(
     ("minimum", "maximum", "factor", "period"), [(-2, 9, 4, 7), (0, 0, 2, 1), (-30, 3, 16, 2)]
 )
@@ -132,7 +122,11 @@ def test_any_run_is_that_of_the_reference(minimum, maximum, factor, period):
     history = run(scaling, flags)
     for i, flag in enumerate(flags):
         reference.adjust(flag)
-        check(jtu.tree_map(lambda x, i=i: x[i], history), reference)
+        at = jtu.tree_map(lambda x, i=i: x[i], history)
+        assert (at.loss_scaling, at.counter) == (reference.scale, reference.counter)
+        in_a_row = reference.consecutive
+        assert (at.skipped_steps, at.consecutive_skips) == (reference.skipped, in_a_row)
+        assert bool(at.at_minimum) == (in_a_row > 0 and reference.scale <= reference.minimum)
     assert history.loss_scaling.max() == 2.0**maximum
     assert history.skipped_steps[-1] == np.sum(~flags)
 

@@ -26,17 +26,17 @@ def scaler(scale: float, minimum: float = 1.0, **kwargs):
 # Name → positional parameters of MPX 0.1.8, in order.
 MPX_FUNCTIONS = {
     "all_finite": ("tree",),
-    "calculate_scaled_grad": ("func", "scaling", "has_aux", "use_mixed_precision"),
+    **dict.fromkeys(
+        ("calculate_scaled_grad", "filter_grad", "filter_value_and_grad"),
+        ("func", "scaling", "has_aux", "use_mixed_precision"),
+    ),
     "cast_function": ("func", "dtype", "return_dtype"),
-    "cast_to_bfloat16": ("x",),
-    "cast_to_float16": ("x",),
-    "cast_to_float32": ("x",),
-    "cast_to_full_precision": ("x",),
-    "cast_to_half_precision": ("x",),
+    **{
+        f"cast_to_{name}": ("x",)
+        for name in ("bfloat16", "float16", "float32", "full_precision", "half_precision")
+    },
     "cast_tree": ("tree", "dtype"),
     "DynamicLossScaling": ("loss_scaling", "min_loss_scaling", "factor", "period", "counter"),
-    "filter_grad": ("func", "scaling", "has_aux", "use_mixed_precision"),
-    "filter_value_and_grad": ("func", "scaling", "has_aux", "use_mixed_precision"),
     "force_full_precision": ("func", "return_dtype"),
     "half_precision_datatype": (),
     "optimizer_update": ("model", "optimizer", "optimizer_state", "grads", "grads_finite"),

@@ -89,23 +89,6 @@ def test_infinities_stay():
 
 
 @pytest.mark.slow
-def test_a_loss_forward_in_a_split_product():
-    """By a network of others."""
-    name = "bfloat16_x3"
-    policy = "params=float32,compute=bfloat16,output=float32"
-    options = {"policy": policy, "forward": name}
-    layer = eqx.nn.Linear(128, 4, use_bias=False, key=jax.random.key(0))
-    x = normal(1, (8, 128))
-
-    def loss(layer, x):
-        return jnp.mean(jax.vmap(layer)(x) ** 2)
-
-    value, *_ = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), **options)(layer, x)
-    want = np.mean(oracle(x, np.asarray(layer.weight).T, name) ** 2)
-    np.testing.assert_allclose(value, want, rtol=2.0**-20)
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*derivative terms:mpx_pde.PrecisionWarning")
 def test_derivative_terms_in_tf32():
     model = nn.CoordinateMLP(2, "scalar", 32, 3, key=jax.random.key(0))

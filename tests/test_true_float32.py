@@ -58,11 +58,7 @@ def test_a_precision_that_the_user_sets_stays():
         assert precisions(full(regression), MODEL, POINTS) == {(jax.lax.Precision.HIGH,) * 2}
 
 
-WAYS = {
-    "cast": {},
-    "autocast": {"autocast": True},
-    "forward": {"forward": "float32"},
-}
+WAYS = {"cast": {}, "autocast": {"autocast": True}, "forward": {"forward": "float32"}}
 
 
 @pytest.mark.slow

@@ -143,9 +143,7 @@ def test_loops_and_effects_are_not_run_twice(capfd):
         return jnp.sum(y**2)
 
     w, x = normal(0, (4, 4), 0.5), normal(1, (4,))
-    jaxpr = jax.make_jaxpr(mpx.autocast(fun, "float16"))(w, x)
-    again = [e for e in equations(jaxpr) if e.primitive.name == "remat2"]
-    inside = [name for e in again for name in inner_primitives(e.params["jaxpr"])]
+    inside = [name for e in evaluated_again(fun, w, x) for name in inner_primitives(e)]
     assert "exp" in inside
     assert not {"scan", "debug_callback", "debug_print", "mixed_dot_general"} & {*inside}
     jax.jit(jax.grad(mpx.autocast(fun, "float16")))(w, x)
@@ -229,24 +227,6 @@ def test_numbers_that_a_program_holds_as_such_are_constants_too():
     ):
         got, want = mpx.autocast(fun, "float16")(y), fun(y)
         np.testing.assert_allclose(got, want, rtol=2.0**-8, atol=2.0**-8 * float(want.max()))
-
-
-def test_a_fully_masked_softmax_is_finite():
-    def fun(q, k):
-        scores = jnp.where(jnp.zeros((4, 4), bool), q @ k.T, jnp.finfo(jnp.float32).min)
-        return jax.nn.softmax(scores)
-
-    q = normal(0, (4, 4))
-    assert tree_allclose(mpx.autocast(fun, "float16")(q, q), fun(q, q), computed_in="float16")
-
-
-def test_a_product_that_asks_for_more_is_left_alone():
-    w, x = normal(0, (4, 4)), normal(1, (4,))
-
-    def fun(w, x):
-        return mpx.force_full_precision(jnp.matmul)(w, x)
-
-    assert tree_equal_bits(mpx.autocast(fun, "float16")(w, x), fun(w, x))
 
 
 # --- Overrides ------------------------------------------------------------------------------------
@@ -386,6 +366,8 @@ def test_report():
 
 
 def test_custom_rules_are_kept():
+    """Of integers too; other rules are those of the random programs."""
+
     @jax.custom_vjp
     def reverse(w, x, n):
         return jnp.tanh(w @ x)
@@ -395,30 +377,15 @@ def test_custom_rules_are_kept():
         lambda r, g: (7 * jnp.outer(g, r[1]), r[0].T @ g, None),
     )
 
-    @jax.custom_jvp
-    def forward(w, x):
-        return jnp.tanh(w @ x)
-
-    @forward.defjvp
-    def _(primals, tangents):
-        (w, x), (dw, dx) = primals, tangents
-        return forward(w, x), 3 * (dw @ x) + w @ dx
-
     w, x = normal(0, (4, 4), 0.5), normal(1, (4,))
 
     def fun(w, x):
-        return reverse(w, forward(w, w @ x), jnp.int32(3))
+        return reverse(w, jnp.tanh(w @ x), jnp.int32(3))
 
     cast = mpx.autocast(fun, "float16")
     got, want = (jax.jit(jax.grad(scalar(f), (0, 1)))(w, x) for f in (cast, fun))
     assert tree_allclose(got, want, computed_in="float16")
     assert_products_are_half(jax.grad(scalar(cast), (0, 1)), w, x)
-    tangent = jax.jit(
-        lambda x: jax.jvp(lambda x: mpx.autocast(forward, "float16")(w, x), (x,), (x,))
-    )
-    assert tree_allclose(
-        tangent(x), jax.jvp(lambda x: forward(w, x), (x,), (x,)), computed_in="float16"
-    )
 
 
 # --- The transformation itself --------------------------------------------------------------------

@@ -12,12 +12,12 @@ from helpers import tree_equal_bits
 import mpx_pde as mpx
 
 
+scale_by = mpx.contrib.scale_by_loss_scaling
+MOVING = {"scale_in_params": lambda p: p["scale"]}
+
+
 def test_what_is_not_finite_is_skipped_and_lowers_the_scale():
-    optimizer = mpx.contrib.scale_by_loss_scaling(
-        optax.adam(1e-2),
-        mpx.DynamicLossScaling(2.0**15),
-        scale_in_params=lambda p: p["scale"],
-    )
+    optimizer = scale_by(optax.adam(1e-2), mpx.DynamicLossScaling(2.0**15), **MOVING)
     params = {"net": jnp.ones(3), "scale": jnp.float32(2.0**15)}
     state = optimizer.init(params)
     grads = {"net": jnp.array([1.0, jnp.inf, 0.0]), "scale": jnp.float32(0)}
@@ -33,14 +33,8 @@ def test_what_is_not_finite_is_skipped_and_lowers_the_scale():
 def test_gradients_are_unscaled_by_the_scale_that_the_loss_had(begin, rate):
     """Another than the state's: the loop multiplies all updates by a rate, or began elsewhere."""
     net, steps = jnp.array([1.0, -2.0, 0.5]), 4
-    optimizer = optax.chain(
-        mpx.contrib.scale_by_loss_scaling(
-            optax.sgd(0.25),
-            mpx.DynamicLossScaling(2.0**10, period=2),
-            scale_in_params=lambda p: p["scale"],
-        ),
-        optax.scale(rate),
-    )
+    scaling = mpx.DynamicLossScaling(2.0**10, period=2)
+    optimizer = optax.chain(scale_by(optax.sgd(0.25), scaling, **MOVING), optax.scale(rate))
     params = {"net": net, "scale": jnp.float32(begin)}
     state = optimizer.init(params)
     scales = []
@@ -86,9 +80,8 @@ def test_the_optimizer_inside_gets_the_loss_itself(name, moves, x64):
     def scaled_loss(params):
         return jax.lax.stop_gradient(params.get("scale", scale)) * loss(params["net"])
 
-    options = {"scale_in_params": lambda p: p["scale"]} if moves else {}
     scaling = mpx.DynamicLossScaling(scale, period=2) if moves else mpx.StaticLossScaling(scale)
-    optimizer = mpx.contrib.scale_by_loss_scaling(inside, scaling, **options)
+    optimizer = scale_by(inside, scaling, **MOVING if moves else {})
 
     def train(loss, optimizer, params):
         state, trace = optimizer.init(params), []
@@ -114,9 +107,7 @@ def test_the_optimizer_inside_gets_the_loss_itself(name, moves, x64):
 
 
 def test_a_loss_that_is_not_finite_is_skipped_too():
-    optimizer = mpx.contrib.scale_by_loss_scaling(
-        optax.polyak_sgd(), mpx.StaticLossScaling(2.0**12)
-    )
+    optimizer = scale_by(optax.polyak_sgd(), mpx.StaticLossScaling(2.0**12))
     params = jnp.ones(3)
     state = optimizer.init(params)
     with jax.debug_nans(True):
@@ -128,7 +119,7 @@ def test_a_loss_that_is_not_finite_is_skipped_too():
 def test_functions_that_the_optimizer_does_not_call_are_no_error():
     """A loop may hand them to every optimizer; the gradient of a model may be callable itself."""
     model = eqx.nn.Linear(2, 1, key=jax.random.key(0))
-    optimizer = mpx.contrib.scale_by_loss_scaling(by_gradients(), mpx.StaticLossScaling(4.0))
+    optimizer = scale_by(by_gradients(), mpx.StaticLossScaling(4.0))
     updates, _ = optimizer.update(
         model, optimizer.init(model), model, grad=model, value_fn=lambda model: 0.0
     )
@@ -144,10 +135,11 @@ def test_the_fno_of_pdequinox_in_half_precision(dims):
     )
     mine = mpx.contrib.convert_spectral_layers(fno)
     x = jax.random.normal(jax.random.key(1), (1, *(8, 10, 12)[:dims]))
+    run = eqx.filter_jit(lambda model, x: model(x))
     with jax.numpy_dtype_promotion("standard"):
-        want = fno(x)
-    np.testing.assert_allclose(mine(x), want, atol=1e-5)
-    half = mpx.cast_to_bfloat16(mine)(x.astype(jnp.bfloat16))
+        want = run(fno, x)
+    np.testing.assert_allclose(run(mine, x), want, atol=1e-5)
+    half = run(mpx.cast_to_bfloat16(mine), x.astype(jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
     error = jnp.linalg.norm(half.astype(jnp.float32) - want) / jnp.linalg.norm(want)
     # Two blocks, each of which rounds some eight times to 2^-9 of what it stores.
@@ -157,7 +149,7 @@ def test_the_fno_of_pdequinox_in_half_precision(dims):
 
 def test_no_scaling_needs_no_place_for_its_scale():
     """As bfloat16 asks for."""
-    optimizer = mpx.contrib.scale_by_loss_scaling(optax.sgd(0.5), mpx.NoOpLossScaling())
+    optimizer = scale_by(optax.sgd(0.5), mpx.NoOpLossScaling())
     w = jnp.ones(2)
     state = optimizer.init(w)
     update, state = optimizer.update(w.astype("bfloat16"), state, w)

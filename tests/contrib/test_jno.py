@@ -28,11 +28,7 @@ def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("jno")
     flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
     done = subprocess.run(
-        [
-            sys.executable,
-            Path(__file__).with_name("train_with_jno.py"),
-            str(ROOT / "docs/jno.md"),
-        ],
+        [sys.executable, Path(__file__).with_name("train_with_jno.py"), str(ROOT / "docs/jno.md")],
         # Where jNO leaves its logs, and no cache of programs in the user's home.
         cwd=folder,
         env={

@@ -5,63 +5,37 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_zoo import chain
 from helpers import relative
 from jax.sharding import PartitionSpec
 
 import mpx_pde as mpx
 
 
-TERMS = ["u", "u_x", "u_xyy"]
+MODEL = eqx.nn.MLP(2, "scalar", 12, 2, jnp.tanh, key=jax.random.key(0))
 
 
 def points(n=8):
     return jax.random.uniform(jax.random.key(3), (n, 2))
 
 
-def values(model, x):
-    return jax.vmap(mpx.partials(model, TERMS, coords="xy", outputs="u"))(x)
-
-
 def loss(model, x):
-    d = values(model, x)
+    d = jax.vmap(mpx.partials(model, ["u", "u_x", "u_xyy"], coords="xy", outputs="u"))(x)
     return jnp.mean((d["u_xyy"] + d["u"] * d["u_x"]) ** 2)
 
 
-def mesh():
-    return jax.make_mesh((4,), ("points",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
 @pytest.mark.slow
-def test_gradients_agree():
-    """Reverse mode over the engine, over nested forward mode, of shares, under a checkpoint."""
-    model, x = chain(jnp.tanh, jax.random.key(0)), points()
-
-    def nested(model, x):
-        def at(p):
-            along = lambda f, i: lambda p: jax.jvp(f, (p,), (jnp.eye(2)[i],))[1]
-            u_x = along(model, 0)
-            u_xyy = along(along(u_x, 1), 1)
-            return u_xyy(p) + model(p) * u_x(p)
-
-        return jnp.mean(jax.vmap(at)(x) ** 2)
-
-    def spread(model, x):
-        share = lambda model, x: jax.lax.pmean(loss(model, x), "points")
-        specs = (PartitionSpec(), PartitionSpec("points"))
-        return jax.shard_map(share, mesh=mesh(), in_specs=specs, out_specs=PartitionSpec())(
-            model, x
-        )
-
-    @jax.jit
-    def grads(model, x):
-        return [jax.grad(f)(model, x) for f in (nested, loss, jax.checkpoint(loss), spread)]
-
-    want, *found = grads(model, x)
-    for got in found:
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            # float32 sums of some hundred terms in another order; the last bias has none.
-            assert np.linalg.norm(b) < 1e-6 or relative(a, b) < 1e-4
+def test_gradients_of_shares_are_those_of_the_whole():
+    arrays, static = eqx.partition(MODEL, eqx.is_array)
+    mesh = jax.make_mesh((4,), ("points",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = lambda arrays, x: loss(eqx.combine(arrays, static), x)
+    share = lambda arrays, x: jax.lax.pmean(whole(arrays, x), "points")
+    specs = PartitionSpec(), PartitionSpec("points")
+    spread = jax.shard_map(share, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    run = jax.jit(lambda *args: [jax.grad(f)(*args) for f in (spread, whole)])
+    got, want = run(arrays, points())
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        # float32 sums of some hundred terms in another order; the last bias has none.
+        assert np.linalg.norm(b) < 1e-6 or relative(a, b) < 1e-4
 
 
 def callback(p):
@@ -155,11 +129,10 @@ def test_no_leaks_with_the_forward_pass_in_full():
 
     scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xy"))
     step = mpx.filter_value_and_grad(residual, scaling, forward="float32")
-    model = chain(jnp.tanh, jax.random.key(0))
     with jax.checking_leaks():
-        value, _, finite, _ = eqx.filter_jit(step)(model, points())
+        value, _, finite, _ = eqx.filter_jit(step)(MODEL, points())
     assert finite
-    want = residual(model, points(), derivatives=None)
+    want = eqx.filter_jit(residual)(MODEL, points(), derivatives=None)
     np.testing.assert_allclose(value, want, rtol=1e-5)
 
 

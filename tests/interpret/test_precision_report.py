@@ -124,16 +124,22 @@ def test_inside_of_everything_as_often_as_it_runs():
     assert "unknown length" in str(report)
 
 
-def test_convolutions_batches_and_complex_products():
+def test_groups_and_batches_by_hand():
     conv = ft.partial(lax.conv_general_dilated, window_strides=(1,), padding="VALID")
-    x, y = jnp.ones((2, 4, 9)), jnp.ones((6, 2, 3))
-    grouped = mpx.precision_report(ft.partial(conv, feature_group_count=2))(x, y)
-    assert grouped.flops == 2 * (2 * 6 * 7) * (2 * 3)
-    batched = mpx.precision_report(lambda a: jnp.einsum("bij,bjk->bik", a, a))(jnp.ones((3, 4, 4)))
-    assert batched.flops == 2 * 3 * 4**3
-    complex_ = mpx.precision_report(lambda a: a @ a)(jnp.ones((4, 4), "complex64"))
-    assert complex_.flops == 4 * 2 * 4**3
-    assert complex_.half_share == 0.0
+    grouped = lambda x, w: lax.ragged_dot(x, w, jnp.array([1, 2, 3]))
+
+    # Of the weights, each group has a product of its own rows.
+    def back(x, w):
+        out, pull = jax.vjp(grouped, x, w)
+        return out, pull(jnp.ones((6, 5)))
+
+    for fun, shapes, products in (
+        (ft.partial(conv, feature_group_count=2), [(2, 4, 9), (6, 2, 3)], (2 * 6 * 7) * (2 * 3)),
+        (lambda a: jnp.einsum("bij,bjk->bik", a, a), [(3, 4, 4)], 3 * 4**3),
+        (grouped, [(6, 8), (3, 8, 5)], 6 * 8 * 5),
+        (back, [(6, 8), (3, 8, 5)], 3 * 6 * 8 * 5),
+    ):
+        assert mpx.precision_report(fun)(*map(jnp.ones, shapes)).flops == 2 * products
 
 
 @pytest.mark.parametrize("other", ["complex64", "float32"])
@@ -155,21 +161,6 @@ def test_the_share_is_of_all_floating_point_work(other):
     check(lambda a, z: (a @ a, lax.conv(z[None], z[:, :, None], (1,), "SAME")), 1, 1)
     loss = lambda z: jnp.real(jnp.sum(jnp.square(z @ z)))
     check(lambda a, z: (a @ a, jax.grad(loss)(z)), 1, 3)
-
-
-def test_groups_of_rows_and_of_terms():
-    sizes = jnp.array([1, 2, 3])
-    x, w = jnp.ones((6, 8)), jnp.ones((3, 8, 5))
-    grouped = lambda x, w: lax.ragged_dot(x, w, sizes)
-    once = 2 * 6 * 8 * 5
-    assert mpx.precision_report(grouped)(x, w).flops == once
-
-    # Of the weights, each group has a product of its own rows.
-    def back(x, w):
-        out, pull = jax.vjp(grouped, x, w)
-        return out, pull(jnp.ones((6, 5)))
-
-    assert mpx.precision_report(back)(x, w).flops == 3 * once
 
 
 def test_a_kernel_runs_once_for_each_point_of_its_grid():
@@ -205,18 +196,14 @@ def test_shapes_will_do_and_split_products_are_named():
     assert row.half
 
 
+TF32 = lax.DotAlgorithmPreset.TF32_TF32_F32
+
+
 @pytest.mark.parametrize(
     ("precision", "marked"),
-    [
-        (None, True),
-        ("high", True),
-        ("highest", False),
-        ("TF32_TF32_F32", False),  # by its name
-    ],
+    [(None, True), ("high", True), ("highest", False), (TF32, False)],  # the last by its name
 )
 def test_float32_that_a_gpu_multiplies_in_tensorfloat32_is_marked(precision, marked):
-    if precision is not None and precision.isupper():
-        precision = jax.lax.DotAlgorithmPreset[precision]
     x, n = jnp.ones((4, 4)), 2 * 4**3
     fun = lambda x: (
         jnp.matmul(x, x, precision=precision),
@@ -424,15 +411,10 @@ def test_all_reports_name_the_same_line(name):
     assert lines(report.equations) == counted
 
 
-def _half(x, y):
-    return mpx.mixed_matmul(x, y, dtype="float16", out_dtype="float32")
-
-
 def test_work_of_all_devices():
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
-    sharded = jax.shard_map(
-        lambda x, w: _half(x, w), mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data")
-    )
+    product = ft.partial(mpx.mixed_matmul, dtype="float16", out_dtype="float32")
+    sharded = jax.shard_map(product, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
     x, w = jnp.ones((8, 4)), jnp.ones((4, 4))
     report = mpx.precision_report(sharded)(x, w)
     assert report.by_dtype() == {"float16": (4, 2 * 8 * 4 * 4)}

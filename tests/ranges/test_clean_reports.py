@@ -5,11 +5,12 @@ import importlib
 import itertools
 
 import equinox as eqx
+import flax.linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from engine_zoo import NETWORKS
+from jax.tree_util import Partial
 
 import mpx_pde as mpx
 from mpx_pde.ranges._explain import explain
@@ -41,6 +42,40 @@ def assert_clean(gradient, *args, scaled=True):
 
 # --- Networks of others ---------------------------------------------------------------------------
 
+
+class Attention(eqx.Module):
+    embed: eqx.nn.Linear
+    attention: eqx.nn.MultiheadAttention
+    norm: eqx.nn.LayerNorm
+    mlp: eqx.nn.MLP
+
+    def __init__(self, key):
+        a, b, c = jax.random.split(key, 3)
+        self.embed = eqx.nn.Linear(2, 4 * 8, key=a)
+        self.attention = eqx.nn.MultiheadAttention(2, 8, key=b)
+        self.norm = eqx.nn.LayerNorm(8)
+        self.mlp = eqx.nn.MLP(8, "scalar", 16, 1, activation=jax.nn.gelu, key=c)
+
+    def __call__(self, p):
+        tokens = jnp.tanh(self.embed(p)).reshape(4, 8)
+        h = jax.vmap(self.norm)(tokens)
+        tokens = tokens + self.attention(h, h, h)
+        return jnp.mean(jax.vmap(self.mlp)(jax.vmap(self.norm)(tokens)))
+
+
+class Foreign(flax.linen.Module):
+    @flax.linen.compact
+    def __call__(self, p):
+        h = flax.linen.LayerNorm(epsilon=1e-2)(flax.linen.swish(flax.linen.Dense(12)(p)))
+        return flax.linen.Dense(1)(jnp.tanh(flax.linen.Dense(12)(h)))[0]
+
+
+NETWORKS = {
+    "tanh": lambda key: eqx.nn.MLP(2, "scalar", 12, 3, activation=jnp.tanh, key=key),
+    "attention": Attention,
+    "flax": lambda key: Partial(Foreign().apply, Foreign().init(key, jnp.zeros(2))),
+}
+
 WAYS = {
     "half": {"keep_full": (False, True)},
     "autocast": {"autocast": True},
@@ -58,13 +93,13 @@ def derivative_loss(model, points, *, derivatives):
 # Each in one of the ways, in turn.
 @pytest.mark.parametrize(("name", "way"), list(zip(NETWORKS, itertools.cycle(WAYS))))
 def test_every_healthy_network_has_a_clean_report(name, way):
-    model = NETWORKS[name](jax.random.key(0))
     points = jax.random.uniform(jax.random.key(1), (8, 2))
     scaling = mpx.Scaling(
         loss=mpx.DynamicLossScaling(2.0**4),
         derivatives=mpx.DerivativeScaling.per_direction("xy"),
     )
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        model = NETWORKS[name](jax.random.key(0))
         assert_clean(mpx.filter_grad(derivative_loss, scaling, **WAYS[way]), model, points)
 
 

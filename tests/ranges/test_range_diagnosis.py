@@ -26,14 +26,6 @@ def line_here(offset=0):
 # --- What overflows float16 is no fault of float32 ------------------------------------------------
 
 
-def ragged(x):
-    return lax.ragged_dot(x[:, None], jnp.ones((2, 1, 3), HALF), jnp.array([2, 2]))
-
-
-def conjugate_gradients(x):
-    return jax.scipy.sparse.linalg.cg(lambda v: v * HALF(1e-3), x, maxiter=1)[0]
-
-
 # Each on four values of 60,000 in float16: the result is beyond 65,504, and so are those below that
 # only move what the function has multiplied before.
 IN_HALF = {
@@ -47,10 +39,14 @@ IN_HALF = {
     "reduce_window": lambda x: lax.reduce_window(
         x, HALF(0), lambda a, b: a + b, (2,), (1,), "VALID"
     ),
-    "ragged_dot": lambda x: ragged(x * 2),
+    "ragged_dot": lambda x: lax.ragged_dot(
+        2 * x[:, None], jnp.ones((2, 1, 3), HALF), jnp.array([2, 2])
+    ),
     "reduce_precision": lambda x: lax.reduce_precision(x.astype(jnp.float32) * 2, 5, 10),
     "float8": lambda x: (x * 2).astype(jnp.float8_e4m3fn).astype(jnp.float32),
-    "custom_linear_solve": conjugate_gradients,
+    "custom_linear_solve": lambda x: jax.scipy.sparse.linalg.cg(
+        lambda v: v * HALF(1e-3), x, maxiter=1
+    )[0],
     "tap": lambda x: mpx.partials(
         lambda p: p[0] * (x[0] * 2), ["u_x"], coords="x", outputs="u",
         scaling=mpx.DerivativeScaling.per_direction("x"),
@@ -188,8 +184,11 @@ def test_float64_is_looked_at_as_it_is():
 # --- Where ----------------------------------------------------------------------------------------
 
 
-def pinn():
-    """A healthy physics-informed loss, as the documentation writes it, and what it takes."""
+# So small a network is mostly first layer, which is float32.
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")
+def test_a_healthy_network_of_the_library():
+    """A physics-informed loss, as the documentation writes it."""
     model = mpx.nn.CoordinateMLP(2, "scalar", 8, 1, key=jax.random.key(0))
     points = jax.random.uniform(jax.random.key(1), (4, 2))
 
@@ -203,14 +202,6 @@ def pinn():
         loss=mpx.DynamicLossScaling(2.0**10),
         derivatives=mpx.DerivativeScaling.per_direction("xt"),
     )
-    return loss, scaling, model, points
-
-
-# So small a network is mostly first layer, which is float32.
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")
-def test_a_healthy_network_of_the_library():
-    loss, scaling, model, points = pinn()
     grad = mpx.filter_grad(loss, scaling, keep_full=(False, True))
     report = mpx.range_report(grad)(model, points)
     assert report.mixed

@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -16,12 +15,6 @@ LIBRARIES = {"other_libraries.md": ("jinns", "pdequinox")}
 # What `test_jno.py` runs in a process of its own.
 APART = ("jno.md",)
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def execute(source: str, line: int, page: Path, namespace: dict) -> None:
-    # Tracebacks and warnings then tell the line of the page.
-    code = compile("\n" * (line - 1) + source, str(page), "exec")
-    exec(code, namespace)
 
 
 @pytest.mark.slow
@@ -38,16 +31,8 @@ def test_the_blocks_of_a_page_run_in_order(page):
     namespace = {"__name__": "__docs__"}
     with jax_defaults():
         for line, source in blocks(page, "python"):
-            execute(source, line, page, namespace)
-
-
-def public_names() -> set[str]:
-    names = {
-        name
-        for name, value in vars(mpx).items()
-        if not name.startswith("_") and not isinstance(value, ModuleType)
-    }
-    return names | {"HALF_PRECISION_DATATYPE"}
+            # Tracebacks and warnings then tell the line of the page.
+            exec(compile("\n" * (line - 1) + source, str(page), "exec"), namespace)
 
 
 def test_the_reference_has_all_public_names_and_no_others():
@@ -55,7 +40,9 @@ def test_the_reference_has_all_public_names_and_no_others():
     directives = re.findall(r"^::: mpx_pde\.(\w+)$", text, re.MULTILINE)
     constants = re.findall(r"^\| `mpx_pde\.(\w+)` \|", text, re.MULTILINE)
     documented = directives + constants
-    assert sorted(documented) == sorted(public_names())
+    public = [name for name, x in vars(mpx).items() if not isinstance(x, ModuleType)]
+    names = [name for name in public if not name.startswith("_")]
+    assert sorted(documented) == sorted([*names, "HALF_PRECISION_DATATYPE"])
 
 
 def hooks():

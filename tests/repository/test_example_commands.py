@@ -44,12 +44,7 @@ def test_help_tells_meanings_and_defaults(name, monkeypatch):
             assert "by default" in action.help, (name, action.dest)
 
 
-WRONG = [
-    ("--steps", "0"),
-    ("--steps", "-3"),
-    ("--steps", "many"),
-    ("--precision", "float8"),
-]
+WRONG = [("--steps", "0"), ("--steps", "-3"), ("--steps", "many"), ("--precision", "float8")]
 
 
 @pytest.mark.parametrize(("option", "value"), WRONG)

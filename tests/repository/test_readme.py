@@ -46,18 +46,12 @@ def test_links_to_files_lead_somewhere():
         assert Path(ROOT, link).exists(), link
 
 
-def diff_sides() -> tuple[str, str]:
+@pytest.mark.slow
+def test_both_sides_of_the_diff_run_and_agree():
     [(_, diff)] = blocks(README, "diff")
     lines = diff.splitlines()
     assert all(line[:1] in ("+", "-", " ", "") for line in lines)
-    before = "\n".join(line[1:] for line in lines if not line.startswith("+"))
-    after = "\n".join(line[1:] for line in lines if not line.startswith("-"))
-    return before, after
-
-
-@pytest.mark.slow
-def test_both_sides_of_the_diff_run_and_agree():
-    before, after = diff_sides()
+    before, after = ("\n".join(x[1:] for x in lines if not x.startswith(c)) for c in "+-")
     x = jnp.linspace(-1, 1, 64)[:, None]
     common = {
         "eqx": eqx,

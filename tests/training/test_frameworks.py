@@ -161,13 +161,9 @@ def norm_loss(model, state, x):
     return jnp.mean(out.astype(jnp.float32) ** 2), state
 
 
-def unwrapped(layer):
-    return layer
-
-
 # Mode "ema" selects between its inputs' dtype and its state's, which Equinox wants equal.
 @pytest.mark.slow
-@pytest.mark.parametrize(("mode", "wrap"), [("batch", unwrapped), ("ema", mpx.FullPrecision)])
+@pytest.mark.parametrize(("mode", "wrap"), [("batch", lambda x: x), ("ema", mpx.FullPrecision)])
 def test_batch_norm(mode, wrap, standard_promotion):
     """Running statistics stay float32 and roll back, though the layer runs in half precision; and
     `FullPrecision` works around a layer with state."""
@@ -208,17 +204,11 @@ def test_batch_norm(mode, wrap, standard_promotion):
 # --- Optimizers ----------------------------------------------------------------------------------
 
 
-def parameters(dtype=jnp.float32):
-    w, b = jax.random.normal(jax.random.key(0), (4, 3)), jnp.array([1.0, -0.5, 0.25])
-    return {"w": w.astype(dtype), "b": b.astype(dtype)}
-
-
-def gradients(seed, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(seed))
-    return {
-        "w": jax.random.normal(keys[0], (4, 3)).astype(dtype),
-        "b": jax.random.normal(keys[1], (3,)).astype(dtype),
-    }
+def drawn(seed, dtype=jnp.float32):
+    """Parameters, or their gradients."""
+    w, b = jax.random.split(jax.random.key(seed))
+    tree = {"w": jax.random.normal(w, (4, 3)), "b": jax.random.normal(b, (3,))}
+    return mpx.cast_tree(tree, dtype)
 
 
 def quadratic(params):
@@ -226,15 +216,11 @@ def quadratic(params):
 
 
 # What an optimizer needs beside a learning rate, to be made and to be called.
-MADE_WITH = {
-    "noisy_sgd": {"key": 0},
-    "schedule_free": {"base_optimizer": optax.sgd(0.01)},
-}
+MADE_WITH = {"noisy_sgd": {"key": 0}, "schedule_free": {"base_optimizer": optax.sgd(0.01)}}
 CALLED_WITH = {
-    "momo": lambda params: {"value": quadratic(params)},
-    "momo_adam": lambda params: {"value": quadratic(params)},
-    "polyak_sgd": lambda params: {"value": quadratic(params)},
-    "plateau": lambda params: {"value": quadratic(params)},
+    **dict.fromkeys(
+        ("momo", "momo_adam", "polyak_sgd", "plateau"), lambda params: {"value": quadratic(params)}
+    ),
     "sophia": lambda params: {"obj_fn": quadratic},
     "lbfgs": lambda params: {
         "value": quadratic(params),
@@ -297,7 +283,7 @@ def make_optimizer(name):
 )
 def test_optimizers(name, dtype, standard_promotion):
     optimizer, extra_args = make_optimizer(name)
-    params, grads = parameters(dtype), gradients(1, dtype)
+    params, grads = drawn(0, dtype), drawn(1, dtype)
     state = init(optimizer, params)
     wide_params, wide_grads = mpx.cast_to_float32((params, grads))
     wide_state = init(optimizer, wide_params)
@@ -321,7 +307,7 @@ def test_optimizers(name, dtype, standard_promotion):
         # Not what Optax makes of bfloat16 throughout: what it makes of the same in float32.
         assert tree_allclose(mpx.cast_to_float32(new[0]), expected[0], dtype)
 
-    for grads in (spoiled(gradients(2, dtype)), gradients(2, dtype)):
+    for grads in (spoiled(drawn(2, dtype)), drawn(2, dtype)):
         # The flag decides, not the gradients: finite ones are skipped as well.
         with jax.debug_nans(True):  # nothing on the way is NaN
             kept = step(*new, grads, jnp.array(False))
@@ -329,12 +315,11 @@ def test_optimizers(name, dtype, standard_promotion):
 
 
 def test_an_optimizer_without_extra_arguments_ignores_them():
-    params, optimizer = parameters(), optax.GradientTransformation(*optax.sgd(0.1))
+    params, grads = drawn(0), drawn(1)
+    optimizer = optax.GradientTransformation(*optax.sgd(0.1))
     state = init(optimizer, params)
-    new, _ = mpx.optimizer_update(
-        params, optimizer, state, gradients(1), jnp.array(True), value=jnp.float32(1.0)
-    )
-    assert tree_allclose(new, plain_update(params, optimizer, state, gradients(1))[0])
+    new, _ = mpx.optimizer_update(params, optimizer, state, grads, True, value=jnp.float32(1.0))
+    assert tree_allclose(new, plain_update(params, optimizer, state, grads)[0])
 
 
 # --- Precision settings --------------------------------------------------------------------------

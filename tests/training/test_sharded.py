@@ -70,8 +70,7 @@ def test_the_planted_overflow_is_skipped(reference):
 
 
 @pytest.mark.parametrize(
-    ("devices", "layout"),
-    [(2, "data"), (8, "data"), (4, "full"), (8, "shard_map")],
+    ("devices", "layout"), [(2, "data"), (8, "data"), (4, "full"), (8, "shard_map")]
 )
 def test_the_curve_is_that_of_one_device(sharded, reference, devices, layout):
     check_same(log_of(sharded, devices, layout=layout), reference, ORDER)
@@ -83,22 +82,17 @@ def test_sums_in_half_change_the_curve_by_their_rounding(sharded, reference):
     check_same(log, reference, 2.0**-4)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
-
-
 @pytest.mark.parametrize("layout", ["full", "shard_map"])
 def test_two_processes_with_two_devices_each(reference, tmp_path, layout):
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    env["XLA_FLAGS"] = re.sub(
-        r"--xla_force_host_platform_device_count=\d+", "", os.environ.get("XLA_FLAGS", "")
-    )
+    flags = re.sub(r"--xla_force_host_\S+", "", os.environ.get("XLA_FLAGS", ""))
+    env = os.environ | {"XLA_FLAGS": flags}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
     command = [sys.executable, str(EXAMPLE), "--layout", layout, "--cpu-devices", "2"]
     command += ["--steps", str(STEPS), "--overflow-at", str(BAD), "--log", str(tmp_path / "log")]
     command += [f"--{name}={size}" for name, size in SIZES.items()]
-    command += ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", "2", "--process-id"]
+    command += ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process-id"]
     processes = [
         subprocess.Popen(
             [*command, str(i)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
