@@ -1,6 +1,6 @@
 """A function with the derivative of another."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from ._forward import present_forward
+from ._wrapper import of_some
 
 
 def with_derivative_of(fun: Callable, other: Callable) -> Callable:
@@ -48,18 +49,6 @@ def with_derivative_of(fun: Callable, other: Callable) -> Callable:
         return value(*leaves)[0]
 
     return call
-
-
-def of_some(fun: Callable, args: Sequence[Any], places: Sequence[int]) -> Callable:
-    """Makes a function of `args` one of those at the `places` alone."""
-
-    def some(*parts: Any) -> Any:
-        full = list(args)
-        for i, x in zip(places, parts, strict=True):
-            full[i] = x
-        return fun(*full)
-
-    return some
 
 
 def _no_tangent(x: Any) -> Any:

@@ -1,7 +1,8 @@
-"""The base of all modules that stand in for a function of the user."""
+"""What stands in for a function: the base of all modules that do so for one of the user."""
 
 import abc
 import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -50,3 +51,15 @@ def unfit_signature(fun: Any, count: int) -> inspect.Signature | None:
     except TypeError:
         return signature
     return None
+
+
+def of_some(fun: Callable, args: Sequence[Any], places: Sequence[int]) -> Callable:
+    """Makes a function of `args` one of those at the `places` alone."""
+
+    def some(*parts: Any) -> Any:
+        full = list(args)
+        for i, x in zip(places, parts, strict=True):
+            full[i] = x
+        return fun(*full)
+
+    return some

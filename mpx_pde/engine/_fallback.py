@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from .._derivative_of import of_some
+from .._wrapper import of_some
 from ._plan import Index, chains
 from ._rules import Rules
 from ._streams import Jet, Streams, is_inexact, primal_of, total

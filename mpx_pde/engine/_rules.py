@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
-from .._derivative_of import of_some
 from .._varying import match_varying_axes
+from .._wrapper import of_some
 from ..interpret import _tables as tables
 from ..interpret._jaxpr import CALLS, aval_of, bodies_of, differentiable, pushforward
 from ._custom import custom_in_registers

@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_par
 
 from .._dtypes import default_precision
 from .._varying import mark_varying
+from .._wrapper import of_some
 from ._tables import JAX_PRODUCTS
 
 
@@ -203,14 +204,7 @@ def _moving(eqn: JaxprEqn, args: Sequence, moving: Sequence[int]) -> Callable[..
     """Makes the equation a function of some of its operands. The custom rule of the equation sees
     that the others are fixed.
     """
-
-    def function(*parts):
-        full = list(args)
-        for i, x in zip(moving, parts, strict=True):
-            full[i] = x
-        return own_bind(eqn, full)
-
-    return function
+    return of_some(lambda *full: own_bind(eqn, full), args, moving)
 
 
 def pushforward(eqn: JaxprEqn, moving: Sequence[int]) -> ClosedJaxpr:
