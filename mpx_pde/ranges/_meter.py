@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, primitives
 
 from .._cast import widen
 from ..interpret import _tables as tables
@@ -273,9 +273,15 @@ FULL = np.dtype("float32")
 
 _PRODUCTS = {*tables.JAX_PRODUCTS, "ragged_dot_general"}
 
-# What takes its dtype from its operands and its parameters. A kernel of somebody else may exist in
-# half alone.
-_KNOWN = {*tables.TABLE, *_PRODUCTS} - tables.TYPED
+# What is known to take its dtype from its operands and its parameters: JAX's own operations, and
+# ours. A kernel of somebody else may exist in half alone.
+_OF_JAX = {
+    p.name
+    for module in (lax, primitives)
+    for attribute, p in vars(module).items()
+    if attribute.endswith("_p") and hasattr(p, "name")
+}
+_KNOWN = {*_OF_JAX, *tables.TABLE, *_PRODUCTS} - tables.TYPED
 
 
 def is_narrow(dtype: Any) -> bool:

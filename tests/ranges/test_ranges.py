@@ -253,3 +253,13 @@ def test_methods_names_and_other_leaves():
     assert report.result["n"].tolist() == [0, 2]
     places = [row.line for row in report.rows if row.primitive == "input"]
     assert places == ["function.w", "argument [0]"]
+
+
+def test_an_operation_that_the_table_leaves_out_is_evaluated_in_float32():
+    slope = jax.grad(lambda a, x: lax.igamma(a, x))
+    a, x = jnp.float16(1.5), jnp.float16(3.0)
+    report = mpx.range_report(slope)(a, x)
+    assert "igamma_grad_a" in [row.primitive for row in report.rows]
+    want = slope(jnp.float32(a), jnp.float32(x))
+    # In half it would be off by 2^-12 or so.
+    np.testing.assert_allclose(report.result, want, rtol=2.0**-20)
