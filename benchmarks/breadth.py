@@ -100,7 +100,7 @@ def run(report: Report, args: argparse.Namespace) -> None:
     if args.time:
         report.name = "breadth-time"
         for precisions, names in list(TIMED.items())[: 1 if args.quick else None]:
-            for name in names.split()[: 1 if args.quick else None]:
+            for name in (args.problems or names.split())[: 1 if args.quick else None]:
                 timed(report, name, precisions.split(), rounds=2 if args.quick else ROUNDS)
         return
     if args.page != "breadth":
