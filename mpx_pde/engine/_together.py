@@ -211,7 +211,7 @@ def _needed(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:
     needed = [*used, *(any(used) for _ in like)]
     if not any(used):
         return needed, None
-    kept = lambda xs: [x for x, is_used in zip(xs, used) if is_used]  # noqa: B905
+    kept = lambda xs: [x for x, is_used in zip(xs, used, strict=False) if is_used]
     return needed, eqn.replace(invars=[*kept(eqn.invars), *like], outvars=kept(eqn.outvars))
 
 

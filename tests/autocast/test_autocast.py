@@ -366,7 +366,7 @@ def test_report():
 
 
 def test_custom_rules_are_kept():
-    """Of integers too; other rules are those of the random programs."""
+    """Rules that take integers too. The random programs draw the others."""
 
     @jax.custom_vjp
     def reverse(w, x, n):

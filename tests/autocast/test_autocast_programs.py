@@ -376,7 +376,7 @@ EXCEPTIONS = {
 
 
 def primitives(*modules):
-    """Those that modules define whose names begin so, by name."""
+    """Returns by name the primitives of all modules whose names begin so."""
     return {
         x.name: x
         for name, module in list(sys.modules.items())
