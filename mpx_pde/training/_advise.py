@@ -31,6 +31,7 @@ from ._options import parse_options
 
 
 _CALL = "advise"
+_FULL = {"use_mixed_precision": False}
 _TOLERANCE = 0.01
 """The largest error of a recommended gradient. Noise between batches is nearly always larger."""
 _GAIN = 0.9
@@ -155,71 +156,61 @@ def advise(
     """
     start = DynamicLossScaling() if scaling is None else scaling
     Gradient.of(func, start, parse_options(_CALL, has_aux, True, None, keep_full, autocast, "half"))
-    parameters = inspect.signature(func).parameters if scaling is None else {}
-    alone = "derivatives" in parameters and parameters["derivatives"].default is inspect._empty
+    given = {"keep_full": keep_full, "autocast": autocast}
+    given = {name: option for name, option in given.items() if option is not False}
+    parameter = inspect.signature(func).parameters.get("derivatives")
+    alone = scaling is None and parameter is not None and parameter.default is parameter.empty
 
     def advice(*args: Any, **kwargs: Any) -> Advice:
         check_eager((args, kwargs), _CALL)
         kwargs = {"derivatives": None, **kwargs} if alone else kwargs
-        given = {"keep_full": keep_full, "autocast": autocast}
-        candidates = _candidates({name: x for name, x in given.items() if x is not False})
         with warnings.catch_warnings():
             # It says the same, and more.
             warnings.simplefilter("ignore", PrecisionWarning)
-            return _advice((func, start, has_aux), candidates, args, kwargs)
+            return _advice((func, start, has_aux), given, args, kwargs)
 
     return advice
 
 
-def _candidates(given: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Returns names and options of the precisions; `given` are those of half throughout."""
-    out: list[tuple[str, dict[str, Any]]] = [("float32", {"use_mixed_precision": False})]
+def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict) -> Advice:
+    """Tries the precisions on `task`: a loss, its scaling, and whether it has auxiliary output;
+    half precision throughout with the options `given`."""
+    full = _gradient(task, _FULL)
+    reference = jnp.zeros((), float).dtype.name
+    positional, keyword = in_float64((args, kwargs)) if reference == "float64" else (args, kwargs)
+    wide = full(*positional, **keyword)
+    trial = task, args, kwargs, wide
+    rows = [_advised("float32", _FULL, *trial)]
     ways = {"forward float32, backward {}": {"forward": "float32"}, "{} throughout": given}
     for (name, options), half in itertools.product(ways.items(), ("float16", "bfloat16")):
         policy = f"params=float32,compute={half},output=float32"
-        out.append((name.format(half), {"policy": policy, **options}))
-    return out
-
-
-def _advice(task: tuple, candidates: list, args: tuple, kwargs: dict) -> Advice:
-    """Tries the precisions on `task`: a loss, its scaling, and whether it has auxiliary output."""
-    rows: list[Advised] = []
-    reference, wide, width = "float32", None, 0
-    if jnp.zeros((), float).dtype == jnp.float64:
-        positional, keyword = in_float64((args, kwargs))
-        full = _gradient(task, {"use_mixed_precision": False})
-        reference, wide = "float64", full(*positional, **keyword)
-    while candidates:
-        name, options = candidates.pop(0)
-        _say(f"{_CALL}: {name}, {len(candidates)} more")
-        try:
-            row, grads, report = _advised(task, name, options, args, kwargs)
-        except Exception as error:
-            if not rows:
-                raise
-            if "throughout" in name and "autocast" not in options:
-                # Casts meet what has no half precision; autocast leaves it as it is.
-                options = {"policy": options["policy"], "autocast": True}
-                candidates.insert(0, (f"{name}, autocast", options))
-            else:
-                rows.append(Advised(name, options, failed=f"{type(error).__name__}: {error}"))
-            continue
-        width = width or report.width
-        wide = grads if wide is None else wide
-        rows.append(dataclasses.replace(row, **_compared(grads, wide)))
-    _say("")
+        rows.append(_advised(name.format(half), {"policy": policy, **options}, *trial))
     good = [r for r in rows if r.finite and r.error <= _TOLERANCE and r.vanished < _TOLERANCE]
     least = min(good, key=lambda row: row.memory, default=rows[0])
     choice = least if least.memory <= _GAIN * rows[0].memory else rows[0]
-    return Advice(tuple(rows), choice, _written(choice, task[2]), width, reference, _examples(args))
+    width = precision_report(full)(*args, **kwargs).width
+    call = _written(choice, task[2])
+    return Advice(tuple(rows), choice, call, width, reference, _examples(args))
 
 
-def _say(text: str) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{text:70}\r", end="", file=sys.stderr, flush=True)
+def _advised(name: str, options: dict[str, Any], *trial: Any) -> Advised:
+    terminal = sys.stderr.isatty()
+    print(f"\r{_CALL}: {name:60}\r" if terminal else "", end="", file=sys.stderr, flush=True)
+    try:
+        return _measured(name, options, *trial)
+    except Exception as error:
+        if options == _FULL:
+            raise
+        if "throughout" in name and "autocast" not in options:
+            # Casts meet what has no half precision; autocast leaves it as it is.
+            options = {"policy": options["policy"], "autocast": True}
+            return _advised(f"{name}, autocast", options, *trial)
+        return Advised(name, options, failed=f"{type(error).__name__}: {error}")
 
 
-def _advised(task: tuple, name: str, options: dict, args: tuple, kwargs: dict) -> tuple:
+def _measured(
+    name: str, options: dict[str, Any], task: tuple, args: tuple, kwargs: dict, wide: PyTree
+) -> Advised:
     func, scaling, has_aux = task
     if "compute=bfloat16" in options.get("policy", "") and not isinstance(scaling, Scaling):
         scaling = NoOpLossScaling()
@@ -232,27 +223,23 @@ def _advised(task: tuple, name: str, options: dict, args: tuple, kwargs: dict) -
         first = lambda x: lax.slice_in_dim(x, 0, count // 2) if eqx.is_array(x) else x
         less = gradient.lower(args[0], *jtu.tree_map(first, args[1:]), **kwargs).compile()
         each = (memory - _memory(less)) / (count - count // 2)
-    report = precision_report(gradient)(*args, **kwargs)
-    row = Advised(name, options, memory, each, half_share=report.half_share, scaling=scaling)
-    return row, compiled(*args, **kwargs), report
+    half_share = precision_report(gradient)(*args, **kwargs).half_share
+    grads = compiled(*args, **kwargs)
+    pairs = list(zip(jtu.tree_leaves(grads), jtu.tree_leaves(wide), strict=True))
+    gone = sum(int(jnp.sum((g == 0) & (w != 0))) for g, w in pairs)
+    vanished = gone / max(1, sum(int(jnp.sum(w != 0)) for _, w in pairs))
+    finite = bool(all_finite(grads))
+    error = float(apart(grads, wide)) if finite else float("nan")
+    return Advised(name, options, memory, each, error, vanished, finite, half_share, scaling)
 
 
-def _gradient(task: tuple, options: dict) -> Any:
+def _gradient(task: tuple, options: dict[str, Any]) -> Any:
     gradient = filter_value_and_grad(*task, **options)
     return eqx.filter_jit(lambda *args, **kwargs: gradient(*args, **kwargs)[-1])
 
 
 def _memory(compiled: Any) -> int:
     return int(getattr(compiled.compiled.memory_analysis(), "temp_size_in_bytes", 0))
-
-
-def _compared(grads: PyTree, wide: PyTree) -> dict[str, Any]:
-    finite = bool(all_finite(grads))
-    pairs = list(zip(jtu.tree_leaves(grads), jtu.tree_leaves(wide), strict=True))
-    gone = sum(int(jnp.sum((g == 0) & (w != 0))) for g, w in pairs)
-    there = sum(int(jnp.sum(w != 0)) for _, w in pairs)
-    error = float(apart(grads, wide)) if finite else float("nan")
-    return {"error": error, "vanished": gone / max(1, there), "finite": finite}
 
 
 def _examples(args: tuple) -> int | None:
