@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 import mpx_pde as mpx
 
-from ._problem import Problem, on_faces, uniform
+from ._problem import Problem, on_faces, quasirandom, uniform
 from ._runner import Outcome, errors_of, number
 
 
@@ -33,10 +33,10 @@ PRECISIONS = {
 """Precisions of the residual and, behind a hyphen, of the Jacobian where that is another."""
 
 STEPS = 300
-REDRAWN = 10  # steps with the same points
+REDRAWN = 30  # steps with the same points
 MARCH = 0.7  # of the steps, in which the interval of a problem that marches grows to the whole
 CANDIDATES = 8  # for each point that is chosen
-POINTS = 4  # for each parameter
+POINTS = 8  # for each parameter
 TOLD = 12  # errors that a training tells on its way
 
 
@@ -119,17 +119,18 @@ class DeepOutcome(Outcome):
 def draw(
     deep: Deep, model: Any, key: PRNGKeyArray, count: int, high: Float[Array, " coords"]
 ) -> tuple[Array, ...]:
-    """The points of the residuals: inside, up to `high`, more often where these are large."""
+    """The points of the residuals: inside, up to `high`, half of them spread evenly and the others
+    by the size of the residual there."""
     dtype = high.dtype
-    candidates = uniform(key, CANDIDATES * count, deep.low, high, dtype)
+    candidates = quasirandom(key, CANDIDATES * count, deep.low, high, dtype)
     residuals = jax.vmap(deep.residual, (None, 0))(model, candidates)
-    size = jnp.sqrt(jnp.sum(residuals.reshape(len(candidates), -1) ** 2, axis=1))
-    chance = 1 + size / jnp.mean(size)
-    noise = jax.random.gumbel(jax.random.fold_in(key, 1), chance.shape, dtype)
-    inside = candidates[jax.lax.top_k(jnp.log(chance) + noise, count)[1]]
+    size = jnp.sum(residuals.reshape(len(candidates), -1) ** 2, axis=1)
+    noise = jax.random.gumbel(jax.random.fold_in(key, 1), size.shape, dtype)
+    chosen = candidates[jax.lax.top_k(jnp.log(size) / 2 + noise, count // 2)[1]]
+    inside = jnp.concatenate([candidates[: count - count // 2], chosen])
     soft = []
     for i, (_, low, high, *axes) in enumerate(deep.soft):
-        points = partial(on_faces, axes=axes[0]) if axes else uniform
+        points = partial(on_faces, axes=axes[0], draw=quasirandom) if axes else quasirandom
         own = jax.random.fold_in(key, 2 + i)
         soft.append(points(own, max(1, count // 4), low, high, dtype=dtype))
     return (inside, *soft)

@@ -145,6 +145,26 @@ def uniform(
     return jax.random.uniform(key, shape, dtype, minval=low_corner, maxval=high_corner)
 
 
+def quasirandom(
+    key: PRNGKeyArray,
+    count: int,
+    low: Sequence[float] | Array,
+    high: Sequence[float] | Array,
+    dtype: Any = float,
+) -> Float[Array, "count coords"]:
+    """Points that fill a box more evenly than those of `uniform`: a lattice that is moved at
+    random, and whose steps are powers of a generalized golden ratio (Roberts, 2018)."""
+    low_corner, high_corner = jnp.asarray(low, dtype), jnp.asarray(high, dtype)
+    coords, ratio = len(low_corner), 2.0
+    for _ in range(64):
+        ratio = (1 + ratio) ** (1 / (coords + 1))
+    steps = (ratio ** -np.arange(1.0, coords + 1) * 2**32).astype(np.uint32)
+    index = jnp.arange(count, dtype=jnp.uint32)[:, None]
+    # Integers wrap, and lose nothing.
+    points = index * steps + jax.random.bits(key, (coords,), jnp.uint32)
+    return low_corner + (high_corner - low_corner) * (points.astype(dtype) / 2.0**32)
+
+
 def choose(
     key: PRNGKeyArray,
     points: Float32[Array, "candidates coords"],
@@ -168,9 +188,10 @@ def on_faces(
     high: Sequence[float] | Array,
     axes: Sequence[int],
     dtype: Any = float,
+    draw: Callable[..., Float[Array, "count coords"]] = uniform,
 ) -> Float[Array, "count coords"]:
     """Points on the faces of a box across `axes`, the same number (or nearly) on each."""
-    points = uniform(key, count, low, high, dtype)
+    points = draw(key, count, low, high, dtype)
     face = np.arange(count) % (2 * len(axes))
     ends = np.asarray([low, high], dtype)
     axis = np.asarray(axes)[face // 2]
