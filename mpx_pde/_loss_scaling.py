@@ -127,7 +127,28 @@ class NoOpLossScaling(AbstractLossScaling):
         return self
 
 
-class StaticLossScaling(AbstractLossScaling):
+class _ByArray(AbstractLossScaling):
+    """A loss scaling whose scale is an array."""
+
+    loss_scaling: eqx.AbstractVar[Float32[Array, ""]]
+
+    def scale(self, tree: PyTree) -> PyTree:
+        """Multiplies the floating-point leaves of `tree` by the scale.
+
+        Products are taken in float32 (float64 for float64) and rounded back to the dtype of the
+        leaf, so the scale itself is never rounded; other leaves pass through.
+        """
+        return jtu.tree_map(lambda x: multiply(x, self.loss_scaling), tree)
+
+    def unscale(self, tree: PyTree) -> PyTree:
+        """Divides the floating-point leaves of `tree` by the scale.
+
+        The result is float32 (float64 for float64); other leaves pass through.
+        """
+        return jtu.tree_map(lambda x: scaled_leaf(x, self.loss_scaling, jnp.divide), tree)
+
+
+class StaticLossScaling(_ByArray):
     """A loss scale that never changes.
 
     **Attributes:**
@@ -150,28 +171,13 @@ class StaticLossScaling(AbstractLossScaling):
         _positive_scalar(loss_scaling, "StaticLossScaling", "loss_scaling")
         self.loss_scaling = jnp.array(loss_scaling, jnp.float32)
 
-    def scale(self, tree: PyTree) -> PyTree:
-        """Multiplies the floating-point leaves of `tree` by the scale.
-
-        Products are taken in float32 (float64 for float64) and rounded back to the dtype of the
-        leaf; other leaves pass through.
-        """
-        return jtu.tree_map(lambda x: multiply(x, self.loss_scaling), tree)
-
-    def unscale(self, tree: PyTree) -> PyTree:
-        """Divides the floating-point leaves of `tree` by the scale.
-
-        The result is float32 (float64 for float64); other leaves pass through.
-        """
-        return jtu.tree_map(lambda x: scaled_leaf(x, self.loss_scaling, jnp.divide), tree)
-
     def adjust(self, grads_finite: BoolLike) -> "StaticLossScaling":
         """Returns the scaling itself."""
         check_flag(grads_finite, "StaticLossScaling.adjust", "grads_finite")
         return self
 
 
-class DynamicLossScaling(AbstractLossScaling):
+class DynamicLossScaling(_ByArray):
     """A loss scale that follows the gradients.
 
     A step with non-finite gradients divides the scale by `factor`; `period` finite steps in a row
@@ -281,21 +287,6 @@ class DynamicLossScaling(AbstractLossScaling):
     def at_minimum(self) -> Bool[Array, "*batch"]:
         """Returns whether the last step was skipped and the scale cannot fall any further."""
         return (self.loss_scaling <= self.min_loss_scaling) & (self.consecutive_skips > 0)
-
-    def scale(self, tree: PyTree) -> PyTree:
-        """Multiplies the floating-point leaves of `tree` by the scale.
-
-        Products are taken in float32 (float64 for float64) and rounded back to the dtype of the
-        leaf, so the scale itself is never rounded; other leaves pass through.
-        """
-        return jtu.tree_map(lambda x: multiply(x, self.loss_scaling), tree)
-
-    def unscale(self, tree: PyTree) -> PyTree:
-        """Divides the floating-point leaves of `tree` by the scale.
-
-        The result is float32 (float64 for float64); other leaves pass through.
-        """
-        return jtu.tree_map(lambda x: scaled_leaf(x, self.loss_scaling, jnp.divide), tree)
 
     def adjust(self, grads_finite: BoolLike) -> "DynamicLossScaling":
         """Returns the scaling for the next step.
