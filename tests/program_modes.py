@@ -63,9 +63,8 @@ def exact_sums(f, p, o):
     """All sums of derivatives at a point, each with an axis of outputs. `turn` takes directions in
     another order, which makes no difference but for a rule that is no derivative."""
     eye = jnp.eye(p.size)
-    all_dirs = sorted(
-        {dirs for s in o["sums"].values() for dirs, _ in s}, key=lambda d: (len(d), d)
-    )
+    all_dirs = {dirs for s in o["sums"].values() for dirs, _ in s}
+    all_dirs = sorted(all_dirs, key=lambda d: (len(d), d))
     turned = lambda d: jnp.roll(d, o.get("turn", 0), axis=0)
     found = {}
     for order, group in itertools.groupby(all_dirs, len):
@@ -74,10 +73,8 @@ def exact_sums(f, p, o):
         values = jax.vmap(lambda d, n=order: nested(f, list(turned(d)) if n else [])(p))(along)
         found |= dict(zip(group, values, strict=True))
     value = lambda x: x(p) if callable(x) else x
-    return {
-        name: sum(value(factor_of(factor)) * jnp.atleast_1d(found[dirs]) for dirs, factor in s)
-        for name, s in o["sums"].items()
-    }
+    one = lambda dirs, factor: value(factor_of(factor)) * jnp.atleast_1d(found[dirs])
+    return {name: sum(one(*pair) for pair in s) for name, s in o["sums"].items()}
 
 
 def order_of(s):
@@ -285,13 +282,8 @@ def draw_sampled(rng):
     counts = np.bincount(drawn, minlength=size) * size / samples
     sums = {"sum": [((i,) * order, float(c)) for i, c in enumerate(counts)], "d": [((), 1.0)]}
     spec = "laplacian" if order == 2 else [((i,) * order, 1.0) for i in range(size)]
-    return o | {
-        "call": "operator",
-        "sums": sums,
-        "operators": {"sum": spec},
-        "sampled": {"samples": samples, "replace": replace},
-        "key": key,
-    }
+    o |= {"call": "operator", "sums": sums, "operators": {"sum": spec}, "key": key}
+    return o | {"sampled": {"samples": samples, "replace": replace}}
 
 
 def draw_drop_ins(rng):

@@ -324,10 +324,8 @@ def dtypes_inside(*args, **kwargs):
 
     def func(*args, **kwargs):
         seen.extend(str(x.dtype) for x in jtu.tree_leaves((args, kwargs)) if eqx.is_array(x))
-        return sum(
-            (jnp.sum(x) for x in jtu.tree_leaves((args, kwargs)) if eqx.is_inexact_array(x)),
-            start=0,
-        )
+        floats = [x for x in jtu.tree_leaves((args, kwargs)) if eqx.is_inexact_array(x)]
+        return sum(map(jnp.sum, floats))
 
     out = mpx.force_full_precision(func)(*args, **kwargs)
     return seen, getattr(out, "dtype", None)

@@ -90,9 +90,8 @@ def test_what_a_half_cannot_hold_is_no_failure():
     """Numbers near 1e-9 vanish in float16, and nothing cancels in float32."""
     weights = (np.full((3, 4), 0.5), np.full(4, 0.5))
     lines = "q @ w[0] + 20.0", "jnp.exp(-v0)", "v1 @ w[1]"
-    case = lambda half: programs.Case(
-        "partials_half", of_point(*lines, weights=weights), OPTIONS | {"half": half}
-    )
+    program = of_point(*lines, weights=weights)
+    case = lambda half: programs.Case("partials_half", program, OPTIONS | {"half": half})
     assert programs.judge(case("float16")).status == "undecidable"
     assert programs.judge(case("bfloat16")).status == "ok"
 
@@ -118,10 +117,8 @@ def test_what_is_cast_is_judged_beside_a_cast_by_hand():
 
 def test_programs_are_reproducible():
     with programs.standard(), jax.enable_x64(True):
-        one, other = (
-            programs.draw_program(np.random.default_rng(5), MODES["partials"], OPTIONS)
-            for _ in range(2)
-        )
+        draw = lambda: programs.draw_program(np.random.default_rng(5), MODES["partials"], OPTIONS)
+        one, other = draw(), draw()
     assert one.source() == other.source()
 
 
@@ -200,9 +197,7 @@ def test_each_operation(name, family):
     assert undecided == (["huber({v})"] if (name, family) == ("partials", "reductions") else [])
 
 
-UNUSUAL = (
-    r"argmax|argsort|floor|top_k|switch|own|tilted|magnitude|1j|fill|order=|lax.reshape|^logadd"
-)
+UNUSUAL = r"argmax|argsort|floor|top_k|switch|own|tilted|magnitude|1j|fill|order=|reshape|^logadd"
 
 
 def test_unusual_operations():

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALVES, TOLERANCES, program_for_gpu, relative
+from helpers import HALVES, TOLERANCES, in_float64, program_for_gpu, relative
 from jax import lax
 
 import mpx_pde as mpx
@@ -47,10 +47,8 @@ MODEL = {
 
 
 def _scan(m, h):
-    step = lambda h, w: (
-        jnp.tanh(h @ w) + jnp.tanh(h @ (m["one"] * m["one"].dtype.type(0.5))),
-        None,
-    )
+    half = lambda w: w * w.dtype.type(0.5)
+    step = lambda h, w: (jnp.tanh(h @ w) + jnp.tanh(h @ half(m["one"])), None)
     return lax.scan(step, h, m["stack"])[0]
 
 
@@ -133,10 +131,8 @@ def test_functions_with_a_derivative_of_their_own_in_half(name, half, size):
     with mpx.half_precision(half):
         got = jax.jit(mpx.partials(fun, terms, coords="xy", outputs="u", scaling=scaling))(point)
     with jax.enable_x64(True):
-        wide = [
-            jnp.asarray(np.asarray(x.astype(jnp.float32), np.float64)) for x in (first, weights)
-        ]
-        p = jnp.asarray(np.asarray(point, np.float64))
+        wide = in_float64((first, weights.astype(jnp.float32)))
+        p = in_float64(point)
         fun = lambda p: of_their_own(name, p, *wide)
         value, slopes, bends = jax.jit(lambda p: (fun(p), jax.grad(fun)(p), jax.hessian(fun)(p)))(p)
         want = [value, slopes[0], bends[0, 1], bends[0, 0]]
@@ -326,9 +322,8 @@ def test_layers_that_differ_are_not_taken_for_one(differ):
     weights = [jax.random.normal(k, (8, 8)) / 2 for k in jax.random.split(jax.random.key(0), 5)]
 
     def ours(weights):
-        d = mpx.partials(lambda p: deep(ALIKE[differ], weights, p), ["u_xx", "u_y"], **COORDS)(
-            POINT
-        )
+        fun = lambda p: deep(ALIKE[differ], weights, p)
+        d = mpx.partials(fun, ["u_xx", "u_y"], **COORDS)(POINT)
         return d["u_xx"] + d["u_y"]
 
     def jaxs(weights):

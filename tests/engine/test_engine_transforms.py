@@ -116,14 +116,9 @@ def test_no_leaks_with_the_forward_pass_in_full():
 
     def residual(model, x, *, derivatives):
         def at(p):
-            terms = mpx.linear_operator(
-                model,
-                {"op": {"x": x[0, 0], "yy": lambda p: p[0]}},
-                coords="xy",
-                outputs="u",
-                scaling=derivatives,
-            )
-            return terms(p)["op_u"]
+            spec = {"op": {"x": x[0, 0], "yy": lambda p: p[0]}}
+            names = {"coords": "xy", "outputs": "u"}
+            return mpx.linear_operator(model, spec, **names, scaling=derivatives)(p)["op_u"]
 
         return jnp.mean((jax.vmap(at)(x) - 1) ** 2)
 
@@ -171,9 +166,8 @@ def test_loops_with_derivatives_that_the_loss_does_not_use():
     """JAX cannot transpose a loop of whose outputs some have cotangents that are zero by symbol."""
     w, p = jnp.arange(1.0, 5.0), jnp.array([0.8, 0.5])
     network = lambda w, p: jnp.sum(jax.lax.map(jnp.sin, (p[0] + 2 * p[1]) * w))
-    terms = lambda w: mpx.partials(
-        lambda p: network(w, p), ["u_x", "u_y"], coords="xy", outputs="u"
-    )(p)
+    names = {"coords": "xy", "outputs": "u"}
+    terms = lambda w: mpx.partials(lambda p: network(w, p), ["u_x", "u_y"], **names)(p)
     want = jax.grad(lambda w: jax.grad(network, 1)(w, p)[0])(w)
     np.testing.assert_allclose(jax.grad(lambda w: terms(w)["u_x"])(w), want, rtol=1e-5)
 

@@ -158,15 +158,11 @@ def test_gradients_inside_of_shard_map(how):
     """JAX sums the gradients of what is the same on all devices; the sum has to be asked for."""
     model = nn.FNO(1, 1, 4, 1, (4, 4), key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (4, 1, 8, 8))
-    arrays, static = eqx.partition(
-        mpx.cast_to_float16(model) if how == "plain" else model, eqx.is_array
-    )
+    model = mpx.cast_to_float16(model) if how == "plain" else model
+    arrays, static = eqx.partition(model, eqx.is_array)
     loss = lambda model, x: jnp.mean((jax.vmap(model)(x) - jnp.sin(x)) ** 2)
-    options = {
-        "cast": {"keep_full": (False, True)},
-        "autocast": {"autocast": True},
-        "forward": {"forward": "float32"},
-    }
+    options = {"cast": {"keep_full": (False, True)}, "autocast": {"autocast": True}}
+    options["forward"] = {"forward": "float32"}
 
     def gradient(arrays, x, **axis):
         if how == "plain":

@@ -101,26 +101,22 @@ def weighted(fun, output):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("modes", "grid", "factorization"),
-    [(*case, None) for case in CASES] + [(*CASES[2], "cp")],
+    ("modes", "grid", "factorization"), [(*case, None) for case in CASES] + [(*CASES[2], "cp")]
 )
 def test_values_and_gradients_are_those_of_the_definition(modes, grid, factorization):
     layer = make(modes, factorization=factorization, rank=3)
     x = field(3, *grid)
     definition = lambda w, x: by_definition(w, modes, x)
     loss = weighted(definition, (4, *grid))
-    want, slopes = oracle(
-        lambda w, x: (definition(w, x), jax.grad(loss, argnums=(0, 1))(w, x)), layer.weight, x
-    )
+    both = lambda w, x: (definition(w, x), jax.grad(loss, argnums=(0, 1))(w, x))
+    want, slopes = oracle(both, layer.weight, x)
     for method in METHODS:
 
         @jax.jit
         def run(w, x, method=method):
-            this = eqx.tree_at(lambda m: m.weight, make(modes, method=method), w)
-            return this(x), jax.grad(
-                weighted(lambda w, x: eqx.tree_at(lambda m: m.weight, this, w)(x), (4, *grid)),
-                argnums=(0, 1),
-            )(w, x)
+            layer = make(modes, method=method)
+            of_weight = lambda w, x: eqx.tree_at(lambda m: m.weight, layer, w)(x)
+            return of_weight(w, x), jax.grad(weighted(of_weight, (4, *grid)), (0, 1))(w, x)
 
         y, gradient = run(layer.weight, x)
         assert y.dtype == jnp.float32
@@ -264,8 +260,7 @@ STABILIZED = {
     "hard_clip": lambda x: np.clip(x, -1, 1),
     "soft_clip": lambda x: 8 * np.tanh(x / 8),
     "sigma_clip": lambda x: np.clip(
-        x,
-        *(x.mean((1, 2), keepdims=True) + s * 2 * x.std((1, 2), keepdims=True) for s in (-1, 1)),
+        x, *(x.mean((1, 2), keepdims=True) + s * 2 * x.std((1, 2), keepdims=True) for s in (-1, 1))
     ),
 }
 
