@@ -194,3 +194,14 @@ def relative(got: Any, want: Any) -> float:
 def running(scaling):
     """That of a run that has taken a step: its scale falls by its factor, and not faster."""
     return eqx.tree_at(lambda s: s.taken_steps, scaling, jnp.ones_like(scaling.taken_steps))
+
+
+def scaler(exponent: int, **options: Any) -> Any:
+    """A dynamic scaling at a power of two, of a run that has taken a step."""
+    return running(mpx.DynamicLossScaling(2.0**exponent, **options))
+
+
+def products(fun: Any, *args: Any) -> list[Any]:
+    """The equations of a function that multiply, and its Fourier transforms."""
+    names = ("mixed_dot_general", "dot_general", "fft", "conv_general_dilated")
+    return [e for e in equations(jax.make_jaxpr(fun)(*args)) if e.primitive.name in names]

@@ -20,15 +20,10 @@ pdequinox = pytest.importorskip("pdequinox")
 
 # jinns filters this warning of Equinox about its classes where it is imported; pytest forgets that.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Using `field:UserWarning")]
+# Foreign code mixes dtypes and ranks as JAX's defaults allow, which its users have.
+pytestmark += [pytest.mark.usefixtures("standard_promotion")]
 
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-
-
-@pytest.fixture(autouse=True)
-def foreign_code():
-    """It mixes dtypes and ranks as JAX's defaults allow, which its users have."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def products(report):

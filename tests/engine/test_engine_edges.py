@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from helpers import HALVES, TOLERANCES, in_float64, program_for_gpu, relative
 from jax import lax
+from program_operations import magnitude, swish
 
 import mpx_pde as mpx
 from mpx_pde.engine._evaluate import Evaluator
@@ -81,30 +82,11 @@ def test_loops_of_a_network_in_half_multiply_in_half(loop, half):
     assert relative(got, want) < {"float16": 2.0**-8, "bfloat16": 2.0**-5}[half]
 
 
-@jax.custom_jvp
-def bent(x):
-    return x * jnp.tanh(x)
-
-
-@bent.defjvp
-def _(primals, tangents):
-    (x,), (t,) = primals, tangents
-    return bent(x), (jnp.tanh(x) + x / jnp.cosh(x) ** 2) * t
-
-
-@jax.custom_jvp
-def magnitude(z):
-    return jnp.abs(z) ** 2
-
-
-magnitude.defjvp(lambda p, t: (magnitude(*p), 2 * jnp.real(jnp.conj(p[0]) * t[0])))
-
-
 # JAX's own and the user's, of one entry and of all, called inside of others.
 OF_THEIR_OWN = {
     "relu6": lambda h: h * jax.nn.relu6(3 * h + 1),
     "softmax": lambda h: h * jax.nn.softmax(h),
-    "in a jit": jax.jit(lambda h: bent(h + 1) - jax.nn.relu(h)),
+    "in a jit": jax.jit(lambda h: swish(h + 1) - jax.nn.relu(h)),
     "complex": lambda h: magnitude(h.astype("c16" if h.dtype == jnp.float64 else "c8") + 1j),
     # A sum into places holds a program too: that of two numbers.
     "scatter": lambda h: h.at[jnp.array([0, 3])].add(h[1:3] * h[2:4]),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers import relative
 from jax.sharding import PartitionSpec
+from program_operations import newton, own
 
 import mpx_pde as mpx
 
@@ -172,19 +173,11 @@ def test_loops_with_derivatives_that_the_loss_does_not_use():
     np.testing.assert_allclose(jax.grad(lambda w: terms(w)["u_x"])(w), want, rtol=1e-5)
 
 
-def root(h):
-    """Newton's steps to the root of `1 + h**2`."""
-    step = lambda c: (c[0] + 1, (c[1] + (1 + h * h) / c[1]) / 2)
-    return jax.lax.while_loop(lambda c: c[0] < 6, step, (0, 1 + h * h))[1]
-
-
-own_root = jax.custom_jvp(root)
-own_root.defjvp(lambda p, t: jax.jvp(root, p, t))
 rooted = jax.custom_jvp(lambda h: jnp.sqrt(1 + h * h))
-rooted.defjvp(lambda p, t: (rooted(*p), p[0] / root(p[0]) * t[0]))
+rooted.defjvp(lambda p, t: (rooted(*p), p[0] / newton(p[0]) * t[0]))
 
 
-@pytest.mark.parametrize("root", [root, own_root, rooted], ids=["root", "own_root", "rooted"])
+@pytest.mark.parametrize("root", [newton, own(newton), rooted], ids=["newton", "own", "rooted"])
 @pytest.mark.parametrize("forward", ["float32", "bfloat16_x3"])
 def test_a_while_loop_of_what_a_layer_takes_too(forward, root):
     """It has no derivative in reverse mode, and needs none: it depends on no parameter."""

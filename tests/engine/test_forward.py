@@ -14,6 +14,9 @@ import mpx_pde as mpx
 from mpx_pde import nn
 
 
+# Foreign networks are written for JAX's default promotion.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 # The error of a gradient that is evaluated in half at values that are not: a few roundings of 2^-11
 # and of 2^-8 one after another, most of which average out.
 TOLERANCES = {"float16": 2.0**-9, "bfloat16": 2.0**-6}
@@ -107,13 +110,6 @@ def assert_nearly(loss, model, batch, half, rtol=2.0**-21, least=2.0**-20):
     np.testing.assert_allclose(value, want, rtol=rtol)
     assert jax.tree.structure(grads) == jax.tree.structure(want_grads)
     assert least <= relative(grads, want_grads) < TOLERANCES[half]
-
-
-@pytest.fixture(autouse=True)
-def as_users_promote():
-    """Foreign networks are written for JAX's default promotion."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import equations, relative
+from helpers import products, relative
 from jax.sharding import PartitionSpec as P
 
 import mpx_pde as mpx
@@ -107,12 +107,6 @@ def test_one_set_of_weights_on_many_grids():
         step = np.gcd(n, 64)
         got = evaluate(model, fields(n))[:, :, :: n // step, :: n // step]
         assert relative(got, want[:, :, :: 64 // step, :: 64 // step]) < 1e-2
-
-
-def products(fun, *args):
-    names = ("mixed_dot_general", "dot_general", "fft", "conv_general_dilated")
-    jaxpr = jax.make_jaxpr(fun)(*args)
-    return [e for e in equations(jaxpr) if e.primitive.name in names]
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import equations
+from helpers import products
 
 import mpx_pde as mpx
 from mpx_pde import nn
@@ -157,22 +157,19 @@ def test_a_finer_grid_interpolates_with_all_modes_kept(grid, method):
     assert_close(coarse, call(twice, x)[:, *(slice(None, None, 2) for _ in grid)], 1e-5)
 
 
-def products(fun, *args):
-    """The equations of products and FFTs of a function and its gradient."""
-    arrays, static = eqx.partition(args, eqx.is_array)
-    loss = lambda a: jnp.sum(fun(*eqx.combine(a, static)).astype(jnp.float32) ** 2)
-    jaxpr = jax.make_jaxpr(jax.value_and_grad(loss))(arrays)
-    names = ("mixed_dot_general", "dot_general", "fft", "conv_general_dilated")
-    return [e for e in equations(jaxpr) if e.primitive.name in names]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("factorization", [None, "cp"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_products_alone_in_both_passes(dtype, factorization):
     layer = mpx.cast_tree(make((6, 6), factorization=factorization, method="dft"), dtype)
     x = field(5, 3, 12, 12).astype(dtype)
-    found = products(lambda m, x: jax.vmap(m)(x), layer, x)
+    arrays, static = eqx.partition((layer, x), eqx.is_array)
+
+    def loss(arrays):
+        layer, x = eqx.combine(arrays, static)
+        return jnp.sum(jax.vmap(layer)(x).astype(jnp.float32) ** 2)
+
+    found = products(jax.value_and_grad(loss), arrays)
     factors = 2 if factorization else 1
     # Two transforms each way and the weights; as many again for the field's cotangent, and one
     # for that of each weight.

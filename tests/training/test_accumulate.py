@@ -10,14 +10,10 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 import pytest
-from helpers import HALVES, avals, running, tree_equal_bits
+from helpers import HALVES, avals, scaler, tree_equal_bits
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
-
-
-def scaler(exponent, **kwargs):
-    return running(mpx.DynamicLossScaling(2.0**exponent, **kwargs))
 
 
 def batch():

@@ -17,7 +17,7 @@ import jmp
 import numpy as np
 import optax
 import pytest
-from helpers import HALVES, avals, relative, running, tree_equal_bits
+from helpers import HALVES, avals, relative, running, scaler, tree_equal_bits
 from jax import export, lax
 from jax.sharding import AxisType, PartitionSpec as P
 
@@ -45,10 +45,6 @@ def batch(n=16):
     x = jnp.linspace(-1, 1, 2 * n).reshape(n, 2)
     # Far from what the network gives, so that no mean of residuals cancels.
     return x, jnp.sin(3 * x[:, :1]) + 2
-
-
-def scaler(exponent, **kwargs):
-    return running(mpx.DynamicLossScaling(2.0**exponent, **kwargs))
 
 
 # --- The scale comes in and goes out exactly -----------------------------------------------------
