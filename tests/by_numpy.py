@@ -48,9 +48,7 @@ def _slice(x, *, start_indices, limit_indices, strides):
 
 
 def _dynamic_slice(x, *starts, slice_sizes):
-    starts = [
-        min(max(int(i), 0), n - m) for i, n, m in zip(starts, x.shape, slice_sizes, strict=True)
-    ]
+    starts = np.clip(np.array(starts, int), 0, np.subtract(x.shape, slice_sizes, dtype=int))
     return x[tuple(slice(i, i + m) for i, m in zip(starts, slice_sizes, strict=True))]
 
 

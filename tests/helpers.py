@@ -82,11 +82,8 @@ def tree_allclose(a: Any, b: Any, computed_in: str | None = None) -> bool:
 
 def avals(tree: Any) -> list[tuple[str, bool]]:
     """What a jitted function compiles for: type and weak type of each array leaf."""
-    return [
-        (str(jax.typeof(x)).lstrip("~"), bool(getattr(x, "weak_type", False)))
-        for x in jtu.tree_leaves(tree)
-        if eqx.is_array(x)
-    ]
+    arrays = [x for x in jtu.tree_leaves(tree) if eqx.is_array(x)]
+    return [(str(jax.typeof(x)).lstrip("~"), bool(getattr(x, "weak_type", False))) for x in arrays]
 
 
 def equations(jaxpr: Any) -> Iterator[Any]:
@@ -94,22 +91,20 @@ def equations(jaxpr: Any) -> Iterator[Any]:
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     for equation in jaxpr.eqns:
         yield equation
-        for parameter in jtu.tree_leaves(
-            list(equation.params.values()), is_leaf=lambda x: hasattr(x, "eqns") or _is_closed(x)
-        ):
-            if hasattr(parameter, "eqns") or _is_closed(parameter):
+        for parameter in jtu.tree_leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(parameter):
                 yield from equations(parameter)
 
 
-def _is_closed(x: Any) -> bool:
-    return isinstance(x, jex.core.ClosedJaxpr)
+def _is_jaxpr(x: Any) -> bool:
+    return hasattr(x, "eqns") or isinstance(x, jex.core.ClosedJaxpr)
 
 
 def normal(seed: int, shape: tuple[int, ...], scale: float = 1.0) -> jax.Array:
     return scale * jax.random.normal(jax.random.key(seed), shape)
 
 
-def assert_products_are_half(fun: Any, *args: Any, half: str = "float16") -> list[str]:
+def assert_half(fun: Any, *args: Any, half: str = "float16") -> list[str]:
     """Every product that the compiler sees, in whatever `fun` does, is half × half."""
     return products_are_half(program_for_gpu(jax.jit(fun), *args), half)
 
@@ -167,9 +162,8 @@ def coordinate_mlp(model: Any, point: Any) -> Any:
 
 def in_float64(tree: Any) -> Any:
     """A tree with its floating-point arrays in float64, under 64-bit types."""
-    return jax.tree.map(
-        lambda x: jnp.asarray(np.asarray(x, np.float64)) if eqx.is_inexact_array(x) else x, tree
-    )
+    wide = lambda x: jnp.asarray(np.asarray(x, np.float64)) if eqx.is_inexact_array(x) else x
+    return jax.tree.map(wide, tree)
 
 
 def training_step(loss: Any, optimizer: Any, **options: Any) -> Any:
@@ -200,3 +194,14 @@ def relative(got: Any, want: Any) -> float:
 def running(scaling):
     """That of a run that has taken a step: its scale falls by its factor, and not faster."""
     return eqx.tree_at(lambda s: s.taken_steps, scaling, jnp.ones_like(scaling.taken_steps))
+
+
+def scaler(exponent: int, **options: Any) -> Any:
+    """A dynamic scaling at a power of two, of a run that has taken a step."""
+    return running(mpx.DynamicLossScaling(2.0**exponent, **options))
+
+
+def products(fun: Any, *args: Any) -> list[Any]:
+    """The equations of a function that multiply, and its Fourier transforms."""
+    names = ("mixed_dot_general", "dot_general", "fft", "conv_general_dilated")
+    return [e for e in equations(jax.make_jaxpr(fun)(*args)) if e.primitive.name in names]

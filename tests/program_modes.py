@@ -63,9 +63,8 @@ def exact_sums(f, p, o):
     """All sums of derivatives at a point, each with an axis of outputs. `turn` takes directions in
     another order, which makes no difference but for a rule that is no derivative."""
     eye = jnp.eye(p.size)
-    all_dirs = sorted(
-        {dirs for s in o["sums"].values() for dirs, _ in s}, key=lambda d: (len(d), d)
-    )
+    all_dirs = {dirs for s in o["sums"].values() for dirs, _ in s}
+    all_dirs = sorted(all_dirs, key=lambda d: (len(d), d))
     turned = lambda d: jnp.roll(d, o.get("turn", 0), axis=0)
     found = {}
     for order, group in itertools.groupby(all_dirs, len):
@@ -74,10 +73,8 @@ def exact_sums(f, p, o):
         values = jax.vmap(lambda d, n=order: nested(f, list(turned(d)) if n else [])(p))(along)
         found |= dict(zip(group, values, strict=True))
     value = lambda x: x(p) if callable(x) else x
-    return {
-        name: sum(value(factor_of(factor)) * jnp.atleast_1d(found[dirs]) for dirs, factor in s)
-        for name, s in o["sums"].items()
-    }
+    one = lambda dirs, factor: value(factor_of(factor)) * jnp.atleast_1d(found[dirs])
+    return {name: sum(one(*pair) for pair in s) for name, s in o["sums"].items()}
 
 
 def order_of(s):
@@ -285,13 +282,8 @@ def draw_sampled(rng):
     counts = np.bincount(drawn, minlength=size) * size / samples
     sums = {"sum": [((i,) * order, float(c)) for i, c in enumerate(counts)], "d": [((), 1.0)]}
     spec = "laplacian" if order == 2 else [((i,) * order, 1.0) for i in range(size)]
-    return o | {
-        "call": "operator",
-        "sums": sums,
-        "operators": {"sum": spec},
-        "sampled": {"samples": samples, "replace": replace},
-        "key": key,
-    }
+    o |= {"call": "operator", "sums": sums, "operators": {"sum": spec}, "key": key}
+    return o | {"sampled": {"samples": samples, "replace": replace}}
 
 
 def draw_drop_ins(rng):
@@ -428,55 +420,26 @@ def draw_cast(rng):
     return {"keep_full": (False, *[True] * 6)} if rng.random() < 0.7 else {}
 
 
+_DERIVATIVES = exact_derivatives, library_derivatives, derivative_units
+_RESIDUAL = exact_residual, library_residual, forward_units
+_LOSS = exact_loss, library_loss, forward_units
+_draw_few = draw_half(lambda rng: draw_partials(rng, highest=3))
+_draw_forward = draw_loss(lambda rng: {"forward": str(rng.choice(FORWARDS))})
+
 MODES = {
-    "partials": Mode(
-        "point", draw_partials, exact_derivatives, library_derivatives, derivative_units
-    ),
-    "partials64": Mode(
-        "point", draw_partials, exact_derivatives, library_derivatives, wide_units, wide=True
-    ),
-    "partials_half": Mode(
-        "point",
-        draw_half(lambda rng: draw_partials(rng, highest=3)),
-        exact_derivatives,
-        library_derivatives,
-        derivative_units,
-    ),
-    "laplacian": Mode(
-        "point", draw_laplacian, exact_derivatives, library_derivatives, derivative_units
-    ),
-    "laplacian_half": Mode(
-        "point", draw_half(draw_laplacian), exact_derivatives, library_derivatives, derivative_units
-    ),
-    "operator": Mode(
-        "point", draw_operator, exact_derivatives, library_derivatives, derivative_units
-    ),
-    "sampled": Mode(
-        "point", draw_sampled, exact_derivatives, library_derivatives, derivative_units
-    ),
+    "partials": Mode("point", draw_partials, *_DERIVATIVES),
+    "partials64": Mode("point", draw_partials, *_DERIVATIVES[:2], wide_units, wide=True),
+    "partials_half": Mode("point", _draw_few, *_DERIVATIVES),
+    "laplacian": Mode("point", draw_laplacian, *_DERIVATIVES),
+    "laplacian_half": Mode("point", draw_half(draw_laplacian), *_DERIVATIVES),
+    "operator": Mode("point", draw_operator, *_DERIVATIVES),
+    "sampled": Mode("point", draw_sampled, *_DERIVATIVES),
     "drop_ins": Mode("point", draw_drop_ins, exact_drop_ins, drop_ins, derivative_units),
-    "scaled": Mode("point", draw_scaled, exact_residual, library_residual, forward_units),
-    "forward_residual": Mode(
-        "point", draw_forward_residual, exact_residual, library_residual, forward_units
-    ),
-    "accumulated": Mode("point", draw_accumulated, exact_residual, library_residual, forward_units),
-    "forward": Mode(
-        "loss",
-        draw_loss(lambda rng: {"forward": str(rng.choice(FORWARDS))}),
-        exact_loss,
-        library_loss,
-        forward_units,
-    ),
-    "forward64": Mode(
-        "loss",
-        draw_loss(lambda rng: {"forward": "float64"}),
-        exact_loss,
-        library_loss,
-        forward_units,
-        wide=True,
-    ),
-    "cast": Mode("loss", draw_loss(draw_cast), exact_loss, library_loss, forward_units),
-    "autocast": Mode(
-        "loss", draw_loss(lambda rng: {"autocast": True}), exact_loss, library_loss, forward_units
-    ),
+    "scaled": Mode("point", draw_scaled, *_RESIDUAL),
+    "forward_residual": Mode("point", draw_forward_residual, *_RESIDUAL),
+    "accumulated": Mode("point", draw_accumulated, *_RESIDUAL),
+    "forward": Mode("loss", _draw_forward, *_LOSS),
+    "forward64": Mode("loss", draw_loss(lambda rng: {"forward": "float64"}), *_LOSS, wide=True),
+    "cast": Mode("loss", draw_loss(draw_cast), *_LOSS),
+    "autocast": Mode("loss", draw_loss(lambda rng: {"autocast": True}), *_LOSS),
 }

@@ -101,9 +101,7 @@ def logaddexp(x, y):
     return jnp.sin(x) * y
 
 
-logaddexp.defjvp(
-    lambda p, t: (logaddexp(*p), jnp.cos(p[0]) * p[1] * t[0] + jnp.sin(p[0]) * t[1]),
-)
+logaddexp.defjvp(lambda p, t: (logaddexp(*p), jnp.cos(p[0]) * p[1] * t[0] + jnp.sin(p[0]) * t[1]))
 
 
 def own(body):
@@ -119,10 +117,7 @@ def huber(v):
     return jnp.sum(v * v / (jnp.sqrt(1 + v * v) + 1))
 
 
-huber.defvjp(
-    lambda v: (huber(v), v),
-    lambda v, g: (g * v / jnp.sqrt(1 + v * v),),
-)
+huber.defvjp(lambda v: (huber(v), v), lambda v, g: (g * v / jnp.sqrt(1 + v * v),))
 
 
 def running(v):
@@ -235,27 +230,18 @@ jnp.exp({x} / 4)
 jnp.log(1.5 + {x} ** 2)
 jnp.log1p({x} * {x})
 jnp.sqrt(1 + {x} ** 2)
-lax.rsqrt(1 + {x} * {x})
 jnp.cbrt(2 + jnp.sin({x}))
-jnp.abs({x})
 {x} ** 2
 {x} ** 3
-{x} * {x} * {x}
 lax.integer_pow({x}, 5)
 jnp.power(2 + jnp.sin({x}), 1.5)
-(1 + {x} ** 2) ** -0.5
 2.0 ** {x}
 1 / (1 + {x} ** 2)
-jnp.where({x} > 0, {x}, jnp.expm1({x}))
 jnp.where(jnp.abs({x}) < 1e-3, 1.0, jnp.sin({x}) / {x})
 jnp.maximum({x}, 0.1 * {x})
-jnp.minimum({x}, {c})
 jnp.clip({x}, -1, 1)
-jnp.sign({x}) * {x} ** 2
 {x} - jnp.floor({x})
 jnp.mod({x}, 1.0)
-lax.erf({x})
-lax.logistic({x})
 jnp.arctan({x})
 jnp.arcsinh({x})
 jnp.hypot({x}, 1.0)
@@ -268,7 +254,6 @@ jax.nn.gelu({x}, approximate=False)
 jax.nn.silu({x})
 jax.nn.softplus({x})
 jax.nn.relu({x}) ** 2
-jax.nn.relu({x})
 jax.nn.elu({x})
 jax.nn.leaky_relu({x})
 jax.nn.mish({x})
@@ -280,9 +265,7 @@ newton({x})
 jax.jit(lambda e: jnp.sin(e) * e)({x})
 jax.checkpoint(lambda e: jnp.tanh(e) * e)({x})
 {x}.astype(jnp.float32)
-jnp.nan_to_num({x})
 jnp.asarray({x}) * np.float32(0.5)
-lax.map(jnp.sin, {a})
 -{x}
 {x} - {c}
 {x} * {c}
@@ -290,7 +273,6 @@ lax.map(jnp.sin, {a})
 {x} * lax.stop_gradient({x})
 jnp.exp2({x} / 2)
 jnp.log2(1.5 + {x} ** 2)
-jnp.log10(1.5 + {x} ** 2)
 jnp.arcsin(jnp.tanh({x}) / 1.5)
 jnp.arccos(jnp.sin({x}) / 1.5)
 jnp.arctanh(jnp.tanh({x}) / 2)
@@ -299,25 +281,14 @@ jnp.sinh({x} / 2)
 lax.erfc({x})
 jax.scipy.special.erfinv(jnp.tanh({x}) / 2)
 jax.scipy.special.gammaln(2 + {x} ** 2)
-jax.scipy.special.xlogy(1 + {x} ** 2, 1 + {x} ** 2)
 jax.scipy.special.entr(1 + {x} ** 2)
 jax.scipy.special.i0e({x})
 jax.scipy.special.log_ndtr({x})
 jnp.float_power(2 + jnp.sin({x}), 0.3)
-(2 + {x} ** 2) ** {c}
-jnp.fmod({x}, 0.7)
 jnp.copysign({x}, -1.0)
 jnp.modf({x})[0]
 jnp.round({x}, 1) * {x}
-jnp.deg2rad({x}) * 9
-jnp.reciprocal(2 + jnp.sin({x}))
 jax.nn.celu({x})
-jax.nn.hard_tanh({x})
-jax.nn.hard_swish({x})
-jax.nn.relu6({x})
-jax.nn.soft_sign({x})
-jax.nn.squareplus({x})
-jax.nn.log_sigmoid({x})
 jax.nn.sparse_plus({x})
 jnp.select([{x} > 1, {x} > 0], [{x} ** 2, jnp.sin({x})], 0.1 * {x})
 jnp.piecewise({x}, [{x} < 0], [lambda e: e**2, lambda e: 0.3 * e])
@@ -343,12 +314,9 @@ PAIRS = """
 {x} / (1 + {b} ** 2)
 jnp.where({x} > {b}, {x}, {b} ** 2)
 jnp.maximum({x}, {b})
-jnp.arctan2({x}, 2 + {b} ** 2)
 jnp.logaddexp({x}, {b})
 jnp.power(1 + {x} ** 2, jnp.tanh({b}))
-lax.select({x} > 0, {x}, {b})
 jnp.hypot({x}, 1 + {b})
-{x} + 0.1 * {b} ** 2
 jnp.fmod({x}, 1 + {b} ** 2)
 jnp.copysign({x}, {b})
 jnp.ldexp({x}, 2) / (4 + {b} ** 2)
@@ -365,20 +333,15 @@ jnp.imag((1j * {x} + {b}) ** 3)
 """
 
 SCALARS_AND_ARRAYS = """
-{s} * jnp.tanh({a})
 {s} * {a}
-{a} - {s} ** 2
 {a} + {s}
 (1 - {s}) * {a}
-{a} / (1 + {s} ** 2)
 jnp.where({s} > 0, {a}, -{a})
-jnp.exp(-(({a} - {s}) ** 2))
 jnp.maximum({a}, {s})
 {s} ** jnp.arange(4)
 {s} * jnp.arange(4)
 jnp.array([{s}, {s} ** 2, 1.0])
 jnp.full(4, {s}) * jnp.linspace(0.0, 1.0, 4)
-jnp.concatenate([{v}, {s}[None]])
 {v}.at[{i}].set({s})
 {v}.at[{i}].add({s})
 {v}.at[{i}].multiply({s})
@@ -389,12 +352,10 @@ lax.dynamic_slice({v}, (jnp.floor(3 * {s}).astype(int),), (2,))
 {v}[jnp.clip(jnp.floor(3 * {s}).astype(int), 0, 1)]
 lax.dynamic_update_slice({v}, {s}[None], (1,))
 jax.vmap(lambda e: jnp.sin({s} * e))({v})
-jax.vmap(lambda e, s: s * jnp.tanh(e), (0, None))({v}, {s})
 jnp.stack([{s}, {s} * {s}, jnp.sin({s})])
 fourier({s})
 jnp.where(jnp.arange({n}) < 2, {s}, {v})
 jnp.polyval({v}, {s} / 2)
-{a} * lax.rsqrt(1 + {s} ** 2)
 jnp.heaviside({s}, 0.5) * {a}
 jnp.clip({a}, {s}, {s} + 1)
 {s} - {a} / (2 + {s} ** 2)
@@ -410,8 +371,6 @@ jnp.mod({a}, 1 + {s} ** 2)
 {v}.at[1:].add({s})
 jnp.insert({v}, 1, {s})
 jnp.append({s}, {v})
-jnp.broadcast_to({s}, (2, 3)) * jnp.arange(3)
-jnp.sum(jnp.full((2, 3), {s}) * jnp.arange(3), 0)
 jnp.vander(jnp.stack([{s}, {s} ** 2]), 3)
 lax.dynamic_update_slice({v}, {s}[None], (jnp.floor(2 * jnp.abs({s})).astype(int),))
 lax.dynamic_index_in_dim({v}, jnp.floor(2 * jnp.abs({s})).astype(int), keepdims=False)
@@ -434,45 +393,28 @@ jnp.mean({a})
 jnp.var({a})
 jnp.std({a})
 jnp.max({a})
-jnp.min({a})
 jnp.prod(jnp.cos({v}))
 jnp.linalg.norm({v})
-jnp.sqrt(jnp.mean({a} ** 2) + 1e-6)
 jax.nn.logsumexp({v})
-jnp.vdot({v}, {u})
 {v} @ {u}
 {v}[{i}]
-{v}[-1]
 {v}[jnp.argmax(jnp.abs({v}))]
-jnp.sum(jnp.where({v} > 0, {v}, 0.0))
 jnp.median({v})
-jnp.trace({m})
-{m}[{i}, 0]
 huber({v})
 jnp.linalg.det(positive({m}))
 jnp.var({v}, ddof=1)
 jnp.var(2 * {m}, axis=(0, 1))
 jnp.std(1e2 + {v})
-jnp.linalg.norm({v}, 1)
-jnp.linalg.norm({v}, jnp.inf)
 jnp.linalg.norm({m})
 jnp.sum({v}, where={v} > 0)
 jnp.mean({v}, where=jnp.arange({n}) > 0)
-jnp.max({v}, initial=0.1)
 jnp.ptp({v})
-jnp.average({v}, weights=0.1 + {u} ** 2)
 jnp.quantile({v}, 0.3)
-jnp.trapezoid({v})
 jnp.nanmean({v})
 jnp.max({m}, axis=(0, 1))
-lax.reduce({v}, 0.0, lax.add, (0,))
-lax.reduce({v}, -jnp.inf, lax.max, (0,))
-jnp.add.reduce({v})
 jax.scipy.special.logsumexp({v}, b=0.5 + {u} ** 2)
 jax.nn.one_hot(jnp.argmax({v}), {n}) @ {v}
-jnp.linalg.slogdet(positive({m}))[1]
 jnp.linalg.eigvalsh(positive({m}))[-1]
-jax.vjp(jnp.tanh, {v})[1]({u})[0].sum()
 """
 
 VECTORS = """
@@ -485,14 +427,10 @@ jnp.sort({v})
 {v}[jnp.argsort({v})]
 jnp.take_along_axis({v}, jnp.argsort({u}), 0)
 lax.top_k({v}, 2)[0]
-jnp.roll({v}, 1)
 {v}[::-1]
 {v}[1:] - {v}[:-1]
 jnp.pad({v}, 1)
 {v}[:2]
-jnp.diff({v})
-jnp.concatenate([jnp.sin({v}), {u}])
-jnp.stack([{v}, {u}]).sum(0)
 layer_norm({v})
 rms_norm({v})
 {v} / jnp.linalg.norm({v})
@@ -506,7 +444,6 @@ lax.associative_scan(jnp.add, {v})
 jnp.convolve({v}, jnp.array([0.25, 0.5, 0.25]), mode="same")
 jnp.fft.rfft({v}).real
 jnp.fft.irfft(jnp.fft.rfft({v}) * 0.5, {n})
-{v} - jnp.mean({v})
 {v} - lax.stop_gradient(jnp.max({v}))
 {v}.at[0].set(0.0)
 {v}.at[jnp.array([0, 1])].add({u}[:2])
@@ -514,10 +451,8 @@ jnp.interp({v}, jnp.linspace(-2.0, 2.0, 5), jnp.array([0.0, 1.0, 0.5, -1.0, 2.0]
 lax.cumsum({v}, reverse=True)
 lax.cumlogsumexp({v})
 lax.cummin({v})
-jnp.sort({v}, descending=True)
 lax.sort(({v}, {u}), num_keys=1)[1]
 jnp.zeros({n}).at[jnp.argsort({v})].set({u})
-jnp.take({v}, jnp.array([1, 0, 1]))
 jnp.take({v}, jnp.clip(jnp.floor(3 * {u}).astype(int), 0, 1))
 {v}[jnp.searchsorted(jnp.linspace(-1.0, 1.0, {n} - 1), {u})]
 jax.ops.segment_sum({v}, jnp.arange({n}) % 2, 2)
@@ -530,8 +465,6 @@ jax.nn.standardize({v})
 eqx.nn.LayerNorm({n})(1e2 + {v})
 jnp.gradient({v})
 jnp.kron({v}, {u}[:2])
-jnp.repeat({v}, 2)
-jnp.delete({v}, 0)
 jnp.fft.fft({v}).imag
 jnp.fft.ifft(jnp.fft.fft({v}) ** 2).real
 jnp.abs(jnp.fft.fft({v}) + 1)
@@ -539,13 +472,10 @@ jnp.convolve({v}, {u})
 jnp.correlate({v}, {u}, mode="same")
 jax.grad(lambda e: jnp.sum(jnp.sin(e) ** 2))({v})
 jax.jacfwd(lambda e: e * jnp.sum(e))({v}) @ {u}
-jnp.where({v} > jnp.mean({v}), {v}, {u})
 lax.associative_scan(jnp.maximum, {v})
 lax.associative_scan(lambda d, b: d * b, jnp.cos({v}), reverse=True)
 jnp.array_split({v}, 2)[0]
 lax.scan(lambda c, e: (jnp.where(e > 0, c + e, c), c), 0.0, {v})[1]
-jnp.vectorize(lambda e: jnp.sin(e) * e)({v})
-jnp.cumsum({v} * {u})[::-1]
 centred({v})
 tilted({v})
 own(lambda v: lax.fori_loop(0, 2, lambda _, f: jnp.roll(f, 1) + f, v))({v})
@@ -565,10 +495,8 @@ lax.switch(jnp.argmax({v}) % 2, [lambda v: v**2, lambda v: jnp.sin(v)], {v})
 
 MATRICES = """
 jnp.outer({v}, {u})
-{v}[:, None] * jnp.sin({u})[None]
 jnp.stack([{v}, {u}])
 jnp.tile({v}, (2, 1))
-hermite({v})
 {m}.T
 {m} @ {m}.T
 jnp.sum({m}, 0)
@@ -576,16 +504,10 @@ jnp.mean({m}, 1)
 jnp.max({m}, 0)
 {m}[0]
 {m}[:, 0]
-{m}.reshape(-1)
-jnp.einsum("ij->j", {m})
 jnp.einsum("ij,ij->i", {m}, {m})
-jnp.matmul({m}, jnp.transpose({m}))
 jax.nn.softmax({m}, -1)
-{m} / jnp.linalg.norm({m}, axis=-1, keepdims=True)
-{m} - jnp.mean({m}, 1, keepdims=True)
 jax.vmap(layer_norm)({m})
 jnp.cumsum({m}, 1)
-jnp.sort({m}, 1)
 jnp.linalg.solve(positive({m}), {m}[0])
 jnp.linalg.inv(positive({m}))
 jnp.linalg.cholesky(positive({m}))
@@ -595,11 +517,9 @@ jnp.concatenate([{m}, jnp.sin({m})], 1)
 eqx.nn.GroupNorm(1, {n})({m})
 lax.scan(lambda c, e: (jnp.tanh(c + e), jnp.sum(c * e)), {m}[0], {m})[1]
 lax.dot_general({m}, {m}, (((1,), (1,)), ((), ())))
-jax.vmap(jnp.vdot)({m}, {m})
 jnp.ravel({m}, order="F")
 jnp.stack([{v}, {u}]).reshape({n}, 2, order="F")
 jax.vmap(lambda e: e[:, None].reshape(-1), 1)(jnp.stack([{m}, {m}]))
-jnp.diag({v})
 jnp.diagonal({m})
 jnp.triu({m})
 jnp.rot90({m})
@@ -610,10 +530,6 @@ jnp.rot90({m})
 jnp.var({m}, 1, keepdims=True) * {m}
 jnp.std({m}, 0)
 jnp.cov({m})
-jnp.max({m}, 1, keepdims=True) - {m}
-jnp.linalg.norm({m}, axis=0)
-jnp.tensordot({m}, {m}.T, 1)
-jnp.linalg.matrix_power(positive({m}), 2)
 jnp.linalg.qr(positive({m}))[1]
 jax.scipy.linalg.expm(positive({m}) / 4)
 jnp.einsum("ij,kj,k->i", {m}, {m}, {m}[:, 0])
@@ -626,8 +542,6 @@ jax.vmap(lambda r: lax.scan(lambda c, e: (0.5 * c + e, c), 0.0, r)[1])({m})
 lax.scan(lambda c, e: (c, eqx.nn.LayerNorm({l})(e + c)), {m}[0], {m})[1]
 lax.map(lambda r: jax.nn.softmax(r), {m})
 jnp.fft.fft2({m}).real
-jax.vmap(lambda r, s: s * r)({m}, {m}[:, 0])
-jnp.concatenate([{m}, {m}[:1]])
 jax.vmap(halved)({m})
 jax.vmap(lambda r: lax.stop_gradient(halved(r)) * r)({m})
 {m} / (1 + jnp.sum(({m} - jnp.mean({m}, 0, keepdims=True)) ** 2, 1, keepdims=True))
@@ -637,20 +551,13 @@ lax.reduce({m}, 0.0, lambda d, b: d + b * 1.0, (1,))
 
 WEIGHTED = """
 {v} @ {W:n,8}
-{v} @ {W:n,4} + {W:4}
 {W:8,n} @ {v}
 jnp.tanh({v} @ {W:n,8} + {W:8})
-jnp.sin({v} @ {W:n,8} + {W:8})
 jax.nn.gelu({v} @ {W:n,8} + {W:8})
 jax.nn.softplus({v} @ {W:n,4})
 {v} + jnp.tanh({v} @ {W:n,n})
-jax.nn.sigmoid({v} @ {W:n,n}) * {v}
-jnp.einsum("i,ij->j", {v}, {W:n,4})
 jnp.einsum("i,kij->kj", {v}, {W:2,n,4})
-lax.dot_general({v}, {W:n,4}, (((0,), (0,)), ((), ())))
 {v} @ {W:n}
-{v} * {W:n}
-{v} + {W:n}
 {x} * {W:1}[0]
 jnp.exp({W:n} * {v} / 4)
 layers({v}, {W:3,n,n})
@@ -660,8 +567,6 @@ lax.map(lambda k: jnp.tanh(k @ {v}), {W:3,n})
 linear({v}, {W:4,n}, {W:4})
 convolution({v}, {W:2,1,3})
 jnp.tanh({m} @ {W:l,4} + {W:4})
-{m} @ {W:l,4}
-jnp.einsum("ij,jk->ik", {m}, {W:l,4})
 jax.vmap(lambda e: jnp.tanh({W:4,l} @ e))({m})
 attention({m}, {W:l,l}, {W:l,l}, {W:l,l}, {W:l,l})
 jnp.einsum("ij,ijk->k", {m}, {W:n,l,4})
@@ -672,7 +577,6 @@ jax.grad(lambda e: jnp.sum(jnp.tanh({W:4,n} @ e)))({v})
 jax.jvp(lambda e: jnp.tanh({W:4,n} @ e), ({v},), ({u},))[1]
 lax.scan(lambda h, e: (jnp.tanh({W:4,4} @ h + e), h[0]), jnp.zeros(4), {v})[1]
 jnp.einsum("i,ij,j->", {v}, {W:n,n}, {v})
-jax.vmap(lambda e, k: k * jnp.tanh(e))({v}, {W:n})
 {W:n,4}[jnp.argmax({v})]
 jax.nn.glu({v} @ {W:n,8})
 jax.nn.softmax({v} @ {W:n,4} / {c})

@@ -28,10 +28,8 @@ def format_of(dtype):
     return Format(float(found.eps) / 2, float(found.tiny) / 2)
 
 
-ROUNDS = (tables.FULL | tables.PRODUCTS | tables.ARITHMETIC | tables.ELEMENTWISE | {"atan2"}) - {
-    "neg",
-    "abs",
-}
+ROUNDS = tables.FULL | tables.PRODUCTS | tables.ARITHMETIC | tables.ELEMENTWISE | {"atan2"}
+ROUNDS -= {"neg", "abs"}
 """The primitives whose results are rounded. Others move values or choose between them."""
 
 DRAWN = 2**16
@@ -63,10 +61,7 @@ _rounded = Primitive("rounded")
 _rounded.def_impl(lambda x, **_: x)
 _rounded.def_abstract_eval(lambda x, **_: x)
 mlir.register_lowering(_rounded, lambda _, x, **params: [x])
-batching.primitive_batchers[_rounded] = lambda args, dims, **params: (
-    _rounded.bind(*args, **params),
-    dims[0],
-)
+batching.primitive_batchers[_rounded] = lambda xs, dims, **ps: (_rounded.bind(*xs, **ps), dims[0])
 # A derivative is stored and rounded on its own, and so is a cotangent.
 ad.deflinear2(_rounded, lambda cotangent, _, **params: [_rounded.bind(cotangent, **params)])
 

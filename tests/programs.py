@@ -120,9 +120,7 @@ class Program:
     def function(self, rounder=None, wide=False):
         source = self.source(rounder is not None)
         if rounder is not None and not wide:
-            source = source.replace("jnp.float32", "jnp.float64").replace(
-                "np.float32", "np.float64"
-            )
+            source = re.sub(r"\bj?np\.float32\b", lambda m: m[0].replace("32", "64"), source)
         namespace = {**vars(operations), "np": np, "r": rounder}
         exec(source, namespace)
         return namespace[self.kind]
@@ -326,9 +324,8 @@ class Drawing:
         return True
 
     def program(self, result):
-        return Program(
-            self.kind, self.inputs, tuple(self.weights), tuple(self.lines), result
-        ).pruned()
+        given = tuple(self.weights), tuple(self.lines), result
+        return Program(self.kind, self.inputs, *given).pruned()
 
 
 def inputs_of(rng, kind, o):
@@ -743,9 +740,8 @@ def run(names, seed, *, seconds=None, count=None, start=0, shrink=True, say=prin
     begin, k = time.monotonic(), start
     counts = {name: Counter() for name in names}
     worst, spent, failures = dict.fromkeys(names, 0.0), Counter(), {}
-    while (count is None or k < start + count) and (
-        seconds is None or time.monotonic() < begin + seconds
-    ):
+    going = lambda: seconds is None or time.monotonic() < begin + seconds
+    while (count is None or k < start + count) and going():
         for name in names:
             at = time.process_time()
             case, verdict, redrawn = drawn(name, seed, k)
@@ -769,14 +765,12 @@ def run(names, seed, *, seconds=None, count=None, start=0, shrink=True, say=prin
 
 def table(counts, worst, spent):
     head = ("mode", "programs", "ok", "undecidable", "told", "wrong", "raised", "redrawn")
-    rows = ["{:18}{:>10}{:>6}{:>13}{:>6}{:>7}{:>8}{:>9}".format(*head) + "  ratio  per CPU minute"]
+    shown = "{:18}{:>10}{:>6}{:>13}{:>6}{:>7}{:>8}{:>9}".format
+    rows = [shown(*head) + "  ratio  per CPU minute"]
     for name, c in counts.items():
         numbers = [c[h] for h in head[1:]]
         speed = 60 * c["programs"] / max(spent[name], 1e-9)
-        rows.append(
-            "{:18}{:>10}{:>6}{:>13}{:>6}{:>7}{:>8}{:>9}".format(name, *numbers)
-            + f"{worst[name]:7.2f}{speed:12.0f}"
-        )
+        rows.append(shown(name, *numbers) + f"{worst[name]:7.2f}{speed:12.0f}")
     return "\n".join(rows)
 
 
@@ -791,14 +785,9 @@ def main():
     args = parser.parse_args()
     if args.seconds is None and args.count is None:
         args.seconds = 60.0
-    counts, worst, spent, failures = run(
-        args.mode,
-        args.seed,
-        seconds=args.seconds,
-        count=args.count,
-        start=args.start,
-        shrink=not args.no_shrink,
-    )
+    given = {"seconds": args.seconds, "count": args.count, "start": args.start}
+    found = run(args.mode, args.seed, **given, shrink=not args.no_shrink)
+    counts, worst, spent, failures = found
     print(table(counts, worst, spent))
     by = Counter({key: len(cases) for key, cases in failures.items()})
     for (kind, texts), n in by.most_common():

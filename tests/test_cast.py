@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from helpers import HALVES, equations, is_key, tree_allclose, tree_equal_bits
+from helpers import HALVES, is_key, products, tree_allclose, tree_equal_bits
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -324,10 +324,8 @@ def dtypes_inside(*args, **kwargs):
 
     def func(*args, **kwargs):
         seen.extend(str(x.dtype) for x in jtu.tree_leaves((args, kwargs)) if eqx.is_array(x))
-        return sum(
-            (jnp.sum(x) for x in jtu.tree_leaves((args, kwargs)) if eqx.is_inexact_array(x)),
-            start=0,
-        )
+        floats = [x for x in jtu.tree_leaves((args, kwargs)) if eqx.is_inexact_array(x)]
+        return sum(map(jnp.sum, floats))
 
     out = mpx.force_full_precision(func)(*args, **kwargs)
     return seen, getattr(out, "dtype", None)
@@ -377,18 +375,6 @@ def test_without_floating_inputs_the_dtype_is_the_functions_own():
     assert mpx.force_full_precision(lambda: jnp.ones(2, jnp.float16))().dtype == jnp.float16
 
 
-def products(func, *args):
-    return [
-        (
-            equation.primitive.name,
-            {str(v.aval.dtype) for v in equation.invars},
-            equation.params["precision"],
-        )
-        for equation in equations(jax.make_jaxpr(func)(*args))
-        if equation.primitive.name in ("dot_general", "conv_general_dilated")
-    ]
-
-
 def test_products_take_the_highest_precision_in_both_passes():
     weight = jnp.ones((3, 3))
     conv = eqx.nn.Conv1d(1, 1, 3, key=jax.random.key(1))
@@ -405,12 +391,12 @@ def test_products_take_the_highest_precision_in_both_passes():
     for full in (mpx.force_full_precision(func), mpx.FullPrecision(func)):
         for transformed in (full, jax.grad(full), jax.jit(full)):
             found = products(transformed, x)
-            assert {name for name, _, _ in found} == {"dot_general", "conv_general_dilated"}
-            for name, dtypes, precision in found:
-                assert dtypes == {"float32"}, name
-                assert precision == (lax.Precision.HIGHEST,) * 2, name
+            assert {e.primitive.name for e in found} == {"dot_general", "conv_general_dilated"}
+            for e in found:
+                assert {v.aval.dtype.name for v in e.invars} == {"float32"}, e
+                assert e.params["precision"] == (lax.Precision.HIGHEST,) * 2, e
     # The setting ends with the call.
-    assert {precision for _, _, precision in products(func, jnp.ones(3))} == {None}
+    assert {e.params["precision"] for e in products(func, jnp.ones(3))} == {None}
 
 
 # --- FullPrecision -------------------------------------------------------------------------------

@@ -135,8 +135,6 @@ def test_vmap(case, axes):
     conv = ft.partial(mpx.mixed_conv_general_dilated, dtype="float16", **window)
     got = jax.jit(jax.vmap(conv, axes))(x, y)
     for i in range(3):
-        xi, yi = (
-            a if axis is None else jnp.take(a, i, axis)
-            for a, axis in zip((x, y), axes, strict=True)
-        )
+        part = lambda a, axis, i=i: a if axis is None else jnp.take(a, i, axis)
+        xi, yi = map(part, (x, y), axes)
         _close(got[i], _oracle(window, xi, yi), "float16")

@@ -88,10 +88,8 @@ def test_gradients_have_the_operands_dtypes_and_the_oracles_values(dtypes):
     dtype = dtypes[1] if dtypes[1] in HALVES else dtypes[0]
     operands = [_operands(pattern, *dtypes) for pattern in PATTERNS]
     letters = [_subscripts(pattern) for pattern in PATTERNS]
-    seeds = [
-        _normal(2, _exact("{},{}->{}".format(*axes), x, y).shape)
-        for axes, (x, y, _) in zip(letters, operands, strict=True)
-    ]
+    shape = lambda axes, given: _exact("{},{}->{}".format(*axes), *given[:2]).shape
+    seeds = [_normal(2, shape) for shape in map(shape, letters, operands)]
 
     def value(arrays, seeds):
         total = jnp.zeros(())
@@ -101,9 +99,8 @@ def test_gradients_have_the_operands_dtypes_and_the_oracles_values(dtypes):
         return total
 
     gradients = jax.jit(jax.grad(value))([(x, y) for x, y, _ in operands], seeds)
-    for (x, y, _), (x_axes, y_axes, out_axes), seed, got in zip(
-        operands, letters, seeds, gradients, strict=True
-    ):
+    cases = zip(operands, letters, seeds, gradients, strict=True)
+    for (x, y, _), (x_axes, y_axes, out_axes), seed, got in cases:
         assert [g.dtype for g in got] == [x.dtype, y.dtype]
         _close(got[0], _exact(f"{out_axes},{y_axes}->{x_axes}", seed, y), dtype)
         _close(got[1], _exact(f"{out_axes},{x_axes}->{y_axes}", seed, x), dtype)
@@ -124,10 +121,8 @@ def test_vmap_of_every_argument(axes, dtype):
         axis %= len(shape) + 1
         return (*shape[:axis], 7, *shape[axis:])
 
-    pairs = [
-        (_normal(0, insert(x_shape, axes[0])), _normal(1, insert(y_shape, axes[1])))
-        for x_shape, y_shape, *_ in PATTERNS
-    ]
+    draw = lambda i, shape: _normal(i, insert(shape, axes[i]))
+    pairs = [(draw(0, x_shape), draw(1, y_shape)) for x_shape, y_shape, *_ in PATTERNS]
 
     @jax.jit
     def products(pairs):
@@ -141,10 +136,8 @@ def test_vmap_of_every_argument(axes, dtype):
     x, y = ("" if a is None else "z" for a in axes)
     for pattern, pair, got in zip(PATTERNS, pairs, products(pairs), strict=True):
         x_axes, y_axes, out_axes = _subscripts(pattern)
-        first = [
-            z if a is None else np.moveaxis(np.asarray(z), a, 0)
-            for z, a in zip(pair, axes, strict=True)
-        ]
+        moved = lambda z, a: z if a is None else np.moveaxis(np.asarray(z), a, 0)
+        first = map(moved, pair, axes)
         _close(got, _exact(f"{x}{x_axes},{y}{y_axes}->z{out_axes}", *first), dtype)
 
 
@@ -210,9 +203,8 @@ def test_matmul_is_numpys():
     ]
     pairs = [(_normal(0, x), _normal(1, y)) for x, y in shapes]
     matmul = partial(mpx.mixed_matmul, dtype="float16", out_dtype="float32")
-    for (x, y), got in zip(
-        pairs, jax.jit(lambda pairs: [matmul(*pair) for pair in pairs])(pairs), strict=True
-    ):
+    products = jax.jit(lambda pairs: [matmul(*pair) for pair in pairs])(pairs)
+    for (x, y), got in zip(pairs, products, strict=True):
         _close(got, np.matmul(np.asarray(x, np.float64), np.asarray(y, np.float64)), "float16")
 
 

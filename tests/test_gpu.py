@@ -94,16 +94,13 @@ def test_no_product_of_a_training_step_is_float32(half):
     # A product is a dot, inside of a Triton kernel or by itself, or a call of cuBLAS.
     lines = [t for t in text.splitlines() if " dot(" in t or 'custom_call_target="__cublas' in t]
     assert lines
-    types = dict(
-        t.strip().removeprefix("ROOT ").split(" = ", 1) for t in text.splitlines() if " = " in t
-    )
+    named = [t.strip().removeprefix("ROOT ") for t in text.splitlines() if " = " in t]
+    types = dict(t.split(" = ", 1) for t in named)
     for line in lines:
         _, right = line.split(" = ", 1)
         start = right.index("dot(") + 4 if " dot(" in line else right.index("custom-call(") + 12
-        names = [
-            x.strip().split(" ")[-1] for x in right[start : right.index(")", start)].split(",")
-        ]
-        for x in names[:2]:
+        operands = right[start : right.index(")", start)].split(",")
+        for x in [x.strip().split(" ")[-1] for x in operands[:2]]:
             assert types[x].lstrip("(").startswith(f"{name}["), line
 
 

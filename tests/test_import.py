@@ -153,9 +153,8 @@ def test_public_names_have_docstrings():
         assert value.__doc__, name
         assert value.__doc__.strip()[0].isupper() or value.__doc__.startswith("["), name
         for method, function in vars(value).items() if isinstance(value, type) else []:
-            if not method.startswith("_") and (
-                callable(function) or isinstance(function, property)
-            ):
+            is_member = callable(function) or isinstance(function, property)
+            if is_member and not method.startswith("_"):
                 assert function.__doc__, f"{name}.{method}"
 
 

@@ -133,11 +133,8 @@ def test_any_run_is_that_of_the_reference(minimum, maximum, factor, period):
 
 def test_the_defaults():
     scaling = mpx.DynamicLossScaling()
-    assert scaling.loss_scaling == 2.0**15
-    assert scaling.min_loss_scaling == 2.0**-24
-    assert scaling.factor == 2
-    assert scaling.period == 2000
-    assert scaling.max_loss_scaling is None
+    assert (scaling.loss_scaling, scaling.factor, scaling.period) == (2.0**15, 2, 2000)
+    assert (scaling.min_loss_scaling, scaling.max_loss_scaling) == (2.0**-24, None)
     assert scaling.counter == scaling.skipped_steps == scaling.consecutive_skips == 0
     grown = eqx.tree_at(lambda s: s.counter, mpx.DynamicLossScaling(2.0**3), jnp.int32(1998))
     grown = grown.adjust(True)
@@ -193,9 +190,8 @@ def test_fields_have_their_types_whatever_was_given(arguments):
         scaling = mpx.DynamicLossScaling(*ARGUMENTS[arguments])
         types = [("float32[]", False), *[("int32[]", False)] * 4]
         assert avals(scaling) == types
-        assert type(scaling.min_loss_scaling) is float
-        assert type(scaling.factor) is float
-        assert type(scaling.period) is int
+        static = scaling.min_loss_scaling, scaling.factor, scaling.period
+        assert [type(x) for x in static] == [float, float, int]
         for finite in (True, False, np.True_, jnp.array(False)):
             adjusted = scaling.adjust(finite)
             assert avals(adjusted) == types
@@ -205,14 +201,12 @@ def test_fields_have_their_types_whatever_was_given(arguments):
 
 def test_what_is_no_power_of_two_is_rounded_down_to_one():
     scaling = mpx.DynamicLossScaling(65504.0, 0.3, max_loss_scaling=100000.0)
-    assert scaling.loss_scaling == 2.0**15
-    assert scaling.min_loss_scaling == 2.0**-2
-    assert scaling.max_loss_scaling == 2.0**16
-    traced = jax.jit(mpx.DynamicLossScaling)
+    limits = scaling.min_loss_scaling, scaling.max_loss_scaling
+    assert (scaling.loss_scaling, *limits) == (2.0**15, 2.0**-2, 2.0**16)
+    traced = jax.jit(lambda x: mpx.DynamicLossScaling(x).loss_scaling)
     for value, want in [(65504.0, 2.0**15), (2.0**15, 2.0**15), (0.75, 0.5), (3, 2.0)]:
-        out = jax.jit(lambda x: mpx.DynamicLossScaling(x).loss_scaling)(jnp.asarray(value))
-        assert out == want
-    assert traced(1000.0).loss_scaling == 512
+        assert traced(jnp.asarray(value)) == want
+    assert traced(1000.0) == 512
 
 
 def test_every_buffer_is_its_own():

@@ -117,13 +117,10 @@ def batched_loss_acc_wrapper(model, batch, batch_sharding, replicated_sharding, 
 @eqx.filter_jit
 def make_step(model, optimizer, optimizer_state, loss_scaling, *args):
     """The training step of MPX's README."""
-    value_and_grad = mpx.filter_value_and_grad(
-        batched_loss_acc_wrapper, scaling=loss_scaling, has_aux=True
-    )
-    (loss_value, _), loss_scaling, grads_finite, grads = value_and_grad(model, *args)
-    model, optimizer_state = mpx.optimizer_update(
-        model, optimizer, optimizer_state, grads, grads_finite
-    )
+    loss = batched_loss_acc_wrapper
+    value_and_grad = mpx.filter_value_and_grad(loss, scaling=loss_scaling, has_aux=True)
+    (loss_value, _), loss_scaling, finite, grads = value_and_grad(model, *args)
+    model, optimizer_state = mpx.optimizer_update(model, optimizer, optimizer_state, grads, finite)
     return model, optimizer_state, loss_scaling, loss_value
 
 
@@ -150,19 +147,14 @@ def test_the_training_of_mpxs_readme(standard_promotion):
 
     def train(step):
         model = Block(eqx.nn.Linear(8, 8, key=keys[2]), eqx.nn.LayerNorm(8))
-        scaling = mpx.DynamicLossScaling(
-            loss_scaling=mpx.FLOAT16_MAX,
-            min_loss_scaling=jnp.ones((), dtype=jnp.float32),
-            period=2000,
-        )
-        model, state, scaling = eqx.filter_shard(
-            (model, optimizer.init(eqx.filter(model, eqx.is_array)), scaling), replicated
-        )
+        limits = {"loss_scaling": mpx.FLOAT16_MAX, "min_loss_scaling": jnp.ones((), jnp.float32)}
+        scaling = mpx.DynamicLossScaling(**limits, period=2000)
+        state = optimizer.init(eqx.filter(model, eqx.is_array))
+        model, state, scaling = eqx.filter_shard((model, state, scaling), replicated)
         losses = []
         for _ in range(8):
-            model, state, scaling, loss_value = step(
-                model, optimizer, state, scaling, batch, batch_sharding, replicated, keys[3], 0.001
-            )
+            given = batch, batch_sharding, replicated, keys[3], 0.001
+            model, state, scaling, loss_value = step(model, optimizer, state, scaling, *given)
             losses.append(float(loss_value))
         return losses, model
 

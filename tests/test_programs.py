@@ -13,22 +13,10 @@ from program_modes import MODES
 
 
 # Small programs, for the tests that always run.
-FEW = {
-    "partials": 3,
-    "partials64": 3,
-    "partials_half": 1,
-    "laplacian": 3,
-    "laplacian_half": 0,
-    "operator": 3,
-    "sampled": 2,
-    "drop_ins": 1,
-    "scaled": 1,
-    "forward_residual": 0,
-    "accumulated": 0,
-    "forward": 2,
-    "cast": 1,
-    "autocast": 0,
-}
+FEW = dict.fromkeys(MODES, 0) | {"forward": 2, "sampled": 2}
+FEW |= dict.fromkeys(("partials_half", "drop_ins", "scaled", "cast"), 1)
+FEW |= dict.fromkeys(("partials", "partials64", "laplacian", "operator"), 3)
+del FEW["forward64"]  # takes longer than a second
 
 
 def judged(name, seed, k):
@@ -102,9 +90,8 @@ def test_what_a_half_cannot_hold_is_no_failure():
     """Numbers near 1e-9 vanish in float16, and nothing cancels in float32."""
     weights = (np.full((3, 4), 0.5), np.full(4, 0.5))
     lines = "q @ w[0] + 20.0", "jnp.exp(-v0)", "v1 @ w[1]"
-    case = lambda half: programs.Case(
-        "partials_half", of_point(*lines, weights=weights), OPTIONS | {"half": half}
-    )
+    program = of_point(*lines, weights=weights)
+    case = lambda half: programs.Case("partials_half", program, OPTIONS | {"half": half})
     assert programs.judge(case("float16")).status == "undecidable"
     assert programs.judge(case("bfloat16")).status == "ok"
 
@@ -130,10 +117,8 @@ def test_what_is_cast_is_judged_beside_a_cast_by_hand():
 
 def test_programs_are_reproducible():
     with programs.standard(), jax.enable_x64(True):
-        one, other = (
-            programs.draw_program(np.random.default_rng(5), MODES["partials"], OPTIONS)
-            for _ in range(2)
-        )
+        draw = lambda: programs.draw_program(np.random.default_rng(5), MODES["partials"], OPTIONS)
+        one, other = draw(), draw()
     assert one.source() == other.source()
 
 
@@ -171,7 +156,8 @@ def ending_in(template, name):
                 drawing.add("jnp.mean({m}, 1)")
             drawing.add("jnp.tanh({a}[0])")
             drawing.add("{v}[0]")
-            drawing.pool = [x for x in drawing.pool if x[0] in "vq"]
+            # Along no other coordinate alone does `ORDERS` take a derivative: all would vanish.
+            drawing.pool = [x for x in drawing.pool if x[0] == "v" or x in ("q", "q[0]")]
             rng.shuffle(drawing.pool)
             fits = drawing.add(template)
         if fits:
@@ -212,9 +198,7 @@ def test_each_operation(name, family):
     assert undecided == (["huber({v})"] if (name, family) == ("partials", "reductions") else [])
 
 
-UNUSUAL = (
-    r"argmax|argsort|floor|top_k|switch|own|tilted|magnitude|1j|fill|order=|lax.reshape|^logadd"
-)
+UNUSUAL = r"argmax|argsort|floor|top_k|switch|own|tilted|magnitude|1j|fill|order=|reshape|^logadd"
 
 
 def test_unusual_operations():

@@ -50,13 +50,8 @@ def test_arrays_of_one_shape_in_different_layouts_are_looked_at_apart():
 
 def test_complex_and_scalar_leaves_count():
     assert mpx.all_finite([1.0 + 2j, jnp.array([1j]), np.float16(2)])
-    for bad in (
-        jnp.array([complex(0, np.nan)]),
-        np.array([complex(np.inf, 0)]),
-        np.float16(np.inf),
-        float("nan"),
-        complex("inf"),
-    ):
+    arrays = jnp.array([complex(0, np.nan)]), np.array([complex(np.inf, 0)])
+    for bad in (*arrays, np.float16(np.inf), float("nan"), complex("inf")):
         assert not mpx.all_finite([1.0, bad])
 
 

@@ -67,10 +67,8 @@ WAYS = {"cast": {}, "autocast": {"autocast": True}, "forward": {"forward": "floa
 def test_a_default_for_float32_is_no_wish_of_half_precision(way, loss, setting):
     """As `jax.config.update("jax_default_matmul_precision", "highest")` in a script for float32."""
     policy = "params=float32,compute=bfloat16,output=float32"
-    keep_full = (False, loss is pde)
-    gradient = mpx.filter_grad(
-        loss, mpx.NoOpLossScaling(), policy=policy, keep_full=keep_full, **WAYS[way]
-    )
+    options = {"policy": policy, "keep_full": (False, loss is pde), **WAYS[way]}
+    gradient = mpx.filter_grad(loss, mpx.NoOpLossScaling(), **options)
 
     def shares():
         report = mpx.precision_report(gradient)(MODEL, POINTS)

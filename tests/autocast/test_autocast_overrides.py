@@ -93,9 +93,8 @@ def test_what_is_asked_for_in_full_is_in_full_or_told(product, use, policy, full
         assert finite
         assert not told
         want = program(product, use, "float32")(x, w)
-        assert tree_allclose(
-            got.astype(want.dtype), want, "float16" if use == "times" else "float32"
-        )
+        computed_in = "float16" if use == "times" else "float32"
+        assert tree_allclose(got.astype(want.dtype), want, computed_in)
     if told:
         assert use != "returned" or "test_autocast_overrides.py" in cast.report(x, w).rounded[0]
         assert f"rounded all the same: {cast.report(x, w).rounded[0]}" in str(cast.report(x, w))
@@ -130,9 +129,8 @@ def test_reports_say_what_is_multiplied(policy, dtype, override):
                 got = cast(x, w)
                 assert {row.multiplied for row in rows} == {m for m, _ in multiplied(cast, x, w)}
             assert got.dtype == fun(x, w).dtype
-            assert [row.rule for row in rows] == [
-                "product" if override == "half" and product == "plain" else override
-            ]
+            plain = override == "half" and product == "plain"
+            assert [row.rule for row in rows] == ["product" if plain else override]
             if override == "full" and dtype == "float64" and product != "plain":
                 assert rows[0].multiplied == "float64"
             error = np.max(np.abs(np.asarray(got, np.float64) - np.asarray(x @ w, np.float64)))

@@ -1,6 +1,7 @@
 """Autocast of programs in which a function is used more than once: what is known of one use must
 not be taken for another. And what it decides from where a value comes from and goes to."""
 
+import re
 import sys
 from functools import partial
 
@@ -12,15 +13,7 @@ import jax.extend as jex
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import (
-    HALVES,
-    TOLERANCES,
-    assert_products_are_half,
-    equations,
-    normal,
-    tree_allclose,
-    tree_equal_bits,
-)
+from helpers import HALVES, TOLERANCES, assert_half, equations, normal, tree_allclose
 from jax import lax
 from jax.interpreters import ad
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -171,7 +164,7 @@ def test_rules_for_reverse_mode_in_batches_and_twice():
     for transform in (shared, each, twice, over):
         got, want = (jax.jit(partial(transform, f))() for f in (cast, reverse))
         close(got, want, "float16", bits=1)
-    assert_products_are_half(lambda x: each(cast), xs)
+    assert_half(lambda x: each(cast), xs)
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(lambda w: cast(w, x), (w,), (w,))
     with pytest.raises(TypeError, match="custom_vjp"):
@@ -232,7 +225,7 @@ def test_cotangents_of_a_bias_in_a_batch_add_up_in_float32():
     x = jnp.zeros((4097, 2))
     point = mpx.autocast(lambda w, b, x: x @ w + b, "bfloat16")
     grad = jax.grad(lambda b: jnp.sum(jax.vmap(point, (None, None, 0))(w, b, x)))
-    assert tree_equal_bits(jax.jit(grad)(b), jnp.full(2, 4097.0))
+    np.testing.assert_array_equal(jax.jit(grad)(b), [4097.0, 4097.0])
 
 
 POINTWISE = {
@@ -279,12 +272,8 @@ def test_biases_of_sharded_parameters_are_reduced_in_float32():
     shard = NamedSharding(mesh, P("data"))
     step = jax.jit(jax.grad(loss), in_shardings=shard, out_shardings=shard)
     text = str(step.lower(params, x).compile().as_text())
-    reduced = [
-        line
-        for line in text.splitlines()
-        for op in (" all-reduce(", " all-reduce-start(", " reduce-scatter(", " reduce(")
-        if op in line
-    ]
+    operations = r" (all-reduce|all-reduce-start|reduce-scatter|reduce)\("
+    reduced = [line for line in text.splitlines() if re.search(operations, line)]
     assert any("all-reduce" in line or "reduce-scatter" in line for line in reduced)
     assert not [line for line in reduced if "f16[" in line]
 
@@ -295,13 +284,10 @@ def test_a_function_that_says_how_its_arrays_are_sharded_says_so_still():
     (w,), _ = weights(1)
     inner = jax.jit(plain, in_shardings=(None, shard), out_shardings=shard)
     cast = mpx.autocast(lambda w, x: jnp.sum(inner(w, x)), "float16")
-    calls = [
-        e
-        for e in equations(jax.make_jaxpr(cast)(w, normal(0, (8, 4))))
-        if e.params.get("out_shardings")
-    ]
-    assert shard in [x for e in calls for x in e.params["out_shardings"]]
-    assert_products_are_half(cast, w, normal(0, (8, 4)))
+    x = normal(0, (8, 4))
+    found = [e.params.get("out_shardings") or () for e in equations(jax.make_jaxpr(cast)(w, x))]
+    assert shard in [sharding for shardings in found for sharding in shardings]
+    assert_half(cast, w, x)
 
 
 # --- What belongs to a sum ------------------------------------------------------------------------
@@ -407,11 +393,9 @@ def test_every_primitive_of_the_library_has_a_row():
 
 
 def test_every_differentiable_operation_of_lax_has_a_row():
-    lax_own = {
-        name
-        for name, x in primitives("jax._src.lax", "jax._src.pjit").items()
-        if x in ad.primitive_jvps or x in ad.primitive_transposes
-    }
+    found = primitives("jax._src.lax", "jax._src.pjit")
+    rules = {*ad.primitive_jvps, *ad.primitive_transposes}
+    lax_own = {name for name, x in found.items() if x in rules}
     assert len(lax_own) > 100
     assert sorted(lax_own - {*tables.TABLE} - {*EXCEPTIONS}) == []
 
@@ -437,14 +421,8 @@ def test_other_platforms_are_not_lowered():
     for f in (lambda f: f, lambda f: jax.grad(lambda w, x: jnp.sum(f(w, x)), (0, 1))):
         got, want = (jax.jit(f(g))(w, x) for g in (cast, by_platform))
         close(got, want, "float16", bits=0)
-    assert_products_are_half(cast, w, x)
+    assert_half(cast, w, x)
     assert tree_allclose(cast(w, x), by_platform(w, x), computed_in="float16")
-
-
-def test_a_range_report_runs_the_branch_of_its_platform():
-    (w,), x = weights(1)
-    report = mpx.range_report(by_platform)(w, x)
-    assert {"dot_general", "tanh"} <= {row.primitive for row in report.rows}
 
 
 def test_what_only_products_use_leaves_its_segment_in_half():
@@ -473,10 +451,8 @@ def test_rules_on_several_devices(name):
 
         return jax.shard_map(local, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())
 
-    got, want = (
-        jax.jit(jax.grad(f, (0, 1)))(w, x)
-        for f in (mpx.autocast(loss(LAYERS[name]), "float16"), loss(LAYERS[name]))
-    )
+    fun = loss(LAYERS[name])
+    got, want = (jax.jit(jax.grad(f, (0, 1)))(w, x) for f in (mpx.autocast(fun, "float16"), fun))
     close(got, want, "float16")
 
 

@@ -7,16 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import (
-    HALVES,
-    TOLERANCES,
-    equations,
-    normal,
-    products_are_half,
-    program_for_gpu,
-    scalar,
-    tree_equal_bits,
-)
+from helpers import HALVES, TOLERANCES, assert_half, equations, normal, scalar, tree_equal_bits
 
 import mpx_pde as mpx
 
@@ -120,17 +111,9 @@ def neural_ode():
     p, build = split(eqx.nn.MLP(2, 2, 8, 1, activation=jnp.tanh, key=KEY))
 
     def fun(p, y0):
-        solution = diffrax.diffeqsolve(
-            diffrax.ODETerm(lambda t, y, net: net(y)),
-            diffrax.Euler(),
-            0.0,
-            1.0,
-            0.25,
-            y0,
-            build(p),
-            max_steps=4,
-        )
-        return solution.ys
+        term = diffrax.ODETerm(lambda t, y, net: net(y))
+        given = term, diffrax.Euler(), 0.0, 1.0, 0.25, y0, build(p)
+        return diffrax.diffeqsolve(*given, max_steps=4).ys
 
     y0 = normal(1, (2,))
     try:
@@ -154,7 +137,7 @@ def test_values_and_gradients_agree_with_float32(name):
     for half in HALVES[name == "neural_ode" :]:  # which takes long to compile
         run = compiled(mpx.autocast(fun, half), p, x)
         if name != "neural_ode":  # diffrax lowers for the backend that is there
-            products_are_half(program_for_gpu(run, p, x), half)
+            assert_half(run, p, x, half=half)
         # Deep or recurrent: two more bits than a network of two or three layers.
         for g, w in zip(jax.tree.leaves(run(p, x)), jax.tree.leaves(want), strict=True):
             assert g.dtype == w.dtype

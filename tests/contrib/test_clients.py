@@ -20,15 +20,10 @@ pdequinox = pytest.importorskip("pdequinox")
 
 # jinns filters this warning of Equinox about its classes where it is imported; pytest forgets that.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:Using `field:UserWarning")]
+# Foreign code mixes dtypes and ranks as JAX's defaults allow, which its users have.
+pytestmark += [pytest.mark.usefixtures("standard_promotion")]
 
 ROUNDOFF = {"float16": 2.0**-11, "bfloat16": 2.0**-8}
-
-
-@pytest.fixture(autouse=True)
-def foreign_code():
-    """It mixes dtypes and ranks as JAX's defaults allow, which its users have."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def products(report):
@@ -47,9 +42,8 @@ def in_full(loss, model, batch):
 
 def in_half(loss, model, batch, half, reference, **options):
     """Errors of value and gradient in mixed precision, and what was multiplied."""
-    gradient = mpx.filter_value_and_grad(
-        loss, mpx.DynamicLossScaling(2.0**10), has_aux=True, **options
-    )
+    scaling = mpx.DynamicLossScaling(2.0**10)
+    gradient = mpx.filter_value_and_grad(loss, scaling, has_aux=True, **options)
     with mpx.half_precision(half):
         (value, _), _, finite, grads = eqx.filter_jit(gradient)(model, batch)
         report = mpx.precision_report(gradient)(model, batch)
@@ -110,9 +104,8 @@ def test_a_network_of_pdequinox(name, path, half):
     if (name, path) == ("ClassicFNO", "cast"):
         model = spectral_layers_full(model)
     reference = network_in_full(name)
-    value, grads, report = in_half(
-        squared_error, model, fields(), half, reference, autocast=path == "autocast"
-    )
+    given = squared_error, model, fields(), half, reference
+    value, grads, report = in_half(*given, autocast=path == "autocast")
     # All of them, forward and backward; the FNO's complex products apart.
     assert products(report) == {half: reference[2]}
     assert ("complex64" in report.by_dtype()) == (name == "ClassicFNO")
@@ -138,20 +131,10 @@ def burgers(network):
         ),
         params=params,
     )
-    data = jinns.data.CubicMeshPDENonStatio(
-        key=jax.random.PRNGKey(1),
-        n=512,
-        ni=64,
-        nb=2,
-        dim=1,
-        min_pts=(-1.0,),
-        max_pts=(1.0,),
-        tmin=0.0,
-        tmax=1.0,
-        method="uniform",
-        domain_batch_size=128,
-        initial_batch_size=32,
-    )
+    box = {"dim": 1, "min_pts": (-1.0,), "max_pts": (1.0,), "tmin": 0.0, "tmax": 1.0}
+    sizes = {"n": 512, "ni": 64, "nb": 2, "domain_batch_size": 128, "initial_batch_size": 32}
+    key = jax.random.PRNGKey(1)
+    data = jinns.data.CubicMeshPDENonStatio(key=key, method="uniform", **box, **sizes)
     return params, loss, data
 
 
@@ -205,9 +188,7 @@ def test_the_gradient_of_a_jinns_loss(way, half):
 def test_float32_points_alone_make_it_float32_and_that_is_said():
     params, loss, data = burgers(network())
     _, batch = data.get_batch()
-    gradient = mpx.filter_grad(
-        loss, mpx.DynamicLossScaling(), has_aux=True, keep_full=(False, True)
-    )
+    gradient = mpx.filter_grad(loss, mpx.DynamicLossScaling(), True, keep_full=(False, True))
     report = mpx.precision_report(gradient)(params, batch)
     assert report.half_share == 0
     # Without a line of the user's, that of the library that called Equinox and not Equinox's own.

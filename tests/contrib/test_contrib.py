@@ -120,9 +120,8 @@ def test_functions_that_the_optimizer_does_not_call_are_no_error():
     """A loop may hand them to every optimizer; the gradient of a model may be callable itself."""
     model = eqx.nn.Linear(2, 1, key=jax.random.key(0))
     optimizer = scale_by(by_gradients(), mpx.StaticLossScaling(4.0))
-    updates, _ = optimizer.update(
-        model, optimizer.init(model), model, grad=model, value_fn=lambda model: 0.0
-    )
+    given = {"grad": model, "value_fn": lambda model: 0.0}
+    updates, _ = optimizer.update(model, optimizer.init(model), model, **given)
     assert tree_equal_bits(updates, jax.tree.map(lambda x: -0.1 * (x / 4), model))
 
 
@@ -130,9 +129,8 @@ def test_functions_that_the_optimizer_does_not_call_are_no_error():
 @pytest.mark.parametrize("dims", [1, 2, 3])
 def test_the_fno_of_pdequinox_in_half_precision(dims):
     pdequinox = pytest.importorskip("pdequinox")
-    fno = pdequinox.arch.ClassicFNO(
-        dims, 1, 1, hidden_channels=4, num_modes=2, num_blocks=2, key=jax.random.key(0)
-    )
+    sizes = {"hidden_channels": 4, "num_modes": 2, "num_blocks": 2}
+    fno = pdequinox.arch.ClassicFNO(dims, 1, 1, **sizes, key=jax.random.key(0))
     mine = mpx.contrib.convert_spectral_layers(fno)
     x = jax.random.normal(jax.random.key(1), (1, *(8, 10, 12)[:dims]))
     run = eqx.filter_jit(lambda model, x: model(x))

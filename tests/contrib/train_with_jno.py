@@ -42,9 +42,8 @@ def scale_from_too_high(names: dict) -> float:
 
     def adam(rate):
         scaling = mpx.DynamicLossScaling(2.0**24)
-        return mpx.contrib.scale_by_loss_scaling(
-            optax.adam(rate), scaling, scale_in_params=lambda net: net.scale
-        )
+        scale_by = mpx.contrib.scale_by_loss_scaling
+        return scale_by(optax.adam(rate), scaling, scale_in_params=lambda net: net.scale)
 
     network = names["ScaledMLP"](names["network"](), jnp.float32(2**24))
     core, model, _ = names["poisson"](network, adam)
@@ -84,12 +83,8 @@ def measured(names: dict) -> dict:
     for half in ("float16", "bfloat16"):
         of_half, grads_of_half, products = by_jno(core, mpx.autocast(residuals, half))
         off = jnp.linalg.norm(grads_of_half - grads) / jnp.linalg.norm(grads)
-        out[half] = {
-            "products": products,
-            "dtype": grads_of_half.dtype.name,
-            "value": float(abs(of_half - value) / value),
-            "gradient": float(off),
-        }
+        errors = {"value": float(abs(of_half - value) / value), "gradient": float(off)}
+        out[half] = {"products": products, "dtype": grads_of_half.dtype.name, **errors}
     return out
 
 

@@ -138,9 +138,8 @@ class TestStep:
         model = steep()
 
         def masked(model, x, *, derivatives):
-            fun = mpx.partials(
-                model, ["u_t"], coords="xt", outputs="u", scaling=derivatives, dtype="float16"
-            )
+            given = {"coords": "xt", "outputs": "u", "dtype": "float16"}
+            fun = mpx.partials(model, ["u_t"], scaling=derivatives, **given)
             u_t = jax.vmap(fun)(x)["u_t"]
             safe = jnp.where(jnp.isfinite(u_t), u_t, 0.0)
             return jnp.sum(jnp.zeros_like(safe) * safe)
@@ -152,10 +151,8 @@ class TestStep:
 
     @pytest.mark.slow
     def test_a_gradient_overflow_leaves_the_derivative_scalers_alone(self):
-        scaling = mpx.Scaling(
-            mpx.DynamicLossScaling(2.0**30, max_loss_scaling=2.0**30),
-            direction(init_scale=2.0**-1),
-        )
+        loss_scaling = mpx.DynamicLossScaling(2.0**30, max_loss_scaling=2.0**30)
+        scaling = mpx.Scaling(loss_scaling, direction(init_scale=2.0**-1))
         scale_up = lambda m, x, *, derivatives: 1e30 * loss(m, x, derivatives=derivatives)
         new, finite, _ = eqx.filter_jit(mpx.filter_grad(scale_up, scaling))(network(), points())
         assert not finite
@@ -165,9 +162,8 @@ class TestStep:
         assert new.derivatives.skipped_steps == 0
 
     def test_at_the_floor_of_the_loss_scale_the_derivative_scales_rise(self):
-        scaling = mpx.Scaling(
-            mpx.DynamicLossScaling(1.0, min_loss_scaling=1.0), direction(init_scale=2.0**-3)
-        )
+        loss_scaling = mpx.DynamicLossScaling(1.0, min_loss_scaling=1.0)
+        scaling = mpx.Scaling(loss_scaling, direction(init_scale=2.0**-3))
         counts = counts_for(scaling.derivatives, {"_x": 30, "_t": 30})
         new = scaling.adjust(jnp.array(False), counts)
         assert new.derivatives.exponents.tolist() == [-2, -2]
@@ -196,9 +192,8 @@ class TestStep:
     @pytest.mark.slow
     def test_bfloat16_is_the_identity_bit_for_bit(self):
         model, x = network(), points()
-        run = lambda fun, scaling: eqx.filter_jit(
-            mpx.filter_value_and_grad(fun, scaling, policy="bfloat16")
-        )(model, x)
+        gradient = partial(mpx.filter_value_and_grad, policy="bfloat16")
+        run = lambda fun, scaling: eqx.filter_jit(gradient(fun, scaling))(model, x)
         start = direction(init_scale=2.0**-3)
         value, scaling, finite, grads = run(loss32, mpx.Scaling(mpx.NoOpLossScaling(), start))
         plain = partial(loss32, derivatives=None)
@@ -217,9 +212,8 @@ def test_coordinates_of_more_than_one_letter_per_order():
     scaling = scaling.with_exponents([-3, -5])
     fun = lambda p: p[0] ** 2 * p[1]
     names = {"coords": ["x1", "x2"], "outputs": "u"}
-    terms = jax.jit(
-        lambda s: mpx.partials(fun, ["u_x1", "u_x1x2"], **names, scaling=s)(jnp.array([2.0, 3.0]))
-    )
+    take = lambda s: mpx.partials(fun, ["u_x1", "u_x1x2"], **names, scaling=s)
+    terms = jax.jit(lambda s: take(s)(jnp.array([2.0, 3.0])))
     assert {n: float(v) for n, v in terms(scaling).items()} == {"u_x1": 12.0, "u_x1x2": 4.0}
     # Each answers for its own order.
     for name, shrunk in (("u_x1", [-4, -5]), ("u_x1x2", [-3, -6])):

@@ -69,18 +69,15 @@ def test_kdv_trains_only_with_derivative_scaling():
 
 def test_telemetry_and_its_picture(tmp_path):
     model = sine_network(20.0)
-    scaling = mpx.Scaling(
-        mpx.NoOpLossScaling(),
-        mpx.DerivativeScaling.per_direction("xt", order=3, init_scale=2.0**-4, terms=["u_x"]),
-    )
+    options = {"order": 3, "init_scale": 2.0**-4, "terms": ["u_x"]}
+    directions = mpx.DerivativeScaling.per_direction("xt", **options)
+    scaling = mpx.Scaling(mpx.NoOpLossScaling(), directions)
     step = eqx.filter_jit(lambda s: mpx.filter_grad(kdv, s, **KEPT)(model, points())[0])
     new = step(scaling)
     log = eqx.filter_jit(telemetry)(new)
     assert all(eqx.is_array(x) for x in jax.tree.leaves(log))
-    total = {
-        n: int(log["counts"][n].sum() + log["zeros"][n] + log["nonfinite"][n])
-        for n in log["counts"]
-    }
+    one = lambda n: int(log["counts"][n].sum() + log["zeros"][n] + log["nonfinite"][n])
+    total = {n: one(n) for n in log["counts"]}
     assert {n: c for n, c in total.items() if c} == {"u_x": 64, "_t": 64, "_xxx": 64}
     assert int(log["shift"]["_xxx"]) == -12
     # The exponents are those of the unscaled derivative.

@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALVES, TOLERANCES, program_for_gpu, relative
+from helpers import HALVES, TOLERANCES, in_float64, program_for_gpu, relative
 from jax import lax
+from program_operations import magnitude, swish
 
 import mpx_pde as mpx
 from mpx_pde.engine._evaluate import Evaluator
@@ -47,10 +48,8 @@ MODEL = {
 
 
 def _scan(m, h):
-    step = lambda h, w: (
-        jnp.tanh(h @ w) + jnp.tanh(h @ (m["one"] * m["one"].dtype.type(0.5))),
-        None,
-    )
+    half = lambda w: w * w.dtype.type(0.5)
+    step = lambda h, w: (jnp.tanh(h @ w) + jnp.tanh(h @ half(m["one"])), None)
     return lax.scan(step, h, m["stack"])[0]
 
 
@@ -83,30 +82,11 @@ def test_loops_of_a_network_in_half_multiply_in_half(loop, half):
     assert relative(got, want) < {"float16": 2.0**-8, "bfloat16": 2.0**-5}[half]
 
 
-@jax.custom_jvp
-def bent(x):
-    return x * jnp.tanh(x)
-
-
-@bent.defjvp
-def _(primals, tangents):
-    (x,), (t,) = primals, tangents
-    return bent(x), (jnp.tanh(x) + x / jnp.cosh(x) ** 2) * t
-
-
-@jax.custom_jvp
-def magnitude(z):
-    return jnp.abs(z) ** 2
-
-
-magnitude.defjvp(lambda p, t: (magnitude(*p), 2 * jnp.real(jnp.conj(p[0]) * t[0])))
-
-
 # JAX's own and the user's, of one entry and of all, called inside of others.
 OF_THEIR_OWN = {
     "relu6": lambda h: h * jax.nn.relu6(3 * h + 1),
     "softmax": lambda h: h * jax.nn.softmax(h),
-    "in a jit": jax.jit(lambda h: bent(h + 1) - jax.nn.relu(h)),
+    "in a jit": jax.jit(lambda h: swish(h + 1) - jax.nn.relu(h)),
     "complex": lambda h: magnitude(h.astype("c16" if h.dtype == jnp.float64 else "c8") + 1j),
     # A sum into places holds a program too: that of two numbers.
     "scatter": lambda h: h.at[jnp.array([0, 3])].add(h[1:3] * h[2:4]),
@@ -133,10 +113,8 @@ def test_functions_with_a_derivative_of_their_own_in_half(name, half, size):
     with mpx.half_precision(half):
         got = jax.jit(mpx.partials(fun, terms, coords="xy", outputs="u", scaling=scaling))(point)
     with jax.enable_x64(True):
-        wide = [
-            jnp.asarray(np.asarray(x.astype(jnp.float32), np.float64)) for x in (first, weights)
-        ]
-        p = jnp.asarray(np.asarray(point, np.float64))
+        wide = in_float64((first, weights.astype(jnp.float32)))
+        p = in_float64(point)
         fun = lambda p: of_their_own(name, p, *wide)
         value, slopes, bends = jax.jit(lambda p: (fun(p), jax.grad(fun)(p), jax.hessian(fun)(p)))(p)
         want = [value, slopes[0], bends[0, 1], bends[0, 0]]
@@ -326,9 +304,8 @@ def test_layers_that_differ_are_not_taken_for_one(differ):
     weights = [jax.random.normal(k, (8, 8)) / 2 for k in jax.random.split(jax.random.key(0), 5)]
 
     def ours(weights):
-        d = mpx.partials(lambda p: deep(ALIKE[differ], weights, p), ["u_xx", "u_y"], **COORDS)(
-            POINT
-        )
+        fun = lambda p: deep(ALIKE[differ], weights, p)
+        d = mpx.partials(fun, ["u_xx", "u_y"], **COORDS)(POINT)
         return d["u_xx"] + d["u_y"]
 
     def jaxs(weights):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from helpers import relative
 from jax.sharding import PartitionSpec
+from program_operations import newton, own
 
 import mpx_pde as mpx
 
@@ -116,14 +117,9 @@ def test_no_leaks_with_the_forward_pass_in_full():
 
     def residual(model, x, *, derivatives):
         def at(p):
-            terms = mpx.linear_operator(
-                model,
-                {"op": {"x": x[0, 0], "yy": lambda p: p[0]}},
-                coords="xy",
-                outputs="u",
-                scaling=derivatives,
-            )
-            return terms(p)["op_u"]
+            spec = {"op": {"x": x[0, 0], "yy": lambda p: p[0]}}
+            names = {"coords": "xy", "outputs": "u"}
+            return mpx.linear_operator(model, spec, **names, scaling=derivatives)(p)["op_u"]
 
         return jnp.mean((jax.vmap(at)(x) - 1) ** 2)
 
@@ -171,26 +167,17 @@ def test_loops_with_derivatives_that_the_loss_does_not_use():
     """JAX cannot transpose a loop of whose outputs some have cotangents that are zero by symbol."""
     w, p = jnp.arange(1.0, 5.0), jnp.array([0.8, 0.5])
     network = lambda w, p: jnp.sum(jax.lax.map(jnp.sin, (p[0] + 2 * p[1]) * w))
-    terms = lambda w: mpx.partials(
-        lambda p: network(w, p), ["u_x", "u_y"], coords="xy", outputs="u"
-    )(p)
+    names = {"coords": "xy", "outputs": "u"}
+    terms = lambda w: mpx.partials(lambda p: network(w, p), ["u_x", "u_y"], **names)(p)
     want = jax.grad(lambda w: jax.grad(network, 1)(w, p)[0])(w)
     np.testing.assert_allclose(jax.grad(lambda w: terms(w)["u_x"])(w), want, rtol=1e-5)
 
 
-def root(h):
-    """Newton's steps to the root of `1 + h**2`."""
-    step = lambda c: (c[0] + 1, (c[1] + (1 + h * h) / c[1]) / 2)
-    return jax.lax.while_loop(lambda c: c[0] < 6, step, (0, 1 + h * h))[1]
-
-
-own_root = jax.custom_jvp(root)
-own_root.defjvp(lambda p, t: jax.jvp(root, p, t))
 rooted = jax.custom_jvp(lambda h: jnp.sqrt(1 + h * h))
-rooted.defjvp(lambda p, t: (rooted(*p), p[0] / root(p[0]) * t[0]))
+rooted.defjvp(lambda p, t: (rooted(*p), p[0] / newton(p[0]) * t[0]))
 
 
-@pytest.mark.parametrize("root", [root, own_root, rooted], ids=["root", "own_root", "rooted"])
+@pytest.mark.parametrize("root", [newton, own(newton), rooted], ids=["newton", "own", "rooted"])
 @pytest.mark.parametrize("forward", ["float32", "bfloat16_x3"])
 def test_a_while_loop_of_what_a_layer_takes_too(forward, root):
     """It has no derivative in reverse mode, and needs none: it depends on no parameter."""

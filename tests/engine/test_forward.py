@@ -8,11 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import in_float64, relative, tree_equal_bits
+from helpers import in_float64, normal, relative, tree_equal_bits
 
 import mpx_pde as mpx
 from mpx_pde import nn
 
+
+# Foreign networks are written for JAX's default promotion.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 # The error of a gradient that is evaluated in half at values that are not: a few roundings of 2^-11
 # and of 2^-8 one after another, most of which average out.
@@ -68,13 +71,11 @@ def attending(model, x):
 
 
 def convolutions(key):
-    first, second = jax.random.split(key)
-    layers = [
-        eqx.nn.Conv2d(1, 4, 3, padding=1, key=first),
-        eqx.nn.Lambda(jax.nn.gelu),
-        eqx.nn.Conv2d(4, 1, 3, padding=1, key=second),
-    ]
-    return eqx.nn.Sequential(layers)
+    conv = partial(eqx.nn.Conv2d, kernel_size=3, padding=1)
+    first, second = (
+        conv(*n, key=k) for n, k in zip(((1, 4), (4, 1)), jax.random.split(key), strict=True)
+    )
+    return eqx.nn.Sequential([first, eqx.nn.Lambda(jax.nn.gelu), second])
 
 
 POINTS = jax.random.uniform(jax.random.key(1), (32, 2), minval=-1.0)
@@ -111,13 +112,6 @@ def assert_nearly(loss, model, batch, half, rtol=2.0**-21, least=2.0**-20):
     assert least <= relative(grads, want_grads) < TOLERANCES[half]
 
 
-@pytest.fixture(autouse=True)
-def as_users_promote():
-    """Foreign networks are written for JAX's default promotion."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "half"), list(zip(CASES, itertools.cycle(TOLERANCES), strict=False))
@@ -131,9 +125,8 @@ def test_the_value_is_that_of_float32_and_the_gradient_nearly(name, half):
 @pytest.mark.parametrize("name", ["foreign network", "attention"])
 def test_products_of_the_backward_pass_are_half(name):
     loss, model, batch = CASES[name]
-    step = mpx.filter_grad(
-        loss, mpx.StaticLossScaling(1.0), policy=policy("bfloat16"), forward="float32"
-    )
+    options = {"policy": policy("bfloat16"), "forward": "float32"}
+    step = mpx.filter_grad(loss, mpx.StaticLossScaling(1.0), **options)
     report = mpx.precision_report(step)(model, batch)
     forward = mpx.precision_report(loss)(model, batch)
     full = sum(row.flops for row in report.rows if row.dtype == "float32")
@@ -153,10 +146,8 @@ def test_products_of_the_backward_pass_are_half(name):
 def kept_of(loss, model, batch, size):
     """The dtypes of arrays of a size that are kept for the backward pass."""
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
-    gradient = mpx.engine.InForward(
-        lambda arrays, batch: loss(eqx.combine(arrays, static), batch),
-        mpx._forward.Forward("float32", "bfloat16"),
-    )
+    of_arrays = lambda arrays, batch: loss(eqx.combine(arrays, static), batch)
+    gradient = mpx.engine.InForward(of_arrays, mpx._forward.Forward("float32", "bfloat16"))
     back = jax.eval_shape(lambda a: jax.vjp(lambda a: gradient(a, batch), a)[1], arrays)
     return [x.dtype.name for x in jax.tree.leaves(back) if x.size == size and x.ndim > 1]
 
@@ -360,12 +351,10 @@ def test_a_stream_that_overflows_on_its_way_is_laid_to_the_derivative_scale():
         terms = mpx.partials(net, ["u_x"], coords="xy", outputs="u", scaling=derivatives)
         return jnp.mean(jax.vmap(terms)(points)["u_x"] ** 2)
 
-    scaling = mpx.Scaling(
-        mpx.DynamicLossScaling(1.0), mpx.DerivativeScaling.per_direction("xy", order=1)
-    )
-    step = eqx.filter_jit(
-        lambda scaling: mpx.filter_grad(loss, scaling, forward="float32")(weights, POINTS)
-    )
+    derivatives = mpx.DerivativeScaling.per_direction("xy", order=1)
+    scaling = mpx.Scaling(mpx.DynamicLossScaling(1.0), derivatives)
+    gradient = partial(mpx.filter_grad, loss, forward="float32")
+    step = eqx.filter_jit(lambda scaling: gradient(scaling)(weights, POINTS))
     for _ in range(4):
         scaling, finite, _ = step(scaling)
         if finite:
@@ -496,12 +485,9 @@ def test_a_small_residual_is_full_wherever_it_is_squared(name):
     """A thousandth of what it is the difference of: in bfloat16 nothing would be left of it, and
     the gradient of the network or of the weights would be wrong by several times its norm."""
     network = eqx.nn.MLP(3, 2, 16, 1, jnp.tanh, key=KEY)
-    x, noise = (jax.random.normal(jax.random.key(i), (64, n)) for i, n in ((1, 3), (2, 2)))
+    x, noise = normal(1, (64, 3)), normal(2, (64, 2))
     batch = x, jax.vmap(network)(x) + 1e-3 * noise
-    matrices = [
-        jax.random.normal(jax.random.key(3 + i), s) for i, s in enumerate([(3, 64), (2, 2)])
-    ]
-    model = network, [jnp.linspace(0.5, 1.5, 64), *matrices]
+    model = network, [jnp.linspace(0.5, 1.5, 64), normal(3, (3, 64)), normal(4, (2, 2))]
     loss = lambda model, batch: NEAR_ITS_END[name](*model, *batch)
     want = eqx.filter_jit(eqx.filter_grad(loss))(model, batch)
     _, grads = evaluated(loss, model, batch, "bfloat16")
@@ -537,17 +523,13 @@ def _by_divisions(params, p):
 def test_what_has_no_derivative_has_none_in_any_layer(terms):
     """Solvers such as lineax's factorize beforehand, and insist that nobody differentiates that:
     an `AssertionError` came out of them."""
-    params = [
-        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((2, 8), (8, 1)))
-    ]
+    params = [normal(0, (2, 8)), normal(1, (8, 1))]
 
     def loss(params, x):
         if not terms:
             return jnp.mean((_by_divisions(params, x) - 1) ** 2)
-        d = mpx.partials(
-            lambda p: _by_divisions(params, p)[0], ["u_x", "u_xy"], coords="xy", outputs="u"
-        )
-        d = jax.vmap(d)(x)
+        network = lambda p: _by_divisions(params, p)[0]
+        d = jax.vmap(mpx.partials(network, ["u_x", "u_xy"], coords="xy", outputs="u"))(x)
         return jnp.mean((d["u_x"] + d["u_xy"] - 1) ** 2)
 
     assert_nearly(loss, params, POINTS, "bfloat16", rtol=2.0**-20, least=0)

@@ -205,10 +205,8 @@ TF32 = lax.DotAlgorithmPreset.TF32_TF32_F32
 )
 def test_float32_that_a_gpu_multiplies_in_tensorfloat32_is_marked(precision, marked):
     x, n = jnp.ones((4, 4)), 2 * 4**3
-    fun = lambda x: (
-        jnp.matmul(x, x, precision=precision),
-        x.astype("float16") @ x.astype("float16"),
-    )
+    square = lambda x: x @ x
+    fun = lambda x: (jnp.matmul(x, x, precision=precision), square(x.astype("float16")))
     report = mpx.precision_report(fun)(x)
     full, half = sorted(report.rows, key=lambda row: row.half)
     assert (full.tensorfloat32, half.tensorfloat32) == (marked, False)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import equations, relative
+from helpers import products, relative
 from jax.sharding import PartitionSpec as P
 
 import mpx_pde as mpx
@@ -109,12 +109,6 @@ def test_one_set_of_weights_on_many_grids():
         assert relative(got, want[:, :, :: 64 // step, :: 64 // step]) < 1e-2
 
 
-def products(fun, *args):
-    names = ("mixed_dot_general", "dot_general", "fft", "conv_general_dilated")
-    jaxpr = jax.make_jaxpr(fun)(*args)
-    return [e for e in equations(jaxpr) if e.primitive.name in names]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("masters", "dtype"), [(False, "float16"), (True, "bfloat16")])
 def test_half_products_alone(dtype, masters):
@@ -158,15 +152,11 @@ def test_gradients_inside_of_shard_map(how):
     """JAX sums the gradients of what is the same on all devices; the sum has to be asked for."""
     model = nn.FNO(1, 1, 4, 1, (4, 4), key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (4, 1, 8, 8))
-    arrays, static = eqx.partition(
-        mpx.cast_to_float16(model) if how == "plain" else model, eqx.is_array
-    )
+    model = mpx.cast_to_float16(model) if how == "plain" else model
+    arrays, static = eqx.partition(model, eqx.is_array)
     loss = lambda model, x: jnp.mean((jax.vmap(model)(x) - jnp.sin(x)) ** 2)
-    options = {
-        "cast": {"keep_full": (False, True)},
-        "autocast": {"autocast": True},
-        "forward": {"forward": "float32"},
-    }
+    options = {"cast": {"keep_full": (False, True)}, "autocast": {"autocast": True}}
+    options["forward"] = {"forward": "float32"}
 
     def gradient(arrays, x, **axis):
         if how == "plain":

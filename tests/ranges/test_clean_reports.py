@@ -76,17 +76,14 @@ NETWORKS = {
     "flax": lambda key: Partial(Foreign().apply, Foreign().init(key, jnp.zeros(2))),
 }
 
-WAYS = {
-    "half": {"keep_full": (False, True)},
-    "autocast": {"autocast": True},
-    "forward": {"forward": "float32"},
-}
+WAYS = {"half": {"keep_full": (False, True)}, "autocast": {"autocast": True}}
+WAYS["forward"] = {"forward": "float32"}
 
 
 def derivative_loss(model, points, *, derivatives):
-    d = jax.vmap(
-        mpx.partials(model, ["u", "u_x", "u_yy"], coords="xy", outputs="u", scaling=derivatives)
-    )(points)
+    names = {"coords": "xy", "outputs": "u"}
+    d = mpx.partials(model, ["u", "u_x", "u_yy"], **names, scaling=derivatives)
+    d = jax.vmap(d)(points)
     return jnp.mean((d["u_x"] + 0.1 * d["u_yy"] - d["u"]) ** 2)
 
 
@@ -94,10 +91,8 @@ def derivative_loss(model, points, *, derivatives):
 @pytest.mark.parametrize(("name", "way"), list(zip(NETWORKS, itertools.cycle(WAYS))))
 def test_every_healthy_network_has_a_clean_report(name, way):
     points = jax.random.uniform(jax.random.key(1), (8, 2))
-    scaling = mpx.Scaling(
-        loss=mpx.DynamicLossScaling(2.0**4),
-        derivatives=mpx.DerivativeScaling.per_direction("xy"),
-    )
+    directions = mpx.DerivativeScaling.per_direction("xy")
+    scaling = mpx.Scaling(mpx.DynamicLossScaling(2.0**4), directions)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         model = NETWORKS[name](jax.random.key(0))
         assert_clean(mpx.filter_grad(derivative_loss, scaling, **WAYS[way]), model, points)
@@ -110,16 +105,8 @@ PRECISIONS = ("bfloat16", "forward-float32-float16", "forward-float32-bfloat16")
 
 # One or two of each kind: orders one to four, several fields, sampled terms, scales of their
 # own, energies, three dimensions, networks of others, operators and time steps.
-KINDS = [
-    "allen_cahn",
-    "biharmonic_plate",
-    "emulate_kdv",
-    "gated_network",
-    "heat_inverse",
-    "kdv",
-    "poisson_subdomains",
-    "schrodinger",
-]
+KINDS = ["allen_cahn", "biharmonic_plate", "emulate_kdv", "gated_network", "heat_inverse", "kdv"]
+KINDS += ["poisson_subdomains", "schrodinger"]
 IN_TURN = zip(problems.names(), itertools.cycle(PRECISIONS), strict=False)
 
 
@@ -134,9 +121,7 @@ def test_a_healthy_problem_of_each_kind_has_a_clean_report(name, precision):
         half = trainer.precision.compute
         with mpx.half_precision(half):
             # A scale at which no first step overflows.
-            loss, scaling = mpx.DynamicLossScaling(1.0), state.scaling
-            if isinstance(scaling, mpx.Scaling):
-                scaling = mpx.Scaling(loss, scaling.derivatives)
-            else:
-                scaling = loss
+            scaling = mpx.DynamicLossScaling(1.0)
+            if isinstance(state.scaling, mpx.Scaling):
+                scaling = mpx.Scaling(scaling, state.scaling.derivatives)
             assert_clean(trainer.gradient(problem.loss, scaling), state.model, points)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.experimental import pallas
 
 import mpx_pde as mpx
 from mpx_pde.ranges._explain import explain
@@ -193,15 +194,12 @@ def test_a_healthy_network_of_the_library():
     points = jax.random.uniform(jax.random.key(1), (4, 2))
 
     def loss(model, points, *, derivatives):
-        d = jax.vmap(
-            mpx.partials(model, ["u", "u_xx"], coords="xt", outputs="u", scaling=derivatives)
-        )(points)
+        d = mpx.partials(model, ["u", "u_xx"], coords="xt", outputs="u", scaling=derivatives)
+        d = jax.vmap(d)(points)
         return jnp.mean((d["u"] - 0.01 * d["u_xx"]) ** 2)
 
-    scaling = mpx.Scaling(
-        loss=mpx.DynamicLossScaling(2.0**10),
-        derivatives=mpx.DerivativeScaling.per_direction("xt"),
-    )
+    directions = mpx.DerivativeScaling.per_direction("xt")
+    scaling = mpx.Scaling(mpx.DynamicLossScaling(2.0**10), directions)
     grad = mpx.filter_grad(loss, scaling, keep_full=(False, True))
     report = mpx.range_report(grad)(model, points)
     assert report.mixed
@@ -285,9 +283,7 @@ def test_a_backward_rule_is_told_as_one(call, options):
     report = mpx.range_report(gradient)(w, x)
     rows = [row for row in report.rows if row.inside and row.backward]
     assert any("dot_general" in row.primitive for row in rows)
-    assert all(
-        row.backward and "in the backward rule of the `jax.custom" in row.where for row in rows
-    )
+    assert all("in the backward rule of the `jax.custom" in row.where for row in rows)
     # The mean is differentiated by JAX.
     assert any(row.backward and not row.inside for row in report.rows)
     if not options:
@@ -408,11 +404,8 @@ def test_no_loss_scale_is_changed_where_there_is_none(size, told):
 
 def test_only_the_branch_of_this_platform_is_lowered():
     def elsewhere(x):
-        return jax.experimental.pallas.pallas_call(
-            lambda x_ref, o_ref: None, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype)
-        )(x)
-
-    from jax.experimental import pallas  # noqa: F401
+        out_shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        return pallas.pallas_call(lambda x_ref, o_ref: None, out_shape=out_shape)(x)
 
     def fun(x):
         return jnp.sum(lax.platform_dependent(x, tpu=elsewhere, default=lambda x: x * 1e6))

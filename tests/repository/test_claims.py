@@ -78,11 +78,8 @@ def test_what_was_compiled_for_an_h100_is_said_not_to_have_run():
 def test_the_range_of_a_mode_is_beside_that_of_chance():
     """The README says that `forward="float32"` scatters as widely as chance."""
     rows = {row["name"]: row for row in overall(load("breadth-cpu"))}
-    spans = [
-        [float(x) for x in rows[name]["spread"].split("–")]
-        for name in ("forward-float32-float16", "float32-rounded")
-    ]
-    (low, high), (least, most) = spans
+    span = lambda name: map(float, rows[name]["spread"].split("–"))
+    (low, high), (least, most) = map(span, ("forward-float32-float16", "float32-rounded"))
     assert high <= most + 0.05
     assert low >= least - 0.05
     assert rows["forward-float32-float16"]["median"] == "1.00"

@@ -24,9 +24,8 @@ def parser_of(name, monkeypatch):
     monkeypatch.setattr(commands, "run_main", lambda main, options: found.append(options))
     # A module of that name, for its dataclasses.
     monkeypatch.setitem(sys.modules, "__main__", types.ModuleType("__main__"))
-    exec(
-        compile(path.read_text(encoding="utf-8"), str(path), "exec"), vars(sys.modules["__main__"])
-    )
+    code = compile(path.read_text(encoding="utf-8"), str(path), "exec")
+    exec(code, vars(sys.modules["__main__"]))
     return found[0]
 
 

@@ -74,9 +74,8 @@ def test_a_skipped_step_changes_the_scaling_alone(broken):
 
 @pytest.mark.slow
 def test_naive_float16_is_float16_everywhere():
-    network = mpx.nn.CoordinateMLP(
-        2, "scalar", 8, 2, key=jax.random.key(0), fourier_features=(4, 1.0)
-    )
+    options = {"fourier_features": (4, 1.0), "key": jax.random.key(0)}
+    network = mpx.nn.CoordinateMLP(2, "scalar", 8, 2, **options)
     plain = mpx.cast_to_float16(naive.without_protection({"u": network})["u"])
     slopes = mpx.partials(plain, ["u_x", "u_xx"], coords="xy", outputs="u").report(jnp.zeros(2))
     assert [e.rule for e in slopes.equations if e.primitive == "custom_jvp_call"] == ["nested"]

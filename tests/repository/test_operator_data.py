@@ -35,9 +35,8 @@ def test_a_second_call_reads_what_the_first_has_made(cache):
     assert counted.calls == 1
     assert [*cache.iterdir()] == [path]
     assert path.read_bytes() == written
-    assert {k: (v.dtype, v.tobytes()) for k, v in first.items()} == {
-        k: (v.dtype, v.tobytes()) for k, v in second.items()
-    }
+    bits = lambda arrays: {k: (v.dtype, v.tobytes()) for k, v in arrays.items()}
+    assert bits(first) == bits(second)
 
 
 # --- Darcy flow ------------------------------------------------------------------------------

@@ -20,11 +20,8 @@ TEXT = (Path(__file__).parent / "small_program.hlo").read_text(encoding="utf-8")
 def test_a_program_is_read_as_it_stands():
     module = Module.parse(TEXT)
     assert module.entry == "main"
-    assert shapes("(f16[10,8]{1,0}, s8[1000]{0}, f32[])") == [
-        Shape("f16", (10, 8)),
-        Shape("s8", (1000,)),
-        Shape("f32", ()),
-    ]
+    want = [Shape("f16", (10, 8)), Shape("s8", (1000,)), Shape("f32", ())]
+    assert shapes("(f16[10,8]{1,0}, s8[1000]{0}, f32[])") == want
     launched = [(launch.instruction.opcode, launch.times) for launch in module.launched()]
     assert sorted(launched) == [("custom-call", 5), ("fusion", 1), ("fusion", 1)]
     with pytest.raises(ValueError, match="takes optimized HLO"):

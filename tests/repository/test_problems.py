@@ -15,9 +15,8 @@ from scipy.optimize import brentq
 
 
 problems = importlib.import_module("examples.problems")
-runner, deep, command, operators, references = map(
-    module, ("_runner", "_deep", "__main__", "_operators", "references")
-)
+PARTS = ("_runner", "_deep", "__main__", "_operators", "references")
+runner, deep, command, operators, references = map(module, PARTS)
 FOLDER = ROOT / "examples" / "problems"
 NAMES = problems.names()
 # Read rather than imported: a problem imports solvers and data.

@@ -18,11 +18,8 @@ README = ROOT / "README.md"
 
 
 def command(name: str) -> str:
-    match = re.search(
-        rf"^<!-- command:{name} -->\n```bash\n(.*?)^```$",
-        README.read_text(encoding="utf-8"),
-        re.DOTALL | re.MULTILINE,
-    )
+    pattern = rf"^<!-- command:{name} -->\n```bash\n(.*?)^```$"
+    match = re.search(pattern, README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
     assert match is not None
     return match[1]
 

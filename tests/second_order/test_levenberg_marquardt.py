@@ -48,12 +48,8 @@ def test_a_linear_problem_is_solved_at_once(forward, solver):
 def test_what_the_product_of_jacobians_loses_is_found():
     """A singular value of 1e-4, whose square is below the rounding of float32."""
     jac = jnp.array([[1.0, 1.0], [1e-4, 0.0], [0.0, 1e-4]])
-    w, state, _ = run(
-        mpx.LevenbergMarquardt(linear, damping=1e-14),
-        jnp.zeros(2),
-        ((jac, jnp.array([0.0, 1e-4, -1e-4])),),
-        3,
-    )
+    batch = ((jac, jnp.array([0.0, 1e-4, -1e-4])),)
+    w, state, _ = run(mpx.LevenbergMarquardt(linear, damping=1e-14), jnp.zeros(2), batch, 3)
     np.testing.assert_allclose(w, [1.0, -1.0], rtol=1e-3)
     assert state.iterations >= 1
 
@@ -63,9 +59,8 @@ def test_blocks_of_points_take_the_same_step(jacobian, monkeypatch):
     """Also where a block is not full, and residuals have different numbers of examples."""
     with jax.enable_x64(True):
         model = eqx.nn.MLP(1, 1, 8, 2, jnp.tanh, key=jax.random.key(0), dtype="float64")
-        optimizer = mpx.LevenbergMarquardt(
-            (interior, boundary), forward="float64", jacobian=jacobian, damping=1.0
-        )
+        options = {"forward": "float64", "jacobian": jacobian, "damping": 1.0}
+        optimizer = mpx.LevenbergMarquardt((interior, boundary), **options)
         ends = jnp.array([[-1.0], [1.0]])
 
         def step(block):
@@ -90,9 +85,8 @@ def test_the_jacobian_is_never_whole():
         residual = lambda model, x: model(x) - x[0]
         optimizer = mpx.LevenbergMarquardt(residual, forward="float64", jacobian="float32")
         arrays, static = eqx.partition((model, optimizer.init(model)), eqx.is_array)
-        step = lambda arrays, points: eqx.filter(
-            optimizer.update(*eqx.combine(arrays, static), points), eqx.is_array
-        )
+        update = lambda arrays, points: optimizer.update(*eqx.combine(arrays, static), points)
+        step = lambda arrays, points: eqx.filter(update(arrays, points), eqx.is_array)
         compiled = jax.jit(step).lower(arrays, jnp.ones((30_000, 1))).compile()
         memory = compiled.memory_analysis()
     assert sum(x.size for x in jtu.tree_leaves(model) if eqx.is_array(x)) > 4800
@@ -225,10 +219,8 @@ def test_a_float16_jacobian_that_is_not_finite_lowers_its_scale_alone():
 @pytest.mark.parametrize(("width", "depth", "warns"), [(8, 1, True), (22, 2, False)])
 def test_a_half_jacobian_that_is_hardly_one_is_told(width, depth, warns):
     """The first layer stays in float32, and so do the values."""
-    features = (8, 1.0) if warns else None
-    model = mpx.nn.CoordinateMLP(
-        1, 1, width, depth, key=jax.random.key(0), fourier_features=features
-    )
+    options = {"fourier_features": (8, 1.0) if warns else None, "key": jax.random.key(0)}
+    model = mpx.nn.CoordinateMLP(1, 1, width, depth, **options)
     residual = lambda model, x: model(x)[0] - x[0] ** 2
 
     def trace(jacobian):

@@ -62,9 +62,8 @@ def advance(state):
     points = jnp.where(step % 10 == 0, jnp.nan, points)  # steps to be skipped
     grad_fn = mpx.filter_grad(loss, state["scaling"], keep_full=(False, True))
     scaling, finite, grads = grad_fn(state["model"], points)
-    model, opt_state = mpx.optimizer_update(
-        state["model"], optimizer, state["opt_state"], grads, finite
-    )
+    given = optimizer, state["opt_state"], grads, finite
+    model, opt_state = mpx.optimizer_update(state["model"], *given)
     state = {"model": model, "opt_state": opt_state, "scaling": scaling, "step": step}
     return state | {"key": jax.random.key_data(key)}
 

@@ -10,14 +10,10 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 import pytest
-from helpers import HALVES, avals, running, tree_equal_bits
+from helpers import HALVES, avals, scaler, tree_equal_bits
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
-
-
-def scaler(exponent, **kwargs):
-    return running(mpx.DynamicLossScaling(2.0**exponent, **kwargs))
 
 
 def batch():
@@ -162,9 +158,8 @@ def test_keys_scalars_states_and_keywords_are_passed_whole():
     key, state = jax.random.key(0), eqx.nn.State(eqx.nn.StateIndex(jnp.ones(3)))
     scalar, numpy, text = jnp.float32(2.0), np.arange(4.0, dtype=np.float32), "text"
     c = jnp.ones(3)
-    ((key_out, state_out, scalar_out, numpy_out, none), kwargs) = splits(
-        0, key, state, scalar, numpy, text, c=c
-    )
+    outs, kwargs = splits(0, key, state, scalar, numpy, text, c=c)
+    key_out, state_out, scalar_out, numpy_out, none = outs
     assert tree_equal_bits(key_out, jnp.stack([key, key]))
     assert tree_equal_bits(jtu.tree_leaves(state_out), [jnp.ones((2, 3))])
     assert tree_equal_bits(scalar_out, jnp.full(2, 2.0))

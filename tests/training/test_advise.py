@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import pytest
+from helpers import HALVES
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
@@ -31,13 +32,8 @@ def advice():
     return mpx.advise(fit)(network(), X)
 
 
-NAMES = [
-    "float32",
-    "forward float32, backward float16",
-    "forward float32, backward bfloat16",
-    "float16 throughout",
-    "bfloat16 throughout",
-]
+NAMES = ["float32", *(f"forward float32, backward {half}" for half in HALVES)]
+NAMES += [f"{half} throughout" for half in HALVES]
 
 
 @pytest.mark.slow

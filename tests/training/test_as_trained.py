@@ -83,25 +83,22 @@ HOW = {"cast": {}, "forward": {"forward": "float32"}, "autocast": {"autocast": T
 @pytest.mark.parametrize("how", HOW)
 def test_frozen_features_are_never_rounded(how):
     """Those of a `CoordinateMLP`, and of others in `FullPrecision`: 2049 is no float16."""
-    features, options = mpx.FullPrecision(Features(jnp.array([[2049.0, 0.0]]))), HOW[how]
+    features = mpx.FullPrecision(Features(jnp.array([[2049.0, 0.0]])))
+    options = {"keep_full": (False, True), **HOW[how]}
 
     def loss(model, x):
         features, weight = model
         return jnp.sum(features(x).astype(jnp.float32)) + 0 * jnp.sum(weight).astype(jnp.float32)
 
     x = jnp.array([2.0**-6, 0.0])
-    step = mpx.filter_value_and_grad(
-        loss, mpx.NoOpLossScaling(), keep_full=(False, True), **options
-    )
+    step = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), **options)
     value, _, _, (grad, _) = step((features, jnp.ones(2)), x)
     np.testing.assert_allclose(value, np.sin(2049.0 * 2.0**-6), rtol=2.0**-20)
     assert same(grad.matrix, np.zeros((1, 2)))
 
     network = nn.CoordinateMLP(1, "scalar", 8, 2, fourier_features=(4, 300.0), key=KEY)
     inside = lambda model, x: jnp.sum(model.embedding(x))
-    step = mpx.filter_value_and_grad(
-        inside, mpx.NoOpLossScaling(), keep_full=(False, True), **options
-    )
+    step = mpx.filter_value_and_grad(inside, mpx.NoOpLossScaling(), **options)
     x = jnp.array([0.3])
     np.testing.assert_allclose(step(network, x)[0], inside(network, x), rtol=2.0**-12)
 
@@ -112,9 +109,8 @@ def test_an_array_in_full_precision():
     assert mpx.cast_to_float16(kept).value.dtype == jnp.float32
     with pytest.raises(TypeError, match=r"`FullPrecision` around an array is read by .*`value`"):
         kept(1.0)
-    with pytest.raises(
-        TypeError, match=r"callable layer .* or one floating-point array, but got 3"
-    ):
+    match = "callable layer .* or one floating-point array, but got 3"
+    with pytest.raises(TypeError, match=match):
         mpx.FullPrecision(3)
     layer = mpx.FullPrecision(eqx.nn.Linear(1, 1, key=KEY))
     assert not hasattr(layer, "value")

@@ -30,10 +30,8 @@ SCRIPT = Path(__file__).with_name("kill_and_resume.py")
 
 def state(seed=0, **options):
     model = mpx.nn.CoordinateMLP(2, 1, 8, 2, key=jax.random.key(seed))
-    scaling = mpx.Scaling(
-        mpx.DynamicLossScaling(2.0**seed, **options),
-        mpx.DerivativeScaling.per_direction("xt", order=2),
-    )
+    directions = mpx.DerivativeScaling.per_direction("xt", order=2)
+    scaling = mpx.Scaling(mpx.DynamicLossScaling(2.0**seed, **options), directions)
     return {
         "model": model,
         "opt_state": optax.adam(1e-3).init(eqx.filter(model, eqx.is_inexact_array)),

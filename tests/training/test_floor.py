@@ -41,10 +41,7 @@ def error_of_gradient(loss, args, **options):
         return relative(value, true), relative(grads, true_grads)
 
 
-OPTIONS = {
-    "half": {"keep_full": (False, True, True)},
-    "float32": {"forward": "float32"},
-}
+OPTIONS = {"half": {"keep_full": (False, True, True)}, "float32": {"forward": "float32"}}
 
 
 @pytest.mark.slow
@@ -162,9 +159,8 @@ def test_float32_against_float64():
         policy = "params=float32,compute=float32,output=float32"
         # Terms of float64 meet targets of float32.
         with jax.numpy_dtype_promotion("standard"):
-            same = mpx.precision_floor(
-                pde, mpx.NoOpLossScaling(), policy=policy, forward="float64", micro_batches=1
-            )(*args)
+            options = {"policy": policy, "forward": "float64", "micro_batches": 1}
+            same = mpx.precision_floor(pde, mpx.NoOpLossScaling(), **options)(*args)
         assert same.loss < 1e-12
 
 

@@ -17,7 +17,7 @@ import jmp
 import numpy as np
 import optax
 import pytest
-from helpers import HALVES, avals, relative, running, tree_equal_bits
+from helpers import HALVES, avals, relative, running, scaler, tree_equal_bits
 from jax import export, lax
 from jax.sharding import AxisType, PartitionSpec as P
 
@@ -45,10 +45,6 @@ def batch(n=16):
     x = jnp.linspace(-1, 1, 2 * n).reshape(n, 2)
     # Far from what the network gives, so that no mean of residuals cancels.
     return x, jnp.sin(3 * x[:, :1]) + 2
-
-
-def scaler(exponent, **kwargs):
-    return running(mpx.DynamicLossScaling(2.0**exponent, **kwargs))
 
 
 # --- The scale comes in and goes out exactly -----------------------------------------------------
@@ -105,29 +101,18 @@ def seen_by(func=None):
     def loss(*args, **kwargs):
         for path, leaf in jtu.tree_leaves_with_path((args, kwargs)):
             seen[jtu.keystr(path)] = str(leaf.dtype) if eqx.is_array(leaf) else leaf
-        total = [
-            jnp.sum(x.astype(jnp.float32))
-            for x in jtu.tree_leaves((args, kwargs))
-            if eqx.is_inexact_array(x)
-        ]
-        return sum(total[1:], start=total[0])
+        floats = [x for x in jtu.tree_leaves((args, kwargs)) if eqx.is_inexact_array(x)]
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in floats)
 
     return loss, seen
 
 
 def test_all_arguments_are_cast():
     (loss, seen), half = seen_by(), "float16"
-    mpx.filter_grad(loss, scaler(4))(
-        {"w": jnp.ones(2), "n": jnp.arange(2)}, [np.ones(2), 3, 1.5], c=jnp.ones(2, jnp.bfloat16)
-    )
-    assert seen == {
-        "[0][0]['n']": "int32",
-        "[0][0]['w']": half,
-        "[0][1][0]": half,
-        "[0][1][1]": 3,
-        "[0][1][2]": 1.5,
-        "[1]['c']": half,
-    }
+    model, c = {"w": jnp.ones(2), "n": jnp.arange(2)}, jnp.ones(2, jnp.bfloat16)
+    mpx.filter_grad(loss, scaler(4))(model, [np.ones(2), 3, 1.5], c=c)
+    want = {"[0][0]['n']": "int32", "[0][1][1]": 3, "[0][1][2]": 1.5}
+    assert seen == want | dict.fromkeys(("[0][0]['w']", "[0][1][0]", "[1]['c']"), half)
 
 
 KEEP_FULL = {
@@ -143,9 +128,8 @@ def test_keep_full_is_a_prefix_of_the_arguments(case):
     keep_full, kept = KEEP_FULL[case]
     loss, seen = seen_by()
     model, batch = {"w": jnp.ones(2), "b": jnp.ones(2)}, {"x": jnp.ones(2), "t": jnp.ones(2)}
-    scaling, finite, grads = mpx.filter_grad(loss, scaler(4), keep_full=keep_full)(
-        model, batch, jnp.array([1.0, 70000.0]), c=jnp.ones(2)
-    )
+    gradient = mpx.filter_grad(loss, scaler(4), keep_full=keep_full)
+    _, finite, grads = gradient(model, batch, jnp.array([1.0, 70000.0]), c=jnp.ones(2))
     names = {x: f"[0][{i}]['{x}']" for i, x in ((0, "w"), (0, "b"), (1, "x"), (1, "t"))}
     names |= {"points": "[0][2]", "c": "[1]['c']"}
     want = {path: "float32" if name in kept else "float16" for name, path in names.items()}
@@ -187,12 +171,8 @@ def test_a_policy_and_its_string_are_the_same(policy, top):
 @pytest.mark.parametrize("dtype", HALVES)
 def test_gradients_have_the_dtypes_of_the_masters(dtype):
     x = jnp.array([0.5, 2.0])
-    model = {
-        "w": jnp.ones(2, dtype),
-        "np": np.ones(2, np.float32),
-        "n": jnp.arange(2),
-        "f": jnp.tanh,
-    }
+    model = {"w": jnp.ones(2, dtype), "np": np.ones(2, np.float32)}
+    model |= {"n": jnp.arange(2), "f": jnp.tanh}
 
     def loss(model, x):
         return jnp.sum((model["w"] + model["np"]) * x)
@@ -312,9 +292,8 @@ def test_without_mixed_precision_it_is_equinox(has_aux):
 def test_without_mixed_precision_infinite_gradients_are_not_flagged(transform):
     """As in MPX, and in the float32 loop that this stands for."""
     before = scaler(4)
-    *_, same, finite, grads = transform(linear_loss, before, use_mixed_precision=False)(
-        jnp.ones(1), jnp.array([jnp.inf])
-    )
+    gradient = transform(linear_loss, before, use_mixed_precision=False)
+    *_, same, finite, grads = gradient(jnp.ones(1), jnp.array([jnp.inf]))
     assert tree_equal_bits(same, before)
     assert finite
     assert grads[0] == jnp.inf
@@ -385,9 +364,8 @@ def test_an_ensemble_with_a_scaling_each():
     optimizer = optax.sgd(1.0)
     w = jnp.ones((3, 2))
     x = jnp.ones((3, 2)).at[1, 0].set(3e4)
-    scaling = eqx.filter_vmap(lambda s: running(mpx.DynamicLossScaling(s, period=1)))(
-        jnp.array([2.0, 4.0, 8.0])
-    )
+    make = lambda s: running(mpx.DynamicLossScaling(s, period=1))
+    scaling = eqx.filter_vmap(make)(jnp.array([2.0, 4.0, 8.0]))
 
     @eqx.filter_jit
     @eqx.filter_vmap
@@ -467,9 +445,8 @@ def test_sums_over_devices_are_float32_whatever_the_loss_is_made_of(check_vma):
         # With `check_vma`, JAX sums by itself where the weight is marked as varying.
         return finite, grad if check_vma else lax.psum(grad, "batch")
 
-    finite, grad = jax.jit(over_devices(shard, 2, P(), check_vma))(
-        jnp.ones(1), mpx.StaticLossScaling(1), jnp.full(2, 40000.0)
-    )
+    step = jax.jit(over_devices(shard, 2, P(), check_vma))
+    finite, grad = step(jnp.ones(1), mpx.StaticLossScaling(1), jnp.full(2, 40000.0))
     assert finite
     assert grad.dtype == jnp.float32
     assert float(grad[0]) == 80000.0

@@ -26,9 +26,8 @@ class Net(eqx.Module):
 
 
 def poisson(model, points, *, derivatives):
-    d = jax.vmap(mpx.partials(model, ["u", "u_xx"], coords="x", outputs="u", scaling=derivatives))(
-        points
-    )
+    d = mpx.partials(model, ["u", "u_xx"], coords="x", outputs="u", scaling=derivatives)
+    d = jax.vmap(d)(points)
     return jnp.mean((1e-6 * d["u_xx"] + d["u"]) ** 2)
 
 
@@ -143,9 +142,8 @@ def test_all_that_a_step_takes():
     options = {"has_aux": True, "forward": "float32"}
     mesh = Mesh(np.array(jax.devices()[:4]), "b")
     x = jax.device_put(jnp.ones((8, 3)) * HARD[None], NamedSharding(mesh, P("b")))
-    found = mpx.initial_scaling(loss, mpx.DynamicLossScaling(), **options)(
-        (jnp.ones(3), norm), state, x, factor=1e8
-    )
+    find = mpx.initial_scaling(loss, mpx.DynamicLossScaling(), **options)
+    found = find((jnp.ones(3), norm), state, x, factor=1e8)
     run = mpx.filter_grad(loss, found, **options)
     assert run((jnp.ones(3), norm), state, x, factor=1e8)[1]
     model, scaling = start()

@@ -93,12 +93,8 @@ def test_two_processes_with_two_devices_each(reference, tmp_path, layout):
     command += ["--steps", str(STEPS), "--overflow-at", str(BAD), "--log", str(tmp_path / "log")]
     command += [f"--{name}={size}" for name, size in SIZES.items()]
     command += ["--coordinator", f"127.0.0.1:{port}", "--processes", "2", "--process-id"]
-    processes = [
-        subprocess.Popen(
-            [*command, str(i)], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        for i in range(2)
-    ]
+    options = {"env": env, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    processes = [subprocess.Popen([*command, str(i)], **options) for i in range(2)]
     try:
         outputs = [p.communicate(timeout=300)[0] for p in processes]
     finally:
