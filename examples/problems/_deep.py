@@ -23,12 +23,9 @@ from ._runner import Outcome, errors_of, number
 
 
 PRECISIONS = {
-    name: (name.partition("-")[0], name.rpartition("-")[2])
-    for name in (
-        *("float64", "float64-float32", "float64-bfloat16_x3"),
-        *("float64-float16", "float64-bfloat16"),
-        *("float32", "float32-bfloat16_x3", "float32-float16", "float32-bfloat16"),
-    )
+    "-".join(dict.fromkeys((wide, narrow))): (wide, narrow)
+    for wide in ("float64", "float32")
+    for narrow in (wide, "float32", "bfloat16_x3", "float16", "bfloat16")
 }
 """Precisions of the residual and, behind a hyphen, of the Jacobian where that is another."""
 
@@ -121,18 +118,17 @@ def draw(
 ) -> tuple[Array, ...]:
     """The points of the residuals: inside, up to `high`, half of them spread evenly and the others
     by the size of the residual there."""
-    dtype = high.dtype
-    candidates = quasirandom(key, CANDIDATES * count, deep.low, high, dtype)
+    spread = partial(quasirandom, dtype=high.dtype)
+    candidates = spread(key, CANDIDATES * count, deep.low, high)
     residuals = jax.vmap(deep.residual, (None, 0))(model, candidates)
     size = jnp.sum(residuals.reshape(len(candidates), -1) ** 2, axis=1)
-    noise = jax.random.gumbel(jax.random.fold_in(key, 1), size.shape, dtype)
+    noise = jax.random.gumbel(jax.random.fold_in(key, 1), size.shape, high.dtype)
     chosen = candidates[jax.lax.top_k(jnp.log(size) / 2 + noise, count // 2)[1]]
     inside = jnp.concatenate([candidates[: count - count // 2], chosen])
     soft = []
     for i, (_, low, high, *axes) in enumerate(deep.soft):
-        points = partial(on_faces, axes=axes[0], draw=quasirandom) if axes else quasirandom
-        own = jax.random.fold_in(key, 2 + i)
-        soft.append(points(own, max(1, count // 4), low, high, dtype=dtype))
+        where = jax.random.fold_in(key, 2 + i), max(1, count // 4), low, high
+        soft.append(on_faces(*where, axes[0], spread) if axes else spread(*where))
     return (inside, *soft)
 
 

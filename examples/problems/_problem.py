@@ -125,6 +125,7 @@ def from_start(
 # --- Points ----------------------------------------------------------------------------------
 
 STEPS_PER_CALL = 100  # steps in one compiled call, and between two choices of points
+Corner = Sequence[float] | Array
 
 
 def grid(*axes: Float[np.ndarray, " n"]) -> Float[np.ndarray, "points coords"]:
@@ -133,11 +134,7 @@ def grid(*axes: Float[np.ndarray, " n"]) -> Float[np.ndarray, "points coords"]:
 
 
 def uniform(
-    key: PRNGKeyArray,
-    count: int,
-    low: Sequence[float] | Array,
-    high: Sequence[float] | Array,
-    dtype: Any = float,
+    key: PRNGKeyArray, count: int, low: Corner, high: Corner, dtype: Any = float
 ) -> Float[Array, "count coords"]:
     """Points in a box with the corners `low` and `high`."""
     low_corner, high_corner = jnp.asarray(low, dtype), jnp.asarray(high, dtype)
@@ -146,22 +143,16 @@ def uniform(
 
 
 def quasirandom(
-    key: PRNGKeyArray,
-    count: int,
-    low: Sequence[float] | Array,
-    high: Sequence[float] | Array,
-    dtype: Any = float,
+    key: PRNGKeyArray, count: int, low: Corner, high: Corner, dtype: Any = float
 ) -> Float[Array, "count coords"]:
     """Points that fill a box more evenly than those of `uniform`: a lattice that is moved at
     random, and whose steps are powers of a generalized golden ratio (Roberts, 2018)."""
     low_corner, high_corner = jnp.asarray(low, dtype), jnp.asarray(high, dtype)
-    coords, ratio = len(low_corner), 2.0
-    for _ in range(64):
-        ratio = (1 + ratio) ** (1 / (coords + 1))
-    steps = (ratio ** -np.arange(1.0, coords + 1) * 2**32).astype(np.uint32)
+    ratio = np.roots([1, *[0] * (len(low) - 1), -1, -1]).real.max()
+    steps = (ratio ** -np.arange(1.0, len(low) + 1) * 2**32).astype(np.uint32)
     index = jnp.arange(count, dtype=jnp.uint32)[:, None]
     # Integers wrap, and lose nothing.
-    points = index * steps + jax.random.bits(key, (coords,), jnp.uint32)
+    points = index * steps + jax.random.bits(key, (len(low),), jnp.uint32)
     return low_corner + (high_corner - low_corner) * (points.astype(dtype) / 2.0**32)
 
 
@@ -184,16 +175,15 @@ def choose(
 def on_faces(
     key: PRNGKeyArray,
     count: int,
-    low: Sequence[float] | Array,
-    high: Sequence[float] | Array,
+    low: Corner,
+    high: Corner,
     axes: Sequence[int],
-    dtype: Any = float,
     draw: Callable[..., Float[Array, "count coords"]] = uniform,
 ) -> Float[Array, "count coords"]:
     """Points on the faces of a box across `axes`, the same number (or nearly) on each."""
-    points = draw(key, count, low, high, dtype)
+    points = draw(key, count, low, high)
     face = np.arange(count) % (2 * len(axes))
-    ends = np.asarray([low, high], dtype)
+    ends = np.asarray([low, high], points.dtype)
     axis = np.asarray(axes)[face // 2]
     return points.at[np.arange(count), axis].set(ends[face % 2, axis])
 
