@@ -83,12 +83,12 @@ def errors_by_step(figure: Any, data: Any, most: int | None = None) -> None:
     styles = {"float64": "k", "float64-float32": "C0--", "float32": "C1"}
     labels = {"float64-float32": "float64, Jacobian in float32"}
     seed = data["trainings"][0]["seed"]
-    by_problem = groups((t for t in data["trainings"] if t["seed"] == seed), "problem")
-    found = dict(list(by_problem.items())[:most])
+    shown = (t for t in data["trainings"] if t["seed"] == seed)
+    found = [runs for runs in groups(shown, "problem", "points").values() if len(runs) > 1][:most]
     panels = figure.subplots(-(-len(found) // 4), 4, sharex=True, squeeze=False).flatten()
     for panel in panels[len(found) :]:
         panel.set_visible(False)
-    for panel, runs in zip(panels, found.values(), strict=False):
+    for panel, runs in zip(panels, found, strict=False):
         for run in (run for run in runs if run["precision"] in styles):
             steps, _, errors = zip(*run["curve"], strict=True)
             name = run["precision"]

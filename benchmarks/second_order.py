@@ -95,5 +95,5 @@ def run(report: Report, args: argparse.Namespace) -> None:
     for key in report.missing("trainings", keys):
         problem = problems.load(key["problem"])
         outcome = deep.DeepTrainer(problem, key["precision"], steps=steps)(key["seed"])
-        found = {"title": problem.title, **outcome.record()}
+        found = {"title": problem.title, "points": deep.POINTS, **outcome.record()}
         report.record("trainings", **key, **{n: x for n, x in found.items() if n not in key})

@@ -30,14 +30,15 @@ vit = Table(
 
 
 def _by_problem(data: Result) -> Iterator[Record]:
-    """Yields the median errors of a problem over the seeds that every row has, by precision."""
+    """Yields the median errors of a problem over the seeds that every row has, by precision, if
+    there are two with the same points."""
     each = groups(data["trainings"], "problem", "precision").values()
     seeds = set.intersection(*({run["seed"] for run in runs} for runs in each))
     shown = (run for run in data["trainings"] if run["seed"] in seeds)
-    for runs in groups(shown, "problem").values():
-        by_precision = groups(runs, "precision")
-        medians = {name: median(of, "error") for name, of in by_precision.items()}
-        yield {**runs[0], **medians, "seeds": listed(runs, "seed")}
+    for runs in groups(shown, "problem", "points").values():
+        medians = {name: median(of, "error") for name, of in groups(runs, "precision").items()}
+        if len(medians) > 1:
+            yield {**runs[0], **medians, "seeds": listed(runs, "seed")}
 
 
 second_order = Table(
@@ -46,6 +47,7 @@ second_order = Table(
     """
     problem                              {title}
     parameters                           {parameters:,}
+    points for each                      {points}
     float64                              {float64:.1e}
     float64, Jacobian in float32         {float64-float32:.1e}
     float32                              {float32:.1e}

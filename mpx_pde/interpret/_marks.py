@@ -10,10 +10,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, JaxprEqn, Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import Array
 
+from .._order import batch_behind
 from ._jaxpr import (
     CALLS,
     OF_REVERSE_MODE,
@@ -27,32 +28,17 @@ from ._jaxpr import (
 from ._rebind import rebind
 
 
-mark_p = Primitive("named_value")
-
 # Part of the key of jit's caches: a function that was traced without marks has none.
 _marking = jax.make_user_context(False)
+_MARK = "mpx_pde.partials: "
 
 
 def marked(values: dict[str, Any]) -> dict[str, Any]:
     """Marks values with their names while somebody collects them."""
     if not _marking.value:
         return values
-    return {name: mark_p.bind(x, name=name) for name, x in values.items()}
-
-
-def _batch(args, dims, *, name):
-    # In an order that no rule for batches decides.
-    return mark_p.bind(jnp.moveaxis(args[0], dims[0], 0), name=name), 0
-
-
-mark_p.def_impl(lambda x, *, name: x)
-mark_p.def_abstract_eval(lambda x, *, name: x)
-mlir.register_lowering(mark_p, lambda ctx, x, *, name: [x])
-batching.primitive_batchers[mark_p] = _batch
-ad.primitive_jvps[mark_p] = lambda primals, tangents, *, name: (
-    mark_p.bind(*primals, name=name),
-    tangents[0],
-)
+    # In an order of axes that no rule for batches decides.
+    return {name: checkpoint_name(batch_behind(x, -1), _MARK + name) for name, x in values.items()}
 
 
 def collecting(fun: Callable) -> Callable[..., tuple[Any, dict[str, Array]]]:
@@ -88,13 +74,13 @@ def _collect(closed: ClosedJaxpr, operands: Sequence, found: list[tuple[str, Arr
 
     def evaluate(_: int, eqn: JaxprEqn, args: list) -> Sequence:
         name, bodies = eqn.primitive.name, bodies_of(eqn)
-        if eqn.primitive is mark_p:
-            found.append((eqn.params["name"], args[0]))
+        if name == "name" and eqn.params["name"].startswith(_MARK):
+            found.append((eqn.params["name"].removeprefix(_MARK), args[0]))
             return args
         with in_context_of(eqn):
             if name in _ENTERED:
                 return _collect(bodies[0], args, found)
-            if not any(contains(body, {mark_p.name}) for body in bodies):
+            if not any(contains(body, {"name"}) for body in bodies):
                 return own_bind(eqn, args)
             if name == "scan":
                 return _in_scan(eqn, args, found)

@@ -165,7 +165,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("rounded_cotangent written written_in read_at_once", "linear", "program", _OURS, "stores"),
     ("add_product sum_together spread_together beside", "linear", "program", _OURS, ""),
     ("moments", "nested", "float32", _OURS, "sum"),
-    ("derivative_tap derivative_count named_value", "nested", "program", _TAP, ""),
+    ("derivative_tap derivative_count", "nested", "program", _TAP, ""),
     # Containers.
     ("jit call closed_call eval_jaxpr", "container", "inside", _HOLDS, ""),
     ("custom_jvp_call custom_vjp_call", "container", "inside", _HOLDS, ""),
