@@ -185,6 +185,7 @@ def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict) -> Ad
     for (name, options), half in itertools.product(ways.items(), ("float16", "bfloat16")):
         policy = f"params=float32,compute={half},output=float32"
         rows.append(_advised(name.format(half), {"policy": policy, **options}, *trial))
+    _say("")
     good = [r for r in rows if r.finite and r.error <= _TOLERANCE and r.vanished < _TOLERANCE]
     least = min(good, key=lambda row: row.memory, default=rows[0])
     choice = least if least.memory <= _GAIN * rows[0].memory else rows[0]
@@ -193,9 +194,13 @@ def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict) -> Ad
     return Advice(tuple(rows), choice, call, width, reference, _examples(args))
 
 
+def _say(text: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{text:70}\r", end="", file=sys.stderr, flush=True)
+
+
 def _advised(name: str, options: dict[str, Any], *trial: Any) -> Advised:
-    terminal = sys.stderr.isatty()
-    print(f"\r{_CALL}: {name:60}\r" if terminal else "", end="", file=sys.stderr, flush=True)
+    _say(f"{_CALL}: {name}")
     try:
         return _measured(name, options, *trial)
     except Exception as error:
