@@ -29,7 +29,8 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 ORDER = [
     ["_repr", "_types"],
     ["_dtypes", "_notes", "_split", "_varying", "_wrapper"],
-    ["_bilinear", "_cast", "_forward", "_order", "interpret"],
+    ["_bilinear", "_cast", "_forward", "_order"],
+    ["interpret"],
     ["_conv", "_derivative_of", "_dot", "_refined", "_tree"],
     ["_einsum", "_jet", "_loss_scaling", "checkpoint_policies"],
     ["engine"],
