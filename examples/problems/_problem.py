@@ -138,8 +138,7 @@ def uniform(
 ) -> Float[Array, "count coords"]:
     """Points in a box with the corners `low` and `high`."""
     low_corner, high_corner = jnp.asarray(low, dtype), jnp.asarray(high, dtype)
-    shape = (count, len(low_corner))
-    return jax.random.uniform(key, shape, dtype, minval=low_corner, maxval=high_corner)
+    return jax.random.uniform(key, (count, len(low)), dtype, minval=low_corner, maxval=high_corner)
 
 
 def quasirandom(
@@ -150,10 +149,11 @@ def quasirandom(
     low_corner, high_corner = jnp.asarray(low, dtype), jnp.asarray(high, dtype)
     ratio = np.roots([1, *[0] * (len(low) - 1), -1, -1]).real.max()
     steps = (ratio ** -np.arange(1.0, len(low) + 1) * 2**32).astype(np.uint32)
-    index = jnp.arange(count, dtype=jnp.uint32)[:, None]
+    shift = jax.random.bits(key, (len(low),), jnp.uint32)
     # Integers wrap, and lose nothing.
-    points = index * steps + jax.random.bits(key, (len(low),), jnp.uint32)
-    return low_corner + (high_corner - low_corner) * (points.astype(dtype) / 2.0**32)
+    part = lambda i: (i * steps + shift).astype(dtype) / 2.0**32
+    place = lambda i: low_corner + (high_corner - low_corner) * part(i)
+    return jax.vmap(place)(jnp.arange(count, dtype=jnp.uint32))
 
 
 def choose(
