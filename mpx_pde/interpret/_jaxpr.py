@@ -88,8 +88,13 @@ def is_container(eqn: JaxprEqn) -> bool:
 
 def contains(closed: ClosedJaxpr, names: Collection[str]) -> bool:
     """Returns whether there is a primitive of these names in a jaxpr, at any depth."""
+    return any_equation(closed, lambda eqn: eqn.primitive.name in names)
+
+
+def any_equation(closed: ClosedJaxpr, holds: Callable[[JaxprEqn], bool]) -> bool:
+    """Returns whether a condition holds for an equation of a jaxpr, at any depth."""
     return any(
-        eqn.primitive.name in names or any(contains(body, names) for body in bodies_of(eqn))
+        holds(eqn) or any(any_equation(body, holds) for body in bodies_of(eqn))
         for eqn in closed.jaxpr.eqns
     )
 

@@ -1,8 +1,8 @@
 """Named values in the middle of a program, and how to bring them out of it.
 
 A loss returns one number. Its derivative terms are known where they are made, under `vmap` and in
-loops. So they are marked there by a primitive that does nothing, the loss is traced, and whatever
-carries a mark is collected from the program: whole batches of values, as they are in it.
+loops. So they are marked there by a name of JAX's, which does nothing, the loss is traced, and
+whatever carries a mark is collected from the program: whole batches of values, as they are in it.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +18,8 @@ from .._order import batch_behind
 from ._jaxpr import (
     CALLS,
     OF_REVERSE_MODE,
+    any_equation,
     bodies_of,
-    contains,
     in_context_of,
     own_bind,
     trace_arrays,
@@ -69,18 +69,22 @@ def _joined(name: str, found: list[tuple[str, Array]]) -> Array:
 _ENTERED = CALLS | OF_REVERSE_MODE | {"custom_jvp_call"}
 
 
+def _is_mark(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "name" and eqn.params["name"].startswith(_MARK)
+
+
 def _collect(closed: ClosedJaxpr, operands: Sequence, found: list[tuple[str, Array]]) -> list:
     """Evaluates a jaxpr, and adds the names and values that are marked in it to `found`."""
 
     def evaluate(_: int, eqn: JaxprEqn, args: list) -> Sequence:
         name, bodies = eqn.primitive.name, bodies_of(eqn)
-        if name == "name" and eqn.params["name"].startswith(_MARK):
+        if _is_mark(eqn):
             found.append((eqn.params["name"].removeprefix(_MARK), args[0]))
             return args
         with in_context_of(eqn):
             if name in _ENTERED:
                 return _collect(bodies[0], args, found)
-            if not any(contains(body, {"name"}) for body in bodies):
+            if not any(any_equation(body, _is_mark) for body in bodies):
                 return own_bind(eqn, args)
             if name == "scan":
                 return _in_scan(eqn, args, found)
