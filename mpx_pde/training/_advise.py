@@ -175,12 +175,12 @@ def advise(
 def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict) -> Advice:
     """Tries the precisions on `task`: a loss, its scaling, and whether it has auxiliary output;
     half precision throughout with the options `given`."""
-    full = _gradient(task, _FULL)
-    reference = jnp.zeros((), float).dtype.name
-    positional, keyword = in_float64((args, kwargs)) if reference == "float64" else (args, kwargs)
-    wide = full(*positional, **keyword)
-    trial = task, args, kwargs, wide
-    rows = [_advised("float32", _FULL, *trial)]
+    wide, reference = None, jnp.zeros((), float).dtype.name
+    if reference == "float64":
+        positional, keyword = in_float64((args, kwargs))
+        wide = _gradient(task, _FULL)(*positional, **keyword)
+    first, wide, width = _measured("float32", _FULL, task, args, kwargs, wide)
+    rows, trial = [first], (task, args, kwargs, wide)
     ways = {"forward float32, backward {}": {"forward": "float32"}, "{} throughout": given}
     for (name, options), half in itertools.product(ways.items(), ("float16", "bfloat16")):
         policy = f"params=float32,compute={half},output=float32"
@@ -189,9 +189,7 @@ def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict) -> Ad
     good = [r for r in rows if r.finite and r.error <= _TOLERANCE and r.vanished < _TOLERANCE]
     least = min(good, key=lambda row: row.memory, default=rows[0])
     choice = least if least.memory <= _GAIN * rows[0].memory else rows[0]
-    width = precision_report(full)(*args, **kwargs).width
-    call = _written(choice, task[2])
-    return Advice(tuple(rows), choice, call, width, reference, _examples(args))
+    return Advice(tuple(rows), choice, _written(choice, task[2]), width, reference, _examples(args))
 
 
 def _say(text: str) -> None:
@@ -200,12 +198,9 @@ def _say(text: str) -> None:
 
 
 def _advised(name: str, options: dict[str, Any], *trial: Any) -> Advised:
-    _say(f"{_CALL}: {name}")
     try:
-        return _measured(name, options, *trial)
+        return _measured(name, options, *trial)[0]
     except Exception as error:
-        if options == _FULL:
-            raise
         if "throughout" in name and "autocast" not in options:
             # Casts meet what has no half precision; autocast leaves it as it is.
             options = {"policy": options["policy"], "autocast": True}
@@ -215,7 +210,12 @@ def _advised(name: str, options: dict[str, Any], *trial: Any) -> Advised:
 
 def _measured(
     name: str, options: dict[str, Any], task: tuple, args: tuple, kwargs: dict, wide: PyTree
-) -> Advised:
+) -> tuple[Advised, PyTree, int]:
+    """Compares a precision with the gradient `wide`, by default with its own.
+
+    **Returns:** the row, what it was compared with, and the width of the largest product.
+    """
+    _say(f"{_CALL}: {name}")
     func, scaling, has_aux = task
     if "compute=bfloat16" in options.get("policy", "") and not isinstance(scaling, Scaling):
         scaling = NoOpLossScaling()
@@ -228,14 +228,16 @@ def _measured(
         first = lambda x: lax.slice_in_dim(x, 0, count // 2) if eqx.is_array(x) else x
         less = gradient.lower(args[0], *jtu.tree_map(first, args[1:]), **kwargs).compile()
         each = (memory - _memory(less)) / (count - count // 2)
-    half_share = precision_report(gradient)(*args, **kwargs).half_share
+    report = precision_report(gradient)(*args, **kwargs)
     grads = compiled(*args, **kwargs)
+    wide = grads if wide is None else wide
     pairs = list(zip(jtu.tree_leaves(grads), jtu.tree_leaves(wide), strict=True))
     gone = sum(int(jnp.sum((g == 0) & (w != 0))) for g, w in pairs)
     vanished = gone / max(1, sum(int(jnp.sum(w != 0)) for _, w in pairs))
     finite = bool(all_finite(grads))
     error = float(apart(grads, wide)) if finite else float("nan")
-    return Advised(name, options, memory, each, error, vanished, finite, half_share, scaling)
+    numbers = memory, each, error, vanished, finite, report.half_share
+    return Advised(name, options, *numbers, scaling), wide, report.width
 
 
 def _gradient(task: tuple, options: dict[str, Any]) -> Any:
