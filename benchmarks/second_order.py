@@ -83,17 +83,17 @@ def run(report: Report, args: argparse.Namespace) -> None:
         predict(report, args.target, args.quick)
         return
     deep = importlib.import_module("examples.problems._deep")
-    steps = 4 if args.quick else args.steps or deep.STEPS
+    steps, points = 4 if args.quick else args.steps or deep.STEPS, deep.POINTS
     names = args.problems or [n for n in problems.names() if problems.load(n).deep is not None]
     names = names[:1] if args.quick else names
     if args.resume:
         report.resume("trainings")
     keys = [
-        {"problem": name, "precision": precision, "seed": seed, "steps": steps}
+        {"problem": name, "precision": precision, "seed": seed, "steps": steps, "points": points}
         for seed, name, precision in itertools.product(args.seeds, names, args.precision)
     ]
     for key in report.missing("trainings", keys):
         problem = problems.load(key["problem"])
         outcome = deep.DeepTrainer(problem, key["precision"], steps=steps)(key["seed"])
-        found = {"title": problem.title, "points": deep.POINTS, **outcome.record()}
+        found = {"title": problem.title, **outcome.record()}
         report.record("trainings", **key, **{n: x for n, x in found.items() if n not in key})
