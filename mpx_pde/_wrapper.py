@@ -1,4 +1,4 @@
-"""What stands in for a function: the base of all modules that do so for one of the user."""
+"""Stand-ins for functions: the base of modules that wrap one, and functions of some operands."""
 
 import abc
 import inspect

@@ -260,7 +260,9 @@ VALUE_ERRORS = {
     ),
     "`filter_grad` … `axis_name='devices'` … leave it out": lambda: on("devices"),
     "`all_reduce_mean` … `axis_name='devices'` … `jax.shard_map`": lambda: mean(W, "devices"),
-    "`filter_accumulated_value_and_grad` … no array … by position": lambda: accumulate(x=POINTS),
+    "`filter_accumulated_value_and_grad` … no array to split … by position": lambda: accumulate(
+        x=POINTS
+    ),
     "`micro_batches` … 0": lambda: accumulate(X, n=0),
     "[0]['x'] … 3 micro-batches … 4 entries along axis 0 … multiple … `in_axes`": lambda: (
         accumulate({"x": X}, n=3)
@@ -322,7 +324,9 @@ VALUE_ERRORS = {
     "['b'] … (2, 1) … (2,) … gradients of this model": lambda: update_tree(
         {**FLOATS, "b": jnp.ones((2, 1))}
     ),
-    "`optimizer_update` … `optimizer_state` … [0].count … optimizer.init(": lambda: update(()),
+    "`optimizer_update` … `optimizer_state` … [0].count … optimizer.init(": lambda: update(
+        SGD.init(W)
+    ),
     "[0].mu it has float32[2] … should be float32[3]": lambda: update(ADAM.init(jnp.ones(2))),
     "`optimizer_update` takes 'nearest', … got 'up'": lambda: half_update(master="up"),
     "needs half-precision parameters": (
@@ -339,7 +343,9 @@ VALUE_ERRORS = {
     # Derivatives.
     "`partials` … at least one term": lambda: partials(iter(())),
     "`linear_operator` … {} for 'a'": lambda: operator({"a": {}}),
-    "`DerivativeScaling.per_direction` … in between … 'x,t'": lambda: DS.per_direction("x,t"),
+    "`DerivativeScaling.per_direction` … nothing in between … 'x, t'": lambda: DS.per_direction(
+        "x, t"
+    ),
     "t, e, m, p … write `outputs=['temp']`": lambda: partials(["temp_x"], outputs="temp"),
     "`linear_operator` … 'xx', not 'u_xx'": lambda: operator({"a": {"u_xx": 1.0}}),
     "`linear_operator` … has no scale for 'y'": lambda: operator(YY, scaling=DS.per_direction("x")),
@@ -353,7 +359,9 @@ VALUE_ERRORS = {
         [None, 3],
     ),
     "`scaled_jvp` … [0] … (3,) … (2,)": lambda: mpx.scaled_jvp(net, (POINT,), (W,), 2.0),
-    "in 2 coordinates, but has the names of 3": lambda: d_grad(net, coords="xyz")(POINT),
+    "differentiates in 2 coordinates, but has the names of 3": lambda: d_grad(net, coords="xyz")(
+        POINT
+    ),
     "`DerivativeScaling.adjust` … (15, 66)": lambda: DIRECTIONS.adjust(W),
     "`DerivativeScaling.with_exponents` … x, t … [1]": lambda: DIRECTIONS.with_exponents([1]),
     # Networks.
