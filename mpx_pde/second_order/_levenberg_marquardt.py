@@ -1,5 +1,6 @@
 """Levenberg–Marquardt with the residual in full precision and its linear algebra in less."""
 
+import dataclasses
 import functools as ft
 import math
 import warnings
@@ -44,8 +45,12 @@ _CLOSE = {"float32": 1e-4, "float64": 1e-6}
 acceleration. With 1e-4 a wave equation of 1,001 parameters ends at 2.7 times the error in float64,
 and with 1e-2 for the acceleration alone at 5.5 times; in float32 a millionth is below rounding."""
 
-_BLOCK = 2**24
-"""Entries of a block of the Jacobian at most: 64 MiB in float32."""
+_BLOCK, _ROWS = 2**21, 1024
+"""Entries of a block of the Jacobian, which a CPU's cache holds, and the rows that it has at least,
+which keep a GPU busy."""
+
+_TRIES = 4
+"""How many dampings a step tries, each larger, before it is rejected with its points."""
 
 
 class LevenbergMarquardtState(eqx.Module):
@@ -57,7 +62,7 @@ class LevenbergMarquardtState(eqx.Module):
     - `damping`: that of the next step.
     - `growth`: what the damping is multiplied by when the next step is rejected.
     - `taken`: whether the last step changed the model.
-    - `steps`, `rejected`: how many were taken and how many not, int32.
+    - `steps`, `rejected`: how many were taken, and how many were tried and not taken, int32.
     - `scaling`: the loss scaling of a float16 Jacobian.
     - `iterations`: how many conjugate gradients solved for the last step, int32. Where they come to
         `refinements`, the Jacobian is too narrow.
@@ -94,8 +99,9 @@ class LevenbergMarquardt(eqx.Module):
     The residual of a network bends long before such a step ends, so half of the acceleration that
     the same system gives for the second derivative of the residual along `v` is added, unless it is
     too large (Transtrum and Sethna, *Improvements to the Levenberg-Marquardt algorithm*, arXiv
-    1201.5885). The step is taken only if the loss falls; otherwise, and if anything is not finite,
-    the model is returned bit-identical, and the damping rises. The damping follows the ratio of the
+    1201.5885). The step is taken only if the loss falls; otherwise the damping rises, and up to
+    three more are tried with the same Gram matrix. If none is taken, or anything is not finite, the
+    model is returned bit-identical. The damping follows the ratio of the
     decrease to the one that the linear model foretold (Nielsen, *Damping parameter in Marquardt's
     method*, 1999).
 
@@ -270,13 +276,19 @@ class LevenbergMarquardt(eqx.Module):
         finite = jnp.all(jnp.isfinite(r)) & jnp.all(jnp.isfinite(sums.squares))
         r = jnp.where(finite, r, 0.0)
         loss = jnp.where(finite, jnp.sum(r**2), jnp.inf)
-        with (
-            jax.default_matmul_precision("highest"),
-            jax.numpy_dtype_promotion("standard"),
-            jax.numpy_rank_promotion("allow"),
-        ):
-            size = jnp.maximum(jnp.max(sums.squares), jnp.finfo(sums.squares.dtype).tiny)
-            damping = state.damping * size.astype(self._dtype)
+        size = jnp.maximum(jnp.max(sums.squares), jnp.finfo(sums.squares.dtype).tiny)
+        first = dataclasses.replace(
+            state,
+            loss=loss,
+            taken=jnp.zeros_like(state.taken),
+            scaling=state.scaling.adjust(finite) if self.jacobian == "float16" else state.scaling,
+            leading=next_leading(sums, state.leading),
+        )
+        most = state.rejected + jnp.where(finite, _TRIES, 1)
+
+        def attempt(carry):
+            last, _ = carry
+            damping = last.damping * size.astype(self._dtype)
             narrow = damping.astype(size.dtype)
             direct = factored(sums, state.leading, narrow, self.solver, self.jacobian)
             solve = lambda b: (direct(pull(b)), jnp.array(0, jnp.int32))
@@ -286,30 +298,37 @@ class LevenbergMarquardt(eqx.Module):
                     push, pull, direct, damping, b, most=self.refinements, close=close
                 )
             delta, foretold, iterations = self._step(values, start, r, pull, solve)
-            leading = next_leading(sums, state.leading)
+            new = jnp.sum(values(start + delta) ** 2)
+            take = finite & jnp.isfinite(new) & (new < loss) & jnp.all(jnp.isfinite(delta))
+            # Where it is not taken there is no decrease to speak of, and `loss` may be infinite.
+            gained = jnp.where(take, loss, 1.0) - jnp.where(take, new, 1.0)
+            ratio = gained / jnp.maximum(foretold, jnp.finfo(self._dtype).tiny)
+            next_damping, growth = self._damped(last, take, finite, ratio)
+            one = take.astype(jnp.int32)
+            after = dataclasses.replace(
+                last,
+                loss=jnp.where(take, new, loss),
+                damping=next_damping,
+                growth=growth,
+                taken=take,
+                steps=last.steps + one,
+                rejected=last.rejected + 1 - one,
+                iterations=iterations,
+            )
+            return jtu.tree_map(lambda x, y: x.astype(y.dtype), after, last), delta
+
+        going = lambda carry: ~carry[0].taken & (carry[0].rejected < most)
+        with (
+            jax.default_matmul_precision("highest"),
+            jax.numpy_dtype_promotion("standard"),
+            jax.numpy_rank_promotion("allow"),
+        ):
+            first = jtu.tree_map(lambda x, y: x.astype(y.dtype), first, state)
+            after, delta = lax.while_loop(going, attempt, (first, jnp.zeros_like(start)))
         if self._narrow and self.refinements:
-            self._tell(iterations)
+            self._tell(after.iterations)
         moved = parameters(start + delta)
-        new = jnp.sum(self._values(moved, static, batches) ** 2)
-        take = finite & jnp.isfinite(new) & (new < loss) & jnp.all(jnp.isfinite(delta))
-        # Where the step was not taken there is no decrease to speak of, and `loss` may be infinite.
-        gained = jnp.where(take, loss, 1.0) - jnp.where(take, new, 1.0)
-        ratio = gained / jnp.maximum(foretold, jnp.finfo(self._dtype).tiny)
-        next_damping, growth = self._damped(state, take, finite, ratio)
-        one = take.astype(jnp.int32)
-        after = LevenbergMarquardtState(
-            loss=jnp.where(take, new, loss),
-            damping=next_damping,
-            growth=growth,
-            taken=take,
-            steps=state.steps + one,
-            rejected=state.rejected + 1 - one,
-            scaling=state.scaling.adjust(finite) if self.jacobian == "float16" else state.scaling,
-            iterations=iterations,
-            leading=leading,
-        )
-        after = jtu.tree_map(lambda x, y: x.astype(y.dtype), after, state)
-        return select_tree(take, eqx.combine(moved, static), model), after
+        return select_tree(after.taken, eqx.combine(moved, static), model), after
 
     def _step(self, values, start, r, pull, solve):
         """The step from `start`, the decrease of the loss that the linear model foretells, and the
@@ -394,7 +413,7 @@ class LevenbergMarquardt(eqx.Module):
     def _blocks(self, batches: tuple, rows: int, columns: int) -> tuple:
         """The examples in blocks whose Jacobians are small: stacked along a leading axis, with the
         weights of their residuals. The last block is filled up with examples of no weight."""
-        count = max(1, math.ceil(rows * columns / _BLOCK))
+        count = max(1, math.ceil(rows / max(_BLOCK // columns, _ROWS)))
 
         def split(batch):
             length = _length_of(batch, f"{_CALL}.update")

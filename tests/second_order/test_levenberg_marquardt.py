@@ -63,12 +63,13 @@ def test_blocks_of_points_take_the_same_step(jacobian, monkeypatch):
         optimizer = mpx.LevenbergMarquardt((interior, boundary), **options)
         ends = jnp.array([[-1.0], [1.0]])
 
-        def step(block):
-            monkeypatch.setattr(implementation, "_BLOCK", block)
+        def step(rows):
+            monkeypatch.setattr(implementation, "_BLOCK", 1)
+            monkeypatch.setattr(implementation, "_ROWS", rows)
             examples = (POINTS.astype("float64"), ends)
             return eqx.filter_jit(optimizer.update)(model, optimizer.init(model), examples)
 
-        one, several = step(2**24), step(900)  # 26 rows of 97 parameters: in three blocks
+        one, several = step(1024), step(10)  # 26 rows: in three blocks
         assert one[1].taken
         flat = lambda tree: ravel_pytree(eqx.filter(tree, eqx.is_inexact_array))[0]
         # Of a float32 factorization, behind a conjugate gradient; of a float64 one, rounding.
