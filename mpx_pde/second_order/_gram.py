@@ -16,8 +16,10 @@ from .._dot import mixed_dot_general, split_dot_general
 from .._split import SPLIT_PRODUCTS
 
 
-_LEADING = 64
-"""Directions that are taken out of a Jacobian before it is squared."""
+_LEADING = 192
+"""Directions that are taken out of a Jacobian before it is squared. For a wave equation at 1e-5
+(1,001 parameters, relative damping 1e-13) 64 of them left 100 conjugate gradients and 192 leave 4;
+each costs a float32 Gram matrix of 1,000 columns 0.4 % of its operations."""
 
 _PANELS, _NARROW = 8, 64
 """Panels at most, and their columns at least."""
@@ -181,13 +183,17 @@ def factored(
     rest = sums.gram.matrix() - Lower.gram(half, dtype.name).matrix()
     inner = _positive(rest, damping, solver, precision)
     core = lambda b: cho_solve((lower, True), b)
-    others = lambda b: b - leading @ (b @ leading)
 
     def solve(b):
-        narrow = b.astype(dtype)
-        along = core(narrow @ leading)
-        x = others(inner(others(narrow) - along @ sums.coupling))
-        return (x + leading @ (along - core(sums.coupling @ x))).astype(b.dtype)
+        # What is large along small singular values must leave nothing along the leading ones: so
+        # these are taken out in the dtype of `b`, twice, since they are orthonormal to rounding.
+        wide = leading.astype(b.dtype)
+        once = lambda b: b - wide @ (b @ wide)
+        others = lambda b: once(once(b))
+        along = core((b @ wide).astype(dtype))
+        x = inner(others(b).astype(dtype) - along @ sums.coupling)
+        x = others(x.astype(b.dtype))
+        return x + wide @ (along - core(sums.coupling @ x.astype(dtype))).astype(b.dtype)
 
     return solve
 
