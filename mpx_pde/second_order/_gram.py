@@ -8,7 +8,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import dtypes, lax
 from jax.scipy.linalg import cho_solve, solve_triangular
 from jaxtyping import Array, Float, Int32
 
@@ -97,7 +97,8 @@ class Sums(eqx.Module):
 
     - `gram`: `Rᵀ R` of the rest `R = J - W Vᵀ`, with `W = J V`.
     - `coupling`: `Wᵀ R`.
-    - `core`: `Wᵀ W`.
+    - `core`: `Wᵀ W`, in float64 where there are 64-bit types: directions of the step before have
+        something of the largest one, beside which their own singular values are below rounding.
     - `squares`: the squared norms of the columns of `J`.
     """
 
@@ -126,7 +127,9 @@ def summed(
         with jax.default_matmul_precision("highest"):
             along = jac @ leading
             rest = jac - along @ leading.T if several else jac
-            coupling, core = along.T @ rest, along.T @ along
+            coupling = along.T @ rest
+            along = along.astype(dtypes.canonicalize_dtype("float64"))
+            core = along.T @ along
         return Sums(Lower.gram(rest, precision), coupling, core, squares)
 
     count = len(jax.tree.leaves(blocks)[0])
@@ -137,7 +140,7 @@ def summed(
     start = Sums(
         Lower.zeros(columns, dtype),
         zeros(several, columns),
-        zeros(several, several),
+        jnp.zeros((several, several), dtypes.canonicalize_dtype("float64")),
         zeros(columns),
     )
     add = lambda sums, block: (jax.tree.map(jnp.add, sums, one(block)), None)
@@ -158,7 +161,8 @@ def next_leading(
     where that is not finite."""
     if not leading.shape[1]:
         return leading
-    new = jnp.linalg.qr(leading @ sums.core + sums.coupling.T)[0]
+    core = sums.core.astype(leading.dtype)
+    new = jnp.linalg.qr(leading @ core + sums.coupling.T)[0]
     return jnp.where(jnp.all(jnp.isfinite(new)), new, leading)
 
 
@@ -178,11 +182,11 @@ def factored(
     if not leading.shape[1]:
         inner = _positive(sums.gram.matrix(), damping, solver, precision)
         return lambda b: inner(b.astype(dtype)).astype(b.dtype)
-    lower = jnp.linalg.cholesky(sums.core + damping * jnp.eye(leading.shape[1], dtype=dtype))
-    half = solve_triangular(lower, sums.coupling, lower=True)
-    rest = sums.gram.matrix() - Lower.gram(half, dtype.name).matrix()
+    lower = _cholesky(sums.core, damping.astype(sums.core.dtype), "float32")
+    half = solve_triangular(lower, sums.coupling.astype(lower.dtype), lower=True)
+    rest = sums.gram.matrix() - Lower.gram(half.astype(dtype), dtype.name).matrix()
     inner = _positive(rest, damping, solver, precision)
-    core = lambda b: cho_solve((lower, True), b)
+    core = lambda b: cho_solve((lower, True), b.astype(lower.dtype))
 
     def solve(b):
         # What is large along small singular values must leave nothing along the leading ones: so
@@ -190,51 +194,65 @@ def factored(
         wide = leading.astype(b.dtype)
         once = lambda b: b - wide @ (b @ wide)
         others = lambda b: once(once(b))
-        along = core((b @ wide).astype(dtype))
-        x = inner(others(b).astype(dtype) - along @ sums.coupling)
+        along = core(b @ wide)
+        x = inner(others(b).astype(dtype) - along.astype(dtype) @ sums.coupling)
         x = others(x.astype(b.dtype))
         return x + wide @ (along - core(sums.coupling @ x.astype(dtype))).astype(b.dtype)
 
     return solve
 
 
+def _shifted(gram: Array, damping: Array, shift: Any) -> Array:
+    """`gram + damping`, its diagonal raised by a share of itself."""
+    diagonal, at = jnp.maximum(jnp.diagonal(gram), 0), jnp.arange(len(gram))
+    return gram.at[at, at].add(damping + shift * diagonal)
+
+
 def _positive(
     gram: Float[Array, "columns columns"], damping: Float[Array, ""], solver: Any, precision: str
 ) -> Callable[[Float[Array, " columns"]], Float[Array, " columns"]]:
     """Solves with `gram + damping`, of which the lower triangle is read."""
-    dtype, diagonal = gram.dtype, jnp.maximum(jnp.diagonal(gram), 0)
-    at = jnp.arange(len(diagonal))
-    shifted = lambda shift: gram.at[at, at].add(damping + shift * diagonal)
-    if solver is not None:
-        import lineax as lx
+    if solver is None:
+        lower = _cholesky(gram, damping, precision)
+        return lambda b: cho_solve((lower, True), b)
+    import lineax as lx
 
-        matrix = shifted(0.0 if dtype == jnp.float64 else _SHIFT * jnp.finfo(dtype).eps)
-        matrix = jnp.tril(matrix) + jnp.tril(matrix, -1).T
-        operator = lx.MatrixLinearOperator(matrix, lx.positive_semidefinite_tag)
-        state = solver.init(operator, options={})
-        return lambda b: lx.linear_solve(operator, b, solver, state=state, throw=False).value
+    eps = 0.0 if gram.dtype == jnp.float64 else _SHIFT * jnp.finfo(gram.dtype).eps
+    matrix = jnp.tril(_shifted(gram, damping, eps))
+    operator = lx.MatrixLinearOperator(
+        matrix + jnp.tril(matrix, -1).T, lx.positive_semidefinite_tag
+    )
+    state = solver.init(operator, options={})
+    return lambda b: lx.linear_solve(operator, b, solver, state=state, throw=False).value
+
+
+def _cholesky(
+    gram: Float[Array, "columns columns"], damping: Float[Array, ""], precision: str
+) -> Float[Array, "columns columns"]:
+    """The lower Cholesky factor of `gram + damping`, of which the lower triangle is read. Where
+    rounding leaves an eigenvalue below 0 its diagonal is raised; in float64 it is not finite."""
+    dtype = gram.dtype
     if len(gram) >= _WIDE and precision not in ("float32", "float64"):
         split = precision if precision in SPLIT_PRODUCTS else "bfloat16_x3"
-        cholesky = lambda shift: by_steps(shifted(shift), split)
+        factor = lambda shift: by_steps(_shifted(gram, damping, shift), split)
     else:
-        cholesky = lambda shift: lax.linalg.cholesky(shifted(shift), symmetrize_input=False)
+        factor = lambda shift: lax.linalg.cholesky(
+            _shifted(gram, damping, shift), symmetrize_input=False
+        )
     if dtype == jnp.float64:
-        lower = cholesky(0.0)
-        return lambda b: cho_solve((lower, True), b)
+        return factor(0.0)
 
-    # Rounding may leave an eigenvalue below 0: then the diagonal is raised.
     def failed(carry):
         i, _, lower = carry
         lost = ~jnp.all(jnp.isfinite(jnp.diagonal(lower)))
-        return (i == 0) | (i < _TRIES) & lost & jnp.all(jnp.isfinite(diagonal))
+        return (i == 0) | (i < _TRIES) & lost & jnp.all(jnp.isfinite(jnp.diagonal(gram)))
 
     def again(carry):
         i, shift, _ = carry
-        return i + 1, _MORE * shift, cholesky(shift)
+        return i + 1, _MORE * shift, factor(shift)
 
     first = jnp.asarray(_SHIFT * jnp.finfo(dtype).eps, dtype)
-    lower = lax.while_loop(failed, again, (0, first, jnp.zeros_like(gram)))[2]
-    return lambda b: cho_solve((lower, True), b)
+    return lax.while_loop(failed, again, (0, first, jnp.zeros_like(gram)))[2]
 
 
 def by_steps(
