@@ -278,13 +278,6 @@ class LevenbergMarquardt(eqx.Module):
         r = jnp.where(finite, r, 0.0)
         loss = jnp.where(finite, jnp.sum(r**2), jnp.inf)
         size = jnp.maximum(jnp.max(sums.squares), jnp.finfo(sums.squares.dtype).tiny)
-        first = dataclasses.replace(
-            state,
-            loss=loss,
-            taken=jnp.zeros_like(state.taken),
-            scaling=state.scaling.adjust(finite) if self.jacobian == "float16" else state.scaling,
-            leading=next_leading(sums, state.leading),
-        )
         most = state.rejected + jnp.where(finite, _TRIES, 1)
 
         def attempt(carry):
@@ -324,6 +317,14 @@ class LevenbergMarquardt(eqx.Module):
             jax.numpy_dtype_promotion("standard"),
             jax.numpy_rank_promotion("allow"),
         ):
+            scaling = state.scaling
+            first = dataclasses.replace(
+                state,
+                loss=loss,
+                taken=jnp.zeros_like(state.taken),
+                scaling=scaling.adjust(finite) if self.jacobian == "float16" else scaling,
+                leading=next_leading(sums, state.leading),
+            )
             first = jtu.tree_map(lambda x, y: x.astype(y.dtype), first, state)
             after, delta = lax.while_loop(going, attempt, (first, jnp.zeros_like(start)))
         if self._narrow and self.refinements:
