@@ -178,15 +178,19 @@ def factored(
 
     By blocks: the leading directions, and what they leave of the others.
     """
-    dtype = leading.dtype
+    dtype, gram = leading.dtype, sums.gram.matrix()
+    size = jnp.diagonal(gram)
     if not leading.shape[1]:
-        inner = _positive(sums.gram.matrix(), damping, solver, precision)
+        inner = _positive(gram, size, damping, solver, precision)
         return lambda b: inner(b.astype(dtype)).astype(b.dtype)
-    lower = _cholesky(sums.core, damping.astype(sums.core.dtype), "float32")
+    # The coupling is rounded to float32, so the core is as sure as that is.
+    along = jnp.diagonal(sums.core)
+    sure = damping.astype(along.dtype) + float(_SHIFT * jnp.finfo(dtype).eps) * along
+    lower = _cholesky(sums.core, along, sure, "float32")
     half = solve_triangular(lower, sums.coupling.astype(lower.dtype), lower=True)
-    rest = sums.gram.matrix() - Lower.gram(half.astype(dtype), dtype.name).matrix()
-    inner = _positive(rest, damping, solver, precision)
-    core = lambda b: cho_solve((lower, True), b.astype(lower.dtype))
+    rest = gram - Lower.gram(half.astype(dtype), dtype.name).matrix()
+    inner = _positive(rest, size, damping, solver, precision)
+    along_core = lambda b: cho_solve((lower, True), b.astype(lower.dtype))
 
     def solve(b):
         # What is large along small singular values must leave nothing along the leading ones: so
@@ -194,31 +198,35 @@ def factored(
         wide = leading.astype(b.dtype)
         once = lambda b: b - wide @ (b @ wide)
         others = lambda b: once(once(b))
-        along = core(b @ wide)
+        along = along_core(b @ wide)
         x = inner(others(b).astype(dtype) - along.astype(dtype) @ sums.coupling)
         x = others(x.astype(b.dtype))
-        return x + wide @ (along - core(sums.coupling @ x.astype(dtype))).astype(b.dtype)
+        return x + wide @ (along - along_core(sums.coupling @ x.astype(dtype))).astype(b.dtype)
 
     return solve
 
 
-def _shifted(gram: Array, damping: Array, shift: Any) -> Array:
-    """`gram + damping`, its diagonal raised by a share of itself."""
-    diagonal, at = jnp.maximum(jnp.diagonal(gram), 0), jnp.arange(len(gram))
-    return gram.at[at, at].add(damping + shift * diagonal)
+def _shifted(gram: Array, raised: Array) -> Array:
+    at = jnp.arange(len(gram))
+    return gram.at[at, at].add(raised)
 
 
 def _positive(
-    gram: Float[Array, "columns columns"], damping: Float[Array, ""], solver: Any, precision: str
+    gram: Float[Array, "columns columns"],
+    size: Float[Array, " columns"],
+    damping: Float[Array, ""],
+    solver: Any,
+    precision: str,
 ) -> Callable[[Float[Array, " columns"]], Float[Array, " columns"]]:
-    """Solves with `gram + damping`, of which the lower triangle is read."""
+    """Solves with `gram + damping`, of which the lower triangle is read. `size` is the diagonal of
+    what `gram` is the difference of: its rounding is relative to that."""
     if solver is None:
-        lower = _cholesky(gram, damping, precision)
+        lower = _cholesky(gram, size, damping, precision)
         return lambda b: cho_solve((lower, True), b)
     import lineax as lx
 
     eps = 0.0 if gram.dtype == jnp.float64 else _SHIFT * jnp.finfo(gram.dtype).eps
-    matrix = jnp.tril(_shifted(gram, damping, eps))
+    matrix = jnp.tril(_shifted(gram, damping + eps * size))
     operator = lx.MatrixLinearOperator(
         matrix + jnp.tril(matrix, -1).T, lx.positive_semidefinite_tag
     )
@@ -227,17 +235,21 @@ def _positive(
 
 
 def _cholesky(
-    gram: Float[Array, "columns columns"], damping: Float[Array, ""], precision: str
+    gram: Float[Array, "columns columns"],
+    size: Float[Array, " columns"],
+    damping: Float[Array, "*columns"],
+    precision: str,
 ) -> Float[Array, "columns columns"]:
     """The lower Cholesky factor of `gram + damping`, of which the lower triangle is read. Where
-    rounding leaves an eigenvalue below 0 its diagonal is raised; in float64 it is not finite."""
+    rounding leaves an eigenvalue below 0 the diagonal is raised by a share of `size`; in float64 it
+    is not finite."""
     dtype = gram.dtype
     if len(gram) >= _WIDE and precision not in ("float32", "float64"):
         split = precision if precision in SPLIT_PRODUCTS else "bfloat16_x3"
-        factor = lambda shift: by_steps(_shifted(gram, damping, shift), split)
+        factor = lambda shift: by_steps(_shifted(gram, damping + shift * size), split)
     else:
         factor = lambda shift: lax.linalg.cholesky(
-            _shifted(gram, damping, shift), symmetrize_input=False
+            _shifted(gram, damping + shift * size), symmetrize_input=False
         )
     if dtype == jnp.float64:
         return factor(0.0)
@@ -245,7 +257,7 @@ def _cholesky(
     def failed(carry):
         i, _, lower = carry
         lost = ~jnp.all(jnp.isfinite(jnp.diagonal(lower)))
-        return (i == 0) | (i < _TRIES) & lost & jnp.all(jnp.isfinite(jnp.diagonal(gram)))
+        return (i == 0) | (i < _TRIES) & lost & jnp.all(jnp.isfinite(size))
 
     def again(carry):
         i, shift, _ = carry

@@ -61,12 +61,12 @@ class LevenbergMarquardtState(eqx.Module):
 
     - `loss`: the loss after the last step; infinite before the first.
     - `damping`: that of the next step.
-    - `growth`: what the damping is multiplied by when the next step is rejected.
+    - `growth`: what the damping is multiplied by when what is tried next is not taken.
     - `taken`: whether the last step changed the model.
     - `steps`, `rejected`: how many were taken, and how many were tried and not taken, int32.
     - `scaling`: the loss scaling of a float16 Jacobian.
-    - `iterations`: how many conjugate gradients solved for the last step, int32. Where they come to
-        `refinements`, the Jacobian is too narrow.
+    - `iterations`: how many conjugate gradients at most solved for what the last step tried, int32.
+        Where they come to `refinements`, the Jacobian is too narrow.
     - `leading`: orthonormal directions of the largest singular values of the Jacobian; none in
         float64.
     """
@@ -307,7 +307,7 @@ class LevenbergMarquardt(eqx.Module):
                 taken=take,
                 steps=last.steps + one,
                 rejected=last.rejected + 1 - one,
-                iterations=iterations,
+                iterations=jnp.maximum(last.iterations, iterations),
             )
             return jtu.tree_map(lambda x, y: x.astype(y.dtype), after, last), delta
 
@@ -322,6 +322,7 @@ class LevenbergMarquardt(eqx.Module):
                 state,
                 loss=loss,
                 taken=jnp.zeros_like(state.taken),
+                iterations=jnp.zeros_like(state.iterations),
                 scaling=scaling.adjust(finite) if self.jacobian == "float16" else scaling,
                 leading=next_leading(sums, state.leading),
             )
@@ -361,7 +362,8 @@ class LevenbergMarquardt(eqx.Module):
         damping = state.damping * jnp.where(take, shrink, growth)
         faster = jnp.where(growth > 1, 2.0, 1.0) * state.growth
         damping = jnp.clip(damping, self.min_damping, self.max_damping)
-        return damping, jnp.where(take, 2.0, faster)
+        # Doubled without end it comes to infinity.
+        return damping, jnp.where(take, 2.0, jnp.minimum(faster, 2.0**60))
 
     def _tell(self, iterations: Int32[Array, ""]) -> None:
         """Warns, when it runs, where the iterations of a step came to no end."""
@@ -415,7 +417,8 @@ class LevenbergMarquardt(eqx.Module):
     def _blocks(self, batches: tuple, rows: int, columns: int) -> tuple:
         """The examples in blocks whose Jacobians are small: stacked along a leading axis, with the
         weights of their residuals. The last block is filled up with examples of no weight."""
-        count = max(1, math.ceil(rows / max(_BLOCK // columns, _ROWS)))
+        most = max(_length_of(batch, f"{_CALL}.update") for batch in batches)
+        count = min(most, max(1, math.ceil(rows / max(_BLOCK // columns, _ROWS))))
 
         def split(batch):
             length = _length_of(batch, f"{_CALL}.update")

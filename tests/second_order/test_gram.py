@@ -144,3 +144,11 @@ def test_what_is_large_along_small_singular_values_leaves_nothing_along_large_on
     assert iterations <= 12
     # The part of the decrease that is asked for.
     assert np.sum(off**2) < 1e-9 * np.sum((part * (left.T @ b)) ** 2)
+
+
+@pytest.mark.parametrize("damping", [1e-14, 1e-9])
+def test_more_leading_directions_than_rows_are_factorized(damping):
+    """What they leave of the others is rounding, whose sign is anything."""
+    jac = np.random.default_rng(0).standard_normal((5, 400))
+    solve = solver_of(jac, damping, "float32")
+    assert np.isfinite(solve(jnp.asarray(jac.sum(axis=0), "float32"))).all()

@@ -78,6 +78,13 @@ def test_blocks_of_points_take_the_same_step(jacobian, monkeypatch):
         np.testing.assert_allclose(several[1].loss, one[1].loss, rtol=rtol)
 
 
+def test_one_example_is_not_taken_several_times():
+    """However many entries its residual has: a block has at least one example."""
+    optimizer = mpx.LevenbergMarquardt(lambda w, x: w[0] * x)
+    blocks, weights = optimizer._blocks((jnp.ones((1, 3000)),), 3000, 2000)
+    assert [x.shape for x in (*blocks, *weights)] == [(1, 1, 3000), (1, 1)]
+
+
 @pytest.mark.slow
 def test_the_jacobian_is_never_whole():
     """30,000 points and 5,000 parameters: in half of them a float64 Jacobian has 1.2 GB."""
@@ -196,6 +203,7 @@ def boundary(model, point):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:`LevenbergMarquardt` ended the solve")  # of bfloat16, late
 @pytest.mark.parametrize("jacobian", ["float32", "bfloat16", "float16"])
 def test_a_network_is_trained_below_the_rounding_of_half(jacobian):
     """With any Jacobian as far as in float32 (4e-4 to 9e-4 after these steps, and falling)."""
