@@ -120,6 +120,7 @@ def summed(
     before their Gram matrix is summed: so its rounding is relative to what is left.
     """
     columns, several = leading.shape
+    wide = dtypes.canonicalize_dtype("float64")
 
     def one(block: Any) -> Sums:
         jac = rows(block)
@@ -128,8 +129,7 @@ def summed(
             along = jac @ leading
             rest = jac - along @ leading.T if several else jac
             coupling = along.T @ rest
-            along = along.astype(dtypes.canonicalize_dtype("float64"))
-            core = along.T @ along
+            core = along.astype(wide).T @ along.astype(wide)
         return Sums(Lower.gram(rest, precision), coupling, core, squares)
 
     count = len(jax.tree.leaves(blocks)[0])
@@ -140,7 +140,7 @@ def summed(
     start = Sums(
         Lower.zeros(columns, dtype),
         zeros(several, columns),
-        jnp.zeros((several, several), dtypes.canonicalize_dtype("float64")),
+        jnp.zeros((several, several), wide),
         zeros(columns),
     )
     add = lambda sums, block: (jax.tree.map(jnp.add, sums, one(block)), None)
@@ -179,18 +179,17 @@ def factored(
     By blocks: the leading directions, and what they leave of the others.
     """
     dtype, gram = leading.dtype, sums.gram.matrix()
-    size = jnp.diagonal(gram)
+    eps, size = float(jnp.finfo(dtype).eps), jnp.diagonal(gram)
     if not leading.shape[1]:
         inner = _positive(gram, size, damping, solver, precision)
         return lambda b: inner(b.astype(dtype)).astype(b.dtype)
-    # The coupling is rounded to float32, so the core is as sure as that is.
-    along = jnp.diagonal(sums.core)
-    sure = damping.astype(along.dtype) + float(_SHIFT * jnp.finfo(dtype).eps) * along
-    lower = _cholesky(sums.core, along, sure, "float32")
+    # The coupling has the rounding of `dtype`, so the core is no surer.
+    core = sums.core
+    lower = _cholesky(core, jnp.diagonal(core), damping.astype(core.dtype), eps)
     half = solve_triangular(lower, sums.coupling.astype(lower.dtype), lower=True)
     rest = gram - Lower.gram(half.astype(dtype), dtype.name).matrix()
     inner = _positive(rest, size, damping, solver, precision)
-    along_core = lambda b: cho_solve((lower, True), b.astype(lower.dtype))
+    solve_core = lambda b: cho_solve((lower, True), b.astype(lower.dtype))
 
     def solve(b):
         # What is large along small singular values must leave nothing along the leading ones: so
@@ -198,15 +197,16 @@ def factored(
         wide = leading.astype(b.dtype)
         once = lambda b: b - wide @ (b @ wide)
         others = lambda b: once(once(b))
-        along = along_core(b @ wide)
+        along = solve_core(b @ wide)
         x = inner(others(b).astype(dtype) - along.astype(dtype) @ sums.coupling)
         x = others(x.astype(b.dtype))
-        return x + wide @ (along - along_core(sums.coupling @ x.astype(dtype))).astype(b.dtype)
+        return x + wide @ (along - solve_core(sums.coupling @ x.astype(dtype))).astype(b.dtype)
 
     return solve
 
 
 def _shifted(gram: Array, raised: Array) -> Array:
+    """A matrix with a raised diagonal."""
     at = jnp.arange(len(gram))
     return gram.at[at, at].add(raised)
 
@@ -220,16 +220,15 @@ def _positive(
 ) -> Callable[[Float[Array, " columns"]], Float[Array, " columns"]]:
     """Solves with `gram + damping`, of which the lower triangle is read. `size` is the diagonal of
     what `gram` is the difference of: its rounding is relative to that."""
+    eps = 0.0 if gram.dtype == jnp.float64 else float(jnp.finfo(gram.dtype).eps)
     if solver is None:
-        lower = _cholesky(gram, size, damping, precision)
+        lower = _cholesky(gram, size, damping, eps, precision)
         return lambda b: cho_solve((lower, True), b)
     import lineax as lx
 
-    eps = 0.0 if gram.dtype == jnp.float64 else _SHIFT * jnp.finfo(gram.dtype).eps
-    matrix = jnp.tril(_shifted(gram, damping + eps * size))
-    operator = lx.MatrixLinearOperator(
-        matrix + jnp.tril(matrix, -1).T, lx.positive_semidefinite_tag
-    )
+    matrix = jnp.tril(_shifted(gram, damping + _SHIFT * eps * size))
+    symmetric = matrix + jnp.tril(matrix, -1).T
+    operator = lx.MatrixLinearOperator(symmetric, lx.positive_semidefinite_tag)
     state = solver.init(operator, options={})
     return lambda b: lx.linear_solve(operator, b, solver, state=state, throw=False).value
 
@@ -237,21 +236,19 @@ def _positive(
 def _cholesky(
     gram: Float[Array, "columns columns"],
     size: Float[Array, " columns"],
-    damping: Float[Array, "*columns"],
-    precision: str,
+    damping: Float[Array, ""],
+    eps: float,
+    precision: str = "float32",
 ) -> Float[Array, "columns columns"]:
-    """The lower Cholesky factor of `gram + damping`, of which the lower triangle is read. Where
-    rounding leaves an eigenvalue below 0 the diagonal is raised by a share of `size`; in float64 it
-    is not finite."""
-    dtype = gram.dtype
+    """The lower Cholesky factor of `gram + damping`, of which the lower triangle is read. Rounding
+    by `eps` may leave an eigenvalue below 0: the diagonal is raised by a share of `size`."""
+    shifted = lambda shift: _shifted(gram, damping + shift * size)
     if len(gram) >= _WIDE and precision not in ("float32", "float64"):
         split = precision if precision in SPLIT_PRODUCTS else "bfloat16_x3"
-        factor = lambda shift: by_steps(_shifted(gram, damping + shift * size), split)
+        factor = lambda shift: by_steps(shifted(shift), split)
     else:
-        factor = lambda shift: lax.linalg.cholesky(
-            _shifted(gram, damping + shift * size), symmetrize_input=False
-        )
-    if dtype == jnp.float64:
+        factor = lambda shift: lax.linalg.cholesky(shifted(shift), symmetrize_input=False)
+    if not eps:
         return factor(0.0)
 
     def failed(carry):
@@ -263,7 +260,7 @@ def _cholesky(
         i, shift, _ = carry
         return i + 1, _MORE * shift, factor(shift)
 
-    first = jnp.asarray(_SHIFT * jnp.finfo(dtype).eps, dtype)
+    first = jnp.asarray(_SHIFT * eps, gram.dtype)
     return lax.while_loop(failed, again, (0, first, jnp.zeros_like(gram)))[2]
 
 
@@ -292,12 +289,13 @@ def conjugate_gradients(
     solve: _Product,
     damping: Float[Array, ""],
     b: Float[Array, " rows"],
+    s: Float[Array, " columns"],
     *,
     most: int,
     close: float,
 ) -> tuple[Float[Array, " columns"], Int32[Array, ""]]:
-    """Solves `(Jᵀ J + damping) x = Jᵀ b` for a Jacobian whose products are `push(x)`, `J x`, and
-    `pull(b)`, `Jᵀ b`, and returns the solution and the number of iterations.
+    """Solves `(Jᵀ J + damping) x = s` for a Jacobian whose products are `push(x)`, `J x`, and
+    `pull(b)`, `Jᵀ b`, with `s = Jᵀ b`, and returns the solution and the number of iterations.
 
     Conjugate gradients for least squares, which a `solve` with a rounded Jacobian preconditions
     (Carson, Higham and Pranesh, *Three-precision GMRES-based iterative refinement for least squares
@@ -313,27 +311,29 @@ def conjugate_gradients(
     tiny = jnp.finfo(b.dtype).tiny
 
     def going(carry):
-        i, *_, gamma, fell, total = carry
-        times = i.astype(total.dtype)
-        return (i == 0) | (i < most) & (times * fell > close * total) & (
-            gamma > _SURE * close * total
-        )
+        more, i, *_, gamma, total = carry
+        return more & ((i == 0) | (gamma > _SURE * close * total))
 
     def again(carry):
-        i, x, b, s, p, gamma, _, total = carry
+        _, i, x, b, s, p, gamma, total = carry
         i += 1
         q = push(p)
         along = (s @ p) / jnp.maximum(q @ q + damping * (p @ p), tiny)
         fell = along * (s @ p)
-        x, b = x + along * p, b - along * q
-        old, s = s, pull(b) - damping * x
-        z = solve(s)
-        kept = jnp.maximum(z @ (s - old), 0) / jnp.maximum(gamma, tiny)
-        return i, x, b, s, z + kept * p, s @ z, fell, total + fell
+        x, b, total = x + along * p, b - along * q, total + fell
 
-    s = pull(b)
+        def turned():
+            new = pull(b) - damping * x
+            z = solve(new)
+            kept = jnp.maximum(z @ (new - s), 0) / jnp.maximum(gamma, tiny)
+            return new, z + kept * p, new @ z
+
+        more = (i < most) & (i.astype(total.dtype) * fell > close * total)
+        s, p, gamma = lax.cond(more, turned, lambda: (s, p, gamma))
+        return more, i, x, b, s, p, gamma, total
+
     z = solve(s)
-    one = jnp.ones((), b.dtype)  # nothing has fallen yet
-    start = (jnp.array(0, jnp.int32), jnp.zeros_like(s), b, s, z, s @ z, one, 0 * one)
-    i, x, *_ = lax.while_loop(going, again, start)
+    zero = jnp.zeros((), b.dtype)
+    start = (jnp.array(True), jnp.array(0, jnp.int32), jnp.zeros_like(s), b, s, z, s @ z, zero)
+    _, i, x, *_ = lax.while_loop(going, again, start)
     return x, i

@@ -102,9 +102,8 @@ class LevenbergMarquardt(eqx.Module):
     too large (Transtrum and Sethna, *Improvements to the Levenberg-Marquardt algorithm*, arXiv
     1201.5885). The step is taken only if the loss falls; otherwise the damping rises, and up to
     three more are tried with the same Gram matrix. If none is taken, or anything is not finite, the
-    model is returned bit-identical. The damping follows the ratio of the
-    decrease to the one that the linear model foretold (Nielsen, *Damping parameter in Marquardt's
-    method*, 1999).
+    model is returned bit-identical. The damping follows the ratio of the decrease to the one that
+    the linear model foretold (Nielsen, *Damping parameter in Marquardt's method*, 1999).
 
     A step takes `residuals × parameters²` operations and the memory of a few matrices of
     `parameters²` entries: this is for up to a few thousand parameters.
@@ -278,6 +277,7 @@ class LevenbergMarquardt(eqx.Module):
         r = jnp.where(finite, r, 0.0)
         loss = jnp.where(finite, jnp.sum(r**2), jnp.inf)
         size = jnp.maximum(jnp.max(sums.squares), jnp.finfo(sums.squares.dtype).tiny)
+        g = pull(r)
         most = state.rejected + jnp.where(finite, _TRIES, 1)
 
         def attempt(carry):
@@ -285,13 +285,13 @@ class LevenbergMarquardt(eqx.Module):
             damping = last.damping * size.astype(self._dtype)
             narrow = damping.astype(size.dtype)
             direct = factored(sums, state.leading, narrow, self.solver, self.jacobian)
-            solve = lambda b: (direct(pull(b)), jnp.array(0, jnp.int32))
+            solve = lambda b, s: (direct(s), jnp.array(0, jnp.int32))
             if self._narrow and self.refinements:
-                close = _CLOSE[self.forward]
-                solve = lambda b: conjugate_gradients(
-                    push, pull, direct, damping, b, most=self.refinements, close=close
+                most, close = self.refinements, _CLOSE[self.forward]
+                solve = lambda b, s: conjugate_gradients(
+                    push, pull, direct, damping, b, s, most=most, close=close
                 )
-            delta, foretold, iterations = self._step(values, start, r, pull, solve)
+            delta, foretold, iterations = self._step(values, start, r, g, pull, solve)
             new = jnp.sum(values(start + delta) ** 2)
             take = finite & jnp.isfinite(new) & (new < loss) & jnp.all(jnp.isfinite(delta))
             # Where it is not taken there is no decrease to speak of, and `loss` may be infinite.
@@ -333,17 +333,16 @@ class LevenbergMarquardt(eqx.Module):
         moved = parameters(start + delta)
         return select_tree(after.taken, eqx.combine(moved, static), model), after
 
-    def _step(self, values, start, r, pull, solve):
+    def _step(self, values, start, r, g, pull, solve):
         """The step from `start`, the decrease of the loss that the linear model foretells, and the
-        number of iterations. `pull(b)` is `Jᵀ b`, and `solve(b)` solves
-        `(Jᵀ J + damping) x = Jᵀ b`."""
-        g = pull(r)
-        v, iterations = solve(-r)
+        number of iterations. `pull(b)` is `Jᵀ b`, `g` that of `r`, and `solve(b, s)` solves
+        `(Jᵀ J + damping) x = s`, where `s` is `Jᵀ b`."""
+        v, iterations = solve(-r, -g)
         slope = lambda flat: jax.jvp(values, (flat,), (v,))[1]
         delta = v
         if self.acceleration:
             along, bent = jax.jvp(slope, (start,), (v,))
-            half, _ = solve(-bent / 2)
+            half, _ = solve(-bent / 2, pull(-bent / 2))
             length = jnp.linalg.norm
             small = 2 * length(half) <= self.acceleration * length(v)
             delta = v + jnp.where(small, half, 0.0)  # NaN is not small

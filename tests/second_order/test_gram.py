@@ -135,6 +135,7 @@ def test_what_is_large_along_small_singular_values_leaves_nothing_along_large_on
             solver_of(jac, 1e-14, "float32", steps=8),
             jnp.asarray(1e-14),
             jnp.asarray(b),
+            jnp.asarray(jac.T @ b),
             most=100,
             close=1e-9,
         )
@@ -148,7 +149,7 @@ def test_what_is_large_along_small_singular_values_leaves_nothing_along_large_on
 
 @pytest.mark.parametrize("damping", [1e-14, 1e-9])
 def test_more_leading_directions_than_rows_are_factorized(damping):
-    """What they leave of the others is rounding, whose sign is anything."""
+    """The rest that they leave is rounding, of either sign."""
     jac = np.random.default_rng(0).standard_normal((5, 400))
     solve = solver_of(jac, damping, "float32")
     assert np.isfinite(solve(jnp.asarray(jac.sum(axis=0), "float32"))).all()

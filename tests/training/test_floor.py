@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import in_float64, relative
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
 import mpx_pde as mpx
 from mpx_pde import nn
@@ -60,6 +62,26 @@ def test_the_floor_is_the_error_against_float64(rung, residual):
     # Rounding of the half residual is some of the gradient as the residual vanishes, and no more of
     # it where the forward pass is in full.
     assert bool(floor.reached) == (rung == "half" and residual < 1)
+
+
+def test_a_branch_that_is_not_taken_is_not_run():
+    """Also where it holds a name of the user's, as derivative terms have."""
+    ran = []
+
+    def loss(model, points, targets, derivatives=None):
+        def other(x):
+            jax.debug.callback(lambda: ran.append(x))
+            return checkpoint_name(x, "mine")
+
+        value = pde(model, points, targets, derivatives=derivatives)
+        return lax.cond(jnp.sum(lax.stop_gradient(points)) > -1e9, lambda x: x, other, value)
+
+    floor = mpx.precision_floor(
+        loss, mpx.StaticLossScaling(1.0), forward="float32", micro_batches=1
+    )
+    assert set(floor(MODEL, POINTS, targets(1.0)).terms) == {"u", "u_xx"}
+    jax.effects_barrier()
+    assert not ran
 
 
 @pytest.mark.slow
