@@ -23,10 +23,6 @@ def _inexact_leaves(tree: PyTree) -> list[Array]:
     return [jnp.asarray(x) for x in widen(leaves)]
 
 
-_SMALL = 2**14
-"""Up to this many entries arrays are put behind one another to be looked at together."""
-
-
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """Returns whether no floating-point or complex array in a PyTree holds an infinity or a NaN.
 
@@ -41,19 +37,12 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
 
     A scalar bool array; `True` for a PyTree without such leaves.
     """
-    small: list[Array] = []
     alike: dict[Hashable, list[Array]] = {}
     for x in _inexact_leaves(tree):
         # On a mesh with explicit axes only arrays of one layout go together.
-        layout = tuple(jax.typeof(x).sharding.spec)
-        if x.size <= _SMALL and not any(layout):
-            small.append(x.ravel())
-        else:
-            alike.setdefault((x.shape, layout), []).append(x)
+        alike.setdefault((x.shape, jax.typeof(x).sharding.spec), []).append(x)
     # Entries of the same place of all arrays of a shape in one, so that one reduction reads all.
     finite = [jnp.all(ft.reduce(jnp.logical_and, map(jnp.isfinite, xs))) for xs in alike.values()]
-    if small:
-        finite.append(jnp.all(jnp.concatenate([jnp.isfinite(x) for x in small])))
     if not finite:
         return jnp.array(True)
     # XLA for CPUs copies what is cheap into every kernel that reads it, but not a root.

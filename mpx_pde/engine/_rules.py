@@ -31,7 +31,7 @@ from ._streams import (
     is_inexact,
     total,
 )
-from ._together import beside, sum_together
+from ._together import beside, joined, sum_together
 from ._towers import CLOSED, closed_tower, nested_tower
 
 
@@ -238,9 +238,10 @@ class Rules:
                 fixed = not is_inexact(x) or name == "triangular_solve"
                 args.append(x if fixed else jnp.zeros_like(x))
                 axes.append(None)
-        if size is None:
-            return bind(eqn, args)
-        return jax.vmap(lambda *args: bind(eqn, args), in_axes=axes)(*args)
+        place = lambda *args: bind(eqn, args)
+        if name == "concatenate":
+            place = lambda *args: [joined(args, eqn.params["dimension"])]
+        return place(*args) if size is None else jax.vmap(place, in_axes=axes)(*args)
 
     def _added(self, eqn, operands, key):
         shape = self.plan.shape(key, eqn.outvars[0].aval.shape)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
+from jax.extend.core.primitives import concatenate_p
 from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxtyping import Array
 
@@ -61,6 +62,11 @@ def beside(arrays: Sequence[Any], like: Any, *, leading: bool = False) -> list[A
     return _beside_p.bind(*match_varying_axes(*arrays, like), leading=leading)
 
 
+def joined(arrays: Sequence[Any], dimension: int) -> Array:
+    """Arrays behind one another along an axis, as by `lax.concatenate`."""
+    return _joined_p.bind(*match_varying_axes(*arrays), dimension=dimension)
+
+
 def _by_type(function: Callable[[list], list], arrays: Sequence[Any]) -> list[Any]:
     groups: dict[Any, list[int]] = {}
     for i, x in enumerate(arrays):
@@ -77,6 +83,7 @@ def _by_type(function: Callable[[list], list], arrays: Sequence[Any]) -> list[An
 _sum_p = Primitive("sum_together")
 _spread_p = Primitive("spread_together")
 _beside_p = Primitive("beside")
+_joined_p = Primitive("joined")
 
 
 def _sums(*arrays, axes):
@@ -215,6 +222,32 @@ def _needed(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:
     return needed, eqn.replace(invars=[*kept(eqn.invars), *like], outvars=kept(eqn.outvars))
 
 
+def _concatenated(*arrays, dimension):
+    return lax.concatenate(arrays, dimension)
+
+
+def _padded_sum(*arrays, dimension):
+    """XLA for GPUs makes a kernel of each concatenation, and one of such sums of all streams."""
+    ends = np.cumsum([x.shape[dimension] for x in arrays])
+    parts = []
+    for x, end in zip(arrays, ends, strict=True):
+        around = [(0, 0, 0)] * x.ndim
+        around[dimension] = (int(end) - x.shape[dimension], int(ends[-1] - end), 0)
+        parts.append(lax.pad(x, np.zeros((), x.dtype), around))
+    return ft.reduce(lax.add, parts)
+
+
+def _batch_joined(args, where, *, dimension):
+    size = next(x.shape[d] for x, d in zip(args, where, strict=True) if d is not None)
+    args = [batching.bdim_at_front(x, d, size) for x, d in zip(args, where, strict=True)]
+    return joined(args, dimension + 1), 0
+
+
+_joined_p.def_impl(_concatenated)
+_joined_p.def_abstract_eval(lambda *xs, **params: concatenate_p.abstract_eval(*xs, **params)[0])
+ad.deflinear2(_joined_p, ad.primitive_transposes[concatenate_p])
+batching.primitive_batchers[_joined_p] = _batch_joined
+mlir.register_lowering(_joined_p, mlir.lower_fun(_concatenated, multiple_results=False))
 for _primitive, _function, _abstract, _transpose, _batch in (
     (_sum_p, _sums, _abstract_sums, _transpose_sums, ft.partial(_batch_each, _sum_p)),
     (
@@ -238,3 +271,5 @@ for _primitive, _function, _abstract, _transpose, _batch in (
 for _platform in ("cuda", "rocm"):
     _lowering = mlir.lower_fun(_sums_in_one, multiple_results=True)
     mlir.register_lowering(_sum_p, _lowering, platform=_platform)
+    _lowering = mlir.lower_fun(_padded_sum, multiple_results=False)
+    mlir.register_lowering(_joined_p, _lowering, platform=_platform)

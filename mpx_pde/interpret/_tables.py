@@ -72,7 +72,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("broadcast_in_dim", "layout", "operands", _MOVES, "coordinate together"),
     ("reshape transpose squeeze rev", "layout", "operands", _MOVES, "coordinate"),
     ("slice dynamic_slice unstack split", "layout", "operands", _MOVES, "coordinate picks"),
-    ("concatenate stack tile copy", "layout", "operands", _MOVES, "coordinate"),
+    ("concatenate joined stack tile copy", "layout", "operands", _MOVES, "coordinate"),
     ("batch_behind shared", "layout", "operands", _MOVES, "coordinate"),
     ("sharding_constraint pvary", "layout", "operands", _MOVES, "devices"),
     ("reshard", "layout", "operands", _MOVES, "devices slow"),

@@ -14,7 +14,14 @@ from program_operations import magnitude, swish
 
 import mpx_pde as mpx
 from mpx_pde.engine._evaluate import Evaluator
-from mpx_pde.engine._together import beside, spread_together, sum_together
+from mpx_pde.engine._together import (
+    _concatenated,
+    _padded_sum,
+    beside,
+    joined,
+    spread_together,
+    sum_together,
+)
 
 
 POINT = jnp.array([0.3, 0.7])
@@ -227,12 +234,20 @@ def by_hand(a, b):
     s, t = sum_together([a, b], (0,))
     s, t = spread_together([s, t * s], (4, 5), (1,))
     weight, row, two = beside([WEIGHT, a[0], jnp.float32(2)], s)
-    return s * weight * row + t * two
+    return joined([s * weight * row + t * two, b], 0)
 
 
 def as_jax_has_it(a, b):
     s, t = (jnp.broadcast_to(x, (4, 5)) for x in (a.sum(0), b.sum(0) * a.sum(0)))
-    return s * WEIGHT[None] * a[0][None] + 2 * t
+    return jnp.concatenate([s * WEIGHT[None] * a[0][None] + 2 * t, b])
+
+
+@pytest.mark.parametrize("place", [_concatenated, _padded_sum])
+def test_arrays_are_joined_on_every_platform(place):
+    arrays = [jnp.asarray(np.random.default_rng(n).random((2, n, 3)), "float16") for n in (1, 4, 2)]
+    got = place(*arrays, dimension=1)
+    assert got.dtype == "float16"
+    np.testing.assert_array_equal(got, np.concatenate(arrays, axis=1))
 
 
 @pytest.mark.parametrize("dims", [(0, 0), (0, None), (None, 0), (2, 1)])
