@@ -28,8 +28,12 @@ def own_in_registers(eqn: JaxprEqn, args: Sequence[Any], storage: Storage) -> li
     """Binds an equation to values in registers. One that holds a program is that program in its own
     dtypes, but for functions with a derivative of their own and for scatters, and so is one of
     float64 that registers do not hold."""
-    if eqn.primitive.name == "custom_jvp_call":
+    name = eqn.primitive.name
+    if name in ("custom_jvp_call", "custom_vjp_call"):
         return custom_in_registers(eqn, args)
+    if name in ("dot_general", "conv_general_dilated"):
+        asked = {"preferred_element_type": storage.registers}
+        eqn = eqn.replace(params={**eqn.params, **asked})
     wide = {x.dtype for x in args if is_inexact(x)} - {storage.registers}
     programs = "update_jaxpr" not in eqn.params and bool(jaxprs_in(eqn))
     if not programs and not any(d.itemsize > 4 for d in wide if d.kind == "f"):
@@ -38,7 +42,8 @@ def own_in_registers(eqn: JaxprEqn, args: Sequence[Any], storage: Storage) -> li
 
 
 def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
-    """The results of a `custom_jvp_call` for operands that are wider (or narrower) than its own.
+    """The results of a function with a derivative of its own for operands that are wider (or
+    narrower) than its own.
 
     It holds programs in its own dtypes, for its value and for its derivative, which would not take
     such operands. So these are evaluated in the dtype of the widest, at every order.
@@ -47,7 +52,9 @@ def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
         return own_bind(eqn, args)
     parts = (jnp.finfo(x.dtype).dtype for x in args if is_inexact(x))
     registers = Storage(max(parts, key=lambda dtype: dtype.itemsize), narrows=True)
-    return custom_jvp(eqn, args, lambda closed, args: _evaluate(closed, args, registers))
+    custom = custom_jvp if eqn.primitive.name == "custom_jvp_call" else custom_vjp
+    evaluate = lambda closed, args: _evaluate(closed, list(map(primal_of, args)), registers)
+    return custom(eqn, args, evaluate)
 
 
 # The derivative of each use is traced for itself, since it depends on the operands that move, and
@@ -129,7 +136,7 @@ def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], registers: Storage) -> l
     def evaluate(i: int, eqn: JaxprEqn, operands: list) -> list:
         del i
         name = eqn.primitive.name
-        if name == "custom_jvp_call":
+        if name in ("custom_jvp_call", "custom_vjp_call"):
             return custom_in_registers(eqn, operands)
         if name in CALLS:
             return _evaluate(bodies_of(eqn)[0], operands, registers)

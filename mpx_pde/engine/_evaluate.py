@@ -277,6 +277,10 @@ class Evaluator:
     def _results(self, step: Step, operands: list[Any], roles) -> list[Any]:
         eqn = step.eqn
         if not any(isinstance(x, Jet) for x in operands):
+            if self.full is not None:
+                # What is computed of masters alone is in full, too.
+                wide = list(map(self.above.storage.constant, operands))
+                return own_in_registers(eqn, wide, self.above.storage)
             return own_bind(eqn, typed(eqn, operands))
         name = eqn.primitive.name
         if self.full is not None and roles.is_data(step):

@@ -297,6 +297,31 @@ def test_a_custom_rule_that_closes_over_arrays_of_the_loss_is_told_the_mend():
     assert any("Pass such arrays to it as arguments" in n for n in raised.value.__notes__)
 
 
+@jax.custom_vjp
+def sine(x):
+    return jnp.sin(x)
+
+
+sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, cotangent: (cotangent * jnp.cos(x),))
+
+
+@pytest.mark.parametrize(
+    "made",
+    [lambda a, b: a @ b, lambda a, b: a / jnp.linalg.norm(b), lambda a, b: sine(a) - jnp.exp(b)],
+)
+def test_what_is_made_of_parameters_alone_is_in_full(made):
+    loss = lambda params, x: jnp.mean(sine(x @ made(*params)) ** 2) + jnp.sum(params[0] ** 2)
+    params = normal(0, (4, 4)), normal(1, (4, 4))
+    with jax.enable_x64(True):
+        step = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), forward="float64")
+        value, _, _, grads = eqx.filter_jit(step)(params, normal(2, (8, 4)))
+        args = in_float64((params, normal(2, (8, 4))))
+        want, want_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(*args)
+        np.testing.assert_allclose(value, want, rtol=1e-15)
+        assert {x.dtype.name for x in grads} == {"float32"}
+        assert relative(grads, want_grads) < TOLERANCES["float16"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("forward", ["float32", "float64"])
 def test_complex_weights(forward):
