@@ -152,17 +152,21 @@ def _add_widened(x, product):
     return lax.convert_element_type(x + lax.convert_element_type(product, x.dtype), product.dtype)
 
 
+def with_batch_at(axis: int, args: Sequence[Any], dims: Sequence[int | None]) -> list[Array]:
+    """Moves the batch axes of operands to `axis`, and repeats operands without one along it."""
+    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+
+    def moved(x, dim):
+        if dim is not None:
+            return jnp.moveaxis(x, dim, axis)
+        return jnp.broadcast_to(jnp.expand_dims(x, axis), (*x.shape[:axis], size, *x.shape[axis:]))
+
+    return list(map(moved, args, dims))
+
+
 def _batch_add_product(args, dims):
-    x, product = args
     dim = dims[1] if dims[0] is None else dims[0]
-    size = x.shape[dim] if dims[1] is None else product.shape[dims[1]]
-    args = [
-        jnp.moveaxis(z, old, dim)
-        if old is not None
-        else jnp.broadcast_to(jnp.expand_dims(z, dim), (*z.shape[:dim], size, *z.shape[dim:]))
-        for z, old in zip(args, dims, strict=True)
-    ]
-    return _add_product_p.bind(*args), dim
+    return _add_product_p.bind(*with_batch_at(dim, args, dims)), dim
 
 
 def _identity(x, **_):

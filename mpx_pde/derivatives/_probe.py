@@ -19,6 +19,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jaxtyping import Array, Float, Float32
 
+from .._order import with_batch_at
 from .._varying import match_varying_axes
 
 
@@ -61,21 +62,11 @@ def _abstract_eval(probe, values, *_, batch_dims):
 
 
 def _batch(primitive, args, dims, *, batch_dims):
-    (probe, *arrays), (probe_dim, *at) = args, dims
-    # One probe for a whole batch: its values are all counted together.
-    front = batch_dims if probe_dim is None else 0
-    size = next(x.shape[i] for x, i in zip(args, dims, strict=True) if i is not None)
-
-    def moved(x, dim):
-        if dim is not None:
-            return jnp.moveaxis(x, dim, front)
-        return jnp.broadcast_to(
-            jnp.expand_dims(x, front), (*x.shape[:front], size, *x.shape[front:])
-        )
-
-    if probe_dim is not None:
-        probe, batch_dims = jnp.moveaxis(probe, probe_dim, 0), batch_dims + 1
-    return primitive.bind(probe, *map(moved, arrays, at), batch_dims=batch_dims), front
+    if dims[0] is None:
+        # One probe for a whole batch: its values are all counted together.
+        arrays = with_batch_at(batch_dims, args[1:], dims[1:])
+        return primitive.bind(args[0], *arrays, batch_dims=batch_dims), batch_dims
+    return primitive.bind(*with_batch_at(0, args, dims), batch_dims=batch_dims + 1), 0
 
 
 def _tap_jvp(primals, tangents, *, batch_dims):
