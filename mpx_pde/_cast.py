@@ -180,16 +180,20 @@ def cast_operands(tree: PyTree, dtype: np.dtype) -> PyTree:
     return map_operands(lambda x: _cast_leaf(x, dtype), tree)
 
 
-def cast_except(keep: PyTree, args: tuple, dtype: np.dtype, call: str) -> tuple:
-    """Casts `args` where the prefix `keep` is false."""
+def cast_except(
+    keep: PyTree, args: tuple, kwargs: dict, dtype: np.dtype, call: str
+) -> tuple[tuple, dict]:
+    """Casts `args` where the prefix `keep` is false, and `kwargs` unless it is `True`."""
     cast = lambda k, subtree: subtree if k else cast_operands(subtree, dtype)
-    return _by_prefix(cast, keep, args, call)
+    args = _by_prefix(cast, keep, args, call)
+    return args, kwargs if keep is True else cast_operands(kwargs, dtype)
 
 
-def kept_paths(keep: PyTree, args: tuple, call: str) -> set[tuple]:
-    """Returns the paths in `args` of what stands where the prefix `keep` is true."""
+def kept_paths(keep: PyTree, args: tuple, kwargs: dict, call: str) -> frozenset[tuple]:
+    """Returns the paths in `(fun, args, kwargs)` of what [`cast_except`][] would not cast."""
     marks = _by_prefix(lambda k, sub: jtu.tree_map(lambda _: k, sub), keep, args, call)
-    return {tuple(path) for path, kept in jtu.tree_leaves_with_path(marks) if kept}
+    every = (False, marks, jtu.tree_map(lambda _: keep is True, kwargs))
+    return frozenset(path for path, kept in jtu.tree_leaves_with_path(every) if kept)
 
 
 def _by_prefix(fun: Callable[[bool, PyTree], PyTree], keep: PyTree, args: tuple, call: str) -> Any:

@@ -74,11 +74,9 @@ class _Refined(AbstractWrapper):
         )
         with highest_precision():
             full = fixed(*fixed_args, **fixed_kwargs)
-        cast_args = cast_except(self.keep_full, args, dtype, "refined")
-        if self.keep_full is not True:
-            kwargs = cast_operands(kwargs, dtype)
+        args, kwargs = cast_except(self.keep_full, args, kwargs, dtype, "refined")
         with half_precision(dtype):
-            half = cast_operands(self.fun, dtype)(*cast_args, **kwargs)
+            half = cast_operands(self.fun, dtype)(*args, **kwargs)
         return jtu.tree_map(_refine, full, half)
 
 

@@ -99,18 +99,11 @@ class Options(eqx.Module):
         if not self.casts:
             self.kept(args, kwargs)  # for its errors
             return args, kwargs
-        dtype = self.compute_dtype
-        args = cast_except(self.keep_full, args, dtype, self.call)
-        return args, kwargs if self.keep_full is True else cast_operands(kwargs, dtype)
+        return cast_except(self.keep_full, args, kwargs, self.compute_dtype, self.call)
 
     def kept(self, args: tuple, kwargs: dict) -> frozenset:
         """Returns the paths in `(fun, args, kwargs)` of what stays in full."""
-        places = kept_paths(self.keep_full, args, self.call)
-        paths = {(jtu.SequenceKey(1), *path) for path in places}
-        if self.keep_full is True:
-            leaves = jtu.tree_leaves_with_path(kwargs)
-            paths |= {(jtu.SequenceKey(2), *path) for path, _ in leaves}
-        return frozenset(paths)
+        return kept_paths(self.keep_full, args, kwargs, self.call)
 
     def output(self, tree: PyTree) -> PyTree:
         """Casts auxiliary output to the dtype that the caller is promised."""
