@@ -236,7 +236,8 @@ class DynamicLossScaling(_ByArray):
         `counter` that is not such an integer.
         """
         call = "DynamicLossScaling"
-        self.min_loss_scaling = _power_of_two(_static(min_loss_scaling, call, "min_loss_scaling"))
+        bound = lambda value, name: _power_of_two(_static(value, call, name))
+        self.min_loss_scaling = bound(min_loss_scaling, "min_loss_scaling")
         self.factor = _static(factor, call, "factor")
         if self.factor <= 1 or self.factor != _power_of_two(self.factor):
             raise ValueError(
@@ -248,11 +249,8 @@ class DynamicLossScaling(_ByArray):
             raise ValueError(
                 f"`{call}` needs an integer from 1 to 2^31 - 1 as `period`, but got {period!r}."
             )
-        self.max_loss_scaling = (
-            None
-            if max_loss_scaling is None
-            else _power_of_two(_static(max_loss_scaling, call, "max_loss_scaling"))
-        )
+        capped = max_loss_scaling is not None
+        self.max_loss_scaling = bound(max_loss_scaling, "max_loss_scaling") if capped else None
         _positive_scalar(loss_scaling, call, "loss_scaling")
         if isinstance(loss_scaling, Tracer):
             _, exponent = jnp.frexp(loss_scaling.astype(jnp.float32))
