@@ -6,6 +6,7 @@ fuses the casts, so that no float32 array goes through memory (Xue et al., secti
 activation function*).
 """
 
+import dataclasses
 import functools as ft
 import math
 from collections.abc import Callable
@@ -32,6 +33,7 @@ def _evaluate(fun: Callable, x: Any) -> Array:
     return out.astype(x.dtype) if narrow else out
 
 
+@dataclasses.dataclass(unsafe_hash=True, repr=False)
 class SafeActivation:
     """A function that is computed in float32 and returns the dtype of its input.
 
@@ -40,8 +42,9 @@ class SafeActivation:
     - `fun`: an elementwise function.
     """
 
-    def __init__(self, fun: Callable):
-        self.fun = fun
+    fun: Callable
+
+    def __post_init__(self):
         self.__name__ = getattr(self.fun, "__name__", type(self.fun).__name__)
         self.__doc__ = getattr(self.fun, "__doc__", None)
 
@@ -50,12 +53,6 @@ class SafeActivation:
 
     def __repr__(self) -> str:
         return f"safe({self.__name__})"
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, SafeActivation) and self.fun == other.fun
-
-    def __hash__(self) -> int:
-        return hash((SafeActivation, self.fun))
 
 
 # A function, to `equinox.filter_jit` and the like: static, with nothing to differentiate.
