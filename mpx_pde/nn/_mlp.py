@@ -174,11 +174,11 @@ class CoordinateMLP(eqx.Module):
         not fit; `TypeError` for a `key` or an `activation` that is not one.
         """
         call = "CoordinateMLP"
-        sizes = {"in_size": in_size, "width_size": width_size, "depth": depth}
-        if out_size != "scalar":
-            sizes["out_size"] = out_size
-        for name, size in sizes.items():
-            check_integer(size, call, name)
+        self.in_size = check_integer(in_size, call, "in_size")
+        self.width_size = check_integer(width_size, call, "width_size")
+        self.depth = check_integer(depth, call, "depth")
+        scalar = out_size == "scalar"
+        self.out_size = out_size if scalar else check_integer(out_size, call, "out_size")
         check_key(key, call)
         periods = _parse_periods(periodic, in_size, call)
         embed_key, first_key, *keys = jax.random.split(key, depth + 2)
@@ -189,7 +189,7 @@ class CoordinateMLP(eqx.Module):
             frequencies = sigma * jax.random.normal(embed_key, (embedded, features), jnp.float32)
             embedded = 2 * features
         dtype = None if dtype is None else as_floating_dtype(dtype, call)
-        outputs = 1 if out_size == "scalar" else out_size
+        outputs = 1 if scalar else out_size
         self.embedding = FullPrecision(
             Embedding(frequencies, tuple(periods.get(i) for i in range(in_size)))
         )
@@ -198,9 +198,6 @@ class CoordinateMLP(eqx.Module):
         last = _dense(keys[-1], width_size, outputs, None if full_precision_last else dtype)
         self.last = FullPrecision(last) if full_precision_last else last
         self.activation = safe(activation)
-        self.in_size = int(in_size)
-        self.out_size = out_size if out_size == "scalar" else int(out_size)
-        self.width_size, self.depth = int(width_size), int(depth)
 
     def __call__(
         self, point: Float[Array, " coords"], *, key: PRNGKeyArray | None = None
