@@ -5,6 +5,7 @@ is that of their bit patterns, and a thread that flushes subnormals to zero does
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -23,26 +24,17 @@ _FORMATS = {
 EDGES = (-126, -64, -48, -40, -32, *range(-28, 21), 24, 32, 48, 64, 96)
 
 # The limits by which magnitudes are counted, and whether a magnitude must be above one to count, or
-# may be equal to it.
-_LIMITS = [
-    (0.0, True),
-    (math.inf, False),
-    (math.inf, True),  # NaNs
-    *(
-        limit
-        for overflow, normal, zero in _FORMATS.values()
-        for limit in ((overflow, False), (normal, False), (zero, True))
-    ),
-]
+# may be equal to it. Above infinity are the NaNs.
+_LIMITS = [0.0, math.inf, math.inf, *itertools.chain(*_FORMATS.values())]
+_ABOVE = [True, False, True, *[False, False, True] * len(_FORMATS)]
 
 
 def _bits(dtype: str) -> np.ndarray:
     """Returns the bits of the smallest numbers of a dtype that pass each of `_LIMITS`. The next
     larger number has the next larger bits.
     """
-    values, above = zip(*_LIMITS, strict=True)
-    values = np.array(values, dtype)
-    return values.view(f"u{values.itemsize}") + np.array(above)
+    values = np.array(_LIMITS, dtype)
+    return values.view(f"u{values.itemsize}") + np.array(_ABOVE)
 
 
 # Made on import: a thread may flush subnormal numbers.
