@@ -4,10 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import jax.tree_util as jtu
-import numpy as np
-from jax.custom_derivatives import SymbolicZero
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from ._forward import present_forward
 from ._wrapper import of_some
@@ -43,14 +41,9 @@ def with_derivative_of(fun: Callable, other: Callable) -> Callable:
             result, result_dot = jax.jvp(of_some(derived, primals, moving), *parts)
             if out is None:
                 return result, result_dot
-            return out, (result_dot, jtu.tree_map(_no_tangent, out[1]))
+            return out, (result_dot, zero_from_primal(out[1]))
 
         value.defjvp(rule, symbolic_zeros=True)
         return value(*leaves)[0]
 
     return call
-
-
-def _no_tangent(x: Any) -> Any:
-    is_inexact = jnp.issubdtype(x.dtype, jnp.inexact)
-    return jnp.zeros_like(x) if is_inexact else np.zeros(x.shape, jax.dtypes.float0)
