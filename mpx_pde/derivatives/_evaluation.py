@@ -278,10 +278,8 @@ class Evaluation:
         lost: dict[Index, Array] = {}
         value, streams = self._propagated(point, others, lost=lost)
         blamed = self._blamed(lost)
-        zero = jnp.zeros_like(value)
-        found: dict[str, Array] = {}
-        for name, key, output, _ in self._asked:
-            found[name] = (streams.get(key, zero) if key else value)[output]
+        zero, streams = jnp.zeros_like(value), {**streams, (): value}
+        found = {x.name: streams.get(x.key, zero)[x.output] for x in self._asked}
         beyond = {name: blamed[key] for name, key, *_ in self._asked if key in blamed}
         # All of them at once, and again for those that count in several rows.
         for k in range(max((len(asked.rows) for asked in self._asked), default=0)):
