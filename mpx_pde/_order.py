@@ -221,22 +221,21 @@ _add_product_p.def_impl(jax.jit(_add_widened))
 _add_product_p.def_abstract_eval(lambda x, product: product)
 ad.deflinear2(_add_product_p, _transpose_add_product)
 batching.primitive_batchers[_add_product_p] = _batch_add_product
+
+
+def _lower(primitive: Primitive, function: Callable, **on: Callable) -> None:
+    """Defines how a primitive is lowered, and how `on` platforms that have a way of their own."""
+    for platform, lowered in {None: function, **on}.items():
+        lowering = mlir.lower_fun(lowered, multiple_results=primitive.multiple_results)
+        mlir.register_lowering(primitive, lowering, platform=platform)
+
+
+_lower(_shared_p, _repeated)
+_lower(_in_turn_p, _barrier)
+_lower(_rounded_p, _identity)
+_lower(_behind_p, _identity)
 # A CPU widens what it has rounded, and gains nothing by writing it.
-for _primitive, _platform, _function in (
-    (_shared_p, None, _repeated),
-    (_in_turn_p, None, _barrier),
-    (_rounded_p, None, _identity),
-    (_behind_p, None, _identity),
-    (_written_in_p, None, _half_and_back),
-    (_written_in_p, "cpu", _identity),
-    (_read_at_once_p, None, _identity),
-    (_read_at_once_p, "cuda", lax.optimization_barrier),
-    (_read_at_once_p, "rocm", lax.optimization_barrier),
-    (_add_product_p, None, _add_widened),
-    (_add_product_p, "cuda", _add_where_it_stands),
-    (_add_product_p, "rocm", _add_where_it_stands),
-    (_written_p, None, lax.optimization_barrier),
-    (_written_p, "cpu", _identity),
-):
-    _lowering = mlir.lower_fun(_function, multiple_results=_primitive.multiple_results)
-    mlir.register_lowering(_primitive, _lowering, platform=_platform)
+_lower(_written_in_p, _half_and_back, cpu=_identity)
+_lower(_written_p, lax.optimization_barrier, cpu=_identity)
+_lower(_read_at_once_p, _identity, cuda=lax.optimization_barrier, rocm=lax.optimization_barrier)
+_lower(_add_product_p, _add_widened, cuda=_add_where_it_stands, rocm=_add_where_it_stands)
