@@ -19,6 +19,7 @@ from ._dtypes import (
     half_precision_datatype,
     highest_precision,
     is_half,
+    is_narrow,
     wide,
 )
 from ._notes import noting_the_cast
@@ -217,10 +218,7 @@ def widen(tree: PyTree) -> PyTree:
     """Casts what is narrower than float32 to float32, and nothing else."""
 
     def widen_leaf(x):
-        narrow = (
-            hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4
-        )
-        return _cast_leaf(x, jnp.dtype("float32")) if narrow else x
+        return _cast_leaf(x, jnp.dtype("float32")) if is_narrow(getattr(x, "dtype", None)) else x
 
     return map_operands(widen_leaf, tree)
 

@@ -102,6 +102,12 @@ def is_half(dtype: Any) -> bool:
     return jnp.dtype(dtype) in _HALF.values()
 
 
+def is_narrow(dtype: Any) -> bool:
+    """Returns whether a dtype is a real floating-point type narrower than float32."""
+    is_float = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)
+    return is_float and dtype.itemsize < 4
+
+
 def wide(dtype: Any) -> np.dtype:
     """Returns the dtype in which values of `dtype` are accumulated: float32, or float64 for
     float64.

@@ -12,6 +12,7 @@ from jax import lax
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, primitives
 
 from .._cast import widen
+from .._dtypes import is_narrow
 from ..interpret import _tables as tables
 from ..interpret._jaxpr import (
     LOOPS,
@@ -282,12 +283,6 @@ _OF_JAX = {
     if attribute.endswith("_p") and hasattr(p, "name")
 }
 _KNOWN = {*_OF_JAX, *tables.TABLE, *_PRODUCTS} - tables.TYPED
-
-
-def is_narrow(dtype: Any) -> bool:
-    """Returns whether a dtype is a real floating-point type narrower than float32."""
-    is_float = isinstance(dtype, np.dtype) and jnp.issubdtype(dtype, jnp.floating)
-    return is_float and dtype.itemsize < FULL.itemsize
 
 
 def is_narrow_array(aval: Any) -> bool:
