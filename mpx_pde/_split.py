@@ -55,11 +55,8 @@ def split_product(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
     order = sorted(
         ((i, j) for i in range(parts) for j in range(parts) if i + j <= last), key=sum, reverse=True
     )
-    highest = lax.Precision.HIGHEST
-    terms = [
-        product(xs[i], ys[j], precision=highest, preferred_element_type=x.dtype) for i, j in order
-    ]
-    *rest, first = terms
+    options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": x.dtype}
+    *rest, first = [product(xs[i], ys[j], **options) for i, j in order]
     if not rest:
         return first
     low = sum(rest[1:], rest[0])  # small ones first
