@@ -98,18 +98,16 @@ class PrecisionFloor(eqx.Module):
     def __str__(self) -> str:
         if isinstance(self.gradient, Tracer):
             return f"PrecisionFloor of {self.precision} against {self.above}, being traced"
-        rows: list[tuple[str, Any, Any]] = [("loss", self.loss, None)]
-        rows += [(f"  {name}", x, None) for name, x in self.terms.items()]
-        rows.append(("gradient", self.gradient, self.noise))
+        told = lambda share: "" if share is None else _percent(float(share))
+        rows = [("", "rounding", "noise"), ("loss", told(self.loss), "")]
+        rows += [(f"  {name}", told(x), "") for name, x in self.terms.items()]
+        rows.append(("gradient", told(self.gradient), told(self.noise)))
         worst = sorted(self.parameters, key=lambda path: -float(self.parameters[path]))
         rows += [
-            (f"  {path}", self.parameters[path], self.parameter_noise.get(path))
+            (f"  {path}", told(self.parameters[path]), told(self.parameter_noise.get(path)))
             for path in worst[:_SHOWN]
         ]
-        told = lambda share: "" if share is None else _percent(float(share))
-        cells = [(name, told(error), told(noise)) for name, error, noise in rows]
-        lines = [f"{self.precision} against {self.above}"]
-        lines += table([("", "rounding", "noise"), *cells])
+        lines = [f"{self.precision} against {self.above}", *table(rows)]
         if len(worst) > _SHOWN:
             lines.append(f"  and {len(worst) - _SHOWN} parameters with less rounding")
         text = self.verdict
