@@ -144,10 +144,10 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
         )
     rows = [row for row in report.rows if row.nonfinite]
     taken = next((row for row in rows if row.primitive != "convert_element_type"), None)
-    if harmless and (taken is None or taken.primitive in _CHOICES):
+    if not rows or (harmless and (taken is None or taken.primitive in _CHOICES)):
         return None
-    row = next(iter(rows), None)
-    if row is not None and row.dtype == "float16":
+    row = rows[0]
+    if row.dtype == "float16":
         # While the program was traced, before there was a value to look at.
         return (
             f"An infinity or a NaN enters at {row.where} ({percent(row.nonfinite)}) that the code "
@@ -156,12 +156,10 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
             'or the whole model (`forward="float32"` or `autocast=True` in `mpx.filter_grad`), '
             "or use bfloat16."
         )
-    if row is not None:
-        return (
-            f"float32 itself is not finite first at {row.where} ({percent(row.nonfinite)}), out "
-            "of an infinity or a NaN that is written in the code."
-        )
-    return None
+    return (
+        f"float32 itself is not finite first at {row.where} ({percent(row.nonfinite)}), out "
+        "of an infinity or a NaN that is written in the code."
+    )
 
 
 def _lost(report: RangeReport, name: str) -> str:
