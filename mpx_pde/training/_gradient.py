@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax import lax
 from jax.extend.core import ClosedJaxpr
-from jaxtyping import Array, Bool, Inexact
+from jaxtyping import Array, Inexact
 
 from .._cast import widen
 from .._dtypes import true_float32
@@ -75,13 +75,6 @@ def _as_varying(tree: PyTree, axis_name: AxisName | None) -> PyTree:
     names: Any = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     names = tuple(n for n in names if n in jax.sharding.get_abstract_mesh().manual_axes)
     return jtu.tree_map(lambda x: mark_varying(x, names) if eqx.is_inexact_array(x) else x, tree)
-
-
-def _agree(finite: Bool[Array, ""], axis_name: AxisName | None) -> Bool[Array, ""]:
-    """Returns whether `finite` holds on every device along the mapped axes."""
-    if axis_name is None:
-        return finite
-    return lax.psum((~finite).astype(jnp.int32), axis_name) == 0
 
 
 def copied(tree: PyTree) -> PyTree:
@@ -239,7 +232,10 @@ class Gradient(eqx.Module):
         grads = jtu.tree_map(like, self.unscale(grads), masters)
         if not self.options.use_mixed_precision:
             return self.scaling, jnp.array(True), grads
-        finite = _agree(all_finite(grads), self.options.axis_name)
+        finite = all_finite(grads)
+        if self.options.axis_name is not None:
+            # On every device.
+            finite = lax.psum((~finite).astype(jnp.int32), self.options.axis_name) == 0
         usable, seen = finite, ()
         if counts is not None:
             seen = (sum_counts(counts, self.options.axis_name),)
