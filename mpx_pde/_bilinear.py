@@ -96,6 +96,21 @@ def rounded_product(
     return lax.convert_element_type(out, out_dtype)
 
 
+def define_types(primitive, plain) -> None:
+    """Defines the type of a product's result: that of JAX's own product `plain`, with its shape,
+    sharding and varying mesh axes, in `out_dtype`.
+    """
+
+    def abstract_eval(x, y, *, dtype, out_dtype, given, algorithm=None, **params):
+        del given, algorithm
+        x, y = (z.update(dtype=dtype, weak_type=False) for z in (x, y))
+        params |= {"precision": None, "preferred_element_type": result_dtype(dtype, out_dtype)}
+        out, _ = plain.abstract_eval(x, y, **params)
+        return out.update(dtype=out_dtype)
+
+    primitive.def_abstract_eval(abstract_eval)
+
+
 def define_bilinear(primitive, transpose_lhs: Callable, transpose_rhs: Callable) -> None:
     """Defines the JVP and transpose rules of a primitive that is linear in each of its two
     operands.

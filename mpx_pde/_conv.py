@@ -16,8 +16,8 @@ from ._bilinear import (
     as_operand,
     define_bilinear,
     define_lowering,
+    define_types,
     product_dtypes,
-    result_dtype,
     rounded_product,
 )
 from ._dtypes import is_half
@@ -44,19 +44,6 @@ def _conv(x, y, *, dtype, out_dtype, given, platform, **window):
     through = dtype if in_half else out_dtype
     out = rounded_product(product, x, y, dtype, through, platform == "cpu")
     return lax.convert_element_type(out, out_dtype)
-
-
-def _abstract_eval(x, y, *, dtype, out_dtype, given, **window):
-    del given
-    # Shapes, shardings and varying mesh axes are those of JAX's own convolution.
-    out, _ = lax.conv_general_dilated_p.abstract_eval(
-        x.update(dtype=dtype, weak_type=False),
-        y.update(dtype=dtype, weak_type=False),
-        precision=None,
-        preferred_element_type=result_dtype(dtype, out_dtype),
-        **window,
-    )
-    return out.update(dtype=out_dtype)
 
 
 def _replay(closed: ClosedJaxpr, args: Sequence, **dtypes: Any) -> list:
@@ -113,7 +100,7 @@ def _batch(args, dims, *, dtype, out_dtype, given, **window):
     return _replay(closed, args, dtype=dtype, out_dtype=out_dtype, given=given)[0], 0
 
 
-mixed_conv_general_dilated_p.def_abstract_eval(_abstract_eval)
+define_types(mixed_conv_general_dilated_p, lax.conv_general_dilated_p)
 define_lowering(mixed_conv_general_dilated_p, _conv)
 define_bilinear(mixed_conv_general_dilated_p, *(ft.partial(_cotangent, i) for i in (0, 1)))
 batching.primitive_batchers[mixed_conv_general_dilated_p] = _batch

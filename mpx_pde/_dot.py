@@ -25,8 +25,8 @@ from ._bilinear import (
     as_operand,
     define_bilinear,
     define_lowering,
+    define_types,
     product_dtypes,
-    result_dtype,
     rounded_product,
 )
 from ._dtypes import is_integer
@@ -132,19 +132,6 @@ def _padded(x, y, dimension_numbers) -> tuple[Any, Any, tuple[int, ...] | None]:
     return pad(x), pad(y), sizes if any(n < _NARROW and n % _ALIGNED for n in sizes) else None
 
 
-def _abstract_eval(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, **_):
-    # Shapes, shardings and varying mesh axes are those of JAX's own product.
-    out, _ = lax.dot_general_p.abstract_eval(
-        x.update(dtype=dtype, weak_type=False),
-        y.update(dtype=dtype, weak_type=False),
-        dimension_numbers=dimension_numbers,
-        precision=None,
-        preferred_element_type=result_dtype(dtype, out_dtype),
-        out_sharding=out_sharding,
-    )
-    return out.update(dtype=out_dtype)
-
-
 def _axes(ndim: int, *without: tuple[int, ...]) -> list[int]:
     return [i for i in range(ndim) if not any(i in axes for axes in without)]
 
@@ -238,7 +225,7 @@ def _batch(axis_data, args, dims, *, dimension_numbers, out_sharding, **params):
     return out, out_dim
 
 
-mixed_dot_general_p.def_abstract_eval(_abstract_eval)
+define_types(mixed_dot_general_p, lax.dot_general_p)
 define_lowering(mixed_dot_general_p, _dot)
 define_bilinear(mixed_dot_general_p, _transpose_lhs, _transpose_rhs)
 batching.fancy_primitive_batchers[mixed_dot_general_p] = _batch
