@@ -16,7 +16,6 @@ from .._loss_scaling import AbstractLossScaling
 from .._tree import dealt
 from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
 from ._gradient import Gradient, transformed
-from ._options import parse_options
 
 
 _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
@@ -198,10 +197,8 @@ def filter_accumulated_value_and_grad(
     value, scaling, grads_finite, grads = value_and_grad(model, x, y)
     ```
     """
-    options = parse_options(
-        _CALL, has_aux, use_mixed_precision, policy, keep_full, autocast, forward, axis_name
-    )
+    given = use_mixed_precision, policy, keep_full, autocast, forward, axis_name
     micro_batches = check_integer(micro_batches, _CALL, "micro_batches")
     # A PyTree, unlike `functools.partial`: made anew at each step it is the same to jit's cache.
     run = eqx.Partial(_run, micro_batches=micro_batches, in_axes=in_axes)
-    return transformed(func, scaling, options, run)
+    return transformed(_CALL, run, func, scaling, has_aux, *given)

@@ -11,7 +11,6 @@ from jaxtyping import Array
 from .._loss_scaling import AbstractLossScaling
 from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
 from ._gradient import Gradient, transformed
-from ._options import parse_options
 
 
 _Scaling = TypeVar("_Scaling", bound=AbstractLossScaling | None)
@@ -28,7 +27,7 @@ def _grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     return (*rest, out[1]) if gradient.options.has_aux else tuple(rest)
 
 
-def _run_scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
+def _scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     if gradient.options.casts:
         # Not a part of what is differentiated.
         args, kwargs = gradient.options.cast(args, kwargs)
@@ -149,8 +148,7 @@ def filter_value_and_grad(
     and return orders are those of MPX (Gräfe & Trimpe, 2025).
     """
     given = use_mixed_precision, policy, keep_full, autocast, forward, axis_name
-    options = parse_options("filter_value_and_grad", has_aux, *given)
-    return transformed(func, scaling, options, _value_and_grad)
+    return transformed("filter_value_and_grad", _value_and_grad, func, scaling, has_aux, *given)
 
 
 if TYPE_CHECKING:
@@ -202,8 +200,7 @@ def filter_grad(
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
     given = use_mixed_precision, policy, keep_full, autocast, forward, axis_name
-    options = parse_options("filter_grad", has_aux, *given)
-    return transformed(func, scaling, options, _grad)
+    return transformed("filter_grad", _grad, func, scaling, has_aux, *given)
 
 
 if TYPE_CHECKING:
@@ -258,8 +255,7 @@ def calculate_scaled_grad(
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
     given = use_mixed_precision, policy, keep_full, autocast, forward
-    options = parse_options("calculate_scaled_grad", has_aux, *given)
-    return transformed(func, scaling, options, _run_scaled_grad)
+    return transformed("calculate_scaled_grad", _scaled_grad, func, scaling, has_aux, *given)
 
 
 def line_search_value(
@@ -303,8 +299,7 @@ def line_search_value(
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
     """
     given = use_mixed_precision, policy, keep_full, autocast, forward, axis_name
-    options = parse_options("line_search_value", False, *given)
-    run = transformed(func, scaling, options, _value_and_grad)
+    run = transformed("line_search_value", _value_and_grad, func, scaling, False, *given)
 
     @eqx.filter_custom_vjp
     def value(model, args, kwargs):

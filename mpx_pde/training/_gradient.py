@@ -42,7 +42,7 @@ from ..interpret._precision_report import (
     traced,
     warn_user,
 )
-from ._options import Options
+from ._options import Options, parse_options
 
 
 def _check_loss(value: Any, has_aux: bool, call: str) -> Inexact[Array, ""]:
@@ -256,9 +256,12 @@ def _check_scales_anything(call: str, closed: ClosedJaxpr) -> None:
         )
 
 
-def transformed(func: Any, scaling: Any, options: Options, run: Callable) -> Callable[..., Any]:
-    """Builds the result of a public transformation. `run` is that of [`Transformed`][]."""
-    return eqx.module_update_wrapper(Transformed(Gradient.of(func, scaling, options), run))
+def transformed(call: str, run: Callable, func: Any, scaling: Any, *given: Any) -> Callable:
+    """Builds the result of the public transformation `call`. `run` is that of [`Transformed`][],
+    and `given` are the arguments of [`parse_options`][].
+    """
+    gradient = Gradient.of(func, scaling, parse_options(call, *given))
+    return eqx.module_update_wrapper(Transformed(gradient, run))
 
 
 class Transformed(eqx.Module):

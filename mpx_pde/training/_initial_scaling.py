@@ -17,7 +17,6 @@ from .._types import ForwardLike, PolicyLike, PyTree
 from ..derivatives import Scaling
 from ._gradient import Gradient, check_eager, copied, transformed
 from ._norms import minus, norm
-from ._options import parse_options
 
 
 _CALL = "initial_scaling"
@@ -70,10 +69,8 @@ def initial_scaling(
     and `jax.shard_map`, since it looks at values (arrays may be sharded); `ValueError` where the
     gradient is finite at no scale.
     """
-    options = parse_options(
-        _CALL, has_aux, use_mixed_precision, policy, keep_full, autocast, forward
-    )
-    return transformed(func, scaling, options, _run)
+    given = use_mixed_precision, policy, keep_full, autocast, forward
+    return transformed(_CALL, _run, func, scaling, has_aux, *given)
 
 
 class NoScaleError(ValueError):
