@@ -292,10 +292,6 @@ def optimizer_update(
     # A selection, not a branch: a branch on the device waits for the host, and keeps XLA from
     # fusing and from updating donated arrays in place. Ones stand in for the gradients: clipping
     # would divide by the norm of zeros.
-    def safe(x):
-        if not eqx.is_inexact_array(x):
-            return x
-        return jnp.where(finite, x, jnp.ones_like(x))
-
+    safe = lambda x: jnp.where(finite, x, jnp.ones_like(x)) if eqx.is_inexact_array(x) else x
     new = step(*jtu.tree_map(safe, (view.grads, extra_args)))
     return select_tree(finite, new, (model, optimizer_state))
