@@ -139,8 +139,6 @@ def _half_and_back(x, *, dtype):
 
 def _transpose_add_product(cotangent, x, product):
     del product
-    if isinstance(cotangent, ad.Zero):
-        return [ad.Zero(x.aval), cotangent]
     return [lax.convert_element_type(cotangent, x.aval.dtype), cotangent]
 
 
@@ -176,17 +174,12 @@ def _identity(x, **_):
 def _define_identity(primitive: Primitive, of_cotangent: Callable = _identity) -> None:
     """Defines a primitive that returns its operand, and `of_cotangent` of its cotangent."""
 
-    def transpose(cotangent, x, **params):
-        del x
-        zero = isinstance(cotangent, ad.Zero)
-        return [cotangent if zero else of_cotangent(cotangent, **params)]
-
     def batch(args, dims, **params):
         return primitive.bind(*args, **params), dims[0]
 
     primitive.def_impl(_identity)
     primitive.def_abstract_eval(_identity)
-    ad.deflinear2(primitive, transpose)
+    ad.deflinear2(primitive, lambda cotangent, _, **params: [of_cotangent(cotangent, **params)])
     batching.primitive_batchers[primitive] = batch
 
 
