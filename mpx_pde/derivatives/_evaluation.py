@@ -253,16 +253,9 @@ class Evaluation:
         lost: dict[Index, Array] | None = None,
     ) -> tuple[Any, dict]:
         point = widen(check_point(point, others, self._coords, self._dtype, self._call))
-        return propagate(
-            as_network(self._fun, self._outputs, self._call),
-            point,
-            self._plan,
-            self._seeds(point.dtype),
-            self._weights(point),
-            self._scales,
-            note,
-            lost,
-        )
+        network = as_network(self._fun, self._outputs, self._call)
+        seeds, weights = self._seeds(point.dtype), self._weights(point)
+        return propagate(network, point, self._plan, seeds, weights, self._scales, note, lost)
 
     def __call__(self, point: Any, *others: Any) -> dict[str, Float[Array, ""]]:
         """**Arguments:**
