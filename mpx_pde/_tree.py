@@ -114,13 +114,12 @@ def first_difference(wanted: PyTree, given: PyTree) -> str | None:
     leaf.
     """
     told = lambda x: f"{x.dtype}{[*x.shape]}" if hasattr(x, "shape") else repr(x)
-    should, has = (
-        {
-            jtu.keystr(path): told(x)
-            for path, x in jtu.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
-        }
-        for tree in (wanted, given)
-    )
+
+    def leaves(tree):
+        found = jtu.tree_leaves_with_path(tree, is_leaf=lambda x: x is None)
+        return {jtu.keystr(path): told(x) for path, x in found}
+
+    should, has = leaves(wanted), leaves(given)
     for path in dict.fromkeys([*should, *has]):
         if should.get(path) != has.get(path):
             it, wants = (x.get(path, "nothing") for x in (has, should))
