@@ -179,9 +179,8 @@ def precision_floor(
     not above the present precision, for float64 without 64-bit types, for a batch that does not
     divide into the micro-batches, and for a `tolerance` that is not positive.
     """
-    options = parse_options(
-        _CALL, has_aux, use_mixed_precision, policy, keep_full, autocast, forward
-    )
+    given = use_mixed_precision, policy, keep_full, autocast, forward
+    options = parse_options(_CALL, has_aux, *given)
     gradient = Gradient.of(func, scaling, options)
     micro_batches = check_integer(micro_batches, _CALL, "micro_batches")
     tolerance = check_tolerance(tolerance, _CALL)
@@ -234,13 +233,10 @@ def _measured(
 ) -> PrecisionFloor:
     present, above = rungs
     wider = in_float64 if above == "float64" else lambda tree: tree
-    options = {"use_mixed_precision": True, "forward": "half", "autocast": None}
-    options |= options_of("full" if above == "float64" else above)
-    reference = dataclasses.replace(
-        gradient,
-        func=wider(gradient.func),
-        options=dataclasses.replace(gradient.options, **options),
-    )
+    changed = {"use_mixed_precision": True, "forward": "half", "autocast": None}
+    changed |= options_of("full" if above == "float64" else above)
+    options = dataclasses.replace(gradient.options, **changed)
+    reference = dataclasses.replace(gradient, func=wider(gradient.func), options=options)
     # A batch that does not divide is told of first.
     batches = split_batch(tuple(args[1:]), in_axes, micro_batches, _CALL)
     value, grads, terms = _evaluated(gradient, args, kwargs)
@@ -323,11 +319,8 @@ def _noise(
     none = jtu.tree_map(lambda g: jnp.zeros((), real_of(wide_of(g))), grads)
     (sums, squares), _ = lax.scan(body, (zero, none), batched, length=count)
     mean = jtu.tree_map(lambda s: s / count, sums)
-    spread = jtu.tree_map(
-        lambda q, m: jnp.sqrt(jnp.maximum(q - count * norm(m) ** 2, 0) / (count * (count - 1))),
-        squares,
-        mean,
-    )
+    variance = lambda q, m: jnp.maximum(q - count * norm(m) ** 2, 0) / (count * (count - 1))
+    spread = jtu.tree_map(lambda q, m: jnp.sqrt(variance(q, m)), squares, mean)
     return spread, jtu.tree_map(lambda g, m: norm(g.astype(m.dtype) + m), grads, mean)
 
 
