@@ -316,6 +316,5 @@ def split_dot_general(x: Array, y: Array, dimension_numbers: Any, algorithm: str
     float32 products.
     """
     dtypes = dict.fromkeys(("dtype", "out_dtype"), jnp.dtype("float32"))
-    return dot_general_as_given(
-        x, y, dimension_numbers, given=Given(), algorithm=algorithm, **dtypes
-    )
+    params = {"given": Given(), "algorithm": algorithm, **dtypes}
+    return dot_general_as_given(x, y, dimension_numbers, **params)

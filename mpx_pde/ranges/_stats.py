@@ -138,11 +138,10 @@ class Counts:
         """
         present, infinite, nans, *limits = self.passed.tolist()
         fraction = lambda count: count / self.size if self.size else 0.0
+        of_formats = zip(_FORMATS, np.reshape(limits, (-1, 3)).tolist(), strict=True)
         lost = {
             name: Lost(fraction(over - infinite), fraction(kept - normal), fraction(present - kept))
-            for name, (over, normal, kept) in zip(
-                _FORMATS, np.reshape(limits, (-1, 3)).tolist(), strict=True
-            )
+            for name, (over, normal, kept) in of_formats
         }
         exponents = (math.log2(self.smallest), math.log2(self.largest)) if self.largest else None
         at_least = [present, *self.edges, infinite]
