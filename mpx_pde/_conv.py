@@ -31,14 +31,10 @@ mixed_conv_general_dilated_p = Primitive("mixed_conv_general_dilated")
 _FLOAT32 = np.dtype("float32")
 
 
-def _convolution(x, y, *, precision, preferred_element_type, **window):
-    return lax.conv_general_dilated_p.bind(
-        x, y, precision=(precision,) * 2, preferred_element_type=preferred_element_type, **window
-    )
-
-
 def _conv(x, y, *, dtype, out_dtype, given, platform, **window):
-    product = ft.partial(_convolution, **window)
+    def product(x, y, *, precision, **options):
+        return _plain(window)(x, y, precision=(precision,) * 2, **options)
+
     # cuDNN convolves halves to halves alone: for a float32 result XLA would widen the operands.
     in_half = platform in GPUS and given.cotangent and is_half(dtype)
     through = dtype if in_half else out_dtype
