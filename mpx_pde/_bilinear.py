@@ -58,14 +58,15 @@ def _narrowest(operands: Sequence[Array], call: str) -> np.dtype:
 
 def product_dtypes(
     operands: Sequence[Array], dtype: Any, out_dtype: Any, call: str
-) -> tuple[np.dtype, np.dtype, Given]:
-    """Returns the dtype that a product multiplies in, the dtype of its result, and whether its
-    caller asked for each of them.
+) -> dict[str, Any]:
+    """Returns the parameters of a product: the dtype that it multiplies in, the dtype of its
+    result, and whether its caller asked for each of them.
     """
     given = Given(dtype is not None or full_precision_asked(), out_dtype is not None)
     canonical = lambda d: jax.dtypes.canonicalize_dtype(as_floating_dtype(d, call))
     dtype = _narrowest(operands, call) if dtype is None else canonical(dtype)
-    return dtype, dtype if out_dtype is None else canonical(out_dtype), given
+    out_dtype = dtype if out_dtype is None else canonical(out_dtype)
+    return {"dtype": dtype, "out_dtype": out_dtype, "given": given}
 
 
 def result_dtype(dtype: np.dtype, out_dtype: np.dtype) -> np.dtype:

@@ -146,10 +146,10 @@ def mixed_conv_general_dilated(
     """
     call = "mixed_conv_general_dilated"
     lhs, rhs = match_varying_axes(as_operand(lhs, call), as_operand(rhs, call))
-    dtype, out_dtype, given = product_dtypes((lhs, rhs), dtype, out_dtype, call)
+    dtypes = product_dtypes((lhs, rhs), dtype, out_dtype, call)
     window = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
     groups = (feature_group_count, batch_group_count)
     # JAX spells out padding and dimension numbers, and checks them.
     convolution = lambda x, y: lax.conv_general_dilated(x, y, *window, *groups)
     closed = _traced(convolution, jax.typeof(lhs), jax.typeof(rhs))
-    return _replay(closed, (lhs, rhs), dtype=dtype, out_dtype=out_dtype, given=given)[0]
+    return _replay(closed, (lhs, rhs), **dtypes)[0]

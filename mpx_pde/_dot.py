@@ -272,8 +272,7 @@ def mixed_dot_general(
     """
     call = "mixed_dot_general"
     x, y = as_operand(x, call), as_operand(y, call)
-    dtype, out_dtype, given = product_dtypes((x, y), dtype, out_dtype, call)
-    dtypes = {"dtype": dtype, "out_dtype": out_dtype, "given": given}
+    dtypes = product_dtypes((x, y), dtype, out_dtype, call)
     return dot_general_as_given(x, y, dimension_numbers, out_sharding=out_sharding, **dtypes)
 
 

@@ -45,8 +45,7 @@ def mixed_matmul(
             f"`{call}` contracts the last axis of `x` with the last but one of `y` (or its "
             f"only one), but got shapes {x.shape} and {y.shape}."
         )
-    dtype, out_dtype, given = product_dtypes((x, y), dtype, out_dtype, call)
-    dot = partial(dot_general_as_given, dtype=dtype, out_dtype=out_dtype, given=given)
+    dot = partial(dot_general_as_given, **product_dtypes((x, y), dtype, out_dtype, call))
     y_contract = max(y.ndim - 2, 0)
     if x.ndim <= 2 or y.ndim <= 2:
         out = dot(x, y, ((x.ndim - 1, y_contract), ((), ())))
@@ -112,7 +111,7 @@ def mixed_einsum(
     if not isinstance(subscripts, str):
         raise TypeError(f"`{call}` takes its subscripts as a string first, but got {subscripts!r}.")
     arrays = [as_operand(x, call) for x in operands]
-    dtype, out_dtype, given = product_dtypes(arrays, dtype, out_dtype, call)
+    dtypes = product_dtypes(arrays, dtype, out_dtype, call)
     try:
         _, found = jnp.einsum_path(subscripts, *arrays, optimize="auto")
     except ValueError as e:
@@ -122,7 +121,7 @@ def mixed_einsum(
     terms = _without_broadcasts(arrays, found.input_subscripts.split(","))
     arrays, inputs = [x for x, _ in terms], [axes for _, axes in terms]
     path, _ = jnp.einsum_path(f"{','.join(inputs)}->{output}", *arrays, optimize="auto")
-    dot = partial(dot_general_as_given, dtype=dtype, out_dtype=out_dtype, given=given)
+    dot = partial(dot_general_as_given, **dtypes)
     for pair in path:
         picked = [terms.pop(i) for i in sorted(pair, reverse=True)]
         kept = output + "".join(axes for _, axes in terms)
@@ -135,8 +134,8 @@ def mixed_einsum(
         terms.append(picked[0])
     [(out, axes)] = terms
     if len(arrays) == 1:
-        out, axes = _einsum_reduce(out.astype(dtype), axes, output)
-    return jnp.transpose(out, [axes.index(c) for c in output]).astype(out_dtype)
+        out, axes = _einsum_reduce(out.astype(dtypes["dtype"]), axes, output)
+    return jnp.transpose(out, [axes.index(c) for c in output]).astype(dtypes["out_dtype"])
 
 
 def _without_broadcasts(arrays: list[Array], inputs: list[str]) -> list[tuple[Array, str]]:
