@@ -158,8 +158,6 @@ def _differentiate(
     call: str,
     fun: Callable,
     argnums: Any,
-    scalar: bool,
-    times: int,
     scaling: Any,
     coords: Names | None,
     outputs: Names | None,
@@ -181,8 +179,8 @@ def _differentiate(
     given = {"scaling": scaling, "coords": coords, "outputs": outputs}
     return dataclasses.replace(
         fun,
-        taken=fun.taken + (taken,) * times,
-        scalar=fun.scalar + (scalar,) * times,
+        taken=(*fun.taken, taken),
+        scalar=(*fun.scalar, call == "grad"),
         call=call,
         **{name: x for name, x in given.items() if x is not None},
     )
@@ -230,7 +228,7 @@ def grad(
     u_t(0.0, 1.0) - u_xx(0.0, 1.0)  # 0.0
     ```
     """
-    return _differentiate("grad", fun, argnums, True, 1, scaling, coords, outputs)
+    return _differentiate("grad", fun, argnums, scaling, coords, outputs)
 
 
 def jacfwd(
@@ -254,7 +252,7 @@ def jacfwd(
 
     **Raises:** as there.
     """
-    return _differentiate("jacfwd", fun, argnums, False, 1, scaling, coords, outputs)
+    return _differentiate("jacfwd", fun, argnums, scaling, coords, outputs)
 
 
 def hessian(
@@ -279,4 +277,5 @@ def hessian(
 
     **Raises:** as there.
     """
-    return _differentiate("hessian", fun, argnums, False, 2, scaling, coords, outputs)
+    once = _differentiate("hessian", fun, argnums, scaling, coords, outputs)
+    return _differentiate("hessian", once, argnums, scaling, coords, outputs)
