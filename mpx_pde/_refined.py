@@ -69,9 +69,8 @@ class _Refined(AbstractWrapper):
 
     def __call__(self, /, *args, **kwargs):
         dtype = half_precision_datatype() if self.dtype is None else self.dtype
-        fixed, fixed_args, fixed_kwargs = jtu.tree_map(
-            lambda x: jax.lax.stop_gradient(x) if is_inexact(x) else x, (self.fun, args, kwargs)
-        )
+        stop = lambda x: jax.lax.stop_gradient(x) if is_inexact(x) else x
+        fixed, fixed_args, fixed_kwargs = jtu.tree_map(stop, (self.fun, args, kwargs))
         with highest_precision():
             full = fixed(*fixed_args, **fixed_kwargs)
         args, kwargs = cast_except(self.keep_full, args, kwargs, dtype, "refined")

@@ -307,9 +307,8 @@ def _noise(
     batched, whole = batches
 
     def body(sums, batch):
-        here = gradient.options.in_context(
-            lambda: _gradient(gradient, (model, *whole(batch)), kwargs)[1]
-        )
+        args = model, *whole(batch)
+        here = gradient.options.in_context(lambda: _gradient(gradient, args, kwargs)[1])
         # Sums of differences from the whole batch cancel less than sums of gradients.
         apart = jtu.tree_map(minus, here, grads)
         squares = jtu.tree_map(lambda x: norm(x) ** 2, apart)

@@ -214,10 +214,9 @@ class Gradient(eqx.Module):
             return self.scaling.scale(value), (value, aux)
 
         differentiated = args[0], self.derivatives if mixed else None
+        value_and_grad = eqx.filter_value_and_grad(loss, has_aux=True)
         with noting_the_trace(options.call) if mixed else true_float32():
-            (_, out), (grads, counts) = eqx.filter_value_and_grad(loss, has_aux=True)(
-                differentiated
-            )
+            (_, out), (grads, counts) = value_and_grad(differentiated)
         return out, grads, None if counts is None else counts.counts
 
     def unscale(self, grads: PyTree) -> PyTree:

@@ -101,10 +101,8 @@ def _evaluate(gradient: Gradient, args: tuple, kwargs: dict) -> _Evaluated:
 @eqx.filter_jit
 def _apart(grads: PyTree, others: PyTree) -> Bool[Array, ""]:
     """Returns whether any two gradients differ by more than rounding could."""
-    worst = jtu.tree_map(
-        lambda g, h: norm(minus(g, h)) > _ROUNDING * jnp.maximum(norm(g), norm(h)), grads, others
-    )
-    return jnp.any(jnp.stack(jtu.tree_leaves(worst)))
+    differ = lambda g, h: norm(minus(g, h)) > _ROUNDING * jnp.maximum(norm(g), norm(h))
+    return jnp.any(jnp.stack(jtu.tree_leaves(jtu.tree_map(differ, grads, others))))
 
 
 def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:

@@ -129,10 +129,9 @@ def _view(optimizer: optax.GradientTransformation, state: PyTree, model: PyTree,
     # A mask or label that looks at dtypes tells the two apart: the optimizer sees the parameters
     # alone, and the state of the rest is put back.
     is_none = lambda x: x is None
+    keep = lambda new, old: None if new is None else old
     try:
-        kept = jtu.tree_map(
-            lambda new, old: None if new is None else old, initial, state, is_leaf=is_none
-        )
+        kept = jtu.tree_map(keep, initial, state, is_leaf=is_none)
     except ValueError:  # a state of something else, of which Optax tells
         return plain
 
@@ -284,10 +283,8 @@ def optimizer_update(
             warn_of_tensorfloat32(_CALL, "a line search and the products of its optimizer")
         # A line search evaluates the loss: on a skipped step it must not run at all.
         arrays, static = eqx.partition((model, optimizer_state), eqx.is_array)
-        arrays = lax.cond(
-            finite, lambda: eqx.filter(step(view.grads, extra_args), eqx.is_array), lambda: arrays
-        )
-        return eqx.combine(arrays, static)
+        taken = lambda: eqx.filter(step(view.grads, extra_args), eqx.is_array)
+        return eqx.combine(lax.cond(finite, taken, lambda: arrays), static)
 
     # A selection, not a branch: a branch on the device waits for the host, and keeps XLA from
     # fusing and from updating donated arrays in place. Ones stand in for the gradients: clipping
