@@ -85,10 +85,9 @@ def _product_of_rows(x, y, contracted: int, **options):
     makes a transposed copy of an operand.
     """
     shape = (*x.shape[:-contracted], *y.shape[:-contracted])
-    x, y = (
-        lax.reshape(z, (prod(z.shape[:-contracted]), prod(z.shape[-contracted:]))) for z in (x, y)
-    )
-    return lax.reshape(lax.dot_general(x, y, (((1,), (1,)), ((), ())), **options), shape)
+    rows = lambda z: lax.reshape(z, (prod(z.shape[:-contracted]), prod(z.shape[-contracted:])))
+    out = lax.dot_general(rows(x), rows(y), (((1,), (1,)), ((), ())), **options)
+    return lax.reshape(out, shape)
 
 
 def _has_rows(x, y, dimension_numbers) -> bool:

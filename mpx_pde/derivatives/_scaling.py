@@ -184,17 +184,15 @@ class DerivativeScaling(eqx.Module):
         pairs = zip(rule.lowest, rule.highest, strict=True)
         bounds = by_name(self.names, [f"2^{low} to 2^{high}" for low, high in pairs])
         scales = by_name(self.names, self.exponents, "2^")
-        tracker, caution, overflows = (
-            by_name(self.names, x) for x in (self.tracker, self.caution, self.overflows)
-        )
+        told = lambda x: by_name(self.names, x)
         return described(
             self,
             f"scales={scales} ({bounds}, factor {2**rule.step})",
             str(self.strategy),
-            f"tracker={tracker} of {rule.growth_interval}, {rule.recover_growth_interval} at or "
-            f"below 2^{rule.recover_threshold}",
-            f"margin={rule.margin}, caution={caution}",
-            f"overflows={overflows}, skipped_steps={number(self.skipped_steps)}",
+            f"tracker={told(self.tracker)} of {rule.growth_interval}, "
+            f"{rule.recover_growth_interval} at or below 2^{rule.recover_threshold}",
+            f"margin={rule.margin}, caution={told(self.caution)}",
+            f"overflows={told(self.overflows)}, skipped_steps={number(self.skipped_steps)}",
         )
 
     @property

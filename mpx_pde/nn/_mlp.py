@@ -190,9 +190,8 @@ class CoordinateMLP(eqx.Module):
             embedded = 2 * features
         dtype = None if dtype is None else as_floating_dtype(dtype, call)
         outputs = 1 if scalar else out_size
-        self.embedding = FullPrecision(
-            Embedding(frequencies, tuple(periods.get(i) for i in range(in_size)))
-        )
+        by_coordinate = tuple(periods.get(i) for i in range(in_size))
+        self.embedding = FullPrecision(Embedding(frequencies, by_coordinate))
         self.first = FullPrecision(_dense(first_key, embedded, width_size, None))
         self.hidden = tuple(_dense(k, width_size, width_size, dtype) for k in keys[:-1])
         last = _dense(keys[-1], width_size, outputs, None if full_precision_last else dtype)

@@ -219,9 +219,8 @@ class SpectralConv(eqx.Module):
             x = self.stabilizer(x)
         method = self.method
         if method == "auto":
-            method = choose_method(
-                self.in_channels + self.out_channels, grid, self.modes, arithmetic.dtype
-            )
+            channels = self.in_channels + self.out_channels
+            method = choose_method(channels, grid, self.modes, arithmetic.dtype)
         if method == "fft":
             y, constant = self._by_fft(x, output).astype(arithmetic.dtype), None
         else:

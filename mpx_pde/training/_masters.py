@@ -123,9 +123,8 @@ def round_stochastically(
     step = jnp.maximum(exponent - 1, info.minexp) - info.nmant
     # As many random bits as the fraction has: x / 2^step + u then has no more bits than float32.
     bits = 23 - info.nmant
-    u = jnp.ldexp(
-        (jax.random.bits(key, x.shape, jnp.uint16) >> (16 - bits)).astype(jnp.float32), -bits
-    )
+    drawn = jax.random.bits(key, x.shape, jnp.uint16) >> (16 - bits)
+    u = jnp.ldexp(drawn.astype(jnp.float32), -bits)
     # Two factors: 2^-step alone overflows for bfloat16's subnormal numbers.
     fraction = jnp.ldexp(jnp.ldexp(x, -step // 2), -step - (-step // 2))
     rounded = jnp.ldexp(jnp.floor(fraction + u), step)
