@@ -20,7 +20,6 @@ from ..interpret._jaxpr import CALLS, aval_of, bodies_of, differentiable, pushfo
 from ._custom import custom_in_registers
 from ._moments import moments_p
 from ._plan import Index, Plan, chains, splits, sum_key
-from ._selections import SELECTIONS
 from ._streams import (
     Jet,
     Operand,
@@ -29,6 +28,7 @@ from ._streams import (
     bind_primals,
     each,
     is_inexact,
+    primal_of,
     total,
 )
 from ._together import beside, joined, sum_together
@@ -142,7 +142,13 @@ class Rules:
         moving = [i for i, x in enumerate(operands) if isinstance(x, Jet)]
         if name in tables.CONSTANT or not any(is_inexact(v.aval) for v in eqn.outvars):
             return self._constant
-        own = {"convert_element_type": self._convert, "mul": self._mul, "div": self._div}
+        own = {
+            "convert_element_type": self._convert,
+            "mul": self._mul,
+            "div": self._div,
+            "reduce_max": self._extremum,
+            "reduce_min": self._extremum,
+        }
         if name in own:
             return own[name]
         if name in tables.TOGETHER and not any(map(_is_complex, eqn.invars)):
@@ -151,8 +157,8 @@ class Rules:
             return self.moments
         if name in tables.LINEAR:
             return self._linear
-        if name in SELECTIONS and (name != "clamp" or moving == [1]):
-            return SELECTIONS[name]
+        if name in tables.SELECTIONS and (name != "clamp" or moving == [1]):
+            return self._selection
         if name == "triangular_solve" and moving == [1]:
             return self._linear
         if name == "custom_jvp_call":
@@ -182,6 +188,38 @@ class Rules:
             for streams, x in zip(out, self._linear_stream(eqn, operands, key), strict=True):
                 streams[key] = x
         return list(map(Jet, primals, out))
+
+    def _selection(self, eqn, operands):
+        """What is picked of a stream is the derivative along it, which no other stream enters."""
+        at = [i for i, x in enumerate(operands) if isinstance(x, Jet) and is_inexact(x.primal)]
+        jets = [operands[i] for i in at]
+        pick = of_some(lambda *args: bind(eqn, args), list(map(primal_of, operands)), at)
+        primals, pushed = jax.linearize(pick, *(x.primal for x in jets))
+        out: list[Streams] = [{} for _ in primals]
+        for key in self.plan.keys:
+            if not any(key in x.streams for x in jets):
+                continue
+            tangents = [self._tangent(x, key) for x in jets]
+            picked = pushed if self.plan.size(key) is None else jax.vmap(pushed)
+            for streams, x in zip(out, picked(*tangents), strict=True):
+                streams[key] = x
+        pairs = zip(primals, out, strict=True)
+        return [Jet(x, streams if is_inexact(x) else {}) for x, streams in pairs]
+
+    def _tangent(self, x: Jet, key: Index) -> Any:
+        """A stream in the type of its value, be it zero."""
+        stream = x.streams.get(key, np.zeros((), x.primal.dtype))
+        stream = jnp.broadcast_to(stream, self.plan.shape(key, np.shape(x.primal)))
+        return match_varying_axes(stream, x.primal)[0]
+
+    def _extremum(self, eqn, operands):
+        (x,), axes = operands, eqn.params["axes"]
+        (primal,) = bind_primals(eqn, operands)
+        share = (x.primal == jnp.expand_dims(primal, axes)).astype(primal.dtype)
+        share = share / jnp.sum(share, axis=axes, keepdims=True)
+        behind = tuple(i - x.primal.ndim for i in axes)
+        streams = {k: jnp.sum(share * s, axis=behind) for k, s in x.streams.items()}
+        return [Jet(primal, streams)]
 
     def _together(self, eqn, operands):
         (x, *more), params = operands, eqn.params

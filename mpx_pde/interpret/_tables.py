@@ -211,6 +211,9 @@ derivative does not need the operands."""
 ELEMENTWISE = _with("elementwise")
 """Functions of one variable."""
 
+SELECTIONS = _with("selection")
+"""Picks out of its operands: piecewise linear."""
+
 CONSTANT = _with("constant")
 """Constant wherever they have a derivative."""
 
