@@ -182,26 +182,27 @@ CLOSED: dict[str, Callable[..., Tower]] = {
 """By the name of a primitive whose derivatives are known in closed form."""
 
 
+@jax.tree_util.register_static
+class _Number(float):
+    """A derivative that is the same everywhere: no array, so no transformation makes one of it."""
+
+
+def _held(tower: Tower) -> Tower:
+    return [_Number(f) if type(f) is float else f for f in tower]
+
+
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
-def _tower(name: str, order: int, parameter: Any, x: Array) -> list[Array]:
-    # What is the same everywhere has no array, so it does not pass a transformation.
-    return [f for f in _call(name, order, parameter, x) if _varies(f)]
-
-
-def _varies(f: Any) -> bool:
-    return f is not None and type(f) is not float
+def _tower(name: str, order: int, parameter: Any, x: Array) -> Tower:
+    return _held(_call(name, order, parameter, x))
 
 
 @_tower.defjvp
 def _tower_jvp(name, order, parameter, primals, tangents):
     (x,), (dx,) = primals, tangents
     every = _call(name, order + 1, parameter, x)
-    out, out_dot = [], []
-    for f, slope in itertools.pairwise(every):
-        if _varies(f):
-            out.append(f)
-            out_dot.append(jnp.zeros_like(x) if slope is None else slope * dx)
-    return out, out_dot
+    along = lambda slope: jnp.zeros_like(x) if slope is None else slope * dx
+    dots = [along(df) if isinstance(f, jax.Array) else f for f, df in itertools.pairwise(every)]
+    return _held(every[:-1]), _held(dots)
 
 
 def _call(name: str, order: int, parameter: Any, x: Array) -> Tower:
@@ -219,22 +220,8 @@ def closed_tower(name: str, order: int, x: Array, parameter: Any = None) -> Towe
     """
     if isinstance(parameter, jax.Array):
         return _call(name, order, parameter, x)
-    values = iter(_tower(name, order, parameter, x))
-    known = [_known(name, k, parameter) for k in range(order + 1)]
-    return [next(values) if f is ... else f for f in known]
-
-
-def _known(name: str, k: int, parameter: Any) -> Any:
-    """Returns a derivative that is the same everywhere, as a [`Tower`][] has it, or `...`."""
-    if name == "abs":
-        return None if k > 1 else ...
-    exponent = 2 if name == "square" else parameter if name in ("integer_pow", "pow") else None
-    if not isinstance(exponent, int | float) or exponent != exponent // 1 or exponent < 0:
-        return ...
-    if exponent < k:
-        return None
-    is_number = isinstance(exponent, int) and 0 < exponent == k
-    return float(math.factorial(k)) if is_number else ...
+    tower = _tower(name, order, parameter, x)
+    return [float(f) if isinstance(f, _Number) else f for f in tower]
 
 
 def nested_tower(fun: Callable[[Array], Array], order: int, x: Array) -> Tower:
