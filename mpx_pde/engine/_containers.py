@@ -14,7 +14,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..checkpoint_policies import translate
 from ..interpret._jaxpr import LOOPS, aval_of, bodies_of
-from ..interpret._rebind import bind_around, rebind, scan_counts
+from ..interpret._rebind import rebind, scan_counts
 from ._custom import custom_jvp, custom_vjp
 from ._plan import Index, Plan
 from ._segments import NO_KINDS, Kinds
@@ -172,27 +172,19 @@ class Containers:
     # Containers of reverse mode, which matter to values alone.
 
     def _checkpoint(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
-        options = {k: eqn.params[k] for k in ("policy", "prevent_cse") if k in eqn.params}
-        if self.mixed and options.get("policy"):
+        policy = eqn.params.get("policy")
+        if self.mixed and policy:
             # It was written for the products that are mixed ones now.
-            options["policy"] = translate(options["policy"])
+            eqn = eqn.replace(params={**eqn.params, "policy": translate(policy)})
         run = partial(self.program, bodies_of(eqn)[0], operand_kinds=self.kinds)
-        return jax.checkpoint(run, **options)(operands)
+        return rebind(eqn, operands, [lambda *args: run(args)])
 
     def _jit(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
-        run = partial(self._inside, bodies_of(eqn)[0])
-        traced, out = jax.make_jaxpr(run, return_shape=True)(operands)
-        return jax.tree.unflatten(
-            jax.tree.structure(out), bind_around(eqn, jax.tree.leaves(operands), traced)
-        )
+        return rebind(eqn, operands, [lambda *args: self._inside(bodies_of(eqn)[0], args)])
 
     def _shard_map(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
-        def body(*arrays):
-            pairs = zip(operands, arrays, strict=True)
-            inside = [Jet(y, {}, x.stage) if isinstance(x, Jet) else y for x, y in pairs]
-            return list(map(primal_of, self._inside(bodies_of(eqn)[0], inside)))
-
-        return list(map(Jet, rebind(eqn, list(map(primal_of, operands)), [body])))
+        body = lambda *args: list(map(primal_of, self._inside(bodies_of(eqn)[0], args)))
+        return list(map(Jet, rebind(eqn, operands, [body])))
 
 
 _ENTERED = {

@@ -63,9 +63,6 @@ OF_REVERSE_MODE = frozenset({"remat2", "custom_vjp_call"})
 LOOPS = frozenset({"scan", "while", "cond"})
 """Containers that run the jaxprs in them not just once."""
 
-TRACED = ("jit", "remat2")
-"""Containers that hold nothing but one jaxpr of their operands, which is traced beforehand."""
-
 
 def close(jaxpr: Any) -> ClosedJaxpr:
     """Closes a jaxpr without constants; returns a closed one unchanged."""

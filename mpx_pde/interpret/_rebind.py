@@ -11,23 +11,23 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.extend.core import ClosedJaxpr, JaxprEqn
+from jax.extend.core import JaxprEqn
 
-from ._jaxpr import CONTAINERS, TRACED, bodies_of
+from ._jaxpr import bodies_of
 
 
 Body = Callable[..., list]
 
 
-def bind_around(eqn: JaxprEqn, args: Sequence, closed: ClosedJaxpr) -> list:
-    """Binds a `jit` or a checkpoint around another jaxpr."""
-    (name,) = CONTAINERS[eqn.primitive.name]
-    if isinstance(eqn.params[name], ClosedJaxpr):
-        return eqn.primitive.bind(*args, **{**eqn.params, name: closed})
-    # An open jaxpr takes its constants as operands.
-    jaxpr = closed.jaxpr
-    jaxpr = jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
-    return eqn.primitive.bind(*closed.consts, *args, **{**eqn.params, name: jaxpr})
+def _jit(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
+    closed, out = jax.make_jaxpr(body, return_shape=True)(*args)
+    found = eqn.primitive.bind(*jax.tree.leaves(args), **{**eqn.params, "jaxpr": closed})
+    return jax.tree.unflatten(jax.tree.structure(out), found)
+
+
+def _checkpoint(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
+    options = {k: eqn.params[k] for k in ("policy", "prevent_cse") if k in eqn.params}
+    return jax.checkpoint(body, **options)(*args)
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
@@ -80,12 +80,12 @@ def _while(eqn: JaxprEqn, args: Sequence, test: Body, body: Body) -> list:
     return lax.while_loop(lambda carry: jnp.any(going(carry)), proceed, init)
 
 
-def _shard_map(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
+def _shard_map(eqn: JaxprEqn, args: Sequence, body: Body) -> Sequence:
     params = eqn.params
     # JAX renamed the parameter.
     renamed = "newly_manual_axes" in params
     axes = params["newly_manual_axes" if renamed else "manual_axes"]
-    out = jax.shard_map(
+    return jax.shard_map(
         lambda *args: tuple(body(*args)),
         mesh=params["mesh"],
         in_specs=tuple(params["in_specs"]),
@@ -93,7 +93,6 @@ def _shard_map(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
         axis_names=set(axes),
         check_vma=params["check_vma"],
     )(*args)
-    return list(out)
 
 
 def _cut(args: Sequence, first: int, second: int) -> tuple[list, list, list]:
@@ -101,11 +100,11 @@ def _cut(args: Sequence, first: int, second: int) -> tuple[list, list, list]:
     return args[:first], args[first : first + second], args[first + second :]
 
 
-def _cond(eqn: JaxprEqn, args: Sequence, branches: Sequence[Body]) -> list:
+def _cond(eqn: JaxprEqn, args: Sequence, *branches: Body) -> Sequence:
     index, *operands = args
     platforms = eqn.params.get("branches_platforms")
     if platforms is None:
-        return list(lax.switch(index, list(branches), *operands))
+        return lax.switch(index, branches, *operands)
     # The branch is chosen, and the others dropped, where the program is lowered for a platform.
     named, default = {}, None
     for names, branch in zip(platforms, branches, strict=True):
@@ -113,27 +112,27 @@ def _cond(eqn: JaxprEqn, args: Sequence, branches: Sequence[Body]) -> list:
             default = branch
         else:
             named.update(dict.fromkeys(names, branch))
-    return list(lax.platform_dependent(*operands, default=default, **named))
+    return lax.platform_dependent(*operands, default=default, **named)
+
+
+_BOUND: dict[str, Callable[..., Sequence]] = {
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+    "shard_map": _shard_map,
+    "jit": _jit,
+    "remat2": _checkpoint,
+}
 
 
 def rebind(eqn: JaxprEqn, args: Sequence, bodies: Sequence[Body]) -> list:
     """Binds a container to `args`, with `bodies` in place of its inner jaxprs.
 
     Each body takes the arrays that its jaxpr takes and returns a list of what that returns. An
-    array may stand in a PyTree of its own, which tells more about it, but for operands and
-    results of a `jit` or a checkpoint and the index of a `cond`. In a loop the carry must leave
-    in the type that it came in; branches must agree. The derivative of a `custom_jvp_call` or
-    `custom_vjp_call` is not carried over: use [`pushforward`][] and [`pullback`][].
+    array may stand in a PyTree of its own, which tells more about it, but for the index of a
+    `cond`. In a loop the carry must leave in the type that it came in; branches must agree. The
+    derivative of a `custom_jvp_call` or `custom_vjp_call` is not carried over: use
+    [`pushforward`][] and [`pullback`][].
     """
-    name = eqn.primitive.name
-    if name == "scan":
-        return _scan(eqn, args, *bodies)
-    if name == "while":
-        return list(_while(eqn, args, *bodies))
-    if name == "cond":
-        return _cond(eqn, args, bodies)
-    if name == "shard_map":
-        return _shard_map(eqn, args, *bodies)
-    if name in TRACED:
-        return list(bind_around(eqn, args, jax.make_jaxpr(bodies[0])(*args)))
-    return list(bodies[0](*args))
+    bind = _BOUND.get(eqn.primitive.name)
+    return list(bodies[0](*args) if bind is None else bind(eqn, args, *bodies))
