@@ -81,8 +81,10 @@ class Product:
         out_dtype = storage.registers
         if as_stored and step.outputs[0] not in roles.final:
             out_dtype = dtype
+        both = all(isinstance(x, Jet) for x in operands)
         if half:
-            own = _mixed(step.eqn, dtype, out_dtype)
+            # The terms of a product of jets are added up in registers.
+            own = _mixed(step.eqn, dtype, storage.registers if both else out_dtype)
         else:
             several = any(x.streams for x in operands if isinstance(x, Jet))
             algorithm = None if roles.is_data(step) else self.algorithm
@@ -95,42 +97,30 @@ class Product:
                 return storage.constant(x)
             return storage.stored(x) if as_stored else storage.loaded(x, dtype)
 
-        a, b = map(prepared, operands, [aval_of(v).dtype for v in step.eqn.invars])
-        both = isinstance(a, Jet) and isinstance(b, Jet)
-
-        if not both:
-            jet, weight = (a, b) if isinstance(a, Jet) else (b, a)
-            rows = () if half or self.open else _rows(step.eqn, jet, weight, jet is a)
-            if rows:
-                streams = {k: _combined(s, rows) for k, s in jet.streams.items() if np.any(s)}
-                return [Jet(_combined(jet.primal, rows), streams)], how
-            first, *weights = shared(weight, 1 + len(jet.streams))
-
-            def times(x, weight, key):
-                pair, keys = ((x, weight), (key, ())) if jet is a else ((weight, x), ((), key))
-                return _stacked(own, rules, *keys)(*pair)
-
-            streams = {}
-            for (key, stream), weight in zip(jet.streams.items(), weights, strict=True):
-                x = times(stream, weight, key)
-                scaled = storage.is_stored(stream) and not storage.is_stored(x)
-                streams[key] = storage.unscaled(x, key) if scaled else x
-            return [Jet(times(jet.primal, first, ()), streams)], how
-
-        wide = _mixed(step.eqn, dtype, storage.registers) if half else own
-
-        def product(x, y, left, right):
-            out = _stacked(wide, rules, left, right)(x, y)
+        def times(x, y, left, right):
+            out = _stacked(own, rules, left, right)(x, y)
             for array, key in ((x, left), (y, right)):
-                if key and storage.is_stored(array):
+                if key and storage.is_stored(array) and not storage.is_stored(out):
                     out = storage.unscaled(out, key)
             return out
 
-        primal = product(a.primal, b.primal, (), ())
-        jet = Jet(primal, rules.leibniz(product, a, b))
-        if half and out_dtype != storage.registers:
-            jet = storage.stored(jet)
-        return [jet], how
+        a, b = map(prepared, operands, [aval_of(v).dtype for v in step.eqn.invars])
+        if both:
+            jet = Jet(times(a.primal, b.primal, (), ()), rules.leibniz(times, a, b))
+            return [storage.stored(jet) if half and out_dtype != storage.registers else jet], how
+
+        jet, weight = (a, b) if isinstance(a, Jet) else (b, a)
+        rows = () if half or self.open else _rows(step.eqn, jet, weight, jet is a)
+        if rows:
+            streams = {k: _combined(s, rows) for k, s in jet.streams.items() if np.any(s)}
+            return [Jet(_combined(jet.primal, rows), streams)], how
+        weights = dict(zip(((), *jet.streams), shared(weight, 1 + len(jet.streams)), strict=True))
+
+        def weighted(x, key):
+            w = weights[key]
+            return times(x, w, key, ()) if jet is a else times(w, x, (), key)
+
+        return [jet.map(weighted)], how
 
     def dtype_of(self, step, operands, roles: Role, storage: Storage) -> Any:
         """Returns what to multiply in by a mixed product; `None` for a full one."""
