@@ -61,16 +61,13 @@ def _evaluator(
 ) -> Evaluator:
     """How a program is evaluated: as the loss around it says, else by its own arrays."""
 
-    def record(step, *told):
-        if note is not None:
-            note.append(Equation(step.name, *told))
-
     def lose(key, does):
         if lost is not None:
             lost[key] = does | lost[key] if key in lost else does
 
-    told: dict[str, Any] = {"note": None if note is None else record}
-    told["caller"] = source_info_util.current()
+    told: dict[str, Any] = {"caller": source_info_util.current()}
+    if note is not None:
+        told["note"] = lambda step, *how: note.append(Equation(step.name, *how))
     narrow = np.dtype(np.float32)
     forward = present_forward() or _autocast()
     if forward is not None and forward.inside:

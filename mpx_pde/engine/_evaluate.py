@@ -253,7 +253,9 @@ class Evaluator:
         operands = [read(x, env) for x in step.inputs]
         outside = step.name in tables.PRODUCTS and not site_of(step.eqn).users
         with in_context_of(step.eqn, self.caller if outside else None):
-            out = self._results(step, operands, roles)
+            out, *told = self._results(step, operands, roles)
+        if self.note is not None and told:
+            self.note(step, line_of(step.eqn, (*self.around, *step.calls)), *told)
         stages = {x: env[x].stage for x in step.variables if isinstance(env[x], Jet)}
         stage = stage_after(step, stages)
         for k, x, v in zip(step.outputs, out, step.eqn.outvars, strict=True):
@@ -274,23 +276,25 @@ class Evaluator:
             want = self.rules.plan.shape(key, aval.shape)
             assert np.shape(stream) == want, (eqn.primitive.name, key, np.shape(stream), want)
 
-    def _results(self, step: Step, operands: list[Any], roles) -> list[Any]:
+    def _results(self, step: Step, operands: list[Any], roles) -> tuple[Any, ...]:
+        """Returns the results of an equation and, where it depends on the point, the rule that gave
+        them and what a product was multiplied in."""
         eqn = step.eqn
         if not any(isinstance(x, Jet) for x in operands):
             if self.full is not None:
                 # What is computed of masters alone is in full, too.
                 wide = list(map(self.above.storage.constant, operands))
-                return own_in_registers(eqn, wide, self.above.storage)
-            return own_bind(eqn, typed(eqn, operands))
+                return (own_in_registers(eqn, wide, self.above.storage),)
+            return (own_bind(eqn, typed(eqn, operands)),)
         name = eqn.primitive.name
         if self.full is not None and roles.is_data(step):
             return self.above._results(step, operands, roles)
         if name in tables.PRODUCTS:
             out, how = self.product(step, operands, roles, self.storage, self.rules)
-            return self._noted(step, out, "product", how)
+            return out, "product", how
         if widens(eqn, operands, self.storage):
             # So it is loaded, each time that it is used.
-            return self._noted(step, operands, "convert", "")
+            return operands, "convert", ""
         halves = [isinstance(x, Jet) and self.storage.is_stored(x.primal) for x in operands]
         biased = is_biased(eqn, operands, halves)
         # Loops and rules take values as they are.
@@ -307,12 +311,12 @@ class Evaluator:
             params = {i for i, x in variables if x in roles.params}
             kinds = Kinds(self.product.half_operands(step, operands, roles), params)
             enter = Containers(self.rules.plan, inner.program, loaded, kinds)
-            return self._noted(step, enter(eqn, operands), name, "")
+            return enter(eqn, operands), name, ""
         if self.plain:
             out = own_in_registers(eqn, list(map(primal_of, operands)), self.above.storage)
             if biased:
                 out = [rounded_cotangent(x, self.storage.dtype) for x in out]
-            return self._noted(step, list(map(Jet, out)), "plain", "")
+            return list(map(Jet, out)), "plain", ""
         operands = aligned(eqn, operands)
         rule = self.rules.find(eqn, operands)
         if rule is not None:
@@ -326,7 +330,7 @@ class Evaluator:
             elif is_weighted(eqn, operands, self.storage):
                 both = eqn.primitive.name == "mul"
                 out = [self.storage.rounding(x, () if both else x.streams) for x in out]
-            return self._noted(step, out, rule.__name__.strip("_"), "")
+            return out, rule.__name__.strip("_"), ""
         known = eqn.primitive in ad.primitive_jvps or name in _WITH_OWN_JVP
         if name in tables.OPAQUE or not known:
             raise ValueError(
@@ -337,12 +341,7 @@ class Evaluator:
             )
         own = lambda *args: own_in_registers(eqn, args, self.above.storage)
         out = nested(own, operands, self.rules)
-        return self._noted(step, out, "nested", "no rule: by nested forward mode")
-
-    def _noted(self, step: Step, out: list[Any], rule: str, how: str) -> list[Any]:
-        if self.note is not None:
-            self.note(step, line_of(step.eqn, (*self.around, *step.calls)), rule, how)
-        return out
+        return out, "nested", "no rule: by nested forward mode"
 
 
 _WITH_OWN_JVP = LOOPS | {"custom_jvp_call", "shard_map"}
