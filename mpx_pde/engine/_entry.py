@@ -12,7 +12,8 @@ from jaxtyping import Array
 
 from .._dtypes import asked_of_context, is_half, precision_of_user
 from .._forward import Forward, forward_in, present_forward
-from ..interpret._jaxpr import bodies_of
+from ..interpret import _tables as tables
+from ..interpret._jaxpr import equations_in
 from ._evaluate import Evaluator
 from ._plan import Index, Plan
 from ._products import Product
@@ -39,17 +40,12 @@ class Equation(NamedTuple):
 def half_of(closed: ClosedJaxpr) -> np.dtype | None:
     """The half type that a program computes in, by its arrays and its mixed products."""
 
-    def dtypes(closed):
-        jaxpr = closed.jaxpr
-        yield from (v.aval.dtype for v in (*jaxpr.constvars, *jaxpr.invars) if is_inexact(v.aval))
-        for eqn in jaxpr.eqns:
-            if eqn.primitive.name.startswith("mixed_"):
-                yield eqn.params["dtype"]
-            yield from (v.aval.dtype for v in eqn.outvars if is_inexact(v.aval))
-            for inner in bodies_of(eqn):
-                yield from dtypes(inner)
-
-    return next((np.dtype(x) for x in dtypes(closed) if is_half(x)), None)
+    for eqn in equations_in(closed):
+        own = [eqn.params["dtype"]] if eqn.primitive.name in tables.MIXED else []
+        avals: list[Any] = [v.aval for v in (*eqn.invars, *eqn.outvars) if is_inexact(v.aval)]
+        for dtype in filter(is_half, (*own, *(x.dtype for x in avals))):
+            return np.dtype(dtype)
+    return None
 
 
 def _evaluator(

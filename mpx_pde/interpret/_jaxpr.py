@@ -5,7 +5,7 @@ they know of a value goes with it in a PyTree; how JAX's containers are made is 
 `_rebind.py` alone.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,17 +83,17 @@ def is_container(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name in CONTAINERS
 
 
+def equations_in(closed: ClosedJaxpr) -> Iterator[JaxprEqn]:
+    """Yields the equations of a jaxpr, at any depth."""
+    for eqn in closed.jaxpr.eqns:
+        yield eqn
+        for body in bodies_of(eqn):
+            yield from equations_in(body)
+
+
 def contains(closed: ClosedJaxpr, names: Collection[str]) -> bool:
     """Returns whether there is a primitive of these names in a jaxpr, at any depth."""
-    return any_equation(closed, lambda eqn: eqn.primitive.name in names)
-
-
-def any_equation(closed: ClosedJaxpr, holds: Callable[[JaxprEqn], bool]) -> bool:
-    """Returns whether a condition holds for an equation of a jaxpr, at any depth."""
-    return any(
-        holds(eqn) or any(any_equation(body, holds) for body in bodies_of(eqn))
-        for eqn in closed.jaxpr.eqns
-    )
+    return any(eqn.primitive.name in names for eqn in equations_in(closed))
 
 
 def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:

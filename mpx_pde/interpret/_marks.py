@@ -18,8 +18,8 @@ from .._order import batch_behind
 from ._jaxpr import (
     CALLS,
     OF_REVERSE_MODE,
-    any_equation,
     bodies_of,
+    equations_in,
     in_context_of,
     own_bind,
     trace_arrays,
@@ -84,7 +84,7 @@ def _collect(closed: ClosedJaxpr, operands: Sequence, found: list[tuple[str, Arr
         with in_context_of(eqn):
             if name in _ENTERED:
                 return _collect(bodies[0], args, found)
-            if not any(any_equation(body, _is_mark) for body in bodies):
+            if not any(_is_mark(inner) for body in bodies for inner in equations_in(body)):
                 return own_bind(eqn, args)
             if name == "scan":
                 return _in_scan(eqn, args, found)
