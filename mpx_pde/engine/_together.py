@@ -187,7 +187,7 @@ def _batch_each(primitive: Primitive, args, where, **params):
     return out, [None if i in rest else 0 for i in range(len(args))]
 
 
-def _batch_beside(args, where, *, leading):
+def _batch_beside(primitive: Primitive, args, where, *, leading):
     *arrays, like = args
     size = next(z.shape[d] for z, d in zip(args, where, strict=True) if d is not None)
     axis = int(leading)
@@ -206,7 +206,7 @@ def _batch_beside(args, where, *, leading):
         return x if leading else lax.reshape(x, (size, *(1,) * (like.ndim - x.ndim), *x.shape[1:]))
 
     arrays = [placed(x, d) for x, d in zip(arrays, where[:-1], strict=True)]
-    return _beside_p.bind(*arrays, like, leading=leading), [axis] * len(arrays)
+    return primitive.bind(*arrays, like, leading=leading), [axis] * len(arrays)
 
 
 def _needed(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:
@@ -249,14 +249,8 @@ ad.deflinear2(_joined_p, ad.primitive_transposes[concatenate_p])
 batching.primitive_batchers[_joined_p] = _batch_joined
 mlir.register_lowering(_joined_p, mlir.lower_fun(_concatenated, multiple_results=False))
 for _primitive, _function, _abstract, _transpose, _batch in (
-    (_sum_p, _sums, _abstract_sums, _transpose_sums, ft.partial(_batch_each, _sum_p)),
-    (
-        _spread_p,
-        _spreads,
-        _abstract_spreads,
-        _transpose_spreads,
-        ft.partial(_batch_each, _spread_p),
-    ),
+    (_sum_p, _sums, _abstract_sums, _transpose_sums, _batch_each),
+    (_spread_p, _spreads, _abstract_spreads, _transpose_spreads, _batch_each),
     (_beside_p, _beside, _abstract_beside, _transpose_beside, _batch_beside),
 ):
     _primitive.multiple_results = True
@@ -265,7 +259,7 @@ for _primitive, _function, _abstract, _transpose, _batch in (
     ad.primitive_jvps[_primitive] = ft.partial(_jvp, _primitive)
     ad.primitive_transposes[_primitive] = _transpose
     partial_eval.dce_rules[_primitive] = _needed
-    batching.primitive_batchers[_primitive] = _batch
+    batching.primitive_batchers[_primitive] = ft.partial(_batch, _primitive)
     mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=True))
 # On other platforms a sum of several arrays at once is slower than one of each.
 for _platform in ("cuda", "rocm"):
