@@ -16,7 +16,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from .._varying import match_varying_axes
 from .._wrapper import of_some
 from ..interpret import _tables as tables
-from ..interpret._jaxpr import CALLS, aval_of, bodies_of, differentiable, pushforward
+from ..interpret._jaxpr import CALLS, aval_of, bodies_of, differentiable, own_bind, pushforward
 from ._custom import custom_in_registers
 from ._moments import moments_p
 from ._plan import Index, Plan, chains, splits, sum_key
@@ -180,37 +180,29 @@ class Rules:
 
     def _linear(self, eqn, operands):
         primals = bind_primals(eqn, operands)
-        out: list[Streams] = [{} for _ in primals]
-        moving = [x for x in operands if isinstance(x, Jet)]
-        for key in self.plan.keys:
-            if not any(key in x.streams for x in moving):
-                continue
-            for streams, x in zip(out, self._linear_stream(eqn, operands, key), strict=True):
-                streams[key] = x
-        return list(map(Jet, primals, out))
+        along = lambda key: self._linear_stream(eqn, operands, key)
+        return self._by_stream(primals, operands, along)
 
     def _selection(self, eqn, operands):
         """What is picked of a stream is the derivative along it, which no other stream enters."""
         at = [i for i, x in enumerate(operands) if isinstance(x, Jet) and is_inexact(x.primal)]
+        values = match_varying_axes(*map(primal_of, operands))
+        pick = of_some(lambda *args: own_bind(eqn, args), values, at)
+        primals, pushed = jax.linearize(pick, *(values[i] for i in at))
+        # Tangents must vary over devices as their values do.
+        along = lambda args: pushed(*match_varying_axes(*args, *values)[: len(args)])
         jets = [operands[i] for i in at]
-        pick = of_some(lambda *args: bind(eqn, args), list(map(primal_of, operands)), at)
-        primals, pushed = jax.linearize(pick, *(x.primal for x in jets))
+        return self._by_stream(primals, jets, lambda key: self._mapped(along, jets, key))
+
+    def _by_stream(self, primals, operands, along: Callable[[Index], Sequence[Any]]) -> list[Jet]:
+        """Results of which each stream comes of the same stream of the operands."""
+        moving = [x for x in operands if isinstance(x, Jet)]
         out: list[Streams] = [{} for _ in primals]
         for key in self.plan.keys:
-            if not any(key in x.streams for x in jets):
-                continue
-            tangents = [self._tangent(x, key) for x in jets]
-            picked = pushed if self.plan.size(key) is None else jax.vmap(pushed)
-            for streams, x in zip(out, picked(*tangents), strict=True):
-                streams[key] = x
-        pairs = zip(primals, out, strict=True)
-        return [Jet(x, streams if is_inexact(x) else {}) for x, streams in pairs]
-
-    def _tangent(self, x: Jet, key: Index) -> Any:
-        """A stream in the type of its value, be it zero."""
-        stream = x.streams.get(key, np.zeros((), x.primal.dtype))
-        stream = jnp.broadcast_to(stream, self.plan.shape(key, np.shape(x.primal)))
-        return match_varying_axes(stream, x.primal)[0]
+            if any(key in x.streams for x in moving):
+                pairs = zip(out, along(key), strict=True)
+                out = [{**streams, key: x} if is_inexact(x) else streams for streams, x in pairs]
+        return list(map(Jet, primals, out))
 
     def _extremum(self, eqn, operands):
         (x,), axes = operands, eqn.params["axes"]
@@ -256,30 +248,35 @@ class Rules:
         return self.compose(closed_tower("integer_pow", self.order(x), x.primal, 2), x)
 
     def _linear_stream(self, eqn, operands, key) -> list:
-        args, axes = [], []
-        size = self.plan.size(key)
         name = eqn.primitive.name
+        if name in ("add", "sub", "add_any"):
+            return [self._added(eqn, operands, key)]
         if name == "gather":
             # What is read beyond the end is a constant.
             eqn = eqn.replace(params={**eqn.params, "fill_value": 0})
-        if name in ("add", "sub", "add_any"):
-            return [self._added(eqn, operands, key)]
-        for x in operands:
-            if isinstance(x, Jet) and key in x.streams:
-                args.append(x.streams[key])
-                axes.append(0)
-            elif isinstance(x, Jet):
-                args.append(jnp.zeros_like(x.primal) if is_inexact(x.primal) else x.primal)
-                axes.append(None)
-            else:
-                # Everything but indices, predicates and the matrix of a solve is zero.
-                fixed = not is_inexact(x) or name == "triangular_solve"
-                args.append(x if fixed else jnp.zeros_like(x))
-                axes.append(None)
-        place = lambda *args: bind(eqn, args)
+        # The matrix of a solve stays.
+        solves = name == "triangular_solve"
+        place = lambda args: bind(eqn, args)
         if name == "concatenate":
-            place = lambda *args: [joined(args, eqn.params["dimension"])]
-        return place(*args) if size is None else jax.vmap(place, in_axes=axes)(*args)
+            place = lambda args: [joined(args, eqn.params["dimension"])]
+        return self._mapped(place, operands, key, solves)
+
+    def _mapped(self, function, operands, key, fixed: bool = False) -> list:
+        """What a function makes of a stream of its operands. All others are zero but for indices,
+        predicates and, with `fixed`, arrays that do not depend on the point."""
+        args, axes = [], []
+        for x in operands:
+            moves, value = isinstance(x, Jet) and key in x.streams, primal_of(x)
+            axes.append(0 if moves else None)
+            if moves:
+                args.append(x.streams[key])
+            elif not is_inexact(value) or (fixed and not isinstance(x, Jet)):
+                args.append(value)
+            else:
+                args.append(jnp.zeros_like(value))
+        if self.plan.size(key) is None:
+            return function(args)
+        return jax.vmap(lambda *args: function(args), in_axes=axes)(*args)
 
     def _added(self, eqn, operands, key):
         shape = self.plan.shape(key, eqn.outvars[0].aval.shape)
