@@ -54,8 +54,8 @@ class Containers:
         places: Iterable[int] | None = None,
     ) -> list[Operand]:
         """A body, whose operands have these `places` among those of the equation, or all."""
-        kinds = self.kinds if places is None else self.kinds.among(places)
-        out = self.program(closed, operands, carried=carried, operand_kinds=kinds)
+        names = {i: k for k, i in enumerate(range(len(operands)) if places is None else places)}
+        out = self.program(closed, operands, carried=carried, operand_kinds=self.kinds.named(names))
         if self.mixed:
             return out
         return [self.loaded(x, aval.dtype) for x, aval in zip(out, closed.out_avals, strict=True)]

@@ -101,7 +101,7 @@ class Evaluator:
         env.update(zip(flat.inputs, operands, strict=True))
         if not self.plain:
             flat = with_moments(flat, [k for k, x in env.items() if isinstance(x, Jet)])
-        kinds = operand_kinds.by_variable(flat.inputs)
+        kinds = operand_kinds.named(dict(enumerate(flat.inputs)))
         stages = {k: x.stage for k, x in env.items() if isinstance(x, Jet)}
         plan = self.rules.plan
         params = kinds.params if self.plain else None

@@ -63,14 +63,9 @@ class Kinds(NamedTuple):
     half: Collection[int]
     params: Collection[int]
 
-    def among(self, places: Iterable[int]) -> "Kinds":
-        """Returns those of the operands at the `places`, by their positions among these."""
-        places = list(places)
-        return Kinds(*({k for k, i in enumerate(places) if i in given} for given in self))
-
-    def by_variable(self, inputs: Sequence[int]) -> "Kinds":
-        """Returns them by the variables that the operands are."""
-        return Kinds(*({inputs[i] for i in given} for given in self))
+    def named(self, names: Mapping[int, int]) -> "Kinds":
+        """Returns them by names of their own; an operand without a name is left out."""
+        return Kinds(*({names[i] for i in given if i in names} for given in self))
 
 
 NO_KINDS = Kinds((), ())
