@@ -430,6 +430,7 @@ VALUE_ERRORS = {
     "64-bit": lambda: LM(total, forward="float64"),
     "floating-point arrays": lambda: LM(total).init({}),
     "`LevenbergMarquardt.init` … complex": lambda: LM(total).init(W.astype(complex)),
+    "`LevenbergMarquardt.update` … 12 parameters … 3 … order": lambda: fitted(LM(total).init(X)),
     "`LevenbergMarquardt.update` … at least one example": lambda: fitted(batch=W[:0]),
     "a leading axis of one length": lambda: fitted(batch=((W, X),)),
     "a tuple with the examples of each of the 2 residuals": lambda: fitted(residual=(total, total)),

@@ -245,9 +245,9 @@ class LevenbergMarquardt(eqx.Module):
 
         **Returns:** `(model, state)`, in the dtypes of those passed in.
 
-        **Raises:** `ValueError` for a tuple of another length than that of the residuals, and for
-        examples without a leading axis of one length, or none; `TypeError` for another `state`, and
-        for residuals that return no real array.
+        **Raises:** `ValueError` for a tuple of another length than that of the residuals, for the
+        state of a model of another size, and for examples without a leading axis of one length, or
+        none; `TypeError` for another `state`, and for residuals that return no real array.
         """
         if not isinstance(state, LevenbergMarquardtState):
             raise TypeError(
@@ -264,6 +264,12 @@ class LevenbergMarquardt(eqx.Module):
             )
         params, static = eqx.partition(model, eqx.is_inexact_array)
         theta, unravel = ravel_pytree(params)
+        if theta.size != len(state.leading):
+            raise ValueError(
+                f"`{_CALL}.update` got a state that `init` made for a model of "
+                f"{len(state.leading):,} parameters, but a model of {theta.size:,}. It takes the "
+                "model, its state and the examples, in this order."
+            )
         start = theta.astype(self._dtype)
         parameters = lambda flat: unravel(flat.astype(theta.dtype))
         values = lambda flat: self._values(parameters(flat), static, batches)
