@@ -82,8 +82,7 @@ def errors_by_step(figure: Any, data: Any, most: int | None = None) -> None:
     line for each precision."""
     styles = {"float64": "k", "float64-float32": "C0--", "float32": "C1"}
     labels = {"float64-float32": "float64, Jacobian in float32"}
-    seed = data["trainings"][0]["seed"]
-    shown = (t for t in data["trainings"] if t["seed"] == seed)
+    shown = (t for t in data["trainings"] if t["seed"] == data["trainings"][0]["seed"])
     found = list(groups(shown, "problem").values())[:most]
     panels = figure.subplots(-(-len(found) // 4), 4, sharex=True, squeeze=False).flatten()
     for panel in panels[len(found) :]:

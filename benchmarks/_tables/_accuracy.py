@@ -32,13 +32,11 @@ vit = Table(
 def _by_problem(data: Result) -> Iterator[Record]:
     """Yields the errors of a problem from the first seed, by precision and steps, and by seed those
     with a float32 Jacobian relative to those in float64."""
-    first = data["trainings"][0]["seed"]
     for runs in groups(data["trainings"], "problem").values():
-        errors = {(run["precision"], run["steps"], run["seed"]): run["error"] for run in runs}
-        told = {f"{name}, {n}": error for (name, n, seed), error in errors.items() if seed == first}
-        full = {seed: x for (name, n, seed), x in errors.items() if (name, n) == ("float64", 300)}
-        narrow = {seed: errors.get(("float64-float32", 300, seed)) for seed in full}
-        ratios = [f"{x / full[seed]:.2f}" for seed, x in narrow.items() if x]
+        at = {(run["precision"], run["steps"], run["seed"]): run["error"] for run in runs}
+        told = {f"{name}, {n}": x for (name, n, seed), x in at.items() if seed == runs[0]["seed"]}
+        both = [(at.get(("float64-float32", *k)), x) for (p, *k), x in at.items() if p == "float64"]
+        ratios = [f"{narrow / wide:.2f}" for narrow, wide in both if narrow]
         yield {**runs[0], **told, "ratios": ", ".join(ratios)}
 
 
