@@ -216,19 +216,19 @@ ad.deflinear2(_add_product_p, _transpose_add_product)
 batching.primitive_batchers[_add_product_p] = _batch_add_product
 
 
-def _lower(primitive: Primitive, function: Callable, **on: Callable) -> None:
+def lower(primitive: Primitive, function: Callable, **on: Callable) -> None:
     """Defines how a primitive is lowered, and how `on` platforms that have a way of their own."""
     for platform, lowered in {None: function, **on}.items():
         lowering = mlir.lower_fun(lowered, multiple_results=primitive.multiple_results)
         mlir.register_lowering(primitive, lowering, platform=platform)
 
 
-_lower(_shared_p, _repeated)
-_lower(_in_turn_p, _barrier)
-_lower(_rounded_p, _identity)
-_lower(_behind_p, _identity)
+lower(_shared_p, _repeated)
+lower(_in_turn_p, _barrier)
+lower(_rounded_p, _identity)
+lower(_behind_p, _identity)
 # A CPU widens what it has rounded, and gains nothing by writing it.
-_lower(_written_in_p, _half_and_back, cpu=_identity)
-_lower(_written_p, lax.optimization_barrier, cpu=_identity)
-_lower(_read_at_once_p, _identity, cuda=lax.optimization_barrier, rocm=lax.optimization_barrier)
-_lower(_add_product_p, _add_widened, cuda=_add_where_it_stands, rocm=_add_where_it_stands)
+lower(_written_in_p, _half_and_back, cpu=_identity)
+lower(_written_p, lax.optimization_barrier, cpu=_identity)
+lower(_read_at_once_p, _identity, cuda=lax.optimization_barrier, rocm=lax.optimization_barrier)
+lower(_add_product_p, _add_widened, cuda=_add_where_it_stands, rocm=_add_where_it_stands)

@@ -29,11 +29,11 @@ def own_in_registers(eqn: JaxprEqn, args: Sequence[Any], storage: Storage) -> li
     dtypes, but for functions with a derivative of their own and for scatters, and so is one of
     float64 that registers do not hold."""
     name = eqn.primitive.name
-    if name in ("custom_jvp_call", "custom_vjp_call"):
+    if name in _CUSTOM:
         return custom_in_registers(eqn, args)
-    if name in ("dot_general", "conv_general_dilated"):
-        asked = {"preferred_element_type": storage.registers}
-        eqn = eqn.replace(params={**eqn.params, **asked})
+    if name in ("dot_general", "conv_general_dilated") and is_inexact(aval_of(eqn.outvars[0])):
+        dtype = jnp.promote_types(aval_of(eqn.outvars[0]).dtype, storage.registers)
+        eqn = eqn.replace(params={**eqn.params, "preferred_element_type": dtype})
     wide = {x.dtype for x in args if is_inexact(x)} - {storage.registers}
     programs = "update_jaxpr" not in eqn.params and bool(jaxprs_in(eqn))
     if not programs and not any(d.itemsize > 4 for d in wide if d.kind == "f"):
@@ -52,9 +52,8 @@ def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
         return own_bind(eqn, args)
     parts = (jnp.finfo(x.dtype).dtype for x in args if is_inexact(x))
     registers = Storage(max(parts, key=lambda dtype: dtype.itemsize), narrows=True)
-    custom = custom_jvp if eqn.primitive.name == "custom_jvp_call" else custom_vjp
     evaluate = lambda closed, args: _evaluate(closed, list(map(primal_of, args)), registers)
-    return custom(eqn, args, evaluate)
+    return _CUSTOM[eqn.primitive.name](eqn, args, evaluate)
 
 
 # The derivative of each use is traced for itself, since it depends on the operands that move, and
@@ -94,6 +93,9 @@ def custom_vjp(eqn: JaxprEqn, operands: Sequence[Operand], evaluate: Evaluate) -
         return values, linear_by_pullback(backward, kept, *moved)
 
     return _with_tangents(eqn, operands, evaluate, push)
+
+
+_CUSTOM = {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
 
 
 def _with_tangents(
@@ -136,7 +138,7 @@ def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], registers: Storage) -> l
     def evaluate(i: int, eqn: JaxprEqn, operands: list) -> list:
         del i
         name = eqn.primitive.name
-        if name in ("custom_jvp_call", "custom_vjp_call"):
+        if name in _CUSTOM:
             return custom_in_registers(eqn, operands)
         if name in CALLS:
             return _evaluate(bodies_of(eqn)[0], operands, registers)

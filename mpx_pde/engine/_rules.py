@@ -184,7 +184,7 @@ class Rules:
         return self._by_stream(primals, operands, along)
 
     def _selection(self, eqn, operands):
-        """What is picked of a stream is the derivative along it, which no other stream enters."""
+        """Picks of each stream what the derivative along it is; no other stream enters."""
         at = [i for i, x in enumerate(operands) if isinstance(x, Jet) and is_inexact(x.primal)]
         values = match_varying_axes(*map(primal_of, operands))
         pick = of_some(lambda *args: own_bind(eqn, args), values, at)
@@ -262,8 +262,8 @@ class Rules:
         return self._mapped(place, operands, key, solves)
 
     def _mapped(self, function, operands, key, fixed: bool = False) -> list:
-        """What a function makes of a stream of its operands. All others are zero but for indices,
-        predicates and, with `fixed`, arrays that do not depend on the point."""
+        """Returns what a function makes of a stream of its operands. Others are zero but for
+        indices, predicates and, with `fixed`, arrays that do not depend on the point."""
         args, axes = [], []
         for x in operands:
             moves, value = isinstance(x, Jet) and key in x.streams, primal_of(x)

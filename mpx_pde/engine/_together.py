@@ -16,10 +16,10 @@ import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.extend.core.primitives import concatenate_p
-from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.interpreters import ad, batching, partial_eval
 from jaxtyping import Array
 
-from .._order import present
+from .._order import lower, present, with_batch_at
 from .._varying import match_varying_axes
 
 
@@ -238,16 +238,13 @@ def _padded_sum(*arrays, dimension):
 
 
 def _batch_joined(args, where, *, dimension):
-    size = next(x.shape[d] for x, d in zip(args, where, strict=True) if d is not None)
-    args = [batching.bdim_at_front(x, d, size) for x, d in zip(args, where, strict=True)]
-    return joined(args, dimension + 1), 0
+    return joined(with_batch_at(0, args, where), dimension + 1), 0
 
 
 _joined_p.def_impl(_concatenated)
 _joined_p.def_abstract_eval(lambda *xs, **params: concatenate_p.abstract_eval(*xs, **params)[0])
 ad.deflinear2(_joined_p, ad.primitive_transposes[concatenate_p])
 batching.primitive_batchers[_joined_p] = _batch_joined
-mlir.register_lowering(_joined_p, mlir.lower_fun(_concatenated, multiple_results=False))
 for _primitive, _function, _abstract, _transpose, _batch in (
     (_sum_p, _sums, _abstract_sums, _transpose_sums, _batch_each),
     (_spread_p, _spreads, _abstract_spreads, _transpose_spreads, _batch_each),
@@ -260,10 +257,8 @@ for _primitive, _function, _abstract, _transpose, _batch in (
     ad.primitive_transposes[_primitive] = _transpose
     partial_eval.dce_rules[_primitive] = _needed
     batching.primitive_batchers[_primitive] = ft.partial(_batch, _primitive)
-    mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=True))
+lower(_spread_p, _spreads)
+lower(_beside_p, _beside)
 # On other platforms a sum of several arrays at once is slower than one of each.
-for _platform in ("cuda", "rocm"):
-    _lowering = mlir.lower_fun(_sums_in_one, multiple_results=True)
-    mlir.register_lowering(_sum_p, _lowering, platform=_platform)
-    _lowering = mlir.lower_fun(_padded_sum, multiple_results=False)
-    mlir.register_lowering(_joined_p, _lowering, platform=_platform)
+lower(_sum_p, _sums, cuda=_sums_in_one, rocm=_sums_in_one)
+lower(_joined_p, _concatenated, cuda=_padded_sum, rocm=_padded_sum)

@@ -307,7 +307,16 @@ sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, cotangent: (cotangent * jnp.cos
 
 @pytest.mark.parametrize(
     "made",
-    [lambda a, b: a @ b, lambda a, b: a / jnp.linalg.norm(b), lambda a, b: sine(a) - jnp.exp(b)],
+    [
+        lambda a, b: a @ b,
+        lambda a, b: a / jnp.linalg.norm(b),
+        lambda a, b: sine(a) - jnp.exp(b),
+        pytest.param(
+            lambda a, b: a * (jnp.argsort(b)[0] @ jnp.argsort(b)[1]),
+            marks=pytest.mark.filterwarnings("ignore:.*is done in half"),
+        ),
+        lambda a, b: jnp.real(jax.lax.complex(a, b) @ jax.lax.complex(b, a)),
+    ],
 )
 def test_what_is_made_of_parameters_alone_is_in_full(made):
     loss = lambda params, x: jnp.mean(sine(x @ made(*params)) ** 2) + jnp.sum(params[0] ** 2)
