@@ -1,14 +1,9 @@
 """The root of the repository, and the Python blocks of its pages."""
 
-import contextlib
 import importlib
 import re
 from pathlib import Path
 from typing import Any
-
-import jax
-
-import mpx_pde as mpx
 
 
 ROOT = Path(__file__).parent.parent
@@ -30,14 +25,3 @@ def blocks(page: Path, language: str) -> list[tuple[int, str]]:
         for match in _FENCE.finditer(text)
         if match[1] == language
     ]
-
-
-@contextlib.contextmanager
-def jax_defaults():
-    """JAX as a reader has it: the rest of the suite runs with strict promotion."""
-    half = mpx.half_precision_datatype()
-    try:
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            yield
-    finally:
-        mpx.set_half_precision_datatype(half)

@@ -25,47 +25,22 @@ def rounded(x):
 # --- Functions -----------------------------------------------------------------------------------
 
 
-@jax.custom_jvp
-def swish(x):
-    return x * jax.nn.sigmoid(x)
+def own(body):
+    """`body` with a derivative of its own, which is its derivative."""
+    fun = jax.custom_jvp(body)
+    fun.defjvp(lambda primals, tangents: jax.jvp(body, primals, tangents))
+    return fun
 
 
-@swish.defjvp
-def _swish_jvp(primals, tangents):
-    (x,), (t,) = primals, tangents
-    s = jax.nn.sigmoid(x)
-    return x * s, (s + x * s * (1 - s)) * t
+swish = own(lambda x: x * jax.nn.sigmoid(x))
+mixing = own(lambda v: v * jnp.sum(jnp.sin(v)))
 
 
-@jax.custom_jvp
+@own
 def recurrence(v):
     """A custom rule around a scan over entries."""
     step = lambda c, x: (rounded(jnp.tanh(c + x)),) * 2
     return lax.scan(step, jnp.zeros((), v.dtype), v)[1]
-
-
-@recurrence.defjvp
-def _recurrence_jvp(primals, tangents):
-    (v,), (t,) = primals, tangents
-
-    def step(c, x):
-        y = rounded(jnp.tanh(c[0] + x[0]))
-        return (y, (1 - y * y) * (c[1] + x[1])), (y, (1 - y * y) * (c[1] + x[1]))
-
-    zero = jnp.zeros((), v.dtype)
-    return lax.scan(step, (zero, zero), (v, t))[1]
-
-
-@jax.custom_jvp
-def mixing(v):
-    """A custom rule of a function that is not elementwise."""
-    return v * jnp.sum(jnp.sin(v))
-
-
-@mixing.defjvp
-def _mixing_jvp(primals, tangents):
-    (v,), (t,) = primals, tangents
-    return mixing(v), t * jnp.sum(jnp.sin(v)) + v * jnp.sum(jnp.cos(v) * t)
 
 
 @jax.custom_jvp
@@ -102,13 +77,6 @@ def logaddexp(x, y):
 
 
 logaddexp.defjvp(lambda p, t: (logaddexp(*p), jnp.cos(p[0]) * p[1] * t[0] + jnp.sin(p[0]) * t[1]))
-
-
-def own(body):
-    """`body` with a derivative of its own, which is its derivative."""
-    fun = jax.custom_jvp(body)
-    fun.defjvp(lambda primals, tangents: jax.jvp(body, primals, tangents))
-    return fun
 
 
 @jax.custom_vjp

@@ -25,7 +25,8 @@ SCALING, STATIC, DIRECTIONS = DYNAMIC(4.0), mpx.StaticLossScaling(2.0), DS.per_d
 BOTH, YY = mpx.Scaling(derivatives=DIRECTIONS), {"a": {"yy": 1.0}}
 mean, select, scaled, einsum = mpx.all_reduce_mean, mpx.select_tree, mpx.scaled, mpx.mixed_einsum
 LADDER, LM, derivatives = mpx.PrecisionLadder, mpx.LevenbergMarquardt, mpx.derivatives
-d_grad = derivatives.grad
+d_grad, ranges = derivatives.grad, mpx.range_report
+advise, search, find = mpx.advise, mpx.line_search_value, mpx.initial_scaling
 EVERYWHERE = NamedSharding(jax.make_mesh((1,), ("i",)), PartitionSpec())
 
 
@@ -91,6 +92,10 @@ def partials(terms, coords="xy", outputs="u", **options):
     return mpx.partials(net, terms, coords=coords, outputs=outputs, **options)
 
 
+def laplacian(**options):
+    return mpx.laplacian(net, **NET, **options)
+
+
 def operator(spec, **options):
     return mpx.linear_operator(net, spec, **NET, **options)
 
@@ -116,8 +121,8 @@ def grad(loss, scaling=SCALING, **options):
     return mpx.filter_grad(loss, scaling, **options)(W)
 
 
-def on(axis):
-    return grad(total, axis_name=axis)
+def on(axis, **options):
+    return grad(total, axis_name=axis, **options)
 
 
 def taken(*args, **kwargs):
@@ -132,6 +137,7 @@ def floor(**options):
     return mpx.precision_floor(total, SCALING, **options)
 
 
+GRADIENTS = mpx.filter_grad(total, SCALING), mpx.filter_value_and_grad(total, SCALING)
 TREE = {"w": W, "b": jnp.ones(2), "n": jnp.arange(2), "f": jnp.tanh}
 FLOATS = eqx.filter(TREE, eqx.is_inexact_array)
 
@@ -161,15 +167,31 @@ TYPE_ERRORS = {
     "`loss`, its first argument … `Scaling(derivatives=…)`": lambda: mpx.Scaling(DIRECTIONS),
     "as `loss` … but got 3": lambda: mpx.Scaling(3),
     "`Scaling`": (lambda x: mpx.Scaling(**{x: mlp()}), ["loss", "derivatives"]),
+    "`Scaling` needs a derivative scaling": lambda: mpx.Scaling(),
     "`filter_grad`": lambda: mpx.filter_grad(total, DIRECTIONS),
+    "`derivatives` … takes none … plain loss scaling": lambda: mpx.filter_grad(pair, BOTH),
     "passes `derivatives`": lambda: mpx.filter_grad(total, BOTH)(W, derivatives=None),
     "`as_trained` takes bools": lambda: mpx.as_trained(mlp(), keep_full=3),
     "`refined` takes a function": lambda: mpx.refined(1.0),
     "precision_report(fun)(*args)": lambda: mpx.precision_report(W),
-    "`range_report` … 3": lambda: mpx.range_report(3),
-    "cannot be called inside of": lambda: jax.jit(mpx.range_report(jnp.sin))(W),
+    "`range_report` … 3": lambda: ranges(3),
+    "cannot be called inside of": lambda: jax.jit(ranges(jnp.sin))(W),
     "`autocast` … 3": lambda: mpx.autocast(3),
     "takes names of primitives": lambda: mpx.autocast(jnp.sin, full=jnp.exp),
+    "`line_search_value` takes a loss function first": lambda: search(1.0, None),
+    "`line_search_value` needs a loss scaling": lambda: search(total, None),
+    "`line_search_value` … `policy`": lambda: search(total, SCALING, policy=1.0),
+    "`line_search_value` … real floating-point scalar": lambda: search(jnp.sin, SCALING)(W),
+    "`initial_scaling` … inside of `jax.jit`": lambda: jax.jit(
+        lambda x: find(total, SCALING)(x).loss_scaling
+    )(W),
+    "`initial_scaling` differentiates with respect to": lambda: find(total, SCALING)(),
+    "`advise` takes a loss function first": lambda: advise(3),
+    "the loss itself, but got a gradient of it": (advise, GRADIENTS),
+    "`advise(loss, ...)(model, batch)`": lambda: advise(total, W, X),
+    "`advise` … inside of `jax.jit`": lambda: jax.jit(lambda x: advise(total)(W, x).width)(X),
+    "needs a function that returns a real floating-point": lambda: advise(jnp.sin)(W),
+    "differentiates with respect to the first positional": lambda: advise(total)(),
     # Casts.
     "`force_full_precision` … a function … 3": lambda: mpx.force_full_precision(3),
     "`FullPrecision` … callable layer … None": lambda: mpx.FullPrecision(None),
@@ -194,17 +216,23 @@ TYPE_ERRORS = {
     # Optimizers, and what goes between devices.
     "optax.adam(1e-3) … `optimizer` … function adam": lambda: update_tree(FLOATS, optax.adam),
     "`optimizer_update` … key of `jax.random` … 0": lambda: half_update(master="stochastic", key=0),
-    "`contrib.scale_by_loss_scaling` … function from the parameters … 'scale'": lambda: scale_by(
-        ADAM, SCALING, scale_in_params="scale"
-    ),
+    "from the parameters … 'scale'": lambda: scale_by(ADAM, SCALING, scale_in_params="scale"),
     "Pass its `loss`": lambda: scale_by(SGD, BOTH),
     "cannot unscale `value_fn` … mpx_pde.line_search_value": lambda: searched(jnp.sum),
     "`gather_parameters` needs a `jax.sharding": lambda: gathered(PartitionSpec()),
     # Derivatives.
     "the coordinates … ''": lambda: partials(["u"], coords=""),
+    "list of names … 'u_x'": (lambda x: x("u_x"), [partials, DS.per_term]),
+    "`partials` … floating-point … int32": lambda: partials(["u"])(jnp.arange(2)),
+    "2 coordinates x, y, but got 2 arguments … stack": lambda: partials(["u"])(1.0, 2.0),
+    "2 coordinates x, y, but got {'x': 1.0} … stack": lambda: partials(["u"])({"x": 1.0}),
+    "`partials` … (w, x) … lambda point: fun(point[0]": lambda: mpx.partials(pair, ["u"], **NET),
+    "`laplacian` … (w, x) … lambda point: fun(point[0]": lambda: mpx.laplacian(pair, **NET),
     "`linear_operator` … {}": lambda: operator({}),
-    "`laplacian` … `over`": lambda: mpx.laplacian(net, **NET, over=""),
+    "`laplacian` … `over`": lambda: laplacian(over=""),
     "`partials`": lambda: partials(["u"], scaling=mlp()),
+    "`DerivativeScaling` … got a `Scaling`": lambda: partials(["u"], scaling=BOTH),
+    "unknown options speed": lambda: DS.per_order(2, speed=1),
     **{
         f"`{name}` … {says}": lambda f=name, n=n, x=x: getattr(derivatives, f)(total, n)(x)
         for name in ("grad", "jacfwd", "hessian")
@@ -255,33 +283,19 @@ TYPE_ERRORS = {
 
 VALUE_ERRORS = {
     # Gradients.
-    "policy 'compute=float17' … \"params=float32,compute=bfloat16,output=float32\"": lambda: grad(
-        total, policy="compute=float17"
-    ),
+    "policy 'compute=float17' … \"params=float32": lambda: grad(total, policy="compute=float17"),
     "`filter_grad` … `axis_name='devices'` … leave it out": lambda: on("devices"),
     "`all_reduce_mean` … `axis_name='devices'` … `jax.shard_map`": lambda: mean(W, "devices"),
-    "`filter_accumulated_value_and_grad` … no array to split … by position": lambda: accumulate(
-        x=POINTS
-    ),
+    "`filter_accumulated_value_and_grad` … no array … by position": lambda: accumulate(x=POINTS),
     "`micro_batches` … 0": lambda: accumulate(X, n=0),
-    "[0]['x'] … 3 micro-batches … 4 entries along axis 0 … multiple … `in_axes`": lambda: (
-        accumulate({"x": X}, n=3)
-    ),
+    "[0]['x'] … 3 micro-batches … 4 entries along axis 0": lambda: accumulate({"x": X}, n=3),
     "axis 2 … (4, 3)": lambda: accumulate(X, in_axes=2),
-    "`in_axes` … prefix of the 2 positional … (0, 0, None)": lambda: accumulate(
-        X, X, in_axes=(0, 0, None)
-    ),
-    "`filter_grad` takes 'half', 'float32' … `forward`": (
-        lambda x: grad(total, forward=x),
-        ["float8", "float16", None],
-    ),
-    "float64 … jax_enable_x64": (
-        lambda x: x("float64"),
-        [lambda x: grad(total, forward=x), lambda x: LADDER(("half", x))],
-    ),
-    "overrides of `autocast` or `forward='float32'`": lambda: grad(
-        total, autocast={"full": "x"}, forward="float32"
-    ),
+    "prefix of the 2 positional … (0, 0, None)": lambda: accumulate(X, X, in_axes=(0, 0, None)),
+    "'half', … `forward`, but got %r": (lambda x: on(None, forward=x), ["float8", "float16", None]),
+    "`filter_grad` … float64 … jax_enable_x64": lambda: grad(total, forward="float64"),
+    "`PrecisionLadder` … float64 … jax_enable_x64": lambda: LADDER(("half", "float64")),
+    "overrides of `autocast` or": lambda: grad(total, autocast={"full": "x"}, forward="float32"),
+    "`line_search_value` … `forward`": lambda: search(total, SCALING, forward="half?"),
     "`refined` takes float16 or bfloat16": lambda: mpx.refined(total, dtype="float32"),
     "`as_trained` cannot read the policy": lambda: mpx.as_trained(mlp(), policy="half please"),
     "`as_trained` takes 'half', … as `forward`": lambda: mpx.as_trained(mlp(), forward="float8"),
@@ -289,10 +303,7 @@ VALUE_ERRORS = {
     "takes float16 or bfloat16": lambda: mpx.explain_nonfinite(jnp.sin, "float32"),
     # Scalers.
     "`DynamicLossScaling` … integer … `period`": (lambda x: DYNAMIC(period=x), [2.5, 0.5, 2**31]),
-    "`DynamicLossScaling` … power of two above 1 … `factor`": (
-        lambda x: DYNAMIC(factor=x),
-        [1, 0.5, 3, 1.5],
-    ),
+    "power of two above 1 as `factor` … got %r": (lambda x: DYNAMIC(factor=x), [1, 0.5, 3, 1.5]),
     "`DynamicLossScaling` … `counter` … %r": (lambda x: DYNAMIC(counter=x), [-1, 1.5, "a", 2**31]),
     "between `min_loss_scaling` … 0.25": lambda: DYNAMIC(0.25, min_loss_scaling=1),
     "`max_consecutive_skips`": (lambda x: stuck(SCALING, x), [0, -1, 2.5, True]),
@@ -309,43 +320,50 @@ VALUE_ERRORS = {
     "`mixed_einsum` … '...i,...->...' … does not match": lambda: einsum("...i,...->...", X, W[:2]),
     "needs a real floating-point dtype": lambda: convolved(dtype="int8"),
     # Trees.
-    "`select_tree` … same structure … at ['b'] it has nothing": lambda: select(
-        True, {"a": W}, {"b": W}
-    ),
+    "`select_tree` … structure … at ['b'] it has nothing": lambda: select(True, {"a": W}, {"b": W}),
     "`select_tree` … the root … same shape … float32[3] … float32[4,3]": lambda: select(True, W, X),
     # Optimizers, and what goes between devices.
-    "`optimizer_update` … `grads` … `model` … same structure … ['b']": lambda: update_tree(
-        {**FLOATS, "b": None}
-    ),
+    "`grads` … `model` … same structure … ['b']": lambda: update_tree({**FLOATS, "b": None}),
     "same structure … ['n']": lambda: update_tree({**FLOATS, "n": jnp.ones(2)}),
-    "same structure … list has other nodes or static fields than tuple": lambda: update(
-        SGD.init((W,)), SGD, (W,), [W]
-    ),
-    "['b'] … (2, 1) … (2,) … gradients of this model": lambda: update_tree(
-        {**FLOATS, "b": jnp.ones((2, 1))}
-    ),
-    "`optimizer_update` … `optimizer_state` … [0].count … optimizer.init(": lambda: update(
-        SGD.init(W)
-    ),
+    "list has other nodes … than tuple": lambda: update(SGD.init((W,)), SGD, (W,), [W]),
+    "['b'] … (2, 1) … (2,) … of this model": lambda: update_tree({**FLOATS, "b": jnp.ones((2, 1))}),
+    "`optimizer_state` … [0].count … optimizer.init(": lambda: update(SGD.init(W)),
     "[0].mu it has float32[2] … should be float32[3]": lambda: update(ADAM.init(jnp.ones(2))),
     "`optimizer_update` takes 'nearest', … got 'up'": lambda: half_update(master="up"),
-    "needs half-precision parameters": (
-        lambda x: update(SGD.init(W), SGD, master=x),
-        ["stochastic", "kahan"],
-    ),
+    "half-precision parameters … stochastic": lambda: update(SGD.init(W), SGD, master="stochastic"),
+    "half-precision parameters … kahan": lambda: update(SGD.init(W), SGD, master="kahan"),
     "with residues": lambda: half_update(mpx.compensated(SGD.init(W), W)),
     "needs `scale_in_params`": lambda: scale_by(SGD, SCALING),
-    "needs a float32 scalar": lambda: scale_by(SGD, SCALING, scale_in_params=lambda p: p["s"]).init(
-        {"s": W}
-    ),
+    "needs a float32 scalar": lambda: scale_by(SGD, SCALING, scale_in_params=lambda p: p).init(W),
     "found no spectral convolution": lambda: mpx.contrib.convert_spectral_layers(mlp()),
     "`gather_parameters` takes float16 or bfloat16": lambda: gathered(EVERYWHERE, "float32"),
     # Derivatives.
     "`partials` … at least one term": lambda: partials(iter(())),
     "`linear_operator` … {} for 'a'": lambda: operator({"a": {}}),
-    "`DerivativeScaling.per_direction` … nothing in between … 'x, t'": lambda: DS.per_direction(
-        "x, t"
+    "`DerivativeScaling.per_direction` … in between … 'x, t'": lambda: DS.per_direction("x, t"),
+    "`DerivativeScaling.per_direction` got 'x' twice": lambda: DS.per_direction("xx"),
+    "positive, finite number as `max_scale`": lambda: DS.per_direction("xt", max_scale=-1),
+    "`max_scale` … mapping … x, t … {'x': 1}": lambda: DS.per_direction("xt", max_scale={"x": 1}),
+    "`DerivativeScaling.per_order` … integer as `order`": lambda: DS.per_order(0),
+    "`DerivativeScaling.per_order` … power of two": lambda: DS.per_order(2, factor=3),
+    "`init_scale` … 2^16 outside": lambda: DS.per_order(2, init_scale=2.0**16),
+    "'nu_x', but got 'cap'": lambda: DS.per_order(2, special={"nu_x": {"cap": 1}}),
+    "`DerivativeScaling.per_term` … 'u_x' twice": lambda: DS.per_term(["u_x", "u_x"]),
+    "`DerivativeScaling.per_term` … ['u']": lambda: DS.per_term(["u"]),
+    "`partials` … 'z' in the term 'u_z' … coordinates are x, y": lambda: partials(["u_z"]),
+    "`partials` … 'w' of the term %r": (lambda x: partials([x]), ["w_x", "w"]),
+    "`partials` … 'u_x' twice": lambda: partials(["u_x", "u_x"]),
+    "`partials` got 'x' twice": lambda: partials(["u_x"], coords="xx"),
+    "'u_xx' is of order 2 … up to 1 … `DerivativeScaling.per_": (
+        lambda x: partials(["u_xx"], scaling=x),
+        [DS.per_order(1), DS.per_direction("xy", order=1)],
     ),
+    "no scaler … 'u_y' … knows u_x": lambda: partials(["u_y"], scaling=DS.per_term(["u_x"])),
+    "`partials` … 1 outputs, u, … (2,)": lambda: mpx.partials(jnp.sin, ["u"], **NET)(POINT),
+    "`partials` … one point … (4, 2) … `jax.vmap`": lambda: partials(["u"])(POINTS),
+    "`laplacian` got 'x' twice … `over`": lambda: laplacian(over="xx"),
+    "`laplacian` cannot sum over 'z'": lambda: laplacian(over="xz"),
+    "Laplacian … 'laplacian'": lambda: laplacian(scaling=DS.per_term(["u_x"])),
     "t, e, m, p … write `outputs=['temp']`": lambda: partials(["temp_x"], outputs="temp"),
     "`linear_operator` … 'xx', not 'u_xx'": lambda: operator({"a": {"u_xx": 1.0}}),
     "`linear_operator` … has no scale for 'y'": lambda: operator(YY, scaling=DS.per_direction("x")),
@@ -359,9 +377,7 @@ VALUE_ERRORS = {
         [None, 3],
     ),
     "`scaled_jvp` … [0] … (3,) … (2,)": lambda: mpx.scaled_jvp(net, (POINT,), (W,), 2.0),
-    "differentiates in 2 coordinates, but has the names of 3": lambda: d_grad(net, coords="xyz")(
-        POINT
-    ),
+    "in 2 coordinates, but has the names of 3": lambda: d_grad(net, coords="xyz")(POINT),
     "`DerivativeScaling.adjust` … (15, 66)": lambda: DIRECTIONS.adjust(W),
     "`DerivativeScaling.with_exponents` … x, t … [1]": lambda: DIRECTIONS.with_exponents([1]),
     # Networks.
@@ -413,14 +429,10 @@ VALUE_ERRORS = {
     "'full' (the compute dtype of `policy`": lambda: climb("float32", policy="float32"),
     "tolerance": lambda: climb("full", tolerance=0.0),
     "`precision_floor` takes 'half', … in `against`": lambda: floor(against="float8"),
-    "compares 'float32' with a precision above it": lambda: floor(
-        forward="float32", against="half"
-    ),
+    "compares 'float32' with a precision": lambda: floor(forward="float32", against="half"),
     "positive integer as `micro_batches`": lambda: floor(micro_batches=0),
     "positive `tolerance`": (lambda x: floor(tolerance=x), [-1.0, 0, True, np.inf, np.nan]),
-    "`RangeReport` … 'float16' … 'float32'": lambda: mpx.range_report(jnp.sin)(W).first_overflow(
-        "float32"
-    ),
+    "`RangeReport` … 'float16' … 'float32'": lambda: ranges(jnp.sin)(W).first_overflow("float32"),
     # Levenberg–Marquardt.
     "`damping`": (lambda x: LM(total, damping=x), ["a", 0.0]),
     "`acceleration`": lambda: LM(total, acceleration=-1.0),

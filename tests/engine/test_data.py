@@ -9,6 +9,8 @@ from helpers import relative
 import mpx_pde as mpx
 
 
+pytestmark = pytest.mark.usefixtures("standard_promotion")
+
 KEY = jax.random.key(0)
 ROWS = jax.random.normal(KEY, (64, 8))
 MODEL = eqx.nn.MLP(8, 1, 16, 2, key=KEY)
@@ -25,12 +27,6 @@ def squared(x):
 
 def mapped(model, rows):
     return squared(jax.vmap(model)(rows))
-
-
-@pytest.fixture(autouse=True)
-def as_users_promote():
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 def step_of(loss, **options):

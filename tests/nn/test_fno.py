@@ -13,6 +13,9 @@ import mpx_pde as mpx
 from mpx_pde import nn
 
 
+pytestmark = pytest.mark.slow
+
+
 def make(modes=(6, 6), channels=(2, 1), width=8, layers=2, **options):
     return nn.FNO(*channels, width, layers, modes, key=jax.random.key(0), **options)
 
@@ -65,7 +68,6 @@ def by_definition(model, x, padding=0):
     return mlp(model.projection, x[:, :n, :m])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("padding", "out_channels"), [(0, 1), (0.25, 2)])
 def test_it_is_its_definition(padding, out_channels):
     model = make(channels=(2, out_channels), domain_padding=padding)
@@ -82,7 +84,6 @@ def test_it_is_its_definition(padding, out_channels):
         assert relative(y, want) < tolerance
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modes", "options"),
     [
@@ -98,7 +99,6 @@ def test_one_and_three_dimensions(modes, options):
     assert relative(evaluate(mpx.cast_to_float16(model), x), y) < 5e-3
 
 
-@pytest.mark.slow
 def test_one_set_of_weights_on_many_grids():
     """Fine grids agree where they meet, up to the aliases of the activations."""
     model = make()
@@ -109,7 +109,6 @@ def test_one_set_of_weights_on_many_grids():
         assert relative(got, want[:, :, :: 64 // step, :: 64 // step]) < 1e-2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("masters", "dtype"), [(False, "float16"), (True, "bfloat16")])
 def test_half_products_alone(dtype, masters):
     """In both passes, of a model that is cast as a whole, and of uncast masters."""
@@ -133,7 +132,6 @@ def test_half_products_alone(dtype, masters):
     assert {g.dtype.name for g in jax.tree.leaves(grads)} == {"float32"}
 
 
-@pytest.mark.slow
 def test_what_is_kept_is_half():
     """Between the passes, in a half model, lie two fields a block and the one that the first takes,
     and no float32 one."""
@@ -146,7 +144,6 @@ def test_what_is_kept_is_half():
     assert sum(r.size == 8 * 3 * 32 * 32 for r in kept) == 2 * 3 + 1
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("how", ["plain", "cast", "autocast", "forward"])
 def test_gradients_inside_of_shard_map(how):
     """JAX sums the gradients of what is the same on all devices; the sum has to be asked for."""
@@ -176,7 +173,6 @@ def test_gradients_inside_of_shard_map(how):
         assert relative(a.astype(jnp.float32), b.astype(jnp.float32)) < 2.0**-9
 
 
-@pytest.mark.slow
 def test_an_activation_that_was_replaced_by_any_function():
     """As one does with `equinox.tree_at`; `FNO(activation=...)` makes a `safe` one of it."""
     model = make((4,), (1, 1), layers=1)

@@ -21,6 +21,7 @@ runner = importlib.import_module("examples.problems._runner")
 
 # Small programs are mostly first layer, which is float32.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")]
+pytestmark += [pytest.mark.usefixtures("standard_promotion")]
 
 
 def assert_clean(gradient, *args, scaled=True):
@@ -93,9 +94,8 @@ def test_every_healthy_network_has_a_clean_report(name, way):
     points = jax.random.uniform(jax.random.key(1), (8, 2))
     directions = mpx.DerivativeScaling.per_direction("xy")
     scaling = mpx.Scaling(mpx.DynamicLossScaling(2.0**4), directions)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        model = NETWORKS[name](jax.random.key(0))
-        assert_clean(mpx.filter_grad(derivative_loss, scaling, **WAYS[way]), model, points)
+    model = NETWORKS[name](jax.random.key(0))
+    assert_clean(mpx.filter_grad(derivative_loss, scaling, **WAYS[way]), model, points)
 
 
 # --- Problems -------------------------------------------------------------------------------------
@@ -114,14 +114,12 @@ IN_TURN = zip(problems.names(), itertools.cycle(PRECISIONS), strict=False)
 def test_a_healthy_problem_of_each_kind_has_a_clean_report(name, precision):
     problem = problems.load(name)
     problem = problem.quick or problem
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        trainer = runner.Trainer(problem, precision, steps=runner.QUICK_STEPS)
-        state, key = trainer.initial(0)
-        points = jax.tree.map(lambda x: x[0], trainer.next_points(state.model, key))
-        half = trainer.precision.compute
-        with mpx.half_precision(half):
-            # A scale at which no first step overflows.
-            scaling = mpx.DynamicLossScaling(1.0)
-            if isinstance(state.scaling, mpx.Scaling):
-                scaling = mpx.Scaling(scaling, state.scaling.derivatives)
-            assert_clean(trainer.gradient(problem.loss, scaling), state.model, points)
+    trainer = runner.Trainer(problem, precision, steps=runner.QUICK_STEPS)
+    state, key = trainer.initial(0)
+    points = jax.tree.map(lambda x: x[0], trainer.next_points(state.model, key))
+    with mpx.half_precision(trainer.precision.compute):
+        # A scale at which no first step overflows.
+        scaling = mpx.DynamicLossScaling(1.0)
+        if isinstance(state.scaling, mpx.Scaling):
+            scaling = mpx.Scaling(scaling, state.scaling.derivatives)
+        assert_clean(trainer.gradient(problem.loss, scaling), state.model, points)

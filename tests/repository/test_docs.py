@@ -5,7 +5,7 @@ import re
 from types import ModuleType
 
 import pytest
-from pages import ROOT, blocks, jax_defaults
+from pages import ROOT, blocks
 
 import mpx_pde as mpx
 
@@ -25,14 +25,14 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 )
 # jinns filters this warning of Equinox where it is imported; pytest forgets that.
 @pytest.mark.filterwarnings("ignore:Using `field:UserWarning")
+@pytest.mark.usefixtures("standard_promotion")
 def test_the_blocks_of_a_page_run_in_order(page):
     for library in LIBRARIES.get(page.name, ()):
         pytest.importorskip(library)
     namespace = {"__name__": "__docs__"}
-    with jax_defaults():
-        for line, source in blocks(page, "python"):
-            # Tracebacks and warnings then tell the line of the page.
-            exec(compile("\n" * (line - 1) + source, str(page), "exec"), namespace)
+    for line, source in blocks(page, "python"):
+        # Tracebacks and warnings then tell the line of the page.
+        exec(compile("\n" * (line - 1) + source, str(page), "exec"), namespace)
 
 
 def test_the_reference_has_all_public_names_and_no_others():

@@ -7,7 +7,7 @@ import sys
 import types
 
 import pytest
-from pages import ROOT, jax_defaults
+from pages import ROOT
 
 
 commands = importlib.import_module("_command_line")
@@ -82,6 +82,7 @@ def test_a_folder_that_cannot_be_written_is_a_usage_error(name, tmp_path, monkey
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")
+@pytest.mark.usefixtures("standard_promotion")
 def test_ctrl_c_keeps_what_was_trained(tmp_path, monkeypatch, capsys):
     run = solitons.Training.run
 
@@ -98,7 +99,7 @@ def test_ctrl_c_keeps_what_was_trained(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(solitons.Training, "run", press)
     drawn = []
     monkeypatch.setattr(solitons, "draw", lambda done, path: drawn.extend(done))
-    with jax_defaults(), pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt):
         solitons.main(["float32", "float32-rounded", "float32-dropped"], steps=200, out=tmp_path)
     done = [(t.precision, t.outcome.steps) for t in drawn]
     assert done == [("float32", 200), ("float32-rounded", 100)]
@@ -106,9 +107,9 @@ def test_ctrl_c_keeps_what_was_trained(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("standard_promotion")
 def test_the_main_job_trains_tells_and_draws(tmp_path, capsys):
-    with jax_defaults():
-        [training] = solitons.main(["float16"], steps=4, out=tmp_path).values()
+    [training] = solitons.main(["float16"], steps=4, out=tmp_path).values()
     assert training.outcome.skipped == 0
     assert 0 < training.outcome.error < 10
     assert f"{training.outcome.error:.2e}" in capsys.readouterr().out

@@ -3,7 +3,6 @@
 import ast
 import importlib
 
-import jax
 import pytest
 from pages import ROOT
 
@@ -31,7 +30,6 @@ def test_it_is_short_and_uses_public_names_alone(name):
     ("minimal_pinn", {"steps": 600}, 0.5),
     ("minimal_fno", {"steps": 60, "samples": 128}, 0.7),
 ])  # fmt: skip
+@pytest.mark.usefixtures("standard_promotion")  # as they run by themselves
 def test_it_learns(name, options, below):
-    # As they run by themselves.
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        assert importlib.import_module(name).main(**options) < below
+    assert importlib.import_module(name).main(**options) < below

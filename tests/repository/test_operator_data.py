@@ -5,8 +5,11 @@ import importlib
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from pages import jax_defaults, module
+from pages import module
 
+
+# Examples are programs of users.
+pytestmark = pytest.mark.usefixtures("standard_promotion")
 
 _cache, darcy, references = map(module, ("_cache", "_darcy", "references"))
 trainings = importlib.import_module("benchmarks.operators")
@@ -95,8 +98,7 @@ def test_a_sample_is_the_same_function_at_every_resolution_and_in_every_data_set
 
 def solve(vorticity, **options):
     options = {"viscosity": 1e-3, "time_step": 0.005} | options
-    with jax_defaults():
-        out = references.solve_vorticity(jnp.asarray(vorticity, jnp.float32), **options)
+    out = references.solve_vorticity(jnp.asarray(vorticity, jnp.float32), **options)
     assert out.dtype == jnp.float32
     return np.asarray(out, np.float64)
 
@@ -123,7 +125,6 @@ def test_an_operator_is_tested_on_samples_and_grids_of_its_own(monkeypatch):
     assert operator.training.inputs.shape == (5, 1, 4, 4)
     assert [x.shape for x in operator.tests[1]] == 2 * [(2, 1, 8, 8)]
     outputs = {x.shape[-1]: 1.1 * y for x, y in operator.tests}
-    with jax_defaults():
-        errors = operator.errors(lambda inputs: outputs[inputs.shape[-1]])
+    errors = operator.errors(lambda inputs: outputs[inputs.shape[-1]])
     assert list(errors) == ["l2 4", "h1 4", "l2 8", "h1 8"]
     assert np.allclose(list(errors.values()), 0.1, rtol=1e-4)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from pages import ROOT, blocks, jax_defaults
+from pages import ROOT, blocks
 
 import mpx_pde as mpx
 
@@ -44,7 +44,7 @@ def test_links_to_files_lead_somewhere():
 
 
 @pytest.mark.slow
-def test_both_sides_of_the_diff_run_and_agree():
+def test_both_sides_of_the_diff_run_and_agree(standard_promotion):
     [(_, diff)] = blocks(README, "diff")
     lines = diff.splitlines()
     assert all(line[:1] in ("+", "-", " ", "") for line in lines)
@@ -58,12 +58,11 @@ def test_both_sides_of_the_diff_run_and_agree():
     }
     model = eqx.nn.MLP(1, 1, 16, 2, key=jax.random.key(0))
     opt_state = common["optimizer"].init(eqx.filter(model, eqx.is_inexact_array))
-    with jax_defaults():
-        full, half = dict(common), dict(common)
-        exec(before, full)
-        exec(after, half)
-        _, _, full_loss = full["step"](model, opt_state, x)
-        trained, _, scaling, half_loss = half["step"](model, opt_state, half["scaling"], x)
+    full, half = dict(common), dict(common)
+    exec(before, full)
+    exec(after, half)
+    _, _, full_loss = full["step"](model, opt_state, x)
+    trained, _, scaling, half_loss = half["step"](model, opt_state, half["scaling"], x)
     assert scaling.skipped_steps == 0
     assert trained.layers[0].weight.dtype == jnp.float32
     # A mean of squares of values rounded to 11 bits.

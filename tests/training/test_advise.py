@@ -3,10 +3,9 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 import pytest
-from helpers import HALVES
+from helpers import HALVES, relative
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
@@ -21,10 +20,6 @@ def network(width=32):
 
 def fit(model, x):
     return jnp.mean((jax.vmap(model)(x) - jnp.sin(x[:, 0]).astype(x.dtype)) ** 2)
-
-
-def norm(tree):
-    return np.sqrt(sum(float(jnp.sum(x.astype(jnp.float32) ** 2)) for x in jtu.tree_leaves(tree)))
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +38,8 @@ def test_it_tells_the_error_of_each_gradient(advice):
     for row in advice.rows:
         run = mpx.filter_grad(fit, row.scaling, **row.options)
         *_, grads = eqx.filter_jit(run)(network(), X)
-        apart = norm(jtu.tree_map(lambda g, w: g - w, grads, want)) / norm(want)
         # XLA adds in another order.
-        assert row.error == pytest.approx(apart, rel=0.02, abs=1e-6)
+        assert row.error == pytest.approx(relative(grads, want), rel=0.02, abs=1e-6)
         assert row.finite
         assert row.failed is None
     half = [row.half_share for row in advice.rows]
@@ -150,19 +144,3 @@ def test_what_fails_in_half_alone_is_a_row():
     advice = mpx.advise(loss, autocast={})(jnp.ones(3), jnp.ones(3))
     assert "float32 and float16 alone" in advice.rows[4].failed
     assert "bfloat16 throughout fails: NotImplementedError" in str(advice)
-
-
-def test_bad_calls(unchecked_annotations):
-    with pytest.raises(TypeError, match="`advise` takes a loss function first"):
-        mpx.advise(3)
-    for gradient in (mpx.filter_grad, mpx.filter_value_and_grad):
-        with pytest.raises(TypeError, match=r"the loss itself, but got a gradient of it"):
-            mpx.advise(gradient(fit, mpx.DynamicLossScaling()))
-    with pytest.raises(TypeError, match=r"`advise\(loss, \.\.\.\)\(model, batch\)`"):
-        mpx.advise(fit, network(), X)
-    with pytest.raises(TypeError, match=r"`advise`.*inside of `jax.jit`"):
-        jax.jit(lambda x: mpx.advise(fit)(network(), x).width)(X)
-    with pytest.raises(TypeError, match="real floating-point scalar"):
-        mpx.advise(lambda w, x: w * x)(jnp.ones(3), jnp.ones(3))
-    with pytest.raises(TypeError, match="differentiates with respect to the first"):
-        mpx.advise(fit)()

@@ -114,17 +114,11 @@ def test_where_there_is_nothing_to_find_it_returns_what_it_got(options, scaling)
     assert tree_equal_bits(found, scaling)
 
 
-def test_what_it_says_where_no_scale_helps():
-    find = mpx.initial_scaling(linear, mpx.DynamicLossScaling())
+@pytest.mark.parametrize("factor", [0.0, jnp.nan])
+def test_where_no_scale_helps_it_says_so(factor):
+    find = mpx.initial_scaling(lambda w: jnp.sum(jnp.sqrt(factor * w)), mpx.DynamicLossScaling())
     with pytest.raises(ValueError, match=r"`initial_scaling` found no scale.*explain_nonfinite"):
-        find(jnp.ones(3), jnp.nan * HARD)
-    root = mpx.initial_scaling(lambda w: jnp.sum(jnp.sqrt(w * 0.0)), mpx.DynamicLossScaling())
-    with pytest.raises(ValueError, match="found no scale"):
-        root(jnp.ones(2))
-    with pytest.raises(TypeError, match=r"`initial_scaling`.*inside of `jax.jit`"):
-        jax.jit(lambda x: find(jnp.ones(3), x).loss_scaling)(HARD)
-    with pytest.raises(TypeError, match=r"`initial_scaling` differentiates with respect"):
-        find()
+        find(jnp.ones(2))
 
 
 @pytest.mark.slow

@@ -41,19 +41,3 @@ def test_value_and_slope_are_of_one_scaled_evaluation():
     state = optimizer.init(params)
     new, _ = mpx.optimizer_update(model, optimizer, state, grads, finite, **searched)
     assert tiny(new, POINTS) < value
-
-
-@pytest.mark.parametrize(
-    ("make", "error"),
-    [
-        (lambda: mpx.line_search_value(1.0, None), TypeError),
-        (lambda: mpx.line_search_value(loss, None), TypeError),
-        (lambda: mpx.line_search_value(loss, mpx.NoOpLossScaling(), forward="half?"), ValueError),
-        (lambda: mpx.line_search_value(loss, mpx.NoOpLossScaling(), policy=1.0), TypeError),
-        (lambda: mpx.line_search_value(lambda w: w, mpx.NoOpLossScaling())(jnp.ones(3)), TypeError),
-    ],
-)
-def test_a_line_search_names_itself(make, error, unchecked_annotations):
-    with pytest.raises(error, match="`line_search_value`") as raised:
-        make()
-    assert "filter_value_and_grad" not in str(raised.value)

@@ -11,10 +11,10 @@ import sys
 import jax
 import numpy as np
 import pytest
-from pages import ROOT, jax_defaults
+from pages import ROOT
 
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("standard_promotion")]
 
 
 EXAMPLE = ROOT / "examples" / "sharded.py"
@@ -39,7 +39,12 @@ def log_of(sharded, devices, **options):
         traced.append(size)
         return cavity.batch(key, size)
 
-    with jax_defaults(), pytest.MonkeyPatch.context() as patch:
+    # The run that others are compared with is made before the fixtures of a test.
+    with (
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+        pytest.MonkeyPatch.context() as patch,
+    ):
         patch.setitem(sharded.PROBLEMS, "cavity", cavity._replace(batch=batch))
         run = sharded.Run(overflow_at=BAD, devices=jax.devices()[:devices], **SIZES, **options)
         log = sharded.train(run, STEPS)
@@ -111,7 +116,6 @@ def test_a_run_goes_on_from_its_checkpoint_on_another_mesh(sharded, reference, t
     def run(devices):
         return sharded.Run(overflow_at=BAD, devices=jax.devices()[:devices], layout="full", **SIZES)
 
-    with jax_defaults():
-        log = sharded.train(run(8), BAD + 1, checkpoint=tmp_path)
-        log += sharded.train(run(2), STEPS, checkpoint=tmp_path)
+    log = sharded.train(run(8), BAD + 1, checkpoint=tmp_path)
+    log += sharded.train(run(2), STEPS, checkpoint=tmp_path)
     check_same(log, reference, ORDER)
