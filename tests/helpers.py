@@ -1,6 +1,7 @@
 """What several test files share: comparing PyTrees, tolerances, looking into jaxprs, and the
 formula of a network."""
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -80,6 +81,11 @@ def tree_allclose(a: Any, b: Any, computed_in: str | None = None) -> bool:
     return _compare(a, b, tolerance)
 
 
+def line_here(offset: int = 0) -> int:
+    """The number of the line that calls this."""
+    return inspect.currentframe().f_back.f_lineno + offset
+
+
 def avals(tree: Any) -> list[tuple[str, bool]]:
     """What a jitted function compiles for: type and weak type of each array leaf."""
     arrays = [x for x in jtu.tree_leaves(tree) if eqx.is_array(x)]
@@ -100,8 +106,21 @@ def _is_jaxpr(x: Any) -> bool:
     return hasattr(x, "eqns") or isinstance(x, jex.core.ClosedJaxpr)
 
 
-def normal(seed: int, shape: tuple[int, ...], scale: float = 1.0) -> jax.Array:
-    return scale * jax.random.normal(jax.random.key(seed), shape)
+def normal(seed: int, shape: tuple[int, ...], scale: float = 1.0, dtype: Any = float) -> jax.Array:
+    return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype)
+
+
+def policy(compute: str, output: str = "float32") -> str:
+    return f"params=float32,compute={compute},output={output}"
+
+
+def plain_update(model: Any, optimizer: Any, state: Any, grads: Any, **extra_args: Any) -> Any:
+    """The step of an optimizer without this library."""
+    # Optax mixes int32 counters with floats.
+    with jax.numpy_dtype_promotion("standard"):
+        params = eqx.filter(model, eqx.is_inexact_array)
+        updates, state = optimizer.update(grads, state, params, **extra_args)
+        return eqx.apply_updates(model, updates), state
 
 
 def assert_half(fun: Any, *args: Any, half: str = "float16") -> list[str]:

@@ -352,16 +352,14 @@ def library_residual(f, w, q, o):
     return value_and_grad(loss, o, scaling)(w, q)
 
 
+def draw_step(rng):
+    hows, halves = ["call", "call", "jit", "scan"], ["float16", "bfloat16"]
+    return {"how": str(rng.choice(hows)), "half": str(rng.choice(halves))}
+
+
 def residual(rng, gradient, scaled=""):
-    o = draw_partials(rng, highest=3)
-    return o | {
-        "how": str(rng.choice(["call", "call", "jit", "scan"])),
-        "points": 4,
-        "half": str(rng.choice(["float16", "bfloat16"])),
-        "squared": True,
-        "scaled": scaled,
-        "gradient": gradient,
-    }
+    given = {"points": 4, "squared": True, "scaled": scaled, "gradient": gradient}
+    return draw_partials(rng, highest=3) | draw_step(rng) | given
 
 
 def draw_scaled(rng):
@@ -408,11 +406,7 @@ def library_loss(f, w, *inputs, o):
 
 
 def draw_loss(gradient):
-    return lambda rng: {
-        "how": str(rng.choice(["call", "call", "jit", "scan"])),
-        "half": str(rng.choice(["float16", "bfloat16"])),
-        "gradient": gradient(rng),
-    }
+    return lambda rng: draw_step(rng) | {"gradient": gradient(rng)}
 
 
 def draw_cast(rng):

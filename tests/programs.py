@@ -263,9 +263,9 @@ class Drawing:
 
         def fill(match):
             key = match[1]
-            if key in ("c", "i"):
-                if key == "c":
-                    return str(self.rng.choice([0.3, 0.7, 1.3, 2.0, 3.0, 0.05]))
+            if key == "c":
+                return str(self.rng.choice([0.3, 0.7, 1.3, 2.0, 3.0, 0.05]))
+            if key == "i":
                 return str(int(self.rng.integers(sizes["n"])))
             if key in ("n", "l"):
                 return str(sizes[key])
@@ -287,8 +287,8 @@ class Drawing:
         # Operands first, since sizes are theirs.
         marks = re.findall(r"\{([^}]*)\}", template)
         try:
-            for key in sorted(set(marks), key=lambda k: "xavmsbu".find(k) if len(k) == 1 else 9):
-                if key in fits or key in ("b", "u"):
+            for key in "xavmsbu":
+                if key in marks:
                     fill(re.match(r"(.*)", key))
             text = re.sub(r"\{([^}]*)\}", fill, template)
         except (LookupError, KeyError):
@@ -386,30 +386,23 @@ def finished(rng, drawing, mode, o):
         return None
     last = drawing.lines[-1][0]
     x = drawing.space[last]
+    outputs, drawing.pool = o.get("outputs", 1), [last]
     if mode.kind == "loss" and x.shape == (8,) and rng.random() < 0.7:
         drawing.add(f"jnp.mean(({last} - y) ** 2)")
-        return _needs_weights(drawing.program(drawing.lines[-1][0]))
-    drawing.pool = [last]
-    if o.get("outputs", 1) == 1:
-        if x.ndim or mode.kind == "loss":
-            drawing.add(str(rng.choice(ends[mode.kind, x.ndim])))
-        program = drawing.program(drawing.lines[-1][0])
-    else:
-        k = o["outputs"]
-        drawing.add(f"jnp.stack([{', '.join(['jnp.mean({x})', 'jnp.sum(jnp.sin({x}))'][:k])}])")
-        program = drawing.program(drawing.lines[-1][0])
-    shape = jnp.shape(drawing.space[drawing.lines[-1][0]])
-    if shape != (() if o.get("outputs", 1) == 1 else (o["outputs"],)):
+    elif outputs > 1:
+        several = ["jnp.mean({x})", "jnp.sum(jnp.sin({x}))"][:outputs]
+        drawing.add(f"jnp.stack([{', '.join(several)}])")
+    elif x.ndim or mode.kind == "loss":
+        drawing.add(str(rng.choice(ends[mode.kind, x.ndim])))
+    result = drawing.lines[-1][0]
+    if jnp.shape(drawing.space[result]) != (() if outputs == 1 else (outputs,)):
         return None
+    program = drawing.program(result)
     text = " ".join(text for _, text in program.lines)
     if mode.kind == "point" and not re.search(r"\bq\b", text):
         return None
     needs = mode.kind == "loss" or o["how"] == "grad" or "gradient" in o or o.get("half")
-    return _needs_weights(program) if needs else program
-
-
-def _needs_weights(program):
-    return program if program.weights else None
+    return program if program.weights or not needs else None
 
 
 # --- Judging -------------------------------------------------------------------------------------
@@ -574,7 +567,7 @@ def _compared(case, exact, got):
         change = max(float(np.linalg.norm(z - x[0])) for z in x[1:])
         tolerance = FACTOR * change + 4 * max(full.unit, stored.unit) * group
         tolerance += half.unit * group / 2 + 4 * stored.least * np.sqrt(y.size)
-        error = float(np.linalg.norm(y.astype(np.float64) - x[0]))
+        error, missed = float(np.linalg.norm(y.astype(np.float64) - x[0])), np.nan
         if not error <= tolerance:
             try:
                 plain = _plain_turned(case) if plain is None else plain
@@ -585,15 +578,11 @@ def _compared(case, exact, got):
                 tolerance = max(tolerance, PLAIN * missed)
             elif not np.isfinite(error):
                 return Verdict("redraw", message="plain float32 is not finite")
-            if not error <= tolerance:
-                if not np.isfinite(error) and case.options.get("half") == "float16":
-                    beyond = float(np.max(np.abs(x[0]))) > 1e3
-                    if beyond:
-                        return Verdict("told", message="beyond float16")
-                ratio = error / tolerance if tolerance and np.isfinite(error) else np.inf
-                rows.append((ratio, name, error, tolerance, missed / (size or 1), size))
-                continue
-        rows.append((error / tolerance if tolerance else 0.0, name, error, tolerance, np.nan, size))
+            beyond = np.max(np.abs(x[0])) > 1e3 and case.options.get("half") == "float16"
+            if beyond and not np.isfinite(error):
+                return Verdict("told", message="beyond float16")
+        ratio = np.nan_to_num(error / tolerance, nan=np.inf, posinf=np.inf)
+        rows.append((ratio, name, error, tolerance, missed / (size or 1), size))
     ratio, name, error, tolerance, missed, size = max(rows)
     relative = (error / (size or 1), tolerance / (size or 1), missed)
     if any(r > 1 and (t <= DECIDES * s or r > 4) for r, _, _, t, _, s in rows):
@@ -668,12 +657,8 @@ def shown(case, verdict, seed):
     """A failure as code that runs."""
     program, mode = case.program, MODES[case.mode]
     dtype = "float64" if mode.wide and case.program.kind == "point" else "float32"
-    literal = lambda x: "jnp.array({}, '{}')".format(
-        np.array2string(
-            np.asarray(x, dtype), separator=", ", threshold=sys.maxsize, max_line_width=100
-        ),
-        dtype,
-    )
+    digits = ft.partial(np.array2string, separator=", ", threshold=sys.maxsize, max_line_width=100)
+    literal = lambda x: f"jnp.array({digits(np.asarray(x, dtype))}, '{dtype}')"
     text = program.source()
     used = program.uses(text.split("\n", 1)[1])
     lines = [f"# {case.mode}, {seed}: {verdict.status} {verdict.leaf} {verdict.message}".rstrip()]

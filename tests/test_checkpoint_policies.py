@@ -13,6 +13,7 @@ import mpx_pde as mpx
 
 
 OURS, JAXS = mpx.checkpoint_policies, jax.checkpoint_policies
+DOTS = "dots_saveable", "dots_with_no_batch_dims_saveable"
 
 
 def layer(w, x):
@@ -44,9 +45,7 @@ def products(fun, w, x):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    "name", ["dots_saveable", "dots_with_no_batch_dims_saveable", "nothing", "named", "own"]
-)
+@pytest.mark.parametrize("name", [*DOTS, "nothing", "named", "own"])
 def test_as_many_products_as_without_mixed_precision(case, name):
     fun, w, x = CASES[case]
     w, x = normal(0, w, 0.3), normal(1, x)
@@ -69,7 +68,7 @@ def test_the_policies_are_those_of_jax():
     w, x = normal(0, (8, 8), 0.3), normal(1, (4, 8))
     mixed = lambda w, x: jnp.tanh(mpx.mixed_matmul(x, w, dtype="float16"))
     again = products(jax.checkpoint(mixed), w, x)
-    for name in ("dots_saveable", "dots_with_no_batch_dims_saveable"):
+    for name in DOTS:
         kept = products(jax.checkpoint(mixed, policy=getattr(OURS, name)), w, x)
         assert kept == again - 1
         # JAX's own do not know the primitive: that is why there are these.

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALVES, TOLERANCES, in_float64, program_for_gpu
+from helpers import HALVES, TOLERANCES, in_float64, normal, program_for_gpu
 from jax import lax
 
 import mpx_pde as mpx
@@ -36,10 +36,6 @@ CASES = {
 each_case = pytest.mark.parametrize("case", list(CASES)[2:])
 
 
-def _normal(seed, shape, dtype="float32"):
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
-
-
 def _close(got, want, dtype):
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert got.shape == want.shape
@@ -61,9 +57,9 @@ def test_values_and_gradients(case):
     dtype = HALVES[len(case) % 2]
     x_shape, y_shape, window = CASES[case]
     # An activation in half, a weight as its float32 master.
-    x, y = _normal(0, x_shape, dtype), _normal(1, y_shape)
+    x, y = normal(0, x_shape, dtype=dtype), normal(1, y_shape)
     want = _oracle(window, x, y)
-    seed = _normal(2, want.shape, dtype)
+    seed = normal(2, want.shape, dtype=dtype)
 
     @jax.jit
     def run(x, y, seed):
@@ -81,7 +77,7 @@ def test_values_and_gradients(case):
 
 def test_dtype_of_the_result():
     x_shape, y_shape, window = CASES["2d"]
-    x, y = _normal(0, x_shape), _normal(1, y_shape)
+    x, y = normal(0, x_shape), normal(1, y_shape)
     conv = ft.partial(mpx.mixed_conv_general_dilated, x, y, **window)
     assert conv(dtype="float16").dtype == jnp.float16
     assert conv(dtype="float16", out_dtype="float32").dtype == jnp.float32
@@ -91,7 +87,7 @@ def test_dtype_of_the_result():
 @each_case
 def test_every_convolution_is_half(case):
     x_shape, y_shape, window = CASES[case]
-    x, y = _normal(0, x_shape), _normal(1, y_shape)
+    x, y = normal(0, x_shape), normal(1, y_shape)
 
     def loss(x, y):
         out = mpx.mixed_conv_general_dilated(x, y, dtype="bfloat16", out_dtype="float32", **window)
@@ -131,7 +127,7 @@ def test_vmap(case, axes):
     def batched(shape, axis):
         return shape if axis is None else tuple(np.insert(shape, axis % (len(shape) + 1), 3))
 
-    x, y = _normal(0, batched(x_shape, axes[0])), _normal(1, batched(y_shape, axes[1]))
+    x, y = normal(0, batched(x_shape, axes[0])), normal(1, batched(y_shape, axes[1]))
     conv = ft.partial(mpx.mixed_conv_general_dilated, dtype="float16", **window)
     got = jax.jit(jax.vmap(conv, axes))(x, y)
     for i in range(3):

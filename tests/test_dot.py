@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALVES
+from helpers import HALVES, normal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
@@ -30,13 +30,9 @@ PATTERNS = [
 ]
 
 
-def _normal(seed, shape, dtype="float32"):
-    return jax.random.normal(jax.random.key(seed), shape).astype(dtype)
-
-
 def _operands(pattern, x_dtype="float32", y_dtype="float32"):
     x_shape, y_shape, contract, batch = pattern
-    return _normal(0, x_shape, x_dtype), _normal(1, y_shape, y_dtype), (contract, batch)
+    return normal(0, x_shape, dtype=x_dtype), normal(1, y_shape, dtype=y_dtype), (contract, batch)
 
 
 def _close(got, want, dtype, factor=8.0):
@@ -89,7 +85,7 @@ def test_gradients_have_the_operands_dtypes_and_the_oracles_values(dtypes):
     operands = [_operands(pattern, *dtypes) for pattern in PATTERNS]
     letters = [_subscripts(pattern) for pattern in PATTERNS]
     shape = lambda axes, given: _exact("{},{}->{}".format(*axes), *given[:2]).shape
-    seeds = [_normal(2, shape) for shape in map(shape, letters, operands)]
+    seeds = [normal(2, shape) for shape in map(shape, letters, operands)]
 
     def value(arrays, seeds):
         total = jnp.zeros(())
@@ -115,13 +111,11 @@ def test_gradients_have_the_operands_dtypes_and_the_oracles_values(dtypes):
 def test_vmap_of_every_argument(axes, dtype):
     """Compiled into one program: jaxlib's CPU backend has no kernel for some of these products."""
 
-    def insert(shape, axis):
-        if axis is None:
-            return shape
-        axis %= len(shape) + 1
-        return (*shape[:axis], 7, *shape[axis:])
+    def draw(i, shape):
+        if axes[i] is not None:
+            shape = tuple(np.insert(shape, axes[i] % (len(shape) + 1), 7))
+        return normal(i, shape)
 
-    draw = lambda i, shape: _normal(i, insert(shape, axes[i]))
     pairs = [(draw(0, x_shape), draw(1, y_shape)) for x_shape, y_shape, *_ in PATTERNS]
 
     @jax.jit
@@ -201,7 +195,7 @@ def test_matmul_is_numpys():
         ((6, 1, 3, 4), (2, 4, 5)),
         ((7, 2, 3, 4), (1, 1, 4, 5)),
     ]
-    pairs = [(_normal(0, x), _normal(1, y)) for x, y in shapes]
+    pairs = [(normal(0, x), normal(1, y)) for x, y in shapes]
     matmul = partial(mpx.mixed_matmul, dtype="float16", out_dtype="float32")
     products = jax.jit(lambda pairs: [matmul(*pair) for pair in pairs])(pairs)
     for (x, y), got in zip(pairs, products, strict=True):
@@ -227,7 +221,7 @@ EINSUMS = {
 
 @pytest.mark.slow
 def test_einsum_is_that_of_jax():
-    operands = {s: [_normal(i, n) for i, n in enumerate(shapes)] for s, shapes in EINSUMS.items()}
+    operands = {s: [normal(i, n) for i, n in enumerate(shapes)] for s, shapes in EINSUMS.items()}
     run = partial(mpx.mixed_einsum, dtype="float16", out_dtype="float32")
     results = jax.jit(lambda tree: {s: run(s, *arrays) for s, arrays in tree.items()})(operands)
     for subscripts, got in results.items():
@@ -253,7 +247,7 @@ def test_einsum_is_that_of_jax():
     ids=str,
 )
 def test_sharded_by_jit(w_spec, kind):
-    w, x = _normal(0, (8, 6)), _normal(1, (16, 8), "float16")
+    w, x = normal(0, (8, 6)), normal(1, (16, 8), dtype="float16")
 
     def plain(w, x):
         y = mpx.mixed_matmul(x, w, dtype="float16")

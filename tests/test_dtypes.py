@@ -1,6 +1,7 @@
 """What half precision means, and that compiled functions notice when it changes."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -49,11 +50,8 @@ def test_an_exception_ends_the_block():
 
 
 def in_thread(func):
-    out = []
-    thread = threading.Thread(target=lambda: out.append(func()))
-    thread.start()
-    thread.join()
-    return out[0]
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(func).result()
 
 
 def test_the_setting_is_for_all_threads_and_a_block_for_its_own():
@@ -69,12 +67,11 @@ def test_the_setting_is_for_all_threads_and_a_block_for_its_own():
             leave.wait(10)
 
     inside, leave = threading.Event(), threading.Event()
-    thread = threading.Thread(target=block)
-    thread.start()
-    assert inside.wait(10)
-    assert mpx.half_precision_datatype() == jnp.bfloat16
-    leave.set()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(block)
+        assert inside.wait(10)
+        assert mpx.half_precision_datatype() == jnp.bfloat16
+        leave.set()
 
 
 def test_a_compiled_step_sees_the_setting_and_each_is_compiled_once():

@@ -61,18 +61,6 @@ def test_an_overflow_in_a_gradient_is_seen_whatever_the_compiler_elides(device, 
         assert scaling.skipped_steps == int(not finite)
 
 
-@pytest.mark.parametrize("excess", [True, False])
-def test_a_stored_half_overflows_with_and_without_excess_precision(device, excess):
-    def fun(x):
-        y = mpx.cast_to_float16(x) * jnp.float16(1000)
-        return y, y.astype(jnp.float32)
-
-    options = {"xla_allow_excess_precision": excess} if device.platform == "gpu" else None
-    x = jnp.full((128,), 100.0)
-    half, _ = jax.jit(fun).lower(x).compile(options)(x)
-    assert jnp.all(jnp.isinf(half))
-
-
 # --- Products -------------------------------------------------------------------------------------
 
 

@@ -162,19 +162,14 @@ def test_public_names_have_docstrings():
 # --- Types -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "filter_grad",
-        "filter_value_and_grad",
-        "calculate_scaled_grad",
-        "filter_accumulated_value_and_grad",
-        "line_search_value",
-    ],
-)
-def test_type_checkers_know_the_options_of_the_gradient_transformations(name):
+TRANSFORMATIONS = mpx.filter_grad, mpx.filter_value_and_grad, mpx.calculate_scaled_grad
+TRANSFORMATIONS += mpx.filter_accumulated_value_and_grad, mpx.line_search_value
+
+
+@pytest.mark.parametrize("transform", TRANSFORMATIONS)
+def test_type_checkers_know_the_options_of_the_gradient_transformations(transform):
     """Their overloads take them as one `TypedDict`."""
-    parameters = inspect.signature(getattr(mpx, name)).parameters.values()
+    parameters = inspect.signature(transform).parameters.values()
     options = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"in_axes"}
     assert options == set(get_type_hints(GradientOptions))
     # What is no field of these would be taken and forgotten.

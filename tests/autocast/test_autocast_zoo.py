@@ -12,15 +12,6 @@ from helpers import HALVES, TOLERANCES, assert_half, equations, normal, scalar, 
 import mpx_pde as mpx
 
 
-# Each entry makes parameters, an input and a function of both.
-ZOO = {}
-
-
-def zoo(make):
-    ZOO[make.__name__] = make
-    return make
-
-
 def split(model):
     """A function of parameters out of a model."""
     parameters, static = eqx.partition(model, eqx.is_inexact_array)
@@ -30,14 +21,12 @@ def split(model):
 KEY = jax.random.key(0)
 
 
-@zoo
 def attention():
     p, build = split(eqx.nn.MultiheadAttention(2, 8, key=KEY))
     mask = jnp.tril(jnp.ones((6, 6), bool))
     return p, normal(1, (6, 8)), lambda p, x: build(p)(x, x, x, mask=mask)
 
 
-@zoo
 def dot_product_attention():
     """That of JAX, between projections."""
 
@@ -49,7 +38,6 @@ def dot_product_attention():
     return normal(0, (4, 16, 2, 8), 0.25), normal(1, (2, 24, 16)), fun
 
 
-@zoo
 def batch_norm():
     model, state = eqx.nn.make_with_state(
         lambda key: eqx.nn.Sequential(
@@ -72,7 +60,6 @@ def batch_norm():
     return p, normal(1, (3, 2, 8, 8)), fun
 
 
-@zoo
 def flax_linen():
     class Net(linen.Module):
         @linen.compact
@@ -86,7 +73,6 @@ def flax_linen():
     return Net().init(KEY, x), x, Net().apply
 
 
-@zoo
 def losses():
     p, build = split(eqx.nn.Linear(4, 3, key=KEY))
     labels = jnp.array([0, 2, 1, 1])
@@ -105,7 +91,6 @@ def losses():
     return p, normal(1, (4, 4)), fun
 
 
-@zoo
 def neural_ode():
     diffrax = pytest.importorskip("diffrax")
     p, build = split(eqx.nn.MLP(2, 2, 8, 1, activation=jnp.tanh, key=KEY))
@@ -121,6 +106,11 @@ def neural_ode():
     except AttributeError:
         pytest.skip("the oldest Equinox differentiates no loops on this JAX, autocast or not")
     return p, y0, fun
+
+
+# Each makes parameters, an input and a function of both.
+MAKE = attention, dot_product_attention, batch_norm, flax_linen, losses, neural_ode
+ZOO = {make.__name__: make for make in MAKE}
 
 
 def compiled(fun, p, x):

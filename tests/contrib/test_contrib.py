@@ -7,7 +7,7 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 import pytest
-from helpers import tree_equal_bits
+from helpers import relative, tree_equal_bits
 
 import mpx_pde as mpx
 
@@ -139,9 +139,8 @@ def test_the_fno_of_pdequinox_in_half_precision(dims):
     np.testing.assert_allclose(run(mine, x), want, atol=1e-5)
     half = run(mpx.cast_to_bfloat16(mine), x.astype(jnp.bfloat16))
     assert half.dtype == jnp.bfloat16
-    error = jnp.linalg.norm(half.astype(jnp.float32) - want) / jnp.linalg.norm(want)
     # Two blocks, each of which rounds some eight times to 2^-9 of what it stores.
-    assert error < 16 * 2**-9
+    assert relative(half, want) < 16 * 2**-9
     assert all(x.dtype == jnp.float32 for x in jtu.tree_leaves(eqx.filter(mine, eqx.is_array)))
 
 

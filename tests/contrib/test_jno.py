@@ -33,7 +33,7 @@ def result(tmp_path_factory):
         cwd=folder,
         env={
             **os.environ,
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
             "XLA_FLAGS": flags,
             "JAX_PLATFORMS": "cpu",
             "JNO_COMPILE_CACHE": "0",

@@ -5,7 +5,6 @@ imported: the blocks of `docs/jno.md`, which train, and then what was multiplied
 """
 
 import json
-import re
 import sys
 from pathlib import Path
 
@@ -13,21 +12,17 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
+from pages import blocks
 
 import mpx_pde as mpx
 
 
-BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-
-
 def run(page: Path) -> tuple[dict, dict]:
     """The names of the page, and the error against the exact solution after each training."""
-    text = page.read_text(encoding="utf-8")
     names = {"__name__": "__docs__"}
     cores = {}
-    for match in BLOCK.finditer(text):
-        line = text.count("\n", 0, match.start(1))
-        exec(compile("\n" * line + match[1], str(page), "exec"), names)
+    for line, source in blocks(page, "python"):
+        exec(compile("\n" * (line - 1) + source, str(page), "exec"), names)
         if "core" in names:
             cores[id(names["core"])] = names["core"], names["error"]
     plain, model, error = names["poisson"](names["network"](), optax.adam(5e-3))

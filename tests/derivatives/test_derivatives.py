@@ -8,10 +8,6 @@ import pytest
 import mpx_pde as mpx
 
 
-def points():
-    return jax.random.uniform(jax.random.key(7), (16, 2))
-
-
 def test_primitives_scale_and_unscale():
     fun = lambda x: jnp.sin(300 * x)
     x = jnp.asarray([0.1, 0.2], jnp.float16)

@@ -47,9 +47,8 @@ def test_of_scalars(argnums):
     ],
     ids=lambda s: s.kind,
 )
-@pytest.mark.filterwarnings(
-    "ignore:.*was asked for float16:mpx_pde.PrecisionWarning"
-)  # one product
+# Of one product.
+@pytest.mark.filterwarnings("ignore:.*was asked for float16:mpx_pde.PrecisionWarning")
 def test_what_overflows_float16_does_not_with_a_scaling(scaling):
     """u_xx is 4e6, above the 65504 of float16, whatever becomes of it later."""
 

@@ -6,6 +6,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import policy
 
 import mpx_pde as mpx
 
@@ -18,7 +19,6 @@ POINTS = jax.random.uniform(KEY, (4, 2))
 NAMES = {"coords": "xy", "outputs": "u"}
 CAST = {"keep_full": (False, True)}
 PLAIN = mpx.DynamicLossScaling()
-BFLOAT16 = "params=float32,compute=bfloat16,output=float32"
 
 
 # A way to take derivatives, and of which order they are.
@@ -84,7 +84,7 @@ KEPT = mpx.FullPrecision(MODEL)
 MEANT = {
     "scaled": (scaled, mpx.Scaling(PLAIN, mpx.DerivativeScaling.per_direction("xy")), CAST, MODEL),
     "first order": (FIRST, PLAIN, CAST, MODEL),
-    "bfloat16": (SECOND, PLAIN, {**CAST, "policy": BFLOAT16}, MODEL),
+    "bfloat16": (SECOND, PLAIN, {**CAST, "policy": policy("bfloat16")}, MODEL),
     "forward": (SECOND, PLAIN, {"forward": "float32"}, MODEL),
     "network in full": (SECOND, PLAIN, {"keep_full": True}, MODEL),
     "FullPrecision": (SECOND, PLAIN, {}, {"net": KEPT, "half": jnp.ones(2)}),

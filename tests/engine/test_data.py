@@ -4,7 +4,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import relative
+from helpers import policy, relative
 
 import mpx_pde as mpx
 
@@ -30,9 +30,8 @@ def mapped(model, rows):
 
 
 def step_of(loss, **options):
-    policy = "params=float32,compute=bfloat16,output=float32"
-    options = {"forward": "float32", **options}
-    return mpx.filter_value_and_grad(loss, mpx.StaticLossScaling(2.0**8), policy=policy, **options)
+    options = {"forward": "float32", "policy": policy("bfloat16"), **options}
+    return mpx.filter_value_and_grad(loss, mpx.StaticLossScaling(2.0**8), **options)
 
 
 def test_products_of_data_alone_are_in_float32():

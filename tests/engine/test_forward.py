@@ -1,6 +1,5 @@
 """Losses whose values are those of full precision, and whose derivatives are taken in half."""
 
-import itertools
 from functools import partial
 
 import equinox as eqx
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import in_float64, normal, relative, tree_equal_bits
+from helpers import HALVES, in_float64, normal, policy, relative, tree_equal_bits
 
 import mpx_pde as mpx
 from mpx_pde import nn
@@ -61,21 +60,15 @@ def images(model, fields):
     return jnp.mean((jax.vmap(model)(fields) - jnp.roll(fields, 1, 1)) ** 2)
 
 
-def attention(key):
-    return eqx.nn.MultiheadAttention(2, 8, key=key)
-
-
 def attending(model, x):
     sequences = x.reshape(-1, 4, 8)
     return jnp.mean(jax.vmap(lambda s: model(s, jnp.sin(s), s))(sequences) ** 2)
 
 
 def convolutions(key):
-    conv = partial(eqx.nn.Conv2d, kernel_size=3, padding=1)
-    first, second = (
-        conv(*n, key=k) for n, k in zip(((1, 4), (4, 1)), jax.random.split(key), strict=True)
-    )
-    return eqx.nn.Sequential([first, eqx.nn.Lambda(jax.nn.gelu), second])
+    conv, (first, second) = partial(eqx.nn.Conv2d, kernel_size=3, padding=1), jax.random.split(key)
+    layers = [conv(1, 4, key=first), eqx.nn.Lambda(jax.nn.gelu), conv(4, 1, key=second)]
+    return eqx.nn.Sequential(layers)
 
 
 POINTS = jax.random.uniform(jax.random.key(1), (32, 2), minval=-1.0)
@@ -84,14 +77,10 @@ FIELDS = jax.random.normal(jax.random.key(3), (2, 1, 8, 8))
 CASES = {
     "foreign network": (pde, Gated(16, KEY), POINTS),
     "regression": (regression, eqx.nn.MLP(8, 1, 16, 2, key=KEY), ROWS),
-    "attention": (attending, attention(KEY), ROWS),
+    "attention": (attending, eqx.nn.MultiheadAttention(2, 8, key=KEY), ROWS),
     "convolutions": (images, convolutions(KEY), FIELDS),
     "neural operator": (images, nn.FNO(1, 1, 8, 1, (4, 4), key=KEY), FIELDS),
 }
-
-
-def policy(half):
-    return f"params=float32,compute={half},output=float32"
 
 
 def evaluated(loss, model, batch, half, forward="float32"):
@@ -113,9 +102,7 @@ def assert_nearly(loss, model, batch, half, rtol=2.0**-21, least=2.0**-20):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "half"), list(zip(CASES, itertools.cycle(TOLERANCES), strict=False))
-)
+@pytest.mark.parametrize(("name", "half"), zip(CASES, 3 * HALVES, strict=False))
 def test_the_value_is_that_of_float32_and_the_gradient_nearly(name, half):
     loss, model, batch = CASES[name]
     assert_nearly(loss, model, batch, half)
@@ -176,8 +163,8 @@ def test_of_a_product_that_is_added_the_sum_alone_is_kept():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", [None, jax.checkpoint_policies.dots_saveable])
-def test_of_a_checkpoint_is_kept_what_enters_it_in_half(policy):
+@pytest.mark.parametrize("saved", [None, jax.checkpoint_policies.dots_saveable])
+def test_of_a_checkpoint_is_kept_what_enters_it_in_half(saved):
     width, depth = 6, 3
     layers = [eqx.nn.MLP(width, width, 20, 1, key=k) for k in jax.random.split(KEY, depth)]
     model = eqx.nn.Linear(8, width, key=KEY), layers
@@ -186,7 +173,7 @@ def test_of_a_checkpoint_is_kept_what_enters_it_in_half(policy):
         first, layers = model
         x = jnp.tanh(jax.vmap(first)(rows))
         for layer in layers:
-            x = x + jax.checkpoint(jax.vmap(layer), policy=policy)(x)
+            x = x + jax.checkpoint(jax.vmap(layer), policy=saved)(x)
         return jnp.mean(x**2)
 
     assert_nearly(loss, model, ROWS, "bfloat16")

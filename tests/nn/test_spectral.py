@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import products
+from helpers import in_float64, normal, products
 
 import mpx_pde as mpx
 from mpx_pde import nn
@@ -31,8 +31,8 @@ CASES = [
 TOLERANCES = {"float32": 2.0**-18, "float16": 2.0**-8, "bfloat16": 2.0**-5}
 
 
-def field(*shape, key=1):
-    return jax.random.normal(jax.random.key(key), shape)
+def field(*shape):
+    return normal(1, shape)
 
 
 @eqx.filter_jit
@@ -75,9 +75,7 @@ def by_definition(weight, modes, x, output=None):
 def oracle(fun, *args):
     """In float64."""
     with jax.enable_x64(True):
-        args = jax.tree.map(lambda x: jnp.asarray(np.asarray(x, np.float64)), args)
-        out = jax.jit(fun)(*args)
-    return jax.tree.map(np.asarray, out)
+        return jax.tree.map(np.asarray, jax.jit(fun)(*in_float64(args)))
 
 
 def assert_close(got, want, tolerance):

@@ -1,7 +1,6 @@
 """Range reports: what they count, and whether they name the right line."""
 
 import dataclasses
-import inspect
 import json
 
 import equinox as eqx
@@ -9,14 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import line_here
 from jax import lax
 from jax.sharding import AxisType, PartitionSpec as P
 
 import mpx_pde as mpx
-
-
-def line_here(offset=0):
-    return inspect.currentframe().f_back.f_lineno + offset
 
 
 def row_of(report, primitive):

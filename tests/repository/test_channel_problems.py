@@ -17,7 +17,6 @@ channels, volumes, geometry = map(module, ("_channel", "_finite_volumes", "geome
 Box = geometry.Box
 NAMES = ("fpga_laminar", "fpga_zero_equation", "three_fin_3d")
 GIVEN = {"coords": "xyz", "outputs": "uvwpt", "scaling": None}
-SLOW = pytest.mark.slow
 
 
 # Examples are programs of users.
@@ -40,7 +39,7 @@ def surface(seed, boxes, count):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["three_fin_3d", pytest.param("fpga_laminar", marks=SLOW)])
+@pytest.mark.parametrize("name", ["three_fin_3d", "fpga_laminar"])
 def test_fields_of_any_network_meet_their_conditions(name):
     problem, channel = module(name).PROBLEM, module(name).CHANNEL
     form = channels.form(channel, 2.0)
@@ -122,7 +121,7 @@ def rates_off(channel, residuals, cells):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fpga_laminar", pytest.param("fpga_zero_equation", marks=SLOW)])
+@pytest.mark.parametrize("name", ["fpga_laminar", "fpga_zero_equation"])
 def test_finite_volumes_solve_the_equations_that_are_trained(name, monkeypatch):
     problem = module(name)
     # Eddies with a length that depends on the distance, as large as the viscosity.

@@ -10,9 +10,8 @@ import pytest
 from pages import module
 
 
-cavity, zero_equation, heat_sink = map(module, ("cavity", "cavity_zero_equation", "heat_sink"))
-cavity_reference, newton = map(module, ("_cavity_reference", "_newton"))
-channel = module("_plane_channel")
+NAMES = "cavity", "heat_sink", "_cavity_reference", "_plane_channel"
+cavity, heat_sink, cavity_reference, channel = map(module, NAMES)
 
 
 # Examples are programs of users.

@@ -15,8 +15,7 @@ from scipy.optimize import brentq
 
 
 problems = importlib.import_module("examples.problems")
-PARTS = ("_runner", "_deep", "__main__", "_operators", "references")
-runner, deep, command, operators, references = map(module, PARTS)
+runner, deep, command, references = map(module, ("_runner", "_deep", "__main__", "references"))
 FOLDER = ROOT / "examples" / "problems"
 NAMES = problems.names()
 # Read rather than imported: a problem imports solvers and data.

@@ -16,6 +16,12 @@ import mpx_pde as mpx
 from mpx_pde.second_order import _levenberg_marquardt as implementation
 
 
+def first_step(optimizer, model, batch):
+    out = eqx.filter_jit(optimizer.update)(model, optimizer.init(model), batch)
+    jax.effects_barrier()  # warnings
+    return out
+
+
 def linear(w, example):
     a, b = example
     return jnp.sum(a * w) - b
@@ -33,9 +39,8 @@ def test_a_linear_problem_is_solved_at_once(forward, solver):
         a, b = rng.standard_normal((30, 6)).astype(forward), rng.standard_normal(30).astype(forward)
         options = {"forward": forward, "damping": 1e-12, "solver": solver}
         optimizer = mpx.LevenbergMarquardt(linear, **options)
-        w = jnp.zeros(6, forward)
-        state = optimizer.init(w)
-        w, state = eqx.filter_jit(optimizer.update)(w, state, ((jnp.asarray(a), jnp.asarray(b)),))
+        batch = ((jnp.asarray(a), jnp.asarray(b)),)
+        w, state = first_step(optimizer, jnp.zeros(6, forward), batch)
         want, rest, *_ = np.linalg.lstsq(a.astype("float64"), b.astype("float64"))
         # Rounding of the solve, at a condition of 3.
         rtol = {"float32": 1e-5, "float64": 1e-10}[forward]
@@ -66,8 +71,7 @@ def test_blocks_of_points_take_the_same_step(jacobian, monkeypatch):
         def step(rows):
             monkeypatch.setattr(implementation, "_BLOCK", 1)
             monkeypatch.setattr(implementation, "_ROWS", rows)
-            examples = (POINTS.astype("float64"), ends)
-            return eqx.filter_jit(optimizer.update)(model, optimizer.init(model), examples)
+            return first_step(optimizer, model, (POINTS.astype("float64"), ends))
 
         one, several = step(1024), step(10)  # 26 rows: in three blocks
         assert one[1].taken
@@ -110,14 +114,8 @@ def test_a_jacobian_that_is_too_narrow_is_told():
         refinements=1,
         acceleration=0.0,
     )
-    w = jnp.array([0.3, 0.2])
-
-    def step():
-        eqx.filter_jit(optimizer.update)(w, optimizer.init(w), jnp.linspace(0.0, 1.0, 9))
-        jax.effects_barrier()
-
     with pytest.warns(mpx.PrecisionWarning, match="jacobian='float32'"):
-        step()
+        first_step(optimizer, jnp.array([0.3, 0.2]), jnp.linspace(0.0, 1.0, 9))
 
 
 @pytest.mark.slow
@@ -144,8 +142,7 @@ def test_the_step_follows_the_bend_of_the_residual():
     after = {}
     for acceleration in (0.75, 0.0):
         optimizer = mpx.LevenbergMarquardt(bend, damping=1e-6, acceleration=acceleration)
-        w = jnp.zeros(1)
-        w, state = eqx.filter_jit(optimizer.update)(w, optimizer.init(w), jnp.array([0.1]))
+        w, state = first_step(optimizer, jnp.zeros(1), jnp.array([0.1]))
         assert state.taken
         after[acceleration] = float(w[0])
     # To the damping, 1e-6, and rounding.
@@ -182,11 +179,10 @@ def test_a_step_that_is_not_finite_changes_nothing_but_the_damping():
     for start, batch in ((4.0, jnp.full(3, jnp.nan)), (0.0, jnp.ones(3))):
         optimizer = mpx.LevenbergMarquardt(root)
         w = jnp.array([start])
-        state = optimizer.init(w)
-        after, new = eqx.filter_jit(optimizer.update)(w, state, batch)
+        after, new = first_step(optimizer, w, batch)
         assert tree_equal_bits(after, w)
         assert not new.taken
-        assert new.damping > state.damping
+        assert new.damping > optimizer.init(w).damping
         assert new.rejected == 1
 
 
@@ -222,7 +218,7 @@ def test_a_float16_jacobian_that_is_not_finite_lowers_its_scale_alone():
     optimizer = mpx.LevenbergMarquardt(lambda w, x: jnp.sqrt(w[0]) * x - 1, jacobian="float16")
     w = jnp.zeros(1)
     state = optimizer.init(w)
-    after, new = eqx.filter_jit(optimizer.update)(w, state, jnp.ones(3))
+    after, new = first_step(optimizer, w, jnp.ones(3))
     assert tree_equal_bits(after, w)
     assert new.scaling.loss_scaling == 0.5
     assert tree_equal_bits((new.damping, new.growth), (state.damping, state.growth))

@@ -16,11 +16,6 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import mpx_pde as mpx
 
 
-def batch():
-    x = jnp.linspace(-1, 1, 24).reshape(12, 2)
-    return x, jnp.sin(3 * x[:, :1]) + 2
-
-
 def mean_product(w, x):
     """Its gradient in `w` is the mean of `x` over the batch."""
     return jnp.mean(jnp.sum(w[None] * x, axis=1))

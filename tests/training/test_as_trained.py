@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tree_equal_bits
+from helpers import policy, tree_equal_bits
 
 import mpx_pde as mpx
 from mpx_pde import nn
@@ -48,10 +48,10 @@ def test_it_is_the_model_that_the_loss_has_seen():
         return jnp.sum(points) * 0, [x.astype(jnp.float32) for x in weights]
 
     for half in ("float16", "bfloat16"):
-        policy = f"params=float32,compute={half},output=float32"
-        step = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), True, policy=policy)
+        given = {"policy": policy(half)}
+        step = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), True, **given)
         (_, seen), *_ = step(model, POINTS)
-        trained = mpx.as_trained(model, policy=policy)
+        trained = mpx.as_trained(model, **given)
         weights = [trained.network.hidden[0].weight, trained.plain, trained.viscosity.value]
         assert tree_equal_bits(seen, weights)
         assert tree_equal_bits(

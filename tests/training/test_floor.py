@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import in_float64, relative
+from helpers import in_float64, policy, relative
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
@@ -50,7 +50,7 @@ OPTIONS = {"half": {"keep_full": (False, True, True)}, "float32": {"forward": "f
 @pytest.mark.parametrize(("rung", "residual"), [("half", 1.0), ("half", 3e-3), ("float32", 3e-3)])
 def test_the_floor_is_the_error_against_float64(rung, residual):
     args = (MODEL, POINTS, targets(residual))
-    options = {**OPTIONS[rung], "policy": "params=float32,compute=bfloat16,output=float32"}
+    options = {**OPTIONS[rung], "policy": policy("bfloat16")}
     want_loss, want = error_of_gradient(pde, args, **options)
     floor = mpx.precision_floor(pde, mpx.StaticLossScaling(1.0), micro_batches=1, **options)(*args)
     assert floor.finite
@@ -87,7 +87,7 @@ def test_a_branch_that_is_not_taken_is_not_run():
 @pytest.mark.slow
 def test_the_table_and_the_verdict():
     args = (MODEL, POINTS, targets(3e-3))
-    options = {"policy": "params=float32,compute=bfloat16,output=float32", **OPTIONS["half"]}
+    options = {"policy": policy("bfloat16"), **OPTIONS["half"]}
     floor = mpx.precision_floor(pde, mpx.StaticLossScaling(1.0), **options)(*args)
     text = str(floor)
     assert "bfloat16 against forward='float32'" in text
@@ -178,10 +178,9 @@ def test_float32_against_float64():
         assert "float32 against float64" in str(floor)
         assert floor.gradient.dtype == jnp.float64
         np.testing.assert_allclose(floor.gradient, want, rtol=0.5)  # fused otherwise
-        policy = "params=float32,compute=float32,output=float32"
         # Terms of float64 meet targets of float32.
         with jax.numpy_dtype_promotion("standard"):
-            options = {"policy": policy, "forward": "float64", "micro_batches": 1}
+            options = {"policy": policy("float32"), "forward": "float64", "micro_batches": 1}
             same = mpx.precision_floor(pde, mpx.NoOpLossScaling(), **options)(*args)
         assert same.loss < 1e-12
 

@@ -17,7 +17,7 @@ import optax
 import optax.contrib
 import pytest
 from flax import nnx
-from helpers import TOLERANCES, avals, training_step, tree_allclose, tree_equal_bits
+from helpers import TOLERANCES, avals, plain_update, training_step, tree_allclose, tree_equal_bits
 
 import mpx_pde as mpx
 
@@ -32,18 +32,8 @@ def spoiled(grads: Any) -> Any:
     return jtu.tree_unflatten(structure, [flat.reshape(leaves[0].shape), *leaves[1:]])
 
 
-def plain_update(model, optimizer, state, grads, **extra_args):
-    """The step without this library."""
-    params = eqx.filter(model, eqx.is_inexact_array)
-    # Optax mixes int32 counters with floats.
-    with jax.numpy_dtype_promotion("standard"):
-        updates, state = optimizer.update(grads, state, params, **extra_args)
-        return eqx.apply_updates(model, updates), state
-
-
-def init(optimizer, model, is_param=eqx.is_inexact_array):
-    with jax.numpy_dtype_promotion("standard"):
-        return optimizer.init(eqx.filter(model, is_param))
+def init(optimizer, model):
+    return optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 
 
 # --- Models --------------------------------------------------------------------------------------
@@ -240,9 +230,7 @@ WRAPPED = {
     ),
     "noise": optax.chain(optax.add_noise(0.1, 0.5, jax.random.key(0)), optax.sgd(0.1)),
     "multi": optax.MultiSteps(optax.adam(0.1), 2),
-    "hyperparameters": optax.inject_hyperparams(optax.adam)(
-        learning_rate=optax.linear_schedule(1e-1, 1e-3, 10)
-    ),
+    "hyperparameters": optax.inject_hyperparams(optax.adam)(optax.linear_schedule(0.1, 1e-3, 10)),
     "flattened": optax.flatten(optax.adam(0.1)),
     "plateau": optax.chain(optax.adam(0.1), optax.contrib.reduce_on_plateau(patience=1)),
 }

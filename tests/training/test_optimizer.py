@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import optax.contrib
 import pytest
-from helpers import HALVES, avals, tree_allclose, tree_equal_bits
+from helpers import HALVES, avals, plain_update, tree_allclose, tree_equal_bits
 
 import mpx_pde as mpx
 
@@ -18,13 +18,6 @@ import mpx_pde as mpx
 def make_grads(model, value=0.25):
     params = eqx.filter(model, eqx.is_inexact_array)
     return jtu.tree_map(lambda x: jnp.full_like(x, value), params)
-
-
-def step_by_hand(optimizer, params, state, grads):
-    """The step as it is written without this package."""
-    with jax.numpy_dtype_promotion("standard"):
-        updates, state = optimizer.update(grads, state, params)
-        return optax.apply_updates(params, updates), state
 
 
 def test_it_is_the_flag_that_decides():
@@ -138,23 +131,22 @@ WITH_INTEGERS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(WITH_INTEGERS))
+@pytest.mark.usefixtures("standard_promotion")
 def test_integers_in_the_model_change_nothing(name):
     """The state is made from all arrays; what the parameters do is what they do alone."""
     optimizer, alone = WITH_INTEGERS[name]
     model = {"w": jnp.array([[1.0, 2.0], [0.5, -1.0]]), "b": jnp.array([1.0, -2.0])}
     model |= {"n": jnp.arange(3), "flag": jnp.array([True, False])}
     params, grads = floats(model), make_grads(model)
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        state = optimizer.init(model)
-        reference = (params, (alone or optimizer).init(params))
+    state = optimizer.init(model)
+    reference = (params, (alone or optimizer).init(params))
     before = avals((model, state))
     update = jax.jit(lambda m, s, finite: mpx.optimizer_update(m, optimizer, s, grads, finite))
-    by_hand = jax.jit(lambda *args: step_by_hand(alone or optimizer, *args, grads))
+    by_hand = jax.jit(lambda p, s: plain_update(p, alone or optimizer, s, grads))
     ours = (model, state)
-    with jax.numpy_rank_promotion("allow"):
-        for _ in range(2):
-            reference = by_hand(*reference)
-            ours = update(*ours, jnp.array(True))
+    for _ in range(2):
+        reference = by_hand(*reference)
+        ours = update(*ours, jnp.array(True))
     assert tree_allclose(floats(ours[0]), reference[0])
     assert not tree_allclose(floats(ours[0]), params)
     assert tree_equal_bits((ours[0]["n"], ours[0]["flag"]), (model["n"], model["flag"]))
@@ -197,12 +189,9 @@ def test_lookahead_takes_the_gradients_of_its_fast_parameters():
     model = {"w": jnp.array([1.0, -2.0]), "f": jnp.tanh}
     start = optax.LookaheadParams.init_synced(model)
     grads = {"w": jnp.array([0.5, 0.25]), "f": None}
-    array = lambda tree: eqx.filter(tree, eqx.is_inexact_array)
-    given = want = (start, optimizer.init(array(start)))
+    given = want = (start, optimizer.init(floats(start)))
     for i in range(3):
-        with jax.numpy_dtype_promotion("standard"):
-            updates, state = optimizer.update(grads, want[1], array(want[0]))
-        want = eqx.apply_updates(want[0], updates), state
+        want = plain_update(want[0], optimizer, want[1], grads)
         mine = optax.LookaheadParams(grads, grads) if i == 2 else grads
         given = mpx.optimizer_update(given[0], optimizer, given[1], mine, True)
     assert tree_allclose(given, want)
