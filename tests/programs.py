@@ -603,8 +603,7 @@ def _simpler(case):
     if o["how"] not in ("call", "grad", "vmap"):
         yield dataclasses.replace(case, options={**o, "how": "vmap" if "sums" in o else "call"})
     lines, wanted = program.lines, shape(program.result)
-    for k in reversed(range(len(lines) - 1)):
-        name, _ = lines[k]
+    for k, (name, _) in enumerate(lines[:-1]):
         if wanted in ((), shape(name)):
             end = "{}" if wanted == shape(name) else "jnp.sum({} ** 2)"
             cut = *lines[: k + 1], ("v999", end.format(name))
