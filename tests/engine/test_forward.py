@@ -66,7 +66,8 @@ def attending(model, x):
 
 
 def convolutions(key):
-    conv, (first, second) = partial(eqx.nn.Conv2d, kernel_size=3, padding=1), jax.random.split(key)
+    conv = partial(eqx.nn.Conv2d, kernel_size=3, padding=1)
+    first, second = jax.random.split(key)
     layers = [conv(1, 4, key=first), eqx.nn.Lambda(jax.nn.gelu), conv(4, 1, key=second)]
     return eqx.nn.Sequential(layers)
 
