@@ -103,7 +103,7 @@ def assert_nearly(loss, model, batch, half, rtol=2.0**-21, least=2.0**-20):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "half"), zip(CASES, 3 * HALVES, strict=False))
+@pytest.mark.parametrize(("name", "half"), list(zip(CASES, 3 * HALVES, strict=False)))
 def test_the_value_is_that_of_float32_and_the_gradient_nearly(name, half):
     loss, model, batch = CASES[name]
     assert_nearly(loss, model, batch, half)
