@@ -204,8 +204,9 @@ UNUSUAL = r"argmax|argsort|floor|top_k|switch|own|tilted|magnitude|1j|fill|order
 def test_unusual_operations():
     """Of those, what evaluates indices, complex numbers and derivatives of their own."""
     found = [t for family in TEMPLATES for t in TEMPLATES[family] if re.search(UNUSUAL, t)]
-    for template in found[:40:2]:  # some of those of one point, and not of a batch
-        assert decides(template, "partials"), template
+    for i, template in enumerate(found[:40]):  # those of one point, and not of a batch
+        if i % 2 == 0 or "own(" in template:
+            assert decides(template, "partials"), template
 
 
 @pytest.mark.slow
