@@ -388,9 +388,8 @@ def forward_units(o):
         # Kept in full is the data, at most.
         data = half if not o["gradient"] else FULL
         return {"value": (data, half), "grad": (data, half)}
-    # Under float64 the constants of the program are float32 all the same.
-    value = max(UNITS[forward], FULL)
-    return {"value": (FULL, value), "grad": (FULL, max(half, value))}
+    value = UNITS[forward]
+    return {"value": (min(FULL, value), value), "grad": (FULL, max(half, value))}
 
 
 # --- Losses --------------------------------------------------------------------------------------

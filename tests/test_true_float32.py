@@ -1,6 +1,7 @@
 """float32 means float32: what the library multiplies by on hardware that has less by default."""
 
 import re
+import warnings
 
 import equinox as eqx
 import jax
@@ -51,6 +52,39 @@ def test_the_float32_baseline_asks_for_float32():
         assert lowered(full(loss), MODEL, POINTS) == {"HIGHEST"}
         accumulated = mpx.filter_accumulated_value_and_grad(loss, None, 2, False, False)
         assert lowered(accumulated, MODEL, POINTS) == {"HIGHEST"}
+
+
+@jax.custom_vjp
+def times(x, y):
+    return x @ y
+
+
+times.defvjp(lambda x, y: (x @ y, (x, y)), lambda kept, c: (c @ kept[1].T, kept[0].T @ c))
+
+SQUARE = jax.random.normal(jax.random.key(2), (4, 4))
+OF_PARAMETERS = {
+    "product": lambda w: w @ w,
+    "loop": lambda w: jax.lax.scan(lambda c, _: (jnp.sin(c @ w), None), w, length=2)[0],
+    "rule of its own": lambda w: times(w, w),
+    "solve": lambda w: jax.scipy.sparse.linalg.cg(lambda v: w.T @ (w @ v) + v, w[0])[0][None],
+}
+
+
+@pytest.mark.parametrize("name", OF_PARAMETERS)
+def test_what_is_computed_of_parameters_alone_is_no_tf32(name):
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ OF_PARAMETERS[name](w).T) ** 2)
+    options = {"forward": "float32", "policy": "params=float32,compute=bfloat16,output=float32"}
+    gradient = mpx.filter_grad(loss, mpx.NoOpLossScaling(), **options)
+
+    def asked(lines):
+        return [line for line in lines if "dot_general" in line and "bf16" not in line]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", mpx.PrecisionWarning)  # next to nothing is half
+        text = jax.jit(lambda w, x: gradient(w, x)[2]).lower(SQUARE, SQUARE).as_text()
+    products = asked(text.splitlines())
+    assert products
+    assert all("HIGHEST, HIGHEST" in line for line in products)
 
 
 def test_a_precision_that_the_user_sets_stays():

@@ -49,7 +49,8 @@ def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
     such operands. So these are evaluated in the dtype of the widest, at every order.
     """
     if all(aval_of(v).dtype == x.dtype for v, x in zip(eqn.invars, args, strict=True)):
-        return own_bind(eqn, args)
+        # Rules are written for arrays of JAX, which a traced index may go into.
+        return own_bind(eqn, [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args])
     parts = (jnp.finfo(x.dtype).dtype for x in args if is_inexact(x))
     registers = Storage(max(parts, key=lambda dtype: dtype.itemsize), narrows=True)
     evaluate = lambda closed, args: _evaluate(closed, list(map(primal_of, args)), registers)

@@ -26,7 +26,7 @@ from ._fallback import nested
 from ._known import folded, only_moves
 from ._moments import with_moments
 from ._plan import Index
-from ._products import Product, is_biased, is_weighted, widens
+from ._products import Product, is_biased, is_weighted, only_names
 from ._roles import stage_after
 from ._rules import Rules, aligned
 from ._segments import (
@@ -280,7 +280,11 @@ class Evaluator:
         """Returns the results of an equation and, where it depends on the point, the rule that gave
         them and what a product was multiplied in."""
         eqn = step.eqn
-        if not any(isinstance(x, Jet) for x in operands):
+        moves = any(isinstance(x, Jet) for x in operands)
+        if only_names(eqn, operands, self.storage, self.above.storage):
+            # So it is loaded, each time that it is used.
+            return (operands, "convert", "") if moves else (operands,)
+        if not moves:
             if self.full is not None:
                 # What is computed of masters alone is in full, too.
                 wide = list(map(self.above.storage.constant, operands))
@@ -292,9 +296,6 @@ class Evaluator:
         if name in tables.PRODUCTS:
             out, how = self.product(step, operands, roles, self.storage, self.rules)
             return out, "product", how
-        if widens(eqn, operands, self.storage):
-            # So it is loaded, each time that it is used.
-            return operands, "convert", ""
         halves = [isinstance(x, Jet) and self.storage.is_stored(x.primal) for x in operands]
         biased = is_biased(eqn, operands, halves)
         # Loops and rules take values as they are.

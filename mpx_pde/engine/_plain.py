@@ -1,14 +1,18 @@
 """A whole loss, forward in one precision and backward in another."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 import numpy as np
 
+from .._cast import convert
 from .._dtypes import precision_of_user
 from .._forward import Forward, forward_in
+from .._notes import noting
 from ..interpret._jaxpr import trace_arrays
 from ._evaluate import Evaluator
 from ._plan import Plan
@@ -42,10 +46,15 @@ class InForward(eqx.Module):
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         forward = self.forward
-        with forward_in(forward), precision_of_user():
-            closed, leaves, assemble = trace_arrays(self.fun, args, kwargs)
         narrow, wide = np.dtype(np.float32), forward.registers
-        storage = Storage(narrow, forward.dtype, narrows=wide != narrow)
+        program = self.fun, args, kwargs
+        wider = wide != narrow
+        # The program is traced as wide as it is evaluated, its own numbers and what it calls too.
+        given = jtu.tree_map(_in_float64, program) if wider else program
+        noted = noting(_NAMES_FLOAT32, TypeError, ValueError) if wider else nullcontext()
+        with forward_in(forward), precision_of_user(), noted:
+            closed, leaves, assemble = trace_arrays(*given)
+        storage = Storage(narrow, forward.dtype, narrows=wider)
         full = Storage(wide), Product(algorithm=forward.algorithm)
         evaluator = Evaluator(Rules(Plan(())), storage, Product(masters=True), full=full)
         params = {i for i, (path, _) in enumerate(leaves) if _is_master(path)}
@@ -58,15 +67,43 @@ class InForward(eqx.Module):
         ]
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             out = evaluator.program(closed, operands, operand_kinds=Kinds(halves, params))
-        return assemble(
-            [_leaving(x, aval, wide) for x, aval in zip(out, closed.out_avals, strict=True)]
-        )
+        pairs = zip(out, closed.out_avals, strict=True)
+        return _states_as(program, assemble([_leaving(x, aval, wide) for x, aval in pairs]))
 
 
 def _is_master(path: tuple) -> bool:
     """Returns whether a place in `(fun, args, kwargs)` is in the first of the arguments."""
     keys = [getattr(k, "idx", getattr(k, "key", None)) for k in path[:2]]
     return keys == [1, 0]
+
+
+_NAMES_FLOAT32 = (
+    "`forward='float64'` evaluates this function with float64 in place of float32 arrays. Where it "
+    "names float32, name the dtype of an array in its place, such as `x.dtype`."
+)
+
+
+def _in_float64(x: Any) -> Any:
+    """Casts an array of float32 or of such complex numbers."""
+    single = eqx.is_inexact_array(x) and jnp.finfo(x.dtype).dtype == np.float32
+    if not single:
+        return x
+    return convert(x, np.promote_types(x.dtype, np.float64), getattr(x, "weak_type", False))
+
+
+def _states_as(given: Any, out: Any) -> Any:
+    """Returns results whose `eqx.nn.State` has the dtypes that it was given in, for the next
+    step."""
+    is_state = lambda x: isinstance(x, eqx.nn.State)
+    before = {
+        jtu.tree_structure(x): x for x in jtu.tree_leaves(given, is_leaf=is_state) if is_state(x)
+    }
+
+    def alike(x: Any) -> Any:
+        old = before.get(jtu.tree_structure(x)) if is_state(x) else None
+        return x if old is None else jtu.tree_map(lambda new, old: new.astype(old.dtype), x, old)
+
+    return jtu.tree_map(alike, out, is_leaf=is_state) if before else out
 
 
 def _leaving(x: Any, aval: Any, wide: np.dtype) -> Any:

@@ -24,7 +24,7 @@ from ..interpret._products import asks_for_more, says_its_dtype
 from ._plan import Index
 from ._rules import Rules
 from ._segments import Role
-from ._streams import DEEP, RAW, Jet, Storage, bind, is_inexact, total
+from ._streams import DEEP, RAW, Jet, Storage, bind, is_inexact, primal_of, total
 from ._together import beside
 
 
@@ -213,15 +213,14 @@ def _is_real(eqn: JaxprEqn) -> bool:
     return jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.floating)
 
 
-def widens(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
-    """Returns whether an equation casts what is kept in half to what it is computed with."""
-    x = operands[0]
-    return (
-        eqn.primitive.name == "convert_element_type"
-        and eqn.params["new_dtype"] == storage.registers
-        and isinstance(x, Jet)
-        and storage.is_stored(x.primal)
-    )
+def only_names(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage, full: Storage) -> bool:
+    """Returns whether an equation casts what is kept in half to what it is computed with, or what
+    is computed in float64 in place of float32 to that."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    x, new = primal_of(operands[0]), eqn.params["new_dtype"]
+    loads = new == storage.registers and isinstance(operands[0], Jet) and storage.is_stored(x)
+    return loads or (x.dtype == full.registers != new == FULL)
 
 
 def is_biased(eqn: JaxprEqn, operands: Sequence[Any], halves: Sequence[bool]) -> bool:

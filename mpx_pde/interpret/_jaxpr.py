@@ -126,10 +126,10 @@ def walk(
 
 
 def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
-    """Binds the equation to `args`. A product that asks for no precision takes the default; what
-    makes numbers complex that are wider than in the program keeps their digits."""
-    if eqn.primitive.name in JAX_PRODUCTS and eqn.params["precision"] is None:
-        eqn = eqn.replace(params={**eqn.params, "precision": default_precision()})
+    """Binds the equation to `args`. Products that ask for no precision take the default, those in
+    programs that the equation holds too; what makes numbers complex that are wider than in the
+    program keeps their digits."""
+    eqn = _at_precision(eqn, default_precision())
     if eqn.params.get("update_jaxpr") is not None:
         eqn = _updating(eqn, args[0].dtype)
     if eqn.primitive.name == "convert_element_type":
@@ -142,6 +142,27 @@ def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
         return [mark_varying(x, eqn.params["axes"]) for x in args]
     out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
+
+
+def _at_precision(eqn: JaxprEqn, precision: Any) -> JaxprEqn:
+    """Returns an equation with a precision for each product, at any depth, that asks for none."""
+    params = eqn.params
+    if precision is None:
+        return eqn
+    if eqn.primitive.name in JAX_PRODUCTS:
+        return (
+            eqn if params["precision"] else eqn.replace(params={**params, "precision": precision})
+        )
+
+    def inside(x: Any) -> Any:
+        if isinstance(x, ClosedJaxpr):
+            return x.replace(jaxpr=inside(x.jaxpr))
+        return x.replace(eqns=[_at_precision(e, precision) for e in x.eqns]) if is_jaxpr(x) else x
+
+    is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
+    if not jaxprs_in(eqn):
+        return eqn
+    return eqn.replace(params=jax.tree.map(inside, params, is_leaf=is_jaxpr))
 
 
 def _updating(eqn: JaxprEqn, dtype: Any) -> JaxprEqn:

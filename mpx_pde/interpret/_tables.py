@@ -148,8 +148,8 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("scatter-min scatter-max", "nested", "program", _UPDATE, ""),
     ("reduce reduce_window", "nested", "program", "carries the program of its step", ""),
     ("select_and_gather_add", "nested", "program", "packs pairs of float32", ""),
-    ("cholesky lu qr geqrf householder_product svd", "nested", "program", _FACTORS, ""),
-    ("eig eigh schur", "nested", "program", _FACTORS, ""),
+    ("cholesky householder_product", "nested", "program", _FACTORS, ""),
+    ("lu qr geqrf svd eig eigh schur", "nested", "program", _FACTORS, "ambiguous"),
     ("triangular_solve tridiagonal_solve custom_linear_solve", "nested", "program", "a solve", ""),
     ("custom_pullback", "nested", "program", _PULLED, ""),
     ("device_put", "linear", "program", "moves values between devices", ""),
@@ -266,6 +266,10 @@ derivatives of the point itself, it shows which of them vanish, as in a network 
 coordinate."""
 
 COMPARISONS = _with("comparison")
+
+AMBIGUOUS = _with("ambiguous")
+"""Returns one of several results, such as vectors but for their signs: another at rounded operands,
+so that it is no part of a layer that is evaluated again at these."""
 
 WHOLE = _with("whole")
 """Whole numbers of values."""

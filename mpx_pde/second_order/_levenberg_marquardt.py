@@ -17,6 +17,7 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int32
 
+from .._cast import convert
 from .._dtypes import is_real
 from .._forward import Forward, check_forward
 from .._loss_scaling import DynamicLossScaling
@@ -67,7 +68,7 @@ class LevenbergMarquardtState(eqx.Module):
     - `scaling`: the loss scaling of a float16 Jacobian.
     - `iterations`: how many conjugate gradients at most solved for what the last step tried, int32.
         Where they come to `refinements`, the Jacobian is too narrow.
-    - `leading`: orthonormal directions of the largest singular values of the Jacobian; none in
+    - `leading`: orthonormal directions of the largest singular values of the Jacobian; `None` in
         float64.
     """
 
@@ -79,7 +80,7 @@ class LevenbergMarquardtState(eqx.Module):
     rejected: Int32[Array, ""]
     scaling: DynamicLossScaling
     iterations: Int32[Array, ""]
-    leading: Float[Array, "parameters leading"]
+    leading: Float[Array, "parameters leading"] | None
 
 
 class LevenbergMarquardt(eqx.Module):
@@ -102,8 +103,10 @@ class LevenbergMarquardt(eqx.Module):
     too large (Transtrum and Sethna, *Improvements to the Levenberg-Marquardt algorithm*, arXiv
     1201.5885). The step is taken only if the loss falls; otherwise the damping rises, and up to
     three more are tried with the same Gram matrix. If none is taken, or anything is not finite, the
-    model is returned bit-identical. The damping follows the ratio of the decrease to the one that
-    the linear model foretold (Nielsen, *Damping parameter in Marquardt's method*, 1999).
+    model is returned bit-identical. The damping rises no further where a step changes nothing, nor
+    for what is not finite: the next examples may need less. It follows the ratio of the decrease to
+    the one that the linear model foretold (Nielsen, *Damping parameter in Marquardt's method*,
+    1999).
 
     A step takes `residuals × parameters²` operations and the memory of a few matrices of
     `parameters²` entries: this is for up to a few thousand parameters.
@@ -219,6 +222,7 @@ class LevenbergMarquardt(eqx.Module):
         _check_parameters(model, f"{_CALL}.init")
         number = lambda x: jnp.array(x, self._dtype)
         columns = sum(x.size for x in jtu.tree_leaves(model) if eqx.is_inexact_array(x))
+        leading = first_leading(columns, self._narrow)
         return LevenbergMarquardtState(
             loss=number(jnp.inf),
             damping=number(self.damping),
@@ -228,7 +232,7 @@ class LevenbergMarquardt(eqx.Module):
             rejected=jnp.array(0, jnp.int32),
             scaling=DynamicLossScaling(1.0),
             iterations=jnp.array(0, jnp.int32),
-            leading=first_leading(columns, self._narrow),
+            leading=leading if leading.size else None,  # which Orbax could not save
         )
 
     def update(
@@ -264,10 +268,13 @@ class LevenbergMarquardt(eqx.Module):
             )
         params, static = eqx.partition(model, eqx.is_inexact_array)
         theta, unravel = ravel_pytree(params)
-        if theta.size != len(state.leading):
+        leading = state.leading
+        if leading is None:
+            leading = jnp.zeros((theta.size, 0), "float32" if self._narrow else "float64")
+        if theta.size != len(leading):
             raise ValueError(
                 f"`{_CALL}.update` got a state that `init` made for a model of "
-                f"{len(state.leading):,} parameters, but a model of {theta.size:,}. It takes the "
+                f"{len(leading):,} parameters, but a model of {theta.size:,}. It takes the "
                 "model, its state and the examples, in this order."
             )
         start = theta.astype(self._dtype)
@@ -278,19 +285,21 @@ class LevenbergMarquardt(eqx.Module):
         pull = lambda b: transposed(b)[0]
         rows = lambda block: self._rows(params, static, state.scaling, *block)
         blocks = self._blocks(batches, r.size, theta.size)
-        sums = summed(rows, blocks, state.leading, self.jacobian)
+        sums = summed(rows, blocks, leading, self.jacobian)
         finite = jnp.all(jnp.isfinite(r)) & jnp.all(jnp.isfinite(sums.squares))
         r = jnp.where(finite, r, 0.0)
         loss = jnp.where(finite, jnp.sum(r**2), jnp.inf)
         size = jnp.maximum(jnp.max(sums.squares), jnp.finfo(sums.squares.dtype).tiny)
         g = pull(r)
+        # Rounding along the leading directions would move what no residual depends on.
+        unused = (sums.squares == 0) & (g == 0)
         most = state.rejected + jnp.where(finite, _TRIES, 1)
 
         def attempt(carry):
             last, _ = carry
             damping = last.damping * size.astype(self._dtype)
             narrow = damping.astype(size.dtype)
-            direct = factored(sums, state.leading, narrow, self.solver, self.jacobian)
+            direct = factored(sums, leading, narrow, self.solver, self.jacobian)
             solve = lambda b, s: (direct(s), jnp.array(0, jnp.int32))
             if self._narrow and self.refinements:
                 most, close = self.refinements, _CLOSE[self.forward]
@@ -298,12 +307,14 @@ class LevenbergMarquardt(eqx.Module):
                     push, pull, direct, damping, b, s, most=most, close=close
                 )
             delta, foretold, iterations = self._step(values, start, r, g, pull, solve)
+            delta = jnp.where(unused, 0.0, delta)
             new = jnp.sum(values(start + delta) ** 2)
             take = finite & jnp.isfinite(new) & (new < loss) & jnp.all(jnp.isfinite(delta))
             # Where it is not taken there is no decrease to speak of, and `loss` may be infinite.
             gained = jnp.where(take, loss, 1.0) - jnp.where(take, new, 1.0)
             ratio = gained / jnp.maximum(foretold, jnp.finfo(self._dtype).tiny)
-            next_damping, growth = self._damped(last, take, finite, ratio)
+            moves = finite & jnp.any(start + delta != start)
+            next_damping, growth = self._damped(last, take, moves, ratio)
             one = take.astype(jnp.int32)
             after = dataclasses.replace(
                 last,
@@ -330,14 +341,15 @@ class LevenbergMarquardt(eqx.Module):
                 taken=jnp.zeros_like(state.taken),
                 iterations=jnp.zeros_like(state.iterations),
                 scaling=scaling.adjust(finite) if self.jacobian == "float16" else scaling,
-                leading=next_leading(sums, state.leading),
+                leading=None if state.leading is None else next_leading(sums, leading),
             )
             first = jtu.tree_map(lambda x, y: x.astype(y.dtype), first, state)
             after, delta = lax.while_loop(going, attempt, (first, jnp.zeros_like(start)))
         if self._narrow and self.refinements:
             self._tell(after.iterations)
-        moved = parameters(start + delta)
-        return select_tree(after.taken, eqx.combine(moved, static), model), after
+        moved = select_tree(after.taken, parameters(start + delta), params)
+        alike = lambda x, y: convert(x, y.dtype, getattr(y, "weak_type", False))
+        return eqx.combine(jtu.tree_map(alike, moved, params), static), after
 
     def _step(self, values, start, r, g, pull, solve):
         """The step from `start`, the decrease of the loss that the linear model foretells, and the
@@ -356,14 +368,12 @@ class LevenbergMarquardt(eqx.Module):
             along = slope(start)
         return delta, -2 * g @ v - along @ along, iterations
 
-    def _damped(self, state, take, finite, ratio):
+    def _damped(self, state, take, moves, ratio):
         """The next damping, and by what it grows where the step after is not taken. `ratio` is the
-        decrease of the loss relative to the one foretold."""
+        decrease of the loss relative to the one foretold; a step that `moves` nothing, or that
+        there is none of, says nothing of the damping."""
         shrink = jnp.maximum(1 / 3, 1 - (2 * jnp.clip(ratio, 0.0, 1.0) - 1) ** 3)
-        growth = state.growth
-        if self.jacobian == "float16":
-            # A Jacobian that is not finite says nothing of the damping: its scale falls.
-            growth = jnp.where(finite, growth, 1.0)
+        growth = jnp.where(moves, state.growth, 1.0)
         damping = state.damping * jnp.where(take, shrink, growth)
         faster = jnp.where(growth > 1, 2.0, 1.0) * state.growth
         damping = jnp.clip(damping, self.min_damping, self.max_damping)

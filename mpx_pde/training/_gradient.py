@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr
 from jaxtyping import Array, Inexact
 
 from .._cast import widen
-from .._dtypes import true_float32
+from .._dtypes import highest_precision, true_float32
 from .._forward import Forward
 from .._loss_scaling import DynamicLossScaling, NoOpLossScaling, check_scaling, split_aux
 from .._notes import noting_the_cast, noting_the_model, noting_the_trace
@@ -215,7 +215,9 @@ class Gradient(eqx.Module):
 
         differentiated = args[0], self.derivatives if mixed else None
         value_and_grad = eqx.filter_value_and_grad(loss, has_aux=True)
-        with noting_the_trace(options.call) if mixed else true_float32():
+        # Where the program asks for no precision: a forward pass in full means it, too.
+        full = highest_precision("highest") if options.in_full else nullcontext()
+        with full if mixed else true_float32(), noting_the_trace(options.call):
             (_, out), (grads, counts) = value_and_grad(differentiated)
         return out, grads, None if counts is None else counts.counts
 

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALVES, TOLERANCES, in_float64, program_for_gpu, relative
+from helpers import HALVES, TOLERANCES, in_float64, policy, program_for_gpu, relative
 from jax import lax
 from program_operations import magnitude, own, swish
 
@@ -131,6 +131,90 @@ def test_functions_with_a_derivative_of_their_own_in_half(name, half, size):
         error = 8 * TOLERANCES[half] * max(abs(want[term]), 0.1 * size ** -len(term[2:]))
         assert abs(float(got[term]) - want[term]) < error
     assert all(x.dtype == jnp.float32 for x in got.values())
+
+
+def solved(w):
+    return jnp.linalg.solve(w.T @ w + jnp.eye(8, dtype=w.dtype), w)
+
+
+def sine(x):
+    return mpx.partials(lambda p: jnp.sum(jnp.sin(p)), ["u"], coords="txyzabcd", outputs="u")(x)[
+        "u"
+    ]
+
+
+IN_FLOAT64 = {
+    "loop of parameters": lambda w, x: lax.scan(lambda c, _: (jnp.sin(c @ w), None), w, length=2)[
+        0
+    ],
+    "branch of parameters": lambda w, x: lax.cond(w[0, 0] > 0, jnp.sin, jnp.cos, w),
+    "solve": lambda w, x: solved(jnp.tanh(x @ w)),
+    "solve of parameters": lambda w, x: solved(w),
+    "numbers": lambda w, x: 0.1 * jax.nn.gelu(x @ w, approximate=False) + jnp.pi,
+    "a cast to float32": lambda w, x: (x @ w).astype(jnp.float32),
+    "gradients around derivatives": lambda w, x: jax.vmap(jax.grad(sine))(x) @ w,
+}
+
+
+@pytest.mark.usefixtures("standard_promotion")  # a cast to float32 is in the way of strict ones
+@pytest.mark.parametrize("name", IN_FLOAT64)
+def test_a_forward_pass_in_float64_rounds_nothing_to_float32(name):
+    fun = IN_FLOAT64[name]
+    loss = lambda w, x: jnp.mean((jnp.tanh(x @ fun(w, x)) - 0.5) ** 2)
+    exact = (
+        loss
+        if name != "a cast to float32"
+        else lambda w, x: jnp.mean((jnp.tanh(x @ (x @ w)) - 0.5) ** 2)
+    )
+    w, x = (0.5 * jax.random.normal(jax.random.key(i), (8, 8)) for i in (0, 1))
+    with jax.enable_x64(True):
+        options = {"forward": "float64", "policy": policy("float32")}
+        run = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), **options)
+        value, _, finite, grads = eqx.filter_jit(run)(w, x)
+        want, full = jax.jit(jax.value_and_grad(exact))(*in_float64((w, x)))
+        np.testing.assert_allclose(value, want, rtol=2.0**-48)
+        assert finite
+        assert grads.dtype == jnp.float32
+        assert relative(grads, full) < 2.0**-18  # float32's 2^-24, and a solve's condition
+
+
+@pytest.mark.parametrize("factor", ["eigh", "svd", "qr"])
+def test_factors_are_those_of_the_forward_pass(factor):
+    """Vectors come with any sign: at rounded operands with another one, maybe."""
+    take = {"eigh": lambda a: jnp.linalg.eigh(a)[1], "svd": lambda a: jnp.linalg.svd(a)[0]}
+    take["qr"] = lambda a: jnp.linalg.qr(a)[0]
+
+    def loss(w, x):
+        h = jnp.tanh(x @ w[0])
+        vectors = take[factor](h.T @ h / 4)
+        return jnp.mean((jnp.tanh(jnp.tanh(x @ vectors) @ vectors.T) @ w[1] - 1) ** 2)
+
+    run = mpx.filter_value_and_grad(
+        loss, mpx.NoOpLossScaling(), forward="float32", policy=policy("bfloat16")
+    )
+    run = eqx.filter_jit(run)
+    for seed in range(8):
+        w, x = (
+            jax.random.normal(jax.random.key(2 * seed + i), s)
+            for i, s in ((0, (2, 6, 6)), (1, (10, 6)))
+        )
+        with jax.enable_x64(True):
+            want = jax.jit(jax.grad(loss))(*in_float64((w / 2, x)))
+        *_, grads = run(w / 2, x)
+        assert relative(grads, want) < 2.0**-3, seed  # the derivative is steep
+
+
+def test_what_a_rule_of_the_users_keeps_is_an_array_of_jax():
+    """JAX's `odeint` reads its times, which are constants, at a traced index."""
+    from jax.experimental.ode import odeint
+
+    times = jnp.array([0.0, 0.5])
+    loss = lambda p, x: jnp.mean(odeint(lambda y, t: -y * y * p[0], x @ p[1], times)[1] ** 2)
+    model, x = (jnp.float32(0.5), jnp.eye(3)), jnp.ones((4, 3))
+    step = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), forward="float32")
+    with pytest.warns(mpx.PrecisionWarning):  # next to nothing is a product of the network's
+        value, *_ = eqx.filter_jit(step)(model, x)
+    np.testing.assert_allclose(value, 0.8**2, rtol=1e-6)
 
 
 @pytest.mark.slow
