@@ -152,7 +152,9 @@ TYPE_ERRORS = {
     # Gradients.
     "`filter_grad` … `scaling` … DynamicLossScaling() … 32768.0": lambda: grad(total, 2.0**15),
     "`scaled` needs a loss scaling as `scaling`": lambda: scaled(total, DYNAMIC),
-    "`filter_grad` … `policy` … jmp.Policy … float16": lambda: grad(total, policy=jnp.float16),
+    '`filter_grad` … jmp.Policy … `policy`, such as "params=float32 … float16': lambda: grad(
+        total, policy=jnp.float16
+    ),
     "`filter_grad` … first positional … model first": lambda: taken(w=W),
     "`filter_grad` … has none … Pass the model first": lambda: taken({"n": W.astype(int)}),
     "`filter_grad` … bool as `has_aux` … 'bfloat16'": lambda: grad(total, has_aux="bfloat16"),
@@ -274,6 +276,10 @@ VALUE_ERRORS = {
     "`filter_grad` takes 'half', 'float32' … `forward`": (
         lambda x: grad(total, forward=x),
         ["float8", "float16", None],
+    ),
+    'A half forward pass is "half", in the compute dtype of `policy`': (
+        lambda x: grad(total, forward=x),
+        ["float16", jnp.bfloat16],
     ),
     "float64 … jax_enable_x64": (
         lambda x: x("float64"),
