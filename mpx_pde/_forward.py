@@ -104,8 +104,10 @@ def check_forward(precision: Any, call: str) -> str:
     `FORWARDS`.
     """
     if precision not in FORWARDS:
+        half = getattr(precision, "__name__", str(precision)) in ("float16", "bfloat16")
         raise ValueError(
             f"`{call}` takes {', '.join(map(repr, FORWARDS))} as `forward`, but got {precision!r}."
+            + ' A half forward pass is "half", in the compute dtype of `policy`.' * half
         )
     if precision == "float64" and jax.dtypes.canonicalize_dtype("float64") != jnp.float64:
         raise ValueError(

@@ -154,7 +154,9 @@ TYPE_ERRORS = {
     # Gradients.
     "`filter_grad` … `scaling` … DynamicLossScaling() … 32768.0": lambda: grad(total, 2.0**15),
     "`scaled` needs a loss scaling as `scaling`": lambda: scaled(total, DYNAMIC),
-    "`filter_grad` … `policy` … jmp.Policy … float16": lambda: grad(total, policy=jnp.float16),
+    '`filter_grad` … jmp.Policy … "params=float32 … float16': lambda: grad(
+        total, policy=jnp.float16
+    ),
     "`filter_grad` … first positional … model first": lambda: GRADIENTS[0](w=W),
     "`filter_grad` … has none … Pass the model first": lambda: GRADIENTS[0]({"n": W.astype(int)}),
     "`filter_grad` … bool as `has_aux` … 'bfloat16'": lambda: grad(total, has_aux="bfloat16"),
@@ -288,6 +290,10 @@ VALUE_ERRORS = {
     "axis 2 … (4, 3)": lambda: accumulate(X, in_axes=2),
     "prefix of the 2 positional … (0, 0, None)": lambda: accumulate(X, X, in_axes=(0, 0, None)),
     "'half', … `forward`, but got %r": (lambda x: on(None, forward=x), ["float8", "float16", None]),
+    '"half", in the compute dtype of `policy`': (
+        lambda x: on(None, forward=x),
+        ["float16", jnp.bfloat16],
+    ),
     "`filter_grad` … float64 … jax_enable_x64": lambda: grad(total, forward="float64"),
     "`PrecisionLadder` … float64 … jax_enable_x64": lambda: LADDER(("half", "float64")),
     "overrides of `autocast` or": lambda: grad(total, autocast={"full": "x"}, forward="float32"),

@@ -89,8 +89,8 @@ def scale_by_loss_scaling(
         [`mpx_pde.NoOpLossScaling`][], for bfloat16, there is nothing to multiply by.
     - A scale that moves needs a place among the parameters: `scale_in_params` says where. The loss
         multiplies by that leaf, behind `jax.lax.stop_gradient`, and this transform sets it. Where
-        the loop multiplies all updates by a rate the leaf lags behind; gradients are unscaled by
-        what it holds.
+        the loop multiplies all updates by a rate the leaf lags behind, and it falls by at most a
+        factor of 2^20 in a step; gradients are unscaled by what it holds.
 
     Of the extra arguments of `update`, `value` and `grad` are the scaled loss and its gradient, as
     the loop has them, and are unscaled for the optimizer inside (`optax.polyak_sgd`,
@@ -172,7 +172,8 @@ def scale_by_loss_scaling(
             new, inner = select_tree(finite, (new, inner), (zeros, state.inner))
             after = state.scaling.adjust(finite)
             if scale_in_params is not None:
-                step = after.loss_scaling - place(params)
+                # A sum that falls by more than float32's digits in one step would be zero.
+                step = jnp.maximum(after.loss_scaling, 2**-20 * place(params)) - place(params)
                 new = eqx.tree_at(scale_in_params, new, step)
         return new, LossScalingState(after, inner)
 

@@ -214,7 +214,13 @@ class Counter:
                 self.largest = max(self.largest, product_shape(eqn), key=math.prod)
             yield product, Work(1, _flops(eqn))
             return
+        # A trace inside of another, such as that of a checkpoint, does not see who called it.
+        site = site_of(eqn)
+        unknown = lambda line: site.users and (installed(line) or line == "unknown")
+        outside, self.loops = self.loops, {}
         inner = list(map(self.products, jaxprs_in(eqn)))
+        inside = {site.line if unknown(line) else line: None for line in self.loops}
+        self.loops = outside | inside
         if not any(inner):
             return
         if name == "cond":  # one of them runs
@@ -224,10 +230,8 @@ class Counter:
         if name == "while":
             self.loops[line_of(eqn)] = None
         times = self._times(eqn)
-        # A trace inside of another, such as that of a checkpoint, does not see who called it.
-        site = site_of(eqn)
         for product, work in itertools.chain(*(products.items() for products in inner)):
-            if site.users and (installed(product.line) or product.line == "unknown"):
+            if unknown(product.line):
                 product = dataclasses.replace(product, line=site.line)
             yield product, Work(times * work.count, times * work.flops)
 

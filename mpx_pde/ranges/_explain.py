@@ -1,5 +1,7 @@
 """The words of a report: its first finding, and the advice that follows."""
 
+import glob
+
 import equinox as eqx
 import jax
 
@@ -94,13 +96,19 @@ def _fix(row: Row, report: RangeReport) -> str:
                 "of two, override these products (`autocast={'full': ...}` in `mpx.filter_grad` "
                 "takes primitives and name scopes), or use bfloat16."
             )
+        if row.dtype in ("float32", "float64"):
+            return (
+                f"That is a cast to {row.dtype}. If the code names that dtype, it stays so in half "
+                "precision too, and overflows only where it is rounded later. If the code takes "
+                f"the dtype of an array that is half then, name float32 instead. Or {smaller}"
+            )
         return (
             f"That is a cast to {row.dtype}: of the code itself, where `astype(jnp.float32)` or no "
             "cast is the fix (`mpx.autocast` rounds what goes into products by itself), or of a "
             "function such as `jnp.sum` that returns the dtype that it was given; for a layer of a "
             f"model that is cast, `mpx.FullPrecision` is. Or {smaller}"
         )
-    name = row.scope.rsplit("/", 1)[-1] or primitive
+    name = glob.escape(row.scope.rsplit("/", 1)[-1]) or primitive  # overrides are patterns
     return (
         f"Keep it in float32 with `mpx.autocast(..., full={name!r})` (or `autocast={{'full': "
         f"{name!r}}}` in `mpx.filter_grad`). When whole models are cast, use "

@@ -15,6 +15,7 @@ from .._dtypes import check_integer, is_integer
 from .._loss_scaling import AbstractLossScaling
 from .._tree import dealt
 from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
+from ..interpret._precision_report import warn_user
 from ._gradient import Gradient, transformed
 
 
@@ -84,6 +85,29 @@ def split_batch(
     return batched, lambda batch: treedef.unflatten([batch.get(i, x) for i, x in enumerate(leaves)])
 
 
+def _warn_of_keywords(batched: dict[int, Array], kwargs: dict, micro_batches: int) -> None:
+    """Issues a warning where keyword arguments are as long as a batch that is split into single
+    examples: each example broadcasts against all of them, so no shape tells.
+    """
+    if micro_batches == 1 or not batched or any(x.shape[1] != 1 for x in batched.values()):
+        return
+
+    def as_long(x):
+        # A key of the old style is two integers.
+        counts = eqx.is_array_like(x) and jnp.ndim(x) > 0 and jnp.result_type(x) != jnp.uint32
+        return counts and jnp.shape(x)[0] == micro_batches
+
+    leaves = {name: jtu.tree_leaves(x, is_leaf=_is_leaf) for name, x in kwargs.items()}
+    names = [name for name, x in leaves.items() if x and all(map(as_long, x))]
+    if names:
+        warn_user(
+            f"`{_CALL}` passes keyword arguments whole, but {', '.join(map(repr, names))} "
+            f"{'is' if len(names) == 1 else 'are'} as long as the batch, of which each micro-batch "
+            "has one example. Pass the batch by position. If it is meant to be whole, pass it by "
+            "position too, with `None` in `in_axes`."
+        )
+
+
 def _run(
     gradient: Gradient, args: tuple, kwargs: dict, *, micro_batches: int, in_axes: PyTree
 ) -> tuple:
@@ -113,6 +137,7 @@ def _run(
             "Pass the batch by position, since keyword arguments are passed whole. If that is "
             "meant, say so by `in_axes=None`."
         )
+    _warn_of_keywords(batched, kwargs, micro_batches)
     values, aux = eqx.combine(arrays, statics[-1])
     value = jnp.mean(values)
     mean = jtu.tree_map(lambda g: g / micro_batches, total)
@@ -181,6 +206,8 @@ def filter_accumulated_value_and_grad(
         Scalars (such as a `jax.random.key`), non-arrays, `eqx.nn.State` and keyword arguments are
         always passed whole. So one key draws the same numbers in every micro-batch: for a key each
         pass `jax.random.split(key, micro_batches)`, of which each gets an array of one, `keys[0]`.
+        Keyword arrays as long as a batch of which each micro-batch has one example are a
+        [`mpx_pde.PrecisionWarning`][].
 
     **Returns:**
 

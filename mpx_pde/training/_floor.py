@@ -101,7 +101,8 @@ class PrecisionFloor(eqx.Module):
         told = lambda share: "" if share is None else _percent(float(share))
         rows = [("", "rounding", "noise"), ("loss", told(self.loss), "")]
         rows += [(f"  {name}", told(x), "") for name, x in self.terms.items()]
-        rows.append(("gradient", told(self.gradient), told(self.noise)))
+        noise = self.noise if self.parameter_noise else None  # of one micro-batch there is none
+        rows.append(("gradient", told(self.gradient), told(noise)))
         worst = sorted(self.parameters, key=lambda path: -float(self.parameters[path]))
         rows += [
             (f"  {path}", told(self.parameters[path]), told(self.parameter_noise.get(path)))

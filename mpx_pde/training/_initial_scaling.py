@@ -10,11 +10,12 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool
 
-from .._dtypes import largest_scale
+from .._dtypes import LARGEST_SCALE, largest_scale
 from .._loss_scaling import AbstractLossScaling, DynamicLossScaling
 from .._tree import with_fields
 from .._types import ForwardLike, PolicyLike, PyTree
 from ..derivatives import Scaling
+from ..interpret._precision_report import warn_user
 from ._gradient import Gradient, check_eager, copied, transformed
 from ._norms import minus, norm
 
@@ -26,6 +27,12 @@ _ROUNDING = 2.0**-12
 
 _MARGIN = 2
 """By how many powers of two a first loss scale stays below overflow, if that costs nothing."""
+
+_LOST = 2.0**-7
+"""Underflow at the highest loss scale is told if it changes the gradient of a parameter by more."""
+
+_BEYOND = 4
+"""The steps, in powers of two, by which loss scales beyond the highest are tried."""
 
 
 def initial_scaling(
@@ -54,7 +61,9 @@ def initial_scaling(
     are powers of two, so larger ones give the same gradient to the bit, unless something
     underflows. So the gradient at the largest possible scale is the measure. The loss scale is as
     large as it can be, each derivative scale the nearest to where it started, with room left below
-    overflow as far as that gives the same gradient.
+    overflow as far as that gives the same gradient. Where the loss scale ends at its highest,
+    larger ones are tried too. If they change the gradient of a parameter by 1 % or more, a
+    [`mpx_pde.PrecisionWarning`][] names the `max_loss_scaling` to take.
 
     **Arguments:** as for [`mpx_pde.filter_value_and_grad`][], and as in the training.
 
@@ -99,9 +108,9 @@ def _evaluate(gradient: Gradient, args: tuple, kwargs: dict) -> _Evaluated:
 
 
 @eqx.filter_jit
-def _apart(grads: PyTree, others: PyTree) -> Bool[Array, ""]:
-    """Returns whether any two gradients differ by more than rounding could."""
-    differ = lambda g, h: norm(minus(g, h)) > _ROUNDING * jnp.maximum(norm(g), norm(h))
+def _apart(grads: PyTree, others: PyTree, share: float = _ROUNDING) -> Bool[Array, ""]:
+    """Returns whether any two gradients differ by more than `share`, or than rounding could."""
+    differ = lambda g, h: norm(minus(g, h)) > share * jnp.maximum(norm(g), norm(h))
     return jnp.any(jnp.stack(jtu.tree_leaves(jtu.tree_map(differ, grads, others))))
 
 
@@ -127,12 +136,11 @@ def _found(start: Any, evaluate: Callable[[np.ndarray], _Evaluated]) -> np.ndarr
     exponents, found = _in_range(_exponents(start), evaluate, of_loss)
     for i, scale in enumerate(scales):
         step = scale.step * np.eye(len(scales), dtype=int)[i]
-        start_of, largest, overflows = exponents[i], found, False
-        while not overflows and exponents[i] + scale.step <= scale.highest:
-            other = evaluate(exponents + step)
-            overflows = bool(~other.finite | np.any(_exponents(other.adjusted) < exponents + step))
-            if not overflows:
-                exponents, largest = exponents + step, other
+        start_of = exponents[i]
+        exponents, found, overflows = _raised(
+            exponents, found, evaluate, i, scale.step, scale.highest
+        )
+        largest = found
         # A loss scale is as large as it can be, a derivative scale as near to where it was; and the
         # derivatives and gradients of the next batch may be larger.
         lowest = exponents[i] if of_loss[i] else start_of
@@ -142,7 +150,43 @@ def _found(start: Any, evaluate: Callable[[np.ndarray], _Evaluated]) -> np.ndarr
             if not other.finite or _apart(largest.grads, other.grads):
                 break
             exponents, found = exponents - step, other
+    if any(of_loss) and exponents[0] + scales[0].step > scales[0].highest:
+        _warn_of_lost(exponents, found, evaluate)
     return exponents
+
+
+def _raised(
+    exponents: np.ndarray,
+    found: _Evaluated,
+    evaluate: Callable[[np.ndarray], _Evaluated],
+    i: int,
+    step: int,
+    highest: int,
+) -> tuple[np.ndarray, _Evaluated, bool]:
+    """Raises scale `i` until the next step overflows or is beyond `highest`. Returns the exponents,
+    the gradient there, and whether the next step overflows.
+    """
+    while exponents[i] + step <= highest:
+        raised = exponents + step * np.eye(len(exponents), dtype=int)[i]
+        other = evaluate(raised)
+        if not other.finite or np.any(_exponents(other.adjusted) < raised):
+            return exponents, found, True
+        exponents, found = raised, other
+    return exponents, found, False
+
+
+def _warn_of_lost(
+    exponents: np.ndarray, found: _Evaluated, evaluate: Callable[[np.ndarray], _Evaluated]
+) -> None:
+    """Issues a warning if larger loss scales than the highest would keep more of the gradient."""
+    highest = round(math.log2(LARGEST_SCALE))
+    beyond, other, _ = _raised(exponents, found, evaluate, 0, _BEYOND, highest)
+    if _apart(found.grads, other.grads, _LOST):
+        warn_user(
+            f"`{_CALL}` ends at the highest loss scale, 2^{exponents[0]}, at which a part of the "
+            "gradient of this batch underflows. Let the scale grow by `max_loss_scaling=2**"
+            f"{beyond[0]}` in `mpx_pde.DynamicLossScaling`, or make the loss larger."
+        )
 
 
 def _in_range(

@@ -163,7 +163,10 @@ def _parse_policy(policy: Any, call: str) -> jmp.Policy | None:
                 f"`{call}` cannot read the policy {policy!r}. Write it as jmp does, for example "
                 '"params=float32,compute=bfloat16,output=float32".'
             ) from e
-    raise TypeError(f"`{call}` takes a `jmp.Policy` or its string as `policy`, but got {policy!r}.")
+    raise TypeError(
+        f"`{call}` takes a `jmp.Policy` or its string as `policy`, such as "
+        f'"params=float32,compute=bfloat16,output=float32", but got {policy!r}.'
+    )
 
 
 def _parse_autocast(options: Any, call: str) -> tuple[tuple[str, Any], ...] | None:

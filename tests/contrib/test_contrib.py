@@ -48,6 +48,20 @@ def test_gradients_are_unscaled_by_the_scale_that_the_loss_had(begin, rate):
     np.testing.assert_allclose(params["net"], net * (1 - 0.25 * rate) ** steps, rtol=1e-6)
 
 
+def test_a_scale_far_below_its_leaf_is_reached_in_two_steps():
+    """A sum of the leaf and the difference would be zero."""
+    params = {"net": jnp.ones(3), "scale": jnp.float32(2.0**15)}
+    optimizer = scale_by(optax.sgd(0.25), mpx.DynamicLossScaling(2.0**-12), **MOVING)
+    state = optimizer.init(params)
+    grads = {"net": jnp.zeros(3), "scale": jnp.float32(0)}
+    scales = []
+    for _ in range(3):
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        scales.append(float(params["scale"]))
+    assert scales == [2.0**-5, 2.0**-12, 2.0**-12]
+
+
 # Optimizers that look at the loss, and what the loop hands on to them.
 OF_THE_LOSS = {
     "polyak_sgd": lambda: optax.polyak_sgd(max_learning_rate=1.0),

@@ -122,6 +122,11 @@ def test_inside_of_everything_as_often_as_it_runs():
     assert len(report.loops) == 1
     assert report.loops[0].startswith(__file__)
     assert "unknown length" in str(report)
+    # JAX traces the solver in a trace of its own.
+    solve = lambda b: jax.scipy.sparse.linalg.cg(jnp.eye(4), b)[0]
+    assert [line.rpartition(":")[0] for line in mpx.precision_report(solve)(x[0]).loops] == [
+        __file__
+    ]
 
 
 def test_groups_and_batches_by_hand():

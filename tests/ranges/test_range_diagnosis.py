@@ -325,7 +325,12 @@ def scoped(x, w):
     return y * 1e-6
 
 
-@pytest.mark.parametrize("fun", [scaled_product, scoped])
+def scoped_by_number(x, w):
+    with jax.named_scope("layers[0]"):
+        return scaled_product(x, w)
+
+
+@pytest.mark.parametrize("fun", [scaled_product, scoped, scoped_by_number])
 def test_the_override_that_is_named_mends(fun):
     x, w = jnp.full((4, 4), 40.0), jnp.full((4, 4), 10.0)
     text = mpx.explain_nonfinite(fun, "float16")(x, w)

@@ -163,6 +163,19 @@ def test_keys_scalars_states_and_keywords_are_passed_whole():
     assert tree_equal_bits(kwargs, {"c": jnp.ones((2, 3))})
 
 
+def test_a_batch_by_keyword_is_told_where_no_shape_tells():
+    """Micro-batches of one example broadcast against all targets; what is meant is left alone."""
+    loss = lambda w, x, y=None, **whole: jnp.mean((x @ w[:, None] - y) ** 2)
+    w, x, y = jnp.ones(2), jnp.ones((4, 2)), jnp.ones((4, 1))
+    of_ones = mpx.filter_accumulated_value_and_grad(loss, mpx.NoOpLossScaling(), 4)
+    with pytest.warns(mpx.PrecisionWarning, match=r"passes keyword arguments whole, but 'y' is"):
+        of_ones(w, x, y=y)
+    of_ones(w, x, y, teacher=[jnp.ones((4, 4)), jnp.ones(3)], scale=2.0)
+    mpx.filter_accumulated_value_and_grad(loss, mpx.NoOpLossScaling(), 2)(
+        w, x, y, grid=y, pair=x[:2]
+    )
+
+
 def test_aux_is_stacked_and_in_the_output_dtype():
     def loss(w, x):
         static = (None, "text", jnp.tanh, x.shape[0], 1.5)

@@ -127,6 +127,7 @@ def test_noise_is_the_standard_error_of_the_batch():
     np.testing.assert_allclose(floor.noise, want, rtol=0.02)
     none = mpx.precision_floor(loss, mpx.NoOpLossScaling(), micro_batches=1)(model, x)
     assert math.isnan(none.noise)
+    assert "nan" not in str(none)
 
 
 def test_what_is_no_batch_is_named():

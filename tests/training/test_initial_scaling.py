@@ -1,6 +1,8 @@
 """The first scales: found before the first step, or by the first steps; and a step without a loop
 for it."""
 
+import re
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -119,6 +121,23 @@ def test_where_no_scale_helps_it_says_so(factor):
     find = mpx.initial_scaling(lambda w: jnp.sum(jnp.sqrt(factor * w)), mpx.DynamicLossScaling())
     with pytest.raises(ValueError, match=r"`initial_scaling` found no scale.*explain_nonfinite"):
         find(jnp.ones(2))
+
+
+def test_underflow_at_the_highest_scale_is_told():
+    """The cap that is named keeps the gradient. Of an ordinary loss nothing is said."""
+
+    def found_for(factor, **options):
+        loss = lambda w, x: linear(w, x).astype(jnp.float32) * factor
+        scaling = mpx.initial_scaling(loss, mpx.DynamicLossScaling(**options))(jnp.ones(3), HARD)
+        return scaling, mpx.filter_grad(loss, scaling)(jnp.ones(3), HARD)[2]
+
+    with pytest.warns(mpx.PrecisionWarning, match=r"`initial_scaling`.*2\^15.*underflows") as told:
+        scaling, grads = found_for(2.0**-44)
+    assert not grads.any()
+    assert scaling.loss_scaling == 2.0**15
+    cap = 2.0 ** int(re.search(r"max_loss_scaling=2\*\*(\d+)`", str(told[0].message))[1])
+    np.testing.assert_array_equal(found_for(2.0**-44, max_loss_scaling=cap)[1], 2.0**-44 * HARD)
+    assert found_for(2.0**-14)[0].loss_scaling == 2.0**15
 
 
 @pytest.mark.slow
