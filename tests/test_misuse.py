@@ -201,6 +201,9 @@ TYPE_ERRORS = {
     "cannot unscale `value_fn` … mpx_pde.line_search_value": lambda: searched(jnp.sum),
     "`gather_parameters` needs a `jax.sharding": lambda: gathered(PartitionSpec()),
     # Derivatives.
+    "`DerivativeScaling.per_direction` … nothing in between … 'x, t'": lambda: DS.per_direction(
+        "x, t"
+    ),
     "the coordinates … ''": lambda: partials(["u"], coords=""),
     "`linear_operator` … {}": lambda: operator({}),
     "`laplacian` … `over`": lambda: mpx.laplacian(net, **NET, over=""),
@@ -343,9 +346,6 @@ VALUE_ERRORS = {
     # Derivatives.
     "`partials` … at least one term": lambda: partials(iter(())),
     "`linear_operator` … {} for 'a'": lambda: operator({"a": {}}),
-    "`DerivativeScaling.per_direction` … nothing in between … 'x, t'": lambda: DS.per_direction(
-        "x, t"
-    ),
     "t, e, m, p … write `outputs=['temp']`": lambda: partials(["temp_x"], outputs="temp"),
     "`linear_operator` … 'xx', not 'u_xx'": lambda: operator({"a": {"u_xx": 1.0}}),
     "`linear_operator` … has no scale for 'y'": lambda: operator(YY, scaling=DS.per_direction("x")),
@@ -359,9 +359,7 @@ VALUE_ERRORS = {
         [None, 3],
     ),
     "`scaled_jvp` … [0] … (3,) … (2,)": lambda: mpx.scaled_jvp(net, (POINT,), (W,), 2.0),
-    "differentiates in 2 coordinates, but has the names of 3": lambda: d_grad(net, coords="xyz")(
-        POINT
-    ),
+    "of 2 coordinates in `argnums` has the names of 3": lambda: d_grad(net, coords="xyz")(POINT),
     "`DerivativeScaling.adjust` … (15, 66)": lambda: DIRECTIONS.adjust(W),
     "`DerivativeScaling.with_exponents` … x, t … [1]": lambda: DIRECTIONS.with_exponents([1]),
     # Networks.

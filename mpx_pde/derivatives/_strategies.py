@@ -8,6 +8,7 @@ way to it.
 import abc
 import functools as ft
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
@@ -47,8 +48,22 @@ class HistogramRow(NamedTuple):
 
 
 def _weights(dirs: Iterable[int]) -> Weights:
-    dirs = tuple(dirs)
-    return tuple((i, dirs.count(i)) for i in sorted(set(dirs)))
+    return tuple(sorted(Counter(dirs).items()))
+
+
+def _dirs_of(term: str, order: int, coords: tuple[str, ...] | None, call: str) -> tuple[Any, ...]:
+    """Returns the directions of a term with a histogram of its own: coordinates by their places,
+    or letters where their names are not known.
+    """
+    suffix = term.rpartition("_")[2]
+    dirs = tuple(suffix) if coords is None else split_names(suffix, coords)
+    if dirs is None or not 1 <= len(dirs) <= order:
+        names = "of one letter (or of those in `coords`)" if coords is None else ", ".join(coords)
+        raise ValueError(
+            f"`{call}` cannot give the term {term!r} a histogram of its own: it must end in an "
+            f"underscore and 1 to {order} coordinates {names}."
+        )
+    return dirs
 
 
 class AbstractStrategy(abc.ABC):
@@ -169,7 +184,7 @@ class AbstractStrategy(abc.ABC):
 
     def steps(self, margin: int, rows: Iterable[HistogramRow]) -> int:
         """Returns the largest rise of a scaler at which its `rows` rise by at most `margin`."""
-        return margin
+        return math.ceil(margin / max(row.order for row in rows))
 
     def order_of(self, scaler: int) -> int:
         """Returns the order of the derivatives that a scaler scales as a whole: it takes as many
@@ -210,14 +225,7 @@ class PerDirection(AbstractStrategy):
             every = tuple((i, 2) for i in range(len(names)))
             rows.append(HistogramRow("laplacian", every, smallest=True))
         for term in term_list(terms, call, empty=True):
-            _, _, suffix = term.rpartition("_")
-            dirs = split_names(suffix, names)
-            if dirs is None or not 1 <= len(dirs) <= order:
-                raise ValueError(
-                    f"`{call}` cannot read the term {term!r}: it must end in an underscore and 1 "
-                    f"to {order} of the coordinates {', '.join(names)}."
-                )
-            rows.append(HistogramRow(term, _weights(dirs)))
+            rows.append(HistogramRow(term, _weights(_dirs_of(term, order, names, call))))
         return cls(names, order, tuple(rows))
 
     def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
@@ -245,9 +253,6 @@ class PerDirection(AbstractStrategy):
 
     def kept(self, exponent: Any, margin: int) -> Any:
         return jnp.maximum(exponent, jnp.minimum(exponent + margin, _LOW))
-
-    def steps(self, margin: int, rows: Iterable[HistogramRow]) -> int:
-        return math.ceil(margin / max(row.order for row in rows))
 
     @property
     def coords(self) -> tuple[str, ...]:
@@ -280,15 +285,9 @@ class PerOrder(AbstractStrategy):
         if order >= 2 and "laplacian" not in special:
             rows.append(HistogramRow("laplacian", ((1, 1),)))
         for term in term_list(terms, call, empty=True):
-            suffix = term.rpartition("_")[2]
-            dirs = tuple(suffix) if coords is None else split_names(suffix, coords)
-            if term in special or dirs is None or not 1 <= len(dirs) <= order:
-                raise ValueError(
-                    f"`{call}` cannot give the term {term!r} a histogram of its own: it is "
-                    f"special, or does not end in 1 to {order} coordinates. Give the names of "
-                    "coordinates as `coords` where they have more than one letter."
-                )
-            rows.append(HistogramRow(term, ((len(dirs) - 1, 1),)))
+            if term not in special:  # which have rows of their own already
+                dirs = _dirs_of(term, order, coords, call)
+                rows.append(HistogramRow(term, ((len(dirs) - 1, 1),)))
         return cls(names, order or None, tuple(rows))
 
     @property

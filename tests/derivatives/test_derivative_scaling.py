@@ -201,7 +201,7 @@ class TestStep:
         assert tree_equal_bits((value, grads), (want, want_grads))
         assert finite
         assert tree_equal_bits(scaling.derivatives.exponents, start.exponents)
-        assert scaling.derivatives.shifts.tolist() == [0] * len(start.rows)
+        assert scaling.derivatives.shifts.tolist() == [0] * len(start.row_names)
         assert scaling.derivatives.counts.sum() == 2 * len(x)
 
 
