@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._dtypes import check_choice
 from ._split import SPLIT_PRODUCTS
 
 
@@ -35,10 +36,7 @@ def options_of(rung: str) -> dict[str, Any]:
 
 def check_rung(rung: Any, call: str, name: str) -> str:
     """Returns `rung`; raises a `ValueError` in the name of `call` unless it is one of `RUNGS`."""
-    if rung not in RUNGS:
-        raise ValueError(
-            f"`{call}` takes {', '.join(map(repr, RUNGS))} in `{name}`, but got {rung!r}."
-        )
+    check_choice(rung, RUNGS, call, name)
     return rung if rung == "full" else check_forward(rung, call)
 
 
@@ -103,10 +101,7 @@ def check_forward(precision: Any, call: str) -> str:
     """Returns `precision`; raises a `ValueError` in the name of `call` unless it is one of
     `FORWARDS`.
     """
-    if precision not in FORWARDS:
-        raise ValueError(
-            f"`{call}` takes {', '.join(map(repr, FORWARDS))} as `forward`, but got {precision!r}."
-        )
+    check_choice(precision, FORWARDS, call, "forward")
     if precision == "float64" and jax.dtypes.canonicalize_dtype("float64") != jnp.float64:
         raise ValueError(
             f"`{call}` cannot evaluate in float64 while JAX has 64-bit types switched off. Call "

@@ -401,7 +401,7 @@ VALUE_ERRORS = {
     # Ladders, floors, reports.
     "`PrecisionLadder` … positive `tolerance`": (lambda x: LADDER(tolerance=x), [float("nan"), 0]),
     "positive integer as `interval`": lambda: LADDER(interval=0.5),
-    "'half', 'tensorfloat32' … in `rungs`, but got 'float8'": lambda: LADDER(("half", "float8")),
+    "'half', 'tensorfloat32' … as `rungs`, but got 'float8'": lambda: LADDER(("half", "float8")),
     "after 'float32' comes 'half' … ('half', 'float32')": lambda: LADDER(("float32", "half")),
     "not above it": lambda: LADDER(("half", "half")),
     "tuple of names": (lambda x: LADDER(x), ["half", (), 3]),
@@ -410,7 +410,7 @@ VALUE_ERRORS = {
     "`use_mixed_precision=False`": lambda: climb("full", use_mixed_precision=False),
     "'full' (the compute dtype of `policy`": lambda: climb("float32", policy="float32"),
     "tolerance": lambda: climb("full", tolerance=0.0),
-    "`precision_floor` takes 'half', … in `against`": lambda: floor(against="float8"),
+    "`precision_floor` takes 'half', … as `against`": lambda: floor(against="float8"),
     "compares 'float32' with a precision above it": lambda: floor(
         forward="float32", against="half"
     ),
