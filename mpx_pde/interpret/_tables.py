@@ -81,11 +81,9 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("dynamic_update_slice", "linear", "operands", _CHEAP, ""),
     ("name", "linear", "operands", _CHEAP, "choice"),
     ("select_n", "linear", "operands", _CHEAP, "choice pointwise"),
-    ("ppermute all_gather all_gather_invariant", "linear", "operands", _CHEAP, "slow"),
-    ("all_to_all", "linear", "operands", _CHEAP, "slow"),
+    ("ppermute all_gather all_gather_invariant all_to_all", "linear", "operands", _CHEAP, "slow"),
     # Arithmetic.
-    ("add sub", "linear", "operands", _CHEAP, "arithmetic broadcasts coordinate pointwise"),
-    ("neg", "linear", "operands", _CHEAP, "arithmetic broadcasts coordinate pointwise"),
+    ("add sub neg", "linear", "operands", _CHEAP, "arithmetic broadcasts coordinate pointwise"),
     ("add_any", "linear", "operands", _CHEAP, "arithmetic broadcasts pointwise"),
     ("mul div", "multiplied", "operands", _CHEAP, "arithmetic broadcasts coordinate pointwise"),
     ("rem atan2", "nested", "operands", _CHEAP, "pointwise"),
