@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.jet import jet_rules
 from jax.interpreters import ad, mlir
 from jaxtyping import Array
 
@@ -107,6 +108,8 @@ def define_product(primitive, plain, evaluate: Callable, *transposes: Callable) 
     - `evaluate`: the product as a function of its operands and parameters, which is told what
         `platform` it is on.
     - `transposes`: the transpose rules of the left and of the right operand.
+
+    With them come its derivatives in forward mode and in `jax.experimental.jet`.
     """
 
     def abstract_eval(x, y, *, dtype, out_dtype, given, algorithm=None, **params):
@@ -137,3 +140,24 @@ def define_product(primitive, plain, evaluate: Callable, *transposes: Callable) 
     ad.defbilinear(primitive, *transposes)
     bilinear = ad.primitive_jvps[primitive]
     ad.primitive_jvps[primitive] = jvp
+    jet_rules[primitive] = partial(_cauchy_product, primitive)
+
+
+def _cauchy_product(
+    primitive: Any, primals: Sequence, series: Sequence, **params: Any
+) -> tuple[Array, list[Array]]:
+    """Returns the coefficients of a product from those of its factors, summed in float32: the rule
+    of JAX's Taylor mode, `jax.experimental.jet`.
+    """
+    xs, ys = ([primal, *terms] for primal, terms in zip(primals, series, strict=True))
+    out_dtype = params["out_dtype"]
+    params = {**params, "out_dtype": wide(out_dtype)}
+
+    def coefficient(k: int) -> Array:
+        out = primitive.bind(xs[0], ys[k], **params)
+        for i in range(1, k + 1):
+            out += primitive.bind(xs[i], ys[k - i], **params)
+        return out.astype(out_dtype)
+
+    value, *rest = map(coefficient, range(len(xs)))
+    return value, rest
