@@ -1,7 +1,6 @@
 """The table of primitives: one row for each, with what every interpreter needs to know of it.
 
-Data only. `autocast`, the derivative engine and the reports of ranges read it; a container of JAX's
-has, beside its row, the names of the jaxprs in it (`CONTAINERS` in `_jaxpr.py`).
+Data only. `autocast`, the derivative engine and the reports of ranges read it.
 
 The division by precision is that of NVIDIA's automatic mixed precision: matrix products in half;
 sums, and functions that grow or shrink faster than their argument, in float32; the cheap rest in
@@ -217,6 +216,9 @@ CONSTANT = _with("constant")
 
 OPAQUE = _with("opaque")
 """JAX has a rule for them that only raises."""
+
+CONTAINERS = _with("container")
+"""Holds jaxprs, which are evaluated by the rules of this table."""
 
 FULL = _with("float32")
 """Computed in float32, with a float32 result."""
