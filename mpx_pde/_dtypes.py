@@ -86,7 +86,7 @@ def check_bool(value: Any, call: str, name: str, meaning: str) -> bool:
     return bool(value)
 
 
-def check_choice(value: Any, choices: Collection[str], call: str, name: str) -> Any:
+def check_choice(value: Any, choices: Collection, call: str, name: str) -> Any:
     """Returns `value`; raises a `ValueError` in the name of `call` unless it is a choice."""
     if value not in choices:
         raise ValueError(

@@ -91,10 +91,8 @@ def plot(history: Sequence[Mapping[str, Any]], *, steps: Sequence[int] | None = 
         )
     if not history:
         raise ValueError("`plot` needs at least one step of telemetry, but `history` is empty.")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise ImportError("`plot` needs matplotlib: `pip install matplotlib`.") from e
+    from matplotlib.figure import Figure
+
     steps = range(len(history)) if steps is None else steps
     last = history[-1]
     seen = [n for n in last["counts"] if any(np.sum(h["counts"][n]) > 0 for h in history)]

@@ -144,15 +144,11 @@ class SpectralConv(eqx.Module):
         self.modes = parse_modes(modes, call)
         dims = len(self.modes)
         kept = tuple(len(frequencies(m, i == dims - 1)) for i, m in enumerate(self.modes))
-        if factorization is None:
+        if check_choice(factorization, (None, "cp"), call, "factorization") is None:
             self.weight = dense_weight(key, kept, in_channels, out_channels)
-        elif factorization == "cp":
+        else:
             rank = cp_rank(rank, (*kept, in_channels, out_channels), call)
             self.weight = cp_weight(key, kept, in_channels, out_channels, rank)
-        else:
-            raise ValueError(
-                f"`{call}` takes 'cp' or `None` as `factorization`, but got {factorization!r}."
-            )
         self.stabilizer = parse_stabilizer(stabilizer, call)
         self.method = check_choice(method, ("auto", "dft", "fft"), call, "method")
         self.arithmetic = parse_arithmetic(dtype, call)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from .._dtypes import check_choice
 from .._repr import table
 from ..interpret._lines import INSIDE, is_ours
 from ._meter import Measured
@@ -73,12 +74,7 @@ class Row:
     inside: bool = False
 
     def loss(self, name: str) -> Lost:
-        if name not in ("float16", "bfloat16"):
-            raise ValueError(
-                "A `RangeReport` tells what 'float16' and 'bfloat16' lose, by these names, but got "
-                f"{name!r} as `dtype`."
-            )
-        return getattr(self, name)
+        return getattr(self, check_choice(name, ("float16", "bfloat16"), "RangeReport", "dtype"))
 
     @property
     def where(self) -> str:
