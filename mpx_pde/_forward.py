@@ -14,17 +14,7 @@ from ._split import SPLIT_PRODUCTS
 FORWARDS = ("half", "float32", *SPLIT_PRODUCTS, "float64")
 """The values that `forward=` takes."""
 
-RUNGS = (
-    "half",
-    "tensorfloat32",
-    "bfloat16_x3",
-    "tensorfloat32_x3",
-    "bfloat16_x6",
-    "bfloat16_x9",
-    "float32",
-    "full",
-    "float64",
-)
+RUNGS = ("half", *SPLIT_PRODUCTS, "float32", "full", "float64")
 """Precisions of a training by the error of its loss, the largest first: what `forward=` takes, and
 `"full"`, the precision of the parameters throughout."""
 
