@@ -44,15 +44,13 @@ def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
             raise TypeError  # NumPy would take `None` for float64, and an array for its dtype.
         # Python's own type means JAX's default, which is float64 with `jax_enable_x64` alone.
         out = jax.dtypes.canonicalize_dtype(dtype) if dtype is float else jnp.dtype(dtype)
-    except TypeError as e:
-        raise ValueError(
-            f"`{call}` needs a floating-point dtype such as jnp.float16 or 'bfloat16', but got "
-            f"{dtype!r}, which is not a dtype."
-        ) from e
-    if not jnp.issubdtype(out, jnp.floating):
+    except TypeError:
+        out = None
+    if out is None or not jnp.issubdtype(out, jnp.floating):
+        got = f"{dtype!r}, which is not a dtype" if out is None else out.name
         raise ValueError(
             f"`{call}` needs a real floating-point dtype such as jnp.float16 or 'bfloat16', but "
-            f"got {out.name}."
+            f"got {got}."
         )
     return out
 

@@ -206,6 +206,10 @@ TYPE_ERRORS = {
     ),
     "the coordinates … ''": lambda: partials(["u"], coords=""),
     "`linear_operator` … {}": lambda: operator({}),
+    "`linear_operator` takes one key … as `key` … got %r": (
+        lambda x: operator({"op": "laplacian"}, samples=1, key=x),
+        [None, 3],
+    ),
     "`laplacian` … `over`": lambda: mpx.laplacian(net, **NET, over=""),
     "`partials`": lambda: partials(["u"], scaling=mlp()),
     **{
@@ -300,7 +304,7 @@ VALUE_ERRORS = {
     "between `min_loss_scaling` … 0.25": lambda: DYNAMIC(0.25, min_loss_scaling=1),
     "`max_consecutive_skips`": (lambda x: stuck(SCALING, x), [0, -1, 2.5, True]),
     # Casts.
-    "`cast_tree` needs a floating-point dtype": lambda: mpx.cast_tree(W, None),
+    "`cast_tree` needs a real floating-point dtype": lambda: mpx.cast_tree(W, None),
     "`FullPrecision` needs a": lambda: mpx.FullPrecision(eqx.nn.Identity(), out_dtype="halve"),
     # Products.
     "mixed_matmul … int32": lambda: matmul(X, X.T, dtype="int32"),
@@ -353,10 +357,6 @@ VALUE_ERRORS = {
     "`linear_operator` multiplies … in the operator 'op'": (
         lambda x: operator({"op": {"x": x}})(POINT),
         ["b", None, 1j, W, W[:1], lambda p: p],
-    ),
-    "`linear_operator` needs a `key` … got %r": (
-        lambda x: operator({"op": "laplacian"}, samples=1, key=x),
-        [None, 3],
     ),
     "`scaled_jvp` … [0] … (3,) … (2,)": lambda: mpx.scaled_jvp(net, (POINT,), (W,), 2.0),
     "of 2 coordinates in `argnums` has the names of 3": lambda: d_grad(net, coords="xyz")(POINT),

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._dtypes import as_floating_dtype, check_integer
+from .._tree import check_key
 from .._types import DTypeLike, Names
 from ._checks import check_factor, check_network, names_of, parse_terms, split_names
 from ._evaluation import Evaluation, Sum, Summand
@@ -157,7 +158,7 @@ def linear_operator(
     output, and `terms` by their names.
 
     **Raises:** as [`mpx_pde.partials`][]; `ValueError` for an operator that cannot be read or
-    sampled, and for samples without a key.
+    sampled, `TypeError` for samples without a key.
 
     ```python
     fun = lambda p: p[0] ** 2 * p[1]
@@ -174,10 +175,7 @@ def linear_operator(
     drawing = None
     if samples is not None:
         count = check_integer(samples, call, "samples")
-        if not hasattr(key, "dtype"):
-            raise ValueError(
-                f"`{call}` needs a `key`, a `jax.random.key`, to draw `samples`, but got {key!r}."
-            )
+        check_key(key, call)
         keys = iter(jax.random.split(key, len(operators)))
         drawing = lambda found, spec, size: _sampled(
             found, spec, size, count, next(keys), replace, call
