@@ -279,21 +279,17 @@ def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool, call
         factors = jnp.full(samples, 1 / (3 * samples), widest)
         return found._replace(summands=some, directions=(directions, factors), order=4)
     orders = {len(s.dirs) for s in found.summands}
-    if len(orders) > 1 or any(len(set(s.dirs)) > 1 for s in found.summands):
+    if len(orders) > 1 or any(len(set(s.dirs)) > 1 or callable(s.factor) for s in found.summands):
         raise ValueError(
             f"`{call}` draws samples of 'laplacian', 'biharmonic', and pure derivatives of one "
-            f"order, such as 'xxx' in every coordinate, but {found.name!r} has others. Take those "
-            "as an operator or a term of their own, without `samples`."
+            "order with constant factors, such as 'xxx' in every coordinate, but "
+            f"{found.name!r} has others, or functions of the point. Take those as an operator or "
+            "a term of their own, without `samples`."
         )
     if not replace and samples > len(found.summands):
         raise ValueError(
             f"`{call}` cannot draw {samples} of {len(found.summands)} summands of {found.name!r} "
             "without replacement. Take fewer `samples`, or `replace=True`."
-        )
-    if any(callable(s.factor) for s in found.summands):
-        raise ValueError(
-            f"`{call}` draws samples of summands with constant factors, but {found.name!r} has "
-            "functions of the point."
         )
     numbers = [s.factor for s in found.summands]
     if all(isinstance(f, int | float) for f in numbers):

@@ -162,10 +162,8 @@ class AbstractStrategy(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def exponent(
-        self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int], margin: int
-    ) -> Any:
-        """Returns the exponent of the scale that a stream with shared seeds is stored with.
+    def exponent(self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int]) -> Any:
+        """Returns the exponent of the scale that a stream with shared seeds carries.
 
         **Arguments:**
 
@@ -173,12 +171,11 @@ class AbstractStrategy(abc.ABC):
         - `along`: the coordinates of each differentiation: one, several that are stacked, or none
             where it is along a direction that is drawn.
         - `asked`: the orders that a loss asks for.
-        - `margin`: the powers of two that the update rule keeps free below overflow.
         """
 
     def kept(self, exponent: Any, margin: int) -> Any:
         """Returns the exponent at which a stream is stored, where `exponent` is that of its
-        derivative.
+        derivative, and `margin` the powers of two that the update rule keeps free below overflow.
         """
         return exponent
 
@@ -242,14 +239,12 @@ class PerDirection(AbstractStrategy):
             return [self._shared_row("laplacian", [name] * 2, call) for name in over]
         return super().laplacian_rows(over, call)
 
-    def exponent(
-        self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int], margin: int
-    ) -> Any:
+    def exponent(self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int]) -> Any:
         if not along[0]:
-            return self.kept(len(along) * jnp.min(exponents), margin)
+            return len(along) * jnp.min(exponents)
         places = [np.array([self.names.index(c) for c in coords]) for coords in along]
         at: list[Any] = [exponents[i if len(i) > 1 else int(i[0])] for i in places]
-        return self.kept(sum(at[1:], at[0]), margin)
+        return sum(at[1:], at[0])
 
     def kept(self, exponent: Any, margin: int) -> Any:
         return jnp.maximum(exponent, jnp.minimum(exponent + margin, _LOW))
@@ -316,9 +311,7 @@ class PerOrder(AbstractStrategy):
         ((scaler, _),) = self.rows[row].weights
         return None if scaler < (self.order or 0) else row
 
-    def exponent(
-        self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int], margin: int
-    ) -> Any:
+    def exponent(self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int]) -> Any:
         # An order that nobody asked for has no histogram: it follows the next one that has.
         order = min(n for n in asked if n >= len(along))
         return jnp.floor_divide(exponents[order - 1] * len(along), order)
