@@ -58,10 +58,10 @@ def _dirs_of(term: str, order: int, coords: tuple[str, ...] | None, call: str) -
     suffix = term.rpartition("_")[2]
     dirs = tuple(suffix) if coords is None else split_names(suffix, coords)
     if dirs is None or not 1 <= len(dirs) <= order:
-        names = "of one letter (or of those in `coords`)" if coords is None else ", ".join(coords)
+        names = "of one letter, or in `coords`" if coords is None else ", ".join(coords)
         raise ValueError(
             f"`{call}` cannot give the term {term!r} a histogram of its own: it must end in an "
-            f"underscore and 1 to {order} coordinates {names}."
+            f"underscore and 1 to {order} of the coordinates {names}."
         )
     return dirs
 
