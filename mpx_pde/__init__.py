@@ -2,8 +2,9 @@
 
 import typing as _typing
 
+import numpy as _np
+
 from . import (
-    _jet as _jet,
     checkpoint_policies as checkpoint_policies,
     contrib as contrib,
     derivatives as derivatives,
@@ -90,11 +91,9 @@ from .training import (
 __version__ = "0.1.0"
 
 
-if _typing.TYPE_CHECKING:
-    import numpy as _np
+HALF_PRECISION_DATATYPE: _np.dtype[_typing.Any]
 
-    HALF_PRECISION_DATATYPE: _np.dtype[_typing.Any]
-else:
+if not _typing.TYPE_CHECKING:
     # Hidden from type checkers, which would take every name for one of this package.
     def __getattr__(name):
         if name == "HALF_PRECISION_DATATYPE":

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.jet import jet_rules
 from jax.interpreters import ad, mlir
 from jaxtyping import Array
 
@@ -97,9 +98,18 @@ def rounded_product(
     return lax.convert_element_type(out, out_dtype)
 
 
-def define_types(primitive, plain) -> None:
-    """Defines the type of a product's result: that of JAX's own product `plain`, with its shape,
-    sharding and varying mesh axes, in `out_dtype`.
+def define_product(primitive, plain, evaluate: Callable, *transposes: Callable) -> None:
+    """Defines a product, a primitive that is linear in each of its two operands.
+
+    **Arguments:**
+
+    - `plain`: JAX's own product, which says the shape of the result, its sharding and its varying
+        mesh axes.
+    - `evaluate`: the product as a function of its operands and parameters, which is told what
+        `platform` it is on.
+    - `transposes`: the transpose rules of the left and of the right operand.
+
+    With them come its derivatives in forward mode and in `jax.experimental.jet`.
     """
 
     def abstract_eval(x, y, *, dtype, out_dtype, given, algorithm=None, **params):
@@ -109,15 +119,10 @@ def define_types(primitive, plain) -> None:
         out, _ = plain.abstract_eval(x, y, **params)
         return out.update(dtype=out_dtype)
 
-    primitive.def_abstract_eval(abstract_eval)
-
-
-def define_bilinear(primitive, transpose_lhs: Callable, transpose_rhs: Callable) -> None:
-    """Defines the JVP and transpose rules of a primitive that is linear in each of its two
-    operands.
-    """
-    ad.defbilinear(primitive, transpose_lhs, transpose_rhs)
-    bilinear = ad.primitive_jvps[primitive]
+    # Compiled once for each set of parameters and types, as JAX's own operations are.
+    @partial(jax.jit, static_argnames="params")
+    def run(x, y, params):
+        return primitive.bind(x, y, **dict(params))
 
     def jvp(primals, tangents, **params):
         # A tangent may be the same on all devices of a `shard_map` where its primal is not.
@@ -127,20 +132,32 @@ def define_bilinear(primitive, transpose_lhs: Callable, transpose_rhs: Callable)
         ]
         return bilinear(primals, tangents, **params)
 
-    ad.primitive_jvps[primitive] = jvp
-
-
-def define_lowering(primitive, evaluate: Callable) -> None:
-    """Defines how a product is evaluated, by a function of its operands and parameters that is told
-    what `platform` it is on.
-    """
-
-    # Compiled once for each set of parameters and types, as JAX's own operations are.
-    @partial(jax.jit, static_argnames="params")
-    def run(x, y, params):
-        return primitive.bind(x, y, **dict(params))
-
+    primitive.def_abstract_eval(abstract_eval)
     primitive.def_impl(lambda x, y, **params: run(x, y, tuple(params.items())))
     for platform in (None, "cpu", *GPUS):
         lowering = mlir.lower_fun(partial(evaluate, platform=platform), multiple_results=False)
         mlir.register_lowering(primitive, lowering, platform=platform)
+    ad.defbilinear(primitive, *transposes)
+    bilinear = ad.primitive_jvps[primitive]
+    ad.primitive_jvps[primitive] = jvp
+    jet_rules[primitive] = partial(_cauchy_product, primitive)
+
+
+def _cauchy_product(
+    primitive: Any, primals: Sequence, series: Sequence, **params: Any
+) -> tuple[Array, list[Array]]:
+    """Returns the coefficients of a product from those of its factors, summed in float32: the rule
+    of JAX's Taylor mode, `jax.experimental.jet`.
+    """
+    xs, ys = ([primal, *terms] for primal, terms in zip(primals, series, strict=True))
+    out_dtype = params["out_dtype"]
+    params = {**params, "out_dtype": wide(out_dtype)}
+
+    def coefficient(k: int) -> Array:
+        out = primitive.bind(xs[0], ys[k], **params)
+        for i in range(1, k + 1):
+            out += primitive.bind(xs[i], ys[k - i], **params)
+        return out.astype(out_dtype)
+
+    value, *rest = map(coefficient, range(len(xs)))
+    return value, rest

@@ -14,9 +14,7 @@ from jaxtyping import Array, Float
 from ._bilinear import (
     GPUS,
     as_operand,
-    define_bilinear,
-    define_lowering,
-    define_types,
+    define_product,
     product_dtypes,
     rounded_product,
 )
@@ -96,9 +94,8 @@ def _batch(args, dims, *, dtype, out_dtype, given, **window):
     return _replay(closed, args, dtype=dtype, out_dtype=out_dtype, given=given)[0], 0
 
 
-define_types(mixed_conv_general_dilated_p, lax.conv_general_dilated_p)
-define_lowering(mixed_conv_general_dilated_p, _conv)
-define_bilinear(mixed_conv_general_dilated_p, *(ft.partial(_cotangent, i) for i in (0, 1)))
+_transposes = (ft.partial(_cotangent, i) for i in (0, 1))
+define_product(mixed_conv_general_dilated_p, lax.conv_general_dilated_p, _conv, *_transposes)
 batching.primitive_batchers[mixed_conv_general_dilated_p] = _batch
 
 

@@ -23,9 +23,7 @@ from ._bilinear import (
     GPUS,
     Given,
     as_operand,
-    define_bilinear,
-    define_lowering,
-    define_types,
+    define_product,
     product_dtypes,
     rounded_product,
 )
@@ -224,9 +222,7 @@ def _batch(axis_data, args, dims, *, dimension_numbers, out_sharding, **params):
     return out, out_dim
 
 
-define_types(mixed_dot_general_p, lax.dot_general_p)
-define_lowering(mixed_dot_general_p, _dot)
-define_bilinear(mixed_dot_general_p, _transpose_lhs, _transpose_rhs)
+define_product(mixed_dot_general_p, lax.dot_general_p, _dot, _transpose_lhs, _transpose_rhs)
 batching.fancy_primitive_batchers[mixed_dot_general_p] = _batch
 
 

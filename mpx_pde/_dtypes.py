@@ -5,7 +5,7 @@ Nothing here starts a JAX backend: limits come from `jax.numpy.finfo`, which kno
 """
 
 import numbers
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -44,15 +44,13 @@ def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
             raise TypeError  # NumPy would take `None` for float64, and an array for its dtype.
         # Python's own type means JAX's default, which is float64 with `jax_enable_x64` alone.
         out = jax.dtypes.canonicalize_dtype(dtype) if dtype is float else jnp.dtype(dtype)
-    except TypeError as e:
-        raise ValueError(
-            f"`{call}` needs a floating-point dtype such as jnp.float16 or 'bfloat16', but got "
-            f"{dtype!r}, which is not a dtype."
-        ) from e
-    if not jnp.issubdtype(out, jnp.floating):
+    except TypeError:
+        out = None
+    if out is None or not jnp.issubdtype(out, jnp.floating):
+        got = f"{dtype!r}, which is not a dtype" if out is None else out.name
         raise ValueError(
             f"`{call}` needs a real floating-point dtype such as jnp.float16 or 'bfloat16', but "
-            f"got {out.name}."
+            f"got {got}."
         )
     return out
 
@@ -63,7 +61,11 @@ def as_half_dtype(dtype: Any, call: str) -> np.dtype:
     """
     out = as_floating_dtype(dtype, call)
     if not is_half(out):
-        raise ValueError(f"`{call}` takes float16 or bfloat16 as `dtype`, but got {out.name}.")
+        raise ValueError(
+            f"`{call}` takes float16 or bfloat16 (a dtype or its name), but got {out.name}. For "
+            "full precision pass `use_mixed_precision=False` to `filter_grad`, or a policy with "
+            "'compute=float32'."
+        )
     return out
 
 
@@ -80,6 +82,15 @@ def check_bool(value: Any, call: str, name: str, meaning: str) -> bool:
             "It decides which program is compiled: under `jit` it is static."
         )
     return bool(value)
+
+
+def check_choice(value: Any, choices: Collection, call: str, name: str, mend: str = "") -> Any:
+    """Returns `value`; raises a `ValueError` in the name of `call` unless it is a choice."""
+    # NumPy finds that its float16 equals "half".
+    if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
+        known = ", ".join(map(repr, choices))
+        raise ValueError(f"`{call}` takes {known} as `{name}`, but got {value!r}. {mend}".rstrip())
+    return value
 
 
 def check_integer(value: Any, call: str, name: str, least: int = 1) -> int:
@@ -117,20 +128,6 @@ def wide(dtype: Any) -> np.dtype:
     return jnp.dtype("float64" if jnp.dtype(dtype) == jnp.float64 else "float32")
 
 
-def _half_name(dtype: Any, call: str) -> str:
-    try:
-        name = jnp.dtype(dtype).name
-    except TypeError:
-        name = repr(dtype)
-    if name not in _HALF:
-        raise ValueError(
-            f"`{call}` takes float16 or bfloat16 (a dtype or its name), but got {name}. For full "
-            "precision pass `use_mixed_precision=False` to `filter_grad`, or a policy with "
-            "'compute=float32'."
-        )
-    return name
-
-
 def half_precision_datatype() -> np.dtype:
     """Returns the dtype that *half precision* means at present: float16 (the default) or bfloat16.
 
@@ -154,7 +151,7 @@ def set_half_precision_datatype(datatype: DTypeLike) -> None:
 
     **Raises:** `ValueError` for anything else.
     """
-    name = _half_name(datatype, "set_half_precision_datatype")
+    name = as_half_dtype(datatype, "set_half_precision_datatype").name
     # JAX 0.10.0 has the setter on the object underneath alone.
     context = _half_context if hasattr(_half_context, "set_global") else _half_context._obj
     context.set_global(name)
@@ -175,7 +172,7 @@ def half_precision(datatype: DTypeLike) -> Iterator[None]:
 
     **Raises:** `ValueError` for anything else.
     """
-    with _half_context(_half_name(datatype, "half_precision")):
+    with _half_context(as_half_dtype(datatype, "half_precision").name):
         yield
 
 
@@ -195,8 +192,8 @@ def largest_scale(dtype: Any) -> float:
 def asked_for_half(by: str, datatype: Any) -> Iterator[None]:
     """A context in which half precision was asked for, by a `"cast"` of arguments or by
     `"autocast"`."""
-    name = _half_name(datatype, "asked_for_half")
-    with half_precision(name), _asked_context((by, name)), precision_gives_way():
+    asked = _asked_context((by, jnp.dtype(datatype).name))
+    with half_precision(datatype), asked, precision_gives_way():
         yield
 
 

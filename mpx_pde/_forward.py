@@ -7,23 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._dtypes import check_choice
 from ._split import SPLIT_PRODUCTS
 
 
 FORWARDS = ("half", "float32", *SPLIT_PRODUCTS, "float64")
 """The values that `forward=` takes."""
 
-RUNGS = (
-    "half",
-    "tensorfloat32",
-    "bfloat16_x3",
-    "tensorfloat32_x3",
-    "bfloat16_x6",
-    "bfloat16_x9",
-    "float32",
-    "full",
-    "float64",
-)
+RUNGS = ("half", *SPLIT_PRODUCTS, "float32", "full", "float64")
 """Precisions of a training by the error of its loss, the largest first: what `forward=` takes, and
 `"full"`, the precision of the parameters throughout."""
 
@@ -35,10 +26,7 @@ def options_of(rung: str) -> dict[str, Any]:
 
 def check_rung(rung: Any, call: str, name: str) -> str:
     """Returns `rung`; raises a `ValueError` in the name of `call` unless it is one of `RUNGS`."""
-    if rung not in RUNGS:
-        raise ValueError(
-            f"`{call}` takes {', '.join(map(repr, RUNGS))} in `{name}`, but got {rung!r}."
-        )
+    check_choice(rung, RUNGS, call, name)
     return rung if rung == "full" else check_forward(rung, call)
 
 
@@ -103,12 +91,10 @@ def check_forward(precision: Any, call: str) -> str:
     """Returns `precision`; raises a `ValueError` in the name of `call` unless it is one of
     `FORWARDS`.
     """
-    if precision not in FORWARDS:
-        half = getattr(precision, "__name__", str(precision)) in ("float16", "bfloat16")
-        raise ValueError(
-            f"`{call}` takes {', '.join(map(repr, FORWARDS))} as `forward`, but got {precision!r}."
-            + ' A half forward pass is "half", in the compute dtype of `policy`.' * half
-        )
+    name = getattr(precision, "__name__", str(precision))
+    mend = 'A half forward pass is "half", in the compute dtype of `policy`.'
+    mend = mend if name in ("float16", "bfloat16") else ""
+    check_choice(precision, FORWARDS, call, "forward", mend)
     if precision == "float64" and jax.dtypes.canonicalize_dtype("float64") != jnp.float64:
         raise ValueError(
             f"`{call}` cannot evaluate in float64 while JAX has 64-bit types switched off. Call "

@@ -7,24 +7,16 @@ import jax.numpy as jnp
 from jax import lax
 
 
-SPLIT_PRODUCTS = {
-    "bfloat16_x3": lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
-    "bfloat16_x6": lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
-    "bfloat16_x9": lax.DotAlgorithmPreset.BF16_BF16_F32_X9,
-    "tensorfloat32": lax.DotAlgorithmPreset.TF32_TF32_F32,
-    "tensorfloat32_x3": lax.DotAlgorithmPreset.TF32_TF32_F32_X3,
-}
-"""By the name that `dtype` takes."""
-
+# By the name that `dtype` takes, the least exact first: JAX's name, bits of a mantissa, parts of an
+# operand, and the largest sum of the numbers of two parts whose product is taken.
 _SPLITS = {
-    "bfloat16_x3": (7, 2, 1),
-    "bfloat16_x6": (7, 3, 2),
-    "bfloat16_x9": (7, 3, 4),
-    "tensorfloat32": (10, 1, 0),
-    "tensorfloat32_x3": (10, 2, 1),
+    "tensorfloat32": (lax.DotAlgorithmPreset.TF32_TF32_F32, 10, 1, 0),
+    "bfloat16_x3": (lax.DotAlgorithmPreset.BF16_BF16_F32_X3, 7, 2, 1),
+    "tensorfloat32_x3": (lax.DotAlgorithmPreset.TF32_TF32_F32_X3, 10, 2, 1),
+    "bfloat16_x6": (lax.DotAlgorithmPreset.BF16_BF16_F32_X6, 7, 3, 2),
+    "bfloat16_x9": (lax.DotAlgorithmPreset.BF16_BF16_F32_X9, 7, 3, 4),
 }
-"""For each: bits of a mantissa, parts of an operand, and the largest sum of the numbers of two
-parts whose product is taken."""
+SPLIT_PRODUCTS = {name: preset for name, (preset, *_) in _SPLITS.items()}
 
 
 def split_by_hardware(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
@@ -40,7 +32,7 @@ def split_product(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
     is before it, rounded to the nearest. Products of parts are exact in float32, and are summed
     there; of what `_x3` and `_x6` leave out is what is smaller than the last part of an operand.
     """
-    bits, parts, last = _SPLITS[algorithm]
+    _, bits, parts, last = _SPLITS[algorithm]
 
     def cut(z):
         out = []

@@ -117,9 +117,9 @@ def test_the_block_is_seen_by_jitted_functions_called_in_it():
 
 def test_only_halves_are_half():
     for wrong in ("float32", "float64", "float8_e4m3fn", "int8", "", None, 16, jnp.float32):
-        with pytest.raises(ValueError, match=r"`set_half_precision_datatype` takes float16 or bf"):
+        with pytest.raises(ValueError, match=r"`set_half_precision_datatype` .*float16"):
             mpx.set_half_precision_datatype(wrong)
-        with pytest.raises(ValueError, match=r"`half_precision` takes float16 or bfloat16"):
+        with pytest.raises(ValueError, match=r"`half_precision` .*bfloat16"):
             mpx.half_precision(wrong).__enter__()
         assert mpx.half_precision_datatype() == jnp.float16
 

@@ -32,7 +32,7 @@ ORDER = [
     ["_bilinear", "_cast", "_forward", "_order"],
     ["interpret"],
     ["_conv", "_derivative_of", "_dot", "_refined", "_tree"],
-    ["_einsum", "_jet", "_loss_scaling", "checkpoint_policies"],
+    ["_einsum", "_loss_scaling", "checkpoint_policies"],
     ["engine"],
     ["autocast", "derivatives", "ranges"],
     ["second_order", "training"],

@@ -219,6 +219,9 @@ TYPE_ERRORS = {
     "cannot unscale `value_fn` … mpx_pde.line_search_value": lambda: searched(jnp.sum),
     "`gather_parameters` needs a `jax.sharding": lambda: gathered(PartitionSpec()),
     # Derivatives.
+    "`DerivativeScaling.per_direction` … nothing in between … 'x, t'": lambda: DS.per_direction(
+        "x, t"
+    ),
     "the coordinates … ''": lambda: partials(["u"], coords=""),
     "list of names … 'u_x'": (lambda x: x("u_x"), [partials, DS.per_term]),
     "`partials` … floating-point … int32": lambda: partials(["u"])(jnp.arange(2)),
@@ -227,6 +230,10 @@ TYPE_ERRORS = {
     "`partials` … (w, x) … lambda point: fun(point[0]": lambda: mpx.partials(pair, ["u"], **NET),
     "`laplacian` … (w, x) … lambda point: fun(point[0]": lambda: mpx.laplacian(pair, **NET),
     "`linear_operator` … {}": lambda: operator({}),
+    "`linear_operator` takes one key … as `key` … got %r": (
+        lambda x: operator({"op": "laplacian"}, samples=1, key=x),
+        [None, 3],
+    ),
     "`laplacian` … `over`": lambda: laplacian(over=""),
     "`partials`": lambda: partials(["u"], scaling=mlp()),
     "`DerivativeScaling` … got a `Scaling`": lambda: partials(["u"], scaling=BOTH),
@@ -292,7 +299,7 @@ VALUE_ERRORS = {
     "'half', … `forward`, but got %r": (lambda x: on(None, forward=x), ["float8", "float16", None]),
     '"half", in the compute dtype of `policy`': (
         lambda x: on(None, forward=x),
-        ["float16", jnp.bfloat16],
+        ["float16", jnp.bfloat16, np.dtype("float16")],
     ),
     "`filter_grad` … float64 … jax_enable_x64": lambda: grad(total, forward="float64"),
     "`PrecisionLadder` … float64 … jax_enable_x64": lambda: LADDER(("half", "float64")),
@@ -311,7 +318,7 @@ VALUE_ERRORS = {
     "between `min_loss_scaling` … 8.0": lambda: DYNAMIC(8.0, max_loss_scaling=4.0),
     "`max_consecutive_skips`": (lambda x: stuck(SCALING, x), [0, -1, 2.5, True]),
     # Casts.
-    "`cast_tree` needs a floating-point dtype": lambda: mpx.cast_tree(W, None),
+    "`cast_tree` needs a real floating-point dtype": lambda: mpx.cast_tree(W, None),
     "`FullPrecision` needs a": lambda: mpx.FullPrecision(eqx.nn.Identity(), out_dtype="halve"),
     # Products.
     "mixed_matmul … int32": lambda: matmul(X, X.T, dtype="int32"),
@@ -343,7 +350,6 @@ VALUE_ERRORS = {
     # Derivatives.
     "`partials` … at least one term": lambda: partials(iter(())),
     "`linear_operator` … {} for 'a'": lambda: operator({"a": {}}),
-    "`DerivativeScaling.per_direction` … in between … 'x, t'": lambda: DS.per_direction("x, t"),
     "`DerivativeScaling.per_direction` got 'x' twice": lambda: DS.per_direction("xx"),
     "positive, finite number as `max_scale`": lambda: DS.per_direction("xt", max_scale=-1),
     "`max_scale` … mapping … x, t … {'x': 1}": lambda: DS.per_direction("xt", max_scale={"x": 1}),
@@ -375,12 +381,8 @@ VALUE_ERRORS = {
         lambda x: operator({"op": {"x": x}})(POINT),
         ["b", None, 1j, W, W[:1], lambda p: p],
     ),
-    "`linear_operator` needs a `key` … got %r": (
-        lambda x: operator({"op": "laplacian"}, samples=1, key=x),
-        [None, 3],
-    ),
     "`scaled_jvp` … [0] … (3,) … (2,)": lambda: mpx.scaled_jvp(net, (POINT,), (W,), 2.0),
-    "in 2 coordinates, but has the names of 3": lambda: d_grad(net, coords="xyz")(POINT),
+    "of 2 coordinates in `argnums` has the names of 3": lambda: d_grad(net, coords="xyz")(POINT),
     "`DerivativeScaling.adjust` … (15, 66)": lambda: DIRECTIONS.adjust(W),
     "`DerivativeScaling.with_exponents` … x, t … [1]": lambda: DIRECTIONS.with_exponents([1]),
     # Networks.
@@ -422,7 +424,7 @@ VALUE_ERRORS = {
     # Ladders, floors, reports.
     "`PrecisionLadder` … positive `tolerance`": (lambda x: LADDER(tolerance=x), [float("nan"), 0]),
     "positive integer as `interval`": lambda: LADDER(interval=0.5),
-    "'half', 'tensorfloat32' … in `rungs`, but got 'float8'": lambda: LADDER(("half", "float8")),
+    "'half', 'tensorfloat32' … as `rungs`, but got 'float8'": lambda: LADDER(("half", "float8")),
     "after 'float32' comes 'half' … ('half', 'float32')": lambda: LADDER(("float32", "half")),
     "not above it": lambda: LADDER(("half", "half")),
     "tuple of names": (lambda x: LADDER(x), ["half", (), 3]),
@@ -431,7 +433,7 @@ VALUE_ERRORS = {
     "`use_mixed_precision=False`": lambda: climb("full", use_mixed_precision=False),
     "'full' (the compute dtype of `policy`": lambda: climb("float32", policy="float32"),
     "tolerance": lambda: climb("full", tolerance=0.0),
-    "`precision_floor` takes 'half', … in `against`": lambda: floor(against="float8"),
+    "`precision_floor` takes 'half', … as `against`": lambda: floor(against="float8"),
     "compares 'float32' with a precision": lambda: floor(forward="float32", against="half"),
     "positive integer as `micro_batches`": lambda: floor(micro_batches=0),
     "positive `tolerance`": (lambda x: floor(tolerance=x), [-1.0, 0, True, np.inf, np.nan]),

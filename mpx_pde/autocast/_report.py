@@ -141,9 +141,8 @@ class Recorder:
         if not floating or where in self.seen:
             return
 
-        def dtypes(names, atoms, values):
-            every = zip(names, atoms, values, strict=True)
-            return tuple(self._dtype(roles, *each) for each in every)
+        def dtypes(*each):
+            return tuple(self._dtype(roles, *x) for x in zip(*each, strict=True))
 
         operation = Operation(
             primitive=eqn.primitive.name,

@@ -134,17 +134,12 @@ def as_network(fun: Callable, outputs: tuple[str, ...], call: str) -> Callable:
 
 def names_of(value: Any, call: str, what: str) -> tuple[str, ...]:
     """Returns `"xt"` or `["x", "t"]` as a tuple of distinct names."""
-    names = tuple(value) if isinstance(value, str | Sequence) else None
-    if not names or not all(isinstance(n, str) and n for n in names):
+    names = tuple(value) if isinstance(value, str | Sequence) else ()
+    fits = lambda n: isinstance(n, str) and n and not any(c.isspace() or c in ",;" for c in n)
+    if not names or not all(map(fits, names)):
         raise TypeError(
-            f"`{call}` takes {what} as a string with a letter for each, such as 'xt', or as a list "
-            f"of names, but got {value!r}."
-        )
-    if any(c.isspace() or c in ",;" for n in names for c in n):
-        raise ValueError(
             f"`{call}` takes {what} as a string with a letter for each and nothing in between, "
-            f"such as 'xt', or as a list of names, but got {value!r}. Leave out what separates "
-            "them."
+            f"such as 'xt', or as a list of names, but got {value!r}."
         )
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:

@@ -60,8 +60,12 @@ class Derivative:
             return jnp.ravel(self.fun(*changed, **kwargs))
 
         point = jnp.concatenate(widen([jnp.ravel(args[i]) for i in used]))
-        coords, count = self._names(point.size), math.prod(shape)
-        outputs = self._outputs(count)
+        coords, count = self.coords, math.prod(shape)
+        if coords is None and self.scaling is not None:
+            coords = self.scaling.strategy.coords
+        coords = self._named("coordinates in `argnums`", coords, "x", point.size)
+        outputs = self.outputs or (("u",) if count == 1 else None)
+        outputs = self._named("outputs", outputs, "u", count)
         terms: dict[tuple, Term] = {}
         taken = set[str]()
         along = [itertools.chain(*(places[i] for i in _indices(argnums))) for argnums in self.taken]
@@ -107,29 +111,15 @@ class Derivative:
             so_far = (*so_far, *axes[0]) if len(axes) == 1 else (*so_far, len(axes))
         return shape
 
-    def _names(self, size: int) -> tuple[str, ...]:
-        coords = self.coords
-        if coords is None and self.scaling is not None:
-            coords = self.scaling.strategy.coords
-        if coords is None:
-            return tuple(f"x{i}" for i in range(size))
-        if len(coords) != size:
+    def _named(self, what: str, given: tuple[str, ...] | None, letter: str, size: int) -> Any:
+        """Returns the names of coordinates or outputs: those that are given, or numbers."""
+        names = tuple(f"{letter}{i}" for i in range(size)) if given is None else given
+        if len(names) != size:
             raise ValueError(
-                f"`{self.call}` differentiates in {size} coordinates, but has the names of "
-                f"{len(coords)}: {', '.join(coords)}. Name those of the arguments in `argnums`, in "
-                "their order, as `coords`."
+                f"`{self.call}` of {size} {what} has the names of {len(names)}: {', '.join(names)}"
+                ". Name each, in their order."
             )
-        return coords
-
-    def _outputs(self, size: int) -> tuple[str, ...]:
-        if self.outputs is None:
-            return ("u",) if size == 1 else tuple(f"u{i}" for i in range(size))
-        if len(self.outputs) != size:
-            raise ValueError(
-                f"`{self.call}` differentiates {size} outputs, but `outputs` names "
-                f"{len(self.outputs)}: {', '.join(self.outputs)}."
-            )
-        return self.outputs
+        return names
 
 
 def _indices(argnums: Argnums) -> tuple[int, ...]:

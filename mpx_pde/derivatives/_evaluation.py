@@ -195,8 +195,8 @@ class Evaluation:
             return jnp.floor_divide(scaling.shift(row) * len(index), max(self._orders(row)))
         drawn = along[0].sampled is not None
         coords = [[] if drawn else [self._coords[c] for c in d.coords] for d in along]
-        margin = scaling.rule.margin
-        return scaling.strategy.exponent(scaling.exponents, coords, self._orders(), margin)
+        exponent = scaling.strategy.exponent(scaling.exponents, coords, self._orders())
+        return scaling.strategy.kept(exponent, scaling.rule.margin)
 
     def _orders(self, row: int | None = None) -> set[int]:
         """Returns the orders of the requested derivatives, or of those with the seeds of a row."""

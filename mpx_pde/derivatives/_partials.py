@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._dtypes import as_floating_dtype, check_integer
+from .._tree import check_key
 from .._types import DTypeLike, Names
 from ._checks import check_factor, check_network, names_of, parse_terms, split_names
 from ._evaluation import Evaluation, Sum, Summand
@@ -157,7 +158,7 @@ def linear_operator(
     output, and `terms` by their names.
 
     **Raises:** as [`mpx_pde.partials`][]; `ValueError` for an operator that cannot be read or
-    sampled, and for samples without a key.
+    sampled, `TypeError` for samples without a key.
 
     ```python
     fun = lambda p: p[0] ** 2 * p[1]
@@ -174,10 +175,7 @@ def linear_operator(
     drawing = None
     if samples is not None:
         count = check_integer(samples, call, "samples")
-        if not hasattr(key, "dtype"):
-            raise ValueError(
-                f"`{call}` needs a `key`, a `jax.random.key`, to draw `samples`, but got {key!r}."
-            )
+        check_key(key, call)
         keys = iter(jax.random.split(key, len(operators)))
         drawing = lambda found, spec, size: _sampled(
             found, spec, size, count, next(keys), replace, call
@@ -281,21 +279,17 @@ def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool, call
         factors = jnp.full(samples, 1 / (3 * samples), widest)
         return found._replace(summands=some, directions=(directions, factors), order=4)
     orders = {len(s.dirs) for s in found.summands}
-    if len(orders) > 1 or any(len(set(s.dirs)) > 1 for s in found.summands):
+    if len(orders) > 1 or any(len(set(s.dirs)) > 1 or callable(s.factor) for s in found.summands):
         raise ValueError(
             f"`{call}` draws samples of 'laplacian', 'biharmonic', and pure derivatives of one "
-            f"order, such as 'xxx' in every coordinate, but {found.name!r} has others. Take those "
-            "as an operator or a term of their own, without `samples`."
+            "order with constant factors, such as 'xxx' in every coordinate, but "
+            f"{found.name!r} has others, or functions of the point. Take those as an operator or "
+            "a term of their own, without `samples`."
         )
     if not replace and samples > len(found.summands):
         raise ValueError(
             f"`{call}` cannot draw {samples} of {len(found.summands)} summands of {found.name!r} "
             "without replacement. Take fewer `samples`, or `replace=True`."
-        )
-    if any(callable(s.factor) for s in found.summands):
-        raise ValueError(
-            f"`{call}` draws samples of summands with constant factors, but {found.name!r} has "
-            "functions of the point."
         )
     numbers = [s.factor for s in found.summands]
     if all(isinstance(f, int | float) for f in numbers):

@@ -21,7 +21,7 @@ from ._checks import names_of, term_list
 from ._probe import COLUMNS
 from ._rules import Rule, adjusted, parse_rule, parse_special
 from ._seeds import power_of_two
-from ._strategies import AbstractStrategy, HistogramRow, PerDirection, PerOrder
+from ._strategies import AbstractStrategy, PerDirection, PerOrder
 
 
 class DerivativeScaling(eqx.Module):
@@ -196,26 +196,9 @@ class DerivativeScaling(eqx.Module):
         )
 
     @property
-    def kind(self) -> str:
-        """Returns which derivatives share a scaler: those of a `"direction"`, of an `"order"` or of
-        a `"term"`.
-        """
-        return self.strategy.kind
-
-    @property
     def names(self) -> tuple[str, ...]:
         """Returns the names of the scalers."""
         return self.strategy.names
-
-    @property
-    def order(self) -> int | None:
-        """Returns the highest order that there are scales for, or `None` if it does not matter."""
-        return self.strategy.order
-
-    @property
-    def rows(self) -> tuple[HistogramRow, ...]:
-        """Returns the rows of derivatives that are counted together, with the scalers of each."""
-        return self.strategy.rows
 
     @property
     def row_names(self) -> tuple[str, ...]:
@@ -234,7 +217,7 @@ class DerivativeScaling(eqx.Module):
 
     def shift(self, row: int) -> Any:
         """Returns the exponent of two by which the derivatives that a row counts are scaled."""
-        return self.rows[row].shift(self.exponents)
+        return self.strategy.rows[row].shift(self.exponents)
 
     def finite(self, counts: Any) -> Bool[Array, "*batch"]:
         """Returns whether no derivative overflowed, by the cotangent of `counts`."""
@@ -274,7 +257,7 @@ class DerivativeScaling(eqx.Module):
         counts = self._counts(counts, "adjust")
         active = self.active
         exponents = self.exponents if active else jnp.zeros_like(self.exponents)
-        shifts = jnp.stack([jnp.asarray(row.shift(exponents)) for row in self.rows])
+        shifts = jnp.stack([jnp.asarray(row.shift(exponents)) for row in self.strategy.rows])
         state = {}
         if active:
             state = adjusted(self.rule, counts, self.exponents, self.tracker, self.caution)
@@ -378,12 +361,10 @@ class Scaling(AbstractLossScaling):
         **Raises:** `TypeError` for anything else.
         """
         loss = DynamicLossScaling() if loss is None else loss
-        if isinstance(loss, Scaling):
-            raise TypeError("`Scaling` takes a plain loss scaling as `loss`, but got a `Scaling`.")
-        if isinstance(loss, DerivativeScaling):
+        if isinstance(loss, Scaling | DerivativeScaling):
             raise TypeError(
-                "`Scaling` takes a loss scaling as `loss`, its first argument, but got a "
-                "`DerivativeScaling`. Write `Scaling(derivatives=…)`."
+                "`Scaling` takes a plain loss scaling as `loss`, its first argument, but got a "
+                f"`{type(loss).__name__}`. Write `Scaling(derivatives=…)`."
             )
         check_scaling(loss, "Scaling", "loss")
         if not isinstance(derivatives, DerivativeScaling):

@@ -8,6 +8,7 @@ way to it.
 import abc
 import functools as ft
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement
@@ -47,8 +48,22 @@ class HistogramRow(NamedTuple):
 
 
 def _weights(dirs: Iterable[int]) -> Weights:
-    dirs = tuple(dirs)
-    return tuple((i, dirs.count(i)) for i in sorted(set(dirs)))
+    return tuple(sorted(Counter(dirs).items()))
+
+
+def _dirs_of(term: str, order: int, coords: tuple[str, ...] | None, call: str) -> tuple[Any, ...]:
+    """Returns the directions of a term with a histogram of its own: coordinates by their places,
+    or letters where their names are not known.
+    """
+    suffix = term.rpartition("_")[2]
+    dirs = tuple(suffix) if coords is None else split_names(suffix, coords)
+    if dirs is None or not 1 <= len(dirs) <= order:
+        names = "of one letter, or in `coords`" if coords is None else ", ".join(coords)
+        raise ValueError(
+            f"`{call}` cannot give the term {term!r} a histogram of its own: it must end in an "
+            f"underscore and 1 to {order} of the coordinates {names}."
+        )
+    return dirs
 
 
 class AbstractStrategy(abc.ABC):
@@ -147,10 +162,8 @@ class AbstractStrategy(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def exponent(
-        self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int], margin: int
-    ) -> Any:
-        """Returns the exponent of the scale that a stream with shared seeds is stored with.
+    def exponent(self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int]) -> Any:
+        """Returns the exponent of the scale that a stream with shared seeds carries.
 
         **Arguments:**
 
@@ -158,18 +171,17 @@ class AbstractStrategy(abc.ABC):
         - `along`: the coordinates of each differentiation: one, several that are stacked, or none
             where it is along a direction that is drawn.
         - `asked`: the orders that a loss asks for.
-        - `margin`: the powers of two that the update rule keeps free below overflow.
         """
 
     def kept(self, exponent: Any, margin: int) -> Any:
         """Returns the exponent at which a stream is stored, where `exponent` is that of its
-        derivative.
+        derivative, and `margin` the powers of two that the update rule keeps free below overflow.
         """
         return exponent
 
     def steps(self, margin: int, rows: Iterable[HistogramRow]) -> int:
         """Returns the largest rise of a scaler at which its `rows` rise by at most `margin`."""
-        return margin
+        return math.ceil(margin / max(row.order for row in rows))
 
     def order_of(self, scaler: int) -> int:
         """Returns the order of the derivatives that a scaler scales as a whole: it takes as many
@@ -210,14 +222,7 @@ class PerDirection(AbstractStrategy):
             every = tuple((i, 2) for i in range(len(names)))
             rows.append(HistogramRow("laplacian", every, smallest=True))
         for term in term_list(terms, call, empty=True):
-            _, _, suffix = term.rpartition("_")
-            dirs = split_names(suffix, names)
-            if dirs is None or not 1 <= len(dirs) <= order:
-                raise ValueError(
-                    f"`{call}` cannot read the term {term!r}: it must end in an underscore and 1 "
-                    f"to {order} of the coordinates {', '.join(names)}."
-                )
-            rows.append(HistogramRow(term, _weights(dirs)))
+            rows.append(HistogramRow(term, _weights(_dirs_of(term, order, names, call))))
         return cls(names, order, tuple(rows))
 
     def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
@@ -234,20 +239,15 @@ class PerDirection(AbstractStrategy):
             return [self._shared_row("laplacian", [name] * 2, call) for name in over]
         return super().laplacian_rows(over, call)
 
-    def exponent(
-        self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int], margin: int
-    ) -> Any:
+    def exponent(self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int]) -> Any:
         if not along[0]:
-            return self.kept(len(along) * jnp.min(exponents), margin)
+            return len(along) * jnp.min(exponents)
         places = [np.array([self.names.index(c) for c in coords]) for coords in along]
         at: list[Any] = [exponents[i if len(i) > 1 else int(i[0])] for i in places]
-        return self.kept(sum(at[1:], at[0]), margin)
+        return sum(at[1:], at[0])
 
     def kept(self, exponent: Any, margin: int) -> Any:
         return jnp.maximum(exponent, jnp.minimum(exponent + margin, _LOW))
-
-    def steps(self, margin: int, rows: Iterable[HistogramRow]) -> int:
-        return math.ceil(margin / max(row.order for row in rows))
 
     @property
     def coords(self) -> tuple[str, ...]:
@@ -280,15 +280,9 @@ class PerOrder(AbstractStrategy):
         if order >= 2 and "laplacian" not in special:
             rows.append(HistogramRow("laplacian", ((1, 1),)))
         for term in term_list(terms, call, empty=True):
-            suffix = term.rpartition("_")[2]
-            dirs = tuple(suffix) if coords is None else split_names(suffix, coords)
-            if term in special or dirs is None or not 1 <= len(dirs) <= order:
-                raise ValueError(
-                    f"`{call}` cannot give the term {term!r} a histogram of its own: it is "
-                    f"special, or does not end in 1 to {order} coordinates. Give the names of "
-                    "coordinates as `coords` where they have more than one letter."
-                )
-            rows.append(HistogramRow(term, ((len(dirs) - 1, 1),)))
+            if term not in special:  # which have rows of their own already
+                dirs = _dirs_of(term, order, coords, call)
+                rows.append(HistogramRow(term, ((len(dirs) - 1, 1),)))
         return cls(names, order or None, tuple(rows))
 
     @property
@@ -317,9 +311,7 @@ class PerOrder(AbstractStrategy):
         ((scaler, _),) = self.rows[row].weights
         return None if scaler < (self.order or 0) else row
 
-    def exponent(
-        self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int], margin: int
-    ) -> Any:
+    def exponent(self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int]) -> Any:
         # An order that nobody asked for has no histogram: it follows the next one that has.
         order = min(n for n in asked if n >= len(along))
         return jnp.floor_divide(exponents[order - 1] * len(along), order)

@@ -81,20 +81,15 @@ def plot(history: Sequence[Mapping[str, Any]], *, steps: Sequence[int] | None = 
     A matplotlib figure: on the left the distribution of log2 of each unscaled derivative over the
     whole history, and where the window of float16 lay at its last scale; on the right the scales.
 
-    **Raises:** `ImportError` without matplotlib, `TypeError` for what is not a list of steps,
-    `ValueError` for an empty one.
+    **Raises:** `ImportError` without matplotlib, `ValueError` for what is not a list of steps.
     """
-    if not isinstance(history, Sequence):
-        raise TypeError(
-            "`plot` takes a list of what `telemetry` returned, step by step, as `history`, but got "
-            f"{type(history).__name__}."
+    if not isinstance(history, Sequence) or not history:
+        raise ValueError(
+            "`plot` takes a list of what `telemetry` returned, for one step or more, as `history`, "
+            f"but got {in_a_line(history)}."
         )
-    if not history:
-        raise ValueError("`plot` needs at least one step of telemetry, but `history` is empty.")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as e:
-        raise ImportError("`plot` needs matplotlib: `pip install matplotlib`.") from e
+    from matplotlib.figure import Figure
+
     steps = range(len(history)) if steps is None else steps
     last = history[-1]
     seen = [n for n in last["counts"] if any(np.sum(h["counts"][n]) > 0 for h in history)]

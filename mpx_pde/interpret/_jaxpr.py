@@ -20,7 +20,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxprs_in_par
 from .._dtypes import default_precision
 from .._varying import mark_varying
 from .._wrapper import of_some
-from ._tables import JAX_PRODUCTS
+from ._tables import CONTAINERS, JAX_PRODUCTS
 
 
 def trace_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[ClosedJaxpr, list, Callable]:
@@ -36,25 +36,10 @@ def trace_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[ClosedJaxpr,
     return closed, leaves, lambda out: eqx.combine(jtu.tree_unflatten(treedef, out), others)
 
 
-# The inner jaxprs of every container that can be entered, by parameter.
-_CALLS: dict[str, tuple[str, ...]] = {
-    "jit": ("jaxpr",),
-    "closed_call": ("call_jaxpr",),
-    "call": ("call_jaxpr",),
-    "eval_jaxpr": ("call_jaxpr",),
-}
-CONTAINERS: dict[str, tuple[str, ...]] = {
-    **_CALLS,
-    "remat2": ("jaxpr",),
-    "scan": ("jaxpr",),
-    "while": ("cond_jaxpr", "body_jaxpr"),
-    "cond": ("branches",),
-    "custom_jvp_call": ("call_jaxpr",),
-    "custom_vjp_call": ("call_jaxpr",),
-    "shard_map": ("jaxpr",),
-}
+# The parameters that hold the jaxprs of a container, in the order of [`rebind`][].
+_BODIES = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr", "branches")
 
-CALLS = frozenset(_CALLS)
+CALLS = frozenset({"jit", "call", "closed_call", "eval_jaxpr"})
 """Containers that stand for the jaxpr in them, and say no more."""
 
 OF_REVERSE_MODE = frozenset({"remat2", "custom_vjp_call"})
@@ -71,11 +56,10 @@ def close(jaxpr: Any) -> ClosedJaxpr:
 
 def bodies_of(eqn: JaxprEqn) -> list[ClosedJaxpr]:
     """Returns the jaxprs inside an equation that [`rebind`][] can enter, in its order."""
-    out = []
-    for name in CONTAINERS.get(eqn.primitive.name, ()):
-        inner = eqn.params[name]
-        out.extend(map(close, inner) if isinstance(inner, tuple | list) else [close(inner)])
-    return out
+    if not is_container(eqn):
+        return []
+    found = [eqn.params[name] for name in _BODIES if name in eqn.params]
+    return [close(x) for x in jax.tree.leaves(found)]
 
 
 def is_container(eqn: JaxprEqn) -> bool:

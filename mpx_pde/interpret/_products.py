@@ -14,7 +14,7 @@ from jax import lax
 from jax.extend.core import Jaxpr, JaxprEqn
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from .._dtypes import is_half
+from .._dtypes import is_narrow
 from .._split import SPLIT_PRODUCTS
 from ._jaxpr import aval_of, jaxprs_in
 from ._lines import installed, line_of, site_of
@@ -105,10 +105,9 @@ def _precisions(eqn: JaxprEqn) -> tuple:
 
 def _narrow(name: str) -> bool:
     try:
-        dtype = jnp.dtype(name)
+        return is_narrow(jnp.dtype(name))
     except TypeError:  # the name of an algorithm
         return False
-    return is_half(dtype) or (jnp.issubdtype(dtype, jnp.floating) and dtype.itemsize == 1)
 
 
 def _multiplied(eqn: JaxprEqn) -> str:

@@ -1,7 +1,6 @@
 """The table of primitives: one row for each, with what every interpreter needs to know of it.
 
-Data only. `autocast`, the derivative engine and the reports of ranges read it; a container of JAX's
-has, beside its row, the names of the jaxprs in it (`CONTAINERS` in `_jaxpr.py`).
+Data only. `autocast`, the derivative engine and the reports of ranges read it.
 
 The division by precision is that of NVIDIA's automatic mixed precision: matrix products in half;
 sums, and functions that grow or shrink faster than their argument, in float32; the cheap rest in
@@ -81,11 +80,9 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("dynamic_update_slice", "linear", "operands", _CHEAP, ""),
     ("name", "linear", "operands", _CHEAP, "choice"),
     ("select_n", "linear", "operands", _CHEAP, "choice pointwise"),
-    ("ppermute all_gather all_gather_invariant", "linear", "operands", _CHEAP, "slow"),
-    ("all_to_all", "linear", "operands", _CHEAP, "slow"),
+    ("ppermute all_gather all_gather_invariant all_to_all", "linear", "operands", _CHEAP, "slow"),
     # Arithmetic.
-    ("add sub", "linear", "operands", _CHEAP, "arithmetic broadcasts coordinate pointwise"),
-    ("neg", "linear", "operands", _CHEAP, "arithmetic broadcasts coordinate pointwise"),
+    ("add sub neg", "linear", "operands", _CHEAP, "arithmetic broadcasts coordinate pointwise"),
     ("add_any", "linear", "operands", _CHEAP, "arithmetic broadcasts pointwise"),
     ("mul div", "multiplied", "operands", _CHEAP, "arithmetic broadcasts coordinate pointwise"),
     ("rem atan2", "nested", "operands", _CHEAP, "pointwise"),
@@ -219,6 +216,9 @@ CONSTANT = _with("constant")
 
 OPAQUE = _with("opaque")
 """JAX has a rule for them that only raises."""
+
+CONTAINERS = _with("container")
+"""Holds jaxprs, which are evaluated by the rules of this table."""
 
 FULL = _with("float32")
 """Computed in float32, with a float32 result."""

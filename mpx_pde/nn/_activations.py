@@ -45,7 +45,7 @@ class SafeActivation:
     fun: Callable
 
     def __post_init__(self):
-        self.__name__ = getattr(self.fun, "__name__", type(self.fun).__name__)
+        self.__name__ = getattr(self.fun, "__name__", type(self.fun).__name__).lstrip("_")
         self.__doc__ = getattr(self.fun, "__doc__", None)
 
     def __call__(self, x: ArrayLike) -> Array:
@@ -70,7 +70,14 @@ class SafeLayer(eqx.Module):
         return _evaluate(lambda x: widen(self.fun)(x), x)
 
 
-def _by_erf(x: ArrayLike) -> Array:
+def _exact_gelu(x: ArrayLike) -> Array:
+    """GELU without approximation, x (1 + erf(x / √2)) / 2.
+
+    `jax.nn.gelu(x, approximate=False)` takes `erfc` instead, whose arithmetic is twice that of
+    `erf`: enough to bound a kernel that reads and writes half precision. What `erfc` is for, digits
+    of the negative tail, is below one unit of float32's rounding of values around 1: the absolute
+    error stays below 1e-6.
+    """
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         x = x.astype(float)
@@ -112,15 +119,7 @@ tanh = safe(jnp.tanh)
 silu = safe(jax.nn.silu)
 sin = safe(jnp.sin)
 gelu = safe(jax.nn.gelu)
-exact_gelu = SafeActivation(_by_erf)
-exact_gelu.__name__ = "exact_gelu"
-exact_gelu.__doc__ = """GELU without approximation, x (1 + erf(x / √2)) / 2.
-
-`jax.nn.gelu(x, approximate=False)` takes `erfc` instead, whose arithmetic is twice that of `erf`:
-enough to bound a kernel that reads and writes half precision. What `erfc` is for, digits of the
-negative tail, is below one unit of float32's rounding of values around 1: the absolute error stays
-below 1e-6.
-"""
+exact_gelu = safe(_exact_gelu)
 softplus = safe(jax.nn.softplus)
 
 

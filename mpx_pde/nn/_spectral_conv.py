@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from .._cast import widen
-from .._dtypes import check_integer, is_integer
+from .._dtypes import check_choice, check_integer, is_integer
 from .._tree import check_key
 from .._types import DTypeLike
 from ._activations import parse_stabilizer
@@ -26,9 +26,6 @@ from ._spectral_weights import (
     cp_weight,
     dense_weight,
 )
-
-
-METHODS = ("auto", "dft", "fft")
 
 
 def _positive_integers(value: Any) -> tuple[int, ...]:
@@ -145,23 +142,15 @@ class SpectralConv(eqx.Module):
         self.out_channels = check_integer(out_channels, call, "out_channels")
         check_key(key, call)
         self.modes = parse_modes(modes, call)
-        if method not in METHODS:
-            raise ValueError(
-                f"`{call}` takes {', '.join(map(repr, METHODS))} as `method`, but got {method!r}."
-            )
         dims = len(self.modes)
         kept = tuple(len(frequencies(m, i == dims - 1)) for i, m in enumerate(self.modes))
-        if factorization is None:
+        if check_choice(factorization, (None, "cp"), call, "factorization") is None:
             self.weight = dense_weight(key, kept, in_channels, out_channels)
-        elif factorization == "cp":
+        else:
             rank = cp_rank(rank, (*kept, in_channels, out_channels), call)
             self.weight = cp_weight(key, kept, in_channels, out_channels, rank)
-        else:
-            raise ValueError(
-                f"`{call}` takes 'cp' or `None` as `factorization`, but got {factorization!r}."
-            )
         self.stabilizer = parse_stabilizer(stabilizer, call)
-        self.method = method
+        self.method = check_choice(method, ("auto", "dft", "fft"), call, "method")
         self.arithmetic = parse_arithmetic(dtype, call)
 
     @property

@@ -35,11 +35,6 @@ def _name(row: Row) -> str:
     return f"the {row.primitive} at {row.line}" if row.primitive in _GIVEN else row.where
 
 
-def _of_the_loss_scale(report: RangeReport, known: str, unknown: str, none: str) -> str:
-    """Returns the advice for the backward pass, by whether the function scales its loss."""
-    return {True: known, None: unknown, False: none}[report.scaled]
-
-
 def _fix(row: Row, report: RangeReport) -> str:
     """Returns the advice for a row that overflows."""
     mixed, smaller = report.mixed, "make its operands smaller by a power of two, or use bfloat16."
@@ -56,14 +51,14 @@ def _fix(row: Row, report: RangeReport) -> str:
             "`mpx.DynamicLossScaling` finds that out at the cost of a few skipped steps, or start "
             "it lower."
         )
-        return "It belongs to the backward pass" + _of_the_loss_scale(
-            report,
-            f", so the loss scale is too large: {found}",
-            f". If the loss is scaled, the scale is too large: {found} If not, make the loss "
+        by_scaling = {
+            True: f", so the loss scale is too large: {found}",
+            None: f". If the loss is scaled, the scale is too large: {found} If not, make the loss "
             "smaller by a power of two, or use bfloat16.",
-            ", and the loss is not scaled: `mpx.DynamicLossScaling` finds a scale below 1 for it. "
-            "Or use bfloat16.",
-        )
+            False: ", and the loss is not scaled: `mpx.DynamicLossScaling` finds a scale below 1 "
+            "for it. Or use bfloat16.",
+        }
+        return f"It belongs to the backward pass{by_scaling[report.scaled]}"
     primitive = row.primitive.removeprefix(OPERAND)
     ours = is_ours(row.layer)
     if row.layer in _DERIVATIVES and report.scaled and mixed:
@@ -116,24 +111,22 @@ def _fix(row: Row, report: RangeReport) -> str:
     )
 
 
-def _beyond_float32(row: Row) -> bool:
-    return row.exponents is not None and row.exponents[1] >= 128
-
-
 def _not_finite(report: RangeReport, harmless: bool) -> str | None:
     """Explains why something is not finite in float32. Returns `None` if all is finite, or if the
     code takes infinities on purpose that do not reach the results (`harmless`).
     """
     given = [row for row in report.rows if row.primitive in _GIVEN and row.nonfinite]
-    nan = next((row for row in given if row.nans), None)
-    if nan is not None:
-        return (
-            f"There are NaNs in {_name(nan)} ({percent(nan.nans)}), before anything is computed. "
-            "No precision helps: look at where these data come from."
-        )
+    of_data = (
+        "There are {} in {} ({}), before anything is computed. No precision helps: look at where "
+        "these data come from."
+    )
+    for row in given:
+        if row.nans:
+            return of_data.format("NaNs", _name(row), percent(row.nans))
     for row in report.rows:
+        largest = row.exponents[1] if row.exponents else 0
         # Counted before JAX took it, which holds no float64 unless it is told to.
-        if row.primitive == "input" and row.dtype == "float32" and _beyond_float32(row):
+        if row.primitive == "input" and row.dtype == "float32" and largest >= 128:
             return (
                 f"The input at {row.line} is beyond float32, in which JAX holds it ({_size(row)}). "
                 "Change its units, or set `jax_enable_x64`."
@@ -146,10 +139,7 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
             "logarithm or root of something negative, or a step size that is too large."
         )
     if given:
-        return (
-            f"There are infinities in {_name(given[0])} ({percent(given[0].nonfinite)}), before "
-            "anything is computed. No precision helps: look at where these data come from."
-        )
+        return of_data.format("infinities", _name(given[0]), percent(given[0].nonfinite))
     rows = [row for row in report.rows if row.nonfinite]
     taken = next((row for row in rows if row.primitive != "convert_element_type"), None)
     if not rows or (harmless and (taken is None or taken.primitive in _CHOICES)):
@@ -186,12 +176,9 @@ def _lost(report: RangeReport, name: str) -> str:
     if not worst.backward:
         return f"{text} If that matters, use bfloat16 or float32 there."
     if report.mixed:
-        return f"{text} It belongs to the backward pass: " + _of_the_loss_scale(
-            report,
-            "a larger loss scale keeps more of it.",
-            "a loss scale, or a larger one, keeps more of it.",
-            "a loss scale (`mpx.DynamicLossScaling`) keeps more of it.",
-        )
+        by_scaling = {True: "a larger loss scale", None: "a loss scale, or a larger one,"}
+        scale = by_scaling.get(report.scaled, "a loss scale (`mpx.DynamicLossScaling`)")
+        return f"{text} It belongs to the backward pass: {scale} keeps more of it."
     return (
         f"{text} It belongs to the backward pass of a float32 function, which has no loss scale: "
         "ask about `mpx.filter_grad(loss, scaling)` to see what is lost with one."

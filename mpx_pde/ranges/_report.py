@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from .._dtypes import check_choice
 from .._repr import table
 from ..interpret._lines import INSIDE, is_ours
 from ._meter import Measured
@@ -73,12 +74,7 @@ class Row:
     inside: bool = False
 
     def loss(self, name: str) -> Lost:
-        if name not in ("float16", "bfloat16"):
-            raise ValueError(
-                "A `RangeReport` tells what 'float16' and 'bfloat16' lose, by these names, but got "
-                f"{name!r} as `dtype`."
-            )
-        return getattr(self, name)
+        return getattr(self, check_choice(name, ("float16", "bfloat16"), "RangeReport", "dtype"))
 
     @property
     def where(self) -> str:
@@ -161,44 +157,24 @@ def _cell(fraction: float) -> str:
     return "·" if fraction == 0 else percent(fraction)
 
 
-def _span(row: Row) -> str:
-    if row.exponents is None:
-        return "zero"
-    low, high = row.exponents
-    return f"2^{low:.1f} … 2^{high:.1f}"
-
-
-_COLUMNS = (
-    "where",
-    "operation",
-    "shape",
-    "held in",
-    "range",
-    "float16 overflow",
-    "subnormal",
-    "to zero",
-    "bfloat16 lost",
-    "not finite",
-)
-
-
-def _cells(row: Row, at_risk: bool) -> tuple[str, ...]:
-    nonfinite = _cell(row.nonfinite) + (" (first here)" if row.creates_nonfinite else "")
-    half = row.float16
-    lost = (half.overflow, half.subnormal, half.zero, row.bfloat16.total)
-    many = f"{row.operations} operations"
-    named = (
-        f"{row.primitive} in {row.layer}" if row.layer and row.operations == 1 else row.primitive
-    )
-    return (
-        row.line,
-        f"{named} in a custom_vjp" if row.inside else named,
-        many if row.operations > 1 else "×".join(map(str, row.shape)) or "scalar",
-        row.dtype,
-        _span(row),
-        *(_cell(x) if at_risk else "" for x in lost),
-        nonfinite,
-    )
+def _cells(row: Row, at_risk: bool) -> dict[str, str]:
+    """Returns the cells of a row by the names of their columns."""
+    alone, low_high = row.operations == 1, row.exponents
+    named = f"{row.primitive} in {row.layer}" if row.layer and alone else row.primitive
+    shape = "×".join(map(str, row.shape)) or "scalar"
+    lost = lambda fraction: _cell(fraction) if at_risk else ""
+    return {
+        "where": row.line,
+        "operation": f"{named} in a custom_vjp" if row.inside else named,
+        "shape": shape if alone else f"{row.operations} operations",
+        "held in": row.dtype,
+        "range": "2^{:.1f} … 2^{:.1f}".format(*low_high) if low_high else "zero",
+        "float16 overflow": lost(row.float16.overflow),
+        "subnormal": lost(row.float16.subnormal),
+        "to zero": lost(row.float16.zero),
+        "bfloat16 lost": lost(row.bfloat16.total),
+        "not finite": _cell(row.nonfinite) + " (first here)" * row.creates_nonfinite,
+    }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,8 +255,10 @@ class RangeReport:
         return lines
 
     def __str__(self) -> str:
-        rows = [_COLUMNS, *(_cells(row, self.at_risk(row)) for row in self.worst(_SHOWN))]
-        lines = table(rows, left=range(len(_COLUMNS)))
+        if not self.rows:
+            return "no floating-point values"
+        cells = [_cells(row, self.at_risk(row)) for row in self.worst(_SHOWN)]
+        lines = table([[*cells[0]], *([*x.values()] for x in cells)], left=range(len(cells[0])))
         if len(self.folded) > _SHOWN:
             lines.append(f"… and {len(self.folded) - _SHOWN} more, none worse")
         return "\n".join([*lines, *self._notes()])
@@ -290,12 +268,12 @@ class RangeReport:
         from rich.table import Table
 
         ranges = Table(title="Ranges, worst first", title_justify="left")
-        for i, name in enumerate(_COLUMNS):
+        shown = [(row, _cells(row, self.at_risk(row))) for row in self.worst(_SHOWN)]
+        for i, name in enumerate(shown[0][1] if shown else ()):
             ranges.add_column(name, justify="right" if i > 4 else "left", overflow="fold")
-        for row in self.worst(_SHOWN):
-            at_risk = self.at_risk(row)
-            bad = row.creates_nonfinite or (at_risk and row.float16.overflow > 0)
-            ranges.add_row(*_cells(row, at_risk), style="red" if bad else None)
+        for row, cells in shown:
+            bad = row.creates_nonfinite or (self.at_risk(row) and row.float16.overflow > 0)
+            ranges.add_row(*cells.values(), style="red" if bad else None)
         return Group(ranges, *self._notes())
 
     def plot(self, path: Any, n: int = 40) -> None:

@@ -31,7 +31,6 @@ import mpx_pde as mpx
 from mpx_pde.engine import _known
 from mpx_pde.engine._towers import CLOSED
 from mpx_pde.interpret import _tables as tables
-from mpx_pde.interpret._jaxpr import CONTAINERS
 
 
 # --- Functions with derivatives of their own, used more than once ---------------------------------
@@ -385,7 +384,6 @@ def test_every_row_is_of_a_primitive():
 
 def test_the_table_agrees_with_the_code_of_each_rule():
     of = lambda engine: {name for name, row in tables.TABLE.items() if row.engine == engine}
-    assert of("container") == {*CONTAINERS}
     assert of("elementwise") >= {*CLOSED} - {"logaddexp"}  # a function that is no primitive
     # What is on the way to a known derivative is known itself.
     assert {*_known._MOVES} <= tables.COORDINATES

@@ -201,7 +201,7 @@ class TestStep:
         assert tree_equal_bits((value, grads), (want, want_grads))
         assert finite
         assert tree_equal_bits(scaling.derivatives.exponents, start.exponents)
-        assert scaling.derivatives.shifts.tolist() == [0] * len(start.rows)
+        assert scaling.derivatives.shifts.tolist() == [0] * len(start.row_names)
         assert scaling.derivatives.counts.sum() == 2 * len(x)
 
 
@@ -222,7 +222,9 @@ def test_coordinates_of_more_than_one_letter_per_order():
     # Without the names it would count letters.
     with pytest.raises(ValueError, match=r"`partials`: the term 'u_x1'.*as `coords`"):
         terms(build(2, terms=["u_x1"]))
-    with pytest.raises(ValueError, match=r"`DerivativeScaling\.per_order`.*'u_z'.*`coords`"):
+    with pytest.raises(
+        ValueError, match=r"`DerivativeScaling\.per_order`.*'u_z'.*the coordinates x1, x2"
+    ):
         build(2, terms=["u_z"], coords=["x1", "x2"])
 
 

@@ -45,7 +45,7 @@ def test_of_scalars(argnums):
         mpx.DerivativeScaling.per_direction("tx", init_scale={"t": 2.0**-6, "x": 2.0**-8}),
         mpx.DerivativeScaling.per_term(["u_xx"], init_scale=2.0**-12),
     ],
-    ids=lambda s: s.kind,
+    ids=lambda s: s.strategy.kind,
 )
 # Of one product.
 @pytest.mark.filterwarnings("ignore:.*was asked for float16:mpx_pde.PrecisionWarning")
@@ -57,7 +57,7 @@ def test_what_overflows_float16_does_not_with_a_scaling(scaling):
         taken = mpd.grad(mpd.grad(fun, 1), 1, scaling=derivatives, coords="x")
         return 1e-6 * taken(*point)
 
-    if scaling.kind == "direction":
+    if scaling.strategy.kind == "direction":
         scaling = mpx.DerivativeScaling.per_direction("x", init_scale=2.0**-8)
     model = eqx.nn.Linear(2, 1, use_bias=False, key=KEY)
     model = eqx.tree_at(lambda m: m.weight, model, jnp.array([[0.1, 1.0]]))
