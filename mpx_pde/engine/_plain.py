@@ -50,7 +50,7 @@ class InForward(eqx.Module):
         program = self.fun, args, kwargs
         wider = wide != narrow
         # The program is traced as wide as it is evaluated, its own numbers and what it calls too.
-        given = jtu.tree_map(_in_float64, program) if wider else program
+        given: Any = jtu.tree_map(_in_float64, program) if wider else program
         noted = noting(_NAMES_FLOAT32, TypeError, ValueError) if wider else nullcontext()
         with forward_in(forward), precision_of_user(), noted:
             closed, leaves, assemble = trace_arrays(*given)

@@ -18,7 +18,7 @@ from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Bool, Float, Int32
 
 from .._cast import convert
-from .._dtypes import is_real
+from .._dtypes import check_choice, is_real
 from .._forward import Forward, check_forward
 from .._loss_scaling import DynamicLossScaling
 from .._notes import noting
@@ -186,8 +186,7 @@ class LevenbergMarquardt(eqx.Module):
                 f"tuple of such functions, but got {residuals!r}."
             )
         jacobian = forward if jacobian is None else jacobian
-        if forward not in _FORWARDS:
-            raise ValueError(f"`{_CALL}` takes {_FORWARDS} as `forward`, but got {forward!r}.")
+        check_choice(forward, _FORWARDS, _CALL, "forward")
         if jacobian not in _JACOBIANS or (jacobian == "float64" and forward != "float64"):
             raise ValueError(
                 f"`{_CALL}` takes one of {_JACOBIANS} as `jacobian`, no wider than `forward` "

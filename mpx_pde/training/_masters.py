@@ -16,7 +16,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, PRNGKeyArray
 
 from .._cast import is_inexact, widen
-from .._dtypes import is_half
+from .._dtypes import check_choice, is_half
 from .._tree import check_key, first_difference
 from .._types import PyTree
 from .._varying import varying_axes
@@ -48,10 +48,7 @@ def parse_master(master: Any, model: PyTree, state: PyTree, call: str) -> tuple[
     optimizer alone; raises a `ValueError` in the name of `call` if `master` fits neither the model
     nor the state.
     """
-    if master not in MASTERS:
-        raise ValueError(
-            f"`{call}` takes {', '.join(map(repr, MASTERS))} as `master`, but got {master!r}."
-        )
+    check_choice(master, MASTERS, call, "master")
     if master != "nearest" and not any(_is_narrow(x) for x in jtu.tree_leaves(model)):
         raise ValueError(
             f"`{call}` with `master={master!r}` needs half-precision parameters, but `model` has "
