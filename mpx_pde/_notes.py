@@ -49,12 +49,13 @@ def noting_the_cast(call: str, dtype: np.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def noting(note: str, *errors: type[Exception]) -> Iterator[None]:
-    """Adds a note to errors of these types."""
+def noting(note: str, *errors: type[Exception], about: str = "") -> Iterator[None]:
+    """Adds a note to errors of these types that say what it is `about`."""
     try:
         yield
     except errors as e:
-        e.add_note(note)
+        if about in str(e):
+            e.add_note(note)
         raise
 
 

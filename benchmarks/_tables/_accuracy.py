@@ -51,8 +51,9 @@ second_order = Table(
     its ratio to float64, by seed      {ratios}
     float32                            {float32, 300:.1e}
     float64, 600 steps                 {float64, 600:.1e}
+    float64, 1,200 steps               {float64, 1200:.1e}
     """,
-    "Relative L2 errors after 300 steps, in the last column by `--steps 600`; seed {seed}.",
+    "Relative L2 errors after 300 steps, in the last columns by `--steps`; seed {seed}.",
 )
 
 

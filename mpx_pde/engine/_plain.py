@@ -51,7 +51,11 @@ class InForward(eqx.Module):
         wider = wide != narrow
         # The program is traced as wide as it is evaluated, its own numbers and what it calls too.
         given: Any = jtu.tree_map(_in_float64, program) if wider else program
-        noted = noting(_NAMES_FLOAT32, TypeError, ValueError) if wider else nullcontext()
+        noted = (
+            noting(_NAMES_FLOAT32, TypeError, ValueError, about="float64")
+            if wider
+            else nullcontext()
+        )
         with forward_in(forward), precision_of_user(), noted:
             closed, leaves, assemble = trace_arrays(*given)
         storage = Storage(narrow, forward.dtype, narrows=wider)

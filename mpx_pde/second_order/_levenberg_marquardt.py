@@ -308,11 +308,11 @@ class LevenbergMarquardt(eqx.Module):
             delta, foretold, iterations = self._step(values, start, r, g, pull, solve)
             delta = jnp.where(unused, 0.0, delta)
             new = jnp.sum(values(start + delta) ** 2)
-            take = finite & jnp.isfinite(new) & (new < loss) & jnp.all(jnp.isfinite(delta))
+            moves = finite & jnp.any(ravel_pytree(parameters(start + delta))[0] != theta)
+            take = moves & jnp.isfinite(new) & (new < loss) & jnp.all(jnp.isfinite(delta))
             # Where it is not taken there is no decrease to speak of, and `loss` may be infinite.
             gained = jnp.where(take, loss, 1.0) - jnp.where(take, new, 1.0)
             ratio = gained / jnp.maximum(foretold, jnp.finfo(self._dtype).tiny)
-            moves = finite & jnp.any(start + delta != start)
             next_damping, growth = self._damped(last, take, moves, ratio)
             one = take.astype(jnp.int32)
             after = dataclasses.replace(
@@ -347,7 +347,7 @@ class LevenbergMarquardt(eqx.Module):
         if self._narrow and self.refinements:
             self._tell(after.iterations)
         moved = select_tree(after.taken, parameters(start + delta), params)
-        alike = lambda x, y: convert(x, y.dtype, getattr(y, "weak_type", False))
+        alike = lambda x, y: convert(x, x.dtype, getattr(y, "weak_type", False))
         return eqx.combine(jtu.tree_map(alike, moved, params), static), after
 
     def _step(self, values, start, r, g, pull, solve):
