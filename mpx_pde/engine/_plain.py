@@ -50,7 +50,7 @@ class InForward(eqx.Module):
         program = self.fun, args, kwargs
         wider = wide != narrow
         # The program is traced as wide as it is evaluated, its own numbers and what it calls too.
-        given: Any = jtu.tree_map(_in_float64, program) if wider else program
+        given: Any = jtu.tree_map_with_path(_in_float64, program) if wider else program
         noted = (
             noting(_NAMES_FLOAT32, TypeError, ValueError, about="float64")
             if wider
@@ -77,8 +77,11 @@ class InForward(eqx.Module):
 
 def _is_master(path: tuple) -> bool:
     """Returns whether a place in `(fun, args, kwargs)` is in the first of the arguments."""
-    keys = [getattr(k, "idx", getattr(k, "key", None)) for k in path[:2]]
-    return keys == [1, 0]
+    return _place(path) == [1, 0]
+
+
+def _place(path: tuple) -> list:
+    return [getattr(k, "idx", getattr(k, "key", None)) for k in path[:2]]
 
 
 _NAMES_FLOAT32 = (
@@ -87,10 +90,10 @@ _NAMES_FLOAT32 = (
 )
 
 
-def _in_float64(x: Any) -> Any:
-    """Casts an array of float32 or of such complex numbers."""
+def _in_float64(path: tuple, x: Any) -> Any:
+    """Casts an array of float32 or of such complex numbers; derivative scales stay as they are."""
     single = eqx.is_inexact_array(x) and jnp.finfo(x.dtype).dtype == np.float32
-    if not single:
+    if not single or _place(path) == [2, "derivatives"]:
         return x
     return convert(x, np.promote_types(x.dtype, np.float64), getattr(x, "weak_type", False))
 
