@@ -139,9 +139,9 @@ def _at_precision(eqn: JaxprEqn, precision: Any) -> JaxprEqn:
         )
 
     def inside(x: Any) -> Any:
-        if isinstance(x, ClosedJaxpr):
-            return x.replace(jaxpr=inside(x.jaxpr))
-        return x.replace(eqns=[_at_precision(e, precision) for e in x.eqns]) if is_jaxpr(x) else x
+        if isinstance(x, Jaxpr):  # JAX 0.12 has no others
+            return x.replace(eqns=[_at_precision(e, precision) for e in x.eqns])
+        return x.replace(jaxpr=inside(x.jaxpr)) if is_jaxpr(x) else x
 
     is_jaxpr = lambda x: isinstance(x, Jaxpr | ClosedJaxpr)
     if not jaxprs_in(eqn):
