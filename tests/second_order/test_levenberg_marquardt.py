@@ -188,7 +188,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
 
 @pytest.mark.parametrize("target", [1.0, np.nan])
 def test_examples_that_nothing_can_be_learnt_from_do_not_hinder_the_next(target):
-    """Where a step is below rounding, more damping makes it no better."""
+    """Damping rises no further where a step is below rounding: more makes it no better."""
     optimizer = mpx.LevenbergMarquardt(lambda w, x: w * x[0] - x[1])
     t, w = jnp.linspace(0.0, 1.0, 8), jnp.array(1.0)
     state = optimizer.init(w)
