@@ -72,7 +72,8 @@ class InForward(eqx.Module):
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             out = evaluator.program(closed, operands, operand_kinds=Kinds(halves, params))
         pairs = zip(out, closed.out_avals, strict=True)
-        return _states_as(program, assemble([_leaving(x, aval, wide) for x, aval in pairs]))
+        results = assemble([_leaving(x, aval, wide) for x, aval in pairs])
+        return _states_as(program, results) if wider else results
 
 
 def _is_master(path: tuple) -> bool:
@@ -110,7 +111,7 @@ def _states_as(given: Any, out: Any) -> Any:
         old = before.get(jtu.tree_structure(x)) if is_state(x) else None
         return x if old is None else jtu.tree_map(lambda new, old: new.astype(old.dtype), x, old)
 
-    return jtu.tree_map(alike, out, is_leaf=is_state) if before else out
+    return jtu.tree_map(alike, out, is_leaf=is_state)
 
 
 def _leaving(x: Any, aval: Any, wide: np.dtype) -> Any:
