@@ -130,7 +130,7 @@ def _padded(x, y, dimension_numbers) -> tuple[Any, Any, tuple[int, ...] | None]:
 
 
 def _axes(ndim: int, *without: tuple[int, ...]) -> list[int]:
-    return [i for i in range(ndim) if not any(i in axes for axes in without)]
+    return sorted({*range(ndim)}.difference(*without))
 
 
 def _cotangent_sharding(x_aval, g, order: list[int]) -> NamedSharding | None:
@@ -195,7 +195,7 @@ def _batch(axis_data, args, dims, *, dimension_numbers, out_sharding, **params):
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
 
     def shift(axes, dim):
-        return axes if dim is None else tuple(i + (i >= dim) for i in axes)
+        return axes if dim is None else tuple([i + (i >= dim) for i in axes])
 
     x_contract, x_batch = shift(x_contract, x_dim), shift(x_batch, x_dim)
     y_contract, y_batch = shift(y_contract, y_dim), shift(y_batch, y_dim)

@@ -48,4 +48,4 @@ def mark_varying(x: Any, axes: Iterable[str]) -> Any:
 def match_varying_axes(*arrays: Any) -> list[Any]:
     """Marks arrays that meet in an operation so that all vary along the same axes."""
     every = frozenset().union(*map(varying_axes, arrays))
-    return [mark_varying(x, every) for x in arrays]
+    return [mark_varying(x, every) for x in arrays] if every else list(arrays)

@@ -6,7 +6,6 @@ way to it.
 """
 
 import abc
-import functools as ft
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,6 +15,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int32
 
 from ._checks import split_names, term_list
 
@@ -39,12 +39,6 @@ class HistogramRow(NamedTuple):
     @property
     def order(self) -> int:
         return max(w for _, w in self.weights) if self.smallest else sum(w for _, w in self.weights)
-
-    def shift(self, exponents: Any) -> Any:
-        """Returns the exponent of two by which the derivatives are scaled."""
-        if self.smallest:
-            return self.order * ft.reduce(jnp.minimum, [exponents[i] for i, _ in self.weights])
-        return sum(w * exponents[i] for i, w in self.weights)
 
 
 def _weights(dirs: Iterable[int]) -> Weights:
@@ -99,6 +93,22 @@ class AbstractStrategy(abc.ABC):
         them.
         """
         return {"kind": self.kind, "names": list(self.names), "order": self.order}
+
+    def shifts(self, exponents: Any, rows: Sequence[int]) -> Int32[Array, " rows"]:
+        """Returns the exponents of two by which the derivatives are scaled that some rows count, by
+        those of the scalers."""
+        found = [self.rows[i] for i in rows]
+        weights = np.zeros((len(found), len(self.names)), np.int32)
+        for i, row in enumerate(found):
+            for scaler, times in row.weights:
+                weights[i, scaler] = times
+        out = jnp.sum(weights * exponents[None], axis=1, dtype=jnp.int32)
+        smallest = np.array([row.smallest for row in found])
+        if not smallest.any():
+            return out
+        orders = np.array([row.order for row in found], np.int32)
+        entering = jnp.where(weights > 0, exponents[None], np.iinfo(np.int32).max)
+        return jnp.where(smallest, orders * jnp.min(entering, axis=1), out)
 
     def row_of(self, term: str, named: Sequence[str], call: str) -> int:
         """Returns the row of a term, the derivative in the coordinates that are `named`."""

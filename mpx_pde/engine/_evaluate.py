@@ -1,7 +1,7 @@
 """Evaluating a program on streams."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -112,12 +112,16 @@ class Evaluator:
         if not self.plain:
             traced = (k for k, x in env.items() if isinstance(x, Tracer))
             roles = roles._replace(apart=apart_of(flat, roles, traced))
+        _hold(env, tuple(env), roles)
         alike: dict[Hashable, Callable] = {}
         for part in parts_of(flat, roles):
             if part.alone:
                 self._step(part.steps[0], env, roles)
             else:
                 self._layer(part, env, roles, alike)
+            # What is computed of values that are held has no derivative either.
+            if not roles.still.issuperset(part.inputs):
+                _hold(env, part.outputs, roles)
         return [read(x, env) for x in flat.outputs]
 
     @cached_property
@@ -148,11 +152,9 @@ class Evaluator:
             key = object() if self.note else signature(part, roles, values)
             if key not in alike:
                 alike[key] = self._as_layer(part, known, roles)
-            out = alike[key](_held(traced, part.inputs, roles))
+            env.update(zip(part.outputs, alike[key](traced), strict=True))
         else:
-            env.update(zip(part.inputs, _held(values, part.inputs, roles), strict=True))
-            out = self.above._inside(part, env, roles)
-        env.update(zip(part.outputs, _held(out, part.outputs, roles), strict=True))
+            env.update(zip(part.outputs, self.above._inside(part, env, roles), strict=True))
 
     def _inside(
         self, part: Part, env: dict[int, Any], roles: Role, chosen: Mapping[int, Any] | None = None
@@ -171,8 +173,9 @@ class Evaluator:
 
         def layer(evaluator, traced, chosen=None):
             # A derivative of zeros is not none, which some functions insist on.
-            values = map(_whole, eqx.combine(_held(traced, part.inputs, roles), known))
+            values = map(_whole, eqx.combine(traced, known))
             inner = dict(zip(part.inputs, values, strict=True))
+            _hold(inner, part.inputs, roles)
             out = evaluator._inside(part, inner, roles, chosen)
             # What is chosen by a value has no derivatives.
             bare = lambda x: x.only(()) if isinstance(x, Jet) else x
@@ -348,10 +351,10 @@ class Evaluator:
 _WITH_OWN_JVP = LOOPS | {"custom_jvp_call", "shard_map"}
 
 
-def _held(values: list[Any], keys: Sequence[int], roles: Role) -> list[Any]:
-    """Returns values without the derivatives that lead to nothing."""
-    pairs = zip(keys, values, strict=True)
-    return [lax.stop_gradient(x) if k in roles.still else x for k, x in pairs]
+def _hold(env: dict[int, Any], keys: Iterable[int], roles: Role) -> None:
+    """Takes from some values the derivatives that lead to nothing. What is known stays so."""
+    hold = lambda x: lax.stop_gradient(x) if is_traced(x) else x
+    env.update((k, jax.tree.map(hold, env[k])) for k in keys if k in roles.still)
 
 
 def _asked_for(x: Any, asked: Collection[Index]) -> Any:

@@ -7,6 +7,7 @@ a layer.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -102,7 +103,7 @@ class Role(NamedTuple):
     ends: frozenset[int] | None = None
     params: Collection[int] = ()
     data: Collection[int] = ()
-    still: Collection[int] = ()
+    still: AbstractSet[int] = frozenset()
     half: Collection[int] = ()
     apart: frozenset[int] = frozenset()
     rules: Any = None
@@ -285,8 +286,8 @@ def parts_of(flat: Flat, roles: Role) -> list[Part]:
     if roles.ends is None:
         return _layers(flat, flat.steps, roles)
     network, rest = divided(flat, roles)
-    behind = [Part((s,)) if s.alone else _by_itself(s) for s in rest]
-    return [*_layers(flat, network, roles, {x for s in rest for x in s.variables}), *behind]
+    read = {x for s in rest for x in s.variables}
+    return [*_layers(flat, network, roles, read), *(_by_itself(s, s.alone) for s in rest)]
 
 
 def divided(flat: Flat, roles: Role) -> tuple[list[Step], list[Step]]:
@@ -304,9 +305,9 @@ def divided(flat: Flat, roles: Role) -> tuple[list[Step], list[Step]]:
     return network, rest
 
 
-def _by_itself(step: Step) -> Part:
+def _by_itself(step: Step, alone: bool = True) -> Part:
     inputs = tuple(dict.fromkeys(step.variables))
-    return Part((step,), inputs, step.outputs, alone=False)
+    return Part((step,), inputs, step.outputs, alone)
 
 
 def _layers(
@@ -343,13 +344,13 @@ def _layers(
     for i, step in enumerate(steps):
         kind = kinds[step]
         if kind in ("light", "product") and not roles.apart.isdisjoint(step.outputs):
-            out.append(_by_itself(step))
+            out.append(_by_itself(step, alone=False))
             continue
         if kind == "raw" and not waiting.isdisjoint(step.variables):
             kind = "light"
         if kind in ("constant", "raw"):
             # These depend on nothing that is pending, and may not cut a layer.
-            out.append(Part((step,)))
+            out.append(_by_itself(step))
             continue
         if kind == "alone":
             close()
@@ -440,8 +441,8 @@ def _region(step: Step, outputs: Sequence[int], roles: Role) -> Part:
         or (not roles.final.isdisjoint(outputs) and _holds_loss(step, roles))
         or (roles.ends is not None and _holds_choices(step, roles.stage, roles.params))
     ):
-        return Part((step,))
-    return _by_itself(step)._replace(outputs=tuple(outputs), multiplies=True)
+        return _by_itself(step)
+    return _by_itself(step, alone=False)._replace(outputs=tuple(outputs), multiplies=True)
 
 
 def _holds_loss(step: Step, roles: Role) -> bool:

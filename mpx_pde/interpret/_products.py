@@ -134,41 +134,37 @@ def _tensorfloat32(eqn: JaxprEqn) -> bool:
 
 def _number(sizes: Iterable[Any]) -> int:
     """Multiplies sizes. A size that is known only at run time, or a symbol, counts as 1."""
-    return math.prod(n for n in sizes if isinstance(n, int))
+    return math.prod([n for n in sizes if isinstance(n, int)])
 
 
 def product_shape(eqn: JaxprEqn) -> tuple[int, ...]:
     """Returns the sizes of a product: batch, rows, columns and contracted size; of a convolution
     groups, positions, output channels, and window times input channels.
     """
-    x, y = (aval_of(v).shape for v in eqn.invars[:2])
+    x, y, out = (aval_of(v).shape for v in (*eqn.invars[:2], eqn.outvars[0]))
     if "conv" not in eqn.primitive.name:
-        contracted, batch = eqn.params["dimension_numbers"]
-        kept = [
-            _number(n for i, n in enumerate(shape) if i not in (*contracted[k], *batch[k]))
-            for k, shape in enumerate((x, y))
-        ]
-        return _number(x[i] for i in batch[0]), *kept, _number(x[i] for i in contracted[0])
+        (contracted, _), (batch, _) = eqn.params["dimension_numbers"]
+        rows = len(x) - len(contracted)
+        sizes = out[: len(batch)], out[len(batch) : rows], out[rows:], [x[i] for i in contracted]
+        return tuple(map(_number, sizes))
     outputs, inputs, *window = (y[i] for i in eqn.params["dimension_numbers"].rhs_spec)
     groups = eqn.params["feature_group_count"] * eqn.params["batch_group_count"]
-    positions = _number(aval_of(eqn.outvars[0]).shape) // outputs
-    return groups, positions, outputs // groups, inputs * _number(window)
+    return groups, _number(out) // outputs, outputs // groups, inputs * _number(window)
 
 
 def _flops(eqn: JaxprEqn) -> int:
     """Multiplications and additions; four of each for complex numbers."""
-    x, out = aval_of(eqn.invars[0]), aval_of(eqn.outvars[0])
+    out = aval_of(eqn.outvars[0])
     if eqn.primitive.name in PRODUCTS:
-        terms = product_shape(eqn)[-1]
+        terms = math.prod(product_shape(eqn))
     else:
-        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        x, numbers = aval_of(eqn.invars[0]), eqn.params["ragged_dot_dimension_numbers"]
         (contracted, _), _ = numbers.dot_dimension_numbers
-        terms = _number(x.shape[i] for i in contracted)
+        terms = _number(out.shape) * _number([x.shape[i] for i in contracted])
         # Groups of what is summed over share it: each has a result of its own.
         if set(contracted) & set(numbers.lhs_ragged_dimensions):
             terms /= _number(aval_of(eqn.invars[2]).shape[-1:])
-    parts = 4 if jnp.issubdtype(out.dtype, jnp.complexfloating) else 1
-    return int(2 * parts * _number(out.shape) * terms)
+    return int(terms * (8 if jnp.issubdtype(out.dtype, jnp.complexfloating) else 2))
 
 
 _PRODUCTS = PRODUCTS | {"ragged_dot_general"}
@@ -196,32 +192,35 @@ class Counter:
             # At each depth, since JAX leaves the bodies of `while` loops as they are.
             alive, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
             for eqn in alive.eqns:
-                for product, work in self._of(eqn):
+                if eqn.primitive.name in _PRODUCTS:
+                    found = [self._product(eqn)]
+                else:
+                    inside = jaxprs_in(eqn)
+                    found = self._inside(eqn, inside) if inside else ()
+                for product, work in found:
                     count, flops = total[product]
                     total[product] = Work(count + work.count, flops + work.flops)
             self._known[jaxpr] = total
         return self._known[jaxpr]
 
-    def _of(self, eqn: JaxprEqn) -> Iterator[tuple[ProductRow, Work]]:
+    def _product(self, eqn: JaxprEqn) -> tuple[ProductRow, Work]:
+        name, site = eqn.primitive.name, site_of(eqn)
+        dtypes = _multiplied(eqn), aval_of(eqn.outvars[0]).dtype.name, _tensorfloat32(eqn)
+        if name in PRODUCTS:
+            self.largest = max(self.largest, product_shape(eqn), key=math.prod)
+        return ProductRow(site.line or "unknown", name, *dtypes, site.inside), Work(1, _flops(eqn))
+
+    def _inside(self, eqn: JaxprEqn, jaxprs: list[Jaxpr]) -> Iterator[tuple[ProductRow, Work]]:
         name = eqn.primitive.name
-        if name in _PRODUCTS:
-            out_dtype = aval_of(eqn.outvars[0]).dtype.name
-            dtypes = _multiplied(eqn), out_dtype, _tensorfloat32(eqn)
-            site = site_of(eqn)
-            product = ProductRow(site.line or "unknown", name, *dtypes, site.inside)
-            if name in PRODUCTS:
-                self.largest = max(self.largest, product_shape(eqn), key=math.prod)
-            yield product, Work(1, _flops(eqn))
+        outside, self.loops = self.loops, {}
+        inner, loops = list(map(self.products, jaxprs)), self.loops
+        self.loops = outside
+        if not any(inner):
             return
         # A trace inside of another, such as that of a checkpoint, does not see who called it.
         site = site_of(eqn)
         unknown = lambda line: site.users and (installed(line) or line == "unknown")
-        outside, self.loops = self.loops, {}
-        inner = list(map(self.products, jaxprs_in(eqn)))
-        inside = {site.line if unknown(line) else line: None for line in self.loops}
-        self.loops = outside | inside
-        if not any(inner):
-            return
+        self.loops |= {site.line if unknown(line) else line: None for line in loops}
         if name == "cond":  # one of them runs
             inner = [max(inner, key=lambda products: sum(w.flops for w in products.values()))]
         if name == "custom_linear_solve":  # the rest are for its derivatives
