@@ -191,7 +191,8 @@ class Evaluation:
         along = [self._directions[i] for i in index]
         row = along[0].row
         if row is not None:
-            return jnp.floor_divide(scaling.shifts_of([row])[0] * len(index), max(self._orders(row)))
+            shift = scaling.shifts_of([row])[0]
+            return jnp.floor_divide(shift * len(index), max(self._orders(row)))
         drawn = along[0].sampled is not None
         coords = [[] if drawn else [self._coords[c] for c in d.coords] for d in along]
         exponent = scaling.strategy.exponent(scaling.exponents, coords, self._orders())

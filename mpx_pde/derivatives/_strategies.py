@@ -6,6 +6,7 @@ way to it.
 """
 
 import abc
+import functools as ft
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -98,17 +99,17 @@ class AbstractStrategy(abc.ABC):
         """Returns the exponents of two by which the derivatives are scaled that some rows count, by
         those of the scalers."""
         found = [self.rows[i] for i in rows]
-        weights = np.zeros((len(found), len(self.names)), np.int32)
-        for i, row in enumerate(found):
-            for scaler, times in row.weights:
-                weights[i, scaler] = times
-        out = jnp.sum(weights * exponents[None], axis=1, dtype=jnp.int32)
-        smallest = np.array([row.smallest for row in found])
-        if not smallest.any():
+        times = np.array(
+            [[dict(row.weights).get(k, 0) for row in found] for k in range(len(self.names))]
+        )
+        each = list(zip(times.astype(np.int32), exponents, strict=True))
+        out: Any = sum(n * exponent for n, exponent in each)
+        if not any(row.smallest for row in found):
             return out
-        orders = np.array([row.order for row in found], np.int32)
-        entering = jnp.where(weights > 0, exponents[None], np.iinfo(np.int32).max)
-        return jnp.where(smallest, orders * jnp.min(entering, axis=1), out)
+        none = np.iinfo(np.int32).max
+        least = ft.reduce(jnp.minimum, [jnp.where(n > 0, exponent, none) for n, exponent in each])
+        order = np.array([row.order * row.smallest for row in found], np.int32)
+        return jnp.where(order > 0, order * least, out)
 
     def row_of(self, term: str, named: Sequence[str], call: str) -> int:
         """Returns the row of a term, the derivative in the coordinates that are `named`."""

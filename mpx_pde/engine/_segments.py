@@ -7,7 +7,6 @@ a layer.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -103,7 +102,7 @@ class Role(NamedTuple):
     ends: frozenset[int] | None = None
     params: Collection[int] = ()
     data: Collection[int] = ()
-    still: AbstractSet[int] = frozenset()
+    still: set[int] | frozenset[int] = frozenset()
     half: Collection[int] = ()
     apart: frozenset[int] = frozenset()
     rules: Any = None

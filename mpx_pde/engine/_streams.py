@@ -172,18 +172,11 @@ class Storage:
         if self.dtype is None:
             return {}
         largest = float(jnp.finfo(self.dtype).max)
-        beyond = {
-            key: jnp.abs(self.scaled(x, key)) > largest
+        return {
+            key: jnp.any(jnp.abs(self.scaled(x, key)) > largest)
             for key, x in jet.streams.items()
             if key in self.scales and x is not None and x.dtype == self.registers != self.dtype
         }
-        out: dict[Index, Array] = {}
-        for shape in {x.shape for x in beyond.values()}:
-            # All of a shape at once.
-            alike = {key: x for key, x in beyond.items() if x.shape == shape}
-            found = jnp.any(jnp.stack([*alike.values()]), axis=tuple(range(1, len(shape) + 1)))
-            out.update(zip(alike, jnp.unstack(found), strict=True))
-        return out
 
     def loaded(self, x: "Operand", dtype: Any = None) -> "Operand":
         """Returns a value that the program has in `dtype` as it is computed with."""
