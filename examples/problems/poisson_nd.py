@@ -41,6 +41,7 @@ DEEP = Deep(
     form=lambda point, n: n,
     low=LOW,
     high=HIGH,
+    turns=dict.fromkeys(range(SIZE), 1 / 4),
     soft=[(lambda u, point: 3 * (u(point) - exact(point)), LOW, HIGH, range(SIZE))],
 )
 PROBLEM = problem(__name__, "Poisson in 10 dimensions", coords=COORDS, order=2)
