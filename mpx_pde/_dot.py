@@ -47,20 +47,22 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
 
     def product(x, y, **options):
         options["out_sharding"] = out_sharding
-        if on_cpu and not dimension_numbers[1][0] and jax.typeof(x).sharding.mesh.empty:
-            if out_sharding is None and _sums_over_rows(x, y, dimension_numbers):
-                return _product_of_rows(x, y, len(dimension_numbers[0][0]), **options)
-            if given.turned or _has_rows(x, y, dimension_numbers):
-                return _turned(x, y, dimension_numbers, **options)
-        if not (platform in GPUS and given.apart):
-            return lax.dot_general(x, y, dimension_numbers, **options)
-        x, y, sizes = _padded(x, y, dimension_numbers)
-        if max(x.size, y.size) * x.dtype.itemsize >= _APART:
-            # XLA makes one product of those with the same weight, whose operands it puts behind one
-            # another and whose result it cuts up again, with copies.
-            x, y = lax.optimization_barrier((x, y))
-        out = lax.dot_general(x, y, dimension_numbers, **options)
-        return out if sizes is None else lax.slice(out, (0, 0), sizes)
+        numbers, sizes, shape = dimension_numbers, None, None
+        whole, apart = jax.typeof(x).sharding.mesh.empty, platform in GPUS and given.apart
+        of_rows = on_cpu and _sums_over_rows(x, y, numbers)
+        if whole and out_sharding is None and (apart or of_rows):
+            x, y, numbers, shape = _as_matrices(x, y, numbers)
+        elif on_cpu and whole and not numbers[1][0] and (given.turned or _has_rows(x, y, numbers)):
+            return _turned(x, y, numbers, **options)
+        if apart:
+            x, y, sizes = _padded(x, y, numbers)
+            if max(x.size, y.size) * x.dtype.itemsize >= _APART:
+                # XLA makes one product of those with the same weight, whose operands it puts behind
+                # one another and whose result it cuts up again, with copies.
+                x, y = lax.optimization_barrier((x, y))
+        out = lax.dot_general(x, y, numbers, **options)
+        out = out if sizes is None else lax.slice(out, (0, 0), sizes)
+        return out if shape is None else lax.reshape(out, shape)
 
     if algorithm is not None:
         x, y = (lax.convert_element_type(z, dtype) for z in (x, y))
@@ -78,14 +80,24 @@ def _sums_over_rows(x, y, dimension_numbers) -> bool:
     return len(contracted[0]) > 1 and last(x, contracted[0]) and last(y, contracted[1])
 
 
-def _product_of_rows(x, y, contracted: int, **options):
-    """Evaluates such a product as one of two matrices. For a product over several axes XLA for CPUs
-    makes a transposed copy of an operand.
+def _as_matrices(x, y, dimension_numbers) -> tuple[Any, Any, Any, tuple[int, ...] | None]:
+    """Makes matrices of two operands whose contracted axes stand together at an end. Returns them,
+    the axes that are contracted then, and the shape of the product; others as they are, and `None`.
+
+    For a product over several axes XLA makes a transposed copy of an operand: on a CPU, and on a
+    GPU behind a barrier, which keeps it from writing what is stacked as the product reads it.
     """
-    shape = (*x.shape[:-contracted], *y.shape[:-contracted])
-    rows = lambda z: lax.reshape(z, (prod(z.shape[:-contracted]), prod(z.shape[-contracted:])))
-    out = lax.dot_general(rows(x), rows(y), (((1,), (1,)), ((), ())), **options)
-    return lax.reshape(out, shape)
+    pairs = sorted(zip(*dimension_numbers[0], strict=True))
+    n, found = len(pairs), []
+    for z, axes in zip((x, y), zip(*pairs, strict=True), strict=False):
+        cut = n if axes == tuple(range(n)) else z.ndim - n
+        if not dimension_numbers[1][0] and axes in (tuple(range(n)), tuple(range(cut, z.ndim))):
+            sizes = z.shape[:cut], z.shape[cut:]
+            found.append((lax.reshape(z, tuple(map(prod, sizes))), sizes, int(axes[0] > 0)))
+    if len(found) < 2:
+        return x, y, dimension_numbers, None
+    (x, x_sizes, i), (y, y_sizes, j) = found
+    return x, y, (((i,), (j,)), ((), ())), (*x_sizes[1 - i], *y_sizes[1 - j])
 
 
 def _has_rows(x, y, dimension_numbers) -> bool:
@@ -114,10 +126,12 @@ def _padded(x, y, dimension_numbers) -> tuple[Any, Any, tuple[int, ...] | None]:
     """Pads the narrow axes of two matrices of halves to the lengths that cuBLAS wants. Returns the
     matrices and the shape of their product, or `None` if that shape stays.
 
-    XLA does so anyway, but for each of several products with the same operand anew.
+    XLA does so anyway, but for each of several products with the same operand anew. A product over
+    an axis of length 1 is no work for tensor cores.
     """
     ((x_axes, y_axes), (batch, _)) = dimension_numbers
-    if x.ndim != 2 or y.ndim != 2 or len(x_axes) != 1 or batch or x.dtype.itemsize != 2:
+    matrices = x.ndim == y.ndim == 2 and len(x_axes) == 1 and not batch
+    if not matrices or x.dtype.itemsize != 2 or x.shape[x_axes[0]] == 1:
         return x, y, None
     sizes = x.shape[1 - x_axes[0]], y.shape[1 - y_axes[0]]
 

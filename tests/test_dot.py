@@ -10,6 +10,8 @@ from helpers import HALVES, normal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
+from mpx_pde._bilinear import Given
+from mpx_pde._dot import _dot
 
 
 # Relative to the largest entry. One product rounds its operands (two roundings) and its result
@@ -270,3 +272,24 @@ def test_sharded_by_jit(w_spec, kind):
     _close(got_w, want_w, "float16")
     _close(got_x, want_x, "float16")
     _close(batched[0], want_w, "float16")
+
+
+# In another order, a gradient of a weight, no product of matrices, an outer one.
+STREAMS = [
+    ((9, 4, 5), (4, 5, 3), ((2, 1), (1, 0))),
+    ((9, 4, 5), (9, 3), ((0,), (0,))),
+    ((9, 4, 5), (5, 3, 4), ((1, 2), (2, 0))),
+    ((9, 1), (1, 3), ((1,), (0,))),
+]
+
+
+@pytest.mark.parametrize(("x", "y", "axes"), STREAMS, ids=str)
+def test_as_a_gpu_multiplies_streams(x, y, axes):
+    # Small integers, whose products and sums are exact in float16.
+    x, y = (np.arange(np.prod(shape)).reshape(shape) % 5 for shape in (x, y))
+    numbers, params = (axes, ((), ())), {"algorithm": None, "out_sharding": None}
+    dtypes = {"dtype": jnp.dtype("float16"), "out_dtype": jnp.dtype("float32")}
+    params |= {"given": Given(apart=True), "platform": "cuda", **dtypes}
+    halves = (jnp.asarray(z, "float16") for z in (x, y))
+    out = _dot(*halves, dimension_numbers=numbers, **params)
+    np.testing.assert_array_equal(out, np.tensordot(x, y, axes))
