@@ -49,10 +49,11 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
         options["out_sharding"] = out_sharding
         numbers, sizes, shape = dimension_numbers, None, None
         whole, apart = jax.typeof(x).sharding.mesh.empty, platform in GPUS and given.apart
+        turned = given.turned or _goes_first(x, y, numbers)
         of_rows = on_cpu and _sums_over_rows(x, y, numbers)
         if whole and out_sharding is None and (apart or of_rows):
             x, y, numbers, shape = _as_matrices(x, y, numbers)
-        elif on_cpu and whole and not numbers[1][0] and (given.turned or _has_rows(x, y, numbers)):
+        elif on_cpu and whole and turned and not numbers[1][0]:
             return _turned(x, y, numbers, **options)
         if apart:
             x, y, sizes = _padded(x, y, numbers)
@@ -100,13 +101,17 @@ def _as_matrices(x, y, dimension_numbers) -> tuple[Any, Any, Any, tuple[int, ...
     return x, y, (((i,), (j,)), ((), ())), (*x_sizes[1 - i], *y_sizes[1 - j])
 
 
-def _has_rows(x, y, dimension_numbers) -> bool:
-    """Returns whether the right operand has more rows than the left one, as the points of a `vmap`
-    that meet a weight. Of sizes that an export leaves open that is not known."""
+def _goes_first(x, y, dimension_numbers) -> bool:
+    """Returns whether the right operand goes in front: if it has more rows than the left one, as
+    the points of a `vmap` that meet a weight, or where both are contracted along their first axes
+    if it is the smaller one: of the one in front XLA for CPUs makes a transposed copy there. Of
+    sizes that an export leaves open that is not known."""
     (x_axes, y_axes), _ = dimension_numbers
-    if y.ndim < 2 or tuple(y_axes) != (y.ndim - 1,):
+    if not x_axes or not all(isinstance(size, int) for size in (*x.shape, *y.shape)):
         return False
-    if not all(isinstance(size, int) for size in (*x.shape, *y.shape)):
+    if {*x_axes} == {*y_axes} == {*range(len(x_axes))}:
+        return y.size < x.size
+    if y.ndim < 2 or tuple(y_axes) != (y.ndim - 1,):
         return False
     return y.size // max(y.shape[-1], 1) > x.size // max(x.shape[x_axes[0]], 1)
 
