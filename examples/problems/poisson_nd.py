@@ -14,8 +14,7 @@ from ._deep import Deep
 from ._problem import coordinate_mlp, draws, problem, uniform, with_values
 
 
-SIZE = 10
-COORDS = "abcdefghij"
+SIZE, COORDS = 10, "abcdefghij"
 LOW, HIGH = (0,) * SIZE, (1,) * SIZE
 
 

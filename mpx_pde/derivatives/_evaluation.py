@@ -1,5 +1,6 @@
 """Terms and sums of derivatives of one function, by the engine."""
 
+import functools as ft
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -191,8 +192,7 @@ class Evaluation:
         along = [self._directions[i] for i in index]
         row = along[0].row
         if row is not None:
-            shift = scaling.shifts_of([row])[0]
-            return jnp.floor_divide(shift * len(index), max(self._orders(row)))
+            return jnp.floor_divide(scaling.shift(row) * len(index), max(self._orders(row)))
         drawn = along[0].sampled is not None
         coords = [[] if drawn else [self._coords[c] for c in d.coords] for d in along]
         exponent = scaling.strategy.exponent(scaling.exponents, coords, self._orders())
@@ -215,7 +215,7 @@ class Evaluation:
         exponents = {i: self._exponent(scaling, i) for i in self._plan.indices}
         for k, s in enumerate(self._sums):
             if s.rows:
-                smallest = jnp.min(scaling.shifts_of(s.rows))
+                smallest = ft.reduce(jnp.minimum, map(scaling.shift, s.rows))
                 exponents[sum_key(k)] = scaling.strategy.kept(smallest, scaling.rule.margin)
         return {i: (power_of_two(e), power_of_two(-e)) for i, e in exponents.items()}
 
@@ -310,7 +310,8 @@ class Evaluation:
         counts = jnp.stack([scaling.counts[row] for row in rows.values()])
         seen, forward = x, _in_full()
         if scaling.active:
-            seen = x * power_of_two(scaling.shifts_of([*rows.values()])).astype(x.dtype)
+            shifts = jnp.stack(list(map(scaling.shift, rows.values())))
+            seen = x * power_of_two(shifts).astype(x.dtype)
             if forward is not None and forward.dtype == jnp.float16:
                 # The value does not overflow, but what is kept of it for the backward pass does.
                 beyond = jnp.abs(seen) > FLOAT16_MAX

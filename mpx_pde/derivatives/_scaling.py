@@ -215,9 +215,9 @@ class DerivativeScaling(eqx.Module):
         """Returns whether the present half precision needs scaling: float16 does."""
         return half_precision_datatype() == jnp.float16
 
-    def shifts_of(self, rows: Sequence[int]) -> Int32[Array, " rows"]:
-        """Returns the exponents of two by which the derivatives that some rows count are scaled."""
-        return self.strategy.shifts(self.exponents, rows)
+    def shift(self, row: int) -> Any:
+        """Returns the exponent of two by which the derivatives that a row counts are scaled."""
+        return self.strategy.rows[row].shift(self.exponents)
 
     def finite(self, counts: Any) -> Bool[Array, "*batch"]:
         """Returns whether no derivative overflowed, by the cotangent of `counts`."""
@@ -257,7 +257,7 @@ class DerivativeScaling(eqx.Module):
         counts = self._counts(counts, "adjust")
         active = self.active
         exponents = self.exponents if active else jnp.zeros_like(self.exponents)
-        shifts = self.strategy.shifts(exponents, range(len(self.strategy.rows)))
+        shifts = jnp.stack([jnp.asarray(row.shift(exponents)) for row in self.strategy.rows])
         state = {}
         if active:
             state = adjusted(self.rule, counts, self.exponents, self.tracker, self.caution)
@@ -267,7 +267,7 @@ class DerivativeScaling(eqx.Module):
             **state,
             overflows=self.overflows + lost.astype(jnp.int32),
             skipped_steps=self.skipped_steps + jnp.any(lost).astype(jnp.int32),
-            shifts=shifts,
+            shifts=shifts.astype(jnp.int32),
             counts=counts,
         )
 

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
 
 from ._checks import split_names, term_list
 
@@ -40,6 +39,12 @@ class HistogramRow(NamedTuple):
     @property
     def order(self) -> int:
         return max(w for _, w in self.weights) if self.smallest else sum(w for _, w in self.weights)
+
+    def shift(self, exponents: Any) -> Any:
+        """Returns the exponent of two by which the derivatives are scaled."""
+        if self.smallest:
+            return self.order * ft.reduce(jnp.minimum, [exponents[i] for i, _ in self.weights])
+        return sum(w * exponents[i] for i, w in self.weights)
 
 
 def _weights(dirs: Iterable[int]) -> Weights:
@@ -94,22 +99,6 @@ class AbstractStrategy(abc.ABC):
         them.
         """
         return {"kind": self.kind, "names": list(self.names), "order": self.order}
-
-    def shifts(self, exponents: Any, rows: Sequence[int]) -> Int32[Array, " rows"]:
-        """Returns the exponents of two by which the derivatives are scaled that some rows count, by
-        those of the scalers."""
-        found = [self.rows[i] for i in rows]
-        times = np.array(
-            [[dict(row.weights).get(k, 0) for row in found] for k in range(len(self.names))]
-        )
-        each = list(zip(times.astype(np.int32), exponents, strict=True))
-        out: Any = sum(n * exponent for n, exponent in each)
-        if not any(row.smallest for row in found):
-            return out
-        none = np.iinfo(np.int32).max
-        least = ft.reduce(jnp.minimum, [jnp.where(n > 0, exponent, none) for n, exponent in each])
-        order = np.array([row.order * row.smallest for row in found], np.int32)
-        return jnp.where(order > 0, order * least, out)
 
     def row_of(self, term: str, named: Sequence[str], call: str) -> int:
         """Returns the row of a term, the derivative in the coordinates that are `named`."""
