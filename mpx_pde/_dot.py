@@ -48,8 +48,11 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
     def product(x, y, **options):
         options["out_sharding"] = out_sharding
         numbers, sizes, shape = dimension_numbers, None, None
-        whole, apart = jax.typeof(x).sharding.mesh.empty, platform in GPUS and given.apart
-        turned = given.turned or _goes_first(x, y, numbers)
+        whole = jax.typeof(x).sharding.mesh.empty
+        # An export may leave sizes open.
+        known = all(isinstance(size, int) for size in (*x.shape, *y.shape))
+        apart = known and given.apart and platform in GPUS
+        turned = given.turned or (known and _goes_first(x, y, numbers))
         of_rows = on_cpu and _sums_over_rows(x, y, numbers)
         if whole and out_sharding is None and (apart or of_rows):
             x, y, numbers, shape = _as_matrices(x, y, numbers)
@@ -104,12 +107,9 @@ def _as_matrices(x, y, dimension_numbers) -> tuple[Any, Any, Any, tuple[int, ...
 def _goes_first(x, y, dimension_numbers) -> bool:
     """Returns whether the right operand goes in front: if it has more rows than the left one, as
     the points of a `vmap` that meet a weight, or where both are contracted along their first axes
-    if it is the smaller one: of the one in front XLA for CPUs makes a transposed copy there. Of
-    sizes that an export leaves open that is not known."""
+    if it is the smaller one: of the one in front XLA for CPUs makes a transposed copy there."""
     (x_axes, y_axes), _ = dimension_numbers
-    if not x_axes or not all(isinstance(size, int) for size in (*x.shape, *y.shape)):
-        return False
-    if {*x_axes} == {*y_axes} == {*range(len(x_axes))}:
+    if x_axes and {*x_axes} == {*y_axes} == {*range(len(x_axes))}:
         return y.size < x.size
     if y.ndim < 2 or tuple(y_axes) != (y.ndim - 1,):
         return False

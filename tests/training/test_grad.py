@@ -455,7 +455,8 @@ def test_a_step_is_exported_for_batches_of_every_size():
         return value, jtu.tree_leaves(grads)
 
     (n,) = export.symbolic_shape("n")
-    exported = export.export(step)(leaves, jax.ShapeDtypeStruct((n, 2), jnp.float32))
+    trace = export.export(step, platforms=["cpu", "cuda"])
+    exported = trace(leaves, jax.ShapeDtypeStruct((n, 2), jnp.float32))
     for size in (3, 16):
         x, _ = batch(size)
         # The very same program, but for the fusions that a known size allows.
