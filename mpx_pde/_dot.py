@@ -52,11 +52,11 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
         # An export may leave sizes open.
         known = all(isinstance(size, int) for size in (*x.shape, *y.shape))
         apart = known and given.apart and platform in GPUS
-        turned = given.turned or (known and _goes_first(x, y, numbers))
+        turned = on_cpu and (given.turned or (known and _goes_first(x, y, numbers)))
         of_rows = on_cpu and _sums_over_rows(x, y, numbers)
         if whole and out_sharding is None and (apart or of_rows):
             x, y, numbers, shape = _as_matrices(x, y, numbers)
-        elif on_cpu and whole and turned and not numbers[1][0]:
+        elif turned and whole and not numbers[1][0]:
             return _turned(x, y, numbers, **options)
         if apart:
             x, y, sizes = _padded(x, y, numbers)
@@ -84,6 +84,17 @@ def _sums_over_rows(x, y, dimension_numbers) -> bool:
     return len(contracted[0]) > 1 and last(x, contracted[0]) and last(y, contracted[1])
 
 
+def _as_matrix(z, axes) -> tuple[Any, int, tuple[int, ...]] | None:
+    """Makes a matrix of an array of which some axes, in order, are the first or the last. Returns
+    it, which of its two axes these are, and the sizes of the others; `None` of another array."""
+    n, cut = len(axes), z.ndim - len(axes)
+    if axes == tuple(range(n)):
+        return lax.reshape(z, (prod(z.shape[:n]), prod(z.shape[n:]))), 0, z.shape[n:]
+    if axes == tuple(range(cut, z.ndim)):
+        return lax.reshape(z, (prod(z.shape[:cut]), prod(z.shape[cut:]))), 1, z.shape[:cut]
+    return None
+
+
 def _as_matrices(x, y, dimension_numbers) -> tuple[Any, Any, Any, tuple[int, ...] | None]:
     """Makes matrices of two operands whose contracted axes stand together at an end. Returns them,
     the axes that are contracted then, and the shape of the product; others as they are, and `None`.
@@ -91,17 +102,13 @@ def _as_matrices(x, y, dimension_numbers) -> tuple[Any, Any, Any, tuple[int, ...
     For a product over several axes XLA makes a transposed copy of an operand: on a CPU, and on a
     GPU behind a barrier, which keeps it from writing what is stacked as the product reads it.
     """
-    pairs = sorted(zip(*dimension_numbers[0], strict=True))
-    n, found = len(pairs), []
-    for z, axes in zip((x, y), zip(*pairs, strict=True), strict=False):
-        cut = n if axes == tuple(range(n)) else z.ndim - n
-        if not dimension_numbers[1][0] and axes in (tuple(range(n)), tuple(range(cut, z.ndim))):
-            sizes = z.shape[:cut], z.shape[cut:]
-            found.append((lax.reshape(z, tuple(map(prod, sizes))), sizes, int(axes[0] > 0)))
-    if len(found) < 2:
+    pairs, left, right = sorted(zip(*dimension_numbers[0], strict=True)), None, None
+    if pairs and not dimension_numbers[1][0]:
+        left, right = map(_as_matrix, (x, y), zip(*pairs, strict=True))
+    if left is None or right is None:
         return x, y, dimension_numbers, None
-    (x, x_sizes, i), (y, y_sizes, j) = found
-    return x, y, (((i,), (j,)), ((), ())), (*x_sizes[1 - i], *y_sizes[1 - j])
+    (x, i, x_kept), (y, j, y_kept) = left, right
+    return x, y, (((i,), (j,)), ((), ())), (*x_kept, *y_kept)
 
 
 def _goes_first(x, y, dimension_numbers) -> bool:
@@ -214,7 +221,7 @@ def _batch(axis_data, args, dims, *, dimension_numbers, out_sharding, **params):
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
 
     def shift(axes, dim):
-        return axes if dim is None else tuple([i + (i >= dim) for i in axes])
+        return axes if dim is None else tuple(i + (i >= dim) for i in axes)
 
     x_contract, x_batch = shift(x_contract, x_dim), shift(x_batch, x_dim)
     y_contract, y_batch = shift(y_contract, y_dim), shift(y_batch, y_dim)

@@ -152,11 +152,12 @@ def product_shape(eqn: JaxprEqn) -> tuple[int, ...]:
     return groups, _number(out) // outputs, outputs // groups, inputs * _number(window)
 
 
-def _flops(eqn: JaxprEqn) -> int:
-    """Multiplications and additions; four of each for complex numbers."""
+def _flops(eqn: JaxprEqn, shape: tuple[int, ...] | None) -> int:
+    """Multiplications and additions of a product of a `shape`, which a ragged one has not; four of
+    each for complex numbers."""
     out = aval_of(eqn.outvars[0])
-    if eqn.primitive.name in PRODUCTS:
-        terms = math.prod(product_shape(eqn))
+    if shape is not None:
+        terms = math.prod(shape)
     else:
         x, numbers = aval_of(eqn.invars[0]), eqn.params["ragged_dot_dimension_numbers"]
         (contracted, _), _ = numbers.dot_dimension_numbers
@@ -206,9 +207,11 @@ class Counter:
     def _product(self, eqn: JaxprEqn) -> tuple[ProductRow, Work]:
         name, site = eqn.primitive.name, site_of(eqn)
         dtypes = _multiplied(eqn), aval_of(eqn.outvars[0]).dtype.name, _tensorfloat32(eqn)
-        if name in PRODUCTS:
-            self.largest = max(self.largest, product_shape(eqn), key=math.prod)
-        return ProductRow(site.line or "unknown", name, *dtypes, site.inside), Work(1, _flops(eqn))
+        shape = product_shape(eqn) if name in PRODUCTS else None
+        if shape is not None:
+            self.largest = max(self.largest, shape, key=math.prod)
+        row = ProductRow(site.line or "unknown", name, *dtypes, site.inside)
+        return row, Work(1, _flops(eqn, shape))
 
     def _inside(self, eqn: JaxprEqn, jaxprs: list[Jaxpr]) -> Iterator[tuple[ProductRow, Work]]:
         name = eqn.primitive.name
