@@ -220,15 +220,12 @@ def _evaluation(
     sums = []
     for name, spec in operators.items():
         summands = _summands(spec, name, dirs, coords, call)
-        rows: Sequence[int] = ()
+        rows: tuple[int, ...] = ()
         if scaling is not None:
             strategy, named = scaling.strategy, [[coords[i] for i in s.dirs] for s in summands]
             strategy.check_coords(dict.fromkeys(itertools.chain(*named)), call)
-            if spec == "laplacian":
-                rows = strategy.laplacian_rows(over, call)
-            else:
-                rows = strategy.sum_rows(named, call)
-        found = Sum(name, summands, tuple(rows))
+            rows = strategy.sum_rows(named, spec == "laplacian", call)
+        found = Sum(name, summands, rows)
         sums.append(found if draw is None else draw(found, spec, len(coords)))
     return Evaluation(call, fun, coords, outputs, parsed, sums, scaling, dtype)
 

@@ -131,26 +131,22 @@ class AbstractStrategy(abc.ABC):
         where the name is enough.
         """
 
-    def laplacian_rows(self, over: Sequence[str], call: str) -> list[int]:
-        """Returns the rows that count a Laplacian over some coordinates."""
-        if "laplacian" not in self.row_names:
-            raise ValueError(
-                f"`{call}`: the scaling has no scaler for a Laplacian; it knows "
-                f"{', '.join(self.names)}. Name 'laplacian' in `DerivativeScaling.per_term`, or "
-                "build the scaling for order 2."
-            )
-        return [self.row_names.index("laplacian")]
-
-    def sum_rows(self, summands: Sequence[Sequence[str]], call: str) -> tuple[int, ...]:
+    def sum_rows(
+        self, summands: Sequence[Sequence[str]], laplacian: bool, call: str
+    ) -> tuple[int, ...]:
         """Returns the rows that count a sum of the derivatives in these coordinates: those of the
-        highest order in it.
+        highest order in it; of a Laplacian over all coordinates that have scales its own.
         """
+        whole = self.coords is None or len(summands) == len(self.coords)
+        if laplacian and whole and "laplacian" in self.row_names:
+            return (self.row_names.index("laplacian"),)
         order = max(map(len, summands))
         if self.order is None or order > self.order:
+            named = ", or name 'laplacian' in `per_term`" if laplacian else ""
             raise ValueError(
                 f"`{call}`: the scaling has no scaler for an operator of order {order}; it knows "
                 f"{', '.join(self.names)}. Build it for that order with "
-                "`DerivativeScaling.per_direction` or `per_order`."
+                f"`DerivativeScaling.per_direction` or `per_order`{named}."
             )
         highest = [named for named in summands if len(named) == order]
         return tuple(dict.fromkeys(self._shared_row("", named, call) for named in highest))
@@ -232,12 +228,6 @@ class PerDirection(AbstractStrategy):
 
     def _expected(self, term: str, named: Sequence[str]) -> Weights:
         return _weights(self.names.index(name) for name in named)
-
-    def laplacian_rows(self, over: Sequence[str], call: str) -> list[int]:
-        # One over some of the coordinates is counted with the second derivative in each.
-        if set(over) != set(self.names) and self.order != 1:
-            return [self._shared_row("laplacian", [name] * 2, call) for name in over]
-        return super().laplacian_rows(over, call)
 
     def exponent(self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int]) -> Any:
         if not along[0]:
