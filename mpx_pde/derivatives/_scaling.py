@@ -277,9 +277,7 @@ class DerivativeScaling(eqx.Module):
         Cotangents carry the inverse of the scale. So where gradients overflow and the loss scale
         can fall no further, larger derivative scales are the way out.
         """
-        highest = jnp.array(self.rule.highest, jnp.int32)
-        grown = jnp.minimum(self.exponents + self.rule.step, highest)
-        return with_fields(self, exponents=jnp.maximum(grown, self.exponents))
+        return self.with_exponents(self.exponents + self.rule.step)
 
     def with_exponents(self, exponents: Any) -> "DerivativeScaling":
         """Returns the same scaling at other scales, which are clipped to the bounds of each scaler.
