@@ -89,12 +89,6 @@ def asks_for_more(eqn: JaxprEqn) -> bool:
     return any(p not in _DEFAULT for p in _precisions(eqn))
 
 
-def leaves_it_to_tensorfloat32(eqn: JaxprEqn) -> bool:
-    """Returns whether the program asks a product for no more than what a GPU takes for TF32: `HIGH`
-    is just that."""
-    return all(p in (*_DEFAULT, lax.Precision.HIGH) for p in _precisions(eqn))
-
-
 _DEFAULT = (None, lax.Precision.DEFAULT, lax.DotAlgorithmPreset.DEFAULT)
 
 
@@ -129,7 +123,9 @@ def _tensorfloat32(eqn: JaxprEqn) -> bool:
     """
     dtypes = {aval_of(v).dtype.name for v in eqn.invars[:2]}
     wide = dtypes & {"float32", "complex64"} and dtypes <= {"complex64", "float32", *_HALVES}
-    return bool(wide) and eqn.primitive.name not in MIXED and leaves_it_to_tensorfloat32(eqn)
+    # `HIGH` is just that.
+    low = all(p in (*_DEFAULT, lax.Precision.HIGH) for p in _precisions(eqn))
+    return bool(wide) and low and eqn.primitive.name not in MIXED
 
 
 def _number(sizes: Iterable[Any]) -> int:

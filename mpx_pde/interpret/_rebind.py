@@ -83,8 +83,7 @@ def _while(eqn: JaxprEqn, args: Sequence, test: Body, body: Body) -> list:
 def _shard_map(eqn: JaxprEqn, args: Sequence, body: Body) -> Sequence:
     params = eqn.params
     # JAX renamed the parameter.
-    renamed = "newly_manual_axes" in params
-    axes = params["newly_manual_axes" if renamed else "manual_axes"]
+    axes = params.get("newly_manual_axes", params.get("manual_axes", ()))
     return jax.shard_map(
         lambda *args: tuple(body(*args)),
         mesh=params["mesh"],
