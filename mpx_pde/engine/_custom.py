@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..interpret import _tables as tables
@@ -20,7 +21,7 @@ from ..interpret._jaxpr import (
     pushforward,
     walk,
 )
-from ..interpret._reverse import is_symbolic_zero, linear_by_pullback, tangent_like
+from ..interpret._reverse import linear_by_pullback
 from ._streams import Jet, Operand, Storage, is_inexact, primal_of, typed
 
 
@@ -115,11 +116,12 @@ def _with_tangents(
 
     def rule(primals, tangents):
         tangents = list(map(primal_of, tangents))
-        moving = [i for i in differentiable(eqn.invars) if not is_symbolic_zero(tangents[i])]
+        fixed = {i for i, t in enumerate(tangents) if isinstance(t, SymbolicZero)}
+        moving = [i for i in differentiable(eqn.invars) if i not in fixed]
         like = jax.eval_shape(body, *primals)
         out, moved = push(primals, tangents, moving, list(map(primal_of, like)))
         found = dict(zip(differentiable(eqn.outvars), moved, strict=True))
-        dots = [found[i] if i in found else tangent_like(x) for i, x in enumerate(out)]
+        dots = [found[i] if i in found else zero_from_primal(x) for i, x in enumerate(out)]
         treedef = jax.tree.structure(like)
         return jax.tree.unflatten(treedef, out), jax.tree.unflatten(treedef, dots)
 

@@ -8,11 +8,9 @@ equation of the tangents.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.custom_derivatives
-import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -21,15 +19,6 @@ Backward = Callable[[list, list], list]
 
 _pullback_p = Primitive("custom_pullback")
 _pullback_p.multiple_results = True
-
-
-def is_symbolic_zero(x: Any) -> bool:
-    return isinstance(x, jax.custom_derivatives.SymbolicZero)
-
-
-def tangent_like(x: Any) -> np.ndarray:
-    """Returns the tangent of an array that cannot have one."""
-    return np.zeros(x.shape, jax.dtypes.float0)
 
 
 def linear_by_pullback(
