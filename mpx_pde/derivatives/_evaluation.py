@@ -250,12 +250,13 @@ class Evaluation:
         point: Any,
         others: tuple[Any, ...] = (),
         note: list[Equation] | None = None,
-        lost: dict[Index, Array] | None = None,
-    ) -> tuple[Any, dict]:
+    ) -> tuple[Any, dict, dict]:
+        lost: dict[Index, Array] = {}
         point = widen(check_point(point, others, self._coords, self._dtype, self._call))
         network = as_network(self._fun, self._outputs, self._call)
         seeds, weights = self._seeds(point.dtype), self._weights(point)
-        return propagate(network, point, self._plan, seeds, weights, self._scales, note, lost)
+        options = self._plan, seeds, weights, self._scales, note, lost
+        return *propagate(network, point, *options), lost
 
     def __call__(self, point: Any, *others: Any) -> dict[str, Float[Array, ""]]:
         """**Arguments:**
@@ -268,8 +269,7 @@ class Evaluation:
         """
         if _multiplies_tensorfloat32():
             warn_of_tensorfloat32(self._call, "derivative terms")
-        lost: dict[Index, Array] = {}
-        value, streams = self._propagated(point, others, lost=lost)
+        value, streams, lost = self._propagated(point, others)
         blamed = self._blamed(lost)
         zero, streams = jnp.zeros_like(value), {**streams, (): value}
         found = {x.name: streams.get(x.key, zero)[x.output] for x in self._asked}

@@ -53,13 +53,12 @@ def _evaluator(
     rules: Rules,
     scales: Callable,
     note: list[Equation] | None,
-    lost: dict[Index, Array] | None,
+    lost: dict[Index, Array],
 ) -> Evaluator:
     """How a program is evaluated: as the loss around it says, else by its own arrays."""
 
     def lose(key, does):
-        if lost is not None:
-            lost[key] = does | lost[key] if key in lost else does
+        lost[key] = does | lost[key] if key in lost else does
 
     told: dict[str, Any] = {"caller": source_info_util.current()}
     if note is not None:
@@ -73,7 +72,7 @@ def _evaluator(
     # Of masters in float64 is asked less, of a program that says float64 it is not.
     storage = Storage(narrow, dtype, scaled, narrows=forward is not None)
     if forward is not None and forward.full:
-        told["lost"] = None if lost is None else lose
+        told["lost"] = lose
         told["full"] = Storage(forward.registers), Product(algorithm=forward.algorithm)
     return Evaluator(rules, storage, Product(masters=forward is not None), **told)
 
@@ -89,10 +88,10 @@ def propagate(
     point: Array,
     plan: Plan,
     seeds: Sequence[Any],
-    weights: Sequence[Sequence[Any]] = (),
-    scales: Callable[[np.dtype], Mapping[Index, tuple[Array, Array]]] | None = None,
-    note: list[Equation] | None = None,
-    lost: dict[Index, Array] | None = None,
+    weights: Sequence[Sequence[Any]],
+    scales: Callable[[np.dtype], Mapping[Index, tuple[Array, Array]]],
+    note: list[Equation] | None,
+    lost: dict[Index, Array],
 ) -> tuple[Array, dict[Index, Array]]:
     """A function at a point, with the derivatives of a plan.
 
@@ -117,15 +116,14 @@ def propagate(
     The value, and the streams that were asked for by their keys, in float32 or wider. Those that
     vanish are missing.
     """
-    context = jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow")
-    with context[0], context[1]:
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         forward = present_forward()
         if forward is not None and forward.full:
             forward = forward._replace(inside=True)
         with precision_of_user(), forward_in(forward):
             closed = jax.make_jaxpr(fun)(point)
         rules = Rules(plan, weights)
-        evaluator = _evaluator(closed, rules, scales or (lambda dtype: {}), note, lost)
+        evaluator = _evaluator(closed, rules, scales, note, lost)
         streams: dict[Index, Any] = {(i,): x for i, x in enumerate(seeds) if (i,) in plan.indices}
         for key, summands in rules.weights.items():
             ones = ((w, index) for w, index in summands if len(index) == 1)
