@@ -61,7 +61,8 @@ class InForward(eqx.Module):
         storage = Storage(narrow, forward.dtype, narrows=wider)
         full = Storage(wide), Product(algorithm=forward.algorithm)
         evaluator = Evaluator(Rules(Plan(())), storage, Product(masters=True), full=full)
-        params = {i for i, (path, _) in enumerate(leaves) if _is_master(path)}
+        # Places in the first of the arguments.
+        params = {i for i, (path, _) in enumerate(leaves) if _place(path) == [1, 0]}
         kept = {i for i, (path, _) in enumerate(leaves) if tuple(path) in self.kept}
         inexact = {i for i, (_, x) in enumerate(leaves) if is_inexact(x)}
         halves, data = (inexact & params) - kept, inexact - params
@@ -74,11 +75,6 @@ class InForward(eqx.Module):
         pairs = zip(out, closed.out_avals, strict=True)
         results = assemble([_leaving(x, aval, wide) for x, aval in pairs])
         return _states_as(program, results) if wider else results
-
-
-def _is_master(path: tuple) -> bool:
-    """Returns whether a place in `(fun, args, kwargs)` is in the first of the arguments."""
-    return _place(path) == [1, 0]
 
 
 def _place(path: tuple) -> list:
