@@ -434,11 +434,11 @@ def _region(step: Step, outputs: Sequence[int], roles: Role) -> Part:
     """An equation by itself. A checkpoint is a layer as its user has cut it: where the forward pass
     is another than the backward pass, what enters it is what is kept, whatever its policy says. But
     one that holds the loss, or a choice by values, is entered."""
-    if (
-        step.name != "remat2"
-        or not contains(bodies_of(step.eqn)[0], tables.PRODUCTS)
-        or (not roles.final.isdisjoint(outputs) and _holds_loss(step, roles))
-        or (roles.ends is not None and _holds_choices(step, roles.stage, roles.params))
+    if step.name != "remat2" or not contains(bodies_of(step.eqn)[0], tables.PRODUCTS):
+        return _by_itself(step)
+    last = not roles.final.isdisjoint(outputs)
+    if roles.ends is not None and (
+        (last and _holds_loss(step, roles)) or _holds_choices(step, roles)
     ):
         return _by_itself(step)
     return _by_itself(step, alone=False)._replace(outputs=tuple(outputs), multiplies=True)
@@ -447,8 +447,6 @@ def _region(step: Step, outputs: Sequence[int], roles: Role) -> Part:
 def _holds_loss(step: Step, roles: Role) -> bool:
     """Returns whether what follows the network in a container, or in one that it holds, is not
     linear."""
-    if roles.ends is None:
-        return False
     for flat, inner, _ in _inside(step, roles.stage, roles.params):
         network, rest = divided(flat, inner)
         if any(s.alone or not is_linear(s, inner.stage) for s in rest):
@@ -459,11 +457,11 @@ def _holds_loss(step: Step, roles: Role) -> bool:
     return False
 
 
-def _holds_choices(step: Step, stage: Mapping[int, int], params: Collection[int]) -> bool:
+def _holds_choices(step: Step, roles: Role) -> bool:
     """Returns whether something is chosen in a container by values of the network."""
     return any(
-        _chooses(s, inner) or _holds_choices(s, inner.stage, inner.params)
-        for flat, inner, _ in _inside(step, stage, params)
+        _chooses(s, inner) or _holds_choices(s, inner)
+        for flat, inner, _ in _inside(step, roles.stage, roles.params)
         for s in flat.steps
     )
 
