@@ -104,9 +104,7 @@ def _log2(x, order):
 
 
 def _power(x, order, exponent):
-    """x ** exponent, an array or a number of any kind."""
-    if isinstance(exponent, int):
-        return _integer_power(x, order, exponent)
+    """x ** exponent, an array or a float."""
     out, factor = [], 1.0
     for k in range(order + 1):
         if isinstance(factor, float) and factor == 0:
