@@ -13,7 +13,7 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..checkpoint_policies import translate
-from ..interpret._jaxpr import LOOPS, aval_of, bodies_of
+from ..interpret._jaxpr import LOOPS, bodies_of
 from ..interpret._rebind import rebind, scan_counts
 from ._custom import custom_jvp, custom_vjp
 from ._plan import Index, Plan
@@ -90,10 +90,6 @@ class Containers:
         n_consts, n_carry = scan_counts(eqn)
         n = n_consts + n_carry
         consts, init = list(operands[:n_consts]), operands[n_consts:n]
-        if not eqn.params["length"]:
-            # There is no step to look at, and nothing to stack.
-            stacked = map(aval_of, eqn.outvars[n_carry:])
-            return [*init, *(jnp.zeros(a.shape, a.dtype) for a in stacked)]
         if self.mixed:
             consts, init = self._outside(consts), list(map(self.loaded, init))
         stages = [DEEP if self.mixed else x.stage for x in operands if isinstance(x, Jet)]
@@ -106,7 +102,7 @@ class Containers:
             step = partial(self._step, eqn, n_consts, n_carry, stage)
             if stage == DEEP:
                 break
-            first = jax.tree.map(lambda x: x[0], scanned)
+            first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), scanned)
             carry = jax.eval_shape(partial(step, *consts), *carried, *first)[:n_carry]
             rises = max((x.stage for x in carry if isinstance(x, Jet)), default=stage)
             if rises == stage:
@@ -179,12 +175,8 @@ class Containers:
         run = partial(self.program, bodies_of(eqn)[0], operand_kinds=self.kinds)
         return rebind(eqn, operands, [lambda *args: run(args)])
 
-    def _jit(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
+    def _once(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
         return rebind(eqn, operands, [lambda *args: self._inside(bodies_of(eqn)[0], args)])
-
-    def _shard_map(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
-        body = lambda *args: list(map(primal_of, self._inside(bodies_of(eqn)[0], args)))
-        return list(map(Jet, rebind(eqn, operands, [body])))
 
 
 _ENTERED = {
@@ -192,8 +184,8 @@ _ENTERED = {
     "while": Containers._while,
     "cond": Containers._cond,
     "remat2": Containers._checkpoint,
-    "shard_map": Containers._shard_map,
-    "jit": Containers._jit,
+    "shard_map": Containers._once,
+    "jit": Containers._once,
     "custom_jvp_call": lambda self, eqn, operands: custom_jvp(eqn, operands, self._inside),
     "custom_vjp_call": lambda self, eqn, operands: custom_vjp(eqn, operands, self._inside),
 }
