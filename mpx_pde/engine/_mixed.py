@@ -209,7 +209,7 @@ class Mixed:
 
     def _equation(self, part: Part, env: dict[int, Any], roles: Role, _: Any) -> None:
         (step,) = part.steps
-        self._step(step, env, roles, {x for x in variables(step.inputs) if self._is_half(env[x])})
+        self._step(step, env, roles, {x for x in step.variables if self._is_half(env[x])})
         env.update((x, self._leaving(x, env, roles, step)) for x in step.outputs)
 
     def _leaving(self, k: int, env: Mapping[int, Any], roles: Role, step: Step) -> Any:
@@ -331,7 +331,7 @@ def _scores(flat: Flat) -> set[int]:
         eqn, name = step.eqn, step.eqn.primitive.name
         dot = name in tables.PRODUCTS and "dot_general" in name
         batched = dot and eqn.params["dimension_numbers"][1][0]
-        moved = name in tables.MOVES and not out.isdisjoint(variables(step.inputs))
+        moved = name in tables.MOVES and not out.isdisjoint(step.variables)
         out.update(step.outputs if batched or moved else ())
     return out
 
