@@ -146,8 +146,6 @@ class Rules:
             "convert_element_type": self._convert,
             "mul": self._mul,
             "div": self._div,
-            "reduce_max": self._extremum,
-            "reduce_min": self._extremum,
         }
         if name in own:
             return own[name]
@@ -203,15 +201,6 @@ class Rules:
                 pairs = zip(out, along(key), strict=True)
                 out = [{**streams, key: x} if is_inexact(x) else streams for streams, x in pairs]
         return list(map(Jet, primals, out))
-
-    def _extremum(self, eqn, operands):
-        (x,), axes = operands, eqn.params["axes"]
-        (primal,) = bind_primals(eqn, operands)
-        share = (x.primal == jnp.expand_dims(primal, axes)).astype(primal.dtype)
-        share = share / jnp.sum(share, axis=axes, keepdims=True)
-        behind = tuple(i - x.primal.ndim for i in axes)
-        streams = {k: jnp.sum(share * s, axis=behind) for k, s in x.streams.items()}
-        return [Jet(primal, streams)]
 
     def _together(self, eqn, operands):
         (x, *more), params = operands, eqn.params
