@@ -432,17 +432,15 @@ def _pointwise_custom(eqn: JaxprEqn, moving: Sequence[int], order: int) -> bool:
 def _pointwise(closed: ClosedJaxpr, order: int = 0) -> bool:
     """Returns whether a jaxpr does to each entry of its operands the same, whatever the others are,
     and so do its derivatives to an order."""
-    for eqn in closed.jaxpr.eqns:
+
+    def fits(eqn):
         name = eqn.primitive.name
         if name == "custom_jvp_call":
-            if not _pointwise_custom(eqn, differentiable(eqn.invars), order):
-                return False
-        elif name in CALLS:
-            if not _pointwise(bodies_of(eqn)[0], order):
-                return False
-        elif name == "broadcast_in_dim":
-            if eqn.invars[0].aval.shape not in ((), eqn.outvars[0].aval.shape):
-                return False
-        elif name not in tables.POINTWISE:
-            return False
-    return True
+            return _pointwise_custom(eqn, differentiable(eqn.invars), order)
+        if name in CALLS:
+            return _pointwise(bodies_of(eqn)[0], order)
+        if name == "broadcast_in_dim":
+            return eqn.invars[0].aval.shape in ((), eqn.outvars[0].aval.shape)
+        return name in tables.POINTWISE
+
+    return all(map(fits, closed.jaxpr.eqns))
