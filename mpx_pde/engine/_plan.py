@@ -10,10 +10,12 @@ theirs (*collapsed Taylor mode*: Dangel et al., arXiv 2505.13644).
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import combinations
+
+import jax
 
 
 Index = tuple[int, ...]
@@ -72,6 +74,11 @@ class Plan:
         """The shape of a stream of a value of this shape."""
         size = self.size(key)
         return shape if size is None else (size, *shape)
+
+    def each(self, function: Callable, keys: Sequence[Index]) -> Callable:
+        """A function of arrays as one of streams with these keys, any of which may be stacked."""
+        axes = tuple(None if self.size(key) is None else 0 for key in keys)
+        return jax.vmap(function, axes) if 0 in axes else function
 
     def size(self, key: Index) -> int | None:
         """The length of the leading axis of a stream; `None` if it has none."""

@@ -1,7 +1,7 @@
 """In which precision a product of streams is taken."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,6 @@ from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step
 from ..interpret._jaxpr import aval_of, own_bind
 from ..interpret._products import asks_for_more, says_its_dtype
-from ._plan import Index
 from ._rules import Rules
 from ._segments import Role
 from ._streams import DEEP, RAW, Jet, Storage, bind, is_inexact, primal_of, total
@@ -89,16 +88,16 @@ class Product:
             several = any(x.streams for x in operands if isinstance(x, Jet))
             algorithm = None if roles.is_data(step) else self.algorithm
             own = self._full(step.eqn, storage, algorithm, several)
-        how = _describe(dtype, out_dtype)
+        name = jnp.dtype(dtype or FULL).name
+        how = f"{name} × {name} → {jnp.dtype(out_dtype).name}"
 
         def prepared(x, dtype):
-            if not isinstance(x, Jet):
-                # A half weight has its gradient summed over the streams in float32.
-                return storage.constant(x)
-            return storage.stored(x) if as_stored else storage.loaded(x, dtype)
+            # A half weight is widened: its gradient is summed over the streams in float32.
+            stores = as_stored and isinstance(x, Jet)
+            return storage.stored(x) if stores else storage.loaded(x, dtype)
 
         def times(x, y, left, right):
-            out = _stacked(own, rules, left, right)(x, y)
+            out = rules.plan.each(own, (left, right))(x, y)
             for array, key in ((x, left), (y, right)):
                 if key and storage.is_stored(array) and not storage.is_stored(out):
                     out = storage.unscaled(out, key)
@@ -107,7 +106,7 @@ class Product:
         a, b = map(prepared, operands, [aval_of(v).dtype for v in step.eqn.invars])
         if both:
             jet = Jet(times(a.primal, b.primal, (), ()), rules.leibniz(times, a, b))
-            return [storage.stored(jet) if half and out_dtype != storage.registers else jet], how
+            return [storage.stored(jet) if out_dtype != storage.registers else jet], how
 
         jet, weight = (a, b) if isinstance(a, Jet) else (b, a)
         rows = () if half or self.open else _rows(step.eqn, jet, weight, jet is a)
@@ -246,17 +245,6 @@ def is_weighted(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> boo
     x = _beside_an_array(eqn, operands, ("mul", "add", "sub", "add_any"))
     narrows = storage.dtype not in (None, storage.registers)
     return narrows and x is not None and x.stage == DEEP and x.primal.dtype == storage.registers
-
-
-def _stacked(product: Callable, rules: Rules, left: Index, right: Index) -> Callable:
-    """A product of two streams, either of which may be stacked along a leading axis."""
-    axes = tuple(None if not key or rules.plan.size(key) is None else 0 for key in (left, right))
-    return product if axes == (None, None) else jax.vmap(product, in_axes=axes)
-
-
-def _describe(dtype: Any, out_dtype: Any) -> str:
-    name = "float32" if dtype is None else jnp.dtype(dtype).name
-    return f"{name} × {name} → {jnp.dtype(out_dtype).name}"
 
 
 def _leaves_it_open(eqn: JaxprEqn) -> bool:

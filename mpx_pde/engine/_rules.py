@@ -157,8 +157,6 @@ class Rules:
             return self._linear
         if name in tables.SELECTIONS and (name != "clamp" or moving == [1]):
             return self._selection
-        if name == "triangular_solve" and moving == [1]:
-            return self._linear
         if name == "custom_jvp_call":
             return self._custom if self._is_elementwise(eqn, moving, operands) else None
         real = not any(map(_is_complex, eqn.invars))
@@ -243,41 +241,23 @@ class Rules:
         if name == "gather":
             # What is read beyond the end is a constant.
             eqn = eqn.replace(params={**eqn.params, "fill_value": 0})
-        # The matrix of a solve stays.
-        solves = name == "triangular_solve"
         place = lambda args: bind(eqn, args)
         if name == "concatenate":
             place = lambda args: [joined(args, eqn.params["dimension"])]
-        return self._mapped(place, operands, key, solves)
+        return self._mapped(place, operands, key)
 
-    def _mapped(self, function, operands, key, fixed: bool = False) -> list:
+    def _mapped(self, function, operands, key) -> list:
         """Returns what a function makes of a stream of its operands. Others are zero but for
-        indices, predicates and, with `fixed`, arrays that do not depend on the point."""
-        args, axes = [], []
+        indices and predicates."""
+        args, keys = [], []
         for x in operands:
             moves, value = isinstance(x, Jet) and key in x.streams, primal_of(x)
-            axes.append(0 if moves else None)
+            keys.append(key if moves else ())
             if moves:
                 args.append(x.streams[key])
-            elif not is_inexact(value) or (fixed and not isinstance(x, Jet)):
-                args.append(value)
             else:
-                args.append(jnp.zeros_like(value))
-        if self.plan.size(key) is None:
-            return function(args)
-        return jax.vmap(lambda *args: function(args), in_axes=axes)(*args)
-
-    def _added(self, eqn, operands, key):
-        shape = self.plan.shape(key, eqn.outvars[0].aval.shape)
-        signs = (1, -1 if eqn.primitive.name == "sub" else 1)
-        parts = [
-            x.streams[key] if sign > 0 else -x.streams[key]
-            for sign, x in zip(signs, operands, strict=True)
-            if isinstance(x, Jet) and key in x.streams
-        ]
-        # An axis of length one meets a longer one.
-        out = total(parts)
-        return out if jnp.shape(out) == shape else jnp.broadcast_to(out, shape)
+                args.append(jnp.zeros_like(value) if is_inexact(value) else value)
+        return self.plan.each(lambda *args: function(args), keys)(*args)
 
     def _mul(self, eqn, operands):
         a, b = operands
