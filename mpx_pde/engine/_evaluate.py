@@ -44,15 +44,7 @@ from ._segments import (
 from ._streams import DATA, Jet, Storage, is_inexact, is_traced, primal_of, typed
 
 
-Note = Callable[[Step, str, str, str], None]
-"""Takes an equation, its line, the rule, and what a product was multiplied in."""
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["rules", "storage"],
-    meta_fields=["product", "note", "lost", "full", "caller", "around"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
     """One evaluation: a PyTree of the factors of its sums and the scales of its streams.
@@ -62,8 +54,8 @@ class Evaluator:
     - `rules`: how streams pass.
     - `storage`: how they are kept.
     - `product`: how they are multiplied.
-    - `note`: told of each equation that depends on the point, so that no two layers are taken for
-        one.
+    - `note`: told of each equation that depends on the point, with its line, the rule, and what a
+        product was multiplied in; no two layers are then taken for one.
     - `lost`: told of each stream that does not fit where it is kept, with whether it does not.
     - `full`: where values are those of an evaluation in full precision, how that one keeps and
         multiplies; this one then says what is kept for the backward pass, and how it is run.
@@ -74,12 +66,12 @@ class Evaluator:
 
     rules: Rules
     storage: Storage
-    product: Product
-    note: Note | None = None
-    lost: Callable[[Index, Any], None] | None = None
-    full: tuple[Storage, Product] | None = None
-    caller: Any = None
-    around: tuple[JaxprEqn, ...] = ()
+    product: Product = eqx.field(static=True)
+    note: Callable[[Step, str, str, str], None] | None = eqx.field(static=True, default=None)
+    lost: Callable[[Index, Any], None] | None = eqx.field(static=True, default=None)
+    full: tuple[Storage, Product] | None = eqx.field(static=True, default=None)
+    caller: Any = eqx.field(static=True, default=None)
+    around: tuple[JaxprEqn, ...] = eqx.field(static=True, default=())
 
     def program(
         self,

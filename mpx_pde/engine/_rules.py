@@ -7,6 +7,7 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +36,7 @@ from ._together import beside, joined, sum_together
 from ._towers import CLOSED, closed_tower, nested_tower
 
 
-@ft.partial(jax.tree_util.register_dataclass, data_fields=["factors"], meta_fields=["plan"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rules:
     """The rules of one evaluation, on values that are not stored.
@@ -47,7 +48,7 @@ class Rules:
         summand, an array with a factor for each direction.
     """
 
-    plan: Plan
+    plan: Plan = eqx.field(static=True)
     factors: Sequence[Sequence[Any]] = ()
 
     @ft.cached_property

@@ -2,9 +2,9 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,7 +27,7 @@ In a whole loss, what is computed of data alone is `DATA`, or `RAW` where it is 
 that meets the model is `DEEP`."""
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["primal", "streams"], meta_fields=["stage"])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Jet:
     """A value that depends on the point, and its streams; one that is missing is zero. The value
@@ -39,7 +39,7 @@ class Jet:
 
     primal: Any
     streams: dict[Index, Any] = dataclasses.field(default_factory=dict)
-    stage: int = DEEP
+    stage: int = eqx.field(static=True, default=DEEP)
 
     def map(self, function: Callable[[Any, Index], Any]) -> "Jet":
         """The jet of what a function makes of each stream by its key, and of the value by `()`."""
@@ -82,11 +82,7 @@ Operand = Any
 """A [`Jet`][], or an array that does not depend on the point."""
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["scales"],
-    meta_fields=["registers", "dtype", "narrows"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Storage:
     """How streams are computed, and how they are kept between layers.
@@ -102,10 +98,10 @@ class Storage:
     - `narrows`: whether float64 is computed in narrower registers all the same.
     """
 
-    registers: np.dtype
-    dtype: np.dtype | None = None
+    registers: np.dtype = eqx.field(static=True)
+    dtype: np.dtype | None = eqx.field(static=True, default=None)
     scales: Mapping[Index, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
-    narrows: bool = False
+    narrows: bool = eqx.field(static=True, default=False)
 
     def is_stored(self, x: Any) -> bool:
         return self.dtype is not None and x.dtype == self.dtype != self.registers
