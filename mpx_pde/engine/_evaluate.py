@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import equinox as eqx
@@ -18,7 +18,7 @@ from .._derivative_of import with_derivative_of
 from .._order import gradients_in_turn, read_at_once, rounded_cotangent
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Step, flatten, read
-from ..interpret._jaxpr import LOOPS, aval_of, in_context_of, own_bind
+from ..interpret._jaxpr import aval_of, in_context_of, own_bind
 from ..interpret._lines import line_of, site_of
 from ._containers import Containers, enters
 from ._custom import own_in_registers
@@ -295,10 +295,7 @@ class Evaluator:
         biased = is_biased(eqn, operands, halves)
         # Loops and rules take values as they are.
         loaded = self.above.storage.loaded
-        operands = [
-            loaded(x, aval_of(v).dtype) if isinstance(x, Jet) else loaded(x)
-            for x, v in zip(operands, eqn.invars, strict=True)
-        ]
+        operands = [loaded(x, aval_of(v).dtype) for x, v in zip(operands, eqn.invars, strict=True)]
         if enters(eqn, self.plain):
             # What is lost in there cannot be told out here.
             around = (*self.around, *step.calls, eqn)
@@ -320,14 +317,11 @@ class Evaluator:
                 out = folded(rule, eqn, operands, self.rules.plan)
             else:
                 out = rule(eqn, operands)
-            if biased:
-                (x,), dtype = out, self.storage.dtype
-                out = [dataclasses.replace(x, primal=rounded_cotangent(x.primal, dtype))]
-            elif is_weighted(eqn, operands, self.storage):
-                both = eqn.primitive.name == "mul"
-                out = [self.storage.rounding(x, () if both else x.streams) for x in out]
+            if biased or is_weighted(eqn, operands, self.storage):
+                # A bias meets the value alone.
+                out = [self.storage.rounding(x, () if name == "mul" else x.streams) for x in out]
             return out, rule.__name__.strip("_"), ""
-        known = eqn.primitive in ad.primitive_jvps or name in _WITH_OWN_JVP
+        known = eqn.primitive in ad.primitive_jvps or name in ("custom_jvp_call", "shard_map")
         if name in tables.OPAQUE or not known:
             raise ValueError(
                 f"There are no derivatives of the primitive {name!r} at "
@@ -338,9 +332,6 @@ class Evaluator:
         own = lambda *args: own_in_registers(eqn, args, self.above.storage)
         out = nested(own, operands, self.rules)
         return out, "nested", "no rule: by nested forward mode"
-
-
-_WITH_OWN_JVP = LOOPS | {"custom_jvp_call", "shard_map"}
 
 
 def _hold(env: dict[int, Any], keys: Iterable[int], roles: Role) -> None:
