@@ -97,6 +97,8 @@ class Storage:
         not scaled.
     - `narrows`: whether float64 is computed in narrower registers all the same.
     """
+        own = self.registers if self.narrows else jnp.finfo(dtype).dtype
+        wide = np.promote_types(self.registers, own)
 
     registers: np.dtype = eqx.field(static=True)
     dtype: np.dtype | None = eqx.field(static=True, default=None)
@@ -112,12 +114,7 @@ class Storage:
         if not jnp.issubdtype(dtype, jnp.inexact):
             return np.dtype(dtype)
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
-        wide = self.registers.itemsize
-        if not self.narrows:
-            wide = max(wide, np.dtype(dtype).itemsize // (2 if is_complex else 1))
-        if is_complex:
-            return np.dtype(np.complex64 if wide <= 4 else np.complex128)
-        return self.registers if wide <= self.registers.itemsize else np.dtype(np.float64)
+        return np.promote_types(wide, np.complex64) if is_complex else wide
 
     def constant(self, x: Any, dtype: Any = None) -> Any:
         """Casts an array to what a value of `dtype`, by default its own, is computed in."""
