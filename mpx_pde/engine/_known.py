@@ -13,51 +13,50 @@ from jax.extend.core import JaxprEqn
 
 from ..interpret import _tables as tables
 from ..interpret._flat import Step
-from ..interpret._jaxpr import aval_of, own_bind
 from ._plan import Index, Plan
-from ._streams import Jet, is_inexact, primal_of
-from ._together import spread_known
+from ._streams import Jet, bind_primals, is_inexact
+from ._together import spread_together
 
 
-def _broadcast(x: np.ndarray, lead: int, shape, broadcast_dimensions, **_) -> Any:
-    dims = (*range(lead), *(lead + int(i) for i in broadcast_dimensions))
-    return spread_known(x, (*x.shape[:lead], *shape), dims)
-
-
-def _slice(x: np.ndarray, lead: int, start_indices, limit_indices, strides) -> Any:
+def _slice(lead: int, x: np.ndarray, start_indices, limit_indices, strides) -> Any:
     strides = strides or (1,) * len(start_indices)
     cuts = map(slice, start_indices, limit_indices, strides)
     return x[(slice(None),) * lead + tuple(cuts)]
 
 
-def _transpose(x: np.ndarray, lead: int, permutation) -> Any:
+def _transpose(lead: int, x: np.ndarray, permutation) -> Any:
     return x.transpose(*range(lead), *(lead + i for i in permutation))
 
 
-def _reshape(x: np.ndarray, lead: int, new_sizes, dimensions, **_) -> Any:
+def _reshape(lead: int, x: np.ndarray, new_sizes, dimensions, **_) -> Any:
     # By columns it is transposed first.
-    x = x if dimensions is None else _transpose(x, lead, dimensions)
+    x = x if dimensions is None else _transpose(lead, x, dimensions)
     return x.reshape((*x.shape[:lead], *new_sizes))
 
 
-def _convert(x: np.ndarray, lead: int, new_dtype, **_) -> Any:
+def _convert(lead: int, x: np.ndarray, new_dtype, **_) -> Any:
     # Not rounded here; but a stream is complex where its value is.
     is_complex = np.issubdtype(new_dtype, np.complexfloating)
     return x.astype(np.result_type(x, np.complex64)) if is_complex else x
+
+
+def _broadcast(lead: int, x: np.ndarray, shape, broadcast_dimensions, **_) -> Any:
+    return spread_together([x], shape, tuple(map(int, broadcast_dimensions)))[0]
 
 
 _MOVES: dict[str, Callable[..., Any]] = {
     "broadcast_in_dim": _broadcast,
     "reshape": _reshape,
     "slice": _slice,
-    "squeeze": lambda x, lead, dimensions: x.squeeze(tuple(lead + i for i in dimensions)),
-    "rev": lambda x, lead, dimensions: np.flip(x, tuple(lead + i for i in dimensions)),
+    "squeeze": lambda lead, x, dimensions: x.squeeze(tuple(lead + i for i in dimensions)),
+    "rev": lambda lead, x, dimensions: np.flip(x, tuple(lead + i for i in dimensions)),
     "transpose": _transpose,
-    "neg": lambda x, lead: -x,
+    "concatenate": lambda lead, *xs, dimension: np.concatenate(xs, lead + dimension),
+    "neg": lambda lead, x: -x,
     "convert_element_type": _convert,
-    "copy": lambda x, lead: x,
+    "copy": lambda lead, x: x,
 }
-"""The effect of a primitive of one operand on an array with `lead` axes in front of its own."""
+"""The effect of a primitive on arrays with `lead` axes in front of their own."""
 
 
 def only_moves(step: Step, operands: Sequence[Any]) -> bool:
@@ -77,42 +76,29 @@ def only_moves(step: Step, operands: Sequence[Any]) -> bool:
 
 def folded(rule: Callable, eqn: JaxprEqn, operands: list[Any], plan: Plan) -> list[Jet]:
     """A rule on streams that are known while tracing; those that vanish are dropped."""
-    (primal,) = own_bind(eqn, list(map(primal_of, operands)))
-    if not is_inexact(eqn.outvars[0].aval):
-        return [Jet(primal)]
-    keys = [k for k in plan.keys if any(isinstance(x, Jet) and k in x.streams for x in operands)]
-    found = {k: _by_numpy(eqn, operands, k, plan) for k in keys}
-    if any(x is None for x in found.values()):
-        found = _by_jax(rule, eqn, operands)
-    return [Jet(primal, {k: np.asarray(x) for k, x in found.items() if np.any(np.asarray(x))})]
+    name = eqn.primitive.name
+    if name in ("add", "sub", "mul", "div") or not is_inexact(eqn.outvars[0].aval):
+        # These rules leave to NumPy what is NumPy's.
+        (out,) = rule(eqn, operands)
+    else:
+        (primal,) = bind_primals(eqn, operands)
+        known = name in _MOVES
+        streams = _by_numpy(eqn, operands, plan) if known else _by_jax(rule, eqn, operands)
+        out = Jet(primal, streams)
+    numbers = {k: np.asarray(x) for k, x in out.streams.items()}
+    return [Jet(out.primal, {k: x for k, x in numbers.items() if np.any(x)})]
 
 
-def _by_numpy(eqn: JaxprEqn, operands: Sequence[Any], key: Index, plan: Plan) -> Any:
-    name, lead = eqn.primitive.name, 0 if plan.size(key) is None else 1
-    first, *rest = operands
-    if name in ("mul", "div"):
-        x, factor = first.streams[key], np.asarray(rest[0])
-        return x * factor if name == "mul" else x / factor
-    if name in ("add", "sub", "concatenate"):
-        return _joined(eqn, operands, key, plan)
-    move = _MOVES.get(name)
-    return None if move is None or rest else move(first.streams[key], lead, **eqn.params)
-
-
-def _joined(eqn: JaxprEqn, operands: Sequence[Any], key: Index, plan: Plan) -> Any:
-    front = plan.shape(key, ())
-    parts = []
-    for x in operands:
-        own = x.streams.get(key) if isinstance(x, Jet) else None
-        inner = np.shape(primal_of(x))
-        # A number that is added to an array has no axes of its own.
-        shape = (*front, *(inner or (1,) * len(aval_of(eqn.outvars[0]).shape)))
-        parts.append(np.zeros(shape) if own is None else np.broadcast_to(own, shape))
-    dtype = next(s.dtype for x in operands if isinstance(x, Jet) for s in x.streams.values())
-    parts = [x.astype(dtype, copy=False) for x in parts]
-    if eqn.primitive.name == "concatenate":
-        return np.concatenate(parts, len(front) + eqn.params["dimension"])
-    return parts[0] - parts[1] if eqn.primitive.name == "sub" else parts[0] + parts[1]
+def _by_numpy(eqn: JaxprEqn, operands: Sequence[Any], plan: Plan) -> dict[Index, Any]:
+    jets, found = [x if isinstance(x, Jet) else Jet(x) for x in operands], {}
+    for key in plan.keys:
+        if any(key in x.streams for x in jets):
+            front = plan.shape(key, ())
+            # Zeros of a dtype that gives way.
+            none = [np.zeros((*front, *np.shape(x.primal)), bool) for x in jets]
+            parts = [x.streams.get(key, zero) for x, zero in zip(jets, none, strict=True)]
+            found[key] = _MOVES[eqn.primitive.name](len(front), *parts, **eqn.params)
+    return found
 
 
 def _by_jax(rule: Callable, eqn: JaxprEqn, operands: Sequence[Any]) -> dict[Index, Any]:

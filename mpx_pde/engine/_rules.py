@@ -202,8 +202,8 @@ class Rules:
         return list(map(Jet, primals, out))
 
     def _together(self, eqn, operands):
-        (x, *more), params = operands, eqn.params
-        if more or params.get("sharding", params.get("out_sharding")) is not None:
+        (x,), params = operands, eqn.params
+        if params.get("sharding", params.get("out_sharding")) is not None:
             return self._linear(eqn, operands)
         if eqn.primitive.name == "broadcast_in_dim":
             # Axes of a program may be integers of NumPy.
@@ -219,10 +219,8 @@ class Rules:
         count, few = math.prod(shape[i] for i in axes), min(shape[axes[-1]], 8)
         stops = {**dict.fromkeys(axes, 1), axes[-1]: few}
 
-        def first(every, n):
-            at = tuple(slice(stops.get(i)) for i in range(-n, len(shape)))
-            return [lax.stop_gradient(jnp.asarray(s)[at] / few) for s in every]
-
+        at = (..., *(slice(stops.get(i)) for i in range(len(shape))))
+        first = lambda arrays: [lax.stop_gradient(jnp.asarray(s)[at] / few) for s in arrays]
         (start,) = summed(each([x], first), axes)
         kept = [i for i in range(len(shape)) if i not in axes]
         y = added(x, start.spread(shape, kept), -1)
@@ -238,7 +236,8 @@ class Rules:
     def _linear_stream(self, eqn, operands, key) -> list:
         name = eqn.primitive.name
         if name in ("add", "sub", "add_any"):
-            return [self._added(eqn, operands, key)]
+            x, y = (x.streams.get(key) if isinstance(x, Jet) else None for x in operands)
+            return [total([x, -y if name == "sub" and y is not None else y])]
         if name == "gather":
             # What is read beyond the end is a constant.
             eqn = eqn.replace(params={**eqn.params, "fill_value": 0})
@@ -351,7 +350,8 @@ class Rules:
 
 def summed(jets: Sequence[Jet], axes: Sequence[int]) -> list[Jet]:
     """Returns the sums of values of one shape over the same axes, in one pass over all of them."""
-    return each(jets, lambda arrays, more: sum_together(arrays, [i + more for i in axes]))
+    behind = [i - np.ndim(jets[0].primal) for i in axes]
+    return each(jets, lambda arrays: sum_together(arrays, behind))
 
 
 def added(x: Jet, y: Jet, factor: int | float) -> Jet:

@@ -53,27 +53,13 @@ class Jet:
     def spread(self, shape: Sequence[int], dims: Sequence[int]) -> "Jet":
         """The jet as that of an array of a shape, as in `lax.broadcast_in_dim`."""
 
-        def wider(arrays: list, more: int) -> list:
-            lead = arrays[0].shape[:more]
-            return spread_together(
-                arrays, (*lead, *shape), (*range(more), *(i + more for i in dims))
-            )
-
-        return each([self], wider)[0]
+        return each([self], lambda arrays: spread_together(arrays, shape, dims))[0]
 
 
-def each(jets: Sequence[Jet], function: Callable[[list, int], list]) -> list[Jet]:
-    """Returns the jets of what a function makes of all arrays of some jets of one shape that have
-    as many axes in front, none or that of stacked directions. Known streams stay known."""
-    arrays = [{(): x.primal, **x.streams} for x in jets]
-    out: list[dict[Index, Any]] = [dict.fromkeys(own) for own in arrays]
-    for more in (0, 1):
-        rank = np.ndim(jets[0].primal) + more
-        at = [(i, k) for i, own in enumerate(arrays) for k, x in own.items() if np.ndim(x) == rank]
-        found = function([arrays[i][k] for i, k in at], more) if at else ()
-        for (i, k), x in zip(at, found, strict=True):
-            out[i][k] = x
-    return [Jet(own.pop(()), own, x.stage) for own, x in zip(out, jets, strict=True)]
+def each(jets: Sequence[Jet], function: Callable[[list], list]) -> list[Jet]:
+    """Returns the jets of what a function makes of all arrays of some jets together."""
+    found = iter(function([array for x in jets for array in (x.primal, *x.streams.values())]))
+    return [Jet(next(found), {k: next(found) for k in x.streams}, x.stage) for x in jets]
 
 
 Streams = dict[Index, Any]
@@ -97,8 +83,6 @@ class Storage:
         not scaled.
     - `narrows`: whether float64 is computed in narrower registers all the same.
     """
-        own = self.registers if self.narrows else jnp.finfo(dtype).dtype
-        wide = np.promote_types(self.registers, own)
 
     registers: np.dtype = eqx.field(static=True)
     dtype: np.dtype | None = eqx.field(static=True, default=None)
@@ -113,6 +97,8 @@ class Storage:
         in their own, numbers in registers."""
         if not jnp.issubdtype(dtype, jnp.inexact):
             return np.dtype(dtype)
+        own = self.registers if self.narrows else jnp.finfo(dtype).dtype
+        wide = np.promote_types(self.registers, own)
         is_complex = jnp.issubdtype(dtype, jnp.complexfloating)
         return np.promote_types(wide, np.complex64) if is_complex else wide
 

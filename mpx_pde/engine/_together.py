@@ -24,32 +24,31 @@ from .._varying import match_varying_axes
 
 
 def sum_together(arrays: Sequence[Any], axes: Sequence[int]) -> list[Array]:
-    """The sums of arrays of one rank over the same axes. Arrays of other shapes or dtypes than the
-    first ones are summed in passes of their own."""
-    axes = tuple(axes)
-    bind = lambda group: _sum_p.bind(*match_varying_axes(*group), axes=axes)
-    return _by_type(bind, list(map(jnp.asarray, arrays)))
+    """The sums of arrays over the same axes; negative ones may have others in front. Arrays of
+    other shapes or dtypes than the first ones are summed in passes of their own."""
+
+    def add(_, group):
+        of_all = tuple(i % group[0].ndim for i in axes)
+        return _sum_p.bind(*match_varying_axes(*group), axes=of_all)
+
+    return _grouped(add, list(map(jnp.asarray, arrays)))
 
 
 def spread_together(arrays: Sequence[Any], shape: Sequence[int], dims: Sequence[int]) -> list[Any]:
-    """Arrays as those of a shape, whose axes `dims` theirs are, as in `lax.broadcast_in_dim`. What
-    is NumPy's stays so."""
-    shape, dims = tuple(shape), tuple(dims)
+    """Arrays as those of a shape, whose axes `dims` their last ones are, as in
+    `lax.broadcast_in_dim`; others in front stay there. What is NumPy's stays so."""
 
-    def spread(group):
+    def spread(_, group):
+        more = np.ndim(group[0]) - len(dims)
+        full = *np.shape(group[0])[:more], *shape
+        at = *range(more), *(i + more for i in dims)
         if isinstance(group[0], np.ndarray):
-            return [spread_known(x, shape, dims) for x in group]
+            inner = [i for i in range(len(full)) if i not in at]
+            return [np.broadcast_to(np.expand_dims(x, inner), full) for x in group]
         group = match_varying_axes(*map(jnp.asarray, group))
-        return _spread_p.bind(*group, shape=shape, at=dims)
+        return _spread_p.bind(*group, shape=full, at=at)
 
-    return _by_type(spread, arrays)
-
-
-def spread_known(x: np.ndarray, shape: tuple[int, ...], dims: tuple[int, ...]) -> np.ndarray:
-    placed = [1] * len(shape)
-    for size, i in zip(x.shape, dims, strict=True):
-        placed[i] = size
-    return np.broadcast_to(x.reshape(placed), shape)
+    return _grouped(spread, arrays)
 
 
 def beside(arrays: Sequence[Any], like: Any, *, leading: bool = False) -> list[Array]:
@@ -67,14 +66,18 @@ def joined(arrays: Sequence[Any], dimension: int) -> Array:
     return _joined_p.bind(*match_varying_axes(*arrays), dimension=dimension)
 
 
-def _by_type(function: Callable[[list], list], arrays: Sequence[Any]) -> list[Any]:
+def _grouped(
+    function: Callable[[Any, list], list], arrays: Sequence[Any], kinds: Sequence[Any] | None = None
+) -> list[Any]:
+    """What a function makes of arrays, of those of a kind together: by default of a type."""
+    if kinds is None:
+        kinds = [(isinstance(x, np.ndarray), jnp.shape(x), jnp.result_type(x)) for x in arrays]
     groups: dict[Any, list[int]] = {}
-    for i, x in enumerate(arrays):
-        kind = isinstance(x, np.ndarray), jnp.shape(x), jnp.result_type(x)
+    for i, kind in enumerate(kinds):
         groups.setdefault(kind, []).append(i)
     out: list[Any] = [None] * len(arrays)
-    for places in groups.values():
-        found = function([arrays[i] for i in places])
+    for kind, places in groups.items():
+        found = function(kind, [arrays[i] for i in places])
         for i, x in zip(places, found, strict=True):
             out[i] = x
     return out
@@ -157,34 +160,35 @@ def _transpose_beside(cotangents, *args, leading):
 def _unspread(cotangents, arrays, shape, places) -> list[Any]:
     """The cotangents of arrays that were spread to a shape, whose axes at their `places` theirs
     are: sums, of all that were spread over the same axes in one pass."""
-    out: list[Any] = [ad.Zero(x.aval) for x in arrays]
-    groups: dict[tuple[int, ...], list[int]] = {}
-    for i, (x, at, cotangent) in enumerate(zip(arrays, places, cotangents, strict=True)):
+
+    def over(x, at, cotangent):
+        if isinstance(cotangent, ad.Zero):
+            return ()
         kept = [k for k, n in zip(at, x.aval.shape, strict=True) if n == shape[k]]
-        if not isinstance(cotangent, ad.Zero):
-            groups.setdefault(tuple(k for k in range(len(shape)) if k not in kept), []).append(i)
-    for axes, group in groups.items():
-        found = [cotangents[i] for i in group]
-        for i, x in zip(group, sum_together(found, axes) if axes else found, strict=True):
-            out[i] = lax.reshape(x, arrays[i].aval.shape)
-    return out
+        return tuple(k for k in range(len(shape)) if k not in kept)
+
+    def shaped(x, found):
+        return ad.Zero(x.aval) if isinstance(found, ad.Zero) else lax.reshape(found, x.aval.shape)
+
+    add = lambda axes, group: sum_together(group, axes) if axes else group
+    sums = _grouped(add, cotangents, list(map(over, arrays, places, cotangents)))
+    return list(map(shaped, arrays, sums))
 
 
 def _batch_each(primitive: Primitive, args, where, **params):
     """Arrays with an axis of a `vmap`, moved to the front, together, and those without one."""
-    out: list[Any] = [None] * len(args)
-    batched = [i for i, d in enumerate(where) if d is not None]
-    rest = [i for i, d in enumerate(where) if d is None]
-    moved = [jnp.moveaxis(args[i], where[i], 0) for i in batched]
-    if primitive is _sum_p:
-        behind = {"axes": tuple(i + 1 for i in params["axes"])}
-    else:
-        shape, at = params["shape"], params["at"]
-        behind = {"shape": (moved[0].shape[0], *shape), "at": (0, *(i + 1 for i in at))}
-    others = primitive.bind(*(args[i] for i in rest), **params) if rest else []
-    for i, x in zip((*batched, *rest), (*primitive.bind(*moved, **behind), *others), strict=True):
-        out[i] = x
-    return out, [None if i in rest else 0 for i in range(len(args))]
+
+    def bind(batched, group):
+        if not batched:
+            return primitive.bind(*group, **params)
+        if primitive is _sum_p:
+            return primitive.bind(*group, axes=tuple(i + 1 for i in params["axes"]))
+        shape, at = (group[0].shape[0], *params["shape"]), (0, *(i + 1 for i in params["at"]))
+        return primitive.bind(*group, shape=shape, at=at)
+
+    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, where, strict=True)]
+    out = _grouped(bind, moved, [d is not None for d in where])
+    return out, [None if d is None else 0 for d in where]
 
 
 def _batch_beside(primitive: Primitive, args, where, *, leading):
