@@ -94,12 +94,18 @@ class Containers:
             consts, init = self._outside(consts), list(map(self.loaded, init))
         stages = [DEEP if self.mixed else x.stage for x in operands if isinstance(x, Jet)]
         stage = max(stages, default=DEEP)
-        # Streams of what is scanned over have that axis behind the one of stacked directions.
-        scanned = self._axis(operands[n:], front=True)
+        scanned = self._turned(operands[n:])
+        (body,), onward = bodies_of(eqn), [(i, n_consts + i) for i in range(n_carry)]
+
+        def step_at(stage, *values):
+            out = self._inside(body, values, onward)
+            pairs = zip(out[:n_carry], values[n_consts:n], strict=True)
+            return [*(self._carried(y, x, stage) for y, x in pairs), *out[n_carry:]]
+
         for _ in range(3):
             # The stage of a carry rises from step to step until it stays.
             carried = [self._full(x, stage, n_consts + i) for i, x in enumerate(init)]
-            step = partial(self._step, eqn, n_consts, n_carry, stage)
+            step = partial(step_at, stage)
             if stage == DEEP:
                 break
             first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), scanned)
@@ -109,26 +115,13 @@ class Containers:
                 break
             stage = rises
         out = rebind(eqn, [*consts, *carried, *scanned], [step])
-        return [*out[:n_carry], *self._axis(out[n_carry:], front=False)]
+        return [*out[:n_carry], *self._turned(out[n_carry:])]
 
-    def _step(self, eqn: JaxprEqn, n_consts: int, n_carry: int, stage: int, *values) -> list:
-        """One step of a `scan`."""
-        carry = values[n_consts : n_consts + n_carry]
-        onward = [(i, n_consts + i) for i in range(n_carry)]
-        out = self._inside(bodies_of(eqn)[0], values, onward)
-        pairs = zip(out[:n_carry], carry, strict=True)
-        return [*(self._carried(y, x, stage) for y, x in pairs), *out[n_carry:]]
-
-    def _axis(self, values: Sequence[Operand], *, front: bool) -> list[Operand]:
-        source, target = (1, 0) if front else (0, 1)
-
-        def move(x):
-            if not isinstance(x, Jet):
-                return x
-            turn = lambda s, k: s if self.plan.size(k) is None else jnp.moveaxis(s, source, target)
-            return x.map(turn)
-
-        return list(map(move, values))
+    def _turned(self, values: Sequence[Operand]) -> list[Operand]:
+        """Exchanges the axis of stacked directions, which comes first outside of a loop, and that
+        of what is scanned over, which comes first where a loop takes and returns it."""
+        turn = lambda s, key: s if self.plan.size(key) is None else jnp.swapaxes(s, 0, 1)
+        return [x.map(turn) if isinstance(x, Jet) else x for x in values]
 
     def _while(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
         test, body = bodies_of(eqn)
