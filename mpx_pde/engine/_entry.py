@@ -64,7 +64,9 @@ def _evaluator(
     if note is not None:
         told["note"] = lambda step, *how: note.append(Equation(step.name, *how))
     narrow = np.dtype(np.float32)
-    forward = present_forward() or _autocast()
+    forward, asked = present_forward(), asked_of_context()
+    if forward is None and asked is not None and asked[0] == "autocast":
+        forward = Forward("half", asked[1])
     if forward is not None and forward.inside:
         return Evaluator(rules, Storage(narrow), Product(open=True), **told)
     dtype = half_of(closed) if forward is None else forward.dtype
@@ -75,12 +77,6 @@ def _evaluator(
         told["lost"] = lose
         told["full"] = Storage(forward.registers), Product(algorithm=forward.algorithm)
     return Evaluator(rules, storage, Product(masters=forward is not None), **told)
-
-
-def _autocast() -> Forward | None:
-    """Returns what `autocast` around here asks for."""
-    asked = asked_of_context()
-    return Forward("half", asked[1]) if asked is not None and asked[0] == "autocast" else None
 
 
 def propagate(
@@ -131,7 +127,8 @@ def propagate(
             if first is not None:
                 streams[key] = first
 
-        (out,) = evaluator.program(closed, [Jet(point, streams, RAW)], plan.results)
+        asked = {*plan.asked, *rules.weights}
+        (out,) = evaluator.program(closed, [Jet(point, streams, RAW)], asked)
         if not isinstance(out, Jet):
             return jnp.asarray(out), {}
         out = evaluator.above.storage.loaded(out, closed.out_avals[0].dtype)

@@ -54,11 +54,6 @@ class Plan:
         return frozenset((*self.keys, ()))
 
     @cached_property
-    def results(self) -> frozenset[Index]:
-        """The results that the caller reads: the keys of streams, and `()` for the value."""
-        return frozenset((*self.asked, *self._sum_keys))
-
-    @cached_property
     def _sum_keys(self) -> tuple[Index, ...]:
         return tuple(map(sum_key, range(len(self.sums))))
 
