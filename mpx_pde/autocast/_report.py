@@ -16,9 +16,6 @@ from ..interpret._jaxpr import inner_scope, is_container, scopes_of
 from ..interpret._lines import line_of
 
 
-_FEW = 20
-
-
 @dataclasses.dataclass(frozen=True)
 class Operation:
     """One equation of the program.
@@ -78,10 +75,10 @@ class AutocastReport:
             f"{rule:8} {primitive:26} {count:5}  {reason}"
             for (rule, primitive, reason), count in sorted(rows.items())
         ]
-        for x in self.unknown[:_FEW]:
-            lines.append(f"unknown: {x.primitive} at {x.line} stays in {', '.join(x.results)}")
-        if len(self.unknown) > _FEW:
-            lines.append(f"unknown: {len(self.unknown) - _FEW} more")
+        lines += [
+            f"unknown: {x.primitive} at {x.line} stays in {', '.join(x.results)}"
+            for x in self.unknown
+        ]
         lines += [f"unused override: {pattern!r}" for pattern in self.unused]
         lines += [f"rounded all the same: {x}" for x in self.rounded]
         return "\n".join(lines)
@@ -199,15 +196,13 @@ def parse_patterns(patterns: Any, name: str) -> tuple[str, ...]:
         patterns = (patterns,)
     out = []
     for pattern in patterns:
-        if isinstance(pattern, Primitive):
-            out.append(pattern.name)
-        elif isinstance(pattern, str) and pattern.strip("/"):
-            out.append(pattern.strip("/"))
-        else:
+        text = pattern.name if isinstance(pattern, Primitive) else pattern
+        if not isinstance(text, str) or not text.strip("/"):
             raise TypeError(
                 f"`autocast` takes names of primitives (such as 'exp') and patterns of "
                 f"`jax.named_scope`s (such as 'decoder/norm*') as `{name}`, but got {pattern!r}."
             )
+        out.append(text.strip("/"))
     return tuple(out)
 
 
