@@ -5,7 +5,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 
@@ -69,13 +69,11 @@ def _renamed(atoms: Sequence[Any], same: Mapping[int, int]) -> tuple[Any, ...]:
 
 def _summed(step: Step) -> tuple[int, tuple[int, ...]] | None:
     """The variable and the axes of a sum."""
-    (x, *_), eqn = step.inputs or (None,), step.eqn
-    if eqn.primitive.name != "reduce_sum" or x is None or isinstance(x, Constant):
+    if step.name != "reduce_sum" or isinstance(x := step.inputs[0], Constant):
         return None
-    aval = aval_of(eqn.invars[0])
-    real = np.issubdtype(aval.dtype, np.floating) or aval.dtype == jax.numpy.bfloat16
-    plain = eqn.params.get("out_sharding") is None
-    return (x, tuple(map(int, eqn.params["axes"]))) if real and plain else None
+    params, dtype = step.eqn.params, aval_of(step.eqn.invars[0]).dtype
+    plain = jnp.issubdtype(dtype, jnp.floating) and params.get("out_sharding") is None
+    return (x, tuple(map(int, params["axes"]))) if plain else None
 
 
 def _deviations(step: Step, made: Mapping[int, Step]) -> tuple[int, tuple[int, ...]] | None:
@@ -117,7 +115,7 @@ def _mean_of(
         name = step.name
         if name == "broadcast_in_dim" and len(step.inputs) == 1:
             moves.append(step.eqn.params)
-        elif name == "div" and not divided and _is_number(step.inputs[1], count):
+        elif name == "div" and not divided and _number(step.inputs[1]) == count:
             divided = True
         elif _summed(step) == where and divided:
             kept: list[int | None] = [i for i in range(ndim) if i not in where[1]]
@@ -131,5 +129,5 @@ def _mean_of(
     return None
 
 
-def _is_number(x: Any, number: int) -> bool:
-    return isinstance(x, Constant) and np.ndim(x.value) == 0 and float(x.value) == number
+def _number(x: Any) -> Any:
+    return x.value if isinstance(x, Constant) and np.ndim(x.value) == 0 else None
