@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching
 from jaxtyping import Array, Float, Float32
 
-from .._order import with_batch_at
+from .._order import lower, with_batch_at
 from .._varying import match_varying_axes
 
 
@@ -94,7 +94,7 @@ def _count_transpose(cotangent, probe, seen, *, batch_dims):
 for _primitive, _function in ((tap_p, _tap), (count_p, _count)):
     _primitive.def_impl(jax.jit(_function, static_argnames="batch_dims"))
     _primitive.def_abstract_eval(_abstract_eval)
-    mlir.register_lowering(_primitive, mlir.lower_fun(_function, multiple_results=False))
+    lower(_primitive, _function)
     batching.primitive_batchers[_primitive] = ft.partial(_batch, _primitive)
 ad.primitive_jvps[tap_p] = _tap_jvp
 ad.primitive_jvps[count_p] = _count_jvp

@@ -138,8 +138,7 @@ def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], registers: Storage) -> l
     """The results of a jaxpr whose numbers, real and complex, are all in registers."""
     cast = registers.constant
 
-    def evaluate(i: int, eqn: JaxprEqn, operands: list) -> list:
-        del i
+    def evaluate(_: int, eqn: JaxprEqn, operands: list) -> list:
         name = eqn.primitive.name
         if name in _CUSTOM:
             return custom_in_registers(eqn, operands)

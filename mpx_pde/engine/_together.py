@@ -112,8 +112,7 @@ def _abstract_sums(*avals, axes):
     return [x.update(shape=kept(x), weak_type=False) for x in avals]
 
 
-def _abstract_spreads(*avals, shape, at):
-    del at
+def _abstract_spreads(*avals, shape, **_):
     return [x.update(shape=shape, weak_type=False) for x in avals]
 
 
@@ -122,8 +121,7 @@ def _beside(*args, leading):
     return [lax.broadcast_in_dim(x, like.shape, _axes_in(like, x, leading)) for x in arrays]
 
 
-def _abstract_beside(*args, leading):
-    del leading
+def _abstract_beside(*args, **_):
     *arrays, like = args
     return [like.update(dtype=x.dtype, weak_type=False) for x in arrays]
 

@@ -52,8 +52,7 @@ def _abstract_eval(*_, avals, **__):
     return avals
 
 
-def _transpose(cotangents, *operands, backward, n_residuals, avals):
-    del avals
+def _transpose(cotangents, *operands, backward, n_residuals, **_):
     given = [ad.instantiate_zeros(ct) for ct in cotangents]
     out = backward(list(operands[:n_residuals]), given)
     return [None] * n_residuals + list(out)
