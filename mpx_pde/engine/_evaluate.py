@@ -260,16 +260,12 @@ class Evaluator:
             elif isinstance(x, Jet) and not enters(step.eqn, False):
                 x = dataclasses.replace(x, stage=stage)
             if isinstance(x, Jet):
-                self._check_aligned(x, aval_of(v), step.eqn)
+                for key, stream in x.streams.items():
+                    # Elsewhere it would be broadcast the wrong way.
+                    want = self.rules.plan.shape(key, aval_of(v).shape)
+                    assert np.shape(stream) == want, (step.name, key, np.shape(stream), want)
                 x = self.above.storage.computed(x.only(roles.asked.get(k, ())), aval_of(v).dtype)
             env[k] = x
-
-    def _check_aligned(self, x: Jet, aval: Any, eqn: JaxprEqn) -> None:
-        """Fails where a rule has returned a stream that is not shaped as its value: elsewhere it
-        would be broadcast the wrong way."""
-        for key, stream in x.streams.items():
-            want = self.rules.plan.shape(key, aval.shape)
-            assert np.shape(stream) == want, (eqn.primitive.name, key, np.shape(stream), want)
 
     def _results(self, step: Step, operands: list[Any], roles) -> tuple[Any, ...]:
         """Returns the results of an equation and, where it depends on the point, the rule that gave
