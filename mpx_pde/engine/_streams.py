@@ -132,24 +132,12 @@ class Storage:
     def rounding(self, jet: Jet, but: Collection[Index] = ()) -> Jet:
         """Returns a value as it is. Its cotangents are rounded as those of what is stored are, and
         written to memory as that: once, for all that a backward pass takes them for."""
-        dtype = self.dtype
-        if dtype is None:
-            return jet
-
-        def rounded(x: Any, key: Index) -> Any:
-            if key in but:
-                return x
-            if x.dtype != self.registers:
-                return rounded_cotangent(x, dtype)
-            # The cotangent of what is stored is divided by the scale.
-            return self.unscaled(rounded_cotangent(self.scaled(x, key), dtype), key)
-
-        return jet.map(rounded)
+        # The cotangent of what is stored is divided by the scale.
+        by_scale = lambda x, key: rounded_cotangent(self.scaled(x, key), self.dtype)
+        return jet.map(lambda x, key: x if key in but else self.unscaled(by_scale(x, key), key))
 
     def overflows(self, jet: Jet) -> dict[Index, Array]:
         """Which streams do not fit where they are kept, by a scale that a smaller one can mend."""
-        if self.dtype is None:
-            return {}
         largest = float(jnp.finfo(self.dtype).max)
         return {
             key: jnp.any(jnp.abs(self.scaled(x, key)) > largest)
