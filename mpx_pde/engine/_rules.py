@@ -143,11 +143,7 @@ class Rules:
         moving = [i for i, x in enumerate(operands) if isinstance(x, Jet)]
         if name in tables.CONSTANT or not any(is_inexact(v.aval) for v in eqn.outvars):
             return self._constant
-        own = {
-            "convert_element_type": self._convert,
-            "mul": self._mul,
-            "div": self._div,
-        }
+        own = {"convert_element_type": self._convert, "mul": self._mul, "div": self._div}
         if name in own:
             return own[name]
         if name in tables.TOGETHER and not any(map(_is_complex, eqn.invars)):
@@ -405,9 +401,8 @@ def _is_logaddexp(eqn: JaxprEqn) -> bool:
 def _pointwise_custom(eqn: JaxprEqn, moving: Sequence[int], order: int) -> bool:
     """Returns whether a function with a derivative of its own does to each entry the same, and so
     do its derivatives to an order: the rule of one may mix entries that the function does not."""
-    if not _pointwise(eqn.params["call_jaxpr"]):
-        return False
-    return order < 1 or _pointwise(pushforward(eqn, moving), order - 1)
+    alike = _pointwise(eqn.params["call_jaxpr"])
+    return alike and (order < 1 or _pointwise(pushforward(eqn, moving), order - 1))
 
 
 def _pointwise(closed: ClosedJaxpr, order: int = 0) -> bool:
