@@ -288,12 +288,7 @@ def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool, call
             f"`{call}` cannot draw {samples} of {len(found.summands)} summands of {found.name!r} "
             "without replacement. Take fewer `samples`, or `replace=True`."
         )
-    numbers = [s.factor for s in found.summands]
-    if all(isinstance(f, int | float) for f in numbers):
-        # At once: hundreds of arrays would be hundreds of operations.
-        factors = jnp.asarray(np.array(numbers, np.float64).astype(widest))
-    else:
-        factors = jnp.stack([jnp.asarray(f, widest) for f in numbers])
+    factors = jnp.asarray([s.factor for s in found.summands], widest)
     at = jnp.array([s.dirs[0] for s in found.summands])
     drawn = jax.random.choice(key, len(at), (samples,), replace=replace)
     directions = jax.nn.one_hot(at[drawn], size, dtype=jnp.float32)

@@ -92,8 +92,8 @@ class Containers:
         consts, init = list(operands[:n_consts]), operands[n_consts:n]
         if self.mixed:
             consts, init = self._outside(consts), list(map(self.loaded, init))
-        stages = [DEEP if self.mixed else x.stage for x in operands if isinstance(x, Jet)]
-        stage = max(stages, default=DEEP)
+        stages = (x.stage for x in operands if isinstance(x, Jet))
+        stage = DEEP if self.mixed else max(stages, default=DEEP)
         scanned = self._turned(operands[n:])
         (body,), onward = bodies_of(eqn), [(i, n_consts + i) for i in range(n_carry)]
 

@@ -34,8 +34,7 @@ def nested(fun: Callable[..., list], operands: Sequence[Any], rules: Rules) -> l
         if any(all(x is None for x in tangents) for tangents in directions):
             return None
         derivative = lambda directions: ft.reduce(_pushed, directions, function)(*primals)
-        stacked = rules.plan.size(blocks[0]) is not None
-        return (jax.vmap(derivative) if stacked else derivative)(directions)
+        return rules.plan.each(derivative, blocks[:1])(directions)
 
     def curved(index: Index, k: int) -> Iterator[tuple[int, Any]]:
         for count, blocks in (term for terms in chains(index).values() for term in terms):

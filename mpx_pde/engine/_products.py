@@ -160,7 +160,10 @@ class Product:
         wide: Any = storage.width_of(kind)
         if jnp.issubdtype(kind, jnp.complexfloating):
             wide = None  # as their parts are computed with
-        name, is_open = eqn.primitive.name, _leaves_it_open(eqn)
+        # A program may not say what to multiply in, or say half, which is taken in full here.
+        name, is_open = eqn.primitive.name, eqn.params.get("precision") is None
+        if name in tables.MIXED:
+            is_open = not says_its_dtype(eqn) or is_half(eqn.params["dtype"])
         # Convolutions have no algorithms, and neither has float64.
         if "dot_general" not in name or wide != np.float32:
             algorithm = None
@@ -245,14 +248,6 @@ def is_weighted(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> boo
     x = _beside_an_array(eqn, operands, ("mul", "add", "sub", "add_any"))
     narrows = storage.dtype not in (None, storage.registers)
     return narrows and x is not None and x.stage == DEEP and x.primal.dtype == storage.registers
-
-
-def _leaves_it_open(eqn: JaxprEqn) -> bool:
-    """Returns whether a program does not say what a product is to be multiplied in, or says half,
-    which a pass in full takes in full."""
-    if eqn.primitive.name not in tables.MIXED:
-        return eqn.params["precision"] is None
-    return not says_its_dtype(eqn) or is_half(eqn.params["dtype"])
 
 
 def _mixed(
