@@ -304,8 +304,7 @@ class Evaluation:
         derivative counts as an overflow if a stream that leads to it is `lost`.
         """
         scaling = self._scaling
-        if scaling is None or not rows:
-            return {}
+        assert scaling is not None  # it has the rows
         x = jnp.stack([found[name] for name in rows])
         counts = jnp.stack([scaling.counts[row] for row in rows.values()])
         seen, forward = x, _in_full()

@@ -134,9 +134,7 @@ def _at_precision(eqn: JaxprEqn, precision: Any) -> JaxprEqn:
     if precision is None:
         return eqn
     if eqn.primitive.name in JAX_PRODUCTS:
-        return (
-            eqn if params["precision"] else eqn.replace(params={**params, "precision": precision})
-        )
+        return eqn.replace(params={**params, "precision": params["precision"] or precision})
 
     def inside(x: Any) -> Any:
         if isinstance(x, Jaxpr):  # JAX 0.12 has no others
