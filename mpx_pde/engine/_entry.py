@@ -18,7 +18,7 @@ from ._evaluate import Evaluator
 from ._plan import Index, Plan
 from ._products import Product
 from ._rules import Rules
-from ._streams import RAW, Jet, Storage, is_inexact, total
+from ._streams import RAW, Jet, Storage, is_inexact
 
 
 class Equation(NamedTuple):
@@ -121,9 +121,8 @@ def propagate(
         rules = Rules(plan, weights)
         evaluator = _evaluator(closed, rules, scales, note, lost)
         streams: dict[Index, Any] = {(i,): x for i, x in enumerate(seeds) if (i,) in plan.indices}
-        for key, summands in rules.weights.items():
-            ones = ((w, index) for w, index in summands if len(index) == 1)
-            first = total(rules.weighted(w, seeds[index[0]], index) for w, index in ones)
+        for key in rules.weights:
+            first = rules.gather(key, lambda i: [(1, seeds[i[0]])] if len(i) == 1 else ())
             if first is not None:
                 streams[key] = first
 
