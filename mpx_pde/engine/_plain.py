@@ -1,6 +1,5 @@
 """A whole loss, forward in one precision and backward in another."""
 
-from contextlib import nullcontext
 from typing import Any
 
 import equinox as eqx
@@ -51,11 +50,8 @@ class InForward(eqx.Module):
         wider = wide != narrow
         # The program is traced as wide as it is evaluated, its own numbers and what it calls too.
         given: Any = jtu.tree_map_with_path(_in_float64, program) if wider else program
-        noted = (
-            noting(_NAMES_FLOAT32, TypeError, ValueError, about="float64")
-            if wider
-            else nullcontext()
-        )
+        told = (TypeError, ValueError) if wider else ()
+        noted = noting(_NAMES_FLOAT32, *told, about="float64")
         with forward_in(forward), precision_of_user(), noted:
             closed, leaves, assemble = trace_arrays(*given)
         storage = Storage(narrow, forward.dtype, narrows=wider)
