@@ -3,6 +3,7 @@ them.
 """
 
 import dataclasses
+import functools as ft
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -15,6 +16,7 @@ import numpy as np
 from .._cast import widen
 from .._dtypes import is_integer
 from .._types import Names, PyTree
+from .._wrapper import of_some
 from ._checks import Term, check_fun, names_of
 from ._evaluation import Evaluation
 from ._scaling import DerivativeScaling, check_derivatives
@@ -53,17 +55,13 @@ class Derivative:
         shape = self._shape(args, kwargs)
 
         def at(point):
-            changed = list(args)
-            for i, where in places.items():
-                x = args[i]
-                changed[i] = point[np.asarray(where)].reshape(x.shape).astype(x.dtype)
-            return jnp.ravel(self.fun(*changed, **kwargs))
+            parts = [point[np.asarray(places[i])].reshape(args[i].shape) for i in used]
+            parts = [part.astype(args[i].dtype) for i, part in zip(used, parts, strict=True)]
+            return jnp.ravel(of_some(ft.partial(self.fun, **kwargs), args, used)(*parts))
 
         point = jnp.concatenate(widen([jnp.ravel(args[i]) for i in used]))
-        coords, count = self.coords, math.prod(shape)
-        if coords is None and self.scaling is not None:
-            coords = self.scaling.strategy.coords
-        coords = self._named("coordinates in `argnums`", coords, "x", point.size)
+        known, count = self.scaling and self.scaling.strategy.coords, math.prod(shape)
+        coords = self._named("coordinates in `argnums`", self.coords or known, "x", point.size)
         outputs = self.outputs or (("u",) if count == 1 else None)
         outputs = self._named("outputs", outputs, "u", count)
         terms: dict[tuple, Term] = {}
