@@ -10,15 +10,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.sharding import Sharding
 
 from . import _tables as tables
-from ._jaxpr import (
-    CALLS,
-    OF_REVERSE_MODE,
-    bodies_of,
-    contains,
-    differentiable,
-    is_container,
-    walk,
-)
+from ._jaxpr import CALLS, OF_REVERSE_MODE, bodies_of, contains, differentiable, walk
 
 
 class Constant(NamedTuple):
@@ -57,9 +49,7 @@ class Step:
     @cached_property
     def alone(self) -> bool:
         """Returns whether the equation is no part of a layer that is evaluated again."""
-        holds = is_container(self.eqn) and any(
-            contains(inner, tables.PRODUCTS) for inner in bodies_of(self.eqn)
-        )
+        holds = any(contains(inner, tables.PRODUCTS) for inner in bodies_of(self.eqn))
         return holds or self.name in tables.ALONE
 
 
