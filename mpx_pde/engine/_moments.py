@@ -100,10 +100,9 @@ def _deviations(step: Step, made: Mapping[int, Step]) -> tuple[int, tuple[int, .
 
 def _is_square(step: Step) -> bool:
     name = step.name
-    if name == "mul":
-        return len(step.variables) == 2 and len(set(step.variables)) == 1
-    squares = name == "square" or (name == "integer_pow" and step.eqn.params["y"] == 2)
-    return squares and bool(step.variables)
+    twice = name == "mul" and len(step.variables) == 2 and len(set(step.variables)) == 1
+    power = name == "square" or (name == "integer_pow" and step.eqn.params["y"] == 2)
+    return twice or (power and bool(step.variables))
 
 
 def _mean_of(

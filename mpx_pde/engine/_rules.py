@@ -21,17 +21,7 @@ from ..interpret._jaxpr import CALLS, aval_of, bodies_of, differentiable, own_bi
 from ._custom import custom_in_registers
 from ._moments import moments_p
 from ._plan import Index, Plan, chains, splits, sum_key
-from ._streams import (
-    Jet,
-    Operand,
-    Streams,
-    bind,
-    bind_primals,
-    each,
-    is_inexact,
-    primal_of,
-    total,
-)
+from ._streams import Jet, Operand, Streams, bind, bind_primals, each, is_inexact, primal_of, total
 from ._together import beside, joined, sum_together
 from ._towers import CLOSED, closed_tower, nested_tower
 

@@ -107,9 +107,7 @@ def _narrow(name: str) -> bool:
 def _multiplied(eqn: JaxprEqn) -> str:
     if eqn.primitive.name in MIXED:
         algorithm = eqn.params.get("algorithm")
-        if algorithm is not None:
-            return SPLIT_PRODUCTS[algorithm].name
-        return eqn.params["dtype"].name
+        return (SPLIT_PRODUCTS[algorithm] if algorithm else eqn.params["dtype"]).name
     precision = eqn.params.get("precision")
     if isinstance(precision, lax.DotAlgorithmPreset) and precision.name != "DEFAULT":
         return precision.name

@@ -7,6 +7,7 @@ results may not.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -67,15 +68,14 @@ def _while(eqn: JaxprEqn, args: Sequence, test: Body, body: Body) -> list:
     def proceed(carry):
         on = going(carry)
 
-        def chosen(new, old, aval):
+        def chosen(v, new, old):
             # A stacked stream has an axis in front.
-            first = new.ndim - aval.ndim
+            first = new.ndim - v.aval.ndim
             there = lax.broadcast_in_dim(on, new.shape, range(first, first + on.ndim))
             return lax.select(there, new, old)
 
-        avals = [v.aval for v in eqn.invars[-len(init) :]]
-        choose = lambda x, y, aval: jax.tree.map(lambda a, b: chosen(a, b, aval), x, y)
-        return list(map(choose, step(carry), carry, avals))
+        choose = lambda v, new, old: jax.tree.map(partial(chosen, v), new, old)
+        return list(map(choose, eqn.invars[-len(init) :], step(carry), carry))
 
     return lax.while_loop(lambda carry: jnp.any(going(carry)), proceed, init)
 
