@@ -109,11 +109,11 @@ class _Asked(NamedTuple):
 
 
 class Direction(NamedTuple):
-    """A coordinate, or several that are stacked; with a row that has seeds of its own."""
+    """A coordinate, or several that are stacked, or what a sum draws, by its key; with a row that
+    has seeds of its own."""
 
     coords: tuple[int, ...]
     row: int | None = None
-    sampled: int | None = None
 
 
 class Evaluation:
@@ -173,8 +173,7 @@ class Evaluation:
     def _summed(self, k: int, s: Sum) -> tuple[Index, ...]:
         own = self._own_row(s.rows)
         if s.directions is not None:
-            samples = len(s.summands)
-            i = self._direction(Direction((-1 - k,) * samples, own, sampled=k))
+            i = self._direction(Direction(sum_key(k) * len(s.summands), own))
             return ((i,) * s.order,)
         powers = {(len(set(x.dirs)), len(x.dirs)) for x in s.summands}
         ((kinds, order),) = powers if len(powers) == 1 else ((0, 0),)
@@ -193,7 +192,7 @@ class Evaluation:
         row = along[0].row
         if row is not None:
             return jnp.floor_divide(scaling.shift(row) * len(index), max(self._orders(row)))
-        drawn = along[0].sampled is not None
+        drawn = along[0].coords[0] < 0
         coords = [[] if drawn else [self._coords[c] for c in d.coords] for d in along]
         exponent = scaling.strategy.exponent(scaling.exponents, coords, self._orders())
         return scaling.strategy.kept(exponent, scaling.rule.margin)
@@ -225,7 +224,8 @@ class Evaluation:
         eye = np.eye(len(self._coords), dtype=dtype)
         out = []
         for d in self._directions:
-            drawn = None if d.sampled is None else self._sums[d.sampled].directions
+            k = -1 - d.coords[0]
+            drawn = self._sums[k].directions if k >= 0 else None
             rows = eye[list(d.coords)] if drawn is None else drawn[0].astype(dtype)
             out.append(rows[0] if len(d.coords) == 1 else rows)
         return out
