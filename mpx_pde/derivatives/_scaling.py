@@ -255,12 +255,11 @@ class DerivativeScaling(eqx.Module):
         A `DerivativeScaling` of the same structure, shapes and dtypes.
         """
         counts = self._counts(counts, "adjust")
-        active = self.active
-        exponents = self.exponents if active else jnp.zeros_like(self.exponents)
+        exponents, state = jnp.zeros_like(self.exponents), {}
+        if self.active:
+            exponents = self.exponents
+            state = adjusted(self.rule, counts, exponents, self.tracker, self.caution)
         shifts = jnp.stack([jnp.asarray(row.shift(exponents)) for row in self.strategy.rows])
-        state = {}
-        if active:
-            state = adjusted(self.rule, counts, self.exponents, self.tracker, self.caution)
         lost = self.rule.of_scalers(counts[:, -1] > 0)
         return with_fields(
             self,

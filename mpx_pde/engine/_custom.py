@@ -116,8 +116,8 @@ def _with_tangents(
 
     def rule(primals, tangents):
         tangents = list(map(primal_of, tangents))
-        fixed = {i for i, t in enumerate(tangents) if isinstance(t, SymbolicZero)}
-        moving = [i for i in differentiable(eqn.invars) if i not in fixed]
+        live = differentiable(eqn.invars)
+        moving = [i for i in live if not isinstance(tangents[i], SymbolicZero)]
         like = jax.eval_shape(body, *primals)
         out, moved = push(primals, tangents, moving, list(map(primal_of, like)))
         found = dict(zip(differentiable(eqn.outvars), moved, strict=True))

@@ -88,8 +88,7 @@ class Evaluator:
         env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
         if self.plain:
             # There is no point: arrays are data.
-            data = {k: x for k, x in env.items() if is_inexact(x) and np.ndim(x)}
-            env.update((k, Jet(x, {}, DATA)) for k, x in data.items())
+            env |= {k: Jet(x, {}, DATA) for k, x in env.items() if is_inexact(x) and np.ndim(x)}
         env.update(zip(flat.inputs, operands, strict=True))
         if not self.plain:
             flat = with_moments(flat, [k for k, x in env.items() if isinstance(x, Jet)])

@@ -121,9 +121,8 @@ class Rules:
 
     def order(self, x: Jet) -> int:
         """The highest derivative that a function of `x` needs."""
-        if not x.streams:
-            return 0
-        return max(len(i) for key in self.plan.keys for _, i in self._summands(key))
+        orders = (len(i) for key in self.plan.keys for _, i in self._summands(key))
+        return max(orders) if x.streams else 0
 
     # Rules by primitive; each takes an equation with its operands and returns results.
 
