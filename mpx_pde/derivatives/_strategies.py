@@ -142,11 +142,12 @@ class AbstractStrategy(abc.ABC):
             return (self.row_names.index("laplacian"),)
         order = max(map(len, summands))
         if self.order is None or order > self.order:
-            named = ", or name 'laplacian' in `per_term`" if laplacian else ""
+            what = "a Laplacian" if laplacian else f"an operator of order {order}"
             raise ValueError(
-                f"`{call}`: the scaling has no scaler for an operator of order {order}; it knows "
-                f"{', '.join(self.names)}. Build it for that order with "
-                f"`DerivativeScaling.per_direction` or `per_order`{named}."
+                f"`{call}`: the scaling has no scaler for {what}; it knows "
+                f"{', '.join(self.names)}. Build it for order {order} with "
+                "`DerivativeScaling.per_direction` or `per_order`. `per_term` takes a Laplacian by "
+                "the name 'laplacian'."
             )
         highest = [named for named in summands if len(named) == order]
         return tuple(dict.fromkeys(self._shared_row("", named, call) for named in highest))
