@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
-from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import Primitive
 from jax.interpreters import batching
 from jaxtyping import Array, Float
 
@@ -19,14 +18,14 @@ from ._bilinear import (
     rounded_product,
 )
 from ._dtypes import is_half
+from ._replay import replay, traced
 from ._types import DTypeLike
 from ._varying import match_varying_axes
-from .interpret._jaxpr import CALLS, bodies_of, own_bind, walk
 
 
 mixed_conv_general_dilated_p = Primitive("mixed_conv_general_dilated")
 
-_FLOAT32 = np.dtype("float32")
+_PRODUCTS = lax.conv_general_dilated_p, mixed_conv_general_dilated_p
 
 
 def _conv(x, y, *, dtype, out_dtype, given, platform, **window):
@@ -38,30 +37,6 @@ def _conv(x, y, *, dtype, out_dtype, given, platform, **window):
     through = dtype if in_half else out_dtype
     out = rounded_product(product, x, y, dtype, through, platform == "cpu")
     return lax.convert_element_type(out, out_dtype)
-
-
-def _replay(closed: ClosedJaxpr, args: Sequence, **dtypes: Any) -> list:
-    """Evaluates a jaxpr of movements and convolutions with every convolution a mixed one.
-
-    The movements (reversals, reshapes, transpositions) take operands of any dtype.
-    """
-
-    def evaluate(i, eqn, operands):
-        del i
-        if eqn.primitive is lax.conv_general_dilated_p:
-            jaxs = ("precision", "preferred_element_type")
-            window = {k: v for k, v in eqn.params.items() if k not in jaxs}
-            return [mixed_conv_general_dilated_p.bind(*operands, **dtypes, **window)]
-        if eqn.primitive.name in CALLS:
-            return _replay(bodies_of(eqn)[0], operands, **dtypes)
-        return own_bind(eqn, operands)
-
-    return walk(closed.jaxpr, closed.consts, args, lambda atom: atom.val, evaluate)
-
-
-def _traced(fun: Callable, *avals: Any) -> ClosedJaxpr:
-    # In one dtype, since JAX's own rules want that of both operands.
-    return jax.make_jaxpr(fun)(*(a.update(dtype=_FLOAT32, weak_type=False) for a in avals))
 
 
 def _plain(window: dict) -> Callable:
@@ -76,22 +51,21 @@ def _cotangent(place: int, g, x, y, *, dtype, out_dtype, given, **window):
     """
     del out_dtype
     aval, other = (x.aval, y) if place == 0 else (y.aval, x)
-    single = aval.update(dtype=_FLOAT32, weak_type=False)
 
     def cotangent(g, other):
         convolved = lambda z: _plain(window)(*((z, other) if place == 0 else (other, z)))
-        return jax.linear_transpose(convolved, single)(g)
+        return jax.linear_transpose(convolved, aval.update(dtype=g.dtype, weak_type=False))(g)
 
-    closed = _traced(cotangent, jax.typeof(g), jax.typeof(other))
+    closed = traced(cotangent, jax.typeof(g), jax.typeof(other))
     given = given._replace(out_dtype=True, cotangent=True)
-    return _replay(closed, (g, other), dtype=dtype, out_dtype=aval.dtype, given=given)[0]
+    return replay(closed, (g, other), *_PRODUCTS, dtype=dtype, out_dtype=aval.dtype, given=given)[0]
 
 
 def _batch(args, dims, *, dtype, out_dtype, given, **window):
     # JAX's own rule folds the batch axis into channels, groups or the batch of the convolution.
     batched = jax.vmap(_plain(window), in_axes=dims, out_axes=0)
-    closed = _traced(batched, *map(jax.typeof, args))
-    return _replay(closed, args, dtype=dtype, out_dtype=out_dtype, given=given)[0], 0
+    closed = traced(batched, *map(jax.typeof, args))
+    return replay(closed, args, *_PRODUCTS, dtype=dtype, out_dtype=out_dtype, given=given)[0], 0
 
 
 _transposes = (ft.partial(_cotangent, i) for i in (0, 1))
@@ -148,5 +122,5 @@ def mixed_conv_general_dilated(
     groups = (feature_group_count, batch_group_count)
     # JAX spells out padding and dimension numbers, and checks them.
     convolution = lambda x, y: lax.conv_general_dilated(x, y, *window, *groups)
-    closed = _traced(convolution, jax.typeof(lhs), jax.typeof(rhs))
-    return _replay(closed, (lhs, rhs), **dtypes)[0]
+    closed = traced(convolution, jax.typeof(lhs), jax.typeof(rhs))
+    return replay(closed, (lhs, rhs), *_PRODUCTS, **dtypes)[0]

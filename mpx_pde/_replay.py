@@ -1,0 +1,46 @@
+"""JAX's own functions of products, evaluated again with mixed ones."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Primitive
+from jaxtyping import Array
+
+from ._dtypes import wide
+from .interpret._jaxpr import CALLS, aval_of, bodies_of, own_bind, walk
+from .interpret._tables import LAYOUT
+
+
+def traced(fun: Callable, *avals: Any) -> ClosedJaxpr:
+    """Traces a function of arrays in one dtype, float32 or wider, since JAX's own rules want that
+    of all operands.
+    """
+    dtype = max((wide(a.dtype) for a in avals), key=lambda dtype: dtype.itemsize)
+    return jax.make_jaxpr(fun)(*(a.update(dtype=dtype, weak_type=False) for a in avals))
+
+
+def replay(
+    closed: ClosedJaxpr, args: Sequence, plain: Primitive, mixed: Primitive, **dtypes: Any
+) -> list[Array]:
+    """Evaluates a jaxpr of movements, sums and products with every `plain` product a `mixed` one.
+
+    Movements (reversals, reshapes, transpositions) take operands of any dtype. Sums and selections
+    are taken in the dtype of the trace.
+    """
+
+    def evaluate(i, eqn, operands):
+        del i
+        if eqn.primitive is plain:
+            jaxs = ("precision", "preferred_element_type")
+            others = {k: v for k, v in eqn.params.items() if k not in jaxs}
+            return [mixed.bind(*operands, **dtypes, **others)]
+        if eqn.primitive.name in CALLS:
+            return replay(bodies_of(eqn)[0], operands, plain, mixed, **dtypes)
+        if eqn.primitive.name not in LAYOUT:
+            avals = map(aval_of, eqn.invars)
+            operands = [jnp.asarray(x, a.dtype) for x, a in zip(operands, avals, strict=True)]
+        return own_bind(eqn, operands)
+
+    return walk(closed.jaxpr, closed.consts, args, lambda atom: atom.val, evaluate)
