@@ -43,13 +43,6 @@ def is_inexact(x: Any) -> bool:
     return isinstance(x, float | complex)
 
 
-def _target(dtype: Any, to: np.dtype) -> np.dtype | None:
-    """Returns the dtype that an array of `dtype` is cast to, or `None` if it is left alone."""
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return _COMPLEX.get(to)
-    return to if jnp.issubdtype(dtype, jnp.floating) else None
-
-
 def convert(x: Array, dtype: Any, weak_type: bool) -> Array:
     """Casts `x` as `x.astype(dtype)` does, which on its own would make a weak type strong."""
     if x.dtype == dtype and getattr(x, "weak_type", False) == weak_type:
@@ -60,8 +53,8 @@ def convert(x: Array, dtype: Any, weak_type: bool) -> Array:
 def _cast_leaf(x: Any, to: np.dtype) -> Any:
     if not isinstance(x, _ARRAY_TYPES | jax.ShapeDtypeStruct):
         return x
-    target = _target(x.dtype, to)
-    if target is None or target == x.dtype:
+    target = _COMPLEX.get(to) if jnp.issubdtype(x.dtype, jnp.complexfloating) else to
+    if target is None or target == x.dtype or not jnp.issubdtype(x.dtype, jnp.inexact):
         return x
     if isinstance(x, jax.ShapeDtypeStruct):
         return x.update(dtype=target)

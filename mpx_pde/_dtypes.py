@@ -4,6 +4,7 @@ Nothing here starts a JAX backend: limits come from `jax.numpy.finfo`, which kno
 `bfloat16` without a device.
 """
 
+import math
 import numbers
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -106,6 +107,16 @@ def check_integer(value: Any, call: str, name: str, least: int = 1) -> int:
 def is_real(x: Any) -> bool:
     """Returns whether `x` is a real number of Python or NumPy, and no bool."""
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
+
+
+def check_positive(value: Any, call: str, name: str, mend: str = "") -> float:
+    """Returns a number; raises a `ValueError` in the name of `call` unless it is positive and
+    finite.
+    """
+    if not is_real(value) or not 0 < value < math.inf:
+        told = f"`{call}` needs a positive number as `{name}`, but got {in_a_line(value)}. {mend}"
+        raise ValueError(told.rstrip())
+    return float(value)
 
 
 def is_half(dtype: Any) -> bool:

@@ -422,7 +422,7 @@ VALUE_ERRORS = {
     "`FNO` … 2 channels … `jax.vmap`": lambda: fno()(jnp.ones((3, 2, 8))),
     "`SpectralConv` … finer grid": lambda: fno(6)(jnp.ones((2, 4))),
     # Ladders, floors, reports.
-    "`PrecisionLadder` … positive `tolerance`": (lambda x: LADDER(tolerance=x), [float("nan"), 0]),
+    "`PrecisionLadder` … number as `tolerance`": (lambda x: LADDER(tolerance=x), [float("nan"), 0]),
     "positive integer as `interval`": lambda: LADDER(interval=0.5),
     "'half', 'tensorfloat32' … as `rungs`, but got 'float8'": lambda: LADDER(("half", "float8")),
     "after 'float32' comes 'half' … ('half', 'float32')": lambda: LADDER(("float32", "half")),
@@ -436,7 +436,7 @@ VALUE_ERRORS = {
     "`precision_floor` takes 'half', … as `against`": lambda: floor(against="float8"),
     "compares 'float32' with a precision": lambda: floor(forward="float32", against="half"),
     "positive integer as `micro_batches`": lambda: floor(micro_batches=0),
-    "positive `tolerance`": (lambda x: floor(tolerance=x), [-1.0, 0, True, np.inf, np.nan]),
+    "number as `tolerance`": (lambda x: floor(tolerance=x), [-1.0, 0, True, np.inf, np.nan]),
     "`RangeReport` … 'float16' … 'float32'": lambda: ranges(jnp.sin)(W).first_overflow("float32"),
     # Levenberg–Marquardt.
     "`damping`": (lambda x: LM(total, damping=x), ["a", 0.0]),

@@ -8,7 +8,6 @@ activation function*).
 
 import dataclasses
 import functools as ft
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,8 +20,7 @@ from jax import lax
 from jaxtyping import Array, ArrayLike, Float
 
 from .._cast import widen
-from .._dtypes import is_real
-from .._repr import in_a_line
+from .._dtypes import check_choice, check_positive
 
 
 def _evaluate(fun: Callable, x: Any) -> Array:
@@ -154,11 +152,8 @@ def soft_clip(limit: float) -> Callable[..., Any]:
 
     **Raises:** `ValueError` for a limit that is not a positive number.
     """
-    if not is_real(limit) or not 0 < limit < math.inf:
-        raise ValueError(
-            "`soft_clip` needs a positive limit, a number, and returns the function that clips: "
-            f"`stabilizer=soft_clip(4.0)`. It got {in_a_line(limit)}."
-        )
+    mend = "It returns the function that clips: `stabilizer=soft_clip(4.0)`."
+    limit = check_positive(limit, "soft_clip", "limit", mend)
     return safe(lambda x: limit * jnp.tanh(x / limit))
 
 
@@ -173,9 +168,5 @@ STABILIZERS = {
 def parse_stabilizer(stabilizer: str | Callable | None, call: str) -> Callable | None:
     if stabilizer is None or callable(stabilizer):
         return stabilizer
-    if stabilizer not in STABILIZERS:
-        raise ValueError(
-            f"`{call}` takes {', '.join(map(repr, STABILIZERS))}, a function of a field or `None` "
-            f"as `stabilizer`, but got {stabilizer!r}."
-        )
-    return STABILIZERS[stabilizer]
+    mend = "Others are functions of a field, or `None`."
+    return STABILIZERS[check_choice(stabilizer, STABILIZERS, call, "stabilizer", mend)]

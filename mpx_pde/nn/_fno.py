@@ -1,7 +1,6 @@
 """The Fourier neural operator."""
 
 import functools as ft
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import widen
-from .._dtypes import check_bool, check_integer, is_half, is_real
+from .._dtypes import check_bool, check_integer, check_positive, is_half, is_real
 from .._order import add_product, batch_behind, gradients_in_turn
 from .._tree import check_key
 from .._types import DTypeLike
@@ -29,7 +28,7 @@ from ._pointwise import (
     shifted,
     stored,
 )
-from ._spectral_conv import SpectralConv, check_field, parse_modes
+from ._spectral_conv import DIMENSIONS, SpectralConv, check_field, parse_sizes
 
 
 class Block(eqx.Module):
@@ -103,13 +102,11 @@ def _parse_padding(padding: Any, dims: int, call: str) -> tuple[int | float, ...
 
 def _hidden(channels: int, ratios: dict[str, Any], call: str) -> dict[str, int]:
     """Returns the numbers of channels of the hidden layers of the channel MLPs, by name."""
-    for name, ratio in ratios.items():
-        if not (is_real(ratio) and 0 < ratio < math.inf):
-            raise ValueError(
-                f"`{call}` takes a positive number as `{name}_ratio`, the channels of a hidden "
-                f"layer over `hidden_channels`, but got {ratio!r}."
-            )
-    return {name: max(1, round(ratio * channels)) for name, ratio in ratios.items()}
+    mend = "It is the channels of a hidden layer over `hidden_channels`."
+    return {
+        name: max(1, round(check_positive(ratio, call, f"{name}_ratio", mend) * channels))
+        for name, ratio in ratios.items()
+    }
 
 
 class FNO(eqx.Module):
@@ -196,7 +193,7 @@ class FNO(eqx.Module):
         self.out_channels = check_integer(out_channels, call, "out_channels")
         check_integer(hidden_channels, call, "hidden_channels")
         check_integer(num_layers, call, "num_layers")
-        modes = parse_modes(modes, call)
+        modes = parse_sizes(modes, DIMENSIONS, call, "modes")
         arithmetic = parse_arithmetic(dtype, call)
         check_key(key, call)
         lift_key, project_key, *keys = jax.random.split(key, num_layers + 2)

@@ -28,30 +28,20 @@ from ._spectral_weights import (
 )
 
 
-def _positive_integers(value: Any) -> tuple[int, ...]:
-    """Returns one or several positive integers as a tuple, which is empty if they are not."""
-    several = tuple(value) if isinstance(value, Sequence | np.ndarray) else (value,)
-    return tuple(map(int, several)) if all(is_integer(n) and n > 0 for n in several) else ()
+DIMENSIONS = (1, 2, 3)
 
 
-def parse_modes(modes: Any, call: str) -> tuple[int, ...]:
-    parsed = _positive_integers(modes)
-    if not 1 <= len(parsed) <= 3:
+def parse_sizes(sizes: Any, axes: Sequence[int], call: str, name: str) -> tuple[int, ...]:
+    """Returns positive integers, one for each spatial axis, of which there may be as many as `axes`
+    says.
+    """
+    several = tuple(sizes) if isinstance(sizes, Sequence | np.ndarray) else (sizes,)
+    if len(several) not in axes or not all(is_integer(n) and n > 0 for n in several):
         raise ValueError(
-            f"`{call}` takes `modes` as one to three positive integers, one for each spatial axis, "
-            f"but got {modes!r}."
+            f"`{call}` takes a positive integer for each spatial axis as `{name}`, of which it has "
+            f"{' or '.join(map(str, axes))}, but got {sizes!r}."
         )
-    return parsed
-
-
-def _parse_shape(shape: Any, dims: int, call: str) -> tuple[int, ...]:
-    parsed = _positive_integers(shape)
-    if len(parsed) != dims:
-        raise ValueError(
-            f"`{call}` has {dims} spatial axes, and takes a positive integer for each as "
-            f"`output_shape`, but got {shape!r}."
-        )
-    return parsed
+    return tuple(map(int, several))
 
 
 def check_field(x: Any, channels: int, dims: int, call: str) -> Array:
@@ -141,7 +131,7 @@ class SpectralConv(eqx.Module):
         self.in_channels = check_integer(in_channels, call, "in_channels")
         self.out_channels = check_integer(out_channels, call, "out_channels")
         check_key(key, call)
-        self.modes = parse_modes(modes, call)
+        self.modes = parse_sizes(modes, DIMENSIONS, call, "modes")
         dims = len(self.modes)
         kept = tuple(len(frequencies(m, i == dims - 1)) for i, m in enumerate(self.modes))
         if check_choice(factorization, (None, "cp"), call, "factorization") is None:
@@ -195,7 +185,9 @@ class SpectralConv(eqx.Module):
         dims = len(self.modes)
         x = check_field(x, self.in_channels, dims, call)
         grid = x.shape[1:]
-        output = grid if output_shape is None else _parse_shape(output_shape, dims, call)
+        output = grid
+        if output_shape is not None:
+            output = parse_sizes(output_shape, (dims,), call, "output_shape")
         for name, sizes in (("the field", grid), ("`output_shape`", output)):
             if any(m > n for m, n in zip(self.modes, sizes, strict=True)):
                 raise ValueError(
@@ -222,12 +214,11 @@ class SpectralConv(eqx.Module):
     ) -> tuple[Array, Array | None]:
         dtype = arithmetic.dtype
         mean = unscale = None
-        if arithmetic.half and x.dtype == dtype:
-            y, mean = _centered_forward(x, self.modes, arithmetic)
-        else:
-            if arithmetic.half:
-                x, mean, unscale = centered(x, dtype)
-            y = _forward(x.astype(dtype), self.modes, arithmetic)
+        takes_mean = arithmetic.half and x.dtype == dtype
+        if arithmetic.half and not takes_mean:
+            x, mean, unscale = centered(x, dtype)
+        y, taken = _forward(x.astype(dtype), self.modes, arithmetic, takes_mean)
+        mean = taken if takes_mean else mean
         y = checkpoint_name(unscaled(y, unscale), KEPT)
         y = _inverse(contract(self.weight, y, arithmetic), self.modes, output, arithmetic)
         if mean is None:
@@ -259,41 +250,32 @@ class SpectralConv(eqx.Module):
 
 
 def _forward(
-    x: Float[Array, "channels *grid"], modes: tuple[int, ...], arithmetic: Arithmetic
-) -> Float[Array, "channels ..."]:
-    """Transforms a field to its modes, shape `[channels, k_d, …, k_2, 2, k_1]`."""
-    dims = len(modes)
-    matrix = forward_matrix(x.shape[dims], modes[-1], True, arithmetic.dtype)
-    x = arithmetic.product(x, matrix, (((dims,), (0,)), ((), ())))
-    return _other_axes(x, modes, arithmetic)
-
-
-def _centered_forward(
-    x: Float[Array, "channels *grid"], modes: tuple[int, ...], arithmetic: Arithmetic
-) -> tuple[Float[Array, "channels ..."], Float32[Array, " channels"]]:
-    """Transforms a half field without its mean to its modes. Returns the modes and the mean.
+    x: Float[Array, "channels *grid"],
+    modes: tuple[int, ...],
+    arithmetic: Arithmetic,
+    takes_mean: bool,
+) -> tuple[Float[Array, "channels ..."], Float32[Array, " channels"] | None]:
+    """Transforms a field to its modes, shape `[channels, k_d, …, k_2, 2, k_1]`. Returns them, and
+    the mean of the field where the transform is to take it out.
 
     The field itself is read once: the mean is that of the transform of the last axis, which is
     linear, and is taken out of it before it is rounded.
     """
-    dims = len(modes)
+    dims, mean = len(modes), None
     matrix = forward_matrix(x.shape[dims], modes[-1], True, arithmetic.dtype)
-    rows = arithmetic.product(
-        x, matrix, (((dims,), (0,)), ((), ())), out_dtype=jnp.dtype("float32")
-    )
-    # The rounded matrix maps a constant to one, and to zeros on an even grid.
-    one = matrix.astype(np.float64).sum(axis=0)
-    mean = jnp.mean(rows[..., 0, 0], axis=tuple(range(1, dims))) / np.float32(one[0, 0])
-    one = jnp.asarray(one, jnp.float32).reshape(*(1 for _ in range(dims)), *one.shape)
-    rows = rows - mean.reshape(-1, *(1 for _ in rows.shape[1:])) * one
-    return _other_axes(rows.astype(arithmetic.dtype), modes, arithmetic), mean
-
-
-def _other_axes(x: Array, modes: tuple[int, ...], arithmetic: Arithmetic) -> Array:
-    for axis in range(len(modes) - 1, 0, -1):
+    out_dtype = jnp.dtype("float32") if takes_mean else None
+    x = arithmetic.product(x, matrix, (((dims,), (0,)), ((), ())), out_dtype=out_dtype)
+    if takes_mean:
+        # The rounded matrix maps a constant to one, and to zeros on an even grid.
+        one = matrix.astype(np.float64).sum(axis=0)
+        mean = jnp.mean(x[..., 0, 0], axis=tuple(range(1, dims))) / np.float32(one[0, 0])
+        one = jnp.asarray(one, jnp.float32).reshape(*(1 for _ in range(dims)), *one.shape)
+        x = x - mean.reshape(-1, *(1 for _ in x.shape[1:])) * one
+        x = x.astype(arithmetic.dtype)
+    for axis in range(dims - 1, 0, -1):
         matrix = forward_matrix(x.shape[axis], modes[axis - 1], False, arithmetic.dtype)
         x = arithmetic.product(x, matrix, (((axis, x.ndim - 2), (0, 1)), ((), ())))
-    return x
+    return x, mean
 
 
 def _inverse(

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools as ft
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +14,7 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float
 
 from .._cast import cast_tree
-from .._dtypes import check_integer, is_half, is_real, true_float32
+from .._dtypes import check_integer, check_positive, is_half, true_float32
 from .._forward import RUNGS, check_rung, options_of
 from .._loss_scaling import AbstractLossScaling
 from .._repr import table
@@ -120,13 +119,6 @@ def _percent(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.2g} %"
 
 
-def check_tolerance(tolerance: Any, call: str) -> float:
-    """Returns `tolerance`; raises a `ValueError` in the name of `call` unless it is positive."""
-    if not is_real(tolerance) or not 0 < tolerance < math.inf:
-        raise ValueError(f"`{call}` needs a positive `tolerance`, but got {tolerance!r}.")
-    return float(tolerance)
-
-
 def precision_floor(
     func: Callable[..., Any],
     scaling: AbstractLossScaling | None,
@@ -184,7 +176,7 @@ def precision_floor(
     options = parse_options(_CALL, has_aux, *given)
     gradient = Gradient.of(func, scaling, options)
     micro_batches = check_integer(micro_batches, _CALL, "micro_batches")
-    tolerance = check_tolerance(tolerance, _CALL)
+    tolerance = check_positive(tolerance, _CALL, "tolerance")
     present = _rung_of(options)
     above = _above(present, against, options)
 

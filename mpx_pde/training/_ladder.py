@@ -7,11 +7,11 @@ from typing import Any
 import equinox as eqx
 from jax.core import Tracer
 
-from .._dtypes import check_integer, is_integer
+from .._dtypes import check_integer, check_positive, is_integer
 from .._forward import RUNGS, check_rung, options_of
 from .._loss_scaling import AbstractLossScaling
 from .._tree import with_fields
-from ._floor import PrecisionFloor, check_tolerance, precision_floor
+from ._floor import PrecisionFloor, precision_floor
 
 
 _CALL = "PrecisionLadder"
@@ -91,7 +91,7 @@ class PrecisionLadder(eqx.Module):
                     f"`{_CALL}` climbs, but after {low!r} comes {high!r}, which is not above it. "
                     f"From below the order is {tuple(sorted(set(rungs), key=RUNGS.index))}."
                 )
-        tolerance = check_tolerance(tolerance, _CALL)
+        tolerance = check_positive(tolerance, _CALL, "tolerance")
         interval = check_integer(interval, _CALL, "interval")
         if say is not None and not callable(say):
             raise TypeError(
