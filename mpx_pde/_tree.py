@@ -154,7 +154,7 @@ def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
     check_same_structure(call, "the first tree", a, "the second", b)
 
     def select(path, x, y):
-        if not (_is_data(x) and _is_data(y)) or x is y:
+        if not (eqx.is_array_like(x) and eqx.is_array_like(y)) or x is y:
             return x
         if jnp.shape(x) != jnp.shape(y) or jnp.result_type(x) != jnp.result_type(y):
             raise ValueError(
@@ -191,7 +191,3 @@ def with_fields(module: Any, **fields: Any) -> Any:
     """Returns a module of the same structure with other values in some of its fields."""
     where = lambda m: [getattr(m, name) for name in fields]
     return eqx.tree_at(where, module, list(fields.values()))
-
-
-def _is_data(x: Any) -> bool:
-    return isinstance(x, jax.Array | np.ndarray | np.generic | bool | int | float | complex)
