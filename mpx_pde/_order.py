@@ -171,8 +171,19 @@ def _identity(x, **_):
     return x
 
 
-def _define_identity(primitive: Primitive, of_cotangent: Callable = _identity) -> None:
-    """Defines a primitive that returns its operand, and `of_cotangent` of its cotangent."""
+def lower(primitive: Primitive, function: Callable, **on: Callable) -> None:
+    """Defines how a primitive is lowered, and how `on` platforms that have a way of their own."""
+    for platform, lowered in {None: function, **on}.items():
+        lowering = mlir.lower_fun(lowered, multiple_results=primitive.multiple_results)
+        mlir.register_lowering(primitive, lowering, platform=platform)
+
+
+def _define_identity(
+    primitive: Primitive, of_cotangent: Callable, lowered: Callable = _identity, **on: Callable
+) -> None:
+    """Defines a primitive that returns its operand, and `of_cotangent` of its cotangent. The others
+    are those of [`lower`][].
+    """
 
     def batch(args, dims, **params):
         return primitive.bind(*args, **params), dims[0]
@@ -181,6 +192,7 @@ def _define_identity(primitive: Primitive, of_cotangent: Callable = _identity) -
     primitive.def_abstract_eval(_identity)
     ad.deflinear2(primitive, lambda cotangent, _, **params: [of_cotangent(cotangent, **params)])
     batching.primitive_batchers[primitive] = batch
+    lower(primitive, lowered, **on)
 
 
 def _repeated(x, *, count):
@@ -204,11 +216,13 @@ ad.primitive_jvps[_in_turn_p] = lambda xs, tangents: (
 )
 ad.primitive_transposes[_in_turn_p] = lambda cotangents, *_: _moving_in_turn(cotangents)
 batching.primitive_batchers[_in_turn_p] = lambda args, dims: (_in_turn_p.bind(*args), dims)
+# A CPU widens what it has rounded, and gains nothing by writing it.
+_define_identity(_written_p, _written_p.bind, lax.optimization_barrier, cpu=_identity)
+_define_identity(_written_in_p, _identity, _half_and_back, cpu=_identity)
 _define_identity(_rounded_p, _rounded)
-_define_identity(_written_p, _written_p.bind)
-_define_identity(_written_in_p)
 _define_identity(_behind_p, _behind_p.bind)
-_define_identity(_read_at_once_p)
+_on_gpus = dict.fromkeys(("cuda", "rocm"), lax.optimization_barrier)
+_define_identity(_read_at_once_p, _identity, **_on_gpus)
 batching.primitive_batchers[_behind_p] = _batch_behind
 _add_product_p.def_impl(jax.jit(_add_widened))
 _add_product_p.def_abstract_eval(lambda x, product: product)
@@ -216,19 +230,6 @@ ad.deflinear2(_add_product_p, _transpose_add_product)
 batching.primitive_batchers[_add_product_p] = _batch_add_product
 
 
-def lower(primitive: Primitive, function: Callable, **on: Callable) -> None:
-    """Defines how a primitive is lowered, and how `on` platforms that have a way of their own."""
-    for platform, lowered in {None: function, **on}.items():
-        lowering = mlir.lower_fun(lowered, multiple_results=primitive.multiple_results)
-        mlir.register_lowering(primitive, lowering, platform=platform)
-
-
 lower(_shared_p, _repeated)
 lower(_in_turn_p, _barrier)
-lower(_rounded_p, _identity)
-lower(_behind_p, _identity)
-# A CPU widens what it has rounded, and gains nothing by writing it.
-lower(_written_in_p, _half_and_back, cpu=_identity)
-lower(_written_p, lax.optimization_barrier, cpu=_identity)
-lower(_read_at_once_p, _identity, cuda=lax.optimization_barrier, rocm=lax.optimization_barrier)
 lower(_add_product_p, _add_widened, cuda=_add_where_it_stands, rocm=_add_where_it_stands)

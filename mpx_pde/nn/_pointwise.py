@@ -197,8 +197,6 @@ def _in_forward(fun: Callable, forward: Forward, rounded: bool, *args: Any) -> A
 
 def activate(activation: Callable, x: Array, shift: Array) -> Array:
     """Applies an activation to a field, after adding a float32 constant for each channel."""
-    if not is_half(x.dtype):
-        return activation(shifted(x, shift))
     return activation(widen(x) + per_channel(shift, x)).astype(x.dtype)
 
 
