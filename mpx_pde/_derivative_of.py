@@ -14,11 +14,11 @@ from ._wrapper import of_some
 def with_derivative_of(fun: Callable, other: Callable) -> Callable:
     """Returns `fun` with the derivative of `other` in forward and reverse mode.
 
-    `fun` takes PyTrees of arrays and returns two PyTrees: its result, and what it has chosen on the
-    way, such as indices. `other` takes what was chosen and then the same arrays, and returns a
-    result of the same types. Arrays without tangents are not differentiated. A `custom_vjp` would
-    forbid forward mode, and under `vmap` sum the gradient of a weight over outer products; here it
-    is that of `other`, transposed as a whole.
+    `fun` takes PyTrees of arrays and returns two PyTrees: its result, and what it has found on the
+    way and has no derivative, such as indices. `other` takes what was found and then the same
+    arrays, and returns a result of the same types. Arrays without tangents are not differentiated.
+    A `custom_vjp` would forbid forward mode, and under `vmap` sum the gradient of a weight over
+    outer products; here it is that of `other`, transposed as a whole.
     """
 
     def call(*args: Any) -> Any:
@@ -44,6 +44,6 @@ def with_derivative_of(fun: Callable, other: Callable) -> Callable:
             return out, (result_dot, zero_from_primal(out[1]))
 
         value.defjvp(rule, symbolic_zeros=True)
-        return value(*leaves)[0]
+        return value(*leaves)
 
     return call

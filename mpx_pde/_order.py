@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, batching, mlir, partial_eval
 from jaxtyping import Array
 
 from ._varying import match_varying_axes
@@ -118,6 +118,19 @@ def present(bind: Callable, xs: Sequence[Any], absent: Callable[[int], Any]) -> 
     return [next(found) if i in places else absent(i) for i in range(len(xs))]
 
 
+def keep_used(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:
+    """Keeps the operands whose results are used, and those behind them that have no result. JAX
+    cannot transpose a loop of whose outputs one has a cotangent that is symbolically zero and
+    another has not. The equation comes last: JAX 0.12 says before it which references live."""
+    eqn = given[-1]
+    like = eqn.invars[len(used) :]
+    needed = [*used, *(any(used) for _ in like)]
+    if not any(used):
+        return needed, None
+    kept = lambda xs: [x for x, is_used in zip(xs, used, strict=False) if is_used]
+    return needed, eqn.replace(invars=[*kept(eqn.invars), *like], outvars=kept(eqn.outvars))
+
+
 def _moving_in_turn(xs):
     """Puts those tangents or cotangents that there are into one barrier."""
     return present(_in_turn_p.bind, xs, lambda i: xs[i])
@@ -215,6 +228,7 @@ ad.primitive_jvps[_in_turn_p] = lambda xs, tangents: (
     _moving_in_turn(tangents),
 )
 ad.primitive_transposes[_in_turn_p] = lambda cotangents, *_: _moving_in_turn(cotangents)
+partial_eval.dce_rules[_in_turn_p] = keep_used
 batching.primitive_batchers[_in_turn_p] = lambda args, dims: (_in_turn_p.bind(*args), dims)
 # A CPU widens what it has rounded, and gains nothing by writing it.
 _define_identity(_written_p, _written_p.bind, lax.optimization_barrier, cpu=_identity)

@@ -1,7 +1,6 @@
 """Terms and sums of derivatives of one function, by the engine."""
 
 import functools as ft
-import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -116,6 +115,11 @@ class Direction(NamedTuple):
     row: int | None = None
 
 
+def _leads_to(index: Index, higher: Index) -> bool:
+    """Returns whether a derivative is one on the way to a higher one, or the same."""
+    return not Counter(index) - Counter(higher)
+
+
 class Evaluation:
     """A function of one point that returns derivatives by name.
 
@@ -189,24 +193,26 @@ class Evaluation:
         direction.
         """
         along = [self._directions[i] for i in index]
-        row = along[0].row
-        if row is not None:
-            return jnp.floor_divide(scaling.shift(row) * len(index), max(self._orders(row)))
+        order = min(n for asked, n in self._requested() if _leads_to(index, asked))
+        if along[0].row is not None:
+            return jnp.floor_divide(scaling.shift(along[0].row) * len(index), order)
         drawn = along[0].coords[0] < 0
         coords = [[] if drawn else [self._coords[c] for c in d.coords] for d in along]
-        exponent = scaling.strategy.exponent(scaling.exponents, coords, self._orders())
+        exponent = scaling.strategy.exponent(scaling.exponents, coords, order)
         return scaling.strategy.kept(exponent, scaling.rule.margin)
 
-    def _orders(self, row: int | None = None) -> set[int]:
-        """Returns the orders of the requested derivatives, or of those with the seeds of a row."""
-        asked = (*self._plan.asked, *itertools.chain(*self._plan.sums))
-        own = lambda index: row is None or self._directions[index[0]].row == row
-        return {len(index) for index in asked if index and own(index)}
+    def _requested(self) -> list[tuple[Index, int]]:
+        """Returns the requested derivatives, each with the order in which it is counted: the
+        summands of a sum count in its highest.
+        """
+        sums = [(i, max(map(len, s))) for s in self._plan.sums for i in s]
+        return [*((i, len(i)) for i in self._plan.asked if i), *sums]
 
     def _scales(self, dtype: np.dtype) -> dict[Index, tuple[Array, Array]]:
         scaling = self._scaling
         if scaling is None and dtype == jnp.float16 and not _in_full():
-            order, found = max(self._orders(), default=0), _unscaled.get()
+            order = max((n for _, n in self._requested()), default=0)
+            found = _unscaled.get()
             if found is not None and order >= _UNSCALED:
                 found[self._call] = max(order, found.get(self._call, 0))
         if scaling is None or dtype != jnp.float16 or not scaling.active:
@@ -289,7 +295,7 @@ class Evaluation:
         out: dict[Index, Array] = {}
         for key, does in lost.items():
             above = {
-                name: min((len(i) for i in indices if not Counter(key) - Counter(i)), default=0)
+                name: min((len(i) for i in indices if _leads_to(key, i)), default=0)
                 for name, indices in asked.items()
             }
             lowest = min((n for n in above.values() if n), default=0)

@@ -159,7 +159,7 @@ class AbstractStrategy(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def exponent(self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int]) -> Any:
+    def exponent(self, exponents: Any, along: Sequence[Sequence[str]], order: int) -> Any:
         """Returns the exponent of the scale that a stream with shared seeds carries.
 
         **Arguments:**
@@ -167,7 +167,7 @@ class AbstractStrategy(abc.ABC):
         - `exponents`: those of the scalers.
         - `along`: the coordinates of each differentiation: one, several that are stacked, or none
             where it is along a direction that is drawn.
-        - `asked`: the orders that a loss asks for.
+        - `order`: that of the lowest derivative it leads to that is counted, itself included.
         """
 
     def kept(self, exponent: Any, margin: int) -> Any:
@@ -230,7 +230,7 @@ class PerDirection(AbstractStrategy):
     def _expected(self, term: str, named: Sequence[str]) -> Weights:
         return _weights(self.names.index(name) for name in named)
 
-    def exponent(self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int]) -> Any:
+    def exponent(self, exponents: Any, along: Sequence[Sequence[str]], order: int) -> Any:
         if not along[0]:
             return len(along) * jnp.min(exponents)
         places = [np.array([self.names.index(c) for c in coords]) for coords in along]
@@ -302,7 +302,6 @@ class PerOrder(AbstractStrategy):
         ((scaler, _),) = self.rows[row].weights
         return None if scaler < (self.order or 0) else row
 
-    def exponent(self, exponents: Any, along: Sequence[Sequence[str]], asked: Iterable[int]) -> Any:
-        # An order that nobody asked for has no histogram: it follows the next one that has.
-        order = min(n for n in asked if n >= len(along))
+    def exponent(self, exponents: Any, along: Sequence[Sequence[str]], order: int) -> Any:
+        # What is not counted itself follows what it leads to.
         return jnp.floor_divide(exponents[order - 1] * len(along), order)

@@ -160,17 +160,12 @@ class Evaluator:
         return [self.storage.stored(env[k]) if kept(k) else env[k] for k in part.outputs]
 
     def _as_layer(self, part: Part, known: list[Any], roles: Role) -> Callable[[list], list]:
-        choices = () if self.full is None else choices_of(part, roles)
-
         def layer(evaluator, traced, chosen=None):
             # A derivative of zeros is not none, which some functions insist on.
             values = map(_whole, eqx.combine(traced, known))
             inner = dict(zip(part.inputs, values, strict=True))
             _hold(inner, part.inputs, roles)
-            out = evaluator._inside(part, inner, roles, chosen)
-            # What is chosen by a value has no derivatives.
-            bare = lambda x: x.only(()) if isinstance(x, Jet) else x
-            return out, {k: bare(inner[k]) for k in choices}
+            return evaluator._inside(part, inner, roles, chosen), inner
 
         if self.full is not None:
             return self._in_full(layer, part, known, roles)
@@ -190,21 +185,26 @@ class Evaluator:
         loaded = lambda by, out: list(map(by.above.storage.loaded, out, dtypes))
 
         def value_of(own, traced):
-            full = eqx.combine(own, fixed).above
-            out, chosen = layer(full, traced)
+            both = eqx.combine(own, fixed)
+            full = both.above
+            out, inner = layer(full, traced)
+            # What is chosen by a value has no derivatives.
+            bare = lambda x: x.only(()) if isinstance(x, Jet) else x
+            chosen = {k: bare(inner[k]) for k in choices_of(part, roles)}
             # What the program itself has in half is of the type that its derivative has.
-            return loaded(full, out), chosen
+            lost = {} if self.lost is None else both._lost_inside(part, inner, roles)
+            return loaded(full, out), (chosen, lost)
 
         @jax.checkpoint
         def again(own, traced, chosen):
             half = dataclasses.replace(eqx.combine(own, fixed), full=None, note=None)
             return layer(half, traced, chosen)[0]
 
-        def derivative_of(chosen, own, traced):
+        def derivative_of(found, own, traced):
             both = eqx.combine(own, fixed)
             half = dataclasses.replace(both, full=None)
             traced = [half.storage.stored(x) if i in stored else x for i, x in enumerate(traced)]
-            out = again(own, _in_turn(traced, half.storage.scales), chosen)
+            out = again(own, _in_turn(traced, half.storage.scales), found[0])
             return loaded(both, loaded(half, out))
 
         kept = roles.stored | self._rounded(part, roles)
@@ -223,9 +223,28 @@ class Evaluator:
                 for i in stored:
                     for key, does in self.storage.overflows(traced[i]).items():
                         lost(key, does)
-            return of_derivative(own, traced)
+            out, (_, more) = of_derivative(own, traced)
+            for key, does in more.items():
+                lost(key, does)
+            return out
 
         return run
+
+    def _lost_inside(self, part: Part, inner: Mapping[int, Any], roles: Role) -> dict[Index, Any]:
+        """Returns which streams do not fit where a layer multiplies them in half, or keeps what it
+        has multiplied, when it is evaluated again. Those that enter it are looked at outside."""
+        found: dict[Index, Any] = {}
+        for step in part.steps:
+            operands = [read(x, inner) for x in step.inputs]
+            if step.name not in tables.PRODUCTS or self.storage.dtype != self.product.dtype_of(
+                step, operands, roles, self.storage
+            ):
+                continue
+            for k in {*step.variables, *step.outputs}.difference(part.inputs):
+                if isinstance(inner[k], Jet):
+                    for key, does in self.storage.overflows(inner[k]).items():
+                        found[key] = found[key] | does if key in found else does
+        return found
 
     def _rounded(self, part: Part, roles) -> set[int]:
         """Returns the data that enters a layer for half products alone, which round it anyway."""

@@ -321,7 +321,8 @@ def _evaluated_again(layer: Callable) -> Callable:
         return layer(traced, one=lax.optimization_barrier(jnp.ones((), FULL)))
 
     forward = lambda traced: (layer(traced), ())
-    return with_derivative_of(forward, jax.checkpoint(again, prevent_cse=False))
+    run = with_derivative_of(forward, jax.checkpoint(again, prevent_cse=False))
+    return lambda traced: run(traced)[0]
 
 
 def _scores(flat: Flat) -> set[int]:

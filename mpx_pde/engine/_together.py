@@ -19,7 +19,7 @@ from jax.extend.core.primitives import concatenate_p
 from jax.interpreters import ad, batching, partial_eval
 from jaxtyping import Array
 
-from .._order import lower, present, with_batch_at
+from .._order import keep_used, lower, present, with_batch_at
 from .._varying import match_varying_axes
 
 
@@ -211,19 +211,6 @@ def _batch_beside(primitive: Primitive, args, where, *, leading):
     return primitive.bind(*arrays, like, leading=leading), [axis] * len(arrays)
 
 
-def _needed(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:
-    """Keeps the arrays whose results are used. JAX cannot transpose a loop of whose outputs one has
-    a cotangent that is symbolically zero and another has not. The equation comes last: JAX 0.12
-    says before it which references live."""
-    eqn = given[-1]
-    like = eqn.invars[len(used) :]
-    needed = [*used, *(any(used) for _ in like)]
-    if not any(used):
-        return needed, None
-    kept = lambda xs: [x for x, is_used in zip(xs, used, strict=False) if is_used]
-    return needed, eqn.replace(invars=[*kept(eqn.invars), *like], outvars=kept(eqn.outvars))
-
-
 def _concatenated(*arrays, dimension):
     return lax.concatenate(arrays, dimension)
 
@@ -257,7 +244,7 @@ for _primitive, _function, _abstract, _transpose, _batch in (
     _primitive.def_abstract_eval(_abstract)
     ad.primitive_jvps[_primitive] = ft.partial(_jvp, _primitive)
     ad.primitive_transposes[_primitive] = _transpose
-    partial_eval.dce_rules[_primitive] = _needed
+    partial_eval.dce_rules[_primitive] = keep_used
     batching.primitive_batchers[_primitive] = ft.partial(_batch, _primitive)
 lower(_spread_p, _spreads)
 lower(_beside_p, _beside)

@@ -192,7 +192,7 @@ def _in_forward(fun: Callable, forward: Forward, rounded: bool, *args: Any) -> A
             out = jax.checkpoint(run)((in_half(layer), x, *map(in_half, rest)))
         return widen(batch_behind(out))
 
-    return batch_behind(with_derivative_of(value_of, derivative_of)(arrays))
+    return batch_behind(with_derivative_of(value_of, derivative_of)(arrays)[0])
 
 
 def activate(activation: Callable, x: Array, shift: Array) -> Array:

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import training_step, tree_allclose, tree_equal_bits
+from helpers import relative, training_step, tree_allclose, tree_equal_bits
 
 import mpx_pde as mpx
 
@@ -349,6 +349,58 @@ def test_derivatives_far_below_one_do_not_vanish(kind):
     assert max(lost.values()) > 0.9
     if kind == "direction":  # which has its second derivatives in a row of their own
         assert lost["_xx"] > 0.9
+
+
+class Micrometres(eqx.Module):
+    """A network of x in micrometres, whose second layer makes a stream overflow before the first."""
+
+    first: mpx.FullPrecision
+    mlp: eqx.nn.MLP
+
+    def __init__(self, size):
+        first, key = jax.random.normal(jax.random.key(0), (16, 2)) / size[None], jax.random.key(1)
+        self.first = mpx.FullPrecision(first)
+        self.mlp = eqx.nn.MLP(16, "scalar", 16, 1, jnp.tanh, key=key)
+
+    def __call__(self, point):
+        hidden = jnp.tanh(self.first.module @ point)
+        return self.mlp(2 * hidden.astype(self.mlp.layers[0].weight.dtype))
+
+
+MICROMETRES = {
+    "direction": direction(),
+    "order": mpx.DerivativeScaling.per_order(2),
+    "special": mpx.DerivativeScaling.per_order(2, special=["u_t"]),
+    "term": mpx.DerivativeScaling.per_term(["u_t", "u_xx"]),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MICROMETRES)
+@pytest.mark.parametrize("forward", ["half", "float32"])
+def test_what_leads_to_a_derivative_overflows_without_it(kind, forward):
+    """`u_x`, which is not asked for, follows the scale of `u_xx`, where no other `u_x` is counted;
+    and the loss scale does not fall for what a layer multiplies in its backward pass."""
+    size = jnp.array([1e-6, 1.0])
+    model, x = Micrometres(size), size[None] * points(32)
+
+    def loss(model, x, *, derivatives):
+        terms = ["u_t", "u_xx"]
+        fun = mpx.partials(model, terms, coords="xt", outputs="u", scaling=derivatives)
+        d = jax.vmap(fun)(x)
+        return jnp.mean((d["u_t"] - size[0] ** 2 * d["u_xx"]) ** 2)
+
+    scaling = mpx.Scaling(derivatives=MICROMETRES[kind])
+    options = {"keep_full": (False, True), "forward": forward}
+    step = eqx.filter_jit(lambda s: mpx.filter_value_and_grad(loss, s, **options)(model, x))
+    for _ in range(12):
+        _, scaling, finite, grads = step(scaling)
+        if finite:
+            break
+    want = eqx.filter_grad(partial(loss, derivatives=None))(model, x)
+    assert finite and scaling.loss.loss_scaling >= 2.0**11
+    # Some roundings to float16, of 2^-11.
+    assert relative(*(eqx.filter(g.mlp, eqx.is_array) for g in (grads, want))) < 2e-3
 
 
 @pytest.mark.slow

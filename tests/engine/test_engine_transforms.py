@@ -171,6 +171,22 @@ def test_loops_with_derivatives_that_the_loss_does_not_use():
     np.testing.assert_allclose(jax.grad(lambda w: terms(w)["u_x"])(w), want, rtol=1e-5)
 
 
+def test_loops_with_a_result_of_which_the_loss_uses_the_derivative_alone():
+    a, w = (jax.random.normal(jax.random.key(i), (4, 4)) for i in range(2))
+
+    def network(w, p):
+        carry = lambda h, _: (jnp.tanh(w @ h), h)
+        last, every = jax.lax.scan(carry, jnp.tanh(a[:, :2] @ p), None, length=3)
+        return every.mean() * p[1] + jnp.sum((w @ last) ** 2)
+
+    def term(w):
+        d = mpx.partials(lambda p: network(w, p), ["u_x"], coords="xt", outputs="u")
+        return d(jnp.array([0.3, 0.4]))["u_x"]
+
+    want = jax.grad(lambda w: jax.grad(network, 1)(w, jnp.array([0.3, 0.4]))[0])(w)
+    np.testing.assert_allclose(jax.grad(term)(w), want, rtol=1e-5, atol=1e-6)
+
+
 rooted = jax.custom_jvp(lambda h: jnp.sqrt(1 + h * h))
 rooted.defjvp(lambda p, t: (rooted(*p), p[0] / newton(p[0]) * t[0]))
 
