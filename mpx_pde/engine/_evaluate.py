@@ -219,13 +219,11 @@ class Evaluator:
 
         def run(traced):
             traced = [jax.tree.map(moves, x) if i in shared else x for i, x in enumerate(traced)]
+            out, (_, inside) = of_derivative(own, traced)
             if lost is not None:
-                for i in stored:
-                    for key, does in self.storage.overflows(traced[i]).items():
+                for found in (*(self.storage.overflows(traced[i]) for i in stored), inside):
+                    for key, does in found.items():
                         lost(key, does)
-            out, (_, more) = of_derivative(own, traced)
-            for key, does in more.items():
-                lost(key, does)
             return out
 
         return run
@@ -240,7 +238,9 @@ class Evaluator:
                 step, operands, roles, self.storage
             ):
                 continue
-            for k in {*step.variables, *step.outputs}.difference(part.inputs):
+            # What leaves the network is kept in full.
+            results = () if step.outputs[0] in roles.final else step.outputs
+            for k in {*step.variables, *results}.difference(part.inputs):
                 if isinstance(inner[k], Jet):
                     for key, does in self.storage.overflows(inner[k]).items():
                         found[key] = found[key] | does if key in found else does

@@ -352,7 +352,7 @@ def test_derivatives_far_below_one_do_not_vanish(kind):
 
 
 class Micrometres(eqx.Module):
-    """A network of x in micrometres, whose second layer makes a stream overflow before the first."""
+    """A network of x in micrometres. A stream overflows behind its second layer first."""
 
     first: mpx.FullPrecision
     mlp: eqx.nn.MLP
@@ -398,9 +398,10 @@ def test_what_leads_to_a_derivative_overflows_without_it(kind, forward):
         if finite:
             break
     want = eqx.filter_grad(partial(loss, derivatives=None))(model, x)
-    assert finite and scaling.loss.loss_scaling >= 2.0**11
+    assert finite
+    assert scaling.loss.loss_scaling >= 2.0**11
     # Some roundings to float16, of 2^-11.
-    assert relative(*(eqx.filter(g.mlp, eqx.is_array) for g in (grads, want))) < 2e-3
+    assert relative(grads.mlp, want.mlp) < 2e-3
 
 
 @pytest.mark.slow
