@@ -17,7 +17,7 @@ from ..interpret._jaxpr import LOOPS, bodies_of
 from ..interpret._rebind import rebind, scan_counts
 from ._custom import custom_jvp, custom_vjp
 from ._plan import Index, Plan
-from ._segments import NO_KINDS, Kinds
+from ._segments import NO_KINDS, Kinds, has_streams
 from ._streams import DEEP, Jet, Operand, cast, is_inexact, primal_of
 
 
@@ -35,6 +35,9 @@ class Containers:
     - `mixed`: whether each equation has a precision of its own. Then values cross as they are
         stored, but for what loops carry; and what enters a loop from outside becomes a master,
         since its cotangents add up over the steps.
+    - `overflows`: where the forward pass is in full, returns for each stream with a scale whether
+        it has overflowed in half since it was asked last.
+    - `lost`: told of each that has.
     """
 
     plan: Plan
@@ -42,6 +45,8 @@ class Containers:
     loaded: Callable[..., Operand]
     kinds: Kinds = NO_KINDS
     mixed: bool = False
+    overflows: Callable[[], dict[Index, Any]] | None = None
+    lost: Callable[[Index, Any], None] = lambda key, does: None
 
     def __call__(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
         return _ENTERED[eqn.primitive.name](self, eqn, operands)
@@ -59,6 +64,26 @@ class Containers:
         if self.mixed:
             return out
         return [self.loaded(x, aval.dtype) for x, aval in zip(out, closed.out_avals, strict=True)]
+
+    def _rebound(
+        self, eqn: JaxprEqn, operands: Sequence[Operand], bodies: Sequence[Callable]
+    ) -> list[Operand]:
+        """Binds a container around new bodies, and tells what was lost in them."""
+        overflows = self.overflows
+        if overflows is None:
+            return rebind(eqn, operands, bodies)
+
+        def telling(body):
+            def run(*values):
+                overflows()  # those of another trace
+                return [*body(*values), overflows()]
+
+            return run
+
+        *out, lost = rebind(eqn, operands, list(map(telling, bodies)))
+        for key, does in lost.items():
+            self.lost(key, jnp.any(does))
+        return out
 
     # Loops.
 
@@ -114,7 +139,7 @@ class Containers:
             if rises == stage:
                 break
             stage = rises
-        out = rebind(eqn, [*consts, *carried, *scanned], [step])
+        out = self._rebound(eqn, [*consts, *carried, *scanned], [step])
         return [*out[:n_carry], *self._turned(out[n_carry:])]
 
     def _turned(self, values: Sequence[Operand]) -> list[Operand]:
@@ -156,7 +181,7 @@ class Containers:
 
             return run
 
-        return rebind(eqn, [primal_of(index), *rest], list(map(alike, branches)))
+        return self._rebound(eqn, [primal_of(index), *rest], list(map(alike, branches)))
 
     # Containers of reverse mode, which matter to values alone.
 
@@ -188,6 +213,8 @@ _PLAIN = (*LOOPS, "remat2", "shard_map")
 def enters(eqn: JaxprEqn, plain: bool, *, mixed: bool = False) -> bool:
     """Returns whether an equation is entered here; `plain` where there are no streams, `mixed`
     where also each equation has a precision of its own."""
+    if plain and has_streams(eqn):
+        return False
     return eqn.primitive.name in (_ENTERED if mixed else _PLAIN if plain else LOOPS)
 
 

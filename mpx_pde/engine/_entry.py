@@ -1,6 +1,8 @@
 """From a function and a plan to its derivatives."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -18,7 +20,8 @@ from ._evaluate import Evaluator
 from ._plan import Index, Plan
 from ._products import Product
 from ._rules import Rules
-from ._streams import RAW, Jet, Storage, is_inexact
+from ._segments import WITH_STREAMS
+from ._streams import RAW, Jet, Storage, is_inexact, tell
 
 
 class Equation(NamedTuple):
@@ -56,10 +59,6 @@ def _evaluator(
     lost: dict[Index, Array],
 ) -> Evaluator:
     """How a program is evaluated: as the loss around it says, else by its own arrays."""
-
-    def lose(key, does):
-        lost[key] = does | lost[key] if key in lost else does
-
     told: dict[str, Any] = {"caller": source_info_util.current()}
     if note is not None:
         told["note"] = lambda step, *how: note.append(Equation(step.name, *how))
@@ -74,7 +73,7 @@ def _evaluator(
     # Of masters in float64 is asked less, of a program that says float64 it is not.
     storage = Storage(narrow, dtype, scaled, narrows=forward is not None)
     if forward is not None and forward.full:
-        told["lost"] = lose
+        told["lost"] = partial(tell, lost)
         told["full"] = Storage(forward.registers), Product(algorithm=forward.algorithm)
     return Evaluator(rules, storage, Product(masters=forward is not None), **told)
 
@@ -105,7 +104,7 @@ def propagate(
     - `scales`: the scales of stored streams, by the half type; see [`Storage`][].
     - `note`: a list to which every equation that depends on the point is added.
     - `lost`: a dict to which is added, for every stream that is kept with a scale where the forward
-        pass is in full, whether it did not fit in some layer (outside of loops).
+        pass is in full, whether it did not fit in some layer.
 
     **Returns:**
 
@@ -127,7 +126,9 @@ def propagate(
                 streams[key] = first
 
         asked = {*plan.asked, *rules.weights}
-        (out,) = evaluator.program(closed, [Jet(point, streams, RAW)], asked)
+        scope = nullcontext() if evaluator.full is None else jax.named_scope(WITH_STREAMS)
+        with scope:
+            (out,) = evaluator.program(closed, [Jet(point, streams, RAW)], asked)
         if not isinstance(out, Jet):
             return jnp.asarray(out), {}
         out = evaluator.above.storage.loaded(out, closed.out_avals[0].dtype)

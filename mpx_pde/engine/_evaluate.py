@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import equinox as eqx
@@ -41,7 +41,7 @@ from ._segments import (
     roles_of,
     signature,
 )
-from ._streams import DATA, Jet, Storage, is_inexact, is_traced, primal_of, typed
+from ._streams import DATA, Jet, Storage, is_inexact, is_traced, primal_of, tell, typed
 
 
 @jax.tree_util.register_dataclass
@@ -192,7 +192,7 @@ class Evaluator:
             bare = lambda x: x.only(()) if isinstance(x, Jet) else x
             chosen = {k: bare(inner[k]) for k in choices_of(part, roles)}
             # What the program itself has in half is of the type that its derivative has.
-            lost = {} if self.lost is None else both._lost_inside(part, inner, roles)
+            lost = {} if self.lost is None else both._lost_inside(part, inner, roles, seen)
             return loaded(full, out), (chosen, lost)
 
         @jax.checkpoint
@@ -215,6 +215,7 @@ class Evaluator:
         is_product = lambda step: step.name in tables.PRODUCTS
         single = multiplied_only(part.steps, part.outputs, is_product, tables.MOVES)
         shared = {i for i in stored if part.inputs[i] not in single}
+        seen = {part.inputs[i] for i in stored}
         of_derivative, lost = with_derivative_of(value_of, derivative_of), self.lost
 
         def run(traced):
@@ -228,9 +229,11 @@ class Evaluator:
 
         return run
 
-    def _lost_inside(self, part: Part, inner: Mapping[int, Any], roles: Role) -> dict[Index, Any]:
+    def _lost_inside(
+        self, part: Part, inner: Mapping[int, Any], roles: Role, seen: Collection[int]
+    ) -> dict[Index, Any]:
         """Returns which streams do not fit where a layer multiplies them in half, or keeps what it
-        has multiplied, when it is evaluated again. Those that enter it are looked at outside."""
+        has multiplied, when it is evaluated again; of variables that are not `seen` elsewhere."""
         found: dict[Index, Any] = {}
         for step in part.steps:
             operands = [read(x, inner) for x in step.inputs]
@@ -240,10 +243,10 @@ class Evaluator:
                 continue
             # What leaves the network is kept in full.
             results = () if step.outputs[0] in roles.final else step.outputs
-            for k in {*step.variables, *results}.difference(part.inputs):
+            for k in {*step.variables, *results}.difference(seen):
                 if isinstance(inner[k], Jet):
                     for key, does in self.storage.overflows(inner[k]).items():
-                        found[key] = found[key] | does if key in found else does
+                        tell(found, key, does)
         return found
 
     def _rounded(self, part: Part, roles) -> set[int]:
@@ -311,13 +314,20 @@ class Evaluator:
         loaded = self.above.storage.loaded
         operands = [loaded(x, aval_of(v).dtype) for x, v in zip(operands, eqn.invars, strict=True)]
         if enters(eqn, self.plain):
-            # What is lost in there cannot be told out here.
+            found: dict[Index, Any] = {}
             around = (*self.around, *step.calls, eqn)
-            inner = dataclasses.replace(self, lost=None, around=around)
+            inner = dataclasses.replace(
+                self, lost=self.lost and partial(tell, found), around=around
+            )
             variables = [(i, x) for i, x in enumerate(step.inputs) if not isinstance(x, Constant)]
             params = {i for i, x in variables if x in roles.params}
             kinds = Kinds(self.product.half_operands(step, operands, roles), params)
             enter = Containers(self.rules.plan, inner.program, loaded, kinds)
+            if self.lost is not None:
+                # The same streams for each branch.
+                keys, no = self.storage.scales, jnp.zeros((), bool)
+                overflows = lambda: {key: found.pop(key, no) for key in keys}
+                enter = dataclasses.replace(enter, overflows=overflows, lost=self.lost)
             return enter(eqn, operands), name, ""
         if self.plain:
             out = own_in_registers(eqn, list(map(primal_of, operands)), self.above.storage)

@@ -16,7 +16,14 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step, flatten, variables
-from ..interpret._jaxpr import CALLS, bodies_of, contains, differentiable, pushforward
+from ..interpret._jaxpr import (
+    CALLS,
+    bodies_of,
+    contains,
+    differentiable,
+    pushforward,
+    scopes_of,
+)
 from ..interpret._rebind import scan_counts
 from ._plan import Index, Plan
 from ._roles import (
@@ -575,6 +582,17 @@ def _bodies(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, tuple[int, int]]]:
     return [(body, 0, (0, 0)) for body in bodies if name in ("remat2", "shard_map")]
 
 
+WITH_STREAMS = "with_streams"
+"""The scope of derivatives whose forward pass is in full. They say themselves what is kept of them
+in half, with scales of their own. The loss around them, which knows no streams, leaves them as they
+are."""
+
+
+def has_streams(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is one of derivatives whose forward pass is in full."""
+    return WITH_STREAMS in scopes_of(eqn)
+
+
 def _kind(step: Step, roles: Role) -> str:
     stages = [roles.stage[x] for x in step.variables if x in roles.stage]
     name = step.name
@@ -586,7 +604,7 @@ def _kind(step: Step, roles: Role) -> str:
         return "constant"
     if max(stages) == RAW and name in tables.COORDINATES:
         return "raw"
-    if step.alone or name in tables.AMBIGUOUS:
+    if step.alone or name in tables.AMBIGUOUS or has_streams(step.eqn):
         return "alone"
     if name in tables.PRODUCTS:
         return "light" if max(stages) == RAW and contracted(step) <= _SMALL else "product"

@@ -160,6 +160,11 @@ class Storage:
         return jet.map(self.store)
 
 
+def tell(overflows: dict[Index, Any], key: Index, does: Any) -> None:
+    """Adds to the overflows of streams that one overflows, or does not."""
+    overflows[key] = overflows[key] | does if key in overflows else does
+
+
 def _along(scale: Any, x: Any) -> Any:
     """A scale, or one for each entry of the leading axis, to be multiplied with `x`."""
     scale = jnp.reshape(scale, jnp.shape(scale) + (1,) * (np.ndim(x) - np.ndim(scale)))

@@ -1,6 +1,6 @@
 """The scales: what is counted, how they follow it, and what a training step makes of it."""
 
-from functools import partial
+from functools import partial, reduce
 
 import equinox as eqx
 import hypothesis
@@ -11,6 +11,7 @@ import numpy as np
 import optax
 import pytest
 from helpers import relative, training_step, tree_allclose, tree_equal_bits
+from jax import lax
 
 import mpx_pde as mpx
 
@@ -355,16 +356,28 @@ class Micrometres(eqx.Module):
     """A network of x in micrometres. A stream overflows behind its second layer first."""
 
     first: mpx.FullPrecision
-    mlp: eqx.nn.MLP
+    layers: jax.Array
+    last: jax.Array
+    container: str = eqx.field(static=True)
 
-    def __init__(self, size):
-        first, key = jax.random.normal(jax.random.key(0), (16, 2)) / size[None], jax.random.key(1)
-        self.first = mpx.FullPrecision(first)
-        self.mlp = eqx.nn.MLP(16, "scalar", 16, 1, jnp.tanh, key=key)
+    def __init__(self, size, container):
+        keys = jax.random.split(jax.random.key(0), 3)
+        self.first = mpx.FullPrecision(jax.random.normal(keys[0], (16, 2)) / size[None])
+        self.layers = jax.random.normal(keys[1], (2, 16, 16)) / 2
+        self.last = jax.random.normal(keys[2], (16,)) / 80
+        self.container = container
 
     def __call__(self, point):
-        hidden = jnp.tanh(self.first.module @ point)
-        return self.mlp(2 * hidden.astype(self.mlp.layers[0].weight.dtype))
+        layer = lambda h, weight: (jnp.tanh(weight @ h), None)
+        network = lambda h: lax.scan(layer, h, self.layers)[0]
+        if self.container != "scan":
+            network = lambda h: reduce(lambda h, w: layer(h, w)[0], self.layers, h)
+        h = jnp.tanh(self.first.module @ point).astype(self.last.dtype)
+        if self.container == "cond":
+            h = lax.cond(point[1] > 0.5, network, lambda h: network(2 * h), h)
+        else:
+            h = network(h)
+        return self.last @ h
 
 
 MICROMETRES = {
@@ -376,13 +389,18 @@ MICROMETRES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MICROMETRES)
-@pytest.mark.parametrize("forward", ["half", "float32"])
-def test_what_leads_to_a_derivative_overflows_without_it(kind, forward):
+@pytest.mark.parametrize(
+    ("kind", "forward", "container"),
+    [
+        *((kind, forward, "none") for kind in MICROMETRES for forward in ("half", "float32")),
+        *(("direction", "float32", container) for container in ("scan", "cond")),
+    ],
+)
+def test_what_leads_to_a_derivative_overflows_without_it(kind, forward, container):
     """`u_x`, which is not asked for, follows the scale of `u_xx`, where no other `u_x` is counted;
     and the loss scale does not fall for what a layer multiplies in its backward pass."""
-    size = jnp.array([1e-6, 1.0])
-    model, x = Micrometres(size), size[None] * points(32)
+    size = jnp.array([4e-6, 1.0])
+    model, x = Micrometres(size, container), size[None] * points(32)
 
     def loss(model, x, *, derivatives):
         terms = ["u_t", "u_xx"]
@@ -401,7 +419,8 @@ def test_what_leads_to_a_derivative_overflows_without_it(kind, forward):
     assert finite
     assert scaling.loss.loss_scaling >= 2.0**11
     # Some roundings to float16, of 2^-11.
-    assert relative(grads.mlp, want.mlp) < 2e-3
+    parts = lambda model: (model.layers, model.last)
+    assert relative(parts(grads), parts(want)) < 2e-3
 
 
 @pytest.mark.slow
