@@ -4,6 +4,7 @@ traced, with a message that names the call, says what was passed and what to do.
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import optax
 import pytest
@@ -307,6 +308,9 @@ VALUE_ERRORS = {
     "`line_search_value` … `forward`": lambda: search(total, SCALING, forward="half?"),
     "`refined` takes float16 or bfloat16": lambda: mpx.refined(total, dtype="float32"),
     "`as_trained` cannot read the policy": lambda: mpx.as_trained(mlp(), policy="half please"),
+    "`as_trained(policy=…)` … int8": lambda: mpx.as_trained(
+        mlp(), policy=jmp.Policy(*3 * [jnp.int8])
+    ),
     "`as_trained` takes 'half', … as `forward`": lambda: mpx.as_trained(mlp(), forward="float8"),
     "float16, bfloat16 or the name of a split product": lambda: mpx.autocast(jnp.sin, "float32"),
     "takes float16 or bfloat16": lambda: mpx.explain_nonfinite(jnp.sin, "float32"),
@@ -380,6 +384,10 @@ VALUE_ERRORS = {
     "`linear_operator` multiplies … in the operator 'op'": (
         lambda x: operator({"op": {"x": x}})(POINT),
         ["b", None, 1j, W, W[:1], lambda p: p],
+    ),
+    "`scaled_jvp` … 2^-126 to 2^126 … %r": (
+        lambda x: mpx.scaled_jvp(net, (POINT,), (POINT,), x),
+        [2.0**127, 2.0**-130],
     ),
     "`scaled_jvp` … [0] … (3,) … (2,)": lambda: mpx.scaled_jvp(net, (POINT,), (W,), 2.0),
     "of 2 coordinates in `argnums` has the names of 3": lambda: d_grad(net, coords="xyz")(POINT),

@@ -139,8 +139,10 @@ class DerivativeScaling(eqx.Module):
     ) -> "DerivativeScaling":
         """Makes one scaler for each order of derivatives, as in section 3.1 of the paper.
 
-        Derivatives of an order that no term asks for, on the way to a higher one, are scaled in
-        proportion to that one.
+        A derivative on the way to a higher one that no term asks for is scaled in proportion to
+        that one. Terms of one order whose sizes differ by more than float16 spans need rows of
+        their own (`terms`), or the smaller ones vanish unnoticed; so do coordinates of such units,
+        for which `per_direction` is made.
 
         **Arguments:**
 

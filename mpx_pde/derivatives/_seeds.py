@@ -11,6 +11,7 @@ from jax import lax
 from jaxtyping import Array, Float32, Int32
 
 from .._cast import is_inexact
+from .._dtypes import LARGEST_SCALE, SMALLEST_SCALE
 from .._loss_scaling import multiply, scaled_leaf
 from .._repr import in_a_line
 from .._tree import check_same_structure
@@ -38,6 +39,11 @@ def _scale_and_inverse(scale: Any, call: str) -> tuple[Any, Any]:
         scale = scale.astype(jnp.float32)
         return scale, 1 / scale
     exponent = exponent_of(scale, call, "scale")
+    if not SMALLEST_SCALE <= scale <= LARGEST_SCALE:
+        raise ValueError(
+            f"`{call}` needs a `scale` from 2^-126 to 2^126, which float32 can divide by, but got "
+            f"{scale!r}."
+        )
     if 2.0**exponent != scale:
         raise ValueError(
             f"`{call}` needs a power of two as `scale`, since others round every derivative, but "

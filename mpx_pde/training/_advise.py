@@ -226,8 +226,10 @@ def _measured(
     memory, each, count = _memory(compiled), None, _examples(args) or 0
     if count > 1:
         first = lambda x: lax.slice_in_dim(x, 0, count // 2) if eqx.is_array(x) else x
-        less = gradient.lower(args[0], *jtu.tree_map(first, args[1:]), **kwargs).compile()
-        each = (memory - _memory(less)) / (count - count // 2)
+        # A loss may take the whole batch alone, such as a grid or one with targets of its own.
+        with contextlib.suppress(Exception):
+            less = gradient.lower(args[0], *jtu.tree_map(first, args[1:]), **kwargs).compile()
+            each = (memory - _memory(less)) / (count - count // 2)
     report = precision_report(gradient)(*args, **kwargs)
     grads = compiled(*args, **kwargs)
     wide = grads if wide is None else wide

@@ -17,6 +17,7 @@ from .._cast import cast_tree
 from .._dtypes import check_integer, check_positive, is_half, true_float32
 from .._forward import RUNGS, check_rung, options_of
 from .._loss_scaling import AbstractLossScaling
+from .._notes import noting
 from .._repr import table
 from .._tree import all_finite
 from .._types import ForwardLike, PolicyLike, PyTree
@@ -160,7 +161,8 @@ def precision_floor(
         forward passes `"full"`, of that float64.
     - `in_axes`: the batch axis of the positional arguments after the model, as for
         [`mpx_pde.filter_accumulated_value_and_grad`][]: `None` marks what is not a batch.
-    - `micro_batches`: how many blocks of the batch are compared to find the noise; 1 leaves it out.
+    - `micro_batches`: how many blocks of the batch are compared to find the noise, which is NaN
+        with 1, and where no positional argument after the model is an array.
     - `tolerance`: the share of rounding in the loss or the gradient from which on the verdict is to
         go up.
 
@@ -235,8 +237,10 @@ def _measured(
     value, grads, terms = _evaluated(gradient, args, kwargs)
     true, true_grads, true_terms = _evaluated(reference, wider(args), wider(kwargs))
     noise, noises = jnp.full((), jnp.nan), {}
-    if micro_batches > 1:
-        spread, means = _noise(gradient, micro_batches, batches, args[0], kwargs, grads)
+    if micro_batches > 1 and batches[0]:
+        note = f"`{_CALL}` splits the positional arguments into micro-batches, and no keyword ones."
+        with noting(note, TypeError, ValueError) if kwargs else nullcontext():
+            spread, means = _noise(gradient, micro_batches, batches, args[0], kwargs, grads)
         noises = _by_path(jtu.tree_map(share_of, spread, means))
         noise = share_of(total(spread), total(means))
     return PrecisionFloor(

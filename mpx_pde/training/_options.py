@@ -14,6 +14,7 @@ import numpy as np
 
 from .._cast import cast_except, cast_operands, kept_paths, widen
 from .._dtypes import (
+    as_floating_dtype,
     asked_for_half,
     check_bool,
     half_precision,
@@ -153,7 +154,11 @@ def parse_options(
 
 
 def _parse_policy(policy: Any, call: str) -> jmp.Policy | None:
-    if policy is None or isinstance(policy, jmp.Policy):
+    if policy is None:
+        return None
+    if isinstance(policy, jmp.Policy):
+        for dtype in (policy.param_dtype, policy.compute_dtype, policy.output_dtype):
+            as_floating_dtype(dtype, f"{call}(policy=…)")
         return policy
     if isinstance(policy, str):
         try:

@@ -83,6 +83,14 @@ def test_memory_is_that_of_the_program_and_grows_with_the_batch(advice):
 
 
 @pytest.mark.slow
+def test_a_batch_that_cannot_be_halved_has_no_memory_per_example():
+    targets = jnp.sin(X[:, 0])
+    loss = lambda model, x: jnp.mean((jax.vmap(model)(x) - targets.astype(x.dtype)) ** 2)
+    rows = mpx.advise(loss)(network(), X).rows
+    assert all(row.failed is None and row.memory_per_example is None for row in rows)
+
+
+@pytest.mark.slow
 def test_it_takes_what_saves_memory_at_one_per_cent(advice):
     first = advice.rows[0]
     least = min((r for r in advice.rows if r.error <= 0.01), key=lambda r: r.memory)

@@ -125,9 +125,11 @@ def test_noise_is_the_standard_error_of_the_batch():
     want = np.sqrt(np.sum(np.var(grads, axis=0, ddof=1)) / 8) / np.linalg.norm(grads.mean(0))
     # Gradients in float16, that of the batch too.
     np.testing.assert_allclose(floor.noise, want, rtol=0.02)
-    none = mpx.precision_floor(loss, mpx.NoOpLossScaling(), micro_batches=1)(model, x)
-    assert math.isnan(none.noise)
-    assert "nan" not in str(none)
+    for given, batch in [({"micro_batches": 1}, {}), ({}, {"x": x})]:
+        ask = mpx.precision_floor(loss, mpx.NoOpLossScaling(), **given)
+        none = ask(model, **batch) if batch else ask(model, x)
+        assert math.isnan(none.noise)
+        assert "nan" not in str(none)
 
 
 def test_what_is_no_batch_is_named():
