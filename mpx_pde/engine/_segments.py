@@ -582,7 +582,7 @@ def _bodies(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, tuple[int, int]]]:
     return [(body, 0, (0, 0)) for body in bodies if name in ("remat2", "shard_map")]
 
 
-WITH_STREAMS = "with_streams"
+WITH_STREAMS = "mpx_pde.with_streams"
 """The scope of derivatives whose forward pass is in full. They say themselves what is kept of them
 in half, with scales of their own. The loss around them, which knows no streams, leaves them as they
 are."""
