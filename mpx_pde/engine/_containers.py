@@ -3,7 +3,7 @@
 handed in."""
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
+from .._varying import match_varying_axes
 from ..checkpoint_policies import translate
 from ..interpret._jaxpr import LOOPS, bodies_of
 from ..interpret._rebind import rebind, scan_counts
@@ -35,9 +36,8 @@ class Containers:
     - `mixed`: whether each equation has a precision of its own. Then values cross as they are
         stored, but for what loops carry; and what enters a loop from outside becomes a master,
         since its cotangents add up over the steps.
-    - `overflows`: where the forward pass is in full, returns for each stream with a scale whether
-        it has overflowed in half since it was asked last.
-    - `lost`: told of each that has.
+    - `scaled`: where the forward pass is in full, the streams that are kept in half with a scale.
+    - `found`: which of these have overflowed in what was evaluated last.
     """
 
     plan: Plan
@@ -45,8 +45,8 @@ class Containers:
     loaded: Callable[..., Operand]
     kinds: Kinds = NO_KINDS
     mixed: bool = False
-    overflows: Callable[[], dict[Index, Any]] | None = None
-    lost: Callable[[Index, Any], None] = lambda key, does: None
+    scaled: Collection[Index] = ()
+    found: dict[Index, Any] = dataclasses.field(default_factory=dict)
 
     def __call__(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
         return _ENTERED[eqn.primitive.name](self, eqn, operands)
@@ -65,25 +65,27 @@ class Containers:
             return out
         return [self.loaded(x, aval.dtype) for x, aval in zip(out, closed.out_avals, strict=True)]
 
+    def _telling(self, body: Callable[..., list]) -> Callable[..., list]:
+        """A body that returns, behind its results, what has overflowed in it."""
+
+        def run(*values):
+            out, no = body(*values), jnp.zeros((), bool)
+            found = [self.found.pop(key, no) for key in self.scaled]
+            # Branches must agree on the axes of a `shard_map`.
+            marked = match_varying_axes(*found, *jax.tree.leaves(values)) if found else []
+            return [*out, dict(zip(self.scaled, marked, strict=False))]
+
+        return run
+
     def _rebound(
-        self, eqn: JaxprEqn, operands: Sequence[Operand], bodies: Sequence[Callable]
+        self, eqn: JaxprEqn, operands: Sequence[Operand], bodies: Sequence[Callable[..., list]]
     ) -> list[Operand]:
-        """Binds a container around new bodies, and tells what was lost in them."""
-        overflows = self.overflows
-        if overflows is None:
-            return rebind(eqn, operands, bodies)
-
-        def telling(body):
-            def run(*values):
-                overflows()  # those of another trace
-                return [*body(*values), overflows()]
-
-            return run
-
-        *out, lost = rebind(eqn, operands, list(map(telling, bodies)))
-        for key, does in lost.items():
-            self.lost(key, jnp.any(does))
+        *out, found = rebind(eqn, operands, list(map(self._telling, bodies)))
+        self.found.update({key: jnp.any(does) for key, does in found.items()})
         return out
+
+    def _shapes(self, body: Callable[..., list], *values: Any) -> list:
+        return jax.eval_shape(self._telling(body), *values)[:-1]
 
     # Loops.
 
@@ -133,8 +135,8 @@ class Containers:
             step = partial(step_at, stage)
             if stage == DEEP:
                 break
-            first = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), scanned)
-            carry = jax.eval_shape(partial(step, *consts), *carried, *first)[:n_carry]
+            first = jax.tree.map(lambda x: jax.typeof(x).update(shape=x.shape[1:]), scanned)
+            carry = self._shapes(partial(step, *consts), *carried, *first)[:n_carry]
             rises = max((x.stage for x in carry if isinstance(x, Jet)), default=stage)
             if rises == stage:
                 break
@@ -161,6 +163,7 @@ class Containers:
 
         def step(*values):
             out = self._inside(body, values, (), (*range(first, n), *carry))
+            self.found.clear()  # It has no backward pass.
             return [self._carried(y, x, DEEP) for y, x in zip(out, values[n_body:], strict=True)]
 
         outside = self._outside(operands[:n]) if self.mixed else operands[:n]
@@ -173,7 +176,7 @@ class Containers:
         index, *rest = operands
         places = range(1, len(operands))
         branches = [lambda *rest, b=b: self._inside(b, rest, places=places) for b in bodies_of(eqn)]
-        every = list(zip(*(jax.eval_shape(b, *rest) for b in branches), strict=True))
+        every = list(zip(*(self._shapes(b, *rest) for b in branches), strict=True))
 
         def alike(branch):
             def run(*rest):

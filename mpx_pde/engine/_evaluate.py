@@ -180,6 +180,7 @@ class Evaluator:
         the half one, at what entered it rounded to half: this alone is kept."""
         # A rule that is kept for later may hold no value of the trace that it was made in.
         own, fixed = eqx.partition(dataclasses.replace(self, lost=None), is_traced)
+        tells = self.lost is not None
         made = {k: v for s in part.steps for k, v in zip(s.outputs, s.eqn.outvars, strict=True)}
         dtypes = [aval_of(made[k]).dtype for k in part.outputs]
         loaded = lambda by, out: list(map(by.above.storage.loaded, out, dtypes))
@@ -192,8 +193,8 @@ class Evaluator:
             bare = lambda x: x.only(()) if isinstance(x, Jet) else x
             chosen = {k: bare(inner[k]) for k in choices_of(part, roles)}
             # What the program itself has in half is of the type that its derivative has.
-            lost = {} if self.lost is None else both._lost_inside(part, inner, roles, seen)
-            return loaded(full, out), (chosen, lost)
+            found = both._lost_inside(part, inner, roles, seen) if tells else {}
+            return loaded(full, out), (chosen, found)
 
         @jax.checkpoint
         def again(own, traced, chosen):
@@ -291,7 +292,7 @@ class Evaluator:
     def _results(self, step: Step, operands: list[Any], roles) -> tuple[Any, ...]:
         """Returns the results of an equation and, where it depends on the point, the rule that gave
         them and what a product was multiplied in."""
-        eqn = step.eqn
+        eqn, name = step.eqn, step.name
         moves = any(isinstance(x, Jet) for x in operands)
         if only_names(eqn, operands, self.storage, self.above.storage):
             # So it is loaded, each time that it is used.
@@ -302,7 +303,6 @@ class Evaluator:
                 wide = list(map(self.above.storage.constant, operands))
                 return (own_in_registers(eqn, wide, self.above.storage),)
             return (own_bind(eqn, typed(eqn, operands)),)
-        name = eqn.primitive.name
         if self.full is not None and roles.is_data(step):
             return self.above._results(step, operands, roles)
         if name in tables.PRODUCTS:
@@ -315,20 +315,17 @@ class Evaluator:
         operands = [loaded(x, aval_of(v).dtype) for x, v in zip(operands, eqn.invars, strict=True)]
         if enters(eqn, self.plain):
             found: dict[Index, Any] = {}
-            around = (*self.around, *step.calls, eqn)
-            inner = dataclasses.replace(
-                self, lost=self.lost and partial(tell, found), around=around
-            )
+            lost = self.lost and partial(tell, found)
+            inner = dataclasses.replace(self, lost=lost, around=(*self.around, *step.calls, eqn))
             variables = [(i, x) for i, x in enumerate(step.inputs) if not isinstance(x, Constant)]
             params = {i for i, x in variables if x in roles.params}
             kinds = Kinds(self.product.half_operands(step, operands, roles), params)
-            enter = Containers(self.rules.plan, inner.program, loaded, kinds)
-            if self.lost is not None:
-                # The same streams for each branch.
-                keys, no = self.storage.scales, jnp.zeros((), bool)
-                overflows = lambda: {key: found.pop(key, no) for key in keys}
-                enter = dataclasses.replace(enter, overflows=overflows, lost=self.lost)
-            return enter(eqn, operands), name, ""
+            scaled = tuple(self.storage.scales) if lost else ()
+            options = {"kinds": kinds, "scaled": scaled, "found": found}
+            out = Containers(self.rules.plan, inner.program, loaded, **options)(eqn, operands)
+            while found and self.lost:
+                self.lost(*found.popitem())
+            return out, name, ""
         if self.plain:
             out = own_in_registers(eqn, list(map(primal_of, operands)), self.above.storage)
             if biased:

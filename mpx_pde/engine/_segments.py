@@ -604,8 +604,8 @@ def _kind(step: Step, roles: Role) -> str:
         return "constant"
     if max(stages) == RAW and name in tables.COORDINATES:
         return "raw"
-    if step.alone or name in tables.AMBIGUOUS or has_streams(step.eqn):
+    if step.alone or name in tables.AMBIGUOUS:
         return "alone"
     if name in tables.PRODUCTS:
         return "light" if max(stages) == RAW and contracted(step) <= _SMALL else "product"
-    return "light"
+    return "alone" if has_streams(step.eqn) else "light"

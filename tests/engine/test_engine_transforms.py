@@ -49,6 +49,26 @@ def printing(p):
     return jnp.prod(p)
 
 
+@pytest.mark.slow
+def test_points_one_after_another_on_each_device():
+    mesh = jax.make_mesh((4,), ("points",), axis_types=(jax.sharding.AxisType.Auto,))
+    arrays, static = eqx.partition(MODEL, eqx.is_array)
+
+    def whole(arrays, x):
+        fun = mpx.partials(eqx.combine(arrays, static), ["u", "u_xx"], coords="xy", outputs="u")
+        d = jax.lax.map(fun, x)
+        return jnp.mean((d["u"] - d["u_xx"]) ** 2)
+
+    share = lambda arrays, x: jax.lax.pmean(whole(arrays, x), "points")
+    specs = PartitionSpec(), PartitionSpec("points")
+    spread = jax.shard_map(share, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    run = mpx.filter_value_and_grad(spread, mpx.NoOpLossScaling(), forward="float32")
+    value, _, _, got = eqx.filter_jit(run)(arrays, points())
+    want_value, want = jax.value_and_grad(whole)(arrays, points())
+    np.testing.assert_allclose(value, want_value, rtol=1e-5)
+    assert relative(got, want) < 2.0**-9  # the half backward pass
+
+
 def test_what_has_no_derivative_is_named_with_its_line():
     inside = lambda p: jax.lax.fori_loop(0, 2, lambda i, v: v + callback(p), 0.0)
     as_it_is, mapped = lambda f: f, lambda f: lambda p: jax.jit(jax.vmap(f))(p[None])
