@@ -18,8 +18,8 @@ from ..interpret._jaxpr import LOOPS, bodies_of
 from ..interpret._rebind import rebind, scan_counts
 from ._custom import custom_jvp, custom_vjp
 from ._plan import Index, Plan
-from ._segments import NO_KINDS, Kinds, has_streams
-from ._streams import DEEP, Jet, Operand, cast, is_inexact, primal_of
+from ._segments import NO_KINDS, Kinds
+from ._streams import DEEP, Jet, Operand, cast, has_streams, is_inexact, primal_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,7 @@ from ._evaluate import Evaluator
 from ._plan import Index, Plan
 from ._products import Product
 from ._rules import Rules
-from ._segments import WITH_STREAMS
-from ._streams import RAW, Jet, Storage, is_inexact, tell
+from ._streams import RAW, WITH_STREAMS, Jet, Storage, is_inexact, tell
 
 
 class Equation(NamedTuple):

@@ -238,9 +238,7 @@ class Evaluator:
         found: dict[Index, Any] = {}
         for step in part.steps:
             operands = [read(x, inner) for x in step.inputs]
-            if step.name not in tables.PRODUCTS or self.storage.dtype != self.product.dtype_of(
-                step, operands, roles, self.storage
-            ):
+            if not self._multiplies_in_half(step, operands, roles):
                 continue
             # What leaves the network is kept in full.
             results = () if step.outputs[0] in roles.final else step.outputs
@@ -250,16 +248,20 @@ class Evaluator:
                         tell(found, key, does)
         return found
 
+    def _multiplies_in_half(self, step: Step, operands: Sequence[Any], roles: Role) -> bool:
+        """Returns whether an equation is a product of what is stored in half."""
+        if step.name not in tables.PRODUCTS:
+            return False
+        return self.product.dtype_of(step, operands, roles, self.storage) == self.storage.dtype
+
     def _rounded(self, part: Part, roles) -> set[int]:
         """Returns the data that enters a layer for half products alone, which round it anyway."""
         kind = lambda x, v: Jet(None, {}, roles.stage[x]) if x in roles.stage else v.aval
 
         def is_half(step: Step) -> bool:
-            if step.name not in tables.PRODUCTS:
-                return False
             pairs = zip(step.inputs, step.eqn.invars, strict=True)
             operands = [v.aval if isinstance(x, Constant) else kind(x, v) for x, v in pairs]
-            return self.product.dtype_of(step, operands, roles, self.storage) == self.storage.dtype
+            return self._multiplies_in_half(step, operands, roles)
 
         given = {k for k in part.inputs if self.plain and roles.stage.get(k) == DATA}
         return given & multiplied_only(part.steps, part.outputs, is_half, tables.MOVES)

@@ -16,14 +16,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step, flatten, variables
-from ..interpret._jaxpr import (
-    CALLS,
-    bodies_of,
-    contains,
-    differentiable,
-    pushforward,
-    scopes_of,
-)
+from ..interpret._jaxpr import CALLS, bodies_of, contains, differentiable, pushforward
 from ..interpret._rebind import scan_counts
 from ._plan import Index, Plan
 from ._roles import (
@@ -36,7 +29,7 @@ from ._roles import (
     stage_after,
     still_in,
 )
-from ._streams import DATA, DEEP, RAW, is_inexact
+from ._streams import DATA, DEEP, RAW, has_streams, is_inexact
 
 
 _SMALL = 64
@@ -580,17 +573,6 @@ def _bodies(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, tuple[int, int]]]:
     if name == "cond":
         return [(body, 1, (0, 0)) for body in bodies]
     return [(body, 0, (0, 0)) for body in bodies if name in ("remat2", "shard_map")]
-
-
-WITH_STREAMS = "mpx_pde.with_streams"
-"""The scope of derivatives whose forward pass is in full. They say themselves what is kept of them
-in half, with scales of their own. The loss around them, which knows no streams, leaves them as they
-are."""
-
-
-def has_streams(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation is one of derivatives whose forward pass is in full."""
-    return WITH_STREAMS in scopes_of(eqn)
 
 
 def _kind(step: Step, roles: Role) -> str:

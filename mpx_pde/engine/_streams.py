@@ -13,7 +13,7 @@ from jaxtyping import Array
 
 from .._order import rounded_cotangent
 from .._varying import match_varying_axes
-from ..interpret._jaxpr import aval_of, own_bind
+from ..interpret._jaxpr import aval_of, own_bind, scopes_of
 from ._plan import Index
 from ._together import spread_together
 
@@ -25,6 +25,17 @@ there are magnified by every order of differentiation.
 
 In a whole loss, what is computed of data alone is `DATA`, or `RAW` where it is to stay in full; all
 that meets the model is `DEEP`."""
+
+
+WITH_STREAMS = "mpx_pde.with_streams"
+"""The scope of derivatives whose forward pass is in full. They say themselves what is kept of them
+in half, with scales of their own. The loss around them, which knows no streams, leaves them as they
+are."""
+
+
+def has_streams(eqn: JaxprEqn) -> bool:
+    """Returns whether an equation is one of derivatives whose forward pass is in full."""
+    return WITH_STREAMS in scopes_of(eqn)
 
 
 @jax.tree_util.register_dataclass

@@ -69,7 +69,7 @@ def joined(arrays: Sequence[Any], dimension: int) -> Array:
 def _grouped(
     function: Callable[[Any, list], list], arrays: Sequence[Any], kinds: Sequence[Any] | None = None
 ) -> list[Any]:
-    """What a function makes of arrays, of those of a kind together: by default of a type."""
+    """Returns what a function makes of arrays, of those of one kind, by default type, together."""
     if kinds is None:
         kinds = [(isinstance(x, np.ndarray), jnp.shape(x), jnp.result_type(x)) for x in arrays]
     groups: dict[Any, list[int]] = {}
