@@ -93,11 +93,11 @@ class LevenbergMarquardt(eqx.Module):
 
     A step `v` solves `(Jᵀ J + damping) v = -g`. The Gram matrix `Jᵀ J` is summed over blocks of the
     examples, from products in the precision of the Jacobian, and factorized: in float64 that solves
-    for the step. A narrower factorization preconditions conjugate gradients, whose products with
+    for the step. Of a narrower Jacobian it preconditions conjugate gradients, whose products with
     the Jacobian are those of the residual, until the step gains what the full one does to 1e-9
-    (1e-4 in float32). The rounding of `Jᵀ J` is relative to its largest singular values, so 192
-    directions of these, which the state follows from step to step, are taken out of the Jacobian
-    before it is squared.
+    (1e-4 in float32). The rounding of `Jᵀ J` is relative to its largest singular values, so the
+    Jacobian is turned until 192 directions of these, which the state follows from step to step,
+    come first, and the rest has a Gram matrix of its own.
 
     The residual of a network bends long before such a step ends, so half of the acceleration that
     the same system gives for the second derivative of the residual along `v` is added, unless it is
