@@ -43,30 +43,18 @@ def recurrence(v):
     return lax.scan(step, jnp.zeros((), v.dtype), v)[1]
 
 
-@jax.custom_jvp
-def centred(v):
-    """The identity, whose derivative subtracts the mean of all entries."""
-    return v * 1.0
-
-
+# The identity, whose derivative subtracts the mean of all entries.
+centred = jax.custom_jvp(lambda v: v * 1.0)
 centred.defjvp(lambda p, t: (centred(*p), t[0] - jnp.mean(t[0])))
 
 
-@jax.custom_jvp
-def tilted(v):
-    """The identity, of which the derivative of the derivative mixes entries."""
-    return v * 1.0
-
-
+# The identity, of which the derivative of the derivative mixes entries.
+tilted = jax.custom_jvp(lambda v: v * 1.0)
 tilted.defjvp(lambda p, t: (tilted(*p), centred(jnp.sin(p[0])) * t[0]))
 
 
-@jax.custom_jvp
-def magnitude(z):
-    """The square of a complex number: not holomorphic."""
-    return jnp.abs(z) ** 2
-
-
+# The square of a complex number: not holomorphic.
+magnitude = jax.custom_jvp(lambda z: jnp.abs(z) ** 2)
 magnitude.defjvp(lambda p, t: (magnitude(*p), 2 * jnp.real(jnp.conj(p[0]) * t[0])))
 
 

@@ -253,10 +253,7 @@ def test_aux_and_full_layers_and_integers_pass():
 
 
 def test_custom_derivatives_are_kept():
-    @jax.custom_vjp
-    def straight_through(x):
-        return jnp.round(x)
-
+    straight_through = jax.custom_vjp(lambda x: jnp.round(x))
     straight_through.defvjp(lambda x: (jnp.round(x), None), lambda _, g: (g,))
     loss = lambda model, x: jnp.mean(straight_through(3 * jax.vmap(model)(x)) ** 2)
     model = eqx.nn.Linear(8, 4, key=KEY)
@@ -283,11 +280,7 @@ def test_a_custom_rule_that_closes_over_arrays_of_the_loss_is_told_the_mend():
     assert any("Pass such arrays to it as arguments" in n for n in raised.value.__notes__)
 
 
-@jax.custom_vjp
-def sine(x):
-    return jnp.sin(x)
-
-
+sine = jax.custom_vjp(lambda x: jnp.sin(x))
 sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, cotangent: (cotangent * jnp.cos(x),))
 
 
