@@ -35,16 +35,18 @@ from mpx_pde.interpret import _tables as tables
 
 # --- Functions with derivatives of their own, used more than once ---------------------------------
 
-# Each is tanh(x @ w) with a derivative that no one would find by differentiating it.
+# Each is `plain` with a derivative that no one would find by differentiating it.
 
 
-@jax.custom_vjp
-def reverse(w, x):
+def plain(w, x):
     return jnp.tanh(x @ w)
 
 
+reverse, asking, forward = jax.custom_vjp(plain), jax.custom_vjp(plain), jax.custom_jvp(plain)
+
+
 def _reverse_forward(w, x):
-    y = jnp.tanh(x @ w)
+    y = plain(w, x)
     return y, (w, x, y)
 
 
@@ -55,11 +57,6 @@ def _reverse_backward(residuals, g):
 
 
 reverse.defvjp(_reverse_forward, _reverse_backward)
-
-
-@jax.custom_vjp
-def asking(w, x):
-    return jnp.tanh(x @ w)
 
 
 asked = []
@@ -73,20 +70,11 @@ def _asking_forward(w, x):
 asking.defvjp(_asking_forward, _reverse_backward, symbolic_zeros=True)
 
 
-@jax.custom_jvp
-def forward(w, x):
-    return jnp.tanh(x @ w)
-
-
 @forward.defjvp
 def _(primals, tangents):
     (w, x), (dw, dx) = primals, tangents
-    y = jnp.tanh(x @ w)
+    y = plain(w, x)
     return y, 1.5 * (1 - y * y) * (x @ dw + dx @ w)
-
-
-def plain(w, x):
-    return jnp.tanh(x @ w)
 
 
 LAYERS = {"custom_vjp": reverse, "asking": asking, "custom_jvp": forward, "plain": plain}
@@ -182,17 +170,8 @@ def test_rules_for_reverse_mode_in_batches_and_twice():
 def programs(draw):
     """Layers, each with how it is wrapped and whether its weight is frozen; and where autocast is:
     around the loss or around each layer."""
-    layers = draw(
-        st.lists(
-            st.tuples(
-                st.sampled_from([*LAYERS, "custom_vjp"]),
-                st.sampled_from([*WRAPS, "jit"]),
-                st.booleans(),
-            ),
-            min_size=2,
-            max_size=4,
-        )
-    )
+    names, wraps = st.sampled_from([*LAYERS, "custom_vjp"]), st.sampled_from([*WRAPS, "jit"])
+    layers = draw(st.lists(st.tuples(names, wraps, st.booleans()), min_size=2, max_size=4))
     return layers, draw(st.sampled_from(["loss", "layer"])), draw(st.sampled_from(HALVES))
 
 

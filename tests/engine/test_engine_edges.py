@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALVES, TOLERANCES, in_float64, policy, program_for_gpu, relative
+from helpers import HALVES, TOLERANCES, in_float64, normal, policy, program_for_gpu, relative
 from jax import lax
 from program_operations import magnitude, own, swish
 
@@ -138,15 +138,12 @@ def solved(w):
 
 
 def sine(x):
-    return mpx.partials(lambda p: jnp.sum(jnp.sin(p)), ["u"], coords="txyzabcd", outputs="u")(x)[
-        "u"
-    ]
+    total = lambda p: jnp.sum(jnp.sin(p))
+    return mpx.partials(total, ["u"], coords="txyzabcd", outputs="u")(x)["u"]
 
 
 IN_FLOAT64 = {
-    "loop of parameters": lambda w, x: lax.scan(lambda c, _: (jnp.sin(c @ w), None), w, length=2)[
-        0
-    ],
+    "loop of parameters": lambda w, x: lax.fori_loop(0, 2, lambda _, c: jnp.sin(c @ w), w),
     "branch of parameters": lambda w, x: lax.cond(w[0, 0] > 0, jnp.sin, jnp.cos, w),
     "solve": lambda w, x: solved(jnp.tanh(x @ w)),
     "solve of parameters": lambda w, x: solved(w),
@@ -161,12 +158,10 @@ IN_FLOAT64 = {
 def test_a_forward_pass_in_float64_rounds_nothing_to_float32(name):
     fun = IN_FLOAT64[name]
     loss = lambda w, x: jnp.mean((jnp.tanh(x @ fun(w, x)) - 0.5) ** 2)
-    exact = (
-        loss
-        if name != "a cast to float32"
-        else lambda w, x: jnp.mean((jnp.tanh(x @ (x @ w)) - 0.5) ** 2)
-    )
-    w, x = (0.5 * jax.random.normal(jax.random.key(i), (8, 8)) for i in (0, 1))
+    exact = loss
+    if name == "a cast to float32":
+        exact = lambda w, x: jnp.mean((jnp.tanh(x @ (x @ w)) - 0.5) ** 2)
+    w, x = (normal(i, (8, 8), 0.5) for i in (0, 1))
     with jax.enable_x64(True):
         options = {"forward": "float64", "policy": policy("float32")}
         run = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), **options)
@@ -189,15 +184,10 @@ def test_factors_are_those_of_the_forward_pass(factor):
         vectors = take[factor](h.T @ h / 4)
         return jnp.mean((jnp.tanh(jnp.tanh(x @ vectors) @ vectors.T) @ w[1] - 1) ** 2)
 
-    run = mpx.filter_value_and_grad(
-        loss, mpx.NoOpLossScaling(), forward="float32", policy=policy("bfloat16")
-    )
-    run = eqx.filter_jit(run)
+    options = {"forward": "float32", "policy": policy("bfloat16")}
+    run = eqx.filter_jit(mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), **options))
     for seed in range(8):
-        w, x = (
-            jax.random.normal(jax.random.key(2 * seed + i), s)
-            for i, s in ((0, (2, 6, 6)), (1, (10, 6)))
-        )
+        w, x = normal(2 * seed, (2, 6, 6)), normal(2 * seed + 1, (10, 6))
         with jax.enable_x64(True):
             want = jax.jit(jax.grad(loss))(*in_float64((w / 2, x)))
         *_, grads = run(w / 2, x)
