@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from helpers import HALVES, is_key, products, tree_allclose, tree_equal_bits
+from helpers import HALVES, is_key, policy, products, tree_allclose, tree_equal_bits
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -464,8 +464,7 @@ def test_half_behind_a_layer_is_what_was_asked_for():
             seen.append(_behind(x).dtype.name)
             return jnp.sum(w)
 
-        policy = f"params=float32,compute={half},output=float32"
-        options = {"keep_full": (False, True), "policy": policy}
+        options = {"keep_full": (False, True), "policy": policy(half)}
         scaling = mpx.DynamicLossScaling()
         for mixed in (True, False):
             mpx.filter_grad(loss, scaling, use_mixed_precision=mixed, **options)(x, x)

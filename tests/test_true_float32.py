@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import equations
+from helpers import equations, policy
 
 import mpx_pde as mpx
 
@@ -54,11 +54,7 @@ def test_the_float32_baseline_asks_for_float32():
         assert lowered(accumulated, MODEL, POINTS) == {"HIGHEST"}
 
 
-@jax.custom_vjp
-def times(x, y):
-    return x @ y
-
-
+times = jax.custom_vjp(lambda x, y: x @ y)
 times.defvjp(lambda x, y: (x @ y, (x, y)), lambda kept, c: (c @ kept[1].T, kept[0].T @ c))
 
 SQUARE = jax.random.normal(jax.random.key(2), (4, 4))
@@ -73,7 +69,7 @@ OF_PARAMETERS = {
 @pytest.mark.parametrize("name", OF_PARAMETERS)
 def test_what_is_computed_of_parameters_alone_is_no_tf32(name):
     loss = lambda w, x: jnp.mean(jnp.tanh(x @ OF_PARAMETERS[name](w).T) ** 2)
-    options = {"forward": "float32", "policy": "params=float32,compute=bfloat16,output=float32"}
+    options = {"forward": "float32", "policy": policy("bfloat16")}
     gradient = mpx.filter_grad(loss, mpx.NoOpLossScaling(), **options)
 
     def asked(lines):
@@ -100,8 +96,7 @@ WAYS = {"cast": {}, "autocast": {"autocast": True}, "forward": {"forward": "floa
 @pytest.mark.parametrize("way", WAYS)
 def test_a_default_for_float32_is_no_wish_of_half_precision(way, loss, setting):
     """As `jax.config.update("jax_default_matmul_precision", "highest")` in a script for float32."""
-    policy = "params=float32,compute=bfloat16,output=float32"
-    options = {"policy": policy, "keep_full": (False, loss is pde), **WAYS[way]}
+    options = {"policy": policy("bfloat16"), "keep_full": (False, loss is pde), **WAYS[way]}
     gradient = mpx.filter_grad(loss, mpx.NoOpLossScaling(), **options)
 
     def shares():
