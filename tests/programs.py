@@ -28,12 +28,8 @@ from pathlib import Path
 
 if "jax" not in sys.modules:
     # Programs are small and run once: what takes time is their compilation.
-    os.environ["XLA_FLAGS"] = " ".join(
-        [
-            os.environ.get("XLA_FLAGS", ""),
-            "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false",
-        ]
-    )
+    flags = "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 sys.path.insert(0, str(Path(__file__).parent))
 
 import by_numpy

@@ -57,15 +57,8 @@ def check(python, folder, script):
     (folder / "pyrightconfig.json").write_text(json.dumps(CONFIG), encoding="utf-8")
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     command = [sys.executable, "-m", "pyright", "--outputjson", "--pythonpath", str(python)]
-    done = subprocess.run(
-        [*command, "--project", str(folder)],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    options = {"cwd": folder, "env": environment, "capture_output": True, "text": True}
+    done = subprocess.run([*command, "--project", str(folder)], **options, timeout=300, check=False)
     told = json.loads(done.stdout)
     assert told["summary"]["filesAnalyzed"] == 1
     found: dict[int, list[str]] = {}

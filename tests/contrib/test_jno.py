@@ -26,23 +26,14 @@ if importlib.util.find_spec("jno") is None:
 @pytest.fixture(scope="module")
 def result(tmp_path_factory):
     folder = tmp_path_factory.mktemp("jno")
-    flags = os.environ["XLA_FLAGS"].replace("device_count=8", "device_count=1")
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("train_with_jno.py"), str(ROOT / "docs/jno.md")],
-        # Where jNO leaves its logs, and no cache of programs in the user's home.
-        cwd=folder,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
-            "XLA_FLAGS": flags,
-            "JAX_PLATFORMS": "cpu",
-            "JNO_COMPILE_CACHE": "0",
-        },
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
+    script = Path(__file__).with_name("train_with_jno.py")
+    # Where jNO leaves its logs, and no cache of programs in the user's home.
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "JNO_COMPILE_CACHE": "0"}
+    env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
+    env["XLA_FLAGS"] = env["XLA_FLAGS"].replace("device_count=8", "device_count=1")
+    options = {"cwd": folder, "env": env, "capture_output": True, "text": True, "timeout": 600}
+    command = [sys.executable, str(script), str(ROOT / "docs/jno.md")]
+    done = subprocess.run(command, **options, check=False)
     assert done.returncode == 0, done.stderr
     # By its loop with autocast around the residuals, and no more, nothing is unknown.
     assert "not in registry" not in done.stderr + done.stdout
