@@ -181,9 +181,7 @@ TYPE_ERRORS = {
     "`line_search_value` needs a loss scaling": lambda: search(total, None),
     "`line_search_value` … `policy`": lambda: search(total, SCALING, policy=1.0),
     "`line_search_value` … real floating-point scalar": lambda: search(jnp.sin, SCALING)(W),
-    "`initial_scaling` … inside of `jax.jit`": lambda: jax.jit(
-        lambda x: find(total, SCALING)(x).loss_scaling
-    )(W),
+    "`initial_scaling` … inside of `jax.jit`": lambda: jax.jit(find(total, SCALING))(W),
     "`initial_scaling` differentiates with respect to": lambda: find(total, SCALING)(),
     "`advise` takes a loss function first": lambda: advise(3),
     "the loss itself, but got a gradient of it": (advise, GRADIENTS),

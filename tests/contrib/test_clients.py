@@ -142,21 +142,17 @@ def network():
     return eqx.nn.MLP(2, 1, 32, 3, activation=jnp.tanh, key=KEY)
 
 
+def coordinates_in_full():
+    wrap = lambda layer: mpx.FullPrecision(layer, out_dtype="half")
+    return eqx.tree_at(lambda m: m.layers[0], network(), replace_fn=wrap)
+
+
 # How to train it, the work that is half then, and the errors of value and gradient in units of the
 # roundoff: cast as a whole, the coordinates are rounded as well, to which second derivatives and
 # the initial condition answer.
 WAYS = {
     "cast": (network, {}, 1.0, (4, 32)),
-    "coordinates in float32": (
-        lambda: eqx.tree_at(
-            lambda m: m.layers[0],
-            network(),
-            replace_fn=lambda layer: mpx.FullPrecision(layer, out_dtype="half"),
-        ),
-        {"keep_full": (False, True)},
-        0.85,
-        (1, 8),
-    ),
+    "coordinates in float32": (coordinates_in_full, {"keep_full": (False, True)}, 0.85, (1, 8)),
     "autocast": (network, {"autocast": True}, 1.0, (1, 8)),
 }
 

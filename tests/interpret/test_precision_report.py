@@ -85,16 +85,13 @@ def test_inside_of_everything_as_often_as_it_runs():
     x = jnp.ones((4, 4))
     once = 2 * 4**3
 
-    @jax.custom_vjp
-    def custom(x):
-        return x @ x
-
+    product = lambda x: x @ x
+    custom = jax.custom_vjp(product)
     custom.defvjp(lambda x: (x @ x, x), lambda x, g: (g @ x,))
 
     def steps(n, body):
         return lambda x: lax.scan(lambda c, _: (body(c), None), x, length=n)[0]
 
-    product = lambda x: x @ x
     cases = {
         "jit": (jax.jit(product), 1),
         "scan": (steps(5, product), 5),
@@ -124,9 +121,8 @@ def test_inside_of_everything_as_often_as_it_runs():
     assert "unknown length" in str(report)
     # JAX traces the solver in a trace of its own.
     solve = lambda b: jax.scipy.sparse.linalg.cg(jnp.eye(4), b)[0]
-    assert [line.rpartition(":")[0] for line in mpx.precision_report(solve)(x[0]).loops] == [
-        __file__
-    ]
+    [line] = mpx.precision_report(solve)(x[0]).loops
+    assert line.rpartition(":")[0] == __file__
 
 
 def test_groups_and_batches_by_hand():
@@ -260,19 +256,15 @@ def test_derivatives_of_a_foreign_network_are_half_behind_the_first_layer():
 # --- Warnings -------------------------------------------------------------------------------------
 
 
-CALLS = [
-    mpx.filter_grad,
-    mpx.calculate_scaled_grad,
-    ft.partial(mpx.filter_accumulated_value_and_grad, micro_batches=2, in_axes=(0,)),
-]
+ACCUMULATED = ft.partial(mpx.filter_accumulated_value_and_grad, micro_batches=2, in_axes=(0,))
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", [mpx.filter_grad, mpx.calculate_scaled_grad, ACCUMULATED])
 def test_a_network_that_multiplies_in_float32_after_all(call):
-    options = {} if isinstance(call, ft.partial) else {"keep_full": (False, True)}
-    if not options:
+    options = {} if call is ACCUMULATED else {"keep_full": (False, True)}
+    if call is ACCUMULATED:
         model = jax.tree.map(lambda x: x, mpx.FullPrecision(network()))
     else:
         model = first_layer(network())

@@ -213,17 +213,17 @@ def test_tables_pictures_and_dicts(tmp_path):
     assert (tmp_path / "ranges.png").stat().st_size > 10_000
 
 
+def by_integers(x):
+    return (x.astype(jnp.int32) * 100_000).astype(jnp.float32)
+
+
 @pytest.mark.parametrize(
     ("fun", "x", "words"),
     [
         (lambda x: jnp.sum(jnp.exp(x)), 13.0, ["float16 overflows first at", "`exp`", "2^18.8"]),
         (lambda x: x * 1e6, 1.0, ["`mul`", "mpx.autocast(..., full='mul')", "bfloat16"]),
         (lambda x: x / 1e6, 1e5, ["the input at argument [0]", "keep_full"]),
-        (
-            lambda x: (x.astype(jnp.int32) * 100_000).astype(jnp.float32),
-            1.0,
-            ["a cast to float32. If the code names that dtype, it stays so"],
-        ),
+        (by_integers, 1.0, ["a cast to float32. If the code names that dtype, it stays so"]),
         (lambda x: jnp.log(x - 1), 1.0, ["float32 itself", "`log`"]),
         (lambda x: x * 1e-9, 1.0, ["Nothing overflows", "lost to zero", "100 %"]),
         (lambda x: x + 1, 1.0, ["Everything is finite"]),

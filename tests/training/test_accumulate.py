@@ -171,9 +171,8 @@ def test_a_batch_by_keyword_is_told_where_no_shape_tells():
     with pytest.warns(mpx.PrecisionWarning, match=r"passes keyword arguments whole, but 'y' is"):
         of_ones(w, x, y=y)
     of_ones(w, x, y, teacher=[jnp.ones((4, 4)), jnp.ones(3)], scale=2.0)
-    mpx.filter_accumulated_value_and_grad(loss, mpx.NoOpLossScaling(), 2)(
-        w, x, y, grid=y, pair=x[:2]
-    )
+    of_pairs = mpx.filter_accumulated_value_and_grad(loss, mpx.NoOpLossScaling(), 2)
+    of_pairs(w, x, y, grid=y, pair=x[:2])
 
 
 def test_aux_is_stacked_and_in_the_output_dtype():

@@ -29,12 +29,9 @@ def poisson(model, points, weight, *, derivatives):
 def start():
     model = mpx.nn.CoordinateMLP(1, "scalar", 8, 2, key=jax.random.key(0))
     loss = mpx.DynamicLossScaling(2.0**6, LOWEST, period=3, max_loss_scaling=HIGHEST)
-    scaling = mpx.Scaling(
-        loss,
-        mpx.DerivativeScaling.per_direction(
-            "x", order=2, min_scale=2.0**-6, growth_interval=3, recover_growth_interval=2
-        ),
-    )
+    intervals = {"growth_interval": 3, "recover_growth_interval": 2}
+    directions = mpx.DerivativeScaling.per_direction("x", order=2, min_scale=2.0**-6, **intervals)
+    scaling = mpx.Scaling(loss, directions)
     optimizer = optax.adamw(1e-2)
     return optimizer, (model, optimizer.init(eqx.filter(model, eqx.is_inexact_array)), scaling)
 

@@ -76,9 +76,8 @@ def test_a_branch_that_is_not_taken_is_not_run():
         value = pde(model, points, targets, derivatives=derivatives)
         return lax.cond(jnp.sum(lax.stop_gradient(points)) > -1e9, lambda x: x, other, value)
 
-    floor = mpx.precision_floor(
-        loss, mpx.StaticLossScaling(1.0), forward="float32", micro_batches=1
-    )
+    options = {"forward": "float32", "micro_batches": 1}
+    floor = mpx.precision_floor(loss, mpx.StaticLossScaling(1.0), **options)
     assert set(floor(MODEL, POINTS, targets(1.0)).terms) == {"u", "u_xx"}
     jax.effects_barrier()
     assert not ran
