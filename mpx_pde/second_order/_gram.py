@@ -19,8 +19,8 @@ from .._tree import select_tree
 
 _LEADING = 192
 """Directions of a Jacobian that are kept apart from the rest of it. For a wave equation at 1e-5
-(1,001 parameters, relative damping 1e-13) 64 of them left 100 conjugate gradients and 192 leave 4;
-each costs a float32 Gram matrix of 1,000 columns 0.4 % of its operations."""
+(1,001 parameters, relative damping 1e-13) 64 of them left 100 conjugate gradients and 192 leave 4.
+"""
 
 _PANELS, _NARROW = 8, 64
 """Panels at most, and their columns at least."""
@@ -35,9 +35,8 @@ _SURE = 1e-4
 _Product = Callable[[Float[Array, " _"]], Float[Array, " _"]]
 
 _OVER_ROWS = (((0,), (0,)), ((), ()))
-_SHIFT, _IN_FLOAT64 = 1.0, 0.01
-"""The shift of a float32 diagonal before it is factorized, relative to it, in roundings; and what
-of that the rounding of products needs where the factorization is in float64."""
+_SHIFT = 1.0
+"""The shift of a float32 diagonal before it is factorized, relative to it, in roundings."""
 
 _TRIES, _MORE = 6, 16.0
 """How often a factorization is tried, and by what the shift grows in between."""
@@ -149,7 +148,8 @@ def summed(
     """Sums over `rows(block)` for each of the blocks, which are stacked along leading axes.
 
     What directions of large singular values leave has a Gram matrix of its own: so its rounding is
-    relative to that.
+    relative to that. They are turned to in float64 where there are 64-bit types: rounding would be
+    relative to the largest of them.
     """
     columns, several = leading.y.shape
     wide = dtypes.canonicalize_dtype("float64")
@@ -157,11 +157,12 @@ def summed(
     def one(block: Any) -> Sums:
         jac = rows(block)
         squares = jnp.sum(jac**2, axis=0)
-        turned = leading(jac)
+        turned = leading(jac.astype(wide))
         with jax.default_matmul_precision("highest"):
-            along = turned[:, :several].astype(wide).T @ turned.astype(wide)
+            along = turned[:, :several].T @ turned
         core, coupling = jnp.split(along, [several], axis=1)
-        return Sums(Lower.gram(turned[:, several:], precision), coupling, core, squares)
+        gram = Lower.gram(turned[:, several:].astype(jac.dtype), precision)
+        return Sums(gram, coupling, core, squares)
 
     count = len(jax.tree.leaves(blocks)[0])
     if count == 1:
@@ -201,13 +202,14 @@ def factored(
 ) -> Callable[[Float[Array, " columns"]], Float[Array, " columns"]]:
     """Returns what solves with `Jᵀ J + damping`, as far as the sums tell.
 
-    By blocks: the leading directions, and what they leave of the others. It is factorized in
-    float64 where there are 64-bit types, and a wide matrix in float32 or, where `precision` is
-    less, by split products. Of 50 conjugate gradients for a late step of the Klein–Gordon equation
-    (961 parameters, relative damping 3e-14, float32 Jacobian) a float64 factorization leaves 20.
+    By blocks: the leading directions, and what they leave of the others. Where there are 64-bit
+    types both are factorized in float64, but for the others of a wide matrix: these in float32 or,
+    where `precision` is less, by split products. A late step of the Klein–Gordon equation (961
+    parameters, relative damping 3e-14, float32 Jacobian) takes 50 conjugate gradients with turn and
+    factorization in float32, and 10 in float64.
     """
     gram, core, coupling = sums.gram.matrix(), sums.core, sums.coupling
-    gram = gram if len(gram) >= _WIDE else gram.astype(core.dtype)
+    gram = gram if len(sums.squares) >= _WIDE else gram.astype(core.dtype)
     dtype, size = gram.dtype, jnp.diagonal(gram)
     if not len(core):
         return _positive(gram, size, damping.astype(dtype), solver, precision)
@@ -245,8 +247,6 @@ def _positive(
     """Solves with `gram + damping`, of which the lower triangle is read. `size` is the diagonal of
     what `gram` is the difference of: its rounding is relative to that."""
     eps = 0.0 if precision == "float64" else float(jnp.finfo("float32").eps)
-    if precision == "float32" and gram.dtype == jnp.float64:
-        eps *= _IN_FLOAT64
     if solver is None:
         lower = _cholesky(gram, size, damping, eps, precision)
         return lambda b: cho_solve((lower, True), b.astype(lower.dtype)).astype(b.dtype)

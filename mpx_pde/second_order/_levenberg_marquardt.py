@@ -357,7 +357,8 @@ class LevenbergMarquardt(eqx.Module):
         if self.acceleration:
             plan = make_plan([(0,), (0, 0)], [], (None,))
             _, streams = propagate(values, start, plan, [v], [], lambda dtype: {}, None, {})
-            along, bent = (streams.get(key, jnp.zeros_like(r)) for key in plan.asked)
+            found = (streams.get(key, jnp.zeros_like(r)) for key in plan.asked)
+            along, bent = (x.astype(r.dtype) for x in found)
             half, _ = solve(-bent / 2, pull(-bent / 2))
             length = jnp.linalg.norm
             small = 2 * length(half) <= self.acceleration * length(v)
