@@ -60,6 +60,7 @@ def test_everything_else_is_finite():
     others = [None, 1, True, "text", jnp.tanh, jax.random.key(0), jnp.arange(2), np.array(["a"])]
     for tree in (others, {}, None, model, jnp.zeros((0, 2))):
         out = mpx.all_finite(tree)
+        assert isinstance(out, jax.Array)
         assert tree_equal_bits(out, jnp.array(True))
 
 

@@ -105,7 +105,7 @@ class Reflector(eqx.Module):
 
     @classmethod
     def spanning(cls, x: Float[Array, "columns leading"]) -> "Reflector":
-        """That whose first columns span those of `x`."""
+        """Returns the one whose first columns span those of `x`."""
         eye = jnp.eye(*x.shape, dtype=x.dtype)
         y = jnp.tril(jnp.linalg.qr(x, mode="raw")[0].T, -1) + eye
         with jax.default_matmul_precision("highest"):
@@ -114,7 +114,7 @@ class Reflector(eqx.Module):
         return cls(y, solve_triangular(inverse, eye[: x.shape[1]]))
 
     def __call__(self, x: Array, *, transposed: bool = False) -> Array:
-        """`x H` or `x Hᵀ`, in the dtype of `x`."""
+        """Returns `x H` or `x Hᵀ`, in the dtype of `x`."""
         y, t = self.y.astype(x.dtype), self.t.astype(x.dtype)
         with jax.default_matmul_precision("highest"):
             return x - x @ y @ (t.T if transposed else t) @ y.T if y.size else x
@@ -186,8 +186,8 @@ def first_leading(columns: int, narrow: bool) -> Reflector:
 
 
 def next_leading(sums: Sums, leading: Reflector) -> Reflector:
-    """That of the columns of `Jᵀ J V` for leading directions `V`, which is a step of the power
-    method; that of `V` again where it is not finite."""
+    """Returns the reflector of the columns of `Jᵀ J V` for leading directions `V`, which is a step
+    of the power method; that of `V` again where it is not finite."""
     along = jnp.concatenate([sums.core, sums.coupling], axis=1).astype(leading.y.dtype)
     new = Reflector.spanning(leading(along, transposed=True).T)
     return select_tree(jnp.all(jnp.isfinite(new.t)), new, leading)

@@ -17,8 +17,8 @@ def with_singular_values(rows, values, seed=0):
 
 
 def solver_of(jac, damping, precision, *, of=None, leading=None, steps=0, blocks=1, solver=None):
-    """What solves with `Jᵀ J + damping`, after some steps towards the leading directions, by
-    default of `jac`."""
+    """Returns what solves with `Jᵀ J + damping`, after some steps towards the leading directions of
+    a Jacobian, by default of `jac`."""
     dtype = "float64" if precision == "float64" else "float32"
     if leading is None:
         leading = first_leading(jac.shape[1], precision != "float64")
@@ -28,6 +28,10 @@ def solver_of(jac, damping, precision, *, of=None, leading=None, steps=0, blocks
         leading = next_leading(summed(lambda x: x, before, leading, precision), leading)
     sums = summed(lambda x: x, stacked(jac), leading, precision)
     return factored(sums, leading, jnp.asarray(damping, dtype), solver, precision)
+
+
+def unturned(columns):
+    return _gram.Reflector.spanning(jnp.zeros((columns, 0)))
 
 
 @pytest.mark.parametrize("columns", [3, 200])
@@ -81,9 +85,7 @@ def test_rounding_is_relative_to_what_the_leading_directions_leave():
     spreads = []
     for seed in range(5):
         jac = with_singular_values(80, np.logspace(0, -5, 40), seed)
-        plain = solver_of(
-            jac, 1e-11, "float32", leading=_gram.Reflector.spanning(jnp.zeros((40, 0)))
-        )
+        plain = solver_of(jac, 1e-11, "float32", leading=unturned(40))
         both = plain, solver_of(jac, 1e-11, "float32", steps=3)
         spreads.append([preconditioned(jac, 1e-11, solve) for solve in both])
     # 1e3 and, with much scatter, 40: a median, since it is rounding that is left.
@@ -103,7 +105,7 @@ def test_a_matrix_that_rounding_makes_indefinite_is_shifted():
     """Two columns that are nearly the same."""
     x = np.random.default_rng(0).standard_normal((300, 1)).astype("float32")
     jac = np.concatenate([x] * 30, axis=1)
-    solve = solver_of(jac, 1e-30, "float32", leading=_gram.Reflector.spanning(jnp.zeros((30, 0))))
+    solve = solver_of(jac, 1e-30, "float32", leading=unturned(30))
     assert np.isfinite(solve(jnp.ones(30))).all()
 
 
