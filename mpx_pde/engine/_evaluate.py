@@ -192,9 +192,9 @@ class Evaluator:
             # What is chosen by a value has no derivatives.
             bare = lambda x: x.only(()) if isinstance(x, Jet) else x
             chosen = {k: bare(inner[k]) for k in choices_of(part, roles)}
+            lost = both._kept_of(part, inner, roles, inputs) if tells else ()
             # What the program itself has in half is of the type that its derivative has.
-            found = both._lost_inside(part, inner, roles, seen) if tells else {}
-            return loaded(full, out), (chosen, found)
+            return loaded(full, out), (chosen, both.storage.overflows(lost))
 
         @jax.checkpoint
         def again(own, traced, chosen):
@@ -216,37 +216,31 @@ class Evaluator:
         is_product = lambda step: step.name in tables.PRODUCTS
         single = multiplied_only(part.steps, part.outputs, is_product, tables.MOVES)
         shared = {i for i in stored if part.inputs[i] not in single}
-        seen = {part.inputs[i] for i in stored}
+        inputs = [part.inputs[i] for i in stored]
         of_derivative, lost = with_derivative_of(value_of, derivative_of), self.lost
 
         def run(traced):
             traced = [jax.tree.map(moves, x) if i in shared else x for i, x in enumerate(traced)]
-            out, (_, inside) = of_derivative(own, traced)
+            out, (_, found) = of_derivative(own, traced)
             if lost is not None:
-                for found in (*(self.storage.overflows(traced[i]) for i in stored), inside):
-                    for key, does in found.items():
-                        lost(key, does)
+                for key, does in found.items():
+                    lost(key, does)
             return out
 
         return run
 
-    def _lost_inside(
-        self, part: Part, inner: Mapping[int, Any], roles: Role, seen: Collection[int]
-    ) -> dict[Index, Any]:
-        """Returns which streams do not fit where a layer multiplies them in half, or keeps what it
-        has multiplied, when it is evaluated again; of variables that are not `seen` elsewhere."""
-        found: dict[Index, Any] = {}
+    def _kept_of(
+        self, part: Part, inner: Mapping[int, Any], roles: Role, inputs: Iterable[int]
+    ) -> list[Jet]:
+        """Returns what is kept in half of a layer: `inputs`, and where it is evaluated again what
+        it multiplies, and what it has multiplied."""
+        kept = dict.fromkeys(inputs)
         for step in part.steps:
-            operands = [read(x, inner) for x in step.inputs]
-            if not self._multiplies_in_half(step, operands, roles):
-                continue
-            # What leaves the network is kept in full.
-            results = () if step.outputs[0] in roles.final else step.outputs
-            for k in {*step.variables, *results}.difference(seen):
-                if isinstance(inner[k], Jet):
-                    for key, does in self.storage.overflows(inner[k]).items():
-                        tell(found, key, does)
-        return found
+            if self._multiplies_in_half(step, [read(x, inner) for x in step.inputs], roles):
+                # What leaves the network is kept in full.
+                results = () if step.outputs[0] in roles.final else step.outputs
+                kept.update(dict.fromkeys((*step.variables, *results)))
+        return [inner[k] for k in kept if isinstance(inner[k], Jet)]
 
     def _multiplies_in_half(self, step: Step, operands: Sequence[Any], roles: Role) -> bool:
         """Returns whether an equation is a product of what is stored in half."""

@@ -15,7 +15,7 @@ from .._order import rounded_cotangent
 from .._varying import match_varying_axes
 from ..interpret._jaxpr import aval_of, own_bind, scopes_of
 from ._plan import Index
-from ._together import spread_together
+from ._together import beyond, spread_together
 
 
 DATA, RAW, FIRST, DEEP = range(4)
@@ -147,14 +147,19 @@ class Storage:
         by_scale = lambda x, key: rounded_cotangent(self.scaled(x, key), self.dtype)
         return jet.map(lambda x, key: x if key in but else self.unscaled(by_scale(x, key), key))
 
-    def overflows(self, jet: Jet) -> dict[Index, Array]:
+    def overflows(self, jets: Iterable[Jet]) -> dict[Index, Array]:
         """Which streams do not fit where they are kept, by a scale that a smaller one can mend."""
-        largest = float(jnp.finfo(self.dtype).max)
-        return {
-            key: jnp.any(jnp.abs(self.scaled(x, key)) > largest)
+        kept = [
+            (key, self.scaled(x, key))
+            for jet in jets
             for key, x in jet.streams.items()
             if key in self.scales and x is not None and x.dtype == self.registers != self.dtype
-        }
+        ]
+        found: dict[Index, Array] = {}
+        beyond_it = beyond([x for _, x in kept], float(jnp.finfo(self.dtype).max))
+        for (key, _), does in zip(kept, beyond_it, strict=True):
+            tell(found, key, does)
+        return found
 
     def loaded(self, x: "Operand", dtype: Any = None) -> "Operand":
         """Returns a value that the program has in `dtype` as it is computed with."""

@@ -66,6 +66,16 @@ def joined(arrays: Sequence[Any], dimension: int) -> Array:
     return _joined_p.bind(*match_varying_axes(*arrays), dimension=dimension)
 
 
+def beyond(arrays: Sequence[Any], limit: float) -> list[Array]:
+    """Returns of each array whether an entry is larger than a limit in size, which no NaN is."""
+
+    def look(_, group):
+        axes = tuple(range(group[0].ndim))
+        return _beyond_p.bind(*match_varying_axes(*group), axes=axes, limit=limit)
+
+    return _grouped(look, arrays)
+
+
 def _grouped(
     function: Callable[[Any, list], list], arrays: Sequence[Any], kinds: Sequence[Any] | None = None
 ) -> list[Any]:
@@ -86,6 +96,7 @@ def _grouped(
 _sum_p = Primitive("sum_together")
 _spread_p = Primitive("spread_together")
 _beside_p = Primitive("beside")
+_beyond_p = Primitive("beyond")
 _joined_p = Primitive("joined")
 
 
@@ -107,9 +118,24 @@ def _spreads(*arrays, shape, at):
     return [lax.broadcast_in_dim(x, shape, at) for x in arrays]
 
 
+def _beyond(*arrays, axes, limit):
+    return [lax.reduce_or(jnp.abs(x) > limit, axes) for x in arrays]
+
+
+def _beyond_in_one(*arrays, axes, limit):
+    # XLA for CPUs makes three kernels of each by itself.
+    either = lambda a, b: tuple(x | y for x, y in zip(a, b, strict=True))
+    false = (np.zeros((), bool),) * len(arrays)
+    return list(lax.reduce(tuple(jnp.abs(x) > limit for x in arrays), false, either, axes))
+
+
 def _abstract_sums(*avals, axes):
     kept = lambda x: tuple(n for i, n in enumerate(x.shape) if i not in axes)
     return [x.update(shape=kept(x), weak_type=False) for x in avals]
+
+
+def _abstract_beyond(*avals, axes, limit):
+    return [x.update(dtype=np.dtype(bool)) for x in _abstract_sums(*avals, axes=axes)]
 
 
 def _abstract_spreads(*avals, shape, **_):
@@ -136,6 +162,11 @@ def _jvp(primitive, primals, tangents, **params):
     bind = lambda *found: primitive.bind(*found, *primals[len(out) :], **params)
     zero = lambda i: ad.Zero(jax.typeof(out[i]).to_tangent_aval())
     return out, present(bind, tangents[: len(out)], zero)
+
+
+def _jvp_beyond(primals, _, **params):
+    out = _beyond_p.bind(*primals, **params)
+    return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
 
 
 def _transpose_sums(cotangents, *arrays, axes):
@@ -179,12 +210,13 @@ def _batch_each(primitive: Primitive, args, where, **params):
     def bind(batched, group):
         if not batched:
             return primitive.bind(*group, **params)
-        if primitive is _sum_p:
-            return primitive.bind(*group, axes=tuple(i + 1 for i in params["axes"]))
-        shape, at = (group[0].shape[0], *params["shape"]), (0, *(i + 1 for i in params["at"]))
+        behind = lambda axes: tuple(i + 1 for i in axes)
+        if "axes" in params:
+            return primitive.bind(*group, **{**params, "axes": behind(params["axes"])})
+        shape, at = (group[0].shape[0], *params["shape"]), (0, *behind(params["at"]))
         return primitive.bind(*group, shape=shape, at=at)
 
-    moved = [x if d is None else jnp.moveaxis(x, d, 0) for x, d in zip(args, where, strict=True)]
+    moved = [jnp.moveaxis(x, d, 0) if d else x for x, d in zip(args, where, strict=True)]
     out = _grouped(bind, moved, [d is not None for d in where])
     return out, [None if d is None else 0 for d in where]
 
@@ -246,6 +278,13 @@ for _primitive, _function, _abstract, _transpose, _batch in (
     ad.primitive_transposes[_primitive] = _transpose
     partial_eval.dce_rules[_primitive] = keep_used
     batching.primitive_batchers[_primitive] = ft.partial(_batch, _primitive)
+_beyond_p.multiple_results = True
+_beyond_p.def_impl(_beyond)
+_beyond_p.def_abstract_eval(_abstract_beyond)
+ad.primitive_jvps[_beyond_p] = _jvp_beyond
+partial_eval.dce_rules[_beyond_p] = keep_used
+batching.primitive_batchers[_beyond_p] = ft.partial(_batch_each, _beyond_p)
+lower(_beyond_p, _beyond, cpu=_beyond_in_one)
 lower(_spread_p, _spreads)
 lower(_beside_p, _beside)
 # On other platforms a sum of several arrays at once is slower than one of each.
