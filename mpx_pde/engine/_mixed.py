@@ -30,8 +30,17 @@ from ._moments import moments_p, with_moments
 from ._plan import Plan
 from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
 from ._rules import Rules
-from ._segments import Part, Role, is_light, multiplied_only, parts_of, signature
-from ._streams import DEEP, Jet, Storage, cast, is_inexact, is_traced, primal_of, typed
+from ._segments import (
+    Part,
+    Role,
+    is_light,
+    multiplied_only,
+    near_numbers,
+    parts_of,
+    signature,
+    summed_in,
+)
+from ._streams import DEEP, RAW, Jet, Storage, cast, is_inexact, is_traced, primal_of, typed
 
 
 _RULES_OF_VALUES = Rules(Plan(()))
@@ -114,16 +123,34 @@ class Mixed:
         """Returns the roles of variables. What is `stored` is known when it is evaluated, but for
         what half products alone take; `final` is what must not be."""
         rules = {id(s): self._rule(s.eqn, (*self.around, *s.calls)) for s in flat.steps}
-        stage = {k: DEEP for k, x in env.items() if isinstance(x, Jet)}
+        stage = {k: x.stage for k, x in env.items() if isinstance(x, Jet)}
         for step in flat.steps:
             if not _moves_masters(step, stage):
-                stage.update(dict.fromkeys(step.outputs, DEEP))
+                stage.update(
+                    dict.fromkeys(step.outputs, RAW if self._is_raw(step, stage) else DEEP)
+                )
+            if any(stage.get(x) == RAW for x in step.variables):
+                rules[id(step)] = _of_derivatives(rules[id(step)])
         stored = {k for k, x in env.items() if self._is_half(x)}
         if self.algorithm is None:
             outputs, is_half = variables(flat.outputs), lambda s: rules[id(s)].name == "product"
             stored |= stage.keys() & multiplied_only(flat.steps, outputs, is_half, tables.LAYOUT)
         final, scores = _in_full(flat, bool(self.around)), _scores(flat)
-        return Role(stage, final, stored, {}, rules=rules, numbers={}, scores=scores)
+        near = near_numbers(flat.steps) - summed_in(flat, stage)
+        return Role(stage, final, stored, {}, rules=rules, numbers={}, scores=scores, near=near)
+
+    def _is_raw(self, step: Step, stage: Mapping[int, int]) -> bool:
+        """Returns whether results are derivatives without their scales, or made of these by what
+        has no bounds. In float16 they would overflow, or vanish."""
+        if self.dtype != np.float16:
+            return False
+        if step.name == "derivative_tap":
+            return True
+        inside = any(contains(body, ("derivative_tap",)) for body in bodies_of(step.eqn))
+        return inside or (
+            step.name not in tables.ELEMENTWISE & tables.FOLLOWING
+            and any(stage.get(x) == RAW for x in step.variables)
+        )
 
     def governs(self, aval: Any) -> bool:
         """Returns whether a value is float32 or half in the program. All others (integers, bools,
@@ -215,7 +242,7 @@ class Mixed:
     def _leaving(self, k: int, env: Mapping[int, Any], roles: Role, step: Step) -> Any:
         """Returns a result of `step` as it is kept. Its cast has the line of the step."""
         x = env[k]
-        if not isinstance(x, Jet) or k not in roles.stored:
+        if not isinstance(x, Jet) or k not in roles.stored or k in roles.near:
             return x
         with _in_context_of(step):
             return self.storage.stored(x)
@@ -233,7 +260,7 @@ class Mixed:
         if step.eqn.primitive.name in tables.MOVES and all(held):
             halves.update(step.outputs)
         for k, x in zip(step.outputs, out, strict=True):
-            env[k] = Jet(primal_of(x)) if k in roles.stage else x
+            env[k] = Jet(primal_of(x), {}, roles.stage[k]) if k in roles.stage else x
         roles.stored.update(k for k in step.outputs if self._is_half(env[k]))
         if self.listener is not None:
             results = [env[k] for k in step.outputs]
@@ -254,6 +281,8 @@ class Mixed:
             return values if rule.name == "convert" else own_bind(eqn, values)
         stored = bool(step.outputs) and roles.stored.issuperset(step.outputs)
         moves = rule.name != "convert" and not is_light(eqn) and not is_container(eqn)
+        # The cotangents of what is picked many times are summed, in float32.
+        moves = moves and eqn.primitive.name != "gather"
         if rule.name == "half" or (stored and moves):
             # What is no part of a layer moves, sorts or gathers halves.
             return own_bind(eqn, [cast(x, half) if is_inexact(x) else x for x in values])
@@ -339,6 +368,15 @@ def _scores(flat: Flat) -> set[int]:
 
 _RULES = {"half": "product", "itself": "mixed", "float32": "full", "operands": "follow"}
 """By the precision that an operation has in the table."""
+
+
+def _of_derivatives(rule: Rule) -> Rule:
+    """Returns the rule for an operation on derivatives, by that for others."""
+    if rule.name != "product" or rule.reason.startswith("half="):
+        return rule
+    return rule._replace(
+        name="full", reason="multiplies derivatives, which have no scales any more"
+    )
 
 
 def rule_of(eqn: JaxprEqn) -> Rule:

@@ -93,6 +93,7 @@ class Role(NamedTuple):
     - `rules`: what is decided for each equation, by its identity, where that is known.
     - `numbers`: the masters there that are numbers known while tracing.
     - `scores`: the results of products of many matrices there, such as the scores of attention.
+    - `near`: what is not rounded there where it leaves a layer, see `near_numbers`.
     """
 
     stage: dict[int, int]
@@ -108,6 +109,7 @@ class Role(NamedTuple):
     rules: Any = None
     numbers: Any = None
     scores: Collection[int] = frozenset()
+    near: Collection[int] = frozenset()
 
     def is_data(self, step: Step) -> bool:
         """Returns whether an equation of a loss takes data, and nothing of the model."""
@@ -116,6 +118,7 @@ class Role(NamedTuple):
     def facts(self, x: int) -> tuple[Hashable, ...]:
         """Returns what is known of a variable."""
         sets = self.final, self.stored, self.params, self.data, self.still, self.half, self.scores
+        sets = *sets, self.near
         number = None if self.numbers is None else as_key(self.numbers.get(x))
         return self.stage.get(x), self.asked.get(x), number, *(x in every for every in sets)
 
@@ -169,9 +172,41 @@ def roles_of(
         next_step = [flat.outputs[i] for i, j in carried or () if flat.inputs[j] in wanted]
         more = set(variables(next_step)) - wanted or None
     stored = {x for x, s in stage.items() if s == DEEP and x in wanted}
+    stored -= near_numbers(flat.steps) - summed_in(flat, stage)
     everything = _asked_of(flat, stage, plan, asked)
     final = set(stage) - wanted
     return Role(stage, final, stored, everything, ends, made, data, still_in(flat))
+
+
+def summed_in(flat: Flat, stage: Collection[int]) -> set[int]:
+    """Returns the results of products, and the sums of these alone."""
+    out = set[int]()
+    for step in flat.steps:
+        moving = [x for x in step.variables if x in stage]
+        adds = step.name in _SUMS or step.name in _ORDERS or step.name in tables.LAYOUT
+        if step.name in tables.PRODUCTS or (adds and moving and out.issuperset(moving)):
+            out.update(step.outputs)
+    return out
+
+
+def near_numbers(steps: Sequence[Step]) -> set[int]:
+    """Returns the variables whose distance to a number is computed by arithmetic, as in 1 - x, or
+    by a function. Of what was rounded before, such as a saturated activation, little is left."""
+    numbers = {x for step in steps if not step.variables for x in step.outputs}
+    out = set[int]()
+    for step in reversed(steps):
+        known = lambda x: np.ndim(x.value) == 0 if isinstance(x, Constant) else x in numbers
+        takes = step.name in _SUMS and any(map(known, step.inputs))
+        reaches = step.name in tables.DISTANCES and not out.isdisjoint(step.outputs)
+        if takes or reaches or step.name in tables.NEAR:
+            out.update(step.variables)
+        bodies = [(body, start) for body, start, _ in _bodies(step.eqn)]
+        for body, start in bodies or [(body, 0) for body in bodies_of(step.eqn)]:
+            flat = flatten(body, forward_mode=True)
+            inside = near_numbers(flat.steps)
+            pairs = zip(flat.inputs, step.inputs[start:], strict=False)
+            out.update(variables([x for k, x in pairs if k in inside]))
+    return out
 
 
 def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:
@@ -188,12 +223,15 @@ def _stages_of_loss(
     flat: Flat, given: Mapping[int, int], params: Collection[int]
 ) -> tuple[dict[int, int], set[int]]:
     """Returns the stages of what depends on data, and the results that depend on data alone. Of
-    these, integers have no stage: they are exact."""
+    these, integers have no stage: they are exact. Derivatives have no scale outside of their own
+    evaluation: they stay in full, as data that may be of any size."""
     stage, model, data = dict(given), set(params), set[int]()
     for step in flat.steps:
         moving = [stage[x] for x in step.variables if x in stage]
         values = step.values
-        if not moving:
+        if has_streams(step.eqn):
+            stage.update(dict.fromkeys(step.outputs, RAW))
+        elif not moving:
             model.update(() if model.isdisjoint(values) else step.outputs)
         elif max(moving) > RAW or not model.isdisjoint(values):
             stage.update(dict.fromkeys(step.outputs, DEEP))
@@ -584,10 +622,12 @@ def _kind(step: Step, roles: Role) -> str:
         return "light" if is_light(step.eqn) else "alone"
     if not stages or roles.is_data(step):
         return "constant"
+    if has_streams(step.eqn):
+        return "alone"
     if max(stages) == RAW and name in tables.COORDINATES:
         return "raw"
     if step.alone or name in tables.AMBIGUOUS:
         return "alone"
     if name in tables.PRODUCTS:
         return "light" if max(stages) == RAW and contracted(step) <= _SMALL else "product"
-    return "alone" if has_streams(step.eqn) else "light"
+    return "light"

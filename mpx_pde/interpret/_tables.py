@@ -93,8 +93,9 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     # off before them.
     ("exp exp2 expm1", "elementwise", "float32", _GROWS, "magnifies pointwise"),
     ("sinh cosh integer_pow", "elementwise", "float32", _GROWS, "pointwise"),
-    ("log log1p log2", "elementwise", "float32", _NEAR, "magnifies pointwise"),
-    ("tan acos asin acosh atanh erf_inv", "elementwise", "float32", _NEAR, "pointwise"),
+    ("log log2", "elementwise", "float32", _NEAR, "magnifies pointwise"),
+    ("log1p", "elementwise", "float32", _NEAR, "magnifies pointwise near"),
+    ("tan acos asin acosh atanh erf_inv", "elementwise", "float32", _NEAR, "pointwise near"),
     ("asinh", "elementwise", "float32", "its argument may be large", "pointwise"),
     ("pow", "elementwise", "float32", _GROWS, "magnifies broadcasts pointwise"),
     ("square", "elementwise", "float32", "overflows float16 from 256 on", "magnifies pointwise"),
@@ -225,6 +226,9 @@ residual in a squared error. (So is what is raised to an even power by `integer_
 
 ARITHMETIC = _with("arithmetic")
 
+NEAR = _with("near")
+"""Functions that take the distance of their operand to a number that is not zero."""
+
 CHOICES = _with("choice")
 """Operations by way of which a product belongs to the reduction that their result goes into: it is
 one of their operands, but for its sign."""
@@ -245,6 +249,9 @@ again."""
 BROADCASTS = _with("broadcasts")
 """Functions of several operands entry by entry, with a rule of their own, that take a number beside
 an array."""
+
+DISTANCES = ARITHMETIC | LAYOUT | CHOICES | {"square", "integer_pow", "convert_element_type"}
+"""Operations by way of which a rounding error reaches a difference."""
 
 POINTWISE = _with("pointwise")
 """Does to each entry of its operands the same, whatever the others are."""

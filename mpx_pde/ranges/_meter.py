@@ -96,10 +96,14 @@ class Meter:
     a body of one of its containers, whose counts are added to those of the program.
     """
 
-    def __init__(self, program: "Meter | None" = None, silent: bool = False):
+    def __init__(self, around: "Meter | None" = None, silent: bool = False, body: tuple = ()):
         self.silent = silent
-        self.measured: dict[tuple[int, ...], Measured] = program.measured if program else {}
-        self.counts: dict[tuple[int, ...], Counts] = program.counts if program else {}
+        self.measured: dict[tuple[int, ...], Measured] = around.measured if around else {}
+        self.counts: dict[tuple[int, ...], Counts] = around.counts if around else {}
+        # How often each body of a container has been executed, by its place, and the bodies that
+        # this one is in, outermost first.
+        self.executed: dict[tuple[int, ...], int] = around.executed if around else {}
+        self.bodies: tuple[tuple[int, ...], ...] = (*around.bodies, body) if around else ()
         self.arrays: list[Any] = []
         self.pending: list[Record] = []
         self.bytes = 0
@@ -130,27 +134,39 @@ class Meter:
             self.flush()
         return frozenset([number])
 
-    def flush(self) -> None:
-        """Hands all that is pending to the host, in one callback."""
-        if not self.pending:
+    def flush(self, ends: bool = False) -> None:
+        """Hands all that is pending to the host, in one callback, and whether a body `ends`."""
+        if not (self.pending or ends):
             return
         records, self.pending, self.bytes = tuple(self.pending), [], 0
         sources = frozenset().union(*(r.sources for r in records))
         earlier = sorted(sources - {r.number for r in records} - TAINTED)
         flags = [~jnp.all(jnp.isfinite(self.arrays[i])) for i in earlier]
         arrays = [self.arrays[r.number] for r in records]
-        jax.debug.callback(ft.partial(self._collect, records, earlier), flags, arrays)
+        jax.debug.callback(ft.partial(self._collect, records, earlier, ends), flags, arrays)
 
-    def _collect(self, records: Sequence, earlier: Sequence, flags: Any, arrays: Any) -> None:
+    def _collect(
+        self, records: Sequence, earlier: Sequence, ends: bool, flags: Any, arrays: Any
+    ) -> None:
         bad = {-1: True, **dict(zip(earlier, map(bool, flags), strict=True))}
         for record, x in zip(records, map(np.asarray, arrays), strict=True):
             bad[record.number] = not is_finite(x)
             if record.order is not None:
                 source = bad[record.number] and not any(bad[i] for i in record.sources)
-                found = Counts.of(x, source)
+                found = Counts.of(x, self._time_of(record.order), source)
                 with _ADDING:
                     before = self.counts.get(record.order, Counts())
                     self.counts[record.order] = before + found
+        if ends:
+            with _ADDING:
+                self.executed[self.bodies[-1]] = self.executed.get(self.bodies[-1], 0) + 1
+
+    def _time_of(self, order: tuple[int, ...]) -> tuple[int, ...]:
+        """Returns a place in the program with the step that each loop around it is in."""
+        time, start = (), 0
+        for body in self.bodies:
+            time, start = (*time, *order[start : len(body)], self.executed.get(body, 0)), len(body)
+        return (*time, *order[start:])
 
     def body(
         self, closed: ClosedJaxpr, order: tuple, scopes: tuple, site: Site
@@ -158,10 +174,10 @@ class Meter:
         """Returns a jaxpr as a function, to be traced by a container of its own."""
 
         def function(*arrays):
-            inner = Meter(self, self.silent)
+            inner = Meter(self, self.silent, order)
             known = [Known(x, inner.look(x)) for x in arrays]
             out = [x.array for x in inner.jaxpr(closed, known, order, scopes, site)]
-            inner.flush()
+            inner.flush(ends=not self.silent)
             return out
 
         return function

@@ -64,7 +64,7 @@ def _report(fun: Callable, args: tuple, kwargs: dict) -> RangeReport:
     jax.effects_barrier()
     for i, x in enumerate(inputs):
         if _without_overflow(x) is not x:
-            meter.counts[*_INPUTS, i] = Counts.of(x)
+            meter.counts[*_INPUTS, i] = Counts.of(x, (*_INPUTS, i))
     measured = [
         (value, meter.counts[order])
         for order, value in sorted(meter.measured.items())

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class Row:
     - `histogram`: fractions of the values by exponent, in the intervals between
         `RangeReport.edges`; what lies outside comes first and last.
     - `order`: its place in the program.
+    - `first`: when it first made something not finite (`"nonfinite"`) or would have overflowed
+        (`"float16"`, `"bfloat16"`): its place with the steps of the loops around it.
     """
 
     primitive: str
@@ -70,6 +72,7 @@ class Row:
     bfloat16: Lost
     histogram: tuple[float, ...]
     order: tuple[int, ...]
+    first: Mapping[str, tuple[int, ...]] = dataclasses.field(hash=False)
     operations: int = 1
     inside: bool = False
 
@@ -93,6 +96,11 @@ def make_row(value: Measured, counts: Counts) -> Row:
     place = {name: getattr(value, name) for name in _OF_VALUE}
     site = {name: getattr(value.site, name) for name in _OF_SITE}
     return Row(**place, **site, **counts.summary())
+
+
+def _first(rows: Iterable[Row], what: str) -> Row | None:
+    """Returns the row in which something happened first, in a loop by its steps."""
+    return min((x for x in rows if what in x.first), key=lambda x: x.first[what], default=None)
 
 
 def fold(measured: Iterable[tuple[Measured, Counts]]) -> tuple[Row, ...]:
@@ -214,14 +222,14 @@ class RangeReport:
     @property
     def first_nonfinite(self) -> Row | None:
         """Returns the first equation that made something not finite out of finite operands."""
-        return next((row for row in self.rows if row.creates_nonfinite), None)
+        return _first(self.rows, "nonfinite")
 
     def first_overflow(self, dtype: str = "float16") -> Row | None:
         """Returns the first row with values that are finite in float32 and infinite in `dtype`,
         among those that are at risk.
         """
         rows = filter(self.at_risk, self.rows)
-        return next((row for row in rows if row.loss(dtype).overflow), None)
+        return _first((row for row in rows if row.loss(dtype).overflow), dtype)
 
     def worst(self, n: int | None = None, dtype: str = "float16") -> tuple[Row, ...]:
         """Returns the `n` folded rows that suffer most in `dtype`, or all without an `n`: first

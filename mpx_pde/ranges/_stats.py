@@ -7,6 +7,7 @@ is that of their bit patterns, and a thread that flushes subnormals to zero does
 import dataclasses
 import itertools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -88,7 +89,8 @@ class Lost:
 @dataclasses.dataclass(frozen=True)
 class Counts:
     """Counts of the values of an equation, which add up over its executions: those that pass each
-    of `_LIMITS` and reach each of `EDGES`.
+    of `_LIMITS` and reach each of `EDGES`; and when each format first overflowed, or something not
+    finite first came of what is finite (`"nonfinite"`).
     """
 
     size: int = 0
@@ -97,8 +99,11 @@ class Counts:
     sources: int = 0
     largest: float = 0.0
     smallest: float = math.inf
+    first: Mapping[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
     def __add__(self, other: "Counts") -> "Counts":
+        both = self.first.keys() | other.first.keys()
+        found = {k: [x.first[k] for x in (self, other) if k in x.first] for k in both}
         return Counts(
             self.size + other.size,
             self.passed + other.passed,
@@ -106,12 +111,13 @@ class Counts:
             self.sources + other.sources,
             max(self.largest, other.largest),
             min(self.smallest, other.smallest),
+            {k: min(times) for k, times in found.items()},
         )
 
     @classmethod
-    def of(cls, array: Any, source: bool = False) -> "Counts":
-        """Counts the values of an array, float32 or wider; `source` if it is not finite and its
-        operands are.
+    def of(cls, array: Any, time: tuple[int, ...], source: bool = False) -> "Counts":
+        """Counts the values of an array, float32 or wider, at a `time`; `source` if it is not
+        finite and its operands are.
         """
         x = np.asarray(array)
         if x.dtype.kind == "c":
@@ -129,8 +135,11 @@ class Counts:
         reached = np.cumsum(exponents[::-1])[::-1]
         edges = reached[np.array(EDGES) + info.maxexp - 1]
         present = magnitudes[(magnitudes > 0) & (magnitudes < np.inf)]
-        bounds = (float(present.max()), float(present.min())) if present.size else ()
-        return cls(magnitudes.size, passed, edges, int(source), *bounds)
+        bounds = (float(present.max()), float(present.min())) if present.size else (0.0, math.inf)
+        over = dict(zip(_FORMATS, passed[3::3] > passed[1], strict=True))
+        first = {name: time for name, does in {**over, "nonfinite": source}.items() if does}
+        largest, smallest = bounds
+        return cls(magnitudes.size, passed, edges, int(source), largest, smallest, first)
 
     def summary(self) -> dict[str, Any]:
         """Returns what the counts tell of a row of the report. Its histogram has the fractions per
@@ -152,6 +161,7 @@ class Counts:
             "nonfinite": fraction(infinite),
             "nans": fraction(nans),
             "creates_nonfinite": self.sources > 0,
+            "first": self.first,
             "histogram": tuple(fraction(n) for n in (-np.diff(at_least)).tolist()),
             **lost,
         }

@@ -578,3 +578,44 @@ def test_state_keeps_its_dtypes_under_float64():
     assert value.dtype == jnp.float64
     dtypes = lambda state: [x.dtype for x in jax.tree.leaves(state)]
     assert dtypes(after) == dtypes(state)
+
+
+def saturated(params, x):
+    """A recurrence whose state lies near 1, and enters each step by its distance to it."""
+    first, weights, last = params
+    step = lambda h, w: (jnp.tanh(4 * (w @ jnp.sqrt(1 - h**2 + 1e-7))), None)
+    rest = lambda p: jax.lax.scan(step, jnp.tanh(4 * (first @ p)), weights)[0]
+    return jnp.mean((jax.vmap(lambda p: last @ rest(p))(x) - x[:, 0]) ** 2)
+
+
+@pytest.mark.parametrize("half", HALVES)
+def test_what_is_near_a_number_is_not_rounded_before_its_distance_is_taken(half):
+    """Its gradient was off by a factor of 48 in bfloat16, and said to be finite."""
+    params = normal(9, (8, 2)), normal(5, (3, 8, 8), 0.25), normal(6, (8,), 0.3)
+    with jax.enable_x64(True):
+        want = jax.grad(saturated)(*in_float64((params, POINTS)))
+    _, grads = evaluated(saturated, params, POINTS, half)
+    assert relative(grads, want) < TOLERANCES[half]
+
+
+def test_derivatives_of_any_size_are_multiplied_by_parameters():
+    """Discovery of an equation: u_xx is about 1e7 here, and was kept in float16 without a scale, so
+    that every step was skipped for good."""
+    model = eqx.nn.MLP(2, "scalar", 16, 2, jnp.tanh, key=KEY), jnp.array([1.0, 1.0, 1e-7])
+
+    def loss(model, points, *, derivatives=None):
+        network, weights = model
+        terms = ["u", "u_x", "u_xx"]
+        fun = mpx.partials(
+            lambda p: network(1e4 * p), terms, coords="xy", outputs="u", scaling=derivatives
+        )
+        d = jax.vmap(fun)(points)
+        return jnp.mean((1e-4 * jnp.stack(list(d.values()), -1) @ weights) ** 2)
+
+    want = eqx.filter_grad(loss)(model, POINTS / 1e4)
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xy"))
+    step = eqx.filter_jit(lambda s, *args: mpx.filter_grad(loss, s, forward="float32")(*args))
+    for _ in range(10):
+        scaling, finite, grads = step(scaling, model, POINTS / 1e4)
+    assert finite
+    assert relative(grads, want) < TOLERANCES["float16"]

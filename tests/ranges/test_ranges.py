@@ -83,6 +83,22 @@ def test_loops_add_up():
     assert row.float16.overflow == 5 / 20
 
 
+def test_the_first_overflow_in_a_loop_is_that_of_the_first_step():
+    """In program order the addition stands first; it overflows a step later, from the product."""
+
+    def fun(x):
+        def outer(c, _):
+            step = lambda c, _: ((c + 1) * 100, None)
+            return lax.scan(step, c, None, length=2)[0] - 1, None
+
+        return lax.scan(outer, x, None, length=3)[0]
+
+    report = mpx.range_report(fun)(jnp.ones(4))
+    assert report.first_overflow().primitive == "mul"
+    assert row_of(report, "add").float16.overflow > 0
+    assert row_of(report, "mul").first["float16"] < row_of(report, "sub").first["float16"]
+
+
 def test_while_and_cond():
     def fun(x):
         x = lax.while_loop(lambda c: jnp.max(c) < 1e6, lambda c: c * 4, x)
