@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float32, Int32
 
 from ._cast import is_inexact, widen
 from ._dtypes import LARGEST_SCALE, SMALLEST_SCALE, half_precision_datatype, largest_scale
+from ._forward import Forward, present_forward
 from ._repr import described, in_a_line, number, skips
 from ._tree import check_flag, with_fields
 from ._types import BoolLike, PyTree, ScalarLike
@@ -227,9 +228,9 @@ class DynamicLossScaling(_ByArray):
         - `period`: after how many finite steps in a row the scale grows.
         - `counter`: finite steps counted so far, for restoring; by default none.
         - `max_loss_scaling`: the scale never grows above it. By default it is the largest power of
-            two in the range of the half-precision type of the step: 2^15 for float16, 2^126 for
-            bfloat16. The loss is scaled in float32, so more than that can make sense in float16
-            for a loss that is a mean over very many points.
+            two in the range of the type that the loss is computed in: 2^15 for float16, and 2^126
+            for bfloat16 and behind a forward pass in full. More than 2^15 keeps the gradient of a
+            loss that is small, or a mean over very many points, within float16.
 
         **Raises:** `ValueError` for a scale that is not positive, finite and scalar or lies outside
         of its bounds, a `factor` that is not a power of two above 1, a `period` below 1, or a
@@ -298,7 +299,7 @@ class DynamicLossScaling(_ByArray):
         A `DynamicLossScaling` with the scale and the counters brought up to date.
         """
         finite = check_flag(grads_finite, "DynamicLossScaling.adjust", "grads_finite")
-        top = self.max_loss_scaling or largest_scale(half_precision_datatype())
+        top = self.max_loss_scaling or default_cap(present_forward(), half_precision_datatype())
         counted = self.counter + 1
         # Not `==`: a counter that was restored beyond the period fires as well.
         grow = finite & (counted >= self.period)
@@ -312,6 +313,11 @@ class DynamicLossScaling(_ByArray):
             counter=jnp.where(finite & ~grow, counted, 0),
             **counted_steps(self, finite),
         )
+
+
+def default_cap(forward: Forward | None, dtype: Any) -> float:
+    """Returns the largest scale of a loss that is computed in `dtype`, or under `forward`."""
+    return LARGEST_SCALE if forward is not None and forward.full else largest_scale(dtype)
 
 
 def counted_steps(scaling: Any, taken: Bool[Array, ""]) -> dict[str, Int32[Array, ""]]:

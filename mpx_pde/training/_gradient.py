@@ -20,7 +20,7 @@ from jaxtyping import Array, Inexact
 
 from .._cast import widen
 from .._dtypes import highest_precision, true_float32
-from .._forward import Forward
+from .._forward import forward_in
 from .._loss_scaling import DynamicLossScaling, NoOpLossScaling, check_scaling, split_aux
 from .._notes import noting_the_cast, noting_the_model, noting_the_trace
 from .._repr import in_a_line
@@ -165,9 +165,8 @@ class Gradient(eqx.Module):
         `None`).
         """
         func, options, dtype = self.func, self.options, self.options.compute_dtype
-        if options.in_full:
-            kept = options.kept(args, kwargs)
-            func = InForward(func, Forward(options.forward, dtype.name), kept)
+        if options.precisions is not None:
+            func = InForward(func, options.precisions, options.kept(args, kwargs))
         if options.autocast is not None and options.in_half:
             func = autocast_function(func, dtype, **dict(options.autocast))
         cast = options.casts and options.in_half
@@ -242,7 +241,8 @@ class Gradient(eqx.Module):
             seen = (sum_counts(counts, self.options.axis_name),)
             # Gradients can be finite all the same, where a loss masks what overflowed.
             usable = finite & self.derivatives.finite(*seen)
-        adjusted = self.scaling.adjust(finite, *seen)
+        with forward_in(self.options.precisions):  # which decides on the cap
+            adjusted = self.scaling.adjust(finite, *seen)
         return _descended(self.scaling, adjusted), usable, grads
 
 

@@ -10,8 +10,8 @@ import jax.tree_util as jtu
 import numpy as np
 from jaxtyping import Array, Bool
 
-from .._dtypes import LARGEST_SCALE, largest_scale
-from .._loss_scaling import AbstractLossScaling, DynamicLossScaling
+from .._dtypes import LARGEST_SCALE
+from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, default_cap
 from .._tree import with_fields
 from .._types import ForwardLike, PolicyLike, PyTree
 from ..derivatives import Scaling
@@ -125,12 +125,13 @@ def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
         present = with_fields(gradient, scaling=_with_exponents(start, exponents))
         return _evaluate(present, *copied((args, kwargs)))
 
-    return _with_exponents(start, _found(start, evaluate))
+    cap = default_cap(options.precisions, options.compute_dtype)
+    return _with_exponents(start, _found(start, evaluate, cap))
 
 
-def _found(start: Any, evaluate: Callable[[np.ndarray], _Evaluated]) -> np.ndarray:
-    """Returns the exponents to start with."""
-    scales = _scales(start)
+def _found(start: Any, evaluate: Callable[[np.ndarray], _Evaluated], cap: float) -> np.ndarray:
+    """Returns the exponents to start with; that of the loss is at most that of the `cap`."""
+    scales = _scales(start, cap)
     loss = start.loss if isinstance(start, Scaling) else start
     of_loss = np.arange(len(scales)) < isinstance(loss, DynamicLossScaling)
     exponents, found = _in_range(_exponents(start), evaluate, of_loss)
@@ -226,14 +227,15 @@ class _Scale(NamedTuple):
     """How far it stays below overflow, if that costs nothing."""
 
 
-def _scales(scaling: Any) -> list[_Scale]:
-    """Returns the scales of a scaling that move: that of the loss first."""
+def _scales(scaling: Any, cap: float = LARGEST_SCALE) -> list[_Scale]:
+    """Returns the scales of a scaling that move: that of the loss first, up to its own cap or to
+    this one."""
     loss = scaling.loss if isinstance(scaling, Scaling) else scaling
     out = []
     if isinstance(loss, DynamicLossScaling):
         exponent = lambda x: round(math.log2(float(x)))
         first, low = exponent(loss.loss_scaling), exponent(loss.min_loss_scaling)
-        high = exponent(loss.max_loss_scaling or largest_scale(jnp.float16))
+        high = exponent(loss.max_loss_scaling or cap)
         out.append(_Scale(first, low, high, exponent(loss.factor), _MARGIN))
     if isinstance(scaling, Scaling):
         rule, strategy = scaling.derivatives.rule, scaling.derivatives.strategy

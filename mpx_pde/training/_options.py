@@ -22,7 +22,7 @@ from .._dtypes import (
     is_half,
     precision_gives_way,
 )
-from .._forward import check_forward
+from .._forward import Forward, check_forward
 from .._repr import in_a_line
 from .._types import AxisName, ForwardLike, PolicyLike, PyTree
 from ..autocast import parse_patterns
@@ -59,6 +59,11 @@ class Options(eqx.Module):
         if self.policy is None:
             return half_precision_datatype()
         return jnp.dtype(self.policy.compute_dtype)
+
+    @property
+    def precisions(self) -> Forward | None:
+        """Returns the two precisions of the loss, where they differ."""
+        return Forward(self.forward, self.compute_dtype.name) if self.in_full else None
 
     @property
     def casts(self) -> bool:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from helpers import equations, training_step, tree_equal_bits
+from helpers import equations, relative, training_step, tree_equal_bits
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
@@ -138,6 +138,24 @@ def test_underflow_at_the_highest_scale_is_told():
     cap = 2.0 ** int(re.search(r"max_loss_scaling=2\*\*(\d+)`", str(told[0].message))[1])
     np.testing.assert_array_equal(found_for(2.0**-44, max_loss_scaling=cap)[1], 2.0**-44 * HARD)
     assert found_for(2.0**-14)[0].loss_scaling == 2.0**15
+
+
+def test_a_loss_in_full_has_no_cap_of_half_precision():
+    """A loss of 1e-12 lost its gradient in float16, and no step said so."""
+    model, x = eqx.nn.MLP(1, 1, 8, 1, jnp.tanh, key=jax.random.key(0)), batches()[0]
+
+    def loss(model, x):
+        return 1e-12 * jnp.mean((jax.vmap(model)(x) - 1) ** 2)
+
+    want = eqx.filter_grad(loss)(model, x)
+    scaling = mpx.initial_scaling(loss, mpx.DynamicLossScaling(period=1), forward="float32")(
+        model, x
+    )
+    assert scaling.loss_scaling > 2.0**30
+    after, finite, grads = mpx.filter_grad(loss, scaling, forward="float32")(model, x)
+    assert finite
+    assert relative(grads, want) < 2.0**-9  # some roundings to float16 one after another
+    assert after.loss_scaling == 2 * scaling.loss_scaling
 
 
 @pytest.mark.slow
