@@ -318,9 +318,7 @@ def _astype(tree: PyTree, dtype: Any) -> PyTree:
 
 def _in_float64(model: Any) -> Any:
     """The model in float64, the layers too that are kept in float32 by themselves."""
-    kept = lambda x: isinstance(x, mpx.FullPrecision)
-    model = jax.tree.map(lambda x: x.module if kept(x) else x, model, is_leaf=kept)
-    return _astype(model, jnp.float64)
+    return jax.tree.map(lambda x: mpx.cast_tree(x, "float64"), model)
 
 
 # --- Errors ----------------------------------------------------------------------------------

@@ -317,6 +317,7 @@ def conjugate_gradients(
     damping: Float[Array, ""],
     b: Float[Array, " rows"],
     s: Float[Array, " columns"],
+    squares: Float[Array, " columns"],
     *,
     most: int,
     close: float,
@@ -333,13 +334,16 @@ def conjugate_gradients(
     They end after `most` iterations, or once the quadratic model falls by less than `close` of
     what it has fallen, divided by the number of the iteration (Nash and Nocedal, *A numerical study
     of the limited memory BFGS method and the truncated-Newton method*, SIAM J. Optim. 1, 1991), or
-    where by the preconditioner `_SURE` times as little is left to fall.
+    where by the preconditioner `_SURE` times as little is left to fall, or where `s` is the
+    rounding of `Jᵀ b`, by the `squares` of the norms of the columns of `J`.
     """
-    tiny = jnp.finfo(b.dtype).tiny
+    tiny, eps = jnp.finfo(b.dtype).tiny, jnp.finfo(b.dtype).eps
+    norms = jnp.sqrt(squares).astype(b.dtype)
 
     def going(carry):
-        more, i, *_, gamma, total = carry
-        return more & ((i == 0) | (gamma > _SURE * close * total))
+        more, i, _, b, s, _, gamma, total = carry
+        left = (gamma > _SURE * close * total) & jnp.any(jnp.abs(s) > eps * norms * jnp.sqrt(b @ b))
+        return more & ((i == 0) | left)
 
     def again(carry):
         _, i, x, b, s, p, gamma, total = carry

@@ -218,8 +218,11 @@ class LevenbergMarquardt(eqx.Module):
         - `model`: the PyTree whose floating-point arrays are to be found.
 
         **Returns:** a `LevenbergMarquardtState`.
+
+        **Raises:** `ValueError` for a model without parameters, or with complex ones. A
+        `PrecisionWarning` names parameters of a narrower dtype than `forward`.
         """
-        _check_parameters(model, f"{_CALL}.init")
+        _check_parameters(model, f"{_CALL}.init", self._dtype)
         number = lambda x: jnp.array(x, self._dtype)
         columns = sum(x.size for x in jtu.tree_leaves(model) if eqx.is_inexact_array(x))
         leading = first_leading(columns, self._narrow)
@@ -245,7 +248,8 @@ class LevenbergMarquardt(eqx.Module):
         - `model`: the PyTree whose floating-point arrays are to be found; other leaves are kept.
         - `state`: from `init` or the last step.
         - `batches`: the examples of the residual: a PyTree of arrays with a leading axis. With a
-            tuple of residuals, a tuple with the examples of each.
+            tuple of residuals, a tuple with the examples of each. A tuple of one thing has the
+            examples of the one residual.
 
         **Returns:** `(model, state)`, in the dtypes of those passed in.
 
@@ -258,13 +262,14 @@ class LevenbergMarquardt(eqx.Module):
                 f"`{_CALL}.update` takes the model, the state that `init(model)` returned, and the "
                 f"examples, but got {in_a_line(state)} as `state`."
             )
-        if len(self.residuals) == 1 and not isinstance(batches, tuple):
+        count, given = len(self.residuals), len(batches) if isinstance(batches, tuple) else None
+        if count == 1 and given != 1:
             batches = (batches,)
-        if not isinstance(batches, tuple) or len(batches) != len(self.residuals):
+        elif given != count:
             raise ValueError(
-                f"`{_CALL}.update` needs a tuple with the examples of each of the "
-                f"{len(self.residuals)} residuals as `batches`, but got {type(batches).__name__}"
-                + (f" of {len(batches)}." if isinstance(batches, tuple) else ".")
+                f"`{_CALL}.update` needs a tuple with the examples of each of the {count} "
+                f"residuals as `batches`, but got a {type(batches).__name__}"
+                + (f" of {given}." if given is not None else ".")
             )
         params, static = eqx.partition(model, eqx.is_inexact_array)
         theta, unravel = ravel_pytree(params)
@@ -284,9 +289,10 @@ class LevenbergMarquardt(eqx.Module):
         rows = lambda block: self._rows(params, static, state.scaling, *block)
         blocks = self._blocks(batches, r.size, theta.size)
         sums = summed(rows, blocks, leading, self.jacobian)
-        finite = jnp.all(jnp.isfinite(r)) & jnp.all(jnp.isfinite(sums.squares))
+        evaluated = jnp.all(jnp.isfinite(r))
+        finite = evaluated & jnp.all(jnp.isfinite(sums.squares))
+        loss = jnp.where(evaluated, jnp.sum(r**2), jnp.inf)
         r = jnp.where(finite, r, 0.0)
-        loss = jnp.where(finite, jnp.sum(r**2), jnp.inf)
         size = jnp.maximum(jnp.max(sums.squares), jnp.finfo(sums.squares.dtype).tiny)
         g = pull(r)
         # Rounding along the leading directions would move what no residual depends on.
@@ -302,7 +308,7 @@ class LevenbergMarquardt(eqx.Module):
             if self._narrow and self.refinements:
                 most, close = self.refinements, _CLOSE[self.forward]
                 solve = lambda b, s: conjugate_gradients(
-                    push, pull, direct, damping, b, s, most=most, close=close
+                    push, pull, direct, damping, b, s, sums.squares, most=most, close=close
                 )
             delta, foretold, iterations = self._step(values, start, r, g, push, pull, solve)
             delta = jnp.where(unused, 0.0, delta)
@@ -343,8 +349,7 @@ class LevenbergMarquardt(eqx.Module):
             )
             first = jtu.tree_map(lambda x, y: x.astype(y.dtype), first, state)
             after, delta = lax.while_loop(going, attempt, (first, jnp.zeros_like(start)))
-        if self._narrow and self.refinements:
-            self._tell(after.iterations)
+        self._tell(after, finite | ~evaluated)
         moved = select_tree(after.taken, parameters(start + delta), params)
         alike = lambda x, y: convert(x, x.dtype, getattr(y, "weak_type", False))
         return eqx.combine(jtu.tree_map(alike, moved, params), static), after
@@ -379,22 +384,25 @@ class LevenbergMarquardt(eqx.Module):
         # Doubled without end it comes to infinity.
         return damping, jnp.where(take, 2.0, jnp.minimum(faster, 2.0**60))
 
-    def _tell(self, iterations: Int32[Array, ""]) -> None:
-        """Warns, when it runs, where the iterations of a step came to no end."""
+    def _tell(self, state: LevenbergMarquardtState, finite: Bool[Array, ""]) -> None:
+        """Warns, when it runs, where the iterations of a step came to no end, and where a float16
+        Jacobian overflows by any loss scale."""
         wider = "float32" if self.jacobian != "float32" else self.forward
         mend = f"`jacobian={wider!r}`" if wider != self.jacobian else "`forward='float64'`"
-        text = (
-            f"`{_CALL}` ended the solve for a step after {self.refinements} iterations "
-            f"(`refinements`) and not where it is solved: a {self.jacobian} Jacobian hardly "
-            f"preconditions it any more. Pass {mend}, or a larger `min_damping`."
-        )
-
-        def tell(iterations):  # under `vmap` this is called in any case
-            if np.any(iterations >= self.refinements):
-                warnings.warn(text, PrecisionWarning, stacklevel=2)
-
-        run = lambda iterations: jax.debug.callback(tell, iterations)
-        lax.cond(iterations >= self.refinements, run, lambda _: None, iterations)
+        if self._narrow and self.refinements:
+            _warn_if(
+                state.iterations >= self.refinements,
+                f"`{_CALL}` ended the solve for a step after {self.refinements} iterations "
+                f"(`refinements`) and not where it is solved: a {self.jacobian} Jacobian hardly "
+                f"preconditions it any more. Pass {mend}, or a larger `min_damping`.",
+            )
+        if self.jacobian == "float16":
+            scaling = state.scaling
+            _warn_if(
+                ~finite & (scaling.loss_scaling <= scaling.min_loss_scaling),
+                f"`{_CALL}` takes no step: the float16 Jacobian overflows by the smallest loss "
+                "scale. Write residuals of order one, or pass `jacobian='bfloat16'`.",
+            )
 
     def _evaluated(self, fun: Callable[..., Any]) -> Callable[..., Any]:
         """`fun` with values in the precision of `forward` and derivatives in that of `jacobian`."""
@@ -490,6 +498,17 @@ class LevenbergMarquardt(eqx.Module):
         return jnp.concatenate(jacs) / scale.astype(dtype)
 
 
+def _warn_if(condition: Bool[Array, ""], text: str) -> None:
+    """Warns when it runs."""
+
+    def tell(condition):  # under `vmap` this is called in any case
+        if np.any(condition):
+            warnings.warn(text, PrecisionWarning, stacklevel=2)
+
+    run = lambda condition: jax.debug.callback(tell, condition)
+    lax.cond(condition, run, lambda _: None, condition)
+
+
 def _check_dampings(call: str, least: Any, first: Any, most: Any, acceleration: Any) -> None:
     values = {"min_damping": least, "damping": first, "max_damping": most}
     for name, x in {**values, "acceleration": acceleration}.items():
@@ -512,15 +531,29 @@ def _check_solver(solver: Any, call: str) -> None:
         )
 
 
-def _check_parameters(model: PyTree, call: str) -> None:
-    """Checks that there are parameters, and that they are real."""
-    found = [x for x in jtu.tree_leaves(model) if eqx.is_inexact_array(x)]
+def _check_parameters(model: PyTree, call: str, dtype: Any) -> None:
+    """Checks that there are parameters, and that they are real. Warns of those in less than the
+    dtype of the residual."""
+    leaves = jtu.tree_leaves_with_path(model)
+    found = {jtu.keystr(path): x.dtype for path, x in leaves if eqx.is_inexact_array(x)}
     if not found:
         raise ValueError(f"`{call}` needs a model with floating-point arrays.")
-    if any(jnp.iscomplexobj(x) for x in found):
+    if any(jnp.issubdtype(x, jnp.complexfloating) for x in found.values()):
         raise ValueError(
             f"`{call}` finds real parameters, but the model has complex arrays. Keep their real "
             "and imaginary parts in arrays of their own."
+        )
+    narrow = [f"{path} ({x})" for path, x in found.items() if x.itemsize < dtype.itemsize]
+    if narrow:
+        warnings.warn(
+            f"`{call}` got parameters in less than {dtype}, the precision of the residual: "
+            f"{narrow[0]}"
+            + (f" and {len(narrow) - 1} more" if narrow[1:] else "")
+            + ". Each step is rounded to their dtype. Cast all, those that `FullPrecision` keeps "
+            "too: "
+            f"`jax.tree.map(lambda x: mpx_pde.cast_tree(x, '{dtype}'), model)`.",
+            PrecisionWarning,
+            stacklevel=3,
         )
 
 
