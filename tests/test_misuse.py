@@ -364,6 +364,11 @@ VALUE_ERRORS = {
     "`partials` … 'z' in the term 'u_z' … coordinates are x, y": lambda: partials(["u_z"]),
     "`partials` … 'w' of the term %r": (lambda x: partials([x]), ["w_x", "w"]),
     "`partials` … 'u_x' twice": lambda: partials(["u_x", "u_x"]),
+    "'u_x' … an output and as a derivative of 'u'": lambda: partials(["u_x"], outputs=["u", "u_x"]),
+    "`linear_operator` … 'a_b_u' twice": (
+        lambda x: mpx.linear_operator(net, x, coords="xy", outputs=["b_u", "u"]),
+        [{"a": {"x": 1.0}, "a_b": {"y": 1.0}}],
+    ),
     "`partials` got 'x' twice": lambda: partials(["u_x"], coords="xx"),
     "'u_xx' is of order 2 … up to 1 … `DerivativeScaling.per_": (
         lambda x: partials(["u_xx"], scaling=x),

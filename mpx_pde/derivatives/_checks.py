@@ -28,7 +28,14 @@ def parse_terms(
     for name in _listed(terms, call):
         if not isinstance(name, str):
             raise TypeError(f"`{call}` takes names of terms such as 'u_xx', but got {name!r}.")
-        output, _, suffix = (name, "", "") if name in outputs else name.rpartition("_")
+        output, _, suffix = name.rpartition("_")
+        if name in outputs:
+            if output in outputs and split_names(suffix, coords):
+                raise ValueError(
+                    f"`{call}` can read the term {name!r} as an output and as a derivative of "
+                    f"{output!r}. Call the output something else."
+                )
+            output, suffix = name, ""
         if output not in outputs:
             joined = f" For one output of that name write `outputs=[{output!r}]`."
             hint = joined if output == "".join(outputs) else ""
@@ -54,10 +61,15 @@ def _listed(terms: Any, call: str) -> tuple[Any, ...]:
             f"`{call}` takes terms as a list of names such as ['u_x', 'u_xx'], but got {terms!r}."
         )
     terms = tuple(terms)
-    twice = [t for i, t in enumerate(terms) if t in terms[:i]]
+    check_distinct(terms, call)
+    return terms
+
+
+def check_distinct(names: Sequence[Any], call: str) -> None:
+    """Checks that no result would take the place of another."""
+    twice = [name for i, name in enumerate(names) if name in names[:i]]
     if twice:
         raise ValueError(f"`{call}` got the term {twice[0]!r} twice. Name each once.")
-    return terms
 
 
 def check_fun(fun: Any, call: str) -> None:

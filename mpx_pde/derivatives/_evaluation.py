@@ -18,7 +18,7 @@ from .._forward import Forward, present_forward
 from ..engine import Equation, Index, make_plan, propagate, sum_key
 from ..interpret._marks import marked
 from ..interpret._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
-from ._checks import Term, as_network, check_factor, check_point
+from ._checks import Term, as_network, check_distinct, check_factor, check_point
 from ._probe import tap
 from ._scaling import DerivativeScaling
 from ._seeds import power_of_two
@@ -151,6 +151,7 @@ class Evaluation:
             for t, rows in zip(terms, _rows_of(scaling, terms, coords, call), strict=True)
         ]
         self._asked = [*of_sums, *of_terms]
+        check_distinct([asked.name for asked in self._asked], call)
         summed = [self._summed(k, s) for k, s in enumerate(self._sums)]
         sizes = tuple(None if len(d.coords) == 1 else len(d.coords) for d in self._directions)
         self._plan = make_plan([term.key for term in of_terms], summed, sizes)

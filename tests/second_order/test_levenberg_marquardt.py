@@ -18,7 +18,11 @@ from mpx_pde.second_order import _levenberg_marquardt as implementation
 
 
 def first_step(optimizer, model, batch):
-    out = eqx.filter_jit(optimizer.update)(model, optimizer.init(model), batch)
+    return updated(optimizer, model, optimizer.init(model), batch)
+
+
+def updated(optimizer, *args):
+    out = eqx.filter_jit(optimizer.update)(*args)
     jax.effects_barrier()  # warnings
     return out
 
@@ -254,6 +258,27 @@ def test_a_float16_jacobian_that_is_not_finite_lowers_its_scale_alone():
     assert tree_equal_bits(after, w)
     assert new.scaling.loss_scaling == 0.5
     assert tree_equal_bits((new.damping, new.growth), (state.damping, state.growth))
+
+
+def test_parameters_below_the_precision_of_the_residual_are_told():
+    with jax.enable_x64(True):
+        model = mpx.nn.CoordinateMLP(1, 1, 8, 2, key=jax.random.key(0))
+        optimizer = mpx.LevenbergMarquardt(boundary, forward="float64")
+        with pytest.warns(mpx.PrecisionWarning, match=r"\.first\S+ \(float32\) and 1 more"):
+            optimizer.init(mpx.cast_tree(model, "float64"))
+        optimizer.init(jax.tree.map(lambda x: mpx.cast_tree(x, "float64"), model))
+
+
+def test_a_float16_jacobian_that_always_overflows_is_told():
+    model = eqx.nn.MLP(1, "scalar", 8, 2, key=jax.random.key(0))
+    residual = lambda model, x: 1e14 * (model(x) - x[0])
+    optimizer = mpx.LevenbergMarquardt(residual, jacobian="float16")
+    low = mpx.DynamicLossScaling(2.0**-24)
+    state = dataclasses.replace(optimizer.init(model), scaling=low)
+    with pytest.warns(mpx.PrecisionWarning, match="overflows by the smallest loss scale"):
+        after, new = updated(optimizer, model, state, POINTS)
+    assert tree_equal_bits(after, model)
+    assert jnp.isfinite(new.loss)  # that of the residual is known
 
 
 @pytest.mark.slow
