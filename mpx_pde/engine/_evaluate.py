@@ -104,8 +104,11 @@ class Evaluator:
             traced = (k for k, x in env.items() if isinstance(x, Tracer))
             roles = roles._replace(apart=apart_of(flat, roles, traced))
         _hold(env, tuple(env), roles)
+        parts = parts_of(flat, roles)
+        entering = {k for part in parts if self._is_layer(part, roles) for k in part.inputs}
+        roles = roles._replace(entering=entering & roles.stored)
         alike: dict[Hashable, Callable] = {}
-        for part in parts_of(flat, roles):
+        for part in parts:
             if part.alone:
                 self._step(part.steps[0], env, roles)
             else:
@@ -130,12 +133,16 @@ class Evaluator:
 
     # One layer: what the backward pass evaluates again.
 
+    def _is_layer(self, part: Part, roles: Role) -> bool:
+        """Returns whether the backward pass evaluates it again."""
+        # A loss is differentiated as it stands: the residual decides.
+        residual = self.full is not None and not roles.final.isdisjoint(part.outputs)
+        return not part.alone and (part.multiplies or (part.checkpointed and not residual))
+
     def _layer(self, part: Part, env: dict[int, Any], roles: Role, alike: dict) -> None:
         """Evaluates a layer. Those that are alike are traced and differentiated once."""
         values = [env[x] for x in part.inputs]
-        # A loss is differentiated as it stands: the residual decides.
-        residual = self.full is not None and not roles.final.isdisjoint(part.outputs)
-        if part.multiplies or (part.checkpointed and not residual):
+        if self._is_layer(part, roles):
             asked = [roles.asked.get(k, ()) for k in part.inputs]
             values = list(map(_asked_for, values, asked))
             # What is known while tracing stays so. What made the rest may have no derivative.
@@ -233,13 +240,14 @@ class Evaluator:
         self, part: Part, inner: Mapping[int, Any], roles: Role, inputs: Iterable[int]
     ) -> list[Jet]:
         """Returns what is kept in half of a layer: `inputs`, and where it is evaluated again what
-        it multiplies, and what it has multiplied."""
+        it multiplies, and what it has multiplied, but for what another layer looks through."""
+        read_here = {x for step in part.steps for x in step.variables}
         kept = dict.fromkeys(inputs)
         for step in part.steps:
             if self._multiplies_in_half(step, [read(x, inner) for x in step.inputs], roles):
                 # What leaves the network is kept in full.
-                results = () if step.outputs[0] in roles.final else step.outputs
-                kept.update(dict.fromkeys((*step.variables, *results)))
+                elsewhere = roles.final | roles.entering - read_here
+                kept.update(dict.fromkeys((*step.variables, *{*step.outputs} - elsewhere)))
         return [inner[k] for k in kept if isinstance(inner[k], Jet)]
 
     def _multiplies_in_half(self, step: Step, operands: Sequence[Any], roles: Role) -> bool:

@@ -94,6 +94,7 @@ class Role(NamedTuple):
     - `numbers`: the masters there that are numbers known while tracing.
     - `scores`: the results of products of many matrices there, such as the scores of attention.
     - `near`: what is not rounded there where it leaves a layer, see `near_numbers`.
+    - `entering`: what enters layers in half, and is looked through for overflows there.
     """
 
     stage: dict[int, int]
@@ -110,6 +111,7 @@ class Role(NamedTuple):
     numbers: Any = None
     scores: Collection[int] = frozenset()
     near: Collection[int] = frozenset()
+    entering: Collection[int] = frozenset()
 
     def is_data(self, step: Step) -> bool:
         """Returns whether an equation of a loss takes data, and nothing of the model."""
@@ -118,7 +120,7 @@ class Role(NamedTuple):
     def facts(self, x: int) -> tuple[Hashable, ...]:
         """Returns what is known of a variable."""
         sets = self.final, self.stored, self.params, self.data, self.still, self.half, self.scores
-        sets = *sets, self.near
+        sets = *sets, self.near, self.entering
         number = None if self.numbers is None else as_key(self.numbers.get(x))
         return self.stage.get(x), self.asked.get(x), number, *(x in every for every in sets)
 
