@@ -1,7 +1,7 @@
 """A value together with its derivatives, and how they are stored."""
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -15,7 +15,7 @@ from .._order import rounded_cotangent
 from .._varying import match_varying_axes
 from ..interpret._jaxpr import aval_of, own_bind, scopes_of
 from ._plan import Index
-from ._together import beyond, spread_together
+from ._together import any_together, spread_together
 
 
 DATA, RAW, FIRST, DEEP = range(4)
@@ -149,17 +149,15 @@ class Storage:
 
     def overflows(self, jets: Iterable[Jet]) -> dict[Index, Array]:
         """Which streams do not fit where they are kept, by a scale that a smaller one can mend."""
-        kept = [
-            (key, self.scaled(x, key))
-            for jet in jets
-            for key, x in jet.streams.items()
-            if key in self.scales and x is not None and x.dtype == self.registers != self.dtype
-        ]
-        found: dict[Index, Array] = {}
-        beyond_it = beyond([x for _, x in kept], float(jnp.finfo(self.dtype).max))
-        for (key, _), does in zip(kept, beyond_it, strict=True):
-            tell(found, key, does)
-        return found
+        limit, found = float(jnp.finfo(self.dtype).max), dict[tuple, Array]()
+        for key, x in ((key, x) for jet in jets for key, x in jet.streams.items()):
+            if key in self.scales and x is not None and x.dtype == self.registers != self.dtype:
+                # No NaN is larger.
+                tell(found, (key, x.shape), jnp.abs(self.scaled(x, key)) > limit)
+        out: dict[Index, Array] = {}
+        for (key, _), does in zip(found, any_together([*found.values()]), strict=True):
+            tell(out, key, does)
+        return out
 
     def loaded(self, x: "Operand", dtype: Any = None) -> "Operand":
         """Returns a value that the program has in `dtype` as it is computed with."""
@@ -176,7 +174,7 @@ class Storage:
         return jet.map(self.store)
 
 
-def tell(overflows: dict[Index, Any], key: Index, does: Any) -> None:
+def tell(overflows: dict[Any, Any], key: Hashable, does: Any) -> None:
     """Adds to the overflows of streams that one overflows, or does not."""
     overflows[key] = overflows[key] | does if key in overflows else does
 

@@ -66,12 +66,11 @@ def joined(arrays: Sequence[Any], dimension: int) -> Array:
     return _joined_p.bind(*match_varying_axes(*arrays), dimension=dimension)
 
 
-def beyond(arrays: Sequence[Any], limit: float) -> list[Array]:
-    """Returns of each array whether an entry is larger than a limit in size, which no NaN is."""
+def any_together(arrays: Sequence[Any]) -> list[Array]:
+    """Returns of each array of truth values whether one is true."""
 
     def look(_, group):
-        axes = tuple(range(group[0].ndim))
-        return _beyond_p.bind(*match_varying_axes(*group), axes=axes, limit=limit)
+        return _any_p.bind(*match_varying_axes(*group), axes=tuple(range(group[0].ndim)))
 
     return _grouped(look, arrays)
 
@@ -96,7 +95,7 @@ def _grouped(
 _sum_p = Primitive("sum_together")
 _spread_p = Primitive("spread_together")
 _beside_p = Primitive("beside")
-_beyond_p = Primitive("beyond")
+_any_p = Primitive("any_together")
 _joined_p = Primitive("joined")
 
 
@@ -118,24 +117,20 @@ def _spreads(*arrays, shape, at):
     return [lax.broadcast_in_dim(x, shape, at) for x in arrays]
 
 
-def _beyond(*arrays, axes, limit):
-    return [lax.reduce_or(jnp.abs(x) > limit, axes) for x in arrays]
+def _anys(*arrays, axes):
+    return [lax.reduce_or(x, axes) for x in arrays]
 
 
-def _beyond_in_one(*arrays, axes, limit):
+def _anys_in_one(*arrays, axes):
     # XLA for CPUs makes three kernels of each by itself.
     either = lambda a, b: tuple(x | y for x, y in zip(a, b, strict=True))
     false = (np.zeros((), bool),) * len(arrays)
-    return list(lax.reduce(tuple(jnp.abs(x) > limit for x in arrays), false, either, axes))
+    return list(lax.reduce(arrays, false, either, axes))
 
 
 def _abstract_sums(*avals, axes):
     kept = lambda x: tuple(n for i, n in enumerate(x.shape) if i not in axes)
     return [x.update(shape=kept(x), weak_type=False) for x in avals]
-
-
-def _abstract_beyond(*avals, axes, limit):
-    return [x.update(dtype=np.dtype(bool)) for x in _abstract_sums(*avals, axes=axes)]
 
 
 def _abstract_spreads(*avals, shape, **_):
@@ -162,11 +157,6 @@ def _jvp(primitive, primals, tangents, **params):
     bind = lambda *found: primitive.bind(*found, *primals[len(out) :], **params)
     zero = lambda i: ad.Zero(jax.typeof(out[i]).to_tangent_aval())
     return out, present(bind, tangents[: len(out)], zero)
-
-
-def _jvp_beyond(primals, _, **params):
-    out = _beyond_p.bind(*primals, **params)
-    return out, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in out]
 
 
 def _transpose_sums(cotangents, *arrays, axes):
@@ -266,25 +256,25 @@ _joined_p.def_impl(_concatenated)
 _joined_p.def_abstract_eval(lambda *xs, **params: concatenate_p.abstract_eval(*xs, **params)[0])
 ad.deflinear2(_joined_p, ad.primitive_transposes[concatenate_p])
 batching.primitive_batchers[_joined_p] = _batch_joined
-for _primitive, _function, _abstract, _transpose, _batch in (
-    (_sum_p, _sums, _abstract_sums, _transpose_sums, _batch_each),
-    (_spread_p, _spreads, _abstract_spreads, _transpose_spreads, _batch_each),
-    (_beside_p, _beside, _abstract_beside, _transpose_beside, _batch_beside),
+for _primitive, _function, _abstract, _batch in (
+    (_sum_p, _sums, _abstract_sums, _batch_each),
+    (_any_p, _anys, _abstract_sums, _batch_each),
+    (_spread_p, _spreads, _abstract_spreads, _batch_each),
+    (_beside_p, _beside, _abstract_beside, _batch_beside),
 ):
     _primitive.multiple_results = True
     _primitive.def_impl(_function)
     _primitive.def_abstract_eval(_abstract)
-    ad.primitive_jvps[_primitive] = ft.partial(_jvp, _primitive)
-    ad.primitive_transposes[_primitive] = _transpose
     partial_eval.dce_rules[_primitive] = keep_used
     batching.primitive_batchers[_primitive] = ft.partial(_batch, _primitive)
-_beyond_p.multiple_results = True
-_beyond_p.def_impl(_beyond)
-_beyond_p.def_abstract_eval(_abstract_beyond)
-ad.primitive_jvps[_beyond_p] = _jvp_beyond
-partial_eval.dce_rules[_beyond_p] = keep_used
-batching.primitive_batchers[_beyond_p] = ft.partial(_batch_each, _beyond_p)
-lower(_beyond_p, _beyond, cpu=_beyond_in_one)
+for _primitive, _transpose in (
+    (_sum_p, _transpose_sums),
+    (_spread_p, _transpose_spreads),
+    (_beside_p, _transpose_beside),
+):
+    ad.primitive_jvps[_primitive] = ft.partial(_jvp, _primitive)
+    ad.primitive_transposes[_primitive] = _transpose
+lower(_any_p, _anys, cpu=_anys_in_one)
 lower(_spread_p, _spreads)
 lower(_beside_p, _beside)
 # On other platforms a sum of several arrays at once is slower than one of each.

@@ -154,7 +154,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("rounded_cotangent written written_in read_at_once", "linear", "program", _OURS, "stores"),
     ("add_product sum_together spread_together beside", "linear", "program", _OURS, ""),
     ("moments", "nested", "float32", _OURS, "sum"),
-    ("beyond", "constant", "program", _OURS, ""),
+    ("any_together", "constant", "program", _OURS, ""),
     ("derivative_tap derivative_count", "nested", "program", _TAP, ""),
     # Containers.
     ("jit call closed_call eval_jaxpr", "container", "inside", _HOLDS, ""),
