@@ -80,6 +80,7 @@ def test_the_factorization_solves(precision, solver):
                 assert np.linalg.norm(got - want) < rtol * np.linalg.norm(want)
 
 
+@pytest.mark.slow
 def test_rounding_is_relative_to_what_the_leading_directions_leave():
     """Singular values to 1e-5, whose squares are below the rounding of float32."""
     spreads = []
@@ -129,6 +130,7 @@ def test_a_factor_by_steps_is_that_of_cholesky():
     assert np.isnan(_gram.by_steps(-gram, "bfloat16_x3", 5)).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("turned", "damping"), [(0.0, 1e-14), (1e-2, 1e-11)])
 def test_a_float32_gram_matrix_solves_in_float64(turned, damping):
     """In 9 iterations, at a condition of 1e7, by directions of a Jacobian whose singular vectors

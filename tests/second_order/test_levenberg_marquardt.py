@@ -34,7 +34,12 @@ def linear(w, example):
 
 @pytest.mark.parametrize(
     ("forward", "solver"),
-    [("float32", None), ("float64", None), ("float32", "Cholesky"), ("float64", "QR")],
+    [
+        ("float32", None),
+        ("float64", None),
+        pytest.param("float32", "Cholesky", marks=pytest.mark.slow),
+        pytest.param("float64", "QR", marks=pytest.mark.slow),
+    ],
 )
 def test_a_linear_problem_is_solved_at_once(forward, solver):
     """Against NumPy, in one step of a damping that is next to nothing."""
@@ -66,7 +71,7 @@ def test_what_the_product_of_jacobians_loses_is_found():
     assert state.iterations >= 1
 
 
-@pytest.mark.parametrize("jacobian", ["float32", "float64"])
+@pytest.mark.parametrize("jacobian", [pytest.param("float32", marks=pytest.mark.slow), "float64"])
 def test_blocks_of_points_take_the_same_step(jacobian, monkeypatch):
     """Also where a block is not full, and residuals have different numbers of examples."""
     with jax.enable_x64(True):
@@ -269,6 +274,7 @@ def test_parameters_below_the_precision_of_the_residual_are_told():
         optimizer.init(jax.tree.map(lambda x: mpx.cast_tree(x, "float64"), model))
 
 
+@pytest.mark.slow
 def test_a_float16_jacobian_that_always_overflows_is_told():
     model = eqx.nn.MLP(1, "scalar", 8, 2, key=jax.random.key(0))
     residual = lambda model, x: 1e14 * (model(x) - x[0])
