@@ -19,7 +19,17 @@ from ..interpret._rebind import rebind, scan_counts
 from ._custom import custom_jvp, custom_vjp
 from ._plan import Index, Plan
 from ._segments import NO_KINDS, Kinds
-from ._streams import DEEP, Jet, Operand, cast, has_streams, is_inexact, primal_of
+from ._streams import (
+    DEEP,
+    WILD,
+    Jet,
+    Operand,
+    cast,
+    has_streams,
+    is_inexact,
+    primal_of,
+    takes_derivatives,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +45,7 @@ class Containers:
     - `kinds`: what the operands of the equation are.
     - `mixed`: whether each equation has a precision of its own. Then values cross as they are
         stored, but for what loops carry; and what enters a loop from outside becomes a master,
-        since its cotangents add up over the steps.
+        since its cotangents add up over the steps, unless it may be of any size.
     - `scaled`: where the forward pass is in full, the streams that are kept in half with a scale.
     - `found`: which of these have overflowed in what was evaluated last.
     """
@@ -93,7 +103,7 @@ class Containers:
         """Returns a value with all streams, as a loop carries it; the operand at a `place`."""
         if not is_inexact(primal_of(x)):
             return x
-        stage = DEEP if place in self.kinds.params else stage
+        stage = max(DEEP, stage) if place in self.kinds.params else stage
         jet = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, stage)
         streams = {}
         for key in self.plan.keys:
@@ -102,7 +112,8 @@ class Containers:
         return Jet(jnp.asarray(jet.primal), streams, stage)
 
     def _outside(self, values: Sequence[Operand]) -> list[Any]:
-        return [primal_of(self.loaded(x)) for x in values]
+        loaded = map(self.loaded, values)
+        return [x if getattr(x, "stage", None) == WILD else primal_of(x) for x in loaded]
 
     def _carried(self, x: Any, init: Any, stage: int) -> Any:
         """Returns what a step hands on, of the kind of what it was given."""
@@ -119,8 +130,11 @@ class Containers:
         consts, init = list(operands[:n_consts]), operands[n_consts:n]
         if self.mixed:
             consts, init = self._outside(consts), list(map(self.loaded, init))
-        stages = (x.stage for x in operands if isinstance(x, Jet))
-        stage = DEEP if self.mixed else max(stages, default=DEEP)
+        top = _highest(eqn, operands)
+        stage = (
+            DEEP if self.mixed else max((s for s in _stages(operands) if s < WILD), default=DEEP)
+        )
+        stage = max([stage, *(s for s in _stages(init) if s == WILD)])
         scanned = self._turned(operands[n:])
         (body,), onward = bodies_of(eqn), [(i, n_consts + i) for i in range(n_carry)]
 
@@ -133,7 +147,7 @@ class Containers:
             # The stage of a carry rises from step to step until it stays.
             carried = [self._full(x, stage, n_consts + i) for i, x in enumerate(init)]
             step = partial(step_at, stage)
-            if stage == DEEP:
+            if stage == top:
                 break
             first = jax.tree.map(lambda x: jax.typeof(x).update(shape=x.shape[1:]), scanned)
             carry = self._shapes(partial(step, *consts), *carried, *first)[:n_carry]
@@ -153,6 +167,7 @@ class Containers:
     def _while(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
         test, body = bodies_of(eqn)
         first, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        top = _highest(eqn, operands)
         n = first + n_body
         carry = range(n, len(operands))
 
@@ -164,10 +179,10 @@ class Containers:
         def step(*values):
             out = self._inside(body, values, (), (*range(first, n), *carry))
             self.found.clear()  # It has no backward pass.
-            return [self._carried(y, x, DEEP) for y, x in zip(out, values[n_body:], strict=True)]
+            return [self._carried(y, x, top) for y, x in zip(out, values[n_body:], strict=True)]
 
         outside = self._outside(operands[:n]) if self.mixed else operands[:n]
-        init = [self._full(self.loaded(x), DEEP) for x in operands[n:]]
+        init = [self._full(self.loaded(x), top) for x in operands[n:]]
         return rebind(eqn, [*outside, *init], [proceed, step])
 
     # Branches.
@@ -219,6 +234,15 @@ def enters(eqn: JaxprEqn, plain: bool, *, mixed: bool = False) -> bool:
     if plain and has_streams(eqn):
         return False
     return eqn.primitive.name in (_ENTERED if mixed else _PLAIN if plain else LOOPS)
+
+
+def _stages(values: Iterable[Operand]) -> list[int]:
+    return [x.stage for x in values if isinstance(x, Jet)]
+
+
+def _highest(eqn: JaxprEqn, operands: Sequence[Operand]) -> int:
+    """Returns the highest stage that a value in a loop may have."""
+    return WILD if WILD in _stages(operands) or takes_derivatives(eqn) else DEEP
 
 
 def _like(x: Any, options: Sequence[Any]) -> Any:

@@ -29,6 +29,7 @@ from ._custom import own_in_registers
 from ._moments import moments_p, with_moments
 from ._plan import Plan
 from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
+from ._roles import is_wild
 from ._rules import Rules
 from ._segments import (
     Part,
@@ -40,7 +41,7 @@ from ._segments import (
     signature,
     summed_in,
 )
-from ._streams import DEEP, RAW, Jet, Storage, cast, is_inexact, is_traced, primal_of, typed
+from ._streams import DEEP, WILD, Jet, Storage, cast, is_inexact, is_traced, primal_of, typed
 
 
 _RULES_OF_VALUES = Rules(Plan(()))
@@ -126,10 +127,10 @@ class Mixed:
         stage = {k: x.stage for k, x in env.items() if isinstance(x, Jet)}
         for step in flat.steps:
             if not _moves_masters(step, stage):
-                stage.update(
-                    dict.fromkeys(step.outputs, RAW if self._is_raw(step, stage) else DEEP)
-                )
-            if any(stage.get(x) == RAW for x in step.variables):
+                # In float16 they would overflow, or vanish.
+                wild = self.dtype == np.float16 and is_wild(step, stage)
+                stage.update(dict.fromkeys(step.outputs, WILD if wild else DEEP))
+            if any(stage.get(x) == WILD for x in step.variables):
                 rules[id(step)] = _of_derivatives(rules[id(step)])
         stored = {k for k, x in env.items() if self._is_half(x)}
         if self.algorithm is None:
@@ -138,19 +139,6 @@ class Mixed:
         final, scores = _in_full(flat, bool(self.around)), _scores(flat)
         near = near_numbers(flat.steps) - summed_in(flat, stage)
         return Role(stage, final, stored, {}, rules=rules, numbers={}, scores=scores, near=near)
-
-    def _is_raw(self, step: Step, stage: Mapping[int, int]) -> bool:
-        """Returns whether results are derivatives without their scales, or made of these by what
-        has no bounds. In float16 they would overflow, or vanish."""
-        if self.dtype != np.float16:
-            return False
-        if step.name == "derivative_tap":
-            return True
-        inside = any(contains(body, ("derivative_tap",)) for body in bodies_of(step.eqn))
-        return inside or (
-            step.name not in tables.ELEMENTWISE & tables.FOLLOWING
-            and any(stage.get(x) == RAW for x in step.variables)
-        )
 
     def governs(self, aval: Any) -> bool:
         """Returns whether a value is float32 or half in the program. All others (integers, bools,

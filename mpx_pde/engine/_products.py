@@ -23,7 +23,7 @@ from ..interpret._jaxpr import aval_of, own_bind
 from ..interpret._products import asks_for_more, says_its_dtype
 from ._rules import Rules
 from ._segments import Role
-from ._streams import DEEP, RAW, Jet, Storage, bind, is_inexact, primal_of, total
+from ._streams import DEEP, RAW, WILD, Jet, Storage, bind, is_inexact, primal_of, total
 from ._together import beside
 
 
@@ -126,7 +126,7 @@ class Product:
         eqn = step.eqn
         if not _is_real(eqn):
             return None
-        meets_point = any(x.stage == RAW for x in operands if isinstance(x, Jet))
+        meets_point = any(x.stage in (RAW, WILD) for x in operands if isinstance(x, Jet))
         full = meets_point or storage.dtype is None
         if eqn.primitive.name in tables.MIXED and says_its_dtype(eqn):
             dtype = eqn.params["dtype"]

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step, variables
-from ._streams import DEEP, FIRST, RAW
+from ._streams import DEEP, FIRST, RAW, WILD, takes_derivatives
 
 
 def stage_after(step: Step, stage: Mapping[int, int]) -> int | None:
@@ -24,6 +24,13 @@ def stage_after(step: Step, stage: Mapping[int, int]) -> int | None:
     if here is not None and step.name in tables.PRODUCTS:
         return FIRST if here == RAW else DEEP
     return DEEP if here == FIRST and not is_linear(step, stage) else here
+
+
+def is_wild(step: Step, stage: Mapping[int, int]) -> bool:
+    """Returns whether the results of an equation are derivatives, or made of these by what has no
+    bounds."""
+    passes = step.name not in tables.BOUNDED and any(stage.get(x) == WILD for x in step.variables)
+    return passes or takes_derivatives(step.eqn)
 
 
 def by_stream(step: Step, stage: Mapping[int, int]) -> bool:

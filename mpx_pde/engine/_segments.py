@@ -25,11 +25,12 @@ from ._roles import (
     dependent,
     ends_of,
     is_linear,
+    is_wild,
     moving_in,
     stage_after,
     still_in,
 )
-from ._streams import DATA, DEEP, RAW, has_streams, is_inexact
+from ._streams import DATA, DEEP, RAW, WILD, has_streams, is_inexact
 
 
 _SMALL = 64
@@ -225,14 +226,13 @@ def _stages_of_loss(
     flat: Flat, given: Mapping[int, int], params: Collection[int]
 ) -> tuple[dict[int, int], set[int]]:
     """Returns the stages of what depends on data, and the results that depend on data alone. Of
-    these, integers have no stage: they are exact. Derivatives have no scale outside of their own
-    evaluation: they stay in full, as data that may be of any size."""
+    these, integers have no stage: they are exact."""
     stage, model, data = dict(given), set(params), set[int]()
     for step in flat.steps:
         moving = [stage[x] for x in step.variables if x in stage]
         values = step.values
-        if has_streams(step.eqn):
-            stage.update(dict.fromkeys(step.outputs, RAW))
+        if is_wild(step, stage):
+            stage.update(dict.fromkeys(step.outputs, WILD))
         elif not moving:
             model.update(() if model.isdisjoint(values) else step.outputs)
         elif max(moving) > RAW or not model.isdisjoint(values):
@@ -592,7 +592,8 @@ def _inside(
         # Another in each step, whatever it is at first.
         carry = flat.inputs[first:stop]
         avals = body.in_avals[first:stop]
-        stages.update((k, DEEP) for k, aval in zip(carry, avals, strict=True) if is_inexact(aval))
+        moves = (k for k, aval in zip(carry, avals, strict=True) if is_inexact(aval))
+        stages.update((k, max(DEEP, stages.get(k, DEEP))) for k in moves)
         looped = eqn.primitive.name in ("scan", "while")
         carried = [(i, first + i) for i in range(stop - first)] if looped else None
         roles = roles_of(flat, stages, Plan(()), (), own.difference(carry), carried)

@@ -13,18 +13,19 @@ from jaxtyping import Array
 
 from .._order import rounded_cotangent
 from .._varying import match_varying_axes
-from ..interpret._jaxpr import aval_of, own_bind, scopes_of
+from ..interpret._jaxpr import aval_of, bodies_of, own_bind, scopes_of
 from ._plan import Index
 from ._together import any_together, spread_together
 
 
-DATA, RAW, FIRST, DEEP = range(4)
+DATA, RAW, FIRST, DEEP, WILD = range(5)
 """How far a value is from the point: no product yet (`RAW`), linear in the result of the first one
 (`FIRST`), beyond (`DEEP`). Coordinates and the first product are never rounded to half: errors made
 there are magnified by every order of differentiation.
 
-In a whole loss, what is computed of data alone is `DATA`, or `RAW` where it is to stay in full; all
-that meets the model is `DEEP`."""
+Where values have no streams, what is computed of data alone is `DATA`, or `RAW` where it is to stay
+in full; all that meets the model is `DEEP`, but for what may be of any size, such as derivatives
+(`WILD`): that has no scale, and is never rounded to half."""
 
 
 WITH_STREAMS = "mpx_pde.with_streams"
@@ -36,6 +37,13 @@ are."""
 def has_streams(eqn: JaxprEqn) -> bool:
     """Returns whether an equation is one of derivatives whose forward pass is in full."""
     return WITH_STREAMS in scopes_of(eqn)
+
+
+def takes_derivatives(eqn: JaxprEqn) -> bool:
+    """Returns whether results of an equation, or of one inside of it, are derivatives."""
+    inside = (inner for body in bodies_of(eqn) for inner in body.jaxpr.eqns)
+    tapped = eqn.primitive.name == "derivative_tap"
+    return tapped or has_streams(eqn) or any(map(takes_derivatives, inside))
 
 
 @jax.tree_util.register_dataclass

@@ -86,7 +86,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("add_any", "linear", "operands", _CHEAP, "arithmetic broadcasts pointwise"),
     ("mul div", "multiplied", "operands", _CHEAP, "arithmetic broadcasts coordinate pointwise"),
     ("rem atan2", "nested", "operands", _CHEAP, "pointwise"),
-    ("tanh logistic erf sin cos atan", "elementwise", "operands", _CHEAP, "pointwise"),
+    ("tanh logistic erf sin cos atan", "elementwise", "operands", _CHEAP, "bounded pointwise"),
     ("one_minus_square", "elementwise", "operands", _CHEAP, "pointwise"),
     ("abs", "elementwise", "operands", _CHEAP, "choice pointwise"),
     # Functions whose arguments or results leave the range of float16. Some magnify what was rounded
@@ -225,6 +225,9 @@ of them is computed in float32 too: the difference to the largest logit in a sof
 residual in a squared error. (So is what is raised to an even power by `integer_pow`.)"""
 
 ARITHMETIC = _with("arithmetic")
+
+BOUNDED = _with("bounded")
+"""Functions whose result is small, whatever their argument."""
 
 NEAR = _with("near")
 """Functions that take the distance of their operand to a number that is not zero."""
