@@ -8,6 +8,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -104,14 +105,22 @@ class Mixed:
     def storage(self) -> Storage:
         return Storage(FULL, self.dtype)
 
-    def program(self, closed: ClosedJaxpr, operands: Sequence[Any], **_: Any) -> list[Any]:
+    def program(
+        self,
+        closed: ClosedJaxpr,
+        operands: Sequence[Any],
+        near: Sequence[int] = (),
+        carried: Sequence[tuple[int, int]] | None = None,
+        **_: Any,
+    ) -> list[Any]:
         flat = flatten(closed, forward_mode=False, sharded=True)
         env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
         env.update(zip(flat.inputs, operands, strict=True))
         if self.listener is None:
             # What is overridden and told is the program as it stands.
             flat = with_moments(flat, env)
-        roles = self._roles(flat, env)
+        around = near_numbers(flat, near, carried or ())
+        roles = self._roles(flat, env, around)
         alike: dict[Hashable, Callable] = {}
         for part in parts_of(flat, roles):
             run = self._equation if part.alone else self._layer
@@ -120,9 +129,10 @@ class Mixed:
             self.listener.program(flat, roles)
         return [read(x, env) for x in flat.outputs]
 
-    def _roles(self, flat: Flat, env: Mapping[int, Any]) -> Role:
-        """Returns the roles of variables. What is `stored` is known when it is evaluated, but for
-        what half products alone take; `final` is what must not be."""
+    def _roles(self, flat: Flat, env: Mapping[int, Any], near: set[int]) -> Role:
+        """Returns the roles of variables, of which some are `near` a number (`near_numbers`). What
+        is `stored` is known when it is evaluated, but for what half products alone take; `final` is
+        what must not be."""
         rules = {id(s): self._rule(s.eqn, (*self.around, *s.calls)) for s in flat.steps}
         stage = {k: x.stage for k, x in env.items() if isinstance(x, Jet)}
         for step in flat.steps:
@@ -137,7 +147,7 @@ class Mixed:
             outputs, is_half = variables(flat.outputs), lambda s: rules[id(s)].name == "product"
             stored |= stage.keys() & multiplied_only(flat.steps, outputs, is_half, tables.LAYOUT)
         final, scores = _in_full(flat, bool(self.around)), _scores(flat)
-        near = near_numbers(flat.steps) - summed_in(flat, stage)
+        near -= summed_in(flat, stage)
         return Role(stage, final, stored, {}, rules=rules, numbers={}, scores=scores, near=near)
 
     def governs(self, aval: Any) -> bool:
@@ -259,7 +269,9 @@ class Mixed:
         values = list(map(primal_of, operands))
         if enters(eqn, True, mixed=True) and self._concerns(eqn, operands):
             inner = dataclasses.replace(self, around=(*self.around, *step.calls, eqn))
-            enter = Containers(Plan(()), inner.program, self.storage.loaded, mixed=True)
+            near = [i for i, x in enumerate(step.outputs) if x in roles.near]
+            program = partial(inner.program, near=near)
+            enter = Containers(Plan(()), program, self.storage.loaded, mixed=True)
             return enter(eqn, operands)
         if rule.name == "own":
             return own_bind(eqn, typed(eqn, values))

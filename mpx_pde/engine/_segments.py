@@ -175,7 +175,7 @@ def roles_of(
         next_step = [flat.outputs[i] for i, j in carried or () if flat.inputs[j] in wanted]
         more = set(variables(next_step)) - wanted or None
     stored = {x for x, s in stage.items() if s == DEEP and x in wanted}
-    stored -= near_numbers(flat.steps) - summed_in(flat, stage)
+    stored -= near_numbers(flat, (), carried or ()) - summed_in(flat, stage)
     everything = _asked_of(flat, stage, plan, asked)
     final = set(stage) - wanted
     return Role(stage, final, stored, everything, ends, made, data, still_in(flat))
@@ -192,24 +192,66 @@ def summed_in(flat: Flat, stage: Collection[int]) -> set[int]:
     return out
 
 
-def near_numbers(steps: Sequence[Step]) -> set[int]:
-    """Returns the variables whose distance to a number is computed by arithmetic, as in 1 - x, or
-    by a function. Of what was rounded before, such as a saturated activation, little is left."""
-    numbers = {x for step in steps if not step.variables for x in step.outputs}
-    out = set[int]()
-    for step in reversed(steps):
-        known = lambda x: np.ndim(x.value) == 0 if isinstance(x, Constant) else x in numbers
-        takes = step.name in _SUMS and any(map(known, step.inputs))
-        reaches = step.name in tables.DISTANCES and not out.isdisjoint(step.outputs)
-        if takes or reaches or step.name in tables.NEAR:
-            out.update(step.variables)
-        bodies = [(body, start) for body, start, _ in _bodies(step.eqn)]
-        for body, start in bodies or [(body, 0) for body in bodies_of(step.eqn)]:
-            flat = flatten(body, forward_mode=True)
-            inside = near_numbers(flat.steps)
-            pairs = zip(flat.inputs, step.inputs[start:], strict=False)
-            out.update(variables([x for k, x in pairs if k in inside]))
-    return out
+def near_numbers(
+    flat: Flat, outputs: Iterable[int] = (), carried: Iterable[tuple[int, int]] = ()
+) -> set[int]:
+    """Returns the variables of which little is left in a result if they were rounded before.
+
+    So it is where their distance to a number is computed, as in 1 - x of a saturated activation x,
+    by arithmetic or by a function; and where the largest is picked, which rounding makes equal to
+    others. The results at some places, `outputs`, count too, and where the operand of a loop does,
+    the result that is `carried` on to it: positions of both."""
+    carried, still, sizes = list(carried), still_in(flat), _numbers(flat)
+    out = set(variables([x for i, x in enumerate(flat.outputs) if i in {*outputs}]))
+    while True:
+        for step in reversed(flat.steps):
+            reaches = step.name in tables.DISTANCES and not out.isdisjoint(step.outputs)
+            picks = step.name in tables.EXTREMES and not still.issuperset(step.outputs)
+            if reaches or picks or step.name in tables.NEAR or _leaves_little(step, sizes):
+                out.update(step.variables)
+            out.update(_near_inside(step, out))
+        more = variables([flat.outputs[i] for i, j in carried if flat.inputs[j] in out])
+        if out.issuperset(more):
+            return out
+        out.update(more)
+
+
+def _near_inside(step: Step, out: Collection[int]) -> list[int]:
+    """The operands of an equation that little is left of in what it holds."""
+    found: list[int] = []
+    places = [i for i, x in enumerate(step.outputs) if x in out]
+    for body, start, (first, stop) in _bodies(step.eqn) or _whole_bodies(step.eqn):
+        flat = flatten(body, forward_mode=True)
+        inside = near_numbers(flat, places, ((i, first + i) for i in range(stop - first)))
+        pairs = zip(flat.inputs, step.inputs[start:], strict=False)
+        found += variables([x for k, x in pairs if k in inside])
+    return found
+
+
+def _numbers(flat: Flat) -> dict[int, Any]:
+    """The variables that are numbers known while tracing, with these."""
+    found: dict[int, Any] = {}
+    for step in flat.steps:
+        values = [_number_of(x, found) for x in step.inputs]
+        moves = step.name in tables.LAYOUT or step.name == "convert_element_type"
+        if moves and len(values) == 1 and values[0] is not None:
+            found.update(dict.fromkeys(step.outputs, values[0]))
+    return found
+
+
+def _number_of(x: int | Constant, numbers: Mapping[int, Any]) -> Any:
+    if not isinstance(x, Constant):
+        return numbers.get(x)
+    known = isinstance(x.value, np.ndarray | np.generic | int | float) and np.ndim(x.value) == 0
+    return x.value if known else None
+
+
+def _leaves_little(step: Step, numbers: Mapping[int, Any]) -> bool:
+    """Returns whether an equation takes the distance to a number that activations saturate at: a
+    small one, such as that in a norm, or a phase, is none."""
+    known = [_number_of(x, numbers) for x in step.inputs]
+    whole = lambda x: x is not None and x != 0 and float(x).is_integer()
+    return step.name in _SUMS and any(map(whole, known))
 
 
 def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:
@@ -601,6 +643,10 @@ def _inside(
     return out
 
 
+def _whole_bodies(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, tuple[int, int]]]:
+    return [(body, 0, (0, 0)) for body in bodies_of(eqn)]
+
+
 def _bodies(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, tuple[int, int]]]:
     """The programs in an equation that is entered, with the place of the first operand that each
     takes, and which of its operands it hands on to its next step, from and to."""
@@ -613,7 +659,7 @@ def _bodies(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, tuple[int, int]]]:
         return [(bodies[1], start, (n_consts, len(bodies[1].in_avals)))]
     if name == "cond":
         return [(body, 1, (0, 0)) for body in bodies]
-    return [(body, 0, (0, 0)) for body in bodies if name in ("remat2", "shard_map")]
+    return _whole_bodies(eqn) if name in ("remat2", "shard_map") else []
 
 
 def _kind(step: Step, roles: Role) -> str:

@@ -93,8 +93,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     # off before them.
     ("exp exp2 expm1", "elementwise", "float32", _GROWS, "magnifies pointwise"),
     ("sinh cosh integer_pow", "elementwise", "float32", _GROWS, "pointwise"),
-    ("log log2", "elementwise", "float32", _NEAR, "magnifies pointwise"),
-    ("log1p", "elementwise", "float32", _NEAR, "magnifies pointwise near"),
+    ("log log2 log1p", "elementwise", "float32", _NEAR, "magnifies pointwise near"),
     ("tan acos asin acosh atanh erf_inv", "elementwise", "float32", _NEAR, "pointwise near"),
     ("asinh", "elementwise", "float32", "its argument may be large", "pointwise"),
     ("pow", "elementwise", "float32", _GROWS, "magnifies broadcasts pointwise"),
@@ -111,7 +110,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("cumsum reduce_window_sum", "linear", "float32", _SUM, "sum"),
     ("psum psum_invariant reduce_scatter", "linear", "float32", "a sum over devices", "sum slow"),
     ("reduce_prod cumprod polynomial cumlogsumexp", "nested", "float32", _GROWS, ""),
-    ("reduce_max reduce_min", "selection", "operands", _CHEAP, "sum"),
+    ("reduce_max reduce_min", "selection", "operands", _CHEAP, "sum extreme"),
     ("cummax cummin reduce_window_max reduce_window_min", "nested", "operands", _CHEAP, ""),
     ("select_and_scatter_add", "nested", "operands", _CHEAP, ""),
     ("pmax pmin", "nested", "operands", _CHEAP, "slow"),
@@ -253,7 +252,12 @@ BROADCASTS = _with("broadcasts")
 """Functions of several operands entry by entry, with a rule of their own, that take a number beside
 an array."""
 
-DISTANCES = ARITHMETIC | LAYOUT | CHOICES | {"square", "integer_pow", "convert_element_type"}
+EXTREMES = _with("extreme")
+"""Picks the largest or the smallest of many."""
+
+DISTANCES = ARITHMETIC | LAYOUT | CHOICES | EXTREMES
+DISTANCES |= {"square", "integer_pow", "pow", "sqrt", "convert_element_type"}
+DISTANCES |= {"pad", "gather", "dynamic_update_slice", "sort"}
 """Operations by way of which a rounding error reaches a difference."""
 
 POINTWISE = _with("pointwise")
