@@ -279,7 +279,7 @@ class Mixed:
             return self._product(eqn, rule.name, operands)
         if not roles.stage.keys() & set(step.outputs) and step.outputs:
             return values if rule.name == "convert" else own_bind(eqn, values)
-        stored = bool(step.outputs) and roles.stored.issuperset(step.outputs)
+        stored = bool(step.outputs) and (roles.stored - roles.near).issuperset(step.outputs)
         moves = rule.name != "convert" and not is_light(eqn) and not is_container(eqn)
         # The cotangents of what is picked many times are summed, in float32.
         moves = moves and eqn.primitive.name != "gather"

@@ -111,8 +111,8 @@ class Role(NamedTuple):
     rules: Any = None
     numbers: Any = None
     scores: Collection[int] = frozenset()
-    near: Collection[int] = frozenset()
-    entering: Collection[int] = frozenset()
+    near: set[int] | frozenset[int] = frozenset()
+    entering: set[int] | frozenset[int] = frozenset()
 
     def is_data(self, step: Step) -> bool:
         """Returns whether an equation of a loss takes data, and nothing of the model."""
@@ -202,12 +202,18 @@ def near_numbers(
     others. The results at some places, `outputs`, count too, and where the operand of a loop does,
     the result that is `carried` on to it: positions of both."""
     carried, still, sizes = list(carried), still_in(flat), _numbers(flat)
+    positive = {x for s in flat.steps if s.name in tables.POSITIVE for x in s.outputs}
     out = set(variables([x for i, x in enumerate(flat.outputs) if i in {*outputs}]))
     while True:
         for step in reversed(flat.steps):
             reaches = step.name in tables.DISTANCES and not out.isdisjoint(step.outputs)
             picks = step.name in tables.EXTREMES and not still.issuperset(step.outputs)
-            if reaches or picks or step.name in tables.NEAR or _leaves_little(step, sizes):
+            if (
+                reaches
+                or picks
+                or step.name in tables.NEAR
+                or _leaves_little(step, sizes, positive)
+            ):
                 out.update(step.variables)
             out.update(_near_inside(step, out))
         more = variables([flat.outputs[i] for i, j in carried if flat.inputs[j] in out])
@@ -246,12 +252,13 @@ def _number_of(x: int | Constant, numbers: Mapping[int, Any]) -> Any:
     return x.value if known else None
 
 
-def _leaves_little(step: Step, numbers: Mapping[int, Any]) -> bool:
+def _leaves_little(step: Step, numbers: Mapping[int, Any], positive: set[int]) -> bool:
     """Returns whether an equation takes the distance to a number that activations saturate at: a
-    small one, such as that in a norm, or a phase, is none."""
-    known = [_number_of(x, numbers) for x in step.inputs]
-    whole = lambda x: x is not None and x != 0 and float(x).is_integer()
-    return step.name in _SUMS and any(map(whole, known))
+    small one, such as that in a norm, or a phase, is none. A sum of what is `positive` is none."""
+    known = [x for x in (_number_of(x, numbers) for x in step.inputs) if x is not None]
+    whole = any(x != 0 and float(x).is_integer() for x in known)
+    sums = step.name == "add" and positive.issuperset(step.variables) and min(known) > 0
+    return step.name in _SUMS and whole and not sums
 
 
 def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:

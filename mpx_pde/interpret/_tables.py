@@ -252,12 +252,15 @@ BROADCASTS = _with("broadcasts")
 """Functions of several operands entry by entry, with a rule of their own, that take a number beside
 an array."""
 
+POSITIVE = frozenset(("abs", "exp", "exp2", "square", "sqrt", "logistic", "cosh"))
+"""Functions whose result is not below 0, whatever their argument."""
+
 EXTREMES = _with("extreme")
 """Picks the largest or the smallest of many."""
 
 DISTANCES = ARITHMETIC | LAYOUT | CHOICES | EXTREMES
 DISTANCES |= {"square", "integer_pow", "pow", "sqrt", "convert_element_type"}
-DISTANCES |= {"pad", "gather", "dynamic_update_slice", "sort"}
+DISTANCES |= {"pad", "gather", "dynamic_update_slice", "scatter", "sort"}
 """Operations by way of which a rounding error reaches a difference."""
 
 POINTWISE = _with("pointwise")

@@ -137,10 +137,14 @@ def _found(start: Any, evaluate: Callable[[np.ndarray], _Evaluated], cap: float)
     exponents, found = _in_range(_exponents(start), evaluate, of_loss)
     for i, scale in enumerate(scales):
         step = scale.step * np.eye(len(scales), dtype=int)[i]
-        start_of = exponents[i]
+        before, start_of = exponents, exponents[i]
         exponents, found, overflows = _raised(
             exponents, found, evaluate, i, scale.step, scale.highest
         )
+        if not _apart(found.grads, jtu.tree_map(jnp.zeros_like, found.grads)):
+            # Such as that of a loss that has no weight yet: it asks for no scale.
+            exponents = before
+            continue
         largest = found
         # A loss scale is as large as it can be, a derivative scale as near to where it was; and the
         # derivatives and gradients of the next batch may be larger.

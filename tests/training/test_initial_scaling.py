@@ -140,6 +140,14 @@ def test_underflow_at_the_highest_scale_is_told():
     assert found_for(2.0**-14)[0].loss_scaling == 2.0**15
 
 
+def test_a_gradient_of_zero_asks_for_no_scale():
+    """A loss without a weight yet: the scale came to 2^126, and later 107 steps were skipped."""
+    scaling = mpx.DynamicLossScaling(2.0**12)
+    loss = lambda w, weight: weight * jnp.sum(w**2)
+    found = mpx.initial_scaling(loss, scaling, forward="float32")(jnp.ones(3), jnp.zeros(()))
+    assert found.loss_scaling == 2.0**12
+
+
 def test_a_loss_in_full_has_no_cap_of_half_precision():
     """A loss of 1e-12 lost its gradient in float16, and no step said so."""
     model, x = eqx.nn.MLP(1, 1, 8, 1, jnp.tanh, key=jax.random.key(0)), batches()[0]
