@@ -255,10 +255,12 @@ def _number_of(x: int | Constant, numbers: Mapping[int, Any]) -> Any:
 def _leaves_little(step: Step, numbers: Mapping[int, Any], positive: set[int]) -> bool:
     """Returns whether an equation takes the distance to a number that activations saturate at: a
     small one, such as that in a norm, or a phase, is none. A sum of what is `positive` is none."""
+    if step.name not in _SUMS:
+        return False
     known = [x for x in (_number_of(x, numbers) for x in step.inputs) if x is not None]
     whole = any(x != 0 and float(x).is_integer() for x in known)
-    sums = step.name == "add" and positive.issuperset(step.variables) and min(known) > 0
-    return step.name in _SUMS and whole and not sums
+    others = step.values - numbers.keys()
+    return whole and not (step.name == "add" and positive >= others and min(known) > 0)
 
 
 def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:
