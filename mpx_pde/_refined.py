@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from ._cast import cast_except, cast_operands, is_inexact, widen
 from ._dtypes import (
     as_half_dtype,
-    half_precision,
+    asked_for_half,
     half_precision_datatype,
     highest_precision,
 )
@@ -74,7 +74,7 @@ class _Refined(AbstractWrapper):
         with highest_precision():
             full = fixed(*fixed_args, **fixed_kwargs)
         args, kwargs = cast_except(self.keep_full, args, kwargs, dtype, "refined")
-        with half_precision(dtype):
+        with asked_for_half("cast", dtype):
             half = cast_operands(self.fun, dtype)(*args, **kwargs)
         return jtu.tree_map(_refine, full, half)
 

@@ -341,6 +341,7 @@ VALUE_ERRORS = {
     "['b'] … (2, 1) … (2,) … of this model": lambda: update_tree({**FLOATS, "b": jnp.ones((2, 1))}),
     "`optimizer_state` … [0].count … optimizer.init(": lambda: update(SGD.init(W)),
     "[0].mu it has float32[2] … should be float32[3]": lambda: update(ADAM.init(jnp.ones(2))),
+    "`optimizer_update` got … 'masters'. Write `master`": lambda: half_update(masters="kahan"),
     "`optimizer_update` takes 'nearest', … got 'up'": lambda: half_update(master="up"),
     "half-precision parameters … stochastic": lambda: update(SGD.init(W), SGD, master="stochastic"),
     "half-precision parameters … kahan": lambda: update(SGD.init(W), SGD, master="kahan"),

@@ -43,10 +43,13 @@ class Derivative:
     call: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
-        used = sorted({i for argnums in self.taken for i in _indices(argnums)})
-        if used[-1] >= len(args):
+        # By the order in a tuple, as they are named.
+        tuples = (i for argnums in self.taken if isinstance(argnums, tuple) for i in argnums)
+        every = {i for argnums in self.taken for i in _indices(argnums)}
+        used = list(dict.fromkeys((*tuples, *sorted(every))))
+        if max(used) >= len(args):
             raise TypeError(
-                f"`{self.call}` differentiates in the positional argument {used[-1]}, but the "
+                f"`{self.call}` differentiates in the positional argument {max(used)}, but the "
                 f"function was called with {len(args)}."
             )
         places = _places(args, used, self.call)
@@ -197,7 +200,8 @@ def grad(
         scalar or an array with one axis: the coordinates of one point.
     - `scaling`: what the loss received as `derivatives`, or `None` for no scaling.
     - `coords`: the names of the coordinates in `argnums`, in their order: a letter for each, or a
-        list. By default those of a scaling `per_direction`.
+        list. By default those of a scaling `per_direction`. Of several calls with an integer each
+        they are in the order of the arguments.
     - `outputs`: the names of the outputs, for scalings that name terms; by default `u`.
 
     **Returns:**

@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, permutations
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
@@ -102,7 +102,10 @@ class AbstractStrategy(abc.ABC):
 
     def row_of(self, term: str, named: Sequence[str], call: str) -> int:
         """Returns the row of a term, the derivative in the coordinates that are `named`."""
-        order = len(named)
+        order, output = len(named), term.rpartition("_")[0]
+        # Whatever the order of its letters.
+        alike = (f"{output}_{''.join(names)}" for names in permutations(named))
+        term = next((name for name in (term, *alike) if name in self.row_names), term)
         if self.order is not None and order > self.order and term not in self.names:
             raise ValueError(
                 f"`{call}`: the term {term!r} is of order {order}, but the scaling was built for "

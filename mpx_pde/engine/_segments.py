@@ -257,8 +257,9 @@ def _leaves_little(step: Step, numbers: Mapping[int, Any], positive: set[int]) -
     small one, such as that in a norm, or a phase, is none. A sum of what is `positive` is none."""
     if step.name not in _SUMS:
         return False
-    known = [x for x in (_number_of(x, numbers) for x in step.inputs) if x is not None]
-    whole = any(x != 0 and float(x).is_integer() for x in known)
+    found = (_number_of(x, numbers) for x in step.inputs)
+    known = [complex(x).real for x in found if x is not None]
+    whole = any(x != 0 and x.is_integer() for x in known)
     others = step.values - numbers.keys()
     return whole and not (step.name == "add" and positive >= others and min(known) > 0)
 

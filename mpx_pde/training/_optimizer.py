@@ -1,5 +1,6 @@
 """An optimizer step that a non-finite gradient cannot harm."""
 
+import difflib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -242,8 +243,8 @@ def optimizer_update(
     **Raises:** at trace time, `ValueError` for gradients that do not match the model, a state of
     another optimizer or model, or with injected hyperparameters in half, an unknown `master`, or
     one other than `"nearest"` for a model without half-precision parameters, `TypeError` for an
-    `optimizer` that is not one, a `grads_finite` that is not a scalar bool or a `key` that is not
-    one.
+    `optimizer` that is not one, a `grads_finite` that is not a scalar bool, a `key` that is not one
+    or a keyword argument that is one of these misspelled.
 
     ```python
     model, optimizer_state = mpx.optimizer_update(
@@ -253,6 +254,10 @@ def optimizer_update(
     """
     optimizer = as_transformation(optimizer, _CALL)
     finite = check_flag(grads_finite, _CALL, "grads_finite")
+    for name in extra_args:
+        # Optax drops what an optimizer does not know.
+        if meant := difflib.get_close_matches(name, ("master", "key"), cutoff=0.8):
+            raise TypeError(f"`{_CALL}` got the keyword argument {name!r}. Write `{meant[0]}`.")
     optimizer_state, inner = parse_master(master, model, optimizer_state, _CALL)
     floating = eqx.filter(model, eqx.is_inexact_array)
     grads = _checked_gradients(grads, floating)
