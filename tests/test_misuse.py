@@ -212,6 +212,7 @@ TYPE_ERRORS = {
     "`mixed_conv_general_dilated` … int32": lambda: convolved(x=X.astype(int)),
     # Optimizers, and what goes between devices.
     "optax.adam(1e-3) … `optimizer` … function adam": lambda: update_tree(FLOATS, optax.adam),
+    "`optimizer_update` got … 'masters'. Write `master`": lambda: half_update(masters="kahan"),
     "`optimizer_update` … key of `jax.random` … 0": lambda: half_update(master="stochastic", key=0),
     "from the parameters … 'scale'": lambda: scale_by(ADAM, SCALING, scale_in_params="scale"),
     "Pass its `loss`": lambda: scale_by(SGD, BOTH),
@@ -341,7 +342,6 @@ VALUE_ERRORS = {
     "['b'] … (2, 1) … (2,) … of this model": lambda: update_tree({**FLOATS, "b": jnp.ones((2, 1))}),
     "`optimizer_state` … [0].count … optimizer.init(": lambda: update(SGD.init(W)),
     "[0].mu it has float32[2] … should be float32[3]": lambda: update(ADAM.init(jnp.ones(2))),
-    "`optimizer_update` got … 'masters'. Write `master`": lambda: half_update(masters="kahan"),
     "`optimizer_update` takes 'nearest', … got 'up'": lambda: half_update(master="up"),
     "half-precision parameters … stochastic": lambda: update(SGD.init(W), SGD, master="stochastic"),
     "half-precision parameters … kahan": lambda: update(SGD.init(W), SGD, master="kahan"),

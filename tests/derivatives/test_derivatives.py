@@ -76,6 +76,14 @@ def test_a_laplacian_over_all_coordinates_has_its_own_histogram():
     assert {n for n, c in zip(scaling.row_names, seen, strict=True) if c} == {"laplacian"}
 
 
+def test_a_special_term_is_known_whatever_the_order_of_its_letters():
+    scaling = mpx.DerivativeScaling.per_order(2, special=["u_yx"])
+    given = {"coords": "xy", "outputs": "u"}
+    mixed = lambda s: mpx.partials(lambda p: p[0] * p[1], ["u_xy"], scaling=s, **given)(jnp.ones(2))
+    seen = jax.grad(lambda s: mixed(s)["u_xy"], allow_int=True)(scaling).counts.sum(axis=1)
+    assert {n for n, c in zip(scaling.row_names, seen, strict=True) if c} == {"u_yx"}
+
+
 def test_names_of_coordinates_that_run_into_each_other():
     """`_xx` is the second derivative in `x` as well as the first in `xx`."""
     scaling = mpx.DerivativeScaling.per_direction(["x", "xx"], order=2).with_exponents([-3, -5])

@@ -72,6 +72,14 @@ def test_what_overflows_float16_does_not_with_a_scaling(scaling):
     assert float(jnp.sum(after.derivatives.counts)) > 0
 
 
+def test_coordinates_are_named_in_the_order_of_argnums():
+    fun, scaling = lambda t, x: 32 * x + t / 32, mpx.DerivativeScaling.per_direction("tx")
+    slopes = lambda s: sum(mpd.grad(fun, (1, 0), scaling=s, coords="xt")(T, X))
+    exponents = np.argmax(jax.grad(slopes, allow_int=True)(scaling).counts, axis=1)
+    at = dict(zip(scaling.row_names, exponents, strict=True))
+    assert at["_x"] == at["_t"] + 10
+
+
 def test_numbers_of_python():
     """Which plain arithmetic would return as such, and JAX's functions take."""
     fun = lambda t, x: t**3 * x
