@@ -204,6 +204,7 @@ def near_numbers(
     carried, still, sizes = list(carried), still_in(flat), _numbers(flat)
     positive = {x for s in flat.steps if s.name in tables.POSITIVE for x in s.outputs}
     out = set(variables([x for i, x in enumerate(flat.outputs) if i in {*outputs}]))
+    inside: dict[tuple, list[int]] = {}
     while True:
         for step in reversed(flat.steps):
             reaches = step.name in tables.DISTANCES and not out.isdisjoint(step.outputs)
@@ -215,17 +216,20 @@ def near_numbers(
                 or _leaves_little(step, sizes, positive)
             ):
                 out.update(step.variables)
-            out.update(_near_inside(step, out))
+            places = tuple(i for i, x in enumerate(step.outputs) if x in out)
+            if (key := (id(step), places)) not in inside:
+                inside[key] = _near_inside(step, places)
+            out.update(inside[key])
         more = variables([flat.outputs[i] for i, j in carried if flat.inputs[j] in out])
         if out.issuperset(more):
             return out
         out.update(more)
 
 
-def _near_inside(step: Step, out: Collection[int]) -> list[int]:
-    """The operands of an equation that little is left of in what it holds."""
+def _near_inside(step: Step, places: Collection[int]) -> list[int]:
+    """The operands of an equation that little is left of in what it holds, if the results at some
+    `places` count."""
     found: list[int] = []
-    places = [i for i, x in enumerate(step.outputs) if x in out]
     for body, start, (first, stop) in _bodies(step.eqn) or _whole_bodies(step.eqn):
         flat = flatten(body, forward_mode=True)
         inside = near_numbers(flat, places, ((i, first + i) for i in range(stop - first)))
