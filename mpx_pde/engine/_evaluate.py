@@ -97,7 +97,9 @@ class Evaluator:
         plan = self.rules.plan
         params = kinds.params if self.plain else None
         asked = asked or plan.everything
-        roles = roles_of(flat, stages, plan, asked, params, carried, whole=self.full is not None)
+        wild = self.storage.dtype == np.float16
+        whole = self.full is not None
+        roles = roles_of(flat, stages, plan, asked, params, carried, whole=whole, wild=wild)
         half = self.product.halves(flat, env, roles.stage, kinds.half)
         roles = roles._replace(half=half)
         if not self.plain:

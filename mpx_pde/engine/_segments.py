@@ -6,6 +6,7 @@ backward pass what enters it, and is evaluated again there: of a network each st
 a layer.
 """
 
+import math
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step, flatten, variables
-from ..interpret._jaxpr import CALLS, bodies_of, contains, differentiable, pushforward
+from ..interpret._jaxpr import CALLS, aval_of, bodies_of, contains, differentiable, pushforward
 from ..interpret._rebind import scan_counts
 from ._plan import Index, Plan
 from ._roles import (
@@ -35,6 +36,9 @@ from ._streams import DATA, DEEP, RAW, WILD, has_streams, is_inexact
 
 _SMALL = 64
 """Up to this many coordinates the first product is evaluated again rather than kept."""
+
+_LEAST = 0.25
+"""Numbers below are no values that activations saturate at."""
 
 _VALUE: frozenset[Index] = frozenset({()})
 """The streams of a variable of which none is asked for."""
@@ -155,18 +159,19 @@ def roles_of(
     params: Collection[int] | None = None,
     carried: Collection[tuple[int, int]] | None = None,
     whole: bool = True,
+    wild: bool = False,
 ) -> Role:
     """Returns the roles of a program whose results are wanted with the streams `asked`.
 
     One without streams has `params`; with a forward pass in full it is a `whole` loss. The step of
     a loop hands on what is `carried`, maybe nothing: the positions of a result and of the operand
-    that it is in the next step.
+    that it is in the next step. Where half has little range derivatives are `wild`.
     """
     ends, made, data = None, set[int](), set[int]()
     if params is None:
         stage = _stages(flat, stages)
     else:
-        stage, data = _stages_of_loss(flat, stages, params)
+        stage, data = _stages_of_loss(flat, stages, params, wild)
         found, made = ends_of(flat, params, stage, carried is not None)
         ends = found if whole else None
     wanted, more = set[int](), set[int]()
@@ -238,34 +243,37 @@ def _near_inside(step: Step, places: Collection[int]) -> list[int]:
     return found
 
 
-def _numbers(flat: Flat) -> dict[int, Any]:
-    """The variables that are numbers known while tracing, with these."""
-    found: dict[int, Any] = {}
+def _numbers(flat: Flat) -> dict[int, float]:
+    """The variables that are one number, known or not (NaN), made of no other variables."""
+    found = {k: math.nan for k, c in flat.constants.items() if np.ndim(c.value) == 0}
     for step in flat.steps:
-        values = [_number_of(x, found) for x in step.inputs]
-        moves = step.name in tables.LAYOUT or step.name == "convert_element_type"
-        if moves and len(values) == 1 and values[0] is not None:
-            found.update(dict.fromkeys(step.outputs, values[0]))
+        alone = step.inputs and found.keys() >= {*step.variables}
+        if alone and all(aval_of(v).shape == () for v in step.eqn.invars):
+            moves = step.name in tables.LAYOUT or step.name == "convert_element_type"
+            values = [_number_of(x, found) for x in step.inputs]
+            value = values[0] if moves and len(values) == 1 else math.nan
+            found.update(dict.fromkeys(step.outputs, math.nan if value is None else value))
     return found
 
 
-def _number_of(x: int | Constant, numbers: Mapping[int, Any]) -> Any:
+def _number_of(x: int | Constant, numbers: Mapping[int, float]) -> float | None:
     if not isinstance(x, Constant):
         return numbers.get(x)
-    known = isinstance(x.value, np.ndarray | np.generic | int | float) and np.ndim(x.value) == 0
-    return x.value if known else None
+    if np.ndim(x.value):
+        return None
+    known = isinstance(x.value, np.ndarray | np.generic | int | float)
+    return complex(x.value).real if known else math.nan
 
 
-def _leaves_little(step: Step, numbers: Mapping[int, Any], positive: set[int]) -> bool:
+def _leaves_little(step: Step, numbers: Mapping[int, float], positive: Collection[int]) -> bool:
     """Returns whether an equation takes the distance to a number that activations saturate at: a
-    small one, such as that in a norm, or a phase, is none. A sum of what is `positive` is none."""
+    small one, such as that in a norm, is none. A sum of what is `positive` is none."""
     if step.name not in _SUMS:
         return False
-    found = (_number_of(x, numbers) for x in step.inputs)
-    known = [complex(x).real for x in found if x is not None]
-    whole = any(x != 0 and x.is_integer() for x in known)
+    known = [x for x in (_number_of(x, numbers) for x in step.inputs) if x is not None]
+    near = any(not abs(x) < _LEAST for x in known)
     others = step.values - numbers.keys()
-    return whole and not (step.name == "add" and positive >= others and min(known) > 0)
+    return near and not (step.name == "add" and others <= {*positive} and min(known) > 0)
 
 
 def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:
@@ -279,7 +287,7 @@ def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:
 
 
 def _stages_of_loss(
-    flat: Flat, given: Mapping[int, int], params: Collection[int]
+    flat: Flat, given: Mapping[int, int], params: Collection[int], wild: bool
 ) -> tuple[dict[int, int], set[int]]:
     """Returns the stages of what depends on data, and the results that depend on data alone. Of
     these, integers have no stage: they are exact."""
@@ -287,8 +295,10 @@ def _stages_of_loss(
     for step in flat.steps:
         moving = [stage[x] for x in step.variables if x in stage]
         values = step.values
-        if is_wild(step, stage):
+        if wild and is_wild(step, stage):
             stage.update(dict.fromkeys(step.outputs, WILD))
+        elif has_streams(step.eqn):
+            stage.update(dict.fromkeys(step.outputs, RAW))
         elif not moving:
             model.update(() if model.isdisjoint(values) else step.outputs)
         elif max(moving) > RAW or not model.isdisjoint(values):

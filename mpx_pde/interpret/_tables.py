@@ -260,7 +260,8 @@ EXTREMES = _with("extreme")
 
 DISTANCES = ARITHMETIC | LAYOUT | CHOICES | EXTREMES
 DISTANCES |= {"square", "integer_pow", "pow", "sqrt", "convert_element_type"}
-DISTANCES |= {"pad", "gather", "dynamic_update_slice", "scatter", "sort"}
+DISTANCES |= {"pad", "gather", "dynamic_update_slice", "sort", "top_k"}
+DISTANCES |= {name for name in TABLE if name.startswith("scatter")}
 """Operations by way of which a rounding error reaches a difference."""
 
 POINTWISE = _with("pointwise")
