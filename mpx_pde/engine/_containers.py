@@ -131,10 +131,8 @@ class Containers:
         if self.mixed:
             consts, init = self._outside(consts), list(map(self.loaded, init))
         top = _highest(eqn, operands)
-        stage = (
-            DEEP if self.mixed else max((s for s in _stages(operands) if s < WILD), default=DEEP)
-        )
-        stage = max([stage, *(s for s in _stages(init) if s == WILD)])
+        others = (s for s in _stages(operands) if s < WILD)
+        stage = max((*_stages(init), *others), default=DEEP)
         scanned = self._turned(operands[n:])
         (body,), onward = bodies_of(eqn), [(i, n_consts + i) for i in range(n_carry)]
 

@@ -28,6 +28,7 @@ from ..interpret._products import asks_for_more, says_its_dtype
 from ._containers import Containers, enters
 from ._custom import own_in_registers
 from ._moments import moments_p, with_moments
+from ._near import near_numbers, summed_in
 from ._plan import Plan
 from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
 from ._roles import is_wild
@@ -37,10 +38,8 @@ from ._segments import (
     Role,
     is_light,
     multiplied_only,
-    near_numbers,
     parts_of,
     signature,
-    summed_in,
 )
 from ._streams import DEEP, WILD, Jet, Storage, cast, is_inexact, is_traced, primal_of, typed
 

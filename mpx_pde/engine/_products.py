@@ -228,11 +228,11 @@ def only_names(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage, full: S
 def is_biased(eqn: JaxprEqn, operands: Sequence[Any], halves: Sequence[bool]) -> bool:
     """Returns whether an equation adds an array that does not depend on the point to a value that
     is among the `halves`, such as a bias to a product."""
-    x = _beside_an_array(eqn, operands, ("add", "sub", "add_any"))
+    x = _beside_an_array(eqn, operands, tables.ADDITIONS)
     return x is not None and any(h for y, h in zip(operands, halves, strict=True) if y is x)
 
 
-def _beside_an_array(eqn: JaxprEqn, operands: Sequence[Any], names: Sequence[str]) -> Jet | None:
+def _beside_an_array(eqn: JaxprEqn, operands: Sequence[Any], names: Collection[str]) -> Jet | None:
     """Returns the one operand of an equation of these `names` that depends on the point, if the
     other is an array that does not, and is no number."""
     moving = [x for x in operands if isinstance(x, Jet)]
@@ -245,7 +245,7 @@ def is_weighted(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> boo
     """Returns whether an equation multiplies each entry of a value beyond the first product by a
     number of its own that does not depend on the point, or adds one, as a norm does by its weights
     and its bias."""
-    x = _beside_an_array(eqn, operands, ("mul", "add", "sub", "add_any"))
+    x = _beside_an_array(eqn, operands, tables.ADDITIONS | {"mul"})
     narrows = storage.dtype not in (None, storage.registers)
     return narrows and x is not None and x.stage == DEEP and x.primal.dtype == storage.registers
 

@@ -220,7 +220,7 @@ class Rules:
 
     def _linear_stream(self, eqn, operands, key) -> list:
         name = eqn.primitive.name
-        if name in ("add", "sub", "add_any"):
+        if name in tables.ADDITIONS:
             x, y = (x.streams.get(key) if isinstance(x, Jet) else None for x in operands)
             return [total([x, -y if name == "sub" and y is not None else y])]
         if name == "gather":

@@ -225,6 +225,9 @@ residual in a squared error. (So is what is raised to an even power by `integer_
 
 ARITHMETIC = _with("arithmetic")
 
+ADDITIONS = frozenset(("add", "sub", "add_any"))
+"""Sums and differences of two."""
+
 BOUNDED = _with("bounded")
 """Functions whose result is small, whatever their argument."""
 

@@ -165,22 +165,19 @@ def _cell(fraction: float) -> str:
     return "·" if fraction == 0 else percent(fraction)
 
 
-def _nothing(row: Row) -> str:
-    return "zero" if row.zeros == 1 else "not finite"
-
-
 def _cells(row: Row, at_risk: bool) -> dict[str, str]:
     """Returns the cells of a row by the names of their columns."""
     alone, low_high = row.operations == 1, row.exponents
     named = f"{row.primitive} in {row.layer}" if row.layer and alone else row.primitive
     shape = "×".join(map(str, row.shape)) or "scalar"
     lost = lambda fraction: _cell(fraction) if at_risk else ""
+    nothing = "zero" if row.zeros == 1 else "not finite"
     return {
         "where": row.line,
         "operation": f"{named} in a custom_vjp" if row.inside else named,
         "shape": shape if alone else f"{row.operations} operations",
         "held in": row.dtype,
-        "range": "2^{:.1f} … 2^{:.1f}".format(*low_high) if low_high else _nothing(row),
+        "range": "2^{:.1f} … 2^{:.1f}".format(*low_high) if low_high else nothing,
         "float16 overflow": lost(row.float16.overflow),
         "subnormal": lost(row.float16.subnormal),
         "to zero": lost(row.float16.zero),

@@ -1,5 +1,5 @@
-"""What meets derivatives, which may be of any size, and what lies near a number, of which rounding
-leaves little: neither is rounded to half, wherever it goes."""
+"""Values that are not rounded to half, wherever they go: derivatives, which may be of any size, and
+what lies near a number, of which rounding leaves little."""
 
 import equinox as eqx
 import jax
@@ -12,7 +12,11 @@ import mpx_pde as mpx
 
 
 # Some roundings of a half one after another, most of which average out.
-TOLERANCES = {"float16": 2.0**-7, "bfloat16": 2.0**-5}
+# Under `autocast` values are rounded too.
+TOLERANCES = {
+    "forward": {"float16": 2.0**-9, "bfloat16": 2.0**-6},
+    "autocast": {"float16": 2.0**-7, "bfloat16": 2.0**-5},
+}
 KEY = jax.random.key(0)
 POINTS = jnp.linspace(0, 1, 128)[:, None]
 WAVES = jnp.sin(jnp.pi * jnp.outer(jnp.arange(1.0, 9.0), POINTS[:, 0])) / 64
@@ -72,7 +76,7 @@ def test_derivatives_are_not_rounded_without_their_scales(name, unit, how):
     for _ in range(20):
         scaling, finite, grads = step(scaling, model)
     assert finite
-    assert relative(grads, want) < TOLERANCES["float16"]
+    assert relative(grads, want) < TOLERANCES[how]["float16"]
 
 
 def logits(h, weights):
@@ -131,4 +135,4 @@ def test_what_is_near_a_number_is_not_rounded_before_its_distance_is_taken(name,
     scaling, options = mpx.StaticLossScaling(2.0**8), {"policy": policy(half), **OPTIONS[how]}
     _, finite, grads = eqx.filter_jit(mpx.filter_grad(loss, scaling, **options))(params, points)
     assert finite
-    assert relative(grads, want) < TOLERANCES[half]
+    assert relative(grads, want) < TOLERANCES[how][half]

@@ -1,6 +1,7 @@
 """What the problems share, and what some of them are measured against."""
 
 import dataclasses
+import itertools
 
 import equinox as eqx
 import jax
@@ -13,7 +14,7 @@ from pages import module
 import mpx_pde as mpx
 
 
-shared, runner, naive = map(module, ("_problem", "_runner", "_naive"))
+shared, runner, naive, spectral = map(module, ("_problem", "_runner", "_naive", "references"))
 
 
 # Examples are programs of users.
@@ -104,6 +105,22 @@ def test_burgers_reference_solves_the_equation():
     assert np.allclose(u_t + u * u_x, nu * u_xx, atol=1e-3)
 
 
+def periodic(n):
+    return np.linspace(-1, 1, n, endpoint=False)
+
+
+SMALL = {"diffusivity": 1e-2, "reaction": 5.0, "length": 2.0, "time": 0.5}
+
+
+def test_spectral_solver_is_of_fourth_order():
+    u = np.cos(np.pi * periodic(64)) * (1 + 0.3 * np.sin(np.pi * periodic(64)))
+    solve = lambda steps: spectral.allen_cahn(u, steps=steps, every=steps, **SMALL)[-1]
+    fine = solve(2560)
+    errors = [np.linalg.norm(solve(steps) - fine) for steps in (40, 80, 160)]
+    for coarse, half in itertools.pairwise(errors):
+        assert 12 < coarse / half < 20  # 2⁴
+
+
 def test_allen_cahn_reference_is_fine_enough():
     """Errors of the trainings are above 1e-5."""
     example = module("allen_cahn")
@@ -121,3 +138,25 @@ def test_the_right_hand_side_in_many_dimensions_is_the_laplacian():
     trace = jax.jit(jax.vmap(lambda p: jnp.sum(jax.vmap(lambda e: column(p, e))(jnp.eye(1000)))))
     # Sums of 1,000 terms of either sign in float32.
     assert np.allclose(trace(x), jax.vmap(example.right_hand_side)(x), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_helmholtz_source_and_residual_against_float64():
+    example = module("helmholtz")
+    points = np.random.default_rng(0).uniform(-1, 1, (32, 2))
+    u = example.network(jax.random.key(0))
+    got = np.asarray(jax.jit(example.residuals)(u, jnp.float32(points)))
+
+    def laplacian(fun, points):
+        return jax.vmap(lambda p: jnp.trace(jax.hessian(fun)(p)))(points)
+
+    with jax.enable_x64(True):
+        points = jnp.asarray(points)
+        exact = example.solution
+        source = laplacian(exact, points) + example.K**2 * jax.vmap(exact)(points)
+        assert np.allclose(example.source(points), source, rtol=1e-11, atol=1e-11)
+        wide = mpx.cast_tree(naive.without_protection(u), "float64")
+        want = laplacian(wide, points) + example.K**2 * jax.vmap(wide)(points) - source
+        want = np.asarray(want) / example.SIZE
+    # float32: a Laplacian of many terms of either sign.
+    assert np.allclose(got, want, atol=1e-4 * np.abs(want).max())
