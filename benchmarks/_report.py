@@ -142,7 +142,7 @@ PAUSE = 0.02  # seconds; threads of OpenMP spin for some milliseconds
 
 
 def interleave(
-    rivals: Mapping[str, Callable[[], Any]], *, rounds: int, warmup: int = 2
+    rivals: Mapping[str, Callable[[], Any]], *, rounds: int, warmup: int = 2, calls: int = 1
 ) -> dict[str, dict[str, float]]:
     """Times the rivals in turn, so that a machine that slows down slows down all of them.
 
@@ -153,6 +153,7 @@ def interleave(
         after a pause and an untimed call: another rival leaves its data in the caches, and threads
         that spin for a while.
     - `warmup`: untimed calls of each first, compilation among them.
+    - `calls`: how many are timed together, of which only the last is waited for.
 
     **Returns:**
 
@@ -168,8 +169,8 @@ def interleave(
             time.sleep(PAUSE)
             jax.block_until_ready(rivals[name]())
             begin = time.perf_counter()
-            jax.block_until_ready(rivals[name]())
-            seconds[name].append(time.perf_counter() - begin)
+            jax.block_until_ready([rivals[name]() for _ in range(calls)][-1])
+            seconds[name].append((time.perf_counter() - begin) / calls)
     return {name: timing(values) for name, values in seconds.items()}
 
 

@@ -9,6 +9,7 @@ same data from the same weights: time, memory and error side by side.
 import argparse
 import gc
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import cycle
 from typing import Any, NamedTuple, Protocol
@@ -27,7 +28,8 @@ from ._report import Report, failure, interleave, require
 
 
 FIRST_MOMENT = 0.1  # of the gradient, in Adam's state after the first step
-BEFORE = 3  # steps before the rounds of the clock, each of which takes two
+BEFORE = 3  # steps before the rounds of the clock, each of which takes one that is not timed
+IN_A_ROW = 5  # timed together on a GPU
 LARGEST_SKIPS = 40  # steps that overflow before a loss scale fits
 START, PERIOD = 2.0**15, 2000
 MIN_SCALE = 2.0**-24
@@ -383,8 +385,10 @@ def measure(
     observe: Callable[[Step], dict[str, Any]],
     *,
     rounds: int,
+    jobs: int = 1,
 ) -> dict[str, dict[str, Any]]:
-    """Builds the rivals, observes their first steps, and times the next ones in turn.
+    """Builds the rivals, `jobs` at once, observes their first steps, and times the next in turn.
+    A GPU takes several before it is waited for, as in a training.
 
     **Returns:**
 
@@ -392,14 +396,15 @@ def measure(
     """
     fields: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
-    for name, make in rivals.items():
+    with ThreadPoolExecutor(jobs) as pool:
+        made = {name: pool.submit(make) for name, make in rivals.items()}
+    for name, step in made.items():
         try:
-            step = make()
-            fields[name] = observe(step)
+            fields[name] = observe(step.result())
         except Exception as error:  # whatever it is, it is what this rival has to show
             fields[name] = {"failed": failure(error)}
         else:
-            steps[name] = step
+            steps[name] = step.result()
     last: dict[str, Any] = {}
 
     def timed(name):
@@ -407,11 +412,14 @@ def measure(
         return last[name]
 
     timers = {name: partial(timed, name) for name in steps}
-    times = interleave(timers, rounds=rounds, warmup=BEFORE - 1)
+    calls = IN_A_ROW if jax.default_backend() == "gpu" else 1
+    times = interleave(timers, rounds=rounds, warmup=BEFORE - 1, calls=calls)
+    taken = BEFORE + (1 + calls) * rounds
     for name, step in steps.items():
         told = {"seconds": times[name], "temp_bytes": step.temp_bytes}
-        fields[name] |= {**told, "steps": BEFORE + 2 * rounds, "loss": float(last[name])}
+        fields[name] |= {**told, "steps": taken, "loss": float(last[name])}
     steps.clear()
+    made.clear()
     gc.collect()  # states are large, and the next configuration wants the memory
     return fields
 
@@ -423,6 +431,7 @@ def add_arguments(
     told = "no size is begun after so many of them"
     parser.add_argument("--rounds", type=int, default=rounds, help="of the clock")
     parser.add_argument("--minutes", type=float, default=minutes, help=told)
+    parser.add_argument("--jobs", type=int, default=1, help="steps that are compiled at once")
 
 
 def run_sizes(
@@ -461,9 +470,8 @@ def run_sizes(
         steps: dict[str, Any] = {name: partial(JaxStep, task, r, on_device) for name, r in there}
         steps |= others(task) if report.installed(*needs) else {}
         steps = {name: make for name, make in steps.items() if chosen(task, name)}
-        for name, fields in measure(
-            steps, observe, rounds=1 if args.quick else args.rounds
-        ).items():
+        rounds = 1 if args.quick else args.rounds
+        for name, fields in measure(steps, observe, rounds=rounds, jobs=args.jobs).items():
             report.record("steps", **task.where, rival=name, **fields)
             failed |= "failed" in fields and name.startswith("mpx_pde")
     return failed

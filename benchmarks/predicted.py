@@ -10,10 +10,11 @@ where it takes longer than both, to XLA's own estimates of all kernels but produ
 *Ideal* is what the products of the step take, in half precision, and reading its state and batch
 and writing its new state once: all else would stay on the chip.
 
-Everything repeats to the byte, on any machine with the same JAX. Whether it is true is told by the
-command that each problem names, on a real one.
+Everything repeats to the byte, on any machine with the same JAX. Whether it is true is told by
+`--measure`, on a real one: the same steps in turns, with the errors of their gradients.
 
     python -m benchmarks predicted                                # 25 minutes
+    python -m benchmarks predicted --measure --jobs 8             # on a GPU
     python -m benchmarks predicted --problems cavity-512          # the others stay as they were
     python -m benchmarks predicted --quick --check                # what the CI does
 
@@ -34,13 +35,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from . import fno_step, foreign_step, pinn_step, vit_step
+from . import _steps, fno_step, foreign_step, pinn_step, vit_step
 from ._chips import H100, Chip
 from ._deviceless import CUBLAS, Compiled
 from ._hlo import Module
 from ._report import Report
 from ._roofline import Kernel, Roofline, largest, summary
-from ._steps import HIGHEST, TF32, Rival, Task
+from ._steps import HIGHEST, TF32, Rival, Task, run_sizes
 
 
 FOLDERS = ("mpx_pde", "benchmarks", "examples")
@@ -59,12 +60,13 @@ GROWTH = 1.02
 
 
 class Problem(NamedTuple):
-    """A task with the rivals of which a time is predicted, and the command that settles it."""
+    """A task with the rivals of which a time is predicted; `chunk` samples at a time are evaluated
+    in float64."""
 
     name: str
     title: str
-    command: str
     task: Callable[[], Task]
+    chunk: int
 
 
 def _products(rival: Rival) -> dict[str, Rival]:
@@ -90,15 +92,14 @@ def of_cavity(width: int, depth: int, points: int) -> Problem:
             rivals[f"mpx_pde {half}, forward {forward}"] = rival
         return whole._replace(rivals=rivals)
 
-    command = f"pinn_step --widths {width} --points {points} --depth {depth}"
     title = f"cavity {width} × {depth}, {points:,} points"
-    return Problem(f"cavity-{width}", title, command, task)
+    return Problem(f"cavity-{width}", title, task, pinn_step.CHUNK)
 
 
 def of_network(name: str, width: int, points: int) -> Problem:
     title = f"{name}, width {width}, {points:,} points"
     task = partial(foreign_step.task, name, width, points, gpu=True)
-    return Problem(f"network-{name}", title, f"foreign_step --networks {name}", task)
+    return Problem(f"network-{name}", title, task, 1024)
 
 
 def of_operator(resolution: int, modes: int = 32, channels: int = 64, batch: int = 32) -> Problem:
@@ -116,13 +117,13 @@ def of_operator(resolution: int, modes: int = 32, channels: int = 64, batch: int
         return whole._replace(rivals=rivals)
 
     title = f"FNO {resolution}², {modes} modes, batch {batch}"
-    return Problem(f"fno-{resolution}", title, "fno_step", task)
+    return Problem(f"fno-{resolution}", title, task, 1)
 
 
 def of_transformer(name: str, batch: int, **changes: Any) -> Problem:
     def task() -> Task:
         size = dataclasses.replace(vit_step.vit.SIZES[name], batch=batch, **changes)
-        whole = vit_step.task(size)
+        whole = vit_step.task(size, gpu=True)
         rivals = {
             **_products(whole.rivals["mpx_pde float32"]),
             "mpx_pde float16": whole.rivals["mpx_pde autocast-float16"],
@@ -133,8 +134,7 @@ def of_transformer(name: str, batch: int, **changes: Any) -> Problem:
             rivals[f"mpx_pde float16, forward {forward}"] = rival
         return whole._replace(rivals=rivals)
 
-    title, command = f"ViT-{name.title()}, batch {batch}", f"vit_step --batches {batch}"
-    return Problem(f"vit-{name}", title, command, task)
+    return Problem(f"vit-{name}", f"ViT-{name.title()}, batch {batch}", task, vit_step.EXACT_CHUNK)
 
 
 PROBLEMS = (
@@ -180,14 +180,17 @@ def predict(report: Report, problem: Problem) -> None:
             ideal = ideal_seconds(program.module, kernels, H100)
             for kernel in largest(kernels, H100):
                 report.record("kernels", **about, **kernel)
-        told = {
-            "temp_bytes": program.temp_bytes,
-            "command": f"python -m benchmarks {problem.command}",
-        }
-        step = {**about, "rival": name, **summary(kernels, H100), **told}
-        records.append(report.record("steps", **step))
+        told = {**summary(kernels, H100), "temp_bytes": program.temp_bytes}
+        records.append(report.record("steps", **about, rival=name, **told))
     for record in records:
         record["ideal_seconds"] = ideal
+
+
+def measure(report: Report, args: argparse.Namespace, problem: Problem) -> bool:
+    """Runs what `predict` compiles; whether one of our own steps failed."""
+    where = {"problem": problem.name, "title": problem.title}
+    task = problem.task()._replace(where=where)
+    return run_sizes(report, args, [task], chunk=problem.chunk)
 
 
 # --- What the CI checks ----------------------------------------------------------------------
@@ -241,14 +244,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--problems", nargs="+", help="their names, such as cavity-512")
     parser.add_argument("--check", action="store_true", help=f"fail above {GROWTH} of the recorded")
     parser.add_argument("--record", action="store_true", help="record the traffic of small steps")
+    parser.add_argument("--measure", action="store_true", help="run the steps on what is here")
+    _steps.add_arguments(parser, rounds=10, minutes=None)
 
 
-def run(report: Report, args: argparse.Namespace) -> None:
+def run(report: Report, args: argparse.Namespace) -> bool:
     if args.check or args.record:
         raise SystemExit(check(args.record))
-    report.name = "predicted-h100"
     problems = {problem.name: problem for problem in (QUICK if args.quick else PROBLEMS)}
     chosen, sections = args.problems or list(problems), ("steps", "kernels")
+    if args.measure:
+        report.name = "measured"
+        failed = False
+        for problem in report.within(args.minutes, map(problems.get, chosen)):
+            failed |= measure(report, args, problem)
+            report.save()
+        return failed
+    report.name = "predicted-h100"
     if args.problems and not args.quick:
         report.resume(*sections)
     for name in sections:
@@ -260,3 +272,4 @@ def run(report: Report, args: argparse.Namespace) -> None:
         predict(report, problems[name])
     for name in sections:
         report.sections[name].sort(key=lambda r: list(problems).index(r["problem"]))
+    return False

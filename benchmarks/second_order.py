@@ -4,30 +4,37 @@ The recipe is that of `python -m examples.problems run NAME --recipe deep`.
 
     python -m benchmarks second_order --problems kovasznay --seeds 0
     python -m benchmarks second_order --target h100     # predicts the time of a step, and runs none
+    python -m benchmarks second_order --time 8          # measures it on a GPU: eight steps of each
 """
 
 import argparse
 import dataclasses
 import importlib
 import itertools
-from typing import Any
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import mpx_pde as mpx
 
 from ._chips import CHIPS
 from ._deviceless import CUBLAS, compile_for
 from ._problems import problems
-from ._report import Report
+from ._report import Report, timing
 from ._roofline import Roofline, summary
 
 
 PRECISIONS = ("float64", "float64-float32", "float32")
 COMPILED = ("float64", "float32", *(f"float64-{j}" for j in ("float32", "bfloat16_x3", "bfloat16")))
 WIDTH, POINTS = 99, 32_768  # 20,197 parameters
+JOBS = 3
 
 
 class _Untold(mpx.LevenbergMarquardt):
@@ -39,33 +46,92 @@ class _Untold(mpx.LevenbergMarquardt):
     def _tell(self, iterations: Any) -> None: ...
 
 
-def predict(report: Report, target: str, quick: bool) -> None:
-    """Predicts the time of a step on Burgers' equation. Of the conjugate gradients, whose number is
-    not known before, one iteration is counted for each solve."""
+class Sized(NamedTuple):
+    """A step on Burgers' equation by a wider network."""
+
+    optimizer: mpx.LevenbergMarquardt
+    network: Callable[[], Any]
+    points: int
+
+    def taken(self, state: Any, batch: Any) -> Any:
+        """The new state, and its loss and conjugate gradients."""
+        model, state = self.optimizer.update(*state, batch)
+        return (model, state), state.loss, state.iterations
+
+    def begun(self) -> Any:
+        model = self.network()
+        return model, self.optimizer.init(model)
+
+
+def sized(precision: str, quick: bool, kind: Any = mpx.LevenbergMarquardt) -> Sized:
     deep = importlib.import_module("examples.problems._deep")
     width, points = (16, 256) if quick else (WIDTH, POINTS)
     problem = dataclasses.replace(problems.load("burgers_1d").deep, width=width)
+    forward, jacobian = deep.PRECISIONS[precision]
+    network = partial(deep.Network, problem, jnp.dtype(forward), key=jax.random.key(0))
+    return Sized(kind(problem.residual, forward=forward, jacobian=jacobian), network, points)
+
+
+def size_of(network: Any, points: int) -> dict[str, int]:
+    arrays = jax.tree.leaves(eqx.filter(network, eqx.is_inexact_array))
+    return {"parameters": sum(x.size for x in arrays), "points": points}
+
+
+def predict(report: Report, target: str, quick: bool) -> None:
+    """Predicts the time of a step. Of the conjugate gradients, whose number is not known before,
+    one iteration is counted for each solve."""
     for precision in COMPILED:
-        forward, jacobian = deep.PRECISIONS[precision]
-        with jax.enable_x64(forward == "float64"):
-            dtype = jnp.dtype(forward)
-            optimizer = _Untold(problem.residual, forward=forward, jacobian=jacobian)
-            network = lambda dtype=dtype: deep.Network(problem, dtype, key=jax.random.key(0))
-            model = eqx.filter_eval_shape(network)
-            state = model, eqx.filter_eval_shape(optimizer.init, model)
-
-            def step(state, batch, optimizer=optimizer):
-                new = optimizer.update(state[0], state[1], batch)
-                return new, new[1].loss
-
-            batch = jax.ShapeDtypeStruct((points, 2), dtype)
-            options = {} if "_x3" in jacobian else CUBLAS
-            program = compile_for(target, step, state, batch, donate=(0,), compiler_options=options)
-        arrays = jax.tree.leaves(eqx.filter(model, lambda x: isinstance(x, jax.ShapeDtypeStruct)))
-        size = {"parameters": sum(x.size for x in arrays), "points": points}
-        told = summary(Roofline(program.module).kernels(), CHIPS[target])
+        with jax.enable_x64("float64" in precision):
+            step = sized(precision, quick, _Untold)
+            state = eqx.filter_eval_shape(step.begun)
+            batch = jax.ShapeDtypeStruct((step.points, 2), jnp.dtype(step.optimizer.forward))
+            options = {} if "_x3" in precision else CUBLAS
+            parts = step.taken, state, batch
+            program = compile_for(target, *parts, donate=(0,), compiler_options=options)
+            told = size_of(step.network(), step.points)
+        told |= summary(Roofline(program.module).kernels(), CHIPS[target])
         told["temp_bytes"] = program.temp_bytes
-        report.record("steps", precision=precision, **size, **told)
+        report.record("steps", precision=precision, **told)
+
+
+class _Running:
+    """Steps of a precision, from the same weights at the same points. The first is taken at once,
+    for it compiles."""
+
+    def __init__(self, precision: str, quick: bool):
+        self.wide = "float64" in precision
+        with jax.enable_x64(self.wide):
+            step = sized(precision, quick)
+            at = np.random.default_rng(0).uniform((0, -1), (1, 1), (step.points, 2))
+            self.batch = jnp.asarray(at, step.optimizer.forward)
+            self.take, self.state = eqx.filter_jit(step.taken), step.begun()
+            self.size = size_of(self.state[0], step.points)
+        self.seconds: list[float] = []
+        self.losses: list[float] = []
+        self.iterations: list[int] = []
+        self()
+        self.seconds.clear()
+
+    def __call__(self) -> None:
+        with jax.enable_x64(self.wide):
+            begin = time.perf_counter()
+            found = jax.block_until_ready(self.take(self.state, self.batch))
+            self.seconds.append(time.perf_counter() - begin)
+        self.state, loss, iterations = found
+        self.losses.append(float(loss))
+        self.iterations.append(int(iterations))
+
+
+def measure(report: Report, count: int, quick: bool) -> None:
+    """Measures steps of all precisions in turn."""
+    with ThreadPoolExecutor(JOBS) as pool:  # that compile
+        running = dict(zip(COMPILED, pool.map(partial(_Running, quick=quick), COMPILED), strict=True))
+    for _ in range(count):
+        for step in running.values():
+            step()
+    for precision, step in running.items():
+        told = {"seconds": timing(step.seconds), "loss": step.losses, "iterations": step.iterations}
+        report.record("steps", precision=precision, **step.size, **told)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,6 +140,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="by default those of the recipe")
     parser.add_argument("--target", choices=CHIPS, help="compile for this, and predict")
+    parser.add_argument("--time", type=int, help="measure so many steps of a wide network")
     parser.add_argument("--resume", action="store_true", help="keep the trainings in the file")
 
 
@@ -81,6 +148,10 @@ def run(report: Report, args: argparse.Namespace) -> None:
     if args.target:
         report.name = f"second_order-{args.target}"
         predict(report, args.target, args.quick)
+        return
+    if args.time:
+        report.name = "second_order-steps"
+        measure(report, args.time, args.quick)
         return
     deep = importlib.import_module("examples.problems._deep")
     steps, points = 4 if args.quick else args.steps or deep.STEPS, deep.POINTS
