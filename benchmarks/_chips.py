@@ -45,6 +45,8 @@ H100 = Chip(  # SXM
     {
         # Of dense peak: what cuBLAS gets for products of these sizes.
         "half": Rate("products, half precision", 989e12, 0.6),
+        # In one kernel of XLA's own: what an H200 took for products of 512 columns.
+        "split": Rate("products, split", 989e12, 0.24),
         "tf32": Rate("products, TF32", 494e12, 0.6),
         "f32": Rate("products, float32", 67e12, 0.8),
         "f64": Rate("products, float64", 67e12, 0.8),

@@ -305,7 +305,7 @@ def _product_kind(dtype: str, algorithm: str, attributes: str) -> str:
     if "tf32" in algorithm:
         return "tf32"
     if "bf16" in algorithm:
-        return "half"
+        return "split" if "_x" in algorithm else "half"
     full = "f32_f32_f32" in algorithm or "highest" in attributes.lower()
     return "f32" if full else "tf32"
 

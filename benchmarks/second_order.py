@@ -125,7 +125,9 @@ class _Running:
 def measure(report: Report, count: int, quick: bool) -> None:
     """Measures steps of all precisions in turn."""
     with ThreadPoolExecutor(JOBS) as pool:  # that compile
-        running = dict(zip(COMPILED, pool.map(partial(_Running, quick=quick), COMPILED), strict=True))
+        running = dict(
+            zip(COMPILED, pool.map(partial(_Running, quick=quick), COMPILED), strict=True)
+        )
     for _ in range(count):
         for step in running.values():
             step()

@@ -10,7 +10,7 @@ from helpers import equations, normal, relative
 import mpx_pde as mpx
 from mpx_pde import nn
 from mpx_pde._dot import split_dot_general
-from mpx_pde._split import SPLIT_PRODUCTS
+from mpx_pde._split import IN_HALVES, SPLIT_PRODUCTS, split_product
 
 
 # How many bits each part has, how many parts, and how large the sum of their numbers may be.
@@ -63,6 +63,28 @@ def test_a_product_is_that_of_the_parts(name):
     assert relative(got, oracle(x, y, name)) < 2.0**-21
     low, high = ERRORS[name]
     assert low < relative(got, np.asarray(x, np.float64) @ np.asarray(y, np.float64)) < high
+
+
+def test_products_of_halves_by_themselves_are_as_exact():
+    """As a GPU takes them. What is small, the products with the rests of operands, is rounded to
+    bfloat16, as these rests are: three roundings of one size in place of the two of operands."""
+    x, y = normal(0, (64, 128)), normal(1, (128, 64))
+    exact = np.asarray(x, np.float64) @ np.asarray(y, np.float64)
+    product = lambda x, y, **options: jax.lax.dot_general(x, y, MATMUL, **options)
+    by_halves = lambda x, y: split_product(product, x, y, IN_HALVES, jnp.bfloat16)
+    assert relative(by_halves(x, y), oracle(x, y, IN_HALVES)) < 2.0**-16
+    assert relative(by_halves(x, y), exact) < 2 * relative(oracle(x, y, IN_HALVES), exact)
+    assert not jnp.isfinite(by_halves(x.at[0, 0].set(jnp.inf), y)[0]).any()
+
+
+@pytest.mark.parametrize("columns, count", [(64, 3), (8, 1)])
+def test_a_gpu_takes_wide_products_by_halves_and_narrow_ones_at_once(columns, count):
+    product = lambda x, y: split_dot_general(x, y, MATMUL, IN_HALVES)
+    operands = normal(0, (64, 128)), normal(1, (128, columns))
+    text = jax.jit(product).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
+    products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
+    assert len(products) == count
+    assert all(("xbf16>" in line) == (count == 3) for line in products)
 
 
 @pytest.mark.slow

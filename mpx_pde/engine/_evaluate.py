@@ -15,7 +15,8 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jax.interpreters import ad
 
 from .._derivative_of import with_derivative_of
-from .._order import gradients_in_turn, read_at_once, rounded_cotangent
+from .._order import gradients_in_turn, read_at_once, rounded_cotangent, summed_apart
+from .._split import IN_HALVES
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Step, flatten, read
 from ..interpret._jaxpr import aval_of, in_context_of, own_bind
@@ -219,8 +220,10 @@ class Evaluator:
 
         kept = roles.stored | self._rounded(part, roles)
         stored = {i for i, k in enumerate(part.inputs) if k in kept and isinstance(known[i], Jet)}
-        # As it is evaluated, stored, and looked through for what does not fit.
-        moves = lambda x: read_at_once(x) if is_inexact(x) else x
+        # As it is evaluated, stored, and looked through for what does not fit. A sum of products by
+        # halves is no product: it is taken by what reads it.
+        apart = is_inexact if self.above.product.algorithm != IN_HALVES else lambda x: False
+        moves = lambda x: read_at_once(x) if apart(x) else x
         # What products alone read is read by each of them, and rounded by what made it.
         is_product = lambda step: step.name in tables.PRODUCTS
         single = multiplied_only(part.steps, part.outputs, is_product, tables.MOVES)
@@ -338,13 +341,16 @@ class Evaluator:
                 out = [rounded_cotangent(x, self.storage.dtype) for x in out]
             return list(map(Jet, out)), "plain", ""
         operands = aligned(eqn, operands)
+        weighted = is_weighted(eqn, operands, self.storage)
+        if weighted and name == "mul":
+            operands = _met_by_points(operands)
         rule = self.rules.find(eqn, operands)
         if rule is not None:
             if only_moves(step, operands):
                 out = folded(rule, eqn, operands, self.rules.plan)
             else:
                 out = rule(eqn, operands)
-            if biased or is_weighted(eqn, operands, self.storage):
+            if biased or weighted:
                 # A bias meets the value alone.
                 out = [self.storage.rounding(x, () if name == "mul" else x.streams) for x in out]
             return out, rule.__name__.strip("_"), ""
@@ -365,6 +371,12 @@ def _hold(env: dict[int, Any], keys: Iterable[int], roles: Role) -> None:
     """Takes from some values the derivatives that lead to nothing. What is known stays so."""
     hold = lambda x: lax.stop_gradient(x) if is_traced(x) else x
     env.update((k, jax.tree.map(hold, env[k])) for k in keys if k in roles.still)
+
+
+def _met_by_points(operands: Sequence[Any]) -> list[Any]:
+    """Returns a value and a weight, whose gradient is summed over the points by itself."""
+    (jet,) = (x for x in operands if isinstance(x, Jet))
+    return [x if x is jet else summed_apart(x, jet.primal) for x in operands]
 
 
 def _asked_for(x: Any, asked: Collection[Index]) -> Any:

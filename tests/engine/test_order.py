@@ -1,0 +1,71 @@
+"""In which order a backward pass sums, and what it writes before."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import equations, normal
+
+import mpx_pde as mpx
+from mpx_pde._order import summed_apart
+
+
+def in_full(weight, x):
+    return jnp.sum(jnp.sin(x * weight))
+
+
+def apart(weight, x):
+    return jnp.sum(jnp.sin(x * summed_apart(weight, x)))
+
+
+ORDERS = {
+    "gradient of a batch": lambda f: jax.grad(lambda w, xs: jnp.sum(jax.vmap(f, (None, 0))(w, xs))),
+    "batch of gradients": lambda f: (
+        lambda w, xs: jnp.sum(jax.vmap(jax.grad(f), (None, 0))(w, xs), 0)
+    ),
+    "in a checkpoint": lambda f: jax.grad(
+        lambda w, xs: jnp.sum(jax.vmap(jax.checkpoint(f), (None, 0))(w, xs))
+    ),
+    "two batches": lambda f: jax.grad(
+        lambda w, xs: jnp.sum(
+            jax.vmap(jax.vmap(f, (None, 0)), (None, 0))(w, xs.reshape(2, -1, xs.shape[-1]))
+        )
+    ),
+    "networks too": lambda f: (
+        lambda w, xs: jax.vmap(jax.grad(lambda w: jnp.sum(jax.vmap(f, (None, 0))(w, xs))))(
+            jnp.stack([w, 2 * w])
+        )
+    ),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_weight_has_the_gradient_that_it_has(order):
+    weight, points = normal(0, (4,)), normal(1, (6, 4))
+    want = ORDERS[order](in_full)(weight, points)
+    got = jax.jit(ORDERS[order](apart))(weight, points)
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+
+
+def test_a_norm_s_weight_is_summed_over_points_by_itself():
+    """What the cotangents are multiplied by is written once for all streams, then summed."""
+    keys = jax.random.split(jax.random.key(0))
+    layers = [eqx.nn.Linear(i, 16, key=k) for i, k in zip((2, 16), keys, strict=True)]
+    norms = [eqx.nn.LayerNorm(16) for _ in layers]
+
+    def network(model, p):
+        for layer, norm in zip(*model, strict=True):
+            p = jnp.tanh(norm(layer(p)))
+        return jnp.sum(p)
+
+    def loss(model, points):
+        terms = mpx.partials(lambda p: network(model, p), ["u_xx"], coords="xy", outputs="u")
+        return jnp.mean(jax.vmap(terms)(points)["u_xx"] ** 2)
+
+    gradient = mpx.filter_grad(loss, mpx.DynamicLossScaling(1.0), forward="float32")
+    program = eqx.filter_make_jaxpr(gradient)((layers, norms), normal(1, (8, 2)))[0]
+    written = [e for e in equations(program) if e.primitive.name == "written"]
+    assert [e.outvars[0].aval.shape for e in written if e.outvars[0].aval.dtype == jnp.float32] == [
+        (8, 16)
+    ]
