@@ -28,7 +28,7 @@ from ._bilinear import (
     rounded_product,
 )
 from ._dtypes import is_integer
-from ._split import IN_HALVES, split_by_hardware, split_product
+from ._split import IN_HALVES, SHORT, split_by_hardware, split_product
 from ._types import DTypeLike
 from ._varying import match_varying_axes
 
@@ -79,8 +79,9 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
 
 def _is_wide(x, y) -> bool:
     """Returns whether operands are matrices that are long along both axes. Of parts of bfloat16
-    cuBLAS takes their product on an H200 at three times the rate of XLA's own kernel for it."""
-    return x.ndim == y.ndim == 2 and min(*x.shape, *y.shape) >= _NARROW
+    cuBLAS takes their product on an H200 at three times the rate of XLA's own kernel for it; of
+    shorter ones what is read and written more takes as long."""
+    return x.ndim == y.ndim == 2 and min(*x.shape, *y.shape) > SHORT
 
 
 def _sums_over_rows(x, y, dimension_numbers) -> bool:

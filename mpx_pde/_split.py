@@ -16,8 +16,9 @@ _SPLITS = {
     "bfloat16_x6": (lax.DotAlgorithmPreset.BF16_BF16_F32_X6, 7, 3, 2),
     "bfloat16_x9": (lax.DotAlgorithmPreset.BF16_BF16_F32_X9, 7, 3, 4),
 }
-IN_HALVES = "bfloat16_x3"
-"""The split product that a GPU takes as products of bfloat16 by themselves."""
+IN_HALVES, SHORT = "bfloat16_x3", 256
+"""The split product that a GPU takes as products of bfloat16 by themselves, of matrices whose axes
+are all longer than this."""
 
 SPLIT_PRODUCTS = {name: preset for name, (preset, *_) in _SPLITS.items()}
 

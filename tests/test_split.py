@@ -77,10 +77,10 @@ def test_products_of_halves_by_themselves_are_as_exact():
     assert not jnp.isfinite(by_halves(x.at[0, 0].set(jnp.inf), y)[0]).any()
 
 
-@pytest.mark.parametrize(("columns", "count"), [(64, 3), (8, 1)])
+@pytest.mark.parametrize(("columns", "count"), [(512, 3), (256, 1)])
 def test_a_gpu_takes_wide_products_by_halves_and_narrow_ones_at_once(columns, count):
     product = lambda x, y: split_dot_general(x, y, MATMUL, IN_HALVES)
-    operands = normal(0, (64, 128)), normal(1, (128, columns))
+    operands = normal(0, (512, 512)), normal(1, (512, columns))
     text = jax.jit(product).trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     products = [line for line in text.splitlines() if "stablehlo.dot_general" in line]
     assert len(products) == count
