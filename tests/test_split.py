@@ -87,6 +87,20 @@ def test_a_gpu_takes_wide_products_by_halves_and_narrow_ones_at_once(columns, co
     assert all(("xbf16>" in line) == (count == 3) for line in products)
 
 
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("shapes", [((8, 16), (16, 1)), ((16,), (16, 4)), ((8, 1), (1, 4))])
+def test_a_product_with_a_vector_is_one_of_float32(shapes, name):
+    """Of the elementwise products that XLA makes of it on a GPU those of parts would be halves."""
+    x, y = map(normal, range(2), shapes)
+    axes = (((x.ndim - 1,), (0,)), ((), ()))
+    product = jax.jit(lambda x, y: split_dot_general(x, y, axes, name))
+    assert relative(product(x, y), np.asarray(x, np.float64) @ np.asarray(y, np.float64)) < 2.0**-21
+    text = product.trace(x, y).lower(lowering_platforms=("cuda",)).as_text()
+    (line,) = (line for line in text.splitlines() if "stablehlo.dot_general" in line)
+    assert "precision = [HIGHEST, HIGHEST]" in line
+    assert "algorithm" not in line
+
+
 @pytest.mark.slow
 def test_gradients_are_products_of_the_parts_too():
     x, y, g = normal(0, (8, 16)), normal(1, (16, 4)), normal(2, (8, 4))

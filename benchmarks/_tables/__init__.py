@@ -26,7 +26,7 @@ _BLOCK = re.compile(
 def table(name: str) -> Any:
     """Returns the table of a name: a `Table`, or a function that returns Markdown."""
     module, _, at = name.partition(".")
-    if (RESULTS / f"{module}-cpu.json").exists() and at in load(f"{module}-cpu"):
+    if any(RESULTS.glob(f"{module}*.json")) and at in load(module):
         return Table(module, at)
     return getattr(importlib.import_module(f"{__package__}._{module}"), at)
 

@@ -25,7 +25,10 @@ Result = dict[str, Any]
 
 
 def load(name: str) -> Result:
-    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    """Reads the file of a name, on a CPU where no device is named."""
+    path = RESULTS / f"{name}.json"
+    path = path if path.exists() else RESULTS / f"{name}-cpu.json"
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 _NUMBER = re.compile(r"[\d–].*|not measured.*|never|none")
@@ -135,7 +138,7 @@ class Table:
 
     def __call__(self, data: Result | None = None) -> str:
         """Returns the table and the text below it, for the recorded results or for `data`."""
-        data = load(f"{self.file}-cpu") if data is None else data
+        data = load(self.file) if data is None else data
         rows, titles, cells = self._cells(data)
         table = markdown(titles, cells)
         note = cell(rows[0], self.note) if rows else ""
@@ -144,7 +147,7 @@ class Table:
 
     def csv(self) -> str:
         """Returns the table of the recorded results as the text of a CSV file."""
-        _, titles, cells = self._cells(load(f"{self.file}-cpu"))
+        _, titles, cells = self._cells(load(self.file))
         out = io.StringIO()
         plain = ([re.sub(r"\*\*|`", "", text) for text in line] for line in (titles, *cells))
         csv.writer(out, lineterminator="\n").writerows(plain)

@@ -35,7 +35,7 @@ def entry(training: dict[str, Any]) -> str:
 
 
 def gallery(data: Result | None = None) -> str:
-    data = load("gallery-cpu") if data is None else data
+    data = load("gallery") if data is None else data
     parts = []
     for family, heading in FAMILIES.items():
         found = [t for t in data["trainings"] if t["family"] == family]

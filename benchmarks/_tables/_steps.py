@@ -114,6 +114,7 @@ networks = Table(
 
 # --- Predicted -------------------------------------------------------------------------------
 
+FORWARD = ("bfloat16_x3", "float32")
 OURS = "mpx_pde float16"
 FULL = "mpx_pde float32"
 
@@ -137,7 +138,7 @@ def gradient_error(problem: str, rival: str) -> str:
     wanted = {"rival": MEASURED.get((kind, rival))}
     if kind == "network":
         wanted = {"network": network, "rival": rival}
-    records = [r for r in load(f"{FILES[kind]}-cpu")["steps"] if wanted.items() <= r.items()]
+    records = [r for r in load(FILES[kind])["steps"] if wanted.items() <= r.items()]
     found = [r["error_gradient"] for r in records if r.get("error_gradient")]
     return f"{max(found):.1e}" if found else NONE
 
@@ -149,7 +150,7 @@ def beside(data: Result, problem: str) -> dict[str, Record]:
 
 def _predicted(problem: str, *rivals: str) -> list[Record]:
     """Steps of a problem, each with all of them beside it."""
-    steps = beside(load("predicted-h100-cpu"), problem)
+    steps = beside(load("predicted-h100"), problem)
     told = lambda rival: {"beside": steps, "error": gradient_error(problem, rival)}
     return [{**steps[rival], **told(rival)} for rival in rivals]
 
@@ -207,15 +208,40 @@ networks_step = Table(
     _NOTE,
 )
 
-# What settles each prediction.
-commands = Table(
-    "predicted-h100",
-    lambda data: [r for r in data["steps"] if r["rival"] == OURS],
-    """
-    problem     {title}
-    on an H100  `{command}`
+# --- Measured --------------------------------------------------------------------------------
+
+GPU = "measured-nvidia-h200"
+_SHOWN = {
+    "cavity-512": ("float32", "TF32", FULL, OURS, *(f"{OURS}, forward {f}" for f in FORWARD)),
+    "network-LayerNorm": ("TF32", "mpx_pde bfloat16, forward bfloat16_x3"),
+    "network-SIREN": ("TF32", "mpx_pde bfloat16, forward bfloat16_x3"),
+    "fno-256": ("TF32", OURS),
+}
+
+
+def _measured(data: Result) -> Iterator[Record]:
+    for problem, rivals in _SHOWN.items():
+        steps = beside(data, problem)
+        yield from ({**steps[rival], "beside": steps} for rival in rivals)
+
+
+def _median_over(rival: str) -> str:
+    return f"{{beside.{rival}.seconds.median/seconds.median:.1f}}"
+
+
+measured = Table(
+    GPU,
+    _measured,
+    f"""
+    step              {{title}}: {{rival}}
+    ms                {{seconds.median:ms.3g}}
+    float32 over it   {_median_over("float32")}
+    TF32 over it      {_median_over("TF32")}
+    memory, GiB       {{temp_bytes:GiB.2f}}
+    gradient error    {{error_gradient:.1e}}
     """,
-    told=False,
+    "Memory beyond state and batch. Medians of {seconds.rounds} rounds of five steps in a row, all "
+    "steps of a problem in turn.",
 )
 
 # --- Several devices -------------------------------------------------------------------------
