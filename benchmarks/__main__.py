@@ -32,6 +32,7 @@ LEVELS = {
     # What compilers tell of hardware that is not there: memory, products, collectives.
     "deviceless": ("overhead", *(f"weak_scaling --platform {p}" for p in _CHIPS), "predicted"),
     "gpu": (
+        "predicted --measure --jobs 8",
         *(*_STEPS, *(f"{name} {o}" for o in ("--time", "--seeds 0") for name in _TIMED)),
         *("spectral", f"breadth --resume --seeds 0 --problems {_TRAINED}"),
         "operators --size full --seeds 0",

@@ -396,15 +396,24 @@ def measure(
     """
     fields: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
-    with ThreadPoolExecutor(jobs) as pool:
-        made = {name: pool.submit(make) for name, make in rivals.items()}
-    for name, step in made.items():
+
+    def begun(make):
         try:
-            fields[name] = observe(step.result())
+            return make()
         except Exception as error:  # whatever it is, it is what this rival has to show
+            return error
+
+    with ThreadPoolExecutor(jobs) as pool:
+        made = list((map if jobs == 1 else pool.map)(begun, rivals.values()))
+    for name, step in zip(rivals, made, strict=True):
+        try:
+            if isinstance(step, Exception):
+                raise step
+            fields[name] = observe(step)
+        except Exception as error:
             fields[name] = {"failed": failure(error)}
         else:
-            steps[name] = step.result()
+            steps[name] = step
     last: dict[str, Any] = {}
 
     def timed(name):

@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import importlib
 import itertools
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -27,7 +26,7 @@ import mpx_pde as mpx
 from ._chips import CHIPS
 from ._deviceless import CUBLAS, compile_for
 from ._problems import problems
-from ._report import Report, timing
+from ._report import Report, interleave
 from ._roofline import Roofline, summary
 
 
@@ -72,11 +71,6 @@ def sized(precision: str, quick: bool, kind: Any = mpx.LevenbergMarquardt) -> Si
     return Sized(kind(problem.residual, forward=forward, jacobian=jacobian), network, points)
 
 
-def size_of(network: Any, points: int) -> dict[str, int]:
-    arrays = jax.tree.leaves(eqx.filter(network, eqx.is_inexact_array))
-    return {"parameters": sum(x.size for x in arrays), "points": points}
-
-
 def predict(report: Report, target: str, quick: bool) -> None:
     """Predicts the time of a step. Of the conjugate gradients, whose number is not known before,
     one iteration is counted for each solve."""
@@ -88,52 +82,40 @@ def predict(report: Report, target: str, quick: bool) -> None:
             options = {} if "_x3" in precision else CUBLAS
             parts = step.taken, state, batch
             program = compile_for(target, *parts, donate=(0,), compiler_options=options)
-            told = size_of(step.network(), step.points)
+            arrays = jax.tree.leaves(eqx.filter(step.network(), eqx.is_inexact_array))
+        told = {"parameters": sum(x.size for x in arrays), "points": step.points}
         told |= summary(Roofline(program.module).kernels(), CHIPS[target])
         told["temp_bytes"] = program.temp_bytes
         report.record("steps", precision=precision, **told)
 
 
-class _Running:
-    """Steps of a precision, from the same weights at the same points. The first is taken at once,
-    for it compiles."""
+def _running(precision: str, quick: bool) -> Callable[[], Any]:
+    """Takes a step each time that it is called; all begin at the same weights and points."""
+    wide = "float64" in precision
+    with jax.enable_x64(wide):
+        step = sized(precision, quick)
+        at = np.random.default_rng(0).uniform((0, -1), (1, 1), (step.points, 2))
+        batch = jnp.asarray(at, step.optimizer.forward)
+        take, state = eqx.filter_jit(step.taken), step.begun()
 
-    def __init__(self, precision: str, quick: bool):
-        self.wide = "float64" in precision
-        with jax.enable_x64(self.wide):
-            step = sized(precision, quick)
-            at = np.random.default_rng(0).uniform((0, -1), (1, 1), (step.points, 2))
-            self.batch = jnp.asarray(at, step.optimizer.forward)
-            self.take, self.state = eqx.filter_jit(step.taken), step.begun()
-            self.size = size_of(self.state[0], step.points)
-        self.seconds: list[float] = []
-        self.losses: list[float] = []
-        self.iterations: list[int] = []
-        self()
-        self.seconds.clear()
+    def run():
+        nonlocal state
+        with jax.enable_x64(wide):
+            state, *told = take(state, batch)
+        return told
 
-    def __call__(self) -> None:
-        with jax.enable_x64(self.wide):
-            begin = time.perf_counter()
-            found = jax.block_until_ready(self.take(self.state, self.batch))
-            self.seconds.append(time.perf_counter() - begin)
-        self.state, loss, iterations = found
-        self.losses.append(float(loss))
-        self.iterations.append(int(iterations))
+    return run
 
 
-def measure(report: Report, count: int, quick: bool) -> None:
+def measure(report: Report, rounds: int, quick: bool) -> None:
     """Measures steps of all precisions in turn."""
-    with ThreadPoolExecutor(JOBS) as pool:  # that compile
-        running = dict(
-            zip(COMPILED, pool.map(partial(_Running, quick=quick), COMPILED), strict=True)
-        )
-    for _ in range(count):
-        for step in running.values():
-            step()
-    for precision, step in running.items():
-        told = {"seconds": timing(step.seconds), "loss": step.losses, "iterations": step.iterations}
-        report.record("steps", precision=precision, **step.size, **told)
+    running = {precision: _running(precision, quick) for precision in COMPILED}
+    with ThreadPoolExecutor(JOBS) as pool:  # which compiles
+        list(pool.map(lambda run: jax.block_until_ready(run()), running.values()))
+    for precision, seconds in interleave(running, rounds=rounds, warmup=0).items():
+        loss, iterations = running[precision]()
+        last = {"seconds": seconds, "loss": float(loss), "iterations": int(iterations)}
+        report.record("steps", precision=precision, **last)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -67,7 +67,7 @@ def test_a_step_is_compared_with_float64_with_and_without_predictions(tmp_path):
         "without": _steps.alone(lambda w, x: jnp.mean(predict(w, x) ** 2)),
     }
     report = _report.Report("steps", command="", folder=tmp_path)
-    args = argparse.Namespace(quick=True, rounds=1, minutes=None)
+    args = argparse.Namespace(quick=True, rounds=1, minutes=None, jobs=1)
     for name, loss in losses.items():
         rivals = {"float32": _steps.in_float32(loss), "left out": _steps.in_float32(loss)}
         model = lambda: normal(1, (3, 2))
