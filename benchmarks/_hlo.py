@@ -2,8 +2,8 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -20,7 +20,6 @@ _BITS = {
 _ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,<=]*)\]")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?(\S+) = (.*)$")
-_TABLES = ("FileNames", "FunctionNames", "FileLocations", "StackFrames")
 
 BOOKKEEPING = frozenset(
     {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
@@ -130,12 +129,10 @@ class Module:
     - `computations`: by name, each a list of instructions in which operands stand before what uses
         them.
     - `entry`: the name of that which runs.
-    - `tables`: where instructions come from, by what the text calls its tables.
     """
 
     computations: dict[str, list[Instruction]]
     entry: str
-    tables: dict[str, dict[int, str]] = field(repr=False)
 
     @classmethod
     def parse(cls, text: str) -> "Module":
@@ -144,24 +141,18 @@ class Module:
         **Raises:** `ValueError` for a text without an entry computation.
         """
         computations: dict[str, list[Instruction]] = {}
-        tables: dict[str, dict[int, str]] = {}
-        entry, body, table = "", None, None
+        entry, body = "", None
         for line in text.splitlines():
             if found := _COMPUTATION.match(line):
-                body, table = computations.setdefault(found[2], []), None
+                body = computations.setdefault(found[2], [])
                 entry = found[2] if found[1] else entry
             elif line.startswith("}"):
                 body = None
-            elif body is not None:
-                if found := _INSTRUCTION.match(line):
-                    body.append(_instruction(bool(found[1]), found[2], found[3]))
-            elif line.strip() in _TABLES:
-                table = tables.setdefault(line.strip(), {})
-            elif table is not None and (found := re.match(r"^\s*(\d+) (.*)$", line)):
-                table[int(found[1])] = found[2]
+            elif body is not None and (found := _INSTRUCTION.match(line)):
+                body.append(_instruction(bool(found[1]), found[2], found[3]))
         if not entry:
             raise ValueError("`Module.parse` takes optimized HLO, but found no `ENTRY` in it.")
-        return cls(computations, entry, tables)
+        return cls(computations, entry)
 
     @cached_property
     def index(self) -> dict[str, dict[str, Instruction]]:
@@ -201,28 +192,6 @@ class Module:
                 out.append(Launch(i, computation, times))
         return out
 
-    def line_of(
-        self, i: Instruction, folders: Sequence[str] = (), without: Sequence[str] = ()
-    ) -> str:
-        """`folder/file.py:line function` of an instruction: the innermost in one of the folders,
-        or anywhere, but not in the files `without`; nothing where the text does not tell."""
-        fits = lambda file: (
-            (not folders or any(f"/{folder}/" in file for folder in folders))
-            and not file.endswith(tuple(without))
-        )
-        frame = int(i.text(r"stack_frame_id=(\d+)") or 0)
-        entry = lambda table, key: self.tables.get(table, {}).get(key, "").strip('"')
-        for _ in range(100):
-            if not (numbers := _numbers(entry("StackFrames", frame))):
-                break
-            place = _numbers(entry("FileLocations", numbers["file_location_id"]))
-            file = entry("FileNames", place.get("file_name_id", 0))
-            if file and fits(file):
-                function = entry("FunctionNames", place.get("function_name_id", 0))
-                return f"{'/'.join(file.split('/')[-2:])}:{place.get('line', 0)} {function}"
-            frame = numbers.get("parent_frame_id", 1) - 1
-        return ""
-
 
 class Launch(NamedTuple):
     """An instruction that is a kernel, where it stands, and how often it runs."""
@@ -230,7 +199,3 @@ class Launch(NamedTuple):
     instruction: Instruction
     computation: str
     times: int
-
-
-def _numbers(text: str) -> dict[str, int]:
-    return {name: int(n) for name, n in re.findall(r"(\w+)=(\d+)", text)}

@@ -51,14 +51,12 @@ class Kernel:
     - `own_seconds`: XLA's estimate, where its compiler wrote one.
     """
 
-    type: str
     kind: str
     read: int
     written: int
     products: Mapping[str, float]
     arithmetic: float
     times: int
-    line: str
     own_seconds: float | None
 
     @property
@@ -86,22 +84,12 @@ class Kernel:
             return ours
         return max(own, chip.launch)
 
-    def bound(self, chip: Chip) -> str:
-        """What takes the time."""
-        seconds = self.seconds(chip)
-        if self.seconds_with_arithmetic(chip) > seconds:
-            return "arithmetic"
-        if seconds == self.memory_seconds(chip):
-            return "memory"
-        return "products" if seconds == self.product_seconds(chip) else "launch"
-
 
 class Roofline:
     """The costs of the kernels of a module."""
 
-    def __init__(self, module: Module, folders: Iterable[str] = (), without: Iterable[str] = ()):
+    def __init__(self, module: Module):
         self.module = module
-        self._folders, self._without = tuple(folders), tuple(without)
         self._demands: dict[str, dict[str, float]] = {}
 
     def kernels(self) -> list[Kernel]:
@@ -119,9 +107,8 @@ class Roofline:
             need = lambda name: 0 if opaque else index[name].elements
             arithmetic = _work_of(i, index, need, products)
             opcodes = {"dot"} if products else {i.opcode}
-        line = self.module.line_of(i, self._folders, self._without)
         costs = int(read), int(written), dict(products), arithmetic
-        return Kernel(i.type, _kind(i, opcodes), *costs, launch.times, line, _own_seconds(i))
+        return Kernel(_kind(i, opcodes), *costs, launch.times, _own_seconds(i))
 
     # Bytes.
 
@@ -344,16 +331,3 @@ def summary(kernels: list[Kernel], chip: Chip) -> dict:
         **{s: total(lambda k, s=s: getattr(k, s)(chip)) for s in SECONDS},
         "by_kind": by_kind,
     }
-
-
-def largest(kernels: list[Kernel], chip: Chip, count: int = 10) -> list[dict]:
-    """The kernels that take longest, those of one line, kind and type together."""
-    alike: defaultdict[tuple[str, str, str], list[Kernel]] = defaultdict(list)
-    for k in kernels:
-        alike[k.line, k.kind, re.sub(r"\{[^}]*\}|/\*.*?\*/", "", k.type)].append(k)
-    rows = []
-    for (line, kind, _), group in alike.items():
-        whole = summary(group, chip)
-        costs = {name: whole[name] for name in ("kernels", "bytes", "seconds_with_arithmetic")}
-        rows.append({"kind": kind, "line": line, "bound": group[0].bound(chip), **costs})
-    return sorted(rows, key=lambda r: -r["seconds_with_arithmetic"])[:count]

@@ -40,16 +40,9 @@ from ._chips import H100, H200, Chip
 from ._deviceless import CUBLAS, Compiled
 from ._hlo import Module
 from ._report import Report
-from ._roofline import Kernel, Roofline, largest, summary
+from ._roofline import Kernel, Roofline, summary
 from ._steps import HIGHEST, TF32, Rival, Task, run_sizes
 
-
-FOLDERS = ("mpx_pde", "benchmarks", "examples")
-WRAPPERS = (
-    *("/_dot.py", "/_bilinear.py", "/_split.py", "/_varying.py"),
-    *("/_cast.py", "/_activations.py", "/_arithmetic.py", "/_order.py"),
-)
-"""What other lines call: those are more telling."""
 
 TRAFFIC = Path(__file__).parent / "_targets" / "traffic.json"
 GROWTH = 1.02
@@ -155,11 +148,11 @@ QUICK = (
 
 
 def compiled(task: Task, name: str) -> tuple[Compiled, list[Kernel]]:
-    """A rival's program, with XLA's own estimates in its text, and its kernels, each with its line
-    in this project. Split products are by XLA's own kernels."""
+    """A rival's program, with XLA's own estimates in its text, and its kernels. Split products are
+    by XLA's own kernels."""
     options = {"xla_gpu_collect_cost_model_stats": True, **({} if "_x3" in name else CUBLAS)}
     program = task.compiled("h100", task.rivals[name], options)
-    return program, Roofline(program.module, FOLDERS, WRAPPERS).kernels()
+    return program, Roofline(program.module).kernels()
 
 
 def ideal_seconds(module: Module, kernels: Iterable[Kernel], chip: Chip) -> float:
@@ -178,8 +171,6 @@ def predict(report: Report, problem: Problem) -> None:
         program, kernels = compiled(task, name)
         if name == "mpx_pde float16":
             ideal = ideal_seconds(program.module, kernels, H100)
-            for kernel in largest(kernels, H100):
-                report.record("kernels", **about, **kernel)
         told = {**summary(kernels, H100), "temp_bytes": program.temp_bytes}
         told["seconds_on_h200"] = summary(kernels, H200)["seconds_with_arithmetic"]
         records.append(report.record("steps", **about, rival=name, **told))
@@ -253,24 +244,21 @@ def run(report: Report, args: argparse.Namespace) -> bool:
     if args.check or args.record:
         raise SystemExit(check(args.record))
     problems = {problem.name: problem for problem in (QUICK if args.quick else PROBLEMS)}
-    chosen, sections = args.problems or list(problems), ("steps", "kernels")
+    chosen = args.problems or list(problems)
     if args.measure:
-        report.name = "measured"
-        failed = False
-        for problem in report.within(args.minutes, map(problems.get, chosen)):
+        report.name, failed = "measured", False
+        for problem in report.within(args.minutes, map(problems.__getitem__, chosen)):
             failed |= measure(report, args, problem)
             report.save()
         return failed
     report.name = "predicted-h100"
     if args.problems and not args.quick:
-        report.resume(*sections)
-    for name in sections:
-        kept = report.sections.get(name, [])
-        report.sections[name] = [r for r in kept if r["problem"] not in chosen]
+        report.resume("steps")
+    kept = report.sections.get("steps", [])
+    steps = report.sections["steps"] = [r for r in kept if r["problem"] not in chosen]
     for rate, data_sheet, share in H100.assumptions():
         report.record("assumptions", rate=rate, data_sheet=data_sheet, share=share)
     for name in chosen:
         predict(report, problems[name])
-    for name in sections:
-        report.sections[name].sort(key=lambda r: list(problems).index(r["problem"]))
+    steps.sort(key=lambda r: list(problems).index(r["problem"]))
     return False

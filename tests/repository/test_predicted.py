@@ -9,7 +9,7 @@ import pytest
 from benchmarks import predicted
 from benchmarks._chips import H100
 from benchmarks._hlo import Module, Shape, shapes
-from benchmarks._roofline import KINDS, Roofline, largest, summary
+from benchmarks._roofline import KINDS, Roofline, summary
 
 
 # What XLA writes, made small: a fusion that reads a slice and multiplies it, a product with a
@@ -29,7 +29,7 @@ def test_a_program_is_read_as_it_stands():
 
 
 def test_bytes_and_operations_are_those_of_a_hand_count():
-    fusion, gemm, update = Roofline(Module.parse(TEXT), ("project",)).kernels()
+    fusion, gemm, update = Roofline(Module.parse(TEXT)).kernels()
     # 10 rows of the slice and `b` in, half as many bytes out; the product goes into the sum.
     assert (fusion.read, fusion.written) == (2 * 320, 160)
     assert fusion.arithmetic == 80 * (1 + 20 + 2)
@@ -37,7 +37,6 @@ def test_bytes_and_operations_are_those_of_a_hand_count():
     # 10 × 8 × 4 terms, five times; the workspace is no traffic.
     assert gemm.products == {"half": 2 * 10 * 8 * 4}
     assert (gemm.read, gemm.written, gemm.times) == (160 + 64, 160, 5)
-    assert gemm.line == "project/model.py:12 Model.__call__"
     # A row in, a row out, and where.
     assert (update.read, update.written) == (32 + 4, 32)
 
@@ -51,8 +50,6 @@ def test_times_are_the_longest_of_what_a_kernel_does():
     assert record["operations"] == {"half": 5 * 640}
     assert sum(kind["kernels"] for kind in record["by_kind"].values()) == 7
     assert set(record["by_kind"]) == set(KINDS)
-    first, *_ = largest(kernels, H100)
-    assert (first["kernels"], first["kind"], first["bound"]) == (5, "products", "launch")
 
 
 def _network(w, x):
