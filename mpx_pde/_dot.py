@@ -28,7 +28,7 @@ from ._bilinear import (
     rounded_product,
 )
 from ._dtypes import is_integer
-from ._split import IN_HALVES, SHORT, split_by_hardware, split_product
+from ._split import IN_HALVES, is_taken_by_halves, split_by_hardware, split_product
 from ._types import DTypeLike
 from ._varying import match_varying_axes
 
@@ -71,12 +71,13 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
     if algorithm is None:
         return rounded_product(product, x, y, dtype, out_dtype, on_cpu)
     x, y = (lax.convert_element_type(z, dtype) for z in (x, y))
+    shapes = x.shape, y.shape
     if known and _is_by_vector(x, y, dimension_numbers):
         full = {"precision": lax.Precision.HIGHEST, "preferred_element_type": dtype}
         out = product(x, y, **full)
     elif on_cpu:
         out = split_product(product, x, y, algorithm)
-    elif known and platform in GPUS and algorithm == IN_HALVES and _is_wide(x, y):
+    elif platform in GPUS and algorithm == IN_HALVES and is_taken_by_halves(*shapes, ndim=2):
         out = split_product(product, x, y, algorithm, jnp.bfloat16)
     else:
         out = split_by_hardware(product, x, y, algorithm)
@@ -94,13 +95,6 @@ def _is_by_vector(x, y, dimension_numbers) -> bool:
     kept = _axes(x.ndim, x_contract, x_batch), _axes(y.ndim, y_contract, y_batch)
     axes = [(x, x_contract), (x, kept[0]), (y, kept[1])]
     return any(prod(z.shape[i] for i in some) == 1 for z, some in axes)
-
-
-def _is_wide(x, y) -> bool:
-    """Returns whether operands are matrices that are long along both axes. Of parts of bfloat16
-    cuBLAS takes their product on an H200 at three times the rate of XLA's own kernel for it; of
-    shorter ones what is read and written more takes as long."""
-    return x.ndim == y.ndim == 2 and min(*x.shape, *y.shape) > SHORT
 
 
 def _sums_over_rows(x, y, dimension_numbers) -> bool:

@@ -16,11 +16,23 @@ _SPLITS = {
     "bfloat16_x6": (lax.DotAlgorithmPreset.BF16_BF16_F32_X6, 7, 3, 2),
     "bfloat16_x9": (lax.DotAlgorithmPreset.BF16_BF16_F32_X9, 7, 3, 4),
 }
-IN_HALVES, SHORT = "bfloat16_x3", 256
+IN_HALVES, _SHORT = "bfloat16_x3", 256
 """The split product that a GPU takes as products of bfloat16 by themselves, of matrices whose axes
 are all longer than this."""
 
 SPLIT_PRODUCTS = {name: preset for name, (preset, *_) in _SPLITS.items()}
+
+
+def is_taken_by_halves(*shapes: tuple[Any, ...], ndim: int = 1) -> bool:
+    """Returns whether a GPU takes a product by `IN_HALVES` as several: that of matrices of these
+    shapes, or one of many points of which each has vectors of these. An export may leave sizes
+    open.
+
+    On an H200 cuBLAS takes the parts at three times the rate of XLA's own kernel for all of them;
+    of shorter matrices what is read and written more takes as long.
+    """
+    long = lambda n: isinstance(n, int) and n > _SHORT
+    return all(len(shape) == ndim and all(map(long, shape)) for shape in shapes)
 
 
 def split_by_hardware(product: Callable, x: Any, y: Any, algorithm: str) -> Any:

@@ -12,7 +12,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from ._format import RESULTS, ROOT, Table, load
+from ._format import RESULTS, ROOT, Table, load, path_of
 
 
 DATA = ROOT / "docs" / "data"
@@ -26,7 +26,7 @@ _BLOCK = re.compile(
 def table(name: str) -> Any:
     """Returns the table of a name: a `Table`, or a function that returns Markdown."""
     module, _, at = name.partition(".")
-    if any(RESULTS.glob(f"{module}*.json")) and at in load(module):
+    if path_of(module).exists() and at in load(module):
         return Table(module, at)
     return getattr(importlib.import_module(f"{__package__}._{module}"), at)
 

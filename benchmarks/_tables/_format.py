@@ -24,11 +24,14 @@ Result = dict[str, Any]
 """A file of results."""
 
 
-def load(name: str) -> Result:
-    """Reads the file of a name, on a CPU where no device is named."""
+def path_of(name: str) -> Path:
+    """The file of a name, on a CPU where no device is named."""
     path = RESULTS / f"{name}.json"
-    path = path if path.exists() else RESULTS / f"{name}-cpu.json"
-    return json.loads(path.read_text(encoding="utf-8"))
+    return path if path.exists() else RESULTS / f"{name}-cpu.json"
+
+
+def load(name: str) -> Result:
+    return json.loads(path_of(name).read_text(encoding="utf-8"))
 
 
 _NUMBER = re.compile(r"[\d–].*|not measured.*|never|none")

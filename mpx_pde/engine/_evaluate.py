@@ -16,7 +16,7 @@ from jax.interpreters import ad
 
 from .._derivative_of import with_derivative_of
 from .._order import gradients_in_turn, read_at_once, rounded_cotangent, summed_apart
-from .._split import IN_HALVES, SHORT
+from .._split import IN_HALVES, is_taken_by_halves
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Step, flatten, read
 from ..interpret._jaxpr import aval_of, in_context_of, own_bind
@@ -220,10 +220,11 @@ class Evaluator:
 
         kept = roles.stored | self._rounded(part, roles)
         stored = {i for i, k in enumerate(part.inputs) if k in kept and isinstance(known[i], Jet)}
-        # As it is evaluated, stored, and looked through for what does not fit. A wide product by
-        # halves is a sum, which what reads it takes.
-        most = SHORT if self.above.product.algorithm == IN_HALVES else np.inf
-        moves = lambda x: read_at_once(x) if is_inexact(x) and np.size(x) <= most else x
+        # As it is evaluated, stored, and looked through for what does not fit. A product that is
+        # taken by halves is a sum, which what reads it takes.
+        by_halves = self.above.product.algorithm == IN_HALVES
+        is_sum = lambda x: by_halves and is_taken_by_halves(np.shape(x))
+        moves = lambda x: read_at_once(x) if is_inexact(x) and not is_sum(x) else x
         # What products alone read is read by each of them, and rounded by what made it.
         is_product = lambda step: step.name in tables.PRODUCTS
         single = multiplied_only(part.steps, part.outputs, is_product, tables.MOVES)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import combinations
+from typing import Any
 
 import jax
 
@@ -65,7 +66,7 @@ class Plan:
             out.update(below for index in terms for below in _below(index))
         return frozenset(out)
 
-    def shape(self, key: Index, shape: tuple[int, ...]) -> tuple[int, ...]:
+    def shape(self, key: Index, shape: tuple[Any, ...]) -> tuple[Any, ...]:
         """The shape of a stream of a value of this shape."""
         size = self.size(key)
         return shape if size is None else (size, *shape)

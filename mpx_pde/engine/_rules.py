@@ -359,7 +359,7 @@ def aligned(eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
     return [spread(x, shape) if i in places else x for i, x in enumerate(operands)]
 
 
-def spread(x: Operand, shape: tuple[int, ...]) -> Operand:
+def spread(x: Operand, shape: tuple[Any, ...]) -> Operand:
     """Returns a value that depends on the point, broadcast to a shape."""
     if not isinstance(x, Jet) or np.shape(x.primal) == shape:
         return x

@@ -69,7 +69,7 @@ class Jet:
         """The value with those of its streams."""
         return Jet(self.primal, {k: s for k, s in self.streams.items() if k in keys}, self.stage)
 
-    def spread(self, shape: Sequence[int], dims: Sequence[int]) -> "Jet":
+    def spread(self, shape: Sequence[Any], dims: Sequence[int]) -> "Jet":
         """The jet as that of an array of a shape, as in `lax.broadcast_in_dim`."""
 
         return each([self], lambda arrays: spread_together(arrays, shape, dims))[0]

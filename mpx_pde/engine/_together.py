@@ -34,7 +34,7 @@ def sum_together(arrays: Sequence[Any], axes: Sequence[int]) -> list[Array]:
     return _grouped(add, list(map(jnp.asarray, arrays)))
 
 
-def spread_together(arrays: Sequence[Any], shape: Sequence[int], dims: Sequence[int]) -> list[Any]:
+def spread_together(arrays: Sequence[Any], shape: Sequence[Any], dims: Sequence[int]) -> list[Any]:
     """Arrays as those of a shape, whose axes `dims` their last ones are, as in
     `lax.broadcast_in_dim`; others in front stay there. What is NumPy's stays so."""
 

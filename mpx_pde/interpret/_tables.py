@@ -151,7 +151,8 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     # The library's own: values as they are, what they are rounded to on their way to memory, how
     # they are read, and who sees them; a value for each channel on a grid, a sum of two dtypes.
     ("rounded_cotangent written written_in read_at_once", "linear", "program", _OURS, "stores"),
-    ("add_product sum_together spread_together beside", "linear", "program", _OURS, ""),
+    ("add_product sum_together spread_together", "linear", "program", _OURS, ""),
+    ("beside summed_apart", "linear", "program", _OURS, ""),
     ("moments", "nested", "float32", _OURS, "sum"),
     ("any_together", "constant", "program", _OURS, ""),
     ("derivative_tap derivative_count", "nested", "program", _TAP, ""),

@@ -69,3 +69,25 @@ def test_a_norm_s_weight_is_summed_over_points_by_itself():
     assert [e.outvars[0].aval.shape for e in written if e.outvars[0].aval.dtype == jnp.float32] == [
         (8, 16)
     ]
+
+
+@pytest.mark.parametrize("forward", ["float32", "bfloat16_x3"])
+def test_sizes_within_a_network_may_be_open_and_weights_empty(forward):
+    """A residual network of tokens, as many as an export is told later."""
+
+    def network(model, p):
+        first, weight, tokens = model
+        h = jnp.tanh(tokens * (first @ p))
+        h = h + jnp.tanh(h @ weight)
+        return jnp.mean(h + jnp.tanh(h @ weight)) + jnp.sum(weight[0, :0] * h[0, :0])
+
+    def loss(model, points):
+        terms = mpx.partials(lambda p: network(model, p), ["u_xx"], coords="xy", outputs="u")
+        return jnp.mean(jax.vmap(terms)(points)["u_xx"] ** 2)
+
+    gradient = mpx.filter_grad(loss, mpx.DynamicLossScaling(1.0), forward=forward)
+    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.float32)
+    (count,) = jax.export.symbolic_shape("n")
+    model = shape(16, 2), shape(16, 16), shape(count, 16)
+    exported = jax.export.export(jax.jit(lambda *args: gradient(*args)[2]))(model, shape(4, 2))
+    assert exported.out_avals[2].shape == (count, 16)
