@@ -42,7 +42,7 @@ class _Untold(mpx.LevenbergMarquardt):
     def __init__(self, *residuals: Any, **options: Any):
         super().__init__(*residuals, **options)
 
-    def _tell(self, iterations: Any) -> None: ...
+    def _tell(self, *_: Any) -> None: ...
 
 
 class Sized(NamedTuple):
