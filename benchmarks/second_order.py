@@ -54,8 +54,9 @@ class Sized(NamedTuple):
 
     def taken(self, state: Any, batch: Any) -> Any:
         """The new state, and its loss and conjugate gradients."""
-        model, state = self.optimizer.update(*state, batch)
-        return (model, state), state.loss, state.iterations
+        model, optimizer_state = state
+        new = self.optimizer.update(model, optimizer_state, batch)
+        return new, new[1].loss, new[1].iterations
 
     def begun(self) -> Any:
         model = self.network()

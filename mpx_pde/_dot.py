@@ -28,7 +28,7 @@ from ._bilinear import (
     rounded_product,
 )
 from ._dtypes import is_integer
-from ._split import IN_HALVES, is_taken_by_halves, split_by_hardware, split_product
+from ._split import IN_HALVES, is_taken_by_halves, split_by_halves, split_by_hardware, split_product
 from ._types import DTypeLike
 from ._varying import match_varying_axes
 
@@ -78,7 +78,8 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
     elif on_cpu:
         out = split_product(product, x, y, algorithm)
     elif platform in GPUS and algorithm == IN_HALVES and is_taken_by_halves(*shapes, ndim=2):
-        out = split_product(product, x, y, algorithm, jnp.bfloat16)
+        ((i, *_), (j, *_)), _ = dimension_numbers
+        out = split_by_halves(product, x, y, (i, j))
     else:
         out = split_by_hardware(product, x, y, algorithm)
     return lax.convert_element_type(out, out_dtype)

@@ -40,42 +40,58 @@ def split_by_hardware(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
     return product(x, y, precision=SPLIT_PRODUCTS[algorithm], preferred_element_type=x.dtype)
 
 
-def split_product(
-    product: Callable, x: Any, y: Any, algorithm: str, dtype: Any = jnp.float32
-) -> Any:
+def _parts(z: Any, algorithm: str, dtype: Any) -> list[Any]:
+    """Cuts a float32 array into parts of 8 (bfloat16) or 11 (TF32) significant bits, each the rest
+    of what is before it, rounded to the nearest."""
+    _, bits, count, _ = _SPLITS[algorithm]
+    out = []
+    for _ in range(count):
+        high = lax.reduce_precision(z, 8, bits)
+        out.append(high if dtype == z.dtype else z.astype(dtype))
+        # An infinity has no remainder.
+        z = jnp.where(jnp.isfinite(high), z - high, jnp.zeros_like(z))
+    return out
+
+
+def _pairs(algorithm: str) -> list[tuple[int, int]]:
+    """The parts whose products are taken, small ones first."""
+    _, _, count, last = _SPLITS[algorithm]
+    pairs = ((i, j) for i in range(count) for j in range(count) if i + j <= last)
+    return sorted(pairs, key=sum, reverse=True)
+
+
+def split_product(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
     """Takes a split product of float32 arrays on any device, with the numbers that hardware for it
-    computes, as products of `dtype`, which holds the parts.
-
-    Operands are cut into parts of 8 (bfloat16) or 11 (TF32) significant bits, each the rest of what
-    is before it, rounded to the nearest. Products of parts are exact in float32, and are summed
-    there; of what `_x3` and `_x6` leave out is what is smaller than the last part of an operand.
-    Products of bfloat16 but the first are written in bfloat16: they are smaller by 2⁻⁸, and the sum
-    then is 1.6 times as far off as that of float32 products.
+    computes: products of parts are exact in float32, and are summed there. Of what `_x3` and `_x6`
+    leave out is what is smaller than the last part of an operand.
     """
-    _, bits, parts, last = _SPLITS[algorithm]
+    xs, ys = (_parts(z, algorithm, z.dtype) for z in (x, y))
+    options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": x.dtype}
+    *rest, first = [product(xs[i], ys[j], **options) for i, j in _pairs(algorithm)]
+    return _sum(first, rest) if rest else first
 
-    def cut(z):
-        out = []
-        for _ in range(parts):
-            high = lax.reduce_precision(z, 8, bits)
-            out.append(high if dtype == z.dtype else z.astype(dtype))
-            # An infinity has no remainder.
-            z = jnp.where(jnp.isfinite(high), z - high, jnp.zeros_like(z))
-        return out
 
-    def multiply(i, j):
-        wanted = {"preferred_element_type": dtype if i + j else x.dtype}
-        return product(xs[i], ys[j], precision=lax.Precision.HIGHEST, **wanted)
+def split_by_halves(product: Callable, x: Any, y: Any, axes: tuple[int, int]) -> Any:
+    """Takes a product of matrices, contracted along `axes`, by `IN_HALVES` as products of bfloat16.
 
-    xs, ys = cut(x), cut(y)
-    order = sorted(
-        ((i, j) for i in range(parts) for j in range(parts) if i + j <= last), key=sum, reverse=True
-    )
-    *rest, first = [multiply(i, j) for i, j in order]
-    if not rest:
-        return first
-    if dtype != x.dtype:
-        first = lax.optimization_barrier(first)
-    low = sum(rest[1:], rest[0]).astype(x.dtype)  # small ones first
+    A large result is written once: parts stand behind one another along the axis that is
+    contracted. Else the small products are written in bfloat16. They are smaller by 2⁻⁸, and the
+    sum then is 1.6 times as far off as that of float32 products.
+    """
+    xs, ys = (_parts(z, IN_HALVES, jnp.bfloat16) for z in (x, y))
+    options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": x.dtype}
+    rows, columns = (z.size // z.shape[axis] for z, axis in zip((x, y), axes, strict=True))
+    if rows * columns > 2 * (x.size + y.size):
+        left, right = zip(*_pairs(IN_HALVES), strict=True)
+        x = jnp.concatenate([xs[i] for i in left], axes[0])
+        return product(x, jnp.concatenate([ys[j] for j in right], axes[1]), **options)
+    # Behind a barrier, for XLA else makes the sum a part of the product, with a copy of the others.
+    first = lax.optimization_barrier(product(xs[0], ys[0], **options))
+    options["preferred_element_type"] = jnp.bfloat16
+    return _sum(first, [product(xs[1], ys[0], **options), product(xs[0], ys[1], **options)])
+
+
+def _sum(first: Any, small: list[Any]) -> Any:
+    low = sum(small[1:], small[0]).astype(first.dtype)
     # Infinity times a remainder of 0 is NaN.
     return first + jnp.where(jnp.isnan(low), jnp.zeros_like(low), low)
