@@ -1,5 +1,6 @@
 """Float32 products out of several products of halves or of TF32."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,6 @@ def split_by_halves(product: Callable, x: Any, y: Any, axes: tuple[int, int]) ->
 
 
 def _sum(first: Any, small: list[Any]) -> Any:
-    low = sum(small[1:], small[0]).astype(first.dtype)
+    low = functools.reduce(jnp.add, small).astype(first.dtype)
     # Infinity times a remainder of 0 is NaN.
     return first + jnp.where(jnp.isnan(low), jnp.zeros_like(low), low)
