@@ -140,6 +140,7 @@ def kept_of(loss, model, batch, size):
     return [x.dtype.name for x in jax.tree.leaves(back) if x.size == size and x.ndim > 1]
 
 
+@pytest.mark.slow
 def test_of_a_product_that_is_added_the_sum_alone_is_kept():
     width, keys = 6, jax.random.split(KEY, 4)
     first, last = eqx.nn.Linear(2, width, key=keys[0]), eqx.nn.Linear(width, "scalar", key=keys[1])

@@ -449,6 +449,7 @@ def test_a_cast_of_autocast_has_the_line_of_what_is_cast():
     assert "keep_full" not in text
 
 
+@pytest.mark.slow
 def test_a_cast_in_a_network_of_the_library_is_no_argument():
     model = mpx.nn.FNO(1, 1, 8, 1, 4, key=jax.random.key(0))
 
@@ -461,6 +462,7 @@ def test_a_cast_in_a_network_of_the_library_is_no_argument():
     assert "keep_full" not in text
 
 
+@pytest.mark.slow
 def test_scales_are_the_advice_for_derivatives():
     def loss(model, points, *, derivatives):
         steep = lambda p: model(p * 1e3)
