@@ -180,8 +180,7 @@ def predict(report: Report, problem: Problem) -> None:
 
 def measure(report: Report, args: argparse.Namespace, problem: Problem) -> bool:
     """Runs what `predict` compiles; whether one of our own steps failed."""
-    where = {"problem": problem.name, "title": problem.title}
-    task = problem.task()._replace(where=where)
+    task = problem.task()._replace(where={"problem": problem.name, "title": problem.title})
     return run_sizes(report, args, [task], chunk=problem.chunk)
 
 

@@ -33,7 +33,6 @@ from ._roofline import Roofline, summary
 PRECISIONS = ("float64", "float64-float32", "float32")
 COMPILED = ("float64", "float32", *(f"float64-{j}" for j in ("float32", "bfloat16_x3", "bfloat16")))
 WIDTH, POINTS = 99, 32_768  # 20,197 parameters
-JOBS = 3
 
 
 class _Untold(mpx.LevenbergMarquardt):
@@ -111,7 +110,7 @@ def _running(precision: str, quick: bool) -> Callable[[], Any]:
 def measure(report: Report, rounds: int, quick: bool) -> None:
     """Measures steps of all precisions in turn."""
     running = {precision: _running(precision, quick) for precision in COMPILED}
-    with ThreadPoolExecutor(JOBS) as pool:  # which compiles
+    with ThreadPoolExecutor(3) as pool:  # which compiles
         list(pool.map(lambda run: jax.block_until_ready(run()), running.values()))
     for precision, seconds in interleave(running, rounds=rounds, warmup=0).items():
         loss, iterations = running[precision]()
