@@ -92,7 +92,7 @@ def of_cavity(width: int, depth: int, points: int) -> Problem:
 def of_network(name: str, width: int, points: int) -> Problem:
     title = f"{name}, width {width}, {points:,} points"
     task = partial(foreign_step.task, name, width, points, gpu=True)
-    return Problem(f"network-{name}", title, task, 1024)
+    return Problem(f"network-{name}", title, task, 1024)  # a GPU holds more than a CPU's caches
 
 
 def of_operator(resolution: int, modes: int = 32, channels: int = 64, batch: int = 32) -> Problem:

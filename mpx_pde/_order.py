@@ -195,14 +195,6 @@ def _batch_add_product(args, dims):
     return _add_product_p.bind(*with_batch_at(dim, args, dims)), dim
 
 
-def _batch_summed_apart(args, dims):
-    (x, like), (dim, at) = args, dims
-    if dim is None:
-        x, dim = jnp.broadcast_to(x, (like.shape[at], *x.shape)), 0
-    like = like if at is None else jnp.moveaxis(like, at, 0)
-    return _summed_apart_p.bind(jnp.moveaxis(x, dim, 0), like), 0
-
-
 def _transpose_summed_apart(cotangent, x, like):
     del x, like
     return [cotangent if isinstance(cotangent, ad.Zero) else _written_p.bind(cotangent), None]
@@ -270,7 +262,10 @@ _summed_apart_p.def_impl(_identity)
 _summed_apart_p.def_abstract_eval(_identity)
 ad.defjvp(_summed_apart_p, lambda tangent, x, like: _summed_apart_p.bind(tangent, like), None)
 ad.primitive_transposes[_summed_apart_p] = _transpose_summed_apart
-batching.primitive_batchers[_summed_apart_p] = _batch_summed_apart
+batching.primitive_batchers[_summed_apart_p] = lambda args, dims: (
+    _summed_apart_p.bind(*with_batch_at(0, args, dims)),
+    0,
+)
 _add_product_p.def_impl(jax.jit(_add_widened))
 _add_product_p.def_abstract_eval(lambda x, product: product)
 ad.deflinear2(_add_product_p, _transpose_add_product)

@@ -80,16 +80,18 @@ def split_by_halves(product: Callable, x: Any, y: Any, axes: tuple[int, int]) ->
     sum then is 1.6 times as far off as that of float32 products.
     """
     xs, ys = (_parts(z, IN_HALVES, jnp.bfloat16) for z in (x, y))
-    options = {"precision": lax.Precision.HIGHEST, "preferred_element_type": x.dtype}
+    pairs = [(xs[i], ys[j]) for i, j in _pairs(IN_HALVES)]
+    by = lambda x, y, dtype: product(
+        x, y, precision=lax.Precision.HIGHEST, preferred_element_type=dtype
+    )
     rows, columns = (z.size // z.shape[axis] for z, axis in zip((x, y), axes, strict=True))
     if rows * columns > 2 * (x.size + y.size):
-        left, right = zip(*_pairs(IN_HALVES), strict=True)
-        x = jnp.concatenate([xs[i] for i in left], axes[0])
-        return product(x, jnp.concatenate([ys[j] for j in right], axes[1]), **options)
+        left, right = map(jnp.concatenate, zip(*pairs, strict=True), axes)
+        return by(left, right, x.dtype)
+    *small, first = pairs
     # Behind a barrier, for XLA else makes the sum a part of the product, with a copy of the others.
-    first = lax.optimization_barrier(product(xs[0], ys[0], **options))
-    options["preferred_element_type"] = jnp.bfloat16
-    return _sum(first, [product(xs[1], ys[0], **options), product(xs[0], ys[1], **options)])
+    first = lax.optimization_barrier(by(*first, x.dtype))
+    return _sum(first, [by(*pair, jnp.bfloat16) for pair in small])
 
 
 def _sum(first: Any, small: list[Any]) -> Any:

@@ -68,8 +68,8 @@ def headline() -> str:
     lines = [
         f"Errors: each problem counts by its median over seeds {', '.join(map(str, SEEDS))}.",
         f"Speedup and memory: a PINN step measured on an {load(GPU)['environment']['device']}, "
-        "relative to `partials` in float32 (plain JAX in TF32). Networks narrower than 256 gain "
-        "less, and on a CPU nothing.",
+        "relative to `partials` in float32 (plain JAX in TF32). Narrower networks are predicted to "
+        "gain less, and a CPU gains nothing.",
         f"Neural operators in float16: {operators} times float32's error; {saved:.2f} of its "
         f"memory, {NOT_RUN}.",
         f"`partials` in float32: a Laplacian in {hessian:.2f} of the time of `jax.hessian`, "

@@ -49,7 +49,7 @@ def test_a_weight_has_the_gradient_that_it_has(order):
 
 
 def test_a_norm_s_weight_is_summed_over_points_by_itself():
-    """What the cotangents are multiplied by is written once for all streams, then summed."""
+    """Writes the products with the cotangents once for all streams, and sums them then."""
     keys = jax.random.split(jax.random.key(0))
     layers = [eqx.nn.Linear(i, 16, key=k) for i, k in zip((2, 16), keys, strict=True)]
     norms = [eqx.nn.LayerNorm(16) for _ in layers]
