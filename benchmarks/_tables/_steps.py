@@ -219,12 +219,8 @@ networks_step = Table(
 GPU = "measured-nvidia-h200"
 _SHOWN = {
     "cavity-512": (
-        "float32",
-        "TF32",
-        FULL,
-        OURS,
-        f"{OURS}, forward bfloat16_x3",
-        f"{OURS}, forward float32",
+        *("float32", "TF32", FULL, OURS),
+        *(f"{OURS}, forward {full}" for full in ("bfloat16_x3", "float32")),
     ),
     "network-LayerNorm": ("TF32", SPLIT),
     "network-SIREN": ("TF32", SPLIT),
