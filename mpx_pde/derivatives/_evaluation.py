@@ -1,6 +1,5 @@
 """Terms and sums of derivatives of one function, by the engine."""
 
-import functools as ft
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
 from .._cast import widen
@@ -196,11 +196,11 @@ class Evaluation:
         along = [self._directions[i] for i in index]
         order = min(n for asked, n in self._requested() if _leads_to(index, asked))
         if along[0].row is not None:
-            return jnp.floor_divide(scaling.shift(along[0].row) * len(index), order)
+            (shift,) = scaling.strategy.shifts(scaling.exponents, [along[0].row])
+            return jnp.floor_divide(shift * len(index), order)
         drawn = along[0].coords[0] < 0
         coords = [[] if drawn else [self._coords[c] for c in d.coords] for d in along]
-        exponent = scaling.strategy.exponent(scaling.exponents, coords, order)
-        return scaling.strategy.kept(exponent, scaling.rule.margin)
+        return scaling.strategy.exponent(scaling.exponents, coords, order)
 
     def _requested(self) -> list[tuple[Index, int]]:
         """Returns the requested derivatives, each with the order in which it is counted: the
@@ -216,14 +216,18 @@ class Evaluation:
             found = _unscaled.get()
             if found is not None and order >= _UNSCALED:
                 found[self._call] = max(order, found.get(self._call, 0))
-        if scaling is None or dtype != jnp.float16 or not scaling.active:
+        if scaling is None or dtype != jnp.float16 or not scaling.active or not self._plan.indices:
             return {}
+        strategy = scaling.strategy
         exponents = {i: self._exponent(scaling, i) for i in self._plan.indices}
         for k, s in enumerate(self._sums):
             if s.rows:
-                smallest = ft.reduce(jnp.minimum, map(scaling.shift, s.rows))
-                exponents[sum_key(k)] = scaling.strategy.kept(smallest, scaling.rule.margin)
-        return {i: (power_of_two(e), power_of_two(-e)) for i, e in exponents.items()}
+                exponents[sum_key(k)] = jnp.min(strategy.shifts(scaling.exponents, s.rows))
+        # All scales in one array: XLA makes a kernel for each one that is computed by itself.
+        flat, split = ravel_pytree([*exponents.values()])
+        kept = strategy.kept(flat, scaling.rule.margin)
+        scales, inverse = split(power_of_two(kept)), split(power_of_two(-kept))
+        return dict(zip(exponents, zip(scales, inverse, strict=True), strict=True))
 
     # Evaluation.
 
@@ -316,7 +320,7 @@ class Evaluation:
         counts = jnp.stack([scaling.counts[row] for row in rows.values()])
         seen, forward = x, _in_full()
         if scaling.active:
-            shifts = jnp.stack(list(map(scaling.shift, rows.values())))
+            shifts = scaling.strategy.shifts(scaling.exponents, [*rows.values()])
             seen = x * power_of_two(shifts).astype(x.dtype)
             if forward is not None and forward.dtype == jnp.float16:
                 # The value does not overflow, but what is kept of it for the backward pass does.

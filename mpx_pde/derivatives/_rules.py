@@ -63,20 +63,21 @@ def adjusted(
     **Returns:** the new `exponents`, `tracker` and `caution`, an entry for each scaler.
     """
     lowest, highest = np.array(rule.lowest, np.int32), np.array(rule.highest, np.int32)
-    present = counts[:, 1:-1] > 0
-    buckets = np.arange(LOWEST, HIGHEST + 1, dtype=np.int32)[None, :]
-    top = jnp.max(jnp.where(present, buckets, LOWEST - 1), axis=1)
-    known, any_seen = jnp.any(present, axis=1), jnp.any(counts > 0, axis=1)
-    lost_rows = counts[:, -1] > 0
-    lost, seen = rule.of_scalers(lost_rows), rule.of_scalers(any_seen)
+    # Zeros are in the column before that of the lowest exponent.
+    columns = np.arange(LOWEST - 1, HIGHEST + 1, dtype=np.int32)[None, :]
+    top = jnp.max(jnp.where(counts[:, :-1] > 0, columns, LOWEST - 2), axis=1)
+    lost_rows, known = counts[:, -1] > 0, top >= LOWEST
+    any_seen = lost_rows | (top >= LOWEST - 1)
     # Starved: derivatives vanish below float16 that a larger scale would save, and nothing comes
     # near overflow by it. The largest values of a row decide: beside them, what else vanishes is
     # rounding. A row of zeros may have underflowed as a whole.
     below = any_seen & ~lost_rows & (top < SMALLEST_NORMAL + rule.margin)
     raised = top + np.array(rule.orders, np.int32) * rule.step
     full = known & (raised > _TOP - rule.margin)
-    starved = rule.of_scalers(below) & ~rule.of_scalers(full) & ~lost
-    crowded = rule.of_scalers(known & (top > _TOP - rule.margin))
+    near = known & (top > _TOP - rule.margin)
+    rows = jnp.stack([lost_rows, any_seen, below, full, near])
+    lost, seen, below, full, crowded = rule.of_scalers(rows)
+    starved = below & ~full & ~lost
 
     interval = jnp.where(
         exponents <= rule.recover_threshold, rule.recover_growth_interval, rule.growth_interval

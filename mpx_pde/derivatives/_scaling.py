@@ -217,10 +217,6 @@ class DerivativeScaling(eqx.Module):
         """Returns whether the present half precision needs scaling: float16 does."""
         return half_precision_datatype() == jnp.float16
 
-    def shift(self, row: int) -> Any:
-        """Returns the exponent of two by which the derivatives that a row counts are scaled."""
-        return self.strategy.rows[row].shift(self.exponents)
-
     def finite(self, counts: Any) -> Bool[Array, "*batch"]:
         """Returns whether no derivative overflowed, by the cotangent of `counts`."""
         return ~jnp.any(self._counts(counts, "finite")[..., -1] > 0, axis=-1)
@@ -261,14 +257,13 @@ class DerivativeScaling(eqx.Module):
         if self.active:
             exponents = self.exponents
             state = adjusted(self.rule, counts, exponents, self.tracker, self.caution)
-        shifts = jnp.stack([jnp.asarray(row.shift(exponents)) for row in self.strategy.rows])
         lost = self.rule.of_scalers(counts[:, -1] > 0)
         return with_fields(
             self,
             **state,
             overflows=self.overflows + lost.astype(jnp.int32),
             skipped_steps=self.skipped_steps + jnp.any(lost).astype(jnp.int32),
-            shifts=shifts.astype(jnp.int32),
+            shifts=self.strategy.shifts(exponents),
             counts=counts,
         )
 
@@ -413,8 +408,9 @@ class Scaling(AbstractLossScaling):
         loss = select_tree(usable, adjusted, self.loss)
         derivatives = self.derivatives.adjust(counts)
         if isinstance(adjusted, DynamicLossScaling) and self.derivatives.active:
-            stuck: Bool[Array, ""] = usable & ~finite & adjusted.at_minimum
-            derivatives = select_tree(jnp.asarray(stuck), derivatives.raised(), derivatives)
+            stuck = usable & ~finite & adjusted.at_minimum
+            exponents = jnp.where(stuck, derivatives.raised().exponents, derivatives.exponents)
+            derivatives = with_fields(derivatives, exponents=exponents)
         steps = counted_steps(self, finite & usable)
         return with_fields(self, loss=loss, derivatives=derivatives, **steps)
 

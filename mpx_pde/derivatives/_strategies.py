@@ -6,7 +6,6 @@ way to it.
 """
 
 import abc
-import functools as ft
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -34,17 +33,11 @@ class HistogramRow(NamedTuple):
     name: str
     weights: Weights
     smallest: bool = False
-    """All directions take the smallest of the scales, as a Laplacian does."""
+    """All directions take the smallest of all scales, as a Laplacian does."""
 
     @property
     def order(self) -> int:
         return max(w for _, w in self.weights) if self.smallest else sum(w for _, w in self.weights)
-
-    def shift(self, exponents: Any) -> Any:
-        """Returns the exponent of two by which the derivatives are scaled."""
-        if self.smallest:
-            return self.order * ft.reduce(jnp.minimum, [exponents[i] for i, _ in self.weights])
-        return sum(w * exponents[i] for i, w in self.weights)
 
 
 def _weights(dirs: Iterable[int]) -> Weights:
@@ -92,6 +85,18 @@ class AbstractStrategy(abc.ABC):
     @property
     def row_names(self) -> tuple[str, ...]:
         return tuple(row.name for row in self.rows)
+
+    def shifts(self, exponents: Any, rows: Sequence[int] | None = None) -> Any:
+        """Returns the exponents of two by which the derivatives in some rows are scaled, by default
+        in all."""
+        chosen = self.rows if rows is None else [self.rows[i] for i in rows]
+        powers = [[dict(row.weights).get(i, 0) for i in range(len(self.names))] for row in chosen]
+        total = jnp.sum(np.array(powers, np.int32) * exponents[None], axis=1, dtype=jnp.int32)
+        smallest = np.array([row.smallest for row in chosen])
+        if not smallest.any():
+            return total
+        orders = np.array([row.order for row in chosen], np.int32)
+        return jnp.where(smallest, orders * jnp.min(exponents), total)
 
     @property
     def options(self) -> dict[str, Any]:
