@@ -75,23 +75,32 @@ def split_product(product: Callable, x: Any, y: Any, algorithm: str) -> Any:
 def split_by_halves(product: Callable, x: Any, y: Any, axes: tuple[int, int]) -> Any:
     """Takes a product of matrices, contracted along `axes`, by `IN_HALVES` as products of bfloat16.
 
-    A large result is written once: parts stand behind one another along the axis that is
-    contracted. Else the small products are written in bfloat16. They are smaller by 2⁻⁸, and the
-    sum then is 1.6 times as far off as that of float32 products.
+    A large result is written once, by parts in a line. Else the small products are written in
+    bfloat16. They are smaller by 2⁻⁸, and the sum then is 1.6 times as far off as that of float32
+    products.
     """
-    xs, ys = (_parts(z, IN_HALVES, jnp.bfloat16) for z in (x, y))
-    pairs = [(xs[i], ys[j]) for i, j in _pairs(IN_HALVES)]
     by = lambda x, y, dtype: product(
         x, y, precision=lax.Precision.HIGHEST, preferred_element_type=dtype
     )
     rows, columns = (z.size // z.shape[axis] for z, axis in zip((x, y), axes, strict=True))
     if rows * columns > 2 * (x.size + y.size):
-        left, right = map(jnp.concatenate, zip(*pairs, strict=True), axes)
-        return by(left, right, x.dtype)
-    *small, first = pairs
+        return by(*halves_in_line(x, y, axes), x.dtype)
+    *small, first = zip(*_paired(x, y, IN_HALVES), strict=True)
     # Behind a barrier, for XLA else makes the sum a part of the product, with a copy of the others.
     first = lax.optimization_barrier(by(*first, x.dtype))
     return _sum(first, [by(*pair, jnp.bfloat16) for pair in small])
+
+
+def halves_in_line(x: Any, y: Any, axes: tuple[int, int], algorithm: str = IN_HALVES) -> list[Any]:
+    """Two float32 matrices of which the product, contracted along `axes`, is a split one, as
+    matrices of bfloat16: their parts behind one another along the axis that is contracted."""
+    return [*map(jnp.concatenate, _paired(x, y, algorithm), axes)]
+
+
+def _paired(x: Any, y: Any, algorithm: str) -> Any:
+    """The parts of `x`, in bfloat16, and those of `y` that they are multiplied by."""
+    xs, ys = (_parts(z, algorithm, jnp.bfloat16) for z in (x, y))
+    return zip(*((xs[i], ys[j]) for i, j in _pairs(algorithm)), strict=True)
 
 
 def _sum(first: Any, small: list[Any]) -> Any:

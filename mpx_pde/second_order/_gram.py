@@ -13,7 +13,7 @@ from jax.scipy.linalg import cho_solve, solve_triangular
 from jaxtyping import Array, Float, Int32
 
 from .._dot import mixed_dot_general, split_dot_general
-from .._split import SPLIT_PRODUCTS
+from .._split import SPLIT_PRODUCTS, halves_in_line
 from .._tree import select_tree
 
 
@@ -50,20 +50,21 @@ def _edges(columns: int, panels: int = _PANELS) -> list[int]:
     return [units * i // panels * unit for i in range(panels + 1)]
 
 
-def _product(x: Array, y: Array, precision: str) -> Array:
+def _product(x: Array, y: Array, precision: str, dtype: Any) -> Array:
     """`xᵀ y` by operands in `precision`, accumulated in float32, or in float64."""
     if precision in SPLIT_PRODUCTS:
         return split_dot_general(x, y, _OVER_ROWS, precision)
-    return mixed_dot_general(x, y, _OVER_ROWS, dtype=precision, out_dtype=x.dtype)
+    return mixed_dot_general(x, y, _OVER_ROWS, dtype=precision, out_dtype=dtype)
 
 
 class Lower(eqx.Module):
-    """The lower triangle of a symmetric matrix, as panels of rows up to the diagonal.
+    """The lower triangle of a symmetric matrix: rows of blocks, up to the diagonal.
 
-    Half of the products of a Gram matrix are those of the other half.
+    Half of the products of a Gram matrix are those of the other half. A block is a product of what
+    is cut out of the Jacobian once, not of what is copied for each product.
     """
 
-    panels: tuple[Float[Array, "_ _"], ...]
+    rows: tuple[tuple[Float[Array, "_ _"], ...], ...]
     columns: int = eqx.field(static=True)
 
     @classmethod
@@ -76,18 +77,30 @@ class Lower(eqx.Module):
             size = jnp.maximum(jnp.max(jnp.abs(x)), jnp.finfo(x.dtype).tiny)
             scale = jnp.exp2(-jnp.ceil(jnp.log2(size)))
             x = x * scale
-        products = (_product(x[:, a:b], x[:, :b], precision) for a, b in pairwise(edges))
-        return cls(tuple(y / scale**2 for y in products), columns)
+        left = right = x
+        if precision.startswith("bfloat16_x"):
+            left, right = halves_in_line(x, x, (0, 0), precision)
+            precision = "bfloat16"
+        left, right = (jnp.split(z, edges[1:-1], axis=1) for z in (left, right))
+        # Behind barriers, for XLA for GPUs makes one product of those with the same operand.
+        apart = lambda y, z: lax.optimization_barrier((y, z))
+        by = lambda y, z: _product(*apart(y, z), precision, x.dtype) / scale**2
+        rows = (tuple(by(y, z) for z in right[: i + 1]) for i, y in enumerate(left))
+        return cls(tuple(rows), columns)
 
     @classmethod
     def zeros(cls, columns: int, dtype: Any) -> "Lower":
-        edges = pairwise(_edges(columns))
-        return cls(tuple(jnp.zeros((b - a, b), dtype) for a, b in edges), columns)
+        sizes = [b - a for a, b in pairwise(_edges(columns))]
+        rows = (
+            tuple(jnp.zeros((m, n), dtype) for n in sizes[: i + 1]) for i, m in enumerate(sizes)
+        )
+        return cls(tuple(rows), columns)
 
     def matrix(self) -> Float[Array, "columns columns"]:
         """The matrix, with zeros in the place of most entries above the diagonal."""
-        last = self.panels[-1].shape[1]
-        wide = [jnp.pad(x, ((0, 0), (0, last - x.shape[1]))) for x in self.panels]
+        last = sum(x.shape[1] for x in self.rows[-1])
+        wide = [jnp.concatenate(row, axis=1) for row in self.rows]
+        wide = [jnp.pad(x, ((0, 0), (0, last - x.shape[1]))) for x in wide]
         return jnp.concatenate(wide)[: self.columns, : self.columns]
 
 
@@ -151,8 +164,9 @@ def summed(
     relative to that. They are turned to in float64 where there are 64-bit types: rounding would be
     relative to the largest of them.
     """
-    columns, several = leading.y.shape
+    (columns, several), dtype = leading.y.shape, leading.y.dtype
     wide = dtypes.canonicalize_dtype("float64")
+    leading = jax.tree.map(lambda x: x.astype(wide), leading)
 
     def one(block: Any) -> Sums:
         jac = rows(block)
@@ -167,7 +181,6 @@ def summed(
     count = len(jax.tree.leaves(blocks)[0])
     if count == 1:
         return one(jax.tree.map(lambda x: x[0], blocks))
-    dtype = leading.y.dtype
     start = Sums(
         Lower.zeros(columns - several, dtype),
         jnp.zeros((several, columns - several), wide),
@@ -214,7 +227,7 @@ def factored(
     if not len(core):
         return _positive(gram, size, damping.astype(dtype), solver, precision)
     eps = float(jnp.finfo(core.dtype).eps)
-    lower = _cholesky(core, jnp.diagonal(core), damping.astype(core.dtype), eps)
+    lower, _ = _cholesky(core, jnp.diagonal(core), damping.astype(core.dtype), eps)
     half = solve_triangular(lower, coupling, lower=True)
     rest = gram - Lower.gram(half.astype(dtype), dtype.name).matrix()
     inner = _positive(rest, size, damping.astype(dtype), solver, precision)
@@ -248,8 +261,8 @@ def _positive(
     what `gram` is the difference of: its rounding is relative to that."""
     eps = 0.0 if precision == "float64" else float(jnp.finfo("float32").eps)
     if solver is None:
-        lower = _cholesky(gram, size, damping, eps, precision)
-        return lambda b: cho_solve((lower, True), b.astype(lower.dtype)).astype(b.dtype)
+        factor = _cholesky(gram, size, damping, eps, precision)
+        return lambda b: cho_solve(factor, b.astype(gram.dtype)).astype(b.dtype)
     import lineax as lx
 
     matrix = jnp.tril(_shifted(gram, damping + _SHIFT * eps * size))
@@ -266,21 +279,25 @@ def _cholesky(
     damping: Float[Array, ""],
     eps: float,
     precision: str = "float32",
-) -> Float[Array, "columns columns"]:
-    """The lower Cholesky factor of `gram + damping`, of which the lower triangle is read. Rounding
-    by `eps` may leave an eigenvalue below 0: the diagonal is raised by a share of `size`."""
-    shifted = lambda shift: _shifted(gram, damping + shift * size)
-    if len(gram) >= _WIDE and precision not in ("float32", "float64"):
-        split = precision if precision in SPLIT_PRODUCTS else "bfloat16_x3"
-        factor = lambda shift: by_steps(shifted(shift), split)
-    else:
-        factor = lambda shift: lax.linalg.cholesky(shifted(shift), symmetrize_input=False)
+) -> tuple[Float[Array, "columns columns"], bool]:
+    """The Cholesky factor of `gram + damping`, of which the lower triangle is read, and whether it
+    is the lower one. Rounding by `eps` may leave an eigenvalue below 0: the diagonal is raised by a
+    share of `size`."""
+    steps = len(gram) >= _WIDE and precision not in ("float32", "float64")
+    raised = lambda shift: damping + shift * size
+
+    def factor(shift):
+        if steps:
+            split = precision if precision in SPLIT_PRODUCTS else "bfloat16_x3"
+            return by_steps(gram, raised(shift), split)
+        return lax.linalg.cholesky(_shifted(gram, raised(shift)), symmetrize_input=False)
+
     if not eps:
-        return factor(0.0)
+        return factor(0.0), not steps
 
     def failed(carry):
-        i, _, lower = carry
-        lost = ~jnp.all(jnp.isfinite(jnp.diagonal(lower)))
+        i, _, found = carry
+        lost = ~jnp.all(jnp.isfinite(jnp.diagonal(found)))
         return (i == 0) | (i < _TRIES) & lost & jnp.all(jnp.isfinite(size))
 
     def again(carry):
@@ -288,26 +305,31 @@ def _cholesky(
         return i + 1, _MORE * shift, factor(shift)
 
     first = jnp.asarray(_SHIFT * eps, gram.dtype)
-    return lax.while_loop(failed, again, (0, first, jnp.zeros_like(gram)))[2]
+    return lax.while_loop(failed, again, (0, first, jnp.zeros_like(gram)))[2], not steps
 
 
 def by_steps(
-    gram: Float[Array, "columns columns"], precision: str, steps: int = _STEPS
+    gram: Float[Array, "columns columns"],
+    raised: Float[Array, " columns"],
+    precision: str,
+    steps: int = _STEPS,
 ) -> Float[Array, "columns columns"]:
-    """The lower Cholesky factor, of which nearly all is products in `precision`. It takes the lower
-    triangle of a matrix, and returns what is NaN where that is not positive definite."""
+    """The upper Cholesky factor of a matrix with a `raised` diagonal, of which nearly all is
+    products in `precision`. It takes the lower triangle of the matrix, and returns what is NaN
+    where that is not positive definite."""
     columns = len(gram)
     edges = [min(edge, columns) for edge in _edges(columns, steps)]
     upper = jnp.zeros((0, columns), gram.dtype)  # of whose rows all up to the step are known
     for a, b in pairwise(edges):
         rows = gram[a:, a:b].T
         if a:
-            rows = rows - _product(upper[:, a:b], upper[:, a:], precision)
-        lower = lax.linalg.cholesky(rows[:, : b - a].T, symmetrize_input=False)
+            rows = rows - _product(upper[:, a:b], upper[:, a:], precision, rows.dtype)
+        lower = _shifted(rows[:, : b - a].T, raised[a:b])
+        lower = lax.linalg.cholesky(lower, symmetrize_input=False)
         right = solve_triangular(lower, rows[:, b - a :], lower=True)
         new = jnp.concatenate([jnp.zeros((b - a, a), gram.dtype), lower.T, right], axis=1)
         upper = jnp.concatenate([upper, new])
-    return upper.T
+    return upper
 
 
 def conjugate_gradients(
