@@ -81,6 +81,8 @@ class Lower(eqx.Module):
         if precision.startswith("bfloat16_x"):
             left, right = halves_in_line(x, x, (0, 0), precision)
             precision = "bfloat16"
+        elif precision in ("float16", "bfloat16"):
+            left = right = x.astype(precision)
         left, right = (jnp.split(z, edges[1:-1], axis=1) for z in (left, right))
         # Behind barriers, for XLA for GPUs makes one product of those with the same operand.
         apart = lambda y, z: lax.optimization_barrier((y, z))
