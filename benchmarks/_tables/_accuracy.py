@@ -45,15 +45,17 @@ second_order = Table(
     _by_problem,
     """
     problem                            {title}
-    parameters                         {parameters:,}
     float64                            {float64, 300:.1e}
-    float64, Jacobian in float32       {float64-float32, 300:.1e}
+    Jacobian in float32                {float64-float32, 300:.1e}
     its ratio to float64, by seed      {ratios}
-    float32                            {float32, 300:.1e}
+    in bfloat16_x3                     {float64-bfloat16_x3, 300:.1e}
+    in bfloat16                        {float64-bfloat16, 300:.1e}
+    float32 throughout                 {float32, 300:.1e}
     float64, 600 steps                 {float64, 600:.1e}
-    float64, 1,200 steps               {float64, 1200:.1e}
+    1,200 steps                        {float64, 1200:.1e}
     """,
-    "Relative L2 errors after 300 steps, in the last columns by `--steps`; seed {seed}.",
+    "Relative L2 errors after 300 steps, in the last columns by `--steps`; seed {seed}. "
+    "Networks of 921 to 1,481 parameters.",
 )
 
 

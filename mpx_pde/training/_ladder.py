@@ -111,6 +111,11 @@ class PrecisionLadder(eqx.Module):
                 "that program. Compile with `equinox.filter_jit`, or pass `ladder.rung` as a "
                 "static argument."
             )
+        if self.index not in range(len(self.rungs)):
+            raise ValueError(
+                f"`{_CALL}` stands on rung {self.index}, but has {', '.join(self.rungs)} alone: it "
+                "was restored from one of more. Build it with the same `rungs`."
+            )
         return self.rungs[self.index]
 
     @property
