@@ -351,6 +351,8 @@ jnp.std({a})
 jnp.max({a})
 jnp.prod(jnp.cos({v}))
 jnp.linalg.norm({v})
+jnp.linalg.norm({v} - jnp.ones({n}))
+jnp.sum(({m} - jnp.zeros_like({m})) ** 2)
 jax.nn.logsumexp({v})
 {v} @ {u}
 {v}[{i}]

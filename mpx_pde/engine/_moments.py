@@ -106,7 +106,11 @@ def _is_square(step: Step) -> bool:
 
 
 def _mean_of(
-    k: int, where: tuple[int, tuple[int, ...]], ndim: int, count: int, made: Mapping[int, Step]
+    k: int | Constant,
+    where: tuple[int, tuple[int, ...]],
+    ndim: int,
+    count: int,
+    made: Mapping[Any, Step],
 ) -> list[int | None] | None:
     """Returns which axis of an array each axis of its mean stands for; `None` for another value."""
     moves, divided = [], False
@@ -124,7 +128,7 @@ def _mean_of(
             return kept
         else:
             return None
-        k = step.inputs[0]  # pyright: ignore[reportAssignmentType]
+        k = step.inputs[0]
     return None
 
 

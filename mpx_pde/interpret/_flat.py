@@ -13,7 +13,8 @@ from . import _tables as tables
 from ._jaxpr import CALLS, OF_REVERSE_MODE, bodies_of, contains, differentiable, walk
 
 
-class Constant(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)  # by identity, for not all values have a hash
+class Constant:
     """An operand that is not a variable."""
 
     value: Any

@@ -48,15 +48,25 @@ def _axes_of_leaves(in_axes: PyTree, args: tuple, call: str) -> list[int | None]
     return axes
 
 
+def _entries(x: Any, axis: Any) -> int | None:
+    """Returns the length of an axis, `None` of one that is not there."""
+    shape = jnp.shape(x)
+    return shape[axis] if is_integer(axis) and -len(shape) <= axis < len(shape) else None
+
+
+def _is_old_key(x: Any) -> bool:
+    """Returns whether an array may be a key of the old style, two integers."""
+    return jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32
+
+
 def _split(x: Array | np.ndarray, axis: Any, micro_batches: int, path: Any, call: str) -> Array:
     """Deals `x` out along `axis`. The result has shape `[micro_batches, ...]`."""
-    shape = jnp.shape(x)
-    if not is_integer(axis) or not -len(shape) <= axis < len(shape):
+    shape, size = jnp.shape(x), _entries(x, axis)
+    if size is None:
         raise ValueError(
             f"`{call}` cannot split the array at {jtu.keystr(path)} of the arguments after the "
             f"model along the axis {axis!r} that `in_axes` names: its shape is {shape}."
         )
-    size = shape[axis]
     if size % micro_batches:
         raise ValueError(
             f"`{call}` cannot split the array at {jtu.keystr(path)} of the arguments after the "
@@ -77,10 +87,16 @@ def split_batch(
     paths, treedef = jtu.tree_flatten_with_path(rest, is_leaf=_is_leaf)
     axes = _axes_of_leaves(in_axes, rest, call)
     leaves = [x for _, x in paths]
-    batched = {
-        i: _split(x, axis, micro_batches, path, call)
+    arrays = {
+        i: (x, axis, path)
         for i, ((path, x), axis) in enumerate(zip(paths, axes, strict=True))
         if axis is not None and eqx.is_array_like(x) and jnp.ndim(x) > 0
+    }
+    longest = max((_entries(x, axis) or 0 for x, axis, _ in arrays.values()), default=0)
+    batched = {
+        i: _split(x, axis, micro_batches, path, call)
+        for i, (x, axis, path) in arrays.items()
+        if not (_is_old_key(x) and longest > 2)
     }
     return batched, lambda batch: treedef.unflatten([batch.get(i, x) for i, x in enumerate(leaves)])
 
@@ -93,8 +109,7 @@ def _warn_of_keywords(batched: dict[int, Array], kwargs: dict, micro_batches: in
         return
 
     def as_long(x):
-        # A key of the old style is two integers.
-        counts = eqx.is_array_like(x) and jnp.ndim(x) > 0 and jnp.result_type(x) != jnp.uint32
+        counts = eqx.is_array_like(x) and jnp.ndim(x) > 0 and not _is_old_key(x)
         return counts and jnp.shape(x)[0] == micro_batches
 
     leaves = {name: jtu.tree_leaves(x, is_leaf=_is_leaf) for name, x in kwargs.items()}

@@ -1,8 +1,10 @@
 """An optimizer step that a non-finite gradient cannot harm."""
 
 import difflib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import equinox as eqx
@@ -18,6 +20,7 @@ from .._dtypes import is_half
 from .._repr import in_a_line
 from .._tree import check_flag, check_same_structure, first_difference, is_key, select_tree
 from .._types import BoolLike, MasterLike, PyTree
+from ..interpret._jaxpr import CALLS, equations_in
 from ..interpret._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
 from ._masters import Noise, applied, parse_master
 
@@ -91,6 +94,32 @@ def _naming_a_state_of_another(optimizer: Any, view: "_View") -> Iterator[None]:
             "`optimizer.init(eqx.filter(model, eqx.is_inexact_array))` returned, or the step "
             "before."
         ) from e
+
+
+def _check_dtypes(update: Callable, given: tuple, wide: tuple) -> None:
+    """Raises a `ValueError` if an optimizer does something else with half arrays than with wide
+    ones: its masks or labels are by dtype, and would be others.
+    """
+
+    def operations(args: tuple) -> Counter[str]:
+        closed, *_ = eqx.filter_make_jaxpr(update)(*args)
+        names = (eqn.primitive.name for eqn in equations_in(closed))
+        return Counter(name for name in names if name not in {"convert_element_type", *CALLS})
+
+    try:
+        told = operations(given)
+    except Exception:  # whatever is wrong with the update will be told by it
+        return
+    try:
+        same = told == operations(wide)
+    except (TypeError, ValueError):  # such as states for what has another mask
+        same = False
+    if not same:
+        raise ValueError(
+            f"`{_CALL}` widens half parameters to float32 for `optimizer`, but its masks or labels "
+            "are by dtype, and would be others there. Give Optax the PyTree that your function "
+            "returns for the parameters in place of the function."
+        )
 
 
 class _View(NamedTuple):
@@ -205,7 +234,7 @@ def optimizer_update(
 
     Where parameters are narrower than float32, the optimizer sees gradients, parameters and state
     widened to float32, so that norms and moments are computed in float32; the results have the
-    dtypes of what went in.
+    dtypes of what went in. Masks and labels by dtype must be PyTrees, not functions.
 
     **Arguments:**
 
@@ -275,8 +304,11 @@ def optimizer_update(
         state, masters = wide if narrow else kept
         # Optax relies on the standard promotion of dtypes.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            update = partial(optimizer.update, **extra_args)
+            if narrow:
+                _check_dtypes(update, (view.grads, *kept), (grads, state, masters))
             with _naming_a_state_of_another(optimizer, view):
-                updates, new_state = optimizer.update(grads, state, masters, **extra_args)
+                updates, new_state = update(grads, state, masters)
             updates = jtu.tree_map(lambda u, p: None if p is None else u, updates, floating)
             old = model, optimizer_state
             noise = None if master == "nearest" else Noise.of(key, inner)

@@ -161,6 +161,11 @@ def test_keys_scalars_states_and_keywords_are_passed_whole():
     assert tree_equal_bits(numpy_out, jnp.arange(4.0).reshape(2, 2).T)
     assert none is None
     assert tree_equal_bits(kwargs, {"c": jnp.ones((2, 3))})
+    old = jax.random.PRNGKey(0)  # beside a longer batch; else it may be one
+    (_, beside), _ = splits(0, jnp.ones((4, 2)), old)
+    assert tree_equal_bits(beside, jnp.stack([old, old]))
+    (_, alone), _ = splits(0, jnp.ones((2, 2)), old)
+    assert tree_equal_bits(alone, old[:, None])
 
 
 def test_a_batch_by_keyword_is_told_where_no_shape_tells():

@@ -196,3 +196,32 @@ def test_lookahead_takes_the_gradients_of_its_fast_parameters():
     bad = {"w": jnp.full(2, jnp.nan), "f": None}
     skipped = mpx.optimizer_update(given[0], optimizer, given[1], bad, jnp.array(False))
     assert tree_equal_bits(skipped, given)
+
+
+IS_HALF = lambda params: jtu.tree_map(lambda x: x.dtype == jnp.bfloat16, params)
+NAMED = lambda params: jtu.tree_map(lambda half: "half" if half else "full", IS_HALF(params))
+BY_DTYPE = {
+    "decayed": lambda of: optax.adamw(0.1, weight_decay=0.5, mask=of(IS_HALF)),
+    "frozen": lambda of: optax.partition(
+        {"half": optax.sgd(0.5), "full": optax.set_to_zero()}, of(NAMED)
+    ),
+    "masked": lambda of: optax.masked(optax.adam(0.5), of(IS_HALF)),
+}
+
+
+@pytest.mark.parametrize("name", list(BY_DTYPE))
+def test_masks_by_dtype_are_told_of_and_taken_as_trees(name):
+    """Half parameters are float32 to the optimizer, which by such a function leaves them as they
+    are, with no word."""
+    model = {"w": jnp.full(4, 2.0, jnp.bfloat16), "norm": jnp.full(4, 2.0)}
+    grads = make_grads(model)
+    with jax.numpy_dtype_promotion("standard"):
+        by_function = BY_DTYPE[name](lambda function: function)
+        state = by_function.init(model)
+        want = optax.apply_updates(model, by_function.update(grads, state, model)[0])
+        with pytest.raises(ValueError, match=r"`optimizer_update` widens .* masks or labels"):
+            mpx.optimizer_update(model, by_function, state, grads, True)
+        by_tree = BY_DTYPE[name](lambda function: function(model))
+        got, _ = mpx.optimizer_update(model, by_tree, by_tree.init(model), grads, True)
+    assert tree_allclose(got, want)
+    assert not np.array_equal(got["w"], model["w"])
