@@ -234,7 +234,7 @@ class FNO(eqx.Module):
         ends = [round(p * n) for p, n in zip(self.domain_padding, x.shape[1:], strict=True)]
         grid = tuple(slice(n) for n in x.shape[1:])
         if self.grid_embedding:
-            axes = [np.arange(n, dtype=np.float32) / n for n in x.shape[1:]]
+            axes = [np.arange(n) / n for n in x.shape[1:]]
             coordinates = np.stack(np.meshgrid(*axes, indexing="ij"))
             x = jnp.concatenate([x, jnp.asarray(coordinates, x.dtype)])
         x = batch_behind(x)
