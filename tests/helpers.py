@@ -1,9 +1,10 @@
-"""What several test files share: comparing PyTrees, tolerances, looking into jaxprs, and the
-formula of a network."""
+"""Helpers of several test files: comparing PyTrees, tolerances, looking into jaxprs, programs on
+several devices, and formulas of a network and of a spectral convolution."""
 
 import inspect
+import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -11,8 +12,10 @@ import jax.extend as jex
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
+from jax.sharding import AxisType
 
 import mpx_pde as mpx
+from mpx_pde.nn._spectral_weights import CPWeight
 
 
 HALVES = ("float16", "bfloat16")
@@ -69,16 +72,26 @@ def tree_equal_bits(a: Any, b: Any) -> bool:
     return _compare(a, b, lambda x: None)
 
 
-def tree_allclose(a: Any, b: Any, computed_in: str | None = None) -> bool:
+def tree_allclose(a: Any, b: Any, computed_in: str | None = None, bits: int = 0) -> bool:
     """Whether structures, dtypes and shapes are equal, and floating-point arrays equal within the
-    tolerance of `computed_in`, by default their own dtype. Other leaves must be equal."""
+    tolerance of `computed_in`, by default their own dtype, times 2^`bits`. Other leaves must be
+    equal."""
 
     def tolerance(x):
         if not eqx.is_inexact_array(x):
             return None
-        return TOLERANCES[computed_in or jnp.finfo(x.dtype).dtype.name]
+        return 2**bits * TOLERANCES[computed_in or jnp.finfo(x.dtype).dtype.name]
 
     return _compare(a, b, tolerance)
+
+
+def assert_close(got: Any, want: Any, tolerance: float) -> None:
+    """Compares values alone, not dtypes: `want` may be an oracle in float64. The tolerance is
+    relative to the largest entry of each leaf."""
+    for x, y in zip(jtu.tree_leaves(got), jtu.tree_leaves(want), strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        assert x.shape == y.shape
+        assert np.abs(x - y).max(initial=0.0) <= tolerance * np.abs(y).max(initial=0.0)
 
 
 def line_here(offset: int = 0) -> int:
@@ -179,10 +192,44 @@ def coordinate_mlp(model: Any, point: Any) -> Any:
     return h @ last.weight + last.bias
 
 
+def pairs(x):
+    return jax.lax.complex(x[..., 0], x[..., 1])
+
+
+def dense(weight):
+    """A factorized weight, built as the definition says."""
+    if not isinstance(weight, CPWeight):
+        return pairs(weight)
+    inputs, outputs, *modes = map(pairs, (weight.inputs, weight.outputs, *weight.modes))
+    letters = "xyz"[: len(modes)]
+    factors = ",".join(c + "r" for c in letters)
+    return jnp.einsum(f"ir,ro,{factors}->{letters}io", inputs, outputs, *modes)
+
+
+def spectral_by_definition(weight, modes, x, output=None):
+    """A spectral convolution: `rfftn`, multiplication of modes one by one in place, `irfftn`."""
+    grid, axes = x.shape[1:], range(1, x.ndim)
+    output = output or grid
+    *full, last = modes
+    k = [np.arange(m) - m // 2 for m in full] + [np.arange(last // 2 + 1)]
+    spectrum = jnp.fft.rfftn(x, axes=axes, norm="forward")
+    kept = spectrum[:, *np.ix_(*(k % n for k, n in zip(k, grid, strict=True)))]
+    y = jnp.einsum("i...,...io->o...", kept, dense(weight))
+    placed = jnp.zeros((y.shape[0], *output[:-1], output[-1] // 2 + 1), y.dtype)
+    placed = placed.at[:, *np.ix_(*(k % n for k, n in zip(k, output, strict=True)))].set(y)
+    return jnp.fft.irfftn(placed, s=output, axes=axes, norm="forward")
+
+
 def in_float64(tree: Any) -> Any:
     """A tree with its floating-point arrays in float64, under 64-bit types."""
     wide = lambda x: jnp.asarray(np.asarray(x, np.float64)) if eqx.is_inexact_array(x) else x
     return jax.tree.map(wide, tree)
+
+
+def over_devices(fun: Any, count: int, in_specs: Any, out_specs: Any, **options: Any) -> Any:
+    """`fun` on so many devices, along the axis `"data"`."""
+    mesh = jax.make_mesh((count,), ("data",), (AxisType.Auto,), devices=jax.devices()[:count])
+    return jax.shard_map(fun, mesh=mesh, in_specs=in_specs, out_specs=out_specs, **options)
 
 
 def training_step(loss: Any, optimizer: Any, **options: Any) -> Any:
@@ -199,6 +246,13 @@ def training_step(loss: Any, optimizer: Any, **options: Any) -> Any:
     return step
 
 
+def oscillation(u: Any, points: Any, weight: Any = 1.0, *, derivatives: Any, square: float = 1.0):
+    """The loss of u'' = −`square` u."""
+    d = mpx.partials(u, ["u", "u_xx"], coords="x", outputs="u", scaling=derivatives)
+    d = jax.vmap(d)(points)
+    return jnp.mean(weight * (d["u_xx"] + square * d["u"]) ** 2)
+
+
 def flat(tree: Any) -> np.ndarray:
     """The floating-point numbers of an array or of a tree, as one vector in float64."""
     leaves = [x for x in jtu.tree_leaves(tree) if eqx.is_inexact_array_like(x)]
@@ -208,6 +262,27 @@ def flat(tree: Any) -> np.ndarray:
 def relative(got: Any, want: Any) -> float:
     """The norm of a difference over that of what it should be, of arrays or of trees."""
     return float(np.linalg.norm(flat(got) - flat(want)) / np.linalg.norm(flat(want)))
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+class OwnScaling(mpx.AbstractLossScaling):
+    """A scaling of a user's own, with another scaling inside and an option of any kind."""
+
+    inner: mpx.AbstractLossScaling
+    rule: Any = eqx.field(static=True)
+
+    def scale(self, tree):
+        return self.inner.scale(tree)
+
+    def unscale(self, tree):
+        return self.inner.unscale(tree)
+
+    def adjust(self, grads_finite):
+        return OwnScaling(self.inner.adjust(grads_finite), self.rule)
 
 
 def running(scaling):
@@ -222,5 +297,5 @@ def scaler(exponent: int, **options: Any) -> Any:
 
 def products(fun: Any, *args: Any) -> list[Any]:
     """The equations of a function that multiply, and its Fourier transforms."""
-    names = ("mixed_dot_general", "dot_general", "fft", "conv_general_dilated")
-    return [e for e in equations(jax.make_jaxpr(fun)(*args)) if e.primitive.name in names]
+    names = re.compile("dot_general|fft|conv_general_dilated")
+    return [e for e in equations(jax.make_jaxpr(fun)(*args)) if names.search(e.primitive.name)]

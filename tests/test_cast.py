@@ -3,7 +3,7 @@
 import functools as ft
 import inspect
 import pickle
-from typing import Any, NamedTuple
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from helpers import HALVES, is_key, policy, products, tree_allclose, tree_equal_bits
+from helpers import HALVES, Pair, is_key, policy, products, tree_allclose, tree_equal_bits
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -22,11 +22,6 @@ FLOATS = ["float8_e4m3fn", "float8_e5m2", "float16", "bfloat16", "float32", "flo
 
 # Powers of two are in every format, so that each cast is exact.
 VALUES = [0.5, 1.0, 2.0]
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
 
 
 class Holder(eqx.Module):
@@ -43,9 +38,10 @@ class Holder(eqx.Module):
 
 
 @ft.cache
-def float_leaves() -> list:
+def leaves() -> tuple[list, list, list]:
+    """Floating-point leaves, others, and complex ones."""
     with jax.enable_x64(True):
-        return [
+        floats = [
             *(jnp.array(VALUES, dtype) for dtype in FLOATS),
             *(np.array(VALUES, jnp.dtype(dtype)) for dtype in FLOATS),
             *(jnp.dtype(dtype).type(2.0) for dtype in FLOATS),
@@ -53,12 +49,7 @@ def float_leaves() -> list:
             jax.ShapeDtypeStruct((), jnp.float32, weak_type=True),
             *(jnp.asarray(0.5), lax.full((2,), 0.5), jnp.zeros((0, 3), jnp.float32)),
         ]
-
-
-@ft.cache
-def other_leaves() -> list:
-    with jax.enable_x64(True):
-        return [
+        others = [
             *(jnp.arange(3, dtype=dtype) for dtype in ("int8", "int32", "uint32", "int64")),
             *(np.arange(3), np.int32(3), np.bool_(True), np.array(["a", "b"])),
             *(jnp.array([True, False]), jnp.asarray(3), np.array("2026-01-01", "datetime64[D]")),
@@ -70,16 +61,12 @@ def other_leaves() -> list:
             mpx.FullPrecision(Holder([np.float64(1.0), {"a": jnp.ones(2, jnp.bfloat16)}])),
             mpx.FullPrecision(jnp.tanh),
         ]
-
-
-@ft.cache
-def complex_leaves() -> list:
-    with jax.enable_x64(True):
-        return [
+        numbers = [
             *(jnp.array([1 + 2j], dtype) for dtype in (jnp.complex64, jnp.complex128)),
             *(np.array([1 + 2j], np.complex64), np.complex128(1 + 2j), jnp.asarray(2j)),
             jax.ShapeDtypeStruct((2,), jnp.complex64),
         ]
+    return floats, others, numbers
 
 
 def leaves_and_structure(tree):
@@ -114,12 +101,10 @@ def check_leaf(before, after, dtype):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_cast_tree_changes_floating_arrays_and_nothing_else(dtype):
+    floats, others, numbers = leaves()
     with jax.enable_x64(True):
-        tree = {
-            "list": [*float_leaves(), None],
-            "tuple": (Pair(other_leaves(), {"a": jnp.ones(2)}), jnp.ones(2)),
-            "module": Holder(complex_leaves()),
-        }
+        tree = {"list": [*floats, None], "module": Holder(numbers)}
+        tree["tuple"] = Pair(others, {"a": jnp.ones(2)}), jnp.ones(2)
         before, structure = leaves_and_structure(tree)
         after, same_structure = leaves_and_structure(mpx.cast_tree(tree, dtype))
         assert structure == same_structure
@@ -183,26 +168,6 @@ def test_cast_tree_is_differentiated_back_to_the_masters_dtype():
 
 
 # --- cast_function -------------------------------------------------------------------------------
-
-
-def documented(x, /, y, *args, scale: float = 2.0, **kwargs):
-    """What it does."""
-    return x, y, args, scale, kwargs
-
-
-WRAPPERS = {
-    "cast_function": lambda func: mpx.cast_function(func, jnp.float16),
-    "force_full_precision": mpx.force_full_precision,
-}
-
-
-@pytest.mark.parametrize("wrap", list(WRAPPERS))
-def test_name_docstring_and_signature(wrap):
-    out = WRAPPERS[wrap](documented)
-    assert out.__name__ == out.__qualname__ == "documented"
-    assert (out.__doc__, out.__module__) == ("What it does.", __name__)
-    assert out.__wrapped__ is documented
-    assert inspect.signature(out) == inspect.signature(documented)
 
 
 def test_arguments_at_any_depth_and_by_keyword_are_cast():
@@ -402,36 +367,19 @@ def test_products_take_the_highest_precision_in_both_passes():
 # --- FullPrecision -------------------------------------------------------------------------------
 
 
-class Mixed(eqx.Module):
-    """A first layer in float32, the rest in half."""
-
-    first: mpx.FullPrecision
-    last: eqx.nn.Linear
-
-    def __init__(self):
-        a, b = jax.random.split(jax.random.key(0))
-        self.first = mpx.FullPrecision(eqx.nn.Linear(2, 4, key=a))
-        self.last = eqx.nn.Linear(4, 1, key=b)
-
-    def __call__(self, x):
-        x = self.first(x)
-        # Coordinates come in float32, so what leaves the first layer is rounded here.
-        return self.last(x.astype(self.last.weight.dtype))
-
-
 @pytest.mark.parametrize("dtype", HALVES)
 def test_full_precision_layers_stay_float32_and_hand_back_half(dtype):
-    model = Mixed()
+    first, last = (eqx.nn.Linear(*sizes, key=jax.random.key(0)) for sizes in ((2, 4), (4, 1)))
+    model = {"first": mpx.FullPrecision(first), "last": last}
     half = mpx.cast_tree(model, dtype)
-    assert half.first is model.first
-    assert half.last.weight.dtype == jnp.dtype(dtype)
+    assert half["first"] is model["first"]
+    assert half["last"].weight.dtype == jnp.dtype(dtype)
     x = jnp.array([0.5, -1.0], dtype)
-    want = model.first.module(x.astype(jnp.float32)).astype(dtype)
-    assert tree_allclose(half.first(x), want)
-    assert half(x).dtype == jnp.dtype(dtype)
+    assert tree_allclose(half["first"](x), first(x.astype(jnp.float32)).astype(dtype))
+    assert half["last"](half["first"](x)).dtype == jnp.dtype(dtype)
     # Coordinates in float32 reach the layer as they are.
     y = jnp.array([1.0, 1.0 + 2.0**-12])
-    assert tree_equal_bits(half.first(y), model.first.module(y))
+    assert tree_equal_bits(half["first"](y), first(y))
 
 
 def test_full_precision_passes_keywords_and_keys():

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import HALVES, normal
+from helpers import HALVES, assert_close, in_float64, normal
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
@@ -38,10 +38,7 @@ def _operands(pattern, x_dtype="float32", y_dtype="float32"):
 
 
 def _close(got, want, dtype, factor=8.0):
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    assert got.shape == want.shape
-    scale = np.abs(want).max(initial=0.0)
-    assert np.abs(got - want).max(initial=0.0) <= factor * ROUNDOFF[dtype] * scale + 1e-30
+    assert_close(got, want, factor * ROUNDOFF[dtype])
 
 
 def _subscripts(pattern):
@@ -229,8 +226,7 @@ def test_einsum_is_that_of_jax():
     for subscripts, got in results.items():
         assert got.dtype == jnp.float32
         with jax.enable_x64(True), jax.numpy_rank_promotion("allow"):
-            wide = [jnp.asarray(np.asarray(a, np.float64)) for a in operands[subscripts]]
-            want = jnp.einsum(subscripts, *wide)
+            want = jnp.einsum(subscripts, *in_float64(operands[subscripts]))
         # Longer sums and chains of products: errors relative to the largest entry add up.
         _close(got, want, "float16", factor=32)
 

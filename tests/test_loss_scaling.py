@@ -1,14 +1,12 @@
 """The scalers: exact scaling, and the rule by which a dynamic scale moves."""
 
-import dataclasses
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 import pytest
-from helpers import HALVES, avals, tree_equal_bits
+from helpers import HALVES, OwnScaling, avals, tree_equal_bits
 
 import mpx_pde as mpx
 
@@ -74,32 +72,19 @@ def test_overflow_shows_and_stays(kind):
 # --- The rule ------------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Reference:
-    """The rule in plain Python."""
-
-    scale: float
-    minimum: float
-    factor: float
-    period: int
-    counter: int
-    maximum: float
-    skipped: int = 0
-    consecutive: int = 0
-
-    def adjust(self, finite):
+def reference(flags, scale, minimum, factor, period, counter, maximum):
+    """The rule in plain Python: scale, counter, and steps skipped in all and in a row."""
+    skipped = in_a_row = 0
+    for finite in flags:
+        counter, in_a_row = (counter + 1, 0) if finite else (0, in_a_row + 1)
+        skipped += not finite
         if not finite:
-            self.scale = max(self.scale / self.factor, self.minimum)
-            self.counter = 0
-            self.skipped += 1
-            self.consecutive += 1
-            return
-        self.consecutive = 0
-        self.counter += 1
-        if self.counter >= self.period:
-            self.counter = 0
-            if self.scale < self.maximum:
-                self.scale = min(self.scale * self.factor, self.maximum)
+            scale = max(scale / factor, minimum)
+        elif counter >= period:
+            counter = 0
+            if scale < maximum:
+                scale = min(scale * factor, maximum)
+        yield scale, counter, skipped, in_a_row
 
 
 @pytest.mark.parametrize(
@@ -109,7 +94,6 @@ def test_any_run_is_that_of_the_reference(minimum, maximum, factor, period):
     flags = np.random.default_rng(0).random(200) < 0.95
     given = (2.0**minimum, 2.0**minimum, factor, period)
     scaling = mpx.DynamicLossScaling(*given, counter=1, max_loss_scaling=2.0**maximum)
-    reference = Reference(*given, 1, 2.0**maximum)
 
     @jax.jit
     def run(scaling, flags):
@@ -120,13 +104,10 @@ def test_any_run_is_that_of_the_reference(minimum, maximum, factor, period):
         return jax.lax.scan(body, scaling, flags)[1]
 
     history = run(scaling, flags)
-    for i, flag in enumerate(flags):
-        reference.adjust(flag)
+    for i, want in enumerate(reference(flags, *given, 1, 2.0**maximum)):
         at = jtu.tree_map(lambda x, i=i: x[i], history)
-        assert (at.loss_scaling, at.counter) == (reference.scale, reference.counter)
-        in_a_row = reference.consecutive
-        assert (at.skipped_steps, at.consecutive_skips) == (reference.skipped, in_a_row)
-        assert bool(at.at_minimum) == (in_a_row > 0 and reference.scale <= reference.minimum)
+        assert (at.loss_scaling, at.counter, at.skipped_steps, at.consecutive_skips) == want
+        assert bool(at.at_minimum) == (want[3] > 0 and want[0] <= 2.0**minimum)
     assert history.loss_scaling.max() == 2.0**maximum
     assert history.skipped_steps[-1] == np.sum(~flags)
 
@@ -247,26 +228,13 @@ def test_the_noop_scaler_widens_and_does_nothing_else():
 
 
 def test_a_rule_of_ones_own():
-    class Falling(mpx.AbstractLossScaling):
-        """Halves the scale at each step."""
-
-        value: jax.Array
-
-        def scale(self, tree):
-            return mpx.StaticLossScaling(self.value).scale(tree)
-
-        def unscale(self, tree):
-            return mpx.StaticLossScaling(self.value).unscale(tree)
-
-        def adjust(self, grads_finite):
-            return Falling(self.value / 2)
-
     @jax.jit
     def step(w, scaling):
         return mpx.filter_value_and_grad(lambda w: jnp.sum(w * w), scaling)(w)
 
-    value, scaling, finite, grads = step(jnp.array([1.0, 2.0]), Falling(jnp.float32(8.0)))
-    assert (value, scaling.value, finite) == (5.0, 4.0, True)
+    own = OwnScaling(mpx.DynamicLossScaling(8.0, period=1), "grows at each step")
+    value, scaling, finite, grads = step(jnp.array([1.0, 2.0]), own)
+    assert (value, scaling.inner.loss_scaling, scaling.rule, finite) == (5.0, 16.0, own.rule, True)
     np.testing.assert_array_equal(grads, [2.0, 4.0])
     with pytest.raises(TypeError, match="abstract"):
         mpx.AbstractLossScaling()  # pyright: ignore[reportAbstractUsage]

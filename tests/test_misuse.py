@@ -80,6 +80,10 @@ def scale_by(optimizer, scaling, **options):
     return mpx.contrib.scale_by_loss_scaling(optimizer, scaling, **options)
 
 
+def reduced(dtype):
+    return jax.vmap(lambda w: mean(w, "i", dtype=dtype), axis_name="i")(X)
+
+
 def gathered(sharding, dtype="float16"):
     return mpx.gather_parameters(X, sharding, dtype=dtype)
 
@@ -95,6 +99,10 @@ def partials(terms, coords="xy", outputs="u", **options):
 
 def laplacian(**options):
     return mpx.laplacian(net, **NET, **options)
+
+
+def coordinates(names, scaling):
+    return mpx.partials(net, ["u_x1"], coords=names.split(), outputs="u", scaling=scaling)(POINT)
 
 
 def operator(spec, **options):
@@ -143,6 +151,8 @@ def update_tree(grads, optimizer=SGD):
     return mpx.optimizer_update(TREE, optimizer, SGD.init(FLOATS), grads, jnp.array(True))
 
 
+NO_HALVES = ["float32", "float64", "float8_e4m3fn", "int8", "", None, 16, jnp.float32]
+
 # What a message says, in any order, and the call that raises it; or one of several values, each of
 # which makes the call wrong.
 
@@ -176,6 +186,10 @@ TYPE_ERRORS = {
     "`range_report` … 3": lambda: ranges(3),
     "cannot be called inside of": lambda: jax.jit(ranges(jnp.sin))(W),
     "`autocast` … 3": lambda: mpx.autocast(3),
+    "takes a bool as `autocast`": lambda: grad(total, autocast={"dtype": "float16"}),
+    "explain_nonfinite(mpx_pde.filter_grad(loss, scaling)": lambda: mpx.explain_nonfinite(
+        jnp.sin, SCALING
+    ),
     "takes names of primitives": lambda: mpx.autocast(jnp.sin, full=jnp.exp),
     "`line_search_value` takes a loss function first": lambda: search(1.0, None),
     "`line_search_value` needs a loss scaling": lambda: search(total, None),
@@ -191,7 +205,11 @@ TYPE_ERRORS = {
     "differentiates with respect to the first positional": lambda: advise(total)(),
     # Casts.
     "`force_full_precision` … a function … 3": lambda: mpx.force_full_precision(3),
-    "`FullPrecision` … callable layer … None": lambda: mpx.FullPrecision(None),
+    "`FullPrecision` … callable layer … or one floating-point array, but got %r": (
+        mpx.FullPrecision,
+        [None, 3],
+    ),
+    "`FullPrecision` around an array is read by … `value`": lambda: mpx.FullPrecision(W)(1.0),
     # Products.
     "real floating-point": lambda: matmul(X, jnp.ones((3, 3), int)),
     "imaginary": lambda: matmul(X, jnp.ones((3, 3), jnp.complex64)),
@@ -238,6 +256,9 @@ TYPE_ERRORS = {
     "`partials`": lambda: partials(["u"], scaling=mlp()),
     "`DerivativeScaling` … got a `Scaling`": lambda: partials(["u"], scaling=BOTH),
     "unknown options speed": lambda: DS.per_order(2, speed=1),
+    "`scaled_vjp` … shape": lambda: mpx.scaled_vjp(jnp.sin, W, scale=jnp.ones(2)),
+    "`grad` takes a floating-point point, but got int32": lambda: d_grad(jnp.multiply)(2, 3.0),
+    "`telemetry` … `DerivativeScaling`": lambda: derivatives.telemetry(mpx.NoOpLossScaling()),
     **{
         f"`{name}` … {says}": lambda f=name, n=n, x=x: getattr(derivatives, f)(total, n)(x)
         for name in ("grad", "jacfwd", "hessian")
@@ -290,6 +311,7 @@ VALUE_ERRORS = {
     # Gradients.
     "policy 'compute=float17' … \"params=float32": lambda: grad(total, policy="compute=float17"),
     "`filter_grad` … `axis_name='devices'` … leave it out": lambda: on("devices"),
+    "`all_reduce_mean` … float16": (reduced, [*NO_HALVES[1:4], 3]),
     "`all_reduce_mean` … `axis_name='devices'` … `jax.shard_map`": lambda: mean(W, "devices"),
     "`filter_accumulated_value_and_grad` … no array … by position": lambda: accumulate(x=POINTS),
     "`micro_batches` … 0": lambda: accumulate(X, n=0),
@@ -302,6 +324,7 @@ VALUE_ERRORS = {
         ["float16", jnp.bfloat16, np.dtype("float16")],
     ),
     "`filter_grad` … float64 … jax_enable_x64": lambda: grad(total, forward="float64"),
+    "`precision_floor` … float64 … jax_enable_x64": lambda: floor(use_mixed_precision=False),
     "`PrecisionLadder` … float64 … jax_enable_x64": lambda: LADDER(("half", "float64")),
     "overrides of `autocast` or": lambda: grad(total, autocast={"full": "x"}, forward="float32"),
     "`line_search_value` … `forward`": lambda: search(total, SCALING, forward="half?"),
@@ -321,6 +344,9 @@ VALUE_ERRORS = {
     "between `min_loss_scaling` … 8.0": lambda: DYNAMIC(8.0, max_loss_scaling=4.0),
     "`max_consecutive_skips`": (lambda x: stuck(SCALING, x), [0, -1, 2.5, True]),
     # Casts.
+    "got bfloat16 and float16": lambda: mpx.mixed_matmul(W.astype("float16"), W.astype("bfloat16")),
+    "`set_half_precision_datatype` … float16": (mpx.set_half_precision_datatype, NO_HALVES),
+    "`half_precision` … bfloat16": (lambda x: mpx.half_precision(x).__enter__(), NO_HALVES),
     "`cast_tree` needs a real floating-point dtype": lambda: mpx.cast_tree(W, None),
     "`FullPrecision` needs a": lambda: mpx.FullPrecision(eqx.nn.Identity(), out_dtype="halve"),
     # Products.
@@ -392,6 +418,12 @@ VALUE_ERRORS = {
     "`scaled_jvp` … 2^-126 to 2^126 … %r": (
         lambda x: mpx.scaled_jvp(net, (POINT,), (POINT,), x),
         [2.0**127, 2.0**-130],
+    ),
+    "`scaled_jvp` … power of two": lambda: mpx.scaled_jvp(net, (POINT,), (POINT,), 3.0),
+    "one step or more, as `history`, but got []": lambda: derivatives.plot([]),
+    "the term 'u_x1' … as `coords`": lambda: coordinates("x1 x2", DS.per_order(2, terms=["u_x1"])),
+    "`DerivativeScaling.per_order` … 'u_z' … the coordinates x1, x2": lambda: DS.per_order(
+        2, terms=["u_z"], coords=["x1", "x2"]
     ),
     "`scaled_jvp` … [0] … (3,) … (2,)": lambda: mpx.scaled_jvp(net, (POINT,), (W,), 2.0),
     "of 2 coordinates in `argnums` has the names of 3": lambda: d_grad(net, coords="xyz")(POINT),
@@ -483,12 +515,9 @@ def test_mistakes_are_named(error, says):
         assert len(str(caught.value)) < 500  # not a whole object
 
 
-TRANSFORMATIONS = {
-    "filter_grad": mpx.filter_grad,
-    "filter_value_and_grad": mpx.filter_value_and_grad,
-    "calculate_scaled_grad": mpx.calculate_scaled_grad,
-    "filter_accumulated_value_and_grad": accumulated,
-}
+MAKE = mpx.filter_grad, mpx.filter_value_and_grad, mpx.calculate_scaled_grad
+TRANSFORMATIONS = {transform.__name__: transform for transform in MAKE}
+TRANSFORMATIONS |= {"filter_accumulated_value_and_grad": accumulated}
 
 
 @pytest.mark.parametrize("mixed", [True, False], ids=["mixed", "full"])
@@ -513,6 +542,7 @@ def test_each_transformation_names_itself(name, mixed):
             make(total, None)
 
 
+@pytest.mark.parametrize("options", [{}, {"forward": "float32"}], ids=["half", "forward"])
 @pytest.mark.parametrize("name", TRANSFORMATIONS)
 @pytest.mark.parametrize(
     ("keep_full", "error", "says"),
@@ -527,8 +557,8 @@ def test_each_transformation_names_itself(name, mixed):
     ],
     ids=str,
 )
-def test_keep_full(name, keep_full, error, says):
-    call = TRANSFORMATIONS[name](total, SCALING, keep_full=keep_full)
+def test_keep_full(name, keep_full, error, says, options):
+    call = TRANSFORMATIONS[name](total, SCALING, keep_full=keep_full, **options)
     match = rf"(?s)`{name}`.*`keep_full`.*{says}|`{name}`.*{says}.*`keep_full`"
     with pytest.raises(error, match=match):
         call(W, X)
@@ -584,8 +614,6 @@ def test_dtypes():
         }.items():
             with pytest.raises(ValueError, match=rf"(`{name}`).*floating-point dtype such as jnp"):
                 call(wrong)
-    with pytest.raises(TypeError, match=r"explain_nonfinite\(mpx_pde.filter_grad\(loss, scaling\)"):
-        mpx.explain_nonfinite(jnp.sin, SCALING)  # as `precision_floor` takes it
 
 
 def test_an_error_of_the_optimizer_itself_stays_what_it_is():

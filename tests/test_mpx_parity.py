@@ -59,32 +59,26 @@ def test_functions_take_the_arguments_of_mpx():
 @pytest.mark.parametrize("mixed", [True, False])
 def test_return_orders(mixed):
     """In steps at which the scale grows: MPX unscales them with the grown scale."""
-    scaling = scaler(2.0**2, period=1)
-
-    def with_aux(w):
-        return jnp.sum(w), {"double": 2 * w}
-
-    w = jnp.ones(2)
-    three = mpx.filter_grad(jnp.sum, scaling, False, mixed)(w)
-    *three_of_four, aux = mpx.filter_grad(with_aux, scaling, True, mixed)(w)
-    value, *rest = mpx.filter_value_and_grad(jnp.sum, scaling, False, mixed)(w)
-    (also, same), *also_rest = mpx.filter_value_and_grad(with_aux, scaling, True, mixed)(w)
-    for new, finite, grads in (three, three_of_four, rest, also_rest):
-        assert new.loss_scaling == (8.0 if mixed else 4.0)
-        assert (finite.dtype, finite.shape, bool(finite)) == (bool, (), True)
-        np.testing.assert_array_equal(grads, [1.0, 1.0])
-    assert value == also == 2.0
-    for out in (aux, same):
-        np.testing.assert_array_equal(out["double"], [2.0, 2.0])
-
-    value, grads = mpx.calculate_scaled_grad(jnp.sum, scaling, False, mixed)(w)
-    (aux_value, aux), aux_grads = mpx.calculate_scaled_grad(with_aux, scaling, True, mixed)(w)
-    factor = 4.0 if mixed else 1.0
-    assert float(value) == float(aux_value) == 2.0 * factor
-    for g in (grads, aux_grads):
-        assert g.dtype == (jnp.float16 if mixed else jnp.float32)
-        np.testing.assert_array_equal(g.astype(jnp.float32), np.full(2, factor))
-    assert set(aux) == {"double"}
+    scaling, factor = scaler(2.0**2, period=1), 4.0 if mixed else 1.0
+    w, with_aux = jnp.ones(2), lambda w: (jnp.sum(w), {"double": 2 * w})
+    for func, has_aux in ((jnp.sum, False), (with_aux, True)):
+        options = func, scaling, has_aux, mixed
+        *three, aux = (
+            mpx.filter_grad(*options)(w) if has_aux else (*mpx.filter_grad(*options)(w), {})
+        )
+        value, *rest = mpx.filter_value_and_grad(*options)(w)
+        raw, grads = mpx.calculate_scaled_grad(*options)(w)
+        if has_aux:
+            (value, same), (raw, raw_aux) = value, raw
+            for out in (aux, same, raw_aux):
+                np.testing.assert_array_equal(out["double"].astype(jnp.float32), [2.0, 2.0])
+        for new, finite, of_full in (three, rest):
+            assert new.loss_scaling == (8.0 if mixed else 4.0)
+            assert (finite.dtype, finite.shape, bool(finite)) == (bool, (), True)
+            np.testing.assert_array_equal(of_full, [1.0, 1.0])
+        assert (value, float(raw)) == (2.0, 2.0 * factor)
+        assert grads.dtype == (jnp.float16 if mixed else jnp.float32)
+        np.testing.assert_array_equal(grads.astype(jnp.float32), np.full(2, factor))
 
 
 class Block(eqx.Module):

@@ -44,15 +44,8 @@ def of_point(*lines, weights=(), q=(0.3, -0.4, 0.5)):
     return programs.Program("point", {"q": q}, weights, named, named[-1][0])
 
 
-OPTIONS = {
-    "size": 3,
-    "outputs": 1,
-    "how": "call",
-    "points": 1,
-    "operators": {},
-    "call": "partials",
-    "sums": {"dx": [((0,), 1.0)], "dxx": [((0, 0), 1.0)]},
-}
+OPTIONS = {"size": 3, "outputs": 1, "how": "call", "points": 1, "operators": {}, "call": "partials"}
+OPTIONS |= {"sums": {"dx": [((0,), 1.0)], "dxx": [((0, 0), 1.0)]}}
 
 
 def test_a_wrong_derivative_is_found(monkeypatch):
@@ -124,16 +117,11 @@ def test_programs_are_reproducible():
 
 # Each operation by itself: in derivatives of each order, with directions stacked, and in a loss.
 ORDERS = [(), (0,), (0, 0), (0, 1), (0, 0, 0), (0, 0, 2)]
+LAPLACIAN = {"size": 10, "over": None, "operators": {"sum": "laplacian"}, "call": "laplacian"}
+LAPLACIAN |= {"sums": {"sum": [((i, i), 1.0) for i in range(10)], "d": [((), 1.0)]}}
 ALONE = {
     "partials": OPTIONS | {"sums": {f"d{i}": [(dirs, 1.0)] for i, dirs in enumerate(ORDERS)}},
-    "laplacian": OPTIONS
-    | {
-        "size": 10,
-        "over": None,
-        "operators": {"sum": "laplacian"},
-        "call": "laplacian",
-        "sums": {"sum": [((i, i), 1.0) for i in range(10)], "d": [((), 1.0)]},
-    },
+    "laplacian": OPTIONS | LAPLACIAN,
     "forward": {"how": "call", "half": "bfloat16", "gradient": {"forward": "float32"}},
     "forward64": {"how": "call", "half": "bfloat16", "gradient": {"forward": "float64"}},
 }

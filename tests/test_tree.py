@@ -1,13 +1,11 @@
 """Finiteness, norms and selection over whole PyTrees."""
 
-from typing import Any, NamedTuple
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import tree_equal_bits
+from helpers import Pair, tree_equal_bits
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
@@ -104,11 +102,6 @@ def test_mixed_dtypes_and_float64():
 
 
 # --- select_tree ---------------------------------------------------------------------------------
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
 
 
 SPECIAL = np.array([0.0, -0.0, np.nan, -np.nan, np.inf, 1e-40, -np.inf, 1.5], np.float32)

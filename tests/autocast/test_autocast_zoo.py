@@ -61,16 +61,10 @@ def batch_norm():
 
 
 def flax_linen():
-    class Net(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            x = linen.Conv(4, (3,))(x)
-            x = linen.LayerNorm()(linen.gelu(x))
-            x = linen.MultiHeadDotProductAttention(2)(x)
-            return linen.Dense(2)(x)
-
+    layers = [linen.Conv(4, (3,)), linen.gelu, linen.LayerNorm()]
+    net = linen.Sequential([*layers, linen.MultiHeadDotProductAttention(2), linen.Dense(2)])
     x = normal(1, (2, 6, 3))
-    return Net().init(KEY, x), x, Net().apply
+    return net.init(KEY, x), x, net.apply
 
 
 def losses():

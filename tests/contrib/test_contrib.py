@@ -29,37 +29,36 @@ def test_what_is_not_finite_is_skipped_and_lowers_the_scale():
     assert after.scaling.skipped_steps == 1
 
 
+def steps(optimizer, params, gradient, count):
+    """The parameters before each step, and after the last."""
+    state, seen = optimizer.init(params), [params]
+    for _ in range(count):
+        updates, state = optimizer.update(gradient(seen[-1]), state, seen[-1])
+        seen.append(optax.apply_updates(seen[-1], updates))
+    return seen
+
+
 @pytest.mark.parametrize(("begin", "rate"), [(2.0**10, 0.5), (2.0**14, 1.0)])
 def test_gradients_are_unscaled_by_the_scale_that_the_loss_had(begin, rate):
     """Another than the state's: the loop multiplies all updates by a rate, or began elsewhere."""
-    net, steps = jnp.array([1.0, -2.0, 0.5]), 4
+    net, count = jnp.array([1.0, -2.0, 0.5]), 4
     scaling = mpx.DynamicLossScaling(2.0**10, period=2)
     optimizer = optax.chain(scale_by(optax.sgd(0.25), scaling, **MOVING), optax.scale(rate))
     params = {"net": net, "scale": jnp.float32(begin)}
-    state = optimizer.init(params)
-    scales = []
-    for _ in range(steps):
-        scales.append(float(params["scale"]))
-        grads = {"net": params["net"] * params["scale"], "scale": jnp.float32(0)}
-        updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    assert len({*scales}) > 1
+    gradient = lambda p: {"net": p["net"] * p["scale"], "scale": jnp.float32(0)}
+    *before, last = steps(optimizer, params, gradient, count)
+    assert len({float(p["scale"]) for p in before}) > 1
     # The scale is no power of two where the rate halves its way: a few roundings.
-    np.testing.assert_allclose(params["net"], net * (1 - 0.25 * rate) ** steps, rtol=1e-6)
+    np.testing.assert_allclose(last["net"], net * (1 - 0.25 * rate) ** count, rtol=1e-6)
 
 
 def test_a_scale_far_below_its_leaf_is_reached_in_two_steps():
     """A sum of the leaf and the difference would be zero."""
     params = {"net": jnp.ones(3), "scale": jnp.float32(2.0**15)}
     optimizer = scale_by(optax.sgd(0.25), mpx.DynamicLossScaling(2.0**-12), **MOVING)
-    state = optimizer.init(params)
-    grads = {"net": jnp.zeros(3), "scale": jnp.float32(0)}
-    scales = []
-    for _ in range(3):
-        updates, state = optimizer.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-        scales.append(float(params["scale"]))
-    assert scales == [2.0**-5, 2.0**-12, 2.0**-12]
+    zeros = lambda params: jax.tree.map(jnp.zeros_like, params)
+    found = steps(optimizer, params, zeros, 3)
+    assert [float(p["scale"]) for p in found[1:]] == [2.0**-5, 2.0**-12, 2.0**-12]
 
 
 # Optimizers that look at the loss, and what the loop hands on to them.

@@ -66,12 +66,6 @@ def test_what_is_kept_in_full_meets_products_in_full(keep):
     assert relative(got, want) < TOLERANCE
 
 
-def test_keep_full_is_checked_under_forward():
-    for keep, error in (("points", TypeError), ((False, True, True), ValueError)):
-        with pytest.raises(error, match=r"`filter_value_and_grad` takes .*`keep_full`"):
-            step_of(mapped, keep_full=keep)(MODEL, ROWS)
-
-
 def test_keyword_arguments_are_data():
     loss = lambda model, *, rows: mapped(model, rows - 1e4)
     want = eqx.filter_grad(lambda model: loss(model, rows=ROWS + 1e4))(MODEL)

@@ -13,15 +13,8 @@ from jax import lax
 from program_operations import magnitude, own, swish
 
 import mpx_pde as mpx
+from mpx_pde.engine import _together
 from mpx_pde.engine._evaluate import Evaluator
-from mpx_pde.engine._together import (
-    _concatenated,
-    _padded_sum,
-    beside,
-    joined,
-    spread_together,
-    sum_together,
-)
 
 
 POINT = jnp.array([0.3, 0.7])
@@ -305,10 +298,10 @@ WEIGHT = jnp.arange(1.0, 6.0)
 
 
 def by_hand(a, b):
-    s, t = sum_together([a, b], (0,))
-    s, t = spread_together([s, t * s], (4, 5), (1,))
-    weight, row, two = beside([WEIGHT, a[0], jnp.float32(2)], s)
-    return joined([s * weight * row + t * two, b], 0)
+    s, t = _together.sum_together([a, b], (0,))
+    s, t = _together.spread_together([s, t * s], (4, 5), (1,))
+    weight, row, two = _together.beside([WEIGHT, a[0], jnp.float32(2)], s)
+    return _together.joined([s * weight * row + t * two, b], 0)
 
 
 def as_jax_has_it(a, b):
@@ -316,7 +309,7 @@ def as_jax_has_it(a, b):
     return jnp.concatenate([s * WEIGHT[None] * a[0][None] + 2 * t, b])
 
 
-@pytest.mark.parametrize("place", [_concatenated, _padded_sum])
+@pytest.mark.parametrize("place", [_together._concatenated, _together._padded_sum])
 def test_arrays_are_joined_on_every_platform(place):
     arrays = [jnp.asarray(np.random.default_rng(n).random((2, n, 3)), "float16") for n in (1, 4, 2)]
     got = place(*arrays, dimension=1)

@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import relative
-from jax.sharding import PartitionSpec
+from helpers import over_devices, relative
+from jax.sharding import PartitionSpec as P
 from program_operations import newton, own
 
 import mpx_pde as mpx
@@ -24,19 +24,17 @@ def loss(model, x):
     return jnp.mean((d["u_xyy"] + d["u"] * d["u_x"]) ** 2)
 
 
-def over_devices(whole):
+def shared(whole):
     """A mean over points that four devices share."""
-    mesh = jax.make_mesh((4,), ("points",), axis_types=(jax.sharding.AxisType.Auto,))
-    share = lambda arrays, x: jax.lax.pmean(whole(arrays, x), "points")
-    specs = PartitionSpec(), PartitionSpec("points")
-    return jax.shard_map(share, mesh=mesh, in_specs=specs, out_specs=specs[0])
+    share = lambda arrays, x: jax.lax.pmean(whole(arrays, x), "data")
+    return over_devices(share, 4, (P(), P("data")), P())
 
 
 @pytest.mark.slow
 def test_gradients_of_shares_are_those_of_the_whole():
     arrays, static = eqx.partition(MODEL, eqx.is_array)
     whole = lambda arrays, x: loss(eqx.combine(arrays, static), x)
-    run = jax.jit(lambda *args: [jax.grad(f)(*args) for f in (over_devices(whole), whole)])
+    run = jax.jit(lambda *args: [jax.grad(f)(*args) for f in (shared(whole), whole)])
     got, want = run(arrays, points())
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         # float32 sums of some hundred terms in another order; the last bias has none.
@@ -62,8 +60,7 @@ def test_points_one_after_another_on_each_device():
         d = jax.lax.map(fun, x)
         return jnp.mean((d["u"] - d["u_xx"]) ** 2)
 
-    spread = over_devices(whole)
-    run = mpx.filter_value_and_grad(spread, mpx.NoOpLossScaling(), forward="float32")
+    run = mpx.filter_value_and_grad(shared(whole), mpx.NoOpLossScaling(), forward="float32")
     value, _, _, got = eqx.filter_jit(run)(arrays, points())
     want_value, want = jax.value_and_grad(whole)(arrays, points())
     np.testing.assert_allclose(value, want_value, rtol=1e-5)

@@ -230,14 +230,9 @@ def test_float64_forward(name, compute):
 
 @pytest.mark.slow
 def test_aux_and_full_layers_and_integers_pass():
-    class Model(eqx.Module):
-        table: eqx.nn.Embedding
-        head: mpx.FullPrecision
-
-        def __call__(self, i):
-            return self.head(jnp.tanh(self.table(i)))
-
-    model = Model(eqx.nn.Embedding(5, 8, key=KEY), mpx.FullPrecision(eqx.nn.Linear(8, 1, key=KEY)))
+    head = mpx.FullPrecision(eqx.nn.Linear(8, 1, key=KEY))
+    layers = [eqx.nn.Embedding(5, 8, key=KEY), eqx.nn.Lambda(jnp.tanh), head]
+    model = eqx.nn.Sequential(layers)
 
     def loss(model, i):
         out = jax.vmap(model)(i)

@@ -19,23 +19,25 @@ def apart(weight, x):
     return jnp.sum(jnp.sin(x * summed_apart(weight, x)))
 
 
+def total(f):
+    return lambda w, xs: jnp.sum(jax.vmap(f, (None, 0))(w, xs))
+
+
+def each(f):
+    return lambda w, xs: jnp.sum(jax.vmap(jax.grad(f), (None, 0))(w, xs), 0)
+
+
+def in_two(f):
+    return jax.grad(lambda w, xs: total(total(f))(w, xs.reshape(2, -1, xs.shape[-1])))
+
+
 ORDERS = {
-    "gradient of a batch": lambda f: jax.grad(lambda w, xs: jnp.sum(jax.vmap(f, (None, 0))(w, xs))),
-    "batch of gradients": lambda f: (
-        lambda w, xs: jnp.sum(jax.vmap(jax.grad(f), (None, 0))(w, xs), 0)
-    ),
-    "in a checkpoint": lambda f: jax.grad(
-        lambda w, xs: jnp.sum(jax.vmap(jax.checkpoint(f), (None, 0))(w, xs))
-    ),
-    "two batches": lambda f: jax.grad(
-        lambda w, xs: jnp.sum(
-            jax.vmap(jax.vmap(f, (None, 0)), (None, 0))(w, xs.reshape(2, -1, xs.shape[-1]))
-        )
-    ),
+    "gradient of a batch": lambda f: jax.grad(total(f)),
+    "batch of gradients": each,
+    "in a checkpoint": lambda f: jax.grad(total(jax.checkpoint(f))),
+    "two batches": in_two,
     "networks too": lambda f: (
-        lambda w, xs: jax.vmap(jax.grad(lambda w: jnp.sum(jax.vmap(f, (None, 0))(w, xs))))(
-            jnp.stack([w, 2 * w])
-        )
+        lambda w, xs: jax.vmap(jax.grad(total(f)), (0, None))(jnp.stack([w, 2 * w]), xs)
     ),
 }
 

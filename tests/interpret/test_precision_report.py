@@ -8,10 +8,10 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import normal, tree_allclose
+from helpers import normal, over_devices, tree_allclose
 from jax import lax
 from jax.experimental import pallas
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import mpx_pde as mpx
 
@@ -389,16 +389,19 @@ def test_all_reports_name_the_same_line(name):
     counted = lines(mpx.precision_report(fun)(model, x).rows)
     assert all(Path(__file__).name in line for line in counted)
     assert lines(mpx.autocast(fun, "float16").report(model, x).operations) == counted
-    assert lines(mpx.range_report(fun)(model, x).rows) == counted
+    if name == "as it is":
+        assert counted == {f"{__file__}:{call.__code__.co_firstlineno}"}
+    rows = mpx.range_report(fun)(model, x).rows
+    assert lines(rows) == counted
+    assert {row.layer for row in rows if row.primitive == "dot_general"} == {"eqx.nn.Linear"}
     derivative = mpx.partials(lambda x: fun(model, x), ["u_x"], coords="xyzt", outputs="u")
     report = derivative.report(x)
     assert lines(report.equations) == counted
 
 
 def test_work_of_all_devices():
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     product = ft.partial(mpx.mixed_matmul, dtype="float16", out_dtype="float32")
-    sharded = jax.shard_map(product, mesh=mesh, in_specs=(P("data"), P()), out_specs=P("data"))
+    sharded = over_devices(product, 4, (P("data"), P()), P("data"))
     x, w = jnp.ones((8, 4)), jnp.ones((4, 4))
     report = mpx.precision_report(sharded)(x, w)
     assert report.by_dtype() == {"float16": (4, 2 * 8 * 4 * 4)}

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import policy, products, relative
+from helpers import in_float64, over_devices, policy, products, relative, spectral_by_definition
 from jax.sharding import PartitionSpec as P
 
 import mpx_pde as mpx
@@ -48,13 +48,8 @@ def by_definition(model, x, padding=0):
         return linear(layers.last, gelu(linear(layers.first, x)))
 
     def spectral(layer, x):
-        a, b = layer.modes
-        weight = np.asarray(layer.weight, np.float64) @ np.array([1, 1j])
-        spectrum = np.fft.rfft2(x)
-        out = np.zeros_like(spectrum)
-        k = np.ix_(np.arange(a) - a // 2, np.arange(b // 2 + 1))
-        out[:, *k] = np.einsum("ixy,xyio->oxy", spectrum[:, *k], weight)
-        return np.fft.irfft2(out, s=x.shape[1:])
+        with jax.enable_x64(True):
+            return np.asarray(spectral_by_definition(in_float64(layer.weight), layer.modes, x))
 
     x = np.asarray(x, np.float64)
     _, n, m = x.shape
@@ -160,11 +155,10 @@ def test_gradients_inside_of_shard_map(how):
         return eqx.filter(step(eqx.combine(arrays, static), x)[2], eqx.is_array)
 
     def of_a_part(arrays, x):
-        axis = {} if how == "plain" else {"axis_name": "batch"}
+        axis = {} if how == "plain" else {"axis_name": "data"}
         return jax.tree.map(lambda g: g / 2, gradient(arrays, x, **axis))
 
-    mesh = jax.make_mesh((2,), ("batch",), axis_types=(jax.sharding.AxisType.Auto,))
-    sharded = jax.shard_map(of_a_part, mesh=mesh, in_specs=(P(), P("batch")), out_specs=P())
+    sharded = over_devices(of_a_part, 2, (P(), P("data")), P())
     got, want = jax.jit(sharded)(arrays, x), jax.jit(gradient)(arrays, x)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         # Means that are rounded to half may differ by a rounding.

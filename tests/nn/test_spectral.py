@@ -6,12 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import in_float64, normal, products
+from helpers import assert_close, dense, in_float64, normal, products, spectral_by_definition
 
 import mpx_pde as mpx
 from mpx_pde import nn
 from mpx_pde.nn._spectral_cost import choose_method
-from mpx_pde.nn._spectral_weights import CPWeight
 
 
 METHODS = ("dft", "fft")
@@ -44,45 +43,10 @@ def make(modes, channels=(3, 4), **options):
     return nn.SpectralConv(*channels, modes, key=jax.random.key(0), **options)
 
 
-def pairs(x):
-    return jax.lax.complex(x[..., 0], x[..., 1])
-
-
-def dense(weight):
-    """A factorized weight, built as the definition says."""
-    if not isinstance(weight, CPWeight):
-        return pairs(weight)
-    inputs, outputs, *modes = map(pairs, (weight.inputs, weight.outputs, *weight.modes))
-    letters = "xyz"[: len(modes)]
-    factors = ",".join(c + "r" for c in letters)
-    return jnp.einsum(f"ir,ro,{factors}->{letters}io", inputs, outputs, *modes)
-
-
-def by_definition(weight, modes, x, output=None):
-    """`rfftn`, multiplication of the modes one by one in place, `irfftn`."""
-    grid, axes = x.shape[1:], range(1, x.ndim)
-    output = output or grid
-    *full, last = modes
-    k = [np.arange(m) - m // 2 for m in full] + [np.arange(last // 2 + 1)]
-    spectrum = jnp.fft.rfftn(x, axes=axes, norm="forward")
-    kept = spectrum[:, *np.ix_(*(k % n for k, n in zip(k, grid, strict=True)))]
-    y = jnp.einsum("i...,...io->o...", kept, dense(weight))
-    placed = jnp.zeros((y.shape[0], *output[:-1], output[-1] // 2 + 1), y.dtype)
-    placed = placed.at[:, *np.ix_(*(k % n for k, n in zip(k, output, strict=True)))].set(y)
-    return jnp.fft.irfftn(placed, s=output, axes=axes, norm="forward")
-
-
 def oracle(fun, *args):
     """In float64."""
     with jax.enable_x64(True):
         return jax.tree.map(np.asarray, jax.jit(fun)(*in_float64(args)))
-
-
-def assert_close(got, want, tolerance):
-    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        x, y = np.asarray(x, np.float64), np.asarray(y)
-        assert x.shape == y.shape
-        assert np.abs(x - y).max() <= tolerance * np.abs(y).max()
 
 
 def weighted(fun, output):
@@ -104,7 +68,7 @@ def weighted(fun, output):
 def test_values_and_gradients_are_those_of_the_definition(modes, grid, factorization):
     layer = make(modes, factorization=factorization, rank=3)
     x = field(3, *grid)
-    definition = lambda w, x: by_definition(w, modes, x)
+    definition = lambda w, x: spectral_by_definition(w, modes, x)
     loss = weighted(definition, (4, *grid))
     both = lambda w, x: (definition(w, x), jax.grad(loss, argnums=(0, 1))(w, x))
     want, slopes = oracle(both, layer.weight, x)
@@ -135,7 +99,7 @@ def test_values_and_gradients_are_those_of_the_definition(modes, grid, factoriza
 )
 def test_another_output_grid(modes, grid, output):
     layer, x = make(modes), field(3, *grid)
-    want = oracle(lambda w, x: by_definition(w, modes, x, output), layer.weight, x)
+    want = oracle(lambda w, x: spectral_by_definition(w, modes, x, output), layer.weight, x)
     for method in METHODS:
         y = call(make(modes, method=method), x, output_shape=output)
         assert_close(y, want, TOLERANCES["float32"])
@@ -226,8 +190,8 @@ def test_hard_fields_in_float16():
     modes = (16, 16)
     layer = make(modes, method="dft")
     half = mpx.cast_to_float16(layer)
-    loss = lambda w, x: jnp.mean(by_definition(w, modes, x) ** 2)
-    exact = jax.jit(lambda w, x: (by_definition(w, modes, x), jax.grad(loss)(w, x)))
+    loss = lambda w, x: jnp.mean(spectral_by_definition(w, modes, x) ** 2)
+    exact = jax.jit(lambda w, x: (spectral_by_definition(w, modes, x), jax.grad(loss)(w, x)))
 
     @eqx.filter_jit
     def run(m, x, scale):

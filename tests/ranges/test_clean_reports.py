@@ -5,7 +5,7 @@ import importlib
 import itertools
 
 import equinox as eqx
-import flax.linen
+import flax.linen as linen
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -44,37 +44,27 @@ def assert_clean(gradient, *args, scaled=True):
 # --- Networks of others ---------------------------------------------------------------------------
 
 
-class Attention(eqx.Module):
-    embed: eqx.nn.Linear
-    attention: eqx.nn.MultiheadAttention
-    norm: eqx.nn.LayerNorm
-    mlp: eqx.nn.MLP
-
-    def __init__(self, key):
-        a, b, c = jax.random.split(key, 3)
-        self.embed = eqx.nn.Linear(2, 4 * 8, key=a)
-        self.attention = eqx.nn.MultiheadAttention(2, 8, key=b)
-        self.norm = eqx.nn.LayerNorm(8)
-        self.mlp = eqx.nn.MLP(8, "scalar", 16, 1, activation=jax.nn.gelu, key=c)
-
-    def __call__(self, p):
-        tokens = jnp.tanh(self.embed(p)).reshape(4, 8)
-        h = jax.vmap(self.norm)(tokens)
-        tokens = tokens + self.attention(h, h, h)
-        return jnp.mean(jax.vmap(self.mlp)(jax.vmap(self.norm)(tokens)))
+def attend(layers, p):
+    embed, norm, attention, mlp = layers
+    tokens = jnp.tanh(embed(p)).reshape(4, 8)
+    h = jax.vmap(norm)(tokens)
+    tokens = tokens + attention(h, h, h)
+    return jnp.mean(jax.vmap(mlp)(jax.vmap(norm)(tokens)))
 
 
-class Foreign(flax.linen.Module):
-    @flax.linen.compact
-    def __call__(self, p):
-        h = flax.linen.LayerNorm(epsilon=1e-2)(flax.linen.swish(flax.linen.Dense(12)(p)))
-        return flax.linen.Dense(1)(jnp.tanh(flax.linen.Dense(12)(h)))[0]
+def attention(key):
+    a, b, c = jax.random.split(key, 3)
+    layers = eqx.nn.Linear(2, 4 * 8, key=a), eqx.nn.LayerNorm(8)
+    layers += (eqx.nn.MultiheadAttention(2, 8, key=b),)
+    return Partial(attend, (*layers, eqx.nn.MLP(8, "scalar", 16, 1, jax.nn.gelu, key=c)))
 
 
+FIRST = [linen.Dense(12), linen.swish, linen.LayerNorm(epsilon=1e-2)]
+FOREIGN = linen.Sequential([*FIRST, linen.Dense(12), jnp.tanh, linen.Dense(1), jnp.squeeze])
 NETWORKS = {
     "tanh": lambda key: eqx.nn.MLP(2, "scalar", 12, 3, activation=jnp.tanh, key=key),
-    "attention": Attention,
-    "flax": lambda key: Partial(Foreign().apply, Foreign().init(key, jnp.zeros(2))),
+    "attention": attention,
+    "flax": lambda key: Partial(FOREIGN.apply, FOREIGN.init(key, jnp.zeros(2))),
 }
 
 WAYS = {"half": {"keep_full": (False, True)}, "autocast": {"autocast": True}}

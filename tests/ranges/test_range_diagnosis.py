@@ -297,19 +297,6 @@ def test_a_backward_rule_is_told_as_one(call, options):
         }
 
 
-def test_layers_of_equinox_are_named():
-    model = eqx.nn.MLP(2, 2, 4, 1, key=jax.random.key(0))
-
-    def fun(model, x):
-        return jax.vmap(model)(x)
-
-    report = mpx.range_report(fun)(model, jnp.ones((3, 2)))
-    rows = [row for row in report.rows if row.primitive == "dot_general"]
-    assert {row.layer for row in rows} == {"eqx.nn.Linear"}
-    line = fun.__code__.co_firstlineno + 1
-    assert all(row.line.endswith(f"test_range_diagnosis.py:{line}") for row in rows)
-
-
 # --- The mends ------------------------------------------------------------------------------------
 
 

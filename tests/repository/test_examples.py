@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import avals, tree_equal_bits
+from helpers import avals, oscillation, tree_equal_bits
 from pages import module
 
 import mpx_pde as mpx
@@ -24,23 +24,13 @@ pytestmark = pytest.mark.usefixtures("standard_promotion")
 # --- The loop, with a small problem -----------------------------------------------------------
 
 
-def loss(u, points, *, derivatives=None):
-    """u'' = −u on points in [0, 1]."""
-    d = mpx.partials(u, ["u", "u_xx"], coords="x", outputs="u", scaling=derivatives)
-    d = jax.vmap(d)(points)
-    return jnp.mean((d["u_xx"] + d["u"]) ** 2)
-
-
+GIVEN = {"title": "small", "coords": "x", "order": 2, "optimizer": "adam", "learning_rate": 1e-3}
 SMALL_PROBLEM = shared.Problem(
-    title="small",
-    coords="x",
-    order=2,
+    **GIVEN,
     network=lambda key: mpx.nn.CoordinateMLP(1, "scalar", 8, 2, key=key),
-    loss=loss,
+    loss=oscillation,
     sample=lambda key: jax.random.uniform(key, (16, 1)),
     errors=lambda u: {"u(0)": float(u(jnp.zeros(1)))},
-    optimizer="adam",
-    learning_rate=1e-3,
 )
 
 
@@ -51,7 +41,7 @@ def trainer(precision="float16", **given):
 @pytest.mark.slow
 @pytest.mark.parametrize("broken", ["derivatives", "gradients"])
 def test_a_skipped_step_changes_the_scaling_alone(broken):
-    given = {"loss": lambda *a, **k: 1e12 * loss(*a, **k)} if broken == "gradients" else {}
+    given = {"loss": lambda *a, **k: 1e12 * oscillation(*a, **k)} if broken == "gradients" else {}
     training, points = trainer(), jax.random.uniform(jax.random.key(1), (16, 1))
     state, _ = training.initial(0)
     state, _ = training.step(state, points)  # moments, an average
@@ -105,16 +95,11 @@ def test_burgers_reference_solves_the_equation():
     assert np.allclose(u_t + u * u_x, nu * u_xx, atol=1e-3)
 
 
-def periodic(n):
-    return np.linspace(-1, 1, n, endpoint=False)
-
-
-SMALL = {"diffusivity": 1e-2, "reaction": 5.0, "length": 2.0, "time": 0.5}
-
-
 def test_spectral_solver_is_of_fourth_order():
-    u = np.cos(np.pi * periodic(64)) * (1 + 0.3 * np.sin(np.pi * periodic(64)))
-    solve = lambda steps: spectral.allen_cahn(u, steps=steps, every=steps, **SMALL)[-1]
+    x = np.linspace(-1, 1, 64, endpoint=False)
+    u = np.cos(np.pi * x) * (1 + 0.3 * np.sin(np.pi * x))
+    given = {"diffusivity": 1e-2, "reaction": 5.0, "length": 2.0, "time": 0.5}
+    solve = lambda steps: spectral.allen_cahn(u, steps=steps, every=steps, **given)[-1]
     fine = solve(2560)
     errors = [np.linalg.norm(solve(steps) - fine) for steps in (40, 80, 160)]
     for coarse, half in itertools.pairwise(errors):

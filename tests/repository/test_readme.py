@@ -50,12 +50,8 @@ def test_both_sides_of_the_diff_run_and_agree(standard_promotion):
     assert all(line[:1] in ("+", "-", " ", "") for line in lines)
     before, after = ("\n".join(x[1:] for x in lines if not x.startswith(c)) for c in "+-")
     x = jnp.linspace(-1, 1, 64)[:, None]
-    common = {
-        "eqx": eqx,
-        "mpx": mpx,
-        "optimizer": optax.adam(1e-3),
-        "loss_fn": lambda model, batch: jnp.mean((jax.vmap(model)(batch) - batch) ** 2),
-    }
+    loss = lambda model, batch: jnp.mean((jax.vmap(model)(batch) - batch) ** 2)
+    common = {"eqx": eqx, "mpx": mpx, "optimizer": optax.adam(1e-3), "loss_fn": loss}
     model = eqx.nn.MLP(1, 1, 16, 2, key=jax.random.key(0))
     opt_state = common["optimizer"].init(eqx.filter(model, eqx.is_inexact_array))
     full, half = dict(common), dict(common)

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 import orbax.checkpoint as ocp
+from helpers import oscillation
 from pages import ROOT, blocks
 
 import mpx_pde as mpx
@@ -34,12 +35,7 @@ def guide() -> dict:
     return names
 
 
-def loss(model, points, *, derivatives):
-    terms = mpx.partials(model, ["u", "u_xx"], coords="x", outputs="u", scaling=derivatives)
-    d = jax.vmap(terms)(points)
-    return jnp.mean((d["u_xx"] + 9 * d["u"]) ** 2)
-
-
+loss = ft.partial(oscillation, square=9.0)
 optimizer = optax.adam(1e-2)
 
 

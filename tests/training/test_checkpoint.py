@@ -32,15 +32,11 @@ def state(seed=0, **options):
     model = mpx.nn.CoordinateMLP(2, 1, 8, 2, key=jax.random.key(seed))
     directions = mpx.DerivativeScaling.per_direction("xt", order=2)
     scaling = mpx.Scaling(mpx.DynamicLossScaling(2.0**seed, **options), directions)
-    return {
-        "model": model,
-        "opt_state": optax.adam(1e-3).init(eqx.filter(model, eqx.is_inexact_array)),
-        "scaling": scaling.adjust(jnp.array(seed == 0)),
-        "half": jnp.asarray([1.5, -0.0], jnp.bfloat16) * (seed + 1),
-        "key": jax.random.key_data(jax.random.key(seed)),
-        "step": seed,
-        "function": jax.nn.relu,
-    }
+    opt_state = optax.adam(1e-3).init(eqx.filter(model, eqx.is_inexact_array))
+    scaling, key = scaling.adjust(jnp.array(seed == 0)), jax.random.key_data(jax.random.key(seed))
+    out = {"model": model, "opt_state": opt_state, "scaling": scaling, "key": key, "step": seed}
+    half = jnp.asarray([1.5, -0.0], jnp.bfloat16) * (seed + 1)
+    return out | {"half": half, "function": jax.nn.relu}
 
 
 def round_trip(library, folder, saved, like):

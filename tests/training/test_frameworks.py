@@ -49,30 +49,15 @@ def tuple_model(key):
     return params, lambda p, x: jnp.tanh(x @ p.weights[0]) @ p.weights[1] + p.bias[None]
 
 
-class LinenNet(flax.linen.Module):
-    @flax.linen.compact
-    def __call__(self, x):
-        x = jnp.tanh(flax.linen.Dense(8)(x))
-        return flax.linen.Dense(2)(flax.linen.LayerNorm()(x))
-
-
 def linen_model(key):
-    net = LinenNet()
+    first, last = map(flax.linen.Dense, (8, 2))
+    net = flax.linen.Sequential([first, jnp.tanh, flax.linen.LayerNorm(), last])
     return net.init(key, jnp.ones((1, 2))), lambda variables, x: net.apply(variables, x)
 
 
-class NnxNet(nnx.Module):
-    def __init__(self, rngs):
-        self.first = nnx.Linear(2, 8, rngs=rngs)
-        self.second = nnx.Linear(8, 2, rngs=rngs)
-
-    def __call__(self, x):
-        return self.second(jnp.tanh(self.first(x)))
-
-
 def nnx_module_model(key):
-    del key
-    return NnxNet(nnx.Rngs(0)), lambda model, x: model(x)
+    first, last = (nnx.Linear(*sizes, rngs=nnx.Rngs(key)) for sizes in ((2, 8), (8, 2)))
+    return nnx.Sequential(first, jnp.tanh, last), lambda model, x: model(x)
 
 
 MODELS = {"NamedTuple": tuple_model, "flax.linen": linen_model, "flax.nnx": nnx_module_model}
@@ -149,31 +134,25 @@ def test_batch_norm(mode, wrap, standard_promotion):
     optimizer = optax.adam(1e-2)
     opt_state = init(optimizer, model)
 
-    @eqx.filter_jit
-    def step(model, state, opt_state, scaling, x):
-        gradient = mpx.filter_grad(norm_loss, scaling, has_aux=True)
-        scaling, finite, grads, new_state = gradient(model, state, x)
-        model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
-        return model, mpx.select_tree(finite, new_state, state), opt_state, scaling, finite
-
-    before = state
-    scaling = mpx.DynamicLossScaling(FACTOR)
-    model, state, opt_state, scaling, finite = step(model, state, opt_state, scaling, x)
+    step, scaling = (
+        training_step(norm_loss, optimizer, has_aux=True),
+        mpx.DynamicLossScaling(FACTOR),
+    )
+    model, opt_state, scaling, (_, new), finite, _ = step(model, opt_state, scaling, state, x)
     assert bool(finite)
-    after = state
-    assert not tree_equal_bits(after, before)
-    assert avals(after) == avals(before)
+    after = mpx.select_tree(finite, new, state)
+    assert not tree_equal_bits(after, state)
+    assert avals(after) == avals(state)
 
     model32, state32 = eqx.nn.make_with_state(NormNet)(mode, wrap, key=jax.random.key(0))
     _, state32 = norm_loss(model32, state32, x)
-    assert tree_allclose(state, state32, "float16")
+    assert tree_allclose(after, state32, "float16")
 
-    kept = (model, opt_state)
     bad = x.at[0, 0].set(jnp.inf)
-    model, state, opt_state, scaling, finite = step(model, state, opt_state, scaling, bad)
+    *kept, _, (_, new), finite, _ = step(model, opt_state, scaling, after, bad)
     assert not bool(finite)
-    assert tree_equal_bits(state, after)
-    assert tree_equal_bits((model, opt_state), kept)
+    assert tree_equal_bits(mpx.select_tree(finite, new, after), after)
+    assert tree_equal_bits(kept, [model, opt_state])
 
 
 # --- Optimizers ----------------------------------------------------------------------------------

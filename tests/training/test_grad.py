@@ -17,9 +17,9 @@ import jmp
 import numpy as np
 import optax
 import pytest
-from helpers import HALVES, avals, policy, relative, running, scaler, tree_equal_bits
+from helpers import avals, over_devices, policy, relative, scaler, training_step, tree_equal_bits
 from jax import export, lax
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 
 import mpx_pde as mpx
 
@@ -51,7 +51,7 @@ def batch(n=16):
 OVERFLOWING = {"float16": (15, 6), "bfloat16": (100, 100)}
 
 
-@pytest.mark.parametrize("compute", HALVES)
+@pytest.mark.parametrize("compute", OVERFLOWING)
 def test_growth_overflow_and_plain_steps(compute):
     exponent, big = OVERFLOWING[compute]
     w = jnp.array([1.0, 0.0, -2.0])
@@ -158,7 +158,7 @@ def test_a_policy_and_its_string_are_the_same(string, top):
     assert by_string[1].loss_scaling == 2.0**top
 
 
-@pytest.mark.parametrize("dtype", HALVES)
+@pytest.mark.parametrize("dtype", OVERFLOWING)
 def test_gradients_have_the_dtypes_of_the_masters(dtype):
     x = jnp.array([0.5, 2.0])
     model = {"w": jnp.ones(2, dtype), "np": np.ones(2, np.float32)}
@@ -180,20 +180,11 @@ def test_gradients_have_the_dtypes_of_the_masters(dtype):
 def test_aux_comes_back_in_the_output_dtype(output):
     state = eqx.nn.State(eqx.nn.StateIndex(jnp.ones(2)))
     layer = mpx.FullPrecision(eqx.nn.Linear(2, 2, key=jax.random.key(0)))
+    others = {"n": jnp.arange(2), "z": jnp.array([1j]), "key": jax.random.key(0), "none": None}
+    others |= {"state": state, "layer": layer, "static": (3, 1.5, "text", jnp.tanh)}
 
     def loss(w, x):
-        aux = {
-            "half": [w * x],
-            "full": x.astype(jnp.float32),
-            "n": jnp.arange(2),
-            "z": jnp.array([1j]),
-            "flag": x[0] > 0,
-            "key": jax.random.key(0),
-            "state": state,
-            "layer": layer,
-            "none": None,
-            "static": (3, 1.5, "text", jnp.tanh),
-        }
+        aux = {"half": [w * x], "full": x.astype(jnp.float32), "flag": x[0] > 0, **others}
         return jnp.sum(w * x), aux
 
     given = output and policy("float16", output)
@@ -210,7 +201,7 @@ def test_aux_comes_back_in_the_output_dtype(output):
     assert (aux["none"], aux["static"]) == (None, (3, 1.5, "text", jnp.tanh))
 
 
-def documented(model, x, *, gain=1.0):
+def documented(model, /, x, *args, gain: float = 1.0, **kwargs):
     """A loss."""
 
 
@@ -218,10 +209,15 @@ TRANSFORMATIONS = [mpx.filter_grad, mpx.filter_value_and_grad, mpx.calculate_sca
 TRANSFORMATIONS += [ft.partial(mpx.filter_accumulated_value_and_grad, micro_batches=1)]
 
 
-@pytest.mark.parametrize("transform", TRANSFORMATIONS)
-def test_name_docstring_and_signature(transform):
-    out = transform(documented, scaler(4))
-    assert (out.__name__, out.__doc__) == ("documented", "A loss.")
+CASTS = [lambda fun, _: mpx.cast_function(fun, "float16")]
+CASTS += [lambda fun, _: mpx.force_full_precision(fun)]
+
+
+@pytest.mark.parametrize("wrap", TRANSFORMATIONS + CASTS)
+def test_name_docstring_and_signature(wrap):
+    out = wrap(documented, scaler(4))
+    assert out.__name__ == out.__qualname__ == "documented"
+    assert (out.__doc__, out.__module__) == ("A loss.", __name__)
     assert out.__wrapped__ is documented
     assert inspect.signature(out) == inspect.signature(documented)
 
@@ -285,14 +281,8 @@ def test_without_mixed_precision_infinite_gradients_are_not_flagged(transform):
 def test_one_compilation_over_many_steps():
     optimizer = optax.adam(1e-3)
 
-    @eqx.filter_jit(donate="all")
-    @chex.assert_max_traces(n=1)
-    def step(model, opt_state, scaling, x):
-        value_and_grad = mpx.filter_value_and_grad(mse, scaling)
-        value, scaling, finite, grads = value_and_grad(model, (x, x[:, :1]))
-        model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)
-        return model, opt_state, scaling, value
-
+    step = training_step(lambda model, x: mse(model, (x, x[:, :1])), optimizer)
+    step = eqx.filter_jit(chex.assert_max_traces(step, n=1), donate="all")
     chex.clear_trace_counter()
     model = eqx.nn.Linear(2, 1, key=jax.random.key(0))
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
@@ -303,7 +293,8 @@ def test_one_compilation_over_many_steps():
     for i in range(200):
         x = rng.standard_normal((4, 2)).astype(np.float32)
         bad = i % 35 == 34
-        model, opt_state, scaling, value = step(model, opt_state, scaling, x * 1e4 if bad else x)
+        x = x * 1e4 if bad else x
+        model, opt_state, scaling, value, *_ = step(model, opt_state, scaling, x)
         scales.add(float(scaling.loss_scaling))
         skipped += bad
     assert scaling.skipped_steps == skipped == 5
@@ -343,7 +334,7 @@ def test_an_ensemble_with_a_scaling_each():
     optimizer = optax.sgd(1.0)
     w = jnp.ones((3, 2))
     x = jnp.ones((3, 2)).at[1, 0].set(3e4)
-    make = lambda s: running(mpx.DynamicLossScaling(s, period=1))
+    make = lambda s: eqx.tree_at(lambda x: x.loss_scaling, scaler(1, period=1), s)
     scaling = eqx.filter_vmap(make)(jnp.array([2.0, 4.0, 8.0]))
 
     @eqx.filter_jit
@@ -376,14 +367,6 @@ def test_an_overflowing_step_makes_no_nan():
 # --- Several devices -----------------------------------------------------------------------------
 
 
-def over_devices(fun, count, out_specs, check_vma):
-    """The last argument is split over so many devices."""
-    mesh = jax.make_mesh((count,), ("batch",), (AxisType.Auto,), devices=jax.devices()[:count])
-    in_specs = (*[P()] * (len(inspect.signature(fun).parameters) - 1), P("batch"))
-    specs = {"mesh": mesh, "in_specs": in_specs, "out_specs": out_specs, "check_vma": check_vma}
-    return jax.shard_map(fun, **specs)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_devices_agree_after_an_overflow_on_one(check_vma):
@@ -391,15 +374,16 @@ def test_devices_agree_after_an_overflow_on_one(check_vma):
 
     def on_device(w, opt_state, scaling, x):
         # Each device has a gradient of its own; the mean is taken after the flag.
-        own = lax.pcast(w, "batch", to="varying") if check_vma else w
-        gradient = mpx.filter_grad(linear_loss, scaling, axis_name="batch")
+        own = lax.pcast(w, "data", to="varying") if check_vma else w
+        gradient = mpx.filter_grad(linear_loss, scaling, axis_name="data")
         scaling, finite, grads = gradient(own, x[0])
-        grads = lax.pmean(grads, "batch")
+        grads = lax.pmean(grads, "data")
         out = *mpx.optimizer_update(w, optimizer, opt_state, grads, finite), scaling, finite
         # What every device holds, one row each; and, for check_vma, the proof that it is the same.
         return out, jtu.tree_map(lambda x: x[None], out)
 
-    step = jax.jit(over_devices(on_device, 8, (P(), P("batch")), check_vma))
+    specs = (P(), P(), P(), P("data")), (P(), P("data"))
+    step = jax.jit(over_devices(on_device, 8, *specs, check_vma=check_vma))
     w = jnp.array([1.0, 2.0])
     state = (w, optimizer.init(w), scaler(4, period=2))
     good = jnp.ones((8, 2))
@@ -420,11 +404,12 @@ def test_devices_agree_after_an_overflow_on_one(check_vma):
 def test_sums_over_devices_are_float32_whatever_the_loss_is_made_of(check_vma):
     # Two shards of 40000: their sum leaves float16's range, and the loss is plain JAX.
     def shard(w, scaling, x):
-        _, finite, grad = mpx.filter_grad(linear_loss, scaling, axis_name="batch")(w, x)
+        _, finite, grad = mpx.filter_grad(linear_loss, scaling, axis_name="data")(w, x)
         # With `check_vma`, JAX sums by itself where the weight is marked as varying.
-        return finite, grad if check_vma else lax.psum(grad, "batch")
+        return finite, grad if check_vma else lax.psum(grad, "data")
 
-    step = jax.jit(over_devices(shard, 2, P(), check_vma))
+    specs = (P(), P(), P("data")), P()
+    step = jax.jit(over_devices(shard, 2, *specs, check_vma=check_vma))
     finite, grad = step(jnp.ones(1), mpx.StaticLossScaling(1), jnp.full(2, 40000.0))
     assert finite
     assert grad.dtype == jnp.float32

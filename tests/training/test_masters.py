@@ -7,8 +7,8 @@ import jax.tree_util as jtu
 import numpy as np
 import optax
 import pytest
-from helpers import HALVES, tree_equal_bits
-from jax.sharding import AxisType, PartitionSpec as P
+from helpers import HALVES, over_devices, tree_equal_bits
+from jax.sharding import PartitionSpec as P
 
 import mpx_pde as mpx
 from mpx_pde.training._masters import round_stochastically
@@ -139,7 +139,6 @@ def test_equal_gradients_are_rounded_anew_at_each_step():
 @pytest.mark.parametrize("tracked", [True, False])
 def test_copies_are_rounded_alike_and_parts_independently(tracked, master, key):
     """In a `shard_map` of which one array is split over devices, and one is on each of them."""
-    mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Auto,))
     model = {"copied": jnp.ones(64, jnp.bfloat16), "split": jnp.ones((4, 512), jnp.bfloat16)}
     # 1 + 2^-9 is a quarter of a step above 1.
     slope = 2.0**-9 * (1 + jnp.arange(4.0) / 16)
@@ -154,8 +153,7 @@ def test_copies_are_rounded_alike_and_parts_independently(tracked, master, key):
 
     # The momentum, in half as well, is what Kahan's sums leave to chance.
     specs = layout(model), layout(state), layout(grads)
-    options = {"mesh": mesh, "in_specs": specs, "out_specs": specs[:2], "check_vma": tracked}
-    sharded = jax.shard_map(update, **options)
+    sharded = over_devices(update, 4, specs, specs[:2], check_vma=tracked)
     model, state = jax.jit(sharded)(model, state, grads)
     model, state = jax.jit(sharded)(model, state, grads)
     for x in jtu.tree_leaves((model, state)):

@@ -3,13 +3,13 @@
 import functools
 import json
 import pickle
-from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from helpers import OwnScaling
 
 import mpx_pde as mpx
 
@@ -19,24 +19,8 @@ def state(margin=6):
     return {"scaling": mpx.Scaling(mpx.DynamicLossScaling(), derivatives), "step": 3}
 
 
-class Custom(mpx.AbstractLossScaling):
-    """A scaling of one's own, with all kinds of options, and another scaling inside."""
-
-    inner: mpx.DynamicLossScaling
-    rule: Any = eqx.field(static=True)
-
-    def scale(self, tree):
-        return self.inner.scale(tree)
-
-    def unscale(self, tree):
-        return self.inner.unscale(tree)
-
-    def adjust(self, grads_finite):
-        return Custom(self.inner.adjust(grads_finite), self.rule)
-
-
 def custom(rule, period=2000):
-    return Custom(mpx.DynamicLossScaling(period=period), rule)
+    return OwnScaling(mpx.DynamicLossScaling(period=period), rule)
 
 
 class Rule:
