@@ -84,14 +84,15 @@ def split_by_halves(product: Callable, x: Any, y: Any, axes: tuple[int, int]) ->
     )
     rows, columns = (z.size // z.shape[axis] for z, axis in zip((x, y), axes, strict=True))
     if rows * columns > 2 * (x.size + y.size):
-        return by(*halves_in_line(x, y, axes), x.dtype)
-    *small, first = zip(*_paired(x, y, IN_HALVES), strict=True)
+        left, right = halves_in_line(x, y, axes, IN_HALVES)
+        return by(left, right, x.dtype)
+    *small, (left, right) = zip(*_paired(x, y, IN_HALVES), strict=True)
     # Behind a barrier, for XLA else makes the sum a part of the product, with a copy of the others.
-    first = lax.optimization_barrier(by(*first, x.dtype))
-    return _sum(first, [by(*pair, jnp.bfloat16) for pair in small])
+    first = lax.optimization_barrier(by(left, right, x.dtype))
+    return _sum(first, [by(left, right, jnp.bfloat16) for left, right in small])
 
 
-def halves_in_line(x: Any, y: Any, axes: tuple[int, int], algorithm: str = IN_HALVES) -> list[Any]:
+def halves_in_line(x: Any, y: Any, axes: tuple[int, int], algorithm: str) -> list[Any]:
     """Two float32 matrices of which the product, contracted along `axes`, is a split one, as
     matrices of bfloat16: their parts behind one another along the axis that is contracted."""
     return [*map(jnp.concatenate, _paired(x, y, algorithm), axes)]

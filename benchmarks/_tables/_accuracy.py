@@ -52,10 +52,8 @@ second_order = Table(
     in bfloat16                        {float64-bfloat16, 300:.1e}
     float32 throughout                 {float32, 300:.1e}
     float64, 600 steps                 {float64, 600:.1e}
-    1,200 steps                        {float64, 1200:.1e}
     """,
-    "Relative L2 errors after 300 steps, in the last columns by `--steps`; seed {seed}. "
-    "Networks of 921 to 1,481 parameters.",
+    "Relative L2 errors after 300 steps, in the last column by `--steps`; seed {seed}.",
 )
 
 

@@ -84,9 +84,12 @@ class Lower(eqx.Module):
         elif precision in ("float16", "bfloat16"):
             left = right = x.astype(precision)
         left, right = (jnp.split(z, edges[1:-1], axis=1) for z in (left, right))
-        # Behind barriers, for XLA for GPUs makes one product of those with the same operand.
-        apart = lambda y, z: lax.optimization_barrier((y, z))
-        by = lambda y, z: _product(*apart(y, z), precision, x.dtype) / scale**2
+
+        def by(y, z):
+            # Behind barriers, for XLA for GPUs makes one product of those with the same operand.
+            y, z = lax.optimization_barrier((y, z))
+            return _product(y, z, precision, x.dtype) / scale**2
+
         rows = (tuple(by(y, z) for z in right[: i + 1]) for i, y in enumerate(left))
         return cls(tuple(rows), columns)
 
