@@ -94,7 +94,8 @@ def split_by_halves(product: Callable, x: Any, y: Any, axes: tuple[int, int]) ->
 
 def halves_in_line(x: Any, y: Any, axes: tuple[int, int], algorithm: str) -> list[Any]:
     """Two float32 matrices of which the product, contracted along `axes`, is a split one, as
-    matrices of bfloat16: their parts behind one another along the axis that is contracted."""
+    matrices of bfloat16: their parts behind one another along the axis that is contracted. With an
+    infinity in one, most of the product is NaN."""
     return [*map(jnp.concatenate, _paired(x, y, algorithm), axes)]
 
 

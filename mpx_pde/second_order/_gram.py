@@ -288,17 +288,17 @@ def _cholesky(
     """The Cholesky factor of `gram + damping`, of which the lower triangle is read, and whether it
     is the lower one. Rounding by `eps` may leave an eigenvalue below 0: the diagonal is raised by a
     share of `size`."""
-    steps = len(gram) >= _WIDE and precision not in ("float32", "float64")
+    lower = len(gram) < _WIDE or precision in ("float32", "float64")
     raised = lambda shift: damping + shift * size
 
     def factor(shift):
-        if steps:
+        if not lower:
             split = precision if precision in SPLIT_PRODUCTS else "bfloat16_x3"
             return by_steps(gram, raised(shift), split)
         return lax.linalg.cholesky(_shifted(gram, raised(shift)), symmetrize_input=False)
 
     if not eps:
-        return factor(0.0), not steps
+        return factor(0.0), lower
 
     def failed(carry):
         i, _, found = carry
@@ -310,7 +310,7 @@ def _cholesky(
         return i + 1, _MORE * shift, factor(shift)
 
     first = jnp.asarray(_SHIFT * eps, gram.dtype)
-    return lax.while_loop(failed, again, (0, first, jnp.zeros_like(gram)))[2], not steps
+    return lax.while_loop(failed, again, (0, first, jnp.zeros_like(gram)))[2], lower
 
 
 def by_steps(

@@ -218,7 +218,8 @@ def filter_accumulated_value_and_grad(
     - `micro_batches`: how many, a positive integer that divides the batch size.
     - `in_axes`: the batch axis of the positional arguments after the model: one for all, or a
         prefix of the tuple of them, in which `None` marks what every micro-batch gets whole.
-        Scalars (such as a `jax.random.key`), non-arrays, `eqx.nn.State` and keyword arguments are
+        Scalars (such as a `jax.random.key`), a uint32 array of two beside a longer batch (which is
+        taken for a key of the old style), non-arrays, `eqx.nn.State` and keyword arguments are
         always passed whole. So one key draws the same numbers in every micro-batch: for a key each
         pass `jax.random.split(key, micro_batches)`, of which each gets an array of one, `keys[0]`.
         Keyword arrays as long as a batch of which each micro-batch has one example are a

@@ -20,8 +20,13 @@ from .._dtypes import is_half
 from .._repr import in_a_line
 from .._tree import check_flag, check_same_structure, first_difference, is_key, select_tree
 from .._types import BoolLike, MasterLike, PyTree
-from ..interpret._jaxpr import CALLS, equations_in
-from ..interpret._precision_report import tensorfloat32_by_default, warn_of_tensorfloat32
+from ..interpret._flat import flatten
+from ..interpret._precision_report import (
+    tensorfloat32_by_default,
+    traced,
+    warn_of_tensorfloat32,
+    warn_user,
+)
 from ._masters import Noise, applied, parse_master
 
 
@@ -96,29 +101,40 @@ def _naming_a_state_of_another(optimizer: Any, view: "_View") -> Iterator[None]:
         ) from e
 
 
-def _check_dtypes(update: Callable, given: tuple, wide: tuple) -> None:
-    """Raises a `ValueError` if an optimizer does something else with half arrays than with wide
-    ones: its masks or labels are by dtype, and would be others.
+def _operations(update: Callable, args: tuple) -> Counter[tuple[str, frozenset[int]]]:
+    """What an optimizer does, in whatever dtypes: how often each operation, by the arrays that its
+    operands depend on.
     """
+    closed, *_ = eqx.filter_make_jaxpr(update)(*args)
+    flat, told = flatten(closed, forward_mode=False), Counter[tuple[str, frozenset[int]]]()
+    on = dict.fromkeys(flat.constants, frozenset[int]())
+    on |= {k: frozenset({i}) for i, k in enumerate(flat.inputs)}
+    for step in flat.steps:
+        here = frozenset[int]().union(*(on[x] for x in step.variables))
+        on |= dict.fromkeys(step.outputs, here)
+        if step.name != "convert_element_type":
+            told[step.name, here] += 1
+    return told
 
-    def operations(args: tuple) -> Counter[str]:
-        closed, *_ = eqx.filter_make_jaxpr(update)(*args)
-        names = (eqn.primitive.name for eqn in equations_in(closed))
-        return Counter(name for name in names if name not in {"convert_element_type", *CALLS})
 
+def _warn_of_dtypes(update: Callable, given: tuple, wide: tuple) -> None:
+    """Issues a warning if an optimizer takes other operations of half arrays than of wide ones, as
+    by a mask that looks at dtypes.
+    """
     try:
-        told = operations(given)
-    except Exception:  # whatever is wrong with the update will be told by it
+        told = _operations(update, given)
+    except (TypeError, ValueError):  # which the update will raise, too
         return
     try:
-        same = told == operations(wide)
+        same = told == _operations(update, wide)
     except (TypeError, ValueError):  # such as states for what has another mask
         same = False
     if not same:
-        raise ValueError(
-            f"`{_CALL}` widens half parameters to float32 for `optimizer`, but its masks or labels "
-            "are by dtype, and would be others there. Give Optax the PyTree that your function "
-            "returns for the parameters in place of the function."
+        warn_user(
+            f"`{_CALL}` widens half parameters to float32 for `optimizer`, which does something "
+            "else with these. If its masks or labels are by dtype, give Optax the PyTree that your "
+            "function returns for the parameters in place of the function. If it is meant, filter "
+            "`mpx_pde.PrecisionWarning`."
         )
 
 
@@ -295,6 +311,9 @@ def optimizer_update(
         view = _view(optimizer, inner, model, grads)
 
     narrow = any(p.dtype.itemsize < 4 for p in jtu.tree_leaves(floating))
+    # A module or `jax.tree_util.Partial` is a function as a whole, and its leaves are arrays.
+    searches = any(callable(x) for x in jtu.tree_leaves(extra_args, is_leaf=callable))
+    looks = narrow and not searches and traced((model, grads))
 
     def step(grads, extra_args):
         # All three or none: some optimizers branch on the device, and their branches must agree.
@@ -305,8 +324,8 @@ def optimizer_update(
         # Optax relies on the standard promotion of dtypes.
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
             update = partial(optimizer.update, **extra_args)
-            if narrow:
-                _check_dtypes(update, (view.grads, *kept), (grads, state, masters))
+            if looks:
+                _warn_of_dtypes(update, (view.grads, *kept), (grads, state, masters))
             with _naming_a_state_of_another(optimizer, view):
                 updates, new_state = update(grads, state, masters)
             updates = jtu.tree_map(lambda u, p: None if p is None else u, updates, floating)
@@ -314,8 +333,7 @@ def optimizer_update(
             noise = None if master == "nearest" else Noise.of(key, inner)
             return _like(applied(old, updates, view.restore(new_state), noise), old)
 
-    # A module or `jax.tree_util.Partial` is a function as a whole, and its leaves are arrays.
-    if any(callable(x) for x in jtu.tree_leaves(extra_args, is_leaf=callable)):
+    if searches:
         if tensorfloat32_by_default():
             warn_of_tensorfloat32(_CALL, "a line search and the products of its optimizer")
         # A line search evaluates the loss: on a skipped step it must not run at all.
