@@ -1,5 +1,6 @@
 """Terms and sums of derivatives of one function, by the engine."""
 
+import functools as ft
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.flatten_util import ravel_pytree
 from jaxtyping import Array, Float
 
 from .._cast import widen
@@ -200,7 +200,8 @@ class Evaluation:
             return jnp.floor_divide(shift * len(index), order)
         drawn = along[0].coords[0] < 0
         coords = [[] if drawn else [self._coords[c] for c in d.coords] for d in along]
-        return scaling.strategy.exponent(scaling.exponents, coords, order)
+        exponent = scaling.strategy.exponent(scaling.exponents, coords, order)
+        return scaling.strategy.kept(exponent, scaling.rule.margin)
 
     def _requested(self) -> list[tuple[Index, int]]:
         """Returns the requested derivatives, each with the order in which it is counted: the
@@ -216,18 +217,15 @@ class Evaluation:
             found = _unscaled.get()
             if found is not None and order >= _UNSCALED:
                 found[self._call] = max(order, found.get(self._call, 0))
-        if scaling is None or dtype != jnp.float16 or not scaling.active or not self._plan.indices:
+        if scaling is None or dtype != jnp.float16 or not scaling.active:
             return {}
         strategy = scaling.strategy
         exponents = {i: self._exponent(scaling, i) for i in self._plan.indices}
         for k, s in enumerate(self._sums):
             if s.rows:
-                exponents[sum_key(k)] = jnp.min(strategy.shifts(scaling.exponents, s.rows))
-        # All scales in one array: XLA makes a kernel for each one that is computed by itself.
-        flat, split = ravel_pytree([*exponents.values()])
-        kept = strategy.kept(flat, scaling.rule.margin)
-        scales, inverse = split(power_of_two(kept)), split(power_of_two(-kept))
-        return dict(zip(exponents, zip(scales, inverse, strict=True), strict=True))
+                smallest = ft.reduce(jnp.minimum, strategy.shifts(scaling.exponents, s.rows))
+                exponents[sum_key(k)] = strategy.kept(smallest, scaling.rule.margin)
+        return {i: (power_of_two(e), power_of_two(-e)) for i, e in exponents.items()}
 
     # Evaluation.
 

@@ -6,6 +6,7 @@ way to it.
 """
 
 import abc
+import functools as ft
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -90,13 +91,17 @@ class AbstractStrategy(abc.ABC):
         """Returns the exponents of two by which the derivatives in some rows are scaled, by default
         in all."""
         chosen = self.rows if rows is None else [self.rows[i] for i in rows]
-        powers = [[dict(row.weights).get(i, 0) for i in range(len(self.names))] for row in chosen]
-        total = jnp.sum(np.array(powers, np.int32) * exponents[None], axis=1, dtype=jnp.int32)
-        smallest = np.array([row.smallest for row in chosen])
+        column = lambda of: np.array([of(row) for row in chosen], np.int32)
+        # No sums over an axis, which on a GPU are kernels of their own.
+        each = [exponents[i] for i in range(len(self.names))]
+        powers = [column(lambda row, i=i: dict(row.weights).get(i, 0)) for i in range(len(each))]
+        total = sum(power * x for power, x in zip(powers, each, strict=True))
+        smallest = column(lambda row: row.smallest)
         if not smallest.any():
             return total
-        orders = np.array([row.order for row in chosen], np.int32)
-        return jnp.where(smallest, orders * jnp.min(exponents), total)
+        return jnp.where(
+            smallest, column(lambda row: row.order) * ft.reduce(jnp.minimum, each), total
+        )
 
     @property
     def options(self) -> dict[str, Any]:
