@@ -226,3 +226,15 @@ def test_masks_by_dtype_are_told_of_and_taken_as_trees(name):
         got = updated(BY_DTYPE[name](lambda function: function(model)))
     assert tree_allclose(got, want)
     assert not np.array_equal(got["w"], model["w"])
+
+
+def test_an_optimizer_that_takes_no_half_arrays_takes_half_parameters():
+    def update(grads, state, params=None):
+        if grads["w"].dtype != jnp.float32:
+            raise NotImplementedError("such as an eigenvalue decomposition")
+        return grads, state
+
+    optimizer = optax.GradientTransformation(lambda params: optax.EmptyState(), update)
+    model = {"w": jnp.ones(3, jnp.bfloat16)}
+    step = lambda grads: mpx.optimizer_update(model, optimizer, optax.EmptyState(), grads, True)
+    assert jax.jit(step)(make_grads(model))[0]["w"].tolist() == [1.25] * 3
