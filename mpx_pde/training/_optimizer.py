@@ -102,8 +102,8 @@ def _naming_a_state_of_another(optimizer: Any, view: "_View") -> Iterator[None]:
 
 
 def _operations(update: Callable, args: tuple) -> Counter[tuple[str, frozenset[int]]]:
-    """What an optimizer does, in whatever dtypes: how often each operation, by the arrays that its
-    operands depend on.
+    """Counts the operations of an optimizer, whatever their dtypes, by name and by the arrays that
+    their operands depend on.
     """
     closed, *_ = eqx.filter_make_jaxpr(update)(*args)
     flat, told = flatten(closed, forward_mode=False), Counter[tuple[str, frozenset[int]]]()
