@@ -58,8 +58,6 @@ H100 = Chip(  # SXM
     launch=2.5e-6,
 )
 
-H200 = H100._replace(memory=Rate("memory", 4.8e12, 0.85))  # the same but for its memory
-
 CHIPS = {"h100": H100}
 
 WEIGHTS = (

@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import jax
 
 from . import _steps, fno_step, foreign_step, pinn_step, vit_step
-from ._chips import H100, H200, Chip
+from ._chips import H100, Chip
 from ._deviceless import CUBLAS, Compiled
 from ._hlo import Module
 from ._report import Report
@@ -172,7 +172,6 @@ def predict(report: Report, problem: Problem) -> None:
         if name == "mpx_pde float16":
             ideal = ideal_seconds(program.module, kernels, H100)
         told = {**summary(kernels, H100), "temp_bytes": program.temp_bytes}
-        told["seconds_on_h200"] = summary(kernels, H200)["seconds_with_arithmetic"]
         records.append(report.record("steps", **about, rival=name, **told))
     for record in records:
         record["ideal_seconds"] = ideal

@@ -3,7 +3,7 @@
 import statistics
 from collections.abc import Iterator
 
-from ._format import NONE, Record, Result, Table, groups, listed
+from ._format import NONE, Record, Result, Table, groups, listed, load
 
 
 def _vit(data: Result) -> Iterator[Record]:
@@ -60,9 +60,12 @@ second_order = Table(
 def _by_kind(data: Result) -> Iterator[Record]:
     """Yields the seconds of each kind of kernel, and of the step over those in float64."""
     full = next(s["seconds"] for s in data["steps"] if s["precision"] == "float64")
+    there = load("second_order-steps-nvidia-h100-80gb-hbm3")["steps"]
+    measured = {s["precision"]: s for s in there}
     for step in data["steps"]:
         residual, _, jacobian = step["precision"].partition("-")
         told = {"residual": residual, "jacobian": jacobian or residual, "full": full}
+        told["measured"] = measured[step["precision"]]
         kinds = {kind: found["seconds"] for kind, found in step["by_kind"].items()}
         kinds["rest"] = step["seconds"] - kinds["products"] - kinds["layout"]
         yield {**step, **kinds, **told}
@@ -79,8 +82,10 @@ second_order_step = Table(
     products, ms           {products:ms.0f}
     layout, ms             {layout:ms.0f}
     rest, ms               {rest:ms.0f}
+    measured, ms           {measured.seconds.median:ms.0f}
     """,
-    "{parameters:,} parameters, {points:,} points. Predicted for an H100, not run.",
+    "{parameters:,} parameters, {points:,} points. Predicted for an H100; measured on one by "
+    "`--time 3`, with JAX 0.11.2.",
 )
 
 # --- Neural operators ------------------------------------------------------------------------

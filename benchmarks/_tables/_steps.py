@@ -183,10 +183,10 @@ _NOTE = f"Memory beyond state and batch; {NOT_RUN}, times predicted."
 steps = Table(
     "predicted-h100",
     lambda data: [
-        *_predicted("cavity-512", "float32", "TF32", FULL, OURS),
-        *_predicted("cavity-512", f"{OURS}, forward bfloat16_x3", f"{OURS}, forward float32"),
+        *_predicted("cavity-256", "float32", "TF32", OURS, f"{OURS}, forward bfloat16_x3"),
         *_predicted("fno-256", "float32", OURS, FULL),
-        *_predicted("vit-base", "float32", OURS, "MPX float16"),
+        *_predicted("fno-512", "float32", OURS, f"{OURS}, remat=False"),
+        *_predicted("vit-base", "float32", f"{OURS}, forward bfloat16_x3"),
     ],
     f"""
     step  {{title}}: {{rival}}
@@ -197,35 +197,19 @@ steps = Table(
     _NOTE,
 )
 
-networks_step = Table(
-    "predicted-h100",
-    lambda data: [
-        record
-        for problem in dict.fromkeys(r["problem"] for r in data["steps"])
-        if problem.startswith("network-")
-        for record in _predicted(problem, SPLIT)
-    ],
-    f"""
-    network           {{title}}
-    {_times(SECONDS)}
-    memory of JAX's   {{temp_bytes/beside.float32.temp_bytes:.2f}}
-    gradient error    {{error}}
-    """,
-    _NOTE,
-)
-
 # --- Measured --------------------------------------------------------------------------------
 
-GPU = "measured-nvidia-h200"
+GPU = "measured-nvidia-h100-80gb-hbm3"
+_FORWARD = ("bfloat16_x3", "float32")
 _SHOWN = {
-    "cavity-512": (
-        *("float32", "TF32", FULL, OURS),
-        *(f"{OURS}, forward {full}" for full in ("bfloat16_x3", "float32")),
-    ),
-    "network-LayerNorm": ("TF32", SPLIT),
-    "network-SIREN": ("TF32", SPLIT),
-    "fno-256": ("TF32", OURS),
+    "cavity-512": ("float32", "TF32", FULL, OURS, *(f"{OURS}, forward {f}" for f in _FORWARD)),
+    "vit-base": ("TF32", OURS, "MPX float16"),
+    "fno-512": (OURS, f"{OURS}, remat=False"),
 }
+_MEDIANS = (
+    "Memory beyond state and batch. Medians of {seconds.rounds} rounds of five steps in a row, all "
+    "steps of a problem in turn."
+)
 
 
 def _measured(data: Result) -> Iterator[Record]:
@@ -243,8 +227,25 @@ measured = Table(
     memory, GiB     {{temp_bytes:GiB.2f}}
     gradient error  {{error_gradient:.1e}}
     """,
-    "Memory beyond state and batch. Medians of {seconds.rounds} rounds of five steps in a row, all "
-    "steps of a problem in turn.",
+    _MEDIANS,
+)
+
+
+networks_step = Table(
+    GPU,
+    lambda data: [
+        {**steps[SPLIT], "beside": steps}
+        for problem in dict.fromkeys(r["problem"] for r in data["steps"])
+        if SPLIT in (steps := beside(data, problem)) and problem.startswith("network-")
+    ],
+    f"""
+    network           {{title}}
+    {_times("seconds.median")}
+    predicted, ms     {{predicted_seconds:ms.3g}}
+    memory of JAX's   {{temp_bytes/beside.TF32.temp_bytes:.2f}}
+    gradient error    {{error_gradient:.1e}}
+    """,
+    _MEDIANS,
 )
 
 # --- Several devices -------------------------------------------------------------------------

@@ -11,10 +11,7 @@ from ._steps import FULL, GPU, OURS, beside, seconds_over
 # The modes, with their names among the trainings and among the steps on a GPU.
 MODES = {
     '`forward="float32"`, float16': ("forward-float32-float16", f"{OURS}, forward float32"),
-    '`forward="float32"`, bfloat16': (
-        "forward-float32-bfloat16",
-        "mpx_pde bfloat16, forward float32",
-    ),
+    '`forward="float32"`, bfloat16': ("forward-float32-bfloat16", None),
     '`forward="bfloat16_x3"`, float16': (None, f"{OURS}, forward bfloat16_x3"),
     "float16 throughout": ("float16", OURS),
     "bfloat16 throughout": ("bfloat16", None),
