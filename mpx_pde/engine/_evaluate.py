@@ -356,7 +356,8 @@ class Evaluator:
                 out = [self.storage.rounding(x, () if name == "mul" else x.streams) for x in out]
             return out, rule.__name__.strip("_"), ""
         known = eqn.primitive in ad.primitive_jvps or name in ("custom_jvp_call", "shard_map")
-        if name in tables.OPAQUE or not known:
+        moving = [isinstance(x, Jet) and bool(x.streams) for x in operands]
+        if (name in tables.OPAQUE or not known) and any(moving):
             raise ValueError(
                 f"There are no derivatives of the primitive {name!r} at "
                 f"{line_of(eqn, (*self.around, *step.calls))}, which "
@@ -364,6 +365,11 @@ class Evaluator:
                 "put `jax.lax.stop_gradient` around its operands."
             )
         own = lambda *args: own_in_registers(eqn, args, self.above.storage)
+        if name == "custom_linear_solve":
+            lengths = eqn.params["const_lengths"]
+            # What it is solved by, such as a tolerance, has no part in the solution.
+            if not any(moving[: lengths.matvec + lengths.vecmat]):
+                return self.rules.solved(own, operands, sum(lengths)), "linear", ""
         out = nested(own, operands, self.rules)
         return out, "nested", "no rule: by nested forward mode"
 

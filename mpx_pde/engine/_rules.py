@@ -133,6 +133,7 @@ class Rules:
         if name in tables.CONSTANT or not any(is_inexact(v.aval) for v in eqn.outvars):
             return self._constant
         own = {"convert_element_type": self._convert, "mul": self._mul, "div": self._div}
+        own["device_put"] = self._each
         if name in own:
             return own[name]
         if name in tables.TOGETHER and not any(map(_is_complex, eqn.invars)):
@@ -164,6 +165,20 @@ class Rules:
         primals = bind_primals(eqn, operands)
         along = lambda key: self._linear_stream(eqn, operands, key)
         return self._by_stream(primals, operands, along)
+
+    def _each(self, eqn, operands):
+        """Results that are operands elsewhere: one has the streams that its operand has."""
+        out = self._linear(eqn, operands)
+        own = (x.streams if isinstance(x, Jet) else {} for x in operands)
+        pairs = zip(out, own, strict=True)
+        return [y.only(set(y.streams) & set(streams)) for y, streams in pairs]
+
+    def solved(self, solve: Callable, operands: Sequence[Operand], held: int) -> list[Jet]:
+        """Results of what is linear in its operands but the first, which are `held`."""
+        fixed = list(map(primal_of, operands[:held]))
+        function = lambda args: solve(*fixed, *args)
+        along = lambda key: self._mapped(function, operands[held:], key)
+        return self._by_stream(function(map(primal_of, operands[held:])), operands, along)
 
     def _selection(self, eqn, operands):
         """Picks of each stream what the derivative along it is; no other stream enters."""

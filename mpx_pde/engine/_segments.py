@@ -17,6 +17,7 @@ from jax.extend.core import JaxprEqn
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step, flatten, variables
 from ..interpret._jaxpr import CALLS, bodies_of, contains, differentiable, pushforward
+from ..interpret._lines import line_of
 from ._near import bodies_entered, near_numbers, summed_in
 from ._plan import Index, Plan
 from ._roles import (
@@ -37,6 +38,9 @@ _SMALL = 64
 """Up to this many coordinates the first product is evaluated again rather than kept."""
 
 _ORDERS = ("transpose", "reshape", "squeeze", "convert_element_type")
+
+_WRITES = ("WriteEffect", "AccumEffect")
+"""What JAX calls the effects of writing into a reference, which it has no public name for."""
 
 _VALUE: frozenset[Index] = frozenset({()})
 """The streams of a variable of which none is asked for."""
@@ -301,18 +305,36 @@ def parts_of(flat: Flat, roles: Role) -> list[Part]:
 
 
 def divided(flat: Flat, roles: Role) -> tuple[list[Step], list[Step]]:
-    """The network, and what follows it: nothing of the one depends on the other."""
+    """The network, and what follows it: nothing of the one depends on the other. Effects, such as
+    those of callbacks, stay in their order."""
     network: list[Step] = []
     rest: list[Step] = []
     made: set[int] = set()
+    affected = False
     for i, step in enumerate(flat.steps):
+        effects = bool(step.eqn.effects)
         follows = i not in (roles.ends or ()) and roles.final.issuperset(step.outputs)
-        if (follows and step.outputs) or not made.isdisjoint(step.variables):
+        later = not made.isdisjoint(step.variables) or (effects and affected)
+        if later or (follows and step.outputs and not effects):
             rest.append(step)
             made.update(step.outputs)
+            affected |= effects
         else:
+            _check_writes(step, roles)
             network.append(step)
     return network, rest
+
+
+def _check_writes(step: Step, roles: Role) -> None:
+    """Raises a `ValueError` where a network writes into a reference what depends on its data or
+    parameters: what is read there again would not."""
+    writes = any(type(x).__name__ in _WRITES for x in step.eqn.effects)
+    if writes and any(x in roles.stage or x in roles.params for x in step.variables):
+        raise ValueError(
+            "`forward=` does not follow what a network writes into a reference, such as one of "
+            f"`jax.new_ref`, at {line_of(step.eqn, step.calls)}. Pass it on as an array, or leave "
+            "out `forward=`."
+        )
 
 
 def _by_itself(step: Step, alone: bool = True) -> Part:

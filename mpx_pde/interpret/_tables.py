@@ -147,7 +147,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("pure_callback io_callback", "opaque", "program", _HOST, "typed"),
     ("debug_callback debug_print", "nested", "program", _SHOWS, "typed"),
     ("ffi_call pallas_call", "nested", "program", _KERNEL, "typed"),
-    ("swap addupdate", "nested", "program", _REFERENCE, "typed"),
+    ("swap addupdate", "opaque", "program", _REFERENCE, "typed"),
     # The library's own: values as they are, what they are rounded to on their way to memory, how
     # they are read, and who sees them; a value for each channel on a grid, a sum of two dtypes.
     ("rounded_cotangent written written_in read_at_once", "linear", "program", _OURS, "stores"),

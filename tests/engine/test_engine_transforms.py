@@ -43,7 +43,7 @@ def test_gradients_of_shares_are_those_of_the_whole():
 
 def callback(p):
     shape = jax.ShapeDtypeStruct((), p.dtype)
-    return jax.pure_callback(lambda v: np.sum(v), shape, p) * p[0]
+    return jax.pure_callback(lambda v: np.sum(v), shape, p, vmap_method="sequential") * p[0]
 
 
 def printing(p):
@@ -74,6 +74,26 @@ def test_what_has_no_derivative_is_named_with_its_line():
         terms = mpx.partials(fun, ["u_x"], coords="xy", outputs="u")
         with pytest.raises(ValueError, match=r"pure_callback.*test_engine_transforms\.py:\d+"):
             transform(terms)(jnp.ones(2))
+
+
+def sparse(solve, p):
+    return jnp.sum(jnp.sin(solve(lambda v: 3 * v + jnp.sum(v) / 4, jnp.tanh(p))[0]))
+
+
+WITHOUT_A_RULE = {
+    "stopped callback": lambda p: callback(jax.lax.stop_gradient(p)) * p[0] ** 2,
+    "stopped maximum": lambda p: jnp.sum(jnp.exp(p - jax.lax.pmax(jax.lax.stop_gradient(p), "x"))),
+    "cg": lambda p: sparse(jax.scipy.sparse.linalg.cg, p),
+    "gmres": lambda p: sparse(jax.scipy.sparse.linalg.gmres, p),
+}
+
+
+@pytest.mark.parametrize("name", WITHOUT_A_RULE)
+def test_what_has_no_derivative_may_be_stopped_and_solves_are_linear(name):
+    u, along = WITHOUT_A_RULE[name], lambda f: lambda p: jax.jvp(f, (p,), (jnp.eye(2)[0],))[1]
+    mapped = lambda f: jax.vmap(f, axis_name="x")(points(3))
+    got = mapped(mpx.partials(u, ["u_xx"], coords="xy", outputs="u"))["u_xx"]
+    assert relative(got, mapped(along(along(u)))) < 1e-4  # the tolerance of a solve is 1e-5
 
 
 def test_printing_is_no_obstacle(capfd):

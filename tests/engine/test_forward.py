@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import HALVES, in_float64, normal, policy, relative, tree_equal_bits
+from jax.experimental import io_callback
 
 import mpx_pde as mpx
 from mpx_pde import nn
@@ -506,6 +507,35 @@ def test_a_small_residual_is_full_wherever_it_is_squared(name):
     tolerance = 2.0**-11 if name.startswith("weights") else 2.0**-5
     for got, expected in zip(grads[1], want[1], strict=True):
         assert np.linalg.norm(got - expected) <= tolerance * np.linalg.norm(expected)
+
+
+def test_effects_stay_in_their_order():
+    """A callback that reads what another one writes, and a reference."""
+    seen = {"scale": np.float32(1)}
+    number = lambda dtype: jax.ShapeDtypeStruct((), dtype)
+
+    def write(scale):
+        seen["scale"] = np.asarray(scale)
+        return np.int32(0)
+
+    def loss(params, x):
+        h = x @ params[0]
+        largest = jax.lax.stop_gradient(jnp.max(h))
+        io_callback(write, number("int32"), largest, ordered=True)
+        scale = io_callback(lambda: seen["scale"], number("float32"), ordered=True)
+        ref = jax.new_ref(jnp.zeros_like(h))
+        ref[...] = h / scale
+        return jnp.mean((jnp.tanh(ref[...]) @ params[1] - 1) ** 2)
+
+    def kept(params, x):
+        ref = jax.new_ref(jnp.zeros((len(x), 8)))
+        ref[...] = h = x @ params[0]
+        return jnp.mean(jnp.tanh(h) @ params[1]) + jnp.sum(ref[...])
+
+    params = [normal(0, (2, 8)), normal(1, (8, 1))]
+    assert_nearly(loss, params, POINTS, "bfloat16", least=0)
+    with pytest.raises(ValueError, match=r"`forward=` does not follow .*test_forward\.py:\d+"):
+        evaluated(kept, params, POINTS, "bfloat16")
 
 
 @jax.custom_jvp
