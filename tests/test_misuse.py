@@ -367,7 +367,7 @@ VALUE_ERRORS = {
     "list has other nodes … than tuple": lambda: update(SGD.init((W,)), SGD, (W,), [W]),
     "['b'] … (2, 1) … (2,) … of this model": lambda: update_tree({**FLOATS, "b": jnp.ones((2, 1))}),
     "`optimizer_state` … [0].count … optimizer.init(": lambda: update(SGD.init(W)),
-    "[0].mu it has float32[2] … should be float32[3]": lambda: update(ADAM.init(jnp.ones(2))),
+    "[0].mu it has float32[1] … should be float32[3]": lambda: update(ADAM.init(jnp.ones(1))),
     "`optimizer_update` takes 'nearest', … got 'up'": lambda: half_update(master="up"),
     "half-precision parameters … stochastic": lambda: update(SGD.init(W), SGD, master="stochastic"),
     "half-precision parameters … kahan": lambda: update(SGD.init(W), SGD, master="kahan"),

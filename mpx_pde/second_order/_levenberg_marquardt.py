@@ -262,7 +262,7 @@ class LevenbergMarquardt(eqx.Module):
                 f"`{_CALL}.update` takes the model, the state that `init(model)` returned, and the "
                 f"examples, but got {in_a_line(state)} as `state`."
             )
-        count, given = len(self.residuals), len(batches) if isinstance(batches, tuple) else None
+        count, given = len(self.residuals), len(batches) if type(batches) is tuple else None
         if count == 1 and given != 1:
             batches = (batches,)
         elif given != count:
@@ -488,7 +488,8 @@ class LevenbergMarquardt(eqx.Module):
                 r, pull = jax.vjp(lambda p: self._residual(at, p, static, x), params)
                 seeds = jnp.eye(r.size, dtype=r.dtype) * scale.astype(r.dtype)
                 (pulled,) = jax.vmap(pull)(seeds)
-                flat = [g.reshape(r.size, -1).astype(dtype) for g in jtu.tree_leaves(pulled)]
+                rows = lambda g: g.reshape(r.size, math.prod(g.shape[1:]))  # of which may be none
+                flat = [rows(g).astype(dtype) for g in jtu.tree_leaves(pulled)]
                 return jnp.concatenate(flat, axis=1) * weight.astype(dtype)
 
             # As a wish of the program's, `highest` would hold for halves too.

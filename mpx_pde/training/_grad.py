@@ -144,6 +144,10 @@ def filter_value_and_grad(
     not fit the arguments, and a `forward` that is unknown, float64 without 64-bit types, or given
     together with overrides of `autocast`.
 
+    Its gradients may be differentiated in turn, in forward mode (`jax.jvp`). In reverse mode their
+    cotangents are divided by the loss scale, and underflow in float16: pass bfloat16, or a
+    [`mpx_pde.NoOpLossScaling`][].
+
     The recipe is that of Micikevicius et al., *Mixed Precision Training* (2018), section 3; names
     and return orders are those of MPX (Gräfe & Trimpe, 2025).
     """

@@ -14,7 +14,7 @@ from .._dtypes import LARGEST_SCALE
 from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, default_cap
 from .._tree import with_fields
 from .._types import ForwardLike, PolicyLike, PyTree
-from ..derivatives import Scaling
+from ..derivatives import DerivativeScaling, Scaling, telemetry
 from ..interpret._precision_report import warn_user
 from ._gradient import Gradient, check_eager, copied, transformed
 from ._norms import minus, norm
@@ -30,6 +30,9 @@ _MARGIN = 2
 
 _LOST = 2.0**-7
 """Underflow at the highest loss scale is told if it changes the gradient of a parameter by more."""
+
+_STARVED = 0.9
+"""The share of a derivative below float16's range that is told."""
 
 _BEYOND = 4
 """The steps, in powers of two, by which loss scales beyond the highest are tried."""
@@ -63,7 +66,8 @@ def initial_scaling(
     large as it can be, each derivative scale the nearest to where it started, with room left below
     overflow as far as that gives the same gradient. Where the loss scale ends at its highest,
     larger ones are tried too. If they change the gradient of a parameter by 1 % or more, a
-    [`mpx_pde.PrecisionWarning`][] names the `max_loss_scaling` to take.
+    [`mpx_pde.PrecisionWarning`][] names the `max_loss_scaling` to take. Another one tells of a
+    derivative that vanishes beside a far larger one with the same scale.
 
     **Arguments:** as for [`mpx_pde.filter_value_and_grad`][], and as in the training.
 
@@ -157,6 +161,8 @@ def _found(start: Any, evaluate: Callable[[np.ndarray], _Evaluated], cap: float)
             exponents, found = exponents - step, other
     if any(of_loss) and exponents[0] + scales[0].step > scales[0].highest:
         _warn_of_lost(exponents, found, evaluate)
+    if isinstance(start, Scaling):
+        _warn_of_starved(found.adjusted.derivatives)
     return exponents
 
 
@@ -191,6 +197,23 @@ def _warn_of_lost(
             f"`{_CALL}` ends at the highest loss scale, 2^{exponents[0]}, at which a part of the "
             "gradient of this batch underflows. Let the scale grow by `max_loss_scaling=2**"
             f"{beyond[0]}` in `mpx_pde.DynamicLossScaling`, or make the loss larger."
+        )
+
+
+def _warn_of_starved(derivatives: DerivativeScaling) -> None:
+    """Issues a warning if hardly anything is left of a derivative whose scale is another's too."""
+    rows = [set(dict(row.weights)) for row in derivatives.strategy.rows]
+    shares = [sum(bool(row & other) for other in rows) > 1 for row in rows]
+    below = telemetry(derivatives)["underflow"].items()
+    lost = [
+        name for (name, x), shared in zip(below, shares, strict=True) if shared and x > _STARVED
+    ]
+    if lost:
+        warn_user(
+            f"`{_CALL}` ends at derivative scales at which {', '.join(map(repr, lost))} is zero or "
+            "below float16's range: the scale is one with a derivative that is far larger. Give "
+            "each its own, by `per_direction`, `per_term` or `special`, or measure coordinates in "
+            "other units."
         )
 
 

@@ -346,4 +346,5 @@ def optimizer_update(
     # would divide by the norm of zeros.
     safe = lambda x: jnp.where(finite, x, jnp.ones_like(x)) if eqx.is_inexact_array(x) else x
     new = step(*jtu.tree_map(safe, (view.grads, extra_args)))
-    return select_tree(finite, new, (model, optimizer_state))
+    with _naming_a_state_of_another(optimizer, view):
+        return select_tree(finite, new, (model, optimizer_state))

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import equinox as eqx
 import jax
@@ -102,6 +103,18 @@ def test_one_example_is_not_taken_several_times():
 
 
 @pytest.mark.slow
+def test_a_residual_may_be_empty_and_a_batch_named():
+    class Batch(NamedTuple):
+        x: jax.Array
+
+    batch = Batch(jnp.ones(4))
+    some, none = lambda w, b: w * b.x - 1, lambda w, b: jnp.zeros(0)
+    w, state = first_step(mpx.LevenbergMarquardt(some), jnp.zeros(()), batch)
+    both = first_step(mpx.LevenbergMarquardt((some, none)), jnp.zeros(()), (batch, batch))
+    assert (w, state.loss) == (both[0], both[1].loss)
+    assert state.loss < 1e-5
+
+
 def test_the_jacobian_is_never_whole():
     """30,000 points and 5,000 parameters: in half of them a float64 Jacobian has 1.2 GB."""
     with jax.enable_x64(True):

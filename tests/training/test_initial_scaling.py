@@ -2,6 +2,7 @@
 for it."""
 
 import re
+from contextlib import nullcontext
 
 import equinox as eqx
 import jax
@@ -133,6 +134,22 @@ def test_underflow_at_the_highest_scale_is_told():
     cap = 2.0 ** int(re.search(r"max_loss_scaling=2\*\*(\d+)`", str(told[0].message))[1])
     np.testing.assert_array_equal(found_for(2.0**-44, max_loss_scaling=cap)[1], 2.0**-44 * HARD)
     assert found_for(2.0**-14)[0].loss_scaling == 2.0**15
+
+
+@pytest.mark.parametrize("warns", [True, False])
+def test_a_derivative_beside_a_far_larger_one_is_told(warns):
+    units = jnp.array([1e6, 1e-6 if warns else 1e3])
+    network = mpx.nn.CoordinateMLP(2, "scalar", 8, 2, key=jax.random.key(0))
+
+    def loss(network, points, *, derivatives=None):
+        named = {"coords": "tx", "outputs": "u", "scaling": derivatives}
+        terms = mpx.partials(lambda p: network(p / units), ["u_t", "u_x"], **named)
+        return jnp.mean(sum(d**2 for d in jax.vmap(terms)(points).values()))
+
+    scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_order(1, terms=["u_t", "u_x"]))
+    expected = pytest.warns(mpx.PrecisionWarning, match="'u_t' is zero or below float16's range")
+    with expected if warns else nullcontext():
+        mpx.initial_scaling(loss, scaling, forward="float32")(network, units[None])
 
 
 def test_a_gradient_of_zero_asks_for_no_scale():
