@@ -52,12 +52,13 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
         numbers, sizes, shape = dimension_numbers, None, None
         whole = jax.typeof(x).sharding.mesh.empty
         apart = known and given.apart and platform in GPUS
-        turned = on_cpu and (given.turned or (known and _goes_first(x, y, numbers)))
+        first = known and platform in ("cpu", *GPUS) and _goes_first(x, y, numbers)
+        turned = first or (on_cpu and given.turned)
         of_rows = on_cpu and _sums_over_rows(x, y, numbers)
         if whole and out_sharding is None and (apart or of_rows):
             x, y, numbers, shape = _as_matrices(x, y, numbers)
         elif turned and whole and not numbers[1][0]:
-            return _turned(x, y, numbers, **options)
+            return _turned(x, y, numbers, on_cpu, **options)
         if apart:
             x, y, sizes = _padded(x, y, numbers)
             if max(x.size, y.size) * x.dtype.itemsize >= _APART:
@@ -146,15 +147,16 @@ def _goes_first(x, y, dimension_numbers) -> bool:
     return y.size // max(y.shape[-1], 1) > x.size // max(x.shape[x_axes[0]], 1)
 
 
-def _turned(x, y, dimension_numbers, **options):
+def _turned(x, y, dimension_numbers, held, **options):
     """Evaluates a product with the axes of the right operand in front in memory, where all that
-    follows has the axis of a `vmap`. What XLA for CPUs reads across the order in memory it computes
-    entry by entry, which takes ten times as long; without a barrier it takes the product back to
-    the order that was asked for."""
+    follows has the axis of a `vmap`: on a GPU that saves a ViT transposed copies. What XLA for CPUs
+    reads across the order in memory it computes entry by entry, which takes ten times as long; it
+    must be `held` there by a barrier, or is taken back to the order that was asked for."""
     contracted, batch = dimension_numbers
     out = lax.dot_general(y, x, (contracted[::-1], batch), **options)
     axes, rows = range(out.ndim), y.ndim - len(contracted[1])
-    return lax.transpose(lax.optimization_barrier(out), (*axes[rows:], *axes[:rows]))
+    out = lax.optimization_barrier(out) if held else out
+    return lax.transpose(out, (*axes[rows:], *axes[:rows]))
 
 
 def _padded(x, y, dimension_numbers) -> tuple[Any, Any, tuple[int, ...] | None]:
