@@ -67,7 +67,7 @@ def test_no_speed_is_claimed_before_it_is_measured(page):
 
 def test_what_was_compiled_for_an_h100_is_said_not_to_have_run():
     """In the tables, and in the figures."""
-    for name in ("steps.steps", "steps.networks_step", "summary.headline"):
+    for name in ("steps.steps", "summary.headline"):
         assert NOT_RUN in table(name)(), name
     assert "not run" in table("steps.collectives")()
     for path in sorted((ROOT / "docs" / "figures").glob("*.svg")):
