@@ -178,7 +178,9 @@ class Rules:
         fixed = list(map(primal_of, operands[:held]))
         function = lambda args: solve(*fixed, *args)
         along = lambda key: self._mapped(function, operands[held:], key)
-        return self._by_stream(function(map(primal_of, operands[held:])), operands, along)
+        out = self._by_stream(function(map(primal_of, operands[held:])), operands, along)
+        # What stands beside the solution, such as a residual norm, has no derivative.
+        return [x if i < len(operands) - held else x.only(()) for i, x in enumerate(out)]
 
     def _selection(self, eqn, operands):
         """Picks of each stream what the derivative along it is; no other stream enters."""

@@ -315,26 +315,35 @@ def divided(flat: Flat, roles: Role) -> tuple[list[Step], list[Step]]:
         effects = bool(step.eqn.effects)
         follows = i not in (roles.ends or ()) and roles.final.issuperset(step.outputs)
         later = not made.isdisjoint(step.variables) or (effects and affected)
-        if later or (follows and step.outputs and not effects):
+        if later or (follows and step.outputs):
             rest.append(step)
             made.update(step.outputs)
             affected |= effects
         else:
-            _check_writes(step, roles)
             network.append(step)
+    _check_references(flat, network, roles)
     return network, rest
 
 
-def _check_writes(step: Step, roles: Role) -> None:
-    """Raises a `ValueError` where a network writes into a reference what depends on its data or
-    parameters: what is read there again would not."""
-    writes = any(type(x).__name__ in _WRITES for x in step.eqn.effects)
-    if writes and any(x in roles.stage or x in roles.params for x in step.variables):
-        raise ValueError(
-            "`forward=` does not follow what a network writes into a reference, such as one of "
-            f"`jax.new_ref`, at {line_of(step.eqn, step.calls)}. Pass it on as an array, or leave "
-            "out `forward=`."
-        )
+def _check_references(flat: Flat, network: Sequence[Step], roles: Role) -> None:
+    """Raises a `ValueError` where a network writes into a reference, which is read again, what
+    depends on its data or parameters: what is read would not."""
+    inside, written = {id(step) for step in network}, dict[int, Step]()
+    known = (roles.stage.keys() | set(roles.params)) - roles.still
+    for step in flat.steps:
+        effects = {type(x).__name__ for x in step.eqn.effects}
+        pairs = zip(step.inputs, step.eqn.invars, strict=True)
+        references = variables([x for x, v in pairs if hasattr(v.aval, "inner_aval")])
+        writes = id(step) in inside and not effects.isdisjoint(_WRITES)
+        if writes and not known.isdisjoint(step.variables):
+            written.update(dict.fromkeys(references, step))
+        reads = "ReadEffect" in effects or step.name == "freeze"
+        if reads and (found := [written[x] for x in references if x in written]):
+            raise ValueError(
+                "`forward=` does not follow what a network writes into a reference, such as one of "
+                f"`jax.new_ref`, at {line_of(found[0].eqn, found[0].calls)}. Pass it on as an "
+                "array, or leave out `forward=`."
+            )
 
 
 def _by_itself(step: Step, alone: bool = True) -> Part:

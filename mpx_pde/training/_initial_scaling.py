@@ -15,6 +15,8 @@ from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, default_cap
 from .._tree import with_fields
 from .._types import ForwardLike, PolicyLike, PyTree
 from ..derivatives import DerivativeScaling, Scaling, telemetry
+from ..derivatives._probe import LOWEST
+from ..derivatives._rules import SMALLEST_NORMAL
 from ..interpret._precision_report import warn_user
 from ._gradient import Gradient, check_eager, copied, transformed
 from ._norms import minus, norm
@@ -141,13 +143,13 @@ def _found(start: Any, evaluate: Callable[[np.ndarray], _Evaluated], cap: float)
     exponents, found = _in_range(_exponents(start), evaluate, of_loss)
     for i, scale in enumerate(scales):
         step = scale.step * np.eye(len(scales), dtype=int)[i]
-        before, start_of = exponents, exponents[i]
+        before, start_of = (exponents, found), exponents[i]
         exponents, found, overflows = _raised(
             exponents, found, evaluate, i, scale.step, scale.highest
         )
         if not _apart(found.grads, jtu.tree_map(jnp.zeros_like, found.grads)):
             # Such as that of a loss that has no weight yet: it asks for no scale.
-            exponents = before
+            exponents, found = before
             continue
         largest = found
         # A loss scale is as large as it can be, a derivative scale as near to where it was; and the
@@ -201,19 +203,22 @@ def _warn_of_lost(
 
 
 def _warn_of_starved(derivatives: DerivativeScaling) -> None:
-    """Issues a warning if hardly anything is left of a derivative whose scale is another's too."""
-    rows = [set(dict(row.weights)) for row in derivatives.strategy.rows]
-    shares = [sum(bool(row & other) for other in rows) > 1 for row in rows]
-    below = telemetry(derivatives)["underflow"].items()
-    lost = [
-        name for (name, x), shared in zip(below, shares, strict=True) if shared and x > _STARVED
-    ]
+    """Issues a warning if hardly anything is left of a derivative whose scale is also that of one
+    that is in range."""
+    counts = telemetry(derivatives)["counts"]
+    below = lambda name: counts[name][: SMALLEST_NORMAL - LOWEST].sum()
+    total = {name: float(x.sum()) for name, x in counts.items()}
+    starved = {name for name in total if below(name) > _STARVED * total[name]}
+    rows = zip(counts, derivatives.strategy.rows, strict=True)
+    scalers = {name: set(dict(row.weights)) for name, row in rows}
+    beside = lambda name: (n for n in total if scalers[n] & scalers[name] and n not in starved)
+    lost = [name for name in total if name in starved and any(map(total.get, beside(name)))]
     if lost:
         warn_user(
-            f"`{_CALL}` ends at derivative scales at which {', '.join(map(repr, lost))} is zero or "
-            "below float16's range: the scale is one with a derivative that is far larger. Give "
-            "each its own, by `per_direction`, `per_term` or `special`, or measure coordinates in "
-            "other units."
+            f"`{_CALL}` ends at derivative scales at which {', '.join(map(repr, lost))} is nearly "
+            "all below float16's range: the scale is one with a derivative that is far larger. "
+            "Give each its own, by `per_direction`, `per_term` or `special`, or measure "
+            "coordinates in other units."
         )
 
 

@@ -80,11 +80,18 @@ def sparse(solve, p):
     return jnp.sum(jnp.sin(solve(lambda v: 3 * v + jnp.sum(v) / 4, jnp.tanh(p))[0]))
 
 
+def beside_a_solution(p):
+    solve = lambda _, b: (b / 3, jnp.sum(b**2))
+    x, aux = jax.lax.custom_linear_solve(lambda v: 3 * v, jnp.tanh(p), solve, solve, has_aux=True)
+    return jnp.sum(jnp.sin(x)) * aux
+
+
 WITHOUT_A_RULE = {
     "stopped callback": lambda p: callback(jax.lax.stop_gradient(p)) * p[0] ** 2,
     "stopped maximum": lambda p: jnp.sum(jnp.exp(p - jax.lax.pmax(jax.lax.stop_gradient(p), "x"))),
     "cg": lambda p: sparse(jax.scipy.sparse.linalg.cg, p),
     "gmres": lambda p: sparse(jax.scipy.sparse.linalg.gmres, p),
+    "beside a solution": beside_a_solution,
 }
 
 

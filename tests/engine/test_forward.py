@@ -530,12 +530,22 @@ def test_effects_stay_in_their_order():
     def kept(params, x):
         ref = jax.new_ref(jnp.zeros((len(x), 8)))
         ref[...] = h = x @ params[0]
-        return jnp.mean(jnp.tanh(h) @ params[1]) + jnp.sum(ref[...])
+        return jnp.mean(jnp.tanh(h) @ params[1]) + jnp.mean(ref[...] ** 2)
+
+    def looped(params, x):
+        ref = jax.new_ref(jnp.zeros((len(x), 8)))
+
+        def body(h, _):
+            ref[...] = h
+            return jnp.tanh(ref[...] @ params[1] @ params[0][:1]), None
+
+        return jnp.mean(jax.lax.scan(body, x @ params[0], length=2)[0] @ params[1])
 
     params = [normal(0, (2, 8)), normal(1, (8, 1))]
-    assert_nearly(loss, params, POINTS, "bfloat16", least=0)
+    for fun in (loss, kept):
+        assert_nearly(fun, params, POINTS, "bfloat16", least=0)
     with pytest.raises(ValueError, match=r"`forward=` does not follow .*test_forward\.py:\d+"):
-        evaluated(kept, params, POINTS, "bfloat16")
+        evaluated(looped, params, POINTS, "bfloat16")
 
 
 @jax.custom_jvp
