@@ -28,13 +28,12 @@ from ._known import folded, only_moves
 from ._moments import with_moments
 from ._plan import Index
 from ._products import Product, is_biased, is_weighted, only_names
-from ._roles import stage_after
+from ._roles import Role, stage_after
 from ._rules import Rules, aligned
 from ._segments import (
     NO_KINDS,
     Kinds,
     Part,
-    Role,
     apart_of,
     choices_of,
     multiplied_only,

@@ -31,11 +31,10 @@ from ._moments import moments_p, with_moments
 from ._near import near_numbers, summed_in
 from ._plan import Plan
 from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
-from ._roles import is_wild
+from ._roles import Role, is_wild
 from ._rules import Rules
 from ._segments import (
     Part,
-    Role,
     is_light,
     multiplied_only,
     parts_of,

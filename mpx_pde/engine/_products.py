@@ -21,8 +21,8 @@ from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step
 from ..interpret._jaxpr import aval_of, own_bind
 from ..interpret._products import asks_for_more, says_its_dtype
+from ._roles import Role
 from ._rules import Rules
-from ._segments import Role
 from ._streams import DEEP, RAW, WILD, Jet, Storage, bind, is_inexact, primal_of, total
 from ._together import beside
 
