@@ -43,7 +43,7 @@ _ALIGNED, _NARROW = 8, 64
 
 
 def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algorithm, platform):
-    on_cpu = platform == "cpu"
+    on_cpu, on_gpu = platform == "cpu", platform in GPUS
     # An export may leave sizes open.
     known = all(isinstance(size, int) for size in (*x.shape, *y.shape))
 
@@ -51,8 +51,8 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
         options["out_sharding"] = out_sharding
         numbers, sizes, shape = dimension_numbers, None, None
         whole = jax.typeof(x).sharding.mesh.empty
-        apart = known and given.apart and platform in GPUS
-        first = known and platform in ("cpu", *GPUS) and _goes_first(x, y, numbers)
+        apart = known and on_gpu and given.apart
+        first = known and (on_cpu or on_gpu) and _goes_first(x, y, numbers)
         turned = first or (on_cpu and given.turned)
         of_rows = on_cpu and _sums_over_rows(x, y, numbers)
         if whole and out_sharding is None and (apart or of_rows):
@@ -78,7 +78,7 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
         out = product(x, y, **full)
     elif on_cpu:
         out = split_product(product, x, y, algorithm)
-    elif platform in GPUS and algorithm == IN_HALVES and is_taken_by_halves(*shapes, ndim=2):
+    elif on_gpu and algorithm == IN_HALVES and is_taken_by_halves(*shapes, ndim=2):
         ((i, *_), (j, *_)), _ = dimension_numbers
         out = split_by_halves(product, x, y, (i, j))
     else:

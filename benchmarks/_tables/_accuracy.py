@@ -60,12 +60,12 @@ second_order = Table(
 def _by_kind(data: Result) -> Iterator[Record]:
     """Yields the seconds of each kind of kernel, and of the step over those in float64."""
     full = next(s["seconds"] for s in data["steps"] if s["precision"] == "float64")
-    there = load("second_order-steps-nvidia-h100-80gb-hbm3")["steps"]
-    measured = {s["precision"]: s for s in there}
+    there = load("second_order-steps-nvidia-h100-80gb-hbm3")
+    measured = {s["precision"]: s for s in there["steps"]}
     for step in data["steps"]:
         residual, _, jacobian = step["precision"].partition("-")
         told = {"residual": residual, "jacobian": jacobian or residual, "full": full}
-        told["measured"] = measured[step["precision"]]
+        told |= {"measured": measured[step["precision"]], "there": there["environment"]}
         kinds = {kind: found["seconds"] for kind, found in step["by_kind"].items()}
         kinds["rest"] = step["seconds"] - kinds["products"] - kinds["layout"]
         yield {**step, **kinds, **told}
@@ -85,7 +85,7 @@ second_order_step = Table(
     measured, ms           {measured.seconds.median:ms.0f}
     """,
     "{parameters:,} parameters, {points:,} points. Predicted for an H100; measured on one by "
-    "`--time 3`, with JAX 0.11.2.",
+    "`--time 3`, with JAX {there.jax}.",
 )
 
 # --- Neural operators ------------------------------------------------------------------------

@@ -132,8 +132,8 @@ class Rules:
         moving = [i for i, x in enumerate(operands) if isinstance(x, Jet)]
         if name in tables.CONSTANT or not any(is_inexact(v.aval) for v in eqn.outvars):
             return self._constant
-        own = {"convert_element_type": self._convert, "mul": self._mul, "div": self._div}
-        own["device_put"] = self._each
+        own = {"convert_element_type": self._convert, "device_put": self._each}
+        own |= {"mul": self._mul, "div": self._div}
         if name in own:
             return own[name]
         if name in tables.TOGETHER and not any(map(_is_complex, eqn.invars)):
@@ -168,10 +168,8 @@ class Rules:
 
     def _each(self, eqn, operands):
         """Results that are operands elsewhere: one has the streams that its operand has."""
-        out = self._linear(eqn, operands)
-        own = (x.streams if isinstance(x, Jet) else {} for x in operands)
-        pairs = zip(out, own, strict=True)
-        return [y.only(set(y.streams) & set(streams)) for y, streams in pairs]
+        own = [x.streams if isinstance(x, Jet) else () for x in operands]
+        return [x.only(keys) for x, keys in zip(self._linear(eqn, operands), own, strict=True)]
 
     def solved(self, solve: Callable, operands: Sequence[Operand], held: int) -> list[Jet]:
         """Results of what is linear in its operands but the first, which are `held`."""

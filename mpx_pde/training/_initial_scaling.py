@@ -15,7 +15,6 @@ from .._loss_scaling import AbstractLossScaling, DynamicLossScaling, default_cap
 from .._tree import with_fields
 from .._types import ForwardLike, PolicyLike, PyTree
 from ..derivatives import DerivativeScaling, Scaling, telemetry
-from ..derivatives._probe import LOWEST
 from ..derivatives._rules import SMALLEST_NORMAL
 from ..interpret._precision_report import warn_user
 from ._gradient import Gradient, check_eager, copied, transformed
@@ -205,8 +204,9 @@ def _warn_of_lost(
 def _warn_of_starved(derivatives: DerivativeScaling) -> None:
     """Issues a warning if hardly anything is left of a derivative whose scale is also that of one
     that is in range."""
-    counts = telemetry(derivatives)["counts"]
-    below = lambda name: counts[name][: SMALLEST_NORMAL - LOWEST].sum()
+    told = telemetry(derivatives)
+    counts, carried = told["counts"], lambda name: told["exponents"][name] + told["shift"][name]
+    below = lambda name: counts[name][carried(name) < SMALLEST_NORMAL].sum()
     total = {name: float(x.sum()) for name, x in counts.items()}
     starved = {name for name in total if below(name) > _STARVED * total[name]}
     rows = zip(counts, derivatives.strategy.rows, strict=True)

@@ -102,7 +102,6 @@ def test_one_example_is_not_taken_several_times():
     assert [x.shape for x in (*blocks, *weights)] == [(1, 1, 3000), (1, 1)]
 
 
-@pytest.mark.slow
 def test_a_residual_may_be_empty_and_a_batch_named():
     class Batch(NamedTuple):
         x: jax.Array
@@ -115,6 +114,7 @@ def test_a_residual_may_be_empty_and_a_batch_named():
     assert state.loss < 1e-5
 
 
+@pytest.mark.slow
 def test_the_jacobian_is_never_whole():
     """30,000 points and 5,000 parameters: in half of them a float64 Jacobian has 1.2 GB."""
     with jax.enable_x64(True):
