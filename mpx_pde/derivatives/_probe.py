@@ -36,9 +36,10 @@ def histogram(values: Float[Array, "..."], batch_dims: int = 0) -> Float32[Array
     The first `batch_dims` axes are kept.
     """
     x = lax.stop_gradient(values).astype(jnp.float32)
-    _, exponent = jnp.frexp(x)
-    column = jnp.clip(exponent - 1, LOWEST, HIGHEST) - LOWEST + 1
-    column = jnp.where(x == 0, 0, jnp.where(jnp.isfinite(x), column, COLUMNS - 1))
+    # By the bits of a float32, in a quarter of the operations of `jnp.frexp`.
+    exponent = ((lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF) - 127
+    column = jnp.clip(exponent, LOWEST, HIGHEST) - LOWEST + 1
+    column = jnp.where(x == 0, 0, jnp.where(exponent < 128, column, COLUMNS - 1))
     columns = lax.broadcasted_iota(column.dtype, (1,) * x.ndim + (COLUMNS,), x.ndim)
     hits = lax.expand_dims(column, (x.ndim,)) == columns
     # Counts in float32 are exact up to 2^24 in a bucket, and off by rounding only beyond.

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float32, Int32
+from jax import lax
+from jaxtyping import Array, Bool, Float32, Int32, Shaped
 
 from .._dtypes import FLOAT16_MAX, check_integer
 from ._checks import exponent_of, term_list
@@ -40,10 +41,25 @@ class Rule(NamedTuple):
     orders: tuple[int, ...]
     """How many factors of scale each row carries."""
 
-    def of_scalers(self, rows: Bool[Array, "*batch rows"]) -> Bool[Array, "*batch scalers"]:
-        """Returns whether `rows` holds for any row that each scaler enters."""
-        members = np.array(self.members, bool)[(None,) * (rows.ndim - 1)]
-        return jnp.any(rows[..., None] & members, axis=-2)
+    @property
+    def levels(self) -> np.ndarray:
+        """Returns how high the values in each column of the histogram of a row are."""
+        exponents = np.arange(LOWEST, HIGHEST + 1)
+        raised = exponents + self.step * np.array(self.orders)[:, None]
+        room = _TOP - self.margin
+        low = exponents < SMALLEST_NORMAL + self.margin
+        levels = np.select([exponents > room, raised > room, low], [_NEAR, _FULL, _BELOW], _FINE)
+        return np.pad(levels, ((0, 0), (1, 1)), constant_values=((0, 0), (_BELOW, _LOST)))
+
+    def of_scalers(self, rows: Shaped[Array, "*batch rows"]) -> Shaped[Array, "*batch scalers"]:
+        """Returns the bits that are set in any of the `rows` that each scaler enters."""
+        members = np.array(self.members, rows.dtype)[(None,) * (rows.ndim - 1)]
+        return lax.reduce_or(rows[..., None] * members, (rows.ndim - 1,))
+
+
+_BELOW, _FINE, _FULL, _NEAR, _LOST = (1 << i for i in range(5))
+"""How high values are: near float16's subnormal numbers or zero, neither, so high that the next
+step of the scale brings them near overflow, near overflow, beyond."""
 
 
 def adjusted(
@@ -52,7 +68,7 @@ def adjusted(
     exponents: Int32[Array, " scalers"],
     tracker: Int32[Array, " scalers"],
     caution: Int32[Array, " scalers"],
-) -> dict[str, Int32[Array, " scalers"]]:
+) -> tuple[Bool[Array, " scalers"], dict[str, Int32[Array, " scalers"]]]:
     """Backs off on overflow, and grows after an interval of clean steps, a shorter one where the
     scale is small (Xue et al., section 3.2).
 
@@ -60,32 +76,24 @@ def adjusted(
     while derivatives vanish below float16, and back before they come near overflow. After an
     overflow `caution` keeps it from rising so for an interval of clean steps.
 
-    **Returns:** the new `exponents`, `tracker` and `caution`, an entry for each scaler.
+    **Returns:** whether each scaler overflowed, and its new `exponents`, `tracker` and `caution`.
     """
     lowest, highest = np.array(rule.lowest, np.int32), np.array(rule.highest, np.int32)
-    # Zeros are in the column before that of the lowest exponent.
-    columns = np.arange(LOWEST - 1, HIGHEST + 1, dtype=np.int32)[None, :]
-    top = jnp.max(jnp.where(counts[:, :-1] > 0, columns, LOWEST - 2), axis=1)
-    lost_rows, known = counts[:, -1] > 0, top >= LOWEST
-    any_seen = lost_rows | (top >= LOWEST - 1)
-    # Starved: derivatives vanish below float16 that a larger scale would save, and nothing comes
-    # near overflow by it. The largest values of a row decide: beside them, what else vanishes is
-    # rounding. A row of zeros may have underflowed as a whole.
-    below = any_seen & ~lost_rows & (top < SMALLEST_NORMAL + rule.margin)
-    raised = top + np.array(rule.orders, np.int32) * rule.step
-    full = known & (raised > _TOP - rule.margin)
-    near = known & (top > _TOP - rule.margin)
-    rows = jnp.stack([lost_rows, any_seen, below, full, near])
-    lost, seen, below, full, crowded = rule.of_scalers(rows)
-    starved = below & ~full & ~lost
+    # The largest values of a row decide: beside them, what else vanishes is rounding. A row of
+    # zeros may have underflowed as a whole.
+    level = jnp.max(jnp.where(counts > 0, rule.levels.astype(np.int32), 0), axis=1)
+    # A scaler that nothing was computed with has shown nothing.
+    found = rule.of_scalers(level)
+    lost, crowded, clean = found >= _LOST, found >= _NEAR, (found > 0) & (found < _LOST)
+    # Derivatives vanish that a larger scale would save, and nothing comes near overflow by it.
+    starved = (found < _FULL) & (found & _BELOW > 0)
 
     interval = jnp.where(
         exponents <= rule.recover_threshold, rule.recover_growth_interval, rule.growth_interval
     )
-    # A scaler that nothing was computed with has shown nothing.
-    counted = tracker + (seen & ~lost).astype(jnp.int32)
+    counted = tracker + clean.astype(jnp.int32)
     # Not `==`: a tracker that was restored beyond the interval fires as well.
-    due = seen & ~lost & (counted >= interval)
+    due = clean & (counted >= interval)
 
     shrunk = jnp.maximum(exponents - rule.step, jnp.minimum(exponents, lowest))
     grown = jnp.minimum(exponents + rule.step, jnp.maximum(exponents, highest))
@@ -94,7 +102,7 @@ def adjusted(
     new = jnp.where(due, clocked, exponents)
     new = jnp.where(starved & (caution <= 0), grown, new)
     new = jnp.where(crowded & (exponents > 0), jnp.maximum(shrunk, jnp.maximum(0, lowest)), new)
-    return {
+    return lost, {
         "exponents": jnp.where(lost, shrunk, new),
         "tracker": jnp.where(lost | due, 0, counted),
         "caution": jnp.where(lost, 1, jnp.where(due, 0, caution)),

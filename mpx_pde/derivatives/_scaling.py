@@ -253,17 +253,16 @@ class DerivativeScaling(eqx.Module):
         A `DerivativeScaling` of the same structure, shapes and dtypes.
         """
         counts = self._counts(counts, "adjust")
-        exponents, state = jnp.zeros_like(self.exponents), {}
-        if self.active:
-            exponents = self.exponents
-            state = adjusted(self.rule, counts, exponents, self.tracker, self.caution)
-        lost = self.rule.of_scalers(counts[:, -1] > 0)
+        now = self.exponents
+        lost, state = adjusted(self.rule, counts, now, self.tracker, self.caution)
+        if not self.active:
+            now, state = jnp.zeros_like(now), {}
         return with_fields(
             self,
             **state,
             overflows=self.overflows + lost.astype(jnp.int32),
             skipped_steps=self.skipped_steps + jnp.any(lost).astype(jnp.int32),
-            shifts=self.strategy.shifts(exponents),
+            shifts=self.strategy.shifts(now, self.strategy.rows),
             counts=counts,
         )
 

@@ -8,6 +8,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
@@ -98,8 +99,8 @@ class Storage:
         float64 stays float64.
     - `dtype`: what streams are kept in between layers; `None` keeps them as they were computed.
     - `scales`: by stream, the power of two that it is multiplied by where it is kept, and its
-        inverse; float32, with an axis of its own for stacked streams. A stream that is missing is
-        not scaled.
+        inverse; float32, of one entry, or of one for each of stacked streams. A stream that is
+        missing is not scaled.
     - `narrows`: whether float64 is computed in narrower registers all the same.
     """
 
@@ -157,13 +158,16 @@ class Storage:
 
     def overflows(self, jets: Iterable[Jet]) -> dict[Index, Array]:
         """Which streams do not fit where they are kept, by a scale that a smaller one can mend."""
-        limit, found = float(jnp.finfo(self.dtype).max), dict[tuple, Array]()
+        largest: dict[tuple, Array] = {}
         for key, x in ((key, x) for jet in jets for key, x in jet.streams.items()):
             if key in self.scales and x is not None and x.dtype == self.registers != self.dtype:
-                # No NaN is larger.
-                tell(found, (key, x.shape), jnp.abs(self.scaled(x, key)) > limit)
+                place, size = (key, x.shape), jnp.abs(x)
+                largest[place] = lax.max(largest[place], size) if place in largest else size
+        limit = float(jnp.finfo(self.dtype).max)
+        # No NaN is larger.
+        beyond = [self.scaled(x, key) > limit for (key, _), x in largest.items()]
         out: dict[Index, Array] = {}
-        for (key, _), does in zip(found, any_together([*found.values()]), strict=True):
+        for (key, _), does in zip(largest, any_together(beyond), strict=True):
             tell(out, key, does)
         return out
 
