@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental.jet import jet_rules
-from jax.interpreters import ad, mlir
+from jax.interpreters import ad, mlir, xla
 from jaxtyping import Array
 
 from ._dtypes import as_floating_dtype, full_precision_asked, wide
@@ -119,11 +119,6 @@ def define_product(primitive, plain, evaluate: Callable, *transposes: Callable) 
         out, _ = plain.abstract_eval(x, y, **params)
         return out.update(dtype=out_dtype)
 
-    # Compiled once for each set of parameters and types, as JAX's own operations are.
-    @partial(jax.jit, static_argnames="params")
-    def run(x, y, params):
-        return primitive.bind(x, y, **dict(params))
-
     def jvp(primals, tangents, **params):
         # A tangent may be the same on all devices of a `shard_map` where its primal is not.
         tangents = [
@@ -133,7 +128,8 @@ def define_product(primitive, plain, evaluate: Callable, *transposes: Callable) 
         return bilinear(primals, tangents, **params)
 
     primitive.def_abstract_eval(abstract_eval)
-    primitive.def_impl(lambda x, y, **params: run(x, y, tuple(params.items())))
+    # Compiled once for each set of parameters and types, as JAX's own operations are.
+    primitive.def_impl(partial(xla.apply_primitive, primitive))
     for platform in (None, "cpu", *GPUS):
         lowering = mlir.lower_fun(partial(evaluate, platform=platform), multiple_results=False)
         mlir.register_lowering(primitive, lowering, platform=platform)

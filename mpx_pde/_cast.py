@@ -74,7 +74,7 @@ def _parse_out_dtype(dtype: Any) -> Any:
     return as_floating_dtype(dtype, "FullPrecision")
 
 
-class FullPrecision(eqx.Module):
+class FullPrecision(eqx.nn.StatefulLayer):
     """Keeps a layer in float32 inside a model that is cast to half precision.
 
     [`mpx_pde.cast_tree`][] never touches what is inside, so its parameters stay the float32
@@ -136,6 +136,10 @@ class FullPrecision(eqx.Module):
             )
         out_dtype = half_behind() if self.out_dtype == _HALF else self.out_dtype
         return force_full_precision(self.module, out_dtype)(*args, **kwargs)
+
+    def is_stateful(self) -> bool:
+        """Returns whether the layer is one, so that `eqx.nn.Sequential` passes it a state."""
+        return isinstance(self.module, eqx.nn.StatefulLayer) and self.module.is_stateful()
 
     def __getattr__(self, name: str) -> Any:
         # Called for what is no attribute of the wrapper. Nothing private: protocols of Python and

@@ -50,12 +50,12 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
     def product(x, y, **options):
         options["out_sharding"] = out_sharding
         numbers, sizes, shape = dimension_numbers, None, None
-        whole = jax.typeof(x).sharding.mesh.empty
+        whole = out_sharding is None and jax.typeof(x).sharding.mesh.empty
         apart = known and on_gpu and given.apart
         first = known and (on_cpu or on_gpu) and _goes_first(x, y, numbers)
         turned = first or (on_cpu and given.turned)
         of_rows = on_cpu and _sums_over_rows(x, y, numbers)
-        if whole and out_sharding is None and (apart or of_rows):
+        if whole and (apart or of_rows):
             x, y, numbers, shape = _as_matrices(x, y, numbers)
         elif turned and whole and not numbers[1][0]:
             return _turned(x, y, numbers, on_cpu, **options)
@@ -284,7 +284,7 @@ def mixed_dot_general(
     *,
     dtype: DTypeLike | None = None,
     out_dtype: DTypeLike | None = None,
-    out_sharding: NamedSharding | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> Float[Array, "..."]:
     """Multiplies as [`jax.lax.dot_general`][] does, with operands rounded to `dtype`, products
     accumulated in float32, and a result of dtype `out_dtype`.
@@ -319,6 +319,10 @@ def mixed_dot_general(
     call = "mixed_dot_general"
     x, y = as_operand(x, call), as_operand(y, call)
     dtypes = product_dtypes((x, y), dtype, out_dtype, call)
+    if isinstance(out_sharding, PartitionSpec):
+        out_sharding = NamedSharding(jax.sharding.get_abstract_mesh(), out_sharding)
+    elif out_sharding is not None:
+        out_sharding = NamedSharding(out_sharding.mesh.abstract_mesh, out_sharding.spec)
     return dot_general_as_given(x, y, dimension_numbers, out_sharding=out_sharding, **dtypes)
 
 

@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, partial_eval
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from ._varying import match_varying_axes
@@ -178,16 +180,24 @@ def _add_widened(x, product):
     return lax.convert_element_type(x + lax.convert_element_type(product, x.dtype), product.dtype)
 
 
+def repeated(x: Array | np.ndarray, axis: int, like: Array, dim: int) -> Array:
+    """Repeats an array along a new axis, as long and laid out over devices as an axis of `like`."""
+    shape = (*x.shape[:axis], like.shape[dim], *x.shape[axis:])
+    sharding, spec = jax.typeof(like).sharding, jax.typeof(x).sharding.spec
+    name, sharded = sharding.spec[dim], None
+    if name is not None:
+        sharded = NamedSharding(sharding.mesh, PartitionSpec(*spec[:axis], name, *spec[axis:]))
+    kept = [i for i in range(len(shape)) if i != axis]
+    return lax.broadcast_in_dim(x, shape, kept, out_sharding=sharded)
+
+
 def with_batch_at(axis: int, args: Sequence[Any], dims: Sequence[int | None]) -> list[Array]:
     """Moves the batch axes of operands to `axis`, and repeats operands without one along it."""
-    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
-
-    def moved(x, dim):
-        if dim is not None:
-            return jnp.moveaxis(x, dim, axis)
-        return jnp.broadcast_to(jnp.expand_dims(x, axis), (*x.shape[:axis], size, *x.shape[axis:]))
-
-    return list(map(moved, args, dims))
+    like, at = next((x, d) for x, d in zip(args, dims, strict=True) if d is not None)
+    pairs = zip(args, dims, strict=True)
+    return [
+        repeated(x, axis, like, at) if d is None else jnp.moveaxis(x, d, axis) for x, d in pairs
+    ]
 
 
 def _batch_add_product(args, dims):

@@ -270,6 +270,23 @@ def test_sharded_by_jit(w_spec, kind):
     _close(batched[0], want_w, "float16")
 
 
+def test_a_result_is_laid_out_as_its_caller_says():
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    w, spec = jnp.ones((6, 8), jnp.float16), P(None, "d")
+    with jax.set_mesh(mesh):
+        x = jax.device_put(jnp.ones((32, 8), jnp.float16), NamedSharding(mesh, P("d")))
+        for asked in (spec, NamedSharding(mesh, spec), NamedSharding(mesh.abstract_mesh, spec)):
+            product = partial(mpx.mixed_dot_general, out_sharding=asked)
+            got = jax.jit(lambda w, x, f=product: f(w, x, (((1,), (1,)), ((), ()))))(w, x)
+            assert jax.typeof(got).sharding.spec == spec
+
+
+def test_a_nan_is_named():
+    x = jnp.array([[jnp.inf, 1.0]], jnp.float16)
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match="mixed_dot_general"):
+        mpx.mixed_matmul(x, jnp.zeros((2, 1), jnp.float16))
+
+
 # In another order, a gradient of a weight, no product of matrices, an outer one.
 STREAMS = [
     ((9, 4, 5), (4, 5, 3), ((2, 1), (1, 0))),

@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.core import Primitive
-from jax.extend.core.primitives import concatenate_p
+from jax.extend.core.primitives import broadcast_in_dim_p, concatenate_p, reduce_sum_p
 from jax.interpreters import ad, batching, partial_eval
 from jaxtyping import Array
 
-from .._order import keep_used, lower, present, with_batch_at
+from .._order import keep_used, lower, present, repeated, with_batch_at
 from .._varying import match_varying_axes
 
 
@@ -128,13 +128,23 @@ def _anys_in_one(*arrays, axes):
     return list(lax.reduce(arrays, false, either, axes))
 
 
+def _abstract_each(primitive, avals, **params):
+    """The results of one of JAX's operations on each, which knows how they are laid out."""
+    return [primitive.abstract_eval(x.update(weak_type=False), **params)[0] for x in avals]
+
+
 def _abstract_sums(*avals, axes):
-    kept = lambda x: tuple(n for i, n in enumerate(x.shape) if i not in axes)
-    return [x.update(shape=kept(x), weak_type=False) for x in avals]
+    return _abstract_each(reduce_sum_p, avals, axes=axes, out_sharding=None)
 
 
-def _abstract_spreads(*avals, shape, **_):
-    return [x.update(shape=shape, weak_type=False) for x in avals]
+def _abstract_anys(*avals, axes):
+    out = _abstract_sums(*(x.update(dtype=np.float32) for x in avals), axes=axes)
+    return [x.update(dtype=bool) for x in out]
+
+
+def _abstract_spreads(*avals, shape, at):
+    of = {"shape": shape, "broadcast_dimensions": at, "sharding": None}
+    return _abstract_each(broadcast_in_dim_p, avals, **of)
 
 
 def _beside(*args, leading):
@@ -213,12 +223,11 @@ def _batch_each(primitive: Primitive, args, where, **params):
 
 def _batch_beside(primitive: Primitive, args, where, *, leading):
     *arrays, like = args
-    size = next(z.shape[d] for z, d in zip(args, where, strict=True) if d is not None)
-    axis = int(leading)
+    batched, dim = next((z, d) for z, d in zip(args, where, strict=True) if d is not None)
+    size, axis = batched.shape[dim], int(leading)
     if where[-1] is None:
         # What is the same in all samples does not tell how many there are.
-        like = jnp.expand_dims(like, axis)
-        like = jnp.broadcast_to(like, (*like.shape[:axis], size, *like.shape[axis + 1 :]))
+        like = repeated(like, axis, batched, dim)
     else:
         like = jnp.moveaxis(like, where[-1], axis)
 
@@ -258,7 +267,7 @@ ad.deflinear2(_joined_p, ad.primitive_transposes[concatenate_p])
 batching.primitive_batchers[_joined_p] = _batch_joined
 for _primitive, _function, _abstract, _batch in (
     (_sum_p, _sums, _abstract_sums, _batch_each),
-    (_any_p, _anys, _abstract_sums, _batch_each),
+    (_any_p, _anys, _abstract_anys, _batch_each),
     (_spread_p, _spreads, _abstract_spreads, _batch_each),
     (_beside_p, _beside, _abstract_beside, _batch_beside),
 ):

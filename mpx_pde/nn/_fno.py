@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import widen
 from .._dtypes import check_bool, check_integer, check_positive, is_half, is_real
-from .._order import add_product, batch_behind, gradients_in_turn
+from .._order import add_product, batch_behind, gradients_in_turn, summed_apart
 from .._tree import check_key
 from .._types import DTypeLike
 from ._activations import gelu, safe
@@ -235,8 +235,9 @@ class FNO(eqx.Module):
         grid = tuple(slice(n) for n in x.shape[1:])
         if self.grid_embedding:
             axes = [np.arange(n) / n for n in x.shape[1:]]
-            coordinates = np.stack(np.meshgrid(*axes, indexing="ij"))
-            x = jnp.concatenate([x, jnp.asarray(coordinates, x.dtype)])
+            coordinates = jnp.asarray(np.stack(np.meshgrid(*axes, indexing="ij")), x.dtype)
+            # JAX repeats them for each sample, but not as a mesh with explicit axes has these.
+            x = jnp.concatenate([x, summed_apart(coordinates, x)])
         x = batch_behind(x)
         x = part(ChannelMLP.lift, self.remat, rounded=False)(self.lifting, x, self.activation)
         shift, entering = widen(self.lifting.last.bias), None

@@ -225,7 +225,8 @@ def _like(new: PyTree, old: PyTree) -> PyTree:
         if is_key(y):  # for which zeros stood in, unless it is the optimizer's own
             return x if is_key(x) else y
         if eqx.is_array(y) and eqx.is_array_like(x):
-            return convert(jnp.asarray(x), y.dtype, getattr(y, "weak_type", False))
+            dtype = jax.dtypes.canonicalize_dtype(y.dtype)
+            return convert(jnp.asarray(x), dtype, getattr(y, "weak_type", False))
         return x
 
     return jtu.tree_map(cast, new, old)

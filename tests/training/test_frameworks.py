@@ -103,17 +103,9 @@ def test_models(kind, standard_promotion):
     assert scaling.loss_scaling == FACTOR / 2
 
 
-class NormNet(eqx.Module):
-    linear: eqx.nn.Linear
-    norm: Any
-
-    def __init__(self, mode, wrap, *, key):
-        self.linear = eqx.nn.Linear(2, 3, key=key)
-        self.norm = wrap(eqx.nn.BatchNorm(3, axis_name="batch", mode=mode, momentum=0.5))
-
-    def __call__(self, x, state):
-        x, state = self.norm(self.linear(x), state)
-        return jnp.tanh(x), state
+def normed(mode, wrap, *, key):
+    norm = wrap(eqx.nn.BatchNorm(3, axis_name="batch", mode=mode, momentum=0.5))
+    return eqx.nn.Sequential([eqx.nn.Linear(2, 3, key=key), norm, eqx.nn.Lambda(jnp.tanh)])
 
 
 def norm_loss(model, state, x):
@@ -129,7 +121,7 @@ def norm_loss(model, state, x):
 def test_batch_norm(mode, wrap, standard_promotion):
     """Running statistics stay float32 and roll back, though the layer runs in half precision; and
     `FullPrecision` works around a layer with state."""
-    model, state = eqx.nn.make_with_state(NormNet)(mode, wrap, key=jax.random.key(0))
+    model, state = eqx.nn.make_with_state(normed)(mode, wrap, key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (16, 2))
     optimizer = optax.adam(1e-2)
     opt_state = init(optimizer, model)
@@ -144,7 +136,7 @@ def test_batch_norm(mode, wrap, standard_promotion):
     assert not tree_equal_bits(after, state)
     assert avals(after) == avals(state)
 
-    model32, state32 = eqx.nn.make_with_state(NormNet)(mode, wrap, key=jax.random.key(0))
+    model32, state32 = eqx.nn.make_with_state(normed)(mode, wrap, key=jax.random.key(0))
     _, state32 = norm_loss(model32, state32, x)
     assert tree_allclose(after, state32, "float16")
 

@@ -19,7 +19,7 @@ import optax
 import pytest
 from helpers import avals, over_devices, policy, relative, scaler, training_step, tree_equal_bits
 from jax import export, lax
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import mpx_pde as mpx
 
@@ -365,6 +365,57 @@ def test_an_overflowing_step_makes_no_nan():
 
 
 # --- Several devices -----------------------------------------------------------------------------
+
+
+class Normed(eqx.Module):
+    layers: list
+
+    def __init__(self, key):
+        linear, last = (eqx.nn.Linear(n, m, key=key) for n, m in ((2, 16), (16, 1)))
+        self.layers = [linear, eqx.nn.LayerNorm(16), jnp.tanh, last]
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def of_derivatives(model, x):
+    terms = mpx.partials(model, ["u_x", "u_y"], coords="xy", outputs="u")
+    return jnp.mean(jax.vmap(terms)(x)["u_y"] ** 2)
+
+
+def of_tokens(model, x):
+    return jnp.mean(jax.vmap(lambda x: model(x, x, x))(x) ** 2)
+
+
+MODELS = {
+    "norms": (Normed, (8, 2), of_derivatives),
+    "attention": (lambda key: eqx.nn.MultiheadAttention(2, 8, key=key), (8, 6, 8), of_tokens),
+    "FNO": (
+        lambda key: mpx.nn.FNO(1, 1, 8, 1, (4, 4), key=key),
+        (8, 1, 8, 8),
+        lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2),
+    ),
+}
+
+
+@pytest.mark.parametrize("options", [{"forward": "float32"}, {"autocast": True}], ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_mesh_with_explicit_axes(name, options):
+    """Gradients are laid out as their parameters."""
+    make, shape, loss = MODELS[name]
+    model, x = make(jax.random.key(0)), jax.random.normal(jax.random.key(1), shape)
+    step = eqx.filter_jit(mpx.filter_grad(loss, scaler(8), **options))
+    *_, want = step(model, x)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        _, finite, grads = step(model, jax.device_put(x, NamedSharding(mesh, P("d"))))
+    assert finite
+    for got, true in zip(*map(jax.tree.leaves, (grads, want)), strict=True):
+        assert not any(jax.typeof(got).sharding.spec)
+        # Sums over devices in another order, and roundings to float16 that this flips.
+        np.testing.assert_allclose(got, true, rtol=1e-2, atol=2e-3 * np.max(np.abs(true)))
 
 
 @pytest.mark.slow

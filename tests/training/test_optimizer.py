@@ -95,6 +95,10 @@ def test_float64():
         assert new_state[0].nu["w"][0] > 0
         skipped = mpx.optimizer_update(model, optimizer, state, grads, jnp.array(False))
         assert tree_equal_bits(skipped, (model, state))
+    # Parameters of NumPy become what JAX takes them for.
+    model, grads = {"w": np.ones(2)}, {"w": jnp.ones(2)}
+    after, _ = mpx.optimizer_update(model, optimizer, optimizer.init(model), grads, True)
+    assert after["w"].dtype == jnp.float32
 
 
 def floats(tree):
