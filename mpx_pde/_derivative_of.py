@@ -4,7 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jax.tree_util as jtu
+import numpy as np
+from jax.core import Tracer
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from ._forward import present_forward
@@ -22,7 +25,7 @@ def with_derivative_of(fun: Callable, other: Callable) -> Callable:
     """
 
     def call(*args: Any) -> Any:
-        leaves, treedef = jtu.tree_flatten(args)
+        leaves, treedef = jtu.tree_flatten(jtu.tree_map(_traced, args))
 
         @jax.custom_jvp
         def value(*leaves):
@@ -47,3 +50,11 @@ def with_derivative_of(fun: Callable, other: Callable) -> Callable:
         return value(*leaves)
 
     return call
+
+
+def _traced(x: Any) -> Any:
+    """Returns a NumPy array that a `vmap` maps over as one of JAX, which a `custom_jvp` needs."""
+    inside = x
+    while isinstance(inside, Tracer):
+        inside = getattr(inside, "val", None)
+    return jnp.copy(x) if inside is not x and isinstance(inside, np.ndarray) else x

@@ -100,6 +100,8 @@ class Evaluator:
         wild = self.storage.dtype == np.float16
         whole = self.full is not None
         roles = roles_of(flat, stages, plan, asked, params, carried, whole=whole, wild=wild)
+        if self.plain:
+            env.update((k, _as_data(x)) for k, x in env.items() if k in roles.stage)
         half = self.product.halves(flat, env, roles.stage, kinds.half)
         roles = roles._replace(half=half)
         if not self.plain:
@@ -285,6 +287,8 @@ class Evaluator:
         stages = {x: env[x].stage for x in step.variables if isinstance(env[x], Jet)}
         stage = stage_after(step, stages)
         for k, x, v in zip(step.outputs, out, step.eqn.outvars, strict=True):
+            if self.plain and k in roles.stage:
+                x = _as_data(x)
             if isinstance(x, Jet) and self.plain:
                 # Integers that are computed of data have no stage: they are exact.
                 x = Jet(x.primal, {}, roles.stage[k]) if k in roles.stage else x.primal
@@ -371,6 +375,11 @@ class Evaluator:
                 return self.rules.solved(own, operands, sum(lengths)), "linear", ""
         out = nested(own, operands, self.rules)
         return out, "nested", "no rule: by nested forward mode"
+
+
+def _as_data(x: Any) -> Any:
+    """Returns what is made inside of a loss as what it is given."""
+    return x if isinstance(x, Jet) or not is_inexact(x) else Jet(x, {}, DATA)
 
 
 def _hold(env: dict[int, Any], keys: Iterable[int], roles: Role) -> None:

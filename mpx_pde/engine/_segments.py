@@ -134,8 +134,9 @@ def _stages_of_loss(
     flat: Flat, given: Mapping[int, int], params: Collection[int], wild: bool
 ) -> tuple[dict[int, int], set[int]]:
     """Returns the stages of what depends on data, and the results that depend on data alone. Of
-    these, integers have no stage: they are exact."""
-    stage, model, data = dict(given), set(params), set[int]()
+    these, integers have no stage: they are exact. What is made of neither data nor parameters, such
+    as points that are drawn, is data if a product with parameters takes it."""
+    stage, model, data, made = dict(given), set(params), set[int](), set[int]()
     for step in flat.steps:
         moving = [stage[x] for x in step.variables if x in stage]
         values = step.values
@@ -144,14 +145,31 @@ def _stages_of_loss(
         elif has_streams(step.eqn):
             stage.update(dict.fromkeys(step.outputs, RAW))
         elif not moving:
-            model.update(() if model.isdisjoint(values) else step.outputs)
+            if not model.isdisjoint(values):
+                model.update(step.outputs)
+                made.update(_arrays_of(step) - model if _multiplies(step) else ())
         elif max(moving) > RAW or not model.isdisjoint(values):
             stage.update(dict.fromkeys(step.outputs, DEEP))
         else:
             data.update(step.outputs)
             pairs = zip(step.outputs, step.eqn.outvars, strict=True)
             stage.update((x, max(moving)) for x, v in pairs if is_inexact(v.aval))
+    if made:
+        return _stages_of_loss(flat, {**given, **dict.fromkeys(made, DATA)}, params, wild)
     return stage, data
+
+
+def _multiplies(step: Step) -> bool:
+    return step.name in tables.PRODUCTS or any(
+        contains(body, tables.PRODUCTS) for body in bodies_of(step.eqn)
+    )
+
+
+def _arrays_of(step: Step) -> set[int]:
+    """Returns the operands of an equation that are arrays of numbers."""
+    pairs = zip(step.inputs, step.eqn.invars, strict=True)
+    arrays = ((x, v.aval) for x, v in pairs if not isinstance(x, Constant))
+    return {x for x, aval in arrays if is_inexact(aval) and aval.ndim}
 
 
 def _wanted(

@@ -6,6 +6,7 @@ import functools as ft
 import inspect
 import itertools
 import os
+import re
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -34,7 +35,8 @@ class Site(NamedTuple):
         is one.
     - `layer`: the function or class of this library that the user called there, if it is one's
         work, or the layer of Equinox.
-    - `backward`: whether it belongs to the backward pass of a derivative.
+    - `backward`: whether it belongs to the backward pass of a derivative, the outermost that there
+        is; `None` outside of all.
     - `inside`: whether it is inside of a `jax.custom_vjp` that is called on the line.
     - `users`: whether the line is the user's.
     - `body`: file and name of the function of JAX or of this library whose jaxpr this is in.
@@ -42,7 +44,7 @@ class Site(NamedTuple):
 
     line: str = ""
     layer: str = ""
-    backward: bool = False
+    backward: bool | None = None
     inside: bool = False
     users: bool = False
     body: tuple[str, str] | None = None
@@ -68,10 +70,14 @@ def _is_library(file: str) -> bool:
 
 NOWHERE = Site()
 
+_DERIVATIVE = re.compile(r"\b(transpose|jvp)\(")
+
 
 def site_of(eqn: JaxprEqn, outer: Site = NOWHERE) -> Site:
     """Returns the site of an equation of a jaxpr that belongs to `outer`."""
-    backward = outer.backward or "transpose(" in str(eqn.source_info.name_stack)
+    backward = outer.backward
+    if backward is None and (outermost := _DERIVATIVE.search(str(eqn.source_info.name_stack))):
+        backward = outermost.group() == "transpose("
     inside, ours = in_custom_vjp(eqn.source_info), []
     traceback = eqn.source_info.traceback
     libraries: list[str] = []

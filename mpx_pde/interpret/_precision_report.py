@@ -174,9 +174,15 @@ def traced(tree: Any) -> bool:
 
 def _castable(report: PrecisionReport) -> float:
     """Returns the part of the work that is done in half precision, among the work that has a
-    half-precision form.
+    half-precision form, if any has.
     """
-    return _half_share(row for row in report.rows if row.real)
+    return _half_share(_of_numbers(report))
+
+
+def _of_numbers(report: PrecisionReport) -> list[ProductRow]:
+    """Returns the products of real numbers, or else those of complex numbers."""
+    real = [row for row in report.rows if row.real]
+    return real or [row for row in report.rows if not row.of_integers]
 
 
 def checked(
@@ -254,8 +260,9 @@ OF_CASTS = (
 )
 
 OF_FORWARDS = (
-    "With `forward=` that is the forward pass, the loss, the first layer, and what `FullPrecision` "
-    "holds: a small network has little else, and gains nothing by half precision."
+    "With `forward=` that is the forward pass, the loss, the first layer, what `FullPrecision` "
+    "holds, functions with derivatives of their own, and what JAX differentiates of `partials` and "
+    "its kin: ask these for all orders. A small network has little else, and gains nothing by half."
 )
 
 OF_AUTOCAST = (
@@ -276,8 +283,8 @@ OF_JACOBIANS = (
 
 
 def _warning(report: PrecisionReport, call: str, dtype: np.dtype, advice: str, instead: str) -> str:
-    full = next(row for row in report.rows if not row.half and row.real)
-    count = sum(row.count for row in report.rows if row.real)
+    full = next(row for row in _of_numbers(report) if not row.half)
+    count = sum(row.count for row in _of_numbers(report))
     return (
         f"`{call}` was asked for {dtype.name}, but {100 * _castable(report):.0f}% of the work of "
         f"its {count} products is done in half precision. Most of the rest is {full.dtype}, at "

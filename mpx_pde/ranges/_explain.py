@@ -131,13 +131,26 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
                 f"The input at {row.line} is beyond float32, in which JAX holds it ({_size(row)}). "
                 "Change its units, or set `jax_enable_x64`."
             )
+    in_full = (
+        'Keep that layer in float32 (`mpx.FullPrecision`), or the whole model (`forward="float32"` '
+        "or `autocast=True` in `mpx.filter_grad`), or use bfloat16."
+    )
     row = report.first_nonfinite
     if row is not None:
-        return (
-            f"float32 itself is not finite first at {row.where} ({percent(row.nonfinite)}, out "
-            "of finite operands). More precision does not help: look for a division by zero, the "
-            "logarithm or root of something negative, or a step size that is too large."
+        first = (
+            f"not finite first at {row.where} ({percent(row.nonfinite)}, out of finite operands)"
         )
+        look = (
+            "look for a division by zero, the logarithm or root of something negative, or a step "
+            "size that is too large."
+        )
+        if row.dtype == "float16":
+            return (
+                f"It is {first}, which the code holds as float16. There a number below 2^-24 is "
+                "zero, such as an epsilon, since JAX gives numbers of Python the dtype of the "
+                f"array that they meet. {in_full} Where that does not help, {look}"
+            )
+        return f"float32 itself is {first}. More precision does not help: {look}"
     if given:
         return of_data.format("infinities", _name(given[0]), percent(given[0].nonfinite))
     rows = [row for row in report.rows if row.nonfinite]
@@ -150,9 +163,7 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
         return (
             f"An infinity or a NaN enters at {row.where} ({percent(row.nonfinite)}) that the code "
             "holds as float16: a number above 65504 is one, since JAX gives numbers of Python the "
-            "dtype of the array that they meet. Keep that layer in float32 (`mpx.FullPrecision`), "
-            'or the whole model (`forward="float32"` or `autocast=True` in `mpx.filter_grad`), '
-            "or use bfloat16."
+            f"dtype of the array that they meet. {in_full}"
         )
     return (
         f"float32 itself is not finite first at {row.where} ({percent(row.nonfinite)}), out "

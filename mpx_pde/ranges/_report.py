@@ -89,13 +89,13 @@ class Row:
 
 
 _OF_VALUE = ("primitive", "scope", "dtype", "shape", "half", "order")
-_OF_SITE = ("line", "layer", "backward", "inside")
+_OF_SITE = ("line", "layer", "inside")
 
 
 def make_row(value: Measured, counts: Counts) -> Row:
     place = {name: getattr(value, name) for name in _OF_VALUE}
     site = {name: getattr(value.site, name) for name in _OF_SITE}
-    return Row(**place, **site, **counts.summary())
+    return Row(**place, **site, backward=bool(value.site.backward), **counts.summary())
 
 
 def _first(rows: Iterable[Row], what: str) -> Row | None:
@@ -111,7 +111,7 @@ def fold(measured: Iterable[tuple[Measured, Counts]]) -> tuple[Row, ...]:
     def group(item):
         value, site = item[0], item[0].site
         alone = () if is_ours(site.layer) else value.order
-        return site.line, site.layer, site.backward, value.dtype, alone
+        return site.line, site.layer, bool(site.backward), value.dtype, alone
 
     measured = sorted(measured, key=group)
     rows = []

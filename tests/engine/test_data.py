@@ -3,6 +3,7 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from helpers import policy, relative
 
@@ -71,3 +72,30 @@ def test_keyword_arguments_are_data():
     want = eqx.filter_grad(lambda model: loss(model, rows=ROWS + 1e4))(MODEL)
     got = step_of(loss)(MODEL, rows=ROWS + 1e4)[3]
     assert relative(got, want) < TOLERANCE
+
+
+POINTS = {
+    "from a key": lambda key: jax.random.normal(key, (64, 8)),
+    "even": lambda _: jnp.stack([jnp.linspace(0, 1, 64)] * 8, -1),
+    "of integers": lambda _: (jnp.arange(512) / 512).reshape(64, 8),
+}
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_checkpoint], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize("name", POINTS)
+def test_points_that_the_loss_makes_are_data(name, wrap):
+    make, mapped_again = POINTS[name], wrap(mapped)
+    made = step_of(lambda model, key: mapped_again(model, make(key)))
+    given = step_of(mapped_again)
+    share = mpx.precision_report(given)(MODEL, make(KEY)).half_share
+    assert mpx.precision_report(made)(MODEL, KEY).half_share == share > 0.25
+    want = given(MODEL, make(KEY))[3]
+    assert relative(made(MODEL, KEY)[3], want) < 1e-6  # one program, put together otherwise
+
+
+def test_points_of_numpy_that_a_loss_closes_over():
+    points = np.asarray(ROWS)
+    terms = lambda model: mpx.partials(model, ["u_x"], coords=list("xabcdefg"), outputs="u")
+    loss = lambda model, x: squared(jax.vmap(terms(model))(x)["u_x"])
+    want = step_of(loss)(MODEL, ROWS)[3]
+    assert relative(step_of(lambda model: loss(model, points))(MODEL)[3], want) == 0

@@ -112,12 +112,15 @@ def test_nan_in_an_argument():
     assert "There are infinities in the input at argument [0]['x'] (50 %)" in text
 
 
-@pytest.mark.slow
-def test_a_number_that_float16_does_not_hold():
-    """JAX makes an infinity of it while the cast model is traced, which float32 would not."""
+@pytest.mark.parametrize(
+    ("large", "small", "told"), [(1e5, 1.0, "above 65504"), (1.0, 1e-10, "below 2^-24 is zero")]
+)
+def test_a_number_that_float16_does_not_hold(large, small, told):
+    """JAX makes an infinity or zero of it while the cast model is traced, which float32 would
+    not."""
 
     def loss(w, x):
-        return jnp.mean((w * x * 1e5 / 1e5) ** 2)
+        return jnp.mean((w * x * large / large) ** 2 + jnp.log(w - 1 + small))
 
     line = line_here(-2)
     given = jnp.ones(3), jnp.ones(3)
@@ -126,11 +129,19 @@ def test_a_number_that_float16_does_not_hold():
         half = mpx.filter_grad(loss, mpx.DynamicLossScaling())
         text = mpx.explain_nonfinite(half)(*given)
     assert "float32 itself" not in text
-    assert "above 65504" in text
+    assert told in text
     assert f"test_range_diagnosis.py:{line}" in text
     # What the mend says is one.
     in_full = mpx.filter_grad(loss, mpx.DynamicLossScaling(), forward="float32")
-    assert "65504" not in mpx.explain_nonfinite(in_full)(*given)
+    assert told not in mpx.explain_nonfinite(in_full)(*given)
+
+
+def test_a_derivative_in_the_loss_is_of_its_forward_pass():
+    loss = lambda w, x: jnp.mean(jax.vmap(jax.grad(lambda x: jnp.sin(w * x)))(x))
+    half = mpx.filter_grad(loss, mpx.StaticLossScaling(1.0))
+    text = mpx.explain_nonfinite(half)(jnp.float32(7e4), jnp.zeros(4))
+    assert "overflows first" in text
+    assert "backward pass" not in text
 
 
 CLOSEST = lambda x: jnp.min(jnp.where(x > 2, x, jnp.inf), initial=9.0)
