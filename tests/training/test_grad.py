@@ -367,17 +367,9 @@ def test_an_overflowing_step_makes_no_nan():
 # --- Several devices -----------------------------------------------------------------------------
 
 
-class Normed(eqx.Module):
-    layers: list
-
-    def __init__(self, key):
-        linear, last = (eqx.nn.Linear(n, m, key=key) for n, m in ((2, 16), (16, 1)))
-        self.layers = [linear, eqx.nn.LayerNorm(16), jnp.tanh, last]
-
-    def __call__(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
+def normed(key):
+    first, last = (eqx.nn.Linear(n, m, key=key) for n, m in ((2, 16), (16, 1)))
+    return eqx.nn.Sequential([first, eqx.nn.LayerNorm(16), eqx.nn.Lambda(jnp.tanh), last])
 
 
 def of_derivatives(model, x):
@@ -390,7 +382,7 @@ def of_tokens(model, x):
 
 
 MODELS = {
-    "norms": (Normed, (8, 2), of_derivatives),
+    "norms": (normed, (8, 2), of_derivatives),
     "attention": (lambda key: eqx.nn.MultiheadAttention(2, 8, key=key), (8, 6, 8), of_tokens),
     "FNO": (
         lambda key: mpx.nn.FNO(1, 1, 8, 1, (4, 4), key=key),
