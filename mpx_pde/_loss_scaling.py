@@ -45,7 +45,8 @@ def _positive_scalar(value: Any, call: str, name: str) -> None:
         ok = value.shape == () and any(jnp.issubdtype(value.dtype, kind) for kind in kinds)
     else:
         try:
-            ok = eqx.is_array_like(value) and not np.iscomplexobj(value) and np.ndim(value) == 0
+            ok = eqx.is_array_like(value) and np.ndim(value) == 0
+            ok = ok and np.asarray(value).dtype.kind not in "bc"  # bools and complex numbers
             ok = ok and SMALLEST_SCALE <= float(value) <= LARGEST_SCALE
         except (TypeError, OverflowError):
             ok = False

@@ -565,7 +565,7 @@ def test_keep_full(name, keep_full, error, says, options):
 
 
 def test_numbers_that_are_no_scales():
-    wrongs = [0, 0.0, -1.0, np.nan, np.inf, -np.inf, 1e39, 10**400, 1e-39, None, "2", 1j, KEY]
+    wrongs = [0, 0.0, -1.0, np.nan, np.inf, -np.inf, 1e39, 10**400, 1e-39, None, "2", 1j, KEY, True]
     wrongs += [jnp.zeros(()), jnp.ones(2), np.ones(1), jnp.float16(np.inf), np.complex64(1), [1.0]]
     names = ["loss_scaling", "min_loss_scaling", "factor", "period", "max_loss_scaling"]
     for wrong in wrongs:
