@@ -1,5 +1,6 @@
 """Terms and sums of derivatives of one function, by the engine."""
 
+import functools as ft
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -9,7 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float
 
 from .._cast import widen
@@ -22,7 +22,6 @@ from ._checks import Term, as_network, check_distinct, check_factor, check_point
 from ._probe import tap
 from ._scaling import DerivativeScaling
 from ._seeds import power_of_two
-from ._strategies import AbstractStrategy, HistogramRow
 
 
 _STACKED = 9
@@ -190,21 +189,19 @@ class Evaluation:
 
     # Scales of streams.
 
-    def _scaled_by(self, strategy: AbstractStrategy, index: Index) -> list[HistogramRow]:
-        """Returns by what a stream is scaled where it is stored: as a whole, or for each of the
-        directions that are stacked."""
+    def _exponent(self, scaling: DerivativeScaling, index: Index) -> Any:
+        """Returns the exponent of the scale that a stream is stored with: a scalar, or one for each
+        direction.
+        """
         along = [self._directions[i] for i in index]
         order = min(n for asked, n in self._requested() if _leads_to(index, asked))
         if along[0].row is not None:
-            row = strategy.rows[along[0].row]
-            weights = tuple((i, n * len(index)) for i, n in row.weights)
-            return [row._replace(weights=weights, parts=order)]
-        if along[0].coords[0] < 0:
-            return [strategy.stream([None] * len(index), order)]
-        stacked = range(max(len(d.coords) for d in along))
-        coords = [[self._coords[d.coords[k % len(d.coords)]] for d in along] for k in stacked]
-        rows = [strategy.stream(names, order) for names in coords]
-        return rows if len({*rows}) > 1 else rows[:1]
+            (shift,) = scaling.strategy.shifts(scaling.exponents, [along[0].row])
+            return jnp.floor_divide(shift * len(index), order)
+        drawn = along[0].coords[0] < 0
+        coords = [[] if drawn else [self._coords[c] for c in d.coords] for d in along]
+        exponent = scaling.strategy.exponent(scaling.exponents, coords, order)
+        return scaling.strategy.kept(exponent, scaling.rule.margin)
 
     def _requested(self) -> list[tuple[Index, int]]:
         """Returns the requested derivatives, each with the order in which it is counted: the
@@ -223,20 +220,12 @@ class Evaluation:
         if scaling is None or dtype != jnp.float16 or not scaling.active:
             return {}
         strategy = scaling.strategy
-        rows = {i: self._scaled_by(strategy, i) for i in self._plan.indices}
-        sums = {sum_key(k): [strategy.rows[i] for i in s.rows] for k, s in enumerate(self._sums)}
-        rows |= {k: of_sum for k, of_sum in sums.items() if of_sum}
-        shifts = strategy.shifts(
-            scaling.exponents, [row for found in rows.values() for row in found]
-        )
-        kept = lax.split(strategy.kept(shifts, scaling.rule.margin), [*map(len, rows.values())])
-        out = {}
-        for key, exponent in zip(rows, kept, strict=True):
-            if key in sums:
-                exponent = jnp.min(exponent, keepdims=True)
-            e = exponent if exponent.size > 1 else jnp.reshape(exponent, ())
-            out[key] = power_of_two(e), power_of_two(-e)
-        return out
+        exponents = {i: self._exponent(scaling, i) for i in self._plan.indices}
+        for k, s in enumerate(self._sums):
+            if s.rows:
+                smallest = ft.reduce(jnp.minimum, strategy.shifts(scaling.exponents, s.rows))
+                exponents[sum_key(k)] = strategy.kept(smallest, scaling.rule.margin)
+        return {i: (power_of_two(e), power_of_two(-e)) for i, e in exponents.items()}
 
     # Evaluation.
 
@@ -329,8 +318,7 @@ class Evaluation:
         counts = jnp.stack([scaling.counts[row] for row in rows.values()])
         seen, forward = x, _in_full()
         if scaling.active:
-            known = scaling.strategy.rows
-            shifts = scaling.strategy.shifts(scaling.exponents, [known[i] for i in rows.values()])
+            shifts = scaling.strategy.shifts(scaling.exponents, [*rows.values()])
             seen = x * power_of_two(shifts).astype(x.dtype)
             if forward is not None and forward.dtype == jnp.float16:
                 # The value does not overflow, but what is kept of it for the backward pass does.

@@ -262,7 +262,7 @@ class DerivativeScaling(eqx.Module):
             **state,
             overflows=self.overflows + lost.astype(jnp.int32),
             skipped_steps=self.skipped_steps + jnp.any(lost).astype(jnp.int32),
-            shifts=self.strategy.shifts(now, self.strategy.rows),
+            shifts=self.strategy.shifts(now),
             counts=counts,
         )
 

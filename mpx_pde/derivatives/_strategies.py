@@ -29,14 +29,12 @@ its digits. Values down to 2^-5 keep them."""
 
 
 class HistogramRow(NamedTuple):
-    """A row of the histogram: the derivatives that are scaled alike; or a stream."""
+    """A row of the histogram: the derivatives that are scaled alike."""
 
     name: str
     weights: Weights
     smallest: bool = False
     """All directions take the smallest of all scales, as a Laplacian does."""
-    parts: int = 1
-    """It takes one of so many equal parts, as what is no derivative of its own does."""
 
     @property
     def order(self) -> int:
@@ -89,18 +87,21 @@ class AbstractStrategy(abc.ABC):
     def row_names(self) -> tuple[str, ...]:
         return tuple(row.name for row in self.rows)
 
-    def shifts(self, exponents: Any, rows: Sequence[HistogramRow]) -> Any:
-        """Returns the exponents of two by which what is in some rows is scaled."""
-        column = lambda of: np.array([of(row) for row in rows], np.int32)
+    def shifts(self, exponents: Any, rows: Sequence[int] | None = None) -> Any:
+        """Returns the exponents of two by which the derivatives in some rows are scaled, by default
+        in all."""
+        chosen = self.rows if rows is None else [self.rows[i] for i in rows]
+        column = lambda of: np.array([of(row) for row in chosen], np.int32)
         # No sums over an axis, which on a GPU are kernels of their own.
         each = [exponents[i] for i in range(len(self.names))]
         powers = [column(lambda row, i=i: dict(row.weights).get(i, 0)) for i in range(len(each))]
         total = sum(power * x for power, x in zip(powers, each, strict=True))
-        smallest, parts = column(lambda row: row.smallest), column(lambda row: row.parts)
-        if smallest.any():
-            least = column(lambda row: row.order) * ft.reduce(jnp.minimum, each)
-            total = jnp.where(smallest, least, total)
-        return total if np.all(parts == 1) else jnp.floor_divide(total, parts)
+        smallest = column(lambda row: row.smallest)
+        if not smallest.any():
+            return total
+        return jnp.where(
+            smallest, column(lambda row: row.order) * ft.reduce(jnp.minimum, each), total
+        )
 
     @property
     def options(self) -> dict[str, Any]:
@@ -171,13 +172,14 @@ class AbstractStrategy(abc.ABC):
         return None
 
     @abc.abstractmethod
-    def stream(self, along: Sequence[str | None], order: int) -> HistogramRow:
-        """Returns by what a stream with shared seeds is scaled.
+    def exponent(self, exponents: Any, along: Sequence[Sequence[str]], order: int) -> Any:
+        """Returns the exponent of the scale that a stream with shared seeds carries.
 
         **Arguments:**
 
-        - `along`: the coordinate of each differentiation, `None` where it is along a direction that
-            is drawn.
+        - `exponents`: those of the scalers.
+        - `along`: the coordinates of each differentiation: one, several that are stacked, or none
+            where it is along a direction that is drawn.
         - `order`: that of the lowest derivative it leads to that is counted, itself included.
         """
 
@@ -241,11 +243,12 @@ class PerDirection(AbstractStrategy):
     def _expected(self, term: str, named: Sequence[str]) -> Weights:
         return _weights(self.names.index(name) for name in named)
 
-    def stream(self, along: Sequence[str | None], order: int) -> HistogramRow:
-        if along[0] is None:
-            every = tuple((i, len(along)) for i in range(len(self.names)))
-            return HistogramRow("", every, smallest=True)
-        return HistogramRow("", self._expected("", along))
+    def exponent(self, exponents: Any, along: Sequence[Sequence[str]], order: int) -> Any:
+        if not along[0]:
+            return len(along) * jnp.min(exponents)
+        places = [np.array([self.names.index(c) for c in coords]) for coords in along]
+        at: list[Any] = [exponents[i if len(i) > 1 else int(i[0])] for i in places]
+        return sum(at[1:], at[0])
 
     def kept(self, exponent: Any, margin: int) -> Any:
         return jnp.maximum(exponent, jnp.minimum(exponent + margin, _LOW))
@@ -312,6 +315,6 @@ class PerOrder(AbstractStrategy):
         ((scaler, _),) = self.rows[row].weights
         return None if scaler < (self.order or 0) else row
 
-    def stream(self, along: Sequence[str | None], order: int) -> HistogramRow:
+    def exponent(self, exponents: Any, along: Sequence[Sequence[str]], order: int) -> Any:
         # What is not counted itself follows what it leads to.
-        return HistogramRow("", ((order - 1, len(along)),), parts=order)
+        return jnp.floor_divide(exponents[order - 1] * len(along), order)

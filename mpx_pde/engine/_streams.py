@@ -99,8 +99,8 @@ class Storage:
         float64 stays float64.
     - `dtype`: what streams are kept in between layers; `None` keeps them as they were computed.
     - `scales`: by stream, the power of two that it is multiplied by where it is kept, and its
-        inverse; float32, of one entry, or of one for each of stacked streams. A stream that is
-        missing is not scaled.
+        inverse; float32, with an axis of its own for stacked streams. A stream that is missing is
+        not scaled.
     - `narrows`: whether float64 is computed in narrower registers all the same.
     """
 
