@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import equinox as eqx
 import jax
@@ -74,7 +74,13 @@ def _parse_out_dtype(dtype: Any) -> Any:
     return as_floating_dtype(dtype, "FullPrecision")
 
 
-class FullPrecision(eqx.nn.StatefulLayer):
+if TYPE_CHECKING:  # type checkers take its abstract `__call__` for a field
+    _Layer = eqx.Module
+else:
+    _Layer = eqx.nn.StatefulLayer
+
+
+class FullPrecision(_Layer):
     """Keeps a layer in float32 inside a model that is cast to half precision.
 
     [`mpx_pde.cast_tree`][] never touches what is inside, so its parameters stay the float32

@@ -15,7 +15,7 @@ from jax.extend.core import JaxprEqn
 
 from ..interpret import _tables as tables
 from ..interpret._flat import Constant, Flat, Step, flatten, variables
-from ..interpret._jaxpr import CALLS, bodies_of, contains, differentiable, pushforward
+from ..interpret._jaxpr import CALLS, aval_of, bodies_of, contains, differentiable, pushforward
 from ._near import bodies_entered, near_numbers, summed_in
 from ._plan import Index, Plan
 from ._roles import (
@@ -168,8 +168,8 @@ def _multiplies(step: Step) -> bool:
 def _arrays_of(step: Step) -> set[int]:
     """Returns the operands of an equation that are arrays of numbers."""
     pairs = zip(step.inputs, step.eqn.invars, strict=True)
-    arrays = ((x, v.aval) for x, v in pairs if not isinstance(x, Constant))
-    return {x for x, aval in arrays if is_inexact(aval) and aval.ndim}
+    arrays = ((x, aval_of(v)) for x, v in pairs if not isinstance(x, Constant))
+    return {x for x, aval in arrays if is_inexact(aval) and aval.shape}
 
 
 def _wanted(
