@@ -81,7 +81,9 @@ POINTS = {
 }
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_checkpoint], ids=["plain", "checkpoint"])
+@pytest.mark.parametrize(
+    "wrap", [lambda f: f, pytest.param(eqx.filter_checkpoint, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", POINTS)
 def test_points_that_the_loss_makes_are_data(name, wrap):
     make, mapped_again = POINTS[name], wrap(mapped)

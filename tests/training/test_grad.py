@@ -392,7 +392,11 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("options", [{"forward": "float32"}, {"autocast": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"forward": "float32"}, pytest.param({"autocast": True}, marks=pytest.mark.slow)],
+    ids=str,
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_mesh_with_explicit_axes(name, options):
     """Gradients are laid out as their parameters."""
