@@ -135,7 +135,7 @@ def _stages_of_loss(
 ) -> tuple[dict[int, int], set[int]]:
     """Returns the stages of what depends on data, and the results that depend on data alone. Of
     these, integers have no stage: they are exact. What is made of neither data nor parameters, such
-    as points that are drawn, is data if a product with parameters takes it."""
+    as points that are drawn, is data if a network takes it."""
     stage, model, data, made = dict(given), set(params), set[int](), set[int]()
     for step in flat.steps:
         moving = [stage[x] for x in step.variables if x in stage]
@@ -147,7 +147,7 @@ def _stages_of_loss(
         elif not moving:
             if not model.isdisjoint(values):
                 model.update(step.outputs)
-                made.update(_arrays_of(step) - model if _multiplies(step) else ())
+                made.update(_arrays_of(step) - model if _is_network(flat, step) else ())
         elif max(moving) > RAW or not model.isdisjoint(values):
             stage.update(dict.fromkeys(step.outputs, DEEP))
         else:
@@ -163,6 +163,27 @@ def _multiplies(step: Step) -> bool:
     return step.name in tables.PRODUCTS or any(
         contains(body, tables.PRODUCTS) for body in bodies_of(step.eqn)
     )
+
+
+def _is_network(flat: Flat, first: Step) -> bool:
+    """Returns whether an equation holds products, or is one whose result goes through what is not
+    linear into another: an operator on parameters, such as a stiffness matrix, stays in full."""
+    if first.name not in tables.PRODUCTS:
+        return _multiplies(first)
+    straight, bent = dict.fromkeys(first.outputs, DEEP), set[int]()
+    for step in flat.steps[flat.steps.index(first) + 1 :]:
+        if not bent.isdisjoint(step.variables):
+            if _multiplies(step):
+                return True
+            bent.update(step.outputs)
+        elif not straight.keys().isdisjoint(step.variables):
+            if step.name not in tables.PRODUCTS and _multiplies(step):
+                return True
+            if by_stream(step, straight):
+                straight.update(dict.fromkeys(step.outputs, DEEP))
+            else:
+                bent.update(step.outputs)
+    return False
 
 
 def _arrays_of(step: Step) -> set[int]:

@@ -8,7 +8,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.extend.core import JaxprEqn
 from jaxtyping import Array
 
@@ -162,7 +161,7 @@ class Storage:
         for key, x in ((key, x) for jet in jets for key, x in jet.streams.items()):
             if key in self.scales and x is not None and x.dtype == self.registers != self.dtype:
                 place, size = (key, x.shape), jnp.abs(x)
-                largest[place] = lax.max(largest[place], size) if place in largest else size
+                largest[place] = jnp.fmax(largest[place], size) if place in largest else size
         limit = float(jnp.finfo(self.dtype).max)
         # No NaN is larger.
         beyond = [self.scaled(x, key) > limit for (key, _), x in largest.items()]

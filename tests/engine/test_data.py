@@ -101,3 +101,16 @@ def test_points_of_numpy_that_a_loss_closes_over():
     loss = lambda model, x: squared(jax.vmap(terms(model))(x)["u_x"])
     want = step_of(loss)(MODEL, ROWS)[3]
     assert relative(step_of(lambda model: loss(model, points))(MODEL)[3], want) == 0
+
+
+def test_operators_on_parameters_stay_in_full():
+    """Their entries are beyond float16, and their products cancel."""
+
+    def loss(u):
+        sharp = (jnp.eye(64, k=1) - 2 * jnp.eye(64) + jnp.eye(64, k=-1)) * 2.0**16
+        return jnp.mean((sharp @ u - 1) ** 2)
+
+    u = jnp.sin(jnp.linspace(0, 3, 64))
+    _, _, finite, grads = step_of(loss, policy=policy("float16"))(u)
+    assert finite
+    assert relative(grads, jax.grad(loss)(u)) < 1e-6  # rounding of float32, in another order
