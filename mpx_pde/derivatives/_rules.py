@@ -26,6 +26,11 @@ SMALLEST_NORMAL = -14
 """The smallest exponent at which float16 has all of its digits."""
 
 
+_BELOW, _FINE, _FULL, _NEAR, _LOST = (1 << i for i in range(5))
+"""How high values are: near float16's subnormal numbers or zero, neither, so high that the next
+step of the scale brings them near overflow, near overflow, beyond."""
+
+
 class Rule(NamedTuple):
     """The constants of an update rule."""
 
@@ -49,17 +54,13 @@ class Rule(NamedTuple):
         room = _TOP - self.margin
         low = exponents < SMALLEST_NORMAL + self.margin
         levels = np.select([exponents > room, raised > room, low], [_NEAR, _FULL, _BELOW], _FINE)
-        return np.pad(levels, ((0, 0), (1, 1)), constant_values=((0, 0), (_BELOW, _LOST)))
+        levels = np.pad(levels, ((0, 0), (1, 1)), constant_values=((0, 0), (_BELOW, _LOST)))
+        return levels.astype(np.int32)
 
     def of_scalers(self, rows: Shaped[Array, "*batch rows"]) -> Shaped[Array, "*batch scalers"]:
         """Returns the bits that are set in any of the `rows` that each scaler enters."""
         members = np.array(self.members, rows.dtype)[(None,) * (rows.ndim - 1)]
         return lax.reduce_or(rows[..., None] * members, (rows.ndim - 1,))
-
-
-_BELOW, _FINE, _FULL, _NEAR, _LOST = (1 << i for i in range(5))
-"""How high values are: near float16's subnormal numbers or zero, neither, so high that the next
-step of the scale brings them near overflow, near overflow, beyond."""
 
 
 def adjusted(
@@ -81,7 +82,7 @@ def adjusted(
     lowest, highest = np.array(rule.lowest, np.int32), np.array(rule.highest, np.int32)
     # The largest values of a row decide: beside them, what else vanishes is rounding. A row of
     # zeros may have underflowed as a whole.
-    level = jnp.max(jnp.where(counts > 0, rule.levels.astype(np.int32), 0), axis=1)
+    level = jnp.max(jnp.where(counts > 0, rule.levels, 0), axis=1)
     # A scaler that nothing was computed with has shown nothing.
     found = rule.of_scalers(level)
     lost, crowded, clean = found >= _LOST, found >= _NEAR, (found > 0) & (found < _LOST)

@@ -88,7 +88,7 @@ class Evaluator:
         env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
         if self.plain:
             # There is no point: arrays are data.
-            env |= {k: Jet(x, {}, DATA) for k, x in env.items() if is_inexact(x) and np.ndim(x)}
+            env |= {k: _as_data(x) for k, x in env.items() if np.ndim(x)}
         env.update(zip(flat.inputs, operands, strict=True))
         if not self.plain:
             flat = with_moments(flat, [k for k, x in env.items() if isinstance(x, Jet)])
@@ -378,7 +378,7 @@ class Evaluator:
 
 
 def _as_data(x: Any) -> Any:
-    """Returns what is made inside of a loss as what it is given."""
+    """Returns what a loss closes over, or makes itself, as what it is given."""
     return x if isinstance(x, Jet) or not is_inexact(x) else Jet(x, {}, DATA)
 
 

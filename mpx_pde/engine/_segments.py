@@ -137,7 +137,7 @@ def _stages_of_loss(
     these, integers have no stage: they are exact. What is made of neither data nor parameters, such
     as points that are drawn, is data if a network takes it."""
     stage, model, data, made = dict(given), set(params), set[int](), set[int]()
-    for step in flat.steps:
+    for i, step in enumerate(flat.steps):
         moving = [stage[x] for x in step.variables if x in stage]
         values = step.values
         if wild and is_wild(step, stage):
@@ -147,7 +147,8 @@ def _stages_of_loss(
         elif not moving:
             if not model.isdisjoint(values):
                 model.update(step.outputs)
-                made.update(_arrays_of(step) - model if _is_network(flat, step) else ())
+                arrays = _arrays_of(step) - model
+                made.update(arrays if arrays and _is_network(flat.steps[i:]) else ())
         elif max(moving) > RAW or not model.isdisjoint(values):
             stage.update(dict.fromkeys(step.outputs, DEEP))
         else:
@@ -159,30 +160,24 @@ def _stages_of_loss(
     return stage, data
 
 
-def _multiplies(step: Step) -> bool:
-    return step.name in tables.PRODUCTS or any(
-        contains(body, tables.PRODUCTS) for body in bodies_of(step.eqn)
-    )
-
-
-def _is_network(flat: Flat, first: Step) -> bool:
-    """Returns whether an equation holds products, or is one whose result goes through what is not
-    linear into another: an operator on parameters, such as a stiffness matrix, stays in full."""
+def _is_network(steps: Sequence[Step]) -> bool:
+    """Returns whether the first of some equations holds products, or is one whose result goes
+    through what is not linear into another: an operator on parameters, such as a stiffness matrix,
+    stays in full."""
+    first, *rest = steps
     if first.name not in tables.PRODUCTS:
-        return _multiplies(first)
+        return first.holds_products
     straight, bent = dict.fromkeys(first.outputs, DEEP), set[int]()
-    for step in flat.steps[flat.steps.index(first) + 1 :]:
-        if not bent.isdisjoint(step.variables):
-            if _multiplies(step):
-                return True
+    for step in rest:
+        curved = not bent.isdisjoint(step.variables)
+        if not curved and straight.keys().isdisjoint(step.variables):
+            continue
+        if step.holds_products or (curved and step.name in tables.PRODUCTS):
+            return True
+        if curved or not by_stream(step, straight):
             bent.update(step.outputs)
-        elif not straight.keys().isdisjoint(step.variables):
-            if step.name not in tables.PRODUCTS and _multiplies(step):
-                return True
-            if by_stream(step, straight):
-                straight.update(dict.fromkeys(step.outputs, DEEP))
-            else:
-                bent.update(step.outputs)
+        else:
+            straight.update(dict.fromkeys(step.outputs, DEEP))
     return False
 
 

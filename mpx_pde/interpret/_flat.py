@@ -48,10 +48,14 @@ class Step:
         return frozenset(x for i in live if not isinstance(x := self.inputs[i], Constant))
 
     @cached_property
+    def holds_products(self) -> bool:
+        """Returns whether there are products inside of the equation."""
+        return any(contains(inner, tables.PRODUCTS) for inner in bodies_of(self.eqn))
+
+    @cached_property
     def alone(self) -> bool:
         """Returns whether the equation is no part of a layer that is evaluated again."""
-        holds = any(contains(inner, tables.PRODUCTS) for inner in bodies_of(self.eqn))
-        return holds or self.name in tables.ALONE
+        return self.holds_products or self.name in tables.ALONE
 
 
 class Flat(NamedTuple):

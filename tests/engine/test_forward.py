@@ -308,6 +308,7 @@ def test_what_is_made_of_parameters_alone_is_in_full(made):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*is done in half")  # There is no complex half.
 @pytest.mark.parametrize("forward", ["float32", "float64"])
 def test_complex_weights(forward):
     loss = lambda model, x: jnp.mean(jnp.abs(jnp.fft.rfft(x) @ model) ** 2)
