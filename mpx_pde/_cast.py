@@ -157,6 +157,16 @@ class FullPrecision(_Layer):
         return getattr(self.module, name)
 
 
+class Fixed(FullPrecision):
+    """Keeps a layer in float32, and [`mpx_pde.optimizer_update`][] keeps it as it is: an optimizer
+    may change what has no gradient, as by weight decay.
+    """
+
+
+def is_fixed(x: Any) -> bool:
+    return isinstance(x, Fixed)
+
+
 def _is_floating(x: Any) -> bool:
     return isinstance(x, _ARRAY_TYPES) and is_inexact(x)
 

@@ -97,21 +97,21 @@ def check_key(key: Any, call: str) -> None:
         )
 
 
-def check_same_structure(call: str, a_name: str, a: PyTree, b_name: str, b: PyTree) -> None:
+def check_same_structure(
+    call: str, a_name: str, a: PyTree, b_name: str, b: PyTree, mend: str = ""
+) -> None:
     """Raises a `ValueError` in the name of `call` unless both trees have the same structure."""
-    if jtu.tree_structure(a) == jtu.tree_structure(b):
-        return
-    root = f"{type(a).__name__} has other nodes or static fields than {type(b).__name__}"
-    raise ValueError(
-        f"`{call}`: {a_name} and {b_name} must have the same structure. Of {a_name}, "
-        f"{first_difference(b, a) or root}."
-    )
+    if jtu.tree_structure(a) != jtu.tree_structure(b):
+        raise ValueError(
+            f"`{call}`: {a_name} and {b_name} must have the same structure. Of {a_name}, "
+            f"{first_difference(b, a)}.{mend}"
+        )
 
 
 def first_difference(wanted: PyTree, given: PyTree) -> str | None:
     """Describes the first leaf of `given`, `None` included, that has another path, shape or dtype
-    than in `wanted`, or another value if it is not an array. Returns `None` if there is no such
-    leaf.
+    than in `wanted`, or another value if it is not an array; or the first node that is another or
+    has other static fields. Returns `None` if there is no such leaf or node.
     """
     told = lambda x: f"{x.dtype}{[*x.shape]}" if hasattr(x, "shape") else repr(x)
 
@@ -124,6 +124,10 @@ def first_difference(wanted: PyTree, given: PyTree) -> str | None:
         if should.get(path) != has.get(path):
             it, wants = (x.get(path, "nothing") for x in (has, should))
             return f"at {path or 'its root'} it has {it}, where there should be {wants}"
+    try:
+        jtu.tree_map(lambda *_: None, wanted, given)
+    except ValueError as e:
+        return f"a node is another than it should be ({' '.join(str(e).split())})"
     return None
 
 

@@ -362,9 +362,11 @@ VALUE_ERRORS = {
     "`select_tree` … structure … at ['b'] it has nothing": lambda: select(True, {"a": W}, {"b": W}),
     "`select_tree` … the root … same shape … float32[3] … float32[4,3]": lambda: select(True, W, X),
     # Optimizers, and what goes between devices.
-    "`grads` … `model` … same structure … ['b']": lambda: update_tree({**FLOATS, "b": None}),
+    "same structure … ['b'] it has None … `eqx.combine`": lambda: update_tree(
+        {**FLOATS, "b": None}
+    ),
     "same structure … ['n']": lambda: update_tree({**FLOATS, "n": jnp.ones(2)}),
-    "list has other nodes … than tuple": lambda: update(SGD.init((W,)), SGD, (W,), [W]),
+    "a node is another … list … tuple": lambda: update(SGD.init((W,)), SGD, (W,), [W]),
     "['b'] … (2, 1) … (2,) … of this model": lambda: update_tree({**FLOATS, "b": jnp.ones((2, 1))}),
     "`optimizer_state` … [0].count … optimizer.init(": lambda: update(SGD.init(W)),
     "[0].mu it has float32[1] … should be float32[3]": lambda: update(ADAM.init(jnp.ones(1))),
@@ -493,6 +495,9 @@ VALUE_ERRORS = {
     "`LevenbergMarquardt.init` … complex": lambda: LM(total).init(W.astype(complex)),
     "`LevenbergMarquardt.update` … 12 parameters … 3 … order": lambda: fitted(LM(total).init(X)),
     "`LevenbergMarquardt.update` … at least one example": lambda: fitted(batch=W[:0]),
+    "`LevenbergMarquardt.update` … ('i',) … AxisType.Auto": lambda: fitted(
+        batch=jax.device_put(W, NamedSharding(EVERYWHERE.mesh, PartitionSpec("i")))
+    ),
     "a leading axis of one length": lambda: fitted(batch=((W, X),)),
     "a tuple with the examples of each of the 2 residuals": lambda: fitted(residual=(total, total)),
 }

@@ -21,6 +21,7 @@ from ..interpret._jaxpr import (
     pushforward,
     walk,
 )
+from ..interpret._lines import line_of
 from ..interpret._reverse import linear_by_pullback
 from ._streams import Jet, Operand, Storage, is_inexact, primal_of, typed
 
@@ -51,11 +52,28 @@ def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
     """
     if all(aval_of(v).dtype == x.dtype for v, x in zip(eqn.invars, args, strict=True)):
         # Rules are written for arrays of JAX, which a traced index may go into.
-        return own_bind(eqn, [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args])
+        out = own_bind(eqn, [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args])
+        _check_shapes(eqn, out)
+        return out
     parts = (jnp.finfo(x.dtype).dtype for x in args if is_inexact(x))
     registers = Storage(max(parts, key=lambda dtype: dtype.itemsize), narrows=True)
     evaluate = lambda closed, args: _evaluate(closed, list(map(primal_of, args)), registers)
     return _CUSTOM[eqn.primitive.name](eqn, args, evaluate)
+
+
+def _check_shapes(eqn: JaxprEqn, out: Sequence[Any]) -> None:
+    """Raises a `ValueError` where JAX gives a result that no `vmap` maps the axis of its tangent:
+    what reads it would take one axis for the other."""
+    shapes = [aval_of(v).shape for v in eqn.outvars]
+    found = [np.shape(x) for x in out]
+    if shapes != found:
+        name = bodies_of(eqn)[0].jaxpr.debug_info.func_name
+        raise ValueError(
+            f"The `{eqn.primitive.name.removesuffix('_call')}` function `{name}` at "
+            f"{line_of(eqn)} has results of shapes {shapes}, and {found} where it is "
+            "differentiated: under `jax.vmap` its rule makes a tangent of what is mapped, for a "
+            "result that is made of nothing mapped. Return that result by a function of its own."
+        )
 
 
 # The derivative of each use is traced for itself, since it depends on the operands that move, and
@@ -120,6 +138,7 @@ def _with_tangents(
         moving = [i for i in live if not isinstance(tangents[i], SymbolicZero)]
         like = jax.eval_shape(body, *primals)
         out, moved = push(primals, tangents, moving, list(map(primal_of, like)))
+        _check_shapes(eqn, out)
         found = dict(zip(differentiable(eqn.outvars), moved, strict=True))
         dots = [found[i] if i in found else zero_from_primal(x) for i, x in enumerate(out)]
         treedef = jax.tree.structure(like)

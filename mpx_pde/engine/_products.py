@@ -23,7 +23,7 @@ from ..interpret._jaxpr import aval_of, own_bind
 from ..interpret._products import asks_for_more, says_its_dtype
 from ._roles import Role
 from ._rules import Rules
-from ._streams import DEEP, RAW, WILD, Jet, Storage, bind, is_inexact, primal_of, total
+from ._streams import DEEP, RAW, WILD, Jet, Storage, bind, cast, is_inexact, primal_of, total
 from ._together import beside
 
 
@@ -111,8 +111,9 @@ class Product:
         jet, weight = (a, b) if isinstance(a, Jet) else (b, a)
         rows = () if half or self.open else _rows(step.eqn, jet, weight, jet is a)
         if rows:
-            streams = {k: _combined(s, rows) for k, s in jet.streams.items() if np.any(s)}
-            return [Jet(_combined(jet.primal, rows), streams)], how
+            combined = lambda x: _combined(cast(x, rows[0].dtype), rows)
+            streams = {k: combined(s) for k, s in jet.streams.items() if np.any(s)}
+            return [Jet(combined(jet.primal), streams)], how
         weights = dict(zip(((), *jet.streams), shared(weight, 1 + len(jet.streams)), strict=True))
 
         def weighted(x, key):
@@ -186,8 +187,9 @@ def _rows(eqn: JaxprEqn, jet: Jet, weight: Any, first: bool) -> Sequence[Any]:
     As such it is evaluated where it is read, and its gradient is one sum over points of all that
     arrives at a row, by the value and by the streams."""
     known = all(isinstance(s, np.ndarray) and s.ndim == 1 for s in jet.streams.values())
-    single = jet.primal.dtype == weight.dtype == FULL and np.ndim(weight) == 2
-    if jet.stage != RAW or not jet.streams or not known or not single or jet.primal.ndim != 1:
+    dtypes = {jet.primal.dtype, weight.dtype}
+    known = known and dtypes <= {FULL, np.dtype("float64")} and np.ndim(weight) == 2
+    if jet.stage != RAW or not jet.streams or not known or jet.primal.ndim != 1:
         return ()
     if "dot_general" not in eqn.primitive.name or jet.primal.size > _FEW:
         return ()
@@ -196,6 +198,7 @@ def _rows(eqn: JaxprEqn, jet: Jet, weight: Any, first: bool) -> Sequence[Any]:
         return ()
     (axes, _) = eqn.params["dimension_numbers"]
     weight = jnp.moveaxis(weight, axes[1 if first else 0][0], 0)
+    weight = cast(weight, max(dtypes, key=lambda dtype: dtype.itemsize))
     return beside(list(weight), jnp.broadcast_to(jet.primal[0], weight.shape[1:]))
 
 

@@ -52,6 +52,10 @@ class SafeActivation:
     def __repr__(self) -> str:
         return f"safe({self.__name__})"
 
+    def __deepcopy__(self, memo: dict) -> "SafeActivation":
+        # As functions are copied. A copy of one that is compiled, such as `jnp.tanh`, is another.
+        return self
+
 
 # A function, to `equinox.filter_jit` and the like: static, with nothing to differentiate.
 jtu.register_static(SafeActivation)
@@ -124,7 +128,12 @@ softplus = safe(jax.nn.softplus)
 # Tu et al., *Speeding up Fourier Neural Operators via Mixed Precision*, section 3.2, put a function
 # that bounds a field before every transform of it.
 
-hard_clip = safe(lambda x: jnp.clip(x, -1, 1))
+
+def _hard_clip(x: Array) -> Array:
+    return jnp.clip(x, -1, 1)
+
+
+hard_clip = safe(_hard_clip)
 
 
 def sigma_clip(x: Float[Array, "channels *grid"]) -> Float[Array, "channels *grid"]:
@@ -134,6 +143,14 @@ def sigma_clip(x: Float[Array, "channels *grid"]) -> Float[Array, "channels *gri
     mean = jnp.mean(full, axis=grid, keepdims=True)
     deviation = jnp.sqrt(jnp.mean((full - mean) ** 2, axis=grid, keepdims=True))
     return jnp.clip(widen(x), mean - 2 * deviation, mean + 2 * deviation).astype(x.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class _SoftClip:
+    limit: float
+
+    def __call__(self, x: Array) -> Array:
+        return self.limit * jnp.tanh(x / self.limit)
 
 
 def soft_clip(limit: float) -> Callable[..., Any]:
@@ -154,7 +171,7 @@ def soft_clip(limit: float) -> Callable[..., Any]:
     """
     mend = "It returns the function that clips: `stabilizer=soft_clip(4.0)`."
     limit = check_positive(limit, "soft_clip", "limit", mend)
-    return safe(lambda x: limit * jnp.tanh(x / limit))
+    return safe(_SoftClip(limit))
 
 
 STABILIZERS = {

@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from .._cast import FullPrecision, widen
+from .._cast import Fixed, FullPrecision, widen
 from .._dtypes import as_floating_dtype, check_integer, is_integer, is_real
 from .._einsum import mixed_matmul
 from .._tree import check_key
@@ -161,7 +161,8 @@ class CoordinateMLP(eqx.Module):
             `equinox.nn.PReLU()`, are trained.
         - `fourier_features`: `(features, sigma)`: the embedding is the cosine and sine of 2π times
             `features` random frequencies, normal with standard deviation `sigma` (in cycles per
-            unit of length). They are not trained.
+            unit of length). They are not trained: [`mpx_pde.optimizer_update`][] leaves them as
+            they are. Without it, take weight decay from them by a mask.
         - `periodic`: the period of each coordinate in which the fields are to be periodic: a
             mapping from indices to periods, such as `{0: 2.0}`.
         - `full_precision_last`: whether the output layer is float32 too. Without `forward=` that
@@ -191,7 +192,7 @@ class CoordinateMLP(eqx.Module):
         dtype = None if dtype is None else as_floating_dtype(dtype, call)
         outputs = 1 if scalar else out_size
         by_coordinate = tuple(periods.get(i) for i in range(in_size))
-        self.embedding = FullPrecision(Embedding(frequencies, by_coordinate))
+        self.embedding = Fixed(Embedding(frequencies, by_coordinate))
         self.first = FullPrecision(_dense(first_key, embedded, width_size, None))
         self.hidden = tuple(_dense(k, width_size, width_size, dtype) for k in keys[:-1])
         last = _dense(keys[-1], width_size, outputs, None if full_precision_last else dtype)

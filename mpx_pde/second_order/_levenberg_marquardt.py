@@ -560,7 +560,14 @@ def _check_parameters(model: PyTree, call: str, dtype: Any) -> None:
 
 def _length_of(batch: PyTree, call: str) -> int:
     """Returns the number of examples in a batch."""
-    lengths = {x.shape[0] if x.ndim else -1 for x in map(jnp.asarray, jtu.tree_leaves(batch))}
+    arrays = list(map(jnp.asarray, jtu.tree_leaves(batch)))
+    if laid_out := [s for x in arrays if any((s := jax.typeof(x).sharding).spec)]:
+        raise ValueError(
+            f"`{call}` sums over examples that XLA may lay out, but got some on explicit axes of a "
+            f"mesh, {laid_out[0].spec}. Make it by `jax.make_mesh(..., axis_types="
+            "(jax.sharding.AxisType.Auto,))`, with one for each axis."
+        )
+    lengths = {x.shape[0] if x.ndim else -1 for x in arrays}
     if len(lengths) != 1 or -1 in lengths:
         raise ValueError(
             f"`{call}` needs examples stacked along a leading axis of one length, but got arrays "

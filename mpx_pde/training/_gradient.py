@@ -210,6 +210,7 @@ class Gradient(eqx.Module):
             model = _as_varying(model, options.axis_name)
             cast_args, cast_kwargs = options.cast((model, *args[1:]), kwargs)
             value, aux = self.loss(cast_args, cast_kwargs, derivatives)
+            _check_states(args, cast_args, aux, options)
             return self.scaling.scale(value), (value, aux)
 
         differentiated = args[0], self.derivatives if mixed else None
@@ -244,6 +245,30 @@ class Gradient(eqx.Module):
         with forward_in(self.options.precisions):  # which decides on the cap
             adjusted = self.scaling.adjust(finite, *seen)
         return _descended(self.scaling, adjusted), usable, grads
+
+
+def _check_states(args: tuple, rounded: tuple, aux: PyTree, options: Options) -> None:
+    """Issues a warning if the auxiliary output holds the like of an argument that was `rounded`."""
+    told = lambda x: [jtu.tree_structure(x), *map(np.shape, jtu.tree_leaves(x))]
+    for i, (given, x) in enumerate(zip(args[1:], rounded[1:], strict=True), start=1):
+        # A tuple of arrays may look like any other.
+        paths = jtu.tree_leaves_with_path(given)
+        named = any(not isinstance(k, jtu.SequenceKey) for path, _ in paths for k in path)
+        narrower = [y.dtype != z.dtype for y, z in zip(*map(_arrays, (given, x)), strict=True)]
+        is_alike = ft.partial(lambda like, y: told(y) == like, told(given))
+        if named and any(narrower) and any(map(is_alike, jtu.tree_leaves(aux, is_alike))):
+            keep = tuple(j == i for j in range(len(args)))
+            warn_user(
+                f"`{options.call}` rounds argument {i} ({type(given).__name__}) to "
+                f"{options.compute_dtype.name}, and the function returns the like of it. Rounded "
+                "at each step, what changes by little, such as running statistics, stands still. "
+                f"Pass `keep_full={keep}`, or `autocast=True`, which casts no argument. If it is "
+                "meant, filter `mpx_pde.PrecisionWarning`."
+            )
+
+
+def _arrays(tree: PyTree) -> list:
+    return [x for x in jtu.tree_leaves(tree) if eqx.is_array(x)]
 
 
 def _check_scales_anything(call: str, closed: ClosedJaxpr) -> None:

@@ -218,7 +218,7 @@ def _add_compensated(model: PyTree, updates: PyTree, residue: PyTree) -> tuple[P
     leaves, structure = jtu.tree_flatten(model)
     updates, residue = map(structure.flatten_up_to, (updates, residue))
     pairs = [
-        _carried(p, u, r) if r is not None else (p if u is None else p + u, None)
+        (p, r) if u is None else (p + u, None) if r is None else _carried(p, u, r)
         for p, u, r in zip(leaves, updates, residue, strict=True)
     ]
     model, residue = map(structure.unflatten, zip(*pairs, strict=True))

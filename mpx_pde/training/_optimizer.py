@@ -15,7 +15,7 @@ import optax
 from jax import lax
 from jaxtyping import PRNGKeyArray
 
-from .._cast import convert, widen
+from .._cast import convert, is_fixed, widen
 from .._dtypes import is_half
 from .._repr import in_a_line
 from .._tree import check_flag, check_same_structure, first_difference, is_key, select_tree
@@ -55,7 +55,9 @@ def _checked_gradients(grads: PyTree, params: PyTree) -> PyTree:
         # Those of the fast parameters alone.
         params = params.fast
         grads = grads.fast if isinstance(grads, optax.LookaheadParams) else grads
-    check_same_structure(_CALL, "`grads`", grads, "the floating-point arrays of `model`", params)
+    mend = " Of a part that is trained, pass that part, and `eqx.combine` it with the rest."
+    floating = "the floating-point arrays of `model`"
+    check_same_structure(_CALL, "`grads`", grads, floating, params, mend)
 
     def check(path, g, p):
         if jnp.shape(g) != jnp.shape(p):
@@ -87,17 +89,13 @@ def _naming_a_state_of_another(optimizer: Any, view: "_View") -> Iterator[None]:
         yield
     except Exception as e:
         types = _initial(optimizer, view.params)
-        if types is None:
-            raise
-        difference = first_difference(types, view.state)
-        alike = jtu.tree_structure(types) == jtu.tree_structure(view.state)
-        if alike and difference is None:
+        difference = None if types is None else first_difference(types, view.state)
+        if difference is None:
             raise
         raise ValueError(
             f"`{_CALL}` got an `optimizer_state` that `optimizer` did not make for this model: "
-            f"{difference or f'it is {in_a_line(view.state)}'}. Pass what "
-            "`optimizer.init(eqx.filter(model, eqx.is_inexact_array))` returned, or the step "
-            "before."
+            f"{difference}. Pass what `optimizer.init(eqx.filter(model, eqx.is_inexact_array))` "
+            "returned, or the step before."
         ) from e
 
 
@@ -202,6 +200,10 @@ def _check_hyperparameters(state: PyTree) -> None:
             f"{', '.join(half)}. `optax.inject_hyperparams` rounds them to the dtype of the "
             "parameters: pass it `hyperparam_dtype=jnp.float32`, and make the state anew."
         )
+
+
+def _unless_fixed(params: PyTree, updates: PyTree) -> PyTree:
+    return jtu.tree_map(lambda _: None, updates) if is_fixed(params) else updates
 
 
 def _floats_as(state: PyTree, types: PyTree) -> PyTree:
@@ -330,6 +332,7 @@ def optimizer_update(
             with _naming_a_state_of_another(optimizer, view):
                 updates, new_state = update(grads, state, masters)
             updates = jtu.tree_map(lambda u, p: None if p is None else u, updates, floating)
+            updates = jtu.tree_map(_unless_fixed, floating, updates, is_leaf=is_fixed)
             old = model, optimizer_state
             noise = None if master == "nearest" else Noise.of(key, inner)
             return _like(applied(old, updates, view.restore(new_state), noise), old)

@@ -585,6 +585,48 @@ def test_what_has_no_derivative_has_none_in_any_layer(terms):
     assert_nearly(loss, params, POINTS, "bfloat16", rtol=2.0**-20, least=0)
 
 
+@pytest.mark.parametrize("forward", ["float64", "float32"])
+def test_streams_that_no_vmap_maps_yet(forward):
+    """Behind a linear layer, in float64: JAX makes an axis of what the backward pass alone maps."""
+
+    def loss(params, x):
+        network = lambda p: jnp.sum(jnp.tanh(params[1] @ (params[0] @ p)))
+        d = jax.vmap(mpx.partials(network, ["u_x", "u_xx"], coords="xy", outputs="u"))(x)
+        return jnp.mean((d["u_x"] - d["u_xx"]) ** 2)
+
+    with jax.enable_x64(True):
+        dtype = forward if forward == "float64" else "float32"
+        params = [normal(0, (5, 2)).astype(dtype), normal(1, (5, 5)).astype(dtype)]
+        given = params, POINTS.astype("float64")
+        with jax.numpy_dtype_promotion("standard"):
+            want, want_grads = jax.value_and_grad(loss)(*given)
+            value, grads = evaluated(loss, *given, "bfloat16", forward)
+        np.testing.assert_allclose(value, want, rtol=1e-6 if forward == "float32" else 1e-14)
+        assert relative(grads, want_grads) < TOLERANCES["bfloat16"]
+
+
+@jax.custom_jvp
+def apart(x, w, s):
+    return jnp.tanh(w @ x), jnp.exp(s)
+
+
+@apart.defjvp
+def _apart_jvp(primals, tangents):
+    (x, w, s), (x_dot, w_dot, s_dot) = primals, tangents
+    y, e = apart(x, w, s)
+    return (y, e), ((1 - y**2) * (w_dot @ x + w @ x_dot), e * s_dot + 0 * jnp.sum(x_dot))
+
+
+@pytest.mark.parametrize("options", [{"forward": "float32"}, {"autocast": True}])
+def test_a_rule_that_maps_what_nothing_mapped_is_made_of_is_told(options):
+    """By itself JAX takes the one axis for the other, where there are as many points."""
+    loss = lambda w, x: jnp.mean(jax.vmap(lambda p: jnp.sum(jnp.stack(apart(p, *w))))(x) ** 2)
+    weights = normal(0, (4, 2)), jnp.arange(4.0)
+    step = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), **options)
+    with pytest.raises(ValueError, match=r"`custom_jvp` function `apart` at .*function of its own"):
+        step(weights, POINTS[:4])
+
+
 def test_a_network_before_a_while_loop_has_a_half_backward_pass():
     """Its residual may be weighted by what a loop makes of it, without a derivative."""
     model, x = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0)), jnp.ones((4, 8))

@@ -1,5 +1,7 @@
 """The network of a physics-informed model: where precision goes, and what that buys."""
 
+import copy
+import pickle
 import re
 from functools import partial
 
@@ -7,6 +9,7 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from helpers import coordinate_mlp, equations, in_float64, relative
 
@@ -16,6 +19,18 @@ from mpx_pde import nn
 
 def points(n=8, coords=2):
     return jax.random.uniform(jax.random.key(3), (n, coords))
+
+
+def test_frequencies_are_not_trained_and_a_copy_is_the_same_model():
+    model = make(fourier_features=(4, 1.0))
+    optimizer = optax.adamw(0.1, weight_decay=0.5)
+    state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
+    grads = jax.tree.map(jnp.zeros_like, eqx.filter(model, eqx.is_inexact_array))
+    copied = copy.deepcopy(model)
+    after, _ = mpx.optimizer_update(copied, optimizer, state, grads, True)
+    assert eqx.tree_equal(after.embedding, model.embedding)
+    assert not eqx.tree_equal(after.first, model.first)
+    assert nn.soft_clip(4.0) == pickle.loads(pickle.dumps(nn.soft_clip(4.0)))
 
 
 VARIANTS = {

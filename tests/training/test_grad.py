@@ -4,6 +4,7 @@ Where equality is meant to the last bit, numbers are small integers or powers of
 formats hold, or the computation is in float32.
 """
 
+import contextlib
 import functools as ft
 import inspect
 import math
@@ -199,6 +200,22 @@ def test_aux_comes_back_in_the_output_dtype(output):
     assert {name: aux[name].dtype for name in dtypes} == dtypes
     assert avals((aux["state"], aux["layer"])) == avals((state, layer))
     assert (aux["none"], aux["static"]) == (None, (3, 1.5, "text", jnp.tanh))
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [({}, True), ({"keep_full": (False, True, False)}, False), ({"autocast": True}, False)],
+)
+def test_a_state_that_is_rounded_at_each_step_is_told(options, told):
+    def loss(w, state, x):
+        mean = 0.999 * state["mean"] + 0.001 * jnp.mean(x, 0)
+        return jnp.sum(w * x), {"new": {"mean": mean}, "like the batch": x}
+
+    message = r"argument 1 \(dict\).*`keep_full=\(False, True, False\)`"
+    expected = pytest.warns(mpx.PrecisionWarning, match=message)
+    run = mpx.filter_grad(loss, scaler(4), has_aux=True, **options)
+    with expected if told else contextlib.nullcontext():
+        run(jnp.ones(()), {"mean": jnp.full(3, 1.2)}, jnp.ones((4, 3)))
 
 
 def documented(model, /, x, *args, gain: float = 1.0, **kwargs):

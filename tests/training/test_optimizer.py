@@ -160,6 +160,14 @@ def test_integers_and_keys_in_the_model_change_nothing(name):
     assert tree_equal_bits(update(*ours, jnp.array(False)), ours)
 
 
+def test_a_state_for_another_static_field_is_told_by_its_place():
+    network = functools.partial(mpx.nn.CoordinateMLP, 2, 1, 4, 1, key=jax.random.key(0))
+    model, optimizer = network(activation=jnp.sin), optax.adam(0.1)
+    state = optimizer.init(floats(network(activation=jnp.tanh)))
+    with pytest.raises(ValueError, match=r"`optimizer_update` got.*metadata.*activation"):
+        mpx.optimizer_update(model, optimizer, state, make_grads(model), True)
+
+
 @pytest.mark.parametrize("dtype", HALVES)
 def test_hyperparameters_in_half_are_told_of(dtype):
     """Of 0.999 in bfloat16 and of 1e-8 in float16 a finite gradient makes NaN."""
