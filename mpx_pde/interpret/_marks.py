@@ -1,8 +1,8 @@
 """Named values in the middle of a program, and how to bring them out of it.
 
-A loss returns one number. Its derivative terms are known where they are made, under `vmap` and in
-loops. So they are marked there by a name of JAX's, which does nothing, the loss is traced, and
-whatever carries a mark is collected from the program: whole batches of values, as they are in it.
+A loss returns one number. Its derivative terms are known where they are made, under `vmap`. So
+they are marked there by a name of JAX's, which does nothing, the loss is traced, and whatever
+carries a mark is collected from the program: whole batches of values, as they are in it.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +19,11 @@ from ._jaxpr import (
     CALLS,
     OF_REVERSE_MODE,
     bodies_of,
-    equations_in,
     in_context_of,
     own_bind,
     trace_arrays,
     walk,
 )
-from ._rebind import rebind
 
 
 # Part of the key of jit's caches: a function that was traced without marks has none.
@@ -43,9 +41,9 @@ def marked(values: dict[str, Any]) -> dict[str, Any]:
 
 def collecting(fun: Callable) -> Callable[..., tuple[Any, dict[str, Array]]]:
     """Makes a function return the values that were marked in it as well, by name: one vector for
-    all calls, batches and steps of loops together.
+    all calls and batches together.
 
-    Not to be differentiated. Marks in a `while` loop or a `shard_map` are not collected.
+    Not to be differentiated. Marks in loops, branches or a `shard_map` are not collected.
     """
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Array]]:
@@ -77,36 +75,12 @@ def _collect(closed: ClosedJaxpr, operands: Sequence, found: list[tuple[str, Arr
     """Evaluates a jaxpr, and adds the names and values that are marked in it to `found`."""
 
     def evaluate(_: int, eqn: JaxprEqn, args: list) -> Sequence:
-        name, bodies = eqn.primitive.name, bodies_of(eqn)
         if _is_mark(eqn):
             found.append((eqn.params["name"].removeprefix(_MARK), args[0]))
             return args
         with in_context_of(eqn):
-            if name in _ENTERED:
-                return _collect(bodies[0], args, found)
-            if not any(_is_mark(inner) for body in bodies for inner in equations_in(body)):
-                return own_bind(eqn, args)
-            if name == "scan":
-                return _in_scan(eqn, args, found)
-            if name == "cond":
-                for i, body in enumerate(bodies):
-                    inside: list[tuple[str, Array]] = []
-                    _collect(body, args[1:], inside)
-                    taken = lambda x, i=i: jnp.where(args[0] == i, x, jnp.zeros_like(x))
-                    found.extend((key, taken(x)) for key, x in inside)
+            if eqn.primitive.name in _ENTERED:
+                return _collect(bodies_of(eqn)[0], args, found)
             return own_bind(eqn, args)
 
     return walk(closed.jaxpr, closed.consts, operands, lambda atom: atom.val, evaluate)
-
-
-def _in_scan(eqn: JaxprEqn, args: list, found: list[tuple[str, Array]]) -> list:
-    inside: list[tuple[str, Array]] = []
-
-    def body(*xs):
-        inside.clear()  # a body may be traced more than once
-        out = _collect(bodies_of(eqn)[0], xs, inside)
-        return [*out, *(x for _, x in inside)]
-
-    out, count = rebind(eqn, args, [body]), len(eqn.outvars)
-    found.extend(zip((name for name, _ in inside), out[count:], strict=True))
-    return out[:count]

@@ -42,7 +42,8 @@ class PrecisionFloor(eqx.Module):
 
     - `loss`: the error of the loss.
     - `terms`: the error of each derivative term of the loss, by its name in
-        [`mpx_pde.partials`][] and its kin: over all points where it was taken.
+        [`mpx_pde.partials`][] and its kin: over all points where it was taken, but for those in
+        loops and branches.
     - `gradient`: the error of the gradient as a whole.
     - `parameters`: the error of the gradient of each parameter, by its path.
     - `noise`: the standard error of the gradient of a batch like this one, relative to it, by what
