@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 from jax.extend.core import ClosedJaxpr, JaxprEqn
 
@@ -53,27 +54,36 @@ def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
     if all(aval_of(v).dtype == x.dtype for v, x in zip(eqn.invars, args, strict=True)):
         # Rules are written for arrays of JAX, which a traced index may go into.
         out = own_bind(eqn, [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args])
-        _check_shapes(eqn, out)
-        return out
+        return _as_recorded(eqn, out, eqn.outvars)
     parts = (jnp.finfo(x.dtype).dtype for x in args if is_inexact(x))
     registers = Storage(max(parts, key=lambda dtype: dtype.itemsize), narrows=True)
     evaluate = lambda closed, args: _evaluate(closed, list(map(primal_of, args)), registers)
     return _CUSTOM[eqn.primitive.name](eqn, args, evaluate)
 
 
-def _check_shapes(eqn: JaxprEqn, out: Sequence[Any]) -> None:
-    """Raises a `ValueError` where JAX gives a result that no `vmap` maps the axis of its tangent:
-    what reads it would take one axis for the other."""
-    shapes = [aval_of(v).shape for v in eqn.outvars]
-    found = [np.shape(x) for x in out]
-    if shapes != found:
-        name = bodies_of(eqn)[0].jaxpr.debug_info.func_name
-        raise ValueError(
-            f"The `{eqn.primitive.name.removesuffix('_call')}` function `{name}` at "
-            f"{line_of(eqn)} has results of shapes {shapes}, and {found} where it is "
-            "differentiated: under `jax.vmap` its rule makes a tangent of what is mapped, for a "
-            "result that is made of nothing mapped. Return that result by a function of its own."
-        )
+def _as_recorded(eqn: JaxprEqn, out: Sequence[Any], of: Sequence[Any]) -> list[Any]:
+    """Returns results, or tangents, in the shapes of the results `of` which they are. Where a rule
+    maps the tangent of what nothing mapped is made of, JAX gives the result the axis of the `vmap`
+    too, along which its entries are equal. Raises a `ValueError` where that may be either of two.
+    """
+
+    def recorded(x, v):
+        want, found = aval_of(v).shape, np.shape(x)
+        if found == want:
+            return x
+        without = lambda axis: found[:axis] + found[axis + 1 :]
+        axes = [axis for axis in range(len(found)) if without(axis) == want]
+        if len(axes) != 1:
+            name = bodies_of(eqn)[0].jaxpr.debug_info.func_name
+            raise ValueError(
+                f"The `{eqn.primitive.name.removesuffix('_call')}` function `{name}` at "
+                f"{line_of(eqn)} has a result of shape {want}, and {found} where it is "
+                "differentiated: under `jax.vmap` its rule makes a tangent of what is mapped, for "
+                "a result that is made of nothing mapped. Return it by a function of its own."
+            )
+        return lax.index_in_dim(x, 0, axes[0], keepdims=False)
+
+    return list(map(recorded, out, of))
 
 
 # The derivative of each use is traced for itself, since it depends on the operands that move, and
@@ -138,8 +148,10 @@ def _with_tangents(
         moving = [i for i in live if not isinstance(tangents[i], SymbolicZero)]
         like = jax.eval_shape(body, *primals)
         out, moved = push(primals, tangents, moving, list(map(primal_of, like)))
-        _check_shapes(eqn, out)
-        found = dict(zip(differentiable(eqn.outvars), moved, strict=True))
+        out = _as_recorded(eqn, out, eqn.outvars)
+        live = differentiable(eqn.outvars)
+        moved = _as_recorded(eqn, moved, [eqn.outvars[i] for i in live])
+        found = dict(zip(live, moved, strict=True))
         dots = [found[i] if i in found else zero_from_primal(x) for i, x in enumerate(out)]
         treedef = jax.tree.structure(like)
         return jax.tree.unflatten(treedef, out), jax.tree.unflatten(treedef, dots)

@@ -194,14 +194,14 @@ def checked(
     without: tuple | None = None,
     least: float = 0.5,
     instead: str = "use_mixed_precision=False",
-    look: Callable[[ClosedJaxpr], None] | None = None,
+    look: Callable[[ClosedJaxpr, list, Callable], None] | None = None,
 ) -> Any:
     """Evaluates `fun(*args)`, and issues a [`mpx_pde.PrecisionWarning`][] that ends in `advice` if
     less than `least` of the work of its products is done in half precision. There is no warning if
     `fun(*without)`, the same without the user's exceptions by name, does enough. `instead` is the
     option that asks for float32.
 
-    Traces `fun` once, as calling it would; `look` is called with what was traced.
+    Traces `fun` once, as calling it would; `look` is called with what [`trace_arrays`][] returned.
     """
     try:
         closed, leaves, assemble = trace_arrays(fun, args, {})
@@ -215,7 +215,7 @@ def checked(
     ):
         warn_user(_warning(report, call, dtype, advice, instead))
     if look is not None:
-        look(closed)
+        look(closed, leaves, assemble)
     # JAX checks in a `shard_map` what varies over devices, and does not take back all that it has
     # traced: there it is traced again.
     if jax.sharding.get_abstract_mesh().manual_axes:

@@ -561,10 +561,10 @@ def _check_parameters(model: PyTree, call: str, dtype: Any) -> None:
 def _length_of(batch: PyTree, call: str) -> int:
     """Returns the number of examples in a batch."""
     arrays = list(map(jnp.asarray, jtu.tree_leaves(batch)))
-    if laid_out := [s for x in arrays if any((s := jax.typeof(x).sharding).spec)]:
+    if laid_out := [s for x in arrays if any((s := jax.typeof(x).sharding.spec)[:1])]:
         raise ValueError(
             f"`{call}` sums over examples that XLA may lay out, but got some on explicit axes of a "
-            f"mesh, {laid_out[0].spec}. Make it by `jax.make_mesh(..., axis_types="
+            f"mesh, {laid_out[0]}. Make it by `jax.make_mesh(..., axis_types="
             "(jax.sharding.AxisType.Auto,))`, with one for each axis."
         )
     lengths = {x.shape[0] if x.ndim else -1 for x in arrays}

@@ -5,7 +5,7 @@ result.
 import dataclasses
 import functools as ft
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -32,6 +32,7 @@ from ..derivatives._evaluation import noting_unscaled
 from ..derivatives._probe import tap_p
 from ..derivatives._scaling import Scaling, check_takes_derivatives, sum_counts
 from ..engine import InForward
+from ..interpret._flat import Constant, flatten
 from ..interpret._jaxpr import contains
 from ..interpret._precision_report import (
     LEAST_IN_FULL,
@@ -210,7 +211,6 @@ class Gradient(eqx.Module):
             model = _as_varying(model, options.axis_name)
             cast_args, cast_kwargs = options.cast((model, *args[1:]), kwargs)
             value, aux = self.loss(cast_args, cast_kwargs, derivatives)
-            _check_states(args, cast_args, aux, options)
             return self.scaling.scale(value), (value, aux)
 
         differentiated = args[0], self.derivatives if mixed else None
@@ -247,28 +247,66 @@ class Gradient(eqx.Module):
         return _descended(self.scaling, adjusted), usable, grads
 
 
-def _check_states(args: tuple, rounded: tuple, aux: PyTree, options: Options) -> None:
-    """Issues a warning if the auxiliary output holds the like of an argument that was `rounded`."""
-    told = lambda x: [jtu.tree_structure(x), *map(np.shape, jtu.tree_leaves(x))]
-    for i, (given, x) in enumerate(zip(args[1:], rounded[1:], strict=True), start=1):
+def _check_states(
+    options: Options, args: tuple, closed: ClosedJaxpr, leaves: Sequence, assemble: Callable
+) -> None:
+    """Issues a warning if auxiliary output is the like of an argument, computed of what it was
+    rounded to: each array of the one at that place in the other.
+    """
+    out = assemble(list(range(len(closed.jaxpr.outvars))))
+    aux = out[0][1] if isinstance(out[0], tuple) else out[-1]
+    number = {id(x): i for i, (_, x) in enumerate(leaves)}
+    rounded, _ = eqx.filter_eval_shape(options.cast, args, {})
+    inexact = lambda x: jnp.issubdtype(x.dtype, jnp.inexact)
+    digits = lambda x: jnp.finfo(x.dtype).nmant if inexact(x) else 0
+    for i, (given, narrow) in enumerate(zip(args[1:], rounded[1:], strict=True), start=1):
+        structure, paths = jtu.tree_structure(given), jtu.tree_leaves_with_path(given)
         # A tuple of arrays may look like any other.
-        paths = jtu.tree_leaves_with_path(given)
-        named = any(not isinstance(k, jtu.SequenceKey) for path, _ in paths for k in path)
-        narrower = [y.dtype != z.dtype for y, z in zip(*map(_arrays, (given, x)), strict=True)]
-        is_alike = ft.partial(lambda like, y: told(y) == like, told(given))
-        if named and any(narrower) and any(map(is_alike, jtu.tree_leaves(aux, is_alike))):
-            keep = tuple(j == i for j in range(len(args)))
-            warn_user(
-                f"`{options.call}` rounds argument {i} ({type(given).__name__}) to "
-                f"{options.compute_dtype.name}, and the function returns the like of it. Rounded "
-                "at each step, what changes by little, such as running statistics, stands still. "
-                f"Pass `keep_full={keep}`, or `autocast=True`, which casts no argument. If it is "
-                "meant, filter `mpx_pde.PrecisionWarning`."
-            )
+        if all(isinstance(k, jtu.SequenceKey) for path, _ in paths for k in path):
+            continue
+        pairs = zip(paths, jtu.tree_leaves(narrow), strict=True)
+        lost = [eqx.is_array(x) and digits(y) < digits(x) for (_, x), y in pairs]
+        is_alike = ft.partial(_has_structure, structure)
+        for found in filter(is_alike, jtu.tree_leaves(aux, is_alike) if any(lost) else ()):
+            places = zip(paths, jtu.tree_leaves(found), lost, strict=True)
+            pairs = [(number[id(x)], y) for (_, x), y, is_lost in places if is_lost]
+            if _computed_of(closed, pairs):
+                keep = options.keep_full if isinstance(options.keep_full, tuple) else ()
+                keep = (*keep, *[False] * len(args))[: len(args)]
+                warn_user(
+                    f"`{options.call}` rounds argument {i} ({type(given).__name__}) to "
+                    f"{options.compute_dtype.name}, and the function returns a new one. Rounded at "
+                    "each step, what changes by little, such as running statistics, stands still. "
+                    f"Pass `keep_full={(*keep[:i], True, *keep[i + 1 :])}`, or `autocast=True`, "
+                    "which casts no argument. If it is meant, filter `mpx_pde.PrecisionWarning`."
+                )
 
 
-def _arrays(tree: PyTree) -> list:
-    return [x for x in jtu.tree_leaves(tree) if eqx.is_array(x)]
+def _has_structure(structure: Any, tree: PyTree) -> bool:
+    try:
+        return jtu.tree_structure(tree) == structure
+    except ValueError:  # of static fields that are arrays
+        return False
+
+
+def _computed_of(closed: ClosedJaxpr, pairs: Sequence[tuple[int, Any]]) -> bool:
+    """Returns whether each result of some `pairs` depends on its operand, has its shape, and is not
+    just that one, cast; positions of both.
+    """
+    shapes = all(closed.in_avals[i].shape == closed.out_avals[j].shape for i, j in pairs)
+    if not shapes:
+        return False
+    flat = flatten(closed, forward_mode=False)
+    on = {k: {i} for i, k in enumerate(flat.inputs)}
+    same = {k: i for i, k in enumerate(flat.inputs)}
+    for step in flat.steps:
+        here = set[int]().union(*(on.get(x, ()) for x in step.variables))
+        on.update(dict.fromkeys(step.outputs, here))
+        if step.name == "convert_element_type" and step.variables and step.variables[0] in same:
+            same[step.outputs[0]] = same[step.variables[0]]
+    results = [(i, flat.outputs[j]) for i, j in pairs]
+    depend = all(not isinstance(x, Constant) and i in on.get(x, ()) for i, x in results)
+    return depend and not all(same.get(x) == i for i, x in results)
 
 
 def _check_scales_anything(call: str, closed: ClosedJaxpr) -> None:
@@ -351,9 +389,13 @@ class Transformed(eqx.Module):
             no_overrides = dataclasses.replace(options, autocast=())
             without = dataclasses.replace(gradient, options=no_overrides), args, kwargs
         asked_for = options.call, options.compute_dtype
-        look = None
-        if gradient.derivatives is not None and gradient.derivatives.active:
-            look = ft.partial(_check_scales_anything, options.call)
+
+        def look(closed, *traced):
+            if gradient.derivatives is not None and gradient.derivatives.active:
+                _check_scales_anything(options.call, closed)
+            if options.has_aux and options.casts:
+                _check_states(options, args, closed, *traced)
+
         return checked(self.run, everything, *asked_for, advice, without, least, look=look)
 
     def __get__(self, instance: Any, owner: Any = None):

@@ -202,20 +202,34 @@ def test_aux_comes_back_in_the_output_dtype(output):
     assert (aux["none"], aux["static"]) == (None, (3, 1.5, "text", jnp.tanh))
 
 
-@pytest.mark.parametrize(
-    ("options", "told"),
-    [({}, True), ({"keep_full": (False, True, False)}, False), ({"autocast": True}, False)],
-)
-def test_a_state_that_is_rounded_at_each_step_is_told(options, told):
-    def loss(w, state, x):
-        mean = 0.999 * state["mean"] + 0.001 * jnp.mean(x, 0)
-        return jnp.sum(w * x), {"new": {"mean": mean}, "like the batch": x}
+# How a new state comes of the old one, and of a batch; and what only looks like it.
+STATES = {
+    "average": (lambda s, x: {"mean": 0.999 * s["mean"] + 0.001 * jnp.mean(x, 0)}, True),
+    "inside": (lambda s, x: [{"mean": s["mean"] + jnp.mean(x, 0)}, x], True),
+    "as it came": (lambda s, x: s, False),
+    "of the batch alone": (lambda s, x: {"mean": jnp.mean(x, 0)}, False),
+    "of another shape": (lambda s, x: {"mean": s["mean"][None] * x}, False),
+    "of another name": (lambda s, x: {"sum": s["mean"] + 1}, False),
+}
 
-    message = r"argument 1 \(dict\).*`keep_full=\(False, True, False\)`"
+
+@pytest.mark.parametrize("name", STATES)
+def test_a_state_that_is_rounded_at_each_step_is_told(name):
+    new, told = STATES[name]
+    given = jnp.ones(()), {"mean": jnp.full(3, 1.2)}, jnp.ones((4, 3))
+
+    def loss(w, state, x):
+        return jnp.sum(w * x.astype(w.dtype)), new(state, x.astype(state["mean"].dtype))
+
+    def run(**options):
+        return eqx.filter_jit(mpx.filter_grad(loss, scaler(4), has_aux=True, **options))(*given)
+
+    message = r"argument 1 \(dict\).*`keep_full=\(False, True, True\)`"
     expected = pytest.warns(mpx.PrecisionWarning, match=message)
-    run = mpx.filter_grad(loss, scaler(4), has_aux=True, **options)
     with expected if told else contextlib.nullcontext():
-        run(jnp.ones(()), {"mean": jnp.full(3, 1.2)}, jnp.ones((4, 3)))
+        run(keep_full=(False, False, True))
+    for options in ({"keep_full": (False, True, False)}, {"autocast": True}):
+        run(**options)
 
 
 def documented(model, /, x, *args, gain: float = 1.0, **kwargs):
