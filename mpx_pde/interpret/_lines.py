@@ -39,6 +39,8 @@ class Site(NamedTuple):
         is; `None` outside of all.
     - `inside`: whether it is inside of a `jax.custom_vjp` that is called on the line.
     - `users`: whether the line is the user's.
+    - `cast_of`: what a cast is of: the `"arguments"` of a function, `"derivatives"` that `partials`
+        and its kin take, what of `"layers"` is kept in half; else `""`, and where nobody asked.
     - `body`: file and name of the function of JAX or of this library whose jaxpr this is in.
     """
 
@@ -48,6 +50,7 @@ class Site(NamedTuple):
     inside: bool = False
     users: bool = False
     body: tuple[str, str] | None = None
+    cast_of: str = ""
 
 
 @ft.cache
@@ -171,6 +174,23 @@ def _layer(ours: list[tuple[str, str]]) -> str:
 def is_ours(layer: str) -> bool:
     """Returns whether a layer belongs to this library."""
     return bool(layer) and not layer.startswith("eqx.nn.")
+
+
+_CASTS = {
+    "derivatives": ("derivatives/_checks.py", "as_network.<locals>.network"),
+    "arguments": ("_cast.py", "cast_except"),
+    "layers": ("engine/_streams.py", "Storage.store"),
+}
+
+
+def cast_of(eqn: JaxprEqn) -> str:
+    """Returns what a cast is of, as `Site` has it."""
+    traceback = eqn.source_info.traceback
+    frames = [(f.file_name, f.function_name) for f in (traceback.frames if traceback else ())]
+    for of, (file, name) in _CASTS.items():
+        if (os.path.join(HOME, *file.split("/")), name) in frames:
+            return of
+    return ""
 
 
 INSIDE = "the `jax.custom_vjp` called there"

@@ -19,8 +19,6 @@ _EXTREMES = {"reduce_max", "reduce_min", "scatter-max", "scatter-min"}
 _CHOICES = {*tables.CHOICES, *_MASKS, *_EXTREMES}
 """Primitives by which a program takes infinities on purpose: masks, and the start of a minimum."""
 
-_CAST = ("convert_element_type", "mpx_pde")
-
 _DERIVATIVES = ("partials", "laplacian", "linear_operator")
 
 _PRODUCTS = ("mixed_dot_general", "mixed_matmul", "mixed_einsum", "mixed_conv_general_dilated")
@@ -38,8 +36,7 @@ def _name(row: Row) -> str:
 def _fix(row: Row, report: RangeReport) -> str:
     """Returns the advice for a row that overflows."""
     mixed, smaller = report.mixed, "make its operands smaller by a power of two, or use bfloat16."
-    # The library casts in the lines of the user only what it is given.
-    if row.primitive == "input" or (row.primitive, row.layer) == _CAST:
+    if row.primitive == "input" or (row.cast_of == "arguments" and not row.backward):
         return (
             "Keep that argument in float32: mark it in `keep_full` of `mpx.filter_grad`, or pass "
             "`autocast=True`, which casts no arguments."
@@ -61,12 +58,20 @@ def _fix(row: Row, report: RangeReport) -> str:
         return f"It belongs to the backward pass{by_scaling[report.scaled]}"
     primitive = row.primitive.removeprefix(OPERAND)
     ours = is_ours(row.layer)
-    if row.layer in _DERIVATIVES and report.scaled and mixed:
+    taken = "partials" if row.cast_of in ("derivatives", "layers") else row.layer
+    if taken in _DERIVATIVES and report.scaled and mixed:
+        which = "If it is a derivative, pass" if row.cast_of == "layers" else "Pass"
         return (
-            f"Pass `{row.layer}` the derivative scales of the step (`scaling=derivatives`), which "
+            f"{which} `{taken}` the derivative scales of the step (`scaling=derivatives`), which "
             "fall by themselves and which `mpx.initial_scaling` finds before the first step. If "
             f"it has them, or the output itself overflows, {smaller}"
         )
+    full = (
+        "`mpx.force_full_precision(f, jnp.float32)` around the function that calls it, or "
+        "`mpx.FullPrecision(layer, out_dtype='float32')` around its layer"
+    )
+    if (primitive, row.layer) == ("convert_element_type", "mpx_pde"):
+        return f"A function in full precision returns half there: {full} returns float32."
     if ours and (mixed or primitive in tables.MIXED):
         # These say their precision themselves.
         return (
@@ -79,9 +84,7 @@ def _fix(row: Row, report: RangeReport) -> str:
     if primitive in tables.FULL:
         return (
             "`mpx.autocast` keeps it in float32 by itself (`mpx.filter_grad(..., "
-            "autocast=True)`). When whole models are cast, keep it in float32 with "
-            "`mpx.force_full_precision` around the function that calls it, or `mpx.FullPrecision` "
-            "around its layer."
+            f"autocast=True)`). When whole models are cast, keep it in float32 with {full}."
         )
     if primitive == "convert_element_type" and not row.scope:
         # Autocast puts the program's own casts off: no override names them.
@@ -144,9 +147,11 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
             "look for a division by zero, the logarithm or root of something negative, or a step "
             "size that is too large."
         )
-        if row.dtype == "float16":
+        before = (x for x in report.rows if x.dtype == "float16" and x.order <= row.order)
+        if any(before):
+            held = "which the code" if row.dtype == "float16" else "and what comes before, the code"
             return (
-                f"It is {first}, which the code holds as float16. There a number below 2^-24 is "
+                f"It is {first}, {held} holds as float16. There a number below 2^-24 is "
                 "zero, such as an epsilon, since JAX gives numbers of Python the dtype of the "
                 f"array that they meet. {in_full} Where that does not help, {look}"
             )

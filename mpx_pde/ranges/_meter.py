@@ -26,7 +26,7 @@ from ..interpret._jaxpr import (
     scopes_of,
     walk,
 )
-from ..interpret._lines import Site, site_inside, site_of
+from ..interpret._lines import Site, cast_of, site_inside, site_of
 from ..interpret._products import product_shape
 from ..interpret._rebind import rebind
 from ._stats import Counts, is_finite, is_measured
@@ -220,6 +220,8 @@ class Meter:
         if is_container(eqn):
             return self._container(eqn, operands, order, scopes, site)
         name = eqn.primitive.name
+        if name == "convert_element_type":
+            site = site._replace(cast_of=cast_of(eqn))
         here = "/".join(scopes + scopes_of(eqn))
         sources = CLEAN.union(*(x.marks for x in operands))
         if name in tables.MIXED:

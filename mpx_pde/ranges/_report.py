@@ -75,6 +75,7 @@ class Row:
     first: Mapping[str, tuple[int, ...]] = dataclasses.field(hash=False)
     operations: int = 1
     inside: bool = False
+    cast_of: str = ""
 
     def loss(self, name: str) -> Lost:
         return getattr(self, check_choice(name, ("float16", "bfloat16"), "RangeReport", "dtype"))
@@ -89,7 +90,7 @@ class Row:
 
 
 _OF_VALUE = ("primitive", "scope", "dtype", "shape", "half", "order")
-_OF_SITE = ("line", "layer", "inside")
+_OF_SITE = ("line", "layer", "inside", "cast_of")
 
 
 def make_row(value: Measured, counts: Counts) -> Row:

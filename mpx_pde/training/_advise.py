@@ -22,6 +22,7 @@ from .._tree import all_finite
 from .._types import PyTree
 from ..derivatives import Scaling
 from ..interpret._precision_report import PrecisionWarning, precision_report
+from ..ranges._stats import percent
 from ._floor import in_float64
 from ._grad import filter_value_and_grad
 from ._gradient import Gradient, check_eager
@@ -77,7 +78,8 @@ class Advice:
 
     **Attributes:**
 
-    - `rows`: float32 first, then a full forward pass with half behind it, then half throughout.
+    - `rows`: float32 first (float64 for such parameters), then a full forward pass with half behind
+        it, then half throughout.
     - `choice`: the row to take: of those with a gradient to 1 % the one with the least memory, and
         float32 if none saves a tenth of its memory.
     - `call`: the code to write for it.
@@ -113,7 +115,7 @@ def _cells(row: Advised) -> tuple[str, ...]:
         f"{row.memory / 2**20:#.3g} MiB",
         "" if each is None else f"{each / 2**10:#.3g} KiB",
         f"{row.error:.1e}" if row.finite else "overflows",
-        f"{100 * row.vanished:.2g} %",
+        percent(row.vanished),
         f"{100 * row.half_share:.0f} %",
     )
     return (row.name, *(cells if row.failed is None else ["fails"] * 5))
@@ -167,19 +169,22 @@ def advise(
         with warnings.catch_warnings():
             # It says the same, and more.
             warnings.simplefilter("ignore", PrecisionWarning)
-            return _advice((func, start, has_aux), given, args, kwargs)
+            loss = "functools.partial(loss, derivatives=None)" if alone else "loss"
+            return _advice((func, start, has_aux), given, args, kwargs, loss)
 
     return advice
 
 
-def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict) -> Advice:
+def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict, loss: str) -> Advice:
     """Tries the precisions on `task`: a loss, its scaling, and whether it has auxiliary output;
-    half precision throughout with the options `given`."""
+    half precision throughout with the options `given`. `loss` is how the loss is written."""
     wide, reference = None, jnp.zeros((), float).dtype.name
     if reference == "float64":
         positional, keyword = in_float64((args, kwargs))
         wide = _gradient(task, _FULL)(*positional, **keyword)
-    first, wide, width = _measured("float32", _FULL, task, args, kwargs, wide)
+    dtypes = [x.dtype for x in jtu.tree_leaves(args[0]) if eqx.is_inexact_array(x)]
+    name = "float64" if "float64" in dtypes else "float32"
+    first, wide, width = _measured(name, _FULL, task, args, kwargs, wide)
     rows, trial = [first], (task, args, kwargs, wide)
     ways = {"forward float32, backward {}": {"forward": "float32"}, "{} throughout": given}
     for (name, options), half in itertools.product(ways.items(), ("float16", "bfloat16")):
@@ -189,7 +194,8 @@ def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict) -> Ad
     good = [r for r in rows if r.finite and r.error <= _TOLERANCE and r.vanished < _TOLERANCE]
     least = min(good, key=lambda row: row.memory, default=rows[0])
     choice = least if least.memory <= _GAIN * rows[0].memory else rows[0]
-    return Advice(tuple(rows), choice, _written(choice, task[2]), width, reference, _examples(args))
+    call = _written(choice, task[2], loss)
+    return Advice(tuple(rows), choice, call, width, reference, _examples(args))
 
 
 def _say(text: str) -> None:
@@ -258,8 +264,8 @@ def _examples(args: tuple) -> int | None:
     return length[0] if length else None
 
 
-def _written(row: Advised, has_aux: bool) -> str:
+def _written(row: Advised, has_aux: bool, loss: str) -> str:
     options = {"has_aux": True} if has_aux else {}
     shown = "".join(f", {name}={value!r}" for name, value in {**options, **row.options}.items())
     scaling = "mpx_pde.NoOpLossScaling()" if isinstance(row.scaling, NoOpLossScaling) else "scaling"
-    return f"mpx_pde.filter_value_and_grad(loss, {scaling}{shown})"
+    return f"mpx_pde.filter_value_and_grad({loss}, {scaling}{shown})"

@@ -622,7 +622,9 @@ def test_a_rule_that_maps_what_nothing_mapped_is_made_of(options):
     """JAX by itself takes the one axis for the other, where there are as many points as entries."""
     loss = lambda w, x: jnp.mean(jax.vmap(lambda p: jnp.sum(jnp.stack(apart(p, *w))))(x) ** 2)
     weights = normal(0, (4, 2)), jnp.arange(4.0)
-    step = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), policy=policy("bfloat16"), **options)
+    step = mpx.filter_value_and_grad(
+        loss, mpx.NoOpLossScaling(), policy=policy("bfloat16"), **options
+    )
     value, _, _, grads = step(weights, POINTS[:5])
     want, want_grads = jax.value_and_grad(loss)(weights, POINTS[:5])
     np.testing.assert_allclose(value, want, rtol=1e-5 if "forward" in options else 2.0**-8)

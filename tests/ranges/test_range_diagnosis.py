@@ -461,7 +461,8 @@ def test_a_cast_in_a_network_of_the_library_is_no_argument():
 
 
 @pytest.mark.slow
-def test_scales_are_the_advice_for_derivatives():
+@pytest.mark.parametrize("forward", ["float32", "half"])
+def test_scales_are_the_advice_for_derivatives(forward):
     def loss(model, points, *, derivatives):
         steep = lambda p: model(p * 1e3)
         d = mpx.partials(steep, ["u_xx"], coords="x", outputs="u", scaling=derivatives)
@@ -469,8 +470,27 @@ def test_scales_are_the_advice_for_derivatives():
 
     model = eqx.nn.MLP(1, "scalar", 64, 2, activation=jnp.tanh, key=jax.random.key(0))
     scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("x"))
-    gradient = mpx.filter_grad(loss, scaling, forward="float32")
+    gradient = mpx.filter_grad(loss, scaling, forward=forward)
     points = jnp.linspace(-1e-3, 1e-3, 16)[:, None]
     text = mpx.explain_nonfinite(gradient, "float16")(model, points)
-    assert "in `partials`" in text
+    assert "ass `partials` the derivative scales" in text
     assert "which `mpx.initial_scaling` finds" in text
+
+
+def test_an_epsilon_that_is_zero_in_half_is_no_fault_of_float32():
+    """Also where float32 divides by it."""
+
+    def loss(w, x):
+        return jnp.mean(x * (w[0] / 2).astype(x.dtype) / (0 * w + 1e-8).astype(x.dtype))
+
+    gradient = mpx.filter_grad(loss, mpx.StaticLossScaling(1.0), keep_full=(False, True))
+    text = mpx.explain_nonfinite(gradient, "float16")(jnp.ones(3), jnp.ones(3))
+    assert "float32 itself" not in text
+    assert "what comes before, the code holds as float16" in text
+
+
+def test_a_result_that_is_cast_back_is_no_argument():
+    large = mpx.force_full_precision(lambda x: jnp.exp(20 * x))
+    gradient = mpx.filter_grad(lambda w: jnp.mean(jnp.log1p(large(w))), mpx.StaticLossScaling(1.0))
+    text = mpx.explain_nonfinite(gradient, "float16")(jnp.ones(3))
+    assert "returns half there: `mpx.force_full_precision(f, jnp.float32)`" in text
