@@ -182,7 +182,7 @@ def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict, loss:
     if reference == "float64":
         positional, keyword = in_float64((args, kwargs))
         wide = _gradient(task, _FULL)(*positional, **keyword)
-    dtypes = [x.dtype for x in jtu.tree_leaves(args[0]) if eqx.is_inexact_array(x)]
+    dtypes = [x.dtype for x in jtu.tree_leaves(args[:1]) if eqx.is_inexact_array(x)]
     name = "float64" if "float64" in dtypes else "float32"
     first, wide, width = _measured(name, _FULL, task, args, kwargs, wide)
     rows, trial = [first], (task, args, kwargs, wide)
