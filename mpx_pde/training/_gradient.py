@@ -247,13 +247,20 @@ class Gradient(eqx.Module):
         return _descended(self.scaling, adjusted), usable, grads
 
 
+@dataclasses.dataclass
+class _Place:
+    """Stands for a result of a program."""
+
+    index: int
+
+
 def _check_states(
     options: Options, args: tuple, closed: ClosedJaxpr, leaves: Sequence, assemble: Callable
 ) -> None:
     """Issues a warning if auxiliary output is the like of an argument, computed of what it was
     rounded to: each array of the one at that place in the other.
     """
-    out = assemble(list(range(len(closed.jaxpr.outvars))))
+    out = assemble([_Place(i) for i in range(len(closed.jaxpr.outvars))])
     aux = out[0][1] if isinstance(out[0], tuple) else out[-1]
     number = {id(x): i for i, (_, x) in enumerate(leaves)}
     rounded, _ = eqx.filter_eval_shape(options.cast, args, {})
@@ -270,7 +277,8 @@ def _check_states(
         for found in filter(is_alike, jtu.tree_leaves(aux, is_alike) if any(lost) else ()):
             places = zip(paths, jtu.tree_leaves(found), lost, strict=True)
             pairs = [(number[id(x)], y) for (_, x), y, is_lost in places if is_lost]
-            if _computed_of(closed, pairs):
+            arrays = all(isinstance(y, _Place) for _, y in pairs)
+            if arrays and _computed_of(closed, [(j, y.index) for j, y in pairs]):
                 keep = options.keep_full if isinstance(options.keep_full, tuple) else ()
                 keep = (*keep, *[False] * len(args))[: len(args)]
                 warn_user(
@@ -289,12 +297,11 @@ def _has_structure(structure: Any, tree: PyTree) -> bool:
         return False
 
 
-def _computed_of(closed: ClosedJaxpr, pairs: Sequence[tuple[int, Any]]) -> bool:
+def _computed_of(closed: ClosedJaxpr, pairs: Sequence[tuple[int, int]]) -> bool:
     """Returns whether each result of some `pairs` depends on its operand, has its shape, and is not
     just that one, cast; positions of both.
     """
-    shapes = all(closed.in_avals[i].shape == closed.out_avals[j].shape for i, j in pairs)
-    if not shapes:
+    if any(closed.in_avals[i].shape != closed.out_avals[j].shape for i, j in pairs):
         return False
     flat = flatten(closed, forward_mode=False)
     on = {k: {i} for i, k in enumerate(flat.inputs)}

@@ -209,6 +209,7 @@ STATES = {
     "as it came": (lambda s, x: s, False),
     "of the batch alone": (lambda s, x: {"mean": jnp.mean(x, 0)}, False),
     "of another shape": (lambda s, x: {"mean": s["mean"][None] * x}, False),
+    "a number": (lambda s, x: {"mean": 1}, False),
     "of another name": (lambda s, x: {"sum": s["mean"] + 1}, False),
 }
 
