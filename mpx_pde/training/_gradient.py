@@ -311,8 +311,8 @@ def _computed_of(closed: ClosedJaxpr, pairs: Sequence[tuple[int, int]]) -> bool:
         on.update(dict.fromkeys(step.outputs, here))
         if step.name == "convert_element_type" and step.variables and step.variables[0] in same:
             same[step.outputs[0]] = same[step.variables[0]]
-    results = [(i, flat.outputs[j]) for i, j in pairs]
-    depend = all(not isinstance(x, Constant) and i in on.get(x, ()) for i, x in results)
+    results = [(i, x) for i, j in pairs if not isinstance(x := flat.outputs[j], Constant)]
+    depend = len(results) == len(pairs) and all(i in on.get(x, ()) for i, x in results)
     return depend and not all(same.get(x) == i for i, x in results)
 
 
