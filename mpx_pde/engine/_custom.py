@@ -149,9 +149,9 @@ def _with_tangents(
         like = jax.eval_shape(body, *primals)
         out, moved = push(primals, tangents, moving, list(map(primal_of, like)))
         out = _as_recorded(eqn, out, eqn.outvars)
-        live = differentiable(eqn.outvars)
-        moved = _as_recorded(eqn, moved, [eqn.outvars[i] for i in live])
-        found = dict(zip(live, moved, strict=True))
+        places = differentiable(eqn.outvars)
+        moved = _as_recorded(eqn, moved, [eqn.outvars[i] for i in places])
+        found = dict(zip(places, moved, strict=True))
         dots = [found[i] if i in found else zero_from_primal(x) for i, x in enumerate(out)]
         treedef = jax.tree.structure(like)
         return jax.tree.unflatten(treedef, out), jax.tree.unflatten(treedef, dots)

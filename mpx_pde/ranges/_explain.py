@@ -70,7 +70,7 @@ def _fix(row: Row, report: RangeReport) -> str:
         "`mpx.force_full_precision(f, jnp.float32)` around the function that calls it, or "
         "`mpx.FullPrecision(layer, out_dtype='float32')` around its layer"
     )
-    if (primitive, row.layer) == ("convert_element_type", "mpx_pde"):
+    if (primitive, row.layer, row.cast_of) == ("convert_element_type", "mpx_pde", ""):
         return f"A function in full precision returns half there: {full} returns float32."
     if ours and (mixed or primitive in tables.MIXED):
         # These say their precision themselves.

@@ -254,8 +254,9 @@ class LevenbergMarquardt(eqx.Module):
         **Returns:** `(model, state)`, in the dtypes of those passed in.
 
         **Raises:** `ValueError` for a tuple of another length than that of the residuals, for the
-        state of a model of another size, and for examples without a leading axis of one length, or
-        none; `TypeError` for another `state`, and for residuals that return no real array.
+        state of a model of another size, and for examples without a leading axis of one length,
+        with one on an explicit axis of a mesh, or none; `TypeError` for another `state`, and for
+        residuals that return no real array.
         """
         if not isinstance(state, LevenbergMarquardtState):
             raise TypeError(

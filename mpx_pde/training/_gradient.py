@@ -32,6 +32,7 @@ from ..derivatives._evaluation import noting_unscaled
 from ..derivatives._probe import tap_p
 from ..derivatives._scaling import Scaling, check_takes_derivatives, sum_counts
 from ..engine import InForward
+from ..engine._roles import dependent
 from ..interpret._flat import Constant, flatten
 from ..interpret._jaxpr import contains
 from ..interpret._precision_report import (
@@ -304,16 +305,15 @@ def _computed_of(closed: ClosedJaxpr, pairs: Sequence[tuple[int, int]]) -> bool:
     if any(closed.in_avals[i].shape != closed.out_avals[j].shape for i, j in pairs):
         return False
     flat = flatten(closed, forward_mode=False)
-    on = {k: {i} for i, k in enumerate(flat.inputs)}
-    same = {k: i for i, k in enumerate(flat.inputs)}
+    same = {k: k for k in flat.inputs}
     for step in flat.steps:
-        here = set[int]().union(*(on.get(x, ()) for x in step.variables))
-        on.update(dict.fromkeys(step.outputs, here))
-        if step.name == "convert_element_type" and step.variables and step.variables[0] in same:
-            same[step.outputs[0]] = same[step.variables[0]]
-    results = [(i, x) for i, j in pairs if not isinstance(x := flat.outputs[j], Constant)]
-    depend = len(results) == len(pairs) and all(i in on.get(x, ()) for i, x in results)
-    return depend and not all(same.get(x) == i for i, x in results)
+        if step.name == "convert_element_type":
+            same.update((step.outputs[0], same[x]) for x in step.variables if x in same)
+    found = [(flat.inputs[i], flat.outputs[j]) for i, j in pairs]
+    results = [
+        (k, x) for k, x in found if not isinstance(x, Constant) and x in dependent(flat, [k])
+    ]
+    return len(results) == len(found) and any(same.get(x) != k for k, x in results)
 
 
 def _check_scales_anything(call: str, closed: ClosedJaxpr) -> None:
