@@ -256,15 +256,16 @@ def _measured(
         noise=noise,
         parameter_noise=noises,
         finite=all_finite((value, true, grads, true_grads)),
-        precision=_named(present, gradient),
+        precision=_named(present, gradient, grads),
         above=_advised(above),
         tolerance=tolerance,
     )
 
 
-def _named(present: str, gradient: Gradient) -> str:
+def _named(present: str, gradient: Gradient, grads: PyTree) -> str:
     if present == "full":
-        return "float32"
+        dtypes = (real_of(g.dtype) for g in jtu.tree_leaves(grads))
+        return min(dtypes, key=lambda dtype: dtype.itemsize).name
     if present == "half":
         return gradient.options.compute_dtype.name
     return f"forward={present!r} with a backward pass in {gradient.options.compute_dtype.name}"

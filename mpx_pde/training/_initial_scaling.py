@@ -1,5 +1,6 @@
 """The scales that a training starts with."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -38,6 +39,10 @@ _STARVED = 0.9
 _BEYOND = 4
 """The steps, in powers of two, by which loss scales beyond the highest are tried."""
 
+_IN_FLOAT32 = (
+    "Compute the last steps of the loss in float32, by `astype(jnp.float32)` or `forward='float32'`"
+)
+
 
 def initial_scaling(
     func: Callable[..., Any],
@@ -67,8 +72,10 @@ def initial_scaling(
     large as it can be, each derivative scale the nearest to where it started, with room left below
     overflow as far as that gives the same gradient. Where the loss scale ends at its highest,
     larger ones are tried too. If they change the gradient of a parameter by 1 % or more, a
-    [`mpx_pde.PrecisionWarning`][] names the `max_loss_scaling` to take. Another one tells of a
-    derivative that vanishes beside a far larger one with the same scale.
+    [`mpx_pde.PrecisionWarning`][] names the `max_loss_scaling` to take. If they overflow, and a
+    smaller one shows as much underflow, it asks for a loss that ends in float32; and so it does
+    where the gradient is zero in float16, but not in float32. Another one tells of a derivative
+    that vanishes beside a far larger one with the same scale.
 
     **Arguments:** as for [`mpx_pde.filter_value_and_grad`][], and as in the training.
 
@@ -119,6 +126,10 @@ def _apart(grads: PyTree, others: PyTree, share: float = _ROUNDING) -> Bool[Arra
     return jnp.any(jnp.stack(jtu.tree_leaves(jtu.tree_map(differ, grads, others))))
 
 
+def _is_zero(grads: PyTree) -> bool:
+    return not _apart(grads, jtu.tree_map(jnp.zeros_like, grads))
+
+
 def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
     options, start = gradient.options, gradient.scaling
     check_eager((gradient, args, kwargs), _CALL)
@@ -131,11 +142,24 @@ def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
         return _evaluate(present, *copied((args, kwargs)))
 
     cap = default_cap(options.precisions, options.compute_dtype)
-    return _with_exponents(start, _found(start, evaluate, cap))
+    exponents, found = _found(start, evaluate, cap)
+    if _is_zero(found.grads):
+        options = dataclasses.replace(options, use_mixed_precision=False)
+        full = dataclasses.replace(gradient, options=options)
+        if not _is_zero(_evaluate(full, *copied((args, kwargs))).grads):
+            warn_user(
+                f"`{_CALL}` finds a gradient that is zero at every scale, but not in float32. In "
+                "float16 a number below 2^-24 is zero, even one that is written in the code. "
+                f"{_IN_FLOAT32}, or make the loss larger."
+            )
+    return _with_exponents(start, exponents)
 
 
-def _found(start: Any, evaluate: Callable[[np.ndarray], _Evaluated], cap: float) -> np.ndarray:
-    """Returns the exponents to start with; that of the loss is at most that of the `cap`."""
+def _found(
+    start: Any, evaluate: Callable[[np.ndarray], _Evaluated], cap: float
+) -> tuple[np.ndarray, _Evaluated]:
+    """Returns the exponents to start with, of which that of the loss is at most that of the `cap`,
+    and the gradient there or at a larger scale."""
     scales = _scales(start, cap)
     loss = start.loss if isinstance(start, Scaling) else start
     of_loss = np.arange(len(scales)) < isinstance(loss, DynamicLossScaling)
@@ -146,7 +170,7 @@ def _found(start: Any, evaluate: Callable[[np.ndarray], _Evaluated], cap: float)
         exponents, found, overflows = _raised(
             exponents, found, evaluate, i, scale.step, scale.highest
         )
-        if not _apart(found.grads, jtu.tree_map(jnp.zeros_like, found.grads)):
+        if _is_zero(found.grads):
             # Such as that of a loss that has no weight yet: it asks for no scale.
             exponents, found = before
             continue
@@ -160,11 +184,11 @@ def _found(start: Any, evaluate: Callable[[np.ndarray], _Evaluated], cap: float)
             if not other.finite or _apart(largest.grads, other.grads):
                 break
             exponents, found = exponents - step, other
-    if any(of_loss) and exponents[0] + scales[0].step > scales[0].highest:
-        _warn_of_lost(exponents, found, evaluate)
     if isinstance(start, Scaling):
         _warn_of_starved(found.adjusted.derivatives)
-    return exponents
+    if any(of_loss) and exponents[0] + scales[0].step > scales[0].highest:
+        found = _beyond(exponents, found, evaluate)
+    return exponents, found
 
 
 def _raised(
@@ -187,18 +211,27 @@ def _raised(
     return exponents, found, False
 
 
-def _warn_of_lost(
+def _beyond(
     exponents: np.ndarray, found: _Evaluated, evaluate: Callable[[np.ndarray], _Evaluated]
-) -> None:
-    """Issues a warning if larger loss scales than the highest would keep more of the gradient."""
+) -> _Evaluated:
+    """Returns the gradient at the largest loss scale that does not overflow. Issues a warning if a
+    part of it underflows at the highest that is allowed."""
     highest = round(math.log2(LARGEST_SCALE))
-    beyond, other, _ = _raised(exponents, found, evaluate, 0, _BEYOND, highest)
-    if _apart(found.grads, other.grads, _LOST):
+    beyond, largest, _ = _raised(exponents, found, evaluate, 0, _BEYOND, highest)
+    other, share = largest, _LOST
+    mend = (
+        f"Let the scale grow by `max_loss_scaling=2**{beyond[0]}` in `mpx_pde.DynamicLossScaling`"
+    )
+    if beyond[0] == exponents[0]:
+        # A larger scale overflows. What underflows is inversely proportional to the scale.
+        other = evaluate(exponents - _BEYOND * (np.arange(len(exponents)) == 0))
+        share, mend = 2**_BEYOND * _LOST, _IN_FLOAT32
+    if _apart(found.grads, other.grads, share):
         warn_user(
             f"`{_CALL}` ends at the highest loss scale, 2^{exponents[0]}, at which a part of the "
-            "gradient of this batch underflows. Let the scale grow by `max_loss_scaling=2**"
-            f"{beyond[0]}` in `mpx_pde.DynamicLossScaling`, or make the loss larger."
+            f"gradient of this batch underflows. {mend}, or make the loss larger."
         )
+    return largest
 
 
 def _warn_of_starved(derivatives: DerivativeScaling) -> None:

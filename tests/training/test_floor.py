@@ -177,6 +177,9 @@ def test_float32_against_float64():
         floor = mpx.precision_floor(pde, None, use_mixed_precision=False, micro_batches=1)(*args)
         assert "float32 against float64" in str(floor)
         assert floor.gradient.dtype == jnp.float64
+        wide = mpx.precision_floor(pde, None, use_mixed_precision=False)(*in_float64(args))
+        assert wide.precision == "float64"
+        assert not wide.reached
         np.testing.assert_allclose(floor.gradient, want, rtol=0.5)  # fused otherwise
         # Terms of float64 meet targets of float32.
         with jax.numpy_dtype_promotion("standard"):

@@ -136,6 +136,24 @@ def test_underflow_at_the_highest_scale_is_told():
     assert found_for(2.0**-14)[0].loss_scaling == 2.0**15
 
 
+@pytest.mark.parametrize(
+    ("loss", "match"),
+    [
+        (lambda w, x: jnp.mean((1e-5 * linear(w, x)) ** 2), r"2\^15, at which a part"),
+        (lambda w, x: 1e-12 * linear(w, x), "zero at every scale, but not in float32"),
+    ],
+)
+def test_underflow_of_a_loss_that_ends_in_half_is_told(loss, match):
+    """No larger scale helps: it is a number of float16 itself. The advice does."""
+    w, x = jnp.ones(3), jnp.array([1.0, 0.5, -1.0])
+    scaling = mpx.DynamicLossScaling(2.0**12)
+    with pytest.warns(mpx.PrecisionWarning, match=match + ".*forward='float32'"):
+        mpx.initial_scaling(loss, scaling)(w, x)
+    found = mpx.initial_scaling(loss, scaling, forward="float32")(w, x)
+    grads = mpx.filter_grad(loss, found, forward="float32")(w, x)[2]
+    assert relative(grads, eqx.filter_grad(loss)(w, x)) < 2.0**-9
+
+
 @pytest.mark.parametrize("warns", [True, False])
 def test_a_derivative_beside_a_far_larger_one_is_told(warns):
     units = jnp.array([1e6, 1e-6 if warns else 1e3])
