@@ -7,7 +7,8 @@ The problem is
 from −sin(πx), with a shock 0.01 wide in the end. A small network, in an ansatz that meets initial
 and boundary values, takes damped Gauss–Newton steps: the residual decides where the training ends,
 and the Jacobian only how it gets there. So the residual is float64 and the Jacobian float32 unless
-asked otherwise. The recipe stands in `problems/_deep.py`, and serves other problems too.
+asked otherwise. The recipe stands in `problems/_deep.py`, and serves other problems too. A quarter
+of its 1,200 steps is enough for 1e-5.
 
     python examples/second_order.py
     python examples/second_order.py --precision float64
@@ -54,7 +55,7 @@ def main(
     problem: str = "burgers_1d",
     precision: str = "float64-float32",
     seed: int = 0,
-    steps: int | None = None,
+    steps: int = 300,
     plot: Path | None = None,
 ) -> DeepOutcome:
     """Trains with a progress bar, and draws the error to the file `plot`. Ctrl-C stops early."""
@@ -88,7 +89,7 @@ def arguments() -> argparse.ArgumentParser:
         help="of the residual and, behind a hyphen, of its Jacobian",
     )
     options.add_argument("--seed", type=int, default=0, help="of weights and points")
-    options.add_argument("--steps", type=positive, help="how many; by default enough to converge")
+    options.add_argument("--steps", type=positive, default=300, help="how many")
     options.add_argument(
         "--plot", type=file, default=Path("outputs/second_order.png"), help="picture of the error"
     )

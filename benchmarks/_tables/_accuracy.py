@@ -51,7 +51,7 @@ second_order = Table(
     in bfloat16_x3                     {float64-bfloat16_x3, 300:.1e}
     in bfloat16                        {float64-bfloat16, 300:.1e}
     float32 throughout                 {float32, 300:.1e}
-    float64, 600 steps                 {float64, 600:.1e}
+    float64, 1,200 steps               {float64, 1200:.1e}
     """,
     "Relative L2 errors after 300 steps, in the last column by `--steps`; seed {seed}.",
 )

@@ -29,7 +29,7 @@ PRECISIONS = {
 }
 """Precisions of the residual and, behind a hyphen, of the Jacobian where that is another."""
 
-STEPS = 300
+STEPS = 1200
 REDRAWN = 30  # steps with the same points
 MARCH = 0.7  # of the steps, in which the interval of a problem that marches grows to the whole
 CANDIDATES = 8  # for each point that is chosen
