@@ -255,10 +255,7 @@ class Evaluation:
         return out
 
     def _propagated(
-        self,
-        point: Any,
-        others: tuple[Any, ...] = (),
-        note: list[Equation] | None = None,
+        self, point: Any, others: tuple[Any, ...] = (), note: list[Equation] | None = None
     ) -> tuple[Any, dict, dict]:
         lost: dict[Index, Array] = {}
         point = widen(check_point(point, others, self._coords, self._dtype, self._call))

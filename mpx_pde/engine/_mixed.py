@@ -33,13 +33,7 @@ from ._plan import Plan
 from ._products import FULL, full_product, gives_way, half_product, is_biased, split_product
 from ._roles import Role, is_wild
 from ._rules import Rules
-from ._segments import (
-    Part,
-    is_light,
-    multiplied_only,
-    parts_of,
-    signature,
-)
+from ._segments import Part, is_light, multiplied_only, parts_of, signature
 from ._streams import DEEP, WILD, Jet, Storage, cast, is_inexact, is_traced, primal_of, typed
 
 

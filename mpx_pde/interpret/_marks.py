@@ -15,15 +15,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from jaxtyping import Array
 
 from .._order import batch_behind
-from ._jaxpr import (
-    CALLS,
-    OF_REVERSE_MODE,
-    bodies_of,
-    in_context_of,
-    own_bind,
-    trace_arrays,
-    walk,
-)
+from ._jaxpr import CALLS, OF_REVERSE_MODE, bodies_of, in_context_of, own_bind, trace_arrays, walk
 
 
 # Part of the key of jit's caches: a function that was traced without marks has none.
