@@ -23,7 +23,6 @@ from ..interpret._jaxpr import aval_of, in_context_of, own_bind
 from ..interpret._lines import line_of, site_of
 from ._containers import Containers, enters
 from ._custom import own_in_registers
-from ._fallback import nested
 from ._known import folded, only_moves
 from ._moments import with_moments
 from ._plan import Index
@@ -373,7 +372,7 @@ class Evaluator:
             # What it is solved by, such as a tolerance, has no part in the solution.
             if not any(moving[: lengths.matvec + lengths.vecmat]):
                 return self.rules.solved(own, operands, sum(lengths)), "linear", ""
-        out = nested(own, operands, self.rules)
+        out = self.rules.nested(own, operands)
         return out, "nested", "no rule: by nested forward mode"
 
 

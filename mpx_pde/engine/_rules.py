@@ -1,4 +1,5 @@
-"""How each kind of primitive maps streams: linear, product, elementwise, by selection."""
+"""How each kind of primitive maps streams: linear, product, elementwise, by selection; and what has
+no rule, by nested forward mode."""
 
 import dataclasses
 import functools as ft
@@ -324,6 +325,46 @@ class Rules:
             tower = nested_tower(lambda v: bind(eqn, [v])[0], self.order(x), x.primal)
         return [self.compose(tower, x)]
 
+    # Equations without a rule.
+
+    def nested(self, fun: Callable[..., list], operands: Sequence[Operand]) -> list[Jet]:
+        """The results of `fun`, a function of arrays, with their streams: by the formula of Faà di
+        Bruno, whose derivatives along streams of the operands are taken by forward mode, one in the
+        other."""
+        at = [i for i, x in enumerate(operands) if isinstance(x, Jet) and is_inexact(x.primal)]
+        jets = [operands[i] for i in at]
+        primals = [x.primal for x in jets]
+        whole = of_some(fun, list(map(primal_of, operands)), at)
+        out = whole(*primals)
+        live = [i for i, x in enumerate(out) if is_inexact(x)]
+
+        def function(*moved):
+            results = whole(*moved)
+            return [results[i] for i in live]
+
+        @ft.cache
+        def along(*blocks: Index) -> list[Any] | None:
+            """The derivative of `function` along streams; `None` where there is none of a name."""
+            directions = [[x.streams.get(block) for x in jets] for block in blocks]
+            if any(all(x is None for x in tangents) for tangents in directions):
+                return None
+            derivative = lambda directions: ft.reduce(_pushed, directions, function)(*primals)
+            return self.plan.each(derivative, blocks[:1])(directions)
+
+        def curved(k, index):
+            for count, blocks in (term for terms in chains(index).values() for term in terms):
+                found = along(*blocks)
+                if found is not None:
+                    yield count, found[k]
+
+        def parts(k, key):
+            straight = along(key)
+            yield straight and straight[k]
+            yield self.gather(key, ft.partial(curved, k))
+
+        streams = {i: self._sums(ft.partial(parts, k)) for k, i in enumerate(live)}
+        return [Jet(x, streams.get(i, {})) for i, x in enumerate(out)]
+
     # Functions with a derivative of their own.
 
     def _is_elementwise(self, eqn, moving, operands) -> bool:
@@ -379,6 +420,17 @@ def spread(x: Operand, shape: tuple[Any, ...]) -> Operand:
     if not isinstance(x, Jet) or np.shape(x.primal) == shape:
         return x
     return x.spread(shape, range(len(shape) - np.ndim(x.primal), len(shape)))
+
+
+def _pushed(function: Callable, tangents: Sequence[Any]) -> Callable[..., list]:
+    """The derivative of a function along the tangents of those operands that have one."""
+    at = [i for i, x in enumerate(tangents) if x is not None]
+
+    def derivative(*primals):
+        some = of_some(function, primals, at)
+        return jax.jvp(some, [primals[i] for i in at], [tangents[i] for i in at])[1]
+
+    return derivative
 
 
 def _number(x: Any) -> Any:
