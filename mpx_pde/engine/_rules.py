@@ -134,13 +134,11 @@ class Rules:
         if name in tables.CONSTANT or not any(is_inexact(v.aval) for v in eqn.outvars):
             return self._constant
         own = {"convert_element_type": self._convert, "device_put": self._each}
-        own |= {"mul": self._mul, "div": self._div}
+        own |= {"mul": self._mul, "div": self._div, moments_p.name: self.moments}
         if name in own:
             return own[name]
         if name in tables.TOGETHER and not any(map(_is_complex, eqn.invars)):
             return self._together
-        if name == moments_p.name:
-            return self.moments
         if name in tables.LINEAR:
             return self._linear
         if name in tables.SELECTIONS and (name != "clamp" or moving == [1]):
@@ -313,12 +311,9 @@ class Rules:
         return [Jet(a.primal * inverse.primal, streams)]
 
     def _elementwise(self, eqn, operands):
-        x, *rest = operands
-        name, parameter = eqn.primitive.name, None
-        if name == "integer_pow":
-            parameter = eqn.params["y"]
-        elif name == "pow":
-            parameter = _number(rest[0])
+        x, *exponent = operands
+        name = eqn.primitive.name
+        parameter = _number(exponent[0]) if exponent else eqn.params.get("y")
         if name in CLOSED:
             tower = closed_tower(name, self.order(x), x.primal, parameter)
         else:
@@ -380,9 +375,8 @@ class Rules:
     def _custom(self, eqn, operands):
         (i,) = [i for i, x in enumerate(operands) if isinstance(x, Jet)]
         x = operands[i]
-        others = [y for j, y in enumerate(operands) if j != i]
         if _is_logaddexp(eqn):
-            tower = closed_tower("logaddexp", self.order(x), x.primal, _number(others[0]))
+            tower = closed_tower("logaddexp", self.order(x), x.primal, _number(operands[1 - i]))
         else:
             whole = lambda *args: custom_in_registers(eqn, match_varying_axes(*args))[0]
             tower = nested_tower(of_some(whole, operands, [i]), self.order(x), x.primal)

@@ -128,12 +128,6 @@ class Storage:
             return x
         return cast(x, self.width_of(x.dtype if dtype is None else dtype)) if is_inexact(x) else x
 
-    def load(self, x: Any, key: Index, dtype: Any = None) -> Any:
-        """Returns a stream of a value of `dtype` as it is computed with."""
-        if self.is_stored(x):
-            x = self.unscaled(x.astype(self.registers), key)
-        return self.constant(x, dtype)
-
     def store(self, x: Any, key: Index) -> Any:
         """A stream as it is kept; what is no real floating-point array stays as it is."""
         if x is None or self.dtype in (None, self.registers) or x.dtype != self.registers:
@@ -172,9 +166,13 @@ class Storage:
 
     def loaded(self, x: "Operand", dtype: Any = None) -> "Operand":
         """Returns a value that the program has in `dtype` as it is computed with."""
-        if not isinstance(x, Jet):
-            return self.constant(x, dtype)
-        return x.map(lambda array, key: self.load(array, key, dtype))
+
+        def load(array, key):
+            if self.is_stored(array):
+                array = self.unscaled(array.astype(self.registers), key)
+            return self.constant(array, dtype)
+
+        return x.map(load) if isinstance(x, Jet) else self.constant(x, dtype)
 
     def computed(self, jet: Jet, dtype: Any) -> Jet:
         """Returns the result of an equation in what its value, of `dtype`, is computed in. What is
