@@ -123,7 +123,12 @@ class AbstractStrategy(abc.ABC):
                 f"{order}."
             )
         if term not in self.row_names:
-            return self._shared_row(term, named, call)
+            if self.order is None:
+                raise ValueError(
+                    f"`{call}`: the scaling has no scaler for the term {term!r}; it knows "
+                    f"{', '.join(self.names)}. Name it in `DerivativeScaling.per_term`."
+                )
+            return self._shared_row(named)
         row = self.row_names.index(term)
         expected = self._expected(term, named)
         if expected is not None and self.rows[row].weights != expected:
@@ -134,9 +139,12 @@ class AbstractStrategy(abc.ABC):
             )
         return row
 
-    @abc.abstractmethod
-    def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
-        """Returns the row of a term that has no row of its own."""
+    def _shared_row(self, named: Sequence[str]) -> int:
+        """Returns the row that counts a derivative whatever its output: the first of its weights,
+        in front of those of terms. Not by name: with coordinates "x" and "xx" two rows share one.
+        """
+        expected = self._expected("", named)
+        return [row.weights == expected for row in self.rows].index(True)
 
     @abc.abstractmethod
     def _expected(self, term: str, named: Sequence[str]) -> Weights | None:
@@ -163,7 +171,7 @@ class AbstractStrategy(abc.ABC):
                 "the name 'laplacian'."
             )
         highest = [named for named in summands if len(named) == order]
-        return tuple(dict.fromkeys(self._shared_row("", named, call) for named in highest))
+        return tuple(dict.fromkeys(map(self._shared_row, highest)))
 
     def seeds_of(self, row: int) -> int | None:
         """Returns `row` if its derivatives have seeds to themselves, and `None` if they share those
@@ -235,11 +243,6 @@ class PerDirection(AbstractStrategy):
             rows.append(HistogramRow(term, _weights(_dirs_of(term, order, names, call))))
         return cls(names, order, tuple(rows))
 
-    def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
-        # Whatever the output; and not by name: with coordinates "x" and "xx" two rows share one.
-        weights = self._expected(term, named)
-        return [row.weights if row.name.startswith("_") else () for row in self.rows].index(weights)
-
     def _expected(self, term: str, named: Sequence[str]) -> Weights:
         return _weights(self.names.index(name) for name in named)
 
@@ -292,14 +295,6 @@ class PerOrder(AbstractStrategy):
     @property
     def kind(self) -> str:
         return "term" if self.order is None else "order"
-
-    def _shared_row(self, term: str, named: Sequence[str], call: str) -> int:
-        if self.order is None:
-            raise ValueError(
-                f"`{call}`: the scaling has no scaler for the term {term!r}; it knows "
-                f"{', '.join(self.names)}. Name it in `DerivativeScaling.per_term`."
-            )
-        return len(named) - 1
 
     def _expected(self, term: str, named: Sequence[str]) -> Weights | None:
         return None if term in self.names else ((len(named) - 1, 1),)
