@@ -257,12 +257,10 @@ class Evaluation:
     def _propagated(
         self, point: Any, others: tuple[Any, ...] = (), note: list[Equation] | None = None
     ) -> tuple[Any, dict, dict]:
-        lost: dict[Index, Array] = {}
         point = widen(check_point(point, others, self._coords, self._dtype, self._call))
         network = as_network(self._fun, self._outputs, self._call)
         seeds, weights = self._seeds(point.dtype), self._weights(point)
-        options = self._plan, seeds, weights, self._scales, note, lost
-        return *propagate(network, point, *options), lost
+        return propagate(network, point, self._plan, seeds, weights, self._scales, note)
 
     def __call__(self, point: Any, *others: Any) -> dict[str, Float[Array, ""]]:
         """**Arguments:**

@@ -84,9 +84,8 @@ def propagate(
     seeds: Sequence[Any],
     weights: Sequence[Sequence[Any]],
     scales: Callable[[np.dtype], Mapping[Index, tuple[Array, Array]]],
-    note: list[Equation] | None,
-    lost: dict[Index, Array],
-) -> tuple[Array, dict[Index, Array]]:
+    note: list[Equation] | None = None,
+) -> tuple[Array, dict[Index, Array], dict[Index, Array]]:
     """A function at a point, with the derivatives of a plan.
 
     The function is traced once, and its equations are evaluated on the value and its streams
@@ -102,13 +101,12 @@ def propagate(
     - `weights`: for each sum the factors of its summands.
     - `scales`: the scales of stored streams, by the half type; see [`Storage`][].
     - `note`: a list to which every equation that depends on the point is added.
-    - `lost`: a dict to which is added, for every stream that is kept with a scale where the forward
-        pass is in full, whether it did not fit in some layer.
 
     **Returns:**
 
-    The value, and the streams that were asked for by their keys, in float32 or wider. Those that
-    vanish are missing.
+    The value; the streams that were asked for by their keys, in float32 or wider, of which those
+    that vanish are missing; and, for every stream that is kept with a scale where the forward pass
+    is in full, whether it did not fit in some layer.
     """
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         forward = present_forward()
@@ -116,7 +114,7 @@ def propagate(
             forward = forward._replace(inside=True)
         with precision_of_user(), forward_in(forward):
             closed = jax.make_jaxpr(fun)(point)
-        rules = Rules(plan, weights)
+        rules, lost = Rules(plan, weights), dict[Index, Array]()
         evaluator = _evaluator(closed, rules, scales, note, lost)
         streams: dict[Index, Any] = {(i,): x for i, x in enumerate(seeds) if (i,) in plan.indices}
         for key in rules.weights:
@@ -129,8 +127,8 @@ def propagate(
         with scope:
             (out,) = evaluator.program(closed, [Jet(point, streams, RAW)], asked)
         if not isinstance(out, Jet):
-            return jnp.asarray(out), {}
+            return jnp.asarray(out), {}, lost
         out = evaluator.above.storage.loaded(out, closed.out_avals[0].dtype)
         shape = out.primal.shape
         full = {k: jnp.broadcast_to(x, plan.shape(k, shape)) for k, x in out.streams.items()}
-    return jnp.asarray(out.primal), full
+    return jnp.asarray(out.primal), full, lost

@@ -362,7 +362,7 @@ class LevenbergMarquardt(eqx.Module):
         v, iterations = solve(-r, -g)
         if self.acceleration:
             plan = make_plan([(0,), (0, 0)], [], (None,))
-            _, streams = propagate(values, start, plan, [v], [], lambda dtype: {}, None, {})
+            _, streams, _ = propagate(values, start, plan, [v], [], lambda dtype: {})
             found = (streams.get(key, jnp.zeros_like(r)) for key in plan.asked)
             along, bent = (x.astype(r.dtype) for x in found)
             half, _ = solve(-bent / 2, pull(-bent / 2))
