@@ -41,15 +41,14 @@ def collecting(fun: Callable) -> Callable[..., tuple[Any, dict[str, Array]]]:
     def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Array]]:
         with _marking(True):
             closed, leaves, assemble = trace_arrays(fun, args, kwargs)
-        found: list[tuple[str, Array]] = []
+        found: dict[str, list[Array]] = {}
         out = _collect(closed, [x for _, x in leaves], found)
-        return assemble(out), {name: _joined(name, found) for name in dict(found)}
+        return assemble(out), {name: _joined(parts) for name, parts in found.items()}
 
     return call
 
 
-def _joined(name: str, found: list[tuple[str, Array]]) -> Array:
-    parts = [x for of, x in found if of == name]
+def _joined(parts: list[Array]) -> Array:
     widest = max((x.dtype for x in parts), key=lambda dtype: dtype.itemsize)
     return jnp.concatenate([x.astype(widest).ravel() for x in parts])
 
@@ -59,16 +58,12 @@ def _joined(name: str, found: list[tuple[str, Array]]) -> Array:
 _ENTERED = CALLS | OF_REVERSE_MODE | {"custom_jvp_call"}
 
 
-def _is_mark(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "name" and eqn.params["name"].startswith(_MARK)
-
-
-def _collect(closed: ClosedJaxpr, operands: Sequence, found: list[tuple[str, Array]]) -> list:
+def _collect(closed: ClosedJaxpr, operands: Sequence, found: dict[str, list[Array]]) -> list:
     """Evaluates a jaxpr, and adds the names and values that are marked in it to `found`."""
 
     def evaluate(_: int, eqn: JaxprEqn, args: list) -> Sequence:
-        if _is_mark(eqn):
-            found.append((eqn.params["name"].removeprefix(_MARK), args[0]))
+        if eqn.primitive.name == "name" and eqn.params["name"].startswith(_MARK):
+            found.setdefault(eqn.params["name"].removeprefix(_MARK), []).append(args[0])
             return args
         with in_context_of(eqn):
             if eqn.primitive.name in _ENTERED:
