@@ -324,14 +324,8 @@ def _wide_parameter(x: Any) -> Any:
         ]
         out = jax.make_jaxpr(evaluate_wide(closed))(*avals)
         return out if isinstance(x, ClosedJaxpr) else out.jaxpr
-    if isinstance(x, np.dtype) or (type(x) is type and issubclass(x, np.generic)):
-        return FULL if is_narrow(np.dtype(x)) else x
-    if isinstance(x, tuple):
-        parts = [_wide_parameter(y) for y in x]
-        if all(a is b for a, b in zip(parts, x, strict=True)):
-            return x
-        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
-    return x
+    of_numpy = isinstance(x, np.dtype) or (type(x) is type and issubclass(x, np.generic))
+    return FULL if of_numpy and is_narrow(np.dtype(x)) else x
 
 
 def bind_wide(eqn: JaxprEqn, arrays: list) -> list:
@@ -347,7 +341,8 @@ def bind_wide(eqn: JaxprEqn, arrays: list) -> list:
         params["precision"] = (lax.Precision.HIGHEST,) * 2
     narrow = any(is_narrow_array(v.aval) for v in (*eqn.invars, *eqn.outvars))
     if name in tables.MIXED or (narrow and name in _KNOWN):
-        params = {k: _wide_parameter(v) for k, v in params.items()}
+        is_jaxpr = lambda x: isinstance(x, ClosedJaxpr | Jaxpr)
+        params = jax.tree.map(_wide_parameter, params, is_leaf=is_jaxpr)
     elif narrow:
         arrays = [
             _narrow(x, aval_of(v).dtype) if is_narrow_array(v.aval) else x

@@ -135,10 +135,10 @@ class Counts:
         reached = np.cumsum(exponents[::-1])[::-1]
         edges = reached[np.array(EDGES) + info.maxexp - 1]
         present = magnitudes[(magnitudes > 0) & (magnitudes < np.inf)]
-        bounds = (float(present.max()), float(present.min())) if present.size else (0.0, math.inf)
+        largest = float(present.max(initial=0.0))
+        smallest = float(present.min(initial=math.inf))
         over = dict(zip(_FORMATS, passed[3::3] > passed[1], strict=True))
         first = {name: time for name, does in {**over, "nonfinite": source}.items() if does}
-        largest, smallest = bounds
         return cls(magnitudes.size, passed, edges, int(source), largest, smallest, first)
 
     def summary(self) -> dict[str, Any]:
