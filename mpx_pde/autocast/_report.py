@@ -96,7 +96,7 @@ class Recorder:
         # By program and variable, the operation that an override keeps in float32, where this is
         # its result, moved or changed by cheap operations; and that of the results of the program
         # that was evaluated last.
-        self.asked: dict[tuple[int, int], str | None] = {}
+        self.asked: dict[tuple[int, int | Constant], str | None] = {}
         self.last: list[str | None] = []
         self.programs: list[Any] = []
 
@@ -157,16 +157,12 @@ class Recorder:
         if not self.mixed.governs(atom.aval):
             array = primal_of(value)
             return str(getattr(array, "dtype", type(array).__name__))
-        half = not isinstance(name, Constant) and name in roles.stored
-        return self.mixed.dtype.name if half else "float32"
+        return self.mixed.dtype.name if name in roles.stored else "float32"
 
     def program(self, flat: Flat, roles: Any) -> None:
         """Notes that a program was evaluated."""
         self.programs.append(roles)
-        self.last = [
-            None if isinstance(x, Constant) else self.asked.get((id(roles), x))
-            for x in flat.outputs
-        ]
+        self.last = [self.asked.get((id(roles), x)) for x in flat.outputs]
 
     def leaving(self, by: str | None, aval: Any) -> None:
         """Notes that the program holds what an override keeps in float32 as a half."""

@@ -18,7 +18,7 @@ from .._derivative_of import with_derivative_of
 from .._order import gradients_in_turn, read_at_once, rounded_cotangent, summed_apart
 from .._split import IN_HALVES, is_taken_by_halves
 from ..interpret import _tables as tables
-from ..interpret._flat import Constant, Step, flatten, read
+from ..interpret._flat import Step, flatten, read
 from ..interpret._jaxpr import aval_of, in_context_of, own_bind
 from ..interpret._lines import line_of, site_of
 from ._containers import Containers, enters
@@ -264,11 +264,11 @@ class Evaluator:
 
     def _rounded(self, part: Part, roles) -> set[int]:
         """Returns the data that enters a layer for half products alone, which round it anyway."""
-        kind = lambda x, v: Jet(None, {}, roles.stage[x]) if x in roles.stage else v.aval
 
         def is_half(step: Step) -> bool:
             pairs = zip(step.inputs, step.eqn.invars, strict=True)
-            operands = [v.aval if isinstance(x, Constant) else kind(x, v) for x, v in pairs]
+            kind = lambda x, v: Jet(None, {}, roles.stage[x]) if x in roles.stage else v.aval
+            operands = [kind(x, v) for x, v in pairs]
             return self._multiplies_in_half(step, operands, roles)
 
         given = {k for k in part.inputs if self.plain and roles.stage.get(k) == DATA}
@@ -329,8 +329,7 @@ class Evaluator:
             found: dict[Index, Any] = {}
             lost = self.lost and partial(tell, found)
             inner = dataclasses.replace(self, lost=lost, around=(*self.around, *step.calls, eqn))
-            variables = [(i, x) for i, x in enumerate(step.inputs) if not isinstance(x, Constant)]
-            params = {i for i, x in variables if x in roles.params}
+            params = {i for i, x in enumerate(step.inputs) if x in roles.params}
             kinds = Kinds(self.product.half_operands(step, operands, roles), params)
             scaled = tuple(self.storage.scales) if lost else ()
             options = {"kinds": kinds, "scaled": scaled, "found": found}

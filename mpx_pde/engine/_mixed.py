@@ -21,7 +21,7 @@ from jax.extend.core import ClosedJaxpr, JaxprEqn
 from .._derivative_of import with_derivative_of
 from .._order import rounded_cotangent
 from ..interpret import _tables as tables
-from ..interpret._flat import Constant, Flat, Step, flatten, read, variables
+from ..interpret._flat import Flat, Step, flatten, read, variables
 from ..interpret._jaxpr import bodies_of, contains, in_context_of, is_container, own_bind
 from ..interpret._lines import source_of
 from ..interpret._products import asks_for_more, says_its_dtype
@@ -244,7 +244,7 @@ class Mixed:
         self._follow(step, operands, roles)
         with _in_context_of(step):
             out = self._results(step, operands, roles)
-            held = [not isinstance(x, Constant) and x in halves for x in step.inputs]
+            held = [x in halves for x in step.inputs]
             if is_biased(step.eqn, operands, held):
                 out = [rounded_cotangent(x, self.dtype) for x in out]
         if step.eqn.primitive.name in tables.MOVES and all(held):
@@ -309,7 +309,7 @@ class Mixed:
 
     def _gives_way(self, step: Step, operands: Sequence, numbers: Sequence, roles: Role) -> bool:
         """Returns whether one operand is half, and all others give way to it."""
-        half = [not isinstance(x, Constant) and x in roles.stored for x in step.inputs]
+        half = [x in roles.stored for x in step.inputs]
         for x, number, is_half in zip(operands, numbers, half, strict=True):
             if is_half or not is_inexact(primal_of(x)):
                 continue
@@ -388,7 +388,7 @@ def rule_of(eqn: JaxprEqn) -> Rule:
 
 
 def _number(x: Any, operand: Any, roles: Role) -> Any:
-    if not isinstance(x, Constant) and x in roles.numbers:
+    if x in roles.numbers:
         return roles.numbers[x]
     concrete = isinstance(operand, np.ndarray | np.generic) and np.ndim(operand) == 0
     return operand if concrete and is_inexact(operand) else None

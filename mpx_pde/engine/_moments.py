@@ -64,7 +64,7 @@ def with_moments(flat: Flat, moving: Collection[int]) -> Flat:
 
 
 def _renamed(atoms: Sequence[Any], same: Mapping[int, int]) -> tuple[Any, ...]:
-    return tuple(x if isinstance(x, Constant) else same.get(x, x) for x in atoms)
+    return tuple(same.get(x, x) for x in atoms)
 
 
 def _summed(step: Step) -> tuple[int, tuple[int, ...]] | None:

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from ..interpret import _tables as tables
-from ..interpret._flat import Constant, Flat, Step, variables
+from ..interpret._flat import Flat, Step, variables
 from ..interpret._lines import line_of
 from ._plan import Index
 from ._streams import DEEP, FIRST, RAW, WILD, takes_derivatives
@@ -123,7 +123,7 @@ def is_linear(step: Step, stage: Mapping[int, int]) -> bool:
 
 def moving_in(step: Step, stage: Mapping[int, int]) -> list[int]:
     """Which operands of an equation depend on the point."""
-    return [i for i, x in enumerate(step.inputs) if not isinstance(x, Constant) and x in stage]
+    return [i for i, x in enumerate(step.inputs) if x in stage]
 
 
 def dependent(flat: Flat, on: Iterable[int]) -> set[int]:

@@ -208,12 +208,11 @@ def _wanted(
 def _entering(step: Step, stage: Mapping[int, int], params: Collection[int]) -> list[int]:
     """The operands of a product or a container that go into the network there: a sum that a
     loop or a checkpoint adds to does not."""
-    passing = set[int]()
-    entering = set[int]()
+    passing = set[int | Constant]()
+    entering = set[int | Constant]()
     for flat, inner, operands in _inside(step, stage, params):
         for k, x in zip(flat.inputs, operands, strict=True):
-            if not isinstance(x, Constant):
-                (passing if k in inner.final else entering).add(x)
+            (passing if k in inner.final else entering).add(x)
     return [x for x in step.variables if x in entering or x not in passing]
 
 
@@ -505,7 +504,7 @@ def multiplied_only(
 
 
 def _inside(
-    step: Step, stage: Mapping[int, int], params: Collection[int]
+    step: Step, stage: Mapping[Any, int], params: Collection[int]
 ) -> list[tuple[Flat, Role, tuple[int | Constant, ...]]]:
     """Returns the programs that a loop, a branch, a checkpoint or a `shard_map` holds in a whole
     loss, with their roles and the operands that they take."""
@@ -514,11 +513,10 @@ def _inside(
         flat = flatten(body, forward_mode=False)
         operands = step.inputs[start:]
         pairs = list(zip(flat.inputs, operands, strict=True))
-        moving = [(k, x) for k, x in pairs if not isinstance(x, Constant)]
-        stages = {k: stage[x] for k, x in moving if x in stage}
+        stages = {k: stage[x] for k, x in pairs if x in stage}
         arrays = (k for k, c in flat.constants.items() if is_inexact(c.aval) and c.aval.ndim)
         stages.update(dict.fromkeys(arrays, DATA))
-        own = {k for k, x in moving if x in params}
+        own = {k for k, x in pairs if x in params}
         # Another in each step, whatever it is at first.
         carry = flat.inputs[first:stop]
         avals = body.in_avals[first:stop]

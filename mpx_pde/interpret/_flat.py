@@ -15,7 +15,7 @@ from ._jaxpr import CALLS, OF_REVERSE_MODE, bodies_of, contains, differentiable,
 
 @dataclasses.dataclass(frozen=True, eq=False)  # by identity, for not all values have a hash
 class Constant:
-    """An operand that is not a variable."""
+    """An operand that is not a variable, and is in no set of variables."""
 
     value: Any
     aval: Any
