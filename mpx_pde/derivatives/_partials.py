@@ -172,17 +172,15 @@ def linear_operator(
             f"`{call}` takes `operators` as a mapping from names to what is summed, such as "
             f'{{"heat": {{"t": 1.0, "xx": -0.1}}}}, but got {operators!r}.'
         )
-    drawing = None
+    draw = None
     if samples is not None:
         count = check_integer(samples, call, "samples")
         check_key(key, call)
         keys = iter(jax.random.split(key, len(operators)))
-        drawing = lambda found, spec, size: _sampled(
+        draw = lambda found, spec, size: _sampled(
             found, spec, size, count, next(keys), replace, call
         )
-    return _evaluation(
-        call, fun, operators, terms, coords, outputs, coords, scaling, dtype, drawing
-    )
+    return _evaluation(call, fun, operators, terms, coords, outputs, coords, scaling, dtype, draw)
 
 
 def _evaluation(
