@@ -78,15 +78,13 @@ class Plan:
 
     def size(self, key: Index) -> int | None:
         """The length of the leading axis of a stream; `None` if it has none."""
-        sizes = {self.sizes[i] for i in key if i >= 0} if self.sizes else set()
+        sizes = {self.sizes[i] for i in key if i >= 0}
         sizes.discard(None)
         return sizes.pop() if sizes else None
 
 
 def make_plan(
-    indices: Iterable[Index],
-    sums: Iterable[Iterable[Index]] = (),
-    sizes: tuple[int | None, ...] = (),
+    indices: Iterable[Index], sums: Iterable[Iterable[Index]], sizes: tuple[int | None, ...]
 ) -> Plan:
     """All streams that the wanted derivatives and sums need."""
     asked = tuple(dict.fromkeys(indices))
@@ -95,7 +93,7 @@ def make_plan(
     wanted |= {below for terms in sums for index in terms for below in _below(index)}
     ordered = sorted((i for i in wanted if i), key=lambda i: (len(i), i))
     for index in (*ordered, *(i for terms in sums for i in terms)):
-        stacked = {i for i in index if sizes and sizes[i] is not None}
+        stacked = {i for i in index if sizes[i] is not None}
         # Streams along two stacked directions would need two axes.
         assert not stacked or set(index) == stacked, index
     return Plan(tuple(ordered), sums, sizes, asked)
