@@ -47,22 +47,18 @@ class Plan:
 
     @cached_property
     def keys(self) -> tuple[Index, ...]:
-        return (*self.indices, *self._sum_keys)
+        return (*self.indices, *map(sum_key, range(len(self.sums))))
 
     @cached_property
     def everything(self) -> frozenset[Index]:
         """The keys of all streams, and `()` for the value."""
         return frozenset((*self.keys, ()))
 
-    @cached_property
-    def _sum_keys(self) -> tuple[Index, ...]:
-        return tuple(map(sum_key, range(len(self.sums))))
-
     def needs(self, keys: Iterable[Index]) -> frozenset[Index]:
         """Returns the operand streams that a nonlinear function needs, the value too."""
         out = {(), *keys}
         for key in keys:
-            terms = self.sums[-1 - key[0]] if key in self._sum_keys else (key,)
+            terms = self.sums[-1 - key[0]] if key and key[0] < 0 else (key,)
             out.update(below for index in terms for below in _below(index))
         return frozenset(out)
 

@@ -109,8 +109,7 @@ def _power(x, order, exponent):
     for k in range(order + 1):
         if isinstance(factor, float) and factor == 0:
             out.append(None)  # and no power of zero below it
-            continue
-        if k and not isinstance(factor, float):
+        elif k and not isinstance(factor, float):
             # Zero times the pole of a negative power is zero: the derivative of a constant.
             pole = (factor == 0) & (x == 0)
             out.append(factor * jnp.power(jnp.where(pole, jnp.ones_like(x), x), exponent - k))
@@ -226,14 +225,10 @@ def nested_tower(fun: Callable[[Array], Array], order: int, x: Array) -> Tower:
     """The derivatives of any elementwise function, by nested forward mode."""
     one = jnp.ones_like(x)
 
-    def chain(k):
+    def chain(k, v):
         if k == 0:
-            return lambda v: [fun(v)]
+            return [fun(v)]
+        values, slopes = jax.jvp(partial(chain, k - 1), (v,), (one,))
+        return [*values, slopes[-1]]
 
-        def deeper(v):
-            values, slopes = jax.jvp(chain(k - 1), (v,), (one,))
-            return [*values, slopes[-1]]
-
-        return deeper
-
-    return chain(order)(x)
+    return chain(order, x)
