@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ def with_moments(flat: Flat, moving: Collection[int]) -> Flat:
     made = {x: step for step in flat.steps for x in step.outputs}
     depends = dependent(flat, moving)
     squares: dict[tuple[int, tuple[int, ...]], Step] = {}
-    same: dict[int, int] = {}
+    same: dict[Any, int] = {}
     for step in flat.steps:
         found = _deviations(step, made)
         if found is not None and found[0] in depends:
@@ -46,7 +46,7 @@ def with_moments(flat: Flat, moving: Collection[int]) -> Flat:
     for step in flat.steps:
         if step.outputs and step.outputs[0] in same:
             continue
-        step = dataclasses.replace(step, inputs=_renamed(step.inputs, same))
+        step = dataclasses.replace(step, inputs=tuple(same.get(x, x) for x in step.inputs))
         where = _summed(step)
         if where in squares and where in sums:
             same[step.outputs[0]] = sums[where]
@@ -59,12 +59,8 @@ def with_moments(flat: Flat, moving: Collection[int]) -> Flat:
             steps.append(Step(eqn, step.inputs, (*step.outputs, *first.outputs)))
         else:
             steps.append(step)
-    outputs = _renamed(flat.outputs, same)
+    outputs = tuple(same.get(x, x) for x in flat.outputs)
     return flat._replace(steps=needed(steps, outputs), outputs=outputs)
-
-
-def _renamed(atoms: Sequence[Any], same: Mapping[int, int]) -> tuple[Any, ...]:
-    return tuple(same.get(x, x) for x in atoms)
 
 
 def _summed(step: Step) -> tuple[int, tuple[int, ...]] | None:
