@@ -22,6 +22,7 @@ from ._dtypes import (
     is_narrow,
     wide,
 )
+from ._forward import without_halves
 from ._notes import noting_the_cast
 from ._types import DTypeLike, PyTree
 from ._wrapper import AbstractWrapper, check_callable
@@ -328,7 +329,7 @@ class _FullPrecisionFunction(AbstractWrapper):
         dtype = wide(_widest(self.fun, args, kwargs) or "float32")
         return_dtype = self._return_dtype or _widest(args, kwargs) or _widest(self.fun)
         func, args, kwargs = cast_operands((self.fun, args, kwargs), dtype)
-        with highest_precision():
+        with highest_precision(), without_halves():
             out = func(*args, **kwargs)
         return out if return_dtype is None else cast_operands(out, return_dtype)
 

@@ -87,6 +87,21 @@ def forward_in(forward: Forward | None) -> AbstractContextManager[Any]:
     return _context(forward)
 
 
+_without_halves = jax.make_user_context(False)
+
+
+def without_halves() -> AbstractContextManager[Any]:
+    """A context in which layers that were given a half `dtype` compute in that of their weights."""
+    return _without_halves(True)
+
+
+def takes_halves() -> bool:
+    """Returns whether layers that were given a half `dtype` compute in it. They do not where a
+    forward pass, or a function, is in full precision."""
+    forward = present_forward()
+    return not (_without_halves.value or (forward is not None and forward.full))
+
+
 def check_forward(precision: Any, call: str) -> str:
     """Returns `precision`; raises a `ValueError` in the name of `call` unless it is one of
     `FORWARDS`.

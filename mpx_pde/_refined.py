@@ -15,6 +15,7 @@ from ._dtypes import (
     half_precision_datatype,
     highest_precision,
 )
+from ._forward import without_halves
 from ._wrapper import AbstractWrapper, check_callable
 
 
@@ -71,7 +72,7 @@ class _Refined(AbstractWrapper):
         dtype = half_precision_datatype() if self.dtype is None else self.dtype
         stop = lambda x: jax.lax.stop_gradient(x) if is_inexact(x) else x
         fixed, fixed_args, fixed_kwargs = jtu.tree_map(stop, (self.fun, args, kwargs))
-        with highest_precision():
+        with highest_precision(), without_halves():
             full = fixed(*fixed_args, **fixed_kwargs)
         args, kwargs = cast_except(self.keep_full, args, kwargs, dtype, "refined")
         with asked_for_half("cast", dtype):

@@ -30,7 +30,8 @@ TREES = {name: ast.parse(path.read_text()) for name, path in FILES.items()}
 ORDER = [
     ["_repr", "_types"],
     ["_dtypes", "_notes", "_split", "_varying", "_wrapper"],
-    ["_bilinear", "_cast", "_forward", "_order"],
+    ["_forward"],
+    ["_bilinear", "_cast", "_order"],
     ["interpret"],
     ["_derivative_of", "_dot", "_refined", "_replay", "_tree"],
     ["_conv", "_einsum", "_loss_scaling"],

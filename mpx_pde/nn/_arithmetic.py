@@ -12,6 +12,7 @@ from jaxtyping import Array, Float, Float32
 from .._cast import widen
 from .._dot import mixed_dot_general, split_dot_general
 from .._dtypes import as_floating_dtype, is_half, product_datatype
+from .._forward import takes_halves
 from .._split import SPLIT_PRODUCTS
 
 
@@ -59,6 +60,8 @@ def in_full(algorithm: str | None) -> AbstractContextManager:
 
 def arithmetic_of(given: Arithmetic | None, weight: Any) -> Arithmetic:
     """Returns the `Arithmetic` that a layer was given, else that of its weights."""
+    if given is not None and (given.half or given.algorithm) and not takes_halves():
+        given = None
     found = given or Arithmetic(product_datatype(weight.dtype), given=False)
     full = _full.value
     if full is None or found.algorithm is not None or found.dtype.itemsize > 4:

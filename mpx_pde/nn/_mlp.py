@@ -14,8 +14,9 @@ from jax.core import Tracer
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from .._cast import Fixed, FullPrecision, widen
-from .._dtypes import as_floating_dtype, check_integer, is_integer, is_real
+from .._dtypes import as_floating_dtype, check_integer, is_half, is_integer, is_real
 from .._einsum import mixed_matmul
+from .._forward import takes_halves
 from .._tree import check_key
 from .._types import DTypeLike
 from .._wrapper import unfit_signature
@@ -58,13 +59,19 @@ class Dense(eqx.Module):
     def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
         # Widened here, a half weight has its gradient summed in float32, and so has the bias. Rows
         # are the narrower operand then, which says what is multiplied in where `dtype` does not.
-        out = mixed_matmul(x.astype(self.stored), widen(self.weight), dtype=self.dtype)
+        out = mixed_matmul(x.astype(self.stored), widen(self.weight), dtype=self.multiplied_in)
         return (widen(out) + jnp.broadcast_to(widen(self.bias), out.shape)).astype(self.stored)
+
+    @property
+    def multiplied_in(self) -> np.dtype | None:
+        """Returns the dtype that its product names."""
+        half = self.dtype is not None and is_half(self.dtype)
+        return None if half and not takes_halves() else self.dtype
 
     @property
     def stored(self) -> np.dtype:
         """Returns the dtype of what goes into the layer and comes out of it."""
-        return self.weight.dtype if self.dtype is None else self.dtype
+        return self.multiplied_in or self.weight.dtype
 
 
 def _dense(key: PRNGKeyArray, inputs: int, outputs: int, dtype: Any) -> Dense:
@@ -169,7 +176,8 @@ class CoordinateMLP(eqx.Module):
             is worth 0 to 20 % of the error in float16, and nothing that shows in bfloat16.
         - `dtype`: what hidden layers multiply in; by default the dtype of their weights. With a
             half type, uncast float32 masters enter the products themselves, and their gradients
-            leave them in float32.
+            leave them in float32. A half type gives way where full precision is asked for, as by
+            `forward="float32"` or [`mpx_pde.FullPrecision`][].
 
         **Raises:** `ValueError` for sizes below 1, or a `periodic` or `fourier_features` that do
         not fit; `TypeError` for a `key` or an `activation` that is not one.

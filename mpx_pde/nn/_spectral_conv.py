@@ -122,7 +122,8 @@ class SpectralConv(eqx.Module):
         - `dtype`: what is multiplied in; by default the dtype of the weights. With a half type,
             uncast float32 masters enter the products themselves, and their gradients leave them
             in float32. `"bfloat16_x3"` and the other split products of [`mpx_pde.autocast`][]
-            store float32, and compute its products out of several of halves.
+            store float32, and compute its products out of several of halves. Either gives way where
+            full precision is asked for, as by `forward="float32"` or [`mpx_pde.FullPrecision`][].
 
         **Raises:** `ValueError` for sizes below 1, an unknown `factorization`, `stabilizer` or
         `method`, and a `rank` that fits no factorization; `TypeError` for a `key` that is not one.
@@ -219,8 +220,9 @@ class SpectralConv(eqx.Module):
             x, mean, unscale = centered(x, dtype)
         y, taken = _forward(x.astype(dtype), self.modes, arithmetic, takes_mean)
         mean = taken if takes_mean else mean
-        y = checkpoint_name(unscaled(y, unscale), KEPT)
-        y = _inverse(contract(self.weight, y, arithmetic), self.modes, output, arithmetic)
+        y = contract(self.weight, checkpoint_name(y, KEPT), arithmetic)
+        # Undone last: a mode of a smooth field is as large as the field.
+        y = unscaled(_inverse(y, self.modes, output, arithmetic), unscale)
         if mean is None:
             return y, None
         zero = (*(m // 2 for m in self.modes[:-1]), 0)

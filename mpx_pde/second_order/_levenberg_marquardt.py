@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from .._cast import convert
 from .._dtypes import check_choice, is_real
-from .._forward import Forward, check_forward
+from .._forward import Forward, check_forward, without_halves
 from .._loss_scaling import DynamicLossScaling
 from .._notes import noting
 from .._repr import in_a_line
@@ -418,7 +418,7 @@ class LevenbergMarquardt(eqx.Module):
             f"{jtu.tree_map(jnp.shape, x)}: no `jax.vmap` over examples belongs into it, and no "
             "mean over them."
         )
-        with noting(note, TypeError, ValueError, IndexError):
+        with without_halves(), noting(note, TypeError, ValueError, IndexError):
             out = fun(eqx.combine(wide, static), x)
         return _as_vector(out, f"{_CALL}.update")
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from .._cast import map_operands, widen
@@ -24,6 +24,8 @@ def _gather(
     x: Float[Array, "..."], dtype: np.dtype | None, sharding: NamedSharding
 ) -> Float[Array, "..."]:
     sent = x if dtype is None else x.astype(dtype)
+    if _is_explicit(sharding):
+        return jax.sharding.reshard(sent, sharding).astype(x.dtype)
     # Without this the compiler applies `sharding` to the cast, and gathers what it casts.
     where_it_lies = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim)
     sent = lax.with_sharding_constraint(sent, NamedSharding(sharding.mesh, where_it_lies))
@@ -34,7 +36,14 @@ def _gather(
 def _gather_jvp(dtype, sharding, primals, tangents):
     # The identity: a cotangent is neither rounded nor copied to all devices, but goes from the sum
     # over devices straight to where its parameter lies.
-    return _gather(*primals, dtype, sharding), tangents[0]
+    (tangent,) = tangents
+    if _is_explicit(sharding):
+        tangent = jax.sharding.reshard(tangent, sharding)  # the layout is a part of the type
+    return _gather(*primals, dtype, sharding), tangent
+
+
+def _is_explicit(sharding: NamedSharding) -> bool:
+    return AxisType.Explicit in sharding.mesh.axis_types
 
 
 def _parts(x: Array) -> tuple[Array, ...]:

@@ -10,6 +10,7 @@ from jaxtyping import Array
 
 from .._loss_scaling import AbstractLossScaling
 from .._types import AxisName, ForwardLike, GradientOptions, PolicyLike, PyTree
+from .._varying import mark_varying, varying_axes
 from ._gradient import Gradient, transformed
 
 
@@ -95,7 +96,8 @@ def filter_value_and_grad(
     - `use_mixed_precision`: with `False` this is `equinox.filter_value_and_grad`: no cast, no
         scaling (`derivatives` is `None`), `scaling` comes back as it went in and `grads_finite`
         is true. float32 means it: products take the highest precision (on a GPU JAX's own default
-        is TF32), unless you have set `jax.default_matmul_precision`.
+        is TF32), unless you have set `jax.default_matmul_precision`; and layers of `mpx_pde.nn`
+        that were given a half `dtype` multiply in that of their weights.
     - `policy`: a [`jmp.Policy`](https://github.com/google-deepmind/jmp) or its string, such as
         `"params=float32,compute=bfloat16,output=float32"`. `compute` is the dtype of the casts, by
         default [`mpx_pde.half_precision_datatype`][]; while `func` runs, that function returns it
@@ -318,4 +320,12 @@ def line_search_value(
     def _(grads, cotangent, perturbed, model, args, kwargs):
         return jtu.tree_map(lambda g: (jnp.asarray(cotangent, g.dtype) * g).astype(g.dtype), grads)
 
-    return lambda model, /, *args, **kwargs: value(model, args, kwargs)
+    def search(model: PyTree, /, *args: Any, **kwargs: Any) -> Array:
+        # On devices that differ, each has a gradient of its own, which the mark sums behind the
+        # cotangent.
+        arrays = filter(eqx.is_array, jtu.tree_leaves((args, kwargs)))
+        axes = frozenset[str]().union(*map(varying_axes, arrays))
+        mark = lambda x: mark_varying(x, axes) if eqx.is_inexact_array(x) else x
+        return value(jtu.tree_map(mark, model), args, kwargs)
+
+    return search

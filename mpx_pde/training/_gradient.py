@@ -20,7 +20,7 @@ from jaxtyping import Array, Inexact
 
 from .._cast import widen
 from .._dtypes import highest_precision, true_float32
-from .._forward import forward_in
+from .._forward import forward_in, without_halves
 from .._loss_scaling import DynamicLossScaling, NoOpLossScaling, check_scaling, split_aux
 from .._notes import noting_the_cast, noting_the_model, noting_the_trace
 from .._repr import in_a_line
@@ -173,7 +173,9 @@ class Gradient(eqx.Module):
             func = autocast_function(func, dtype, **dict(options.autocast))
         cast = options.casts and options.in_half
         noting = noting_the_cast(options.call, dtype) if cast else nullcontext()
-        with noting, noting_the_model(options.call, args), noting_unscaled() as unscaled:
+        halves = nullcontext() if options.use_mixed_precision else without_halves()
+        noted = noting_the_model(options.call, args)
+        with halves, noting, noted, noting_unscaled() as unscaled:
             out = func(*args, **self.with_derivatives(kwargs, derivatives))
         if unscaled and self.derivatives is None and options.in_half:
             self._warn_of_unscaled(*unscaled.popitem())

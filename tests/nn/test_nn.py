@@ -33,6 +33,31 @@ def test_frequencies_are_not_trained_and_a_copy_is_the_same_model():
     assert nn.soft_clip(4.0) == pickle.loads(pickle.dumps(nn.soft_clip(4.0)))
 
 
+@pytest.mark.parametrize(
+    ("build", "x"),
+    [
+        (partial(nn.CoordinateMLP, 2, 2, 16, 2), points()),
+        (partial(nn.SpectralConv, 2, 2, 4, method="dft"), points().T[None]),
+        pytest.param(partial(nn.FNO, 2, 2, 8, 1, 4), points().T[None], marks=pytest.mark.slow),
+    ],
+)
+def test_a_half_dtype_of_a_layer_gives_way_to_full_precision(build, x):
+    """Otherwise the reference in float32 that a precision is judged by has the same rounding."""
+    full, half = build(key=jax.random.key(0)), build(key=jax.random.key(0), dtype="float16")
+    want = jax.vmap(full)(x)
+    np.testing.assert_array_equal(jax.vmap(mpx.force_full_precision(half))(x), want)
+    loss = lambda model, x: jnp.mean((jax.vmap(model)(x).astype(jnp.float32) - want) ** 2)
+    for options in ({"forward": "float32"}, {"use_mixed_precision": False}):
+        run = mpx.filter_value_and_grad(loss, mpx.DynamicLossScaling(), **options)
+        value, _, _, grads = run(half, x)
+        assert value == mpx.global_norm(grads) == 0
+    halved = mpx.filter_value_and_grad(loss, mpx.DynamicLossScaling(), keep_full=True)
+    assert halved(half, x)[0] > 0
+    options = {"keep_full": True, "against": "full", "micro_batches": 1}
+    floor = mpx.precision_floor(loss, mpx.DynamicLossScaling(), **options)
+    assert floor(half, x).gradient > 0.5
+
+
 VARIANTS = {
     "silu": {"activation": jax.nn.silu},
     "sine": {"activation": jnp.sin, "periodic": {1: 2.0}},

@@ -184,6 +184,14 @@ FIELDS = {
 }
 
 
+def test_a_smooth_field_above_the_range_of_float16():
+    """Its modes are as large as it is; the result is not."""
+    layer = make((4, 4), method="dft")
+    layer = eqx.tree_at(lambda layer: layer.weight, layer, layer.weight / 16)
+    x = jnp.asarray(smooth(16, amplitude=2e5), jnp.float32)
+    assert_close(mpx.cast_to_float16(layer)(x), layer(x), TOLERANCES["float16"])
+
+
 @pytest.mark.slow
 def test_hard_fields_in_float16():
     """Finite, and the error that rounding alone explains, in value and gradient."""

@@ -172,6 +172,19 @@ class TestGatherParameters:
             # Summed over devices in float32: no rounding of a sum to float16.
             np.testing.assert_allclose(g, r, rtol=2.0**-16, atol=2.0**-16 * jnp.max(jnp.abs(r)))
 
+    def test_on_explicit_axes(self):
+        """`jax.make_mesh` makes such; a gradient lies where its parameter does."""
+        explicit = jax.make_mesh((DEVICES,), ("i",), (AxisType.Explicit,))
+        everywhere, split = (NamedSharding(explicit, spec) for spec in (P(), P("i", None)))
+        gather = lambda x: mpx.gather_parameters(x, everywhere, dtype="float16")
+        x = jax.device_put(jnp.full((8, 2), 1 + 2.0**-20), split)
+        gathered = jax.jit(gather)(x)
+        assert gathered.is_fully_replicated
+        np.testing.assert_array_equal(gathered, 1.0)
+        grads = jax.jit(jax.grad(lambda x: jnp.sum(gather(x) ** 2)))(x)
+        assert grads.sharding == split
+        np.testing.assert_array_equal(grads, 2.0)
+
     def test_forward_mode(self):
         gather = lambda x: mpx.gather_parameters(x, self.everywhere, dtype="float16")
         x = jnp.full((2, 2), 1 + 2.0**-20)

@@ -5,7 +5,8 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
-from helpers import tree_equal_bits
+from helpers import over_devices, relative, tree_equal_bits
+from jax.sharding import PartitionSpec as P
 
 import mpx_pde as mpx
 
@@ -41,3 +42,20 @@ def test_value_and_slope_are_of_one_scaled_evaluation():
     state = optimizer.init(params)
     new, _ = mpx.optimizer_update(model, optimizer, state, grads, finite, **searched)
     assert tiny(new, POINTS) < value
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_mean_over_devices_is_that_of_one(inside):
+    """Taken in the loss, or of what the search returns."""
+    model = mpx.nn.CoordinateMLP(1, 1, 8, 1, key=jax.random.key(0))
+    params, static = eqx.partition(model, eqx.is_inexact_array)
+    mean = lambda x: jax.lax.pmean(x, "data")
+    own = (lambda *args: mean(loss(*args))) if inside else loss
+    search = mpx.line_search_value(own, mpx.DynamicLossScaling(2.0**8), **OPTIONS)
+    outside = (lambda x: x) if inside else mean
+    fun = lambda params, x: outside(search(eqx.combine(params, static), x))
+    run = jax.jit(over_devices(jax.value_and_grad(fun), 2, (P(), P("data")), P()))
+    value, grads = run(params, POINTS)
+    want, slope = eqx.filter_value_and_grad(loss)(model, POINTS)
+    assert relative(value, want) < 1e-6
+    assert relative(grads, eqx.filter(slope, eqx.is_inexact_array)) < 2.0**-9
