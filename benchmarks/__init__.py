@@ -1,4 +1,4 @@
-"""What the library costs and what it saves: one file for each question.
+"""Benchmarks of what the library costs and what it saves: one file for each question.
 
-`python -m benchmarks` lists them, `python -m benchmarks NAME` runs one.
+`python -m benchmarks` lists them; `python -m benchmarks NAME` runs one.
 """

@@ -1,9 +1,9 @@
 """Runs a benchmark: `python -m benchmarks NAME [--out DIR] [--quick] [options of NAME]`.
 
-`python -m benchmarks level LEVEL` runs all that a CPU, compilers without their devices, or a GPU
-can answer. `python -m benchmarks tables` writes the tables of README and documentation anew from
-`results/*.json`, and draws the figures; with `--check` it only says which are out of date. Both say
-how much the library has changed since each result was taken.
+`python -m benchmarks level LEVEL` runs everything that a CPU, compilers without their devices, or a
+GPU can answer. `python -m benchmarks tables` rewrites the tables of README and documentation from
+`results/*.json` and redraws the figures; with `--check` it only lists those that are out of date.
+Both also count how many commits have changed the library since each result was taken.
 """
 
 import argparse
@@ -27,9 +27,9 @@ _STEPS = ("compile_time", "pinn_step", "foreign_step", "fno_step", "vit_step")
 
 LEVELS = {
     # Ratios that hold on a CPU, and accuracy. The trainings of `breadth`, `time_to_error`,
-    # `operators` and `vit`, which take hours there, are left to their own commands.
+    # `operators` and `vit` take hours there and have commands of their own.
     "cpu": (*_STEPS, *(f"{name} --time" for name in _TIMED), "spectral", "second_order"),
-    # What compilers tell of hardware that is not there: memory, products, collectives.
+    # What compilers report about absent hardware: memory, products, collectives.
     "deviceless": ("overhead", *(f"weak_scaling --platform {p}" for p in _CHIPS), "predicted"),
     "gpu": (
         "predicted --measure --jobs 8",
@@ -42,19 +42,19 @@ LEVELS = {
 
 
 def questions() -> dict[str, str]:
-    """The benchmarks and the question that each answers: the first line of its docstring.
+    """Returns each benchmark with the question that it answers: the first line of its docstring.
 
-    Read from the source, so that listing them imports neither JAX nor the library.
+    Reads the source, so listing the benchmarks imports neither JAX nor the library.
     """
     text = lambda path: ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return {p.stem: text(p).split("\n", 1)[0] for p in sorted(_HERE.glob("[!_]*.py"))}
 
 
 def _choose_platform() -> None:
-    """Keeps JAX on the CPU where there is no accelerator to be seen.
+    """Keeps JAX on the CPU if the machine shows no accelerator.
 
-    With the CUDA plugin but no GPU, JAX would report a broken driver, and then not compile for
-    a GPU either.
+    With the CUDA plugin but no GPU, JAX would report a broken driver and then refuse to compile for
+    a GPU as well.
     """
     nodes = ("nvidiactl", "dxg", "accel*", "vfio/[0-9]*", "kfd")
     if not any(any(Path("/dev").glob(node)) for node in nodes) and sys.platform == "linux":
@@ -62,9 +62,9 @@ def _choose_platform() -> None:
 
 
 def _level(argv: list[str]) -> int:
-    """Runs a level, each benchmark in a process of its own.
+    """Runs a level, each benchmark in its own process.
 
-    A benchmark that fails does not keep the others from running; the exit status then is 1.
+    If a benchmark fails, the others still run; the exit status is then 1.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks level", description=_level.__doc__)
     parser.add_argument("level", choices=LEVELS)

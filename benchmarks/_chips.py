@@ -1,11 +1,11 @@
-"""What the prediction takes a chip to do in a second. Data sheets, and the share of them that
-programs get."""
+"""The speed that the prediction assumes for a chip: data sheet rates, and the share of them that
+programs reach."""
 
 from typing import NamedTuple
 
 
 class Rate(NamedTuple):
-    """What a data sheet says, a second, and what a good kernel gets of it."""
+    """A rate per second from a data sheet, and the share of it that a good kernel reaches."""
 
     name: str
     peak: float
@@ -17,12 +17,14 @@ class Rate(NamedTuple):
 
 
 class Chip(NamedTuple):
-    """**Attributes:**
+    """The rates of a chip.
 
-    - `memory`: bytes.
-    - `products`: operations by kind of product.
-    - `arithmetic`: elementwise operations.
-    - `launch`: seconds that a kernel takes at least.
+    **Attributes:**
+
+    - `memory`: in bytes.
+    - `products`: in operations, by kind of product.
+    - `arithmetic`: in elementwise operations.
+    - `launch`: the least time that a kernel takes, in seconds.
     """
 
     memory: Rate
@@ -31,7 +33,7 @@ class Chip(NamedTuple):
     launch: float
 
     def assumptions(self) -> list[tuple[str, str, str]]:
-        """What is assumed, as rows of a table: quantity, data sheet, share of it."""
+        """Returns the assumptions as rows of a table: quantity, data sheet, share of it."""
         rates = [*self.products.values(), self.arithmetic]
         return [
             (self.memory.name, f"{self.memory.peak / 1e9:,.0f} GB/s", f"{self.memory.share:.0%}"),
@@ -43,9 +45,9 @@ class Chip(NamedTuple):
 H100 = Chip(  # SXM
     Rate("memory", 3.35e12, 0.85),
     {
-        # Of dense peak: what cuBLAS gets for products of these sizes.
+        # Share of the dense peak that cuBLAS reaches for products of these sizes.
         "half": Rate("products, half precision", 989e12, 0.6),
-        # In one kernel of XLA's own: what an H200 took for products of 512 columns.
+        # In one of XLA's own kernels: measured on an H200 for products of 512 columns.
         "split": Rate("products, split", 989e12, 0.24),
         "tf32": Rate("products, TF32", 494e12, 0.6),
         "f32": Rate("products, float32", 67e12, 0.8),
@@ -53,7 +55,7 @@ H100 = Chip(  # SXM
         "f8": Rate("products, float8", 1979e12, 0.6),
         "int": Rate("products, integers", 33e12, 1.0),
     },
-    # 132 multiprocessors of 128 lanes at the clock they keep; an instruction is one operation.
+    # 132 multiprocessors of 128 lanes at their sustained clock; an instruction is one operation.
     Rate("elementwise arithmetic", 132 * 128 * 1.755e9, 0.75),
     launch=2.5e-6,
 )
@@ -67,4 +69,4 @@ WEIGHTS = (
     | dict.fromkeys(("exponential-minus-one", "logistic"), 14)
     | dict.fromkeys(("tanh", "cbrt", "sine", "cosine", "remainder", "rng-bit-generator"), 20)
 )
-"""How many operations an elementwise instruction takes; one for all others."""
+"""The number of operations of an elementwise instruction; one for those not listed."""

@@ -1,11 +1,11 @@
-"""Compiles for hardware that is not here, and reads what came out.
+"""Compiles for hardware that is absent, and reads the compiled program.
 
-XLA needs no H100 and no TPU to compile for one. The compiled program tells how much memory it
-takes, which dtypes its products and collectives have, and how many kernels it launches, and it
-tells the same on every machine, to the byte. It does not tell the time.
+XLA needs no H100 and no TPU to compile for one. The compiled program shows how much memory it
+takes, which dtypes its products and collectives have, and how many kernels it launches. These
+numbers are identical to the byte on every machine. The program does not show its run time.
 
-What is missing without the device is autotuning: XLA picks the first sensible tiling, and Triton
-where a real GPU would also have tried cuBLAS.
+Without the device there is no autotuning: XLA picks the first sensible tiling, and Triton where a
+real GPU would also have tried cuBLAS.
 """
 
 import os
@@ -26,7 +26,7 @@ from ._hlo import Module, shapes
 from ._report import Report, TargetUnavailable, versions
 
 
-# What people call it, its platform and its topology.
+# The name for people, the platform and the topology.
 _TARGETS = {
     "cpu": ("CPU", "cpu", ""),
     "h100": ("H100", "cuda", "1x1x1"),
@@ -41,25 +41,25 @@ _COMPILERS = {
     "cuda": ("jax[cuda12]", ("jax-cuda12-plugin", "jax-cuda13-plugin")),
     "tpu": ("jax[tpu]", ("libtpu",)),
 }
-"""By platform what installs one, and the packages, one of which has it."""
+"""For each platform, what to install, and packages one of which contains the compiler."""
 
 CUBLAS: dict[str, Any] = {"xla_gpu_enable_triton_gemm": False}
-"""Options of a GPU's compiler for programs with products that XLA cannot tile in Triton without a
-device to tune on."""
+"""GPU compiler options for programs with products that XLA cannot tile in Triton without a device
+to tune on."""
 
 TARGETS = tuple(_TARGETS)
-"""`cpu` (this machine), an H100, four or eight of them in one host, a TPU v5e, or a slice of 4, 16
-or 64 of them."""
+"""`cpu` (this machine), an H100, four or eight H100s in one host, a TPU v5e, or a slice of 4, 16 or
+64 of them."""
 
 
 def title(target: str) -> str:
-    """The name of a target for people."""
+    """Returns the name of a target for people."""
     return _TARGETS[target][0]
 
 
 @cache
 def devices(target: str) -> tuple[Any, ...]:
-    """The devices to compile for: real ones for `cpu`, descriptions for the others.
+    """Returns the devices to compile for: real ones for `cpu`, descriptions for the others.
 
     **Raises:** `TargetUnavailable` when the plugin of that platform is not installed,
     `ValueError` for an unknown target.
@@ -85,23 +85,23 @@ def devices(target: str) -> tuple[Any, ...]:
                 f"{name}. On a machine without a GPU, set JAX_PLATFORMS=cpu."
             ) from e
         return tuple(found.devices)
-    # libtpu asks the cloud's metadata server what machine it is on, unless told.
+    # Unless told, libtpu asks the cloud's metadata server what machine it is on.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    # Older versions of libtpu take a host to have four chips, and reject a topology of one.
+    # Older versions of libtpu assume four chips in a host and reject a topology of one.
     bounds = {"chips_per_host_bounds": (1, 1, 1)} if topology.endswith(":1x1") else {}
     return tuple(get_topology_desc(platform="tpu", topology_name=topology, **bounds).devices)
 
 
 def add_targets(parser: ArgumentParser, default: str) -> None:
-    """The option for `there`."""
-    told = f"what to compile for, out of {','.join(TARGETS)}; those without a compiler are left out"
+    """Adds the option that lists the targets for `there`."""
+    told = f"what to compile for: {','.join(TARGETS)}; those without a compiler are left out"
     parser.add_argument("--targets", default=default, help=f"{told} (default: %(default)s)")
 
 
 def there(report: Report, targets: Sequence[str]) -> list[str]:
-    """Those of the targets that have a compiler here, and a note for each of the others.
+    """Returns the targets that have a compiler here, and prints a note for each of the others.
 
     **Raises:** `TargetUnavailable` when none has one.
     """
@@ -118,7 +118,7 @@ def there(report: Report, targets: Sequence[str]) -> list[str]:
 
 
 def target_mesh(target: str, axis_name: str = "data") -> Mesh:
-    """A mesh over the devices of a target along one axis."""
+    """Builds a mesh over the devices of a target along one axis."""
     return Mesh(np.array(devices(target)), (axis_name,))
 
 
@@ -127,7 +127,7 @@ def _has_shape(x: Any) -> bool:
 
 
 def _placed(tree: Any, sharding: Any) -> Any:
-    """The shapes of a tree, on devices."""
+    """Returns the shapes of the arrays in a tree, placed on devices."""
     shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return jax.tree.map(shape, tree)
 
@@ -146,14 +146,14 @@ def compile_for(
     **Arguments:**
 
     - `target`: one of `TARGETS`.
-    - `fun`: a function of PyTrees, not yet jitted. Models may be among the arguments: what is
-        neither an array nor a `jax.ShapeDtypeStruct` is passed on as it is.
+    - `fun`: a function of PyTrees, not yet jitted. Models may be among the arguments: leaves that
+        are neither arrays nor `jax.ShapeDtypeStruct`s are passed on unchanged.
     - `args`: its arguments. Only shapes and dtypes of arrays matter.
-    - `mesh`: the devices to run on; by default the first of the target. Make it by
-        `target_mesh`.
+    - `mesh`: the devices to run on, built by `target_mesh`; by default the first device of the
+        target.
     - `in_specs`: for each argument a PyTree prefix of `PartitionSpec`; by default replicated.
     - `donate`: positions of arguments whose memory the outputs may take over.
-    - `compiler_options`: XLA options, such as `CUBLAS`; those of GPUs count for these alone.
+    - `compiler_options`: XLA options, such as `CUBLAS`; GPU options are ignored for other targets.
 
     **Returns:**
 
@@ -193,10 +193,10 @@ _COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute", 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled program and what it tells about itself.
+    """A compiled program and what XLA reports about it.
 
-    Bytes are those of one device. `flops` and `bytes_accessed` are `None` where XLA does not
-    tell them (GPUs).
+    Bytes are those of one device. `flops` and `bytes_accessed` are `None` where XLA does not report
+    them (GPUs).
     """
 
     target: str
@@ -208,18 +208,18 @@ class Compiled:
 
     @cached_property
     def module(self) -> Module:
-        """The program, read."""
+        """The parsed program."""
         return Module.parse(self.text)
 
     def costs(self) -> dict[str, float | None]:
-        """Of a record."""
+        """Returns the costs as fields of a record."""
         counted = {"flops": self.flops, "bytes_accessed": self.bytes_accessed}
         return {"kernels": self.kernels(), **counted, "temp_bytes": self.temp_bytes}
 
     def kernels(self) -> int:
-        """How many operations outside fusions: on a GPU about what is launched in a step.
+        """Counts the operations outside fusions; on a GPU this is about the launches in a step.
 
-        The two ends of an asynchronous operation count once, the body of a loop once.
+        Both ends of an asynchronous operation count once together, and so does a loop's body.
         """
         fused = self.module.fused
         return sum(
@@ -228,7 +228,8 @@ class Compiled:
         )
 
     def collectives(self) -> dict[tuple[str, str], dict[str, int]]:
-        """By kind and dtype how many there are, and the bytes of their results on one device."""
+        """Counts collectives by kind and dtype, and sums the bytes of their results on one
+        device."""
         out: dict[tuple[str, str], dict[str, int]] = {}
         for computation, i in self.module.instructions():
             kind = i.opcode.removesuffix("-start")
@@ -236,12 +237,12 @@ class Compiled:
                 continue
             type_ = i.type
             if i.opcode.endswith("-start") and kind != "all-reduce":
-                # Operands first, results second, both perhaps tuples; counters may follow. The
-                # start of an all-reduce has the type of its results.
+                # The operands come first, then the results; either may be a tuple, and counters
+                # may follow. The start of an all-reduce has the type of its results.
                 type_ = _tuple_items(type_)[1]
             factor = 1
             if computation.startswith("all-reduce-scatter"):
-                # TPUs write a reduce-scatter as an all-reduce whose slice is kept.
+                # TPUs write a reduce-scatter as an all-reduce of which a slice is kept.
                 kind, factor = "reduce-scatter", len(devices(self.target))
             for array in shapes(type_):
                 sent = out.setdefault((kind, array.dtype), {"count": 0, "bytes": 0})

@@ -1,7 +1,7 @@
 """The figures in README and documentation, drawn from `results/*.json`.
 
-Each is an SVG file that carries the digest of what it was drawn from: the results, and the code
-that draws. So whether it is up to date can be told without drawing it again.
+Each SVG file contains a digest of the results and of the code that drew it. The digest shows
+whether a figure is up to date without drawing it again.
 """
 
 import hashlib
@@ -33,7 +33,10 @@ LINES = (
 
 
 def _curves(data: Any) -> list[tuple[str, list[int], list[float]]]:
-    """Rival, steps and errors of the first seed, of those that trained, from the first step on."""
+    """Returns rival, steps and errors for the trainings of the first seed that did not fail.
+
+    Leaves out the moment before the first step.
+    """
     seed = data["curves"][0]["seed"]
     kept = [c for c in data["curves"] if "failed" not in c and c["seed"] == seed]
     return [(c["rival"], c["steps"][1:], c["errors"][1:]) for c in kept]
@@ -60,8 +63,8 @@ def error_against_time(what: str, figure: Any, data: Any) -> None:
 
 
 def front_door(figure: Any, data: Any) -> None:
-    """Error by step of five rivals, named at the ends of their lines."""
-    # Okabe and Ito's colors, which the color-blind tell apart.
+    """Draws the errors of five rivals by step, with their names at the ends of their lines."""
+    # Okabe and Ito's colors, which color-blind readers can tell apart.
     colors = {"casts by hand, float16": "#d55e00", "MPX, float16": "#e69f00"}
     colors |= {"torch.amp, float16": "#009e73", "mpx_pde, forward float32, float16": "#0072b2"}
     colors["float32"] = "#000000"
@@ -69,7 +72,7 @@ def front_door(figure: Any, data: Any) -> None:
     shown = [curve for curve in _curves(data) if curve[0] in colors]
     for rival, steps, errors in sorted(shown, key=lambda curve: curve[2][-1]):
         axes.semilogy(steps, errors, color=colors[rival])
-        # Names of lines that end together stand below each other.
+        # Place the names of lines that end together below each other.
         place = max(errors[-1], place * 1.75)
         end = {"xytext": (6, 0), "textcoords": "offset points", "annotation_clip": False}
         axes.annotate(rival, (steps[-1], place), **end, color=colors[rival], va="center")
@@ -78,8 +81,8 @@ def front_door(figure: Any, data: Any) -> None:
 
 
 def errors_by_step(figure: Any, data: Any, most: int | None = None) -> None:
-    """Draws the errors of Levenberg–Marquardt from one seed: a panel for each of `most` problems, a
-    line for each precision."""
+    """Draws the errors of Levenberg–Marquardt from one seed: one panel for each of the first `most`
+    problems, one line for each precision."""
     styles = {"float64": "k", "float64-float32": "C0--", "float32": "C1"}
     labels = {"float64-float32": "float64, Jacobian in float32"}
     shown = (t for t in data["trainings"] if t["seed"] == data["trainings"][0]["seed"])
@@ -131,7 +134,7 @@ def save(figure: Figure, data: dict[str, Any], path: Path) -> None:
 
 
 def stale(write: bool) -> list[Path]:
-    """The figures that differ from the results; with `write`, draws them anew."""
+    """Returns the figures that differ from the results; with `write`, redraws them."""
     found = []
     for name, figure in FIGURES.items():
         data = load(figure.results)

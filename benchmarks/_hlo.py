@@ -1,4 +1,4 @@
-"""Optimized HLO as text, read into computations of instructions."""
+"""Parses the text of optimized HLO into computations of instructions."""
 
 import math
 import re
@@ -29,7 +29,7 @@ BOOKKEEPING = frozenset(
 
 
 def bits(dtype: str) -> int | None:
-    """Of an element; `None` for what is no dtype."""
+    """Returns the bits of an element; `None` if `dtype` is not a dtype."""
     return 8 if dtype.startswith("f8") else _BITS.get(dtype)
 
 
@@ -49,7 +49,7 @@ class Shape(NamedTuple):
 
 
 def shapes(type_: str) -> list[Shape]:
-    """The arrays of a type, which may be a tuple."""
+    """Returns the arrays of a type, which may be a tuple."""
     return [
         Shape(dtype, tuple(int(n.lstrip("<=")) for n in sizes.split(",") if n))
         for dtype, sizes in _ARRAY.findall(type_)
@@ -59,7 +59,7 @@ def shapes(type_: str) -> list[Shape]:
 
 @dataclass(frozen=True)
 class Instruction:
-    """`name = type opcode(operands), attributes`; of a parameter the operand is its number."""
+    """`name = type opcode(operands), attributes`; the operand of a parameter is its number."""
 
     name: str
     type: str
@@ -81,23 +81,23 @@ class Instruction:
         return sum(s.elements for s in self.shapes)
 
     def integers(self, name: str) -> list[int]:
-        """An attribute such as `dimensions={0,1}`."""
+        """Returns the integers of an attribute such as `dimensions={0,1}`."""
         found = re.search(name + r"=\{([\d,]*)\}", self.attributes)
         return [int(n) for n in found[1].split(",") if n] if found else []
 
     def text(self, pattern: str) -> str:
-        """The first group of a pattern in the attributes, or nothing."""
+        """Returns the first group of a pattern in the attributes, or an empty string."""
         found = re.search(pattern, self.attributes)
         return found[1] if found else ""
 
     @property
     def called(self) -> str:
-        """The computation that a fusion, a call or a reduction applies."""
+        """The name of the computation that a fusion, a call or a reduction applies."""
         return self.text(r"(?:calls|to_apply)=%?([^\s,}]+)")
 
     @property
     def target(self) -> str:
-        """Of a custom call."""
+        """The target of a custom call."""
         return self.text(r'custom_call_target="([^"]*)"')
 
 
@@ -126,9 +126,9 @@ class Module:
 
     **Attributes:**
 
-    - `computations`: by name, each a list of instructions in which operands stand before what uses
-        them.
-    - `entry`: the name of that which runs.
+    - `computations`: lists of instructions by name; in each, an operand comes before the
+        instructions that use it.
+    - `entry`: the name of the computation that runs.
     """
 
     computations: dict[str, list[Instruction]]
@@ -136,7 +136,7 @@ class Module:
 
     @classmethod
     def parse(cls, text: str) -> "Module":
-        """Reads what `jax.stages.Compiled.as_text` returns.
+        """Parses the text that `jax.stages.Compiled.as_text` returns.
 
         **Raises:** `ValueError` for a text without an entry computation.
         """
@@ -160,20 +160,23 @@ class Module:
         return {c: {i.name: i for i in body} for c, body in self.computations.items()}
 
     def instructions(self) -> Iterator[tuple[str, Instruction]]:
-        """All of them, each with the name of its computation."""
+        """Yields all instructions, each with the name of its computation."""
         for computation, body in self.computations.items():
             yield from ((computation, i) for i in body)
 
     @cached_property
     def fused(self) -> set[str]:
-        """The computations that are no kernels of their own: what a fusion calls is one kernel, and
-        what a reduction or a scatter applies is inside one."""
+        """The computations that are not kernels of their own: a fusion is one kernel with all that
+        it calls, and a reduction or scatter contains the computation that it applies."""
         applied = lambda i: "to_apply=" in i.attributes and i.opcode != "call"
         return {i.called for _, i in self.instructions() if i.opcode == "fusion" or applied(i)}
 
     def launched(self, computation: str | None = None, times: int = 1) -> list["Launch"]:
-        """What the program runs, in order: loops as often as XLA knows them to, of branches the
-        one with the most instructions."""
+        """Returns the kernels that the program runs, in order.
+
+        A loop counts as often as XLA knows that it runs, a conditional as its branch with the most
+        kernels.
+        """
         out: list[Launch] = []
         computation = computation or self.entry
         for i in self.computations[computation]:
@@ -194,7 +197,7 @@ class Module:
 
 
 class Launch(NamedTuple):
-    """An instruction that is a kernel, where it stands, and how often it runs."""
+    """An instruction that is a kernel, the name of its computation, and how often it runs."""
 
     instruction: Instruction
     computation: str

@@ -1,6 +1,6 @@
-"""Networks of any number of coordinates and one output, as their authors would write them.
+"""Networks of any number of coordinates with one output, written as their authors would.
 
-None but `CoordinateMLP` knows of this library.
+Only `CoordinateMLP` uses this library.
 """
 
 import itertools
@@ -17,7 +17,7 @@ import mpx_pde as mpx
 
 
 def layers(key: Any, *sizes: int) -> list[tuple[jax.Array, jax.Array]]:
-    """Weights and biases of dense layers."""
+    """Initializes the weights and biases of dense layers."""
     pairs = list(itertools.pairwise(sizes))
     keys = jax.random.split(key, len(pairs))
     return [
@@ -34,7 +34,7 @@ def dense(params: list, h: Any, activation: Callable = jnp.tanh) -> Any:
 
 
 def siren(size: int, width: int, key: Any) -> Any:
-    """Sitzmann et al., 2020, with a frequency of 5 instead of 30, for points in the unit cube."""
+    """Builds a SIREN (Sitzmann et al., 2020), with frequency 5 instead of 30, for the unit cube."""
 
     def fun(params, p):
         (weight, bias), *rest = params
@@ -44,7 +44,7 @@ def siren(size: int, width: int, key: Any) -> Any:
 
 
 def pirate(size: int, width: int, key: Any) -> Any:
-    """Gated residual blocks on Fourier features, as in PirateNets (Wang et al., 2024)."""
+    """Builds gated residual blocks on Fourier features, as PirateNets do (Wang et al., 2024)."""
     a, b, c, d, e = jax.random.split(key, 5)
     params = {
         "frequencies": jax.random.normal(a, (size, width // 2)),
@@ -71,7 +71,7 @@ def pirate(size: int, width: int, key: Any) -> Any:
 
 
 def kan(size: int, width: int, key: Any) -> Any:
-    """Sums of Chebyshev polynomials on the edges of three layers (Sidharth et al., 2024)."""
+    """Builds three layers with Chebyshev polynomials on their edges (Sidharth et al., 2024)."""
     degree, width = 4, width // 4
     sizes = [size, width, width, 1]
     params = [
@@ -92,7 +92,7 @@ def kan(size: int, width: int, key: Any) -> Any:
 
 
 def separable(size: int, width: int, key: Any) -> Any:
-    """A network for each coordinate, and the sum of their products (SPINN, Cho et al., 2023)."""
+    """Builds one network per coordinate and sums their products (SPINN, Cho et al., 2023)."""
     width = width // 2 if size < 10 else width // 8
     params = [layers(k, 1, width, width, width) for k in jax.random.split(key, size)]
 
@@ -129,7 +129,7 @@ class Normed(eqx.Module):
 
 
 class Attention(eqx.Module):
-    """Tokens made of the point, one block of a transformer, the mean of what it says."""
+    """Tokens computed from the point, one transformer block, and the mean of its outputs."""
 
     embed: eqx.nn.Linear
     attention: eqx.nn.MultiheadAttention
@@ -155,7 +155,8 @@ class Attention(eqx.Module):
 
 
 def deeponet(size: int, width: int, key: Any) -> Any:
-    """A branch for an input function at 32 sensors, a trunk for the point (Lu et al., 2021)."""
+    """Builds a branch net for a function at 32 sensors and a trunk for the point (Lu et al.,
+    2021)."""
     a, b, c = jax.random.split(key, 3)
     params = {
         "branch": layers(a, 32, width, width),
@@ -181,4 +182,4 @@ NETWORKS: dict[str, Callable[[int, int, Any], Any]] = {
     "attention": Attention,
     "DeepONet": deeponet,
 }
-"""By name, from the number of coordinates, a width and a key."""
+"""Builders by name; each takes the number of coordinates, a width and a key."""

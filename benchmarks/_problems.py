@@ -1,5 +1,5 @@
-"""The examples and problems that benchmarks train: in the precisions of their runner, in TF32,
-which a CPU only emulates, and by derivatives of two evaluations."""
+"""The examples and problems that benchmarks train: in the precisions of their runner, in TF32
+(emulated on a CPU), and with derivatives from two evaluations."""
 
 import importlib
 import sys
@@ -25,17 +25,18 @@ PRODUCTS = ("dot_general", "mixed_dot_general")
 
 
 def load_example(name: str) -> ModuleType:
-    """A module of `examples/` by its file name."""
+    """Imports a module of `examples/` by its file name."""
     if str(EXAMPLES) not in sys.path:
         sys.path.insert(0, str(EXAMPLES))
     return importlib.import_module(name)
 
 
 def emulate_tf32(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun` of PyTrees of arrays, with the operands of all products rounded to the 10 bits of TF32:
-    the arithmetic of an NVIDIA GPU's default float32 product, without its speed.
+    """Rounds the operands of all products in `fun`, a function of PyTrees of arrays, to TF32's 10
+    bits.
 
-    Derivatives are taken inside `fun`, so that their products are rounded like all others.
+    The result has the arithmetic of an NVIDIA GPU's default float32 product, but not its speed.
+    Take derivatives inside `fun`, so that their products are rounded as well.
     """
 
     def emulated(*args):
@@ -58,7 +59,7 @@ def _evaluate(closed: Any, *args: Any) -> list[Any]:
 
 
 def _refined(step: Callable) -> Callable:
-    """A step whose derivative terms are refined, one by one, by a second evaluation."""
+    """Refines each derivative term of a step by a second evaluation."""
 
     def refined(derivatives: Callable) -> Callable:
         def terms(fun, *args, **given):
@@ -76,13 +77,13 @@ OTHERS: dict[str, Callable[[Callable], Callable]] = {
     "tensorfloat32": emulate_tf32,
     "refined-bfloat16": _refined,
 }
-"""What makes the step in float32 one in a precision that the runner does not know."""
+"""Transforms of the float32 step into precisions that the runner does not know."""
 
 
 def trainer(
     name: str, precision: str, *, optimizer: str | None, steps: int | None, quick: bool = False
 ) -> Trainer:
-    """What trains a problem in a precision, those of `OTHERS` too."""
+    """Builds the trainer of a problem in a precision of the runner or of `OTHERS`."""
     if precision not in (*PRECISIONS, *OTHERS):
         choice = ", ".join((*PRECISIONS, *OTHERS))
         raise ValueError(f"there is no precision `{precision}`; there are {choice}.")

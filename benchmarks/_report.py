@@ -1,4 +1,4 @@
-"""What every benchmark shares: rivals that may be missing, header, clock and results."""
+"""Shared parts of all benchmarks: rivals that may be missing, header, clock and results."""
 
 import importlib
 import json
@@ -35,7 +35,7 @@ class TargetUnavailable(RuntimeError):
 
 RIVALS = {name: name for name in ("jmp", "torch", "folx")}
 RIVALS |= {"mpx": "mixed-precision-for-JAX", "neuralop": "neuraloperator"}
-"""Of each module the package that it comes in."""
+"""The package that contains each module."""
 
 
 def require(module: str) -> ModuleType:
@@ -54,13 +54,13 @@ def require(module: str) -> ModuleType:
 
 
 def failure(error: BaseException) -> str:
-    """What went wrong with a rival, in one line for a table."""
+    """Describes in one line of a table why a rival failed."""
     first = str(error).strip().split("\n", 1)[0]
     return f"{type(error).__name__}: {first[:200]}" if first else type(error).__name__
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Of those that are installed."""
+    """Returns the versions of those packages that are installed."""
     found = {}
     for package in packages:
         with suppress(PackageNotFoundError):
@@ -71,11 +71,11 @@ def versions(packages: Iterable[str]) -> dict[str, str]:
 # --- The code of a result --------------------------------------------------------------------
 
 CODE = ("mpx_pde", "examples", "benchmarks/*.py")
-"""What a result depends on, as git's patterns."""
+"""The code that a result depends on, as git patterns."""
 
 
 def _git(*args: str) -> str | None:
-    """What git prints; `None` where it fails, or is not there."""
+    """Returns the output of git; `None` if it fails or is not installed."""
     try:
         done = subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -84,14 +84,16 @@ def _git(*args: str) -> str | None:
 
 
 def is_code_of(commit: str) -> bool:
-    """Whether the code is as it was at a commit, as `commit` writes it."""
+    """Whether the code is the same as at a commit, written as `commit` writes it."""
     name = commit.split(" ")[0]
     return not name.endswith("+") and _git("diff", "--quiet", name, "--", *CODE) is not None
 
 
 def commit() -> str:
-    """The commit of the code and its date, such as `40f9e21 of 2026-11-23`; a `+` behind the hash
-    where files of the code differ from it."""
+    """Returns the commit of the code and its date, such as `40f9e21 of 2026-11-23`.
+
+    A `+` follows the hash if files of the code differ from it.
+    """
     told = _git("log", "-1", "--format=%h of %cs")
     if told is None:
         return "unknown"
@@ -99,7 +101,7 @@ def commit() -> str:
 
 
 def changes_since(commit: str) -> int | None:
-    """How many commits have changed the library since then; `None` where git does not know it."""
+    """Counts the commits that changed the library since; `None` if git does not know the commit."""
     name = commit.split(" ")[0].rstrip("+")
     told = _git("rev-list", "--count", f"{name}..HEAD", "--", "mpx_pde")
     return None if told is None else int(told)
@@ -116,7 +118,7 @@ def _processor() -> str:
 
 
 def environment(command: str) -> dict[str, Any]:
-    """Where the numbers come from: hardware, versions, and how to get them again."""
+    """Describes where the numbers come from: hardware, versions, and the command to repeat them."""
     device = jax.devices()[0]
     return {
         "device": device.device_kind if device.platform != "cpu" else _processor(),
@@ -133,12 +135,12 @@ def environment(command: str) -> dict[str, Any]:
 
 
 def timing(seconds: Sequence[float]) -> dict[str, float]:
-    """Seconds per call: the median and the quartiles over all rounds."""
+    """Returns the seconds per call: the median and the quartiles over all rounds."""
     lower, median, upper = np.quantile(seconds, (0.25, 0.5, 0.75)).tolist()
     return {"median": median, "lower": lower, "upper": upper, "rounds": len(seconds)}
 
 
-PAUSE = 0.02  # seconds; threads of OpenMP spin for some milliseconds
+PAUSE = 0.02  # seconds; OpenMP threads keep spinning for some milliseconds
 
 
 def interleave(
@@ -148,16 +150,16 @@ def interleave(
 
     **Arguments:**
 
-    - `rivals`: functions of no arguments. What they return is waited for.
-    - `rounds`: how often each is timed, in an order that differs between rounds, and each time
-        after a pause and an untimed call: another rival leaves its data in the caches, and threads
-        that spin for a while.
-    - `warmup`: untimed calls of each first, compilation among them.
-    - `calls`: how many are timed together, of which only the last is waited for.
+    - `rivals`: functions of no arguments. The clock waits for their results.
+    - `rounds`: how often each is timed. The order differs between rounds. A pause and an untimed
+        call come before each timing, because another rival leaves its data in the caches and
+        threads that spin for a while.
+    - `warmup`: untimed calls of each at the start, including compilation.
+    - `calls`: how many are timed together; the clock waits only for the last.
 
     **Returns:**
 
-    For each rival its `timing`.
+    The `timing` of each rival.
     """
     for function in rivals.values():
         for _ in range(warmup):
@@ -175,10 +177,10 @@ def interleave(
 
 
 class Report:
-    """Prints what a benchmark finds and keeps it for the JSON file.
+    """Prints the findings of a benchmark and keeps them for the JSON file.
 
-    Sections are lists of records (plain dicts), which is what the tables of the documentation
-    are generated from.
+    Sections are lists of records (plain dicts). The tables of the documentation are generated from
+    them.
     """
 
     def __init__(self, name: str, *, command: str, folder: Path = Path()):
@@ -196,14 +198,14 @@ class Report:
         return fields
 
     def show(self) -> None:
-        """Prints each section as a Markdown table. Of a series the last entry stands there, the
-        rest is in the file."""
+        """Prints each section as a Markdown table. Of a series it shows only the last entry; the
+        file has all."""
         for section in self.sections:
             print(f"\n## {section}\n\n{Table(self.name, section)(self.data)}", flush=True)
 
     @property
     def data(self) -> dict[str, Any]:
-        """What the file holds."""
+        """The content of the file."""
         rivals = versions(package for name, package in RIVALS.items() if name in sys.modules)
         environment = {**self.environment, **rivals}
         return {"benchmark": self.name, "environment": environment, **self.sections}
@@ -214,20 +216,21 @@ class Report:
 
     @property
     def path(self) -> Path:
-        """`NAME-PLATFORM.json`, where the platform is `cpu` or the device's name."""
+        """The path `NAME-PLATFORM.json`, where the platform is `cpu` or the device's name."""
         kind = self.environment["backend"]
         if kind != "cpu":
             kind = re.sub(r"[^a-z0-9]+", "-", self.environment["device"].lower()).strip("-")
         return self.folder / f"{self.name}-{kind}.json"
 
     def resume(self, *sections: str, same_code: bool = False) -> None:
-        """Takes over what earlier runs have written, or only if they had the code of today."""
+        """Keeps the records of earlier runs; with `same_code`, only if they ran the present
+        code."""
         if not self.path.exists():
             return
         before = json.loads(self.path.read_text("utf-8"))
         commits = before["environment"]["commits"]
         if same_code and not all(map(is_code_of, commits)):
-            self.note("The results there are of other code: from the start.")
+            self.note("The results there were taken with other code, so this run starts anew.")
             return
         self.sections |= {name: before[name] for name in sections if name in before}
         told = dict.fromkeys([*commits, *self.environment["commits"]])
@@ -238,15 +241,15 @@ class Report:
         return any(fields.items() <= record.items() for record in self.sections.get(section, []))
 
     def missing(self, section: str, keys: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Those of the keys that no record has yet. The file is written after each: a run of hours
-        that is cut short has shown something."""
+        """Yields the keys that no record has yet. Writes the file after each, so a run of hours
+        that is interrupted keeps its results."""
         for key in keys:
             if not self.has(section, **key):
                 yield key
                 self.save()
 
     def within(self, minutes: float | None, items: Iterable[T]) -> Iterator[T]:
-        """The items one by one, until the time is over; a note says how many are left then."""
+        """Yields the items one by one until the time is over; then notes how many are left."""
         start, left = time.monotonic(), 0
         for item in items:
             if minutes is not None and time.monotonic() - start > 60 * minutes:
@@ -254,10 +257,10 @@ class Report:
             else:
                 yield item
         if left:
-            self.note(f"{left} are left out, for {minutes:g} minutes have passed.")
+            self.note(f"{left} are left out, because {minutes:g} minutes have passed.")
 
     def installed(self, *modules: str) -> bool:
-        """Whether libraries to compare with are there; a note says so if not."""
+        """Whether the libraries to compare with are installed; prints a note if not."""
         try:
             list(map(require, modules))
         except RivalMissing as error:

@@ -1,15 +1,15 @@
 """A lower bound for the time of a compiled program, kernel by kernel.
 
-Nothing runs: every time is a prediction, under the assumptions of `_chips.py` and these.
+Nothing runs: every time is a prediction under the assumptions of `_chips.py` and these:
 
-- A kernel reads each of its operands once and writes each of its results once. A fusion reads of
-  its operands the elements that its results need (slices, gathers), and what it updates in place
-  counts as the update, not as the array. Workspaces of cuBLAS do not count, an operand that is
-  there twice counts once, and nothing stays in a cache between kernels.
-- A product takes two operations a term. Products of float32 arrays are TF32 on a GPU unless
-  another precision or algorithm is asked for.
-- A fusion evaluates what its results need of each instruction in it, weighted (`WEIGHTS`). A
-  product that goes into one sum alone costs nothing beside it.
+- A kernel reads each of its operands once and writes each of its results once. A fusion reads only
+  the elements of its operands that its results need (slices, gathers). An update in place counts as
+  the update, not as the whole array. Workspaces of cuBLAS do not count, an operand that occurs
+  twice counts once, and nothing stays in a cache between kernels.
+- A product takes two operations per term. On a GPU, products of float32 arrays are TF32 unless
+  another precision or algorithm is requested.
+- A fusion evaluates only those elements of its instructions that its results need, weighted
+  (`WEIGHTS`). A multiplication whose only use is one sum costs nothing beside that sum.
 - An FFT goes through memory once for each axis.
 - The time of a kernel is the longest of memory, products, arithmetic (which `seconds` leaves out)
   and launch; kernels do not overlap.
@@ -42,13 +42,13 @@ KINDS = ("products", "elementwise", "reductions", "layout", "FFT", "other")
 
 @dataclass(frozen=True)
 class Kernel:
-    """What a kernel reads, writes and computes, each time that it runs.
+    """The bytes that a kernel reads and writes and the operations it computes, each time it runs.
 
     **Attributes:**
 
     - `products`: operations by kind of product: `"half"`, `"tf32"`, `"f32"`, …
     - `arithmetic`: weighted elementwise operations.
-    - `own_seconds`: XLA's estimate, where its compiler wrote one.
+    - `own_seconds`: XLA's estimate, if its compiler wrote one.
     """
 
     kind: str
@@ -70,15 +70,18 @@ class Kernel:
         return sum(n / chip.products[kind].kept for kind, n in self.products.items())
 
     def seconds(self, chip: Chip) -> float:
-        """By memory and products alone."""
+        """Returns the time that memory and products alone take."""
         return max(self.memory_seconds(chip), self.product_seconds(chip), chip.launch)
 
     def seconds_with_arithmetic(self, chip: Chip) -> float:
         return max(self.seconds(chip), self.arithmetic / chip.arithmetic.kept)
 
     def seconds_by_xla(self, chip: Chip) -> float:
-        """XLA's estimate of fusions. Those of products and FFTs are no use, nor is that of a fused
-        softmax, which is 20 times ours and more."""
+        """Returns XLA's estimate for fusions, and ours where XLA's is no use.
+
+        XLA's is no use for products, for FFTs, and for a fused softmax, where it is 20 times ours
+        and more.
+        """
         own, ours = self.own_seconds, self.seconds_with_arithmetic(chip)
         if self.kind in ("products", "FFT") or not own or own > 20 * ours:
             return ours
@@ -113,8 +116,8 @@ class Roofline:
     # Bytes.
 
     def _demand(self, computation: str) -> dict[str, float]:
-        """How many elements of each instruction in a fusion are asked for: it evaluates what its
-        results need and no more."""
+        """Returns how many elements of each instruction a fusion evaluates: those that its results
+        need and no more."""
         if computation in self._demands:
             return self._demands[computation]
         body, index = self.module.computations[computation], self.module.index[computation]
@@ -133,7 +136,8 @@ class Roofline:
         return self._demands[computation]
 
     def _asked(self, i: Instruction, k: int, n: float, full: int) -> float:
-        """How many of the `full` elements of operand `k` it takes for `n` of the result."""
+        """Returns how many of the `full` elements of operand `k` are needed for `n` of the
+        result."""
         whole = max(i.elements, 1)
         if i.opcode == "fusion":
             body = self.module.computations[i.called]
@@ -174,7 +178,8 @@ class Roofline:
     # Operations.
 
     def _work(self, computation: str, products: Counter[str]) -> tuple[float, set[str]]:
-        """Weighted arithmetic of a fusion and its opcodes; its products are added to those."""
+        """Returns a fusion's weighted arithmetic and its opcodes; adds its products to
+        `products`."""
         body, index = self.module.computations[computation], self.module.index[computation]
         need, multiplied_on = self._demand(computation), _multiplied_on(body)
         arithmetic, opcodes = 0.0, set[str]()
@@ -195,7 +200,7 @@ def _work_of(
     need: Callable[[str], float],
     products: Counter[str],
 ) -> float:
-    """Weighted arithmetic of an instruction; a product is added to those instead."""
+    """Returns an instruction's weighted arithmetic; adds a product to `products` instead."""
     if (product := _product(i, index)) is not None:
         products.update(dict([product]))
         return 0.0
@@ -205,8 +210,8 @@ def _work_of(
 
 
 def _multiplied_on(body: Iterable[Instruction]) -> set[str]:
-    """Multiplications that are one operation with the sum that alone they go into. A sum takes in
-    one."""
+    """Returns the multiplications that fuse with the sum that is their only use, one for each
+    sum."""
     users: defaultdict[str, list[Instruction]] = defaultdict(list)
     for i in body:
         for o in i.operands:
@@ -219,12 +224,12 @@ def _multiplied_on(body: Iterable[Instruction]) -> set[str]:
 
 
 def _traffic(i: Instruction, index: dict[str, Instruction]) -> tuple[float, float]:
-    """What an instruction that is a kernel by itself reads and writes."""
+    """Returns the bytes that an instruction reads and writes if it is a kernel by itself."""
     operands = [index[o] for o in dict.fromkeys(i.operands) if o in index]
     read, written = sum(o.bytes for o in operands), i.bytes
     if i.opcode == "custom-call":
         arrays = shapes(i.type)
-        # The workspace of a product.
+        # Leave out the workspace of a product.
         kept = [s for s in arrays if s.dtype != "s8"] if len(arrays) > 1 else arrays
         return read, sum(s.bytes for s in kept)
     if i.opcode == "fft":
@@ -244,7 +249,7 @@ def _traffic(i: Instruction, index: dict[str, Instruction]) -> tuple[float, floa
 
 
 def _product(i: Instruction, index: dict[str, Instruction]) -> tuple[str, float] | None:
-    """The kind and the operations of a product or convolution; `None` if it is none."""
+    """Returns the kind and the operations of a product or convolution; `None` for others."""
     if i.opcode == "dot":
         left = index[i.operands[0]].shapes[0]
         contracted = i.integers("lhs_contracting_dims")
@@ -268,7 +273,7 @@ def _product(i: Instruction, index: dict[str, Instruction]) -> tuple[str, float]
 
 
 def _convolution(i: Instruction, index: dict[str, Instruction]) -> tuple[str, float]:
-    """Two operations for each entry of the result and each weight that goes into it."""
+    """Counts two operations for each entry of the result and each weight that enters it."""
     left, right = (index[o].shapes[0] for o in i.operands[:2])
     kernel = i.text(r"dim_labels=\w+_(\w+)->")
     outputs = right.sizes[kernel.index("o")] if kernel else 1
@@ -277,7 +282,7 @@ def _convolution(i: Instruction, index: dict[str, Instruction]) -> tuple[str, fl
 
 
 def _counted(left: Shape, attributes: str, operations: float) -> tuple[str, float]:
-    """The kind of a product, and its operations: of a split one those of all its products."""
+    """Returns the kind of a product and its operations; a split product counts all its parts."""
     algorithm = re.search(r"algorithm=(\w+)|\"algorithm\":\"(\w+)\"", attributes)
     algorithm = (algorithm[1] or algorithm[2]).lower() if algorithm else ""
     split = re.search(r"_x(\d)$", algorithm)
@@ -315,7 +320,7 @@ def _own_seconds(i: Instruction) -> float | None:
 
 
 def summary(kernels: list[Kernel], chip: Chip) -> dict:
-    """What a program takes, as one record: seconds as a range, bytes and operations."""
+    """Sums the costs of a program in one record: seconds as a range, bytes and operations."""
     total = lambda f: float(sum(f(k) * k.times for k in kernels))
     products: defaultdict[str, float] = defaultdict(float)
     by_kind = {kind: {"kernels": 0, "seconds": 0.0} for kind in KINDS}

@@ -1,9 +1,9 @@
-"""What is trained, and one step of it: written with each of the libraries, and by hand.
+"""Training tasks, and one step of each: written with each of the libraries, and by hand.
 
 A `Task` is a network, its loss, its data and the rivals that take its step. A step takes the
-optimizer, a state of network, optimizer and loss scaling, and a batch; it returns the new state,
-the loss, and what stands beside the loss, such as predictions. `run_sizes` measures steps on the
-same data from the same weights: time, memory and error side by side.
+optimizer, a batch, and a state of network, optimizer and loss scaling. It returns the new state,
+the loss, and auxiliary outputs such as predictions. `run_sizes` measures the steps of all rivals on
+the same data from the same weights: time, memory and error side by side.
 """
 
 import argparse
@@ -27,33 +27,33 @@ from ._deviceless import Compiled, compile_for
 from ._report import Report, failure, interleave, require
 
 
-FIRST_MOMENT = 0.1  # of the gradient, in Adam's state after the first step
-BEFORE = 3  # steps before the rounds of the clock, each of which takes one that is not timed
-IN_A_ROW = 5  # timed together on a GPU
+FIRST_MOMENT = 0.1  # share of the gradient in Adam's state after the first step
+BEFORE = 3  # steps before the timed rounds; each round also starts with an untimed step
+IN_A_ROW = 5  # steps timed together on a GPU
 LARGEST_SKIPS = 40  # steps that overflow before a loss scale fits
 START, PERIOD = 2.0**15, 2000
 MIN_SCALE = 2.0**-24
 MAX_SCALE = {"float16": 2.0**15, "bfloat16": 2.0**127}
 
 HIGHEST, TF32 = "highest", "tensorfloat32"
-"""What JAX may make of products of float32."""
+"""Precisions that JAX may use for products of float32."""
 
 adam = optax.adam(1e-3)
 
 Loss = Callable[..., tuple[Any, Any]]
-"""From a network and a batch to the loss, and what stands beside it."""
+"""A function from a network and a batch to the loss and auxiliary outputs."""
 
 
 class Rival(NamedTuple):
-    """A way to take the step of a task.
+    """A library's way to take the step of a task.
 
     **Attributes:**
 
-    - `step`: from optimizer, state and batch.
-    - `scaling`: the first state of its loss scaling.
-    - `products`: what JAX may make of products of float32 that do not ask for a precision.
-    - `model`: its network, where that is another than the task's.
-    - `needs`: the modules of other libraries that it takes, which need not be there before.
+    - `step`: takes optimizer, state and batch.
+    - `scaling`: makes the first state of its loss scaling.
+    - `products`: the precision that JAX may use for float32 products that request none.
+    - `model`: makes its network, if it differs from the task's.
+    - `needs`: the modules of other libraries that it uses, which may be missing.
     """
 
     step: Callable
@@ -64,16 +64,16 @@ class Rival(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What is trained.
+    """A network to train, its loss, its data and its rivals.
 
     **Attributes:**
 
-    - `where`: what records call it, size and all.
+    - `where`: the fields that identify the task in records, including its size.
     - `model`: makes the network, the same each time.
-    - `loss`: of network and batch, in the precision of both.
+    - `loss`: takes network and batch and computes in their precision.
     - `batches`: makes the data, in NumPy.
-    - `batch`: the shapes of one of these.
-    - `rivals`: by name.
+    - `batch`: the shapes of one batch.
+    - `rivals`: the rivals by name.
     """
 
     where: dict[str, Any]
@@ -85,17 +85,17 @@ class Task(NamedTuple):
     optimizer: optax.GradientTransformation = adam
 
     def there(self, report: Report) -> dict[Any, Rival]:
-        """The rivals whose libraries are installed, and a note for those that are not."""
+        """Returns the rivals whose libraries are installed, and prints a note for the others."""
         return {name: r for name, r in self.rivals.items() if report.installed(*r.needs)}
 
     def state(self, rival: Rival) -> tuple[Any, Any, Any]:
-        """What a rival begins with."""
+        """Returns the initial state of a rival."""
         model = (rival.model or self.model)()
         opt_state = self.optimizer.init(eqx.filter(model, eqx.is_inexact_array))
         return model, opt_state, rival.scaling()
 
     def step(self, rival: Rival) -> Callable[[Any, Any], tuple[Any, Any, Any]]:
-        """From state and batch to the new state, the loss and what stands beside it."""
+        """Returns a function from state and batch to new state, loss and auxiliary outputs."""
 
         def run(state, batch):
             with jax.default_matmul_precision(rival.products):
@@ -104,18 +104,18 @@ class Task(NamedTuple):
         return run
 
     def compiled(self, target: str, rival: Rival, options: Any = None) -> Compiled:
-        """A step that takes over the memory of its state, for a target; `options` are XLA's."""
+        """Compiles a step for a target; it reuses its state's memory. `options` are XLA's."""
         state = eqx.filter_eval_shape(lambda: self.state(rival))
         parts = self.step(rival), state, self.batch
         return compile_for(target, *parts, donate=(0,), compiler_options=options)
 
 
 def alone(loss: Callable[..., Any]) -> Loss:
-    """A loss beside which nothing stands."""
+    """Wraps a loss that has no auxiliary outputs."""
     return lambda model, batch, **given: (loss(model, batch, **given), None)
 
 
-# --- By hand: what one would write without a library -----------------------------------------
+# --- By hand: written without a library ------------------------------------------------------
 
 
 class HandScaling(NamedTuple):
@@ -136,7 +136,7 @@ def _cast(tree: Any, dtype: str) -> Any:
 
 
 def by_hand(loss: Loss, dtype: str) -> Rival:
-    """Everything cast, with a dynamic loss scale."""
+    """Casts everything, with a dynamic loss scale."""
 
     def step(optimizer, state, batch):
         model, opt_state, scaling = state
@@ -173,7 +173,7 @@ def by_hand(loss: Loss, dtype: str) -> Rival:
 
 
 def in_float32(loss: Loss, products: str | None = None) -> Rival:
-    """The plain step."""
+    """Takes the plain step."""
 
     def step(optimizer, state, batch):
         model, opt_state, scaling = state
@@ -188,7 +188,7 @@ def in_float32(loss: Loss, products: str | None = None) -> Rival:
 
 
 def by_library(loss: Loss, **options: Any) -> Rival:
-    """By this library; `options` are those of `mpx.filter_value_and_grad`."""
+    """Takes the step with this library; `options` are those of `mpx.filter_value_and_grad`."""
 
     def step(optimizer, state, batch):
         model, opt_state, scaling = state
@@ -201,13 +201,13 @@ def by_library(loss: Loss, **options: Any) -> Rival:
 
 
 def by_jmp(loss: Callable[[jmp.Policy], Loss], dtype: str, scaled: bool = True) -> Rival:
-    """By jmp as its README has it; the loss may take from its policy what casts to its output."""
+    """Takes the step with jmp as in its README; the loss may use its policy to cast to output."""
     policy = jmp.get_policy(policy_of(dtype))
 
     def step(optimizer, state, batch):
         model, opt_state, scaling = state
         scaler = jmp.DynamicLossScale(*scaling, period=PERIOD) if scaled else jmp.NoOpLossScale()
-        # `jmp.select_tree` takes trees of arrays only.
+        # `jmp.select_tree` accepts only trees of arrays.
         params, static = eqx.partition(model, eqx.is_inexact_array)
 
         def scaled_loss(params):
@@ -227,14 +227,14 @@ def by_jmp(loss: Callable[[jmp.Policy], Loss], dtype: str, scaled: bool = True) 
             scaling = adjusted.loss_scale, adjusted.counter
         return (eqx.combine(params, static), opt_state, scaling), value, aux
 
-    # As a PyTree, its loss scale refuses leaves that are no arrays, which is what Equinox makes of
-    # them: here is what changes in one.
+    # As a PyTree, jmp's loss scale refuses leaves that are not arrays, but Equinox puts such leaves
+    # in it. So the state holds only its fields that change.
     start = lambda: (jnp.array(START, jnp.float32), jnp.array(0, jnp.int32))
     return Rival(step, start if scaled else tuple)
 
 
 def by_mpx(loss: Loss, dtype: str, scale: float = START, products: str | None = None) -> Rival:
-    """By MPX (mixed-precision-for-JAX)."""
+    """Takes the step with MPX (mixed-precision-for-JAX)."""
 
     def step(optimizer, state, batch):
         rival = require("mpx")
@@ -257,12 +257,12 @@ def policy_of(dtype: str) -> str:
 
 
 def precision_options(precision: str) -> dict[str, Any]:
-    """Of `mpx.filter_value_and_grad`."""
+    """Returns the options of `mpx.filter_value_and_grad` for a precision."""
     return {"use_mixed_precision": precision != "float32", "policy": policy_of(precision)}
 
 
 def rivals(loss: Loss, dtype: str = "float16") -> dict[str, Rival]:
-    """The steps by name; on a GPU also in TF32."""
+    """Returns the rivals by name; on a GPU also in TF32."""
     found = {
         "by hand": by_hand(loss, dtype),
         "mpx_pde": by_library(loss, policy=policy_of(dtype)),
@@ -270,7 +270,7 @@ def rivals(loss: Loss, dtype: str = "float16") -> dict[str, Rival]:
         "MPX": by_mpx(loss, dtype),
         "float32": in_float32(loss),
     }
-    if jax.default_backend() == "gpu":  # whose float32 products are TF32, unless told
+    if jax.default_backend() == "gpu":  # its float32 products are TF32 by default
         found["TF32"] = in_float32(loss, TF32)
         found["float32"] = in_float32(loss, HIGHEST)
     return found
@@ -280,8 +280,8 @@ def rivals(loss: Loss, dtype: str = "float16") -> dict[str, Rival]:
 
 
 class First(NamedTuple):
-    """What a first step computes, in NumPy: predictions, and gradients in the order of the
-    parameters; and how many steps were skipped before it."""
+    """The results of a first step, in NumPy: predictions, gradients in the order of the parameters,
+    and the number of steps skipped before it."""
 
     predictions: Any
     gradients: Sequence[np.ndarray]
@@ -289,21 +289,21 @@ class First(NamedTuple):
 
 
 class Step(Protocol):
-    """A training step with its own state. Calls go through the batches in turn."""
+    """A training step with its own state. Successive calls cycle through the batches."""
 
-    temp_bytes: int | None  # beyond state and batch; `None` where it cannot be told, and before
-    # the second call
+    temp_bytes: int | None  # beyond state and batch; `None` before the second call, and where it
+    # is unknown
 
     def first(self) -> First: ...
 
     def __call__(self) -> Any:
-        """Takes a step; the loss before it."""
+        """Takes a step and returns the loss before it."""
         ...
 
 
 class JaxStep:
-    """A step in JAX, compiled once, which takes over the memory of its state. Its optimizer begins
-    with Adam."""
+    """A step in JAX, compiled once, that reuses the memory of its state. Its optimizer's state must
+    begin with Adam's."""
 
     def __init__(self, task: Task, rival: Rival, batches: Sequence[Any]):
         arrays, static = eqx.partition(task.state(rival), eqx.is_array)
@@ -313,7 +313,7 @@ class JaxStep:
             state, value, aux = step(eqx.combine(arrays, static), batch)
             return eqx.filter(state, eqx.is_array), value, aux
 
-        # A copy of its own, because each step takes over the memory of the state before it.
+        # Copies the state, because each step takes over the memory of the state before it.
         self.state = jax.tree.map(jnp.copy, arrays)
         self.batches = cycle(batches)
         self._run = jax.jit(run, donate_argnums=0).lower(self.state, batches[0]).compile()
@@ -324,7 +324,7 @@ class JaxStep:
         batch = next(self.batches)
         for skipped in range(LARGEST_SKIPS):
             self.state, _, predictions = self._run(self.state, batch)
-            # A step that overflows is skipped and leaves no trace but a smaller scale.
+            # A step that overflows is skipped and changes only the scale, which shrinks.
             moment = jax.tree.leaves(self.state[1][0].mu)
             gradients = [np.asarray(m) / FIRST_MOMENT for m in moment]
             if any(map(np.any, gradients)):
@@ -337,9 +337,9 @@ class JaxStep:
 
 
 class Exact:
-    """Gradient and predictions in float64, `chunk` samples at a time.
+    """Computes gradient and predictions in float64, `chunk` samples at a time.
 
-    `loss(model, batch)` is a mean over the samples, and has the predictions beside it.
+    `loss(model, batch)` is a mean over the samples and also returns the predictions.
     """
 
     def __init__(self, loss: Callable, batch: Any, chunk: int):
@@ -373,7 +373,7 @@ class Exact:
 
 
 def relative_error(got: Any, want: Any) -> float:
-    """‖got − want‖ / ‖want‖, of all arrays together."""
+    """Returns ‖got − want‖ / ‖want‖, over all arrays together."""
     square = lambda x: float(np.sum(np.asarray(x, np.float64) ** 2))
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
     errors = sum(square(np.asarray(g, np.float64) - w) for g, w in pairs)
@@ -387,12 +387,12 @@ def measure(
     rounds: int,
     jobs: int = 1,
 ) -> dict[str, dict[str, Any]]:
-    """Builds the rivals, `jobs` at once, observes their first steps, and times the next in turn.
-    A GPU takes several before it is waited for, as in a training.
+    """Builds the rivals, `jobs` at once, observes their first steps, and times further steps in
+    turn. On a GPU several steps are launched before the clock waits for them, as in a training.
 
     **Returns:**
 
-    For each rival the fields of its record, the last loss among them; for one that fails, how.
+    The fields of each rival's record, including the last loss; for a rival that fails, the reason.
     """
     fields: dict[str, dict[str, Any]] = {}
     steps: dict[str, Step] = {}
@@ -400,7 +400,7 @@ def measure(
     def begun(make):
         try:
             return make()
-        except Exception as error:  # whatever it is, it is what this rival has to show
+        except Exception as error:  # any failure is this rival's result
             return error
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -429,18 +429,18 @@ def measure(
         fields[name] |= {**told, "steps": taken, "loss": float(last[name])}
     steps.clear()
     made.clear()
-    gc.collect()  # states are large, and the next configuration wants the memory
+    gc.collect()  # states are large, and the next configuration needs the memory
     return fields
 
 
 def add_arguments(
     parser: argparse.ArgumentParser, rounds: int, minutes: float | None = 8.0
 ) -> None:
-    """What `run_sizes` understands."""
-    told = "no size is begun after so many of them"
-    parser.add_argument("--rounds", type=int, default=rounds, help="of the clock")
+    """Adds the options that `run_sizes` reads."""
+    told = "start no further size after so many minutes"
+    parser.add_argument("--rounds", type=int, default=rounds, help="timed rounds")
     parser.add_argument("--minutes", type=float, default=minutes, help=told)
-    parser.add_argument("--jobs", type=int, default=1, help="steps that are compiled at once")
+    parser.add_argument("--jobs", type=int, default=1, help="number of steps to compile at once")
 
 
 def run_sizes(
@@ -453,14 +453,14 @@ def run_sizes(
     chunk: int = 1,
     chosen: Callable[[Task, str], bool] = lambda task, rival: True,
 ) -> bool:
-    """Runs the tasks one by one; whether one of our own steps failed.
+    """Runs the tasks one by one and returns whether one of this library's steps failed.
 
     **Arguments:**
 
-    - `others`: what makes the steps that are not written in JAX, from a task.
-    - `needs`: the modules that these take.
+    - `others`: makes a task's steps that are not written in JAX.
+    - `needs`: the modules that these steps use.
     - `chunk`: samples at a time in float64.
-    - `chosen`: whether a task is run by a rival.
+    - `chosen`: whether a rival runs a task.
     """
     failed = False
     for task in report.within(args.minutes, tasks):

@@ -1,20 +1,18 @@
 """Does half precision cost accuracy? The problems of `examples/problems`, in each precision.
 
 Each problem is trained from each seed in each precision, from the same weights on the same points,
-by the defaults of the library: no problem has a setting for a precision. Beside the precisions
-stand two controls of chance, float32 with its initial weights rounded once and float32 without its
-first three steps: what they differ by is what a difference between precisions may be without a
-meaning.
+with the defaults of the library: no problem is tuned for a precision. Two controls measure chance:
+float32 with its initial weights rounded once, and float32 without its first three steps. A
+difference between precisions that is no larger than theirs means nothing.
 
-With `--resume` a run may be stopped at any time and shared among hours when the machine has nothing
-else to do:
+With `--resume` a run may be stopped at any time, and continued whenever the machine is idle:
 
     nice -n 19 python -m benchmarks breadth --resume --seeds 0
     nice -n 19 python -m benchmarks breadth --resume --seeds 0 1 2
 
-`--page precisions` trains what *Choosing a precision* compares: other precisions too, and
-L-BFGS behind Adam. `--time` instead times the steps of some problems, in float64 and below or in
-float32 and below, which take turns.
+`--page precisions` trains what *Choosing a precision* compares: further precisions, and L-BFGS
+after Adam. `--time` instead times the steps of some problems, in float64 and lower precisions or in
+float32 and lower precisions; the precisions take turns.
 """
 
 import argparse
@@ -30,7 +28,8 @@ from ._report import Report, interleave
 
 
 class Page(NamedTuple):
-    """What a page compares, in the order of the trainings: precisions and problems, all without."""
+    """The precisions and problems that a page compares, in the order of the trainings; by default
+    all problems."""
 
     precisions: str
     optimizer: str | None = None  # None for the problem's own
@@ -46,8 +45,8 @@ PAGES = {
         "float32 forward-float32-float16 forward-float32-bfloat16 refined-bfloat16 tensorfloat32 "
         "forward-bfloat16_x3-float16 forward-bfloat16_x3-bfloat16 float16 bfloat16 float64 "
         "forward-float64-float32 float32-rounded float32-dropped",
-        "adam+lbfgs",  # which is a training by Adam as well
-        # As in PINN_FP64, and others.
+        "adam+lbfgs",  # which includes a training by Adam
+        # The problems of PINN_FP64, and others.
         "convection reaction wave_1d allen_cahn burgers_1d helmholtz cavity heat_sink "
         "poisson_1000d kovasznay klein_gordon taylor_green fisher",
     ),
@@ -56,8 +55,8 @@ TIMED = {
     "float64 forward-float64-float32 float32": "helmholtz kovasznay klein_gordon cavity",
     "float32 forward-float32-float16 float16 bfloat16": "burgers_1d emulate_fisher operator_darcy",
 }
-"""Precisions, and the problems whose steps in them are timed."""
-STEPS, ROUNDS = 20, 20  # in a timed call, and of the clock
+"""Precisions, and the problems whose steps are timed in them."""
+STEPS, ROUNDS = 20, 20  # steps in a timed call, and timed rounds
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,13 +66,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", help="by default that of the page")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, help="by default those of the problem")
-    parser.add_argument("--minutes", type=float, help="begin no training after that many")
+    parser.add_argument("--minutes", type=float, help="start no training after that many")
     parser.add_argument("--time", action="store_true", help="time steps, and train nothing")
     parser.add_argument("--resume", action="store_true", help="keep the trainings in the file")
 
 
 def steps(problem: str, precision: str) -> Callable[[], Any]:
-    """A call of compiled steps of a problem."""
+    """Compiles a call that takes some steps of a problem."""
     training = trainer(problem, precision, optimizer=None, steps=STEPS)
     with training.types():
         state, key = training.initial(0)
@@ -121,16 +120,16 @@ def run(report: Report, args: argparse.Namespace) -> None:
 
 
 def trained(report: Report, training: Any, key: dict[str, Any]) -> None:
-    """Records a training, and if L-BFGS follows another optimizer that of both."""
+    """Records a training; if L-BFGS follows another optimizer, records both stages."""
     about = {"title": training.problem.title, "family": training.problem.family}
     try:
         found = [outcome.record() for outcome in training.stages(key["seed"])]
-    except Exception as error:  # of a problem: it is what there is to show
+    except Exception as error:  # a problem's failure is its result
         found = [{"error": None, "failed": f"{type(error).__name__}: {error}"[:500]}]
     for stage in found:
         record = {**key, **about, **stage, "precision": key["precision"]}
         if not report.has("trainings", **{name: record[name] for name in key}):
             report.record("trainings", **record)
-    jax.clear_caches()  # some dozens of compiled trainings exhaust a process
+    jax.clear_caches()  # some dozens of compiled trainings exhaust a process's resources
     last = report.sections["trainings"][-1]
     print(f"{key}: {last.get('failed', last['error'])}", flush=True)

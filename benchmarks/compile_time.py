@@ -1,14 +1,14 @@
 """How long do tracing and compiling take? Training steps in float32, by the library and its rivals.
 
 The PINN is that of `foreign_step` with a 64 × 4 network. Its first step is plain float32 with
-`jax.hessian`; the others take `partials` in float32, by casting, with `forward="float32"` and by
+`jax.hessian`. The others use `partials`: in float32, with casts, with `forward="float32"` and with
 autocast. An MLP, a Fourier neural operator and a vision transformer with 6 blocks follow, with the
 steps of `_steps.py`.
 
-Each stage of `jax.jit` is timed by itself: `trace` (Python to a jaxpr), `lower` (to StableHLO) and
-`compile` (XLA), in seconds of wall clock; medians over rounds in which the steps take turns. All
-caches are cleared before each, and nothing is kept on disk. `loss_error` is the relative difference
-between the first loss and that of float32.
+Each stage of `jax.jit` is timed by itself, in seconds of wall clock: `trace` (Python to a jaxpr),
+`lower` (to StableHLO) and `compile` (XLA). Times are medians over rounds in which the steps take
+turns. All caches are cleared before each, and nothing is kept on disk. `loss_error` is the relative
+difference between the first loss and that of float32.
 """
 
 import argparse
@@ -31,7 +31,7 @@ STAGES = ("trace", "lower", "compile")
 
 
 def tasks(quick: bool) -> dict[str, Task]:
-    """By network, each with its rivals, float32 first."""
+    """Returns a task for each network, with its rivals, float32 first."""
     pinn = foreign_step.task("eqx.nn.MLP", 64, 1024)
     halves = {
         "mpx_pde": {},
@@ -58,8 +58,8 @@ def tasks(quick: bool) -> dict[str, Task]:
 
 
 def build(task: Task, rival: Rival) -> dict[str, float]:
-    """Traces, lowers, compiles and runs a step once, from empty caches: seconds of each stage, and
-    the loss."""
+    """Traces, lowers, compiles and runs a step once, from empty caches. Returns the seconds of each
+    stage, and the loss."""
     step = task.step(rival)
     arrays, static = eqx.partition(task.state(rival), eqx.is_array)
     batch = jax.tree.map(jnp.asarray, task.batches()[0])
@@ -97,7 +97,7 @@ def measure(report: Report, problem: str, task: Task, rounds: int) -> None:
         if isinstance(found, str):
             report.record("builds", **where, failed=found)
             continue
-        # The first round also imports, and fills caches that cannot be cleared.
+        # The first round also imports modules and fills caches that cannot be cleared.
         times = {stage: timing([b[stage] for b in found[1:]]) for stage in STAGES}
         error = abs(found[-1]["loss"] / builds["float32"][-1]["loss"] - 1)
         report.record("builds", **where, **times, loss_error=error)

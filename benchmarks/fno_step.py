@@ -1,19 +1,19 @@
 """How long does a step of an FNO take, and how much memory? By library, resolution and modes.
 
-The rivals train one network, a Fourier neural operator of four blocks in two dimensions, from the
-same weights on the same batches, with Adam and the relative L2 loss:
+The rivals train one network from the same weights on the same batches, with Adam and the relative
+L2 loss. The network is a Fourier neural operator of four blocks in two dimensions:
 
-- `mpx_pde`: `mpx_pde.nn.FNO` in float32 by `fft` and by `dft`, the latter in half precision too, as
-  `examples/problems` train it;
+- `mpx_pde`: `mpx_pde.nn.FNO` in float32 by `fft` and by `dft`, and `dft` in half precision as well,
+  trained as in `examples/problems`;
 - `plain JAX`: the same function by `rfft2` and `einsum`, in float32; and with weights and
   activations cast to bfloat16 by hand around a float32 FFT, which is the usual compromise;
-- `MPX`: that plain function as it stands, and with `force_full_precision` around the spectral
+- `MPX`: that plain function unchanged, and with `force_full_precision` around the spectral
   convolution;
-- `neuraloperator`: its FNO in float32, by `torch.amp` as its trainer does it, which scales no
-  gradients (bfloat16 on a CPU; float16 and bfloat16 on a GPU, where a `GradScaler` is tried too),
-  by `fno_block_precision`, and with the `tanh` that it recommends for "mixed". The last is another
-  function, so its error is no rounding. In its last block neuraloperator has no activation between
-  convolution and MLP; one is put there, so that the functions are equal.
+- `neuraloperator`: its FNO in float32; by `torch.amp` as in its trainer, which scales no gradients
+  (bfloat16 on a CPU; float16 and bfloat16 on a GPU, where a `GradScaler` is tried too); by
+  `fno_block_precision`; and with the `tanh` that it recommends for "mixed". The `tanh` changes the
+  function, so that error is not one of rounding. In its last block neuraloperator has no activation
+  between convolution and MLP; the benchmark adds one, so that the functions are equal.
 
 Errors are relative to the plain function in float64. All activations are exact GELUs.
 """
@@ -36,8 +36,8 @@ from ._steps import HIGHEST, TF32, Rival, Task, precision_options
 
 
 BLOCKS = 4
-LEARNING_RATE = 1e-3  # that of `_steps.adam`
-BATCHES = 2  # in turn
+LEARNING_RATE = 1e-3  # the same as in `_steps.adam`
+BATCHES = 2  # which steps take in turn
 
 Batch = tuple[Any, Any]
 
@@ -51,12 +51,12 @@ class Size(NamedTuple):
 
 QUICK = [Size(16, 4, 4, 2)]
 ON_CPU = [Size(64, 16, 16, 4), Size(128, 16, 16, 4), Size(64, 8, 16, 4), Size(64, 32, 16, 4)]
-# In order of importance: what the time does not allow is left out.
+# In order of importance: sizes that exceed the time are left out.
 ON_GPU = [Size(*s, 64, 32) for s in ((128, 32), (256, 32), (128, 64), (512, 32), (128, 16))]
 
 
 def fields(size: Size) -> list[Batch]:
-    """Smooth random fields, and the square of each made smooth again; both of unit size."""
+    """Makes smooth random fields, and smooths the square of each; both have unit size."""
     n, rng = size.resolution, np.random.default_rng(0)
     frequencies = np.fft.fftfreq(n, 1 / n)[:, None] ** 2 + np.fft.rfftfreq(n, 1 / n) ** 2
 
@@ -72,7 +72,7 @@ def fields(size: Size) -> list[Batch]:
 
 
 def spectral(x: jax.Array, weight: jax.Array) -> jax.Array:
-    """A spectral convolution of a batch, in the dtype that comes in."""
+    """Applies a spectral convolution to a batch, in the dtype of the input."""
     (n, _), (m, last) = x.shape[-2:], weight.shape[:2]
     modes = jnp.roll(jnp.fft.rfft2(x, norm="forward")[..., :last], m // 2, axis=2)[:, :, :m]
     modes = jnp.einsum("bixy,xyio->boxy", modes, jax.lax.complex(weight[..., 0], weight[..., 1]))
@@ -81,7 +81,7 @@ def spectral(x: jax.Array, weight: jax.Array) -> jax.Array:
 
 
 def plain(model: mpx.nn.FNO, x: jax.Array, convolution: Callable = spectral) -> jax.Array:
-    """`model` on a batch, written out."""
+    """Evaluates `model` on a batch, written out in plain JAX."""
     gelu = partial(jax.nn.gelu, approximate=False)
     product = lambda p, x: jnp.einsum("oi,bixy->boxy", p.weight, x)
     linear = lambda p, x: product(p, x) + p.bias[:, None, None]
@@ -104,13 +104,13 @@ def relative_l2(prediction: jax.Array, truth: jax.Array) -> jax.Array:
 
 
 def loss(apply: Callable, model: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-    """The loss, and the predictions."""
+    """Returns the loss and the predictions."""
     prediction = apply(model, batch[0])
     return relative_l2(prediction, batch[1]), prediction
 
 
 def with_casts(model: mpx.nn.FNO, x: jax.Array) -> jax.Array:
-    """As AMP does it: bfloat16 but for the FFT."""
+    """Casts as AMP does: bfloat16 except for the FFT."""
     full = lambda x, w: spectral(x.astype(jnp.float32), w.astype(jnp.float32)).astype(x.dtype)
     model = jax.tree.map(lambda w: w.astype(jnp.bfloat16) if eqx.is_array(w) else w, model)
     return plain(model, x.astype(jnp.bfloat16), full)
@@ -120,7 +120,7 @@ def with_casts(model: mpx.nn.FNO, x: jax.Array) -> jax.Array:
 
 
 def network(size: Size, method: Any = "fft", remat: bool = True) -> mpx.nn.FNO:
-    """With which transform, and whether it evaluates again what it does not keep."""
+    """Builds the network with the transform `method`; `remat` recomputes what it does not keep."""
     sizes = 1, 1, size.channels, BLOCKS, (size.modes, size.modes)
     given = {"activation": partial(jax.nn.gelu, approximate=False), "key": jax.random.key(0)}
     return mpx.nn.FNO(*sizes, method=method, remat=remat, **given)
@@ -135,7 +135,7 @@ def by_library(
 
 
 def by_mpx(full_fft: bool) -> Rival:
-    """As its documentation has it: what is delicate in full precision."""
+    """Takes the step with MPX as documented: delicate operations in full precision."""
 
     def function(model, batch):
         full: Any = require("mpx").force_full_precision

@@ -1,14 +1,15 @@
-"""How long does a step take on networks that know nothing of this library? Rivals by network.
+"""How long does a step take on networks that do not use this library? Rivals by network.
 
-The step trains a network of `_networks.py` for u_tt - u_xx - u_yy + sin u = 0 in three coordinates:
-the gradient of the mean squared residual, and Adam. The rivals begin with the same weights and
-points:
+The step trains a network of `_networks.py` for u_tt - u_xx - u_yy + sin u = 0 in three coordinates.
+It takes the gradient of the mean squared residual and updates with Adam. The rivals begin with the
+same weights and points:
 
-- `float32`: `jax.hessian` of the network, on a GPU without and with TF32 products;
-- `mpx_pde`: `partials` in float32, cast to float16, and in bfloat16 behind a forward pass in full
-  (`forward=`).
+- `float32`: `jax.hessian` of the network; on a GPU also with TF32 products;
+- `mpx_pde`: `partials` in float32, cast to float16, and with a full-precision forward pass and a
+  bfloat16 backward pass (`forward=`).
 
-Beside time and memory stand the errors of the residuals and of the first gradient against float64.
+Besides time and memory, the errors of the residuals and of the first gradient against float64 are
+recorded.
 
     python -m benchmarks foreign_step --networks KAN SIREN
 """
@@ -32,7 +33,7 @@ from ._steps import HIGHEST, START, TF32, Rival, Task, in_float32, precision_opt
 
 FOREIGN = ("LayerNorm", "PirateNet", "SIREN", "KAN", "attention")
 TERMS = ("u", "u_tt", "u_xx", "u_yy")
-CHUNK = 64  # points that the float64 computation takes at once
+CHUNK = 64  # points per chunk of the float64 computation
 
 
 def residual(d: Mapping[str, jax.Array]) -> jax.Array:
@@ -40,7 +41,7 @@ def residual(d: Mapping[str, jax.Array]) -> jax.Array:
 
 
 def loss(model: Any, points: Any, *, terms: Any) -> tuple[jax.Array, jax.Array]:
-    """The loss, and the residuals beside it."""
+    """Returns the loss and the residuals."""
     out = jax.vmap(lambda p: residual(terms(model, p)))(points)
     return jnp.mean(out**2), out
 
@@ -51,7 +52,7 @@ def by_hessian(model: Any, p: Any) -> dict[str, Any]:
 
 
 def by_library(precision: str, **options: Any) -> Rival:
-    """By `partials`; float16 takes a scale for each derivative."""
+    """Takes the step with `partials`; float16 uses a scale for each derivative."""
 
     def ours(model, points, *, derivatives=None):
         named = {"coords": "txy", "outputs": "u", "scaling": derivatives}

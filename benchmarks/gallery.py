@@ -1,11 +1,10 @@
-"""What do solutions look like? Pictures of problems, trained by the defaults of the library.
+"""What do solutions look like? Pictures of problems, trained with the defaults of the library.
 
 Each problem is trained once with the forward pass in float32 and the backward pass in bfloat16, and
-drawn beside its reference:
+drawn next to its reference. This command writes `docs/figures/gallery/*.webp` and the errors that
+the page shows:
 
     python -m benchmarks gallery --resume
-
-writes `docs/figures/gallery/*.webp` and the errors, from which the page is made.
 """
 
 import argparse
@@ -29,7 +28,7 @@ FOLDER = Path(__file__).parent.parent / "docs" / "figures" / "gallery"
 
 
 class Shown(NamedTuple):
-    """What is drawn of one problem: one field over two axes, or over nodes of a grid."""
+    """The drawn values of a problem: one field over two axes, or over nodes of a grid."""
 
     field: str
     axes: tuple[str, str]
@@ -41,17 +40,17 @@ class Shown(NamedTuple):
 
     @property
     def error(self) -> float:
-        """The relative L2 error of what is shown."""
+        """The relative L2 error of the drawn values."""
         known = np.isfinite(self.reference)
         wrong = (self.learnt - self.reference)[known]
         return float(np.linalg.norm(wrong) / np.linalg.norm(self.reference[known]))
 
 
 class Cut(NamedTuple):
-    """A field of a problem over two of its coordinates, the others nearest to what is given."""
+    """A field over two coordinates of a problem; the others are fixed near the values in `at`."""
 
     field: str = "u"
-    at: dict[str, float] = {}  # noqa: RUF012, not changed
+    at: dict[str, float] = {}  # noqa: RUF012, never changed
 
     def told(self) -> str:
         cut = ", ".join(f"{name} = {value:g}" for name, value in self.at.items())
@@ -84,13 +83,13 @@ class Cut(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """An operator: the first field of the test data, in two dimensions."""
+    """The first field of an operator's test data, in two dimensions."""
 
     field: str = "u"
     given: str = "a"
 
     def told(self) -> str:
-        return f"The first of the test data, whose input {self.given} is at the left. "
+        return f"The first field of the test data, with its input {self.given} on the left. "
 
     def __call__(self, module: Any, model: Any) -> Shown:
         inputs, outputs = (x[:1, 0] for x in module.data()[1])
@@ -100,7 +99,7 @@ class Sample(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """A time step applied again and again to a field of one dimension, not one of the training."""
+    """A one-dimensional field from outside the training data, advanced step by step."""
 
     steps: int
     time_step: float
@@ -110,7 +109,7 @@ class Rollout(NamedTuple):
 
     def told(self) -> str:
         return (
-            f"{self.steps} steps from a field that the training has not seen, "
+            f"{self.steps} steps from a field outside the training data, "
             f"to t = {self.steps * self.time_step:g}. "
         )
 
@@ -138,19 +137,19 @@ PICTURES: dict[str, Cut | Sample | Rollout] = {
     "emulate_burgers": Rollout(20, 0.1, 2 * np.pi),
     "emulate_ks": Rollout(60, 0.5, 32.0, spin_up=200),
 }
-"""By problem, in the order of the page."""
+"""The pictures by problem, in the order of the page."""
 
 # --- Drawing ---------------------------------------------------------------------------------
 
 
-ONE_SIGN = 0.02  # of the largest value: what a field may have of the other sign
+ONE_SIGN = 0.02  # share of the largest value that values of the other sign may have
 
 
 def limits(field: np.ndarray, *others: np.ndarray) -> dict[str, Any]:
-    """A map of colors and its ends, for a field and what is compared with it.
+    """Chooses a color map and its limits for a field and those it is compared with.
 
-    From the least to the greatest where the field has one sign, else from blue by white at 0 to
-    red. Both can be told apart without seeing red or green.
+    A field of one sign is drawn from its least to its greatest value, any other from blue through
+    white at 0 to red. Readers who do not see red or green can tell both apart.
     """
     ends = lambda x: (float(np.nanmin(x)), float(np.nanmax(x)))
     small, large = sorted(map(abs, ends(field)))
@@ -162,7 +161,7 @@ def limits(field: np.ndarray, *others: np.ndarray) -> dict[str, Any]:
 
 
 def draw(figure: Any, shown: Shown) -> None:
-    """The input of an operator, the reference, what was learnt, and how far it is off."""
+    """Draws the input of an operator, the reference, the learned field and its error."""
     names = [] if shown.given is None else ["input"]
     names += ["reference", "learnt", f"error: {shown.error:.1e} in relative L²"]
     axes = figure.subplots(1, len(names), sharex=True, sharey=True)
@@ -210,7 +209,7 @@ def save(shown: Shown, path: Path) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--problems", nargs="+", choices=PICTURES, help="by default all")
     parser.add_argument("--pictures", type=Path, default=FOLDER, help="folder of the pictures")
-    parser.add_argument("--resume", action="store_true", help="keep what is there")
+    parser.add_argument("--resume", action="store_true", help="keep the trainings in the file")
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
@@ -228,7 +227,7 @@ def run(report: Report, args: argparse.Namespace) -> None:
 
 
 def trained(name: str, *, quick: bool = False) -> tuple[dict[str, Any], Any]:
-    """The record of a training from seed 0, and what is drawn of the network."""
+    """Trains a problem from seed 0; returns the record, and the values to draw."""
     problem = problems.load(name)
     module = importlib.import_module(f"examples.problems.{name}")
     trainer = runner.Trainer(problem, PRECISION, steps=runner.QUICK_STEPS if quick else None)

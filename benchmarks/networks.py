@@ -1,22 +1,23 @@
-"""What do derivatives of any network cost? Beside `jax.hessian`, nested `jvp`, `jet` and folx.
+"""What do derivatives of any network cost? Against `jax.hessian`, nested `jvp`, `jet` and folx.
 
-Networks of many architectures (`_networks.py`), differentiated once to four times in one
-coordinate, their Laplacians in 2, 3, 16 and 100 dimensions, and the biharmonic operator in 2. The
-rivals:
+Networks of many architectures (`_networks.py`) are differentiated one to four times in one
+coordinate. Their Laplacians are taken in 2, 3, 16 and 100 dimensions, and the biharmonic operator
+in 2. The rivals:
 
 - `mpx_pde`: `partials`, `laplacian` and `linear_operator`;
 - `nested jvp`: JAX's own, with the same seeds at every level, so that XLA merges the levels;
-- `hessian`: `jax.hessian`, what most people write (second order only);
+- `hessian`: `jax.hessian`, which most people write (second order only);
 - `jet`: `jax.experimental.jet`, where it works;
 - `folx`: its forward Laplacian (Laplacians only).
 
-Each record is of one step, the mean square of the derivative and its gradient with respect to the
-parameters, compiled for this CPU in float32: operations, bytes accessed, temporary memory; and the
-error of the derivative against nested differentiation in float64, for `mpx_pde` in half precision
-too. With `--time` rivals are timed, and so is tracing and compiling them: only on a machine
-that does nothing else.
+Each record describes one step, compiled for this CPU in float32: the mean square of the derivative
+and its gradient with respect to the parameters. It holds operations, bytes accessed, temporary
+memory, and the error of the derivative against nested differentiation in float64; for `mpx_pde`
+also the errors in half precision. `--time` also times the steps, and their tracing and compilation;
+use it only on a machine that does nothing else.
 
-It goes on where it was left: what is in the file of results already, and was taken with the same
+A run resumes where an earlier one stopped: it keeps the results in the file if they were taken with
+the same sources.
 sources, stays.
 
     python -m benchmarks networks --minutes 2
@@ -43,18 +44,18 @@ from ._report import Report, failure, interleave, require
 
 WIDTH, QUICK_WIDTH = 256, 32
 CHECKED = 32
-"""At how many points values are compared."""
+"""The number of points at which values are compared."""
 
 
 class Problem(NamedTuple):
-    """What is asked of a network.
+    """A derivative of a network.
 
     **Attributes:**
 
     - `operator`: `"order"`, `"laplacian"` or `"biharmonic"`.
     - `size`: the number of coordinates.
-    - `order`: of the derivative.
-    - `points`: how many.
+    - `order`: the order of the derivative.
+    - `points`: the number of points.
     """
 
     operator: str
@@ -83,7 +84,7 @@ def along(fun: Callable, direction: Any) -> Callable:
 
 
 def summed(part: Callable[[Any], Any], size: int) -> Any:
-    """The sum of a function of a direction over all coordinates."""
+    """Sums a function of a direction over all coordinates."""
     eye = np.eye(size)
     if size <= 3:
         return reduce(lambda a, b: a + b, map(part, eye))
@@ -155,13 +156,13 @@ RIVALS: dict[str, Callable[[Any, Problem], Callable]] = {
 
 
 def values(way: Callable, static: Any, problem: Problem, arrays: Any, x: Any) -> Any:
-    """The derivatives at all points."""
+    """Returns the derivatives at all points."""
     fun = way(eqx.combine(arrays, static), problem)
     return jax.vmap(lambda p: jnp.reshape(fun(p), ()))(x)
 
 
 def step(way: Callable, static: Any, problem: Problem, arrays: Any, x: Any) -> Any:
-    """The gradient of their mean square, and the first of them."""
+    """Returns the gradient of the derivatives' mean square, and the first `CHECKED` derivatives."""
 
     def loss(arrays):
         out = values(way, static, problem, arrays, x).astype(jnp.float32)
@@ -181,7 +182,7 @@ class Case(NamedTuple):
     width: int
 
     def make(self) -> tuple[Any, Any, jax.Array]:
-        """Parameters, what else the network is, and points."""
+        """Returns the parameters, the rest of the network, and the points."""
         model = NETWORKS[self.network](self.problem.size, self.width, jax.random.key(0))
         arrays, static = eqx.partition(model, eqx.is_inexact_array)
         shape = (self.problem.points, self.problem.size)
@@ -193,7 +194,7 @@ class Case(NamedTuple):
 
 
 def reference(case: Case) -> np.ndarray:
-    """The derivatives in float64."""
+    """Computes the derivatives in float64."""
     arrays, static, x = case.make()
     arrays, x = jax.tree.map(np.asarray, (arrays, x[:CHECKED]))
     with jax.enable_x64(True):
@@ -207,7 +208,7 @@ def relative(got: Any, want: np.ndarray) -> float:
 
 
 def measure(report: Report, case: Case, clock: bool) -> None:
-    """Adds a record for each rival, and for the errors in half precision."""
+    """Adds a record for each rival, and the errors in half precision."""
     arrays, static, x = case.make()
     want = reference(case)
     timed: dict[str, Callable] = {}
@@ -227,7 +228,7 @@ def measure(report: Report, case: Case, clock: bool) -> None:
             told["temp_bytes"] = compiled.memory_analysis().temp_size_in_bytes
             told["error"] = relative(compiled(arrays, x)[1], want)
             timed[name] = partial(compiled, arrays, x)
-        except Exception as error:  # of a rival
+        except Exception as error:  # a rival's failure is its result
             if way is ours:
                 raise
             told = {"failed": failure(error)}
@@ -246,7 +247,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--networks", nargs="+", choices=NETWORKS, default=list(NETWORKS))
     parser.add_argument("--problems", nargs="+", choices=names, default=names)
     parser.add_argument("--time", action="store_true", help="time steps, tracing and compiling")
-    parser.add_argument("--minutes", type=float, help="start no further case after as many")
+    parser.add_argument("--minutes", type=float, help="start no further case after so many")
 
 
 def run(report: Report, args: argparse.Namespace) -> None:
@@ -260,7 +261,7 @@ def run(report: Report, args: argparse.Namespace) -> None:
             args.networks, PROBLEMS[: 2 if args.quick else None]
         )
         if problem.name in args.problems
-        # A network for each of a hundred coordinates compiles for hours, nested.
+        # With one network per coordinate, nested jvp compiles for hours at a hundred coordinates.
         and (network != "SPINN" or problem.size <= 16)
     )
     missing = (case for case in cases if not report.has("costs", **case.where))

@@ -1,12 +1,13 @@
 """How accurate are half-precision FNOs? Test errors per precision, stabilizer, modes, resolution.
 
-The data are those of `operator_darcy` and `operator_navier_stokes` among the problems, on coarser
-grids: the same operator, data, batches and optimizer for each seed, and nothing else tuned. Each
-variant of the paper's tables (Tu et al., Speeding up Fourier Neural Operators via Mixed Precision)
-is one of them; errors are those of the test samples, computed in the precision of the training.
+The data are those of the problems `operator_darcy` and `operator_navier_stokes`, on coarser grids.
+For each seed, all variants share the operator, data, batches and optimizer; nothing else is tuned.
+The variants include those of the paper's tables (Tu et al., Speeding up Fourier Neural Operators
+via Mixed Precision). Errors are those of the test samples, computed in the precision of the
+training.
 
-`--size small` is meant for one CPU core (some seconds for each training, and as many to compile
-it), `--size full` for a GPU: the grid and the modes of the paper.
+`--size small` suits one CPU core (some seconds for each training, and as many to compile it).
+`--size full` is for a GPU and has the grid and the modes of the paper.
 """
 
 import argparse
@@ -31,14 +32,14 @@ from ._report import Report
 
 
 TESTS, BATCH = 100, 16
-PADDING = 0.25  # by which a domain that is not periodic is extended
+PADDING = 0.25  # share by which a domain that is not periodic is extended
 
 
 # --- Errors of fields on the unit square ----------------------------------------------------------
 
 
 def slopes(u: Float32[Array, "*batch n m"], *, periodic: bool) -> Float32[Array, "2 *batch n m"]:
-    """Both derivatives by central differences; one-sided at the boundary, unless that is
+    """Returns both derivatives by central differences; one-sided at a boundary that is not
     periodic."""
     n, m = u.shape[-2:]
     if periodic:
@@ -52,8 +53,8 @@ def slopes(u: Float32[Array, "*batch n m"], *, periodic: bool) -> Float32[Array,
 def relative_errors(
     got: Float[Array, "batch c n m"], want: Float[Array, "batch c n m"], *, periodic: bool
 ) -> dict[str, Float32[Array, ""]]:
-    """Means over the batch, in float32 whatever `got` is in: `"l2"`, and `"h1"` with the norm
-    ‖u‖² + ‖∇u‖²."""
+    """Returns mean relative errors over the batch, in float32 for any dtype of `got`: `"l2"`, and
+    `"h1"` with the norm ‖u‖² + ‖∇u‖²."""
     got, want = got.astype(jnp.float32), want.astype(jnp.float32)
 
     def with_slopes(u):
@@ -72,8 +73,8 @@ def relative_errors(
 class Size:
     samples: int
     finest: int  # grid of the data
-    strides: tuple[int, ...]  # from there to the grid of the training, and to others of the test
-    modes: tuple[int, ...]  # the first for all trainings, the others for fewer
+    strides: tuple[int, ...]  # from there to the grid of training, then to further grids for tests
+    modes: tuple[int, ...]  # the first in all trainings, the others in fewer
     channels: int
     steps: int
 
@@ -86,7 +87,7 @@ SIZES = {
 
 
 class Operator:
-    """The problem `"darcy"` or `"navier_stokes"` in a size, on data made once."""
+    """The problem `"darcy"` or `"navier_stokes"` at a size, on data that are made once."""
 
     def __init__(self, name: str, size: Size):
         pairs = importlib.import_module(f"examples.problems.operator_{name}").pairs
@@ -97,7 +98,7 @@ class Operator:
         self.tests = [Pairs(*(x[size.samples :] for x in pairs)) for pairs in grids]
 
     def problem(self, modes: int, stabilizer: str | None) -> Problem:
-        """For the runner."""
+        """Builds the problem for the runner."""
         given = {"domain_padding": 0.0 if self.periodic else PADDING, "stabilizer": stabilizer}
         make = partial(mpx.nn.FNO, 1, 1, self.size.channels, 4, (modes, modes), **given)
         run = eqx.filter_jit(lambda model, x: jax.lax.map(model, x, batch_size=BATCH))
@@ -118,7 +119,7 @@ class Operator:
         return tuple(jnp.asarray(x)[at] for x in self.training)
 
     def errors(self, predict: Callable[[Any], Any]) -> dict[str, float]:
-        """Errors of the test samples, by norm and number of points along an axis."""
+        """Returns the errors of the test samples, by norm and number of points along an axis."""
         out = {}
         for inputs, outputs in self.tests:
             got = jnp.asarray(predict(inputs))
@@ -131,7 +132,7 @@ class Operator:
 
 
 PROBLEMS = ("darcy", "navier_stokes")
-# Precision and, behind a hyphen, stabilizer.
+# Precision and, after a hyphen, stabilizer.
 COMPARED = ("float32", "bfloat16", "float16", "float32-tanh", "float16-tanh", "float16-soft_clip")
 CLIPPED = ("float16-hard_clip", "float16-sigma_clip")
 TRUNCATED = ("float32", "float16", "float16-tanh")
@@ -145,7 +146,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def trainings(modes: tuple[int, ...]) -> Iterator[tuple[str, str, int]]:
-    """Problem, variant and modes: first what is compared with float32, then the paper's tables."""
+    """Yields problem, variant and modes: first comparisons with float32, then the paper's
+    tables."""
     for problem, variant in itertools.product(PROBLEMS, COMPARED):
         yield problem, variant, modes[0]
     for variant in CLIPPED:

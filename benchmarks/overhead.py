@@ -1,10 +1,10 @@
 """What do the wrappers cost? The step of each library against the same step written by hand.
 
-The rivals of `_steps.py` train the same network with Adam. They are compared by what XLA made of
-them (kernels, flops, bytes, memory), on this CPU and, where the compilers are installed, for an
-H100 and a TPU v5e that need not be here; these numbers repeat exactly. The programs of jmp and MPX
-differ by design: neither caps the scale nor counts skipped steps, and MPX casts outside of what is
-differentiated.
+The rivals of `_steps.py` train the same network with Adam. The comparison looks at the compiled
+programs (kernels, flops, bytes, memory), on this CPU and, where the compilers are installed, for an
+H100 and a TPU v5e that need not be present; these numbers repeat exactly. The programs of jmp and
+MPX differ by design: neither caps the scale nor counts skipped steps, and MPX casts outside the
+differentiated function.
 """
 
 import argparse
@@ -23,13 +23,13 @@ from ._steps import Task, alone, rivals
 
 
 def regression(model, x, y):
-    """Mean squared error of a regression."""
+    """Returns the mean squared error of a regression."""
     prediction = jax.vmap(model)(x)
     return jnp.mean((prediction - y).astype(jnp.float32) ** 2)
 
 
 def heat(model, points, source):
-    """Mean squared residual of the heat equation u_t - 0.1 u_xx = source."""
+    """Returns the mean squared residual of the heat equation u_t - 0.1 u_xx = source."""
 
     def residual(point, value):
         dt, dx = jnp.eye(2, dtype=point.dtype)
@@ -54,7 +54,7 @@ class Problem(NamedTuple):
     points: int
 
     def task(self) -> Task:
-        """By all rivals."""
+        """Builds the task with all rivals."""
         key, x_key, y_key = jax.random.split(jax.random.key(0), 3)
         outs = 1 if self.out_size == "scalar" else self.out_size
         x = jax.random.uniform(x_key, (self.points, self.in_size))

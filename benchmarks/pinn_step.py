@@ -1,25 +1,25 @@
 """How long does a cavity step take, and in how much memory? Rivals by width, points and order.
 
-The step trains a tanh network for steady flow in two dimensions: the gradient of the
-mean squared residuals, and Adam. Order 1 are the Euler equations, order 2 (the base) Navier–Stokes,
-order 3 has dispersion besides, the gradient of that Laplacian, as in the Zakharov–Kuznetsov
-equation. All rivals begin with the same weights and points:
+The step trains a tanh network for steady flow in two dimensions. It takes the gradient of the mean
+squared residuals and updates with Adam. Order 1 means the Euler equations, order 2 (the base)
+Navier–Stokes. Order 3 adds dispersion, the gradient of that Laplacian, as in the
+Zakharov–Kuznetsov equation. All rivals begin with the same weights and points:
 
 - plain JAX: nested `jax.jvp` of a plain function, in float32 (and, on a GPU, in TF32);
-- folx: its forward Laplacian, likewise;
+- folx: its forward Laplacian, in the same precisions;
 - by hand: everything cast to float16, with a dynamic loss scale; MPX (0.1.8) and jmp: the same step
-  by these libraries, as their READMEs have it;
+  with these libraries, as in their READMEs;
 - PyTorch: double backward, and `torch.func` (forward over forward), in float32, by `torch.amp` in
   float16 with `GradScaler` and in bfloat16; each also compiled (which does not support double
   backward, and in 2.13 fails for `torch.func` however its derivatives are written);
 - `mpx_pde`: a `CoordinateMLP` that carries derivatives through its layers, by `partials` and by
   `laplacian`. Its float32 is never TF32.
 
-Beside time and memory stands the error of the first gradient: relative L2 over all weights, against
-the same computed in float64. Should loss scaling skip steps at the start, it is that of the first
-step that counts.
+Besides time and memory, the error of the first gradient is recorded: relative L2 over all weights,
+against the same gradient in float64. If loss scaling skips steps at the start, it is the error of
+the first step that counts.
 
-What is worth its compilation runs at all sizes, the rest at the base.
+Rivals that are worth their compilation run at all sizes, the rest at the base.
 """
 
 import argparse
@@ -46,8 +46,8 @@ DEFAULTS = {
     | {"depth": [6]},
     "quick": {"width": [16], "points": [64], "order": [2], "depth": [2]},
 }
-"""The base first, from which one size at a time departs."""
-CHUNK = 4096  # points that the float64 computation takes at once
+"""Sizes; the first of each is the base, from which one size at a time departs."""
+CHUNK = 4096  # points per chunk of the float64 computation
 
 # --- The residuals ---------------------------------------------------------------------------
 
@@ -61,12 +61,12 @@ VISCOSITY, DISPERSION = 0.01, 1e-4
 
 
 def balance(d: Mapping[str, Any], order: int = 2) -> tuple[Any, Any, Any]:
-    """The residuals of mass and momentum, by arithmetic alone: for arrays of any library.
+    """Returns the residuals of mass and momentum, by arithmetic that works in any library.
 
     **Arguments:**
 
-    - `d`: u, v, their first derivatives and those of p; from order 2 on the Laplacians `lap_u` and
-        `lap_v`, and at order 3 their derivatives `lap_u_x` and `lap_v_y`.
+    - `d`: u, v, their first derivatives and those of p; from order 2 on also the Laplacians `lap_u`
+        and `lap_v`, and at order 3 their derivatives `lap_u_x` and `lap_v_y`.
     """
     mass = d["u_x"] + d["v_y"]
     x = d["u"] * d["u_x"] + d["v"] * d["u_y"] + d["p_x"]
@@ -79,7 +79,7 @@ def balance(d: Mapping[str, Any], order: int = 2) -> tuple[Any, Any, Any]:
 
 
 def mean_square(d: Mapping[str, jax.Array], order: int = 2) -> jax.Array:
-    """The loss."""
+    """Returns the loss."""
     mass, x, y = balance(d, order)
     return jnp.mean(mass**2 + x**2 + y**2)
 
@@ -88,7 +88,7 @@ def mean_square(d: Mapping[str, jax.Array], order: int = 2) -> jax.Array:
 
 
 def residuals(model, points, *, derivatives, order=2):
-    """Mean squared residuals by `partials`."""
+    """Returns the mean squared residuals by `partials`."""
     names = FIRST + (SECOND if order >= 2 else []) + (THIRD if order >= 3 else [])
     terms = mpx.partials(model, names, coords="xy", outputs="uvp", scaling=derivatives)
     d = jax.vmap(terms)(points)
@@ -100,16 +100,16 @@ def residuals(model, points, *, derivatives, order=2):
 
 
 def laplacian_residuals(model, points, *, derivatives):
-    """The same at order 2 by `laplacian`, which carries the sum of second derivatives."""
+    """Returns the same at order 2 by `laplacian`, which carries the sum of second derivatives."""
     terms = mpx.laplacian(model, FIRST, coords="xy", outputs="uvp", scaling=derivatives)
     return mean_square(jax.vmap(terms)(points))
 
 
-# --- The same written with nothing but JAX ---------------------------------------------------
+# --- The same in plain JAX -------------------------------------------------------------------
 
 
 def initial_layers(width: int, depth: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """The weights that all rivals begin with: Glorot's normal initialization, in float32."""
+    """Makes the initial weights of all rivals: Glorot's normal initialization, in float32."""
     random = np.random.default_rng(0)
     weight = lambda m, n: random.normal(0, np.sqrt(2 / (m + n)), (m, n)).astype(np.float32)
     sizes = [2, *(width,) * depth, 3]
@@ -117,12 +117,12 @@ def initial_layers(width: int, depth: int) -> list[tuple[np.ndarray, np.ndarray]
 
 
 def initial_points(count: int) -> np.ndarray:
-    """Collocation points in the unit square."""
+    """Draws collocation points in the unit square."""
     return np.random.default_rng(1).random((count, 2), np.float32)
 
 
 def network(layers: Layers, point: jax.Array) -> jax.Array:
-    """The network as a plain function, in the dtype of its arguments."""
+    """Evaluates the network as a plain function, in the dtype of its arguments."""
     *hidden, (weight, bias) = layers
     for w, b in hidden:
         point = jnp.tanh(point @ w + b)
@@ -130,19 +130,19 @@ def network(layers: Layers, point: jax.Array) -> jax.Array:
 
 
 def coordinate_mlp(layers: Layers) -> mpx.nn.CoordinateMLP:
-    """The same network as this library's."""
+    """Builds the same network as this library's `CoordinateMLP`."""
     width, depth = len(layers[0][1]), len(layers) - 1
     return with_layers(mpx.nn.CoordinateMLP(2, 3, width, depth, key=jax.random.key(0)), layers)
 
 
 def with_layers(model: mpx.nn.CoordinateMLP, layers: Layers) -> mpx.nn.CoordinateMLP:
-    """The network with other weights."""
+    """Returns the network with other weights."""
     flat = jax.tree.map(jnp.asarray, [array for layer in layers for array in layer])
     return eqx.tree_at(lambda m: [x for layer in layers_of(m) for x in layer], model, flat)
 
 
 def layers_of(model: Any) -> Layers:
-    """The layers of either network, or of a PyTree of its shape such as its gradient."""
+    """Returns the layers of either network, or of a PyTree of its shape such as its gradient."""
     if not isinstance(model, mpx.nn.CoordinateMLP):
         return model
     dense = [model.first.module, *model.hidden, model.last]
@@ -152,7 +152,7 @@ def layers_of(model: Any) -> Layers:
 def nested(
     fun: Callable, order: int, *, jvp: Callable = jax.jvp, eye: Callable = jnp.eye
 ) -> Callable:
-    """From a point to what `balance` wants, by forward mode over forward mode."""
+    """Returns a function from a point to the inputs of `balance`, by forward over forward mode."""
 
     def along(f, e):
         return lambda p: jvp(f, (p,), (e,))[1]
@@ -172,14 +172,16 @@ def nested(
 
 
 def nested_loss(layers, points, *, order, finish=None):
-    """The mean squared residuals by nested `jax.jvp`, in the precision of the arguments; what makes
-    a loss of derivatives takes them in float32, unless another does."""
+    """Returns the mean squared residuals by nested `jax.jvp`, in the precision of the arguments.
+
+    By default the loss is computed from the derivatives in float32; `finish` replaces that.
+    """
     wide = lambda d: mean_square(jax.tree.map(lambda x: x.astype(jnp.float32), d), order)
     return (finish or wide)(jax.vmap(nested(partial(network, layers), order))(points))
 
 
 def named(value: Any, x: Any, y: Any) -> dict[str, Any]:
-    """Fields and first derivatives by their names, from arrays whose first axis is u, v, p."""
+    """Names the fields and first derivatives of arrays whose first axis is u, v, p."""
     d = {"u": value[0], "v": value[1]}
     for i, f in enumerate("uvp"):
         d[f"{f}_x"], d[f"{f}_y"] = x[i], y[i]
@@ -190,7 +192,7 @@ def named(value: Any, x: Any, y: Any) -> dict[str, Any]:
 
 
 def folx_loss(layers, points, *, order):
-    """By folx: one pass for value, Jacobian and Laplacian."""
+    """Computes the loss by folx: one pass for value, Jacobian and Laplacian."""
     forward = require("folx").forward_laplacian(partial(network, layers))
 
     def terms(point):
@@ -206,7 +208,7 @@ def folx_loss(layers, points, *, order):
 
 
 def by_mpx(order: int) -> Rival:
-    """As MPX's README has it, what is critical in full precision."""
+    """Takes the step with MPX as in its README: critical operations in full precision."""
 
     def loss(layers, points):
         full_precision = require("mpx").force_full_precision
@@ -227,7 +229,7 @@ def by_jmp(order: int) -> Rival:
 def by_library(
     layers: Layers, method: str, precision: str, order: int, forward: str = "half"
 ) -> Rival:
-    """The step by this library, its model and its scaling."""
+    """Returns this library's step, with its model and its scaling."""
     loss = laplacian_residuals if method == "laplacian" else partial(residuals, order=order)
 
     def scaling():
@@ -241,7 +243,10 @@ def by_library(
 
 
 def jax_rivals(layers: Layers, order: int, gpu: bool) -> dict[str, Rival]:
-    """On a GPU, JAX multiplies in TF32 unless told otherwise; this library always does as told."""
+    """Returns the rivals in JAX.
+
+    On a GPU, JAX multiplies in TF32 by default; this library always uses the requested precision.
+    """
     by_jvp, by_folx = (alone(partial(loss, order=order)) for loss in (nested_loss, folx_loss))
     out: dict[str, Rival] = {}
     for precision, products in {"float32": HIGHEST, **({"TF32": TF32} if gpu else {})}.items():
@@ -259,7 +264,7 @@ def jax_rivals(layers: Layers, order: int, gpu: bool) -> dict[str, Rival]:
 
 
 def everywhere(rival: str) -> bool:
-    """Whether a rival is worth its compilation at all sizes, or only at the first."""
+    """Whether a rival is worth its compilation at all sizes, or only at the base."""
     library, method, *_, precision = rival.split(", ")
     if library == "mpx_pde":
         return method == "partials" and precision != "bfloat16"
@@ -281,7 +286,7 @@ def task(width: int, depth: int, points: int, order: int = 2, gpu: bool = False)
 
 
 def torch_rivals(gpu: bool, quick: bool, task: Task) -> dict[str, Callable[[], Step]]:
-    """All that PyTorch offers."""
+    """Returns the steps by PyTorch, with each of its methods, precisions and compilers."""
     from ._torch.cavity import METHODS, cavity_step
 
     layers = initial_layers(task.where["width"], task.where["depth"])
@@ -304,7 +309,7 @@ def torch_rivals(gpu: bool, quick: bool, task: Task) -> dict[str, Callable[[], S
 
 
 def sizes(values: dict[str, list[int]]) -> Iterator[dict[str, int]]:
-    """The base, and from there one size at a time."""
+    """Yields the base, then one departure from it at a time."""
     base = {name: first for name, (first, *_) in values.items()}
     yield base
     for name, (_, *others) in values.items():

@@ -1,26 +1,26 @@
 """How long would a training step take on an H100? Predicted from its compiled program, not run.
 
-The steps of `pinn_step`, `foreign_step`, `fno_step` and `vit_step` are compiled for a device that
-need not be here, in float32 and in half precision, and every kernel of the program is looked at:
-which bytes it reads and writes, what it multiplies, what else it computes (`_roofline.py`). Under
-the assumptions that the first table states, this gives a time for each kernel, and the sum of them
-is what is told: as a range, from what memory and products take alone, over what arithmetic adds
-where it takes longer than both, to XLA's own estimates of all kernels but products and FFTs.
+The steps of `pinn_step`, `foreign_step`, `fno_step` and `vit_step` are compiled, in float32 and in
+half precision, for a device that need not be present. For every kernel of the program,
+`_roofline.py` counts the bytes that it reads and writes, its products and its other arithmetic. The
+assumptions in the first table turn these counts into a time. The sum over the kernels is reported
+as a range: memory and products alone; then with arithmetic where it takes longer than both; then
+with XLA's own estimates of all kernels except products and FFTs.
 
-*Ideal* is what the products of the step take, in half precision, and reading its state and batch
-and writing its new state once: all else would stay on the chip.
+*Ideal* is the time of the step's products in half precision, and of reading its state and batch and
+writing its new state once. It assumes that everything else stays on the chip.
 
-Everything repeats to the byte, on any machine with the same JAX. Whether it is true is told by
-`--measure`, on a real one: the same steps in turns, with the errors of their gradients.
+All numbers repeat to the byte, on any machine with the same JAX. `--measure` checks them on a real
+GPU: it times the same steps in turn and records the errors of their gradients.
 
     python -m benchmarks predicted                                # 25 minutes
     python -m benchmarks predicted --measure --jobs 8             # on a GPU
-    python -m benchmarks predicted --problems cavity-512          # the others stay as they were
-    python -m benchmarks predicted --quick --check                # what the CI does
+    python -m benchmarks predicted --problems cavity-512          # keeps the other problems
+    python -m benchmarks predicted --quick --check                # runs in CI
 
-With `--check` nothing is written but the small steps compiled, and the exit status is 1 if the
-traffic of one of them has grown by more than 2 % over what is recorded for the version of JAX; with
-`--record` it is recorded.
+`--check` only compiles the small steps and writes no results. The exit status is 1 if the traffic
+of one of them has grown by more than 2 % over the recorded value for this version of JAX;
+`--record` records it.
 """
 
 import argparse
@@ -46,15 +46,15 @@ from ._steps import HIGHEST, TF32, Rival, Task, run_sizes
 
 TRAFFIC = Path(__file__).parent / "_targets" / "traffic.json"
 GROWTH = 1.02
-"""By how much the predicted traffic of a small step may grow."""
+"""The factor by which the predicted traffic of a small step may grow."""
 
 
 # --- The steps -------------------------------------------------------------------------------
 
 
 class Problem(NamedTuple):
-    """A task with the rivals of which a time is predicted; `chunk` samples at a time are evaluated
-    in float64."""
+    """A task whose rivals' times are predicted. The float64 reference evaluates `chunk` samples at
+    a time."""
 
     name: str
     title: str
@@ -63,12 +63,12 @@ class Problem(NamedTuple):
 
 
 def _products(rival: Rival) -> dict[str, Rival]:
-    """A step in float32, and in what a GPU makes of it."""
+    """Returns a step in float32, and the same with TF32 products, a GPU's default."""
     return {"float32": rival._replace(products=HIGHEST), "TF32": rival._replace(products=TF32)}
 
 
 FORWARD = ("bfloat16_x3", "float32")
-"""Precisions of the forward pass above half."""
+"""Precisions of the forward pass above half precision."""
 
 
 def of_cavity(width: int, depth: int, points: int) -> Problem:
@@ -144,19 +144,19 @@ QUICK = (
     of_transformer("base", 8, blocks=1),
 )
 
-# --- What they would take --------------------------------------------------------------------
+# --- Predictions -----------------------------------------------------------------------------
 
 
 def compiled(task: Task, name: str) -> tuple[Compiled, list[Kernel]]:
-    """A rival's program, with XLA's own estimates in its text, and its kernels. Split products are
-    by XLA's own kernels."""
+    """Compiles a rival's program, with XLA's own estimates in its text, and returns it with its
+    kernels. XLA's own kernels compute split products."""
     options = {"xla_gpu_collect_cost_model_stats": True, **({} if "_x3" in name else CUBLAS)}
     program = task.compiled("h100", task.rivals[name], options)
     return program, Roofline(program.module).kernels()
 
 
 def ideal_seconds(module: Module, kernels: Iterable[Kernel], chip: Chip) -> float:
-    """The products of a step in half precision, and what goes in and comes out once."""
+    """Returns the time of a step's products in half precision and of its inputs and outputs."""
     products = sum(sum(k.products.values()) * k.times for k in kernels)
     entry = module.computations[module.entry]
     state = sum(i.bytes for i in entry if i.opcode == "parameter" or i.root)
@@ -164,7 +164,7 @@ def ideal_seconds(module: Module, kernels: Iterable[Kernel], chip: Chip) -> floa
 
 
 def predict(report: Report, problem: Problem) -> None:
-    """Compiles all rivals of a problem and records what they would take."""
+    """Compiles all rivals of a problem and records their predicted costs."""
     records, ideal, task = [], None, problem.task()
     about = {"problem": problem.name, "title": problem.title}
     for name in task.there(report):
@@ -178,16 +178,17 @@ def predict(report: Report, problem: Problem) -> None:
 
 
 def measure(report: Report, args: argparse.Namespace, problem: Problem) -> bool:
-    """Runs what `predict` compiles; whether one of our own steps failed."""
+    """Runs the steps that `predict` compiles; returns whether one of this library's steps
+    failed."""
     task = problem.task()._replace(where={"problem": problem.name, "title": problem.title})
     return run_sizes(report, args, [task], chunk=problem.chunk)
 
 
-# --- What the CI checks ----------------------------------------------------------------------
+# --- The check in CI -------------------------------------------------------------------------
 
 
 def small_traffic() -> dict[str, dict[str, float]]:
-    """Bytes and kernels of our small steps."""
+    """Returns the bytes and kernels of this library's small steps."""
     found = {}
     for problem in QUICK:
         task = problem.task()
@@ -200,7 +201,7 @@ def small_traffic() -> dict[str, dict[str, float]]:
 
 
 def growth(before: dict[str, dict[str, float]], now: dict[str, dict[str, float]]) -> list[str]:
-    """Which steps move more than they may, and which are recorded no longer or not yet."""
+    """Lists the steps whose costs have grown too much, and those recorded or compiled only."""
     lines = [
         f"{name}: {key} grew from {old:,.0f} to {now[name][key]:,.0f}, by "
         f"{now[name][key] / old - 1:.1%}"
@@ -232,9 +233,9 @@ def check(record: bool) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--problems", nargs="+", help="their names, such as cavity-512")
-    parser.add_argument("--check", action="store_true", help=f"fail above {GROWTH} of the recorded")
+    parser.add_argument("--check", action="store_true", help=f"fail above {GROWTH} × the record")
     parser.add_argument("--record", action="store_true", help="record the traffic of small steps")
-    parser.add_argument("--measure", action="store_true", help="run the steps on what is here")
+    parser.add_argument("--measure", action="store_true", help="run the steps on this machine")
     _steps.add_arguments(parser, rounds=10, minutes=None)
 
 

@@ -3,8 +3,8 @@
 The recipe is that of `python -m examples.problems run NAME --recipe deep`, which takes 1,200 steps.
 
     python -m benchmarks second_order --problems kovasznay --seeds 0
-    python -m benchmarks second_order --target h100     # predicts the time of a step, and runs none
-    python -m benchmarks second_order --time 8          # measures it on a GPU: eight steps of each
+    python -m benchmarks second_order --target h100     # predicts the time of a step without a run
+    python -m benchmarks second_order --time 8          # times eight steps of each on a GPU
 """
 
 import argparse
@@ -30,14 +30,14 @@ from ._report import Report, interleave
 from ._roofline import Roofline, summary
 
 
-STEPS = 300  # where precisions are compared: a quarter of those of the recipe
+STEPS = 300  # for comparing precisions: a quarter of the recipe's steps
 PRECISIONS = ("float64", "float64-float32", "float32")
 COMPILED = ("float64", "float32", *(f"float64-{j}" for j in ("float32", "bfloat16_x3", "bfloat16")))
 WIDTH, POINTS = 99, 32_768  # 20,197 parameters
 
 
 class _Untold(mpx.LevenbergMarquardt):
-    """Calls nothing on the host, which a program for a device that is not here cannot."""
+    """An optimizer without host callbacks, which a program for an absent device cannot contain."""
 
     def __init__(self, *residuals: Any, **options: Any):
         super().__init__(*residuals, **options)
@@ -46,14 +46,14 @@ class _Untold(mpx.LevenbergMarquardt):
 
 
 class Sized(NamedTuple):
-    """A step on Burgers' equation by a wider network."""
+    """A step on Burgers' equation with a wider network."""
 
     optimizer: mpx.LevenbergMarquardt
     network: Callable[[], Any]
     points: int
 
     def taken(self, state: Any, batch: Any) -> Any:
-        """The new state, and its loss and conjugate gradients."""
+        """Takes a step; returns the new state, its loss and its conjugate gradient iterations."""
         model, optimizer_state = state
         new = self.optimizer.update(model, optimizer_state, batch)
         return new, new[1].loss, new[1].iterations
@@ -73,8 +73,8 @@ def sized(precision: str, quick: bool, kind: Any = mpx.LevenbergMarquardt) -> Si
 
 
 def predict(report: Report, target: str, quick: bool) -> None:
-    """Predicts the time of a step. Of the conjugate gradients, whose number is not known before,
-    one iteration is counted for each solve."""
+    """Predicts the time of a step. The number of conjugate gradient iterations is not known in
+    advance, so one iteration is counted for each solve."""
     for precision in COMPILED:
         with jax.enable_x64("float64" in precision):
             step = sized(precision, quick, _Untold)
@@ -91,7 +91,7 @@ def predict(report: Report, target: str, quick: bool) -> None:
 
 
 def _running(precision: str, quick: bool) -> Callable[[], Any]:
-    """Takes a step each time that it is called; all begin at the same weights and points."""
+    """Returns a function that takes a step per call; all start from the same weights and points."""
     wide = "float64" in precision
     with jax.enable_x64(wide):
         step = sized(precision, quick)
@@ -109,9 +109,9 @@ def _running(precision: str, quick: bool) -> Callable[[], Any]:
 
 
 def measure(report: Report, rounds: int, quick: bool) -> None:
-    """Measures steps of all precisions in turn."""
+    """Times steps of all precisions in turn."""
     running = {precision: _running(precision, quick) for precision in COMPILED}
-    with ThreadPoolExecutor(3) as pool:  # which compiles
+    with ThreadPoolExecutor(3) as pool:  # compiles the steps
         list(pool.map(lambda run: jax.block_until_ready(run()), running.values()))
     for precision, seconds in interleave(running, rounds=rounds, warmup=0).items():
         loss, iterations = running[precision]()
@@ -123,9 +123,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--problems", nargs="+", help="by default all that have the recipe")
     parser.add_argument("--precision", nargs="+", default=list(PRECISIONS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=STEPS, help="of each training")
-    parser.add_argument("--target", choices=CHIPS, help="compile for this, and predict")
-    parser.add_argument("--time", type=int, help="measure so many steps of a wide network")
+    parser.add_argument("--steps", type=int, default=STEPS, help="steps of each training")
+    parser.add_argument("--target", choices=CHIPS, help="compile for this chip, and predict")
+    parser.add_argument("--time", type=int, help="time so many steps of a wide network")
     parser.add_argument("--resume", action="store_true", help="keep the trainings in the file")
 
 

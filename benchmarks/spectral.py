@@ -1,9 +1,9 @@
 """When are DFT matrices faster than the FFT, and what does half precision save?
 
-A spectral convolution, forward and gradient, by truncated DFT matrices and by FFT in float32,
-interleaved: seconds, also without the gradient of the field, temporary memory, and the error of
-either against float64, with that of the matrices in half precision beside it. `auto` is what the
-cost model picks. The memory of whole networks is told by `fno_step`.
+The benchmark compares a spectral convolution, forward and gradient, by truncated DFT matrices and
+by FFT, in float32 and interleaved. It records seconds (also without the gradient of the field),
+temporary memory, and the errors against float64, also of the matrices in half precision. `auto` is
+the choice of the cost model. For the memory of whole networks see `fno_step`.
 """
 
 import argparse
@@ -31,7 +31,7 @@ ROUNDS = 5
 
 
 def _exact(layer: mpx.nn.SpectralConv, x: np.ndarray) -> np.ndarray:
-    """One sample in float64."""
+    """Computes one sample in float64."""
     m = layer.modes[0]
     weight = np.asarray(layer.weight, np.float64) @ np.array([1, 1j])
     k = (np.arange(m) - m // 2) % x.shape[1]
@@ -47,7 +47,7 @@ def _loss(layer: mpx.nn.SpectralConv, x: jax.Array) -> jax.Array:
 
 
 def _measure(report: Report, n: int, modes: int, channels: int, batch: int, rounds: int) -> None:
-    """One size: seconds, memory and errors by method."""
+    """Records seconds, memory and errors of one size by method."""
     weights = eqx.filter_jit(eqx.filter_grad(_loss))
     gradient = eqx.filter_jit(eqx.filter_grad(lambda both: _loss(*both)))
     x = jax.random.normal(jax.random.key(1), (batch, channels, n, n))

@@ -1,16 +1,16 @@
 """How long does it take to reach an error? Every rival trains the same problem: error against time.
 
 The problems are `cavity` and `burgers_1d` of `examples/problems`. Network, initial weights, points,
-optimizer and steps are the same for all rivals; the error is the problem's, against its reference:
-on the center lines of the cavity, on a grid for Burgers' equation.
+optimizer and steps are the same for all rivals. The error is the problem's, against its reference:
+on the center lines of the cavity, and on a grid for Burgers' equation.
 
-Errors by step are the same on a busy machine, times are not. So trainings and times are taken apart
-and add up in one file: a run trains from each seed what is not there yet, and `--time`, where
-nothing else runs, times the steps of all rivals in turn. Seconds to an error are steps times the
-median time of one; compilation stands beside them.
+A busy machine changes times but not errors by step. So trainings and times are separate runs whose
+results add up in one file. A run trains from each seed the rivals that the file lacks. `--time`
+times the steps of all rivals in turn, on a machine where nothing else runs. The time to an error is
+the number of steps times the median time of one; compilation is recorded separately.
 
 On a CPU, `TF32, emulated` rounds the operands of all products as a GPU does: its errors are those
-of TF32, but the time it takes says nothing.
+of TF32, but its time means nothing.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from ._report import Report, RivalMissing, failure, require, timing
 from .pinn_step import layers_of, with_layers
 
 
-SHOCK = 0.05  # half of the points are that far from it, by their standard deviation
+SHOCK = 0.05  # standard deviation of the distance of half of the points from the shock
 PER_CALL = 100  # steps
 ROUNDS = 8
 
@@ -45,7 +45,7 @@ ROUNDS = 8
 
 
 class Size(NamedTuple):
-    """Network, points in a step, and steps."""
+    """The sizes of the network, the number of points in a step, and the number of steps."""
 
     width: int
     depth: int
@@ -61,7 +61,7 @@ SIZES = {
 
 
 def cavity(size: Size) -> Any:
-    """The problem in another size."""
+    """Builds the problem at another size."""
 
     def network(key):
         options = {"key": key, "fourier_features": (16, 0.5)}
@@ -73,15 +73,15 @@ def cavity(size: Size) -> Any:
         shape = (PER_CALL, size.points, 2)
         return jax.random.uniform(key, shape, maxval=jnp.array([1.0, 0.998]))
 
-    # Second derivatives are singular in the corners: a point close to one is a spike of many powers
-    # of two over what the last steps have shown.
+    # Second derivatives are singular in the corners: a point close to one is a spike, many powers
+    # of two above the values of the last steps.
     derivatives = lambda: mpx.DerivativeScaling.per_direction("xy", order=2, margin=12)
     given = {"network": network, "points": points, "steps": size.steps, "derivatives": derivatives}
     return dataclasses.replace(_cavity.PROBLEM, **given)
 
 
 def burgers(size: Size) -> Any:
-    """The same, on points that no network chooses: half of them lie around the shock at x = 0."""
+    """Builds the same, on points that no network chooses: half lie around the shock at x = 0."""
 
     def points(_, key):
         shape = (PER_CALL, size.points)
@@ -97,11 +97,11 @@ def burgers(size: Size) -> Any:
     return dataclasses.replace(_burgers.PROBLEM, **given, optimizer="adam", learning_rate=5e-3)
 
 
-# --- Trainings that can be followed: generators that train a little, and say where they are ---
+# --- Trainings that can be followed: generators that train a little and yield their state -----
 
 
 class Moment(NamedTuple):
-    """Where a training is. Its error is only computed when it is asked for."""
+    """The state of a training. Its error is computed only on request."""
 
     steps: int
     seconds: float  # of the steps alone, without compilation and evaluation
@@ -113,15 +113,18 @@ Training = Iterator[Moment]
 
 
 def points_by_call(trainer: Any, model: Any, key: jax.Array) -> Iterator[Any]:
-    """The points of all steps of a call, for each call of a training; the model chooses none."""
+    """Yields the points of all steps of each call in a training; the model chooses none of them."""
     for _ in range(trainer.steps // trainer.per_call):
         key, points_key = jax.random.split(key)
         yield jax.block_until_ready(trainer.next_points(model, points_key))
 
 
 def take_turns(trainings: dict[str, Training]) -> Iterator[tuple[str, Moment]]:
-    """All moments of all trainings, one of each in turn, so that a machine that slows down slows
-    down all of them. A training that fails raises where its moment would be."""
+    """Yields the moments of all trainings, one of each in turn.
+
+    A machine that slows down thus slows down all of them. A training that fails raises its error in
+    place of its moment.
+    """
     for moments in itertools.zip_longest(*trainings.values()):
         yield from ((n, m) for n, m in zip(trainings, moments, strict=True) if m is not None)
 
@@ -138,10 +141,10 @@ def in_jax(
     matmul: str | None = None,
     make: Callable[..., Any] = Trainer,
 ) -> Training:
-    """The training of the runner in one of its precisions.
+    """Trains with the runner in one of its precisions.
 
-    With `plain`, the network is a function of which nothing is known, differentiated by nested
-    `jax.jvp`. `matmul` is JAX's default precision of products.
+    With `plain`, the network is an opaque function, differentiated by nested `jax.jvp`. `matmul` is
+    JAX's default precision of products.
     """
     if plain:
         plainly = lambda key, network=problem.network: without_protection(network(key))
@@ -170,7 +173,7 @@ def in_jax(
 
 
 class ByMpx(Trainer):
-    """By MPX as its documentation has it: everything in float16, with its loss scaling."""
+    """Trains with MPX as documented: everything in float16, with its loss scaling."""
 
     def _scaling(self) -> Any:
         return require("mpx").DynamicLossScaling(
@@ -188,7 +191,7 @@ class ByMpx(Trainer):
 
 
 def in_torch(problem: Any, seed: int, *, precision: str) -> Training:
-    """The cavity in PyTorch, with the same weights and points: see `_torch/pinn.py`."""
+    """Trains the cavity in PyTorch, with the same weights and points: see `_torch/pinn.py`."""
     require("torch")
     from ._torch.pinn import train
 
@@ -213,11 +216,11 @@ def in_torch(problem: Any, seed: int, *, precision: str) -> Training:
 
 HALVES = ("float16", "bfloat16")
 EXACT = partial(in_jax, precision="float32", matmul="highest")
-"""True float32, also where products are TF32 unless one asks for more."""
+"""True float32, even where products are TF32 by default."""
 
 
 def burgers_rivals(on_gpu: bool) -> dict[str, Callable[[Any, int], Training]]:
-    """By name, what trains a problem from a seed."""
+    """Returns by name the functions that train a problem from a seed."""
     plain = partial(in_jax, precision="float32", plain=True)
     emulated = partial(plain, make=partial(Trainer, transform=emulate_tf32))
     tf32 = partial(plain, matmul="tensorfloat32")
@@ -236,7 +239,7 @@ def burgers_rivals(on_gpu: bool) -> dict[str, Callable[[Any, int], Training]]:
 
 
 def cavity_rivals(on_gpu: bool) -> dict[str, Callable[[Any, int], Training]]:
-    """And by PyTorch."""
+    """Returns the same, and those by PyTorch."""
     return {
         **burgers_rivals(on_gpu),
         "PyTorch, float32": partial(in_torch, precision="float32"),
@@ -246,24 +249,24 @@ def cavity_rivals(on_gpu: bool) -> dict[str, Callable[[Any, int], Training]]:
 
 
 PROBLEMS = {"cavity": (cavity, cavity_rivals), "burgers": (burgers, burgers_rivals)}
-"""What makes a problem of a size, and its rivals."""
+"""For each problem, its builder from a size and the builder of its rivals."""
 
-# --- What runs -------------------------------------------------------------------------------
+# --- Runs ------------------------------------------------------------------------------------
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--problem", choices=PROBLEMS, required=True)
-    parser.add_argument(
-        "--size", choices=("small", "full"), help="by default small, and full on a GPU"
-    )
+    parser.add_argument("--size", choices=("small", "full"), help="by default small; full on a GPU")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rivals", nargs="+", help="by default all")
     parser.add_argument("--time", action="store_true", help="time steps, and train nothing")
 
 
 def compiled(report: Report, trainings: dict[str, Training]) -> dict[str, tuple[Moment, float]]:
-    """Of each rival the moment before the first step, and the seconds that it took to get there.
-    What fails or is not installed is left out, and the reason recorded or printed."""
+    """Returns each rival's moment before the first step, and the seconds until then.
+
+    Leaves out rivals that fail or are not installed, and records or prints the reason.
+    """
     out = {}
     for name, training in trainings.items():
         start = time.perf_counter()
@@ -291,7 +294,7 @@ def follow(report: Report, problem: Any, seed: int, rivals: dict[str, Any]) -> N
 
 
 def clock(report: Report, problem: Any, rivals: dict[str, Any]) -> None:
-    """Times the steps of rivals in turn; what is emulated does not take the time that it would."""
+    """Times the steps of rivals in turn; emulated rivals get no time, for theirs means nothing."""
     trainings = {name: train(problem, 0) for name, train in rivals.items()}
     started = compiled(report, trainings)
     before = {name: first for name, (first, _) in started.items()}
@@ -313,7 +316,7 @@ def run(report: Report, args: argparse.Namespace) -> None:
     size = "quick" if args.quick else args.size or ("full" if on_gpu else "small")
     problem, rivals = make_problem(SIZES[size]), make_rivals(on_gpu)
     chosen = {name: rivals[name] for name in args.rivals or rivals}
-    if not args.quick:  # times are taken anew
+    if not args.quick:  # times are always taken anew
         report.resume(*(["curves"] if args.time else ["curves", "times"]), same_code=True)
     report.record("size", name=size, **SIZES[size]._asdict())
     if args.time or args.quick:

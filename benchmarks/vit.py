@@ -1,7 +1,7 @@
 """Does autocast train a transformer as well as float32? Accuracy on handwritten digits.
 
-The trainings are those of `examples/vit.py`: the same network, images and optimizer in float32, by
-autocast and by casting the whole model, one after another, for each seed.
+The trainings are those of `examples/vit.py`, with the same network, images and optimizer. For each
+seed they run one after another in float32, by autocast, and by casting the whole model.
 """
 
 import argparse

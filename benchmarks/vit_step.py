@@ -2,13 +2,13 @@
 
 The question is that of figures 2 and 3 of Gräfe & Trimpe, *MPX: Mixed Precision Training for JAX*
 (2025). The rivals train the network of `examples/vit.py` from the same weights on the same batches
-with AdamW, at the rates of the example: the small one on handwritten digits on a CPU, ViT-Base on
-synthetic images on a GPU.
+with AdamW, at the learning rates of the example. On a CPU they train the small network on
+handwritten digits, on a GPU ViT-Base on synthetic images.
 
 - `mpx_pde`: float32, by autocast, and by casting the whole model;
-- `MPX`: with softmax, layer norms and the mean in full precision by its `force_full_precision`, as
-  its documentation has it;
-- `jmp`: casts, loss scale and skipped steps by its functions, as its documentation has it;
+- `MPX`: softmax, layer norms and the mean in full precision by its `force_full_precision`, as
+  documented;
+- `jmp`: casts, loss scale and skipped steps by its functions, as documented;
 - `torch`: float32, and `torch.amp` in bfloat16 and in float16 with a `GradScaler`; attention is its
   fused `scaled_dot_product_attention`, the rest is eager.
 
@@ -39,10 +39,10 @@ from ._steps import HIGHEST, TF32, Rival, Task
 vit = load_example("vit")
 
 CPU_BATCHES = [16, 64, 256]
-GPU_BATCHES = [64, 256, 16]  # in order of importance: what the time does not allow is left out
+GPU_BATCHES = [64, 256, 16]  # in order of importance: sizes that exceed the time are left out
 EXACT_CHUNK = 16  # samples at a time in float64
-STEPS = 40  # of the schedule of learning rates
-WEIGHT_DECAY = 0.05  # of the example
+STEPS = 40  # in the schedule of learning rates
+WEIGHT_DECAY = 0.05  # as in the example
 HALVES = ("float16", "bfloat16")
 
 
@@ -51,7 +51,7 @@ def of_logits(logits: jax.Array, labels: jax.Array) -> jax.Array:
 
 
 def loss(model: Any, batch: Any, cast: Callable = lambda x: x) -> tuple[jax.Array, jax.Array]:
-    """The loss of the example, and the logits."""
+    """Returns the loss of the example and the logits."""
     logits = cast(jax.vmap(model)(batch.images))
     return of_logits(logits, batch.labels), logits
 
@@ -60,7 +60,7 @@ def loss(model: Any, batch: Any, cast: Callable = lambda x: x) -> tuple[jax.Arra
 
 
 def forward_for_mpx(in_full: Callable, model: Any, image: jax.Array) -> jax.Array:
-    """The network, with what is delicate in full precision."""
+    """Evaluates the network, with delicate operations in full precision."""
     full = lambda f, x, **options: in_full(f, x.dtype)(x, **options)
     norm = lambda layer, x: full(jax.vmap(layer), x)
 
@@ -138,7 +138,7 @@ def torch_rivals(size: Any, gpu: bool, task: Task) -> dict[str, Any]:
     return {name: partial(step, *arguments, p) for name, p in precisions.items()}
 
 
-# --- What runs -------------------------------------------------------------------------------
+# --- Runs ------------------------------------------------------------------------------------
 
 
 def some_batches(size: Any, gpu: bool) -> list[Any]:

@@ -1,22 +1,22 @@
 """What goes over the wires and into memory from 1 to 8 H100s and up to 64 TPUs, at constant work?
 
-The training steps of `examples/sharded.py` (lid-driven cavity and Darcy flow) in its three
-layouts, with the same batch on each device, compiled for devices that need not be here. Perfect
-weak scaling is memory that does not grow with the number of devices, and traffic that does not
-grow beyond that of a ring.
+The training steps of `examples/sharded.py` (lid-driven cavity and Darcy flow) are compiled in its
+three layouts, with the same batch on each device, for devices that need not be present. With
+perfect weak scaling, memory does not grow with the number of devices, and traffic does not grow
+beyond that of a ring.
 
-Three sizes of what is sent stand in a record, all for one device and one step:
+A record holds three sizes, all for one device and one step:
 
-- `bytes`: the results of the collectives, as the program has them;
-- `wire_bytes`: what a device sends then, if the collectives are rings. This is a **model**: an
-  all-reduce of s bytes sends 2 (n - 1)/n s, an all-gather into s bytes (n - 1)/n s, and so does a
-  reduce-scatter of s bytes. What the hardware really does depends on its network;
+- `bytes`: the results of the collectives in the program;
+- `wire_bytes`: the bytes that a device sends if the collectives are rings. This is a **model**: an
+  all-reduce of s bytes sends 2 (n - 1)/n s; an all-gather into s bytes and a reduce-scatter of s
+  bytes send (n - 1)/n s each. The actual traffic depends on the network of the hardware;
 - `temp_bytes` and `argument_bytes`: memory, also relative to one device (`over_one`).
 
-The 64 TPUs are 16 hosts of a pod slice, the eight H100s one host; the compiler for TPUs takes
-about a minute for each of the cavity's programs. Nothing runs, so there are neither times nor
-errors here: that all layouts train the same curve on 1 to 8 devices is what
-`tests/training/test_sharded.py` tests.
+The 64 TPUs are the 16 hosts of a pod slice, the eight H100s are one host. The compiler for TPUs
+takes about a minute for each of the cavity's programs. Nothing runs, so there are neither times nor
+errors here; `tests/training/test_sharded.py` tests that all layouts train the same curve on 1 to 8
+devices.
 
     python -m benchmarks weak_scaling --platform h100
     python -m benchmarks weak_scaling --platform v5e
@@ -38,7 +38,7 @@ TARGETS = {
     "h100": ("h100", "h100x4", "h100x8"),
     "v5e": ("v5e", "v5ex4", "v5ex16", "v5ex64"),
 }
-"""By platform, the smallest first."""
+"""Targets by platform, the smallest first."""
 
 
 SIZES = {"cavity": (16_384, 512), "fno": (16, 64)}
@@ -64,7 +64,7 @@ def compiled(example: Any, target: str, batch: int, key: dict[str, Any]) -> Comp
 
 
 def ring_bytes(kind: str, size: int, devices: int) -> int:
-    """What each device of a ring sends in a collective whose result on it has `size` bytes."""
+    """Returns the bytes that each device of a ring sends; `size` is the result's bytes on it."""
     share = (devices - 1) / devices
     # The operand of a reduce-scatter is `devices` times as large.
     factors = {"all-reduce": 2 * share, "reduce-scatter": devices - 1, "collective-permute": 1}
@@ -74,7 +74,7 @@ def ring_bytes(kind: str, size: int, devices: int) -> int:
 def measure(
     report: Report, example: Any, key: dict[str, Any], batch: int, targets: Sequence[str]
 ) -> None:
-    """One step on all targets, the first of which is one device."""
+    """Records one step on all targets, the first of which is one device."""
     programs = {target: compiled(example, target, batch, key) for target in targets}
     one = programs[targets[0]]
     for target, program in programs.items():

@@ -1,1 +1,1 @@
-"""What PyTorch does with the problems of the benchmarks. Imported only where it is installed."""
+"""PyTorch's versions of the benchmarks' problems. Imported only where PyTorch is installed."""

@@ -1,4 +1,4 @@
-"""The training step on the cavity in PyTorch: see `benchmarks/_cavity.py`."""
+"""The training step on the cavity in PyTorch: see `benchmarks/pinn_step.py`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -12,14 +12,14 @@ from ..pinn_step import Layers, balance, named, nested
 from .steps import DEVICE, TorchStep, autocast
 
 
-# Every compiled step has the same code, and a compiled program of its own.
+# All compiled steps share the same code, but each has its own compiled program.
 torch._dynamo.config.recompile_limit = 64  # pyright: ignore
 
-LEARNING_RATE = 1e-3  # that of the other libraries, `_steps.adam`
+LEARNING_RATE = 1e-3  # as for the other libraries, `_steps.adam`
 
 
 def network(layers: Layers) -> torch.nn.Sequential:
-    """A tanh network with these weights."""
+    """Builds a tanh network with these weights."""
     modules: list[torch.nn.Module] = []
     for weight, bias in layers:
         linear = torch.nn.Linear(*weight.shape)
@@ -31,7 +31,7 @@ def network(layers: Layers) -> torch.nn.Sequential:
 
 
 def layers_of(model: torch.nn.Sequential, value: Callable = lambda p: p) -> Layers:
-    """The weights of a network in NumPy, or what `value` makes of them."""
+    """Returns the weights of a network in NumPy, or `value` of each weight."""
     array = lambda p: value(p).detach().cpu().numpy().copy()
     return [(array(m.weight).T, array(m.bias)) for m in model if isinstance(m, torch.nn.Linear)]
 
@@ -40,12 +40,12 @@ def layers_of(model: torch.nn.Sequential, value: Callable = lambda p: p) -> Laye
 
 
 def slopes(y: torch.Tensor, points: torch.Tensor) -> torch.Tensor:
-    """The derivatives of y, shape [points], with respect to both coordinates."""
+    """Returns the derivatives of y, shape [points], with respect to both coordinates."""
     return torch.autograd.grad(y.sum(), points, create_graph=True)[0]
 
 
 def double_backward(fun: Callable, points: torch.Tensor, order: int) -> dict[str, torch.Tensor]:
-    """What `balance` wants, by reverse mode over reverse mode: for `points` that require
+    """Computes the inputs of `balance` by reverse mode over reverse mode; `points` must require
     their gradient."""
     value = fun(points).float().unbind(-1)
     first = [slopes(y, points).unbind(-1) for y in value]
@@ -60,7 +60,7 @@ def double_backward(fun: Callable, points: torch.Tensor, order: int) -> dict[str
 
 
 def vmapped_jvp(fun: Callable, points: torch.Tensor, order: int) -> dict[str, torch.Tensor]:
-    """The same by `torch.func`: forward mode over forward mode, at each point."""
+    """Computes the same by `torch.func`: forward mode over forward mode, at each point."""
     eye = partial(torch.eye, device=points.device)
     return vmap(nested(fun, order, jvp=jvp, eye=eye))(points)
 
@@ -80,10 +80,10 @@ def cavity_step(
     points: np.ndarray,
     order: int,
 ) -> TorchStep:
-    """A step with `torch.amp` in half precision, and `GradScaler` in float16.
+    """Builds a step with `torch.amp` in half precision, and with `GradScaler` in float16.
 
-    Derivatives with respect to the points come out of `autocast` as its documentation has it: the
-    network inside, the loss in float32.
+    As PyTorch's documentation recommends, the network and its derivatives with respect to the
+    points run inside `autocast`, and the loss outside in float32.
     """
     model = network(layers)
 

@@ -11,7 +11,7 @@ from .steps import DEVICE, TorchStep, in_turn, supervised, tensor
 
 
 def _parameters(model: FNO) -> list[torch.nn.Parameter]:
-    """In the order of the leaves of `mpx_pde.nn.FNO`."""
+    """Returns the parameters in the order of the leaves of `mpx_pde.nn.FNO`."""
     mlp = lambda m: [p for layer in m.fcs for p in (layer.weight, layer.bias)]
     blocks, out = model.fno_blocks, mlp(model.lifting)
     for i, conv in enumerate(blocks.convs):
@@ -21,7 +21,7 @@ def _parameters(model: FNO) -> list[torch.nn.Parameter]:
 
 
 def _to_torch(array: Any) -> torch.Tensor:
-    """Spectral weights `[k_1, k_2, in, out, 2]` as complex `[in, out, k_1, k_2]`."""
+    """Converts spectral weights `[k_1, k_2, in, out, 2]` to complex `[in, out, k_1, k_2]`."""
     x = tensor(array)
     return torch.view_as_complex(x.permute(2, 3, 0, 1, 4).contiguous()) if x.ndim == 5 else x
 
@@ -33,8 +33,11 @@ def _to_numpy(x: torch.Tensor, shape: Sequence[int]) -> np.ndarray:
 
 
 def network(leaves: Sequence[Any], **options: Any) -> tuple[FNO, list[torch.nn.Parameter]]:
-    """The network, and its parameters in the order of `leaves`, the arrays of a
-    `mpx_pde.nn.FNO` of one channel in and out. `options` go to neuraloperator's."""
+    """Builds the network, and lists its parameters in the order of `leaves`.
+
+    `leaves` are the arrays of a `mpx_pde.nn.FNO` with one input and one output channel. `options`
+    are passed to neuraloperator's FNO.
+    """
     spectral = [leaf for leaf in leaves if leaf.ndim == 5]
     modes, _, channels, _, _ = spectral[0].shape
     sizes = {"n_modes": (modes, modes), "in_channels": 1, "out_channels": 1}
@@ -44,7 +47,7 @@ def network(leaves: Sequence[Any], **options: Any) -> tuple[FNO, list[torch.nn.P
     with torch.no_grad():
         for parameter, leaf in zip(parameters, leaves, strict=True):
             parameter.copy_(_to_torch(leaf).reshape(parameter.shape))
-    # neuraloperator leaves out the activation between convolution and MLP in the last block.
+    # In its last block, neuraloperator has no activation between convolution and MLP.
     mlps = model.fno_blocks.channel_mlp
     mlps[-1] = torch.nn.Sequential(torch.nn.GELU(), mlps[-1])
     return model, parameters
@@ -64,9 +67,9 @@ def step(
     grad_scaler: bool = False,
     **options: Any,
 ) -> TorchStep:
-    """A step with Adam and the relative L2 loss, the data and weights being those of JAX.
+    """Builds a step with Adam and the relative L2 loss, with the data and weights of JAX.
 
-    neuraloperator's own trainer scales no gradients, and a `GradScaler` refuses complex ones.
+    neuraloperator's own trainer does not scale gradients, and a `GradScaler` rejects complex ones.
     """
     model, parameters = network(leaves, **options)
 

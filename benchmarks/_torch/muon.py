@@ -1,15 +1,15 @@
-"""Muon as Optax has it, so that PyTorch takes the same steps."""
+"""Muon as in Optax, so that PyTorch takes the same steps."""
 
 from collections.abc import Iterable, Sequence
 
 import torch
 
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of Optax
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Optax's
 
 
 def orthogonalized(x: torch.Tensor, steps: int = 5, eps: float = 1e-8) -> torch.Tensor:
-    """About the nearest matrix with orthonormal rows or columns, by Newton and Schulz."""
+    """Approximates the nearest matrix with orthonormal rows or columns by Newton–Schulz steps."""
     a, b, c = COEFFICIENTS
     x = x / (torch.linalg.norm(x) + eps)
     tall = x.shape[0] > x.shape[1]
@@ -21,10 +21,10 @@ def orthogonalized(x: torch.Tensor, steps: int = 5, eps: float = 1e-8) -> torch.
 
 
 class Muon(torch.optim.Optimizer):
-    """`optax.contrib.muon` with `rates[i]` in step i: orthogonalized momentum for matrices, and
-    Adam with Nesterov's momentum for all other parameters.
+    """`optax.contrib.muon` with learning rate `rates[i]` in step i: orthogonalized momentum for
+    matrices, and Adam with Nesterov momentum for all other parameters.
 
-    Matrices are the weights of `torch.nn.Linear`, whose first axis is the outputs.
+    Matrices are the weights of `torch.nn.Linear`, whose first axis indexes the outputs.
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], rates: Sequence[float]):
@@ -40,7 +40,7 @@ class Muon(torch.optim.Optimizer):
                 p.sub_(rate * (self._muon(p) if p.ndim == 2 else self._adam(p)))
 
     def _momentum(self, p: torch.Tensor, beta: float) -> torch.Tensor:
-        """Nesterov's, without bias."""
+        """Returns bias-corrected Nesterov momentum."""
         state, t = self.state[p], self.count
         if "momentum" not in state:
             state["momentum"] = torch.zeros_like(p)

@@ -16,7 +16,7 @@ from .steps import TorchStep, autocast, synchronize, tensor
 
 
 def lift(points: torch.Tensor) -> torch.Tensor:
-    """The fields that have the corners and meet all boundary conditions."""
+    """Computes the fields that contain the corners and meet all boundary conditions."""
     x, y = points.unbind(-1)
     a, b, c, d = cavity._A, cavity._B, cavity._C, 1 - y
 
@@ -31,7 +31,7 @@ def lift(points: torch.Tensor) -> torch.Tensor:
 
 
 def loss_of(d: dict[str, torch.Tensor], points: torch.Tensor) -> torch.Tensor:
-    """The loss of the example."""
+    """Computes the loss of the example."""
     mass = d["u_x"] + d["v_y"]
     x = d["u"] * d["u_x"] + d["v"] * d["u_y"] + d["p_x"] - cavity.NU * d["lap_u"]
     y = d["u"] * d["v_x"] + d["v"] * d["v_y"] + d["p_y"] - cavity.NU * d["lap_v"]
@@ -48,17 +48,18 @@ def train(
     rates: Sequence[float],
     precision: str,
 ) -> Iterator[tuple[float, Layers]]:
-    """Trains by double backward and Muon, and yields before the first call and after each the
-    seconds spent on steps and the running average of the weights, about that over the last tenth
-    of the training.
+    """Trains by double backward and Muon.
+
+    Yields before the first call and after each call the seconds spent on steps and the running
+    average of the weights, which covers about the last tenth of the training.
 
     **Arguments:**
 
     - `layers`: the initial weights W and biases b of the example's network, x @ W + b.
     - `frequencies`: its Fourier features, shape `[2, features]`, in cycles per unit of length.
     - `points_by_call`: for each call the points of its steps, shape `[steps, batch, 2]`.
-    - `rates`: the learning rate of each step of all calls.
-    - `precision`: "float32", "TF32" (a GPU's), or "float16" or "bfloat16" by `torch.amp`, float16
+    - `rates`: the learning rate of each step, over all calls.
+    - `precision`: "float32", "TF32" (on a GPU), or "float16" or "bfloat16" by `torch.amp`, float16
         with `GradScaler`.
     """
     frequency, model = tensor(frequencies), network(layers)
@@ -66,7 +67,7 @@ def train(
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))
 
     def inner(points):
-        """What the network adds to the lift: only the network itself is in half precision."""
+        """Returns what the network adds to the lift; only the network runs in half precision."""
         phase = 2 * torch.pi * (points @ frequency)
         with autocast(precision):
             out = model(torch.cat([torch.cos(phase), torch.sin(phase)], dim=-1)).float()
@@ -84,7 +85,7 @@ def train(
     yield seconds, layers
     for points in points_by_call:
         start, batches = time.perf_counter(), tensor(points)
-        # The lift depends on no weight: its derivatives for all steps are one pass.
+        # The lift depends on no weights, so one pass computes its derivatives for all steps.
         every = double_backward(lift, batches.reshape(-1, 2).requires_grad_(), 2)
         lifted = {k: v.detach().reshape(batches.shape[:2]) for k, v in every.items()}
         for i, batch in enumerate(batches):

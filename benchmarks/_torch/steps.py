@@ -17,12 +17,12 @@ HALF = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def tensor(x: Any) -> torch.Tensor:
-    """A copy of an array on the device."""
+    """Copies an array to the device."""
     return torch.tensor(np.asarray(x), device=DEVICE)
 
 
 def in_turn(batches: Sequence[Any]) -> Iterator[Any]:
-    """The batches again and again, on the device."""
+    """Cycles through the batches, on the device."""
     return cycle([tuple(map(tensor, batch)) for batch in batches])
 
 
@@ -32,13 +32,13 @@ def synchronize() -> None:
 
 
 def autocast(precision: str) -> Any:
-    """`torch.autocast`, in half precision."""
+    """Returns `torch.autocast` in half precision, and a null context otherwise."""
     half = HALF.get(precision)
     return torch.autocast(DEVICE, dtype=half) if half else nullcontext()
 
 
 def supervised(model: torch.nn.Module, loss: Callable, precision: str) -> Callable:
-    """The loss of a batch of inputs and outputs, and the predictions."""
+    """Returns a function from a batch of inputs and outputs to the loss and the predictions."""
 
     def evaluate(batch):
         inputs, outputs = batch
@@ -50,12 +50,11 @@ def supervised(model: torch.nn.Module, loss: Callable, precision: str) -> Callab
 
 
 class TorchStep:
-    """A step in float32, TF32 (a GPU's), or half precision, by default with a `GradScaler` in
-    float16.
+    """A step in float32, TF32 (on a GPU) or half precision; float16 uses a `GradScaler` by default.
 
-    `loss` takes a batch and returns the loss and predictions. `gradients` are those of the
-    parameters as NumPy arrays in the order and layout of the JAX network; `learning_rates` those of
-    the steps, where they change.
+    `loss` takes a batch and returns the loss and predictions. `gradients` returns the gradients of
+    the parameters as NumPy arrays in the order and layout of the JAX network. `learning_rates` are
+    those of the steps, if they change.
     """
 
     def __init__(
@@ -79,7 +78,7 @@ class TorchStep:
         self.temp_bytes = None
 
     def _next(self) -> Any:
-        """The batch of the next step, whose learning rate is set."""
+        """Sets the learning rate of the next step and returns its batch."""
         if self.rates is not None:
             rate = next(self.rates)
             for group in self.optimizer.param_groups:
@@ -114,7 +113,7 @@ class TorchStep:
             value, _ = self.take(batch)
             synchronize()
             return value
-        # The optimizer's state is there now, and stays; the gradients come and go.
+        # The optimizer's state exists now and stays; gradients are allocated anew in each step.
         self.optimizer.zero_grad(set_to_none=True)
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

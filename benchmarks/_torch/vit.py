@@ -44,7 +44,7 @@ class Dense(nn.Module):
 
 
 class ViT(nn.Module):
-    """`size` is a `Size` of `examples/vit.py`; parameters are registered in its order."""
+    """The network in PyTorch; `size` is a `Size` of `examples/vit.py`."""
 
     def __init__(self, size: Any):
         super().__init__()
@@ -67,7 +67,7 @@ class ViT(nn.Module):
         return self.head(self.norm(x).mean(1))
 
     def ordered(self) -> list[nn.Parameter]:
-        """In the order of the leaves of the network in JAX."""
+        """Returns the parameters in the order of the leaves of the JAX network."""
         layers = [self.embedding, *self.blocks, self.norm, self.head]
         first, *rest = ([*layer.parameters()] for layer in layers)
         return [*first, self.positions, *(p for layer in rest for p in layer)]
@@ -81,7 +81,7 @@ def step(
     weight_decay: float,
     precision: str,
 ) -> TorchStep:
-    """A step with AdamW, from weights and with the data of JAX; `rate` is that of each step."""
+    """Builds a step with AdamW, with the weights and data of JAX; `rate(i)` is step i's rate."""
     model = ViT(size).to(DEVICE)
     parameters = model.ordered()
     with torch.no_grad():
