@@ -1,4 +1,5 @@
-"""The command lines of the examples: what may be given, and how Ctrl-C ends a training."""
+"""Shared parts of the examples' command lines: options, progress bars, and a clean end by
+Ctrl-C."""
 
 import argparse
 import os
@@ -15,7 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 
 def progress_bar(console: Console, width: int) -> Progress:
-    """A bar for each task: its description, in `width` columns, steps, and the field `loss`."""
+    """Returns a bar per task: its description in `width` columns, its steps and its field
+    `loss`."""
     return Progress(
         TextColumn(f"{{task.description:>{width}}}"),
         BarColumn(),
@@ -27,7 +29,7 @@ def progress_bar(console: Console, width: int) -> Progress:
 
 
 class _Help(argparse.HelpFormatter):
-    """Says the default of each option that has one."""
+    """Adds the default of each option to its help."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         text, default = action.help, action.default
@@ -40,7 +42,7 @@ class _Help(argparse.HelpFormatter):
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """A parser whose `--help` has the first line of `description`, and all defaults."""
+    """Returns a parser whose `--help` shows the first line of `description` and all defaults."""
     first = (description or "").split("\n", 1)[0]
     return argparse.ArgumentParser(description=first, formatter_class=_Help)
 
@@ -55,20 +57,20 @@ def training_parser(
     out: str,
     quick: str,
 ) -> argparse.ArgumentParser:
-    """A parser for several trainings from a seed, and a picture of them."""
+    """Returns a parser for several trainings from a seed, and a picture of them."""
     options = parser(description)
-    told = "what to train in, one after another"
+    told = "precisions to train in, one after another"
     given = {"nargs": "+", "choices": precisions, "default": shown, "dest": "precisions"}
     options.add_argument("--precision", **given, help=told)
-    options.add_argument("--steps", type=positive, help=f"of each training, {steps}")
-    options.add_argument("--seed", type=int, default=0, help=f"of the first weights and {data}")
+    options.add_argument("--steps", type=positive, help=f"steps of each training, {steps}")
+    options.add_argument("--seed", type=int, default=0, help=f"seed of initial weights and {data}")
     options.add_argument("--out", type=folder, default=out, help="folder of the picture")
     options.add_argument("--quick", action="store_true", help=quick)
     return options
 
 
 def positive(text: str) -> int:
-    """An option that is a number of something."""
+    """Parses an option that is a positive integer."""
     try:
         value = int(text)
     except ValueError:
@@ -79,7 +81,7 @@ def positive(text: str) -> int:
 
 
 def folder(text: str) -> Path:
-    """An option that is a folder to write to, which need not be there yet."""
+    """Parses an option that is a folder to write to; it need not exist yet."""
     path = Path(text)
     there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
     if not there.is_dir():
@@ -90,7 +92,7 @@ def folder(text: str) -> Path:
 
 
 def file(text: str) -> Path:
-    """An option that is a file to write."""
+    """Parses an option that is a file to write."""
     path = Path(text)
     if path.is_dir():
         raise argparse.ArgumentTypeError(f"cannot write to {text!r}: it is a folder")
@@ -100,9 +102,12 @@ def file(text: str) -> Path:
 
 @contextmanager
 def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
-    """Within it, Ctrl-C stops nothing at once: what this gives says whether to stop, and a training
-    asks it between two calls. What has been trained by then is told and drawn, and then
-    `KeyboardInterrupt` is raised after all. A second Ctrl-C does not wait."""
+    """Defers Ctrl-C until a training can stop.
+
+    Yields a function that returns whether to stop; a training calls it between two compiled calls.
+    What has been trained by then is printed and drawn, and then `KeyboardInterrupt` is raised after
+    all. A second Ctrl-C stops at once.
+    """
     asked = threading.Event()
 
     def ask(*_: Any) -> None:
@@ -113,7 +118,7 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
 
     try:
         before = signal.signal(signal.SIGINT, ask)
-    except ValueError:  # signals are the main thread's
+    except ValueError:  # only the main thread receives signals
         yield asked.is_set
         return
     try:
@@ -127,7 +132,7 @@ def stop_on_interrupt() -> Iterator[Callable[[], bool]]:
 def run_main(
     main: Callable[..., Any], options: argparse.ArgumentParser, argv: Sequence[str] | None = None
 ) -> None:
-    """Runs `main` with what the command line says. Ctrl-C ends it without a traceback."""
+    """Runs `main` with the options of the command line. Ctrl-C ends it without a traceback."""
     given = vars(options.parse_args(argv))
     try:
         main(**given)

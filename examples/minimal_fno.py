@@ -1,5 +1,5 @@
-"""A Fourier neural operator in mixed precision, in one page: it takes a periodic field half a unit
-of time ahead by Burgers' equation u_t + u u_x = u_xx / 50.
+"""A Fourier neural operator in mixed precision, in one page: it advances a periodic field by half a
+unit of time with Burgers' equation u_t + u u_x = u_xx / 50.
 
     python examples/minimal_fno.py
 """
@@ -16,7 +16,7 @@ STEPS, BATCH, GRID, SAMPLES = 1000, 32, 128, 768
 
 
 def solve(u, time=0.5, steps=800):
-    """Pseudo-spectral in space, midpoint rule in time with the diffusion taken exactly."""
+    """Solves pseudo-spectrally in space, by the midpoint rule in time, with exact diffusion."""
     k = jnp.fft.rfftfreq(GRID, 1 / GRID)
     dt, kept = time / steps, k < GRID / 3
     half = jnp.exp(-(k**2) / 50 * dt / 2)
@@ -32,7 +32,7 @@ def solve(u, time=0.5, steps=800):
 
 
 def fields(key, samples):
-    """Random smooth fields, shape [samples, GRID]: eight modes that fall off as 1 / k."""
+    """Draws random smooth fields, shape [samples, GRID]: eight modes that fall off as 1 / k."""
     x = 2 * jnp.pi * jnp.arange(GRID) / GRID
     k = jnp.arange(1, 9)
     waves = jnp.concatenate([jnp.sin(k[:, None] * x), jnp.cos(k[:, None] * x)])
@@ -54,8 +54,8 @@ def main(steps=STEPS, samples=SAMPLES):
 
     @eqx.filter_jit
     def step(model, opt_state, scaling, inputs, targets):
-        # Weights, fields and transforms in half precision, gradients and masters in float32. Fields
-        # come in as they are: the layers take out their mean before they round them.
+        # Weights, fields and transforms are in half precision, gradients and master weights in
+        # float32. Fields are passed in uncast: the layers remove their mean before rounding them.
         value_and_grad = mpx.filter_value_and_grad(loss, scaling, keep_full=(False, True, True))
         value, scaling, finite, grads = value_and_grad(model, inputs, targets)
         model, opt_state = mpx.optimizer_update(model, optimizer, opt_state, grads, finite)

@@ -25,8 +25,8 @@ def exact(t, x):
 
 
 def loss(model, points, *, derivatives):
-    # One pass through the network for all terms, half × half behind its first layer. With the
-    # scales that `filter_value_and_grad` hands over, derivatives stay in float16's range.
+    # One pass through the network computes all terms, half × half after its first layer. The scales
+    # that `filter_value_and_grad` passes in keep derivatives in float16's range.
     terms = mpx.partials(model, ["u_t", "u_xx"], coords="tx", outputs="u", scaling=derivatives)
     d = jax.vmap(terms)(points)
     residual = d["u_t"] - d["u_xx"] / 10
@@ -48,8 +48,8 @@ def main(steps=STEPS):
     @eqx.filter_jit
     def step(model, opt_state, scaling, key):
         points = jax.random.uniform(key, (POINTS, 2))
-        # The loss in float32, what is kept for the backward pass and its products in half.
-        # `use_mixed_precision=False` is plain float32.
+        # The loss is computed in float32. The backward pass, and what is stored for it, are in half
+        # precision. `use_mixed_precision=False` gives plain float32.
         value_and_grad = mpx.filter_value_and_grad(loss, scaling, forward="float32")
         value, scaling, finite, grads = value_and_grad(model, points)
         # A step whose gradients are not finite changes nothing.

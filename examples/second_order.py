@@ -1,14 +1,14 @@
-"""Burgers' equation by Levenberg–Marquardt, with residual and Jacobian in precisions of their own.
+"""Burgers' equation by Levenberg–Marquardt, with separate precisions for residual and Jacobian.
 
 The problem is
 
     u_t + u u_x = ν u_xx    for −1 ≤ x ≤ 1 and 0 ≤ t ≤ 1,    ν = 0.01/π,
 
-from −sin(πx), with a shock 0.01 wide in the end. A small network, in an ansatz that meets initial
-and boundary values, takes damped Gauss–Newton steps: the residual decides where the training ends,
-and the Jacobian only how it gets there. So the residual is float64 and the Jacobian float32 unless
-asked otherwise. The recipe stands in `problems/_deep.py`, and serves other problems too. A quarter
-of its 1,200 steps is enough for 1e-5.
+from −sin(πx), with a shock 0.01 wide at the end. A small network, in an ansatz that meets initial
+and boundary values, takes damped Gauss–Newton steps. The residual decides where the training ends,
+the Jacobian only how it gets there. So by default the residual is float64 and the Jacobian float32.
+The recipe is in `problems/_deep.py` and serves other problems too. A quarter of its 1,200 steps is
+enough for 1e-5.
 
     python examples/second_order.py
     python examples/second_order.py --precision float64
@@ -29,7 +29,7 @@ from rich.console import Console
 
 
 def picture(trainer: DeepTrainer, outcome: DeepOutcome, path: Path) -> None:
-    """The first field, the error of the network, and the error after some of the steps."""
+    """Draws the first field, the error of the network, and the error over the steps."""
     points, want = reference_of(trainer.problem)
     with jax.enable_x64(trainer.forward == "float64"):
         got = values_at(trainer.model, points)
@@ -58,7 +58,7 @@ def main(
     steps: int = 300,
     plot: Path | None = None,
 ) -> DeepOutcome:
-    """Trains with a progress bar, and draws the error to the file `plot`. Ctrl-C stops early."""
+    """Trains with a progress bar and draws the error to the file `plot`. Ctrl-C stops early."""
     console = Console()
     trainer = DeepTrainer(load(problem), precision, steps=steps)
     with stop_on_interrupt() as stop, progress_bar(console, len(problem)) as progress:
@@ -81,15 +81,15 @@ def main(
 
 def arguments() -> argparse.ArgumentParser:
     options = parser(__doc__)
-    options.add_argument("--problem", choices=names(), default="burgers_1d", help="to solve")
+    options.add_argument("--problem", choices=names(), default="burgers_1d", help="what to solve")
     options.add_argument(
         "--precision",
         choices=tuple(PRECISIONS),
         default="float64-float32",
-        help="of the residual and, behind a hyphen, of its Jacobian",
+        help="precision of the residual and, after a hyphen, of its Jacobian",
     )
-    options.add_argument("--seed", type=int, default=0, help="of weights and points")
-    options.add_argument("--steps", type=positive, default=300, help="how many")
+    options.add_argument("--seed", type=int, default=0, help="seed of weights and points")
+    options.add_argument("--steps", type=positive, default=300, help="number of steps")
     options.add_argument(
         "--plot", type=file, default=Path("outputs/second_order.png"), help="picture of the error"
     )

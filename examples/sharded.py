@@ -4,25 +4,25 @@ A physics-informed network for the lid-driven cavity (`--problem cavity`) or a F
 operator for Darcy flow (`--problem fno`) is trained with float16 products, in one of three layouts:
 
     --layout data       every device has the parameters, and a part of the points
-    --layout full       parameters, gradients and optimizer state are split over the devices too
+    --layout full       parameters, gradients and optimizer state are also split over the devices
     --layout shard_map  as `data`, with the sum of gradients written out: `--sum bfloat16` sends
                         half the bytes
 
-The first two are the training step of one device with the arrays laid out differently: JAX's
-compiler finds out what has to be sent. The curve is the same in all of them, and however many
-devices there are.
+The first two are the training step of one device with its arrays laid out differently: JAX's
+compiler finds out what has to be sent. The loss curve is the same in all layouts and for any number
+of devices.
 
     python examples/sharded.py                                    # all devices of this host
     python examples/sharded.py --quick                            # twenty small steps
     python examples/sharded.py --layout full --cpu-devices 4      # four virtual CPU devices
-    python examples/sharded.py --checkpoint outputs/run           # again, to go on where it stopped
+    python examples/sharded.py --checkpoint outputs/run           # run again to continue
 
-On several hosts the same command runs on each, with the address of the first:
+On several hosts, run the same command on each, with the address of the first:
 
     python examples/sharded.py --coordinator host0:1234 --processes 2 --process-id 0
     python examples/sharded.py --coordinator host0:1234 --processes 2 --process-id 1
 
-Under Slurm, `srun python examples/sharded.py --cluster` finds all three by itself.
+Under Slurm, `srun python examples/sharded.py --cluster` finds all three values by itself.
 """
 
 import json
@@ -65,13 +65,14 @@ class Problem(NamedTuple):
 
 
 def cavity_model(dtype: str | None, *, key: PRNGKeyArray, width: int = 32) -> eqx.Module:
-    """u, v and p at a point. With `dtype`, the parameters are the float32 masters: products round
-    them inside, so that they are gathered in half and their gradients summed in float32."""
+    """Maps a point to u, v and p. With `dtype`, the parameters are float32 master weights: products
+    round them inside, so that they are gathered in half precision and their gradients summed in
+    float32."""
     return mpx.nn.CoordinateMLP(2, 3, width, 4, key=key, dtype=dtype)
 
 
 def cavity_batch(key: PRNGKeyArray, size: int) -> dict[str, Float32[Array, "batch ..."]]:
-    """Points inside, points on the walls with the velocity there, and a weight for each row."""
+    """Draws points inside, points on the walls with the velocity there, and a weight per row."""
     inside, along, side = jax.random.split(key, 3)
     s = jax.random.uniform(along, (size,))
     side = jax.random.randint(side, (size,), 0, 4)
@@ -92,7 +93,7 @@ VISCOSITY = 0.01
 
 
 def cavity_loss(model: Any, batch: dict[str, Array], *, derivatives: Any) -> Float32[Array, ""]:
-    """Momentum, continuity and walls."""
+    """Computes the loss of momentum, continuity and walls."""
     fields = mpx.partials(model, TERMS, coords="xy", outputs="uvp", scaling=derivatives)
     d = jax.vmap(fields)(batch["inside"])
     momentum_x = d["u"] * d["u_x"] + d["v"] * d["u_y"] + d["p_x"]
@@ -106,16 +107,16 @@ def cavity_loss(model: Any, batch: dict[str, Array], *, derivatives: Any) -> Flo
 
 
 def darcy_model(dtype: str | None, *, key: PRNGKeyArray, width: int = 32) -> eqx.Module:
-    """The solution operator of `problems/operator_darcy.py`, with float32 masters again."""
+    """Builds the operator of `problems/operator_darcy.py`, also with float32 master weights."""
     return mpx.nn.FNO(1, 1, width, 4, (12, 12), key=key, domain_padding=0.25, dtype=dtype)
 
 
 def darcy_batch(key: PRNGKeyArray, size: int) -> dict[str, Float32[Array, "batch ..."]]:
-    """Some of 64 samples on a grid of 32²."""
+    """Draws rows from 64 samples on a grid of 32²."""
     a, u = darcy_data(64, 32, seed=0)
     rows = jax.random.randint(key, (size,), 0, len(a))
     one = jnp.ones(size)
-    # Of order one: coefficients are 3 and 12, solutions about 0.01.
+    # Scaled to order one: coefficients are 3 and 12, solutions about 0.01.
     return {
         "a": jnp.asarray(a)[rows, None] / 10,
         "u": 100 * jnp.asarray(u)[rows, None],
@@ -124,7 +125,7 @@ def darcy_batch(key: PRNGKeyArray, size: int) -> dict[str, Float32[Array, "batch
 
 
 def darcy_loss(model: Any, batch: dict[str, Array]) -> Float32[Array, ""]:
-    """Relative L2 error, squared."""
+    """Returns the squared relative L2 error."""
     error = jax.vmap(model)(batch["a"]).astype(jnp.float32) - batch["u"]
     squares = jnp.sum(error**2, axis=(1, 2, 3)) / jnp.sum(batch["u"] ** 2, axis=(1, 2, 3))
     return jnp.mean(batch["weight"] * squares)
@@ -145,8 +146,8 @@ PROBLEMS = {
 
 
 def layout_of(x: Any, mesh: Mesh, layout: str) -> NamedSharding:
-    """How an array of the state lies on the devices: split along its longest axis that can be, if
-    the layout is `full`."""
+    """Returns the layout of an array of the state on the devices; the layout `full` splits it along
+    its longest axis that can be split."""
     spec: list[str | None] = [None] * np.ndim(x)
     axes = [i for i, n in enumerate(np.shape(x)) if n % mesh.size == 0 and n >= 2 * mesh.size]
     if layout == "full" and axes:
@@ -167,7 +168,7 @@ def lay_out(tree: PyTree, mesh: Mesh, layout: str) -> PyTree:
 
 
 class State(NamedTuple):
-    """All that a run needs to go on."""
+    """Everything that a run needs to continue."""
 
     model: PyTree
     opt_state: PyTree
@@ -177,8 +178,8 @@ class State(NamedTuple):
 
 
 class Run:
-    """A training, ready to be stepped. `state` is laid out on the devices. Without `start` there is
-    none, as when the devices are only compiled for."""
+    """A training with a step to call. `state` is laid out on the devices. With `start=False` there
+    is no state; use this to compile for absent devices."""
 
     def __init__(
         self,
@@ -208,7 +209,7 @@ class Run:
             state = State(params, opt_state, make_scaling(), key, jnp.array(0))
             return lay_out(state, mesh, layout)
 
-        # The parameters are masters already, and points stay in float32: nothing is cast.
+        # The parameters are master weights already and points stay in float32: nothing is cast.
         options: dict[str, Any] = {"keep_full": True, "use_mixed_precision": half is not None}
         if half is not None:
             options["policy"] = f"params=float32,compute={half},output=float32"
@@ -218,7 +219,7 @@ class Run:
             return loss(mpx.gather_parameters(model, everywhere, dtype=half), rows, **kwargs)
 
         def gradients(model, scaling, rows):
-            """Value, scaling, flag and gradients of the mean over all rows."""
+            """Returns value, scaling, flag and gradients of the mean over all rows."""
             if layout != "shard_map":
                 whole = gathered if layout == "full" else loss
                 return mpx.filter_value_and_grad(whole, scaling, **options)(model, rows)
@@ -226,12 +227,12 @@ class Run:
             arrays, static = eqx.partition(model, eqx.is_array)
 
             def share(model, rows, **kwargs):
-                # Of the mean over all rows: cotangents, and with them the scales, are then those
-                # of one device.
+                # This device's share of the mean over all rows, so that cotangents, and with them
+                # the scales, are those of one device.
                 return loss(model, rows, **kwargs) / mesh.size
 
             def local(arrays, scaling, rows):
-                # Each device's own, so that JAX leaves the sum of gradients to us.
+                # Each device gets its own copy, so that JAX leaves the sum of gradients to us.
                 own = lax.pcast(arrays, DEVICES, to="varying")
                 grad_fn = mpx.filter_value_and_grad(share, scaling, axis_name=DEVICES, **options)
                 value, scaling, finite, grads = grad_fn(eqx.combine(own, static), rows)
@@ -246,7 +247,7 @@ class Run:
         def step(state):
             model, opt_state, scaling, key, i = state
             rows = make_batch(jax.random.fold_in(key, i), batch)
-            if overflow_at is not None:  # in the last row alone, so on one device alone
+            if overflow_at is not None:  # only in the last row, so only on one device
                 bad = (i == overflow_at) & (jnp.arange(batch) == batch - 1)
                 rows["weight"] = jnp.where(bad, 1e30, rows["weight"])
             rows = lax.with_sharding_constraint(rows, NamedSharding(mesh, P(DEVICES)))
@@ -261,7 +262,7 @@ class Run:
             self.state: State = eqx.filter_jit(init)(jax.random.key(seed))
 
     def advance(self) -> dict[str, Any]:
-        """One step; what there is to log."""
+        """Takes one step and returns what to log."""
         self.state, (value, finite) = self.step(self.state)
         scaling: Any = self.state.scaling
         loss: Any = scaling.loss if isinstance(scaling, mpx.Scaling) else scaling
@@ -282,7 +283,7 @@ class Run:
 
 
 def save(manager: ocp.CheckpointManager, state: State) -> None:
-    """Saves the arrays as they lie on the devices of all hosts, and the options of the scalings."""
+    """Saves the arrays as laid out on the devices of all hosts, and the options of the scalings."""
     arrays = ocp.args.StandardSave(eqx.filter(state, eqx.is_array))
     options = ocp.args.JsonSave(mpx.scaling_options(state))
     manager.save(int(state.step), args=ocp.args.Composite(arrays=arrays, scalings=options))
@@ -308,8 +309,10 @@ def train(
     checkpoint: str | Path | None = None,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[dict[str, Any]]:
-    """Steps up to `steps`, from the last checkpoint if there is one, or until `stop()`; what each
-    had to log."""
+    """Trains until step `steps` or until `stop()`, from the last checkpoint if there is one.
+
+    Returns the log of each step.
+    """
     log = []
     if checkpoint is None:
         while int(run.state.step) < steps and not stop():
@@ -350,7 +353,7 @@ def main(
     process_id: int | None = None,
     cluster: bool = False,
 ) -> None:
-    """Trains, and prints some of the steps; the options are those of the command line."""
+    """Trains and prints some of the steps; the options are those of the command line."""
     if cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", cpu_devices)
@@ -370,7 +373,7 @@ def main(
         width=width or (QUICK_WIDTH if quick else WIDTH),
     )
     steps = steps or (QUICK_STEPS if quick else STEPS)
-    # Processes that stopped at different steps would wait for each other.
+    # Processes that stop at different steps would wait for each other.
     alone = jax.process_count() == 1
     with stop_on_interrupt() if alone else nullcontext(lambda: False) as stop:
         done = train(run, steps, checkpoint=checkpoint, stop=stop)
@@ -384,7 +387,7 @@ def main(
 
 
 def arguments() -> ArgumentParser:
-    """The options of `main`."""
+    """Returns the options of `main`."""
     options = parser(__doc__)
     add = options.add_argument
     add("--problem", choices=PROBLEMS, default="cavity", help="what to train")
@@ -392,32 +395,32 @@ def arguments() -> ArgumentParser:
         "--layout",
         choices=LAYOUTS,
         default="data",
-        help="what every device has: all parameters, a part of them, or all with sums written out",
+        help="contents of every device: all parameters, a part, or all with sums written out",
     )
     precisions = ("float32", "float16", "bfloat16")
-    add("--precision", choices=precisions, default="float16", help="of the products")
+    add("--precision", choices=precisions, default="float16", help="precision of the products")
     add(
         "--sum",
         choices=("float16", "bfloat16"),
         dest="sum_dtype",
-        help="with --layout shard_map: what gradients are sent in; by default float32",
+        help="with --layout shard_map: dtype in which gradients are sent; by default float32",
     )
-    add("--quick", action="store_true", help="a small network and few steps, to see that it works")
+    add("--quick", action="store_true", help="train a small network for few steps, as a check")
     default = f"by default {STEPS}, or {QUICK_STEPS} with --quick"
-    add("--steps", type=positive, help=f"how many, those of a checkpoint included; {default}")
+    add("--steps", type=positive, help=f"number of steps, including a checkpoint's; {default}")
     default = "by default {cavity:,} (fno: {fno})".format(**BATCH)
     default += ", or {cavity} ({fno}) with --quick".format(**QUICK_BATCH)
     add("--batch", type=positive, help=f"rows in a step; {default}")
     default = f"by default {WIDTH}, or {QUICK_WIDTH} with --quick"
-    add("--width", type=positive, help=f"of the network; {default}")
-    add("--seed", type=int, default=0, help="of the first weights and the batches")
-    add("--checkpoint", type=folder, help="folder to save to, and to go on from")
+    add("--width", type=positive, help=f"width of the network; {default}")
+    add("--seed", type=int, default=0, help="seed of the first weights and the batches")
+    add("--checkpoint", type=folder, help="folder to save to and to continue from")
     add("--log", type=file, help="JSON file for loss, scales and skipped steps")
-    add("--overflow-at", type=int, help="a step in which to plant an overflow on one device")
-    add("--cpu-devices", type=positive, help="so many virtual devices on the CPU")
+    add("--overflow-at", type=int, help="step at which one device gets an artificial overflow")
+    add("--cpu-devices", type=positive, help="number of virtual devices on the CPU")
     add("--coordinator", help="with several processes: address:port of the first")
-    add("--processes", type=positive, help="with --coordinator: how many there are")
-    add("--process-id", type=int, help="with --coordinator: which of them this is, from 0")
+    add("--processes", type=positive, help="with --coordinator: number of processes")
+    add("--process-id", type=int, help="with --coordinator: index of this process, from 0")
     add("--cluster", action="store_true", help="several hosts, found by JAX")
     return options
 

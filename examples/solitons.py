@@ -4,13 +4,13 @@ The problem is the Korteweg–de Vries equation,
 
     u_t + 6 u u_x + u_xxx = 0     for −10 ≤ x ≤ 10 and 0 ≤ t ≤ 3,
 
-where a fast wave overtakes a slow one. One network is trained three times by the same loop, from
-the same seed and on the same random points:
+where a fast wave overtakes a slow one. The same loop trains one network three times, from the same
+seed and on the same random points:
 
 - `float32`: no half precision.
 - `forward-float32-float16`: the mode that we recommend,
-  `mpx.filter_value_and_grad(..., forward="float32")`. The loss is evaluated in float32. What is
-  kept for the backward pass, and the products of the backward pass, are float16.
+  `mpx.filter_value_and_grad(..., forward="float32")`. The loss is evaluated in float32. The
+  backward pass, and what is stored for it, are float16.
 - `naive-float16`: network and points cast to float16 by hand, with dynamic loss scaling.
 
     python examples/solitons.py                          # under three minutes on two cores
@@ -22,7 +22,7 @@ by hand takes no step at all, because derivatives overflow in the forward pass, 
 loss to scale.
 
 The equation and the network are in `problems/kdv.py`, the training loop is in
-`problems/_runner.py`, and all that mixed precision changes in it is in `Trainer.step`.
+`problems/_runner.py`, and `Trainer.step` contains everything that mixed precision changes in it.
 """
 
 import argparse
@@ -51,8 +51,8 @@ STEPS, QUICK_STEPS = PROBLEM.steps, 600
 
 @dataclasses.dataclass
 class Training:
-    """One training: its outcome, the network, and after each compiled call the steps, the loss, the
-    time and the scales."""
+    """One training: its outcome, its network, and a log of steps, loss, time and scales after each
+    compiled call."""
 
     precision: str
     log: list[tuple[int, float, float, dict[str, float]]] = dataclasses.field(default_factory=list)
@@ -74,13 +74,13 @@ class Training:
 
     @property
     def ms_per_step(self) -> float:
-        """After the first call, which compiles."""
+        """The time per step, without the first call, which compiles."""
         (first, _, start, _), (last, _, end, _) = self.log[0], self.log[-1]
         return 1000 * (end - start) / max(last - first, 1)
 
 
 def scales_of(scaling: Any) -> dict[str, float]:
-    """The loss scale and the derivative scales, by name."""
+    """Returns the loss scale and the derivative scales, by name."""
     if not isinstance(scaling, mpx.Scaling):
         return {"loss": float(scaling.loss_scaling)}
     loss: Any = scaling.loss
@@ -113,7 +113,7 @@ def table(trainings: Sequence[Training]) -> Table:
 
 
 def on_a_gpu() -> str:
-    """Returns a line on a larger network, from compilations recorded for an H100."""
+    """Describes a larger network in one line, from compilations recorded for an H100."""
     path = Path(__file__).parent.parent / "benchmarks" / "results" / "predicted-h100-cpu.json"
     if not path.exists():  # not run from a clone
         return ""
@@ -129,7 +129,7 @@ def on_a_gpu() -> str:
 
 
 def draw(trainings: Sequence[Training], path: Path) -> None:
-    """The error of each, the losses, and the scales as they move."""
+    """Draws the error of each training, the losses, and the scales over the steps."""
     points, exact = reference_of(PROBLEM)
     t, x = (np.unique(points[:, i]) for i in (0, 1))
     shape = (len(t), len(x))
@@ -172,8 +172,8 @@ def main(
 ) -> dict[str, Training]:
     """Trains in each precision, prints a table and draws `solitons.png` in the folder `out`.
 
-    `steps` is rounded up to whole hundreds; `out=None` draws nothing. After Ctrl-C the table and
-    the picture have what was trained by then.
+    `steps` is rounded up to whole hundreds; `out=None` draws nothing. After Ctrl-C, the table and
+    the picture show what was trained by then.
     """
     steps = steps or (QUICK_STEPS if quick else STEPS)
     if out is not None:
@@ -187,9 +187,7 @@ def main(
                     training.run(steps, seed, progress, stop)
         done = [t for t in trainings if t.outcome is not None]
         console.print(table(done))
-        console.print(
-            "A CPU converts each half to float32 and back, so half precision is slower here."
-        )
+        console.print("A CPU converts half precision to float32 and back, so it is slower here.")
         console.print(on_a_gpu(), highlight=False)
         if out is not None:
             draw(done, Path(out) / "solitons.png")

@@ -1,13 +1,13 @@
 """A vision transformer whose code never mentions precision, trained in five ways.
 
 The architecture is that of Dosovitskiy et al. (2020), as in the evaluation of MPX (Gräfe &
-Trimpe, 2025): patches, embedded by a linear layer, and residual blocks of attention and of two
-dense layers. The images are scikit-learn's handwritten digits, 8 × 8 pixels each, so nothing is
+Trimpe, 2025): a linear layer embeds patches, and residual blocks of attention and of two dense
+layers follow. The images are scikit-learn's handwritten digits, 8 × 8 pixels each, so nothing is
 downloaded; 1,437 of them train and 360 test. One loop trains the network from the same start
 with the same batches
 
 - in float32,
-- by autocast (`autocast=True`), in float16 and in bfloat16: precision by operation,
+- by autocast (`autocast=True`), in float16 and in bfloat16, with a precision for each operation,
 - by casting the whole model and the images to float16 and to bfloat16, as MPX does.
 
     python examples/vit.py                                # all five
@@ -15,10 +15,10 @@ with the same batches
     python examples/vit.py --precision float32 autocast-float16 --seed 1
     python examples/vit.py --size base                    # ViT-Base, synthetic images of 224²
 
-What to expect on two CPU cores: a test accuracy of 96 to 98% from all five, and no step skipped.
-Half precision is no faster there, since XLA converts to float32 and back on a CPU; time and
-memory are a matter for GPUs and TPUs. `--size base` is meant for one: a step of it takes minutes
-on a CPU.
+What to expect on two CPU cores: all five reach a test accuracy of 96 to 98% and skip no step. Half
+precision is no faster there, since XLA converts to float32 and back on a CPU; it saves time and
+memory on GPUs and TPUs. `--size base` is meant for one of these: a step of it takes minutes on a
+CPU.
 """
 
 import math
@@ -77,7 +77,7 @@ SIZES = {
 }
 
 
-# --- The network: no word about precision ----------------------------------------------------
+# --- The network, which never mentions precision ---------------------------------------------
 
 
 class Attention(eqx.Module):
@@ -171,7 +171,7 @@ def loss(model: ViT, batch: Batch) -> Float[Array, ""]:
 
 
 def digits(seed: int) -> tuple[Batch, Batch]:
-    """scikit-learn's digits, four fifths for training and one for testing."""
+    """Returns scikit-learn's digits, four fifths for training and one fifth for testing."""
     data: Any = load_digits()
     images = np.asarray(data.images[:, None] / 8 - 1, np.float32)
     order = np.random.default_rng(seed).permutation(len(images))
@@ -181,7 +181,7 @@ def digits(seed: int) -> tuple[Batch, Batch]:
 
 
 def synthetic_images(size: Size, seed: int) -> tuple[Batch, Batch]:
-    """A coarse pattern for each class, and noise: something to learn at any resolution."""
+    """Draws a coarse pattern for each class plus noise: something to learn at any resolution."""
     rng = np.random.default_rng(seed)
     coarse = size.image // size.patch
     patterns = rng.normal(size=(size.classes, size.channels, coarse, coarse))
@@ -200,7 +200,7 @@ def synthetic_images(size: Size, seed: int) -> tuple[Batch, Batch]:
 
 
 def gradient_options(precision: str) -> dict[str, Any]:
-    """What distinguishes the five trainings: options of `mpx.filter_value_and_grad`."""
+    """Returns the options of `mpx.filter_value_and_grad` that distinguish the five trainings."""
     if precision == "float32":
         return {"use_mixed_precision": False}
     method, dtype = precision.split("-")
@@ -217,7 +217,7 @@ class State(NamedTuple):
 def training_step(
     precision: str, optimizer: optax.GradientTransformation, state: State, batch: Batch
 ) -> tuple[State, tuple[Array, Array]]:
-    """One step; also the loss, and the scale that the next step will have."""
+    """Takes one step; also returns the loss and the scale of the next step."""
     model, opt_state, scaling = state
     value, scaling, grads_finite, grads = mpx.filter_value_and_grad(
         loss, scaling, **gradient_options(precision)
@@ -239,7 +239,7 @@ def initial_state(size: Size, optimizer: optax.GradientTransformation, key: PRNG
 
 @dataclass(frozen=True)
 class Result:
-    """What one training came to. `loss` and `scale` have an entry for each step."""
+    """The result of one training. `loss` and `scale` have an entry for each step."""
 
     precision: str
     accuracy: float  # on the test images
@@ -253,7 +253,7 @@ class Result:
 
 @jax.jit
 def evaluate(model: ViT, images: Float[Array, "test ..."]) -> Float[Array, "test classes"]:
-    """Logits, in float32."""
+    """Returns the logits, in float32."""
     return jax.vmap(model)(images)
 
 
@@ -339,7 +339,7 @@ def table(results: Sequence[Result], title: str) -> Table:
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
-    """Losses and scales over the steps."""
+    """Draws losses and scales over the steps."""
     figure = Figure(figsize=(7, 5.5), layout="constrained")
     axes = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     for i, r in enumerate(results):
@@ -366,8 +366,8 @@ def main(
 ) -> dict[str, Result]:
     """Trains in each precision, prints a table and draws `vit.png` in the folder `out`.
 
-    `steps` is rounded up to whole calls (20 steps, or 4 of `size="base"`); `out=None` draws
-    nothing. After Ctrl-C the table and the picture have what was trained by then.
+    `steps` is rounded up to whole calls (20 steps, or 4 for `size="base"`); `out=None` draws
+    nothing. After Ctrl-C, the table and the picture show what was trained by then.
     """
     chosen = SIZES[size]
     if steps is None:
@@ -408,6 +408,6 @@ if __name__ == "__main__":
         out="outputs/vit",
         quick="about a minute, less accurate",
     )
-    told = "of the network and the images; `base` is ViT-Base on random ones, for a GPU"
+    told = "size of network and images; `base` is ViT-Base on random images, for a GPU"
     options.add_argument("--size", choices=tuple(SIZES), default="small", help=told)
     run_main(main, options)

@@ -1,14 +1,13 @@
-"""Problems to compare precisions on: each in a short file of its own, trained by one recipe.
+"""Problems on which to compare precisions: each in its own short file, trained by one recipe.
 
     python -m examples.problems list
     python -m examples.problems run burgers_1d --precision float32 float16 --seeds 0 1 2
     python -m examples.problems run all --quick
     python -m examples.problems run kovasznay --recipe deep --precision float64 float64-float32
 
-A file has the equation, its domain and conditions, what the solution is compared with, and a
-network. None has a setting for a precision: how a step is taken in each stands in `_runner.py`.
-References are exact, or computed in float64 by what stands in `references.py`; the tests verify
-each of them.
+A file contains the equation, its domain and conditions, a reference for the solution, and a
+network. No file has a setting for a precision: `_runner.py` defines the step in each precision.
+References are exact, or computed in float64 by `references.py`; the tests verify each of them.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ HELPERS = ("references", "geometry")
 
 
 def names() -> list[str]:
-    """The problems, each a module of this package."""
+    """Returns the names of the problems, each a module of this package."""
     found = (path.stem for path in sorted(_HERE.glob("[!_]*.py")))
     return [name for name in found if name not in HELPERS]
 
@@ -35,7 +34,7 @@ SIZES = ("small", "paper")
 
 
 def load(name: str, size: str = "small") -> "Problem":
-    """A problem by its name: of a size for two cores, or of that of the paper that it is from.
+    """Returns a problem by name, at a size for two cores or at that of the paper it is from.
 
     **Raises:** `ValueError` if there is none.
     """

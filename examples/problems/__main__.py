@@ -22,7 +22,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = out.add_subparsers(dest="command", required=True)
-    commands.add_parser("list", help="say what problems there are")
+    commands.add_parser("list", help="list the problems")
     run = commands.add_parser("run", help="train some or all of them")
     run.add_argument("names", nargs="+", metavar="NAME", help="a problem, or `all`")
     run.add_argument(
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
         "--precision",
         nargs="+",
         choices=dict.fromkeys((*PRECISIONS, *DEEP_PRECISIONS)),
-        help="by default float32; of the deep recipe, that of the residual and of its Jacobian",
+        help="by default float32; with the deep recipe, those of the residual and its Jacobian",
     )
     run.add_argument("--seeds", type=int, nargs="+", default=[0])
     optimizers = [name + finish for name in OPTIMIZERS for finish in FINISHES]
@@ -47,13 +47,13 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--quick", action="store_true", help=f"{QUICK_STEPS} steps, by default in float16"
     )
-    run.add_argument("--out", type=Path, default=Path("outputs/problems"), help="of NAME.json")
-    run.add_argument("--resume", action="store_true", help="keep what is in the files")
+    run.add_argument("--out", type=Path, default=Path("outputs/problems"), help="for NAME.json")
+    run.add_argument("--resume", action="store_true", help="keep the trainings in the files")
     return out
 
 
 def write(path: Path, content: Any) -> None:
-    """A JSON file, whole or not at all."""
+    """Writes a JSON file, completely or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
         file.write(json.dumps(content, indent=1) + "\n")
@@ -61,7 +61,7 @@ def write(path: Path, content: Any) -> None:
 
 
 def train(name: str, problem: Problem, args: argparse.Namespace) -> None:
-    """Trains in each precision, from each seed, and writes each result when it is there."""
+    """Trains in each precision from each seed, and writes each result as soon as it exists."""
     path = args.out / f"{name}.json"
     found = json.loads(path.read_text()) if args.resume and path.exists() else []
     steps = args.steps or (QUICK_STEPS if args.quick else None)

@@ -1,4 +1,4 @@
-"""Data that is made once and read from disk after that."""
+"""A cache on disk for data that is made only once."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ import numpy as np
 
 
 def cache_folder() -> Path:
-    """`$MPX_PDE_CACHE`, by default `~/.cache/mpx_pde`."""
+    """Returns `$MPX_PDE_CACHE`, by default `~/.cache/mpx_pde`."""
     return Path(os.environ.get("MPX_PDE_CACHE") or Path.home() / ".cache" / "mpx_pde")
 
 
@@ -23,11 +23,11 @@ def cached(
     version: int,
     **parameters: int | float | str,
 ) -> dict[str, np.ndarray]:
-    """`make(**parameters)`, from the cache where it has been made before.
+    """Returns `make(**parameters)`, from the cache if it was made before.
 
-    The file is named after all parameters and the version, which is to be raised when `make`
-    changes. It is written under another name first, so that two processes, or one that is
-    stopped, leave no half-written file behind.
+    The file is named after all parameters and the version; raise the version when `make` changes.
+    The file is first written under another name, so that neither two processes nor an interrupted
+    one leave a half-written file behind.
     """
     key = json.dumps({"version": version, **parameters}, sort_keys=True)
     digest = hashlib.sha256(key.encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Lid-driven cavity flow: published centre lines, and a finite-volume solution in float64."""
+"""Lid-driven cavity flow: published center lines, and a finite-volume solution in float64."""
 
 import functools
 from typing import NamedTuple
@@ -22,7 +22,7 @@ def _table(places: str, values: str) -> Float[np.ndarray, "17 2"]:
 
 # U. Ghia, K. N. Ghia, C. T. Shin, High-Re solutions for incompressible flow using the
 # Navier-Stokes equations and a multigrid method, J. Comput. Phys. 48 (1982), tables I and II,
-# Re = 100: y and u on the vertical centre line, x and v on the horizontal one.
+# Re = 100: y and u on the vertical center line, x and v on the horizontal one.
 GHIA_U = _table(
     "0.0000 0.0547 0.0625 0.0703 0.1016 0.1719 0.2813 0.4531 0.5000 0.6172 0.7344 0.8516 0.9531 "
     "0.9609 0.9688 0.9766 1.0000",
@@ -38,7 +38,7 @@ GHIA_V = _table(
 
 
 class Cavity(NamedTuple):
-    """A solution on n × n cells: what the faces and centres of the grid hold, by x and y."""
+    """A solution on n × n cells: values at the faces and centers of the grid, by x and y."""
 
     u: Float[np.ndarray, "n+1 n"]  # at x = i/n, y = (j + 1/2)/n
     v: Float[np.ndarray, "n n+1"]  # at x = (i + 1/2)/n, y = j/n
@@ -46,20 +46,20 @@ class Cavity(NamedTuple):
 
 
 def mixing_length(x, y):
-    """l of the zero-equation model."""
+    """Returns l of the zero-equation model."""
     distance = jnp.minimum(jnp.minimum(x, 1 - x), jnp.minimum(y, 1 - y))
     return jnp.minimum(KARMAN * distance, MIXING * 0.5)
 
 
 @functools.cache
 def reference(reynolds: float = 100.0, n: int = 96, turbulence: bool = False) -> Cavity:
-    """Steady flow under a lid of speed 1, by central differences on a staggered grid.
+    """Computes steady flow under a lid of speed 1, by central differences on a staggered grid.
 
     **Arguments:**
 
     - `reynolds`: 1/ν.
-    - `n`: cells along a side, even.
-    - `turbulence`: whether the zero-equation model adds its viscosity.
+    - `n`: the number of cells along a side, even.
+    - `turbulence`: whether to add the viscosity of the zero-equation model.
 
     **Returns:** a `Cavity`, second-order accurate away from the two corners of the lid.
     """
@@ -69,10 +69,10 @@ def reference(reynolds: float = 100.0, n: int = 96, turbulence: bool = False) ->
         u, v, p = q  # u on the right face of each cell, v on its upper face
         u = jnp.concatenate([jnp.zeros_like(u[:1]), u])
         v = jnp.concatenate([jnp.zeros_like(v[:, :1]), v], axis=1)
-        # Beyond a wall, what makes its velocity the mean: 0, and 1 at the lid.
+        # Beyond a wall, values that make the velocity at the wall their mean: 0, and 1 at the lid.
         u_wide = jnp.concatenate([-u[:, :1], u, 2 - u[:, -1:]], axis=1)
         v_wide = jnp.concatenate([-v[:1], v, -v[-1:]])
-        u_x, v_y = jnp.diff(u, axis=0) / h, jnp.diff(v, axis=1) / h  # at centres
+        u_x, v_y = jnp.diff(u, axis=0) / h, jnp.diff(v, axis=1) / h  # at centers
         shear = jnp.diff(u_wide, axis=1) / h + jnp.diff(v_wide, axis=0) / h  # at corners
         at_center, at_corner = nu, nu
         if turbulence:
@@ -85,7 +85,7 @@ def reference(reynolds: float = 100.0, n: int = 96, turbulence: bool = False) ->
         x_momentum = jnp.diff(normal_x, axis=0) / h + jnp.diff(across[1:-1], axis=1) / h
         y_momentum = jnp.diff(normal_y, axis=1) / h + jnp.diff(across[:, 1:-1], axis=0) / h
         mass = u_x + v_y
-        # The pressure is known up to a constant; one mass balance follows from the others.
+        # The pressure is known up to a constant, and one mass balance follows from the others.
         mass = mass.at[0, 0].set(p[0, 0])
         x_equation = jnp.concatenate([x_momentum, u[-1:]])
         y_equation = jnp.concatenate([y_momentum, v[:, -1:]], axis=1)
@@ -103,14 +103,14 @@ def reference(reynolds: float = 100.0, n: int = 96, turbulence: bool = False) ->
 def center_lines(
     s: Float[np.ndarray, " s"], reynolds: float = 100.0, n: int = 64, turbulence: bool = False
 ) -> tuple[Float[np.ndarray, " s"], Float[np.ndarray, " s"]]:
-    """u at (1/2, s) and v at (s, 1/2), extrapolated from grids of n and n/2 cells."""
+    """Returns u at (1/2, s) and v at (s, 1/2), extrapolated from grids of n and n/2 cells."""
     fine, coarse = (_sample(reference(reynolds, k, turbulence), s) for k in (n, n // 2))
     u, v = ((4 * f - c) / 3 for f, c in zip(fine, coarse, strict=True))
     return u, v
 
 
 def _sample(flow: Cavity, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """By cubic splines through the faces on the centre lines and the walls at their ends."""
+    """Interpolates by cubic splines through faces on the center lines and walls at their ends."""
     n = len(flow.p)
     at = np.concatenate([[0.0], (np.arange(n) + 0.5) / n, [1.0]])
     u = CubicSpline(at, np.concatenate([[0.0], flow.u[n // 2], [1.0]]))(s)
@@ -119,7 +119,7 @@ def _sample(flow: Cavity, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _viscosity(u_x, v_y, shear, h, nu):
-    """ν + l² √(2 u_x² + 2 v_y² + (u_y + v_x)²) at the centres of the cells and at their corners."""
+    """Returns ν + l² √(2 u_x² + 2 v_y² + (u_y + v_x)²) at the centers and corners of the cells."""
     n = len(u_x)
     centers = (jnp.arange(n) + 0.5) * h
     corners = jnp.arange(n + 1) * h

@@ -1,7 +1,8 @@
-"""Channels with a block that is cooled, in three dimensions: what their problems share.
+"""Channels with a cooled block, in three dimensions: shared parts of their problems.
 
-Conditions that hold by construction, points, and conditions that are trained. The equations stand
-in the files of the problems, their solution by finite volumes in `_finite_volumes.py`.
+This module has the conditions that hold by construction, the points, and the conditions that are
+trained. The equations are in the files of the problems, their finite-volume solution is in
+`_finite_volumes.py`.
 """
 
 import dataclasses
@@ -24,33 +25,34 @@ KARMAN = 0.419
 
 
 class Channel(NamedTuple):
-    """A channel along x with a block on its floor, and what flows through it.
+    """A channel along x with a block on its floor, and the fluid in it.
 
-    A mean speed of 1 comes in, a product of two parabolas, with the temperature 0. The block is of
-    metal: it has one temperature, which is 1. The conductivity of the fluid is its viscosity.
+    The fluid enters with temperature 0 and a mean speed of 1, whose profile is a product of two
+    parabolas. The block is of metal: it has a single temperature, 1. The conductivity of the fluid
+    equals its viscosity.
     """
 
     space: Box
-    block: tuple[Box, ...]  # no two of which overlap
+    block: tuple[Box, ...]  # boxes that do not overlap
     viscosity: float
     chip: Box = Box((0, 0), (0, 0))  # a part of the floor, by x and y
     heat: float = 0.0  # −∂T/∂z there
-    mixing: float = 0.0  # the largest mixing length of the turbulence model, if there is any
+    mixing: float = 0.0  # the largest mixing length of the turbulence model; 0 without a model
 
 
 def parabolas(channel: Channel, point: Any) -> Any:
-    """1 in the middle of the channel and 0 at its walls."""
+    """Returns 1 in the middle of the channel and 0 at its walls."""
     (_, *low), (_, *high) = channel.space
     across = zip(point[1:], low, high, strict=True)
     one, two = ((x - a) * (b - x) * 4 / (b - a) ** 2 for x, a, b in across)
     return one * two
 
 
-FASTEST = 9 / 4  # where the mean of a product of two parabolas is 1
+FASTEST = 9 / 4  # the maximum of a product of two parabolas whose mean is 1
 
 
 def mixing_length(channel: Channel, points: Float[Array, "n 3"]) -> Float[Array, " n"]:
-    """l of the zero-equation model: in proportion to the distance to the nearest wall."""
+    """Returns l of the zero-equation model, proportional to the distance to the nearest wall."""
     wall = distance(channel.block, points)
     for axis in (1, 2):
         for at in (channel.space.low[axis], channel.space.high[axis]):
@@ -62,8 +64,11 @@ def mixing_length(channel: Channel, points: Float[Array, "n 3"]) -> Float[Array,
 
 
 def form(channel: Channel, pressure: float) -> Any:
-    """u, v, w, p and T from what a network returns. No slip at walls and block, the block's
-    temperature, all fields at the inlet; and at the outlet p = 0 and v = w = 0."""
+    """Builds u, v, w, p and T from the outputs of a network.
+
+    They meet no slip at walls and block, the block's temperature, and the values of all fields at
+    the inlet; at the outlet, p = 0 and v = w = 0.
+    """
     enter, leave = channel.space.low[0], channel.space.high[0]
 
     def fields(point: Float[Array, "3"], n: Float[Array, "5"]) -> Float[Array, "5"]:
@@ -83,7 +88,7 @@ def form(channel: Channel, pressure: float) -> Any:
 
 
 class Fluid(NamedTuple):
-    """Points in the fluid, and what their residuals are weighed by."""
+    """Points in the fluid, and the weights of their residuals."""
 
     at: Float32[Array, "n 3"]
     weight: Float32[Array, " n"]  # the inverse of their density
@@ -91,7 +96,7 @@ class Fluid(NamedTuple):
 
 
 class Walls(NamedTuple):
-    """Points on walls and at the outlet, and what ∂T/∂n is there."""
+    """Points on walls and at the outlet, and the required ∂T/∂n."""
 
     at: Float32[Array, "n 3"]
     normals: Float32[Array, "n 3"]
@@ -100,7 +105,7 @@ class Walls(NamedTuple):
 
 
 class Sections(NamedTuple):
-    """Cross-sections, through each of which what comes in goes on."""
+    """Cross-sections; the flow through each equals the flow that enters."""
 
     at: Float32[Array, "sections n 3"]
     fluid: Float32[Array, "sections n"]
@@ -109,7 +114,7 @@ class Sections(NamedTuple):
 def draw(
     channel: Channel, key: PRNGKeyArray, *, fluid: int, walls: int, sections: int, across: int
 ) -> dict[str, Any]:
-    """Those of a step, the same in every precision: `across`² on each section."""
+    """Draws the points of a step, the same in every precision: `across`² on each section."""
     one, two, three = jax.random.split(key, 3)
     return {
         "fluid": _in_fluid(channel, one, fluid),
@@ -119,7 +124,7 @@ def draw(
 
 
 def surroundings(channel: Channel, margin: float = 0.15) -> Box:
-    """A box around the block, in the channel."""
+    """Returns a box around the block, inside the channel."""
     low = np.min([box.low for box in channel.block], axis=0) - margin
     high = np.max([box.high for box in channel.block], axis=0) + margin
     low, high = np.maximum(low, channel.space.low), np.minimum(high, channel.space.high)
@@ -127,14 +132,14 @@ def surroundings(channel: Channel, margin: float = 0.15) -> Box:
 
 
 def _in_fluid(channel: Channel, key: PRNGKeyArray, count: int) -> Fluid:
-    """Half of the points are anywhere in the fluid, the other half close to the block. Weights
-    make that a mean over the fluid (importance sampling)."""
+    """Draws half of the points anywhere in the fluid and the other half close to the block. Weights
+    turn this into a mean over the fluid (importance sampling)."""
     near = surroundings(channel)
     found = []
     for k, box in zip(jax.random.split(key), (channel.space, near), strict=True):
         candidates = uniform(k, count, *box)
         solid = distance(channel.block, candidates) < 1e-3
-        found.append(candidates[jnp.argsort(solid)][: count // 2])  # those in the fluid first
+        found.append(candidates[jnp.argsort(solid)][: count // 2])  # sorts the fluid first
     at = jnp.concatenate(found)
     fluid = [volume([box]) - volume(channel.block) for box in (channel.space, near)]
     inside = distance([near], at) < 0
@@ -144,7 +149,7 @@ def _in_fluid(channel: Channel, key: PRNGKeyArray, count: int) -> Fluid:
 
 
 def _on_walls(channel: Channel, key: PRNGKeyArray, count: int) -> Walls:
-    """Three quarters are anywhere, the others on the chip."""
+    """Draws three quarters of the points anywhere on the walls, the others on the chip."""
     one, two = jax.random.split(key)
     at, normals, _ = surface(one, [channel.space], 3 * count // 4)
     low, high = (jnp.asarray(x, jnp.float32) for x in channel.chip)
@@ -157,7 +162,7 @@ def _on_walls(channel: Channel, key: PRNGKeyArray, count: int) -> Walls:
 
 
 def _on_sections(channel: Channel, key: PRNGKeyArray, count: int, across: int) -> Sections:
-    """One point in each of `across`² equal parts of a section."""
+    """Draws one point in each of `across`² equal parts of a section."""
     low, high = channel.space
     places, parts = jax.random.split(key)
     x = jax.random.uniform(places, (count, 1), minval=low[0], maxval=high[0])
@@ -173,7 +178,7 @@ def _on_sections(channel: Channel, key: PRNGKeyArray, count: int, across: int) -
 
 
 def heat_through_walls(fields: Any, walls: Walls, given: Mapping[str, Any]) -> Array:
-    """The mean square of what ∂T/∂n is off."""
+    """Returns the mean square of the error of ∂T/∂n."""
     slopes = mpx.partials(fields, ["t_x", "t_y", "t_z"], **given)
     d = jax.vmap(slopes)(walls.at)
     x, y, z = walls.normals.T
@@ -182,7 +187,7 @@ def heat_through_walls(fields: Any, walls: Walls, given: Mapping[str, Any]) -> A
 
 
 def flow_through_sections(fields: Any, sections: Sections, given: Mapping[str, Any]) -> Array:
-    """The mean square of what the mean speed is off 1."""
+    """Returns the mean square deviation of the mean speed from 1."""
     speed = jax.vmap(jax.vmap(mpx.partials(fields, ["u"], **given)))(sections.at)["u"]
     return jnp.mean((jnp.mean(sections.fluid * speed, axis=1) - 1) ** 2)
 
@@ -193,9 +198,9 @@ def total(
     points: Mapping[str, Any],
     given: Mapping[str, Any],
 ) -> Array:
-    """The loss: means over the fluid of the squares of the residuals of mass, momentum (three) and
-    heat, and what is off at walls and through sections. Edges of the block, where all but the mass
-    balance are singular, weigh less."""
+    """Returns the loss: the mean over the fluid of the squared residuals of mass, momentum (three)
+    and heat, plus the terms of walls and sections. Near edges of the block all residuals but the
+    mass balance are singular and get a smaller weight."""
     mass, force, heat = residuals
     _, weight, calm = points["fluid"]
     balance = mass**2 + calm**2 * (0.1 * sum(x**2 for x in force) + heat**2)
@@ -214,9 +219,12 @@ def channel_problem(
     fluid: int = 640,
     steps: int = 3000,
 ) -> Problem:
-    """Returns the problem of a channel. `residuals(fields, at, given)` are those that `total`
-    takes, `reference(channel)` what it ends at, by default or with `cells` to a length of 1,
-    `pressure` is about as large as p gets, `fluid` points of a step are in the fluid."""
+    """Returns the problem of a channel.
+
+    `residuals(fields, at, given)` are those that `total` takes. `reference(channel)` is the
+    solution, with `cells` per unit length if given. `pressure` is about as large as p gets, and
+    `fluid` is the number of points of a step in the fluid.
+    """
 
     def network(key, width=64, depth=4):
         mlp = mpx.nn.CoordinateMLP(3, 5, width, depth, key=key, fourier_features=(32, 0.5))

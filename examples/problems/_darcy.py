@@ -1,15 +1,15 @@
-"""Darcy flow through a random medium of two materials, the data that operators learn from.
+"""Darcy flow through a random medium of two materials: training data for operators.
 
-The pressure u of
+The data are the pressure u of
 
     −∇·(a ∇u) = f   on the unit square,   u = 0 on its boundary,   f = 1
 
 for coefficients a = 12 where a Gaussian random field N(0, (−Δ + 9)^−2) is positive and a = 3
 elsewhere (Li et al., Fourier neural operator, 2021, appendix A.3). The field has zero Neumann
-boundary values and no mean, so that either material takes about half of the square.
+boundary values and no mean, so each material takes about half of the square.
 
-The grid is that of the points (i/n, j/n). The arrays keep 0 ≤ i, j < n, so that taking every
-second point gives the grid of n/2; the boundary values at i = n are zero anyway.
+The grid consists of the points (i/n, j/n). The arrays keep 0 ≤ i, j < n, so every second point
+gives the grid of n/2; the boundary values at i = n are zero anyway.
 """
 
 from typing import Any
@@ -23,11 +23,11 @@ from ._cache import cached
 
 
 LOW, HIGH = 3.0, 12.0
-MODES = 64  # cosines per axis in the random field, whatever the grid
+MODES = 64  # cosines per axis in the random field, for any grid
 
 
 def random_field(rng: np.random.Generator, resolution: int) -> Float64[np.ndarray, "points points"]:
-    """One sample of N(0, (−Δ + 9)^−2) on all (n + 1)² points, boundary included.
+    """Draws a sample of N(0, (−Δ + 9)^−2) on all (n + 1)² points, including the boundary.
 
     The random numbers belong to cosines, not to grid points: the same `rng` gives the same
     function at every resolution.
@@ -35,7 +35,7 @@ def random_field(rng: np.random.Generator, resolution: int) -> Float64[np.ndarra
     k = np.arange(MODES)
     cosines = np.cos(np.pi * np.outer(np.arange(resolution + 1) / resolution, k))
     amplitudes = 1 / (np.pi**2 * (k[:, None] ** 2 + k**2) + 9)
-    # The basis has norm √½ per axis, except for its constant.
+    # The basis functions have norm √½ per axis, except the constant.
     amplitudes *= np.outer(np.where(k == 0, 1, np.sqrt(2)), np.where(k == 0, 1, np.sqrt(2)))
     amplitudes[0, 0] = 0
     return cosines @ (amplitudes * rng.standard_normal((MODES, MODES))) @ cosines.T
@@ -44,11 +44,11 @@ def random_field(rng: np.random.Generator, resolution: int) -> Float64[np.ndarra
 def solve(
     a: Float[np.ndarray, "points points"], f: Float[np.ndarray, "points points"]
 ) -> Float64[np.ndarray, "points points"]:
-    """The solution u on all (n + 1)² points of the unit square, from a and f at the same points.
+    """Returns the solution u on all (n + 1)² points of the unit square, from a and f there.
 
-    Finite volumes around the points, in float64: the flux between two neighbors goes through two
-    halves of different material in series, whose conductivity is the harmonic mean of both. Of
-    second order, for a jump of a halfway between two points too.
+    Uses finite volumes around the points, in float64. The flux between two neighbors passes two
+    halves of different material in series, whose conductivity is the harmonic mean of both. The
+    order is two, also where a jumps halfway between two points.
     """
     a = np.asarray(a, np.float64)
     n = a.shape[0] - 1
@@ -56,7 +56,7 @@ def solve(
     ay = 2 / (1 / a[:, 1:] + 1 / a[:, :-1])[1:-1]  # from (i, j) to (i, j + 1)
     diagonal = ax[1:] + ax[:-1] + ay[:, 1:] + ay[:, :-1]
     x = -ax[1:-1].ravel()
-    y = np.pad(-ay[:, 1:-1], ((0, 0), (0, 1))).ravel()[:-1]  # none from one row to the next
+    y = np.pad(-ay[:, 1:-1], ((0, 0), (0, 1))).ravel()[:-1]  # no entry from one row to the next
     offsets: Any = [0, n - 1, 1 - n, 1, -1]
     diagonals = [diagonal.ravel(), x, x, y, y]
     matrix = scipy.sparse.diags_array(diagonals, offsets=offsets, format="csc")
@@ -79,9 +79,9 @@ def _make(*, samples: int, resolution: int, seed: int) -> dict[str, np.ndarray]:
 def darcy_data(
     samples: int, resolution: int, *, seed: int
 ) -> tuple[Float32[np.ndarray, "samples n n"], Float32[np.ndarray, "samples n n"]]:
-    """Coefficients a and solutions u, from the cache where they have been made before.
+    """Returns coefficients a and solutions u, from the cache if they were made before.
 
-    Sample i is the same function whatever `samples` and `resolution` are.
+    Sample i is the same function for any `samples` and `resolution`.
     """
     data = cached("darcy", _make, version=1, samples=samples, resolution=resolution, seed=seed)
     return data["a"], data["u"]

@@ -1,7 +1,7 @@
-"""The recipe that goes deep: Levenberg–Marquardt on a small network that meets the conditions.
+"""The deep recipe: Levenberg–Marquardt on a small network that meets the conditions.
 
-What differs between problems is what the equation says: residual, domain, periods, conditions, and
-how often the solution turns. All else is the same for all of them.
+Between problems only facts about the equation differ: residual, domain, periods, conditions, and
+the number of waves in the solution. Everything else is the same for all.
 """
 
 import dataclasses
@@ -27,20 +27,22 @@ PRECISIONS = {
     for wide in ("float64", "float32")
     for narrow in (wide, "float32", "bfloat16_x3", "float16", "bfloat16")
 }
-"""Precisions of the residual and, behind a hyphen, of the Jacobian where that is another."""
+"""Precisions of the residual and, after a hyphen, of the Jacobian if it differs."""
 
 STEPS = 1200
 REDRAWN = 30  # steps with the same points
-MARCH = 0.7  # of the steps, in which the interval of a problem that marches grows to the whole
-CANDIDATES = 8  # for each point that is chosen
-POINTS = 8  # for each parameter
-TOLD = 12  # errors that a training tells on its way
+MARCH = 0.7  # share of the steps in which the interval of a marching problem grows to the whole
+CANDIDATES = 8  # candidates for each chosen point
+POINTS = 8  # points for each parameter
+TOLD = 12  # errors that a training computes on its way
 
 
 class Network(eqx.Module):
-    """An `eqx.nn.MLP` of tanh behind a form that meets the conditions. Its inputs run from -1 to 1,
-    and along a coordinate in which the equation has waves these stand beside. The units of the
-    first layer bend at points that are spread over the domain."""
+    """An `eqx.nn.MLP` of tanh, followed by a form that meets the conditions.
+
+    Its inputs run from -1 to 1. Along a coordinate in which the equation has waves, waves are
+    further inputs. The units of the first layer bend at points that are spread over the domain.
+    """
 
     mlp: eqx.nn.MLP
     deep: "Deep" = eqx.field(static=True)
@@ -74,17 +76,18 @@ class Network(eqx.Module):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Deep:
-    """Facts about a problem that the recipe needs.
+    """The facts about a problem that the recipe needs.
 
     - `residual(fields, point)`: the residuals at a point.
-    - `form(point, n)`: the fields from what the network returns.
+    - `form(point, n)`: the fields, computed from the network's outputs.
     - `low`, `high`: corners of the domain.
     - `periodic`: the periods of coordinates, by index.
-    - `turns`: how many waves the data of the equation have along coordinates, by index.
-    - `steep`: by how much the solution is steeper along coordinates than over the whole domain.
-    - `marches`: whether points come from an interval of the first coordinate that grows.
-    - `soft`: conditions that the form does not meet: a residual, the corners of the box where it
-      holds and, if that is on faces of it alone, the axes across these.
+    - `turns`: the number of waves in the equation's data along coordinates, by index.
+    - `steep`: the factor by which the solution is steeper along coordinates than over the whole
+      domain.
+    - `marches`: whether points come from a growing interval of the first coordinate.
+    - `soft`: conditions that the form does not meet. Each is a residual, the corners of the box
+      where it holds and, if it holds only on faces of the box, the axes across these faces.
     """
 
     residual: Callable[[Any, Array], Array]
@@ -105,19 +108,22 @@ class Deep:
 
 @dataclasses.dataclass(frozen=True)
 class DeepOutcome(Outcome):
-    """The outcome of a training; skipped steps are those that the damping rejected."""
+    """The outcome of a training; skipped steps are those rejected by the damping."""
 
     parameters: int
     curve: list[tuple[int, float, float | None]]
-    """Steps, seconds and error on the way. The seconds leave out the first step and errors."""
+    """Steps, seconds and error on the way. The seconds exclude the first step and the errors."""
 
 
 @eqx.filter_jit
 def draw(
     deep: Deep, model: Any, key: PRNGKeyArray, count: int, high: Float[Array, " coords"]
 ) -> tuple[Array, ...]:
-    """The points of the residuals: inside, up to `high`, half of them spread evenly and the others
-    by the size of the residual there."""
+    """Draws the points of the residuals.
+
+    They lie inside, up to `high`. Half are spread evenly, the others are drawn by the size of the
+    residual.
+    """
     spread = partial(quasirandom, dtype=high.dtype)
     candidates = spread(key, CANDIDATES * count, deep.low, high)
     residuals = jax.vmap(deep.residual, (None, 0))(model, candidates)
@@ -150,7 +156,8 @@ class DeepTrainer:
     def __call__(
         self, seed: int, *, follow: Callable[[int, Any], bool] = lambda step, state: False
     ) -> DeepOutcome:
-        """Trains from a seed. `follow` is told each step and the state, and may end it by True."""
+        """Trains from a seed. `follow` gets each step and the state, and ends the training by
+        True."""
         with jax.enable_x64(self.forward == "float64"):
             return self._trained(seed, follow)
 
@@ -174,7 +181,7 @@ class DeepTrainer:
                     high = high.at[0].set(deep.low[0] + share * (deep.high[0] - deep.low[0]))
                 at = draw(deep, model, jax.random.fold_in(key, step), count, high)
             model, state = jax.block_until_ready(update(model, state, at))
-            seconds += (time.perf_counter() - started) * (step > 0)  # the first one compiles
+            seconds += (time.perf_counter() - started) * (step > 0)  # the first step compiles
             ended = follow(step + 1, state) or step + 1 == self.steps
             if ended or (step + 1) % max(1, self.steps // TOLD) == 0:
                 errors = {n: number(e) for n, e in errors_of(self.problem, model).items()}
@@ -201,7 +208,7 @@ class DeepTrainer:
 
 
 def ends(point: Array, low: Sequence[float], high: Sequence[float], axis: int = 1) -> Array:
-    """Returns what vanishes at both ends of an axis and is 1 in the middle."""
+    """Returns a factor that vanishes at both ends of an axis and is 1 in the middle."""
     s = (point[axis] - low[axis]) / (high[axis] - low[axis])
     return 4 * s * (1 - s)
 
@@ -209,7 +216,7 @@ def ends(point: Array, low: Sequence[float], high: Sequence[float], axis: int = 
 def between(
     fun: Callable, point: Array, low: Sequence[float], high: Sequence[float], axis: int = 1
 ) -> Array:
-    """The values of a function at both ends of an axis, and straight lines between them."""
+    """Interpolates linearly between the values of a function at both ends of an axis."""
     s = (point[axis] - low[axis]) / (high[axis] - low[axis])
     return (1 - s) * fun(point.at[axis].set(low[axis])) + s * fun(point.at[axis].set(high[axis]))
 
@@ -218,7 +225,7 @@ def from_conditions(
     exact: Callable, low: Sequence[float], high: Sequence[float], rise: Callable[[Array], Array]
 ) -> Callable[[Array, Array], Array]:
     """Returns a form with the values of a solution at the start of the first axis and at both ends
-    of the second: their blend, and `rise(t)` times what vanishes at these ends."""
+    of the second: their blend, plus `rise(t)` times a term that vanishes at these ends."""
     at_ends = lambda p: between(exact, p, low, high)
 
     def form(point, n):

@@ -16,14 +16,17 @@ from .geometry import distance
 
 
 ORDER = 1.09
-"""By which errors fall with the size of cells: twice the exponent of the velocity at an edge of the
-block, 0.5445 (Moffatt, 1964). From 10 to 20 to 40 cells they fall by 1.18."""
+"""The order by which errors fall with the size of cells: twice the exponent of the velocity at an
+edge of the block, 0.5445 (Moffatt, 1964). From 10 to 20 to 40 cells errors fall with order 1.18."""
 
 
 @functools.cache
 def reference(channel: Channel, cells: int = 20) -> Reference:
-    """u, v, w, p and T in the middle of cells, NaN in the block: by finite volumes on these cells
-    and on those of half their size, and extrapolated to cells of none."""
+    """Returns u, v, w, p and T at the centers of cells, NaN in the block.
+
+    Extrapolates to cells of size 0 from finite volumes on these cells and on cells of half their
+    size.
+    """
 
     def solved(cells):
         given = {"channel": repr(channel), "cells": cells}
@@ -39,21 +42,21 @@ def reference(channel: Channel, cells: int = 20) -> Reference:
 def steady(
     channel: Channel, cells: int, tolerance: float = 1e-5, *, sound: float = 3.0
 ) -> dict[str, np.ndarray]:
-    """Steady flow and temperature, by central differences on a staggered grid, in float64.
+    """Computes steady flow and temperature by central differences on a staggered grid, in float64.
 
-    They are what a march through an artificial time ends at, in which the fluid is compressible
+    They are the end state of a march through an artificial time in which the fluid is compressible
     (Chorin, 1967): ∂p/∂t = −c² ∇·u.
 
     **Arguments:**
 
-    - `cells`: to a length of 1; faces of the block must be those of cells.
-    - `tolerance`: what the rates of velocity and temperature and ∇·u must come to.
-    - `sound`: c, which says how fast that is and nothing of where it ends.
+    - `cells`: cells per unit length; faces of the block must coincide with those of cells.
+    - `tolerance`: the rates of velocity and temperature and ∇·u must fall below this.
+    - `sound`: c, which affects the speed of the march but not its end state.
 
-    **Returns:** the centres' `x`, `y` and `z`, the `fields` u, v, w, p, T there, and the `flux`
-    through the cross-sections between cells.
+    **Returns:** the `x`, `y` and `z` of the centers, the `fields` u, v, w, p, T there, and the
+    `flux` through the cross-sections between cells.
 
-    **Raises:** `ValueError` if it does not come to rest.
+    **Raises:** `ValueError` if the march does not come to rest.
     """
     with jax.enable_x64(True):
         solver = FiniteVolumes(channel, 1 / cells)
@@ -81,13 +84,13 @@ def steady(
 
 
 def _sides(x: Any, axis: int) -> tuple[Any, Any]:
-    """What is below and above of each face between neighbors."""
+    """Returns the neighbors below and above each face along an axis."""
     lead = (slice(None),) * axis
     return x[(*lead, slice(None, -1))], x[(*lead, slice(1, None))]
 
 
 def _wider(x: Any, axis: int, low: Any, high: Any) -> Array:
-    """With one more layer at both ends of an axis: a number, or a factor `"same"`."""
+    """Adds a layer at both ends of an axis: a number, or `"same"` to repeat the last layer."""
     lead = (slice(None),) * axis
     first, last = x[(*lead, slice(0, 1))], x[(*lead, slice(-1, None))]
     first = first if low == "same" else jnp.full_like(first, low)
@@ -101,10 +104,10 @@ def _mean(x: Any, axis: int) -> Array:
 
 
 class FiniteVolumes:
-    """The equations on cells of size h: u, v, w on the faces of cells, p and T in their middle.
+    """The equations on cells of size h: u, v, w on the faces of cells, p and T at their centers.
 
-    A list `u` holds the three velocities, of which that along an axis has one layer more there.
-    All of it needs 64-bit types.
+    A list `u` holds the three velocities; each has one more layer along its own axis. Everything
+    needs 64-bit types.
     """
 
     def __init__(self, channel: Channel, h: float):
@@ -126,7 +129,7 @@ class FiniteVolumes:
         self.open, self.pairs, self.clear, self.conducted = [], {}, {}, []
         deep = []
         for axis in range(3):
-            # Beyond walls all is solid, and beyond the inlet, whose velocity is given.
+            # Beyond walls everything is solid, and beyond the inlet, whose velocity is given.
             below, above = _sides(_wider(solid, axis, True, axis > 0), axis)
             self.open.append((~(below | above)).astype(float))
             deep.append(below & above)
@@ -137,14 +140,14 @@ class FiniteVolumes:
                 self.conducted[0][0] *= 2
             self.clear[axis] = (~(below | above)).astype(float)
         for i, j in itertools.permutations(range(3), 2):
-            # Of a face inside of a solid, the neighbor has its opposite: 0 at the wall.
+            # For a face inside a solid, the neighbor has the opposite velocity: 0 at the wall.
             below, above = (x.astype(float) for x in _sides(_wider(deep[i], j, True, True), j))
             self.pairs[i, j] = ((1 + below) / h, (1 + above) / h, (1 - below) / 2, (1 - above) / 2)
         for i, j in itertools.combinations(range(3), 2):
             self.clear[i, j] = (self._to_edges(self.fluid, i, j) > 0.99).astype(float)
 
     def start(self) -> tuple[list[Array], Array, Array]:
-        """The inlet's velocity wherever there is fluid."""
+        """Starts with the inlet's velocity wherever there is fluid."""
         _, y, z = np.meshgrid(*self.axes, indexing="ij")
         inlet = FASTEST * parabolas(self.channel, (None, y[0], z[0]))
         _, v, w = (jnp.zeros_like(x) for x in self.open)
@@ -154,7 +157,7 @@ class FiniteVolumes:
     def step(
         self, state: tuple[list[Array], Array, Array], dt: Array, sound: float
     ) -> tuple[tuple[list[Array], Array, Array], Array]:
-        """Velocity, pressure and temperature a step later, and the largest of their rates."""
+        """Returns velocity, pressure and temperature a step later, and their largest rate."""
         u, p, t = state
         rates, viscosity = self.momentum(u, p)
         u = [x + dt * rate for x, rate in zip(u, rates, strict=True)]
@@ -164,11 +167,11 @@ class FiniteVolumes:
         return (u, p - dt * sound**2 * mass, t + dt * warming), off
 
     def stretch(self, u: list[Array]) -> list[Array]:
-        """∂u/∂x, ∂v/∂y and ∂w/∂z, in the middle of cells."""
+        """Returns ∂u/∂x, ∂v/∂y and ∂w/∂z at the centers of cells."""
         return [jnp.diff(x, axis=axis) / self.h for axis, x in enumerate(u)]
 
     def momentum(self, u: list[Array], p: Array) -> tuple[list[Array], Any]:
-        """∂u/∂t, and the viscosity in the middle of cells."""
+        """Returns ∂u/∂t, and the viscosity at the centers of cells."""
         h, slopes, means = self.h, {}, {}
         for (i, j), (a, b, c, d) in self.pairs.items():
             low, high = _sides(_wider(u[i], j, 0.0, 0.0), j)
@@ -179,11 +182,11 @@ class FiniteVolumes:
         mass = sum(stretch)
         rates = []
         for i, (x, along) in enumerate(zip(u, stretch, strict=True)):
-            # `mass` vanishes in the end; until then it halves what bounds the time step.
+            # `mass` vanishes in the end; until then it halves the rate that bounds the time step.
             drag = nu * (2 * along - mass)
             below, above = _sides(_mean(x, i) ** 2 + p - drag, i)
             rate = _wider((below - above) / h, i, 0.0, 0.0)
-            if i == 0:  # beyond the outlet −p, and u as before it
+            if i == 0:  # beyond the outlet, −p, and u unchanged
                 rate = rate.at[-1].set(2 * (p - drag)[-1] / h)
             rates.append(rate)
         for (i, j), strain in shear.items():
@@ -193,7 +196,7 @@ class FiniteVolumes:
         return [rate * open_ for rate, open_ in zip(rates, self.open, strict=True)], nu
 
     def viscosity(self, stretch: list[Array], shear: dict) -> tuple[Any, Any]:
-        """ν + l² √(2 S:S) in the middle of cells and on their edges; l = 0 on those of walls."""
+        """Returns ν + l² √(2 S:S) at cell centers and on edges; l = 0 on edges of walls."""
         nu = self.channel.viscosity
         if not self.channel.mixing:
             return nu, dict.fromkeys(shear, nu)
@@ -210,7 +213,7 @@ class FiniteVolumes:
         return x
 
     def heat(self, u: list[Array], t: Array, viscosity: Any) -> Array:
-        """∂T/∂t. Solid cells have the temperature 1."""
+        """Returns ∂T/∂t. Solid cells have the temperature 1."""
         h, nu = self.h, self.channel.viscosity
         out = jnp.zeros_like(t)
         for axis in range(3):

@@ -1,4 +1,4 @@
-"""L-BFGS behind a training: on fixed points, with the gradients of the training's precision."""
+"""L-BFGS after a training: on fixed points, with the gradients of the training's precision."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from ._runner import Trainer
 
 ITERATIONS = 1000
-BATCHES = 16  # of the training, whose points are those of all iterations
+BATCHES = 16  # batches of the training whose points all iterations use
 
 
 def finish(trainer: "Trainer", model: Any, scaling: Any, key: Any) -> Any:
-    """The model after `ITERATIONS` more, with the scales where the training left them."""
+    """Returns the model after `ITERATIONS` more, with the final scales of the training."""
     batches = min(BATCHES, trainer.per_call)
     points = jax.tree.map(lambda x: x[:batches], trainer.next_points(model, key))
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
@@ -33,7 +33,7 @@ def finish(trainer: "Trainer", model: Any, scaling: Any, key: Any) -> Any:
     @trainer.transform
     def gradient(arrays):
         out, _, finite, grads = trainer.gradient(loss, scaling)(eqx.combine(arrays, static), points)
-        # A step into what cannot be evaluated is too long for the line search.
+        # A step to where the loss cannot be evaluated is too long for the line search.
         return jnp.where(finite, out, jnp.inf), eqx.filter(grads, eqx.is_inexact_array)
 
     value.defvjp(gradient, lambda grads, ct: (jax.tree.map(lambda g: ct * g, grads),))

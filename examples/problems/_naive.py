@@ -1,5 +1,5 @@
-"""Half precision as one does it without this library's help: everything in float16, coordinates and
-first layer too."""
+"""Half precision without this library's help: everything in float16, including coordinates and the
+first layer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +12,8 @@ import mpx_pde as mpx
 
 
 class Plain(eqx.Module):
-    """A network that computes its derivatives by itself, one order after the other, in whatever its
-    weights are: what a cast of the model and nested `jax.jvp` come to."""
+    """A network that computes its derivatives by itself, one order after the other, in the dtype of
+    its weights, as nested `jax.jvp` of a cast model does."""
 
     network: Callable
 
@@ -27,7 +27,7 @@ class Plain(eqx.Module):
 
 
 def without_protection(model: Any) -> Any:
-    """The model with no layer or activation that insists on float32."""
+    """Returns the model without the layers and activations that insist on float32."""
     safe = type(mpx.nn.tanh)
 
     def strip(x):

@@ -1,4 +1,4 @@
-"""Newton's method for steady fields on a grid, in float64: what the flow references are made of."""
+"""Newton's method for steady fields on a grid, in float64; it computes the flow references."""
 
 from collections.abc import Callable
 
@@ -20,16 +20,16 @@ def solve(
 ) -> Float[np.ndarray, "fields nx ny"]:
     """Solves `residual(fields) = 0` from a start.
 
-    The Jacobian comes from forward-mode differentiation: equations that lie more than `reach`
-    cells from an unknown do not see it, so that unknowns `2 reach + 1` cells apart share a seed.
+    Forward-mode differentiation computes the Jacobian. An equation depends only on unknowns within
+    `reach` cells, so unknowns `2 reach + 1` cells apart share a seed.
 
     **Arguments:**
 
     - `residual`: a JAX function from fields to residuals of the same shape.
-    - `start`: the fields to start from.
-    - `reach`: how many cells away an equation looks.
-    - `tolerance`: what the largest residual must come to.
-    - `iterations`: how many steps there may be.
+    - `start`: the initial fields.
+    - `reach`: the largest distance, in cells, of unknowns that an equation depends on.
+    - `tolerance`: the iteration ends when the largest residual is smaller.
+    - `iterations`: the largest number of steps.
 
     **Returns:** the fields.
 
@@ -56,7 +56,7 @@ def solve(
 
 
 def _coloring(shape, reach):
-    """Seeds of unknowns that no equation sees together, and how to read the Jacobian from them."""
+    """Returns seeds of unknowns that share no equation, and a function that reads the Jacobian."""
     fields, nx, ny = shape
     period = 2 * reach + 1
     field, i, j = np.indices(shape)

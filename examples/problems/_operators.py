@@ -1,8 +1,7 @@
-"""Problems of neural operators: maps between fields, and time steps that are applied again and
-again.
+"""Problems of neural operators: maps between fields, and time steps that are applied repeatedly.
 
-Their data are solved for in float64 and learnt in float32. Errors are those of the network in the
-precision of its training: what was trained is what is evaluated.
+Their data are computed in float64, and the operators are trained in float32. The network is
+evaluated in the precision in which it was trained.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,18 +18,18 @@ from jaxtyping import Array, Float, Float32, PRNGKeyArray
 from ._problem import Problem, parts
 
 
-FINER, FINER_TESTS = 4, 16  # the finest grid of a test over that of the training, and its fields
+FINER, FINER_TESTS = 4, 16  # the finest test grid relative to training, and its number of fields
 
 
 class Pairs(NamedTuple):
-    """Fields and what they are mapped to, `[samples, channels, *grid]`."""
+    """Input fields and output fields, `[samples, channels, *grid]`."""
 
     inputs: Float32[np.ndarray, "samples channels *grid"]
     outputs: Float32[np.ndarray, "samples channels *grid"]
 
 
 class Cast(eqx.Module):
-    """A network with its input cast to the dtype of its weights, and its output to float32."""
+    """Casts a network's input to the dtype of its weights, and its output to float32."""
 
     network: Callable
 
@@ -40,24 +39,24 @@ class Cast(eqx.Module):
 
 
 def relative(got: Float[Array, "*shape"], want: Float[Array, "*shape"]) -> Float[Array, " samples"]:
-    """Relative L2 errors of samples, the first axis."""
+    """Returns the relative L2 errors of samples along the first axis."""
     norm = lambda x: jnp.sqrt(jnp.sum(x**2, axis=tuple(range(1, x.ndim))))
     return norm(got - want) / norm(want)
 
 
 def operator(name: str, title: str, *, batch: int = 2, **given: Any) -> Problem:
-    """The problem of a module: a map from one field to another, learnt on one grid and tested on
-    finer ones as well. The module has these functions:
+    """Builds the problem of a module: a map from one field to another, learned on one grid and also
+    tested on finer ones. The module has these functions:
 
-    - `data()`: pairs to train with and pairs to test with; `data(n, m)` has so many of each.
+    - `data()`: pairs for training and pairs for tests; `data(n, m)` makes so many of each.
     - `finer(n)`: n pairs on a grid of `FINER` times as many points along each axis. They are
-        tested there, and on each second and fourth point; not in a quick run.
+        tested there, and on every second and fourth point; not in a quick run.
     - `network(key)`: a function of a field, `[channels, *grid]`.
 
     **Arguments:**
 
     - `batch`: pairs in a step.
-    - `given`: of the `Problem`.
+    - `given`: further fields of the `Problem`.
     """
     data, finer, network = parts(name, "data", "finer", "network").values()
     given = {"learning_rate": 3e-3, "optimizer": "adam", "family": "operator", **given}
@@ -74,10 +73,10 @@ def _operator(
     batch: int,
     **given: Any,
 ) -> Problem:
-    """As `operator`, of these data."""
+    """Builds the problem of `operator` from these data."""
 
     def make_network(key):
-        data()  # here rather than while JAX traces what samples it
+        data()  # makes the data now, not while JAX traces `sample`
         return network(key)
 
     def sample(key):
@@ -110,7 +109,7 @@ def _operator(
 
 
 class Step(eqx.Module):
-    """u(t + Δt) = u(t) + `size` times what the network makes of u(t)."""
+    """u(t + Δt) = u(t) + `size` times the network's output for u(t)."""
 
     network: Cast
     size: float = eqx.field(static=True)
@@ -120,7 +119,7 @@ class Step(eqx.Module):
 
 
 def rollout(step: Callable, field: Array, steps: int) -> Array:
-    """The fields after 1, …, `steps` steps."""
+    """Returns the fields after 1, …, `steps` steps."""
 
     def body(field, _):
         new = step(field)
@@ -138,7 +137,7 @@ def trajectories(
     spin_up: int,
     seed: int,
 ) -> Float32[np.ndarray, "count times channels *grid"]:
-    """Fields at 0, …, `steps` steps behind a spin-up, solved for in float64."""
+    """Computes fields at 0, …, `steps` steps after a spin-up, in float64."""
     with jax.enable_x64(True):
         advance = stepper()
 
@@ -163,8 +162,8 @@ def emulator(
     batch: int = 16,
     **given: Any,
 ) -> Problem:
-    """The problem of a module: a time step, learnt from pairs of consecutive fields and tested by
-    its own continuation. The module has these functions:
+    """Builds the problem of a module: a time step, learned from pairs of consecutive fields and
+    tested by rollouts. The module has these functions:
 
     - `stepper()`: the solver, such as one of Exponax, a function of a field.
     - `initial(key)`: random initial fields, `[channels, *grid]`.
@@ -172,11 +171,11 @@ def emulator(
 
     **Arguments:**
 
-    - `told`: after how many steps errors are told; *the* error is their geometric mean.
-    - `count`, `steps_each`: trajectories to train with, and their length.
+    - `told`: the steps after which errors are reported; *the* error is their geometric mean.
+    - `count`, `steps_each`: number and length of the training trajectories.
     - `spin_up`: steps before a trajectory begins.
-    - `batch`: pairs in a step of the training.
-    - `given`: of the `Problem`.
+    - `batch`: pairs in a training step.
+    - `given`: further fields of the `Problem`.
     """
     stepper, initial, network = parts(name, "stepper", "initial", "network").values()
     make = {"spin_up": spin_up}

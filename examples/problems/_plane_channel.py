@@ -18,16 +18,17 @@ def channel(
     cells: int,
     diffusivity: float | None = None,
 ) -> tuple[tuple[np.ndarray, np.ndarray], Float[np.ndarray, "fields nx ny"]]:
-    """Steady flow through a channel of height 1 with solids, by finite volumes of second order.
+    """Computes steady flow through a channel of height 1 with solids, by second-order finite
+    volumes.
 
     No slip at walls and solids, u = `inlet(y)` at x = 0, p = 0 and v = 0 at x = `length`. With a
-    `diffusivity` the flow carries a temperature: 0 at the inlet and 1 in solids, beside insulated
-    walls.
+    `diffusivity` the flow carries a temperature, which is 0 at the inlet and 1 in solids; the walls
+    are insulated.
 
     **Arguments:**
 
-    - `solid(x, y)`: whether the cell with that center is solid.
-    - `cells`: over the height.
+    - `solid(x, y)`: whether the cell with this center is solid.
+    - `cells`: the number of cells over the height.
 
     **Returns:** the centers' x and y, and u, v, p and the temperature there; NaN in solids.
     """
@@ -45,20 +46,21 @@ def channel(
 
 
 def _mirror(own, neighbour, deep):
-    """Inside a solid, what makes the velocity at its wall 0."""
+    """Sets values inside a solid that make the velocity at its wall 0."""
     return jnp.where(deep, -own, neighbour)
 
 
 def flow(q, *, h, y, solid, inlet, viscosity):
-    """Residuals of momentum and mass: u on the right face of each cell, v on its upper face."""
+    """Returns residuals of momentum and mass; u is on the right face of each cell, v on the
+    upper."""
     u, v, p = q
-    # Faces within a solid or at its wall, and those of which both cells are solid.
+    # Faces within a solid or at its wall, and faces between two solid cells.
     right = np.concatenate([solid[1:], np.zeros_like(solid[:1])])
     above = np.concatenate([solid[:, 1:], np.ones_like(solid[:, :1])], axis=1)
     u_shut, u_deep = solid | right, solid & right
     v_shut, v_deep = solid | above, solid & above
 
-    # Neighbours to the left, right, below and above. Beyond the outlet, u goes on as it came.
+    # Neighbors to the left, right, below and above. Beyond the outlet, u continues unchanged.
     u_left = jnp.concatenate([inlet(y)[None], u[:-1]])
     u_right = jnp.concatenate([u[1:], u[-2:-1]])
     below, over = np.roll(u_deep, 1, 1), np.roll(u_deep, -1, 1)
@@ -74,7 +76,7 @@ def flow(q, *, h, y, solid, inlet, viscosity):
 
     p_right = jnp.concatenate([p[1:], -p[-1:]])
     p_above = jnp.concatenate([p[:, 1:], p[:, -1:]], axis=1)
-    # v at the places of u: of the four faces around; u at the places of v.
+    # v at the places of u is the mean over four faces, and so is u at the places of v.
     v_cell = (v + v_below) / 2
     v_at_u = (v_cell + jnp.concatenate([v_cell[1:], -v_cell[-1:]])) / 2
     u_cell = (u + u_left) / 2
@@ -93,19 +95,19 @@ def flow(q, *, h, y, solid, inlet, viscosity):
 
 
 def heat(q, *, u, v, h, solid, diffusivity):
-    """Residual of the temperature, what solids give off, and what is carried away.
+    """Returns the temperature's residual, the heat that solids release, and the heat carried away.
 
     `u` and `v` are the velocities on all faces.
     """
     [t] = q
     solid_x = np.pad(solid, ((1, 1), (0, 0)))
     solid_y = np.pad(solid, ((0, 0), (1, 1)))
-    # Beyond inlet and outlet; walls are insulated, and nothing flows through them.
+    # Values beyond inlet and outlet. Walls are insulated, and nothing flows through them.
     t_x = jnp.concatenate([-t[:1], t, t[-1:]])
     t_y = jnp.pad(t, ((0, 0), (1, 1)), mode="edge")
 
     def flux(speed, low, high, low_solid, high_solid):
-        """Through faces; that into or out of a fin is conduction from its wall."""
+        """Returns the flux through faces; into or out of a fin it is conduction from its wall."""
         low_wall = jnp.where(low_solid, 2 - high, low)
         high_wall = jnp.where(high_solid, 2 - low, high)
         both = low_solid & high_solid
@@ -116,7 +118,7 @@ def heat(q, *, u, v, h, solid, diffusivity):
     y_flux = flux(v, t_y[:, :-1], t_y[:, 1:], solid_y[:, :-1], solid_y[:, 1:])
     balance = (jnp.diff(x_flux, axis=0) + jnp.diff(y_flux, axis=1)) / h
     residual = jnp.where(solid, t - 1, balance)[None]
-    # Out of the faces between a fin and the fluid.
+    # The flux out of the faces between a fin and the fluid.
     off_x, off_y = -np.diff(solid_x.astype(int), axis=0), -np.diff(solid_y.astype(int), axis=1)
     heating = h * (jnp.sum(off_x * x_flux) + jnp.sum(off_y * y_flux))
     return residual, heating, h * jnp.sum(x_flux[-1] - x_flux[0])

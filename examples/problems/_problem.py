@@ -1,4 +1,4 @@
-"""What a file beside this one tells of its problem, and what such files are made of."""
+"""The description of a problem, as the files of the problems give it, and the parts they share."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -15,7 +15,7 @@ import mpx_pde as mpx
 
 
 class Reference(NamedTuple):
-    """What the fields are compared with, in float64; what is NaN is not compared."""
+    """Values to compare the fields with, in float64; NaN entries are ignored."""
 
     points: Float[np.ndarray, "n coords"]
     values: Float[np.ndarray, "n *fields"]
@@ -23,25 +23,26 @@ class Reference(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What a file tells the runner.
+    """The description that a file gives to the runner.
 
     - `network(key)`: the network, in float32.
     - `loss(model, points, *, derivatives=None)`: the loss on the points of one step. `derivatives`
-      goes on to `mpx.partials` as its `scaling`.
+      is passed to `mpx.partials` as its `scaling`.
     - `sample(key)`: the points of one step, a PyTree of float32 arrays.
-    - `points(model, key)`: those of `STEPS_PER_CALL` steps, for a problem that chooses them.
-    - `coords`, `order`: of its derivatives; no order for a network that is not differentiated.
-    - `exact(point)`: the solution, in the dtype of the point, compared with at the points `at`. The
-      tests see to it that `loss` vanishes there in float64.
-    - `reference()`: what the fields are compared with, where no solution is known.
+    - `points(model, key)`: the points of `STEPS_PER_CALL` steps, for a problem that chooses them.
+    - `coords`, `order`: the coordinates and the order of its derivatives; order 0 for a network
+      that is not differentiated.
+    - `exact(point)`: the solution, in the dtype of the point, for comparison at the points `at`.
+      The tests check that `loss` vanishes there in float64.
+    - `reference()`: values to compare the fields with, if no solution is known.
     - `free`: indices of fields that are known up to a constant, such as a pressure.
-    - `errors(model)`: errors by name instead, the first is *the* error.
-    - `steps`, `learning_rate`: the latter rises at first, and falls as a cosine.
-    - `as_trained`: evaluate with the weights in the precision of the training.
-    - `derivatives()`: another derivative scaling than one scale for each coordinate.
-    - `quick`: the same with fewer data, where data take long to make, for `--quick`.
-    - `deep`: what the second-order recipe of `_deep.py` needs to know, for a problem that has it.
-    - `paper`: what is larger in the paper that the problem is from, by name: sizes for a GPU.
+    - `errors(model)`: errors by name, instead of these; the first is *the* error.
+    - `steps`, `learning_rate`: the learning rate rises at first, then falls as a cosine.
+    - `as_trained`: whether to evaluate with the weights in the precision of the training.
+    - `derivatives()`: a derivative scaling other than one scale for each coordinate.
+    - `quick`: the same problem with fewer data for `--quick`, if data take long to make.
+    - `deep`: the facts that the second-order recipe of `_deep.py` needs, for problems that have it.
+    - `paper`: fields at the size of the problem's paper, by name, for a GPU.
     """
 
     title: str
@@ -69,15 +70,18 @@ class Problem:
 
 
 def problem(name: str, title: str, **given: Any) -> Problem:
-    """Returns the problem of a module, which has its functions `network`, `loss`, `sample`,
-    `points`, `exact`, `reference` and `errors`, as far as it needs them, the points `AT`, the
-    recipe `DEEP` and the sizes `PAPER`. `given` are the other fields, and take precedence."""
+    """Returns the problem of a module.
+
+    The module defines those of the functions `network`, `loss`, `sample`, `points`, `exact`,
+    `reference` and `errors` that it needs, the points `AT`, the recipe `DEEP` and the sizes
+    `PAPER`. `given` are the other fields, and take precedence.
+    """
     names = ("network", "loss", "sample", "points", "exact", "reference", "errors")
     return Problem(title=title, **{**parts(name, *names, "AT", "DEEP", "PAPER"), **given})
 
 
 def parts(name: str, *names: str) -> dict[str, Any]:
-    """Returns what a module has of these names."""
+    """Returns those of the names that a module defines."""
     module = vars(sys.modules[name])
     return {part.lower(): module[part] for part in names if part in module}
 
@@ -86,7 +90,7 @@ def parts(name: str, *names: str) -> dict[str, Any]:
 
 
 class InUnits(eqx.Module):
-    """A network of coordinates that are measured in other units, which Fourier features see."""
+    """A network whose coordinates are measured in other units, also for its Fourier features."""
 
     network: Callable
     units: tuple[float, ...] = eqx.field(static=True)
@@ -98,8 +102,8 @@ class InUnits(eqx.Module):
 def coordinate_mlp(
     *sizes: Any, form: Callable | None = None, units: tuple[float, ...] = (), **options: Any
 ) -> Callable[[PRNGKeyArray], Any]:
-    """Returns a function of a key that makes a `CoordinateMLP` of these sizes and options, its
-    coordinates in `units` and its outputs in a `form`, if there are any."""
+    """Returns a function of a key that makes a `CoordinateMLP` of these sizes and options, with its
+    coordinates in `units` and its outputs in a `form`, if given."""
 
     def network(key):
         mlp: Any = mpx.nn.CoordinateMLP(*sizes, key=key, **options)
@@ -112,8 +116,8 @@ def coordinate_mlp(
 def from_start(
     exact: Callable, rise: Callable[[Array], Array] = lambda t: t
 ) -> Callable[[Array, Array], Array]:
-    """Returns the form u(0, x) + `rise`(t) N(t, x) with the initial values of a solution. t comes
-    first."""
+    """Returns the form u(0, x) + `rise`(t) N(t, x) with the initial values of a solution. The first
+    coordinate is t."""
 
     def form(point, n):
         start = np.eye(len(point))[0] == 0
@@ -129,14 +133,14 @@ Corner = Sequence[float] | Array
 
 
 def grid(*axes: Float[np.ndarray, " n"]) -> Float[np.ndarray, "points coords"]:
-    """All points with their coordinates from these axes, the last one running fastest."""
+    """Returns all points with coordinates from these axes; the last axis varies fastest."""
     return np.stack(np.meshgrid(*axes, indexing="ij"), axis=-1).reshape(-1, len(axes))
 
 
 def uniform(
     key: PRNGKeyArray, count: int, low: Corner, high: Corner, dtype: Any = float
 ) -> Float[Array, "count coords"]:
-    """Points in a box with the corners `low` and `high`."""
+    """Draws points in a box with the corners `low` and `high`."""
     low_corner, high_corner = jnp.asarray(low, dtype), jnp.asarray(high, dtype)
     return jax.random.uniform(key, (count, len(low)), dtype, minval=low_corner, maxval=high_corner)
 
@@ -144,13 +148,16 @@ def uniform(
 def quasirandom(
     key: PRNGKeyArray, count: int, low: Corner, high: Corner, dtype: Any = float
 ) -> Float[Array, "count coords"]:
-    """Points that fill a box more evenly than those of `uniform`: a lattice that is moved at
-    random, and whose steps are powers of a generalized golden ratio (Roberts, 2018)."""
+    """Draws points that fill a box more evenly than those of `uniform`.
+
+    They are a randomly shifted lattice whose steps are powers of a generalized golden ratio
+    (Roberts, 2018).
+    """
     low_corner, high_corner = jnp.asarray(low, dtype), jnp.asarray(high, dtype)
     ratio = np.roots([1, *[0] * (len(low) - 1), -1, -1]).real.max()
     steps = (ratio ** -np.arange(1.0, len(low) + 1) * 2**32).astype(np.uint32)
     shift = jax.random.bits(key, (len(low),), jnp.uint32)
-    # Integers wrap, and lose nothing.
+    # Integers wrap around without loss.
     part = lambda i: (i * steps + shift).astype(dtype) / 2.0**32
     place = lambda i: low_corner + (high_corner - low_corner) * part(i)
     return jax.vmap(place)(jnp.arange(count, dtype=jnp.uint32))
@@ -164,8 +171,8 @@ def choose(
     *,
     floor: float = 4.0,
 ) -> Float32[Array, "steps batch coords"]:
-    """Batches for the next steps, of candidates that are taken more often where the residual is
-    large (residual-based adaptive distribution, Wu et al., 2023)."""
+    """Draws batches for the next steps; candidates with a large residual are taken more often
+    (residual-based adaptive distribution, Wu et al., 2023)."""
     size = jnp.abs(residuals)
     density = size / jnp.mean(size) + floor
     shape = (STEPS_PER_CALL, batch)
@@ -180,7 +187,7 @@ def on_faces(
     axes: Sequence[int],
     draw: Callable[..., Float[Array, "count coords"]] = uniform,
 ) -> Float[Array, "count coords"]:
-    """Points on the faces of a box across `axes`, the same number (or nearly) on each."""
+    """Draws points on the faces of a box across `axes`, (nearly) the same number on each."""
     points = draw(key, count, low, high)
     face = np.arange(count) % (2 * len(axes))
     ends = np.asarray([low, high], points.dtype)
@@ -189,8 +196,8 @@ def on_faces(
 
 
 def draws(**boxes: tuple) -> Callable[[PRNGKeyArray], dict[str, Float32[Array, "n coords"]]]:
-    """Returns a function that draws points by name: in boxes that are `(count, low, high)`, and
-    where axes follow, on the faces of a box across them."""
+    """Returns a function that draws points by name: in the box `(count, low, high)` or, if axes
+    follow, on the faces of the box across them."""
 
     def sample(key):
         keys = jax.random.split(key, len(boxes))
@@ -205,7 +212,7 @@ def draws(**boxes: tuple) -> Callable[[PRNGKeyArray], dict[str, Float32[Array, "
 def adaptive(
     residuals: Callable, low: Sequence[float], high: Sequence[float], *, batch: int = 512
 ) -> Callable[[Any, PRNGKeyArray], Float32[Array, "steps batch coords"]]:
-    """Returns a function that chooses points where residuals are large, of 16 times as many."""
+    """Returns a function that chooses points where residuals are large, from 16 times as many."""
 
     def points(u, key):
         candidate_key, choice_key = jax.random.split(key)
@@ -219,7 +226,7 @@ def adaptive(
 
 
 def values_at(model: Any, points: Float[np.ndarray, "n coords"]) -> Float[np.ndarray, "n *fields"]:
-    """The fields of a network at points, evaluated with the weights that it has."""
+    """Evaluates the fields of a network at points, with the weights as they are."""
     arrays = jax.tree.leaves(eqx.filter(model, eqx.is_inexact_array))
     dtype = jnp.float64 if any(x.dtype == jnp.float64 for x in arrays) else jnp.float32
     at = eqx.filter_jit(lambda model, points: jax.lax.map(model, points, batch_size=4096))
@@ -227,7 +234,7 @@ def values_at(model: Any, points: Float[np.ndarray, "n coords"]) -> Float[np.nda
 
 
 def mean_square(residual: Callable) -> Callable[..., Float32[Array, ""]]:
-    """Returns the loss of a residual at a point: its square, summed over its entries, in the mean
+    """Returns the loss of a residual at a point: its squares, summed over its entries and averaged
     over the points."""
 
     def loss(model, points, *, derivatives=None):
@@ -240,7 +247,7 @@ def mean_square(residual: Callable) -> Callable[..., Float32[Array, ""]]:
 def with_values(
     residual: Callable, exact: Callable, at: str, names: str, weight: float = 1, **given: Any
 ) -> Callable[..., Float32[Array, ""]]:
-    """Returns the loss of a residual at the points `"inside"`, and `weight` times the `misfit` of
+    """Returns the loss of a residual at the points `"inside"`, plus `weight` times the `misfit` of
     fields at the points `at`. `given` are the coordinates and outputs of the network."""
     loss = mean_square(residual)
 
@@ -259,7 +266,7 @@ def misfit(
     names: Sequence[str],
     given: Mapping[str, Any],
 ) -> Float32[Array, ""]:
-    """Returns the mean square of what these fields are off at points, where `exact` has all."""
+    """Returns the mean squared error of these fields at points; `exact` returns all fields."""
     d = jax.vmap(mpx.partials(fields, [*names], **given))(points)
     want = jax.vmap(exact)(points).reshape(len(points), -1)
     return jnp.mean(jnp.stack([(d[n] - want[:, given["outputs"].index(n)]) ** 2 for n in names]))

@@ -1,7 +1,7 @@
-"""Trains a problem in a precision: one recipe for all problems, and nothing in it for one of them.
+"""Trains a problem in a precision, by one recipe for all problems without exceptions.
 
-What a problem is stands in `_problem.py`, which the files of the problems import. Everything that
-has to do with mixed precision stands in `Trainer.step`.
+`_problem.py`, which the files of the problems import, defines what a problem is. Everything that
+concerns mixed precision is in `Trainer.step`.
 """
 
 import math
@@ -27,14 +27,14 @@ QUICK_STEPS = 4
 
 
 class Precision(NamedTuple):
-    """How a step is taken: dtype of the products, of those of the forward pass, and controls."""
+    """The precisions of a step: dtypes of its products and of its forward pass, and controls."""
 
     compute: str
     forward: str = "half"
-    autocast: bool = False  # operation by operation, instead of a cast of the network
-    naive: bool = False  # by hand: a cast of everything, nested `jax.jvp`, loss scaling alone
-    rounded: bool = False  # the initial weights, once
-    dropped: int = 0  # first steps that change nothing
+    autocast: bool = False  # a dtype for each operation, instead of a cast of the network
+    naive: bool = False  # by hand: a cast of everything, nested `jax.jvp`, only loss scaling
+    rounded: bool = False  # rounds the initial weights once
+    dropped: int = 0  # number of first steps that change nothing
 
     @property
     def mixed(self) -> bool:
@@ -42,7 +42,7 @@ class Precision(NamedTuple):
 
     @property
     def wide(self) -> str:
-        """Of the weights that are trained, and of the points."""
+        """The dtype of the trained weights and of the points."""
         return "float64" if "float64" in (self.compute, self.forward) else "float32"
 
 
@@ -55,10 +55,10 @@ PRECISIONS = {
     "autocast-float16": Precision("float16", autocast=True),
     "autocast-bfloat16": Precision("bfloat16", autocast=True),
     "naive-float16": Precision("float16", naive=True),
-    # Controls of chance: float32 that begins almost as float32 does.
+    # Controls that measure chance: float32 with an almost identical start.
     "float32-rounded": Precision("float32", rounded=True),
     "float32-dropped": Precision("float32", dropped=3),
-    # On a CPU split products are rounded as by hardware that has them, and take longer.
+    # A CPU rounds split products as hardware that has them does, but takes longer.
     "forward-bfloat16_x3-bfloat16": Precision("bfloat16", "bfloat16_x3"),
     "forward-bfloat16_x3-float16": Precision("float16", "bfloat16_x3"),
     "float64": Precision("float64"),
@@ -68,12 +68,12 @@ OPTIMIZERS: dict[str, Callable[[Any], optax.GradientTransformation]] = {
     "adam": lambda rate: optax.adam(rate, b2=0.99),
     "muon": optax.contrib.muon,
 }
-FINISHES = ("", "+lbfgs")  # what may follow the name of an optimizer
+FINISHES = ("", "+lbfgs")  # suffixes of an optimizer's name
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one training came to."""
+    """The result of one training."""
 
     precision: str
     optimizer: str
@@ -90,19 +90,19 @@ class Outcome:
 
 
 class State(NamedTuple):
-    """All that a step changes."""
+    """Everything that a step changes."""
 
     model: Any
     opt_state: PyTree
     scaling: Any
-    average: Any  # of the weights over the last tenth of the steps or so
+    average: Any  # of the weights, over about the last tenth of the steps
     count: Int32[Array, ""]
 
 
 class Trainer:
     """The training of one problem in one precision, compiled once for any number of seeds.
 
-    `transform` changes a step, a function of PyTrees of arrays: for emulations. A compiled call
+    `transform` changes a step, a function of PyTrees of arrays; emulations use it. A compiled call
     takes `per_call` steps.
     """
 
@@ -125,7 +125,7 @@ class Trainer:
         wanted = problem.steps if steps is None else steps
         self.per_call = min(per_call, wanted)
         self.steps = self.per_call * math.ceil(wanted / self.per_call)
-        warm_up = max(1, self.steps // 20)  # for the scales to find their place too
+        warm_up = max(1, self.steps // 20)  # also lets the scales settle
         highest = problem.learning_rate
         self.rates = optax.warmup_cosine_decay_schedule(0.0, highest, warm_up, self.steps)
         self.optimizer = OPTIMIZERS[base](self.rates)
@@ -136,7 +136,7 @@ class Trainer:
     # --- A step ------------------------------------------------------------------------------
 
     def gradient(self, loss: Callable, scaling: Any) -> Callable:
-        """Value and gradient of a loss: this is how the library is used."""
+        """Returns the value and gradient of a loss; this is how the library is used."""
         return mpx.filter_value_and_grad(loss, scaling, **self.options)
 
     @property
@@ -151,8 +151,8 @@ class Trainer:
         }
 
     def with_first_scales(self, state: State, points: PyTree) -> State:
-        """The state with scales at which its first step does not overflow. By hand nobody looks for
-        them."""
+        """Finds scales at which the first step does not overflow. Casts by hand skip this
+        search."""
         if self.precision.naive or self.precision.compute != "float16":
             return state
         find = mpx.initial_scaling(self.problem.loss, state.scaling, **self.options)
@@ -171,7 +171,7 @@ class Trainer:
     # --- A training --------------------------------------------------------------------------
 
     def types(self) -> Any:
-        """The context in which JAX has the types of the precision."""
+        """Returns the context in which JAX has the types of the precision."""
         known = jax.dtypes.canonicalize_dtype("float64") == "float64"
         return jax.enable_x64(known or self.precision.wide == "float64")
 
@@ -191,7 +191,7 @@ class Trainer:
         return State(model, opt_state, scaling, model, jnp.zeros((), jnp.int32)), key
 
     def _scaling(self) -> Any:
-        """The defaults of the library, whatever the problem."""
+        """Builds the default scaling of the library, for any problem."""
         loss = mpx.DynamicLossScaling()
         if self.precision.naive or not self.problem.order:
             return loss
@@ -201,7 +201,8 @@ class Trainer:
         return mpx.Scaling(loss, mpx.DerivativeScaling.per_direction(coords, order=order))
 
     def next_points(self, model: Any, key: PRNGKeyArray) -> PyTree:
-        """The points of the next steps, the same in each precision if the model does not choose."""
+        """Draws the points of the next steps; they depend on the precision only if the model
+        chooses."""
         if self.precision.wide != "float64":
             return self.choose(model, key)
         with jax.enable_x64(False):
@@ -216,7 +217,7 @@ class Trainer:
         return jax.vmap(self.problem.sample)(jax.random.split(key, self.per_call))
 
     def steps_of(self, state: State) -> Callable:
-        """The program of `per_call` steps, from arrays to arrays."""
+        """Returns the program of `per_call` steps, from arrays to arrays."""
         if self.program is None:
             self.static = eqx.filter(state, eqx.is_array, inverse=True)
 
@@ -233,15 +234,15 @@ class Trainer:
     def __call__(
         self, seed: int, *, follow: Callable[[int, float, Any], Any] = lambda *_: False
     ) -> Outcome:
-        """Trains from a seed. `follow` is told steps, loss and scaling, and may end it by True."""
+        """Trains from a seed. `follow` gets steps, loss and scaling, and ends training by True."""
         return self.stages(seed, follow=follow)[-1]
 
     def stages(
         self, seed: int, *, follow: Callable[[int, float, Any], Any] = lambda *_: False
     ) -> list[Outcome]:
-        """The outcome, and before it, where L-BFGS is the end, that of what it goes on from."""
+        """Returns the outcome; if L-BFGS finishes, also the outcome before it, as the first."""
         with warnings.catch_warnings(), self.types():
-            # Behind Fourier features the first layer, which is float32, is half of a small network.
+            # With Fourier features, the float32 first layer is half of a small network.
             warnings.simplefilter("ignore", mpx.PrecisionWarning)
             state, key, records = self.trained(seed, follow)
             base, plus, _ = self.optimizer_name.partition("+")
@@ -256,7 +257,7 @@ class Trainer:
     def trained(
         self, seed: int, follow: Callable[[int, float, Any], Any] = lambda *_: False
     ) -> tuple[State, PRNGKeyArray, list[Any]]:
-        """Returns the state after all steps, the key that is left, and the records of the calls."""
+        """Returns the state after all steps, the remaining key, and the records of the calls."""
         state, key = self.initial(seed)
         records = []
         for _ in range(self.steps // self.per_call):
@@ -272,7 +273,7 @@ class Trainer:
         return state, key, records
 
     def errors(self, model: Any) -> Mapping[str, float]:
-        """Errors of a network, by name."""
+        """Returns the errors of a network, by name."""
         if self.problem.as_trained and self.precision.mixed and self.precision.forward == "half":
             cast = mpx.autocast if self.precision.autocast else mpx.cast_tree
             model = cast(model, self.precision.compute)
@@ -296,7 +297,7 @@ class Trainer:
 
 
 def running_average(average: Any, model: Any, finite: Bool[Array, ""], rate: float) -> Any:
-    """The average of the weights moved towards the model, unless the step was skipped."""
+    """Moves the average of the weights towards the model, unless the step was skipped."""
     arrays, static = eqx.partition(average, eqx.is_inexact_array)
     moved = optax.incremental_update(eqx.filter(model, eqx.is_inexact_array), arrays, rate)
     return eqx.combine(mpx.select_tree(finite, moved, arrays), static)
@@ -307,7 +308,7 @@ def number(x: Any) -> float | None:
 
 
 def _rounded(model: Any) -> Any:
-    """The model with its weights rounded to float16."""
+    """Rounds the weights of a model to float16."""
     round_ = lambda x: jax.lax.reduce_precision(x, 5, 10) if eqx.is_inexact_array(x) else x
     return jax.tree.map(round_, model)
 
@@ -317,7 +318,7 @@ def _astype(tree: PyTree, dtype: Any) -> PyTree:
 
 
 def _in_float64(model: Any) -> Any:
-    """The model in float64, the layers too that are kept in float32 by themselves."""
+    """Casts a model to float64, including layers that otherwise stay in float32."""
     return jax.tree.map(lambda x: mpx.cast_tree(x, "float64"), model)
 
 
@@ -325,7 +326,7 @@ def _in_float64(model: Any) -> Any:
 
 
 def reference_of(problem: Problem) -> Reference:
-    """What the fields of a problem are compared with."""
+    """Returns the values to compare the fields of a problem with."""
     if problem.exact is None:
         assert problem.reference is not None
         return problem.reference()
@@ -335,7 +336,7 @@ def reference_of(problem: Problem) -> Reference:
 
 
 def errors_of(problem: Problem, model: Any) -> Mapping[str, float]:
-    """Relative L2 errors: their mean over the fields, and each."""
+    """Returns the relative L2 errors: their mean over the fields, then each."""
     if problem.errors is not None:
         return problem.errors(model)
     points, values = reference_of(problem)

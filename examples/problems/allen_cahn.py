@@ -1,8 +1,8 @@
 """The Allen–Cahn equation u_t = 1e-4 u_xx + 5 (u − u³), periodic on −1 ≤ x ≤ 1, up to t = 1.
 
-From x² cos πx (Raissi et al., 2019). The values ±1 are stable, and between them stay fronts about
-0.01 wide. The reference is a Fourier method of fourth order in time. Points are chosen where the
-residual is large.
+The initial values are x² cos πx (Raissi et al., 2019). The values ±1 are stable, with fronts about
+0.01 wide between them. The reference is a Fourier method of fourth order in time. Points are chosen
+where the residual is large.
 """
 
 from functools import cache
@@ -27,7 +27,7 @@ T, X = np.linspace(0, 1, 101), np.linspace(-1, 1, 257)
 
 @cache
 def reference(points: int = 4096, steps: int = 800) -> Reference:
-    """By so many points and time steps, on the grid of `T` and `X`."""
+    """Computes the reference with so many points and time steps, on the grid of `T` and `X`."""
     x = np.linspace(-1, 1, points, endpoint=False)
     given = {"diffusivity": D, "reaction": REACTION, "length": 2.0, "time": 1.0}
     start = x**2 * np.cos(np.pi * x)
@@ -36,10 +36,10 @@ def reference(points: int = 4096, steps: int = 800) -> Reference:
 
 
 def start(point: Float[Array, "2"]) -> Float[Array, ""]:
-    """u₀(t, x), the initial values at t = 0.
+    """Returns u₀(t, x), the initial values at t = 0.
 
-    The initial x² cos(πx) has a kink at ±1, which diffusion rounds off. So the x² turns into
-    (1 − cos πx) / 2, equal to it at 0 and ±1 and smooth, while t grows.
+    The initial x² cos(πx) has a kink at ±1, which diffusion rounds off. So as t grows, the x² turns
+    into (1 − cos πx) / 2, which is smooth and equals it at 0 and ±1.
     """
     t, x = point
     smooth = (1 - jnp.cos(jnp.pi * x)) / 2
@@ -59,10 +59,10 @@ class AllenCahnNetwork(eqx.Module):
 def residuals(
     u: Any, points: Float[Array, "batch 2"], derivatives: Any = None
 ) -> Float32[Array, " batch"]:
-    """u_t − D u_xx − 5 (u − u³), times e^(−5t).
+    """Returns u_t − D u_xx − 5 (u − u³), times e^(−5t).
 
-    Where u is small, what is wrong at time t has grown by e^(5 (1 − t)) at the end. Without the
-    weight training ends in a wrong solution, with fronts where early errors put them.
+    Where u is small, an error at time t has grown by e^(5 (1 − t)) at the end. Without the weight,
+    training ends in a wrong solution, with fronts where early errors put them.
     """
     terms = mpx.partials(u, ["u", "u_t", "u_xx"], coords="tx", outputs="u", scaling=derivatives)
     d = jax.vmap(terms)(points)
@@ -81,9 +81,11 @@ network = lambda key: AllenCahnNetwork(mlp(key))
 
 
 def form(point, n):
-    """From initial values whose kink at ±1, |d| at the distance d, spreads as heat does:
-    d erf(d/s) + s/√π exp(−(d/s)²) with s² = 4 D t. A kink that stayed would be no solution, and
-    leave no residual at any point but ±1."""
+    """Starts from initial values whose kink at ±1 spreads as heat does.
+
+    The kink |d| at the distance d becomes d erf(d/s) + s/√π exp(−(d/s)²) with s² = 4 D t. A kink
+    that stayed would be no solution, but would leave a residual only at ±1.
+    """
     t, x = point
     d, s = 1 - jnp.abs(x), jnp.sqrt(4 * D * (t + 1e-9))
     rounded = d * jax.scipy.special.erf(d / s) + s / np.sqrt(np.pi) * jnp.exp(-((d / s) ** 2))

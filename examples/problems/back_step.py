@@ -1,8 +1,8 @@
 """Flow over a backward-facing step, steady Navier–Stokes at Re = 50.
 
-A channel of height 1 and length 3, whose lower half is closed for x < ½ (after NS2d-CG of
-PINNacle): a parabola of mean speed 1 comes in above the step, p = 0 and v = 0 at the outlet. The
-reference is by finite volumes, 40 cells over the height.
+The channel has height 1 and length 3, and its lower half is closed for x < ½ (after NS2d-CG of
+PINNacle). A parabola of mean speed 1 enters above the step; p = 0 and v = 0 at the outlet. The
+reference is by finite volumes, with 40 cells over the height.
 """
 
 import functools
@@ -21,12 +21,12 @@ NU, LENGTH, STEP, HALF = 0.02, 3.0, 0.5, 0.5
 
 
 def inlet(y, where=jnp.where):
-    """u at x = 0, a parabola over the upper half."""
+    """Returns u at x = 0, a parabola over the upper half."""
     return where(y > HALF, 24 * (y - HALF) * (1 - y), 0.0)
 
 
 def form(point, n):
-    """No slip at the upper and the lower wall, and the pressure at the outlet."""
+    """Meets no slip at the upper and lower wall, and the pressure at the outlet."""
     x, y = point
     walls = 4 * y * (1 - y)
     return jnp.stack([walls * n[0], walls * n[1], 4 * (LENGTH - x) * n[2]])
@@ -42,7 +42,7 @@ def loss(fields, points, *, derivatives=None):
     carried = lambda f: d["u"] * d[f"{f}_x"] + d["v"] * d[f"{f}_y"]
     x = carried("u") + d["p_x"] - NU * d["lap_u"]
     y = carried("v") + d["p_y"] - NU * d["lap_v"]
-    # The corner of the step is singular, and weighs less.
+    # The corner of the step is singular and gets a smaller weight.
     apart = jnp.sum((points["fluid"] - jnp.asarray([STEP, HALF], x.dtype)[None]) ** 2, axis=1)
     near = jnp.minimum(apart / 0.1**2, 1.0)
     balance = near * (0.2 * (x**2 + y**2) + (d["u_x"] + d["v_y"]) ** 2)
@@ -55,7 +55,7 @@ def loss(fields, points, *, derivatives=None):
 
 def sample(key):
     low, high, entry, step, exit_, side = jax.random.split(key, 6)
-    # In proportion to their areas: above and behind the step.
+    # In proportion to the areas above and behind the step.
     above = uniform(high, 96, (0, HALF), (STEP, 1))
     behind = uniform(low, 416, (STEP, 0), (LENGTH, 1))
     top = uniform(step, 32, (0, HALF), (STEP, HALF))

@@ -1,6 +1,6 @@
 """The bending of a clamped plate, Δ²u = f on the unit square, u = 0 and no slope at the edges.
 
-With f such that u = sin² πx sin² πy. The operator takes fourth derivatives, as one stream.
+f is chosen so that u = sin² πx sin² πy. The operator takes fourth derivatives, in one stream.
 """
 
 import jax
@@ -21,7 +21,7 @@ def exact(point):
 
 
 def load(x, y):
-    """f / 8π⁴, by sin² πx = (1 − cos 2πx) / 2."""
+    """Returns f / 8π⁴, by sin² πx = (1 − cos 2πx) / 2."""
     cx, cy = jnp.cos(2 * jnp.pi * x), jnp.cos(2 * jnp.pi * y)
     return -cx * (1 - cy) / 2 - (1 - cx) * cy / 2 + cx * cy
 

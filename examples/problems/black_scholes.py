@@ -3,7 +3,7 @@
 u_t + ½ σ² Σᵢ xᵢ² u_ii = r (u − x·∇u) with σ = 0.4 and r = 0.05: u = e^((r + σ²)(1 − t)) |x|²
 (Raissi, *Forward–backward stochastic neural networks*, 2018). In y = ln x its factors are constant.
 Prices are between ½ and 3/2, and u is per asset. Each step draws 16 second derivatives, twice, so
-that the product of two residuals has no bias.
+that the product of two residuals is unbiased.
 """
 
 import jax
@@ -30,7 +30,7 @@ network = coordinate_mlp(1 + SIZE, "scalar", 64, 3, form=form)
 
 
 def residual(u, points, key, derivatives):
-    """A sample of it at each point."""
+    """Samples the residual at each point."""
     given = {"coords": ["t", *ASSETS], "outputs": "u", "scaling": derivatives}
     drift = {(name,): RATE - SIGMA**2 / 2 for name in ASSETS}
     spread = {(name, name): SIGMA**2 / 2 for name in ASSETS}
@@ -58,6 +58,6 @@ PROBLEM = problem(
     coords=["t", *ASSETS],
     order=2,
     steps=1000,
-    # A scale for each order: with one for each of 101 coordinates, 5,000 histograms.
+    # One scale per order: one per coordinate, for 101 coordinates, would take 5,000 histograms.
     derivatives=lambda: mpx.DerivativeScaling.per_order(2),
 )

@@ -1,8 +1,8 @@
 """Burgers' equation u_t + u u_x = ν u_xx with ν = 0.01/π, on −1 ≤ x ≤ 1 up to t = 1.
 
-From −sin πx at first, 0 at the ends, to a shock 0.01 wide (Raissi et al., 2019). The solution is
-that of Cole and Hopf, whose transformation gives the heat equation (Basdevant et al., Computers &
-Fluids 14, 1986). Points are chosen where the residual is large.
+The solution is −sin πx at first and 0 at the ends, and forms a shock 0.01 wide (Raissi et al.,
+2019). It is that of Cole and Hopf, whose transformation gives the heat equation (Basdevant et al.,
+Computers & Fluids 14, 1986). Points are chosen where the residual is large.
 """
 
 from collections.abc import Callable
@@ -27,13 +27,13 @@ T, X = np.linspace(0, 1, 101), np.linspace(-1, 1, 257)
 
 
 def solution(t: ArrayLike, x: ArrayLike, nodes: int = 100) -> Float[np.ndarray, "..."]:
-    """The solution in float64 for `0 ≤ t ≤ 1`; `t` and `x` broadcast against each other:
+    """Computes the solution in float64 for `0 ≤ t ≤ 1`; `t` and `x` broadcast:
 
         u(t, x) = −∫ sin(πy) f(y) exp(−η²/4νt) dη  /  ∫ f(y) exp(−η²/4νt) dη
 
     with y = x − η and f(y) = exp(−cos(πy) / 2πν). With η = √(4νt) z both integrals are
-    Gauss–Hermite quadratures. 100 nodes give it to about 1e-15: the two valleys of f that compete
-    at the shock lie at z = ±9 when t = 1, and 50 nodes are still off by 1e-7 there.
+    Gauss–Hermite quadratures. 100 nodes are accurate to about 1e-15: the two valleys of f that
+    compete at the shock lie at z = ±9 when t = 1, where 50 nodes still err by 1e-7.
     """
     t, x = np.asarray(t, np.float64), np.asarray(x, np.float64)
     z, weights = np.polynomial.hermite.hermgauss(nodes)
@@ -56,9 +56,9 @@ def form(point, n):  # meets the initial and boundary values
 class BurgersNetwork(eqx.Module):
     """u(t, x) = −sin(πx) + t (1 − x²) N(t, x), which meets the initial and boundary values.
 
-    The coordinates and the first and last layers stay in float32, and so does all activation
-    arithmetic: only the products of the hidden layers, nearly all of the work, are in half.
-    (`mpx.nn.CoordinateMLP` is such a network too; this one shows what there is to it.)
+    The coordinates, the first and last layers and all activation arithmetic stay in float32. Only
+    the products of the hidden layers, nearly all of the work, are in half precision.
+    (`mpx.nn.CoordinateMLP` is such a network too; this one shows how it works.)
     """
 
     first: mpx.FullPrecision
@@ -71,13 +71,13 @@ class BurgersNetwork(eqx.Module):
         self.first = mpx.FullPrecision(eqx.nn.Linear(2, width, key=first))
         self.hidden = [eqx.nn.Linear(width, width, key=k) for k in hidden]
         self.last = mpx.FullPrecision(eqx.nn.Linear(width, 1, key=last))
-        self.activation = mpx.nn.tanh  # evaluated in float32, also where its input is half
+        self.activation = mpx.nn.tanh  # evaluated in float32, even if its input is half precision
 
     def __call__(self, point: Float[Array, "2"]) -> Float[Array, ""]:
         t, x = point
         h = self.activation(self.first(jnp.stack([2 * t - 1, x])))
         for layer in self.hidden:
-            h = self.activation(layer(h.astype(layer.weight.dtype)))  # half where the weights are
+            h = self.activation(layer(h.astype(layer.weight.dtype)))  # half if the weights are
         n = self.last(h.astype(point.dtype))[0]
         return form(point, n)
 
@@ -85,10 +85,10 @@ class BurgersNetwork(eqx.Module):
 def residuals(
     u: Any, points: Float[Array, "batch 2"], derivatives: Any = None
 ) -> Float32[Array, " batch"]:
-    """u_t + u u_x − ν u_xx, divided by √(1 + |u_x|).
+    """Returns u_t + u u_x − ν u_xx, divided by √(1 + |u_x|).
 
-    Without the weight, the points inside the shock, where every term is above 100, would drown all
-    the others.
+    Without the weight, points inside the shock, where every term is above 100, would dominate the
+    loss.
     """
     terms = ["u", "u_t", "u_x", "u_xx"]
     d = jax.vmap(mpx.partials(u, terms, coords="tx", outputs="u", scaling=derivatives))(points)

@@ -1,6 +1,6 @@
 """Burgers' equations in the plane, u_t + u u_x + v u_y = Δu / Re and v alike, up to t = 1.
 
-At Re = 100 on the unit square, with the initial and boundary values of Fletcher's solution
+Here Re = 100 on the unit square, with the initial and boundary values of Fletcher's solution
 (*Generating exact solutions of the two-dimensional Burgers' equations*, 1983), a front along the
 diagonal: u = ¾ − 1/4(1 + e), v = ¾ + 1/4(1 + e), e = exp((4y − 4x − t) Re/32).
 """

@@ -4,11 +4,11 @@
     u v_x + v v_y + p_y = (ν (u_y + v_x))_x + (2 ν v_y)_y,      u_x + v_y = 0,
 
 with u = 1 on the whole lid and no slip at the other walls. The velocity jumps in the two corners of
-the lid, where the flow is that of a plate that scrapes along another (Taylor, 1962), with pressures
-like 1/r. Fields that have these corners and meet all boundary conditions are added to what the
-network, multiplied by a function that vanishes at the walls, has to learn.
+the lid. There the flow is that of a plate that scrapes along another (Taylor, 1962), with pressures
+like 1/r. A lift contains these corners and meets all boundary conditions. The network, multiplied
+by a function that vanishes at the walls, learns the rest.
 
-The reference is a finite-volume solution of our own, beside the table of Ghia, Ghia & Shin (1982).
+The reference is a finite-volume solution of our own, next to the table of Ghia, Ghia & Shin (1982).
 Errors are those of u on the vertical and of v on the horizontal center line.
 """
 
@@ -42,8 +42,8 @@ _A, _C = -_B * np.pi / 2, 2 * _B / np.pi
 
 
 def stream_function(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
-    """Its velocities are 1 on the lid and 0 at the walls, and those of the scraper in the corners:
-    the product of both corners' solutions."""
+    """Returns the product of both corners' solutions. Its velocities are 1 on the lid, 0 at the
+    walls, and those of the scraping plate in the corners."""
     d = 1 - y
 
     def corner(x):
@@ -54,7 +54,7 @@ def stream_function(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""
 
 
 def form(point: Float[Array, "2"], outputs: Float[Array, "3"]) -> Float[Array, "3"]:
-    """u, v, p from what the network returns."""
+    """Builds u, v, p from the outputs of the network."""
     x, y = point
     y = jnp.minimum(y, 1 - 1e-6)  # corners are singular, and so is the lid by the formula
     d = 1 - y
@@ -74,13 +74,13 @@ SECOND = ["u_xx", "u_yy", "v_xx", "v_yy"]
 
 
 def strain(d: dict[str, Array]) -> Array:
-    """√G of the turbulence model; never 0, where it has no derivative."""
+    """Returns √G of the turbulence model; never 0, where it has no derivative."""
     shear = d["u_y"] + d["v_x"]
     return jnp.sqrt(2 * d["u_x"] ** 2 + 2 * d["v_y"] ** 2 + shear**2 + 1e-6)
 
 
 def turbulent_viscosity(fields: Any, point: Float[Array, "2"], derivatives: Any) -> Any:
-    """ν = 1/Re + l² √G and its two derivatives, as a field that is differentiated as one."""
+    """Returns ν = 1/Re + l² √G and its two derivatives, by differentiating ν as a field."""
 
     def nu(p):
         names = ["u_x", "u_y", "v_x", "v_y"]
@@ -98,7 +98,8 @@ def residuals(
     derivatives: Any = None,
     viscosity: Callable | None = None,
 ) -> Float32[Array, "3"]:
-    """Mass and momentum at a point; `viscosity(fields, point, derivatives)` is ν, ν_x, ν_y."""
+    """Returns mass and momentum at a point; `viscosity(fields, point, derivatives)` is ν, ν_x,
+    ν_y."""
     names = FIRST + SECOND
     d = mpx.partials(fields, names, coords="xy", outputs="uvp", scaling=derivatives)(point)
     nu, nu_x, nu_y = (NU, 0.0, 0.0) if viscosity is None else viscosity(fields, point, derivatives)
@@ -113,7 +114,7 @@ def residuals(
 def weighted(
     fields: Any, point: Float[Array, "2"], derivatives: Any = None, viscosity: Any = None
 ) -> Float32[Array, "3"]:
-    """The residuals, those of momentum less near the two corners, where they are 1/r."""
+    """Returns the residuals; momentum weighs less near the two corners, where it is 1/r."""
     mass, x, y = residuals(fields, point, derivatives, viscosity)
     corner = jnp.minimum(point[0], 1 - point[0]) ** 2 + (1 - point[1]) ** 2
     near = lambda radius: jnp.minimum(corner / radius**2, 1.0)
@@ -142,7 +143,7 @@ def center_line_reference(turbulence: bool) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lines(fields: Any, y: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """u at (1/2, y) and v at (x, 1/2)."""
+    """Returns u at (1/2, y) and v at (x, 1/2)."""
     vertical = np.stack([np.full_like(y, 0.5), y], axis=1)
     horizontal = np.stack([x, np.full_like(x, 0.5)], axis=1)
     values = values_at(fields, np.r_[vertical, horizontal])
@@ -150,7 +151,7 @@ def lines(fields: Any, y: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def errors(fields: Any, turbulence: bool = False) -> dict[str, float]:
-    """Relative L2 errors on the center lines: both together, and each."""
+    """Returns relative L2 errors on the center lines: both together, then each."""
 
     def relative(got, want):
         return float(np.linalg.norm(got - want) / np.linalg.norm(want))

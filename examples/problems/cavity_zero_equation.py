@@ -2,9 +2,9 @@
 
     ν = 1/Re + l² √(2 u_x² + 2 v_y² + (u_y + v_x)²),    l = min(0.419 d, 0.045),
 
-where d is the distance to the nearest wall (Xue et al., equation 1). Its derivatives are those of
-derivatives, in another range than second derivatives, and have scales of their own. The reference
-is a finite-volume solution of our own.
+where d is the distance to the nearest wall (Xue et al., equation 1). Derivatives of ν are
+derivatives of derivatives; their range differs from that of second derivatives, so they have their
+own scales. The reference is a finite-volume solution of our own.
 """
 
 import dataclasses

@@ -1,9 +1,9 @@
 """Convection, u_t + β u_x = 0 with β = 50, periodic on 0 ≤ x ≤ 2π, up to t = 1.
 
-From u(0, x) = sin x the wave comes by nearly eight times: u = sin(x − β t). Plain networks fail at
-it (Krishnapriyan et al., *Characterizing possible failure modes in physics-informed neural
-networks*, 2021), and so does TF32 (PINN_FP64). Time is measured by s = β t, in which the wave has
-speed 1, and Fourier features give the network its frequencies.
+From u(0, x) = sin x, nearly eight waves pass each point: u = sin(x − β t). Plain networks fail on
+this problem (Krishnapriyan et al., *Characterizing possible failure modes in physics-informed
+neural networks*, 2021), and TF32 does too (PINN_FP64). Time is measured by s = β t, in which the
+wave has speed 1, and Fourier features give the network its frequencies.
 """
 
 import jax.numpy as jnp

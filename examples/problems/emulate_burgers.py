@@ -1,7 +1,7 @@
-"""Burgers' equation u_t + u u_x = ν u_xx, its time step of 0.1 learnt by a Fourier neural operator.
+"""Burgers' equation u_t + u u_x = ν u_xx; a Fourier neural operator learns its time step of 0.1.
 
-Periodic over 2π with ν = 0.05 on 128 points, from random waves that steepen into shocks. Exponax
-makes the data, in ten steps of 0.01 each.
+The fields are periodic over 2π with ν = 0.05 on 128 points, and start from random waves that
+steepen into shocks. Exponax makes the data, in ten steps of 0.01 each.
 """
 
 import exponax

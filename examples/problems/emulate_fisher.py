@@ -1,7 +1,7 @@
-"""Fisher's equation u_t = D Δu + r u (1 − u) in the plane, time steps learnt by a U-Net.
+"""Fisher's equation u_t = D Δu + r u (1 − u) in the plane; a U-Net learns its time step.
 
-Periodic on the unit square with D = 0.002 and r = 5 on 32² points, from random fields in [0, 1]. A
-step is 0.05. Exponax makes the data; the network is a U-Net of pdequinox.
+The fields are periodic on the unit square with D = 0.002 and r = 5 on 32² points, and start from
+random values in [0, 1]. A step is 0.05. Exponax makes the data; the U-Net is that of pdequinox.
 """
 
 import exponax

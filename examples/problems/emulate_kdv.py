@@ -1,11 +1,11 @@
-"""The Korteweg–de Vries equation u_t + 6 u u_x + u_xxx = −0.068 u_xxxx, time steps learnt by a
-residual network.
+"""The Korteweg–de Vries equation u_t + 6 u u_x + u_xxx = −0.068 u_xxxx; a residual network learns
+its time step.
 
-Periodic over 20 on 96 points, from waves between −2.2 and 2.2. A step is 0.032: that is as hard on
-this grid as in APEBench, by its measures 2 for convection, 14 for dispersion and 9 for
-hyperdiffusion (Koehler et al., 2024). Short waves are the fastest: one of five points goes 18
-points in a step, and 3 % of it are left then. So the network, of pdequinox, has dilated
-convolutions, which see 22 points to each side.
+The fields are periodic over 20 on 96 points, and start from waves between −2.2 and 2.2. A step is
+0.032. On this grid that is as hard as in APEBench, by its measures 2 for convection, 14 for
+dispersion and 9 for hyperdiffusion (Koehler et al., 2024). Short waves are the fastest: a wave of
+five points travels 18 points in a step, after which 3 % of it is left. So the network, of
+pdequinox, has dilated convolutions, which see 22 points to each side.
 """
 
 import exponax
@@ -19,8 +19,8 @@ POINTS, EXTENT = 96, 20.0
 
 
 def stepper(points=POINTS, substeps=50):
-    # Exponax has the opposite sign of u. Its Runge–Kutta coefficients are real numbers, which those
-    # of waves that disperse are not: that is of first order in time, and so the steps are short.
+    # Exponax has the opposite sign of u. Its Runge–Kutta coefficients are real, but dispersive
+    # waves need complex ones. It is therefore of first order in time, and needs short steps.
     one = exponax.stepper.KortewegDeVries(
         *(1, EXTENT, points, 0.032 / substeps), convection_scale=6.0, hyper_diffusivity=0.068
     )

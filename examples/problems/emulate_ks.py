@@ -1,8 +1,8 @@
-"""The Kuramoto–Sivashinsky equation u_t + u u_x + u_xx + u_xxxx = 0, time steps learnt by an FNO.
+"""The Kuramoto–Sivashinsky equation u_t + u u_x + u_xx + u_xxxx = 0; an FNO learns its time step.
 
-Periodic over 32 on 64 points, chaotic: two solutions separate by a factor of e in about 12 units of
-time, so that any model has lost the solution some time. A step is half a unit. Exponax makes the
-data, behind a spin-up of 100 units.
+The fields are periodic over 32 on 64 points and chaotic: two solutions separate by a factor of e in
+about 12 units of time, so every model loses the solution at some time. A step is half a unit.
+Exponax makes the data, after a spin-up of 100 units.
 """
 
 import exponax

@@ -1,4 +1,4 @@
-"""Kolmogorov flow, vorticity driven by a wave of force, time steps learnt by an FNO.
+"""Kolmogorov flow, vorticity driven by a wave of force; an FNO learns its time step.
 
 ω_t + v·∇ω = ν Δω − λ ω + f, periodic over 2π with ν = 0.02 on 32² points, in a statistically steady
 state. A step is 0.2. Exponax makes the data.

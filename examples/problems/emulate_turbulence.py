@@ -1,8 +1,8 @@
-"""Turbulence that decays, ω_t + v·∇ω = ν Δω in the plane, time steps learnt by a ResNet.
+"""Decaying turbulence, ω_t + v·∇ω = ν Δω in the plane; a ResNet learns its time step.
 
-Periodic on the unit square with ν = 1e-3 on 32² points, from a random vorticity of standard
-deviation 3. A step is 0.05. Exponax makes the data; the network is a ResNet of pdequinox with
-dilated convolutions, which see further.
+The fields are periodic on the unit square with ν = 1e-3 on 32² points, and start from a random
+vorticity of standard deviation 3. A step is 0.05. Exponax makes the data; the network is a ResNet
+of pdequinox with dilated convolutions, which see further.
 """
 
 import exponax

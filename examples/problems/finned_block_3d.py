@@ -1,10 +1,10 @@
 """A block with three fins on a warm chip, in three dimensions: how heat spreads and leaves it.
 
-ΔT = 0 in the solid; a bell of heat q(x, y) comes in from below, and elsewhere the surface is
-cooled by ∂T/∂n = −T. T is what the energy ∫ |∇T|²/2 + ∫ T²/2 − ∫ q T, over the solid, its cooled
-surface and the chip, is least for: at the roots of the fins ∇T is singular, and mean squares of ΔT
-are at a loss there. The geometry is given by signed distances, with as many points in a box or on
-a face as its size asks for. The reference is by finite volumes on cells of 1/40.
+ΔT = 0 in the solid. Heat q(x, y), shaped like a bell, comes in from below; elsewhere the surface is
+cooled by ∂T/∂n = −T. T minimizes the energy ∫ |∇T|²/2 + ∫ T²/2 − ∫ q T, over the solid, its cooled
+surface and the chip. At the roots of the fins ∇T is singular, so mean squares of ΔT fail there. The
+geometry is given by signed distances; each box and each face has points in proportion to its size.
+The reference is by finite volumes on cells of 1/40.
 """
 
 import functools
@@ -23,11 +23,11 @@ from .references import conduction
 BASE = Box((0, 0, 0), (1, 1, 0.2))
 FINS = [Box((x, 0, 0.2), (x + 0.1, 1, 0.7)) for x in (0.1, 0.45, 0.8)]
 SOLID = [BASE, *FINS]
-SIZE = 0.3  # of T
+SIZE = 0.3  # scale of T
 
 
 def chip(x, y, exp=jnp.exp):
-    """The heat that comes in."""
+    """Returns the heat that comes in."""
     return exp(-((x - 0.5) ** 2 + (y - 0.5) ** 2) / (2 * 0.2**2))
 
 

@@ -1,14 +1,14 @@
 """Flow and temperature around a finned block on a chip, in three dimensions, at Re = 20.
 
-After the laminar FPGA of PhysicsNeMo, a problem of Xue et al., with three fins in place of
-seventeen, in a shorter channel and a slower flow:
+This is the laminar FPGA of PhysicsNeMo, a problem of Xue et al., with three fins in place of
+seventeen, a shorter channel and a slower flow:
 
     u·∇u + ∇p = ν Δu,      ∇·u = 0,      u·∇T = ν ΔT.
 
-A product of parabolas of mean speed 1 comes in with T = 0, the fluid sticks to walls and block, and
-p = v = w = 0 at the outlet. The block is of metal, so well conducting that it has one temperature,
-which is 1. Around it the chip gives off heat, ∂T/∂n = 2; other walls are insulated. The reference
-is by finite volumes.
+A product of parabolas of mean speed 1 enters with T = 0, the fluid sticks to walls and block, and
+p = v = w = 0 at the outlet. The block is of metal and conducts so well that it has a single
+temperature, 1. Around it the chip gives off heat, ∂T/∂n = 2; the other walls are insulated. The
+reference is by finite volumes.
 """
 
 import jax
@@ -33,7 +33,7 @@ CHANNEL = Channel(
 
 
 def residuals(fields, at, given, nu=NU):
-    """Of mass, momentum along x, y and z, and heat."""
+    """Returns the residuals of mass, momentum along x, y and z, and heat."""
     names = [*"uvw", *(f"{f}_{c}" for f in "uvwpt" for c in "xyz")]
     d = jax.vmap(mpx.laplacian(fields, names, **given))(at)
     carried = lambda f: d["u"] * d[f"{f}_x"] + d["v"] * d[f"{f}_y"] + d["w"] * d[f"{f}_z"]

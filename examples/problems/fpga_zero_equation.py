@@ -1,7 +1,8 @@
 """Flow and temperature around a finned block on a chip with the zero-equation turbulence model.
 
-The channel and the block of `fpga_laminar.py` at Re = 50, with eddies whose viscosity depends on
-how fast the fluid is sheared and on the distance d to the nearest wall (Xue et al., equation 1):
+The channel and the block are those of `fpga_laminar.py`, at Re = 50. The viscosity of eddies
+depends on the shear rate of the fluid and on the distance d to the nearest wall (Xue et al.,
+equation 1):
 
     u·∇u + ∇p = ∇·(2 ν S),   u·∇T = ∇·(ν ∇T),   ν = ν₀ + l² √(2 S:S),   l = min(0.419 d, 0.045),
 
@@ -30,14 +31,14 @@ TERMS += [
 
 
 def viscosity(d, at):
-    """2 S, ν and ∇ν, from derivatives of the velocities at points."""
+    """Returns 2 S, ν and ∇ν, from derivatives of the velocities at points."""
     slope = lambda f, *cs: d[f"{f}_{''.join(sorted(cs))}"]
-    # With no argument 2 S, with an axis its derivative along that: `[3, 3, n]`.
+    # Without arguments this is 2 S, with an axis its derivative along it: `[3, 3, n]`.
     table = lambda *cs: jnp.stack(
         [jnp.stack([slope(f, c, *cs) + slope(g, b, *cs) for g, c in AXES]) for f, b in AXES]
     )
     strain = table()
-    size = jnp.sqrt(jnp.sum(strain**2, axis=(0, 1)) / 2 + 1e-6)  # which has no slope at 0
+    size = jnp.sqrt(jnp.sum(strain**2, axis=(0, 1)) / 2 + 1e-6)  # a root has no slope at 0
     size_grad = jnp.stack([jnp.sum(strain * table(c), axis=(0, 1)) / 2 / size for c in "xyz"])
     square = lambda point: mixing_length(CHANNEL, point[None])[0] ** 2
     length, length_grad = jax.vmap(jax.value_and_grad(square))(at)
@@ -46,7 +47,7 @@ def viscosity(d, at):
 
 
 def residuals(fields, at, given):
-    """Of mass, momentum along x, y and z, and heat."""
+    """Returns the residuals of mass, momentum along x, y and z, and heat."""
     d = jax.vmap(mpx.partials(fields, TERMS, **given))(at)
     strain, nu, nu_grad = viscosity(d, at)
     carried = lambda f: d["u"] * d[f"{f}_x"] + d["v"] * d[f"{f}_y"] + d["w"] * d[f"{f}_z"]

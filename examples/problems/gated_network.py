@@ -1,8 +1,9 @@
-"""A steady reaction–diffusion equation, −Δu + u³ = f on the square −1 ≤ x, y ≤ 1, by a network that
-knows nothing of this library: gated residual blocks on random Fourier features, as in PirateNets
-(Wang et al., arXiv 2402.00326), in plain JAX and Equinox.
+"""A steady reaction–diffusion equation, −Δu + u³ = f on the square −1 ≤ x, y ≤ 1, solved by a gated
+network that does not use this library.
 
-u = sin πx sin 2πy solves it with f = 5π² u + u³, and vanishes on the boundary.
+The network has gated residual blocks on random Fourier features, as in PirateNets (Wang et al.,
+arXiv 2402.00326), in plain JAX and Equinox. With f = 5π² u + u³ the solution is u = sin πx sin 2πy,
+which vanishes on the boundary.
 """
 
 import equinox as eqx
@@ -26,10 +27,10 @@ def exact(point):
 
 
 class Block(eqx.Module):
-    """Three layers, the first two of which choose between two fixed features, entry by entry."""
+    """Three layers; the first two choose between two fixed features, entry by entry."""
 
     layers: tuple[eqx.nn.Linear, ...]
-    mix: Array  # 0 at first: the block is the identity
+    mix: Array  # initially 0, which makes the block the identity
 
     def __init__(self, key: PRNGKeyArray):
         keys = jax.random.split(key, 3)
@@ -45,7 +46,7 @@ class Block(eqx.Module):
 
 
 class Gated(eqx.Module):
-    """From a point to a number."""
+    """A network from a point to a number."""
 
     frequencies: Float[Array, "features coords"]
     gates: tuple[eqx.nn.Linear, eqx.nn.Linear]

@@ -1,7 +1,8 @@
 """The Gray–Scott equations u_t = ε₁ Δu + b (1 − u) − u v², v_t = ε₂ Δv − d v + u v², up to t = 20.
 
-Periodic on −1 ≤ x, y ≤ 1 with b = 0.04, d = 0.1, ε₁ = 1e-5, ε₂ = 5e-6, from two bells (PINNacle,
-which goes on to t = 200). The reference is a Fourier method of fourth order in time.
+The fields are periodic on −1 ≤ x, y ≤ 1 with b = 0.04, d = 0.1, ε₁ = 1e-5, ε₂ = 5e-6, and start
+from two bells (PINNacle goes on to t = 200). The reference is a Fourier method of fourth order in
+time.
 """
 
 import functools
@@ -40,7 +41,7 @@ def loss(fields, points, *, derivatives=None):
 
 
 def sample(key):
-    """Half of the points near the bells."""
+    """Draws half of the points near the bells."""
     boxes = zip(jax.random.split(key), (1.0, 0.4), strict=True)
     return jnp.concatenate([uniform(k, 256, (0, -x, -x), (END, x, x)) for k, x in boxes])
 

@@ -1,8 +1,9 @@
-"""What a medium conducts, from how it cools: a in u_t = ∇·(a ∇u) + f on the unit square, up to t =
-1.
+"""The conductivity of a medium, inferred from how it cools: a in u_t = ∇·(a ∇u) + f on the unit
+square, up to t = 1.
 
-u is measured at random points and times; a, which does not depend on time, is known at the edges.
-With u = e^(−t) sin πx sin πy, a = 2 + sin πx sin πy, and f of these (HInv of PINNacle).
+u is measured at random points and times. a does not depend on time and is known at the edges. The
+solution is u = e^(−t) sin πx sin πy, a = 2 + sin πx sin πy, with the f that fits these (HInv of
+PINNacle).
 """
 
 import equinox as eqx
@@ -28,7 +29,7 @@ def exact(point):
 
 
 def source(t, x, y):
-    """u_t − a Δu − ∇a·∇u."""
+    """Returns u_t − a Δu − ∇a·∇u."""
     pi = jnp.pi
     cx, cy = jnp.cos(pi * x) * jnp.sin(pi * y), jnp.sin(pi * x) * jnp.cos(pi * y)
     spread = 2 * pi**2 * (2 + bump(x, y)) * bump(x, y) - pi**2 * (cx**2 + cy**2)
@@ -36,7 +37,7 @@ def source(t, x, y):
 
 
 class Both(eqx.Module):
-    """Temperature and conductivity, by a network each."""
+    """Temperature and conductivity, each by its own network."""
 
     temperature: mpx.nn.CoordinateMLP
     conductivity: mpx.nn.CoordinateMLP

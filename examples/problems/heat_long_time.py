@@ -1,8 +1,8 @@
-"""Heat that a source drives for a long time, u_t = ν u_xx + f on 0 ≤ x ≤ 1 up to t = 20.
+"""Heat driven by a source for a long time, u_t = ν u_xx + f on 0 ≤ x ≤ 1 up to t = 20.
 
-With ν = 0.02, u = 0 at the ends, and f such that u = sin πx cos t + ½ sin 3πx sin 2t: several
-periods, through which an error of the start would have to be forgotten (after Heat2d-LT of
-PINNacle).
+Here ν = 0.02, u = 0 at the ends, and f is chosen so that u = sin πx cos t + ½ sin 3πx sin 2t. These
+are several periods, through which an error of the start would have to be forgotten (after Heat2d-LT
+of PINNacle).
 """
 
 import jax

@@ -1,8 +1,8 @@
 """Heat with two scales, u_t = u_xx / (500π)² + u_yy / π² on the unit square, up to t = 5.
 
-With u = 0 at the edges and u = sin 20πx sin πy at first: u decays as e^(−1.0016 t) (Heat2d-MS of
-PINNacle). The ten waves along x are what is hard for a network. What begins with a period of 1/10
-keeps it, since the edges lie between waves: the network is periodic, and sees one wave.
+With u = 0 at the edges and u = sin 20πx sin πy at first, u decays as e^(−1.0016 t) (Heat2d-MS of
+PINNacle). The ten waves along x are hard for a network. A solution that starts with a period of
+1/10 keeps it, since the edges lie between waves: the network is periodic and sees one wave.
 """
 
 import jax
@@ -44,7 +44,7 @@ def loss(u, points, *, derivatives=None):
 
 sample = draws(
     inside=(512, (0, 0, 0), (END, 1, 1)),
-    edges=(64, (0, 0, 0), (END, 0, 1)),  # at x = 0, and so at 1
+    edges=(64, (0, 0, 0), (END, 0, 1)),  # at x = 0, and thus at x = 1
 )
 AT = grid(np.linspace(0, END, 26), np.linspace(0, 1, 81), np.linspace(0, 1, 9))
 PROBLEM = problem(__name__, "Heat, multiscale", coords="txy", order=2, steps=4000)

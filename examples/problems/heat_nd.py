@@ -1,7 +1,7 @@
 """Heat in five dimensions, u_t = Δu / 5 + f in the unit ball, up to t = 1.
 
 With f = −|x|² e^(|x|²/2 + t) / 5, u = e^(|x|²/2) at first and the heat flux e^(½ + t) out of the
-ball: u = e^(|x|²/2 + t) (HeatND of PINNacle).
+ball, the solution is u = e^(|x|²/2 + t) (HeatND of PINNacle).
 """
 
 import jax
@@ -38,7 +38,7 @@ def loss(u, points, *, derivatives=None):
 
 
 def ball(key, count, radius):
-    """Points with a radius in each dimension's share, or with that `radius`."""
+    """Draws uniform points in the ball, or points at the given `radius`."""
     time, direction, size = jax.random.split(key, 3)
     t = jax.random.uniform(time, (count, 1))
     x = jax.random.normal(direction, (count, SIZE))

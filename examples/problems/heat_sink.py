@@ -3,15 +3,15 @@
     u·∇u + ∇p = ν ∇²u,      ∇·u = 0,      u·∇T = D ∇²T,
 
 with a parabola of u and T = 0 at the inlet, no slip and T = 1 at the fins, no slip and no heat flux
-at the walls, p = 0 and v = 0 at the outlet: the two-dimensional heat sink of PhysicsNeMo, but with
-ν = D = 0.05, fins half as long and a channel of length 2.
+at the walls, p = 0 and v = 0 at the outlet. It is the two-dimensional heat sink of PhysicsNeMo, but
+with ν = D = 0.05, fins half as long and a channel of length 2.
 
 The geometry is given by distance functions. A smooth one that vanishes at the fins (by R-functions,
-Sukumar & Srivastava, 2022) builds all boundary conditions into the fields but the heat flux at the
-walls, which is a term of the loss; the exact one says where points are. Another term is that each
-cross-section lets through what comes in. The reference is a finite-volume solution of our own; at
-its resolution it is itself uncertain by about 1% in u and T, and by 2 to 4% in v and p, since all
-are singular in the corners of the fins.
+Sukumar & Srivastava, 2022) builds all boundary conditions into the fields, except the heat flux at
+the walls, which is a term of the loss. The exact distance tells where points are. A further term
+requires that each cross-section lets through what enters. The reference is a finite-volume solution
+of our own. All fields are singular in the corners of the fins, so at its resolution the reference
+is itself uncertain by about 1% in u and T, and by 2 to 4% in v and p.
 """
 
 from functools import cache
@@ -32,28 +32,28 @@ from .references import channel
 X_IN, X_OUT = -0.5, 1.5
 Y_LOW, Y_HIGH = -0.5, 0.5
 FINS = ((0.0, 0.5, -0.3, -0.2), (0.0, 0.5, -0.05, 0.05), (0.0, 0.5, 0.2, 0.3))
-"""Each from x to x and from y to y."""
+"""Each fin from x to x and from y to y."""
 VISCOSITY, DIFFUSIVITY = 0.05, 0.05
 SPEED = 1.5
-"""The largest at the inlet, where u is a parabola: a mean of 1, and Re = 20."""
-PRESSURE = 10.0  # of the size of the drop across the fins
+"""The largest speed at the inlet, where u is a parabola: a mean of 1, and Re = 20."""
+PRESSURE = 10.0  # about the drop across the fins
 MOMENTUM = 0.2  # weight of the momentum balance, whose terms are of the size of the pressure
 THROUGH = 4.0  # weight of the flow through cross-sections
 BATCH, WALL = 512, 64  # points in the fluid and on the walls, in a step
 SECTIONS, ACROSS = 8, 80  # cross-sections in a step, and points on each
-CANDIDATES = 80_000  # points in the channel of which those in the fluid are taken
+CANDIDATES = 80_000  # points in the channel, from which those in the fluid are taken
 
 
 # --- The geometry and the reference ------------------------------------------------------------
 
 
 def inlet(y):
-    """u at the inlet."""
+    """Returns u at the inlet."""
     return SPEED * (1 - 4 * y**2)
 
 
 def fin_distance(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The signed distance to the nearest fin, negative inside."""
+    """Returns the signed distance to the nearest fin, negative inside."""
     at = jnp.stack(jnp.broadcast_arrays(x, y), axis=-1)
     boxes = [Box((x0, y0), (x1, y1)) for x0, x1, y0, y1 in FINS]
     return distance(boxes, at.reshape(-1, 2)).reshape(at.shape[:-1])
@@ -61,7 +61,7 @@ def fin_distance(x: Float[Array, "..."], y: Float[Array, "..."]) -> Float[Array,
 
 @cache
 def reference(cells: int = 80) -> Reference:
-    """By cells of which fins are made of whole ones: a multiple of 20 over the height."""
+    """Computes the reference; `cells` over the height, a multiple of 20, fit the fins exactly."""
     if cells % 20:
         raise ValueError(f"`reference` needs a multiple of 20 as `cells`, but got {cells}.")
     (x, y), fields = channel(
@@ -79,11 +79,12 @@ def reference(cells: int = 80) -> Reference:
 
 
 def away(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
-    """0 at the fins, about the distance to them nearby, and 1 far away; smooth in the fluid."""
+    """Returns 0 at the fins, about the distance to them nearby, and 1 far away; smooth in the
+    fluid."""
 
     def from_fin(box):
         x0, x1, y0, y1 = box
-        # Positive between two parallel lines; both are so inside the fin.
+        # Each is positive between two parallel lines; both are positive inside the fin.
         a = (x - x0) * (x1 - x) / (x1 - x0)
         b = (y - y0) * (y1 - y) / (y1 - y0)
         distance = jnp.sqrt(a**2 + b**2) - a - b
@@ -94,7 +95,7 @@ def away(x: Float[Array, ""], y: Float[Array, ""]) -> Float[Array, ""]:
 
 
 def form(point: Float[Array, "2"], outputs: Float[Array, "4"]) -> Float[Array, "4"]:
-    """u, v, p, T from what the network returns."""
+    """Builds u, v, p, T from the outputs of the network."""
     x, y = point
     near, far = away(x, y), away(jnp.full_like(x, X_IN), y)
     inside, passed, ahead = 1 - 4 * y**2, x - X_IN, X_OUT - x
@@ -119,8 +120,8 @@ CORNERS = np.array([(x, y) for *xs, y0, y1 in FINS for x in xs for y in (y0, y1)
 def residuals(
     fields: Any, points: Float[Array, "batch 2"], derivatives: Any = None
 ) -> Float32[Array, "4 batch"]:
-    """Mass, momentum and heat. All but the first are singular in the corners of the fins, and
-    weigh less there."""
+    """Returns the residuals of mass, momentum and heat. All but the first are singular in the
+    corners of the fins and get smaller weights there."""
     terms = mpx.partials(fields, TERMS, coords="xy", outputs=OUTPUTS, scaling=derivatives)
     d = jax.vmap(terms)(points)
 
@@ -140,7 +141,7 @@ def loss(fields, points, *, derivatives=None):
     inside = residuals(fields, points["fluid"], derivatives)
     terms = mpx.partials(fields, ["t_y"], coords="xy", outputs=OUTPUTS, scaling=derivatives)
     flux = jax.vmap(terms)(points["wall"])["t_y"]
-    # Each cross-section lets through a mean speed of 1.
+    # Each cross-section must let through a mean speed of 1.
     u = mpx.partials(fields, ["u"], coords="xy", outputs=OUTPUTS, scaling=derivatives)
     speed = jax.vmap(jax.vmap(u))(points["sections"])["u"]
     x, y = jnp.moveaxis(points["sections"], -1, 0)
@@ -156,7 +157,7 @@ def choose_points(_: Any, key: PRNGKeyArray) -> dict[str, Float32[Array, "steps 
     fluid, wall, side, section = jax.random.split(key, 4)
     low, high = jnp.array([X_IN, Y_LOW]), jnp.array([X_OUT, Y_HIGH])
     points = jax.random.uniform(fluid, (CANDIDATES, 2), minval=low, maxval=high)
-    # Those in the fluid first. A point on a fin's surface would be where the root has no slope.
+    # Sorts points in the fluid first. On a fin's surface the root would have no slope.
     outside = fin_distance(points[:, 0], points[:, 1]) > 1e-4
     points = points[jnp.argsort(~outside)][: STEPS_PER_CALL * BATCH]
     shape = (STEPS_PER_CALL, WALL)

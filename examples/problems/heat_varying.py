@@ -1,7 +1,7 @@
-"""Heat in a medium whose conductivity varies, u_t = ∇·(a ∇u) + f on the unit square, up to t = 1.
+"""Heat in a medium of varying conductivity, u_t = ∇·(a ∇u) + f on the unit square, up to t = 1.
 
-With a = 1 + ½ sin 2πx sin 2πy, u = 0 at the edges, and f such that u = e^(−t) sin πx sin 2πy (after
-Heat2d-VC of PINNacle).
+Here a = 1 + ½ sin 2πx sin 2πy, u = 0 at the edges, and f is chosen so that u = e^(−t) sin πx sin
+2πy (after Heat2d-VC of PINNacle).
 """
 
 import jax
@@ -13,16 +13,16 @@ import mpx_pde as mpx
 from ._problem import coordinate_mlp, grid, problem, uniform
 
 
-SIZE = 5 * np.pi**2  # of Δu
+SIZE = 5 * np.pi**2  # scale of Δu
 
 
 def waves(x, k):
-    """Sine and cosine of k waves on half of 0 ≤ x ≤ 2."""
+    """Returns sine and cosine of k waves on half of 0 ≤ x ≤ 2."""
     return jnp.sin(k * jnp.pi * x), jnp.cos(k * jnp.pi * x)
 
 
 def medium(x, y):
-    """a and its slopes."""
+    """Returns a and its slopes."""
     (sx, cx), (sy, cy) = waves(x, 2), waves(y, 2)
     return 1 + sx * sy / 2, jnp.pi * cx * sy, jnp.pi * sx * cy
 

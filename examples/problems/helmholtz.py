@@ -1,8 +1,8 @@
 """The Helmholtz equation Δu + u = f on −1 ≤ x, y ≤ 1, with u = sin πx sin 4πy (Wang et al., 2021).
 
-The network stands behind a factor that vanishes on the boundary, and its Laplacian comes from
-`mpx.laplacian`, which propagates value, gradient and Laplacian through each layer in one product.
-Points are chosen where the residual is large.
+A factor that vanishes on the boundary multiplies the network. `mpx.laplacian` computes its
+Laplacian by propagating value, gradient and Laplacian through each layer in one product. Points are
+chosen where the residual is large.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ from ._problem import adaptive, coordinate_mlp, grid, problem
 
 A = (1, 4)  # half waves in a unit length, in x and in y
 K = 1.0  # the wave number
-SIZE = np.pi**2 * (A[0] ** 2 + A[1] ** 2)  # −Δu of the solution, over u
+SIZE = np.pi**2 * (A[0] ** 2 + A[1] ** 2)  # −Δu / u of the solution
 
 
 def solution(point: Float[Array, "2"]) -> Float[Array, ""]:
@@ -39,7 +39,7 @@ class HelmholtzNetwork(eqx.Module):
 
 
 def source(points: Float[Array, "batch 2"]) -> Float32[Array, " batch"]:
-    """f = Δu + k² u of the solution."""
+    """Returns f = Δu + k² u of the solution."""
     sines = jnp.prod(jnp.sin(jnp.pi * jnp.asarray(A, points.dtype)[None] * points), axis=1)
     return (K**2 - SIZE) * sines.astype(jnp.promote_types(sines.dtype, jnp.float32))
 
@@ -47,7 +47,7 @@ def source(points: Float[Array, "batch 2"]) -> Float32[Array, " batch"]:
 def residuals(
     u: HelmholtzNetwork, points: Float[Array, "batch 2"], derivatives: Any = None
 ) -> Float32[Array, " batch"]:
-    """Δu + k² u − f over the size of f, by the product rule for the boundary factor."""
+    """Returns (Δu + k² u − f) / `SIZE`, by the product rule for the boundary factor."""
     terms = mpx.laplacian(u.mlp, ["n", "n_x", "n_y"], coords="xy", outputs="n", scaling=derivatives)
     n = jax.vmap(terms)(points)
     x, y = points.T
@@ -68,7 +68,7 @@ AT = grid(np.linspace(-1, 1, 129), np.linspace(-1, 1, 129))
 
 
 def residual(u: Any, point: Float[Array, "2"]) -> Float[Array, ""]:
-    """The same, of a network that knows nothing of the factor."""
+    """Returns the same for a network that does not have the factor built in."""
     d = mpx.laplacian(u, ["u"], coords="xy", outputs="u")(point)
     return (d["lap_u"] + K**2 * d["u"] - source(point[None])[0]) / SIZE
 

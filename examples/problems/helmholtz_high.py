@@ -1,8 +1,8 @@
 """The Helmholtz equation with a high wave number, Δu + k² u = f on the unit square, k = 14.9.
 
-With u = 0 at the edges and f such that u = sin 5πx sin 4πy. The square rings at k² = 20π² and 25π²,
-between which k lies: what is left of a residual counts 16 times in the solution. The frequencies of
-the Fourier features are about as large as those of u, √(M² + N²)/2 = 3.2.
+Here u = 0 at the edges, and f is chosen so that u = sin 5πx sin 4πy. The square resonates at
+k² = 20π² and 25π², and k lies between them: a remaining residual counts 16 times in the solution.
+The frequencies of the Fourier features are about as large as those of u, √(M² + N²)/2 = 3.2.
 """
 
 import jax

@@ -1,8 +1,9 @@
-"""Two solitons of the Korteweg–de Vries equation u_t + 6 u u_x + u_xxx = 0, −10 ≤ x ≤ 10, 0 ≤ t ≤
-3.
+"""Two solitons of the Korteweg–de Vries equation u_t + 6 u u_x + u_xxx = 0, −10 ≤ x ≤ 10,
+0 ≤ t ≤ 3.
 
-The fast one overtakes the slow one (Hirota, 1971): u = 2 (ln F)_xx with F = 1 + e^a + e^b + A e^(a
-+ b), a = k x − k³ t + δ for each. Initial and boundary values are those of the solution.
+The fast one overtakes the slow one (Hirota, 1971): u = 2 (ln F)_xx with
+F = 1 + e^a + e^b + A e^(a + b), a = k x − k³ t + δ for each. Initial and boundary values are those
+of the solution.
 """
 
 import jax
@@ -15,7 +16,7 @@ from ._deep import Deep, from_conditions
 from ._problem import coordinate_mlp, from_start, grid, problem, uniform, with_values
 
 
-K, L = 1.4, 0.9  # of the fast and of the slow one, with the speeds k²
+K, L = 1.4, 0.9  # of the fast and the slow soliton, with the speeds k²
 A = ((K - L) / (K + L)) ** 2
 LOW, HIGH, END = -10.0, 10.0, 3.0
 
@@ -57,7 +58,7 @@ AT = grid(np.linspace(0, END, 61), np.linspace(LOW, HIGH, 201))
 
 
 def slope(u, point):
-    """What is wrong with u_x on the right, the third boundary condition."""
+    """Returns the error of u_x on the right, the third boundary condition."""
     return jax.grad(u)(point)[1] - jax.grad(exact)(point)[1]
 
 

@@ -1,7 +1,7 @@
 """The Klein–Gordon equation u_tt − u_xx + u³ = f on 0 ≤ x ≤ 1, up to t = 1.
 
-With f, the boundary values and the initial ones of u = x cos 5πt + (x t)³ (Wang, Yu & Perdikaris,
-2022).
+f, the boundary values and the initial values are those of u = x cos 5πt + (x t)³ (Wang, Yu &
+Perdikaris, 2022).
 """
 
 import jax.numpy as jnp

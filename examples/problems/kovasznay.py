@@ -1,8 +1,8 @@
 """Kovasznay flow, the steady flow behind a grid at Re = 40, on −½ ≤ x ≤ 1 and −½ ≤ y ≤ 3/2.
 
-u·∇u + ∇p = ∇²u / Re, ∇·u = 0, with the velocities of the solution (Kovasznay, 1948) on the
-boundary: u = 1 − e^(λx) cos 2πy, v = λ/2π e^(λx) sin 2πy, p = (1 − e^(2λx))/2, λ = Re/2 − √(Re²/4 +
-4π²).
+u·∇u + ∇p = ∇²u / Re, ∇·u = 0. The velocities on the boundary are those of the solution (Kovasznay,
+1948): u = 1 − e^(λx) cos 2πy, v = λ/2π e^(λx) sin 2πy, p = (1 − e^(2λx))/2,
+λ = Re/2 − √(Re²/4 + 4π²).
 """
 
 import jax.numpy as jnp
@@ -48,7 +48,8 @@ AT = grid(np.linspace(-0.5, 1, 76), np.linspace(-0.5, 1.5, 101))
 
 
 def form(point, n):
-    """The velocities on the boundary, blended over the rectangle, and what vanishes there."""
+    """Blends the velocities on the boundary over the rectangle, and adds a term that vanishes
+    there."""
     inside = ends(point, LOW, HIGH, 0) * ends(point, LOW, HIGH, 1)
     along_y = lambda p: between(lambda q: exact(q)[:2], p, LOW, HIGH, 1)
     rest = lambda p: exact(p)[:2] - along_y(p)

@@ -1,8 +1,9 @@
 """The Kuramoto–Sivashinsky equation u_t + α u u_x + β u_xx + γ u_xxxx = 0, up to t = 0.06.
 
-Periodic over 2π from cos x (1 + sin x), with α = 100/16, β = 100/16², γ = 100/16⁴ (PINNacle, which
-goes on to t = 1). By then |u_x| has grown from 2 to 11; at t = 0.1 it is 40, in fronts that one
-network for all times does not follow. The reference is a Fourier method of fourth order in time.
+The solution is periodic over 2π and starts from cos x (1 + sin x), with α = 100/16, β = 100/16²,
+γ = 100/16⁴ (PINNacle goes on to t = 1). By t = 0.06, |u_x| has grown from 2 to 11. At t = 0.1 it is
+40, in fronts that a single network for all times does not follow. The reference is a Fourier method
+of fourth order in time.
 """
 
 import functools

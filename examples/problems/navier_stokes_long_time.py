@@ -1,7 +1,8 @@
-"""Vortices that turn around each other, the Navier–Stokes equations in the plane up to t = 3.
+"""Vortices that turn around each other: the Navier–Stokes equations in the plane up to t = 3.
 
-Velocity and vorticity, ω_t + u ω_x + v ω_y = ν Δω, u_x + v_y = 0, ω = v_x − u_y, with ν = 0.05,
-periodic over 2π (after NS2d-LT of PINNacle). The reference is by Exponax on 64² points.
+The fields are velocity and vorticity: ω_t + u ω_x + v ω_y = ν Δω, u_x + v_y = 0, ω = v_x − u_y,
+with ν = 0.05, periodic over 2π (after NS2d-LT of PINNacle). The reference is by Exponax on 64²
+points.
 """
 
 import functools
@@ -20,7 +21,7 @@ NU, END, TURN = 0.05, 3.0, 2 * np.pi
 
 
 def start(x, y, cos=jnp.cos, sin=jnp.sin):
-    """u, v, ω of the stream function cos x cos y + ½ sin(x + 2y), at first."""
+    """Returns the initial u, v, ω of the stream function cos x cos y + ½ sin(x + 2y)."""
     u = -cos(x) * sin(y) + cos(x + 2 * y)
     v = sin(x) * cos(y) - cos(x + 2 * y) / 2
     return u, v, 2 * cos(x) * cos(y) + 5 * sin(x + 2 * y) / 2

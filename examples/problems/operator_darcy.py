@@ -1,8 +1,8 @@
-"""Darcy flow −∇·(a ∇u) = 1 through a medium of two materials, a ↦ u learnt by an FNO.
+"""Darcy flow −∇·(a ∇u) = 1 through a medium of two materials; an FNO learns a ↦ u.
 
-On the unit square with u = 0 at its edges and a jumping between 3 and 12 (Li et al., 2021), on 64²
-points and tested on 128² and 256² too: finite volumes in float64 on 128² and 256², of which every
-second point is taken to train with.
+The domain is the unit square with u = 0 at its edges, and a jumps between 3 and 12 (Li et al.,
+2021). The FNO is trained on 64² points and also tested on 128² and 256². The data are by finite
+volumes in float64 on 128² and 256² points; training takes every second point.
 """
 
 import mpx_pde as mpx
@@ -15,7 +15,7 @@ POINTS, TRAIN, TESTS = 64, 1024, 100
 
 
 def pairs(count: int, points: int, seed: int) -> Pairs:
-    """Coefficients as −1 and 1, and solutions in units of 1/150, their size."""
+    """Returns coefficients as −1 and 1, and solutions in units of 1/150, about their size."""
     a, u = darcy_data(count, points, seed=seed)
     return Pairs((a[:, None] - 7.5) / 4.5, 150 * u[:, None])
 

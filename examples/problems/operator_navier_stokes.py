@@ -1,9 +1,10 @@
-"""Turbulence that decays, the vorticity at t = 0 ↦ that at t = 1 learnt by an FNO.
+"""Decaying turbulence; an FNO learns the map from the vorticity at t = 0 to that at t = 1.
 
-ω_t + v·∇ω = ν Δω on the unit torus with ν = 1e-3, on 64² points and tested on 128² and 256² too.
+ω_t + v·∇ω = ν Δω on the unit torus with ν = 1e-3, on 64² points, and also tested on 128² and 256².
 The initial fields are those of Li et al. (2021), N(0, (−Δ + 49)^−2.5), with a standard deviation
-of 3: where that is the vorticity, the fluid turns by one radian and a half. Exponax solves it, in
-float64. A network that does not see where it is commutes with translations, as the equation does.
+of 3: where the vorticity has that value, the fluid turns by one and a half radians. Exponax solves
+the equation in float64. A network that does not see its position commutes with translations, as the
+equation does.
 """
 
 import jax
@@ -21,7 +22,7 @@ STD, MODES = 2.0, 16
 
 
 def initial(key, points):
-    """The same function of x and y on any number of points: its randomness is in Fourier modes."""
+    """Draws the same function of x and y on any number of points, from random Fourier modes."""
     k = jnp.arange(-MODES, MODES + 1)
     sizes = (4 * jnp.pi**2 * (k[:, None] ** 2 + k**2) + 49.0) ** -1.25
     sizes = sizes.at[MODES, MODES].set(0.0)  # no mean
@@ -32,7 +33,7 @@ def initial(key, points):
 
 
 def solved(count: int, points: int, seed: int) -> dict[str, np.ndarray]:
-    """Fields at t = 0 and at t = 1."""
+    """Returns fields at t = 0 and at t = 1."""
     with jax.enable_x64(True):
         keys = jax.random.split(jax.random.key(seed), count)
         first = jax.lax.map(lambda key: initial(key, points), keys)

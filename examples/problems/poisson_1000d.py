@@ -1,13 +1,13 @@
 """The Poisson equation in the unit ball of 1,000 dimensions, by sampled second derivatives.
 
-Δu = f for |x| < 1 and u = 0 on the sphere, with f such that the solution is
+The equation is Δu = f for |x| < 1 and u = 0 on the sphere, with f such that the solution is
 
     u(x) = (1 − |x|²) Σᵢ cᵢ sin(xᵢ + cos(xᵢ₊₁) + xᵢ₊₁ cos(xᵢ))
 
-with 999 random coefficients cᵢ: no product of functions of one coordinate each, and no function of
-the radius (Hu et al., *Tackling the curse of dimensionality with physics-informed neural networks*,
-2024). A Laplacian is the sum of 1,000 second derivatives. Of these each step draws 16 (`samples` of
-`mpx.linear_operator`), the same for all of its points.
+with 999 random coefficients cᵢ. It is neither a product of functions of one coordinate each nor a
+function of the radius (Hu et al., *Tackling the curse of dimensionality with physics-informed
+neural networks*, 2024). A Laplacian is the sum of 1,000 second derivatives. Each step draws 16 of
+these (`samples` of `mpx.linear_operator`), the same for all of its points.
 """
 
 from functools import cache
@@ -37,7 +37,7 @@ def solution(x: Float[Array, "size"]) -> Float[Array, ""]:
 
 
 def right_hand_side(x: Float[Array, "size"]) -> Float[Array, ""]:
-    """The Laplacian of the solution, by hand.
+    """Returns the Laplacian of the solution, derived by hand.
 
     With g the sum of interactions, Δ((1 − r²) g) = (1 − r²) Δg − 4 x·∇g − 2 n g.
     """
@@ -64,10 +64,10 @@ class BallNetwork(eqx.Module):
 
 
 def loss(u, batch, *, derivatives=None):
-    """The mean of (Δu − f)², over what f² comes to: its 2 n g has a sum of n random terms.
+    """Returns the mean of (Δu − f)² over the size of f², whose 2 n g has a sum of n random terms.
 
-    The square of an estimate is larger than the square of its mean. Two estimates that are drawn
-    apart have a product without that bias.
+    The square of an estimate is larger than the square of its mean. The product of two independent
+    estimates does not have that bias.
     """
     points, keys = batch
     given = {"coords": COORDS, "outputs": "u", "scaling": derivatives, "samples": SAMPLES // 2}
@@ -81,7 +81,7 @@ def loss(u, batch, *, derivatives=None):
 
 
 def ball(key: PRNGKeyArray, *shape: int) -> Float32[Array, "..."]:
-    """Points with a uniform radius: of a uniform distribution all would lie next to the sphere."""
+    """Draws points with a uniform radius; uniform points would all lie next to the sphere."""
     direction_key, radius_key = jax.random.split(key)
     direction = jax.random.normal(direction_key, (*shape, SIZE))
     radius = jax.random.uniform(radius_key, (*shape, 1))
@@ -89,7 +89,7 @@ def ball(key: PRNGKeyArray, *shape: int) -> Float32[Array, "..."]:
 
 
 def choose_points(u: Any, key: PRNGKeyArray) -> tuple[Array, Array]:
-    """Points for the next steps, and keys for what they sample."""
+    """Draws points for the next steps, and keys for their samples of derivatives."""
     del u
     points_key, sample_key = jax.random.split(key)
     keys = jax.random.split(sample_key, (STEPS_PER_CALL, 2))
@@ -98,7 +98,7 @@ def choose_points(u: Any, key: PRNGKeyArray) -> tuple[Array, Array]:
 
 @cache
 def reference() -> Reference:
-    """At points that no training sees."""
+    """Returns the solution at points outside the training."""
     points = ball(jax.random.key(12345), 2000)
     values = jax.jit(jax.vmap(solution))(points)
     return Reference(*(np.asarray(x, np.float64) for x in (points, values)))
@@ -113,6 +113,7 @@ PROBLEM = problem(
     optimizer="adam",
     learning_rate=1e-3,
     steps=2000,
-    # A scale for each order: with one for each of 1,000 coordinates, half a million histograms.
+    # One scale per order: one per coordinate, for 1,000 coordinates, would take half a million
+    # histograms.
     derivatives=lambda: mpx.DerivativeScaling.per_order(2),
 )

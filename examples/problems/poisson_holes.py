@@ -1,7 +1,7 @@
 """Laplace's equation in a square with four round holes: u = 0 around the holes, u = 1 at the edges.
 
-−½ ≤ x, y ≤ ½, holes of radius 0.1 at (±0.3, ±0.3) (Poisson2d-C of PINNacle). The reference is a
-series that is harmonic, and right at the boundary to 1e-7.
+The domain is −½ ≤ x, y ≤ ½ with holes of radius 0.1 at (±0.3, ±0.3) (Poisson2d-C of PINNacle). The
+reference is a harmonic series that meets the boundary values to 1e-7.
 """
 
 import functools
@@ -36,7 +36,7 @@ def loss(u, points, *, derivatives=None):
 
 
 def around(angles):
-    """Points around all holes."""
+    """Returns points around all holes."""
     ring = RADIUS * jnp.stack([jnp.cos(angles), jnp.sin(angles)], axis=-1)
     return (jnp.asarray(CENTRES, ring.dtype)[:, None] + ring[None]).reshape(-1, 2)
 
@@ -53,7 +53,7 @@ def sample(key):
 
 @functools.cache
 def solution(order=60):
-    """The series, and the bound on its error."""
+    """Returns the series and the bound on its error."""
     s = np.linspace(-0.5, 0.5, 201)
     edges = np.concatenate([np.stack([np.full_like(s, c), s], axis=1) for c in (-0.5, 0.5)])
     edges = np.concatenate([edges, edges[:, ::-1]])

@@ -1,7 +1,8 @@
-"""What a medium conducts, from what is measured: a in −∇·(a ∇u) = f on the unit square.
+"""The conductivity of a medium, inferred from measurements: a in −∇·(a ∇u) = f on the unit square.
 
-u is measured at random points; a is known at the edges, and to be found inside. With
-u = sin πx sin πy, a = 1/(1 + x² + y² + (x − 1)² + (y − 1)²), and f of these (PInv of PINNacle).
+u is measured at random points; a is known at the edges and to be found inside. The solution is
+u = sin πx sin πy, a = 1/(1 + x² + y² + (x − 1)² + (y − 1)²), with the f that fits these (PInv of
+PINNacle).
 """
 
 import jax
@@ -26,7 +27,7 @@ def exact(point):
 
 
 def source(x, y):
-    """−a Δu − ∇a·∇u."""
+    """Returns −a Δu − ∇a·∇u."""
     pi, a = jnp.pi, medium(x, y)
     u_x = pi * jnp.cos(pi * x) * jnp.sin(pi * y)
     u_y = pi * jnp.sin(pi * x) * jnp.cos(pi * y)

@@ -1,7 +1,7 @@
 """The Poisson equation −Δu = f in ten dimensions, on the unit cube.
 
-With f = (π²/4) Σᵢ sin(πxᵢ/2) and the values of the solution on all faces: u = Σᵢ sin(πxᵢ/2) (PNd of
-PINNacle, which has five).
+With f = (π²/4) Σᵢ sin(πxᵢ/2) and the values of the solution on all faces, the solution is
+u = Σᵢ sin(πxᵢ/2) (PNd of PINNacle, which has five dimensions).
 """
 
 import jax

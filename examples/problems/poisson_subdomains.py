@@ -1,8 +1,8 @@
-"""The Poisson equation −∇·(a ∇u) = 1 on the unit square of 4 × 4 blocks, of which a differs.
+"""The Poisson equation −∇·(a ∇u) = 1 on the unit square of 4 × 4 blocks with different a.
 
-u = 0 at the edges; a is 1 or 10 (after Poisson2d-MS of PINNacle). Since a ∇u does not exist where a
-jumps, the network minimizes the energy ½ ∫ a |∇u|² − ∫ u (Weinan & Yu, *The deep Ritz method*,
-2018), which takes first derivatives only. The reference is by finite volumes on cells within
+u = 0 at the edges; a is 1 or 10 (after Poisson2d-MS of PINNacle). ∇·(a ∇u) does not exist where a
+jumps. So the network minimizes the energy ½ ∫ a |∇u|² − ∫ u (Weinan & Yu, *The deep Ritz method*,
+2018), which needs only first derivatives. The reference is by finite volumes on cells within
 blocks.
 """
 
@@ -36,7 +36,7 @@ def loss(u, points, *, derivatives=None):
 
 
 def sample(key):
-    """One point in each of 32² squares: energies differ less from step to step."""
+    """Draws one point in each of 32² squares, so that energies differ less between steps."""
     corners = jnp.asarray(grid(np.arange(32.0), np.arange(32.0)), jnp.float32)
     return (corners + uniform(key, 32**2, (0, 0), (0.999, 0.999))) / 32
 

@@ -1,8 +1,8 @@
 """Reaction, u_t = ρ u (1 − u) with ρ = 5, for 0 ≤ x ≤ 2π up to t = 1.
 
-From the bell u₀(x) = exp(−(x − π)² / 2 (π/4)²) each point grows by itself: u = u₀ e^(ρt) / (1 − u₀
-+ u₀ e^(ρt)). A failure mode of plain networks (Krishnapriyan et al., 2021), to which u = 0 is a
-solution almost as good.
+From the bell u₀(x) = exp(−(x − π)² / 2 (π/4)²) each point grows by itself:
+u = u₀ e^(ρt) / (1 − u₀ + u₀ e^(ρt)). Plain networks fail on this problem (Krishnapriyan et al.,
+2021), because u = 0 is almost as good a solution.
 """
 
 import jax.numpy as jnp

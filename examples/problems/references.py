@@ -1,6 +1,6 @@
-"""Solutions in float64 of problems whose solutions are not known, for files of this folder.
+"""Float64 reference solutions for problems of this folder without a known solution.
 
-Each is verified by a test: by refinement, or by a bound on its error.
+A test verifies each, by refinement or by a bound on its error.
 """
 
 from collections.abc import Callable, Sequence
@@ -35,17 +35,17 @@ def harmonic(
     *,
     order: int = 40,
 ) -> tuple[Callable[[np.ndarray], np.ndarray], float]:
-    """A harmonic function with these values on the boundary of a domain with round holes.
+    """Computes a harmonic function with these boundary values on a domain with round holes.
 
-    A polynomial of z, and for each hole a logarithm and a Laurent series about its centre, fitted
-    to the values by least squares (Trefethen, *Series solution of Laplace problems*, 2018). By the
-    maximum principle it errs nowhere more than at the boundary.
+    The function is a polynomial of z plus, for each hole, a logarithm and a Laurent series about
+    its center, fitted to the values by least squares (Trefethen, *Series solution of Laplace
+    problems*, 2018). By the maximum principle, its error is largest at the boundary.
 
     **Arguments:**
 
-    - `boundary`, `values`: points on all of the boundary.
-    - `holes`: x, y and radius.
-    - `order`: of the polynomial and the series.
+    - `boundary`, `values`: points on the whole boundary, and the values there.
+    - `holes`: x, y and radius of each hole.
+    - `order`: the order of the polynomial and the series.
 
     **Returns:** the function, of points `[n, 2]`, and its largest error at the boundary points.
     """
@@ -71,15 +71,15 @@ def harmonic(
 
 
 def diffusion(a: Float[np.ndarray, "n n"], f: Float[np.ndarray, "n n"]) -> Float[np.ndarray, "n n"]:
-    """−∇·(a ∇u) = f on the unit square, u = 0 at its edges, in the centres of n² cells.
+    """Solves −∇·(a ∇u) = f on the unit square, u = 0 at its edges, at the centers of n² cells.
 
-    Finite volumes of second order: a may jump from cell to cell, between which a flux meets half a
-    cell of each.
+    Uses second-order finite volumes: a may jump between cells, and a flux between two cells passes
+    through half a cell of each.
     """
     n = len(a)
 
     def along(axis):
-        """Conductivities of the faces across an axis, those at the edges too."""
+        """Returns conductivities of the faces across an axis, including those at the edges."""
         a_ = np.moveaxis(a, axis, 0)
         inner = 2 / (1 / a_[1:] + 1 / a_[:-1])
         return np.moveaxis(np.concatenate([2 * a_[:1], inner, 2 * a_[-1:]]), 0, axis)
@@ -98,8 +98,11 @@ def diffusion(a: Float[np.ndarray, "n n"], f: Float[np.ndarray, "n n"]) -> Float
 def conduction(
     solid: Bool[np.ndarray, "nx ny nz"], heat: Float[np.ndarray, "nx ny"], h: float
 ) -> Float[np.ndarray, "nx ny nz"]:
-    """ΔT = 0 in a solid of cells of size `h`, by finite volumes of second order: `heat` comes in
-    through the lowest cells, and ∂T/∂n = −T at all other faces. Zero outside."""
+    """Solves ΔT = 0 in a solid of cells of size `h`, by second-order finite volumes.
+
+    `heat` comes in through the lowest cells, and ∂T/∂n = −T at all other faces. The result is zero
+    outside the solid.
+    """
     index = np.full(solid.shape, -1)
     index[solid] = np.arange(solid.sum())
     diagonal, right = np.zeros(solid.shape), np.zeros(solid.shape)
@@ -111,7 +114,7 @@ def conduction(
         columns += [high[both], low[both]]
         for end in (0, 1):
             next_ = np.roll(np.pad(solid, 1), 1 - 2 * end, axis)[1:-1, 1:-1, 1:-1]
-            # To the next cell; or half a cell and the surface, in series.
+            # To the next cell; or through half a cell and the surface, in series.
             lost = np.where(next_, 1.0, 1 / (h / 2 + 1) * h)
             if (axis, end) == (2, 0):
                 lost[:, :, 0] = 0.0
@@ -140,8 +143,11 @@ def wave(
     cells: int,
     frames: int,
 ) -> Float[np.ndarray, "frames+1 cells+1"]:
-    """u_tt = c(x)² u_xx from rest on 0 ≤ x ≤ 1 with fixed ends, by central differences of second
-    order in both, at `frames` + 1 times from 0 to `time`."""
+    """Solves u_tt = c(x)² u_xx from rest on 0 ≤ x ≤ 1 with fixed ends.
+
+    Uses central differences of second order in both, and returns u at `frames` + 1 times from 0 to
+    `time`.
+    """
     x = np.linspace(0, 1, cells + 1)
     c = speed(x)
     steps = frames * int(np.ceil(time * cells * c.max() / 0.9 / frames))
@@ -172,14 +178,14 @@ def etdrk4(
     steps: int,
     every: int = 1,
 ) -> Float[np.ndarray, "times x"]:
-    """u_t = L u + N(u) at the times 0, `every · dt`, …, `steps · dt`, by a Fourier method.
+    """Solves u_t = L u + N(u) by a Fourier method, at the times 0, `every · dt`, …, `steps · dt`.
 
     The exponential Runge–Kutta method ETDRK4 of Cox and Matthews (J. Comput. Phys. 176, 2002) takes
-    L exactly and N to fourth order in time; its coefficients are means over a contour, as Kassam
-    and Trefethen (SIAM J. Sci. Comput. 26, 2005) found that rounding asks for.
+    L exactly and N to fourth order in time. To limit rounding, its coefficients are means over a
+    contour, as Kassam and Trefethen recommend (SIAM J. Sci. Comput. 26, 2005).
 
-    `u` are the initial values on a uniform grid, `linear` the symbol of L on `len(u) // 2 + 1`
-    frequencies, and `nonlinear` gives N from values on the grid.
+    `u` are the initial values on a uniform grid, `linear` is the symbol of L on `len(u) // 2 + 1`
+    frequencies, and `nonlinear` computes N from values on the grid.
     """
     n = len(u)
     whole, half = np.exp(dt * linear), np.exp(dt * linear / 2)
@@ -220,8 +226,8 @@ def allen_cahn(
     steps: int,
     every: int = 1,
 ) -> Float[np.ndarray, "times x"]:
-    """u_t = `diffusivity` u_xx + `reaction` (u − u³) from `u` on a periodic grid of that `length`,
-    at `steps // every + 1` times from 0 to `time`."""
+    """Solves u_t = `diffusivity` u_xx + `reaction` (u − u³) from `u` on a periodic grid of that
+    `length`, at `steps // every + 1` times from 0 to `time`."""
     wavenumber = 2 * np.pi / length * np.arange(len(u) // 2 + 1)
     linear = reaction - diffusivity * wavenumber**2
     cubic = lambda u: -reaction * u**3
@@ -241,8 +247,8 @@ def reaction_diffusion(
     steps: int,
     frames: int,
 ) -> Float[np.ndarray, "frames+1 fields n n"]:
-    """u_t = D Δu + R(u), periodic, by Fourier series and the Runge–Kutta method of fourth order
-    behind an integrating factor, which takes diffusion exactly."""
+    """Solves u_t = D Δu + R(u), periodic, by Fourier series and a Runge–Kutta method of fourth
+    order with an integrating factor, which takes diffusion exactly."""
     n = start.shape[-1]
     k = 2 * np.pi / length * n * np.fft.fftfreq(n)
     square = k[:, None] ** 2 + k[None, : n // 2 + 1] ** 2
@@ -266,10 +272,10 @@ def reaction_diffusion(
 def solve_vorticity(
     vorticity: Float[Array, "samples n n"], *, time: float, viscosity: float, time_step: float
 ) -> Float[Array, "samples n n"]:
-    """The vorticity ω of ω_t + v·∇ω = ν Δω on the unit torus, after `time`.
+    """Returns the vorticity ω of ω_t + v·∇ω = ν Δω on the unit torus after `time`.
 
-    Exponax (Köhler et al.) is pseudo-spectral in space with the 2/3 rule; in time, an exponential
-    Runge–Kutta method treats the diffusion exactly.
+    Exponax (Köhler et al.) is pseudo-spectral in space with the 2/3 rule. In time it uses an
+    exponential Runge–Kutta method, which takes diffusion exactly.
     """
     stepper = exponax.stepper.NavierStokesVorticity(
         2,
@@ -277,7 +283,7 @@ def solve_vorticity(
         vorticity.shape[-1],
         time_step,
         diffusivity=viscosity,
-        # Exponax has Δψ = ω, where positive vorticity turns clockwise.
+        # Exponax defines Δψ = ω, so positive vorticity turns clockwise.
         vorticity_convection_scale=-1.0,
     )
     advance = exponax.repeat(stepper, round(time / time_step))
@@ -292,9 +298,9 @@ def vortices(
     time_step: float,
     frames: int,
 ) -> Float[np.ndarray, "frames+1 3 n n"]:
-    """u, v and the vorticity ω of ω_t + u ω_x + v ω_y = ν Δω, periodic over 2π, by Exponax.
+    """Solves for u, v and the vorticity ω of ω_t + u ω_x + v ω_y = ν Δω, periodic over 2π.
 
-    It solves on the unit torus: lengths and velocities are 2π times as small there.
+    Exponax solves on the unit torus, where lengths and velocities are smaller by 2π.
     """
     n = len(vorticity)
     k = n * np.fft.fftfreq(n)

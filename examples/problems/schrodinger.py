@@ -1,7 +1,7 @@
 """A soliton of the nonlinear Schrödinger equation i h_t + h_xx/2 + |h|² h = 0, up to t = 2.
 
-On −6 ≤ x ≤ 8, with h = u + i v = sech(x − t) e^(ix): a wave packet that keeps its shape. Initial
-and boundary values are those of the solution.
+On −6 ≤ x ≤ 8 the solution is h = u + i v = sech(x − t) e^(ix), a wave packet that keeps its shape.
+Initial and boundary values are those of the solution.
 """
 
 import jax

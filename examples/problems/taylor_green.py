@@ -1,8 +1,8 @@
-"""Taylor–Green vortices that decay, u_t + u·∇u + ∇p = ν ∇²u, ∇·u = 0, up to t = 2.
+"""Decaying Taylor–Green vortices, u_t + u·∇u + ∇p = ν ∇²u, ∇·u = 0, up to t = 2.
 
-With ν = 0.1, periodic over 2π in both directions (Taylor & Green, 1937):
-The pressure is given at x = y = 0.
+With ν = 0.1, periodic over 2π in both directions (Taylor & Green, 1937), the solution is
 u = −cos x sin y e^(−2νt), v = sin x cos y e^(−2νt), p = −(cos 2x + cos 2y) e^(−4νt) / 4.
+The pressure is given at x = y = 0.
 """
 
 import jax.numpy as jnp

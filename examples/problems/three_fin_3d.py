@@ -1,13 +1,13 @@
 """Flow and temperature around a heat sink of three fins, in three dimensions, at Re = 25.
 
-After the three-fin heat sink of PhysicsNeMo, whose fin in the middle has a size of its own: here it
-is shorter and higher than those at the sides. The equations are those of `fpga_laminar.py`,
+In the three-fin heat sink of PhysicsNeMo, the fin in the middle has its own size: here it is
+shorter and higher than those at the sides. The equations are those of `fpga_laminar.py`,
 
     u·∇u + ∇p = ν Δu,      ∇·u = 0,      u·∇T = ν ΔT,
 
 with a product of parabolas of mean speed 1 and T = 0 at the inlet, u = 0 at walls and block, T = 1
-at the block, ∂T/∂n = 1 where the chip beneath it comes out, no heat through other walls, and
-p = v = w = 0 at the outlet. The reference is by finite volumes.
+at the block, ∂T/∂n = 1 where the chip beneath the block is exposed, no heat through other walls,
+and p = v = w = 0 at the outlet. The reference is by finite volumes.
 """
 
 import functools

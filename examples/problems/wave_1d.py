@@ -1,7 +1,7 @@
 """The wave equation u_tt = 4 u_xx on 0 ≤ x ≤ 1 with fixed ends, up to t = 1.
 
-From u(0, x) = sin πx + ½ sin 4πx at rest: u = sin πx cos 2πt + ½ sin 4πx cos 8πt (Wang, Yu &
-Perdikaris, *When and why PINNs fail to train*, 2022; Wave1d-C of PINNacle).
+From u(0, x) = sin πx + ½ sin 4πx at rest, the solution is u = sin πx cos 2πt + ½ sin 4πx cos 8πt
+(Wang, Yu & Perdikaris, *When and why PINNs fail to train*, 2022; Wave1d-C of PINNacle).
 """
 
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from ._deep import Deep
 from ._problem import coordinate_mlp, grid, mean_square, problem, uniform
 
 
-SIZE = 8 * np.pi**2  # of ½ u_xx
+SIZE = 8 * np.pi**2  # scale of ½ u_xx
 
 
 def exact(point):

@@ -1,6 +1,6 @@
 """A pulse in two media, u_tt = c(x)² u_xx on 0 ≤ x ≤ 1 with fixed ends, up to t = 0.5.
 
-c² grows from 1 to 2 around x = ½, where a part of the pulse is thrown back (after Wave2d-CG of
+c² grows from 1 to 2 around x = ½, where a part of the pulse is reflected (after Wave2d-CG of
 PINNacle). The reference is by central differences on 2,000 cells.
 """
 

@@ -1,8 +1,8 @@
 """The wave equation u_tt = u_xx + u_yy on the unit square with fixed edges, up to t = 6.
 
-From u(0, x, y) = sin πx sin πy + ½ sin 2πx sin πy at rest, through about four and seven periods:
-u = sin πx sin πy cos √2 πt + ½ sin 2πx sin πy cos √5 πt (after Wave2d-MS of PINNacle).
-The frequencies of the Fourier features are about as large as those of u, up to 1.6.
+From u(0, x, y) = sin πx sin πy + ½ sin 2πx sin πy at rest, through about four and seven periods,
+the solution is u = sin πx sin πy cos √2 πt + ½ sin 2πx sin πy cos √5 πt (after Wave2d-MS of
+PINNacle). The frequencies of the Fourier features are about as large as those of u, up to 1.6.
 """
 
 import jax
