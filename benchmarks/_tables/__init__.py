@@ -1,9 +1,9 @@
 """The tables in README and documentation, generated from `results/*.json`.
 
-A block between `<!-- results:NAME -->` and `<!-- /results -->` belongs to the table of that name
-here, such as `breadth.paper` for `paper` in `_breadth.py`; nothing in it is typed by hand. What is
-too long for a page is a file: a link to `data/NAME.csv` is enough to have that one written, of a
-table or, as in `spectral.layers`, of all that a section of results records.
+A block between `<!-- results:NAME -->` and `<!-- /results -->` holds the table of that name here,
+such as `breadth.paper` for `paper` in `_breadth.py`; nothing in it is typed by hand. A table too
+long for a page goes into a file: if a page links to `data/NAME.csv`, that file is written. It holds
+a table or, as in `spectral.layers`, all records of a section of results.
 """
 
 import importlib
@@ -17,14 +17,14 @@ from ._format import RESULTS, ROOT, Table, load, path_of
 
 DATA = ROOT / "docs" / "data"
 _LINK = re.compile(r"\]\((?:docs/)?data/([\w.-]+)\.csv\)")
-# Indented in a section that folds.
+# Blocks in a collapsible section are indented.
 _BLOCK = re.compile(
     r"^( *)<!-- results:([\w.]+) -->\n.*?^ *<!-- /results -->$", re.DOTALL | re.MULTILINE
 )
 
 
 def table(name: str) -> Any:
-    """Returns the table of a name: a `Table`, or a function that returns Markdown."""
+    """Returns the table with this name: a `Table`, or a function that returns Markdown."""
     module, _, at = name.partition(".")
     if path_of(module).exists() and at in load(module):
         return Table(module, at)
@@ -59,6 +59,6 @@ def stale(write: bool) -> list[Path]:
 
 
 def taken() -> dict[str, list[str]]:
-    """The commits at which the results were taken, by name."""
+    """Returns the commits at which each result was taken, by the name of the result."""
     names = sorted(path.stem for path in RESULTS.glob("*.json"))
     return {name: load(name)["environment"]["commits"] for name in names}

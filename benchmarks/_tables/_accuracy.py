@@ -1,4 +1,4 @@
-"""Errors of solvers and operators, what a transformer learns, and the time to reach an error."""
+"""Tables of the errors of solvers, operators and a transformer, and of the time to an error."""
 
 import statistics
 from collections.abc import Iterator
@@ -30,8 +30,8 @@ vit = Table(
 
 
 def _by_problem(data: Result) -> Iterator[Record]:
-    """Yields the errors of a problem from the first seed, by precision and steps, and by seed those
-    with a float32 Jacobian relative to those in float64."""
+    """Yields for each problem the errors of the first seed by precision and steps, and for each
+    seed the error with a float32 Jacobian relative to float64."""
     for runs in groups(data["trainings"], "problem").values():
         at = {(run["precision"], run["steps"], run["seed"]): run["error"] for run in runs}
         told = {f"{name}, {n}": x for (name, n, seed), x in at.items() if seed == runs[0]["seed"]}
@@ -47,18 +47,18 @@ second_order = Table(
     problem                            {title}
     float64                            {float64, 300:.1e}
     Jacobian in float32                {float64-float32, 300:.1e}
-    its ratio to float64, by seed      {ratios}
+    ratio to float64, by seed          {ratios}
     in bfloat16_x3                     {float64-bfloat16_x3, 300:.1e}
     in bfloat16                        {float64-bfloat16, 300:.1e}
     float32 throughout                 {float32, 300:.1e}
     float64, 1,200 steps               {float64, 1200:.1e}
     """,
-    "Relative L2 errors after 300 steps, in the last column by `--steps`; seed {seed}.",
+    "Relative L2 errors after 300 steps, in the last column after 1,200 (`--steps`); seed {seed}.",
 )
 
 
 def _by_kind(data: Result) -> Iterator[Record]:
-    """Yields the seconds of each kind of kernel, and of the step over those in float64."""
+    """Yields for each step its seconds by kind of kernel, and those of the step in float64."""
     full = next(s["seconds"] for s in data["steps"] if s["precision"] == "float64")
     there = load("second_order-steps-nvidia-h100-80gb-hbm3")
     measured = {s["precision"]: s for s in there["steps"]}
@@ -78,7 +78,7 @@ second_order_step = Table(
     residual               {residual}
     Jacobian               {jacobian}
     ms                     {seconds:ms.0f}
-    float64 over it        {full/seconds:.1f}
+    speedup over float64   {full/seconds:.1f}
     products, ms           {products:ms.0f}
     layout, ms             {layout:ms.0f}
     rest, ms               {rest:ms.0f}
@@ -91,7 +91,7 @@ second_order_step = Table(
 # --- Neural operators ------------------------------------------------------------------------
 
 OPERATORS = {"darcy": "Darcy", "navier_stokes": "Navier–Stokes"}
-# Of Tu et al., Speeding up Fourier Neural Operators via Mixed Precision, in the text.
+# From the text of Tu et al., Speeding up Fourier Neural Operators via Mixed Precision.
 PAPER: dict[tuple[str, str, str | None], str] = {
     ("darcy", "float16", "tanh"): "no increase",
     ("navier_stokes", "float16", "tanh"): "1.06–1.11",
@@ -99,7 +99,7 @@ PAPER: dict[tuple[str, str, str | None], str] = {
 
 
 def operator_variants(data: Result) -> Iterator[Record]:
-    """Yields the medians of each variant with the most modes, and their quotients by float32's."""
+    """Yields each variant's medians with the most modes, and their ratios to float32's."""
     most = max(t["modes"] for t in data["trainings"])
     of_most = [t for t in data["trainings"] if t["modes"] == most]
     variants = groups(of_most, "problem", "precision", "stabilizer")
@@ -143,7 +143,8 @@ LEVEL = 3  # times the final error of float32
 
 
 def _reached(curves: list[Record], final: dict[int, float], step: Record | None) -> str:
-    """The median of the steps to the level of each seed, if all seeds got there, and the time."""
+    """Returns the time to each seed's level, and the median of the steps; "never" if a seed does
+    not get there."""
     found = [
         next((n for n, e in zip(c["steps"], c["errors"], strict=True) if e <= level), None)
         for c in curves
@@ -162,7 +163,9 @@ def _cavity(data: Result) -> Iterator[Record]:
     steps = {t["rival"]: t["step"] for t in data["times"]}
     final = {c["seed"]: c["errors"][-1] for c in rivals["float32"]}
     few = [name for name, curves in rivals.items() if len(curves) < len(final)]
-    seeds = listed(rivals["float32"], "seed") + (f" (of {', '.join(few)} the first)" * bool(few))
+    seeds = listed(rivals["float32"], "seed") + (
+        f" (only the first for {', '.join(few)})" * bool(few)
+    )
     for name, curves in rivals.items():
         over = [c["errors"][-1] / final[c["seed"]] for c in curves]
         spread = f" ({min(over):.2f}–{max(over):.2f})" if len(over) > 1 else ""

@@ -1,4 +1,4 @@
-"""Many problems in each precision: tables and the figure."""
+"""Tables and the figure of many problems, each trained in each precision."""
 
 import itertools
 import statistics
@@ -27,13 +27,13 @@ LABELS = {
     "float32-dropped": "control: float32, three steps dropped",
 }
 SEEDS = (0, 1, 2)  # of every summary; some problems have more
-UNSOLVED = 0.3  # the error of float32 above which a ratio says nothing
-NEAR = 1.05  # times the error of float32 counts as equal: seeds differ by more
+UNSOLVED = 0.3  # above this error of float32, a ratio means nothing
+NEAR = 1.05  # times float32's error counts as equal: seeds differ by more
 
 
 class Ratios:
-    """The errors of the trainings of a file relative to float32 from the same seed and the same
-    code. `earlier` ones count where a precision of a problem was not trained since.
+    """The errors of a file's trainings relative to float32 from the same seed and the same code.
+    `earlier` trainings count if a problem was not trained in that precision since.
 
     **Arguments:**
 
@@ -70,14 +70,14 @@ class Ratios:
         self.precisions = [name for name in LABELS if name in there]
 
     def error(self, problem: str) -> float | None:
-        """Of float32, the median over the seeds."""
+        """Returns the error of float32, the median over the seeds."""
         runs = [t for t in self.full.values() if t["problem"] == problem]
         newest = [t for t in runs if "earlier" not in t] or runs
         known = [t["error"] for t in newest if t["error"] is not None]
         return statistics.median(known) if known else None
 
     def of(self, problem: str, precision: str) -> list[float]:
-        """By seed; infinite for a training that came to nothing."""
+        """Returns the ratio of each seed; infinite for a training that failed."""
         trainings = self.by_problem.get((problem, precision), [])
         return [self.ratio(t) for t in trainings if self.full[_key(t)]["error"] is not None]
 
@@ -86,7 +86,8 @@ class Ratios:
         return float("inf") if training["error"] is None else training["error"] / full
 
     def worst_last(self) -> list[str]:
-        """The problems by the worst ratio of the ways that promise full accuracy."""
+        """Returns the problems, sorted by the worst ratio of the modes that promise full
+        accuracy."""
         worst = lambda p: max((r for name in FULL for r in self.of(p, name)), default=0.0)
         return sorted(self.titles, key=worst)
 
@@ -101,14 +102,14 @@ def number(ratio: float) -> str:
 
 
 def spread(ratios: Sequence[float]) -> str:
-    """Returns where nine in ten of the ratios are."""
+    """Returns the range of 90 % of the ratios."""
     twentieths = statistics.quantiles(ratios, n=20, method="inclusive")
     return f"{number(twentieths[0])}–{number(twentieths[-1])}"
 
 
 def overall(data: Result) -> Iterator[Record]:
-    """Yields a record for each precision, over the problems that float32 solves and that were
-    trained in it from the same three seeds."""
+    """Yields a record for each precision. It counts the problems that float32 solves and that have
+    trainings in this precision from the same three seeds."""
     ratios = Ratios(data, seeds=SEEDS)
     for name in ratios.precisions:
         found = [ratios.of(p, name) for p in ratios.solved]
@@ -129,7 +130,7 @@ summary = Table(
     error relative to float32  {precision}
     trainings                 {trainings}
     median                    {median}
-    nine in ten within        {spread}
+    90 % within               {spread}
     problems at most 1.05     {near} of {problems}
     worst problem (training)  {worst} ({worst_training})
     """,
@@ -137,7 +138,7 @@ summary = Table(
 
 
 def _by_problem(optimizer: str | None, data: Result) -> Iterator[Record]:
-    """The median ratio of each problem, and the worst over its seeds."""
+    """Yields the median ratio of each problem, and the worst over its seeds."""
     ratios = Ratios(data, optimizer)
     for problem in ratios.worst_last():
         error = ratios.error(problem)
@@ -156,8 +157,10 @@ def _of_problems(
     shown: Sequence[str] | None = None,
     rows: slice = slice(None),
 ) -> Table:
-    """Builds a table with a row for each problem, by default of its own optimizer, and a column for
-    each precision, by default all."""
+    """Builds a table with a row for each problem and a column for each precision.
+
+    By default it takes the problems' own optimizers and all precisions.
+    """
 
     def columns(data: Result) -> list[str]:
         names = shown or Ratios(data, optimizer).precisions
@@ -167,7 +170,7 @@ def _of_problems(
 
 
 problems = _of_problems("breadth")
-# The twelve on which the full forward pass was furthest from float32, the furthest first.
+# The twelve problems whose full forward pass was furthest from float32, the furthest first.
 hardest = _of_problems(
     "breadth",
     shown=("forward-float32-float16", "float16", "naive-float16", "float32-rounded"),
@@ -205,8 +208,8 @@ paper = Table(
     _paper,
     """
     example                            {example}
-    there, in float16                  similar accuracy{told}
-    here                               `{problem}`
+    the paper, in float16              similar accuracy{told}
+    problem here                       `{problem}`
     float32                            {float32:.1e}
     float16                            {float16:.2f}
     forward float32, backward float16  {forward-float32-float16:.2f}
@@ -215,7 +218,7 @@ paper = Table(
 
 
 def _timed(lowest: str, data: Result) -> Iterator[Record]:
-    """Yields the times of a step by precision, of the problems that were timed in one of them."""
+    """Yields a step's times by precision for each problem that was timed in `lowest`."""
     for runs in groups(data["steps"], "problem").values():
         times = {r["precision"]: r["seconds"]["median"] / r["steps"] for r in runs}
         if lowest in times:
@@ -227,20 +230,20 @@ float64_time = Table(
     partial(_timed, "float64"),
     """
     problem                                    {title}
-    a step in float64, ms                      {float64:ms.2f}
-    forward float64, backward float32 over it  {forward-float64-float32/float64:.2f}
-    float32 over it                            {float32/float64:.2f}
+    float64, ms a step                         {float64:ms.2f}
+    forward float64, backward float32, relative to float64  {forward-float64-float32/float64:.2f}
+    float32, relative to float64               {float32/float64:.2f}
     """,
 )
 half_time = Table(
     "breadth-time",
     partial(_timed, "float16"),
     """
-    a step on a CPU                  {title}
+    step on a CPU                    {title}
     float32, ms                      {float32:ms.2f}
-    forward float32, backward float16 over it  {forward-float32-float16/float32:.2f}
-    float16 over it                  {float16/float32:.2f}
-    bfloat16 over it                 {bfloat16/float32:.2f}
+    forward float32, backward float16, relative to float32  {forward-float32-float16/float32:.2f}
+    float16, relative to float32     {float16/float32:.2f}
+    bfloat16, relative to float32    {bfloat16/float32:.2f}
     """,
 )
 
@@ -256,7 +259,7 @@ WAYS = {
 
 
 def _by_way(data: Result) -> Iterator[Record]:
-    """Of the problems that were trained in all ways, over the seeds that all have."""
+    """Yields a record for each way, over the problems and seeds that were trained in all ways."""
     ratios = Ratios(data)
     halves = itertools.product(("float16", "bfloat16"), WAYS.items())
     names = [(way, half, name.format(half=half)) for half, (way, name) in halves]
@@ -300,7 +303,7 @@ LARGEST = 30.0
 
 
 def draw(figure: Any, data: dict[str, Any]) -> None:
-    """A dot for each seed, the problems in the order of their worst ratio."""
+    """Draws a dot for each seed; the problems are sorted by their worst ratio."""
     ratios = Ratios(data)
     problems = ratios.worst_last()
     axes = figure.subplots()
@@ -316,7 +319,7 @@ def draw(figure: Any, data: dict[str, Any]) -> None:
         axes.plot(x, y, ".", color=COLORS[name], label=LABELS[name], markersize=4)
     axes.axvline(1, color="black", linewidth=0.6)
     axes.axvline(1.15, color="black", linewidth=0.6, linestyle=":")
-    axes.set(xscale="log", xlabel=f"error over float32's from the same seed (at most {LARGEST:g})")
+    axes.set(xscale="log", xlabel=f"error relative to float32, same seed (at most {LARGEST:g})")
     axes.set_yticks(range(len(problems)), [ratios.titles[p] for p in problems], fontsize="x-small")
     axes.set_xticks([0.5, 1, 2, 5, 10, LARGEST], ["0.5", "1", "2", "5", "10", f"{LARGEST:g}"])
     axes.minorticks_off()

@@ -1,4 +1,4 @@
-"""From the JSON file of a benchmark to Markdown."""
+"""Formats the JSON file of a benchmark as Markdown."""
 
 import csv
 import io
@@ -21,11 +21,11 @@ Record = dict[str, Any]
 
 
 Result = dict[str, Any]
-"""A file of results."""
+"""The content of a results file."""
 
 
 def path_of(name: str) -> Path:
-    """The file of a name, on a CPU where no device is named."""
+    """Returns the file with this name; if the name has no device, the file of a CPU."""
     path = RESULTS / f"{name}.json"
     return path if path.exists() else RESULTS / f"{name}-cpu.json"
 
@@ -38,7 +38,7 @@ _NUMBER = re.compile(r"[\d–].*|not measured.*|never|none")
 
 
 def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table, with columns of numbers aligned to the right."""
+    """Returns a table whose columns of numbers are aligned to the right."""
     cells = list(rows)
     right = [cells and all(map(_NUMBER.fullmatch, column)) for column in zip(*cells, strict=True)]
     lines = [columns, ["--:" if r else "---" for r in right or [False] * len(columns)], *cells]
@@ -46,7 +46,7 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def source(data: Mapping[str, Any]) -> str:
-    """Where a result comes from."""
+    """Describes where a result comes from."""
     env = data["environment"]
     return (
         f"{env['device']}, {env['cpu_count']} cores, JAX {env['jax']}, Python {env['python']}, "
@@ -55,23 +55,23 @@ def source(data: Mapping[str, Any]) -> str:
 
 
 def taken(data: Mapping[str, Any]) -> str:
-    """The commit of the code, or the first and the last of several."""
+    """Returns the commit of the code, or the first and the last of several."""
     first, *others = data["environment"]["commits"]
     return f"commits {first} to {others[-1]}" if others else f"commit {first}"
 
 
-# --- Tables that are declared ----------------------------------------------------------------
+# --- Declared tables -------------------------------------------------------------------------
 
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "ms": 1e-3, "MB": 1e6, "G": 1e9}
 
 
 class _Unknown(Exception):
-    """A field is there, and empty."""
+    """A field that exists but is empty."""
 
 
 class _Cells(string.Formatter):
-    """Formats of a record's fields: with dots into what is nested, `a/b` for a ratio, and before
-    the format of a number its unit, as in `{temp_bytes:GiB.2f}`."""
+    """Formats a record's fields. Dots reach nested fields, and `a/b` is a ratio. A unit may precede
+    a number's format, as in `{temp_bytes:GiB.2f}`."""
 
     def get_field(self, field_name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
         values = []
@@ -94,8 +94,10 @@ class _Cells(string.Formatter):
 
 
 def cell(record: Mapping[str, Any], spec: str) -> str:
-    """A format of fields, or what stands behind ` || ` where one of them is empty; where one is not
-    there, only if that has fields as well."""
+    """Formats fields by the first of the options between ` || ` that applies.
+
+    After an empty field any option may follow, after a missing field only one that has fields.
+    """
     gone = False
     for option in spec.split(" || "):
         try:
@@ -109,7 +111,7 @@ def cell(record: Mapping[str, Any], spec: str) -> str:
 
 
 def text(value: Any) -> str:
-    """A value of a record; of a series the last."""
+    """Returns a value of a record as text; of a series, the last entry."""
     if value is None:
         return NONE
     if isinstance(value, Mapping):
@@ -121,15 +123,16 @@ def text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of a page.
+    """A table on a page.
 
     **Attributes:**
 
-    - `file`: the results that it is made from, without their platform.
+    - `file`: the name of the results, without their platform.
     - `rows`: the section whose records are the rows, or a function of the results.
-    - `columns`: a line for each, of its title and, behind two spaces, its `cell`; a list of these
-        lines; or a function of the results that returns one. Without any, each field is a column.
-    - `note`: what stands below: a `cell` of the first row.
+    - `columns`: one line per column, with its title and, after two spaces, its `cell`; a list of
+        such lines; or a function of the results that returns one. By default each field is a
+        column.
+    - `note`: the text below the table: a `cell` of the first row.
     - `told`: whether the text says where the results come from.
     """
 
@@ -170,7 +173,7 @@ class Table:
 
 
 def groups(records: Iterable[Record], *keys: str) -> dict[Any, list[Record]]:
-    """The records by what they have at one key, or at several."""
+    """Groups the records by their value at one key, or at several."""
     out: dict[Any, list[Record]] = {}
     for record in records:
         found = tuple(record[key] for key in keys)
@@ -183,5 +186,5 @@ def median(records: Iterable[Record], key: str) -> float:
 
 
 def listed(records: Iterable[Record], key: str) -> str:
-    """What the records have at a key, each once."""
+    """Lists the distinct values that the records have at a key."""
     return ", ".join(dict.fromkeys(str(record[key]) for record in records))

@@ -1,4 +1,4 @@
-"""The gallery: a picture of each problem, with its equation and its error."""
+"""The page with a picture of each problem, its equation and its error."""
 
 import ast
 from typing import Any
@@ -9,11 +9,11 @@ from ._format import ROOT, Result, load, taken
 
 REPOSITORY = "https://github.com/mpx-pde/mpx_pde/blob/main"
 FAMILIES = {"PINN": "Physics-informed networks", "3D": "In three dimensions"}
-FAMILIES |= {"operator": "Neural operators", "emulator": "Time steps that are learnt"}
+FAMILIES |= {"operator": "Neural operators", "emulator": "Learned time steps"}
 
 
 def equation(name: str) -> str:
-    """What the file of a problem says that it is: the first paragraph, in one line."""
+    """Returns the first paragraph of a problem's file in one line, which describes the problem."""
     path = ROOT / "examples" / "problems" / f"{name}.py"
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     return " ".join(text.split("\n\n", 1)[0].split())

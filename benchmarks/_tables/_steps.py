@@ -1,5 +1,5 @@
-"""What steps take: beside those of other libraries, predicted for an H100, and compiled for several
-devices."""
+"""Tables of the costs of steps: against other libraries, predicted for an H100, and compiled for
+several devices."""
 
 import statistics
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ._format import NONE, NOT_RUN, Record, Result, Table, groups, load
 
 
-# --- Beside other libraries ------------------------------------------------------------------
+# --- Against other libraries -----------------------------------------------------------------
 
 TIME = """
     ms                {seconds.median:ms.3g} || fails: `{failed}`
@@ -15,7 +15,7 @@ TIME = """
 """
 ERRORS = """
     error of outputs  {error_output:.1e}
-    of the gradient   {error_gradient:.1e}
+    error of gradient  {error_gradient:.1e}
     loss              {loss:.4g}
 """
 
@@ -23,7 +23,7 @@ ERRORS = """
 def _of_size(
     file: str, columns: str, note: str, size: Record, without: Sequence[str] = ()
 ) -> Table:
-    """The steps of one size that worked, without rivals with these words in their names."""
+    """Builds a table of the steps of one size that worked, except rivals named by `without`."""
     rows = lambda data: [
         r
         for r in data["steps"]
@@ -36,7 +36,7 @@ def _of_size(
 
 pinn_step = _of_size(
     "pinn_step",
-    "error of the gradient  {error_gradient:.1e}",
+    "error of gradient  {error_gradient:.1e}",
     "{width} × {depth}, {points:,} points, order {order}.",
     {"width": 64, "points": 1024, "order": 2},
     ("torch.func", "compiled", "laplacian, float16", "laplacian, bfloat16"),
@@ -48,7 +48,7 @@ vit_step = _of_size("vit_step", ERRORS, "Batch {batch}.", {"batch": 64})
 
 
 def _builds(data: Result) -> Iterator[Record]:
-    """Yields each step, with what its stages take for each network relative to float32."""
+    """Yields each step, with the time of its stages for each network relative to float32."""
     networks = groups(data["builds"], "problem")
     spent = lambda b: sum(b.get(s, {}).get("median", 0) for s in ("trace", "lower", "compile"))
     for step, builds in groups(data["builds"], "step").items():
@@ -63,14 +63,14 @@ compile_time = Table(
         "step  {step}",
         *(f"{name}  {{{name}:.2f}}" for name in groups(data["builds"], "problem")),
     ],
-    "Tracing, lowering and compiling, relative to float32.",
+    "Time of tracing, lowering and compiling, relative to float32.",
 )
 
 # --- Derivatives of any network --------------------------------------------------------------
 
 
 def _cases(data: Result) -> dict[str, dict[str, dict[str, Record]]]:
-    """The records by network, derivative and rival."""
+    """Returns the records by network, derivative and rival."""
     return {
         network: {
             problem: {record["rival"]: record for record in records}
@@ -81,7 +81,7 @@ def _cases(data: Result) -> dict[str, dict[str, dict[str, Record]]]:
 
 
 def seconds_over(data: Result, problem: str, rival: str) -> float:
-    """Returns the time of a step relative to a rival: the median over the networks."""
+    """Returns the median over the networks of a step's time relative to a rival."""
     found = [cases.get(problem, {}) for cases in _cases(data).values()]
     seconds = lambda case, name: case[name]["seconds"]["median"]
     both = [case for case in found if {"mpx_pde", rival} <= case.keys()]
@@ -108,8 +108,9 @@ networks = Table(
         f"Laplacian, relative to `jax.hessian`  {_over('laplacian 2', 'hessian')}",
         f"Laplacian, relative to folx  {_over('laplacian 2', 'folx')}",
     ],
-    "Time of a step relative to nested `jvp`, in float32: the mean square of the derivative and "
-    "its gradient, networks of {width} units. The median of 7 rounds, in turns within one process.",
+    "Time of a step relative to nested `jvp`, in float32. A step takes the mean square of the "
+    "derivative and its gradient, for networks of {width} units. Medians of 7 rounds; the rivals "
+    "take turns within one process.",
 )
 
 # --- Predicted -------------------------------------------------------------------------------
@@ -118,7 +119,7 @@ OURS = "mpx_pde float16"
 FULL = "mpx_pde float32"
 SPLIT = "mpx_pde bfloat16, forward bfloat16_x3"
 
-# What the measured step is called whose error is that of a predicted one.
+# The names of the measured steps that have the errors of the predicted ones.
 MEASURED = {
     ("cavity", "float32"): "plain JAX, nested jvp, float32",
     ("cavity", OURS): "mpx_pde, partials, float16",
@@ -132,8 +133,10 @@ FILES = {"cavity": "pinn_step", "network": "foreign_step", "fno": "fno_step", "v
 
 
 def gradient_error(problem: str, rival: str) -> str:
-    """Of the first step's gradient against float64, on a CPU, where half precision is emulated to
-    the bit but sums are in another order; the largest of the sizes there."""
+    """Returns the error of the first step's gradient against float64, the largest of all sizes.
+
+    It is measured on a CPU, which emulates half precision to the bit but sums in another order.
+    """
     kind, _, network = problem.partition("-")
     wanted = {"rival": MEASURED.get((kind, rival))}
     if kind == "network":
@@ -144,12 +147,12 @@ def gradient_error(problem: str, rival: str) -> str:
 
 
 def beside(data: Result, problem: str) -> dict[str, Record]:
-    """Returns the steps of a problem by their names."""
+    """Returns the steps of a problem by rival."""
     return {r["rival"]: r for r in data["steps"] if r["problem"] == problem}
 
 
 def _predicted(problem: str, *rivals: str) -> list[Record]:
-    """Steps of a problem, each with all of them beside it."""
+    """Returns steps of a problem, each with all steps of the problem beside it."""
     steps = beside(load("predicted-h100"), problem)
     told = lambda rival: {"beside": steps, "error": gradient_error(problem, rival)}
     return [{**steps[rival], **told(rival)} for rival in rivals]
@@ -170,11 +173,11 @@ SECONDS = "seconds_with_arithmetic"
 
 
 def _times(seconds: str) -> str:
-    """Returns the columns of a time, and of those of plain JAX over it."""
+    """Returns the columns of a time and of the speedups over plain JAX."""
     return f"""
     ms               {{{seconds}:ms.3g}}
-    float32 over it  {{beside.float32.{seconds}/{seconds}:.1f}}
-    TF32 over it     {{beside.TF32.{seconds}/{seconds}:.1f}}
+    speedup over float32  {{beside.float32.{seconds}/{seconds}:.1f}}
+    speedup over TF32     {{beside.TF32.{seconds}/{seconds}:.1f}}
 """
 
 
@@ -207,8 +210,8 @@ _SHOWN = {
     "fno-512": (OURS, f"{OURS}, remat=False"),
 }
 _MEDIANS = (
-    "Memory beyond state and batch. Medians of {seconds.rounds} rounds of five steps in a row, all "
-    "steps of a problem in turn."
+    "Memory beyond state and batch. Medians of {seconds.rounds} rounds of five steps in a row; all "
+    "steps of a problem take turns."
 )
 
 
@@ -242,7 +245,7 @@ networks_step = Table(
     network           {{title}}
     {_times("seconds.median")}
     predicted, ms     {{predicted_seconds:ms.3g}}
-    memory of JAX's   {{temp_bytes/beside.TF32.temp_bytes:.2f}}
+    memory, relative to TF32  {{temp_bytes/beside.TF32.temp_bytes:.2f}}
     gradient error    {{error_gradient:.1e}}
     """,
     _MEDIANS,
@@ -252,7 +255,7 @@ networks_step = Table(
 
 
 def _sent(data: Result) -> Iterator[Record]:
-    """Of the cavity on four devices, what each kind of collective sends."""
+    """Yields the bytes that each kind of collective sends, for the cavity on four devices."""
     for step in data["steps"]:
         if (step["problem"], step["devices"]) == ("cavity", 4):
             sent: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""All of it at a glance: what each mode costs in accuracy, and what it saves."""
+"""A summary: what each mode costs in accuracy, and what it saves."""
 
 from collections.abc import Iterator
 
@@ -8,7 +8,7 @@ from ._format import NOT_RUN, Record, Result, Table, load
 from ._steps import FULL, GPU, OURS, beside, seconds_over
 
 
-# The modes, with their names among the trainings and among the steps on a GPU.
+# The modes, with their names in the trainings and in the steps on a GPU.
 MODES = {
     '`forward="float32"`, float16': ("forward-float32-float16", f"{OURS}, forward float32"),
     '`forward="float32"`, bfloat16': ("forward-float32-bfloat16", None),
@@ -16,9 +16,9 @@ MODES = {
     "float16 throughout": ("float16", OURS),
     "bfloat16 throughout": ("bfloat16", None),
     "float16 cast by hand": ("naive-float16", None),
-    "float32, rounded once: chance": ("float32-rounded", None),
+    "control: float32, rounded once": ("float32-rounded", None),
 }
-STEP = "cavity-512"  # the step of a physics-informed network that is measured
+STEP = "cavity-512"  # the measured step of a physics-informed network
 
 
 def _modes(data: Result) -> Iterator[Record]:
@@ -50,7 +50,7 @@ modes = Table(
 
 
 def headline() -> str:
-    """Returns the modes, and what else is promised, with the figure for it."""
+    """Returns the table of modes, and below it a list of further claims with their figures."""
     predicted, networks = load("predicted-h100"), load("networks")
     operators = " and ".join(
         f"{row['over l2']:.2f}"
@@ -63,13 +63,13 @@ def headline() -> str:
     hessian, nested, folx = (seconds_over(networks, "laplacian 2", name) for name in rivals)
     count = len({r["network"] for r in networks["costs"] if r["problem"] == "laplacian 2"})
     lines = [
-        f"Errors: each problem counts by its median over seeds {', '.join(map(str, SEEDS))}.",
+        f"Errors: the median of each problem over seeds {', '.join(map(str, SEEDS))}.",
         f"Speedup and memory: a PINN step measured on an {load(GPU)['environment']['device']}, "
         "relative to `partials` in float32 (plain JAX in TF32). Narrower networks are predicted to "
         "gain less, and a CPU gains nothing.",
         f"Neural operators in float16: {operators} times float32's error; {saved:.2f} of its "
         f"memory, {NOT_RUN}.",
-        f"`partials` in float32: a Laplacian in {hessian:.2f} of the time of `jax.hessian`, "
+        f"`partials` in float32: a Laplacian takes {hessian:.2f} of the time of `jax.hessian`, "
         f"{nested:.2f} of nested `jvp`'s and {folx:.2f} of folx's ({count} networks, this CPU).",
     ]
     return modes() + "\n" + "".join(f"- {line}\n" for line in lines)
