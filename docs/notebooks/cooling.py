@@ -14,10 +14,10 @@
 # # Cooling in three dimensions
 #
 # A block with three fins sits on a warm chip. Heat comes in from below, spreads (ΔT = 0)
-# and leaves through the surface (∂T/∂n = −T). The problem is one of the
-# collection in [`examples/problems`](../../breadth/): its file has the energy that the temperature
-# minimizes, the geometry by signed distances and a finite-volume reference. Here it is trained by
-# hand, for a short while.
+# and leaves through the surface (∂T/∂n = −T). The problem belongs to the
+# collection in [`examples/problems`](../../breadth/). Its file contains the energy that the
+# temperature minimizes, the geometry by signed distances and a finite-volume reference. This page
+# trains it for a short while with a handwritten loop.
 
 # %%
 import sys
@@ -36,9 +36,9 @@ from examples.problems import finned_block_3d as block
 # %% [markdown]
 # ## One compiled step
 #
-# Weights are float32 and are rounded to bfloat16 for the backward pass alone: with
-# `forward="float32"` the loss, and all derivatives in it, are those of float32. Nothing needs
-# scaling then.
+# Weights are float32 and are rounded to bfloat16 for the backward pass only: with
+# `forward="float32"` the loss, and all derivatives in it, are computed in float32. No scaling is
+# needed then.
 
 # %%
 optimizer = optax.contrib.muon(optax.warmup_cosine_decay_schedule(0, 1e-2, 30, 600))
@@ -66,7 +66,7 @@ def train(precision, steps=600):
 nets = {"float32": train("float32"), "backward in bfloat16": train("bfloat16")}
 
 # %% [markdown]
-# ## Beside finite volumes
+# ## Comparison with finite volumes
 
 # %%
 reference = block.reference(20)
@@ -89,4 +89,4 @@ figure.colorbar(image, ax=axes, label="temperature T")
 plt.show()
 
 # %% [markdown]
-# The whole training is `python -m examples.problems run finned_block_3d`, in any precision.
+# `python -m examples.problems run finned_block_3d` runs the whole training, in any precision.

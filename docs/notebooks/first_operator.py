@@ -13,9 +13,9 @@
 # %% [markdown]
 # # A first neural operator
 #
-# A Fourier neural operator learns a map of functions: from the force f on a string to its
-# deflection u, −u″ + u = f on a periodic interval. The data are exact: in Fourier space the
-# equation is a division.
+# A Fourier neural operator learns a map between functions: from the force f on a string to its
+# deflection u, where −u″ + u = f on a periodic interval. The data are exact, because the equation
+# is a division in Fourier space.
 
 # %%
 import equinox as eqx
@@ -29,7 +29,7 @@ import mpx_pde as mpx
 
 
 def samples(count, points, seed):
-    """Forces of twelve random waves each, and the deflections; shape `[count, 1, points]`."""
+    """Draws forces of twelve random waves each, and deflections; shape `[count, 1, points]`."""
     random = np.random.default_rng(seed)
     k = np.arange(1, 13)
     parts = random.normal(size=(2, count, 12)) / np.sqrt(k)
@@ -47,9 +47,9 @@ train_data, test_data = samples(512, 64, 0), samples(64, 64, 1)
 # ## The model and the step
 #
 # `mpx.nn.FNO` takes one sample, channels first. Its spectral layers multiply truncated DFT
-# matrices, in the dtype of its weights: a tensor core takes them where an FFT would stay in
-# float32. `keep_full=(False, True)` passes the fields in as they are, in float32; the model
-# rounds them itself, without their mean.
+# matrices in the dtype of its weights: tensor cores can compute them, whereas an FFT would stay in
+# float32. `keep_full=(False, True)` passes the fields in unchanged, in float32; the model removes
+# their mean before it rounds them.
 
 
 # %%
@@ -87,9 +87,9 @@ def train(mixed, dtype="float16", steps=400):
 models = {"float32": train(False), "float16": train(True), "bfloat16": train(True, "bfloat16")}
 
 # %% [markdown]
-# ## On the grid of the training, and on a finer one
+# ## Test errors on the training grid and on a finer one
 #
-# The model is a function of functions: it takes any grid that carries its modes.
+# The model maps functions to functions, so it accepts any grid fine enough for its modes.
 
 
 # %%
@@ -116,5 +116,5 @@ plt.legend()
 plt.show()
 
 # %% [markdown]
-# Next: [neural operators in half precision](../../spectral/), and what they came to on [Darcy and
+# Next: [neural operators in half precision](../../spectral/), and their results on [Darcy and
 # Navier–Stokes](../../operators/).

@@ -13,10 +13,10 @@
 # %% [markdown]
 # # A first physics-informed network
 #
-# We solve −Δu = f on the unit square, with u = 0 at its edge, by a network that knows
-# nothing of this library: an `eqx.nn.MLP`. First in float32, then with half-precision products,
-# then with the forward pass in float32 and the backward pass in half. The right-hand side is
-# chosen so that u = sin πx sin 2πy is the solution.
+# We solve −Δu = f on the unit square, with u = 0 at its edge. The network is a plain
+# `eqx.nn.MLP`, which knows nothing of this library. We train it first in float32, then with
+# half-precision products, then with the forward pass in float32 and the backward pass in half. The
+# right-hand side is chosen so that u = sin πx sin 2πy is the solution.
 
 # %%
 import equinox as eqx
@@ -36,9 +36,9 @@ def exact(points):
 # ## The loss
 #
 # `mpx.laplacian` evaluates `lap_u`, the sum of the second derivatives, in one pass through the
-# network. The network vanishes at the edge because it is multiplied by a bump, so the equation is
-# all there is to learn. `derivatives` is what a `Scaling` hands to the loss: the scales by which
-# derivatives survive float16.
+# network. A bump multiplies the network so that it vanishes at the edge, and only the equation is
+# left to learn. A `Scaling` passes `derivatives` to the loss: the scales that keep derivatives
+# within the range of float16.
 
 
 # %%
@@ -59,9 +59,9 @@ def loss(net, points, *, derivatives=None):
 # %% [markdown]
 # ## The training loop
 #
-# What differs from a loop of Equinox's: the gradient transformation also returns the scaling for
-# the next step and whether all is finite, and the optimizer step takes the latter. A step that
-# overflows changes nothing but the scale.
+# The loop differs from Equinox's in two ways. The gradient transformation also returns the scaling
+# for the next step and whether everything is finite, and the optimizer step takes the latter. A
+# step that overflows changes only the scale.
 
 # %%
 optimizer = optax.adam(optax.cosine_decay_schedule(3e-3, 1200))
@@ -96,7 +96,7 @@ runs = {
 }
 
 # %% [markdown]
-# ## What came out
+# ## Results
 
 # %%
 axis = jnp.linspace(0, 1, 61)
@@ -124,11 +124,11 @@ figure.colorbar(image, label="u")
 plt.show()
 
 # %% [markdown]
-# ## What was multiplied in half
+# ## Which products ran in half precision
 #
-# The network was not edited, and nothing in it says "half". `precision_report` counts the
-# products of the whole step; the layer that meets the point stays in float32, since errors that
-# are made there are magnified by every derivative.
+# We did not edit the network, and nothing in it says "half". `precision_report` counts the
+# products of the whole step. The layer that takes the point stays in float32, because every
+# derivative magnifies the errors made there.
 
 # %%
 gradient = mpx.filter_grad(loss, runs["float16"][2], keep_full=(False, True))
