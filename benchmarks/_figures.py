@@ -91,9 +91,9 @@ def errors_by_step(figure: Any, data: Any, most: int | None = None) -> None:
     for panel in panels[len(found) :]:
         panel.set_visible(False)
     for panel, runs in zip(panels, found, strict=False):
-        longest = {run["precision"]: run for run in sorted(runs, key=lambda run: run["steps"])}
-        for name in filter(longest.__contains__, styles):
-            steps, _, errors = zip(*longest[name]["curve"], strict=True)
+        alike = {run["precision"]: run for run in runs if run["steps"] == runs[0]["steps"]}
+        for name in filter(alike.__contains__, styles):
+            steps, _, errors = zip(*alike[name]["curve"], strict=True)
             panel.semilogy(steps, errors, styles[name], label=labels.get(name, name))
         panel.set_title(runs[0]["title"], fontsize="small")
     figure.supylabel("relative L2 error, by steps", fontsize="medium")

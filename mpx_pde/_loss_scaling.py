@@ -335,8 +335,9 @@ def check_scaling(scaling: Any, call: str, name: str = "scaling") -> None:
     """Raises a `TypeError` in the name of `call` unless `scaling` is a loss scaling."""
     if not isinstance(scaling, AbstractLossScaling):
         raise TypeError(
-            f"`{call}` needs a loss scaling as `{name}`, such as `mpx_pde.DynamicLossScaling()` "
-            f"or `mpx_pde.NoOpLossScaling()`, but got {in_a_line(scaling)}."
+            f"`{call}` needs a loss scaling as `{name}`, such as `mpx_pde.DynamicLossScaling()`, "
+            "`mpx_pde.NoOpLossScaling()` or, around derivative scales, "
+            f"`mpx_pde.Scaling(derivatives=...)`, but got {in_a_line(scaling)}."
         )
 
 

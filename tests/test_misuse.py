@@ -147,6 +147,10 @@ TREE = {"w": W, "b": jnp.ones(2), "n": jnp.arange(2), "f": jnp.tanh}
 FLOATS = eqx.filter(TREE, eqx.is_inexact_array)
 
 
+def needs_derivatives(w, *, derivatives):
+    raise AssertionError
+
+
 def update_tree(grads, optimizer=SGD):
     return mpx.optimizer_update(TREE, optimizer, SGD.init(FLOATS), grads, jnp.array(True))
 
@@ -179,6 +183,8 @@ TYPE_ERRORS = {
     "`Scaling` needs a derivative scaling": lambda: mpx.Scaling(),
     "`filter_grad`": lambda: mpx.filter_grad(total, DIRECTIONS),
     "`derivatives` … takes none … plain loss scaling": lambda: mpx.filter_grad(pair, BOTH),
+    "`filter_grad` … with a `Scaling` alone … per_direction": lambda: grad(needs_derivatives),
+    "needs a loss scaling … mpx_pde.Scaling(derivatives=...)": lambda: grad(total, DIRECTIONS),
     "passes `derivatives`": lambda: mpx.filter_grad(total, BOTH)(W, derivatives=None),
     "`as_trained` takes bools": lambda: mpx.as_trained(mlp(), keep_full=3),
     "`refined` takes a function": lambda: mpx.refined(1.0),

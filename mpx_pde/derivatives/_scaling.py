@@ -429,6 +429,20 @@ def check_takes_derivatives(func: Callable, call: str) -> None:
         ) from None
 
 
+def check_takes_no_derivatives(func: Callable, call: str) -> None:
+    """Raises a `TypeError` in the name of `call` if `func` needs a keyword `derivatives`."""
+    try:
+        given = inspect.signature(func).parameters.get("derivatives")
+    except ValueError:  # a built-in that does not tell
+        return
+    if given and given.kind is given.KEYWORD_ONLY and given.default is given.empty:
+        raise TypeError(
+            f"`{call}` passes `derivatives` to the function with a `Scaling` alone, but got no "
+            "derivative scales. Pass `mpx_pde.Scaling(derivatives=mpx_pde.DerivativeScaling"
+            ".per_direction(...))`, or write `derivatives=None` in the function."
+        )
+
+
 def sum_counts(
     counts: Float32[Array, "*rows columns"], axis_name: Any
 ) -> Float32[Array, "*rows columns"]:

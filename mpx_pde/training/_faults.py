@@ -15,15 +15,17 @@ from ..derivatives import Scaling
 
 _ADVICE = (
     "Parameters and optimizer state are those of the last finite step. "
-    "`mpx_pde.explain_nonfinite(mpx_pde.filter_grad(loss, scaling))(model, batch)` names the line."
+    "`mpx_pde.explain_nonfinite(mpx_pde.filter_grad(loss, scaling, **options))(model, batch)`, "
+    "with the options of the step, names the line."
 )
 _REASONS = (
     "non-finite gradients at a loss scale that can still fall: look for NaNs in the data, "
     "or allow for more skips.",
     "non-finite gradients at the smallest loss scale, which no loss scale can help: the loss or "
     "its data are non-finite in themselves, or the network leaves float16 where the loss does "
-    "not, as by a constant above 65504. Keep that layer in float32 (`mpx_pde.FullPrecision`) or "
-    "take bfloat16.",
+    "not. If it is a derivative that the loss takes, pass a `mpx_pde.Scaling(derivatives=...)`; if "
+    "it is a layer, as by a constant above 65504, keep that in float32 (`mpx_pde.FullPrecision`); "
+    "or take bfloat16.",
     "non-finite derivatives of the network at scales that can still fall: look for NaNs in the "
     "data, or allow for more skips.",
 )

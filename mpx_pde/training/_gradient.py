@@ -30,7 +30,12 @@ from .._varying import mark_varying, size_of_axis
 from ..autocast import autocast as autocast_function
 from ..derivatives._evaluation import noting_unscaled
 from ..derivatives._probe import tap_p
-from ..derivatives._scaling import Scaling, check_takes_derivatives, sum_counts
+from ..derivatives._scaling import (
+    Scaling,
+    check_takes_derivatives,
+    check_takes_no_derivatives,
+    sum_counts,
+)
 from ..engine import InForward
 from ..engine._roles import dependent
 from ..interpret._flat import Constant, flatten
@@ -154,6 +159,8 @@ class Gradient(eqx.Module):
     def with_derivatives(self, kwargs: dict, derivatives: Any) -> dict:
         """Returns the keyword arguments of the function, with the derivative scaling among them."""
         if self.derivatives is None:
+            if "derivatives" not in kwargs:
+                check_takes_no_derivatives(self.func, self.options.call)
             return kwargs
         if "derivatives" in kwargs:
             raise TypeError(
