@@ -2,7 +2,7 @@
 
 ω_t + v·∇ω = ν Δω on the unit torus with ν = 1e-3, on 64² points, and also tested on 128² and 256².
 The initial fields are those of Li et al. (2021), N(0, (−Δ + 49)^−2.5), with a standard deviation
-of 3: where the vorticity has that value, the fluid turns by one and a half radians. Exponax solves
+of 2: where the vorticity has that value, the fluid turns by one radian. Exponax solves
 the equation in float64. A network that does not see its position commutes with translations, as the
 equation does.
 """
