@@ -153,7 +153,7 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
             return (
                 f"It is {first}, {held} holds as float16. There a number below 2^-24 is "
                 "zero, such as an epsilon, since JAX gives numbers of Python the dtype of the "
-                f"array that they meet. {in_full} Where that does not help, {look}"
+                f"array that they meet. {in_full} Where it is so already, or does not help, {look}"
             )
         return f"float32 itself is {first}. More precision does not help: {look}"
     if given:
