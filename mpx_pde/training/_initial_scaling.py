@@ -130,6 +130,16 @@ def _is_zero(grads: PyTree) -> bool:
     return not _apart(grads, jtu.tree_map(jnp.zeros_like, grads))
 
 
+def _is_zero_in_float32(gradient: Gradient, args: tuple, kwargs: dict) -> bool:
+    """Returns whether the gradient is zero without halves too, or cannot be told."""
+    options = dataclasses.replace(gradient.options, use_mixed_precision=False)
+    full = dataclasses.replace(gradient, options=options)
+    try:
+        return _is_zero(_evaluate(full, *copied((args, kwargs))).grads)
+    except (TypeError, ValueError):  # such as a loop that begins with a half
+        return True
+
+
 def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
     options, start = gradient.options, gradient.scaling
     check_eager((gradient, args, kwargs), _CALL)
@@ -143,15 +153,12 @@ def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
 
     cap = default_cap(options.precisions, options.compute_dtype)
     exponents, found = _found(start, evaluate, cap)
-    if _is_zero(found.grads):
-        options = dataclasses.replace(options, use_mixed_precision=False)
-        full = dataclasses.replace(gradient, options=options)
-        if not _is_zero(_evaluate(full, *copied((args, kwargs))).grads):
-            warn_user(
-                f"`{_CALL}` finds a gradient that is zero at every scale, but not in float32. In "
-                "float16 a number below 2^-24 is zero, even one that is written in the code. "
-                f"{_IN_FLOAT32}, or make the loss larger."
-            )
+    if _is_zero(found.grads) and not _is_zero_in_float32(gradient, args, kwargs):
+        warn_user(
+            f"`{_CALL}` finds a gradient that is zero at every scale, but not in float32. In "
+            "float16 a number below 2^-24 is zero, even one that is written in the code. "
+            f"{_IN_FLOAT32}, or make the loss larger."
+        )
     return _with_exponents(start, exponents)
 
 

@@ -177,6 +177,13 @@ def test_a_gradient_of_zero_asks_for_no_scale():
     found = mpx.initial_scaling(loss, scaling, forward="float32")(jnp.ones(3), jnp.zeros(()))
     assert found.loss_scaling == 2.0**12
 
+    def only_in_half(w, weight):
+        add = lambda total, x: (total + x, None)
+        return jax.lax.scan(add, jnp.zeros((), jnp.float16), weight * w)[0]
+
+    found = mpx.initial_scaling(only_in_half, scaling)(jnp.ones(3), jnp.zeros(()))
+    assert found.loss_scaling == 2.0**12
+
 
 def test_a_loss_in_full_has_no_cap_of_half_precision():
     """A loss of 1e-12 lost its gradient in float16, and no step said so."""
