@@ -30,7 +30,6 @@ from ._report import Report, interleave
 from ._roofline import Roofline, summary
 
 
-STEPS = 300  # for comparing precisions: a quarter of the recipe's steps
 PRECISIONS = ("float64", "float64-float32", "float32")
 COMPILED = ("float64", "float32", *(f"float64-{j}" for j in ("float32", "bfloat16_x3", "bfloat16")))
 WIDTH, POINTS = 99, 32_768  # 20,197 parameters
@@ -86,8 +85,7 @@ def predict(report: Report, target: str, quick: bool) -> None:
             arrays = jax.tree.leaves(eqx.filter(step.network(), eqx.is_inexact_array))
         told = {"parameters": sum(x.size for x in arrays), "points": step.points}
         told |= summary(Roofline(program.module).kernels(), CHIPS[target])
-        told["temp_bytes"] = program.temp_bytes
-        report.record("steps", precision=precision, **told)
+        report.record("steps", precision=precision, temp_bytes=program.temp_bytes, **told)
 
 
 def _running(precision: str, quick: bool) -> Callable[[], Any]:
@@ -123,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--problems", nargs="+", help="by default all that have the recipe")
     parser.add_argument("--precision", nargs="+", default=list(PRECISIONS))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=STEPS, help="steps of each training")
+    parser.add_argument("--steps", type=int, default=300, help="a quarter of the recipe's")
     parser.add_argument("--target", choices=CHIPS, help="compile for this chip, and predict")
     parser.add_argument("--time", type=int, help="time so many steps of a wide network")
     parser.add_argument("--resume", action="store_true", help="keep the trainings in the file")
