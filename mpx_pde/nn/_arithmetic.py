@@ -50,6 +50,14 @@ class Arithmetic(NamedTuple):
 
 _full = jax.make_user_context(None)
 
+_BY_WEIGHTS = "weights"
+
+
+def by_weights() -> AbstractContextManager:
+    """Returns a context with products in the dtype of the weights where there would be split
+    ones."""
+    return _full(_BY_WEIGHTS)
+
 
 def in_full(algorithm: str | None) -> AbstractContextManager:
     """Returns a context with float32 products, split by one of `SPLIT_PRODUCTS` or at the highest
@@ -60,11 +68,13 @@ def in_full(algorithm: str | None) -> AbstractContextManager:
 
 def arithmetic_of(given: Arithmetic | None, weight: Any) -> Arithmetic:
     """Returns the `Arithmetic` that a layer was given, else that of its weights."""
-    if given is not None and (given.half or given.algorithm) and not takes_halves():
-        given = None
-    found = given or Arithmetic(product_datatype(weight.dtype), given=False)
     full = _full.value
-    if full is None or found.algorithm is not None or found.dtype.itemsize > 4:
+    if given is not None and (given.half or given.algorithm):
+        splits = given.algorithm is not None
+        if not takes_halves() or (splits and full == _BY_WEIGHTS):
+            given = None
+    found = given or Arithmetic(product_datatype(weight.dtype), given=False)
+    if full in (None, _BY_WEIGHTS) or found.dtype.itemsize > 4:
         return found
     split = full if full in SPLIT_PRODUCTS else None
     return Arithmetic(np.dtype(np.float32), split, found.given)

@@ -20,7 +20,16 @@ from .._dtypes import is_half, wide
 from .._forward import Forward, forward_in, present_forward
 from .._order import batch_behind, rounded_cotangent, written_in
 from ..engine._together import beside
-from ._arithmetic import KEPT, Arithmetic, arithmetic_of, centered, in_full, separate, unscaled
+from ._arithmetic import (
+    KEPT,
+    Arithmetic,
+    arithmetic_of,
+    by_weights,
+    centered,
+    in_full,
+    separate,
+    unscaled,
+)
 
 
 STORED = "mpx_pde.nn: stored between products"
@@ -188,7 +197,7 @@ def _in_forward(fun: Callable, forward: Forward, rounded: bool, *args: Any) -> A
         layer, x, *rest = arrays
         in_half = lambda tree: tree if eqx.is_array(tree) else cast_tree(tree, forward.dtype)
         x = x.astype(forward.dtype) if rounded else x
-        with forward_in(None):
+        with forward_in(None), by_weights():
             out = jax.checkpoint(run)((in_half(layer), x, *map(in_half, rest)))
         return widen(batch_behind(out))
 

@@ -43,7 +43,13 @@ def _gather_jvp(dtype, sharding, primals, tangents):
 
 
 def _is_explicit(sharding: NamedSharding) -> bool:
-    return AxisType.Explicit in sharding.mesh.axis_types
+    types = set(sharding.mesh.axis_types)
+    if AxisType.Explicit in types and len(types) > 1:
+        raise ValueError(
+            "`gather_parameters` needs a mesh whose axes are all explicit or all Auto, but got "
+            f"{sharding.mesh}. Make it by `jax.make_mesh(..., axis_types=...)` with one type."
+        )
+    return AxisType.Explicit in types
 
 
 def _parts(x: Array) -> tuple[Array, ...]:

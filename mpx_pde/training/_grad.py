@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import equinox as eqx
+import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 from jaxtyping import Array
@@ -321,11 +322,12 @@ def line_search_value(
         return jtu.tree_map(lambda g: (jnp.asarray(cotangent, g.dtype) * g).astype(g.dtype), grads)
 
     def search(model: PyTree, /, *args: Any, **kwargs: Any) -> Array:
-        # On devices that differ, each has a gradient of its own, which the mark sums behind the
-        # cotangent.
-        arrays = filter(eqx.is_array, jtu.tree_leaves((args, kwargs)))
-        axes = frozenset[str]().union(*map(varying_axes, arrays))
-        mark = lambda x: mark_varying(x, axes) if eqx.is_inexact_array(x) else x
-        return value(jtu.tree_map(mark, model), args, kwargs)
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            # Where the value differs between devices, each has a gradient of its own, which the
+            # transpose of the mark sums once it is multiplied by its cotangent.
+            axes = varying_axes(jax.eval_shape(lambda: run(model, *args, **kwargs)[0]))
+            mark = lambda x: mark_varying(x, axes) if eqx.is_inexact_array(x) else x
+            model = jtu.tree_map(mark, model)
+        return value(model, args, kwargs)
 
     return search

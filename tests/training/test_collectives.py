@@ -185,6 +185,10 @@ class TestGatherParameters:
         assert grads.sharding == split
         np.testing.assert_array_equal(grads, 2.0)
 
+        mixed = jax.make_mesh((4, 2), ("i", "j"), (AxisType.Explicit, AxisType.Auto))
+        with pytest.raises(ValueError, match="`gather_parameters` needs a mesh"):
+            mpx.gather_parameters(jnp.ones((8, 2)), NamedSharding(mixed, P()))
+
     def test_forward_mode(self):
         gather = lambda x: mpx.gather_parameters(x, self.everywhere, dtype="float16")
         x = jnp.full((2, 2), 1 + 2.0**-20)

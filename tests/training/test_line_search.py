@@ -44,16 +44,21 @@ def test_value_and_slope_are_of_one_scaled_evaluation():
     assert tiny(new, POINTS) < value
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_a_mean_over_devices_is_that_of_one(inside):
-    """Taken in the loss, or of what the search returns."""
+@pytest.mark.parametrize("where", ["in the loss", "of what is returned", "of a closure"])
+def test_a_mean_over_devices_is_that_of_one(where):
     model = mpx.nn.CoordinateMLP(1, 1, 8, 1, key=jax.random.key(0))
     params, static = eqx.partition(model, eqx.is_inexact_array)
     mean = lambda x: jax.lax.pmean(x, "data")
-    own = (lambda *args: mean(loss(*args))) if inside else loss
-    search = mpx.line_search_value(own, mpx.DynamicLossScaling(2.0**8), **OPTIONS)
-    outside = (lambda x: x) if inside else mean
-    fun = lambda params, x: outside(search(eqx.combine(params, static), x))
+    find = lambda loss: mpx.line_search_value(loss, mpx.DynamicLossScaling(2.0**8), **OPTIONS)
+
+    def fun(params, x):
+        model = eqx.combine(params, static)
+        if where == "in the loss":
+            return find(lambda *args: mean(loss(*args)))(model, x)
+        if where == "of a closure":
+            return mean(find(lambda model: loss(model, x))(model))
+        return mean(find(loss)(model, x))
+
     run = jax.jit(over_devices(jax.value_and_grad(fun), 2, (P(), P("data")), P()))
     value, grads = run(params, POINTS)
     want, slope = eqx.filter_value_and_grad(loss)(model, POINTS)
