@@ -1,4 +1,4 @@
-"""Training steps: gradients, updates, rungs of precision, options."""
+"""Training steps: gradients, updates, a ladder of precisions, options."""
 
 from ._accumulate import filter_accumulated_value_and_grad as filter_accumulated_value_and_grad
 from ._advise import Advice as Advice, advise as advise

@@ -31,7 +31,7 @@ def _is_leaf(x: Any) -> bool:
 
 
 def _axes_of_leaves(in_axes: PyTree, args: tuple, call: str) -> list[int | None]:
-    """Returns the axis of each leaf of `args`, from a prefix."""
+    """Returns the batch axis of each leaf of `args`, from the prefix `in_axes`."""
     axes: list[int | None] = []
 
     def spread(axis, subtree):
@@ -49,13 +49,13 @@ def _axes_of_leaves(in_axes: PyTree, args: tuple, call: str) -> list[int | None]
 
 
 def _entries(x: Any, axis: Any) -> int | None:
-    """Returns the length of an axis, `None` of one that is not there."""
+    """Returns the length of an axis, or `None` if `x` has no such axis."""
     shape = jnp.shape(x)
     return shape[axis] if is_integer(axis) and -len(shape) <= axis < len(shape) else None
 
 
 def _is_old_key(x: Any) -> bool:
-    """Returns whether an array may be a key of the old style, two integers."""
+    """Returns whether an array may be an old-style key, which is two integers."""
     return jnp.shape(x) == (2,) and jnp.result_type(x) == jnp.uint32
 
 
@@ -80,9 +80,10 @@ def _split(x: Array | np.ndarray, axis: Any, micro_batches: int, path: Any, call
 def split_batch(
     rest: tuple, in_axes: PyTree, micro_batches: int, call: str
 ) -> tuple[dict[int, Array], Callable[[dict[int, Array]], tuple]]:
-    """Splits the batched leaves of the arguments after the model into micro-batches. Returns them
-    by the number of the leaf, with a leading axis of micro-batches, and a function from one
-    micro-batch to all of these arguments.
+    """Splits the batched leaves of the arguments after the model into micro-batches.
+
+    Returns a mapping from the number of each leaf to its array with a leading axis of
+    micro-batches, and a function that rebuilds all of these arguments from one micro-batch.
     """
     paths, treedef = jtu.tree_flatten_with_path(rest, is_leaf=_is_leaf)
     axes = _axes_of_leaves(in_axes, rest, call)
@@ -102,8 +103,8 @@ def split_batch(
 
 
 def _warn_of_keywords(batched: dict[int, Array], kwargs: dict, micro_batches: int) -> None:
-    """Issues a warning where keyword arguments are as long as a batch that is split into single
-    examples: each example broadcasts against all of them, so no shape tells.
+    """Issues a warning if keyword arguments are as long as a batch that is split into single
+    examples. Each example would broadcast against all of them, so no shape error occurs.
     """
     if micro_batches == 1 or not batched or any(x.shape[1] != 1 for x in batched.values()):
         return
@@ -141,10 +142,10 @@ def _run(
     counts = None
     if gradient.options.use_mixed_precision and gradient.derivatives is not None:
         counts = gradient.derivatives.counts
-    # Leaf by leaf: a half array inside of a `FullPrecision` is narrow as well.
+    # Widen leaf by leaf: a half array inside of a `FullPrecision` is narrow as well.
     zero = jtu.tree_map(lambda x: jnp.zeros_like(widen(x)), [masters, counts])
     (total, counts), arrays = lax.scan(body, zero, batched, length=micro_batches)
-    # Errors of the loss itself have been raised by now.
+    # Checked only now, so that errors of the loss itself are raised first.
     if not batched and micro_batches > 1 and jtu.tree_leaves(in_axes):
         raise ValueError(
             f"`{_CALL}` found no array to split into {micro_batches} micro-batches among the "
@@ -204,36 +205,36 @@ def filter_accumulated_value_and_grad(
 ) -> Callable[..., Any]:
     """Evaluates [`mpx_pde.filter_value_and_grad`][] for a large batch, one micro-batch at a time.
 
-    The batch is dealt out and scanned over, so only one micro-batch of activations is in memory.
-    Micro-batch `i` holds the examples `i`, `i + micro_batches`, …: of a batch that is sharded over
-    devices each device has its part of every micro-batch, and nothing is sent between them.
-    All of them share one loss scale; gradients are summed in float32; there is one finite flag and
-    one adjustment of the scaling. For a loss that is a mean over the batch, value and gradients
-    are those of the whole batch.
+    A scan runs over the micro-batches, so memory holds the activations of only one of them.
+    Micro-batch `i` holds the examples `i`, `i + micro_batches`, …. If the batch is sharded over
+    devices, each device has its part of every micro-batch, and nothing is sent between them.
+    All micro-batches share one loss scale. Gradients are summed in float32; there is one finite
+    flag and one adjustment of the scaling. For a loss that is a mean over the batch, value and
+    gradients equal those of the whole batch.
 
     **Arguments:**
 
     - `func`, `scaling`, `has_aux`, `use_mixed_precision`, `policy`, `keep_full`, `axis_name`,
         `autocast`, `forward`: as for [`mpx_pde.filter_value_and_grad`][].
-    - `micro_batches`: how many, a positive integer that divides the batch size.
-    - `in_axes`: the batch axis of the positional arguments after the model: one for all, or a
-        prefix of the tuple of them, in which `None` marks what every micro-batch gets whole.
-        Scalars (such as a `jax.random.key`), a uint32 array of two beside a longer batch (which is
-        taken for a key of the old style), non-arrays, `eqx.nn.State` and keyword arguments are
-        always passed whole. So one key draws the same numbers in every micro-batch: for a key each
-        pass `jax.random.split(key, micro_batches)`, of which each gets an array of one, `keys[0]`.
-        Keyword arrays as long as a batch of which each micro-batch has one example are a
-        [`mpx_pde.PrecisionWarning`][].
+    - `micro_batches`: the number of micro-batches, a positive integer that divides the batch size.
+    - `in_axes`: the batch axis of the positional arguments after the model: one axis for all, or a
+        prefix of the tuple of these arguments. `None` marks what every micro-batch gets whole.
+        Scalars (such as a `jax.random.key`), non-arrays, `eqx.nn.State` and keyword arguments are
+        always passed whole. So is a uint32 array of length two beside a longer batch, which is
+        taken for an old-style key. One key therefore draws the same numbers in every micro-batch.
+        To give each its own key, pass `jax.random.split(key, micro_batches)`: each micro-batch
+        gets an array of one key, `keys[0]`. If each micro-batch has one example, keyword arrays as
+        long as the batch are a [`mpx_pde.PrecisionWarning`][].
 
     **Returns:**
 
-    A function that returns as that of [`mpx_pde.filter_value_and_grad`][]. `value` is the mean
-    over the micro-batches; the arrays of `aux` are stacked, with a leading axis of length
-    `micro_batches`, and the rest comes back as it is.
+    A function that returns what the function of [`mpx_pde.filter_value_and_grad`][] returns.
+    `value` is the mean over the micro-batches. The arrays of `aux` are stacked, with a leading axis
+    of length `micro_batches`; other leaves of `aux` are returned unchanged.
 
-    **Raises:** as [`mpx_pde.filter_value_and_grad`][], and `ValueError` for a batch that does not
-    divide, arguments of which nothing can be split, an `in_axes` that does not fit or a
-    `micro_batches` below 1.
+    **Raises:** as [`mpx_pde.filter_value_and_grad`][], and `ValueError` for a batch size that
+    `micro_batches` does not divide, arguments without an array to split, an `in_axes` that does not
+    fit the arguments or a `micro_batches` below 1.
 
     ```python
     value_and_grad = mpx.filter_accumulated_value_and_grad(loss, scaling, 8)
@@ -242,6 +243,7 @@ def filter_accumulated_value_and_grad(
     """
     given = use_mixed_precision, policy, keep_full, autocast, forward, axis_name
     micro_batches = check_integer(micro_batches, _CALL, "micro_batches")
-    # A PyTree, unlike `functools.partial`: made anew at each step it is the same to jit's cache.
+    # `eqx.Partial` is a PyTree, unlike `functools.partial`: one that is made anew at each step
+    # still hits jit's cache.
     run = eqx.Partial(_run, micro_batches=micro_batches, in_axes=in_axes)
     return transformed(_CALL, run, func, scaling, has_aux, *given)

@@ -36,9 +36,9 @@ _FULL = {"use_mixed_precision": False}
 _TOLERANCE = 0.01
 """The largest error of a recommended gradient. Noise between batches is nearly always larger."""
 _GAIN = 0.9
-"""The part of float32's memory above which another precision is not worth its while."""
+"""The fraction of float32's memory above which another precision is not worth using."""
 _WIDE = 128
-"""Products with a smaller dimension keep the tensor cores of a GPU waiting for memory."""
+"""Products with a smaller dimension leave the tensor cores of a GPU waiting for memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,17 +47,18 @@ class Advised:
 
     **Attributes:**
 
-    - `name`: what it is, such as `"forward float32, backward bfloat16"`.
-    - `options`: what the gradient transformations take for it, beside those that were given.
+    - `name`: the name of the precision, such as `"forward float32, backward bfloat16"`.
+    - `options`: the options that select it in the gradient transformations, in addition to those
+        that were given.
     - `memory`: bytes that the compiled gradient needs beside its arguments, on this machine.
-    - `memory_per_example`: by how much that grows with an example of the batch; `None` where there
-        is no axis that all arrays of the batch share.
-    - `error`: the error of the gradient, relative to it; NaN where it is not finite.
-    - `vanished`: the part of the entries of the gradient that are 0 and should not be.
+    - `memory_per_example`: the bytes that each example of the batch adds; `None` if the arrays of
+        the batch share no axis.
+    - `error`: the relative error of the gradient; NaN if the gradient is not finite.
+    - `vanished`: the fraction of the gradient's entries that are 0 and should not be.
     - `finite`: whether any loss scale makes the gradient finite.
-    - `half_share`: the part of the work of all products that is done in half precision.
+    - `half_share`: the fraction of the work of all products that is done in half precision.
     - `scaling`: the scaling to start with.
-    - `failed`: what it raised; `None` if it did not. Then nothing else is known.
+    - `failed`: the error that was raised, or `None`. After an error nothing else is known.
     """
 
     name: str
@@ -74,18 +75,18 @@ class Advised:
 
 @dataclasses.dataclass(frozen=True)
 class Advice:
-    """Precisions for the gradient of a loss, and which of them to take. Prints as a table.
+    """Several precisions for the gradient of a loss, and the recommended one. Prints as a table.
 
     **Attributes:**
 
-    - `rows`: float32 first (float64 for such parameters), then a full forward pass with half behind
-        it, then half throughout.
-    - `choice`: the row to take: of those with a gradient to 1 % the one with the least memory, and
-        float32 if none saves a tenth of its memory.
+    - `rows`: one row for each precision. float32 comes first (float64 for such parameters), then a
+        float32 forward pass with a half-precision backward pass, then half precision throughout.
+    - `choice`: the recommended row: among those whose gradient is accurate to 1 %, the one that
+        needs the least memory. It is float32 if no other row saves a tenth of float32's memory.
     - `call`: the code to write for it.
     - `width`: the smallest dimension of the largest product.
-    - `reference`: what errors are relative to, `"float32"` or `"float64"`.
-    - `examples`: how many examples the batch has, if that is known.
+    - `reference`: the precision that errors are measured against, `"float32"` or `"float64"`.
+    - `examples`: the number of examples in the batch, if that is known.
     """
 
     rows: tuple[Advised, ...]
@@ -131,9 +132,10 @@ def advise(
 ) -> Callable[..., Advice]:
     """Recommends a precision to train in, by trying several on the gradient of a loss.
 
-    Compiles and evaluates the gradient in float32, with a forward pass in float32 and half
-    precision behind it, and in half precision throughout, in float16 and in bfloat16; and says what
-    each needs of memory and how far its gradient is off. Call it once, before a training:
+    Compiles and evaluates the gradient in float32, with a float32 forward pass and a half-precision
+    backward pass, and in half precision throughout; the latter two in float16 and in bfloat16.
+    Reports how much memory each needs and how large the error of its gradient is. Call it once,
+    before training:
 
     ```python
     print(mpx.advise(loss)(model, batch))
@@ -142,16 +144,17 @@ def advise(
     **Arguments:**
 
     - `func`, `has_aux`: as for [`mpx_pde.filter_value_and_grad`][].
-    - `scaling`: where the scales of float16 start, which are found by
-        [`mpx_pde.initial_scaling`][]; by default [`mpx_pde.DynamicLossScaling`][]. A loss that
-        takes `derivatives` gets `None` for them unless this is a [`mpx_pde.Scaling`][].
-    - `keep_full`, `autocast`: as for [`mpx_pde.filter_value_and_grad`][]; for half precision
+    - `scaling`: the scaling from which [`mpx_pde.initial_scaling`][] starts to find the scales of
+        float16; by default [`mpx_pde.DynamicLossScaling`][]. A loss that takes `derivatives` gets
+        `None` for them unless this is a [`mpx_pde.Scaling`][].
+    - `keep_full`, `autocast`: as for [`mpx_pde.filter_value_and_grad`][]; used for half precision
         throughout.
 
     **Returns:**
 
-    A function of the arguments of `func` that returns an [`mpx_pde.Advice`][]. With 64-bit types
-    errors are relative to float64, else to float32. While it works it says so on a terminal.
+    A function of the arguments of `func` that returns an [`mpx_pde.Advice`][]. Errors are relative
+    to float64 if 64-bit types are enabled, and to float32 otherwise. On a terminal it shows its
+    progress.
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][] does in float32; `TypeError` inside of
     `jax.jit`.
@@ -167,7 +170,7 @@ def advise(
         check_eager((args, kwargs), _CALL)
         kwargs = {"derivatives": None, **kwargs} if alone else kwargs
         with warnings.catch_warnings():
-            # It says the same, and more.
+            # The advice says the same, and more.
             warnings.simplefilter("ignore", PrecisionWarning)
             loss = "functools.partial(loss, derivatives=None)" if alone else "loss"
             return _advice((func, start, has_aux), given, args, kwargs, loss)
@@ -176,8 +179,9 @@ def advise(
 
 
 def _advice(task: tuple, given: dict[str, Any], args: tuple, kwargs: dict, loss: str) -> Advice:
-    """Tries the precisions on `task`: a loss, its scaling, and whether it has auxiliary output;
-    half precision throughout with the options `given`. `loss` is how the loss is written."""
+    """Tries the precisions on `task`, which is a loss, its scaling, and whether it has auxiliary
+    output. The options `given` apply to half precision throughout. `loss` is the name of the loss
+    in the code."""
     wide, reference = None, jnp.zeros((), float).dtype.name
     if reference == "float64":
         positional, keyword = in_float64((args, kwargs))
@@ -208,7 +212,7 @@ def _advised(name: str, options: dict[str, Any], *trial: Any) -> Advised:
         return _measured(name, options, *trial)[0]
     except Exception as error:
         if "throughout" in name and "autocast" not in options:
-            # Casts meet what has no half precision; autocast leaves it as it is.
+            # Casts fail on operations without half precision; autocast leaves those as they are.
             options = {"policy": options["policy"], "autocast": True}
             return _advised(f"{name}, autocast", options, *trial)
         return Advised(name, options, failed=f"{type(error).__name__}: {error}")
@@ -217,9 +221,10 @@ def _advised(name: str, options: dict[str, Any], *trial: Any) -> Advised:
 def _measured(
     name: str, options: dict[str, Any], task: tuple, args: tuple, kwargs: dict, wide: PyTree
 ) -> tuple[Advised, PyTree, int]:
-    """Compares a precision with the gradient `wide`, by default with its own.
+    """Compares a precision with the gradient `wide`, by default with its own gradient.
 
-    **Returns:** the row, what it was compared with, and the width of the largest product.
+    **Returns:** the row, the gradient that it was compared with, and the width of the largest
+    product.
     """
     _say(f"{_CALL}: {name}")
     func, scaling, has_aux = task
@@ -232,7 +237,7 @@ def _measured(
     memory, each, count = _memory(compiled), None, _examples(args) or 0
     if count > 1:
         first = lambda x: lax.slice_in_dim(x, 0, count // 2) if eqx.is_array(x) else x
-        # A loss may take the whole batch alone, such as a grid or one with targets of its own.
+        # A loss may accept only the whole batch, such as a grid, or one with targets of its own.
         with contextlib.suppress(Exception):
             less = gradient.lower(args[0], *jtu.tree_map(first, args[1:]), **kwargs).compile()
             each = (memory - _memory(less)) / (count - count // 2)

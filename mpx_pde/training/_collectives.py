@@ -1,4 +1,4 @@
-"""Sums and gathers over devices, in the precision that each needs."""
+"""Sums and gathers over devices, each in the precision that it needs."""
 
 import functools as ft
 import math
@@ -26,7 +26,7 @@ def _gather(
     sent = x if dtype is None else x.astype(dtype)
     if _is_explicit(sharding):
         return jax.sharding.reshard(sent, sharding).astype(x.dtype)
-    # Without this the compiler applies `sharding` to the cast, and gathers what it casts.
+    # Without this the compiler applies `sharding` to the operand of the cast, and gathers that.
     where_it_lies = PartitionSpec(*[PartitionSpec.UNCONSTRAINED] * x.ndim)
     sent = lax.with_sharding_constraint(sent, NamedSharding(sharding.mesh, where_it_lies))
     return lax.with_sharding_constraint(sent, sharding).astype(x.dtype)
@@ -34,8 +34,8 @@ def _gather(
 
 @_gather.defjvp
 def _gather_jvp(dtype, sharding, primals, tangents):
-    # The identity: a cotangent is neither rounded nor copied to all devices, but goes from the sum
-    # over devices straight to where its parameter lies.
+    # The derivative is the identity: a cotangent is neither rounded nor copied to all devices, but
+    # goes from the sum over devices straight to the device that holds its parameter.
     (tangent,) = tangents
     if _is_explicit(sharding):
         tangent = jax.sharding.reshard(tangent, sharding)  # the layout is a part of the type
@@ -53,7 +53,7 @@ def _is_explicit(sharding: NamedSharding) -> bool:
 
 
 def _parts(x: Array) -> tuple[Array, ...]:
-    """Returns `x`, or the real and the imaginary part of a complex `x`: no half type is complex."""
+    """Returns `x`, or the real and the imaginary part of a complex `x`. No half type is complex."""
     return (jnp.real(x), jnp.imag(x)) if jnp.iscomplexobj(x) else (x,)
 
 
@@ -66,13 +66,13 @@ def _by_parts(fn: Callable, x: Array) -> Array:
 def gather_parameters(
     tree: PyTree, sharding: NamedSharding, *, dtype: DTypeLike | None = None
 ) -> PyTree:
-    """Gathers parameters that are split over devices in half precision; for `jax.jit`.
+    """Gathers parameters that are split over devices, in half precision. For use under `jax.jit`.
 
-    Call it first thing in the loss of a fully sharded model. Every parameter is then sent once a
-    step, rounded *before* it is sent, which is half the bytes; what its products round again is
-    the same to the bit. Gradients pass unchanged: they are summed in the dtype in which the
-    backward pass makes them, float32 for what goes through [`mpx_pde.mixed_dot_general`][] as a
-    master, and only the device's own part is kept.
+    Call it first in the loss of a fully sharded model. Every parameter is then sent once per step.
+    It is rounded *before* it is sent, which halves the bytes; products that round it again get
+    bit-identical values. Gradients pass unchanged: they are summed in the dtype in which the
+    backward pass computes them, and each device keeps only its own part. That dtype is float32 for
+    masters that go through [`mpx_pde.mixed_dot_general`][].
 
     Without it the compiler decides by itself what to move, and may gather a parameter once for
     every product, or move the activations.
@@ -80,11 +80,11 @@ def gather_parameters(
     **Arguments:**
 
     - `tree`: the model, float32 masters.
-    - `sharding`: how the parameters lie while they are used, usually everywhere:
-        `NamedSharding(mesh, PartitionSpec())`.
-    - `dtype`: what arrays with two or more axes are sent in, float16 or bfloat16. Vectors (biases,
-        the scales of a norm) and what is inside a [`mpx_pde.FullPrecision`][] are sent as they are.
-        `None` sends everything so.
+    - `sharding`: the layout of the parameters while they are used. Usually every device holds all
+        of them: `NamedSharding(mesh, PartitionSpec())`.
+    - `dtype`: the dtype in which arrays with two or more axes are sent, float16 or bfloat16.
+        Vectors (biases, the scales of a norm) and arrays inside a [`mpx_pde.FullPrecision`][] are
+        sent in their own dtype. With `None` all arrays are.
 
     **Returns:**
 
@@ -118,7 +118,7 @@ def gather_parameters(
 def _exponent(x: Float[Array, "..."]) -> Int32[Array, ""]:
     """Returns the least `e` such that all finite entries are below 2^e."""
     largest = jnp.max(jnp.where(jnp.isfinite(x), jnp.abs(x), 0), initial=0)
-    # Zeros on one device must not hide what is small on another.
+    # Zeros on one device must not hide small values on another.
     return jnp.where(largest > 0, jnp.frexp(largest)[1], -10_000).astype(jnp.int32)
 
 
@@ -130,12 +130,12 @@ def _half_means(
         return []
     exponents = [_exponent(part) for x in leaves for part in _parts(x)]
     exponents = iter(lax.pmax(jnp.stack(exponents), axis_name))
-    # An entry is below 2^exponent, and so is the sum below 2^(exponent + log2 devices).
+    # Each entry is below 2^exponent, so the sum is below 2^(exponent + log2 devices).
     top = int(jnp.finfo(dtype).maxexp) - 1 - math.ceil(math.log2(devices))
 
     def mean(x):
         least = int(jnp.finfo(x.dtype).minexp)
-        # The inverse, divided by the number of devices, must not be flushed to zero.
+        # The inverse scale, divided by the number of devices, must not be flushed to zero.
         shift = jnp.clip(top - next(exponents), least, -least - 16)
         scale = jnp.ldexp(jnp.ones((), x.dtype), shift)
         total = lax.psum((x * scale).astype(dtype), axis_name)
@@ -145,10 +145,10 @@ def _half_means(
 
 
 def _check_own(tree: PyTree, axis_name: AxisName | None, call: str) -> None:
-    """Raises a `ValueError` for arrays that are the same on all devices: their mean would be the
-    sum that JAX has taken already.
+    """Raises a `ValueError` for arrays that are the same on all devices, because JAX has summed
+    them already: their mean would be that sum.
     """
-    # Without marks (`check_vma=False`, `pmap`) nothing is known, and nothing has been summed.
+    # Without marks (`check_vma=False`, `pmap`) we cannot tell, and JAX has summed nothing.
     names = varying_axes(lax.axis_index(axis_name))
     for path, x in jtu.tree_leaves_with_path(tree):
         same = sorted(names - varying_axes(x))
@@ -165,20 +165,20 @@ def _check_own(tree: PyTree, axis_name: AxisName | None, call: str) -> None:
 def all_reduce_mean(tree: PyTree, axis_name: AxisName, *, dtype: DTypeLike | None = None) -> PyTree:
     """Takes the mean of gradients over devices, inside `jax.shard_map` or `jax.pmap`.
 
-    By default sums are taken in float32. With a half type, half the bytes go over the wire, and
-    no sum can overflow: each array is multiplied by a power of two such that the largest entry
-    on any device, times the number of devices, stays within range, and divided by it in float32
-    afterwards. The price is one more small collective (the exponents of the largest entries of all
-    arrays) and the rounding of the sums: about log2 of the number of devices unit roundoffs. The
-    real and the imaginary part of a complex array are sent as two arrays.
+    By default sums are taken in float32. A half type halves the bytes that are sent, and no sum
+    can overflow: each array is multiplied by a power of two such that the largest entry on any
+    device, times the number of devices, stays within range, and is divided by it in float32
+    afterwards. This costs one more small collective, for the exponents of the largest entries of
+    all arrays. It also rounds the sums, by about log2 of the number of devices in unit roundoffs.
+    The real and the imaginary part of a complex array are sent as two arrays.
 
     **Arguments:**
 
-    - `tree`: a PyTree of arrays that differ between devices. Gradients of parameters that are the
-        same on all devices do not inside `jax.shard_map`: JAX has summed them already. Mark the
-        parameters as each device's own by `jax.lax.pcast` first.
+    - `tree`: a PyTree of arrays that differ between devices. Inside `jax.shard_map` the gradients
+        of parameters that are the same on all devices do not differ, because JAX has summed them
+        already. Mark the parameters as each device's own by `jax.lax.pcast` first.
     - `axis_name`: the mesh axis or axes.
-    - `dtype`: what is sent: `None` for float32, or float16 or bfloat16.
+    - `dtype`: the dtype to send: `None` for float32, or float16 or bfloat16.
 
     **Returns:**
 
@@ -186,8 +186,8 @@ def all_reduce_mean(tree: PyTree, axis_name: AxisName, *, dtype: DTypeLike | Non
     stay non-finite.
 
     **Raises:** `ValueError` for a `dtype` that is not a half type, for arrays that JAX knows to be
-    the same on all devices, and outside of such an axis; `TypeError` for an `axis_name` that is no
-    name.
+    the same on all devices, and for a call outside of such an axis; `TypeError` for an `axis_name`
+    that is not a name.
 
     ```python
     params = jax.lax.pcast(params, "devices", to="varying")

@@ -42,31 +42,32 @@ def error_if_stuck(
 ) -> PyTree:
     """Raises at run time when too many steps in a row were skipped.
 
-    One skipped step is not an accident, and ten in a row find the scale of a badly scaled loss. A
-    run that skips a hundred is lost, and costs as much as one that is not. This is an
-    `equinox.error_if`: it works inside `jax.jit`, and raises once the step has run. Outside of
-    the step, so that donated buffers are safe, it costs one wait for the device:
+    One skipped step is normal, and ten in a row may be needed to find the scale of a badly scaled
+    loss. A run that skips a hundred in a row is lost, but costs as much as a good one. The check is
+    an `equinox.error_if`: it works inside `jax.jit`, and raises once the step has run. Call it
+    outside of the step, so that donated buffers are safe; it then waits once for the device:
 
     ```python
     model, opt_state, scaling = step(model, opt_state, scaling, batch)
     scaling = mpx.error_if_stuck(scaling, scaling, max_consecutive_skips=100)
     ```
 
-    To decide for yourself, look at `scaling.consecutive_skips` instead, which is this test as data.
+    To react in another way, test `scaling.consecutive_skips` yourself: this function compares that
+    number with the limit.
 
     **Arguments:**
 
-    - `tree`: any PyTree with at least one array; use what is returned in its place.
+    - `tree`: any PyTree with at least one array; use the returned PyTree in its place.
     - `scaling`: a [`mpx_pde.DynamicLossScaling`][] or a [`mpx_pde.Scaling`][] as the gradient
-        transformation returned it, or those of an ensemble, stacked.
-        (`mpx.DynamicLossScaling(1, 1, max_loss_scaling=1)` counts, and scales nothing.)
-    - `max_consecutive_skips`: how many skipped steps in a row are too many, at least 1.
+        transformation returned it, or the stacked scalings of an ensemble.
+        (`mpx.DynamicLossScaling(1, 1, max_loss_scaling=1)` counts steps, and scales nothing.)
+    - `max_consecutive_skips`: the number of skipped steps in a row that raises, at least 1.
 
     **Returns:** `tree`.
 
-    **Raises:** at run time, an error that tells which of loss, data and derivatives is to blame; at
-    trace time, `TypeError` for a scaling that does not count and a `tree` without arrays,
-    `ValueError` for a number below 1.
+    **Raises:** at run time, an error that names the cause: the loss, the data or the derivatives.
+    At trace time, `TypeError` for a scaling that does not count steps and for a `tree` without
+    arrays, and `ValueError` for a number below 1.
     """
     call = "error_if_stuck"
     check_scaling(scaling, call)
@@ -87,7 +88,7 @@ def error_if_stuck(
     reasons = [*_REASONS]
     reason = jnp.where(getattr(loss, "at_minimum", False), _MINIMUM, _LOSS)
     if isinstance(scaling, Scaling):
-        # The counts are those of the last step.
+        # The scaling holds the counts of the last step.
         lost = ~scaling.derivatives.finite(scaling.derivatives)
         reason = jnp.where(lost, _DERIVATIVES, reason)
         fixed = scaling.derivatives.at_minimum

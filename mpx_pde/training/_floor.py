@@ -1,4 +1,4 @@
-"""The present effect of rounding on a training."""
+"""Measures the present effect of rounding on a training run."""
 
 import dataclasses
 import functools as ft
@@ -35,25 +35,26 @@ _SHOWN = 12
 class PrecisionFloor(eqx.Module):
     """The effect of rounding on a loss and its gradient. Prints as a table with a verdict.
 
-    Errors are relative, norm of the difference over norm: of the present precision against the next
-    one up, which stands for the truth.
+    Errors compare the present precision with the next one up, which stands for the truth. They are
+    relative: the norm of the difference divided by the norm.
 
     **Attributes:**
 
     - `loss`: the error of the loss.
     - `terms`: the error of each derivative term of the loss, by its name in
-        [`mpx_pde.partials`][] and its kin: over all points where it was taken, but for those in
-        loops and branches.
+        [`mpx_pde.partials`][] and related functions. It covers all points where the term was taken,
+        except those in loops and branches.
     - `gradient`: the error of the gradient as a whole.
     - `parameters`: the error of the gradient of each parameter, by its path.
-    - `noise`: the standard error of the gradient of a batch like this one, relative to it, by what
-        differs between its micro-batches. It averages out over steps; rounding, which follows the
-        weights, does not. NaN where no micro-batches were asked for.
+    - `noise`: the relative standard error of the gradient of a batch like this one, estimated from
+        the differences between its micro-batches. Noise averages out over steps; rounding does not,
+        because it depends on the weights. NaN where no micro-batches were asked for.
     - `parameter_noise`: the same for each parameter.
-    - `finite`: whether loss and gradient are finite in both precisions. Where they are not, a scale
+    - `finite`: whether loss and gradient are finite in both precisions. If they are not, a scale
         has to be found first.
-    - `precision`, `above`: which precisions were compared; static.
-    - `tolerance`: the error of loss or gradient from which on the floor is reached; static.
+    - `precision`, `above`: the precisions that were compared; static.
+    - `tolerance`: the smallest error of loss or gradient at which the floor counts as reached;
+        static.
     """
 
     loss: Float[Array, ""]
@@ -69,9 +70,7 @@ class PrecisionFloor(eqx.Module):
 
     @property
     def reached(self) -> Bool[Array, ""]:
-        """Returns whether the effect of rounding is `tolerance` or more of the loss or the
-        gradient.
-        """
+        """Returns whether rounding makes up `tolerance` or more of the loss or the gradient."""
         # A loss or gradient of zero has no relative error.
         worst = jnp.maximum(self.loss, self.gradient)
         return self.finite & (worst >= self.tolerance)
@@ -102,7 +101,7 @@ class PrecisionFloor(eqx.Module):
         told = lambda share: "" if share is None else _percent(float(share))
         rows = [("", "rounding", "noise"), ("loss", told(self.loss), "")]
         rows += [(f"  {name}", told(x), "") for name, x in self.terms.items()]
-        noise = self.noise if self.parameter_noise else None  # of one micro-batch there is none
+        noise = self.noise if self.parameter_noise else None  # one micro-batch shows no noise
         rows.append(("gradient", told(self.gradient), told(noise)))
         worst = sorted(self.parameters, key=lambda path: -float(self.parameters[path]))
         rows += [
@@ -117,7 +116,7 @@ class PrecisionFloor(eqx.Module):
 
 
 def _percent(share: float) -> str:
-    # Two digits, but for what would be rounded to 1e+02.
+    # Two digits, except where two digits would print as 1e+02.
     return f"{100 * share:.0f} %" if share >= 0.095 else f"{100 * share:.2g} %"
 
 
@@ -136,35 +135,35 @@ def precision_floor(
     micro_batches: int = 4,
     tolerance: float = 0.1,
 ) -> Callable[..., PrecisionFloor]:
-    """Measures what rounding does *now*: errors of the loss, of its derivative terms and of the
+    """Measures the effect of rounding *now*: errors of the loss, of its derivative terms and of the
     gradient of each parameter, beside the noise between micro-batches.
 
-    Early in a training the residual is large, and any precision will do. As it vanishes, the
-    rounding of its terms does not, and at some step most of the gradient is rounding. This says how
-    far that is, for the price of three gradients; every few hundred steps it costs nothing that one
-    notices.
+    Early in a training run the residual is large, and any precision will do. As the residual
+    vanishes, the rounding of its terms does not, and at some step most of the gradient is rounding.
+    This function measures how much of it is, for the cost of three gradients. That cost is
+    negligible if you call it every few hundred steps.
 
     ```python
     floor = mpx.precision_floor(loss, scaling, keep_full=(False, True))(model, points)
     print(floor)  # … Rounding is 40 % of your gradient: go on with forward='float32'.
     ```
 
-    It is compiled once for a loss, as [`equinox.filter_jit`][] does it, and may be called inside of
-    another compiled function. It changes neither the model nor the scaling.
+    The measurement is compiled once per loss, by [`equinox.filter_jit`][], and may be called inside
+    of another compiled function. It changes neither the model nor the scaling.
 
     **Arguments:**
 
     - `func`, `scaling`, `has_aux`, `use_mixed_precision`, `policy`, `keep_full`, `autocast`,
-        `forward`: as for [`mpx_pde.filter_grad`][], and as in the training that is asked about.
-    - `against`: the precision to compare with: what `forward` takes; `"full"`, float32 in the
-        backward pass too (the precision of the parameters); or `"float64"`, which is float64
-        throughout. By default the next one up: of half the forward pass in float32, of other
-        forward passes `"full"`, of that float64.
+        `forward`: as for [`mpx_pde.filter_grad`][]; pass the values that the training uses.
+    - `against`: the precision to compare with: a value of `forward`; `"full"`, which is float32 in
+        the backward pass too (the precision of the parameters); or `"float64"`, which is float64
+        throughout. The default is the next precision up: `"float32"` for half precision, `"full"`
+        for other forward passes, and `"float64"` for `"full"`.
     - `in_axes`: the batch axis of the positional arguments after the model, as for
         [`mpx_pde.filter_accumulated_value_and_grad`][]: `None` marks what is not a batch.
-    - `micro_batches`: how many blocks of the batch are compared to find the noise, which is NaN
-        with 1, and where no positional argument after the model is an array.
-    - `tolerance`: the share of rounding in the loss or the gradient from which on the verdict is to
+    - `micro_batches`: the number of blocks of the batch that are compared to find the noise. The
+        noise is NaN with 1, and if no positional argument after the model is an array.
+    - `tolerance`: the share of rounding in the loss or the gradient at which the verdict becomes to
         go up.
 
     **Returns:**
@@ -213,7 +212,7 @@ def _above(present: str, against: Any, options: Options) -> str:
 
 
 def in_float64(tree: PyTree) -> PyTree:
-    """Casts all arrays, those of kept layers too."""
+    """Casts all arrays to float64, also those in layers that are kept in full precision."""
     return jtu.tree_map(lambda x: cast_tree(x, "float64"), tree)
 
 
@@ -233,7 +232,7 @@ def _measured(
     changed |= options_of("full" if above == "float64" else above)
     options = dataclasses.replace(gradient.options, **changed)
     reference = dataclasses.replace(gradient, func=wider(gradient.func), options=options)
-    # A batch that does not divide is told of first.
+    # Split first, so that a batch that does not divide is the first error.
     batches = split_batch(tuple(args[1:]), in_axes, micro_batches, _CALL)
     value, grads, terms = _evaluated(gradient, args, kwargs)
     true, true_grads, true_terms = _evaluated(reference, wider(args), wider(kwargs))
@@ -300,8 +299,8 @@ def _gradient(gradient: Gradient, args: tuple, kwargs: dict) -> tuple[Array, PyT
 def _noise(
     gradient: Gradient, count: int, batches: tuple, model: PyTree, kwargs: dict, grads: PyTree
 ) -> tuple[PyTree, PyTree]:
-    """Returns the norm of the standard error of the mean of the micro-batches' gradients, and the
-    norm of that mean, for each parameter.
+    """Returns, for each parameter, the norm of the standard error of the mean gradient over
+    micro-batches, and the norm of that mean.
     """
     batched, whole = batches
 

@@ -31,7 +31,7 @@ def _grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
 
 def _scaled_grad(gradient: Gradient, args: tuple, kwargs: dict) -> tuple:
     if gradient.options.casts:
-        # Not a part of what is differentiated.
+        # Cast outside of the differentiated function.
         args, kwargs = gradient.options.cast(args, kwargs)
     (value, aux), grads, counts = gradient.evaluate(args, kwargs)
     if gradient.options.use_mixed_precision:
@@ -75,14 +75,14 @@ def filter_value_and_grad(
 ) -> Callable[..., Any]:
     """Evaluates [`equinox.filter_value_and_grad`][] in mixed precision, with loss scaling.
 
-    The arguments are cast to half precision, `func` runs, its loss is scaled in float32 and
-    differentiated with respect to all floating-point arrays of the first argument; the gradients
-    are unscaled and checked, and the scaling is adjusted.
+    Casts the arguments to half precision, runs `func`, and scales its loss in float32. Then
+    differentiates it with respect to all floating-point arrays of the first argument, unscales and
+    checks the gradients, and adjusts the scaling.
 
     The cast is part of what is differentiated, so gradients have the dtypes of the parameters
-    that were passed in (the float32 masters). A parameter that is used many times, in a scan or
-    on many devices, has its cotangents summed in float32 where its products go through
-    [`mpx_pde.mixed_dot_general`][]; in foreign code they are summed in half.
+    that were passed in (the float32 masters). If a parameter is used many times, in a scan or on
+    many devices, its cotangents are summed in float32 where its products go through
+    [`mpx_pde.mixed_dot_general`][]. In other code they are summed in half precision.
 
     **Arguments:**
 
@@ -91,44 +91,47 @@ def filter_value_and_grad(
     - `scaling`: a loss scaling, such as [`mpx_pde.DynamicLossScaling`][], or a
         [`mpx_pde.Scaling`][] with derivative scales as well. With the latter, `func` receives
         them as the keyword argument `derivatives`, and `grads_finite` is also false when one of
-        these derivatives overflowed. Compiled, a `func` that takes no derivative by them in float16
-        is a [`mpx_pde.PrecisionWarning`][]. `None` will do without mixed precision.
+        these derivatives overflowed. Under `jax.jit`, a `func` that takes no derivative with them
+        in float16 is a [`mpx_pde.PrecisionWarning`][]. Without mixed precision this may be `None`.
     - `has_aux`: whether `func` returns auxiliary output.
-    - `use_mixed_precision`: with `False` this is `equinox.filter_value_and_grad`: no cast, no
-        scaling (`derivatives` is `None`), `scaling` comes back as it went in and `grads_finite`
-        is true. float32 means it: products take the highest precision (on a GPU JAX's own default
-        is TF32), unless you have set `jax.default_matmul_precision`; and layers of `mpx_pde.nn`
-        that were given a half `dtype` multiply in that of their weights.
+    - `use_mixed_precision`: with `False` this is `equinox.filter_value_and_grad`: nothing is cast
+        or scaled (`derivatives` is `None`), `scaling` is returned unchanged and `grads_finite`
+        is true. float32 is then true float32: products take the highest precision (on a GPU JAX's
+        own default is TF32), unless you have set `jax.default_matmul_precision`. Layers of
+        `mpx_pde.nn` that were given a half `dtype` multiply in the dtype of their weights.
     - `policy`: a [`jmp.Policy`](https://github.com/google-deepmind/jmp) or its string, such as
         `"params=float32,compute=bfloat16,output=float32"`. `compute` is the dtype of the casts, by
         default [`mpx_pde.half_precision_datatype`][]; while `func` runs, that function returns it
-        too. `output` is the dtype of `aux`, by default float32 for what is half. `params` is for
-        the code that makes the model: the gradients follow the model that they are given.
-    - `keep_full`: what is not cast: a bool for everything, or a prefix of the positional
-        arguments, such as `(False, True)` to cast the model and keep the collocation points.
-        `eqx.nn.State` and [`mpx_pde.FullPrecision`][] are never cast. With `forward=` nothing is
-        cast: what is kept then enters products of full precision, in the backward pass too.
+        too. `output` is the dtype of `aux`; by default half-precision arrays become float32.
+        `params` is ignored here, because the gradients have the dtypes of the model. It is for the
+        code that builds the model.
+    - `keep_full`: the arguments that are not cast: a bool for everything, or a prefix of the
+        positional arguments, such as `(False, True)` to cast the model and keep the collocation
+        points. `eqx.nn.State` and [`mpx_pde.FullPrecision`][] are never cast. With `forward=`
+        nothing is cast; there, kept arguments enter products of full precision, in the backward
+        pass too.
     - `axis_name`: inside `jax.shard_map` or `jax.pmap`, the mesh axis or axes whose devices must
-        agree on `grads_finite`. What sums gradients over devices is JAX or you: with
+        agree on `grads_finite`. This function does not sum gradients over devices. With
         `check_vma=True`, the default of `jax.shard_map`, JAX returns the sum for parameters that
-        are the same on all devices, and takes it in the dtype of the parameters.
+        are the same on all devices, and takes it in the dtype of the parameters. Otherwise sum them
+        yourself.
     - `autocast`: whether to run `func` by [`mpx_pde.autocast`][] instead of casting its arguments,
         with the compute dtype of the policy; a dict gives its overrides, such as
-        `{"full": "readout"}`. Nothing is cast beforehand then (`keep_full` has nothing to keep):
+        `{"full": "readout"}`. Nothing is cast beforehand then, so `keep_full` has no effect:
         parameters are rounded inside of each product, and their cotangents are float32
-        throughout. For networks with norms, softmax or attention that their own code does not keep
-        in float32.
-    - `forward`: the precision of everything up to the loss. `"half"` is that of the backward pass.
-        With `"float32"` (which means it: products take the highest precision), a split product
-        (`"bfloat16_x3"`, `"bfloat16_x6"`, `"bfloat16_x9"`, `"tensorfloat32_x3"`),
-        `"tensorfloat32"` or `"float64"` the loss and the derivatives in it are evaluated in that
-        precision, while what is kept for the backward pass, and its products, are in the compute
-        dtype of the policy (which may be float32 under `"float64"`). The value is that of the full
-        evaluation, and the error of the gradient is relative to itself: it vanishes as the residual
-        does (see *Full-precision answers* in the documentation). Nothing is cast beforehand, with
-        `autocast=True` and without. The floating-point arrays of the first argument count as
-        parameters, all others as data. What is computed of data alone is evaluated once, in full;
-        the product that takes it together with the model rounds it.
+        throughout. Use it for networks whose own code does not keep norms, softmax or attention in
+        float32.
+    - `forward`: the precision of the forward pass, up to the loss. `"half"` takes the precision of
+        the backward pass. `"float32"` (true float32: products take the highest precision), a split
+        product (`"bfloat16_x3"`, `"bfloat16_x6"`, `"bfloat16_x9"`, `"tensorfloat32_x3"`),
+        `"tensorfloat32"` and `"float64"` evaluate the loss and the derivatives in it in that
+        precision. The products of the backward pass, and the values kept for it, are in the
+        compute dtype of the policy (which may be float32 under `"float64"`). The value is that of
+        the full evaluation. The error of the gradient is relative to the gradient: it vanishes as
+        the residual does (see *Full-precision answers* in the documentation). Nothing is cast
+        beforehand, with or without `autocast=True`. The floating-point arrays of the first
+        argument count as parameters, all others as data. Values that depend on data alone are
+        computed once, in full precision; a product of such a value with the model rounds it.
 
     **Returns:**
 
@@ -136,10 +139,11 @@ def filter_value_and_grad(
     `((value, aux), scaling, grads_finite, grads)`:
 
     - `value`: the loss before scaling, float32 (float64 for a float64 loss).
-    - `aux`: in the output dtype; integers and `eqx.nn.State` untouched.
+    - `aux`: the auxiliary output, in the output dtype; integers and `eqx.nn.State` are untouched.
     - `scaling`: the scaling for the next step.
-    - `grads_finite`: a scalar bool array. Give it to [`mpx_pde.optimizer_update`][].
-    - `grads`: like the first argument, in its dtypes, with `None` for what is not differentiated.
+    - `grads_finite`: a scalar bool array. Pass it to [`mpx_pde.optimizer_update`][].
+    - `grads`: the gradients, with the structure and dtypes of the first argument, and `None` for
+        leaves that are not differentiated.
 
     **Raises:** at trace time, `TypeError` for a loss that is not a real floating-point scalar, for
     a `scaling` that is not one, for a `Scaling` with a `func` that takes no `derivatives`, and for
@@ -147,12 +151,12 @@ def filter_value_and_grad(
     not fit the arguments, and a `forward` that is unknown, float64 without 64-bit types, or given
     together with overrides of `autocast`.
 
-    Its gradients may be differentiated in turn, in forward mode (`jax.jvp`). In reverse mode their
+    The gradients may be differentiated in turn, in forward mode (`jax.jvp`). In reverse mode their
     cotangents are divided by the loss scale, and underflow in float16: pass bfloat16, or a
     [`mpx_pde.NoOpLossScaling`][].
 
-    The recipe is that of Micikevicius et al., *Mixed Precision Training* (2018), section 3; names
-    and return orders are those of MPX (Gräfe & Trimpe, 2025).
+    The recipe follows Micikevicius et al., *Mixed Precision Training* (2018), section 3. Names and
+    return orders follow MPX (Gräfe & Trimpe, 2025).
     """
     given = use_mixed_precision, policy, keep_full, autocast, forward, axis_name
     return transformed("filter_value_and_grad", _value_and_grad, func, scaling, has_aux, *given)
@@ -243,12 +247,13 @@ def calculate_scaled_grad(
     autocast: bool | dict[str, Any] = False,
     forward: ForwardLike = "half",
 ) -> Callable[..., Any]:
-    """Evaluates the still-scaled loss and gradients, for people who unscale, check and adjust by
-    themselves.
+    """Evaluates the loss and its gradients, both still scaled, for users who unscale, check and
+    adjust themselves.
 
-    The cast is *not* part of what is differentiated here: gradients are in half precision (with
-    `autocast`, which casts no arguments, in the dtypes of the parameters) and still scaled, `aux`
-    is as `func` returned it, and neither is the scaling adjusted nor `axis_name` used.
+    The cast is *not* part of what is differentiated here, so gradients are in half precision. (With
+    `autocast`, which casts no arguments, they have the dtypes of the parameters.) They are still
+    scaled, and `aux` is as `func` returned it. The scaling is not adjusted, and `axis_name` is not
+    used.
 
     **Arguments:** as for [`mpx_pde.filter_value_and_grad`][].
 
@@ -256,7 +261,7 @@ def calculate_scaled_grad(
 
     A function of the arguments of `func` that returns `(scaled_value, scaled_grads)`, or
     `((scaled_value, aux), scaled_grads)` with `has_aux=True`. The value is float32. With a
-    [`mpx_pde.Scaling`][] the second entry is `(scaled_grads, counts)`; hand the counts to its
+    [`mpx_pde.Scaling`][] the second entry is `(scaled_grads, counts)`; pass the counts to its
     `adjust`.
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][].
@@ -276,16 +281,17 @@ def line_search_value(
     autocast: bool | dict[str, Any] = False,
     forward: ForwardLike = "half",
 ) -> Callable[..., Array]:
-    """Returns the loss for a line search, such as that of `optax.lbfgs`.
+    """Builds a function that evaluates the loss for a line search, such as that of `optax.lbfgs`.
 
     A line search differentiates the function that it gets, and compares slopes with differences of
-    values. So value and slope must be of one evaluation, at one loss scale: differentiated as it
-    stands, the value of [`mpx_pde.filter_value_and_grad`][] would have a backward pass of its own,
-    in half precision and without loss scaling, whose small gradients vanish. The gradient of this
-    function is that of [`mpx_pde.filter_value_and_grad`][], unscaled, at the scale of `scaling`.
+    values. So value and slope must come from one evaluation, at one loss scale. The value of
+    [`mpx_pde.filter_value_and_grad`][] will not do: differentiating it runs another backward pass,
+    in half precision and without loss scaling, in which small gradients vanish. The gradient of the
+    function built here is that of [`mpx_pde.filter_value_and_grad`][], unscaled, at the scale of
+    `scaling`.
 
-    With `forward="float32"` values are exact to float32's rounding, and a search comes to an end as
-    it does in float32; in half throughout it stops early (see *Full-precision answers* in the
+    With `forward="float32"` values are exact to float32's rounding, and a search ends as it does in
+    float32. In half precision throughout it stops early (see *Full-precision answers* in the
     documentation).
 
     ```python
@@ -323,8 +329,8 @@ def line_search_value(
 
     def search(model: PyTree, /, *args: Any, **kwargs: Any) -> Array:
         if jax.sharding.get_abstract_mesh().manual_axes:
-            # Where the value differs between devices, each has a gradient of its own, which the
-            # transpose of the mark sums once it is multiplied by its cotangent.
+            # Where the value differs between devices, each device has its own gradient. The
+            # transpose of the mark sums these, after the cotangent has multiplied them.
             axes = varying_axes(jax.eval_shape(lambda: run(model, *args, **kwargs)[0]))
             mark = lambda x: mark_varying(x, axes) if eqx.is_inexact_array(x) else x
             model = jtu.tree_map(mark, model)

@@ -1,4 +1,4 @@
-"""Differentiation of a loss in mixed precision. Each public transformation returns a part of the
+"""Differentiates a loss in mixed precision. Each public transformation returns a part of the
 result.
 """
 
@@ -76,8 +76,10 @@ def _check_loss(value: Any, has_aux: bool, call: str) -> Inexact[Array, ""]:
 def _as_varying(tree: PyTree, axis_name: AxisName | None) -> PyTree:
     """Marks the masters as each device's own along the mesh axes of `axis_name`.
 
-    Inside `jax.shard_map`, JAX sums the cotangents of what is the same on all devices where it
-    first meets what is not. Marked before the cast, that sum is taken in the dtype of the masters.
+    Inside `jax.shard_map`, an array that is the same on all devices has its cotangents summed over
+    the devices. JAX takes this sum at the place where the array first meets one that differs
+    between devices. The mark comes before the cast, so the sum is taken in the dtype of the
+    masters.
     """
     names: Any = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     names = tuple(n for n in names if n in jax.sharding.get_abstract_mesh().manual_axes)
@@ -85,18 +87,18 @@ def _as_varying(tree: PyTree, axis_name: AxisName | None) -> PyTree:
 
 
 def copied(tree: PyTree) -> PyTree:
-    """Copies the containers of a PyTree: an `eqx.nn.State` can be used only once."""
+    """Copies the containers of a PyTree, because an `eqx.nn.State` can be used only once."""
     return jtu.tree_map(lambda x: x, tree)
 
 
 _DESCENT = 4
-"""Powers of two by which a scale falls while no step has been taken: with the rules alone a run
-would lose up to a dozen steps before its first one."""
+"""Powers of two by which a scale falls per skipped step until a step has been taken. Without this,
+a run would lose up to a dozen steps before its first one."""
 
 
 def _descended(before: Any, after: Any) -> Any:
-    """Returns the adjusted scaling `after`; scales that fell have fallen faster if no step has been
-    taken.
+    """Returns the adjusted scaling `after`, but lets scales that fell fall faster if no step has
+    been taken yet.
     """
 
     def faster(scale: Array, adjusted: Array, fallen: Array, lowest: Any) -> Array:
@@ -128,7 +130,7 @@ def check_eager(tree: PyTree, call: str) -> None:
 
 
 class Gradient(eqx.Module):
-    """A loss function and how to differentiate it, shared by all public transformations."""
+    """A loss function with its scaling and options, shared by all public transformations."""
 
     func: Any
     scaling: Any
@@ -170,8 +172,8 @@ class Gradient(eqx.Module):
         return {**kwargs, "derivatives": derivatives}
 
     def loss(self, args: tuple, kwargs: dict, derivatives: Any) -> tuple[Inexact[Array, ""], Any]:
-        """Evaluates the loss, in mixed precision float32 or wider, and its auxiliary output (or
-        `None`).
+        """Evaluates the loss and its auxiliary output (or `None`). In mixed precision the loss is
+        returned in float32 or wider.
         """
         func, options, dtype = self.func, self.options, self.options.compute_dtype
         if options.precisions is not None:
@@ -203,8 +205,8 @@ class Gradient(eqx.Module):
     def evaluate(self, args: tuple, kwargs: dict) -> tuple[tuple, PyTree, PyTree]:
         """Evaluates the loss and its gradients.
 
-        **Returns:** `(value, aux)`, the loss unscaled and `aux` as the function returned it; the
-        gradients, which are still scaled, in the dtypes of the masters in `args[0]`; the counts of
+        **Returns:** `(value, aux)`, with the unscaled loss and `aux` as the function returned it;
+        the gradients, still scaled, in the dtypes of the masters in `args[0]`; the counts of
         derivatives, or `None`.
         """
         options, mixed = self.options, self.options.use_mixed_precision
@@ -216,8 +218,8 @@ class Gradient(eqx.Module):
             if not mixed:
                 value, aux = self.loss((model, *args[1:]), kwargs, None)
                 return value, (value, aux)
-            # Casting in here makes the cast part of what is differentiated: the gradients arrive
-            # in the dtypes of the masters.
+            # The cast in here is part of what is differentiated, so the gradients have the dtypes
+            # of the masters.
             model = _as_varying(model, options.axis_name)
             cast_args, cast_kwargs = options.cast((model, *args[1:]), kwargs)
             value, aux = self.loss(cast_args, cast_kwargs, derivatives)
@@ -225,41 +227,41 @@ class Gradient(eqx.Module):
 
         differentiated = args[0], self.derivatives if mixed else None
         value_and_grad = eqx.filter_value_and_grad(loss, has_aux=True)
-        # Where the program asks for no precision: a forward pass in full means it, too.
+        # For products that ask for no precision: in a full forward pass they are true float32 too.
         full = highest_precision("highest") if options.in_full else nullcontext()
         with full if mixed else true_float32(), noting_the_trace(options.call):
             (_, out), (grads, counts) = value_and_grad(differentiated)
         return out, grads, None if counts is None else counts.counts
 
     def unscale(self, grads: PyTree) -> PyTree:
-        """Unscales gradients with the scale that scaled them."""
+        """Unscales gradients by the scale of this step."""
         return self.scaling.unscale(grads) if self.options.use_mixed_precision else grads
 
     def finish(self, grads: PyTree, model: PyTree, counts: PyTree) -> tuple:
         """Unscales the gradients and brings the scaling up to date."""
         masters = eqx.filter(model, eqx.is_inexact_array)
-        # NumPy's dtypes may be wider than those that JAX has.
+        # A NumPy master may have a dtype that is wider than those of JAX.
         like = lambda g, m: g.astype(jax.dtypes.canonicalize_dtype(m.dtype))
         grads = jtu.tree_map(like, self.unscale(grads), masters)
         if not self.options.use_mixed_precision:
             return self.scaling, jnp.array(True), grads
         finite = all_finite(grads)
         if self.options.axis_name is not None:
-            # On every device.
+            # Finite on every device.
             finite = lax.psum((~finite).astype(jnp.int32), self.options.axis_name) == 0
         usable, seen = finite, ()
         if counts is not None:
             seen = (sum_counts(counts, self.options.axis_name),)
-            # Gradients can be finite all the same, where a loss masks what overflowed.
+            # Gradients can be finite although a derivative overflowed, if the loss masks it.
             usable = finite & self.derivatives.finite(*seen)
-        with forward_in(self.options.precisions):  # which decides on the cap
+        with forward_in(self.options.precisions):  # the cap of the scale depends on it
             adjusted = self.scaling.adjust(finite, *seen)
         return _descended(self.scaling, adjusted), usable, grads
 
 
 @dataclasses.dataclass
 class _Place:
-    """Stands for a result of a program."""
+    """A placeholder for a result of a program."""
 
     index: int
 
@@ -267,8 +269,8 @@ class _Place:
 def _check_states(
     options: Options, args: tuple, closed: ClosedJaxpr, leaves: Sequence, assemble: Callable
 ) -> None:
-    """Issues a warning if auxiliary output is the like of an argument, computed of what it was
-    rounded to: each array of the one at that place in the other.
+    """Issues a warning if a part of the auxiliary output has the structure of an argument and each
+    of its arrays was computed from the rounded array at the same place in that argument.
     """
     out = assemble([_Place(i) for i in range(len(closed.jaxpr.outvars))])
     aux = out[0][1] if isinstance(out[0], tuple) else out[-1]
@@ -278,7 +280,7 @@ def _check_states(
     digits = lambda x: jnp.finfo(x.dtype).nmant if inexact(x) else 0
     for i, (given, narrow) in enumerate(zip(args[1:], rounded[1:], strict=True), start=1):
         structure, paths = jtu.tree_structure(given), jtu.tree_leaves_with_path(given)
-        # A tuple of arrays may look like any other.
+        # Plain tuples of arrays are skipped: their structure may match by chance.
         if all(isinstance(k, jtu.SequenceKey) for path, _ in paths for k in path):
             continue
         pairs = zip(paths, jtu.tree_leaves(narrow), strict=True)
@@ -303,13 +305,13 @@ def _check_states(
 def _has_structure(structure: Any, tree: PyTree) -> bool:
     try:
         return jtu.tree_structure(tree) == structure
-    except ValueError:  # of static fields that are arrays
+    except ValueError:  # static fields that are arrays cannot be compared
         return False
 
 
 def _computed_of(closed: ClosedJaxpr, pairs: Sequence[tuple[int, int]]) -> bool:
-    """Returns whether each result of some `pairs` depends on its operand, has its shape, and is not
-    just that one, cast; positions of both.
+    """Returns whether each result in `pairs`, which holds positions of operands and results,
+    depends on its operand and has its shape, and whether any result is more than its operand cast.
     """
     if any(closed.in_avals[i].shape != closed.out_avals[j].shape for i, j in pairs):
         return False
@@ -337,22 +339,22 @@ def _check_scales_anything(call: str, closed: ClosedJaxpr) -> None:
 
 
 def transformed(call: str, run: Callable, func: Any, scaling: Any, *given: Any) -> Callable:
-    """Builds the result of the public transformation `call`. `run` is that of [`Transformed`][],
-    and `given` are the arguments of [`parse_options`][].
+    """Builds the function that the public transformation `call` returns. `run` is passed to
+    [`Transformed`][], and `given` are the arguments of [`parse_options`][].
     """
     gradient = Gradient.of(func, scaling, parse_options(call, *given))
     return eqx.module_update_wrapper(Transformed(gradient, run))
 
 
 class Transformed(eqx.Module):
-    """A differentiated function. `run`, a function of `(gradient, args, kwargs)`, evaluates what is
-    asked of it.
+    """A differentiated function. `run`, a function of `(gradient, args, kwargs)`, evaluates its
+    result.
     """
 
     gradient: Gradient
     run: Callable
 
-    # As functions are compared, so that `jax.jit` takes one whose scaling has arrays.
+    # Compares by identity, as functions do, so that `jax.jit` takes one whose scaling has arrays.
     __hash__ = object.__hash__
 
     def __eq__(self, other: Any) -> bool:
@@ -399,7 +401,7 @@ class Transformed(eqx.Module):
         advice = OF_CASTS if options.autocast is None else OF_AUTOCAST
         advice = OF_FORWARDS if options.in_full else advice
         least = LEAST_IN_FULL if options.in_full else 0.5
-        # Who names what stays in float32 is not warned of that.
+        # A user who names what stays in float32 gets no warning about it.
         without = None
         if options.autocast:
             no_overrides = dataclasses.replace(options, autocast=())

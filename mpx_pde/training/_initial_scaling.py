@@ -1,4 +1,4 @@
-"""The scales that a training starts with."""
+"""Finds the scales that a training run starts with."""
 
 import dataclasses
 import math
@@ -25,19 +25,19 @@ from ._norms import minus, norm
 _CALL = "initial_scaling"
 
 _ROUNDING = 2.0**-12
-"""Half of float16's unit roundoff: what changes a gradient by less is not lost underflow."""
+"""Half of float16's unit roundoff. A smaller change of a gradient does not count as underflow."""
 
 _MARGIN = 2
-"""By how many powers of two a first loss scale stays below overflow, if that costs nothing."""
+"""The powers of two by which a first loss scale stays below overflow, if that costs nothing."""
 
 _LOST = 2.0**-7
-"""Underflow at the highest loss scale is told if it changes the gradient of a parameter by more."""
+"""Underflow at the highest loss scale is reported if it changes a parameter's gradient by more."""
 
 _STARVED = 0.9
-"""The share of a derivative below float16's range that is told."""
+"""The share of a derivative below float16's range above which it is reported."""
 
 _BEYOND = 4
-"""The steps, in powers of two, by which loss scales beyond the highest are tried."""
+"""The step, in powers of two, between the loss scales that are tried beyond the highest."""
 
 _IN_FLOAT32 = (
     "Compute the last steps of the loss in float32, by `astype(jnp.float32)` or `forward='float32'`"
@@ -55,36 +55,39 @@ def initial_scaling(
     autocast: bool | dict[str, Any] = False,
     forward: ForwardLike = "half",
 ) -> Callable[..., Any]:
-    """Finds the scales to start a training with: those at which the gradient of a batch neither
+    """Finds the scales to start a training run with: those at which the gradient of a batch neither
     overflows nor underflows.
 
-    Without it the first steps are skipped until the scales are small enough, by a factor of 16
-    each; and scales that begin too small, which nothing overflows at, take thousands of steps to
-    grow. Call it once, before the first step, with the arguments of the step:
+    Without it, each of the first steps is skipped and lowers the scales by a factor of 16, until
+    they are small enough. Scales that start too small cause no overflow, but take thousands of
+    steps to grow. Call it once, before the first step, with the arguments of the step:
 
     ```python
     scaling = mpx.initial_scaling(loss, scaling, **options)(model, batch)
     ```
 
     The gradient is compiled once, and evaluated at falling scales until nothing overflows. Scales
-    are powers of two, so larger ones give the same gradient to the bit, unless something
-    underflows. So the gradient at the largest possible scale is the measure. The loss scale is as
-    large as it can be, each derivative scale the nearest to where it started, with room left below
-    overflow as far as that gives the same gradient. Where the loss scale ends at its highest,
-    larger ones are tried too. If they change the gradient of a parameter by 1 % or more, a
-    [`mpx_pde.PrecisionWarning`][] names the `max_loss_scaling` to take. If they overflow, and a
-    smaller one shows as much underflow, it asks for a loss that ends in float32; and so it does
-    where the gradient is zero in float16, but not in float32. Another one tells of a derivative
-    that vanishes beside a far larger one with the same scale.
+    are powers of two, so a larger scale gives a bit-identical gradient unless something underflows.
+    Each gradient is therefore compared with the one at the largest possible scale. The loss scale
+    is set as large as possible, and each derivative scale as near as possible to where it started.
+    Both leave room below overflow as far as that does not change the gradient.
 
-    **Arguments:** as for [`mpx_pde.filter_value_and_grad`][], and as in the training.
+    There are three warnings, each a [`mpx_pde.PrecisionWarning`][]. If the loss scale ends at its
+    highest, larger ones are tried too. If these change the gradient of a parameter by 1 % or more,
+    the warning names the `max_loss_scaling` to take. If they overflow, and a smaller scale shows as
+    much underflow, it asks for a loss that ends in float32. A second warning asks for the same
+    where the gradient is zero in float16, but not in float32. A third names a derivative that
+    vanishes because it shares its scale with a far larger one.
+
+    **Arguments:** as for [`mpx_pde.filter_value_and_grad`][]; pass the values that the training
+    uses.
 
     **Returns:**
 
-    A function of the arguments of `func` that returns the scaling with other scales, and with all
-    counters as they were. A scaling without scales to find ([`mpx_pde.NoOpLossScaling`][],
-    [`mpx_pde.StaticLossScaling`][], a subclass of your own) comes back as it is, and so does any
-    where the compute dtype is not float16.
+    A function of the arguments of `func` that returns the scaling with new scales and unchanged
+    counters. A scaling without scales to find ([`mpx_pde.NoOpLossScaling`][],
+    [`mpx_pde.StaticLossScaling`][], a subclass of your own) is returned unchanged. So is any
+    scaling if the compute dtype is not float16.
 
     **Raises:** as [`mpx_pde.filter_value_and_grad`][]; `TypeError` inside of `jax.jit`, `jax.vmap`
     and `jax.shard_map`, since it looks at values (arrays may be sharded); `ValueError` where the
@@ -95,15 +98,15 @@ def initial_scaling(
 
 
 class NoScaleError(ValueError):
-    """Tells that a gradient is finite at no scale."""
+    """Raised when no scale makes a gradient finite."""
 
 
 class _Evaluated(NamedTuple):
-    """The gradient at one scaling: its overflows and underflows."""
+    """The gradient at one scaling, and whether it is finite."""
 
     mendable: Bool[Array, ""]
-    """Other scales may help if it is not finite: no loss scale makes a loss finite, which is not
-    scaled when it is computed."""
+    """Whether other scales may help if the gradient is not finite. They cannot if the loss itself
+    is not finite, because it is computed before it is scaled."""
     adjusted: Any
     finite: Bool[Array, ""]
     grads: PyTree
@@ -121,7 +124,9 @@ def _evaluate(gradient: Gradient, args: tuple, kwargs: dict) -> _Evaluated:
 
 @eqx.filter_jit
 def _apart(grads: PyTree, others: PyTree, share: float = _ROUNDING) -> Bool[Array, ""]:
-    """Returns whether any two gradients differ by more than `share`, or than rounding could."""
+    """Returns whether the gradients of any parameter differ by more than `share`, relative to the
+    larger one. By default that is more than rounding could explain.
+    """
     differ = lambda g, h: norm(minus(g, h)) > share * jnp.maximum(norm(g), norm(h))
     return jnp.any(jnp.stack(jtu.tree_leaves(jtu.tree_map(differ, grads, others))))
 
@@ -165,8 +170,8 @@ def _run(gradient: Gradient, args: tuple, kwargs: dict) -> Any:
 def _found(
     start: Any, evaluate: Callable[[np.ndarray], _Evaluated], cap: float
 ) -> tuple[np.ndarray, _Evaluated]:
-    """Returns the exponents to start with, of which that of the loss is at most that of the `cap`,
-    and the gradient there or at a larger scale."""
+    """Returns the exponents to start with, and the gradient there or at a larger scale. The
+    exponent of the loss scale is at most that of `cap`."""
     scales = _scales(start, cap)
     loss = start.loss if isinstance(start, Scaling) else start
     of_loss = np.arange(len(scales)) < isinstance(loss, DynamicLossScaling)
@@ -178,12 +183,12 @@ def _found(
             exponents, found, evaluate, i, scale.step, scale.highest
         )
         if _is_zero(found.grads):
-            # Such as that of a loss that has no weight yet: it asks for no scale.
+            # A zero gradient, such as that of a loss that has no weight yet, asks for no scale.
             exponents, found = before
             continue
         largest = found
-        # A loss scale is as large as it can be, a derivative scale as near to where it was; and the
-        # derivatives and gradients of the next batch may be larger.
+        # A loss scale is set as large as possible, a derivative scale as near as possible to where
+        # it was. A margin is left, as derivatives and gradients of the next batch may be larger.
         lowest = exponents[i] if of_loss[i] else start_of
         lowest = min(lowest, exponents[i] - scale.margin) if overflows else lowest
         while exponents[i] - scale.step >= max(lowest, scale.lowest):
@@ -222,7 +227,7 @@ def _beyond(
     exponents: np.ndarray, found: _Evaluated, evaluate: Callable[[np.ndarray], _Evaluated]
 ) -> _Evaluated:
     """Returns the gradient at the largest loss scale that does not overflow. Issues a warning if a
-    part of it underflows at the highest that is allowed."""
+    part of that gradient underflows at the highest scale that is allowed."""
     highest = round(math.log2(LARGEST_SCALE))
     beyond, largest, _ = _raised(exponents, found, evaluate, 0, _BEYOND, highest)
     other, share = largest, _LOST
@@ -230,7 +235,8 @@ def _beyond(
         f"Let the scale grow by `max_loss_scaling=2**{beyond[0]}` in `mpx_pde.DynamicLossScaling`"
     )
     if beyond[0] == exponents[0]:
-        # A larger scale overflows. What underflows is inversely proportional to the scale.
+        # A larger scale overflows, so compare with a smaller one: the loss by underflow is
+        # inversely proportional to the scale.
         other = evaluate(exponents - _BEYOND * (np.arange(len(exponents)) == 0))
         share, mend = 2**_BEYOND * _LOST, _IN_FLOAT32
     if _apart(found.grads, other.grads, share):
@@ -242,8 +248,8 @@ def _beyond(
 
 
 def _warn_of_starved(derivatives: DerivativeScaling) -> None:
-    """Issues a warning if hardly anything is left of a derivative whose scale is also that of one
-    that is in range."""
+    """Issues a warning if a derivative nearly vanishes while another one with the same scale is in
+    range."""
     told = telemetry(derivatives)
     counts, carried = told["counts"], lambda name: told["exponents"][name] + told["shift"][name]
     below = lambda name: counts[name][carried(name) < SMALLEST_NORMAL].sum()
@@ -265,8 +271,8 @@ def _warn_of_starved(derivatives: DerivativeScaling) -> None:
 def _in_range(
     exponents: np.ndarray, evaluate: Callable[[np.ndarray], _Evaluated], of_loss: np.ndarray
 ) -> tuple[np.ndarray, _Evaluated]:
-    """Finds exponents at which the gradient is finite, by the rules that adjust them from step to
-    step. Returns them, and the gradient there.
+    """Finds exponents at which the gradient is finite, by the same rules that adjust scales from
+    step to step. Returns these exponents and the gradient there.
     """
     tried, taken = set(), None
     while tuple(exponents) not in tried:
@@ -274,7 +280,7 @@ def _in_range(
         found = evaluate(exponents)
         following = _exponents(found.adjusted)
         if found.finite:
-            # Derivatives may vanish all the same: then their scales rise.
+            # Derivatives may still vanish: then their scales rise.
             taken, following = (exponents, found), np.where(of_loss, exponents, following)
         elif not found.mendable:
             break
@@ -289,19 +295,19 @@ def _in_range(
 
 
 class _Scale(NamedTuple):
-    """A scale that may move, as exponents of two."""
+    """A scale that may change, and its bounds, as exponents of two."""
 
     exponent: int
     lowest: int
     highest: int
     step: int
     margin: int
-    """How far it stays below overflow, if that costs nothing."""
+    """The distance that it keeps from overflow, if that costs nothing."""
 
 
 def _scales(scaling: Any, cap: float = LARGEST_SCALE) -> list[_Scale]:
-    """Returns the scales of a scaling that move: that of the loss first, up to its own cap or to
-    this one."""
+    """Returns the scales of a scaling that may change, that of the loss first. Its upper bound is
+    its own cap, or else `cap`."""
     loss = scaling.loss if isinstance(scaling, Scaling) else scaling
     out = []
     if isinstance(loss, DynamicLossScaling):

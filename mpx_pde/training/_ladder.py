@@ -1,4 +1,4 @@
-"""A ladder of precisions that a training climbs as rounding demands."""
+"""A ladder of precisions that a training run climbs when rounding requires it."""
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -18,11 +18,12 @@ _CALL = "PrecisionLadder"
 
 
 class PrecisionLadder(eqx.Module):
-    """A training that starts in a low precision and climbs when rounding is what is left.
+    """A ladder of precisions. Training starts in a low precision, its first rung, and climbs to the
+    next rung when rounding dominates.
 
-    Every `interval` steps it asks [`mpx_pde.precision_floor`][] what going one rung up would
-    change, and climbs when that is `tolerance` of the loss or of its gradient. Parameters,
-    optimizer state and scaling stay as they are; the step is compiled once for each rung.
+    Every `interval` steps the ladder asks [`mpx_pde.precision_floor`][] how much one rung up would
+    change. It climbs when that is at least `tolerance` of the loss or of its gradient. Parameters,
+    optimizer state and scaling stay as they are. The step is compiled once for each rung.
 
     ```python
     ladder = mpx.PrecisionLadder(("half", "float32", "full"))
@@ -40,9 +41,9 @@ class PrecisionLadder(eqx.Module):
         ladder = ladder.update(i, loss, scaling)(model, batch)
     ```
 
-    A ladder is a value: `update` returns another one. The number of its rung is a Python number in
-    the PyTree, which [`equinox.filter_jit`][] compiles for and
-    [`equinox.tree_serialise_leaves`][] saves.
+    A ladder is immutable: `update` returns another one. The number of its rung is a Python integer
+    in the PyTree: [`equinox.filter_jit`][] compiles anew for each number, and
+    [`equinox.tree_serialise_leaves`][] saves it.
 
     **Attributes:**
 
@@ -66,14 +67,15 @@ class PrecisionLadder(eqx.Module):
     ):
         """**Arguments:**
 
-        - `rungs`: the precisions, from below: what `forward` of [`mpx_pde.filter_grad`][] takes,
+        - `rungs`: the precisions, lowest first: values of `forward` of [`mpx_pde.filter_grad`][],
             and `"full"`, which is `use_mixed_precision=False`, the precision of the parameters in
-            the backward pass too. The order is that of the errors of the forward pass: `"half"`,
+            the backward pass too. They are ordered by the error of the forward pass: `"half"`,
             `"tensorfloat32"`, `"bfloat16_x3"`, `"tensorfloat32_x3"`, `"bfloat16_x6"`,
             `"bfloat16_x9"`, `"float32"`, `"full"`, `"float64"`.
-        - `tolerance`: the share of rounding in the loss or its gradient from which on to climb.
-        - `interval`: after how many steps to measure. A measurement costs about three gradients.
-        - `say`: what is told of a climb, in one line; `None` for silence.
+        - `tolerance`: the share of rounding in the loss or its gradient at which to climb.
+        - `interval`: the number of steps between measurements. A measurement costs about three
+            gradients.
+        - `say`: a function that is called with one line of text at each climb; `None` for silence.
 
         **Raises:** `ValueError` for unknown rungs, rungs that go down, float64 without 64-bit
         types, a `tolerance` that is not positive and an `interval` below 1; `TypeError` for a
@@ -120,8 +122,8 @@ class PrecisionLadder(eqx.Module):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Returns the options with which the gradient transformations work on this rung: `forward`,
-        or `use_mixed_precision=False`.
+        """Returns the options that select this rung in the gradient transformations: `forward`, or
+        `use_mixed_precision=False`.
         """
         return options_of(self.rung)
 
@@ -137,8 +139,8 @@ class PrecisionLadder(eqx.Module):
         has_aux: bool = False,
         **options: Any,
     ) -> Callable[..., PrecisionFloor]:
-        """Measures [`mpx_pde.precision_floor`][] on this rung, against the next one; at the top,
-        against what that function compares with by default.
+        """Measures [`mpx_pde.precision_floor`][] on this rung against the next one. At the top it
+        compares with the default of that function.
         """
         of_the_rung = sorted({"forward", "use_mixed_precision"} & options.keys())
         if of_the_rung:
@@ -163,21 +165,22 @@ class PrecisionLadder(eqx.Module):
 
         **Arguments:**
 
-        - `step`: the number of the step, a Python integer. At multiples of `interval` other than 0
-            the floor is measured.
-        - `func`, `scaling`, `has_aux`: as for [`mpx_pde.filter_grad`][], and as in the step.
-        - `options`: those of the step besides `ladder.options`, and of
+        - `step`: the number of the step, a Python integer. The floor is measured at multiples of
+            `interval` other than 0.
+        - `func`, `scaling`, `has_aux`: as for [`mpx_pde.filter_grad`][], with the values that the
+            step uses.
+        - `options`: the options of the step other than `ladder.options`, and those of
             [`mpx_pde.precision_floor`][] (`in_axes`, `micro_batches`). `axis_name` is
-            ignored: the arguments are those of all devices.
+            ignored, because the arguments hold the data of all devices.
 
         **Returns:**
 
-        A function of the arguments of `func` that returns a ladder: one rung up where rounding is
-        at least `tolerance` of the loss or of its gradient, and the same one otherwise. An
+        A function of the arguments of `func` that returns a ladder. It is one rung up if rounding
+        is at least `tolerance` of the loss or of its gradient, and the same ladder otherwise. An
         overflow is not a reason to climb.
 
-        **Raises:** at the first step and wherever it measures, as [`mpx_pde.precision_floor`][],
-        and `ValueError` for options that name a precision, which is that of the rung; `TypeError`
+        **Raises:** at the first step and at each measurement, as [`mpx_pde.precision_floor`][], and
+        `ValueError` for options that name a precision, since the rung decides on it; `TypeError`
         for a `step` that is not a Python integer and inside of `jax.jit`.
         """
         if not is_integer(step):
@@ -187,9 +190,9 @@ class PrecisionLadder(eqx.Module):
             )
         if self.at_top or step % self.interval:
             return lambda *args, **kwargs: self
-        # The noise is not needed here.
+        # One micro-batch, since the noise is not needed here.
         given = {name: x for name, x in options.items() if name != "axis_name"}
-        # At the first step too: what is wrong with the options is told before a training has run.
+        # Built at the first step too, so that wrong options raise before the training has run.
         measure = self.floor(func, scaling, has_aux, **{"micro_batches": 1, **given})
 
         def updated(*args: Any, **kwargs: Any) -> PrecisionLadder:

@@ -1,9 +1,9 @@
-"""Masters in half precision: updates that are smaller than half a rounding step must still count.
+"""Master weights in half precision, with updates that count even below half a rounding step.
 
-To the nearest, a bfloat16 parameter forgets every update below 2^-9 of it, and training stalls.
-Zamirai et al., *Revisiting BFloat16 Training* (arXiv 2010.06192), name two ways out, which are
-here: to round at random, right on average, or to carry what rounding took off (Kahan's summation).
-With either, what is half of the optimizer state is rounded at random.
+Rounded to the nearest, a bfloat16 parameter forgets every update below 2^-9 of it, and training
+stalls. Zamirai et al., *Revisiting BFloat16 Training* (arXiv 2010.06192), propose two remedies,
+which are implemented here. Stochastic rounding is right on average. Kahan's summation carries what
+rounding took off. With either, half-precision arrays of the optimizer state are rounded at random.
 """
 
 from typing import Any, NamedTuple
@@ -26,13 +26,13 @@ MASTERS = ("nearest", "stochastic", "kahan")
 
 
 class Compensated(eqx.Module):
-    """An optimizer state, together with what rounding has taken off the parameters so far.
+    """An optimizer state, together with the rounding errors of the parameters so far.
 
     **Attributes:**
 
     - `state`: the state of the optimizer.
-    - `residue`: for each half-precision parameter an array of its shape and dtype, `None` for the
-        others.
+    - `residue`: an array of the same shape and dtype for each half-precision parameter, and `None`
+        for the others.
     """
 
     state: PyTree
@@ -44,9 +44,9 @@ def _is_narrow(x: Any) -> bool:
 
 
 def parse_master(master: Any, model: PyTree, state: PyTree, call: str) -> tuple[PyTree, PyTree]:
-    """Returns the optimizer state, with residues if `master` wants them, and the state of the
-    optimizer alone; raises a `ValueError` in the name of `call` if `master` fits neither the model
-    nor the state.
+    """Returns the optimizer state, with residues if `master` needs them, and the state of the
+    optimizer alone. Raises a `ValueError` in the name of `call` if `master` does not fit the model
+    or the state.
     """
     check_choice(master, MASTERS, call, "master")
     if master != "nearest" and not any(_is_narrow(x) for x in jtu.tree_leaves(model)):
@@ -78,18 +78,19 @@ def compensated(optimizer_state: PyTree, model: PyTree) -> Compensated:
     """Returns the optimizer state that [`mpx_pde.optimizer_update`][] with `master="kahan"`
     carries.
 
-    It does this itself with a state that has no residues, at the cost of a second compilation and
-    not inside of `lax.scan`, whose carry keeps its structure: there, start with this.
+    That function adds the residues itself to a state without them, at the cost of a second
+    compilation. It cannot do so inside of `lax.scan`, whose carry keeps its structure: there, start
+    with this.
 
     **Arguments:**
 
-    - `optimizer_state`: as `optimizer.init` made it.
+    - `optimizer_state`: the state that `optimizer.init` made.
     - `model`: the model with its half-precision parameters.
 
     **Returns:**
 
     A PyTree with the state and, for each half-precision parameter, a residue of zeros of its shape
-    and dtype. A state that has them comes back as it is.
+    and dtype. A state that has residues already is returned unchanged.
     """
     if isinstance(optimizer_state, Compensated):
         return optimizer_state
@@ -100,10 +101,11 @@ def compensated(optimizer_state: PyTree, model: PyTree) -> Compensated:
 def round_stochastically(
     x: Float32[Array, "*shape"], dtype: Any, key: PRNGKeyArray
 ) -> Float[Array, "*shape"]:
-    """Rounds to one of the two neighbors in a half type, up with the probability of the fraction.
+    """Rounds to one of the two neighbors in a half type, at random: up with a probability equal to
+    the fraction of the way to the upper one.
 
-    The mean over keys is `x` itself, float16's subnormal numbers included. Values beyond the
-    largest number of the type are rounded to the nearest.
+    The mean over keys is `x` itself, for float16's subnormal numbers too. Values beyond the largest
+    number of the type are rounded to the nearest.
 
     **Arguments:**
 
@@ -118,11 +120,11 @@ def round_stochastically(
     info = jnp.finfo(dtype)
     _, exponent = jnp.frexp(x)
     step = jnp.maximum(exponent - 1, info.minexp) - info.nmant
-    # As many random bits as the fraction has: x / 2^step + u then has no more bits than float32.
+    # Take as many random bits as the fraction has, so that x / 2^step + u fits into float32's bits.
     bits = 23 - info.nmant
     drawn = jax.random.bits(key, x.shape, jnp.uint16) >> (16 - bits)
     u = jnp.ldexp(drawn.astype(jnp.float32), -bits)
-    # Two factors: 2^-step alone overflows for bfloat16's subnormal numbers.
+    # Scale by two factors: 2^-step alone overflows for bfloat16's subnormal numbers.
     fraction = jnp.ldexp(jnp.ldexp(x, -step // 2), -step - (-step // 2))
     rounded = jnp.ldexp(jnp.floor(fraction + u), step)
     largest = jnp.asarray(info.max, jnp.float32)
@@ -133,12 +135,13 @@ def round_stochastically(
 class Noise(NamedTuple):
     """The random numbers of one step.
 
-    Inside `jax.shard_map` copies of an array must be rounded alike, and parts of one independently.
+    Inside `jax.shard_map`, copies of an array must be rounded alike, and the parts of a split array
+    independently.
 
     **Attributes:**
 
     - `key`: the key of the step, the same on all devices.
-    - `by_bits`: whether each array adds its own bits to the key, for a key that says little.
+    - `by_bits`: whether each array adds its own bits to the key, for a key that varies little.
     """
 
     key: PRNGKeyArray
@@ -146,8 +149,8 @@ class Noise(NamedTuple):
 
     @classmethod
     def of(cls, key: PRNGKeyArray | None, state: PyTree) -> "Noise":
-        """Takes the caller's key, or makes one from the counts of the optimizer: after a step that
-        moved nothing everything else is the same."""
+        """Takes the caller's key, or makes one from the step counts of the optimizer. Only these
+        differ after a step that moved nothing."""
         if key is not None:
             check_key(key, "optimizer_update")
             return cls(key, by_bits=False)
@@ -161,11 +164,11 @@ class Noise(NamedTuple):
     def rounded(
         self, x: Float32[Array, "*shape"], dtype: Any, key: PRNGKeyArray
     ) -> Float[Array, "*shape"]:
-        """Rounds an array at random by its share of the key."""
+        """Rounds an array at random, by a key derived from `key`."""
         for axis in sorted(varying_axes(x)):
             key = jax.random.fold_in(key, lax.axis_index(axis))
         if self.by_bits:
-            # Integers have one sum, however an array is split over devices.
+            # The sum of integers is the same however an array is split over devices.
             words = lax.bitcast_convert_type(x, jnp.uint32)
             key = jax.random.fold_in(key, jnp.sum(words, dtype=jnp.uint32))
         return round_stochastically(x, dtype, key)
@@ -178,25 +181,24 @@ def applied(
 
     **Arguments:**
 
-    - `old`: model and optimizer state before; residues in the state ask for Kahan's sums.
-    - `updates`: of the parameters, in float32.
-    - `state`: that of the optimizer behind the step.
-    - `noise`: for rounding at random; `None` to round to the nearest.
+    - `old`: model and optimizer state before the step. If the state has residues, updates are added
+        by Kahan's summation.
+    - `updates`: the updates of the parameters, in float32.
+    - `state`: the state of the optimizer after the step.
+    - `noise`: random numbers for stochastic rounding; `None` to round to the nearest.
     """
     model, before = old
     if isinstance(before, Compensated):
         assert noise is not None
         model, residue = _add_compensated(model, updates, before.residue)
-        # Moving averages have no residue, and would stand still to the nearest.
+        # Moving averages have no residue, and would stand still if rounded to the nearest.
         return model, Compensated(_rounded_tree(state, before.state, noise), residue)
     new = eqx.apply_updates(widen(model), updates), state
     return new if noise is None else _rounded_tree(new, old, noise)
 
 
 def _rounded_tree(tree: PyTree, like: PyTree, noise: Noise) -> PyTree:
-    """Rounds each float32 leaf of `tree` at random to the half type that it has in `like`, if it
-    has one.
-    """
+    """Rounds each leaf of `tree` that is half precision in `like` to that half type, at random."""
     structure = jtu.tree_structure(tree)
     keys = structure.unflatten(jax.random.split(noise.key, structure.num_leaves))
 
@@ -211,8 +213,8 @@ def _add_compensated(model: PyTree, updates: PyTree, residue: PyTree) -> tuple[P
     """Adds an update to each half-precision parameter by Kahan's summation, and to others by a
     plain sum. Returns `(model, residue)`.
 
-    `reduce_precision` is what keeps XLA from computing the residue of a sum that it has not
-    rounded, which is zero.
+    `reduce_precision` keeps XLA from computing the residue from an unrounded sum, which would give
+    zero.
     """
 
     leaves, structure = jtu.tree_flatten(model)
@@ -231,5 +233,5 @@ def _carried(p: Array, update: Array, residue: Array) -> tuple[Array, Array]:
     due = update.astype(jnp.float32) + residue.astype(jnp.float32)
     new = lax.reduce_precision(old + due, info.nexp, info.nmant)
     rest = due - (new - old)
-    # Beyond the largest number there is nothing to carry.
+    # A sum beyond the largest number leaves nothing to carry.
     return new.astype(p.dtype), jnp.where(jnp.isfinite(rest), rest, 0.0).astype(p.dtype)

@@ -1,6 +1,6 @@
 """Norms and relative errors of arrays of any sizes and dtypes.
 
-Not by JAX's promotion, which may be set to `strict`.
+They do not rely on JAX's dtype promotion, which may be set to `strict`.
 """
 
 from typing import Any
@@ -39,7 +39,7 @@ def minus(x: Array, y: Array) -> Array:
 def norm(x: Array) -> Array:
     """Returns the Euclidean norm of all entries."""
     size = jnp.abs(x).astype(real_of(wide_of(x)))
-    # Squares of small gradients are no float32.
+    # Squares of small gradients underflow in float32.
     largest = jnp.max(size, initial=0)
     scale = jnp.where((largest > 0) & jnp.isfinite(largest), largest, 1)
     return scale * jnp.sqrt(jnp.sum((size / scale) ** 2))
@@ -58,6 +58,6 @@ def share_of(part: Array, whole: Array) -> Array:
 
 
 def apart(tree: PyTree, true: PyTree) -> Array:
-    """Returns how far a tree of arrays is from another, relative to that."""
+    """Returns the distance of a tree of arrays from `true`, relative to the norm of `true`."""
     off = jtu.tree_map(lambda x, y: norm(minus(x, y)), tree, true)
     return share_of(total(off), total(jtu.tree_map(norm, true)))

@@ -1,4 +1,4 @@
-"""An optimizer step that a non-finite gradient cannot harm."""
+"""An optimizer step that skips non-finite gradients."""
 
 import difflib
 from collections import Counter
@@ -34,8 +34,8 @@ _CALL = "optimizer_update"
 
 
 def as_transformation(optimizer: Any, call: str) -> optax.GradientTransformationExtraArgs:
-    """Returns an optimizer that takes extra arguments; raises a `TypeError` in the name of `call`
-    if `optimizer` is not one.
+    """Returns `optimizer` as one that takes extra arguments. Raises a `TypeError` in the name of
+    `call` if it is not an optimizer.
     """
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
@@ -48,11 +48,11 @@ def as_transformation(optimizer: Any, call: str) -> optax.GradientTransformation
 
 
 def _checked_gradients(grads: PyTree, params: PyTree) -> PyTree:
-    """Returns the gradients as the optimizer takes them; raises a `ValueError` if they do not
-    belong to `params`.
+    """Returns the gradients in the form that the optimizer takes. Raises a `ValueError` if they do
+    not belong to `params`.
     """
     if isinstance(params, optax.LookaheadParams):
-        # Those of the fast parameters alone.
+        # Only the fast parameters have gradients.
         params = params.fast
         grads = grads.fast if isinstance(grads, optax.LookaheadParams) else grads
     mend = " Of a part that is trained, pass that part, and `eqx.combine` it with the rest."
@@ -100,8 +100,8 @@ def _naming_a_state_of_another(optimizer: Any, view: "_View") -> Iterator[None]:
 
 
 def _operations(update: Callable, args: tuple) -> Counter[tuple[str, frozenset[int]]]:
-    """Counts the operations of an optimizer, whatever their dtypes, by name and by the arrays that
-    their operands depend on.
+    """Counts the operations of an optimizer by their names and by the arrays that their operands
+    depend on. Dtypes are ignored.
     """
     closed, *_ = eqx.filter_make_jaxpr(update)(*args)
     flat, told = flatten(closed, forward_mode=False), Counter[tuple[str, frozenset[int]]]()
@@ -116,16 +116,16 @@ def _operations(update: Callable, args: tuple) -> Counter[tuple[str, frozenset[i
 
 
 def _warn_of_dtypes(update: Callable, given: tuple, wide: tuple) -> None:
-    """Issues a warning if an optimizer takes other operations of half arrays than of wide ones, as
-    by a mask that looks at dtypes.
+    """Issues a warning if an optimizer applies other operations to half arrays than to wide ones,
+    for example because of a mask that looks at dtypes.
     """
     try:
         told = _operations(update, given)
-    except Exception:  # with half arrays it may not work at all, such as a QR decomposition
+    except Exception:  # half arrays may not work at all, for example in a QR decomposition
         return
     try:
         same = told == _operations(update, wide)
-    except (TypeError, ValueError):  # such as states for what has another mask
+    except (TypeError, ValueError):  # for example, if the state was made with another mask
         same = False
     if not same:
         warn_user(
@@ -137,15 +137,13 @@ def _warn_of_dtypes(update: Callable, given: tuple, wide: tuple) -> None:
 
 
 class _View(NamedTuple):
-    """Parameters, state and gradients as the optimizer sees them: only arrays that are
-    parameters.
-    """
+    """The parameters, state and gradients that the optimizer sees."""
 
     params: PyTree
     state: PyTree
     grads: PyTree
     restore: Callable[[PyTree], PyTree]
-    """The whole optimizer state from the one that the optimizer returned."""
+    """A function from the state that the optimizer returned to the whole optimizer state."""
 
 
 def _view(optimizer: optax.GradientTransformation, state: PyTree, model: PyTree, grads: PyTree):
@@ -160,7 +158,7 @@ def _view(optimizer: optax.GradientTransformation, state: PyTree, model: PyTree,
         return plain
 
     # The state was made from all arrays. Optax cannot handle integers (clipping, conditional
-    # updates, norms), so that inert float32 zeros stand in for them.
+    # updates, norms), so float32 zeros stand in for them.
     def stand_in(x):
         return x if eqx.is_inexact_array(x) else jnp.zeros(x.shape, jnp.float32)
 
@@ -170,13 +168,13 @@ def _view(optimizer: optax.GradientTransformation, state: PyTree, model: PyTree,
         zeros = jtu.tree_map(jnp.zeros_like, whole)
         return _View(whole, _floats_as(state, types), eqx.combine(grads, zeros), lambda new: new)
 
-    # A mask or label that looks at dtypes tells the two apart: the optimizer sees the parameters
-    # alone, and the state of the rest is put back.
+    # Here a mask or label by dtype tells parameters from other arrays. The optimizer sees only the
+    # parameters, and the state of the rest is put back.
     is_none = lambda x: x is None
     keep = lambda new, old: None if new is None else old
     try:
         kept = jtu.tree_map(keep, initial, state, is_leaf=is_none)
-    except ValueError:  # a state of something else, of which Optax tells
+    except ValueError:  # the state belongs to something else; Optax raises the error
         return plain
 
     def restore(new):
@@ -187,8 +185,8 @@ def _view(optimizer: optax.GradientTransformation, state: PyTree, model: PyTree,
 
 
 def _check_hyperparameters(state: PyTree) -> None:
-    """Raises a `ValueError` for injected hyperparameters that are rounded to half: a 0.999 is 1 in
-    bfloat16 and a 1e-8 is 0 in float16, so the step would be NaN.
+    """Raises a `ValueError` for injected hyperparameters that are rounded to half precision. There
+    0.999 becomes 1 in bfloat16 and 1e-8 becomes 0 in float16, so the step would be NaN.
     """
     holds = lambda x: isinstance(getattr(x, "hyperparams", None), dict)
     states = [x for x in jtu.tree_leaves(state, is_leaf=holds) if holds(x)]
@@ -207,7 +205,7 @@ def _unless_fixed(params: PyTree, updates: PyTree) -> PyTree:
 
 
 def _floats_as(state: PyTree, types: PyTree) -> PyTree:
-    """Casts the integers of `state` to the dtypes of `types` where these are floating-point."""
+    """Casts each integer array of `state` to its dtype in `types` if that is floating-point."""
 
     def leaf(x, like):
         floats = eqx.is_array(x) and jnp.issubdtype(like.dtype, jnp.inexact)
@@ -219,12 +217,12 @@ def _floats_as(state: PyTree, types: PyTree) -> PyTree:
 
 
 def _like(new: PyTree, old: PyTree) -> PyTree:
-    """Casts `new` to the dtypes of `old`, weak types included, so that a step never changes what
-    the next one compiles for.
+    """Casts `new` to the dtypes of `old`, weak types included, so that the next step is not
+    compiled anew.
     """
 
     def cast(x, y):
-        if is_key(y):  # for which zeros stood in, unless it is the optimizer's own
+        if is_key(y):  # zeros stood in for it, unless it is the optimizer's own
             return x if is_key(x) else y
         if eqx.is_array(y) and eqx.is_array_like(x):
             dtype = jax.dtypes.canonicalize_dtype(y.dtype)
@@ -247,52 +245,54 @@ def optimizer_update(
 ) -> tuple[PyTree, PyTree]:
     """Updates a model by an Optax optimizer, if the gradients are finite.
 
-    On a step with non-finite gradients the model and the optimizer state come back bit-identical:
-    no moment, no step count and no learning-rate schedule advances. Nothing non-finite enters the
-    optimizer on such a step, so it runs under `jax_debug_nans`.
+    On a step with non-finite gradients the model and the optimizer state are returned
+    bit-identical: no moment, no step count and no learning-rate schedule advances. Nothing
+    non-finite enters the optimizer on such a step, so it runs under `jax_debug_nans`.
 
-    Where parameters are narrower than float32, the optimizer sees gradients, parameters and state
-    widened to float32, so that norms and moments are computed in float32; the results have the
-    dtypes of what went in. Masks and labels by dtype must be PyTrees, not functions.
+    If any parameters are narrower than float32, gradients, parameters and state are widened to
+    float32 for the optimizer, which therefore computes norms and moments in float32. The results
+    are cast back to the original dtypes. Masks and labels by dtype must be PyTrees, not functions.
 
     **Arguments:**
 
     - `model`: any PyTree of parameters, such as an Equinox module. Its floating-point arrays are
         updated.
     - `optimizer`: an Optax gradient transformation, with or without extra arguments.
-    - `optimizer_state`: as `optimizer.init` made it, from `eqx.filter(model, eqx.is_inexact_array)`
-        or from `eqx.filter(model, eqx.is_array)`. In the second case the optimizer sees zeros of
-        float32 in place of integers and bools, and these are never updated.
+    - `optimizer_state`: the state that `optimizer.init` made from
+        `eqx.filter(model, eqx.is_inexact_array)` or from `eqx.filter(model, eqx.is_array)`. In the
+        second case the optimizer sees zeros of float32 in place of integers and bools, and these
+        are never updated.
     - `grads`: the gradients, as [`mpx_pde.filter_grad`][] returned them. For the
-        `optax.LookaheadParams` of `optax.lookahead` they are those of its fast parameters.
-    - `grads_finite`: a scalar bool, likewise.
+        `optax.LookaheadParams` of `optax.lookahead`, pass the gradients of its fast parameters.
+    - `grads_finite`: the scalar bool that [`mpx_pde.filter_grad`][] returned.
     - `master`: how half-precision parameters take their updates, which are computed in float32.
         `"nearest"` rounds the sum, and so forgets every update below half a rounding step (2^-9 of
         a bfloat16 parameter): train float32 masters with it. `"stochastic"` rounds up or down at
         random, right on average. `"kahan"` carries what rounding took off the parameters in an
-        array of their size and dtype ([`mpx_pde.compensated`][] makes it). Either halves the
-        memory of masters (Zamirai et al., *Revisiting BFloat16 Training*), and rounds the
-        half-precision arrays of the optimizer state at random, whose moving averages would stand
-        still otherwise.
-    - `key`: for what is rounded at random, a `jax.random.key` of this step, the same on all
-        devices; by default one is made for each array from its own bits and the step counts of the
-        optimizer, so that a run can be repeated. An optimizer that counts no steps, such as
-        `optax.sgd` at a constant rate, needs one where batches do not change: a step after one that
-        moved nothing would be rounded alike. Inside `jax.shard_map` copies of an array are rounded
-        alike, and parts of one independently (by one key only where JAX tracks what varies).
+        array of their size and dtype ([`mpx_pde.compensated`][] makes it). Either of these two
+        halves the memory of masters (Zamirai et al., *Revisiting BFloat16 Training*). They also
+        round the half-precision arrays of the optimizer state at random, because moving averages
+        would stand still otherwise.
+    - `key`: a `jax.random.key` of this step for random rounding, the same on all devices. By
+        default one is made for each array from its own bits and the step counts of the optimizer,
+        so that a run can be repeated. An optimizer that counts no steps, such as `optax.sgd` at a
+        constant rate, needs a key if batches do not change. Otherwise, after a step that moved
+        nothing, the next one would be rounded alike. Inside `jax.shard_map` copies of an array are
+        rounded alike, and the parts of a split array independently (by one key only where JAX
+        tracks what varies).
     - `extra_args`: passed on to `optimizer.update`, such as `value=loss` for
         `optax.contrib.reduce_on_plateau`, or `value`, `grad` and `value_fn` for `optax.lbfgs`.
 
     **Returns:**
 
-    `(model, optimizer_state)`, with the structure, shapes and dtypes of those passed in; a state
-    without residues comes back with them from `master="kahan"`.
+    `(model, optimizer_state)`, with the structure, shapes and dtypes of those passed in. With
+    `master="kahan"`, a state without residues is returned with them.
 
-    **Raises:** at trace time, `ValueError` for gradients that do not match the model, a state of
-    another optimizer or model, or with injected hyperparameters in half, an unknown `master`, or
-    one other than `"nearest"` for a model without half-precision parameters, `TypeError` for an
-    `optimizer` that is not one, a `grads_finite` that is not a scalar bool, a `key` that is not one
-    or a keyword argument that is one of these misspelled.
+    **Raises:** at trace time, `ValueError` for gradients that do not match the model, for a state
+    of another optimizer or model or with injected hyperparameters in half precision, for an unknown
+    `master`, and for one other than `"nearest"` if the model has no half-precision parameters;
+    `TypeError` for an `optimizer` that is not one, a `grads_finite` that is not a scalar bool, a
+    `key` that is not one, and a misspelled `master` or `key`.
 
     ```python
     model, optimizer_state = mpx.optimizer_update(
@@ -303,7 +303,7 @@ def optimizer_update(
     optimizer = as_transformation(optimizer, _CALL)
     finite = check_flag(grads_finite, _CALL, "grads_finite")
     for name in extra_args:
-        # Optax drops what an optimizer does not know.
+        # Optax silently drops arguments that an optimizer does not know.
         if meant := difflib.get_close_matches(name, ("master", "key"), cutoff=0.8):
             raise TypeError(f"`{_CALL}` got the keyword argument {name!r}. Write `{meant[0]}`.")
     optimizer_state, inner = parse_master(master, model, optimizer_state, _CALL)
@@ -314,14 +314,14 @@ def optimizer_update(
         view = _view(optimizer, inner, model, grads)
 
     narrow = any(p.dtype.itemsize < 4 for p in jtu.tree_leaves(floating))
-    # A module or `jax.tree_util.Partial` is a function as a whole, and its leaves are arrays.
+    # `is_leaf`, since a module or `jax.tree_util.Partial` is callable only as a whole.
     searches = any(callable(x) for x in jtu.tree_leaves(extra_args, is_leaf=callable))
     looks = narrow and not searches and traced((model, grads))
 
     def step(grads, extra_args):
-        # All three or none: some optimizers branch on the device, and their branches must agree.
+        # Widen all three or none: some optimizers branch on the device, and branches must agree.
         kept = view.state, view.params
-        # Leaf by leaf: a half array inside of a `FullPrecision` is narrow as well.
+        # Widen leaf by leaf: a half array inside of a `FullPrecision` is narrow as well.
         grads, wide = jtu.tree_map(widen, (grads, kept))
         state, masters = wide if narrow else kept
         # Optax relies on the standard promotion of dtypes.

@@ -1,5 +1,5 @@
-"""The options that all gradient transformations share, read and checked in one place, and a model
-as a training with them saw it."""
+"""The options that all gradient transformations share, and `as_trained`, which rounds a model as
+training with such options does."""
 
 import dataclasses
 from collections.abc import Callable
@@ -29,14 +29,13 @@ from ..autocast import parse_patterns
 
 
 class Options(eqx.Module):
-    """The options by which a loss is differentiated.
+    """The options for differentiating a loss. [`parse_options`][] builds them.
 
-    [`mpx_pde.filter_value_and_grad`][] tells what each of them means. Make one with
-    [`parse_options`][].
+    [`mpx_pde.filter_value_and_grad`][] explains each of them.
 
     **Attributes:**
 
-    - `call`: the public function that they were given to, in whose name errors speak.
+    - `call`: the name of the public function that they were given to, for error messages.
     - `autocast`: the overrides to run `autocast` with; `None` to cast the arguments instead.
     """
 
@@ -62,7 +61,7 @@ class Options(eqx.Module):
 
     @property
     def precisions(self) -> Forward | None:
-        """Returns the two precisions of the loss, where they differ."""
+        """Returns the precisions of forward and backward pass, or `None` if they are the same."""
         return Forward(self.forward, self.compute_dtype.name) if self.in_full else None
 
     @property
@@ -72,12 +71,12 @@ class Options(eqx.Module):
 
     @property
     def in_half(self) -> bool:
-        """Returns whether anything is to be in half precision."""
+        """Returns whether anything is computed in half precision."""
         return self.use_mixed_precision and is_half(self.compute_dtype)
 
     def check_called_with(self, args: tuple) -> None:
-        """Raises a `TypeError` if the function was called without a model, or with one that has
-        nothing to differentiate with respect to.
+        """Raises a `TypeError` if the function was called without a model, or with a model without
+        floating-point arrays.
         """
         if not args:
             raise TypeError(
@@ -92,8 +91,8 @@ class Options(eqx.Module):
             )
 
     def in_context(self, thunk: Callable) -> Any:
-        """Runs `thunk` where *half precision* means the dtype that this transformation computes
-        in, so that the function itself and the cap of the scaling see it."""
+        """Runs `thunk` in a context where *half precision* means the compute dtype, so that the
+        function itself and the cap of the scaling use it."""
         if not is_half(self.compute_dtype):
             return thunk()
         asked = partial(asked_for_half, "cast") if self.casts else half_precision
@@ -101,18 +100,18 @@ class Options(eqx.Module):
             return thunk()
 
     def cast(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Casts the arguments for the function."""
+        """Casts the arguments of the function if these options ask for it."""
         if not self.casts:
-            self.kept(args, kwargs)  # for its errors
+            self.kept(args, kwargs)  # only to raise its errors
             return args, kwargs
         return cast_except(self.keep_full, args, kwargs, self.compute_dtype, self.call)
 
     def kept(self, args: tuple, kwargs: dict) -> frozenset:
-        """Returns the paths in `(fun, args, kwargs)` of what stays in full."""
+        """Returns the paths in `(fun, args, kwargs)` of leaves that stay in full precision."""
         return kept_paths(self.keep_full, args, kwargs, self.call)
 
     def output(self, tree: PyTree) -> PyTree:
-        """Casts auxiliary output to the dtype that the caller is promised."""
+        """Casts auxiliary output to the output dtype."""
         if not self.use_mixed_precision:
             return tree
         if self.policy is None:
@@ -132,7 +131,7 @@ def parse_options(
 ) -> Options:
     """Builds the options of the public function `call`.
 
-    **Raises:** `ValueError` and `TypeError`, in the name of `call`, for what makes no sense.
+    **Raises:** `ValueError` and `TypeError`, in the name of `call`, for invalid options.
     """
     half = "whether anything is done in half precision (in which, says `policy`)"
     aux = (
@@ -199,36 +198,37 @@ def as_trained(
     keep_full: PyTree = False,
     forward: ForwardLike = "half",
 ) -> PyTree:
-    """Rounds the parameters of a model to half precision, as its training saw them, and returns
-    them in float32.
+    """Rounds the parameters of a model to half precision, as its training did, and returns them in
+    float32.
 
-    A step in half precision casts the float32 masters first, so it is the rounded ones that the
-    loss was made small for. Evaluating the masters tests other numbers than those that were
-    trained: in between lie 5 to 40 % of the error of a well-trained network. So evaluate both, and
-    take the better; they are the same model.
+    A step in half precision casts the float32 masters first, so training minimizes the loss of the
+    rounded parameters. The masters are other numbers than those that were trained: the difference
+    amounts to 5 to 40 % of the error of a well-trained network. So evaluate both, and take the
+    better; they are the same model.
 
     ```python
     error = evaluate(model)
     error_as_trained = evaluate(mpx.as_trained(model))
     ```
 
-    What the step does not round is not rounded here: arrays in a [`mpx_pde.FullPrecision`][], such
-    as first layers and the random matrices of Fourier features, what `keep_full` keeps, and all of
-    them where the forward pass is in full. [`mpx_pde.autocast`][] rounds inside of each product
-    what that product needs: evaluate `mpx.autocast(model)` instead.
+    Arrays that the step does not round are not rounded here: those in a
+    [`mpx_pde.FullPrecision`][], such as first layers and the random matrices of Fourier features,
+    those that `keep_full` keeps, and all arrays if the forward pass is in full precision.
+    [`mpx_pde.autocast`][] rounds the operands inside of each product: evaluate
+    `mpx.autocast(model)` instead.
 
     **Arguments:**
 
     - `model`: the float32 masters, any PyTree.
-    - `policy`, `keep_full`, `forward`: as for the [`mpx_pde.filter_grad`][] of the training. Of a
-        tuple `keep_full` the first entry is that of the model.
+    - `policy`, `keep_full`, `forward`: as passed to [`mpx_pde.filter_grad`][] in the training. If
+        `keep_full` is a tuple, its first entry applies to the model.
 
     **Returns:**
 
     A PyTree of the same structure, shapes and dtypes.
 
-    **Raises:** `ValueError` or `TypeError` for arguments that [`mpx_pde.filter_grad`][] would not
-    take either.
+    **Raises:** `ValueError` or `TypeError` for arguments that [`mpx_pde.filter_grad`][] rejects
+    too.
     """
     keep = keep_full[0] if isinstance(keep_full, tuple) and keep_full else keep_full
     keep = keep if isinstance(keep, bool) else (keep,)

@@ -1,4 +1,4 @@
-"""The options that scalings were built with, to be saved and compared."""
+"""Saves and compares the options that scalings were built with."""
 
 import dataclasses
 import math
@@ -21,7 +21,7 @@ _SCALERS = (AbstractLossScaling, DerivativeScaling, PrecisionLadder)
 
 
 def _plain(value: Any) -> Any:
-    """Converts a static field to what JSON can write, the same in every process."""
+    """Converts a static field to a JSON value that is the same in every process."""
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, np.generic | np.ndarray):
@@ -52,10 +52,10 @@ def scaling_options(tree: PyTree) -> dict[str, dict[str, Any]]:
     """Returns the static options of all scalings in a PyTree, in a form that JSON can write.
 
     A checkpoint holds arrays. The options that a scaling was built with (period, factor, bounds,
-    names, update rule) are part of the program instead: a restored run takes those of the scaling
-    that it restores into. The same holds for the rungs of a [`mpx_pde.PrecisionLadder`][], whose
-    position is saved as a number. Save these options beside the arrays, and let
-    [`mpx_pde.check_scaling_options`][] compare them when you restore.
+    names, update rule) are part of the program instead: a restored run uses the options of the
+    scaling that it restores into. The same holds for the rungs of a
+    [`mpx_pde.PrecisionLadder`][]; only the number of its present rung is saved. Save these options
+    beside the arrays, and let [`mpx_pde.check_scaling_options`][] compare them when you restore.
 
     **Arguments:**
 
@@ -75,7 +75,7 @@ def scaling_options(tree: PyTree) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
 
     def visit(prefix, tree):
-        # A scaling may hold others.
+        # A scaling may hold other scalings.
         inside = lambda x: x is not tree and isinstance(x, _SCALERS)
         if isinstance(tree, _SCALERS) and not isinstance(tree, Scaling):
             found[prefix] = _options(tree)
@@ -90,7 +90,7 @@ def scaling_options(tree: PyTree) -> dict[str, dict[str, Any]]:
 def _options(scaler: Any) -> dict[str, Any]:
     options = {"type": type(scaler).__name__}
     if isinstance(scaler, PrecisionLadder):
-        # When it climbs, and what it says, may change within a run.
+        # Tolerance, interval and `say` may change within a run.
         return options | {"rungs": list(scaler.rungs)}
     for field in dataclasses.fields(scaler):
         if field.metadata.get("static", False):
@@ -126,7 +126,7 @@ def check_scaling_options(saved: Mapping[str, Any], tree: PyTree) -> None:
 
     **Arguments:**
 
-    - `saved`: the result of [`mpx_pde.scaling_options`][], through JSON or not.
+    - `saved`: the result of [`mpx_pde.scaling_options`][], directly or read back from JSON.
     - `tree`: the PyTree that the checkpoint is restored into.
 
     **Raises:** `ValueError` that lists each option that differs; `TypeError` if `saved`
