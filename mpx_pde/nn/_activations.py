@@ -1,9 +1,9 @@
-"""Activations, and bounds of fields, evaluated in float32 and stored in half.
+"""Activations, and bounds of fields, evaluated in float32 and stored in half precision.
 
-The derivatives of an activation hold products that leave the range of float16 on the way to a
-harmless result. Here they are computed in float32, as one fused kernel does it in registers: XLA
-fuses the casts, so that no float32 array goes through memory (Xue et al., section 3.2, *fused
-activation function*).
+The derivatives of an activation contain products that leave the range of float16 on the way to a
+harmless result. Here they are computed in float32. XLA fuses the casts into one kernel that works
+in registers, so no float32 array goes through memory (Xue et al., section 3.2, *fused activation
+function*).
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from .._dtypes import check_choice, check_positive
 
 
 def _evaluate(fun: Callable, x: Any) -> Array:
-    # A Python number has no dtype to come back to, and what comes of an integer is not one.
+    # A Python number has no dtype to cast back to, and the result for an integer is not an integer.
     x = x if hasattr(x, "dtype") else jnp.asarray(x)
     out = fun(widen(x))
     narrow = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype != out.dtype
@@ -53,11 +53,12 @@ class SafeActivation:
         return f"safe({self.__name__})"
 
     def __deepcopy__(self, memo: dict) -> "SafeActivation":
-        # As functions are copied. A copy of one that is compiled, such as `jnp.tanh`, is another.
+        # Functions are copied as themselves too. A deep copy of a compiled one, such as `jnp.tanh`,
+        # would be another function.
         return self
 
 
-# A function, to `equinox.filter_jit` and the like: static, with nothing to differentiate.
+# `equinox.filter_jit` and the like treat it as a function: static, with nothing to differentiate.
 jtu.register_static(SafeActivation)
 
 
@@ -75,10 +76,10 @@ class SafeLayer(eqx.Module):
 def _exact_gelu(x: ArrayLike) -> Array:
     """GELU without approximation, x (1 + erf(x / √2)) / 2.
 
-    `jax.nn.gelu(x, approximate=False)` takes `erfc` instead, whose arithmetic is twice that of
-    `erf`: enough to bound a kernel that reads and writes half precision. What `erfc` is for, digits
-    of the negative tail, is below one unit of float32's rounding of values around 1: the absolute
-    error stays below 1e-6.
+    `jax.nn.gelu(x, approximate=False)` uses `erfc` instead, which takes twice the arithmetic of
+    `erf`. That is enough to limit the speed of a kernel that reads and writes half precision. The
+    purpose of `erfc`, digits of the negative tail, is below one unit of float32's rounding of
+    values around 1: the absolute error stays below 1e-6.
     """
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
@@ -91,13 +92,13 @@ def safe(fun: Callable[..., Any]) -> Callable:
     """Wraps an elementwise function so that it is evaluated in float32 and returns the dtype of its
     input.
 
-    So are its derivatives of every order, in forward and reverse mode.
+    The same holds for its derivatives of every order, in forward and reverse mode.
 
     **Arguments:**
 
-    - `fun`: an elementwise function of one array, such as `jnp.tanh`, or a PyTree that is one and
-        has parameters, such as `equinox.nn.PReLU()`. `partial(jax.nn.gelu, approximate=False)`
-        becomes `mpx_pde.nn.exact_gelu`, the same by cheaper means.
+    - `fun`: an elementwise function of one array, such as `jnp.tanh`, or a callable PyTree with
+        parameters, such as `equinox.nn.PReLU()`. `partial(jax.nn.gelu, approximate=False)` becomes
+        `mpx_pde.nn.exact_gelu`, the same function at less cost.
 
     **Returns:**
 
@@ -125,8 +126,8 @@ exact_gelu = safe(_exact_gelu)
 softplus = safe(jax.nn.softplus)
 
 
-# Tu et al., *Speeding up Fourier Neural Operators via Mixed Precision*, section 3.2, put a function
-# that bounds a field before every transform of it.
+# Tu et al., *Speeding up Fourier Neural Operators via Mixed Precision*, section 3.2, bound a field
+# by such a function before every transform.
 
 
 def _hard_clip(x: Array) -> Array:
@@ -159,12 +160,12 @@ def soft_clip(limit: float) -> Callable[..., Any]:
 
     **Arguments:**
 
-    - `limit`: a positive number; eight leaves a field of unit size nearly as it is, one is the
-        hyperbolic tangent.
+    - `limit`: a positive number. With 8, a field of unit size is nearly unchanged; with 1, the
+        function is the hyperbolic tangent.
 
     **Returns:**
 
-    An elementwise function, evaluated in float32, for `stabilizer` of
+    An elementwise function, evaluated in float32. Pass it as the `stabilizer` of
     [`mpx_pde.nn.SpectralConv`][].
 
     **Raises:** `ValueError` for a limit that is not a positive number.

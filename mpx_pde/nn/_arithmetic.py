@@ -24,9 +24,10 @@ class Arithmetic(NamedTuple):
 
     **Attributes:**
 
-    - `dtype`: that of stored values.
-    - `algorithm`: for products of float32 arrays out of several products of halves.
-    - `given`: whether the layer was told so, and did not find it in its weights.
+    - `dtype`: the dtype of stored values.
+    - `algorithm`: the algorithm that computes products of float32 arrays from several products of
+        halves, or `None`.
+    - `given`: whether the layer was given this dtype, rather than taking it from its weights.
     """
 
     dtype: np.dtype
@@ -41,7 +42,7 @@ class Arithmetic(NamedTuple):
     def product(self, x: Array, y: Any, dimension_numbers: Any, *, out_dtype: Any = None) -> Array:
         """Multiplies as [`jax.lax.dot_general`][] does, in this arithmetic."""
         if self.algorithm is None:
-            # One of the operands is stored in `dtype`, so it is the narrowest without being named.
+            # Unless it was given, `dtype` need not be named: it is that of the narrowest operand.
             dtype = self.dtype if self.given else None
             return mixed_dot_general(x, y, dimension_numbers, dtype=dtype, out_dtype=out_dtype)
         x, y = jnp.asarray(x, self.dtype), jnp.asarray(y, self.dtype)
@@ -54,20 +55,19 @@ _BY_WEIGHTS = "weights"
 
 
 def by_weights() -> AbstractContextManager:
-    """Returns a context with products in the dtype of the weights where there would be split
-    ones."""
+    """Returns a context in which products in the dtype of the weights replace split products."""
     return _full(_BY_WEIGHTS)
 
 
 def in_full(algorithm: str | None) -> AbstractContextManager:
-    """Returns a context with float32 products, split by one of `SPLIT_PRODUCTS` or at the highest
-    precision, where there would be products of halves.
+    """Returns a context in which float32 products replace products of halves. They are split by
+    `algorithm`, one of `SPLIT_PRODUCTS`, or else taken at the highest precision.
     """
     return _full(algorithm or "float32")
 
 
 def arithmetic_of(given: Arithmetic | None, weight: Any) -> Arithmetic:
-    """Returns the `Arithmetic` that a layer was given, else that of its weights."""
+    """Returns the `Arithmetic` that a layer was given, or else that of its weights."""
     full = _full.value
     if given is not None and (given.half or given.algorithm):
         splits = given.algorithm is not None
@@ -94,12 +94,13 @@ def centered(
 ) -> tuple[Float[Array, "channels *grid"], Float32[Array, " channels"], Float[Array, ""] | None]:
     """Rounds a field to half precision, without its mean, and scaled if it would overflow.
 
-    Rounding is relative: on top of a large mean it would bury the rest of the field. And a value
-    above 65504 that arrives in float32 would be infinite in float16. A power of two is exact.
+    Rounding errors are relative, so those of a large mean would bury the rest of the field. A
+    float32 value above 65504 would become infinite in float16. The scale is a power of two, which
+    is exact.
 
     **Returns:**
 
-    `(y, mean, unscale)`: `x` is `mean + unscale * y`, where an `unscale` of `None` is 1.
+    `(y, mean, unscale)` such that `x` is `mean + unscale * y`. An `unscale` of `None` means 1.
     """
     grid = tuple(range(1, x.ndim))
     full = x.astype(jnp.float32)

@@ -32,7 +32,9 @@ from ._spectral_conv import DIMENSIONS, SpectralConv, check_field, parse_sizes
 
 
 class Block(eqx.Module):
-    """Spectral convolution with a linear skip, then a channel MLP with a gated one."""
+    """A spectral convolution with a linear skip connection, followed by a channel MLP with a gated
+    one.
+    """
 
     spectral: SpectralConv
     skip: Pointwise
@@ -58,8 +60,8 @@ class Block(eqx.Module):
     def __call__(
         self, x: Array, activation: Callable, entering: Callable | None, shift: Array | None
     ) -> Array:
-        """Applies the block to a field. A constant for each channel is added and an activation
-        applied first, if there are any.
+        """Applies the block to a field. First adds the constant for each channel, if there is one,
+        and applies the entering activation, if there is one.
         """
         gate, bias = self.gate, self.mlp.last.bias
         rest = None
@@ -68,16 +70,16 @@ class Block(eqx.Module):
         else:
             x = x if shift is None else stored(shifted(x, shift))
             x = x if entering is None else stored(entering(x))
-        # Another layer may have been put in its place.
+        # The user may have put another layer in its place.
         spectral = self.spectral
         known = isinstance(spectral, SpectralConv)
         y, constant = spectral.apart(x) if known else (spectral(x), None)
-        # In the dtype of both, so that the one product is added onto the other where it stands.
+        # Both in one dtype, so that one product is accumulated onto the other in place.
         skip = self.skip.product(x)
         y = kept(skip + y.astype(skip.dtype))
         skipped = jnp.asarray(widen(self.skip.bias))
         if constant is not None:
-            # The one sum over the grid is of use for the gradients of both.
+            # Stored, so that one sum over the grid gives the gradients of both.
             skipped = stored(skipped + constant)
         y = stored(activate(activation, y, skipped))
         y = stored(self.mlp.first.product(y))
@@ -101,7 +103,7 @@ def _parse_padding(padding: Any, dims: int, call: str) -> tuple[int | float, ...
 
 
 def _hidden(channels: int, ratios: dict[str, Any], call: str) -> dict[str, int]:
-    """Returns the numbers of channels of the hidden layers of the channel MLPs, by name."""
+    """Returns the number of hidden channels of each channel MLP, by name."""
     mend = "It is the channels of a hidden layer over `hidden_channels`."
     return {
         name: max(1, round(check_positive(ratio, call, f"{name}_ratio", mend) * channels))
@@ -112,24 +114,26 @@ def _hidden(channels: int, ratios: dict[str, Any], call: str) -> dict[str, int]:
 class FNO(eqx.Module):
     """A Fourier neural operator: a map of fields that can be evaluated on any grid.
 
-    Lifting to hidden channels, blocks of a spectral convolution with a linear skip followed by a
-    channel MLP with a gated one, and projection (Li et al., ICLR 2021; the blocks are those of
-    neuraloperator 2.0). It takes one sample, channels first; use `jax.vmap` for a batch.
+    The network lifts the field to hidden channels, applies several blocks, and projects the result
+    (Li et al., ICLR 2021). Each block is a spectral convolution with a linear skip connection,
+    followed by a channel MLP with a gated one, as in neuraloperator 2.0. The network takes one
+    sample, channels first; use `jax.vmap` for a batch.
 
-    The dtype of the weights decides what is multiplied in: a model that
-    [`mpx_pde.cast_tree`][] or [`mpx_pde.filter_grad`][] has cast multiplies halves in the forward
-    and in the backward pass, and evaluates activations in float32 and stores them in half. What is
-    kept for the backward pass are the results of products in half, and the modes; activations are
-    evaluated again (`remat=False` keeps more and takes less time). The field that comes out is
-    float32, for a loss that is. Pass the field that goes in as float32 too, where its values may
-    exceed 65504: `filter_grad(..., keep_full=(False, True))`. Normalize fields with an offset: the
-    hidden fields have one as well, and are stored in half. On top of 300 times its variation, a
-    field loses a sixth of that in float16.
+    Products are computed in the dtype of the weights. A model that [`mpx_pde.cast_tree`][] or
+    [`mpx_pde.filter_grad`][] has cast multiplies halves in the forward and in the backward pass. It
+    evaluates activations in float32 and stores them in half precision. For the backward pass it
+    keeps the modes and the results of products, in half precision. Activations are evaluated again
+    (`remat=False` keeps more and takes less time).
+
+    The output is float32, for a loss in float32. If values of the input may exceed 65504, pass the
+    input as float32 too: `filter_grad(..., keep_full=(False, True))`. Normalize fields that have an
+    offset: the hidden fields then have one as well, and are stored in half precision. With an
+    offset of 300 times its variation, a field loses a sixth of the variation in float16.
 
     **Attributes:**
 
     - `lifting`, `projection`: channel MLPs of two layers.
-    - `blocks`: each with a `spectral` convolution, a `skip`, an `mlp` and a `gate`.
+    - `blocks`: the blocks, each with a `spectral` convolution, a `skip`, an `mlp` and a `gate`.
     """
 
     lifting: ChannelMLP
@@ -167,23 +171,22 @@ class FNO(eqx.Module):
         """**Arguments:**
 
         - `in_channels`, `out_channels`: numbers of channels of the fields.
-        - `hidden_channels`: the channels in between; a multiple of 8 keeps tensor cores busy.
+        - `hidden_channels`: the number of channels in between; a multiple of 8 suits tensor cores.
         - `num_layers`: the number of blocks.
         - `modes`: as for [`mpx_pde.nn.SpectralConv`][].
         - `key`: a `jax.random.key`.
         - `method`, `factorization`, `rank`, `stabilizer`, `dtype`: as for
-            [`mpx_pde.nn.SpectralConv`][]. `dtype` is that of all products.
+            [`mpx_pde.nn.SpectralConv`][]. `dtype` applies to all products.
         - `activation`: an elementwise function.
-        - `lifting_ratio`, `projection_ratio`, `mlp_ratio`: hidden layers of the channel MLPs, over
-            `hidden_channels`.
-        - `grid_embedding`: whether the coordinates of the grid, on [0, 1), are channels too.
-        - `domain_padding`: by which fraction of itself the domain is extended, with zeros beyond
-            the end of each axis, for problems that are not periodic; one number, or one for each
-            axis.
-        - `remat`: what the backward pass finds, and what it evaluates again. `True` keeps two
-            fields a block, which is the least memory. `False` keeps the operands of all products,
-            which is the least time: activations and products are not evaluated again, for about
-            twice the memory. Results are the same.
+        - `lifting_ratio`, `projection_ratio`, `mlp_ratio`: sizes of the hidden layers of the
+            channel MLPs, divided by `hidden_channels`.
+        - `grid_embedding`: whether to add the coordinates of the grid, on [0, 1), as channels.
+        - `domain_padding`: the fraction by which the domain is extended, with zeros beyond the end
+            of each axis, for problems that are not periodic; one number, or one for each axis.
+        - `remat`: whether the backward pass evaluates activations again. `True` keeps two fields
+            per block, which needs the least memory. `False` keeps the operands of all products, so
+            that nothing is evaluated again. It takes the least time and about twice the memory.
+            Results are the same.
 
         **Raises:** `ValueError` for sizes below 1, ratios that are not positive or a padding that
         is not a fraction, `TypeError` for a `remat` or a `grid_embedding` that is not a bool, and
@@ -222,7 +225,7 @@ class FNO(eqx.Module):
         """**Arguments:**
 
         - `x`: a field, shape `[in_channels, *grid]`, with at least `modes[i]` points along axis i.
-        - `key`: ignored; as all layers of Equinox take it.
+        - `key`: ignored; provided for compatibility with the layers of Equinox.
 
         **Returns:**
 
@@ -236,7 +239,8 @@ class FNO(eqx.Module):
         if self.grid_embedding:
             axes = [np.arange(n) / n for n in x.shape[1:]]
             coordinates = jnp.asarray(np.stack(np.meshgrid(*axes, indexing="ij")), x.dtype)
-            # JAX repeats them for each sample, but not as a mesh with explicit axes has these.
+            # JAX repeats them for each sample, but not with the layout that the samples have on a
+            # mesh with explicit axes.
             x = jnp.concatenate([x, summed_apart(coordinates, x)])
         x = batch_behind(x)
         x = part(ChannelMLP.lift, self.remat, rounded=False)(self.lifting, x, self.activation)
@@ -250,5 +254,5 @@ class FNO(eqx.Module):
             shift, entering = None, self.activation
         if any(ends):
             x = x[:, *grid]
-        # Its derivative follows at once: what it needs takes no memory that is of use.
+        # The backward pass starts here, so values kept for it occupy no memory needed elsewhere.
         return part(ChannelMLP.project, again=False)(self.projection, x, self.activation)

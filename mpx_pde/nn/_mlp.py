@@ -1,4 +1,4 @@
-"""The network of a physics-informed model, and fields that meet their boundary conditions by
+"""A network for physics-informed models, and fields that meet their boundary conditions by
 construction."""
 
 import itertools
@@ -24,14 +24,16 @@ from ._activations import safe
 
 
 class Embedding(eqx.Module):
-    """Coordinates, periodic ones as sine and cosine, then optionally random Fourier features."""
+    """Maps periodic coordinates to sine and cosine, then optionally all of them to random Fourier
+    features.
+    """
 
     frequencies: Float[Array, "inputs features"] | None
     periods: tuple[float | None, ...] = eqx.field(static=True)
 
     def __call__(self, point: Float[Array, " coords"]) -> Float[Array, " embedded"]:
         parts, start = [], 0
-        # Runs, since there may be a thousand coordinates.
+        # Group runs of equal periods, since there may be a thousand coordinates.
         for period, run in itertools.groupby(self.periods):
             stop = start + len(tuple(run))
             if period is None:
@@ -43,34 +45,34 @@ class Embedding(eqx.Module):
             start = stop
         x = jnp.concatenate(parts)
         if self.frequencies is not None:
-            # They are drawn once and not trained.
+            # The frequencies are drawn once and not trained.
             phase = 2 * np.pi * (x @ jax.lax.stop_gradient(self.frequencies))
             x = jnp.concatenate([jnp.cos(phase), jnp.sin(phase)])
         return x
 
 
 class Dense(eqx.Module):
-    """`x @ weight + bias` by a mixed product, in `dtype` or in that of the weight."""
+    """Computes `x @ weight + bias` by a mixed product, in `dtype` or in the dtype of the weight."""
 
     weight: Float[Array, "inputs outputs"]
     bias: Float[Array, " outputs"]
     dtype: np.dtype | None = eqx.field(static=True)
 
     def __call__(self, x: Float[Array, "*batch inputs"]) -> Float[Array, "*batch outputs"]:
-        # Widened here, a half weight has its gradient summed in float32, and so has the bias. Rows
-        # are the narrower operand then, which says what is multiplied in where `dtype` does not.
+        # Widened here, a half weight has its gradient summed in float32; the same holds for the
+        # bias. Then `x` is the narrower operand, which decides the dtype if `dtype` is not given.
         out = mixed_matmul(x.astype(self.stored), widen(self.weight), dtype=self.multiplied_in)
         return (widen(out) + jnp.broadcast_to(widen(self.bias), out.shape)).astype(self.stored)
 
     @property
     def multiplied_in(self) -> np.dtype | None:
-        """Returns the dtype that its product names."""
+        """Returns the dtype that the layer passes to its product, or `None`."""
         half = self.dtype is not None and is_half(self.dtype)
         return None if half and not takes_halves() else self.dtype
 
     @property
     def stored(self) -> np.dtype:
-        """Returns the dtype of what goes into the layer and comes out of it."""
+        """Returns the dtype of the layer's input and output."""
         return self.multiplied_in or self.weight.dtype
 
 
@@ -111,17 +113,18 @@ def _parse_features(features: Any, call: str) -> tuple[int, float]:
 
 
 class CoordinateMLP(eqx.Module):
-    """A network from coordinates to fields: the network of a physics-informed model.
+    """A network from coordinates to fields, for physics-informed models.
 
-    It has the shape of [`equinox.nn.MLP`][], and differs in where precision goes:
+    It has the structure of [`equinox.nn.MLP`][], and differs in its precision:
 
     - Coordinates, their embedding and the first layer are float32. Derivatives with respect to
-        the coordinates come out of that layer, and rounded coordinates cost more accuracy than
+        the coordinates come from that layer, and rounded coordinates cost more accuracy than
         anything else.
-    - Hidden layers multiply in the dtype of their weights by [`mpx_pde.mixed_matmul`][]: half in
-        a model that [`mpx_pde.filter_grad`][] has cast, float32 in the masters.
-    - Activations are evaluated in float32 and stored in half, so that their higher derivatives do
-        not overflow inside.
+    - Hidden layers multiply in the dtype of their weights by [`mpx_pde.mixed_matmul`][]. That is
+        half precision in a model that [`mpx_pde.filter_grad`][] has cast, and float32 in the
+        masters.
+    - Activations are evaluated in float32 and stored in half precision, so that intermediate values
+        of their higher derivatives do not overflow.
 
     Pass points in float32: `filter_grad(..., keep_full=(False, True))`.
 
@@ -129,7 +132,7 @@ class CoordinateMLP(eqx.Module):
 
     - `embedding`, `first`: float32 layers, each in a [`mpx_pde.FullPrecision`][].
     - `hidden`: the layers in between.
-    - `last`: the output layer, in a [`mpx_pde.FullPrecision`][] with `full_precision_last`.
+    - `last`: the output layer. With `full_precision_last` it is in a [`mpx_pde.FullPrecision`][].
     - `activation`: the activation, as [`mpx_pde.nn.safe`][] makes it.
     """
 
@@ -161,22 +164,23 @@ class CoordinateMLP(eqx.Module):
 
         - `in_size`: number of coordinates.
         - `out_size`: number of fields, or `"scalar"`.
-        - `width_size`: size of the hidden layers; a multiple of 8 keeps tensor cores busy.
+        - `width_size`: size of the hidden layers; a multiple of 8 suits tensor cores.
         - `depth`: number of hidden layers, at least 1.
         - `key`: a `jax.random.key`.
-        - `activation`: an elementwise function. The parameters of one that has any, such as
-            `equinox.nn.PReLU()`, are trained.
-        - `fourier_features`: `(features, sigma)`: the embedding is the cosine and sine of 2π times
-            `features` random frequencies, normal with standard deviation `sigma` (in cycles per
-            unit of length). They are not trained: [`mpx_pde.optimizer_update`][] leaves them as
-            they are. Without it, take weight decay from them by a mask.
-        - `periodic`: the period of each coordinate in which the fields are to be periodic: a
-            mapping from indices to periods, such as `{0: 2.0}`.
-        - `full_precision_last`: whether the output layer is float32 too. Without `forward=` that
-            is worth 0 to 20 % of the error in float16, and nothing that shows in bfloat16.
-        - `dtype`: what hidden layers multiply in; by default the dtype of their weights. With a
-            half type, uncast float32 masters enter the products themselves, and their gradients
-            leave them in float32. A half type gives way where full precision is asked for, as by
+        - `activation`: an elementwise function. If it has parameters, as `equinox.nn.PReLU()` has,
+            they are trained.
+        - `fourier_features`: `(features, sigma)`. The embedding is the cosine and sine of 2π times
+            the coordinates' products with `features` random frequencies, drawn from a normal
+            distribution with standard deviation `sigma` (in cycles per unit of length). They are
+            not trained: [`mpx_pde.optimizer_update`][] leaves them unchanged. If you do not use
+            that function, exclude them from weight decay by a mask.
+        - `periodic`: a mapping from the index of each coordinate in which the fields are periodic
+            to its period, such as `{0: 2.0}`.
+        - `full_precision_last`: whether the output layer is float32 too. Without `forward=` this
+            reduces the error by 0 to 20 % in float16, and by nothing measurable in bfloat16.
+        - `dtype`: the dtype of the products of hidden layers; by default the dtype of their
+            weights. With a half type, float32 masters enter the products uncast, so their gradients
+            come out in float32. A half type gives way where full precision is asked for, as by
             `forward="float32"` or [`mpx_pde.FullPrecision`][].
 
         **Raises:** `ValueError` for sizes below 1, or a `periodic` or `fourier_features` that do
@@ -213,16 +217,16 @@ class CoordinateMLP(eqx.Module):
         """**Arguments:**
 
         - `point`: the coordinates, shape `[in_size]`, in float32.
-        - `key`: ignored; as all layers of Equinox take it.
+        - `key`: ignored; provided for compatibility with the layers of Equinox.
 
         **Returns:**
 
         The fields, shape `[out_size]` or a scalar, in the dtype of the last layer's product.
 
-        **Raises:** `ValueError` for another shape.
+        **Raises:** `ValueError` for a `point` of another shape.
         """
         point = jnp.asarray(point)
-        # The embedding takes coordinates by index: from a batch it would take its first points.
+        # The embedding takes coordinates by index, so from a batch it would take the first points.
         if jnp.shape(point) != (self.in_size,):
             raise ValueError(
                 f"`CoordinateMLP` takes one point, an array of its {self.in_size} coordinates, but "
@@ -233,7 +237,7 @@ class CoordinateMLP(eqx.Module):
             if isinstance(layer, FullPrecision):
                 x = layer(widen(self.activation(x)))
             else:
-                # Rounded before the activation: what is kept for the backward pass is half.
+                # Rounded before the activation, so that values kept for the backward pass are half.
                 x = layer(self.activation(x.astype(layer.stored)))
         return x[0] if self.out_size == "scalar" else x
 
@@ -241,15 +245,15 @@ class CoordinateMLP(eqx.Module):
 class Ansatz(eqx.Module):
     """A network inside a formula, such as `u = lift(x) + distance(x) * network(x)`.
 
-    The formula is evaluated in float32, whatever the network beneath it is in. It is an ordinary
-    function of the point: [`mpx_pde.partials`][] differentiates it like any other, in float32 where
-    the formula stands and in half where the network multiplies.
+    The formula is evaluated in float32, whatever the precision of the network inside. It is an
+    ordinary function of the point, and [`mpx_pde.partials`][] differentiates it like any other: in
+    float32 in the formula, and in half precision in the products of the network.
 
     **Attributes:**
 
     - `network`: a function of one point, such as a [`mpx_pde.nn.CoordinateMLP`][] or any other
         network.
-    - `form`: a function of a point and of what the network returned there, in float32. If it is a
+    - `form`: a function of a point and of the network's output there, both in float32. If it is a
         module, its parameters are trained too.
 
     ```python
@@ -283,7 +287,7 @@ class Ansatz(eqx.Module):
         """**Arguments:**
 
         - `point`: the coordinates, in float32.
-        - `key`: ignored; as all layers of Equinox take it.
+        - `key`: ignored; provided for compatibility with the layers of Equinox.
 
         **Returns:** what `form` returns.
         """

@@ -1,5 +1,5 @@
-"""The part of a neural operator that acts on each grid point by itself: linear layers on channels,
-activations, and the choice of which of their values go through memory.
+"""Layers of a neural operator that act on each grid point separately: linear layers on channels,
+activations, and the choice of which of their values are written to memory.
 """
 
 import functools as ft
@@ -35,8 +35,8 @@ from ._arithmetic import (
 STORED = "mpx_pde.nn: stored between products"
 
 _FEW = 8
-"""Up to so many channels of the field that comes in, a product with them takes less time as sums in
-the kernel of the activation, which then is all that is stored."""
+"""The largest number of input channels for which the product is faster as sums in the kernel of the
+activation. Only the result of the activation is stored then."""
 
 
 class Pointwise(eqx.Module):
@@ -58,21 +58,22 @@ class Pointwise(eqx.Module):
 
     @property
     def dtype(self) -> np.dtype:
-        """Returns the dtype that is stored."""
+        """Returns the dtype of stored values."""
         return arithmetic_of(self.arithmetic, self.weight).dtype
 
     def product(self, x: Array, out_dtype: Any = None) -> Array:
         arithmetic = arithmetic_of(self.arithmetic, self.weight)
-        # The weight on the left: a batch axis of `vmap` then stays behind the channels, where
+        # With the weight on the left, a batch axis of `vmap` stays behind the channels, where
         # neither this product nor those of the transforms have to move it.
         return arithmetic.product(
             self.weight, x.astype(arithmetic.dtype), (((1,), (0,)), ((), ())), out_dtype=out_dtype
         )
 
     def from_input(self, x: Float[Array, "inputs *grid"]) -> tuple[Array, Array]:
-        """Applies the layer to a float32 field, which is rounded here without its mean and scaled.
+        """Applies the layer to a float32 field. In half precision it first scales the field and
+        rounds it without its mean.
 
-        **Returns:** a field, and by what it is to be shifted.
+        **Returns:** a field, and the shift that the caller has to add to it.
         """
         bias = widen(self.bias)
         if not is_half(self.dtype) or x.dtype == self.dtype:
@@ -114,9 +115,9 @@ class ChannelMLP(eqx.Module):
         if last.weight.shape[0] > 1 or not is_half(y.dtype):
             y = stored(activate(activation, y, widen(first.bias)))
             return shifted(last.product(y, out_dtype=wide(y.dtype)), widen(last.bias))
-        # XLA would make this product of a matrix with a vector one of float32 arrays. As a sum it
-        # is one kernel with the activation, which then is never stored. (Of float32 it is one
-        # already, and a CPU takes several times as long for the sum.)
+        # XLA would compute this matrix-vector product on float32 arrays. A sum is fused with the
+        # activation into one kernel, so the activation is never stored. (In float32 the product is
+        # one kernel already, and on a CPU the sum would take several times as long.)
         weight = per_channel(last.weight[0], y)
         y = activation(widen(y) + per_channel(first.bias, y))
         y = jnp.sum(weight * y, axis=0, keepdims=True)
@@ -142,7 +143,7 @@ def _lifted(activation: Callable, x: Array, weight: Array, bias: Array, out_dtyp
     y = per_channel(bias, parts[0])
     for i, part in enumerate(parts):
         y = y + per_channel(weight[:, i], part) * part
-    # Else each of the sums that make the gradient of the weight would find it out anew.
+    # Without this, each of the sums in the gradient of the weight would compute the cotangent anew.
     return activation(rounded_cotangent(y, out_dtype)).astype(out_dtype)
 
 
@@ -152,8 +153,8 @@ def _lifted(activation: Callable, x: Array, weight: Array, bias: Array, out_dtyp
 def stored(x: Array, name: str = STORED) -> Array:
     """Writes a field to memory in its dtype, and its cotangent too.
 
-    On a GPU XLA takes a cast to half and back for nothing, and would write float32 instead. The
-    barrier tells it that the value as such is wanted.
+    On a GPU XLA removes a cast to half precision and back, and would write float32 instead. The
+    barrier makes it write the rounded value.
     """
     return checkpoint_name(lax.optimization_barrier(batch_behind(x)), name)
 
@@ -164,14 +165,14 @@ def kept(x: Array) -> Array:
 
 
 def part(fun: Callable, again: bool, rounded: bool = True) -> Callable:
-    """Makes a part of a network, a function of its layer, of a field and of more, evaluate itself
-    again in its backward pass: what both passes need would be kept in float32. What is `kept` is
-    not evaluated again, nor is what is `stored`, unless `again` says so.
+    """Makes a part of a network evaluate itself again in its backward pass. Otherwise values that
+    both passes need would be kept in float32. `fun` takes a layer, a field and further arguments.
+    Values that are `kept` are not evaluated again. Those that are `stored` are, if `again` is true.
 
-    Each part by itself, so that it is evaluated when its cotangent is there, and not before.
+    Each part is wrapped separately, so that it is evaluated only once its cotangent is available.
 
-    With a forward pass in full precision, what is kept is the field that enters, `rounded` to half
-    unless it is that of the user.
+    If the forward pass is in full precision, the part keeps the field that enters. It is `rounded`
+    to half precision unless it is the user's input.
     """
     forward = present_forward()
     if forward is not None and forward.apart:
@@ -183,7 +184,7 @@ def part(fun: Callable, again: bool, rounded: bool = True) -> Callable:
 
 
 def _in_forward(fun: Callable, forward: Forward, rounded: bool, *args: Any) -> Array:
-    """Evaluates a part in full precision, with the derivative of the part in half."""
+    """Evaluates a part in full precision, and its derivative in half precision."""
     arrays, static = eqx.partition(args, eqx.is_array)
 
     def run(arrays):
@@ -212,8 +213,8 @@ def activate(activation: Callable, x: Array, shift: Array) -> Array:
 def enter(
     activation: Callable | None, x: Array, shift: Array | None, gate: Array, bias: Array
 ) -> tuple[Array, Array]:
-    """Applies an activation to a field, after adding a constant for each channel if there is one.
-    Returns the result, and the result with a factor and a constant for each channel.
+    """Adds the constant for each channel to a field, if there is one, and applies an activation, if
+    there is one. Returns the result, and `gate` times the result plus `bias`.
     """
     x = x if shift is None else shifted(x, shift)
     x = x if activation is None else activation(x)

@@ -1,4 +1,4 @@
-"""Convolution by a few Fourier modes: the layer of a Fourier neural operator."""
+"""Convolution by a few Fourier modes, the main layer of a Fourier neural operator."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -32,8 +32,8 @@ DIMENSIONS = (1, 2, 3)
 
 
 def parse_sizes(sizes: Any, axes: Sequence[int], call: str, name: str) -> tuple[int, ...]:
-    """Returns positive integers, one for each spatial axis, of which there may be as many as `axes`
-    says.
+    """Returns `sizes` as positive integers, one for each spatial axis. `axes` holds the numbers of
+    axes that are allowed.
     """
     several = tuple(sizes) if isinstance(sizes, Sequence | np.ndarray) else (sizes,)
     if len(several) not in axes or not all(is_integer(n) and n > 0 for n in several):
@@ -60,26 +60,26 @@ def check_field(x: Any, channels: int, dims: int, call: str) -> Array:
 
 
 class SpectralConv(eqx.Module):
-    """A linear map of fields that acts on each of their lowest Fourier modes by itself.
+    """A linear map of fields that acts on each of their lowest Fourier modes separately.
 
-    Coefficients of the modes that are kept are multiplied with a complex matrix each, all others
+    The coefficients of each mode that is kept are multiplied by a complex matrix; all other modes
     are dropped (Li et al., *Fourier Neural Operator for Parametric Partial Differential
     Equations*, ICLR 2021). The grid may differ from call to call.
 
-    There are two ways to the same answer. `"dft"` multiplies with truncated DFT matrices: real
-    matrix products by [`mpx_pde.mixed_dot_general`][], which in half precision run on tensor
-    cores, sum in float32, and store half precision between them, in the backward pass too.
-    `"fft"` is `rfftn` and `irfftn` in float32, whatever is stored around it.
+    Two methods compute the same answer. `"dft"` multiplies by truncated DFT matrices, with real
+    matrix products by [`mpx_pde.mixed_dot_general`][]. In half precision these run on tensor cores,
+    sum in float32, and store half precision between them, in the backward pass too. `"fft"` uses
+    `rfftn` and `irfftn` in float32, whatever precision is stored around it.
 
-    In half precision the mean of each channel is taken out before the field is rounded, and what
-    becomes of it is added in float32 at the end: that is exact, and buys one to two digits for
+    In half precision the mean of each channel is subtracted before the field is rounded, and its
+    contribution is added in float32 at the end. This is exact, and gains one to two digits for
     fields with an offset. A float32 field that float16 cannot hold is scaled by a power of two.
 
     **Attributes:**
 
-    - `weight`: shape `[*kept, in_channels, out_channels, 2]`, real and imaginary parts along the
-        last axis; or the factors of it. Frequencies of an axis stand in ascending order,
-        -m//2 … first, and 0 … m//2 along the last axis.
+    - `weight`: the weights, shape `[*kept, in_channels, out_channels, 2]`, with real and imaginary
+        parts along the last axis; or their factors. The frequencies of an axis are in ascending
+        order, from -m//2 on; those of the last spatial axis are 0 … m//2.
     """
 
     weight: Float[Array, "*modes inputs outputs 2"] | CPWeight
@@ -105,24 +105,24 @@ class SpectralConv(eqx.Module):
     ):
         """**Arguments:**
 
-        - `in_channels`, `out_channels`: numbers of channels; multiples of 8 keep tensor cores
-            busy.
-        - `modes`: for each spatial axis, one to three of them, how many frequencies are kept: -m/2
-            … m/2 - 1, of the last axis m//2 + 1 from zero on. As neuraloperator counts `n_modes`.
+        - `in_channels`, `out_channels`: numbers of channels; multiples of 8 suit tensor cores.
+        - `modes`: the number m of frequencies that are kept, for each of one to three spatial axes:
+            -m/2 … m/2 - 1, and for the last axis the m//2 + 1 frequencies from zero on. They are
+            counted as in `n_modes` of neuraloperator.
         - `key`: a `jax.random.key`.
         - `factorization`: `"cp"` for weights of low rank (Kossaifi et al., 2023), `None` for dense
             ones.
-        - `rank`: with `"cp"`, the number of terms, or the fraction of the parameters of dense
-            weights. Dense weights have none.
-        - `stabilizer`: what bounds the field before the transform: `"tanh"`, `"hard_clip"` (to
-            ±1), `"sigma_clip"` (to two standard deviations), `"soft_clip"` (8 tanh(x / 8)), or a
-            function of a field such as `mpx_pde.nn.soft_clip(4.0)`.
-        - `method`: `"dft"`, `"fft"`, or `"auto"` for the one that a cost model, fitted to a CPU,
-            finds faster.
-        - `dtype`: what is multiplied in; by default the dtype of the weights. With a half type,
-            uncast float32 masters enter the products themselves, and their gradients leave them
-            in float32. `"bfloat16_x3"` and the other split products of [`mpx_pde.autocast`][]
-            store float32, and compute its products out of several of halves. Either gives way where
+        - `rank`: with `"cp"`, the number of terms, or the number of parameters as a fraction of
+            that of dense weights. Dense weights take no rank.
+        - `stabilizer`: the function that bounds the field before the transform: `"tanh"`,
+            `"hard_clip"` (to ±1), `"sigma_clip"` (to two standard deviations), `"soft_clip"`
+            (8 tanh(x / 8)), or a function of a field such as `mpx_pde.nn.soft_clip(4.0)`.
+        - `method`: `"dft"`, `"fft"`, or `"auto"` for the one that is faster according to a cost
+            model fitted to a CPU.
+        - `dtype`: the dtype of the products; by default the dtype of the weights. With a half type,
+            float32 masters enter the products uncast, so their gradients come out in float32.
+            `"bfloat16_x3"` and the other split products of [`mpx_pde.autocast`][] store float32,
+            and compute each float32 product from several products of halves. Either gives way where
             full precision is asked for, as by `forward="float32"` or [`mpx_pde.FullPrecision`][].
 
         **Raises:** `ValueError` for sizes below 1, an unknown `factorization`, `stabilizer` or
@@ -159,9 +159,9 @@ class SpectralConv(eqx.Module):
 
         - `x`: a field, shape `[in_channels, *grid]`, on a periodic grid (the end point left out)
             with at least `modes[i]` points along axis i.
-        - `output_shape`: the grid of the result, which samples the same function at other points;
-            by default that of `x`.
-        - `key`: ignored; as all layers of Equinox take it.
+        - `output_shape`: the grid of the result, which may sample the function at other points; by
+            default the grid of `x`.
+        - `key`: ignored; provided for compatibility with the layers of Equinox.
 
         **Returns:**
 
@@ -179,8 +179,8 @@ class SpectralConv(eqx.Module):
     def apart(
         self, x: Float[Array, "inputs *grid"], output_shape: int | Sequence[int] | None = None
     ) -> tuple[Float[Array, "outputs *output_grid"], Float32[Array, " outputs"] | None]:
-        """Returns the result without the contribution of the field's mean, and that contribution,
-        if there is one, for callers that have a constant to add anyway.
+        """Returns the result without the contribution of the field's mean, and that contribution
+        (or `None`), for callers that add a constant anyway.
         """
         call = "SpectralConv"
         dims = len(self.modes)
@@ -207,7 +207,7 @@ class SpectralConv(eqx.Module):
             y, constant = self._by_fft(x, output).astype(arithmetic.dtype), None
         else:
             y, constant = self._by_matrices(x, output, arithmetic)
-        # The dtype that `autocast` supplies is not a part of the user's program.
+        # A dtype that `autocast` supplied is not part of the user's program, so it is not returned.
         return y.astype(arithmetic.dtype if arithmetic.given else self._weights.dtype), constant
 
     def _by_matrices(
@@ -221,7 +221,7 @@ class SpectralConv(eqx.Module):
         y, taken = _forward(x.astype(dtype), self.modes, arithmetic, takes_mean)
         mean = taken if takes_mean else mean
         y = contract(self.weight, checkpoint_name(y, KEPT), arithmetic)
-        # Undone last: a mode of a smooth field is as large as the field.
+        # The scaling is undone last, because a mode of a smooth field is as large as the field.
         y = unscaled(_inverse(y, self.modes, output, arithmetic), unscale)
         if mean is None:
             return y, None
@@ -258,10 +258,10 @@ def _forward(
     takes_mean: bool,
 ) -> tuple[Float[Array, "channels ..."], Float32[Array, " channels"] | None]:
     """Transforms a field to its modes, shape `[channels, k_d, …, k_2, 2, k_1]`. Returns them, and
-    the mean of the field where the transform is to take it out.
+    the mean of the field if `takes_mean` says that the transform subtracts it.
 
-    The field itself is read once: the mean is that of the transform of the last axis, which is
-    linear, and is taken out of it before it is rounded.
+    The field itself is read only once. The transform of the last axis is linear, so the mean is
+    computed from its result, and subtracted there before that is rounded.
     """
     dims, mean = len(modes), None
     matrix = forward_matrix(x.shape[dims], modes[-1], True, arithmetic.dtype)
@@ -291,7 +291,8 @@ def _inverse(
     for axis, (m, n) in enumerate(zip(modes, output, strict=True)):
         first, last = axis == 0, axis == dims - 1
         matrix = inverse_matrix(n, m, last, first, arithmetic.dtype)
-        # The parts are last in the products, and last but one after each transform.
+        # Real and imaginary part are the last axes of the products, and the last axis but one after
+        # each transform.
         parts = (y.ndim - 2, y.ndim - 1) if first else (y.ndim - 2,)
         contracted = tuple(range(1 + len(parts)))
         y = arithmetic.product(y, matrix, (((0, *parts), contracted), ((), ())))

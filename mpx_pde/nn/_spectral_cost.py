@@ -10,8 +10,8 @@ from .._dtypes import is_half
 from ._dft import frequencies
 
 
-# What a second does on two cores of a CPU, fitted to the benchmark `spectral`. Only ratios matter
-# here. They choose on every platform: no other has been measured.
+# Work per second on two cores of a CPU, fitted to the benchmark `spectral`. Only the ratios matter.
+# They are used on every platform, because no other has been measured.
 PRODUCTS = 6.5e10  # operations of matrix products
 FFT = 5e9  # operations of FFTs, counted as 5 n log2(n) / 2 for n real points
 MEMORY = 1.6e10  # bytes
@@ -20,8 +20,8 @@ MEMORY = 1.6e10  # bytes
 def choose_method(
     channels: int, grid: Sequence[int], modes: Sequence[int], dtype: Any
 ) -> Literal["dft", "fft"]:
-    """Matrices in half precision, which the FFT does not store; otherwise whichever is estimated
-    to take less time from a grid to its modes."""
+    """Chooses matrices in half precision, which the FFT cannot store. Otherwise chooses the method
+    that is estimated to take less time from a grid to its modes."""
     if is_half(dtype):
         return "dft"
     dims, size = len(grid), jnp.dtype(dtype).itemsize
@@ -34,7 +34,7 @@ def choose_method(
         products = 2 * points * kept[axis] * 2
         matrices += products / PRODUCTS + (points + after) * size / MEMORY
         points = after
-    # A pass over complex float32 numbers for each axis, then the modes are cut out.
+    # One pass over complex float32 numbers for each axis, and one to cut out the modes.
     points = channels * prod(grid)
     fft = 2.5 * points * log2(prod(grid)) / FFT + points * 8 * dims / MEMORY
     return "dft" if matrices <= fft else "fft"

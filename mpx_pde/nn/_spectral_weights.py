@@ -1,8 +1,9 @@
 """The weights of a spectral convolution: one complex matrix for each mode, dense or factorized.
 
-Both multiply the modes of a field without adding real and imaginary parts up: what comes out has
-an axis of two for the weight and one for the mode, and the inverse transform adds them up. So
-each weight is read once, and real and imaginary part of a mode are two columns of one product.
+Both multiply the modes of a field without adding up the products of real and imaginary parts. The
+result has one axis of two for the weight and one for the mode, and the inverse transform adds the
+products up. So each weight is read once, and the real and the imaginary part of a mode are two
+columns of one product.
 """
 
 import math
@@ -25,7 +26,7 @@ def _normal(key: PRNGKeyArray, shape: tuple[int, ...], deviation: float) -> Floa
 def dense_weight(
     key: PRNGKeyArray, kept: tuple[int, ...], inputs: int, outputs: int
 ) -> Float32[Array, "*modes inputs outputs 2"]:
-    """Draws normal weights, with the standard deviation that keeps the size of a mode, as in
+    """Draws normal weights with a standard deviation that preserves the size of a mode, as in
     neuraloperator.
     """
     return _normal(key, (*kept, inputs, outputs), math.sqrt(2 / (inputs + outputs)))
@@ -40,8 +41,8 @@ def _product(x: Array, y: Array) -> Array:
 class CPWeight(eqx.Module):
     """Weights of low rank: the sum over r of input[i, r] · output[r, o] · Π_j modes[j][k_j, r].
 
-    Kossaifi et al., *Multi-Grid Tensorized Fourier Neural Operator* (2023), and initialized as
-    there. The weight itself is never built.
+    The factorization and its initialization follow Kossaifi et al., *Multi-Grid Tensorized Fourier
+    Neural Operator* (2023). The weight itself is never built.
     """
 
     inputs: Float[Array, "inputs rank 2"]
@@ -65,7 +66,7 @@ class CPWeight(eqx.Module):
 def cp_weight(
     key: PRNGKeyArray, kept: tuple[int, ...], inputs: int, outputs: int, rank: int
 ) -> CPWeight:
-    """Draws factors whose product has the deviation of dense weights."""
+    """Draws factors whose product has the standard deviation of dense weights."""
     deviation = math.sqrt(2 / (inputs + outputs) / rank) ** (1 / (len(kept) + 2))
     first, last, *keys = jax.random.split(key, len(kept) + 2)
     modes = [_normal(k, (m, rank), deviation) for k, m in zip(keys, kept, strict=True)]
@@ -79,7 +80,7 @@ def cp_weight(
 def contract(
     weight: Array | CPWeight, x: Float[Array, "inputs ..."], arithmetic: Arithmetic
 ) -> Float[Array, "..."]:
-    """Multiplies the modes of a field with the weights.
+    """Multiplies the modes of a field by the weights.
 
     **Arguments:**
 
@@ -88,8 +89,8 @@ def contract(
 
     **Returns:**
 
-    The four real products, shape `[k_1, …, k_d, outputs, 2, 2]`: the parts of the weight, then
-    those of the mode.
+    The four real products, shape `[k_1, …, k_d, outputs, 2, 2]`. The last axes are the parts of the
+    weight and then the parts of the mode.
     """
     dims = x.ndim - 2
     modes = (dims + 1, *range(dims - 1, 0, -1))  # of axis 1, 2, … in x
@@ -112,7 +113,8 @@ def constant_response(
 ) -> Float32[Array, " outputs"]:
     """Returns the image of a constant field: its mode times the real part of that mode's weight.
 
-    Sums of float32 products instead of a matrix product, which would be one of float32 arrays.
+    It is computed by sums of float32 products, because a matrix product would be one of float32
+    arrays.
     """
     if not isinstance(weight, CPWeight):
         real = widen(weight[zero][..., 0])
