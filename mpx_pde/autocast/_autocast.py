@@ -57,13 +57,15 @@ class _Autocast(AbstractWrapper):
 
     def _mixed(self) -> Mixed:
         if isinstance(self._dtype, lax.DotAlgorithmPreset):
-            # Values are kept in float32; halves are those of the program itself.
+            # Values are kept in float32. Only the program itself may have halves.
             return Mixed(jnp.dtype("bfloat16"), self._dtype)
         return Mixed(half_precision_datatype() if self._dtype is None else self._dtype)
 
     def _run(self, mixed: Mixed, recorder: Recorder | None, args: tuple, kwargs: dict) -> Any:
-        """See `trace_arrays`; inside, *half precision* is what the policy says."""
-        # Split products keep float32, so layers go by their weights there.
+        """Evaluates the function as `trace_arrays` does, with the dtype of `mixed` as *half
+        precision*.
+        """
+        # Split products keep float32, so layers use the dtype of their weights there.
         split = mixed.algorithm is not None
         asked = half_precision if split else partial(asked_for_half, "autocast")
         with asked(mixed.dtype), precision_gives_way(), precision_of_user():
@@ -96,9 +98,11 @@ class _Autocast(AbstractWrapper):
         return out
 
     def report(self, /, *args: Any, **kwargs: Any) -> AutocastReport:
-        """Reports what is cast where, for these arguments. Traces, and runs nothing.
+        """Reports what is cast where, for these arguments. It traces the function without running
+        it.
 
-        **Arguments:** those of the function; [`jax.ShapeDtypeStruct`][] will do for arrays.
+        **Arguments:** the arguments of the function. A [`jax.ShapeDtypeStruct`][] may stand for an
+        array.
 
         **Returns:** an [`mpx_pde.AutocastReport`][].
         """
@@ -144,35 +148,35 @@ def autocast(
 ) -> Any:
     """Runs a function that was written for float32 in mixed precision, operation by operation.
 
-    `fun` is traced, and its jaxpr evaluated again by the derivative engine, with no derivatives and
-    by its table of operations:
+    Traces `fun` and evaluates its jaxpr by the derivative engine, without derivatives, according to
+    the engine's table of operations:
 
     - *Matrix products and convolutions* go through [`mpx_pde.mixed_dot_general`][] and
         [`mpx_pde.mixed_conv_general_dilated`][]: half × half with float32 accumulation, here and
         in every derivative. A product for which `fun` asks more than the default precision (as
         [`mpx_pde.force_full_precision`][] does) is left alone.
     - *Everything between products* is computed in float32, and evaluated again in the backward pass
-        where it reads halves. What it stores is half if one of its operands was, and parameters,
-        inputs and constants give way to what was computed. Results of sums, exponentials,
-        logarithms, powers, roots and other functions that leave the range of float16 stay in
-        float32, and so does the arithmetic that goes into them (softmax, norms, losses), and what a
-        constant made that half cannot hold (an epsilon of 1e-12, a mask of -1e9). What products
-        alone take is stored in half.
+        where it reads halves. Its result is stored in half precision if one of its operands was;
+        parameters, inputs and constants take the dtype of computed values. Results of sums,
+        exponentials, logarithms, powers, roots and other functions that leave the range of float16
+        stay in float32. So does the arithmetic that goes into them (softmax, norms, losses), and
+        the result of a constant that half precision cannot hold (an epsilon of 1e-12, a mask of
+        -1e9). Values that only products use are stored in half precision.
 
     Parameters are never cast beforehand. They stay float32 masters until the product that uses
-    them, also in a loop, so their cotangents arrive, and add up over uses, scan steps and
-    devices, in float32. The rounding is a part of each product: where a parameter is used
-    five times the jaxpr rounds it five times, and XLA makes one cast out of them. What was
-    computed is cast once, however often it is used; a cast back and forth disappears. Loops carry
-    their state in the dtype of the program, halves in float32.
+    them, also in a loop. So their cotangents are float32, and are summed over uses, scan steps and
+    devices in float32. The rounding is a part of each product: if a parameter is used five times,
+    the jaxpr rounds it five times, and XLA merges these into one cast. A computed value is cast
+    once, however often it is used; a cast back and forth is removed. Loops carry their state in the
+    dtype of the program, halves in float32.
 
     Integers, bools, keys, float64 and complex values pass through untouched; so do references,
-    callbacks and other effects. `jax.jit`, loops, branches, `jax.checkpoint`, `jax.custom_jvp`
-    and `jax.custom_vjp` (whose rules are kept) and `jax.shard_map` are entered. An operation that
-    is in no table stays in float32, and the report lists it.
+    callbacks and other effects. The rules also apply inside of `jax.jit`, loops, branches,
+    `jax.checkpoint`, `jax.custom_jvp` and `jax.custom_vjp` (whose rules are kept) and
+    `jax.shard_map`. An operation that is in no table stays in float32, and the report lists it.
 
-    The result can be differentiated, in both modes and repeatedly, vmapped and jitted. It
-    traces at each call, so it belongs inside of a `jax.jit`.
+    The result can be differentiated in both modes and repeatedly, vmapped and jitted. It traces at
+    each call, so use it inside of a `jax.jit`.
 
     **Arguments:**
 
@@ -182,21 +186,21 @@ def autocast(
         `"bfloat16_x9"`, `"tensorfloat32"`, `"tensorfloat32_x3"`, or any
         [`jax.lax.DotAlgorithmPreset`][]) keeps every value in float32, and computes the matrix
         products from several products of halves, where the hardware has them.
-    - `half`, `full`: overrides: names of primitives (`"exp"`) or patterns of
+    - `half`, `full`: overrides, one or a sequence: names of primitives (`"exp"`), or patterns of
         [`jax.named_scope`][]s and names of jitted functions (`"decoder/norm*"`, wildcards as in
-        `fnmatch`), one or a sequence. What they match is computed in half, or in float32 as
-        without `autocast`. Where both match, `full` wins.
+        `fnmatch`). Operations that match `half` are computed in half precision. Those that match
+        `full` are computed in float32, as without `autocast`. If both match, `full` wins.
 
     **Returns:**
 
     A callable with the name, docstring and signature of `fun`, which returns what `fun` returns,
     in the same dtypes. It is an Equinox module that holds `fun`, and binds as a method. Its
-    method `report`, called with the arguments of `fun`, tells what is cast where.
+    method `report`, called with the arguments of `fun`, reports what is cast where.
 
-    **Raises:** `TypeError` if `fun` cannot be called or for an override that is no string,
+    **Raises:** `TypeError` if `fun` cannot be called or for an override that is not a string,
     `ValueError` for a `dtype` that is none of the above. An override that changes nothing, such as
-    a misspelled one, is a [`mpx_pde.PrecisionWarning`][], and so is one whose result the function
-    itself returns, or carries through a loop, in half.
+    a misspelled one, is a [`mpx_pde.PrecisionWarning`][]. So is a `full` override whose result the
+    function itself returns, or carries through a loop, in half precision.
 
     ```python
     @mpx.autocast(dtype="bfloat16", full="readout")

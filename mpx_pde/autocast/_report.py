@@ -1,4 +1,4 @@
-"""The report of what autocast did, and where, and the patterns of its overrides."""
+"""The report of what autocast casts where, and the patterns of its overrides."""
 
 import dataclasses
 import fnmatch
@@ -25,10 +25,11 @@ class Operation:
     - `primitive`: the name of its primitive.
     - `rule`: `"product"` (half × half, float32 accumulation), `"full"`, `"half"`, `"follow"`,
         `"layout"`, `"convert"`, `"mixed"`, or `"own"` (the dtypes of the program).
-    - `reason`: why.
-    - `operands`, `results`: dtypes. The master of a product is float32, and rounded inside.
-    - `multiplied`: of a product, the dtype that its operands are rounded to, or the algorithm that
-        splits them; `None` for other operations.
+    - `reason`: why this rule applies.
+    - `operands`, `results`: their dtypes. A master that enters a product is float32, and rounded
+        inside.
+    - `multiplied`: for a product, the dtype to which its operands are rounded, or the algorithm
+        that splits them; `None` for other operations.
     - `scope`: the `jax.named_scope`s and jitted functions around it, joined by slashes.
     - `line`: `file:line` in the user's code.
     """
@@ -45,17 +46,17 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class AutocastReport:
-    """Tells what is cast where. Prints as a table.
+    """A report of what is cast where. Prints as a table.
 
     **Attributes:**
 
     - `operations`: an `Operation` for each equation on floating-point values, in program
         order.
-    - `unknown`: those on which autocast has no opinion, and which stay in the program's dtypes.
+    - `unknown`: operations for which autocast has no rule, and which stay in the program's dtypes.
     - `unused`: overrides that match nothing, or nothing that they could change, such as the casts
         of the program itself.
-    - `rounded`: what an override keeps in float32 and the program itself rounds to half: where it
-        returns it, carries it through a loop, or asks for the other half type.
+    - `rounded`: overrides that keep a result in float32 although the program itself rounds it to
+        half precision: it returns it, carries it through a loop, or asks for the other half type.
     """
 
     operations: tuple[Operation, ...]
@@ -64,7 +65,7 @@ class AutocastReport:
     rounded: tuple[str, ...] = ()
 
     def count(self, rule: str) -> int:
-        """How many operations fall under a rule."""
+        """Returns the number of operations under a rule."""
         return sum(x.rule == rule for x in self.operations)
 
     def __str__(self) -> str:
@@ -89,12 +90,12 @@ class Recorder:
 
     def __init__(self, half: tuple[str, ...], full: tuple[str, ...], mixed: Mixed):
         self.half, self.full, self.mixed = half, full, mixed
-        # A loop or rule may be traced more than once; its equations count once.
+        # Equations by identity: a loop or rule may be traced several times, but counts once.
         self.seen: dict[tuple, tuple[JaxprEqn, Operation, bool]] = {}
         self.used: set[str | None] = set()
         self.rounded: dict[str, None] = {}
-        # By program and variable, the operation that an override keeps in float32, where this is
-        # its result, moved or changed by cheap operations; and that of the results of the program
+        # For each program and variable, the override that keeps it in float32, also if cheap
+        # operations have moved or changed it since; and the same for the results of the program
         # that was evaluated last.
         self.asked: dict[tuple[int, int | Constant], str | None] = {}
         self.last: list[str | None] = []
@@ -112,12 +113,12 @@ class Recorder:
         results: Sequence[Any],
         roles: Any,
     ) -> None:
-        """Notes what became of an equation inside of the containers `around` it."""
+        """Records the rule and dtypes of an equation inside of the containers `around` it."""
         eqn, rule, key = step.eqn, roles.rules[id(step)], lambda x: (id(roles), x)
         given = (self.asked.get(key(x)) for x in step.variables)
         by = next(filter(None, given), None)
         if is_container(eqn):
-            # What is asked for outside may be in any of the results.
+            # A value that an override outside asks for may be in any of the results.
             pairs = zip(step.outputs, self.last, strict=False)
             self.asked.update((key(x), inside or by) for x, inside in pairs)
             return
@@ -126,10 +127,10 @@ class Recorder:
         by = f"`{eqn.primitive.name}` at {line}" if rule.asked else by
         self.asked.update((key(x), by) for x in step.outputs)
         for x in eqn.outvars:
-            # A half of the other type stays what it is.
+            # A half of the other type keeps its dtype.
             if rule.asked and not self.mixed.governs(x.aval):
                 self.leaving(by, x.aval)
-        # What keeps the program's own dtypes, its casts among them, is not theirs to change.
+        # Overrides cannot change operations that keep the program's own dtypes, such as its casts.
         if rule.name not in ("own", "convert"):
             self.used.update(self.overrides(eqn, around))
         floating = any(self.mixed.governs(v.aval) for v in (*eqn.invars, *eqn.outvars))
@@ -160,12 +161,12 @@ class Recorder:
         return self.mixed.dtype.name if name in roles.stored else "float32"
 
     def program(self, flat: Flat, roles: Any) -> None:
-        """Notes that a program was evaluated."""
+        """Records that a program was evaluated."""
         self.programs.append(roles)
         self.last = [self.asked.get((id(roles), x)) for x in flat.outputs]
 
     def leaving(self, by: str | None, aval: Any) -> None:
-        """Notes that the program holds what an override keeps in float32 as a half."""
+        """Records that the program holds as a half what an override keeps in float32."""
         dtype = getattr(aval, "dtype", bool)
         if by and is_half(dtype):
             self.rounded[f"{by} to {dtype}"] = None
@@ -182,12 +183,12 @@ class Recorder:
 
 
 def _scopes(eqn: JaxprEqn, around: Sequence[JaxprEqn]) -> tuple[str, ...]:
-    """The `jax.named_scope`s and jitted functions around an equation."""
+    """Returns the `jax.named_scope`s and jitted functions around an equation."""
     return (*(x for outer in around for x in inner_scope(outer)), *scopes_of(eqn))
 
 
 def parse_patterns(patterns: Any, name: str) -> tuple[str, ...]:
-    """Names of primitives and patterns of scopes, from one of them or several."""
+    """Parses one or several names of primitives and patterns of scopes."""
     if isinstance(patterns, str | Primitive) or not isinstance(patterns, Iterable):
         patterns = (patterns,)
     out = []
@@ -203,7 +204,7 @@ def parse_patterns(patterns: Any, name: str) -> tuple[str, ...]:
 
 
 def match(patterns: Sequence[str], eqn: JaxprEqn, scopes: tuple[str, ...]) -> str | None:
-    """The first of `patterns` that names the primitive or a run of consecutive scopes."""
+    """Returns the first of `patterns` that names the primitive or a run of consecutive scopes."""
     for pattern in patterns:
         parts = pattern.split("/")
         runs = (scopes[i : i + len(parts)] for i in range(len(scopes) - len(parts) + 1))

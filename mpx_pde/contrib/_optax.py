@@ -1,4 +1,4 @@
-"""Loss scaling for loops that take an optimizer, and nothing else."""
+"""Loss scaling for training loops that take only an optimizer."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ class LossScalingState(NamedTuple):
 
     **Attributes:**
 
-    - `scaling`: the loss scaling, brought up to date at each step.
+    - `scaling`: the loss scaling, adjusted at each step.
     - `inner`: the state of the optimizer inside.
     """
 
@@ -51,8 +51,8 @@ def _check_scaling(scaling: Any, scale_in_params: Any, call: str) -> None:
 
 
 def _refusing(name: str, x: Any) -> Any:
-    """Returns an extra argument; in place of a function, one that raises where it is called. A loop
-    may hand on functions that its optimizer has no use for. Gradients of a model may be callable.
+    """Returns an extra argument. A function is replaced by one that raises when it is called, since
+    a loop may pass functions that its optimizer does not use. Gradients of a model may be callable.
     """
     if not callable(x) or any(map(eqx.is_array, jtu.tree_leaves(x))):
         return x
@@ -69,7 +69,7 @@ def _refusing(name: str, x: Any) -> Any:
 
 
 _SCALED = ("value", "grad")
-"""Names that Optax gives the loss and its gradient as extra arguments of an optimizer."""
+"""The names under which Optax passes the loss and its gradient to an optimizer."""
 
 
 def scale_by_loss_scaling(
@@ -78,44 +78,44 @@ def scale_by_loss_scaling(
     *,
     scale_in_params: Callable[[PyTree], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Wraps an optimizer so that it unscales its gradients, and skips the steps at which they are
-    not finite.
+    """Wraps an optimizer so that it unscales its gradients, and skips steps on which they are not
+    finite.
 
-    For a closed loop that takes a loss and an optimizer, such as `jinns.solve`, where
-    [`mpx_pde.filter_grad`][] and [`mpx_pde.optimizer_update`][] have no place. The loss must be
-    multiplied by the scale; there are two ways to let it know.
+    It is for a closed loop that takes a loss and an optimizer, such as `jinns.solve`, in which you
+    cannot call [`mpx_pde.filter_grad`][] and [`mpx_pde.optimizer_update`][]. The loss must be
+    multiplied by the scale. There are two ways to pass the scale to it:
 
-    - A [`mpx_pde.StaticLossScaling`][]: multiply the loss by the same number. With
+    - With a [`mpx_pde.StaticLossScaling`][], multiply the loss by the same number. With
         [`mpx_pde.NoOpLossScaling`][], for bfloat16, there is nothing to multiply by.
-    - A scale that moves needs a place among the parameters: `scale_in_params` says where. The loss
-        multiplies by that leaf, behind `jax.lax.stop_gradient`, and this transform sets it. Where
-        the loop multiplies all updates by a rate the leaf lags behind, and it falls by at most a
-        factor of 2^20 in a step; gradients are unscaled by what it holds.
+    - A scale that changes needs a leaf among the parameters, which `scale_in_params` selects. The
+        loss multiplies by `jax.lax.stop_gradient` of that leaf, and this transform sets it. If the
+        loop multiplies all updates by a rate, the leaf lags behind. It falls by at most a factor of
+        2^20 in a step. Gradients are always unscaled by the value of the leaf.
 
-    Of the extra arguments of `update`, `value` and `grad` are the scaled loss and its gradient, as
-    the loop has them, and are unscaled for the optimizer inside (`optax.polyak_sgd`,
-    `optax.contrib.reduce_on_plateau`); others are handed on as they are. An optimizer that calls a
-    function among them to evaluate the loss itself, as the line search of `optax.lbfgs` does, is an
+    Among the extra arguments of `update`, `value` and `grad` are the scaled loss and its gradient,
+    as the loop computes them. They are unscaled for the optimizer inside (`optax.polyak_sgd`,
+    `optax.contrib.reduce_on_plateau`); other arguments are passed on unchanged. An optimizer that
+    calls one of them to evaluate the loss itself, as the line search of `optax.lbfgs` does, is an
     error: it needs [`mpx_pde.line_search_value`][] in a loop of your own.
 
-    On a step with gradients, or a `value`, that are not finite the updates are zero and the state
-    inside stays as it was.
+    On a step whose gradients or `value` are not finite, the updates are zero and the state inside
+    does not change.
 
     **Arguments:**
 
-    - `optimizer`: what gets the unscaled gradients, in float32 or wider.
-    - `scaling`: a loss scaling. A [`mpx_pde.Scaling`][] needs counts of derivatives, which only
-        [`mpx_pde.filter_grad`][] has.
-    - `scale_in_params`: a function from the parameters to the leaf in them that holds the scale, a
-        float32 scalar. Needed unless the scaling is static or none.
+    - `optimizer`: the optimizer that gets the unscaled gradients, in float32 or wider.
+    - `scaling`: a loss scaling. It cannot be a [`mpx_pde.Scaling`][], which needs counts of
+        derivatives that only [`mpx_pde.filter_grad`][] has.
+    - `scale_in_params`: a function from the parameters to the leaf that holds the scale, a float32
+        scalar. Needed unless the scaling is a static or no-op one.
 
     **Returns:**
 
     An Optax gradient transformation with extra arguments; its state is a
     [`mpx_pde.contrib.LossScalingState`][].
 
-    **Raises:** `TypeError` for anything but an optimizer and a loss scaling, and where the
-    optimizer calls an extra argument of `update`; `ValueError` for a scaling that moves without
+    **Raises:** `TypeError` for anything but an optimizer and a loss scaling, and if the optimizer
+    calls an extra argument of `update`; `ValueError` for a scaling that changes without
     `scale_in_params`, and for a leaf that is not a float32 scalar.
 
     ```python
@@ -161,8 +161,8 @@ def scale_by_loss_scaling(
         if "grad" in scaled:
             scaled["grad"] = without_scale(scaled["grad"])
         with jax.numpy_dtype_promotion("standard"):
-            # What stands in the parameters is another number than ours where it began as one, or
-            # where a learning rate behind us multiplied its update.
+            # The leaf in the parameters may differ from our scale: it may have started with another
+            # value, or a learning rate after this transform multiplied its update.
             used = state.scaling if scale_in_params is None else StaticLossScaling(place(params))
             unscaled = used.unscale((without_scale(updates), scaled))
             finite = all_finite(unscaled)
@@ -172,7 +172,7 @@ def scale_by_loss_scaling(
             new, inner = select_tree(finite, (new, inner), (zeros, state.inner))
             after = state.scaling.adjust(finite)
             if scale_in_params is not None:
-                # A sum that falls by more than float32's digits in one step would be zero.
+                # If it fell by more than float32's digits in one step, the updated leaf would be 0.
                 step = jnp.maximum(after.loss_scaling, 2**-20 * place(params)) - place(params)
                 new = eqx.tree_at(scale_in_params, new, step)
         return new, LossScalingState(after, inner)

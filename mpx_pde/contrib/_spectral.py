@@ -1,4 +1,4 @@
-"""Conversion of the spectral layers of other libraries, with their weights."""
+"""Converts the spectral layers of other libraries, with their weights."""
 
 from typing import Any
 
@@ -12,16 +12,17 @@ from ..nn import SpectralConv
 
 
 def _is_pdequinox(layer: Any) -> bool:
-    """Returns whether this is a spectral layer of pdequinox, by what it holds: pdequinox need not
-    be installed.
+    """Returns whether this is a spectral layer of pdequinox. The test looks at attributes, because
+    pdequinox need not be installed.
     """
     names = ("num_spatial_dims", "num_modes", "weights_real", "weights_imag")
     return isinstance(layer, eqx.Module) and all(hasattr(layer, name) for name in names)
 
 
 def _ascending(weights: Float[Array, "groups outputs inputs *modes"]) -> Float[Array, "..."]:
-    """Joins the weights of each choice of signs, of which the sign of the first axis changes
-    fastest, to one array of all frequencies, ascending along each axis: `[*kept, inputs, outputs]`.
+    """Joins the weights of all choices of signs to one array `[*kept, inputs, outputs]`, with
+    frequencies ascending along each axis. Among the groups, the sign of the first axis changes
+    fastest.
     """
     dims = weights.ndim - 3
     outputs, inputs, *modes, last = weights.shape[1:]
@@ -37,7 +38,7 @@ def _ascending(weights: Float[Array, "groups outputs inputs *modes"]) -> Float[A
 def _converted(layer: Any, dtype: Any) -> SpectralConv:
     outputs, inputs = layer.weights_real.shape[1:3]
     *modes, last = layer.num_modes
-    # -m … m - 1 of an axis, and 0 … m - 1 of the last.
+    # Frequencies -m … m - 1 of each axis, and 0 … m - 1 of the last.
     kept = (*(2 * m for m in modes), max(2 * (last - 1), 1))
     like = SpectralConv(inputs, outputs, kept, key=jax.random.key(0), dtype=dtype)
     parts = [_ascending(jnp.asarray(w)) for w in (layer.weights_real, layer.weights_imag)]
@@ -49,14 +50,14 @@ def convert_spectral_layers(model: PyTree, dtype: DTypeLike | None = None) -> Py
     """Replaces the spectral convolutions of pdequinox in a model by [`mpx_pde.nn.SpectralConv`][],
     with their weights.
 
-    The new layers compute the same function, in half precision too, where JAX has no FFT. What
-    they keep is unchanged: frequencies -m … m - 1 of an axis for m of `num_modes`, and 0 … m - 1
-    of the last.
+    The new layers compute the same function, in half precision too, for which JAX has no FFT. They
+    keep the same frequencies: -m … m - 1 of each axis, where m is its entry in `num_modes`, and
+    0 … m - 1 of the last axis.
 
     **Arguments:**
 
     - `model`: any PyTree, such as `pdequinox.arch.ClassicFNO(…)`.
-    - `dtype`: what the layers multiply in, as `SpectralConv` takes it.
+    - `dtype`: the dtype of the products of the new layers, as for `SpectralConv`.
 
     **Returns:**
 

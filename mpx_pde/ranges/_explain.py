@@ -1,4 +1,4 @@
-"""The words of a report: its first finding, and the advice that follows."""
+"""The text of a report: its first finding, and advice on it."""
 
 import glob
 
@@ -17,7 +17,7 @@ _GIVEN = ("input", "constant")
 _MASKS = {"pad", "dynamic_update_slice", "scatter", "gather"}
 _EXTREMES = {"reduce_max", "reduce_min", "scatter-max", "scatter-min"}
 _CHOICES = {*tables.CHOICES, *_MASKS, *_EXTREMES}
-"""Primitives by which a program takes infinities on purpose: masks, and the start of a minimum."""
+"""Primitives in which infinities are intended: masks, and the initial value of a minimum."""
 
 _DERIVATIVES = ("partials", "laplacian", "linear_operator")
 
@@ -29,7 +29,7 @@ def _size(row: Row) -> str:
 
 
 def _name(row: Row) -> str:
-    """Names a row; an argument or a constant has a place instead of a line."""
+    """Names a row. An argument or a constant has a place instead of a line."""
     return f"the {row.primitive} at {row.line}" if row.primitive in _GIVEN else row.where
 
 
@@ -73,13 +73,13 @@ def _fix(row: Row, report: RangeReport) -> str:
     if (primitive, row.layer, row.cast_of) == ("convert_element_type", "mpx_pde", ""):
         return f"A function in full precision returns half there: {full} returns float32."
     if ours and (mixed or primitive in tables.MIXED):
-        # These say their precision themselves.
+        # These set their precision themselves.
         return (
             f"`{row.layer}` sets its precision itself: {smaller}"
             if row.layer not in _PRODUCTS
             else f"Pass `dtype=jnp.float32` to `mpx.{row.layer}` there, {smaller}"
         )
-    # Under autocast, these are products of the user's.
+    # Under autocast, mixed products stand for the user's own products.
     primitive = primitive.removeprefix("mixed_")
     if primitive in tables.FULL:
         return (
@@ -87,7 +87,7 @@ def _fix(row: Row, report: RangeReport) -> str:
             f"autocast=True)`). When whole models are cast, keep it in float32 with {full}."
         )
     if primitive == "convert_element_type" and not row.scope:
-        # Autocast puts the program's own casts off: no override names them.
+        # Autocast delays the program's own casts, so no override can name them.
         if report.autocast:
             return (
                 "`mpx.autocast` casts it for the products that take it. Divide the data by a power "
@@ -115,8 +115,8 @@ def _fix(row: Row, report: RangeReport) -> str:
 
 
 def _not_finite(report: RangeReport, harmless: bool) -> str | None:
-    """Explains why something is not finite in float32. Returns `None` if all is finite, or if the
-    code takes infinities on purpose that do not reach the results (`harmless`).
+    """Explains why something is not finite in float32. Returns `None` if everything is finite, or
+    if all infinities are intended and do not reach the results (`harmless`).
     """
     given = [row for row in report.rows if row.primitive in _GIVEN and row.nonfinite]
     of_data = (
@@ -128,7 +128,7 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
             return of_data.format("NaNs", _name(row), percent(row.nans))
     for row in report.rows:
         largest = row.exponents[1] if row.exponents else 0
-        # Counted before JAX took it, which holds no float64 unless it is told to.
+        # The count was taken before JAX cast the input from float64 to float32.
         if row.primitive == "input" and row.dtype == "float32" and largest >= 128:
             return (
                 f"The input at {row.line} is beyond float32, in which JAX holds it ({_size(row)}). "
@@ -164,7 +164,7 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
         return None
     row = rows[0]
     if row.dtype == "float16":
-        # While the program was traced, before there was a value to look at.
+        # It arose while the program was traced, so the run had no earlier value to look at.
         return (
             f"An infinity or a NaN enters at {row.where} ({percent(row.nonfinite)}) that the code "
             "holds as float16: a number above 65504 is one, since JAX gives numbers of Python the "
@@ -177,13 +177,13 @@ def _not_finite(report: RangeReport, harmless: bool) -> str | None:
 
 
 def _lost(report: RangeReport, name: str) -> str:
-    """Describes the values that a format without overflow rounds to zero."""
+    """Describes the values that a format rounds to zero, for a function in which none overflow."""
     rows = [row for row in report.rows if report.at_risk(row) and row.loss(name).zero]
     if not rows:
         all_of_it = not any(row.nonfinite for row in report.rows)
         finite = "Everything" if all_of_it else "What the function returns"
         return f"{finite} is finite, and nothing overflows {name} or is lost to zero in it."
-    # Values lost in the forward pass are lost again on the way back, where a scale can help.
+    # Values lost in the forward pass are lost in the backward pass too, where a scale can help.
     worst = max(rows, key=lambda row: (row.loss(name).zero, row.backward))
     text = (
         f"Nothing overflows {name}. Most is lost to zero at {_name(worst)}: "

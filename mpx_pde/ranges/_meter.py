@@ -1,4 +1,4 @@
-"""Runs a jaxpr in float32, and hands every floating-point value on the way to the host."""
+"""Runs a jaxpr in float32, and sends every intermediate floating-point value to the host."""
 
 import functools as ft
 import threading
@@ -32,19 +32,19 @@ from ..interpret._rebind import rebind
 from ._stats import Counts, is_finite, is_measured
 
 
-# Containers that run on the host once per step, branch or device; the others are inlined.
+# Containers whose bodies are measured per step, branch or device; the others are inlined.
 _REBOUND = {*LOOPS, "shard_map"}
 
 # Operations that only move values show nothing new.
 _MOVES = {*tables.LAYOUT, "stop_gradient", "name"}
 
-# How much is handed to the host at a time: each part is copied.
+# The number of bytes sent to the host at a time, since each batch is copied.
 _BYTES = 1 << 28
 
-# Devices hand over at the same time.
+# Several devices may send at the same time.
 _ADDING = threading.Lock()
 
-# By the bits of the exponent and of the mantissa.
+# Half types by the bits of their exponent and mantissa.
 _BITS = {(5, 10): "float16", (8, 7): "bfloat16"}
 
 OPERAND = "operand of "
@@ -61,8 +61,8 @@ class Measured(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     product: tuple[int, ...] | None = None
-    """For a matrix product batch, rows, columns and contracted size; for a convolution groups,
-    positions, output channels and window times input channels."""
+    """The sizes of a matrix product (batch, rows, columns, contracted) or of a convolution (groups,
+    positions, output channels, window times input channels)."""
 
     @property
     def half(self) -> bool:
@@ -70,7 +70,8 @@ class Measured(NamedTuple):
 
 
 Marks = frozenset[int]
-"""The numbers of the arrays of this trace that a value would have something not finite from."""
+"""The numbers of those arrays of this trace from which a value may have inherited something that is
+not finite."""
 
 CLEAN: Marks = frozenset()
 TAINTED: Marks = frozenset([-1])
@@ -87,21 +88,21 @@ class Record(NamedTuple):
     number: int
     sources: Marks
     order: tuple[int, ...] | None
-    """The place where it is counted; without a place it is only looked at for what is not
-    finite."""
+    """The place where it is counted. If `None`, it is only checked for values that are not finite.
+    """
 
 
 class Meter:
-    """An evaluator of jaxprs that counts values on the host: those of one trace, of a program or of
-    a body of one of its containers, whose counts are added to those of the program.
+    """An evaluator of jaxprs that counts values on the host. It serves one trace: of a program, or
+    of a body of one of its containers. The counts of a body are added to those of the program.
     """
 
     def __init__(self, around: "Meter | None" = None, silent: bool = False, body: tuple = ()):
         self.silent = silent
         self.measured: dict[tuple[int, ...], Measured] = around.measured if around else {}
         self.counts: dict[tuple[int, ...], Counts] = around.counts if around else {}
-        # How often each body of a container has been executed, by its place, and the bodies that
-        # this one is in, outermost first.
+        # The number of executions of each container body, by its place, and the bodies around this
+        # one, outermost first.
         self.executed: dict[tuple[int, ...], int] = around.executed if around else {}
         self.bodies: tuple[tuple[int, ...], ...] = (*around.bodies, body) if around else ()
         self.arrays: list[Any] = []
@@ -111,14 +112,14 @@ class Meter:
     # Counting.
 
     def visit(self, value: Measured, array: Any, sources: Marks) -> Marks:
-        """Measures an array; returns what may be not finite in it."""
+        """Measures an array. Returns its marks."""
         if self.silent:
             return CLEAN
         self.measured.setdefault(value.order, value)
         return self._add(value.order, array, sources)
 
     def look(self, array: Any) -> Marks:
-        """Looks for what is not finite, and counts nothing."""
+        """Checks an array for values that are not finite, without counting. Returns its marks."""
         if self.silent or not is_measured(array):
             return CLEAN
         if isinstance(array, np.ndarray | np.generic):
@@ -135,7 +136,9 @@ class Meter:
         return frozenset([number])
 
     def flush(self, ends: bool = False) -> None:
-        """Hands all that is pending to the host, in one callback, and whether a body `ends`."""
+        """Sends all pending arrays to the host in one callback, which also counts an execution of
+        the body if it `ends` here.
+        """
         if not (self.pending or ends):
             return
         records, self.pending, self.bytes = tuple(self.pending), [], 0
@@ -162,7 +165,7 @@ class Meter:
                 self.executed[self.bodies[-1]] = self.executed.get(self.bodies[-1], 0) + 1
 
     def _time_of(self, order: tuple[int, ...]) -> tuple[int, ...]:
-        """Returns a place in the program with the step that each loop around it is in."""
+        """Returns a place in the program together with the present step of each loop around it."""
         time, start = (), 0
         for body in self.bodies:
             time, start = (*time, *order[start : len(body)], self.executed.get(body, 0)), len(body)
@@ -171,7 +174,7 @@ class Meter:
     def body(
         self, closed: ClosedJaxpr, order: tuple, scopes: tuple, site: Site
     ) -> Callable[..., list]:
-        """Returns a jaxpr as a function, to be traced by a container of its own."""
+        """Returns a jaxpr as a measured function, for a container that traces it separately."""
 
         def function(*arrays):
             inner = Meter(self, self.silent, order)
@@ -243,7 +246,7 @@ class Meter:
         return out
 
     def _rounded(self, eqn, operands, order, scope, site) -> None:
-        """Counts the operands that a mixed product itself rounds to half."""
+        """Counts the operands that a mixed product rounds to half precision itself."""
         dtype = np.dtype(eqn.params["dtype"])
         for j, (x, v) in enumerate(zip(operands, eqn.invars, strict=True)):
             if is_narrow(dtype) and not is_narrow_array(v.aval) and is_measured(v.aval):
@@ -256,7 +259,7 @@ class Meter:
         bodies, name = bodies_of(eqn), eqn.primitive.name
         if name not in _REBOUND:
             return self.jaxpr(bodies[0], operands, order, scopes, site)
-        # The test of a `while` only says when to stop.
+        # The condition of a `while` only decides when to stop.
         unseen = {0} if name == "while" else ()
         functions = [
             evaluate_wide(closed) if i in unseen else self.body(closed, (*order, i), scopes, site)
@@ -267,13 +270,13 @@ class Meter:
 
 
 def evaluate_wide(closed: ClosedJaxpr) -> Callable[..., list]:
-    """Makes a jaxpr a function in float32 that is not measured."""
+    """Turns a jaxpr into a function in float32 that is not measured."""
     return Meter(silent=True).body(closed, (), (), Site())
 
 
 def _format_of(eqn: JaxprEqn, var: Any) -> str:
-    """Returns the name of the dtype of a result, or of the half type that it is rounded to within
-    its own dtype.
+    """Returns the name of the dtype of a result. For `reduce_precision`, returns the name of the
+    half type to which it rounds within that dtype.
     """
     if eqn.primitive.name == "reduce_precision":
         bits = eqn.params["exponent_bits"], eqn.params["mantissa_bits"]
@@ -292,8 +295,8 @@ FULL = np.dtype("float32")
 
 _PRODUCTS = {*tables.JAX_PRODUCTS, "ragged_dot_general"}
 
-# What is known to take its dtype from its operands and its parameters: JAX's own operations, and
-# ours. A kernel of somebody else may exist in half alone.
+# Operations known to take their dtype from operands and parameters: those of JAX, and ours. A
+# kernel of another library may exist only in half precision.
 _OF_JAX = {
     p.name
     for module in (lax, primitives)
@@ -304,12 +307,12 @@ _KNOWN = {*_OF_JAX, *tables.TABLE, *_PRODUCTS} - tables.TYPED
 
 
 def is_narrow_array(aval: Any) -> bool:
-    # References have a dtype too, and no weak type.
+    # References have a dtype too, but no weak type.
     return hasattr(aval, "weak_type") and is_narrow(getattr(aval, "dtype", None))
 
 
 def _narrow(x: Any, dtype: np.dtype) -> Any:
-    # Values that float32 holds and the dtype does not must not become infinite.
+    # Values that float32 can hold and the dtype cannot must not become infinite.
     largest = float(jnp.finfo(dtype).max)
     x = jnp.where(jnp.isinf(x), x, jnp.clip(x, -largest, largest))
     return lax.convert_element_type(x, dtype)
@@ -329,15 +332,15 @@ def _wide_parameter(x: Any) -> Any:
 
 
 def bind_wide(eqn: JaxprEqn, arrays: list) -> list:
-    """Evaluates an equation for operands that are float32 where the program has half.
+    """Evaluates an equation on operands that are float32 where the program has half precision.
 
-    Casts to half, `reduce_precision` and `tables.STORES` among them, do nothing.
+    Casts to half precision do nothing, `reduce_precision` and `tables.STORES` included.
     """
     name, params = eqn.primitive.name, dict(eqn.params)
     if name == "reduce_precision" or name in tables.STORES:
         return arrays
     if name in _PRODUCTS and any(jnp.issubdtype(x.dtype, jnp.inexact) for x in arrays):
-        # A plain float32 product is TF32 on a GPU.
+        # By default a float32 product is TF32 on a GPU.
         params["precision"] = (lax.Precision.HIGHEST,) * 2
     narrow = any(is_narrow_array(v.aval) for v in (*eqn.invars, *eqn.outvars))
     if name in tables.MIXED or (narrow and name in _KNOWN):

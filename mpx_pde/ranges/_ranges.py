@@ -22,9 +22,9 @@ from ._report import RangeReport, fold, idle_product, make_row
 from ._stats import Counts, is_measured
 
 
-# XLA writes an operation again into each of its uses where it fuses them. Here each has two, the
-# host and the next operation, so the code would grow with the square of the program. Nothing is
-# gained by fusion where all is written to memory anyway.
+# When XLA fuses, it writes an operation again into each of its uses. Here each has two uses, the
+# host and the next operation, so the code would grow with the square of the program. Fusion gains
+# nothing here anyway, because all values are written to memory.
 _GPU_FUSIONS = "fusion,priority-fusion,multi_output_fusion,horizontal_loop_fusion"
 _UNFUSED = {
     "cpu": {"xla_disable_hlo_passes": "fusion"},
@@ -32,7 +32,7 @@ _UNFUSED = {
 }
 
 
-# Where inputs stand in the program: before what it closes over.
+# The place of inputs in the program: before the arrays that it closes over.
 _INPUTS = (-2,)
 
 
@@ -52,7 +52,7 @@ def _report(fun: Callable, args: tuple, kwargs: dict) -> RangeReport:
             site = Site(_place(path))
             value = Measured((*_INPUTS, i), "input", site, "", x.dtype.name, x.shape)
             x = widen(x)
-            # Non-finite arguments were not made here.
+            # Non-finite arguments do not originate here.
             marks = meter.visit(value, x, TAINTED) if is_measured(x) else CLEAN
             known.append(Known(x, marks))
         out = meter.jaxpr(closed, known, (), (), definition_of(fun))
@@ -91,8 +91,8 @@ def _without_overflow(x: Any) -> Any:
 
 
 def _said(fun: Any, name: str) -> bool | None:
-    """Returns whether a transformation to mixed precision declares itself, be it the function or
-    one that it wraps; `None` without a declaration.
+    """Returns whether the attribute `name`, by which a transformation to mixed precision declares
+    itself, is true for the function or one that it wraps. Returns `None` if none of them has it.
     """
     said = []
     while fun is not None:
@@ -103,29 +103,31 @@ def _said(fun: Any, name: str) -> bool | None:
 
 
 def range_report(fun: Callable[..., Any]) -> Callable[..., RangeReport]:
-    """Runs a function once in float32, and reports what half precision would make of its values.
+    """Runs a function once in float32, and reports the effect of half precision on its values.
 
-    Every floating-point value on the way is looked at, also inside of `jax.jit`, loops, branches,
-    `jax.checkpoint`, custom derivatives and `jax.shard_map`, and under any nesting of transforms:
-    a whole training step with its gradients and derivative terms will do. Each equation's row has
-    the user's `file:line`, its name scopes, the range of its exponents, and the fractions that
-    float16 and bfloat16 lose to overflow, to subnormals and to zero. What a part of this library
-    does in one line of the user is one row that names it.
+    It measures every intermediate floating-point value, also inside of `jax.jit`, loops, branches,
+    `jax.checkpoint`, custom derivatives and `jax.shard_map`, and under any nesting of transforms.
+    So you can pass a whole training step with its gradients and derivative terms. The row of each
+    equation has the user's `file:line`, its name scopes, the range of its exponents, and the
+    fractions that float16 and bfloat16 lose to overflow, to subnormals and to zero. All operations
+    that one function or layer of this library does for one line of the user share a row, which
+    names it.
 
-    A function that says itself what is half, such as [`mpx_pde.filter_grad`][] of a loss or
-    [`mpx_pde.autocast`][] of anything, is judged by that: what it casts, or rounds to half inside
-    of a product, is at risk, and what it keeps in float32 is not. Its casts do nothing in this
-    run, so that one value that overflows does not hide the next. In a float32 function every value
-    is looked at as if it were half.
+    Some functions declare what is in half precision, such as [`mpx_pde.filter_grad`][] of a loss or
+    [`mpx_pde.autocast`][] of any function. For these, values that the function casts, or rounds
+    inside of a product, are at risk; values that it keeps in float32 are not. Its casts do nothing
+    in this run, so one value that overflows does not hide the next. For a float32 function, every
+    value is treated as if it were half precision.
 
-    It measures, so it costs about as much to compile as the function itself, and a slow run:
-    nothing is fused, and all values are copied to the host.
+    Compilation takes about as long as that of the function itself. The run is slow, because nothing
+    is fused and all values are copied to the host.
 
     **Arguments:**
 
-    - `fun`: a function, method or callable module. Not inside of a transform itself; a gradient
-        or a step is meant. For a loss, `mpx.filter_grad(loss, scaling)` with the options of the
-        training has its loss scale and its casts; `eqx.filter_grad(loss)` has neither.
+    - `fun`: a function, method or callable module, usually a gradient or a step. It must not be
+        called inside of another transform. For a loss, pass `mpx.filter_grad(loss, scaling)` with
+        the options of the training, which includes the loss scale and the casts.
+        `eqx.filter_grad(loss)` includes neither.
 
     **Returns:**
 
@@ -158,14 +160,14 @@ def range_report(fun: Callable[..., Any]) -> Callable[..., RangeReport]:
 def explain_nonfinite(
     fun: Callable[..., Any], dtype: DTypeLike | None = None
 ) -> Callable[..., str]:
-    """Explains in which line half precision first overflows, by how much, and what to do about it.
+    """Explains in which line half precision first overflows, by how much, and how to fix it.
 
     Runs the function once in float32, as [`mpx_pde.range_report`][] does.
 
     **Arguments:**
 
-    - `fun`: a function, method or callable module; usually `mpx.filter_grad(loss, scaling)` as
-        the training has it.
+    - `fun`: a function, method or callable module; usually `mpx.filter_grad(loss, scaling)` with
+        the options of the training.
     - `dtype`: float16 or bfloat16, by default [`mpx_pde.half_precision_datatype`][].
 
     **Returns:**
@@ -173,7 +175,7 @@ def explain_nonfinite(
     A function of the arguments of `fun` that returns a text.
 
     **Raises:** as [`mpx_pde.range_report`][], `ValueError` for another `dtype` and `TypeError` for
-    a loss scaling in its place.
+    a loss scaling passed as `dtype`.
 
     ```python
     print(mpx.explain_nonfinite(mpx.filter_grad(loss, scaling))(model, x, y))

@@ -23,35 +23,36 @@ _SHOWN = 30
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The values that one equation computed, over all of its executions.
+    """Statistics of the values that one equation computed, over all of its executions.
 
     **Attributes:**
 
     - `primitive`: the name of its primitive; `"input"` for an argument of the function,
-        `"constant"` for an array that it closes over, `"operand of …"` for what a product itself
-        rounds to half, and the name of the layer in a row that stands for many.
+        `"constant"` for an array that it closes over, `"operand of …"` for an operand that a
+        product rounds to half precision itself, and the name of the layer in a row that stands for
+        many operations.
     - `line`: `file:line` in the user's code; for an input its place among the arguments.
-    - `layer`: the function or class of this library that works there on behalf of the user, such
-        as `"CoordinateMLP"`; empty for the user's own operations.
+    - `layer`: the function or class of this library that the user's line calls, such as
+        `"CoordinateMLP"`; empty for the user's own operations.
     - `scope`: the `jax.named_scope`s and jitted functions around it, joined by slashes.
     - `dtype`, `shape`: as in the program.
     - `half`: whether the program has it in half precision.
     - `backward`: whether it belongs to the backward pass of a derivative.
-    - `inside`: whether it is inside of a `jax.custom_vjp` that is called on the line: JAX does not
+    - `inside`: whether it is inside of a `jax.custom_vjp` that is called on the line. JAX does not
         know the lines of a backward rule.
-    - `operations`: how many operations the row stands for.
-    - `size`: how many values there were.
+    - `operations`: the number of operations that the row stands for.
+    - `size`: the number of values.
     - `exponents`: base-2 logarithms of the smallest and the largest magnitude, without zeros and
-        infinities; `None` if there is nothing else.
+        infinities; `None` if there are no other values.
     - `zeros`, `nonfinite`, `nans`: fractions of the values; infinities and NaNs are not finite.
-    - `creates_nonfinite`: whether something that is not finite came out of finite operands.
+    - `creates_nonfinite`: whether finite operands gave a result that is not finite.
     - `float16`, `bfloat16`: the fractions that the format loses: `overflow`, `subnormal`, `zero`.
-        Where the program has float32 on purpose, these are lost to nobody.
+        Where the program uses float32 on purpose, they are not actually lost.
     - `histogram`: fractions of the values by exponent, in the intervals between
-        `RangeReport.edges`; what lies outside comes first and last.
+        `RangeReport.edges`. The first and the last entry count the values outside.
     - `order`: its place in the program.
-    - `first`: when it first made something not finite (`"nonfinite"`) or would have overflowed
-        (`"float16"`, `"bfloat16"`): its place with the steps of the loops around it.
+    - `first`: the time at which it first created something not finite (`"nonfinite"`) or would have
+        overflowed (`"float16"`, `"bfloat16"`): its place with the steps of the loops around it.
     """
 
     primitive: str
@@ -82,7 +83,7 @@ class Row:
 
     @property
     def where(self) -> str:
-        """Describes the line, the operation, and the part of this library that it is in."""
+        """Describes the line, the operation, and the part of this library around it."""
         inside = f" in `{self.layer}`" if self.layer and self.layer != self.primitive else ""
         which = "in the backward rule of" if self.backward else "in"
         rule = f" {which} {INSIDE}" if self.inside else ""
@@ -100,13 +101,13 @@ def make_row(value: Measured, counts: Counts) -> Row:
 
 
 def _first(rows: Iterable[Row], what: str) -> Row | None:
-    """Returns the row in which something happened first, in a loop by its steps."""
+    """Returns the row in which the event `what` happened first, in the order of loop steps."""
     return min((x for x in rows if what in x.first), key=lambda x: x.first[what], default=None)
 
 
 def fold(measured: Iterable[tuple[Measured, Counts]]) -> tuple[Row, ...]:
-    """Makes a row for each operation of the user, and one for all that a part of this library does
-    in one of the user's lines, by dtype and pass.
+    """Makes a row for each operation of the user. All operations that a function or layer of this
+    library does for one of the user's lines share a row, for each dtype and pass.
     """
 
     def group(item):
@@ -134,9 +135,10 @@ class IdleProduct:
 
     **Attributes:**
 
-    - `primitive`, `line`, `layer`, `scope`: which one, and where.
-    - `batch`, `rows`, `columns`, `contracted`: its sizes as a matrix product; of a convolution,
-        positions, output channels, and window times input channels.
+    - `primitive`, `line`, `layer`, `scope`: the operation and its place, as in a `Row`.
+    - `batch`, `rows`, `columns`, `contracted`: its sizes as a matrix product. For a convolution,
+        rows are positions, columns output channels, and the contracted size is window times input
+        channels.
     """
 
     primitive: str
@@ -196,15 +198,15 @@ class RangeReport:
     - `rows`: a `Row` for each input, each array that the function closes over, and each
         floating-point result of an equation, in program order. Equations that only move values
         are left out.
-    - `folded`: the same with what a part of this library does in one line of the user as one row.
-        So it is printed.
-    - `mixed`: whether the function itself says what is half. Then only what it has in half can
-        overflow there. Otherwise it is a float32 function, and every value is looked at as if it
-        were half.
-    - `scaled`: whether the function multiplies its loss by a scale; `None` where that is not known.
-    - `autocast`: whether [`mpx_pde.autocast`][] chose what is half.
-    - `idle`: matrix products and convolutions with sizes that are no multiples of 8.
-    - `result`: what the function returned in float32.
+    - `folded`: the same rows, with all operations that a function or layer of this library does for
+        one line of the user in one row. These are the rows that are printed.
+    - `mixed`: whether the function itself declares what is in half precision. Then only those
+        values can overflow. Otherwise it is a float32 function, and every value is treated as if it
+        were half precision.
+    - `scaled`: whether the function multiplies its loss by a scale; `None` if that is not known.
+    - `autocast`: whether [`mpx_pde.autocast`][] chose what is in half precision.
+    - `idle`: matrix products and convolutions with sizes that are not multiples of 8.
+    - `result`: the result of the function in float32.
     - `edges`: the exponents between the intervals of the histograms.
     """
 
@@ -223,7 +225,7 @@ class RangeReport:
 
     @property
     def first_nonfinite(self) -> Row | None:
-        """Returns the first equation that made something not finite out of finite operands."""
+        """Returns the first equation with finite operands and a result that is not finite."""
         return _first(self.rows, "nonfinite")
 
     def first_overflow(self, dtype: str = "float16") -> Row | None:
@@ -234,9 +236,9 @@ class RangeReport:
         return _first((row for row in rows if row.loss(dtype).overflow), dtype)
 
     def worst(self, n: int | None = None, dtype: str = "float16") -> tuple[Row, ...]:
-        """Returns the `n` folded rows that suffer most in `dtype`, or all without an `n`: first
-        those that are not finite, then by overflow, then by loss to zero and to subnormals. Rows
-        that are not at risk come last.
+        """Returns the `n` folded rows that suffer most in `dtype`, or all of them if `n` is `None`.
+        Rows that are not finite come first. The others are sorted by overflow, then by loss to zero
+        and to subnormals. Rows that are not at risk come last.
         """
 
         def badness(row: Row):
@@ -287,13 +289,13 @@ class RangeReport:
         return Group(ranges, *self._notes())
 
     def plot(self, path: Any, n: int = 40) -> None:
-        """Draws the range of each of the `n` worst rows, in program order, beside those of the
+        """Draws the range of each of the `n` worst rows, in program order, beside the ranges of the
         formats. Needs matplotlib.
 
         **Arguments:**
 
-        - `path`: where to; the ending says in which format.
-        - `n`: how many rows at most.
+        - `path`: the file to write; its suffix selects the format.
+        - `n`: the largest number of rows to draw.
         """
         from matplotlib.figure import Figure
 
