@@ -1,5 +1,5 @@
-"""The common ground of all products of halves: operands, dtypes, and the rules of primitives that
-are linear in each of two operands.
+"""Code that all products of halves share: operands, dtypes, and the rules of primitives that are
+linear in each of two operands.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,9 +22,10 @@ GPUS = ("cuda", "rocm")
 
 
 class Given(NamedTuple):
-    """Records which dtypes of a product its caller named ([`mpx_pde.autocast`][] supplies the
-    others), whether the product must stay apart from others with the same weight, whether it is
-    the cotangent of an operand, and whether the axes of its right operand are read as the first.
+    """Records four facts about a product: which dtypes its caller named ([`mpx_pde.autocast`][]
+    supplies the others), whether it must not be merged with others that have the same weight,
+    whether it is the cotangent of an operand, and whether the axes of its right operand are read
+    first.
     """
 
     dtype: bool = True
@@ -71,9 +72,9 @@ def product_dtypes(
 
 
 def result_dtype(dtype: np.dtype, out_dtype: np.dtype) -> np.dtype:
-    # Products of halves accumulate in float32 on every backend, whatever the result. A GEMM with a
-    # half result is asked for as such: cuBLAS does not fold a cast of a float32 result, which
-    # would cost a float32 array and a kernel of its own.
+    # Products of halves accumulate in float32 on every backend, whatever the dtype of the result.
+    # We ask for a half result directly, because cuBLAS does not fold a cast of a float32 result:
+    # the cast would cost a float32 array and another kernel.
     return dtype if out_dtype == dtype else wide(dtype)
 
 
@@ -83,15 +84,15 @@ def rounded_product(
     """Multiplies operands rounded to `dtype`, and rounds the result to `out_dtype`.
 
     jaxlib's CPU backend has kernels for some products of halves and fails on others, most of them
-    of bfloat16. So there the rounded operands are widened, which is exact: the numbers are the
-    same, and the time is at most that of the kernels.
+    in bfloat16. So on a CPU the rounded operands are widened. This is exact: the results are the
+    same, and it takes no longer than those kernels.
     """
     result = wide(dtype) if on_cpu else result_dtype(dtype, out_dtype)
     x, y = (lax.convert_element_type(z, dtype) for z in (x, y))
     if on_cpu:
         x, y = (lax.convert_element_type(z, result) for z in (x, y))
-    # A product of halves is exact in float32. One of float32 operands is TF32 (GPU) or bfloat16
-    # (TPU) unless the highest precision is asked for.
+    # A product of halves is exact in float32. A product of float32 operands is TF32 (GPU) or
+    # bfloat16 (TPU) unless the highest precision is asked for.
     half = x.dtype.itemsize < 4
     precision = lax.Precision.DEFAULT if half else lax.Precision.HIGHEST
     out = product(x, y, precision=precision, preferred_element_type=result)
@@ -103,13 +104,13 @@ def define_product(primitive, plain, evaluate: Callable, *transposes: Callable) 
 
     **Arguments:**
 
-    - `plain`: JAX's own product, which says the shape of the result, its sharding and its varying
-        mesh axes.
-    - `evaluate`: the product as a function of its operands and parameters, which is told what
-        `platform` it is on.
+    - `plain`: JAX's own product, which determines the shape of the result, its sharding and its
+        varying mesh axes.
+    - `evaluate`: the product as a function of its operands and parameters, and of the `platform`
+        that it runs on.
     - `transposes`: the transpose rules of the left and of the right operand.
 
-    With them come its derivatives in forward mode and in `jax.experimental.jet`.
+    This also defines its derivatives in forward mode and in `jax.experimental.jet`.
     """
 
     def abstract_eval(x, y, *, dtype, out_dtype, given, algorithm=None, **params):
@@ -128,7 +129,7 @@ def define_product(primitive, plain, evaluate: Callable, *transposes: Callable) 
         return bilinear(primals, tangents, **params)
 
     primitive.def_abstract_eval(abstract_eval)
-    # Compiled once for each set of parameters and types, as JAX's own operations are.
+    # Compiled once for each set of parameters and types, like JAX's own operations.
     primitive.def_impl(partial(xla.apply_primitive, primitive))
     for platform in (None, "cpu", *GPUS):
         lowering = mlir.lower_fun(partial(evaluate, platform=platform), multiple_results=False)
@@ -142,8 +143,8 @@ def define_product(primitive, plain, evaluate: Callable, *transposes: Callable) 
 def _cauchy_product(
     primitive: Any, primals: Sequence, series: Sequence, **params: Any
 ) -> tuple[Array, list[Array]]:
-    """Returns the coefficients of a product from those of its factors, summed in float32: the rule
-    of JAX's Taylor mode, `jax.experimental.jet`.
+    """Returns the Taylor coefficients of a product from those of its factors, summed in float32.
+    This is the rule for JAX's Taylor mode, `jax.experimental.jet`.
     """
     xs, ys = ([primal, *terms] for primal, terms in zip(primals, series, strict=True))
     out_dtype = params["out_dtype"]

@@ -1,4 +1,4 @@
-"""Casting of PyTrees and of functions."""
+"""Casts PyTrees and functions."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -45,7 +45,7 @@ def is_inexact(x: Any) -> bool:
 
 
 def convert(x: Array, dtype: Any, weak_type: bool) -> Array:
-    """Casts `x` as `x.astype(dtype)` does, which on its own would make a weak type strong."""
+    """Casts `x` to `dtype`, with a weak type or without. `x.astype` would always make it strong."""
     if x.dtype == dtype and getattr(x, "weak_type", False) == weak_type:
         return x
     return lax.convert_element_type_p.bind(x, new_dtype=dtype, weak_type=weak_type, sharding=None)
@@ -61,7 +61,7 @@ def _cast_leaf(x: Any, to: np.dtype) -> Any:
         return x.update(dtype=target)
     if isinstance(x, jax.Array) and getattr(x, "weak_type", False):
         return convert(x, target, weak_type=True)
-    # Overflow is data: NumPy would warn of it, JAX does not.
+    # NumPy would warn of an overflow; JAX does not.
     with np.errstate(over="ignore"):
         return x.astype(target)
 
@@ -84,9 +84,9 @@ else:
 class FullPrecision(_Layer):
     """Keeps a layer in float32 inside a model that is cast to half precision.
 
-    [`mpx_pde.cast_tree`][] never touches what is inside, so its parameters stay the float32
+    [`mpx_pde.cast_tree`][] never casts the parameters of the layer, so they stay the float32
     masters. Calling it runs the layer as [`mpx_pde.force_full_precision`][] does: inputs are cast
-    to float32, matrix products take the highest precision (no TF32), and the outputs come back
+    to float32, matrix products take the highest precision (no TF32), and the outputs are returned
     in the dtype of the caller's inputs, or in `out_dtype`.
 
     ```python
@@ -94,16 +94,16 @@ class FullPrecision(_Layer):
     model = eqx.tree_at(lambda m: m.layers[0], model, replace_fn=half_behind)
     ```
 
-    This is how a first layer, a normalisation or a Fourier embedding is kept out of half precision.
-    A layer that is called with float32 values (points that `keep_full` keeps) returns float32, and
-    by JAX's type promotion all layers behind it would multiply in float32: hence
-    `out_dtype="half"`.
+    Use it to keep a first layer, a normalisation or a Fourier embedding out of half precision. A
+    layer that is called with float32 values (points that `keep_full` keeps) returns float32 by
+    default, and JAX's type promotion would make all layers after it multiply in float32.
+    `out_dtype="half"` prevents this.
 
-    Attributes of the layer can be read through the wrapper (`model.layers[0].weight`); its methods,
-    other than a call, run as they are.
+    Attributes of the layer can be read through the wrapper (`model.layers[0].weight`). Methods
+    other than a call run unchanged.
 
-    A single array can be kept too, such as a coefficient of the equation that is trained with the
-    network. It is read by `value`, and its gradient is in its own dtype:
+    It can also keep a single array, such as a coefficient of the equation that is trained with the
+    network. Read the array by `value`; its gradient is in its own dtype:
 
     ```python
     class Inverse(eqx.Module):
@@ -116,12 +116,13 @@ class FullPrecision(_Layer):
 
     **Arguments:**
 
-    - `module`: the layer, any callable PyTree; or a floating-point array.
+    - `module`: the layer, which is any callable PyTree; or a floating-point array.
     - `out_dtype`: the dtype of floating-point outputs; by default that of the caller's inputs.
-        `"half"` is the half precision in which [`mpx_pde.filter_grad`][] and the like, or
-        [`mpx_pde.cast_function`][], run the model at present. Where nobody asked for half
-        precision (with `use_mixed_precision=False`, or where a float32 model is evaluated), it is
-        the default, so that no value is rounded. For a model that you cast by hand, name the dtype.
+        `"half"` is the half precision in which [`mpx_pde.filter_grad`][] and similar functions, or
+        [`mpx_pde.cast_function`][], run the model at present. If none of them asks for half
+        precision (with `use_mixed_precision=False`, or when a float32 model is evaluated),
+        `"half"` acts as the default, so that no value is rounded. For a model that you cast by
+        hand, name the dtype.
     """
 
     module: Any
@@ -145,12 +146,12 @@ class FullPrecision(_Layer):
         return force_full_precision(self.module, out_dtype)(*args, **kwargs)
 
     def is_stateful(self) -> bool:
-        """Returns whether the layer is one, so that `eqx.nn.Sequential` passes it a state."""
+        """Returns whether the layer is stateful, so that `eqx.nn.Sequential` passes it a state."""
         return isinstance(self.module, eqx.nn.StatefulLayer) and self.module.is_stateful()
 
     def __getattr__(self, name: str) -> Any:
-        # Called for what is no attribute of the wrapper. Nothing private: protocols of Python and
-        # JAX ask objects for such names, and an object that is being made has no module yet.
+        # Called for names that the wrapper does not have. Private names are not forwarded, because
+        # Python and JAX probe for them, and an object under construction has no module yet.
         if name.startswith("_") or name in ("module", "out_dtype"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         if name == "value" and _is_floating(self.module):
@@ -159,8 +160,8 @@ class FullPrecision(_Layer):
 
 
 class Fixed(FullPrecision):
-    """Keeps a layer in float32, and [`mpx_pde.optimizer_update`][] keeps it as it is: an optimizer
-    may change what has no gradient, as by weight decay.
+    """Keeps a layer in float32, and untrained: [`mpx_pde.optimizer_update`][] never changes it.
+    Otherwise an optimizer might change parameters without a gradient, for example by weight decay.
     """
 
 
@@ -179,7 +180,7 @@ def _map_arrays(fn: Callable, tree: PyTree, keep: tuple[type, ...]) -> PyTree:
     return jtu.tree_map(lambda x: x if is_kept(x) else fn(x), tree, is_leaf=is_kept)
 
 
-# Running statistics are bookkeeping, not operands: in float16 they would stop moving or overflow.
+# Running statistics are not operands of products. In float16 they would stop changing or overflow.
 _KEPT_IN_CALLS = (FullPrecision, eqx.nn.State)
 
 
@@ -189,8 +190,8 @@ def map_operands(fn: Callable, tree: PyTree) -> PyTree:
 
 
 def cast_operands(tree: PyTree, dtype: np.dtype) -> PyTree:
-    """Casts the arguments or the results of a function as [`mpx_pde.cast_tree`][] does, but leaves
-    `eqx.nn.State` alone as well.
+    """Casts the arguments or the results of a function as [`mpx_pde.cast_tree`][] does, but does
+    not cast `eqx.nn.State` either.
     """
     return map_operands(lambda x: _cast_leaf(x, dtype), tree)
 
@@ -205,14 +206,14 @@ def cast_except(
 
 
 def kept_paths(keep: PyTree, args: tuple, kwargs: dict, call: str) -> frozenset[tuple]:
-    """Returns the paths in `(fun, args, kwargs)` of what [`cast_except`][] would not cast."""
+    """Returns the paths in `(fun, args, kwargs)` of leaves that [`cast_except`][] does not cast."""
     marks = _by_prefix(lambda k, sub: jtu.tree_map(lambda _: k, sub), keep, args, call)
     every = (False, marks, jtu.tree_map(lambda _: keep is True, kwargs))
     return frozenset(path for path, kept in jtu.tree_leaves_with_path(every) if kept)
 
 
 def _by_prefix(fun: Callable[[bool, PyTree], PyTree], keep: PyTree, args: tuple, call: str) -> Any:
-    """Maps `fun` over the subtrees of `args`, each with the leaf of the prefix `keep` there."""
+    """Maps `fun` over the leaves of the prefix `keep`, each with the subtree of `args` there."""
 
     def checked(k, subtree):
         if not isinstance(k, bool):
@@ -229,7 +230,7 @@ def _by_prefix(fun: Callable[[bool, PyTree], PyTree], keep: PyTree, args: tuple,
 
 
 def widen(tree: PyTree) -> PyTree:
-    """Casts what is narrower than float32 to float32, and nothing else."""
+    """Casts arrays narrower than float32 to float32, and nothing else."""
 
     def widen_leaf(x):
         return _cast_leaf(x, jnp.dtype("float32")) if is_narrow(getattr(x, "dtype", None)) else x
@@ -240,11 +241,11 @@ def widen(tree: PyTree) -> PyTree:
 def cast_tree(tree: PyTree, dtype: DTypeLike) -> PyTree:
     """Casts every real floating-point array in a PyTree to `dtype`.
 
-    Arrays are those of JAX and NumPy and [`jax.ShapeDtypeStruct`][], of any width from float8 to
-    float64. Complex arrays become the complex type of that width where there is one (complex64
-    for float32, complex128 for float64) and are left alone where there is none. Integers, bools,
-    PRNG keys, Python scalars, `None`, functions and everything inside a
-    [`mpx_pde.FullPrecision`][] are left alone. Structure, sharding and weak types survive.
+    This covers arrays of JAX and NumPy and [`jax.ShapeDtypeStruct`][], of any width from float8 to
+    float64. Complex arrays are cast to the complex type of the same precision (complex64 for
+    float32, complex128 for float64), and are left alone if there is none. Integers, bools, PRNG
+    keys, Python scalars, `None`, functions and everything inside a [`mpx_pde.FullPrecision`][] are
+    left alone. Structure, sharding and weak types are preserved.
 
     **Arguments:**
 
@@ -325,7 +326,7 @@ class _FullPrecisionFunction(AbstractWrapper):
     _return_dtype: np.dtype | None = eqx.field(static=True)
 
     def __call__(self, /, *args, **kwargs):
-        # "Full" never lowers a precision: float64 stays float64.
+        # Full precision never lowers a precision: float64 stays float64.
         dtype = wide(_widest(self.fun, args, kwargs) or "float32")
         return_dtype = self._return_dtype or _widest(args, kwargs) or _widest(self.fun)
         func, args, kwargs = cast_operands((self.fun, args, kwargs), dtype)
@@ -336,7 +337,7 @@ class _FullPrecisionFunction(AbstractWrapper):
     def __get__(self, instance: Any, owner: Any = None):
         if instance is None:
             return self
-        # The instance belongs to the function: the caller's dtype is that of the arguments.
+        # The instance belongs to the function, so only the arguments decide the caller's dtype.
         return _FullPrecisionFunction(eqx.Partial(self.fun, instance), self._return_dtype)
 
 
@@ -345,10 +346,10 @@ def cast_function(
 ) -> Callable[..., Any]:
     """Makes a function run in another precision.
 
-    All floating-point arrays in its arguments, positional and by keyword, at any depth, are cast
-    to `dtype` as by [`mpx_pde.cast_tree`][], and all those in its output to `return_dtype`.
-    If `func` is a PyTree with parameters (an Equinox module or a bound method of one), these are
-    cast as well. `eqx.nn.State` is left alone.
+    Casts all floating-point arrays in its arguments, positional and by keyword, at any depth, to
+    `dtype` as [`mpx_pde.cast_tree`][] does, and those in its output to `return_dtype`. If `func` is
+    a PyTree with parameters (an Equinox module or a bound method of one), casts these as well.
+    Leaves `eqx.nn.State` alone.
 
     **Arguments:**
 
@@ -379,14 +380,14 @@ def force_full_precision(
     and convolutions take the highest precision, since a plain float32 product is TF32 on an
     NVIDIA GPU and bfloat16 on a TPU. If one of the inputs is float64, all of it runs in float64.
 
-    Use it around sums over many elements, norms, softmax, exponentials: whatever leaves the range
-    of float16 on the way to a harmless result.
+    Use it around code that leaves the range of float16 on the way to a harmless result, such as
+    sums over many elements, norms, softmax and exponentials.
 
     **Arguments:**
 
     - `func`: a function, method or callable module.
-    - `return_dtype`: the dtype of the outputs; by default the dtype in which the inputs came (the
-        widest, if they differ).
+    - `return_dtype`: the dtype of the outputs; by default the dtype of the inputs (the widest, if
+        they differ).
 
     **Returns:**
 
@@ -394,7 +395,7 @@ def force_full_precision(
     holds `func`, and binds as a method when it is assigned in a class body.
 
     **Raises:** `TypeError` if `func` cannot be called, `ValueError` for a `return_dtype` that is
-    no real floating-point type.
+    not a real floating-point type.
 
     ```python
     weights = mpx.force_full_precision(jax.nn.softmax)(scores.astype(jnp.float16))  # float16

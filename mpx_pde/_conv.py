@@ -1,4 +1,4 @@
-"""The half-precision convolution: the twin of the product in `_dot.py`."""
+"""The half-precision convolution, the counterpart of the product in `_dot.py`."""
 
 import functools as ft
 from collections.abc import Callable, Sequence
@@ -32,7 +32,7 @@ def _conv(x, y, *, dtype, out_dtype, given, platform, **window):
     def product(x, y, *, precision, **options):
         return _plain(window)(x, y, precision=(precision,) * 2, **options)
 
-    # cuDNN convolves halves to halves alone: for a float32 result XLA would widen the operands.
+    # cuDNN returns only half results for halves: for a float32 one XLA would widen the operands.
     in_half = platform in GPUS and given.cotangent and is_half(dtype)
     through = dtype if in_half else out_dtype
     out = rounded_product(product, x, y, dtype, through, platform == "cpu")
@@ -46,8 +46,8 @@ def _plain(window: dict) -> Callable:
 
 
 def _cotangent(place: int, g, x, y, *, dtype, out_dtype, given, **window):
-    """Returns the cotangent of the operand at a place, in that operand's own dtype: again a product
-    of halves.
+    """Returns the cotangent of the operand at a place, in that operand's own dtype. It is computed
+    by another product of halves.
     """
     del out_dtype
     aval, other = (x.aval, y) if place == 0 else (y.aval, x)
@@ -90,12 +90,12 @@ def mixed_conv_general_dilated(
     """Convolves as [`jax.lax.conv_general_dilated`][] does, with operands rounded to `dtype`,
     products accumulated in float32, and a result of dtype `out_dtype`.
 
-    The rounding is part of the operation, as in [`mpx_pde.mixed_dot_general`][]: the cotangent of
-    each operand comes back in the dtype that the operand came in, and the convolutions of the
-    backward pass and of forward mode are again `dtype` × `dtype` with float32 accumulation. cuDNN
-    returns a convolution of halves in half: on a GPU the gradient of a float32 master is its sum
-    in float32, rounded to half. A result that you ask for in float32 by `out_dtype` is not rounded;
-    there the rounded operands are widened, and a GPU convolves float32.
+    The rounding is part of the operation, as in [`mpx_pde.mixed_dot_general`][]. So the cotangent
+    of each operand has that operand's dtype, and the convolutions of the backward pass and of
+    forward mode are again `dtype` × `dtype` with float32 accumulation. cuDNN returns a convolution
+    of halves in half precision. On a GPU the gradient of a float32 master is therefore summed in
+    float32 and then rounded to half. A result that you ask for in float32 by `out_dtype` is not
+    rounded; for it a GPU widens the rounded operands and convolves float32.
 
     **Arguments:**
 
@@ -120,7 +120,7 @@ def mixed_conv_general_dilated(
     dtypes = product_dtypes((lhs, rhs), dtype, out_dtype, call)
     window = (window_strides, padding, lhs_dilation, rhs_dilation, dimension_numbers)
     groups = (feature_group_count, batch_group_count)
-    # JAX spells out padding and dimension numbers, and checks them.
+    # Lets JAX resolve and check padding and dimension numbers.
     convolution = lambda x, y: lax.conv_general_dilated(x, y, *window, *groups)
     closed = traced(convolution, jax.typeof(lhs), jax.typeof(rhs))
     return replay(closed, (lhs, rhs), *_PRODUCTS, **dtypes)[0]

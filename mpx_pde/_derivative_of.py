@@ -1,4 +1,4 @@
-"""A function with the derivative of another."""
+"""Gives a function the derivative of another."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,11 +17,11 @@ from ._wrapper import of_some
 def with_derivative_of(fun: Callable, other: Callable) -> Callable:
     """Returns `fun` with the derivative of `other` in forward and reverse mode.
 
-    `fun` takes PyTrees of arrays and returns two PyTrees: its result, and what it has found on the
-    way and has no derivative, such as indices. `other` takes what was found and then the same
+    `fun` takes PyTrees of arrays and returns two PyTrees: its result, and intermediate values
+    without a derivative, such as indices. `other` takes these intermediate values and then the same
     arrays, and returns a result of the same types. Arrays without tangents are not differentiated.
-    A `custom_vjp` would forbid forward mode, and under `vmap` sum the gradient of a weight over
-    outer products; here it is that of `other`, transposed as a whole.
+    A `custom_vjp` would forbid forward mode. Under `vmap` it would also sum the gradient of a
+    weight over outer products; here `other` is transposed as a whole.
     """
 
     def call(*args: Any) -> Any:
@@ -53,7 +53,7 @@ def with_derivative_of(fun: Callable, other: Callable) -> Callable:
 
 
 def _traced(x: Any) -> Any:
-    """Returns a NumPy array that a `vmap` maps over as one of JAX, which a `custom_jvp` needs."""
+    """Converts a NumPy array that a `vmap` maps over to a JAX array, as a `custom_jvp` needs it."""
     inside = x
     while isinstance(inside, Tracer):
         inside = getattr(inside, "val", None)

@@ -1,9 +1,9 @@
 """The half-precision product that everything else is built on.
 
-Plain casts around `jnp.dot` leave precision to chance as soon as the product is
-differentiated: the weight gradient leaves its GEMM rounded to half (and is summed over scan
-steps and devices in half), and `preferred_element_type=float32` puts float32 × float32 GEMMs
-into the backward pass. A primitive of our own settles both, in forward and in reverse mode.
+Plain casts around `jnp.dot` do not control precision once the product is differentiated. The weight
+gradient comes out of its GEMM rounded to half precision, and is summed over scan steps and devices
+in half precision. `preferred_element_type=float32` puts float32 × float32 GEMMs into the backward
+pass. Our own primitive solves both problems, in forward and in reverse mode.
 """
 
 from math import prod
@@ -36,10 +36,11 @@ from ._varying import match_varying_axes
 mixed_dot_general_p = Primitive("mixed_dot_general")
 
 _APART = 2**21
-"""From operands of this many bytes on, copies take a GPU longer than a product more."""
+"""The size of operands in bytes from which copies take longer on a GPU than another product."""
 
 _ALIGNED, _NARROW = 8, 64
-"""Halves in a row that cuBLAS wants a multiple of, and below what length the rest is cheap."""
+"""cuBLAS needs rows of a multiple of the first number of halves. Axes shorter than the second are
+cheap to pad."""
 
 
 def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algorithm, platform):
@@ -62,8 +63,8 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
         if apart:
             x, y, sizes = _padded(x, y, numbers)
             if max(x.size, y.size) * x.dtype.itemsize >= _APART:
-                # XLA makes one product of those with the same weight, whose operands it puts behind
-                # one another and whose result it cuts up again, with copies.
+                # XLA merges products with the same weight: it concatenates their operands and cuts
+                # up the result, both with copies. The barrier prevents that.
                 x, y = lax.optimization_barrier((x, y))
         out = lax.dot_general(x, y, numbers, **options)
         out = out if sizes is None else lax.slice(out, (0, 0), sizes)
@@ -87,11 +88,11 @@ def _dot(x, y, *, dimension_numbers, dtype, out_dtype, out_sharding, given, algo
 
 
 def _is_by_vector(x, y, dimension_numbers) -> bool:
-    """Returns whether an operand is a vector, batches aside, or both are numbers to each other.
+    """Returns whether, apart from batch axes, one operand is a vector or nothing is summed over.
 
-    XLA for GPUs makes elementwise products of these, and of a split one products of halves rounded
-    to half: on an H200 the output of a network by `bfloat16_x3` was off by 2e-3 for its last layer.
-    Float32 takes as long, for memory bounds it.
+    XLA for GPUs turns such products into elementwise ones. For a split product these are products
+    of halves, rounded to half precision: on an H200 the last layer made the output of a network by
+    `bfloat16_x3` wrong by 2e-3. Float32 takes no longer, because memory bandwidth is the limit.
     """
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
     kept = _axes(x.ndim, x_contract, x_batch), _axes(y.ndim, y_contract, y_batch)
@@ -100,8 +101,8 @@ def _is_by_vector(x, y, dimension_numbers) -> bool:
 
 
 def _sums_over_rows(x, y, dimension_numbers) -> bool:
-    """Returns whether a product contracts several axes, the last of both operands, as the gradient
-    of a weight that acts on the channels of a field does.
+    """Returns whether a product contracts several axes, which are the last of both operands. The
+    gradient of a weight that acts on the channels of a field is such a product.
     """
     contracted, _ = dimension_numbers
     last = lambda z, axes: tuple(axes) == tuple(range(z.ndim - len(axes), z.ndim))
@@ -109,8 +110,9 @@ def _sums_over_rows(x, y, dimension_numbers) -> bool:
 
 
 def _as_matrix(z, axes) -> tuple[Any, int, tuple[int, ...]] | None:
-    """Makes a matrix of an array of which some axes, in order, are the first or the last. Returns
-    it, which of its two axes these are, and the sizes of the others; `None` of another array."""
+    """Reshapes an array to a matrix if `axes`, in order, are its first or its last ones. Returns
+    the matrix, the one of its two axes that replaces `axes`, and the sizes of the other axes.
+    Returns `None` otherwise."""
     n, cut = len(axes), z.ndim - len(axes)
     if axes == tuple(range(n)):
         return lax.reshape(z, (prod(z.shape[:n]), prod(z.shape[n:]))), 0, z.shape[n:]
@@ -120,11 +122,13 @@ def _as_matrix(z, axes) -> tuple[Any, int, tuple[int, ...]] | None:
 
 
 def _as_matrices(x, y, dimension_numbers) -> tuple[Any, Any, Any, tuple[int, ...] | None]:
-    """Makes matrices of two operands whose contracted axes stand together at an end. Returns them,
-    the axes that are contracted then, and the shape of the product; others as they are, and `None`.
+    """Reshapes two operands to matrices if their contracted axes are together at one end. Returns
+    the matrices, their dimension numbers, and the shape of the product. Returns other operands and
+    their dimension numbers unchanged, and `None`.
 
-    For a product over several axes XLA makes a transposed copy of an operand: on a CPU, and on a
-    GPU behind a barrier, which keeps it from writing what is stacked as the product reads it.
+    For a product over several axes XLA makes a transposed copy of an operand. It does so on a CPU,
+    and on a GPU after a barrier, which keeps XLA from writing a stacked operand in the order in
+    which the product reads it.
     """
     pairs, left, right = sorted(zip(*dimension_numbers[0], strict=True)), None, None
     if pairs and not dimension_numbers[1][0]:
@@ -136,9 +140,10 @@ def _as_matrices(x, y, dimension_numbers) -> tuple[Any, Any, Any, tuple[int, ...
 
 
 def _goes_first(x, y, dimension_numbers) -> bool:
-    """Returns whether the right operand goes in front: if it has more rows than the left one, as
-    the points of a `vmap` that meet a weight, or where both are contracted along their first axes
-    if it is the smaller one: of the one in front XLA for CPUs makes a transposed copy there."""
+    """Returns whether to put the right operand in front. It goes in front if it has more rows than
+    the left one, as the points of a `vmap` have that meet a weight. If both are contracted along
+    their first axes, the smaller one goes in front, because XLA for CPUs makes a transposed copy of
+    that one."""
     (x_axes, y_axes), _ = dimension_numbers
     if x_axes and {*x_axes} == {*y_axes} == {*range(len(x_axes))}:
         return y.size < x.size
@@ -148,10 +153,10 @@ def _goes_first(x, y, dimension_numbers) -> bool:
 
 
 def _turned(x, y, dimension_numbers, held, **options):
-    """Evaluates a product with the axes of the right operand in front in memory, where all that
-    follows has the axis of a `vmap`: on a GPU that saves a ViT transposed copies. What XLA for CPUs
-    reads across the order in memory it computes entry by entry, which takes ten times as long; it
-    must be `held` there by a barrier, or is taken back to the order that was asked for."""
+    """Evaluates a product with the axes of the right operand first in memory, where the operations
+    that follow have the axis of a `vmap`. On a GPU this saves transposed copies in a ViT. A result
+    that XLA for CPUs reads across its order in memory is computed entry by entry, which takes ten
+    times as long. There it must be `held` by a barrier, or XLA returns to the original order."""
     contracted, batch = dimension_numbers
     out = lax.dot_general(y, x, (contracted[::-1], batch), **options)
     axes, rows = range(out.ndim), y.ndim - len(contracted[1])
@@ -160,11 +165,11 @@ def _turned(x, y, dimension_numbers, held, **options):
 
 
 def _padded(x, y, dimension_numbers) -> tuple[Any, Any, tuple[int, ...] | None]:
-    """Pads the narrow axes of two matrices of halves to the lengths that cuBLAS wants. Returns the
-    matrices and the shape of their product, or `None` if that shape stays.
+    """Pads the narrow axes of two matrices of halves to the lengths that cuBLAS needs. Returns the
+    matrices and the unpadded shape of their product, or `None` if that shape does not change.
 
-    XLA does so anyway, but for each of several products with the same operand anew. A product over
-    an axis of length 1 is no work for tensor cores.
+    XLA would pad too, but separately for each of several products with the same operand. A product
+    over an axis of length 1 does not use tensor cores, so it is left alone.
     """
     ((x_axes, y_axes), (batch, _)) = dimension_numbers
     matrices = x.ndim == y.ndim == 2 and len(x_axes) == 1 and not batch
@@ -185,11 +190,11 @@ def _axes(ndim: int, *without: tuple[int, ...]) -> list[int]:
 
 
 def _cotangent_sharding(x_aval, g, order: list[int]) -> NamedSharding | None:
-    """Returns the sharding of the cotangent of `x`, whose axes are in the given order: the sharding
-    of `x` itself.
+    """Returns the sharding of the cotangent of `x`, which is that of `x` itself with axes in the
+    given order.
 
-    Needed on meshes with explicit axes, where a contraction over a sharded axis does not say by
-    itself how its result is laid out.
+    Meshes with explicit axes need it, because there a contraction over a sharded axis does not
+    determine the layout of its result.
     """
     sharding = x_aval.sharding
     if sharding.mesh.empty:
@@ -203,8 +208,8 @@ def _cotangent_sharding(x_aval, g, order: list[int]) -> NamedSharding | None:
 
 
 def _transpose_lhs(g, x, y, *, dimension_numbers, dtype, given, algorithm, swapped=False, **_):
-    """Returns the cotangent of the left operand, in that operand's own dtype: again a product of
-    halves.
+    """Returns the cotangent of the left operand, in that operand's own dtype. It is computed by
+    another product of halves.
     """
     (x_contract, y_contract), (x_batch, y_batch) = dimension_numbers
     x_kept = _axes(x.aval.ndim, x_contract, x_batch)
@@ -212,9 +217,9 @@ def _transpose_lhs(g, x, y, *, dimension_numbers, dtype, given, algorithm, swapp
     n = len(x_batch)
     first = n if swapped else n + len(x_kept)
     g_batch, g_y = tuple(range(n)), tuple(range(first, first + len(y_kept)))
-    # What comes out has the axes: batch, kept, and contracted in the order of y's axes; swapped,
-    # contracted before kept. So the gradient of a weight is `y.T @ g`: of `(g.T @ y).T` XLA makes
-    # a transposed copy of g on a CPU.
+    # The result has the axes: batch, kept, and contracted in the order of y's axes; if swapped,
+    # contracted before kept. So the gradient of a weight is `y.T @ g`. For `(g.T @ y).T` XLA would
+    # make a transposed copy of g on a CPU.
     operands = [(g, g_y, g_batch), (y, tuple(y_kept), tuple(y_batch))]
     axes = [x_kept, [x_contract[i] for i in np.argsort(y_contract)]]
     if swapped:
@@ -289,32 +294,34 @@ def mixed_dot_general(
     """Multiplies as [`jax.lax.dot_general`][] does, with operands rounded to `dtype`, products
     accumulated in float32, and a result of dtype `out_dtype`.
 
-    The rounding is part of the operation. So the cotangent of each operand comes back *in the
-    dtype that the operand came in*, and every product of the backward pass (and of any nesting of
-    forward and reverse mode) is again `dtype` × `dtype` with float32 accumulation. Pass weights
-    as their float32 masters: their gradient leaves the GEMM in float32 and is summed in float32
-    over scan steps and devices. Pass activations in half: then what is kept for the backward pass
-    is half.
+    The rounding is part of the operation. So the cotangent of each operand has *that operand's own
+    dtype*, and every product of the backward pass (and of any nesting of forward and reverse mode)
+    is again `dtype` × `dtype` with float32 accumulation. Pass weights as their float32 masters:
+    their gradient comes out of the GEMM in float32 and is summed in float32 over scan steps and
+    devices. Pass activations in half precision: then the values kept for the backward pass are
+    half too.
 
     **Arguments:**
 
     - `x`, `y`: arrays of any real floating dtype; their dtypes may differ.
     - `dimension_numbers`: `((x_contracting, y_contracting), (x_batch, y_batch))`, as for
         [`jax.lax.dot_general`][].
-    - `dtype`: what the operands are rounded to, usually float16 or bfloat16. float32 multiplies
-        at the highest precision (no TF32). By default the narrowest dtype of the operands; inside
-        of [`mpx_pde.autocast`][], which then supplies the dtype, its half precision.
+    - `dtype`: the dtype to which the operands are rounded, usually float16 or bfloat16. float32
+        multiplies at the highest precision (no TF32). The default is the narrowest dtype of the
+        operands. Inside of [`mpx_pde.autocast`][] it is autocast's half precision.
     - `out_dtype`: the dtype of the result; by default `dtype`.
     - `out_sharding`: the layout of the result, for meshes with explicit axes on which a
         contracted axis is sharded; as for [`jax.lax.dot_general`][].
 
     **Returns:**
 
-    An array of dtype `out_dtype`: first the batch axes, then those left of `x`, then of `y`.
+    An array of dtype `out_dtype`. Its axes are the batch axes, then the remaining axes of `x`, then
+    those of `y`.
 
-    **Raises:** `TypeError` for operands that are not real floating-point, or `dimension_numbers`
-    of another form or that the shapes do not fit, `ValueError` for a `dtype` that is no
-    floating-point type, or without one for operands of two different narrow types.
+    **Raises:** `TypeError` for operands that are not real floating-point, and for
+    `dimension_numbers` of another form or that do not fit the shapes; `ValueError` for a `dtype`
+    that is not a floating-point type, and for operands of two different narrow types without a
+    `dtype`.
     """
     call = "mixed_dot_general"
     x, y = as_operand(x, call), as_operand(y, call)
@@ -360,9 +367,9 @@ def _axes_from_zero(x: Array, y: Array, dimension_numbers: Any) -> Any:
 
 
 def split_dot_general(x: Array, y: Array, dimension_numbers: Any, algorithm: str) -> Array:
-    """Multiplies float32 arrays by several products of halves or TF32, one of `SPLIT_PRODUCTS`; so
-    do its derivatives. On a CPU, which has no such products, the same numbers come out of several
-    float32 products.
+    """Multiplies float32 arrays by several products of halves or TF32, as `algorithm`, one of
+    `SPLIT_PRODUCTS`, says. Its derivatives do the same. A CPU has no such products, and computes
+    the same numbers by several float32 products.
     """
     dtypes = dict.fromkeys(("dtype", "out_dtype"), jnp.dtype("float32"))
     params = {"given": Given(), "algorithm": algorithm, **dtypes}

@@ -1,4 +1,4 @@
-"""Floating-point formats, and which of them *half precision* means at present.
+"""Floating-point formats, and the present meaning of *half precision*.
 
 Nothing here starts a JAX backend: limits come from `jax.numpy.finfo`, which knows
 `bfloat16` without a device.
@@ -28,11 +28,11 @@ BFLOAT16_MAX: float = float(jnp.finfo("bfloat16").max)
 
 _HALF = {name: jnp.dtype(name) for name in ("float16", "bfloat16")}
 
-# A user context is part of the key of jit's caches, so a step that was compiled for one
+# A user context is part of the keys of jit's caches, so a step that was compiled for one
 # half-precision type is never reused for the other.
 _half_context = jax.make_user_context("float16")
 
-# Who asked for half precision around here, and which: `("cast", "float16")`, or "autocast".
+# How half precision was asked for in this context, and which: `("cast", "float16")`, or "autocast".
 _asked_context = jax.make_user_context(None)
 
 
@@ -42,8 +42,8 @@ def as_floating_dtype(dtype: Any, call: str) -> np.dtype:
     """
     try:
         if dtype is None or eqx.is_array(dtype):
-            raise TypeError  # NumPy would take `None` for float64, and an array for its dtype.
-        # Python's own type means JAX's default, which is float64 with `jax_enable_x64` alone.
+            raise TypeError  # NumPy would read `None` as float64, and an array as its dtype.
+        # Python's `float` means JAX's default, which is float64 only with `jax_enable_x64`.
         out = jax.dtypes.canonicalize_dtype(dtype) if dtype is float else jnp.dtype(dtype)
     except TypeError:
         out = None
@@ -71,7 +71,7 @@ def as_half_dtype(dtype: Any, call: str) -> np.dtype:
 
 
 def is_integer(x: Any) -> bool:
-    """Returns whether `x` is an integer of Python or NumPy, and no bool."""
+    """Returns whether `x` is an integer of Python or NumPy, and not a bool."""
     return isinstance(x, int | np.integer) and not isinstance(x, bool)
 
 
@@ -87,7 +87,7 @@ def check_bool(value: Any, call: str, name: str, meaning: str) -> bool:
 
 def check_choice(value: Any, choices: Collection, call: str, name: str, mend: str = "") -> Any:
     """Returns `value`; raises a `ValueError` in the name of `call` unless it is a choice."""
-    # NumPy finds that its float16 equals "half".
+    # Types are compared too, because NumPy's float16 equals "half".
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
         known = ", ".join(map(repr, choices))
         raise ValueError(f"`{call}` takes {known} as `{name}`, but got {value!r}. {mend}".rstrip())
@@ -95,8 +95,8 @@ def check_choice(value: Any, choices: Collection, call: str, name: str, mend: st
 
 
 def check_integer(value: Any, call: str, name: str, least: int = 1) -> int:
-    """Returns an integer; raises a `ValueError` in the name of `call` unless it is one of `least`
-    or more.
+    """Returns an integer; raises a `ValueError` in the name of `call` unless it is an integer of at
+    least `least`.
     """
     if not is_integer(value) or value < least:
         what = "a positive integer" if least == 1 else f"an integer of at least {least}"
@@ -105,7 +105,7 @@ def check_integer(value: Any, call: str, name: str, least: int = 1) -> int:
 
 
 def is_real(x: Any) -> bool:
-    """Returns whether `x` is a real number of Python or NumPy, and no bool."""
+    """Returns whether `x` is a real number of Python or NumPy, and not a bool."""
     return isinstance(x, numbers.Real) and not isinstance(x, bool)
 
 
@@ -163,14 +163,14 @@ def set_half_precision_datatype(datatype: DTypeLike) -> None:
     **Raises:** `ValueError` for anything else.
     """
     name = as_half_dtype(datatype, "set_half_precision_datatype").name
-    # JAX 0.10.0 has the setter on the object underneath alone.
+    # In JAX 0.10.0 only the underlying object has the setter.
     context = _half_context if hasattr(_half_context, "set_global") else _half_context._obj
     context.set_global(name)
 
 
 @contextmanager
 def half_precision(datatype: DTypeLike) -> Iterator[None]:
-    """A context manager in which *half precision* means `datatype`, in this thread.
+    """A context manager that makes *half precision* mean `datatype`, in this thread.
 
     ```python
     with mpx.half_precision("bfloat16"):
@@ -187,44 +187,44 @@ def half_precision(datatype: DTypeLike) -> Iterator[None]:
         yield
 
 
-# Scales that can be multiplied with and divided by in float32. XLA divides an array by a scalar by
+# The range of scales that float32 can multiply and divide by. XLA divides an array by a scalar by
 # multiplying with the reciprocal, and flushes a subnormal one to zero: x / 2^127 would be 0.
 SMALLEST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**126
 
 
 def largest_scale(dtype: Any) -> float:
-    """Returns the largest power of two that `dtype` holds and that is a scale: 2^15 for float16,
-    2^126 for bfloat16.
+    """Returns the largest power of two that `dtype` can hold and that is an allowed scale: 2^15 for
+    float16, 2^126 for bfloat16.
     """
     return min(float(2.0 ** (int(jnp.finfo(dtype).maxexp) - 1)), LARGEST_SCALE)
 
 
 @contextmanager
 def asked_for_half(by: str, datatype: Any) -> Iterator[None]:
-    """A context in which half precision was asked for, by a `"cast"` of arguments or by
-    `"autocast"`."""
+    """A context manager that records that half precision was asked for, by a `"cast"` of arguments
+    or by `"autocast"`."""
     asked = _asked_context((by, jnp.dtype(datatype).name))
     with half_precision(datatype), asked, precision_gives_way():
         yield
 
 
 def asked_of_context() -> tuple[str, str] | None:
-    """Returns which half precision the surrounding context asks for, and by which call; `None`
-    without one.
+    """Returns how the surrounding context asks for half precision, and for which. Returns `None` if
+    it does not.
     """
     return _asked_context.value
 
 
 def half_behind() -> np.dtype | None:
-    """Returns the half precision that the context asks for, or `None` if it asks for none, as in a
-    float32 baseline or where a model is evaluated.
+    """Returns the half precision that the context asks for. Returns `None` if it asks for none, as
+    in a float32 baseline or when a model is evaluated.
     """
     asked = _asked_context.value
     return None if asked is None else _HALF[asked[1]]
 
 
-# The default precision of products that half precision was asked for in spite of; `_ASKED` inside
-# of what insists on float32.
+# A default precision of products that half precision overrides, or `_ASKED` inside of code that
+# insists on float32.
 _default_precision = jax.make_user_context("")
 _ASKED = "asked for by name"
 
@@ -235,7 +235,7 @@ def matmul_precision() -> str | None:
 
 
 def default_precision() -> Any:
-    """Returns the precision parameter of a product that asks for none."""
+    """Returns the precision parameter of a product whose caller named none."""
     setting = matmul_precision()
     return None if setting is None else _precision_at(setting)
 
@@ -249,36 +249,37 @@ def _precision_at(setting: str) -> Any:
 
 @contextmanager
 def highest_precision(by: str = _ASKED) -> Iterator[None]:
-    """A context in which products take the highest precision, as somebody has asked for it."""
+    """A context manager in which products take the highest precision."""
     with jax.default_matmul_precision("highest"), _default_precision(by):
         yield
 
 
 def true_float32() -> AbstractContextManager[Any]:
-    """A context in which float32 means it: products of float32 arrays take the highest precision,
-    unless the user has set another. JAX's own default is TF32 on a GPU and bfloat16 on a TPU."""
+    """Returns a context in which float32 is true float32: products of float32 arrays take the
+    highest precision, unless the user has set another. JAX's own default is TF32 on a GPU and
+    bfloat16 on a TPU."""
     return highest_precision("highest") if matmul_precision() is None else nullcontext()
 
 
 def precision_gives_way() -> AbstractContextManager[Any]:
-    """A context in which half precision is asked for: a default precision that was set before, for
-    float32 products, does not apply to what runs in here. One that is set in here does.
+    """Returns a context in which half precision is asked for. A default precision of products that
+    was set outside of it does not apply inside. One that is set inside does.
     """
     asked = _default_precision.value == _ASKED
     return nullcontext() if asked else _default_precision(matmul_precision() or "")
 
 
 def precision_of_user() -> AbstractContextManager[Any]:
-    """A context in which a program is traced without the default precision that gives way:
-    interpreters take a precision that a product asks for as the program's own wish.
+    """Returns a context that traces a program without a default precision that gives way.
+    Interpreters would otherwise treat the precision of its products as a choice of the program.
     """
     gives_way = _default_precision.value == (matmul_precision() or "")
     return jax.default_matmul_precision(None) if gives_way else nullcontext()
 
 
 def full_precision_asked() -> bool:
-    """Returns whether products must be more precise here than by the default of JAX, as inside of
-    [`mpx_pde.FullPrecision`][].
+    """Returns whether products must be more precise here than JAX's default. They must inside of
+    [`mpx_pde.FullPrecision`][], for example.
     """
     return matmul_precision() not in (None, "default", "fastest", "bfloat16", "DEFAULT")
 
@@ -287,8 +288,8 @@ def product_datatype(dtype: Any) -> np.dtype:
     """Returns the dtype in which a layer with weights of `dtype`, and no dtype of its own,
     multiplies.
 
-    That of the weights, since whoever casts a model casts them. [`mpx_pde.autocast`][] casts
-    nothing beforehand, and supplies its own.
+    It is the dtype of the weights, since casting a model casts them. [`mpx_pde.autocast`][] casts
+    nothing beforehand, and supplies its own dtype.
     """
     dtype, asked = jnp.dtype(dtype), _asked_context.value
     if asked is None or asked[0] != "autocast" or full_precision_asked() or dtype != jnp.float32:

@@ -1,4 +1,4 @@
-"""[`jax.numpy.matmul`][] and [`jax.numpy.einsum`][] by mixed products."""
+"""Mixed-precision versions of [`jax.numpy.matmul`][] and [`jax.numpy.einsum`][]."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,8 +34,8 @@ def mixed_matmul(
 
     **Returns:**
 
-    An array of shape `[..., n, m]` (without `n` or `m` where an operand has one axis) and of
-    dtype `out_dtype`.
+    An array of shape `[..., n, m]` (without `n` or `m` if an operand has one axis) and of dtype
+    `out_dtype`.
 
     **Raises:** `TypeError` for scalars, wrong dtypes or shapes that do not fit.
     """
@@ -59,8 +59,8 @@ def mixed_einsum(
 ) -> Float[Array, "..."]:
     """Evaluates [`jax.numpy.einsum`][] by [`mpx_pde.mixed_dot_general`][].
 
-    Every pairwise product (in the order that `jax.numpy.einsum_path` picks) is one mixed product;
-    sums over an index of a single operand are taken in float32 first.
+    Every pairwise product (in the order that `jax.numpy.einsum_path` picks) is one mixed product.
+    Sums over an index of a single operand are taken first, in float32.
 
     **Arguments:**
 
@@ -91,7 +91,7 @@ def mixed_einsum(
 
 
 def _mixed(fun: Callable, arrays: Sequence[Array], dtypes: dict[str, Any]) -> Array:
-    """Evaluates a function of JAX's with mixed products."""
+    """Evaluates a function of JAX with mixed products."""
     closed = traced(fun, *map(jax.typeof, arrays))
     products = lax.dot_general_p, mixed_dot_general_p
     [out] = replay(closed, arrays, *products, algorithm=None, **dtypes)

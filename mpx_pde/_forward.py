@@ -1,4 +1,4 @@
-"""The precision of the forward pass, where it differs from that of the backward pass."""
+"""A precision of the forward pass that differs from that of the backward pass."""
 
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -15,12 +15,12 @@ FORWARDS = ("half", "float32", *SPLIT_PRODUCTS, "float64")
 """The values that `forward=` takes."""
 
 RUNGS = ("half", *SPLIT_PRODUCTS, "float32", "full", "float64")
-"""Precisions of a training by the error of its loss, the largest first: what `forward=` takes, and
-`"full"`, the precision of the parameters throughout."""
+"""Precisions of a training run, ordered by the error of its loss, the largest first. They are the
+values of `forward=`, and `"full"`, which is the precision of the parameters throughout."""
 
 
 def options_of(rung: str) -> dict[str, Any]:
-    """Returns the options with which a gradient transformation works on a rung."""
+    """Returns the options that select one of `RUNGS` in a gradient transformation."""
     return {"use_mixed_precision": False} if rung == "full" else {"forward": rung}
 
 
@@ -31,15 +31,15 @@ def check_rung(rung: Any, call: str, name: str) -> str:
 
 
 class Forward(NamedTuple):
-    """The precision of a loss while it is traced: one for its forward pass and one for its backward
-    pass.
+    """The precisions of a loss while it is traced: one for its forward pass and one for its
+    backward pass.
 
     **Attributes:**
 
     - `precision`: one of `FORWARDS`.
-    - `backward`: the dtype of what is kept for the backward pass, and of its products.
-    - `inside`: whether derivatives around those that are taken here are evaluated so, which leaves
-        a program to be differentiated to these.
+    - `backward`: the dtype of values kept for the backward pass, and of its products.
+    - `inside`: whether derivatives around the present ones are evaluated in these precisions. If
+        so, the present ones must leave a program that can be differentiated.
     """
 
     precision: str
@@ -62,8 +62,8 @@ class Forward(NamedTuple):
 
     @property
     def apart(self) -> bool:
-        """Returns whether a part of a network may be evaluated in one precision and differentiated
-        in the other by itself. It may not where it is differentiated twice, or in wider registers.
+        """Returns whether a part of a network may by itself be evaluated in one precision and
+        differentiated in the other. It may not if it is differentiated twice or in float64.
         """
         return self.full and not self.inside and self.precision != "float64"
 
@@ -73,7 +73,7 @@ class Forward(NamedTuple):
         return self.precision if self.precision in SPLIT_PRODUCTS else None
 
 
-# Part of the key of jit's caches, as the half type is.
+# Part of the keys of jit's caches, like the half type.
 _context = jax.make_user_context(None)
 
 
@@ -91,13 +91,13 @@ _without_halves = jax.make_user_context(False)
 
 
 def without_halves() -> AbstractContextManager[Any]:
-    """A context in which layers that were given a half `dtype` compute in that of their weights."""
+    """Returns a context in which layers with a half `dtype` compute in that of their weights."""
     return _without_halves(True)
 
 
 def takes_halves() -> bool:
-    """Returns whether layers that were given a half `dtype` compute in it. They do not where a
-    forward pass, or a function, is in full precision."""
+    """Returns whether layers that were given a half `dtype` compute in it. They do not if the
+    forward pass, or a function around them, is in full precision."""
     forward = present_forward()
     return not (_without_halves.value or (forward is not None and forward.full))
 

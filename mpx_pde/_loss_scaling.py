@@ -1,6 +1,6 @@
-"""Loss scaling: keeping the gradients of a half-precision backward pass in range.
+"""Loss scaling, which keeps the gradients of a half-precision backward pass in range.
 
-The recipe is that of Micikevicius et al., *Mixed Precision Training* (2018), section 3.2.
+The recipe follows Micikevicius et al., *Mixed Precision Training* (2018), section 3.2.
 """
 
 import abc
@@ -30,7 +30,7 @@ def scaled_leaf(x: Any, factor: Any, operation: Callable = jnp.multiply) -> Any:
     if not is_inexact(x):
         return x
     wide = jnp.asarray(widen(x))
-    # A complex `x` takes the factor as a complex number, which is as exact.
+    # For a complex `x` the factor is cast to a complex number, which is exact.
     return operation(wide, jnp.asarray(factor).astype(wide.dtype))
 
 
@@ -87,7 +87,7 @@ def _power_of_two(x: float) -> float:
 class AbstractLossScaling(eqx.Module):
     """The interface of a loss scaling, as [`mpx_pde.filter_grad`][] uses it.
 
-    Subclass it for a rule of your own: `scale` and `unscale` must be inverse to each other, and
+    Subclass it for a rule of your own. `scale` and `unscale` must be inverse to each other.
     `adjust` returns the scaling for the next step, with the same PyTree structure, shapes and
     dtypes.
     """
@@ -108,7 +108,7 @@ class AbstractLossScaling(eqx.Module):
 
 
 class NoOpLossScaling(AbstractLossScaling):
-    """No loss scaling: for bfloat16, whose range is that of float32."""
+    """No loss scaling. Use it for bfloat16, whose range is that of float32."""
 
     @property
     def loss_scaling(self) -> Float32[Array, ""]:
@@ -186,15 +186,16 @@ class DynamicLossScaling(_ByArray):
     multiply it by `factor`. The scale is always a power of two, so that scaling and unscaling are
     exact, and stays between `min_loss_scaling` and `max_loss_scaling`.
 
-    It also counts. `skipped_steps` is a number to log; `consecutive_skips` and `at_minimum` tell
-    of a run that no scale can save, because the loss itself or a derivative inside it overflows.
+    It also counts steps. Log `skipped_steps`. `consecutive_skips` and `at_minimum` reveal a run
+    that no scale can save, because the loss itself or a derivative inside it overflows.
 
     **Attributes:**
 
     - `loss_scaling`: the scale, a float32 scalar.
     - `counter`: finite steps since the scale last changed, an int32 scalar.
     - `skipped_steps`: steps with non-finite gradients so far, an int32 scalar.
-    - `consecutive_skips`: such steps since the last finite one, an int32 scalar.
+    - `consecutive_skips`: steps with non-finite gradients since the last finite one, an int32
+        scalar.
     - `taken_steps`: steps with finite gradients so far, an int32 scalar.
     - `min_loss_scaling`, `max_loss_scaling`, `factor`, `period`: as given; static.
     """
@@ -223,15 +224,15 @@ class DynamicLossScaling(_ByArray):
 
         - `loss_scaling`: the first scale, a number or a scalar array, rounded down to a power of
             two.
-        - `min_loss_scaling`: the scale never falls below it. It lies below 1 because the residual
-            of a PDE can start at 1e4 and more.
-        - `factor`: what the scale is multiplied and divided by, a power of two.
-        - `period`: after how many finite steps in a row the scale grows.
+        - `min_loss_scaling`: the smallest scale. The default is below 1 because the residual of a
+            PDE can start at 1e4 and more.
+        - `factor`: the factor by which the scale grows and shrinks, a power of two.
+        - `period`: the number of finite steps in a row after which the scale grows.
         - `counter`: finite steps counted so far, for restoring; by default none.
-        - `max_loss_scaling`: the scale never grows above it. By default it is the largest power of
-            two in the range of the type that the loss is computed in: 2^15 for float16, and 2^126
-            for bfloat16 and behind a forward pass in full. More than 2^15 keeps the gradient of a
-            loss that is small, or a mean over very many points, within float16.
+        - `max_loss_scaling`: the largest scale. By default it is the largest power of two in the
+            range of the type that the loss is computed in: 2^15 for float16, and 2^126 for bfloat16
+            and for a forward pass in full precision. A value above 2^15 keeps the gradient of a
+            small loss, or of a mean over very many points, within float16.
 
         **Raises:** `ValueError` for a scale that is not positive, finite and scalar or lies outside
         of its bounds, a `factor` that is not a power of two above 1, a `period` below 1, or a
@@ -297,7 +298,7 @@ class DynamicLossScaling(_ByArray):
 
         **Returns:**
 
-        A `DynamicLossScaling` with the scale and the counters brought up to date.
+        A `DynamicLossScaling` with the new scale and counters.
         """
         finite = check_flag(grads_finite, "DynamicLossScaling.adjust", "grads_finite")
         top = self.max_loss_scaling or default_cap(present_forward(), half_precision_datatype())
@@ -322,7 +323,7 @@ def default_cap(forward: Forward | None, dtype: Any) -> float:
 
 
 def counted_steps(scaling: Any, taken: Bool[Array, ""]) -> dict[str, Int32[Array, ""]]:
-    """Returns the counts of steps of a scaling after one that was taken or skipped."""
+    """Returns the step counts of a scaling after one more step, which was taken or skipped."""
     skipped = jnp.where(taken, 0, 1)
     return {
         "skipped_steps": scaling.skipped_steps + skipped,
@@ -346,7 +347,7 @@ def split_aux(out: Any, call: str) -> tuple[Any, Any]:
     `call` if it is not such a pair.
     """
     if not isinstance(out, tuple) or len(out) != 2:
-        # Not its type: while JAX traces it, an array is a tracer of some kind.
+        # The type of an array is not used, since it is some kind of tracer while JAX traces.
         what = type(out).__name__
         if isinstance(out, Array):
             what = f"an array of dtype {out.dtype.name} and shape {out.shape}"
@@ -360,7 +361,7 @@ def split_aux(out: Any, call: str) -> tuple[Any, Any]:
 def scaled(
     func: Callable[..., Any], scaling: AbstractLossScaling, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Returns a function whose value is that of `func`, multiplied by the loss scale.
+    """Multiplies the value of a function by the loss scale.
 
     **Arguments:**
 
@@ -370,7 +371,7 @@ def scaled(
 
     **Returns:**
 
-    A function of the same arguments.
+    A function of the same arguments that returns the scaled value.
     """
     check_scaling(scaling, "scaled")
 

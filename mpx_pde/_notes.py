@@ -1,4 +1,4 @@
-"""Hints on errors that JAX raises in code that was cast to half precision, or is traced for it."""
+"""Adds hints to errors that JAX raises in code that is cast to, or traced for, half precision."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _UNKNOWN_IN_HALF = re.compile(
     r"(dtype|float32|float64|complex))"
 )
 
-# Operations of several operands, loops and branches that promote nothing, and strict promotion.
+# Errors of operations, loops and branches that do not promote dtypes, and of strict promotion.
 _OF_DIFFERENT_DTYPES = re.compile(
     r"same dtypes?\b|equal (output )?types|dtypes do not match|implicit dtype promotion"
 )
@@ -25,7 +25,7 @@ _OF_DIFFERENT_DTYPES = re.compile(
 @contextmanager
 def noting_the_cast(call: str, dtype: np.dtype) -> Iterator[None]:
     """Adds a note to errors of operations that have no half-precision form, or that got float32
-    beside half."""
+    together with half precision."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as e:
@@ -50,7 +50,7 @@ def noting_the_cast(call: str, dtype: np.dtype) -> Iterator[None]:
 
 @contextmanager
 def noting(note: str, *errors: type[Exception], about: str = "") -> Iterator[None]:
-    """Adds a note to errors of these types that say what it is `about`."""
+    """Adds a note to errors of these types whose message contains `about`."""
     try:
         yield
     except errors as e:
@@ -60,7 +60,7 @@ def noting(note: str, *errors: type[Exception], about: str = "") -> Iterator[Non
 
 
 def noting_the_trace(call: str) -> AbstractContextManager:
-    """Adds a note to errors of values that outlive the trace that `call` makes of a function."""
+    """Adds a note to errors about values that outlive the trace by `call`."""
     note = (
         f"`{call}` traces this function, and evaluates its program again: a `jax.custom_jvp` "
         "or `jax.custom_vjp` function in it may close over no array that depends on the "
@@ -70,7 +70,7 @@ def noting_the_trace(call: str) -> AbstractContextManager:
 
 
 def noting_the_model(call: str, args: tuple) -> AbstractContextManager:
-    """Adds a note to errors of a function whose model may have been passed second."""
+    """Adds a note to errors of a function if its model may not have been passed first."""
     if not eqx.is_array(args[0]) or not any(map(callable, args[1:])):
         return nullcontext()
     return noting(

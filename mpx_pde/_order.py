@@ -1,4 +1,4 @@
-"""The order of a backward pass, and what it writes."""
+"""Controls the order of a backward pass, and the values that it writes to memory."""
 
 import functools as ft
 from collections.abc import Callable, Sequence
@@ -17,16 +17,16 @@ from ._varying import match_varying_axes
 
 
 def gradients_in_turn(layer: Any, x: Any) -> tuple[Any, Any]:
-    """Returns a layer and its input unchanged. In the backward pass the cotangent of the input goes
-    on to the layer before only when the gradient of this layer is there.
+    """Returns a layer and its input unchanged. In the backward pass, the cotangent of the input is
+    passed to the previous layer only after the gradient of this layer has been computed.
 
-    Compiling for several GPUs, XLA else puts the weight gradients of all layers off to the end, and
-    activations and cotangents wait for them: a data-parallel step of a Fourier neural operator
-    takes 1.6 times the memory of a step on one H100, and 1.1 times in turn. Sums over devices begin
-    earlier too, layer by layer.
+    Otherwise XLA, when it compiles for several GPUs, delays the weight gradients of all layers to
+    the end, and activations and cotangents stay in memory until then. A data-parallel step of a
+    Fourier neural operator then takes 1.6 times the memory of a step on one H100, and 1.1 times
+    with this function. Sums over devices begin earlier too, layer by layer.
 
-    What is not differentiated has no cotangent that could wait. `jax.lax.optimization_barrier` by
-    itself computes one for each of its operands: of the points of a first layer, one more product.
+    Operands that are not differentiated get no cotangent. `jax.lax.optimization_barrier` by itself
+    would compute one for each operand: for the points of a first layer, that is one more product.
     """
     leaves, structure = jax.tree.flatten((layer, x))
     return jax.tree.unflatten(structure, _in_turn_p.bind(*leaves))
@@ -49,37 +49,37 @@ def rounded_cotangent(x: Array, dtype: Any) -> Array:
     """Returns `x` unchanged. Its cotangent is rounded to `dtype`, and written to memory in that
     dtype.
 
-    For the sum of a product and a bias. The product takes its cotangent in half precision anyway;
-    without this the bias takes it in float32, and XLA, for which a cast to half and back is
-    nothing, would write a float32 array for the two of them. The gradient of the bias then is the
-    float32 sum of what the gradient of the weights is made of as well.
+    Use it on the sum of a product and a bias. The product takes its cotangent in half precision
+    anyway. Without this function the bias takes it in float32, and XLA, which removes a cast to
+    half and back, would write a float32 array for both. With it, the gradient of the bias is the
+    float32 sum of the same rounded values that enter the gradient of the weights.
     """
     return _rounded_p.bind(x, dtype=jnp.dtype(dtype))
 
 
 def shared(x: Any, count: int) -> list[Any]:
-    """Returns `x`, an array or a constant, once for each of several products with it.
+    """Returns `count` references to `x`, an array or a constant: one for each product with it.
 
-    Its cotangents are added up so that a GPU accumulates each onto what the products before it have
-    summed. In the order in which JAX adds them, XLA makes every other one a kernel of its own.
+    Its cotangents are added in an order in which a GPU accumulates each product onto the sum of the
+    previous ones. In JAX's own order, XLA would run a separate kernel for every other one.
     """
     return _shared_p.bind(x, count=count) if count > 1 else [x]
 
 
 def written_in(x: Array, dtype: Any) -> Array:
-    """Returns a float32 `x` rounded to `dtype` and back, and writes it to memory in `dtype`. A CPU,
-    which widens what it has rounded, returns `x` itself.
+    """Returns a float32 `x` rounded to `dtype` and back, and writes it to memory in `dtype`. On a
+    CPU, which would widen the rounded array again, it returns `x` itself.
     """
     return _written_in_p.bind(x, dtype=jnp.dtype(dtype))
 
 
 def read_at_once(x: Array) -> Array:
-    """Returns `x` unchanged, and lets everything that reads it do so in one kernel. Its cotangent
-    is not held up.
+    """Returns `x` unchanged, and lets all operations that read it share one kernel. Its cotangent
+    is not delayed.
 
-    XLA for GPUs makes one kernel of whatever reads the same array, such as an activation and the
-    copy in half precision that is kept for the backward pass, but not of what reads the result of a
-    product: the copy would be a kernel of its own, which reads all of it once more.
+    XLA for GPUs fuses operations that read the same array into one kernel, such as an activation
+    and the half-precision copy that is kept for the backward pass. It does not do so if they read
+    the result of a product: the copy would be a separate kernel, which reads the result once more.
     """
     return _read_at_once_p.bind(x)
 
@@ -88,31 +88,33 @@ def add_product(x: Array, product: Array) -> Array:
     """Adds a product in half precision to a float32 array that is `written_in` that precision. The
     sum has the dtype of the product.
 
-    As a GPU adds it: the product is accumulated onto what is there, in float32. Elsewhere both are
-    widened.
+    On a GPU the product is accumulated onto the array in memory, in float32. Elsewhere the product
+    is widened and added in float32.
     """
     return _add_product_p.bind(*match_varying_axes(x, product))
 
 
 def summed_apart(x: Array, like: Array) -> Array:
-    """Returns `x`, repeated along the axes of each `vmap` that `like` alone is mapped by. Its
-    cotangent is written to memory before it is summed over them.
+    """Returns `x`, repeated along the axis of each `vmap` that maps `like` but not `x`. Its
+    cotangent is written to memory before it is summed over these axes.
 
-    For a weight that meets each point of a batch. XLA for GPUs else makes one kernel of this sum
-    over rows and of all that the backward pass computes beside it, which on an H200 took eight
-    times as long as its traffic: its threads follow the columns.
+    Use it for a weight that meets each point of a batch. Otherwise XLA for GPUs fuses this sum over
+    rows with all that the backward pass computes beside it. On an H200 that kernel took eight times
+    as long as its memory traffic, because its threads follow the columns.
     """
     if 0 in like.shape:
         return x
-    one = jnp.ravel(lax.stop_gradient(like))[0]  # what is kept for the backward pass
+    one = jnp.ravel(lax.stop_gradient(like))[0]  # only this is kept for the backward pass
     return _summed_apart_p.bind(*match_varying_axes(x, one))
 
 
 def batch_behind(x: Array, axis: int = 0) -> Array:
-    """Returns `x` unchanged, with the axis of a `vmap` behind `axis`, the axis of the channels.
+    """Returns `x` unchanged, but moves the axis of a `vmap` behind `axis`, the axis of the
+    channels.
 
-    JAX puts it where the operation before has it, or to the front (`jax.checkpoint`). Where the
-    next one has channels and grid in view, another order of the two is a copy of the field.
+    JAX leaves the axis of a `vmap` where the previous operation put it, or moves it to the front
+    (`jax.checkpoint`). If the next operation needs channels first, another order costs a copy of
+    the field.
     """
     return _behind_p.bind(x, axis=axis)
 
@@ -120,7 +122,7 @@ def batch_behind(x: Array, axis: int = 0) -> Array:
 def _transpose_shared(cotangents, x, *, count):
     del count
     found = [c for c in cotangents if not isinstance(c, ad.Zero)]
-    # XLA accumulates the product that stands first.
+    # XLA accumulates the product that comes first in a sum.
     return [ft.reduce(lambda total, c: c + total, found[::-1]) if found else ad.Zero(x.aval)]
 
 
@@ -129,16 +131,17 @@ def _barrier(*xs):
 
 
 def present(bind: Callable, xs: Sequence[Any], absent: Callable[[int], Any]) -> list[Any]:
-    """Binds what is no symbolic zero; `absent` makes the others, by their places."""
+    """Binds those of `xs` that are not symbolic zeros; `absent` makes the others by place."""
     places = [i for i, x in enumerate(xs) if not isinstance(x, ad.Zero)]
     found = iter(bind(*(xs[i] for i in places)) if places else ())
     return [next(found) if i in places else absent(i) for i in range(len(xs))]
 
 
 def keep_used(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:
-    """Keeps the operands whose results are used, and those behind them that have no result. JAX
-    cannot transpose a loop of whose outputs one has a cotangent that is symbolically zero and
-    another has not. The equation comes last: JAX 0.12 says before it which references live."""
+    """Keeps the operands whose results are used, and the trailing operands that have no result.
+    This matters because JAX cannot transpose a loop in which some outputs have symbolically zero
+    cotangents and others have not. The equation is the last argument, since JAX 0.12 passes the
+    live references before it."""
     eqn = given[-1]
     like = eqn.invars[len(used) :]
     needed = [*used, *(any(used) for _ in like)]
@@ -149,7 +152,7 @@ def keep_used(used: Sequence[bool], *given: Any) -> tuple[list[bool], Any]:
 
 
 def _moving_in_turn(xs):
-    """Puts those tangents or cotangents that there are into one barrier."""
+    """Puts all tangents or cotangents that are not symbolic zeros into one barrier."""
     return present(_in_turn_p.bind, xs, lambda i: xs[i])
 
 
@@ -181,7 +184,7 @@ def _add_widened(x, product):
 
 
 def repeated(x: Array | np.ndarray, axis: int, like: Array, dim: int) -> Array:
-    """Repeats an array along a new axis, as long and laid out over devices as an axis of `like`."""
+    """Repeats an array along a new axis, with the length and sharding of axis `dim` of `like`."""
     shape = (*x.shape[:axis], like.shape[dim], *x.shape[axis:])
     sharding, spec = jax.typeof(like).sharding, jax.typeof(x).sharding.spec
     name, sharded = sharding.spec[dim], None
@@ -215,7 +218,7 @@ def _identity(x, *_, **__):
 
 
 def lower(primitive: Primitive, function: Callable, **on: Callable) -> None:
-    """Defines how a primitive is lowered, and how `on` platforms that have a way of their own."""
+    """Defines how a primitive is lowered. `on` holds the functions for individual platforms."""
     for platform, lowered in {None: function, **on}.items():
         lowering = mlir.lower_fun(lowered, multiple_results=primitive.multiple_results)
         mlir.register_lowering(primitive, lowering, platform=platform)
@@ -224,8 +227,8 @@ def lower(primitive: Primitive, function: Callable, **on: Callable) -> None:
 def _define_identity(
     primitive: Primitive, of_cotangent: Callable, lowered: Callable = _identity, **on: Callable
 ) -> None:
-    """Defines a primitive that returns its operand, and `of_cotangent` of its cotangent. The others
-    are those of [`lower`][].
+    """Defines a primitive that returns its operand, and whose transpose applies `of_cotangent`. The
+    other arguments are passed to [`lower`][].
     """
 
     def batch(args, dims, **params):
@@ -260,7 +263,7 @@ ad.primitive_jvps[_in_turn_p] = lambda xs, tangents: (
 ad.primitive_transposes[_in_turn_p] = lambda cotangents, *_: _moving_in_turn(cotangents)
 partial_eval.dce_rules[_in_turn_p] = keep_used
 batching.primitive_batchers[_in_turn_p] = lambda args, dims: (_in_turn_p.bind(*args), dims)
-# A CPU widens what it has rounded, and gains nothing by writing it.
+# A CPU widens rounded arrays anyway, and gains nothing by writing them.
 _define_identity(_written_p, _written_p.bind, lax.optimization_barrier, cpu=_identity)
 _define_identity(_written_in_p, _identity, _half_and_back, cpu=_identity)
 _define_identity(_rounded_p, _rounded)

@@ -1,4 +1,4 @@
-"""Values in full precision with the gradients of half precision, by two evaluations."""
+"""Computes values in full precision and gradients in half precision, by two evaluations."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,18 +20,18 @@ from ._wrapper import AbstractWrapper, check_callable
 
 
 def refined(fun: Callable, *, dtype: Any = None, keep_full: PyTree = False) -> Callable:
-    """Returns a function with the value of float32 and the derivative of half precision.
+    """Gives a function the value of float32 and the derivative of half precision.
 
-    Each floating-point output is `half + stop_gradient(full - half)`: `full` comes from the
-    arguments as they are, with products at the highest precision, and leaves nothing in memory;
-    `half` comes from arguments cast to half precision, and is what reverse mode goes through. The
-    gradient of a residual made of such values has an *error relative to itself*, which vanishes as
-    the residual does, where a residual made of half values has a floor (iterative refinement:
-    Wilkinson 1963; Carson & Higham 2018).
+    Each floating-point output is `half + stop_gradient(full - half)`. `full` comes from the
+    arguments as they are, with products at the highest precision, and keeps nothing in memory.
+    `half` comes from arguments cast to half precision, and reverse mode differentiates it. The
+    gradient of a residual of such values has an *error relative to itself*, which vanishes as the
+    residual does. A residual of half-precision values has an error floor instead (iterative
+    refinement: Wilkinson 1963; Carson & Higham 2018).
 
-    It works for any function, at the cost of a second forward pass. Apply it to what a residual is
-    made of, the network or its derivative terms, never to the loss: a loss that is refined as a
-    whole has the gradient of the half residual inside.
+    This works for any function, at the cost of a second forward pass. Apply it to the parts of a
+    residual, such as the network or its derivative terms, and never to the loss. A loss that is
+    refined as a whole has the gradient of the half-precision residual inside.
 
     ```python
     @eqx.filter_value_and_grad
@@ -43,16 +43,16 @@ def refined(fun: Callable, *, dtype: Any = None, keep_full: PyTree = False) -> C
 
     **Arguments:**
 
-    - `fun`: a function of the model in float32 and of anything else.
+    - `fun`: a function of the float32 model and of any other arguments.
     - `dtype`: float16 or bfloat16; by default [`mpx_pde.half_precision_datatype`][].
-    - `keep_full`: what is not cast for the half evaluation: a bool for everything, or a prefix of
-        the positional arguments, as for [`mpx_pde.filter_grad`][].
+    - `keep_full`: the arguments that are not cast for the half-precision evaluation: a bool for
+        everything, or a prefix of the positional arguments, as for [`mpx_pde.filter_grad`][].
 
     **Returns:**
 
     A function of the same arguments that returns what `fun` returns, with floating-point arrays in
-    float32 (float64 where `fun` returns that). Derivatives in forward mode, too, are those of the
-    half evaluation.
+    float32 (float64 where `fun` returns that). Derivatives in forward mode also come from the
+    half-precision evaluation.
 
     **Raises:** `TypeError` if `fun` cannot be called, `ValueError` for a `dtype` that is not a half
     type or a `keep_full` that does not fit.
@@ -84,8 +84,8 @@ def _refine(full: Any, half: Any) -> Any:
     if not is_inexact(full) or not eqx.is_array(full):
         return full
     half = widen(half).astype(full.dtype)
-    # Not `half + (full - half)`, which rounds, and is a NaN where half overflows: the value is
-    # `full` to the bit, whatever half is.
+    # `half + (full - half)` would round, and be a NaN where half overflows. Here the value is
+    # bit-identical to `full`, whatever half is.
     return _value_of(widen(full), half)
 
 

@@ -1,4 +1,4 @@
-"""JAX's own functions of products, evaluated again with mixed ones."""
+"""Evaluates JAX's own functions with mixed products in place of plain ones."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,8 +14,8 @@ from .interpret._tables import LAYOUT
 
 
 def traced(fun: Callable, *avals: Any) -> ClosedJaxpr:
-    """Traces a function of arrays in one dtype, float32 or wider, since JAX's own rules want that
-    of all operands.
+    """Traces a function of arrays with all of them in one dtype, float32 or wider, as JAX's own
+    rules require.
     """
     dtype = max((wide(a.dtype) for a in avals), key=lambda dtype: dtype.itemsize)
     return jax.make_jaxpr(fun)(*(a.update(dtype=dtype, weak_type=False) for a in avals))
@@ -24,7 +24,8 @@ def traced(fun: Callable, *avals: Any) -> ClosedJaxpr:
 def replay(
     closed: ClosedJaxpr, args: Sequence, plain: Primitive, mixed: Primitive, **dtypes: Any
 ) -> list[Array]:
-    """Evaluates a jaxpr of movements, sums and products with every `plain` product a `mixed` one.
+    """Evaluates a jaxpr of movements, sums and products with each `plain` product replaced by a
+    `mixed` one.
 
     Movements (reversals, reshapes, transpositions) take operands of any dtype. Sums and selections
     are taken in the dtype of the trace.

@@ -1,4 +1,4 @@
-"""Short forms of states and of wrong arguments, also without values."""
+"""Formats states and wrong arguments in short form, also while values are not known."""
 
 import math
 from collections.abc import Collection, Sequence
@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 
 def number(x: Any) -> str:
-    """Formats a scalar, or a few of them; or what is known of an array without values."""
+    """Formats a scalar or a few scalars. Of an array without values it shows what is known."""
     if isinstance(x, Tracer | jax.ShapeDtypeStruct) or np.size(x) > 8:
         return f"{x.dtype}{[*x.shape]}"
     if np.ndim(x):
@@ -49,9 +49,7 @@ def described(obj: Any, *parts: str) -> str:
 
 
 def in_a_line(x: Any) -> str:
-    """Describes a wrong argument for an error: by its type where its text is long, as that of a
-    model is.
-    """
+    """Describes a wrong argument for an error, by its type if its text is long, as for a model."""
     text = repr(x)
     return text if len(text) <= 80 and "\n" not in text else f"a `{type(x).__name__}`"
 

@@ -26,12 +26,12 @@ def _inexact_leaves(tree: PyTree) -> list[Array]:
 def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """Returns whether no floating-point or complex array in a PyTree holds an infinity or a NaN.
 
-    Arrays are looked at in a few passes over all of them, not one by one: on a GPU that is a few
-    kernels for a model of any number of layers.
+    Arrays are checked in a few passes over all of them, not one by one. On a GPU that takes a few
+    kernels for a model with any number of layers.
 
     **Arguments:**
 
-    - `tree`: any PyTree; leaves that are not floating-point or complex are finite.
+    - `tree`: any PyTree; leaves that are not floating-point or complex count as finite.
 
     **Returns:**
 
@@ -39,13 +39,13 @@ def all_finite(tree: PyTree) -> Bool[Array, ""]:
     """
     alike: dict[Hashable, list[Array]] = {}
     for x in _inexact_leaves(tree):
-        # On a mesh with explicit axes only arrays of one layout go together.
+        # On a mesh with explicit axes, only arrays with the same layout can be combined.
         alike.setdefault((x.shape, jax.typeof(x).sharding.spec), []).append(x)
-    # Entries of the same place of all arrays of a shape in one, so that one reduction reads all.
+    # Combines arrays of the same shape entry by entry, so that one reduction reads all of them.
     finite = [jnp.all(ft.reduce(jnp.logical_and, map(jnp.isfinite, xs))) for xs in alike.values()]
     if not finite:
         return jnp.array(True)
-    # XLA for CPUs copies what is cheap into every kernel that reads it, but not a root.
+    # XLA for CPUs would copy cheap operations into every kernel that reads them, but not a root.
     return jax.lax.sqrt(ft.reduce(jnp.logical_and, finite).astype(jnp.float32)) > 0
 
 
@@ -109,9 +109,9 @@ def check_same_structure(
 
 
 def first_difference(wanted: PyTree, given: PyTree) -> str | None:
-    """Describes the first leaf of `given`, `None` included, that has another path, shape or dtype
-    than in `wanted`, or another value if it is not an array; or the first node that is another or
-    has other static fields. Returns `None` if there is no such leaf or node.
+    """Describes the first leaf or node in which `given` differs from `wanted`. Leaves, `None`
+    included, differ by path, shape or dtype, or by value if they are not arrays; nodes differ by
+    type or static fields. Returns `None` if there is no difference.
     """
     told = lambda x: f"{x.dtype}{[*x.shape]}" if hasattr(x, "shape") else repr(x)
 
@@ -134,8 +134,8 @@ def first_difference(wanted: PyTree, given: PyTree) -> str | None:
 def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
     """Selects the PyTree `a` where `pred` is true and `b` where it is not, leaf by leaf.
 
-    Use it to roll back what a skipped step must not change, such as the running statistics of a
-    BatchNorm:
+    Use it to restore values that a skipped step must not change, such as the running statistics of
+    a BatchNorm:
 
     ```python
     state = mpx.select_tree(grads_finite, new_state, state)
@@ -173,12 +173,12 @@ def select_tree(pred: BoolLike, a: PyTree, b: PyTree) -> PyTree:
 
 
 def dealt(x: Array, hands: int, axis: int = 0) -> Array:
-    """Deals an array out along an axis, to be scanned over: hand `i` of the result's leading axis
-    gets the entries `i`, `i + hands`, ….
+    """Splits an array along an axis, for a scan. Entry `i` of the result's leading axis, a hand,
+    gets the entries `i`, `i + hands`, … of the array.
 
-    Not block by block: of an array that is sharded along the axis each device has its part of every
-    hand, so nothing is sent, and none works for another. A hand that an explicit axis of a mesh
-    does not divide is on all of its devices.
+    Entries are dealt in turn, not block by block. If the array is sharded along the axis, each
+    device then has its part of every hand, so nothing is sent, and no device works for another. A
+    hand that an explicit axis of a mesh does not divide is on all devices of that axis.
     """
     each = x.shape[axis] // hands
     sharding = jax.typeof(x).sharding
@@ -192,6 +192,6 @@ def dealt(x: Array, hands: int, axis: int = 0) -> Array:
 
 
 def with_fields(module: Any, **fields: Any) -> Any:
-    """Returns a module of the same structure with other values in some of its fields."""
+    """Returns a module of the same structure with new values for some of its fields."""
     where = lambda m: [getattr(m, name) for name in fields]
     return eqx.tree_at(where, module, list(fields.values()))

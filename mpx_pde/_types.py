@@ -1,7 +1,7 @@
-"""Types of common arguments, for type checkers alone.
+"""Types of common arguments, for type checkers only.
 
-While a program runs they are `Any`: what an argument may be is told by the errors of the function
-that takes it, which name the call and how to fix it.
+At run time they are `Any`. The function that takes an argument checks it, and its errors name the
+call and the fix.
 """
 
 from typing import TYPE_CHECKING, Any, TypedDict
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     import numpy as np
     from jax.typing import DTypeLike as DTypeLike
 
-    # To a type checker that of jaxtyping is unknown.
+    # A type checker does not understand jaxtyping's `PyTree`.
     PyTree: TypeAlias = Any
-    # A dtype, by a policy of jmp or its string.
+    # A policy of jmp or its string.
     PolicyLike: TypeAlias = jmp.Policy | str
     # A Python number or a scalar array.
     ScalarLike: TypeAlias = float | np.number[Any] | np.ndarray | jax.Array
     BoolLike: TypeAlias = bool | np.bool_ | np.ndarray | jax.Array
-    # One name, or one character each; or several.
+    # One name, a string with one character for each name, or a sequence of names.
     Names: TypeAlias = str | Sequence[str]
     AxisName: TypeAlias = str | tuple[str, ...]
     ForwardLike: TypeAlias = Literal[

@@ -1,7 +1,7 @@
 """JAX's marks on values that may differ between the devices of a `shard_map`.
 
-JAX's own operations mark an operand that is the same on all devices where it meets one that is not;
-its primitives do not. The transpose of the mark is the sum over devices.
+If an operand is the same on all devices and another one is not, JAX's own operations mark the
+first; its primitives do not. The transpose of the mark is the sum over devices.
 """
 
 from collections.abc import Iterable
@@ -13,8 +13,8 @@ from jax.core import ShapedArray
 
 
 def size_of_axis(axis_name: Any, call: str) -> int:
-    """Returns the number of devices along the mesh axes of `axis_name`. Raises an error in the name
-    of `call` unless they are axes of a surrounding `shard_map` or `pmap`.
+    """Returns the number of devices along the mesh axes `axis_name`. Raises an error in the name of
+    `call` unless these are axes of a surrounding `shard_map` or `pmap`.
     """
     names = axis_name if isinstance(axis_name, tuple) else (axis_name,)
     if not names or not all(isinstance(name, str) for name in names):

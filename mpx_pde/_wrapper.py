@@ -1,4 +1,4 @@
-"""Stand-ins for functions: the base of modules that wrap one, and functions of some operands."""
+"""The base class of modules that wrap a function, and helpers for functions."""
 
 import abc
 import inspect
@@ -11,9 +11,10 @@ from ._repr import in_a_line
 
 
 class AbstractWrapper(eqx.Module):
-    """A callable module around a function `fun`, which binds as a method where `fun` would.
+    """A callable module around a function `fun`, which binds as a method if `fun` would.
 
-    Pass instances through [`equinox.module_update_wrapper`][] for the name and signature of `fun`.
+    Pass instances through [`equinox.module_update_wrapper`][] to give them the name and signature
+    of `fun`.
     """
 
     fun: eqx.AbstractVar[Any]
@@ -39,8 +40,8 @@ def check_callable(fun: Any, call: str) -> None:
 
 
 def unfit_signature(fun: Any, count: int) -> inspect.Signature | None:
-    """Returns the signature of a function that cannot be called with `count` arguments; `None` for
-    one that can, or that does not tell, as many builtins.
+    """Returns the signature of a function if it cannot be called with `count` arguments. Returns
+    `None` if it can, or if the signature is not known, as for many builtins.
     """
     try:
         signature = inspect.signature(fun)
@@ -54,7 +55,7 @@ def unfit_signature(fun: Any, count: int) -> inspect.Signature | None:
 
 
 def of_some(fun: Callable, args: Sequence[Any], places: Sequence[int]) -> Callable:
-    """Makes a function of `args` one of those at the `places` alone."""
+    """Turns a function of `args` into a function of only those at the `places`."""
 
     def some(*parts: Any) -> Any:
         full = list(args)

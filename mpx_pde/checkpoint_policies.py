@@ -1,12 +1,12 @@
-"""Policies for [`jax.checkpoint`][] that know mixed products.
+"""Policies for [`jax.checkpoint`][] that recognize mixed products.
 
-Those of `jax.checkpoint_policies` ask whether an operation is JAX's own product, and would have
-every mixed one evaluated again in the backward pass. These here answer for a mixed product what
-they answer for the plain one, and agree with them on everything else.
+The policies of `jax.checkpoint_policies` ask whether an operation is JAX's own product, so every
+mixed product would be evaluated again in the backward pass. The policies in this module treat a
+mixed product like a plain one, and agree with those of JAX on everything else.
 
-A checkpoint inside of a function that [`mpx_pde.autocast`][] runs needs no change: its policy is
-translated. One around such a function, or around layers of `mpx_pde.nn`, takes its policy from
-here.
+A checkpoint inside of a function that [`mpx_pde.autocast`][] runs needs no change, because its
+policy is translated. For a checkpoint around such a function, or around layers of `mpx_pde.nn`,
+take a policy from this module.
 
 ```python
 layer = jax.checkpoint(mpx.autocast(layer), policy=mpx.checkpoint_policies.dots_saveable)
@@ -33,7 +33,7 @@ _PLAIN = {
 _OWN = ("dtype", "out_dtype", "given", "algorithm")
 
 
-# With equality, which keeps checkpoints that are alike in one entry of JAX's caches.
+# A dataclass for its equality, by which equal checkpoints share one entry of JAX's caches.
 @dataclasses.dataclass(frozen=True)
 class _Translated:
     policy: Callable
@@ -53,7 +53,7 @@ def translate(policy: Callable) -> Callable:
 
     **Arguments:**
 
-    - `policy`: any policy of [`jax.checkpoint`][]: one of `jax.checkpoint_policies`, or your own.
+    - `policy`: any policy for [`jax.checkpoint`][]: one of `jax.checkpoint_policies`, or your own.
 
     **Returns:** a policy.
     """
@@ -70,7 +70,7 @@ dots_with_no_batch_dims_saveable = translate(
 
 
 def offload_dot_with_no_batch_dims(offload_src: str, offload_dst: str) -> Callable:
-    """Keeps what `dots_with_no_batch_dims_saveable` keeps, in another memory.
+    """Keeps the same results as `dots_with_no_batch_dims_saveable`, in another memory.
 
     **Arguments:**
 
