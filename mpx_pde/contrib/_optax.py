@@ -81,7 +81,7 @@ def scale_by_loss_scaling(
     """Wraps an optimizer so that it unscales its gradients, and skips steps on which they are not
     finite.
 
-    It is for a closed loop that takes a loss and an optimizer, such as `jinns.solve`, in which you
+    Use it in a closed loop that takes a loss and an optimizer, such as `jinns.solve`, in which you
     cannot call [`mpx_pde.filter_grad`][] and [`mpx_pde.optimizer_update`][]. The loss must be
     multiplied by the scale. There are two ways to pass the scale to it:
 

@@ -1,6 +1,9 @@
-"""Containers of jaxprs: loops and branches, and where there are no streams checkpoints and
-`shard_map`. Here is decided which streams cross their borders; how an inner jaxpr is evaluated is
-handed in."""
+"""Evaluates equations that contain jaxprs: loops and branches, and, where there are no streams,
+checkpoints and `shard_map`.
+
+This module decides which streams cross the borders of a container. The caller passes in the
+function that evaluates an inner jaxpr.
+"""
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -34,20 +37,20 @@ from ._streams import (
 
 @dataclasses.dataclass(frozen=True)
 class Containers:
-    """Evaluates equations that hold jaxprs, by what evaluates a jaxpr.
+    """Evaluates equations that hold jaxprs, given a function that evaluates one jaxpr.
 
     **Attributes:**
 
     - `plan`: the streams.
     - `program`: evaluates a jaxpr.
-    - `loaded`: takes a value and its dtype in the program to what it is computed in. So all values
-        cross a border.
-    - `kinds`: what the operands of the equation are.
-    - `mixed`: whether each equation has a precision of its own. Then values cross as they are
-        stored, but for what loops carry; and what enters a loop from outside becomes a master,
-        since its cotangents add up over the steps, unless it may be of any size.
-    - `scaled`: where the forward pass is in full, the streams that are kept in half with a scale.
-    - `found`: which of these have overflowed in what was evaluated last.
+    - `loaded`: casts a value, given its dtype in the program, to the dtype that it is computed in.
+        All values cross a border in this form.
+    - `kinds`: the kinds of the operands of the equation.
+    - `mixed`: whether each equation has a precision of its own. Values then cross as they are
+        stored, except for what loops carry. A value that enters a loop from outside becomes a
+        master, because its cotangents add up over the steps, unless it may be of any size.
+    - `scaled`: the streams that are kept in half with a scale, if the forward pass is in full.
+    - `found`: which of these overflowed in the last evaluation.
     """
 
     plan: Plan
@@ -68,7 +71,7 @@ class Containers:
         carried: Sequence[tuple[int, int]] | None = None,
         places: Iterable[int] | None = None,
     ) -> list[Operand]:
-        """A body, whose operands have these `places` among those of the equation, or all."""
+        """Evaluates a body whose operands are those at `places` of the equation, by default all."""
         names = {i: k for k, i in enumerate(range(len(operands)) if places is None else places)}
         out = self.program(closed, operands, carried=carried, operand_kinds=self.kinds.named(names))
         if self.mixed:
@@ -76,7 +79,7 @@ class Containers:
         return [self.loaded(x, aval.dtype) for x, aval in zip(out, closed.out_avals, strict=True)]
 
     def _telling(self, body: Callable[..., list]) -> Callable[..., list]:
-        """A body that returns, behind its results, what has overflowed in it."""
+        """Returns a body that appends to its results which streams overflowed in it."""
 
         def run(*values):
             out, no = body(*values), jnp.zeros((), bool)
@@ -100,7 +103,7 @@ class Containers:
     # Loops.
 
     def _full(self, x: Any, stage: int, place: int | None = None) -> Any:
-        """Returns a value with all streams, as a loop carries it; the operand at a `place`."""
+        """Returns a value with all streams, as a loop carries it. `place` is its operand index."""
         if not is_inexact(primal_of(x)):
             return x
         stage = max(DEEP, stage) if place in self.kinds.params else stage
@@ -116,7 +119,7 @@ class Containers:
         return [x if getattr(x, "stage", None) == WILD else primal_of(x) for x in loaded]
 
     def _carried(self, x: Any, init: Any, stage: int) -> Any:
-        """Returns what a step hands on, of the kind of what it was given."""
+        """Returns a value that a step hands on, in the same form as the `init` it was given."""
         if not isinstance(init, Jet):
             return primal_of(x)
         x = x if isinstance(x, Jet) else Jet(jnp.asarray(x), {}, stage)
@@ -157,8 +160,8 @@ class Containers:
         return [*out[:n_carry], *self._turned(out[n_carry:])]
 
     def _turned(self, values: Sequence[Operand]) -> list[Operand]:
-        """Exchanges the axis of stacked directions, which comes first outside of a loop, and that
-        of what is scanned over, which comes first where a loop takes and returns it."""
+        """Swaps the axis of stacked directions with the scanned axis. Stacked directions come first
+        outside of a loop; the scanned axis comes first where a loop takes and returns it."""
         turn = lambda s, key: s if self.plan.size(key) is None else jnp.swapaxes(s, 0, 1)
         return [x.map(turn) if isinstance(x, Jet) else x for x in values]
 
@@ -170,7 +173,7 @@ class Containers:
         carry = range(n, len(operands))
 
         def proceed(*values):
-            # In registers, as the step is, and by the values alone.
+            # In registers, like the step, and from the values alone.
             bare = [Jet(x.primal, {}, x.stage) if isinstance(x, Jet) else x for x in values]
             return list(map(primal_of, self._inside(test, bare, (), (*range(first), *carry))))
 
@@ -199,12 +202,12 @@ class Containers:
 
         return self._rebound(eqn, [primal_of(index), *rest], list(map(alike, branches)))
 
-    # Containers of reverse mode, which matter to values alone.
+    # Containers of reverse mode, entered only where there are no streams.
 
     def _checkpoint(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
         policy = eqn.params.get("policy")
         if self.mixed and policy:
-            # It was written for the products that are mixed ones now.
+            # The policy was written for products that have become mixed ones.
             eqn = eqn.replace(params={**eqn.params, "policy": translate(policy)})
         run = partial(self.program, bodies_of(eqn)[0], operand_kinds=self.kinds)
         return rebind(eqn, operands, [lambda *args: run(args)])
@@ -227,8 +230,8 @@ _PLAIN = (*LOOPS, "remat2", "shard_map")
 
 
 def enters(eqn: JaxprEqn, plain: bool, *, mixed: bool = False) -> bool:
-    """Returns whether an equation is entered here; `plain` where there are no streams, `mixed`
-    where also each equation has a precision of its own."""
+    """Returns whether an equation is entered here. `plain` means that there are no streams; `mixed`
+    that, in addition, each equation has a precision of its own."""
     if plain and has_streams(eqn):
         return False
     return eqn.primitive.name in (_ENTERED if mixed else _PLAIN if plain else LOOPS)
@@ -244,7 +247,7 @@ def _highest(eqn: JaxprEqn, operands: Sequence[Operand]) -> int:
 
 
 def _like(x: Any, options: Sequence[Any]) -> Any:
-    """A result of a branch with the streams that any of the branches gives it."""
+    """Returns a result of one branch, with all the streams that any branch gives this result."""
     jets = [y for y in options if isinstance(y, Jet)]
     if not jets:
         return x

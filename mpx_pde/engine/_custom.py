@@ -1,4 +1,4 @@
-"""Functions with a derivative of their own, computed wider than the program has them."""
+"""Evaluates functions with custom derivatives in a wider dtype than the program gives them."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,9 +28,12 @@ from ._streams import Jet, Operand, Storage, is_inexact, primal_of, typed
 
 
 def own_in_registers(eqn: JaxprEqn, args: Sequence[Any], storage: Storage) -> list[Any]:
-    """Binds an equation to values in registers. One that holds a program is that program in its own
-    dtypes, but for functions with a derivative of their own and for scatters, and so is one of
-    float64 that registers do not hold."""
+    """Binds an equation to values in registers.
+
+    An equation that holds a program runs in the program's own dtypes, except for functions with
+    custom derivatives and for scatters. An equation in float64 also keeps its own dtypes if the
+    registers are narrower.
+    """
     name = eqn.primitive.name
     if name in _CUSTOM:
         return custom_in_registers(eqn, args)
@@ -45,14 +48,14 @@ def own_in_registers(eqn: JaxprEqn, args: Sequence[Any], storage: Storage) -> li
 
 
 def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
-    """The results of a function with a derivative of its own for operands that are wider (or
-    narrower) than its own.
+    """Evaluates a function with a custom derivative on operands that are wider (or narrower) than
+    it was traced with.
 
-    It holds programs in its own dtypes, for its value and for its derivative, which would not take
-    such operands. So these are evaluated in the dtype of the widest, at every order.
+    The programs for its value and for its derivative are traced in its own dtypes and would not
+    accept such operands. So they are evaluated in the dtype of the widest operand, at every order.
     """
     if all(aval_of(v).dtype == x.dtype for v, x in zip(eqn.invars, args, strict=True)):
-        # Rules are written for arrays of JAX, which a traced index may go into.
+        # Rules expect JAX arrays, which can be indexed with a traced index.
         out = own_bind(eqn, [jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in args])
         return _as_recorded(eqn, out, eqn.outvars)
     parts = (jnp.finfo(x.dtype).dtype for x in args if is_inexact(x))
@@ -62,9 +65,10 @@ def custom_in_registers(eqn: JaxprEqn, args: Sequence[Any]) -> list:
 
 
 def _as_recorded(eqn: JaxprEqn, out: Sequence[Any], of: Sequence[Any]) -> list[Any]:
-    """Returns results, or tangents, in the shapes of the results `of` which they are. Where a rule
-    maps the tangent of what nothing mapped is made of, JAX gives the result the axis of the `vmap`
-    too, along which its entries are equal. Raises a `ValueError` where that may be either of two.
+    """Returns results, or tangents, in the shapes recorded for the results `of`.
+
+    If a rule maps the tangent of an unmapped value, JAX gives the result the `vmap` axis too, and
+    its entries are equal along that axis. Raises a `ValueError` if either of two axes could be it.
     """
 
     def recorded(x, v):
@@ -86,15 +90,15 @@ def _as_recorded(eqn: JaxprEqn, out: Sequence[Any], of: Sequence[Any]) -> list[A
     return list(map(recorded, out, of))
 
 
-# The derivative of each use is traced for itself, since it depends on the operands that move, and
-# goes with what that use keeps. Operands and results are arrays or jets without streams.
+# The derivative is traced separately for each use, since it depends on which operands have tangents
+# and on what that use keeps. Operands and results are arrays or jets without streams.
 
 Evaluate = Callable[[ClosedJaxpr, Sequence[Operand]], list[Operand]]
 
 
 def custom_jvp(eqn: JaxprEqn, operands: Sequence[Operand], evaluate: Evaluate) -> list[Operand]:
-    """Returns the results of a `custom_jvp_call`, of which the function and its derivative are
-    evaluated."""
+    """Returns the results of a `custom_jvp_call`. `evaluate` evaluates both the function and its
+    derivative."""
 
     def push(primals, tangents, moving, like):
         moved = [Jet(tangents[i]) if isinstance(primals[i], Jet) else tangents[i] for i in moving]
@@ -106,7 +110,7 @@ def custom_jvp(eqn: JaxprEqn, operands: Sequence[Operand], evaluate: Evaluate) -
 
 
 def custom_vjp(eqn: JaxprEqn, operands: Sequence[Operand], evaluate: Evaluate) -> list[Operand]:
-    """Returns the results of a `custom_vjp_call`, of which both rules are evaluated."""
+    """Returns the results of a `custom_vjp_call`. `evaluate` evaluates both of its rules."""
 
     def push(primals, tangents, moving, like):
         rule, backward_rule = pullback(eqn, moving)
@@ -131,14 +135,14 @@ _CUSTOM = {"custom_jvp_call": custom_jvp, "custom_vjp_call": custom_vjp}
 def _with_tangents(
     eqn: JaxprEqn, operands: Sequence[Operand], evaluate: Evaluate, push: Callable
 ) -> list[Operand]:
-    """A function whose derivative is `push`: of its operands, their tangents, the positions of
-    those that move, and what it returns."""
+    """Calls the function of an equation with `push` as its derivative. `push` takes the operands,
+    their tangents, the positions of the operands with tangents, and the results' types."""
     (closed,) = bodies_of(eqn)
 
     def body(*values):
         return evaluate(closed, values)
 
-    # The name under which it appears.
+    # The name under which it appears in jaxprs.
     body.__name__ = closed.jaxpr.debug_info.func_name
     function = jax.custom_jvp(body)
 
@@ -166,7 +170,7 @@ def _in_dtypes(values: Sequence[Operand], like: Sequence[Any]) -> list[Any]:
 
 
 def _evaluate(closed: ClosedJaxpr, args: Sequence[Any], registers: Storage) -> list:
-    """The results of a jaxpr whose numbers, real and complex, are all in registers."""
+    """Evaluates a jaxpr with all numbers, real and complex, in registers."""
     cast = registers.constant
 
     def evaluate(_: int, eqn: JaxprEqn, operands: list) -> list:

@@ -1,4 +1,4 @@
-"""The ways into the engine: a function and a plan, for derivatives at a point, and a whole loss."""
+"""Entry points of the engine: a function with a plan, for derivatives at a point; a whole loss."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -29,13 +29,13 @@ from ._streams import DATA, RAW, WITH_STREAMS, Jet, Storage, is_inexact, primal_
 
 
 class Equation(NamedTuple):
-    """Tells what became of an equation that depends on the point.
+    """A record of how an equation that depends on the point was evaluated.
 
     **Attributes:**
 
-    - `primitive`, `line`: what it is, and where.
-    - `rule`: how its derivatives were taken; `"nested"` where there is no rule.
-    - `precision`: what a product was multiplied in.
+    - `primitive`, `line`: its primitive and its source line.
+    - `rule`: the rule for its derivatives; `"nested"` if there is none.
+    - `precision`: the precision that a product was multiplied in.
     """
 
     primitive: str
@@ -45,7 +45,7 @@ class Equation(NamedTuple):
 
 
 def half_of(closed: ClosedJaxpr) -> np.dtype | None:
-    """The half type that a program computes in, by its arrays and its mixed products."""
+    """Returns the half type of a program, judging by its arrays and its mixed products."""
 
     for eqn in equations_in(closed):
         own = [eqn.params["dtype"]] if eqn.primitive.name in tables.MIXED else []
@@ -62,7 +62,7 @@ def _evaluator(
     note: list[Equation] | None,
     lost: dict[Index, Array],
 ) -> Evaluator:
-    """How a program is evaluated: as the loss around it says, else by its own arrays."""
+    """Builds the evaluator of a program: as the surrounding loss asks, else from its own arrays."""
     told: dict[str, Any] = {"caller": source_info_util.current()}
     if note is not None:
         told["note"] = lambda step, *how: note.append(Equation(step.name, *how))
@@ -74,7 +74,7 @@ def _evaluator(
         return Evaluator(rules, Storage(narrow), Product(open=True), **told)
     dtype = half_of(closed) if forward is None else forward.dtype
     scaled = {} if dtype is None else scales(dtype)
-    # Of masters in float64 is asked less, of a program that says float64 it is not.
+    # Masters in float64 may be narrowed; a program that asks for float64 keeps it.
     storage = Storage(narrow, dtype, scaled, narrows=forward is not None)
     if forward is not None and forward.full:
         told["lost"] = partial(tell, lost)
@@ -91,27 +91,27 @@ def propagate(
     scales: Callable[[np.dtype], Mapping[Index, tuple[Array, Array]]],
     note: list[Equation] | None = None,
 ) -> tuple[Array, dict[Index, Array], dict[Index, Array]]:
-    """A function at a point, with the derivatives of a plan.
+    """Evaluates a function at a point, together with the derivatives of a plan.
 
-    The function is traced once, and its equations are evaluated on the value and its streams
+    The function is traced once. Its equations are then evaluated on the value and its streams
     together (see `_rules.py`).
 
     **Arguments:**
 
     - `fun`: a function of one array that returns one array.
-    - `point`: where, of any floating dtype.
-    - `plan`: which derivatives; see [`make_plan`][].
-    - `seeds`: for each direction of the plan a vector like `point`, or a matrix of several. Give
-        those that are known as NumPy arrays: what vanishes by them is left out.
-    - `weights`: for each sum the factors of its summands.
-    - `scales`: the scales of stored streams, by the half type; see [`Storage`][].
+    - `point`: the point, of any floating dtype.
+    - `plan`: the derivatives to compute; see [`make_plan`][].
+    - `seeds`: for each direction of the plan, a vector shaped like `point`, or a matrix of several.
+        Pass known seeds as NumPy arrays, so that terms that vanish are left out.
+    - `weights`: for each sum, the factors of its summands.
+    - `scales`: a function from the half type to the scales of stored streams; see [`Storage`][].
     - `note`: a list to which every equation that depends on the point is added.
 
     **Returns:**
 
-    The value; the streams that were asked for by their keys, in float32 or wider, of which those
-    that vanish are missing; and, for every stream that is kept with a scale where the forward pass
-    is in full, whether it did not fit in some layer.
+    The value; a dictionary of the requested streams by their keys, in float32 or wider, without
+    those that vanish; and a dictionary that says, for every stream kept with a scale under a full
+    forward pass, whether it overflowed in some layer.
     """
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         forward = present_forward()
@@ -140,21 +140,23 @@ def propagate(
 
 
 class InForward(eqx.Module):
-    """A function whose values are those of one precision, and whose derivatives are taken in half.
+    """A function whose values are computed in full precision and whose derivatives in half.
 
-    It is traced, and cut into layers, as a network is whose derivatives are propagated, though with
-    no streams: a layer is evaluated in full, what enters it is kept in half, and its derivative is
-    that of the half layer there. [`mpx_pde.partials`][] on the way do the same by themselves. The
-    floating-point arrays of the first argument are masters, which enter products as they are. What
-    is computed of the others alone is data: evaluated once, in full, and rounded where a product
-    with the model takes it.
+    The function is traced and cut into layers, like a network whose derivatives are propagated, but
+    without streams. A layer is evaluated in full, and what enters it is kept in half. Its
+    derivative is the derivative of the half layer at the kept values. [`mpx_pde.partials`][] inside
+    the function do the same by themselves.
+
+    The floating-point arrays of the first argument are masters, which enter products as they are.
+    Everything computed from the other arguments alone is data. Data is evaluated once, in full, and
+    rounded where a product with the model takes it.
 
     **Attributes:**
 
     - `fun`: the loss.
     - `forward`: the two precisions.
-    - `kept`: the paths in `(fun, args, kwargs)` of arrays that stay in full: a product with one of
-        them is one of full precision, backward too.
+    - `kept`: the paths in `(fun, args, kwargs)` of arrays that stay in full. A product with one of
+        them is taken in full precision, in the backward pass too.
     """
 
     fun: Any
@@ -166,7 +168,7 @@ class InForward(eqx.Module):
         narrow, wide = np.dtype(np.float32), forward.registers
         program = self.fun, args, kwargs
         wider = wide != narrow
-        # The program is traced as wide as it is evaluated, its own numbers and what it calls too.
+        # The program is traced in the dtype it is evaluated in, with its constants and callees.
         given: Any = jtu.tree_map_with_path(_in_float64, program) if wider else program
         told = (TypeError, ValueError) if wider else ()
         noted = noting(_NAMES_FLOAT32, *told, about="float64")
@@ -175,7 +177,7 @@ class InForward(eqx.Module):
         storage = Storage(narrow, forward.dtype, narrows=wider)
         full = Storage(wide), Product(algorithm=forward.algorithm)
         evaluator = Evaluator(Rules(Plan(())), storage, Product(masters=True), full=full)
-        # Places in the first of the arguments.
+        # Leaves of the first argument.
         params = {i for i, (path, _) in enumerate(leaves) if _place(path) == [1, 0]}
         kept = {i for i, (path, _) in enumerate(leaves) if tuple(path) in self.kept}
         inexact = {i for i, (_, x) in enumerate(leaves) if is_inexact(x)}
@@ -202,7 +204,7 @@ _NAMES_FLOAT32 = (
 
 
 def _in_float64(path: tuple, x: Any) -> Any:
-    """Casts an array of float32 or of such complex numbers; derivative scales stay as they are."""
+    """Casts a float32 or complex64 array to float64 or complex128, but not derivative scales."""
     single = eqx.is_inexact_array(x) and jnp.finfo(x.dtype).dtype == np.float32
     if not single or _place(path) == [2, "derivatives"]:
         return x
@@ -210,8 +212,8 @@ def _in_float64(path: tuple, x: Any) -> Any:
 
 
 def _states_as(given: Any, out: Any) -> Any:
-    """Returns results whose `eqx.nn.State` has the dtypes that it was given in, for the next
-    step."""
+    """Returns the results with every `eqx.nn.State` cast back to the dtypes it had as an argument,
+    so that the next step can take it."""
     is_state = lambda x: isinstance(x, eqx.nn.State)
     before = {
         jtu.tree_structure(x): x for x in jtu.tree_leaves(given, is_leaf=is_state) if is_state(x)
@@ -225,7 +227,7 @@ def _states_as(given: Any, out: Any) -> Any:
 
 
 def _leaving(x: Any, aval: Any, wide: np.dtype) -> Any:
-    """A result in the dtype of the program, or in float64 where that was asked for."""
+    """Returns a result in the dtype of the program, or in float64 if that was asked for."""
     x = jnp.asarray(primal_of(x))
     if not jnp.issubdtype(x.dtype, jnp.floating) or (wide.itemsize > 4 and x.dtype == wide):
         return x

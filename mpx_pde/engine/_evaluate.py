@@ -1,4 +1,4 @@
-"""Evaluating a program on streams."""
+"""Evaluates a program on streams."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -46,21 +46,21 @@ from ._streams import DATA, Jet, Storage, is_inexact, is_traced, primal_of, tell
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Evaluator:
-    """One evaluation: a PyTree of the factors of its sums and the scales of its streams.
+    """One evaluation: a PyTree whose leaves are the factors of its sums and the stream scales.
 
     **Attributes:**
 
-    - `rules`: how streams pass.
-    - `storage`: how they are kept.
-    - `product`: how they are multiplied.
-    - `note`: told of each equation that depends on the point, with its line, the rule, and what a
-        product was multiplied in; no two layers are then taken for one.
-    - `lost`: told of each stream that does not fit where it is kept, with whether it does not.
-    - `full`: where values are those of an evaluation in full precision, how that one keeps and
-        multiplies; this one then says what is kept for the backward pass, and how it is run.
-    - `caller`: where the derivatives are asked for. A product in a layer of a library, which has no
-        line of the user's, is attributed to it.
-    - `around`: the containers that it evaluates the inside of, outermost first.
+    - `rules`: how streams pass through equations.
+    - `storage`: how streams are kept.
+    - `product`: how streams are multiplied.
+    - `note`: called for each equation that depends on the point, with its line, the rule, and the
+        precision of a product. If given, equal layers are not shared.
+    - `lost`: called with a stream and whether it overflows the dtype it is kept in.
+    - `full`: the storage and the products of an evaluation in full precision that provides the
+        values. This evaluator then determines what is kept for the backward pass and how that runs.
+    - `caller`: the place where the derivatives are asked for. A product in a layer of a library,
+        which has no line of the user's, is attributed to it.
+    - `around`: the containers whose inside is evaluated, outermost first.
     """
 
     rules: Rules
@@ -80,13 +80,15 @@ class Evaluator:
         carried: Collection[tuple[int, int]] | None = None,
         operand_kinds: Kinds = NO_KINDS,
     ) -> list[Any]:
-        """Returns the results of a jaxpr, of which is right what is `asked` for (see `Role`), or
-        all; operands and results are jets or arrays. Of the step of a loop some are `carried` on.
+        """Returns the results of a jaxpr. Operands and results are jets or arrays.
+
+        Only the streams that are `asked` for are valid, by default all (see `Role`). If the jaxpr
+        is the step of a loop, `carried` pairs results with the operands that they become.
         """
         flat = flatten(closed, forward_mode=not self.plain)
         env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
         if self.plain:
-            # There is no point: arrays are data.
+            # Without a point, constant arrays are data.
             env |= {k: _as_data(x) for k, x in env.items() if np.ndim(x)}
         env.update(zip(flat.inputs, operands, strict=True))
         if not self.plain:
@@ -116,39 +118,39 @@ class Evaluator:
                 self._step(part.steps[0], env, roles)
             else:
                 self._layer(part, env, roles, alike)
-            # What is computed of values that are held has no derivative either.
+            # Values computed from held values alone have no derivative either.
             if not roles.still.issuperset(part.inputs):
                 _hold(env, part.outputs, roles)
         return [read(x, env) for x in flat.outputs]
 
     @cached_property
     def plain(self) -> bool:
-        """Returns whether there are no streams, but values alone."""
+        """Returns whether there are only values and no streams."""
         return not self.rules.plan.keys
 
     @cached_property
     def above(self) -> "Evaluator":
-        """Returns the evaluation that values are those of."""
+        """Returns the evaluator that computes the values."""
         if self.full is None:
             return self
         storage, product = self.full
         return dataclasses.replace(self, storage=storage, product=product, lost=None, full=None)
 
-    # One layer: what the backward pass evaluates again.
+    # One layer: the unit that the backward pass evaluates again.
 
     def _is_layer(self, part: Part, roles: Role) -> bool:
-        """Returns whether the backward pass evaluates it again."""
-        # A loss is differentiated as it stands: the residual decides.
+        """Returns whether the backward pass evaluates a part again."""
+        # A loss is differentiated as it stands, since the residual must not be rounded.
         residual = self.full is not None and not roles.final.isdisjoint(part.outputs)
         return not part.alone and (part.multiplies or (part.checkpointed and not residual))
 
     def _layer(self, part: Part, env: dict[int, Any], roles: Role, alike: dict) -> None:
-        """Evaluates a layer. Those that are alike are traced and differentiated once."""
+        """Evaluates a layer. Equal layers are traced and differentiated once."""
         values = [env[x] for x in part.inputs]
         if self._is_layer(part, roles):
             asked = [roles.asked.get(k, ()) for k in part.inputs]
             values = list(map(_asked_for, values, asked))
-            # What is known while tracing stays so. What made the rest may have no derivative.
+            # Values known while tracing stay known: what made them may have no derivative.
             traced, known = eqx.partition(values, is_traced)
             key = object() if self.note else signature(part, roles, values)
             if key not in alike:
@@ -160,7 +162,7 @@ class Evaluator:
     def _inside(
         self, part: Part, env: dict[int, Any], roles: Role, chosen: Mapping[int, Any] | None = None
     ) -> list[Any]:
-        """The results of a layer as they are kept; some may have been `chosen` before."""
+        """Returns the results of a layer as they are kept; those in `chosen` are not recomputed."""
         for step in part.steps:
             if chosen is None or not chosen.keys() >= set(step.outputs):
                 self._step(step, env, roles)
@@ -171,7 +173,7 @@ class Evaluator:
 
     def _as_layer(self, part: Part, known: list[Any], roles: Role) -> Callable[[list], list]:
         def layer(evaluator, traced, chosen=None):
-            # A derivative of zeros is not none, which some functions insist on.
+            # Some functions insist on having no derivative, and a derivative of zeros is one.
             values = map(_whole, eqx.combine(traced, known))
             inner = dict(zip(part.inputs, values, strict=True))
             _hold(inner, part.inputs, roles)
@@ -186,9 +188,9 @@ class Evaluator:
     def _in_full(
         self, layer: Callable, part: Part, known: list[Any], roles: Role
     ) -> Callable[[list], list]:
-        """A layer whose values are those of the full evaluation, and whose derivative is that of
-        the half one, at what entered it rounded to half: this alone is kept."""
-        # A rule that is kept for later may hold no value of the trace that it was made in.
+        """Returns a layer whose values come from the full evaluation and whose derivative comes
+        from the half one, taken at the inputs rounded to half. Only these inputs are kept."""
+        # A rule that is kept for later must not hold a value of the trace it was made in.
         own, fixed = eqx.partition(dataclasses.replace(self, lost=None), is_traced)
         tells = self.lost is not None
         made = {k: v for s in part.steps for k, v in zip(s.outputs, s.eqn.outvars, strict=True)}
@@ -199,11 +201,11 @@ class Evaluator:
             both = eqx.combine(own, fixed)
             full = both.above
             out, inner = layer(full, traced)
-            # What is chosen by a value has no derivatives.
+            # A choice made by a value has no derivatives.
             bare = lambda x: x.only(()) if isinstance(x, Jet) else x
             chosen = {k: bare(inner[k]) for k in choices_of(part, roles)}
             lost = both._kept_of(part, inner, roles, inputs) if tells else ()
-            # What the program itself has in half is of the type that its derivative has.
+            # A value that the program has in half gets the type of its derivative.
             return loaded(full, out), (chosen, both.storage.overflows(lost))
 
         @jax.checkpoint
@@ -220,12 +222,12 @@ class Evaluator:
 
         kept = roles.stored | self._rounded(part, roles)
         stored = {i for i, k in enumerate(part.inputs) if k in kept and isinstance(known[i], Jet)}
-        # As it is evaluated, stored, and looked through for what does not fit. A product that is
-        # taken by halves is a sum, which what reads it takes.
+        # An input is read three times: evaluated, stored, and checked for overflow. A product taken
+        # by halves is a sum, which is fused into its readers.
         by_halves = self.above.product.algorithm == IN_HALVES
         is_sum = lambda x: by_halves and is_taken_by_halves(np.shape(x))
         moves = lambda x: read_at_once(x) if is_inexact(x) and not is_sum(x) else x
-        # What products alone read is read by each of them, and rounded by what made it.
+        # An input that only products read is read by each of them, and rounded where it was made.
         is_product = lambda step: step.name in tables.PRODUCTS
         single = multiplied_only(part.steps, part.outputs, is_product, tables.MOVES)
         shared = {i for i in stored if part.inputs[i] not in single}
@@ -245,25 +247,26 @@ class Evaluator:
     def _kept_of(
         self, part: Part, inner: Mapping[int, Any], roles: Role, inputs: Iterable[int]
     ) -> list[Jet]:
-        """Returns what is kept in half of a layer: `inputs`, and where it is evaluated again what
-        it multiplies, and what it has multiplied, but for what another layer looks through."""
+        """Returns what a layer keeps in half: its `inputs`, and, for its evaluation in the backward
+        pass, the operands and results of its half products. Results that another layer checks for
+        overflow are left out."""
         read_here = {x for step in part.steps for x in step.variables}
         kept = dict.fromkeys(inputs)
         for step in part.steps:
             if self._multiplies_in_half(step, [read(x, inner) for x in step.inputs], roles):
-                # What leaves the network is kept in full.
+                # Values that leave the network are kept in full.
                 elsewhere = roles.final | roles.entering - read_here
                 kept.update(dict.fromkeys((*step.variables, *{*step.outputs} - elsewhere)))
         return [inner[k] for k in kept if isinstance(inner[k], Jet)]
 
     def _multiplies_in_half(self, step: Step, operands: Sequence[Any], roles: Role) -> bool:
-        """Returns whether an equation is a product of what is stored in half."""
+        """Returns whether an equation is a product of operands stored in half."""
         if step.name not in tables.PRODUCTS:
             return False
         return self.product.dtype_of(step, operands, roles, self.storage) == self.storage.dtype
 
     def _rounded(self, part: Part, roles) -> set[int]:
-        """Returns the data that enters a layer for half products alone, which round it anyway."""
+        """Returns the data that only half products in a layer read, which round it anyway."""
 
         def is_half(step: Step) -> bool:
             pairs = zip(step.inputs, step.eqn.invars, strict=True)
@@ -289,29 +292,29 @@ class Evaluator:
             if self.plain and k in roles.stage:
                 x = _as_data(x)
             if isinstance(x, Jet) and self.plain:
-                # Integers that are computed of data have no stage: they are exact.
+                # Integers computed from data have no stage, because they are exact.
                 x = Jet(x.primal, {}, roles.stage[k]) if k in roles.stage else x.primal
             elif isinstance(x, Jet) and not enters(step.eqn, False):
                 x = dataclasses.replace(x, stage=stage)
             if isinstance(x, Jet):
                 for key, stream in x.streams.items():
-                    # Elsewhere it would be broadcast the wrong way.
+                    # Otherwise it would be broadcast the wrong way.
                     want = self.rules.plan.shape(key, aval_of(v).shape)
                     assert np.shape(stream) == want, (step.name, key, np.shape(stream), want)
                 x = self.above.storage.computed(x.only(roles.asked.get(k, ())), aval_of(v).dtype)
             env[k] = x
 
     def _results(self, step: Step, operands: list[Any], roles) -> tuple[Any, ...]:
-        """Returns the results of an equation and, where it depends on the point, the rule that gave
-        them and what a product was multiplied in."""
+        """Returns the results of an equation. If it depends on the point, also returns the rule
+        that gave them and the precision that a product was multiplied in."""
         eqn, name = step.eqn, step.name
         moves = any(isinstance(x, Jet) for x in operands)
         if only_names(eqn, operands, self.storage, self.above.storage):
-            # So it is loaded, each time that it is used.
+            # The value stays as it is and is loaded each time that it is used.
             return (operands, "convert", "") if moves else (operands,)
         if not moves:
             if self.full is not None:
-                # What is computed of masters alone is in full, too.
+                # Values computed from masters alone are in full, too.
                 wide = list(map(self.above.storage.constant, operands))
                 return (own_in_registers(eqn, wide, self.above.storage),)
             return (own_bind(eqn, typed(eqn, operands)),)
@@ -353,7 +356,7 @@ class Evaluator:
             else:
                 out = rule(eqn, operands)
             if biased or weighted:
-                # A bias meets the value alone.
+                # A bias is added to the value only, not to its streams.
                 out = [self.storage.rounding(x, () if name == "mul" else x.streams) for x in out]
             return out, rule.__name__.strip("_"), ""
         known = eqn.primitive in ad.primitive_jvps or name in ("custom_jvp_call", "shard_map")
@@ -368,7 +371,7 @@ class Evaluator:
         own = lambda *args: own_in_registers(eqn, args, self.above.storage)
         if name == "custom_linear_solve":
             lengths = eqn.params["const_lengths"]
-            # What it is solved by, such as a tolerance, has no part in the solution.
+            # Parameters of the solver, such as a tolerance, do not enter the derivative.
             if not any(moving[: lengths.matvec + lengths.vecmat]):
                 return self.rules.solved(own, operands, sum(lengths)), "linear", ""
         out = self.rules.nested(own, operands)
@@ -376,31 +379,31 @@ class Evaluator:
 
 
 def _as_data(x: Any) -> Any:
-    """Returns what a loss closes over, or makes itself, as what it is given."""
+    """Marks an array that a loss closes over or creates as data, like its arguments."""
     return x if isinstance(x, Jet) or not is_inexact(x) else Jet(x, {}, DATA)
 
 
 def _hold(env: dict[int, Any], keys: Iterable[int], roles: Role) -> None:
-    """Takes from some values the derivatives that lead to nothing. What is known stays so."""
+    """Stops the gradients of values whose derivatives lead nowhere. Known values stay known."""
     hold = lambda x: lax.stop_gradient(x) if is_traced(x) else x
     env.update((k, jax.tree.map(hold, env[k])) for k in keys if k in roles.still)
 
 
 def _met_by_points(operands: Sequence[Any]) -> list[Any]:
-    """Returns a value and a weight, whose gradient is summed over the points by itself."""
+    """Returns the operands, with the weight's gradient summed over the points separately."""
     (jet,) = (x for x in operands if isinstance(x, Jet))
     return [x if x is jet else summed_apart(x, jet.primal) for x in operands]
 
 
 def _asked_for(x: Any, asked: Collection[Index]) -> Any:
-    """Returns a value that enters a layer; of one that nobody asks for its shape alone."""
+    """Returns a jet that enters a layer. A value that nobody asks for is replaced by its shape."""
     if not isinstance(x, Jet) or () in asked:
         return x
     return dataclasses.replace(x, primal=jax.ShapeDtypeStruct(x.primal.shape, x.primal.dtype))
 
 
 def _whole(x: Any) -> Any:
-    """Returns such a value in the layer."""
+    """Replaces a shape from `_asked_for` by zeros, inside the layer."""
     shape = x.primal if isinstance(x, Jet) else None
     if not isinstance(shape, jax.ShapeDtypeStruct):
         return x
@@ -408,19 +411,19 @@ def _whole(x: Any) -> Any:
 
 
 def _after_gradients(values: Sequence[Any]) -> list[Any]:
-    """Returns what enters a layer, with its gradient in front of the cotangents that go on. XLA for
-    GPUs chooses layouts by this order."""
+    """Returns the inputs of a layer. In the backward pass the gradients of its arrays come before
+    the cotangents that go on: XLA for GPUs chooses layouts by this order."""
     is_jet = lambda x: isinstance(x, Jet)
     parts = eqx.partition(list(values), lambda x: not is_jet(x), is_leaf=is_jet)
     return eqx.combine(*gradients_in_turn(*parts), is_leaf=is_jet)
 
 
 def _in_turn(values: Sequence[Any], scales: Mapping[Index, Any]) -> list[Any]:
-    """Returns what enters a layer, whose cotangent goes on when the gradient of the layer is there.
-    In turn as halves: what passes is written to memory.
+    """Returns the inputs of a layer, whose cotangents go on only once the gradient of the layer is
+    computed. The inputs must be in half, since the cotangents are written to memory.
 
-    The cotangents of streams that are scaled do not wait, since the layer before waits for that of
-    the value: they are scaled as they are computed, and not by a kernel of its own.
+    The cotangents of scaled streams do not wait, because the layer before already waits for the
+    cotangent of the value. So they are scaled as they are computed, without a separate kernel.
     """
     waits = lambda x: x.only(x.streams.keys() - scales.keys()) if isinstance(x, Jet) else x
     waiting = list(map(waits, values))

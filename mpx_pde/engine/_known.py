@@ -1,6 +1,6 @@
 """Streams that are known while tracing: constant derivatives of coordinates that are only moved.
 
-They are numbers of NumPy. Worked out by JAX, each operation would be compiled for them: a slice of
+They are NumPy arrays and are computed with NumPy. JAX would compile each operation on them: slicing
 each of a thousand coordinates took minutes.
 """
 
@@ -29,13 +29,13 @@ def _transpose(lead: int, x: np.ndarray, permutation) -> Any:
 
 
 def _reshape(lead: int, x: np.ndarray, new_sizes, dimensions, **_) -> Any:
-    # By columns it is transposed first.
+    # In column order, the array is transposed first.
     x = x if dimensions is None else _transpose(lead, x, dimensions)
     return x.reshape((*x.shape[:lead], *new_sizes))
 
 
 def _convert(lead: int, x: np.ndarray, new_dtype, **_) -> Any:
-    # Not rounded here; but a stream is complex where its value is.
+    # Streams are not rounded here, but they are complex where their value is.
     is_complex = np.issubdtype(new_dtype, np.complexfloating)
     return x.astype(np.result_type(x, np.complex64)) if is_complex else x
 
@@ -70,15 +70,15 @@ def only_moves(step: Step, operands: Sequence[Any]) -> bool:
     streams = [s for x in jets for s in x.streams.values()]
     numbers = all(isinstance(x, np.ndarray | np.generic) for x in others)
     known = numbers and all(isinstance(s, np.ndarray) for s in streams)
-    # An index that depends on the point has no streams, and yet is no known number.
+    # An index that depends on the point has no streams, but is not a known number either.
     return known and bool(streams) and all(is_inexact(x.primal) for x in jets)
 
 
 def folded(rule: Callable, eqn: JaxprEqn, operands: list[Any], plan: Plan) -> list[Jet]:
-    """A rule on streams that are known while tracing; those that vanish are dropped."""
+    """Applies a rule to streams that are known while tracing, and drops those that vanish."""
     name = eqn.primitive.name
     if name in ("add", "sub", "mul", "div") or not is_inexact(eqn.outvars[0].aval):
-        # These rules leave to NumPy what is NumPy's.
+        # These rules compute with NumPy if their operands are NumPy arrays.
         (out,) = rule(eqn, operands)
     else:
         (primal,) = bind_primals(eqn, operands)
@@ -94,7 +94,7 @@ def _by_numpy(eqn: JaxprEqn, operands: Sequence[Any], plan: Plan) -> dict[Index,
     for key in plan.keys:
         if any(key in x.streams for x in jets):
             front = plan.shape(key, ())
-            # Zeros of a dtype that gives way.
+            # Boolean zeros, so that the other dtype wins.
             none = [np.zeros((*front, *np.shape(x.primal)), bool) for x in jets]
             parts = [x.streams.get(key, zero) for x, zero in zip(jets, none, strict=True)]
             found[key] = _MOVES[eqn.primitive.name](len(front), *parts, **eqn.params)

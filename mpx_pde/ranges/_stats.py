@@ -1,7 +1,8 @@
-"""The spread of the magnitudes of an array, as counts that add up over loops and devices.
+"""Counts the magnitudes in an array. The counts can be added up over loops and devices.
 
-Counted on the host. Magnitudes are compared as bits: the order of non-negative floats
-is that of their bit patterns, and a thread that flushes subnormals to zero does not flush integers.
+Counting happens on the host. Magnitudes are compared by their bits. Non-negative floats have the
+same order as their bit patterns, and a thread that flushes subnormals to zero does not flush
+integers.
 """
 
 import dataclasses
@@ -14,18 +15,18 @@ import jax.numpy as jnp
 import numpy as np
 
 
-# By format: the smallest number that rounds to infinity, the smallest normal number, and the
-# largest that rounds to zero (half of the smallest subnormal: ties go to even).
+# For each format: the smallest number that rounds to infinity, the smallest normal number, and the
+# largest number that rounds to zero (half of the smallest subnormal: ties go to even).
 _FORMATS = {
     "float16": (65520.0, 2.0**-14, 2.0**-25),
     "bfloat16": (2.0**128 - 2.0**119, 2.0**-126, 2.0**-134),
 }
 
-# The exponents that the histogram tells apart: each binary order in the range of float16.
+# The exponents between the intervals of the histogram. In float16's range each has its own.
 EDGES = (-126, -64, -48, -40, -32, *range(-28, 21), 24, 32, 48, 64, 96)
 
-# The limits by which magnitudes are counted, and whether a magnitude must be above one to count, or
-# may be equal to it. Above infinity are the NaNs.
+# The limits by which magnitudes are counted, and whether a magnitude must be above the limit to
+# count, or may be equal to it. NaNs are above infinity.
 _LIMITS = [0.0, math.inf, math.inf, *itertools.chain(*_FORMATS.values())]
 _ABOVE = [True, False, True, *[False, False, True] * len(_FORMATS)]
 
@@ -38,10 +39,10 @@ def _bits(dtype: str) -> np.ndarray:
     return values.view(f"u{values.itemsize}") + np.array(_ABOVE)
 
 
-# Made on import: a thread may flush subnormal numbers.
+# Computed on import, because a thread may flush subnormal numbers.
 _BITS = {dtype: _bits(dtype) for dtype in ("float32", "float64")}
 
-# So that temporary arrays stay small beside those that are measured.
+# The number of values counted at a time, so that temporary arrays stay small.
 _BLOCK = 1 << 22
 
 
@@ -50,7 +51,7 @@ def is_measured(aval: Any) -> bool:
 
 
 def is_finite(x: Any) -> bool:
-    """Returns whether all of an array on the host is finite."""
+    """Returns whether all entries of an array on the host are finite."""
     x = np.asarray(x)
     return not jnp.issubdtype(x.dtype, jnp.inexact) or bool(np.all(np.isfinite(x)))
 
@@ -72,9 +73,9 @@ class Lost:
 
     **Attributes:**
 
-    - `overflow`: finite as measured, infinite in the format.
-    - `subnormal`: below the smallest normal number, where digits are missing.
-    - `zero`: not zero as measured, zero in the format.
+    - `overflow`: values that are finite as measured and infinite in the format.
+    - `subnormal`: values below the smallest normal number, which lose digits.
+    - `zero`: values that are not zero as measured and zero in the format.
     """
 
     overflow: float
@@ -88,9 +89,10 @@ class Lost:
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Counts of the values of an equation, which add up over its executions: those that pass each
-    of `_LIMITS` and reach each of `EDGES`; and when each format first overflowed, or something not
-    finite first came of what is finite (`"nonfinite"`).
+    """Counts of the values of an equation. They can be added up over its executions. They hold the
+    numbers of values that pass each of `_LIMITS` and that reach each of `EDGES`. `first` holds the
+    times at which each format first overflowed, and at which finite operands first gave a result
+    that is not finite (`"nonfinite"`).
     """
 
     size: int = 0
@@ -116,8 +118,8 @@ class Counts:
 
     @classmethod
     def of(cls, array: Any, time: tuple[int, ...], source: bool = False) -> "Counts":
-        """Counts the values of an array, float32 or wider, at a `time`; `source` if it is not
-        finite and its operands are.
+        """Counts the values of an array, float32 or wider, at a `time`. `source` says that the
+        array is not finite although its operands are.
         """
         x = np.asarray(array)
         if x.dtype.kind == "c":
@@ -142,8 +144,8 @@ class Counts:
         return cls(magnitudes.size, passed, edges, int(source), largest, smallest, first)
 
     def summary(self) -> dict[str, Any]:
-        """Returns what the counts tell of a row of the report. Its histogram has the fractions per
-        interval of exponents, between `EDGES`; those outside come first and last.
+        """Returns the statistics for a row of the report. Its histogram has the fractions in the
+        intervals of exponents between `EDGES`; the fractions outside come first and last.
         """
         present, infinite, nans, *limits = self.passed.tolist()
         fraction = lambda count: count / self.size if self.size else 0.0

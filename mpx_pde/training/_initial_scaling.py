@@ -105,8 +105,8 @@ class _Evaluated(NamedTuple):
     """The gradient at one scaling, and whether it is finite."""
 
     mendable: Bool[Array, ""]
-    """Whether other scales may help if the gradient is not finite. They cannot if the loss itself
-    is not finite, because it is computed before it is scaled."""
+    """True if other scales may help when the gradient is not finite. No loss scale makes the loss
+    itself finite, because it is computed before it is scaled."""
     adjusted: Any
     finite: Bool[Array, ""]
     grads: PyTree
