@@ -140,7 +140,7 @@ def propagate(
 
 
 class InForward(eqx.Module):
-    """A function whose values are computed in full precision and whose derivatives in half.
+    """A function whose values are computed in one precision and whose derivatives in half.
 
     The function is traced and cut into layers, like a network whose derivatives are propagated, but
     without streams. A layer is evaluated in full, and what enters it is kept in half. Its

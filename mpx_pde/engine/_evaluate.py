@@ -140,7 +140,7 @@ class Evaluator:
 
     def _is_layer(self, part: Part, roles: Role) -> bool:
         """Returns whether the backward pass evaluates a part again."""
-        # A loss is differentiated as it stands, since the residual must not be rounded.
+        # A loss is differentiated as it stands, and its residual decides.
         residual = self.full is not None and not roles.final.isdisjoint(part.outputs)
         return not part.alone and (part.multiplies or (part.checkpointed and not residual))
 
@@ -249,7 +249,7 @@ class Evaluator:
     ) -> list[Jet]:
         """Returns what a layer keeps in half: its `inputs`, and, for its evaluation in the backward
         pass, the operands and results of its half products. Results that another layer checks for
-        overflow are left out."""
+        overflow, and those of the network, are left out."""
         read_here = {x for step in part.steps for x in step.variables}
         kept = dict.fromkeys(inputs)
         for step in part.steps:
@@ -420,7 +420,7 @@ def _after_gradients(values: Sequence[Any]) -> list[Any]:
 
 def _in_turn(values: Sequence[Any], scales: Mapping[Index, Any]) -> list[Any]:
     """Returns the inputs of a layer, whose cotangents go on only once the gradient of the layer is
-    computed. The inputs must be in half, since the cotangents are written to memory.
+    computed. Pass the inputs as halves, since the cotangents are written to memory.
 
     The cotangents of scaled streams do not wait, because the layer before already waits for the
     cotangent of the value. So they are scaled as they are computed, without a separate kernel.
