@@ -156,7 +156,7 @@ def _turned(x, y, dimension_numbers, held, **options):
     """Evaluates a product with the axes of the right operand first in memory, where the operations
     that follow have the axis of a `vmap`. On a GPU this saves transposed copies in a ViT. A result
     that XLA for CPUs reads across its order in memory is computed entry by entry, which takes ten
-    times as long. There it must be `held` by a barrier, or XLA returns to the original order."""
+    times as long. There the order must be `held` by a barrier, or it may be lost."""
     contracted, batch = dimension_numbers
     out = lax.dot_general(y, x, (contracted[::-1], batch), **options)
     axes, rows = range(out.ndim), y.ndim - len(contracted[1])

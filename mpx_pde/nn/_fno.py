@@ -185,8 +185,8 @@ class FNO(eqx.Module):
             of each axis, for problems that are not periodic; one number, or one for each axis.
         - `remat`: whether the backward pass evaluates activations again. `True` keeps two fields
             per block, which needs the least memory. `False` keeps the operands of all products, so
-            that nothing is evaluated again. It takes the least time and about twice the memory.
-            Results are the same.
+            that activations and products are not evaluated again. It takes the least time and
+            about twice the memory. Results are the same.
 
         **Raises:** `ValueError` for sizes below 1, ratios that are not positive or a padding that
         is not a fraction, `TypeError` for a `remat` or a `grid_embedding` that is not a bool, and
