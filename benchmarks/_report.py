@@ -84,7 +84,7 @@ def _git(*args: str) -> str | None:
 
 
 def is_code_of(commit: str) -> bool:
-    """Whether the code is the same as at a commit, written as `commit` writes it."""
+    """Returns whether the code is the same as at a commit, written as `commit` writes it."""
     name = commit.split(" ")[0]
     return not name.endswith("+") and _git("diff", "--quiet", name, "--", *CODE) is not None
 
@@ -260,7 +260,7 @@ class Report:
             self.note(f"{left} are left out, because {minutes:g} minutes have passed.")
 
     def installed(self, *modules: str) -> bool:
-        """Whether the libraries to compare with are installed; prints a note if not."""
+        """Returns whether the libraries to compare with are installed; prints a note if not."""
         try:
             list(map(require, modules))
         except RivalMissing as error:

@@ -264,7 +264,7 @@ def jax_rivals(layers: Layers, order: int, gpu: bool) -> dict[str, Rival]:
 
 
 def everywhere(rival: str) -> bool:
-    """Whether a rival is worth its compilation at all sizes, or only at the base."""
+    """Returns whether a rival is worth its compilation at all sizes, or only at the base."""
     library, method, *_, precision = rival.split(", ")
     if library == "mpx_pde":
         return method == "partials" and precision != "bfloat16"

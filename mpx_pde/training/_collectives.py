@@ -43,13 +43,7 @@ def _gather_jvp(dtype, sharding, primals, tangents):
 
 
 def _is_explicit(sharding: NamedSharding) -> bool:
-    types = set(sharding.mesh.axis_types)
-    if AxisType.Explicit in types and len(types) > 1:
-        raise ValueError(
-            "`gather_parameters` needs a mesh whose axes are all explicit or all Auto, but got "
-            f"{sharding.mesh}. Make it by `jax.make_mesh(..., axis_types=...)` with one type."
-        )
-    return AxisType.Explicit in types
+    return AxisType.Explicit in sharding.mesh.axis_types
 
 
 def _parts(x: Array) -> tuple[Array, ...]:
@@ -90,8 +84,8 @@ def gather_parameters(
 
     A PyTree of the same structure, shapes and dtypes.
 
-    **Raises:** `ValueError` for a `dtype` that is not a half type, `TypeError` for a `sharding`
-    that is not one.
+    **Raises:** `ValueError` for a `dtype` that is not a half type and for a mesh with both explicit
+    and Auto axes, `TypeError` for a `sharding` that is not one.
 
     ```python
     def loss(model, batch):
@@ -103,6 +97,11 @@ def gather_parameters(
     if not isinstance(sharding, NamedSharding):
         raise TypeError(
             f"`{call}` needs a `jax.sharding.NamedSharding` as `sharding`, but got {sharding!r}."
+        )
+    if _is_explicit(sharding) and len(set(sharding.mesh.axis_types)) > 1:
+        raise ValueError(
+            f"`{call}` needs a mesh whose axes are all explicit or all Auto, but got "
+            f"{sharding.mesh}. Make it by `jax.make_mesh(..., axis_types=...)` with one type."
         )
     sent = None if dtype is None else as_half_dtype(dtype, call)
 

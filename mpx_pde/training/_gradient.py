@@ -38,7 +38,7 @@ from ..derivatives._scaling import (
 )
 from ..engine import InForward
 from ..engine._roles import dependent
-from ..interpret._flat import Constant, flatten
+from ..interpret._flat import flatten
 from ..interpret._jaxpr import contains
 from ..interpret._precision_report import (
     LEAST_IN_FULL,
@@ -316,14 +316,12 @@ def _computed_of(closed: ClosedJaxpr, pairs: Sequence[tuple[int, int]]) -> bool:
     if any(closed.in_avals[i].shape != closed.out_avals[j].shape for i, j in pairs):
         return False
     flat = flatten(closed, forward_mode=False)
-    same = {k: k for k in flat.inputs}
+    same: dict[Any, int] = {k: k for k in flat.inputs}
     for step in flat.steps:
         if step.name == "convert_element_type":
             same.update((step.outputs[0], same[x]) for x in step.variables if x in same)
     found = [(flat.inputs[i], flat.outputs[j]) for i, j in pairs]
-    results = [
-        (k, x) for k, x in found if not isinstance(x, Constant) and x in dependent(flat, [k])
-    ]
+    results = [(k, x) for k, x in found if x in dependent(flat, [k])]
     return len(results) == len(found) and any(same.get(x) != k for k, x in results)
 
 
