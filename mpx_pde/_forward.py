@@ -95,11 +95,17 @@ def without_halves() -> AbstractContextManager[Any]:
     return _without_halves(True)
 
 
+def asked_in_full() -> bool:
+    """Returns whether a function around the present one is in full precision, forward and
+    backward."""
+    return _without_halves.value
+
+
 def takes_halves() -> bool:
     """Returns whether layers that were given a half `dtype` compute in it. They do not if the
     forward pass, or a function around them, is in full precision."""
     forward = present_forward()
-    return not (_without_halves.value or (forward is not None and forward.full))
+    return not (asked_in_full() or (forward is not None and forward.full))
 
 
 def check_forward(precision: Any, call: str) -> str:

@@ -17,7 +17,7 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from .._cast import cast_tree, widen
 from .._derivative_of import with_derivative_of
 from .._dtypes import is_half, wide
-from .._forward import Forward, forward_in, present_forward
+from .._forward import Forward, asked_in_full, forward_in, present_forward
 from .._order import batch_behind, rounded_cotangent, written_in
 from ..engine._together import beside
 from ._arithmetic import (
@@ -175,7 +175,7 @@ def part(fun: Callable, again: bool, rounded: bool = True) -> Callable:
     to half precision unless it is the user's input.
     """
     forward = present_forward()
-    if forward is not None and forward.apart:
+    if forward is not None and forward.apart and not asked_in_full():
         return ft.partial(_in_forward, fun, forward, rounded)
     names = (KEPT,) if again else (KEPT, STORED)
     policy = jax.checkpoint_policies.save_only_these_names(*names)

@@ -51,6 +51,9 @@ def test_a_half_dtype_of_a_layer_gives_way_to_full_precision(build, x):
         run = mpx.filter_value_and_grad(loss, mpx.DynamicLossScaling(), **options)
         value, _, _, grads = run(half, x)
         assert value == mpx.global_norm(grads) == 0
+    run = mpx.filter_grad(loss, mpx.DynamicLossScaling(), forward="float32")
+    with pytest.warns(mpx.PrecisionWarning, match=" 0% of the work"):
+        eqx.filter_eval_shape(run, mpx.FullPrecision(half), x)
     if build.func is not nn.CoordinateMLP:  # which takes no split products
         split = build(key=jax.random.key(0), dtype="bfloat16_x3")
         run = mpx.filter_value_and_grad(loss, mpx.DynamicLossScaling(), forward="float32")
