@@ -24,6 +24,7 @@ from ._dtypes import (
 )
 from ._forward import without_halves
 from ._notes import noting_the_cast
+from ._repr import in_a_line
 from ._types import DTypeLike, PyTree
 from ._wrapper import AbstractWrapper, check_callable
 
@@ -132,8 +133,8 @@ class FullPrecision(_Layer):
         if not callable(self.module) and not _is_floating(self.module):
             raise TypeError(
                 "`FullPrecision` wraps a callable layer such as `eqx.nn.Linear`, or one "
-                f"floating-point array, but got {self.module!r}. Wrap each of several arrays, or "
-                "mark their place by `keep_full`."
+                f"floating-point array, but got {in_a_line(self.module)}. Wrap each of several "
+                "arrays, or mark their place by `keep_full`."
             )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -217,7 +218,9 @@ def _by_prefix(fun: Callable[[bool, PyTree], PyTree], keep: PyTree, args: tuple,
 
     def checked(k, subtree):
         if not isinstance(k, bool):
-            raise TypeError(f"`{call}` takes bools as the leaves of `keep_full`, but got {k!r}.")
+            raise TypeError(
+                f"`{call}` takes bools as the leaves of `keep_full`, but got {in_a_line(k)}."
+            )
         return fun(k, subtree)
 
     try:

@@ -90,7 +90,8 @@ def check_choice(value: Any, choices: Collection, call: str, name: str, mend: st
     # Types are compared too, because NumPy's float16 equals "half".
     if not any(isinstance(value, type(choice)) and value == choice for choice in choices):
         known = ", ".join(map(repr, choices))
-        raise ValueError(f"`{call}` takes {known} as `{name}`, but got {value!r}. {mend}".rstrip())
+        told = f"`{call}` takes {known} as `{name}`, but got {in_a_line(value)}. {mend}"
+        raise ValueError(told.rstrip())
     return value
 
 
@@ -100,7 +101,7 @@ def check_integer(value: Any, call: str, name: str, least: int = 1) -> int:
     """
     if not is_integer(value) or value < least:
         what = "a positive integer" if least == 1 else f"an integer of at least {least}"
-        raise ValueError(f"`{call}` needs {what} as `{name}`, but got {value!r}.")
+        raise ValueError(f"`{call}` needs {what} as `{name}`, but got {in_a_line(value)}.")
     return int(value)
 
 

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float
 from ._bilinear import as_operand, product_dtypes
 from ._dot import mixed_dot_general_p
 from ._replay import replay, traced
+from ._repr import in_a_line
 from ._types import DTypeLike
 
 
@@ -78,7 +79,9 @@ def mixed_einsum(
     """
     call = "mixed_einsum"
     if not isinstance(subscripts, str):
-        raise TypeError(f"`{call}` takes its subscripts as a string first, but got {subscripts!r}.")
+        raise TypeError(
+            f"`{call}` takes its subscripts as a string first, but got {in_a_line(subscripts)}."
+        )
     arrays = [as_operand(x, call) for x in operands]
     dtypes = product_dtypes(arrays, dtype, out_dtype, call)
     if len(arrays) == 1:

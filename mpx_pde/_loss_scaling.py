@@ -53,7 +53,7 @@ def _positive_scalar(value: Any, call: str, name: str) -> None:
     if not ok:
         raise ValueError(
             f"`{call}` needs a positive, finite scalar (from 2^-126 to 2^126, which float32 can "
-            f"divide by) as `{name}`, but got {value!r}."
+            f"divide by) as `{name}`, but got {in_a_line(value)}."
         )
 
 
@@ -74,7 +74,7 @@ def _counter(value: Any, call: str) -> Int32[Array, ""]:
     if not ok or (not isinstance(value, Tracer) and not 0 <= int(value) < 2**31):
         raise ValueError(
             f"`{call}` needs an integer scalar as `counter`, the steps counted so far, but got "
-            f"{value!r}."
+            f"{in_a_line(value)}."
         )
     return jnp.array(value, jnp.int32)
 

@@ -76,7 +76,7 @@ def check_flag(pred: Any, call: str, name: str) -> Bool[Array, ""]:
     if shape != () or dtype not in (bool, jnp.bool_):
         raise TypeError(
             f"`{call}` needs a scalar bool as `{name}`, as `mpx_pde.all_finite` returns it, but "
-            f"got {pred!r}."
+            f"got {in_a_line(pred)}."
         )
     return jnp.asarray(pred)
 

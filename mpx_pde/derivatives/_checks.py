@@ -27,7 +27,9 @@ def parse_terms(
     parsed = []
     for name in _listed(terms, call):
         if not isinstance(name, str):
-            raise TypeError(f"`{call}` takes names of terms such as 'u_xx', but got {name!r}.")
+            raise TypeError(
+                f"`{call}` takes names of terms such as 'u_xx', but got {in_a_line(name)}."
+            )
         output, _, suffix = name.rpartition("_")
         if name in outputs:
             if output in outputs and split_names(suffix, coords):
@@ -58,7 +60,8 @@ def _listed(terms: Any, call: str) -> tuple[Any, ...]:
     """Returns the terms of a list; raises an error if it is none, or has one twice."""
     if isinstance(terms, str) or not isinstance(terms, Iterable):
         raise TypeError(
-            f"`{call}` takes terms as a list of names such as ['u_x', 'u_xx'], but got {terms!r}."
+            f"`{call}` takes terms as a list of names such as ['u_x', 'u_xx'], but got "
+            f"{in_a_line(terms)}."
         )
     terms = tuple(terms)
     check_distinct(terms, call)
@@ -75,7 +78,7 @@ def check_distinct(names: Sequence[Any], call: str) -> None:
 def check_fun(fun: Any, call: str) -> None:
     if not callable(fun):
         raise TypeError(
-            f"`{call}` takes a function of one point, such as a network, but got {fun!r}."
+            f"`{call}` takes a function of one point, such as a network, but got {in_a_line(fun)}."
         )
 
 
@@ -151,7 +154,7 @@ def names_of(value: Any, call: str, what: str) -> tuple[str, ...]:
     if not names or not all(map(fits, names)):
         raise TypeError(
             f"`{call}` takes {what} as a string with a letter for each and nothing in between, "
-            f"such as 'xt', or as a list of names, but got {value!r}."
+            f"such as 'xt', or as a list of names, but got {in_a_line(value)}."
         )
     twice = sorted({n for n in names if names.count(n) > 1})
     if twice:
@@ -192,5 +195,7 @@ def exponent_of(value: Any, call: str, name: str) -> int:
     except TypeError:
         ok = False
     if not ok:
-        raise ValueError(f"`{call}` needs a positive, finite number as `{name}`, got {value!r}.")
+        raise ValueError(
+            f"`{call}` needs a positive, finite number as `{name}`, but got {in_a_line(value)}."
+        )
     return math.frexp(float(value))[1] - 1

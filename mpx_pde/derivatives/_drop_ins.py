@@ -15,6 +15,7 @@ import numpy as np
 
 from .._cast import widen
 from .._dtypes import is_integer
+from .._repr import in_a_line
 from .._types import Names, PyTree
 from .._wrapper import of_some
 from ._checks import Term, check_fun, names_of
@@ -160,7 +161,7 @@ def _differentiate(
     if not numbers or not all(is_integer(i) and i >= 0 for i in numbers):
         raise TypeError(
             f"`{call}` takes positions of arguments from 0 on as `argnums`, an integer or a tuple "
-            f"of them, but got {argnums!r}."
+            f"of them, but got {in_a_line(argnums)}."
         )
     taken: Argnums = tuple(int(i) for i in numbers) if several else int(numbers[0])
     coords = None if coords is None else names_of(coords, call, "the coordinates")

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._dtypes import as_floating_dtype, check_integer
+from .._repr import in_a_line
 from .._tree import check_key
 from .._types import DTypeLike, Names
 from ._checks import check_factor, check_network, names_of, parse_terms, split_names
@@ -170,7 +171,7 @@ def linear_operator(
     if not isinstance(operators, Mapping) or not operators:
         raise TypeError(
             f"`{call}` takes `operators` as a mapping from names to what is summed, such as "
-            f'{{"heat": {{"t": 1.0, "xx": -0.1}}}}, but got {operators!r}.'
+            f'{{"heat": {{"t": 1.0, "xx": -0.1}}}}, but got {in_a_line(operators)}.'
         )
     draw = None
     if samples is not None:
@@ -239,7 +240,7 @@ def _summands(
     if not isinstance(spec, Mapping) or not spec:
         raise ValueError(
             f"`{call}` knows the operators 'laplacian' and 'biharmonic', and mappings from "
-            f"derivatives such as 'xx' to factors, but got {spec!r} for {name!r}."
+            f"derivatives such as 'xx' to factors, but got {in_a_line(spec)} for {name!r}."
         )
     out: dict[tuple[int, ...], Any] = {}
     for derivative, factor in spec.items():

@@ -288,7 +288,8 @@ class DerivativeScaling(eqx.Module):
         if not fits or not np.issubdtype(given.dtype, np.integer):
             raise ValueError(
                 "`DerivativeScaling.with_exponents` takes the log2 of the scales as an integer for "
-                f"all scalers, or one for each of {', '.join(self.names)}, but got {exponents!r}."
+                f"all scalers, or one for each of {', '.join(self.names)}, but got "
+                f"{in_a_line(exponents)}."
             )
         low, high = (jnp.array(b, jnp.int32) for b in (self.rule.lowest, self.rule.highest))
         new = jnp.clip(jnp.asarray(exponents, jnp.int32), low, high)

@@ -21,6 +21,7 @@ from jaxtyping import Array, ArrayLike, Float
 
 from .._cast import widen
 from .._dtypes import check_choice, check_positive
+from .._repr import in_a_line
 
 
 def _evaluate(fun: Callable, x: Any) -> Array:
@@ -107,7 +108,7 @@ def safe(fun: Callable[..., Any]) -> Callable:
     if not callable(fun):
         raise TypeError(
             "The `activation` of a network, and what `safe` wraps, is an elementwise function such "
-            f"as `jnp.tanh`, but got {fun!r}."
+            f"as `jnp.tanh`, but got {in_a_line(fun)}."
         )
     if isinstance(fun, SafeActivation | SafeLayer):
         return fun

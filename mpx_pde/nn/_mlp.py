@@ -17,6 +17,7 @@ from .._cast import Fixed, FullPrecision, widen
 from .._dtypes import as_floating_dtype, check_integer, is_half, is_integer, is_real
 from .._einsum import mixed_matmul
 from .._forward import takes_halves
+from .._repr import in_a_line
 from .._tree import check_key
 from .._types import DTypeLike
 from .._wrapper import unfit_signature
@@ -97,7 +98,7 @@ def _parse_periods(periodic: Any, in_size: int, call: str) -> dict[int, float]:
     if not fits:
         raise ValueError(
             f"`{call}` takes `periodic` as a mapping from indices of its {in_size} coordinates to "
-            f"positive periods, such as {{0: 2.0}}, but got {periodic!r}."
+            f"positive periods, such as {{0: 2.0}}, but got {in_a_line(periodic)}."
         )
     return {int(i): float(p) for i, p in periods.items()}
 
@@ -107,7 +108,8 @@ def _parse_features(features: Any, call: str) -> tuple[int, float]:
     if not (pair and is_integer(features[0]) and features[0] > 0 and _is_number(features[1])):
         raise ValueError(
             f"`{call}` takes `(features, sigma)` as `fourier_features`, how many random "
-            f"frequencies and their standard deviation, such as (64, 1.0), but got {features!r}."
+            "frequencies and their standard deviation, such as (64, 1.0), but got "
+            f"{in_a_line(features)}."
         )
     return int(features[0]), float(features[1])
 

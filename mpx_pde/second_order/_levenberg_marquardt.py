@@ -184,7 +184,7 @@ class LevenbergMarquardt(eqx.Module):
         if not functions or not all(callable(f) for f in functions):
             raise TypeError(
                 f"`{_CALL}` takes a function of the model and one example as `residuals`, or a "
-                f"tuple of such functions, but got {residuals!r}."
+                f"tuple of such functions, but got {in_a_line(residuals)}."
             )
         jacobian = forward if jacobian is None else jacobian
         check_choice(forward, _FORWARDS, _CALL, "forward")

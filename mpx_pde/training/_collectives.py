@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int32
 
 from .._cast import map_operands, widen
 from .._dtypes import as_half_dtype
+from .._repr import in_a_line
 from .._types import AxisName, DTypeLike, PyTree
 from .._varying import size_of_axis, varying_axes
 
@@ -96,7 +97,8 @@ def gather_parameters(
     call = "gather_parameters"
     if not isinstance(sharding, NamedSharding):
         raise TypeError(
-            f"`{call}` needs a `jax.sharding.NamedSharding` as `sharding`, but got {sharding!r}."
+            f"`{call}` needs a `jax.sharding.NamedSharding` as `sharding`, but got "
+            f"{in_a_line(sharding)}."
         )
     if _is_explicit(sharding) and len(set(sharding.mesh.axis_types)) > 1:
         raise ValueError(

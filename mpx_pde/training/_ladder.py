@@ -10,6 +10,7 @@ from jax.core import Tracer
 from .._dtypes import check_integer, check_positive, is_integer
 from .._forward import RUNGS, check_rung, options_of
 from .._loss_scaling import AbstractLossScaling
+from .._repr import in_a_line
 from .._tree import with_fields
 from ._floor import PrecisionFloor, precision_floor
 
@@ -84,7 +85,7 @@ class PrecisionLadder(eqx.Module):
         if isinstance(rungs, str) or not isinstance(rungs, Sequence) or not rungs:
             raise ValueError(
                 f"`{_CALL}` takes its rungs as a tuple of names, such as ('half', 'float32'), but "
-                f"got {rungs!r}."
+                f"got {in_a_line(rungs)}."
             )
         rungs = tuple(check_rung(rung, _CALL, "rungs") for rung in rungs)
         for low, high in pairwise(rungs):
@@ -98,7 +99,7 @@ class PrecisionLadder(eqx.Module):
         if say is not None and not callable(say):
             raise TypeError(
                 f"`{_CALL}` takes a function of a line of text as `say`, such as `print`, or "
-                f"`None` for silence, but got {say!r}."
+                f"`None` for silence, but got {in_a_line(say)}."
             )
         self.index = 0
         self.rungs, self.tolerance, self.interval = rungs, tolerance, interval
@@ -186,7 +187,7 @@ class PrecisionLadder(eqx.Module):
         if not is_integer(step):
             raise TypeError(
                 f"`{_CALL}.update` takes the number of the step as a Python integer, but got "
-                f"{step!r}."
+                f"{in_a_line(step)}."
             )
         if self.at_top or step % self.interval:
             return lambda *args, **kwargs: self

@@ -174,7 +174,7 @@ def _parse_policy(policy: Any, call: str) -> jmp.Policy | None:
             ) from e
     raise TypeError(
         f"`{call}` takes a `jmp.Policy` or its string as `policy`, such as "
-        f'"params=float32,compute=bfloat16,output=float32", but got {policy!r}.'
+        f'"params=float32,compute=bfloat16,output=float32", but got {in_a_line(policy)}.'
     )
 
 
