@@ -1,7 +1,7 @@
-"""A program without streams of which each equation has a precision of its own.
+"""Evaluates a program without streams in which each equation has its own precision.
 
-Between products everything is computed in float32 registers. What is stored, between them and for
-the backward pass, is half where it follows from halves.
+Between products, values are computed in float32 registers. Results that are computed from halves
+may be stored in half, between products and for the backward pass.
 """
 
 import dataclasses
@@ -38,17 +38,17 @@ from ._streams import DEEP, WILD, Jet, Storage, cast, is_inexact, is_traced, pri
 
 
 _RULES_OF_VALUES = Rules(Plan(()))
-"""How values without streams pass."""
+"""The rules for values without streams."""
 
 
 class Rule(NamedTuple):
-    """The decision for an equation.
+    """The way in which an equation is evaluated.
 
     **Attributes:**
 
     - `name`: `"product"`, `"mixed"`, `"full"`, `"half"`, `"follow"`, `"layout"`, `"convert"` or
         `"own"` (the dtypes of the program).
-    - `reason`: why.
+    - `reason`: why it is evaluated in this way.
     - `known`: whether the primitive has a row in the table.
     - `asked`: whether an override asks for float32.
     """
@@ -61,18 +61,18 @@ class Rule(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Mixed:
-    """One evaluation.
+    """An evaluation of a program without streams.
 
-    Operands and results that are arrays are masters: they stay in float32 up to the product that
-    rounds them, and so does what only moves them. Everything else is a jet without streams.
+    A value is an array or a jet without streams. Arrays are masters, or masters that were moved.
+    They stay in float32 until a product rounds them.
 
     **Attributes:**
 
     - `dtype`: the half type.
-    - `algorithm`: how products are split that are of float32; `None` for products of halves.
-    - `listener`: where somebody asks or overrides, what says by which override half and float32 are
-        asked for (`overrides`), and hears what becomes of each `operation` and `program`.
-    - `around`: the containers that it evaluates the inside of, outermost first.
+    - `algorithm`: the algorithm that splits products of float32; `None` for products of halves.
+    - `listener`: an object that returns the `overrides` that ask for half and for float32, and is
+        called with each `operation` and `program`; `None` without overrides and reports.
+    - `around`: the containers whose inside is evaluated, outermost first.
     """
 
     dtype: np.dtype
@@ -81,8 +81,8 @@ class Mixed:
     around: tuple[JaxprEqn, ...] = ()
 
     def __call__(self, closed: ClosedJaxpr, arrays: Sequence[Any]) -> list[Any]:
-        """Returns the results of a jaxpr in the dtypes that it has. Its operands are masters, but
-        those that it has in half."""
+        """Returns the results of a jaxpr in its own dtypes. Its operands are masters, except those
+        that it has in half."""
         operands = [
             Jet(x) if is_inexact(v) and v.dtype == self.dtype else x
             for x, v in zip(arrays, closed.in_avals, strict=True)
@@ -109,7 +109,7 @@ class Mixed:
         env: dict[int, Any] = {k: c.value for k, c in flat.constants.items()}
         env.update(zip(flat.inputs, operands, strict=True))
         if self.listener is None:
-            # What is overridden and told is the program as it stands.
+            # A listener overrides and reports the program as it is.
             flat = with_moments(flat, env)
         around = near_numbers(flat, near, carried or ())
         roles = self._roles(flat, env, around)
@@ -122,14 +122,14 @@ class Mixed:
         return [read(x, env) for x in flat.outputs]
 
     def _roles(self, flat: Flat, env: Mapping[int, Any], near: set[int]) -> Role:
-        """Returns the roles of variables, of which some are `near` a number (`near_numbers`). What
-        is `stored` is known when it is evaluated, but for what half products alone take; `final` is
-        what must not be."""
+        """Returns the roles of variables, given those that are `near` a number (`near_numbers`).
+        `stored` holds halves, and computed values that only half products read; the evaluation adds
+        the others. `final` holds the variables that must not be stored in half."""
         rules = {id(s): self._rule(s.eqn, (*self.around, *s.calls)) for s in flat.steps}
         stage = {k: x.stage for k, x in env.items() if isinstance(x, Jet)}
         for step in flat.steps:
             if not _moves_masters(step, stage):
-                # In float16 they would overflow, or vanish.
+                # Derivatives would overflow or vanish in float16.
                 wild = self.dtype == np.float16 and is_wild(step, stage)
                 stage.update(dict.fromkeys(step.outputs, WILD if wild else DEEP))
             if any(stage.get(x) == WILD for x in step.variables):
@@ -144,7 +144,7 @@ class Mixed:
 
     def governs(self, aval: Any) -> bool:
         """Returns whether a value is float32 or half in the program. All others (integers, bools,
-        keys, float64, complex, references) pass through as they are."""
+        keys, float64, complex, references) are left unchanged."""
         dtype = getattr(aval, "dtype", None)
         return hasattr(aval, "weak_type") and (dtype == FULL or dtype == self.dtype)
 
@@ -168,9 +168,9 @@ class Mixed:
         return rule
 
     def _product(self, eqn: JaxprEqn, rule: str, operands: Sequence[Any]) -> list:
-        """A product of masters, which are arrays, and of jets. A master is rounded inside of it, so
-        that its cotangent stays in float32. What was computed is rounded before it, so that what is
-        kept for the backward pass is half."""
+        """Returns the results of a product of masters (arrays) and jets. A half product rounds a
+        master inside, so its cotangent stays in float32. A jet is rounded before the product, so
+        the backward pass keeps it in half."""
         values = list(map(primal_of, operands))
         if rule == "mixed" and not gives_way(eqn):
             return own_bind(eqn, values)
@@ -186,7 +186,7 @@ class Mixed:
         return [split_product(eqn, arrays, self.algorithm)]
 
     def _fits(self, number: Any) -> bool:
-        """Returns whether a constant keeps its meaning in half: no overflow, no underflow."""
+        """Returns whether a constant neither overflows nor underflows in half."""
         info, size = jnp.finfo(self.dtype), abs(float(number))
         normal = float(info.tiny) <= size <= float(info.max)
         return normal or size == 0 or not math.isfinite(size)
@@ -195,8 +195,8 @@ class Mixed:
         return isinstance(x, Jet) and x.primal.dtype == self.dtype
 
     def _layer(self, part: Part, env: dict[int, Any], roles: Role, alike: dict) -> None:
-        """Evaluates a layer that the backward pass evaluates again, if that keeps halves. Layers
-        that are alike are traced, differentiated and transposed once."""
+        """Evaluates a layer. The backward pass evaluates it again if it is checkpointed and takes
+        halves. Equal layers are traced, differentiated and transposed once."""
         values = [env[x] for x in part.inputs]
         traced, known = eqx.partition(values, is_traced)
         alone = self.listener or not roles.stage.keys() >= set(part.outputs)
@@ -207,7 +207,7 @@ class Mixed:
 
         def layer(traced, one=None):
             given = eqx.combine(traced, known)
-            # Loaded once, so that its cotangents add up in registers.
+            # Each input is loaded once, so its cotangents are added in registers.
             inner = dict(zip(part.inputs, map(self.storage.loaded, given), strict=True))
             if one is not None:
                 inner |= {k: Jet(inner[k].primal * one) for k in scores}
@@ -230,7 +230,7 @@ class Mixed:
         env.update((x, self._leaving(x, env, roles, step)) for x in step.outputs)
 
     def _leaving(self, k: int, env: Mapping[int, Any], roles: Role, step: Step) -> Any:
-        """Returns a result of `step` as it is kept. Its cast has the line of the step."""
+        """Returns a result of `step` as it is kept. A cast gets the line of the step."""
         x = env[k]
         if not isinstance(x, Jet) or k not in roles.stored or k in roles.near:
             return x
@@ -238,7 +238,7 @@ class Mixed:
             return self.storage.stored(x)
 
     def _step(self, step: Step, env: dict[int, Any], roles: Role, halves: set[int]) -> None:
-        """Evaluates an equation. Of its operands some are `halves`, maybe loaded into registers."""
+        """Evaluates an equation. `halves` are variables that are half, or were loaded from half."""
         around = (*self.around, *step.calls)
         operands = [read(x, env) for x in step.inputs]
         self._follow(step, operands, roles)
@@ -273,10 +273,10 @@ class Mixed:
             return values if rule.name == "convert" else own_bind(eqn, values)
         stored = bool(step.outputs) and (roles.stored - roles.near).issuperset(step.outputs)
         moves = rule.name != "convert" and not is_light(eqn) and not is_container(eqn)
-        # The cotangents of what is picked many times are summed, in float32.
+        # A value may be gathered many times. Its cotangents are summed in float32.
         moves = moves and eqn.primitive.name != "gather"
         if rule.name == "half" or (stored and moves):
-            # What is no part of a layer moves, sorts or gathers halves.
+            # Operations outside of layers, such as sorts and collectives, take halves.
             return own_bind(eqn, [cast(x, half) if is_inexact(x) else x for x in values])
         loaded = list(map(primal_of, map(self.storage.loaded, operands)))
         if rule.name == "convert":
@@ -287,15 +287,15 @@ class Mixed:
         return own_in_registers(eqn, loaded, self.storage)
 
     def _concerns(self, eqn: JaxprEqn, operands: Sequence[Any]) -> bool:
-        """Returns whether anything changes inside of a container that is no light function."""
+        """Returns whether to enter a container, because its inside may change precision."""
         multiplies = any(contains(x, tables.JAX_PRODUCTS) for x in bodies_of(eqn))
         if self.listener or multiplies or eqn.primitive.name in ("jit", "remat2", "shard_map"):
             return True
         return not is_light(eqn) and any(map(self._is_half, operands))
 
     def _follow(self, step: Step, operands: Sequence[Any], roles: Role) -> None:
-        """Notes which results of an equation count as half, and which are numbers that are known
-        while tracing."""
+        """Records which results of an equation count as half, and which ones are numbers that are
+        known while tracing."""
         rule, outputs = roles.rules[id(step)].name, step.outputs
         numbers = [_number(x, y, roles) for x, y in zip(step.inputs, operands, strict=True)]
         if rule == "layout" and len(numbers) == 1 and numbers[0] is not None:
@@ -308,7 +308,7 @@ class Mixed:
         roles.stored.update(x for x in outputs if half and x in roles.stage)
 
     def _gives_way(self, step: Step, operands: Sequence, numbers: Sequence, roles: Role) -> bool:
-        """Returns whether one operand is half, and all others give way to it."""
+        """Returns whether an operand is half and no other one must stay in float32."""
         half = [x in roles.stored for x in step.inputs]
         for x, number, is_half in zip(operands, numbers, half, strict=True):
             if is_half or not is_inexact(primal_of(x)):
@@ -332,11 +332,11 @@ def _in_context_of(step: Step):
 
 
 def _evaluated_again(layer: Callable) -> Callable:
-    """Returns a layer that the backward pass evaluates again. `jax.checkpoint` makes sure of that
-    by barriers before all that enters the layer, its cotangents too; here it is a factor of one,
-    which the layer takes and XLA does not know. XLA for GPUs pads products of many matrices to
-    sizes that are multiples of 8. The kernels of the layer cut the padding off as they read; a
-    barrier there takes a copy."""
+    """Returns a layer that the backward pass evaluates again. `jax.checkpoint` enforces this by
+    barriers before all inputs of a layer and its cotangents. Here scores are multiplied by a one
+    that XLA does not know. XLA for GPUs pads products of many matrices to sizes that are multiples
+    of 8. The kernels of the layer remove the padding as they read. A barrier there would take a
+    copy."""
 
     def again(_, traced):
         return layer(traced, one=lax.optimization_barrier(jnp.ones((), FULL)))
@@ -347,7 +347,7 @@ def _evaluated_again(layer: Callable) -> Callable:
 
 
 def _scores(flat: Flat) -> set[int]:
-    """Returns the results of products of many matrices, and of what moves them."""
+    """Returns the results of products of many matrices, and of moves of such results."""
     out = set[int]()
     for step in flat.steps:
         eqn, name = step.eqn, step.eqn.primitive.name
@@ -359,11 +359,11 @@ def _scores(flat: Flat) -> set[int]:
 
 
 _RULES = {"half": "product", "itself": "mixed", "float32": "full", "operands": "follow"}
-"""By the precision that an operation has in the table."""
+"""The names of rules, by the precision of an operation in the table."""
 
 
 def _of_derivatives(rule: Rule) -> Rule:
-    """Returns the rule for an operation on derivatives, by that for others."""
+    """Returns the rule for an operation on derivatives, given its rule for other values."""
     if rule.name != "product" or rule.reason.startswith("half="):
         return rule
     return rule._replace(
@@ -372,7 +372,7 @@ def _of_derivatives(rule: Rule) -> Rule:
 
 
 def rule_of(eqn: JaxprEqn) -> Rule:
-    """Returns the rule for an equation by itself."""
+    """Returns the rule for an equation without overrides."""
     name = eqn.primitive.name
     if name in tables.JAX_PRODUCTS and asks_for_more(eqn):
         return Rule("full", "the program asks for this precision itself")
@@ -400,7 +400,7 @@ def _moves_masters(step: Step, stage: Mapping[int, int]) -> bool:
         return False
     if not any(is_inexact(v.aval) for v in step.eqn.outvars):
         return True
-    # Zeros and ones are exact in every dtype: a mask gives way to what it masks.
+    # A cast of booleans is a master: zeros and ones are exact in every dtype.
     moves = name in tables.LAYOUT or name == "convert_element_type"
     exact = (is_inexact(x) or getattr(x, "dtype", None) == np.bool_ for x in avals)
     return moves and all(exact)
@@ -410,9 +410,9 @@ _PASSED = tables.ARITHMETIC | tables.LAYOUT | tables.CHOICES
 
 
 def _in_full(flat: Flat, inside: bool) -> set[int]:
-    """Returns the results of arithmetic that belongs to what comes after it: to a function that
-    magnifies its rounding error, or to a sum, which a product of halves may be too large for.
-    Results of a program `inside` of another may go into a sum there."""
+    """Returns the results of arithmetic that stay in float32 because of their readers. A function
+    may magnify their rounding errors. A `mul` that is summed may be too large for half. Results of
+    a program `inside` of another one may be summed there."""
     magnified, out = set[int](), set[int]()
     elsewhere = set(variables(flat.outputs))
     summed = set(elsewhere) if inside else set[int]()

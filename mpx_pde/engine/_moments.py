@@ -1,4 +1,4 @@
-"""Sums of squared deviations from the mean, found in a program."""
+"""Finds sums of squared deviations from the mean in a program."""
 
 import dataclasses
 import math
@@ -15,8 +15,8 @@ from ._roles import dependent
 
 
 LARGEST = 2**16
-"""Up to this many entries variances are told from sums of squares of what entries are beyond the
-first few. Those deviate from the mean too, so that no more than this factor is lost to rounding."""
+"""The largest number of entries whose variance is taken from sums of squares. The mean of the first
+few is subtracted. These deviate from the mean too, so rounding loses no more than this factor."""
 
 moments_p = Primitive("moments")
 """The sum of an array over axes, and the sum of the squares of its deviations from the mean."""
@@ -24,11 +24,11 @@ moments_p.multiple_results = True
 
 
 def with_moments(flat: Flat, moving: Collection[int]) -> Flat:
-    """Returns a program whose variances of what depends on the point are taken in one pass.
+    """Returns a program that takes variances of values that depend on `moving` ones in one pass.
 
-    A variance is the mean of the square of what is left of an array beyond its mean: two passes
-    over all streams, and two more in a backward pass. The sums of an array and of its squares are
-    one, and say the same.
+    By definition a variance is the mean of the squared deviations from the mean. This takes two
+    passes over all streams, and two more in a backward pass. The sums of an array and of its
+    squares take one pass, and determine the variance.
     """
     made = {x: step for step in flat.steps for x in step.outputs}
     depends = dependent(flat, moving)
@@ -64,7 +64,7 @@ def with_moments(flat: Flat, moving: Collection[int]) -> Flat:
 
 
 def _summed(step: Step) -> tuple[int, tuple[int, ...]] | None:
-    """The variable and the axes of a sum."""
+    """Returns the variable and the axes of a plain sum of real numbers; `None` for others."""
     if step.name != "reduce_sum" or isinstance(x := step.inputs[0], Constant):
         return None
     params, dtype = step.eqn.params, aval_of(step.eqn.invars[0]).dtype
@@ -73,7 +73,7 @@ def _summed(step: Step) -> tuple[int, tuple[int, ...]] | None:
 
 
 def _deviations(step: Step, made: Mapping[int, Step]) -> tuple[int, tuple[int, ...]] | None:
-    """The variable and the axes of a sum of squared deviations."""
+    """Returns the variable and the axes of a sum of squared deviations; `None` for others."""
     where = _summed(step)
     square = None if where is None else made.get(where[0])
     if where is None or square is None or not _is_square(square):
@@ -108,7 +108,7 @@ def _mean_of(
     count: int,
     made: Mapping[Any, Step],
 ) -> list[int | None] | None:
-    """Returns which axis of an array each axis of its mean stands for; `None` for another value."""
+    """Returns the array axis that each axis of its mean stands for; `None` for another value."""
     moves, divided = [], False
     while (step := made.get(k)) is not None:
         name = step.name

@@ -1,5 +1,5 @@
-"""Values of which little is left in a result if they are rounded before: what lies near a number
-whose distance is taken."""
+"""Finds values that must not be rounded, because little of a result would be left: values that may
+lie near a number from which their distance is taken."""
 
 import math
 from collections.abc import Collection, Iterable, Mapping
@@ -15,11 +15,11 @@ from ._roles import still_in
 
 
 _LEAST = 0.25
-"""Numbers below are no values that activations saturate at."""
+"""The least magnitude of a number that counts as one at which activations saturate."""
 
 
 def summed_in(flat: Flat, stage: Collection[int]) -> set[int]:
-    """Returns the results of products, and the sums of these alone."""
+    """Returns the results of products, and their sums; variables outside `stage` are ignored."""
     out, adds = set[int](), tables.ADDITIONS | tables.LAYOUT | {"convert_element_type"}
     for step in flat.steps:
         moving = [x for x in step.variables if x in stage]
@@ -32,12 +32,12 @@ def summed_in(flat: Flat, stage: Collection[int]) -> set[int]:
 def near_numbers(
     flat: Flat, outputs: Iterable[int] = (), carried: Iterable[tuple[int, int]] = ()
 ) -> set[int]:
-    """Returns the variables of which little is left in a result if they were rounded before.
+    """Returns the variables that leave little of a result if they are rounded first.
 
-    So it is where their distance to a number is computed, as in 1 - x of a saturated activation x,
-    by arithmetic or by a function; and where the largest is picked, which rounding makes equal to
-    others. The results at some places, `outputs`, count too, and where the operand of a loop does,
-    the result that is `carried` on to it: positions of both."""
+    Arithmetic or a function may compute their distance to a number, as in 1 - x for a saturated
+    activation x. A reduction may pick the largest or smallest, which rounding makes equal to
+    others. The results at the positions `outputs` count too. `carried` pairs the position of a
+    result with that of the operand that it becomes: the result counts if the operand does."""
     carried, still, sizes = list(carried), still_in(flat), _numbers(flat)
     positive = {x for s in flat.steps if s.name in tables.POSITIVE for x in s.outputs}
     out = set(variables([x for i, x in enumerate(flat.outputs) if i in {*outputs}]))
@@ -60,8 +60,8 @@ def near_numbers(
 
 
 def _near_inside(step: Step, places: Collection[int]) -> list[int]:
-    """The operands of an equation that little is left of in what it holds, if the results at some
-    `places` count."""
+    """Returns the operands of an equation that count in the programs it holds (`near_numbers`), if
+    its results at `places` count."""
     found: list[int] = []
     for body, start, (first, stop) in bodies_entered(step.eqn) or _whole_bodies(step.eqn):
         flat = flatten(body, forward_mode=True)
@@ -72,7 +72,7 @@ def _near_inside(step: Step, places: Collection[int]) -> list[int]:
 
 
 def _numbers(flat: Flat) -> dict[int, float]:
-    """The variables that are one number, known or not (NaN), made of no other variables."""
+    """Returns the scalars made of constants alone, with their values; NaN for an unknown one."""
     found = {k: math.nan for k, c in flat.constants.items() if np.ndim(c.value) == 0}
     for step in flat.steps:
         alone = step.inputs and found.keys() >= {*step.variables}
@@ -94,8 +94,8 @@ def _number_of(x: int | Constant, numbers: Mapping[int, float]) -> float | None:
 
 
 def _leaves_little(step: Step, numbers: Mapping[int, float], positive: Collection[int]) -> bool:
-    """Returns whether an equation takes the distance to a number that activations saturate at: a
-    small one, such as that in a norm, is none. A sum of what is `positive` is none."""
+    """Returns whether an equation takes the distance to a number at which activations may saturate.
+    Small numbers, as in a norm, and sums of positive numbers and values do not count."""
     if step.name not in tables.ADDITIONS:
         return False
     known = [x for x in (_number_of(x, numbers) for x in step.inputs) if x is not None]
@@ -109,8 +109,8 @@ def _whole_bodies(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, tuple[int, int]
 
 
 def bodies_entered(eqn: JaxprEqn) -> list[tuple[ClosedJaxpr, int, tuple[int, int]]]:
-    """The programs in an equation that is entered, with the place of the first operand that each
-    takes, and which of its operands it hands on to its next step, from and to."""
+    """Returns the programs in an equation that is entered, each with the position of its first
+    operand, and with the start and stop of its operands that a loop carries to the next step."""
     name, bodies = eqn.primitive.name, bodies_of(eqn)
     if name == "scan":
         n_consts, n_carry = scan_counts(eqn)

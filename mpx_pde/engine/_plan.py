@@ -1,12 +1,12 @@
-"""Which derivatives travel together, and how products and functions mix them.
+"""Plans which derivatives are computed together, and how products and functions combine them.
 
-A *stream* is a derivative of a value with respect to the point. It is named by its *index*, the
-sorted tuple of its directions: `(0, 0, 1)` is u_xxy. With each index go all that lie below it
-(u_x, u_y, u_xx, u_xy): what the rules of Leibniz and of Faà di Bruno ask for.
+A *stream* is a derivative of a value with respect to the point. Its name is its *index*, the sorted
+tuple of its directions: `(0, 0, 1)` is u_xxy. An index requires all those below it (u_x, u_y, u_xx,
+u_xy), because the rules of Leibniz and of Faà di Bruno use them.
 
-A *sum* is a stream of its own: a linear combination of derivatives that is wanted as a whole, such
-as a Laplacian. Linear operations take it as they take any stream, so its summands need none of
-theirs (*collapsed Taylor mode*: Dangel et al., arXiv 2505.13644).
+A *sum* is a stream too: a linear combination of derivatives of which only the total is needed, such
+as a Laplacian. Linear operations treat it like any other stream, so its summands need no streams of
+their own (*collapsed Taylor mode*: Dangel et al., arXiv 2505.13644).
 """
 
 from collections import Counter
@@ -33,11 +33,11 @@ class Plan:
 
     **Attributes:**
 
-    - `indices`: every derivative that has a stream, lower orders first.
-    - `sums`: for each sum the indices of its summands.
-    - `sizes`: for each direction `None`, or how many directions stand for it: the streams of
-        indices with such a direction are stacked along a leading axis, one for each.
-    - `asked`: the indices whose derivatives are wanted for themselves; `()` is the value.
+    - `indices`: the derivatives that have a stream, lower orders first.
+    - `sums`: for each sum, the indices of its summands.
+    - `sizes`: for each direction, `None` or the number of directions that it stands for. Streams
+        along the latter are stacked along a leading axis.
+    - `asked`: the indices of the derivatives that are results; `()` is the value.
     """
 
     indices: tuple[Index, ...]
@@ -51,11 +51,11 @@ class Plan:
 
     @cached_property
     def everything(self) -> frozenset[Index]:
-        """The keys of all streams, and `()` for the value."""
+        """Returns the keys of all streams, and `()` for the value."""
         return frozenset((*self.keys, ()))
 
     def needs(self, keys: Iterable[Index]) -> frozenset[Index]:
-        """Returns the operand streams that a nonlinear function needs, the value too."""
+        """Returns the operand streams, and `()`, from which a nonlinear function makes `keys`."""
         out = {(), *keys}
         for key in keys:
             terms = self.sums[-1 - key[0]] if key and key[0] < 0 else (key,)
@@ -63,17 +63,17 @@ class Plan:
         return frozenset(out)
 
     def shape(self, key: Index, shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The shape of a stream of a value of this shape."""
+        """Returns the shape of a stream, given the shape of its value."""
         size = self.size(key)
         return shape if size is None else (size, *shape)
 
     def each(self, function: Callable, keys: Sequence[Index]) -> Callable:
-        """A function of arrays as one of streams with these keys, any of which may be stacked."""
+        """Turns a function of arrays into one of streams with these keys, stacked or not."""
         axes = tuple(None if self.size(key) is None else 0 for key in keys)
         return jax.vmap(function, axes) if 0 in axes else function
 
     def size(self, key: Index) -> int | None:
-        """The length of the leading axis of a stream; `None` if it has none."""
+        """Returns the number of directions in a stacked stream; `None` for another stream."""
         sizes = {self.sizes[i] for i in key if i >= 0}
         sizes.discard(None)
         return sizes.pop() if sizes else None
@@ -82,7 +82,7 @@ class Plan:
 def make_plan(
     indices: Iterable[Index], sums: Iterable[Iterable[Index]], sizes: tuple[int | None, ...]
 ) -> Plan:
-    """All streams that the wanted derivatives and sums need."""
+    """Returns a plan of all streams that the derivatives at `indices` and the sums need."""
     asked = tuple(dict.fromkeys(indices))
     sums = tuple(tuple(terms) for terms in sums)
     wanted = {below for index in asked for below in (index, *_below(index))}
@@ -90,7 +90,7 @@ def make_plan(
     ordered = sorted((i for i in wanted if i), key=lambda i: (len(i), i))
     for index in (*ordered, *(i for terms in sums for i in terms)):
         stacked = {i for i in index if sizes[i] is not None}
-        # Streams along two stacked directions would need two axes.
+        # A stream cannot mix stacked directions with others.
         assert not stacked or set(index) == stacked, index
     return Plan(tuple(ordered), sums, sizes, asked)
 
@@ -101,14 +101,14 @@ def _below(index: Index) -> set[Index]:
 
 @cache
 def splits(index: Index) -> tuple[tuple[int, Index, Index], ...]:
-    """The rule of Leibniz without its two outer terms: how often which pair is multiplied."""
+    """Returns the terms of the rule of Leibniz, except the two outer ones: counts and pairs."""
     times = Counter(left for n in range(1, len(index)) for left in combinations(index, n))
     rest = lambda left: tuple(sorted((Counter(index) - Counter(left)).elements()))
     return tuple((n, left, rest(left)) for left, n in times.items())
 
 
 def _partitions(items: list[int]) -> Iterator[list[list[int]]]:
-    """All ways to put the items into blocks."""
+    """Yields all ways to divide the items into blocks."""
     if not items:
         yield []
         return
@@ -121,8 +121,8 @@ def _partitions(items: list[int]) -> Iterator[list[list[int]]]:
 
 @cache
 def chains(index: Index) -> dict[int, tuple[tuple[int, tuple[Index, ...]], ...]]:
-    """The formula of Faà di Bruno but for its linear term: by the order of the derivative of the
-    outer function, how often which product of inner streams enters."""
+    """Returns the terms of the formula of Faà di Bruno, except the linear one, by the order of the
+    outer derivative. Each term is a count, and the inner streams that are multiplied."""
     found = Counter(
         tuple(sorted(tuple(sorted(block)) for block in blocks))
         for blocks in _partitions(list(index))
