@@ -1,4 +1,4 @@
-"""In which precision a product of streams is taken."""
+"""Chooses the precision of products, and computes them."""
 
 import dataclasses
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -32,7 +32,7 @@ FULL = np.dtype("float32")
 _APART = Given(apart=True)
 
 _FEW = 4
-"""Up to this many coordinates are multiplied one by one."""
+"""The largest number of coordinates that are multiplied one by one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,12 +41,12 @@ class Product:
 
     **Attributes:**
 
-    - `masters`: whether constants of any dtype count as half: a network that is to be multiplied in
-        half precision without having been cast.
-    - `algorithm`: one of `SPLIT_PRODUCTS`, by which products in full are taken unless the program
-        asks for a precision itself, or multiplies nothing but data; `None` for the highest
-        precision.
-    - `open`: whether products stay as the program has them, for an evaluation around this one.
+    - `masters`: whether constants of any dtype count as half, as in a network that is multiplied in
+        half precision but was not cast.
+    - `algorithm`: one of `SPLIT_PRODUCTS`, for products in full; `None` for the highest precision.
+        Products of data alone, and those for which the program asks for a precision, do not use it.
+    - `open`: whether products are left as they are in the program. An evaluation around this one
+        then chooses their precision.
     """
 
     masters: bool = False
@@ -56,9 +56,9 @@ class Product:
     def halves(
         self, flat: Flat, env: Mapping[int, Any], stage: Collection[int], given: Iterable[int]
     ) -> set[int]:
-        """Returns the variables that do not depend on the point, so have no `stage`, and are
-        effectively half: half arrays, constants among masters, what is `given` as such, and what a
-        program computes from these alone, be it in float32."""
+        """Returns the variables that are effectively half, and have no `stage` because they do not
+        depend on the point. These are half arrays, constants if they are `masters`, the variables
+        `given`, and results computed from these alone, even in float32."""
         known = {k: x for k, x in env.items() if not isinstance(x, Jet) and is_inexact(x)}
         masters = flat.constants if self.masters else ()
         out = {*given, *(k for k, x in known.items() if k in masters or is_half(x.dtype))}
@@ -73,7 +73,7 @@ class Product:
     def __call__(
         self, step: Step, operands: Sequence[Any], roles: Role, storage: Storage, rules: Rules
     ) -> tuple[list[Jet], str]:
-        """The result with its streams, and what it was multiplied in."""
+        """Returns the result with its streams, and the dtypes of the product as a string."""
         dtype = self.dtype_of(step, operands, roles, storage)
         half = dtype is not None
         as_stored = half and dtype == storage.dtype
@@ -82,7 +82,7 @@ class Product:
             out_dtype = dtype
         both = all(isinstance(x, Jet) for x in operands)
         if half:
-            # The terms of a product of jets are added up in registers.
+            # The terms of a product of jets are added in registers.
             own = _mixed(step.eqn, dtype, storage.registers if both else out_dtype)
         else:
             several = any(x.streams for x in operands if isinstance(x, Jet))
@@ -123,7 +123,7 @@ class Product:
         return [jet.map(weighted)], how
 
     def dtype_of(self, step, operands, roles: Role, storage: Storage) -> Any:
-        """Returns what to multiply in by a mixed product; `None` for a full one."""
+        """Returns the dtype that a mixed product multiplies in; `None` for a product in full."""
         eqn = step.eqn
         if not _is_real(eqn):
             return None
@@ -131,9 +131,9 @@ class Product:
         full = meets_point or storage.dtype is None
         if eqn.primitive.name in tables.MIXED and says_its_dtype(eqn):
             dtype = eqn.params["dtype"]
-            # What was multiplied in half is, in a pass in full precision, in full.
+            # In a pass in full precision, a product of halves is in full.
             return None if full or not is_half(dtype) else dtype
-        # In a checkpoint data are multiplied again behind the forward pass.
+        # In a checkpoint, products of data are computed again after the forward pass.
         if full or asks_for_more(eqn) or roles.is_data(step):
             return None
         fixed = [i for i, x in enumerate(operands) if not isinstance(x, Jet)]
@@ -141,7 +141,7 @@ class Product:
         return storage.dtype if halves.issuperset(fixed) else None
 
     def half_operands(self, step: Step, operands: Sequence[Any], roles: Role) -> set[int]:
-        """The positions of operands that do not depend on the point and are half at heart."""
+        """Returns the positions of operands that are effectively half and not jets."""
         known = lambda x: self.masters or is_half(x.dtype)
         return {
             i
@@ -152,20 +152,20 @@ class Product:
         }
 
     def _full(self, eqn: JaxprEqn, storage: Storage, algorithm: Any, several: bool) -> Any:
-        """Returns a product of arrays in registers that takes no TF32 unless the program asks for
-        it. One of `several` streams is bound so that XLA leaves the streams apart.
+        """Returns a function that multiplies arrays in registers. It does not use TF32 unless the
+        program asks for it. XLA does not merge its products of `several` streams.
         """
         if self.open:
             return lambda x, y: bind(eqn, [x, y])[0]
         kind = aval_of(eqn.outvars[0]).dtype
         wide: Any = storage.width_of(kind)
         if jnp.issubdtype(kind, jnp.complexfloating):
-            wide = None  # as their parts are computed with
-        # A program may not say what to multiply in, or say half, which is taken in full here.
+            wide = None  # the dtype that the operands have
+        # A mixed product without a dtype of its own, or in half, is in full here.
         name, is_open = eqn.primitive.name, eqn.params.get("precision") is None
         if name in tables.MIXED:
             is_open = not says_its_dtype(eqn) or is_half(eqn.params["dtype"])
-        # Convolutions have no algorithms, and neither has float64.
+        # Convolutions and products of float64 have no algorithms.
         if "dot_general" not in name or wide != np.float32:
             algorithm = None
         elif not is_open:
@@ -182,10 +182,10 @@ class Product:
 
 
 def _rows(eqn: JaxprEqn, jet: Jet, weight: Any, first: bool) -> Sequence[Any]:
-    """Returns the rows of a weight that few coordinates are multiplied with, at each point; none
-    for other products. A product with coordinates is their sum by the derivatives that are known.
-    As such it is evaluated where it is read, and its gradient is one sum over points of all that
-    arrives at a row, by the value and by the streams."""
+    """Returns the rows of a weight at each point, if few coordinates are multiplied with it; none
+    for other products. The result is a sum of rows. Its factors are the coordinates, and for
+    streams known derivatives. The sum is evaluated where it is read. The gradient of a row is one
+    sum over points of its cotangents from the value and from all streams."""
     known = all(isinstance(s, np.ndarray) and s.ndim == 1 for s in jet.streams.values())
     dtypes = {jet.primal.dtype, weight.dtype}
     known = known and dtypes <= {FULL, np.dtype("float64")} and np.ndim(weight) == 2
@@ -203,7 +203,7 @@ def _rows(eqn: JaxprEqn, jet: Jet, weight: Any, first: bool) -> Sequence[Any]:
 
 
 def _combined(factors: Any, rows: Sequence[Any]) -> Any:
-    """Returns a sum of arrays by factors, of which those of NumPy are known."""
+    """Returns the sum of the rows times their factors. Known zeros and ones cost nothing."""
     known = isinstance(factors, np.ndarray)
     terms = [
         row if known and factor == 1 else factor * row
@@ -214,13 +214,13 @@ def _combined(factors: Any, rows: Sequence[Any]) -> Any:
 
 
 def _is_real(eqn: JaxprEqn) -> bool:
-    """Returns whether a product is one of real numbers, and not of complex ones or of integers."""
+    """Returns whether the result of a product is real, and not complex or an integer."""
     return jnp.issubdtype(aval_of(eqn.outvars[0]).dtype, jnp.floating)
 
 
 def only_names(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage, full: Storage) -> bool:
-    """Returns whether an equation casts what is kept in half to what it is computed with, or what
-    is computed in float64 in place of float32 to that."""
+    """Returns whether an equation is a cast that needs no computation: of a stored value to the
+    dtype of registers, or to float32 of a value that is computed in float64 instead."""
     if eqn.primitive.name != "convert_element_type":
         return False
     x, new = primal_of(operands[0]), eqn.params["new_dtype"]
@@ -229,15 +229,15 @@ def only_names(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage, full: S
 
 
 def is_biased(eqn: JaxprEqn, operands: Sequence[Any], halves: Sequence[bool]) -> bool:
-    """Returns whether an equation adds an array that does not depend on the point to a value that
-    is among the `halves`, such as a bias to a product."""
+    """Returns whether an equation adds an array that does not depend on the point, such as a bias,
+    to an operand that is half according to `halves`."""
     x = _beside_an_array(eqn, operands, tables.ADDITIONS)
     return x is not None and any(h for y, h in zip(operands, halves, strict=True) if y is x)
 
 
 def _beside_an_array(eqn: JaxprEqn, operands: Sequence[Any], names: Collection[str]) -> Jet | None:
-    """Returns the one operand of an equation of these `names` that depends on the point, if the
-    other is an array that does not, and is no number."""
+    """Returns the operand that depends on the point, in an equation named in `names` whose other
+    operand is an array that does not; `None` for others. A scalar is not an array here."""
     moving = [x for x in operands if isinstance(x, Jet)]
     others = [x for x in operands if isinstance(x, jax.Array) and x.ndim]
     alike = len(operands) == 2 and len(moving) == len(others) == 1
@@ -245,9 +245,9 @@ def _beside_an_array(eqn: JaxprEqn, operands: Sequence[Any], names: Collection[s
 
 
 def is_weighted(eqn: JaxprEqn, operands: Sequence[Any], storage: Storage) -> bool:
-    """Returns whether an equation multiplies each entry of a value beyond the first product by a
-    number of its own that does not depend on the point, or adds one, as a norm does by its weights
-    and its bias."""
+    """Returns whether an equation multiplies or adds a value of stage `DEEP` in registers and an
+    array that does not depend on the point, as a norm does with its weight and its bias. `False` if
+    values are not stored in another dtype than registers."""
     x = _beside_an_array(eqn, operands, tables.ADDITIONS | {"mul"})
     narrows = storage.dtype not in (None, storage.registers)
     return narrows and x is not None and x.stage == DEEP and x.primal.dtype == storage.registers
@@ -266,16 +266,16 @@ def _mixed(
     return lambda x, y: primitive.bind(*match_varying_axes(x, y), **params)
 
 
-# Products of values alone, as `autocast` takes them.
+# Products without streams, for `autocast`.
 
 
 def gives_way(eqn: JaxprEqn) -> bool:
-    """Returns whether a mixed product is one that nobody gave a dtype."""
+    """Returns whether a mixed product is in float32 because no dtype was asked for."""
     return eqn.params["dtype"] == FULL and not says_its_dtype(eqn)
 
 
 def half_product(eqn: JaxprEqn, arrays: Sequence[Any], dtype: np.dtype) -> Any:
-    """Returns a product as one of halves, which are accumulated in float32."""
+    """Returns a product of halves, accumulated in float32."""
     if eqn.primitive.name in tables.MIXED:
         given = eqn.params.get("given", Given())
         out_dtype = eqn.params["out_dtype"] if given.out_dtype else dtype
@@ -287,18 +287,18 @@ def half_product(eqn: JaxprEqn, arrays: Sequence[Any], dtype: np.dtype) -> Any:
 
 
 def split_product(eqn: JaxprEqn, arrays: Sequence[Any], algorithm: lax.DotAlgorithmPreset) -> Any:
-    """Returns a product of float32 arrays, which the hardware splits into halves whose products it
-    adds up. Convolutions have no such algorithm."""
+    """Returns a product of float32 arrays by an algorithm that splits them into halves, and adds
+    the products of these. Convolutions have no such algorithm, and are taken in float32."""
     name = next((k for k, v in SPLIT_PRODUCTS.items() if v is algorithm), None)
     if name is not None or "dot_general" not in eqn.primitive.name:
         return _mixed(eqn, FULL, FULL, name, Given())(*arrays)
-    # A preset of JAX that has no name here.
+    # A JAX preset that is not in `SPLIT_PRODUCTS`.
     params = {name: eqn.params[name] for name in ("dimension_numbers", "out_sharding")}
     return lax.dot_general(*arrays, **params, precision=algorithm, preferred_element_type=FULL)
 
 
 def full_product(eqn: JaxprEqn, arrays: Sequence[Any]) -> list:
-    """Returns a product in float32, or in what more the program asks for."""
+    """Returns a product in float32, or in a higher precision if the program asks for it."""
     if eqn.primitive.name in tables.MIXED:
         params: dict[str, Any] = {name: wide(eqn.params[name]) for name in ("dtype", "out_dtype")}
         params["given"] = Given()
@@ -309,8 +309,8 @@ def full_product(eqn: JaxprEqn, arrays: Sequence[Any]) -> list:
 
 
 def multiplied_in(eqn: JaxprEqn, rule: str, dtype: np.dtype, algorithm: Any) -> str | None:
-    """Returns what the operands of a product are rounded to, or how they are split; `None` for
-    other operations."""
+    """Returns the name of the dtype to which a product rounds its operands, or of the algorithm
+    that splits them; `None` for other operations."""
     name = eqn.primitive.name
     if name not in tables.PRODUCTS:
         return None

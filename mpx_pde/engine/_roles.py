@@ -1,11 +1,11 @@
-"""The roles of operands: what of an equation depends on the point, whether it is linear in that,
-what is still; and which part of a loss is the network, and which is what that is measured by.
+"""Finds the roles of variables: which depend on the point, where equations are linear in these,
+which have no derivative, and which part of a loss is the network.
 
-A residual is a difference of large numbers, and small. Rounded before the difference is taken, it
-would be lost, and with it the gradient; so what follows the network is differentiated as it stands.
-The network ends with the last product, or the last loop, that parameters go into. A product with
-data (weights of a quadrature, a metric), one of values with each other (a squared norm) and one
-that comes to a single number (a sum by trainable weights) may be of the loss.
+A residual is a small difference of large numbers. If these are rounded first, the residual is lost,
+and its gradient too. So the part of a loss that follows the network is differentiated as it is. The
+network ends with the last product, or the last loop, that takes parameters. A product with data
+(quadrature weights, a metric), a product of values with each other (a squared norm) and a product
+whose result is a single number (a sum with trainable weights) may belong to the loss.
 """
 
 import math
@@ -24,12 +24,12 @@ from ._streams import DEEP, FIRST, RAW, WILD, takes_derivatives
 
 
 _WRITES = ("WriteEffect", "AccumEffect")
-"""Names of the effects of writing into a reference, for which JAX has no public one."""
+"""The names of the effects of writing to a reference. JAX has no public names for them."""
 
 
 def as_key(x: Any) -> Hashable:
-    """Returns what tells a value from others in a program: of an array that is not known its type,
-    of one that is known its entries."""
+    """Returns a key that distinguishes values in a program: the type of a JAX array, or the entries
+    of an array that is known while tracing."""
     if isinstance(x, jax.Array):
         return jax.typeof(x)
     if not eqx.is_array_like(x):
@@ -44,23 +44,23 @@ class Role(NamedTuple):
 
     - `stage`: how far each variable that depends on the point is from it.
     - `final`: the variables that no product and no loop depends on.
-    - `stored`: those that are kept in half where they leave a layer.
-    - `asked`: the streams of each variable that the results depend on, and `()` where they depend
-        on its value. Behind the last function that is not linear, what nobody asked for is not
-        carried on.
-    - `ends`: the products and loops of a network, by position, where a whole loss is evaluated;
-        `final` is then what none of these depends on.
-    - `params`: what is made of parameters alone, where there are no streams.
-    - `data`: the results of equations that take nothing but data there.
-    - `still`: what has no derivative, such as what comes of `jax.lax.stop_gradient`.
+    - `stored`: the variables that are kept in half when they leave a layer.
+    - `asked`: the streams of each variable that the results depend on, and `()` if they depend on
+        its value. After the last nonlinear function, streams that nobody asked for are dropped.
+    - `ends`: the positions of the products and loops of the network, in a whole loss. `final` then
+        holds the variables that none of these depends on.
+    - `params`: the variables computed from parameters alone, if there are no streams.
+    - `data`: the results of equations that take only data, if there are no streams.
+    - `still`: the variables without a derivative, such as a result of `jax.lax.stop_gradient`.
     - `half`: the variables that do not depend on the point and are effectively half.
-    - `apart`: what leads from the point to a loop that has no derivative in reverse mode, and what
-        the loop returns.
-    - `rules`: what is decided for each equation, by its identity, where that is known.
-    - `numbers`: the masters there that are numbers known while tracing.
-    - `scores`: the results of products of many matrices there, such as the scores of attention.
-    - `near`: what is not rounded there where it leaves a layer, see `near_numbers`.
-    - `entering`: what enters layers in half, and is looked through for overflows there.
+    - `apart`: the variables that lead from the point to a loop that has no derivative in reverse
+        mode, and the results of the loop.
+    - `rules`: the rule of each equation, by the `id` of its step, if each has its own precision.
+        The next three attributes are for this case.
+    - `numbers`: the masters that are numbers known while tracing.
+    - `scores`: the results of products of many matrices, such as the scores of attention.
+    - `near`: the variables that are not rounded when they leave a layer, see `near_numbers`.
+    - `entering`: the variables that enter layers in half, where they are checked for overflow.
     """
 
     stage: dict[int, int]
@@ -80,11 +80,11 @@ class Role(NamedTuple):
     entering: set[int] | frozenset[int] = frozenset()
 
     def is_data(self, step: Step) -> bool:
-        """Returns whether an equation of a loss takes data, and nothing of the model."""
+        """Returns whether an equation of a loss takes data, and nothing from the model."""
         return bool(step.outputs) and step.outputs[0] in self.data
 
     def facts(self, x: int) -> tuple[Hashable, ...]:
-        """Returns what is known of a variable."""
+        """Returns the facts about a variable by which layers are compared."""
         sets = self.final, self.stored, self.params, self.data, self.still, self.half, self.scores
         sets = *sets, self.near, self.entering
         number = None if self.numbers is None else as_key(self.numbers.get(x))
@@ -92,8 +92,8 @@ class Role(NamedTuple):
 
 
 def stage_after(step: Step, stage: Mapping[int, int]) -> int | None:
-    """How far from the point the results of an equation are, by the `stage` of those operands that
-    depend on it; `None` if none does."""
+    """Returns the stage of the results of an equation, given the `stage` of the operands that
+    depend on the point; `None` if none does."""
     here = max((stage[x] for x in step.variables if x in stage), default=None)
     if here is not None and step.name in tables.PRODUCTS:
         return FIRST if here == RAW else DEEP
@@ -101,20 +101,20 @@ def stage_after(step: Step, stage: Mapping[int, int]) -> int | None:
 
 
 def is_wild(step: Step, stage: Mapping[int, int]) -> bool:
-    """Returns whether the results of an equation are derivatives, or made of these by what has no
-    bounds."""
+    """Returns whether the results of an equation are derivatives, or are computed from derivatives
+    by an unbounded function."""
     passes = step.name not in tables.BOUNDED and any(stage.get(x) == WILD for x in step.variables)
     return passes or takes_derivatives(step.eqn)
 
 
 def by_stream(step: Step, stage: Mapping[int, int]) -> bool:
-    """Returns whether each stream of a result comes of the same stream of the operands alone."""
+    """Returns whether each stream of a result depends on that stream of the operands alone."""
     one = step.name in tables.PRODUCTS and len(moving_in(step, stage)) == 1
     return one or is_linear(step, stage)
 
 
 def is_linear(step: Step, stage: Mapping[int, int]) -> bool:
-    """Returns whether an equation is linear in what depends on the point."""
+    """Returns whether an equation is linear in the operands that depend on the point."""
     name = step.name
     moving = moving_in(step, stage)
     scales = name in ("mul", "convert_element_type") and len(moving) == 1
@@ -122,12 +122,12 @@ def is_linear(step: Step, stage: Mapping[int, int]) -> bool:
 
 
 def moving_in(step: Step, stage: Mapping[int, int]) -> list[int]:
-    """Which operands of an equation depend on the point."""
+    """Returns the positions of the operands that depend on the point."""
     return [i for i, x in enumerate(step.inputs) if x in stage]
 
 
 def dependent(flat: Flat, on: Iterable[int]) -> set[int]:
-    """Some variables, and all that depends on any of them."""
+    """Returns the variables `on`, and all variables that depend on any of them."""
     out = set(on)
     for step in flat.steps:
         if not out.isdisjoint(step.variables):
@@ -136,8 +136,8 @@ def dependent(flat: Flat, on: Iterable[int]) -> set[int]:
 
 
 def still_in(flat: Flat) -> set[int]:
-    """The variables of a program that have no derivative, whatever it is taken by, and those whose
-    derivative leads to nothing, such as what goes into `jax.lax.stop_gradient` alone."""
+    """Returns the variables of a program that have no derivative at all, and those with respect to
+    which no result has one, such as a variable that only `jax.lax.stop_gradient` takes."""
     out = set[int]()
     every, read = set(flat.inputs), set(variables(flat.outputs))
     for step in flat.steps:
@@ -154,26 +154,26 @@ def still_in(flat: Flat) -> set[int]:
 def ends_of(
     flat: Flat, params: Collection[int], stage: Collection[int], looped: bool
 ) -> tuple[frozenset[int], set[int]]:
-    """The products, loops and checkpoints of a network, by the positions of their equations, and
-    all variables that are made of parameters alone.
+    """Returns the positions of the products, loops and checkpoints of a network among the
+    equations, and all variables that are computed from parameters alone.
 
     **Arguments:**
 
     - `params`: the operands of the program that are parameters.
-    - `stage`: the variables that are computed of data.
-    - `looped`: whether it is the step of a loop, where a single number may be the output of a
-        network at one of many points.
+    - `stage`: the variables that are computed from data.
+    - `looped`: whether the program is the step of a loop. There a single number may be the output
+        of a network at one of many points.
     """
     given = set(params)
     ends = set()
     for i, step in enumerate(flat.steps):
         values = step.values
-        chosen = values and given.issuperset(values) and not step.alone  # be it by data
+        chosen = values and given.issuperset(values) and not step.alone  # even by data
         if chosen or not any(x in stage for x in step.variables):
             if not given.isdisjoint(values):
                 given.update(step.outputs)
         elif not given.isdisjoint(values):
-            # An elementwise product may be written as one that sums nothing up.
+            # A product whose entries are single terms is elementwise.
             sums = step.name in tables.PRODUCTS and contracted(step) != 1
             out: Any = step.eqn.outvars[0].aval if sums else None
             if step.alone or (sums and (looped or out.size != 1)):
@@ -182,7 +182,7 @@ def ends_of(
 
 
 def contracted(step: Step) -> int:
-    """How many terms each entry of a product sums up."""
+    """Returns the number of terms that each entry of a product sums."""
     avals: list[Any] = [v.aval for v in step.eqn.invars[:2]]
     if "dot_general" not in step.name:
         return math.prod(avals[1].shape[1:])
@@ -191,8 +191,8 @@ def contracted(step: Step) -> int:
 
 
 def divided(flat: Flat, roles: Role) -> tuple[list[Step], list[Step]]:
-    """The network, and what follows it: nothing of the one depends on the other. Effects, such as
-    those of callbacks, stay in their order."""
+    """Returns the equations of the network, and those that follow it. The network does not depend
+    on what follows. Effects, such as those of callbacks, stay in order."""
     network: list[Step] = []
     rest: list[Step] = []
     made: set[int] = set()
@@ -211,8 +211,8 @@ def divided(flat: Flat, roles: Role) -> tuple[list[Step], list[Step]]:
 
 
 def check_references(flat: Flat, network: Sequence[Step], roles: Role) -> None:
-    """Raises a `ValueError` where a network writes into a reference, which is read again, what
-    depends on its data or parameters: what is read would not."""
+    """Raises a `ValueError` if a network writes a value that depends on its data or parameters to
+    a reference that is read later. The value that is read would not depend on them."""
     inside, written = {id(step) for step in network}, dict[int, Step]()
     known = (roles.stage.keys() | set(roles.params)) - roles.still
     for step in flat.steps:

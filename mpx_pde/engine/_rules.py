@@ -1,5 +1,5 @@
-"""How each kind of primitive maps streams: linear, product, elementwise, by selection; and what has
-no rule, by nested forward mode."""
+"""Maps streams through primitives: by rules for linear operations, products, elementwise functions
+and selections, and by nested forward mode without a rule."""
 
 import dataclasses
 import functools as ft
@@ -30,13 +30,13 @@ from ._towers import CLOSED, closed_tower, nested_tower
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The rules of one evaluation, on values that are not stored.
+    """The rules of one evaluation, for values that are not stored.
 
     **Attributes:**
 
     - `plan`: the streams.
-    - `factors`: for each sum the factors of its summands: numbers, scalars, or, for a stacked
-        summand, an array with a factor for each direction.
+    - `factors`: for each sum, the factors of its summands. They are numbers, scalars or, for a
+        stacked summand, an array with a factor for each direction.
     """
 
     plan: Plan = eqx.field(static=True)
@@ -48,14 +48,14 @@ class Rules:
         pairs = zip(self.factors, self.plan.sums, strict=True)
         return {sum_key(k): tuple(zip(*pair, strict=True)) for k, pair in enumerate(pairs)}
 
-    # What products and functions add to a stream beyond its linear part.
+    # Streams of products and functions.
 
     def _summands(self, key: Index) -> Sequence[tuple[Any, Index]]:
         return self.weights[key] if key in self.weights else ((None, key),)  # noqa: SIM401
 
     def gather(self, key: Index, inner: Callable[[Index], Iterable[tuple[int, Any]]]) -> Any:
-        """The part of a stream that `inner` gives for each index it stands for: terms, and how
-        often each counts. Terms that count alike are added up before they are multiplied."""
+        """Returns the sum of the terms that `inner` yields, with their counts, for each index of a
+        stream. Terms with the same factor are added before they are multiplied by it."""
         found: dict[Any, Any] = {}
         for weight, index in self._summands(key):
             for count, x in inner(index):
@@ -68,7 +68,7 @@ class Rules:
         return total(x if factor == 1 else factor * x for factor, x in found.items())
 
     def weighted(self, weight: Any, x: Any, index: Index) -> Any:
-        """A summand times its weight; of a stacked one the sum."""
+        """Returns a summand times its weight; a stacked one is summed over its directions."""
         one = isinstance(weight, int | float) and weight == 1
         if self.plan.size(index) is not None:
             if np.ndim(weight):
@@ -78,7 +78,7 @@ class Rules:
         return x if one else weight * x
 
     def leibniz(self, op: Callable, a: Jet, b: Jet) -> Streams:
-        """The streams of a product of two values that both depend on the point.
+        """Returns the streams of a product of two values that both depend on the point.
 
         `op(x, y, left, right)` multiplies streams with these keys, either of which may be stacked.
         """
@@ -98,7 +98,7 @@ class Rules:
         return self._sums(parts)
 
     def compose(self, tower: Sequence[Any], x: Jet) -> Jet:
-        """A function of one value, from the function and its derivatives there."""
+        """Returns the jet of a function of `x`, given its value and derivatives as a `tower`."""
 
         def terms(order, index):
             for count, blocks in chains(index).get(order, ()):
@@ -116,19 +116,19 @@ class Rules:
         return Jet(tower[0], self._sums(parts))
 
     def _sums(self, parts: Callable[[Index], Iterable[Any]]) -> Streams:
-        """The streams that are the sums of their `parts`; those without any vanish."""
+        """Returns the streams that are sums of their `parts`; streams without any are omitted."""
         found = {key: total(parts(key)) for key in self.plan.keys}
         return {key: x for key, x in found.items() if x is not None}
 
     def order(self, x: Jet) -> int:
-        """The highest derivative that a function of `x` needs."""
+        """Returns the highest order of derivative that a function of `x` needs."""
         orders = (len(i) for key in self.plan.keys for _, i in self._summands(key))
         return max(orders) if x.streams else 0
 
-    # Rules by primitive; each takes an equation with its operands and returns results.
+    # Rules by primitive. Each takes an equation and its operands, and returns the results.
 
     def find(self, eqn: JaxprEqn, operands: Sequence[Operand]) -> Callable | None:
-        """The rule for an equation that is neither product nor container; `None` without one."""
+        """Returns the rule for an equation that is no product or container; `None` without one."""
         name = eqn.primitive.name
         moving = [i for i, x in enumerate(operands) if isinstance(x, Jet)]
         if name in tables.CONSTANT or not any(is_inexact(v.aval) for v in eqn.outvars):
@@ -153,7 +153,7 @@ class Rules:
         return list(map(Jet, bind_primals(eqn, operands)))
 
     def _convert(self, eqn, operands):
-        # Where values are rounded is this interpreter's affair, not the program's.
+        # The evaluation decides where values are rounded, not the program.
         (x,) = operands
         real = jnp.issubdtype(eqn.params["new_dtype"], jnp.floating)
         if real and jnp.issubdtype(x.primal.dtype, jnp.floating):
@@ -166,21 +166,21 @@ class Rules:
         return self._by_stream(primals, operands, along)
 
     def _each(self, eqn, operands):
-        """Results that are operands elsewhere: one has the streams that its operand has."""
+        """Moves operands to other devices. Each result has the streams of its own operand."""
         own = [x.streams if isinstance(x, Jet) else () for x in operands]
         return [x.only(keys) for x, keys in zip(self._linear(eqn, operands), own, strict=True)]
 
     def solved(self, solve: Callable, operands: Sequence[Operand], held: int) -> list[Jet]:
-        """Results of what is linear in its operands but the first, which are `held`."""
+        """Returns the results of `solve`, which is linear in all but the first `held` operands."""
         fixed = list(map(primal_of, operands[:held]))
         function = lambda args: solve(*fixed, *args)
         along = lambda key: self._mapped(function, operands[held:], key)
         out = self._by_stream(function(map(primal_of, operands[held:])), operands, along)
-        # What stands beside the solution, such as a residual norm, has no derivative.
+        # Results after the solution, such as a residual norm, have no derivative.
         return [x if i < len(operands) - held else x.only(()) for i, x in enumerate(out)]
 
     def _selection(self, eqn, operands):
-        """Picks of each stream what the derivative along it is; no other stream enters."""
+        """Selects from the operands. Each stream is the derivative along that stream alone."""
         at = [i for i, x in enumerate(operands) if isinstance(x, Jet) and is_inexact(x.primal)]
         values = match_varying_axes(*map(primal_of, operands))
         pick = of_some(lambda *args: own_bind(eqn, args), values, at)
@@ -191,7 +191,7 @@ class Rules:
         return self._by_stream(primals, jets, lambda key: self._mapped(along, jets, key))
 
     def _by_stream(self, primals, operands, along: Callable[[Index], Sequence[Any]]) -> list[Jet]:
-        """Results of which each stream comes of the same stream of the operands."""
+        """Returns results, each stream of which depends on that stream of the operands alone."""
         moving = [x for x in operands if isinstance(x, Jet)]
         out: list[Streams] = [{} for _ in primals]
         for key in self.plan.keys:
@@ -205,14 +205,14 @@ class Rules:
         if params.get("sharding", params.get("out_sharding")) is not None:
             return self._linear(eqn, operands)
         if eqn.primitive.name == "broadcast_in_dim":
-            # Axes of a program may be integers of NumPy.
+            # The axes in a program may be NumPy integers.
             return [x.spread(params["shape"], tuple(map(int, params["broadcast_dimensions"])))]
         return summed([x], tuple(map(int, params["axes"])))
 
     def moments(self, eqn, operands):
-        """The sum of an array, and that of its squared deviations from the mean, in one pass: of
-        what its entries are beyond the mean of the first few, and of the squares of that. No result
-        depends on what is taken away, so it has no derivative."""
+        """Returns the sum of an array and the sum of its squared deviations from the mean, in one
+        pass. The mean of the first few entries is subtracted before both sums. The results do not
+        depend on it, so it has no derivative."""
         (x,), axes = operands, eqn.params["axes"]
         shape = np.shape(x.primal)
         count, few = math.prod(shape[i] for i in axes), min(shape[axes[-1]], 8)
@@ -225,7 +225,7 @@ class Rules:
         y = added(x, start.spread(shape, kept), -1)
         sums, squares = summed([y, self._square(y)], axes)
         squares = added(squares, self._square(sums), -1 / count)
-        # Rounding may leave less than nothing of equal entries, which has no root.
+        # For equal entries, rounding may give a negative result, which has no square root.
         least = jnp.where(squares.primal < 0, 0, squares.primal)
         return [added(sums, start, count), dataclasses.replace(squares, primal=least)]
 
@@ -238,7 +238,7 @@ class Rules:
             x, y = (x.streams.get(key) if isinstance(x, Jet) else None for x in operands)
             return [total([x, -y if name == "sub" and y is not None else y])]
         if name == "gather":
-            # What is read beyond the end is a constant.
+            # An entry that is read out of bounds is a constant.
             eqn = eqn.replace(params={**eqn.params, "fill_value": 0})
         place = lambda args: bind(eqn, args)
         if name == "concatenate":
@@ -246,8 +246,8 @@ class Rules:
         return self._mapped(place, operands, key)
 
     def _mapped(self, function, operands, key) -> list:
-        """Returns what a function makes of a stream of its operands. Others are zero but for
-        indices and predicates."""
+        """Applies a function to the streams of its operands with one key. An operand without this
+        stream is replaced by zeros, unless it is an index or a predicate."""
         args, keys = [], []
         for x in operands:
             moves, value = isinstance(x, Jet) and key in x.streams, primal_of(x)
@@ -278,7 +278,7 @@ class Rules:
         (primal,) = bind_primals(eqn, operands)
         if not isinstance(b, Jet):
             return [Jet(primal, {k: x / b for k, x in a.streams.items()})]
-        # From a = q b, order by order.
+        # The streams of q follow from a = q b, order by order.
         a_streams = a.streams if isinstance(a, Jet) else {}
         inverse = 1 / b.primal
         q: Streams = {}
@@ -299,7 +299,7 @@ class Rules:
         return [Jet(primal, q)]
 
     def _div_by_shared(self, eqn, a, b):
-        """By a value that several entries share: its inverse is spread."""
+        """Divides by a value that is broadcast. If it is real, its inverse is spread."""
         shape = aval_of(eqn.outvars[0]).shape
         if _is_complex(eqn.outvars[0]):
             return self._div(eqn, [a, spread(b, shape)])
@@ -323,9 +323,9 @@ class Rules:
     # Equations without a rule.
 
     def nested(self, fun: Callable[..., list], operands: Sequence[Operand]) -> list[Jet]:
-        """The results of `fun`, a function of arrays, with their streams: by the formula of Faà di
-        Bruno, whose derivatives along streams of the operands are taken by forward mode, one in the
-        other."""
+        """Returns the results of `fun`, a function of arrays, with their streams, by the formula of
+        Faà di Bruno. The derivatives of `fun` along streams of the operands are taken by nested
+        forward mode."""
         at = [i for i, x in enumerate(operands) if isinstance(x, Jet) and is_inexact(x.primal)]
         jets = [operands[i] for i in at]
         primals = [x.primal for x in jets]
@@ -339,7 +339,7 @@ class Rules:
 
         @ft.cache
         def along(*blocks: Index) -> list[Any] | None:
-            """The derivative of `function` along streams; `None` where there is none of a name."""
+            """Returns a derivative of `function`; `None` if no operand has one of the streams."""
             directions = [[x.streams.get(block) for x in jets] for block in blocks]
             if any(all(x is None for x in tangents) for tangents in directions):
                 return None
@@ -360,7 +360,7 @@ class Rules:
         streams = {i: self._sums(ft.partial(parts, k)) for k, i in enumerate(live)}
         return [Jet(x, streams.get(i, {})) for i, x in enumerate(out)]
 
-    # Functions with a derivative of their own.
+    # Functions with a custom derivative.
 
     def _is_elementwise(self, eqn, moving, operands) -> bool:
         (out, *more) = eqn.outvars
@@ -384,40 +384,40 @@ class Rules:
 
 
 def summed(jets: Sequence[Jet], axes: Sequence[int]) -> list[Jet]:
-    """Returns the sums of values of one shape over the same axes, in one pass over all of them."""
+    """Returns the sums of values of one shape over the same axes, in one pass over all values."""
     behind = [i - np.ndim(jets[0].primal) for i in axes]
     return each(jets, lambda arrays: sum_together(arrays, behind))
 
 
 def added(x: Jet, y: Jet, factor: int | float) -> Jet:
-    """Returns one value and a multiple of another, which has no other streams."""
+    """Returns `x + factor * y`, where `y` has no streams that `x` does not have."""
     plus = lambda a, b: a - b if factor == -1 else a + factor * b
     streams = {k: plus(s, y.streams[k]) if k in y.streams else s for k, s in x.streams.items()}
     return Jet(plus(x.primal, y.primal), streams)
 
 
 def aligned(eqn: JaxprEqn, operands: Sequence[Operand]) -> list[Operand]:
-    """Returns the operands of an equation, broadcast to the array that they meet where they depend
-    on the point. JAX leaves numbers and axes of length one as they are; a stack of the streams of a
-    number would be taken for an array."""
+    """Returns the operands of an equation. Those that depend on the point are broadcast to the
+    shape of the result. JAX leaves numbers and axes of length one as they are, and the stacked
+    streams of a number would be taken for an array."""
     name = eqn.primitive.name
     shape = aval_of(eqn.outvars[0]).shape if eqn.outvars else ()
     if name not in tables.BROADCASTS or not shape:
         return list(operands)
-    # The rule of a quotient spreads the divisor itself.
+    # The rule for `div` spreads the divisor itself.
     places = (0,) if name == "div" else range(len(operands))
     return [spread(x, shape) if i in places else x for i, x in enumerate(operands)]
 
 
 def spread(x: Operand, shape: tuple[Any, ...]) -> Operand:
-    """Returns a value that depends on the point, broadcast to a shape."""
+    """Returns a value, broadcast to a shape if it depends on the point."""
     if not isinstance(x, Jet) or np.shape(x.primal) == shape:
         return x
     return x.spread(shape, range(len(shape) - np.ndim(x.primal), len(shape)))
 
 
 def _pushed(function: Callable, tangents: Sequence[Any]) -> Callable[..., list]:
-    """The derivative of a function along the tangents of those operands that have one."""
+    """Returns the derivative of a function along the tangents that are not `None`."""
     at = [i for i, x in enumerate(tangents) if x is not None]
 
     def derivative(*primals):
@@ -428,7 +428,7 @@ def _pushed(function: Callable, tangents: Sequence[Any]) -> Callable[..., list]:
 
 
 def _number(x: Any) -> Any:
-    """A constant that is known while tracing as a Python number; an array as it is."""
+    """Returns a scalar that is known while tracing as a float, another value as an array."""
     if isinstance(x, np.ndarray | np.generic | int | float) and np.ndim(x) == 0:
         return float(x)
     return jnp.asarray(x)
@@ -439,7 +439,7 @@ def _is_complex(atom: Any) -> bool:
 
 
 def _is_logaddexp(eqn: JaxprEqn) -> bool:
-    """Returns whether a function with a derivative of its own is JAX's, be it of another's name."""
+    """Returns whether a function with a custom derivative is `jnp.logaddexp`, by its jaxpr."""
     if len(eqn.invars) != 2:
         return False
     avals = [jax.ShapeDtypeStruct(aval_of(v).shape, aval_of(v).dtype) for v in eqn.invars]
@@ -449,15 +449,15 @@ def _is_logaddexp(eqn: JaxprEqn) -> bool:
 
 
 def _pointwise_custom(eqn: JaxprEqn, moving: Sequence[int], order: int) -> bool:
-    """Returns whether a function with a derivative of its own does to each entry the same, and so
-    do its derivatives to an order: the rule of one may mix entries that the function does not."""
+    """Returns whether a function with a custom derivative, and its derivatives up to an order, act
+    on each entry alone. A derivative rule may mix entries that the function does not mix."""
     alike = _pointwise(eqn.params["call_jaxpr"])
     return alike and (order < 1 or _pointwise(pushforward(eqn, moving), order - 1))
 
 
 def _pointwise(closed: ClosedJaxpr, order: int = 0) -> bool:
-    """Returns whether a jaxpr does to each entry of its operands the same, whatever the others are,
-    and so do its derivatives to an order."""
+    """Returns whether a jaxpr and its derivatives up to an order do the same to each entry of the
+    operands, whatever the other entries are."""
 
     def fits(eqn):
         name = eqn.primitive.name
