@@ -333,10 +333,10 @@ def _in_context_of(step: Step):
 
 def _evaluated_again(layer: Callable) -> Callable:
     """Returns a layer that the backward pass evaluates again. `jax.checkpoint` enforces this by
-    barriers before all inputs of a layer and its cotangents. Here scores are multiplied by a one
-    that XLA does not know. XLA for GPUs pads products of many matrices to sizes that are multiples
-    of 8. The kernels of the layer remove the padding as they read. A barrier there would take a
-    copy."""
+    barriers before all inputs of a layer and its cotangents. Here scores are multiplied by a factor
+    of one that XLA does not know. XLA for GPUs pads products of many matrices to sizes that are
+    multiples of 8. The kernels of the layer remove the padding as they read. A barrier there would
+    take a copy."""
 
     def again(_, traced):
         return layer(traced, one=lax.optimization_barrier(jnp.ones((), FULL)))

@@ -1,5 +1,5 @@
 """Maps streams through primitives: by rules for linear operations, products, elementwise functions
-and selections, and by nested forward mode without a rule."""
+and selections, and by nested forward mode for others."""
 
 import dataclasses
 import functools as ft
@@ -180,7 +180,7 @@ class Rules:
         return [x if i < len(operands) - held else x.only(()) for i, x in enumerate(out)]
 
     def _selection(self, eqn, operands):
-        """Selects from the operands. Each stream is the derivative along that stream alone."""
+        """Selects from the operands. Each stream depends on that stream of the operands alone."""
         at = [i for i, x in enumerate(operands) if isinstance(x, Jet) and is_inexact(x.primal)]
         values = match_varying_axes(*map(primal_of, operands))
         pick = of_some(lambda *args: own_bind(eqn, args), values, at)
@@ -238,7 +238,7 @@ class Rules:
             x, y = (x.streams.get(key) if isinstance(x, Jet) else None for x in operands)
             return [total([x, -y if name == "sub" and y is not None else y])]
         if name == "gather":
-            # An entry that is read out of bounds is a constant.
+            # An entry that is read out of bounds is a constant, so its derivative is zero.
             eqn = eqn.replace(params={**eqn.params, "fill_value": 0})
         place = lambda args: bind(eqn, args)
         if name == "concatenate":
@@ -299,7 +299,7 @@ class Rules:
         return [Jet(primal, q)]
 
     def _div_by_shared(self, eqn, a, b):
-        """Divides by a value that is broadcast. If it is real, its inverse is spread."""
+        """Divides by a value that is broadcast. For a real result, its inverse is broadcast."""
         shape = aval_of(eqn.outvars[0]).shape
         if _is_complex(eqn.outvars[0]):
             return self._div(eqn, [a, spread(b, shape)])

@@ -1,9 +1,9 @@
-"""A program cut into layers.
+"""Divides a program into layers.
 
-Between two products stand activations, norms and the like, which cost hardly more than reading
-what they take. So a layer, such operations and then the products of their results, keeps for the
-backward pass what enters it, and is evaluated again there: of a network each stream is kept once
-a layer.
+Activations, norms and similar operations between two products cost hardly more than reading their
+operands. A layer consists of such operations and the products of their results. It keeps only its
+inputs for the backward pass, which evaluates it again. So each stream of a network is kept once a
+layer.
 """
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
@@ -37,16 +37,16 @@ from ._streams import DATA, DEEP, RAW, WILD, has_streams, is_inexact
 
 
 _SMALL = 64
-"""Up to this many coordinates the first product is evaluated again rather than kept."""
+"""The largest number of coordinates for which the first product is evaluated again, not kept."""
 
 _ORDERS = ("transpose", "reshape", "squeeze", "convert_element_type")
 
 _VALUE: frozenset[Index] = frozenset({()})
-"""The streams of a variable of which none is asked for."""
+"""The streams of a variable of which only the value is asked for."""
 
 
 def is_light(eqn: JaxprEqn) -> bool:
-    """Returns whether an equation costs hardly more than reading what it takes."""
+    """Returns whether an equation costs hardly more than reading its operands."""
     name, bodies = eqn.primitive.name, bodies_of(eqn)
     if eqn.effects or not bodies:
         return name in tables.LIGHT and not eqn.effects
@@ -59,15 +59,15 @@ class Kinds(NamedTuple):
 
     **Attributes:**
 
-    - `half`: those that are effectively half, such as masters.
-    - `params`: those made of parameters alone.
+    - `half`: the operands that are effectively half, such as masters.
+    - `params`: the operands computed from parameters alone.
     """
 
     half: Collection[int]
     params: Collection[int]
 
     def named(self, names: Mapping[int, int]) -> "Kinds":
-        """Returns them by names of their own; an operand without a name is left out."""
+        """Returns the kinds by names instead of positions, without operands that have no name."""
         return Kinds(*({names[i] for i in given if i in names} for given in self))
 
 
@@ -75,7 +75,7 @@ NO_KINDS = Kinds((), ())
 
 
 class Part(NamedTuple):
-    """Consecutive equations, and the variables that go in and out."""
+    """Consecutive equations, and the variables that they take and return."""
 
     steps: tuple[Step, ...]
     inputs: tuple[int, ...] = ()
@@ -97,9 +97,9 @@ def roles_of(
 ) -> Role:
     """Returns the roles of a program whose results are wanted with the streams `asked`.
 
-    One without streams has `params`; with a forward pass in full it is a `whole` loss. The step of
-    a loop hands on what is `carried`, maybe nothing: the positions of a result and of the operand
-    that it is in the next step. Where half has little range derivatives are `wild`.
+    A program without streams has `params`; it is a `whole` loss if its forward pass is in full. The
+    step of a loop has `carried`, maybe empty: pairs of the position of a result and that of the
+    operand that it becomes. With `wild`, for halves of little range, derivatives are `WILD`.
     """
     ends, made, data = None, set[int](), set[int]()
     if params is None:
@@ -121,7 +121,7 @@ def roles_of(
 
 
 def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:
-    """Returns how far each variable that depends on the point is from it."""
+    """Returns the stages of the variables that depend on the point."""
     stage = dict(given)
     for step in flat.steps:
         here = stage_after(step, stage)
@@ -133,9 +133,9 @@ def _stages(flat: Flat, given: Mapping[int, int]) -> dict[int, int]:
 def _stages_of_loss(
     flat: Flat, given: Mapping[int, int], params: Collection[int], wild: bool
 ) -> tuple[dict[int, int], set[int]]:
-    """Returns the stages of what depends on data, and the results that depend on data alone. Of
-    these, integers have no stage: they are exact. What is made of neither data nor parameters, such
-    as points that are drawn, is data if a network takes it."""
+    """Returns the stages of variables that depend on data, and the results of data alone. Integers
+    among the latter have no stage, because they are exact. Arrays of neither data nor parameters,
+    such as random points, are data if a network takes them."""
     stage, model, data, made = dict(given), set(params), set[int](), set[int]()
     for i, step in enumerate(flat.steps):
         moving = [stage[x] for x in step.variables if x in stage]
@@ -161,9 +161,9 @@ def _stages_of_loss(
 
 
 def _is_network(steps: Sequence[Step]) -> bool:
-    """Returns whether the first of some equations holds products, or is one whose result goes
-    through what is not linear into another: an operator on parameters, such as a stiffness matrix,
-    stays in full."""
+    """Returns whether the first of some equations holds products, or is a product whose result goes
+    into an equation that does, or through a nonlinear function into another product. An operator on
+    parameters, such as a stiffness matrix, stays in full."""
     first, *rest = steps
     if first.name not in tables.PRODUCTS:
         return first.holds_products
@@ -182,7 +182,7 @@ def _is_network(steps: Sequence[Step]) -> bool:
 
 
 def _arrays_of(step: Step) -> set[int]:
-    """Returns the operands of an equation that are arrays of numbers."""
+    """Returns the operands of an equation that are inexact arrays, without scalars."""
     pairs = zip(step.inputs, step.eqn.invars, strict=True)
     arrays = ((x, aval_of(v)) for x, v in pairs if not isinstance(x, Constant))
     return {x for x, aval in arrays if is_inexact(aval) and aval.shape}
@@ -195,7 +195,7 @@ def _wanted(
     params: Collection[int],
     wanted: set[int],
 ) -> set[int]:
-    """Returns what a product or a loop depends on; in a whole loss, one of the network."""
+    """Adds to `wanted` all that a product or a loop (in a whole loss, of a network) depends on."""
     for i, step in reversed(list(enumerate(flat.steps))):
         end = step.name in tables.PRODUCTS or step.alone
         if not wanted.isdisjoint(step.outputs) or (end and ends is None):
@@ -206,8 +206,8 @@ def _wanted(
 
 
 def _entering(step: Step, stage: Mapping[int, int], params: Collection[int]) -> list[int]:
-    """The operands of a product or a container that go into the network there: a sum that a
-    loop or a checkpoint adds to does not."""
+    """Returns the operands of a product or a container that enter the network there. A sum that a
+    loop or a checkpoint adds to does not enter it."""
     passing = set[int | Constant]()
     entering = set[int | Constant]()
     for flat, inner, operands in _inside(step, stage, params):
@@ -217,9 +217,9 @@ def _entering(step: Step, stage: Mapping[int, int], params: Collection[int]) -> 
 
 
 def apart_of(flat: Flat, roles: Role, traced: Iterable[int]) -> frozenset[int]:
-    """Returns what `while` loops take and return and what leads there, if it depends on no traced
-    array but for the point. JAX does not differentiate these in reverse mode, and all that enters
-    a layer or leaves it may have a derivative by type, be it zero."""
+    """Returns the operands and results of `while` loops, and the variables that lead to them, if
+    they depend on no traced array but the point. JAX does not differentiate these in reverse mode.
+    All that enters or leaves a layer may have a derivative by its type, even if it is zero."""
     at_point = (step for step in flat.steps if any(x in roles.stage for x in step.variables))
     loops = [step for step in at_point if _holds_while(step, roles.still)]
     if not loops:
@@ -235,7 +235,7 @@ def apart_of(flat: Flat, roles: Role, traced: Iterable[int]) -> frozenset[int]:
 def _holds_while(step: Step, still: Collection[int]) -> bool:
     bodies = bodies_of(step.eqn)
     if step.name == "custom_jvp_call":
-        # A rule may insist that nothing differentiates what has no derivative.
+        # A rule may refuse to differentiate by an operand that has no derivative.
         moves = lambda i: not isinstance(step.inputs[i], Constant) and step.inputs[i] not in still
         bodies.append(pushforward(step.eqn, list(filter(moves, differentiable(step.eqn.invars)))))
     return step.name == "while" or any(contains(b, ("while",)) for b in bodies)
@@ -257,14 +257,14 @@ def _asked_of(
             keys = plan.needs(keys)
         for x, v in zip(step.inputs, step.eqn.invars, strict=True):
             if not isinstance(x, Constant):
-                # What an index or a predicate selects, it selects by its value.
+                # Indices and predicates select by their values alone.
                 here = keys if is_inexact(v.aval) else keys and _VALUE
                 out[x] = out.get(x, none) | here
     return out
 
 
 def parts_of(flat: Flat, roles: Role) -> list[Part]:
-    """The program in pieces, in its order; of a whole loss, the network before what follows it."""
+    """Divides a program into parts. In a whole loss, the network precedes what follows it."""
     if roles.ends is None:
         return _layers(flat, flat.steps, roles)
     network, rest = divided(flat, roles)
@@ -281,7 +281,7 @@ def _by_itself(step: Step, alone: bool = True) -> Part:
 def _layers(
     flat: Flat, steps: Sequence[Step], roles: Role, read: Collection[int] = ()
 ) -> list[Part]:
-    """Equations in pieces, in their order; `read` is what others take of them."""
+    """Divides equations into parts. `read` holds the results that other equations take."""
     kinds = {step: _kind(step, roles) for step in steps}
     steps, behind = _behind_products(kinds, roles, {*read, *variables(flat.outputs)})
     last: dict[int, int] = {}
@@ -307,7 +307,7 @@ def _layers(
         pending.clear()
         products.clear()
 
-    waiting: set[int] = set()  # made by what is pending, now or before
+    waiting: set[int] = set()  # results of what is or was pending
     sums = _last_sums(flat, kinds, roles)
     for i, step in enumerate(steps):
         kind = kinds[step]
@@ -317,7 +317,7 @@ def _layers(
         if kind == "raw" and not waiting.isdisjoint(step.variables):
             kind = "light"
         if kind in ("constant", "raw"):
-            # These depend on nothing that is pending, and may not cut a layer.
+            # These depend on nothing that is pending, and must not end a layer.
             out.append(_by_itself(step))
             continue
         if kind == "alone":
@@ -341,11 +341,11 @@ def _layers(
 def _behind_products(
     kinds: Mapping[Step, str], roles: Role, read: Collection[int]
 ) -> tuple[list[Step], set[int]]:
-    """Returns the equations in an order in which the results of products are moved at once, and
-    the variables that are made of nothing but results of products, sums of these and others.
+    """Returns the equations in an order in which results of products are moved or added at once,
+    and the variables that these moves and additions return.
 
-    A layer ends there and not at its products: of a product that is added to what goes around it
-    the sum alone is kept, and of one in another order of axes one array is written.
+    A layer ends with these and not with its products. If a product is added to a value that goes
+    around it, only the sum is kept. If its axes are reordered, only one array is written.
     """
     readers: dict[int, list[Step]] = {}
     for step in kinds:
@@ -383,8 +383,8 @@ def _behind_products(
 
 
 def _last_sums(flat: Flat, kinds: Mapping[Step, str], roles: Role) -> set[int]:
-    """The sums before the last products of a network in a whole loss. These may multiply residuals
-    by parameters: there a sum is kept, and not evaluated again of rounded summands."""
+    """Returns the sums before the last products of a network in a whole loss. These may multiply
+    residuals by parameters. So the sum is kept, and not computed again from rounded summands."""
     ends = {x for i in roles.ends or () for x in flat.steps[i].outputs}
     needed, sums = set[int](), set[int]()
     for step, kind in reversed([*kinds.items()] if ends else []):
@@ -400,9 +400,9 @@ def _last_sums(flat: Flat, kinds: Mapping[Step, str], roles: Role) -> set[int]:
 
 
 def _region(step: Step, outputs: Sequence[int], roles: Role) -> Part:
-    """An equation by itself. A checkpoint is a layer as its user has cut it: where the forward pass
-    is another than the backward pass, what enters it is what is kept, whatever its policy says. But
-    one that holds the loss, or a choice by values, is entered."""
+    """Returns an equation as a part. A checkpoint that holds products is a layer of its own. If the
+    forward pass differs from the backward pass, this layer keeps its inputs, whatever its policy
+    says. In a whole loss, a checkpoint that holds the loss or a choice by values is entered."""
     if step.name != "remat2" or not contains(bodies_of(step.eqn)[0], tables.PRODUCTS):
         return _by_itself(step)
     last = not roles.final.isdisjoint(outputs)
@@ -414,8 +414,8 @@ def _region(step: Step, outputs: Sequence[int], roles: Role) -> Part:
 
 
 def _holds_loss(step: Step, roles: Role) -> bool:
-    """Returns whether what follows the network in a container, or in one that it holds, is not
-    linear."""
+    """Returns whether a container, or one inside it, holds an equation after the network that is
+    nonlinear or stands alone."""
     for flat, inner, _ in _inside(step, roles.stage, roles.params):
         network, rest = divided(flat, inner)
         if any(s.alone or not is_linear(s, inner.stage) for s in rest):
@@ -427,7 +427,7 @@ def _holds_loss(step: Step, roles: Role) -> bool:
 
 
 def _holds_choices(step: Step, roles: Role) -> bool:
-    """Returns whether something is chosen in a container by values of the network."""
+    """Returns whether an equation in a container chooses by values of the network."""
     return any(
         _chooses(s, inner) or _holds_choices(s, inner)
         for flat, inner, _ in _inside(step, roles.stage, roles.params)
@@ -436,14 +436,14 @@ def _holds_choices(step: Step, roles: Role) -> bool:
 
 
 def signature(part: Part, roles: Role, values: Sequence[Any]) -> Hashable:
-    """Returns what is equal for layers that are the same function of arrays of the same types, by
-    the same lines of the user's."""
+    """Returns a key that is equal for layers that are the same function of arrays of the same
+    types, at the same lines of the user's code."""
     numbers = {x: i for i, x in enumerate(part.inputs)}
 
     def of(x: int | Constant) -> Hashable:
         if not isinstance(x, Constant):
             return numbers[x]
-        # An array in the program itself is no operand of a layer, whose type would be enough.
+        # An array in the program is compared by identity. For operands the type is enough.
         is_array = isinstance(x.value, jax.Array)
         return id(x.value) if is_array else as_key(x.value), x.aval
 
@@ -463,19 +463,19 @@ def signature(part: Part, roles: Role, values: Sequence[Any]) -> Hashable:
     out = tuple(steps), given, facts, tuple(numbers[x] for x in part.outputs)
     try:
         hash(out)
-    except TypeError:  # a parameter of an equation has no hash: like no other
+    except TypeError:  # a parameter of an equation has no hash: the layer equals no other
         return object()
     return out
 
 
 def choices_of(part: Part, roles: Role) -> tuple[int, ...]:
-    """Returns what is chosen in a layer by values that are kept rounded."""
+    """Returns the variables that a layer chooses by values that are kept rounded."""
     return tuple(x for step in part.steps if _chooses(step, roles) for x in step.outputs)
 
 
 def _chooses(step: Step, roles: Role) -> bool:
-    """Returns whether an equation makes integers, booleans or whole numbers of values, so that
-    these are not computed again of rounded ones: they would jump. A sign survives rounding."""
+    """Returns whether an equation makes integers, booleans or whole numbers of values. Computed
+    again from rounded values, these would jump. Comparisons with 0 do not count: signs survive."""
     name = step.name
     moving = any(roles.stage.get(x) == DEEP for x in step.variables)
     if not moving or step.alone or not any(is_inexact(v.aval) for v in step.eqn.invars):
@@ -493,7 +493,7 @@ def multiplied_only(
     is_product: Callable[[Step], bool],
     moves: Collection[str],
 ) -> set[int]:
-    """Returns the variables that only products read, at most moved before."""
+    """Returns the variables that only products read, directly or after moves."""
     read, used = set(outputs), set[int]()
     for step in reversed(steps):
         used.update(step.variables)
@@ -506,8 +506,8 @@ def multiplied_only(
 def _inside(
     step: Step, stage: Mapping[Any, int], params: Collection[int]
 ) -> list[tuple[Flat, Role, tuple[int | Constant, ...]]]:
-    """Returns the programs that a loop, a branch, a checkpoint or a `shard_map` holds in a whole
-    loss, with their roles and the operands that they take."""
+    """Returns the programs in a loop, a branch, a checkpoint or a `shard_map` of a whole loss, with
+    their roles and their operands."""
     eqn, out = step.eqn, []
     for body, start, (first, stop) in bodies_entered(eqn):
         flat = flatten(body, forward_mode=False)
@@ -517,7 +517,7 @@ def _inside(
         arrays = (k for k, c in flat.constants.items() if is_inexact(c.aval) and c.aval.ndim)
         stages.update(dict.fromkeys(arrays, DATA))
         own = {k for k, x in pairs if x in params}
-        # Another in each step, whatever it is at first.
+        # A carry changes with each step, whatever its stage is at first.
         carry = flat.inputs[first:stop]
         avals = body.in_avals[first:stop]
         moves = (k for k, aval in zip(carry, avals, strict=True) if is_inexact(aval))
@@ -533,8 +533,8 @@ def _kind(step: Step, roles: Role) -> str:
     stages = [roles.stage[x] for x in step.variables if x in roles.stage]
     name = step.name
     if roles.rules is not None:
-        # What takes long is not evaluated again, and a product needs not be. What moves masters is,
-        # lest what they are spread to is kept.
+        # Slow equations and products are not evaluated again. Moves of masters are, so that what
+        # masters are broadcast to is not kept.
         return "light" if is_light(step.eqn) else "alone"
     if not stages or roles.is_data(step):
         return "constant"

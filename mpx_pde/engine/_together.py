@@ -1,9 +1,9 @@
-"""Sums of all streams of a value in one pass over memory, and their way back.
+"""Sums all streams of a value in one pass over memory, and broadcasts the sums again.
 
-A norm, a softmax or a mean sums every stream of a value over the same axes, and what comes of it
-meets every stream again. By one operation for each stream XLA for GPUs makes a kernel of each, and
-reads what they share once for each of them. A sum of all of them together is one kernel, and so is
-its derivative: the cotangents of the spread are summed together.
+A norm, a softmax or a mean sums every stream of a value over the same axes, and combines the sums
+with every stream again. XLA for GPUs compiles one operation per stream to one kernel per stream,
+and each kernel reads the arrays that the streams share. A sum of all streams together is one
+kernel. Its derivative is one too, because the cotangents of a broadcast are summed together.
 """
 
 import functools as ft
@@ -24,8 +24,8 @@ from .._varying import match_varying_axes
 
 
 def sum_together(arrays: Sequence[Any], axes: Sequence[int]) -> list[Array]:
-    """The sums of arrays over the same axes; negative ones may have others in front. Arrays of
-    other shapes or dtypes than the first ones are summed in passes of their own."""
+    """Returns the sums of arrays over the same axes. Arrays may have more axes in front if these
+    axes are negative. Arrays of different shapes or dtypes are summed in separate passes."""
 
     def add(_, group):
         of_all = tuple(i % group[0].ndim for i in axes)
@@ -35,8 +35,8 @@ def sum_together(arrays: Sequence[Any], axes: Sequence[int]) -> list[Array]:
 
 
 def spread_together(arrays: Sequence[Any], shape: Sequence[Any], dims: Sequence[int]) -> list[Any]:
-    """Arrays as those of a shape, whose axes `dims` their last ones are, as in
-    `lax.broadcast_in_dim`; others in front stay there. What is NumPy's stays so."""
+    """Broadcasts arrays to a shape, with their last axes as its axes `dims`, as in
+    `lax.broadcast_in_dim`. Other axes stay in front. NumPy arrays stay NumPy arrays."""
 
     def spread(_, group):
         more = np.ndim(group[0]) - len(dims)
@@ -52,22 +52,22 @@ def spread_together(arrays: Sequence[Any], shape: Sequence[Any], dims: Sequence[
 
 
 def beside(arrays: Sequence[Any], like: Any, *, leading: bool = False) -> list[Array]:
-    """Arrays as ones of the shape of `like`, which several streams meet. The cotangents of each are
-    added up before they are summed over what it was spread over, points too: those of all arrays in
-    one pass.
+    """Broadcasts arrays to the shape of `like`, for use with several streams. The cotangents of an
+    array are added before they are summed over the axes that it was broadcast over, including
+    points. Arrays that were broadcast over the same axes are summed in one pass.
 
-    Their axes are the last of `like`, and that of a `vmap` goes to the front; or the first, such as
-    the channels of a field, with that of a `vmap` behind them."""
+    The axes of an array are the last ones of `like`, and a `vmap` adds one in front. If `leading`,
+    they are the first ones, such as the channels of a field, and a `vmap` adds one after them."""
     return _beside_p.bind(*match_varying_axes(*arrays, like), leading=leading)
 
 
 def joined(arrays: Sequence[Any], dimension: int) -> Array:
-    """Arrays behind one another along an axis, as by `lax.concatenate`."""
+    """Concatenates arrays along an axis, as `lax.concatenate` does."""
     return _joined_p.bind(*match_varying_axes(*arrays), dimension=dimension)
 
 
 def any_together(arrays: Sequence[Any]) -> list[Array]:
-    """Returns of each array of truth values whether one is true."""
+    """Returns, for each array of booleans, whether any of them is true."""
 
     def look(_, group):
         return _any_p.bind(*match_varying_axes(*group), axes=tuple(range(group[0].ndim)))
@@ -78,7 +78,7 @@ def any_together(arrays: Sequence[Any]) -> list[Array]:
 def _grouped(
     function: Callable[[Any, list], list], arrays: Sequence[Any], kinds: Sequence[Any] | None = None
 ) -> list[Any]:
-    """Returns what a function makes of arrays, of those of one kind, by default type, together."""
+    """Applies a function to all arrays of one kind (by default, one type) together."""
     if kinds is None:
         kinds = [(isinstance(x, np.ndarray), jnp.shape(x), jnp.result_type(x)) for x in arrays]
     groups: dict[Any, list[int]] = {}
@@ -105,7 +105,7 @@ def _sums(*arrays, axes):
 
 def _sums_in_one(*arrays, axes):
     real = jnp.issubdtype(arrays[0].dtype, jnp.floating)
-    # XLA makes one kernel of sums over the first axes and of what else reads the same arrays.
+    # XLA fuses sums over the first axes with other operations that read the same arrays.
     if len(arrays) == 1 or not real or arrays[0].ndim - 1 not in axes:
         return _sums(*arrays, axes=axes)
     zeros = [np.zeros((), x.dtype) for x in arrays]
@@ -122,14 +122,14 @@ def _anys(*arrays, axes):
 
 
 def _anys_in_one(*arrays, axes):
-    # XLA for CPUs makes three kernels of each by itself.
+    # XLA for CPUs makes three kernels of each separate operation.
     either = lambda a, b: tuple(x | y for x, y in zip(a, b, strict=True))
     false = (np.zeros((), bool),) * len(arrays)
     return list(lax.reduce(arrays, false, either, axes))
 
 
 def _abstract_each(primitive, avals, **params):
-    """The results of one of JAX's operations on each, which knows how they are laid out."""
+    """Returns the abstract results of a JAX primitive for each array, with their shardings."""
     return [primitive.abstract_eval(x.update(weak_type=False), **params)[0] for x in avals]
 
 
@@ -187,8 +187,8 @@ def _transpose_beside(cotangents, *args, leading):
 
 
 def _unspread(cotangents, arrays, shape, places) -> list[Any]:
-    """The cotangents of arrays that were spread to a shape, whose axes at their `places` theirs
-    are: sums, of all that were spread over the same axes in one pass."""
+    """Returns the cotangents of arrays that were broadcast to a shape, where their axes are at
+    `places`. Arrays that were broadcast over the same axes are summed in one pass."""
 
     def over(x, at, cotangent):
         if isinstance(cotangent, ad.Zero):
@@ -205,7 +205,7 @@ def _unspread(cotangents, arrays, shape, places) -> list[Any]:
 
 
 def _batch_each(primitive: Primitive, args, where, **params):
-    """Arrays with an axis of a `vmap`, moved to the front, together, and those without one."""
+    """Binds arrays with a `vmap` axis, moved to the front, together, and those without one."""
 
     def bind(batched, group):
         if not batched:
@@ -226,14 +226,14 @@ def _batch_beside(primitive: Primitive, args, where, *, leading):
     batched, dim = next((z, d) for z, d in zip(args, where, strict=True) if d is not None)
     size, axis = batched.shape[dim], int(leading)
     if where[-1] is None:
-        # What is the same in all samples does not tell how many there are.
+        # An array that all samples share does not tell how many there are.
         like = repeated(like, axis, batched, dim)
     else:
         like = jnp.moveaxis(like, where[-1], axis)
 
     def placed(x, d):
         if d is None:
-            # What has an axis of a `vmap` inside of this one keeps it behind that of this one.
+            # The axis of an inner `vmap` stays behind the axis of this one.
             return jnp.expand_dims(x, axis) if leading and x.ndim > 1 else x
         x = jnp.moveaxis(x, d, axis)
         return x if leading else lax.reshape(x, (size, *(1,) * (like.ndim - x.ndim), *x.shape[1:]))
@@ -247,7 +247,7 @@ def _concatenated(*arrays, dimension):
 
 
 def _padded_sum(*arrays, dimension):
-    """XLA for GPUs makes a kernel of each concatenation, and one of such sums of all streams."""
+    """Concatenates by a sum. XLA for GPUs computes such sums of all streams in one kernel."""
     ends = np.cumsum([x.shape[dimension] for x in arrays])
     parts = []
     for x, end in zip(arrays, ends, strict=True):
@@ -286,6 +286,6 @@ for _primitive, _transpose in (
 lower(_any_p, _anys, cpu=_anys_in_one)
 lower(_spread_p, _spreads)
 lower(_beside_p, _beside)
-# On other platforms a sum of several arrays at once is slower than one of each.
+# On other platforms, one sum of several arrays is slower than one sum for each.
 lower(_sum_p, _sums, cuda=_sums_in_one, rocm=_sums_in_one)
 lower(_joined_p, _concatenated, cuda=_padded_sum, rocm=_padded_sum)

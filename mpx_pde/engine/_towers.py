@@ -1,7 +1,7 @@
-"""Functions of one variable with all their derivatives up to an order.
+"""Computes functions of one variable with all their derivatives up to an order.
 
-Each is a *tower* (f, f', f'', …), in closed form where there is one. Its derivative is the tower
-one step up: differentiating the formulas line by line would come to several times the operations.
+These form a *tower* (f, f', f'', …), in closed form if there is one. The derivative of a tower is
+the tower from f' on. To differentiate its formulas would take several times as many operations.
 """
 
 import itertools
@@ -18,22 +18,22 @@ from numpy.polynomial.polynomial import polyadd, polyder, polymul
 
 
 Tower = list[Any]
-"""The function and its derivatives: `None` for one that is zero everywhere, a number for one that
-is the same everywhere."""
+"""A function and its derivatives. A derivative that is zero everywhere is `None`. A derivative that
+is the same everywhere is a number."""
 
 
 @cache
 def _factor(order: int, slope: tuple[float, ...], own: tuple[float, ...]) -> tuple[float, ...]:
-    """The polynomial that the first derivative is multiplied by to give that of an order.
+    """Returns q_k, a polynomial. The derivative of order k is q_k times the first derivative.
 
-    With q_1 = 1 and q_(k+1) = slope q_k' + own q_k, where `slope` is the derivative of the variable
-    of the polynomials and `own` the logarithmic one of the first derivative.
+    q_1 = 1, and q_(k+1) = slope q_k' + own q_k. `slope` is the derivative of the variable of the
+    polynomials, and `own` is the logarithmic derivative of the first derivative.
     """
     if order == 1:
         return (1.0,)
     q = _factor(order - 1, slope, own)
     out = polyadd(polymul(slope, polyder(q)), polymul(own, q))
-    return tuple(out.tolist())  # numbers of Python have no dtype of their own
+    return tuple(out.tolist())  # Python numbers have no dtype of their own
 
 
 def _horner(poly: tuple[float, ...], x: Array) -> Any:
@@ -44,7 +44,7 @@ def _horner(poly: tuple[float, ...], x: Array) -> Any:
 
 
 def _from_first(f, first, variable, order, slope, own) -> Tower:
-    """A tower whose derivatives are polynomials in `variable` times the first."""
+    """Returns a tower whose derivatives are the first one times polynomials in `variable`."""
     rest = (first * _horner(_factor(k, slope, own), variable) for k in range(2, order + 1))
     return [f, first, *rest][: order + 1]
 
@@ -74,7 +74,7 @@ def _logaddexp(x, order, other):
 
 
 def _cycle(*functions):
-    """Functions of which each is the derivative of the one before, up to sign."""
+    """Returns the tower function for a cycle of derivatives: pairs of a function and a sign."""
 
     def tower(x, order):
         kinds = [functions[k % len(functions)] for k in range(order + 1)]
@@ -90,7 +90,7 @@ def _exp2(x, order):
 
 
 def _reciprocals(f, x, order):
-    """The tower of a logarithm f with f' = 1 / x."""
+    """Returns the tower of a logarithm of value `f`, with f' = 1 / x."""
     inverse = 1 / x
     out = [f, inverse]
     for k in range(1, order):
@@ -104,13 +104,13 @@ def _log2(x, order):
 
 
 def _power(x, order, exponent):
-    """x ** exponent, an array or a float."""
+    """Returns the tower of x ** exponent. The exponent is an array or a float."""
     out, factor = [], 1.0
     for k in range(order + 1):
         if isinstance(factor, float) and factor == 0:
-            out.append(None)  # and no power of zero below it
+            out.append(None)  # without computing a power that may be infinite
         elif k and not isinstance(factor, float):
-            # Zero times the pole of a negative power is zero: the derivative of a constant.
+            # Zero times the pole of a negative power counts as zero: a constant has no slope.
             pole = (factor == 0) & (x == 0)
             out.append(factor * jnp.power(jnp.where(pole, jnp.ones_like(x), x), exponent - k))
         else:
@@ -134,7 +134,7 @@ def _integer_power(x, order, exponent):
 
 
 def _root(f, first, exponent):
-    """A root f with its first derivative as a function of it: infinite at zero, not undefined."""
+    """Returns the tower function of a root. Its `first` derivative at 0 is infinite, not NaN."""
 
     def tower(x, order):
         y = f(x)
@@ -147,7 +147,7 @@ def _root(f, first, exponent):
 
 
 def _abs(x, order):
-    """At 0 the slope is JAX's, which is no sign."""
+    """Returns the tower of `abs`. Its slope at 0 is the one in JAX, which is not the sign."""
     value, slope = jax.jvp(jnp.abs, (x,), (jnp.ones_like(x),))
     return [value, slope, *[None] * (order - 1)][: order + 1]
 
@@ -176,12 +176,12 @@ CLOSED: dict[str, Callable[..., Tower]] = {
     "cbrt": _root(jnp.cbrt, lambda y: 1 / (3 * y * y), 1 / 3),
     "abs": _abs,
 }
-"""By the name of a primitive whose derivatives are known in closed form."""
+"""The functions that return towers in closed form, by the name of the function."""
 
 
 @jax.tree_util.register_static
 class _Number(float):
-    """A derivative that is the same everywhere: no array, so no transformation makes one of it."""
+    """A constant derivative. It is static, so no transformation turns it into an array."""
 
 
 def _held(tower: Tower) -> Tower:
@@ -208,12 +208,12 @@ def _call(name: str, order: int, parameter: Any, x: Array) -> Tower:
 
 
 def closed_tower(name: str, order: int, x: Array, parameter: Any = None) -> Tower:
-    """The derivatives of a primitive in closed form.
+    """Returns a primitive and its derivatives in closed form.
 
     **Arguments:**
 
-    - `parameter`: an exponent, or the constant operand of `logaddexp`: a number (hashable), or an
-        array, through which the result is differentiated line by line.
+    - `parameter`: an exponent, or the constant operand of `logaddexp`. It is a hashable number, or
+        an array. With an array, the result is differentiated line by line.
     """
     if isinstance(parameter, jax.Array):
         return _call(name, order, parameter, x)
@@ -222,7 +222,7 @@ def closed_tower(name: str, order: int, x: Array, parameter: Any = None) -> Towe
 
 
 def nested_tower(fun: Callable[[Array], Array], order: int, x: Array) -> Tower:
-    """The derivatives of any elementwise function, by nested forward mode."""
+    """Returns any elementwise function and its derivatives, by nested forward mode."""
     one = jnp.ones_like(x)
 
     def chain(k, v):
