@@ -1,4 +1,4 @@
-"""Levenberg–Marquardt steps, whose linear algebra is narrower than their residual."""
+"""Levenberg–Marquardt steps whose linear algebra may be narrower than their residual."""
 
 from ._levenberg_marquardt import (
     LevenbergMarquardt as LevenbergMarquardt,

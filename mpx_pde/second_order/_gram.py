@@ -1,5 +1,5 @@
-"""The Gram matrix of a Jacobian, summed over blocks of its rows, its factorization, and conjugate
-gradients with that as a preconditioner."""
+"""Sums the Gram matrix of a Jacobian over blocks of its rows, factorizes it, and solves by
+conjugate gradients, which the factorization preconditions."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -18,32 +18,32 @@ from .._tree import select_tree
 
 
 _LEADING = 192
-"""Directions of a Jacobian that are kept apart from the rest of it. For a wave equation at 1e-5
-(1,001 parameters, relative damping 1e-13) 64 of them left 100 conjugate gradients and 192 leave 4.
-"""
+"""The number of leading directions of a Jacobian that are kept apart from the rest of it. For a
+wave equation at 1e-5 (1,001 parameters, relative damping 1e-13), 64 directions leave 100 iterations
+of conjugate gradients, and 192 leave 4."""
 
 _PANELS, _NARROW = 8, 64
-"""Panels at most, and their columns at least."""
+"""The largest number of panels, and the smallest number of columns if there are several."""
 
 _WIDE, _STEPS = 4096, 32
-"""From so many columns on, panels end at multiples of `_NARROW`, as tensor cores like it, and a
-matrix of narrow products is factorized in so many steps, by these."""
+"""From `_WIDE` columns on, panels end at multiples of `_NARROW`, which suits tensor cores, and the
+Gram matrix of a narrow Jacobian is factorized in `_STEPS` steps by split products."""
 
 _SURE = 1e-4
-"""How much less than asked for must be left by the preconditioner, which may not see all of it."""
+"""Factor on a tolerance that the preconditioner judges, because it may not see all that is left."""
 
 _Product = Callable[[Float[Array, " _"]], Float[Array, " _"]]
 
 _OVER_ROWS = (((0,), (0,)), ((), ()))
 _SHIFT = 1.0
-"""The shift of a float32 diagonal before it is factorized, relative to it, in roundings."""
+"""The shift of a diagonal before it is factorized, in units of its rounding `eps * size`."""
 
 _TRIES, _MORE = 6, 16.0
-"""How often a factorization is tried, and by what the shift grows in between."""
+"""The largest number of factorizations tried, and the factor on the shift from one to the next."""
 
 
 def _edges(columns: int, panels: int = _PANELS) -> list[int]:
-    """Where panels begin and end; the last one may end behind the columns."""
+    """Returns the edges of the panels. The last edge may lie behind the last column."""
     panels = max(1, min(panels, columns // _NARROW))
     unit = _NARROW if columns >= _WIDE else 1
     units = -(-columns // unit)
@@ -51,17 +51,17 @@ def _edges(columns: int, panels: int = _PANELS) -> list[int]:
 
 
 def _product(x: Array, y: Array, precision: str, dtype: Any) -> Array:
-    """`xᵀ y` by operands in `precision`, accumulated in float32, or in float64."""
+    """Computes `xᵀ y` with operands in `precision`, accumulated in float32 or in float64."""
     if precision in SPLIT_PRODUCTS:
         return split_dot_general(x, y, _OVER_ROWS, precision)
     return mixed_dot_general(x, y, _OVER_ROWS, dtype=precision, out_dtype=dtype)
 
 
 class Lower(eqx.Module):
-    """The lower triangle of a symmetric matrix: rows of blocks, up to the diagonal.
+    """The lower triangle of a symmetric matrix, as rows of blocks up to the diagonal.
 
-    Half of the products of a Gram matrix are those of the other half. A block is a product of what
-    is cut out of the Jacobian once, not of what is copied for each product.
+    The blocks above the diagonal are not computed, because they are transposes of those below. The
+    Jacobian is cut into panels once, so that no product copies a part of it.
     """
 
     rows: tuple[tuple[Float[Array, "_ _"], ...], ...]
@@ -69,7 +69,7 @@ class Lower(eqx.Module):
 
     @classmethod
     def gram(cls, x: Float[Array, "rows columns"], precision: str) -> "Lower":
-        """`xᵀ x`; for float16 the entries are scaled into its range."""
+        """Computes `xᵀ x`. For float16 the entries are scaled into its range."""
         columns = x.shape[1]
         edges, scale = _edges(columns), 1.0
         x = jnp.pad(x, ((0, 0), (0, edges[-1] - columns)))
@@ -86,7 +86,7 @@ class Lower(eqx.Module):
         left, right = (jnp.split(z, edges[1:-1], axis=1) for z in (left, right))
 
         def by(y, z):
-            # Behind barriers, for XLA for GPUs makes one product of those with the same operand.
+            # Without barriers, XLA for GPUs merges the products that share an operand into one.
             y, z = lax.optimization_barrier((y, z))
             return _product(y, z, precision, x.dtype) / scale**2
 
@@ -102,7 +102,7 @@ class Lower(eqx.Module):
         return cls(tuple(rows), columns)
 
     def matrix(self) -> Float[Array, "columns columns"]:
-        """The matrix, with zeros in the place of most entries above the diagonal."""
+        """Returns the matrix, with zeros in place of most entries above the diagonal."""
         last = sum(x.shape[1] for x in self.rows[-1])
         wide = [jnp.concatenate(row, axis=1) for row in self.rows]
         wide = [jnp.pad(x, ((0, 0), (0, last - x.shape[1]))) for x in wide]
@@ -110,12 +110,12 @@ class Lower(eqx.Module):
 
 
 class Reflector(eqx.Module):
-    """The orthogonal matrix `H = I - Y T Yᵀ`, whose first columns span the directions of large
-    singular values of a Jacobian, and its others what is orthogonal to these.
+    """The orthogonal matrix `H = I - Y T Yᵀ`. Its first columns span the directions of large
+    singular values of a Jacobian, and its other columns are orthogonal to these directions.
 
-    A product of Householder reflections, the columns of `Y` (Schreiber and Van Loan, *A storage
-    efficient WY representation for products of Householder transformations*, SIAM J. Sci. Stat.
-    Comput. 10, 1989). Without columns it is the identity.
+    `H` is a product of Householder reflections, the columns of `Y` (Schreiber and Van Loan, *A
+    storage efficient WY representation for products of Householder transformations*, SIAM J. Sci.
+    Stat. Comput. 10, 1989). Without columns it is the identity.
     """
 
     y: Float[Array, "columns leading"]
@@ -123,7 +123,7 @@ class Reflector(eqx.Module):
 
     @classmethod
     def spanning(cls, x: Float[Array, "columns leading"]) -> "Reflector":
-        """Returns the one whose first columns span those of `x`."""
+        """Returns the reflector whose first columns span those of `x`."""
         eye = jnp.eye(*x.shape, dtype=x.dtype)
         y = jnp.tril(jnp.linalg.qr(x, mode="raw")[0].T, -1) + eye
         with jax.default_matmul_precision("highest"):
@@ -132,22 +132,22 @@ class Reflector(eqx.Module):
         return cls(y, solve_triangular(inverse, eye[: x.shape[1]]))
 
     def __call__(self, x: Array, *, transposed: bool = False) -> Array:
-        """Returns `x H` or `x Hᵀ`, in the dtype of `x`."""
+        """Returns `x H`, or `x Hᵀ` if `transposed`, in the dtype of `x`."""
         y, t = self.y.astype(x.dtype), self.t.astype(x.dtype)
         with jax.default_matmul_precision("highest"):
             return x - x @ y @ (t.T if transposed else t) @ y.T if y.size else x
 
 
 class Sums(eqx.Module):
-    """Sums over the rows `J` of a Jacobian, of which `J H` is `W`, along leading directions, and
-    the rest `R`.
+    """Sums over the rows `J` of a Jacobian. `W` denotes the leading columns of `J H`, and `R` the
+    others.
 
     **Attributes:**
 
     - `gram`: `Rᵀ R`.
-    - `coupling`, `core`: `Wᵀ R` and `Wᵀ W`, in float64 where there are 64-bit types: directions of
-        the step before have something of the largest one, beside which their own singular values
-        are below rounding.
+    - `coupling`, `core`: `Wᵀ R` and `Wᵀ W`, in float64 if 64-bit types are enabled. The leading
+        directions come from the step before. Each contains a part of the largest one, and beside
+        this part its own singular value is below rounding.
     - `squares`: the squared norms of the columns of `J`.
     """
 
@@ -165,9 +165,9 @@ def summed(
 ) -> Sums:
     """Sums over `rows(block)` for each of the blocks, which are stacked along leading axes.
 
-    What directions of large singular values leave has a Gram matrix of its own: so its rounding is
-    relative to that. They are turned to in float64 where there are 64-bit types: rounding would be
-    relative to the largest of them.
+    The columns that are not leading have a Gram matrix of their own, so its rounding is relative to
+    them. The rows are turned by `H` in float64 if 64-bit types are enabled, because the rounding of
+    a turn is relative to the largest singular values.
     """
     (columns, several), dtype = leading.y.shape, leading.y.dtype
     wide = dtypes.canonicalize_dtype("float64")
@@ -197,7 +197,7 @@ def summed(
 
 
 def first_leading(columns: int, narrow: bool) -> Reflector:
-    """Directions to begin with; none in float64."""
+    """Returns random directions to begin with, or none in float64."""
     several = min(_LEADING, columns // 4) if narrow else 0
     dtype = jnp.dtype("float32" if narrow else "float64")
     return Reflector.spanning(jax.random.normal(jax.random.key(0), (columns, several), dtype))
@@ -205,7 +205,7 @@ def first_leading(columns: int, narrow: bool) -> Reflector:
 
 def next_leading(sums: Sums, leading: Reflector) -> Reflector:
     """Returns the reflector of the columns of `Jᵀ J V` for leading directions `V`, which is a step
-    of the power method; that of `V` again where it is not finite."""
+    of the power method. If it is not finite, returns `leading`."""
     along = jnp.concatenate([sums.core, sums.coupling], axis=1).astype(leading.y.dtype)
     new = Reflector.spanning(leading(along, transposed=True).T)
     return select_tree(jnp.all(jnp.isfinite(new.t)), new, leading)
@@ -218,13 +218,13 @@ def factored(
     solver: Any,
     precision: str,
 ) -> Callable[[Float[Array, " columns"]], Float[Array, " columns"]]:
-    """Returns what solves with `Jᵀ J + damping`, as far as the sums tell.
+    """Returns a function that solves with `Jᵀ J + damping`, as accurately as the sums allow.
 
-    By blocks: the leading directions, and what they leave of the others. Where there are 64-bit
-    types both are factorized in float64, but for the others of a wide matrix: these in float32 or,
-    where `precision` is less, by split products. A late step of the Klein–Gordon equation (961
-    parameters, relative damping 3e-14, float32 Jacobian) takes 50 conjugate gradients with turn and
-    factorization in float32, and 10 in float64.
+    The matrix is factorized in two blocks: the leading directions, and the Schur complement of the
+    others. If 64-bit types are enabled, both are factorized in float64, except the second block of
+    a wide matrix. It is factorized in float32 or, for a narrower `precision`, by split products. A
+    late step of the Klein–Gordon equation (961 parameters, relative damping 3e-14, float32
+    Jacobian) takes 50 conjugate gradients if turned and factorized in float32, and 10 in float64.
     """
     gram, core, coupling = sums.gram.matrix(), sums.core, sums.coupling
     gram = gram if len(sums.squares) >= _WIDE else gram.astype(core.dtype)
@@ -239,8 +239,8 @@ def factored(
     solve_core = lambda b: cho_solve((lower, True), b)
 
     def solve(b):
-        # What is large along small singular values must leave nothing along the leading ones: so
-        # these are turned to in the dtype of `b`.
+        # A large part along small singular values must leave nothing along the leading directions,
+        # so `b` is turned in its own dtype.
         b_along, b_rest = jnp.split(leading(b[None])[0].astype(core.dtype), [len(core)])
         x = inner(b_rest - solve_core(b_along) @ coupling)
         x = jnp.concatenate([solve_core(b_along - coupling @ x), x]).astype(b.dtype)
@@ -250,7 +250,7 @@ def factored(
 
 
 def _shifted(gram: Array, raised: Array) -> Array:
-    """A matrix with a raised diagonal."""
+    """Adds `raised` to the diagonal of a matrix."""
     at = jnp.arange(len(gram))
     return gram.at[at, at].add(raised)
 
@@ -262,8 +262,8 @@ def _positive(
     solver: Any,
     precision: str,
 ) -> Callable[[Float[Array, " columns"]], Float[Array, " columns"]]:
-    """Solves with `gram + damping`, of which the lower triangle is read. `size` is the diagonal of
-    what `gram` is the difference of: its rounding is relative to that."""
+    """Returns a function that solves with `gram + damping`, of which it reads the lower triangle.
+    `gram` may be a difference, so its rounding is relative to `size`, the minuend's diagonal."""
     eps = 0.0 if precision == "float64" else float(jnp.finfo("float32").eps)
     if solver is None:
         factor = _cholesky(gram, size, damping, eps, precision)
@@ -285,9 +285,9 @@ def _cholesky(
     eps: float,
     precision: str = "float32",
 ) -> tuple[Float[Array, "columns columns"], bool]:
-    """The Cholesky factor of `gram + damping`, of which the lower triangle is read, and whether it
-    is the lower one. Rounding by `eps` may leave an eigenvalue below 0: the diagonal is raised by a
-    share of `size`."""
+    """Returns the Cholesky factor of `gram + damping` and a flag that is true if it is the lower
+    one. Reads the lower triangle of `gram`. Rounding by `eps` may leave an eigenvalue below 0, so
+    the diagonal is raised by a share of `size`."""
     lower = len(gram) < _WIDE or precision in ("float32", "float64")
     raised = lambda shift: damping + shift * size
 
@@ -319,12 +319,12 @@ def by_steps(
     precision: str,
     steps: int = _STEPS,
 ) -> Float[Array, "columns columns"]:
-    """The upper Cholesky factor of a matrix with a `raised` diagonal, of which nearly all is
-    products in `precision`. It takes the lower triangle of the matrix, and returns what is NaN
-    where that is not positive definite."""
+    """Returns the upper Cholesky factor of a matrix with a `raised` diagonal. Nearly all of its
+    work is products in `precision`. Reads the lower triangle of the matrix. If the matrix is not
+    positive definite, the result has NaN."""
     columns = len(gram)
     edges = [min(edge, columns) for edge in _edges(columns, steps)]
-    upper = jnp.zeros((0, columns), gram.dtype)  # of whose rows all up to the step are known
+    upper = jnp.zeros((0, columns), gram.dtype)  # each step adds its rows
     for a, b in pairwise(edges):
         rows = gram[a:, a:b].T
         if a:
@@ -349,20 +349,20 @@ def conjugate_gradients(
     most: int,
     close: float,
 ) -> tuple[Float[Array, " columns"], Int32[Array, ""]]:
-    """Solves `(Jᵀ J + damping) x = s` for a Jacobian whose products are `push(x)`, `J x`, and
-    `pull(b)`, `Jᵀ b`, with `s = Jᵀ b`, and returns the solution and the number of iterations.
+    """Solves `(Jᵀ J + damping) x = s` with `s = Jᵀ b`, and returns the solution and the number of
+    iterations. `push(x)` is `J x`, and `pull(b)` is `Jᵀ b`.
 
-    Conjugate gradients for least squares, which a `solve` with a rounded Jacobian preconditions
-    (Carson, Higham and Pranesh, *Three-precision GMRES-based iterative refinement for least squares
-    problems*, SIAM J. Sci. Comput. 42, 2020). Products are taken as they are: in the dtype of `b`.
-    Rounded directions are not conjugate for long: each is followed to where it is lowest, so that
-    none leads up, and the part of the previous one that it keeps is that of Polak and Ribière.
+    Runs conjugate gradients for least squares, preconditioned by `solve`, which uses a rounded
+    Jacobian (Carson, Higham and Pranesh, *Three-precision GMRES-based iterative refinement for
+    least squares problems*, SIAM J. Sci. Comput. 42, 2020). Rounded directions are not conjugate
+    for long. So each is followed to its lowest point, and none leads up. The factor on the previous
+    direction is that of Polak and Ribière. Nothing is cast: products are in the dtype of `b`.
 
-    They end after `most` iterations, or once the quadratic model falls by less than `close` of
-    what it has fallen, divided by the number of the iteration (Nash and Nocedal, *A numerical study
-    of the limited memory BFGS method and the truncated-Newton method*, SIAM J. Optim. 1, 1991), or
-    where by the preconditioner `_SURE` times as little is left to fall, or where `s` is the
-    rounding of `Jᵀ b`, by the `squares` of the norms of the columns of `J`.
+    The iterations end after `most` of them, or once the quadratic model falls by less than `close`
+    of its fall so far, divided by the number of the iteration (Nash and Nocedal, *A numerical study
+    of the limited memory BFGS method and the truncated-Newton method*, SIAM J. Optim. 1, 1991).
+    They also end if, by the preconditioner, less than `_SURE * close` of that fall is left, or if
+    `s` is below the rounding of `Jᵀ b`, by `squares`, the squared norms of the columns of `J`.
     """
     tiny, eps = jnp.finfo(b.dtype).tiny, jnp.finfo(b.dtype).eps
     norms = jnp.sqrt(squares).astype(b.dtype)

@@ -42,19 +42,19 @@ _FORWARDS = ("float32", "float64")
 _JACOBIANS = ("float16", "bfloat16", *SPLIT_PRODUCTS, "float32", "float64")
 
 _CLOSE = {"float32": 1e-4, "float64": 1e-9}
-"""The part of the quadratic model's decrease that a solve may leave, for a step and for its
-acceleration. With 1e-6 behind a float64 residual, 120 steps of a float32 Jacobian for two solitons
-were rejected 50 times and ended at 1.5 times the error of a float64 Jacobian (rejected 24 times);
-with 1e-9 they end where it does. With 1e-3 for accelerations alone, twelve late steps for the
-Klein–Gordon equation gained a quarter of what they gain with 1e-9. In float32 a millionth is below
+"""The share of the quadratic model's decrease that a solve for a step or its acceleration may
+leave. With 1e-6 and a float64 residual, 120 steps with a float32 Jacobian for two solitons were
+rejected 50 times and ended at 1.5 times the error of a float64 Jacobian (rejected 24 times). With
+1e-9 they end at its error. With 1e-3 for accelerations alone, twelve late steps for the
+Klein–Gordon equation gained a quarter of their gain with 1e-9. In float32 a millionth is below
 rounding."""
 
 _BLOCK, _ROWS = 2**21, 1024
-"""Entries of a block of the Jacobian, which a CPU's cache holds, and the rows that it has at least,
-which keep a GPU busy."""
+"""The number of entries in a block of the Jacobian, which a CPU's cache holds, and the smallest
+number of rows, which keeps a GPU busy."""
 
 _TRIES = 4
-"""How many dampings a step tries, each larger, before it is rejected with its points."""
+"""The number of growing dampings that an update tries before it rejects the step and its points."""
 
 
 class LevenbergMarquardtState(eqx.Module):
@@ -63,13 +63,13 @@ class LevenbergMarquardtState(eqx.Module):
     **Attributes:**
 
     - `loss`: the loss after the last step; infinite before the first.
-    - `damping`: that of the next step.
-    - `growth`: what the damping is multiplied by when what is tried next is not taken.
-    - `taken`: whether the last step changed the model.
-    - `steps`, `rejected`: how many were taken, and how many were tried and not taken, int32.
+    - `damping`: the damping of the next step.
+    - `growth`: the factor on the damping if the next try is not taken.
+    - `taken`: true if the last step changed the model.
+    - `steps`, `rejected`: the numbers of tries that were taken and that were not taken, int32.
     - `scaling`: the loss scaling of a float16 Jacobian.
-    - `iterations`: how many conjugate gradients at most solved for what the last step tried, int32.
-        Where they come to `refinements`, the Jacobian is too narrow.
+    - `iterations`: the largest number of conjugate gradient iterations of a try in the last step,
+        without its acceleration, int32. If it reaches `refinements`, the Jacobian is too narrow.
     - `leading`: directions of the largest singular values of the Jacobian; `None` in float64.
     """
 
@@ -87,30 +87,30 @@ class LevenbergMarquardtState(eqx.Module):
 class LevenbergMarquardt(eqx.Module):
     """Minimizes a sum of squares by damped Gauss–Newton steps.
 
-    The residual decides where a training ends, and its Jacobian only how it gets there. So the
-    residual and the gradient `g` are evaluated in float32 (which means it) or float64, and the
-    Jacobian may be narrower.
+    The residual decides where training ends, and its Jacobian only how it gets there. So the
+    residual and the gradient `g` are evaluated in true float32 or in float64, and the Jacobian may
+    be narrower.
 
     A step `v` solves `(Jᵀ J + damping) v = -g`. The Gram matrix `Jᵀ J` is summed over blocks of the
-    examples, from products in the precision of the Jacobian, and factorized: in float64 that solves
-    for the step. Of a narrower Jacobian it preconditions conjugate gradients, whose products with
-    the Jacobian are those of the residual, until the step gains what the full one does to 1e-9
-    (1e-4 in float32). The rounding of `Jᵀ J` is relative to its largest singular values, so the
-    Jacobian is turned until 192 directions of these, which the state follows from step to step,
-    come first, and the rest has a Gram matrix of its own.
+    examples, from products in the precision of the Jacobian, and factorized. With a float64
+    Jacobian, the factorization solves for the step. With a narrower one, it preconditions conjugate
+    gradients, whose products are in the precision of the residual. They run until the step gains as
+    much as the exact one, to 1e-9 (1e-4 in float32). The rounding of `Jᵀ J` is relative to its
+    largest singular values. So the Jacobian is turned until up to 192 of their directions come
+    first, and the rest has a Gram matrix of its own. The state updates the directions at each step.
 
-    The residual of a network bends long before such a step ends, so half of the acceleration that
-    the same system gives for the second derivative of the residual along `v` is added, unless it is
-    too large (Transtrum and Sethna, *Improvements to the Levenberg-Marquardt algorithm*, arXiv
-    1201.5885). The step is taken only if the loss falls; otherwise the damping rises, and up to
-    three more are tried with the same Gram matrix. If none is taken, or anything is not finite, the
-    model is returned bit-identical. The damping rises no further where a step changes nothing, nor
-    for what is not finite: the next examples may need less. It follows the ratio of the decrease to
-    the one that the linear model foretold (Nielsen, *Damping parameter in Marquardt's method*,
-    1999).
+    The residual of a network bends long before such a step ends. So half of an acceleration is
+    added to the step, unless it is too large (Transtrum and Sethna, *Improvements to the
+    Levenberg-Marquardt algorithm*, arXiv 1201.5885). It solves the same system for the second
+    derivative of the residual along `v`. The step is taken only if the loss falls. Otherwise the
+    damping rises, and up to three more are tried with the same Gram matrix. If none is taken, or
+    anything is not finite, the model is returned bit-identical. The damping does not rise if a step
+    changes nothing, or if the residual or Jacobian is not finite, because the next examples may
+    need less. It follows the ratio of the decrease to the one that the linear model predicted
+    (Nielsen, *Damping parameter in Marquardt's method*, 1999).
 
     A step takes `residuals × parameters²` operations and the memory of a few matrices of
-    `parameters²` entries: this is for up to a few thousand parameters.
+    `parameters²` entries, so this is for up to a few thousand parameters.
 
     ```python
     def interior(model, point):
@@ -157,28 +157,28 @@ class LevenbergMarquardt(eqx.Module):
 
         - `residuals`: a function of the model and *one* example that returns the residual there, an
             array of any shape; or a tuple of such functions. The loss is the sum over them of the
-            mean over their examples of the sum of squares: put weights into the residuals.
+            mean over their examples of the sum of squares. Put weights into the residuals.
         - `forward`: the precision of the residual and of the linear solve, `"float32"` or
             `"float64"`.
         - `jacobian`: the precision of the Jacobian and of the products that make its Gram matrix,
             no wider than `forward`, which is the default: `"float16"`, `"bfloat16"`, `"float32"`,
             `"float64"`, or a split product such as `"bfloat16_x3"` for the Gram matrix of a float32
             Jacobian.
-        - `damping`: the first, relative to the largest squared norm of a column of the Jacobian.
-        - `min_damping`, `max_damping`: its bounds, relative likewise.
-        - `acceleration`: how long the acceleration may be, relative to half of the step, if it is
-            to be added. It takes the second derivative of the residuals in forward mode; with 0 it
-            is left out.
-        - `refinements`: how many conjugate gradients at most solve for a step, unless in float64
-            throughout, each by a product with the Jacobian in full and one with its transpose. The
-            state has how many they were; a `PrecisionWarning` says where they did not suffice. With
-            0 the factorization alone solves.
+        - `damping`: the first damping, relative to the largest squared norm of a Jacobian column.
+        - `min_damping`, `max_damping`: the bounds of the damping, relative to the same norm.
+        - `acceleration`: half of an acceleration is added if it is at most this long, relative to
+            the step. It takes the second derivative of the residuals in forward mode. 0 omits it.
+        - `refinements`: the largest number of conjugate gradient iterations that solve for a step,
+            unless the Jacobian is float64. Each takes a product with the Jacobian in full and one
+            with its transpose. The state has their number; a `PrecisionWarning` says when they did
+            not suffice. With 0 the factorization alone solves.
         - `solver`: a solver of [lineax](https://docs.kidger.site/lineax) for the positive definite
             matrix; by default a Cholesky decomposition.
 
-        **Raises:** `TypeError` for residuals that are no functions and a `solver` that is none,
-        `ValueError` for precisions that are unknown or need 64-bit types, dampings that are not
-        positive and in order, a negative `acceleration`, and `refinements` that are no number.
+        **Raises:** `TypeError` for residuals that are not functions or a `solver` that is not one;
+        `ValueError` for precisions that are unknown or need 64-bit types, a `jacobian` wider than
+        `forward`, dampings that are not positive and in order, a negative `acceleration`, numbers
+        that are not finite, and `refinements` that are not an integer of at least 0.
         """
         functions = residuals if isinstance(residuals, tuple) else (residuals,)
         if not functions or not all(callable(f) for f in functions):
@@ -211,16 +211,16 @@ class LevenbergMarquardt(eqx.Module):
         return jnp.dtype(self.forward)
 
     def init(self, model: PyTree) -> LevenbergMarquardtState:
-        """The first state.
+        """Returns the first state.
 
         **Arguments:**
 
-        - `model`: the PyTree whose floating-point arrays are to be found.
+        - `model`: the PyTree whose floating-point arrays are optimized.
 
         **Returns:** a `LevenbergMarquardtState`.
 
-        **Raises:** `ValueError` for a model without parameters, or with complex ones. A
-        `PrecisionWarning` names parameters of a narrower dtype than `forward`.
+        **Raises:** `ValueError` for a model without parameters, or with complex ones. Issues a
+        `PrecisionWarning` for parameters of a narrower dtype than `forward`.
         """
         _check_parameters(model, f"{_CALL}.init", self._dtype)
         number = lambda x: jnp.array(x, self._dtype)
@@ -235,28 +235,28 @@ class LevenbergMarquardt(eqx.Module):
             rejected=jnp.array(0, jnp.int32),
             scaling=DynamicLossScaling(1.0),
             iterations=jnp.array(0, jnp.int32),
-            leading=leading if leading.y.size else None,  # which Orbax could not save
+            leading=leading if leading.y.size else None,  # Orbax cannot save an empty array
         )
 
     def update(
         self, model: PyTree, state: LevenbergMarquardtState, batches: PyTree
     ) -> tuple[PyTree, LevenbergMarquardtState]:
-        """One step.
+        """Takes one step.
 
         **Arguments:**
 
-        - `model`: the PyTree whose floating-point arrays are to be found; other leaves are kept.
+        - `model`: the PyTree whose floating-point arrays are optimized; other leaves are kept.
         - `state`: from `init` or the last step.
         - `batches`: the examples of the residual: a PyTree of arrays with a leading axis. With a
-            tuple of residuals, a tuple with the examples of each. A tuple of one thing has the
-            examples of the one residual.
+            tuple of residuals, a tuple with the examples of each. A tuple of length one holds the
+            examples of a single residual.
 
-        **Returns:** `(model, state)`, in the dtypes of those passed in.
+        **Returns:** `(model, state)`, in the dtypes of the arguments.
 
-        **Raises:** `ValueError` for a tuple of another length than that of the residuals, for the
+        **Raises:** `ValueError` if several residuals do not get a tuple of as many batches, for the
         state of a model of another size, and for examples without a leading axis of one length,
         with one on an explicit axis of a mesh, or none; `TypeError` for another `state`, and for
-        residuals that return no real array.
+        residuals that do not return a real floating-point array.
         """
         if not isinstance(state, LevenbergMarquardtState):
             raise TypeError(
@@ -296,7 +296,7 @@ class LevenbergMarquardt(eqx.Module):
         r = jnp.where(finite, r, 0.0)
         size = jnp.maximum(jnp.max(sums.squares), jnp.finfo(sums.squares.dtype).tiny)
         g = pull(r)
-        # Rounding along the leading directions would move what no residual depends on.
+        # Rounding along the leading directions would move parameters that no residual depends on.
         unused = (sums.squares == 0) & (g == 0)
         most = state.rejected + jnp.where(finite, _TRIES, 1)
 
@@ -316,7 +316,7 @@ class LevenbergMarquardt(eqx.Module):
             new = jnp.sum(values(start + delta) ** 2)
             moves = finite & jnp.any(ravel_pytree(parameters(start + delta))[0] != theta)
             take = moves & jnp.isfinite(new) & (new < loss) & jnp.all(jnp.isfinite(delta))
-            # Where it is not taken there is no decrease to speak of, and `loss` may be infinite.
+            # A step that is not taken has no decrease, and `loss` may be infinite.
             gained = jnp.where(take, loss, 1.0) - jnp.where(take, new, 1.0)
             ratio = gained / jnp.maximum(foretold, jnp.finfo(self._dtype).tiny)
             next_damping, growth = self._damped(last, take, moves, ratio)
@@ -356,8 +356,8 @@ class LevenbergMarquardt(eqx.Module):
         return eqx.combine(jtu.tree_map(alike, moved, params), static), after
 
     def _step(self, values, start, r, g, push, pull, solve):
-        """The step from `start`, the decrease of the loss that the linear model foretells, and the
-        number of iterations. `push(x)` is `J x`, `pull(b)` is `Jᵀ b`, `g` that of `r`, and
+        """Returns the step from `start`, the decrease of the loss that the linear model predicts,
+        and the number of iterations. `push(x)` is `J x`, `pull(b)` is `Jᵀ b`, `g` is `Jᵀ r`, and
         `solve(b, s)` solves `(Jᵀ J + damping) x = s`, where `s` is `Jᵀ b`."""
         v, iterations = solve(-r, -g)
         if self.acceleration:
@@ -374,20 +374,20 @@ class LevenbergMarquardt(eqx.Module):
         return delta, -2 * g @ v - along @ along, iterations
 
     def _damped(self, state, take, moves, ratio):
-        """The next damping, and by what it grows where the step after is not taken. `ratio` is the
-        decrease of the loss relative to the one foretold; a step that `moves` nothing, or that
-        there is none of, says nothing of the damping."""
+        """Returns the next damping, and the factor on it if the step after is not taken. `ratio` is
+        the decrease of the loss relative to the predicted one. If `moves` is false, there is no
+        step or it changes nothing, so both are kept."""
         shrink = jnp.maximum(1 / 3, 1 - (2 * jnp.clip(ratio, 0.0, 1.0) - 1) ** 3)
         growth = jnp.where(moves, state.growth, 1.0)
         damping = state.damping * jnp.where(take, shrink, growth)
         faster = jnp.where(growth > 1, 2.0, 1.0) * state.growth
         damping = jnp.clip(damping, self.min_damping, self.max_damping)
-        # Doubled without end it comes to infinity.
+        # Doubled without a bound, the factor would become infinite.
         return damping, jnp.where(take, 2.0, jnp.minimum(faster, 2.0**60))
 
     def _tell(self, state: LevenbergMarquardtState, finite: Bool[Array, ""]) -> None:
-        """Warns, when it runs, where the iterations of a step came to no end, and where a float16
-        Jacobian overflows by any loss scale."""
+        """Warns at run time if the solve for a step used all its iterations, or if a float16
+        Jacobian overflows with the smallest loss scale."""
         wider = "float32" if self.jacobian != "float32" else self.forward
         mend = f"`jacobian={wider!r}`" if wider != self.jacobian else "`forward='float64'`"
         if self._narrow and self.refinements:
@@ -406,12 +406,12 @@ class LevenbergMarquardt(eqx.Module):
             )
 
     def _evaluated(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """`fun` with values in the precision of `forward` and derivatives in that of `jacobian`."""
+        """Wraps `fun` for values in the precision `forward` and derivatives in `jacobian`."""
         backward = "float32" if self.jacobian in SPLIT_PRODUCTS else self.jacobian
         return fun if backward == self.forward else InForward(fun, Forward(self.forward, backward))
 
     def _residual(self, fun: Callable[..., Any], params: PyTree, static: PyTree, x: Any) -> Array:
-        """One residual at one example, by parameters in its precision."""
+        """Evaluates one residual at one example, with the parameters in the residual's dtype."""
         wide = jtu.tree_map(lambda x: x.astype(self._dtype), params)
         note = (
             f"`{_CALL}.update` calls each residual with the model and *one* example, here of shape "
@@ -434,12 +434,12 @@ class LevenbergMarquardt(eqx.Module):
 
     @property
     def _narrow(self) -> bool:
-        """Returns whether the linear problem is solved in less than float64."""
+        """Returns whether the Jacobian is narrower than float64."""
         return self.jacobian != "float64"
 
     def _blocks(self, batches: tuple, rows: int, columns: int) -> tuple:
-        """The examples in blocks whose Jacobians are small: stacked along a leading axis, with the
-        weights of their residuals. The last block is filled up with examples of no weight."""
+        """Splits the examples into blocks whose Jacobians are small. Returns these, stacked along a
+        leading axis, and the weights of their residuals, which are 0 for examples that fill up."""
         most = max(_length_of(batch, f"{_CALL}.update") for batch in batches)
         count = min(most, max(1, math.ceil(rows / max(_BLOCK // columns, _ROWS))))
 
@@ -458,9 +458,9 @@ class LevenbergMarquardt(eqx.Module):
     def _rows(
         self, params: PyTree, static: PyTree, scaling: DynamicLossScaling, batches: tuple, weights
     ) -> Float[Array, "rows parameters"]:
-        """Rows of the Jacobian: those of a block."""
+        """Returns the rows of the Jacobian that belong to a block."""
         args = (params, static, scaling, batches, weights)
-        if not self._half or not traced(args):  # run eagerly there is no program to look at
+        if not self._half or not traced(args):  # in eager mode there is no program to check
             return self._linearized(*args)
         return checked(
             self._linearized,
@@ -479,7 +479,7 @@ class LevenbergMarquardt(eqx.Module):
     def _linearized(
         self, params: PyTree, static: PyTree, scaling: DynamicLossScaling, batches: tuple, weights
     ) -> Float[Array, "rows parameters"]:
-        scale = scaling.loss_scaling  # 1 but for float16
+        scale = scaling.loss_scaling  # 1 except for float16
         dtype = jnp.dtype("float32" if self._narrow else "float64")
         jacs = []
         for fun, batch, weight in zip(self.residuals, batches, weights, strict=True):
@@ -489,11 +489,11 @@ class LevenbergMarquardt(eqx.Module):
                 r, pull = jax.vjp(lambda p: self._residual(at, p, static, x), params)
                 seeds = jnp.eye(r.size, dtype=r.dtype) * scale.astype(r.dtype)
                 (pulled,) = jax.vmap(pull)(seeds)
-                rows = lambda g: g.reshape(r.size, math.prod(g.shape[1:]))  # of which may be none
+                rows = lambda g: g.reshape(r.size, math.prod(g.shape[1:]))  # `g` may be empty
                 flat = [rows(g).astype(dtype) for g in jtu.tree_leaves(pulled)]
                 return jnp.concatenate(flat, axis=1) * weight.astype(dtype)
 
-            # As a wish of the program's, `highest` would hold for halves too.
+            # As a context of the whole program, `highest` would apply to half products too.
             with nullcontext() if self._half else jax.default_matmul_precision("highest"):
                 jac = jax.vmap(one)(batch, weight)
             jacs.append(jac.reshape(-1, jac.shape[-1]))
@@ -501,9 +501,9 @@ class LevenbergMarquardt(eqx.Module):
 
 
 def _warn_if(condition: Bool[Array, ""], text: str) -> None:
-    """Warns when it runs."""
+    """Warns at run time if `condition` is true."""
 
-    def tell(condition):  # under `vmap` this is called in any case
+    def tell(condition):  # under `vmap` this is always called
         if np.any(condition):
             warnings.warn(text, PrecisionWarning, stacklevel=2)
 
@@ -534,8 +534,8 @@ def _check_solver(solver: Any, call: str) -> None:
 
 
 def _check_parameters(model: PyTree, call: str, dtype: Any) -> None:
-    """Checks that there are parameters, and that they are real. Warns of those in less than the
-    dtype of the residual."""
+    """Checks that there are parameters and that they are real. Warns if some have a narrower dtype
+    than the residual."""
     leaves = jtu.tree_leaves_with_path(model)
     found = {jtu.keystr(path): x.dtype for path, x in leaves if eqx.is_inexact_array(x)}
     if not found:
@@ -580,7 +580,7 @@ def _length_of(batch: PyTree, call: str) -> int:
 
 
 def _as_vector(out: Any, call: str) -> Float[Array, " entries"]:
-    """A residual at one example, as a vector."""
+    """Flattens a residual at one example to a vector, after checking that it is a real array."""
     if not eqx.is_array_like(out) or not jnp.issubdtype(jnp.result_type(out), jnp.floating):
         what = type(out).__name__
         if hasattr(out, "dtype"):
