@@ -1,4 +1,4 @@
-"""Derivatives in half precision: scaled seeds, one unscaling, and scales that follow the run."""
+"""Derivatives in half precision, with scaled seeds, one unscaling, and scales that adapt."""
 
 from ._drop_ins import grad as grad, hessian as hessian, jacfwd as jacfwd
 from ._evaluation import DerivativeReport as DerivativeReport

@@ -1,4 +1,4 @@
-"""Checks of the arguments of derivative functions, and the parsing of names."""
+"""Checks the arguments of derivative functions and parses the names of derivatives."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -57,7 +57,7 @@ def parse_terms(
 
 
 def _listed(terms: Any, call: str) -> tuple[Any, ...]:
-    """Returns the terms of a list; raises an error if it is none, or has one twice."""
+    """Returns the terms of a list as a tuple. Raises an error for no list and for duplicates."""
     if isinstance(terms, str) or not isinstance(terms, Iterable):
         raise TypeError(
             f"`{call}` takes terms as a list of names such as ['u_x', 'u_xx'], but got "
@@ -69,7 +69,7 @@ def _listed(terms: Any, call: str) -> tuple[Any, ...]:
 
 
 def check_distinct(names: Sequence[Any], call: str) -> None:
-    """Checks that no result would take the place of another."""
+    """Raises a `ValueError` if a name occurs twice, since one result would replace the other."""
     twice = [name for i, name in enumerate(names) if name in names[:i]]
     if twice:
         raise ValueError(f"`{call}` got the term {twice[0]!r} twice. Name each once.")
@@ -148,7 +148,7 @@ def as_network(fun: Callable, outputs: tuple[str, ...], call: str) -> Callable:
 
 
 def names_of(value: Any, call: str, what: str) -> tuple[str, ...]:
-    """Returns `"xt"` or `["x", "t"]` as a tuple of distinct names."""
+    """Returns names such as `"xt"` or `["x", "t"]` as a tuple, after checking that they differ."""
     names = tuple(value) if isinstance(value, str | Sequence) else ()
     fits = lambda n: isinstance(n, str) and n and not any(c.isspace() or c in ",;" for c in n)
     if not names or not all(map(fits, names)):
@@ -163,7 +163,7 @@ def names_of(value: Any, call: str, what: str) -> tuple[str, ...]:
 
 
 def term_list(terms: Any, call: str, empty: bool = False) -> tuple[str, ...]:
-    """Returns the names of derivatives as a tuple; raises an error if one is named twice."""
+    """Returns the names of derivatives as a tuple. Raises an error for others and duplicates."""
     terms = _listed(terms, call)
     bad = [t for t in terms if not isinstance(t, str) or not (t == "laplacian" or "_" in t[1:-1])]
     if bad or not (terms or empty):
@@ -175,8 +175,8 @@ def term_list(terms: Any, call: str, empty: bool = False) -> tuple[str, ...]:
 
 
 def split_names(text: str, names: tuple[str, ...]) -> tuple[int, ...] | None:
-    """Returns the indices of the names that `text` is a sequence of, or `None` if it is not such a
-    sequence.
+    """Splits `text` into a sequence of names and returns their indices. Returns `None` if it is not
+    such a sequence.
     """
     if not text:
         return ()
@@ -189,7 +189,7 @@ def split_names(text: str, names: tuple[str, ...]) -> tuple[int, ...] | None:
 
 
 def exponent_of(value: Any, call: str, name: str) -> int:
-    """Returns the exponent of a positive number, rounded down to a power of two."""
+    """Returns the exponent of the largest power of two that is not above a positive number."""
     try:
         ok = math.isfinite(value) and value > 0
     except TypeError:

@@ -1,6 +1,4 @@
-"""`jax.grad`, `jax.jacfwd` and `jax.hessian` with scaled seeds, for losses that are written with
-them.
-"""
+"""Replaces `jax.grad`, `jax.jacfwd` and `jax.hessian` in losses by functions with scaled seeds."""
 
 import dataclasses
 import functools as ft
@@ -28,11 +26,11 @@ Argnums = int | tuple[int, ...]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Derivative:
-    """A function that was differentiated once or several times, to be evaluated in one pass.
+    """A function that was differentiated once or several times. A call evaluates it in one pass.
 
     [`mpx_pde.derivatives.grad`][], [`jacfwd`][mpx_pde.derivatives.jacfwd] and
-    [`hessian`][mpx_pde.derivatives.hessian] return it. Differentiating one again adds an order, so
-    that `grad(grad(u))` carries its scale through both and is unscaled once, at its end.
+    [`hessian`][mpx_pde.derivatives.hessian] return it. Differentiating one again adds an order. So
+    `grad(grad(u))` carries its scale through both and is unscaled once, at its end.
     """
 
     fun: Callable
@@ -44,7 +42,7 @@ class Derivative:
     call: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> PyTree:
-        # By the order in a tuple, as they are named.
+        # The arguments in tuples come in the order of the tuples, as `coords` names them.
         tuples = (i for argnums in self.taken if isinstance(argnums, tuple) for i in argnums)
         every = {i for argnums in self.taken for i in _indices(argnums)}
         used = list(dict.fromkeys((*tuples, *sorted(every))))
@@ -54,7 +52,7 @@ class Derivative:
                 f"function was called with {len(args)}."
             )
         places = _places(args, used, self.call)
-        # A number of Python would come out of plain arithmetic as one, and not as an array.
+        # Plain arithmetic would return a Python number as one, and not as an array.
         args = tuple(jnp.asarray(x) if i in used else x for i, x in enumerate(args))
         shape = self._shape(args, kwargs)
 
@@ -71,13 +69,13 @@ class Derivative:
         terms: dict[tuple, Term] = {}
         taken = set[str]()
         along = [itertools.chain(*(places[i] for i in _indices(argnums))) for argnums in self.taken]
-        # Entries that are equal by symmetry are one term.
+        # Entries that are equal by symmetry share a term.
         for output, *dirs in itertools.product(range(count), *along):
             key = output, tuple(sorted(dirs))
             if key in terms:
                 continue
             name = outputs[output] + "_" + "".join(coords[i] for i in key[1])
-            # Longer names may run together: the position tells them apart.
+            # Longer names may run together, so the position tells such terms apart.
             terms[key] = Term(f"{name} {key}" if name in taken else name, *key)
             taken.add(name)
         every = tuple(terms.values())
@@ -114,7 +112,7 @@ class Derivative:
         return shape
 
     def _named(self, what: str, given: tuple[str, ...] | None, letter: str, size: int) -> Any:
-        """Returns the names of coordinates or outputs: those that are given, or numbers."""
+        """Returns the names of coordinates or outputs: the given ones, or numbered letters."""
         names = tuple(f"{letter}{i}" for i in range(size)) if given is None else given
         if len(names) != size:
             raise ValueError(
@@ -129,7 +127,7 @@ def _indices(argnums: Argnums) -> tuple[int, ...]:
 
 
 def _places(args: tuple, used: Sequence[int], call: str) -> dict[int, tuple[int, ...]]:
-    """Returns the places in the point of the entries of each argument that is differentiated."""
+    """Returns the positions in the point of the entries of each differentiated argument."""
     places, start = {}, 0
     for i in used:
         x = args[i]
@@ -186,28 +184,28 @@ def grad(
     coords: Names | None = None,
     outputs: Names | None = None,
 ) -> Derivative:
-    """Differentiates a network in its coordinates as [`jax.grad`][] does, with scaled seeds.
+    """Differentiates a network in its coordinates like [`jax.grad`][], with scaled seeds.
 
-    For losses that are written with `jax.grad`: replace its name, and hand over what the loss
-    receives as `derivatives`. Derivatives are evaluated by the engine of [`mpx_pde.partials`][],
-    counted by the scaling, and unscaled once: `grad(grad(u))` is one pass of second order, whose
-    scale comes off at its end. Between the two the derivative must not go through a function of
-    your own, which would unscale it half way; take [`mpx_pde.derivatives.hessian`][] there.
+    In a loss that is written with `jax.grad`, replace its name, and pass as `scaling` what the loss
+    receives as `derivatives`. The engine of [`mpx_pde.partials`][] evaluates the derivatives, the
+    scaling counts them, and they are unscaled once. So `grad(grad(u))` is one pass of second order,
+    unscaled at its end. Do not pass the first derivative through a function of your own, which
+    would unscale it half way. Take [`mpx_pde.derivatives.hessian`][] there.
 
     **Arguments:**
 
-    - `fun`: a function that returns a scalar; a result of `grad` as well.
-    - `argnums`: which positional arguments are differentiated in, as in [`jax.grad`][]. Each is a
+    - `fun`: a function that returns a scalar, or a result of `grad`.
+    - `argnums`: the positional arguments to differentiate in, as in [`jax.grad`][]. Each is a
         scalar or an array with one axis: the coordinates of one point.
-    - `scaling`: what the loss received as `derivatives`, or `None` for no scaling.
+    - `scaling`: the `derivatives` that the loss received, or `None` for no scaling.
     - `coords`: the names of the coordinates in `argnums`, in their order: a letter for each, or a
-        list. By default those of a scaling `per_direction`. Of several calls with an integer each
-        they are in the order of the arguments.
+        list. By default those of a scaling `per_direction`. If several calls take an integer each,
+        the names are in the order of the arguments.
     - `outputs`: the names of the outputs, for scalings that name terms; by default `u`.
 
     **Returns:**
 
-    A function of the same arguments that returns what `jax.grad`'s would, in float32 (float64 for
+    A function of the same arguments that returns the result of `jax.grad`, in float32 (float64 for
     float64).
 
     **Raises:** `TypeError` for a `scaling` that is not one, `argnums` that are not positions,
@@ -232,18 +230,18 @@ def jacfwd(
     coords: Names | None = None,
     outputs: Names | None = None,
 ) -> Derivative:
-    """Differentiates a network in its coordinates as [`jax.jacfwd`][] does, with scaled seeds.
+    """Differentiates a network in its coordinates like [`jax.jacfwd`][], with scaled seeds.
 
-    As [`mpx_pde.derivatives.grad`][], for a function that returns an array of any shape; a
-    replacement for `jax.jacrev` as well, which has the same result.
+    It works like [`mpx_pde.derivatives.grad`][], for a function that returns an array of any shape.
+    It also replaces `jax.jacrev`, which has the same result.
 
-    **Arguments:** as there.
+    **Arguments:** as for [`mpx_pde.derivatives.grad`][].
 
     **Returns:**
 
-    A function of the same arguments that returns what `jax.jacfwd`'s would, in float32.
+    A function of the same arguments that returns the result of `jax.jacfwd`, in float32.
 
-    **Raises:** as there.
+    **Raises:** as [`mpx_pde.derivatives.grad`][].
     """
     return _differentiate("jacfwd", fun, argnums, scaling, coords, outputs)
 
@@ -256,19 +254,19 @@ def hessian(
     coords: Names | None = None,
     outputs: Names | None = None,
 ) -> Derivative:
-    """Differentiates a network in its coordinates twice, as [`jax.hessian`][] does, with scaled
+    """Differentiates a network in its coordinates twice, like [`jax.hessian`][], with scaled
     seeds.
 
-    Each entry above the diagonal is evaluated once, and all of them in one pass. For the sum along
-    the diagonal alone [`mpx_pde.laplacian`][] is cheaper.
+    Entries that are equal by symmetry are evaluated once, and all entries in one pass. For the sum
+    along the diagonal alone, [`mpx_pde.laplacian`][] is cheaper.
 
-    **Arguments:** as of [`mpx_pde.derivatives.grad`][]; `fun` may return an array of any shape.
+    **Arguments:** as for [`mpx_pde.derivatives.grad`][]; `fun` may return an array of any shape.
 
     **Returns:**
 
-    A function of the same arguments that returns what `jax.hessian`'s would, in float32.
+    A function of the same arguments that returns the result of `jax.hessian`, in float32.
 
-    **Raises:** as there.
+    **Raises:** as [`mpx_pde.derivatives.grad`][].
     """
     once = _differentiate("hessian", fun, argnums, scaling, coords, outputs)
     return _differentiate("hessian", once, argnums, scaling, coords, outputs)

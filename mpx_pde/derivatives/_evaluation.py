@@ -1,4 +1,4 @@
-"""Terms and sums of derivatives of one function, by the engine."""
+"""Evaluates terms and sums of derivatives of one function with the engine."""
 
 import functools as ft
 from collections import Counter
@@ -25,21 +25,21 @@ from ._seeds import power_of_two
 
 
 _STACKED = 9
-"""From this many summands of one kind on, such as those of a Laplacian, streams are stacked: one
-product of many rows instead of many products, and a program that does not grow with them."""
+"""From this many summands of one kind on, as in a Laplacian, streams are stacked. One product of
+many rows then replaces many products, and the program does not grow with the summands."""
 
 
 _UNSCALED = 2
-"""The order from which on derivatives in float16 without scaling are reported. First derivatives
-are about as large as the gradients, which a loss scale alone serves."""
+"""The lowest order of derivatives that are reported if they are in float16 without scaling. First
+derivatives are about as large as the gradients, for which a loss scale suffices."""
 
 _unscaled: ContextVar[dict[str, int] | None] = ContextVar("unscaled_derivatives", default=None)
 
 
 @contextmanager
 def noting_unscaled() -> Iterator[dict[str, int]]:
-    """Yields the calls in its context that take derivatives in float16 without a scaling, and the
-    highest order of each."""
+    """Yields the calls in its context that take unscaled derivatives in float16 of order
+    `_UNSCALED` or higher, each with its highest order."""
     found: dict[str, int] = {}
     token = _unscaled.set(found)
     try:
@@ -49,8 +49,8 @@ def noting_unscaled() -> Iterator[dict[str, int]]:
 
 
 def _in_full() -> Forward | None:
-    """Returns the `Forward` of the loss, if its forward pass is in another precision than its
-    backward pass.
+    """Returns the `Forward` of the loss if its forward pass has another precision than its backward
+    pass, and `None` otherwise.
     """
     forward = present_forward()
     return forward if forward is not None and forward.full else None
@@ -58,7 +58,7 @@ def _in_full() -> Forward | None:
 
 def _multiplies_tensorfloat32() -> bool:
     """Returns whether derivatives in float32 multiply in TF32. The engine takes the highest
-    precision unless TF32 is asked for.
+    precision unless TF32 is requested.
     """
     forward = _in_full()
     if forward is not None:
@@ -71,7 +71,7 @@ class Summand(NamedTuple):
 
     **Attributes:**
 
-    - `dirs`: the coordinates that it is taken in, sorted.
+    - `dirs`: the coordinates to differentiate in, sorted.
     - `factor`: a number, an array, or a function of the point.
     """
 
@@ -84,11 +84,11 @@ class Sum(NamedTuple):
 
     **Attributes:**
 
-    - `name`: what it is called, before the name of the output.
-    - `summands`: what is summed.
-    - `rows`: the rows of the scaling that count it, of which it takes the smallest scale.
-    - `directions`: instead of coordinates, vectors along which a derivative of an order is taken
-        each, shape `[samples, coords]`, and their factors.
+    - `name`: the part of the result's name before the name of the output.
+    - `summands`: the derivatives to sum.
+    - `rows`: the rows of the scaling that count the sum. It takes the smallest of their scales.
+    - `directions`: vectors, shape `[samples, coords]`, and their factors. If given, a derivative of
+        `order` is taken along each of them instead of along coordinates.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Sum(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """A result: its stream, `()` for the value, its output, and the rows that count it."""
+    """A result: its name, its stream (`()` for the value), its output, and its histogram rows."""
 
     name: str
     key: Index
@@ -108,15 +108,15 @@ class _Asked(NamedTuple):
 
 
 class Direction(NamedTuple):
-    """A coordinate, or several that are stacked, or what a sum draws, by its key; with a row that
-    has seeds of its own."""
+    """A coordinate, several stacked coordinates, or the drawn directions of a sum, given by its
+    key. Seeds with a `row` are those of this row alone."""
 
     coords: tuple[int, ...]
     row: int | None = None
 
 
 def _leads_to(index: Index, higher: Index) -> bool:
-    """Returns whether a derivative is one on the way to a higher one, or the same."""
+    """Returns whether `index` is a derivative on the way to `higher`, or is the same."""
     return not Counter(index) - Counter(higher)
 
 
@@ -164,8 +164,8 @@ class Evaluation:
         return self._directions.index(direction)
 
     def _index(self, dirs: Sequence[int], rows: Sequence[int]) -> Index:
-        """Returns the stream of a derivative that these rows count. One with a scaler of its own
-        has seeds of its own.
+        """Returns the stream of a derivative that these rows count. A derivative with a scaler of
+        its own has seeds of its own.
         """
         own = self._own_row(rows)
         return tuple(sorted(self._direction(Direction((i,), own)) for i in dirs))
@@ -190,8 +190,8 @@ class Evaluation:
     # Scales of streams.
 
     def _exponent(self, scaling: DerivativeScaling, index: Index) -> Any:
-        """Returns the exponent of the scale that a stream is stored with: a scalar, or one for each
-        direction.
+        """Returns the exponent of the scale at which a stream is stored: a scalar, or one for each
+        stacked direction.
         """
         along = [self._directions[i] for i in index]
         order = min(n for asked, n in self._requested() if _leads_to(index, asked))
@@ -204,8 +204,8 @@ class Evaluation:
         return scaling.strategy.kept(exponent, scaling.rule.margin)
 
     def _requested(self) -> list[tuple[Index, int]]:
-        """Returns the requested derivatives, each with the order in which it is counted: the
-        summands of a sum count in its highest.
+        """Returns the requested derivatives, each with the order in which it is counted. All
+        summands of a sum count in its highest order.
         """
         sums = [(i, max(map(len, s))) for s in self._plan.sums for i in s]
         return [*((i, len(i)) for i in self._plan.asked if i), *sums]
@@ -269,7 +269,7 @@ class Evaluation:
 
         **Returns:** a dict from names to scalars in float32 (float64 for a float64 network).
 
-        **Raises:** `TypeError` for coordinates that come one by one, in `others`.
+        **Raises:** `TypeError` for coordinates that are passed one by one, as `others`.
         """
         if _multiplies_tensorfloat32():
             warn_of_tensorfloat32(self._call, "derivative terms")
@@ -278,15 +278,15 @@ class Evaluation:
         zero, streams = jnp.zeros_like(value), {**streams, (): value}
         found = {x.name: streams.get(x.key, zero)[x.output] for x in self._asked}
         beyond = {name: blamed[key] for name, key, *_ in self._asked if key in blamed}
-        # All of them at once, and again for those that count in several rows.
+        # Counts all of them at once, and those with several rows once more for each further row.
         for k in range(max((len(asked.rows) for asked in self._asked), default=0)):
             counted = {name: rows[k] for name, _, _, rows in self._asked if len(rows) > k}
             found |= self._counted(found, counted, beyond)
         return marked(found)
 
     def _blamed(self, lost: dict[Index, Array]) -> dict[Index, Array]:
-        """Returns whether a stream that leads to each requested one overflowed where it is kept for
-        the backward pass: the stream itself, or else the lowest that contains it.
+        """Returns for requested derivatives whether streams overflowed where they are kept for the
+        backward pass. Each stream is assigned to the lowest derivatives that it leads to.
         """
         asked = {i: (i,) for i in self._plan.asked}
         asked |= {sum_key(k): (sum_key(k), *s) for k, s in enumerate(self._plan.sums)}
@@ -304,8 +304,8 @@ class Evaluation:
     def _counted(
         self, found: dict[str, Array], rows: dict[str, int], lost: dict[str, Array]
     ) -> dict[str, Array]:
-        """Counts derivatives in one histogram, each at the scale that its row stands for; a
-        derivative counts as an overflow if a stream that leads to it is `lost`.
+        """Counts derivatives in one histogram, each at the scale of its row. A derivative counts as
+        an overflow if a stream that leads to it is `lost`.
         """
         scaling = self._scaling
         assert scaling is not None  # it has the rows
@@ -316,7 +316,7 @@ class Evaluation:
             shifts = scaling.strategy.shifts(scaling.exponents, [*rows.values()])
             seen = x * power_of_two(shifts).astype(x.dtype)
             if forward is not None and forward.dtype == jnp.float16:
-                # The value does not overflow, but what is kept of it for the backward pass does.
+                # The value does not overflow, but its copy for the backward pass does.
                 beyond = jnp.abs(seen) > FLOAT16_MAX
                 if not lost.keys().isdisjoint(rows):
                     no = jnp.zeros((), bool)
@@ -325,7 +325,7 @@ class Evaluation:
         return dict(zip(rows, jnp.unstack(tap(counts, x, seen)), strict=True))
 
     def report(self, point: Any) -> "DerivativeReport":
-        """Reports how the derivatives are taken at a point. It traces, and runs nothing."""
+        """Reports how the derivatives at a point are taken, by tracing without running anything."""
         note: list[Equation] = []
         point = jax.ShapeDtypeStruct(jnp.shape(point), jnp.result_type(point))
         jax.eval_shape(lambda p: self._propagated(p, note=note)[0], point)
@@ -335,7 +335,7 @@ class Evaluation:
 def _rows_of(
     scales: DerivativeScaling | None, terms: Sequence[Term], coords: tuple[str, ...], call: str
 ) -> list[tuple[int, ...]]:
-    """Returns the rows that count each term and say by how much it is scaled: one, or none for a
+    """Returns the row that counts and scales each term, as a tuple of one. The tuple is empty for a
     value and without a scaling. Raises a `ValueError` if the scaling does not know the term or a
     coordinate in it.
     """
@@ -352,10 +352,10 @@ class DerivativeReport(NamedTuple):
 
     **Attributes:**
 
-    - `equations`: those that depend on the point: primitive, line, rule and precision. The rule
-        `"nested"` is nested forward mode, for an equation that has none.
-    - `streams`: how many values go through the function together, the value itself among them; of
-        stacked directions all count once.
+    - `equations`: the equations that depend on the point: primitive, line, rule and precision. The
+        rule `"nested"` is nested forward mode, for an equation that has no rule of its own.
+    - `streams`: the number of values that go through the function together, with the value itself.
+        Stacked directions together count once.
     """
 
     equations: tuple[Equation, ...]
@@ -368,7 +368,7 @@ class DerivativeReport(NamedTuple):
 
     @property
     def products(self) -> tuple[Equation, ...]:
-        """Returns the products, with what they are multiplied in."""
+        """Returns the products, with the precision that each is multiplied in."""
         return tuple(e for e in self.equations if e.precision and e.rule == "product")
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""The derivatives of a network that a loss asks for, by name."""
+"""Evaluates the derivatives of a network that a loss asks for, by name."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -26,18 +26,18 @@ def partials(
     scaling: Any = None,
     dtype: DTypeLike | None = None,
 ) -> Evaluation:
-    """Evaluates the derivatives of a network that a loss asks for, by name.
+    """Evaluates derivatives of a network by their names.
 
-    The function is traced once, and evaluated on streams: its value together with the derivatives
-    that the terms need, each mapped by a rule for each operation. All outputs come out of one pass,
-    and terms share lower orders: a derivative of order K along one coordinate costs K + 1
-    evaluations of the network, where nested differentiation costs up to 2^K.
+    The function is traced once and evaluated on streams: its value, and the derivatives that the
+    terms need. Each operation maps all of them by a rule. All outputs come out of one pass, and
+    terms share lower orders. A derivative of order K along one coordinate costs K + 1 evaluations
+    of the network; nested differentiation costs up to 2^K.
 
-    In a network that is in half precision, products are half × half, streams are stored in half
+    If the network is in half precision, products multiply half by half, streams are stored in half
     between layers (multiplied by the scales of `scaling`), and everything between products is
     computed in float32. The product that first meets the point runs in float32, and so does
-    whatever a [`mpx_pde.FullPrecision`][] holds. For the backward pass each stream is kept once a
-    layer.
+    everything that a [`mpx_pde.FullPrecision`][] holds. For the backward pass each stream is kept
+    once per layer.
 
     **Arguments:**
 
@@ -47,21 +47,21 @@ def partials(
         `"u_xxx"`, `"u_xy"`).
     - `coords`, `outputs`: the names of the entries of the point and of the output, in their order:
         a string with a letter for each, or a list.
-    - `scaling`: what the loss received as `derivatives`: a [`mpx_pde.DerivativeScaling`][], or
+    - `scaling`: the `derivatives` that the loss received, a [`mpx_pde.DerivativeScaling`][], or
         `None` for no scaling.
-    - `dtype`: what the point is rounded to first. By default it goes in as it is: give float32
-        points, since rounded coordinates cost more accuracy than anything else.
+    - `dtype`: the dtype that the point is rounded to first. By default it is not rounded. Pass
+        float32 points, since rounded coordinates cost more accuracy than anything else.
 
     **Returns:**
 
     A function of one point, to be mapped by `jax.vmap`, that returns a dict from the names to
     scalars in float32 (float64 for a float64 network). Its method `report`, called with a point,
-    tells how each operation was differentiated and what each product is multiplied in.
+    tells how each operation is differentiated and in which precision each product is multiplied.
 
     **Raises:** `ValueError` for no terms at all, an unknown output or coordinate, a term named
-    twice or unknown to the scaling, an order above that of the scaling, and, when it is called, for
-    a point or a network output of another size or an operation without derivatives; `TypeError` for
-    a `scaling` that is not one.
+    twice or unknown to the scaling, and an order above that of the scaling; `TypeError` for a
+    `scaling` that is not one. The function raises a `ValueError` for a point or a network output of
+    another size and for an operation without derivatives.
 
     ```python
     terms = mpx.partials(jnp.prod, ["u", "u_x", "u_xt"], coords="xt", outputs="u")
@@ -83,29 +83,29 @@ def laplacian(
 ) -> Evaluation:
     """Evaluates the Laplacian of every output of a network.
 
-    The value, the gradient and the Laplacian itself are propagated, D + 2 streams in D coordinates
-    (*collapsed Taylor mode*), where nested differentiation takes 2 D + 1 and more.
+    The value, the gradient and the Laplacian itself are propagated: D + 2 streams in D coordinates
+    (*collapsed Taylor mode*). Nested differentiation takes 2 D + 1 or more.
 
     **Arguments:**
 
     - `fun`, `coords`, `outputs`, `scaling`, `dtype`: as for [`mpx_pde.partials`][].
-    - `terms`: other terms, such as `["u", "u_x"]`, which come out of the same pass.
+    - `terms`: other terms, such as `["u", "u_x"]`, which are evaluated in the same pass.
     - `over`: the coordinates to sum over, by default all. `over="xy"` leaves out the time of
         `coords="txy"`.
 
-    The Laplacian is stored with the smallest scale that the second derivative in any of its
-    directions has with a [per-direction][mpx_pde.DerivativeScaling.per_direction] scaling, with
-    that of order 2 with a [per-order][mpx_pde.DerivativeScaling.per_order] one; a
-    [per-term][mpx_pde.DerivativeScaling.per_term] one must have the term `"laplacian"`. A Laplacian
-    over all coordinates of a scaling has a histogram of its own, one over some of them is counted
-    with the second derivative in each.
+    With a [per-direction][mpx_pde.DerivativeScaling.per_direction] scaling, the Laplacian is stored
+    with the smallest scale that the second derivative in any of its directions has. With a
+    [per-order][mpx_pde.DerivativeScaling.per_order] scaling, it is stored with that of order 2. A
+    [per-term][mpx_pde.DerivativeScaling.per_term] scaling must have the term `"laplacian"`. A
+    Laplacian over all coordinates of a scaling has a histogram of its own; one over some of them is
+    counted with the second derivative in each.
 
     **Returns:**
 
     A function of one point that returns a dict of float32 scalars: `"lap_u"` for each output, and
-    `terms` by their names. As for [`mpx_pde.partials`][], it has a method `report`.
+    `terms` by their names. Like that of [`mpx_pde.partials`][], it has a method `report`.
 
-    **Raises:** as [`mpx_pde.partials`][], and `ValueError` for a scaling that knows no Laplacian.
+    **Raises:** as [`mpx_pde.partials`][], and `ValueError` for a scaling without a Laplacian.
 
     ```python
     fun = lambda p: jnp.sum(p**2)
@@ -134,23 +134,23 @@ def linear_operator(
     """Evaluates linear combinations of derivatives of every output of a network, each as one
     stream.
 
-    Where only the sum is wanted, such as `u_t - 0.1 u_xx`, its summands need no streams of their
-    own: one is propagated for all of them, beside those that lie below (here `u_x`).
+    If only the sum is needed, such as `u_t - 0.1 u_xx`, its summands need no streams of their own.
+    One stream is propagated for all of them, beside the streams below them (here `u_x`).
 
     **Arguments:**
 
     - `fun`, `coords`, `outputs`, `scaling`, `dtype`: as for [`mpx_pde.partials`][].
-    - `operators`: by name, what to sum: `"laplacian"`, `"biharmonic"` (the Laplacian of the
-        Laplacian), or a mapping from derivatives (`"t"`, `"xx"`; tuples of names where these have
-        several letters) to their factors: numbers, scalar arrays, or functions of the point.
-    - `terms`: other terms, such as `["u", "u_x"]`, which come out of the same pass.
-    - `samples`: how many summands to draw at random instead of taking all: an unbiased estimate,
-        whose variance falls as 1 / `samples`, for problems in hundreds of dimensions (Hu et al.,
-        *Stochastic Taylor Derivative Estimator*, 2024). It takes `"laplacian"` and mappings to pure
-        derivatives of one order, such as all of `"xxx"`, of which it draws coordinates, and
-        `"biharmonic"`, along normally distributed directions.
-    - `key`: a `jax.random.key` for them, the same at all points; a new one at each step.
-    - `replace`: whether a coordinate may be drawn twice. Without, the variance is smaller, and with
+    - `operators`: a mapping from names to sums: `"laplacian"`, `"biharmonic"` (the Laplacian of the
+        Laplacian), or a mapping from derivatives (`"t"`, `"xx"`; tuples if the names of coordinates
+        have several letters) to their factors: numbers, scalar arrays, or functions of the point.
+    - `terms`: other terms, such as `["u", "u_x"]`, which are evaluated in the same pass.
+    - `samples`: the number of summands to draw at random instead of taking all. The estimate is
+        unbiased and its variance falls as 1 / `samples`, for problems in hundreds of dimensions (Hu
+        et al., *Stochastic Taylor Derivative Estimator*, 2024). Coordinates are drawn for
+        `"laplacian"` and for mappings from pure derivatives of one order, such as all of `"xxx"`,
+        to constants. Normally distributed directions are drawn for `"biharmonic"`.
+    - `key`: a `jax.random.key` for the draws. Pass the same at all points, and a new one each step.
+    - `replace`: whether a coordinate may be drawn twice. If not, the variance is smaller, and with
         as many samples as coordinates it is zero.
 
     **Returns:**
@@ -196,7 +196,7 @@ def _evaluation(
     dtype: DTypeLike | None,
     draw: Callable[[Sum, Any, int], Sum] | None = None,
 ) -> Evaluation:
-    """Builds the function that evaluates terms and operators. `draw`, if given, samples these."""
+    """Builds the function that evaluates terms and operators. `draw`, if given, samples sums."""
     check_network(fun, call)
     check_derivatives(scaling, call)
     coords = names_of(coords, call, "the coordinates")
@@ -263,15 +263,15 @@ def _summands(
 
 
 def _sampled(found: Sum, spec, size: int, samples: int, key, replace: bool, call: str) -> Sum:
-    """Replaces a sum by one over directions that are drawn."""
+    """Replaces a sum by one over randomly drawn directions."""
     some = found.summands[:1] * samples
-    # A network in float64 may come.
+    # The network may be in float64.
     widest = jax.dtypes.canonicalize_dtype("float64")
     if isinstance(spec, str) and spec == "biharmonic":
         dirs = sorted({i for s in found.summands for i in s.dirs})
         drawn = jax.random.normal(key, (samples, len(dirs)), jnp.float32)
         directions = jnp.zeros((samples, size), jnp.float32).at[:, np.array(dirs)].set(drawn)
-        # The mean of the fourth derivative along them is three times the biharmonic.
+        # The mean of the fourth derivative along these directions is three times the biharmonic.
         factors = jnp.full(samples, 1 / (3 * samples), widest)
         return found._replace(summands=some, directions=(directions, factors), order=4)
     orders = {len(s.dirs) for s in found.summands}

@@ -1,13 +1,12 @@
 """A histogram of values in the forward pass, reported as the gradient of a probe.
 
-Which derivative overflowed is known in the middle of the loss, where nothing can leak out of
-`vmap`, `scan` or `shard_map`. So it travels with the gradients: `tap(probe, values)` returns
-`values` unchanged, and its derivative in the direction of the probe is a linear function whose
-value is zero and whose transpose is a histogram. Reverse mode then sums the counts
-over batches, loop iterations and devices as it sums every gradient, while forward mode sees
-nothing.
+A derivative that overflows is found in the middle of the loss, where nothing can leak out of
+`vmap`, `scan` or `shard_map`. So the histogram travels with the gradients. `tap(probe, values)`
+returns `values` unchanged. Its derivative in the direction of the probe is a linear function whose
+value is zero and whose transpose is a histogram. Reverse mode then sums the counts over batches,
+loop iterations and devices as it sums every gradient, and forward mode sees nothing.
 
-Both are primitives: a `custom_vjp` would forbid forward mode through the loss.
+Both functions are primitives, because a `custom_vjp` would forbid forward mode through the loss.
 """
 
 import functools as ft
@@ -24,25 +23,25 @@ from .._varying import match_varying_axes
 
 
 LOWEST, HIGHEST = -32, 31
-"""The exponents that have a bucket of their own; what lies beyond is counted in the last one."""
+"""The exponents that have a bucket of their own. Values beyond are counted in the nearest one."""
 
 COLUMNS = HIGHEST - LOWEST + 3
-"""Zeros, then one bucket for each exponent, then non-finite values."""
+"""One column for zeros, one for each bucket of exponents, and one for non-finite values."""
 
 
 def histogram(values: Float[Array, "..."], batch_dims: int = 0) -> Float32[Array, "... columns"]:
-    """Counts of zeros, of each exponent (`floor(log2(abs(x)))`) and of non-finite values.
+    """Counts zeros, values of each exponent (`floor(log2(abs(x)))`) and non-finite values.
 
     The first `batch_dims` axes are kept.
     """
     x = lax.stop_gradient(values).astype(jnp.float32)
-    # By the bits of a float32, in a quarter of the operations of `jnp.frexp`.
+    # Reads the bits of a float32, in a quarter of the operations of `jnp.frexp`.
     exponent = ((lax.bitcast_convert_type(x, jnp.int32) >> 23) & 0xFF) - 127
     column = jnp.clip(exponent, LOWEST, HIGHEST) - LOWEST + 1
     column = jnp.where(x == 0, 0, jnp.where(exponent < 128, column, COLUMNS - 1))
     columns = lax.broadcasted_iota(column.dtype, (1,) * x.ndim + (COLUMNS,), x.ndim)
     hits = lax.expand_dims(column, (x.ndim,)) == columns
-    # Counts in float32 are exact up to 2^24 in a bucket, and off by rounding only beyond.
+    # Counts in float32 are exact up to 2^24 in a bucket, and rounded beyond.
     return jnp.sum(hits.astype(jnp.float32), axis=tuple(range(batch_dims, x.ndim)))
 
 
@@ -80,13 +79,13 @@ def _tap_jvp(primals, tangents, *, batch_dims):
 
 
 def _count_jvp(primals, tangents, *, batch_dims):
-    probe_dot = ad.instantiate_zeros(tangents[0])  # zero whatever is counted
+    probe_dot = ad.instantiate_zeros(tangents[0])  # the result is zero for any probe
     out = count_p.bind(*primals, batch_dims=batch_dims)
     return out, count_p.bind(probe_dot, primals[1], batch_dims=batch_dims)
 
 
 def _count_transpose(cotangent, probe, seen, *, batch_dims):
-    del cotangent  # only that there is one matters: these are counts, which nothing scales
+    del cotangent  # it only triggers this rule: counts are not scaled
     assert ad.is_undefined_primal(probe)
     assert not ad.is_undefined_primal(seen)
     return histogram(seen, batch_dims), None
@@ -105,10 +104,10 @@ ad.primitive_transposes[count_p] = _count_transpose
 def tap(
     probe: Float32[Array, "*rows columns"], values: Float[Array, "..."], seen: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """Returns `values`, bit for bit. The cotangent of `probe` is the histogram, one for each row,
-    of what is `seen` in their place.
+    """Returns `values`, bit-identical. The cotangent of `probe` is the histogram of `seen`, with
+    one row of counts for each row of `probe`.
     """
-    # Inside `shard_map` the mark on the probe is what sums the counts over the devices.
+    # Inside `shard_map`, the mark on the probe makes JAX sum the counts over the devices.
     seen = lax.stop_gradient(seen)
     probe, values, seen = match_varying_axes(probe, values, seen)
     return tap_p.bind(probe, values, seen, batch_dims=probe.ndim - 1)

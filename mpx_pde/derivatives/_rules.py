@@ -1,6 +1,6 @@
 """The update rule of derivative scales.
 
-Everything is an exponent of two: int32 vectors with an entry for each scaler, or for each row of
+Scales are exponents of two: int32 vectors with an entry for each scaler, or for each row of
 histograms.
 """
 
@@ -27,8 +27,8 @@ SMALLEST_NORMAL = -14
 
 
 _BELOW, _FINE, _FULL, _NEAR, _LOST = (1 << i for i in range(5))
-"""How high values are: near float16's subnormal numbers or zero, neither, so high that the next
-step of the scale brings them near overflow, near overflow, beyond."""
+"""Levels of values: near float16's subnormal numbers or zero; neither low nor high; so high that
+the next step of the scale brings them near overflow; near overflow; not finite."""
 
 
 class Rule(NamedTuple):
@@ -42,13 +42,13 @@ class Rule(NamedTuple):
     recover_growth_interval: int
     margin: int
     members: tuple[tuple[bool, ...], ...]
-    """Which scalers enter each row."""
+    """For each row, flags of the scalers that enter it."""
     orders: tuple[int, ...]
-    """How many factors of scale each row carries."""
+    """The number of factors of scale that each row carries."""
 
     @property
     def levels(self) -> np.ndarray:
-        """Returns how high the values in each column of the histogram of a row are."""
+        """Returns the level of the values in each column of the histogram of each row."""
         exponents = np.arange(LOWEST, HIGHEST + 1)
         raised = exponents + self.step * np.array(self.orders)[:, None]
         room = _TOP - self.margin
@@ -58,7 +58,7 @@ class Rule(NamedTuple):
         return levels.astype(np.int32)
 
     def of_scalers(self, rows: Shaped[Array, "*batch rows"]) -> Shaped[Array, "*batch scalers"]:
-        """Returns the bits that are set in any of the `rows` that each scaler enters."""
+        """Returns for each scaler the bits that are set in any of the `rows` that it enters."""
         members = np.array(self.members, rows.dtype)[(None,) * (rows.ndim - 1)]
         return lax.reduce_or(rows[..., None] * members, (rows.ndim - 1,))
 
@@ -70,35 +70,36 @@ def adjusted(
     tracker: Int32[Array, " scalers"],
     caution: Int32[Array, " scalers"],
 ) -> tuple[Bool[Array, " scalers"], dict[str, Int32[Array, " scalers"]]]:
-    """Backs off on overflow, and grows after an interval of clean steps, a shorter one where the
-    scale is small (Xue et al., section 3.2).
+    """Shrinks a scale after an overflow, and grows it after an interval of clean steps. The
+    interval is shorter if the scale is small (Xue et al., section 3.2).
 
-    The paper stops at a scale of 1. Beyond it a scale follows the histogram: up, a step at a time,
-    while derivatives vanish below float16, and back before they come near overflow. After an
-    overflow `caution` keeps it from rising so for an interval of clean steps.
+    The paper stops at a scale of 1. Beyond it a scale follows the histogram. It rises a step at a
+    time while derivatives vanish below float16, and falls back when they come near overflow. After
+    an overflow, `caution` prevents this rise for an interval of clean steps.
 
-    **Returns:** whether each scaler overflowed, and its new `exponents`, `tracker` and `caution`.
+    **Returns:** a flag for each scaler, true if it overflowed, and the new `exponents`, `tracker`
+    and `caution`.
     """
     lowest, highest = np.array(rule.lowest, np.int32), np.array(rule.highest, np.int32)
-    # The largest values of a row decide: beside them, what else vanishes is rounding. A row of
-    # zeros may have underflowed as a whole.
+    # The largest values of a row decide, because smaller ones that vanish are rounding beside them.
+    # A row of zeros may have underflowed as a whole.
     level = jnp.max(jnp.where(counts > 0, rule.levels, 0), axis=1)
-    # A scaler that nothing was computed with has shown nothing.
+    # A scaler for which nothing was counted has level 0: its step is not clean.
     found = rule.of_scalers(level)
     lost, crowded, clean = found >= _LOST, found >= _NEAR, (found > 0) & (found < _LOST)
-    # Derivatives vanish that a larger scale would save, and nothing comes near overflow by it.
+    # A larger scale would save derivatives that vanish, and would bring none near overflow.
     starved = (found < _FULL) & (found & _BELOW > 0)
 
     interval = jnp.where(
         exponents <= rule.recover_threshold, rule.recover_growth_interval, rule.growth_interval
     )
     counted = tracker + clean.astype(jnp.int32)
-    # Not `==`: a tracker that was restored beyond the interval fires as well.
+    # Not `==`, so that a restored tracker beyond the interval fires as well.
     due = clean & (counted >= interval)
 
     shrunk = jnp.maximum(exponents - rule.step, jnp.minimum(exponents, lowest))
     grown = jnp.minimum(exponents + rule.step, jnp.maximum(exponents, highest))
-    # Growth by the clock ends at 1.
+    # Growth after an interval ends at 1.
     clocked = jnp.minimum(grown, jnp.maximum(exponents, 0))
     new = jnp.where(due, clocked, exponents)
     new = jnp.where(starved & (caution <= 0), grown, new)
@@ -120,17 +121,17 @@ DEFAULTS = {
     "recover_growth_interval": 100,
     "margin": 6,
 }
-"""The options of every scaler, with the bounds of one for first derivatives."""
+"""The options of every scaler. The bounds are those of a scaler for first derivatives."""
 
 _SCALES = ("init_scale", "max_scale", "min_scale")
-"""The options that each scaler may have for itself."""
+"""The options that can be set for each scaler."""
 
 _LOWEST_TOTAL, _HIGHEST_TOTAL = -120, 120
-"""No product of scales leaves these powers of two: its inverse must be a float32."""
+"""Bounds of the exponent of any product of scales, because its inverse must be a float32."""
 
 
 def parse_special(special: Any, call: str) -> dict[str, dict[str, Any]]:
-    """Returns the options that special terms have for themselves."""
+    """Returns the options of each special term."""
     if not isinstance(special, Mapping):
         special = {name: {} for name in term_list(special, call, empty=True)}
     out = {}
@@ -151,7 +152,7 @@ def parse_special(special: Any, call: str) -> dict[str, dict[str, Any]]:
 def _ranges(
     options: Mapping[str, Any], strategy: AbstractStrategy, special: Mapping[str, Any], call: str
 ) -> list[tuple[int, int, int]]:
-    """Returns the exponents of each scaler: the lowest, the first and the highest."""
+    """Returns the lowest, the first and the highest exponent of each scaler."""
     common = [n for n in strategy.names if n not in special]
     for key in _SCALES:
         if isinstance(options[key], Mapping) and set(options[key]) != set(common):
@@ -168,14 +169,14 @@ def _ranges(
             value = value.get(name, DEFAULTS[key]) if isinstance(value, Mapping) else value
             exponents[key] = exponent_of(value, call, key)
             if value is DEFAULTS[key]:
-                # That of a coordinate's scale, as often as the derivatives carry it.
+                # The default is for one coordinate's scale, which the derivatives carry so often.
                 exponents[key] *= strategy.order_of(i)
                 defaults.append(key)
         low = max(exponents["min_scale"], math.ceil(_LOWEST_TOTAL / most))
         high = min(exponents["max_scale"], _HIGHEST_TOTAL // most)
         init = exponents["init_scale"]
         if "init_scale" in defaults:
-            # Without a start of its own a scaler starts at 1, or at its cap if that is lower.
+            # Without an initial scale a scaler starts at 1, or at its cap if that is lower.
             init = min(init, high)
         if not low <= init <= high:
             raise ValueError(
@@ -189,9 +190,7 @@ def _ranges(
 def parse_rule(
     options: Mapping[str, Any], strategy: AbstractStrategy, special: Mapping[str, Any], call: str
 ) -> tuple[Rule, tuple[int, ...]]:
-    """Returns the update rule that these options describe, and the exponents that the scalers start
-    with.
-    """
+    """Returns the update rule for these options, and the exponents that the scalers start with."""
     unknown = sorted(set(options) - set(DEFAULTS))
     if unknown:
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Derivative scaling, which keeps the derivatives that a loss asks for in range, alone and together
+"""Derivative scaling, which keeps the derivatives that a loss asks for in range, alone or together
 with a loss scaling."""
 
 import inspect
@@ -25,50 +25,50 @@ from ._strategies import AbstractStrategy, PerDirection, PerOrder
 
 
 class DerivativeScaling(eqx.Module):
-    """Scales for the derivatives inside a loss, and how they follow what they see.
+    """Scales for the derivatives inside a loss, with a rule that adapts them after each step.
 
-    A physics-informed loss differentiates the network in the forward pass, and in float16 these
+    A physics-informed loss differentiates the network in the forward pass. In float16 these
     derivatives overflow or vanish before any loss exists. So the seeds of the derivatives are
-    multiplied by powers of two, the chain runs in half precision, and the results are unscaled
-    once, in float32, after the last order has been taken (*deferred unscaling*).
+    multiplied by powers of two, the derivatives are computed in half precision, and the results are
+    unscaled once, in float32, after the last order has been taken (*deferred unscaling*).
 
     Make one with [`per_direction`][mpx_pde.DerivativeScaling.per_direction] (the one to start
     with), [`per_order`][mpx_pde.DerivativeScaling.per_order] or
-    [`per_term`][mpx_pde.DerivativeScaling.per_term], put it into a [`mpx_pde.Scaling`][], and pass
-    what the loss receives as `derivatives` on to [`mpx_pde.partials`][].
+    [`per_term`][mpx_pde.DerivativeScaling.per_term]. Put it into a [`mpx_pde.Scaling`][], and pass
+    the `derivatives` that the loss receives on to [`mpx_pde.partials`][].
 
-    In bfloat16 and float32, whose range is enough, nothing is scaled.
+    In bfloat16 and float32 nothing is scaled, because their range is enough.
 
-    **The update rule.** A step in which a derivative overflowed is skipped, and the scalers that
-    are responsible shrink by `factor`. A scaler grows by `factor` after `growth_interval` clean
-    steps in a row, up to 1; at or below `recover_threshold` (the *recovery mode*) after
+    **The update rule.** A step in which a derivative overflowed is skipped, and the scalers of this
+    derivative shrink by `factor`. A scaler grows by `factor` after `growth_interval` clean steps in
+    a row, up to 1. At or below `recover_threshold` (the *recovery mode*) it grows after
     `recover_growth_interval`.
 
-    Derivatives can be too small for float16 as well, such as those of a network of coordinates in
+    Derivatives can also be too small for float16, such as those of a network of coordinates in
     micrometers. So a scale rises above 1, up to `max_scale`, while the histogram of the last step
     shows a derivative whose largest values lie within `margin` powers of two of float16's subnormal
-    numbers, or that is zero everywhere, as long as no other that it scales comes within `margin`
-    of overflow; and it falls back towards 1 when one does. Values that are lost nevertheless are
-    counted by the entry `"underflow"` of [`mpx_pde.derivatives.telemetry`][].
+    numbers, or that is zero everywhere. It does not rise if that would bring another derivative
+    within `margin` of overflow, and falls back towards 1 if one is. The entry `"underflow"` of
+    [`mpx_pde.derivatives.telemetry`][] counts values that are lost nevertheless.
 
     [`mpx_pde.initial_scaling`][] finds the scales to start with.
 
-    The rule and its constants are those of Xue et al., *A Novel Automatic Mixed Precision Approach
-    For Physics Informed Training*, section 3.2, and of its implementation in PhysicsNeMo-Sym. Other
-    than there, each scaler backs off for its own overflows only, never falls below `min_scale`,
-    rises above 1 where it must, and may have a cap below 1.
+    The rule and its constants are from Xue et al., *A Novel Automatic Mixed Precision Approach For
+    Physics Informed Training*, section 3.2, and its implementation in PhysicsNeMo-Sym. Unlike
+    there, each scaler backs off for its own overflows only, never falls below `min_scale`, rises
+    above 1 if necessary, and may have a cap below 1.
 
     **Attributes:**
 
     - `exponents`: log2 of the scale of each scaler, int32.
-    - `tracker`: clean steps since each last changed, int32.
-    - `caution`: 1 while an overflow forbids to rise for small derivatives, int32.
-    - `overflows`: steps in which each scaler overflowed, int32.
-    - `skipped_steps`: steps in which any did, an int32 scalar.
+    - `tracker`: clean steps since each scaler last overflowed or completed an interval, int32.
+    - `caution`: 1 while a past overflow prevents a rise for small derivatives, int32.
+    - `overflows`: the number of steps in which each scaler overflowed, int32.
+    - `skipped_steps`: the number of steps in which any scaler overflowed, an int32 scalar.
     - `counts`: the histograms of the last step, float32, a row for each of `row_names`; see
         [`mpx_pde.derivatives.telemetry`][].
     - `shifts`: log2 of the scale that the values in each row of `counts` carried, int32.
-    - `names`, `row_names`: what the scalers and the rows are called; static.
+    - `names`, `row_names`: the names of the scalers and of the rows; static.
     """
 
     exponents: Int32[Array, "*batch scalers"]
@@ -82,7 +82,7 @@ class DerivativeScaling(eqx.Module):
     rule: Rule = eqx.field(static=True)
 
     def __init__(self, strategy: Any = None, call: str = "", special: Any = None, **options: Any):
-        """Is called by `per_direction`, `per_order` and `per_term`: use one of these."""
+        """Builds a scaling for `per_direction`, `per_order` and `per_term`. Use one of these."""
         if not isinstance(strategy, AbstractStrategy):
             raise TypeError(
                 '`DerivativeScaling` is made by `DerivativeScaling.per_direction("xt")`, '
@@ -102,16 +102,16 @@ class DerivativeScaling(eqx.Module):
     def per_direction(
         cls, coords: Names, *, order: int = 4, terms: Sequence[str] = (), **options: Any
     ) -> "DerivativeScaling":
-        """Makes one scale `s` for each coordinate: a derivative of order k in it carries `s**k`.
+        """Makes one scale `s` for each coordinate. A derivative of order k in it carries `s**k`.
 
-        The default to take: it follows the unit of each coordinate, whatever the terms are.
+        This is the one to take by default. It follows the unit of each coordinate for any terms.
 
         **Arguments:**
 
         - `coords`: the coordinates, such as `"xt"` or `["x", "t"]`.
-        - `order`: the highest total order that will be asked for.
-        - `terms`: terms with a histogram of their own, such as `["u_x", "v_x"]`; the others share
-            one for each derivative, whatever the output.
+        - `order`: the highest total order of the terms.
+        - `terms`: terms with a histogram of their own, such as `["u_x", "v_x"]`. Other terms share
+            one for each derivative, across outputs.
         - `init_scale`, `max_scale`, `min_scale`: numbers, or mappings from coordinates to
             numbers; by default 1, 2^15 and 2^-24. They are rounded down to powers of two.
         - `factor`, `growth_interval`, `recover_threshold`, `recover_growth_interval`, `margin`:
@@ -119,8 +119,8 @@ class DerivativeScaling(eqx.Module):
 
         **Returns:** a `DerivativeScaling`.
 
-        **Raises:** `ValueError` or `TypeError` for coordinates named twice and for options that
-        make no sense.
+        **Raises:** `ValueError` or `TypeError` for coordinates named twice and for invalid
+        options.
         """
         call = "DerivativeScaling.per_direction"
         names = names_of(coords, call, "the coordinates")
@@ -139,10 +139,10 @@ class DerivativeScaling(eqx.Module):
     ) -> "DerivativeScaling":
         """Makes one scaler for each order of derivatives, as in section 3.1 of the paper.
 
-        A derivative on the way to a higher one that no term asks for is scaled in proportion to
-        that one. Terms of one order whose sizes differ by more than float16 spans need rows of
-        their own (`terms`), or the smaller ones vanish unnoticed; so do coordinates of such units,
-        for which `per_direction` is made.
+        A derivative on the way to a higher one, which no term asks for, is scaled in proportion to
+        the higher one. If terms of one order differ in size by more than the range of float16, give
+        them rows of their own (`terms`), or the smaller ones vanish unnoticed. If the units of
+        coordinates make them differ, take `per_direction`.
 
         **Arguments:**
 
@@ -151,10 +151,10 @@ class DerivativeScaling(eqx.Module):
             mapping from names to a cap, or to a mapping with any of `init_scale`, `max_scale` and
             `min_scale`.
         - `terms`: as for `per_direction`.
-        - `coords`: the coordinates, which tell the order of `terms`. Needed only where their names
+        - `coords`: the coordinates, which tell the order of `terms`. Needed only if their names
             have more than one letter.
         - options: as for `per_direction`. The default bounds of a scaler of order k are the k-th
-            powers of those there, for as far as that do derivatives of that order lie apart.
+            powers of those bounds, because derivatives of that order lie as far apart.
 
         **Returns:** a `DerivativeScaling`.
         """
@@ -173,8 +173,8 @@ class DerivativeScaling(eqx.Module):
 
         - `terms`: the derivatives, such as `["u_x", "u_xx"]`; `"laplacian"` for
             [`mpx_pde.laplacian`][].
-        - options: as for `per_order`, with mappings from terms. The order of a term is taken for
-            the number of letters behind its last underscore.
+        - options: as for `per_order`, with mappings from terms. The order of a term is assumed to
+            be the number of letters behind its last underscore, and that of `"laplacian"` 2.
 
         **Returns:** a `DerivativeScaling`.
         """
@@ -214,17 +214,17 @@ class DerivativeScaling(eqx.Module):
 
     @property
     def active(self) -> bool:
-        """Returns whether the present half precision needs scaling: float16 does."""
+        """Returns whether the current half precision needs scaling, as float16 does."""
         return half_precision_datatype() == jnp.float16
 
     def finite(self, counts: Any) -> Bool[Array, "*batch"]:
-        """Returns whether no derivative overflowed, by the cotangent of `counts`."""
+        """Returns whether no derivative overflowed, according to the cotangent of `counts`."""
         return ~jnp.any(self._counts(counts, "finite")[..., -1] > 0, axis=-1)
 
     @property
     def at_minimum(self) -> Bool[Array, "*batch scalers"]:
-        """Returns whether a derivative that each scaler scales overflowed in the last step although
-        the scaler cannot fall any further, so that no scale can help.
+        """Returns for each scaler whether a derivative that it scales overflowed in the last step
+        although the scaler cannot fall any further. No scale can help then.
         """
         low = jnp.broadcast_to(np.array(self.rule.lowest, np.int32), self.exponents.shape)
         return (self.exponents <= low) & self.rule.of_scalers(self.counts[..., -1] > 0)
@@ -245,7 +245,7 @@ class DerivativeScaling(eqx.Module):
 
         **Arguments:**
 
-        - `counts`: the cotangent that a loss left on `counts` of this scaling: the array, or the
+        - `counts`: the cotangent of `counts` of this scaling from a loss: the array, or the
             gradient of the whole `DerivativeScaling`.
 
         **Returns:**
@@ -269,17 +269,17 @@ class DerivativeScaling(eqx.Module):
     def raised(self) -> "DerivativeScaling":
         """Returns the scaling with all scales larger by `factor`, within their caps.
 
-        Cotangents carry the inverse of the scale. So where gradients overflow and the loss scale
-        can fall no further, larger derivative scales are the way out.
+        Cotangents carry the inverse of the scale. So if gradients overflow and the loss scale
+        cannot fall any further, larger derivative scales help.
         """
         return self.with_exponents(self.exponents + self.rule.step)
 
     def with_exponents(self, exponents: Any) -> "DerivativeScaling":
-        """Returns the same scaling at other scales, which are clipped to the bounds of each scaler.
+        """Returns the scaling with other scales, which are clipped to the bounds of each scaler.
 
         **Arguments:**
 
-        - `exponents`: log2 of the scales, an integer for all scalers or one for each.
+        - `exponents`: log2 of the scales, an integer for all scalers or one for each scaler.
 
         **Raises:** `ValueError` for anything else.
         """
@@ -307,8 +307,8 @@ def check_derivatives(scaling: Any, call: str) -> None:
 class Scaling(AbstractLossScaling):
     """A loss scaling and a derivative scaling, for losses that differentiate the network.
 
-    Give it to [`mpx_pde.filter_grad`][] and its kin in place of a loss scaling: the loss then
-    receives the derivative scaling as the keyword argument `derivatives`, to be passed on to
+    Pass it to [`mpx_pde.filter_grad`][] or a similar function in place of a loss scaling. The loss
+    then receives the derivative scaling as the keyword argument `derivatives`, and passes it on to
     [`mpx_pde.partials`][].
 
     ```python
@@ -324,20 +324,20 @@ class Scaling(AbstractLossScaling):
     scaling, finite, grads = mpx.filter_grad(loss, scaling, keep_full=(False, True))(model, points)
     ```
 
-    The two are kept apart: an overflow of a derivative says nothing of the loss scale, so the loss
-    scale is adjusted only on steps whose derivatives were finite, and the derivative scales follow
-    the derivatives alone. With one exception: unscaling multiplies cotangents by the inverse of
-    the derivative scale, so when gradients overflow at the smallest loss scale, the derivative
-    scales are raised.
+    The two are adjusted separately. An overflow of a derivative says nothing about the loss scale,
+    so the loss scale is adjusted only on steps whose derivatives were finite. The derivative scales
+    follow the derivatives alone, with one exception. Unscaling multiplies cotangents by the inverse
+    of the derivative scale, so the derivative scales are raised if gradients overflow at the
+    smallest loss scale.
 
     **Attributes:**
 
     - `loss`: a loss scaling.
     - `derivatives`: a [`mpx_pde.DerivativeScaling`][].
-    - `skipped_steps`: steps skipped so far, whether for gradients or for derivatives, an int32
-        scalar. `loss` and `derivatives` count their own.
-    - `consecutive_skips`: such steps since the last that was not, an int32 scalar.
-    - `taken_steps`: steps that were not skipped so far, an int32 scalar.
+    - `skipped_steps`: the steps skipped so far, for gradients or for derivatives, an int32 scalar.
+        `loss` and `derivatives` count their own.
+    - `consecutive_skips`: the steps skipped since the last one that was not, an int32 scalar.
+    - `taken_steps`: the steps that were not skipped so far, an int32 scalar.
     """
 
     loss: AbstractLossScaling
@@ -393,7 +393,7 @@ class Scaling(AbstractLossScaling):
         **Arguments:**
 
         - `grads_finite`: whether this step's gradients were finite, a scalar bool.
-        - `counts`: the cotangent of the counts of `derivatives`; without it only the loss scaling
+        - `counts`: the cotangent of the counts of `derivatives`. Without it, only the loss scaling
             is adjusted.
 
         **Returns:**
@@ -419,7 +419,7 @@ def check_takes_derivatives(func: Callable, call: str) -> None:
     """Raises a `TypeError` in the name of `call` unless `func` takes a keyword `derivatives`."""
     try:
         inspect.signature(func).bind_partial(derivatives=None)
-    except ValueError:  # a built-in that does not tell
+    except ValueError:  # a built-in without a signature
         return
     except TypeError:
         raise TypeError(
@@ -434,7 +434,7 @@ def check_takes_no_derivatives(func: Callable, call: str) -> None:
     """Raises a `TypeError` in the name of `call` if `func` needs a keyword `derivatives`."""
     try:
         given = inspect.signature(func).parameters.get("derivatives")
-    except ValueError:  # a built-in that does not tell
+    except ValueError:  # a built-in without a signature
         return
     if given and given.kind is given.KEYWORD_ONLY and given.default is given.empty:
         raise TypeError(
@@ -447,12 +447,12 @@ def check_takes_no_derivatives(func: Callable, call: str) -> None:
 def sum_counts(
     counts: Float32[Array, "*rows columns"], axis_name: Any
 ) -> Float32[Array, "*rows columns"]:
-    """Sums the counts of all devices along mapped axes."""
+    """Sums the counts of all devices along the mapped axes of `axis_name`."""
     if axis_name is None:
         return counts
     for axis in axis_name if isinstance(axis_name, tuple | list) else (axis_name,):
-        # Where JAX tracks what varies between devices, the transpose of the mark on the probe has
-        # summed already.
+        # If JAX tracks the values that vary between devices, the transpose of the mark on the probe
+        # has summed already.
         tracked = axis in varying_axes(lax.axis_index(axis))
         if not tracked or axis in varying_axes(counts):
             counts = lax.psum(counts, axis)

@@ -1,4 +1,4 @@
-"""Derivatives with scaled seeds: what `partials` is made of."""
+"""Evaluates derivatives with scaled seeds, and powers of two."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,11 +20,11 @@ from ._checks import exponent_of
 
 
 def power_of_two(exponent: Int32[Array, "*shape"]) -> Float32[Array, "*shape"]:
-    """Returns 2^exponent for exponents from -126 to 126, exactly (`jnp.exp2` is not exact).
+    """Returns 2^exponent exactly, for exponents from -126 to 126. `jnp.exp2` is not exact.
 
-    It is the inverse of the number that has the opposite exponent in its bits: `jnp.ldexp` takes
-    40 operations, and XLA for CPUs repeats what is cheap, which a quotient is not, in every kernel
-    that scales anything.
+    The result is the inverse of the number that has the opposite exponent in its bits.
+    `jnp.ldexp` takes 40 operations, and XLA for CPUs repeats cheap operations in every kernel that
+    scales anything. It does not repeat a quotient.
     """
     return 1 / lax.bitcast_convert_type((127 - exponent) << 23, jnp.float32)
 
@@ -89,13 +89,13 @@ def scaled_jvp(
     out.
 
     To nest it, keep the inner results scaled (`unscale=False`) and multiply the outermost ones by
-    the inverse of all scales together, in float32: unscaling in between would hand the next order
-    what the scale was to keep in range (*deferred unscaling*: Xue et al., appendix B).
+    the inverse of all scales together, in float32. Unscaling in between would undo the scale before
+    the next order needs it (*deferred unscaling*: Xue et al., appendix B).
 
     **Arguments:**
 
     - `fun`, `primals`, `tangents`: as for [`jax.jvp`][].
-    - `scale`: a power of two, a number or a floating-point scalar.
+    - `scale`: a power of two, as a number or a floating-point scalar.
     - `unscale`: whether to unscale the tangents.
 
     **Returns:**
@@ -104,8 +104,8 @@ def scaled_jvp(
     `unscale=False`, still scaled and in the dtype of `out`.
 
     **Raises:** `ValueError` for a number that is not a power of two and for tangents that do not
-    match the primals, `TypeError` for an array that is not a floating-point scalar, for primals or
-    tangents that are not tuples, and for primals that are integers.
+    match the primals; `TypeError` for an array that is not a floating-point scalar, for primals or
+    tangents that are not tuples or lists, and for integer primals with floating-point tangents.
     """
     scale, inverse = _scale_and_inverse(scale, "scaled_jvp")
     _check_tangents(primals, tangents)
@@ -125,16 +125,16 @@ def scaled_vjp(
     **Arguments:**
 
     - `fun`, `primals`: as for [`jax.vjp`][].
-    - `scale`: a power of two, a number or a floating-point scalar.
+    - `scale`: a power of two, as a number or a floating-point scalar.
     - `unscale`: whether to unscale the cotangents; see [`mpx_pde.scaled_jvp`][] on nesting.
 
     **Returns:**
 
-    `(out, vjp)`, where `vjp(cotangent)` returns a tuple with the cotangent of each primal:
+    `(out, vjp)`, where `vjp(cotangent)` returns a tuple with the cotangent of each primal. They are
     unscaled in float32 (float64 for float64), or, with `unscale=False`, still scaled and in the
     dtype of the primal.
 
-    **Raises:** as [`mpx_pde.scaled_jvp`][].
+    **Raises:** as [`mpx_pde.scaled_jvp`][] for its `scale`.
     """
     scale, inverse = _scale_and_inverse(scale, "scaled_vjp")
     out, pullback = jax.vjp(fun, *primals)

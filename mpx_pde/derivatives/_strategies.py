@@ -1,8 +1,7 @@
-"""The ways to share derivative scales: one for each direction, order or term.
+"""Strategies to share derivative scales: one for each direction, order or term.
 
-Each strategy knows its scalers, the rows in which derivatives are counted and by what they are
-scaled there, which row a term, a Laplacian or a sum belongs to, and the scale of the streams on the
-way to it.
+Each strategy knows its scalers, and the rows that count derivatives, with the scale in each. It
+finds the row of a term, a Laplacian or a sum, and the scale of the streams on the way to it.
 """
 
 import abc
@@ -21,20 +20,20 @@ from ._checks import split_names, term_list
 
 
 Weights = tuple[tuple[int, int], ...]
-"""Which scaler enters how often."""
+"""Pairs of a scaler and the number of times that it enters."""
 
 _LOW = -8
-"""Below this exponent a stream of values around 1 nears float16's subnormal numbers, which cost it
-its digits. Values down to 2^-5 keep them."""
+"""Below this exponent, a stream of values around 1 nears float16's subnormal numbers and loses
+digits. Values down to 2^-5 keep theirs at this exponent."""
 
 
 class HistogramRow(NamedTuple):
-    """A row of the histogram: the derivatives that are scaled alike."""
+    """A row of the histogram, for the derivatives that are scaled alike."""
 
     name: str
     weights: Weights
     smallest: bool = False
-    """All directions take the smallest of all scales, as a Laplacian does."""
+    """If true, all directions take the smallest of all scales, as a Laplacian does."""
 
     @property
     def order(self) -> int:
@@ -46,8 +45,8 @@ def _weights(dirs: Iterable[int]) -> Weights:
 
 
 def _dirs_of(term: str, order: int, coords: tuple[str, ...] | None, call: str) -> tuple[Any, ...]:
-    """Returns the directions of a term with a histogram of its own: coordinates by their places,
-    or letters where their names are not known.
+    """Returns the directions of a term with a histogram of its own: the positions of coordinates,
+    or letters if the names of the coordinates are not known.
     """
     suffix = term.rpartition("_")[2]
     dirs = tuple(suffix) if coords is None else split_names(suffix, coords)
@@ -61,16 +60,16 @@ def _dirs_of(term: str, order: int, coords: tuple[str, ...] | None, call: str) -
 
 
 class AbstractStrategy(abc.ABC):
-    """The part of a `DerivativeScaling` that says which derivatives share a scaler: static data, to
-    be compared and hashed.
+    """The part of a `DerivativeScaling` that decides which derivatives share a scaler. It is static
+    data that can be compared and hashed.
 
     **Attributes:**
 
-    - `kind`: what it is called.
-    - `names`: the scalers.
-    - `order`: the highest order that there are scales for; `None` where it does not matter.
-    - `rows`: what is counted together.
-    - `coords`: the coordinates that there are scales for, where these are by coordinate.
+    - `kind`: the name of the strategy.
+    - `names`: the names of the scalers.
+    - `order`: the highest order that has scales; `None` if it does not matter.
+    - `rows`: the groups of derivatives that are counted together.
+    - `coords`: the coordinates that have scales; `None` if scales are not by coordinate.
     """
 
     kind: Any
@@ -88,11 +87,11 @@ class AbstractStrategy(abc.ABC):
         return tuple(row.name for row in self.rows)
 
     def shifts(self, exponents: Any, rows: Sequence[int] | None = None) -> Any:
-        """Returns the exponents of two by which the derivatives in some rows are scaled, by default
-        in all."""
+        """Returns the exponents of two by which the derivatives in `rows`, by default all, are
+        scaled."""
         chosen = self.rows if rows is None else [self.rows[i] for i in rows]
         column = lambda of: np.array([of(row) for row in chosen], np.int32)
-        # No sums over an axis, which on a GPU are kernels of their own.
+        # Avoids sums over an axis, which are separate kernels on a GPU.
         each = [exponents[i] for i in range(len(self.names))]
         powers = [column(lambda row, i=i: dict(row.weights).get(i, 0)) for i in range(len(each))]
         total = sum(power * x for power, x in zip(powers, each, strict=True))
@@ -105,15 +104,13 @@ class AbstractStrategy(abc.ABC):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Returns the arguments it was built with, for `scaling_options`; the rows follow from
-        them.
-        """
+        """Returns the kind, the names of the scalers and the order, for `scaling_options`."""
         return {"kind": self.kind, "names": list(self.names), "order": self.order}
 
     def row_of(self, term: str, named: Sequence[str], call: str) -> int:
-        """Returns the row of a term, the derivative in the coordinates that are `named`."""
+        """Returns the row of a term, which is the derivative in the `named` coordinates."""
         order, output = len(named), term.rpartition("_")[0]
-        # Whatever the order of its letters.
+        # The letters may be in any order.
         alike = (f"{output}_{''.join(names)}" for names in permutations(named))
         term = next((name for name in (term, *alike) if name in self.row_names), term)
         if self.order is not None and order > self.order and term not in self.names:
@@ -140,23 +137,23 @@ class AbstractStrategy(abc.ABC):
         return row
 
     def _shared_row(self, named: Sequence[str]) -> int:
-        """Returns the row that counts a derivative whatever its output: the first of its weights,
-        in front of those of terms. Not by name: with coordinates "x" and "xx" two rows share one.
+        """Returns the row that counts a derivative for any output: the first with its weights,
+        which precedes those of terms. With coordinates "x" and "xx" two rows share a name.
         """
         expected = self._expected("", named)
         return [row.weights == expected for row in self.rows].index(True)
 
     @abc.abstractmethod
     def _expected(self, term: str, named: Sequence[str]) -> Weights | None:
-        """Returns the powers of the scalers that a row with the name of a term must have, or `None`
-        where the name is enough.
+        """Returns the powers of the scalers that a row named like a term must have, or `None` if
+        the name is enough.
         """
 
     def sum_rows(
         self, summands: Sequence[Sequence[str]], laplacian: bool, call: str
     ) -> tuple[int, ...]:
-        """Returns the rows that count a sum of the derivatives in these coordinates: those of the
-        highest order in it; of a Laplacian over all coordinates that have scales its own.
+        """Returns the rows that count a sum of the derivatives in these coordinates: those of its
+        highest order. A Laplacian over all coordinates that have scales has a row of its own.
         """
         whole = self.coords is None or len(summands) == len(self.coords)
         if laplacian and whole and "laplacian" in self.row_names:
@@ -174,8 +171,8 @@ class AbstractStrategy(abc.ABC):
         return tuple(dict.fromkeys(map(self._shared_row, highest)))
 
     def seeds_of(self, row: int) -> int | None:
-        """Returns `row` if its derivatives have seeds to themselves, and `None` if they share those
-        of all others.
+        """Returns `row` if its derivatives have seeds of their own, and `None` if they share the
+        common ones.
         """
         return None
 
@@ -185,24 +182,24 @@ class AbstractStrategy(abc.ABC):
 
         **Arguments:**
 
-        - `exponents`: those of the scalers.
-        - `along`: the coordinates of each differentiation: one, several that are stacked, or none
-            where it is along a direction that is drawn.
-        - `order`: that of the lowest derivative it leads to that is counted, itself included.
+        - `exponents`: the exponents of the scalers.
+        - `along`: the coordinates of each differentiation: one, several if they are stacked, or
+            none for a drawn direction.
+        - `order`: the order of the lowest counted derivative that it leads to, itself included.
         """
 
     def kept(self, exponent: Any, margin: int) -> Any:
-        """Returns the exponent at which a stream is stored, where `exponent` is that of its
-        derivative, and `margin` the powers of two that the update rule keeps free below overflow.
+        """Returns the exponent at which a stream is stored. `exponent` is that of its derivative,
+        and the update rule keeps `margin` powers of two free below overflow.
         """
         return exponent
 
     def steps(self, margin: int, rows: Iterable[HistogramRow]) -> int:
-        """Returns the largest rise of a scaler at which its `rows` rise by at most `margin`."""
+        """Returns the smallest rise of a scaler that raises one of its `rows` by `margin`."""
         return math.ceil(margin / max(row.order for row in rows))
 
     def order_of(self, scaler: int) -> int:
-        """Returns the order of the derivatives that a scaler scales as a whole: it takes as many
+        """Returns the order of the derivatives that a scaler scales as a whole. It replaces as many
         factors of a coordinate's scale.
         """
         return 1
@@ -220,7 +217,7 @@ class AbstractStrategy(abc.ABC):
 
 @dataclass(frozen=True)
 class PerDirection(AbstractStrategy):
-    """One scale `s` for each coordinate: a derivative of order k in it carries `s**k`."""
+    """One scale `s` for each coordinate. A derivative of order k in it carries `s**k`."""
 
     names: tuple[str, ...]
     order: int
@@ -263,10 +260,10 @@ class PerDirection(AbstractStrategy):
 
 @dataclass(frozen=True)
 class PerOrder(AbstractStrategy):
-    """One scaler for each order, and one for each special term, as in section 3.1 of Xue et al.; or
-    none for orders, and one for each term, whose seeds no other shares.
+    """One scaler for each order and one for each special term, as in section 3.1 of Xue et al. If
+    `order` is `None`, there is one scaler for each term, and no terms share seeds.
 
-    A term with a row of its own and no scaler shares that of its order.
+    A term with a row of its own and no scaler shares the scaler of its order.
     """
 
     names: tuple[str, ...]
@@ -287,7 +284,7 @@ class PerOrder(AbstractStrategy):
         if order >= 2 and "laplacian" not in special:
             rows.append(HistogramRow("laplacian", ((1, 1),)))
         for term in term_list(terms, call, empty=True):
-            if term not in special:  # which have rows of their own already
+            if term not in special:  # special terms have rows already
                 dirs = _dirs_of(term, order, coords, call)
                 rows.append(HistogramRow(term, ((len(dirs) - 1, 1),)))
         return cls(names, order or None, tuple(rows))
@@ -303,7 +300,7 @@ class PerOrder(AbstractStrategy):
         if scaler < (self.order or 0):
             return scaler + 1
         name = self.names[scaler]
-        # The most that it can be, which the name alone does not tell.
+        # The highest order that is possible; the name alone does not tell it.
         return 2 if name == "laplacian" else len(name.rpartition("_")[2])
 
     def seeds_of(self, row: int) -> int | None:
@@ -311,5 +308,5 @@ class PerOrder(AbstractStrategy):
         return None if scaler < (self.order or 0) else row
 
     def exponent(self, exponents: Any, along: Sequence[Sequence[str]], order: int) -> Any:
-        # What is not counted itself follows what it leads to.
+        # A stream that is not counted follows the derivative that it leads to.
         return jnp.floor_divide(exponents[order - 1] * len(along), order)

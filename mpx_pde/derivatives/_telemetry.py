@@ -1,4 +1,4 @@
-"""Telemetry of derivative scales: plain arrays, and a picture."""
+"""Reports derivative scales as plain arrays and as a figure."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -14,32 +14,32 @@ from ._scaling import DerivativeScaling, Scaling
 
 
 def telemetry(scaling: Any) -> dict[str, Any]:
-    """Returns what to log of a step: scales, overflows, and the dynamic range of every derivative.
+    """Returns the values to log after a step: scales, overflows, and the range of each derivative.
 
-    Works inside `jax.jit` too, where the entries are traced arrays.
+    It also works inside `jax.jit`, where the entries are traced arrays.
 
     **Arguments:**
 
     - `scaling`: a [`mpx_pde.Scaling`][] or a [`mpx_pde.DerivativeScaling`][], as the step returned
-        it. For an ensemble, whose states are stacked, all entries have its leading axes.
+        it. If it is the stacked state of an ensemble, all entries have its leading axes.
 
     **Returns:**
 
     A dict with
 
     - `"scale"`: by the name of the scaler, its scale for the next step, float32;
-    - `"overflows"`: likewise, the steps in which it overflowed so far, int32;
-    - `"skipped_steps"`: the steps in which any did, int32;
-    - `"counts"`: by the name of the row (a term, or all derivatives that are scaled alike), how
-        many values of the last step had the exponents in `"exponents"`, float32;
+    - `"overflows"`: by the same names, the number of steps in which it overflowed so far, int32;
+    - `"skipped_steps"`: the number of steps in which any scaler overflowed, int32;
+    - `"counts"`: by the name of the row (a term, or all derivatives that are scaled alike), the
+        number of values of the last step with each of the exponents in `"exponents"`, float32;
     - `"exponents"`: `floor(log2(abs(x)))` of the *unscaled* derivatives for each entry of
-        `"counts"`, int32; the first and the last one stand for all that lie beyond;
+        `"counts"`, int32; the first and the last one include all exponents beyond;
     - `"zeros"`, `"nonfinite"`: by the same names, how many values were zero, infinite or NaN;
     - `"at_minimum"`: by the name of the scaler, whether a derivative overflowed in the last step
         that no smaller scale can save;
-    - `"underflow"`: by the name of the row, which part of the last step's values was zero or below
-        the range in which float16 has all of its digits, float32;
-    - `"shift"`: log2 of the scale that the values carried, int32.
+    - `"underflow"`: by the name of the row, the part of the last step's values that was zero or
+        below the range in which float16 has all of its digits, float32;
+    - `"shift"`: by the name of the row, log2 of the scale that the values carried, int32.
     """
     derivatives = scaling.derivatives if isinstance(scaling, Scaling) else scaling
     if not isinstance(derivatives, DerivativeScaling):
@@ -68,20 +68,20 @@ def telemetry(scaling: Any) -> dict[str, Any]:
 
 
 def plot(history: Sequence[Mapping[str, Any]], *, steps: Sequence[int] | None = None) -> Any:
-    """Draws the dynamic range of every derivative, with the limits of float16, and the scales over
+    """Draws the dynamic range of every derivative with the limits of float16, and the scales over
     time (figure 2 of Xue et al.).
 
     **Arguments:**
 
-    - `history`: what [`mpx_pde.derivatives.telemetry`][] returned, step by step.
+    - `history`: the results of [`mpx_pde.derivatives.telemetry`][], step by step.
     - `steps`: the numbers of these steps; by default 0, 1, ….
 
     **Returns:**
 
-    A matplotlib figure: on the left the distribution of log2 of each unscaled derivative over the
-    whole history, and where the window of float16 lay at its last scale; on the right the scales.
+    A matplotlib figure. On the left is the distribution of log2 of each unscaled derivative over
+    the whole history, with the range of float16 at its last scale. On the right are the scales.
 
-    **Raises:** `ImportError` without matplotlib, `ValueError` for what is not a list of steps.
+    **Raises:** `ImportError` without matplotlib, `ValueError` if `history` is no list of steps.
     """
     if not isinstance(history, Sequence) or not history:
         raise ValueError(
