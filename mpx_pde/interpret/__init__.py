@@ -1,4 +1,4 @@
-"""Jaxprs: what they hold, how they are walked, by which table, and what they multiply in."""
+"""Tools to walk and bind jaxprs, the table of primitives, and reports on precision."""
 
 from ._precision_report import (
     PrecisionReport as PrecisionReport,

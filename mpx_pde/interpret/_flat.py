@@ -13,9 +13,9 @@ from . import _tables as tables
 from ._jaxpr import CALLS, OF_REVERSE_MODE, bodies_of, contains, differentiable, walk
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # by identity, for not all values have a hash
+@dataclasses.dataclass(frozen=True, eq=False)  # by identity, because not all values have a hash
 class Constant:
-    """An operand that is not a variable, and is in no set of variables."""
+    """An operand that is not a variable, and so is in no set of variables."""
 
     value: Any
     aval: Any
@@ -23,8 +23,8 @@ class Constant:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Step:
-    """An equation, with its operands and results by their numbers in the whole program, and the
-    calls that it stood in, outermost first."""
+    """An equation with its operands and results by their numbers in the whole program, and with the
+    inlined calls around it, outermost first."""
 
     eqn: JaxprEqn
     inputs: tuple[int | Constant, ...]
@@ -43,23 +43,23 @@ class Step:
 
     @cached_property
     def values(self) -> frozenset[int]:
-        """Returns the variables among the operands that have derivatives: no integers."""
+        """Returns the variables among the operands that can have derivatives. Integers cannot."""
         live = differentiable(self.eqn.invars)
         return frozenset(x for i in live if not isinstance(x := self.inputs[i], Constant))
 
     @cached_property
     def holds_products(self) -> bool:
-        """Returns whether there are products inside of the equation."""
+        """Returns whether the equation contains products."""
         return any(contains(inner, tables.PRODUCTS) for inner in bodies_of(self.eqn))
 
     @cached_property
     def alone(self) -> bool:
-        """Returns whether the equation is no part of a layer that is evaluated again."""
+        """Returns whether the equation is kept out of layers that are evaluated again."""
         return self.holds_products or self.name in tables.ALONE
 
 
 class Flat(NamedTuple):
-    """A program without calls: the body of a `jit` or of a checkpoint stands in its place."""
+    """A program without calls: their bodies, such as that of a `jit`, stand in their place."""
 
     steps: tuple[Step, ...]
     inputs: tuple[int, ...]
@@ -68,11 +68,11 @@ class Flat(NamedTuple):
 
 
 def flatten(closed: ClosedJaxpr, *, forward_mode: bool, sharded: bool = False) -> Flat:
-    """Writes out the calls of a jaxpr, and keeps the equations that its results depend on.
+    """Inlines the calls of a jaxpr, and keeps the equations that its results depend on.
 
-    With `forward_mode` so are checkpoints and `custom_vjp` functions: what they say is of reverse
-    mode. Barriers, which tie arrays together that have nothing to do with each other, are left out.
-    With `sharded`, a call that says itself how its arrays are sharded stays one.
+    With `forward_mode`, checkpoints and `custom_vjp` functions are inlined too, because they
+    describe reverse mode. Barriers are left out then, because they tie unrelated arrays together.
+    With `sharded`, a call that names the shardings of its arrays is not inlined.
     """
     calls = CALLS | OF_REVERSE_MODE if forward_mode else CALLS
     steps: list[Step] = []
@@ -113,7 +113,7 @@ def variables(atoms: Sequence[int | Constant]) -> list[int]:
 
 
 def needed(steps: Sequence[Step], outputs: Sequence[int | Constant]) -> tuple[Step, ...]:
-    """Returns the equations that results depend on, and those that have effects."""
+    """Returns the equations that the `outputs` depend on, and those that have effects."""
     wanted = set(variables(outputs))
     kept = []
     for step in reversed(steps):
@@ -127,6 +127,6 @@ def read(x: int | Constant, env: Mapping[int, Any]) -> Any:
     """Returns the value of an operand."""
     if not isinstance(x, Constant):
         return env[x]
-    if isinstance(x.value, int | float | complex):  # be it one with a dtype, as JAX's literals are
+    if isinstance(x.value, int | float | complex):  # also JAX's literals, which have a dtype
         return np.asarray(x.value, x.aval.dtype)
     return x.value

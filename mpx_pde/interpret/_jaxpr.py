@@ -1,8 +1,8 @@
-"""Tools to walk a jaxpr: what contains what, and how an equation is bound.
+"""Tools to walk a jaxpr, to search it, and to bind its equations.
 
-`autocast`, `ranges` and the derivative engine (and with it `forward=`) are such interpreters. What
-they know of a value goes with it in a PyTree; how JAX's containers are made is known here and in
-`_rebind.py` alone.
+`autocast`, `ranges` and the derivative engine (and with it `forward=`) interpret jaxprs with them.
+They keep their knowledge of a value in a PyTree with it. Only this module and `_rebind.py` know how
+JAX's containers are made.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -26,8 +26,8 @@ from ._tables import CONTAINERS, JAX_PRODUCTS
 def trace_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[ClosedJaxpr, list, Callable]:
     """Traces a function to a jaxpr of all arrays in itself and its arguments.
 
-    With it come those arrays, each behind its path in `(fun, args, kwargs)`, and a function that
-    puts the output together from what the jaxpr returns.
+    Also returns those arrays, each behind its path in `(fun, args, kwargs)`, and a function that
+    assembles the output from the results of the jaxpr.
     """
     call = lambda fun, args, kwargs: fun(*args, **kwargs)
     closed, arrays, others = eqx.filter_make_jaxpr(call)(fun, args, kwargs)
@@ -40,13 +40,13 @@ def trace_arrays(fun: Callable, args: tuple, kwargs: dict) -> tuple[ClosedJaxpr,
 _BODIES = ("jaxpr", "call_jaxpr", "cond_jaxpr", "body_jaxpr", "branches")
 
 CALLS = frozenset({"jit", "call", "closed_call", "eval_jaxpr"})
-"""Containers that stand for the jaxpr in them, and say no more."""
+"""Containers that only stand for the jaxpr in them."""
 
 OF_REVERSE_MODE = frozenset({"remat2", "custom_vjp_call"})
-"""Containers that say how the jaxpr in them is transposed."""
+"""Containers that define how the jaxpr in them is transposed."""
 
 LOOPS = frozenset({"scan", "while", "cond"})
-"""Containers that run the jaxprs in them not just once."""
+"""Containers that do not run each jaxpr in them exactly once."""
 
 
 def close(jaxpr: Any) -> ClosedJaxpr:
@@ -76,12 +76,12 @@ def equations_in(closed: ClosedJaxpr) -> Iterator[JaxprEqn]:
 
 
 def contains(closed: ClosedJaxpr, names: Collection[str]) -> bool:
-    """Returns whether there is a primitive of these names in a jaxpr, at any depth."""
+    """Returns whether a jaxpr contains a primitive with one of these names, at any depth."""
     return any(eqn.primitive.name in names for eqn in equations_in(closed))
 
 
 def jaxprs_in(eqn: JaxprEqn) -> list[Jaxpr]:
-    """Returns the jaxprs in the parameters of an equation, whether [`rebind`][] knows it or not."""
+    """Returns all jaxprs in the parameters of an equation, even if [`rebind`][] cannot enter it."""
     return list(jaxprs_in_params(eqn.params))
 
 
@@ -96,10 +96,10 @@ def walk(
 
     **Arguments:**
 
-    - `consts`, `operands`: the values of its constants and of what it takes.
-    - `known`: the value of a literal.
-    - `evaluate`: takes the place of an equation, the equation and its operands, and returns its
-        results.
+    - `consts`, `operands`: the values of its constants and of its inputs.
+    - `known`: a function that returns the value of a literal.
+    - `evaluate`: a function of the position of an equation, the equation and its operands. It
+        returns the results of the equation.
     """
     env = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=True))
     read = lambda atom: known(atom) if isinstance(atom, Literal) else env[atom]
@@ -110,9 +110,9 @@ def walk(
 
 
 def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
-    """Binds the equation to `args`. Products that ask for no precision take the default, those in
-    programs that the equation holds too; what makes numbers complex that are wider than in the
-    program keeps their digits."""
+    """Binds the equation to `args`. Products without a precision take the default one, also in the
+    programs that the equation holds. A cast to complex numbers keeps the digits of operands that
+    are wider than in the program."""
     eqn = _at_precision(eqn, default_precision())
     if eqn.params.get("update_jaxpr") is not None:
         eqn = _updating(eqn, args[0].dtype)
@@ -122,14 +122,14 @@ def own_bind(eqn: JaxprEqn, args: Sequence) -> list:
             params = {**eqn.params, "new_dtype": jnp.promote_types(given, new)}
             eqn = eqn.replace(params=params)
     if eqn.primitive.name == "pvary":
-        # What is evaluated again may be marked already, by what it was saved with.
+        # A value that is evaluated again may have been marked when it was saved.
         return [mark_varying(x, eqn.params["axes"]) for x in args]
     out = eqn.primitive.bind(*args, **eqn.primitive.get_bind_params(eqn.params))
     return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def _at_precision(eqn: JaxprEqn, precision: Any) -> JaxprEqn:
-    """Returns an equation with a precision for each product, at any depth, that asks for none."""
+    """Sets the precision of each product in an equation, at any depth, that has none."""
     params = eqn.params
     if precision is None:
         return eqn
@@ -137,7 +137,7 @@ def _at_precision(eqn: JaxprEqn, precision: Any) -> JaxprEqn:
         return eqn.replace(params={**params, "precision": params["precision"] or precision})
 
     def inside(x: Any) -> Any:
-        if isinstance(x, Jaxpr):  # JAX 0.12 has no others
+        if isinstance(x, Jaxpr):  # the only kind in JAX 0.12
             return x.replace(eqns=[_at_precision(e, precision) for e in x.eqns])
         return x.replace(jaxpr=inside(x.jaxpr)) if is_jaxpr(x) else x
 
@@ -148,8 +148,8 @@ def _at_precision(eqn: JaxprEqn, precision: Any) -> JaxprEqn:
 
 
 def _updating(eqn: JaxprEqn, dtype: Any) -> JaxprEqn:
-    """Returns a scatter for arrays of this dtype. A scatter holds a program of its own for two
-    numbers, which has their dtype.
+    """Returns a scatter for arrays of this dtype. A scatter holds a program for two scalars of its
+    dtype.
     """
     update = eqn.params["update_jaxpr"]
     closed = close(update)
@@ -165,8 +165,8 @@ def _updating(eqn: JaxprEqn, dtype: Any) -> JaxprEqn:
 
 @contextmanager
 def in_context_of(eqn: JaxprEqn, source: Any = None):
-    """A context in which whatever is bound keeps the name scopes and settings of an equation, and
-    its line of source, or that of `source` if it is given.
+    """A context in which new equations keep the name scopes, the settings and the source line of an
+    equation. If `source` is given, its line is kept instead.
     """
     stack = source_info_util.current_name_stack() + eqn.source_info.name_stack
     lines = (source or eqn.source_info).traceback
@@ -179,13 +179,13 @@ _Scope = type(source_info_util.new_name_stack("scope").stack[0])
 
 
 def scopes_of(eqn: JaxprEqn) -> tuple[str, ...]:
-    """Returns the `jax.named_scope`s around an equation, outermost first, free of transforms."""
+    """Returns the `jax.named_scope`s around an equation, outermost first, without transforms."""
     scopes = [x.name for x in eqn.source_info.name_stack.stack if isinstance(x, _Scope)]
     return tuple(name for scope in scopes for name in scope.split("/") if name)
 
 
 def inner_scope(eqn: JaxprEqn) -> tuple[str, ...]:
-    """Returns the scopes inside a container: a jitted function adds its name."""
+    """Returns the scopes inside a container. A jitted function adds its name."""
     name = eqn.params.get("name")
     if eqn.primitive.name == "jit" and isinstance(name, str):
         return (*scopes_of(eqn), name)
@@ -193,9 +193,7 @@ def inner_scope(eqn: JaxprEqn) -> tuple[str, ...]:
 
 
 def aval_of(atom: Any) -> Any:
-    """Returns the type of a variable or literal, with a shape and a dtype if it is that of an
-    array.
-    """
+    """Returns the type of a variable or literal. The type of an array has a shape and a dtype."""
     return atom.aval
 
 
@@ -206,8 +204,8 @@ def differentiable(atoms: Sequence) -> list[int]:
 
 
 def _moving(eqn: JaxprEqn, args: Sequence, moving: Sequence[int]) -> Callable[..., list]:
-    """Makes the equation a function of some of its operands. The custom rule of the equation sees
-    that the others are fixed.
+    """Returns the equation as a function of its `moving` operands. The custom rule of the equation
+    sees that the others are fixed.
     """
     return of_some(lambda *full: own_bind(eqn, full), args, moving)
 
@@ -215,8 +213,8 @@ def _moving(eqn: JaxprEqn, args: Sequence, moving: Sequence[int]) -> Callable[..
 def pushforward(eqn: JaxprEqn, moving: Sequence[int]) -> ClosedJaxpr:
     """Traces the custom derivative of a `custom_jvp_call`, in the types of the equation.
 
-    A jaxpr of the operands and of the tangents of those that are `moving`, with the results and
-    the tangents of the differentiable ones.
+    Returns a jaxpr from the operands and the tangents of the `moving` ones to the results and the
+    tangents of the differentiable results.
     """
     avals = [x.aval for x in eqn.invars]
 
@@ -231,9 +229,9 @@ def pushforward(eqn: JaxprEqn, moving: Sequence[int]) -> ClosedJaxpr:
 def pullback(eqn: JaxprEqn, moving: Sequence[int]) -> tuple[ClosedJaxpr, Callable[[], ClosedJaxpr]]:
     """Traces the custom derivative of a `custom_vjp_call`, in the types of the equation.
 
-    The forward rule, a jaxpr of the operands with the results followed by the residuals, and a
-    function that returns the backward rule: a jaxpr of the residuals and of the cotangents of
-    the differentiable results, with the cotangents of the operands that are `moving`.
+    Returns the forward rule, a jaxpr from the operands to the results and the residuals. Also
+    returns a function that makes the backward rule, a jaxpr from the residuals and the cotangents
+    of the differentiable results to the cotangents of the `moving` operands.
     """
     avals = [x.aval for x in eqn.invars]
     live = differentiable(eqn.outvars)

@@ -1,5 +1,5 @@
-"""The place in the user's code that an equation comes from, and the part of this library on the
-way.
+"""Finds the place in the user's code that an equation comes from, and the part of this library that
+was called there.
 """
 
 import functools as ft
@@ -19,29 +19,28 @@ import jaxtyping
 from jax.extend.core import JaxprEqn
 
 
-HOME = os.path.join(Path(__file__).parents[1], "")  # of this library
+HOME = os.path.join(Path(__file__).parents[1], "")  # the folder of this library
 _JAX, _EQUINOX, _JAXTYPING = (os.path.join(m.__path__[0], "") for m in (jax, eqx, jaxtyping))
 _LAYERS = os.path.join(_EQUINOX, "nn", "")
 _STANDARD = sysconfig.get_path("stdlib") + os.sep
 
 
 class Site(NamedTuple):
-    """The place of an equation in the user's code. All reports name it by this.
+    """The place of an equation in the user's code, as all reports name it.
 
     **Attributes:**
 
-    - `line`: the innermost `file:line` that is the user's. Where none is, as for a loss object of
-        another library, the innermost of an installed library, other than Equinox's layers if there
-        is one.
-    - `layer`: the function or class of this library that the user called there, if it is one's
-        work, or the layer of Equinox.
-    - `backward`: whether it belongs to the backward pass of a derivative, the outermost that there
-        is; `None` outside of all.
+    - `line`: the innermost `file:line` in the user's code. If there is none, as for a loss object
+        of another library, the innermost one in an installed library, not in Equinox if possible.
+    - `layer`: the function or class of this library that the user called there, if it made the
+        equation, or the layer of Equinox.
+    - `backward`: whether the equation belongs to the backward pass of the outermost derivative
+        around it; `None` outside of derivatives.
     - `inside`: whether it is inside of a `jax.custom_vjp` that is called on the line.
-    - `users`: whether the line is the user's.
-    - `cast_of`: what a cast is of: the `"arguments"` of a function, `"derivatives"` that `partials`
-        and its kin take, what of `"layers"` is kept in half; else `""`, and where nobody asked.
-    - `body`: file and name of the function of JAX or of this library whose jaxpr this is in.
+    - `users`: whether the line is in the user's code.
+    - `cast_of`: the values that a cast belongs to: the `"arguments"` of a function, `"derivatives"`
+        by `partials` and similar functions, or `"layers"` for values kept in half; else `""`.
+    - `body`: the file and name of the function of JAX or of this library whose jaxpr this is in.
     """
 
     line: str = ""
@@ -55,7 +54,7 @@ class Site(NamedTuple):
 
 @ft.cache
 def installed(path: str) -> bool:
-    """Returns whether a file belongs to this library or to another that is installed."""
+    """Returns whether a file belongs to this library or to another installed one."""
     return path.startswith((HOME, "<")) or "-packages/" in path
 
 
@@ -66,7 +65,7 @@ def _is_users(file: str) -> bool:
 
 @ft.cache
 def _is_library(file: str) -> bool:
-    """Returns whether a file that is not the user's is of a library whose lines users may know."""
+    """Returns whether a file that is not the user's is in a library whose lines users may know."""
     known = "-packages/" in file or not file.startswith(_STANDARD)
     return known and not file.startswith((HOME, "<", _JAX, _JAXTYPING))
 
@@ -87,8 +86,8 @@ def site_of(eqn: JaxprEqn, outer: Site = NOWHERE) -> Site:
     for frame in traceback.frames if traceback else ():
         file, name = frame.file_name, frame.function_name
         if outer.body and file == outer.body[0] and name.rpartition(".")[2] == outer.body[1]:
-            # A function that JAX traces once says where it was called first: what counts is where
-            # it is called here.
+            # JAX traces such a function once and records its first call. The call that counts here
+            # is in `outer`.
             break
         if file.startswith((HOME, _LAYERS)):
             ours.append((file, name))
@@ -97,8 +96,8 @@ def site_of(eqn: JaxprEqn, outer: Site = NOWHERE) -> Site:
             return Site(line, _layer(ours), backward, inside, True, outer.body)
         if _is_library(file):
             libraries.append(f"{file}:{frame.line_num}")
-    # A trace inside of another, such as that of a checkpoint, does not see who called it.
-    # A site that is only known to be the library's names no layer.
+    # A trace inside of another, such as that of a checkpoint, does not record its caller.
+    # `"mpx_pde"` stands for an unknown part of the library and names no layer.
     named = outer.layer if outer.layer != "mpx_pde" else ""
     layer, inside = named or _layer(ours) or outer.layer, inside or outer.inside
     found = outer._replace(layer=layer, backward=backward, inside=inside)
@@ -109,7 +108,7 @@ def site_of(eqn: JaxprEqn, outer: Site = NOWHERE) -> Site:
 
 
 def line_of(eqn: JaxprEqn, around: Sequence[JaxprEqn] = ()) -> str:
-    """Returns the line of an equation in the jaxprs of the containers `around` it, outermost
+    """Returns the line of an equation inside the containers `around` it, which are given outermost
     first."""
     outer = NOWHERE
     for container in around:
@@ -118,8 +117,8 @@ def line_of(eqn: JaxprEqn, around: Sequence[JaxprEqn] = ()) -> str:
 
 
 def source_of(eqn: JaxprEqn, calls: Sequence[JaxprEqn]) -> Any:
-    """Returns the source to attribute an equation to that is taken out of `calls`: its own, or that
-    of the call of a function of JAX, which is traced once and knows where it was called first."""
+    """Returns the source to attribute an equation to that is inlined from `calls`. It is its own,
+    or that of the call of a function of JAX or this library, which records its first call only."""
     chain = [*calls, eqn]
     for outer, inner in reversed(list(itertools.pairwise(chain))):
         body = site_inside(outer, NOWHERE).body
@@ -140,7 +139,7 @@ def site_inside(eqn: JaxprEqn, site: Site) -> Site:
 
 
 def definition_of(fun: Any) -> Site:
-    """Returns where a function of the user is defined: the site of rows that have no other."""
+    """Returns the site where the user defined a function, for rows that have no other site."""
     fun = inspect.unwrap(fun)
     code = getattr(fun, "__code__", None) or getattr(type(fun).__call__, "__code__", None)
     if code is None or not _is_users(code.co_filename):
@@ -148,19 +147,19 @@ def definition_of(fun: Any) -> Site:
     return Site(f"{code.co_filename}:{code.co_firstlineno}", users=True)
 
 
-# Classes that public functions return, with the names that users know.
+# Classes that public functions return, with the public names of these functions.
 _RETURNED = {"Evaluation": "partials"}
 
 
 def _layer(ours: list[tuple[str, str]]) -> str:
-    """Returns the outermost part of the library with a public name, networks before all others. A
-    layer of Equinox is returned under its own name, whoever calls it.
+    """Returns the outermost part of the library with a public name, networks first. A layer of
+    Equinox is returned under its own name, whoever calls it.
     """
-    # Looked up: an import would run in a circle, since the package imports this module.
+    # Looked up, because an import would be circular: the package imports this module.
     mpx_pde = sys.modules[__name__.partition(".")[0]]
     names = [(file, name.partition(".")[0]) for file, name in reversed(ours)]
     if names and not names[-1][0].startswith(HOME):
-        # The innermost: the layers of a model are told apart by what they are.
+        # The innermost, because the layers of a model are told apart by their classes.
         return next((f"eqx.nn.{x}" for _, x in reversed(names) if hasattr(eqx.nn, x)), "")
     networks = [name for file, name in names if file.startswith(os.path.join(HOME, "nn", ""))]
     others = [_RETURNED.get(name, name) for file, name in names if file.startswith(HOME)]
@@ -184,7 +183,7 @@ _CASTS = {
 
 
 def cast_of(eqn: JaxprEqn) -> str:
-    """Returns what a cast is of, as `Site` has it."""
+    """Returns the kind of values that a cast belongs to, as in `Site.cast_of`."""
     traceback = eqn.source_info.traceback
     frames = [(f.file_name, f.function_name) for f in (traceback.frames if traceback else ())]
     for of, (file, name) in _CASTS.items():
@@ -194,12 +193,12 @@ def cast_of(eqn: JaxprEqn) -> str:
 
 
 INSIDE = "the `jax.custom_vjp` called there"
-"""The words for an equation for which `in_custom_vjp` holds."""
+"""The words for an equation of which `in_custom_vjp` is true."""
 
 
 def in_custom_vjp(source: Any) -> bool:
-    """Returns whether an equation is inside of a `jax.custom_vjp`, and its line that of the call.
-    JAX gives what a backward rule does the frames of the call, and knows no other line of it."""
+    """Returns whether an equation is inside of a `jax.custom_vjp`, so that its line is that of the
+    call. JAX gives the equations of a backward rule the frames of the call, and no other line."""
     for frame in source.traceback.frames if source.traceback else ():
         if not frame.file_name.startswith(_JAX):
             return False

@@ -1,8 +1,8 @@
-"""Named values in the middle of a program, and how to bring them out of it.
+"""Marks values in the middle of a program with names, and collects them.
 
-A loss returns one number. Its derivative terms are known where they are made, under `vmap`. So
-they are marked there by a name of JAX's, which does nothing, the loss is traced, and whatever
-carries a mark is collected from the program: whole batches of values, as they are in it.
+A loss returns one number. Its derivative terms are known where they are computed, under `vmap`. So
+they are marked there by `checkpoint_name`, which changes nothing. The loss is traced, and all
+marked values are collected from its program, as whole batches.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,24 +18,24 @@ from .._order import batch_behind
 from ._jaxpr import CALLS, OF_REVERSE_MODE, bodies_of, in_context_of, own_bind, trace_arrays, walk
 
 
-# Part of the key of jit's caches: a function that was traced without marks has none.
+# Part of the key of jit's caches, because a function that was traced without marks has none.
 _marking = jax.make_user_context(False)
 _MARK = "mpx_pde.partials: "
 
 
 def marked(values: dict[str, Any]) -> dict[str, Any]:
-    """Marks values with their names while somebody collects them."""
+    """Marks values with their names inside of `collecting`. Elsewhere returns them unchanged."""
     if not _marking.value:
         return values
-    # In an order of axes that no rule for batches decides.
+    # In an order of axes that does not depend on the rules for batches.
     return {name: checkpoint_name(batch_behind(x, -1), _MARK + name) for name, x in values.items()}
 
 
 def collecting(fun: Callable) -> Callable[..., tuple[Any, dict[str, Array]]]:
-    """Makes a function return the values that were marked in it as well, by name: one vector for
-    all calls and batches together.
+    """Makes a function also return the values that were marked in it, by name: one vector for all
+    calls and batches together.
 
-    Not to be differentiated. Marks in loops, branches or a `shard_map` are not collected.
+    Do not differentiate it. Marks in loops, branches or a `shard_map` are not collected.
     """
 
     def call(*args: Any, **kwargs: Any) -> tuple[Any, dict[str, Array]]:
@@ -53,13 +53,13 @@ def _joined(parts: list[Array]) -> Array:
     return jnp.concatenate([x.astype(widest).ravel() for x in parts])
 
 
-# A `custom_jvp` too: nothing is differentiated here, and its rule may hold values of a trace that
-# is over.
+# A `custom_jvp` is entered too, because nothing is differentiated here and its rule may hold values
+# of a finished trace.
 _ENTERED = CALLS | OF_REVERSE_MODE | {"custom_jvp_call"}
 
 
 def _collect(closed: ClosedJaxpr, operands: Sequence, found: dict[str, list[Array]]) -> list:
-    """Evaluates a jaxpr, and adds the names and values that are marked in it to `found`."""
+    """Evaluates a jaxpr, and adds the marked values in it to `found` by their names."""
 
     def evaluate(_: int, eqn: JaxprEqn, args: list) -> Sequence:
         if eqn.primitive.name == "name" and eqn.params["name"].startswith(_MARK):

@@ -1,4 +1,4 @@
-"""The report on what a function multiplies in."""
+"""Reports the precisions that a function multiplies in."""
 
 import dataclasses
 import functools as ft
@@ -31,7 +31,7 @@ _MARK = " (TF32)"
 class PrecisionWarning(UserWarning):
     """A warning that a call for half precision multiplies (mostly) in full precision.
 
-    To silence it, filter it as any warning:
+    To silence it, filter it like any warning:
     `warnings.simplefilter("ignore", mpx.PrecisionWarning)`.
     """
 
@@ -49,8 +49,8 @@ class PrecisionReport:
     **Attributes:**
 
     - `rows`: a `ProductRow` for each kind of product on each line, most work first.
-    - `loops`: the lines of `while` loops, whose number of steps is not known: their products are
-        counted once.
+    - `loops`: the lines of `while` loops. Their products are counted once, because the number of
+        steps is not known.
     - `width`: the smallest of the rows, columns and contracted size of the largest product.
     """
 
@@ -65,22 +65,22 @@ class PrecisionReport:
 
     @property
     def half_share(self) -> float:
-        """Returns the part of the floating-point work, from 0 to 1, that is done in half precision;
-        1 without any work.
+        """Returns the share of the floating-point work, from 0 to 1, that is done in half
+        precision; 1 without any work.
 
-        A product of complex numbers is four real ones, none of which is half."""
+        A product of complex numbers counts as four real ones, none of which is half."""
         return _half_share(row for row in self.rows if not row.of_integers)
 
     @property
     def tensorfloat32_share(self) -> float:
-        """Returns the part of the work, from 0 to 1, that is done in float32 on a CPU and in TF32
+        """Returns the share of the work, from 0 to 1, that is done in float32 on a CPU and in TF32
         on a GPU.
         """
         work = sum(row.flops for row in self.rows if row.tensorfloat32)
         return work / self.flops if work else 0.0
 
     def by_dtype(self) -> dict[str, tuple[int, int]]:
-        """Returns the number of products and their work, for each dtype that is multiplied in."""
+        """Returns the number of products and their work, by the dtype that is multiplied in."""
         out: dict[str, tuple[int, int]] = {}
         for row in self.rows:
             count, flops = out.get(row.dtype, (0, 0))
@@ -88,7 +88,7 @@ class PrecisionReport:
         return out
 
     def count(self, dtype: Any) -> int:
-        """Returns how many products are multiplied in a dtype."""
+        """Returns the number of products that are multiplied in a dtype."""
         name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
         return self.by_dtype().get(name, (0, 0))[0]
 
@@ -131,13 +131,13 @@ def report_of(closed: ClosedJaxpr) -> PrecisionReport:
 
 
 def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
-    """Reports what a function multiplies in: its products by dtype, by work and by line.
+    """Reports the products of a function by dtype, by work and by line.
 
-    The function is traced and not run. Whatever leads to its results is counted: give it a
-    gradient, and the products of the backward pass are among them. Inner functions, branches (the
-    one with most work) and loops are entered; the steps of a `scan` count as often as they run, and
-    a `shard_map` as often as it has devices. Products of float32 arrays that a GPU would multiply
-    in TF32 are marked.
+    The function is traced and not run. All products that its results depend on are counted, so the
+    report of a gradient has the products of the backward pass. Inner functions, branches (the one
+    with most work) and loops are entered. The steps of a `scan` count as often as they run, and a
+    `shard_map` as often as it has devices. Products of float32 arrays that a GPU would multiply in
+    TF32 are marked.
 
     ```python
     print(mpx.precision_report(mpx.filter_grad(loss, scaling))(model, batch))
@@ -145,12 +145,12 @@ def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
 
     **Arguments:**
 
-    - `fun`: any function of arrays and whatever else, such as a training step.
+    - `fun`: any function of arrays and other values, such as a training step.
 
     **Returns:**
 
-    A function of the arguments of `fun` ([`jax.ShapeDtypeStruct`][] will do for arrays) that
-    returns an [`mpx_pde.PrecisionReport`][].
+    A function of the arguments of `fun` that returns an [`mpx_pde.PrecisionReport`][]. It accepts
+    [`jax.ShapeDtypeStruct`][]s in place of arrays.
 
     **Raises:** `TypeError` if `fun` cannot be called.
     """
@@ -159,7 +159,7 @@ def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
     @ft.wraps(fun, updated=())
     def report(*args: Any, **kwargs: Any) -> PrecisionReport:
         with warnings.catch_warnings():
-            # It says the same.
+            # The report says the same.
             warnings.simplefilter("ignore", PrecisionWarning)
             closed = eqx.filter_make_jaxpr(fun)(*args, **kwargs)[0]
         return report_of(closed)
@@ -168,19 +168,19 @@ def precision_report(fun: Callable) -> Callable[..., PrecisionReport]:
 
 
 def traced(tree: Any) -> bool:
-    """Returns whether a program is being traced: whether any leaf of `tree` is a tracer."""
+    """Returns whether a program is being traced, which is so if a leaf of `tree` is a tracer."""
     return any(isinstance(x, Tracer) for x in jtu.tree_leaves(tree))
 
 
 def _castable(report: PrecisionReport) -> float:
-    """Returns the part of the work that is done in half precision, among the work that has a
+    """Returns the share of the work that is done in half precision, among the work that has a
     half-precision form, if any has.
     """
     return _half_share(_of_numbers(report))
 
 
 def _of_numbers(report: PrecisionReport) -> list[ProductRow]:
-    """Returns the products of real numbers, or else those of complex numbers."""
+    """Returns the products of real numbers, or those of complex numbers if there are none."""
     real = [row for row in report.rows if row.real]
     return real or [row for row in report.rows if not row.of_integers]
 
@@ -196,18 +196,18 @@ def checked(
     instead: str = "use_mixed_precision=False",
     look: Callable[[ClosedJaxpr, list, Callable], None] | None = None,
 ) -> Any:
-    """Evaluates `fun(*args)`, and issues a [`mpx_pde.PrecisionWarning`][] that ends in `advice` if
-    less than `least` of the work of its products is done in half precision. There is no warning if
-    `fun(*without)`, the same without the user's exceptions by name, does enough. `instead` is the
-    option that asks for float32.
+    """Evaluates `fun(*args)`, and issues a [`mpx_pde.PrecisionWarning`][] with `advice` if less
+    than `least` of the work of its products is done in half precision. It does not warn if
+    `fun(*without)`, without the user's exceptions by name, does enough. `instead` requests float32.
 
-    Traces `fun` once, as calling it would; `look` is called with what [`trace_arrays`][] returned.
+    Traces `fun` once, as a call does, unless it warns or is in a `shard_map`. `look` is called with
+    the results of [`trace_arrays`][].
     """
     try:
         closed, leaves, assemble = trace_arrays(fun, args, {})
     except jax.errors.JAXTypeError:
-        # It asks for values. Some are known here all the same: of what a `jit` closes over, or
-        # outside of the batch in a `vmap` that is run eagerly.
+        # The function needs values. Some are known in a call: those that a `jit` closes over, and
+        # those outside of the batch in a `vmap` that is run eagerly.
         return fun(*args)
     report = report_of(closed)
     if _castable(report) < least and (
@@ -216,14 +216,14 @@ def checked(
         warn_user(_warning(report, call, dtype, advice, instead))
     if look is not None:
         look(closed, leaves, assemble)
-    # JAX checks in a `shard_map` what varies over devices, and does not take back all that it has
-    # traced: there it is traced again.
+    # In a `shard_map`, JAX checks what varies over devices, and does not accept all that it has
+    # traced itself. So the function is traced again there.
     if jax.sharding.get_abstract_mesh().manual_axes:
         return fun(*args)
-    # Derivatives of layers leave values behind that nothing reads.
+    # Derivatives of layers leave values that nothing reads.
     jaxpr, _ = dce_jaxpr(closed.jaxpr, [True] * len(closed.jaxpr.outvars), instantiate=True)
     values = jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts))(*(x for _, x in leaves))
-    # Values that are known while tracing come back as numbers.
+    # Values that are known during tracing are returned as numbers.
     return assemble(
         [
             x if isinstance(x, jax.Array) else jnp.asarray(x, aval_of(v).dtype)
@@ -233,15 +233,15 @@ def checked(
 
 
 def tensorfloat32_by_default() -> bool:
-    """Returns whether products of float32 arrays that name no precision are taken in TF32 (on a
-    GPU) or bfloat16 (on a TPU).
+    """Returns whether products of float32 arrays without a precision are taken in TF32 (on a GPU)
+    or bfloat16 (on a TPU).
     """
     low = matmul_precision() in (None, "default", "high", "bfloat16", "tensorfloat32")
     return low and jax.default_backend() in ("gpu", "tpu")
 
 
 def warn_of_tensorfloat32(call: str, what: str) -> None:
-    """Issues a [`mpx_pde.PrecisionWarning`][], at the user's line, that `what` is not computed in
+    """Issues a [`mpx_pde.PrecisionWarning`][] at the user's line that `what` is not computed in
     float32.
     """
     number = "bfloat16" if jax.default_backend() == "tpu" else "TF32"
@@ -272,9 +272,9 @@ OF_AUTOCAST = (
 
 
 LEAST_IN_FULL = 1 / 4
-"""The part of the work that should be half where values are evaluated in full: three eighths of the
-backward pass, which is two thirds of it. Small networks have their first layer, in float32, beside
-that."""
+"""The share of the work that should be half if values are evaluated in full: three eighths of the
+backward pass, which is two thirds of the work. Small networks also have their first layer in
+float32."""
 
 OF_JACOBIANS = (
     "The first layer, what meets a network's one output, and what `FullPrecision` holds stay in "
@@ -294,7 +294,7 @@ def _warning(report: PrecisionReport, call: str, dtype: np.dtype, advice: str, i
 
 
 def warn_user(text: str) -> None:
-    """Issues a warning with the line of the user's code, however deep below it this is called."""
+    """Issues a warning at the line of the user's code, from any depth below it."""
     frame = sys._getframe(1)
     while frame.f_back is not None and installed(frame.f_code.co_filename):
         frame = frame.f_back

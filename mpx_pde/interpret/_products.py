@@ -1,5 +1,5 @@
-"""The products of a jaxpr: the precision that each asks for, and how many, in which dtype, how much
-work, and where."""
+"""Lists the products of a jaxpr: the precision that each requests, and their number, dtype, work
+and place."""
 
 import dataclasses
 import itertools
@@ -32,14 +32,14 @@ class ProductRow:
 
     - `line`: `file:line` in the user's code.
     - `primitive`: `"dot_general"`, `"mixed_dot_general"`, `"conv_general_dilated"`, ….
-    - `dtype`: what is multiplied in, such as `"float16"`; of split products the algorithm.
+    - `dtype`: the multiplied dtype, such as `"float16"`; for split products the algorithm.
     - `out_dtype`: the dtype of the result.
     - `tensorfloat32`: whether they are products of float32 (or complex64) arrays that a GPU
-        multiplies in TF32 and a TPU in bfloat16, since the program does not ask for the highest
+        multiplies in TF32 and a TPU in bfloat16, since the program does not request the highest
         precision. A CPU multiplies them in float32.
-    - `inside`: whether they are inside of a `jax.custom_vjp` that is called on the line: JAX does
+    - `inside`: whether they are inside of a `jax.custom_vjp` that is called on the line. JAX does
         not know the lines of a backward rule.
-    - `count`: how often these products run.
+    - `count`: the number of times that these products run.
     - `flops`: their floating-point operations.
     """
 
@@ -54,7 +54,7 @@ class ProductRow:
 
     @property
     def half(self) -> bool:
-        """Returns whether halves, or what is narrower, are multiplied."""
+        """Returns whether the operands are halves or narrower."""
         names = self.dtype.split("*")
         return all(name.startswith(("BF16", "F16", "ANY_F8")) or _narrow(name) for name in names)
 
@@ -65,7 +65,7 @@ class ProductRow:
 
     @property
     def real(self) -> bool:
-        """Returns whether these products have a half-precision form: products of complex numbers or
+        """Returns whether these products have a half-precision form. Products of complex numbers or
         integers do not.
         """
         return not self.of_integers and "complex" not in self.dtype
@@ -79,13 +79,13 @@ class Work(NamedTuple):
 
 
 def says_its_dtype(eqn: JaxprEqn) -> bool:
-    """Returns whether the program names what a mixed product multiplies in."""
+    """Returns whether the program names the dtype that a mixed product multiplies in."""
     given = eqn.params.get("given")
     return given is None or given.dtype
 
 
 def asks_for_more(eqn: JaxprEqn) -> bool:
-    """Returns whether the program asks a product for more than JAX's default precision."""
+    """Returns whether the program requests more than JAX's default precision for a product."""
     return any(p not in _DEFAULT for p in _precisions(eqn))
 
 
@@ -116,24 +116,24 @@ def _multiplied(eqn: JaxprEqn) -> str:
 
 
 def _tensorfloat32(eqn: JaxprEqn) -> bool:
-    """Returns whether a product of float32 or complex64 arrays asks for less than the highest
+    """Returns whether a product of float32 or complex64 arrays requests less than the highest
     precision. The library's own products do not.
     """
     dtypes = {aval_of(v).dtype.name for v in eqn.invars[:2]}
     wide = dtypes & {"float32", "complex64"} and dtypes <= {"complex64", "float32", *_HALVES}
-    # `HIGH` is just that.
+    # `HIGH` is less than the highest precision, too.
     low = all(p in (*_DEFAULT, lax.Precision.HIGH) for p in _precisions(eqn))
     return bool(wide) and low and eqn.primitive.name not in MIXED
 
 
 def _number(sizes: Iterable[Any]) -> int:
-    """Multiplies sizes. A size that is known only at run time, or a symbol, counts as 1."""
+    """Multiplies sizes. A size that is known only at run time, or is a symbol, counts as 1."""
     return math.prod([n for n in sizes if isinstance(n, int)])
 
 
 def product_shape(eqn: JaxprEqn) -> tuple[int, ...]:
-    """Returns the sizes of a product: batch, rows, columns and contracted size; of a convolution
-    groups, positions, output channels, and window times input channels.
+    """Returns the sizes of a product: batch, rows, columns and contracted size. Those of a
+    convolution are groups, positions, output channels, and window times input channels.
     """
     x, y, out = (aval_of(v).shape for v in (*eqn.invars[:2], eqn.outvars[0]))
     if "conv" not in eqn.primitive.name:
@@ -147,8 +147,8 @@ def product_shape(eqn: JaxprEqn) -> tuple[int, ...]:
 
 
 def _flops(eqn: JaxprEqn, shape: tuple[int, ...] | None) -> int:
-    """Multiplications and additions of a product of a `shape`, which a ragged one has not; four of
-    each for complex numbers."""
+    """Returns the number of multiplications and additions of a product. `shape` is `None` for a
+    ragged one. Complex numbers take four of each."""
     out = aval_of(eqn.outvars[0])
     if shape is not None:
         terms = math.prod(shape)
@@ -156,7 +156,7 @@ def _flops(eqn: JaxprEqn, shape: tuple[int, ...] | None) -> int:
         x, numbers = aval_of(eqn.invars[0]), eqn.params["ragged_dot_dimension_numbers"]
         (contracted, _), _ = numbers.dot_dimension_numbers
         terms = _number(out.shape) * _number([x.shape[i] for i in contracted])
-        # Groups of what is summed over share it: each has a result of its own.
+        # Groups along a contracted axis share it, and each has a result of its own.
         if set(contracted) & set(numbers.lhs_ragged_dimensions):
             terms /= _number(aval_of(eqn.invars[2]).shape[-1:])
     return int(terms * (8 if jnp.issubdtype(out.dtype, jnp.complexfloating) else 2))
@@ -168,8 +168,8 @@ _PRODUCTS = PRODUCTS | {"ragged_dot_general"}
 class Counter:
     """Counts the products of jaxprs.
 
-    `loops` are the lines of loops whose length is not known, `largest` the shape of the largest
-    product, as of [`product_shape`][].
+    `loops` are the lines of loops of unknown length. `largest` is the shape of the largest product,
+    as [`product_shape`][] returns it.
     """
 
     def __init__(self):
@@ -179,12 +179,12 @@ class Counter:
 
     def products(self, jaxpr: Jaxpr) -> Mapping[ProductRow, Work]:
         """Returns the products in a jaxpr that lead to its results, at any depth, as often as they
-        run. The compiler drops the others: a layer that is evaluated in full for its value, and
-        differentiated in half, also computes its value in half.
+        run. The compiler drops the others. For example, a layer with its value in full and its
+        derivative in half also computes its value in half.
         """
         if jaxpr not in self._known:
             total: dict[ProductRow, Work] = defaultdict(Work)
-            # At each depth, since JAX leaves the bodies of `while` loops as they are.
+            # At each depth, because JAX leaves the bodies of `while` loops as they are.
             alive, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
             for eqn in alive.eqns:
                 if eqn.primitive.name in _PRODUCTS:
@@ -214,13 +214,13 @@ class Counter:
         self.loops = outside
         if not any(inner):
             return
-        # A trace inside of another, such as that of a checkpoint, does not see who called it.
+        # A trace inside of another, such as that of a checkpoint, does not record its caller.
         site = site_of(eqn)
         unknown = lambda line: site.users and (installed(line) or line == "unknown")
         self.loops |= {site.line if unknown(line) else line: None for line in loops}
-        if name == "cond":  # one of them runs
+        if name == "cond":  # only one branch runs
             inner = [max(inner, key=lambda products: sum(w.flops for w in products.values()))]
-        if name == "custom_linear_solve":  # the rest are for its derivatives
+        if name == "custom_linear_solve":  # the others are for its derivatives
             inner = [self.products(eqn.params["jaxprs"].solve.jaxpr)]
         if name == "while":
             self.loops[line_of(eqn)] = None

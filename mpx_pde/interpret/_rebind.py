@@ -1,8 +1,8 @@
-"""Binding of containers again, around new bodies.
+"""Binds containers again, around new bodies.
 
-Where an equation holds a jaxpr of its own (a `jit`, a loop, a branch, a function with its own
-derivative), an interpreter hands [`rebind`][] a Python function for each inner jaxpr, and gets the
-same container around them. Types may change on the way, the number and order of operands and
+A container is an equation that holds jaxprs: a `jit`, a loop, a branch, or a function with its own
+derivative. An interpreter passes to [`rebind`][] a Python function for each inner jaxpr, and gets
+the same container around them. Types may change on the way. The number and order of operands and
 results may not.
 """
 
@@ -32,7 +32,7 @@ def _checkpoint(eqn: JaxprEqn, args: Sequence, body: Body) -> list:
 
 
 def scan_counts(eqn: JaxprEqn) -> tuple[int, int]:
-    """Returns how many of the operands of a `scan` are constants, and how many carries."""
+    """Returns the number of constants and the number of carries among the operands of a `scan`."""
     params = eqn.params
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
@@ -64,12 +64,12 @@ def _while(eqn: JaxprEqn, args: Sequence, test: Body, body: Body) -> list:
     if not bodies_of(eqn)[0].out_avals[0].shape:
         return lax.while_loop(going, step, init)
 
-    # The loops of a mapped one go on independently.
+    # The loops of a batch end independently.
     def proceed(carry):
         on = going(carry)
 
         def chosen(v, new, old):
-            # A stacked stream has an axis in front.
+            # A stacked stream has an additional leading axis.
             first = new.ndim - v.aval.ndim
             there = lax.broadcast_in_dim(on, new.shape, range(first, first + on.ndim))
             return lax.select(there, new, old)
@@ -104,7 +104,7 @@ def _cond(eqn: JaxprEqn, args: Sequence, *branches: Body) -> Sequence:
     platforms = eqn.params.get("branches_platforms")
     if platforms is None:
         return lax.switch(index, branches, *operands)
-    # The branch is chosen, and the others dropped, where the program is lowered for a platform.
+    # The branch is chosen, and the others dropped, when the program is lowered for a platform.
     named, default = {}, None
     for names, branch in zip(platforms, branches, strict=True):
         if names is None:
@@ -127,11 +127,10 @@ _BOUND: dict[str, Callable[..., Sequence]] = {
 def rebind(eqn: JaxprEqn, args: Sequence, bodies: Sequence[Body]) -> list:
     """Binds a container to `args`, with `bodies` in place of its inner jaxprs.
 
-    Each body takes the arrays that its jaxpr takes and returns a list of what that returns. An
-    array may stand in a PyTree of its own, which tells more about it, but for the index of a
-    `cond`. In a loop the carry must leave in the type that it came in; branches must agree. The
-    derivative of a `custom_jvp_call` or `custom_vjp_call` is not carried over: use
-    [`pushforward`][] and [`pullback`][].
+    Each body takes the arrays that its jaxpr takes, and returns a list of its results. An array may
+    be in a PyTree that tells more about it, except the index of a `cond`. In a loop the carry must
+    keep its type, and branches must agree. The derivative of a `custom_jvp_call` or
+    `custom_vjp_call` is not carried over: use [`pushforward`][] and [`pullback`][].
     """
     bind = _BOUND.get(eqn.primitive.name)
     return list(bodies[0](*args) if bind is None else bind(eqn, args, *bodies))

@@ -1,10 +1,10 @@
-"""Derivatives for reverse mode that travel with what their forward pass kept.
+"""Derivatives for reverse mode whose backward rule comes with the residuals.
 
 `jax.custom_vjp` has one backward rule for all uses of a function, and the structure of the
-residuals is that of the forward pass that was traced last. Where the rule depends on more than
-shapes (which operands move, what is known of the residuals), a function inside a `jit` that is
-used twice would meet the wrong one. Here the forward pass returns the rule, and both go into one
-equation of the tangents.
+residuals is that of the forward pass that was traced last. If the rule depends on more than shapes
+(the operands that move, the knowledge of the residuals), a function inside a `jit` that is used
+twice would get the wrong rule. Here the forward pass returns the rule, and rule and residuals go
+into one equation of the tangents.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,16 +24,16 @@ _pullback_p.multiple_results = True
 def linear_by_pullback(
     backward: Backward, residuals: Sequence, tangents: Sequence, out: Sequence
 ) -> list:
-    """Returns the tangents of `out`, of which only the transpose is known.
+    """Returns the tangents of `out`. Only their transpose is known.
 
     **Arguments:**
 
     - `backward`: takes the residuals and the cotangents of `out`, and returns the cotangents
-        of `tangents`. It must be a pure function of those.
+        of `tangents`. It must be a pure function.
     - `residuals`, `tangents`: arrays.
-    - `out`: the arrays whose tangents these are.
+    - `out`: the arrays that the tangents belong to.
 
-    **Raises:** `TypeError` when forward mode evaluates the tangents.
+    **Raises:** `TypeError` if forward mode evaluates the tangents.
     """
     avals = tuple(jax.typeof(x).to_tangent_aval() for x in out)
     return _pullback_p.bind(
@@ -67,7 +67,7 @@ def _batch(axis, operands, dims, *, backward, n_residuals, avals):
     ]
 
     def batched(residuals, cotangents):
-        # An axis without a name has a mark in place of one, which `vmap` takes as well.
+        # An axis without a name has a placeholder, which `vmap` accepts as well.
         names = {"axis_name": axis.name, "spmd_axis_name": axis.spmd_name}
         axes = list(dims[:n_residuals]), [0] * len(cotangents)
         return jax.vmap(backward, axes, axis_size=axis.size, **names)(residuals, cotangents)

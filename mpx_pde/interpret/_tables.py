@@ -1,10 +1,10 @@
-"""The table of primitives: one row for each, with what every interpreter needs to know of it.
+"""The table of primitives, with a row for each that holds the properties interpreters need.
 
-Data only. `autocast`, the derivative engine and the reports of ranges read it.
+It is data only. `autocast`, the derivative engine and the reports of ranges read it.
 
-The division by precision is that of NVIDIA's automatic mixed precision: matrix products in half;
-sums, and functions that grow or shrink faster than their argument, in float32; the cheap rest in
-whatever its operands are in.
+The precisions are those of NVIDIA's automatic mixed precision. Matrix products run in half. Sums,
+and functions that grow or shrink faster than their argument, run in float32. The cheap rest runs in
+the dtype of its operands.
 """
 
 from typing import NamedTuple
@@ -15,18 +15,18 @@ class Row(NamedTuple):
 
     **Attributes:**
 
-    - `engine`: how derivatives pass. `"layout"` moves values, without arithmetic; `"linear"` is
+    - `engine`: the rule for derivatives. `"layout"` moves values, without arithmetic; `"linear"` is
         linear in all floating-point operands together; `"product"` is a matrix product or a
-        convolution; `"multiplied"` is a product or quotient entry by entry; `"elementwise"` a
-        function of one variable (its derivatives stand in `_towers.py`, or are taken one by one);
-        `"selection"` picks out of its operands; `"constant"` is so wherever it has a derivative;
+        convolution; `"multiplied"` is a product or quotient entry by entry; `"elementwise"` is a
+        function of one variable (with derivatives in `_towers.py`, or taken one by one);
+        `"selection"` picks from its operands; `"constant"` is constant if it has a derivative;
         `"cast"` changes the dtype; `"container"` holds jaxprs; `"nested"` has no rule, and is
         differentiated by nested `jvp`; `"opaque"` cannot be differentiated.
     - `precision`: `"half"` rounds its operands to half, and accumulates in float32; `"itself"` is a
-        mixed product of the program, which says its precision; `"float32"`; `"operands"` is half if
-        what was computed is half, where parameters, inputs and constants give way; `"program"`
-        stays in the dtypes that the program has; `"inside"` is decided for what it holds.
-    - `reason`: why that precision.
+        mixed product of the program with its own precision; `"float32"`; `"operands"` is half if
+        computed operands are half, and parameters, inputs and constants adapt to them; `"program"`
+        stays in the dtypes of the program; `"inside"` is decided for the equations in it.
+    - `reason`: the reason for that precision.
     - `traits`: the sets below that it is in.
     """
 
@@ -89,8 +89,8 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("tanh logistic erf sin cos atan", "elementwise", "operands", _CHEAP, "bounded pointwise"),
     ("one_minus_square", "elementwise", "operands", _CHEAP, "pointwise"),
     ("abs", "elementwise", "operands", _CHEAP, "choice pointwise"),
-    # Functions whose arguments or results leave the range of float16. Some magnify what was rounded
-    # off before them.
+    # Functions whose arguments or results leave the range of float16. Some magnify earlier rounding
+    # errors.
     ("exp exp2 expm1", "elementwise", "float32", _GROWS, "magnifies pointwise"),
     ("sinh cosh integer_pow", "elementwise", "float32", _GROWS, "pointwise"),
     ("log log2 log1p", "elementwise", "float32", _NEAR, "magnifies pointwise near"),
@@ -126,7 +126,7 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("argmax argmin", "constant", "operands", _CHEAP, "sum"),
     ("and or not", "constant", "program", _WHOLE, "light pointwise"),
     ("xor", "constant", "program", _WHOLE, "pointwise"),
-    # What stays in the dtypes of the program.
+    # Primitives that stay in the dtypes of the program.
     ("convert_element_type", "cast", "program", _CAST, "coordinate light pointwise"),
     ("iota", "nested", "program", _MAKES, "light pointwise"),
     ("random_gamma rng_uniform", "nested", "program", _MAKES, "typed"),
@@ -148,8 +148,8 @@ _ROWS: tuple[tuple[str, str, str, str, str], ...] = (
     ("debug_callback debug_print", "nested", "program", _SHOWS, "typed"),
     ("ffi_call pallas_call", "nested", "program", _KERNEL, "typed"),
     ("swap addupdate", "opaque", "program", _REFERENCE, "typed"),
-    # The library's own: values as they are, what they are rounded to on their way to memory, how
-    # they are read, and who sees them; a value for each channel on a grid, a sum of two dtypes.
+    # The library's own. They return values as they are or as memory stores them, add values, also
+    # of two dtypes, take moments for each channel on a grid, or show values to observers.
     ("rounded_cotangent written written_in read_at_once", "linear", "program", _OURS, "stores"),
     ("add_product sum_together spread_together", "linear", "program", _OURS, ""),
     ("beside summed_apart", "linear", "program", _OURS, ""),
@@ -167,62 +167,62 @@ TABLE: dict[str, Row] = {
     for names, engine, precision, reason, traits in _ROWS
     for name in names.split()
 }
-"""By the name of a primitive. One that is in no row stays in the dtypes of the program, and the
-report of `autocast` lists it as unknown."""
+"""Rows by the name of the primitive. A primitive without a row stays in the dtypes of the program,
+and the report of `autocast` lists it as unknown."""
 
 assert len(TABLE) == sum(len(row[0].split()) for row in _ROWS), "a primitive has two rows"
 
 
 def _with(*words: str) -> frozenset[str]:
-    """Returns the primitives that have one of some words in their rows."""
+    """Returns the primitives that have one of these words in their rows."""
     words_of = lambda row: {row.engine, row.precision, *row.traits}
     return frozenset(name for name, row in TABLE.items() if words_of(row) & {*words})
 
 
 PRODUCTS = _with("product")
-"""Linear in each of two operands, and worth tensor cores: JAX's and the library's own."""
+"""Products of JAX and of this library: linear in each of two operands, and worth tensor cores."""
 
 MIXED = _with("itself")
 """The library's own products."""
 
 JAX_PRODUCTS = PRODUCTS - MIXED
-"""JAX's own."""
+"""JAX's own products."""
 
 LAYOUT = _with("layout")
-"""Moves values. A float32 master that goes through remains one."""
+"""Moves of values. A float32 master that goes through one remains a master."""
 
 MOVES = LAYOUT - _with("devices")
 """Moves on one device."""
 
 LINEAR = _with("linear", "layout")
-"""Linear in all floating-point operands together: each stream goes through by itself, and the
-derivative does not need the operands."""
+"""Operations that are linear in all floating-point operands together. Each stream goes through by
+itself, and the derivative does not need the operands."""
 
 ELEMENTWISE = _with("elementwise")
 """Functions of one variable."""
 
 SELECTIONS = _with("selection")
-"""Picks out of its operands: piecewise linear."""
+"""Functions that pick from their operands and so are piecewise linear."""
 
 CONSTANT = _with("constant")
-"""Constant wherever they have a derivative."""
+"""Functions that are constant wherever they have a derivative."""
 
 OPAQUE = _with("opaque")
-"""JAX has a rule for them that only raises."""
+"""Operations that have a rule in JAX that only raises."""
 
 CONTAINERS = _with("container")
-"""Holds jaxprs, which are evaluated by the rules of this table."""
+"""Operations that hold jaxprs, which are evaluated by the rules of this table."""
 
 FULL = _with("float32")
-"""Computed in float32, with a float32 result."""
+"""Functions that are computed in float32, with a float32 result."""
 
 FOLLOWING = _with("operands")
-"""Half if what was computed is half, else float32."""
+"""Operations in half if what was computed is half, and otherwise in float32."""
 
 MAGNIFYING = _with("magnifies")
-"""Functions that magnify what was rounded off before them. Arithmetic whose result goes into one
-of them is computed in float32 too: the difference to the largest logit in a softmax, the
-residual in a squared error. (So is what is raised to an even power by `integer_pow`.)"""
+"""Functions that magnify earlier rounding errors. Arithmetic whose result goes into one of them is
+computed in float32 too: the difference to the largest logit in a softmax, the residual in a squared
+error. (The same holds for the base of an even power by `integer_pow`.)"""
 
 ARITHMETIC = _with("arithmetic")
 
@@ -230,72 +230,71 @@ ADDITIONS = frozenset(("add", "sub", "add_any"))
 """Sums and differences of two."""
 
 BOUNDED = _with("bounded")
-"""Functions whose result is small, whatever their argument."""
+"""Functions with a small result for any argument."""
 
 NEAR = _with("near")
-"""Functions that take the distance of their operand to a number that is not zero."""
+"""Functions that take the distance of their operand to a nonzero number."""
 
 CHOICES = _with("choice")
-"""Operations by way of which a product belongs to the reduction that their result goes into: it is
-one of their operands, but for its sign."""
+"""Operations that return one of their operands, but for its sign. A product that goes through one
+belongs to the reduction that the result goes into."""
 
 SUMS = _with("sum")
-"""Reductions. A product of values whose result goes into one of them is computed in float32 too: a
-square, an inner product, a norm."""
+"""Reductions. A product of values whose result goes into one of them is computed in float32 too,
+such as a square, an inner product or a norm."""
 
 LIGHT = ((FULL | FOLLOWING) - _with("slow")) | _with("light")
-"""Bound by the memory that they read and write. Where a run of nothing else makes float32 values
-out of half ones (softmax, norms, most activations), it is evaluated again in the backward pass.
-Series and searches take time, collectives wait for other devices."""
+"""Operations that are bound by memory. A run of them that makes float32 values out of half ones
+(softmax, norms, most activations) is evaluated again in the backward pass. Series and searches,
+which take time, and collectives, which wait for other devices, are left out."""
 
 ALONE = _with("alone")
-"""Takes long, has a memory of its own or chooses by values: no part of a layer that is evaluated
-again."""
+"""Operations that take long, have a memory of their own or choose by values. They are in no layer
+that is evaluated again."""
 
 BROADCASTS = _with("broadcasts")
-"""Functions of several operands entry by entry, with a rule of their own, that take a number beside
-an array."""
+"""Functions of several operands entry by entry, with a rule of their own. They accept a number
+beside an array."""
 
 POSITIVE = frozenset(("abs", "exp", "exp2", "square", "sqrt", "logistic", "cosh"))
-"""Functions whose result is not below 0, whatever their argument."""
+"""Functions whose result is never below 0."""
 
 EXTREMES = _with("extreme")
-"""Picks the largest or the smallest of many."""
+"""Reductions to the largest or the smallest value."""
 
 DISTANCES = ARITHMETIC | LAYOUT | CHOICES | EXTREMES
 DISTANCES |= {"square", "integer_pow", "pow", "sqrt", "convert_element_type"}
 DISTANCES |= {"pad", "gather", "dynamic_update_slice", "sort", "top_k"}
 DISTANCES |= {name for name in TABLE if name.startswith("scatter")}
-"""Operations by way of which a rounding error reaches a difference."""
+"""Operations through which a rounding error reaches a difference."""
 
 POINTWISE = _with("pointwise")
-"""Does to each entry of its operands the same, whatever the others are."""
+"""Operations that treat all entries of their operands alike and independently of each other."""
 
 TOGETHER = _with("together")
-"""Linear operations that take all streams of a value in one pass over memory."""
+"""Linear operations that process all streams of a value in one pass over memory."""
 
 COORDINATES = _with("coordinate")
-"""Operations that a coordinate goes through unchanged in kind. Done on the constant first
-derivatives of the point itself, it shows which of them vanish, as in a network with a part for each
-coordinate."""
+"""Operations that map coordinates to coordinates. Applied to the constant first derivatives of the
+point itself, they show which of them vanish, as in a network with a part for each coordinate."""
 
 COMPARISONS = _with("comparison")
 
 AMBIGUOUS = _with("ambiguous")
-"""Returns one of several results, such as vectors but for their signs: another at rounded operands,
-so that it is no part of a layer that is evaluated again at these."""
+"""Operations with several possible results, such as vectors up to their signs. Rounded operands may
+give another result, so they are in no layer that is evaluated again at these."""
 
 WHOLE = _with("whole")
-"""Whole numbers of values."""
+"""Functions that round to whole numbers."""
 
 PICKS = _with("picks")
 """Moves that leave some values out."""
 
 BARRIERS = _with("barrier")
-"""Returns its operands, once all of them are there."""
+"""Operations that return their operands once all of them are there."""
 
 STORES = _with("stores")
-"""Values as they are, and what they are rounded to on their way to memory."""
+"""Operations that return values as they are or as memory stores them."""
 
 TYPED = _with("typed")
-"""Reads bits, draws numbers in a dtype, or hands arrays to code that was written for a dtype."""
+"""Operations that read bits, draw numbers in a dtype, or pass arrays to code for a dtype."""
