@@ -1,4 +1,4 @@
-"""The scales: what is counted, how they follow it, and what a training step makes of it."""
+"""Tests derivative scales, the values that they count, and their use in a training step."""
 
 from functools import partial, reduce
 
@@ -17,7 +17,7 @@ import mpx_pde as mpx
 
 
 NONFINITE = -1
-"""The last column of `counts`; the first is of zeros, and the second of exponents up to -32."""
+"""The last column of `counts`. The first counts zeros, and the second exponents up to -32."""
 
 
 def network():
@@ -28,7 +28,7 @@ STEEP = jnp.array([[1.0, 3e4]])
 
 
 def steep():
-    """A network with a derivative in t that overflows in its layers, where u and u_xx do not."""
+    """Returns a network whose layers overflow in the derivative in t, but not in u and u_xx."""
     bent = lambda x: x + 0.1 * jnp.sin(x)
     model = eqx.nn.MLP(2, "scalar", 16, 2, bent, key=jax.random.key(0))
     weights = lambda m: [m.layers[0].weight, m.layers[1].weight]
@@ -41,7 +41,7 @@ def points(n=16):
 
 
 def loss(model, x, *, derivatives, dtype="float16"):
-    """Without a dtype the points stay as they come: for a step in float32 or bfloat16."""
+    """Evaluates a residual. Without a dtype the points are not cast, for float32 or bfloat16."""
     given = {"coords": "xt", "outputs": "u", "scaling": derivatives, "dtype": dtype}
     d = jax.vmap(mpx.partials(model, ["u", "u_t", "u_x", "u_xx"], **given))(x)
     return jnp.mean((d["u_t"] + d["u"] * d["u_x"] - 0.1 * d["u_xx"]) ** 2)
@@ -52,14 +52,14 @@ def direction(**options):
 
 
 def machine(steps, exponent, low, high, growth, recover, threshold):
-    """The rule of the paper in plain Python: exponent and tracker of one scaler after each step."""
+    """Yields exponent and tracker of a scaler after each step, by the rule of the paper."""
     tracker = 0
     for step in steps:
         tracker += step == "clean"
         if step == "overflow":
             exponent, tracker = max(exponent - 1, low), 0
         elif step == "clean" and tracker >= (recover if exponent <= threshold else growth):
-            # Above 1 only for what vanishes, and here nothing does.
+            # A scale rises above 1 only if values vanish, and none does here.
             exponent, tracker = min(exponent + 1, max(exponent, min(high, 0))), 0
         yield exponent, tracker
 
@@ -108,7 +108,7 @@ class TestStep:
         assert not finite
         assert tree_equal_bits(after, model)
         assert tree_equal_bits(state_after, state)
-        # The loss scale is as it was, the counter too. No step has been taken yet.
+        # The loss scale and its counter are unchanged. No step has been taken yet.
         assert tree_equal_bits(new.loss, scaling.loss)
         assert new.derivatives.exponents.tolist() == [0, -4]
         assert new.derivatives.skipped_steps == 1
@@ -166,7 +166,7 @@ class TestStep:
             value, _, finite, grads = step(scaling)
             assert finite
             results.append((value, grads))
-        # Cotangents are rounded at other places of the subnormal range.
+        # Cotangents are rounded at different places of the subnormal range.
         assert tree_allclose(*results, computed_in="float16")
 
     @pytest.mark.slow
@@ -196,7 +196,7 @@ def test_coordinates_of_more_than_one_letter_per_order():
     take = lambda s: mpx.partials(fun, ["u_x1", "u_x1x2"], **names, scaling=s)
     terms = jax.jit(lambda s: take(s)(jnp.array([2.0, 3.0])))
     assert {n: float(v) for n, v in terms(scaling).items()} == {"u_x1": 12.0, "u_x1x2": 4.0}
-    # Each answers for its own order.
+    # Each scaler reacts to its own order.
     for name, shrunk in (("u_x1", [-4, -5]), ("u_x1x2", [-3, -6])):
         counts = jnp.zeros_like(scaling.counts).at[scaling.row_names.index(name), NONFINITE].set(1)
         np.testing.assert_array_equal(scaling.adjust(counts).exponents, shrunk)
@@ -224,17 +224,17 @@ def test_a_scaling_is_shown_in_a_few_lines():
         assert part in shown
     for part in ("overflows={x: 1, t: 0}", "skipped_steps=1, consecutive_skips=1", "per_direction"):
         assert part in shown
-    # Also where there are no values.
+    # The text also works without values.
     assert "scales=2^int32[2]" in repr(jax.eval_shape(lambda: scaling))
 
 
 def bucket(exponent):
-    """The column of `counts` for scaled values with this exponent."""
+    """Returns the column of `counts` for scaled values with this exponent."""
     return exponent + 33
 
 
 class TestUnderflow:
-    """Up for what vanishes, no further than that, and back."""
+    """Tests that a scale rises if values vanish, no further than necessary, and falls back."""
 
     def after(self, scaling, rows):
         return scaling.adjust(counts_for(scaling, rows)).exponents.tolist()
@@ -259,7 +259,7 @@ class TestUnderflow:
         assert new.skipped_steps == 0
 
     def test_after_an_overflow_it_waits_an_interval(self):
-        """A hidden layer can overflow where the derivative itself vanishes."""
+        """A hidden layer can overflow although the derivative itself vanishes."""
         scaling = direction(growth_interval=3).with_exponents([4, 0])
         scaling = scaling.adjust(counts_for(scaling, {"_xx": NONFINITE}))
         seen = []
@@ -271,7 +271,7 @@ class TestUnderflow:
 
 SMALL = {
     "direction": (lambda **options: direction(**options), ["u_x", "u_t", "u_xx"]),
-    # One scale for the whole of a derivative has to reach as far as the powers of a coordinate's.
+    # One scale for a whole derivative must reach as far as the powers of a coordinate's scale.
     "order": (partial(mpx.DerivativeScaling.per_order, 3), ["u_x", "u_t", "u_xxx"]),
     "special": (partial(mpx.DerivativeScaling.per_order, 3, special=["u_xxx"]), ["u_t", "u_xxx"]),
 }
@@ -281,7 +281,7 @@ SMALL = {
 @pytest.mark.parametrize("kind", SMALL)
 def test_derivatives_far_below_one_do_not_vanish(kind):
     (make, terms), size = SMALL[kind], 1e4
-    # Of coordinates that are too large for it.
+    # The coordinates are too large for the network.
     net = mpx.nn.CoordinateMLP(2, "scalar", 8, 2, key=jax.random.key(0))
     model = eqx.nn.Sequential([eqx.nn.Lambda(lambda point: point / size), net])
     x = size * points(16)
@@ -303,7 +303,7 @@ def test_derivatives_far_below_one_do_not_vanish(kind):
     start = make()
     want, _ = look(model, start)
     values, _ = look(half, start)
-    assert error(values) > 0.05  # what this is about
+    assert error(values) > 0.05  # unscaled derivatives are wrong
     scaling = make()
     for _ in range(15 if kind == "direction" else 40):
         values, scaling = look(half, scaling)
@@ -313,7 +313,7 @@ def test_derivatives_far_below_one_do_not_vanish(kind):
     assert max(mpx.derivatives.telemetry(scaling)["underflow"].values()) < 0.1
     lost = mpx.derivatives.telemetry(look(half, start)[1])["underflow"]
     assert max(lost.values()) > 0.9
-    if kind == "direction":  # which has its second derivatives in a row of their own
+    if kind == "direction":  # second derivatives have rows of their own
         assert lost["_xx"] > 0.9
 
 
@@ -334,8 +334,8 @@ MICROMETRES = {
     ],
 )
 def test_what_leads_to_a_derivative_overflows_without_it(kind, forward, container):
-    """`u_x`, which is not asked for, follows the scale of `u_xx`, where no other `u_x` is counted;
-    and the loss scale does not fall for what a layer multiplies in its backward pass."""
+    """`u_x` is not requested and follows the scale of `u_xx` if no other `u_x` is counted. The loss
+    scale does not fall because of products in the backward pass of a layer."""
     size, keys = jnp.array([[4e-6, 1.0]]), jax.random.split(jax.random.key(0), 3)
     first = jax.random.normal(keys[0], (16, 2)) / size
     model = jax.random.normal(keys[1], (2, 16, 16)) / 2, jax.random.normal(keys[2], (16,)) / 80
@@ -367,7 +367,7 @@ def test_what_leads_to_a_derivative_overflows_without_it(kind, forward, containe
     want = eqx.filter_grad(partial(loss, derivatives=None))(model, x)
     assert finite
     assert scaling.loss.loss_scaling >= 2.0**11
-    # Some roundings to float16, of 2^-11.
+    # A few roundings of 2^-11 to float16.
     assert relative(grads, want) < 2e-3
 
 

@@ -1,4 +1,4 @@
-"""First scales, telemetry, and whole training runs."""
+"""Tests initial scales, telemetry, and whole training runs."""
 
 import equinox as eqx
 import jax
@@ -23,7 +23,7 @@ def points(n=64):
 
 
 def sine_network(frequency, width=16):
-    """A network whose first layer has large weights: its third derivatives overflow float16."""
+    """Returns a network with large first weights, whose third derivatives overflow float16."""
     model = nn.CoordinateMLP(2, "scalar", width, 3, key=jax.random.key(0), activation=jnp.sin)
     return eqx.tree_at(lambda m: m.first.module.weight, model, replace_fn=lambda w: frequency * w)
 
@@ -51,7 +51,7 @@ def test_kdv_trains_only_with_derivative_scaling():
 
     loss_scaling = mpx.DynamicLossScaling(2.0**-2)
     never = mpx.DerivativeScaling.per_direction("xt", order=3, min_scale=1.0)
-    # Without moments and parameters: no step is taken.
+    # Moments and parameters are not needed, because no step is taken.
     find = eqx.filter_jit(lambda scaling: mpx.filter_grad(kdv, scaling, **KEPT)(model, points()))
     scaling = mpx.Scaling(loss_scaling, never)
     for _ in range(12):
@@ -62,7 +62,7 @@ def test_kdv_trains_only_with_derivative_scaling():
     assert all(finite[20:])
     want, _ = train(free, 40, in_full)
     assert losses[-1] < 1.1 * want[len(want) - 1 - finite.count(False)]
-    # With the right scales from the start nothing is lost.
+    # With the right initial scales no step is lost.
     start = mpx.initial_scaling(kdv, free, **KEPT)(model, points())
     assert all(train(start, 8)[1])
 

@@ -1,4 +1,4 @@
-"""Derivatives by name against float64, in and out of the range of float16."""
+"""Tests derivatives by name against float64, in and out of the range of float16."""
 
 import jax
 import jax.numpy as jnp
@@ -20,14 +20,14 @@ def test_primitives_scale_and_unscale():
     out, vjp = mpx.scaled_vjp(fun, x, scale=jnp.float32(2.0**-6))
     (grad,) = vjp(jnp.ones_like(out))
     assert grad.dtype == jnp.float32
-    # In another order of operations: a few roundings of float16.
+    # A few roundings of float16 in another order of operations.
     assert np.allclose(grad, dot, rtol=2.0**-8)
     (still,) = mpx.scaled_vjp(fun, x, scale=2.0**-6, unscale=False)[1](jnp.ones_like(out))
     assert still.dtype == jnp.float16
 
 
 def wave(p):
-    """u_xx + u_yy = -2 (0.8)^2 u, and a time derivative that has nothing to do with it."""
+    """Solves u_xx + u_yy = -2 (0.8)^2 u, and has an unrelated time derivative."""
     return jnp.exp(-p[0]) * jnp.sin(0.8 * p[1]) * jnp.cos(0.8 * p[2])
 
 
@@ -55,8 +55,8 @@ def test_a_laplacian_takes_no_scale_from_another_coordinate(how):
         scaling = start.with_exponents(exponents)
         got, counts = value(scaling, jnp.float16(1))
         assert np.isclose(got, want, rtol=0.01)  # some ten roundings to 2^-11
-        # What overflows is counted with its own coordinates, and shrinks theirs. A term that was
-        # asked for counts, be it used or not.
+        # An overflow is counted for its own coordinates, and shrinks their scales. A requested term
+        # counts even if it is not used.
         seen = np.asarray(counts).sum(axis=1)
         counted = [n for n, c in zip(scaling.row_names, seen, strict=True) if c]
         assert {*counted} == {"_x", "_xx", "_yy"}
@@ -91,7 +91,7 @@ def test_names_of_coordinates_that_run_into_each_other():
 
 
 def test_names_of_several_letters():
-    # Options behind the point are no coordinates.
+    # Options after the point are not coordinates.
     fun = lambda p, gain=1.0: gain * jnp.stack([p[0] ** 2 * p[1], p[1] ** 3])
     terms = ["temp_x1x1", "temp_x1x2", "nu_x2x2", "nu"]
     d = mpx.partials(fun, terms, coords=["x1", "x2"], outputs=["temp", "nu"])(jnp.array([2.0, 3.0]))

@@ -1,4 +1,4 @@
-"""`grad`, `jacfwd` and `hessian` give what JAX's give, with scaled seeds."""
+"""Tests that `grad`, `jacfwd` and `hessian` match JAX's functions, with scaled seeds."""
 
 import equinox as eqx
 import jax
@@ -20,7 +20,7 @@ def u(t, x):
     return NETWORK(jnp.stack([t, x]))
 
 
-# Two orders of tanh networks of float32, evaluated in another order of operations.
+# Two orders of float32 tanh networks, evaluated in another order of operations.
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 
@@ -47,10 +47,10 @@ def test_of_scalars(argnums):
     ],
     ids=lambda s: s.strategy.kind,
 )
-# Of one product.
+# The loss has only one product.
 @pytest.mark.filterwarnings("ignore:.*was asked for float16:mpx_pde.PrecisionWarning")
 def test_what_overflows_float16_does_not_with_a_scaling(scaling):
-    """u_xx is 4e6, above the 65504 of float16, whatever becomes of it later."""
+    """u_xx is 4e6, above float16's 65504, whatever is computed from it later."""
 
     def loss(model, point, *, derivatives=None):
         fun = lambda t, x: jnp.sin(2000.0 * jnp.sum(model(jnp.stack([t, x]))))
@@ -64,7 +64,7 @@ def test_what_overflows_float16_does_not_with_a_scaling(scaling):
     point = jnp.float32(0.0), jnp.float32(2.0**-10)
     both = mpx.Scaling(mpx.StaticLossScaling(1.0), scaling)
     gradient = mpx.filter_value_and_grad(loss, both, keep_full=(False, True))
-    # A network of others mixes its half weights with float32 points.
+    # The network is not this library's and mixes its half weights with float32 points.
     with jax.numpy_dtype_promotion("standard"):
         value, after, _, _ = eqx.filter_jit(gradient)(model, point)
     want = loss(model, point)
@@ -81,7 +81,7 @@ def test_coordinates_are_named_in_the_order_of_argnums():
 
 
 def test_numbers_of_python():
-    """Which plain arithmetic would return as such, and JAX's functions take."""
+    """Plain arithmetic would return Python numbers, and JAX's functions accept them."""
     fun = lambda t, x: t**3 * x
     ours = mpx.derivatives
     assert ours.grad(fun)(2.0, 3.0) == jax.grad(fun)(2.0, 3.0)

@@ -1,4 +1,4 @@
-"""Derivatives in float16 behind a loss scale alone are told; what is meant, or in range, is not."""
+"""Tests the warning of float16 derivatives with a loss scale alone, which spares intended ones."""
 
 import warnings
 
@@ -21,7 +21,7 @@ CAST = {"keep_full": (False, True)}
 PLAIN = mpx.DynamicLossScaling()
 
 
-# A way to take derivatives, and of which order they are.
+# A function that takes derivatives, and their order.
 TAKEN = {
     "partials": (lambda fun: mpx.partials(fun, ["u", "u_xx"], **NAMES), 2),
     "laplacian": (lambda fun: mpx.laplacian(fun, **NAMES), 2),
@@ -42,7 +42,7 @@ def loss_of(taken):
 
 
 def told(gradient, *args):
-    """Returns what is said of derivatives without a scale, when it is traced."""
+    """Returns the warnings of derivatives without a scale that tracing issues."""
     with warnings.catch_warnings(record=True) as caught, jax.numpy_dtype_promotion("standard"):
         warnings.simplefilter("always")
         eqx.filter_eval_shape(gradient, *args)

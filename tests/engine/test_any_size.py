@@ -1,5 +1,5 @@
-"""Values that are not rounded to half, wherever they go: derivatives, which may be of any size, and
-what lies near a number, of which rounding leaves little."""
+"""Tests values that are not rounded to half anywhere: derivatives, which may be of any size, and
+values near a number, of whose distance to it rounding leaves little."""
 
 import equinox as eqx
 import jax
@@ -11,7 +11,7 @@ from jax import lax
 import mpx_pde as mpx
 
 
-# Some roundings of a half one after another, most of which average out.
+# A few roundings of a half in a row, most of which average out.
 # Under `autocast` values are rounded too.
 TOLERANCES = {
     "forward": {"float16": 2.0**-9, "bfloat16": 2.0**-6},
@@ -31,7 +31,7 @@ def steps(c, weights):
     return lax.scan(lambda c, w: (c + w @ c, None), c, weights)[0]
 
 
-# From u_xx of chunks of points, and parameters.
+# Functions of u_xx of chunks of points, and of parameters.
 OF_DERIVATIVES = {
     "a sum by coefficients": lambda u, w, unit: (
         jnp.stack([u(POINTS)] * 8, -1) * w["few"][None] @ w["two"]
@@ -58,8 +58,8 @@ OF_DERIVATIVES = {
     ],
 )
 def test_derivatives_are_not_rounded_without_their_scales(name, unit, how):
-    """In float16 they overflowed, and every step was skipped; or vanished; or became an infinity
-    that a bounded function made finite, with a gradient that was wrong."""
+    """Rounded to float16, derivatives overflow, so that every step is skipped, or vanish, or become
+    an infinity that a bounded function makes finite, with a wrong gradient."""
     few, two, three = normal(2, (8,)), normal(3, (8, 8), 0.3), normal(4, (3, 8, 8), 0.2)
     weights = {"few": few, "one": normal(1, (8, 128), 0.1), "two": two, "three": three}
     model = eqx.nn.MLP(1, "scalar", 16, 2, jnp.tanh, key=KEY), weights
@@ -80,7 +80,7 @@ def test_derivatives_are_not_rounded_without_their_scales(name, unit, how):
 
 
 def logits(h, weights):
-    """A recurrence whose state lies near 1."""
+    """Runs a recurrence whose state lies near 1."""
     step = lambda h, w: (jax.nn.sigmoid(5 + jnp.tanh(w @ jnp.log(h / (1 - h)))), h)
     return lax.scan(step, jax.nn.sigmoid(5 + h), weights)
 
@@ -90,7 +90,7 @@ def branch(h, w):
     return 1 - y
 
 
-# From what a first layer gives, and weights.
+# Functions of the result of a first layer, and of weights.
 NEAR_ONE = {
     "into a loop": lambda h, w: 1 - lax.scan(
         lambda c, _: (jax.nn.sigmoid(jnp.log(c / (1 - c)) + 0.1), None),
@@ -121,7 +121,7 @@ NEAR_ONE = {
     ],
 )
 def test_what_is_near_a_number_is_not_rounded_before_its_distance_is_taken(name, half, how):
-    """Gradients were off by a factor of 48, and losses by 84 %; all were said to be finite."""
+    """Rounding made gradients wrong by a factor of 48 and losses by 84 %, all of them finite."""
     params = normal(9, (8, 2)), normal(5, (3, 8, 8), 0.2), normal(6, (8,), 0.3)
     points = normal(7, (32, 2))
 

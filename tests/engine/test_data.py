@@ -1,4 +1,4 @@
-"""Data stays data: under `forward=` what is computed of a batch alone is evaluated in full."""
+"""Tests that `forward=` evaluates in full what is computed from a batch alone."""
 
 import equinox as eqx
 import jax
@@ -17,8 +17,8 @@ ROWS = jax.random.normal(KEY, (64, 8))
 MODEL = eqx.nn.MLP(8, 1, 16, 2, key=KEY)
 TURN = jax.random.orthogonal(KEY, 8)
 
-# Of a gradient evaluated in half at values that are not: a few roundings one after another, the
-# offsets of layers with few rows among them.
+# For a gradient that is evaluated in half at full values: a few roundings in a row. The offsets of
+# layers with few rows are among them.
 TOLERANCE = 2.0**-7
 
 
@@ -36,7 +36,7 @@ def step_of(loss, **options):
 
 
 def test_products_of_data_alone_are_in_float32():
-    """Little is left of these. The random programs draw others, in their mode `forward`."""
+    """Rounding leaves little of these. The random programs draw others in their mode `forward`."""
     loss, rows = lambda model, x: mapped(model, x @ TURN - 100 * TURN.sum(0)), ROWS + 100
     want = eqx.filter_jit(eqx.filter_grad(loss))(MODEL, rows)
     grads = eqx.filter_jit(step_of(loss, forward="tensorfloat32"))(MODEL, rows)[3]
@@ -45,7 +45,7 @@ def test_products_of_data_alone_are_in_float32():
 
 @pytest.mark.parametrize("keep", [True, (False, True), ([True, False, False], False)])
 def test_what_is_kept_in_full_meets_products_in_full(keep):
-    """The first product for the batch, its own for a layer, and all for everything."""
+    """A batch keeps the first product in full, a layer its own, and `True` all products."""
     layers = list(MODEL.layers)
 
     def loss(layers, rows):
@@ -57,8 +57,8 @@ def test_what_is_kept_in_full_meets_products_in_full(keep):
     report = mpx.precision_report(step_of(loss, keep_full=keep))(layers, ROWS)
     without = mpx.precision_report(step_of(loss))(layers, ROWS)
     half = lambda report: sum(row.flops for row in report.rows if row.dtype == "bfloat16")
-    # A product of 64 × 8 × 16: the gradient of the first weights. Before JAX 0.12 that of the batch
-    # is traced too, and the compiler drops it.
+    # The product of 64 × 8 × 16 for the gradient of the first weights. Before JAX 0.12 the product
+    # for the gradient of the batch is traced too, and the compiler drops it.
     first = 2 * ROWS.size * 16
     fewer = half(without) - half(report)
     assert fewer == half(without) if keep is True else fewer in (first, 2 * first)
@@ -92,7 +92,7 @@ def test_points_that_the_loss_makes_are_data(name, wrap):
     share = mpx.precision_report(given)(MODEL, make(KEY)).half_share
     assert mpx.precision_report(made)(MODEL, KEY).half_share == share > 0.25
     want = given(MODEL, make(KEY))[3]
-    assert relative(made(MODEL, KEY)[3], want) < 1e-6  # one program, put together otherwise
+    assert relative(made(MODEL, KEY)[3], want) < 1e-6  # one program in another order
 
 
 def test_points_of_numpy_that_a_loss_closes_over():
@@ -104,7 +104,7 @@ def test_points_of_numpy_that_a_loss_closes_over():
 
 
 def test_operators_on_parameters_stay_in_full():
-    """Their entries are beyond float16, and their products cancel."""
+    """The entries of the operator are beyond float16, and its products cancel."""
 
     def loss(u):
         sharp = (jnp.eye(64, k=1) - 2 * jnp.eye(64) + jnp.eye(64, k=-1)) * 2.0**16
@@ -113,4 +113,4 @@ def test_operators_on_parameters_stay_in_full():
     u = jnp.sin(jnp.linspace(0, 3, 64))
     _, _, finite, grads = step_of(loss, policy=policy("float16"))(u)
     assert finite
-    assert relative(grads, jax.grad(loss)(u)) < 1e-6  # rounding of float32, in another order
+    assert relative(grads, jax.grad(loss)(u)) < 1e-6  # rounding of float32 in another order

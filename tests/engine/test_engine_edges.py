@@ -1,5 +1,5 @@
-"""The derivative engine at the edges of its rules: ends of arrays, zeros, functions with a
-derivative of their own, and loops of half precision."""
+"""Tests the derivative engine at the edges of its rules: ends of arrays, zeros, functions with a
+derivative of their own, and loops in half precision."""
 
 import re
 
@@ -26,7 +26,7 @@ COORDS = {"coords": "xy", "outputs": "u"}
 def test_powers_and_roots_at_zero():
     at = lambda fun, *names: mpx.partials(fun, list(names), coords="x", outputs="u")(jnp.zeros(1))
     square = at(lambda p: lax.pow(p[0], 2.0), "u_xx", "u_xxx", "u_xxxx")
-    # The power of zero that a vanishing factor multiplies is infinite.
+    # A vanishing factor multiplies a power of zero that is infinite.
     assert {k: float(x) for k, x in square.items()} == {"u_xx": 2.0, "u_xxx": 0.0, "u_xxxx": 0.0}
     assert at(lambda p: lax.pow(p[0], 1.0), "u_xx")["u_xx"] == 0
     for n, second in ((jnp.arange(4), 2), (jnp.arange(4.0), 2), (jnp.array([0.0, 1, 3]), 0)):
@@ -69,26 +69,26 @@ def _cond(m, h):
     ("loop", "half"), [(_scan, "float16"), (_while, "bfloat16"), (_cond, "float16")]
 )
 def test_loops_of_a_network_in_half_multiply_in_half(loop, half):
-    """What its weights are multiplied and compared with in there are halves as well."""
+    """The operands that its weights are multiplied and compared with are halves as well."""
     with jax.numpy_dtype_promotion("standard"):
         run = lambda m: lambda p: jnp.sum(loop(m, jnp.tanh(p.astype(m["one"].dtype) @ m["first"])))
         cast = mpx.cast_tree(MODEL, half)
         terms = lambda model: mpx.partials(run(model), ["u", "u_x", "u_xy"], **COORDS)
         got, want = (jax.jit(terms(m))(POINT) for m in (cast, mpx.cast_tree(cast, "float32")))
         products = terms(cast).report(POINT).products
-    # The first meets the point in float32.
+    # The first product meets the point in float32.
     assert {e.precision.split()[0] for e in products[1:]} == {half}
-    # A few roundings of what a layer hands on.
+    # A few roundings of a layer's results.
     assert relative(got, want) < {"float16": 2.0**-8, "bfloat16": 2.0**-5}[half]
 
 
-# JAX's own and the user's, of one entry and of all, called inside of others.
+# Functions of JAX and of the user, of one entry and of all, and called inside of others.
 OF_THEIR_OWN = {
     "relu6": lambda h: h * jax.nn.relu6(3 * h + 1),
     "softmax": lambda h: h * jax.nn.softmax(h),
     "in a jit": jax.jit(lambda h: swish(h + 1) - jax.nn.relu(h)),
     "complex": lambda h: magnitude(h.astype("c16" if h.dtype == jnp.float64 else "c8") + 1j),
-    # A sum into places holds a program too: that of two numbers.
+    # A scatter-add also holds a program, for the sum of two numbers.
     "scatter": lambda h: h.at[jnp.array([0, 3])].add(h[1:3] * h[2:4]),
 }
 
@@ -103,8 +103,8 @@ def of_their_own(name, point, first, weights):
     list(zip(OF_THEIR_OWN, 3 * HALVES, (*(3e4,) * 3, 1.0, 1.0), strict=False)),
 )
 def test_functions_with_a_derivative_of_their_own_in_half(name, half, size):
-    """In registers, as all between products: where the program has half, streams of a network of
-    long coordinates would vanish."""
+    """They are computed in registers, like all operations between products. In half, streams of a
+    network of long coordinates would vanish."""
     first, weights = (0.7 * jax.random.normal(jax.random.key(i), (8, 2 + 6 * i)) for i in (0, 1))
     first, weights = first / size, weights.astype(half)
     point, terms = size * jnp.array([0.3, -0.7]), ["u", "u_x", "u_xy", "u_xx"]
@@ -146,7 +146,7 @@ IN_FLOAT64 = {
 }
 
 
-@pytest.mark.usefixtures("standard_promotion")  # a cast to float32 is in the way of strict ones
+@pytest.mark.usefixtures("standard_promotion")  # strict promotion forbids the cast to float32
 @pytest.mark.parametrize("name", IN_FLOAT64)
 def test_a_forward_pass_in_float64_rounds_nothing_to_float32(name):
     fun = IN_FLOAT64[name]
@@ -163,12 +163,12 @@ def test_a_forward_pass_in_float64_rounds_nothing_to_float32(name):
         np.testing.assert_allclose(value, want, rtol=2.0**-48)
         assert finite
         assert grads.dtype == jnp.float32
-        assert relative(grads, full) < 2.0**-18  # float32's 2^-24, and a solve's condition
+        assert relative(grads, full) < 2.0**-18  # float32's 2^-24, times the condition of a solve
 
 
 @pytest.mark.parametrize("factor", ["eigh", "svd", "qr"])
 def test_factors_are_those_of_the_forward_pass(factor):
-    """Vectors come with any sign: at rounded operands with another one, maybe."""
+    """The sign of a vector is arbitrary and may differ at rounded operands."""
     take = {"eigh": lambda a: jnp.linalg.eigh(a)[1], "svd": lambda a: jnp.linalg.svd(a)[0]}
     take["qr"] = lambda a: jnp.linalg.qr(a)[0]
 
@@ -195,14 +195,14 @@ def test_what_a_rule_of_the_users_keeps_is_an_array_of_jax():
     loss = lambda p, x: jnp.mean(odeint(lambda y, t: -y * y * p[0], x @ p[1], times)[1] ** 2)
     model, x = (jnp.float32(0.5), jnp.eye(3)), jnp.ones((4, 3))
     step = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), forward="float32")
-    with pytest.warns(mpx.PrecisionWarning):  # next to nothing is a product of the network's
+    with pytest.warns(mpx.PrecisionWarning):  # hardly any product is the network's
         value, *_ = eqx.filter_jit(step)(model, x)
     np.testing.assert_allclose(value, 0.8**2, rtol=1e-6)
 
 
 @pytest.mark.slow
 def test_functions_with_a_derivative_of_their_own_under_float64():
-    """A forward pass in float64 of a program in float32 rounds nothing to float32."""
+    """Checks that a float64 forward pass of a float32 program rounds nothing to float32."""
     first, weights = (0.7 * jax.random.normal(jax.random.key(i), (8, 2 + 6 * i)) for i in (0, 1))
     points = jax.random.uniform(jax.random.key(2), (4, 2))
 
@@ -231,7 +231,7 @@ WIDE = {
 
 @pytest.mark.parametrize(("name", "half"), [*((n, None) for n in WIDE), ("inside", "float16")])
 def test_what_a_program_says_in_float64_is_computed_in_it(name, half):
-    """By the width of each value, not by that of the result; beside half weights too."""
+    """The width of each value counts, not that of the result, also with half weights."""
     weight = jnp.ones((), half or "float32")
     net = lambda q: WIDE[name](q) * weight.astype(jnp.float32)
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
@@ -241,7 +241,7 @@ def test_what_a_program_says_in_float64_is_computed_in_it(name, half):
         slope = lambda q: jax.jvp(net, (q,), (jnp.ones_like(q),))[1]
         bend = jax.jvp(slope, (q,), (jnp.ones_like(q),))[1]
         for key, value in {"u": net(q), "u_x": slope(q), "u_xx": bend}.items():
-            # A few roundings of float32 of values of about one, behind 1e8 by float64's.
+            # A few float32 roundings of values near one, after float64 roundings of 1e8.
             assert abs(got[key] - value) < 2.0**-21 * max(1, abs(value)), key
 
 
@@ -251,8 +251,8 @@ def test_what_a_program_says_in_float64_is_computed_in_it(name, half):
     ids=["abs", "hypot", "soft_sign", "maximum"],
 )
 def test_derivatives_where_a_function_has_a_kink_are_those_of_jax(function):
-    """At 0, as on the boundary of a domain: what JAX takes for the slope of `abs` there counts in
-    the second derivative of a smooth function of it."""
+    """Tests at 0, as on the boundary of a domain. JAX's slope of `abs` there enters the second
+    derivative of a smooth function of it."""
     wanted = [function]
     for _ in range(3):
         wanted.append(jax.jacfwd(wanted[-1]))
@@ -264,14 +264,14 @@ def test_derivatives_where_a_function_has_a_kink_are_those_of_jax(function):
 
 @pytest.mark.parametrize("number", [123.4, 1e4])
 def test_equal_entries_have_no_variance(number):
-    """A sum of squares less the square of the sum may come out below zero, and its root as NaN."""
+    """Rounding may make the variance negative, and its root NaN."""
     fun = lambda p: jnp.std(jnp.full(7, 1.1 * number) * (1 + p[0]))
     got = mpx.partials(fun, ["u", "u_x"], coords="x", outputs="u")(jnp.full(1, 0.3))
     assert 0 <= got["u"] <= 1e-6 * number
 
 
 def test_a_network_of_many_coordinates_is_traced_as_fast_as_one_of_few():
-    """A slice of each of a thousand coordinates was compiled by itself: it took minutes."""
+    """A slice for each of a thousand coordinates was compiled separately, which took minutes."""
     size = 1000
     model = mpx.nn.CoordinateMLP(size, "scalar", 8, 1, periodic={3: 1.0}, key=jax.random.key(0))
     lap = mpx.laplacian(model, coords=[f"x{i}" for i in range(size)], outputs="u")
@@ -280,7 +280,7 @@ def test_a_network_of_many_coordinates_is_traced_as_fast_as_one_of_few():
 
 
 def test_an_effect_behind_the_last_layer_sees_the_value():
-    """Which nobody asks for, and which is not carried on for the derivative."""
+    """The value is not requested, and is not carried on for the derivative."""
     seen = []
 
     def fun(p):
@@ -339,11 +339,11 @@ def test_on_a_gpu_the_sums_of_all_streams_are_one_reduction():
     run = jax.vmap(mpx.partials(fun, names, coords="xy", outputs="u"))
     text = program_for_gpu(jax.jit(run), jnp.stack([POINT, -POINT]))
     reductions = [line for line in text.splitlines() if "stablehlo.reduce(" in line]
-    # Value and five derivatives, of the entries and of their squares.
+    # The value and five derivatives, of the entries and of their squares.
     assert max(line.count(" init:") for line in reductions) == 12
 
 
-# Layers that are alike, which are evaluated by one function.
+# Similar layers, which one function evaluates.
 
 NUMBERS = (0.5, 1.5, 1.1)
 SHAPES = ((8,), (2, 4), (4, 2))
@@ -373,7 +373,7 @@ def deep(layer, weights, p):
 
 @pytest.mark.parametrize("differ", ALIKE)
 def test_layers_that_differ_are_not_taken_for_one(differ):
-    # The first layer is like no other, and so is the last.
+    # The first layer and the last one are unlike all others.
     weights = [jax.random.normal(k, (8, 8)) / 2 for k in jax.random.split(jax.random.key(0), 5)]
 
     def ours(weights):
@@ -387,13 +387,13 @@ def test_layers_that_differ_are_not_taken_for_one(differ):
 
     value, grads = jax.jit(jax.value_and_grad(ours))(weights)
     want, want_grads = jax.jit(jax.value_and_grad(jaxs))(weights)
-    # Some ten roundings of float32 in a row; a wrong number changes the first digit.
+    # Some ten roundings of float32 in a row. A wrong number changes the first digit.
     np.testing.assert_allclose(value, want, rtol=1e-4)
     assert relative(grads, want_grads) < 1e-4
 
 
 LITERALS = "jax_use_simplified_jaxpr_constants"
-"""The setting by which arrays that a program closes over are literals of it, and not operands."""
+"""The setting that makes arrays that a program closes over its literals instead of operands."""
 
 
 @pytest.mark.skipif(not hasattr(jax.config, LITERALS), reason="a passing setting of JAX's")
@@ -419,7 +419,7 @@ def test_layers_that_are_alike_are_traced_once(monkeypatch):
     assert layers(6) == layers(4)
 
 
-# --- What is not differentiated -------------------------------------------------------------------
+# --- Values that are not differentiated -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("options", [{"use_mixed_precision": False}, {"forward": "float32"}])
@@ -437,7 +437,7 @@ def test_points_have_no_cotangent_that_nobody_asks_for(options):
         return grad(eqx.combine(arrays, static), points)[-1]
 
     text = jax.jit(gradient).lower(arrays, jnp.ones((points, size))).as_text()
-    # Of a first layer's product there is the gradient of the weight alone.
+    # The first layer's product has only the gradient of the weight.
     shapes = re.findall(r"dot_general.*-> tensor<([\dx]+)xf32>", text)
     assert "8x16" in shapes
     assert f"{points}x{size}" not in shapes
@@ -445,7 +445,7 @@ def test_points_have_no_cotangent_that_nobody_asks_for(options):
 
 
 def test_a_choice_in_a_rule_of_its_own_by_points_that_are_not_differentiated():
-    # Mapped, JAX makes it a `select` with `stop_gradient`, which it cannot transpose.
+    # When mapped, JAX makes it a `select` with `stop_gradient`, which it cannot transpose.
     either = own(lambda v: lax.cond(jnp.sum(v) > 0, lambda f: f[::-1], lambda f: f, v))
     w, q = jnp.array([[0.29, 0.09], [-0.39, -0.01]]), jnp.array([[0.728, 0.592], [-0.3, -0.1]])
     model = lambda w, p: jnp.sin(either(p) @ w @ either(p))
@@ -455,5 +455,5 @@ def test_a_choice_in_a_rule_of_its_own_by_points_that_are_not_differentiated():
         d = jax.vmap(mpx.partials(lambda p: model(w, p), ["u_y"], **COORDS))(q)
         return jnp.mean(d["u_y"] ** 2)
 
-    # Some roundings of float32 follow one another.
+    # A few roundings of float32 in a row.
     assert jnp.allclose(jax.grad(loss)(w), jax.grad(plain)(w), rtol=1e-5)

@@ -1,4 +1,4 @@
-"""What the derivative engine knows of coordinates."""
+"""Tests the engine's knowledge of coordinates."""
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ import mpx_pde as mpx
 @pytest.mark.parametrize("coords", [1, 3, 5])
 @pytest.mark.parametrize("turned", [False, True])
 def test_few_coordinates_meet_the_rows_of_a_weight(coords, turned):
-    """No product then. The random programs compare such layers with float64."""
+    """There is no product then. The random programs compare such layers with float64."""
     names, weight = "txyzw"[:coords], jnp.ones((coords, 8))
     net = lambda p: jnp.sum(jnp.tanh(weight.T @ p if turned else p @ weight))
     terms = mpx.partials(net, ["u", f"u_{names[0]}{names[-1]}"], coords=names, outputs="u")
@@ -26,8 +26,8 @@ def test_few_coordinates_meet_the_rows_of_a_weight(coords, turned):
     ids=["mod", "arctan2", "cumprod"],
 )
 def test_the_first_product_is_full_behind_a_function_without_a_rule(function):
-    """Coordinates that went through nested forward mode were rounded to half where they met a
-    weight, as if they came out of a layer."""
+    """Coordinates that went through nested forward mode were rounded to half at a weight, as if a
+    layer had computed them."""
     rng = np.random.default_rng(0)
     first, last = (jnp.asarray(rng.normal(size=s), "float16") for s in ((2, 8), (8, 1)))
     net = lambda q: (jnp.tanh(function(q) @ first) @ last)[0]

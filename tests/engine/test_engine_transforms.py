@@ -1,4 +1,4 @@
-"""The derivative engine under JAX's transformations, and what it cannot take."""
+"""Tests the derivative engine under JAX's transformations, and the functions that it rejects."""
 
 import equinox as eqx
 import jax
@@ -25,7 +25,7 @@ def loss(model, x):
 
 
 def shared(whole):
-    """A mean over points that four devices share."""
+    """Returns a mean over points that four devices share."""
     share = lambda arrays, x: jax.lax.pmean(whole(arrays, x), "data")
     return over_devices(share, 4, (P(), P("data")), P())
 
@@ -37,7 +37,7 @@ def test_gradients_of_shares_are_those_of_the_whole():
     run = jax.jit(lambda *args: [jax.grad(f)(*args) for f in (shared(whole), whole)])
     got, want = run(arrays, points())
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        # float32 sums of some hundred terms in another order; the last bias has none.
+        # Sums of some hundred float32 terms in another order. The last bias has no gradient.
         assert np.linalg.norm(b) < 1e-6 or relative(a, b) < 1e-4
 
 
@@ -121,7 +121,7 @@ def test_the_report_names_what_is_nested():
 
 @pytest.mark.parametrize("samples", [1, 3])
 def test_the_samples_of_a_laplacian_and_of_a_biharmonic_operator(samples):
-    """As many as there are with one summand, or fewer with two."""
+    """Draws fewer samples than there are summands, or more with replacement."""
     fun = lambda p: p[0] ** 2 + 3 * p[-1] ** 4
     spec = {"lap": "laplacian", "bi": "biharmonic"}
 
@@ -133,7 +133,7 @@ def test_the_samples_of_a_laplacian_and_of_a_biharmonic_operator(samples):
     if samples == 1:
         seen = {float(draw(jax.random.key(i))["lap_u"]) for i in range(8)}
         assert seen == {4.0, 18.0}
-    # Along a direction whose second entry is z the fourth derivative is 72 z^4, of one third.
+    # Along a direction whose second entry is z, the fourth derivative is 72 z^4; a third counts.
     key = jax.random.split(jax.random.key(0), 2)[1]
     z = jax.random.normal(key, (samples, 2))[:, 1]
     want = np.mean(24 * np.asarray(z) ** 4)
@@ -156,7 +156,7 @@ def test_factors_of_a_float64_network_are_float64(drawn):
 
 @pytest.mark.slow
 def test_no_leaks_with_the_forward_pass_in_full():
-    """What a stream loses is told of, and factors may be traced."""
+    """Streams report their overflows, and factors may be traced."""
 
     def residual(model, x, *, derivatives):
         def at(p):
@@ -176,7 +176,7 @@ def test_no_leaks_with_the_forward_pass_in_full():
 
 
 def growing(weights, p):
-    """A loop that multiplies in its step and in its test, by weights of their own."""
+    """Runs a loop that multiplies in its step and in its test, each by its own weights."""
     step, test, last = weights
     more = lambda x: (1.2 * x @ step @ step).astype(x.dtype)
     going = lambda x: jnp.sum((x @ test) ** 2) < jnp.asarray(3.0, test.dtype)
@@ -193,7 +193,7 @@ def test_loops_whose_test_multiplies(standard_promotion):
     want = jax.jvp(lambda p: growing(weights, p), (p,), (jnp.eye(2)[0],))
     for name, value in zip(("u", "u_x"), want, strict=True):
         np.testing.assert_allclose(got[name], value, rtol=1e-5)
-        # Some ten roundings, of values that grow to 3.
+        # Some ten roundings of values that grow to 3.
         np.testing.assert_allclose(half[name], value, atol=2.0**-5)
 
     def residual(weights, x):
@@ -207,7 +207,7 @@ def test_loops_whose_test_multiplies(standard_promotion):
 
 
 def test_loops_with_derivatives_that_the_loss_does_not_use():
-    """JAX cannot transpose a loop of whose outputs some have cotangents that are zero by symbol."""
+    """JAX cannot transpose a loop if some outputs have symbolically zero cotangents."""
     w, p = jnp.arange(1.0, 5.0), jnp.array([0.8, 0.5])
     network = lambda w, p: jnp.sum(jax.lax.map(jnp.sin, (p[0] + 2 * p[1]) * w))
     names = {"coords": "xy", "outputs": "u"}
@@ -239,7 +239,7 @@ rooted.defjvp(lambda p, t: (rooted(*p), p[0] / newton(p[0]) * t[0]))
 @pytest.mark.parametrize("root", [newton, own(newton), rooted], ids=["newton", "own", "rooted"])
 @pytest.mark.parametrize("forward", ["float32", "bfloat16_x3"])
 def test_a_while_loop_of_what_a_layer_takes_too(forward, root):
-    """It has no derivative in reverse mode, and needs none: it depends on no parameter."""
+    """The loop has no derivative in reverse mode. It needs none, as it depends on no parameter."""
     w, points = jnp.array([-0.7, 0.4]), jnp.array([[0.3]])
 
     def network(w, p):

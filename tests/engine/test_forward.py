@@ -1,4 +1,4 @@
-"""Losses whose values are those of full precision, and whose derivatives are taken in half."""
+"""Tests losses with full-precision values whose derivatives are taken in half."""
 
 from functools import partial
 
@@ -17,15 +17,15 @@ from mpx_pde import nn
 # Foreign networks are written for JAX's default promotion.
 pytestmark = pytest.mark.usefixtures("standard_promotion")
 
-# The error of a gradient that is evaluated in half at values that are not: a few roundings of 2^-11
-# and of 2^-8 one after another, most of which average out.
+# The error of a gradient that is evaluated in half at full values: a few roundings of 2^-11 and of
+# 2^-8 in a row, most of which average out.
 TOLERANCES = {"float16": 2.0**-9, "bfloat16": 2.0**-6}
 KEY = jax.random.key(0)
 
 
 class Gated(eqx.Module):
-    """A network that knows nothing of this library: gates, a residual, layers that share one
-    product's operand."""
+    """A network that does not use this library: gates, a residual, and layers that share an operand
+    of products."""
 
     gates: list
     layers: list
@@ -94,10 +94,10 @@ def evaluated(loss, model, batch, half, forward="float32"):
 
 
 def assert_nearly(loss, model, batch, half, rtol=2.0**-21, least=2.0**-20):
-    """The value is that of float32, and the gradient that of a backward pass in half."""
+    """Checks that the value is float32's and the gradient that of a half backward pass."""
     want, want_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, batch)
     value, grads = evaluated(loss, model, batch, half)
-    # The same operations; XLA may fuse a sum in another order.
+    # The operations are the same, but XLA may fuse a sum in another order.
     np.testing.assert_allclose(value, want, rtol=rtol)
     assert jax.tree.structure(grads) == jax.tree.structure(want_grads)
     assert least <= relative(grads, want_grads) < TOLERANCES[half]
@@ -119,21 +119,21 @@ def test_products_of_the_backward_pass_are_half(name):
     report = mpx.precision_report(step)(model, batch)
     forward = mpx.precision_report(loss)(model, batch)
     full = sum(row.flops for row in report.rows if row.dtype == "float32")
-    # Those of the forward pass, and of the layer that meets the point (two of its sixteen columns
-    # wide), which the backward pass takes in float32 too.
+    # The products of the forward pass, and those of the layer that meets the point (two of its
+    # sixteen columns wide), which the backward pass also takes in float32.
     assert forward.flops <= full < 1.25 * forward.flops
-    # There is no second forward pass, as two evaluations would have.
+    # There is no second forward pass, unlike with two evaluations.
     plain = mpx.precision_report(mpx.filter_grad(loss, None, use_mixed_precision=False))
     work = plain(model, batch).flops
-    # All products of the backward pass, which are fewer where data have no cotangent.
+    # All products of the backward pass. There are fewer if data have no cotangent.
     assert report.flops - full > 0.97 * (work - forward.flops)
     assert name == "attention" or report.flops - full > 1.5 * forward.flops
-    # A product with the point may be a sum, which is none. A second pass would be a third more.
+    # A product with the point may be a sum, which is not counted. A second pass adds a third.
     assert abs(report.flops / work - 1) < 0.03
 
 
 def kept_of(loss, model, batch, size):
-    """The dtypes of arrays of a size that are kept for the backward pass."""
+    """Returns the dtypes of arrays of a size that are kept for the backward pass."""
     arrays, static = eqx.partition(model, eqx.is_inexact_array)
     of_arrays = lambda arrays, batch: loss(eqx.combine(arrays, static), batch)
     gradient = mpx.engine.InForward(of_arrays, mpx._forward.Forward("float32", "bfloat16"))
@@ -158,8 +158,8 @@ def test_of_a_product_that_is_added_the_sum_alone_is_kept():
         terms = mpx.partials(partial(network, model), ["u_xx", "u_yy"], coords="xy", outputs="u")
         return jnp.mean(sum(jax.vmap(terms)(points).values()) ** 2)
 
-    # Value, two first and two second derivatives of both sums: no product of a block by itself, nor
-    # what it is added to.
+    # The value, two first and two second derivatives of both sums. Neither the product of a block
+    # nor the array that it is added to is kept.
     model = first, *blocks, last
     assert kept_of(loss, model, POINTS, width * len(POINTS)) == 2 * 5 * ["bfloat16"]
     assert_nearly(loss, model, POINTS, "bfloat16")
@@ -182,7 +182,7 @@ def test_of_a_checkpoint_is_kept_what_enters_it_in_half(saved):
     assert_nearly(loss, model, ROWS, "bfloat16")
     of_rows = lambda size: kept_of(loss, model, ROWS, size * len(ROWS))
     assert of_rows(20) == []  # inside
-    # Those of the first layer and of each checkpoint; the loss is differentiated as it stands.
+    # Inputs of the first layer and of each checkpoint; the loss is differentiated as it is.
     assert sorted(of_rows(width)) == (1 + depth) * ["bfloat16"] + ["float32"]
 
 
@@ -196,7 +196,7 @@ def test_who_takes_autocast_may_climb_to_a_forward_pass_in_full():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "compute"),
-    # Others are drawn by the mode `forward64` of the random programs.
+    # The mode `forward64` of the random programs draws others.
     [("foreign network", "float32"), ("convolutions", "bfloat16"), ("neural operator", "float16")],
 )
 def test_float64_forward(name, compute):
@@ -218,13 +218,13 @@ def test_float64_forward(name, compute):
         total, forward = sum(row.flops for row in rows), flops("float64")
         plain = mpx.precision_report(mpx.filter_grad(loss, None, use_mixed_precision=False))
         work = plain(*args).flops
-        # All products of plain JAX, but for the gradient of the point's, which is a sum. In half
-        # are all of the backward pass but those of the layer that meets the point.
+        # All products of plain JAX, except the gradient of the point, which is a sum. All products
+        # of the backward pass are in half, except those of the layer that meets the point.
         assert total > 0.96 * work > forward > 0
         assert flops(compute) > 0.94 * (work - forward)
         if name in ("foreign network", "neural operator"):
-            # Two of the backward pass for each of the forward pass. Data have no cotangent, which
-            # is much of the other networks.
+            # Two products of the backward pass for each of the forward pass. Data, which are much
+            # of the other networks, have no cotangent.
             assert total > 2.8 * forward
             assert flops(compute) > 1.8 * forward
 
@@ -308,7 +308,7 @@ def test_what_is_made_of_parameters_alone_is_in_full(made):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*is done in half")  # There is no complex half.
+@pytest.mark.filterwarnings("ignore:.*is done in half")  # there is no complex half
 @pytest.mark.parametrize("forward", ["float32", "float64"])
 def test_complex_weights(forward):
     loss = lambda model, x: jnp.mean(jnp.abs(jnp.fft.rfft(x) @ model) ** 2)
@@ -318,7 +318,7 @@ def test_complex_weights(forward):
     with jax.enable_x64(True):
         wide = weight.astype(jnp.complex128), ROWS.astype(jnp.float64)
         want, want_grads = jax.value_and_grad(loss)(*wide)
-        # Weights and rows are float32 in the program, and what is made of them is not.
+        # Weights and rows are float32 in the program, but values computed from them are not.
         np.testing.assert_allclose(value, want, rtol=2.0**-21)
         assert grads.dtype == jnp.complex64
         assert jnp.linalg.norm(grads - want_grads) < 2.0**-6 * jnp.linalg.norm(want_grads)
@@ -348,12 +348,12 @@ def test_the_value_of_refined_is_finite_where_half_is_not():
     refined = mpx.refined(lambda w: 1e5 * w, dtype="float16")
     value, slope = jax.value_and_grad(lambda w: jnp.sum(refined(w)))(jnp.ones(3))
     assert value == 3e5
-    assert np.all(np.isinf(slope))  # overflow is data, which the step is skipped for
+    assert np.all(np.isinf(slope))  # overflow is data, for which the step is skipped
 
 
 @pytest.mark.slow
 def test_a_stream_that_overflows_on_its_way_is_laid_to_the_derivative_scale():
-    """What is kept for the backward pass is beyond float16, though the derivative is small."""
+    """A value kept for the backward pass is beyond float16, although the derivative is small."""
     weights = [jnp.full((8, 2), 400.0), jnp.full((8, 8), 50.0), jnp.full((1, 8), 1e-6)]
 
     def loss(weights, points, *, derivatives):
@@ -370,7 +370,7 @@ def test_a_stream_that_overflows_on_its_way_is_laid_to_the_derivative_scale():
         scaling, finite, _ = step(scaling)
         if finite:
             break
-        # 8 * 50 * 400 is 1.6e5.
+        # The stream reaches 8 * 50 * 400 = 1.6e5.
         assert scaling.loss.loss_scaling == 1.0
         assert scaling.derivatives.overflows[0] == scaling.skipped_steps
     assert finite
@@ -379,8 +379,8 @@ def test_a_stream_that_overflows_on_its_way_is_laid_to_the_derivative_scale():
 
 @pytest.mark.slow
 def test_derivatives_of_derivatives():
-    """As of a viscosity that is made of derivatives: the inner ones are part of the program that
-    the outer ones pass through, values in full and what is kept in half."""
+    """Differentiates a program with derivatives, as for a viscosity made of derivatives. The inner
+    ones pass through the outer ones: values in full, kept values in half."""
     network = eqx.nn.MLP(2, "scalar", 16, 2, jnp.tanh, key=jax.random.key(0))
     scaling = mpx.Scaling(derivatives=mpx.DerivativeScaling.per_direction("xy", order=2))
 
@@ -399,9 +399,9 @@ def test_derivatives_of_derivatives():
     full = mpx.filter_value_and_grad(loss, None, use_mixed_precision=False)
     wanted, *_, wanted_grads = eqx.filter_jit(full)(network, POINTS)
     assert finite
-    # Two programs of float32 sum in another order.
+    # Two float32 programs sum in another order.
     assert abs(value / wanted - 1) < 1e-6
-    # What is kept is rounded to 2^-11, a few times.
+    # Kept values are rounded to 2^-11, a few times.
     assert relative(grads, wanted_grads) < 2e-3
     assert mpx.precision_report(gradient)(network, POINTS).half_share > 0.5
 
@@ -420,12 +420,12 @@ def _slope_of_fields(model, fields):
 @pytest.mark.filterwarnings("ignore::mpx_pde.PrecisionWarning")
 @pytest.mark.parametrize("loss", [_gradient_of_laplacians, _slope_of_fields])
 def test_what_jax_differentiates_inside_of_a_loss_is_full(loss):
-    """A derivative in the loss of what the library differentiates apart is a part of the value."""
+    """A derivative inside the loss is a part of its value."""
     if loss is _slope_of_fields:
         model, batch = nn.FNO(1, 1, 4, 1, (4,), key=KEY), FIELDS[:, :, 0]
     else:
         model, batch = nn.CoordinateMLP(2, "scalar", 16, 1, key=KEY), POINTS
-    # With the half derivative inside the value was off by 2^-10 to 2^-15.
+    # With the half derivative inside, the value was wrong by 2^-10 to 2^-15.
     assert_nearly(loss, model, batch, "bfloat16", rtol=2.0**-20, least=0)
 
 
@@ -469,7 +469,7 @@ def _matrices_in_a_loop(model, w, x, y):
     return jax.lax.scan(add, 0.0, parts)[0]
 
 
-# The last are of trainable weights, a vector and two matrices.
+# The last cases have trainable weights, a vector and two matrices.
 NEAR_ITS_END = {
     "plain": lambda m, w, x, y: _mean_square(m, x, y),
     "checkpoints in a loop": _checkpoints_in_a_loop,
@@ -493,8 +493,8 @@ NEAR_ITS_END = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NEAR_ITS_END)
 def test_a_small_residual_is_full_wherever_it_is_squared(name):
-    """A thousandth of what it is the difference of: in bfloat16 nothing would be left of it, and
-    the gradient of the network or of the weights would be wrong by several times its norm."""
+    """The residual is a thousandth of its operands. bfloat16 would leave nothing of it, and the
+    gradient of the network or of the weights would be wrong by several times its norm."""
     network = eqx.nn.MLP(3, 2, 16, 1, jnp.tanh, key=KEY)
     x, noise = normal(1, (64, 3)), normal(2, (64, 2))
     batch = x, jax.vmap(network)(x) + 1e-3 * noise
@@ -502,16 +502,16 @@ def test_a_small_residual_is_full_wherever_it_is_squared(name):
     loss = lambda model, batch: NEAR_ITS_END[name](*model, *batch)
     want = eqx.filter_jit(eqx.filter_grad(loss))(model, batch)
     _, grads = evaluated(loss, model, batch, "bfloat16")
-    # A forgotten residual is wrong by 2 and more; roundings of the derivative by 2^-6.
+    # A forgotten residual causes an error of 2 and more, roundings of the derivative 2^-6.
     assert relative(grads[0], want[0]) < 2.0**-5
-    # float32 rounds the thousandth by 2^-13 of itself, in another order.
+    # float32 rounds the thousandth by 2^-13 relative to it, in another order.
     tolerance = 2.0**-11 if name.startswith("weights") else 2.0**-5
     for got, expected in zip(grads[1], want[1], strict=True):
         assert np.linalg.norm(got - expected) <= tolerance * np.linalg.norm(expected)
 
 
 def test_effects_stay_in_their_order():
-    """A callback that reads what another one writes, and a reference."""
+    """Tests a callback that reads a value which another one writes, and a reference."""
     seen = {"scale": np.float32(1)}
     number = lambda dtype: jax.ShapeDtypeStruct((), dtype)
 
@@ -571,8 +571,8 @@ def _by_divisions(params, p):
 @pytest.mark.slow
 @pytest.mark.parametrize("terms", [False, True])
 def test_what_has_no_derivative_has_none_in_any_layer(terms):
-    """Solvers such as lineax's factorize beforehand, and insist that nobody differentiates that:
-    an `AssertionError` came out of them."""
+    """Solvers such as lineax's factorize beforehand, and raise an `AssertionError` if that is
+    differentiated."""
     params = [normal(0, (2, 8)), normal(1, (8, 1))]
 
     def loss(params, x):
@@ -587,7 +587,7 @@ def test_what_has_no_derivative_has_none_in_any_layer(terms):
 
 @pytest.mark.parametrize("forward", ["float64", "float32"])
 def test_streams_that_no_vmap_maps_yet(forward):
-    """Behind a linear layer, in float64: JAX makes an axis of what the backward pass alone maps."""
+    """Behind a float64 linear layer, JAX adds an axis to values of the backward pass alone."""
 
     def loss(params, x):
         network = lambda p: jnp.sum(jnp.tanh(params[1] @ (params[0] @ p)))
@@ -619,7 +619,7 @@ def _apart_jvp(primals, tangents):
 
 @pytest.mark.parametrize("options", [{"forward": "float32"}, {"autocast": True}])
 def test_a_rule_that_maps_what_nothing_mapped_is_made_of(options):
-    """JAX by itself takes the one axis for the other, where there are as many points as entries."""
+    """JAX itself mistakes one axis for the other if there are as many points as entries."""
     loss = lambda w, x: jnp.mean(jax.vmap(lambda p: jnp.sum(jnp.stack(apart(p, *w))))(x) ** 2)
     weights = normal(0, (4, 2)), jnp.arange(4.0)
     step = mpx.filter_value_and_grad(
@@ -634,7 +634,7 @@ def test_a_rule_that_maps_what_nothing_mapped_is_made_of(options):
 
 
 def test_a_network_before_a_while_loop_has_a_half_backward_pass():
-    """Its residual may be weighted by what a loop makes of it, without a derivative."""
+    """The residual may be weighted by the result of a loop, without a derivative."""
     model, x = eqx.nn.MLP(8, 8, 16, 2, key=jax.random.key(0)), jnp.ones((4, 8))
 
     def loss(model, x):
@@ -648,7 +648,7 @@ def test_a_network_before_a_while_loop_has_a_half_backward_pass():
 
 
 def test_state_keeps_its_dtypes_under_float64():
-    """For the next step, and for a `lax.scan` over steps."""
+    """The next step and a `lax.scan` over steps need the same dtypes."""
     make = lambda: eqx.nn.BatchNorm(2, "batch", mode="batch", dtype=jnp.float32)
 
     def loss(model, state, x):

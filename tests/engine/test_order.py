@@ -1,4 +1,4 @@
-"""In which order a backward pass sums, and what it writes before."""
+"""Tests the order in which a backward pass sums, and the arrays that it writes before."""
 
 import equinox as eqx
 import jax
@@ -51,7 +51,7 @@ def test_a_weight_has_the_gradient_that_it_has(order):
 
 
 def test_a_norm_s_weight_is_summed_over_points_by_itself():
-    """Writes the products with the cotangents once for all streams, and sums them then."""
+    """Checks that products with the cotangents are written once for all streams, then summed."""
     keys = jax.random.split(jax.random.key(0))
     layers = [eqx.nn.Linear(i, 16, key=k) for i, k in zip((2, 16), keys, strict=True)]
     norms = [eqx.nn.LayerNorm(16) for _ in layers]
@@ -75,7 +75,7 @@ def test_a_norm_s_weight_is_summed_over_points_by_itself():
 
 @pytest.mark.parametrize("forward", ["float32", "bfloat16_x3"])
 def test_sizes_within_a_network_may_be_open_and_weights_empty(forward):
-    """A residual network of tokens, as many as an export is told later."""
+    """Tests a residual network of tokens, whose number an export leaves open."""
 
     def network(model, p):
         first, weight, tokens = model

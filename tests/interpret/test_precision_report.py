@@ -1,4 +1,4 @@
-"""What is counted as a product, against counts by hand, and who is warned."""
+"""Tests the products that are counted against counts by hand, and the cases that are warned of."""
 
 import functools as ft
 import warnings
@@ -41,14 +41,14 @@ def gradient(call=mpx.filter_grad, **options):
 POINTS = normal(1, (BATCH, 2))
 
 
-# --- What is counted ------------------------------------------------------------------------------
+# --- Products that are counted --------------------------------------------------------------------
 
 
 @pytest.mark.slow
 def test_forward_and_backward_of_a_network_by_hand():
     report = mpx.precision_report(eqx.filter_grad(loss))(network(), POINTS)
-    # Weight gradients repeat the forward work, and so do cotangents of what enters each layer but
-    # the first.
+    # Weight gradients repeat the forward work. So do the cotangents of the inputs of each layer
+    # except the first.
     flops = 2 * FIRST + 3 * HIDDEN + 3 * LAST
     assert report.by_dtype() == {"float32": (4 + 4 + 3, flops)}
     assert (report.flops, report.half_share) == (flops, 0.0)
@@ -99,7 +99,7 @@ def test_inside_of_everything_as_often_as_it_runs():
         "static loop": (lambda x: lax.fori_loop(0, 7, lambda _, c: c @ c, x), 7),
         "checkpoint": (jax.checkpoint(product), 1),
         "value and gradient": (jax.value_and_grad(lambda x: jax.checkpoint(product)(x).sum()), 3),
-        # The value of a sum of products is not needed for that, and the compiler drops it.
+        # The gradient does not need the value of a sum of products, and the compiler drops it.
         "gradient": (jax.grad(lambda x: jax.checkpoint(product)(x).sum()), 2),
         "one of two results": (lambda x: jax.jit(lambda x: (x @ x, x @ x @ x))(x)[0], 1),
         "custom_vjp": (custom, 1),
@@ -119,7 +119,7 @@ def test_inside_of_everything_as_often_as_it_runs():
     assert len(report.loops) == 1
     assert report.loops[0].startswith(__file__)
     assert "unknown length" in str(report)
-    # JAX traces the solver in a trace of its own.
+    # JAX traces the solver in a separate trace.
     solve = lambda b: jax.scipy.sparse.linalg.cg(jnp.eye(4), b)[0]
     [line] = mpx.precision_report(solve)(x[0]).loops
     assert line.rpartition(":")[0] == __file__
@@ -129,7 +129,7 @@ def test_groups_and_batches_by_hand():
     conv = ft.partial(lax.conv_general_dilated, window_strides=(1,), padding="VALID")
     grouped = lambda x, w: lax.ragged_dot(x, w, jnp.array([1, 2, 3]))
 
-    # Of the weights, each group has a product of its own rows.
+    # For the weights, each group has a product of its own rows.
     def back(x, w):
         out, pull = jax.vjp(grouped, x, w)
         return out, pull(jnp.ones((6, 5)))
@@ -145,8 +145,8 @@ def test_groups_and_batches_by_hand():
 
 @pytest.mark.parametrize("other", ["complex64", "float32"])
 def test_the_share_is_of_all_floating_point_work(other):
-    """Complex products count as four real ones, whatever they are made of: plain, convolutions, in
-    a loop, under vmap, and in a gradient."""
+    """Complex products count as four real ones: plain ones, convolutions, in a loop, under vmap,
+    and in a gradient."""
     half = jnp.ones((4, 4), "float16")
     x = jnp.ones((4, 4), other)
     parts = 4 if other == "complex64" else 1
@@ -202,7 +202,7 @@ TF32 = lax.DotAlgorithmPreset.TF32_TF32_F32
 
 @pytest.mark.parametrize(
     ("precision", "marked"),
-    [(None, True), ("high", True), ("highest", False), (TF32, False)],  # the last by its name
+    [(None, True), ("high", True), ("highest", False), (TF32, False)],  # with a name of its own
 )
 def test_float32_that_a_gpu_multiplies_in_tensorfloat32_is_marked(precision, marked):
     x, n = jnp.ones((4, 4)), 2 * 4**3
@@ -246,7 +246,7 @@ def test_derivatives_of_a_foreign_network_are_half_behind_the_first_layer():
     for network in (model, first_layer(model), first_layer(model, out_dtype="half")):
         report = mpx.precision_report(run)(network, POINTS)
         assert report.half_share > 0.9
-        # Where derivatives of a library's network are asked for.
+        # The line that requests derivatives of the library's network.
         assert {row.line for row in report.rows} == {f"{__file__}:{line + 2}"}
     own = mpx.nn.CoordinateMLP(2, "scalar", WIDTH, 2, key=jax.random.key(0))
     rows = mpx.precision_report(run)(own, POINTS).rows
@@ -272,7 +272,7 @@ def test_a_network_that_multiplies_in_float32_after_all(call):
     with pytest.warns(mpx.PrecisionWarning, match=r"asked for float16, but 0% of the work") as seen:
         run(model, POINTS)
     assert [w.filename for w in seen] == [__file__]
-    # Compiled, it says nothing more.
+    # The compiled function issues no further warning.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run(model, POINTS + 1)
@@ -285,7 +285,7 @@ def test_less_than_half_of_the_work():
         full = lambda m, i=i: m.layers[i]
         wrap = lambda layer: mpx.FullPrecision(layer, out_dtype="half")
         model = eqx.tree_at(full, model, replace_fn=wrap)
-        if i == 1:  # one of two large layers: not less than half with the small ones
+        if i == 1:  # one of two large layers leaves half or more of the work
             eqx.filter_eval_shape(gradient(), model, POINTS)
     with pytest.warns(mpx.PrecisionWarning, match=r"but \d% of the work"):
         eqx.filter_eval_shape(gradient(), model, POINTS)
@@ -293,7 +293,7 @@ def test_less_than_half_of_the_work():
 
 @pytest.mark.slow
 def test_values_in_full_are_not_held_against_half():
-    """With `forward=` a third of the work is in full as asked, and no wrapper can change that."""
+    """With `forward=` a third of the work is requested in full, and no wrapper can change that."""
 
     def loss(model, points):
         u = lambda p: jnp.reshape(model(p), ())
@@ -328,7 +328,7 @@ def test_what_asks_for_values_runs_as_it_would():
             w = w @ w
         return jnp.mean(w)
 
-    # Known inside of a `jit`, and outside of the batch of a `vmap` that is run step by step.
+    # The value is known inside of a `jit`, and outside of the batch of a `vmap` that runs eagerly.
     w = jnp.full((4, 4), 0.25)
     jitted = jax.jit(lambda w: mpx.filter_grad(powers, scaling)(w, steps)[2])(w)
     mapped = jax.vmap(lambda w: mpx.filter_grad(powers, scaling)(w, steps)[2])(w[None])[0]
@@ -342,19 +342,19 @@ def test_what_asks_for_values_runs_as_it_would():
 @pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_who_is_not_warned():
-    # Warnings are errors in this suite. They come when a program is traced.
+    # Warnings are errors in this suite. They are issued when a program is traced.
     full = first_layer(network())
     for options in (
         {"use_mixed_precision": False},
         {"policy": "float32"},
         {"autocast": True},
-        {"autocast": {"full": "dot_general"}},  # they say so
+        {"autocast": {"full": "dot_general"}},  # this names float32 itself
     ):
         eqx.filter_eval_shape(gradient(**options), full, POINTS)
     eqx.filter_eval_shape(gradient(), network(), POINTS)
     squares = lambda x: jnp.sum(x**2)
     eqx.filter_eval_shape(mpx.filter_grad(squares, mpx.DynamicLossScaling()), jnp.ones(3))
-    # Run step by step there is no program to look at.
+    # In eager mode there is no program to check.
     gradient(keep_full=(False, True))(full, POINTS)
 
 
@@ -377,7 +377,7 @@ CALLS = {
 
 @pytest.mark.parametrize("name", CALLS)
 def test_all_reports_name_the_same_line(name):
-    """The user's that called a layer of Equinox, be it in a trace of its own."""
+    """It is the user's line that calls a layer of Equinox, also in a trace of its own."""
     model, x = eqx.nn.MLP(4, 4, 8, 2, key=jax.random.key(0)), jnp.ones(4)
     call = CALLS[name]
     fun = lambda model, x: jnp.sum(call(model, x))

@@ -1,4 +1,4 @@
-"""Gram matrices by blocks of rows, and their factorization."""
+"""Tests Gram matrices by blocks of rows, and their factorization."""
 
 import jax
 import jax.numpy as jnp
@@ -17,8 +17,8 @@ def with_singular_values(rows, values, seed=0):
 
 
 def solver_of(jac, damping, precision, *, of=None, leading=None, steps=0, blocks=1, solver=None):
-    """Returns what solves with `Jᵀ J + damping`, after some steps towards the leading directions of
-    a Jacobian, by default of `jac`."""
+    """Returns a function that solves with `Jᵀ J + damping`, after `steps` towards the leading
+    directions of the Jacobian `of`, by default `jac`."""
     dtype = "float64" if precision == "float64" else "float32"
     if leading is None:
         leading = first_leading(jac.shape[1], precision != "float64")
@@ -47,11 +47,11 @@ def test_half_of_the_products_make_a_gram_matrix(columns):
 
 @pytest.mark.parametrize(
     ("precision", "error"),
-    # Roundings of 2^-24, 2^-17 or so, 2^-11 and 2^-8; of the sum of 50 random ones, some times it.
+    # Roundings of 2^-24, about 2^-17, 2^-11 and 2^-8, a few times as large in a sum of 50 terms.
     [("float32", 1e-6), ("bfloat16_x3", 1e-4), ("float16", 2e-3), ("bfloat16", 2e-2)],
 )
 def test_gram_matrices_are_multiplied_as_asked(precision, error):
-    """Also where their entries leave the range of float16."""
+    """The entries leave the range of float16."""
     x = np.random.default_rng(0).standard_normal((50, 20)).astype("float32") * 1e-7
     got = np.tril(Lower.gram(jnp.asarray(x), precision).matrix())
     want = np.tril(x.T.astype("float64") @ x)
@@ -64,8 +64,8 @@ def test_gram_matrices_are_multiplied_as_asked(precision, error):
 @pytest.mark.parametrize("solver", [None, "Cholesky", "QR"])
 @pytest.mark.parametrize("precision", ["float32", "float64"])
 def test_the_factorization_solves(precision, solver):
-    """Against NumPy in float64, at singular values from 1 to 1e-3 and a damping of 1e-6, by one
-    block and by four."""
+    """Compares with NumPy in float64, at singular values from 1 to 1e-3 and a damping of 1e-6, with
+    one block and with four."""
     if solver is not None:
         solver = getattr(pytest.importorskip("lineax"), solver)()
     with jax.enable_x64(precision == "float64"):
@@ -76,35 +76,35 @@ def test_the_factorization_solves(precision, solver):
                 want = np.linalg.solve(jac.T @ jac + 1e-6 * np.eye(5), b)
                 got = solve(jnp.asarray(b, precision))
                 assert got.dtype == precision
-                # The square of the condition: 5e5 times the rounding.
+                # The square of the condition is 5e5, times the rounding.
                 rtol = 1e-9 if precision == "float64" else 0.2
                 assert np.linalg.norm(got - want) < rtol * np.linalg.norm(want)
 
 
 @pytest.mark.slow
 def test_rounding_is_relative_to_what_the_leading_directions_leave():
-    """Singular values to 1e-5, whose squares are below the rounding of float32."""
+    """The singular values fall to 1e-5, whose square is below the rounding of float32."""
     spreads = []
     for seed in range(5):
         jac = with_singular_values(80, np.logspace(0, -5, 40), seed)
         plain = solver_of(jac, 1e-11, "float32", leading=unturned(40))
         both = plain, solver_of(jac, 1e-11, "float32", steps=3)
         spreads.append([preconditioned(jac, 1e-11, solve) for solve in both])
-    # 1e3 and, with much scatter, 40: a median, since it is rounding that is left.
+    # 1e3 and about 40. The median is compared, because rounding remains, with much scatter.
     plain, deflated = np.median(spreads, axis=0)
     assert plain > 500
     assert deflated < plain / 10
 
 
 def preconditioned(jac, damping, solve):
-    """The condition that is left, in float64."""
+    """Returns the condition that remains after preconditioning, in float64."""
     inverse = np.asarray(jax.vmap(solve)(jnp.eye(jac.shape[1])), "float64")
     values = np.linalg.eigvals(inverse @ (jac.T @ jac + damping * np.eye(jac.shape[1]))).real
     return values.max() / np.abs(values).min()
 
 
 def test_a_matrix_that_rounding_makes_indefinite_is_shifted():
-    """Two columns that are nearly the same."""
+    """All columns are equal."""
     x = np.random.default_rng(0).standard_normal((300, 1)).astype("float32")
     jac = np.concatenate([x] * 30, axis=1)
     solve = solver_of(jac, 1e-30, "float32", leading=unturned(30))
@@ -113,8 +113,8 @@ def test_a_matrix_that_rounding_makes_indefinite_is_shifted():
 
 @pytest.mark.parametrize(("precision", "error"), [("bfloat16_x3", 1e-3), ("bfloat16", 0.3)])
 def test_a_wide_matrix_is_factorized_by_narrow_products(precision, error, monkeypatch):
-    """In panels that end behind it. The errors are those of a Gram matrix in that precision, 2^-17
-    or so and 2^-8, times its condition of a hundred."""
+    """The panels end behind the matrix. The errors are those of a Gram matrix in that precision,
+    about 2^-17 and 2^-8, times its condition of a hundred."""
     monkeypatch.setattr(_gram, "_WIDE", 100)
     jac = with_singular_values(300, np.geomspace(1, 0.1, 200))
     b = np.random.default_rng(1).standard_normal(200)
@@ -135,9 +135,9 @@ def test_a_factor_by_steps_is_that_of_cholesky():
 @pytest.mark.slow
 @pytest.mark.parametrize(("turned", "damping"), [(0.0, 1e-14), (1e-2, 1e-11)])
 def test_a_float32_gram_matrix_solves_in_float64(turned, damping):
-    """In 9 iterations, at a condition of 1e7, by directions of a Jacobian whose singular vectors
-    are those or `turned`, as from step to step. Applied in float32 along leading directions the
-    factorization takes 21; turned, with what couples them in float32, 25."""
+    """It takes 9 iterations at a condition of 1e7. The leading directions are those of a Jacobian
+    with these singular vectors or `turned` ones, as from step to step. A factorization applied in
+    float32 along them takes 21; with `turned` and their coupling in float32 it takes 25."""
     values = np.append(np.logspace(0, -6, 50), np.full(150, 1e-8))
     if not turned:
         values = np.append(np.logspace(0, -4, 50), np.logspace(-5, -7, 150))
@@ -160,13 +160,13 @@ def test_a_float32_gram_matrix_solves_in_float64(turned, damping):
     part = values / np.sqrt(values**2 + damping)
     off = (right @ np.asarray(x)) * values / part - part * (left.T @ b)
     assert iterations <= 12
-    # The part of the decrease that is asked for.
+    # The requested share of the decrease.
     assert np.sum(off**2) < 1e-9 * np.sum((part * (left.T @ b)) ** 2)
 
 
 @pytest.mark.parametrize("damping", [1e-14, 1e-9])
 def test_more_leading_directions_than_rows_are_factorized(damping):
-    """The rest that they leave is rounding, of either sign."""
+    """The rest without the leading directions is rounding, of either sign."""
     jac = np.random.default_rng(0).standard_normal((5, 400))
     solve = solver_of(jac, damping, "float32")
     assert np.isfinite(solve(jnp.asarray(jac.sum(axis=0), "float32"))).all()

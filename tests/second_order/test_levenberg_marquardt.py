@@ -1,4 +1,4 @@
-"""Levenberg–Marquardt steps."""
+"""Tests Levenberg–Marquardt steps."""
 
 import dataclasses
 import importlib
@@ -24,7 +24,7 @@ def first_step(optimizer, model, batch):
 
 def updated(optimizer, *args):
     out = eqx.filter_jit(optimizer.update)(*args)
-    jax.effects_barrier()  # warnings
+    jax.effects_barrier()  # waits for warnings
     return out
 
 
@@ -43,7 +43,7 @@ def linear(w, example):
     ],
 )
 def test_a_linear_problem_is_solved_at_once(forward, solver):
-    """Against NumPy, in one step of a damping that is next to nothing."""
+    """Compares one step of a negligible damping with NumPy."""
     solver = solver and getattr(pytest.importorskip("lineax"), solver)()
     with jax.enable_x64(forward == "float64"):
         rng = np.random.default_rng(0)
@@ -53,18 +53,18 @@ def test_a_linear_problem_is_solved_at_once(forward, solver):
         batch = (jnp.asarray(a), jnp.asarray(b))
         w, state = first_step(optimizer, jnp.zeros(6, forward), batch)
         want, rest, *_ = np.linalg.lstsq(a.astype("float64"), b.astype("float64"))
-        # Rounding of the solve, at a condition of 3.
+        # Rounding of the solve at a condition of 3.
         rtol = {"float32": 1e-5, "float64": 1e-10}[forward]
         np.testing.assert_allclose(w, want, rtol=rtol)
         np.testing.assert_allclose(state.loss, rest[0] / 30, rtol=rtol)
         assert state.taken
         assert (state.steps, state.rejected) == (1, 0)
-        # What is left to solve for is rounding, of which no warning speaks.
+        # Only rounding is left to solve for, and there is no warning of it.
         assert optimizer.update(w, state, batch)[1].iterations <= 1
 
 
 def test_what_the_product_of_jacobians_loses_is_found():
-    """A singular value of 1e-4, whose square is below the rounding of float32."""
+    """The square of the singular value 1e-4 is below the rounding of float32."""
     jac = jnp.array([[1.0, 1.0], [1e-4, 0.0], [0.0, 1e-4]])
     batch = ((jac, jnp.array([0.0, 1e-4, -1e-4])),)
     w, state, _ = run(mpx.LevenbergMarquardt(linear, damping=1e-14), jnp.zeros(2), batch, 3)
@@ -74,7 +74,7 @@ def test_what_the_product_of_jacobians_loses_is_found():
 
 @pytest.mark.parametrize("jacobian", [pytest.param("float32", marks=pytest.mark.slow), "float64"])
 def test_blocks_of_points_take_the_same_step(jacobian, monkeypatch):
-    """Also where a block is not full, and residuals have different numbers of examples."""
+    """One block is not full, and the residuals have different numbers of examples."""
     with jax.enable_x64(True):
         model = eqx.nn.MLP(1, 1, 8, 2, jnp.tanh, key=jax.random.key(0), dtype="float64")
         options = {"forward": "float64", "jacobian": jacobian, "damping": 1.0}
@@ -86,17 +86,17 @@ def test_blocks_of_points_take_the_same_step(jacobian, monkeypatch):
             monkeypatch.setattr(implementation, "_ROWS", rows)
             return first_step(optimizer, model, (POINTS.astype("float64"), ends))
 
-        one, several = step(1024), step(10)  # 26 rows: in three blocks
+        one, several = step(1024), step(10)  # 26 rows in three blocks
         assert one[1].taken
         flat = lambda tree: ravel_pytree(eqx.filter(tree, eqx.is_inexact_array))[0]
-        # Of a float32 factorization, behind a conjugate gradient; of a float64 one, rounding.
+        # A float32 factorization and a conjugate gradient differ by more than float64 rounding.
         rtol = {"float32": 1e-5, "float64": 1e-9}[jacobian]
         np.testing.assert_allclose(flat(several[0]), flat(one[0]), rtol=rtol, atol=rtol)
         np.testing.assert_allclose(several[1].loss, one[1].loss, rtol=rtol)
 
 
 def test_one_example_is_not_taken_several_times():
-    """However many entries its residual has: a block has at least one example."""
+    """A block has at least one example, however many entries its residual has."""
     optimizer = mpx.LevenbergMarquardt(lambda w, x: w[0] * x)
     blocks, weights = optimizer._blocks((jnp.ones((1, 3000)),), 3000, 2000)
     assert [x.shape for x in (*blocks, *weights)] == [(1, 1, 3000), (1, 1)]
@@ -116,7 +116,7 @@ def test_a_residual_may_be_empty_and_a_batch_named():
 
 @pytest.mark.slow
 def test_the_jacobian_is_never_whole():
-    """30,000 points and 5,000 parameters: in half of them a float64 Jacobian has 1.2 GB."""
+    """A float64 Jacobian of 30,000 points and 5,000 parameters takes 1.2 GB."""
     with jax.enable_x64(True):
         model = eqx.nn.MLP(1, "scalar", 48, 3, jnp.tanh, key=jax.random.key(0), dtype="float64")
         residual = lambda model, x: model(x) - x[0]
@@ -131,7 +131,7 @@ def test_the_jacobian_is_never_whole():
 
 
 def test_a_jacobian_that_is_too_narrow_is_told():
-    """A float16 Jacobian of columns that differ by less than its rounding, and one iteration."""
+    """The columns of a float16 Jacobian differ by less than its rounding, with one iteration."""
     optimizer = mpx.LevenbergMarquardt(
         lambda w, x: jnp.sin(x * w[0]) + jnp.sin(1.001 * x * w[1]) - x,
         jacobian="float16",
@@ -154,7 +154,7 @@ def test_a_float32_jacobian_of_a_float64_residual_is_no_tf32():
     products = [e for e in equations(jaxpr) if "dot_general" in e.primitive.name]
     full = [e for e in products if e.invars[0].aval.dtype == jnp.float32]
     assert full
-    mixed = [e for e in full if e.primitive.name == "mixed_dot_general"]  # no TF32 in float32
+    mixed = [e for e in full if e.primitive.name == "mixed_dot_general"]  # float32 without TF32
     assert mixed
     assert {e.params["dtype"] for e in mixed} == {jnp.dtype("float32")}
     plain = {e.params["precision"] for e in full if e not in mixed}
@@ -170,7 +170,7 @@ def test_the_step_follows_the_bend_of_the_residual():
         w, state = first_step(optimizer, jnp.zeros(1), jnp.array([0.1]))
         assert state.taken
         after[acceleration] = float(w[0])
-    # To the damping, 1e-6, and rounding.
+    # Up to the damping, 1e-6, and rounding.
     np.testing.assert_allclose(after[0.0], 0.1, rtol=1e-5)
     np.testing.assert_allclose(after[0.75], 0.1 - 0.005, rtol=1e-5)
 
@@ -213,7 +213,7 @@ def test_a_step_that_is_not_finite_changes_nothing():
 
 @pytest.mark.parametrize("target", [1.0, np.nan])
 def test_examples_that_nothing_can_be_learnt_from_do_not_hinder_the_next(target):
-    """Damping rises no further where a step is below rounding: more makes it no better."""
+    """The damping does not rise after a step below rounding, because more would not help."""
     optimizer = mpx.LevenbergMarquardt(lambda w, x: w * x[0] - x[1])
     t, w = jnp.linspace(0.0, 1.0, 8), jnp.array(1.0)
     state = optimizer.init(w)
@@ -222,8 +222,8 @@ def test_examples_that_nothing_can_be_learnt_from_do_not_hinder_the_next(target)
         w, state = step(w, state, ((t, target * t),))
     for _ in range(20):
         w, state = step(w, state, ((t, 3 * t),))
-    assert abs(w - 3) < 1e-6  # a rounding of float32 or two
-    assert w.weak_type  # as it was
+    assert abs(w - 3) < 1e-6  # one or two roundings of float32
+    assert w.weak_type  # as before
 
 
 @pytest.mark.parametrize("jacobian", ["float32", "float64"])
@@ -236,7 +236,7 @@ def test_what_no_residual_depends_on_stays(jacobian):
         after, state = first_step(optimizer, w, examples)
         assert state.taken
         assert tree_equal_bits(after["unused"], w["unused"])
-        # Orbax saves no array without entries.
+        # Orbax does not save empty arrays.
         assert all(x.size for x in jtu.tree_leaves(state))
 
 
@@ -260,7 +260,7 @@ TOLD_LATE = pytest.param(
 @pytest.mark.slow
 @pytest.mark.parametrize("jacobian", ["float32", TOLD_LATE, "float16"])
 def test_a_network_is_trained_below_the_rounding_of_half(jacobian):
-    """With any Jacobian as far as in float32 (4e-4 to 9e-4 after these steps, and falling)."""
+    """Any Jacobian reaches the error of float32 (4e-4 to 9e-4 after these steps, and falling)."""
     model = mpx.nn.CoordinateMLP(1, 1, 8, 2, key=jax.random.key(0))
     optimizer = mpx.LevenbergMarquardt((interior, boundary), jacobian=jacobian)
     model, state, _ = run(optimizer, model, (POINTS, jnp.array([[-1.0], [1.0]])), 60)
@@ -297,13 +297,13 @@ def test_a_float16_jacobian_that_always_overflows_is_told():
     with pytest.warns(mpx.PrecisionWarning, match="overflows by the smallest loss scale"):
         after, new = updated(optimizer, model, state, POINTS)
     assert tree_equal_bits(after, model)
-    assert jnp.isfinite(new.loss)  # that of the residual is known
+    assert jnp.isfinite(new.loss)  # the loss of the residual is known
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "depth", "warns"), [(8, 1, True), (22, 2, False)])
 def test_a_half_jacobian_that_is_hardly_one_is_told(width, depth, warns):
-    """The first layer stays in float32, and so do the values."""
+    """The first layer and the values stay in float32."""
     options = {"fourier_features": (8, 1.0) if warns else None, "key": jax.random.key(0)}
     model = mpx.nn.CoordinateMLP(1, 1, width, depth, **options)
     residual = lambda model, x: model(x)[0] - x[0] ** 2
@@ -335,7 +335,7 @@ def test_a_residual_of_all_examples():
 
 @pytest.mark.slow
 def test_the_example_converges_and_draws_its_error(tmp_path):
-    """Reaction, a sixth of the steps: twice the error that was measured there, 4.4e-4."""
+    """Trains on reaction with a sixth of the steps, to twice the measured error of 4.4e-4."""
     out = tmp_path / "error.png"
     result = importlib.import_module("second_order").main("reaction", steps=48, plot=out)
     assert result.error < 1e-3
