@@ -30,7 +30,7 @@ _WIDE, _STEPS = 4096, 32
 Gram matrix of a narrow Jacobian is factorized in `_STEPS` steps by split products."""
 
 _SURE = 1e-4
-"""Factor on a tolerance that the preconditioner judges, because it may not see all that is left."""
+"""The factor on `close` for estimates by the preconditioner, which may not see all that is left."""
 
 _Product = Callable[[Float[Array, " _"]], Float[Array, " _"]]
 

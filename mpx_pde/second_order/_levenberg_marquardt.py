@@ -100,14 +100,14 @@ class LevenbergMarquardt(eqx.Module):
     first, and the rest has a Gram matrix of its own. The state updates the directions at each step.
 
     The residual of a network bends long before such a step ends. So half of an acceleration is
-    added to the step, unless it is too large (Transtrum and Sethna, *Improvements to the
-    Levenberg-Marquardt algorithm*, arXiv 1201.5885). It solves the same system for the second
-    derivative of the residual along `v`. The step is taken only if the loss falls. Otherwise the
-    damping rises, and up to three more are tried with the same Gram matrix. If none is taken, or
-    anything is not finite, the model is returned bit-identical. The damping does not rise if a step
-    changes nothing, or if the residual or Jacobian is not finite, because the next examples may
-    need less. It follows the ratio of the decrease to the one that the linear model predicted
-    (Nielsen, *Damping parameter in Marquardt's method*, 1999).
+    added to the step, unless it is too large. The acceleration solves the same system for the
+    second derivative of the residual along `v` (Transtrum and Sethna, *Improvements to the
+    Levenberg-Marquardt algorithm*, arXiv 1201.5885). The step is taken only if the loss falls.
+    Otherwise the damping rises, and up to three more are tried with the same Gram matrix. If none
+    is taken, or anything is not finite, the model is returned bit-identical. The damping does not
+    rise if a step changes nothing, or if the residual or Jacobian is not finite, because the next
+    examples may need less. The damping follows the ratio of the decrease to the one that the linear
+    model predicted (Nielsen, *Damping parameter in Marquardt's method*, 1999).
 
     A step takes `residuals × parameters²` operations and the memory of a few matrices of
     `parameters²` entries, so this is for up to a few thousand parameters.
@@ -166,8 +166,8 @@ class LevenbergMarquardt(eqx.Module):
             Jacobian.
         - `damping`: the first damping, relative to the largest squared norm of a Jacobian column.
         - `min_damping`, `max_damping`: the bounds of the damping, relative to the same norm.
-        - `acceleration`: half of an acceleration is added if it is at most this long, relative to
-            the step. It takes the second derivative of the residuals in forward mode. 0 omits it.
+        - `acceleration`: the largest length, relative to the step, at which half of an acceleration
+            is added. It takes the second derivative of the residuals in forward mode. 0 omits it.
         - `refinements`: the largest number of conjugate gradient iterations that solve for a step,
             unless the Jacobian is float64. Each takes a product with the Jacobian in full and one
             with its transpose. The state has their number; a `PrecisionWarning` says when they did
