@@ -1,4 +1,4 @@
-"""Trains from the last checkpoint on and saves after each step; `test_checkpoint.py` kills it.
+"""Trains from the last checkpoint on and saves after each step. `test_checkpoint.py` kills it.
 
     python tests/training/kill_and_resume.py FOLDER LIBRARY
 
@@ -27,7 +27,7 @@ STEPS = 60
 
 @ft.cache
 def guide() -> dict:
-    """The functions that save and restore, as the guide defines them."""
+    """Returns the functions that save and restore, as the guide defines them."""
     names = {}
     for _, source in blocks(ROOT / "docs" / "many-gpus.md", "python"):
         if "def save" in source:
@@ -82,7 +82,7 @@ def main(folder: Path, library: str) -> None:
             elif library == "equinox":
                 guide()["save"](path, state)
             print(int(state["step"]), flush=True)
-    # The scales moved, so that losing them would show.
+    # The scales have changed, so that losing them would show.
     assert state["scaling"].skipped_steps > 0
     assert any(state["scaling"].derivatives.scales != first["scaling"].derivatives.scales)
     guide()["save"](folder / "end", state)

@@ -1,4 +1,4 @@
-"""Accumulated gradients are those of the whole batch, with one scale and one decision."""
+"""Tests that accumulated gradients match the whole batch, with one scale and one decision."""
 
 import re
 from typing import Any
@@ -16,7 +16,7 @@ import mpx_pde as mpx
 
 
 def mean_product(w, x):
-    """Its gradient in `w` is the mean of `x` over the batch."""
+    """Returns a value whose gradient in `w` is the mean of `x` over the batch."""
     return jnp.mean(jnp.sum(w[None] * x, axis=1))
 
 
@@ -26,12 +26,12 @@ def accumulated(*args, **kwargs):
 
 @pytest.mark.slow
 def test_the_sum_is_taken_in_float32():
-    """512 gradients of 1 + 2^-10, and one of 2^-10 fewer: float16 would round the sum."""
+    """Sums 512 gradients of 1 + 2^-10. float16 would round the sum."""
     x = jnp.full((512, 1), 1.0 + 2.0**-10)
     _, _, finite, grads = accumulated(mean_product, scaler(0), 512)(jnp.ones(1), x)
     assert finite
     assert tree_equal_bits(grads, jnp.array([1.0 + 2.0**-10]))
-    # Parameters in half: summed in float32, handed back in half.
+    # Gradients of half parameters are summed in float32 and returned in half.
     x = jnp.ones((4096, 1))
     for dtype in HALVES:
         _, _, finite, grads = accumulated(mean_product, scaler(0), 4096)(jnp.ones(1, dtype), x)
@@ -49,7 +49,7 @@ def test_one_scale_one_flag_one_adjustment(period):
     value, adjusted, finite, grads = accumulated(mean_product, scaling, 4)(jnp.ones(1), x)
     assert finite.shape == ()
     assert finite
-    # Not by the adjusted scale; and the scale grew once, not four times.
+    # The adjusted scale is not used, and the scale grew once, not four times.
     assert tree_equal_bits((value, grads), (jnp.float32(2.125), jnp.array([2.125])))
     assert adjusted.loss_scaling == 2.0 ** (4 + (period == 1))
     assert adjusted.counter == (0 if period == 1 else 1)
@@ -71,7 +71,7 @@ def test_an_overflow_in_one_micro_batch_skips_the_window():
 
 
 def splits(in_axes: Any, *args, micro_batches=2, **kwargs):
-    """What the function gets of each argument, micro-batch by micro-batch."""
+    """Returns the arguments that the function receives, stacked by micro-batches."""
 
     def loss(w, *args, **kwargs):
         aux = jtu.tree_map(lambda x: x if eqx.is_array(x) else None, (args, kwargs))
@@ -115,19 +115,19 @@ def test_each_device_has_its_part_of_every_micro_batch(kind):
     here = eqx.filter_shard(model, whole), jax.device_put(x, rows)
     compiled = eqx.filter_jit(accumulated).lower(*here).compile()
     program = compiled.compiled.as_text()
-    # A micro-batch of 16 is 4 rows a device.
+    # A micro-batch of 16 has 4 rows on each device.
     assert "f32[4,24]" in program
     assert "f32[16,24]" not in program
     assert not re.search("all-gather|all-to-all|collective-permute", program)
     value, _, finite, grads = compiled(*here)
     assert finite
-    # Sums over devices in another order, and roundings to float16 that this flips.
+    # Sums over devices are in another order, which changes some roundings to float16.
     for got, true in zip(jax.tree.leaves((value, grads)), jax.tree.leaves(want[::3]), strict=True):
         np.testing.assert_allclose(got, true, rtol=2e-3, atol=2e-5)
 
 
 def test_a_micro_batch_of_fewer_examples_than_devices():
-    """On a mesh with explicit axes, which divide nothing unevenly, they are on all devices."""
+    """A mesh with explicit axes divides nothing unevenly, so they are on all devices."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(AxisType.Explicit,))
     put = lambda x: jax.device_put(x, NamedSharding(mesh, P("data")))
     x, keys = jnp.arange(24.0).reshape(12, 2), jax.random.split(jax.random.key(0), 12)
@@ -155,7 +155,7 @@ def test_keys_scalars_states_and_keywords_are_passed_whole():
     assert tree_equal_bits(numpy_out, jnp.arange(4.0).reshape(2, 2).T)
     assert none is None
     assert tree_equal_bits(kwargs, {"c": jnp.ones((2, 3))})
-    old = jax.random.PRNGKey(0)  # beside a longer batch; else it may be one
+    old = jax.random.PRNGKey(0)  # beside a longer batch; otherwise it may be a batch
     (_, beside), _ = splits(0, jnp.ones((4, 2)), old)
     assert tree_equal_bits(beside, jnp.stack([old, old]))
     (_, alone), _ = splits(0, jnp.ones((2, 2)), old)
@@ -163,7 +163,7 @@ def test_keys_scalars_states_and_keywords_are_passed_whole():
 
 
 def test_a_batch_by_keyword_is_told_where_no_shape_tells():
-    """Micro-batches of one example broadcast against all targets; what is meant is left alone."""
+    """Micro-batches of one example broadcast against all targets. Intended cases do not warn."""
     loss = lambda w, x, y=None, **whole: jnp.mean((x @ w[:, None] - y) ** 2)
     w, x, y = jnp.ones(2), jnp.ones((4, 2)), jnp.ones((4, 1))
     of_ones = mpx.filter_accumulated_value_and_grad(loss, mpx.NoOpLossScaling(), 4)
@@ -190,6 +190,6 @@ def test_aux_is_stacked_and_in_the_output_dtype():
         assert value == 2.5
         assert tree_equal_bits(aux["max"], jnp.array([3.0, 4.0, 5.0], dtype))
         assert tree_equal_bits(aux["n"], jnp.array([2, 2, 2]))
-        # As without accumulation.
+        # The same as without accumulation.
         assert aux["static"] == (None, "text", jnp.tanh, 2, 1.5)
         assert tree_equal_bits(aux["x"], [x.reshape(2, 3, 1).swapaxes(0, 1).astype(dtype)])

@@ -1,4 +1,4 @@
-"""Advice on the precision of a loss: what it says is so."""
+"""Tests that the advice on the precision of a loss is correct."""
 
 import equinox as eqx
 import jax
@@ -38,7 +38,7 @@ def test_it_tells_the_error_of_each_gradient(advice):
     for row in advice.rows:
         run = mpx.filter_grad(fit, row.scaling, **row.options)
         *_, grads = eqx.filter_jit(run)(network(), X)
-        # XLA adds in another order.
+        # XLA sums in another order.
         assert row.error == pytest.approx(relative(grads, want), rel=0.02, abs=1e-6)
         assert row.finite
         assert row.failed is None
@@ -70,7 +70,7 @@ def test_memory_is_that_of_the_program_and_grows_with_the_batch(advice):
 
     assert row.memory == pytest.approx(needs(16), rel=0.1)
     assert row.memory_per_example == pytest.approx((needs(16) - needs(8)) / 8, rel=0.2)
-    # So too for a batch in NumPy, and for one on a mesh with explicit axes.
+    # The same holds for a batch in NumPy, and for one on a mesh with explicit axes.
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Explicit,))
     whole = eqx.filter_shard(network(), NamedSharding(mesh, P()))
     sharded = jax.device_put(X, NamedSharding(mesh, P("data")))

@@ -1,4 +1,4 @@
-"""What is rounded in a training, what is not, and the model that a training has seen."""
+"""Tests the values that training rounds and keeps, and the model that a training has seen."""
 
 import equinox as eqx
 import jax
@@ -22,7 +22,7 @@ class Inverse(eqx.Module):
 
 
 class Features(eqx.Module):
-    """Random Fourier features of a network that knows nothing of this library."""
+    """Random Fourier features of a network that does not use this library."""
 
     matrix: jax.Array
 
@@ -62,7 +62,7 @@ def test_it_is_the_model_that_the_loss_has_seen():
 def test_what_a_step_keeps_is_kept():
     model = inverse()
     trained = mpx.as_trained(model)
-    # Frozen features, the first layer and the coefficient.
+    # A step keeps frozen features, the first layer and the coefficient.
     assert same(trained.network.embedding.frequencies, model.network.embedding.frequencies)
     assert same(trained.network.first.weight, model.network.first.weight)
     assert trained.viscosity.value == jnp.float32(0.1)
@@ -80,7 +80,7 @@ HOW = {"cast": {}, "forward": {"forward": "float32"}, "autocast": {"autocast": T
 @pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_frozen_features_are_never_rounded(how):
-    """Those of a `CoordinateMLP`, and of others in `FullPrecision`: 2049 is no float16."""
+    """Tests features of a `CoordinateMLP` and others in `FullPrecision`. 2049 is no float16."""
     features = mpx.FullPrecision(Features(jnp.array([[2049.0, 0.0]])))
     options = {"keep_full": (False, True), **HOW[how]}
 

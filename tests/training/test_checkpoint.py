@@ -1,4 +1,4 @@
-"""The functions of the guide that save and restore: killed runs, half-written files, other meshes
+"""Tests the guide's functions that save and restore: killed runs, half-written files, other meshes
 and other options."""
 
 import itertools
@@ -65,14 +65,14 @@ def test_a_save_that_fails_leaves_the_last_checkpoint(tmp_path):
     path = tmp_path / "run"
     guide()["save"](path, state())
     before = path.read_bytes()
-    with pytest.raises(RuntimeError):  # Equinox fails at the key, with the model written
+    with pytest.raises(RuntimeError):  # Equinox fails at the key, after it has written the model
         guide()["save"](path, {"model": state()["model"], "typed": jax.random.key(0)})
     assert path.read_bytes() == before
     assert tree_equal_bits(guide()["restore"](path, state(seed=1)), state())
 
 
 def spread(tree, devices):
-    """Arrays of some size split over the devices, the others copied."""
+    """Splits arrays over the devices if their first axis allows it, and copies the others."""
     mesh = Mesh(np.array(jax.devices()[:devices]), ("i",), axis_types=(AxisType.Auto,))
 
     def leaf(x):
@@ -92,7 +92,7 @@ def test_orbax_restores_on_another_mesh(tmp_path):
 
 
 def life(folder, library, steps=None, pause=0.0):
-    """Trains in a process of its own, which is killed `pause` seconds after so many steps; returns
+    """Trains in a separate process, which is killed `pause` seconds after so many steps. Returns
     the step at which it started."""
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
     env["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
@@ -111,7 +111,7 @@ def life(folder, library, steps=None, pause=0.0):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The last state of a run that saves and restores nothing."""
+    """Returns the folder with the last state of a run that saves and restores nothing."""
     folder = tmp_path_factory.mktemp("runs")
     life(folder, "none")
     return folder
@@ -125,5 +125,5 @@ def test_a_killed_run_ends_as_if_it_had_not_been(library, whole):
     starts = [life(whole, library, 4, 0.01 * draw.random()) for _ in range(2)]
     starts.append(life(whole, library))
     assert starts[0] == 0
-    assert starts == sorted(set(starts))  # each went on from a checkpoint of the one before
+    assert starts == sorted(set(starts))  # each run continued from a checkpoint of the one before
     assert (whole / library / "end").read_bytes() == (whole / "none" / "end").read_bytes()

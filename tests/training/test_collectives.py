@@ -1,5 +1,5 @@
-"""Between devices: means in float32 by default, in half without overflow; parameters gathered in
-half."""
+"""Tests means over devices, in float32 by default and in half without overflow, and parameters that
+are gathered in half."""
 
 import re
 
@@ -22,7 +22,7 @@ def mesh():
 
 
 def mean(tree, dtype):
-    """`all_reduce_mean` of a tree whose arrays have a leading axis of devices."""
+    """Applies `all_reduce_mean` to a tree whose arrays have a leading axis of devices."""
 
     def local(tree):
         own = jax.tree.map(lambda x: x[0] if isinstance(x, jax.Array) else x, tree)
@@ -37,15 +37,15 @@ def gradients(size=1.0, dtype="float32"):
     return {"w": draw(16, 4), "b": draw(4), "none": None, "n": draw()}
 
 
-# Far outside of float16's range in both directions, and of what eight entries may sum to.
+# Sizes far outside of float16's range in both directions, and beyond it in a sum of eight entries.
 SIZES = (1e-30, 1e-6, 1.0, 6e4, 1e30)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, *HALVES])
 def test_is_the_mean(dtype):
-    """Also of complex numbers of which one part is far smaller than the other, which a common
-    scale would flush to zero."""
+    """Complex numbers may have one part far smaller than the other. A common scale would flush it
+    to zero."""
     rng = np.random.default_rng(1)
     draw = lambda size: size * rng.standard_normal((DEVICES, 6))
     sizes = [(1.0, 1.0), (1e-20, 1.0), (1.0, 1e-20), (1e30, 1e30)]
@@ -66,7 +66,7 @@ def test_is_the_mean(dtype):
 @pytest.mark.parametrize("own", [False, True])
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_gradients_that_jax_has_summed_are_no_gradients_of_one_device(own, check_vma):
-    """Of parameters that are the same on all devices: eight times the mean."""
+    """JAX sums gradients of parameters that are the same on all devices: eight times the mean."""
     params, x = {"w": jnp.ones(4), "unused": jnp.ones(2)}, jnp.arange(32.0).reshape(DEVICES, 4)
     loss = lambda params, x: jnp.mean(x @ params["w"]) / 4
 
@@ -93,21 +93,21 @@ def test_zeros_the_largest_and_what_is_not_finite(dtype):
     largest = float(jnp.finfo("float32").max) / 2  # rounds up to 2^127, and 2^128 is infinite
     x = jnp.ones((DEVICES, 3))
     trees = {"zeros": 0 * x, "nan": x.at[2, 1].set(np.nan), "inf": (1e30 * x).at[2, 1].set(np.inf)}
-    # Whose sum is beyond float32.
+    # The sum is beyond float32.
     trees["largest"] = largest * x if dtype else x
     means = jax.jit(lambda t: mean(t, dtype))(trees)
     np.testing.assert_array_equal(means["zeros"], jnp.zeros(3))
     for bad in ("nan", "inf"):
         np.testing.assert_array_equal(jnp.isfinite(means[bad]), [True, False, True])
     rtol = float(jnp.finfo(dtype or "float32").eps)
-    # It harms no other entry.
+    # Other entries are unaffected.
     np.testing.assert_allclose(means["inf"][::2], 1e30, rtol=rtol)
     np.testing.assert_allclose(means["largest"], largest if dtype else 1.0, rtol=rtol)
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_half_gradients_are_summed_in_float32_by_default(dtype):
-    # In half, 2048 + 1 is 2048 already (float16).
+    # In float16, 2048 + 1 is 2048.
     x = jnp.ones((DEVICES, 1), dtype).at[0].set(2048)
     out = mean(x, None)
     assert out.dtype == dtype
@@ -160,7 +160,7 @@ class TestGatherParameters:
         grad_fn, model, x = self.gradients(gather=True)
         text = grad_fn.lower(model, x).compile().compiled.as_text()
         sent = re.findall(r"= (\w+\[[\d,]*\])\S* all-gather", text)
-        # Two matrices; first layer, which is kept full, and vectors as they are.
+        # Two matrices in half; the first layer, which is kept full, and vectors in float32.
         assert sorted(sent) == ["f16[16,16]", "f16[16,4]", "f32[16]", "f32[16]", "f32[2,16]"]
 
     def test_nothing_changes_but_the_order_of_sums(self):
@@ -169,11 +169,11 @@ class TestGatherParameters:
         reference = self.gradients(gather=False)[0](model, x)
         for g, r in zip(jax.tree.leaves(grads), jax.tree.leaves(reference), strict=True):
             assert g.dtype == r.dtype == jnp.float32
-            # Summed over devices in float32: no rounding of a sum to float16.
+            # The sum over devices is in float32 and not rounded to float16.
             np.testing.assert_allclose(g, r, rtol=2.0**-16, atol=2.0**-16 * jnp.max(jnp.abs(r)))
 
     def test_on_explicit_axes(self):
-        """`jax.make_mesh` makes such; a gradient lies where its parameter does."""
+        """`jax.make_mesh` makes explicit axes. A gradient is sharded like its parameter."""
         explicit = jax.make_mesh((DEVICES,), ("i",), (AxisType.Explicit,))
         everywhere, split = (NamedSharding(explicit, spec) for spec in (P(), P("i", None)))
         gather = lambda x: mpx.gather_parameters(x, everywhere, dtype="float16")

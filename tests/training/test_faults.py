@@ -1,4 +1,4 @@
-"""Runs that meet NaNs, infinities and worse: nothing is lost, and the counters tell of it."""
+"""Tests that runs with NaNs, infinities and other faults lose nothing and count their skips."""
 
 import functools as ft
 
@@ -16,7 +16,7 @@ import mpx_pde as mpx
 
 
 KINDS = ("clean", "nan batch", "inf batch", "corrupted sample", "overflow", "zero gradients")
-BAD = (1, 2, 3, 4)  # that make a step non-finite, at scales from 1 up
+BAD = (1, 2, 3, 4)  # kinds that make a step non-finite, at scales from 1 up
 LENGTH = 24
 LOWEST, HIGHEST = 2.0**-2, 2.0**10
 
@@ -32,7 +32,7 @@ def start():
 
 
 def faulty(kind, points):
-    """A batch with a fault, and the weight of each of its rows."""
+    """Returns a batch with a fault, and the weight of each of its rows."""
     one = jnp.ones(points.shape[0])
     first = jnp.arange(points.shape[0]) == 0
     batches = [
@@ -48,7 +48,7 @@ def faulty(kind, points):
 
 @jax.jit
 def run(kinds):
-    """What came of each step: the state after it and the flag."""
+    """Returns the states from the first on, and the flag of each step."""
     optimizer, state = start()
     arrays, static = eqx.partition(state, eqx.is_array)
 
@@ -77,7 +77,7 @@ def test_any_schedule_of_faults(kinds):
     for x in jax.tree.leaves((model, opt_state)):
         if np.issubdtype(x.dtype, np.floating):
             assert np.all(np.isfinite(x))
-        # A skipped step changes no bit; step i leads from state i to state i + 1.
+        # A skipped step changes no bit. Step i leads from state i to state i + 1.
         before, after = x[:-1][~finite], x[1:][~finite]
         assert before.tobytes() == after.tobytes()
     bad = np.isin(kinds, BAD)
@@ -91,7 +91,7 @@ def test_any_schedule_of_faults(kinds):
     for i, taken in enumerate(finite):
         streak = 0 if taken else streak + 1
         assert scaling.consecutive_skips[i + 1] == streak
-    # What the two count apart adds up.
+    # The separate counts of both scalings add up.
     apart = scaling.loss.skipped_steps + scaling.derivatives.skipped_steps
     np.testing.assert_array_equal(apart, scaling.skipped_steps)
 
@@ -102,7 +102,7 @@ def test_ten_overflows_in_a_row_and_a_scale_at_its_minimum():
     np.testing.assert_array_equal(finite, [k == 0 for k in kinds])
     scale = np.asarray(states[2].loss.loss_scaling)
     assert scale[13] == LOWEST  # ten halvings from 2^7 would be below it
-    assert scale[-1] > LOWEST  # and on it goes
+    assert scale[-1] > LOWEST  # training continues
     weights = jax.tree.leaves(states[0])[0]
     assert not np.array_equal(weights[13], weights[-1])
 
@@ -116,7 +116,7 @@ class TestErrorIfStuck:
             scaling = scaling.adjust(jnp.array(False))
             assert check(scaling) == skips
         assert check(scaling.adjust(jnp.array(True))) == 0
-        # A `RuntimeError` of Equinox, or what an older JAX makes of one.
+        # A `RuntimeError` of Equinox, or the error that an older JAX makes of it.
         with pytest.raises((RuntimeError, ValueError), match=r"3 steps in a row were skipped"):
             check(scaling.adjust(jnp.array(False)))
 

@@ -1,4 +1,4 @@
-"""What rounding does to a training at present, against float64."""
+"""Tests the estimate of the current rounding error of a training against float64."""
 
 import math
 import re
@@ -29,13 +29,13 @@ def pde(model, points, targets, *, derivatives=None):
 
 
 def targets(residual):
-    """What leaves this residual at `MODEL`, which cancels but for it."""
+    """Returns targets that cancel the terms at `MODEL` except for this residual."""
     terms = jax.vmap(mpx.partials(MODEL, ["u", "u_xx"], coords="xy", outputs="u"))(POINTS)
     return terms["u"] + terms["u_xx"] + residual * jnp.sin(5 * POINTS[:, 0])
 
 
 def error_of_gradient(loss, args, **options):
-    """Of loss and gradient in a precision, by float64."""
+    """Returns the errors of loss and gradient in a precision against float64."""
     step = mpx.filter_value_and_grad(loss, mpx.StaticLossScaling(1.0), **options)
     value, _, _, grads = eqx.filter_jit(step)(*args)
     with jax.enable_x64(True):
@@ -54,18 +54,18 @@ def test_the_floor_is_the_error_against_float64(rung, residual):
     want_loss, want = error_of_gradient(pde, args, **options)
     floor = mpx.precision_floor(pde, mpx.StaticLossScaling(1.0), micro_batches=1, **options)(*args)
     assert floor.finite
-    # The next precision up rounds what it keeps for the backward pass as this one does, so the
-    # difference is between nothing and twice of that; the rounding of the residual is seen whole.
+    # The next precision rounds the values kept for the backward pass as this one does, so their
+    # part of the difference is 0 to 2 times its size. The rounding of the residual shows in full.
     assert want / 3 < floor.gradient < 2 * want
     if rung == "half":
         assert want_loss / 2 < floor.loss < 2 * want_loss
-    # Rounding of the half residual is some of the gradient as the residual vanishes, and no more of
-    # it where the forward pass is in full.
+    # Rounding of the half residual affects the gradient as the residual vanishes, but no longer if
+    # the forward pass is in full.
     assert bool(floor.reached) == (rung == "half" and residual < 1)
 
 
 def test_a_branch_that_is_not_taken_is_not_run():
-    """Also where it holds a name of the user's, as derivative terms have."""
+    """The branch may hold a name of the user's, as derivative terms do."""
     ran = []
 
     def loss(model, points, targets, derivatives=None):
@@ -122,7 +122,7 @@ def test_noise_is_the_standard_error_of_the_batch():
     floor = mpx.precision_floor(loss, mpx.NoOpLossScaling(), micro_batches=8)(model, x)
     grads = np.stack([jax.grad(loss)(model, x[i::8]) for i in range(8)])
     want = np.sqrt(np.sum(np.var(grads, axis=0, ddof=1)) / 8) / np.linalg.norm(grads.mean(0))
-    # Gradients in float16, that of the batch too.
+    # The gradients are in float16, including that of the batch.
     np.testing.assert_allclose(floor.noise, want, rtol=0.02)
     for given, batch in [({"micro_batches": 1}, {}), ({}, {"x": x})]:
         ask = mpx.precision_floor(loss, mpx.NoOpLossScaling(), **given)
@@ -139,7 +139,7 @@ def test_what_is_no_batch_is_named():
     with pytest.raises(ValueError, match=r"`precision_floor` cannot split .*3 entries.*`in_axes`"):
         mpx.precision_floor(loss, mpx.NoOpLossScaling())(*args)
     floor = mpx.precision_floor(loss, mpx.NoOpLossScaling(), in_axes=(0, None))(*args)
-    assert floor.noise < 1e-3  # all alike, but for how halves are summed
+    assert floor.noise < 1e-3  # all are alike up to sums of halves
 
 
 @pytest.mark.slow
@@ -180,8 +180,8 @@ def test_float32_against_float64():
         wide = mpx.precision_floor(pde, None, use_mixed_precision=False)(*in_float64(args))
         assert wide.precision == "float64"
         assert not wide.reached
-        np.testing.assert_allclose(floor.gradient, want, rtol=0.5)  # fused otherwise
-        # Terms of float64 meet targets of float32.
+        np.testing.assert_allclose(floor.gradient, want, rtol=0.5)  # fused in another way
+        # Terms in float64 meet targets in float32.
         with jax.numpy_dtype_promotion("standard"):
             options = {"policy": policy("float32"), "forward": "float64", "micro_batches": 1}
             same = mpx.precision_floor(pde, mpx.NoOpLossScaling(), **options)(*args)

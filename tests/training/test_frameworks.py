@@ -1,7 +1,7 @@
-"""Models, optimizers and JAX settings that people have.
+"""Tests models, optimizers and JAX settings that people use.
 
-Every model goes through the same test, and every Optax optimizer through another: a finite step
-equals plain Optax in float32, a step that is skipped changes no bit of model or state.
+Every model goes through the same test, and every Optax optimizer through another. A finite step
+equals plain Optax in float32. A skipped step changes no bit of model or state.
 """
 
 import inspect
@@ -26,7 +26,7 @@ FACTOR = 2.0**10
 
 
 def spoiled(grads: Any) -> Any:
-    """Gradients with an infinity and a NaN in the first leaf, as after an overflow."""
+    """Puts an infinity and a NaN into the first leaf of gradients, as after an overflow."""
     leaves, structure = jtu.tree_flatten(grads)
     flat = leaves[0].reshape(-1).at[0].set(jnp.inf).at[-1].set(jnp.nan)
     return jtu.tree_unflatten(structure, [flat.reshape(leaves[0].shape), *leaves[1:]])
@@ -89,7 +89,7 @@ def test_models(kind, standard_promotion):
     assert jtu.tree_structure(grads) == jtu.tree_structure(expected_grads)
     assert tree_allclose(grads, expected_grads, "float16")
 
-    # Given the gradients, the update is that of plain Optax.
+    # With the same gradients, the update is that of plain Optax.
     plain_model, plain_state = eqx.filter_jit(plain_update)(model, optimizer, state, grads)
     assert tree_allclose(new_model, plain_model)
     assert tree_allclose(new_state, plain_state)
@@ -109,17 +109,17 @@ def normed(mode, wrap, *, key):
 
 
 def norm_loss(model, state, x):
-    # Statistics that pass through half precision on the way would come back as float32 too.
+    # Statistics that pass through half precision would be returned as float32, too.
     assert all(s.dtype in (jnp.float32, jnp.int32, jnp.bool_) for s in jtu.tree_leaves(state))
     out, state = jax.vmap(model, in_axes=(0, None), out_axes=(0, None), axis_name="batch")(x, state)
     return jnp.mean(out.astype(jnp.float32) ** 2), state
 
 
-# Mode "ema" selects between its inputs' dtype and its state's, which Equinox wants equal.
+# Mode "ema" selects between the dtypes of its inputs and its state, which Equinox wants equal.
 @pytest.mark.slow
 @pytest.mark.parametrize(("mode", "wrap"), [("batch", lambda x: x), ("ema", mpx.FullPrecision)])
 def test_batch_norm(mode, wrap, standard_promotion):
-    """Running statistics stay float32 and roll back, though the layer runs in half precision; and
+    """Running statistics stay float32 and roll back, although the layer runs in half precision.
     `FullPrecision` works around a layer with state."""
     model, state = eqx.nn.make_with_state(normed)(mode, wrap, key=jax.random.key(0))
     x = jax.random.normal(jax.random.key(1), (16, 2))
@@ -151,7 +151,7 @@ def test_batch_norm(mode, wrap, standard_promotion):
 
 
 def drawn(seed, dtype=jnp.float32):
-    """Parameters, or their gradients."""
+    """Returns random parameters, which also serve as gradients."""
     w, b = jax.random.split(jax.random.key(seed))
     tree = {"w": jax.random.normal(w, (4, 3)), "b": jax.random.normal(b, (3,))}
     return mpx.cast_tree(tree, dtype)
@@ -161,7 +161,7 @@ def quadratic(params):
     return sum(jnp.sum(p.astype(jnp.float32) ** 2) for p in jtu.tree_leaves(params))
 
 
-# What an optimizer needs beside a learning rate, to be made and to be called.
+# Arguments beside a learning rate that an optimizer needs to be made and to be called.
 MADE_WITH = {"noisy_sgd": {"key": 0}, "schedule_free": {"base_optimizer": optax.sgd(0.01)}}
 CALLED_WITH = {
     **dict.fromkeys(
@@ -176,13 +176,13 @@ CALLED_WITH = {
 }
 
 
-# The first warns that it is going; the second takes one gradient for each example, which is not
-# what `filter_grad` returns.
+# The first warns of its removal. The second takes one gradient for each example, which
+# `filter_grad` does not return.
 LEFT_OUT = {"optimistic_adam", "dpsgd"}
 
 
 def optimizers_of_optax():
-    """Every function in Optax's public namespaces that makes an optimizer from a learning rate."""
+    """Lists Optax's public functions that make an optimizer from a learning rate."""
     for module, prefix in ((optax, ""), (optax.contrib, "contrib.")):
         for name, make in sorted(vars(module).items()):
             if name.startswith(("_", "scale_by_")) or not inspect.isfunction(make):
@@ -248,12 +248,12 @@ def test_optimizers(name, dtype, standard_promotion):
     if dtype == "float32":
         assert tree_allclose(new, expected)
     else:
-        # Not what Optax makes of bfloat16 throughout: what it makes of the same in float32.
+        # The reference is Optax in float32, not in bfloat16 throughout.
         assert tree_allclose(mpx.cast_to_float32(new[0]), expected[0], dtype)
 
     for grads in (spoiled(drawn(2, dtype)), drawn(2, dtype)):
         # The flag decides, not the gradients: finite ones are skipped as well.
-        with jax.debug_nans(True):  # nothing on the way is NaN
+        with jax.debug_nans(True):  # no intermediate value is NaN
             kept = step(*new, grads, jnp.array(False))
         assert tree_equal_bits(kept, new)
 
@@ -270,7 +270,7 @@ def test_an_optimizer_without_extra_arguments_ignores_them():
 
 
 def test_float64_losses_and_full_precision_parts():
-    """What is kept full stays float64, and so does the loss that it makes."""
+    """Values kept full stay float64, and so does the loss computed from them."""
     with jax.enable_x64(True):
         w, x = jnp.array([1.0, 2.0]), jnp.array([1.0 + 2.0**-40, 1.0])
         loss, scaling = lambda w, x: jnp.sum(w * x), mpx.DynamicLossScaling(FACTOR)

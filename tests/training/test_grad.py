@@ -1,7 +1,7 @@
-"""Gradients in mixed precision: exact unscaling, dtypes, prefixes, and every transformation.
+"""Tests gradients in mixed precision: exact unscaling, dtypes, prefixes, and transformations.
 
-Where equality is meant to the last bit, numbers are small integers or powers of two, which all
-formats hold, or the computation is in float32.
+For equality to the last bit, numbers are small integers or powers of two, which all formats hold,
+or the computation is in float32.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ import mpx_pde as mpx
 
 
 def linear_loss(w, x):
-    """Its gradient in `w` is `x`."""
+    """Returns a loss whose gradient in `w` is `x`."""
     return jnp.sum(w * x)
 
 
@@ -41,14 +41,14 @@ def mlp(seed=0):
 
 def batch(n=16):
     x = jnp.linspace(-1, 1, 2 * n).reshape(n, 2)
-    # Far from what the network gives, so that no mean of residuals cancels.
+    # Targets are far from the network's values, so that no mean of residuals cancels.
     return x, jnp.sin(3 * x[:, :1]) + 2
 
 
-# --- The scale comes in and goes out exactly -----------------------------------------------------
+# --- The scale is applied and removed exactly ----------------------------------------------------
 
 
-# By compute dtype: the exponents of a scale and of an entry of `x` whose product overflows.
+# By compute dtype: exponents of a scale and of an entry of `x` whose product overflows.
 OVERFLOWING = {"float16": (15, 6), "bfloat16": (100, 100)}
 
 
@@ -88,11 +88,11 @@ def test_the_value_is_finite_whenever_the_loss_is(half, exponent):
             assert tree_equal_bits((value, grads), (jnp.float32(6.0), jnp.ones(2)))
 
 
-# --- What the function sees ----------------------------------------------------------------------
+# --- Arguments that the function receives --------------------------------------------------------
 
 
 def seen_by(func=None):
-    """A loss that notes the dtypes of its arguments."""
+    """Returns a loss that records the dtypes of its arguments, and the record."""
     seen = {}
 
     def loss(*args, **kwargs):
@@ -155,7 +155,7 @@ def test_a_policy_and_its_string_are_the_same(string, top):
     by_string, by_policy, full = step(x * 2.0**-10)
     assert tree_equal_bits(by_string, by_policy)
     assert not tree_equal_bits(by_string, full)
-    # The cap is that of the policy.
+    # The cap of the scale is that of the policy.
     assert by_string[1].loss_scaling == 2.0**top
 
 
@@ -202,7 +202,7 @@ def test_aux_comes_back_in_the_output_dtype(output):
     assert (aux["none"], aux["static"]) == (None, (3, 1.5, "text", jnp.tanh))
 
 
-# How a new state comes of the old one, and of a batch; and what only looks like it.
+# New states computed from the old one and a batch, and results that only look like states.
 STATES = {
     "average": (lambda s, x: {"mean": 0.999 * s["mean"] + 0.001 * jnp.mean(x, 0)}, True),
     "inside": (lambda s, x: [{"mean": s["mean"] + jnp.mean(x, 0)}, x], True),
@@ -275,14 +275,14 @@ def test_keywords_of_any_name_reach_the_function(transform, mixed):
 @pytest.mark.slow
 @pytest.mark.parametrize("has_aux", [False, True])
 def test_without_mixed_precision_it_is_equinox(has_aux):
-    """No cast, no scale; not even aux is touched."""
+    """There is no cast and no scale, and aux is unchanged."""
 
     def loss(model, batch):
         assert model.layers[0].weight.dtype == jnp.float32
         value = mse(model, batch)
         return (value, {"half": value.astype(jnp.float16), "n": 3}) if has_aux else value
 
-    # A scale that would show: 2^100 times the gradients is finite, times 2^15 for the cap is not.
+    # This scale would show: 2^100 times the gradients is finite, times the cap's 2^15 it is not.
     scaling = scaler(100, max_loss_scaling=2.0**120, period=1)
     options = {"has_aux": has_aux, "use_mixed_precision": False, "policy": "compute=bfloat16"}
     plain = eqx.filter_value_and_grad(loss, has_aux=has_aux)
@@ -297,7 +297,7 @@ def test_without_mixed_precision_it_is_equinox(has_aux):
 
 @pytest.mark.parametrize("transform", TRANSFORMATIONS[::3])
 def test_without_mixed_precision_infinite_gradients_are_not_flagged(transform):
-    """As in MPX, and in the float32 loop that this stands for."""
+    """The same holds in MPX, and in the float32 loop that this replaces."""
     before = scaler(4)
     gradient = transform(linear_loss, before, use_mixed_precision=False)
     *_, same, finite, grads = gradient(jnp.ones(1), jnp.array([jnp.inf]))
@@ -341,7 +341,7 @@ def test_one_compilation_over_many_steps():
     [(TRANSFORMATIONS[1], optax.sgd(0.5)), (TRANSFORMATIONS[3], optax.adam(0.5))],
 )
 def test_a_weakly_typed_parameter_stays_so_and_is_compiled_once(transform, optimizer):
-    """`jnp.array(1.0)`, as one writes a coefficient to be learnt, is weakly typed."""
+    """`jnp.array(1.0)` is weakly typed. Users write coefficients to be learnt like this."""
 
     @jax.jit
     @chex.assert_max_traces(n=1)
@@ -362,7 +362,7 @@ def test_a_weakly_typed_parameter_stays_so_and_is_compiled_once(transform, optim
 
 
 def test_an_ensemble_with_a_scaling_each():
-    """`vmap` over models, data and scalers: one member overflows, alone."""
+    """Maps models, data and scalers. One member overflows and affects no other."""
     optimizer = optax.sgd(1.0)
     w = jnp.ones((3, 2))
     x = jnp.ones((3, 2)).at[1, 0].set(3e4)
@@ -391,7 +391,7 @@ def test_an_overflowing_step_makes_no_nan():
             step = transform(mpx.filter_value_and_grad(linear_loss, scaler(15)))
             value, _, finite, grads = step(w, x)
             assert not finite
-            # 60000 is a float16, 60001 is not.
+            # 60000 is a float16, but 60001 is not.
             assert value == 6e4
             np.testing.assert_array_equal(grads, [np.inf, 1.0])
 
@@ -431,7 +431,7 @@ MODELS = {
 )
 @pytest.mark.parametrize("name", MODELS)
 def test_a_mesh_with_explicit_axes(name, options):
-    """Gradients are laid out as their parameters."""
+    """Gradients are laid out like their parameters."""
     make, shape, loss = MODELS[name]
     model, x = make(jax.random.key(0)), jax.random.normal(jax.random.key(1), shape)
     step = eqx.filter_jit(mpx.filter_grad(loss, scaler(8), **options))
@@ -442,7 +442,7 @@ def test_a_mesh_with_explicit_axes(name, options):
     assert finite
     for got, true in zip(*map(jax.tree.leaves, (grads, want)), strict=True):
         assert not any(jax.typeof(got).sharding.spec)
-        # Sums over devices in another order, and roundings to float16 that this flips.
+        # Sums over devices are in another order, which changes some roundings to float16.
         np.testing.assert_allclose(got, true, rtol=1e-2, atol=2e-3 * np.max(np.abs(true)))
 
 
@@ -452,13 +452,13 @@ def test_devices_agree_after_an_overflow_on_one(check_vma):
     optimizer = optax.adam(1.0)
 
     def on_device(w, opt_state, scaling, x):
-        # Each device has a gradient of its own; the mean is taken after the flag.
+        # Each device has a gradient of its own. The mean is taken after the flag.
         own = lax.pcast(w, "data", to="varying") if check_vma else w
         gradient = mpx.filter_grad(linear_loss, scaling, axis_name="data")
         scaling, finite, grads = gradient(own, x[0])
         grads = lax.pmean(grads, "data")
         out = *mpx.optimizer_update(w, optimizer, opt_state, grads, finite), scaling, finite
-        # What every device holds, one row each; and, for check_vma, the proof that it is the same.
+        # The values on every device, one row each. For check_vma, also proves that they are equal.
         return out, jtu.tree_map(lambda x: x[None], out)
 
     specs = (P(), P(), P(), P("data")), (P(), P("data"))
@@ -481,10 +481,10 @@ def test_devices_agree_after_an_overflow_on_one(check_vma):
 
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_sums_over_devices_are_float32_whatever_the_loss_is_made_of(check_vma):
-    # Two shards of 40000: their sum leaves float16's range, and the loss is plain JAX.
+    # The sum of two shards of 40000 leaves float16's range, and the loss is plain JAX.
     def shard(w, scaling, x):
         _, finite, grad = mpx.filter_grad(linear_loss, scaling, axis_name="data")(w, x)
-        # With `check_vma`, JAX sums by itself where the weight is marked as varying.
+        # With `check_vma`, JAX sums by itself at the place where the weight is marked as varying.
         return finite, grad if check_vma else lax.psum(grad, "data")
 
     specs = (P(), P(), P("data")), P()
@@ -519,7 +519,7 @@ def test_a_step_is_exported_for_batches_of_every_size():
     exported = trace(leaves, jax.ShapeDtypeStruct((n, 2), jnp.float32))
     for size in (3, 16):
         x, _ = batch(size)
-        # The very same program, but for the fusions that a known size allows.
+        # The same program, except for the fusions that a known size allows.
         differences = jtu.tree_map(relative, exported.call(leaves, x), step(leaves, x))
         assert max(jtu.tree_leaves(differences)) < 2e-3
 
@@ -544,7 +544,7 @@ def test_a_model_that_is_passed_second_is_told():
     with pytest.raises(TypeError) as caught:
         gradient(x, model, y)
     assert any("If the model is another one, pass it first" in n for n in caught.value.__notes__)
-    # The gradient with respect to an input, of a function that fails of itself.
+    # The gradient with respect to an input, of a function that fails on its own.
     with pytest.raises(TypeError) as caught:
         gradient(x, jnp.ones(3), y)
     assert not any("pass it first" in note for note in getattr(caught.value, "__notes__", ()))

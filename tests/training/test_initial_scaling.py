@@ -1,5 +1,5 @@
-"""The first scales: found before the first step, or by the first steps; and a step without a loop
-for it."""
+"""Tests the initial scales, found before the first step or by the first steps, and checks that a
+step contains no loop for them."""
 
 import re
 from contextlib import nullcontext
@@ -26,7 +26,7 @@ def poisson(model, points, *, derivatives):
 
 
 def start():
-    """A network of coordinates in units of 1/600: second derivatives beyond float16."""
+    """Returns a network of coordinates in units of 1/600. u_xx is beyond float16."""
     mlp = mpx.nn.CoordinateMLP(1, 1, 16, 2, key=jax.random.key(0))
     units = eqx.nn.Lambda(lambda p: 600.0 * p), eqx.nn.Lambda(lambda u: 30.0 * u)
     return eqx.nn.Sequential([units[0], mlp, units[1]]), mpx.Scaling(
@@ -40,7 +40,7 @@ def batches():
 
 @pytest.mark.slow
 def test_without_it_four_steps_are_lost_at_most():
-    """Of a loss scale 2^12 too large, behind a derivative scale that is too large as well."""
+    """The loss scale is 2^12 too large, and the derivative scale is too large as well."""
     model, scaling = start()
     optimizer = optax.adam(1e-2)
     state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
@@ -57,17 +57,17 @@ def linear(w, x):
     return jnp.sum(w * x)
 
 
-HARD = jnp.array([1.0, 3000.0, -2.0])  # 2^4 is the largest scale that float16 takes it at
+HARD = jnp.array([1.0, 3000.0, -2.0])  # 2^4 is the largest scale with a float16 result
 
 
 def test_a_scale_falls_fast_until_a_step_has_been_taken():
-    """And as its rule has it from then on."""
+    """After that step it follows its rule."""
     f = eqx.filter_jit(lambda s, x: mpx.filter_grad(linear, s)(jnp.ones(3), x)[0])
     scaling, seen = mpx.DynamicLossScaling(), []
     for x in (HARD, HARD, HARD, HARD, 1e3 * HARD, 1e3 * HARD):
         scaling = f(scaling, x)
         seen.append(int(jnp.log2(scaling.loss_scaling)))
-    # 1e3 * HARD is no float16 itself.
+    # 1e3 * HARD itself is beyond float16.
     assert seen == [11, 7, 3, 3, 2, 1]
     at_floor = mpx.DynamicLossScaling(2.0**2, min_loss_scaling=1.0)
     assert f(at_floor, 8.0 * HARD).loss_scaling == 1.0
@@ -81,7 +81,7 @@ def test_a_scale_falls_fast_until_a_step_has_been_taken():
 @pytest.mark.slow
 @pytest.mark.parametrize("first", [15, -20])
 def test_a_loss_scale_neither_overflows_nor_underflows(first):
-    """At 2^4 the largest entry is next to overflow; far below, the smallest loses its digits."""
+    """At 2^4 the largest entry is near overflow. Far below, the smallest loses its digits."""
     x = jnp.array([2.0**-9 * 1.34375, 3000.0, -2.0])
     split = lambda m, x: linear(m["small"], x[:1]) + linear(m["rest"], x[1:])
     model = {"small": jnp.ones(1), "rest": jnp.ones(2)}
@@ -120,7 +120,7 @@ def test_where_no_scale_helps_it_says_so(factor):
 
 
 def test_underflow_at_the_highest_scale_is_told():
-    """The cap that is named keeps the gradient. Of an ordinary loss nothing is said."""
+    """The suggested cap keeps the gradient. There is no warning of an ordinary loss."""
 
     def found_for(factor, **options):
         loss = lambda w, x: linear(w, x).astype(jnp.float32) * factor
@@ -144,7 +144,7 @@ def test_underflow_at_the_highest_scale_is_told():
     ],
 )
 def test_underflow_of_a_loss_that_ends_in_half_is_told(loss, match):
-    """No larger scale helps: it is a number of float16 itself. The advice does."""
+    """No larger scale helps, because the loss itself is in float16. The advice helps."""
     w, x = jnp.ones(3), jnp.array([1.0, 0.5, -1.0])
     scaling = mpx.DynamicLossScaling(2.0**12)
     with pytest.warns(mpx.PrecisionWarning, match=match + ".*forward='float32'"):
@@ -171,7 +171,7 @@ def test_a_derivative_beside_a_far_larger_one_is_told(warns):
 
 
 def test_a_gradient_of_zero_asks_for_no_scale():
-    """A loss without a weight yet: the scale came to 2^126, and later 107 steps were skipped."""
+    """For a loss with weight 0 the scale rose to 2^126, and later 107 steps were skipped."""
     scaling = mpx.DynamicLossScaling(2.0**12)
     loss = lambda w, weight: weight * jnp.sum(w**2)
     found = mpx.initial_scaling(loss, scaling, forward="float32")(jnp.ones(3), jnp.zeros(()))
@@ -186,7 +186,7 @@ def test_a_gradient_of_zero_asks_for_no_scale():
 
 
 def test_a_loss_in_full_has_no_cap_of_half_precision():
-    """A loss of 1e-12 lost its gradient in float16, and no step said so."""
+    """A loss of 1e-12 lost its gradient in float16 without a warning."""
     model, x = eqx.nn.MLP(1, 1, 8, 1, jnp.tanh, key=jax.random.key(0)), batches()[0]
 
     def loss(model, x):
@@ -199,14 +199,14 @@ def test_a_loss_in_full_has_no_cap_of_half_precision():
     assert scaling.loss_scaling > 2.0**30
     after, finite, grads = mpx.filter_grad(loss, scaling, forward="float32")(model, x)
     assert finite
-    assert relative(grads, want) < 2.0**-9  # some roundings to float16 one after another
+    assert relative(grads, want) < 2.0**-9  # a few roundings to float16 in a row
     assert after.loss_scaling == 2 * scaling.loss_scaling
 
 
 @pytest.mark.slow
 def test_all_that_a_step_takes():
-    """Auxiliary output, a state that can be used once, keyword arguments, `forward=`, sharded
-    batches, a loss scaling alone in a `Scaling`."""
+    """Passes auxiliary output, a state that can be used once, keyword arguments, `forward=`,
+    sharded batches, and a `Scaling` whose loss scale is fixed."""
     norm, state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, axis_name="b", mode="batch")
 
     def loss(model, state, x, *, factor):
@@ -242,14 +242,14 @@ def test_the_step_holds_no_loop_and_no_branch(derivatives):
 
 @pytest.mark.slow
 def test_the_gradient_can_still_be_differentiated():
-    """In forward and in reverse mode, with respect to what the loss closes over too."""
+    """The modes are forward and reverse, also with respect to values that the loss closes over."""
     scaling = mpx.DynamicLossScaling(2.0**3)
 
     def outer(factor, x):
         loss = lambda w: jnp.sum(w**2 * (x * factor).astype(w.dtype))
         return jnp.sum(mpx.filter_grad(loss, scaling)(jnp.ones(3))[2] ** 2)
 
-    want = 8 * jnp.sum(HARD**2)  # of (2 x factor)^2 at a factor of 1
+    want = 8 * jnp.sum(HARD**2)  # the gradient of (2 x factor)^2 at a factor of 1
     for f in (jax.grad(outer), jax.jit(jax.grad(outer))):
         np.testing.assert_allclose(f(jnp.array(1.0), HARD), want, rtol=2e-3)  # float16
     tangent = jax.jvp(lambda f: outer(f, HARD), (jnp.array(1.0),), (jnp.array(1.0),))[1]

@@ -1,4 +1,4 @@
-"""Climbing from one precision to the next."""
+"""Tests climbing from one precision to the next."""
 
 import io
 
@@ -18,7 +18,7 @@ BFLOAT16 = {"policy": "params=float32,compute=bfloat16,output=float32"}
 
 
 def cancelling(model, x):
-    """Two large terms whose difference vanishes as the model is trained."""
+    """Returns a loss with two large terms whose difference vanishes in training."""
     return jnp.mean((x @ model["w"] - (x @ TRUTH.astype(x.dtype))) ** 2)
 
 
@@ -52,17 +52,17 @@ def climbed():
 @pytest.mark.slow
 def test_it_climbs_when_the_floor_is_reached_and_says_so(climbed):
     _, ladder, rungs, traces, value, said, first = climbed
-    assert ladder.rung == "float32"  # whose gradient has an error relative to itself
-    assert first.rung == "half"  # a value
+    assert ladder.rung == "float32"  # its gradient has a relative error only
+    assert first.rung == "half"  # an update does not change a ladder
     at = rungs.index("float32")
     assert 0 < at < 399
     assert at % 20 == 0
     assert said == [said[0]]
     assert said[0].startswith(f"Step {at}, bfloat16: rounding is ")
     assert said[0].endswith("go on with forward='float32'.")
-    # One program a rung.
+    # One program for each rung.
     assert traces == ["half", "float32"]
-    # Below what bfloat16 can tell of a sum of four products of about 2.
+    # Less than bfloat16 can resolve in a sum of four products of about 2.
     assert value < 1e-8
 
 
@@ -71,7 +71,7 @@ def test_without_it_rounding_is_where_the_training_ends(climbed):
     ladder = mpx.PrecisionLadder(("half",), interval=20)
     stuck, *_, told = train(ladder, 400)
     assert cancelling(stuck, X) > 1e3 * cancelling(climbed[0], X)
-    assert told == 0  # by what bfloat16 sees of it
+    assert told == 0  # the value in bfloat16
 
 
 def test_it_measures_between_its_intervals_alone():
@@ -102,11 +102,11 @@ def test_checkpoints_keep_the_rung():
 
 @pytest.mark.parametrize("rungs", [("half", "full"), ("half", "bfloat16_x3", "float32")])
 def test_a_checkpoint_is_of_the_same_rungs(rungs):
-    """By its number alone the rung would be another precision, a lower one too."""
+    """With its number alone, the rung would be another precision, which may be lower."""
     saved = mpx.scaling_options({"ladder": mpx.PrecisionLadder()})
     with pytest.raises(ValueError, match=r"rungs was \['half', 'float32'\] and is "):
         mpx.check_scaling_options(saved, {"ladder": mpx.PrecisionLadder(rungs)})
-    # What it says and how often it measures is no part of the state.
+    # The messages and the interval of the ladder are not part of the state.
     like = mpx.PrecisionLadder(interval=7, tolerance=0.5, say=None)
     mpx.check_scaling_options(saved, {"ladder": like})
 

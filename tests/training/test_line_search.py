@@ -1,4 +1,4 @@
-"""The loss for a line search."""
+"""Tests the loss for a line search."""
 
 import equinox as eqx
 import jax
@@ -31,7 +31,7 @@ def test_value_and_slope_are_of_one_scaled_evaluation():
     assert finite
     assert tree_equal_bits(eqx.filter_value_and_grad(search)(model, POINTS), (value, grads))
     assert mpx.global_norm(grads) > 0
-    # As the backtracking search of Optax does it, with a cotangent that is a number of Python.
+    # Optax's backtracking search does the same, with a Python number as the cotangent.
     params, static = eqx.partition(model, eqx.is_inexact_array)
     fun = lambda params: search(eqx.combine(params, static), POINTS)
     (slope,) = jax.linear_transpose(jax.linearize(fun, params)[1], params)(1.0)

@@ -1,4 +1,4 @@
-"""Parameters that are stored in half precision alone learn what float32 masters learn."""
+"""Tests that parameters stored only in half precision learn like float32 masters."""
 
 import equinox as eqx
 import jax
@@ -16,14 +16,14 @@ from mpx_pde.training._masters import round_stochastically
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_stochastic_rounding_is_right_on_average(dtype):
-    # 2^-20 lies among float16's subnormal numbers.
+    # 2^-20 is a subnormal number of float16.
     for value in (1.0 + 2.0**-12, -3.7, 1e-3, 2.0**-20 * 1.3):
         n = 20_000
         x = jnp.full(n, value, jnp.float32)
         rounded = round_stochastically(x, dtype, jax.random.key(1)).astype(jnp.float32)
         values = np.unique(np.asarray(rounded))
         assert len(values) == 2
-        # The two neighbors: a step apart, which is 2^-24 where float16 is subnormal.
+        # The two neighbors are a step apart, which is 2^-24 for subnormal numbers of float16.
         assert values[0] < value < values[1]
         assert values[1] - values[0] <= max(float(jnp.finfo(dtype).eps) * abs(value), 2.0**-24)
         # Four standard deviations of the mean of n choices between the two.
@@ -60,7 +60,7 @@ def test_kahan_keeps_what_rounding_takes():
     grads = jtu.tree_map(lambda p: jnp.full_like(p, -(2.0**-12)), model)
     update = lambda m, s: mpx.optimizer_update(m, optimizer, s, grads, True, master="kahan")
     update = jax.jit(update)
-    # A state without residues is taken as well.
+    # A state without residues is accepted as well.
     for i in range(64):
         model, state = update(model, state)
         total = model["w"].astype(jnp.float32) + state.residue["w"].astype(jnp.float32)
@@ -84,7 +84,7 @@ def test_stochastic_updates_repeat_and_take_a_key():
     assert (update() == update()).all()
     assert (update() != update(grads=grads * 1.0078125)).any()
     assert (update(jax.random.key(1)) != update(jax.random.key(2))).any()
-    # A quarter of a step of bfloat16 above 1, 2^-7.
+    # A quarter of bfloat16's step above 1, 2^-7.
     mean = float(jnp.mean(update().astype(jnp.float32)))
     np.testing.assert_allclose(mean, 1 + 2.0**-9, atol=4 * 2.0**-7 * 0.5 / 1000**0.5)
 
@@ -95,8 +95,8 @@ def test_stochastic_updates_repeat_and_take_a_key():
     [("nearest", "float16"), *((m, "bfloat16") for m in ("nearest", "stochastic", "kahan"))],
 )
 def test_the_averages_of_an_optimizer_move_in_half_too(master, dtype):
-    """Adam's second moment, in bfloat16 and to the nearest, never falls: 0.1 % is less than half
-    a step."""
+    """Adam's second moment in bfloat16, rounded to the nearest, never falls. 0.1 % is less than
+    half a step."""
     model = jnp.ones(500, dtype)
     optimizer = optax.adam(2.0**-10, b2=0.999)
     state = jtu.tree_map(jnp.ones_like, optimizer.init(model))
@@ -120,15 +120,15 @@ def test_the_averages_of_an_optimizer_move_in_half_too(master, dtype):
 
 
 def test_equal_gradients_are_rounded_anew_at_each_step():
-    """A step that moves nothing is followed by one with the same gradients."""
+    """After a step that changes nothing, the next one has the same gradients."""
     model, grads = jnp.ones(500, jnp.bfloat16), jnp.full(500, 2.0**-11)
-    optimizer = optax.sgd(optax.constant_schedule(-1.0))  # which counts
+    optimizer = optax.sgd(optax.constant_schedule(-1.0))  # it has a step counter
     state = optimizer.init(model)
     update = lambda m, s: mpx.optimizer_update(m, optimizer, s, grads, True, master="stochastic")
     update = jax.jit(update)
     for _ in range(64):
         model, state = update(model, state)
-    # Four of 64 times a whole step, 2^-7: with the same numbers each time, all of them or none.
+    # Four of 64 steps of 2^-7. With equal random numbers it would be all of them or none.
     moved = np.asarray(model.astype(jnp.float32)) - 1
     np.testing.assert_allclose(moved.mean(), 2.0**-5, rtol=0.1)
     assert moved.max() < 16 * 2.0**-7
@@ -138,7 +138,7 @@ def test_equal_gradients_are_rounded_anew_at_each_step():
 @pytest.mark.parametrize("master", ["stochastic", "kahan"])
 @pytest.mark.parametrize("tracked", [True, False])
 def test_copies_are_rounded_alike_and_parts_independently(tracked, master, key):
-    """In a `shard_map` of which one array is split over devices, and one is on each of them."""
+    """Runs in a `shard_map` with one array split over devices, and one copied to each."""
     model = {"copied": jnp.ones(64, jnp.bfloat16), "split": jnp.ones((4, 512), jnp.bfloat16)}
     # 1 + 2^-9 is a quarter of a step above 1.
     slope = 2.0**-9 * (1 + jnp.arange(4.0) / 16)
@@ -151,7 +151,7 @@ def test_copies_are_rounded_alike_and_parts_independently(tracked, master, key):
     def update(model, state, grads):
         return mpx.optimizer_update(model, optimizer, state, grads, True, master=master, key=key)
 
-    # The momentum, in half as well, is what Kahan's sums leave to chance.
+    # Kahan's sums leave the momentum, which is also in half, to random rounding.
     specs = layout(model), layout(state), layout(grads)
     sharded = over_devices(update, 4, specs, specs[:2], check_vma=tracked)
     model, state = jax.jit(sharded)(model, state, grads)
@@ -160,14 +160,14 @@ def test_copies_are_rounded_alike_and_parts_independently(tracked, master, key):
         if x.ndim == 1:
             copies = [np.asarray(shard.data).tobytes() for shard in x.addressable_shards]
             assert len(set(copies)) == 1
-    # Of a key that is the same on all devices nothing tells parts from copies without JAX's marks.
+    # Without JAX's marks and with the same key on all devices, parts cannot be told from copies.
     if master == "stochastic" and (tracked or key is None):
         up = np.asarray(model["split"] > 1, np.float32)
         assert np.all(np.abs(np.corrcoef(up)[np.triu_indices(4, 1)]) < 4 / 512**0.5)
 
 
 def test_residues_of_another_model_are_told_of():
-    """Without residues parameters would be rounded to the nearest."""
+    """Without residues, parameters would be rounded to the nearest."""
     model, optimizer = {"full": jnp.ones(3), "w": jnp.ones(2, jnp.bfloat16)}, optax.sgd(1.0)
     for other in (model | {"w": jnp.ones(2)}, model | {"w": model["w"][:1]}, {"w": model["w"]}):
         state = mpx.compensated(optimizer.init(model), other)

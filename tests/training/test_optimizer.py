@@ -1,4 +1,4 @@
-"""An optimizer step happens as Optax would take it, or not at all."""
+"""Tests that an optimizer step is the same as Optax's, or does not happen at all."""
 
 import contextlib
 import functools
@@ -35,7 +35,7 @@ def test_it_is_the_flag_that_decides():
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_half_parameters_are_updated_in_float32_and_stay_half(dtype):
-    """The square of 300 is infinite in float16; its root is not."""
+    """The square of 300 is infinite in float16, but its root is not."""
     model = {"w": jnp.zeros(4, dtype)}
     grads = {"w": jnp.full(4, 300.0, dtype)}
     clipped = optax.chain(optax.clip_by_global_norm(2.0), optax.sgd(1.0))
@@ -53,7 +53,7 @@ def quadratic(params):
 @pytest.mark.slow
 @pytest.mark.parametrize("function", [lambda f: f, jtu.Partial])
 def test_a_line_search_does_not_run_on_a_skipped_step(function):
-    """It evaluates the loss, which may be what overflows."""
+    """A line search evaluates the loss, which may be the value that overflows."""
     evaluated = []
 
     def value_fn(params):
@@ -95,14 +95,14 @@ def test_float64():
         assert new_state[0].nu["w"][0] > 0
         skipped = mpx.optimizer_update(model, optimizer, state, grads, jnp.array(False))
         assert tree_equal_bits(skipped, (model, state))
-    # Parameters of NumPy become what JAX takes them for.
+    # NumPy parameters get the dtype that JAX gives them.
     model, grads = {"w": np.ones(2)}, {"w": jnp.ones(2)}
     after, _ = mpx.optimizer_update(model, optimizer, optimizer.init(model), grads, True)
     assert after["w"].dtype == jnp.float32
 
 
 def floats(tree):
-    """What of a model Optax can handle."""
+    """Returns the part of a model that Optax can handle."""
     return eqx.filter(tree, eqx.is_inexact_array)
 
 
@@ -111,7 +111,7 @@ def by_dtype(params):
     return jtu.tree_map(kind, params)
 
 
-# Each with what it is on parameters alone, where that is another thing.
+# Optimizers, each with its form for the parameters alone, or `None` if it is the same.
 WITH_OTHERS = {
     "decayed, then clipped": (
         optax.chain(optax.adamw(0.1, weight_decay=0.5), optax.clip_by_global_norm(0.1)),
@@ -134,7 +134,7 @@ WITH_OTHERS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(WITH_OTHERS))
 def test_integers_and_keys_in_the_model_change_nothing(name):
-    """The state is made from all arrays; what the parameters do is what they do alone."""
+    """The state has all arrays, and the parameters change as they would alone."""
     optimizer, alone = WITH_OTHERS[name]
     model = {"w": jnp.array([[1.0, 2.0], [0.5, -1.0]]), "b": jnp.array([1.0, -2.0])}
     others = {"n": jnp.arange(3), "flag": jnp.array([True, False])}
@@ -170,7 +170,7 @@ def test_a_state_for_another_static_field_is_told_by_its_place():
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_hyperparameters_in_half_are_told_of(dtype):
-    """Of 0.999 in bfloat16 and of 1e-8 in float16 a finite gradient makes NaN."""
+    """0.999 in bfloat16 and 1e-8 in float16 turn a finite gradient into NaN."""
     model = {"w": jnp.ones(3, dtype)}
     grads = {"w": jnp.array([0.5, 0.0, -0.25])}
     step = lambda opt: mpx.optimizer_update(model, opt, opt.init(model), grads, jnp.array(True))
@@ -184,7 +184,7 @@ def test_hyperparameters_in_half_are_told_of(dtype):
 
 @pytest.mark.slow
 def test_lookahead_takes_the_gradients_of_its_fast_parameters():
-    """Or of both copies, of which those of the slow one count for nothing."""
+    """It also takes gradients of both copies, and ignores those of the slow copy."""
     optimizer = optax.lookahead(optax.adam(0.1), 2, 0.5)
     model = {"w": jnp.array([1.0, -2.0]), "f": jnp.tanh}
     start = optax.LookaheadParams.init_synced(model)
@@ -217,7 +217,7 @@ BY_DTYPE = {
 
 @pytest.mark.parametrize("name", list(BY_DTYPE))
 def test_masks_by_dtype_are_told_of_and_taken_as_trees(name):
-    """Half parameters are float32 to the optimizer, to which by such a function all are alike."""
+    """The optimizer sees half parameters in float32, so such a function cannot tell them apart."""
     model = {"w": jnp.full(4, 2.0, jnp.bfloat16), "norm": jnp.full(4, 2.0)}
     grads = make_grads(model)
 
@@ -229,7 +229,7 @@ def test_masks_by_dtype_are_told_of_and_taken_as_trees(name):
         by_function = BY_DTYPE[name](lambda function: function)
         given = by_function.update(grads, by_function.init(model), model)
         want = optax.apply_updates(model, given[0])
-        # Optax raises of a state that has another mask.
+        # Optax raises an error for a state with another mask.
         told = pytest.warns(
             mpx.PrecisionWarning, match=r"`optimizer_update` widens .* masks or lab"
         )

@@ -1,4 +1,4 @@
-"""The options of scalings: named, the same in every process, and compared."""
+"""Tests the options of scalings: named, the same in every process, and compared."""
 
 import functools
 import json

@@ -1,4 +1,4 @@
-"""One training on 1, 2, 4 and 8 devices, in every layout, and on two processes: one curve."""
+"""Tests that a training has the same curve on 1 to 8 devices, in all layouts, in two processes."""
 
 import importlib
 import json
@@ -24,7 +24,7 @@ SIZES = {"batch": 64, "width": 16}
 
 
 def log_of(devices, **options):
-    """A run in which an overflow is planted in the last row of step `BAD`."""
+    """Returns the log of a run with an overflow planted in the last row of step `BAD`."""
     cavity = sharded.PROBLEMS["cavity"]
     traced = []
 
@@ -32,7 +32,7 @@ def log_of(devices, **options):
         traced.append(size)
         return cavity.batch(key, size)
 
-    # The run that others are compared with is made before the fixtures of a test.
+    # The reference run is made before the fixtures of a test.
     with (
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
@@ -41,7 +41,7 @@ def log_of(devices, **options):
         patch.setitem(sharded.PROBLEMS, "cavity", cavity._replace(batch=batch))
         run = sharded.Run(overflow_at=BAD, devices=jax.devices()[:devices], **SIZES, **options)
         log = sharded.train(run, STEPS)
-    assert len(traced) == 1  # one step was compiled, and served clean and skipped steps alike
+    assert len(traced) == 1  # one compiled step served clean and skipped steps alike
     return log
 
 
@@ -57,8 +57,8 @@ def check_same(log, reference, rtol):
     np.testing.assert_allclose(*losses, rtol=rtol)
 
 
-# Sums over the batch in another order, in float32, move a parameter by an ulp, and so flip a
-# rounding to float16 here and there: 2^-11 of one of many terms, over six steps.
+# float32 sums over the batch in another order move a parameter by an ulp, and change some roundings
+# to float16: 2^-11 of one of many terms, over six steps.
 ORDER = 2.0**-9
 
 
@@ -75,7 +75,7 @@ LAYOUTS = [(2, "data", None), (8, "data", None), (4, "full", None), (8, "shard_m
 )
 def test_the_curve_is_that_of_one_device(reference, devices, layout, sum_dtype):
     log = log_of(devices, layout=layout, sum_dtype=sum_dtype)
-    # 2^-8 of each gradient; Adam's steps follow its sign, and six of them stay close.
+    # 2^-8 of each gradient. Adam's steps follow its sign, and six of them stay close.
     check_same(log, reference, 2.0**-4 if sum_dtype else ORDER)
 
 
@@ -100,7 +100,7 @@ def test_two_processes_with_two_devices_each(reference, tmp_path, layout):
     assert [p.returncode for p in processes] == [0, 0], "\n".join(outputs)
     assert "4 devices in 2 processes" in outputs[0]
     logs = [json.loads((tmp_path / f"log-{i}").read_text(encoding="utf-8")) for i in range(2)]
-    assert logs[0] == logs[1]  # every process skips, and to the bit the same
+    assert logs[0] == logs[1]  # every process skips, with bit-identical results
     check_same(logs[0], reference, ORDER)
 
 
