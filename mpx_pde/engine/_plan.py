@@ -90,8 +90,8 @@ def make_plan(
     ordered = sorted((i for i in wanted if i), key=lambda i: (len(i), i))
     for index in (*ordered, *(i for terms in sums for i in terms)):
         stacked = {i for i in index if sizes[i] is not None}
-        # A stream cannot mix stacked directions with others.
-        assert not stacked or set(index) == stacked, index
+        # A stream has one axis for stacked directions, so it cannot mix them with others.
+        assert not stacked or len(set(index)) == 1, index
     return Plan(tuple(ordered), sums, sizes, asked)
 
 
