@@ -23,20 +23,20 @@ SGD, ADAM = optax.sgd(0.1), optax.adam(0.1)
 NET = {"coords": "xy", "outputs": "u"}
 DS, DYNAMIC = mpx.DerivativeScaling, mpx.DynamicLossScaling
 SCALING, STATIC, DIRECTIONS = DYNAMIC(4.0), mpx.StaticLossScaling(2.0), DS.per_direction("xt")
+TWO = {"a": {"x": 1.0}, "a_b": {"y": 1.0}}
 BOTH, YY = mpx.Scaling(derivatives=DIRECTIONS), {"a": {"yy": 1.0}}
 mean, select, scaled, einsum = mpx.all_reduce_mean, mpx.select_tree, mpx.scaled, mpx.mixed_einsum
 LADDER, LM, derivatives = mpx.PrecisionLadder, mpx.LevenbergMarquardt, mpx.derivatives
 d_grad, ranges = derivatives.grad, mpx.range_report
 advise, search, find = mpx.advise, mpx.line_search_value, mpx.initial_scaling
+explain, gather = mpx.explain_nonfinite, mpx.gather_parameters
+FULL, by_axis = mpx.FullPrecision, DS.per_direction
+X1, U_X1 = {"coords": ["x1", "x2"]}, DS.per_order(2, terms=["u_x1"])
 EVERYWHERE = NamedSharding(jax.make_mesh((1,), ("i",)), PartitionSpec())
 
 
 def net(p):
     return jnp.sin(p[0]) * jnp.exp(p[1])
-
-
-def whole(p):
-    return p.astype(int)[0]
 
 
 def total(w, *rest, **kwargs):
@@ -45,6 +45,10 @@ def total(w, *rest, **kwargs):
 
 def mlp(**options):
     return mpx.nn.CoordinateMLP(2, 1, 8, 1, **{"key": KEY, **options})
+
+
+def trained(**options):
+    return mpx.as_trained(mlp(), **options)
 
 
 def fno(modes=2, **options):
@@ -84,29 +88,25 @@ def reduced(dtype):
     return jax.vmap(lambda w: mean(w, "i", dtype=dtype), axis_name="i")(X)
 
 
-def gathered(sharding, dtype="float16"):
-    return mpx.gather_parameters(X, sharding, dtype=dtype)
-
-
 def searched(value_fn):
     optimizer = scale_by(optax.lbfgs(), STATIC)
     return optimizer.update(W, optimizer.init(W), W, value=1.0, grad=W, value_fn=value_fn)
 
 
-def partials(terms, coords="xy", outputs="u", **options):
-    return mpx.partials(net, terms, coords=coords, outputs=outputs, **options)
+def partials(terms, fun=net, **options):
+    return mpx.partials(fun, terms, **{**NET, **options})
 
 
-def laplacian(**options):
-    return mpx.laplacian(net, **NET, **options)
+def laplacian(fun=net, **options):
+    return mpx.laplacian(fun, **NET, **options)
 
 
-def coordinates(names, scaling):
-    return mpx.partials(net, ["u_x1"], coords=names.split(), outputs="u", scaling=scaling)(POINT)
+def jvp(scale, primals=(POINT,), tangents=(POINT,)):
+    return mpx.scaled_jvp(net, primals, tangents, scale)
 
 
 def operator(spec, **options):
-    return mpx.linear_operator(net, spec, **NET, **options)
+    return mpx.linear_operator(net, spec, **{**NET, **options})
 
 
 def pair(w, x):
@@ -126,12 +126,8 @@ def accumulate(*args, n=2, in_axes=0, **kwargs):
     return accumulated(total, SCALING, n=n, in_axes=in_axes)(W, *args, **kwargs)
 
 
-def grad(loss, scaling=SCALING, **options):
+def grad(loss=total, scaling=SCALING, **options):
     return mpx.filter_grad(loss, scaling, **options)(W)
-
-
-def on(axis, **options):
-    return grad(total, axis_name=axis, **options)
 
 
 def climb(rung, **options):
@@ -151,10 +147,11 @@ def needs_derivatives(w, *, derivatives):
     raise AssertionError
 
 
-def update_tree(grads, optimizer=SGD):
-    return mpx.optimizer_update(TREE, optimizer, SGD.init(FLOATS), grads, jnp.array(True))
+def update_tree(optimizer=SGD, **grads):
+    return update(SGD.init(FLOATS), optimizer, TREE, {**FLOATS, **grads})
 
 
+HALVES = ["float16", jnp.bfloat16, np.dtype("float16")]
 NO_HALVES = ["float32", "float64", "float8_e4m3fn", "int8", "", None, 16, jnp.float32]
 
 # What a message says, in any order, and the call that raises it; or one of several values, each of
@@ -169,14 +166,11 @@ TYPE_ERRORS = {
     # Gradients.
     "`filter_grad` … `scaling` … DynamicLossScaling() … 32768.0": lambda: grad(total, 2.0**15),
     "`scaled` needs a loss scaling as `scaling`": lambda: scaled(total, DYNAMIC),
-    '`filter_grad` … jmp.Policy … "params=float32 … float16': lambda: grad(
-        total, policy=jnp.float16
-    ),
-    "`filter_grad` … first positional … model first": lambda: GRADIENTS[0](w=W),
+    '`filter_grad` … jmp.Policy … "params=float32 … float16': lambda: grad(policy=jnp.float16),
     "`filter_grad` … has none … Pass the model first": lambda: GRADIENTS[0]({"n": W.astype(int)}),
-    "`filter_grad` … bool as `has_aux` … 'bfloat16'": lambda: grad(total, has_aux="bfloat16"),
-    "`use_mixed_precision` … `policy` … 'half'": lambda: grad(total, use_mixed_precision="half"),
-    "`filter_grad` … name of a mesh axis … 3": lambda: on(3),
+    "`filter_grad` … bool as `has_aux` … 'bfloat16'": lambda: grad(has_aux="bfloat16"),
+    "`use_mixed_precision` … `policy` … 'half'": lambda: grad(use_mixed_precision="half"),
+    "`filter_grad` … name of a mesh axis … 3": lambda: grad(axis_name=3),
     "`loss`, its first argument … `Scaling(derivatives=…)`": lambda: mpx.Scaling(DIRECTIONS),
     "as `loss` … but got 3": lambda: mpx.Scaling(3),
     "`Scaling`": (lambda x: mpx.Scaling(**{x: mlp()}), ["loss", "derivatives"]),
@@ -186,16 +180,14 @@ TYPE_ERRORS = {
     "`filter_grad` … with a `Scaling` alone … per_direction": lambda: grad(needs_derivatives),
     "needs a loss scaling … mpx_pde.Scaling(derivatives=...)": lambda: grad(total, DIRECTIONS),
     "passes `derivatives`": lambda: mpx.filter_grad(total, BOTH)(W, derivatives=None),
-    "`as_trained` takes bools": lambda: mpx.as_trained(mlp(), keep_full=3),
+    "`as_trained` takes bools": lambda: trained(keep_full=3),
     "`refined` takes a function": lambda: mpx.refined(1.0),
     "precision_report(fun)(*args)": lambda: mpx.precision_report(W),
     "`range_report` … 3": lambda: ranges(3),
     "cannot be called inside of": lambda: jax.jit(ranges(jnp.sin))(W),
     "`autocast` … 3": lambda: mpx.autocast(3),
-    "takes a bool as `autocast`": lambda: grad(total, autocast={"dtype": "float16"}),
-    "explain_nonfinite(mpx_pde.filter_grad(loss, scaling)": lambda: mpx.explain_nonfinite(
-        jnp.sin, SCALING
-    ),
+    "takes a bool as `autocast`": lambda: grad(autocast={"dtype": "float16"}),
+    "explain_nonfinite(mpx_pde.filter_grad(loss, scaling)": lambda: explain(jnp.sin, SCALING),
     "takes names of primitives": lambda: mpx.autocast(jnp.sin, full=jnp.exp),
     "`line_search_value` takes a loss function first": lambda: search(1.0, None),
     "`line_search_value` needs a loss scaling": lambda: search(total, None),
@@ -211,11 +203,8 @@ TYPE_ERRORS = {
     "differentiates with respect to the first positional": lambda: advise(total)(),
     # Casts.
     "`force_full_precision` … a function … 3": lambda: mpx.force_full_precision(3),
-    "`FullPrecision` … callable layer … or one floating-point array, but got %r": (
-        mpx.FullPrecision,
-        [None, 3],
-    ),
-    "`FullPrecision` around an array is read by … `value`": lambda: mpx.FullPrecision(W)(1.0),
+    "`FullPrecision` … callable layer … or one floating-point array, but got %r": (FULL, [None, 3]),
+    "`FullPrecision` around an array is read by … `value`": lambda: FULL(W)(1.0),
     # Products.
     "real floating-point": lambda: matmul(X, jnp.ones((3, 3), int)),
     "imaginary": lambda: matmul(X, jnp.ones((3, 3), jnp.complex64)),
@@ -235,24 +224,22 @@ TYPE_ERRORS = {
     ),
     "`mixed_conv_general_dilated` … int32": lambda: convolved(x=X.astype(int)),
     # Optimizers, and what goes between devices.
-    "optax.adam(1e-3) … `optimizer` … function adam": lambda: update_tree(FLOATS, optax.adam),
+    "optax.adam(1e-3) … `optimizer` … function adam": lambda: update_tree(optax.adam),
     "`optimizer_update` got … 'masters'. Write `master`": lambda: half_update(masters="kahan"),
     "`optimizer_update` … key of `jax.random` … 0": lambda: half_update(master="stochastic", key=0),
     "from the parameters … 'scale'": lambda: scale_by(ADAM, SCALING, scale_in_params="scale"),
     "Pass its `loss`": lambda: scale_by(SGD, BOTH),
     "cannot unscale `value_fn` … mpx_pde.line_search_value": lambda: searched(jnp.sum),
-    "`gather_parameters` needs a `jax.sharding": lambda: gathered(PartitionSpec()),
+    "`gather_parameters` needs a `jax.sharding": lambda: gather(X, PartitionSpec()),
     # Derivatives.
-    "`DerivativeScaling.per_direction` … nothing in between … 'x, t'": lambda: DS.per_direction(
-        "x, t"
-    ),
+    "`DerivativeScaling.per_direction` … nothing in between … 'x, t'": lambda: by_axis("x, t"),
     "the coordinates … ''": lambda: partials(["u"], coords=""),
     "list of names … 'u_x'": (lambda x: x("u_x"), [partials, DS.per_term]),
     "`partials` … floating-point … int32": lambda: partials(["u"])(jnp.arange(2)),
     "2 coordinates x, y, but got 2 arguments … stack": lambda: partials(["u"])(1.0, 2.0),
     "2 coordinates x, y, but got {'x': 1.0} … stack": lambda: partials(["u"])({"x": 1.0}),
-    "`partials` … (w, x) … lambda point: fun(point[0]": lambda: mpx.partials(pair, ["u"], **NET),
-    "`laplacian` … (w, x) … lambda point: fun(point[0]": lambda: mpx.laplacian(pair, **NET),
+    "`partials` … (w, x) … lambda point: fun(point[0]": lambda: partials(["u"], pair),
+    "`laplacian` … (w, x) … lambda point: fun(point[0]": lambda: laplacian(pair),
     "`linear_operator` … {}": lambda: operator({}),
     "`linear_operator` takes one key … as `key` … got %r": (
         lambda x: operator({"op": "laplacian"}, samples=1, key=x),
@@ -277,10 +264,10 @@ TYPE_ERRORS = {
     "positions of arguments": lambda: d_grad(net, -1),
     "positional argument 2": lambda: d_grad(jnp.multiply, 2)(W[0], W[0]),
     "`DerivativeScaling` as `scaling`": lambda: d_grad(net, scaling=DYNAMIC()),
-    "`scaled_jvp` … `primals` as a tuple … `(x,)`": lambda: mpx.scaled_jvp(net, POINT, POINT, 2.0),
-    "`scaled_jvp` … int32 … float32": lambda: mpx.scaled_jvp(net, (jnp.arange(2),), (POINT,), 2.0),
+    "`scaled_jvp` … `primals` as a tuple … `(x,)`": lambda: jvp(2.0, POINT, POINT),
+    "`scaled_jvp` … int32 … float32": lambda: jvp(2.0, (jnp.arange(2),)),
     "`DerivativeScaling` is made by … per_direction": lambda: DS("xt"),
-    "real floating-point outputs, got int32": lambda: mpx.partials(whole, ["u_x"], **NET)(POINT),
+    "real floating-point outputs, got int32": lambda: partials(["u_x"], jnp.argmax)(POINT),
     # Networks.
     "`CoordinateMLP` … jax.random.key(0)": lambda: mlp(key=None),
     "`FNO` … jax.random.key(0)": lambda: fno(key=0),
@@ -315,8 +302,8 @@ TYPE_ERRORS = {
 
 VALUE_ERRORS = {
     # Gradients.
-    "policy 'compute=float17' … \"params=float32": lambda: grad(total, policy="compute=float17"),
-    "`filter_grad` … `axis_name='devices'` … leave it out": lambda: on("devices"),
+    "policy 'compute=float17' … \"params=float32": lambda: grad(policy="compute=float17"),
+    "`filter_grad` … `axis_name='devices'` … leave it out": lambda: grad(axis_name="devices"),
     "`all_reduce_mean` … float16": (reduced, [*NO_HALVES[1:4], 3]),
     "`all_reduce_mean` … `axis_name='devices'` … `jax.shard_map`": lambda: mean(W, "devices"),
     "`filter_accumulated_value_and_grad` … no array … by position": lambda: accumulate(x=POINTS),
@@ -324,24 +311,19 @@ VALUE_ERRORS = {
     "[0]['x'] … 3 micro-batches … 4 entries along axis 0": lambda: accumulate({"x": X}, n=3),
     "axis 2 … (4, 3)": lambda: accumulate(X, in_axes=2),
     "prefix of the 2 positional … (0, 0, None)": lambda: accumulate(X, X, in_axes=(0, 0, None)),
-    "'half', … `forward`, but got %r": (lambda x: on(None, forward=x), ["float8", "float16", None]),
-    '"half", in the compute dtype of `policy`': (
-        lambda x: on(None, forward=x),
-        ["float16", jnp.bfloat16, np.dtype("float16")],
-    ),
-    "`filter_grad` … float64 … jax_enable_x64": lambda: grad(total, forward="float64"),
+    "'half', … `forward`, but got %r": (lambda x: grad(forward=x), ["float8", "float16", None]),
+    '"half", in the compute dtype of `policy`': (lambda x: grad(forward=x), HALVES),
+    "`filter_grad` … float64 … jax_enable_x64": lambda: grad(forward="float64"),
     "`precision_floor` … float64 … jax_enable_x64": lambda: floor(use_mixed_precision=False),
     "`PrecisionLadder` … float64 … jax_enable_x64": lambda: LADDER(("half", "float64")),
-    "overrides of `autocast` or": lambda: grad(total, autocast={"full": "x"}, forward="float32"),
+    "overrides of `autocast` or": lambda: grad(autocast={"full": "x"}, forward="float32"),
     "`line_search_value` … `forward`": lambda: search(total, SCALING, forward="half?"),
     "`refined` takes float16 or bfloat16": lambda: mpx.refined(total, dtype="float32"),
-    "`as_trained` cannot read the policy": lambda: mpx.as_trained(mlp(), policy="half please"),
-    "`as_trained(policy=…)` … int8": lambda: mpx.as_trained(
-        mlp(), policy=jmp.Policy(*3 * [jnp.int8])
-    ),
-    "`as_trained` takes 'half', … as `forward`": lambda: mpx.as_trained(mlp(), forward="float8"),
+    "`as_trained` cannot read the policy": lambda: trained(policy="half please"),
+    "`as_trained(policy=…)` … int8": lambda: trained(policy=jmp.Policy(*3 * [jnp.int8])),
+    "`as_trained` takes 'half', … as `forward`": lambda: trained(forward="float8"),
     "float16, bfloat16 or the name of a split product": lambda: mpx.autocast(jnp.sin, "float32"),
-    "takes float16 or bfloat16": lambda: mpx.explain_nonfinite(jnp.sin, "float32"),
+    "takes float16 or bfloat16": lambda: explain(jnp.sin, "float32"),
     # Scalers.
     "`DynamicLossScaling` … integer … `period`": (lambda x: DYNAMIC(period=x), [2.5, 0.5, 2**31]),
     "power of two above 1 as `factor` … got %r": (lambda x: DYNAMIC(factor=x), [1, 0.5, 3, 1.5]),
@@ -354,7 +336,7 @@ VALUE_ERRORS = {
     "`set_half_precision_datatype` … float16": (mpx.set_half_precision_datatype, NO_HALVES),
     "`half_precision` … bfloat16": (lambda x: mpx.half_precision(x).__enter__(), NO_HALVES),
     "`cast_tree` needs a real floating-point dtype": lambda: mpx.cast_tree(W, None),
-    "`FullPrecision` needs a": lambda: mpx.FullPrecision(eqx.nn.Identity(), out_dtype="halve"),
+    "`FullPrecision` needs a": lambda: FULL(eqx.nn.Identity(), out_dtype="halve"),
     # Products.
     "mixed_matmul … int32": lambda: matmul(X, X.T, dtype="int32"),
     "which is not a dtype": lambda: matmul(X, X.T, dtype="halve"),
@@ -368,12 +350,10 @@ VALUE_ERRORS = {
     "`select_tree` … structure … at ['b'] it has nothing": lambda: select(True, {"a": W}, {"b": W}),
     "`select_tree` … the root … same shape … float32[3] … float32[4,3]": lambda: select(True, W, X),
     # Optimizers, and what goes between devices.
-    "same structure … ['b'] it has None … `eqx.combine`": lambda: update_tree(
-        {**FLOATS, "b": None}
-    ),
-    "same structure … ['n']": lambda: update_tree({**FLOATS, "n": jnp.ones(2)}),
+    "same structure … ['b'] it has None … `eqx.combine`": lambda: update_tree(b=None),
+    "same structure … ['n']": lambda: update_tree(n=jnp.ones(2)),
     "a node is another … list … tuple": lambda: update(SGD.init((W,)), SGD, (W,), [W]),
-    "['b'] … (2, 1) … (2,) … of this model": lambda: update_tree({**FLOATS, "b": jnp.ones((2, 1))}),
+    "['b'] … (2, 1) … (2,) … of this model": lambda: update_tree(b=jnp.ones((2, 1))),
     "`optimizer_state` … [0].count … optimizer.init(": lambda: update(SGD.init(W)),
     "[0].mu it has float32[1] … should be float32[3]": lambda: update(ADAM.init(jnp.ones(1))),
     "`optimizer_update` takes 'nearest', … got 'up'": lambda: half_update(master="up"),
@@ -383,13 +363,13 @@ VALUE_ERRORS = {
     "needs `scale_in_params`": lambda: scale_by(SGD, SCALING),
     "needs a float32 scalar": lambda: scale_by(SGD, SCALING, scale_in_params=lambda p: p).init(W),
     "found no spectral convolution": lambda: mpx.contrib.convert_spectral_layers(mlp()),
-    "`gather_parameters` takes float16 or bfloat16": lambda: gathered(EVERYWHERE, "float32"),
+    "`gather_parameters` takes float16 or bfloat16": lambda: gather(X, EVERYWHERE, dtype="float32"),
     # Derivatives.
     "`partials` … at least one term": lambda: partials(iter(())),
     "`linear_operator` … {} for 'a'": lambda: operator({"a": {}}),
-    "`DerivativeScaling.per_direction` got 'x' twice": lambda: DS.per_direction("xx"),
-    "positive, finite number as `max_scale`": lambda: DS.per_direction("xt", max_scale=-1),
-    "`max_scale` … mapping … x, t … {'x': 1}": lambda: DS.per_direction("xt", max_scale={"x": 1}),
+    "`DerivativeScaling.per_direction` got 'x' twice": lambda: by_axis("xx"),
+    "positive, finite number as `max_scale`": lambda: by_axis("xt", max_scale=-1),
+    "`max_scale` … mapping … x, t … {'x': 1}": lambda: by_axis("xt", max_scale={"x": 1}),
     "`DerivativeScaling.per_order` … integer as `order`": lambda: DS.per_order(0),
     "`DerivativeScaling.per_order` … power of two": lambda: DS.per_order(2, factor=3),
     "`init_scale` … 2^16 outside": lambda: DS.per_order(2, init_scale=2.0**16),
@@ -400,40 +380,32 @@ VALUE_ERRORS = {
     "`partials` … 'w' of the term %r": (lambda x: partials([x]), ["w_x", "w"]),
     "`partials` … 'u_x' twice": lambda: partials(["u_x", "u_x"]),
     "'u_x' … an output and as a derivative of 'u'": lambda: partials(["u_x"], outputs=["u", "u_x"]),
-    "`linear_operator` … 'a_b_u' twice": (
-        lambda x: mpx.linear_operator(net, x, coords="xy", outputs=["b_u", "u"]),
-        [{"a": {"x": 1.0}, "a_b": {"y": 1.0}}],
-    ),
+    "`linear_operator` … 'a_b_u' twice": lambda: operator(TWO, outputs=["b_u", "u"]),
     "`partials` got 'x' twice": lambda: partials(["u_x"], coords="xx"),
     "'u_xx' is of order 2 … up to 1 … `DerivativeScaling.per_": (
         lambda x: partials(["u_xx"], scaling=x),
-        [DS.per_order(1), DS.per_direction("xy", order=1)],
+        [DS.per_order(1), by_axis("xy", order=1)],
     ),
     "no scaler … 'u_y' … knows u_x": lambda: partials(["u_y"], scaling=DS.per_term(["u_x"])),
-    "`partials` … 1 outputs, u, … (2,)": lambda: mpx.partials(jnp.sin, ["u"], **NET)(POINT),
+    "`partials` … 1 outputs, u, … (2,)": lambda: partials(["u"], jnp.sin)(POINT),
     "`partials` … one point … (4, 2) … `jax.vmap`": lambda: partials(["u"])(POINTS),
     "`laplacian` got 'x' twice … `over`": lambda: laplacian(over="xx"),
     "`laplacian` cannot sum over 'z'": lambda: laplacian(over="xz"),
     "Laplacian … 'laplacian'": lambda: laplacian(scaling=DS.per_term(["u_x"])),
     "t, e, m, p … write `outputs=['temp']`": lambda: partials(["temp_x"], outputs="temp"),
     "`linear_operator` … 'xx', not 'u_xx'": lambda: operator({"a": {"u_xx": 1.0}}),
-    "`linear_operator` … has no scale for 'y'": lambda: operator(YY, scaling=DS.per_direction("x")),
+    "`linear_operator` … has no scale for 'y'": lambda: operator(YY, scaling=by_axis("x")),
     # Of what has several entries, one would be taken for each output.
     "`linear_operator` multiplies … in the operator 'op'": (
         lambda x: operator({"op": {"x": x}})(POINT),
         ["b", None, 1j, W, W[:1], lambda p: p],
     ),
-    "`scaled_jvp` … 2^-126 to 2^126 … %r": (
-        lambda x: mpx.scaled_jvp(net, (POINT,), (POINT,), x),
-        [2.0**127, 2.0**-130],
-    ),
-    "`scaled_jvp` … power of two": lambda: mpx.scaled_jvp(net, (POINT,), (POINT,), 3.0),
+    "`scaled_jvp` … 2^-126 to 2^126 … %r": (lambda x: jvp(x), [2.0**127, 2.0**-130]),
+    "`scaled_jvp` … power of two": lambda: jvp(3.0),
     "one step or more, as `history`, but got []": lambda: derivatives.plot([]),
-    "the term 'u_x1' … as `coords`": lambda: coordinates("x1 x2", DS.per_order(2, terms=["u_x1"])),
-    "`DerivativeScaling.per_order` … 'u_z' … the coordinates x1, x2": lambda: DS.per_order(
-        2, terms=["u_z"], coords=["x1", "x2"]
-    ),
-    "`scaled_jvp` … [0] … (3,) … (2,)": lambda: mpx.scaled_jvp(net, (POINT,), (W,), 2.0),
+    "the term 'u_x1' … as `coords`": lambda: partials(["u_x1"], scaling=U_X1, **X1),
+    "`DerivativeScaling.per_order` … 'u_z' … x1, x2": lambda: DS.per_order(2, terms=["u_z"], **X1),
+    "`scaled_jvp` … [0] … (3,) … (2,)": lambda: jvp(2.0, tangents=(W,)),
     "of 2 coordinates in `argnums` has the names of 3": lambda: d_grad(net, coords="xyz")(POINT),
     "`DerivativeScaling.adjust` … (15, 66)": lambda: DIRECTIONS.adjust(W),
     "`DerivativeScaling.with_exponents` … x, t … [1]": lambda: DIRECTIONS.with_exponents([1]),
@@ -537,11 +509,9 @@ def test_each_transformation_names_itself(name, mixed):
     make = lambda *args, **kwargs: TRANSFORMATIONS[name](*args, use_mixed_precision=mixed, **kwargs)
     with pytest.raises(TypeError, match=rf"`{name}` .*real floating-point scalar.*\(3,\).*mean"):
         jax.jit(make(lambda w: w, SCALING))(W)
-    with pytest.raises(
-        TypeError,
-        match=rf"`{name}` .*returns `\(loss, aux\)`, but it returned an array of dtype \w+ and "
-        r"shape \(\)\. .* leave `has_aux`",
-    ):
+    returned = r"an array of dtype \w+ and shape \(\)\. .* leave `has_aux`"
+    match = rf"`{name}` .*returns `\(loss, aux\)`, but it returned {returned}"
+    with pytest.raises(TypeError, match=match):
         make(jnp.sum, SCALING, has_aux=True)(W)
     with pytest.raises(TypeError, match=rf"`{name}` .*first positional.*model first"):
         make(total, SCALING)()
