@@ -220,6 +220,12 @@ def spectral_by_definition(weight, modes, x, output=None):
     return jnp.fft.irfftn(placed, s=output, axes=axes, norm="forward")
 
 
+def assert_tells(text: str, *parts: str, without: tuple[str, ...] = ()) -> None:
+    """A message holds these parts, in any order, and none of the others."""
+    assert [part for part in parts if part not in text] == [], text
+    assert [part for part in without if part in text] == [], text
+
+
 def in_float64(tree: Any) -> Any:
     """A tree with its floating-point arrays in float64, under 64-bit types."""
     wide = lambda x: jnp.asarray(np.asarray(x, np.float64)) if eqx.is_inexact_array(x) else x
