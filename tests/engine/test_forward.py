@@ -53,12 +53,8 @@ def pde(model, points):
     return jnp.mean(inside**2) + jnp.mean(jax.vmap(model)(points) ** 2)
 
 
-def regression(model, x):
-    return jnp.mean((jax.vmap(model)(x) - jnp.sin(x[:, :1])) ** 2)
-
-
-def images(model, fields):
-    return jnp.mean((jax.vmap(model)(fields) - jnp.roll(fields, 1, 1)) ** 2)
+regression = lambda model, x: jnp.mean((jax.vmap(model)(x) - jnp.sin(x[:, :1])) ** 2)
+images = lambda model, x: jnp.mean((jax.vmap(model)(x) - jnp.roll(x, 1, 1)) ** 2)
 
 
 def attending(model, x):
@@ -85,19 +81,21 @@ CASES = {
 }
 
 
-def evaluated(loss, model, batch, half, forward="float32"):
-    scaling = mpx.StaticLossScaling(2.0**8)
+SCALING = mpx.StaticLossScaling(2.0**8)
+
+
+def evaluated(loss, model, batch, half, forward="float32", scaling=SCALING):
     step = mpx.filter_value_and_grad(loss, scaling, policy=policy(half), forward=forward)
     value, _, finite, grads = eqx.filter_jit(step)(model, batch)
     assert finite
     return value, grads
 
 
-def assert_nearly(loss, model, batch, half, rtol=2.0**-21, least=2.0**-20):
-    """Checks that the value is float32's and the gradient that of a half backward pass."""
+def assert_nearly(loss, model, batch, half, rtol=2.0**-21, least=2.0**-20, scaling=SCALING):
+    """The value is that of float32, and the gradient that of a backward pass in half."""
     want, want_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(model, batch)
-    value, grads = evaluated(loss, model, batch, half)
-    # The operations are the same, but XLA may fuse a sum in another order.
+    value, grads = evaluated(loss, model, batch, half, scaling=scaling)
+    # The same operations; XLA may fuse a sum in another order.
     np.testing.assert_allclose(value, want, rtol=rtol)
     assert jax.tree.structure(grads) == jax.tree.structure(want_grads)
     assert least <= relative(grads, want_grads) < TOLERANCES[half]
@@ -188,7 +186,7 @@ def test_of_a_checkpoint_is_kept_what_enters_it_in_half(saved):
 
 def test_who_takes_autocast_may_climb_to_a_forward_pass_in_full():
     loss, model, batch = CASES["regression"]
-    step = partial(mpx.filter_grad, loss, mpx.StaticLossScaling(2.0**8), forward="float32")
+    step = partial(mpx.filter_grad, loss, SCALING, forward="float32")
     got, want = (eqx.filter_jit(f)(model, batch) for f in (step(autocast=True), step()))
     assert tree_equal_bits(got, want)
 
@@ -204,18 +202,17 @@ def test_float64_forward(name, compute):
     with jax.enable_x64(True):
         args = in_float64((model, batch))
         want, want_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(*args)
-        scaling = mpx.StaticLossScaling(2.0**8)
-        step = mpx.filter_value_and_grad(loss, scaling, policy=policy(compute), forward="float64")
+        step = mpx.filter_value_and_grad(loss, SCALING, policy=policy(compute), forward="float64")
         for given, wide in ((args, "float64"), ((model, batch), "float32")):
-            value, _, _, grads = eqx.filter_jit(step)(*given)
+            value, grads = evaluated(loss, *given, compute, "float64")
             assert value.dtype == jnp.float64
             np.testing.assert_allclose(value, want, rtol=1e-14)  # sums in other orders
             assert {x.dtype.name for x in jax.tree.leaves(grads)} == {wide}
             # A few roundings of 2^-24 in float32.
             assert relative(grads, want_grads) < {"float32": 2.0**-21, **TOLERANCES}[compute]
-        rows = mpx.precision_report(step)(*args).rows
-        flops = lambda dtype: sum(row.flops for row in rows if row.dtype == dtype)
-        total, forward = sum(row.flops for row in rows), flops("float64")
+        report = mpx.precision_report(step)(*args)
+        flops = lambda dtype: report.by_dtype()[dtype][1]
+        total, forward = report.flops, flops("float64")
         plain = mpx.precision_report(mpx.filter_grad(loss, None, use_mixed_precision=False))
         work = plain(*args).flops
         # All products of plain JAX, except the gradient of the point, which is a sum. All products
@@ -298,8 +295,7 @@ def test_what_is_made_of_parameters_alone_is_in_full(made):
     loss = lambda params, x: jnp.mean(sine(x @ made(*params)) ** 2) + jnp.sum(params[0] ** 2)
     params = normal(0, (4, 4)), normal(1, (4, 4))
     with jax.enable_x64(True):
-        step = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), forward="float64")
-        value, _, _, grads = eqx.filter_jit(step)(params, normal(2, (8, 4)))
+        value, grads = evaluated(loss, params, normal(2, (8, 4)), "float16", "float64")
         args = in_float64((params, normal(2, (8, 4))))
         want, want_grads = eqx.filter_jit(eqx.filter_value_and_grad(loss))(*args)
         np.testing.assert_allclose(value, want, rtol=1e-15)
@@ -328,9 +324,7 @@ def test_complex_weights(forward):
 def test_refined_is_the_value_of_float32_with_the_gradient_of_half():
     _, model, points = CASES["foreign network"]
 
-    def terms(model, p):
-        return mpx.partials(model, ["u", "u_x", "u_xx"], coords="xy", outputs="u")(p)
-
+    terms = lambda model, p: mpx.partials(model, ["u", "u_x", "u_xx"], coords="xy", outputs="u")(p)
     refined = mpx.refined(terms, dtype="bfloat16", keep_full=(False, True))
 
     @eqx.filter_jit
@@ -393,16 +387,8 @@ def test_derivatives_of_derivatives():
         d = jax.vmap(d)(points)
         return jnp.mean(d["v_x"] ** 2 + d["v_y"] ** 2)
 
-    options = {"policy": policy("float16"), "keep_full": (False, True), "forward": "float32"}
-    gradient = mpx.filter_value_and_grad(loss, scaling, **options)
-    value, _, finite, grads = eqx.filter_jit(gradient)(network, POINTS)
-    full = mpx.filter_value_and_grad(loss, None, use_mixed_precision=False)
-    wanted, *_, wanted_grads = eqx.filter_jit(full)(network, POINTS)
-    assert finite
-    # Two float32 programs sum in another order.
-    assert abs(value / wanted - 1) < 1e-6
-    # Kept values are rounded to 2^-11, a few times.
-    assert relative(grads, wanted_grads) < 2e-3
+    assert_nearly(loss, network, POINTS, "float16", rtol=2.0**-20, scaling=scaling)
+    gradient = mpx.filter_grad(loss, scaling, forward="float32")
     assert mpx.precision_report(gradient)(network, POINTS).half_share > 0.5
 
 
@@ -429,16 +415,9 @@ def test_what_jax_differentiates_inside_of_a_loss_is_full(loss):
     assert_nearly(loss, model, batch, "bfloat16", rtol=2.0**-20, least=0)
 
 
-def _residual(model, x, y):
-    return jax.vmap(model)(x) - y
-
-
-def _mean_square(model, x, y):
-    return jnp.mean(_residual(model, x, y) ** 2)
-
-
-def _parts(x, y):
-    return [a.reshape(4, -1, a.shape[-1]) for a in (x, y)]
+_residual = lambda model, x, y: jax.vmap(model)(x) - y
+_mean_square = lambda model, x, y: jnp.mean(_residual(model, x, y) ** 2)
+_parts = lambda x, y: [a.reshape(4, -1, a.shape[-1]) for a in (x, y)]
 
 
 def _checkpoints_in_a_loop(model, w, x, y):
@@ -622,9 +601,8 @@ def test_a_rule_that_maps_what_nothing_mapped_is_made_of(options):
     """JAX itself mistakes one axis for the other if there are as many points as entries."""
     loss = lambda w, x: jnp.mean(jax.vmap(lambda p: jnp.sum(jnp.stack(apart(p, *w))))(x) ** 2)
     weights = normal(0, (4, 2)), jnp.arange(4.0)
-    step = mpx.filter_value_and_grad(
-        loss, mpx.NoOpLossScaling(), policy=policy("bfloat16"), **options
-    )
+    options = {"policy": policy("bfloat16"), **options}
+    step = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), **options)
     value, _, _, grads = step(weights, POINTS[:5])
     want, want_grads = jax.value_and_grad(loss)(weights, POINTS[:5])
     np.testing.assert_allclose(value, want, rtol=1e-5 if "forward" in options else 2.0**-8)
@@ -655,9 +633,9 @@ def test_state_keeps_its_dtypes_under_float64():
         y, state = jax.vmap(model, (0, None), (0, None), axis_name="batch")(x, state)
         return jnp.mean((y - x) ** 4), state
 
+    options = {"forward": "float64", "policy": policy("float32")}
     with jax.enable_x64(True):
         model, state = eqx.nn.make_with_state(make)()
-        options = {"forward": "float64", "policy": policy("float32")}
         step = mpx.filter_value_and_grad(loss, mpx.NoOpLossScaling(), True, **options)
         (value, after), *_ = eqx.filter_jit(step)(model, state, normal(3, (8, 2)))
     assert value.dtype == jnp.float64
