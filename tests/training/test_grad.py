@@ -165,9 +165,7 @@ def test_gradients_have_the_dtypes_of_the_masters(dtype):
     model = {"w": jnp.ones(2, dtype), "np": np.ones(2, np.float32)}
     model |= {"n": jnp.arange(2), "f": jnp.tanh}
 
-    def loss(model, x):
-        return jnp.sum((model["w"] + model["np"]) * x)
-
+    loss = lambda model, x: jnp.sum((model["w"] + model["np"]) * x)
     _, finite, grads = mpx.filter_grad(loss, scaler(4))(model, x)
     assert finite
     want = {"w": x.astype(dtype), "np": x, "n": None, "f": None}
@@ -242,7 +240,7 @@ TRANSFORMATIONS += [ft.partial(mpx.filter_accumulated_value_and_grad, micro_batc
 
 
 CASTS = [lambda fun, _: mpx.cast_function(fun, "float16")]
-CASTS += [lambda fun, _: mpx.force_full_precision(fun)]
+CASTS += [lambda fun, _: mpx.force_full_precision(fun), lambda fun, _: mpx.autocast(fun)]
 
 
 @pytest.mark.parametrize("wrap", TRANSFORMATIONS + CASTS)
@@ -289,10 +287,8 @@ def test_without_mixed_precision_it_is_equinox(has_aux):
     want_value, want_grads = eqx.filter_jit(plain)(mlp(), batch())
     transformed = mpx.filter_value_and_grad(loss, scaling, **options)
     value, same, finite, grads = eqx.filter_jit(transformed)(mlp(), batch())
-    assert tree_equal_bits(same, scaling)
-    assert finite.dtype == jnp.bool_
-    assert finite
-    assert tree_equal_bits((value, grads), (want_value, want_grads))
+    assert tree_equal_bits((value, same, grads), (want_value, scaling, want_grads))
+    assert tree_equal_bits(finite, jnp.array(True))
 
 
 @pytest.mark.parametrize("transform", TRANSFORMATIONS[::3])
@@ -301,9 +297,8 @@ def test_without_mixed_precision_infinite_gradients_are_not_flagged(transform):
     before = scaler(4)
     gradient = transform(linear_loss, before, use_mixed_precision=False)
     *_, same, finite, grads = gradient(jnp.ones(1), jnp.array([jnp.inf]))
-    assert tree_equal_bits(same, before)
+    assert tree_equal_bits((same, grads), (before, jnp.array([jnp.inf])))
     assert finite
-    assert grads[0] == jnp.inf
 
 
 # --- Transformations -----------------------------------------------------------------------------
@@ -320,20 +315,15 @@ def test_one_compilation_over_many_steps():
     opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
     scaling = scaler(10, period=10, max_loss_scaling=2.0**12)
     types = avals((model, opt_state, scaling))
-    scales, skipped = set(), 0
-    rng = np.random.default_rng(0)
+    scales, rng = set(), np.random.default_rng(0)
     for i in range(200):
-        x = rng.standard_normal((4, 2)).astype(np.float32)
-        bad = i % 35 == 34
-        x = x * 1e4 if bad else x
+        x = rng.standard_normal((4, 2)).astype(np.float32) * (1e4 if i % 35 == 34 else 1)
         model, opt_state, scaling, value, *_ = step(model, opt_state, scaling, x)
         scales.add(float(scaling.loss_scaling))
-        skipped += bad
-    assert scaling.skipped_steps == skipped == 5
+    assert (scaling.skipped_steps, opt_state[0].count) == (5, 195)
     assert scales == {2.0**10, 2.0**11, 2.0**12}
     assert jnp.isfinite(value)
     assert avals((model, opt_state, scaling)) == types
-    assert opt_state[0].count == 200 - skipped
 
 
 @pytest.mark.parametrize(
@@ -362,10 +352,8 @@ def test_a_weakly_typed_parameter_stays_so_and_is_compiled_once(transform, optim
 
 
 def test_an_ensemble_with_a_scaling_each():
-    """Maps models, data and scalers. One member overflows and affects no other."""
-    optimizer = optax.sgd(1.0)
-    w = jnp.ones((3, 2))
-    x = jnp.ones((3, 2)).at[1, 0].set(3e4)
+    """`vmap` over models, data and scalers: one member overflows, alone."""
+    optimizer, w, x = optax.sgd(1.0), jnp.ones((3, 2)), jnp.ones((3, 2)).at[1, 0].set(3e4)
     make = lambda s: eqx.tree_at(lambda x: x.loss_scaling, scaler(1, period=1), s)
     scaling = eqx.filter_vmap(make)(jnp.array([2.0, 4.0, 8.0]))
 
@@ -409,18 +397,12 @@ def of_derivatives(model, x):
     return jnp.mean(jax.vmap(terms)(x)["u_y"] ** 2)
 
 
-def of_tokens(model, x):
-    return jnp.mean(jax.vmap(lambda x: model(x, x, x))(x) ** 2)
-
-
+of_tokens = lambda model, x: jnp.mean(jax.vmap(lambda x: model(x, x, x))(x) ** 2)
+of_fields = lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2)
 MODELS = {
     "norms": (normed, (8, 2), of_derivatives),
     "attention": (lambda key: eqx.nn.MultiheadAttention(2, 8, key=key), (8, 6, 8), of_tokens),
-    "FNO": (
-        lambda key: mpx.nn.FNO(1, 1, 8, 1, (4, 4), key=key),
-        (8, 1, 8, 8),
-        lambda model, x: jnp.mean(jax.vmap(model)(x) ** 2),
-    ),
+    "FNO": (lambda key: mpx.nn.FNO(1, 1, 8, 1, (4, 4), key=key), (8, 1, 8, 8), of_fields),
 }
 
 
@@ -473,10 +455,8 @@ def test_devices_agree_after_an_overflow_on_one(check_vma):
         assert state[2].loss_scaling == 2.0**exponent
         for leaf, row in zip(jtu.tree_leaves((state, finite)), jtu.tree_leaves(rows), strict=True):
             assert tree_equal_bits(row, jnp.broadcast_to(leaf, (8, *leaf.shape)))
-        if not finite:
-            assert tree_equal_bits(state[:2], list(before[:2]))
-        else:
-            assert jnp.all(state[0] < before[0])
+        kept = tree_equal_bits(state[:2], list(before[:2]))
+        assert jnp.all(state[0] < before[0]) if finite else kept
 
 
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -491,13 +471,11 @@ def test_sums_over_devices_are_float32_whatever_the_loss_is_made_of(check_vma):
     step = jax.jit(over_devices(shard, 2, *specs, check_vma=check_vma))
     finite, grad = step(jnp.ones(1), mpx.StaticLossScaling(1), jnp.full(2, 40000.0))
     assert finite
-    assert grad.dtype == jnp.float32
-    assert float(grad[0]) == 80000.0
+    assert tree_equal_bits(grad, jnp.array([80000.0]))
 
 
 def pinn_loss(model, points):
-    terms = mpx.partials(model, ["u", "u_xx"], coords="xy", outputs="u")
-    d = jax.vmap(terms)(points)
+    d = jax.vmap(mpx.partials(model, ["u", "u_xx"], coords="xy", outputs="u"))(points)
     return jnp.mean((d["u"] - d["u_xx"]) ** 2)
 
 
